@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The one decision about who computes a problem and how. supports, workspace, explain and execution all follow
+// from it; it gives reasons, not booleans.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "core/problem.h"
+
+namespace fovea {
+
+enum class BackendKind { kNone, kCpu, kReference };
+
+// One backend's answer to a problem.
+struct Verdict {
+  std::string backend;  // "cpu", "reference"
+  bool serves = false;
+  std::string reason;  // why not, or with what (instruction set, threads, tiles)
+};
+
+struct Plan {
+  BackendKind backend = BackendKind::kNone;
+  std::size_t workspace = 0;
+  std::vector<Verdict> verdicts;  // in the order in which they were asked; the first that serves was taken
+
+  bool supported() const { return backend != BackendKind::kNone; }
+};
+
+// FOVEA_BACKEND, where the problem names no backend itself, forces one as if it did.
+Plan plan(const Call& call);
+
+// The text of explain().
+std::string to_text(const Problem& problem, const Plan& plan);
+
+// Plans, checks the workspace and runs. Throws Error(FOVEA_UNSUPPORTED) with the reasons where nothing serves.
+void execute(const Call& call, void* workspace, std::size_t workspace_bytes);
+
+}  // namespace fovea

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The score of a query and a key, in the order that the specification fixes:
+//
+//     s = scale * dot                              dot = <q_i, k_j>
+//     s = softcap * tanh(s / softcap)              if softcap > 0
+//     s = s + bias + bias2 - slope * |i + shift - j|
+//
+// T is a float, a double, a vector of either, or a Dual of those; S is the scalar of T's lanes.
+#ifndef FOVEA_MATH_SCORE_H
+#define FOVEA_MATH_SCORE_H
+
+#include "scalar.h"
+
+namespace fovea::math::inline FOVEA_ISA {
+
+// What depends on the dot product. Everything added after it (bias, ALiBi) has derivative 1.
+template <class S>
+struct Score {
+  S scale;
+  S softcap;          // 0: none
+  S inverse_softcap;  // 1 / softcap
+
+  static constexpr Score make(double scale, double softcap) {
+    return {S(scale), S(softcap), softcap > 0 ? S(1 / softcap) : S(0)};
+  }
+
+  template <bool kSoftcap, class T>
+  constexpr T of_dot(T dot) const {
+    T s = dot * scale;
+    if constexpr (kSoftcap) {
+      s = tanh(s * inverse_softcap) * softcap;
+    }
+    return s;
+  }
+
+  // Score and derivative by the dot product, from the same formula. `one` is 1 as a T.
+  template <bool kSoftcap, class T>
+  constexpr Dual<T> of_dot_with_derivative(T dot, T one) const {
+    return of_dot<kSoftcap>(Dual<T>{dot, one});
+  }
+};
+
+// ALiBi's term; `distance` is j - (i + shift), formed in integers before it is rounded to T.
+template <class T, class S>
+constexpr T alibi(T distance, S slope) {
+  return abs(distance) * (-slope);
+}
+
+}  // namespace fovea::math::inline FOVEA_ISA
+
+#endif  // FOVEA_MATH_SCORE_H

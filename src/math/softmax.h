@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Softmax over a row whose keys come in blocks, its logsumexp, and its backward. A row that meets no key
+// ("dead") has maximum -inf and sum 0 and must give output 0, logsumexp -inf and gradients 0: never NaN. NaN in
+// a score that takes part stays NaN. T is a scalar or a vector of scalars, as everywhere in math/.
+#ifndef FOVEA_MATH_SOFTMAX_H
+#define FOVEA_MATH_SOFTMAX_H
+
+#include "scalar.h"
+
+namespace fovea::math::inline FOVEA_ISA {
+
+// What exponents are taken relative to: the running maximum; 0 for a row without a finite score so far, where
+// -inf - (-inf) would be NaN.
+template <class T>
+constexpr T reference_of(T running_max) {
+  return select(running_max == T(-Limits<T>::infinity()), T(0), running_max);
+}
+
+// The weight of a score relative to a reference. Subtracted before anything is scaled: with biases of 1e30 a
+// fused multiply-add of scaled numbers is off by more than the whole range of exp.
+template <class T>
+constexpr T weight(T score, T reference) {
+  return exp(score - reference);
+}
+
+// What sums taken relative to `before` are multiplied by when the maximum rises to `after`.
+template <class T>
+constexpr T correction(T max_before, T max_after) {
+  return exp(max_before - reference_of(max_after));
+}
+
+// A sink is one more logit with no value: it joins the sum after the last key.
+template <class T>
+constexpr T sum_with_sink(T sum, T reference, T sink) {
+  return sum + exp(sink - reference);
+}
+
+// log of the sum of exp(score); -inf for a dead row.
+template <class T>
+constexpr T logsumexp(T reference, T sum) {
+  return select(sum == T(0), T(-Limits<T>::infinity()), reference + log(sum));
+}
+
+// 1 / sum, and 0 for a dead row.
+template <class T>
+constexpr T inverse_of_sum(T sum) {
+  return select(sum == T(0), T(0), T(1) / sum);
+}
+
+// ---- backward: p from the saved logsumexp ----
+
+// The logsumexp that the backward subtracts: +inf for a dead row, so that every p there is exp(-inf) = 0.
+template <class T>
+constexpr T backward_reference(T lse) {
+  return select(lse == T(-Limits<T>::infinity()), T(Limits<T>::infinity()), lse);
+}
+
+// p = exp(s - lse).
+template <class T>
+constexpr T probability(T score, T reference) {
+  return exp(score - reference);
+}
+
+// delta_i = <do_i, o_i> - dlse_i: what every dp of the row is lowered by.
+template <class T>
+constexpr T delta(T dot_of_grad_out_and_out, T grad_lse) {
+  return dot_of_grad_out_and_out - grad_lse;
+}
+
+// ds = p * (dp - delta), dp = keep / (1 - p_drop) * <do_i, v_j>.
+template <class T>
+constexpr T grad_score(T p, T dp, T delta) {
+  return p * (dp - delta);
+}
+
+// One row's share of the sink's gradient.
+template <class T>
+constexpr T grad_sink(T sink, T reference, T delta) {
+  return T(0) - exp(sink - reference) * delta;
+}
+
+}  // namespace fovea::math::inline FOVEA_ISA
+
+#endif  // FOVEA_MATH_SOFTMAX_H
