@@ -100,11 +100,11 @@ typedef struct fovea_problem {
   size_t size; /* sizeof(fovea_problem) */
 
   uint32_t flags;
-  int32_t align;   /* fovea_align */
-  int32_t rng;     /* fovea_rng */
-  int32_t device;  /* fovea_device: where the pointers point */
+  int32_t align;  /* fovea_align */
+  int32_t rng;    /* fovea_rng */
+  int32_t device; /* fovea_device: where the pointers point */
   int32_t device_index;
-  int32_t reserved; /* 0 */
+  int32_t reserved;    /* 0 */
   const char* backend; /* NULL: the best; else one that fovea_backends() names, and no other serves */
   void* stream;        /* CUDA: the stream; CPU: NULL */
 
@@ -119,12 +119,12 @@ typedef struct fovea_problem {
   const uint64_t* offset_ptr; /* optional, on the device: added to offset */
 
   /* Inputs of both directions. */
-  const fovea_tensor* q; /* (B, Sq, Hq, D) | (total_q, Hq, D); fp32, fp16, bf16, on the CPU fp64 */
-  const fovea_tensor* k; /* (B, Sk, Hk, D) | (total_k, Hk, D); Hq % Hk == 0, the type of q */
-  const fovea_tensor* v; /* (B, Sk, Hk, Dv) | (total_k, Hk, Dv) */
-  const fovea_tensor* bias;  /* broadcastable to (B, Hq, Sq, Sk), with two levels (B1, B2, Hq, Sq, Sk); */
-  const fovea_tensor* bias2; /*   packed: (B, Hq, max_seqlen_q, max_seqlen_k), within each sequence */
-  const fovea_tensor* mask;  /* the same, bool: not 0 takes part */
+  const fovea_tensor* q;            /* (B, Sq, Hq, D) | (total_q, Hq, D); fp32, fp16, bf16, on the CPU fp64 */
+  const fovea_tensor* k;            /* (B, Sk, Hk, D) | (total_k, Hk, D); Hq % Hk == 0, the type of q */
+  const fovea_tensor* v;            /* (B, Sk, Hk, Dv) | (total_k, Hk, Dv) */
+  const fovea_tensor* bias;         /* broadcastable to (B, Hq, Sq, Sk), with two levels (B1, B2, Hq, Sq, Sk); */
+  const fovea_tensor* bias2;        /*   packed: (B, Hq, max_seqlen_q, max_seqlen_k), within each sequence */
+  const fovea_tensor* mask;         /* the same, bool: not 0 takes part */
   const fovea_tensor* alibi_slopes; /* (Hq) or (B, Hq), fp32 (fp64 with fp64 q) */
   const fovea_tensor* sink;         /* (Hq), fp32 (fp64 with fp64 q): one more logit, without a value */
   const fovea_tensor* cu_seqlens_q; /* (B + 1), int32 or int64: starts at 0, never decreases */
@@ -133,7 +133,7 @@ typedef struct fovea_problem {
   const fovea_tensor* seqused_k;
   int64_t max_seqlen_q; /* packed: at least the longest; 0 on the CPU: the longest */
   int64_t max_seqlen_k;
-  int64_t batch_outer;  /* packed with a batch of two levels: B1, B = B1 * B2; 0: one level */
+  int64_t batch_outer; /* packed with a batch of two levels: B1, B = B1 * B2; 0: one level */
 
   /* The forward writes these; the backward reads both. */
   const fovea_tensor* out; /* (B, Sq, Hq, Dv) | (total_q, Hq, Dv), the type of q */
@@ -147,7 +147,7 @@ typedef struct fovea_problem {
   const fovea_tensor* grad_q;
   const fovea_tensor* grad_k;
   const fovea_tensor* grad_v;
-  const fovea_tensor* grad_bias;  /* the shape of the bias as given, its type */
+  const fovea_tensor* grad_bias; /* the shape of the bias as given, its type */
   const fovea_tensor* grad_bias2;
   const fovea_tensor* grad_sink; /* (Hq) */
 } fovea_problem;

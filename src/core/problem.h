@@ -153,13 +153,13 @@ struct Call {
   math::Rows rows;
   math::Dropout dropout;  // with seed_ptr and offset_ptr read and added, where that can be done here
 
-  View q, k, v;        // row, col = sequence row, head_dim; head = query head (q, out) or key head (k, v)
-  View bias, bias2;    // row, col = query, key within the sequence
-  View mask;           // the same
-  View alibi_slopes;   // batch1, batch2, head
-  View sink;           // head
+  View q, k, v;       // row, col = sequence row, head_dim; head = query head (q, out) or key head (k, v)
+  View bias, bias2;   // row, col = query, key within the sequence
+  View mask;          // the same
+  View alibi_slopes;  // batch1, batch2, head
+  View sink;          // head
   View out;
-  View lse;            // batch1, batch2, head, row
+  View lse;  // batch1, batch2, head, row
   View grad_out, grad_lse;
   View grad_q, grad_k, grad_v;
   View grad_bias, grad_bias2;  // strides 0 where the bias was given broadcast

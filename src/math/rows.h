@@ -44,11 +44,11 @@ struct Rows {
   i64 batch2 = 1;
   i64 heads_q = 1;
   i64 heads_k = 1;
-  i64 rows_q = 0;    // dense: Sq; packed: total_q
+  i64 rows_q = 0;  // dense: Sq; packed: total_q
   i64 rows_k = 0;
-  i64 limit_q = 0;   // the longest that a sequence may be: Sq, or max_seqlen_q
+  i64 limit_q = 0;  // the longest that a sequence may be: Sq, or max_seqlen_q
   i64 limit_k = 0;
-  Lengths cu_q;      // packed where given
+  Lengths cu_q;  // packed where given
   Lengths cu_k;
   Lengths used_q;
   Lengths used_k;

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+# make demo    builds what is needed and trains a small language model on real text (under 6 minutes)
+# make test    builds everything and runs every test
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+JOBS ?= $(shell nproc)
+BUILD ?= build
+PYTHON ?= python3
+VENV ?= .venv
+
+.PHONY: help
+help:  ## this list
+	@echo "fovea: exact fused attention, forward and backward"
+	@grep -hE '^[a-z-]+:.*?## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
+
+.PHONY: deps
+deps:
+	@tools/deps.sh build
+
+$(BUILD)/CMakeCache.txt:
+	cmake --preset release -B $(BUILD) >$(BUILD).log 2>&1 || { cat $(BUILD).log; exit 1; }
+	@rm -f $(BUILD).log
+
+.PHONY: build
+build: deps $(BUILD)/CMakeCache.txt  ## libfovea.so, the command and the Python package in this checkout
+	cmake --build $(BUILD) -j$(JOBS) --target fovea fovea_cli
+
+.PHONY: demo
+demo: deps $(BUILD)/CMakeCache.txt  ## train a small language model on real text through fovea, forward and backward
+	cmake --build $(BUILD) -j$(JOBS) --target train_lm
+	$(BUILD)/examples/train_lm/train_lm $(DEMO_ARGS)
+
+$(VENV)/.ready: tests/requirements.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install -q --disable-pip-version-check -r $<
+	ls /usr/local/cuda/lib64/libnvrtc.so* >/dev/null 2>&1 || $(VENV)/bin/pip install -q nvidia-cuda-nvrtc
+	touch $@
+
+.PHONY: test
+test:  ## every test: C++, Python, documentation, packaging; the last line counts them
+	@tools/deps.sh build test
+	@$(MAKE) --no-print-directory $(BUILD)/CMakeCache.txt $(VENV)/.ready
+	$(VENV)/bin/python tools/test.py --build $(BUILD) --jobs $(JOBS) build cpp python
+
+.PHONY: ci
+ci:  ## make test, and lint, sanitizers, fuzzing, a second compiler, an installed copy
+	@tools/deps.sh build test bench
+	@$(MAKE) --no-print-directory $(BUILD)/CMakeCache.txt $(VENV)/.ready
+	$(VENV)/bin/python tools/test.py --build $(BUILD) --jobs $(JOBS) all
+
+.PHONY: bench
+bench:  ## fovea's CPU speed beside the best matrix product of this machine
+	@tools/deps.sh build bench
+	@$(MAKE) --no-print-directory $(BUILD)/CMakeCache.txt
+	cmake --build $(BUILD) -j$(JOBS) --target cpu_bench
+	$(BUILD)/bench/cpu/cpu_bench $(BENCH_ARGS)
+
+.PHONY: format
+format:  ## clang-format over everything
+	@git ls-files '*.h' '*.cpp' '*.c' | grep -v '^spikes/' | xargs clang-format -i
+
+.PHONY: clean
+clean:  ## remove what was built
+	rm -rf build build-* $(VENV)
