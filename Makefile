@@ -42,13 +42,13 @@ $(VENV)/.ready: tests/requirements.txt
 test:  ## every test: C++, Python, documentation, packaging; the last line counts them
 	@tools/deps.sh build test
 	@$(MAKE) --no-print-directory $(BUILD)/CMakeCache.txt $(VENV)/.ready
-	$(VENV)/bin/python tools/test.py --build $(BUILD) --jobs $(JOBS) build cpp python
+	$(VENV)/bin/python tools/test.py --build $(BUILD) --jobs $(JOBS) --report $(BUILD)/tests.json build cpp python
 
-.PHONY: ci
-ci:  ## make test, and lint, sanitizers, fuzzing, a second compiler, an installed copy
-	@tools/deps.sh build test bench
-	@$(MAKE) --no-print-directory $(BUILD)/CMakeCache.txt $(VENV)/.ready
-	$(VENV)/bin/python tools/test.py --build $(BUILD) --jobs $(JOBS) all
+.PHONY: check check-rest
+check: test check-rest  ## make test, then lint, sanitizers, fuzzing, a second compiler, an installed copy, the demo in small
+check-rest:
+	$(VENV)/bin/python tools/test.py --build $(BUILD) --jobs $(JOBS) --after $(BUILD)/tests.json \
+	    lint asan tsan fuzz clang installed demo
 
 .PHONY: bench
 bench:  ## fovea's CPU speed beside the best matrix product of this machine

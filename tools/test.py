@@ -1,0 +1,211 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the stages of the test suite, says how long each took, and counts the tests in the last line.
+
+A stage either counts its tests (GoogleTest and pytest report them) or counts as one. The first column of the
+table at the end is what to type to repeat a stage alone: `tools/test.py asan`.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass
+class Count:
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+    def add(self, other):
+        self.passed += other.passed
+        self.failed += other.failed
+        self.skipped += other.skipped
+
+
+class Runner:
+    def __init__(self, arguments):
+        self.build = (ROOT / arguments.build).resolve()
+        self.jobs = arguments.jobs
+        self.fuzz_seconds = arguments.fuzz_seconds
+
+    # ---- how things are run ----
+
+    def run(self, *command, env=None, cwd=ROOT):
+        """Runs a command with its output shown; true if it ended with 0."""
+        print("$", " ".join(str(part) for part in command), flush=True)
+        merged = dict(os.environ, **{key: str(value) for key, value in (env or {}).items()})
+        return subprocess.run([str(part) for part in command], env=merged, cwd=cwd).returncode == 0
+
+    def one(self, ok):
+        return Count(1, 0) if ok else Count(0, 1)
+
+    def googletest(self, binary, env=None, filter="*"):
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder) / "report.json"
+            ok = self.run(binary, "--gtest_brief=1", f"--gtest_filter={filter}", f"--gtest_output=json:{report}", env=env)
+            if not report.exists():
+                print(f"{binary} ended without a report")
+                return Count(0, 1)
+            tests = [test for suite in json.loads(report.read_text())["testsuites"] for test in suite["testsuite"]]
+        count = Count()
+        for test in tests:
+            if test.get("result") == "SKIPPED":
+                count.skipped += 1
+            elif test.get("failures"):
+                count.failed += 1
+            elif test["status"] == "RUN":
+                count.passed += 1
+        if not ok and not count.failed:
+            count.failed += 1
+        return count
+
+    def pytest(self, *paths, env=None):
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder) / "report.xml"
+            ok = self.run(sys.executable, "-m", "pytest", "-q", "-rs", "--durations=8", "-p", "no:cacheprovider",
+                          f"--junitxml={report}", *paths, env=env)
+            if not report.exists():
+                print("pytest ended without a report")
+                return Count(0, 1)
+            suite = xml.etree.ElementTree.parse(report).getroot().find("testsuite")
+        failed = int(suite.get("failures")) + int(suite.get("errors"))
+        skipped = int(suite.get("skipped"))
+        passed = int(suite.get("tests")) - failed - skipped
+        if not ok and not failed or not passed:
+            failed += 1
+        return Count(passed, failed, skipped)
+
+    def cmake(self, build, *options, targets=()):
+        ok = self.run("cmake", "--preset", "release", "-B", build, *options)
+        target = ["--target", *targets] if targets else []
+        return ok and self.run("cmake", "--build", build, f"-j{self.jobs}", *target)
+
+    # ---- the stages ----
+
+    def stage_lint(self):
+        """clang-format and clang-tidy over every source file"""
+        listed = subprocess.run(["git", "ls-files", "*.h", "*.cpp", "*.c"], cwd=ROOT, capture_output=True, text=True)
+        files = [name for name in listed.stdout.split() if not name.startswith("spikes/")]
+        formatted = self.run("clang-format", "--dry-run", "--Werror", *files)
+        # Each translation unit as the build compiles it; the kernels once, for the baseline instruction set.
+        commands = json.loads((self.build / "compile_commands.json").read_text())
+        units = sorted({entry["file"] for entry in commands if "/_deps/" not in entry["file"]})
+        with tempfile.TemporaryDirectory() as folder:
+            unique = {}
+            for entry in commands:
+                entry["command"] = entry["command"].replace(" -static-libgcc", "")
+                unique.setdefault(entry["file"], entry)
+            (Path(folder) / "compile_commands.json").write_text(json.dumps(list(unique.values())))
+            tidy = subprocess.run(
+                ["xargs", "-P", str(self.jobs), "-n", "1", "clang-tidy", "--quiet", "-p", folder],
+                input="\n".join(units), text=True, cwd=ROOT, stderr=subprocess.DEVNULL)
+        count = self.one(formatted)
+        count.add(self.one(tidy.returncode == 0))
+        return count
+
+    def stage_build(self):
+        """everything, warnings as errors"""
+        return self.one(self.cmake(self.build))
+
+    def stage_cpp(self):
+        """GoogleTest: the definition, the core, the case table on every instruction set"""
+        return self.googletest(self.build / "tests/cpp/fovea_tests")
+
+    def stage_python(self):
+        """pytest: the oracle, the Python package, the command, the documentation's examples"""
+        return self.pytest("tests/python", env={"FOVEA_BUILD": self.build})
+
+    def stage_asan(self):
+        """AddressSanitizer and UndefinedBehaviorSanitizer on a reduced case table"""
+        build = ROOT / "build-asan"
+        if not self.cmake(build, "-DFOVEA_SANITIZE=address,undefined", targets=("fovea_tests", "fuzz_capi")):
+            return Count(0, 1)
+        count = self.googletest(build / "tests/cpp/fovea_tests", env={"FOVEA_CASES": "reduced"})
+        count.add(self.one(self.run(build / "tests/fuzz/fuzz_capi", "--seconds", 10)))
+        return count
+
+    def stage_tsan(self):
+        """ThreadSanitizer on a reduced case table"""
+        build = ROOT / "build-tsan"
+        if not self.cmake(build, "-DFOVEA_SANITIZE=thread", targets=("fovea_tests",)):
+            return Count(0, 1)
+        return self.googletest(build / "tests/cpp/fovea_tests", env={"FOVEA_CASES": "reduced"}, filter="*Cases*:*Cpu*:*Thread*")
+
+    def stage_fuzz(self):
+        """random and hostile calls of the C ABI"""
+        return self.one(self.run(self.build / "tests/fuzz/fuzz_capi", "--seconds", self.fuzz_seconds))
+
+    def stage_clang(self):
+        """the second compiler builds everything"""
+        return self.one(self.cmake(ROOT / "build-clang", "-DCMAKE_CXX_COMPILER=clang++", "-DCMAKE_C_COMPILER=clang"))
+
+    def stage_installed(self):
+        """an installed copy, found by find_package(fovea) and used"""
+        with tempfile.TemporaryDirectory() as folder:
+            prefix, build = Path(folder) / "prefix", Path(folder) / "build"
+            ok = (self.run("cmake", "--install", self.build, "--prefix", prefix)
+                  and self.run("cmake", "-S", ROOT / "examples/installed", "-B", build, f"-DCMAKE_PREFIX_PATH={prefix}")
+                  and self.run("cmake", "--build", build)
+                  and self.run(build / "example"))
+        return self.one(ok)
+
+    def stage_demo(self):
+        """the demo for a few steps, its gradients checked"""
+        binary = self.build / "examples/train_lm/train_lm"
+        count = self.one(self.run(binary, "--check-gradients"))
+        with tempfile.TemporaryDirectory() as folder:
+            count.add(self.one(self.run(binary, "--seconds", 10, "--output", folder)))
+        return count
+
+
+def main():
+    stages = {name[len("stage_"):]: getattr(Runner, name).__doc__ for name in vars(Runner) if name.startswith("stage_")}
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="stages:\n" + "\n".join(f"  {name:10} {text}" for name, text in stages.items()))
+    parser.add_argument("stages", nargs="+", metavar="stage", choices=[*stages, "all"], help="'all', or any of those below")
+    parser.add_argument("--build", default="build", help="build directory (build)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="parallel jobs (all cores)")
+    parser.add_argument("--fuzz-seconds", type=int, default=60, help="how long `fuzz` runs (60)")
+    parser.add_argument("--after", type=Path, metavar="FILE", help="count the stages of an earlier run's --report too")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write the table as JSON")
+    arguments = parser.parse_args()
+    chosen = list(stages) if "all" in arguments.stages else arguments.stages
+    if "all" in arguments.stages:  # lint reads what the build writes
+        chosen.remove("lint")
+        chosen.insert(chosen.index("build") + 1, "lint")
+
+    runner = Runner(arguments)
+    total, rows = Count(), []
+    for name, seconds, *counts in json.loads(arguments.after.read_text()) if arguments.after else []:
+        rows.append((name, Count(*counts), seconds))
+        total.add(rows[-1][1])
+    for name in chosen:
+        print(f"\n== {name}: {stages[name]}", flush=True)
+        start = time.monotonic()
+        count = getattr(runner, f"stage_{name}")()
+        rows.append((name, count, time.monotonic() - start))
+        total.add(count)
+    if arguments.report:
+        arguments.report.write_text(json.dumps([[n, s, c.passed, c.failed, c.skipped] for n, c, s in rows]))
+    print(f"\n{'stage':12}{'seconds':>8}{'passed':>8}{'failed':>8}{'skipped':>8}")
+    for name, count, seconds in rows:
+        print(f"{name:12}{seconds:8.0f}{count.passed:8}{count.failed:8}{count.skipped:8}")
+    print(f"{total.passed} passed, {total.failed} failed, {total.skipped} skipped")
+    return 1 if total.failed or not total.passed else 0
+
+
+if __name__ == "__main__":
+    assert shutil.which("cmake"), "cmake is missing: run `make deps`"
+    sys.exit(main())
