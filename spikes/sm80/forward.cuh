@@ -1,0 +1,228 @@
+// SPDX-License-Identifier: Apache-2.0
+// Forward: o = softmax(scale q k^T + bias) v.
+// A CTA owns warps * tiles * 16 queries of one head; each warp owns `tiles` row tiles of 16 and shares nothing with the others but K and V.
+// K, V (and the bias tile) of the next step are copied by cp.async while this step computes; one barrier a step:
+//   wait for step n | barrier | start copies of n + 1 | S = Q K^T | mask, softmax | O += P V
+// P goes from the accumulators of S to the A operand of O without leaving the registers.
+namespace fovea {
+
+template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) forward(const __grid_constant__ Args a) {
+    constexpr int D = S.d, T = S.tiles, N = S.step, threads = S.warps * 32, M = S.warps * T * 16;
+    constexpr u32 q_bytes = M * D * 2, kv_bytes = N * D * 2, bias_bytes = S.bias == Bias::tile ? M * N * 2 : 0;
+    constexpr u32 stage_bytes = 2 * kv_bytes + bias_bytes;
+    constexpr bool natural = S.bias != Bias::none;  // scores in natural units instead of multiples of `scale`
+    extern __shared__ __align__(128) unsigned char memory[];
+    const u32 smem = shared_address(memory), sq = smem, stage0 = smem + q_bytes;
+    const int thread = threadIdx.x, lane = thread & 31, warp = __shfl_sync(~0u, thread >> 5, 0), g = lane >> 2, t = lane & 3;
+
+    // Which tile: the longest first under a causal mask.
+    const int tiles = (a.sq + M - 1) / M;
+    const u32 bh = blockIdx.x / tiles;
+    const int tile = S.causal ? tiles - 1 - (int)(blockIdx.x % tiles) : (int)(blockIdx.x % tiles);
+    const int b = bh / a.heads, h = bh % a.heads, hk = h / (a.heads / a.heads_k);
+    const int m0 = tile * M, row0 = m0 + warp * T * 16, shift = a.sk - a.sq;
+    const u16* q = a.q + b * a.qs.b + h * a.qs.h + m0 * a.qs.s;
+    const u16* k = a.k + b * a.ks.b + hk * a.ks.h;
+    const u16* v = a.v + b * a.vs.b + hk * a.vs.h;
+    const u16* bias = a.bias + b * a.biases.b + h * a.biases.h;
+    const int keys = S.causal ? min(a.sk, m0 + M + shift) : a.sk;                       // keys of the CTA, of the warp
+    const int keys_warp = S.causal ? min(a.sk, row0 + T * 16 + shift) : a.sk;
+    const int keys_full = S.causal ? min(a.sk, row0 + shift + 1) : a.sk;                // allowed for every row of the warp
+    const int steps = keys <= 0 ? 0 : (keys + N - 1) / N;
+
+    auto load = [&](int n) {
+        u32 to = stage0 + (n % S.stages) * stage_bytes;
+        load_tile<N, D, threads>(to, k + (i64)n * N * a.ks.s, a.ks.s, a.sk - n * N, thread);
+        load_tile<N, D, threads>(to + kv_bytes, v + (i64)n * N * a.vs.s, a.vs.s, a.sk - n * N, thread);
+        if constexpr (S.bias == Bias::tile) {
+            // Chunks past sk are zero; rows past sq too. A row's last chunk may be read up to the row's (padded) end.
+            for (int c = thread; c < M * (N / 8); c += threads) {
+                int row = c / (N / 8), chunk = c % (N / 8), left = a.sk - n * N - chunk * 8;
+                bool in = m0 + row < a.sq && left > 0;
+                copy16(to + 2 * kv_bytes + Tile<N>::offset(row, chunk), in ? bias + (m0 + row) * a.biases.s + n * N + chunk * 8 : bias, in ? min(left, 8) * 2 : 0);
+            }
+        }
+    };
+    load_tile<M, D, threads>(sq, q, a.qs.s, a.sq - m0, thread);
+    if (steps > 0) load(0);
+    copy_commit();
+
+    float o[T][D / 8][4] = {}, top[T][2], sum[T][2] = {};
+    for (int i = 0; i < T; ++i) top[i][0] = top[i][1] = -infinity;
+    const float c = natural ? log2e : a.scale * log2e;
+    const Dropout random = S.dropout ? Dropout(a.seed, a.offset, bh) : Dropout();
+    const typename Tile<D>::Lane lanes(0, lane);
+    const typename Tile<N>::Lane lanes_bias(0, lane);
+    const u32 my_q = sq + warp * T * 16 * D * 2;
+    u32 qr[S.q_registers ? T : 1][S.q_registers ? D / 16 : 1][4];
+
+    for (int n = 0; n < steps; ++n) {
+        copy_wait<0>();
+        sync();
+        if (n + 1 < steps) load(n + 1);
+        copy_commit();
+        if constexpr (S.q_registers)
+            if (n == 0)
+                for (int i = 0; i < T; ++i)
+                    for (int kk = 0; kk < D / 16; ++kk) ldmatrix(qr[i][kk], my_q + lanes.at(i * 16, kk));
+        const int n0 = n * N;
+        if (n0 >= keys_warp) continue;
+        const u32 sk = stage0 + (n % S.stages) * stage_bytes, sv = sk + kv_bytes;
+
+        // S = Q K^T
+        float s[T][N / 8][4] = {};
+#pragma unroll
+        for (int kk = 0; kk < D / 16; ++kk) {
+            u32 qa[T][4];
+            for (int i = 0; i < T; ++i) {
+                if constexpr (S.q_registers)
+                    for (int e = 0; e < 4; ++e) qa[i][e] = qr[i][kk][e];
+                else
+                    ldmatrix(qa[i], my_q + lanes.at(i * 16, kk));
+            }
+#pragma unroll
+            for (int nn = 0; nn < N / 16; ++nn) {
+                u32 kb[4];
+                ldmatrix(kb, sk + lanes.at(nn * 16, kk));
+                for (int i = 0; i < T; ++i) {
+                    mma<S.type>(s[i][2 * nn], qa[i], kb[0], kb[2]);
+                    mma<S.type>(s[i][2 * nn + 1], qa[i], kb[1], kb[3]);
+                }
+            }
+        }
+
+        // Bias
+        if constexpr (S.bias == Bias::tile) {
+#pragma unroll
+            for (int i = 0; i < T; ++i)
+                for (int nn = 0; nn < N / 16; ++nn) {
+                    u32 r[4];
+                    ldmatrix(r, sk + 2 * kv_bytes + lanes_bias.at(0, nn) + (warp * T + i) * 16 * N * 2);
+                    for (int x = 0; x < 4; ++x) {
+                        float* e = &s[i][2 * nn + (x >> 1)][(x & 1) * 2];
+                        e[0] = fmaf(e[0], a.scale, low<S.type>(r[x]));
+                        e[1] = fmaf(e[1], a.scale, high<S.type>(r[x]));
+                    }
+                }
+        }
+        if constexpr (S.bias == Bias::element) {
+#pragma unroll
+            for (int i = 0; i < T; ++i)
+                for (int x = 0; x < 2; ++x) {
+                    int row = row0 + i * 16 + g + x * 8;
+                    const u16* p = bias + min(row, a.sq - 1) * a.biases.s;
+                    for (int j = 0; j < N / 8; ++j)
+                        for (int e = 0; e < 2; ++e) {
+                            int key = min(n0 + j * 8 + t * 2 + e, a.sk - 1);
+                            s[i][j][2 * x + e] = fmaf(s[i][j][2 * x + e], a.scale, low<S.type>(p[key * a.bias_k]));
+                        }
+                }
+        }
+
+        // Mask: row by row an interval of keys
+        if (n0 + N > keys_full) {
+#pragma unroll
+            for (int i = 0; i < T; ++i)
+                for (int x = 0; x < 2; ++x) {
+                    int row = row0 + i * 16 + g + x * 8, end = (S.causal ? min(a.sk, row + shift + 1) : a.sk) - n0 - t * 2;
+                    for (int j = 0; j < N / 8; ++j)
+                        for (int e = 0; e < 2; ++e)
+                            if (j * 8 + e >= end) s[i][j][2 * x + e] = -infinity;
+                }
+        }
+
+        // Softmax
+#pragma unroll
+        for (int i = 0; i < T; ++i) {
+            float next[2], factor[2], base[2];
+            for (int x = 0; x < 2; ++x) {
+                float y = s[i][0][2 * x];
+                for (int j = 0; j < N / 8; ++j) y = fmaxf(y, fmaxf(s[i][j][2 * x], s[i][j][2 * x + 1]));
+                y = fmaxf(y, __shfl_xor_sync(~0u, y, 1));
+                y = fmaxf(y, __shfl_xor_sync(~0u, y, 2));
+                next[x] = fmaxf(y, top[i][x]);
+            }
+            bool rescale = true;
+            if constexpr (S.lazy) {
+                rescale = __any_sync(~0u, (next[0] - top[i][0]) * c > 8.f || (next[1] - top[i][1]) * c > 8.f);
+                if (!rescale) next[0] = top[i][0], next[1] = top[i][1];
+            }
+            for (int x = 0; x < 2; ++x) base[x] = next[x] == -infinity ? 0.f : natural ? next[x] : next[x] * c;
+            if (rescale) {
+                for (int x = 0; x < 2; ++x) {
+                    factor[x] = natural ? ex2((top[i][x] - base[x]) * c) : ex2(fmaf(top[i][x], c, -base[x]));
+                    sum[i][x] *= factor[x];
+                    top[i][x] = next[x];
+                }
+                for (int j = 0; j < D / 8; ++j)
+                    for (int e = 0; e < 4; ++e) o[i][j][e] *= factor[e >> 1];
+            }
+            for (int j = 0; j < N / 8; ++j)
+                for (int e = 0; e < 4; ++e) {
+                    float p = natural ? ex2((s[i][j][e] - base[e >> 1]) * c) : ex2(fmaf(s[i][j][e], c, -base[e >> 1]));
+                    s[i][j][e] = p;
+                    sum[i][e >> 1] += p;
+                }
+        }
+
+        // Dropout: one call for rows {i, i + 8} x keys {j, j + 8}
+        if constexpr (S.dropout) {
+            const u32 drop = a.drop << 16;
+#pragma unroll
+            for (int i = 0; i < T; ++i)
+                for (int nn = 0; nn < N / 16; ++nn)
+                    for (int e = 0; e < 2; ++e) {
+                        uint2 r = random(row0 + i * 16 + g, n0 + nn * 16 + t * 2 + e);
+                        if ((r.x << 16) < drop) s[i][2 * nn][e] = 0.f;
+                        if (r.x < drop) s[i][2 * nn + 1][e] = 0.f;
+                        if ((r.y << 16) < drop) s[i][2 * nn][2 + e] = 0.f;
+                        if (r.y < drop) s[i][2 * nn + 1][2 + e] = 0.f;
+                    }
+        }
+
+        // O += P V
+#pragma unroll
+        for (int kk = 0; kk < N / 16; ++kk) {
+            u32 pa[T][4];
+            for (int i = 0; i < T; ++i)
+                for (int x = 0; x < 4; ++x) pa[i][x] = pack<S.type>(s[i][2 * kk + (x >> 1)][(x & 1) * 2], s[i][2 * kk + (x >> 1)][(x & 1) * 2 + 1]);
+#pragma unroll
+            for (int dd = 0; dd < D / 16; ++dd) {
+                u32 vb[4];
+                ldmatrix_trans(vb, sv + lanes.at(kk * 16, dd));
+                for (int i = 0; i < T; ++i) {
+                    mma<S.type>(o[i][2 * dd], pa[i], vb[0], vb[1]);
+                    mma<S.type>(o[i][2 * dd + 1], pa[i], vb[2], vb[3]);
+                }
+            }
+        }
+    }
+    copy_wait<0>();
+    if (steps == 0) sync();
+
+    // Normalise; o through this warp's own rows of the Q tile, so that it is written in 16-byte pieces.
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < T; ++i) {
+        for (int x = 0; x < 2; ++x) {
+            float l = sum[i][x];
+            l += __shfl_xor_sync(~0u, l, 1);
+            l += __shfl_xor_sync(~0u, l, 2);
+            const int r = i * 16 + g + x * 8, row = row0 + r;
+            const float inverse = l > 0.f ? (S.dropout ? a.keep_scale : 1.f) / l : l == 0.f ? 0.f : l;
+            if (t == 0 && row < a.sq) a.lse[(i64)bh * a.sq + row] = l == 0.f ? -infinity : (natural ? top[i][x] : top[i][x] * a.scale) + lg2(l) * ln2;
+            for (int j = 0; j < D / 8; ++j)
+                store_shared(my_q + Tile<D>::offset(r, j) + t * 4, pack<S.type>(o[i][j][2 * x] * inverse, o[i][j][2 * x + 1] * inverse));
+        }
+    }
+    __syncwarp();
+    u16* out = a.out + b * a.outs.b + h * a.outs.h + row0 * a.outs.s;
+    for (int i = lane; i < T * 16 * (D / 8); i += 32) {
+        int r = i / (D / 8), j = i % (D / 8);
+        if (row0 + r < a.sq) store_global(out + r * a.outs.s + j * 8, load_shared4(my_q + Tile<D>::offset(r, j)));
+    }
+}
+
+template <Spec S> constexpr int forward_bytes = S.warps * S.tiles * 16 * S.d * 2 + S.stages * (2 * S.step * S.d * 2 + (S.bias == Bias::tile ? S.warps * S.tiles * 16 * S.step * 2 : 0));
+
+}  // namespace fovea

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a kernel is compiled for (Spec, a class-type template argument) and what it is called with (Args).
+namespace fovea {
+
+enum class Bias : int { none, tile, element };  // tile: rows of 16-byte alignment, through shared memory; element: any stride, straight from global
+
+struct Spec {
+    int arch = 80;
+    Type type = Type::bf16;
+    int d = 64;                  // head dimension, a multiple of 16
+    int warps = 4;
+    int tiles = 2;               // row tiles of 16 a warp: queries in the forward, keys in the backward
+    int step = 64;               // what the loop advances by: keys in the forward, queries in the backward
+    int part = 64;               // backward: queries whose S and dP lie in registers at a time
+    int ctas = 2;                // CTAs an SM that registers are limited for
+    int stages = 2;
+    bool q_registers = false;    // forward: Q fragments stay in registers
+    bool lazy = false;           // forward: O is rescaled only when a maximum moves by more than 2^8
+    bool delay = false;          // backward: dQ of a step is computed in the next (one barrier a step)
+    bool causal = false;
+    Bias bias = Bias::none;
+    bool dropout = false;
+    int split_q = 2;             // backward: warps along the queries in dQ
+};
+
+struct Strides { i64 b, h, s; };  // in elements; the last dimension is contiguous
+
+struct Args {
+    const u16 *q, *k, *v, *o, *d_o;
+    u16 *out, *dk, *dv;
+    Strides qs, ks, vs, os, dos, outs, dks, dvs;
+    const u16* bias;
+    Strides biases;              // bias of (b, h, query, key): the last with stride bias_k
+    i64 bias_k;
+    float* lse;                  // b, h, sq
+    float *lse_pad, *delta_pad;  // backward workspace: b, h, rows padded to 64; lse * log2(e) (or natural, with a bias) and delta
+    float* dq_sum;               // backward workspace: b, h, padded rows, d in fp32, in register order
+    u16* dq;
+    Strides dqs;
+    u16* dbias;                  // bias gradient kernel
+    float* dbias_sum;            // its partial sums where the list is split
+    int batch, heads, heads_k, sq, sk, sq_pad;
+    int list, chunks;            // bias gradient: entries that share a plane, and the number of pieces they are cut into
+    float scale;
+    u32 drop;                    // T of the dropout rule, 0 ... 65535
+    float keep_scale;
+    u64 seed, offset;
+};
+
+}  // namespace fovea
