@@ -1,0 +1,718 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The one-line text form of a problem: print() and parse().
+//
+//     bwd b=1x4 hq=32 hk=8 sq=128 sk=256 d=64 dv=128 bf16 causal align=tl bias=1,1,h,q,k:fp32 need=q,k,v det
+//
+// A line is words separated by blanks: `key` or `key=value`, in any order, each at most once. kKeys lists them in
+// the order in which they are printed; what has its default value is not printed. parse() first splits the line
+// into a Fields, then takes the fields one by one (the batch before the biases, whose form depends on it).
+// parse(print(p)) == p for every p that validate() or parse() can give.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <charconv>
+#include <limits>
+#include <type_traits>
+#include <utility>
+
+#include "core/problem.h"
+
+namespace fovea {
+namespace {
+
+// Each key, and what its value looks like.
+struct Key {
+  std::string_view name;
+  std::string_view form;
+};
+constexpr Key kKeys[] = {
+    {"fwd", ""},
+    {"bwd", ""},
+    {"b", "=B|=B1xB2"},
+    {"hq", "=N"},
+    {"hk", "=N"},
+    {"sq", "=N"},
+    {"sk", "=N"},
+    {"d", "=N"},
+    {"dv", "=N"},
+    {"fp32", ""},
+    {"fp16", ""},
+    {"bf16", ""},
+    {"fp64", ""},
+    {"layout", "=bshd|bhsd|qkv3|strided"},
+    {"skew", "=N"},
+    {"seqs_q", "=N[xTIMES],..."},
+    {"seqs_k", "=N[xTIMES],..."},
+    {"total_q", "=N"},
+    {"total_k", "=N"},
+    {"max_q", "=N"},
+    {"max_k", "=N"},
+    {"used_q", "[=N[xTIMES],...]"},
+    {"used_k", "[=N[xTIMES],...]"},
+    {"causal", "[=br|tl]"},
+    {"align", "=br|tl"},
+    {"window", "=LEFT,RIGHT"},
+    {"scale", "=X"},
+    {"softcap", "=X"},
+    {"alibi", "=h|b,h"},
+    {"sink", ""},
+    {"bias", "=b|b1|b2|1,h|1,q|1,k|1[:TYPE]"},
+    {"bias2", "=b|b1|b2|1,h|1,q|1,k|1[:TYPE]"},
+    {"mask", "=b|b1|b2|1,h|1,q|1,k|1"},
+    {"dropout", "=P"},
+    {"rng", "=fovea|torch_mem_efficient"},
+    {"seed", "=N"},
+    {"offset", "=N"},
+    {"need", "=all|none|q,k,v,bias,bias2,sink"},
+    {"det", ""},
+    {"lse", ""},
+    {"dlse", ""},
+    {"device", "=cpu|cuda"},
+    {"backend", "=NAME"},
+};
+constexpr std::string_view kTypes[] = {"fp32", "fp16", "bf16", "fp64"};
+
+// A line that claims more sequences than this is a slip of the keyboard, not a problem.
+constexpr std::int64_t kMostSequences = std::int64_t{1} << 24;
+
+[[noreturn]] void refuse(std::string_view key, std::string_view was, std::string_view accepted) {
+  throw Error(FOVEA_INVALID_ARGUMENT, fmt::format("problem line: {}: '{}'; accepted: {}", key, was, accepted));
+}
+
+std::vector<std::string_view> split(std::string_view text, char separator) {
+  std::vector<std::string_view> parts;
+  for (;;) {
+    const std::size_t at = text.find(separator);
+    parts.push_back(text.substr(0, at));
+    if (at == text.npos) {
+      return parts;
+    }
+    text.remove_prefix(at + 1);
+  }
+}
+
+template <class T>
+T parse_number(std::string_view key, std::string_view text, T least, T most, std::string_view accepted) {
+  T value{};
+  std::from_chars_result result{};
+  if constexpr (std::is_floating_point_v<T>) {
+    result = std::from_chars(text.data(), text.data() + text.size(), value);
+  } else {
+    const bool hexadecimal = text.starts_with("0x");
+    const char* begin = text.data() + (hexadecimal ? 2 : 0);
+    result = std::from_chars(begin, text.data() + text.size(), value, hexadecimal ? 16 : 10);
+  }
+  // Written so that NaN is refused.
+  if (result.ec != std::errc{} || result.ptr != text.data() + text.size() || !(value >= least && value <= most)) {
+    refuse(key, text, accepted);
+  }
+  return value;
+}
+
+std::int64_t parse_count(std::string_view key, std::string_view text) {
+  return parse_number<std::int64_t>(key, text, 0, std::numeric_limits<std::int64_t>::max(), "an integer, 0 or more");
+}
+
+// "128x3,77"
+std::vector<std::int64_t> parse_lengths(std::string_view key, std::string_view text) {
+  std::vector<std::int64_t> lengths;
+  for (const std::string_view part : split(text, ',')) {
+    const std::size_t cross = part.find('x');
+    const std::int64_t length = parse_count(key, part.substr(0, cross));
+    const std::int64_t times = cross == part.npos ? 1 : parse_count(key, part.substr(cross + 1));
+    if (times < 1 || times > kMostSequences - static_cast<std::int64_t>(lengths.size())) {
+      refuse(key, part, fmt::format("LENGTHxTIMES, at most {} sequences", kMostSequences));
+    }
+    lengths.insert(lengths.end(), static_cast<std::size_t>(times), length);
+  }
+  return lengths;
+}
+
+std::string print_lengths(const std::vector<std::int64_t>& lengths) {
+  std::string text;
+  for (auto at = lengths.begin(); at != lengths.end();) {
+    const auto next = std::find_if(at, lengths.end(), [&](std::int64_t length) { return length != *at; });
+    text += fmt::format("{}{}", text.empty() ? "" : ",", *at);
+    if (next - at > 1) {
+      text += fmt::format("x{}", next - at);
+    }
+    at = next;
+  }
+  return text;
+}
+
+// The sum, or none where it does not fit.
+std::optional<std::int64_t> sum_of(const std::vector<std::int64_t>& lengths) {
+  std::int64_t sum = 0;
+  for (const std::int64_t length : lengths) {
+    if (__builtin_add_overflow(sum, length, &sum)) {
+      return std::nullopt;
+    }
+  }
+  return sum;
+}
+
+std::int64_t longest_of(const std::vector<std::int64_t>& lengths) {
+  return lengths.empty() ? 0 : *std::max_element(lengths.begin(), lengths.end());
+}
+
+// "b,h,q,k"; with a batch of two levels "b1,b2,h,q,k", a 1 wherever it is broadcast.
+std::string print_extents(const Extents& extents, bool two_level) {
+  const auto name = [](bool present, std::string_view letter) { return present ? letter : std::string_view("1"); };
+  const std::string batch = two_level ? fmt::format("{},{}", name(extents.batch1, "b1"), name(extents.batch2, "b2"))
+                                      : std::string(name(extents.batch1, "b"));
+  return fmt::format("{},{},{},{}", batch, name(extents.head, "h"), name(extents.query, "q"), name(extents.key, "k"));
+}
+
+Extents parse_extents(std::string_view key, std::string_view text, bool two_level) {
+  constexpr std::string_view kOneLevel = "(b|1),(h|1),(q|1),(k|1)";
+  constexpr std::string_view kTwoLevels = "(b1|1),(b2|1),(h|1),(q|1),(k|1) or (b|b1|b2|1),(h|1),(q|1),(k|1)";
+  const std::string_view accepted = two_level ? kTwoLevels : kOneLevel;
+  std::vector<std::string_view> parts = split(text, ',');
+  const auto take = [&](std::string_view letter) {
+    const std::string_view part = parts.front();
+    if (part != letter && part != "1") {
+      refuse(key, text, accepted);
+    }
+    parts.erase(parts.begin());
+    return part == letter;
+  };
+  Extents extents;
+  if (parts.size() == 5 && two_level) {
+    extents.batch1 = take("b1");
+    extents.batch2 = take("b2");
+  } else if (parts.size() == 4 && two_level && (parts.front() == "b1" || parts.front() == "b2")) {
+    extents.batch1 = parts.front() == "b1";
+    extents.batch2 = !extents.batch1;
+    parts.erase(parts.begin());
+  } else if (parts.size() == 4) {
+    extents.batch1 = take("b");
+    extents.batch2 = two_level && extents.batch1;
+  } else {
+    refuse(key, text, accepted);
+  }
+  extents.head = take("h");
+  extents.query = take("q");
+  extents.key = take("k");
+  return extents;
+}
+
+DType parse_type(std::string_view key, std::string_view text) {
+  for (const DType type : {DType::kFp32, DType::kFp16, DType::kBf16, DType::kFp64}) {
+    if (text == name_of(type)) {
+      return type;
+    }
+  }
+  refuse(key, text, fmt::format("{}", fmt::join(kTypes, ", ")));
+}
+
+constexpr std::pair<Layout, std::string_view> kLayouts[] = {
+    {Layout::kBshd, "bshd"}, {Layout::kBhsd, "bhsd"}, {Layout::kQkv3, "qkv3"}, {Layout::kStrided, "strided"}};
+constexpr std::pair<math::Rng, std::string_view> kRngs[] = {{math::Rng::kFovea, "fovea"},
+                                                            {math::Rng::kTorchMemEfficient, "torch_mem_efficient"}};
+constexpr std::pair<fovea_device, std::string_view> kDevices[] = {{FOVEA_CPU, "cpu"}, {FOVEA_CUDA, "cuda"}};
+constexpr std::pair<bool, std::string_view> kAlignments[] = {{false, "br"}, {true, "tl"}};
+constexpr std::pair<Alibi, std::string_view> kAlibis[] = {{Alibi::kPerHead, "h"}, {Alibi::kPerBatchAndHead, "b,h"}};
+
+template <class T, std::size_t kCount>
+T parse_choice(std::string_view key, std::string_view text, const std::pair<T, std::string_view> (&choices)[kCount]) {
+  std::string accepted;
+  for (const auto& [value, name] : choices) {
+    if (text == name) {
+      return value;
+    }
+    accepted += fmt::format("{}{}", accepted.empty() ? "" : " | ", name);
+  }
+  refuse(key, text, accepted);
+}
+
+template <class T, std::size_t kCount>
+std::string_view print_choice(T value, const std::pair<T, std::string_view> (&choices)[kCount]) {
+  return std::find_if(std::begin(choices), std::end(choices), [&](const auto& choice) { return choice.first == value; })
+      ->second;
+}
+
+constexpr std::pair<bool Need::*, std::string_view> kNeeds[] = {{&Need::q, "q"},         {&Need::k, "k"},
+                                                                {&Need::v, "v"},         {&Need::bias, "bias"},
+                                                                {&Need::bias2, "bias2"}, {&Need::sink, "sink"}};
+
+// Every gradient that this problem has: what a backward is asked for unless it says otherwise.
+Need every_need(const Problem& problem) {
+  return {true, true, true, bool(problem.bias), bool(problem.bias2), problem.sink};
+}
+
+Need parse_need(std::string_view text, const Problem& problem) {
+  const Need possible = every_need(problem);
+  if (text == "all") {
+    return possible;
+  }
+  Need need;
+  if (text == "none") {
+    return need;
+  }
+  for (const std::string_view part : split(text, ',')) {
+    const auto found = std::find_if(std::begin(kNeeds), std::end(kNeeds), [&](auto& n) { return n.second == part; });
+    if (found == std::end(kNeeds)) {
+      refuse("need", part, "all, none, or some of q,k,v,bias,bias2,sink");
+    }
+    if (!(possible.*(found->first))) {
+      refuse("need", part, fmt::format("a gradient of what the problem has; it has no {}", part));
+    }
+    need.*(found->first) = true;
+  }
+  return need;
+}
+
+std::string print_need(const Need& need) {
+  std::string text;
+  for (const auto& [member, name] : kNeeds) {
+    if (need.*member) {
+      text += fmt::format("{}{}", text.empty() ? "" : ",", name);
+    }
+  }
+  return text.empty() ? "none" : text;
+}
+
+// The words of a line, by key; each is taken once.
+class Fields {
+ public:
+  explicit Fields(std::string_view line) {
+    constexpr std::string_view kBlanks = " \t\r\n";
+    for (std::size_t begin = line.find_first_not_of(kBlanks); begin != line.npos;) {
+      const std::size_t end = std::min(line.find_first_of(kBlanks, begin), line.size());
+      add(line.substr(begin, end - begin));
+      begin = line.find_first_not_of(kBlanks, end);
+    }
+  }
+
+  bool has(std::string_view key) const { return find(key) != nullptr; }
+
+  // key=value; none if the key is absent.
+  std::optional<std::string_view> value(std::string_view key) const {
+    const Field* field = find(key);
+    if (field == nullptr) {
+      return std::nullopt;
+    }
+    if (!field->value) {
+      refuse(key, key, fmt::format("{}{}", key, form_of(key)));
+    }
+    return field->value;
+  }
+
+  // key, or key=value with an optional value.
+  std::optional<std::string_view> optional_value(std::string_view key) const {
+    const Field* field = find(key);
+    return field != nullptr ? field->value : std::nullopt;
+  }
+
+  bool flag(std::string_view key) const {
+    const Field* field = find(key);
+    if (field != nullptr && field->value) {
+      refuse(key, *field->value, fmt::format("{} alone, without a value", key));
+    }
+    return field != nullptr;
+  }
+
+  std::int64_t count(std::string_view key, std::int64_t otherwise) const {
+    const auto text = value(key);
+    return text ? parse_count(key, *text) : otherwise;
+  }
+
+ private:
+  struct Field {
+    std::string_view key;
+    std::optional<std::string_view> value;
+  };
+
+  static std::string_view form_of(std::string_view key) {
+    return std::find_if(std::begin(kKeys), std::end(kKeys), [&](const Key& k) { return k.name == key; })->form;
+  }
+
+  void add(std::string_view word) {
+    const std::size_t equals = word.find('=');
+    const std::string_view key = word.substr(0, equals);
+    if (std::none_of(std::begin(kKeys), std::end(kKeys), [&](const Key& known) { return known.name == key; })) {
+      std::string accepted;
+      for (const Key& known : kKeys) {
+        accepted += fmt::format("{}{}{}", accepted.empty() ? "" : " ", known.name, known.form);
+      }
+      refuse(key, word, accepted);
+    }
+    if (has(key)) {
+      refuse(key, word, "each key once");
+    }
+    fields_.push_back({key, equals == word.npos ? std::nullopt : std::optional(word.substr(equals + 1))});
+  }
+
+  const Field* find(std::string_view key) const {
+    const auto found = std::find_if(fields_.begin(), fields_.end(), [&](const Field& f) { return f.key == key; });
+    return found == fields_.end() ? nullptr : &*found;
+  }
+
+  std::vector<Field> fields_;
+};
+
+// The one of several words that excludes the others.
+std::string_view one_of(const Fields& fields, std::initializer_list<std::string_view> keys,
+                        std::string_view otherwise) {
+  std::optional<std::string_view> found;
+  for (const std::string_view key : keys) {
+    if (fields.flag(key)) {
+      if (found) {
+        refuse(key, key, fmt::format("one of {}; '{}' stands there too", fmt::join(keys, ", "), *found));
+      }
+      found = key;
+    }
+  }
+  return found.value_or(otherwise);
+}
+
+// The side of the queries or of the keys in a packed problem.
+struct Side {
+  std::vector<std::int64_t> lengths;
+  std::int64_t total = 0;
+  std::int64_t longest = 0;
+};
+
+Side parse_side(const Fields& fields, std::string_view seqs_key, std::string_view total_key, std::string_view max_key) {
+  Side side;
+  if (const auto text = fields.value(seqs_key)) {
+    side.lengths = parse_lengths(seqs_key, *text);
+    const std::optional<std::int64_t> sum = sum_of(side.lengths);
+    if (!sum) {
+      refuse(seqs_key, *text, "lengths whose sum fits 63 bits");
+    }
+    side.total = fields.count(total_key, *sum);
+    if (side.total < *sum) {
+      refuse(total_key, *fields.value(total_key), fmt::format("at least the sum of {}, {}", seqs_key, *sum));
+    }
+    const std::int64_t longest = longest_of(side.lengths);
+    side.longest = fields.count(max_key, longest);
+    if (side.longest < longest) {
+      refuse(max_key, *fields.value(max_key), fmt::format("at least the longest of {}, {}", seqs_key, longest));
+    }
+    return side;
+  }
+  if (!fields.has(total_key) || !fields.has(max_key)) {
+    refuse(seqs_key, "", fmt::format("{}=LENGTHS, or both {}=N and {}=N", seqs_key, total_key, max_key));
+  }
+  side.total = fields.count(total_key, 0);
+  side.longest = fields.count(max_key, 0);
+  return side;
+}
+
+void parse_batch(const Fields& fields, Problem& problem) {
+  const auto text = fields.value("b");
+  if (!text) {
+    return;
+  }
+  const std::size_t cross = text->find('x');
+  problem.batch1 = parse_count("b", text->substr(0, cross));
+  if (cross != text->npos) {
+    problem.two_level = true;
+    problem.batch2 = parse_count("b", text->substr(cross + 1));
+  }
+  std::int64_t product = 0;
+  if (__builtin_mul_overflow(problem.batch1, problem.batch2, &product)) {
+    refuse("b", *text, "B1xB2 whose product fits 63 bits");
+  }
+}
+
+void parse_lengths_of_problem(const Fields& fields, Problem& problem) {
+  constexpr std::string_view kQ[] = {"seqs_q", "total_q", "max_q"};
+  constexpr std::string_view kK[] = {"seqs_k", "total_k", "max_k"};
+  const auto given = [&](std::string_view key) { return fields.has(key); };
+  const bool packed_q = std::any_of(std::begin(kQ), std::end(kQ), given);
+  const bool packed_k = std::any_of(std::begin(kK), std::end(kK), given);
+  problem.packed = packed_q || packed_k;
+  if (!problem.packed) {
+    if (!given("sq") && !given("sk")) {
+      refuse("sq", "", "sq=N (and sk=N where it differs), or seqs_q=LENGTHS");
+    }
+    problem.seqlen_q = given("sq") ? fields.count("sq", 0) : fields.count("sk", 0);
+    problem.seqlen_k = fields.count("sk", problem.seqlen_q);
+    return;
+  }
+  for (const std::string_view key : {"sq", "sk"}) {
+    if (given(key)) {
+      refuse(key, *fields.value(key), "not with sequences of their own lengths: say max_q and max_k");
+    }
+  }
+  if (!packed_q) {
+    refuse("seqs_q", "", "seqs_q=LENGTHS, or total_q=N max_q=N, beside those of the keys");
+  }
+  const Side q = parse_side(fields, "seqs_q", "total_q", "max_q");
+  const Side k = packed_k ? parse_side(fields, "seqs_k", "total_k", "max_k") : q;
+  if (!given("b")) {
+    if (q.lengths.empty() && k.lengths.empty()) {
+      refuse("b", "", "b=N where neither seqs_q nor seqs_k says how many sequences there are");
+    }
+    problem.batch1 = static_cast<std::int64_t>(q.lengths.empty() ? k.lengths.size() : q.lengths.size());
+  }
+  for (const auto& [key, lengths] : {std::pair("seqs_q", &q.lengths), std::pair("seqs_k", &k.lengths)}) {
+    if (!lengths->empty() && static_cast<std::int64_t>(lengths->size()) != problem.batch()) {
+      refuse(key, fmt::format("{} sequences", lengths->size()),
+             fmt::format("as many as the batch, {}", problem.batch()));
+    }
+  }
+  problem.lengths_q = q.lengths;
+  problem.lengths_k = k.lengths;
+  problem.total_q = q.total;
+  problem.total_k = k.total;
+  problem.seqlen_q = q.longest;
+  problem.seqlen_k = k.longest;
+}
+
+void parse_used(const Fields& fields, std::string_view key, const Problem& problem,
+                const std::vector<std::int64_t>& lengths, std::int64_t longest, bool& has,
+                std::vector<std::int64_t>& used) {
+  has = fields.has(key);
+  const auto text = fields.optional_value(key);
+  if (!text) {
+    return;
+  }
+  used = parse_lengths(key, *text);
+  if (static_cast<std::int64_t>(used.size()) != problem.batch()) {
+    refuse(key, *text, fmt::format("a length for each batch entry, {}", problem.batch()));
+  }
+  for (std::size_t b = 0; b < used.size(); ++b) {
+    const std::int64_t most = lengths.empty() ? longest : lengths[b];
+    if (used[b] > most) {
+      refuse(key, fmt::format("{} for batch entry {}", used[b], b), fmt::format("at most its length, {}", most));
+    }
+  }
+}
+
+PlaneTraits parse_plane(const Fields& fields, std::string_view key, const Problem& problem) {
+  PlaneTraits plane;
+  if (const auto text = fields.value(key)) {
+    const std::size_t colon = text->find(':');
+    plane.extents = parse_extents(key, text->substr(0, colon), problem.two_level);
+    plane.type = colon == text->npos ? problem.type : parse_type(key, text->substr(colon + 1));
+  }
+  return plane;
+}
+
+}  // namespace
+
+std::string print(const Problem& p) {
+  std::string line = p.direction == Direction::kForward ? "fwd" : "bwd";
+  const auto word = [&]<class... T>(fmt::format_string<T...> format, T&&... arguments) {
+    line += ' ';
+    fmt::format_to(std::back_inserter(line), format, std::forward<T>(arguments)...);
+  };
+  word("b={}", p.batch1);
+  if (p.two_level) {
+    line += fmt::format("x{}", p.batch2);
+  }
+  word("hq={}", p.heads_q);
+  if (p.heads_k != p.heads_q) {
+    word("hk={}", p.heads_k);
+  }
+  if (!p.packed) {
+    word("sq={} sk={}", p.seqlen_q, p.seqlen_k);
+  }
+  word("d={}", p.head_dim);
+  if (p.head_dim_v != p.head_dim) {
+    word("dv={}", p.head_dim_v);
+  }
+  word("{}", name_of(p.type));
+  if (p.layout != Layout::kBshd) {
+    word("layout={}", print_choice(p.layout, kLayouts));
+  }
+  if (p.skew != 0) {
+    word("skew={}", p.skew);
+  }
+  if (p.packed) {
+    const auto side = [&](std::string_view name, const std::vector<std::int64_t>& lengths, std::int64_t total,
+                          std::int64_t longest) {
+      if (!lengths.empty()) {
+        word("seqs_{}={}", name, print_lengths(lengths));
+      }
+      if (lengths.empty() || sum_of(lengths) != total) {
+        word("total_{}={}", name, total);
+      }
+      if (lengths.empty() || longest_of(lengths) != longest) {
+        word("max_{}={}", name, longest);
+      }
+    };
+    side("q", p.lengths_q, p.total_q, p.seqlen_q);
+    side("k", p.lengths_k, p.total_k, p.seqlen_k);
+  }
+  const auto used = [&](std::string_view key, bool has, const std::vector<std::int64_t>& lengths) {
+    if (has) {
+      word("{}{}{}", key, lengths.empty() ? "" : "=", print_lengths(lengths));
+    }
+  };
+  used("used_q", p.has_used_q, p.used_q);
+  used("used_k", p.has_used_k, p.used_k);
+  if (p.causal) {
+    word("causal");
+  }
+  if (p.top_left) {
+    word("align=tl");
+  }
+  if (p.window_left != -1 || p.window_right != -1) {
+    word("window={},{}", p.window_left, p.window_right);
+  }
+  if (p.scale) {
+    word("scale={}", *p.scale);
+  }
+  if (p.softcap != 0) {
+    word("softcap={}", p.softcap);
+  }
+  if (p.alibi != Alibi::kNone) {
+    word("alibi={}", print_choice(p.alibi, kAlibis));
+  }
+  if (p.sink) {
+    word("sink");
+  }
+  for (const auto& [key, plane] : {std::pair("bias", &p.bias), std::pair("bias2", &p.bias2)}) {
+    if (*plane) {
+      word("{}={}", key, print_extents(plane->extents, p.two_level));
+      if (plane->type != p.type) {
+        line += fmt::format(":{}", name_of(plane->type));
+      }
+    }
+  }
+  if (p.mask) {
+    word("mask={}", print_extents(p.mask.extents, p.two_level));
+  }
+  if (p.dropout != 0) {
+    word("dropout={}", p.dropout);
+  }
+  if (p.rng != math::Rng::kFovea) {
+    word("rng={}", print_choice(p.rng, kRngs));
+  }
+  if (p.seed != 0) {
+    word("seed={}", p.seed);
+  }
+  if (p.offset != 0) {
+    word("offset={}", p.offset);
+  }
+  if (p.direction == Direction::kBackward && p.need != every_need(p)) {
+    word("need={}", print_need(p.need));
+  }
+  if (p.deterministic) {
+    word("det");
+  }
+  if (p.lse) {
+    word("lse");
+  }
+  if (p.grad_lse) {
+    word("dlse");
+  }
+  if (p.device != FOVEA_CPU) {
+    word("device={}", print_choice(p.device, kDevices));
+  }
+  if (!p.backend.empty()) {
+    word("backend={}", p.backend);
+  }
+  return line;
+}
+
+Problem parse(std::string_view line) {
+  const Fields fields(line);
+  Problem p;
+  p.direction = one_of(fields, {"fwd", "bwd"}, "fwd") == "bwd" ? Direction::kBackward : Direction::kForward;
+
+  parse_batch(fields, p);
+  p.heads_q = fields.count("hq", 1);
+  p.heads_k = fields.count("hk", p.heads_q);
+  if (p.heads_q > 0 && (p.heads_k == 0 || p.heads_q % p.heads_k != 0)) {
+    refuse("hk", fmt::format("{}", p.heads_k), fmt::format("a divisor of hq={}", p.heads_q));
+  }
+  parse_lengths_of_problem(fields, p);
+  if (!fields.has("d")) {
+    refuse("d", "", "d=N, the head dimension");
+  }
+  p.head_dim = fields.count("d", 0);
+  p.head_dim_v = fields.count("dv", p.head_dim);
+  p.type = parse_type("type", one_of(fields, {"fp32", "fp16", "bf16", "fp64"}, "fp32"));
+  if (const auto text = fields.value("layout")) {
+    p.layout = parse_choice("layout", *text, kLayouts);
+  }
+  p.skew = fields.count("skew", 0);
+  parse_used(fields, "used_q", p, p.lengths_q, p.seqlen_q, p.has_used_q, p.used_q);
+  parse_used(fields, "used_k", p, p.lengths_k, p.seqlen_k, p.has_used_k, p.used_k);
+
+  p.causal = fields.has("causal");
+  const auto causal = fields.optional_value("causal");
+  const auto align = fields.value("align");
+  if (causal) {
+    p.top_left = parse_choice("causal", *causal, kAlignments);
+  }
+  if (align) {
+    p.top_left = parse_choice("align", *align, kAlignments);
+    if (causal && *causal != *align) {
+      refuse("align", *align, fmt::format("what causal={} says, or one of the two", *causal));
+    }
+  }
+  if (const auto text = fields.value("window")) {
+    const auto parts = split(*text, ',');
+    if (parts.size() != 2) {
+      refuse("window", *text, "LEFT,RIGHT, each -1 (unbounded) or more");
+    }
+    const auto side = [](std::string_view part) {
+      return parse_number<std::int64_t>("window", part, -1, std::numeric_limits<std::int64_t>::max(),
+                                        "LEFT,RIGHT, each -1 (unbounded) or more");
+    };
+    p.window_left = side(parts[0]);
+    p.window_right = side(parts[1]);
+  }
+
+  constexpr double kMost = std::numeric_limits<double>::max();
+  if (const auto text = fields.value("scale")) {
+    p.scale = parse_number<double>("scale", *text, -kMost, kMost, "a finite number");
+  }
+  if (const auto text = fields.value("softcap")) {
+    p.softcap = parse_number<double>("softcap", *text, 0.0, kMost, "a finite number, 0 (none) or more");
+  }
+  if (const auto text = fields.value("alibi")) {
+    p.alibi = parse_choice("alibi", *text, kAlibis);
+  }
+  p.sink = fields.flag("sink");
+  p.bias = parse_plane(fields, "bias", p);
+  p.bias2 = parse_plane(fields, "bias2", p);
+  if (const auto text = fields.value("mask")) {
+    p.mask = {DType::kBool, parse_extents("mask", *text, p.two_level)};
+  }
+  if (const auto text = fields.value("dropout")) {
+    p.dropout = parse_number<double>("dropout", *text, 0.0, 1.0, "a probability, 0 <= p <= 1");
+  }
+  if (const auto text = fields.value("rng")) {
+    p.rng = parse_choice("rng", *text, kRngs);
+  }
+  for (const auto& [key, number] : {std::pair("seed", &p.seed), std::pair("offset", &p.offset)}) {
+    if (const auto text = fields.value(key)) {
+      *number = parse_number<std::uint64_t>(key, *text, 0, std::numeric_limits<std::uint64_t>::max(),
+                                            "an integer of 64 bits, decimal or 0x...");
+    }
+  }
+
+  const bool backward = p.direction == Direction::kBackward;
+  if (backward) {
+    p.need = parse_need(fields.value("need").value_or("all"), p);
+  } else if (const auto text = fields.value("need")) {
+    refuse("need", *text, "only with bwd");
+  }
+  p.deterministic = fields.flag("det");
+  p.lse = fields.flag("lse");
+  if (p.lse && backward) {
+    refuse("lse", "lse", "only with fwd; bwd always reads it, and dlse gives its gradient");
+  }
+  p.grad_lse = fields.flag("dlse");
+  if (p.grad_lse && !backward) {
+    refuse("dlse", "dlse", "only with bwd");
+  }
+  if (const auto text = fields.value("device")) {
+    p.device = parse_choice("device", *text, kDevices);
+  }
+  if (const auto text = fields.value("backend")) {
+    p.backend = *text;
+  }
+  return p;
+}
+
+}  // namespace fovea
