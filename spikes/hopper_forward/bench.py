@@ -1,0 +1,417 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks and measures specs of hopper_forward.cu on a Hopper GPU beside PyTorch's own kernels.
+
+python3 bench.py SUITE [seconds]; the suites are at the end of this file. Per case and variant: error against fp64 over the
+error of the naive formula in bf16 (must be at most 2), `races` = differing runs of 100, TFLOP/s (median of three
+interleaved runs) beside the peers of the same run.
+"""
+import ctypes, math, statistics, sys, time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import build
+from build import Spec
+
+cuda = ctypes.CDLL("libcuda.so.1")
+CASES = []
+
+
+def check(code, what=""):
+    if code:
+        raise RuntimeError(f"driver error {code} {what}")
+
+
+class TensorMap(ctypes.Structure):
+    _fields_ = [("words", ctypes.c_uint64 * 16)]
+
+
+FIELDS = [("out", ctypes.c_void_p), ("lse", ctypes.c_void_p), ("counters", ctypes.c_void_p), ("cu_q", ctypes.c_void_p), ("cu_k", ctypes.c_void_p),
+          ("out_b", ctypes.c_int64), ("out_s", ctypes.c_int64), ("out_h", ctypes.c_int64)]
+FIELDS += [(n, ctypes.c_int) for n in "batch heads group sq sk shift left right row_tiles tiles heads_in_l2 bias_b bias_h".split()]
+FIELDS += [(n, ctypes.c_float) for n in "scale_log2 cap_in cap_out keep_scale".split()] + [("threshold", ctypes.c_uint32), ("seed", ctypes.c_uint64), ("offset", ctypes.c_uint64)]
+
+
+class Arguments(ctypes.Structure):
+    _fields_ = [("q", TensorMap), ("k", TensorMap), ("v", TensorMap), ("o", TensorMap), ("bias", TensorMap)] + FIELDS
+
+
+def tensor_map(x, box_columns, box_rows):
+    """x: B, H, S, D view; dimensions of size 1 may have any stride."""
+    dims = [x.shape[3], x.shape[2], x.shape[1], x.shape[0]]
+    strides = [x.stride(2) * 2, x.stride(1) * 2, x.stride(0) * 2]
+    m = (ctypes.c_uint64 * 48)()
+    at = (ctypes.addressof(m) + 63) // 64 * 64
+    swizzle = {128: 3, 64: 2, 32: 1}[box_columns * 2]
+    check(cuda.cuTensorMapEncodeTiled(ctypes.c_void_p(at), 9, 4, ctypes.c_void_p(x.data_ptr()), (ctypes.c_uint64 * 4)(*dims), (ctypes.c_uint64 * 3)(*strides),
+                                      (ctypes.c_uint32 * 4)(box_columns, box_rows, 1, 1), (ctypes.c_uint32 * 4)(1, 1, 1, 1), 0, swizzle, 3, 0), "tensor map")
+    return TensorMap.from_buffer_copy((ctypes.c_char * 128).from_address(at))
+
+
+def panel(d):
+    return 64 if d % 64 == 0 else 32 if d % 32 == 0 else 16
+
+
+class Kernel:
+    def __init__(self, spec, cubin, name, report):
+        self.spec, self.report = spec, report
+        module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
+        check(cuda.cuModuleLoadData(ctypes.byref(module), cubin), "load")
+        check(cuda.cuModuleGetFunction(ctypes.byref(self.function), module, name), "function")
+        check(cuda.cuFuncSetAttribute(self.function, 8, spec.shared_bytes()), "shared memory")
+        self.counters = torch.zeros(2, dtype=torch.int32, device="cuda")
+        self.sms = torch.cuda.get_device_properties(0).multi_processor_count
+
+    def bind(self, q, k, v, out, lse, case, bias=None):
+        s = self.spec
+        bhsd = lambda x: x.transpose(1, 2)
+        B, sq, H, D = q.shape
+        sk, HK = k.shape[1], k.shape[2]
+        a = Arguments()
+        a.q, a.k, a.v = tensor_map(bhsd(q), panel(s.d), s.rows), tensor_map(bhsd(k), panel(s.d), s.keys), tensor_map(bhsd(v), panel(s.dv), s.keys)
+        a.o = tensor_map(bhsd(out), panel(s.dv), 64)
+        if bias is not None:
+            a.bias = tensor_map(bias, 64, s.rows)
+            a.bias_b, a.bias_h = int(bias.shape[0] > 1), int(bias.shape[1] > 1)
+        a.out, a.lse, a.counters = out.data_ptr(), lse.data_ptr(), self.counters.data_ptr()
+        a.out_b, a.out_s, a.out_h = out.stride(0), out.stride(1), out.stride(2)
+        a.batch, a.heads, a.group, a.sq, a.sk, a.shift = B, H, H // HK, sq, sk, sk - sq
+        a.left, a.right = case.left if case.left >= 0 else 1 << 30, case.right if case.right >= 0 else 1 << 28
+        a.row_tiles = (sq + s.rows - 1) // s.rows
+        a.tiles = a.row_tiles * B * H
+        a.heads_in_l2 = max(1, min(B * H, 32 * 1024 * 1024 // (sk * (s.d + s.dv) * 2)))
+        scale = 1 / math.sqrt(D)
+        a.scale_log2 = scale * math.log2(math.e)
+        if case.softcap:
+            a.cap_in, a.cap_out = scale / case.softcap, case.softcap * math.log2(math.e)
+        p = round(case.dropout * 65536)
+        a.threshold, a.keep_scale, a.seed, a.offset = p, 65536 / (65536 - p), case.seed, case.offset
+        holder = (ctypes.c_char * (ctypes.sizeof(a) + 64))()
+        at = (ctypes.addressof(holder) + 63) // 64 * 64
+        ctypes.memmove(at, ctypes.addressof(a), ctypes.sizeof(a))
+        pointers = (ctypes.c_void_p * 1)(at)
+        grid = min(self.sms, a.tiles) // s.cluster * s.cluster
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        threads, shared, function = s.threads(), s.shared_bytes(), self.function
+
+        def run(_keep=(holder, pointers, q, k, v, out, lse, bias)):
+            check(cuda.cuLaunchKernel(function, grid, 1, 1, threads, 1, 1, shared, stream, pointers, None), "launch")
+        return run
+
+
+@dataclass
+class Case:
+    name: str
+    B: int
+    H: int
+    sq: int
+    sk: int
+    d: int
+    specs: dict                 # label -> Spec
+    dv: int = 0
+    HK: int = 0
+    left: int = -1
+    right: int = -1             # 0: causal
+    bias: tuple = ()            # (b, h): sizes of the bias's batch and head dimensions
+    softcap: float = 0.0
+    dropout: float = 0.0
+    seed: int = 42
+    offset: int = 7
+    measure: bool = True
+    verify: bool = True
+    peers: tuple = ("cudnn",)
+    magnitude: float = 1.0      # of q and k in the check
+    bias_kind: str = "normal"
+
+
+def allowed(case, sq, sk, device):
+    i = torch.arange(sq, device=device)[:, None] + (sk - sq)
+    j = torch.arange(sk, device=device)[None]
+    m = torch.ones(sq, sk, dtype=torch.bool, device=device)
+    if case.right >= 0:
+        m &= j <= i + case.right
+    if case.left >= 0:
+        m &= j >= i - case.left
+    return m
+
+
+def reference(q, k, v, case, bias, dtype, keep=None):
+    """One head: q, k, v of S x D. dtype float64 is the judge; bfloat16 the naive formula with the kernel's own roundings."""
+    acc = torch.float64 if dtype == torch.float64 else torch.float32
+    s = (q.to(acc) @ k.to(acc).T) / math.sqrt(q.shape[1])
+    if case.softcap:
+        s = case.softcap * torch.tanh(s / case.softcap)
+    if bias is not None:
+        s = s + bias.to(acc)
+    s = s.masked_fill(~allowed(case, *s.shape, s.device), -math.inf)
+    m = s.amax(1, keepdim=True)
+    m = torch.where(m == -math.inf, 0.0, m)
+    p = torch.exp(s - m)
+    l = p.sum(1, keepdim=True)
+    lse = (m + torch.log(l))[:, 0]
+    if keep is not None:
+        p = p * keep
+    if dtype != torch.float64:
+        p = p.to(dtype).to(acc)
+    o = p @ v.to(acc) / torch.where(l == 0, 1.0, l)
+    if keep is not None:
+        o = o * (65536 / (65536 - round(case.dropout * 65536)))
+    return o if dtype == torch.float64 else o.to(dtype), lse
+
+
+def make(case, check_sized=False):
+    B = min(case.B, 3) if check_sized else case.B
+    HK = case.HK or case.H
+    H = case.H
+    if check_sized:
+        group = H // HK
+        HK = min(HK, 3)
+        H = HK * group
+    dv = case.dv or case.d
+    g = lambda b, s, h, d: torch.randn(b, s, h, d, device="cuda", dtype=torch.bfloat16)
+    q, k, v = g(B, case.sq, H, case.d), g(B, case.sk, HK, case.d), g(B, case.sk, HK, dv)
+    if check_sized:
+        q *= case.magnitude
+    bias = None
+    if case.bias:
+        bias = torch.randn(B if case.bias[0] > 1 else 1, H if case.bias[1] > 1 else 1, case.sq, case.sk, device="cuda", dtype=torch.bfloat16)
+        if check_sized and case.bias_kind == "causal_low":
+            bias.masked_fill_(torch.triu(torch.ones(case.sq, case.sk, dtype=torch.bool, device="cuda"), 1), torch.finfo(torch.bfloat16).min)
+        if check_sized and case.bias_kind == "causal_inf":
+            bias.masked_fill_(torch.triu(torch.ones(case.sq, case.sk, dtype=torch.bool, device="cuda"), 1), -math.inf)
+        if check_sized and case.bias_kind == "ramp":
+            bias -= 0.5 * torch.arange(case.sk, device="cuda", dtype=torch.float32)[None, None, None].to(torch.bfloat16)
+        if check_sized and case.bias_kind == "lowest":
+            bias.fill_(torch.finfo(torch.bfloat16).min)
+    out = torch.full((B, case.sq, H, dv), math.nan, device="cuda", dtype=torch.bfloat16)
+    lse = torch.full((B, H, case.sq), math.nan, device="cuda")
+    return q, k, v, out, lse, bias
+
+
+def verify(case, kernels):
+    results = {}
+    torch.manual_seed(time.time_ns() % (1 << 40))
+    q, k, v, out, lse, bias = make(case, True)
+    B, _, H, _ = q.shape
+    group = H // k.shape[2]
+    picks = [(0, 0), (B - 1, H - 1), (B // 2, H // 2)]
+    judged = []
+    for b, h in picks:
+        bh = bias[b % bias.shape[0], h % bias.shape[1]] if bias is not None else None
+        keep = dropout_keep(case, b * H + h, case.sq, case.sk) if case.dropout else None
+        args = (q[b, :, h], k[b, :, h // group], v[b, :, h // group], case, bh)
+        judged.append((reference(*args, torch.float64, keep), reference(*args, torch.bfloat16, keep)))
+    for label, kernel in kernels.items():
+        run = kernel.bind(q, k, v, out, lse, case, bias)
+        out.fill_(math.nan), lse.fill_(math.nan)
+        run()
+        torch.cuda.synchronize()
+        ratio, lse_error = 0.0, 0.0
+        for (b, h), ((o64, l64), (o16, l16)) in zip(picks, judged):
+            error = (out[b, :, h].double() - o64)
+            naive = (o16.double() - o64)
+            small = 1e-6
+            worst = max((error.abs().max() / (naive.abs().max() + small)).item(), (error.abs().mean() / (naive.abs().mean() + small)).item())
+            if not torch.isfinite(error).all():
+                worst = math.inf
+            ratio = max(ratio, worst)
+            dead = l64 == -math.inf
+            d = torch.where(dead, torch.where(lse[b, h] == -math.inf, 0.0, math.inf), (lse[b, h].double() - l64).abs() / (1 + l64.abs()))
+            lse_error = max(lse_error, torch.nan_to_num(d, nan=math.inf).max().item())
+        finite = bool(torch.isfinite(out).all()) and not bool(torch.isnan(lse).any())
+        first, first_lse = out.clone(), lse.clone()
+        races = 0
+        for _ in range(100):
+            run()
+            races += int(not (torch.equal(out, first) and torch.equal(lse, first_lse)))
+        results[label] = (ratio, lse_error, races, finite)
+    return results
+
+
+def dropout_keep(case, n, sq, sk):
+    M = 0xFFFFFFFF
+    c = [case.offset & M, case.offset >> 32, n & M, (n >> 32) ^ 0x666F7665]
+    key = [case.seed & M, case.seed >> 32]
+    for _ in range(10):
+        p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [(p1 >> 32) ^ c[1] ^ key[0], p1 & M, (p0 >> 32) ^ c[3] ^ key[1], p0 & M]
+        key = [(key[0] + 0x9E3779B9) & M, (key[1] + 0xBB67AE85) & M]
+    k0, k1, w0, w1 = c
+    i = torch.arange(sq, device="cuda")[:, None]
+    j = torch.arange(sk, device="cuda")[None]
+    x = (((i >> 4) * 8 + (i & 7)) ^ w0) + 0 * j
+    y = (((j >> 4) * 8 + (j & 7)) ^ w1) + 0 * i
+    for r in range(8):
+        K = ((k1 if r & 1 else k0) + r * 0x9E3779B9) & M
+        A = 0xD256D193
+        lo, hi = A * (x & 0xFFFF), A * (x >> 16)              # 48 bits each
+        low = (lo + ((hi & 0xFFFF) << 16))
+        high = (hi >> 16) + (low >> 32)
+        x, y = high ^ y ^ K, low & M
+    word = torch.where((i >> 3) & 1 == 1, y, x)
+    u = torch.where((j >> 3) & 1 == 1, word >> 16, word & 0xFFFF)
+    return (u >= round(case.dropout * 65536)).to(torch.float32)
+
+
+def pairs(case):
+    if case.right < 0 and case.left < 0:
+        return case.sq * case.sk
+    i = torch.arange(case.sq) + case.sk - case.sq
+    hi = torch.clamp(i + case.right + 1, 0, case.sk) if case.right >= 0 else torch.full_like(i, case.sk)
+    lo = torch.clamp(i - case.left, 0, case.sk) if case.left >= 0 else torch.zeros_like(i)
+    return int(torch.clamp(hi - lo, min=0).sum())
+
+
+def peer(name, case, q, k, v, bias):
+    backend = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}[name]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    causal = case.right == 0 and case.left < 0
+
+    def run():
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, dropout_p=case.dropout, enable_gqa=q.shape[1] != k.shape[1])
+    run()
+    return run
+
+
+def timed(run, budget=0.03):
+    run()
+    torch.cuda.synchronize()
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record(), run(), run(), stop.record()
+    torch.cuda.synchronize()
+    n = max(3, min(200, int(budget / (start.elapsed_time(stop) / 2e3))))
+    start.record()
+    for _ in range(n):
+        run()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop) / n * 1e-3
+
+
+def build_one(spec):
+    try:
+        return build.compile(spec)[:3]
+    except Exception as e:
+        return None, None, f"{spec.text()}: {e}"
+
+
+def main(suite):
+    cases = SUITES[suite]()
+    specs = list({s for c in cases for s in c.specs.values()})
+    start = time.time()
+    with ProcessPoolExecutor(14) as pool:
+        built = dict(zip(specs, pool.map(build_one, specs)))
+    print(f"{len(specs)} specs in {time.time() - start:.1f} s")
+    torch.empty(1, device="cuda")
+    kernels = {}
+    for s, (cubin, name, report) in built.items():
+        print(report)
+        if cubin:
+            kernels[s] = Kernel(s, cubin, name, report)
+    table = []
+    for case in cases:
+        mine = {label: kernels[s] for label, s in case.specs.items() if s in kernels}
+        line = f"{case.name:34}"
+        try:
+            checked = verify(case, mine) if case.verify else {}
+            cells = {}
+            if case.measure:
+                q, k, v, out, lse, bias = make(case)
+                runs = {label: kernel.bind(q, k, v, out, lse, case, bias) for label, kernel in mine.items()}
+                for p in case.peers:
+                    try:
+                        runs[p] = peer(p, case, q, k, v, bias)
+                    except Exception as e:
+                        print(case.name, p, "refused:", str(e)[:100])
+                times = {label: [] for label in runs}
+                for _ in range(3):
+                    for label, run in runs.items():
+                        times[label].append(timed(run))
+                flops = 2 * case.B * case.H * pairs(case) * (case.d + (case.dv or case.d))
+                cells = {label: flops / statistics.median(t) / 1e12 for label, t in times.items()}
+                spread = max((max(t) - min(t)) / min(t) for t in times.values())
+            for label in list(mine) + [p for p in case.peers if p in cells]:
+                text = f" {label} {cells[label]:.0f}" if label in cells else f" {label}"
+                if label in checked:
+                    ratio, lse_error, races, finite = checked[label]
+                    ok = ratio <= 2 and lse_error < 2e-5 and races == 0 and finite
+                    text += f" ({ratio:.2f} ok)" if ok else f" (WRONG error {ratio:.3g} lse {lse_error:.2g} races {races} finite {finite})"
+                line += " |" + text
+            if case.measure:
+                line += f" | spread {spread * 100:.0f}%"
+        except Exception as e:
+            line += f" FAILED {type(e).__name__} {str(e)[:300]}"
+            table.append(line)
+            print(line, flush=True)
+            if "driver error" in str(e) or "CUDA" in str(e):
+                break
+            continue
+        table.append(line)
+        torch.cuda.empty_cache()
+        print(f"{time.time() - start:5.1f} {line}", flush=True)
+    print(torch.cuda.get_device_name(), torch.__version__, "cuDNN", torch.backends.cudnn.version())
+
+
+SUITES = {}
+
+
+def suite(f):
+    SUITES[f.__name__] = f
+    return f
+
+
+def dense(D, S, causal, specs, **more):
+    H = 2048 // D
+    return Case(f"d{D} s{S} {'causal' if causal else 'full'}", 16384 // S, H, S, S, D, specs, right=0 if causal else -1, **more)
+
+
+@suite
+def second():
+    out = []
+    b64, b128, b256 = Spec(64, 64, 192, 128), Spec(128, 128, 128, 128), Spec(256, 256, 128, 80, q_buffers=1)
+    for m, S in ((1.0, 77), (30.0, 1000), (1.0, 2047), (1e4, 500)):
+        out.append(Case(f"d64 s{S} q*{m:g}", 2, 4, S, S, 64, {"lazy": b64, "exact": replace(b64, lazy=False)}, magnitude=m, measure=False))
+        out.append(Case(f"d128 s{S} q*{m:g} causal", 2, 4, S, S, 128, {"lazy": replace(b128, causal=True)}, magnitude=m, measure=False, right=0))
+    for causal in (False, True):
+        for S in (1024, 4096, 16384):
+            b = replace(b64, causal=causal)
+            out.append(dense(64, S, causal, {"lazy": b, "noturn": replace(b, turns=False), "128x128": replace(b, rows=128), "128x176": replace(b, rows=128, keys=176), "192x112": replace(b, keys=112)}, verify=S < 2000))
+    for causal in (False, True):
+        for S in (1024, 4096, 16384):
+            b = replace(b128, causal=causal)
+            v = {"lazy": b, "exact": replace(b, lazy=False), "noturn": replace(b, turns=False)}
+            if not causal:
+                v |= {"160": replace(b, keys=160), "176": replace(b, keys=176, q_buffers=1), "160nt": replace(b, keys=160, turns=False)}
+            out.append(dense(128, S, causal, v, verify=S < 2000))
+    for causal in (False, True):
+        for S in (1024, 4096, 16384):
+            b = replace(b256, causal=causal)
+            out.append(dense(256, S, causal, {"lazy": b, "exact": replace(b, lazy=False), "noturn": replace(b, turns=False)}, verify=S < 2000))
+    for kind in ("normal", "ramp", "causal_low", "causal_inf", "lowest"):
+        out.append(Case(f"bias {kind} d64", 2, 4, 512, 640, 64, {"192": replace(b64, bias_stages=2, q_buffers=1), "128": replace(b64, rows=128, bias_stages=2)}, bias=(1, 4), bias_kind=kind, measure=False))
+    out.append(Case("bias 1,H d64 s2048", 8, 16, 2048, 2048, 64, {"192": replace(b64, bias_stages=2, q_buffers=1), "128": replace(b64, rows=128, bias_stages=2), "128nt": replace(b64, rows=128, bias_stages=2, turns=False)}, bias=(1, 16)))
+    out.append(Case("bias B,H d64 s2048", 8, 16, 2048, 2048, 64, {"192": replace(b64, bias_stages=2, q_buffers=1), "128": replace(b64, rows=128, bias_stages=2)}, bias=(8, 16)))
+    out.append(Case("bias 1,H d128 s4096", 4, 16, 4096, 4096, 128, {"128": replace(b128, bias_stages=2, q_buffers=1), "128nt": replace(b128, bias_stages=2, q_buffers=1, turns=False)}, bias=(1, 16)))
+    return out
+
+
+def profile(names):
+    """One launch of each, for ncu."""
+    specs = {"64": (64, 4096, False, Spec(64, 64, 192, 128)), "64e": (64, 4096, False, Spec(64, 64, 192, 128, lazy=False)), "128": (128, 4096, False, Spec(128, 128, 128, 128)),
+             "128c": (128, 4096, True, Spec(128, 128, 128, 128, causal=True))}
+    for n in names:
+        D, S, causal, spec = specs[n]
+        case = dense(D, S, causal, {})
+        torch.zeros(1, device="cuda")
+        kernel = Kernel(spec, *build.compile(spec)[:3])
+        q, k, v, out, lse, bias = make(case)
+        kernel.bind(q, k, v, out, lse, case)()
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    profile(sys.argv[2:]) if sys.argv[1] == "profile" else main(sys.argv[1])
