@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fovea: exact fused attention, forward and backward.
+
+>>> import numpy as np, fovea
+>>> q = k = v = np.ones((1, 4, 2, 8), np.float32)      # batch, sequence, heads, head dimension
+>>> fovea.attention(q, k, v, causal=True).shape
+(1, 4, 2, 8)
+"""
+
+from fovea._api import (
+    Attention,
+    Gradients,
+    attention,
+    attention_backward,
+    backends,
+    dropout_mask,
+    explain,
+    num_threads,
+    pack,
+    set_num_threads,
+)
+from fovea._library import version as _version
+
+__version__ = _version()
+
+__all__ = [
+    "Attention",
+    "Gradients",
+    "attention",
+    "attention_backward",
+    "backends",
+    "dropout_mask",
+    "explain",
+    "num_threads",
+    "pack",
+    "set_num_threads",
+]

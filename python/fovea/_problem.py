@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the keywords of the API to a fovea_problem.
+
+What the C library can see it checks itself, once and with its own words; what is checked here is what it cannot
+see: Python's types, the choices that C has defaults for and Python has not (align, seed), and arrays whose element
+type has no name in C.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import Any, Optional
+
+import numpy as np
+
+from fovea import _abi
+from fovea._arrays import Fresh, Maker, View, read
+from fovea._library import check, lib, text
+
+_CODES = {
+    "float32": _abi.FP32,
+    "float16": _abi.FP16,
+    "bfloat16": _abi.BF16,
+    "float64": _abi.FP64,
+    "bool": _abi.BOOL,
+    "int32": _abi.INT32,
+    "int64": _abi.INT64,
+}
+_FLOATS = "float32, float16, bfloat16 or float64"
+_ACCEPTED = {
+    "mask": "bool (true: takes part)",
+    "alibi_slopes": "float32 (float64 with float64 q)",
+    "sink": "float32 (float64 with float64 q)",
+    "lse": "float32 (float64 with float64 q)",
+    "grad_lse": "float32 (float64 with float64 q)",
+    "cu_seqlens_q": "int32 or int64",
+    "cu_seqlens_k": "int32 or int64",
+    "seqused_q": "int32",
+    "seqused_k": "int32",
+}
+_ALIGN = {"bottom_right": _abi.BOTTOM_RIGHT, "top_left": _abi.TOP_LEFT, None: _abi.BOTTOM_RIGHT}
+_RNG = {"fovea": _abi.RNG_FOVEA, "torch_mem_efficient": _abi.RNG_TORCH_MEM_EFFICIENT}
+_SWAP = {"bshd": False, "bhsd": True}
+
+DIFFERENTIABLE = ("q", "k", "v", "bias", "bias2", "sink")
+_OPTIONAL = ("bias", "bias2", "mask", "alibi_slopes", "sink")
+_LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+# Tensors with a row for each query or key: those whose layout `layout` names.
+_ROWS = frozenset(("q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v"))
+
+_PROBLEM_SIZE = ctypes.sizeof(_abi.Problem)
+_TENSOR_SIZE = ctypes.sizeof(_abi.Tensor)
+
+
+class Problem:
+    """A fovea_problem, with everything that it points to kept alive."""
+
+    def __init__(self, q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> None:
+        """`options` has every keyword that forward and backward share."""
+        self.raw = _abi.Problem(_PROBLEM_SIZE)
+        self.views: dict[str, View] = {}  # every tensor that was given
+        self._tensors: list[_abi.Tensor] = []
+        self._maker = Maker("q", q)
+        self._packed = options["cu_seqlens_q"] is not None or options["cu_seqlens_k"] is not None
+        self._swap = choose("layout", options["layout"], _SWAP)
+        if self._swap and self._packed:
+            raise ValueError("layout: 'bhsd' with cu_seqlens; packed tensors are (total, H, D): pass layout='bshd'")
+
+        for name, array in (("q", q), ("k", k), ("v", v)):
+            self._set(name, self._ranked(name, read(name, array)))
+        for name in _OPTIONAL:
+            if options[name] is not None:
+                self._set(name, _suits(name, read(name, options[name])))
+        for name in _LENGTHS:
+            if options[name] is not None:
+                self._set(name, read(name, options[name]))
+        self._set_batch(options["batch_shape"])
+        self._set_scalars(options)
+        if options["align"] is None:
+            self._need_no_align(options)
+
+    # ---- inputs ----
+
+    def give(self, name: str, array: Any) -> None:
+        """An input of the backward."""
+        view = read(name, array)
+        self._set(name, self._ranked(name, view) if name in _ROWS else view)
+
+    def _ranked(self, name: str, view: View) -> View:
+        if len(view.shape) != 3 if self._packed else len(view.shape) not in (4, 5):
+            dims = {"q": "S, H, D", "k": "S, Hk, D", "v": "S, Hk, Dv"}.get(name, "S, H, Dv")
+            if self._packed:
+                accepted = f"({dims.replace('S', 'total')}), as cu_seqlens are given,"
+            else:
+                rows, heads, last = dims.split(", ")
+                dims = ", ".join((heads, rows, last)) if self._swap else dims
+                accepted = f"(B, {dims}) or (B1, B2, {dims})"
+            raise ValueError(f"{name}: shape {_shape(view.shape)}; {accepted} is accepted")
+        return view
+
+    def _set(self, name: str, view: View) -> None:
+        self.views[name] = view
+        setattr(self.raw, name, self._tensor(name, view.address, view.type, view.shape, view.strides))
+
+    def _tensor(self, name: str, address: int, kind: str, shape: tuple, strides: Optional[tuple]) -> int:
+        """The address of a new fovea_tensor; without strides it is contiguous."""
+        code = _CODES.get(kind)
+        if code is None:
+            raise TypeError(f"{name}: type {kind}; {_ACCEPTED.get(name, _FLOATS)} is accepted")
+        rank = len(shape)
+        if rank > _abi.MAX_RANK:
+            raise ValueError(f"{name}: shape {_shape(shape)}, {rank} dimensions; at most {_abi.MAX_RANK} are accepted")
+        if strides is None:
+            tensor = _abi.Tensor(_TENSOR_SIZE, address, code, rank, 0, 0, self._canonical(name, shape))
+        else:
+            tensor = _abi.Tensor(
+                _TENSOR_SIZE,
+                address,
+                code,
+                rank,
+                _abi.TENSOR_STRIDED,
+                0,
+                self._canonical(name, shape),
+                self._canonical(name, strides),
+            )
+        self._tensors.append(tensor)
+        return ctypes.addressof(tensor)
+
+    def _canonical(self, name: str, dims: tuple) -> tuple:
+        """(B, H, S, D) to (B, S, H, D) and back, where the layout says so."""
+        if self._swap and name in _ROWS:
+            return (*dims[:-3], dims[-2], dims[-3], dims[-1])
+        return dims
+
+    # ---- options ----
+
+    def _set_batch(self, batch_shape: Optional[Sequence[int]]) -> None:
+        if batch_shape is None:
+            return
+        if not self._packed:
+            raise ValueError("batch_shape: for packed tensors only; dense ones say it by five dimensions")
+        try:
+            outer, inner = map(operator.index, batch_shape)
+        except (TypeError, ValueError):
+            raise TypeError(f"batch_shape: {batch_shape!r}; a pair of integers (B1, B2) is accepted") from None
+        lengths = self.views.get("cu_seqlens_q") or self.views["cu_seqlens_k"]
+        batch = lengths.shape[0] - 1 if len(lengths.shape) == 1 else 0
+        if outer < 1 or outer * inner != batch:
+            raise ValueError(f"batch_shape: {outer}x{inner}; B1 x B2 = {batch}, the number of sequences, is accepted")
+        self.raw.batch_outer = outer
+
+    def _set_scalars(self, options: Mapping[str, Any]) -> None:
+        raw = self.raw
+        flags = 0
+        if options["causal"]:
+            flags |= _abi.CAUSAL
+        if options["deterministic"]:
+            flags |= _abi.DETERMINISTIC
+        if options["scale"] is not None:
+            flags |= _abi.SCALE
+            raw.scale = _real("scale", options["scale"])
+        left, right = _window(options["window"])
+        if left != -1 or right != -1:
+            flags |= _abi.WINDOW
+            raw.window_left = left
+            raw.window_right = right
+        raw.flags = flags
+        raw.align = choose("align", options["align"], _ALIGN)
+        raw.softcap = _real("softcap", options["softcap"])
+        raw.dropout_p = _real("dropout_p", options["dropout_p"])
+        raw.rng = choose("rng", options["rng"], _RNG)
+        if options["seed"] is not None:
+            self._set_word("seed", options["seed"])
+        elif raw.dropout_p != 0:
+            raise ValueError(
+                f"seed: None with dropout_p={raw.dropout_p:g}; pass an integer of up to 64 bits: the same to forward "
+                "and backward, another one (or another offset) to every call that is to have a mask of its own"
+            )
+        self._set_word("offset", options["offset"])
+        raw.max_seqlen_q = _length("max_seqlen_q", options["max_seqlen_q"])
+        raw.max_seqlen_k = _length("max_seqlen_k", options["max_seqlen_k"])
+        if options["backend"] is not None:
+            if not isinstance(options["backend"], str):
+                raise TypeError(f"backend: {options['backend']!r}; a name that fovea.backends() has is accepted")
+            raw.backend = options["backend"].encode()
+        if options["stream"] is not None:
+            raw.stream = _integer("stream", options["stream"])
+
+    def _set_word(self, name: str, value: Any) -> None:
+        """seed or offset: an integer, or an array of one whose memory the kernel reads."""
+        if isinstance(value, Integral):
+            setattr(self.raw, name, word(name, value))
+            return
+        view = word_view(name, value)
+        self.views[name] = view
+        setattr(self.raw, name + "_ptr", view.address)
+
+    def _need_no_align(self, options: Mapping[str, Any]) -> None:
+        """Bottom-right is the default only where it cannot surprise."""
+        raw = self.raw
+        if raw.flags & _abi.CAUSAL:
+            what = "causal"
+        elif raw.flags & _abi.WINDOW:
+            what = "window"
+        elif raw.alibi_slopes:
+            what = "alibi_slopes"
+        else:
+            return
+        lengths_q, lengths_k = self._lengths("q"), self._lengths("k")
+        if isinstance(lengths_q, int) and isinstance(lengths_k, int):
+            if lengths_q == lengths_k:
+                return
+            given = f"Sq={lengths_q} and Sk={lengths_k}"
+        else:
+            try:
+                differ = np.broadcast_arrays(lengths_q, lengths_k)
+            except ValueError:
+                return  # not the same number of sequences: the library says so
+            differing = np.flatnonzero(differ[0] != differ[1])
+            if not differing.size:
+                return
+            b = int(differing[0])
+            given = f"Sq={differ[0][b]} and Sk={differ[1][b]} in sequence {b}"
+        raise ValueError(
+            f"align: None with {what}, {given}; pass 'bottom_right' (the last query meets the last key, as in "
+            "FlashAttention) or 'top_left' (the first meets the first, as PyTorch's is_causal)"
+        )
+
+    def _lengths(self, side: str) -> Any:
+        """Dense: an int; packed or seqused: a vector, one for each sequence."""
+        used = self.views.get(f"seqused_{side}")
+        if used is not None:
+            return used.numpy().reshape(-1)
+        packed = self.views.get(f"cu_seqlens_{side}")
+        if packed is not None:
+            return np.diff(packed.numpy().reshape(-1))
+        return self._canonical(side, self.views[side].shape)[-3]
+
+    # ---- results ----
+
+    def shape_of(self, name: str) -> tuple:
+        """Of a result, in the caller's layout."""
+        q = self.views["q"]
+        if name == "out":
+            return (*q.shape[:-1], self.views["v"].shape[-1])
+        if name == "lse":
+            rows = self._canonical("q", q.shape)
+            return (rows[1], rows[0]) if self._packed else (*rows[:-3], rows[-2], rows[-3])
+        return self.views[name[len("grad_") :]].shape
+
+    def type_of(self, name: str) -> str:
+        if name == "lse":
+            return "float64" if self.views["q"].type == "float64" else "float32"
+        return self.views["q" if name == "out" else name[len("grad_") :]].type
+
+    def expect(self, name: str) -> None:
+        """A result of which only the shape is known: for explain."""
+        setattr(self.raw, name, self._tensor(name, 0, self.type_of(name), self.shape_of(name), None))
+
+    def into(self, name: str, array: Any) -> None:
+        """Writes a result into the caller's array."""
+        view = self._ranked(name, read(name, array)) if name in _ROWS else read(name, array)
+        if view.readonly:
+            raise ValueError(f"{name}: a read-only array; one that can be written is accepted")
+        self._set(name, view)
+
+    def new(self, name: str) -> Fresh:
+        """Makes the array of a result: in q's library, its rows in the order in which its model's lie."""
+        model = self.views["q" if name in ("out", "lse") else name[len("grad_") :]]
+        swapped = False
+        if name in _ROWS and not self._packed:
+            outer, inner = abs(model.strides[-3]), abs(model.strides[-2])
+            swapped = 0 < outer < inner and model.shape[-3] > 1 and model.shape[-2] > 1
+        # Rows that no sequence owns are not written: what is new there is what a row without keys has.
+        fill = None
+        if self._packed or "seqused_q" in self.views or "seqused_k" in self.views:
+            fill = -np.inf if name == "lse" else 0
+        fresh = self._maker.empty(self.shape_of(name), self.type_of(name), swapped, fill)
+        self._set(name, fresh.view)
+        return fresh
+
+    # ---- calls ----
+
+    def run(self, direction: int) -> None:
+        raw = ctypes.byref(self.raw)
+        needed = ctypes.c_size_t()
+        status = lib.fovea_workspace(raw, direction, ctypes.byref(needed))
+        if status == _abi.OK:
+            workspace = np.empty(needed.value, np.uint8)
+            call = lib.fovea_backward if direction == _abi.BACKWARD else lib.fovea_forward
+            status = call(raw, workspace.__array_interface__["data"][0], needed.value)
+        check(status, self._note())
+
+    def explain(self, direction: int) -> str:
+        try:
+            return text(lib.fovea_explain, ctypes.byref(self.raw), direction, tolerate=_abi.UNSUPPORTED)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"{error}{self._note()}") from None
+
+    def _note(self) -> str:
+        return " (layout='bhsd': shapes are given here as B, S, H, D)" if self._swap else ""
+
+
+def _suits(name: str, view: View) -> View:
+    """A mask is bool and a bias is not: where they are mixed up, the other one is named."""
+    kind = view.type
+    if name == "mask" and kind != "bool":
+        hint = "; what is added to the scores is a bias: pass it as bias" if "float" in kind else ""
+        raise TypeError(f"mask: type {kind}; {_ACCEPTED['mask']} is accepted{hint}")
+    if name in ("bias", "bias2") and kind == "bool":
+        raise TypeError(
+            f"{name}: type bool; {_FLOATS} is accepted; what takes part and what not is a mask: pass it as mask"
+        )
+    return view
+
+
+def choose(name: str, value: Any, choices: Mapping[Any, Any]) -> Any:
+    try:
+        return choices[value]
+    except (KeyError, TypeError):
+        raise ValueError(f"{name}: {value!r}; {' or '.join(repr(c) for c in choices)} is accepted") from None
+
+
+def word(name: str, value: Any) -> int:
+    """64 bits, as the C ABI takes them."""
+    number = int(value)
+    if not -(2**63) <= number < 2**64:
+        raise ValueError(f"{name}: {number}; an integer of up to 64 bits is accepted")
+    return number % 2**64
+
+
+def word_view(name: str, array: Any) -> View:
+    accepted = "an integer of up to 64 bits, or an array of one int64 or uint64, is accepted"
+    if not any(hasattr(array, protocol) for protocol in ("__dlpack__", "__array_interface__")):
+        raise TypeError(f"{name}: {array!r}; {accepted}")
+    view = read(name, array)
+    if view.type not in ("int64", "uint64"):
+        raise TypeError(f"{name}: an array of type {view.type}; {accepted}")
+    if any(length != 1 for length in view.shape):
+        raise ValueError(f"{name}: an array of shape {_shape(view.shape)}; {accepted}")
+    return view
+
+
+def needed(need: Any, given: Sequence[str]) -> list[str]:
+    """The names of the gradients that are asked for, of those inputs that are given."""
+    if need is None:
+        return list(given)
+    names = need.split(",") if isinstance(need, str) else list(need)
+    for name in names:
+        if name not in DIFFERENTIABLE:
+            raise ValueError(f"need: {name!r} has no gradient; {', '.join(DIFFERENTIABLE)} have one")
+        if name not in given:
+            raise ValueError(f"need: {name!r}, which is not given; here {', '.join(given)} are accepted")
+    return [name for name in DIFFERENTIABLE if name in names]
+
+
+def _real(name: str, value: Any) -> float:
+    if isinstance(value, (str, bytes)):
+        raise TypeError(f"{name}: {value!r}; a number is accepted")
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: {value!r}; a number is accepted") from None
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: {value!r}; an integer is accepted") from None
+
+
+def _length(name: str, value: Any) -> int:
+    return 0 if value is None else _integer(name, value)
+
+
+def _window(value: Any) -> tuple[int, int]:
+    try:
+        left, right = value
+    except (TypeError, ValueError):
+        raise TypeError(f"window: {value!r}; a pair (left, right) of integers is accepted, -1 for unbounded") from None
+    return _integer("window", left), _integer("window", right)
+
+
+def _shape(shape: tuple) -> str:
+    return "x".join(map(str, shape)) or "()"

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""python/fovea/_abi.py against a C program compiled from include/fovea/c.h: sizes, offsets, constants, functions."""
+
+import ctypes
+import re
+import shutil
+import subprocess
+
+import pytest
+from conftest import ROOT
+from fovea import _abi, _library
+
+HEADER = ROOT / "include" / "fovea" / "c.h"
+STRUCTS = {"fovea_tensor": _abi.Tensor, "fovea_problem": _abi.Problem}
+# Constants of c.h by the names that _abi.py gives them.
+CONSTANTS = {
+    **{f"FOVEA_{name}": name for name in (
+        "OK", "INVALID_ARGUMENT", "INVALID_TYPE", "UNSUPPORTED", "OUT_OF_MEMORY", "DEVICE_ERROR", "INTERNAL_ERROR",
+        "FP32", "FP16", "BF16", "FP64", "BOOL", "INT32", "INT64", "FORWARD", "BACKWARD", "BOTTOM_RIGHT", "TOP_LEFT",
+        "RNG_FOVEA", "RNG_TORCH_MEM_EFFICIENT", "MAX_RANK", "TENSOR_STRIDED", "CAUSAL", "DETERMINISTIC", "SCALE",
+        "WINDOW", "VERSION_MAJOR")},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def c_says(tmp_path_factory):
+    """What a C compiler makes of the header: {"fovea_tensor.shape": (offset, size), "FOVEA_FP32": value, ...}."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    assert compiler, "this test needs a C compiler: cc, gcc or clang"
+    lines = []
+    for name, struct in STRUCTS.items():
+        lines.append(f'printf("{name} 0 %zu\\n", sizeof({name}));')
+        for field, *_ in struct._fields_:
+            lines.append(
+                f'printf("{name}.{field} %zu %zu\\n", offsetof({name}, {field}), sizeof((({name}*)0)->{field}));'
+            )
+    for constant in CONSTANTS:
+        lines.append(f'printf("{constant} 0 %lld\\n", (long long){constant});')
+    folder = tmp_path_factory.mktemp("abi")
+    source, program = folder / "abi.c", folder / "abi"
+    source.write_text(
+        "#include <stdio.h>\n#include <fovea/c.h>\nint main(void) {\n" + "\n".join(lines) + "\nreturn 0;\n}\n"
+    )
+    subprocess.run(
+        [
+            compiler,
+            "-std=c99",
+            "-pedantic",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            f"-I{ROOT / 'include'}",
+            source,
+            "-o",
+            program,
+        ],
+        check=True,
+    )
+    output = subprocess.run([program], check=True, capture_output=True, text=True).stdout
+    return {name: (int(first), int(second)) for name, first, second in map(str.split, output.splitlines())}
+
+
+@pytest.mark.parametrize("name", STRUCTS)
+def test_structs(c_says, name):
+    struct = STRUCTS[name]
+    assert ctypes.sizeof(struct) == c_says[name][1]
+    for field, *_ in struct._fields_:
+        descriptor = getattr(struct, field)
+        assert (descriptor.offset, descriptor.size) == c_says[f"{name}.{field}"], field
+
+
+@pytest.mark.parametrize("name", STRUCTS)
+def test_no_field_is_missing(name):
+    body = re.search(rf"typedef struct {name} {{(.*?)}} {name};", HEADER.read_text(), re.S).group(1)
+    body = re.sub(r"/\*.*?\*/", "", body, flags=re.S)
+    fields = re.findall(r"(\w+)(?:\[\w+\])?;", body)
+    assert fields == [field for field, *_ in STRUCTS[name]._fields_]
+
+
+def test_constants(c_says):
+    for c_name, name in CONSTANTS.items():
+        assert getattr(_abi, name) == c_says[c_name][1], name
+
+
+def test_every_function_is_declared():
+    declared = set(re.findall(r"FOVEA_API [\w ]+\*?\s?(fovea_\w+)\(", HEADER.read_text()))
+    assert declared == set(_abi.FUNCTIONS)
+    for name in declared:
+        assert getattr(_library.lib, name).argtypes == _abi.FUNCTIONS[name][1]
+
+
+def test_version():
+    parts = [
+        re.search(rf"FOVEA_VERSION_{part} (\d+)", HEADER.read_text()).group(1) for part in ("MAJOR", "MINOR", "PATCH")
+    ]
+    assert _library.version() == ".".join(parts)
