@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/problem.h"
+#include "cpu/cpu.h"
 
 namespace fovea {
 
@@ -23,7 +24,8 @@ struct Verdict {
 
 struct Plan {
   BackendKind backend = BackendKind::kNone;
-  std::size_t workspace = 0;
+  std::size_t workspace = 0;      // bytes, at any alignment
+  cpu::Plan cpu;                  // where the CPU serves: how
   std::vector<Verdict> verdicts;  // in the order in which they were asked; the first that serves was taken
 
   bool supported() const { return backend != BackendKind::kNone; }
@@ -37,5 +39,8 @@ std::string to_text(const Problem& problem, const Plan& plan);
 
 // Plans, checks the workspace and runs. Throws Error(FOVEA_UNSUPPORTED) with the reasons where nothing serves.
 void execute(const Call& call, void* workspace, std::size_t workspace_bytes);
+
+// Every backend's name, whether this build and machine have it, and why not.
+std::vector<Verdict> backends();
 
 }  // namespace fovea
