@@ -100,15 +100,20 @@ std::string to_text(const Problem& problem, const Plan& plan) {
   return text;
 }
 
+void require_supported(const Problem& problem, const Plan& plan) {
+  if (plan.supported()) {
+    return;
+  }
+  std::string reasons;
+  for (const Verdict& verdict : plan.verdicts) {
+    reasons += fmt::format("; {}: {}", verdict.backend, verdict.reason);
+  }
+  throw Error(FOVEA_UNSUPPORTED, fmt::format("no backend serves '{}'{}", print(problem), reasons));
+}
+
 void execute(const Call& call, void* workspace, std::size_t workspace_bytes) {
   const Plan plan = fovea::plan(call);
-  if (!plan.supported()) {
-    std::string reasons;
-    for (const Verdict& verdict : plan.verdicts) {
-      reasons += fmt::format("; {}: {}", verdict.backend, verdict.reason);
-    }
-    throw Error(FOVEA_UNSUPPORTED, fmt::format("no backend serves '{}'{}", print(call.problem), reasons));
-  }
+  require_supported(call.problem, plan);
   if (workspace_bytes < plan.workspace) {
     throw Error(FOVEA_OUT_OF_MEMORY, fmt::format("workspace: {} bytes; accepted: at least {}, as fovea_workspace says",
                                                  workspace_bytes, plan.workspace));

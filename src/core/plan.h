@@ -37,7 +37,10 @@ Plan plan(const Call& call);
 // The text of explain().
 std::string to_text(const Problem& problem, const Plan& plan);
 
-// Plans, checks the workspace and runs. Throws Error(FOVEA_UNSUPPORTED) with the reasons where nothing serves.
+// Throws Error(FOVEA_UNSUPPORTED) with the reasons where nothing serves.
+void require_supported(const Problem& problem, const Plan& plan);
+
+// Plans, requires that something serves, checks the workspace's size and runs.
 void execute(const Call& call, void* workspace, std::size_t workspace_bytes);
 
 // Every backend's name, whether this build and machine have it, and why not.

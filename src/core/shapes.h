@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The way back from the text form: a fovea_problem whose tensors have the shapes, types and strides that a Problem
+// says, and no memory. What validate(..., shapes_only) makes of it can be planned and explained like any call.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <vector>
+
+#include "core/problem.h"
+
+namespace fovea {
+
+class Shapes {
+ public:
+  explicit Shapes(const Problem& problem);
+  Shapes(const Shapes&) = delete;
+  Shapes& operator=(const Shapes&) = delete;
+
+  const fovea_problem& get() const { return given_; }
+
+ private:
+  using Ints = std::vector<std::int64_t>;
+
+  const fovea_tensor* add(DType type, const Ints& shape, const void* data = nullptr);
+  const fovea_tensor* rows(std::int64_t rows, std::int64_t heads, std::int64_t columns, bool one_of_three);
+  const fovea_tensor* plane(const PlaneTraits& traits);
+  const fovea_tensor* cu_seqlens(const Ints& lengths);
+  const fovea_tensor* seqused(const Ints& used);
+  Ints batch() const;
+
+  const Problem& problem_;
+  std::deque<fovea_tensor> tensors_;  // addresses stay
+  std::deque<Ints> boundaries_;
+  std::deque<std::vector<std::int32_t>> used_;
+  fovea_problem given_{};
+};
+
+}  // namespace fovea
