@@ -14,7 +14,7 @@ import numpy as np
 from fovea import _abi, _library
 from fovea._arrays import Maker, View, read
 from fovea._library import check, lib, text
-from fovea._problem import _RNG, DIFFERENTIABLE, Problem, choose, needed, word, word_view
+from fovea._problem import _RNG, DIFFERENTIABLE, Problem, choose, needed, shape_text, word, word_view
 
 Array = TypeVar("Array")  # NumPy's, or any with __dlpack__ or __array_interface__
 
@@ -162,7 +162,7 @@ def attention_backward(
     into = _by_name(grads_out)
     for name in into:
         if name not in names:
-            raise ValueError(f"grads_out: {name!r}, which is not asked for; {', '.join(names)} are accepted")
+            raise ValueError(f"grads_out: {name!r}, which is not asked for; accepted: {', '.join(names)}")
     fresh = {}
     for name in names:
         if name in into:
@@ -179,7 +179,7 @@ def _by_name(grads_out: Any) -> dict[str, Any]:
     if isinstance(grads_out, Gradients):
         grads_out = grads_out._asdict()
     if not isinstance(grads_out, Mapping):
-        raise TypeError(f"grads_out: a {type(grads_out).__name__}; a dict of arrays by name, or Gradients, is accepted")
+        raise TypeError(f"grads_out: a {type(grads_out).__name__}; accepted: a dict of arrays by name, or Gradients")
     return {name: array for name, array in grads_out.items() if array is not None}
 
 
@@ -209,9 +209,9 @@ def dropout_mask(
 
 def _count(name: str, value: Any) -> int:
     if not isinstance(value, Integral):
-        raise TypeError(f"{name}: {value!r}; an integer is accepted")
+        raise TypeError(f"{name}: {value!r}; accepted: an integer")
     if value < 0:
-        raise ValueError(f"{name}: {value}; 0 or more is accepted")
+        raise ValueError(f"{name}: {value}; accepted: 0 or more")
     return int(value)
 
 
@@ -228,17 +228,17 @@ def pack(arrays: Iterable[Any]) -> tuple[Any, Any, int]:
     """
     arrays = list(arrays)
     if not arrays:
-        raise ValueError("arrays: an empty list; at least one array is accepted")
+        raise ValueError("arrays: an empty list; accepted: at least one array")
     views = [read(f"arrays[{index}]", array) for index, array in enumerate(arrays)]
     first = views[0]
     for index, view in enumerate(views):
         if len(view.shape) < 1 or view.shape[1:] != first.shape[1:]:
             raise ValueError(
-                f"arrays[{index}]: shape {view.shape}; (any length, {', '.join(map(str, first.shape[1:]))}), as "
-                "arrays[0] has it, is accepted"
+                f"arrays[{index}]: shape {shape_text(view.shape)}; accepted: any length, followed by "
+                f"{shape_text(first.shape[1:])} as in arrays[0]"
             )
         if view.type != first.type:
-            raise TypeError(f"arrays[{index}]: type {view.type}; {first.type}, as in arrays[0], is accepted")
+            raise TypeError(f"arrays[{index}]: {view.type}; accepted: {first.type}, as in arrays[0]")
     lengths = [view.shape[0] for view in views]
     total = sum(lengths)
     maker = Maker("arrays[0]", arrays[0])
@@ -286,14 +286,14 @@ def explain(*arguments: Any, direction: str = "forward", **options: Any) -> str:
         _refuse(options, "a problem in one line says everything itself")
         return text(lib.fovea_explain_line, arguments[0].encode(), tolerate=_abi.UNSUPPORTED)
     if len(arguments) != 3:
-        raise TypeError(f"explain: {len(arguments)} arguments; none, a line, or q, k, v are accepted")
+        raise TypeError(f"explain: {len(arguments)} arguments; accepted: none, a line, or q, k, v")
     way = choose("direction", direction, {"forward": _abi.FORWARD, "backward": _abi.BACKWARD})
     need = options.pop("need", None)
     return_lse = options.pop("return_lse", False)
     grad_lse = options.pop("grad_lse", None)
     for name in options:
         if name not in _SHARED:
-            raise TypeError(f"explain: unknown option {name!r}; {', '.join(_SHARED)} are accepted")
+            raise TypeError(f"explain: unknown option {name!r}; accepted: {', '.join(_SHARED)}")
     problem = Problem(*arguments, {**_SHARED, **options})
     problem.expect("out")
     if way == _abi.FORWARD:
@@ -312,7 +312,7 @@ def explain(*arguments: Any, direction: str = "forward", **options: Any) -> str:
 
 def _refuse(options: Mapping[str, Any], why: str) -> None:
     if options:
-        raise TypeError(f"{', '.join(options)}: {why}; no options are accepted")
+        raise TypeError(f"{', '.join(options)}: {why}; accepted: no options")
 
 
 def _doctor() -> str:
@@ -358,7 +358,7 @@ class Attention:
     def __init__(self, **options: Any) -> None:
         for name in options:
             if name not in _SHARED:
-                raise TypeError(f"Attention: unknown option {name!r}; {', '.join(_SHARED)} are accepted")
+                raise TypeError(f"Attention: unknown option {name!r}; accepted: {', '.join(_SHARED)}")
         self._options = options
 
     @property

@@ -67,15 +67,14 @@ def read(name: str, array: Any) -> View:
         return _of_numpy(name, array)
     if isinstance(array, np.ndarray):
         if hasattr(array, "filled"):  # numpy.ma: its mask would be lost without a word
-            raise TypeError(f"{name}: a masked array; pass the data and the mask as arrays of their own")
+            raise TypeError(f"{name}: a masked array; accepted: the data here, and the mask as an array of its own")
         return _of_numpy(name, array.view(np.ndarray))
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
         return _of_dlpack(name, array)
     if hasattr(array, "__array_interface__"):
         return _of_numpy(name, np.asarray(array))
     raise TypeError(
-        f"{name}: a {type(array).__name__}; an array is accepted: NumPy's, or one with __dlpack__ or "
-        "__array_interface__"
+        f"{name}: a {type(array).__name__}; accepted: an array, NumPy's or one with __dlpack__ or __array_interface__"
     )
 
 
@@ -91,7 +90,7 @@ def _of_numpy(name: str, array: np.ndarray) -> View:
     if not array.flags.aligned or any(stride % size for stride in strides if size):
         raise ValueError(
             f"{name}: strides of {strides} bytes, or an address, that do not fall on its {size}-byte elements; "
-            "numpy.ascontiguousarray makes a copy that does"
+            "accepted: those that do, as of a copy by numpy.ascontiguousarray"
         )
     return View(
         array.__array_interface__["data"][0],

@@ -31,7 +31,7 @@ _CODES = {
 }
 _FLOATS = "float32, float16, bfloat16 or float64"
 _ACCEPTED = {
-    "mask": "bool (true: takes part)",
+    "mask": "bool; numbers that are added to scores go into bias",
     "alibi_slopes": "float32 (float64 with float64 q)",
     "sink": "float32 (float64 with float64 q)",
     "lse": "float32 (float64 with float64 q)",
@@ -67,13 +67,13 @@ class Problem:
         self._packed = options["cu_seqlens_q"] is not None or options["cu_seqlens_k"] is not None
         self._swap = choose("layout", options["layout"], _SWAP)
         if self._swap and self._packed:
-            raise ValueError("layout: 'bhsd' with cu_seqlens; packed tensors are (total, H, D): pass layout='bshd'")
+            raise ValueError("layout: 'bhsd' with cu_seqlens; accepted: 'bshd', as packed tensors are (total, H, D)")
 
         for name, array in (("q", q), ("k", k), ("v", v)):
             self._set(name, self._ranked(name, read(name, array)))
         for name in _OPTIONAL:
             if options[name] is not None:
-                self._set(name, _suits(name, read(name, options[name])))
+                self._set(name, read(name, options[name]))
         for name in _LENGTHS:
             if options[name] is not None:
                 self._set(name, read(name, options[name]))
@@ -93,12 +93,12 @@ class Problem:
         if len(view.shape) != 3 if self._packed else len(view.shape) not in (4, 5):
             dims = {"q": "S, H, D", "k": "S, Hk, D", "v": "S, Hk, Dv"}.get(name, "S, H, Dv")
             if self._packed:
-                accepted = f"({dims.replace('S', 'total')}), as cu_seqlens are given,"
+                accepted = f"({dims.replace('S', 'total')}), as cu_seqlens are given"
             else:
                 rows, heads, last = dims.split(", ")
                 dims = ", ".join((heads, rows, last)) if self._swap else dims
                 accepted = f"(B, {dims}) or (B1, B2, {dims})"
-            raise ValueError(f"{name}: shape {_shape(view.shape)}; {accepted} is accepted")
+            raise ValueError(f"{name}: shape {shape_text(view.shape)}; accepted: {accepted}")
         return view
 
     def _set(self, name: str, view: View) -> None:
@@ -109,10 +109,10 @@ class Problem:
         """The address of a new fovea_tensor; without strides it is contiguous."""
         code = _CODES.get(kind)
         if code is None:
-            raise TypeError(f"{name}: type {kind}; {_ACCEPTED.get(name, _FLOATS)} is accepted")
+            raise TypeError(f"{name}: {kind}; accepted: {_ACCEPTED.get(name, _FLOATS)}")
         rank = len(shape)
         if rank > _abi.MAX_RANK:
-            raise ValueError(f"{name}: shape {_shape(shape)}, {rank} dimensions; at most {_abi.MAX_RANK} are accepted")
+            raise ValueError(f"{name}: shape {shape_text(shape)}; accepted: at most {_abi.MAX_RANK} dimensions")
         if strides is None:
             tensor = _abi.Tensor(_TENSOR_SIZE, address, code, rank, 0, 0, self._canonical(name, shape))
         else:
@@ -141,15 +141,15 @@ class Problem:
         if batch_shape is None:
             return
         if not self._packed:
-            raise ValueError("batch_shape: for packed tensors only; dense ones say it by five dimensions")
+            raise ValueError("batch_shape: given without cu_seqlens; accepted: None, five dimensions say it")
         try:
             outer, inner = map(operator.index, batch_shape)
         except (TypeError, ValueError):
-            raise TypeError(f"batch_shape: {batch_shape!r}; a pair of integers (B1, B2) is accepted") from None
+            raise TypeError(f"batch_shape: {batch_shape!r}; accepted: a pair of integers (B1, B2)") from None
         lengths = self.views.get("cu_seqlens_q") or self.views["cu_seqlens_k"]
         batch = lengths.shape[0] - 1 if len(lengths.shape) == 1 else 0
         if outer < 1 or outer * inner != batch:
-            raise ValueError(f"batch_shape: {outer}x{inner}; B1 x B2 = {batch}, the number of sequences, is accepted")
+            raise ValueError(f"batch_shape: {outer}x{inner}; accepted: B1 x B2 = {batch}, the number of sequences")
         self.raw.batch_outer = outer
 
     def _set_scalars(self, options: Mapping[str, Any]) -> None:
@@ -176,15 +176,15 @@ class Problem:
             self._set_word("seed", options["seed"])
         elif raw.dropout_p != 0:
             raise ValueError(
-                f"seed: None with dropout_p={raw.dropout_p:g}; pass an integer of up to 64 bits: the same to forward "
-                "and backward, another one (or another offset) to every call that is to have a mask of its own"
+                f"seed: None with dropout_p={raw.dropout_p:g}; accepted: an integer of up to 64 bits, the same "
+                "for forward and backward, another one (or another offset) for each call that is to have its own mask"
             )
         self._set_word("offset", options["offset"])
         raw.max_seqlen_q = _length("max_seqlen_q", options["max_seqlen_q"])
         raw.max_seqlen_k = _length("max_seqlen_k", options["max_seqlen_k"])
         if options["backend"] is not None:
             if not isinstance(options["backend"], str):
-                raise TypeError(f"backend: {options['backend']!r}; a name that fovea.backends() has is accepted")
+                raise TypeError(f"backend: {options['backend']!r}; accepted: a name that fovea.backends() has")
             raw.backend = options["backend"].encode()
         if options["stream"] is not None:
             raw.stream = _integer("stream", options["stream"])
@@ -225,7 +225,7 @@ class Problem:
             b = int(differing[0])
             given = f"Sq={differ[0][b]} and Sk={differ[1][b]} in sequence {b}"
         raise ValueError(
-            f"align: None with {what}, {given}; pass 'bottom_right' (the last query meets the last key, as in "
+            f"align: None with {what}, {given}; accepted: 'bottom_right' (the last query meets the last key, as in "
             "FlashAttention) or 'top_left' (the first meets the first, as PyTorch's is_causal)"
         )
 
@@ -264,7 +264,7 @@ class Problem:
         """Writes a result into the caller's array."""
         view = self._ranked(name, read(name, array)) if name in _ROWS else read(name, array)
         if view.readonly:
-            raise ValueError(f"{name}: a read-only array; one that can be written is accepted")
+            raise ValueError(f"{name}: a read-only array; accepted: one that can be written")
         self._set(name, view)
 
     def new(self, name: str) -> Fresh:
@@ -304,43 +304,30 @@ class Problem:
         return " (layout='bhsd': shapes are given here as B, S, H, D)" if self._swap else ""
 
 
-def _suits(name: str, view: View) -> View:
-    """A mask is bool and a bias is not: where they are mixed up, the other one is named."""
-    kind = view.type
-    if name == "mask" and kind != "bool":
-        hint = "; what is added to the scores is a bias: pass it as bias" if "float" in kind else ""
-        raise TypeError(f"mask: type {kind}; {_ACCEPTED['mask']} is accepted{hint}")
-    if name in ("bias", "bias2") and kind == "bool":
-        raise TypeError(
-            f"{name}: type bool; {_FLOATS} is accepted; what takes part and what not is a mask: pass it as mask"
-        )
-    return view
-
-
 def choose(name: str, value: Any, choices: Mapping[Any, Any]) -> Any:
     try:
         return choices[value]
     except (KeyError, TypeError):
-        raise ValueError(f"{name}: {value!r}; {' or '.join(repr(c) for c in choices)} is accepted") from None
+        raise ValueError(f"{name}: {value!r}; accepted: {', '.join(repr(c) for c in choices)}") from None
 
 
 def word(name: str, value: Any) -> int:
     """64 bits, as the C ABI takes them."""
     number = int(value)
     if not -(2**63) <= number < 2**64:
-        raise ValueError(f"{name}: {number}; an integer of up to 64 bits is accepted")
+        raise ValueError(f"{name}: {number}; accepted: an integer of up to 64 bits")
     return number % 2**64
 
 
 def word_view(name: str, array: Any) -> View:
-    accepted = "an integer of up to 64 bits, or an array of one int64 or uint64, is accepted"
+    accepted = "accepted: an integer of up to 64 bits, or an array of one int64 or uint64"
     if not any(hasattr(array, protocol) for protocol in ("__dlpack__", "__array_interface__")):
         raise TypeError(f"{name}: {array!r}; {accepted}")
     view = read(name, array)
     if view.type not in ("int64", "uint64"):
         raise TypeError(f"{name}: an array of type {view.type}; {accepted}")
     if any(length != 1 for length in view.shape):
-        raise ValueError(f"{name}: an array of shape {_shape(view.shape)}; {accepted}")
+        raise ValueError(f"{name}: an array of shape {shape_text(view.shape)}; {accepted}")
     return view
 
 
@@ -351,26 +338,26 @@ def needed(need: Any, given: Sequence[str]) -> list[str]:
     names = need.split(",") if isinstance(need, str) else list(need)
     for name in names:
         if name not in DIFFERENTIABLE:
-            raise ValueError(f"need: {name!r} has no gradient; {', '.join(DIFFERENTIABLE)} have one")
+            raise ValueError(f"need: {name!r}, which has no gradient; accepted: {', '.join(DIFFERENTIABLE)}")
         if name not in given:
-            raise ValueError(f"need: {name!r}, which is not given; here {', '.join(given)} are accepted")
+            raise ValueError(f"need: {name!r}, which is not given; accepted: {', '.join(given)}")
     return [name for name in DIFFERENTIABLE if name in names]
 
 
 def _real(name: str, value: Any) -> float:
     if isinstance(value, (str, bytes)):
-        raise TypeError(f"{name}: {value!r}; a number is accepted")
+        raise TypeError(f"{name}: {value!r}; accepted: a number")
     try:
         return float(value)
     except (TypeError, ValueError):
-        raise TypeError(f"{name}: {value!r}; a number is accepted") from None
+        raise TypeError(f"{name}: {value!r}; accepted: a number") from None
 
 
 def _integer(name: str, value: Any) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise TypeError(f"{name}: {value!r}; an integer is accepted") from None
+        raise TypeError(f"{name}: {value!r}; accepted: an integer") from None
 
 
 def _length(name: str, value: Any) -> int:
@@ -381,9 +368,9 @@ def _window(value: Any) -> tuple[int, int]:
     try:
         left, right = value
     except (TypeError, ValueError):
-        raise TypeError(f"window: {value!r}; a pair (left, right) of integers is accepted, -1 for unbounded") from None
+        raise TypeError(f"window: {value!r}; accepted: a pair (left, right) of integers, -1 for unbounded") from None
     return _integer("window", left), _integer("window", right)
 
 
-def _shape(shape: tuple) -> str:
+def shape_text(shape: tuple) -> str:
     return "x".join(map(str, shape)) or "()"

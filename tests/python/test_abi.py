@@ -7,6 +7,7 @@ import shutil
 import subprocess
 
 import pytest
+
 from conftest import ROOT
 from fovea import _abi, _library
 
