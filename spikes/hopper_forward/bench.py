@@ -29,10 +29,10 @@ class TensorMap(ctypes.Structure):
     _fields_ = [("words", ctypes.c_uint64 * 16)]
 
 
-FIELDS = [("out", ctypes.c_void_p), ("lse", ctypes.c_void_p), ("counters", ctypes.c_void_p), ("cu_q", ctypes.c_void_p), ("cu_k", ctypes.c_void_p),
+FIELDS = [("out", ctypes.c_void_p), ("lse", ctypes.c_void_p), ("counters", ctypes.c_void_p), ("cu_q", ctypes.c_void_p), ("cu_k", ctypes.c_void_p), ("tile_list", ctypes.c_void_p), ("tile_count", ctypes.c_void_p),
           ("out_b", ctypes.c_int64), ("out_s", ctypes.c_int64), ("out_h", ctypes.c_int64)]
-FIELDS += [(n, ctypes.c_int) for n in "batch heads group sq sk shift left right row_tiles tiles heads_in_l2 bias_b bias_h".split()]
-FIELDS += [(n, ctypes.c_float) for n in "scale_log2 cap_in cap_out keep_scale".split()] + [("threshold", ctypes.c_uint32), ("seed", ctypes.c_uint64), ("offset", ctypes.c_uint64)]
+FIELDS += [(n, ctypes.c_int) for n in "batch heads group sq sk shift left right row_tiles tiles heads_in_group batch_inner bias_b bias_h".split()]
+FIELDS += [(n, ctypes.c_float) for n in "scale scale_log2 cap_in cap_out cap_log2 keep_scale".split()] + [("threshold", ctypes.c_uint32), ("seed", ctypes.c_uint64), ("offset", ctypes.c_uint64)]
 
 
 class Arguments(ctypes.Structure):
@@ -65,7 +65,7 @@ class Kernel:
         self.counters = torch.zeros(2, dtype=torch.int32, device="cuda")
         self.sms = torch.cuda.get_device_properties(0).multi_processor_count
 
-    def bind(self, q, k, v, out, lse, case, bias=None):
+    def bind(self, q, k, v, out, lse, case, bias=None, packed=None):
         s = self.spec
         bhsd = lambda x: x.transpose(1, 2)
         B, sq, H, D = q.shape
@@ -82,13 +82,18 @@ class Kernel:
         a.left, a.right = case.left if case.left >= 0 else 1 << 30, case.right if case.right >= 0 else 1 << 28
         a.row_tiles = (sq + s.rows - 1) // s.rows
         a.tiles = a.row_tiles * B * H
-        a.heads_in_l2 = max(1, min(B * H, 32 * 1024 * 1024 // (sk * (s.d + s.dv) * 2)))
+        a.heads_in_group = max(1, min(B * H, 32 * 1024 * 1024 // (sk * (s.d + s.dv) * 2))) if s.causal else 1
+        if bias is not None and bias.shape[0] == 1:
+            a.batch_inner, a.heads_in_group = 1, B
         scale = 1 / math.sqrt(D)
-        a.scale_log2 = scale * math.log2(math.e)
+        a.scale, a.scale_log2 = scale, scale * math.log2(math.e)
         if case.softcap:
-            a.cap_in, a.cap_out = scale / case.softcap, case.softcap * math.log2(math.e)
+            a.cap_in, a.cap_out, a.cap_log2 = scale / case.softcap, case.softcap, case.softcap * math.log2(math.e)
         p = round(case.dropout * 65536)
         a.threshold, a.keep_scale, a.seed, a.offset = p, 65536 / (65536 - p), case.seed, case.offset
+        if packed is not None:
+            a.cu_q, a.cu_k, a.tile_list, a.tile_count = (x.data_ptr() for x in packed[:4])
+            a.sq, a.tiles = lse.shape[1], packed[4] * H
         holder = (ctypes.c_char * (ctypes.sizeof(a) + 64))()
         at = (ctypes.addressof(holder) + 63) // 64 * 64
         ctypes.memmove(at, ctypes.addressof(a), ctypes.sizeof(a))
@@ -97,7 +102,7 @@ class Kernel:
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         threads, shared, function = s.threads(), s.shared_bytes(), self.function
 
-        def run(_keep=(holder, pointers, q, k, v, out, lse, bias)):
+        def run(_keep=(holder, pointers, q, k, v, out, lse, bias, packed)):
             check(cuda.cuLaunchKernel(function, grid, 1, 1, threads, 1, 1, shared, stream, pointers, None), "launch")
         return run
 
@@ -127,6 +132,49 @@ class Case:
     bias_kind: str = "normal"
 
 
+def varlen(name, lengths, H, D, specs, causal=True, window=-1, lengths_k=None):
+    """Packed sequences: checks every sequence of one head against fp64 with NaN behind the ends, then times."""
+    lk = lengths_k or lengths
+    cu = lambda x: torch.tensor([0] + list(torch.tensor(x).cumsum(0)), dtype=torch.int32, device="cuda")
+    cu_q, cu_k = cu(lengths), cu(lk)
+    tq, tk = sum(lengths), sum(lk)
+    line = f"{name:34}"
+    g = lambda n: torch.randn(1, n, H, D, device="cuda", dtype=torch.bfloat16)
+    q, k, v = g(tq + 5), g(tk + 5), g(tk + 5)
+    q[:, tq:], k[:, tk:], v[:, tk:] = math.nan, math.nan, math.nan
+    case = Case(name, 1, H, tq, tk, D, specs, right=0 if causal else -1, left=window)
+    pair = sum(pairs(replace(case, sq=a, sk=b)) for a, b in zip(lengths, lk))
+    for label, kernel in specs.items():
+        s = kernel.spec
+        out, lse = torch.full((1, tq + 5, H, D), math.nan, device="cuda", dtype=torch.bfloat16), torch.full((H, tq), math.nan, device="cuda")
+        tiles = sorted(((min(b, (m + 1) * s.rows + b - a) if causal else b, m, i) for i, (a, b) in enumerate(zip(lengths, lk)) for m in range((a + s.rows - 1) // s.rows)), reverse=True)
+        tile_list = torch.tensor([m << 16 | i for _, m, i in tiles], dtype=torch.int32, device="cuda")
+        count = torch.tensor([len(tiles)], dtype=torch.int32, device="cuda")
+        run = kernel.bind(q, k, v, out, lse, case, packed=(cu_q, cu_k, tile_list, count, len(tiles)))
+        run()
+        torch.cuda.synchronize()
+        worst = 0.0
+        for i, (a, b) in enumerate(zip(lengths, lk)):
+            h = i % H
+            qi, ki, vi = (x[0, c[i]:c[i + 1], h] for x, c in ((q, cu_q), (k, cu_k), (v, cu_k)))
+            o64, l64 = reference(qi, ki, vi, case, None, torch.float64)
+            o16, _ = reference(qi, ki, vi, case, None, torch.bfloat16)
+            e = (out[0, cu_q[i]:cu_q[i + 1], h].double() - o64).abs()
+            r = max((e.max() / ((o16.double() - o64).abs().max() + 1e-6)).item(), (e.mean() / ((o16.double() - o64).abs().mean() + 1e-6)).item())
+            dl = torch.where(l64 == -math.inf, 0.0, (lse[h, cu_q[i]:cu_q[i + 1]].double() - l64).abs()).max().item()
+            worst = max(worst, r if math.isfinite(r) and dl < 2e-5 else math.inf)
+        untouched = bool(torch.isnan(out[0, tq:]).all())
+        first = out[:, :tq].clone()
+        races = 0
+        for _ in range(100):
+            run()
+            races += int(not torch.equal(out[:, :tq], first))
+        times = [timed(run) for _ in range(3)]
+        ok = worst <= 2 and untouched and races == 0
+        line += f" | {label} {4 * H * pair * D / statistics.median(times) / 1e12:.0f} ({worst:.2f} {'ok' if ok else f'WRONG untouched {untouched} races {races}'})"
+    print(line, flush=True)
+
+
 def allowed(case, sq, sk, device):
     i = torch.arange(sq, device=device)[:, None] + (sk - sq)
     j = torch.arange(sk, device=device)[None]
@@ -152,13 +200,12 @@ def reference(q, k, v, case, bias, dtype, keep=None):
     p = torch.exp(s - m)
     l = p.sum(1, keepdim=True)
     lse = (m + torch.log(l))[:, 0]
+    p = p / torch.where(l == 0, 1.0, l)
     if keep is not None:
-        p = p * keep
+        p = p * keep * (65536 / (65536 - round(case.dropout * 65536)))
     if dtype != torch.float64:
         p = p.to(dtype).to(acc)
-    o = p @ v.to(acc) / torch.where(l == 0, 1.0, l)
-    if keep is not None:
-        o = o * (65536 / (65536 - round(case.dropout * 65536)))
+    o = p @ v.to(acc)
     return o if dtype == torch.float64 else o.to(dtype), lse
 
 
@@ -342,7 +389,7 @@ def main(suite):
                     text += f" ({ratio:.2f} ok)" if ok else f" (WRONG error {ratio:.3g} lse {lse_error:.2g} races {races} finite {finite})"
                 line += " |" + text
             if case.measure:
-                line += f" | spread {spread * 100:.0f}%"
+                line += f" | {statistics.median(times[next(iter(times))]) * 1e6:.0f} us, spread {spread * 100:.0f}%"
         except Exception as e:
             line += f" FAILED {type(e).__name__} {str(e)[:300]}"
             table.append(line)
@@ -353,6 +400,13 @@ def main(suite):
         table.append(line)
         torch.cuda.empty_cache()
         print(f"{time.time() - start:5.1f} {line}", flush=True)
+    for name, lengths, H, D, specs, more in VARLEN.get(suite, []):
+        with ProcessPoolExecutor(4) as pool:
+            built = list(pool.map(build_one, specs.values()))
+        try:
+            varlen(name, lengths, H, D, {label: Kernel(s, *b) for (label, s), b in zip(specs.items(), built) if b[0]}, **more)
+        except Exception as e:
+            print(name, "FAILED", type(e).__name__, str(e)[:200], [b[2] for b in built])
     print(torch.cuda.get_device_name(), torch.__version__, "cuDNN", torch.backends.cudnn.version())
 
 
@@ -369,34 +423,73 @@ def dense(D, S, causal, specs, **more):
     return Case(f"d{D} s{S} {'causal' if causal else 'full'}", 16384 // S, H, S, S, D, specs, right=0 if causal else -1, **more)
 
 
-@suite
-def second():
+B64, B128, B256 = Spec(64, 64, 192, 128, k_stages=3, v_stages=3), Spec(128, 128, 128, 128), Spec(256, 256, 128, 80, q_buffers=1)
+
+
+def awkward(b64=B64, b128=B128):
+    """Small, odd and extreme; not timed."""
     out = []
-    b64, b128, b256 = Spec(64, 64, 192, 128), Spec(128, 128, 128, 128), Spec(256, 256, 128, 80, q_buffers=1)
-    for m, S in ((1.0, 77), (30.0, 1000), (1.0, 2047), (1e4, 500)):
+    for m, S in ((1.0, 77), (30.0, 1000), (1.0, 2047), (5.0, 1500), (1e4, 500)):
         out.append(Case(f"d64 s{S} q*{m:g}", 2, 4, S, S, 64, {"lazy": b64, "exact": replace(b64, lazy=False)}, magnitude=m, measure=False))
         out.append(Case(f"d128 s{S} q*{m:g} causal", 2, 4, S, S, 128, {"lazy": replace(b128, causal=True)}, magnitude=m, measure=False, right=0))
+        out.append(Case(f"d64 {S}x{S // 2} q*{m:g} causal", 2, 4, S, S // 2, 64, {"lazy": replace(b64, causal=True)}, magnitude=m, measure=False, right=0))
+        out.append(Case(f"d128 {S // 2}x{S} q*{m:g} window", 2, 4, S // 2, S, 128, {"lazy": replace(b128, causal=True, window=True)}, magnitude=m, measure=False, left=100, right=7))
+        out.append(Case(f"d64 s{S} q*{m:g} softcap causal", 2, 4, S, S, 64, {"lazy": replace(b64, softcap=True, causal=True)}, magnitude=m, measure=False, right=0, softcap=30.0))
+    for kind in ("normal", "ramp", "causal_low", "causal_inf", "lowest"):
+        out.append(Case(f"bias {kind} d64", 2, 4, 512, 640, 64, {"192": replace(b64, bias_stages=2, q_buffers=1, k_stages=2, v_stages=2), "128": replace(b64, rows=128, bias_stages=2)}, bias=(1, 4), bias_kind=kind, measure=False))
+        out.append(Case(f"bias {kind} d128 causal", 2, 4, 512, 640, 128, {"128": replace(b128, causal=True, bias_stages=2, q_buffers=1)}, bias=(2, 1), bias_kind=kind, right=0, measure=False))
+    for p in (0.1, 0.48):
+        out.append(Case(f"dropout {p} d64", 2, 4, 500, 640, 64, {"128": replace(b64, rows=128, dropout=True)}, dropout=p, measure=False))
+        out.append(Case(f"dropout {p} d128 causal", 2, 4, 1000, 1000, 128, {"128": replace(b128, causal=True, dropout=True)}, dropout=p, right=0, measure=False))
+    return out
+
+
+@suite
+def third():
+    out = awkward()
+    b64, b128, b256 = B64, B128, B256
     for causal in (False, True):
         for S in (1024, 4096, 16384):
             b = replace(b64, causal=causal)
-            out.append(dense(64, S, causal, {"lazy": b, "noturn": replace(b, turns=False), "128x128": replace(b, rows=128), "128x176": replace(b, rows=128, keys=176), "192x112": replace(b, keys=112)}, verify=S < 2000))
+            out.append(dense(64, S, causal, {"3st": b, "2st": replace(b, k_stages=2, v_stages=2), "4st": replace(b, k_stages=4, v_stages=4), "nt3": replace(b, turns=False), "novote": replace(b, vote=0)}, verify=False))
     for causal in (False, True):
         for S in (1024, 4096, 16384):
             b = replace(b128, causal=causal)
-            v = {"lazy": b, "exact": replace(b, lazy=False), "noturn": replace(b, turns=False)}
+            v = {"lazy": b, "noturn": replace(b, turns=False), "novote": replace(b, vote=0), "3k": replace(b, k_stages=3, q_buffers=1)}
             if not causal:
-                v |= {"160": replace(b, keys=160), "176": replace(b, keys=176, q_buffers=1), "160nt": replace(b, keys=160, turns=False)}
+                v |= {"160": replace(b, keys=160), "160nt": replace(b, keys=160, turns=False)}
             out.append(dense(128, S, causal, v, verify=S < 2000))
     for causal in (False, True):
         for S in (1024, 4096, 16384):
             b = replace(b256, causal=causal)
-            out.append(dense(256, S, causal, {"lazy": b, "exact": replace(b, lazy=False), "noturn": replace(b, turns=False)}, verify=S < 2000))
-    for kind in ("normal", "ramp", "causal_low", "causal_inf", "lowest"):
-        out.append(Case(f"bias {kind} d64", 2, 4, 512, 640, 64, {"192": replace(b64, bias_stages=2, q_buffers=1), "128": replace(b64, rows=128, bias_stages=2)}, bias=(1, 4), bias_kind=kind, measure=False))
-    out.append(Case("bias 1,H d64 s2048", 8, 16, 2048, 2048, 64, {"192": replace(b64, bias_stages=2, q_buffers=1), "128": replace(b64, rows=128, bias_stages=2), "128nt": replace(b64, rows=128, bias_stages=2, turns=False)}, bias=(1, 16)))
-    out.append(Case("bias B,H d64 s2048", 8, 16, 2048, 2048, 64, {"192": replace(b64, bias_stages=2, q_buffers=1), "128": replace(b64, rows=128, bias_stages=2)}, bias=(8, 16)))
+            out.append(dense(256, S, causal, {"lazy": b, "exact": replace(b, lazy=False), "64": replace(b, keys=64), "64nt": replace(b, keys=64, turns=False)}, verify=S < 2000))
+    bias = {"192": replace(b64, bias_stages=2, q_buffers=1, k_stages=2, v_stages=2), "128": replace(b64, rows=128, bias_stages=2), "128nt": replace(b64, rows=128, bias_stages=2, turns=False)}
+    out.append(Case("bias 1,H d64 s2048", 8, 16, 2048, 2048, 64, bias, bias=(1, 16)))
+    out.append(Case("bias B,H d64 s2048", 8, 16, 2048, 2048, 64, bias, bias=(8, 16)))
     out.append(Case("bias 1,H d128 s4096", 4, 16, 4096, 4096, 128, {"128": replace(b128, bias_stages=2, q_buffers=1), "128nt": replace(b128, bias_stages=2, q_buffers=1, turns=False)}, bias=(1, 16)))
+    b32 = Spec(32, 32, 192, 128, bias_stages=2)
+    tri = {"192": b32, "192nt": replace(b32, turns=False), "128": replace(b32, rows=128), "128nt": replace(b32, rows=128, turns=False)}
+    for N in (384, 768):
+        out.append(Case(f"triangle {N}", N, 4, N, N, 32, tri, bias=(1, 4), peers=("efficient",)))
+    drop = {"128": replace(b64, rows=128, dropout=True), "128nt": replace(b64, rows=128, dropout=True, turns=False), "192": replace(b64, dropout=True)}
+    out.append(Case("dropout d64 s4096", 4, 32, 4096, 4096, 64, drop, dropout=0.1))
+    for right in (-1, 0):
+        d = replace(b128, dropout=True, causal=right == 0)
+        out.append(Case(f"dropout d128 s4096 {right}", 4, 16, 4096, 4096, 128, {"128": d, "128nt": replace(d, turns=False)}, dropout=0.1, right=right))
+    out.append(Case("window 512 s16384", 1, 16, 16384, 16384, 128, {"128": replace(b128, causal=True, window=True), "nt": replace(b128, causal=True, window=True, turns=False)}, left=512, right=0, peers=()))
+    out.append(Case("softcap d128 s4096 causal", 4, 16, 4096, 4096, 128, {"128": replace(b128, causal=True, softcap=True), "nt": replace(b128, causal=True, softcap=True, turns=False)}, softcap=30.0, right=0, peers=()))
+    out.append(Case("gqa 32/8 d128 s4096 causal", 4, 32, 4096, 4096, 128, {"128": replace(b128, causal=True)}, HK=8, right=0))
+    out.append(Case("d192/128 s4096 causal", 4, 16, 4096, 4096, 192, {"128x112": Spec(192, 128, 128, 112, q_buffers=1, causal=True), "128x128": Spec(192, 128, 128, 128, q_buffers=1, causal=True)}, dv=128, right=0))
+    out.append(Case("d96 s4096", 4, 20, 4096, 4096, 96, {"128": Spec(96, 96, 128, 128), "192x96": Spec(96, 96, 192, 96)}))
+    out.append(Case("d32 s4096", 4, 64, 4096, 4096, 32, {"192": Spec(32, 32, 192, 128), "192nt": Spec(32, 32, 192, 128, turns=False)}))
+    out.append(Case("d80 s2047 causal", 8, 16, 2047, 2047, 80, {"128": Spec(80, 80, 128, 128, causal=True)}, right=0))
     return out
+
+
+_v = {"128": replace(B128, causal=True, varlen=True), "nt": replace(B128, causal=True, varlen=True, turns=False)}
+_mixed = [128, 256, 384, 512, 640, 1024, 1536, 2048, 1792, 8064]
+VARLEN = {"third": [("varlen odd", [1, 77, 500, 129, 64, 300], 2, 128, _v, dict()), ("varlen odd d64 cross", [1, 77, 500, 129, 64, 300], 2, 64, {"192": replace(B64, varlen=True)}, dict(causal=False, lengths_k=[7, 300, 1, 128, 200, 77])),
+                    ("varlen 8x2048", [2048] * 8, 16, 128, _v, dict()), ("varlen mixed", _mixed, 16, 128, _v, dict())]}
 
 
 def profile(names):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 import wgmma
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+MATH = os.path.join(HERE, "../../src/math")
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ def nvrtc():
 
 def compile(spec, source=os.path.join(HERE, "hopper_forward.cu"), verbose=True):
     lib = nvrtc()
-    text = wgmma.text(spec.keys, spec.dv) + open(source).read()
+    math = "".join(open(os.path.join(MATH, name)).read().replace('#include "scalar.h"', "") for name in ("scalar.h", "band.h", "dropout.h"))
+    text = math + wgmma.text(spec.keys, spec.dv) + open(source).read()
     program = ctypes.c_void_p()
     assert lib.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"hopper_forward.cu", 0, None, None) == 0
     name = f"forward<{spec.text()}>".encode()

@@ -43,14 +43,16 @@ struct Arguments {
   u32* counters;                    // two: next tile, CTAs done; zero before and after
   const int* cu_q;                  // varlen: prefix sums of lengths
   const int* cu_k;
+  const int* tile_list;             // varlen: row tile << 16 | batch, the longest first
+  const int* tile_count;
   i64 out_b, out_s, out_h;
   int batch, heads, group;          // group = query heads per key head
   int sq, sk;
   int shift, left, right;
-  int row_tiles, tiles, heads_in_l2;
+  int row_tiles, tiles, heads_in_group, batch_inner;
   int bias_b, bias_h;               // 0 where the bias is broadcast
-  float scale_log2;                 // scale * log2(e)
-  float cap_in, cap_out;            // softcap: cap_out * tanh(s * cap_in), cap_out in log2 units
+  float scale, scale_log2;          // the second times log2(e)
+  float cap_in, cap_out, cap_log2;  // softcap: cap_out * tanh(dot * cap_in); the last times log2(e)
   float keep_scale;
   u32 threshold;                    // dropout T
   u64 seed, offset;
@@ -58,7 +60,11 @@ struct Arguments {
 
 #define DEV __device__ __forceinline__
 constexpr float kInfinity = __builtin_bit_cast(float, 0x7F800000u);
+constexpr float kLazySum = 0x1p7f;    // a part of a row's sum over a tile beyond which its reference point is moved
+constexpr float kLazyBelow = 0x1p24f; // and the reference points that the quick way is for
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
+namespace math = fovea::math;
 
 // ---- PTX wrappers ----
 DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -108,10 +114,26 @@ DEV void load_matrix4(u32 (&r)[4], u32 address) {
 DEV void store_matrix4(u32 address, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
+DEV void store_zero16(u32 address) { asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory"); }
 template <int N> DEV void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N> DEV void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 DEV u64 join(u32 lo, u32 hi) { u64 r; asm("mov.b64 %0, {%1, %2};" : "=l"(r) : "r"(lo), "r"(hi)); return r; }
-DEV float bits_float(u32 x) { return __uint_as_float(x); }
+DEV float bf16_low(u32 x) { return __uint_as_float(x << 16); }
+DEV float bf16_high(u32 x) { return __uint_as_float(x & 0xFFFF0000u); }
+// all ones in each half of u that is at least T's; T in both halves of `threshold`, at most 0x7C00
+DEV u32 keep_pair(u32 u, u32 threshold) {
+  u32 r;
+  asm("{\n.reg .b32 m;\nmin.u16x2 m, %1, %2;\nset.eq.u32.f16x2 %0, m, %2;\n}" : "=r"(r) : "r"(u), "r"(threshold));
+  return r;
+}
+// A place in a ring of N buffers and the parity of its barrier, in one register.
+template <int N> struct Place {
+  u32 at = 0;
+  DEV u32 stage() const { return at >> 1; }
+  DEV u32 parity() const { return at & 1; }
+  DEV void next() { at = at >= 2 * N - 2 ? (at & 1) ^ 1 : at + 2; }
+};
+template <int N> struct Constant { constexpr operator int() const { return N; } };
 DEV int imin(int a, int b) { return a < b ? a : b; }
 DEV int imax(int a, int b) { return a > b ? a : b; }
 
@@ -133,33 +155,41 @@ template <Spec S> struct Shape {
   static constexpr int kBytes = kBarriers + 512;
 };
 
-// Which tile: a group of heads whose K and V fit in L2; within it the longest first where rows differ in length.
-struct Tile { int row, head, batch; };
+using Band = math::Band<int>;
+// Which tile. Dense: heads in groups (whose K and V fit in L2, or that share a bias), in a group the row tiles one after
+// the other for all its heads, the longest first where rows differ in length. Packed: a list made beforehand.
+struct Tile {
+  int row, head, batch;
+  int q_begin, k_begin;   // where the sequences lie in packed tensors
+  Band band;
+};
 template <Spec S> DEV Tile decode(const Arguments& a, int t) {
   Tile r;
-  int bh, m;
-  if constexpr (S.causal) {
-    int per = a.row_tiles * a.heads_in_l2, g = t / per, rest = t - g * per;
-    int in_group = imin(a.heads_in_l2, a.batch * a.heads - g * a.heads_in_l2);
-    m = rest / in_group;
-    bh = g * a.heads_in_l2 + rest - m * in_group;
-    m = a.row_tiles - 1 - m;
+  if constexpr (S.varlen) {
+    const int entry = t / a.heads, packed = a.tile_list[entry];
+    r.head = t - entry * a.heads;
+    r.batch = packed & 0xFFFF;
+    r.row = (packed >> 16) * S.rows;
+    r.q_begin = a.cu_q[r.batch], r.k_begin = a.cu_k[r.batch];
+    const int sq = a.cu_q[r.batch + 1] - r.q_begin, sk = a.cu_k[r.batch + 1] - r.k_begin;
+    r.band = {sq, sk, sk - sq - a.left, sk - sq + a.right};
   } else {
-    bh = t / a.row_tiles;
-    m = t - bh * a.row_tiles;
+    const int per = a.row_tiles * a.heads_in_group, g = t / per, rest = t - g * per;
+    const int in_group = imin(a.heads_in_group, a.batch * a.heads - g * a.heads_in_group);
+    const int m = rest / in_group, bh = g * a.heads_in_group + rest - m * in_group;
+    r.row = (S.causal ? a.row_tiles - 1 - m : m) * S.rows;
+    const int inner = a.batch_inner ? a.batch : a.heads, outer = bh / inner;
+    r.batch = a.batch_inner ? bh - outer * inner : outer;
+    r.head = a.batch_inner ? outer : bh - outer * inner;
+    r.q_begin = r.k_begin = 0;
+    r.band = {a.sq, a.sk, a.shift - a.left, a.shift + a.right};
   }
-  r.batch = bh / a.heads;
-  r.head = bh - r.batch * a.heads;
-  r.row = m * S.rows;
   return r;
 }
 struct Keys { int begin, end; };  // tiles of keys
-template <Spec S> DEV Keys key_tiles(const Arguments& a, int row, int rows) {
-  Keys k{0, (a.sk + S.keys - 1) / S.keys};
-  int last = imin(row + rows, a.sq) - 1;
-  if constexpr (S.causal) k.end = (imax(0, imin(a.sk, last + a.shift + a.right + 1)) + S.keys - 1) / S.keys;
-  if constexpr (S.window) k.begin = imax(0, row + a.shift - a.left) / S.keys;
-  return k;
+template <Spec S> DEV Keys key_tiles(const Band& band, int row, int rows) {
+  const auto keys = band.keys_of_rows(row, imin(row + rows, band.seqlen_q));
+  return {S.window ? keys.begin / S.keys : 0, ((S.causal ? keys.end : band.seqlen_k) + S.keys - 1) / S.keys};
 }
 
 template <Spec S>
@@ -194,41 +224,46 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) forward(const __grid_co
   if (warpgroup == 0) {
     fewer_registers<G == 2 ? 40 : 32>();   // 2 x 232 + 40 = 3 x 168, 3 x 160 + 32 = 4 x 128: more would wait for ever
     if (threadIdx.x != 0) return;
-    int ks = 0, kp = 0, vs = 0, vp = 0, bs = 0, bp = 0, qs = 0, qp = 0;
+    Place<S.k_stages> kr;
+    Place<S.v_stages> vr;
+    Place<S.bias_stages> br;
+    Place<S.q_buffers> qr;
     int t = blockIdx.x;
+    const int tiles = S.varlen ? *a.tile_count * a.heads : a.tiles;
     while (true) {
-      barrier_wait(q_empty(qs), qp ^ 1);
-      if (t >= a.tiles) {
-        tile_slot[qs] = -1;
-        barrier_arrive(q_full(qs));
+      barrier_wait(q_empty(qr.stage()), qr.parity() ^ 1);
+      if (t >= tiles) {
+        tile_slot[qr.stage()] = -1;
+        barrier_arrive(q_full(qr.stage()));
         break;
       }
       int following = (int)(gridDim.x + atomicAdd(a.counters, 1u));
       Tile w = decode<S>(a, t);
-      Keys keys = key_tiles<S>(a, w.row, BM);
-      tile_slot[qs] = t;
-      barrier_expect(q_full(qs), BM * D * 2);
-      for (int p = 0; p < D / PK; p++) tma_load(base + L::kQ + qs * L::kQBytes + p * BM * PK * 2, &a.q, q_full(qs), p * PK, w.row, w.head, w.batch);
-      if (++qs == S.q_buffers) qs = 0, qp ^= 1;
+      Keys keys = key_tiles<S>(w.band, w.row, BM);
+      const int batch = S.varlen ? 0 : w.batch;
+      tile_slot[qr.stage()] = t;
+      barrier_expect(q_full(qr.stage()), BM * D * 2);
+      for (int p = 0; p < D / PK; p++) tma_load(base + L::kQ + qr.stage() * L::kQBytes + p * BM * PK * 2, &a.q, q_full(qr.stage()), p * PK, w.q_begin + w.row, w.head, batch);
+      qr.next();
       const int head_k = w.head / a.group;
       auto load_k = [&](int n) {
-        barrier_wait(k_empty(ks), kp ^ 1);
-        barrier_expect(k_full(ks), L::kKBytes);
-        for (int p = 0; p < D / PK; p++) tma_load(base + L::kK + ks * L::kKBytes + p * BN * PK * 2, &a.k, k_full(ks), p * PK, n * BN, head_k, w.batch);
-        if (++ks == S.k_stages) ks = 0, kp ^= 1;
+        barrier_wait(k_empty(kr.stage()), kr.parity() ^ 1);
+        barrier_expect(k_full(kr.stage()), L::kKBytes);
+        for (int p = 0; p < D / PK; p++) tma_load(base + L::kK + kr.stage() * L::kKBytes + p * BN * PK * 2, &a.k, k_full(kr.stage()), p * PK, w.k_begin + n * BN, head_k, batch);
+        kr.next();
         if constexpr (S.bias_stages > 0) {
-          barrier_wait(b_empty(bs), bp ^ 1);
-          barrier_expect(b_full(bs), L::kBiasBytes);
+          barrier_wait(b_empty(br.stage()), br.parity() ^ 1);
+          barrier_expect(b_full(br.stage()), L::kBiasBytes);
           for (int p = 0; p < BN / 64; p++)
-            tma_load(base + L::kBias + bs * L::kBiasBytes + p * BM * 128, &a.bias, b_full(bs), n * BN + p * 64, w.row, w.head * a.bias_h, w.batch * a.bias_b);
-          if (++bs == S.bias_stages) bs = 0, bp ^= 1;
+            tma_load(base + L::kBias + br.stage() * L::kBiasBytes + p * BM * 128, &a.bias, b_full(br.stage()), n * BN + p * 64, w.row, w.head * a.bias_h, w.batch * a.bias_b);
+          br.next();
         }
       };
       auto load_v = [&](int n) {
-        barrier_wait(v_empty(vs), vp ^ 1);
-        barrier_expect(v_full(vs), L::kVBytes);
-        for (int p = 0; p < DV / PV; p++) tma_load(base + L::kV + vs * L::kVBytes + p * BN * PV * 2, &a.v, v_full(vs), p * PV, n * BN, head_k, w.batch);
-        if (++vs == S.v_stages) vs = 0, vp ^= 1;
+        barrier_wait(v_empty(vr.stage()), vr.parity() ^ 1);
+        barrier_expect(v_full(vr.stage()), L::kVBytes);
+        for (int p = 0; p < DV / PV; p++) tma_load(base + L::kV + vr.stage() * L::kVBytes + p * BN * PV * 2, &a.v, v_full(vr.stage()), p * PV, w.k_begin + n * BN, head_k, batch);
+        vr.next();
       };
       int n = keys.end - 1;
       if (n >= keys.begin) {
@@ -247,7 +282,10 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) forward(const __grid_co
   more_registers<G == 2 ? 232 : 160>();
   const int c = warpgroup - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
   const bool leader = lane == 0;
-  int ks = 0, kp = 0, vs = 0, vp = 0, bs = 0, bp = 0, qs = 0, qp = 0;
+  Place<S.k_stages> kr;
+  Place<S.v_stages> vr;
+  Place<S.bias_stages> br;
+  Place<S.q_buffers> qr;
   const int own_barrier = 4 + c;
   auto turn_wait = [&] { if constexpr (S.turns && G > 1) named_sync(1 + c, 256); };
   auto turn_pass = [&] { if constexpr (S.turns && G > 1) named_arrive(1 + (c + 1 == G ? 0 : c + 1), 256); };
@@ -266,13 +304,13 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) forward(const __grid_co
   float ref[2], sum[2];
 
   while (true) {
-    barrier_wait(q_full(qs), qp);
-    const int t = tile_slot[qs];
+    barrier_wait(q_full(qr.stage()), qr.parity());
+    const int t = tile_slot[qr.stage()];
     if (t < 0) break;
     const Tile w = decode<S>(a, t);
-    const Keys keys = key_tiles<S>(a, w.row, BM);
+    const Keys keys = key_tiles<S>(w.band, w.row, BM);
     const int row0 = w.row + c * 64 + warp * 16 + lane / 4;
-    const u32 q_now = q_low + qs * (L::kQBytes / 16);
+    const u32 q_now = q_low + qr.stage() * (L::kQBytes / 16);
 
     auto issue_scores = [&](int stage) {
       const u32 k_now = k_low + stage * (L::kKBytes / 16);
@@ -295,11 +333,9 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) forward(const __grid_co
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const int row = row0 + 8 * r;
-        int end = a.sk, begin = 0;
-        if constexpr (S.causal) end = imin(end, row + a.shift + a.right + 1);
-        if constexpr (S.window) begin = imax(0, row + a.shift - a.left);
+        const auto allowed = w.band.keys_of(row);
         const int column = n * BN + (lane % 4) * 2;
-        end -= column, begin -= column;
+        const int end = (S.causal ? allowed.end : w.band.seqlen_k) - column, begin = allowed.begin - column;
 #pragma unroll
         for (int j = 0; j < BN / 8; j++) {
 #pragma unroll
@@ -311,33 +347,34 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) forward(const __grid_co
         }
       }
     };
+    math::DropoutHead dropout;
+    u32 folded_i = 0;
+    const u32 threshold = a.threshold * 0x10001u;
+    if constexpr (S.dropout) {
+      dropout = math::DropoutHead::make(a.seed, a.offset, (u64)w.batch * a.heads + w.head);
+      folded_i = math::dropout_fold<u32>(row0);
+    }
     const u32 bias_row = base + L::kBias + c * 64 * 128 + fragment_row * 128;
     const u32 bias_swizzle = (u32)(fragment_half ^ (fragment_row & 7)) << 4;
     auto load_bias = [&](u32 (&b)[4], int stage, int k) {
       load_matrix4(b, bias_row + stage * L::kBiasBytes + (k / 4) * BM * 128 + (bias_swizzle ^ ((k % 4) << 5)));
     };
-    // s in log2 units, every feature in it; for the exact step
+    // s in natural units with every feature in it, for the exact step
     auto finish_scores = [&](int bias_stage) {
-      if constexpr (S.softcap) {
 #pragma unroll
-        for (int i = 0; i < BN / 2; i++) s[i] = a.cap_out * tanh_fast(s[i] * a.cap_in);
-      } else {
-#pragma unroll
-        for (int i = 0; i < BN / 2; i++) s[i] *= a.scale_log2;
-      }
+      for (int i = 0; i < BN / 2; i++) s[i] = S.softcap ? a.cap_out * tanh_fast(s[i] * a.cap_in) : s[i] * a.scale;
       if constexpr (S.bias_stages > 0) {
 #pragma unroll
         for (int k = 0; k < BN / 16; k++) {
           u32 b[4];
           load_bias(b, bias_stage, k);
 #pragma unroll
-          for (int e = 0; e < 4; e++) {
-            s[8 * k + 2 * e] = fmaf(bits_float(b[e] << 16), kLog2e, s[8 * k + 2 * e]);
-            s[8 * k + 2 * e + 1] = fmaf(bits_float(b[e] & 0xFFFF0000u), kLog2e, s[8 * k + 2 * e + 1]);
-          }
+          for (int e = 0; e < 4; e++) s[8 * k + 2 * e] += bf16_low(b[e]), s[8 * k + 2 * e + 1] += bf16_high(b[e]);
         }
       }
     };
+    // Weights are taken relative to 2^(ref * log2e rounded); what the rounding left out, where it can matter.
+    auto residual = [&](float x) { return fabsf(x) < kLazyBelow ? fmaf(x, kLog2e, -(x * kLog2e)) : 0.f; };
     // online softmax with the row's true maximum; returns the factor that brings O and sums up to date
     auto exact_step = [&](float (&factor)[2]) {
 #pragma unroll
@@ -348,13 +385,13 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) forward(const __grid_co
         float m = fmaxf(m0, m1);
         m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
         m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-        const float safe = m == -kInfinity ? 0.f : m;
-        factor[r] = exp2_fast(ref[r] - safe);
+        const float safe = m == -kInfinity ? 0.f : m, rest = residual(safe);
+        factor[r] = ref[r] == -kInfinity ? 0.f : exp2_fast((ref[r] - safe) * kLog2e + (rest - residual(ref[r])));
         ref[r] = m;
         float t0 = 0, t1 = 0;
 #pragma unroll
         for (int j = 0; j < BN / 8; j++) {
-          float x = exp2_fast(s[4 * j + 2 * r] - safe), y = exp2_fast(s[4 * j + 2 * r + 1] - safe);
+          float x = exp2_fast(fmaf(s[4 * j + 2 * r] - safe, kLog2e, rest)), y = exp2_fast(fmaf(s[4 * j + 2 * r + 1] - safe, kLog2e, rest));
           s[4 * j + 2 * r] = x, s[4 * j + 2 * r + 1] = y;
           t0 += x, t1 += y;
         }
@@ -372,8 +409,8 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) forward(const __grid_co
         for (int e = 0; e < 8; e += 2) {
           float x = s[8 * k + e];
           if constexpr (S.softcap) x = x == -kInfinity ? x : a.cap_out * tanh_fast(x * a.cap_in);
-          else x *= a.scale_log2;
-          if constexpr (S.bias_stages > 0) x = fmaf(bits_float(b[e / 2] << 16), kLog2e, x);
+          else x *= a.scale;
+          if constexpr (S.bias_stages > 0) x += bf16_low(b[e / 2]);
           m[(e >> 1) & 1] = fmaxf(m[(e >> 1) & 1], x);
         }
       }
@@ -383,45 +420,49 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) forward(const __grid_co
         ref[r] = fmaxf(m[r], __shfl_xor_sync(~0u, m[r], 2));
       }
     };
-    // the same with the reference point left where it is; true where that was not safe (s is then spoiled)
-    auto lazy_step = [&](int bias_stage, bool masked) {
-      float t[4] = {0, 0, 0, 0};
-      const float minus[2] = {-ref[0], -ref[1]};
+    // Weights of blocks [from, to) of 16 keys relative to the reference as it is; parts of their sums into t.
+    auto lazy_weights = [&](auto from, auto to, int bias_stage, bool masked, const float (&minus)[2], float (&t)[4]) {
 #pragma unroll
-      for (int k = 0; k < BN / 16; k++) {
+      for (int k = from; k < to; k++) {
         u32 b[4];
         if constexpr (S.bias_stages > 0) load_bias(b, bias_stage, k);
 #pragma unroll
         for (int e = 0; e < 8; e++) {
           const int r = (e >> 1) & 1;
           float x = s[8 * k + e];
-          float from = minus[r];
-          if constexpr (S.bias_stages > 0) from = fmaf(bits_float(e & 1 ? b[e / 2] & 0xFFFF0000u : b[e / 2] << 16), kLog2e, from);
-          if constexpr (S.softcap) x = masked && x == -kInfinity ? x : fmaf(tanh_fast(x * a.cap_in), a.cap_out, from);
-          else x = fmaf(x, a.scale_log2, from);
+          float start = minus[r];
+          if constexpr (S.bias_stages > 0) start = fmaf(e & 1 ? bf16_high(b[e / 2]) : bf16_low(b[e / 2]), kLog2e, start);
+          if constexpr (S.softcap) x = masked && x == -kInfinity ? x : fmaf(tanh_fast(x * a.cap_in), a.cap_log2, start);
+          else x = fmaf(x, a.scale_log2, start);
           x = exp2_fast(x);
           s[8 * k + e] = x;
           t[2 * r + (e & 1)] += x;
         }
       }
-      const float s0 = t[0] + t[1], s1 = t[2] + t[3];
-      const float limit0 = fabsf(ref[0]) < 0x1p24f ? 0x1p40f : -1.f, limit1 = fabsf(ref[1]) < 0x1p24f ? 0x1p40f : -1.f;
-      const bool bad = !(s0 < limit0) || !(s1 < limit1);
-      const bool any = named_or(own_barrier, 128, bad);
-      if (!any) sum[0] += s0, sum[1] += s1;
-      return any;
     };
-    auto convert = [&] {
+    // P in bf16, dropped elements 0
+    auto convert = [&](auto from, auto to, int n) {
 #pragma unroll
-      for (int i = 0; i < BN / 4; i++) p[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
+      for (int k = from; k < to; k++) {
+#pragma unroll
+        for (int i = 4 * k; i < 4 * k + 4; i++) p[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
+        if constexpr (S.dropout) {
+          const u32 folded_j = n * (BN / 2) + 8 * k + (lane % 4) * 2;   // dropout_fold of this lane's first column
+          const auto first = math::dropout_call<u32>(dropout, folded_i, folded_j), second = math::dropout_call<u32>(dropout, folded_i, folded_j + 1);
+          p[4 * k] &= keep_pair(__byte_perm(first.x, second.x, 0x5410), threshold);
+          p[4 * k + 1] &= keep_pair(__byte_perm(first.y, second.y, 0x5410), threshold);
+          p[4 * k + 2] &= keep_pair(__byte_perm(first.x, second.x, 0x7632), threshold);
+          p[4 * k + 3] &= keep_pair(__byte_perm(first.y, second.y, 0x7632), threshold);
+        }
+      }
     };
     auto rescale = [&](const float (&factor)[2]) {
 #pragma unroll
       for (int i = 0; i < DV / 8; i++) o[4 * i] *= factor[0], o[4 * i + 1] *= factor[0], o[4 * i + 2] *= factor[1], o[4 * i + 3] *= factor[1];
     };
-    auto next_k = [&] { if (leader) barrier_arrive(k_empty(ks)); if (++ks == S.k_stages) ks = 0, kp ^= 1; };
-    auto next_v = [&] { if (leader) barrier_arrive(v_empty(vs)); if (++vs == S.v_stages) vs = 0, vp ^= 1; };
-    auto next_bias = [&] { if constexpr (S.bias_stages > 0) { if (leader) barrier_arrive(b_empty(bs)); if (++bs == S.bias_stages) bs = 0, bp ^= 1; } };
+    auto next_k = [&] { if (leader) barrier_arrive(k_empty(kr.stage())); kr.next(); };
+    auto next_v = [&] { if (leader) barrier_arrive(v_empty(vr.stage())); vr.next(); };
+    auto next_bias = [&] { if constexpr (S.bias_stages > 0) { if (leader) barrier_arrive(b_empty(br.stage())); br.next(); } };
     auto release_stored = [&] {                     // the O of the tile before has left its buffer
       if (stored && thread == 0) { bulk_wait_read(); barrier_arrive(q_empty(stored_slot)); }
       stored = false;
@@ -429,87 +470,119 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) forward(const __grid_co
 
     // Tiles that no row of this warpgroup reaches are passed over.
     int own_end = keys.end;
-    if constexpr (S.causal) own_end = key_tiles<S>(a, w.row + c * 64, 64).end;
-    if (w.row + c * 64 >= a.sq) own_end = keys.begin;
+    if constexpr (S.causal) own_end = imin(keys.end, key_tiles<S>(w.band, w.row + c * 64, 64).end);
+    if (w.row + c * 64 >= w.band.seqlen_q) own_end = keys.begin;
     ref[0] = ref[1] = -kInfinity;
     sum[0] = sum[1] = 0;
     for (int n = keys.end - 1; n >= own_end && n >= keys.begin; n--) {
       turn_wait();
-      barrier_wait(k_full(ks), kp);
+      barrier_wait(k_full(kr.stage()), kr.parity());
       next_k();
-      if constexpr (S.bias_stages > 0) barrier_wait(b_full(bs), bp), next_bias();
-      barrier_wait(v_full(vs), vp);
+      if constexpr (S.bias_stages > 0) barrier_wait(b_full(br.stage()), br.parity()), next_bias();
+      barrier_wait(v_full(vr.stage()), vr.parity());
       next_v();
       turn_pass();
     }
     if (own_end > keys.begin) {
       int n = own_end - 1;
-      // softmax of tile n; `again` runs where the quick way was not safe: O and S are then nobody else's
-      auto soften = [&](bool masked, bool start, bool exact) {
-        if constexpr (S.bias_stages > 0) barrier_wait(b_full(bs), bp);
+      // Softmax of tile n and P. The quick way, unless a row may have met no key yet; `again` where it was not safe.
+      auto soften = [&](bool masked, bool start) {
+        if constexpr (S.bias_stages > 0) barrier_wait(b_full(br.stage()), br.parity());
+        bool exact = !S.lazy || (S.causal && BN % 64 != 0 && masked);
+        if constexpr (S.causal && BN % 64 == 0) exact = exact || (masked && (start ? n : n + 1) * BN > w.row + c * 64 + w.band.high);
         bool again = true;
+        constexpr Constant<0> none;
+        constexpr Constant<BN / 16> all;
+        constexpr Constant<BN / 32> half;
         if (!exact) {
           if (masked) mask_scores(n);
-          if (start) guess_reference(bs);
-          again = lazy_step(bs, masked);
+          if (start) guess_reference(br.stage());
+          const float minus[2] = {-(ref[0] * kLog2e), -(ref[1] * kLog2e)};
+          float t[4] = {0, 0, 0, 0};
+          lazy_weights(none, half, br.stage(), masked, minus, t);
+          wgmma_wait<0>();
+          pin(o);
+          if (!start) next_v();
+          convert(none, half, n);
+          lazy_weights(half, all, br.stage(), masked, minus, t);
+          convert(half, all, n);
+          const float s0 = t[0] + t[1], s1 = t[2] + t[3];
+          again = !(s0 < (fabsf(ref[0]) < kLazyBelow ? kLazySum : -1.f)) || !(s1 < (fabsf(ref[1]) < kLazyBelow ? kLazySum : -1.f));
+          again = S.vote ? named_or(own_barrier, 128, again) : false;
+          if (!again) sum[0] += s0, sum[1] += s1;
+        } else {
+          wgmma_wait<0>();
+          pin(o);
+          if (!start) next_v();
         }
-        wgmma_wait<0>();
-        pin(o);
-        if (!start) next_v();
         if (again) {
           if (!exact) {
-            issue_scores(ks);
+            issue_scores(kr.stage());
             wgmma_wait<0>();
             pin(s);
           }
-          finish_scores(bs);
+          finish_scores(br.stage());
           if (masked) mask_scores(n);
+          if (start) ref[0] = ref[1] = -kInfinity;
           float factor[2];
           exact_step(factor);
           rescale(factor);
+          convert(none, all, n);
         }
         next_k();
         next_bias();
-        convert();
       };
-      barrier_wait(k_full(ks), kp);
+      barrier_wait(k_full(kr.stage()), kr.parity());
       turn_wait();
-      issue_scores(ks);
+      issue_scores(kr.stage());
       turn_pass();
 #pragma unroll
       for (int i = 0; i < DV / 2; i++) o[i] = 0;
       wgmma_wait<0>();
       pin(s);
-      soften(true, true, !S.lazy);
+      soften(true, true);
       release_stored();
+      // 0 * NaN is NaN: whatever lies behind the sequence's end must not be there. Every warpgroup writes the same zeros.
+      if constexpr (S.varlen) {
+        const int live = w.band.seqlen_k - n * BN;
+        if (live < BN) {
+          barrier_wait(v_full(vr.stage()), vr.parity());
+          for (int i = thread; i < (BN - live) * (DV / 8); i += 128) {
+            const int row = live + i / (DV / 8), chunk = i % (DV / 8);
+            store_zero16(base + L::kV + vr.stage() * L::kVBytes + chunk / (PV / 8) * BN * PV * 2 + row * PV * 2 + chunk % (PV / 8) * 16);
+          }
+          fence_async();
+          named_sync(own_barrier, 128);
+        }
+      }
       auto step = [&](bool masked) {
         n--;
-        barrier_wait(k_full(ks), kp);
+        barrier_wait(k_full(kr.stage()), kr.parity());
         turn_wait();
-        issue_scores(ks);
-        barrier_wait(v_full(vs), vp);
-        issue_output(vs);
+        issue_scores(kr.stage());
+        barrier_wait(v_full(vr.stage()), vr.parity());
+        issue_output(vr.stage());
         turn_pass();
         wgmma_wait<1>();
         pin(s);
-        soften(masked, false, !S.lazy);
+        soften(masked, false);
       };
       if constexpr (S.causal) {
         // tiles that cross the diagonal of this warpgroup's rows
-        const int free_end = (w.row + c * 64 + a.shift + a.right + 1) / BN;   // tiles below this are full at the right
+        const int free_end = imax(0, w.row + c * 64 + w.band.high + 1) / BN;   // tiles below this are full at the right
 #pragma unroll 1
         while (n > keys.begin && n - 1 >= free_end) step(true);
       }
       int left_edge = keys.begin;
-      if constexpr (S.window) left_edge = imax(keys.begin, imin(keys.end, (imax(0, w.row + c * 64 + 63 + a.shift - a.left) + BN - 1) / BN));
+      if constexpr (S.window) left_edge = imax(keys.begin, imin(keys.end, (imax(0, w.row + c * 64 + 63 + w.band.low) + BN - 1) / BN));
 #pragma unroll 1
       while (n > left_edge) step(false);
       if constexpr (S.window) {
 #pragma unroll 1
         while (n > keys.begin) step(true);
       }
-      barrier_wait(v_full(vs), vp);
-      issue_output(vs);
+      barrier_wait(v_full(vr.stage()), vr.parity());
+      issue_output(vr.stage());
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
@@ -528,24 +601,26 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) forward(const __grid_co
     float inverse[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      inverse[r] = sum[r] == 0.f ? 0.f : 1.f / sum[r];
+      inverse[r] = sum[r] == 0.f ? 0.f : (S.dropout ? a.keep_scale : 1.f) / sum[r];
       const int row = row0 + 8 * r;
-      if (lane % 4 == 0 && row < a.sq)
-        a.lse[((i64)w.batch * a.heads + w.head) * a.sq + row] = sum[r] == 0.f ? -kInfinity : (ref[r] + log2_fast(sum[r])) * kLn2;
+      if (lane % 4 == 0 && row < w.band.seqlen_q)
+        a.lse[S.varlen ? (i64)w.head * a.sq + w.q_begin + row : ((i64)w.batch * a.heads + w.head) * a.sq + row] = sum[r] == 0.f ? -kInfinity : fmaf(log2_fast(sum[r]) - residual(ref[r]), kLn2, ref[r]);
     }
-    if constexpr (S.direct) {
-      if (thread == 0) barrier_arrive(q_empty(qs));
+    // a TMA store would run over into the next sequence
+    if (S.direct || (S.varlen && w.row + c * 64 + 64 > w.band.seqlen_q)) {
+      named_sync(own_barrier, 128);
+      if (thread == 0) barrier_arrive(q_empty(qr.stage()));
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const int row = row0 + 8 * r;
-        if (row < a.sq) {
-          u16* to = a.out + w.batch * a.out_b + row * a.out_s + w.head * a.out_h + (lane % 4) * 2;
+        if (row < w.band.seqlen_q) {
+          u16* to = a.out + (S.varlen ? 0 : w.batch * a.out_b) + (w.q_begin + row) * a.out_s + w.head * a.out_h + (lane % 4) * 2;
 #pragma unroll
           for (int i = 0; i < DV / 8; i++) *(u32*)(to + i * 8) = pack_bf16(o[4 * i + 2 * r] * inverse[r], o[4 * i + 2 * r + 1] * inverse[r]);
         }
       }
     } else {
-      const u32 to = base + L::kQ + qs * L::kQBytes;
+      const u32 to = base + L::kQ + qr.stage() * L::kQBytes;
 #pragma unroll
       for (int k = 0; k < DV / 16; k++) {
         constexpr int per = PV / 16;
@@ -556,13 +631,13 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) forward(const __grid_co
       fence_async();
       named_sync(own_barrier, 128);
       if (thread == 0) {
-        for (int i = 0; i < DV / PV; i++) tma_store(&a.o, to + i * BM * PV * 2 + c * 64 * PV * 2, i * PV, w.row + c * 64, w.head, w.batch);
+        for (int i = 0; i < DV / PV; i++) tma_store(&a.o, to + i * BM * PV * 2 + c * 64 * PV * 2, i * PV, w.q_begin + w.row + c * 64, w.head, S.varlen ? 0 : w.batch);
         bulk_commit();
-        if constexpr (S.q_buffers == 1) { bulk_wait_read(); barrier_arrive(q_empty(qs)); }
+        if constexpr (S.q_buffers == 1) { bulk_wait_read(); barrier_arrive(q_empty(qr.stage())); }
       }
-      if constexpr (S.q_buffers > 1) stored = true, stored_slot = qs;
+      if constexpr (S.q_buffers > 1) stored = true, stored_slot = qr.stage();
     }
-    if (++qs == S.q_buffers) qs = 0, qp ^= 1;
+    qr.next();
   }
   if (S.turns && G > 1 && c == 0) named_sync(1, 256);   // take the last pass
   if (thread == 0) bulk_wait_read();
