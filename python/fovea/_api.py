@@ -14,7 +14,7 @@ import numpy as np
 from fovea import _abi, _library
 from fovea._arrays import Maker, View, read
 from fovea._library import check, lib, text
-from fovea._problem import _RNG, DIFFERENTIABLE, Problem, choose, needed, shape_text, word, word_view
+from fovea._problem import _RNG, DIFFERENTIABLE, Problem, choose, needed, real, shape_text, word, word_view
 
 Array = TypeVar("Array")  # NumPy's, or any with __dlpack__ or __array_interface__
 
@@ -203,15 +203,15 @@ def dropout_mask(
     rule = choose("rng", rng, _RNG)
     seed, offset = _value("seed", seed), _value("offset", offset)
     mask = np.empty(shape, np.bool_)
-    check(lib.fovea_dropout_mask(*shape, p, seed, offset, rule, mask.ctypes.data))
+    check(lib.fovea_dropout_mask(*shape, real("p", p), seed, offset, rule, mask.ctypes.data))
     return mask
 
 
-def _count(name: str, value: Any) -> int:
+def _count(name: str, value: Any, limit: int = 2**63) -> int:
     if not isinstance(value, Integral):
         raise TypeError(f"{name}: {value!r}; accepted: an integer")
-    if value < 0:
-        raise ValueError(f"{name}: {value}; accepted: 0 or more")
+    if not 0 <= value < limit:
+        raise ValueError(f"{name}: {value}; accepted: 0 to {limit - 1}")
     return int(value)
 
 
@@ -258,7 +258,7 @@ def _bits(view: View) -> np.ndarray:
 
 def set_num_threads(n: int) -> None:
     """Threads of a call on the CPU; 0: as many as this process may use, which is where it starts."""
-    check(lib.fovea_set_num_threads(_count("n", n)))
+    check(lib.fovea_set_num_threads(_count("n", n, 2**31)))
 
 
 def num_threads() -> int:

@@ -256,7 +256,7 @@ class Maker:
             import ml_dtypes
         except ImportError:
             raise TypeError(
-                f"{self._name}: type bfloat16, for which NumPy needs the package ml_dtypes: pip install ml_dtypes"
+                f"{self._name}: bfloat16, for which NumPy needs the package ml_dtypes: pip install ml_dtypes"
             ) from None
         return np.dtype(ml_dtypes.bfloat16)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, Optional
 
@@ -161,7 +161,7 @@ class Problem:
             flags |= _abi.DETERMINISTIC
         if options["scale"] is not None:
             flags |= _abi.SCALE
-            raw.scale = _real("scale", options["scale"])
+            raw.scale = real("scale", options["scale"])
         left, right = _window(options["window"])
         if left != -1 or right != -1:
             flags |= _abi.WINDOW
@@ -169,8 +169,8 @@ class Problem:
             raw.window_right = right
         raw.flags = flags
         raw.align = choose("align", options["align"], _ALIGN)
-        raw.softcap = _real("softcap", options["softcap"])
-        raw.dropout_p = _real("dropout_p", options["dropout_p"])
+        raw.softcap = real("softcap", options["softcap"])
+        raw.dropout_p = real("dropout_p", options["dropout_p"])
         raw.rng = choose("rng", options["rng"], _RNG)
         if options["seed"] is not None:
             self._set_word("seed", options["seed"])
@@ -335,7 +335,12 @@ def needed(need: Any, given: Sequence[str]) -> list[str]:
     """The names of the gradients that are asked for, of those inputs that are given."""
     if need is None:
         return list(given)
-    names = need.split(",") if isinstance(need, str) else list(need)
+    if isinstance(need, str):
+        names = need.split(",")
+    elif isinstance(need, Iterable):
+        names = list(need)
+    else:
+        raise TypeError(f"need: {need!r}; accepted: names of {', '.join(DIFFERENTIABLE)}")
     for name in names:
         if name not in DIFFERENTIABLE:
             raise ValueError(f"need: {name!r}, which has no gradient; accepted: {', '.join(DIFFERENTIABLE)}")
@@ -344,7 +349,7 @@ def needed(need: Any, given: Sequence[str]) -> list[str]:
     return [name for name in DIFFERENTIABLE if name in names]
 
 
-def _real(name: str, value: Any) -> float:
+def real(name: str, value: Any) -> float:
     if isinstance(value, (str, bytes)):
         raise TypeError(f"{name}: {value!r}; accepted: a number")
     try:
@@ -355,9 +360,12 @@ def _real(name: str, value: Any) -> float:
 
 def _integer(name: str, value: Any) -> int:
     try:
-        return operator.index(value)
+        number = operator.index(value)
     except TypeError:
         raise TypeError(f"{name}: {value!r}; accepted: an integer") from None
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{name}: {number}; accepted: an integer of 64 bits")
+    return number
 
 
 def _length(name: str, value: Any) -> int:

@@ -9,7 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 BUILD = Path(os.environ.get("FOVEA_BUILD", ROOT / "build")).resolve()
 
-os.environ.setdefault("FOVEA_LIBRARY", str(BUILD / "libfovea.so"))
+if "FOVEA_BUILD" in os.environ:
+    os.environ.setdefault("FOVEA_LIBRARY", str(BUILD / "libfovea.so"))
 # Child processes of the tests import the same package.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "python"), os.environ.get("PYTHONPATH")]))
 sys.path.insert(0, str(ROOT / "python"))

@@ -1,0 +1,435 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every refusal of the Python package: the exception's type, that its text names the argument, what was given and
+what would be accepted, and that nothing was written."""
+
+import contextlib
+import os
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import fovea
+from fake_dlpack import DeviceArray, FakeArray, GradArray, VersionedArray
+
+B, SQ, SK, HQ, HK, D, DV = 2, 6, 9, 4, 2, 8, 5
+SENTINEL = 7.0
+
+
+def zeros(*shape, dtype=np.float32):
+    return np.zeros(shape, dtype)
+
+
+def read_only(array):
+    array.flags.writeable = False
+    return array
+
+
+class Problem:
+    """A legal problem with everything in it; a case changes one thing of it."""
+
+    def __init__(self, packed=False):
+        rows_q, rows_k, batch = ((11,), (14,), 3) if packed else ((B, SQ), (B, SK), B)
+        sq, sk = (5, 7) if packed else (SQ, SK)
+        self.q, self.k, self.v = zeros(*rows_q, HQ, D), zeros(*rows_k, HK, D), zeros(*rows_k, HK, DV)
+        self.options = dict(
+            bias=zeros(1, HQ, sq, sk),
+            bias2=zeros(batch, 1, 1, sk),
+            mask=np.ones((batch, 1, sq, sk), bool),
+            alibi_slopes=zeros(HQ),
+            sink=zeros(HQ),
+            align="top_left",
+            causal=True,
+        )
+        if packed:
+            self.options.update(
+                cu_seqlens_q=np.array([0, 4, 6, 11], np.int32),
+                cu_seqlens_k=np.array([0, 5, 7, 14], np.int32),
+                max_seqlen_q=5,
+                max_seqlen_k=7,
+            )
+        self.out = np.full((*rows_q, HQ, DV), SENTINEL, np.float32)
+        self.lse = zeros(HQ, *rows_q) if packed else zeros(B, HQ, SQ)
+        self.grads_out = {
+            name: np.full(np.shape(array), SENTINEL, np.float32)
+            for name, array in (("q", self.q), ("k", self.k), ("v", self.v))
+        }
+        self.grads_out.update(
+            {n: np.full(self.options[n].shape, SENTINEL, np.float32) for n in ("bias", "bias2", "sink")}
+        )
+        self.backward = dict(grad_out=np.ones_like(self.out), out=zeros(*self.out.shape), lse=self.lse)
+
+    def change(self, changes):
+        for name, value in changes.items():
+            if name in ("q", "k", "v"):
+                setattr(self, name, value)
+            elif name == "out=":
+                self.given_out = value
+            elif name in ("grad_out", "out", "lse", "grad_lse", "need", "grads_out"):
+                self.backward[name] = value
+            else:
+                self.options[name] = value
+
+    def run_forward(self):
+        out = getattr(self, "given_out", self.out)
+        return fovea.attention(self.q, self.k, self.v, out=out, return_lse=True, **self.options)
+
+    def run_backward(self):
+        named = {"grads_out": self.grads_out, **self.backward}
+        first = [named.pop(name) for name in ("grad_out",)]
+        last = [named.pop(name) for name in ("out", "lse")]
+        return fovea.attention_backward(*first, self.q, self.k, self.v, *last, **named, **self.options)
+
+    def check_untouched(self):
+        for array in (self.out, *self.grads_out.values()):
+            assert (array == SENTINEL).all()
+
+
+def test_the_problem_is_legal():
+    """Without a change nothing is refused: every case below is about its change alone."""
+    for packed in (False, True):
+        problem = Problem(packed)
+        problem.run_forward()
+        problem.run_backward()
+        with pytest.raises(AssertionError):
+            problem.check_untouched()
+
+
+half, double, bf16 = np.float16, np.float64, ml_dtypes.bfloat16
+swapped = np.dtype(np.float32).newbyteorder()
+odd = np.zeros((B, SQ, HQ, 4 * D + 1), np.uint8)[..., :-1].view(np.float32)  # a row is 4 * D + 1 bytes
+unaligned = np.zeros(B * SQ * HQ * D * 4 + 1, np.uint8)[1:].view(np.float32).reshape(B, SQ, HQ, D)
+
+# what is changed: the exception, and what its text has besides the argument's name
+BOTH = {
+    "q, k, v": [
+        (dict(q=None), TypeError, "q: a NoneType; accepted: an array"),
+        (dict(q=[[1.0]]), TypeError, "q: a list; accepted: an array"),
+        (dict(k="key"), TypeError, "k: a str; accepted: an array"),
+        (dict(q=zeros(SQ, D)), ValueError, r"q: shape 6x8; accepted: \(B, S, H, D\) or \(B1, B2, S, H, D\)"),
+        (dict(v=zeros(SK, HK, DV)), ValueError, r"v: shape 9x2x5; accepted: \(B, S, Hk, Dv\)"),
+        (dict(q=zeros(1, 1, B, SQ, HQ, D)), ValueError, "q: shape 1x1x2x6x4x8; accepted"),
+        (dict(k=zeros(1, B, SK, HK, D)), ValueError, "k: shape 1x2x9x2x8; accepted: the rank of q, 4"),
+        (dict(q=zeros(B, SQ, HQ, D, dtype=np.int32)), TypeError, "q: int32; accepted: fp32, fp16, bf16, fp64"),
+        (dict(q=zeros(B, SQ, HQ, D, dtype=np.uint8)), TypeError, "q: uint8; accepted: float32, float16, bfloat16"),
+        (dict(q=zeros(B, SQ, HQ, D, dtype=np.complex64)), TypeError, "q: complex64; accepted"),
+        (dict(q=zeros(B, SQ, HQ, D, dtype=object)), TypeError, "q: object; accepted"),
+        (dict(q=zeros(B, SQ, HQ, D, dtype=swapped)), TypeError, f"q: {swapped}; accepted: float32"),
+        (dict(q=zeros(B, SQ, HQ, D, dtype=ml_dtypes.float8_e4m3fn)), TypeError, "q: float8_e4m3fn; accepted"),
+        (dict(k=zeros(B, SK, HK, D, dtype=half)), TypeError, "k: fp16; accepted: fp32, the type of q"),
+        (dict(v=zeros(B, SK, HK, DV, dtype=bf16)), TypeError, "v: bf16; accepted: fp32, the type of q"),
+        (dict(k=zeros(B, SK, HK, D + 1)), ValueError, "k: shape 2x9x2x9, head_dim 9; accepted: that of q, 8"),
+        (dict(k=zeros(B, SK, 3, D)), ValueError, "k: shape 2x9x3x8, 3 heads; accepted: a divisor of q's 4"),
+        (dict(k=zeros(B + 1, SK, HK, D)), ValueError, "k: shape 3x9x2x8; accepted: the batch of q, 2"),
+        (dict(v=zeros(B, SK + 1, HK, DV)), ValueError, "v: shape 2x10x2x5; accepted.*2x9x2x5"),
+        (dict(q=odd), ValueError, "q: strides of .* bytes, or an address, that do not fall on its 4-byte elements"),
+        (dict(q=unaligned), ValueError, "q: strides of .* bytes, or an address"),
+        (dict(q=np.ma.zeros((B, SQ, HQ, D), np.float32)), TypeError, "q: a masked array; accepted"),
+        (dict(q=GradArray(zeros(B, SQ, HQ, D))), ValueError, "q: its GradArray does not give.*requires? grad"),
+        (dict(v=DeviceArray(zeros(B, SK, HK, DV))), NotImplementedError, "v: lies on a CUDA device"),
+    ],
+    "bias and mask": [
+        (dict(bias=zeros(B, HQ, SQ, SK - 1)), ValueError, "bias: shape 2x4x6x8 does not broadcast to B=2, Hq=4, Sq=6"),
+        (dict(bias2=zeros(3, 1, 1, SK)), ValueError, "bias2: shape 3x1x1x9 does not broadcast to B=2"),
+        (dict(bias=zeros(1, B, HQ, SQ, SK)), ValueError, "bias: shape 1x2x4x6x9 does not broadcast"),
+        (dict(bias=zeros(1, 1, 1, 1, 1, SK)), ValueError, "bias: shape 1x1x1x1x1x9; accepted: at most 5 dimensions"),
+        (dict(bias=zeros(SQ, SK, dtype=bool)), TypeError, "bias: bool; accepted: .*goes into mask"),
+        (dict(bias=zeros(SQ, SK, dtype=np.int64)), TypeError, "bias: int64; accepted: fp32"),
+        (dict(bias=zeros(SQ, SK, dtype=double)), TypeError, "bias: fp64; accepted: fp32, fp16, bf16"),
+        (dict(bias2=3.0), TypeError, "bias2: a float; accepted: an array"),
+        (dict(mask=zeros(SQ, SK)), TypeError, "mask: fp32; accepted: bool; .*go into bias"),
+        (dict(mask=zeros(SQ, SK, dtype=double)), TypeError, "mask: fp64; accepted: bool; .*go into bias"),
+        (dict(mask=zeros(SQ, SK, dtype=np.uint8)), TypeError, "mask: uint8; accepted: bool"),
+        (dict(mask=zeros(SQ, SK, dtype=np.int64)), TypeError, "mask: int64; accepted: bool"),
+        (dict(mask=zeros(SK, SQ, dtype=bool)), ValueError, "mask: shape 9x6 does not broadcast to"),
+    ],
+    "alibi_slopes and sink": [
+        (dict(alibi_slopes=zeros(HK)), ValueError, r"alibi_slopes: shape 2; accepted: \(Hq\) or \(B, Hq\), 4"),
+        (dict(alibi_slopes=zeros(3, HQ)), ValueError, r"alibi_slopes: shape 3x4; accepted: .*2x4"),
+        (dict(alibi_slopes=zeros(HQ, dtype=half)), TypeError, "alibi_slopes: fp16; accepted: fp32"),
+        (dict(alibi_slopes=0.5), TypeError, "alibi_slopes: a float; accepted: an array"),
+        (dict(sink=zeros(HQ, 1)), ValueError, r"sink: shape 4x1; accepted: \(Hq\), 4"),
+        (dict(sink=zeros(HQ, dtype=double)), TypeError, "sink: fp64; accepted: fp32"),
+    ],
+    "numbers": [
+        (dict(scale=float("nan")), ValueError, "scale: nan; accepted: a finite number"),
+        (dict(scale=float("inf")), ValueError, "scale: inf; accepted: a finite number"),
+        (dict(scale="auto"), TypeError, "scale: 'auto'; accepted: a number"),
+        (dict(scale=[1, 2]), TypeError, r"scale: \[1, 2\]; accepted: a number"),
+        (dict(softcap=-1.0), ValueError, r"softcap: -1; accepted: 0 \(none\)"),
+        (dict(softcap=float("inf")), ValueError, "softcap: inf; accepted"),
+        (dict(softcap=None), TypeError, "softcap: None; accepted: a number"),
+        (dict(window=(-2, 0)), ValueError, r"window_left: -2; accepted: -1 \(unbounded\) or more"),
+        (dict(window=(0, -7)), ValueError, "window_right: -7; accepted"),
+        (dict(window=5), TypeError, r"window: 5; accepted: a pair \(left, right\)"),
+        (dict(window=(1, 2, 3)), TypeError, r"window: \(1, 2, 3\); accepted: a pair"),
+        (dict(window=(1.5, 2)), TypeError, "window: 1.5; accepted: an integer"),
+        (dict(window=(2**70, 2)), ValueError, "window: 1180591620717411303424; accepted: an integer of 64 bits"),
+        (dict(dropout_p=-0.1, seed=1), ValueError, "dropout_p: -0.1; accepted: 0 <= dropout_p <= 1"),
+        (dict(dropout_p=1.5, seed=1), ValueError, "dropout_p: 1.5; accepted"),
+        (dict(dropout_p=float("nan"), seed=1), ValueError, "dropout_p: nan; accepted"),
+        (dict(dropout_p=0.1), ValueError, "seed: None with dropout_p=0.1; accepted: an integer of up to 64 bits"),
+        (dict(dropout_p=0.1, seed=2**64), ValueError, "seed: 18446744073709551616; accepted: an integer of up to 64"),
+        (dict(dropout_p=0.1, seed=-(2**63) - 1), ValueError, "seed: -9223372036854775809; accepted"),
+        (dict(dropout_p=0.1, seed=1.5), TypeError, "seed: 1.5; accepted: an integer of up to 64 bits, or an array"),
+        (dict(dropout_p=0.1, seed=zeros(1)), TypeError, "seed: an array of type float32; accepted"),
+        (dict(dropout_p=0.1, seed=zeros(2, dtype=np.int64)), ValueError, "seed: an array of shape 2; accepted"),
+        (dict(dropout_p=0.1, seed=1, offset="3"), TypeError, "offset: '3'; accepted"),
+        (dict(offset=2**64), ValueError, "offset: 18446744073709551616; accepted"),
+        (dict(rng="philox"), ValueError, "rng: 'philox'; accepted: 'fovea', 'torch_mem_efficient'"),
+        (dict(stream=3), ValueError, "stream: 0x3; accepted: NULL on the CPU"),
+        (dict(stream="default"), TypeError, "stream: 'default'; accepted: an integer"),
+    ],
+    "choices": [
+        (dict(align="left"), ValueError, "align: 'left'; accepted: 'bottom_right', 'top_left'"),
+        (dict(align=0), ValueError, "align: 0; accepted"),
+        (dict(align=[]), ValueError, r"align: \[\]; accepted"),
+        (dict(align=None), ValueError, r"align: None with causal, Sq=6 and Sk=9; accepted: 'bottom_right'.*'top_left'"),
+        (dict(align=None, causal=False, window=(3, 3)), ValueError, "align: None with window, Sq=6 and Sk=9"),
+        (dict(align=None, causal=False), ValueError, "align: None with alibi_slopes, Sq=6 and Sk=9"),
+        (dict(align=None, seqused_k=np.array([6, 5], np.int32)), ValueError, "align: None with .*Sk=5 in sequence 1"),
+        (dict(layout="sbhd"), ValueError, "layout: 'sbhd'; accepted: 'bshd', 'bhsd'"),
+        (dict(layout="bhsd"), ValueError, r"k: .*accepted.*\(layout='bhsd': shapes are given here as"),
+        (dict(backend="tpu"), ValueError, "backend: 'tpu'; accepted: cpu, cuda, reference"),
+        (dict(backend=1), TypeError, "backend: 1; accepted: a name"),
+        (dict(backend="cuda"), NotImplementedError, "no backend serves.*cuda: no CUDA backend"),
+    ],
+    "lengths, dense": [
+        (dict(seqused_q=np.array([1, 7], np.int32)), ValueError, "seqused_q: 7 at index 1; accepted: 0 to .* 6"),
+        (dict(seqused_k=np.array([-1, 7], np.int32)), ValueError, "seqused_k: -1 at index 0; accepted"),
+        (dict(seqused_q=np.array([1], np.int32)), ValueError, r"seqused_q: shape 1; accepted: \(B\), 2"),
+        (dict(seqused_q=np.array([1, 2])), TypeError, "seqused_q: int64; accepted: int32"),
+        (dict(seqused_k=[1, 2]), TypeError, "seqused_k: a list; accepted: an array"),
+        (dict(max_seqlen_q=6), ValueError, "max_seqlen_q: 6 without cu_seqlens; accepted"),
+        (dict(batch_shape=(1, 2)), ValueError, "batch_shape: given without cu_seqlens; accepted: None"),
+    ],
+}  # fmt: skip
+
+PACKED = [
+    (dict(q=zeros(1, 11, HQ, D)), ValueError, r"q: shape 1x11x4x8; accepted: \(total, H, D\), as cu_seqlens are given"),
+    (dict(cu_seqlens_k=None), ValueError, "cu_seqlens_k: not given beside cu_seqlens_q; accepted: both, or neither"),
+    (dict(cu_seqlens_q=None), ValueError, "cu_seqlens_q: not given beside cu_seqlens_k; accepted"),
+    (dict(cu_seqlens_q=[0, 4, 6, 11]), TypeError, "cu_seqlens_q: a list; accepted: an array"),
+    (dict(cu_seqlens_q=zeros(4)), TypeError, "cu_seqlens_q: fp32; accepted: int32, int64"),
+    (dict(cu_seqlens_q=zeros(4, dtype=np.uint32)), TypeError, "cu_seqlens_q: uint32; accepted: int32 or int64"),
+    (dict(cu_seqlens_q=zeros(0, dtype=np.int32)), ValueError, r"cu_seqlens_q: shape 0; accepted: \(B \+ 1\)"),
+    (dict(cu_seqlens_q=zeros(2, 2, dtype=np.int32)), ValueError, r"cu_seqlens_q: shape 2x2; accepted: \(B \+ 1\)"),
+    (dict(cu_seqlens_q=np.array([0, 4, 11], np.int32)), ValueError, "cu_seqlens_k: shape 4; accepted: that of"),
+    (dict(cu_seqlens_q=np.array([1, 4, 6, 11], np.int32)), ValueError, "cu_seqlens_q: begins with 1; accepted: 0"),
+    (dict(cu_seqlens_q=np.array([0, 6, 4, 11], np.int32)), ValueError, "cu_seqlens_q: 4 at index 2 after 6; accepted"),
+    (dict(cu_seqlens_k=np.array([0, 4, 6, 15], np.int32)), ValueError, "cu_seqlens_k: 15 at index 3; accepted: .*14"),
+    (dict(max_seqlen_q=4), ValueError, "max_seqlen_q: 4; accepted: at least the longest sequence .*5"),
+    (dict(max_seqlen_k=-1), ValueError, "max_seqlen_k: -1; accepted"),
+    (dict(max_seqlen_k=7.0), TypeError, "max_seqlen_k: 7.0; accepted: an integer"),
+    (dict(max_seqlen_k=8), ValueError, "bias: shape 1x4x5x7 does not .*=3.*=4, max_seqlen_q=5, max_seqlen_k=8"),
+    (dict(batch_shape=(2, 2)), ValueError, "batch_shape: 2x2; accepted: B1 x B2 = 3, the number of sequences"),
+    (dict(batch_shape=(0, 3)), ValueError, "batch_shape: 0x3; accepted"),
+    (dict(batch_shape=3), TypeError, r"batch_shape: 3; accepted: a pair of integers \(B1, B2\)"),
+    (dict(batch_shape=("a", "b")), TypeError, "batch_shape: .*; accepted: a pair of integers"),
+    (dict(layout="bhsd"), ValueError, "layout: 'bhsd' with cu_seqlens; accepted: 'bshd'"),
+    (dict(align=None), ValueError, r"align: None with causal, Sq=4 and Sk=5 in sequence 0; accepted"),
+    (dict(seqused_q=np.array([1, 3, 1], np.int32)), ValueError, "seqused_q: 3 at index 1; accepted: 0 to .* 2"),
+    (dict(alibi_slopes=zeros(2, HQ)), ValueError, "alibi_slopes: shape 2x4; accepted: .*3x4"),
+]  # fmt: skip
+
+shared = zeros(B, SQ, HQ, DV)
+FORWARD = [
+    ({"out=": zeros(B, SQ, HQ, D)}, ValueError, "out: shape 2x6x4x8; accepted: .*2x6x4x5"),
+    ({"out=": zeros(SQ, HQ, DV)}, ValueError, "out: shape 6x4x5; accepted"),
+    ({"out=": zeros(B, SQ, HQ, DV, dtype=double)}, TypeError, "out: fp64; accepted: fp32, the type of q"),
+    ({"out=": read_only(zeros(B, SQ, HQ, DV))}, ValueError, "out: a read-only array; accepted: one that can"),
+    ({"out=": VersionedArray(read_only(zeros(B, SQ, HQ, DV)))}, ValueError, "out: a read-only array"),
+    ({"out=": np.broadcast_to(zeros(1, SQ, HQ, DV), (B, SQ, HQ, DV))}, ValueError, "out: a read-only array"),
+    ({"out=": np.lib.stride_tricks.as_strided(zeros(SQ, HQ, DV), (B, SQ, HQ, DV), (0, 80, 20, 4))}, ValueError,
+     "out: strides 0x20x5x1 with shape 2x6x4x5 lead two elements to one address"),
+    ({"out=": shared, "q": np.lib.stride_tricks.as_strided(shared, (B, SQ, HQ, D), (480, 80, 20, 0))}, ValueError,
+     "out: shares memory with q; accepted: memory of its own"),
+    ({"out=": [0.0]}, TypeError, "out: a list; accepted: an array"),
+    ({"out=": DeviceArray(zeros(B, SQ, HQ, DV))}, NotImplementedError, "out: lies on a CUDA device"),
+]  # fmt: skip
+
+BACKWARD = [
+    (dict(grad_out=None), TypeError, "grad_out: a NoneType; accepted: an array"),
+    (dict(grad_out=zeros(B, SQ, HQ, D)), ValueError, "grad_out: shape 2x6x4x8; accepted: .*2x6x4x5"),
+    (dict(grad_out=zeros(B, SQ, HQ, DV, dtype=half)), TypeError, "grad_out: fp16; accepted: fp32, the type of q"),
+    (dict(out=zeros(B, SQ, HQ, DV + 1)), ValueError, "out: shape 2x6x4x6; accepted"),
+    (dict(out=zeros(SQ)), ValueError, "out: shape 6; accepted"),
+    (dict(lse=None), TypeError, "lse: a NoneType; accepted: an array"),
+    (dict(lse=zeros(B, SQ, HQ)), ValueError, r"lse: shape 2x6x4; accepted: \(B, Hq, Sq\), 2x4x6"),
+    (dict(lse=zeros(B, HQ, SQ, dtype=double)), TypeError, "lse: fp64; accepted: fp32"),
+    (dict(grad_lse=zeros(B, HQ)), ValueError, r"grad_lse: shape 2x4; accepted: \(B, Hq, Sq\)"),
+    (dict(need="w"), ValueError, "need: 'w', which has no gradient; accepted: q, k, v, bias, bias2, sink"),
+    (dict(need=["scale"]), ValueError, "need: 'scale', which has no gradient"),
+    (dict(need=["softcap"]), ValueError, "need: 'softcap', which has no gradient"),
+    (dict(need=["alibi_slopes"]), ValueError, "need: 'alibi_slopes', which has no gradient"),
+    (dict(need="q,sink", sink=None), ValueError, "need: 'sink', which is not given; accepted: q, k, v, bias, bias2"),
+    (dict(need=3), TypeError, "need: 3; accepted: names of"),
+    (dict(need="q"), ValueError, "grads_out: 'k', which is not asked for; accepted: q"),
+    (dict(grads_out={"w": zeros(1)}), ValueError, "grads_out: 'w', which is not asked for; accepted: q, k"),
+    (dict(grads_out=[zeros(1)]), TypeError, "grads_out: a list; accepted: a dict of arrays by name, or Gradients"),
+    (dict(grads_out={"q": zeros(B, SQ, HQ, D + 1)}), ValueError, "grad_q: shape 2x6x4x9; accepted"),
+    (dict(grads_out={"k": zeros(B, SK, HK, D, dtype=half)}), TypeError, "grad_k: fp16; accepted: fp32"),
+    (dict(grads_out={"v": read_only(zeros(B, SK, HK, DV))}), ValueError, "grad_v: a read-only array"),
+    (dict(grads_out={"bias": zeros(B, HQ, SQ, SK)}), ValueError, "grad_bias: shape 2x4x6x9; accepted: .*1x4x6x9"),
+    (dict(grads_out={"bias2": zeros(B, 1, 1, SK, dtype=double)}), TypeError, "grad_bias2: fp64; accepted: fp32"),
+    (dict(grads_out={"sink": zeros(1)}), ValueError, r"grad_sink: shape 1; accepted: \(Hq\), 4"),
+    (dict(grads_out={"q": "q"}), TypeError, "grad_q: a str; accepted: an array"),
+]
+
+
+def named(rows):
+    return [pytest.param(*row, id=row[2][:60]) for row in rows]
+
+
+def refuse(problem, call, changes, exception, text):
+    problem.change(changes)
+    with pytest.raises(exception, match=text) as caught:
+        call()
+    assert type(caught.value) is exception
+    assert "accepted" in str(caught.value) or "no backend" in str(caught.value) or "broadcast" in str(caught.value) \
+        or "CUDA" in str(caught.value) or "give its memory" in str(caught.value)  # fmt: skip
+    problem.check_untouched()
+
+
+ALL_BOTH = [row for rows in BOTH.values() for row in rows]
+
+
+@pytest.mark.parametrize("changes, exception, text", named(ALL_BOTH + FORWARD))
+def test_forward(changes, exception, text):
+    problem = Problem()
+    refuse(problem, problem.run_forward, changes, exception, text)
+
+
+@pytest.mark.parametrize("changes, exception, text", named(ALL_BOTH + BACKWARD))
+def test_backward(changes, exception, text):
+    problem = Problem()
+    refuse(problem, problem.run_backward, changes, exception, text)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("changes, exception, text", named(PACKED))
+def test_packed(direction, changes, exception, text):
+    problem = Problem(packed=True)
+    refuse(problem, getattr(problem, f"run_{direction}"), changes, exception, text)
+
+
+@pytest.mark.parametrize("changes, exception, text", named(ALL_BOTH))
+def test_explain(changes, exception, text):
+    """explain refuses what attention refuses; what no backend serves it explains."""
+    problem = Problem()
+    problem.change(changes)
+    with contextlib.ExitStack() as stack:
+        if "no backend" not in text:
+            stack.enter_context(pytest.raises(exception, match=text))
+        said = fovea.explain(problem.q, problem.k, problem.v, **problem.options)
+    if "no backend" in text:
+        assert "cuda: does not serve: no CUDA backend" in said
+
+
+def test_unknown_keywords():
+    q = zeros(1, 2, 1, 4)
+    for call in (fovea.attention, fovea.explain):
+        with pytest.raises(TypeError, match="scael"):
+            call(q, q, q, scael=1.0)
+    with pytest.raises(TypeError, match="return_lse"):
+        fovea.attention_backward(q, q, q, q, q, zeros(1, 1, 2), return_lse=True)
+
+
+@pytest.mark.parametrize(
+    "arguments, exception, text",
+    [
+        ((-1, 1, 1, 1, 0.5, 0), ValueError, "batch: -1; accepted: 0 to 9223372036854775807"),
+        ((1, 1.5, 1, 1, 0.5, 0), TypeError, "heads: 1.5; accepted: an integer"),
+        ((1, 1, "4", 1, 0.5, 0), TypeError, "seqlen_q: '4'; accepted"),
+        ((1, 1, 1, None, 0.5, 0), TypeError, "seqlen_k: None; accepted"),
+        ((1, 1, 1, 1, 1.5, 0), ValueError, "p: 1.5; accepted: 0 <= p <= 1"),
+        ((1, 1, 1, 1, "p", 0), TypeError, "p: 'p'; accepted: a number"),
+        ((1, 1, 1, 1, 0.5, None), TypeError, "seed: None; accepted: an integer"),
+        ((1, 1, 1, 1, 0.5, 2**64), ValueError, "seed: 18446744073709551616; accepted"),
+        ((2**40, 2**40, 1, 1, 0.5, 0), (ValueError, MemoryError), None),
+    ],
+)
+def test_dropout_mask(arguments, exception, text):
+    *shape_and_p, seed = arguments
+    with pytest.raises(exception, match=text):
+        fovea.dropout_mask(*shape_and_p, seed=seed)
+
+
+def test_dropout_mask_rng():
+    with pytest.raises(ValueError, match="rng: 'philox'; accepted: 'fovea', 'torch_mem_efficient'"):
+        fovea.dropout_mask(1, 1, 1, 1, 0.5, seed=0, rng="philox")
+
+
+def test_pack():
+    with pytest.raises(ValueError, match="arrays: an empty list; accepted: at least one array"):
+        fovea.pack([])
+    with pytest.raises(
+        ValueError, match=r"arrays\[1\]: shape 3x4x9; accepted: any length, followed by 4x8 as in arrays\[0\]"
+    ):
+        fovea.pack([zeros(2, 4, 8), zeros(3, 4, 9)])
+    with pytest.raises(ValueError, match=r"arrays\[0\]: shape \(\); accepted"):
+        fovea.pack([np.float32(1) * zeros()])
+    with pytest.raises(TypeError, match=r"arrays\[1\]: float16; accepted: float32, as in arrays\[0\]"):
+        fovea.pack([zeros(2, 4, 8), zeros(3, 4, 8, dtype=half)])
+    with pytest.raises(TypeError, match=r"arrays\[0\]: a list; accepted: an array"):
+        fovea.pack([[1.0]])
+
+
+def test_num_threads():
+    for bad, exception in ((-1, ValueError), (1.5, TypeError), ("2", TypeError), (None, TypeError)):
+        with pytest.raises(exception, match=rf"n: {bad!r}; accepted"):
+            fovea.set_num_threads(bad)
+    with pytest.raises(ValueError, match="n: 1180591620717411303424; accepted"):
+        fovea.set_num_threads(2**70)
+
+
+def test_explain_arguments():
+    q = zeros(1, 2, 1, 4)
+    with pytest.raises(TypeError, match="explain: 2 arguments; accepted: none, a line, or q, k, v"):
+        fovea.explain(q, q)
+    with pytest.raises(TypeError, match=r"causal: explain\(\) without a problem; accepted: no options"):
+        fovea.explain(causal=True)
+    with pytest.raises(TypeError, match="causal: a problem in one line says everything itself"):
+        fovea.explain("fwd b=1 hq=1 sq=1 sk=1 d=4 fp32", causal=True)
+    with pytest.raises(ValueError, match="direction: 'both'; accepted: 'forward', 'backward'"):
+        fovea.explain(q, q, q, direction="both")
+    with pytest.raises(ValueError, match="colour"):
+        fovea.explain("fwd b=1 hq=1 sq=1 sk=1 d=4 fp32 colour=red")
+
+
+def test_bfloat16_without_ml_dtypes():
+    """bf16 results for NumPy, asked for by an array of a library that cannot take them, name the package to install."""
+    script = (
+        "import sys\n"
+        "import numpy as np\n"
+        "from fake_dlpack import FakeArray\n"
+        "import ml_dtypes\n"
+        "class Stray(FakeArray): pass\n"
+        "Stray.__module__ = 'no.such.module'\n"
+        "q = Stray(np.zeros((1, 2, 1, 4), ml_dtypes.bfloat16))\n"
+        "import fovea\n"
+        "sys.modules['ml_dtypes'] = None\n"
+        "try:\n"
+        "    fovea.attention(q, q, q)\n"
+        "except TypeError as error:\n"
+        "    print(error)\n"
+    )
+    paths = os.pathsep.join([os.path.dirname(__file__), os.environ["PYTHONPATH"]])
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True
+    )
+    assert done.stdout == "q: bfloat16, for which NumPy needs the package ml_dtypes: pip install ml_dtypes\n", (
+        done.stderr
+    )
+
+
+def test_errors_leave_no_trace():
+    """After an error the same thread computes as if nothing had been."""
+    problem = Problem()
+    want = fovea.attention(problem.q, problem.k, problem.v)
+    with pytest.raises(ValueError):
+        fovea.attention(problem.q, problem.k[:, :3], problem.v)
+    assert np.array_equal(fovea.attention(problem.q, problem.k, problem.v), want)
+    assert isinstance(fovea.attention(FakeArray(problem.q), problem.k, problem.v), FakeArray)
