@@ -66,16 +66,16 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) backwa
 
     load_tile<N, D, threads>(sk, a.k + b * a.ks.b + hk * a.ks.h + n0 * a.ks.s, a.ks.s, a.sk - n0, thread);
     load_tile<N, D, threads>(sv, a.v + b * a.vs.b + hk * a.vs.h + n0 * a.vs.s, a.vs.s, a.sk - n0, thread);
-    // Step n of this CTA: which query head and tile. Without a mask the blocks start at different tiles, so that their sums do not meet.
-    auto place = [&](int n, int& h, int& m0) {
-        int i = group == 1 ? n : n % count;
-        h = hk * group + (group == 1 ? 0 : n / count);
-        if constexpr (!S.causal) { i += block * 2 % count; if (i >= count) i -= count; }
-        m0 = (first + i) * M;
+    // A step's query head and tile. Without a mask the blocks start at different tiles, so that their sums do not meet.
+    struct Place { int h, i; };
+    const int start = S.causal || count == 0 ? 0 : block * 2 % count;
+    auto next = [&](Place& x) {
+        if (++x.i == count) x.i = 0;
+        if (x.i == start) ++x.h;
     };
-    auto load = [&](int n) {
-        int h, m0;
-        place(n, h, m0);
+    Place now{hk * group, start}, after = now, before = now;
+    auto load = [&](int n, Place x) {
+        const int h = x.h, m0 = (first + x.i) * M;
         u32 to = stage0 + (n % S.stages) * stage_bytes;
         load_tile<M, D, threads>(to, a.q + b * a.qs.b + h * a.qs.h + m0 * a.qs.s, a.qs.s, a.sq - m0, thread);
         load_tile<M, D, threads>(to + q_bytes, a.d_o + b * a.dos.b + h * a.dos.h + m0 * a.dos.s, a.dos.s, a.sq - m0, thread);
@@ -91,19 +91,18 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) backwa
             }
         }
     };
-    if (steps > 0) load(0);
+    if (steps > 0) load(0, now);
     copy_commit();
 
     float dk[T][D / 8][4] = {}, dv[T][D / 8][4] = {};
     const float c = natural ? log2e : a.scale * log2e;
-    const typename Tile<D>::Lane lanes(0, lane);
-    const typename Tile<M>::Lane lanes_ds(0, lane);
-    const typename Tile<N>::Lane lanes_bias(0, lane);
+    const typename Tile<D>::Lane lanes(0, lane), lanes_q(0, lane, true);
     const u32 my_k = sk + warp * T * 16 * D * 2, my_v = sv + warp * T * 16 * D * 2;
     Dropout random;
 
     // dQ = dS K of one step: the warps split M queries x D columns.
-    auto add_dq = [&](int n) {
+    auto add_dq = [&](int n, Place x) {
+        const int h = x.h, m0 = (first + x.i) * M;
         constexpr int WQ = S.split_q, WD = S.warps / WQ, R = M / WQ / 16, C = D / WD / 16;
         static_assert(R >= 1 && C >= 1);
         const int wq = warp % WQ, wd = warp / WQ;
@@ -112,15 +111,13 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) backwa
         u32 ads[C];
         for (int j = 0; j < C; ++j) { u32 chunk = (wd * C + j) * 2 + (lane >> 4), r = lane & 15; ads[j] = sk + Tile<D>::offset(r, chunk); }
         u32 ars[R];
-        for (int i = 0; i < R; ++i) { u32 chunk = (wq * R + i) * 2 + (lane >> 4), r = lane & 15; ars[i] = ds + Tile<M>::offset(r, chunk); }
+        for (int i = 0; i < R; ++i) { u32 chunk = (wq * R + i) * 2 + (lane >> 3 & 1), r = (lane & 7) | (lane >> 4) << 3; ars[i] = ds + Tile<M>::offset(r, chunk); }
         float dq[R][2 * C][4] = {};
 #pragma unroll
         for (int kk = 0; kk < N / 16; ++kk) {
             u32 da[R][4];
             for (int i = 0; i < R; ++i) {
-                u32 r[4];
-                ldmatrix_trans(r, ars[i] + kk * 16 * M * 2);
-                da[i][0] = r[0], da[i][1] = r[2], da[i][2] = r[1], da[i][3] = r[3];
+                ldmatrix_trans(da[i], ars[i] + kk * 16 * M * 2);
             }
             for (int j = 0; j < C; ++j) {
                 u32 kb[4];
@@ -131,28 +128,26 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) backwa
                 }
             }
         }
-        int h, m0;
-        place(n, h, m0);
         float* to = a.dq_sum + ((i64)(b * a.heads + h) * a.sq_pad + m0) * D + (wq * R * (D / 8) + wd * C * 2) * 128 + lane * 4;
 #pragma unroll
         for (int i = 0; i < R; ++i)
             for (int j = 0; j < 2 * C; ++j) reduce4<S.arch>(to + (i * (D / 8) + j) * 128, dq[i][j]);
     };
 
-    for (int n = 0; n < steps; ++n) {
+    for (int n = 0; n < steps; ++n, before = now, now = after) {
         copy_wait<0>();
         sync();
-        if (n + 1 < steps) load(n + 1);
+        next(after);
+        if (n + 1 < steps) load(n + 1, after);
         copy_commit();
         if constexpr (S.delay)
-            if (n > 0) add_dq(n - 1);
+            if (n > 0) add_dq(n - 1, before);
 
-        int h, m0;
-        place(n, h, m0);
+        const int h = now.h, m0 = (first + now.i) * M;
         const u32 sq = stage0 + (n % S.stages) * stage_bytes, sdo = sq + q_bytes, slse = sdo + q_bytes, sdelta = slse + M * 4, sbias = sdelta + M * 4;
         const u32 ds_to = sds + (S.delay ? n & 1 : 0) * ds_bytes;
         if constexpr (S.dropout)
-            if (n % count == 0) random = Dropout(a.seed, a.offset, b * a.heads + h);
+            if (now.i == start) random = Dropout(a.seed, a.offset, b * a.heads + h);
 #pragma unroll
         for (int part = 0; part < M; part += P) {
             float s[T][P / 8][4] = {}, dp[T][P / 8][4] = {};
@@ -163,10 +158,10 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) backwa
                 for (int i = 0; i < T; ++i) ldmatrix(ka[i], my_k + lanes.at(i * 16, kk));
                 for (int j = 0; j < P / 16; ++j) {
                     u32 qb[4];
-                    ldmatrix(qb, sq + lanes.at(part + j * 16, kk));
+                    ldmatrix(qb, sq + lanes_q.at(part + j * 16, kk));
                     for (int i = 0; i < T; ++i) {
-                        mma<S.type>(s[i][2 * j], ka[i], qb[0], qb[2]);
-                        mma<S.type>(s[i][2 * j + 1], ka[i], qb[1], qb[3]);
+                        mma<S.type>(s[i][2 * j], ka[i], qb[0], qb[1]);
+                        mma<S.type>(s[i][2 * j + 1], ka[i], qb[2], qb[3]);
                     }
                 }
             }
@@ -177,10 +172,10 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) backwa
                 for (int i = 0; i < T; ++i) ldmatrix(va[i], my_v + lanes.at(i * 16, kk));
                 for (int j = 0; j < P / 16; ++j) {
                     u32 ob[4];
-                    ldmatrix(ob, sdo + lanes.at(part + j * 16, kk));
+                    ldmatrix(ob, sdo + lanes_q.at(part + j * 16, kk));
                     for (int i = 0; i < T; ++i) {
-                        mma<S.type>(dp[i][2 * j], va[i], ob[0], ob[2]);
-                        mma<S.type>(dp[i][2 * j + 1], va[i], ob[1], ob[3]);
+                        mma<S.type>(dp[i][2 * j], va[i], ob[0], ob[1]);
+                        mma<S.type>(dp[i][2 * j + 1], va[i], ob[2], ob[3]);
                     }
                 }
             }
@@ -293,13 +288,13 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) backwa
         }
         if constexpr (!S.delay) {
             sync();
-            add_dq(n);
+            add_dq(n, now);
         }
     }
     copy_wait<0>();
     sync();
     if constexpr (S.delay) {
-        if (steps > 0) add_dq(steps - 1);
+        if (steps > 0) add_dq(steps - 1, before);
         sync();
     }
 

@@ -58,7 +58,7 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) bias_g
     }
 
     float sum[T][W / 8][4] = {};
-    const typename Tile<D>::Lane lanes(0, lane);
+    const typename Tile<D>::Lane lanes(0, lane), lanes_k(0, lane, true);
     const bool edge = n0 + N > a.sk || (S.causal && n0 + N - 1 > m0 + shift);
     if (!empty)
         for (int n = begin; n < end; ++n) {
@@ -89,10 +89,10 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) bias_g
                     for (int i = 0; i < T; ++i) ldmatrix(qa[i], sq + lanes.at(i * 16, kk));
                     for (int j = 0; j < P / 16; ++j) {
                         u32 b[4];
-                        ldmatrix(b, sk + lanes.at(part + j * 16, kk));
+                        ldmatrix(b, sk + lanes_k.at(part + j * 16, kk));
                         for (int i = 0; i < T; ++i) {
-                            mma<S.type>(s[i][2 * j], qa[i], b[0], b[2]);
-                            mma<S.type>(s[i][2 * j + 1], qa[i], b[1], b[3]);
+                            mma<S.type>(s[i][2 * j], qa[i], b[0], b[1]);
+                            mma<S.type>(s[i][2 * j + 1], qa[i], b[2], b[3]);
                         }
                     }
                 }
@@ -108,10 +108,10 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) bias_g
                     for (int i = 0; i < T; ++i) ldmatrix(oa[i], sdo + lanes.at(i * 16, kk));
                     for (int j = 0; j < P / 16; ++j) {
                         u32 b[4];
-                        ldmatrix(b, sv + lanes.at(part + j * 16, kk));
+                        ldmatrix(b, sv + lanes_k.at(part + j * 16, kk));
                         for (int i = 0; i < T; ++i) {
-                            mma<S.type>(dp[i][2 * j], oa[i], b[0], b[2]);
-                            mma<S.type>(dp[i][2 * j + 1], oa[i], b[1], b[3]);
+                            mma<S.type>(dp[i][2 * j], oa[i], b[0], b[1]);
+                            mma<S.type>(dp[i][2 * j + 1], oa[i], b[2], b[3]);
                         }
                     }
                 }

@@ -37,7 +37,7 @@ def build(kernel, arch, **fields):
     fields["arch"] = arch
     spec = "fovea::Spec{" + ", ".join(f".{n} = {text(fields[n])}" for n in ORDER if n in fields) + "}"
     file = {"forward": "forward.cuh", "bias_gradient": "bias_gradient.cuh", "wide_forward": "wide_forward.cuh", "wide_backward": "wide_backward.cuh",
-            "bias_gradient_sum": "bias_gradient.cuh", "fp32_forward": "fp32.cuh"}.get(kernel, "backward.cuh")
+            "bias_gradient_sum": "bias_gradient.cuh", **dict.fromkeys(("fp32_measure", "fp32_split", "fp32_forward", "fp32_prepare", "fp32_backward", "fp32_convert"), "fp32.cuh")}.get(kernel, "backward.cuh")
     source = "".join(open(os.path.join(HERE, f)).read() for f in FILES + [file]) + f"\nconstexpr auto instance = &fovea::{kernel}<{spec}>;\n"
     program = ctypes.c_void_p()
     check = lambda r: None if r == 0 else (_ for _ in ()).throw(RuntimeError(f"nvrtc {r}"))

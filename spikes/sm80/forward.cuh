@@ -47,11 +47,12 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) forwar
     if (steps > 0) load(0);
     copy_commit();
 
-    float o[T][D / 8][4] = {}, top[T][2], sum[T][2] = {};
+    float o[T][D / 8][4] = {}, top[T][2], sum[T][2] = {}, total[T][4] = {};
+    const u32 one = pack<S.type>(1.f, 1.f);
     for (int i = 0; i < T; ++i) top[i][0] = top[i][1] = -infinity;
     const float c = natural ? log2e : a.scale * log2e;
     const Dropout random = S.dropout ? Dropout(a.seed, a.offset, bh) : Dropout();
-    const typename Tile<D>::Lane lanes(0, lane);
+    const typename Tile<D>::Lane lanes(0, lane), lanes_k(0, lane, true);
     const typename Tile<N>::Lane lanes_bias(0, lane);
     const u32 my_q = sq + warp * T * 16 * D * 2;
     u32 qr[S.q_registers ? T : 1][S.q_registers ? D / 16 : 1][4];
@@ -83,10 +84,10 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) forwar
 #pragma unroll
             for (int nn = 0; nn < N / 16; ++nn) {
                 u32 kb[4];
-                ldmatrix(kb, sk + lanes.at(nn * 16, kk));
+                ldmatrix(kb, sk + lanes_k.at(nn * 16, kk));
                 for (int i = 0; i < T; ++i) {
-                    mma<S.type>(s[i][2 * nn], qa[i], kb[0], kb[2]);
-                    mma<S.type>(s[i][2 * nn + 1], qa[i], kb[1], kb[3]);
+                    mma<S.type>(s[i][2 * nn], qa[i], kb[0], kb[1]);
+                    mma<S.type>(s[i][2 * nn + 1], qa[i], kb[2], kb[3]);
                 }
             }
         }
@@ -151,7 +152,8 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) forwar
             if (rescale) {
                 for (int x = 0; x < 2; ++x) {
                     factor[x] = natural ? ex2((top[i][x] - base[x]) * c) : ex2(fmaf(top[i][x], c, -base[x]));
-                    sum[i][x] *= factor[x];
+                    if constexpr (S.ones) total[i][2 * x] *= factor[x];
+                    else sum[i][x] *= factor[x];
                     top[i][x] = next[x];
                 }
                 for (int j = 0; j < D / 8; ++j)
@@ -161,9 +163,11 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) forwar
                 for (int e = 0; e < 4; ++e) {
                     float p = natural ? ex2((s[i][j][e] - base[e >> 1]) * c) : ex2(fmaf(s[i][j][e], c, -base[e >> 1]));
                     s[i][j][e] = p;
-                    sum[i][e >> 1] += p;
+                    if constexpr (!S.ones) sum[i][e >> 1] += p;
                 }
         }
+
+        static_assert(!(S.ones && S.dropout));
 
         // Dropout: one call for rows {i, i + 8} x keys {j, j + 8}
         if constexpr (S.dropout) {
@@ -186,6 +190,8 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) forwar
             u32 pa[T][4];
             for (int i = 0; i < T; ++i)
                 for (int x = 0; x < 4; ++x) pa[i][x] = pack<S.type>(s[i][2 * kk + (x >> 1)][(x & 1) * 2], s[i][2 * kk + (x >> 1)][(x & 1) * 2 + 1]);
+            if constexpr (S.ones)
+                for (int i = 0; i < T; ++i) mma<S.type>(total[i], pa[i], one, one);
 #pragma unroll
             for (int dd = 0; dd < D / 16; ++dd) {
                 u32 vb[4];
@@ -205,9 +211,9 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) forwar
 #pragma unroll
     for (int i = 0; i < T; ++i) {
         for (int x = 0; x < 2; ++x) {
-            float l = sum[i][x];
-            l += __shfl_xor_sync(~0u, l, 1);
-            l += __shfl_xor_sync(~0u, l, 2);
+            float l = S.ones ? total[i][2 * x] : sum[i][x];
+            if constexpr (!S.ones) l += __shfl_xor_sync(~0u, l, 1);
+            if constexpr (!S.ones) l += __shfl_xor_sync(~0u, l, 2);
             const int r = i * 16 + g + x * 8, row = row0 + r;
             const float inverse = l > 0.f ? (S.dropout ? a.keep_scale : 1.f) / l : l == 0.f ? 0.f : l;
             if (t == 0 && row < a.sq) a.lse[(i64)bh * a.sq + row] = l == 0.f ? -infinity : (natural ? top[i][x] : top[i][x] * a.scale) + lg2(l) * ln2;

@@ -23,7 +23,8 @@ class Args(ctypes.Structure):
     _fields_ = ([(n, POINTER) for n in "q k v o d_o out dk dv".split()] + [(n, Strides) for n in "qs ks vs os dos outs dks dvs".split()] +
                 [("bias", POINTER), ("biases", Strides), ("bias_k", I64), ("lse", POINTER), ("lse_pad", POINTER), ("delta_pad", POINTER), ("dq_sum", POINTER),
                  ("dq", POINTER), ("dqs", Strides), ("dbias", POINTER), ("dbias_sum", POINTER)] +
-                [(n, I32) for n in "batch heads heads_k sq sk sq_pad list chunks".split()] + [("scale", F32), ("drop", U32), ("keep_scale", F32), ("seed", U64), ("offset", U64)])
+                [(n, I32) for n in "batch heads heads_k sq sk sq_pad list chunks".split()] + [("scale", F32), ("drop", U32), ("keep_scale", F32), ("seed", U64), ("offset", U64)] +
+                [(n, POINTER) for n in "qx kx vx dox sizes".split()])
 
 
 def ok(r):
@@ -71,9 +72,17 @@ cdiv = lambda a, b: -(-a // b)
 
 # ---- configurations: what a planner would choose -----------------------------------------------------------------
 
-FORWARD = {32: dict(warps=4, tiles=2, step=64, ctas=2, q_registers=True), 64: dict(warps=4, tiles=2, step=64, ctas=2, q_registers=True), 128: dict(warps=4, tiles=2, step=64, ctas=2),
+FORWARD = {32: dict(warps=4, tiles=2, step=64, ctas=2, q_registers=True), 64: dict(warps=4, tiles=2, step=64, ctas=2, q_registers=True), 128: dict(warps=4, tiles=2, step=64, ctas=2, ones=True, lazy=True),
            256: dict(warps=8, tiles=1, step=64, ctas=1)}
-BACKWARD = {32: dict(warps=8, tiles=1, step=64, part=64, ctas=2, split_q=4), 64: dict(warps=8, tiles=2, step=64, part=32, ctas=1), 128: dict(warps=8, tiles=1, step=64, part=64, ctas=1)}
+BACKWARD = {32: dict(warps=4, tiles=2, step=64, part=32, ctas=2), 64: dict(warps=4, tiles=2, step=64, part=32, ctas=2, delay=True), 128: dict(warps=8, tiles=1, step=64, part=64, ctas=1)}
+
+WIDE_FORWARD = {256: dict(warps=8, tiles=2, step=64, split_q=4), 512: dict(warps=8, tiles=1, step=64, split_q=4)}
+WIDE_BACKWARD = {128: dict(warps=8, tiles=2, step=64, split_k=4, split_o=4, split_q=2, ctas=1), 256: dict(warps=8, tiles=2, step=64, split_k=2, split_o=2, split_q=2, ctas=1),
+                 512: dict(warps=8, tiles=1, step=32, split_k=2, split_o=1, split_q=1, ctas=1)}
+BIAS_GRADIENT = {32: dict(warps=8, tiles=2, step=128, split_q=4, ctas=1, part=64), 64: dict(warps=8, tiles=2, step=128, split_q=4, ctas=1, part=64),
+                 128: dict(warps=8, tiles=2, step=128, split_q=4, ctas=1, part=64, stages=1)}
+
+FP32 = {64: dict(f=dict(warps=4, tiles=1, step=64, ctas=2), b=dict(warps=4, step=32, part=32, ctas=2, split_q=2))}
 
 
 class Problem:
@@ -118,6 +127,7 @@ class Problem:
 
     def forward(self, **config):
         c = {**FORWARD[self.D], **config}
+        if self.dropout: c["ones"] = False
         a = self.arguments()
         M = c["warps"] * c["tiles"] * 16
         shared = M * self.D * 2 + c.get("stages", 2) * (2 * c["step"] * self.D * 2 + (M * c["step"] * 2 if self.bias_kind == "Bias::tile" else 0))
@@ -132,26 +142,97 @@ class Problem:
 
     def backward(self, **config):
         c = {**BACKWARD[self.D], **config}
-        a = self.arguments(True)
         N, M = c["warps"] * c["tiles"] * 16, c["step"]
         shared = 2 * N * self.D * 2 + c.get("stages", 2) * (2 * M * self.D * 2 + M * 8 + (M * N * 2 if self.bias_kind == "Bias::tile" else 0)) + N * M * 2 * (2 if c.get("delay") else 1)
-        spec = {**c, **self.features()}
+        return self.three("backward", c, N, shared)
+
+    def three(self, name, c, N, shared):
+        a = self.arguments(True)
         small = {k: v for k, v in self.features().items() if k in ("d", "type", "bias")}
-        prepare, f, convert = kernel("prepare", 0, **small), kernel("backward", shared, **spec), kernel("convert", 0, **{k: v for k, v in small.items() if k != "bias"})
+        prepare, f, convert = kernel("prepare", 0, **small), kernel(name, shared, **{**c, **self.features()}), kernel("convert", 0, **{k: v for k, v in small.items() if k != "bias"})
         lanes = self.D // 8 if self.D // 8 in (2, 4, 8, 16, 32) else 32
         grid0 = self.B * self.H * cdiv(a.sq_pad, 256 // lanes)
         grid1 = cdiv(self.Sk, N) * self.B * self.Hk
         grid2 = cdiv(self.B * self.H * self.S * self.D // 8, 256)
 
-        def run(only=None):
+        def run(only=None, bias_gradient=None):
             if only in (None, 0): launch(prepare, grid0, 256, 0, a)
             if only in (None, 1): launch(f, grid1, c["warps"] * 32, shared, a)
             if only in (None, 2): launch(convert, grid2, 256, 0, a)
+            if bias_gradient and only in (None, 3): bias_gradient(a)
         return run
 
     def backward_spec(self, **config):
         small = {k: v for k, v in self.features().items() if k in ("d", "type", "bias")}
         return [("prepare", small), ("backward", {**BACKWARD[self.D], **config, **self.features()}), ("convert", {k: v for k, v in small.items() if k != "bias"})]
+
+    def wide_forward(self, **config):
+        c = {**WIDE_FORWARD[self.D], **config}
+        a = self.arguments()
+        M = c["split_q"] * c["tiles"] * 16
+        N = c["step"]
+        shared = M * self.D * 2 + 2 * N * self.D * 2 + M * N * 2 + M * (c["warps"] // c["split_q"]) * 4 + M * 4
+        f = kernel("wide_forward", shared, **{**c, **self.features()})
+        grid = cdiv(self.S, M) * self.B * self.H
+        return lambda: launch(f, grid, c["warps"] * 32, shared, a)
+
+    def wide_backward(self, **config):
+        c = {**WIDE_BACKWARD[self.D], **config}
+        N, M = c["split_k"] * c["tiles"] * 16, c["step"]
+        shared = 2 * N * self.D * 2 + c.get("stages", 2) * (2 * M * self.D * 2 + M * 8 + (M * N * 2 if self.bias_kind == "Bias::tile" else 0)) + 2 * N * M * 2
+        return self.three("wide_backward", c, N, shared)
+
+    def bias_gradient(self, chunks=1, **config):
+        c = {**BIAS_GRADIENT[self.D], **config}
+        M, N = c["split_q"] * c["tiles"] * 16, c["step"]
+        shared = M * N * 2 + 2 * M * 8 + c.get("stages", 2) * (M + N) * self.D * 4
+        f = kernel("bias_gradient", shared, **{**c, **{k: v for k, v in self.features().items() if k != "bias"}})
+        planes = self.bias.shape[0] * self.bias.shape[1]
+        grid = cdiv(self.Sk, N) * cdiv(self.S, M) * chunks * planes
+        sum_f = kernel("bias_gradient_sum", 0, **{k: v for k, v in self.features().items() if k == "type"}) if chunks > 1 else None
+        partial = torch.full((chunks * planes * self.S * self.Sk,), float("nan"), device="cuda") if chunks > 1 else None
+
+        def run(a):
+            a.list, a.chunks = self.B * self.H // planes, chunks
+            if chunks > 1: a.dbias_sum = partial.data_ptr()
+            launch(f, grid, c["warps"] * 32, shared, a)
+            if chunks > 1: launch(sum_f, cdiv(planes * self.S * self.Sk, 256), 256, 0, a)
+        return run
+
+    def fp32(self, **config):
+        """run(which): 0 measure and split q, k, v; 1 forward; 2 measure and split all four, prepare, backward, convert"""
+        c = {**FP32[self.D], **config}
+        f, bw = {**c.pop("f"), **c.pop("more_f", {})}, {**c.pop("b"), **c.pop("more_b", {})}
+        a = self.arguments(True)
+        D, BH, BK = self.D, self.B * self.H, self.B * self.Hk
+        n = [BH * self.S, BK * self.Sk, BK * self.Sk, BH * self.S]
+        self.pairs = torch.full((sum(n) * 2 * D,), float("nan"), device="cuda", dtype=torch.float16)
+        a.qx = self.pairs.data_ptr()
+        a.kx, a.vx, a.dox = (a.qx + sum(n[:i]) * 4 * D for i in (1, 2, 3))
+        self.sizes = torch.zeros(6 * BH, device="cuda", dtype=torch.int32)
+        a.sizes = self.sizes.data_ptr()
+        extra = dict(causal=True) if self.causal else {}
+        M, N = f["warps"] * f["tiles"] * 16, f["step"]
+        shared = M * D * 4 + 2 * 2 * N * D * 4
+        forward = kernel("fp32_forward", shared, d=D, **f, **extra)
+        Nb, Mb = bw["warps"] * 16, bw["step"]
+        shared_b = 2 * Nb * D * 4 + 2 * Nb * Mb * 2 + 2 * (2 * Mb * D * 4 + Mb * 8)
+        backward = kernel("fp32_backward", shared_b, d=D, **bw, **extra)
+        measure, split, prepare, convert = (kernel("fp32_" + k, 0, d=D) for k in ("measure", "split", "prepare", "convert"))
+        gm = max(cdiv(self.S, 64) * BH, cdiv(self.Sk, 64) * BK)
+        gs = cdiv(max(n) * D // 4, 256)
+
+        def run(which):
+            if which in (0, 2):
+                self.sizes.zero_()
+                for k, g in ((measure, gm), (split, gs)):
+                    p = (ctypes.c_void_p * 1)(ctypes.addressof(a))
+                    ok(cuda.cuLaunchKernel(k, g, 3 if which == 0 else 4, 1, 256, 1, 1, 0, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream), p, None))
+            if which in (0, 1): launch(forward, cdiv(self.S, M) * BH, f["warps"] * 32, shared, a)
+            if which in (2, 3): launch(prepare, BH * a.sq_pad // 8, 256, 0, a)
+            if which in (2, 3): launch(backward, cdiv(self.Sk, Nb) * BK, bw["warps"] * 32, shared_b, a)
+            if which in (2, 3): launch(convert, cdiv(BH * self.S * D // 2, 256), 256, 0, a)
+        return run
 
     # The formula in a given type, with `round` applied where a kernel keeps 16 bits. Bottom-right causal.
     def naive(self, type, round=lambda x: x, keep=None):

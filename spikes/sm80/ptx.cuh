@@ -113,13 +113,15 @@ template <int columns> struct Tile {
     static_assert(columns % 16 == 0);
     static __device__ __forceinline__ u32 offset(u32 row, u32 chunk) { return row * bytes_row + ((chunk ^ (row >> shift & (width - 1))) << 4); }
 
-    // One lane's addresses for ldmatrix.x4 on 16 x 16 blocks: row lane % 16, chunk lane / 16. One mapping serves every operand:
-    //   not transposed: A = r0 r1 r2 r3;  B of two column tiles = (r0, r2), (r1, r3)
-    //   transposed:     A = r0 r2 r1 r3;  B of two column tiles = (r0, r1), (r2, r3)
+    // One lane's addresses for ldmatrix.x4 on 16 x 16 blocks. Two orders of the four 8 x 8 matrices, so that the registers come as mma wants
+    // them (B is an aligned pair: a wrong order costs two moves an ldmatrix):
+    //   rows first:    A = r0 r1 r2 r3 as it is;     B of two column tiles = (r0, r1), (r2, r3) where it is transposed; bias of S
+    //   columns first: A where it is transposed;     B of two column tiles as it is
     struct Lane {
         u32 base[width / 2];
-        __device__ __forceinline__ Lane(u32 tile, int lane) {
-            u32 row = lane & 15, x = (row >> shift & (width - 1)) ^ (lane >> 4);
+        __device__ __forceinline__ Lane(u32 tile, int lane, bool columns_first = false) {
+            u32 row = columns_first ? (lane & 7) | (lane >> 4) << 3 : lane & 15, c = columns_first ? lane >> 3 & 1 : lane >> 4;
+            u32 x = (row >> shift & (width - 1)) ^ c;
 #pragma unroll
             for (int j = 0; j < width / 2; ++j) base[j] = tile + row * bytes_row + ((2 * j ^ x) << 4);
         }
@@ -137,15 +139,11 @@ __device__ __forceinline__ void load_tile(u32 tile, const u16* from, i64 stride,
         constexpr int step = threads / chunks;
         int row = thread / chunks, chunk = thread % chunks;
         u32 to = tile + Tile<columns>::offset(row, chunk);
-        const u16* p = from + row * stride + chunk * 8;
-        if (valid >= rows) {
+        const u16* p = from + (u32)(row * (int)stride + chunk * 8);  // 32 bits: (rows of a pass) * stride stays under 2^31
+        const int left = valid - row;
 #pragma unroll
-            for (int i = 0; i < total / threads; ++i, p += step * stride) copy16(to + i * step * columns * 2, p);
-        } else {
-#pragma unroll
-            for (int i = 0; i < total / threads; ++i, p += step * stride)
-                copy16(to + i * step * columns * 2, row + i * step < valid ? p : from, row + i * step < valid ? 16 : 0);
-        }
+        for (int i = 0; i < total / threads; ++i, p += step * stride)
+            copy16(to + i * step * columns * 2, i * step < left ? p : from, i * step < left ? 16 : 0);
     } else {
 #pragma unroll
         for (int i = 0; i < (total + threads - 1) / threads; ++i) {

@@ -6,11 +6,11 @@ start = time.time()
 def go(items):  # precompile what is asked for in parallel
     precompile(items); print(f"compiled {len(items)} in {time.time() - start:.1f} s")
 
-FV = {64: [dict(), dict(lazy=True), dict(step=128, q_registers=False), dict(step=128, q_registers=True), dict(ctas=3, q_registers=False), dict(warps=8, tiles=1, step=64), dict(warps=8, ctas=1)],
-      128: [dict(), dict(lazy=True), dict(warps=8, tiles=1, ctas=1, step=128), dict(warps=8, tiles=1, ctas=2, step=64), dict(step=32)],
-      256: [dict(), dict(lazy=True), dict(step=32), dict(warps=4, tiles=1, step=64, ctas=1)]}
-BV = {64: [dict(), dict(delay=True), dict(warps=8, tiles=1, part=64), dict(warps=8, tiles=1, part=64, step=128, split_q=4), dict(warps=4, tiles=2, ctas=2), dict(warps=4, tiles=1, part=64, ctas=3)],
-      128: [dict(), dict(delay=True), dict(part=32), dict(part=32, delay=True), dict(warps=4, ctas=2), dict(split_q=4)]}
+FV = {64: [dict(), dict(lazy=True), dict(ones=True), dict(step=128), dict(step=128, q_registers=False), dict(ctas=3, q_registers=False, step=32), dict(ctas=3, q_registers=False)],
+      128: [dict(), dict(lazy=True), dict(ones=True), dict(ones=True, lazy=True), dict(step=32), dict(step=32, lazy=True), dict(warps=8, tiles=1, ctas=2, step=64)],
+      256: [dict(), dict(lazy=True), dict(ones=True), dict(ones=True, lazy=True)]}
+BV = {64: [dict(), dict(delay=True), dict(warps=4, ctas=2), dict(warps=4, ctas=2, delay=True), dict(warps=4, ctas=2, split_q=1), dict(warps=4, ctas=2, part=64), dict(split_q=4)],
+      128: [dict(), dict(part=32), dict(part=32, delay=True), dict(split_q=4), dict(split_q=4, part=32, delay=True), dict(split_q=4, delay=True), dict(part=16, split_q=4)]}
 items = []
 tests = []
 for D in (64, 128, 256):
@@ -54,5 +54,5 @@ for D in (64, 128, 256):
         del P
 print(f"{time.time() - start:.1f} s")
 for key, value in loaded.items():
-    if key[0] in ("forward", "backward"): print({k: v for k, v in key[1]}, value[1])
+    pass
 finish()

@@ -16,11 +16,14 @@ struct Spec {
     int stages = 2;
     bool q_registers = false;    // forward: Q fragments stay in registers
     bool lazy = false;           // forward: O is rescaled only when a maximum moves by more than 2^8
+    bool ones = false;           // forward: row sums by the tensor cores (P times a column of ones)
     bool delay = false;          // backward: dQ of a step is computed in the next (one barrier a step)
     bool causal = false;
     Bias bias = Bias::none;
     bool dropout = false;
     int split_q = 2;             // backward: warps along the queries in dQ
+    int split_k = 4;             // wide backward: warps along the keys in S (tiles * 16 keys each)
+    int split_o = 4;             // wide backward: warps along the keys in dV and dK
 };
 
 struct Strides { i64 b, h, s; };  // in elements; the last dimension is contiguous
@@ -45,6 +48,8 @@ struct Args {
     u32 drop;                    // T of the dropout rule, 0 ... 65535
     float keep_scale;
     u64 seed, offset;
+    u16 *qx, *kx, *vx, *dox;     // fp32 as pairs of fp16: b, h, s, 2 d (high parts, then low parts), scaled by a power of two per (b, h)
+    u32* sizes;                  // 6 x (b, h): largest |q|, |k|, |v|, |do|, row norm of v, of do; bits of a float
 };
 
 }  // namespace fovea

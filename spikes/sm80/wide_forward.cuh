@@ -29,7 +29,7 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, 1) wide_forwar
     float o[2][C / 8][4] = {}, top[T][2], sum[T][2] = {};
     for (int i = 0; i < T; ++i) top[i][0] = top[i][1] = -infinity;
     const float c = a.scale * log2e;
-    const typename Tile<D>::Lane lanes(0, lane);
+    const typename Tile<D>::Lane lanes(0, lane), lanes_k(0, lane, true);
     const typename Tile<N>::Lane lanes_p(sp, lane);
     const u32 my_q = sq + wq * T * 16 * D * 2, my_k = sk + wk * W * D * 2;
 
@@ -43,10 +43,10 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, 1) wide_forwar
             for (int i = 0; i < T; ++i) ldmatrix(qa[i], my_q + lanes.at(i * 16, kk));
             for (int j = 0; j < W / 16; ++j) {
                 u32 kb[4];
-                ldmatrix(kb, my_k + lanes.at(j * 16, kk));
+                ldmatrix(kb, my_k + lanes_k.at(j * 16, kk));
                 for (int i = 0; i < T; ++i) {
-                    mma<S.type>(s[i][2 * j], qa[i], kb[0], kb[2]);
-                    mma<S.type>(s[i][2 * j + 1], qa[i], kb[1], kb[3]);
+                    mma<S.type>(s[i][2 * j], qa[i], kb[0], kb[1]);
+                    mma<S.type>(s[i][2 * j + 1], qa[i], kb[2], kb[3]);
                 }
             }
         }
