@@ -21,7 +21,7 @@ struct Spec {
   int tiles;   // ring of bias / dS tiles
   int kv;      // buffers of K and V
   int dq;      // DqMode
-  bool bias, causal, delta;
+  bool bias, causal, delta, tail;  // tail: the last key block may pass the end
 };
 
 struct Params {
@@ -71,6 +71,7 @@ backward(const __grid_constant__ TensorMap map_o, const __grid_constant__ Tensor
   using Z = Shape<S>;
   constexpr int D = S.d, G = S.groups, M = S.rows, KEYS = Z::keys, WARPS = G * 4;
   constexpr u32 W = Z::width;
+  constexpr bool overlap = G == 2 && S.blocks * D <= 96;  // dV, dK of one block in flight during S, dP of the next: where registers allow
   constexpr bool whole = S.dq == kDqFinal || S.dq == kDqPasses;
   extern __shared__ __align__(1024) u8 memory[];
   const u32 sm = shared_address(memory);
@@ -84,6 +85,8 @@ backward(const __grid_constant__ TensorMap map_o, const __grid_constant__ Tensor
     barrier_init_fence();
   }
   __syncthreads();
+  wait_primary();  // programmatic dependent launch: everything before this overlaps the previous kernel's tail
+  launch_dependents();
 
   if (group == 0) {
     registers_down<G == 3 ? 32 : 24>();
@@ -217,7 +220,7 @@ backward(const __grid_constant__ TensorMap map_o, const __grid_constant__ Tensor
               if (pass > 0)
 #pragma unroll
                 for (int n = 0; n < D / 8; n++) { F4 x = *(const F4*)(g + n * 512); dq[4 * n] += x.x; dq[4 * n + 1] += x.y; dq[4 * n + 2] += x.z; dq[4 * n + 3] += x.w; }
-              if (pass < p.passes - 1) {
+              if (pass < (S.causal ? min(p.passes - 1, (job * 64 + 63) / KEYS) : p.passes - 1)) {
 #pragma unroll
                 for (int n = 0; n < D / 8; n++) *(F4*)(g + n * 512) = {dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]};
                 continue;
@@ -276,6 +279,7 @@ backward(const __grid_constant__ TensorMap map_o, const __grid_constant__ Tensor
             }
             wgmma_wait<1>();
             pin(s);
+            if (overlap && f > 0) { pin(dk[f > 0 ? f - 1 : 0]); pin(dv[f > 0 ? f - 1 : 0]); }
 #pragma unroll
             for (int g = 0; g < M / 16; g++) {
               u32 bias[4];
@@ -297,11 +301,11 @@ backward(const __grid_constant__ TensorMap map_o, const __grid_constant__ Tensor
                 }
               }
             }
-            if (key + 64 > p.S || (S.causal && m * M < key + 63)) {
+            if ((S.tail && key + 64 > p.S) || (S.causal && m * M < key + 63)) {
 #pragma unroll
               for (int i = 0; i < M / 2; i++) {
                 int j = key + r0 + (i >> 1 & 1) * 8, row = m * M + i / 4 * 8 + c0 + (i & 1);
-                if (j >= p.S || (S.causal && j > row)) s[i] = 0;
+                if ((S.tail && j >= p.S) || (S.causal && j > row)) s[i] = 0;
               }
             }
             wgmma_wait<0>();
@@ -325,7 +329,7 @@ backward(const __grid_constant__ TensorMap map_o, const __grid_constant__ Tensor
 #pragma unroll
             for (int k = 0; k < M / 16; k++) mma_rs_t(dk[f], db + 4 * k, q_mn + (qa + k * W), 1);
             wgmma_commit();
-            if (f + 1 < S.blocks) { wgmma_wait<0>(); pin(dk[f]); pin(dv[f]); }
+            if (!overlap && f + 1 < S.blocks) { wgmma_wait<0>(); pin(dk[f]); pin(dv[f]); }
           }
           proxy_fence();
           __syncwarp();
@@ -365,6 +369,7 @@ backward(const __grid_constant__ TensorMap map_o, const __grid_constant__ Tensor
 template <int D, bool Bias>
 __global__ void __launch_bounds__(256) prepare(const __grid_constant__ Params p) {
   constexpr int lanes = D / 8;
+  launch_dependents();
   i64 row = ((i64)blockIdx.x * 256 + threadIdx.x) / lanes, n = (i64)p.B * p.padded * p.H;
   if (row >= n) return;
   int part = threadIdx.x % lanes, h = row % p.H, i = row / p.H % p.padded, b = row / p.H / p.padded;
@@ -386,6 +391,7 @@ __global__ void __launch_bounds__(256) prepare(const __grid_constant__ Params p)
 // dq from the accumulator: 64 rows a block.
 template <int D>
 __global__ void __launch_bounds__(128) convert(const __grid_constant__ Params p) {
+  wait_primary();
   int jobs = p.padded / 64, job = blockIdx.x % jobs, bh = blockIdx.x / jobs, tid = threadIdx.x;
   const F4* from = (const F4*)p.dq_acc + (i64)blockIdx.x * (16 * D) + tid;
   int row = job * 64 + tid / 32 * 16 + tid % 32 / 4;

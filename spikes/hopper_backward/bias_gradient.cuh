@@ -54,6 +54,8 @@ bias_gradient(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
     barrier_init_fence();
   }
   __syncthreads();
+  wait_primary();
+  launch_dependents();
 
   if (group == 0) {
     registers_down<S.groups == 3 ? 32 : 24>();
@@ -95,7 +97,7 @@ bias_gradient(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         for (int i = 0; i < N / 2; i++) acc[f][i] = 0;
       barrier_wait(sm + Z::bias_full + 8 * t.slot, t.parity);
       const u32 bias = sm + Z::bias + t.slot * Z::bias_bytes + row * 128;
-      const i64 at_row = (i64)(it.first * p.H + it.h) * p.padded + min(it.q0 + r0, p.padded - 16);  // rows past the end are not stored
+      const i64 at_row = (i64)(it.first * p.H + it.h) * p.padded + min(it.q0 + r0, p.padded - 9);  // rows past the end are not stored
       const float *lse = p.lse_rows + at_row, *delta = p.delta_rows + at_row;
       float l0 = lse[0], l1 = lse[8], d0 = delta[0], d1 = delta[8];
       for (int b = it.first; b < it.last; b++) {
@@ -170,6 +172,7 @@ bias_gradient(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
 // Sums the chunks' partials in order; eight elements a thread.
 template <int Unused>
 __global__ void __launch_bounds__(256) bias_sum(const __grid_constant__ BiasParams p) {
+  wait_primary();
   i64 n = (i64)(p.B / p.list * p.H) * p.S * p.S, i = ((i64)blockIdx.x * 256 + threadIdx.x) * 4;
   if (i >= n) return;
   F4 a = *(const F4*)(p.partial + i);

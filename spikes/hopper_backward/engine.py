@@ -4,7 +4,7 @@ import ctypes as C
 import glob, os, time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-FILES = ("ptx.cuh", "wgmma.cuh", "backward.cuh", "bias_gradient.cuh")
+FILES = ("ptx.cuh", "wgmma.cuh", "backward.cuh", "bias_gradient.cuh", "backward_small.cuh")
 
 
 def _find_nvrtc():
@@ -79,6 +79,15 @@ Params = _struct("Params", [(C.c_void_p, "o dout lse lse_rows delta_rows dq_acc 
                             (C.c_int, "B H S padded passes items b2 bias_b1 bias_b2 bias_h"), (C.c_float, "scale")])
 BiasParams = _struct("BiasParams", [(C.c_void_p, "lse_rows delta_rows out partial"), (C.c_int, "B H S padded list chunks items"), (C.c_float, "scale"), (C.c_int, "lse_is_log2")])
 
+SmallParams = _struct("SmallParams", [(C.c_void_p, "lse bias partial dbias dq dk dv"), (C.c_longlong, "b s h"), (C.c_int, "B H S list"), (C.c_float, "scale")])
+
+
+class Attribute(C.Structure):
+    _fields_ = [("id", C.c_int), ("pad", C.c_int), ("value", C.c_int), ("rest", C.c_int * 15)]
+
+
+Config = _struct("Config", [(C.c_uint, "gx gy gz bx by bz shared pad"), (C.c_void_p, "stream attributes"), (C.c_uint, "count")])
+
 
 class Gpu:
     def __init__(self):
@@ -114,6 +123,9 @@ class Gpu:
         C.memmove(C.addressof(m), at, 128)
         return m
 
-    def launch(self, f, grid, block, smem, args, stream):
+    def launch(self, f, grid, block, smem, args, stream, dependent=False):
+        """dependent: may start before the previous kernel of the stream has ended (it waits itself)"""
         ptrs = (C.c_void_p * len(args))(*[C.addressof(a) for a in args])
-        self.check(self.cu.cuLaunchKernel(f, grid, 1, 1, block, 1, 1, smem, C.c_void_p(stream), ptrs, None), "launch")
+        attribute = Attribute(6, 0, 1)
+        config = Config(grid, 1, 1, block, 1, 1, smem, 0, stream, C.addressof(attribute), 1 if dependent else 0)
+        self.check(self.cu.cuLaunchKernelEx(C.byref(config), f, ptrs, None), "launch")

@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 import engine
-from engine import Params, BiasParams
+from engine import Params, BiasParams, SmallParams
 
 gpu = engine.Gpu()
 dev = "cuda"
 SMS = torch.cuda.get_device_properties(0).multi_processor_count
-PASSES_DEFAULT = None
+PDL = not os.environ.get("NO_PDL")
 
 
 checks, LOG = [], open(os.environ.get("OUT", "/tmp") + "/log", "a")
@@ -117,7 +117,7 @@ class Backward:
         whole = dq in (self.FINAL, self.PASSES)
         b = lambda x: "true" if x else "false"
         keys = groups * blocks * 64
-        self.name = f"backward<Spec{{{D},{groups},{blocks},{rows},{stages},{tiles},{kv},{dq},{b(has)},{b(pr.causal)},{b(whole)}}}>"
+        self.name = f"backward<Spec{{{D},{groups},{blocks},{rows},{stages},{tiles},{kv},{dq},{b(has)},{b(pr.causal)},{b(whole)},{b(S % keys)}}}>"
         width = min(128, 2 * D)
         stage = 64 * D * 4 if dq == self.BULK else 0
         self.smem = kv * 2 * keys * D * 2 + stages * 2 * rows * D * 2 + tiles * rows * keys * 2 + groups * stage + stages * rows * 8 + 8 * (2 * kv + 3 * stages + 3 * tiles) + (stages * rows * D * 2 if whole else 0)
@@ -171,15 +171,15 @@ class Backward:
         st = torch.cuda.current_stream().cuda_stream
         if not self.whole:
             gpu.launch(self.prepare, self.prepare_grid, 256, 0, (self.params,), st)
-        gpu.launch(self.f, self.grid, self.threads, self.smem, self.args, st)
+        gpu.launch(self.f, self.grid, self.threads, self.smem, self.args, st, not self.whole and PDL)
         if not self.whole:
-            gpu.launch(self.convert, self.convert_grid, 128, 0, (self.params,), st)
+            gpu.launch(self.convert, self.convert_grid, 128, 0, (self.params,), st, PDL)
 
     def bias_part(self):
         st = torch.cuda.current_stream().cuda_stream
         gpu.launch(self.bf, self.bgrid, self.bthreads, self.bsmem, self.bargs, st)
         if self.chunks > 1:
-            gpu.launch(self.bsum, up(self.dbias.numel(), 1024) // 1024, 256, 0, (self.bparams,), st)
+            gpu.launch(self.bsum, up(self.dbias.numel(), 1024) // 1024, 256, 0, (self.bparams,), st, PDL)
 
     def __call__(self):
         self.main()
@@ -223,6 +223,39 @@ class Backward:
         checks.append(good)
         log(f"{'ok  ' if good else 'FAIL'} {label}: max/mean error over naive: {', '.join(line)}{same}", good)
         return good
+
+
+class Small(Backward):
+    """backward_small: S <= 64"""
+
+    def __init__(self, pr, groups=3, slots=3, want_dbias=True):
+        self.pr, self.whole = pr, True
+        B, H, S, D = pr.B, pr.H, pr.S, pr.D
+        has = pr.bias is not None
+        self.want = has and want_dbias
+        b = lambda x: "true" if x else "false"
+        self.name = f"backward_small<SmallSpec{{{D},{groups},{slots},{b(has)},{b(self.want)}}}>"
+        self.smem = groups * (slots * 5 * 64 * D * 2 + 8192) + groups * 1024 + groups * slots * 16
+        self.f, self.bsum = gpu.function(self.name, self.smem), gpu.function("small_bias_sum<0>")
+        planes, n = pr.b1 * H, B // pr.b1
+        self.planes, self.threads = planes, (groups + 1) * 128
+        per = max(1, min(SMS // planes, up(n, groups) // groups))
+        self.grid, self.workers = per * planes, engine.C.c_int(per * groups)
+        self.dq, self.dk, self.dv = [torch.empty_like(pr.q) for _ in range(3)]
+        self.partial = torch.empty(planes * per * groups * 4096 if self.want else 1, device=dev)
+        self.dbias = torch.empty_like(pr.bias) if has else None
+        self.lse_rows = self.delta_rows = self.acc = self.partial
+        P = lambda t: t.data_ptr() if t is not None else 0
+        self.params = SmallParams(P(pr.lse), P(pr.bias), P(self.partial), P(self.dbias), P(self.dq), P(self.dk), P(self.dv), S * H * D, H * D, D, B, H, S, n, pr.scale)
+        dims, strides = (D, S, H, B), (H * D * 2, D * 2, S * H * D * 2)
+        tm = lambda t: gpu.tensor_map(t, dims, strides, (D, 64, 1, 1), D * 2)
+        self.args = (tm(pr.q), tm(pr.k), tm(pr.v), tm(pr.do), tm(pr.o), self.params)
+
+    def __call__(self):
+        st = torch.cuda.current_stream().cuda_stream
+        gpu.launch(self.f, self.grid, self.threads, self.smem, self.args, st)
+        if self.want:
+            gpu.launch(self.bsum, self.planes * 8, 128, 0, (self.params, self.workers), st, PDL)
 
 
 def sdpa(pr, backend, grad_bias=True, use_bias=True):
@@ -284,7 +317,7 @@ def report(label, pr, fns, flops=None):
 WHOLE = dict(groups=3, blocks=2, rows=64)
 
 
-WHOLES = {"a": dict(stages=4, tiles=2, kv=1), "b": dict(stages=6, tiles=2, kv=1), "c": dict(stages=2, tiles=2, kv=2)}
+WHOLES = {"a": dict(stages=4, tiles=2, kv=1), "b": dict(stages=6, tiles=2, kv=1), "c": dict(stages=2, tiles=2, kv=2), "d": dict(groups=2, blocks=3, stages=2, tiles=2, kv=2)}
 
 
 def triangle():
@@ -292,8 +325,8 @@ def triangle():
         pr = Problem(B, H, S, 32, bias=True, **kw)
         mode = Backward.FINAL if S <= 384 else Backward.PASSES
         for n, c in WHOLES.items():
-            Backward(pr, **WHOLE, **c, dq=mode).check(f"whole {n} B={B} S={S} {kw}", 100 if S == 384 else 20)
-        Backward(pr, **WHOLE, **c, dq=mode, bias_cfg=(2, 128, 6, 2)).check(f"whole {n} B={B} S={S} {kw} bias 2x128", 20)
+            Backward(pr, **{**WHOLE, **c}, dq=mode).check(f"whole {n} B={B} S={S} {kw}", 100 if S == 384 else 20)
+        Backward(pr, **{**WHOLE, **c}, dq=mode, bias_cfg=(2, 128, 6, 2)).check(f"whole {n} B={B} S={S} {kw} bias 2x128", 20)
     for B, S in ((384, 384), (768, 768)):
         mode = Backward.FINAL if S <= 384 else Backward.PASSES
         for bias in (True, False):
@@ -301,18 +334,51 @@ def triangle():
             pr.forward_fast()
             fns = {}
             for n, c in WHOLES.items():
-                x = Backward(pr, **WHOLE, **c, dq=mode)
+                x = Backward(pr, **{**WHOLE, **c}, dq=mode)
                 fns["main " + n] = x.main
             if bias:
                 fns["all " + n] = x
                 print(f"chunks {x.chunks}, workspace {x.peak / 2**20:.0f} MiB")
                 fns["dbias"] = x.bias_part
-                fns["dbias 2x128"] = Backward(pr, **WHOLE, **c, dq=mode, bias_cfg=(2, 128, 6, 2)).bias_part
+                fns["dbias 2x128"] = Backward(pr, **{**WHOLE, **c}, dq=mode, bias_cfg=(2, 128, 6, 2)).bias_part
             if S == 384:
                 fns["mem-eff"] = sdpa(pr, SDPBackend.EFFICIENT_ATTENTION)
             if not bias:
                 fns["cudnn"] = sdpa(pr, SDPBackend.CUDNN_ATTENTION)
             report(f"triangle {S} bias={bias}", pr, fns)
+
+
+def small():
+    for B, H, S, D, kw in ((600, 4, 49, 32, dict(bias=True)), (60, 4, 64, 32, dict(bias=True, b1=3)), (700, 3, 33, 32, {}), (200, 4, 49, 64, dict(bias=True)), (300, 4, 64, 64, {})):
+        pr = Problem(B, H, S, D, **kw)
+        for c in (dict(groups=3, slots=3), dict(groups=3, slots=2)) if D == 32 else (dict(groups=2, slots=2),):
+            Small(pr, **c).check(f"small {c} B={B} S={S} D={D} {kw}", 100)
+    # Swin, and AlphaFold-like windows
+    for B, H, S, D in ((4096, 4, 49, 32), (4096, 4, 64, 32), (256, 4, 64, 32)):
+        for bias in (True, False):
+            pr = Problem(B, H, S, D, bias=bias, reference=False)
+            pr.forward_fast()
+            report(f"small B={B} S={S} D={D} bias={bias}", pr, {"3x3": Small(pr), "3x2": Small(pr, 3, 2), "mem-eff": sdpa(pr, SDPBackend.EFFICIENT_ATTENTION),
+                                                                "flash": None if bias else sdpa(pr, SDPBackend.FLASH_ATTENTION), "cudnn": None if bias else sdpa(pr, SDPBackend.CUDNN_ATTENTION)})
+
+
+def medium():
+    """ViT and BERT: the whole-head kernel at D = 64"""
+    for B, H, S, kw in ((30, 4, 197, {}), (20, 8, 512, dict(causal=True)), (20, 8, 512, {}), (20, 8, 256, dict(bias=True))):
+        pr = Problem(B, H, S, 64, **kw)
+        for n, c in MEDIUM.items():
+            mode = 0 if S <= c["groups"] * c["blocks"] * 64 else 1
+            Backward(pr, **c, dq=mode).check(f"whole {n} B={B} S={S} D=64 {kw}", 50)
+    for B, H, S in ((256, 12, 197), (64, 12, 512), (64, 32, 1024)):
+        pr = Problem(B, H, S, 64, reference=False)
+        pr.forward_fast()
+        fns = {n: Backward(pr, **c, dq=0 if S <= c["groups"] * c["blocks"] * 64 else 1) for n, c in MEDIUM.items()}
+        fns["2x128 bulk"] = Backward(pr, **CFG64["64:2x128 bulk"])
+        fns["cudnn"], fns["fa2"] = sdpa(pr, SDPBackend.CUDNN_ATTENTION), sdpa(pr, SDPBackend.FLASH_ATTENTION)
+        report(f"B={B} S={S} D=64", pr, fns)
+
+
+MEDIUM = {"2x128k": dict(groups=2, blocks=2, rows=64, stages=2, tiles=2, kv=1), "3x64k": dict(groups=3, blocks=1, rows=64, stages=4, tiles=2, kv=1)}
 
 
 def dense_small_check():
@@ -336,12 +402,14 @@ CFG128 = {"128:2x64 red": dict(groups=2, blocks=1, rows=64, stages=2, tiles=3, k
 
 
 def dense():
-    for D, cfgs, shapes in ((64, CFG64, ((8, 32, 2048), (4, 32, 4096))), (128, CFG128, ((4, 16, 4096),))):
+    for D, cfgs, shapes in ((64, CFG64, ((16, 32, 1024), (4, 32, 4096))), (128, CFG128, ((16, 16, 1024), (4, 16, 4096)))):
         for B, H, S in shapes:
             for causal in (False, True):
                 pr = Problem(B, H, S, D, causal=causal, reference=False)
                 pr.forward_fast()
                 fns = {n: Backward(pr, **{k: v for k, v in c.items() if k != "plain"}) for n, c in cfgs.items()}
+                if D == 64 and B * H > 100:
+                    fns["passes 3x64"] = Backward(pr, groups=3, blocks=1, rows=64, stages=4, tiles=2, kv=1, dq=1)
                 fns["cudnn"], fns["fa2"] = sdpa(pr, SDPBackend.CUDNN_ATTENTION), sdpa(pr, SDPBackend.FLASH_ATTENTION)
                 report(f"D={D} S={S} causal={causal}", pr, fns)
 
@@ -364,11 +432,27 @@ def bias():
         report(f"bias 1,H D={D} S={S}", pr, fns)
 
 
-GROUPS = dict(triangle=triangle, check=dense_small_check, dense=dense, bias=bias)
+def once_each():
+    """for a profiler: each main kernel and bias kernel once, after a warm-up"""
+    for pr, c in ((Problem(384, 4, 384, 32, bias=True, reference=False), dict(**WHOLE, **WHOLES["c"], dq=0)), (Problem(8, 16, 2048, 64, bias=True, reference=False), CFG64["64:3x64 red"]),
+                  (Problem(4, 16, 4096, 128, bias=True, reference=False), CFG128["128:2x64 red"])):
+        pr.forward_fast()
+        x = Backward(pr, **c)
+        x()
+        torch.cuda.synchronize()
+
+
+def yardstick():
+    a, b = [torch.randn(8192, 8192, device=dev, dtype=torch.bfloat16) for _ in range(2)]
+    t = measure({"matmul": lambda: a @ b})["matmul"]
+    table.append(f"matmul 8192: {2 * 8192**3 / t / 1e9:.0f} TFLOP/s; " + os.popen("nvidia-smi --query-gpu=clocks.sm,power.draw,clocks_event_reasons.active --format=csv,noheader").read().strip())
+
+
+GROUPS = dict(yardstick=yardstick, small=small, medium=medium, once=once_each, triangle=triangle, check=dense_small_check, dense=dense, bias=bias)
 
 if __name__ == "__main__":
     print(torch.cuda.get_device_name(0), torch.__version__, torch.backends.cudnn.version())
-    for g in sys.argv[1:] or GROUPS:
+    for g in sys.argv[1:] or [g for g in GROUPS if g != 'once']:
         try:
             GROUPS[g]()
         except Exception as e:
