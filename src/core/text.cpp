@@ -74,7 +74,7 @@ constexpr Key kKeys[] = {
 constexpr std::string_view kTypes[] = {"fp32", "fp16", "bf16", "fp64"};
 
 // A line that claims more sequences than this is a slip of the keyboard, not a problem.
-constexpr std::int64_t kMostSequences = std::int64_t{1} << 24;
+constexpr std::int64_t kMostSequences = std::int64_t{1} << 22;
 
 [[noreturn]] void refuse(std::string_view key, std::string_view was, std::string_view accepted) {
   throw Error(FOVEA_INVALID_ARGUMENT, fmt::format("problem line: {}: '{}'; accepted: {}", key, was, accepted));
