@@ -17,82 +17,30 @@
 #include "reference/reference.h"
 
 namespace fovea::reference {
-namespace {
-
-// The gradient of a bias in its shape before broadcasting.
-class BiasGradient {
- public:
-  BiasGradient(const Call& call, const View& view, const PlaneTraits& traits)
-      : call_(call),
-        view_(view),
-        batch1_(traits.extents.batch1 ? call.rows.batch1 : 1),
-        batch2_(traits.extents.batch2 ? call.rows.batch2 : 1),
-        heads_(traits.extents.head ? call.rows.heads_q : 1),
-        queries_(traits.extents.query ? call.rows.limit_q : 1),
-        keys_(traits.extents.key ? call.rows.limit_k : 1),
-        sums_(static_cast<std::size_t>(view ? batch1_ * batch2_ * heads_ * queries_ * keys_ : 0)) {}
-
-  void add(i64 b, i64 h, i64 i, i64 j, double grad) {
-    if (view_) {
-      const i64 b1 = b / call_.rows.batch2 % batch1_;
-      const i64 b2 = b % call_.rows.batch2 % batch2_;
-      const i64 plane = (b1 * batch2_ + b2) * heads_ + h % heads_;
-      sums_[(plane * queries_ + i % queries_) * keys_ + j % keys_] += grad;
-    }
-  }
-
-  void write() const {
-    const math::Strides& s = view_.strides;
-    for (std::size_t n = 0; n < sums_.size(); ++n) {
-      i64 rest = static_cast<i64>(n);
-      const i64 j = rest % keys_;
-      const i64 i = (rest /= keys_) % queries_;
-      const i64 h = (rest /= queries_) % heads_;
-      const i64 b2 = (rest /= heads_) % batch2_;
-      const i64 b1 = rest / batch2_;
-      store(view_.data, view_.type, b1 * s.batch1 + b2 * s.batch2 + h * s.head + i * s.row + j * s.col, sums_[n]);
-    }
-  }
-
- private:
-  const Call& call_;
-  const View& view_;
-  i64 batch1_, batch2_, heads_, queries_, keys_;
-  std::vector<double> sums_;
-};
-
-void add_scaled(double* to, double factor, const double* from, i64 length) {
-  for (i64 d = 0; d < length; ++d) {
-    to[d] += factor * from[d];
-  }
-}
-
-}  // namespace
-
 void backward(const Call& call) {
   const i64 head_dim = call.problem.head_dim;
   const i64 head_dim_v = call.problem.head_dim_v;
   const i64 group = call.rows.heads_k > 0 ? call.rows.heads_q / call.rows.heads_k : 0;
-  BiasGradient grad_bias(call, call.grad_bias, call.problem.bias);
-  BiasGradient grad_bias2(call, call.grad_bias2, call.problem.bias2);
+  BiasGradient<double> grad_bias(call, call.grad_bias, call.problem.bias);
+  BiasGradient<double> grad_bias2(call, call.grad_bias2, call.problem.bias2);
   std::vector<double> grad_sink(static_cast<std::size_t>(call.rows.heads_q));
 
   for (i64 b = 0; b < call.rows.batch(); ++b) {
     const math::Sequence sequence = call.rows.sequence(b);
     for (i64 h_k = 0; h_k < call.rows.heads_k; ++h_k) {
-      const auto k = read_rows(call, call.k, b, h_k, sequence.k_begin, sequence.k_len, head_dim);
-      const auto v = read_rows(call, call.v, b, h_k, sequence.k_begin, sequence.k_len, head_dim_v);
+      const auto k = read_rows<double>(call, call.k, b, h_k, sequence.k_begin, sequence.k_len, head_dim);
+      const auto v = read_rows<double>(call, call.v, b, h_k, sequence.k_begin, sequence.k_len, head_dim_v);
       std::vector<double> grad_k(k.size());
       std::vector<double> grad_v(v.size());
       for (i64 h = h_k * group; h < (h_k + 1) * group; ++h) {
-        const Head head(call, b, h);
+        const Head<double> head(call, b, h);
         for (i64 i = 0; i < sequence.q_len; ++i) {
           const i64 row = sequence.q_begin + i;
-          const auto q = read_rows(call, call.q, b, h, row, 1, head_dim);
-          const auto out = read_rows(call, call.out, b, h, row, 1, head_dim_v);
-          const auto grad_out = read_rows(call, call.grad_out, b, h, row, 1, head_dim_v);
-          const double reference = math::backward_reference(read_rows(call, call.lse, b, h, row, 1, 1)[0]);
-          const double grad_lse = call.grad_lse ? read_rows(call, call.grad_lse, b, h, row, 1, 1)[0] : 0;
+          const auto q = read_rows<double>(call, call.q, b, h, row, 1, head_dim);
+          const auto out = read_rows<double>(call, call.out, b, h, row, 1, head_dim_v);
+          const auto grad_out = read_rows<double>(call, call.grad_out, b, h, row, 1, head_dim_v);
+          const double reference = math::backward_reference(read_rows<double>(call, call.lse, b, h, row, 1, 1)[0]);
+          const double grad_lse = call.grad_lse ? read_rows<double>(call, call.grad_lse, b, h, row, 1, 1)[0] : 0;
           std::vector<double> grad_q(q.size());
           if (reference != math::Limits<double>::infinity()) {  // else the row is dead
             const double delta = math::delta(dot(grad_out.data(), out.data(), head_dim_v), grad_lse);

@@ -14,8 +14,9 @@ namespace fovea::reference {
 namespace {
 
 // `q`, `k`, `v`: the rows of this head. Fills `out` and returns the row's logsumexp.
-double forward_row(const Head& head, i64 i, const double* q, const std::vector<double>& k, const std::vector<double>& v,
-                   i64 head_dim, i64 head_dim_v, std::vector<double>& scores, std::vector<double>& out) {
+double forward_row(const Head<double>& head, i64 i, const double* q, const std::vector<double>& k,
+                   const std::vector<double>& v, i64 head_dim, i64 head_dim_v, std::vector<double>& scores,
+                   std::vector<double>& out) {
   const i64 keys = head.sequence().k_len;
   double maximum = head.sink();
   for (i64 j = 0; j < keys; ++j) {
@@ -52,12 +53,12 @@ void forward(const Call& call) {
   const i64 head_dim_v = call.problem.head_dim_v;
   for (i64 b = 0; b < call.rows.batch(); ++b) {
     for (i64 h = 0; h < call.rows.heads_q; ++h) {
-      const Head head(call, b, h);
+      const Head<double> head(call, b, h);
       const math::Sequence sequence = head.sequence();
       const i64 h_k = call.rows.head_k(h);
-      const auto q = read_rows(call, call.q, b, h, sequence.q_begin, sequence.q_len, head_dim);
-      const auto k = read_rows(call, call.k, b, h_k, sequence.k_begin, sequence.k_len, head_dim);
-      const auto v = read_rows(call, call.v, b, h_k, sequence.k_begin, sequence.k_len, head_dim_v);
+      const auto q = read_rows<double>(call, call.q, b, h, sequence.q_begin, sequence.q_len, head_dim);
+      const auto k = read_rows<double>(call, call.k, b, h_k, sequence.k_begin, sequence.k_len, head_dim);
+      const auto v = read_rows<double>(call, call.v, b, h_k, sequence.k_begin, sequence.k_len, head_dim_v);
       std::vector<double> scores(static_cast<std::size_t>(sequence.k_len));
       std::vector<double> out;
       for (i64 i = 0; i < sequence.q_len; ++i) {

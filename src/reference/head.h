@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // One (batch entry, query head) of a problem, as both directions of the reference see it: which pairs (i, j) take
-// part, their scores, what dropout makes of them, and rows of the caller's tensors as doubles.
+// part, their scores, what dropout makes of them; rows of the caller's tensors; and the gradient of a bias in its
+// own shape. T is double in the reference; the checks take float to see what fp32 sums would cost.
 #pragma once
 
 #include <vector>
@@ -14,22 +15,23 @@ namespace fovea::reference {
 
 using math::i64;
 
-// Rows [begin, begin + count) of a head, `width` elements each, as doubles.
-inline std::vector<double> read_rows(const Call& call, const View& view, i64 b, i64 head, i64 begin, i64 count,
-                                     i64 width) {
-  std::vector<double> values(static_cast<std::size_t>(count * width));
+// Rows [begin, begin + count) of a head, `width` elements each.
+template <class T>
+std::vector<T> read_rows(const Call& call, const View& view, i64 b, i64 head, i64 begin, i64 count, i64 width) {
+  std::vector<T> values(static_cast<std::size_t>(count * width));
   for (i64 row = 0; row < count; ++row) {
     const i64 base = call.rows.offset(view.strides, b, head, begin + row);
     for (i64 col = 0; col < width; ++col) {
-      values[static_cast<std::size_t>(row * width + col)] = load(view.data, view.type, base + col * view.strides.col);
+      values[static_cast<std::size_t>(row * width + col)] =
+          static_cast<T>(load(view.data, view.type, base + col * view.strides.col));
     }
   }
   return values;
 }
 
 // The inverse: each element is rounded once.
-inline void write_rows(const Call& call, const View& view, i64 b, i64 head, i64 begin, i64 count, i64 width,
-                       const double* values) {
+template <class T>
+void write_rows(const Call& call, const View& view, i64 b, i64 head, i64 begin, i64 count, i64 width, const T* values) {
   for (i64 row = 0; row < count; ++row) {
     const i64 base = call.rows.offset(view.strides, b, head, begin + row);
     for (i64 col = 0; col < width; ++col) {
@@ -38,14 +40,23 @@ inline void write_rows(const Call& call, const View& view, i64 b, i64 head, i64 
   }
 }
 
-inline double dot(const double* a, const double* b, i64 length) {
-  double sum = 0;
+template <class T>
+T dot(const T* a, const T* b, i64 length) {
+  T sum = 0;
   for (i64 d = 0; d < length; ++d) {
     sum += a[d] * b[d];
   }
   return sum;
 }
 
+template <class T>
+void add_scaled(T* to, T factor, const T* from, i64 length) {
+  for (i64 d = 0; d < length; ++d) {
+    to[d] += factor * from[d];
+  }
+}
+
+template <class T>
 class Head {
  public:
   Head(const Call& call, i64 b, i64 h)
@@ -54,21 +65,21 @@ class Head {
         h_(h),
         sequence_(call.rows.sequence(b)),
         band_(call.problem.band(sequence_.q_len, sequence_.k_len)),
-        score_(call.problem.score()),
+        score_(math::Score<T>::make(call.problem.scale_or_default(), call.problem.softcap)),
         dropout_(call.dropout_of_head(b, h)),
         shift_(call.problem.top_left ? 0 : sequence_.k_len - sequence_.q_len),
         slope_(call.alibi_slopes ? at(call.alibi_slopes, 0, 0) : 0),
-        sink_(call.sink ? at(call.sink, 0, 0) : -math::Limits<double>::infinity()) {}
+        sink_(call.sink ? at(call.sink, 0, 0) : -math::Limits<T>::infinity()) {}
 
   const math::Sequence& sequence() const { return sequence_; }
-  double sink() const { return sink_; }  // -inf without one: exp(sink) = 0
+  T sink() const { return sink_; }  // -inf without one: exp(sink) = 0
 
   bool allowed(i64 i, i64 j) const { return band_.allowed(i, j) && (!call_.mask || at(call_.mask, i, j) != 0); }
 
   // The score and its derivative by the dot product.
-  math::Dual<double> score(i64 i, i64 j, double dot) const {
-    math::Dual<double> s = score_.softcap > 0 ? score_.of_dot_with_derivative<true>(dot, 1.0)
-                                              : score_.of_dot_with_derivative<false>(dot, 1.0);
+  math::Dual<T> score(i64 i, i64 j, T dot) const {
+    math::Dual<T> s = score_.softcap > 0 ? score_.template of_dot_with_derivative<true>(dot, T(1))
+                                         : score_.template of_dot_with_derivative<false>(dot, T(1));
     if (call_.bias) {
       s = s + at(call_.bias, i, j);
     }
@@ -76,20 +87,22 @@ class Head {
       s = s + at(call_.bias2, i, j);
     }
     if (call_.alibi_slopes) {
-      s = s + math::alibi(static_cast<double>(j - (i + shift_)), slope_);
+      s = s + math::alibi(static_cast<T>(j - (i + shift_)), slope_);
     }
     return s;
   }
 
   // keep / (1 - p_drop): 0 where the element is dropped.
-  double keep(i64 i, i64 j) const {
+  T keep(i64 i, i64 j) const {
     const math::Dropout& dropout = call_.dropout;
-    return !dropout.active() ? 1 : !dropout.keeps_nothing() && dropout_.keep(i, j) ? dropout.factor() : 0;
+    const bool kept = !dropout.keeps_nothing() && (!dropout.active() || dropout_.keep(i, j));
+    return kept ? static_cast<T>(dropout.factor()) : T(0);
   }
 
  private:
-  double at(const View& view, i64 i, i64 j) const {
-    return load(view.data, view.type, call_.rows.offset(view.strides, b_, h_, i) + j * view.strides.col);
+  T at(const View& view, i64 i, i64 j) const {
+    const i64 element = call_.rows.offset(view.strides, b_, h_, i) + j * view.strides.col;
+    return static_cast<T>(load(view.data, view.type, element));
   }
 
   const Call& call_;
@@ -97,11 +110,54 @@ class Head {
   i64 h_;
   math::Sequence sequence_;
   math::Band<i64> band_;
-  math::Score<double> score_;
+  math::Score<T> score_;
   math::DropoutOfHead dropout_;
   i64 shift_;
-  double slope_;
-  double sink_;
+  T slope_;
+  T sink_;
+};
+
+// The gradient of a bias in its shape before broadcasting.
+template <class T>
+class BiasGradient {
+ public:
+  BiasGradient(const Call& call, const View& view, const PlaneTraits& traits)
+      : call_(call),
+        view_(view),
+        batch1_(traits.extents.batch1 ? call.rows.batch1 : 1),
+        batch2_(traits.extents.batch2 ? call.rows.batch2 : 1),
+        heads_(traits.extents.head ? call.rows.heads_q : 1),
+        queries_(traits.extents.query ? call.rows.limit_q : 1),
+        keys_(traits.extents.key ? call.rows.limit_k : 1),
+        sums_(static_cast<std::size_t>(view ? batch1_ * batch2_ * heads_ * queries_ * keys_ : 0)) {}
+
+  void add(i64 b, i64 h, i64 i, i64 j, T grad) {
+    if (view_) {
+      const i64 b1 = b / call_.rows.batch2 % batch1_;
+      const i64 b2 = b % call_.rows.batch2 % batch2_;
+      const i64 plane = (b1 * batch2_ + b2) * heads_ + h % heads_;
+      sums_[(plane * queries_ + i % queries_) * keys_ + j % keys_] += grad;
+    }
+  }
+
+  void write() const {
+    const math::Strides& s = view_.strides;
+    for (std::size_t n = 0; n < sums_.size(); ++n) {
+      i64 rest = static_cast<i64>(n);
+      const i64 j = rest % keys_;
+      const i64 i = (rest /= keys_) % queries_;
+      const i64 h = (rest /= queries_) % heads_;
+      const i64 b2 = (rest /= heads_) % batch2_;
+      const i64 b1 = rest / batch2_;
+      store(view_.data, view_.type, b1 * s.batch1 + b2 * s.batch2 + h * s.head + i * s.row + j * s.col, sums_[n]);
+    }
+  }
+
+ private:
+  const Call& call_;
+  const View& view_;
+  i64 batch1_, batch2_, heads_, queries_, keys_;
+  std::vector<T> sums_;
 };
 
 }  // namespace fovea::reference

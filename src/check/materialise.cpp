@@ -1,0 +1,443 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Strides from layout and skew, the list of elements that exist, and the numbers in them. Random numbers are a
+// function of (seed, tensor, place), so that a case is the same wherever and however often it is made.
+#include "check/materialise.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <numbers>
+
+#include "core/element.h"
+
+namespace fovea::check {
+namespace {
+
+constexpr std::size_t kMargin = 256;
+constexpr std::size_t kAlignment = 64;
+
+std::uint64_t mix(std::uint64_t x) {  // the finaliser of SplitMix64
+  x += 0x9E3779B97F4A7C15;
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EB;
+  return x ^ (x >> 31);
+}
+
+std::uint8_t pattern(std::size_t place) { return static_cast<std::uint8_t>(mix(place / 8) >> place % 8 * 8); }
+
+class Random {
+ public:
+  Random(std::uint64_t seed, std::string_view name) : state_(seed) {
+    for (const char letter : name) {
+      state_ = mix(state_ ^ static_cast<std::uint8_t>(letter));
+    }
+  }
+  double uniform() { return (static_cast<double>(mix(state_++) >> 11) + 0.5) * 0x1p-53; }  // in (0, 1)
+  double normal() {
+    const double radius = std::sqrt(-2 * std::log(uniform()));
+    return radius * std::cos(2 * std::numbers::pi * uniform());
+  }
+
+ private:
+  std::uint64_t state_;
+};
+
+double lowest_of(DType type) {
+  switch (type) {
+    case DType::kFp16:
+      return Half::to_double(0xFBFF);
+    case DType::kBf16:
+      return Bfloat16::to_double(0xFF7F);
+    case DType::kFp32:
+      return std::numeric_limits<float>::lowest();
+    default:
+      return std::numeric_limits<double>::lowest();
+  }
+}
+
+// Calls f(index, element) for every index of the tensor, the last dimension fastest.
+template <class F>
+void for_each_index(const Tensor& tensor, F&& f) {
+  const fovea_tensor& view = tensor.view;
+  std::int64_t count = 1;
+  for (int d = 0; d < view.rank; ++d) {
+    count *= view.shape[d];
+  }
+  Index index{};
+  for (std::int64_t n = 0; n < count; ++n) {
+    f(index, tensor.element(index));
+    for (int d = view.rank - 1; d >= 0 && ++index[d] == view.shape[d]; --d) {
+      index[d] = 0;
+    }
+  }
+}
+
+}  // namespace
+
+Buffer::Buffer(std::size_t size) : memory_(size + 2 * kMargin + kAlignment), allowed_(memory_.size()), size_(size) {
+  const auto address = reinterpret_cast<std::uintptr_t>(memory_.data()) + kMargin;
+  data_ = memory_.data() + kMargin + (-address) % kAlignment;
+}
+
+void Buffer::fill_with_pattern() {
+  for (std::size_t n = 0; n < memory_.size(); ++n) {
+    memory_[n] = pattern(n);
+  }
+  allowed_.assign(memory_.size(), false);
+}
+
+void Buffer::allow(std::size_t offset, std::size_t count) {
+  const auto begin = allowed_.begin() + (data_ - memory_.data()) + static_cast<std::ptrdiff_t>(offset);
+  std::fill(begin, begin + static_cast<std::ptrdiff_t>(count), true);
+}
+
+bool Buffer::changed(std::ptrdiff_t* where) const {
+  for (std::size_t n = 0; n < memory_.size(); ++n) {
+    if (!allowed_[n] && memory_[n] != pattern(n)) {
+      *where = memory_.data() + n - data_;
+      return true;
+    }
+  }
+  return false;
+}
+
+std::int64_t Tensor::element(const Index& index) const {
+  std::int64_t at = base;
+  for (int d = 0; d < view.rank; ++d) {
+    at += index[d] * view.stride[d];
+  }
+  return at;
+}
+
+double Tensor::get(std::int64_t element) const { return load(buffer->data(), type(), element); }
+
+void Tensor::set(std::int64_t element, double value) const {
+  if (type() == DType::kBool) {
+    buffer->data()[element] = value != 0;
+  } else {
+    store(buffer->data(), type(), element, value);
+  }
+}
+
+math::Sequence sequence_of(const Problem& p, std::int64_t b) {
+  math::Sequence s{0, p.seqlen_q, 0, p.seqlen_k};
+  if (p.packed) {
+    s = {0, p.lengths_q[b], 0, p.lengths_k[b]};
+    for (std::int64_t before = 0; before < b; ++before) {
+      s.q_begin += p.lengths_q[before];
+      s.k_begin += p.lengths_k[before];
+    }
+  }
+  if (p.has_used_q) {
+    s.q_len = std::min(s.q_len, p.used_q[b]);
+  }
+  if (p.has_used_k) {
+    s.k_len = std::min(s.k_len, p.used_k[b]);
+  }
+  return s;
+}
+
+std::int64_t plane_element(const Problem& p, const Tensor& plane, std::int64_t b, std::int64_t h, std::int64_t i,
+                           std::int64_t j) {
+  Index index = p.two_level ? Index{b / p.batch2, b % p.batch2, h, i, j} : Index{b, h, i, j};
+  for (int d = 0; d < plane.view.rank; ++d) {
+    index[d] = plane.view.shape[d] == 1 ? 0 : index[d];
+  }
+  return plane.element(index);
+}
+
+bool takes_part(const Problem& p, const Tensor* mask, std::int64_t b, std::int64_t h, std::int64_t i, std::int64_t j) {
+  const math::Sequence s = sequence_of(p, b);
+  return p.band(s.q_len, s.k_len).allowed(i, j) &&
+         (mask == nullptr || mask->get(plane_element(p, *mask, b, h, i, j)) != 0);
+}
+
+Tensors::Tensors(const Case& c) : case_(c), shapes_(c.problem), problem_(shapes_.get()) {
+  using Kind = Tensor::Kind;
+  add("q", Kind::kQueries, false, &fovea_problem::q);
+  add("k", Kind::kKeys, false, &fovea_problem::k);
+  add("v", Kind::kKeys, false, &fovea_problem::v);
+  add("bias", Kind::kPlane, false, &fovea_problem::bias);
+  add("bias2", Kind::kPlane, false, &fovea_problem::bias2);
+  add("mask", Kind::kPlane, false, &fovea_problem::mask);
+  add("alibi_slopes", Kind::kVector, false, &fovea_problem::alibi_slopes);
+  add("sink", Kind::kVector, false, &fovea_problem::sink);
+  add("cu_seqlens_q", Kind::kVector, false, &fovea_problem::cu_seqlens_q);
+  add("cu_seqlens_k", Kind::kVector, false, &fovea_problem::cu_seqlens_k);
+  add("seqused_q", Kind::kVector, false, &fovea_problem::seqused_q);
+  add("seqused_k", Kind::kVector, false, &fovea_problem::seqused_k);
+  add("out", Kind::kQueries, true, &fovea_problem::out);
+  add("lse", Kind::kStatistics, true, &fovea_problem::lse);
+  add("grad_out", Kind::kQueries, false, &fovea_problem::grad_out);
+  add("grad_lse", Kind::kStatistics, false, &fovea_problem::grad_lse);
+  add("grad_q", Kind::kQueries, true, &fovea_problem::grad_q);
+  add("grad_k", Kind::kKeys, true, &fovea_problem::grad_k);
+  add("grad_v", Kind::kKeys, true, &fovea_problem::grad_v);
+  add("grad_bias", Kind::kPlane, true, &fovea_problem::grad_bias);
+  add("grad_bias2", Kind::kPlane, true, &fovea_problem::grad_bias2);
+  add("grad_sink", Kind::kVector, true, &fovea_problem::grad_sink);
+  fill_family();
+}
+
+void Tensors::add(std::string_view name, Tensor::Kind kind, bool output, const fovea_tensor* fovea_problem::*member) {
+  const fovea_tensor* shape = shapes_.get().*member;
+  if (shape == nullptr) {
+    return;
+  }
+  tensors_.push_back({name, kind, output, *shape, nullptr, 0, {}});
+  Tensor& tensor = tensors_.back();
+  const bool lengths = tensor.type() == DType::kInt32 || tensor.type() == DType::kInt64;
+  std::vector<std::int64_t> values;
+  if (lengths) {  // Shapes has them; cu_seqlens come in either type
+    for (std::int64_t n = 0; n < shape->shape[0]; ++n) {
+      values.push_back(tensor.type() == DType::kInt32 ? static_cast<const std::int32_t*>(shape->data)[n]
+                                                      : static_cast<const std::int64_t*>(shape->data)[n]);
+    }
+    if (case_.seed % 2 == 0) {
+      tensor.view.dtype = FOVEA_INT32;
+    }
+  }
+  constexpr std::string_view kParts[] = {"q", "k", "v"};
+  const std::string_view plain = name.starts_with("grad_") ? name.substr(5) : name;
+  place(tensor, static_cast<int>(std::find(std::begin(kParts), std::end(kParts), plain) - std::begin(kParts)));
+  tensor.view.data = tensor.buffer->data() + tensor.base * static_cast<std::int64_t>(size_of(tensor.type()));
+  problem_.*member = &tensor.view;
+  list_existing(tensor);
+  for (std::size_t n = 0; n < values.size(); ++n) {
+    const auto element = tensor.existing[n];
+    if (tensor.type() == DType::kInt32) {
+      reinterpret_cast<std::int32_t*>(tensor.buffer->data())[element] = static_cast<std::int32_t>(values[n]);
+    } else {
+      reinterpret_cast<std::int64_t*>(tensor.buffer->data())[element] = values[n];
+    }
+  }
+  if (!output && !lengths) {
+    fill(tensor);
+  }
+}
+
+// Strides, buffer and base. `part`: 0, 1, 2 for q, k, v and their gradients, which share a tensor under qkv3.
+void Tensors::place(Tensor& tensor, int part) {
+  const Problem& p = case_.problem;
+  fovea_tensor& view = tensor.view;
+  const int rank = view.rank;
+  const bool rows = tensor.kind == Tensor::Kind::kQueries || tensor.kind == Tensor::Kind::kKeys;
+  const bool one_tensor = p.layout == Layout::kQkv3 && part < 3;
+  view.flags = FOVEA_TENSOR_STRIDED;
+
+  // From the innermost dimension outwards. Under bhsd heads are further out than rows.
+  std::array<int, FOVEA_MAX_RANK> order{};
+  for (int n = 0; n < rank; ++n) {
+    order[n] = rank - 1 - n;
+  }
+  if (rows && p.layout == Layout::kBhsd) {
+    std::swap(order[1], order[2]);
+  }
+  const bool strided = p.layout == Layout::kStrided;
+  std::int64_t stride = strided ? 2 : 1;
+  for (int n = 0; n < rank; ++n) {
+    const int d = order[n];
+    view.stride[d] = stride;
+    stride *= view.shape[d];
+    if (one_tensor && n == 1) {
+      stride = p.heads_q * p.head_dim + p.heads_k * (p.head_dim + p.head_dim_v);
+    }
+    // A skew is an odd end to every row, and to the base below; strided has gaps all over.
+    const int row = rows && p.layout != Layout::kBhsd ? 1 : 0;
+    stride += (n == row ? p.skew : 0) + (strided ? 3 : 0);
+  }
+  tensor.base = p.skew;
+  if (one_tensor) {
+    tensor.base += part == 0 ? 0 : p.heads_q * p.head_dim + (part == 2 ? p.heads_k * p.head_dim : 0);
+  }
+  if (strided && rank > 1) {  // the rows run backwards
+    const int d = rows ? rank - 3 : rank - 2;
+    tensor.base += std::max<std::int64_t>(view.shape[d] - 1, 0) * view.stride[d];
+    view.stride[d] = -view.stride[d];
+  }
+
+  const std::size_t size = static_cast<std::size_t>(stride + p.skew) * size_of(tensor.type());
+  if (one_tensor) {
+    auto& shared = tensor.output ? gradients_of_one_tensor_ : inputs_of_one_tensor_;
+    if (!shared) {
+      shared = std::make_shared<Buffer>(size);
+      tensor.buffer = shared;
+      poison(tensor);
+    }
+    tensor.buffer = shared;
+  } else {
+    tensor.buffer = std::make_shared<Buffer>(size);
+    poison(tensor);
+  }
+}
+
+void Tensors::list_existing(Tensor& tensor) const {
+  const Problem& p = case_.problem;
+  const int rank = tensor.view.rank;
+  if (tensor.kind == Tensor::Kind::kVector || (tensor.kind == Tensor::Kind::kPlane && tensor.output)) {
+    // Of a bias's gradient every element is written, padding included.
+    for_each_index(tensor, [&](const Index&, std::int64_t element) { tensor.existing.push_back(element); });
+    return;
+  }
+  // Which indices belong to a sequence, by batch entry and row (query, key) within it.
+  std::vector<math::Sequence> sequences;
+  for (std::int64_t b = 0; b < p.batch(); ++b) {
+    sequences.push_back(sequence_of(p, b));
+  }
+  const bool keys = tensor.kind == Tensor::Kind::kKeys;
+  const int levels = tensor.kind == Tensor::Kind::kPlane ? rank - 3 : rank - (tensor.kind == Tensor::Kind::kStatistics ? 2 : 3);
+  const auto exists = [&](const Index& index) {
+    for (std::int64_t b = 0; b < p.batch(); ++b) {
+      const std::int64_t entry[2] = {p.two_level ? b / p.batch2 : b, b % p.batch2};
+      bool same = true;
+      for (int d = 0; d < levels; ++d) {
+        same = same && (index[d] == entry[d] || tensor.view.shape[d] == 1);
+      }
+      const math::Sequence& s = sequences[static_cast<std::size_t>(b)];
+      if (!same) {
+        continue;
+      }
+      if (tensor.kind == Tensor::Kind::kPlane) {
+        if (index[rank - 2] < s.q_len && index[rank - 1] < s.k_len) {
+          return true;
+        }
+        continue;
+      }
+      const std::int64_t row = index[tensor.kind == Tensor::Kind::kStatistics ? rank - 1 : rank - 3];
+      const std::int64_t begin = keys ? s.k_begin : s.q_begin;
+      if (begin <= row && row < begin + (keys ? s.k_len : s.q_len)) {
+        return true;
+      }
+    }
+    return false;
+  };
+  for_each_index(tensor, [&](const Index& index, std::int64_t element) {
+    if (exists(index)) {
+      tensor.existing.push_back(element);
+    }
+  });
+}
+
+void Tensors::poison(const Tensor& tensor) {
+  const std::size_t count = tensor.buffer->size() / size_of(tensor.type());
+  for (std::size_t n = 0; n < count; ++n) {
+    if (tensor.type() == DType::kInt32 || tensor.type() == DType::kInt64 || tensor.type() == DType::kBool) {
+      std::memset(tensor.buffer->data() + n * size_of(tensor.type()), 0x7F, size_of(tensor.type()));
+    } else {
+      tensor.set(static_cast<std::int64_t>(n), std::numeric_limits<double>::quiet_NaN());
+    }
+  }
+}
+
+void Tensors::fill(const Tensor& tensor) const {
+  const Values values = case_.values;
+  Random random(case_.seed, tensor.name);
+  for (const std::int64_t element : tensor.existing) {
+    double value = random.normal();
+    if (tensor.name == "mask") {
+      value = random.uniform() < 0.7 ? 1 : 0;
+    } else if (tensor.name == "alibi_slopes") {
+      value = random.uniform() / 4;
+    } else if ((tensor.name == "q" || tensor.name == "k") && values == Values::kLargeScores) {
+      value *= 30;
+    } else if (values == Values::kDenormal && (tensor.name == "v" || (tensor.name == "grad_out" && case_.seed % 2 == 0))) {
+      value *= tensor.type() == DType::kFp64 ? 1e-310 : tensor.type() == DType::kFp16 ? 1e-6 : 1e-39;
+    } else if (tensor.name == "bias" && values == Values::kMinusInfinity && random.uniform() < 1.0 / 3) {
+      value = -std::numeric_limits<double>::infinity();
+    } else if (tensor.name == "bias" && values == Values::kHuge && random.uniform() < 1.0 / 3) {
+      value = std::copysign(tensor.type() == DType::kFp16 ? 6e4 : 1e30, value);
+    }
+    tensor.set(element, value);
+  }
+}
+
+// What depends on coordinates.
+void Tensors::fill_family() const {
+  const Problem& p = case_.problem;
+  const Tensor* bias = find("bias");
+  const Tensor* mask = find("mask");
+  const bool mask_by_query = mask != nullptr && p.mask.extents.query;
+  for (std::int64_t b = 0; b < p.batch(); ++b) {
+    const math::Sequence s = sequence_of(p, b);
+    for (std::int64_t h = 0; h < p.heads_q; ++h) {
+      for (std::int64_t i = 0; i < s.q_len; ++i) {
+        for (std::int64_t j = 0; j < s.k_len; ++j) {
+          const bool third = i % 3 == 0;
+          if (case_.values == Values::kDeadRows && third && mask_by_query) {
+            mask->set(plane_element(p, *mask, b, h, i, j), 0);
+          } else if (case_.values == Values::kDeadRows && third) {
+            bias->set(plane_element(p, *bias, b, h, i, j), -std::numeric_limits<double>::infinity());
+          } else if (case_.values == Values::kLowest && third) {
+            bias->set(plane_element(p, *bias, b, h, i, j), lowest_of(bias->type()));
+          } else if (case_.values == Values::kNanWhereMasked && !takes_part(p, mask, b, h, i, j)) {
+            bias->set(plane_element(p, *bias, b, h, i, j), std::numeric_limits<double>::quiet_NaN());
+          }
+        }
+        if (case_.values == Values::kOneHot && s.k_len > 0) {
+          // q_i six times the key i mod Sk, so that this one stands out.
+          const Tensor& q = *find("q");
+          const Tensor& k = *find("k");
+          const std::int64_t b1 = p.two_level ? b / p.batch2 : b;
+          const std::int64_t b2 = b % p.batch2;
+          const std::int64_t h_k = h / (p.heads_q / p.heads_k);
+          for (std::int64_t d = 0; d < p.head_dim; ++d) {
+            const std::int64_t i_all = s.q_begin + i;
+            const std::int64_t j_all = s.k_begin + i % s.k_len;
+            const Index at_q = p.packed      ? Index{i_all, h, d}
+                               : p.two_level ? Index{b1, b2, i_all, h, d}
+                                             : Index{b1, i_all, h, d};
+            const Index at_k = p.packed      ? Index{j_all, h_k, d}
+                               : p.two_level ? Index{b1, b2, j_all, h_k, d}
+                                             : Index{b1, j_all, h_k, d};
+            q.set(q.element(at_q), 6 * k.get(k.element(at_k)));
+          }
+        }
+      }
+    }
+  }
+}
+
+const Tensor* Tensors::find(std::string_view name) const {
+  const auto found = std::find_if(tensors_.begin(), tensors_.end(), [&](const Tensor& t) { return t.name == name; });
+  return found == tensors_.end() ? nullptr : &*found;
+}
+
+std::vector<const Tensor*> Tensors::outputs(Direction direction) const {
+  std::vector<const Tensor*> found;
+  for (const Tensor& tensor : tensors_) {
+    if (tensor.output && tensor.name.starts_with("grad_") == (direction == Direction::kBackward)) {
+      found.push_back(&tensor);
+    }
+  }
+  return found;
+}
+
+void Tensors::prepare(Direction direction) const {
+  for (const Tensor* tensor : outputs(direction)) {
+    tensor->buffer->fill_with_pattern();
+  }
+  for (const Tensor* tensor : outputs(direction)) {  // after all are filled: some share a buffer
+    const std::size_t size = size_of(tensor->type());
+    for (const std::int64_t element : tensor->existing) {
+      tensor->buffer->allow(static_cast<std::size_t>(element) * size, size);
+    }
+  }
+}
+
+std::string Tensors::trespass(Direction direction) const {
+  for (const Tensor* tensor : outputs(direction)) {
+    std::ptrdiff_t where = 0;
+    if (tensor->buffer->changed(&where)) {
+      return fmt::format("{}: byte {} of its buffer of {} was written, where no element is to be", tensor->name, where,
+                         tensor->buffer->size());
+    }
+  }
+  return "";
+}
+
+}  // namespace fovea::check
