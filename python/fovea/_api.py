@@ -210,9 +210,10 @@ def dropout_mask(
 def _count(name: str, value: Any, limit: int = 2**63) -> int:
     if not isinstance(value, Integral):
         raise TypeError(f"{name}: {value!r}; accepted: an integer")
-    if not 0 <= value < limit:
-        raise ValueError(f"{name}: {value}; accepted: 0 to {limit - 1}")
-    return int(value)
+    number = int(value)
+    if not 0 <= number < limit:
+        raise ValueError(f"{name}: {number}; accepted: 0 to {limit - 1}")
+    return number
 
 
 def _value(name: str, value: Any) -> int:
@@ -268,8 +269,7 @@ def num_threads() -> int:
 
 def backends() -> dict[str, str]:
     """Each backend's name, and "available" or why it is not."""
-    lines = text(lib.fovea_backends).splitlines()
-    return dict(line.split("\t", 1) for line in lines)
+    return dict(line.split("\t", 1) for line in text(lib.fovea_backends).splitlines())
 
 
 def explain(*arguments: Any, direction: str = "forward", **options: Any) -> str:

@@ -85,9 +85,10 @@ def _of_numpy(name: str, array: np.ndarray) -> View:
         kind = str(dtype)  # ">f4" for what is not in native order, so that it matches nothing
         if kind == "bfloat16":
             _NUMPY_NAMES[dtype] = kind
-    size = dtype.itemsize
+    size = dtype.itemsize or 1
+    flags = array.flags
     strides = array.strides
-    if not array.flags.aligned or any(stride % size for stride in strides if size):
+    if not flags.aligned or (not flags.c_contiguous and any([stride % size for stride in strides])):
         raise ValueError(
             f"{name}: strides of {strides} bytes, or an address, that do not fall on its {size}-byte elements; "
             "accepted: those that do, as of a copy by numpy.ascontiguousarray"
@@ -96,8 +97,8 @@ def _of_numpy(name: str, array: np.ndarray) -> View:
         array.__array_interface__["data"][0],
         kind,
         array.shape,
-        tuple([stride // size for stride in strides]) if size else strides,
-        not array.flags.writeable,
+        tuple([stride // size for stride in strides]),
+        not flags.writeable,
         array,
     )
 

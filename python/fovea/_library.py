@@ -74,7 +74,7 @@ def check(status: int, note: str = "") -> None:
 
 
 def text(function: Callable[..., int], *arguments: Any, tolerate: int = _abi.OK) -> str:
-    """What a function with (text, capacity, needed) at its end writes. `tolerate` is a status that still has text."""
+    """What a function with (text, capacity, needed) at its end writes; with the status `tolerate` it has text too."""
     needed = ctypes.c_size_t(4096)
     while True:
         capacity = needed.value
@@ -83,7 +83,7 @@ def text(function: Callable[..., int], *arguments: Any, tolerate: int = _abi.OK)
         if status != tolerate:
             check(status)
         if needed.value <= capacity:
-            return buffer.value.decode()
+            return buffer.value.decode().rstrip("\n")
 
 
 def version() -> str:

@@ -52,7 +52,9 @@ _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 _ROWS = frozenset(("q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v"))
 
 _PROBLEM_SIZE = ctypes.sizeof(_abi.Problem)
-_TENSOR_SIZE = ctypes.sizeof(_abi.Tensor)
+_TENSOR_SIZE = _abi.TENSOR.size
+_TENSORS = ctypes.c_char * (_TENSOR_SIZE * len(_abi.INPUTS + _abi.RESULTS))
+_ZEROS = (0,) * _abi.MAX_RANK
 
 
 class Problem:
@@ -62,7 +64,9 @@ class Problem:
         """`options` has every keyword that forward and backward share."""
         self.raw = _abi.Problem(_PROBLEM_SIZE)
         self.views: dict[str, View] = {}  # every tensor that was given
-        self._tensors: list[_abi.Tensor] = []
+        self._tensors = _TENSORS()  # the fovea_tensors that raw points to
+        self._base = ctypes.addressof(self._tensors)
+        self._used = 0
         self._maker = Maker("q", q)
         self._packed = options["cu_seqlens_q"] is not None or options["cu_seqlens_k"] is not None
         self._swap = choose("layout", options["layout"], _SWAP)
@@ -113,21 +117,25 @@ class Problem:
         rank = len(shape)
         if rank > _abi.MAX_RANK:
             raise ValueError(f"{name}: shape {shape_text(shape)}; accepted: at most {_abi.MAX_RANK} dimensions")
-        if strides is None:
-            tensor = _abi.Tensor(_TENSOR_SIZE, address, code, rank, 0, 0, self._canonical(name, shape))
-        else:
-            tensor = _abi.Tensor(
-                _TENSOR_SIZE,
-                address,
-                code,
-                rank,
-                _abi.TENSOR_STRIDED,
-                0,
-                self._canonical(name, shape),
-                self._canonical(name, strides),
-            )
-        self._tensors.append(tensor)
-        return ctypes.addressof(tensor)
+        flags = 0 if strides is None else _abi.TENSOR_STRIDED
+        padding = _ZEROS[rank:]
+        at = self._used * _TENSOR_SIZE
+        self._used += 1
+        _abi.TENSOR.pack_into(
+            self._tensors,
+            at,
+            _TENSOR_SIZE,
+            address,
+            code,
+            rank,
+            flags,
+            0,
+            *self._canonical(name, shape),
+            *padding,
+            *self._canonical(name, strides or _ZEROS[:rank]),
+            *padding,
+        )
+        return self._base + at
 
     def _canonical(self, name: str, dims: tuple) -> tuple:
         """(B, H, S, D) to (B, S, H, D) and back, where the layout says so."""

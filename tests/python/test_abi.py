@@ -5,6 +5,7 @@ import ctypes
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 
@@ -12,7 +13,9 @@ from conftest import ROOT
 from fovea import _abi, _library
 
 HEADER = ROOT / "include" / "fovea" / "c.h"
-STRUCTS = {"fovea_tensor": _abi.Tensor, "fovea_problem": _abi.Problem}
+TENSOR_FIELDS = ("size", "data", "dtype", "rank", "flags", "reserved", "shape", "stride")
+PROBLEM_FIELDS = tuple(field for field, *_ in _abi.Problem._fields_)
+STRUCTS = {"fovea_tensor": TENSOR_FIELDS, "fovea_problem": PROBLEM_FIELDS}
 # Constants of c.h by the names that _abi.py gives them.
 CONSTANTS = {
     **{f"FOVEA_{name}": name for name in (
@@ -29,9 +32,9 @@ def c_says(tmp_path_factory):
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     assert compiler, "this test needs a C compiler: cc, gcc or clang"
     lines = []
-    for name, struct in STRUCTS.items():
+    for name, fields in STRUCTS.items():
         lines.append(f'printf("{name} 0 %zu\\n", sizeof({name}));')
-        for field, *_ in struct._fields_:
+        for field in fields:
             lines.append(
                 f'printf("{name}.{field} %zu %zu\\n", offsetof({name}, {field}), sizeof((({name}*)0)->{field}));'
             )
@@ -61,13 +64,24 @@ def c_says(tmp_path_factory):
     return {name: (int(first), int(second)) for name, first, second in map(str.split, output.splitlines())}
 
 
-@pytest.mark.parametrize("name", STRUCTS)
-def test_structs(c_says, name):
-    struct = STRUCTS[name]
-    assert ctypes.sizeof(struct) == c_says[name][1]
-    for field, *_ in struct._fields_:
-        descriptor = getattr(struct, field)
-        assert (descriptor.offset, descriptor.size) == c_says[f"{name}.{field}"], field
+def test_problem(c_says):
+    assert ctypes.sizeof(_abi.Problem) == c_says["fovea_problem"][1]
+    for field in PROBLEM_FIELDS:
+        descriptor = getattr(_abi.Problem, field)
+        assert (descriptor.offset, descriptor.size) == c_says[f"fovea_problem.{field}"], field
+
+
+def test_tensor(c_says):
+    assert _abi.TENSOR.size == c_says["fovea_tensor"][1]
+    values = iter(range(1, 100))
+    packed = _abi.TENSOR.pack(*range(1, 7 + 2 * _abi.MAX_RANK))
+    for field in TENSOR_FIELDS:
+        offset, size = c_says[f"fovea_tensor.{field}"]
+        count = _abi.MAX_RANK if field in ("shape", "stride") else 1
+        for _ in range(count):
+            number = packed[offset : offset + size // count]
+            assert int.from_bytes(number, sys.byteorder) == next(values), field
+            offset += size // count
 
 
 @pytest.mark.parametrize("name", STRUCTS)
@@ -75,7 +89,7 @@ def test_no_field_is_missing(name):
     body = re.search(rf"typedef struct {name} {{(.*?)}} {name};", HEADER.read_text(), re.S).group(1)
     body = re.sub(r"/\*.*?\*/", "", body, flags=re.S)
     fields = re.findall(r"(\w+)(?:\[\w+\])?;", body)
-    assert fields == [field for field, *_ in STRUCTS[name]._fields_]
+    assert tuple(fields) == STRUCTS[name]
 
 
 def test_constants(c_says):
