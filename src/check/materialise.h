@@ -30,6 +30,8 @@ using Index = std::array<std::int64_t, FOVEA_MAX_RANK>;
 class Buffer {
  public:
   explicit Buffer(std::size_t size);
+  Buffer(Buffer&&) = default;  // vectors keep their memory when moved
+  Buffer& operator=(Buffer&&) = default;
 
   std::uint8_t* data() { return data_; }
   std::size_t size() const { return size_; }

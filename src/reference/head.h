@@ -140,6 +140,8 @@ class BiasGradient {
     }
   }
 
+  std::vector<T>& sums() { return sums_; }
+
   void write() const {
     const math::Strides& s = view_.strides;
     for (std::size_t n = 0; n < sums_.size(); ++n) {

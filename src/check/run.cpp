@@ -1,0 +1,300 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// How a trial goes: the reference and the naive evaluation write into doubles that lie exactly as the outputs do
+// (same strides, same base), so an element has one number in all three. The backward of everyone reads the same out
+// and lse: the reference's, rounded to their types.
+#include "check/run.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+
+#include "check/naive.h"
+#include "core/element.h"
+#include "reference/reference.h"
+
+namespace fovea::check {
+namespace {
+
+struct Slot {
+  std::string_view name;
+  View Call::*view;
+};
+constexpr Slot kOutputs[] = {{"out", &Call::out},
+                             {"lse", &Call::lse},
+                             {"grad_q", &Call::grad_q},
+                             {"grad_k", &Call::grad_k},
+                             {"grad_v", &Call::grad_v},
+                             {"grad_bias", &Call::grad_bias},
+                             {"grad_bias2", &Call::grad_bias2},
+                             {"grad_sink", &Call::grad_sink}};
+
+std::string run(const Tensors& tensors, Direction direction, const std::string& backend) {
+  tensors.prepare(direction);
+  call_library(tensors.problem(), direction, backend);
+  return tensors.trespass(direction);
+}
+
+double sum_of_products(const Tensor& a, const Tensor& b) {
+  double sum = 0;
+  for (std::size_t n = 0; n < a.existing.size(); ++n) {
+    const double x = a.get(a.existing[n]);
+    if (std::isfinite(x)) {  // not the logsumexp of a dead row
+      sum += x * b.get(b.existing[n]);
+    }
+  }
+  return sum;
+}
+
+// The case with everything in fp64, and with numbers that a step of 1e-5 changes by little.
+Case in_fp64(Case c) {
+  if (c.values != Values::kDeadRows && c.values != Values::kMinusInfinity) {
+    c.values = Values::kNormal;
+  }
+  c.problem.type = DType::kFp64;
+  for (PlaneTraits* plane : {&c.problem.bias, &c.problem.bias2}) {
+    plane->type = *plane ? DType::kFp64 : DType::kNone;
+  }
+  return c;
+}
+
+}  // namespace
+
+bool Outcome::passed() const {
+  return error.empty() && std::all_of(deviations.begin(), deviations.end(), [](auto& d) { return d.within(); });
+}
+
+std::string to_text(const Outcome& outcome) {
+  std::string text = outcome.error;
+  for (const Deviation& deviation : outcome.deviations) {
+    if (!deviation.within()) {
+      text += (text.empty() ? "" : "\n") + to_text(deviation);
+    }
+  }
+  return text;
+}
+
+namespace {
+
+void require(fovea_status status) {
+  if (status != FOVEA_OK) {
+    throw std::runtime_error(fmt::format("{}: {}", fovea_status_name(status), fovea_last_error()));
+  }
+}
+
+// One direction of a problem with the workspace it asks for, to be called as often as one likes.
+class Caller {
+ public:
+  Caller(const fovea_problem& problem, Direction direction, const std::string& backend)
+      : problem_(problem), backend_(backend), direction_(direction), workspace_(0) {
+    problem_.backend = backend_.empty() ? nullptr : backend_.c_str();
+    std::size_t bytes = 0;
+    require(fovea_workspace(&problem_, static_cast<fovea_direction>(direction), &bytes));
+    workspace_ = Buffer(bytes);
+  }
+  Caller(const Caller&) = delete;
+  Caller& operator=(const Caller&) = delete;
+
+  void operator()() {
+    const auto function = direction_ == Direction::kForward ? fovea_forward : fovea_backward;
+    require(function(&problem_, workspace_.data(), workspace_.size()));
+  }
+  Buffer& workspace() { return workspace_; }
+
+ private:
+  fovea_problem problem_;
+  std::string backend_;
+  Direction direction_;
+  Buffer workspace_;
+};
+
+}  // namespace
+
+void call_library(const fovea_problem& problem, Direction direction, const std::string& backend) {
+  Caller call(problem, direction, backend);
+  Buffer& workspace = call.workspace();
+  workspace.fill_with_pattern();
+  workspace.allow(0, workspace.size());
+  call();
+  std::ptrdiff_t where = 0;
+  if (workspace.changed(&where)) {
+    throw std::runtime_error(fmt::format("workspace: byte {} of {} was written", where, workspace.size()));
+  }
+}
+
+Trial::Trial(const Case& c) : case_(c), tensors_(case_) {
+  judge(Direction::kForward);
+  give_saved();
+  judge(Direction::kBackward);
+}
+
+Call Trial::wide_call(Direction direction, Wide& wide) const {
+  Call call = validate(tensors_.problem(), direction, false);
+  for (const auto& [name, view] : kOutputs) {
+    const Tensor* tensor = tensors_.find(name);
+    if (tensor != nullptr && name.starts_with("grad_") == (direction == Direction::kBackward)) {
+      std::vector<double>& values = wide[tensor];
+      values.assign(tensor->buffer->size() / size_of(tensor->type()) + 1, std::numeric_limits<double>::quiet_NaN());
+      (call.*view).data = values.data() + tensor->base;
+      (call.*view).type = DType::kFp64;
+    }
+  }
+  return call;
+}
+
+void Trial::judge(Direction direction) {
+  const Call by_reference = wide_call(direction, reference_);
+  const Call by_naive = wide_call(direction, naive_);
+  if (direction == Direction::kForward) {
+    reference::forward(by_reference);
+    naive_forward(by_naive);
+  } else {
+    reference::backward(by_reference);
+    naive_backward(by_naive);
+  }
+}
+
+void Trial::give_saved() const {
+  for (const Tensor* tensor : tensors_.outputs(Direction::kForward)) {
+    Tensors::poison(*tensor);
+    for (const std::int64_t element : tensor->existing) {
+      tensor->set(element, reference_.at(tensor)[element]);
+    }
+  }
+}
+
+Outcome Trial::test(const std::string& backend) const {
+  Outcome outcome;
+  try {
+    for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
+      if (direction == Direction::kBackward) {
+        give_saved();
+      }
+      outcome.error = run(tensors_, direction, backend);
+      if (!outcome.error.empty()) {
+        return outcome;
+      }
+      for (const Tensor* tensor : tensors_.outputs(direction)) {
+        outcome.deviations.push_back(compare(*tensor, reference_.at(tensor), naive_.at(tensor)));
+      }
+    }
+  } catch (const std::exception& exception) {
+    outcome.error = exception.what();
+  }
+  return outcome;
+}
+
+std::vector<std::uint8_t> Trial::bytes(const std::string& backend) const {
+  std::vector<std::uint8_t> all;
+  for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
+    if (direction == Direction::kBackward) {
+      give_saved();
+    }
+    tensors_.prepare(direction);
+    call_library(tensors_.problem(), direction, backend);
+    for (const Tensor* tensor : tensors_.outputs(direction)) {
+      all.insert(all.end(), tensor->buffer->data(), tensor->buffer->data() + tensor->buffer->size());
+    }
+  }
+  return all;
+}
+
+Outcome gradient(const Case& given, const std::string& backend) {
+  const Case c = in_fp64(given);
+  const Tensors tensors(c);
+  Outcome outcome;
+  try {
+    outcome.error = run(tensors, Direction::kForward, backend);
+    if (outcome.error.empty()) {
+      outcome.error = run(tensors, Direction::kBackward, backend);
+    }
+    const Tensor& out = *tensors.find("out");
+    const Tensor& lse = *tensors.find("lse");
+    const Tensor* grad_lse = tensors.find("grad_lse");
+    const auto loss = [&] {
+      call_library(tensors.problem(), Direction::kForward, backend);
+      return sum_of_products(out, *tensors.find("grad_out")) +
+             (grad_lse != nullptr ? sum_of_products(lse, *grad_lse) : 0);
+    };
+    for (const Tensor* grad : tensors.outputs(Direction::kBackward)) {
+      // Along a direction that moves every element of the input at once, by signs that follow no pattern.
+      const Tensor& input = *tensors.find(grad->name.substr(5));
+      const double step = 1e-5;
+      std::vector<double> before;
+      double along = 0;
+      double size = 0;
+      for (std::size_t n = 0; n < input.existing.size(); ++n) {
+        before.push_back(input.get(input.existing[n]));
+      }
+      const auto sign = [](std::size_t n) { return (n * 0x9E3779B97F4A7C15 >> 40 & 1) != 0 ? 1.0 : -1.0; };
+      const auto move = [&](double by) {
+        for (std::size_t n = 0; n < input.existing.size(); ++n) {
+          input.set(input.existing[n], before[n] + by * sign(n));
+        }
+      };
+      // The gradient lies as its input does, but has the padding of a bias as well: go by element.
+      for (std::size_t n = 0; n < input.existing.size(); ++n) {
+        const double value = grad->get(input.existing[n] - input.base + grad->base);
+        along += value * sign(n);
+        size += std::abs(value);
+      }
+      move(step);
+      const double above = loss();
+      move(-step);
+      const double below = loss();
+      move(0);
+      Deviation d;
+      d.tensor = grad->name;
+      d.max_error = std::abs((above - below) / (2 * step) - along);
+      d.max_allowed = 1e-6 * size + 1e-7;
+      if (!std::isfinite(d.max_error)) {
+        d.mismatch = fmt::format("finite difference {}, gradient along it {}", (above - below) / (2 * step), along);
+      }
+      outcome.deviations.push_back(d);
+    }
+  } catch (const std::exception& exception) {
+    outcome.error = exception.what();
+  }
+  return outcome;
+}
+
+Timing bench(const Case& c, Direction direction, const std::string& backend, double seconds) {
+  using Clock = std::chrono::steady_clock;
+  const Problem& p = c.problem;
+  const Tensors tensors(c);
+  tensors.prepare(Direction::kForward);
+  call_library(tensors.problem(), Direction::kForward, backend);  // the backward's out and lse
+  Timing timing;
+  for (std::int64_t b = 0; b < p.batch(); ++b) {
+    const math::Sequence s = sequence_of(p, b);
+    const auto band = p.band(s.q_len, s.k_len);
+    double pairs = 0;
+    for (std::int64_t i = 0; i < s.q_len; ++i) {
+      pairs += static_cast<double>(band.keys_of(i).size());
+    }
+    const auto d = static_cast<double>(p.head_dim);
+    const auto dv = static_cast<double>(p.head_dim_v);
+    timing.flops += 2 * pairs * static_cast<double>(p.heads_q) *
+                    (direction == Direction::kForward ? d + dv : 3 * d + 2 * dv);
+  }
+  timing.seconds = std::numeric_limits<double>::infinity();
+  Caller call(tensors.problem(), direction, backend);
+  const auto begin = Clock::now();
+  for (int repetition = 0; repetition < 2 || Clock::now() - begin < std::chrono::duration<double>(seconds); ++repetition) {
+    const auto start = Clock::now();
+    call();
+    timing.seconds = std::min(timing.seconds, std::chrono::duration<double>(Clock::now() - start).count());
+  }
+  return timing;
+}
+
+std::vector<Verdict> support(const Case& c, Direction direction) {
+  const Shapes shapes(c.problem);
+  return plan(validate(shapes.get(), direction, true)).verdicts;
+}
+
+}  // namespace fovea::check

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A case in its four modes, each through the public C functions, so that the library's doors are proved as well:
+//
+//   test       forward and backward against the fp64 reference, outputs' surroundings untouched   Trial::test
+//   gradient   the case in fp64: every gradient against finite differences of the forward         gradient()
+//   bench      the time of one call                                                               bench()
+//   support    who serves it, and why not the others                                              support()
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "check/cases.h"
+#include "check/materialise.h"
+#include "check/tolerance.h"
+#include "core/plan.h"
+
+namespace fovea::check {
+
+struct Outcome {
+  std::string error;  // what went wrong before there was something to compare; "" if nothing did
+  std::vector<Deviation> deviations;
+  bool passed() const;
+};
+// One line a fault; "" if there is none.
+std::string to_text(const Outcome& outcome);
+
+// A case with its memory and what is right for it: made once, tested as often as there are instruction sets.
+class Trial {
+ public:
+  explicit Trial(const Case& c);
+
+  // backend: "" is the best, as everywhere.
+  Outcome test(const std::string& backend) const;
+  // The same run without comparing: the bytes of every output of both directions, one after another.
+  std::vector<std::uint8_t> bytes(const std::string& backend) const;
+
+ private:
+  using Wide = std::map<const Tensor*, std::vector<double>>;
+
+  void judge(Direction direction);
+  Call wide_call(Direction direction, Wide& wide) const;
+  void give_saved() const;
+
+  Case case_;
+  Tensors tensors_;
+  Wide reference_;
+  Wide naive_;
+};
+
+// Runs one direction on the tensors of a case. Throws std::runtime_error with fovea_last_error(), or if the library
+// wrote outside its workspace.
+void call_library(const fovea_problem& problem, Direction direction, const std::string& backend);
+
+Outcome gradient(const Case& c, const std::string& backend);
+
+struct Timing {
+  double seconds = 0;  // the least of the repetitions
+  double flops = 0;    // of allowed pairs only: two a multiply-add, 2 products forward, 5 backward
+};
+// Repeats until `seconds` have gone by, twice at least.
+Timing bench(const Case& c, Direction direction, const std::string& backend, double seconds);
+
+std::vector<Verdict> support(const Case& c, Direction direction);
+
+}  // namespace fovea::check
