@@ -99,7 +99,7 @@ def test_the_problem_is_legal():
 
 half, double, bf16 = np.float16, np.float64, ml_dtypes.bfloat16
 swapped = np.dtype(np.float32).newbyteorder()
-odd = np.zeros((B, SQ, HQ, 4 * D + 1), np.uint8)[..., :-1].view(np.float32)  # a row is 4 * D + 1 bytes
+odd = np.zeros((B, SQ, HQ, D), [("number", np.float32), ("more", np.uint8)])["number"]  # 5 bytes apart
 unaligned = np.zeros(B * SQ * HQ * D * 4 + 1, np.uint8)[1:].view(np.float32).reshape(B, SQ, HQ, D)
 
 # what is changed: the exception, and what its text has besides the argument's name
