@@ -231,6 +231,10 @@ def make(case, check_sized=False):
             bias.masked_fill_(torch.triu(torch.ones(case.sq, case.sk, dtype=torch.bool, device="cuda"), 1), -math.inf)
         if check_sized and case.bias_kind == "ramp":
             bias -= 0.5 * torch.arange(case.sk, device="cuda", dtype=torch.float32)[None, None, None].to(torch.bfloat16)
+        if check_sized and case.bias_kind == "steep":
+            bias -= 2.0 * torch.arange(case.sk, device="cuda", dtype=torch.float32)[None, None, None].to(torch.bfloat16)
+        if check_sized and case.bias_kind == "step":
+            bias[..., case.sk // 2:] -= 200
         if check_sized and case.bias_kind == "lowest":
             bias.fill_(torch.finfo(torch.bfloat16).min)
     out = torch.full((B, case.sq, H, dv), math.nan, device="cuda", dtype=torch.bfloat16)
@@ -435,7 +439,7 @@ def awkward(b64=B64, b128=B128):
         out.append(Case(f"d64 {S}x{S // 2} q*{m:g} causal", 2, 4, S, S // 2, 64, {"lazy": replace(b64, causal=True)}, magnitude=m, measure=False, right=0))
         out.append(Case(f"d128 {S // 2}x{S} q*{m:g} window", 2, 4, S // 2, S, 128, {"lazy": replace(b128, causal=True, window=True)}, magnitude=m, measure=False, left=100, right=7))
         out.append(Case(f"d64 s{S} q*{m:g} softcap causal", 2, 4, S, S, 64, {"lazy": replace(b64, softcap=True, causal=True)}, magnitude=m, measure=False, right=0, softcap=30.0))
-    for kind in ("normal", "ramp", "causal_low", "causal_inf", "lowest"):
+    for kind in ("normal", "ramp", "causal_low", "causal_inf", "lowest", "steep", "step"):
         out.append(Case(f"bias {kind} d64", 2, 4, 512, 640, 64, {"192": replace(b64, bias_stages=2, q_buffers=1, k_stages=2, v_stages=2), "128": replace(b64, rows=128, bias_stages=2)}, bias=(1, 4), bias_kind=kind, measure=False))
         out.append(Case(f"bias {kind} d128 causal", 2, 4, 512, 640, 128, {"128": replace(b128, causal=True, bias_stages=2, q_buffers=1)}, bias=(2, 1), bias_kind=kind, right=0, measure=False))
     for p in (0.1, 0.48):
@@ -445,50 +449,51 @@ def awkward(b64=B64, b128=B128):
 
 
 @suite
-def third():
+def fourth():
     out = awkward()
-    b64, b128, b256 = B64, B128, B256
     for causal in (False, True):
         for S in (1024, 4096, 16384):
-            b = replace(b64, causal=causal)
-            out.append(dense(64, S, causal, {"3st": b, "2st": replace(b, k_stages=2, v_stages=2), "4st": replace(b, k_stages=4, v_stages=4), "nt3": replace(b, turns=False), "novote": replace(b, vote=0)}, verify=False))
+            b = replace(B64, causal=causal)
+            out.append(dense(64, S, causal, {"e4": b, "novote": replace(b, vote=0), "e2": replace(b, early=2), "e8": replace(b, early=8), "e6": replace(b, early=6), "nt": replace(b, turns=False)}, verify=False))
     for causal in (False, True):
         for S in (1024, 4096, 16384):
-            b = replace(b128, causal=causal)
-            v = {"lazy": b, "noturn": replace(b, turns=False), "novote": replace(b, vote=0), "3k": replace(b, k_stages=3, q_buffers=1)}
+            b = replace(B128, causal=causal)
+            v = {"e4": b, "novote": replace(b, vote=0), "e2": replace(b, early=2), "e8": replace(b, early=8), "nt": replace(b, turns=False), "e8nt": replace(b, early=8, turns=False)}
             if not causal:
                 v |= {"160": replace(b, keys=160), "160nt": replace(b, keys=160, turns=False)}
             out.append(dense(128, S, causal, v, verify=S < 2000))
     for causal in (False, True):
         for S in (1024, 4096, 16384):
-            b = replace(b256, causal=causal)
-            out.append(dense(256, S, causal, {"lazy": b, "exact": replace(b, lazy=False), "64": replace(b, keys=64), "64nt": replace(b, keys=64, turns=False)}, verify=S < 2000))
-    bias = {"192": replace(b64, bias_stages=2, q_buffers=1, k_stages=2, v_stages=2), "128": replace(b64, rows=128, bias_stages=2), "128nt": replace(b64, rows=128, bias_stages=2, turns=False)}
+            b = replace(B256, causal=causal)
+            out.append(dense(256, S, causal, {"80": b, "nt": replace(b, turns=False), "e5": replace(b, early=5), "64": replace(b, keys=64)}, verify=S < 2000))
+    bias = {"192": replace(B64, bias_stages=2, q_buffers=1, k_stages=2, v_stages=2), "128": replace(B64, rows=128, bias_stages=2), "128nt": replace(B64, rows=128, bias_stages=2, turns=False)}
     out.append(Case("bias 1,H d64 s2048", 8, 16, 2048, 2048, 64, bias, bias=(1, 16)))
     out.append(Case("bias B,H d64 s2048", 8, 16, 2048, 2048, 64, bias, bias=(8, 16)))
-    out.append(Case("bias 1,H d128 s4096", 4, 16, 4096, 4096, 128, {"128": replace(b128, bias_stages=2, q_buffers=1), "128nt": replace(b128, bias_stages=2, q_buffers=1, turns=False)}, bias=(1, 16)))
+    b = replace(B128, bias_stages=2, q_buffers=1)
+    out.append(Case("bias 1,H d128 s4096", 4, 16, 4096, 4096, 128, {"128": b, "128nt": replace(b, turns=False)}, bias=(1, 16)))
     b32 = Spec(32, 32, 192, 128, bias_stages=2)
-    tri = {"192": b32, "192nt": replace(b32, turns=False), "128": replace(b32, rows=128), "128nt": replace(b32, rows=128, turns=False)}
+    tri = {"192": b32, "192nt": replace(b32, turns=False), "192q3": replace(b32, k_stages=3, v_stages=3), "192e8": replace(b32, early=8)}
     for N in (384, 768):
         out.append(Case(f"triangle {N}", N, 4, N, N, 32, tri, bias=(1, 4), peers=("efficient",)))
-    drop = {"128": replace(b64, rows=128, dropout=True), "128nt": replace(b64, rows=128, dropout=True, turns=False), "192": replace(b64, dropout=True)}
+    drop = {"128": replace(B64, rows=128, dropout=True), "128nt": replace(B64, rows=128, dropout=True, turns=False), "128x64": replace(B64, rows=128, keys=64, dropout=True), "192x64": replace(B64, keys=64, dropout=True)}
     out.append(Case("dropout d64 s4096", 4, 32, 4096, 4096, 64, drop, dropout=0.1))
     for right in (-1, 0):
-        d = replace(b128, dropout=True, causal=right == 0)
+        d = replace(B128, dropout=True, causal=right == 0)
         out.append(Case(f"dropout d128 s4096 {right}", 4, 16, 4096, 4096, 128, {"128": d, "128nt": replace(d, turns=False)}, dropout=0.1, right=right))
-    out.append(Case("window 512 s16384", 1, 16, 16384, 16384, 128, {"128": replace(b128, causal=True, window=True), "nt": replace(b128, causal=True, window=True, turns=False)}, left=512, right=0, peers=()))
-    out.append(Case("softcap d128 s4096 causal", 4, 16, 4096, 4096, 128, {"128": replace(b128, causal=True, softcap=True), "nt": replace(b128, causal=True, softcap=True, turns=False)}, softcap=30.0, right=0, peers=()))
-    out.append(Case("gqa 32/8 d128 s4096 causal", 4, 32, 4096, 4096, 128, {"128": replace(b128, causal=True)}, HK=8, right=0))
+    w = replace(B128, causal=True, window=True)
+    out.append(Case("window 512 s16384", 1, 16, 16384, 16384, 128, {"128": w, "nt": replace(w, turns=False), "128x64": replace(w, keys=64, k_stages=3, v_stages=3), "128x96": replace(w, keys=96)}, left=512, right=0, peers=()))
+    out.append(Case("softcap d128 s4096 causal", 4, 16, 4096, 4096, 128, {"128": replace(B128, causal=True, softcap=True), "plain": replace(B128, causal=True)}, softcap=30.0, right=0, peers=(), verify=False))
+    out.append(Case("gqa 32/8 d128 s4096 causal", 4, 32, 4096, 4096, 128, {"128": replace(B128, causal=True)}, HK=8, right=0))
     out.append(Case("d192/128 s4096 causal", 4, 16, 4096, 4096, 192, {"128x112": Spec(192, 128, 128, 112, q_buffers=1, causal=True), "128x128": Spec(192, 128, 128, 128, q_buffers=1, causal=True)}, dv=128, right=0))
-    out.append(Case("d96 s4096", 4, 20, 4096, 4096, 96, {"128": Spec(96, 96, 128, 128), "192x96": Spec(96, 96, 192, 96)}))
-    out.append(Case("d32 s4096", 4, 64, 4096, 4096, 32, {"192": Spec(32, 32, 192, 128), "192nt": Spec(32, 32, 192, 128, turns=False)}))
-    out.append(Case("d80 s2047 causal", 8, 16, 2047, 2047, 80, {"128": Spec(80, 80, 128, 128, causal=True)}, right=0))
+    out.append(Case("d96 s4096", 4, 20, 4096, 4096, 96, {"192x96": Spec(96, 96, 192, 96), "192x112": Spec(96, 96, 192, 112), "128x160": Spec(96, 96, 128, 160), "128x192": Spec(96, 96, 128, 192)}))
+    out.append(Case("d32 s4096", 4, 64, 4096, 4096, 32, {"192": Spec(32, 32, 192, 128), "nt": Spec(32, 32, 192, 128, turns=False), "192x160": Spec(32, 32, 192, 160)}))
+    out.append(Case("d80 s2047 causal", 8, 16, 2047, 2047, 80, {"128": Spec(80, 80, 128, 128, causal=True), "192x96": Spec(80, 80, 192, 96, causal=True)}, right=0))
     return out
 
 
 _v = {"128": replace(B128, causal=True, varlen=True), "nt": replace(B128, causal=True, varlen=True, turns=False)}
 _mixed = [128, 256, 384, 512, 640, 1024, 1536, 2048, 1792, 8064]
-VARLEN = {"third": [("varlen odd", [1, 77, 500, 129, 64, 300], 2, 128, _v, dict()), ("varlen odd d64 cross", [1, 77, 500, 129, 64, 300], 2, 64, {"192": replace(B64, varlen=True)}, dict(causal=False, lengths_k=[7, 300, 1, 128, 200, 77])),
+VARLEN = {"fourth": [("varlen odd", [1, 77, 500, 129, 64, 300], 2, 128, _v, dict()), ("varlen odd d64 cross", [1, 77, 500, 129, 64, 300], 2, 64, {"192": replace(B64, varlen=True)}, dict(causal=False, lengths_k=[7, 300, 1, 128, 200, 77])),
                     ("varlen 8x2048", [2048] * 8, 16, 128, _v, dict()), ("varlen mixed", _mixed, 16, 128, _v, dict())]}
 
 

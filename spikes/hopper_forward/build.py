@@ -30,8 +30,11 @@ class Spec:
     cluster: int = 1
     q_registers: bool = False
     vote: int = 1
+    early: int = -1
 
     def text(self):
+        if self.early < 0:
+            return replace(self, early=self.keys // 32).text()
         return "Spec{" + ", ".join(str(int(getattr(self, f.name))) if f.type in (int, "int") else str(getattr(self, f.name)).lower() for f in fields(self)) + "}"
 
     def shared_bytes(self):

@@ -31,7 +31,8 @@ struct Spec {
   bool direct = false;              // O straight from registers
   int cluster = 1;                  // CTAs that share bias tiles (a cluster along the batch)
   bool q_registers = false;         // Q as register operand
-  int vote = 1;                     // how a warpgroup agrees on the exact step: 1 barrier
+  int vote = 1;                     // 0: no check of the quick way (wrong; shows what the check costs)
+  int early = keys / 32;            // blocks of 16 keys whose softmax runs before O of the tile before is awaited
 };
 
 struct alignas(64) TensorMap { u64 words[16]; };
@@ -110,6 +111,10 @@ DEV float tanh_fast(float x) { float y; asm("tanh.approx.f32 %0, %1;" : "=f"(y) 
 DEV u32 pack_bf16(float lo, float hi) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
 DEV void load_matrix4(u32 (&r)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+DEV void mma(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 DEV void store_matrix4(u32 address, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
@@ -243,18 +248,21 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) forward(const __grid_co
       const int batch = S.varlen ? 0 : w.batch;
       tile_slot[qr.stage()] = t;
       barrier_expect(q_full(qr.stage()), BM * D * 2);
+#pragma unroll 1
       for (int p = 0; p < D / PK; p++) tma_load(base + L::kQ + qr.stage() * L::kQBytes + p * BM * PK * 2, &a.q, q_full(qr.stage()), p * PK, w.q_begin + w.row, w.head, batch);
       qr.next();
       const int head_k = w.head / a.group;
       auto load_k = [&](int n) {
         barrier_wait(k_empty(kr.stage()), kr.parity() ^ 1);
         barrier_expect(k_full(kr.stage()), L::kKBytes);
+#pragma unroll 1
         for (int p = 0; p < D / PK; p++) tma_load(base + L::kK + kr.stage() * L::kKBytes + p * BN * PK * 2, &a.k, k_full(kr.stage()), p * PK, w.k_begin + n * BN, head_k, batch);
         kr.next();
         if constexpr (S.bias_stages > 0) {
           barrier_wait(b_empty(br.stage()), br.parity() ^ 1);
           barrier_expect(b_full(br.stage()), L::kBiasBytes);
-          for (int p = 0; p < BN / 64; p++)
+  #pragma unroll 1
+        for (int p = 0; p < BN / 64; p++)
             tma_load(base + L::kBias + br.stage() * L::kBiasBytes + p * BM * 128, &a.bias, b_full(br.stage()), n * BN + p * 64, w.row, w.head * a.bias_h, w.batch * a.bias_b);
           br.next();
         }
@@ -262,6 +270,7 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) forward(const __grid_co
       auto load_v = [&](int n) {
         barrier_wait(v_empty(vr.stage()), vr.parity() ^ 1);
         barrier_expect(v_full(vr.stage()), L::kVBytes);
+#pragma unroll 1
         for (int p = 0; p < DV / PV; p++) tma_load(base + L::kV + vr.stage() * L::kVBytes + p * BN * PV * 2, &a.v, v_full(vr.stage()), p * PV, w.k_begin + n * BN, head_k, batch);
         vr.next();
       };
@@ -456,6 +465,43 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) forward(const __grid_co
         }
       }
     };
+    // The largest weight becomes 1, in place: the quick way's answer to a row that has outgrown its reference point.
+    auto move_reference = [&] {
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        float m = 1;
+#pragma unroll
+        for (int j = 0; j < BN / 8; j++) m = fmaxf(m, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
+        m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
+        m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
+        const float before = ref[r] * kLog2e;
+        ref[r] += log2_fast(m) * kLn2;
+        const float factor = exp2_fast(before - ref[r] * kLog2e);
+        sum[r] *= factor;
+#pragma unroll
+        for (int j = 0; j < BN / 8; j++) s[4 * j + 2 * r] *= factor, s[4 * j + 2 * r + 1] *= factor;
+#pragma unroll
+        for (int i = 0; i < DV / 8; i++) o[4 * i + 2 * r] *= factor, o[4 * i + 2 * r + 1] *= factor;
+      }
+    };
+    // S of this warp's 16 rows once more, without the rest of its warpgroup (rare, and slow beside wgmma)
+    auto form_scores = [&] {
+#pragma unroll
+      for (int i = 0; i < BN / 2; i++) s[i] = 0;
+#pragma unroll 1
+      for (int k = 0; k < D / 16; k++) {
+        constexpr int per = PK / 16;
+        u32 x[4];
+        load_matrix4(x, base + L::kQ + qr.stage() * L::kQBytes + (k / per) * BM * PK * 2 + swizzled<PK * 2>(c * 64 + fragment_row, (k % per) * 2 + fragment_half));
+#pragma unroll
+        for (int j = 0; j < BN / 16; j++) {
+          u32 y[4];
+          load_matrix4(y, base + L::kK + kr.stage() * L::kKBytes + (k / per) * BN * PK * 2 + swizzled<PK * 2>(16 * j + lane % 16, (k % per) * 2 + fragment_half));
+          mma(s + 8 * j, x, y[0], y[2]);
+          mma(s + 8 * j + 4, x, y[1], y[3]);
+        }
+      }
+    };
     auto rescale = [&](const float (&factor)[2]) {
 #pragma unroll
       for (int i = 0; i < DV / 8; i++) o[4 * i] *= factor[0], o[4 * i + 1] *= factor[0], o[4 * i + 2] *= factor[1], o[4 * i + 3] *= factor[1];
@@ -485,50 +531,60 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) forward(const __grid_co
     }
     if (own_end > keys.begin) {
       int n = own_end - 1;
-      // Softmax of tile n and P. The quick way, unless a row may have met no key yet; `again` where it was not safe.
+      bool careful = false;
+      // Softmax of tile n and P. `careful` is a warp's own matter: some row's reference point is not fit for the quick
+      // way (no key so far, or too large), or the quick way met a weight beyond every range.
       auto soften = [&](bool masked, bool start) {
         if constexpr (S.bias_stages > 0) barrier_wait(b_full(br.stage()), br.parity());
-        bool exact = !S.lazy || (S.causal && BN % 64 != 0 && masked);
-        if constexpr (S.causal && BN % 64 == 0) exact = exact || (masked && (start ? n : n + 1) * BN > w.row + c * 64 + w.band.high);
-        bool again = true;
         constexpr Constant<0> none;
+        constexpr Constant<S.early> early;
         constexpr Constant<BN / 16> all;
-        constexpr Constant<BN / 32> half;
-        if (!exact) {
+        if (S.lazy) {
           if (masked) mask_scores(n);
-          if (start) guess_reference(br.stage());
+          if (start) {
+            guess_reference(br.stage());
+            careful = __any_sync(~0u, !(fabsf(ref[0]) < kLazyBelow) || !(fabsf(ref[1]) < kLazyBelow));
+            if (careful) ref[0] = ref[1] = -kInfinity;
+          }
+        }
+        if (S.lazy && !careful) {
           const float minus[2] = {-(ref[0] * kLog2e), -(ref[1] * kLog2e)};
           float t[4] = {0, 0, 0, 0};
-          lazy_weights(none, half, br.stage(), masked, minus, t);
+          lazy_weights(none, early, br.stage(), masked, minus, t);
           wgmma_wait<0>();
           pin(o);
           if (!start) next_v();
-          convert(none, half, n);
-          lazy_weights(half, all, br.stage(), masked, minus, t);
-          convert(half, all, n);
+          if constexpr (!S.dropout) convert(none, early, n);
+          lazy_weights(early, all, br.stage(), masked, minus, t);
+          if constexpr (!S.dropout) convert(early, all, n);
           const float s0 = t[0] + t[1], s1 = t[2] + t[3];
-          again = !(s0 < (fabsf(ref[0]) < kLazyBelow ? kLazySum : -1.f)) || !(s1 < (fabsf(ref[1]) < kLazyBelow ? kLazySum : -1.f));
-          again = S.vote ? named_or(own_barrier, 128, again) : false;
-          if (!again) sum[0] += s0, sum[1] += s1;
+          if (S.vote && __any_sync(~0u, !(s0 < kLazySum) || !(s1 < kLazySum))) {
+            if (__any_sync(~0u, !(s0 + s1 < 0x1p100f))) {
+              form_scores();
+              careful = true;
+            } else {
+              sum[0] += s0, sum[1] += s1;
+              move_reference();
+              if constexpr (!S.dropout) convert(none, all, n);
+            }
+          } else {
+            sum[0] += s0, sum[1] += s1;
+          }
         } else {
           wgmma_wait<0>();
           pin(o);
           if (!start) next_v();
         }
-        if (again) {
-          if (!exact) {
-            issue_scores(kr.stage());
-            wgmma_wait<0>();
-            pin(s);
-          }
+        if (!S.lazy || careful) {
           finish_scores(br.stage());
           if (masked) mask_scores(n);
-          if (start) ref[0] = ref[1] = -kInfinity;
           float factor[2];
           exact_step(factor);
           rescale(factor);
-          convert(none, all, n);
+          if constexpr (!S.dropout) convert(none, all, n);
+          if (S.lazy) careful = __any_sync(~0u, !(fabsf(ref[0]) < kLazyBelow) || !(fabsf(ref[1]) < kLazyBelow));
         }
+        if constexpr (S.dropout) convert(none, all, n);
         next_k();
         next_bias();
       };

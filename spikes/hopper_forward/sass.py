@@ -25,7 +25,7 @@ for text in sys.argv[1:]:
     print(len(lines), "instructions; local:", [f"{i} {l.split('(')[0].strip()}" for i, l in enumerate(lines) if "LDL" in l or "STL" in l], "HGMMA at", [i for i, l in enumerate(lines) if "HGMMA" in l][::8], "UTMALDG at", [i for i, l in enumerate(lines) if "UTMALDG" in l][::8])
     for i, l in enumerate(lines):
         m = re.search(r"BRA.*?`\((\.L_x?_?\w+)\)", l)
-        if m and m.group(1) in labels and labels[m.group(1)] < i and 60 < i - labels[m.group(1)] < 1200 and "-q" not in sys.argv:
+        if m and m.group(1) in labels and labels[m.group(1)] < i and 60 < i - labels[m.group(1)] < 3200 and "-q" not in sys.argv:
             body = lines[labels[m.group(1)]:i + 1]
             ops = collections.Counter()
             for b in body:
