@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "parallel.h"
+#include "stopwatch.h"
 
 namespace train_lm {
 
@@ -57,7 +58,7 @@ void AttentionLayer<T>::forward(const AttentionShape& shape, const T* qkv, const
     case AttentionKind::kFovea:
       return forward_fovea(shape, qkv, dropout, out, scratch);
     case AttentionKind::kNaive:
-      return forward_naive(shape, qkv, dropout, out);
+      return forward_naive(shape, qkv, dropout, out, scratch);
     case AttentionKind::kNone:
       std::fill_n(out, shape.tokens() * shape.width(), T(0));
   }
@@ -161,13 +162,14 @@ HeadView<T> head_of(const AttentionShape& s, const T* qkv, int part, std::int64_
 
 template <class T>
 void AttentionLayer<T>::forward_naive(const AttentionShape& shape, const T* qkv, const AttentionDropout& dropout,
-                                      T* out) {
+                                      T* out, AttentionScratch<T>& scratch) {
   const std::int64_t length = shape.length;
   probabilities_.resize(shape.batch * shape.heads * length * length);
   dropped_.resize(probabilities_.size());
   const T scale = T(1) / std::sqrt(static_cast<T>(shape.head_dim));
   std::vector<std::uint8_t> mask;
   if (dropout.p > 0) {  // the library's, so that both ways train the very same network
+    const Stopwatch stopwatch(scratch.mask_seconds);
     mask = fovea::dropout_mask(shape.batch, shape.heads, length, length, dropout.p, dropout.seed, dropout.offset);
   }
   parallel_for(shape.batch * shape.heads, [&](std::int64_t n) {

@@ -69,6 +69,7 @@ template <class T>
 struct AttentionScratch {
   std::vector<T> grad_bias;    // (1, H, S, S)
   fovea::Workspace workspace;  // the library's
+  double mask_seconds = 0;     // what naive attention has spent on having its dropout masks made
 };
 
 template <class T>
@@ -89,7 +90,8 @@ class AttentionLayer {
                      AttentionScratch<T>& scratch);
   void backward_fovea(const AttentionShape& shape, const T* qkv, const T* out, const T* grad_out,
                       const AttentionDropout& dropout, T* grad_qkv, AttentionScratch<T>& scratch);
-  void forward_naive(const AttentionShape& shape, const T* qkv, const AttentionDropout& dropout, T* out);
+  void forward_naive(const AttentionShape& shape, const T* qkv, const AttentionDropout& dropout, T* out,
+                     AttentionScratch<T>& scratch);
   void backward_naive(const AttentionShape& shape, const T* qkv, const T* grad_out, T* grad_qkv,
                       AttentionScratch<T>& scratch);
 

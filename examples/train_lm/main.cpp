@@ -149,7 +149,7 @@ std::string table_of(const Results& r, const Settings& settings) {
       nats(r.loss),
       r.step_times.empty() ? fmt::format("{:.0f}", r.main.reports.back().bytes_per_second) : speed_of(r.step_times[0]));
   if (!r.step_times.empty()) {
-    line("  the same training with naive S x S attention", "", speed_of(r.step_times[1]));
+    line("  the same training with naive S x S attention (+)", "", speed_of(r.step_times[1]));
   }
   if (r.without_attention) {
     line(fmt::format("  the same with attention's output zeroed, only {} steps (*)", r.without_attention->steps),
@@ -159,6 +159,9 @@ std::string table_of(const Results& r, const Settings& settings) {
     line(fmt::format("byte counts, order {} (the {} before it), interpolated", order,
                      order == 1 ? "byte" : fmt::format("{} bytes", order)),
          nats(r.counts[order]), "");
+  }
+  if (!r.step_times.empty()) {
+    table += "(+) Its dropout masks are given to it: the time that they take is not counted.\n";
   }
   if (r.without_attention) {
     table += "(*) Without attention a prediction knows one byte, so order 1 is about what more steps could reach.\n";
@@ -171,19 +174,19 @@ Figure figure_of(const Results& r) {
   figure.title = "A byte-level transformer, attention by fovea";
   figure.x_label = "step";
   figure.y_label = "nats a byte";
-  Curve train{"training", {}};
-  Curve held_out{"held-out", {}};
-  for (const Progress& p : r.main.reports) {
-    train.points.push_back({static_cast<double>(p.step), p.train_loss});
-    held_out.points.push_back({static_cast<double>(p.step), p.held_out_loss});
-  }
-  figure.curves = {train, held_out};
-  if (r.without_attention) {
-    Curve without{"zeroed attention, held-out", {}};
-    for (const Progress& p : r.without_attention->reports) {
-      without.points.push_back({static_cast<double>(p.step), p.held_out_loss});
+  const auto add_curve = [&](const std::string& name, const Run& run, double Progress::*loss) {
+    Curve curve{name, {}};
+    for (const Progress& p : run.reports) {
+      if (p.step > 1) {  // the first is ln 256, beside which everything else would be a flat line
+        curve.points.push_back({static_cast<double>(p.step), p.*loss});
+      }
     }
-    figure.curves.push_back(without);
+    figure.curves.push_back(curve);
+  };
+  add_curve("training", r.main, &Progress::train_loss);
+  add_curve("held-out", r.main, &Progress::held_out_loss);
+  if (r.without_attention) {
+    add_curve("zeroed attention, held-out", *r.without_attention, &Progress::held_out_loss);
   }
   figure.levels.push_back({"order-3 byte counts", r.counts.at(3)});
   return figure;

@@ -10,6 +10,7 @@
 #include <random>
 
 #include "parallel.h"
+#include "stopwatch.h"
 
 namespace train_lm {
 namespace {
@@ -73,18 +74,6 @@ void transposed_product(const A& a, const B& b, R&& result) {
     result.middleCols(begin, count).noalias() = a.transpose() * b.middleCols(begin, count);
   });
 }
-
-class Stopwatch {
- public:
-  explicit Stopwatch(double& sum) : sum_(sum) {}
-  ~Stopwatch() { sum_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count(); }
-  Stopwatch(const Stopwatch&) = delete;
-  Stopwatch& operator=(const Stopwatch&) = delete;
-
- private:
-  double& sum_;
-  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
-};
 
 }  // namespace
 

@@ -13,7 +13,6 @@
 #pragma once
 
 #include <Eigen/Core>
-#include <chrono>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -68,6 +67,8 @@ class Model {
   const std::vector<T>& gradients() const { return gradients_; }
   // Of all forward_backward() calls together.
   double seconds_of_attention() const { return attention_seconds_; }
+  // What of that went into masks that naive attention has made for it.
+  double seconds_of_masks() const { return scratch_.mask_seconds; }
 
  private:
   using Matrix = Eigen::Matrix<T, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;

@@ -107,6 +107,7 @@ std::vector<StepTime> time_steps(const std::vector<ModelConfig>& models, const C
   for (std::int64_t round = -1; round < rounds; ++round) {  // round -1 warms up
     for (Contender& contender : contenders) {
       const Clock clock;
+      const double masks = contender.model->seconds_of_masks();
       const std::int64_t steps = round < 0 ? 1 : steps_in_round;
       for (std::int64_t n = 0; n < steps; ++n) {
         contender.loss = contender.model->forward_backward(
@@ -114,7 +115,8 @@ std::vector<StepTime> time_steps(const std::vector<ModelConfig>& models, const C
         contender.optimizer.step(0.5, contender.model->gradients(), contender.model->parameters());
       }
       if (round >= 0) {
-        contender.seconds.push_back(clock.seconds() / static_cast<double>(steps));
+        const double seconds = clock.seconds() - (contender.model->seconds_of_masks() - masks);
+        contender.seconds.push_back(seconds / static_cast<double>(steps));
       }
     }
   }
