@@ -170,7 +170,7 @@ def _of_dlpack(name: str, array: Any) -> View:
     try:
         capsule = _capsule(array)
     except (BufferError, RuntimeError) as error:  # such as PyTorch's for what requires a gradient
-        raise ValueError(f"{name}: its {type(array).__name__} does not give its memory away: {error}") from error
+        raise ValueError(f"{name}: a {type(array).__name__} that does not give its memory away: {error}") from error
     tensor, readonly = _tensor_of(capsule)
     rank = tensor.ndim
     shape = tuple(tensor.shape[:rank])

@@ -67,10 +67,10 @@ _EXCEPTIONS: dict[int, type[Exception]] = {
 }
 
 
-def check(status: int, note: str = "") -> None:
-    """Raises what the status of this thread's last call stands for, with the library's own words and a note."""
+def check(status: int) -> None:
+    """Raises what the status of this thread's last call stands for, with the library's own words."""
     if status != _abi.OK:
-        raise _EXCEPTIONS.get(status, RuntimeError)(lib.fovea_last_error().decode() + note)
+        raise _EXCEPTIONS.get(status, RuntimeError)(lib.fovea_last_error().decode())
 
 
 def text(function: Callable[..., int], *arguments: Any, tolerate: int = _abi.OK) -> str:

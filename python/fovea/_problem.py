@@ -84,7 +84,7 @@ class Problem:
         self._set_batch(options["batch_shape"])
         self._set_scalars(options)
         if options["align"] is None:
-            self._need_no_align(options)
+            self._need_no_align()
 
     # ---- inputs ----
 
@@ -206,7 +206,7 @@ class Problem:
         self.views[name] = view
         setattr(self.raw, name + "_ptr", view.address)
 
-    def _need_no_align(self, options: Mapping[str, Any]) -> None:
+    def _need_no_align(self) -> None:
         """Bottom-right is the default only where it cannot surprise."""
         raw = self.raw
         if raw.flags & _abi.CAUSAL:
@@ -224,14 +224,14 @@ class Problem:
             given = f"Sq={lengths_q} and Sk={lengths_k}"
         else:
             try:
-                differ = np.broadcast_arrays(lengths_q, lengths_k)
+                each_q, each_k = np.broadcast_arrays(lengths_q, lengths_k)
             except ValueError:
                 return  # not the same number of sequences: the library says so
-            differing = np.flatnonzero(differ[0] != differ[1])
+            differing = np.flatnonzero(each_q != each_k)
             if not differing.size:
                 return
             b = int(differing[0])
-            given = f"Sq={differ[0][b]} and Sk={differ[1][b]} in sequence {b}"
+            given = f"Sq={each_q[b]} and Sk={each_k[b]} in sequence {b}"
         raise ValueError(
             f"align: None with {what}, {given}; accepted: 'bottom_right' (the last query meets the last key, as in "
             "FlashAttention) or 'top_left' (the first meets the first, as PyTorch's is_causal)"
@@ -300,16 +300,23 @@ class Problem:
             workspace = np.empty(needed.value, np.uint8)
             call = lib.fovea_backward if direction == _abi.BACKWARD else lib.fovea_forward
             status = call(raw, workspace.__array_interface__["data"][0], needed.value)
-        check(status, self._note())
+        try:
+            check(status)
+        except ValueError as error:
+            self._name_layout(error)
+            raise
 
     def explain(self, direction: int) -> str:
         try:
             return text(lib.fovea_explain, ctypes.byref(self.raw), direction, tolerate=_abi.UNSUPPORTED)
-        except (ValueError, TypeError) as error:
-            raise type(error)(f"{error}{self._note()}") from None
+        except ValueError as error:
+            self._name_layout(error)
+            raise
 
-    def _note(self) -> str:
-        return " (layout='bhsd': shapes are given here as B, S, H, D)" if self._swap else ""
+    def _name_layout(self, error: ValueError) -> None:
+        """The library knows one order of dimensions: where the caller has another, its words say so."""
+        if self._swap and "shape" in str(error):
+            error.args = (f"{error} (layout='bhsd': shapes are given here as B, S, H, D)",)
 
 
 def choose(name: str, value: Any, choices: Mapping[Any, Any]) -> Any:

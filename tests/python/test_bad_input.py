@@ -127,7 +127,7 @@ BOTH = {
         (dict(q=odd), ValueError, "q: strides of .* bytes, or an address, that do not fall on its 4-byte elements"),
         (dict(q=unaligned), ValueError, "q: strides of .* bytes, or an address"),
         (dict(q=np.ma.zeros((B, SQ, HQ, D), np.float32)), TypeError, "q: a masked array; accepted"),
-        (dict(q=GradArray(zeros(B, SQ, HQ, D))), ValueError, "q: its GradArray does not give.*requires? grad"),
+        (dict(q=GradArray(zeros(B, SQ, HQ, D))), ValueError, "q: a GradArray that does not give.*requires? grad"),
         (dict(v=DeviceArray(zeros(B, SK, HK, DV))), NotImplementedError, "v: lies on a CUDA device"),
     ],
     "bias and mask": [
