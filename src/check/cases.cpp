@@ -74,8 +74,8 @@ std::vector<Feature> make_features() {
       {"alibi", {"", "alibi=h", "alibi=b,h"}},
       {"sink", {"", "sink"}},
       {"dropout",
-       {"", "dropout=0.1 seed=7 offset=11", "dropout=0.6 rng=torch_mem_efficient seed=0x123456789abcdef offset=0xfffffffe",
-        "dropout=0.9", "dropout=1e-9"}},
+       {"", "dropout=0.1 seed=7 offset=11",
+        "dropout=0.6 rng=torch_mem_efficient seed=0x123456789abcdef offset=0xfffffffe", "dropout=0.9", "dropout=1e-9"}},
       {"need", {"all", "q", "k,v", "bias", "bias2,sink"}},
       {"grad_lse", {"", "dlse"}},
       {"deterministic", {"", "det"}},
@@ -218,7 +218,8 @@ class Covering {
     int gained = 0;
     const int count = static_cast<int>(features().size());
     const auto look = [&](int s, int a, int b) {
-      gained += !covered_.at(s, choice[s], std::min(a, b), choice[std::min(a, b)], std::max(a, b), choice[std::max(a, b)]);
+      gained +=
+          !covered_.at(s, choice[s], std::min(a, b), choice[std::min(a, b)], std::max(a, b), choice[std::max(a, b)]);
     };
     for (int other = 0; other < count; ++other) {
       if (other == feature || choice[other] < 0) {
@@ -309,8 +310,8 @@ std::string line_of(const std::vector<int>& choice) {
       line += fmt::format(" used_{}={}", letter, fmt::join(used_lengths(*lengths, turn), ","));
     }
   }
-  for (const Id id : {kMemory, kCausal, kWindow, kAlign, kScale, kSoftcap, kBias2, kMask, kAlibi, kSink, kDropout, kGradLse,
-                      kDeterministic}) {
+  for (const Id id : {kMemory, kCausal, kWindow, kAlign, kScale, kSoftcap, kBias2, kMask, kAlibi, kSink, kDropout,
+                      kGradLse, kDeterministic}) {
     if (!text(id).empty()) {
       line += fmt::format(" {}", text(id));
     }
@@ -339,7 +340,9 @@ bool legal(const std::vector<int>& choice) {
   const auto is = [&](Id id, std::string_view value) { return chosen(choice, id) == value; };
   const auto open = [&](Id id) { return choice[id] < 0; };
   const auto open_or = [&](Id id, bool condition) { return open(id) || condition; };
-  const auto has = [&](Id id, std::string_view part) { return chosen(choice, id).find(part) != std::string_view::npos; };
+  const auto has = [&](Id id, std::string_view part) {
+    return chosen(choice, id).find(part) != std::string_view::npos;
+  };
   const bool no_bias = is(kBias, "");
 
   // q, k and v of one tensor have as many rows.

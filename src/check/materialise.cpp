@@ -290,7 +290,8 @@ void Tensors::list_existing(Tensor& tensor) const {
     sequences.push_back(sequence_of(p, b));
   }
   const bool keys = tensor.kind == Tensor::Kind::kKeys;
-  const int levels = tensor.kind == Tensor::Kind::kPlane ? rank - 3 : rank - (tensor.kind == Tensor::Kind::kStatistics ? 2 : 3);
+  const int levels =
+      tensor.kind == Tensor::Kind::kPlane ? rank - 3 : rank - (tensor.kind == Tensor::Kind::kStatistics ? 2 : 3);
   const auto exists = [&](const Index& index) {
     for (std::int64_t b = 0; b < p.batch(); ++b) {
       const std::int64_t entry[2] = {p.two_level ? b / p.batch2 : b, b % p.batch2};
@@ -345,7 +346,8 @@ void Tensors::fill(const Tensor& tensor) const {
       value = random.uniform() / 4;
     } else if ((tensor.name == "q" || tensor.name == "k") && values == Values::kLargeScores) {
       value *= 30;
-    } else if (values == Values::kDenormal && (tensor.name == "v" || (tensor.name == "grad_out" && case_.seed % 2 == 0))) {
+    } else if (values == Values::kDenormal &&
+               (tensor.name == "v" || (tensor.name == "grad_out" && case_.seed % 2 == 0))) {
       value *= tensor.type() == DType::kFp64 ? 1e-310 : tensor.type() == DType::kFp16 ? 1e-6 : 1e-39;
     } else if (tensor.name == "bias" && values == Values::kMinusInfinity && random.uniform() < 1.0 / 3) {
       value = -std::numeric_limits<double>::infinity();

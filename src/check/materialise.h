@@ -65,7 +65,7 @@ struct Tensor {
   bool output;
   fovea_tensor view;
   std::shared_ptr<Buffer> buffer;
-  std::int64_t base;                  // the element of the buffer that index 0, 0, ... is
+  std::int64_t base;                   // the element of the buffer that index 0, 0, ... is
   std::vector<std::int64_t> existing;  // the buffer's elements that exist, in logical order
 
   DType type() const { return static_cast<DType>(view.dtype); }

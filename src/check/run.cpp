@@ -278,13 +278,14 @@ Timing bench(const Case& c, Direction direction, const std::string& backend, dou
     }
     const auto d = static_cast<double>(p.head_dim);
     const auto dv = static_cast<double>(p.head_dim_v);
-    timing.flops += 2 * pairs * static_cast<double>(p.heads_q) *
-                    (direction == Direction::kForward ? d + dv : 3 * d + 2 * dv);
+    timing.flops +=
+        2 * pairs * static_cast<double>(p.heads_q) * (direction == Direction::kForward ? d + dv : 3 * d + 2 * dv);
   }
   timing.seconds = std::numeric_limits<double>::infinity();
   Caller call(tensors.problem(), direction, backend);
   const auto begin = Clock::now();
-  for (int repetition = 0; repetition < 2 || Clock::now() - begin < std::chrono::duration<double>(seconds); ++repetition) {
+  for (int repetition = 0; repetition < 2 || Clock::now() - begin < std::chrono::duration<double>(seconds);
+       ++repetition) {
     const auto start = Clock::now();
     call();
     timing.seconds = std::min(timing.seconds, std::chrono::duration<double>(Clock::now() - start).count());

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The score: its value by the specification's formula, and Dual's derivative against finite differences.
+#include "math/score.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+namespace fovea::math {
+namespace {
+
+double by_hand(double scale, double softcap, double dot) {
+  const double s = scale * dot;
+  return softcap > 0 ? softcap * std::tanh(s / softcap) : s;
+}
+
+template <class S>
+S value(const Score<S>& score, S dot) {
+  return score.softcap > 0 ? score.template of_dot<true>(dot) : score.template of_dot<false>(dot);
+}
+
+template <class S>
+Dual<S> with_derivative(const Score<S>& score, S dot) {
+  return score.softcap > 0 ? score.template of_dot_with_derivative<true>(dot, S(1))
+                           : score.template of_dot_with_derivative<false>(dot, S(1));
+}
+
+TEST(ScoreTest, ValueAndDerivative) {
+  for (const double scale : {1.0, 0.125, -0.3, 0.0}) {
+    for (const double softcap : {0.0, 0.5, 2.0, 30.0}) {
+      const auto score = Score<double>::make(scale, softcap);
+      const auto narrow = Score<float>::make(scale, softcap);
+      for (double dot = -50; dot <= 50; dot += 0.37) {
+        const double expected = by_hand(scale, softcap, dot);
+        const auto dual = with_derivative(score, dot);
+        EXPECT_NEAR(value(score, dot), expected, 1e-14 * (1 + std::abs(expected)));
+        EXPECT_EQ(dual.value, value(score, dot));  // one formula
+        const double step = 1e-5;
+        const double difference =
+            (by_hand(scale, softcap, dot + step) - by_hand(scale, softcap, dot - step)) / (2 * step);
+        EXPECT_NEAR(dual.derivative, difference, 1e-8);
+        EXPECT_NEAR(value(narrow, float(dot)), expected, 1e-5 * (1 + std::abs(expected)));
+        EXPECT_NEAR(with_derivative(narrow, float(dot)).derivative, dual.derivative, 1e-5);
+      }
+    }
+  }
+}
+
+TEST(ScoreTest, SoftcapFarOut) {
+  const auto score = Score<float>::make(1, 30);
+  for (const float dot : {1e30F, -1e30F}) {
+    const auto dual = with_derivative(score, dot);
+    EXPECT_EQ(dual.value, std::copysign(30.0F, dot));
+    EXPECT_EQ(dual.derivative, 0.0F);
+  }
+}
+
+TEST(ScoreTest, DualFollowsTheRulesOfDifferentiation) {
+  const auto f = [](auto x, auto one) { return tanh(x * x * 0.5 - one) * (x + one) - x * 3.0; };
+  for (double x = -2; x <= 2; x += 0.1) {
+    const auto dual = f(Dual<double>{x, 1}, Dual<double>{1, 0});
+    const double step = 1e-6;
+    EXPECT_NEAR(dual.value, f(x, 1.0), 1e-14);
+    EXPECT_NEAR(dual.derivative, (f(x + step, 1.0) - f(x - step, 1.0)) / (2 * step), 1e-7);
+  }
+}
+
+TEST(ScoreTest, Alibi) {
+  EXPECT_EQ(alibi(3.0, 0.25), -0.75);
+  EXPECT_EQ(alibi(-3.0, 0.25), -0.75);
+  EXPECT_EQ(alibi(-3.0F, -0.25F), 0.75F);
+  EXPECT_EQ(alibi(0.0, 0.25), 0.0);
+}
+
+}  // namespace
+}  // namespace fovea::math
