@@ -100,6 +100,11 @@ class Arguments {
     });
   }
 
+  bool same_outputs_as(const Arguments& other) const {
+    return std::all_of(outputs_.begin(), outputs_.end(),
+                       [&](const std::string& name) { return memory_.at(name) == other.memory_.at(name); });
+  }
+
   fovea_problem problem{};
 
  private:

@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Who serves a problem: verdicts and their order, a backend by its name and by FOVEA_BACKEND, the workspace.
+#include "core/plan.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <optional>
+
+#include "arguments.h"
+#include "core/shapes.h"
+
+namespace fovea {
+namespace {
+
+using testing::Arguments;
+
+// Sets an environment variable for a test's length.
+class Variable {
+ public:
+  Variable(const char* name, const char* value) : name_(name) {
+    const char* before = std::getenv(name);
+    if (before != nullptr) {
+      before_ = before;
+    }
+    setenv(name, value, 1);
+  }
+  ~Variable() { before_ ? setenv(name_, before_->c_str(), 1) : unsetenv(name_); }
+  Variable(const Variable&) = delete;
+  Variable& operator=(const Variable&) = delete;
+
+ private:
+  const char* name_;
+  std::optional<std::string> before_;
+};
+
+// Unforced, whatever the environment of the tests says.
+class Planning : public ::testing::Test {
+ private:
+  Variable backend_{"FOVEA_BACKEND", ""};
+};
+
+Plan plan_of(const std::string& line) {
+  const Problem problem = parse(line);
+  const Shapes shapes(problem);
+  return plan(validate(shapes.get(), problem.direction, /*shapes_only=*/true));
+}
+
+std::string reason_of(const Plan& plan, std::string_view backend) {
+  for (const Verdict& verdict : plan.verdicts) {
+    if (verdict.backend == backend) {
+      return verdict.reason;
+    }
+  }
+  return "no verdict";
+}
+
+std::string message_of(const std::string& line) {
+  try {
+    plan_of(line);
+    return "";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.status(), FOVEA_INVALID_ARGUMENT);
+    return error.what();
+  }
+}
+
+TEST_F(Planning, TheCpuServesWhoNamesNone) {
+  const Plan plan = plan_of("bwd sq=4 d=4");
+  EXPECT_EQ(plan.backend, BackendKind::kCpu);
+  ASSERT_EQ(plan.verdicts.size(), 3u);
+  EXPECT_TRUE(plan.verdicts[0].serves);
+  EXPECT_EQ(plan.verdicts[0].reason, plan.cpu.summary);
+  EXPECT_FALSE(reason_of(plan, "cpu").empty());
+  EXPECT_EQ(reason_of(plan, "cuda"), "no CUDA backend in this build");
+  EXPECT_EQ(reason_of(plan, "reference"), "serves only who asks for it by name: backend=reference");
+}
+
+TEST_F(Planning, ByName) {
+  EXPECT_EQ(plan_of("sq=4 d=4 backend=cpu").backend, BackendKind::kCpu);
+  const Plan plan = plan_of("sq=4 d=4 backend=reference");
+  EXPECT_EQ(plan.backend, BackendKind::kReference);
+  EXPECT_EQ(plan.workspace, 0u);
+  EXPECT_EQ(reason_of(plan, "cpu"), "not asked: backend=reference");
+  const Plan cuda = plan_of("sq=4 d=4 backend=cuda");
+  EXPECT_FALSE(cuda.supported());
+  EXPECT_EQ(reason_of(cuda, "cuda"), "no CUDA backend in this build");
+  EXPECT_EQ(message_of("sq=4 d=4 backend=tpu"), "backend: 'tpu'; accepted: cpu, cuda, reference");
+}
+
+TEST_F(Planning, ByEnvironment) {
+  {
+    const Variable forced("FOVEA_BACKEND", "reference");
+    const Plan plan = plan_of("sq=4 d=4");
+    EXPECT_EQ(plan.backend, BackendKind::kReference);
+    EXPECT_EQ(reason_of(plan, "cpu"), "not asked: FOVEA_BACKEND=reference");
+    EXPECT_EQ(plan_of("sq=4 d=4 backend=cpu").backend, BackendKind::kCpu);  // what the problem says goes first
+  }
+  const Variable forced("FOVEA_BACKEND", "tpu");
+  EXPECT_EQ(message_of("sq=4 d=4"), "FOVEA_BACKEND: 'tpu'; accepted: cpu, cuda, reference");
+}
+
+TEST_F(Planning, AProblemOfADeviceIsNeverMoved) {
+  for (const char* line :
+       {"sq=4 d=4 device=cuda", "sq=4 d=4 device=cuda backend=reference", "bwd sq=4 d=4 device=cuda backend=cpu"}) {
+    const Plan plan = plan_of(line);
+    EXPECT_FALSE(plan.supported());
+    try {
+      require_supported(parse(line), plan);
+      ADD_FAILURE() << line;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.status(), FOVEA_UNSUPPORTED);
+      EXPECT_NE(std::string(error.what()).find(print(parse(line))), std::string::npos);
+      EXPECT_NE(std::string(error.what()).find("CUDA"), std::string::npos) << error.what();
+    }
+  }
+}
+
+TEST_F(Planning, AnInstructionSetThatIsNotThereIsAReason) {
+  const Variable isa("FOVEA_CPU_ISA", "sse9");
+  const Plan plan = plan_of("sq=4 d=4");
+  EXPECT_FALSE(plan.supported());
+  EXPECT_NE(reason_of(plan, "cpu").find("sse9"), std::string::npos) << reason_of(plan, "cpu");
+}
+
+TEST_F(Planning, TheTextOfExplain) {
+  const Problem problem = parse("sq=4 d=4 backend=reference");
+  EXPECT_EQ(to_text(problem, plan_of(print(problem))),
+            "problem: fwd b=1 hq=1 sq=4 sk=4 d=4 fp32 backend=reference\n"
+            "cpu: does not serve: not asked: backend=reference\n"
+            "cuda: does not serve: not asked: backend=reference\n"
+            "reference: serves: fp64 in plain loops\n"
+            "workspace: 0 bytes\n");
+}
+
+// A caller may ask for the workspace once, and then call with other numbers at other places.
+TEST_F(Planning, TheWorkspaceDependsOnNoNumbers) {
+  for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
+    Arguments a(Arguments::Rows::kPacked, direction);
+    a.problem.backend = nullptr;
+    a.problem.max_seqlen_q = 3;
+    a.problem.max_seqlen_k = 5;
+    const std::size_t with_numbers = plan(validate(a.problem, direction, false)).workspace;
+    a.data<std::int32_t>("cu_seqlens_q")[1] = 3;
+    a.data<std::int64_t>("cu_seqlens_k")[1] = 3;
+    a.problem.seqused_q = a.problem.seqused_k = nullptr;
+    EXPECT_EQ(plan(validate(a.problem, direction, false)).workspace, with_numbers);
+    for (const char* name : {"q", "k", "v", "out", "lse", "bias", "bias2", "mask", "alibi_slopes", "sink",
+                             "cu_seqlens_q", "cu_seqlens_k"}) {
+      a[name].data = nullptr;
+    }
+    EXPECT_EQ(plan(validate(a.problem, direction, true)).workspace, with_numbers);
+  }
+}
+
+TEST_F(Planning, AWorkspaceAtAnyAddressThatIsLargeEnough) {
+  for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
+    Arguments expected(Arguments::Rows::kDense, direction);
+    expected.problem.backend = nullptr;
+    const std::size_t bytes = plan(validate(expected.problem, direction, false)).workspace;
+    std::vector<unsigned char> memory(bytes + 128, 0xEE);
+    execute(validate(expected.problem, direction, false), memory.data(), bytes);
+    for (std::size_t shift = 0; shift < 64; shift += 7) {
+      Arguments a(Arguments::Rows::kDense, direction);
+      a.problem.backend = nullptr;
+      std::fill(memory.begin(), memory.end(), 0xEE);
+      execute(validate(a.problem, direction, false), memory.data() + 64 + shift, bytes);
+      EXPECT_TRUE(std::all_of(memory.begin(), memory.begin() + 64, [](unsigned char byte) { return byte == 0xEE; }));
+      EXPECT_TRUE(std::all_of(memory.begin() + static_cast<std::ptrdiff_t>(64 + shift + bytes), memory.end(),
+                              [](unsigned char byte) { return byte == 0xEE; }));
+      EXPECT_TRUE(a.same_outputs_as(expected));
+    }
+    if (bytes > 0) {
+      Arguments a(Arguments::Rows::kDense, direction);
+      a.problem.backend = nullptr;
+      try {
+        execute(validate(a.problem, direction, false), memory.data(), bytes - 1);
+        ADD_FAILURE();
+      } catch (const Error& error) {
+        EXPECT_EQ(error.status(), FOVEA_OUT_OF_MEMORY);
+        EXPECT_EQ(std::string(error.what()).rfind("workspace: ", 0), 0u);
+        EXPECT_TRUE(a.untouched());
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fovea
