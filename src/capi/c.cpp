@@ -21,9 +21,7 @@
 namespace fovea {
 namespace {
 
-// Initial-exec, or the library would need the dynamic loader's __tls_get_addr; a string's few bytes fit the reserve
-// that late-loaded libraries have for it.
-[[gnu::tls_model("initial-exec")]] thread_local std::string last_error;
+thread_local std::string last_error;
 
 fovea_status failed(fovea_status status, const char* what) noexcept {
   try {
