@@ -96,14 +96,15 @@ def make(row, seed=0):
     else:
         batch = (2, 2) if row["rows"] == "two_level" else (2,)
         rows_q, rows_k = {"square": (5, 5), "short": (3, 19), "long": (18, 3), "two_level": (3, 4)}[row["rows"]]
+        lengths_q, lengths_k = rows_q, rows_k
         shape_q, shape_k = (*batch, rows_q), (*batch, rows_k)
     entries = int(np.prod(batch))
     q, k, v = normal(*shape_q, heads, dim), normal(*shape_k, heads_k, dim), normal(*shape_k, heads_k, dim_v)
 
     if "q" in row["used"]:
-        options["seqused_q"] = np.array([2, 1, 3, 0][:entries], np.int32)
+        options["seqused_q"] = np.minimum([2, 1, 3, 0][:entries], lengths_q).astype(np.int32)
     if "k" in row["used"]:
-        options["seqused_k"] = np.array([3, 2, 0, 5][:entries], np.int32)
+        options["seqused_k"] = np.minimum([3, 2, 0, 5][:entries], lengths_k).astype(np.int32)
     options.update(causal=row["causal"], window=row["window"], align=row["align"], softcap=row["softcap"])
     if row["scale"] is not None:
         options["scale"] = row["scale"]

@@ -76,3 +76,15 @@ def test_the_comparison_can_fail():
         values = np.array([1.0, 1.5]).astype(element)
         with pytest.raises(AssertionError):
             assert_rounded("values", values, np.array([1.0, 1.5 * (1 + 2 * max(ULP[values.dtype.name], 1e-11))]))
+
+
+@pytest.mark.parametrize("rng", ["fovea", "torch_mem_efficient"])
+@pytest.mark.parametrize("p", [0.0, 0.2, 0.9, 1.0])
+def test_dropout_mask(rng, p):
+    batch, heads, rows, keys = 2, 2, 21, 18
+    seed, offset = 0xFEDCBA9876543210, 0x123456789
+    mask = fovea.dropout_mask(batch, heads, rows, keys, p, seed=seed, offset=offset, rng=rng)
+    expected = [[[[p < 1 and oracle.keeps(p, seed, offset, rng, b * heads + h, i, j, rows * keys, keys)
+                   for j in range(keys)] for i in range(rows)] for h in range(heads)] for b in range(batch)]
+    assert mask.dtype == bool and mask.shape == (batch, heads, rows, keys)
+    np.testing.assert_array_equal(mask, expected)
