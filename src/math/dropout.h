@@ -99,13 +99,18 @@ constexpr u32 dropout_value(const DropoutHead& head, u32 i, u32 j) {
 
 // ---- rule torch_mem_efficient ----
 
-// Number `index` of the Philox-4x32-10 stream of the seed, uniform in (0, 1], rounded as PyTorch's kernel does.
+// A random word as a number, uniform in (0, 1], rounded as PyTorch's kernel does. It never falls as the word grows.
+constexpr float torch_uniform_of_word(u32 word) {
+  return float(word) * 2.3283064365386963e-10f + 1.16415321826934814e-10f;  // 2^-32, 2^-33
+}
+
+// Number `index` of the Philox-4x32-10 stream of the seed.
 constexpr float torch_uniform(u64 seed, u64 index) {
   const u64 block = index >> 2;
   const Words4<u32> words = philox4x32<u32>({u32(block), u32(block >> 32), 0u, 0u}, u32(seed), u32(seed >> 32));
   const u32 lane = u32(index) & 3u;
   const u32 word = lane == 0 ? words.w0 : lane == 1 ? words.w1 : lane == 2 ? words.w2 : words.w3;
-  return float(word) * 2.3283064365386963e-10f + 1.16415321826934814e-10f;  // 2^-32, 2^-33
+  return torch_uniform_of_word(word);
 }
 
 // ---- both ----

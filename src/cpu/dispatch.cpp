@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Which kernels run: the best instruction set that was built and that this machine has, or the one that
+// FOVEA_CPU_ISA names. Read at every call: forcing is for tests, and costs a look into the environment.
+#include <fmt/format.h>
+
+#include <cstdlib>
+#include <string_view>
+
+#include "cpu/schedule.h"
+
+namespace fovea::cpu {
+namespace {
+
+struct Built {
+  const Kernels* tables;  // by type of accumulation
+  bool available;
+  const char* needs;
+};
+
+#if FOVEA_X86
+const Built* built(std::size_t& count) {
+  static const Built all[] = {
+      {avx512::kernels,
+       __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx2") &&
+           __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2"),
+       "AVX-512 F, BW, CD, DQ and VL"},
+      {avx2::kernels,
+       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
+           __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2"),
+       "AVX2, FMA, F16C and BMI2"},
+      {portable::kernels, true, ""}};
+  count = std::size(all);
+  return all;
+}
+#else
+const Built* built(std::size_t& count) {
+  static const Built all[] = {{portable::kernels, true, ""}};
+  count = std::size(all);
+  return all;
+}
+#endif
+
+const Kernels* tables() {
+  std::size_t count = 0;
+  const Built* all = built(count);
+  const char* forced = std::getenv("FOVEA_CPU_ISA");
+  const bool any = forced == nullptr || *forced == '\0';
+  std::string names;
+  for (std::size_t n = 0; n < count; ++n) {
+    const char* name = all[n].tables[0].name;
+    if (any ? all[n].available : std::string_view(forced) == name) {
+      if (!all[n].available) {
+        throw Error(FOVEA_UNSUPPORTED,
+                    fmt::format("FOVEA_CPU_ISA: {} needs a processor with {}, which this machine has not", name,
+                                all[n].needs));
+      }
+      return all[n].tables;
+    }
+    names += fmt::format("{}{}", n > 0 ? ", " : "", name);
+  }
+  throw Error(FOVEA_UNSUPPORTED, fmt::format("FOVEA_CPU_ISA: got \"{}\"; one of {} is accepted", forced, names));
+}
+
+}  // namespace
+
+const Kernels& kernels_for(DType type) { return tables()[type == DType::kFp64 ? 1 : 0]; }
+
+std::vector<Isa> instruction_sets() {
+  std::size_t count = 0;
+  const Built* all = built(count);
+  std::vector<Isa> sets;
+  for (std::size_t n = 0; n < count; ++n) {
+    sets.push_back({all[n].tables[0].name, all[n].available});
+  }
+  return sets;
+}
+
+Plan plan(const Call& call) {
+  const bool forward = call.problem.direction == Direction::kForward;
+  const Kernels& kernels = kernels_for(call.problem.type);
+  const i64 parallelism = forward ? forward_parallelism(call) : backward_parallelism(call);
+  const Tiles tiles = forward ? forward_tiles(call.problem) : backward_tiles(call.problem);
+  Plan plan;
+  plan.isa = kernels.name;
+  plan.threads = static_cast<int>(std::clamp<i64>(parallelism, 1, num_threads()));
+  plan.workspace = forward ? forward_workspace(call, plan.threads) : backward_workspace(call, plan.threads);
+  plan.summary = fmt::format("{}, {} thread{}, tiles of {} queries x {} keys", plan.isa, plan.threads,
+                             plan.threads == 1 ? "" : "s", tiles.rows, tiles.keys);
+  return plan;
+}
+
+}  // namespace fovea::cpu

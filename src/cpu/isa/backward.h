@@ -1,0 +1,444 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The backward of one block of keys: it owns dk and dv of its keys and walks over the blocks of queries that meet
+// them, for every head of the group. Five products a tile, P computed once:
+//
+//     S  = Q K^T      dP = dO V^T        strip by strip; then p and ds row by row, in L1
+//     dV += P^T dO    dK += dS^T Q       sums of this block, in L2
+//     dQ  = dS K                         a tile, added to the sum of its queries
+//
+// Sums that other tasks add to as well (dq; the gradient of a bias that is broadcast; dk and dv where the walk is
+// split) are added to in turn: contributions to a tile have numbers 0, 1, 2, ..., and number n waits until its counter
+// says n. Numbers grow with the tickets under which tasks are taken, so a task waits only for tasks that run already,
+// and since all of them walk in the same direction they follow each other like a pipeline. The result has the same
+// bits for any number of threads. Only an addition happens within a turn; the products come before.
+#pragma once
+
+#include "cpu/isa/gemm.h"
+#include "cpu/isa/scores.h"
+
+namespace fovea::cpu::FOVEA_ISA {
+
+template <class T>
+struct BackwardTiles {
+  i64 ld_q, ld_v, ld_s;  // of tiles with head_dim, head_dim_v and block_keys columns
+  T* dk;
+  T* dv;
+  T* k;
+  T* k_transposed;
+  T* v_transposed;
+  T* q;
+  T* grad_out;
+  T* p;
+  T* ds;
+  T* ds_bias;
+  T* dq;
+  T* sums_by_key;  // of ds, for a bias that is broadcast over queries
+  T* v_rows;       // a vector's worth of values, before they are transposed
+  u8* keep;
+  i64 keep_stride;
+  RowBuffers<T> buffers;
+
+  BackwardTiles(Arena& arena, const Options& options)
+      : ld_q(leading<T>(options.head_dim)),
+        ld_v(leading<T>(options.head_dim_v)),
+        ld_s(leading<T>(options.block_keys)),
+        dk(arena.take<T>(padded_keys(options) * ld_q)),
+        dv(arena.take<T>(padded_keys(options) * ld_v)),
+        k(arena.take<T>(padded_keys(options) * ld_q)),
+        k_transposed(arena.take<T>(padded<T>(options.head_dim) * ld_s)),
+        v_transposed(arena.take<T>(padded<T>(options.head_dim_v) * ld_s)),
+        q(arena.take<T>(round_up(options.block_rows, 4) * ld_q)),
+        grad_out(arena.take<T>(round_up(options.block_rows, 4) * ld_v)),
+        p(arena.take<T>(round_up(options.block_rows, 4) * ld_s)),
+        ds(arena.take<T>(round_up(options.block_rows, 4) * ld_s)),
+        ds_bias(arena.take<T>(options.need_bias ? round_up(options.block_rows, 4) * ld_s : 0)),
+        dq(arena.take<T>(round_up(options.block_rows, 4) * ld_q)),
+        sums_by_key(arena.take<T>(2 * ld_s)),
+        v_rows(arena.take<T>(lanes<T>() * ld_v)),
+        keep(arena.take<u8>(options.dropping == Dropping::kNone ? 0
+                                                                : options.block_rows * bit_row(options.block_keys))),
+        keep_stride(bit_row(options.block_keys)),
+        buffers(arena, options.block_keys) {}
+
+  static i64 padded_keys(const Options& options) { return round_up(padded<T>(options.block_keys), 4); }
+};
+
+// Zeros wherever columns [begin, end) of a row leave off.
+template <class T>
+HWY_INLINE void clear_outside(T* row, i64 begin, i64 end, i64 cols) {
+  fill(row, begin, T(0));
+  fill(row + end, math::max(cols - end, i64(0)), T(0));
+}
+
+// One task's view of its tile: query block by key block.
+template <class T>
+struct Tile {
+  const BackwardTask& task;
+  const BackwardHead& head;
+  const BackwardTiles<T>& tiles;
+  math::Band<i64> band;
+  i64 key, key_end;  // keys
+  i64 row, row_end;  // queries
+
+  const Options& options() const { return *task.options; }
+  i64 keys() const { return key_end - key; }
+  i64 rows() const { return row_end - row; }
+  bool needs_ds() const { return options().need_q || options().need_k || options().need_bias; }
+
+  void load() const {
+    const Options& o = options();
+    load_tile(head.head.q, row, rows(), o.head_dim, tiles.q, tiles.ld_q);
+    load_tile(head.grad_out, row, rows(), o.head_dim_v, tiles.grad_out, tiles.ld_v);
+    const i64 missing = round_up(rows(), 4) - rows();
+    fill(tiles.q + rows() * tiles.ld_q, missing * tiles.ld_q, T(0));
+    fill(tiles.grad_out + rows() * tiles.ld_v, missing * tiles.ld_v, T(0));
+    // Nothing comes through a dead row, not even NaN.
+    const T* reference = static_cast<const T*>(head.reference);
+    for (i64 i = row; i < row_end; ++i) {
+      if (reference[i] == T(kInfinity)) {
+        fill(tiles.grad_out + (i - row) * tiles.ld_v, padded<T>(o.head_dim_v), T(0));
+      }
+    }
+    if (o.dropping != Dropping::kNone) {
+      keep_bits(o, head.head, row, rows(), key, keys(), tiles.keep, tiles.keep_stride);
+    }
+  }
+
+  // P and dS of the whole tile, zeros where nothing is computed.
+  void scores() const {
+    const Options& o = options();
+    const math::Score<T> score = math::Score<T>::make(o.scale, o.softcap);
+    const T* reference = static_cast<const T*>(head.reference);
+    const T* delta = static_cast<const T*>(head.delta);
+    const i64 all_cols = padded<T>(keys());
+    for (i64 first = row; first < row_end; first += kBlockRows) {
+      const i64 strip = math::min(i64(kBlockRows), row_end - first);
+      const math::Interval<i64> met = band.keys_of_rows(first, first + strip);
+      const i64 begin = math::max(met.begin, key) - key;
+      const i64 end = math::min(met.end, key_end) - key;
+      const i64 col = begin < end ? begin / 16 * 16 : 0;
+      const i64 cols = begin < end ? padded<T>(end - col) : 0;
+      T* p = tiles.p + (first - row) * tiles.ld_s;
+      T* ds = tiles.ds + (first - row) * tiles.ld_s;
+      if (cols > 0) {
+        gemm_rows<Lhs::kByRows, T>(strip, cols, o.head_dim, {tiles.q + (first - row) * tiles.ld_q, tiles.ld_q},
+                                   {tiles.k_transposed + col, tiles.ld_s}, p + col, tiles.ld_s, false);
+        if (needs_ds()) {
+          gemm_rows<Lhs::kByRows, T>(strip, cols, o.head_dim_v,
+                                     {tiles.grad_out + (first - row) * tiles.ld_v, tiles.ld_v},
+                                     {tiles.v_transposed + col, tiles.ld_s}, ds + col, tiles.ld_s, false);
+        }
+      }
+      for (i64 r = 0; r < strip; ++r) {
+        const i64 i = first + r;
+        T* p_row = p + r * tiles.ld_s;
+        T* ds_row = needs_ds() ? ds + r * tiles.ld_s : nullptr;
+        T* ds_bias_row = o.need_bias ? tiles.ds_bias + (i - row) * tiles.ld_s : nullptr;
+        if (cols > 0) {
+          const RowTerms<T> terms =
+              terms_of_row(head.head, task.sequence, i, key + col, cols, tiles.buffers);
+          const u8* keep = o.dropping != Dropping::kNone ? tiles.keep + (i - row) * tiles.keep_stride + col / 8
+                                                         : nullptr;
+          grad_row(score, terms, cols,
+                   GradRow<T>{reference[i], delta != nullptr ? delta[i] : T(0), keep, static_cast<T>(o.keep_factor),
+                              p_row + col, ds_row != nullptr ? ds_row + col : nullptr,
+                              ds_bias_row != nullptr ? ds_bias_row + col : nullptr});
+        }
+        clear_outside(p_row, col, col + cols, all_cols);
+        if (ds_row != nullptr) {
+          clear_outside(ds_row, col, col + cols, all_cols);
+        }
+        if (ds_bias_row != nullptr) {
+          clear_outside(ds_bias_row, col, col + cols, all_cols);
+        }
+      }
+    }
+  }
+
+  // dV += P^T dO and dK += dS^T Q, each strip of keys with the queries that meet it.
+  void add_to_keys() const {
+    const Options& o = options();
+    for (i64 first = key; first < key_end; first += kBlockRows) {
+      const i64 strip = math::min(i64(kBlockRows), key_end - first);
+      const math::Interval<i64> met = band.queries_of_keys(first, first + strip);
+      const i64 begin = math::max(met.begin, row) - row;
+      const i64 depth = math::min(met.end, row_end) - row - begin;
+      if (depth <= 0) {
+        continue;
+      }
+      const i64 col = first - key;
+      if (o.need_v) {
+        gemm_rows<Lhs::kByColumns, T>(strip, padded<T>(o.head_dim_v), depth,
+                                      {tiles.p + begin * tiles.ld_s + col, tiles.ld_s},
+                                      {tiles.grad_out + begin * tiles.ld_v, tiles.ld_v}, tiles.dv + col * tiles.ld_v,
+                                      tiles.ld_v, true);
+      }
+      if (o.need_k) {
+        gemm_rows<Lhs::kByColumns, T>(strip, padded<T>(o.head_dim), depth,
+                                      {tiles.ds + begin * tiles.ld_s + col, tiles.ld_s},
+                                      {tiles.q + begin * tiles.ld_q, tiles.ld_q}, tiles.dk + col * tiles.ld_q,
+                                      tiles.ld_q, true);
+      }
+    }
+  }
+
+  // dQ = dS K, added to the sum of these queries in turn; whoever is last rounds it.
+  void add_to_queries(i64 block) const {
+    const Options& o = options();
+    const i64 cols = padded<T>(o.head_dim);
+    for (i64 first = row; first < row_end; first += kBlockRows) {
+      const i64 strip = math::min(i64(kBlockRows), row_end - first);
+      const math::Interval<i64> met = band.keys_of_rows(first, first + strip);
+      const i64 begin = math::max(met.begin, key) - key;
+      const i64 depth = math::max(math::min(met.end, key_end) - key - begin, i64(0));
+      const i64 at = first - row;
+      gemm_rows<Lhs::kByRows, T>(strip, cols, depth, {tiles.ds + at * tiles.ld_s + begin, tiles.ld_s},
+                                 {tiles.k + begin * tiles.ld_q, tiles.ld_q}, tiles.dq + at * tiles.ld_q, tiles.ld_q,
+                                 false);
+    }
+
+    const math::Interval<i64> keys_met = band.keys_of_rows(row, row_end);
+    const i64 first_block = keys_met.begin / o.block_keys;
+    const i64 last_block = (keys_met.end - 1) / o.block_keys;
+    const u32 number = static_cast<u32>(task.key_block - first_block);
+    o.wait_for(head.turns_q + block, number);
+    for (i64 i = row; i < row_end; ++i) {
+      T* sum = static_cast<T*>(head.sum_q) + i * head.sum_q_stride;
+      T* mine = tiles.dq + (i - row) * tiles.ld_q;
+      if (number > 0) {
+        add(sum, mine, o.head_dim, mine);
+      }
+      if (task.key_block < last_block || head.sum_is_grad_q) {
+        convert_out(mine, sum, o.head_dim);
+      } else {
+        store_row(mine, head.grad_q, i, 0, o.head_dim);
+      }
+    }
+    __atomic_store_n(head.turns_q + block, number + 1, __ATOMIC_RELEASE);
+  }
+
+  // to = a + b; only `count` elements are touched.
+  static void add(const T* a, const T* b, i64 count, T* to) {
+    i64 n = 0;
+    for (; n + lanes<T>() <= count; n += lanes<T>()) {
+      (Simd<T>::load(a + n) + Simd<T>::load(b + n)).store(to + n);
+    }
+    for (; n < count; ++n) {
+      to[n] = a[n] + b[n];
+    }
+  }
+
+  // The gradient of one bias: this tile's ds, reduced over what the bias is broadcast over. `number` is its place
+  // among the contributions to these queries.
+  void add_to_bias(const BiasGradient& bias, i64 block, u32 number, T* sums_by_key) const {
+    const T* ds = tiles.ds_bias;
+    if (bias.over_queries) {
+      for (i64 r = 0; r < rows(); ++r) {
+        add(sums_by_key, ds + r * tiles.ld_s, keys(), sums_by_key);
+      }
+      return;
+    }
+    if (bias.how == BiasSum::kStore) {
+      for (i64 r = 0; r < rows(); ++r) {
+        store_row(ds + r * tiles.ld_s, bias.sum, row + r, key, keys());
+      }
+      return;
+    }
+    std::uint32_t* turn = bias.turns + block;
+    options().wait_for(turn, number);
+    for (i64 r = 0; r < rows(); ++r) {
+      if (bias.over_keys) {
+        add_strided(bias.sum, row + r, 0, 1, sum_of_row(ds + r * tiles.ld_s));
+      } else {
+        add_strided(bias.sum, row + r, key, keys(), ds + r * tiles.ld_s);
+      }
+    }
+    __atomic_store_n(turn, number + 1, __ATOMIC_RELEASE);
+  }
+
+  T sum_of_row(const T* from) const {
+    Simd<T> sum(T(0));
+    for (i64 c = 0; c < padded<T>(keys()); c += lanes<T>()) {
+      sum = sum + Simd<T>::load(from + c);
+    }
+    return sum_of_lanes(sum);
+  }
+
+  static void add_strided(const Matrix& sum, i64 i, i64 col, i64 count, T value) {
+    add_strided(sum, i, col, count, &value);
+  }
+  static void add_strided(const Matrix& sum, i64 i, i64 col, i64 count, const T* values) {
+    T* to = static_cast<T*>(sum.data) + i * sum.row + col * sum.col;
+    if (sum.col == 1) {
+      return add(to, values, count, to);
+    }
+    for (i64 c = 0; c < count; ++c) {
+      to[c * sum.col] += values[c];
+    }
+  }
+
+  // The end of a head's walk: what a bias that is broadcast over queries has gathered.
+  void finish_bias(const BiasGradient& bias, u32 number, const T* sums_by_key) const {
+    options().wait_for(bias.turns, number);
+    if (bias.over_keys) {
+      T total = 0;
+      for (i64 c = 0; c < keys(); ++c) {
+        total += sums_by_key[c];
+      }
+      add_strided(bias.sum, 0, 0, 1, total);
+    } else {
+      add_strided(bias.sum, 0, key, keys(), sums_by_key);
+    }
+    __atomic_store_n(bias.turns, number + 1, __ATOMIC_RELEASE);
+  }
+};
+
+template <class T>
+size_t backward_scratch(const Options& options) {
+  Arena arena(nullptr);
+  const BackwardTiles<T> tiles(arena, options);
+  return arena.used();
+}
+
+template <class T>
+i64 sum_q_stride(const Options& options) {
+  return padded<T>(options.head_dim);
+}
+
+template <class T>
+size_t sum_kv(const Options& options) {
+  return static_cast<size_t>(options.block_keys * (padded<T>(options.head_dim) + padded<T>(options.head_dim_v))) *
+         sizeof(T);
+}
+
+// dk or dv: rounded and stored, or added to the sum of a split walk.
+template <class T>
+void finish_keys(const BackwardTask& task, i64 key, i64 keys, i64 cols, T* mine, i64 ld, T* sum, const Matrix& to) {
+  for (i64 r = 0; r < keys; ++r) {
+    T* row = mine + r * ld;
+    T* sum_row = sum + r * padded<T>(cols);
+    if (task.part > 0) {
+      Tile<T>::add(sum_row, row, cols, row);
+    }
+    if (task.part + 1 < task.parts) {
+      convert_out(row, sum_row, cols);
+    } else {
+      store_row(row, to, key + r, 0, cols);
+    }
+  }
+}
+
+template <class T>
+void backward(const BackwardTask& task, void* scratch) {
+  const Options& options = *task.options;
+  const SequenceArgs& sequence = task.sequence;
+  Arena arena(scratch);
+  const BackwardTiles<T> tiles(arena, options);
+  const math::Band<i64> band{sequence.q_len, sequence.k_len, sequence.band_low, sequence.band_high};
+  const i64 key = task.key_block * options.block_keys;
+  const i64 key_end = math::min(key + options.block_keys, sequence.k_len);
+  const i64 keys = key_end - key;
+
+  load_tile(task.k, key, keys, options.head_dim, tiles.k, tiles.ld_q);
+  fill(tiles.k + keys * tiles.ld_q, (padded<T>(keys) - keys) * tiles.ld_q, T(0));
+  transpose_tile(tiles.k, tiles.ld_q, padded<T>(keys), padded<T>(options.head_dim), tiles.k_transposed, tiles.ld_s);
+  load_transposed(task.v, key, keys, options.head_dim_v, tiles.v_rows, tiles.ld_v, tiles.v_transposed, tiles.ld_s);
+  fill(tiles.dk, BackwardTiles<T>::padded_keys(options) * tiles.ld_q, T(0));
+  fill(tiles.dv, BackwardTiles<T>::padded_keys(options) * tiles.ld_v, T(0));
+
+  const math::Interval<i64> met = band.queries_of_keys(key, key_end);
+  const i64 first_block = met.begin / options.block_rows;
+  const i64 blocks = met.empty() ? 0 : (met.end + options.block_rows - 1) / options.block_rows - first_block;
+  i64 heads_begun = 0;
+  for (i64 step = task.walk_begin; step < task.walk_end; ++step) {
+    const BackwardHead& head = task.heads[step / blocks];
+    const i64 block = first_block + step % blocks;
+    const i64 row = block * options.block_rows;
+    const Tile<T> tile{task, head,    tiles, band, key, key_end, row,
+                       math::min(row + options.block_rows, sequence.q_len)};
+    const bool begins = step == task.walk_begin || step % blocks == 0;
+    const bool ends = step + 1 == task.walk_end || (step + 1) % blocks == 0;
+
+    tile.load();
+    tile.scores();
+    tile.add_to_keys();
+    if (options.need_q) {
+      tile.add_to_queries(block);
+    }
+    for (int n = 0; n < 2; ++n) {
+      const BiasGradient& bias = head.bias[n];
+      if (bias.how == BiasSum::kNone) {
+        continue;
+      }
+      T* sums_by_key = tiles.sums_by_key + n * tiles.ld_s;
+      if (begins) {
+        fill(sums_by_key, tiles.ld_s, T(0));
+      }
+      tile.add_to_bias(bias, block, bias.turns != nullptr && !bias.over_queries ? bias.numbers[step - task.walk_begin] : 0, sums_by_key);
+      if (ends && bias.over_queries) {
+        tile.finish_bias(bias, bias.numbers[heads_begun], sums_by_key);
+      }
+    }
+    heads_begun += ends ? 1 : 0;
+  }
+
+  if (options.need_k || options.need_v) {
+    T* sum = static_cast<T*>(task.sum_kv);
+    if (sum != nullptr) {
+      options.wait_for(task.turn_kv, task.part);
+    }
+    if (options.need_k) {
+      finish_keys(task, key, keys, options.head_dim, tiles.dk, tiles.ld_q, sum, task.grad_k);
+    }
+    if (options.need_v) {
+      finish_keys(task, key, keys, options.head_dim_v, tiles.dv, tiles.ld_v,
+                  sum + options.block_keys * padded<T>(options.head_dim), task.grad_v);
+    }
+    if (sum != nullptr) {
+      __atomic_store_n(task.turn_kv, task.part + 1, __ATOMIC_RELEASE);
+    }
+  }
+}
+
+// ---- the pass before ----
+
+template <class T>
+void prepare(const PrepareTask& task, void* scratch) {
+  const Options& options = *task.options;
+  const i64 rows = task.row_end - task.row_begin;
+  const i64 cols = options.head_dim_v;
+  Arena arena(scratch);
+  T* out = arena.take<T>(leading<T>(cols));
+  T* grad_out = arena.take<T>(leading<T>(cols));
+  T* grad_lse = arena.take<T>(options.block_rows);
+  T* reference = static_cast<T*>(task.reference) + task.row_begin;
+  T* delta = static_cast<T*>(task.delta) + task.row_begin;
+  load_row(task.lse, 0, task.row_begin, rows, reference);
+  if (task.grad_lse.type != 0) {
+    load_row(task.grad_lse, 0, task.row_begin, rows, grad_lse);
+  } else {
+    fill(grad_lse, rows, T(0));
+  }
+  double sink_sum = 0;
+  for (i64 r = 0; r < rows; ++r) {
+    reference[r] = math::backward_reference(reference[r]);
+    if (reference[r] == T(kInfinity)) {  // a dead row
+      delta[r] = 0;
+      continue;
+    }
+    load_tile(task.out, task.row_begin + r, 1, cols, out, 0);
+    load_tile(task.grad_out, task.row_begin + r, 1, cols, grad_out, 0);
+    Simd<T> dot(T(0));
+    for (i64 c = 0; c < cols; c += lanes<T>()) {
+      dot = fma(Simd<T>::load(out + c), Simd<T>::load(grad_out + c), dot);
+    }
+    delta[r] = math::delta(sum_of_lanes(dot), grad_lse[r]);
+    sink_sum += math::grad_sink<double>(task.sink, static_cast<double>(reference[r]), static_cast<double>(delta[r]));
+  }
+  if (task.grad_sink != nullptr) {
+    *task.grad_sink = sink_sum;
+  }
+}
+
+}  // namespace fovea::cpu::FOVEA_ISA

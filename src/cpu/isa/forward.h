@@ -1,0 +1,258 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The forward of some rows (queries of a group of heads) against a range of keys:
+//
+//     for each block of keys:                        K^T and V of the block are packed once, in L2
+//       for each strip of rows (as many as a product keeps in registers):
+//         S  = Q K^T                                 a strip of S stays in L1
+//         S  -> scores -> weights relative to the running maximum, sums kept a vector a row
+//         O += P V                                   after scaling by the maximum's rise
+//     out = O / sum,  lse = maximum + log(sum)
+//
+// A strip touches only the keys that its rows meet: inside an edge block of a causal or windowed problem the products
+// follow the band. Rows of several heads share a strip, so that grouped heads with few queries fill it.
+#pragma once
+
+#include "cpu/isa/gemm.h"
+#include "cpu/isa/scores.h"
+
+namespace fovea::cpu::FOVEA_ISA {
+
+// What one task computes on. O, m and l are what a part of a split row leaves for forward_merge.
+template <class T>
+struct ForwardState {
+  T* o;    // rows of the unfinished output
+  T* max;  // the running maximum, by row
+  T* sum;  // weights relative to it, a vector a row
+
+  ForwardState(Arena& arena, const Options& options)
+      : o(arena.take<T>(round_up(options.block_rows, 4) * leading<T>(options.head_dim_v))),
+        max(arena.take<T>(options.block_rows)),
+        sum(arena.take<T>(options.block_rows * lanes<T>())) {}
+};
+
+template <class T>
+struct ForwardTiles {
+  i64 ld_q, ld_v, ld_s;
+  T* q;
+  T* k_rows;  // a vector's worth of keys, before they are transposed
+  T* k;       // transposed: head_dim rows
+  T* v;
+  T* s;
+  u8* keep;
+  i64 keep_stride;
+  RowBuffers<T> buffers;
+
+  ForwardTiles(Arena& arena, const Options& options)
+      : ld_q(leading<T>(options.head_dim)),
+        ld_v(leading<T>(options.head_dim_v)),
+        ld_s(leading<T>(options.block_keys)),
+        q(arena.take<T>(round_up(options.block_rows, 4) * ld_q)),
+        k_rows(arena.take<T>(lanes<T>() * ld_q)),
+        k(arena.take<T>(padded<T>(options.head_dim) * ld_s)),
+        v(arena.take<T>(options.block_keys * ld_v)),
+        s(arena.take<T>(kBlockRows * ld_s)),
+        keep(arena.take<u8>(options.dropping == Dropping::kNone ? 0
+                                                                : options.block_rows * bit_row(options.block_keys))),
+        keep_stride(bit_row(options.block_keys)),
+        buffers(arena, options.block_keys) {}
+};
+
+// Calls visit(head, first query, end, number of its first row within the task) for each head that the rows touch.
+template <class Task, class Visit>
+HWY_INLINE void for_each_head(const Task& task, Visit visit) {
+  const i64 q_len = task.sequence.q_len;
+  for (i64 row = task.row_begin; row < task.row_end;) {
+    const i64 head = row / q_len;
+    const i64 end = math::min(task.row_end, (head + 1) * q_len);
+    visit(task.heads[head], row - head * q_len, end - head * q_len, row - task.row_begin);
+    row = end;
+  }
+}
+
+// The keys that rows [begin, end) of a task meet, within [first, last).
+template <class T>
+math::Interval<i64> keys_of_strip(const ForwardTask& task, i64 begin, i64 end, i64 first, i64 last) {
+  const SequenceArgs& sequence = task.sequence;
+  const math::Band<i64> band{sequence.q_len, sequence.k_len, sequence.band_low, sequence.band_high};
+  math::Interval<i64> keys{last, first};
+  for (i64 row = begin; row < end; ++row) {
+    const math::Interval<i64> one = band.keys_of((task.row_begin + row) % sequence.q_len);
+    if (!one.empty()) {
+      keys = {math::min(keys.begin, one.begin), math::max(keys.end, one.end)};
+    }
+  }
+  return {math::max(keys.begin, first), math::min(keys.end, last)};
+}
+
+// One row of a strip: scores to weights, with what came before scaled to the new maximum.
+template <class T>
+HWY_INLINE void soften_row(const math::Score<T>& score, const RowTerms<T>& terms, const u8* keep, i64 cols, T* s,
+                           T& running_max, T* running_sum, T* o, i64 value_cols) {
+  const T before = running_max;
+  const T after = math::max(score_row(score, terms, cols, s), before);
+  Simd<T> sum = Simd<T>::load(running_sum);
+  if (after != before) {
+    const Simd<T> factor = math::correction(Simd<T>(before), Simd<T>(after));
+    sum = sum * factor;
+    for (i64 c = 0; c < value_cols; c += lanes<T>()) {
+      (Simd<T>::load(o + c) * factor).store(o + c);
+    }
+    running_max = after;
+  }
+  weigh_row(math::reference_of(after), keep, cols, s, sum).store(running_sum);
+}
+
+template <class T>
+void forward_block(const ForwardTask& task, const ForwardTiles<T>& tiles, const ForwardState<T>& state, i64 key,
+                   i64 key_end) {
+  const Options& options = *task.options;
+  const SequenceArgs& sequence = task.sequence;
+  const i64 rows = task.row_end - task.row_begin;
+  const i64 value_cols = padded<T>(options.head_dim_v);
+  const math::Score<T> score = math::Score<T>::make(options.scale, options.softcap);
+  const bool drops = options.dropping != Dropping::kNone;
+
+  load_transposed(task.k, key, key_end - key, options.head_dim, tiles.k_rows, tiles.ld_q, tiles.k, tiles.ld_s);
+  load_tile(task.v, key, key_end - key, options.head_dim_v, tiles.v, tiles.ld_v);
+  if (drops) {
+    for_each_head(task, [&](const ForwardHead& head, i64 begin, i64 end, i64 first) {
+      keep_bits(options, head.head, begin, end - begin, key, key_end - key, tiles.keep + first * tiles.keep_stride,
+                tiles.keep_stride);
+    });
+  }
+
+  for (i64 row = 0; row < rows; row += kBlockRows) {
+    const i64 strip = math::min(i64(kBlockRows), rows - row);
+    const math::Interval<i64> keys = keys_of_strip<T>(task, row, row + strip, key, key_end);
+    if (keys.empty()) {
+      continue;
+    }
+    const i64 col = (keys.begin - key) / 16 * 16;
+    const i64 depth = keys.end - key - col;
+    const i64 cols = padded<T>(depth);
+    T* o = state.o + row * tiles.ld_v;
+
+    gemm_rows<Lhs::kByRows, T>(strip, cols, options.head_dim, {tiles.q + row * tiles.ld_q, tiles.ld_q},
+                               {tiles.k + col, tiles.ld_s}, tiles.s, tiles.ld_s, false);
+    for (i64 r = 0; r < strip; ++r) {
+      const i64 number = task.row_begin + row + r;
+      const RowTerms<T> terms = terms_of_row(task.heads[number / sequence.q_len].head, sequence,
+                                             number % sequence.q_len, key + col, cols, tiles.buffers);
+      const u8* keep = drops ? tiles.keep + (row + r) * tiles.keep_stride + col / 8 : nullptr;
+      soften_row(score, terms, keep, cols, tiles.s + r * tiles.ld_s, state.max[row + r],
+                 state.sum + (row + r) * lanes<T>(), o + r * tiles.ld_v, value_cols);
+    }
+    gemm_rows<Lhs::kByRows, T>(strip, value_cols, depth, {tiles.s, tiles.ld_s}, {tiles.v + col * tiles.ld_v, tiles.ld_v},
+                               o, tiles.ld_v, true);
+  }
+}
+
+// Divides by the sums, rounds and stores.
+template <class T, class Task>
+void finish_rows(const Task& task, const ForwardState<T>& state, T* lse) {
+  const Options& options = *task.options;
+  const i64 ld = leading<T>(options.head_dim_v);
+  for_each_head(task, [&](const ForwardHead& head, i64 begin, i64 end, i64 first) {
+    for (i64 i = begin; i < end; ++i) {
+      const i64 row = first + i - begin;
+      const T sum = sum_of_lanes(Simd<T>::load(state.sum + row * lanes<T>()));
+      const Simd<T> factor(math::inverse_of_sum(sum) * static_cast<T>(options.keep_factor));
+      T* o = state.o + row * ld;
+      for (i64 c = 0; c < options.head_dim_v; c += lanes<T>()) {
+        (Simd<T>::load(o + c) * factor).store(o + c);
+      }
+      store_row(o, head.out, i, 0, options.head_dim_v);
+      lse[i - begin] = math::logsumexp(math::reference_of(state.max[row]), sum);
+    }
+    if (head.lse.type != 0) {
+      store_row(lse, head.lse, 0, begin, end - begin);
+    }
+  });
+}
+
+template <class T>
+size_t forward_scratch(const Options& options) {
+  Arena arena(nullptr);
+  const ForwardState<T> state(arena, options);
+  const ForwardTiles<T> tiles(arena, options);
+  return arena.used();
+}
+
+template <class T>
+size_t forward_partial(const Options& options) {
+  Arena arena(nullptr);
+  const ForwardState<T> state(arena, options);
+  return arena.used();
+}
+
+template <class T>
+void forward(const ForwardTask& task, void* scratch) {
+  const Options& options = *task.options;
+  Arena arena(scratch);
+  Arena partial(task.partial);
+  const ForwardState<T> state(task.partial != nullptr ? partial : arena, options);
+  const ForwardTiles<T> tiles(arena, options);
+  const i64 rows = task.row_end - task.row_begin;
+  const math::Band<i64> band{task.sequence.q_len, task.sequence.k_len, task.sequence.band_low,
+                             task.sequence.band_high};
+
+  math::Interval<i64> keys{task.key_end, task.key_begin};
+  for_each_head(task, [&](const ForwardHead& head, i64 begin, i64 end, i64 first) {
+    load_tile(head.head.q, begin, end - begin, options.head_dim, tiles.q + first * tiles.ld_q, tiles.ld_q);
+    const T sink = task.first_keys ? static_cast<T>(head.sink) : T(-kInfinity);
+    for (i64 row = first; row < first + end - begin; ++row) {
+      state.max[row] = sink;
+      const T sum = math::sum_with_sink(T(0), math::reference_of(sink), sink);
+      Simd<T>(T(0)).store(state.sum + row * lanes<T>());
+      state.sum[row * lanes<T>()] = sum;
+    }
+    const math::Interval<i64> met = band.keys_of_rows(begin, end);
+    keys = {math::min(keys.begin, math::max(met.begin, task.key_begin)),
+            math::max(keys.end, math::min(met.end, task.key_end))};
+  });
+  fill(tiles.q + rows * tiles.ld_q, (round_up(rows, 4) - rows) * tiles.ld_q, T(0));
+  fill(state.o, round_up(rows, 4) * tiles.ld_v, T(0));
+
+  for (i64 key = keys.begin / 16 * 16; key < keys.end; key += options.block_keys) {
+    forward_block(task, tiles, state, key, math::min(key + options.block_keys, keys.end));
+  }
+  if (task.partial == nullptr) {
+    finish_rows(task, state, tiles.q);  // q is no longer needed
+  }
+}
+
+// The parts of each row in their order, relative to the largest maximum.
+template <class T>
+void forward_merge(const MergeTask& task, void* scratch) {
+  const Options& options = *task.options;
+  const i64 rows = task.row_end - task.row_begin;
+  const i64 ld = leading<T>(options.head_dim_v);
+  const i64 value_cols = padded<T>(options.head_dim_v);
+  Arena arena(scratch);
+  const ForwardState<T> state(arena, options);
+  T* lse = arena.take<T>(options.block_rows);
+  for (i64 row = 0; row < rows; ++row) {
+    T largest = T(-kInfinity);
+    for (i64 part = 0; part < task.parts; ++part) {
+      Arena memory(static_cast<u8*>(const_cast<void*>(task.partials)) + part * i64(task.partial_bytes));
+      largest = math::max(largest, ForwardState<T>(memory, options).max[row]);
+    }
+    Simd<T> sum(T(0));
+    fill(state.o + row * ld, value_cols, T(0));
+    for (i64 part = 0; part < task.parts; ++part) {
+      Arena memory(static_cast<u8*>(const_cast<void*>(task.partials)) + part * i64(task.partial_bytes));
+      const ForwardState<T> one(memory, options);
+      const Simd<T> factor = math::correction(Simd<T>(one.max[row]), Simd<T>(largest));
+      sum = fma(Simd<T>::load(one.sum + row * lanes<T>()), factor, sum);
+      for (i64 c = row * ld; c < row * ld + value_cols; c += lanes<T>()) {
+        fma(Simd<T>::load(one.o + c), factor, Simd<T>::load(state.o + c)).store(state.o + c);
+      }
+    }
+    state.max[row] = largest;
+    sum.store(state.sum + row * lanes<T>());
+  }
+  finish_rows(task, state, lse);
+}
+
+}  // namespace fovea::cpu::FOVEA_ISA

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The one matrix product that everything is made of: C (+)= A B, all in tiles of this library's own making.
+//
+//     B and C have rows of vectors; their leading dimensions are multiples of a vector.
+//     A is read an element at a time, broadcast to a vector: by rows, a(i, k) = a[i * lda + k]  (S, dP, O, dQ)
+//     or by columns, a(i, k) = a[k * lda + i]  (dV = P^T dO, dK = dS^T Q).
+//
+// A block of C stays in registers for the whole depth. 32 registers hold 12 rows of 2 vectors, 16 hold 4 rows of
+// 3. On Zen 4 every shape from 8 x 2 to 4 x 4 reaches the same speed, packed panels or not (the adds and multiplies
+// are the limit, not the loads), so B is used as it lies and 12 x 2 is taken for processors with twice the units.
+//
+// Note: rows are rounded up to 4 and columns to a vector. Buffers are padded accordingly.
+#pragma once
+
+#include "cpu/isa/simd.h"
+
+namespace fovea::cpu::FOVEA_ISA {
+
+inline constexpr bool kManyRegisters = HWY_TARGET == HWY_AVX3 || HWY_ARCH_ARM_A64;
+inline constexpr int kBlockRows = kManyRegisters ? 12 : 4;
+inline constexpr int kBlockVectors = kManyRegisters ? 2 : 3;
+
+enum class Lhs { kByRows, kByColumns };
+
+template <class T>
+struct Operand {
+  const T* data;
+  i64 stride;  // the leading dimension
+};
+
+template <Lhs kLhs, int kRows, int kVectors, class T>
+HWY_NOINLINE void gemm_block(i64 depth, Operand<T> a, Operand<T> b, T* c, i64 ldc, bool accumulate) {
+  constexpr i64 kLanes = lanes<T>();
+  Simd<T> sum[kRows][kVectors];
+  for (int i = 0; i < kRows; ++i) {
+    for (int v = 0; v < kVectors; ++v) {
+      sum[i][v] = accumulate ? Simd<T>::load(c + i * ldc + v * kLanes) : Simd<T>(T(0));
+    }
+  }
+  const i64 lda = a.stride;
+  const T* quads[kRows / 4];  // a pointer to every fourth row, so that addresses need few registers
+  for (int q = 0; q < kRows / 4; ++q) {
+    quads[q] = a.data + (kLhs == Lhs::kByRows ? 4 * q * lda : 4 * q);
+  }
+  const T* row_b = b.data;
+  for (i64 k = 0; k < depth; ++k) {
+    Simd<T> vectors[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      vectors[v] = Simd<T>::load(row_b + v * kLanes);
+    }
+    row_b += b.stride;
+    for (int i = 0; i < kRows; ++i) {
+      const Simd<T> factor(quads[i / 4][kLhs == Lhs::kByRows ? (i % 4) * lda + k : k * lda + i % 4]);
+      for (int v = 0; v < kVectors; ++v) {
+        sum[i][v] = fma(factor, vectors[v], sum[i][v]);
+      }
+    }
+  }
+  for (int i = 0; i < kRows; ++i) {
+    for (int v = 0; v < kVectors; ++v) {
+      sum[i][v].store(c + i * ldc + v * kLanes);
+    }
+  }
+}
+
+// All columns of a strip of kRows rows.
+template <Lhs kLhs, int kRows, class T>
+void gemm_strip(i64 cols, i64 depth, Operand<T> a, Operand<T> b, T* c, i64 ldc, bool accumulate) {
+  constexpr i64 kLanes = lanes<T>();
+  constexpr i64 kWidth = kBlockVectors * kLanes;
+  i64 col = 0;
+  for (; col + kWidth <= cols; col += kWidth) {
+    gemm_block<kLhs, kRows, kBlockVectors, T>(depth, a, {b.data + col, b.stride}, c + col, ldc, accumulate);
+  }
+  if (kBlockVectors > 2 && col + 2 * kLanes <= cols) {
+    gemm_block<kLhs, kRows, 2, T>(depth, a, {b.data + col, b.stride}, c + col, ldc, accumulate);
+    col += 2 * kLanes;
+  }
+  if (col < cols) {
+    gemm_block<kLhs, kRows, 1, T>(depth, a, {b.data + col, b.stride}, c + col, ldc, accumulate);
+  }
+}
+
+// rows <= kBlockRows.
+template <Lhs kLhs, class T>
+void gemm_rows(i64 rows, i64 cols, i64 depth, Operand<T> a, Operand<T> b, T* c, i64 ldc, bool accumulate) {
+  if (kBlockRows >= 12 && rows > 8) {
+    gemm_strip<kLhs, 12, T>(cols, depth, a, b, c, ldc, accumulate);
+  } else if (kBlockRows >= 12 && rows > 4) {
+    gemm_strip<kLhs, 8, T>(cols, depth, a, b, c, ldc, accumulate);
+  } else {
+    gemm_strip<kLhs, 4, T>(cols, depth, a, b, c, ldc, accumulate);
+  }
+}
+
+}  // namespace fovea::cpu::FOVEA_ISA

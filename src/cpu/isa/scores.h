@@ -1,0 +1,335 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A row of a score tile: from dot products to scores, to weights (forward) or to the gradient of the scores
+// (backward). The formulas are those of src/math, here with vectors for scalars; what this file adds is where the
+// terms of a row lie: bias and mask rows (used in place where they can be read as vectors, otherwise converted into
+// a buffer), the interval of the band, the bits of dropout.
+#pragma once
+
+#include "cpu/isa/tile.h"
+#include "math/band.h"
+#include "math/score.h"
+#include "math/softmax.h"
+
+namespace fovea::cpu::FOVEA_ISA {
+
+inline constexpr double kInfinity = __builtin_huge_val();
+
+// ---- bits ----
+
+// Decisions of elements, one bit each, eight to a byte. Readers may touch 8 bytes past the end.
+constexpr i64 bit_row(i64 cols) { return round_up(cols, 64) / 8 + 8; }
+
+// The bits of elements [col, col + lanes).
+template <class T>
+HWY_INLINE Mask<T> bits_at(const u8* bits, i64 col) {
+  if constexpr (lanes<T>() >= 8) {
+    return hn::LoadMaskBits(Tag<T>(), bits + col / 8);
+  } else {
+    const u8 shifted[8] = {static_cast<u8>(bits[col / 8] >> (col % 8))};
+    return hn::LoadMaskBits(Tag<T>(), shifted);
+  }
+}
+
+// Writes a vector's bits in groups of eight, `step` bytes apart. Fewer lanes than eight fill a byte by parts, in order.
+template <class T>
+HWY_INLINE void put_bits(Mask<T> mask, i64 col, u8* bits, i64 step) {
+  u8 bytes[8];
+  hn::StoreMaskBits(Tag<T>(), mask, bytes);
+  if constexpr (lanes<T>() >= 8) {
+    for (i64 n = 0; n < lanes<T>() / 8; ++n) {
+      bits[(col / 8 + n) * step] = bytes[n];
+    }
+  } else {
+    u8& byte = bits[col / 8 * step];
+    byte = static_cast<u8>((col % 8 == 0 ? 0 : byte) | bytes[0] << (col % 8));
+  }
+}
+
+// ---- dropout ----
+
+// Rows [row, row + rows) of a head, columns [col, col + cols); col is a multiple of 16.
+inline void keep_bits_fovea(const Options& options, const HeadArgs& head, i64 row, i64 rows, i64 col, i64 cols,
+                            u8* bits, i64 stride) {
+  const math::DropoutHead words{head.drop_words[0], head.drop_words[1], head.drop_words[2], head.drop_words[3]};
+  const Simd<u32> threshold(options.drop_below << 16);
+  const u32 folded_col = math::dropout_fold(static_cast<u32>(col));
+  for (i64 group = row / 16 * 16; group < row + rows; group += 16) {
+    for (i64 upper = group; upper < group + 8; ++upper) {
+      const i64 lower = upper + 8;  // shares its calls
+      u8* upper_bits = upper >= row && upper < row + rows ? bits + (upper - row) * stride : nullptr;
+      u8* lower_bits = lower >= row && lower < row + rows ? bits + (lower - row) * stride : nullptr;
+      if (upper_bits == nullptr && lower_bits == nullptr) {
+        continue;
+      }
+      const Simd<u32> folded_row(math::dropout_fold(static_cast<u32>(upper)));
+      for (i64 n = 0; n < (cols + 15) / 16 * 8; n += lanes<u32>()) {
+        const Simd<u32> columns = Simd<u32>::iota(folded_col + static_cast<u32>(n));
+        const math::Words2<Simd<u32>> call = math::dropout_call(words, folded_row, columns);
+        const auto decide = [&](Simd<u32> word, u8* to) {
+          if (to != nullptr) {
+            const Simd<u32> low_half = hn::ShiftLeft<16>(word.raw);
+            put_bits<u32>(at_least(low_half, threshold), n, to, 2);
+            put_bits<u32>(at_least(word, threshold), n, to + 1, 2);
+          }
+        };
+        decide(call.x, upper_bits);
+        decide(call.y, lower_bits);
+      }
+    }
+  }
+}
+
+inline void keep_bits_torch(const Options& options, const HeadArgs& head, i64 row, i64 rows, i64 col, i64 cols,
+                            u8* bits, i64 stride) {
+  constexpr i64 kLanes = lanes<u32>();
+  const Tag<u32> d;
+  const Simd<u32> lowest_kept(options.drop_below);
+  u32 words[kChunk + 8 * kLanes];
+  for (i64 r = 0; r < rows; ++r) {
+    for (i64 c = 0; c < cols; c += kChunk) {
+      const u64 first = head.drop_base + static_cast<u64>(row + r) * head.drop_stride + static_cast<u64>(col + c);
+      const i64 skip = static_cast<i64>(first & 3);  // a block of the stream is four numbers
+      const i64 some = math::min(kChunk, cols - c);
+      for (i64 n = 0; n < skip + some; n += 4 * kLanes) {
+        const u64 block = (first >> 2) + static_cast<u64>(n / 4);
+        const Simd<u32> low = Simd<u32>::iota(static_cast<u32>(block));
+        const Simd<u32> high(static_cast<u32>(block >> 32));
+        const Mask<u32> no_carry = at_least(low, Simd<u32>(static_cast<u32>(block)));
+        const Simd<u32> carried = select(no_carry, high, high + Simd<u32>(1u));
+        const auto random = math::philox4x32<Simd<u32>>({low, carried, Simd<u32>(0u), Simd<u32>(0u)},
+                                                        static_cast<u32>(options.seed),
+                                                        static_cast<u32>(options.seed >> 32));
+        hn::StoreInterleaved4(random.w0.raw, random.w1.raw, random.w2.raw, random.w3.raw, d, words + n);
+      }
+      for (i64 n = 0; n < some; n += kLanes) {
+        put_bits<u32>(at_least(Simd<u32>::load(words + skip + n), lowest_kept), c + n, bits + r * stride, 1);
+      }
+    }
+  }
+}
+
+inline void keep_bits(const Options& options, const HeadArgs& head, i64 row, i64 rows, i64 col, i64 cols, u8* bits,
+                      i64 stride) {
+  if (options.dropping == Dropping::kFovea) {
+    keep_bits_fovea(options, head, row, rows, col, cols, bits, stride);
+  } else if (options.dropping == Dropping::kTorch) {
+    keep_bits_torch(options, head, row, rows, col, cols, bits, stride);
+  } else {
+    fill(bits, rows * stride, u8(0));
+  }
+}
+
+// ---- the terms of a row ----
+
+template <class T>
+struct RowTerms {
+  const T* bias[2];     // NULL: none
+  const u8* mask_bits;  // NULL: none
+  bool alibi;
+  T slope;
+  i64 distance;    // of column 0: j - (i + shift)
+  i64 begin, end;  // the columns inside the band and the sequence
+
+  bool plain(i64 cols) const {
+    return begin <= 0 && end >= cols && bias[0] == nullptr && bias[1] == nullptr && mask_bits == nullptr && !alibi;
+  }
+};
+
+template <class T>
+struct RowBuffers {
+  T* bias[2];
+  u8* mask_bits;
+  u8* mask_bytes;
+
+  RowBuffers(Arena& arena, i64 cols) {
+    bias[0] = arena.take<T>(padded<T>(cols));
+    bias[1] = arena.take<T>(padded<T>(cols));
+    mask_bits = arena.take<u8>(bit_row(cols));
+    mask_bytes = arena.take<u8>(round_up(cols, 64));
+  }
+};
+
+template <class T>
+constexpr i32 native_type() {
+  return sizeof(T) == 4 ? FOVEA_FP32 : FOVEA_FP64;
+}
+
+template <class T>
+const T* bias_row(const Matrix& bias, i64 row, i64 col, i64 cols, i64 k_len, T* buffer) {
+  if (bias.type == native_type<T>() && bias.col == 1 && col + cols <= k_len) {
+    return reinterpret_cast<const T*>(address(bias, row, col));
+  }
+  const i64 valid = math::min(cols, k_len - col);
+  load_row(bias, row, col, valid, buffer);
+  fill(buffer + valid, cols - valid, T(0));
+  return buffer;
+}
+
+inline const u8* mask_row(const Matrix& mask, i64 row, i64 col, i64 cols, i64 k_len, u8* bytes, u8* bits) {
+  const hn::CappedTag<uint8_t, 16> d;
+  const i64 valid = math::min(cols, k_len - col);
+  const u8* from = address(mask, row, col);
+  if (mask.col != 1 || valid % 16 != 0) {
+    move_strided<true>(address(mask, row, col), mask.col, bytes, 1, valid);
+    fill(bytes + valid, round_up(valid, 16) - valid, u8(0));
+    from = bytes;
+  }
+  const i64 step = static_cast<i64>(hn::Lanes(d));
+  for (i64 c = 0; c < valid; c += step) {
+    const auto takes_part = hn::Ne(hn::LoadU(d, from + c), hn::Zero(d));
+    u8 packed[8];
+    hn::StoreMaskBits(d, takes_part, packed);
+    for (i64 n = 0; n < step / 8; ++n) {
+      bits[c / 8 + n] = packed[n];
+    }
+  }
+  return bits;
+}
+
+// Columns [col, col + cols) of row `row`; cols is a multiple of a vector.
+template <class T>
+HWY_INLINE RowTerms<T> terms_of_row(const HeadArgs& head, const SequenceArgs& sequence, i64 row, i64 col, i64 cols,
+                                    const RowBuffers<T>& buffers) {
+  const math::Band<i64> band{sequence.q_len, sequence.k_len, sequence.band_low, sequence.band_high};
+  const math::Interval<i64> keys = band.keys_of(row);
+  RowTerms<T> terms;
+  for (int n = 0; n < 2; ++n) {
+    terms.bias[n] = head.bias[n].type != 0
+                        ? bias_row(head.bias[n], row, col, cols, sequence.k_len, buffers.bias[n])
+                        : nullptr;
+  }
+  terms.mask_bits = head.mask.type != 0 ? mask_row(head.mask, row, col, cols, sequence.k_len, buffers.mask_bytes,
+                                                   buffers.mask_bits)
+                                        : nullptr;
+  terms.alibi = head.alibi;
+  terms.slope = static_cast<T>(head.slope);
+  terms.distance = col - (row + sequence.shift);
+  terms.begin = keys.begin - col;
+  terms.end = keys.end - col;
+  return terms;
+}
+
+// j - (i + shift) of consecutive columns, exact as integers.
+HWY_INLINE Simd<float> distances(i64 first, float) {
+  return hn::ConvertTo(Tag<float>(), hn::Iota(Tag<i32>(), static_cast<i32>(first)));
+}
+HWY_INLINE Simd<double> distances(i64 first, double) { return Simd<double>::iota(static_cast<double>(first)); }
+
+template <class T>
+struct Scored {
+  math::Dual<Simd<T>> score;  // -inf where the element takes no part
+  Mask<T> allowed;
+};
+
+// The scores of columns [col, col + lanes) of a row, and their derivative by the dot product.
+template <bool kSoftcap, bool kPlain, class T>
+HWY_INLINE Scored<T> score_at(const math::Score<T>& score, const RowTerms<T>& terms, i64 col, Simd<T> dot) {
+  math::Dual<Simd<T>> s = score.template of_dot_with_derivative<kSoftcap>(dot, Simd<T>(T(1)));
+  Mask<T> allowed = first_lanes<T>(lanes<T>());
+  if constexpr (!kPlain) {
+    for (int n = 0; n < 2; ++n) {
+      if (terms.bias[n] != nullptr) {
+        s = s + Simd<T>::load(terms.bias[n] + col);
+      }
+    }
+    if (terms.alibi) {
+      s = s + math::alibi(distances(terms.distance + col, T()), terms.slope);
+    }
+    allowed = hn::AndNot(first_lanes<T>(terms.begin - col), first_lanes<T>(terms.end - col));
+    if (terms.mask_bits != nullptr) {
+      allowed = hn::And(allowed, bits_at<T>(terms.mask_bits, col));
+    }
+    s.value = select(allowed, s.value, Simd<T>(T(-kInfinity)));
+  }
+  return {s, allowed};
+}
+
+// ---- forward ----
+
+// Dot products to scores, in place; the largest of them.
+template <bool kSoftcap, bool kPlain, class T>
+T score_row(const math::Score<T>& score, const RowTerms<T>& terms, i64 cols, T* row) {
+  Simd<T> largest(T(-kInfinity));
+  for (i64 c = 0; c < cols; c += lanes<T>()) {
+    const Simd<T> s = score_at<kSoftcap, kPlain>(score, terms, c, Simd<T>::load(row + c)).score.value;
+    largest = max(s, largest);
+    s.store(row + c);
+  }
+  return max_of_lanes(largest);
+}
+
+template <class T>
+T score_row(const math::Score<T>& score, const RowTerms<T>& terms, i64 cols, T* row) {
+  if (score.softcap > 0) {
+    return score_row<true, false>(score, terms, cols, row);
+  }
+  return terms.plain(cols) ? score_row<false, true>(score, terms, cols, row)
+                           : score_row<false, false>(score, terms, cols, row);
+}
+
+// Scores to weights, in place, those that dropout drops to 0. Returns `sum` with all weights added, dropped or not.
+template <class T>
+Simd<T> weigh_row(T reference, const u8* keep, i64 cols, T* row, Simd<T> sum) {
+  for (i64 c = 0; c < cols; c += lanes<T>()) {
+    Simd<T> p = math::weight(Simd<T>::load(row + c), Simd<T>(reference));
+    sum = sum + p;
+    if (keep != nullptr) {
+      p = select(bits_at<T>(keep, c), p, Simd<T>(T(0)));
+    }
+    p.store(row + c);
+  }
+  return sum;
+}
+
+// ---- backward ----
+
+// What a row of the backward reads and writes; `p` comes as dot products of queries and keys, `ds` as those of
+// grad_out and values.
+template <class T>
+struct GradRow {
+  T reference;
+  T delta;
+  const u8* keep;  // NULL: no dropout
+  T keep_factor;
+  T* p;        // becomes what dv is summed with: keep / (1 - p_drop) * p
+  T* ds;       // becomes the gradient of the dot products; NULL: not needed
+  T* ds_bias;  // gets the gradient of the scores; NULL: not needed
+};
+
+template <bool kSoftcap, bool kPlain, class T>
+void grad_row(const math::Score<T>& score, const RowTerms<T>& terms, i64 cols, const GradRow<T>& row) {
+  const Simd<T> zero(T(0));
+  for (i64 c = 0; c < cols; c += lanes<T>()) {
+    const Scored<T> scored = score_at<kSoftcap, kPlain>(score, terms, c, Simd<T>::load(row.p + c));
+    const Simd<T> p = math::probability(scored.score.value, Simd<T>(row.reference));
+    const Mask<T> kept = row.keep != nullptr ? bits_at<T>(row.keep, c) : scored.allowed;
+    const Simd<T> dropped_p = row.keep != nullptr ? select(kept, p * Simd<T>(row.keep_factor), zero) : p;
+    dropped_p.store(row.p + c);
+    if (row.ds != nullptr) {
+      Simd<T> dp = Simd<T>::load(row.ds + c);
+      if (row.keep != nullptr) {
+        dp = select(kept, dp * Simd<T>(row.keep_factor), zero);
+      }
+      Simd<T> ds = math::grad_score(p, dp, Simd<T>(row.delta));
+      if constexpr (!kPlain) {
+        ds = select(scored.allowed, ds, zero);
+      }
+      (ds * scored.score.derivative).store(row.ds + c);
+      if (row.ds_bias != nullptr) {
+        ds.store(row.ds_bias + c);
+      }
+    }
+  }
+}
+
+template <class T>
+void grad_row(const math::Score<T>& score, const RowTerms<T>& terms, i64 cols, const GradRow<T>& row) {
+  if (score.softcap > 0) {
+    return grad_row<true, false>(score, terms, cols, row);
+  }
+  terms.plain(cols) ? grad_row<false, true>(score, terms, cols, row)
+                    : grad_row<false, false>(score, terms, cols, row);
+}
+
+}  // namespace fovea::cpu::FOVEA_ISA
