@@ -93,7 +93,7 @@ class Kernel:
         a.threshold, a.keep_scale, a.seed, a.offset = p, 65536 / (65536 - p), case.seed, case.offset
         if packed is not None:
             a.cu_q, a.cu_k, a.tile_list, a.tile_count = (x.data_ptr() for x in packed[:4])
-            a.sq, a.tiles = lse.shape[1], packed[4] * H
+            a.sq, a.tiles = lse.shape[1], packed[4]
         holder = (ctypes.c_char * (ctypes.sizeof(a) + 64))()
         at = (ctypes.addressof(holder) + 63) // 64 * 64
         ctypes.memmove(at, ctypes.addressof(a), ctypes.sizeof(a))
@@ -147,8 +147,19 @@ def varlen(name, lengths, H, D, specs, causal=True, window=-1, lengths_k=None):
     for label, kernel in specs.items():
         s = kernel.spec
         out, lse = torch.full((1, tq + 5, H, D), math.nan, device="cuda", dtype=torch.bfloat16), torch.full((H, tq), math.nan, device="cuda")
-        tiles = sorted(((min(b, (m + 1) * s.rows + b - a) if causal else b, m, i) for i, (a, b) in enumerate(zip(lengths, lk)) for m in range((a + s.rows - 1) // s.rows)), reverse=True)
-        tile_list = torch.tensor([m << 16 | i for _, m, i in tiles], dtype=torch.int32, device="cuda")
+        # longest sequences first, in groups of heads whose K and V stay in L2, in a group the longest tiles first
+        groups, size = [[]], 0
+        for i in sorted(range(len(lk)), key=lambda i: -lk[i]):
+            for h in range(H):
+                if size + lk[i] * D * 4 > 32 << 20:
+                    groups.append([])
+                    size = 0
+                groups[-1].append((i, h))
+                size += lk[i] * D * 4
+        tiles = []
+        for group in groups:
+            tiles += sorted(((min(lk[i], (m + 1) * s.rows + lk[i] - lengths[i]) if causal else lk[i], m, i, h) for i, h in group for m in range((lengths[i] + s.rows - 1) // s.rows)), key=lambda t: (-t[0], t[2], t[3]))
+        tile_list = torch.tensor([m << 20 | i << 8 | h for _, m, i, h in tiles], dtype=torch.int32, device="cuda")
         count = torch.tensor([len(tiles)], dtype=torch.int32, device="cuda")
         run = kernel.bind(q, k, v, out, lse, case, packed=(cu_q, cu_k, tile_list, count, len(tiles)))
         run()
@@ -491,10 +502,47 @@ def fourth():
     return out
 
 
+@suite
+def fifth():
+    out = awkward()
+    for D, b in ((64, B64), (128, B128), (256, B256)):
+        for causal in (False, True):
+            for S in (1024, 2048, 4096, 16384):
+                t = replace(b, causal=causal)
+                v = {"": t} if D != 128 else {"": t, "nt": replace(t, turns=False)}
+                out.append(dense(D, S, causal, v, verify=S < 2000))
+    bias = {"192": replace(B64, bias_stages=2, q_buffers=1, k_stages=2, v_stages=2), "128": replace(B64, rows=128, bias_stages=2)}
+    out.append(Case("bias 1,H d64 s2048", 8, 16, 2048, 2048, 64, bias, bias=(1, 16)))
+    out.append(Case("bias B,H d64 s2048", 8, 16, 2048, 2048, 64, bias, bias=(8, 16)))
+    b = replace(B128, bias_stages=2, q_buffers=1)
+    out.append(Case("bias 1,H d128 s4096", 4, 16, 4096, 4096, 128, {"128": b}, bias=(1, 16)))
+    b32 = Spec(32, 32, 192, 128, bias_stages=2)
+    tri = {"192": b32, "192nt": replace(b32, turns=False), "192x64": replace(b32, keys=64, bias_stages=3, k_stages=3, v_stages=3)}
+    for N in (384, 768):
+        out.append(Case(f"triangle {N}", N, 4, N, N, 32, tri, bias=(1, 4), peers=("efficient",)))
+    d = replace(B64, rows=128, dropout=True)
+    drop = {"128": d, "v2": replace(d, vote=2), "nt": replace(d, turns=False), "128x64": replace(d, keys=64), "128x96": replace(d, keys=96), "192x64": replace(d, rows=192, keys=64), "192x80": replace(d, rows=192, keys=80)}
+    out.append(Case("dropout d64 s4096", 4, 32, 4096, 4096, 64, drop, dropout=0.1))
+    for right in (-1, 0):
+        d = replace(B128, dropout=True, causal=right == 0)
+        out.append(Case(f"dropout d128 s4096 {right}", 4, 16, 4096, 4096, 128, {"128": d, "128nt": replace(d, turns=False), "e8": replace(d, early=8), "v2": replace(d, vote=2), "96": replace(d, keys=96), "64": replace(d, keys=64, k_stages=3, v_stages=3)}, dropout=0.1, right=right))
+    w = replace(B128, causal=True, window=True)
+    out.append(Case("window 512 s16384", 1, 16, 16384, 16384, 128, {"128": w, "nt": replace(w, turns=False), "128x64": replace(w, keys=64, k_stages=3, v_stages=3)}, left=512, right=0, peers=()))
+    sc = replace(B128, causal=True, softcap=True)
+    out.append(Case("softcap d128 s4096 causal", 4, 16, 4096, 4096, 128, {"128": sc, "nt": replace(sc, turns=False), "e8": replace(sc, early=8), "plain": replace(B128, causal=True)}, softcap=30.0, right=0, peers=(), verify=False))
+    out.append(Case("gqa 32/8 d128 s4096 causal", 4, 32, 4096, 4096, 128, {"128": replace(B128, causal=True)}, HK=8, right=0))
+    out.append(Case("d192/128 s4096 causal", 4, 16, 4096, 4096, 192, {"128x112": Spec(192, 128, 128, 112, q_buffers=1, causal=True), "128x128": Spec(192, 128, 128, 128, q_buffers=1, causal=True)}, dv=128, right=0))
+    out.append(Case("d96 s4096", 4, 20, 4096, 4096, 96, {"192x96": Spec(96, 96, 192, 96), "192x112": Spec(96, 96, 192, 112)}))
+    out.append(Case("d32 s4096", 4, 64, 4096, 4096, 32, {"192": Spec(32, 32, 192, 128), "nt": Spec(32, 32, 192, 128, turns=False), "4st": Spec(32, 32, 192, 128, k_stages=4, v_stages=4), "e8": Spec(32, 32, 192, 128, early=8), "e2": Spec(32, 32, 192, 128, early=2)}))
+    out.append(Case("d80 s2047 causal", 8, 16, 2047, 2047, 80, {"128": Spec(80, 80, 128, 128, causal=True), "3st": Spec(80, 80, 128, 128, k_stages=3, v_stages=3, causal=True), "192x96": Spec(80, 80, 192, 96, causal=True)}, right=0))
+    return out
+
+
 _v = {"128": replace(B128, causal=True, varlen=True), "nt": replace(B128, causal=True, varlen=True, turns=False)}
 _mixed = [128, 256, 384, 512, 640, 1024, 1536, 2048, 1792, 8064]
-VARLEN = {"fourth": [("varlen odd", [1, 77, 500, 129, 64, 300], 2, 128, _v, dict()), ("varlen odd d64 cross", [1, 77, 500, 129, 64, 300], 2, 64, {"192": replace(B64, varlen=True)}, dict(causal=False, lengths_k=[7, 300, 1, 128, 200, 77])),
-                    ("varlen 8x2048", [2048] * 8, 16, 128, _v, dict()), ("varlen mixed", _mixed, 16, 128, _v, dict())]}
+VARLEN = {}
+VARLEN["fifth"] = VARLEN["fourth"] = [("varlen odd", [1, 77, 500, 129, 64, 300], 2, 128, _v, dict()), ("varlen odd d64 cross", [1, 77, 500, 129, 64, 300], 2, 64, {"192": replace(B64, varlen=True)}, dict(causal=False, lengths_k=[7, 300, 1, 128, 200, 77])),
+                    ("varlen 8x2048", [2048] * 8, 16, 128, _v, dict()), ("varlen mixed", _mixed, 16, 128, _v, dict())]
 
 
 def profile(names):

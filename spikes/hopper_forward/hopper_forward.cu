@@ -44,7 +44,7 @@ struct Arguments {
   u32* counters;                    // two: next tile, CTAs done; zero before and after
   const int* cu_q;                  // varlen: prefix sums of lengths
   const int* cu_k;
-  const int* tile_list;             // varlen: row tile << 16 | batch, the longest first
+  const u32* tile_list;             // varlen: row tile << 20 | batch << 8 | head
   const int* tile_count;
   i64 out_b, out_s, out_h;
   int batch, heads, group;          // group = query heads per key head
@@ -171,10 +171,10 @@ struct Tile {
 template <Spec S> DEV Tile decode(const Arguments& a, int t) {
   Tile r;
   if constexpr (S.varlen) {
-    const int entry = t / a.heads, packed = a.tile_list[entry];
-    r.head = t - entry * a.heads;
-    r.batch = packed & 0xFFFF;
-    r.row = (packed >> 16) * S.rows;
+    const u32 packed = a.tile_list[t];
+    r.head = packed & 0xFF;
+    r.batch = packed >> 8 & 0xFFF;
+    r.row = (packed >> 20) * S.rows;
     r.q_begin = a.cu_q[r.batch], r.k_begin = a.cu_k[r.batch];
     const int sq = a.cu_q[r.batch + 1] - r.q_begin, sk = a.cu_k[r.batch + 1] - r.k_begin;
     r.band = {sq, sk, sk - sq - a.left, sk - sq + a.right};
@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) forward(const __grid_co
     Place<S.bias_stages> br;
     Place<S.q_buffers> qr;
     int t = blockIdx.x;
-    const int tiles = S.varlen ? *a.tile_count * a.heads : a.tiles;
+    const int tiles = S.varlen ? *a.tile_count : a.tiles;
     while (true) {
       barrier_wait(q_empty(qr.stage()), qr.parity() ^ 1);
       if (t >= tiles) {
@@ -338,20 +338,31 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) forward(const __grid_co
       for (int k = 0; k < BN / 16; k++) wgmma_rs(o, p + 4 * k, join(v_now + k * (16 * PV * 2 / 16), v_high), 1);
       wgmma_commit();
     };
+    // Forbidden elements become -inf. Each edge is asked for only where this warpgroup's rows meet it.
     auto mask_scores = [&](int n) {
+      const int top = w.row + c * 64;
+      const int free_end = S.causal ? imin(w.band.seqlen_k, top + w.band.high + 1) : w.band.seqlen_k;
+      if ((n + 1) * BN > free_end) {
 #pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const int row = row0 + 8 * r;
-        const auto allowed = w.band.keys_of(row);
-        const int column = n * BN + (lane % 4) * 2;
-        const int end = (S.causal ? allowed.end : w.band.seqlen_k) - column, begin = allowed.begin - column;
+        for (int r = 0; r < 2; r++) {
+          const int end = (S.causal ? w.band.keys_of(row0 + 8 * r).end : w.band.seqlen_k) - n * BN - (lane % 4) * 2;
 #pragma unroll
-        for (int j = 0; j < BN / 8; j++) {
+          for (int j = 0; j < BN / 8; j++) {
+            if (8 * j >= end) s[4 * j + 2 * r] = -kInfinity;
+            if (8 * j + 1 >= end) s[4 * j + 2 * r + 1] = -kInfinity;
+          }
+        }
+      }
+      if constexpr (S.window) {
+        if (n * BN < top + 63 + w.band.low) {
 #pragma unroll
-          for (int e = 0; e < 2; e++) {
-            bool keep = 8 * j + e < end;
-            if constexpr (S.window) keep = keep && 8 * j + e >= begin;
-            if (!keep) s[4 * j + 2 * r + e] = -kInfinity;
+          for (int r = 0; r < 2; r++) {
+            const int begin = w.band.keys_of(row0 + 8 * r).begin - n * BN - (lane % 4) * 2;
+#pragma unroll
+            for (int j = 0; j < BN / 8; j++) {
+              if (8 * j < begin) s[4 * j + 2 * r] = -kInfinity;
+              if (8 * j + 1 < begin) s[4 * j + 2 * r + 1] = -kInfinity;
+            }
           }
         }
       }
@@ -411,7 +422,7 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) forward(const __grid_co
     auto guess_reference = [&](int bias_stage) {
       float m[2] = {-kInfinity, -kInfinity};
 #pragma unroll
-      for (int k = 0; k < BN / 16; k += 2) {
+      for (int k = 0; k < BN / 16; k += 4) {
         u32 b[4];
         if constexpr (S.bias_stages > 0) load_bias(b, bias_stage, k);
 #pragma unroll
@@ -430,7 +441,7 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) forward(const __grid_co
       }
     };
     // Weights of blocks [from, to) of 16 keys relative to the reference as it is; parts of their sums into t.
-    auto lazy_weights = [&](auto from, auto to, int bias_stage, bool masked, const float (&minus)[2], float (&t)[4]) {
+    auto lazy_weights = [&](auto from, auto to, int bias_stage, const float (&minus)[2], float (&t)[4]) {
 #pragma unroll
       for (int k = from; k < to; k++) {
         u32 b[4];
@@ -441,7 +452,7 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) forward(const __grid_co
           float x = s[8 * k + e];
           float start = minus[r];
           if constexpr (S.bias_stages > 0) start = fmaf(e & 1 ? bf16_high(b[e / 2]) : bf16_low(b[e / 2]), kLog2e, start);
-          if constexpr (S.softcap) x = masked && x == -kInfinity ? x : fmaf(tanh_fast(x * a.cap_in), a.cap_log2, start);
+          if constexpr (S.softcap) x = x == -kInfinity ? x : fmaf(tanh_fast(x * a.cap_in), a.cap_log2, start);
           else x = fmaf(x, a.scale_log2, start);
           x = exp2_fast(x);
           s[8 * k + e] = x;
@@ -449,19 +460,30 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) forward(const __grid_co
         }
       }
     };
+    // Dropout does not wait for S: all ones or zeros for each pair of elements, formed while the products run.
+    u32 keep[S.dropout ? BN / 4 : 1];
+    auto draw = [&](int n) {
+      if constexpr (S.dropout) {
+        if (S.vote != 2) asm volatile("" : "+r"(folded_i));   // not before the products are issued and the turn is passed
+#pragma unroll
+        for (int k = 0; k < BN / 16; k++) {
+          const u32 folded_j = n * (BN / 2) + 8 * k + (lane % 4) * 2;   // dropout_fold of this lane's first column
+          const auto first = math::dropout_call<u32>(dropout, folded_i, folded_j), second = math::dropout_call<u32>(dropout, folded_i, folded_j + 1);
+          keep[4 * k] = keep_pair(__byte_perm(first.x, second.x, 0x5410), threshold);
+          keep[4 * k + 1] = keep_pair(__byte_perm(first.y, second.y, 0x5410), threshold);
+          keep[4 * k + 2] = keep_pair(__byte_perm(first.x, second.x, 0x7632), threshold);
+          keep[4 * k + 3] = keep_pair(__byte_perm(first.y, second.y, 0x7632), threshold);
+        }
+      }
+    };
     // P in bf16, dropped elements 0
-    auto convert = [&](auto from, auto to, int n) {
+    auto convert = [&](auto from, auto to) {
 #pragma unroll
       for (int k = from; k < to; k++) {
 #pragma unroll
-        for (int i = 4 * k; i < 4 * k + 4; i++) p[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
-        if constexpr (S.dropout) {
-          const u32 folded_j = n * (BN / 2) + 8 * k + (lane % 4) * 2;   // dropout_fold of this lane's first column
-          const auto first = math::dropout_call<u32>(dropout, folded_i, folded_j), second = math::dropout_call<u32>(dropout, folded_i, folded_j + 1);
-          p[4 * k] &= keep_pair(__byte_perm(first.x, second.x, 0x5410), threshold);
-          p[4 * k + 1] &= keep_pair(__byte_perm(first.y, second.y, 0x5410), threshold);
-          p[4 * k + 2] &= keep_pair(__byte_perm(first.x, second.x, 0x7632), threshold);
-          p[4 * k + 3] &= keep_pair(__byte_perm(first.y, second.y, 0x7632), threshold);
+        for (int i = 4 * k; i < 4 * k + 4; i++) {
+          p[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
+          if constexpr (S.dropout) p[i] &= keep[i];
         }
       }
     };
@@ -534,13 +556,13 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) forward(const __grid_co
       bool careful = false;
       // Softmax of tile n and P. `careful` is a warp's own matter: some row's reference point is not fit for the quick
       // way (no key so far, or too large), or the quick way met a weight beyond every range.
-      auto soften = [&](bool masked, bool start) {
+      auto soften = [&](bool start) {
         if constexpr (S.bias_stages > 0) barrier_wait(b_full(br.stage()), br.parity());
         constexpr Constant<0> none;
         constexpr Constant<S.early> early;
         constexpr Constant<BN / 16> all;
         if (S.lazy) {
-          if (masked) mask_scores(n);
+          mask_scores(n);
           if (start) {
             guess_reference(br.stage());
             careful = __any_sync(~0u, !(fabsf(ref[0]) < kLazyBelow) || !(fabsf(ref[1]) < kLazyBelow));
@@ -550,13 +572,13 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) forward(const __grid_co
         if (S.lazy && !careful) {
           const float minus[2] = {-(ref[0] * kLog2e), -(ref[1] * kLog2e)};
           float t[4] = {0, 0, 0, 0};
-          lazy_weights(none, early, br.stage(), masked, minus, t);
+          lazy_weights(none, early, br.stage(), minus, t);
           wgmma_wait<0>();
           pin(o);
           if (!start) next_v();
-          if constexpr (!S.dropout) convert(none, early, n);
-          lazy_weights(early, all, br.stage(), masked, minus, t);
-          if constexpr (!S.dropout) convert(early, all, n);
+          convert(none, early);
+          lazy_weights(early, all, br.stage(), minus, t);
+          convert(early, all);
           const float s0 = t[0] + t[1], s1 = t[2] + t[3];
           if (S.vote && __any_sync(~0u, !(s0 < kLazySum) || !(s1 < kLazySum))) {
             if (__any_sync(~0u, !(s0 + s1 < 0x1p100f))) {
@@ -565,7 +587,7 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) forward(const __grid_co
             } else {
               sum[0] += s0, sum[1] += s1;
               move_reference();
-              if constexpr (!S.dropout) convert(none, all, n);
+              convert(none, all);
             }
           } else {
             sum[0] += s0, sum[1] += s1;
@@ -577,14 +599,13 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) forward(const __grid_co
         }
         if (!S.lazy || careful) {
           finish_scores(br.stage());
-          if (masked) mask_scores(n);
+          mask_scores(n);
           float factor[2];
           exact_step(factor);
           rescale(factor);
-          if constexpr (!S.dropout) convert(none, all, n);
+          convert(none, all);
           if (S.lazy) careful = __any_sync(~0u, !(fabsf(ref[0]) < kLazyBelow) || !(fabsf(ref[1]) < kLazyBelow));
         }
-        if constexpr (S.dropout) convert(none, all, n);
         next_k();
         next_bias();
       };
@@ -592,11 +613,12 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) forward(const __grid_co
       turn_wait();
       issue_scores(kr.stage());
       turn_pass();
+      draw(n);
 #pragma unroll
       for (int i = 0; i < DV / 2; i++) o[i] = 0;
       wgmma_wait<0>();
       pin(s);
-      soften(true, true);
+      soften(true);
       release_stored();
       // 0 * NaN is NaN: whatever lies behind the sequence's end must not be there. Every warpgroup writes the same zeros.
       if constexpr (S.varlen) {
@@ -611,7 +633,7 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) forward(const __grid_co
           named_sync(own_barrier, 128);
         }
       }
-      auto step = [&](bool masked) {
+      auto step = [&] {
         n--;
         barrier_wait(k_full(kr.stage()), kr.parity());
         turn_wait();
@@ -619,24 +641,13 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) forward(const __grid_co
         barrier_wait(v_full(vr.stage()), vr.parity());
         issue_output(vr.stage());
         turn_pass();
+        draw(n);
         wgmma_wait<1>();
         pin(s);
-        soften(masked, false);
+        soften(false);
       };
-      if constexpr (S.causal) {
-        // tiles that cross the diagonal of this warpgroup's rows
-        const int free_end = imax(0, w.row + c * 64 + w.band.high + 1) / BN;   // tiles below this are full at the right
 #pragma unroll 1
-        while (n > keys.begin && n - 1 >= free_end) step(true);
-      }
-      int left_edge = keys.begin;
-      if constexpr (S.window) left_edge = imax(keys.begin, imin(keys.end, (imax(0, w.row + c * 64 + 63 + w.band.low) + BN - 1) / BN));
-#pragma unroll 1
-      while (n > left_edge) step(false);
-      if constexpr (S.window) {
-#pragma unroll 1
-        while (n > keys.begin) step(true);
-      }
+      while (n > keys.begin) step();
       barrier_wait(v_full(vr.stage()), vr.parity());
       issue_output(vr.stage());
 #pragma unroll
