@@ -21,6 +21,7 @@ struct Spec {
   int tiles;   // ring of bias / dS tiles
   int kv;      // buffers of K and V
   int dq;      // DqMode
+  int early;   // 1: dQ of the step before is issued while this step's dV and dK are in flight; 2: and each of two groups does half of its columns
   bool bias, causal, delta, tail;  // tail: the last key block may pass the end
 };
 
@@ -42,7 +43,7 @@ struct Shape {
   static constexpr int keys = S.groups * S.blocks * 64;
   static constexpr u32 width = S.d * 2 < 128 ? S.d * 2 : 128, panels = S.d * 2 / width, steps = width / 32;  // swizzle width, panels a tile, k16 steps a panel
   static constexpr u32 kv_bytes = keys * S.d * 2, q_bytes = S.rows * S.d * 2, tile_bytes = S.rows * keys * 2;
-  static constexpr u32 stage_bytes = S.dq == kDqBulk ? 64 * S.d * 4 : 0;
+  static constexpr u32 stage_bytes = S.dq == kDqBulk ? 64 * (S.early == 2 ? S.d / 2 : S.d) * 4 : 0;
   static constexpr u32 k = 0, v = k + S.kv * kv_bytes, q = v + S.kv * kv_bytes, dout = q + S.stages * q_bytes, tile = dout + S.stages * q_bytes;
   static constexpr u32 out = tile + S.tiles * tile_bytes, stage = out + (S.delta ? S.stages * q_bytes : 0), lse = stage + S.groups * stage_bytes, delta = lse + S.stages * S.rows * 4, bars = delta + S.stages * S.rows * 4;
   static constexpr u32 kv_full = bars, kv_empty = kv_full + 8 * S.kv, q_full = kv_empty + 8 * S.kv, q_empty = q_full + 8 * S.stages;
@@ -72,6 +73,8 @@ backward(const __grid_constant__ TensorMap map_o, const __grid_constant__ Tensor
   constexpr int D = S.d, G = S.groups, M = S.rows, KEYS = Z::keys, WARPS = G * 4;
   constexpr u32 W = Z::width;
   constexpr bool overlap = G == 2 && S.blocks * D <= 96;  // dV, dK of one block in flight during S, dP of the next: where registers allow
+  constexpr bool early = S.early > 0, split = S.early == 2;
+  constexpr int DQ = split ? D / 2 : D;  // columns of dQ in a job
   constexpr bool whole = S.dq == kDqFinal || S.dq == kDqPasses;
   extern __shared__ __align__(1024) u8 memory[];
   const u32 sm = shared_address(memory);
@@ -81,7 +84,7 @@ backward(const __grid_constant__ TensorMap map_o, const __grid_constant__ Tensor
   if (threadIdx.x == 0) {
     for (int i = 0; i < S.kv; i++) { barrier_init(sm + Z::kv_full + 8 * i, 1); barrier_init(sm + Z::kv_empty + 8 * i, WARPS); }
     for (int i = 0; i < S.stages; i++) { barrier_init(sm + Z::q_full + 8 * i, 1); barrier_init(sm + Z::delta_full + 8 * i, 2); barrier_init(sm + Z::q_empty + 8 * i, WARPS); }
-    for (int i = 0; i < S.tiles; i++) { barrier_init(sm + Z::bias_full + 8 * i, 1); barrier_init(sm + Z::ds_full + 8 * i, WARPS); barrier_init(sm + Z::ds_empty + 8 * i, 4 * (M / 64)); }
+    for (int i = 0; i < S.tiles; i++) { barrier_init(sm + Z::bias_full + 8 * i, 1); barrier_init(sm + Z::ds_full + 8 * i, WARPS); barrier_init(sm + Z::ds_empty + 8 * i, split ? 8 : 4 * (M / 64)); }
     barrier_init_fence();
   }
   __syncthreads();
@@ -201,17 +204,24 @@ backward(const __grid_constant__ TensorMap map_o, const __grid_constant__ Tensor
 #pragma unroll
           for (int i = 0; i < D / 2; i++) dk[f][i] = dv[f][i] = 0;
 
-        // dQ of query block m, 64 rows a job, by the group whose turn it is.
-        auto dq_jobs = [&](int m, u32 slot, u32 parity) {
-          for (int j = 0; j < M / 64; j++) {
-            int job = m * (M / 64) + j;
-            if (job % G != c) continue;
+        // dQ of query block m, 64 rows a job, by the group whose turn it is. `pending`: dV and dK of this group's own step are in flight.
+        static_assert((M == 64 || G == 2) && (!split || (G == 2 && M == 64 && D == 128)));
+        auto job_of = [&](int m) { return m * (M / 64) + (M == 128 ? c : 0); };
+        auto my_turn = [&](int m) { return split || M == 128 || m % G == c; };
+        auto finish_step = [&](u32 q_slot) {
+#pragma unroll
+          for (int f = 0; f < S.blocks; f++) { pin(dk[f]); pin(dv[f]); }
+          if (lane == 0) barrier_arrive(sm + Z::q_empty + 8 * q_slot);
+        };
+        auto dq_job = [&](int m, u32 slot, u32 parity, bool pending, u32 q_slot) {
+            const int job = job_of(m);
             barrier_wait(sm + Z::ds_full + 8 * slot, parity);
-            float dq[D / 2];
+            float dq[DQ / 2];
             wgmma_fence();
 #pragma unroll
-            for (int k = 0; k < KEYS / 16; k++) mma_ss_t(dq, ds_rows + (slot * (Z::tile_bytes / 16) + j * 512 + k / 4 * (M * 8) + k % 4 * 2), k_mn + (kv_at + k * W), k > 0);
+            for (int k = 0; k < KEYS / 16; k++) mma_ss_t(dq, ds_rows + (slot * (Z::tile_bytes / 16) + (M == 128 ? c : 0) * 512 + k / 4 * (M * 8) + k % 4 * 2), k_mn + (kv_at + (split ? c * (KEYS * W / 16) : 0) + k * W), k > 0);
             wgmma_commit();
+            if (pending) { wgmma_wait<1>(); finish_step(q_slot); }
             wgmma_wait<0>();
             pin(dq);
             if (lane == 0) barrier_arrive(sm + Z::ds_empty + 8 * slot);
@@ -219,39 +229,38 @@ backward(const __grid_constant__ TensorMap map_o, const __grid_constant__ Tensor
               float* g = p.dq_acc + ((i64)blockIdx.x * (p.padded / 64) + job) * (64 * D) + tid * 4;
               if (pass > 0)
 #pragma unroll
-                for (int n = 0; n < D / 8; n++) { F4 x = *(const F4*)(g + n * 512); dq[4 * n] += x.x; dq[4 * n + 1] += x.y; dq[4 * n + 2] += x.z; dq[4 * n + 3] += x.w; }
+                for (int n = 0; n < DQ / 8; n++) { F4 x = *(const F4*)(g + n * 512); dq[4 * n] += x.x; dq[4 * n + 1] += x.y; dq[4 * n + 2] += x.z; dq[4 * n + 3] += x.w; }
               if (pass < (S.causal ? min(p.passes - 1, (job * 64 + 63) / KEYS) : p.passes - 1)) {
 #pragma unroll
-                for (int n = 0; n < D / 8; n++) *(F4*)(g + n * 512) = {dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]};
-                continue;
+                for (int n = 0; n < DQ / 8; n++) *(F4*)(g + n * 512) = {dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]};
+                return;
               }
             }
             if constexpr (whole) {
-              u16* g = p.dq + it.b * p.dq_b + it.h * p.dq_h + c0;
+              u16* g = p.dq + it.b * p.dq_b + it.h * p.dq_h + c0 + (split ? c * 64 : 0);
 #pragma unroll
               for (int r = 0; r < 2; r++) {
                 int i = job * 64 + r0 + 8 * r;
                 if (i < p.S)
 #pragma unroll
-                  for (int n = 0; n < D / 8; n++) *(u32*)(g + i * p.dq_s + n * 8) = pack_bf16(dq[4 * n + 2 * r] * p.scale, dq[4 * n + 2 * r + 1] * p.scale);
+                  for (int n = 0; n < DQ / 8; n++) *(u32*)(g + i * p.dq_s + n * 8) = pack_bf16(dq[4 * n + 2 * r] * p.scale, dq[4 * n + 2 * r + 1] * p.scale);
               }
             } else {
-              float* g = p.dq_acc + ((i64)(it.b * p.H + it.h) * (p.padded / 64) + job) * (64 * D);
+              float* g = p.dq_acc + ((i64)(it.b * p.H + it.h) * (p.padded / 64) + job) * (64 * D) + (split ? c * 4096 : 0);
               if constexpr (S.dq == kDqReduce) {
 #pragma unroll
-                for (int n = 0; n < D / 8; n++) add_global_f4(g + (n * 128 + tid) * 4, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
+                for (int n = 0; n < DQ / 8; n++) add_global_f4(g + (n * 128 + tid) * 4, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
               } else {
                 u32 x = sm + Z::stage + c * Z::stage_bytes;
                 if (tid == 0) bulk_wait_read();
                 named_sync(1 + c, 128);
 #pragma unroll
-                for (int n = 0; n < D / 8; n++) store_shared_f4(x + (n * 128 + tid) * 16, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
+                for (int n = 0; n < DQ / 8; n++) store_shared_f4(x + (n * 128 + tid) * 16, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
                 proxy_fence();
                 named_sync(1 + c, 128);
-                if (tid == 0) bulk_add(g, x, 64 * D * 4);
+                if (tid == 0) bulk_add(g, x, 64 * DQ * 4);
               }
             }
-          }
         };
 
         barrier_wait(sm + Z::kv_full + 8 * kv.slot, kv.parity);
@@ -334,17 +343,18 @@ backward(const __grid_constant__ TensorMap map_o, const __grid_constant__ Tensor
           proxy_fence();
           __syncwarp();
           if (lane == 0) barrier_arrive(sm + Z::ds_full + 8 * t.slot);
-          wgmma_wait<0>();
-#pragma unroll
-          for (int f = 0; f < S.blocks; f++) { pin(dk[f]); pin(dv[f]); }
-          if (lane == 0) barrier_arrive(sm + Z::q_empty + 8 * q.slot);
-          if (m > m0) dq_jobs(m - 1, last_slot, last_parity);
+          if (early && m > m0 && my_turn(m - 1)) dq_job(m - 1, last_slot, last_parity, true, q.slot);
+          else {
+            wgmma_wait<0>();
+            finish_step(q.slot);
+            if (!early && m > m0 && my_turn(m - 1)) dq_job(m - 1, last_slot, last_parity, false, 0);
+          }
           last_slot = t.slot;
           last_parity = t.parity;
           q.next(S.stages);
           t.next(S.tiles);
         }
-        dq_jobs(blocks_q - 1, last_slot, last_parity);
+        if (my_turn(blocks_q - 1)) dq_job(blocks_q - 1, last_slot, last_parity, false, 0);
         if (lane == 0) barrier_arrive(sm + Z::kv_empty + 8 * kv.slot);
         kv.next(S.kv);
 #pragma unroll
@@ -370,10 +380,9 @@ template <int D, bool Bias>
 __global__ void __launch_bounds__(256) prepare(const __grid_constant__ Params p) {
   constexpr int lanes = D / 8;
   launch_dependents();
-  i64 row = ((i64)blockIdx.x * 256 + threadIdx.x) / lanes, n = (i64)p.B * p.padded * p.H;
-  if (row >= n) return;
-  int part = threadIdx.x % lanes, h = row % p.H, i = row / p.H % p.padded, b = row / p.H / p.padded;
-  i64 bh = (i64)b * p.H + h;
+  const int n = blockIdx.x * 256 + threadIdx.x, row = n / lanes, part = n % lanes, h = row % p.H, i = row / p.H, b = blockIdx.y;  // a grid row a batch entry: 32-bit divisions
+  if (i >= p.padded) return;
+  const i64 bh = (i64)b * p.H + h;
   float sum = 0, l = __uint_as_float(0x7f800000u);
   if (i < p.S) {
     U4 x = *(const U4*)(p.o + b * p.o_b + i * p.o_s + h * p.o_h + part * 8), y = *(const U4*)(p.dout + b * p.do_b + i * p.do_s + h * p.do_h + part * 8);
@@ -388,18 +397,16 @@ __global__ void __launch_bounds__(256) prepare(const __grid_constant__ Params p)
   z[0] = z[1] = {0, 0, 0, 0};
 }
 
-// dq from the accumulator: 64 rows a block.
+// dq from the accumulator: 64 rows a block. A thread takes a quad's 64 contiguous bytes: 8 columns of rows r and r + 8.
 template <int D>
-__global__ void __launch_bounds__(128) convert(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(32 * D / 8) convert(const __grid_constant__ Params p) {
   wait_primary();
-  int jobs = p.padded / 64, job = blockIdx.x % jobs, bh = blockIdx.x / jobs, tid = threadIdx.x;
-  const F4* from = (const F4*)p.dq_acc + (i64)blockIdx.x * (16 * D) + tid;
-  int row = job * 64 + tid / 32 * 16 + tid % 32 / 4;
-  u16* to = p.dq + bh / p.H * p.dq_b + bh % p.H * p.dq_h + tid % 4 * 2;
-#pragma unroll
-  for (int n = 0; n < D / 8; n++) {
-    F4 x = from[n * 128];
-    if (row < p.S) *(u32*)(to + row * p.dq_s + n * 8) = pack_bf16(x.x * p.scale, x.y * p.scale);
-    if (row + 8 < p.S) *(u32*)(to + (row + 8) * p.dq_s + n * 8) = pack_bf16(x.z * p.scale, x.w * p.scale);
-  }
+  const int jobs = p.padded / 64, job = blockIdx.x % jobs, bh = blockIdx.x / jobs, n = threadIdx.x % (D / 8), quad = threadIdx.x / (D / 8);
+  const F4* from = (const F4*)p.dq_acc + (i64)blockIdx.x * (16 * D) + n * 128 + quad * 4;
+  const F4 a = from[0], b = from[1], c = from[2], d = from[3];
+  const int row = job * 64 + quad / 8 * 16 + quad % 8;
+  u16* to = p.dq + bh / p.H * p.dq_b + bh % p.H * p.dq_h + row * p.dq_s + n * 8;
+  const float s = p.scale;
+  if (row < p.S) *(U4*)to = {pack_bf16(a.x * s, a.y * s), pack_bf16(b.x * s, b.y * s), pack_bf16(c.x * s, c.y * s), pack_bf16(d.x * s, d.y * s)};
+  if (row + 8 < p.S) *(U4*)(to + 8 * p.dq_s) = {pack_bf16(a.z * s, a.w * s), pack_bf16(b.z * s, b.w * s), pack_bf16(c.z * s, c.w * s), pack_bf16(d.z * s, d.w * s)};
 }

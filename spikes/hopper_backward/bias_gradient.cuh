@@ -2,17 +2,24 @@
 // The gradient of a bias that is broadcast over a list of batch entries, by recomputing S and dP. A CTA owns 64 queries a warp group x 128 keys of one
 // bias plane, fp32 in registers, and walks over the list: S = Q K^T, dP = dO V^T, p = exp(S + bias - lse), acc += p (dP - delta). The bias
 // tile stays in shared memory. Lists are cut in chunks where there are too few tiles; their fp32 partials are summed in fixed order.
+//
+// The fast kernel takes the bias out of the sum: with m_i the largest bias of the row within the tile,
+//   dbias_ij = exp(bias_ij - m_i) * sum_b exp(s_ij - (lse_i - m_i)) * (dp_ij - delta_i),
+// four instructions an element instead of seven. What underflows there would in p; what overflows (scores of one row more than 88 apart
+// that the bias turns round) leaves an inf or a NaN in the sum: such a tile is flagged, and a second launch of the exact kernel,
+// which otherwise finds nothing to do, computes it again.
 #pragma once
 
 struct BiasSpec {
   int d, groups, n, stages, biases;  // n: keys of one wgmma, 64 or 128
-  bool causal;
+  bool causal, fast;
 };
 
 struct BiasParams {
   const float *lse_rows, *delta_rows;  // B * H, padded
   u16* out;                            // planes, S, S
   float* partial;                      // chunks, planes, S, S
+  u32* flags;                          // items, a word a warp; null: the exact kernel does every tile
   int B, H, S, padded, list, chunks, items;  // planes = B / list * H; entry b belongs to plane b / list * H + h
   float scale;
   int lse_is_log2;
@@ -56,12 +63,24 @@ bias_gradient(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
   __syncthreads();
   wait_primary();
   launch_dependents();
+  auto flagged = [&](int w) {
+    u32 any = 0;
+    for (int i = 0; i < WARPS; i++) any |= p.flags[w * WARPS + i];
+    return any != 0;
+  };
+  if (!S.fast && p.flags) {  // mostly there is nothing to repair
+    u32 any = 0;
+    const int mine = (p.items - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x * WARPS;
+    for (int i = threadIdx.x; i < mine; i += blockDim.x) any |= p.flags[(blockIdx.x + i / WARPS * gridDim.x) * WARPS + i % WARPS];
+    if (!__syncthreads_or(any)) return;
+  }
 
   if (group == 0) {
     registers_down<S.groups == 3 ? 32 : 24>();
     if (threadIdx.x == 0) {
       Ring u(1), t(1);
       for (int w = blockIdx.x; w < p.items; w += gridDim.x) {
+        if (!S.fast && p.flags && !flagged(w)) continue;
         BiasItem it = bias_item<S>(w, p);
         u32 bf = sm + Z::bias_full + 8 * t.slot;
         barrier_wait(sm + Z::bias_empty + 8 * t.slot, t.parity);
@@ -89,6 +108,7 @@ bias_gradient(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
     const int row = c * 64 + warp * 16 + lane % 16;  // ldmatrix: matrices 0, 1 are rows 0-7, 8-15 of 8 keys; 2, 3 of the next 8
     Ring u(0), t(0);
     for (int w = blockIdx.x; w < p.items; w += gridDim.x) {
+      if (!S.fast && p.flags && !flagged(w)) continue;
       BiasItem it = bias_item<S>(w, p);
       float acc[128 / N][N / 2];
 #pragma unroll
@@ -97,6 +117,23 @@ bias_gradient(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         for (int i = 0; i < N / 2; i++) acc[f][i] = 0;
       barrier_wait(sm + Z::bias_full + 8 * t.slot, t.parity);
       const u32 bias = sm + Z::bias + t.slot * Z::bias_bytes + row * 128;
+      auto bias_at = [&](int x, u32(&z)[4]) { ldmatrix(bias + x / 4 * (ROWS * 128) + (((x % 4 * 2 + lane / 16) ^ (row & 7)) * 16), z); };  // 16 keys
+      float m0 = 0, m1 = 0;
+      if constexpr (S.fast) {
+        const float low = __uint_as_float(0xff800000u);
+        m0 = m1 = low;
+#pragma unroll
+        for (int x = 0; x < 8; x++) {
+          u32 z[4];
+          bias_at(x, z);
+          m0 = fmaxf(m0, fmaxf(fmaxf(bf16_lo(z[0]), bf16_hi(z[0])), fmaxf(bf16_lo(z[2]), bf16_hi(z[2]))));
+          m1 = fmaxf(m1, fmaxf(fmaxf(bf16_lo(z[1]), bf16_hi(z[1])), fmaxf(bf16_lo(z[3]), bf16_hi(z[3]))));
+        }
+#pragma unroll
+        for (int x = 1; x < 4; x *= 2) { m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, x)); m1 = fmaxf(m1, __shfl_xor_sync(~0u, m1, x)); }
+        if (m0 == low) m0 = 0;
+        if (m1 == low) m1 = 0;
+      }
       const i64 at_row = (i64)(it.first * p.H + it.h) * p.padded + min(it.q0 + r0, p.padded - 9);  // rows past the end are not stored
       const float *lse = p.lse_rows + at_row, *delta = p.delta_rows + at_row;
       float l0 = lse[0], l1 = lse[8], d0 = delta[0], d1 = delta[8];
@@ -121,16 +158,21 @@ bias_gradient(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
           wgmma_wait<1>();
           pin(s);
           if (f == 128 / N - 1 && lane == 0) barrier_arrive(sm + Z::empty + 8 * u0);
+if constexpr (S.fast) {
+            const float e0 = (l0 - m0) * kLog2e, e1 = (l1 - m1) * kLog2e;
 #pragma unroll
-          for (int i = 0; i < N / 16; i++) {  // 16 keys
-            u32 z[4];
-            int x = f * (N / 16) + i;
-            ldmatrix(bias + x / 4 * (ROWS * 128) + (((x % 4 * 2 + lane / 16) ^ (row & 7)) * 16), z);
+            for (int i = 0; i < N / 2; i++) s[i] = ex2(fmaf(s[i], scale_log2, i & 2 ? -e1 : -e0));
+          } else {
 #pragma unroll
-            for (int r = 0; r < 4; r++) {
-              float l = r & 1 ? l1 : l0, &x = s[8 * i + 2 * r], &y = s[8 * i + 2 * r + 1];
-              x = ex2(fmaf(x, scale_log2, (bf16_lo(z[r]) - l) * kLog2e));
-              y = ex2(fmaf(y, scale_log2, (bf16_hi(z[r]) - l) * kLog2e));
+            for (int i = 0; i < N / 16; i++) {
+              u32 z[4];
+              bias_at(f * (N / 16) + i, z);
+#pragma unroll
+              for (int r = 0; r < 4; r++) {
+                float l = r & 1 ? l1 : l0, &x = s[8 * i + 2 * r], &y = s[8 * i + 2 * r + 1];
+                x = ex2(fmaf(x, scale_log2, (bf16_lo(z[r]) - l) * kLog2e));
+                y = ex2(fmaf(y, scale_log2, (bf16_hi(z[r]) - l) * kLog2e));
+              }
             }
           }
           if (S.causal && it.k0 + 127 > it.q0) {
@@ -148,6 +190,25 @@ bias_gradient(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
           lse += (i64)p.H * p.padded;
           delta += (i64)p.H * p.padded;
           l0 = lse[0], l1 = lse[8], d0 = delta[0], d1 = delta[8];
+        }
+      }
+      if constexpr (S.fast) {
+        float worst = 0;  // NaN and inf alike fail the comparison below
+#pragma unroll
+        for (int i = 0; i < 64; i++) worst = fmaf(acc[i / (N / 2)][i % (N / 2)], 0.f, worst);
+        const u32 bad = __any_sync(~0u, !(worst == 0));
+        if (lane == 0) p.flags[w * WARPS + c * 4 + warp] = bad;
+#pragma unroll
+        for (int x = 0; x < 8; x++) {
+          u32 z[4];
+          bias_at(x, z);
+#pragma unroll
+          for (int r = 0; r < 4; r++) {
+            float m = r & 1 ? m1 : m0;
+            float &a = acc[x * 16 / N][x * 8 % (N / 2) + 2 * r], &b = acc[x * 16 / N][x * 8 % (N / 2) + 2 * r + 1];
+            a *= ex2((bf16_lo(z[r]) - m) * kLog2e);
+            b *= ex2((bf16_hi(z[r]) - m) * kLog2e);
+          }
         }
       }
       if (lane == 0) barrier_arrive(sm + Z::bias_empty + 8 * t.slot);

@@ -77,7 +77,7 @@ def _struct(name, spec):
 Params = _struct("Params", [(C.c_void_p, "o dout lse lse_rows delta_rows dq_acc dq dk dv"),
                             (C.c_longlong, "o_b o_s o_h do_b do_s do_h dq_b dq_s dq_h dk_b dk_s dk_h"),
                             (C.c_int, "B H S padded passes items b2 bias_b1 bias_b2 bias_h"), (C.c_float, "scale")])
-BiasParams = _struct("BiasParams", [(C.c_void_p, "lse_rows delta_rows out partial"), (C.c_int, "B H S padded list chunks items"), (C.c_float, "scale"), (C.c_int, "lse_is_log2")])
+BiasParams = _struct("BiasParams", [(C.c_void_p, "lse_rows delta_rows out partial flags"), (C.c_int, "B H S padded list chunks items"), (C.c_float, "scale"), (C.c_int, "lse_is_log2")])
 
 SmallParams = _struct("SmallParams", [(C.c_void_p, "lse bias partial dbias dq dk dv"), (C.c_longlong, "b s h"), (C.c_int, "B H S list"), (C.c_float, "scale")])
 
@@ -127,5 +127,6 @@ class Gpu:
         """dependent: may start before the previous kernel of the stream has ended (it waits itself)"""
         ptrs = (C.c_void_p * len(args))(*[C.addressof(a) for a in args])
         attribute = Attribute(6, 0, 1)
-        config = Config(grid, 1, 1, block, 1, 1, smem, 0, stream, C.addressof(attribute), 1 if dependent else 0)
+        gx, gy = grid if isinstance(grid, tuple) else (grid, 1)
+        config = Config(gx, gy, 1, block, 1, 1, smem, 0, stream, C.addressof(attribute), 1 if dependent else 0)
         self.check(self.cu.cuLaunchKernelEx(C.byref(config), f, ptrs, None), "launch")

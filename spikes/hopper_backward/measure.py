@@ -110,16 +110,16 @@ class Backward:
     FIELDS = "d groups blocks rows stages tiles kv dq bias causal delta".split()
     FINAL, PASSES, REDUCE, BULK = range(4)
 
-    def __init__(self, pr, groups, blocks, rows, stages, tiles, kv, dq, want_dbias=True, bias_cfg=None, chunks=None, grid=None):
+    def __init__(self, pr, groups, blocks, rows, stages, tiles, kv, dq, early=0, want_dbias=True, bias_cfg=None, fast=True, chunks=None, grid=None):
         self.pr = pr
         B, H, S, D = pr.B, pr.H, pr.S, pr.D
         has = pr.bias is not None
         whole = dq in (self.FINAL, self.PASSES)
         b = lambda x: "true" if x else "false"
         keys = groups * blocks * 64
-        self.name = f"backward<Spec{{{D},{groups},{blocks},{rows},{stages},{tiles},{kv},{dq},{b(has)},{b(pr.causal)},{b(whole)},{b(S % keys)}}}>"
+        self.name = f"backward<Spec{{{D},{groups},{blocks},{rows},{stages},{tiles},{kv},{dq},{early},{b(has)},{b(pr.causal)},{b(whole)},{b(S % keys)}}}>"
         width = min(128, 2 * D)
-        stage = 64 * D * 4 if dq == self.BULK else 0
+        stage = 64 * (D // 2 if early == 2 else D) * 4 if dq == self.BULK else 0
         self.smem = kv * 2 * keys * D * 2 + stages * 2 * rows * D * 2 + tiles * rows * keys * 2 + groups * stage + stages * rows * 8 + 8 * (2 * kv + 3 * stages + 3 * tiles) + (stages * rows * D * 2 if whole else 0)
         self.threads = (groups + 1) * 128
         self.f = gpu.function(self.name, self.smem)
@@ -144,15 +144,16 @@ class Backward:
         self.whole = whole
         if not whole:
             self.prepare, self.convert = gpu.function(f"prepare<{D},{b(has)}>"), gpu.function(f"convert<{D}>")
-            self.prepare_grid, self.convert_grid = up(B * padded * H * D // 8, 256) // 256, B * H * padded // 64
+            self.prepare_grid, self.convert_grid = (up(padded * H * D // 8, 256) // 256, B), B * H * padded // 64
         self.want = has and want_dbias
         if self.want:
             bg, bn, bs, bb = bias_cfg or {32: (3, 64, 6, 2), 64: (3, 64, 4, 1), 128: (2, 128, 3, 1)}[D]
             brows = bg * 64
-            self.bname = f"bias_gradient<BiasSpec{{{D},{bg},{bn},{bs},{bb},{b(pr.causal)}}}>"
+            self.bname = f"bias_gradient<BiasSpec{{{D},{bg},{bn},{bs},{bb},{b(pr.causal)},"
+            self.fast = fast
             self.bsmem = bs * (brows + 128) * D * 2 + bb * brows * 256 + 16 * (bs + bb)
             self.bthreads = (bg + 1) * 128
-            self.bf, self.bsum = gpu.function(self.bname, self.bsmem), gpu.function("bias_sum<0>")
+            self.bexact, self.bfast, self.bsum = gpu.function(self.bname + "false}>", self.bsmem), gpu.function(self.bname + "true}>", self.bsmem), gpu.function("bias_sum<0>")
             tiles_ = up(S, 128) // 128 * (up(S, brows) // brows) * pr.b1 * H
             n = B // pr.b1
             if chunks is None:  # fewest chunks whose waves are at least 95% full, up to 16
@@ -163,8 +164,9 @@ class Backward:
             self.partial = z(chunks * pr.b1 * H * S * S if chunks > 1 else 1)
             self.dbias = torch.empty_like(pr.bias)
             self.peak += self.partial.numel() * 4
+            self.flags = torch.full((tiles_ * chunks * bg * 4,), 1, device=dev, dtype=torch.int32)
             self.bgrid = min(SMS, tiles_ * chunks)
-            self.bparams = BiasParams(P(self.lse_rows), P(self.delta_rows), P(self.dbias), P(self.partial), B, H, S, padded, n, chunks, tiles_ * chunks, pr.scale, 0)
+            self.bparams = BiasParams(P(self.lse_rows), P(self.delta_rows), P(self.dbias), P(self.partial), P(self.flags) if fast else 0, B, H, S, padded, n, chunks, tiles_ * chunks, pr.scale, 0)
             self.bargs = (tm(pr.q, brows), tm(pr.do, brows), tm(pr.k, 128), tm(pr.v, 128), mb(brows), self.bparams)
 
     def main(self):
@@ -173,11 +175,13 @@ class Backward:
             gpu.launch(self.prepare, self.prepare_grid, 256, 0, (self.params,), st)
         gpu.launch(self.f, self.grid, self.threads, self.smem, self.args, st, not self.whole and PDL)
         if not self.whole:
-            gpu.launch(self.convert, self.convert_grid, 128, 0, (self.params,), st, PDL)
+            gpu.launch(self.convert, self.convert_grid, 4 * self.pr.D, 0, (self.params,), st, PDL)
 
     def bias_part(self):
         st = torch.cuda.current_stream().cuda_stream
-        gpu.launch(self.bf, self.bgrid, self.bthreads, self.bsmem, self.bargs, st)
+        if self.fast:
+            gpu.launch(self.bfast, self.bgrid, self.bthreads, self.bsmem, self.bargs, st)
+        gpu.launch(self.bexact, self.bgrid, self.bthreads, self.bsmem, self.bargs, st, self.fast and PDL)
         if self.chunks > 1:
             gpu.launch(self.bsum, up(self.dbias.numel(), 1024) // 1024, 256, 0, (self.bparams,), st, PDL)
 
@@ -317,14 +321,14 @@ def report(label, pr, fns, flops=None):
 WHOLE = dict(groups=3, blocks=2, rows=64)
 
 
-WHOLES = {"a": dict(stages=4, tiles=2, kv=1), "b": dict(stages=6, tiles=2, kv=1), "c": dict(stages=2, tiles=2, kv=2), "d": dict(groups=2, blocks=3, stages=2, tiles=2, kv=2)}
+WHOLES = {"a": dict(stages=4, tiles=2, kv=1), "b": dict(stages=6, tiles=2, kv=1), "c": dict(stages=2, tiles=2, kv=2), "d": dict(groups=2, blocks=3, stages=2, tiles=2, kv=2), "e": dict(stages=2, tiles=3, kv=1), "f": dict(stages=2, tiles=3, kv=1, early=1)}
 
 
 def triangle():
     for B, H, S, kw in ((40, 4, 384, {}), (12, 4, 384, dict(b1=3)), (37, 4, 328, {}), (10, 4, 768, {})):
         pr = Problem(B, H, S, 32, bias=True, **kw)
         mode = Backward.FINAL if S <= 384 else Backward.PASSES
-        for n, c in WHOLES.items():
+        for n, c in [x for x in WHOLES.items() if x[0] in "cef"]:
             Backward(pr, **{**WHOLE, **c}, dq=mode).check(f"whole {n} B={B} S={S} {kw}", 100 if S == 384 else 20)
         Backward(pr, **{**WHOLE, **c}, dq=mode, bias_cfg=(2, 128, 6, 2)).check(f"whole {n} B={B} S={S} {kw} bias 2x128", 20)
     for B, S in ((384, 384), (768, 768)):
@@ -333,14 +337,17 @@ def triangle():
             pr = Problem(B, 4, S, 32, bias=bias, reference=False)
             pr.forward_fast()
             fns = {}
-            for n, c in WHOLES.items():
+            for n, c in [x for x in WHOLES.items() if x[0] in "cef"]:
                 x = Backward(pr, **{**WHOLE, **c}, dq=mode)
                 fns["main " + n] = x.main
             if bias:
-                fns["all " + n] = x
+                fns["all"] = Backward(pr, **{**WHOLE, **WHOLES["f"]}, dq=mode)
                 print(f"chunks {x.chunks}, workspace {x.peak / 2**20:.0f} MiB")
                 fns["dbias"] = x.bias_part
+                x.main()
                 fns["dbias 2x128"] = Backward(pr, **{**WHOLE, **c}, dq=mode, bias_cfg=(2, 128, 6, 2)).bias_part
+                y = Backward(pr, **{**WHOLE, **c}, dq=mode, fast=False)
+                fns["dbias exact"] = y.bias_part
             if S == 384:
                 fns["mem-eff"] = sdpa(pr, SDPBackend.EFFICIENT_ATTENTION)
             if not bias:
@@ -381,6 +388,26 @@ def medium():
 MEDIUM = {"2x128k": dict(groups=2, blocks=2, rows=64, stages=2, tiles=2, kv=1), "3x64k": dict(groups=3, blocks=1, rows=64, stages=4, tiles=2, kv=1)}
 
 
+def adversarial():
+    """large scores, biases that turn them round, biases of -inf and of 1e9, a far mean"""
+    for name, std, edit, mean in (("plain", 1, None, 0), ("mean 30", 1, None, 30), ("mean -1e4", 1, None, -1e4), ("std 6", 6, None, 0),
+                                  ("turned", 5, lambda b, s: b.copy_((-s.mean(0) * 1.0).bfloat16()), 0), ("-inf", 1, lambda b, s: b.masked_fill_(torch.rand_like(b.float()) < 0.5, -math.inf), 0),
+                                  ("1e9 columns", 1, lambda b, s: b[..., ::3].fill_(1e9), 0), ("-1e9 all", 1, lambda b, s: b.fill_(-1e9), 0)):
+        for D, cfg in ((32, dict(**WHOLE, **WHOLES["e"], dq=0)), (64, CFG64["64:3x64 red"])):
+            pr = Problem(6, 2, 384, D, bias=True, std=std, reference=False, mean=mean)
+            if edit:
+                keep, pr.bias = pr.bias, None
+                s = pr.scores(0, 6, torch.float32)
+                pr.bias = keep
+                if name == "turned":  # one batch entry's scores are undone, the others' are not
+                    s = s[:1]
+                edit(pr.bias.view(2, 384, 384), s)
+            pr.reference()
+            x = Backward(pr, **cfg)
+            x.check(f"adversarial {name} D={D}", 5)
+            log(f"    flagged {int((x.flags.view(-1, 12) != 0).any(1).sum())} of {x.flags.numel() // 12}", True)
+
+
 def dense_small_check():
     for D, cfgs in ((64, CFG64), (128, CFG128)):
         for bias in (False, True):
@@ -394,11 +421,14 @@ def dense_small_check():
 
 
 CFG64 = {"64:3x64 red": dict(groups=3, blocks=1, rows=64, stages=4, tiles=3, kv=1, dq=2),
-         "64:2x128 red": dict(groups=2, blocks=1, rows=128, stages=2, tiles=2, kv=1, dq=2),
+         "64:3x64 red early": dict(groups=3, blocks=1, rows=64, stages=4, tiles=3, kv=1, dq=2, early=1),
+         "64:3x64 bulk early": dict(groups=3, blocks=1, rows=64, stages=3, tiles=2, kv=1, dq=3, early=1),
          "64:2x128 bulk": dict(groups=2, blocks=1, rows=128, stages=2, tiles=2, kv=1, dq=3),
-         "64:3x64 bulk": dict(groups=3, blocks=1, rows=64, stages=3, tiles=2, kv=1, dq=3)}
+         "64:2x128 bulk early": dict(groups=2, blocks=1, rows=128, stages=2, tiles=2, kv=1, dq=3, early=1)}
 CFG128 = {"128:2x64 red": dict(groups=2, blocks=1, rows=64, stages=2, tiles=3, kv=1, dq=2),
-          "128:2x64 red s3": dict(groups=2, blocks=1, rows=64, stages=3, tiles=2, kv=1, dq=2)}
+          "128:2x64 red split": dict(groups=2, blocks=1, rows=64, stages=2, tiles=3, kv=1, dq=2, early=2),
+          "128:2x64 bulk split": dict(groups=2, blocks=1, rows=64, stages=2, tiles=2, kv=1, dq=3, early=2),
+          "128:2x64 red split t2": dict(groups=2, blocks=1, rows=64, stages=2, tiles=2, kv=1, dq=2, early=2)}
 
 
 def dense():
@@ -424,9 +454,10 @@ def bias():
                 x = Backward(pr, **c)
                 fns[n], fns[n + " main"] = x, x.main
         fns["dbias"] = x.bias_part
-        y = Backward(pr, **c, bias_cfg=(2, 128, 4, 2) if D == 64 else (2, 64, 3, 1))
-        y.main()
-        fns["dbias alt"] = y.bias_part
+        for n, kw in (("2x128", dict(bias_cfg=(2, 128, 4, 2))), ("exact", dict(fast=False))) if D == 64 else (("2x64", dict(bias_cfg=(2, 64, 3, 1))), ("3x64", dict(bias_cfg=(3, 64, 2, 1))), ("exact", dict(fast=False))):
+            y = Backward(pr, **c, **kw)
+            y.main()
+            fns["dbias " + n] = y.bias_part
         fns["mem-eff"] = sdpa(pr, SDPBackend.EFFICIENT_ATTENTION)
         fns["cudnn nobias"] = sdpa(pr, SDPBackend.CUDNN_ATTENTION, use_bias=False)
         report(f"bias 1,H D={D} S={S}", pr, fns)
@@ -448,7 +479,7 @@ def yardstick():
     table.append(f"matmul 8192: {2 * 8192**3 / t / 1e9:.0f} TFLOP/s; " + os.popen("nvidia-smi --query-gpu=clocks.sm,power.draw,clocks_event_reasons.active --format=csv,noheader").read().strip())
 
 
-GROUPS = dict(yardstick=yardstick, small=small, medium=medium, once=once_each, triangle=triangle, check=dense_small_check, dense=dense, bias=bias)
+GROUPS = dict(yardstick=yardstick, adversarial=adversarial, small=small, medium=medium, once=once_each, triangle=triangle, check=dense_small_check, dense=dense, bias=bias)
 
 if __name__ == "__main__":
     print(torch.cuda.get_device_name(0), torch.__version__, torch.backends.cudnn.version())
