@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import operator
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, Optional
@@ -55,6 +56,26 @@ _PROBLEM_SIZE = ctypes.sizeof(_abi.Problem)
 _TENSOR_SIZE = _abi.TENSOR.size
 _TENSORS = ctypes.c_char * (_TENSOR_SIZE * len(_abi.INPUTS + _abi.RESULTS))
 _ZEROS = (0,) * _abi.MAX_RANK
+
+
+class _Scratch(threading.local):
+    """Workspaces. A small one is kept for the thread's next call: fresh memory is paid for page by page, which in some
+    states of the heap takes as long as a backward of 64 rows. While C uses it no Python code runs in the thread."""
+
+    LARGEST_KEPT = 4 << 20
+
+    def __init__(self) -> None:
+        self._kept = np.empty(0, np.uint8)
+
+    def of(self, size: int) -> np.ndarray:
+        if size > self.LARGEST_KEPT:
+            return np.empty(size, np.uint8)
+        if size > self._kept.size:
+            self._kept = np.empty(size, np.uint8)
+        return self._kept
+
+
+_scratch = _Scratch()
 
 
 class Problem:
@@ -297,9 +318,9 @@ class Problem:
         needed = ctypes.c_size_t()
         status = lib.fovea_workspace(raw, direction, ctypes.byref(needed))
         if status == _abi.OK:
-            workspace = np.empty(needed.value, np.uint8)
+            workspace = _scratch.of(needed.value)
             call = lib.fovea_backward if direction == _abi.BACKWARD else lib.fovea_forward
-            status = call(raw, workspace.__array_interface__["data"][0], needed.value)
+            status = call(raw, workspace.ctypes.data, needed.value)
         try:
             check(status)
         except ValueError as error:
