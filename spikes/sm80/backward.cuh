@@ -82,14 +82,8 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) backwa
         const i64 row = (i64)(b * a.heads + h) * a.sq_pad + m0;
         if (thread < M / 4) copy16(to + 2 * q_bytes + thread * 16, a.lse_pad + row + thread * 4);
         else if (thread < M / 2) copy16(to + 2 * q_bytes + thread * 16, a.delta_pad + row + thread * 4 - M);
-        if constexpr (S.bias == Bias::tile) {
-            const u16* bias = a.bias + b * a.biases.b + h * a.biases.h;
-            for (int c = thread; c < M * (N / 8); c += threads) {
-                int r = c / (N / 8), chunk = c % (N / 8), left = a.sk - n0 - chunk * 8;
-                bool in = m0 + r < a.sq && left > 0;
-                copy16(to + 2 * q_bytes + M * 8 + Tile<N>::offset(r, chunk), in ? bias + (m0 + r) * a.biases.s + n0 + chunk * 8 : bias, in ? min(left, 8) * 2 : 0);
-            }
-        }
+        if constexpr (S.bias == Bias::tile)
+            load_bias<M, N, threads>(to + 2 * q_bytes + M * 8, a.bias + b * a.biases.b + h * a.biases.h + m0 * a.biases.s + n0, a.biases.s, a.sq - m0, a.sk - n0, thread);
     };
     if (steps > 0) load(0, now);
     copy_commit();
@@ -118,6 +112,17 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) backwa
             u32 da[R][4];
             for (int i = 0; i < R; ++i) {
                 ldmatrix_trans(da[i], ars[i] + kk * 16 * M * 2);
+            }
+            // The A fragments are dS itself, [query][key]: each of the warps that hold the same ones stores its share.
+            if constexpr (S.store_ds) {
+                if (kk % WD == wd)
+                    for (int i = 0; i < R; ++i)
+                        for (int y = 0; y < 4; ++y) {
+                            const int row = m0 + (wq * R + i) * 16 + g + (y & 1) * 8, key = n0 + kk * 16 + t * 2 + (y >> 1) * 8;
+                            u16* at = a.dbias + b * a.biases.b + h * a.biases.h + row * a.biases.s + key;
+                            if (row < a.sq && key + 1 < a.sk) *(u32*)at = da[i][y];
+                            else if (row < a.sq && key < a.sk) *at = (u16)da[i][y];
+                        }
             }
             for (int j = 0; j < C; ++j) {
                 u32 kb[4];

@@ -3,6 +3,7 @@
 import ctypes, glob, os, re, sys, time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+MATH = ["scalar.h", "band.h", "dropout.h"]  # of src/math, as they are, given to NVRTC as named headers
 FILES = ["ptx.cuh", "spec.cuh"]
 
 
@@ -38,10 +39,12 @@ def build(kernel, arch, **fields):
     spec = "fovea::Spec{" + ", ".join(f".{n} = {text(fields[n])}" for n in ORDER if n in fields) + "}"
     file = {"forward": "forward.cuh", "bias_gradient": "bias_gradient.cuh", "wide_forward": "wide_forward.cuh", "wide_backward": "wide_backward.cuh",
             "bias_gradient_sum": "bias_gradient.cuh", **dict.fromkeys(("fp32_measure", "fp32_split", "fp32_forward", "fp32_prepare", "fp32_backward", "fp32_convert"), "fp32.cuh")}.get(kernel, "backward.cuh")
-    source = "".join(open(os.path.join(HERE, f)).read() for f in FILES + [file]) + f"\nconstexpr auto instance = &fovea::{kernel}<{spec}>;\n"
+    headers = [open(os.path.join(HERE, "../../src/math", f), "rb").read() for f in MATH]
+    array = lambda xs: (ctypes.c_char_p * len(xs))(*xs)
+    source = "".join(f'#include "{f}"\n' for f in MATH) + "".join(open(os.path.join(HERE, f)).read() for f in FILES + [file]) + f"\nconstexpr auto instance = &fovea::{kernel}<{spec}>;\n"
     program = ctypes.c_void_p()
     check = lambda r: None if r == 0 else (_ for _ in ()).throw(RuntimeError(f"nvrtc {r}"))
-    check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None))
+    check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", len(MATH), array(headers), array([f.encode() for f in MATH])))
     expression = f"fovea::{kernel}<{spec}>".encode()
     check(nvrtc.nvrtcAddNameExpression(program, expression))
     options = [f"--gpu-architecture=sm_{arch}".encode(), b"--std=c++20", b"-default-device", b"--ptxas-options=-v", b"--diag-suppress=177"]

@@ -20,31 +20,26 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) forwar
     const u32 bh = blockIdx.x / tiles;
     const int tile = S.causal ? tiles - 1 - (int)(blockIdx.x % tiles) : (int)(blockIdx.x % tiles);
     const int b = bh / a.heads, h = bh % a.heads, hk = h / (a.heads / a.heads_k);
-    const int m0 = tile * M, row0 = m0 + warp * T * 16, shift = a.sk - a.sq;
+    const int m0 = tile * M, row0 = m0 + warp * T * 16;
     const u16* q = a.q + b * a.qs.b + h * a.qs.h + m0 * a.qs.s;
     const u16* k = a.k + b * a.ks.b + hk * a.ks.h;
     const u16* v = a.v + b * a.vs.b + hk * a.vs.h;
     const u16* bias = a.bias + b * a.biases.b + h * a.biases.h;
-    const int keys = S.causal ? min(a.sk, m0 + M + shift) : a.sk;                       // keys of the CTA, of the warp
-    const int keys_warp = S.causal ? min(a.sk, row0 + T * 16 + shift) : a.sk;
-    const int keys_full = S.causal ? min(a.sk, row0 + shift + 1) : a.sk;                // allowed for every row of the warp
-    const int steps = keys <= 0 ? 0 : (keys + N - 1) / N;
+    // The keys that any row of the CTA meets, and of the warp.
+    const math::Band<int> band{a.sq, a.sk, a.low, a.high};
+    const math::Interval<int> all{0, a.sk}, keys = S.causal ? band.keys_of_rows(m0, min(m0 + M, a.sq)) : all;
+    const math::Interval<int> keys_warp = S.causal ? row0 < a.sq ? band.keys_of_rows(row0, min(row0 + T * 16, a.sq)) : math::Interval<int>{0, 0} : all;
+    const int first = keys.begin / N, steps = keys.empty() ? first : (keys.end + N - 1) / N;
 
     auto load = [&](int n) {
         u32 to = stage0 + (n % S.stages) * stage_bytes;
         load_tile<N, D, threads>(to, k + (i64)n * N * a.ks.s, a.ks.s, a.sk - n * N, thread);
         load_tile<N, D, threads>(to + kv_bytes, v + (i64)n * N * a.vs.s, a.vs.s, a.sk - n * N, thread);
-        if constexpr (S.bias == Bias::tile) {
-            // Chunks past sk are zero; rows past sq too. A row's last chunk may be read up to the row's (padded) end.
-            for (int c = thread; c < M * (N / 8); c += threads) {
-                int row = c / (N / 8), chunk = c % (N / 8), left = a.sk - n * N - chunk * 8;
-                bool in = m0 + row < a.sq && left > 0;
-                copy16(to + 2 * kv_bytes + Tile<N>::offset(row, chunk), in ? bias + (m0 + row) * a.biases.s + n * N + chunk * 8 : bias, in ? min(left, 8) * 2 : 0);
-            }
-        }
+        if constexpr (S.bias == Bias::tile)
+            load_bias<M, N, threads>(to + 2 * kv_bytes, bias + m0 * a.biases.s + n * N, a.biases.s, a.sq - m0, a.sk - n * N, thread);
     };
     load_tile<M, D, threads>(sq, q, a.qs.s, a.sq - m0, thread);
-    if (steps > 0) load(0);
+    if (first < steps) load(first);
     copy_commit();
 
     float o[T][D / 8][4] = {}, top[T][2], sum[T][2] = {}, total[T][4] = {};
@@ -52,23 +47,31 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) forwar
     for (int i = 0; i < T; ++i) top[i][0] = top[i][1] = -infinity;
     const float c = natural ? log2e : a.scale * log2e;
     const Dropout random = S.dropout ? Dropout(a.seed, a.offset, bh) : Dropout();
+    Dropout::Row rows[T];
+    if constexpr (S.dropout)
+        for (int i = 0; i < T; ++i) rows[i] = random.row(row0 + i * 16 + g);
     const typename Tile<D>::Lane lanes(0, lane), lanes_k(0, lane, true);
     const typename Tile<N>::Lane lanes_bias(0, lane);
     const u32 my_q = sq + warp * T * 16 * D * 2;
     u32 qr[S.q_registers ? T : 1][S.q_registers ? D / 16 : 1][4];
 
-    for (int n = 0; n < steps; ++n) {
+    for (int n = first; n < steps; ++n) {
         copy_wait<0>();
         sync();
         if (n + 1 < steps) load(n + 1);
         copy_commit();
         if constexpr (S.q_registers)
-            if (n == 0)
+            if (n == first)
                 for (int i = 0; i < T; ++i)
                     for (int kk = 0; kk < D / 16; ++kk) ldmatrix(qr[i][kk], my_q + lanes.at(i * 16, kk));
         const int n0 = n * N;
-        if (n0 >= keys_warp) continue;
+        if (S.causal && (n0 >= keys_warp.end || n0 + N <= keys_warp.begin)) continue;
         const u32 sk = stage0 + (n % S.stages) * stage_bytes, sv = sk + kv_bytes;
+
+        uint2 words[S.early ? T : 1][S.early ? N / 8 : 1];
+        if constexpr (S.early)
+            for (int i = 0; i < T; ++i)
+                for (int j = 0; j < N / 8; ++j) words[i][j] = random(rows[i], (n0 / 2 + t * 2) ^ ((j >> 1) * 8 + (j & 1)));
 
         // S = Q K^T
         float s[T][N / 8][4] = {};
@@ -121,14 +124,15 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) forwar
         }
 
         // Mask: row by row an interval of keys
-        if (n0 + N > keys_full) {
+        if (n0 + N > a.sk || (S.causal && band.tile(row0, row0 + T * 16, n0, n0 + N) == math::TileClass::kEdge)) {
 #pragma unroll
             for (int i = 0; i < T; ++i)
                 for (int x = 0; x < 2; ++x) {
-                    int row = row0 + i * 16 + g + x * 8, end = (S.causal ? min(a.sk, row + shift + 1) : a.sk) - n0 - t * 2;
+                    const math::Interval<int> row = S.causal ? band.keys_of(row0 + i * 16 + g + x * 8) : all;
+                    const int begin = row.begin - n0 - t * 2, end = row.end - n0 - t * 2;
                     for (int j = 0; j < N / 8; ++j)
                         for (int e = 0; e < 2; ++e)
-                            if (j * 8 + e >= end) s[i][j][2 * x + e] = -infinity;
+                            if (j * 8 + e >= end || (S.causal && j * 8 + e < begin)) s[i][j][2 * x + e] = -infinity;
                 }
         }
 
@@ -159,11 +163,19 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) forwar
                 for (int j = 0; j < D / 8; ++j)
                     for (int e = 0; e < 4; ++e) o[i][j][e] *= factor[e >> 1];
             }
+            // With a bias scores may be huge, and then base * c loses the difference: subtract first. Ordinary ones take one instruction.
+            if (natural && __any_sync(~0u, fmaxf(fabsf(base[0]), fabsf(base[1])) > 1024.f)) {
+                for (int j = 0; j < N / 8; ++j)
+                    for (int e = 0; e < 4; ++e) s[i][j][e] = (s[i][j][e] - base[e >> 1]) * c;
+            } else {
+                const float b0 = natural ? base[0] * c : base[0], b1 = natural ? base[1] * c : base[1];
+                for (int j = 0; j < N / 8; ++j)
+                    for (int e = 0; e < 4; ++e) s[i][j][e] = fmaf(s[i][j][e], c, -(e < 2 ? b0 : b1));
+            }
             for (int j = 0; j < N / 8; ++j)
                 for (int e = 0; e < 4; ++e) {
-                    float p = natural ? ex2((s[i][j][e] - base[e >> 1]) * c) : ex2(fmaf(s[i][j][e], c, -base[e >> 1]));
-                    s[i][j][e] = p;
-                    if constexpr (!S.ones) sum[i][e >> 1] += p;
+                    s[i][j][e] = ex2(s[i][j][e]);
+                    if constexpr (!S.ones) sum[i][e >> 1] += s[i][j][e];
                 }
         }
 
@@ -172,11 +184,14 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) forwar
         // Dropout: one call for rows {i, i + 8} x keys {j, j + 8}
         if constexpr (S.dropout) {
             const u32 drop = a.drop << 16;
+            static_assert((N & N - 1) == 0);  // so that the column's parts have no bit in common
 #pragma unroll
             for (int i = 0; i < T; ++i)
                 for (int nn = 0; nn < N / 16; ++nn)
                     for (int e = 0; e < 2; ++e) {
-                        uint2 r = random(row0 + i * 16 + g, n0 + nn * 16 + t * 2 + e);
+                        uint2 r;
+                        if constexpr (S.early) r = words[i][nn * 2 + e];
+                        else r = random(rows[i], (n0 / 2 + t * 2) ^ (nn * 8 + e));
                         if ((r.x << 16) < drop) s[i][2 * nn][e] = 0.f;
                         if (r.x < drop) s[i][2 * nn + 1][e] = 0.f;
                         if ((r.y << 16) < drop) s[i][2 * nn][2 + e] = 0.f;
@@ -204,7 +219,7 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) forwar
         }
     }
     copy_wait<0>();
-    if (steps == 0) sync();
+    if (first >= steps) sync();
 
     // Normalise; o through this warp's own rows of the Q tile, so that it is written in 16-byte pieces.
     __syncwarp();

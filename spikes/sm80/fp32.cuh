@@ -81,7 +81,7 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) fp32_f
     const int keys_full = S.causal ? min(a.sk, row0 + shift + 1) : a.sk, steps = keys <= 0 ? 0 : (keys + N - 1) / N;
     const u32* sizes = a.sizes;
     const int stride = a.batch * a.heads;
-    const float c = a.scale * log2e * power(-scale_of(sizes[bh])) * power(-scale_of(sizes[stride + bhk])), fv = power(-scale_of(sizes[2 * stride + bhk]));
+    const float cn = a.scale * power(-scale_of(sizes[bh])) * power(-scale_of(sizes[stride + bhk])), c = cn * log2e, fv = power(-scale_of(sizes[2 * stride + bhk]));
 
     auto load = [&](int n) {
         u32 to = stage0 + n % S.stages * stage_bytes;
@@ -175,7 +175,7 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) fp32_f
             l += __shfl_xor_sync(~0u, l, 2);
             const int row = row0 + i * 16 + g + x * 8;
             if (row >= a.sq) continue;
-            if (t == 0) a.lse[(i64)bh * a.sq + row] = l == 0.f ? -infinity : top[i][x] * c * ln2 + (lg2(l) - 12.f) * ln2;
+            if (t == 0) a.lse[(i64)bh * a.sq + row] = l == 0.f ? -infinity : fmaf(top[i][x], cn, (lg2(l) - 12.f) * ln2);
             const float inverse = l > 0.f ? fv / l : l;
             float* out = (float*)a.out + b * a.outs.b + h * a.outs.h + row * a.outs.s + t * 2;
             for (int j = 0; j < D / 8; ++j) *(float2*)(out + j * 8) = {o[i][j][2 * x] * inverse, o[i][j][2 * x + 1] * inverse};
@@ -195,7 +195,7 @@ template <Spec S> __global__ void __launch_bounds__(256) fp32_prepare(const __gr
     for (int x = 16; x > 0; x /= 2) delta += __shfl_xor_sync(~0u, delta, x);
     if (lane == 0) {
         float lse = row < a.sq ? a.lse[(i64)bh * a.sq + row] : infinity;
-        a.lse_pad[(i64)bh * a.sq_pad + row] = lse == -infinity ? infinity : lse * log2e;
+        a.lse_pad[(i64)bh * a.sq_pad + row] = lse == -infinity ? infinity : lse;
         a.delta_pad[(i64)bh * a.sq_pad + row] = delta;
     }
 }
@@ -258,7 +258,7 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) fp32_b
         const int eq = scale_of(a.sizes[bh]), eo = scale_of(a.sizes[3 * stride + bh]);
         // dS <= 2 |do| |v|, to 2^15
         const int eb = min(max(14 - 2 - exponent(a.sizes[4 * stride + bhk]) - exponent(a.sizes[5 * stride + bh]), -100), 100);
-        const float c = a.scale * log2e * power(-eq) * power(-ek), cp = power(-eo - ev + eb - 12), cd = power(eb - 12), ck = a.scale * power(-eq) * power(-eb), cv = power(-eo - 12);
+        const float c = a.scale * power(-eq) * power(-ek), cp = power(-eo - ev + eb - 12), cd = power(eb - 12), ck = a.scale * power(-eq) * power(-eb), cv = power(-eo - 12);
         const u32 sq = stage0 + n % S.stages * stage_bytes, sdo = sq + q_bytes, slse = sdo + q_bytes, sdelta = slse + M * 4;
 #pragma unroll
         for (int part = 0; part < M; part += P) {
@@ -298,7 +298,7 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) fp32_b
                 float2 lse = load_shared2(slse + (part + j * 8 + t * 2) * 4), delta = load_shared2(sdelta + (part + j * 8 + t * 2) * 4);
                 float p[4], d[4];
                 for (int e = 0; e < 4; ++e) {
-                    p[e] = ex2(fmaf(s[j][e], c, 12.f - (e & 1 ? lse.y : lse.x)));
+                    p[e] = ex2(fmaf(fmaf(s[j][e], c, -(e & 1 ? lse.y : lse.x)), log2e, 12.f));  // natural units, subtracted before scaling
                     d[e] = p[e] * fmaf(dp[j][e], cp, -(e & 1 ? delta.y : delta.x) * cd);
                 }
                 for (int x = 0; x < 2; ++x) {

@@ -54,6 +54,8 @@ __device__ __forceinline__ uint4 load_shared4(u32 a) {
 
 // ---- arithmetic -------------------------------------------------------------------------------------------------
 
+// A value that all lanes share, in a uniform register.
+__device__ __forceinline__ u32 uniform(u32 x) { u32 y; asm("redux.sync.or.b32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x)); return y; }
 __device__ __forceinline__ float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 __device__ __forceinline__ float lg2(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
@@ -155,6 +157,18 @@ __device__ __forceinline__ void load_tile(u32 tile, const u16* from, i64 stride,
     }
 }
 
+// A tile of the bias: as load_tile, but its rows also end, at `left` columns; rows are readable to a multiple of 8.
+template <int rows, int columns, int threads>
+__device__ __forceinline__ void load_bias(u32 tile, const u16* from, i64 stride, int valid, int left, int thread) {
+    if (left >= columns) return load_tile<rows, columns, threads>(tile, from, stride, valid, thread);
+#pragma unroll 1
+    for (int c = thread; c < rows * (columns / 8); c += threads) {
+        int row = c / (columns / 8), chunk = c % (columns / 8), n = min(left - chunk * 8, 8);
+        bool in = row < valid && n > 0;
+        copy16(tile + Tile<columns>::offset(row, chunk), in ? from + row * stride + chunk * 8 : from, in ? n * 2 : 0);
+    }
+}
+
 // ---- dropout (rule `fovea`) -------------------------------------------------------------------------------------
 
 struct Dropout {
@@ -168,19 +182,26 @@ struct Dropout {
             c0 = n0, c1 = (u32)q, c2 = n2, c3 = (u32)p;
             a += 0x9E3779B9u, b += 0xBB67AE85u;
         }
-        k0 = c0, k1 = c1, w0 = c2, w1 = c3;
+        k0 = uniform(c0), k1 = uniform(c1), w0 = uniform(c2), w1 = uniform(c3);
     }
     // The 64 bits of rows {i, i + 8} x columns {j, j + 8}; i and j with bit 3 clear. x: row i, y: row i + 8; low half: column j.
-    __device__ __forceinline__ uint2 operator()(u32 i, u32 j) const {
-        u32 x = ((i >> 4) * 8 + (i & 7)) ^ w0, y = ((j >> 4) * 8 + (j & 7)) ^ w1;
+    // In two parts: what depends on the row alone, made once, and the rest. column: j' = (j >> 4) * 8 + (j & 7).
+    struct Row { u32 high, low; };
+    __device__ __forceinline__ Row row(u32 i) const {
+        u64 p = (u64)0xD256D193u * (((i >> 4) * 8 + (i & 7)) ^ w0);
+        return {(u32)(p >> 32) ^ k0 ^ w1, (u32)p};
+    }
+    __device__ __forceinline__ uint2 operator()(Row r0, u32 column) const {
+        u32 x = r0.high ^ column, y = r0.low;
 #pragma unroll
-        for (int r = 0; r < 8; ++r) {
+        for (int r = 1; r < 8; ++r) {
             u64 p = (u64)0xD256D193u * x;
             x = (u32)(p >> 32) ^ y ^ ((r & 1 ? k1 : k0) + r * 0x9E3779B9u);
             y = (u32)p;
         }
         return {x, y};
     }
+    __device__ __forceinline__ uint2 operator()(u32 i, u32 j) const { return (*this)(row(i), (j >> 4) * 8 + (j & 7)); }
 };
 
 }  // namespace fovea

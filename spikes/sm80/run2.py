@@ -15,7 +15,7 @@ if "check" in what:
                 check("fwd " + label, P, ["o", "lse"], P.forward())
                 for run in variants:
                     nan(P.dq, P.dk, P.dv, P.dbias)
-                    bg = P.bias_gradient(chunks=2 if causal and bias == (2, 1) else 1) if bias else None
+                    bg = P.bias_gradient(chunks=2 if causal and bias == (2, 1) else 1) if bias and not (P.store_ds() and run is variants[0]) else None
                     check("bwd " + label, P, ["dq", "dk", "dv"] + (["dbias"] if bias else []), None, lambda: run(bias_gradient=bg))
             except Exception as x: print("FAIL", label, x); failures.append(label)
     for D, bias in ((64, (1, 4)),):
@@ -48,7 +48,9 @@ def bias_case(label, P, peer, fv, bv, gv, chunks):
     P.forward()()
     bgs = variants(lambda chunks=1, **v: P.bias_gradient(chunks=chunks, **v), gv)
     fs = {}
-    for n, run in variants(P.backward, bv).items(): fs[n] = (lambda run=run: run(bias_gradient=list(bgs.values())[0]))
+    for n, run in variants(P.backward, bv).items(): fs[n] = (lambda run=run: run(bias_gradient=None if P.store_ds() else list(bgs.values())[0]))
+    if P.D == 128:
+        for n, run in variants(P.wide_backward, [dict(), dict(split_q=4)]).items(): fs["w" + n] = (lambda run=run: run(bias_gradient=list(bgs.values())[0]))
     row(f"bwd {label}", flops(P, True), {**fs, **peers(P, peer, True, True)})
     run = P.backward(**bv[0])
     row(f"  main alone", flops(P, True), {n: (lambda r=r: r(1)) for n, r in variants(P.backward, bv).items()})
@@ -56,23 +58,23 @@ def bias_case(label, P, peer, fv, bv, gv, chunks):
 
 
 if "bias" in what:
-    bias_case("bias[1,H] s2048 d64", Problem(8, 16, 2048, 64, bias=(1, 16)), ["mem"], [dict(), dict(step=32), dict(warps=8, ctas=1)],
-              [dict(delay=False), dict(delay=True, ctas=1, warps=8)], [dict(), dict(part=32), dict(warps=4, tiles=2, step=64, split_q=2, ctas=2, part=32), dict(warps=4, split_q=4, tiles=2, step=64, ctas=2, part=64, stages=1), dict(stages=1)], 1)
-    bias_case("bias[1,H] s4096 d128", Problem(4, 16, 4096, 128, bias=(1, 16)), ["mem"], [dict(), dict(step=32)], [dict(), dict(part=32), dict(split_q=4)], [dict(), dict(warps=4, split_q=2, tiles=2, step=64, ctas=2, stages=1), dict(warps=8, split_q=4, tiles=2, step=64, ctas=1, part=32, stages=2)], 1)
+    bias_case("bias[1,H] s2048 d64", Problem(8, 16, 2048, 64, bias=(1, 16)), ["mem"], [dict(), dict(lazy=True), dict(step=32, ctas=3, lazy=True), dict(step=32, ctas=3, lazy=True, q_registers=False)],
+              [dict(delay=False)], [dict(), dict(ctas=2, stages=1), dict(ctas=1, stages=1)], 1)
+    bias_case("bias[1,H] s4096 d128", Problem(4, 16, 4096, 128, bias=(1, 16)), ["mem"], [dict(step=32)], [dict()], [dict(), dict(warps=4, split_q=2), dict(warps=4, split_q=2, step=64, ctas=2, part=32)], 1)
     P = Problem(8, 16, 2048, 64, bias=(8, 16)); bias_case("bias[B,H] s2048 d64", P, ["mem"], [dict()], [dict(delay=False)], [dict()], 1); del P
 if "triangle" in what:
     for N in (384, 768):
         P = Problem(N, 4, N, 32, bias=(1, 4))
         c = 11 if N == 384 else 4
-        bias_case(f"triangle {N}", P, ["mem"], [dict(), dict(ctas=3), dict(warps=8, tiles=1)], [dict(), dict(delay=True), dict(warps=8, tiles=1, part=64, ctas=1), dict(warps=4, tiles=1, part=64, ctas=3)],
-                  [dict(chunks=c), dict(chunks=c, part=32), dict(chunks=c, warps=4, tiles=2, step=64, split_q=2, ctas=2, part=32), dict(chunks=c, warps=4, tiles=2, step=64, split_q=4, ctas=2, part=32)], c)
+        bias_case(f"triangle {N}", P, ["mem"], [dict(ctas=3), dict(ctas=3, lazy=True), dict(ctas=3, step=32, lazy=True), dict(ctas=4, step=32, q_registers=False, lazy=True)], [dict(), dict(warps=4, tiles=2, ctas=3, step=32), dict(warps=4, tiles=2, part=16, ctas=3)],
+                  [dict(chunks=c), dict(chunks=c * 2), dict(chunks=c, split_q=2, ctas=3)], c)
         del P
 if "dropout" in what:
     for B, H, D, causal in ((4, 32, 64, False), (4, 16, 128, False), (4, 16, 128, True)):
         P = Problem(B, H, 4096, D, causal=causal, dropout=0.1)
-        row(f"fwd dropout d{D} {'causal' if causal else ''}", flops(P), {**variants(P.forward, [dict(lazy=False), dict(lazy=True), dict(lazy=True, step=32)]), **peers(P, ["flash", "cudnn"])})
+        row(f"fwd dropout d{D} {'causal' if causal else ''}", flops(P), {**variants(P.forward, [dict(lazy=True), dict(lazy=True, q_registers=False), dict(lazy=True, early=True), dict(lazy=True, early=True, q_registers=False), dict(lazy=True, early=True, step=32, q_registers=False), dict(lazy=True, early=True, step=32, ctas=3, q_registers=False)]), **peers(P, ["flash", "cudnn"])})
         P.forward()()
-        row(f"bwd dropout d{D} {'causal' if causal else ''}", flops(P, True), {**variants(P.backward, [dict(), dict(part=32)] if D == 128 else [dict(), dict(delay=False)]), **(variants(P.wide_backward, [dict()]) if D == 128 else {}), **peers(P, ["flash", "cudnn"], True)})
+        row(f"bwd dropout d{D} {'causal' if causal else ''}", flops(P, True), {**variants(P.backward, [dict(), dict(part=32)] if D == 128 else [dict(), dict(delay=False)]), **({"w" + n: r for n, r in variants(P.wide_backward, [dict(split_q=4)]).items()} if D == 128 else {}), **peers(P, ["flash", "cudnn"], True)})
 if "wide" in what:
     for B, H, S, D, causal in ((4, 16, 4096, 128, False), (4, 16, 4096, 128, True), (4, 8, 4096, 256, False), (4, 8, 4096, 256, True), (8, 4, 2048, 512, False)):
         P = Problem(B, H, S, D, causal=causal)

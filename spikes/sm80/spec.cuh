@@ -18,9 +18,11 @@ struct Spec {
     bool lazy = false;           // forward: O is rescaled only when a maximum moves by more than 2^8
     bool ones = false;           // forward: row sums by the tensor cores (P times a column of ones)
     bool delay = false;          // backward: dQ of a step is computed in the next (one barrier a step)
-    bool causal = false;
+    bool causal = false;         // any band in `forward`, a causal one elsewhere
     Bias bias = Bias::none;
     bool dropout = false;
+    bool early = false;          // forward: random words are made before S, so that they can overlap its products
+    bool store_ds = false;       // backward: dbias of full size, stored as it arises (zero before the call where a mask skips tiles)
     int split_q = 2;             // backward: warps along the queries in dQ
     int split_k = 4;             // wide backward: warps along the keys in S (tiles * 16 keys each)
     int split_o = 4;             // wide backward: warps along the keys in dV and dK
@@ -49,6 +51,7 @@ struct Args {
     float keep_scale;
     u64 seed, offset;
     u16 *qx, *kx, *vx, *dox;     // fp32 as pairs of fp16: b, h, s, 2 d (high parts, then low parts), scaled by a power of two per (b, h)
+    int low, high;               // the band of math/band.h: query i meets the keys i + low ... i + high
     u32* sizes;                  // 6 x (b, h): largest |q|, |k|, |v|, |do|, row norm of v, of do; bits of a float
 };
 

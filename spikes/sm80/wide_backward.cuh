@@ -40,14 +40,8 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) wide_b
         const i64 row = (i64)(b * a.heads + h) * a.sq_pad + m0;
         if (thread < M / 4) copy16(to + 2 * q_bytes + thread * 16, a.lse_pad + row + thread * 4);
         else if (thread < M / 2) copy16(to + 2 * q_bytes + thread * 16, a.delta_pad + row + thread * 4 - M);
-        if constexpr (S.bias == Bias::tile) {
-            const u16* bias = a.bias + b * a.biases.b + h * a.biases.h;
-            for (int c = thread; c < M * (N / 8); c += threads) {
-                int r = c / (N / 8), chunk = c % (N / 8), left = a.sk - n0 - chunk * 8;
-                bool in = m0 + r < a.sq && left > 0;
-                copy16(to + 2 * q_bytes + M * 8 + Tile<N>::offset(r, chunk), in ? bias + (m0 + r) * a.biases.s + n0 + chunk * 8 : bias, in ? min(left, 8) * 2 : 0);
-            }
-        }
+        if constexpr (S.bias == Bias::tile)
+            load_bias<M, N, threads>(to + 2 * q_bytes + M * 8, a.bias + b * a.biases.b + h * a.biases.h + m0 * a.biases.s + n0, a.biases.s, a.sq - m0, a.sk - n0, thread);
     };
     Place now{hk * group, start}, after = now;
     if (steps > 0) load(0, now);
