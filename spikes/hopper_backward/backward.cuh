@@ -21,7 +21,7 @@ struct Spec {
   int tiles;   // ring of bias / dS tiles
   int kv;      // buffers of K and V
   int dq;      // DqMode
-  int early;   // 1: dQ of the step before is issued while this step's dV and dK are in flight; 2: and each of two groups does half of its columns
+  int early;   // 1: dQ of the step before is issued while this step's dV and dK are in flight; 2: and each of two groups does half of its columns; 3: after the first 64-key block
   bool bias, causal, delta, tail;  // tail: the last key block may pass the end
 };
 
@@ -73,7 +73,7 @@ backward(const __grid_constant__ TensorMap map_o, const __grid_constant__ Tensor
   constexpr int D = S.d, G = S.groups, M = S.rows, KEYS = Z::keys, WARPS = G * 4;
   constexpr u32 W = Z::width;
   constexpr bool overlap = G == 2 && S.blocks * D <= 96;  // dV, dK of one block in flight during S, dP of the next: where registers allow
-  constexpr bool early = S.early > 0, split = S.early == 2;
+  constexpr bool early = S.early == 1 || S.early == 2, middle = S.early == 3, split = S.early == 2;
   constexpr int DQ = split ? D / 2 : D;  // columns of dQ in a job
   constexpr bool whole = S.dq == kDqFinal || S.dq == kDqPasses;
   extern __shared__ __align__(1024) u8 memory[];
@@ -215,35 +215,42 @@ backward(const __grid_constant__ TensorMap map_o, const __grid_constant__ Tensor
         };
         auto dq_job = [&](int m, u32 slot, u32 parity, bool pending, u32 q_slot) {
             const int job = job_of(m);
-            barrier_wait(sm + Z::ds_full + 8 * slot, parity);
             float dq[DQ / 2];
+            float* partial = S.dq == kDqPasses ? p.dq_acc + ((i64)blockIdx.x * (p.padded / 64) + job) * (64 * D) + tid * 4 : nullptr;
+            if constexpr (S.dq == kDqPasses) {  // what earlier passes summed is where this one starts
+              if (pass > 0) {
+#pragma unroll
+                for (int n = 0; n < D / 8; n++) { F4 x = *(const F4*)(partial + n * 512); dq[4 * n] = x.x; dq[4 * n + 1] = x.y; dq[4 * n + 2] = x.z; dq[4 * n + 3] = x.w; }
+              } else {
+#pragma unroll
+                for (int i = 0; i < D / 2; i++) dq[i] = 0;
+              }
+            }
+            barrier_wait(sm + Z::ds_full + 8 * slot, parity);
             wgmma_fence();
 #pragma unroll
-            for (int k = 0; k < KEYS / 16; k++) mma_ss_t(dq, ds_rows + (slot * (Z::tile_bytes / 16) + (M == 128 ? c : 0) * 512 + k / 4 * (M * 8) + k % 4 * 2), k_mn + (kv_at + (split ? c * (KEYS * W / 16) : 0) + k * W), k > 0);
+            for (int k = 0; k < KEYS / 16; k++) mma_ss_t(dq, ds_rows + (slot * (Z::tile_bytes / 16) + (M == 128 ? c : 0) * 512 + k / 4 * (M * 8) + k % 4 * 2), k_mn + (kv_at + (split ? c * (KEYS * W / 16) : 0) + k * W), S.dq == kDqPasses || k > 0);
             wgmma_commit();
             if (pending) { wgmma_wait<1>(); finish_step(q_slot); }
             wgmma_wait<0>();
             pin(dq);
             if (lane == 0) barrier_arrive(sm + Z::ds_empty + 8 * slot);
             if constexpr (S.dq == kDqPasses) {
-              float* g = p.dq_acc + ((i64)blockIdx.x * (p.padded / 64) + job) * (64 * D) + tid * 4;
-              if (pass > 0)
-#pragma unroll
-                for (int n = 0; n < DQ / 8; n++) { F4 x = *(const F4*)(g + n * 512); dq[4 * n] += x.x; dq[4 * n + 1] += x.y; dq[4 * n + 2] += x.z; dq[4 * n + 3] += x.w; }
               if (pass < (S.causal ? min(p.passes - 1, (job * 64 + 63) / KEYS) : p.passes - 1)) {
 #pragma unroll
-                for (int n = 0; n < DQ / 8; n++) *(F4*)(g + n * 512) = {dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]};
+                for (int n = 0; n < D / 8; n++) *(F4*)(partial + n * 512) = {dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]};
                 return;
               }
             }
             if constexpr (whole) {
-              u16* g = p.dq + it.b * p.dq_b + it.h * p.dq_h + c0 + (split ? c * 64 : 0);
+              u16* g = p.dq + it.b * p.dq_b + it.h * p.dq_h + (split ? c * 64 : 0);
 #pragma unroll
               for (int r = 0; r < 2; r++) {
                 int i = job * 64 + r0 + 8 * r;
-                if (i < p.S)
+                u32 x[DQ / 8];
 #pragma unroll
-                  for (int n = 0; n < DQ / 8; n++) *(u32*)(g + i * p.dq_s + n * 8) = pack_bf16(dq[4 * n + 2 * r] * p.scale, dq[4 * n + 2 * r + 1] * p.scale);
+                for (int n = 0; n < DQ / 8; n++) x[n] = pack_bf16(dq[4 * n + 2 * r] * p.scale, dq[4 * n + 2 * r + 1] * p.scale);
+                store_row_bf16(g + i * p.dq_s, x, i < p.S);
               }
             } else {
               float* g = p.dq_acc + ((i64)(it.b * p.H + it.h) * (p.padded / 64) + job) * (64 * D) + (split ? c * 4096 : 0);
@@ -338,7 +345,12 @@ backward(const __grid_constant__ TensorMap map_o, const __grid_constant__ Tensor
 #pragma unroll
             for (int k = 0; k < M / 16; k++) mma_rs_t(dk[f], db + 4 * k, q_mn + (qa + k * W), 1);
             wgmma_commit();
-            if (!overlap && f + 1 < S.blocks) { wgmma_wait<0>(); pin(dk[f]); pin(dv[f]); }
+            if (!overlap && f + 1 < S.blocks) {
+              wgmma_wait<0>();
+              pin(dk[f]);
+              pin(dv[f]);
+              if (middle && f == 0 && m > m0 && my_turn(m - 1)) dq_job(m - 1, last_slot, last_parity, false, 0);
+            }
           }
           proxy_fence();
           __syncwarp();
@@ -347,7 +359,7 @@ backward(const __grid_constant__ TensorMap map_o, const __grid_constant__ Tensor
           else {
             wgmma_wait<0>();
             finish_step(q.slot);
-            if (!early && m > m0 && my_turn(m - 1)) dq_job(m - 1, last_slot, last_parity, false, 0);
+            if (!early && !middle && m > m0 && my_turn(m - 1)) dq_job(m - 1, last_slot, last_parity, false, 0);
           }
           last_slot = t.slot;
           last_parity = t.parity;
@@ -362,13 +374,14 @@ backward(const __grid_constant__ TensorMap map_o, const __grid_constant__ Tensor
 #pragma unroll
           for (int r = 0; r < 2; r++) {
             int j = key0 + (c * S.blocks + f) * 64 + r0 + 8 * r;
-            i64 at = it.b * p.dk_b + it.h * p.dk_h + j * p.dk_s + c0;
-            if (j < p.S)
+            i64 at = it.b * p.dk_b + it.h * p.dk_h + j * p.dk_s;
+            u32 x[D / 8];
 #pragma unroll
-              for (int n = 0; n < D / 8; n++) {
-                *(u32*)(p.dk + at + n * 8) = pack_bf16(dk[f][4 * n + 2 * r] * p.scale, dk[f][4 * n + 2 * r + 1] * p.scale);
-                *(u32*)(p.dv + at + n * 8) = pack_bf16(dv[f][4 * n + 2 * r], dv[f][4 * n + 2 * r + 1]);
-              }
+            for (int n = 0; n < D / 8; n++) x[n] = pack_bf16(dk[f][4 * n + 2 * r] * p.scale, dk[f][4 * n + 2 * r + 1] * p.scale);
+            store_row_bf16(p.dk + at, x, j < p.S);
+#pragma unroll
+            for (int n = 0; n < D / 8; n++) x[n] = pack_bf16(dv[f][4 * n + 2 * r], dv[f][4 * n + 2 * r + 1]);
+            store_row_bf16(p.dv + at, x, j < p.S);
           }
       }
     if (S.dq == kDqBulk && tid == 0) bulk_wait();

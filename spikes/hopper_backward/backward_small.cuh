@@ -161,16 +161,20 @@ backward_small(const __grid_constant__ TensorMap map_q, const __grid_constant__ 
       if (lane == 0) barrier_arrive(full + 8);
       r.next(S.slots);
 #pragma unroll
-      for (int q = 0; q < 2; q++)
-        if (r0 + 8 * q < p.S) {
-          i64 to = (b0 + j) * p.b + h * p.h + (r0 + 8 * q) * p.s + c0;
+      for (int q = 0; q < 2; q++) {
+        const bool valid = r0 + 8 * q < p.S;
+        const i64 to = (b0 + j) * p.b + h * p.h + (r0 + 8 * q) * p.s;
+        u32 x[D / 8];
 #pragma unroll
-          for (int n = 0; n < D / 8; n++) {
-            *(u32*)(p.dq + to + n * 8) = pack_bf16(dq[4 * n + 2 * q] * p.scale, dq[4 * n + 2 * q + 1] * p.scale);
-            *(u32*)(p.dk + to + n * 8) = pack_bf16(dk[4 * n + 2 * q] * p.scale, dk[4 * n + 2 * q + 1] * p.scale);
-            *(u32*)(p.dv + to + n * 8) = pack_bf16(dv[4 * n + 2 * q], dv[4 * n + 2 * q + 1]);
-          }
-        }
+        for (int n = 0; n < D / 8; n++) x[n] = pack_bf16(dq[4 * n + 2 * q] * p.scale, dq[4 * n + 2 * q + 1] * p.scale);
+        store_row_bf16(p.dq + to, x, valid);
+#pragma unroll
+        for (int n = 0; n < D / 8; n++) x[n] = pack_bf16(dk[4 * n + 2 * q] * p.scale, dk[4 * n + 2 * q + 1] * p.scale);
+        store_row_bf16(p.dk + to, x, valid);
+#pragma unroll
+        for (int n = 0; n < D / 8; n++) x[n] = pack_bf16(dv[4 * n + 2 * q], dv[4 * n + 2 * q + 1]);
+        store_row_bf16(p.dv + to, x, valid);
+      }
     }
     if (S.dbias) {
       float* to = p.partial + ((i64)plane * workers + blockIdx.x / planes * S.groups + c) * 4096 + tid * 4;

@@ -74,3 +74,17 @@ FOVEA_DEVICE void ldmatrix(u32 a, u32 (&r)[4]) { asm volatile("ldmatrix.sync.ali
 
 // global memory
 FOVEA_DEVICE void add_global_f4(float* g, float x, float y, float z, float w) { asm volatile("red.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(g), "f"(x), "f"(y), "f"(z), "f"(w) : "memory"); }
+
+// Stores columns 0 ... 8 * N - 1 of one row of an accumulator tile as bf16, 16 bytes a lane: the four lanes that hold a row's pairs of
+// columns transpose four 8-column blocks among themselves. `row` points at column 0; every lane of the warp must come here.
+template <int N>
+FOVEA_DEVICE void store_row_bf16(u16* row, const u32 (&v)[N], bool valid) {
+  const int q = threadIdx.x % 4;
+#pragma unroll
+  for (int g = 0; g < N; g += 4) {
+    u32 a = __shfl_xor_sync(~0u, q & 1 ? v[g] : v[g + 1], 1), b = __shfl_xor_sync(~0u, q & 1 ? v[g + 2] : v[g + 3], 1);
+    u32 t0 = q & 1 ? a : v[g], t1 = q & 1 ? v[g + 1] : a, t2 = q & 1 ? b : v[g + 2], t3 = q & 1 ? v[g + 3] : b;
+    u32 c = __shfl_xor_sync(~0u, q & 2 ? t0 : t2, 2), d = __shfl_xor_sync(~0u, q & 2 ? t1 : t3, 2);
+    if (valid) *(U4*)(row + (g + q) * 8) = q & 2 ? U4{c, d, t2, t3} : U4{t0, t1, c, d};
+  }
+}
