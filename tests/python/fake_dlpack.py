@@ -38,6 +38,7 @@ class _ManagedVersioned(ctypes.Structure):
 _new = ctypes.pythonapi.PyCapsule_New
 _new.restype = ctypes.py_object
 _new.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+_Destructor = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _get = ctypes.pythonapi.PyCapsule_GetPointer
 _get.restype = ctypes.c_void_p
 _get.argtypes = (ctypes.py_object, ctypes.c_char_p)
@@ -52,6 +53,7 @@ class FakeArray:
     null_strides = False  # a contiguous tensor may leave them out
     offset = 0  # in bytes: data points so much too low, byte_offset makes up for it
     device = (1, 0)
+    on_drop = None  # what to call when a capsule is dropped
 
     def __init__(self, array):
         self.array = array
@@ -81,8 +83,10 @@ class FakeArray:
         if self.versioned:
             managed.version[:] = (1, 0)
             managed.flags = 0 if array.flags.writeable else 1
-        self.alive.append((managed, shape))
-        return _new(ctypes.addressof(managed), b"dltensor_versioned" if self.versioned else b"dltensor", None)
+        drop = self.on_drop and _Destructor(lambda capsule: self.on_drop())
+        self.alive.append((managed, shape, drop))
+        name = b"dltensor_versioned" if self.versioned else b"dltensor"
+        return _new(ctypes.addressof(managed), name, ctypes.cast(drop, ctypes.c_void_p) if drop else None)
 
 
 class VersionedArray(FakeArray):

@@ -21,6 +21,7 @@ import fake_dlpack
 import formulas
 import fovea
 from fake_dlpack import BareArray, FakeArray, VersionedArray
+from fovea._problem import _Scratch
 
 B, SQ, SK, HQ, HK, D, DV = 2, 19, 23, 4, 2, 8, 5
 TIGHT = 1e-11
@@ -331,6 +332,8 @@ def test_pack_of_another_library(kind):
     assert isinstance(packed, FakeArray)
     assert packed.array.dtype == bfloat16
     assert np.array_equal(packed.array[3:], normal(2, HQ, D, seed=2).astype(bfloat16))
+    mixed, _, _ = fovea.pack([packed.array[:3], kind(packed.array[3:])])
+    assert np.array_equal(mixed, packed.array)
     assert cu_seqlens.array.tolist() == [0, 3, 5]
 
 
@@ -587,6 +590,23 @@ def test_dlpack_memory_outlives_the_call():
     del noise
 
 
+def test_dlpack_memory_is_held_during_the_call():
+    """A capsule is what keeps its memory: here it is poisoned as soon as the capsule is dropped."""
+
+    class Lent(FakeArray):
+        def __dlpack__(self, **options):
+            lent = FakeArray(self.array.copy())
+            lent.on_drop = lambda: lent.array.fill(np.nan)
+            self.alive.append(lent)
+            return lent.__dlpack__(**options)
+
+    q, k, v = qkv()
+    assert np.array_equal(fovea.attention(Lent(q), Lent(k), Lent(v)), fovea.attention(q, k, v))
+    lent = Lent(q)
+    fovea.pack([lent])
+    assert np.isnan(lent.alive[0].array).all()  # it was given back
+
+
 def test_dlpack_outputs():
     q, k, v = qkv(bfloat16)
     want, lse = fovea.attention(q, k, v, return_lse=True)
@@ -747,6 +767,16 @@ def test_explain():
     assert "fwd b=2 hq=4 hk=2" in line
     packed_q, packed_k, packed_v, cu_q, cu_k = packed_problem()
     assert "seqs_q=5,0,9,1" in fovea.explain(packed_q, packed_k, packed_v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    assert "det" in fovea.explain(q, k, v, deterministic=True).splitlines()[0].split()
+
+
+def test_explain_is_never_cut():
+    lengths = np.random.default_rng(0).integers(1, 9, 3000)
+    cu_seqlens = np.cumsum([0, *lengths], dtype=np.int32)
+    q = np.zeros((cu_seqlens[-1], 1, 4), np.float32)
+    text = fovea.explain(q, q, q, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
+    assert len(text) > 4096
+    assert text.splitlines()[-1].startswith("workspace: ")
 
 
 def test_explain_the_machine():
@@ -771,6 +801,18 @@ def test_signatures_agree():
 def test_everything_is_exported():
     assert set(fovea.__all__) <= set(dir(fovea))
     assert all(getattr(fovea, name).__doc__ for name in fovea.__all__)
+
+
+def test_workspaces():
+    """Small ones are kept for the next call of the thread, large ones are not."""
+    scratch = _Scratch()
+    small = scratch.of(1000)
+    assert small.nbytes >= 1000
+    assert scratch.of(500) is small
+    larger = scratch.of(2000)
+    assert larger.nbytes >= 2000
+    assert scratch.of(_Scratch.LARGEST_KEPT + 1).nbytes > _Scratch.LARGEST_KEPT
+    assert scratch.of(1) is larger
 
 
 # ---- threads and processes ----
