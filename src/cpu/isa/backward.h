@@ -403,14 +403,39 @@ void backward(const BackwardTask& task, void* scratch) {
 
 // ---- the pass before ----
 
+// <do_i, o_i> of a vector's worth of rows, lane by lane and column by column: summed exactly as the products sum dP, so
+// that dp - delta is 0, not a rounding error, where a row has one key.
+template <class T>
+struct RowDots {
+  i64 ld;
+  T* rows;
+  T* out;
+  T* grad_out;
+
+  RowDots(Arena& arena, i64 cols)
+      : ld(leading<T>(cols)),
+        rows(arena.take<T>(lanes<T>() * ld)),
+        out(arena.take<T>(padded<T>(cols) * lanes<T>())),
+        grad_out(arena.take<T>(padded<T>(cols) * lanes<T>())) {}
+
+  Simd<T> dot(const Matrix& a, const Matrix& b, i64 row, i64 count, i64 cols) const {
+    load_transposed(a, row, count, cols, rows, ld, out, lanes<T>());
+    load_transposed(b, row, count, cols, rows, ld, grad_out, lanes<T>());
+    Simd<T> sum(T(0));
+    for (i64 c = 0; c < cols; ++c) {
+      sum = fma(Simd<T>::load(grad_out + c * lanes<T>()), Simd<T>::load(out + c * lanes<T>()), sum);
+    }
+    return sum;
+  }
+};
+
 template <class T>
 void prepare(const PrepareTask& task, void* scratch) {
   const Options& options = *task.options;
   const i64 rows = task.row_end - task.row_begin;
-  const i64 cols = options.head_dim_v;
   Arena arena(scratch);
-  T* out = arena.take<T>(leading<T>(cols));
-  T* grad_out = arena.take<T>(leading<T>(cols));
+  const RowDots<T> dots(arena, options.head_dim_v);
+  T* dot = arena.take<T>(padded<T>(options.block_rows));
   T* grad_lse = arena.take<T>(options.block_rows);
   T* reference = static_cast<T*>(task.reference) + task.row_begin;
   T* delta = static_cast<T*>(task.delta) + task.row_begin;
@@ -420,21 +445,18 @@ void prepare(const PrepareTask& task, void* scratch) {
   } else {
     fill(grad_lse, rows, T(0));
   }
+  for (i64 r = 0; r < rows; r += lanes<T>()) {
+    const i64 some = math::min(lanes<T>(), rows - r);
+    dots.dot(task.out, task.grad_out, task.row_begin + r, some, options.head_dim_v).store(dot + r);
+  }
   double sink_sum = 0;
   for (i64 r = 0; r < rows; ++r) {
     reference[r] = math::backward_reference(reference[r]);
-    if (reference[r] == T(kInfinity)) {  // a dead row
-      delta[r] = 0;
-      continue;
+    const bool dead = reference[r] == T(kInfinity);
+    delta[r] = dead ? T(0) : math::delta(dot[r], grad_lse[r]);
+    if (task.grad_sink != nullptr && !dead) {
+      sink_sum += math::grad_sink<double>(task.sink, static_cast<double>(reference[r]), static_cast<double>(delta[r]));
     }
-    load_tile(task.out, task.row_begin + r, 1, cols, out, 0);
-    load_tile(task.grad_out, task.row_begin + r, 1, cols, grad_out, 0);
-    Simd<T> dot(T(0));
-    for (i64 c = 0; c < cols; c += lanes<T>()) {
-      dot = fma(Simd<T>::load(out + c), Simd<T>::load(grad_out + c), dot);
-    }
-    delta[r] = math::delta(sum_of_lanes(dot), grad_lse[r]);
-    sink_sum += math::grad_sink<double>(task.sink, static_cast<double>(reference[r]), static_cast<double>(delta[r]));
   }
   if (task.grad_sink != nullptr) {
     *task.grad_sink = sink_sum;

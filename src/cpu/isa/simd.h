@@ -175,14 +175,19 @@ HWY_INLINE Simd<T> exp(Simd<T> x) {
   return fma(parts.rest, Simd<T>(T(2)), Simd<T>(T(2))) * parts.half_power;
 }
 
-// By e^2|x| - 1, which keeps its relative precision near 0.
+// With E = e^2|x| - 1: E / (E + 2), which keeps its relative precision near 0, and 1 - 2 / (E + 2) from one half on,
+// which is rounded once: the derivative 1 - tanh^2 is made of its last digits.
 template <class T>
 HWY_INLINE Simd<T> tanh(Simd<T> x) {
+  const Simd<T> one(T(1));
+  const Simd<T> two(T(2));
   const Simd<T> doubled = min(Simd<T>(T(sizeof(T) == 4 ? 30 : 60)), abs(x) + abs(x));
   const ExpParts<T> parts = exp_parts(doubled);
   const Simd<T> power = parts.half_power + parts.half_power;
-  const Simd<T> less1 = fma(power, parts.rest, power - Simd<T>(T(1)));
-  return hn::CopySign((less1 / (less1 + Simd<T>(T(2)))).raw, x.raw);
+  const Simd<T> less1 = fma(power, parts.rest, power - one);
+  const Simd<T> inverse = one / (less1 + two);
+  const Simd<T> magnitude = select(two < less1, fma(-two, inverse, one), less1 * inverse);
+  return hn::CopySign(magnitude.raw, x.raw);
 }
 
 // ---- integers of dropout ----
