@@ -1,0 +1,330 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A fuzzer of the C ABI. Each round draws a problem (subject.h), half of them spoilt in one to three places, and
+// calls the library with it. What must hold:
+//
+//     a right problem is computed                  a refused one has a status, a message, and wrote nothing
+//     no byte outside the tensors is touched       (guard pages) nor one between the elements of an output
+//     a sample of what was computed agrees with the reference
+//
+// Every round has its own generator: `--seed S --from R --rounds 1` repeats round R of run S, and a crash says both.
+// Ends with 0 if all held, with 1 otherwise.
+#include <fmt/format.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+#include "fovea/c.h"
+#include "subject.h"
+
+namespace fovea::fuzz {
+namespace {
+
+volatile std::uint64_t running_seed;
+volatile std::uint64_t running_round;
+
+// Says which round it was, then lets the signal do what it does. Formats by hand: little else is safe here.
+extern "C" void say_round(int signal) {
+  const auto write_number = [](std::uint64_t number) {
+    char digits[20];
+    int at = sizeof(digits);
+    do {
+      digits[--at] = static_cast<char>('0' + number % 10);
+      number /= 10;
+    } while (number != 0);
+    return write(STDERR_FILENO, digits + at, sizeof(digits) - static_cast<std::size_t>(at));
+  };
+  const auto write_text = [](const char* text) { return write(STDERR_FILENO, text, std::strlen(text)); };
+  if (write_text("crashed: --seed ") < 0 || write_number(running_seed) < 0 || write_text(" --from ") < 0 ||
+      write_number(running_round) < 0 || write_text(" --rounds 1\n") < 0) {
+    _exit(2);
+  }
+  ::signal(signal, SIG_DFL);
+  raise(signal);
+}
+
+class Fuzzer {
+ public:
+  // Calls made, by how they ended.
+  struct Counts {
+    std::uint64_t calls = 0;
+    std::array<std::uint64_t, 7> by_status{};
+    std::uint64_t compared = 0;
+    std::uint64_t without_memory = 0;  // calls not made: the memory that they describe is not there
+  };
+
+  const Counts& counts() const { return counts_; }
+
+  // "" or what was wrong.
+  std::string round(Random random) {
+    wrong_.clear();
+    if (random.once_in(1000)) {
+      count(fovea_set_num_threads(static_cast<int>(random.between(-1, 3))));
+    }
+    switch (random.between(0, 39)) {
+      case 0:
+        lines(random);
+        break;
+      case 1:
+        mask(random);
+        break;
+      default:
+        calls(random);
+    }
+    return wrong_;
+  }
+
+ private:
+  fovea_status count(fovea_status status) {
+    ++counts_.calls;
+    ++counts_.by_status.at(static_cast<std::size_t>(status));
+    if (status != FOVEA_OK && fovea_last_error()[0] == '\0') {
+      say("a refusal without a message");
+    }
+    if (status == FOVEA_INTERNAL_ERROR || status == FOVEA_DEVICE_ERROR) {
+      say(fmt::format("{}: {}", fovea_status_name(status), fovea_last_error()));
+    }
+    return status;
+  }
+
+  void say(const std::string& what) {
+    if (wrong_.empty()) {
+      wrong_ = what;
+    }
+  }
+
+  // ---- forward and backward ----
+
+  void calls(Random& random) {
+    const Direction direction = random.once_in(2) ? Direction::kForward : Direction::kBackward;
+    subject_.draw(random, direction);
+    if (direction == Direction::kBackward) {
+      call(random, Direction::kForward, /*is_right=*/true);
+    }
+    const bool is_right = random.once_in(2);
+    for (std::int64_t i = is_right ? 0 : random.between(1, 3); i > 0; --i) {
+      subject_.spoil(random);
+    }
+    call(random, direction, is_right);
+    if (random.once_in(16)) {
+      text(random, direction);
+    }
+  }
+
+  void call(Random& random, Direction direction, bool is_right) {
+    constexpr double kMostScores = 1 << 22;
+    fovea_problem& problem = subject_.problem();
+    const bool forward = direction == Direction::kForward;
+    if (!subject_.in_memory(/*lengths_only=*/true)) {
+      ++counts_.without_memory;
+      return;
+    }
+    std::size_t bytes = 0;
+    const fovea_status planned = count(fovea_workspace(&problem, static_cast<fovea_direction>(direction), &bytes));
+    if (planned == FOVEA_OK && (!subject_.in_memory(/*lengths_only=*/false) || subject_.scores() > kMostScores)) {
+      ++counts_.without_memory;
+      return;
+    }
+    if (bytes > workspace_.size()) {
+      say(fmt::format("a workspace of {} bytes", bytes));
+      return;
+    }
+    std::size_t given = bytes;
+    unsigned char* workspace = workspace_.end() - bytes;
+    const bool is_short = bytes > 0 && random.once_in(20);
+    if (is_short) {
+      given = static_cast<std::size_t>(random.between(1, static_cast<std::int64_t>(bytes)) - 1);
+      workspace = random.once_in(3) ? nullptr : workspace;
+    }
+    subject_.poison(direction);
+    const auto run = [&](unsigned char* memory, std::size_t size) {
+      return count(forward ? fovea_forward(&problem, memory, size) : fovea_backward(&problem, memory, size));
+    };
+    const fovea_status status = run(bytes > 0 ? workspace : nullptr, given);
+    if (status != FOVEA_OK) {
+      if (is_right && !is_short) {
+        say(fmt::format("a right problem was refused: {}", fovea_last_error()));
+      }
+      if (subject_.in_memory(false) && !subject_.is_poisoned(direction)) {
+        say(fmt::format("written before it was refused: {}", fovea_last_error()));
+      }
+      if (is_right && is_short) {
+        run(workspace_.end() - bytes, bytes);  // a backward needs what its forward writes
+      }
+      return;
+    }
+    if (is_short) {
+      say("computed in a workspace that is too small");
+    }
+    if (planned != FOVEA_OK) {
+      say("computed, though fovea_workspace refused it");
+    }
+    const Subject::Bytes found = subject_.outputs(direction);
+    if (!subject_.comparable() || !random.once_in(6)) {
+      return;
+    }
+    const char* const backend = problem.backend;
+    problem.backend = "reference";
+    subject_.poison(direction);
+    run(nullptr, 0);
+    problem.backend = backend;
+    ++counts_.compared;
+    const std::string difference = subject_.difference(direction, found, subject_.outputs(direction));
+    if (!difference.empty()) {
+      say(difference);
+    }
+  }
+
+  // What describe() says of a problem is a line that explain() understands.
+  void text(Random& random, Direction direction) {
+    if (!subject_.in_memory(/*lengths_only=*/true)) {
+      return;
+    }
+    std::array<char, 4096> line{};
+    const std::size_t capacity = random.once_in(4) ? static_cast<std::size_t>(random.between(0, 100)) : line.size();
+    std::size_t needed = 0;
+    if (count(fovea_describe(&subject_.problem(), static_cast<fovea_direction>(direction), line.data(), capacity,
+                             &needed)) != FOVEA_OK ||
+        needed > capacity) {
+      return;
+    }
+    const char* backend = subject_.problem().backend;
+    const bool is_known = backend == nullptr || std::strcmp(backend, "nothing") != 0;
+    const fovea_status status = count(fovea_explain_line(line.data(), nullptr, 0, nullptr));
+    if (is_known && status != FOVEA_OK && status != FOVEA_UNSUPPORTED) {
+      say(fmt::format("described as '{}', of which explain says: {}", line.data(), fovea_last_error()));
+    }
+  }
+
+  // ---- the rest ----
+
+  void lines(Random& random) {
+    constexpr std::array<const char*, 24> kWords = {"fwd",
+                                                    "bwd",
+                                                    "b=2x3",
+                                                    "sq=5",
+                                                    "sk=99999999999",
+                                                    "d=8",
+                                                    "hq=4",
+                                                    "hk=2",
+                                                    "seqs_q=1x9,3",
+                                                    "causal",
+                                                    "align=tl",
+                                                    "window=-1,4",
+                                                    "bias=1,1,q,k:bf16",
+                                                    "mask=b1,1,1,k",
+                                                    "need=q,bias",
+                                                    "dropout=0.5",
+                                                    "seed=0xfe",
+                                                    "layout=qkv3",
+                                                    "used_k",
+                                                    "max_q=7",
+                                                    "total_q=9",
+                                                    "dlse",
+                                                    "backend=reference",
+                                                    "device=cuda"};
+    std::string line;
+    for (std::int64_t i = random.between(0, 9); i > 0; --i) {
+      line += kWords[random.next() % kWords.size()];
+      line += ' ';
+    }
+    if (random.once_in(3) && !line.empty()) {
+      line[random.next() % line.size()] = static_cast<char>(random.between(1, 127));
+    }
+    std::array<char, 64> text{};
+    count(fovea_explain_line(line.c_str(), text.data(), text.size(), nullptr));
+    if (text.back() != '\0') {
+      say("text without an end");
+    }
+  }
+
+  void mask(Random& random) {
+    const auto size = [&] { return random.once_in(20) ? random.between(-2, 1) << 40 : random.between(0, 9); };
+    const std::array<std::int64_t, 4> shape{size(), size(), size(), size()};
+    std::int64_t elements = 1;
+    for (const std::int64_t dim : shape) {
+      elements *= dim >= 0 && dim < 10 ? dim : 0;
+    }
+    const bool is_right = std::all_of(shape.begin(), shape.end(), [](std::int64_t n) { return n >= 0 && n < 10; });
+    if (!is_right && std::find(shape.begin(), shape.end(), 0) == shape.end() && shape[0] > 0 && shape[1] > 0 &&
+        shape[2] > 0 && shape[3] > 0) {
+      return;  // it may be right, for who has so much memory
+    }
+    unsigned char* end = workspace_.end();
+    const auto status =
+        count(fovea_dropout_mask(shape[0], shape[1], shape[2], shape[3], random.uniform(), random.next(), random.next(),
+                                 static_cast<fovea_rng>(random.between(0, 1)), end - elements));
+    if (is_right && status != FOVEA_OK) {
+      say(fmt::format("a right mask was refused: {}", fovea_last_error()));
+    }
+  }
+
+  Subject subject_;
+  Guarded workspace_{std::size_t{1} << 28};
+  Counts counts_;
+  std::string wrong_;
+};
+
+int run(std::uint64_t seed, std::uint64_t from, std::uint64_t rounds, std::uint64_t calls, double seconds) {
+  for (const int signal : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) {
+    ::signal(signal, say_round);
+  }
+  Fuzzer fuzzer;
+  std::uint64_t wrong = 0;
+  std::uint64_t round = from;
+  running_seed = seed;
+  const auto start = std::chrono::steady_clock::now();
+  const auto elapsed = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(); };
+  const auto goes_on = [&] {
+    return (rounds == 0 || round - from < rounds) && (calls == 0 || fuzzer.counts().calls < calls) &&
+           (seconds == 0 || round % 64 != 0 || elapsed() < seconds);
+  };
+  for (; goes_on(); ++round) {
+    running_round = round;
+    const std::string what = fuzzer.round(Random(seed, round));
+    if (!what.empty()) {
+      fmt::print("--seed {} --from {} --rounds 1: {}\n", seed, round, what);
+      if (++wrong == 20) {
+        break;
+      }
+    }
+  }
+  const Fuzzer::Counts& counts = fuzzer.counts();
+  fmt::print("seed {}, rounds {} to {}, {:.0f} seconds: {} calls", seed, from, round, elapsed(), counts.calls);
+  for (std::size_t status = 0; status < counts.by_status.size(); ++status) {
+    fmt::print(", {} {}", counts.by_status[status], fovea_status_name(static_cast<fovea_status>(status)));
+  }
+  fmt::print("; {} compared with the reference, {} not made for want of the memory they describe; {} wrong\n",
+             counts.compared, counts.without_memory, wrong);
+  return wrong == 0 ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace fovea::fuzz
+
+int main(int argc, char** argv) {
+  CLI::App app("Random and hostile calls of the C ABI; ends with 1 on a wrong answer.");
+  std::uint64_t seed = static_cast<std::uint64_t>(std::chrono::system_clock::now().time_since_epoch().count());
+  std::uint64_t from = 0;
+  std::uint64_t rounds = 0;
+  std::uint64_t calls = 0;
+  double seconds = 0;
+  app.add_option("--seed", seed, "which run (by default the clock's)");
+  app.add_option("--from", from, "its first round");
+  app.add_option("--rounds", rounds, "end after so many rounds");
+  app.add_option("--calls", calls, "end after so many calls of the library");
+  app.add_option("--seconds", seconds, "end after so many seconds");
+  CLI11_PARSE(app, argc, argv);
+  if (rounds == 0 && calls == 0 && seconds == 0) {
+    seconds = 10;
+  }
+  return fovea::fuzz::run(seed, from, rounds, calls, seconds);
+}
