@@ -22,6 +22,7 @@ struct Spec {
   int kv;      // buffers of K and V
   int dq;      // DqMode
   int early;   // 1: dQ of the step before is issued while this step's dV and dK are in flight; 2: and each of two groups does half of its columns; 3: after the first 64-key block
+  bool fold;   // the last CTA of a head converts its dq
   bool bias, causal, delta, tail;  // tail: the last key block may pass the end
 };
 
@@ -30,6 +31,7 @@ struct Params {
   const float* lse;            // B, H, S, natural (delta inside)
   float *lse_rows, *delta_rows;  // B * H, padded length: written by the kernel (delta inside) or by prepare
   float* dq_acc;               // fp32, register order
+  u32* done;                   // B * H, key blocks of a head that have added their dq (fold); set to 0 by prepare
   u16 *dq, *dk, *dv;
   i64 o_b, o_s, o_h, do_b, do_s, do_h, dq_b, dq_s, dq_h, dk_b, dk_s, dk_h;  // strides in elements; dv as dk
   int B, H, S, padded, passes, items, b2, bias_b1, bias_b2, bias_h;  // bias plane = b / b2 * bias_b1 + b % b2 * bias_b2 + h * bias_h
@@ -64,6 +66,18 @@ struct Ring {
   FOVEA_DEVICE explicit Ring(u32 first) : parity(first) {}
   FOVEA_DEVICE void next(u32 n) { if (++slot == n) { slot = 0; parity ^= 1; } }
 };
+
+// 8 columns of rows r and r + 8 of a 64-row job, from a quad's 64 contiguous bytes of the accumulator.
+template <int D>
+FOVEA_DEVICE void convert_quad(const Params& p, i64 tile, int job, int bh, int task) {
+  const int n = task % (D / 8), quad = task / (D / 8), row = job * 64 + quad / 8 * 16 + quad % 8;
+  const F4* from = (const F4*)p.dq_acc + tile * (16 * D) + n * 128 + quad * 4;
+  const F4 a = load_global_cg(from), b = load_global_cg(from + 1), c = load_global_cg(from + 2), d = load_global_cg(from + 3);
+  u16* to = p.dq + bh / p.H * p.dq_b + bh % p.H * p.dq_h + row * p.dq_s + n * 8;
+  const float s = p.scale;
+  if (row < p.S) *(U4*)to = {pack_bf16(a.x * s, a.y * s), pack_bf16(b.x * s, b.y * s), pack_bf16(c.x * s, c.y * s), pack_bf16(d.x * s, d.y * s)};
+  if (row + 8 < p.S) *(U4*)(to + 8 * p.dq_s) = {pack_bf16(a.z * s, a.w * s), pack_bf16(b.z * s, b.w * s), pack_bf16(c.z * s, c.w * s), pack_bf16(d.z * s, d.w * s)};
+}
 
 template <Spec S>
 __global__ void __launch_bounds__((S.groups + 1) * 128, 1)
@@ -385,6 +399,18 @@ backward(const __grid_constant__ TensorMap map_o, const __grid_constant__ Tensor
           }
       }
     if (S.dq == kDqBulk && tid == 0) bulk_wait();
+    if constexpr (S.fold && !whole) {  // one item a CTA
+      __threadfence();
+      named_sync(8, G * 128);
+      const Item it = item_of<S>(blockIdx.x, p);
+      const int bh = it.b * p.H + it.h, jobs = (p.S + 63) / 64, thread = threadIdx.x - 128;
+      if (thread == 0) store_shared_u32(sm + Z::bars, atomicAdd(p.done + bh, 1u));  // the barriers are done with
+      named_sync(8, G * 128);
+      if (load_shared_u32(sm + Z::bars) + 1 == (u32)((p.S + KEYS - 1) / KEYS)) {
+        __threadfence();
+        for (int task = thread; task < jobs * 4 * D; task += G * 128) convert_quad<D>(p, (i64)bh * (p.padded / 64) + task / (4 * D), task / (4 * D), bh, task % (4 * D));
+      }
+    }
   }
 }
 
@@ -406,6 +432,7 @@ __global__ void __launch_bounds__(256) prepare(const __grid_constant__ Params p)
   }
   for (int x = 1; x < lanes; x *= 2) sum += __shfl_xor_sync(~0u, sum, x);
   if (part == 0) { p.lse_rows[bh * p.padded + i] = Bias ? l : l * kLog2e; p.delta_rows[bh * p.padded + i] = sum; }
+  if (i == 0 && part == 0) p.done[bh] = 0;
   F4* z = (F4*)(p.dq_acc + (bh * p.padded + i) * D + part * 8);
   z[0] = z[1] = {0, 0, 0, 0};
 }
@@ -414,12 +441,6 @@ __global__ void __launch_bounds__(256) prepare(const __grid_constant__ Params p)
 template <int D>
 __global__ void __launch_bounds__(32 * D / 8) convert(const __grid_constant__ Params p) {
   wait_primary();
-  const int jobs = p.padded / 64, job = blockIdx.x % jobs, bh = blockIdx.x / jobs, n = threadIdx.x % (D / 8), quad = threadIdx.x / (D / 8);
-  const F4* from = (const F4*)p.dq_acc + (i64)blockIdx.x * (16 * D) + n * 128 + quad * 4;
-  const F4 a = from[0], b = from[1], c = from[2], d = from[3];
-  const int row = job * 64 + quad / 8 * 16 + quad % 8;
-  u16* to = p.dq + bh / p.H * p.dq_b + bh % p.H * p.dq_h + row * p.dq_s + n * 8;
-  const float s = p.scale;
-  if (row < p.S) *(U4*)to = {pack_bf16(a.x * s, a.y * s), pack_bf16(b.x * s, b.y * s), pack_bf16(c.x * s, c.y * s), pack_bf16(d.x * s, d.y * s)};
-  if (row + 8 < p.S) *(U4*)(to + 8 * p.dq_s) = {pack_bf16(a.z * s, a.w * s), pack_bf16(b.z * s, b.w * s), pack_bf16(c.z * s, c.w * s), pack_bf16(d.z * s, d.w * s)};
+  const int jobs = p.padded / 64;
+  convert_quad<D>(p, blockIdx.x, blockIdx.x % jobs, blockIdx.x / jobs, threadIdx.x);
 }

@@ -110,14 +110,14 @@ class Backward:
     FIELDS = "d groups blocks rows stages tiles kv dq bias causal delta".split()
     FINAL, PASSES, REDUCE, BULK = range(4)
 
-    def __init__(self, pr, groups, blocks, rows, stages, tiles, kv, dq, early=0, want_dbias=True, bias_cfg=None, fast=True, chunks=None, grid=None):
+    def __init__(self, pr, groups, blocks, rows, stages, tiles, kv, dq, early=0, fold=False, want_dbias=True, bias_cfg=None, fast=True, chunks=None, grid=None):
         self.pr = pr
         B, H, S, D = pr.B, pr.H, pr.S, pr.D
         has = pr.bias is not None
         whole = dq in (self.FINAL, self.PASSES)
         b = lambda x: "true" if x else "false"
         keys = groups * blocks * 64
-        self.name = f"backward<Spec{{{D},{groups},{blocks},{rows},{stages},{tiles},{kv},{dq},{early},{b(has)},{b(pr.causal)},{b(whole)},{b(S % keys)}}}>"
+        self.name = f"backward<Spec{{{D},{groups},{blocks},{rows},{stages},{tiles},{kv},{dq},{early},{b(fold)},{b(has)},{b(pr.causal)},{b(whole)},{b(S % keys)}}}>"
         width = min(128, 2 * D)
         stage = 64 * (D // 2 if early == 2 else D) * 4 if dq == self.BULK else 0
         self.smem = kv * 2 * keys * D * 2 + stages * 2 * rows * D * 2 + tiles * rows * keys * 2 + groups * stage + stages * rows * 8 + 8 * (2 * kv + 3 * stages + 3 * tiles) + (stages * rows * D * 2 if whole else 0)
@@ -132,10 +132,11 @@ class Backward:
         self.dq, self.dk, self.dv = [torch.empty_like(pr.q) for _ in range(3)]
         self.lse_rows, self.delta_rows = z(B * H, padded), z(B * H, padded)
         self.acc = z(self.grid * padded * D if dq == self.PASSES else B * H * padded * D if not whole else 1)
+        self.fold, self.done = fold, torch.empty(B * H, device=dev, dtype=torch.int32)
         self.peak = sum(x.numel() * 4 for x in (self.lse_rows, self.delta_rows, self.acc))
         P = lambda t: t.data_ptr()
         s4 = (S * H * D, H * D, D)
-        self.params = Params(P(pr.o), P(pr.do), P(pr.lse), P(self.lse_rows), P(self.delta_rows), P(self.acc), P(self.dq), P(self.dk), P(self.dv),
+        self.params = Params(P(pr.o), P(pr.do), P(pr.lse), P(self.lse_rows), P(self.delta_rows), P(self.acc), P(self.done), P(self.dq), P(self.dk), P(self.dv),
                              *s4, *s4, *s4, *s4, B, H, S, padded, passes, items, B // pr.b1, H, 0, 1, pr.scale)
         dims, strides = (D, S, H, B), (H * D * 2, D * 2, S * H * D * 2)
         tm = lambda t, rows_: gpu.tensor_map(t, dims, strides, (width // 2, rows_, 1, 1), width)
@@ -174,7 +175,7 @@ class Backward:
         if not self.whole:
             gpu.launch(self.prepare, self.prepare_grid, 256, 0, (self.params,), st)
         gpu.launch(self.f, self.grid, self.threads, self.smem, self.args, st, not self.whole and PDL)
-        if not self.whole:
+        if not self.whole and not self.fold:
             gpu.launch(self.convert, self.convert_grid, 4 * self.pr.D, 0, (self.params,), st, PDL)
 
     def bias_part(self):
@@ -423,14 +424,14 @@ def dense_small_check():
 
 
 CFG64 = {"64:3x64 red": dict(groups=3, blocks=1, rows=64, stages=4, tiles=3, kv=1, dq=2),
-         "64:3x64 red early": dict(groups=3, blocks=1, rows=64, stages=4, tiles=3, kv=1, dq=2, early=1),
-         "64:3x64 bulk early": dict(groups=3, blocks=1, rows=64, stages=3, tiles=2, kv=1, dq=3, early=1),
+         "64:3x64 red fold": dict(groups=3, blocks=1, rows=64, stages=4, tiles=3, kv=1, dq=2, fold=True),
+         "64:3x64 bulk early fold": dict(groups=3, blocks=1, rows=64, stages=3, tiles=2, kv=1, dq=3, early=1, fold=True),
          "64:2x128 bulk": dict(groups=2, blocks=1, rows=128, stages=2, tiles=2, kv=1, dq=3),
-         "64:2x128 bulk early": dict(groups=2, blocks=1, rows=128, stages=2, tiles=2, kv=1, dq=3, early=1)}
+         "64:2x128 bulk fold": dict(groups=2, blocks=1, rows=128, stages=2, tiles=2, kv=1, dq=3, fold=True)}
 CFG128 = {"128:2x64 red": dict(groups=2, blocks=1, rows=64, stages=2, tiles=3, kv=1, dq=2),
-          "128:2x64 red split": dict(groups=2, blocks=1, rows=64, stages=2, tiles=3, kv=1, dq=2, early=2),
-          "128:2x64 bulk split": dict(groups=2, blocks=1, rows=64, stages=2, tiles=2, kv=1, dq=3, early=2),
-          "128:2x64 red split t2": dict(groups=2, blocks=1, rows=64, stages=2, tiles=2, kv=1, dq=2, early=2)}
+          "128:2x64 red fold": dict(groups=2, blocks=1, rows=64, stages=2, tiles=3, kv=1, dq=2, fold=True),
+          "128:2x64 bulk fold": dict(groups=2, blocks=1, rows=64, stages=2, tiles=2, kv=1, dq=3, fold=True),
+          "128:2x64 red split fold": dict(groups=2, blocks=1, rows=64, stages=2, tiles=3, kv=1, dq=2, early=2, fold=True)}
 
 
 def dense():
