@@ -51,11 +51,12 @@ check-rest:
 	    lint asan tsan fuzz clang installed demo
 
 .PHONY: bench
-bench:  ## fovea's CPU speed beside the best matrix product of this machine
-	@tools/deps.sh build bench
-	@$(MAKE) --no-print-directory $(BUILD)/CMakeCache.txt
-	cmake --build $(BUILD) -j$(JOBS) --target cpu_bench
-	$(BUILD)/bench/cpu/cpu_bench $(BENCH_ARGS)
+bench:  ## fovea's CPU speed beside the best matrix product of this machine (quiet, please: nothing else running)
+	@tools/deps.sh build test bench
+	@$(MAKE) --no-print-directory $(BUILD)/CMakeCache.txt $(VENV)/.ready
+	cmake $(BUILD) >/dev/null && cmake --build $(BUILD) -j$(JOBS) --target fovea matmul_openblas matmul_onednn
+	$(VENV)/bin/python bench/cpu/run.py --build $(BUILD) --json bench/results/cpu.json $(BENCH_ARGS)
+	$(VENV)/bin/python tools/tables.py
 
 .PHONY: format
 format:  ## clang-format over everything
