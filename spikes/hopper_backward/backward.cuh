@@ -307,21 +307,29 @@ backward(const __grid_constant__ TensorMap map_o, const __grid_constant__ Tensor
               if constexpr (S.bias) barrier_wait(sm + Z::bias_full + 8 * t.slot, t.parity);
               else barrier_wait(sm + Z::ds_empty + 8 * t.slot, t.parity ^ 1);
             }
+            // What the softmax reads from shared memory is loaded a group of 16 queries ahead, the first while S is computed.
+            u32 bias[2][4];
+            Float2 row[2][2];
+            auto load = [&](int g) {
+              if constexpr (S.bias) ldmatrix_trans(panel + g * 2048, bias[g & 1]);
+              row[g & 1][0] = load_shared_f2(lse + g * 64);
+              row[g & 1][1] = load_shared_f2(lse + g * 64 + 32);
+            };
+            load(0);
             wgmma_wait<1>();
             pin(s);
             if (overlap && f > 0) { pin(dk[f > 0 ? f - 1 : 0]); pin(dv[f > 0 ? f - 1 : 0]); }
 #pragma unroll
             for (int g = 0; g < M / 16; g++) {
-              u32 bias[4];
-              if constexpr (S.bias) ldmatrix_trans(panel + g * 2048, bias);
+              if (g + 1 < M / 16) load(g + 1);
 #pragma unroll
               for (int n = 2 * g; n < 2 * g + 2; n++) {
-                Float2 l = load_shared_f2(lse + n * 32);
+                const Float2 l = row[g & 1][n & 1];
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
                   float &x = s[4 * n + 2 * r], &y = s[4 * n + 2 * r + 1];
                   if constexpr (S.bias) {
-                    u32 z = bias[(n & 1) * 2 + r];
+                    u32 z = bias[g & 1][(n & 1) * 2 + r];
                     x = ex2(fmaf(x, scale_log2, (bf16_lo(z) - l.x) * kLog2e));
                     y = ex2(fmaf(y, scale_log2, (bf16_hi(z) - l.y) * kLog2e));
                   } else {
@@ -338,14 +346,23 @@ backward(const __grid_constant__ TensorMap map_o, const __grid_constant__ Tensor
                 if ((S.tail && j >= p.S) || (S.causal && j > row)) s[i] = 0;
               }
             }
+            auto load_delta = [&](int g) {
+              row[g & 1][0] = load_shared_f2(delta + g * 64);
+              row[g & 1][1] = load_shared_f2(delta + g * 64 + 32);
+            };
+            load_delta(0);
             wgmma_wait<0>();
             pin(dp);
             u32 db[M / 4];
 #pragma unroll
-            for (int n = 0; n < M / 8; n++) {
-              Float2 d = load_shared_f2(delta + n * 32);
+            for (int g = 0; g < M / 16; g++) {
+              if (g + 1 < M / 16) load_delta(g + 1);
 #pragma unroll
-              for (int r = 0; r < 2; r++) db[2 * n + r] = pack_bf16(s[4 * n + 2 * r] * (dp[4 * n + 2 * r] - d.x), s[4 * n + 2 * r + 1] * (dp[4 * n + 2 * r + 1] - d.y));
+              for (int n = 2 * g; n < 2 * g + 2; n++) {
+                const Float2 d = row[g & 1][n & 1];
+#pragma unroll
+                for (int r = 0; r < 2; r++) db[2 * n + r] = pack_bf16(s[4 * n + 2 * r] * (dp[4 * n + 2 * r] - d.x), s[4 * n + 2 * r + 1] * (dp[4 * n + 2 * r + 1] - d.y));
+              }
             }
             u32 pb[M / 4];
 #pragma unroll

@@ -424,14 +424,10 @@ def dense_small_check():
 
 
 CFG64 = {"64:3x64 red": dict(groups=3, blocks=1, rows=64, stages=4, tiles=3, kv=1, dq=2),
-         "64:3x64 red fold": dict(groups=3, blocks=1, rows=64, stages=4, tiles=3, kv=1, dq=2, fold=True),
-         "64:3x64 bulk early fold": dict(groups=3, blocks=1, rows=64, stages=3, tiles=2, kv=1, dq=3, early=1, fold=True),
-         "64:2x128 bulk": dict(groups=2, blocks=1, rows=128, stages=2, tiles=2, kv=1, dq=3),
-         "64:2x128 bulk fold": dict(groups=2, blocks=1, rows=128, stages=2, tiles=2, kv=1, dq=3, fold=True)}
+         "64:3x64 bulk": dict(groups=3, blocks=1, rows=64, stages=3, tiles=2, kv=1, dq=3),
+         "64:2x128 bulk": dict(groups=2, blocks=1, rows=128, stages=2, tiles=2, kv=1, dq=3)}
 CFG128 = {"128:2x64 red": dict(groups=2, blocks=1, rows=64, stages=2, tiles=3, kv=1, dq=2),
-          "128:2x64 red fold": dict(groups=2, blocks=1, rows=64, stages=2, tiles=3, kv=1, dq=2, fold=True),
-          "128:2x64 bulk fold": dict(groups=2, blocks=1, rows=64, stages=2, tiles=2, kv=1, dq=3, fold=True),
-          "128:2x64 red split fold": dict(groups=2, blocks=1, rows=64, stages=2, tiles=3, kv=1, dq=2, early=2, fold=True)}
+          "128:2x64 red split": dict(groups=2, blocks=1, rows=64, stages=2, tiles=3, kv=1, dq=2, early=2)}
 
 
 def dense():
