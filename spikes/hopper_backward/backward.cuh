@@ -16,7 +16,7 @@ struct Spec {
   int d;       // head dimension: 32, 64, 128
   int groups;  // consumer warp groups
   int blocks;  // 64-key blocks a group
-  int rows;    // queries a step: 64 or 128
+  int rows;    // queries a step: 64 or 128; 80 at d = 128, dQ transposed
   int stages;  // ring of Q and dO
   int tiles;   // ring of bias / dS tiles
   int kv;      // buffers of K and V
@@ -45,7 +45,7 @@ struct Shape {
   static constexpr int keys = S.groups * S.blocks * 64;
   static constexpr u32 width = S.d * 2 < 128 ? S.d * 2 : 128, panels = S.d * 2 / width, steps = width / 32;  // swizzle width, panels a tile, k16 steps a panel
   static constexpr u32 kv_bytes = keys * S.d * 2, q_bytes = S.rows * S.d * 2, tile_bytes = S.rows * keys * 2;
-  static constexpr u32 stage_bytes = S.dq == kDqBulk ? 64 * (S.early == 2 ? S.d / 2 : S.d) * 4 : 0;
+  static constexpr u32 stage_bytes = S.dq == kDqBulk ? (S.rows == 80 ? 80 * 64 : 64 * (S.early == 2 ? S.d / 2 : S.d)) * 4 : 0;
   static constexpr u32 k = 0, v = k + S.kv * kv_bytes, q = v + S.kv * kv_bytes, dout = q + S.stages * q_bytes, tile = dout + S.stages * q_bytes;
   static constexpr u32 out = tile + S.tiles * tile_bytes, stage = out + (S.delta ? S.stages * q_bytes : 0), lse = stage + S.groups * stage_bytes, delta = lse + S.stages * S.rows * 4, bars = delta + S.stages * S.rows * 4;
   static constexpr u32 kv_full = bars, kv_empty = kv_full + 8 * S.kv, q_full = kv_empty + 8 * S.kv, q_empty = q_full + 8 * S.stages;
@@ -88,7 +88,10 @@ backward(const __grid_constant__ TensorMap map_o, const __grid_constant__ Tensor
   constexpr u32 W = Z::width;
   constexpr bool overlap = G == 2 && S.blocks * D <= 96;  // dV, dK of one block in flight during S, dP of the next: where registers allow
   constexpr bool early = S.early == 1 || S.early == 2, middle = S.early == 3, split = S.early == 2;
+  constexpr bool dqt = M == 80;          // dQ^T = K^T dS^T: 64 of the 128 columns a group, so that rows need not be a multiple of 64
+  constexpr int JOB = dqt ? 80 : 64;     // queries of a dQ job
   constexpr int DQ = split ? D / 2 : D;  // columns of dQ in a job
+  constexpr int R = dqt ? 40 : DQ / 2;   // accumulators of a job
   constexpr bool whole = S.dq == kDqFinal || S.dq == kDqPasses;
   extern __shared__ __align__(1024) u8 memory[];
   const u32 sm = shared_address(memory);
@@ -98,7 +101,7 @@ backward(const __grid_constant__ TensorMap map_o, const __grid_constant__ Tensor
   if (threadIdx.x == 0) {
     for (int i = 0; i < S.kv; i++) { barrier_init(sm + Z::kv_full + 8 * i, 1); barrier_init(sm + Z::kv_empty + 8 * i, WARPS); }
     for (int i = 0; i < S.stages; i++) { barrier_init(sm + Z::q_full + 8 * i, 1); barrier_init(sm + Z::delta_full + 8 * i, 2); barrier_init(sm + Z::q_empty + 8 * i, WARPS); }
-    for (int i = 0; i < S.tiles; i++) { barrier_init(sm + Z::bias_full + 8 * i, 1); barrier_init(sm + Z::ds_full + 8 * i, WARPS); barrier_init(sm + Z::ds_empty + 8 * i, split ? 8 : 4 * (M / 64)); }
+    for (int i = 0; i < S.tiles; i++) { barrier_init(sm + Z::bias_full + 8 * i, 1); barrier_init(sm + Z::ds_full + 8 * i, WARPS); barrier_init(sm + Z::ds_empty + 8 * i, split || dqt ? 8 : 4 * (M / 64)); }
     barrier_init_fence();
   }
   __syncthreads();
@@ -219,9 +222,9 @@ backward(const __grid_constant__ TensorMap map_o, const __grid_constant__ Tensor
           for (int i = 0; i < D / 2; i++) dk[f][i] = dv[f][i] = 0;
 
         // dQ of query block m, 64 rows a job, by the group whose turn it is. `pending`: dV and dK of this group's own step are in flight.
-        static_assert((M == 64 || G == 2) && (!split || (G == 2 && M == 64 && D == 128)));
-        auto job_of = [&](int m) { return m * (M / 64) + (M == 128 ? c : 0); };
-        auto my_turn = [&](int m) { return split || M == 128 || m % G == c; };
+        static_assert((M == 64 || G == 2) && (!dqt || (D == 128 && !whole)) && (!split || (G == 2 && M == 64 && D == 128)));
+        auto job_of = [&](int m) { return m * (M / JOB) + (M == 128 ? c : 0); };
+        auto my_turn = [&](int m) { return split || dqt || M == 128 || m % G == c; };
         auto finish_step = [&](u32 q_slot) {
 #pragma unroll
           for (int f = 0; f < S.blocks; f++) { pin(dk[f]); pin(dv[f]); }
@@ -229,7 +232,7 @@ backward(const __grid_constant__ TensorMap map_o, const __grid_constant__ Tensor
         };
         auto dq_job = [&](int m, u32 slot, u32 parity, bool pending, u32 q_slot) {
             const int job = job_of(m);
-            float dq[DQ / 2];
+            float dq[R];
             float* partial = S.dq == kDqPasses ? p.dq_acc + ((i64)blockIdx.x * (p.padded / 64) + job) * (64 * D) + tid * 4 : nullptr;
             if constexpr (S.dq == kDqPasses) {  // what earlier passes summed is where this one starts
               if (pass > 0) {
@@ -242,8 +245,13 @@ backward(const __grid_constant__ TensorMap map_o, const __grid_constant__ Tensor
             }
             barrier_wait(sm + Z::ds_full + 8 * slot, parity);
             wgmma_fence();
+            if constexpr (dqt) {
+#pragma unroll
+              for (int k = 0; k < KEYS / 16; k++) mma_ss_a(dq, k_mn + (kv_at + c * (KEYS * W / 16) + k * W), ds_rows + (slot * (Z::tile_bytes / 16) + k / 4 * (M * 8) + k % 4 * 2), k > 0);
+            } else {
 #pragma unroll
             for (int k = 0; k < KEYS / 16; k++) mma_ss_t(dq, ds_rows + (slot * (Z::tile_bytes / 16) + (M == 128 ? c : 0) * 512 + k / 4 * (M * 8) + k % 4 * 2), k_mn + (kv_at + (split ? c * (KEYS * W / 16) : 0) + k * W), S.dq == kDqPasses || k > 0);
+            }
             wgmma_commit();
             if (pending) { wgmma_wait<1>(); finish_step(q_slot); }
             wgmma_wait<0>();
@@ -267,19 +275,19 @@ backward(const __grid_constant__ TensorMap map_o, const __grid_constant__ Tensor
                 store_row_bf16(g + i * p.dq_s, x, i < p.S);
               }
             } else {
-              float* g = p.dq_acc + ((i64)(it.b * p.H + it.h) * (p.padded / 64) + job) * (64 * D) + (split ? c * 4096 : 0);
+              float* g = p.dq_acc + ((i64)(it.b * p.H + it.h) * (p.padded / JOB) + job) * (JOB * D) + (split || dqt ? c * (JOB * 64) : 0);
               if constexpr (S.dq == kDqReduce) {
 #pragma unroll
-                for (int n = 0; n < DQ / 8; n++) add_global_f4(g + (n * 128 + tid) * 4, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
+                for (int n = 0; n < R / 4; n++) add_global_f4(g + (n * 128 + tid) * 4, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
               } else {
                 u32 x = sm + Z::stage + c * Z::stage_bytes;
                 if (tid == 0) bulk_wait_read();
                 named_sync(1 + c, 128);
 #pragma unroll
-                for (int n = 0; n < DQ / 8; n++) store_shared_f4(x + (n * 128 + tid) * 16, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
+                for (int n = 0; n < R / 4; n++) store_shared_f4(x + (n * 128 + tid) * 16, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
                 proxy_fence();
                 named_sync(1 + c, 128);
-                if (tid == 0) bulk_add(g, x, 64 * DQ * 4);
+                if (tid == 0) bulk_add(g, x, R * 512);
               }
             }
         };
@@ -460,4 +468,28 @@ __global__ void __launch_bounds__(32 * D / 8) convert(const __grid_constant__ Pa
   wait_primary();
   const int jobs = p.padded / 64;
   convert_quad<D>(p, blockIdx.x, blockIdx.x % jobs, blockIdx.x / jobs, threadIdx.x);
+}
+
+// The same for transposed tiles of 80 queries (d = 128), turned round in shared memory.
+template <int Unused>
+__global__ void __launch_bounds__(256) convert_80(const __grid_constant__ Params p) {
+  __shared__ float x[80][132];
+  wait_primary();
+  const int jobs = p.padded / 80, job = blockIdx.x % jobs, bh = blockIdx.x / jobs, tid = threadIdx.x % 128, c = threadIdx.x / 128;
+  const F4* from = (const F4*)p.dq_acc + (i64)blockIdx.x * 2560 + c * 1280 + tid;
+  const int d = c * 64 + tid / 32 * 16 + tid % 32 / 4;
+#pragma unroll
+  for (int n = 0; n < 10; n++) {
+    F4 v = from[n * 128];
+    int q = n * 8 + tid % 4 * 2;
+    x[q][d] = v.x; x[q + 1][d] = v.y; x[q][d + 8] = v.z; x[q + 1][d + 8] = v.w;
+  }
+  __syncthreads();
+  const float s = p.scale;
+#pragma unroll
+  for (int t = threadIdx.x; t < 1280; t += 256) {
+    int q = t / 16, i = job * 80 + q;
+    const float* v = &x[q][t % 16 * 8];
+    if (i < p.S) *(U4*)(p.dq + bh / p.H * p.dq_b + bh % p.H * p.dq_h + i * p.dq_s + t % 16 * 8) = {pack_bf16(v[0] * s, v[1] * s), pack_bf16(v[2] * s, v[3] * s), pack_bf16(v[4] * s, v[5] * s), pack_bf16(v[6] * s, v[7] * s)};
+  }
 }

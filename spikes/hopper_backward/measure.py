@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks the kernels against fp64, measures them beside PyTorch's, prints a short table last.
 usage: measure.py [group ...]   groups: see GROUPS at the end"""
-import os, sys, math, statistics
+import copy, os, sys, math, statistics
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -119,11 +119,11 @@ class Backward:
         keys = groups * blocks * 64
         self.name = f"backward<Spec{{{D},{groups},{blocks},{rows},{stages},{tiles},{kv},{dq},{early},{b(fold)},{b(has)},{b(pr.causal)},{b(whole)},{b(S % keys)}}}>"
         width = min(128, 2 * D)
-        stage = 64 * (D // 2 if early == 2 else D) * 4 if dq == self.BULK else 0
+        stage = (80 * 64 if rows == 80 else 64 * (D // 2 if early == 2 else D)) * 4 if dq == self.BULK else 0
         self.smem = kv * 2 * keys * D * 2 + stages * 2 * rows * D * 2 + tiles * rows * keys * 2 + groups * stage + stages * rows * 8 + 8 * (2 * kv + 3 * stages + 3 * tiles) + (stages * rows * D * 2 if whole else 0)
         self.threads = (groups + 1) * 128
         self.f = gpu.function(self.name, self.smem)
-        padded = up(S, 128)
+        padded = up(S, 80 if rows == 80 else 128)
         passes = up(S, keys) // keys
         assert dq != self.FINAL or passes == 1
         items = B * H if whole else B * H * passes
@@ -144,8 +144,9 @@ class Backward:
         self.args = (tm(pr.o, rows), tm(pr.q, rows), tm(pr.do, rows), tm(pr.k, blocks * 64), tm(pr.v, blocks * 64), mb(rows), self.params)
         self.whole = whole
         if not whole:
-            self.prepare, self.convert = gpu.function(f"prepare<{D},{b(has)}>"), gpu.function(f"convert<{D}>")
-            self.prepare_grid, self.convert_grid = (up(padded * H * D // 8, 256) // 256, B), B * H * padded // 64
+            self.prepare, self.convert = gpu.function(f"prepare<{D},{b(has)}>"), gpu.function("convert_80<0>" if rows == 80 else f"convert<{D}>")
+            self.prepare_grid, self.convert_grid = (up(padded * H * D // 8, 256) // 256, B), B * H * padded // (80 if rows == 80 else 64)
+            self.convert_block = 256 if rows == 80 else 4 * D
         self.want = has and want_dbias
         if self.want:
             bg, bn, bs, bb = bias_cfg or {32: (3, 64, 6, 2), 64: (3, 64, 4, 1), 128: (2, 128, 3, 1)}[D]
@@ -176,7 +177,7 @@ class Backward:
             gpu.launch(self.prepare, self.prepare_grid, 256, 0, (self.params,), st)
         gpu.launch(self.f, self.grid, self.threads, self.smem, self.args, st, not self.whole and PDL)
         if not self.whole and not self.fold:
-            gpu.launch(self.convert, self.convert_grid, 4 * self.pr.D, 0, (self.params,), st, PDL)
+            gpu.launch(self.convert, self.convert_grid, self.convert_block, 0, (self.params,), st, PDL)
 
     def bias_part(self):
         st = torch.cuda.current_stream().cuda_stream
@@ -263,6 +264,27 @@ class Small(Backward):
             gpu.launch(self.bsum, self.planes * 8, 128, 0, (self.params, self.workers), st, PDL)
 
 
+class Chunked:
+    """The same call in chunks of the batch that share one fp32 dq of a size that stays in L2."""
+
+    def __init__(self, pr, chunks, **cfg):
+        self.parts, n = [], pr.B // chunks
+        for i in range(chunks):
+            part = copy.copy(pr)
+            part.B = n
+            for name in ("q", "k", "v", "do", "o", "lse"):
+                setattr(part, name, getattr(pr, name)[i * n:(i + 1) * n])
+            x = Backward(part, **cfg)
+            if self.parts:
+                x.acc = self.parts[0].acc
+                x.params.dq_acc = x.acc.data_ptr()
+            self.parts.append(x)
+
+    def __call__(self):
+        for x in self.parts:
+            x()
+
+
 def sdpa(pr, backend, grad_bias=True, use_bias=True):
     """-> a function that runs the backward alone, or None where refused"""
     q, k, v = [x.transpose(1, 2).detach().requires_grad_() for x in (pr.q, pr.k, pr.v)]
@@ -346,9 +368,8 @@ def triangle():
                 fns["all"] = Backward(pr, **{**WHOLE, **WHOLES["f"]}, dq=mode)
                 print(f"chunks {x.chunks}, workspace {x.peak / 2**20:.0f} MiB")
                 fns["dbias"] = x.bias_part
-                x.main()
-                fns["dbias 2x128"] = Backward(pr, **{**WHOLE, **c}, dq=mode, bias_cfg=(2, 128, 6, 2)).bias_part
                 y = Backward(pr, **{**WHOLE, **c}, dq=mode, fast=False)
+                y.main()
                 fns["dbias exact"] = y.bias_part
             if S == 384:
                 fns["mem-eff"] = sdpa(pr, SDPBackend.EFFICIENT_ATTENTION)
@@ -427,6 +448,9 @@ CFG64 = {"64:3x64 red": dict(groups=3, blocks=1, rows=64, stages=4, tiles=3, kv=
          "64:3x64 bulk": dict(groups=3, blocks=1, rows=64, stages=3, tiles=2, kv=1, dq=3),
          "64:2x128 bulk": dict(groups=2, blocks=1, rows=128, stages=2, tiles=2, kv=1, dq=3)}
 CFG128 = {"128:2x64 red": dict(groups=2, blocks=1, rows=64, stages=2, tiles=3, kv=1, dq=2),
+          "128:2x80 red": dict(groups=2, blocks=1, rows=80, stages=2, tiles=3, kv=1, dq=2),
+          "128:2x80 red early": dict(groups=2, blocks=1, rows=80, stages=2, tiles=3, kv=1, dq=2, early=1),
+          "128:2x80 bulk": dict(groups=2, blocks=1, rows=80, stages=2, tiles=2, kv=1, dq=3),
           "128:2x64 red split": dict(groups=2, blocks=1, rows=64, stages=2, tiles=3, kv=1, dq=2, early=2)}
 
 
@@ -439,6 +463,12 @@ def dense():
                 fns = {n: Backward(pr, **{k: v for k, v in c.items() if k != "plain"}) for n, c in cfgs.items()}
                 if D == 64 and B * H > 100:
                     fns["passes 2x128k"] = Backward(pr, **MEDIUM["2x128k mid"], dq=1)
+                if S == 1024:
+                    fns["in 4 chunks"] = Chunked(pr, 4, **cfgs["64:2x128 bulk" if D == 64 else "128:2x80 bulk"])
+                x = fns["64:2x128 bulk" if D == 64 else "128:2x64 red"]
+                st = lambda: torch.cuda.current_stream().cuda_stream
+                fns["prepare"] = lambda x=x: gpu.launch(x.prepare, x.prepare_grid, 256, 0, (x.params,), st())
+                fns["convert"] = lambda x=x: gpu.launch(x.convert, x.convert_grid, x.convert_block, 0, (x.params,), st())
                 fns["cudnn"], fns["fa2"] = sdpa(pr, SDPBackend.CUDNN_ATTENTION), sdpa(pr, SDPBackend.FLASH_ATTENTION)
                 report(f"D={D} S={S} causal={causal}", pr, fns)
 
