@@ -7,6 +7,10 @@
 #include <cstdlib>
 #include <string_view>
 
+#if FOVEA_X86
+#include <cpuid.h>
+#endif
+
 #include "cpu/schedule.h"
 
 namespace fovea::cpu {
@@ -19,16 +23,25 @@ struct Built {
 };
 
 #if FOVEA_X86
+// clang 14's __builtin_cpu_supports does not know "f16c".
+bool has_f16c() {
+  unsigned eax = 0;
+  unsigned ebx = 0;
+  unsigned ecx = 0;
+  unsigned edx = 0;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+
 const Built* built(std::size_t& count) {
   static const Built all[] = {
       {avx512::kernels,
        __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx2") &&
-           __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2"),
+           __builtin_cpu_supports("fma") && has_f16c() && __builtin_cpu_supports("bmi2"),
        "AVX-512 F, BW, CD, DQ and VL"},
       {avx2::kernels,
-       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
-           __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2"),
+       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c() && __builtin_cpu_supports("bmi") &&
+           __builtin_cpu_supports("bmi2"),
        "AVX2, FMA, F16C and BMI2"},
       {portable::kernels, true, ""}};
   count = std::size(all);
@@ -52,9 +65,9 @@ const Kernels* tables() {
     const char* name = all[n].tables[0].name;
     if (any ? all[n].available : std::string_view(forced) == name) {
       if (!all[n].available) {
-        throw Error(FOVEA_UNSUPPORTED,
-                    fmt::format("FOVEA_CPU_ISA: {} needs a processor with {}, which this machine has not", name,
-                                all[n].needs));
+        throw Error(
+            FOVEA_UNSUPPORTED,
+            fmt::format("FOVEA_CPU_ISA: {} needs a processor with {}, which this machine has not", name, all[n].needs));
       }
       return all[n].tables;
     }
