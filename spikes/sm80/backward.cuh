@@ -22,8 +22,10 @@ template <Spec S> __global__ void __launch_bounds__(256) prepare(const __grid_co
             const u32 xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
             for (int e = 0; e < 4; ++e) delta += low<S.type>(xs[e]) * low<S.type>(ys[e]) + high<S.type>(xs[e]) * high<S.type>(ys[e]);
         }
-        store_global(sum + i * 8, {});
-        store_global(sum + i * 8 + 4, {});
+        if constexpr (S.dq) {
+            store_global(sum + i * 8, {});
+            store_global(sum + i * 8 + 4, {});
+        }
     }
     for (int x = lanes / 2; x > 0; x /= 2) delta += __shfl_xor_sync(~0u, delta, x);
     if (lane == 0) {
@@ -98,7 +100,7 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) backwa
     auto add_dq = [&](int n, Place x) {
         const int h = x.h, m0 = (first + x.i) * M;
         constexpr int WQ = S.split_q, WD = S.warps / WQ, R = M / WQ / 16, C = D / WD / 16;
-        static_assert(R >= 1 && C >= 1);
+        static_assert(R >= 1 && C >= 1 && D % (WD * 16) == 0 && M % (WQ * 16) == 0);
         const int wq = warp % WQ, wd = warp / WQ;
         const u32 ds = sds + (S.delay ? n & 1 : 0) * ds_bytes;
         // The warp's share of columns starts at a multiple of 16 * C: through its own lane addresses.
@@ -145,8 +147,9 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) backwa
         next(after);
         if (n + 1 < steps) load(n + 1, after);
         copy_commit();
-        if constexpr (S.delay)
+        if constexpr (S.dq && S.delay) {
             if (n > 0) add_dq(n - 1, before);
+        }
 
         const int h = now.h, m0 = (first + now.i) * M;
         const u32 sq = stage0 + (n % S.stages) * stage_bytes, sdo = sq + q_bytes, slse = sdo + q_bytes, sdelta = slse + M * 4, sbias = sdelta + M * 4;
@@ -200,13 +203,18 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) backwa
             }
             if constexpr (S.bias == Bias::element) {
                 const u16* bias = a.bias + b * a.biases.b + h * a.biases.h;
+                const bool inside = a.bias_k == 1 && n0 + N <= a.sk;
 #pragma unroll
-                for (int i = 0; i < T; ++i)
-                    for (int j = 0; j < P / 8; ++j)
-                        for (int e = 0; e < 4; ++e) {
-                            int key = min(key0 + i * 16 + g + (e >> 1) * 8, a.sk - 1), row = min(m0 + part + j * 8 + t * 2 + (e & 1), a.sq - 1);
-                            s[i][j][e] = fmaf(s[i][j][e], a.scale, low<S.type>(bias[row * a.biases.s + key * a.bias_k]));
-                        }
+                for (int j = 0; j < P / 8; ++j)
+                    for (int e = 0; e < 2; ++e) {
+                        const u16* p = bias + min(m0 + part + j * 8 + t * 2 + e, a.sq - 1) * a.biases.s + (inside ? key0 + g : 0);
+                        for (int i = 0; i < T; ++i)
+                            for (int x = 0; x < 2; ++x) {
+                                float& y = s[i][j][2 * x + e];
+                                if (inside) y = fmaf(y, a.scale, low<S.type>(p[i * 16 + x * 8]));
+                                else y = fmaf(y, a.scale, low<S.type>(p[min(key0 + i * 16 + g + x * 8, a.sk - 1) * a.bias_k]));
+                            }
+                    }
             }
             // Mask: key by key an interval of queries
             if (n0 + N > a.sk || (S.causal && m0 + part + shift < key0 + T * 16 - 1)) {
@@ -258,8 +266,9 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) backwa
                             float2 delta = load_shared2(sdelta + (part + j * 8 + t * 2) * 4);
                             float d[4], p[4];
                             for (int e = 0; e < 4; ++e) {
-                                d[e] = s[i][j][e] * ((keep[y][e] ? dp[i][j][e] * a.keep_scale : 0.f) - (e & 1 ? delta.y : delta.x));
-                                p[e] = keep[y][e] ? s[i][j][e] : 0.f;
+                                const float factor = keep[y][e] ? a.keep_scale : 0.f;
+                                d[e] = s[i][j][e] * fmaf(dp[i][j][e], factor, -(e & 1 ? delta.y : delta.x));
+                                p[e] = s[i][j][e] * factor;
                             }
                             for (int x = 0; x < 2; ++x) {
                                 pa[i][jj][y * 2 + x] = pack<S.type>(p[2 * x], p[2 * x + 1]);
@@ -271,7 +280,7 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) backwa
             // dS^T to shared memory, [key][query]
 #pragma unroll
             for (int i = 0; i < T; ++i)
-                for (int j = 0; j < P / 8; ++j)
+                for (int j = 0; j < (S.dq ? P / 8 : 0); ++j)
                     for (int x = 0; x < 2; ++x)
                         store_shared(ds_to + Tile<M>::offset((warp * T + i) * 16 + g + x * 8, part / 8 + j) + t * 4, da[i][j / 2][(j & 1) * 2 + x]);
             // dV += P^T dO, dK += dS^T Q
@@ -291,27 +300,26 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) backwa
                     }
                 }
         }
-        if constexpr (!S.delay) {
+        if constexpr (S.dq && !S.delay) {
             sync();
             add_dq(n, now);
         }
     }
     copy_wait<0>();
     sync();
-    if constexpr (S.delay) {
+    if constexpr (S.dq && S.delay) {
         if (steps > 0) add_dq(steps - 1, before);
         sync();
     }
 
     // dk, dv through the K and V tiles (each warp its own rows), written in 16-byte pieces.
-    const float dv_scale = S.dropout ? a.keep_scale : 1.f;
 #pragma unroll
     for (int i = 0; i < T; ++i)
         for (int j = 0; j < D / 8; ++j)
             for (int x = 0; x < 2; ++x) {
                 const u32 at = Tile<D>::offset(i * 16 + g + x * 8, j) + t * 4;
                 store_shared(my_k + at, pack<S.type>(dk[i][j][2 * x] * a.scale, dk[i][j][2 * x + 1] * a.scale));
-                store_shared(my_v + at, pack<S.type>(dv[i][j][2 * x] * dv_scale, dv[i][j][2 * x + 1] * dv_scale));
+                store_shared(my_v + at, pack<S.type>(dv[i][j][2 * x], dv[i][j][2 * x + 1]));
             }
     __syncwarp();
     u16 *dk_to = a.dk + b * a.dks.b + hk * a.dks.h + key0 * a.dks.s, *dv_to = a.dv + b * a.dvs.b + hk * a.dvs.h + key0 * a.dvs.s;
@@ -321,6 +329,152 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) backwa
             store_global(dk_to + r * a.dks.s + j * 8, load_shared4(my_k + Tile<D>::offset(r, j)));
             store_global(dv_to + r * a.dvs.s + j * 8, load_shared4(my_v + Tile<D>::offset(r, j)));
         }
+    }
+}
+
+// dQ alone, by recomputing S and dP with the queries in the warps' rows: seven products in all instead of five, but no fp32 sum in memory, no
+// atomics, no conversion, the same bits every run. As `forward`: P's place is taken by dS, V's by K.
+template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) backward_dq(const __grid_constant__ Args a) {
+    constexpr int D = S.d, T = S.tiles, N = S.step, threads = S.warps * 32, M = S.warps * T * 16;
+    constexpr u32 q_bytes = M * D * 2, kv_bytes = N * D * 2, bias_bytes = S.bias == Bias::tile ? M * N * 2 : 0, stage_bytes = 2 * kv_bytes + bias_bytes;
+    constexpr bool natural = S.bias != Bias::none;
+    extern __shared__ __align__(128) unsigned char memory[];
+    const u32 sq = shared_address(memory), sdo = sq + q_bytes, stage0 = sdo + q_bytes;
+    const int thread = threadIdx.x, lane = thread & 31, warp = __shfl_sync(~0u, thread >> 5, 0), g = lane >> 2, t = lane & 3;
+    const int tiles = (a.sq + M - 1) / M;
+    const u32 bh = blockIdx.x / tiles;
+    const int tile = S.causal ? tiles - 1 - (int)(blockIdx.x % tiles) : (int)(blockIdx.x % tiles);
+    const int b = bh / a.heads, h = bh % a.heads, hk = h / (a.heads / a.heads_k), m0 = tile * M, row0 = m0 + warp * T * 16;
+    const u16 *k = a.k + b * a.ks.b + hk * a.ks.h, *v = a.v + b * a.vs.b + hk * a.vs.h;
+    const math::Band<int> band{a.sq, a.sk, a.low, a.high};
+    const math::Interval<int> all{0, a.sk}, keys = S.causal ? band.keys_of_rows(m0, min(m0 + M, a.sq)) : all;
+    const math::Interval<int> keys_warp = S.causal ? row0 < a.sq ? band.keys_of_rows(row0, min(row0 + T * 16, a.sq)) : math::Interval<int>{0, 0} : all;
+    const int first = keys.begin / N, steps = keys.empty() ? first : (keys.end + N - 1) / N;
+    auto load = [&](int n) {
+        u32 to = stage0 + n % S.stages * stage_bytes;
+        load_tile<N, D, threads>(to, k + (i64)n * N * a.ks.s, a.ks.s, a.sk - n * N, thread);
+        load_tile<N, D, threads>(to + kv_bytes, v + (i64)n * N * a.vs.s, a.vs.s, a.sk - n * N, thread);
+        if constexpr (S.bias == Bias::tile)
+            load_bias<M, N, threads>(to + 2 * kv_bytes, a.bias + b * a.biases.b + h * a.biases.h + m0 * a.biases.s + n * N, a.biases.s, a.sq - m0, a.sk - n * N, thread);
+    };
+    load_tile<M, D, threads>(sq, a.q + b * a.qs.b + h * a.qs.h + m0 * a.qs.s, a.qs.s, a.sq - m0, thread);
+    load_tile<M, D, threads>(sdo, a.d_o + b * a.dos.b + h * a.dos.h + m0 * a.dos.s, a.dos.s, a.sq - m0, thread);
+    if (first < steps) load(first);
+    copy_commit();
+    float dq[T][D / 8][4] = {}, lse[T][2], delta[T][2];
+    for (int i = 0; i < T; ++i)
+        for (int x = 0; x < 2; ++x) {
+            const i64 row = (i64)bh * a.sq_pad + min(row0 + i * 16 + g + x * 8, a.sq_pad - 1);
+            lse[i][x] = a.lse_pad[row], delta[i][x] = a.delta_pad[row];
+        }
+    const float c = natural ? log2e : a.scale * log2e;
+    const Dropout random = S.dropout ? Dropout(a.seed, a.offset, bh) : Dropout();
+    Dropout::Row rows[T];
+    if constexpr (S.dropout)
+        for (int i = 0; i < T; ++i) rows[i] = random.row(row0 + i * 16 + g);
+    const typename Tile<D>::Lane lanes(0, lane), lanes_k(0, lane, true);
+    const typename Tile<N>::Lane lanes_bias(0, lane);
+    const u32 my_q = sq + warp * T * 16 * D * 2, my_do = my_q + q_bytes;
+
+    for (int n = first; n < steps; ++n) {
+        copy_wait<0>();
+        sync();
+        if (n + 1 < steps) load(n + 1);
+        copy_commit();
+        const int n0 = n * N;
+        if (S.causal && (n0 >= keys_warp.end || n0 + N <= keys_warp.begin)) continue;
+        const u32 sk = stage0 + n % S.stages * stage_bytes, sv = sk + kv_bytes;
+        float s[T][N / 8][4] = {}, dp[T][N / 8][4] = {};
+#pragma unroll
+        for (int kk = 0; kk < D / 16; ++kk) {
+            u32 qa[T][4];
+            for (int i = 0; i < T; ++i) ldmatrix(qa[i], my_q + lanes.at(i * 16, kk));
+            for (int j = 0; j < N / 16; ++j) {
+                u32 kb[4];
+                ldmatrix(kb, sk + lanes_k.at(j * 16, kk));
+                for (int i = 0; i < T; ++i) mma<S.type>(s[i][2 * j], qa[i], kb[0], kb[1]), mma<S.type>(s[i][2 * j + 1], qa[i], kb[2], kb[3]);
+            }
+        }
+#pragma unroll
+        for (int kk = 0; kk < D / 16; ++kk) {
+            u32 oa[T][4];
+            for (int i = 0; i < T; ++i) ldmatrix(oa[i], my_do + lanes.at(i * 16, kk));
+            for (int j = 0; j < N / 16; ++j) {
+                u32 vb[4];
+                ldmatrix(vb, sv + lanes_k.at(j * 16, kk));
+                for (int i = 0; i < T; ++i) mma<S.type>(dp[i][2 * j], oa[i], vb[0], vb[1]), mma<S.type>(dp[i][2 * j + 1], oa[i], vb[2], vb[3]);
+            }
+        }
+        if constexpr (S.bias == Bias::tile) {
+#pragma unroll
+            for (int i = 0; i < T; ++i)
+                for (int nn = 0; nn < N / 16; ++nn) {
+                    u32 r[4];
+                    ldmatrix(r, sk + 2 * kv_bytes + lanes_bias.at(0, nn) + (warp * T + i) * 16 * N * 2);
+                    for (int x = 0; x < 4; ++x) {
+                        float* e = &s[i][2 * nn + (x >> 1)][(x & 1) * 2];
+                        e[0] = fmaf(e[0], a.scale, low<S.type>(r[x]));
+                        e[1] = fmaf(e[1], a.scale, high<S.type>(r[x]));
+                    }
+                }
+        }
+        if (n0 + N > a.sk || (S.causal && band.tile(row0, row0 + T * 16, n0, n0 + N) == math::TileClass::kEdge)) {
+#pragma unroll
+            for (int i = 0; i < T; ++i)
+                for (int x = 0; x < 2; ++x) {
+                    const math::Interval<int> row = S.causal ? band.keys_of(row0 + i * 16 + g + x * 8) : all;
+                    const int begin = row.begin - n0 - t * 2, end = row.end - n0 - t * 2;
+                    for (int j = 0; j < N / 8; ++j)
+                        for (int e = 0; e < 2; ++e)
+                            if (j * 8 + e >= end || (S.causal && j * 8 + e < begin)) s[i][j][2 * x + e] = -infinity;
+                }
+        }
+        if constexpr (S.dropout) {
+            const u32 drop = a.drop << 16;
+#pragma unroll
+            for (int i = 0; i < T; ++i)
+                for (int nn = 0; nn < N / 16; ++nn)
+                    for (int e = 0; e < 2; ++e) {
+                        uint2 r = random(rows[i], (n0 / 2 + t * 2) ^ (nn * 8 + e));
+                        float(&d0)[4] = dp[i][2 * nn], (&d1)[4] = dp[i][2 * nn + 1];
+                        d0[e] *= (r.x << 16) < drop ? 0.f : a.keep_scale;
+                        d1[e] *= r.x < drop ? 0.f : a.keep_scale;
+                        d0[2 + e] *= (r.y << 16) < drop ? 0.f : a.keep_scale;
+                        d1[2 + e] *= r.y < drop ? 0.f : a.keep_scale;
+                    }
+        }
+#pragma unroll
+        for (int i = 0; i < T; ++i)
+            for (int j = 0; j < N / 8; ++j)
+                for (int e = 0; e < 4; ++e) {
+                    const float p = natural ? ex2((s[i][j][e] - lse[i][e >> 1]) * c) : ex2(fmaf(s[i][j][e], c, -lse[i][e >> 1]));
+                    s[i][j][e] = p * (dp[i][j][e] - delta[i][e >> 1]);
+                }
+#pragma unroll
+        for (int kk = 0; kk < N / 16; ++kk) {
+            u32 da[T][4];
+            for (int i = 0; i < T; ++i)
+                for (int x = 0; x < 4; ++x) da[i][x] = pack<S.type>(s[i][2 * kk + (x >> 1)][(x & 1) * 2], s[i][2 * kk + (x >> 1)][(x & 1) * 2 + 1]);
+            for (int j = 0; j < D / 16; ++j) {
+                u32 kb[4];
+                ldmatrix_trans(kb, sk + lanes.at(kk * 16, j));
+                for (int i = 0; i < T; ++i) mma<S.type>(dq[i][2 * j], da[i], kb[0], kb[1]), mma<S.type>(dq[i][2 * j + 1], da[i], kb[2], kb[3]);
+            }
+        }
+    }
+    copy_wait<0>();
+    if (first >= steps) sync();
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < T; ++i)
+        for (int j = 0; j < D / 8; ++j)
+            for (int x = 0; x < 2; ++x)
+                store_shared(my_q + Tile<D>::offset(i * 16 + g + x * 8, j) + t * 4, pack<S.type>(dq[i][j][2 * x] * a.scale, dq[i][j][2 * x + 1] * a.scale));
+    __syncwarp();
+    u16* out = a.dq + b * a.dqs.b + h * a.dqs.h + row0 * a.dqs.s;
+    for (int i = lane; i < T * 16 * (D / 8); i += 32) {
+        int r = i / (D / 8), j = i % (D / 8);
+        if (row0 + r < a.sq) store_global(out + r * a.dqs.s + j * 8, load_shared4(my_q + Tile<D>::offset(r, j)));
     }
 }
 

@@ -110,16 +110,19 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) forwar
                 }
         }
         if constexpr (S.bias == Bias::element) {
+            const bool inside = a.bias_k == 1 && n0 + N <= a.sk;  // then a row's elements lie at constant distances
 #pragma unroll
             for (int i = 0; i < T; ++i)
                 for (int x = 0; x < 2; ++x) {
-                    int row = row0 + i * 16 + g + x * 8;
-                    const u16* p = bias + min(row, a.sq - 1) * a.biases.s;
-                    for (int j = 0; j < N / 8; ++j)
-                        for (int e = 0; e < 2; ++e) {
-                            int key = min(n0 + j * 8 + t * 2 + e, a.sk - 1);
-                            s[i][j][2 * x + e] = fmaf(s[i][j][2 * x + e], a.scale, low<S.type>(p[key * a.bias_k]));
-                        }
+                    const u16* p = bias + min(row0 + i * 16 + g + x * 8, a.sq - 1) * a.biases.s + (inside ? n0 + t * 2 : 0);
+                    if (inside) {
+                        for (int j = 0; j < N / 8; ++j)
+                            for (int e = 0; e < 2; ++e) s[i][j][2 * x + e] = fmaf(s[i][j][2 * x + e], a.scale, low<S.type>(p[j * 8 + e]));
+                    } else {
+                        for (int j = 0; j < N / 8; ++j)
+                            for (int e = 0; e < 2; ++e)
+                                s[i][j][2 * x + e] = fmaf(s[i][j][2 * x + e], a.scale, low<S.type>(p[min(n0 + j * 8 + t * 2 + e, a.sk - 1) * a.bias_k]));
+                    }
                 }
         }
 
@@ -179,27 +182,7 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) forwar
                 }
         }
 
-        static_assert(!(S.ones && S.dropout));
-
-        // Dropout: one call for rows {i, i + 8} x keys {j, j + 8}
-        if constexpr (S.dropout) {
-            const u32 drop = a.drop << 16;
-            static_assert((N & N - 1) == 0);  // so that the column's parts have no bit in common
-#pragma unroll
-            for (int i = 0; i < T; ++i)
-                for (int nn = 0; nn < N / 16; ++nn)
-                    for (int e = 0; e < 2; ++e) {
-                        uint2 r;
-                        if constexpr (S.early) r = words[i][nn * 2 + e];
-                        else r = random(rows[i], (n0 / 2 + t * 2) ^ (nn * 8 + e));
-                        if ((r.x << 16) < drop) s[i][2 * nn][e] = 0.f;
-                        if (r.x < drop) s[i][2 * nn + 1][e] = 0.f;
-                        if ((r.y << 16) < drop) s[i][2 * nn][2 + e] = 0.f;
-                        if (r.y < drop) s[i][2 * nn + 1][2 + e] = 0.f;
-                    }
-        }
-
-        // O += P V
+        // O += P V, sum += P 1 (of the P that is multiplied, before dropout)
 #pragma unroll
         for (int kk = 0; kk < N / 16; ++kk) {
             u32 pa[T][4];
@@ -207,6 +190,23 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) forwar
                 for (int x = 0; x < 4; ++x) pa[i][x] = pack<S.type>(s[i][2 * kk + (x >> 1)][(x & 1) * 2], s[i][2 * kk + (x >> 1)][(x & 1) * 2 + 1]);
             if constexpr (S.ones)
                 for (int i = 0; i < T; ++i) mma<S.type>(total[i], pa[i], one, one);
+            // Dropout: one call for rows {i, i + 8} x keys {j, j + 8}, which are one register of each of pa's four, one half a call
+            if constexpr (S.dropout) {
+                static_assert((N & N - 1) == 0);  // so that the column's parts have no bit in common
+                const u32 drop = a.drop << 16;
+#pragma unroll
+                for (int i = 0; i < T; ++i) {
+                    uint2 r[2];
+                    for (int e = 0; e < 2; ++e) {
+                        if constexpr (S.early) r[e] = words[i][kk * 2 + e];
+                        else r[e] = random(rows[i], (n0 / 2 + t * 2) ^ (kk * 8 + e));
+                    }
+                    pa[i][0] &= ((r[0].x << 16) < drop ? 0 : 0xffffu) | ((r[1].x << 16) < drop ? 0 : 0xffff0000u);
+                    pa[i][1] &= ((r[0].y << 16) < drop ? 0 : 0xffffu) | ((r[1].y << 16) < drop ? 0 : 0xffff0000u);
+                    pa[i][2] &= (r[0].x < drop ? 0 : 0xffffu) | (r[1].x < drop ? 0 : 0xffff0000u);
+                    pa[i][3] &= (r[0].y < drop ? 0 : 0xffffu) | (r[1].y < drop ? 0 : 0xffff0000u);
+                }
+            }
 #pragma unroll
             for (int dd = 0; dd < D / 16; ++dd) {
                 u32 vb[4];

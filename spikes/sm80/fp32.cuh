@@ -106,6 +106,7 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) fp32_f
         if (n0 >= keys_warp) continue;
         const u32 sk = stage0 + n % S.stages * stage_bytes, sv = sk + kv_bytes;
         float s[T][N / 8][4] = {};
+        // The small products first, over all of the row: what a truncating sum loses is relative to its size so far.
 #pragma unroll
         for (int kk = 0; kk < K; ++kk) {
             u32 qh[T][4], ql[T][4];
@@ -116,6 +117,16 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) fp32_f
                 ldmatrix(kh, sk + lanes_k.at(j * 16, kk)), ldmatrix(kl, sk + lanes_k.at(j * 16, K + kk));
                 for (int i = 0; i < T; ++i) mma<F>(s[i][2 * j], ql[i], kh[0], kh[1]), mma<F>(s[i][2 * j + 1], ql[i], kh[2], kh[3]);
                 for (int i = 0; i < T; ++i) mma<F>(s[i][2 * j], qh[i], kl[0], kl[1]), mma<F>(s[i][2 * j + 1], qh[i], kl[2], kl[3]);
+            }
+        }
+#pragma unroll
+        for (int kk = 0; kk < K; ++kk) {
+            u32 qh[T][4];
+            for (int i = 0; i < T; ++i) ldmatrix(qh[i], my_q + lanes.at(i * 16, kk));
+#pragma unroll
+            for (int j = 0; j < N / 16; ++j) {
+                u32 kh[4];
+                ldmatrix(kh, sk + lanes_k.at(j * 16, kk));
                 for (int i = 0; i < T; ++i) mma<F>(s[i][2 * j], qh[i], kh[0], kh[1]), mma<F>(s[i][2 * j + 1], qh[i], kh[2], kh[3]);
             }
         }
@@ -147,20 +158,28 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) fp32_f
                     for (int e = 0; e < 2; ++e) sum[i][x] += s[i][j][2 * x + e] = ex2(fmaf(s[i][j][2 * x + e] - base, c, 12.f));
             }
         float pv[T][D / 8][4] = {};
+        u32 ph[N / 16][T][4];
 #pragma unroll
         for (int kk = 0; kk < N / 16; ++kk) {
-            u32 ph[T][4], pl[T][4];
+            u32 pl[T][4];
             for (int i = 0; i < T; ++i)
-                for (int x = 0; x < 4; ++x) split(s[i][2 * kk + (x >> 1)][(x & 1) * 2], s[i][2 * kk + (x >> 1)][(x & 1) * 2 + 1], ph[i][x], pl[i][x]);
+                for (int x = 0; x < 4; ++x) split(s[i][2 * kk + (x >> 1)][(x & 1) * 2], s[i][2 * kk + (x >> 1)][(x & 1) * 2 + 1], ph[kk][i][x], pl[i][x]);
 #pragma unroll
             for (int j = 0; j < K; ++j) {
                 u32 vh[4], vl[4];
                 ldmatrix_trans(vh, sv + lanes.at(kk * 16, j)), ldmatrix_trans(vl, sv + lanes.at(kk * 16, K + j));
                 for (int i = 0; i < T; ++i) mma<F>(pv[i][2 * j], pl[i], vh[0], vh[1]), mma<F>(pv[i][2 * j + 1], pl[i], vh[2], vh[3]);
-                for (int i = 0; i < T; ++i) mma<F>(pv[i][2 * j], ph[i], vl[0], vl[1]), mma<F>(pv[i][2 * j + 1], ph[i], vl[2], vl[3]);
-                for (int i = 0; i < T; ++i) mma<F>(pv[i][2 * j], ph[i], vh[0], vh[1]), mma<F>(pv[i][2 * j + 1], ph[i], vh[2], vh[3]);
+                for (int i = 0; i < T; ++i) mma<F>(pv[i][2 * j], ph[kk][i], vl[0], vl[1]), mma<F>(pv[i][2 * j + 1], ph[kk][i], vl[2], vl[3]);
             }
         }
+#pragma unroll
+        for (int kk = 0; kk < N / 16; ++kk)
+#pragma unroll
+            for (int j = 0; j < K; ++j) {
+                u32 vh[4];
+                ldmatrix_trans(vh, sv + lanes.at(kk * 16, j));
+                for (int i = 0; i < T; ++i) mma<F>(pv[i][2 * j], ph[kk][i], vh[0], vh[1]), mma<F>(pv[i][2 * j + 1], ph[kk][i], vh[2], vh[3]);
+            }
 #pragma unroll
         for (int i = 0; i < T; ++i)
             for (int j = 0; j < D / 8; ++j)
@@ -272,7 +291,6 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) fp32_b
                     ldmatrix(bhi, sq + lanes_q.at(part + j * 16, kk)), ldmatrix(blo, sq + lanes_q.at(part + j * 16, K + kk));
                     mma<F>(s[2 * j], al, bhi[0], bhi[1]), mma<F>(s[2 * j + 1], al, bhi[2], bhi[3]);
                     mma<F>(s[2 * j], ah, blo[0], blo[1]), mma<F>(s[2 * j + 1], ah, blo[2], blo[3]);
-                    mma<F>(s[2 * j], ah, bhi[0], bhi[1]), mma<F>(s[2 * j + 1], ah, bhi[2], bhi[3]);
                 }
                 ldmatrix(ah, my_v + lanes.at(0, kk)), ldmatrix(al, my_v + lanes.at(0, K + kk));
                 for (int j = 0; j < P / 16; ++j) {
@@ -280,7 +298,17 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) fp32_b
                     ldmatrix(bhi, sdo + lanes_q.at(part + j * 16, kk)), ldmatrix(blo, sdo + lanes_q.at(part + j * 16, K + kk));
                     mma<F>(dp[2 * j], al, bhi[0], bhi[1]), mma<F>(dp[2 * j + 1], al, bhi[2], bhi[3]);
                     mma<F>(dp[2 * j], ah, blo[0], blo[1]), mma<F>(dp[2 * j + 1], ah, blo[2], blo[3]);
-                    mma<F>(dp[2 * j], ah, bhi[0], bhi[1]), mma<F>(dp[2 * j + 1], ah, bhi[2], bhi[3]);
+                }
+            }
+#pragma unroll
+            for (int kk = 0; kk < K; ++kk) {
+                u32 ak[4], av[4];
+                ldmatrix(ak, my_k + lanes.at(0, kk)), ldmatrix(av, my_v + lanes.at(0, kk));
+                for (int j = 0; j < P / 16; ++j) {
+                    u32 bq[4], bo[4];
+                    ldmatrix(bq, sq + lanes_q.at(part + j * 16, kk)), ldmatrix(bo, sdo + lanes_q.at(part + j * 16, kk));
+                    mma<F>(s[2 * j], ak, bq[0], bq[1]), mma<F>(s[2 * j + 1], ak, bq[2], bq[3]);
+                    mma<F>(dp[2 * j], av, bo[0], bo[1]), mma<F>(dp[2 * j + 1], av, bo[2], bo[3]);
                 }
             }
             if (n0 + N > a.sk || (S.causal && m0 + part + shift < key0 + 15)) {
@@ -333,7 +361,7 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) fp32_b
         sync();
         // dQ = dS K
         constexpr int WQ = S.split_q, WD = S.warps / WQ, R = M / WQ / 16, C = K / WD;
-        static_assert(R >= 1 && C >= 1);
+        static_assert(R >= 1 && C >= 1 && K % WD == 0);
         const int wq = warp % WQ, wd = warp / WQ;
         const float cq = a.scale * power(-ek) * power(-eb);
         float* to = a.dq_sum + (bh * a.sq_pad + m0) * D + (wq * R * (D / 8) + wd * C * 2) * 128 + lane * 4;

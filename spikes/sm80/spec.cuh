@@ -17,6 +17,7 @@ struct Spec {
     bool q_registers = false;    // forward: Q fragments stay in registers
     bool lazy = false;           // forward: O is rescaled only when a maximum moves by more than 2^8
     bool ones = false;           // forward: row sums by the tensor cores (P times a column of ones)
+    bool dq = true;              // backward: dQ too; otherwise backward_dq makes it
     bool delay = false;          // backward: dQ of a step is computed in the next (one barrier a step)
     bool causal = false;         // any band in `forward`, a causal one elsewhere
     Bias bias = Bias::none;

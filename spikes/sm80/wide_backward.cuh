@@ -13,7 +13,7 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) wide_b
     constexpr u32 kv_bytes = N * D * 2, q_bytes = M * D * 2, bias_bytes = S.bias == Bias::tile ? M * N * 2 : 0;
     constexpr u32 stage_bytes = 2 * q_bytes + M * 8 + bias_bytes, p_bytes = N * M * 2;
     constexpr bool natural = S.bias != Bias::none;
-    static_assert(P % 8 == 0 && TO >= 1 && CO >= 1);
+    static_assert(P % 8 == 0 && N % (KO * 16) == 0 && D % (DO * 16) == 0 && M % QS == 0);
     extern __shared__ __align__(128) unsigned char memory[];
     const u32 sk = shared_address(memory), sv = sk + kv_bytes, sp = sv + kv_bytes, sds = sp + p_bytes, stage0 = sds + p_bytes;
     const int thread = threadIdx.x, lane = thread & 31, warp = __shfl_sync(~0u, thread >> 5, 0), g = lane >> 2, t = lane & 3;
@@ -149,10 +149,13 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) wide_b
                         }
                     }
                     for (int e = 0; e < 4; ++e) {
-                        const float l = e & 1 ? lse.y : lse.x;
+                        const float l = e & 1 ? lse.y : lse.x, m = e & 1 ? delta.y : delta.x;
                         p[e] = natural ? ex2((s[i][j][e] - l) * c) : ex2(fmaf(s[i][j][e], c, -l));
-                        d[e] = p[e] * ((S.dropout ? keep[e] ? dp[i][j][e] * a.keep_scale : 0.f : dp[i][j][e]) - (e & 1 ? delta.y : delta.x));
-                        if constexpr (S.dropout) p[e] = keep[e] ? p[e] : 0.f;
+                        if constexpr (S.dropout) {
+                            const float factor = keep[e] ? a.keep_scale : 0.f;
+                            d[e] = p[e] * fmaf(dp[i][j][e], factor, -m);
+                            p[e] *= factor;
+                        } else d[e] = p[e] * (dp[i][j][e] - m);
                     }
                     for (int x = 0; x < 2; ++x) {
                         const u32 at = Tile<M>::offset((ks * T + i) * 16 + g + x * 8, part / 8 + j) + t * 4;
@@ -187,9 +190,9 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) wide_b
             }
         }
         // dQ = dS K, `part` columns a warp at a time
-        {
-            constexpr int WQ = S.split_q, WD = S.warps / WQ, R = M / WQ / 16, CA = D / WD / 16, C = R * CA * 8 > 32 ? 32 / (R * 8) : CA;
-            static_assert(R >= 1 && C >= 1 && CA % C == 0);
+        if constexpr (S.dq) {
+            constexpr int WQ = S.split_q, WD = S.warps / WQ, R = M / WQ / 16, CA = D / WD / 16, C = R * CA * 8 > 48 ? 32 / (R * 8) : CA;
+            static_assert(R >= 1 && C >= 1 && CA % C == 0 && D % (WD * 16) == 0 && M % (WQ * 16) == 0);
             const int wq = warp % WQ, wd = warp / WQ;
             float* to = a.dq_sum + ((i64)(b * a.heads + h) * a.sq_pad + m0) * D + (wq * R * (D / 8) + wd * CA * 2) * 128 + lane * 4;
 #pragma unroll
@@ -217,7 +220,6 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) wide_b
     sync();
 
     // dk, dv through the K and V tiles, written in 16-byte pieces.
-    const float dv_scale = S.dropout ? a.keep_scale : 1.f;
 #pragma unroll
     for (int i = 0; i < TO; ++i)
 #pragma unroll
@@ -225,7 +227,7 @@ template <Spec S> __global__ void __launch_bounds__(S.warps * 32, S.ctas) wide_b
             for (int x = 0; x < 2; ++x) {
                 const u32 at = Tile<D>::offset((ko * TO + i) * 16 + g + x * 8, od * CO * 2 + j) + t * 4;
                 store_shared(sk + at, pack<S.type>(dk[i][j][2 * x] * a.scale, dk[i][j][2 * x + 1] * a.scale));
-                store_shared(sv + at, pack<S.type>(dv[i][j][2 * x] * dv_scale, dv[i][j][2 * x + 1] * dv_scale));
+                store_shared(sv + at, pack<S.type>(dv[i][j][2 * x], dv[i][j][2 * x + 1]));
             }
     sync();
     u16 *dk_to = a.dk + b * a.dks.b + hk * a.dks.h + n0 * a.dks.s, *dv_to = a.dv + b * a.dvs.b + hk * a.dvs.h + n0 * a.dvs.s;
