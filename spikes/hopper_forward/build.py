@@ -27,15 +27,14 @@ class Spec:
     turns: bool = True
     lazy: bool = True
     direct: bool = False
-    cluster: int = 1
-    q_registers: bool = False
     vote: int = 1
     early: int = -1
+    source: str = "hopper_forward.cu"   # another version of the text, to compare with in one run
 
     def text(self):
         if self.early < 0:
             return replace(self, early=self.keys // 32).text()
-        return "Spec{" + ", ".join(str(int(getattr(self, f.name))) if f.type in (int, "int") else str(getattr(self, f.name)).lower() for f in fields(self)) + "}"
+        return "Spec{" + ", ".join(str(int(getattr(self, f.name))) if f.type in (int, "int") else str(getattr(self, f.name)).lower() for f in fields(self) if f.name != "source") + "}"
 
     def shared_bytes(self):
         return (self.q_buffers * self.rows * max(self.d, self.dv) * 2 + self.k_stages * self.keys * self.d * 2 + self.v_stages * self.keys * self.dv * 2
@@ -57,10 +56,10 @@ def nvrtc():
     return ctypes.CDLL(sorted(roots, key=len)[0])
 
 
-def compile(spec, source=os.path.join(HERE, "hopper_forward.cu"), verbose=True):
+def compile(spec):
     lib = nvrtc()
     math = "".join(open(os.path.join(MATH, name)).read().replace('#include "scalar.h"', "") for name in ("scalar.h", "band.h", "dropout.h"))
-    text = math + wgmma.text(spec.keys, spec.dv) + open(source).read()
+    text = math + wgmma.text(spec.keys, spec.dv) + open(os.path.join(HERE, spec.source)).read()
     program = ctypes.c_void_p()
     assert lib.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"hopper_forward.cu", 0, None, None) == 0
     name = f"forward<{spec.text()}>".encode()
@@ -84,7 +83,7 @@ def compile(spec, source=os.path.join(HERE, "hopper_forward.cu"), verbose=True):
     registers = re.search(r"Used (\d+) registers", log)
     spills = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
     warnings = sorted(set(re.findall(r"C7\d\d\d", log)))
-    report = f"{spec.text()}: {registers and registers.group(1)} registers, stack/spill {spills and '/'.join(spills.groups())}, {' '.join(warnings) or 'no warning'}, {spec.shared_bytes()} B shared, {seconds:.2f} s"
+    report = f"{spec.text()}{'' if spec.source == 'hopper_forward.cu' else ' ' + spec.source}: {registers and registers.group(1)} registers, stack/spill {spills and '/'.join(spills.groups())}, {' '.join(warnings) or 'no warning'}, {spec.shared_bytes()} B shared, {seconds:.2f} s"
     return cubin.raw, lowered.value, report, log
 
 

@@ -1,16 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention forward for Hopper: the experiment behind sm90_forward. No header is included; the wgmma wrappers that
-// wgmma.py prints come before this text.
+// Attention forward for Hopper: the experiment behind sm90_forward; README.md beside it has the figures. No header is
+// included: src/math (scalar.h, band.h, dropout.h) and the wgmma wrappers that wgmma.py prints come before this text.
 //
 // One persistent CTA an SM. Warpgroup 0 produces: its first thread takes tiles from a counter and loads Q (q_buffers
 // deep, the tile's number travels beside it), K, V and the bias tile by TMA. The others own 64 query rows each:
 //
-//     S(n+1) = Q K(n+1)^T   issued, then   O += P(n) V(n)   issued; softmax of S(n+1) while O is still in flight;
-//     P(n+1) from S(n+1) in registers.                      O leaves through the Q buffer that its tile no longer needs.
+//     S(n-1) = Q K(n-1)^T issued, then O += P(n) V(n) issued; the turn is passed; dropout's bits are drawn meanwhile;
+//     half of the softmax of S(n-1); O awaited; the other half, and P(n-1) into registers as it comes.
+//     At the end O leaves by TMA through the Q buffer that its tile no longer needs; the next tile's Q is in the other.
 //
 // Softmax, `lazy`: the reference point of a row need not be its maximum, it must only be near: p = 2^(s - ref) is as
-// precise in bf16 at 2^30 as at 1. So an ordinary tile computes no maximum and rescales nothing; a row sum that
-// leaves the safe range makes the warpgroup form S again and take the exact step (maximum, rescale).
+// precise in bf16 at 2^6 as at 1. So an ordinary tile computes no maximum and rescales nothing (3.5 instructions an
+// element instead of 6). A warp in which a row's sum over a tile leaves the safe range moves its reference points in
+// place; where a weight even left fp32's range it forms its S again with mma.sync and takes the exact step (maximum,
+// rescale). A row without a key so far, or with a reference point of 2^24 and more, goes through exact steps at once.
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -29,8 +32,6 @@ struct Spec {
   bool turns = true;                // the consumer warpgroups take turns at issuing products
   bool lazy = true;
   bool direct = false;              // O straight from registers
-  int cluster = 1;                  // CTAs that share bias tiles (a cluster along the batch)
-  bool q_registers = false;         // Q as register operand
   int vote = 1;                     // 0: no check of the quick way (wrong; shows what the check costs)
   int early = keys / 32;            // blocks of 16 keys whose softmax runs before O of the tile before is awaited
 };
@@ -79,10 +80,6 @@ DEV void tma_load(u32 to, const TensorMap* map, u32 bar, int c0, int c1, int c2,
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
                ::"r"(to), "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
 }
-DEV void tma_load_multicast(u32 to, const TensorMap* map, u32 bar, u16 mask, int c0, int c1, int c2, int c3) {
-  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
-               ::"r"(to), "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(mask) : "memory");
-}
 DEV void tma_store(const TensorMap* map, u32 from, int c0, int c1, int c2, int c3) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
                ::"l"(map), "r"(from), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
@@ -92,12 +89,6 @@ DEV void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: 
 DEV void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEV void named_sync(int id, int n) { asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(id), "r"(n) : "memory"); }
 DEV void named_arrive(int id, int n) { asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(id), "r"(n) : "memory"); }
-DEV bool named_or(int id, int n, bool x) {
-  u32 r;
-  asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbarrier.cta.red.or.pred.aligned q, %2, %3, p;\nselp.u32 %0, 1, 0, q;\n}"
-               : "=r"(r) : "r"((u32)x), "r"(id), "r"(n) : "memory");
-  return r != 0;
-}
 DEV void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEV void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> DEV void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
@@ -138,6 +129,17 @@ template <int N> struct Place {
   DEV u32 parity() const { return at & 1; }
   DEV void next() { at = at >= 2 * N - 2 ? (at & 1) ^ 1 : at + 2; }
 };
+// u32 whose wide product is one instruction and two register names, for math/dropout.h
+struct Word {
+  u32 bits;
+  Word() = default;
+  DEV explicit constexpr Word(u32 x) : bits(x) {}
+  friend DEV Word operator^(Word a, Word b) { return Word(a.bits ^ b.bits); }
+  friend DEV Word operator^(Word a, u32 b) { return Word(a.bits ^ b); }
+};
+DEV void mul_wide(Word a, u32 b, Word& high, Word& low) {
+  asm("{\n.reg .b64 t;\nmul.wide.u32 t, %2, %3;\nmov.b64 {%1, %0}, t;\n}" : "=r"(high.bits), "=r"(low.bits) : "r"(a.bits), "r"(b));
+}
 template <int N> struct Constant { constexpr operator int() const { return N; } };
 DEV int imin(int a, int b) { return a < b ? a : b; }
 DEV int imax(int a, int b) { return a > b ? a : b; }
@@ -464,15 +466,15 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) forward(const __grid_co
     u32 keep[S.dropout ? BN / 4 : 1];
     auto draw = [&](int n) {
       if constexpr (S.dropout) {
-        if (S.vote != 2) asm volatile("" : "+r"(folded_i));   // not before the products are issued and the turn is passed
+        asm volatile("" : "+r"(folded_i));   // not before the products are issued and the turn is passed
 #pragma unroll
         for (int k = 0; k < BN / 16; k++) {
           const u32 folded_j = n * (BN / 2) + 8 * k + (lane % 4) * 2;   // dropout_fold of this lane's first column
-          const auto first = math::dropout_call<u32>(dropout, folded_i, folded_j), second = math::dropout_call<u32>(dropout, folded_i, folded_j + 1);
-          keep[4 * k] = keep_pair(__byte_perm(first.x, second.x, 0x5410), threshold);
-          keep[4 * k + 1] = keep_pair(__byte_perm(first.y, second.y, 0x5410), threshold);
-          keep[4 * k + 2] = keep_pair(__byte_perm(first.x, second.x, 0x7632), threshold);
-          keep[4 * k + 3] = keep_pair(__byte_perm(first.y, second.y, 0x7632), threshold);
+          const auto first = math::dropout_call<Word>(dropout, Word(folded_i), Word(folded_j)), second = math::dropout_call<Word>(dropout, Word(folded_i), Word(folded_j + 1));
+          keep[4 * k] = keep_pair(__byte_perm(first.x.bits, second.x.bits, 0x5410), threshold);
+          keep[4 * k + 1] = keep_pair(__byte_perm(first.y.bits, second.y.bits, 0x5410), threshold);
+          keep[4 * k + 2] = keep_pair(__byte_perm(first.x.bits, second.x.bits, 0x7632), threshold);
+          keep[4 * k + 3] = keep_pair(__byte_perm(first.y.bits, second.y.bits, 0x7632), threshold);
         }
       }
     };
