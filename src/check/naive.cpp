@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // forward.cpp and backward.cpp of the reference once more, with fp32 sums and roundings where a backend has them.
-// Keys and columns are summed from the last to the first, so that sums in fp64 differ from the reference's too.
+// Keys and columns are summed from the last to the first.
 #include "check/naive.h"
+
+#include <limits>
 
 #include "reference/head.h"
 
@@ -31,23 +33,48 @@ void round_all(DType type, std::vector<T>& values) {
   }
 }
 
+// Errors of some units in the last place, up or down.
 template <class T>
-T dot_from_the_end(const T* a, const T* b, i64 length) {
-  T sum = 0;
-  for (i64 d = length - 1; d >= 0; --d) {
-    sum += a[d] * b[d];
+class Noise {
+ public:
+  // 1 or -1.
+  T sign() {
+    state_ = state_ * 6364136223846793005 + 1442695040888963407;  // Knuth's MMIX
+    return (state_ >> 63) != 0 ? T(1) : T(-1);
   }
-  return sum;
-}
+
+  static T units(T count, T size) { return count * std::numeric_limits<T>::epsilon() * size; }
+
+  T of_sum(T value, T size) { return value + sign() * units(1, size); }
+  T of_function(T value) { return value * (1 + sign() * units(2, 1)); }  // infinities stay
+
+ private:
+  std::uint64_t state_ = 1;
+};
+
+// A dot product from the last term to the first, and the sum of its terms' magnitudes.
+template <class T>
+struct Dot {
+  T sum = 0;
+  T size = 0;
+
+  Dot(const T* a, const T* b, i64 length) {
+    for (i64 d = length - 1; d >= 0; --d) {
+      sum += a[d] * b[d];
+      size += math::abs(a[d] * b[d]);
+    }
+  }
+};
 
 template <class T>
 struct Naive {
   const Call& call;
+  Noise<T> noise;
   const DType type = call.problem.type;
   const i64 head_dim = call.problem.head_dim;
   const i64 head_dim_v = call.problem.head_dim_v;
 
-  void forward() const {
+  void forward() {
     for (i64 b = 0; b < call.rows.batch(); ++b) {
       for (i64 h = 0; h < call.rows.heads_q; ++h) {
         const Head<T> head(call, b, h);
@@ -64,14 +91,15 @@ struct Naive {
   }
 
   void forward_row(const Head<T>& head, i64 b, i64 h, i64 i, const T* q, const std::vector<T>& k,
-                   const std::vector<T>& v) const {
+                   const std::vector<T>& v) {
     const math::Sequence& s = head.sequence();
     std::vector<T> scores(static_cast<std::size_t>(s.k_len));
     std::vector<T> out(static_cast<std::size_t>(head_dim_v));
     T maximum = head.sink();
     for (i64 j = s.k_len - 1; j >= 0; --j) {
       if (head.allowed(i, j)) {
-        scores[j] = head.score(i, j, dot_from_the_end(q, k.data() + j * head_dim, head_dim)).value;
+        const Dot<T> dot(q, k.data() + j * head_dim, head_dim);
+        scores[j] = head.score(i, j, noise.of_sum(dot.sum, dot.size)).value;
         maximum = math::max(maximum, scores[j]);
       }
     }
@@ -79,7 +107,7 @@ struct Naive {
     T sum = 0;
     for (i64 j = s.k_len - 1; j >= 0; --j) {
       if (head.allowed(i, j)) {
-        const T p = math::weight(scores[j], reference);
+        const T p = noise.of_function(math::weight(scores[j], reference));
         sum += p;
         add_scaled(out.data(), rounded(type, p) * head.keep(i, j), v.data() + j * head_dim_v, head_dim_v);
       }
@@ -88,18 +116,21 @@ struct Naive {
     for (T& element : out) {
       element = rounded(type, element * math::inverse_of_sum(sum));
     }
-    const T lse = math::logsumexp(reference, sum);
+    const T lse_exactly = math::logsumexp(reference, sum);
+    const T lse = sum == T(0) ? lse_exactly
+                              : noise.of_sum(lse_exactly, math::abs(reference) + math::abs(lse_exactly - reference));
     write_rows(call, call.out, b, h, s.q_begin + i, 1, head_dim_v, out.data());
     if (call.lse) {
       write_rows(call, call.lse, b, h, s.q_begin + i, 1, 1, &lse);
     }
   }
 
-  void backward() const {
+  void backward() {
     const i64 group = call.rows.heads_k > 0 ? call.rows.heads_q / call.rows.heads_k : 0;
     BiasGradient<T> grad_bias(call, call.grad_bias, call.problem.bias);
     BiasGradient<T> grad_bias2(call, call.grad_bias2, call.problem.bias2);
     std::vector<T> grad_sink(static_cast<std::size_t>(call.rows.heads_q));
+    std::vector<T> grad_sink_size(grad_sink.size());
     for (i64 b = 0; b < call.rows.batch(); ++b) {
       const math::Sequence s = call.rows.sequence(b);
       for (i64 h_k = 0; h_k < call.rows.heads_k; ++h_k) {
@@ -110,7 +141,9 @@ struct Naive {
         for (i64 h = (h_k + 1) * group - 1; h >= h_k * group; --h) {
           const Head<T> head(call, b, h);
           for (i64 i = s.q_len - 1; i >= 0; --i) {
-            grad_sink[h] += backward_row(head, b, h, i, k, v, grad_k, grad_v, grad_bias, grad_bias2);
+            const Share share = backward_row(head, b, h, i, k, v, grad_k, grad_v, grad_bias, grad_bias2);
+            grad_sink[h] += share.value;
+            grad_sink_size[h] += share.size;
           }
         }
         round_all(type, grad_k);
@@ -128,14 +161,21 @@ struct Naive {
     round_all(call.problem.bias2.type, grad_bias2.sums());
     grad_bias2.write();
     for (i64 h = 0; call.grad_sink && h < call.rows.heads_q; ++h) {
-      store(call.grad_sink.data, call.grad_sink.type, h * call.grad_sink.strides.head, grad_sink[h]);
+      store(call.grad_sink.data, call.grad_sink.type, h * call.grad_sink.strides.head,
+            noise.of_sum(grad_sink[h], grad_sink_size[h]));
     }
   }
 
-  // Returns the row's share of the sink's gradient.
-  T backward_row(const Head<T>& head, i64 b, i64 h, i64 i, const std::vector<T>& k, const std::vector<T>& v,
-                 std::vector<T>& grad_k, std::vector<T>& grad_v, BiasGradient<T>& grad_bias,
-                 BiasGradient<T>& grad_bias2) const {
+  // A row's share of the sink's gradient, and the size of what it is made of: a head has but one such sum, so it errs
+  // in full, whatever the luck of signs.
+  struct Share {
+    T value;
+    T size;
+  };
+
+  Share backward_row(const Head<T>& head, i64 b, i64 h, i64 i, const std::vector<T>& k, const std::vector<T>& v,
+                     std::vector<T>& grad_k, std::vector<T>& grad_v, BiasGradient<T>& grad_bias,
+                     BiasGradient<T>& grad_bias2) {
     const math::Sequence& s = head.sequence();
     const i64 row = s.q_begin + i;
     const auto q = read_rows<T>(call, call.q, b, h, row, 1, head_dim);
@@ -144,16 +184,22 @@ struct Naive {
     const T lse = math::backward_reference(read_rows<T>(call, call.lse, b, h, row, 1, 1)[0]);
     const T grad_lse = call.grad_lse ? read_rows<T>(call, call.grad_lse, b, h, row, 1, 1)[0] : 0;
     const bool dead = lse == math::Limits<T>::infinity();
-    const T delta = math::delta(dot_from_the_end(grad_out.data(), out.data(), head_dim_v), grad_lse);
+    const Dot<T> out_dot(grad_out.data(), out.data(), head_dim_v);
+    // dp and delta err against each other, and delta for all of a row at once: where both nearly cancel, luck must not
+    // hide what they are off by.
+    const T sign = noise.sign();
+    const T delta = math::delta(out_dot.sum + sign * noise.units(1, out_dot.size), grad_lse);
     std::vector<T> grad_q(q.size());
     for (i64 j = s.k_len - 1; j >= 0 && !dead; --j) {
       if (!head.allowed(i, j)) {
         continue;
       }
-      const auto score = head.score(i, j, dot_from_the_end(q.data(), k.data() + j * head_dim, head_dim));
-      const T p = math::probability(score.value, lse);
+      const Dot<T> dot(q.data(), k.data() + j * head_dim, head_dim);
+      const auto score = head.score(i, j, noise.of_sum(dot.sum, dot.size));
+      const T p = noise.of_function(math::probability(score.value, lse));
       const T keep = head.keep(i, j);
-      const T dp = keep * dot_from_the_end(grad_out.data(), v.data() + j * head_dim_v, head_dim_v);
+      const Dot<T> value_dot(grad_out.data(), v.data() + j * head_dim_v, head_dim_v);
+      const T dp = keep * (value_dot.sum - sign * noise.units(1, value_dot.size));
       const T ds = math::grad_score(p, dp, delta);
       const T ds_of_dot = rounded(type, ds * score.derivative);
       add_scaled(grad_v.data() + j * head_dim_v, rounded(type, p * keep), grad_out.data(), head_dim_v);
@@ -166,18 +212,22 @@ struct Naive {
     if (call.grad_q) {
       write_rows(call, call.grad_q, b, h, row, 1, head_dim, grad_q.data());
     }
-    return dead ? T(0) : math::grad_sink(head.sink(), lse, delta);
+    if (dead) {
+      return {};
+    }
+    const T value = math::grad_sink(head.sink(), lse, delta);
+    return {value, math::abs(value) + math::abs(math::grad_sink(head.sink(), lse, out_dot.size))};
   }
 };
 
 }  // namespace
 
 void naive_forward(const Call& call) {
-  call.problem.type == DType::kFp64 ? Naive<double>{call}.forward() : Naive<float>{call}.forward();
+  call.problem.type == DType::kFp64 ? Naive<double>{call, {}}.forward() : Naive<float>{call, {}}.forward();
 }
 
 void naive_backward(const Call& call) {
-  call.problem.type == DType::kFp64 ? Naive<double>{call}.backward() : Naive<float>{call}.backward();
+  call.problem.type == DType::kFp64 ? Naive<double>{call, {}}.backward() : Naive<float>{call, {}}.backward();
 }
 
 }  // namespace fovea::check

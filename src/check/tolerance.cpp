@@ -12,13 +12,15 @@
 namespace fovea::check {
 namespace {
 
-constexpr double kUnits = 2;
+constexpr double kUnits = 1;
 
-// The distance from 1 to the next number, and the least positive number.
+// The distance from 1 to the next number, and what is lost among denormals: half of the least number, but where sums
+// are formed in the same type by each of their terms.
 struct Precision {
   double unit;
   double least;
 };
+constexpr double kTerms = 32;
 
 Precision precision_of(DType type) {
   switch (type) {
@@ -27,9 +29,9 @@ Precision precision_of(DType type) {
     case DType::kBf16:
       return {0x1p-7, 0x1p-133};
     case DType::kFp32:
-      return {0x1p-23, 0x1p-149};
+      return {0x1p-23, kTerms * 0x1p-149};
     default:
-      return {0x1p-52, std::numeric_limits<double>::denorm_min()};
+      return {0x1p-52, kTerms * std::numeric_limits<double>::denorm_min()};
   }
 }
 

@@ -1,0 +1,357 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The case table: its coverage, computed from its rows; every row on every instruction set that this machine runs
+// against the reference; the same bits whatever the number of threads; and what does not fit a table: dropout
+// decisions read out of the kernels, empty problems, the caller's floating-point environment.
+//
+// FOVEA_CASES=reduced takes the small table. All calls go through the public C functions.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <limits>
+#include <set>
+#include <string>
+#include <tuple>
+
+#include "check/run.h"
+#include "cpu/cpu.h"
+#include "cpu/schedule.h"
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+namespace fovea::check {
+namespace {
+
+// Sets an environment variable for as long as it lives.
+class Environment {
+ public:
+  Environment(const char* name, const std::string& value) : name_(name) { setenv(name, value.c_str(), 1); }
+  ~Environment() { unsetenv(name_); }
+  Environment(const Environment&) = delete;
+  Environment& operator=(const Environment&) = delete;
+
+ private:
+  const char* name_;
+};
+
+class Threads {
+ public:
+  explicit Threads(int n) { fovea_set_num_threads(n); }
+  ~Threads() { fovea_set_num_threads(0); }
+  Threads(const Threads&) = delete;
+  Threads& operator=(const Threads&) = delete;
+};
+
+std::vector<std::string> instruction_sets() {
+  std::vector<std::string> names;
+  for (const cpu::Isa& isa : cpu::instruction_sets()) {
+    if (isa.available) {
+      names.push_back(isa.name);
+    }
+  }
+  return names;
+}
+
+// ---- the table ----
+
+TEST(CasesTest, EveryLegalPairMeetsEveryStructuralValue) {
+  const int count = static_cast<int>(features().size());
+  const auto values = [](int feature) { return static_cast<int>(features()[feature].values.size()); };
+  std::set<std::tuple<int, int, int, int, int, int>> covered;
+  for (const Case& c : cases(Table::kFull)) {
+    ASSERT_EQ(static_cast<int>(c.choice.size()), count);
+    ASSERT_TRUE(legal(c.choice));
+    for (int s = 0; s < kStructural; ++s) {
+      for (int a = 0; a < count; ++a) {
+        for (int b = a + 1; b < count; ++b) {
+          covered.emplace(s, c.choice[s], a, c.choice[a], b, c.choice[b]);
+        }
+      }
+    }
+  }
+  int goals = 0;
+  int missing = 0;
+  for (int s = 0; s < kStructural; ++s) {
+    for (int a = 0; a < count; ++a) {
+      for (int b = a + 1; b < count; ++b) {
+        if (s == a || s == b) {
+          continue;
+        }
+        for (int vs = 0; vs < values(s); ++vs) {
+          for (int va = 0; va < values(a); ++va) {
+            for (int vb = 0; vb < values(b); ++vb) {
+              std::vector<int> choice(count, -1);
+              choice[s] = vs;
+              choice[a] = va;
+              choice[b] = vb;
+              if (legal(choice)) {
+                ++goals;
+                missing += covered.count({s, vs, a, va, b, vb}) == 0;
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+  EXPECT_EQ(missing, 0);
+  EXPECT_GT(goals, 40000);
+  EXPECT_GE(cases(Table::kFull).size(), 400u);
+  std::printf("%zu cases cover %d combinations\n", cases(Table::kFull).size(), goals);
+}
+
+TEST(CasesTest, TheReducedTableHasEveryPair) {
+  const int count = static_cast<int>(features().size());
+  std::set<std::tuple<int, int, int, int>> covered;
+  for (const Case& c : cases(Table::kReduced)) {
+    for (int a = 0; a < count; ++a) {
+      for (int b = a + 1; b < count; ++b) {
+        covered.emplace(a, c.choice[a], b, c.choice[b]);
+      }
+    }
+  }
+  for (int a = 0; a < count; ++a) {
+    for (int b = a + 1; b < count; ++b) {
+      for (int va = 0; va < static_cast<int>(features()[a].values.size()); ++va) {
+        for (int vb = 0; vb < static_cast<int>(features()[b].values.size()); ++vb) {
+          std::vector<int> choice(count, -1);
+          choice[a] = va;
+          choice[b] = vb;
+          EXPECT_TRUE(!legal(choice) || covered.count({a, va, b, vb}) == 1);
+        }
+      }
+    }
+  }
+  EXPECT_LT(cases(Table::kReduced).size(), 120u);
+}
+
+TEST(CasesTest, LinesAreUniqueAndSayTheProblem) {
+  std::set<std::string> lines;
+  for (const Case& c : cases(Table::kFull)) {
+    EXPECT_TRUE(lines.insert(to_text(c)).second) << to_text(c);
+    EXPECT_EQ(parse(print(c.problem)), c.problem) << to_text(c);
+  }
+}
+
+// ---- every row ----
+
+class CaseTest : public testing::TestWithParam<std::size_t> {};
+
+void test_everywhere(const Case& c) {
+  const Trial trial(c);
+  for (const std::string& isa : instruction_sets()) {
+    const Environment forced("FOVEA_CPU_ISA", isa);
+    const Outcome outcome = trial.test("cpu");
+    EXPECT_TRUE(outcome.passed()) << isa << ": " << to_text(c) << '\n' << to_text(outcome);
+  }
+  std::vector<std::uint8_t> first;
+  for (const int n : {1, 2, 3, 7}) {
+    const Threads threads(n);
+    const std::vector<std::uint8_t> bytes = trial.bytes("cpu");
+    if (first.empty()) {
+      first = bytes;
+    }
+    EXPECT_EQ(bytes == first, true) << n << " threads: other bits: " << to_text(c);
+  }
+}
+
+TEST_P(CaseTest, AgreesWithTheReference) { test_everywhere(cases(table_of_environment())[GetParam()]); }
+
+INSTANTIATE_TEST_SUITE_P(Table, CaseTest, testing::Range(std::size_t{0}, cases(table_of_environment()).size()));
+
+// ---- problems beside the table ----
+
+class LineTest : public testing::TestWithParam<const char*> {};
+
+TEST_P(LineTest, AgreesWithTheReference) {
+  Case c;
+  c.problem = parse(GetParam());
+  c.seed = 1000;
+  test_everywhere(c);
+}
+
+INSTANTIATE_TEST_SUITE_P(Empty, LineTest,
+                         testing::Values("bwd b=0 hq=2 sq=5 sk=7 d=8 bias=b,h,q,k sink", "bwd b=2 hq=0 sq=5 sk=7 d=8",
+                                         "bwd b=2 hq=2 sq=0 sk=7 d=8 bias=1,h,q,k sink dlse",
+                                         "bwd b=2 hq=2 sq=5 sk=0 d=8 bias=1,h,q,k sink dlse",
+                                         "bwd b=2 hq=2 sq=5 sk=0 d=8 bias=1,h,q,1 mask=b,1,1,k",
+                                         "bwd b=2x0 hq=2 sq=5 sk=7 d=8 bias=b1,h,q,k",
+                                         "bwd b=3 hq=2 seqs_q=0x3 seqs_k=0x3 d=8 bias=1,h,q,k",
+                                         "bwd b=2 hq=2 seqs_q=3,0 seqs_k=0,4 d=8 total_q=5 max_q=4 bias=1,h,q,k",
+                                         "bwd b=2 hq=2 sq=5 sk=7 used_q=0x2 used_k=0x2 d=8 bias=1,1,q,k"));
+
+// Sizes at and around tiles, many heads, one long row, everything dropped.
+INSTANTIATE_TEST_SUITE_P(
+    Sizes, LineTest,
+    testing::Values("bwd b=1 hq=1 sq=1 sk=1 d=1", "bwd b=1 hq=1 sq=1 sk=1 d=1 dv=3 bf16 causal sink",
+                    "bwd b=1 hq=1 sq=1 sk=3000 d=64", "bwd b=1 hq=1 sq=3000 sk=1 d=64",
+                    "bwd b=1 hq=2 hk=1 sq=2 sk=2500 d=64 fp16 used_k=2400 bias=b,1,1,k:fp32",
+                    "bwd b=1 hq=1 sq=600 sk=600 d=64 causal", "bwd b=1 hq=1 sq=513 sk=700 d=32 window=100,30 align=tl",
+                    "bwd b=1 hq=1 sq=700 sk=513 d=16 causal bias=1,1,q,k", "bwd b=3 hq=40 hk=8 sq=17 sk=19 d=12",
+                    "bwd b=1 hq=1 sq=257 sk=255 d=300 dv=20 bf16", "bwd b=1 hq=1 sq=64 sk=64 d=64 dropout=1 dlse sink",
+                    "bwd b=1 hq=1 sq=64 sk=64 d=64 dropout=1 rng=torch_mem_efficient dlse",
+                    "bwd b=2 hq=1 sq=300 sk=300 d=64 dropout=0.5 seed=3 alibi=b,h softcap=5 bias=1,1,q,k det"));
+
+// ---- which kernels ran ----
+
+TEST(CasesTest, TheInstructionSetThatIsForcedRuns) {
+  Case c;
+  c.problem = parse("bwd b=1 hq=1 sq=20 sk=20 d=16");
+  const Tensors tensors(c);
+  for (const cpu::Isa& isa : cpu::instruction_sets()) {
+    const Environment forced("FOVEA_CPU_ISA", isa.name);
+    for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
+      if (!isa.available) {
+        std::printf("not on this machine: %s\n", isa.name.c_str());
+        EXPECT_THROW(call_library(tensors.problem(), direction, "cpu"), std::runtime_error);
+        continue;
+      }
+      call_library(tensors.problem(), direction, "cpu");
+      EXPECT_EQ(std::string(cpu::last_isa()), isa.name);  // as the kernel itself said it
+      EXPECT_EQ(plan(validate(tensors.problem(), direction, false)).cpu.isa, isa.name);
+    }
+  }
+  EXPECT_EQ(cpu::instruction_sets().back().name, "portable");
+  EXPECT_TRUE(cpu::instruction_sets().back().available);
+}
+
+// ---- dropout, read out of the kernels ----
+
+// q = 0 makes every weight the same; v = 1 at (j, column j) shows in out[i, j] whether (i, j) was kept, and do = 1 at
+// (i, column i) shows it in dv[j, i]. What should be there comes from dropout_value() and torch_uniform() alone.
+TEST(CasesTest, DropoutDecisionsReadOutOfTheKernels) {
+  const char* lines[] = {
+      "bwd b=2 hq=4 hk=2 sq=150 sk=150 d=4 dv=150 dropout=0.3 seed=0x123456789abcdef offset=0xfedcba9876543210 need=v",
+      "bwd b=2 hq=4 hk=2 sq=150 sk=150 d=4 dv=150 bf16 dropout=0.3 seed=1 need=v",
+      "bwd b=2 hq=2 sq=100 sk=100 d=4 dv=100 fp64 dropout=0.7 seed=2 offset=5 need=v",
+      "bwd b=2 hq=2 sq=100 sk=100 d=4 dv=100 dropout=0.00002 seed=3 need=v",
+      "bwd b=2 hq=4 hk=2 sq=150 sk=150 d=4 dv=150 dropout=0.3 rng=torch_mem_efficient seed=9 offset=0xfffffffd need=v",
+      "bwd b=3 hq=2 seqs_q=70,0,70 seqs_k=33,0,70 max_q=80 max_k=90 d=4 dv=70 dropout=0.4 seed=4 need=v",
+      "bwd b=3 hq=2 seqs_q=70,0,70 seqs_k=33,0,70 max_q=80 max_k=90 d=4 dv=70 dropout=0.4 rng=torch_mem_efficient "
+      "seed=4 need=v"};
+  for (const char* line : lines) {
+    Case c;
+    c.problem = parse(line);
+    const Problem& p = c.problem;
+    const Tensors tensors(c);
+    const auto element = [&](const Tensor& t, std::int64_t b, std::int64_t row, std::int64_t head, std::int64_t col) {
+      return t.element(p.packed ? Index{row, head, col} : Index{b, row, head, col});
+    };
+    const auto fill = [&](const char* name, bool identity) {
+      const Tensor& t = *tensors.find(name);
+      for (const std::int64_t e : t.existing) {
+        t.set(e, 0);
+      }
+      const bool keys = std::string(name) == "v";
+      for (std::int64_t b = 0; identity && b < p.batch(); ++b) {
+        const math::Sequence s = sequence_of(p, b);
+        for (std::int64_t h = 0; h < (keys ? p.heads_k : p.heads_q); ++h) {
+          for (std::int64_t n = 0; n < (keys ? s.k_len : s.q_len); ++n) {
+            // Of each group of query heads one do is not 0: dv sums over the group.
+            if (keys || h % (p.heads_q / p.heads_k) == 0) {
+              t.set(element(t, b, (keys ? s.k_begin : s.q_begin) + n, h, n), 1);
+            }
+          }
+        }
+      }
+    };
+    fill("q", false);
+    fill("k", false);
+    fill("v", true);
+    fill("grad_out", true);
+    for (const std::string& isa : instruction_sets()) {
+      const Environment forced("FOVEA_CPU_ISA", isa);
+      call_library(tensors.problem(), Direction::kForward, "cpu");
+      call_library(tensors.problem(), Direction::kBackward, "cpu");
+      const Tensor& out = *tensors.find("out");
+      const Tensor& grad_v = *tensors.find("grad_v");
+      int wrong = 0;
+      for (std::int64_t b = 0; b < p.batch(); ++b) {
+        const math::Sequence s = sequence_of(p, b);
+        for (std::int64_t h = 0; h < p.heads_q; ++h) {
+          const std::uint64_t n = b * p.heads_q + h;
+          const auto words = math::DropoutHead::make(p.seed, p.offset, n);
+          const std::int64_t group = p.heads_q / p.heads_k;
+          for (std::int64_t i = 0; i < s.q_len; ++i) {
+            for (std::int64_t j = 0; j < s.k_len; ++j) {
+              const std::uint64_t number = n * p.seqlen_q * p.seqlen_k + i * s.k_len + j;
+              const bool keep = p.rng == math::Rng::kFovea
+                                    ? math::dropout_value(words, i, j) >= std::floor(p.dropout * 65536 + 0.5)
+                                    : math::torch_uniform(p.seed, p.offset + number) > static_cast<float>(p.dropout);
+              wrong += (out.get(element(out, b, s.q_begin + i, h, j)) != 0) != keep;
+              if (h % group == 0) {
+                wrong += (grad_v.get(element(grad_v, b, s.k_begin + j, h / group, i)) != 0) != keep;
+              }
+            }
+          }
+        }
+      }
+      EXPECT_EQ(wrong, 0) << isa << ": " << line;
+    }
+  }
+}
+
+// ---- the caller's floating-point environment ----
+
+#if defined(__x86_64__)
+TEST(CasesTest, MxcsrIsTheCallers) {
+  Case c;
+  c.problem = parse("bwd b=1 hq=2 sq=70 sk=70 d=32 bias=b,h,q,k dropout=0.1");
+  c.values = Values::kDenormal;
+  const Tensors tensors(c);
+  const unsigned saved = _mm_getcsr();
+  constexpr unsigned kFlags = 0x3F;  // what has happened, which any arithmetic may set
+  for (const unsigned control : {0x1F80u, 0x9FC0u, 0x3F80u, 0x7F80u}) {  // default; flushing; rounding down; to zero
+    for (const std::string& isa : instruction_sets()) {
+      const Environment forced("FOVEA_CPU_ISA", isa);
+      for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
+        _mm_setcsr(control);
+        call_library(tensors.problem(), direction, "cpu");
+        const unsigned after = _mm_getcsr();
+        _mm_setcsr(saved);
+        EXPECT_EQ(after & ~kFlags, control & ~kFlags) << isa;
+      }
+    }
+  }
+}
+#endif
+
+// ---- the judge can be wrong too ----
+
+TEST(CasesTest, FaultsAreSeen) {
+  Case c;
+  c.problem = parse("bwd b=2 hq=2 sq=20 sk=30 d=16 used_q=15,20 bias=b,h,q,k");
+  const Trial trial(c);
+  EXPECT_TRUE(trial.test("reference").passed());
+  EXPECT_NE(to_text(trial.test("nobody")).find("nobody"), std::string::npos);
+
+  const Tensors tensors(c);
+  const Tensor& out = *tensors.find("out");
+  std::vector<double> reference(out.buffer->size() / sizeof(float), 1.0);
+  std::vector<double> naive(reference.size(), 1.0 + 1e-6);
+  tensors.prepare(Direction::kForward);
+  for (const std::int64_t element : out.existing) {
+    out.set(element, 1.0);
+  }
+  EXPECT_TRUE(compare(out, reference, naive).within());
+  EXPECT_EQ(tensors.trespass(Direction::kForward), "");
+  out.set(out.existing[3], 1.0 + 3e-6);  // beyond twice the naive error
+  EXPECT_FALSE(compare(out, reference, naive).within());
+  out.set(out.existing[3], std::numeric_limits<double>::quiet_NaN());
+  EXPECT_FALSE(compare(out, reference, naive).within());
+  for (const std::int64_t element : out.existing) {
+    out.set(element, 1.0 + 2.5e-6);  // within twice the naive error and two units nowhere, so the mean is off too
+  }
+  EXPECT_FALSE(compare(out, reference, naive).within());
+  const Index beyond{0, 15, 0, 0};  // a row that does not exist
+  out.set(out.element(beyond), 0);
+  EXPECT_NE(tensors.trespass(Direction::kForward), "");
+}
+
+}  // namespace
+}  // namespace fovea::check
