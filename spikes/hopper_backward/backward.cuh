@@ -22,7 +22,6 @@ struct Spec {
   int kv;      // buffers of K and V
   int dq;      // DqMode
   int early;   // 1: dQ of the step before is issued while this step's dV and dK are in flight; 2: and each of two groups does half of its columns; 3: after the first 64-key block
-  bool fold;   // the last CTA of a head converts its dq
   bool bias, causal, delta, tail;  // tail: the last key block may pass the end
 };
 
@@ -31,7 +30,6 @@ struct Params {
   const float* lse;            // B, H, S, natural (delta inside)
   float *lse_rows, *delta_rows;  // B * H, padded length: written by the kernel (delta inside) or by prepare
   float* dq_acc;               // fp32, register order
-  u32* done;                   // B * H, key blocks of a head that have added their dq (fold); set to 0 by prepare
   u16 *dq, *dk, *dv;
   i64 o_b, o_s, o_h, do_b, do_s, do_h, dq_b, dq_s, dq_h, dk_b, dk_s, dk_h;  // strides in elements; dv as dk
   int B, H, S, padded, passes, items, b2, bias_b1, bias_b2, bias_h;  // bias plane = b / b2 * bias_b1 + b % b2 * bias_b2 + h * bias_h
@@ -424,18 +422,6 @@ backward(const __grid_constant__ TensorMap map_o, const __grid_constant__ Tensor
           }
       }
     if (S.dq == kDqBulk && tid == 0) bulk_wait();
-    if constexpr (S.fold && !whole) {  // one item a CTA
-      __threadfence();
-      named_sync(8, G * 128);
-      const Item it = item_of<S>(blockIdx.x, p);
-      const int bh = it.b * p.H + it.h, jobs = (p.S + 63) / 64, thread = threadIdx.x - 128;
-      if (thread == 0) store_shared_u32(sm + Z::bars, atomicAdd(p.done + bh, 1u));  // the barriers are done with
-      named_sync(8, G * 128);
-      if (load_shared_u32(sm + Z::bars) + 1 == (u32)((p.S + KEYS - 1) / KEYS)) {
-        __threadfence();
-        for (int task = thread; task < jobs * 4 * D; task += G * 128) convert_quad<D>(p, (i64)bh * (p.padded / 64) + task / (4 * D), task / (4 * D), bh, task % (4 * D));
-      }
-    }
   }
 }
 
@@ -457,7 +443,6 @@ __global__ void __launch_bounds__(256) prepare(const __grid_constant__ Params p)
   }
   for (int x = 1; x < lanes; x *= 2) sum += __shfl_xor_sync(~0u, sum, x);
   if (part == 0) { p.lse_rows[bh * p.padded + i] = Bias ? l : l * kLog2e; p.delta_rows[bh * p.padded + i] = sum; }
-  if (i == 0 && part == 0) p.done[bh] = 0;
   F4* z = (F4*)(p.dq_acc + (bh * p.padded + i) * D + part * 8);
   z[0] = z[1] = {0, 0, 0, 0};
 }

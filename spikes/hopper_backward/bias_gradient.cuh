@@ -12,7 +12,7 @@
 
 struct BiasSpec {
   int d, groups, n, stages, biases;  // n: keys of one wgmma, 64 or 128
-  bool causal, fast;
+  bool causal, convert, fast;  // convert: the producer group's idle warps turn the main kernel's fp32 dq into bf16
 };
 
 struct BiasParams {
@@ -48,7 +48,7 @@ FOVEA_DEVICE BiasItem bias_item(int w, const BiasParams& p) {
 template <BiasSpec S>
 __global__ void __launch_bounds__((S.groups + 1) * 128, 1)
 bias_gradient(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_do, const __grid_constant__ TensorMap map_k,
-              const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_bias, const __grid_constant__ BiasParams p) {
+              const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_bias, const __grid_constant__ BiasParams p, const __grid_constant__ Params main) {
   using Z = BiasShape<S>;
   constexpr int D = S.d, N = S.n, ROWS = Z::rows, WARPS = S.groups * 4;
   constexpr u32 W = Z::width;
@@ -98,6 +98,15 @@ bias_gradient(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
             }
             u.next(S.stages);
           }
+      }
+    }
+    if constexpr (S.convert && S.fast) {
+      if (warp > 0) {
+        const int jobs = main.padded / 64, tasks = main.B * main.H * jobs * 4 * D;
+        for (int t = blockIdx.x * 96 + threadIdx.x - 32; t < tasks; t += gridDim.x * 96) {
+          const int tile = t / (4 * D);
+          convert_quad<D>(main, tile, tile % jobs, tile / jobs, t % (4 * D));
+        }
       }
     }
   } else {

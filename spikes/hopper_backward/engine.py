@@ -88,7 +88,7 @@ def _struct(name, spec):
     return type(name, (C.Structure,), {"_fields_": [(f, t) for t, fs in spec for f in fs.split()]})
 
 
-Params = _struct("Params", [(C.c_void_p, "o dout lse lse_rows delta_rows dq_acc done dq dk dv"),
+Params = _struct("Params", [(C.c_void_p, "o dout lse lse_rows delta_rows dq_acc dq dk dv"),
                             (C.c_longlong, "o_b o_s o_h do_b do_s do_h dq_b dq_s dq_h dk_b dk_s dk_h"),
                             (C.c_int, "B H S padded passes items b2 bias_b1 bias_b2 bias_h"), (C.c_float, "scale")])
 BiasParams = _struct("BiasParams", [(C.c_void_p, "lse_rows delta_rows out partial flags"), (C.c_int, "B H S padded list chunks items"), (C.c_float, "scale"), (C.c_int, "lse_is_log2")])

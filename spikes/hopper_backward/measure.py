@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks the kernels against fp64, measures them beside PyTorch's, prints a short table last.
 usage: measure.py [group ...]   groups: see GROUPS at the end"""
-import copy, os, sys, math, statistics
+import os, sys, math, statistics
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -110,14 +110,14 @@ class Backward:
     FIELDS = "d groups blocks rows stages tiles kv dq bias causal delta".split()
     FINAL, PASSES, REDUCE, BULK = range(4)
 
-    def __init__(self, pr, groups, blocks, rows, stages, tiles, kv, dq, early=0, fold=False, want_dbias=True, bias_cfg=None, fast=True, chunks=None, grid=None):
+    def __init__(self, pr, groups, blocks, rows, stages, tiles, kv, dq, early=0, want_dbias=True, bias_cfg=None, fast=True, chunks=None, grid=None):
         self.pr = pr
         B, H, S, D = pr.B, pr.H, pr.S, pr.D
         has = pr.bias is not None
         whole = dq in (self.FINAL, self.PASSES)
         b = lambda x: "true" if x else "false"
         keys = groups * blocks * 64
-        self.name = f"backward<Spec{{{D},{groups},{blocks},{rows},{stages},{tiles},{kv},{dq},{early},{b(fold)},{b(has)},{b(pr.causal)},{b(whole)},{b(S % keys)}}}>"
+        self.name = f"backward<Spec{{{D},{groups},{blocks},{rows},{stages},{tiles},{kv},{dq},{early},{b(has)},{b(pr.causal)},{b(whole)},{b(S % keys)}}}>"
         width = min(128, 2 * D)
         stage = (80 * 64 if rows == 80 else 64 * (D // 2 if early == 2 else D)) * 4 if dq == self.BULK else 0
         self.smem = kv * 2 * keys * D * 2 + stages * 2 * rows * D * 2 + tiles * rows * keys * 2 + groups * stage + stages * rows * 8 + 8 * (2 * kv + 3 * stages + 3 * tiles) + (stages * rows * D * 2 if whole else 0)
@@ -132,11 +132,10 @@ class Backward:
         self.dq, self.dk, self.dv = [torch.empty_like(pr.q) for _ in range(3)]
         self.lse_rows, self.delta_rows = z(B * H, padded), z(B * H, padded)
         self.acc = z(self.grid * padded * D if dq == self.PASSES else B * H * padded * D if not whole else 1)
-        self.fold, self.done = fold, torch.empty(B * H, device=dev, dtype=torch.int32)
         self.peak = sum(x.numel() * 4 for x in (self.lse_rows, self.delta_rows, self.acc))
         P = lambda t: t.data_ptr()
         s4 = (S * H * D, H * D, D)
-        self.params = Params(P(pr.o), P(pr.do), P(pr.lse), P(self.lse_rows), P(self.delta_rows), P(self.acc), P(self.done), P(self.dq), P(self.dk), P(self.dv),
+        self.params = Params(P(pr.o), P(pr.do), P(pr.lse), P(self.lse_rows), P(self.delta_rows), P(self.acc), P(self.dq), P(self.dk), P(self.dv),
                              *s4, *s4, *s4, *s4, B, H, S, padded, passes, items, B // pr.b1, H, 0, 1, pr.scale)
         dims, strides = (D, S, H, B), (H * D * 2, D * 2, S * H * D * 2)
         tm = lambda t, rows_: gpu.tensor_map(t, dims, strides, (width // 2, rows_, 1, 1), width)
@@ -147,11 +146,11 @@ class Backward:
             self.prepare, self.convert = gpu.function(f"prepare<{D},{b(has)}>"), gpu.function("convert_80<0>" if rows == 80 else f"convert<{D}>")
             self.prepare_grid, self.convert_grid = (up(padded * H * D // 8, 256) // 256, B), B * H * padded // (80 if rows == 80 else 64)
             self.convert_block = 256 if rows == 80 else 4 * D
-        self.want = has and want_dbias
+        self.want, self.fused = has and want_dbias, False
         if self.want:
-            bg, bn, bs, bb = bias_cfg or {32: (3, 64, 6, 2), 64: (3, 64, 4, 1), 128: (2, 128, 3, 1)}[D]
+            bg, bn, bs, bb = bias_cfg or {32: (3, 64, 6, 2), 64: (3, 64, 4, 1), 128: (3, 64, 2, 1)}[D]
             brows = bg * 64
-            self.bname = f"bias_gradient<BiasSpec{{{D},{bg},{bn},{bs},{bb},{b(pr.causal)},"
+            self.bname = f"bias_gradient<BiasSpec{{{D},{bg},{bn},{bs},{bb},{b(pr.causal)},{b(not whole and rows == 64 and bg == 3)},"
             self.fast = fast
             self.bsmem = bs * (brows + 128) * D * 2 + bb * brows * 256 + 16 * (bs + bb)
             self.bthreads = (bg + 1) * 128
@@ -169,14 +168,15 @@ class Backward:
             self.flags = torch.full((tiles_ * chunks * bg * 4,), 1, device=dev, dtype=torch.int32)
             self.bgrid = min(SMS, tiles_ * chunks)
             self.bparams = BiasParams(P(self.lse_rows), P(self.delta_rows), P(self.dbias), P(self.partial), P(self.flags) if fast else 0, B, H, S, padded, n, chunks, tiles_ * chunks, pr.scale, 0)
-            self.bargs = (tm(pr.q, brows), tm(pr.do, brows), tm(pr.k, 128), tm(pr.v, 128), mb(brows), self.bparams)
+            self.bargs = (tm(pr.q, brows), tm(pr.do, brows), tm(pr.k, 128), tm(pr.v, 128), mb(brows), self.bparams, self.params)
+            self.fused = not self.whole and fast and rows == 64 and bg == 3
 
-    def main(self):
+    def main(self, fused=False):
         st = torch.cuda.current_stream().cuda_stream
         if not self.whole:
             gpu.launch(self.prepare, self.prepare_grid, 256, 0, (self.params,), st)
         gpu.launch(self.f, self.grid, self.threads, self.smem, self.args, st, not self.whole and PDL)
-        if not self.whole and not self.fold:
+        if not self.whole and not fused:
             gpu.launch(self.convert, self.convert_grid, self.convert_block, 0, (self.params,), st, PDL)
 
     def bias_part(self):
@@ -188,7 +188,7 @@ class Backward:
             gpu.launch(self.bsum, up(self.dbias.numel(), 1024) // 1024, 256, 0, (self.bparams,), st, PDL)
 
     def __call__(self):
-        self.main()
+        self.main(self.fused)
         if self.want:
             self.bias_part()
 
@@ -264,27 +264,6 @@ class Small(Backward):
             gpu.launch(self.bsum, self.planes * 8, 128, 0, (self.params, self.workers), st, PDL)
 
 
-class Chunked:
-    """The same call in chunks of the batch that share one fp32 dq of a size that stays in L2."""
-
-    def __init__(self, pr, chunks, **cfg):
-        self.parts, n = [], pr.B // chunks
-        for i in range(chunks):
-            part = copy.copy(pr)
-            part.B = n
-            for name in ("q", "k", "v", "do", "o", "lse"):
-                setattr(part, name, getattr(pr, name)[i * n:(i + 1) * n])
-            x = Backward(part, **cfg)
-            if self.parts:
-                x.acc = self.parts[0].acc
-                x.params.dq_acc = x.acc.data_ptr()
-            self.parts.append(x)
-
-    def __call__(self):
-        for x in self.parts:
-            x()
-
-
 def sdpa(pr, backend, grad_bias=True, use_bias=True):
     """-> a function that runs the backward alone, or None where refused"""
     q, k, v = [x.transpose(1, 2).detach().requires_grad_() for x in (pr.q, pr.k, pr.v)]
@@ -352,7 +331,7 @@ def triangle():
     for B, H, S, kw in ((40, 4, 384, {}), (12, 4, 384, dict(b1=3)), (37, 4, 328, {}), (10, 4, 768, {})):
         pr = Problem(B, H, S, 32, bias=True, **kw)
         mode = Backward.FINAL if S <= 384 else Backward.PASSES
-        for n, c in [x for x in WHOLES.items() if x[0] in "fgh"]:
+        for n, c in [x for x in WHOLES.items() if x[0] in "fh"]:
             Backward(pr, **{**WHOLE, **c}, dq=mode).check(f"whole {n} B={B} S={S} {kw}", 100 if S == 384 else 20)
         Backward(pr, **{**WHOLE, **c}, dq=mode, bias_cfg=(2, 128, 6, 2)).check(f"whole {n} B={B} S={S} {kw} bias 2x128", 20)
     for B, S in ((384, 384), (768, 768)):
@@ -361,7 +340,7 @@ def triangle():
             pr = Problem(B, 4, S, 32, bias=bias, reference=False)
             pr.forward_fast()
             fns = {}
-            for n, c in [x for x in WHOLES.items() if x[0] in "fgh"]:
+            for n, c in [x for x in WHOLES.items() if x[0] in "fh"]:
                 x = Backward(pr, **{**WHOLE, **c}, dq=mode)
                 fns["main " + n] = x.main
             if bias:
@@ -417,7 +396,7 @@ def adversarial():
     for name, std, edit, mean in (("plain", 1, None, 0), ("mean 30", 1, None, 30), ("mean -1e4", 1, None, -1e4), ("std 6", 6, None, 0),
                                   ("turned", 5, lambda b, s: b.copy_((-s.mean(0) * 1.0).bfloat16()), 0), ("-inf", 1, lambda b, s: b.masked_fill_(torch.rand_like(b.float()) < 0.5, -math.inf), 0),
                                   ("1e9 columns", 1, lambda b, s: b[..., ::3].fill_(1e9), 0), ("-1e9 all", 1, lambda b, s: b.fill_(-1e9), 0)):
-        for D, cfg in ((32, dict(**WHOLE, **WHOLES["e"], dq=0)), (64, CFG64["64:3x64 red"])):
+        for D, cfg in ((32, dict(**WHOLE, **WHOLES["f"], dq=0)), (64, CFG64["64:3x64 red"])):
             pr = Problem(6, 2, 384, D, bias=True, std=std, reference=False, mean=mean)
             if edit:
                 keep, pr.bias = pr.bias, None
@@ -448,8 +427,6 @@ CFG64 = {"64:3x64 red": dict(groups=3, blocks=1, rows=64, stages=4, tiles=3, kv=
          "64:3x64 bulk": dict(groups=3, blocks=1, rows=64, stages=3, tiles=2, kv=1, dq=3),
          "64:2x128 bulk": dict(groups=2, blocks=1, rows=128, stages=2, tiles=2, kv=1, dq=3)}
 CFG128 = {"128:2x64 red": dict(groups=2, blocks=1, rows=64, stages=2, tiles=3, kv=1, dq=2),
-          "128:2x80 red": dict(groups=2, blocks=1, rows=80, stages=2, tiles=3, kv=1, dq=2),
-          "128:2x80 red early": dict(groups=2, blocks=1, rows=80, stages=2, tiles=3, kv=1, dq=2, early=1),
           "128:2x80 bulk": dict(groups=2, blocks=1, rows=80, stages=2, tiles=2, kv=1, dq=3),
           "128:2x64 red split": dict(groups=2, blocks=1, rows=64, stages=2, tiles=3, kv=1, dq=2, early=2)}
 
@@ -463,8 +440,6 @@ def dense():
                 fns = {n: Backward(pr, **{k: v for k, v in c.items() if k != "plain"}) for n, c in cfgs.items()}
                 if D == 64 and B * H > 100:
                     fns["passes 2x128k"] = Backward(pr, **MEDIUM["2x128k mid"], dq=1)
-                if S == 1024:
-                    fns["in 4 chunks"] = Chunked(pr, 4, **cfgs["64:2x128 bulk" if D == 64 else "128:2x80 bulk"])
                 x = fns["64:2x128 bulk" if D == 64 else "128:2x64 red"]
                 st = lambda: torch.cuda.current_stream().cuda_stream
                 fns["prepare"] = lambda x=x: gpu.launch(x.prepare, x.prepare_grid, 256, 0, (x.params,), st())
@@ -483,7 +458,7 @@ def bias():
                 x = Backward(pr, **c)
                 fns[n], fns[n + " main"] = x, x.main
         fns["dbias"] = x.bias_part
-        for n, kw in (("2x128", dict(bias_cfg=(2, 128, 4, 2))), ("exact", dict(fast=False))) if D == 64 else (("2x64", dict(bias_cfg=(2, 64, 3, 1))), ("3x64", dict(bias_cfg=(3, 64, 2, 1))), ("exact", dict(fast=False))):
+        for n, kw in (("2x128", dict(bias_cfg=(2, 128, 4, 2))), ("exact", dict(fast=False))) if D == 64 else (("2x128", dict(bias_cfg=(2, 128, 3, 1))), ("exact", dict(fast=False))):
             y = Backward(pr, **c, **kw)
             y.main()
             fns["dbias " + n] = y.bias_part

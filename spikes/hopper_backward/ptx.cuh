@@ -66,8 +66,6 @@ FOVEA_DEVICE float bf16_lo(u32 x) { return __uint_as_float(x << 16); }
 FOVEA_DEVICE float bf16_hi(u32 x) { return __uint_as_float(x & 0xffff0000u); }
 FOVEA_DEVICE Float2 load_shared_f2(u32 a) { Float2 v; asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(a)); return v; }
 FOVEA_DEVICE U4 load_shared_u4(u32 a) { U4 v; asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(a)); return v; }
-FOVEA_DEVICE u32 load_shared_u32(u32 a) { u32 v; asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(a) : "memory"); return v; }
-FOVEA_DEVICE void store_shared_u32(u32 a, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(a), "r"(x) : "memory"); }
 FOVEA_DEVICE void store_shared_f1(u32 a, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(x) : "memory"); }
 FOVEA_DEVICE void store_shared_f4(u32 a, float x, float y, float z, float w) { asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(a), "f"(x), "f"(y), "f"(z), "f"(w) : "memory"); }
 FOVEA_DEVICE void stmatrix_trans(u32 a, const u32* r) { asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory"); }
