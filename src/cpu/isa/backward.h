@@ -105,6 +105,38 @@ struct Tile {
     }
   }
 
+  // Where the scores' gradient of a row goes: straight into the gradient of a bias that is stored as it comes, else into
+  // a tile. NULL: nowhere.
+  T* ds_bias_row(i64 i) const {
+    if (!options().need_bias) {
+      return nullptr;
+    }
+    const BiasGradient* direct = direct_bias();
+    return direct != nullptr ? reinterpret_cast<T*>(address(direct->sum, i, key))
+                             : tiles.ds_bias + (i - row) * tiles.ld_s;
+  }
+
+  const BiasGradient* direct_bias() const {
+    for (int n = 0; n < 2; ++n) {
+      const BiasGradient& bias = head.bias[n];
+      if (bias.how == BiasSum::kStore && head.bias[1 - n].how == BiasSum::kNone && bias.sum.col == 1 &&
+          bias.sum.type == native_type<T>() && keys() % lanes<T>() == 0) {
+        return &bias;
+      }
+    }
+    return nullptr;
+  }
+
+  // A bias has rows far apart, each may be on another page, and nothing but this sees them coming. One row at a time, so
+  // that the requests spread over the strip's arithmetic.
+  void prefetch_bias(i64 i) const {
+    for (const Matrix& bias : head.head.bias) {
+      if (bias.type != 0 && i < row_end) {
+        prefetch_row(bias, i, key, keys());
+      }
+    }
+  }
+
   // P and dS of the whole tile, zeros where nothing is computed.
   void scores() const {
     const Options& o = options();
@@ -112,6 +144,7 @@ struct Tile {
     const T* reference = static_cast<const T*>(head.reference);
     const T* delta = static_cast<const T*>(head.delta);
     const i64 all_cols = padded<T>(keys());
+    const bool streams = direct_bias() != nullptr;
     for (i64 first = row; first < row_end; first += kBlockRows) {
       const i64 strip = math::min(i64(kBlockRows), row_end - first);
       const math::Interval<i64> met = band.keys_of_rows(first, first + strip);
@@ -132,9 +165,10 @@ struct Tile {
       }
       for (i64 r = 0; r < strip; ++r) {
         const i64 i = first + r;
+        prefetch_bias(i + kBlockRows);
         T* p_row = p + r * tiles.ld_s;
         T* ds_row = needs_ds() ? ds + r * tiles.ld_s : nullptr;
-        T* ds_bias_row = o.need_bias ? tiles.ds_bias + (i - row) * tiles.ld_s : nullptr;
+        T* ds_bias = ds_bias_row(i);
         if (cols > 0) {
           const RowTerms<T> terms =
               terms_of_row(head.head, task.sequence, i, key + col, cols, tiles.buffers);
@@ -143,14 +177,15 @@ struct Tile {
           grad_row(score, terms, cols,
                    GradRow<T>{reference[i], delta != nullptr ? delta[i] : T(0), keep, static_cast<T>(o.keep_factor),
                               p_row + col, ds_row != nullptr ? ds_row + col : nullptr,
-                              ds_bias_row != nullptr ? ds_bias_row + col : nullptr});
+                              ds_bias != nullptr ? ds_bias + col : nullptr,
+                              streams && is_aligned(ds_bias + col)});
         }
         clear_outside(p_row, col, col + cols, all_cols);
         if (ds_row != nullptr) {
           clear_outside(ds_row, col, col + cols, all_cols);
         }
-        if (ds_bias_row != nullptr) {
-          clear_outside(ds_bias_row, col, col + cols, all_cols);
+        if (ds_bias != nullptr) {
+          clear_outside(ds_bias, col, col + cols, all_cols);
         }
       }
     }
@@ -237,6 +272,9 @@ struct Tile {
       for (i64 r = 0; r < rows(); ++r) {
         add(sums_by_key, ds + r * tiles.ld_s, keys(), sums_by_key);
       }
+      return;
+    }
+    if (&bias == direct_bias()) {
       return;
     }
     if (bias.how == BiasSum::kStore) {
@@ -360,6 +398,9 @@ void backward(const BackwardTask& task, void* scratch) {
     const bool begins = step == task.walk_begin || step % blocks == 0;
     const bool ends = step + 1 == task.walk_end || (step + 1) % blocks == 0;
 
+    for (i64 i = row; i < row + kBlockRows; ++i) {
+      tile.prefetch_bias(i);
+    }
     tile.load();
     tile.scores();
     tile.add_to_keys();
@@ -382,6 +423,7 @@ void backward(const BackwardTask& task, void* scratch) {
     }
     heads_begun += ends ? 1 : 0;
   }
+  hwy::FlushStream();  // what went past the caches is seen by whoever waits for this task
 
   if (options.need_k || options.need_v) {
     T* sum = static_cast<T*>(task.sum_kv);

@@ -284,6 +284,12 @@ Simd<T> weigh_row(T reference, const u8* keep, i64 cols, T* row, Simd<T> sum) {
 
 // ---- backward ----
 
+// Whether a vector that is stored here covers whole parts of a cache line.
+template <class T>
+bool is_aligned(const T* to) {
+  return reinterpret_cast<u64>(to) % (sizeof(T) * lanes<T>()) == 0;
+}
+
 // What a row of the backward reads and writes; `p` comes as dot products of queries and keys, `ds` as those of
 // grad_out and values.
 template <class T>
@@ -295,6 +301,7 @@ struct GradRow {
   T* p;        // becomes what dv is summed with: keep / (1 - p_drop) * p
   T* ds;       // becomes the gradient of the dot products; NULL: not needed
   T* ds_bias;  // gets the gradient of the scores; NULL: not needed
+  bool streams;  // ds_bias is not read again: written past the caches
 };
 
 template <bool kSoftcap, bool kPlain, class T>
@@ -316,7 +323,9 @@ void grad_row(const math::Score<T>& score, const RowTerms<T>& terms, i64 cols, c
         ds = select(scored.allowed, ds, zero);
       }
       (ds * scored.score.derivative).store(row.ds + c);
-      if (row.ds_bias != nullptr) {
+      if (row.streams) {
+        hn::Stream(ds.raw, Tag<T>(), row.ds_bias + c);
+      } else if (row.ds_bias != nullptr) {
         ds.store(row.ds_bias + c);
       }
     }

@@ -11,6 +11,7 @@
 // Where there are no vector instructions to count on, Highway emulates vectors of 128 bits in plain C++, which it
 // refuses to g++ before 12.3 for a fault in recognising products of 16-bit integers: none are formed here.
 #define HWY_BROKEN_EMU128 0
+#include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
 #include "math/dropout.h"
