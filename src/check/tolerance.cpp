@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+//
+// One pass over a tensor's elements collects errors and sizes; what is allowed follows from them at the end.
 #include "check/tolerance.h"
 
 #include <fmt/format.h>

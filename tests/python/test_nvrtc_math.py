@@ -111,9 +111,3 @@ def test_everything_in_math_compiles(architecture):
 def test_a_mistake_is_noticed():
     status, log, _ = compile_kernel(KERNEL + b"static_assert(Band<i32>::make(4, 6, true, 1, -1, false).low == 7);", "sm_80")
     assert status != 0 and "static assertion failed" in log
-
-
-def test_no_header_is_included():
-    for path in MATH.glob("*.h"):
-        included = re.findall(r'^\s*#\s*include\s+(\S+)', path.read_text(), re.M)
-        assert set(included) <= {'"scalar.h"'}, path

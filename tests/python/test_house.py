@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of the house that a machine can check: a formula stands once, in src/math; every source file names its
+licence and begins by saying what it is; src/math needs no header.
+"""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# What the definition is made of: transcendental functions, Philox and dropout's numbers, softcap, ALiBi's distance.
+FORMULAS = {
+    "function": re.compile(r"(?<![\w.>])(?:std::|__builtin_)?(?:exp|exp2|expm1|log|log2|log1p|tanh)[fl]?\s*\((?!\s*\))"),
+    "Philox": re.compile(r"0x(?:D2511F53|CD9E8D57|D256D193|9E3779B9|BB67AE85|666F7665)", re.IGNORECASE),
+    "dropout": re.compile(r"65536|0x10000\b|2\.328306"),
+    "softcap": re.compile(r"softcap\w*\s*\*|/\s*\w*softcap|\*\s*\w*softcap(?!_?\))"),
+    "ALiBi": re.compile(r"slope\w*\s*\*|\*\s*-?\(?-?\w*slope"),
+}
+
+# (file, formula): why it may stand there. An entry that is not needed any more is an error, too.
+ALLOWED = {
+    ("src/cpu/isa/simd.h", "function"): "exp and tanh of a vector, which the formulas call by name",
+    ("src/check/materialise.cpp", "function"): "random numbers: Box and Muller's method",
+    ("src/check/materialise.cpp", "Philox"): "random numbers: SplitMix64 adds the golden ratio, as Philox does",
+    ("src/check/run.cpp", "Philox"): "signs without a pattern, by the golden ratio",
+    ("cli/buffers.cpp", "function"): "random numbers: Box and Muller's method",
+}
+
+
+def tracked(*patterns):
+    listed = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns], cwd=ROOT,
+                            capture_output=True, text=True)
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout: the list of files is git's")
+    return [name for name in listed.stdout.split() if not name.startswith("spikes/") and (ROOT / name).exists()]
+
+
+def code_of(path):
+    """A C++ file without comments and strings."""
+    text = path.read_text()
+    text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
+    return re.sub(r'"(?:\\.|[^"\\])*"', '""', text)
+
+
+def strays(name):
+    code = code_of(ROOT / name)
+    return {(name, formula) for formula, pattern in FORMULAS.items() if pattern.search(code)}
+
+
+def test_a_formula_stands_only_in_math():
+    files = [name for name in tracked("src/*.h", "src/*.cpp", "cli/*.h", "cli/*.cpp") if not name.startswith("src/math/")]
+    assert len(files) > 20
+    found = set().union(*(strays(name) for name in files))
+    assert found - set(ALLOWED) == set(), "use what src/math has, or say here why not"
+    assert set(ALLOWED) - found == set(), "no longer needed"
+
+
+def test_the_patterns_find_the_definition():
+    """They would be of no use if they did not match where the formulas are."""
+    found = set().union(*(strays(name) for name in tracked("src/math/*.h")))
+    assert {formula for _, formula in found} == set(FORMULAS)
+
+
+def test_math_includes_nothing_but_itself():
+    for name in tracked("src/math/*.h"):
+        included = re.findall(r"^\s*#\s*include\s+(\S+)", (ROOT / name).read_text(), re.MULTILINE)
+        assert included in ([], ['"scalar.h"']), name
+
+
+SOURCES = ("*.h", "*.cpp", "*.c", "*.py", "*.pyi", "*.sh", "*.cmake", "*CMakeLists.txt", "Makefile", "*.map")
+
+
+def test_every_source_names_its_licence_first():
+    for name in tracked(*SOURCES):
+        lines = (ROOT / name).read_text().splitlines()
+        first = lines[1] if lines and lines[0].startswith("#!") else lines[0] if lines else ""
+        assert "SPDX-License-Identifier: Apache-2.0" in first, name
+
+
+def test_every_source_of_the_library_begins_by_saying_what_it_is():
+    for name in tracked("src/*.h", "src/*.cpp", "include/*.h"):
+        lines = (ROOT / name).read_text().splitlines()
+        assert re.match(r"(//| \*)", lines[1]) and len(" ".join(lines[1:5])) > 60, name
+
+
+def test_sizes():
+    """The reference is short enough to be read at one sitting, and a header's design is seen from one place."""
+    for name in ("src/reference/forward.cpp", "src/reference/backward.cpp"):
+        assert len((ROOT / name).read_text().splitlines()) < 150
+    for name in tracked("src/math/*.h"):
+        assert len((ROOT / name).read_text().splitlines()) < 300, name
