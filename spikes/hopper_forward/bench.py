@@ -501,6 +501,53 @@ def tables():
     return out
 
 
+@suite
+def guess():
+    """Is the first reference point worth its code; and what is left to choose."""
+    no = lambda x: replace(x, guess=False)
+    out = [replace(c, specs={k: no(v) for k, v in c.specs.items() if v.lazy}) for c in awkward() if "q*30" in c.name or "steep" in c.name or "ramp" in c.name]
+    for D, b in ((64, B64), (128, B128), (256, B256)):
+        for causal in (False, True):
+            for S in (1024, 4096):
+                t = replace(b, causal=causal)
+                out.append(dense(D, S, causal, {"": t, "no": no(t)}, verify=False, peers=()))
+    t = B128
+    out.append(dense(128, 16384, False, {"": t, "no": no(t), "nt": replace(t, turns=False), "no nt": no(replace(t, turns=False)), "160": replace(t, keys=160), "160 no nt": no(replace(t, keys=160, turns=False)), "176": replace(t, keys=176, q_buffers=1), "144": replace(t, keys=144)}, verify=False))
+    b32 = Spec(32, 32, 192, 128, bias_stages=2)
+    for N in (384, 768):
+        out.append(Case(f"triangle {N}", N, 4, N, N, 32, {"": b32, "no": no(b32), "3st": replace(b32, k_stages=3, v_stages=3, bias_stages=3)}, bias=(1, 4), peers=(), verify=False))
+    sc = replace(B128, causal=True, softcap=True, early=2)
+    out.append(Case("softcap d128 s4096 causal", 4, 16, 4096, 4096, 128, {"e2": sc, "no": no(sc), "nt": replace(sc, turns=False), "e1": replace(sc, early=1), "plain": replace(B128, causal=True)}, softcap=30.0, right=0, peers=(), verify=False))
+    d = replace(B128, dropout=True)
+    out.append(Case("dropout d128 s4096", 4, 16, 4096, 4096, 128, {"": d, "no": no(d), "e2": replace(d, early=2)}, dropout=0.1, peers=(), verify=False))
+    d = replace(B64, rows=128, dropout=True)
+    out.append(Case("dropout d64 s4096", 4, 32, 4096, 4096, 64, {"": d, "no": no(d), "no192x80": no(replace(d, rows=192, keys=80)), "160": no(replace(d, keys=160))}, dropout=0.1, peers=(), verify=False))
+    w = replace(B128, causal=True, window=True)
+    out.append(Case("window 512 s16384", 1, 16, 16384, 16384, 128, {"": w, "no": no(w)}, left=512, right=0, peers=(), verify=False))
+    return out
+
+
+@suite
+def together():
+    """Every feature at once, and the last choices."""
+    out = []
+    f = dict(causal=True, window=True, bias_stages=2, softcap=True, dropout=True, q_buffers=1)
+    for D, b in ((64, replace(B64, rows=128)), (128, B128)):
+        b = replace(b, k_stages=2, v_stages=2, **f)
+        out.append(Case(f"all at once d{D} s4096 gqa window 2048", 4, 32, 4096, 4096, D, {"": b, "no": no(b), "nt": replace(b, turns=False), "without the four": replace(b, bias_stages=0, softcap=False, dropout=False, q_buffers=2)}, HK=8, left=2048, right=0, bias=(1, 32), softcap=30.0, dropout=0.1, peers=(), verify=False))
+        out.append(Case(f"all at once d{D} small", 2, 4, 704, 704, D, {"": b, "no": no(b)}, HK=2, left=300, right=0, bias=(1, 4), softcap=30.0, dropout=0.1, peers=(), measure=False))
+    d = replace(B64, rows=128, dropout=True, keys=160)
+    out.append(Case("dropout d64 s4096", 4, 32, 4096, 4096, 64, {"160": d, "192": replace(d, keys=192), "160 e2": replace(d, early=2), "160nt": replace(d, turns=False)}, dropout=0.1))
+    d = replace(B128, dropout=True)
+    out.append(Case("dropout d128 s4096", 4, 16, 4096, 4096, 128, {"128": d, "160": replace(d, keys=160, q_buffers=1), "144": replace(d, keys=144)}, dropout=0.1))
+    sc = replace(B128, causal=True, softcap=True, early=1)
+    out.append(Case("softcap d128 s4096 causal", 4, 16, 4096, 4096, 128, {"e1": sc, "e1nt": replace(sc, turns=False), "e1 112": replace(sc, keys=112), "plain": replace(B128, causal=True)}, softcap=30.0, right=0, peers=()))
+    b32 = Spec(32, 32, 192, 128, 3, 3, bias_stages=3)
+    for N in (384, 768):
+        out.append(Case(f"triangle {N}", N, 4, N, N, 32, {"3": b32, "2": replace(b32, k_stages=2, v_stages=2, bias_stages=2), "3nt": replace(b32, turns=False)}, bias=(1, 4), peers=()))
+    return out
+
+
 _v = {"128x128": replace(B128, causal=True, varlen=True)}
 _mixed = [128, 256, 384, 512, 640, 1024, 1536, 2048, 1792, 8064]
 VARLEN = {}

@@ -27,6 +27,7 @@ class Spec:
     turns: bool = True
     lazy: bool = True
     direct: bool = False
+    guess: bool = True
     vote: int = 1
     early: int = -1
     source: str = "hopper_forward.cu"   # another version of the text, to compare with in one run

@@ -32,6 +32,7 @@ struct Spec {
   bool turns = true;                // the consumer warpgroups take turns at issuing products
   bool lazy = true;
   bool direct = false;              // O straight from registers
+  bool guess = true;                // the first reference point from a few elements; false: the first tile takes the exact step
   int vote = 1;                     // 0: no check of the quick way (wrong; shows what the check costs)
   int early = keys / 32;            // blocks of 16 keys whose softmax runs before O of the tile before is awaited
 };
@@ -563,7 +564,8 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) forward(const __grid_co
         constexpr Constant<0> none;
         constexpr Constant<S.early> early;
         constexpr Constant<BN / 16> all;
-        if (S.lazy) {
+        const bool quick = S.lazy && (S.guess || !start);
+        if (quick) {
           mask_scores(n);
           if (start) {
             guess_reference(br.stage());
@@ -571,7 +573,7 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) forward(const __grid_co
             if (careful) ref[0] = ref[1] = -kInfinity;
           }
         }
-        if (S.lazy && !careful) {
+        if (quick && !careful) {
           const float minus[2] = {-(ref[0] * kLog2e), -(ref[1] * kLog2e)};
           float t[4] = {0, 0, 0, 0};
           lazy_weights(none, early, br.stage(), minus, t);
@@ -599,7 +601,7 @@ __global__ void __launch_bounds__(Shape<S>::kThreads, 1) forward(const __grid_co
           pin(o);
           if (!start) next_v();
         }
-        if (!S.lazy || careful) {
+        if (!quick || careful) {
           finish_scores(br.stage());
           mask_scores(n);
           float factor[2];
