@@ -333,7 +333,7 @@ void add_options(CLI::App& app, Settings& s) {
       ->check(CLI::Range(0, 4096))
       ->capture_default_str();
 
-  app.add_option("--out", s.out, "Folder for loss.svg, loss.csv, sample.txt and table.txt")
+  app.add_option("--output", s.out, "Folder for loss.svg, loss.csv, sample.txt and table.txt")
       ->group("Results")
       ->capture_default_str();
   app.add_option("--prompt", s.prompt, "What the sample continues; by default what stands before held-out bytes")

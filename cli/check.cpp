@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// fovea check: the case table on this machine, every row forward and backward against the fp64 reference.
+// fovea cases: its rows.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <optional>
+
+#include "check/cases.h"
+#include "check/run.h"
+#include "commands.h"
+#include "cpu/cpu.h"
+#include "fault.h"
+#include "nearest.h"
+#include "progress.h"
+
+namespace fovea::cli {
+namespace {
+
+struct Settings {
+  std::vector<std::string> filter;
+  std::string table = "full";
+  std::string isa;
+  std::string backend;
+  bool gradients = false;
+};
+
+std::vector<std::string> words_of_all(const std::vector<std::string>& arguments) {
+  std::vector<std::string> words;
+  for (const std::string& argument : arguments) {
+    const std::vector<std::string> more = words_of(argument);
+    words.insert(words.end(), more.begin(), more.end());
+  }
+  return words;
+}
+
+// The rows that the filter leaves; or, where it leaves none but is a whole problem line, that problem.
+std::vector<check::Case> chosen(const Settings& settings) {
+  const std::vector<std::string> filter = words_of_all(settings.filter);
+  std::vector<check::Case> rows;
+  for (const check::Case& c :
+       check::cases(settings.table == "reduced" ? check::Table::kReduced : check::Table::kFull)) {
+    if (matches(check::to_text(c), filter)) {
+      rows.push_back(c);
+    }
+  }
+  if (!rows.empty()) {
+    return rows;
+  }
+  std::string line = fmt::format("{}", fmt::join(filter, " "));
+  const bool has_direction =
+      std::any_of(filter.begin(), filter.end(), [](auto& w) { return w == "fwd" || w == "bwd"; });
+  check::Case c;
+  try {
+    c.problem = parse(has_direction ? line : "bwd " + line);
+  } catch (const Error& error) {
+    throw Fault(kBadInput, fmt::format("'{}': no row of the table has these words, and it is no problem line of its "
+                                       "own: {}",
+                                       line, error.what()));
+  }
+  // A check runs both directions: a forward becomes the backward that asks for every gradient.
+  if (c.problem.direction == Direction::kForward) {
+    c.problem.direction = Direction::kBackward;
+    c.problem.lse = false;
+    c.problem.need = {true, true, true, bool(c.problem.bias), bool(c.problem.bias2), c.problem.sink};
+  }
+  c.seed = 1;
+  return {c};
+}
+
+std::vector<std::string> instruction_sets(const std::string& asked) {
+  std::vector<std::string> available;
+  for (const cpu::Isa& isa : cpu::instruction_sets()) {
+    if (isa.available) {
+      available.push_back(isa.name);
+    }
+  }
+  if (asked == "all") {
+    return available;
+  }
+  if (!asked.empty() && std::find(available.begin(), available.end(), asked) == available.end()) {
+    available.emplace_back("all");
+    throw Fault(kBadInput, fmt::format("--isa {}: not one that this machine runs{}", asked, hint(asked, available)));
+  }
+  return {asked};
+}
+
+void run_check(const Settings& settings) {
+  const std::vector<check::Case> rows = chosen(settings);
+  const std::vector<std::string> sets = instruction_sets(settings.isa);
+  fmt::print("{} rows, {}\n", rows.size(),
+             sets.front().empty() ? "the best instruction set" : fmt::format("{}", fmt::join(sets, ", ")));
+  Progress progress("check");
+  std::size_t failed = 0;
+  std::size_t done = 0;
+  for (const check::Case& c : rows) {
+    const auto report = [&](const std::string& what, const check::Outcome& outcome) {
+      if (!outcome.passed()) {
+        progress.finish();
+        ++failed;
+        fmt::print("FAILED{} {}\n{}\n", what, check::to_text(c), check::to_text(outcome));
+      }
+    };
+    std::optional<check::Trial> trial;
+    try {
+      trial.emplace(c);
+    } catch (const std::exception& error) {
+      throw Fault(kBadInput, fmt::format("{}: {}", check::to_text(c), error.what()));
+    }
+    for (const std::string& isa : sets) {
+      if (!isa.empty()) {
+        setenv("FOVEA_CPU_ISA", isa.c_str(), 1);
+      }
+      report(isa.empty() ? "" : " on " + isa, trial->test(settings.backend));
+      if (settings.gradients) {
+        report(" finite differences", check::gradient(c, settings.backend));
+      }
+    }
+    ++done;
+    progress.show(static_cast<double>(done) / static_cast<double>(rows.size()),
+                  fmt::format("{} of {}, {} failed", done, rows.size(), failed));
+  }
+  progress.finish();
+  const std::size_t trials = rows.size() * sets.size() * (settings.gradients ? 2 : 1);
+  fmt::print("{} passed, {} failed, {:.1f} s\n", trials - failed, failed, progress.seconds());
+  if (failed > 0) {
+    throw Fault(kCheckFailed, "");
+  }
+}
+
+void add_table(CLI::App& app, Settings& settings) {
+  app.add_option("filter", settings.filter,
+                 "Words of a row's line, all of which it must have; a '!' before one forbids it")
+      ->type_name("WORD");
+  app.add_option("--table", settings.table, "full, or reduced (each pair of values once)")
+      ->check(CLI::IsMember({"full", "reduced"}))
+      ->capture_default_str();
+}
+
+}  // namespace
+
+void add_check(CLI::App& app) {
+  auto settings = std::make_shared<Settings>();
+  CLI::App* check_app = app.add_subcommand("check", "The library on this machine against the fp64 reference");
+  add_table(*check_app, *settings);
+  check_app
+      ->add_option("--isa", settings->isa, "One instruction set, or all that this machine runs; the best by default")
+      ->type_name("NAME");
+  check_app->add_option("--backend", settings->backend, "One backend; the best by default")->type_name("NAME");
+  check_app->add_flag("--gradients", settings->gradients, "Also every gradient against finite differences, in fp64");
+  check_app->footer(
+      "Every row runs forward and backward; each output's error against the reference may be twice that of a naive\n"
+      "evaluation with the same roundings. Exit code 1 if a row fails.\n"
+      "Examples:\n"
+      "  fovea check                              the whole table\n"
+      "  fovea check bf16 causal '!dropout'       some of it\n"
+      "  fovea check --isa all --table reduced    every instruction set\n"
+      "  fovea check 'bwd b=2 hq=4 hk=2 sq=100 sk=77 d=80 fp16 causal'   a problem of your own");
+  check_app->callback([settings] { run_check(*settings); });
+}
+
+void add_cases(CLI::App& app) {
+  auto settings = std::make_shared<Settings>();
+  CLI::App* cases_app = app.add_subcommand("cases", "Print the rows of the case table");
+  add_table(*cases_app, *settings);
+  cases_app->footer(
+      "Examples:\n"
+      "  fovea cases | wc -l\n"
+      "  fovea cases bf16 bias dropout");
+  cases_app->callback([settings] {
+    for (const check::Case& c : chosen(*settings)) {
+      fmt::print("{}\n", check::to_text(c));
+    }
+  });
+}
+
+}  // namespace fovea::cli

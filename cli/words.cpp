@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <sstream>
+
+#include "commands.h"
+
+namespace fovea::cli {
+
+std::vector<std::string> words_of(std::string_view line) {
+  std::istringstream stream{std::string(line)};
+  std::vector<std::string> words;
+  for (std::string word; stream >> word;) {
+    words.push_back(word);
+  }
+  return words;
+}
+
+bool matches(std::string_view line, const std::vector<std::string>& filter) {
+  const std::vector<std::string> words = words_of(line);
+  return std::all_of(filter.begin(), filter.end(), [&](const std::string& entry) {
+    const bool wanted = !entry.starts_with('!');
+    const std::string part = wanted ? entry : entry.substr(1);
+    const bool found = std::any_of(words.begin(), words.end(), [&](const std::string& word) {
+      return word == part || word.starts_with(part + "=");
+    });
+    return found == wanted;
+  });
+}
+
+std::string_view problem_line_help() {
+  return "The problem line is made of these words, each once, in any order:\n"
+         "  fwd bwd                          the direction\n"
+         "  b=4 or b=2x2  hq=8  hk=2         batch (of one or two levels), query heads, key heads\n"
+         "  sq=512  sk=512  d=64  dv=64      lengths and head dimensions\n"
+         "  fp32 fp16 bf16 fp64              the type of q, k and v\n"
+         "  layout=bshd|bhsd|qkv3|strided    how rows and heads lie in memory\n"
+         "  seqs_q=128x3,77  seqs_k=...      packed sequences of their own lengths\n"
+         "  used_q=...  used_k=...           how many rows of each sequence exist\n"
+         "  causal  align=br|tl  window=L,R  scale=X  softcap=X  alibi=h|b,h  sink\n"
+         "  bias=1,h,q,k[:TYPE]  bias2=...  mask=b,1,1,k        a 1 wherever it is broadcast\n"
+         "  dropout=P  seed=N  offset=N  rng=fovea|torch_mem_efficient\n"
+         "  need=q,k,v,bias,bias2,sink  det  lse  dlse  backend=NAME\n";
+}
+
+}  // namespace fovea::cli

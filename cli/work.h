@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What `run` and `bench` have in common: calls of the C ABI that throw, and how much arithmetic a problem is.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "core/problem.h"
+
+namespace fovea::cli {
+
+// Throws Fault with fovea_last_error() and the exit code that goes with it.
+void require(fovea_status status);
+
+// A direction of a problem with the workspace it asks for; the problem's tensors must stay.
+class Caller {
+ public:
+  Caller(const fovea_problem& problem, Direction direction);
+  void operator()();
+
+ private:
+  fovea_problem problem_;
+  Direction direction_;
+  std::vector<std::byte> workspace_;
+};
+
+// Floating-point operations of allowed (query, key) pairs alone, two for each multiply-add: forward 2 products of
+// rows, backward 5. A mask tensor is not looked into.
+double flops(const Problem& problem, Direction direction);
+
+// Seconds that a problem of so many FLOPs may take here, from a short measurement of a small problem of its kind.
+double expected_seconds(const Problem& problem, Direction direction);
+
+}  // namespace fovea::cli

@@ -1,0 +1,646 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `fovea`: every subcommand against the oracle, and everything that it has to refuse, by name."""
+
+import json
+import os
+import random
+import re
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from conftest import BUILD, ROOT
+
+sys.path.insert(0, str(ROOT / "tests"))
+import oracle  # noqa: E402
+
+FOVEA = BUILD / "cli" / "fovea"
+DONE, CHECK_FAILED, BAD_INPUT, UNSUPPORTED, FAILED = range(5)
+
+
+def fovea(*arguments, cwd=None, env=None):
+    return subprocess.run([str(FOVEA), *map(str, arguments)], capture_output=True, text=True, cwd=cwd, timeout=300,
+                          env={**os.environ, **(env or {})})
+
+
+def refused(*arguments, code=BAD_INPUT, says=(), cwd=None, env=None):
+    """The command says no, with this exit code, all of these words, and nothing on standard output."""
+    done = fovea(*arguments, cwd=cwd, env=env)
+    assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
+    for word in [says] if isinstance(says, str) else says:
+        assert word in done.stderr, (word, done.stderr)
+    assert "terminate called" not in done.stderr
+    return done
+
+
+def succeeds(*arguments, cwd=None, env=None):
+    done = fovea(*arguments, cwd=cwd, env=env)
+    assert done.returncode == DONE, (done.returncode, done.stdout, done.stderr)
+    return done.stdout
+
+
+# ---- a .safetensors writer and reader of the test's own ----
+
+DTYPES = {"float32": "F32", "float16": "F16", "float64": "F64", "bool": "BOOL", "int32": "I32", "int64": "I64",
+          "bfloat16": "BF16"}
+
+
+def to_bf16(array):
+    """The bits of bf16, rounded to nearest even; numpy has no such type of its own."""
+    bits = np.ascontiguousarray(array, np.float32).view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def from_bf16(bits):
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def pack(header, data=b""):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def safetensors(tensors, bf16=()):
+    header, data = {}, b""
+    for name, array in tensors.items():
+        kind = str(array.dtype)
+        if name in bf16:
+            array, kind = to_bf16(array), "bfloat16"
+        raw = np.ascontiguousarray(array).tobytes()
+        header[name] = {"dtype": DTYPES[kind], "shape": list(array.shape), "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+    return pack(header, data)
+
+
+def load(path):
+    raw = path.read_bytes()
+    size, = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8:8 + size])
+    assert (8 + size) % 8 == 0
+    tensors = {}
+    kinds = {value: key for key, value in DTYPES.items()}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        kind = kinds[entry["dtype"]]
+        flat = np.frombuffer(raw[8 + size + begin:8 + size + end], np.uint16 if kind == "bfloat16" else kind)
+        tensors[name] = (from_bf16(flat) if kind == "bfloat16" else flat).reshape(entry["shape"])
+    return tensors
+
+
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape, dtype=np.float32):
+    return RNG.standard_normal(shape).astype(dtype)
+
+
+def qkv(b=2, sq=5, sk=7, hq=4, hk=2, d=8, dv=6, dtype=np.float32):
+    return {"q": normal(b, sq, hq, d, dtype=dtype), "k": normal(b, sk, hk, d, dtype=dtype), "v": normal(b, sk, hk, dv, dtype=dtype)}
+
+
+def near(actual, expected, tolerance=2e-5):
+    assert actual.shape == expected.shape
+    np.testing.assert_allclose(np.asarray(actual, np.float64), expected, rtol=tolerance, atol=tolerance)
+
+
+# ---- run ----
+
+
+@pytest.fixture
+def here(tmp_path):
+    return tmp_path
+
+
+def put(folder, name, tensors, **options):
+    path = folder / name
+    path.write_bytes(safetensors(tensors, **options))
+    return path
+
+
+OPTIONS = [
+    ("", {}),
+    ("causal", {"causal": True}),
+    ("causal=tl softcap=3 scale=0.3", {"causal": True, "align": "top_left", "softcap": 3.0, "scale": 0.3}),
+    ("window=2,1", {"window": (2, 1)}),
+    ("dropout=0.25 seed=7 offset=3", {"dropout_p": 0.25, "seed": 7, "offset": 3}),
+    ("dropout=0.25 seed=7 rng=torch_mem_efficient", {"dropout_p": 0.25, "seed": 7, "rng": "torch_mem_efficient"}),
+    ("b=2 hq=4 hk=2 sq=5 sk=7 d=8 dv=6 fp32 causal", {"causal": True}),
+]
+
+
+@pytest.mark.parametrize("line, options", OPTIONS)
+def test_run_forward(here, line, options):
+    tensors = qkv()
+    put(here, "in.safetensors", tensors)
+    text = succeeds("run", "in.safetensors", "-o", "out.safetensors", "-p", line, cwd=here)
+    got = load(here / "out.safetensors")
+    out, lse = oracle.forward(**tensors, **options)
+    assert set(got) == {"out", "lse"}
+    near(got["out"], out)
+    near(got["lse"], lse)
+    assert "fwd b=2 hq=4 hk=2 sq=5 sk=7 d=8 dv=6 fp32" in text and "GFLOP/s" in text
+
+
+def test_run_backward_with_everything(here):
+    tensors = qkv()
+    planes = {"bias": normal(1, 4, 5, 7), "bias2": normal(2, 1, 1, 7), "sink": normal(4), "alibi_slopes": abs(normal(4)),
+              "mask": RNG.random((2, 1, 5, 7)) < 0.7}
+    grads = {"grad_out": normal(2, 5, 4, 6), "grad_lse": normal(2, 4, 5)}
+    put(here, "in.safetensors", {**tensors, **planes, **grads})
+    succeeds("run", "in.safetensors", "-o", "out.safetensors", "--backward", "-p", "causal softcap=5", cwd=here)
+    got = load(here / "out.safetensors")
+    options = dict(planes, causal=True, softcap=5.0)
+    out, lse = oracle.forward(**tensors, **options)
+    expected = oracle.backward(grads["grad_out"], **tensors, out=out, lse=lse, grad_lse=grads["grad_lse"], **options)
+    near(got["out"], out)
+    assert set(got) == {"out", "lse"} | {f"grad_{name}" for name in ("q", "k", "v", "bias", "bias2", "sink")}
+    for name in ("q", "k", "v", "bias", "bias2", "sink"):
+        near(got[f"grad_{name}"], expected[name], 1e-4)
+
+
+def test_run_only_the_gradients_that_are_needed(here):
+    tensors = {**qkv(), "bias": normal(4, 1, 7), "grad_out": normal(2, 5, 4, 6)}
+    put(here, "in.safetensors", tensors)
+    succeeds("run", "in.safetensors", "-o", "out.safetensors", "--backward", "-p", "need=k,bias", cwd=here)
+    got = load(here / "out.safetensors")
+    assert set(got) == {"out", "lse", "grad_k", "grad_bias"}
+    assert got["grad_bias"].shape == (4, 1, 7)
+
+
+def test_run_packed(here):
+    cu_q, cu_k = np.array([0, 3, 3, 8], np.int32), np.array([0, 4, 6, 13], np.int64)
+    tensors = {"q": normal(8, 2, 4), "k": normal(13, 2, 4), "v": normal(13, 2, 4), "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+    put(here, "in.safetensors", {**tensors, "seqused_k": np.array([4, 1, 5], np.int32)})
+    succeeds("run", "in.safetensors", "-o", "out.safetensors", "-p", "causal", cwd=here)
+    got = load(here / "out.safetensors")
+    out, lse = oracle.forward(**tensors, seqused_k=[4, 1, 5], causal=True)
+    near(got["out"], out)
+    near(got["lse"], lse)
+
+
+def test_run_packed_with_two_levels(here):
+    cu = np.array([0, 3, 3, 8, 10], np.int32)
+    tensors = {"q": normal(10, 2, 4), "k": normal(10, 2, 4), "v": normal(10, 2, 4), "cu_seqlens_q": cu, "cu_seqlens_k": cu,
+               "bias": normal(1, 2, 2, 5, 5)}
+    put(here, "in.safetensors", tensors)
+    succeeds("run", "in.safetensors", "-o", "out.safetensors", "-p", "b=2x2", cwd=here)
+    out, _ = oracle.forward(**tensors, batch_shape=(2, 2))
+    near(load(here / "out.safetensors")["out"], out)
+
+
+def test_run_layout_bhsd(here):
+    tensors = {**qkv(), "grad_out": normal(2, 5, 4, 6)}
+    swapped = {name: array.transpose(0, 2, 1, 3) for name, array in tensors.items()}
+    put(here, "in.safetensors", swapped)
+    succeeds("run", "in.safetensors", "-o", "out.safetensors", "--backward", "-p", "layout=bhsd", cwd=here)
+    got = load(here / "out.safetensors")
+    grad_out = tensors.pop("grad_out")
+    out, lse = oracle.forward(**tensors)
+    expected = oracle.backward(grad_out, **tensors, out=out, lse=lse)
+    near(got["out"], out.transpose(0, 2, 1, 3))
+    near(got["lse"], lse)
+    near(got["grad_k"], expected["k"].transpose(0, 2, 1, 3), 1e-4)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(np.float16, 5e-3), (np.float64, 1e-12)])
+def test_run_types(here, dtype, tolerance):
+    tensors = qkv(dtype=dtype)
+    put(here, "in.safetensors", tensors)
+    succeeds("run", "in.safetensors", "-o", "out.safetensors", cwd=here)
+    got = load(here / "out.safetensors")
+    assert got["out"].dtype == dtype and got["lse"].dtype == (np.float64 if dtype == np.float64 else np.float32)
+    near(got["out"], oracle.forward(**tensors)[0], tolerance)
+
+
+def test_run_bf16(here):
+    tensors = qkv()
+    put(here, "in.safetensors", tensors, bf16="qkv")
+    text = succeeds("run", "in.safetensors", "-o", "out.safetensors", cwd=here)
+    assert "bf16" in text
+    near(load(here / "out.safetensors")["out"], oracle.forward(**{n: from_bf16(to_bf16(a)) for n, a in tensors.items()})[0], 2e-2)
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_run_npy(here, order):
+    tensors = {**qkv(), "bias": normal(4, 5, 7)}
+    for name, array in tensors.items():
+        np.save(here / f"{name}.npy", np.asarray(array, order=order))
+    (here / "results").mkdir()
+    files = [part for name in tensors for part in (f"--{name}", f"{name}.npy")]
+    succeeds("run", *files, "-o", "results", cwd=here)
+    out, lse = oracle.forward(**tensors)
+    near(np.load(here / "results/out.npy"), out)
+    near(np.load(here / "results/lse.npy"), lse)
+
+
+def test_run_npy_versions(here):
+    tensors = qkv()
+    for name, version in zip("qkv", [(1, 0), (2, 0), (3, 0)]):
+        with open(here / f"{name}.npy", "wb") as file:
+            np.lib.format.write_array(file, tensors[name], version=version)
+    succeeds("run", "--q", "q.npy", "--k", "k.npy", "--v", "v.npy", "-o", "new/", cwd=here)
+    near(np.load(here / "new/out.npy"), oracle.forward(**tensors)[0])
+
+
+def test_run_mixes_files(here):
+    tensors = {**qkv(), "sink": normal(4)}
+    put(here, "in.safetensors", {name: tensors[name] for name in "qk"})
+    put(here, "others.safetensors", {name: tensors[name] for name in ("v", "sink")})
+    np.save(here / "sink.npy", tensors["sink"])
+    succeeds("run", "in.safetensors", "--v", "others.safetensors", "--sink", "sink.npy", "-o", "out.safetensors", cwd=here)
+    near(load(here / "out.safetensors")["out"], oracle.forward(**tensors)[0])
+
+
+def test_run_empty(here):
+    put(here, "in.safetensors", qkv(sq=0))
+    succeeds("run", "in.safetensors", "-o", "out.safetensors", cwd=here)
+    assert load(here / "out.safetensors")["out"].shape == (2, 0, 4, 6)
+
+
+def test_run_never_overwrites_without_force(here):
+    put(here, "in.safetensors", qkv())
+    (here / "out.safetensors").write_text("mine")
+    refused("run", "in.safetensors", "-o", "out.safetensors", cwd=here, says=("out.safetensors", "exists already", "--force"))
+    assert (here / "out.safetensors").read_text() == "mine"
+    succeeds("run", "in.safetensors", "-o", "out.safetensors", "--force", cwd=here)
+    assert "out" in load(here / "out.safetensors")
+    (here / "folder").mkdir()
+    np.save(here / "folder/lse.npy", np.zeros(1))
+    refused("run", "in.safetensors", "-o", "folder", cwd=here, says=("lse.npy", "exists already"))
+    assert sorted(os.listdir(here / "folder")) == ["lse.npy"]
+    assert not [name for name in os.listdir(here) if name.endswith(".part")]
+
+
+def test_run_wrong_problem_lines(here):
+    put(here, "in.safetensors", qkv())
+    for line, says in [
+        ("sq=6", ("'sq=6'", "does not agree", "sq=5")),
+        ("bf16", ("'bf16'", "does not agree", "fp32")),
+        ("bias=1,h,q,k", ("bias", "does not agree")),
+        ("causl", ("causl", "accepted", "causal")),
+        ("window=1", ("window", "LEFT,RIGHT")),
+        ("dropout=2", ("dropout", "0 <= p <= 1")),
+        ("softcap=-1", ("softcap",)),
+        ("layout=qkv3", ("layout=qkv3", "layout=bshd", "layout=bhsd")),
+        ("backend=gpu", ("backend", "gpu", "cpu")),
+        ("need=q", ("need", "bwd")),
+        ("bwd", ("bwd", "--backward")),
+        ("causal causal", ("causal", "once")),
+    ]:
+        refused("run", "in.safetensors", "-o", "out.safetensors", "-p", line, cwd=here, says=says)
+        assert not (here / "out.safetensors").exists()
+    refused("run", "in.safetensors", "-o", "o.safetensors", "-p", "backend=cuda", cwd=here, code=UNSUPPORTED, says="cuda")
+
+
+def test_run_wrong_tensors(here):
+    good = qkv()
+    for change, says in [
+        ({"q": normal(2, 5, 4)}, ("q: shape 2x5x4", "(B, Sq, Hq, D)")),
+        ({"q": normal(2, 5, 3, 8)}, ("3", "2")),
+        ({"k": normal(2, 7, 2, 9)}, ("k",)),
+        ({"v": normal(2, 7, 2, 6, dtype=np.float64)}, ("v", "fp64", "fp32")),
+        ({"q": np.zeros((2, 5, 4, 8), np.int32)}, ("q", "int32")),
+        ({"mask": normal(2, 4, 5, 7)}, ("mask", "bool", "bias")),
+        ({"bias": normal(3, 5, 7)}, ("bias",)),
+        ({"sink": normal(3)}, ("sink",)),
+        ({"grad_out": normal(2, 5, 4, 6)}, ("grad_out", "--backward")),
+        ({"grad_lse": normal(2, 4, 5)}, ("--backward",)),
+        ({"biass": normal(4, 5, 7)}, ("biass", "did you mean bias")),
+        ({"something": normal(1)}, ("something", "accepted", "alibi_slopes")),
+        ({"bias": normal(1, 1, 1, 1, 1, 1)}, ("bias", "6 dimensions", "at most 5")),
+        ({"cu_seqlens_q": np.array([0, 5], np.int32)}, ("cu_seqlens_k",)),
+    ]:
+        put(here, "in.safetensors", {**good, **change})
+        refused("run", "in.safetensors", "-o", "out.safetensors", cwd=here, says=says)
+        assert not (here / "out.safetensors").exists()
+    for missing in "qkv":
+        put(here, "in.safetensors", {name: array for name, array in good.items() if name != missing})
+        refused("run", "in.safetensors", "-o", "out.safetensors", cwd=here, says=(f"{missing} is missing", f"--{missing} FILE"))
+    put(here, "in.safetensors", good)
+    refused("run", "in.safetensors", "-o", "out.safetensors", "--backward", cwd=here, says="grad_out is missing")
+    refused("run", "in.safetensors", "-o", "out.safetensors", "--q", "in.safetensors", cwd=here, says=("q", "give it once"))
+    put(here, "bad.safetensors", {**good, "cu_seqlens_q": np.array([0, 5, 3], np.int32), "cu_seqlens_k": np.array([0, 3, 7], np.int32)})
+    refused("run", "bad.safetensors", "-o", "out.safetensors", cwd=here)
+
+
+def test_run_where_results_go(here):
+    put(here, "in.safetensors", qkv())
+    put(here, "bf16.safetensors", qkv(), bf16="qkv")
+    (here / "folder").mkdir()
+    refused("run", "in.safetensors", cwd=here, says="--output")
+    refused("run", "in.safetensors", "-o", "out.npz", cwd=here, says=("out.npz", ".safetensors", "folder"))
+    refused("run", "in.safetensors", "-o", "no/such/out.safetensors", cwd=here, says="there is no folder no/such")
+    refused("run", "bf16.safetensors", "-o", "folder", cwd=here, says=("bf16", ".npy cannot carry", ".safetensors"))
+    (here / "x.safetensors").mkdir()
+    refused("run", "in.safetensors", "-o", "x.safetensors", cwd=here, says="a folder")
+    assert os.listdir(here / "folder") == []
+
+
+# ---- files that are not what they should be ----
+
+
+def test_files_that_cannot_be_read(here):
+    run = ("run", "-o", "out.safetensors")
+    refused(*run, "missing.safetensors", cwd=here, says=("missing.safetensors", "no such file"))
+    refused(*run, ".", cwd=here, says="a folder, where a file is expected")
+    refused(*run, "/dev/null", cwd=here, says="not a regular file")
+    (here / "q.npy").write_bytes(b"")
+    refused(*run, "q.npy", cwd=here, says=("q.npy", "holds one array", "--q q.npy"))
+    refused(*run, "--q", "q.npy", cwd=here, says=("q.npy", "not an .npy file"))
+    refused(*run, "--q", "q.txt", cwd=here, says=("q.txt", "accepted: .npy or .safetensors"))
+    put(here, "other.safetensors", {"x": normal(1)})
+    refused(*run, "--q", "other.safetensors", cwd=here, says=("has no tensor 'q'", "it has: x"))
+    if os.geteuid() != 0:  # root may read everything
+        secret = put(here, "secret.safetensors", qkv())
+        secret.chmod(0)
+        refused(*run, "secret.safetensors", cwd=here, says="Permission denied")
+
+
+ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+HOSTILE_SAFETENSORS = {
+    "empty": (b"", "truncated"),
+    "seven bytes": (b"\0" * 7, "truncated"),
+    "header past the end": (struct.pack("<Q", 100) + b"{}", "truncated"),
+    "header of 2^63": (struct.pack("<Q", 1 << 63) + b"{}", "not a .safetensors file"),
+    "header of all ones": (b"\xff" * 16, "not a .safetensors file"),
+    "not JSON": (pack(b"PK\3\4 something else"), "not JSON"),
+    "not UTF-8": (pack(b'{"\xff\xfe": 1}'), "not JSON"),
+    "a list": (pack([]), "not a JSON object"),
+    "deep": (pack(b"[" * 100000), "not JSON"),
+    "entry is a number": (pack({"q": 1}), "dtype, shape and data_offsets"),
+    "no shape": (pack({"q": {"dtype": "F32", "data_offsets": [0, 8]}}, b"\0" * 8), "dtype, shape and data_offsets"),
+    "unknown type": (pack({"q": {**ONE, "dtype": "F8_E4M3"}}, b"\0" * 8), "BF16"),
+    "type is a number": (pack({"q": {**ONE, "dtype": 3}}, b"\0" * 8), "accepted"),
+    "negative dimension": (pack({"q": {**ONE, "shape": [-2]}}, b"\0" * 8), "not a list of counts"),
+    "fractional dimension": (pack({"q": {**ONE, "shape": [2.0]}}, b"\0" * 8), "not a list of counts"),
+    "too many elements": (pack({"q": {**ONE, "shape": [1 << 40, 1 << 40]}}, b"\0" * 8), "more elements"),
+    "2^64 elements": (pack({"q": {**ONE, "shape": [1 << 63, 2]}}, b"\0" * 8), "more elements"),
+    "beyond 64 bits": (pack(b'{"q": {"dtype": "F32", "shape": [99999999999999999999999], "data_offsets": [0, 8]}}'), "counts"),
+    "offsets reversed": (pack({"q": {**ONE, "data_offsets": [8, 0]}}, b"\0" * 8), "do not hold its 8 bytes"),
+    "offsets too short": (pack({"q": {**ONE, "data_offsets": [0, 4]}}, b"\0" * 8), "do not hold its 8 bytes"),
+    "three offsets": (pack({"q": {**ONE, "data_offsets": [0, 8, 8]}}, b"\0" * 8), "not two counts"),
+    "overlap": (pack({"q": ONE, "k": {**ONE, "data_offsets": [4, 12]}}, b"\0" * 12), "within the tensor before it"),
+    "the same bytes": (pack({"q": ONE, "k": ONE}, b"\0" * 8), "within the tensor before it"),
+    "a gap": (pack({"q": ONE, "k": {**ONE, "data_offsets": [16, 24]}}, b"\0" * 24), "past the tensor before it"),
+    "truncated data": (pack({"q": ONE}, b"\0" * 7), "truncated"),
+    "huge and not there": (pack({"q": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}), "truncated"),
+    "trailing bytes": (pack({"q": ONE}, b"\0" * 9), "1 bytes follow"),
+    "the same name twice": (pack(b'{"q": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, '
+                                 b'"q": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}', b"\0" * 8), "two tensors"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_SAFETENSORS)
+def test_hostile_safetensors(here, name):
+    content, says = HOSTILE_SAFETENSORS[name]
+    (here / "in.safetensors").write_bytes(content)
+    refused("run", "in.safetensors", "-o", "out.safetensors", cwd=here, says=("in.safetensors", says))
+
+
+def test_metadata_is_no_tensor(here):
+    tensors = qkv()
+    raw = safetensors(tensors)
+    size, = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8:8 + size])
+    (here / "in.safetensors").write_bytes(pack({"__metadata__": {"format": "pt"}, **header}, raw[8 + size:]))
+    succeeds("run", "in.safetensors", "-o", "out.safetensors", cwd=here)
+
+
+def npy(header, data=b"", version=1, length=None):
+    text = header.encode() if isinstance(header, str) else header
+    size = len(text) if length is None else length
+    return b"\x93NUMPY" + bytes([version, 0]) + struct.pack("<H" if version == 1 else "<I", size) + text + data
+
+
+def npy_of(descr="'<f4'", order="False", shape="(2,)", data=b"\0" * 8):
+    return npy(f"{{'descr': {descr}, 'fortran_order': {order}, 'shape': {shape}, }}", data)
+
+
+HOSTILE_NPY = {
+    "another format": (b"PK\3\4 and so on", "not an .npy file"),
+    "the magic alone": (b"\x93NUMPY", "truncated"),
+    "a part of the magic": (b"\x93NUM", "truncated"),
+    "version 9": (npy("{}", version=9), "version 9"),
+    "header past the end": (npy("{}", length=5000), "truncated"),
+    "header of 4 GB": (npy("{}", version=2, length=0xFFFFFFFF), "not a readable .npy header"),
+    "header is no dictionary": (npy("[1, 2]"), "not a readable .npy header"),
+    "an unknown key": (npy("{'colour': 'red', }"), "unknown key 'colour'"),
+    "no shape": (npy("{'descr': '<f4', 'fortran_order': False, }"), "missing"),
+    "an endless string": (npy("{'descr"), "a string is missing"),
+    "order is 7": (npy_of(order="7"), "neither True nor False"),
+    "a negative dimension": (npy_of(shape="(-2,)"), "tuple of counts"),
+    "a huge dimension": (npy_of(shape="(99999999999999999999999,)"), "tuple of counts"),
+    "too many elements": (npy_of(shape="(4611686018427387904, 8)"), "more elements"),
+    "huge and not there": (npy_of(shape="(1099511627776,)"), "truncated"),
+    "truncated data": (npy_of(data=b"\0" * 7), "truncated"),
+    "trailing bytes": (npy_of(data=b"\0" * 12), "4 bytes follow"),
+    "big-endian": (npy_of(descr="'>f4'"), "big-endian"),
+    "bf16": (npy_of(descr="'|V2'", data=b"\0" * 4), ".npy cannot carry bf16; give it as .safetensors"),
+    "bf16 of ml_dtypes": (npy_of(descr="'<V2'", data=b"\0" * 4), ".npy cannot carry bf16; give it as .safetensors"),
+    "complex": (npy_of(descr="'<c8'"), "accepted: '<f4' (fp32)"),
+    "text": (npy_of(descr="'<U4'"), "accepted"),
+    "objects": (npy_of(descr="'|O'"), "accepted"),
+    "fields": (npy_of(descr="[('x', '<f4')]"), "structured"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_NPY)
+def test_hostile_npy(here, name):
+    content, says = HOSTILE_NPY[name]
+    (here / "q.npy").write_bytes(content)
+    refused("run", "--q", "q.npy", "-o", "out.safetensors", cwd=here, says=("q.npy", says))
+
+
+def test_files_with_changed_bytes(here):
+    """Whatever a file holds, the command ends with a result or a named error."""
+    rng = random.Random(1)
+    put(here, "good.safetensors", qkv(b=1, sq=2, sk=2))
+    np.save(here / "good.npy", normal(1, 2, 4, 8))
+    codes = set()
+    for turn in range(150):
+        name = ("good.safetensors", "good.npy")[turn % 2]
+        raw = bytearray((here / name).read_bytes())
+        for _ in range(rng.randint(1, 4)):
+            raw[rng.randrange(min(len(raw), 300))] = rng.choice([0, 255, 34, 45, 57, 91, 93, 123, 125, rng.randrange(256)])
+        if rng.random() < 0.3:
+            raw = raw[:rng.randrange(len(raw))]
+        changed = here / f"changed{name[4:]}"
+        changed.write_bytes(raw)
+        source = ("good.safetensors", "--bias", changed) if turn % 2 else (changed,)
+        done = fovea("run", *source, "-o", "out.safetensors", "--force", cwd=here)
+        assert done.returncode in (DONE, BAD_INPUT), (turn, done.returncode, done.stderr)
+        assert done.returncode == DONE or done.stderr.startswith("fovea: ")
+        codes.add(done.returncode)
+    assert codes == {DONE, BAD_INPUT}
+
+
+# ---- check, cases ----
+
+
+def test_check_some_rows():
+    text = succeeds("check", "--table", "reduced", "fp64", "causal")
+    passed, failed = map(int, re.search(r"(\d+) passed, (\d+) failed", text).groups())
+    assert passed > 0 and failed == 0
+
+
+def test_check_every_instruction_set():
+    text = succeeds("check", "bwd b=2 hq=4 hk=2 sq=50 sk=33 d=24 fp32 causal bias=1,h,q,k dropout=0.2 seed=5", "--isa", "all",
+                    "--gradients")
+    assert "portable" in text
+    passed = int(re.search(r"(\d+) passed, 0 failed", text).group(1))
+    assert passed >= 2
+
+
+def test_check_fails_where_a_row_fails():
+    done = fovea("check", "bwd b=1 hq=1 sq=8 sk=8 d=8 fp32", "--backend", "cuda")
+    if "no CUDA backend" in done.stdout:
+        assert done.returncode == CHECK_FAILED
+        assert "FAILED bwd b=1" in done.stdout and "0 passed, 1 failed" in done.stdout
+
+
+def test_check_refuses():
+    refused("check", "bf17", says=("bf17", "no row of the table", "no problem line"))
+    refused("check", "--isa", "avx9", says=("avx9", "avx2"))
+    refused("check", "--table", "half", says=("half", "full", "reduced"))
+    refused("check", "--gradiens", says=("--gradiens", "--gradients"))
+
+
+def test_cases_are_problem_lines():
+    lines = succeeds("cases").splitlines()
+    assert len(lines) >= 400 and len(set(lines)) == len(lines)
+    for line in lines[::37]:
+        assert "values=" in line
+        problem = re.sub(r" values=\S+", "", line)
+        assert problem in succeeds("explain", problem)
+    some = succeeds("cases", "bf16", "!causal").splitlines()
+    assert some and all(" bf16 " in line and " causal" not in line for line in some)
+    assert len(succeeds("cases", "--table", "reduced").splitlines()) < len(lines)
+
+
+# ---- bench ----
+
+
+def test_bench_json(here):
+    line = "fwd b=1 hq=2 sq=64 sk=64 d=16 fp32 causal"
+    text = succeeds("bench", line, "--json", "b.json", cwd=here)
+    assert re.search(r"fovea \d+\.\d+\.\d+, .*threads.*\n\s+GFLOP/s\s+ms\s+problem\n.*causal", text)
+    result = json.loads((here / "b.json").read_text())
+    row, = result["rows"]
+    pairs = 64 * 65 / 2
+    assert row["problem"] == line and row["flops_of_allowed_pairs"] == 4 * 16 * pairs * 2
+    assert row["gflops_per_second"] == pytest.approx(row["flops_of_allowed_pairs"] / row["seconds"] / 1e9)
+    assert sorted(row["seconds_of_rounds"])[1] == row["seconds"] > 0
+    assert result["threads"] >= 1 and result["isa"]
+    refused("bench", line, "--json", "b.json", cwd=here, says=("b.json", "exists already"))
+    on_stdout = json.loads(succeeds("bench", line, "--json", "-"))
+    assert on_stdout["rows"][0]["problem"] == line
+
+
+def test_bench_rows():
+    lines = succeeds("bench", "--list").splitlines()
+    assert len(lines) > 10
+    assert all(line.startswith("bwd") for line in succeeds("bench", "bwd", "--list").splitlines())
+    refused("bench", "fastest", says=("fastest", "--list"))
+    refused("bench", "--lst", says=("--lst", "--list"))
+
+
+def test_bench_counts_flops_of_allowed_pairs_alone():
+    rows = {}
+    for options in ("", "window=3,0", "causal", "dv=8"):
+        line = f"bwd b=1 hq=1 sq=20 sk=30 d=16 fp32 {options}".strip()
+        result, = json.loads(succeeds("bench", line, "--json", "-"))["rows"]
+        rows[options] = result["flops_of_allowed_pairs"]
+    assert rows[""] == 10 * 16 * 20 * 30
+    assert rows["causal"] == 10 * 16 * sum(i + 10 + 1 for i in range(20))
+    assert rows["window=3,0"] == 10 * 16 * 4 * 20
+    assert rows["dv=8"] == 2 * (3 * 16 + 2 * 8) * 20 * 30
+
+
+# ---- explain ----
+
+
+def test_explain_a_problem():
+    text = succeeds("explain", "fwd b=2 hq=4 sq=128 d=64 bf16 causal")
+    assert "problem: fwd b=2 hq=4 sq=128 sk=128 d=64 bf16 causal" in text and "cpu: serves" in text and "workspace" in text
+    assert text == succeeds("explain", "fwd", "b=2", "hq=4", "sq=128", "d=64", "bf16", "causal")
+    done = fovea("explain", "fwd b=1 sq=8 d=8 backend=cuda")
+    assert done.returncode == UNSUPPORTED and "cuda" in done.stdout
+    forced = succeeds("explain", "fwd b=1 sq=8 d=8", env={"FOVEA_BACKEND": "reference"})
+    assert "reference: serves" in forced
+
+
+def test_explain_refuses():
+    refused("explain", "fwd sq=1", says=("d=N",))
+    refused("explain", "fwd sq=1 d=8 hq=3 hk=2", says=("hk", "divisor"))
+    refused("explain", "fwd sq=one d=8", says=("sq", "one"))
+    refused("explain", "fwd sq=1 d=8 windw=1,1", says=("windw", "window"))
+
+
+def test_explain_the_machine():
+    text = succeeds("explain", env={"FOVEA_CPU_ISA": "portable", "FOVEA_BAKCEND": "cpu"})
+    assert re.search(r"instruction set\s+portable\s+in use", text)
+    assert re.search(r"threads\s+\d+ ", text)
+    assert re.search(r"backend\s+cpu\s+available", text)
+    assert re.search(r"FOVEA_CPU_ISA\s+portable", text)
+    assert re.search(r"FOVEA_BAKCEND.*nothing reads it; did you mean FOVEA_BACKEND", text)
+
+
+# ---- the command itself ----
+
+
+def test_help_has_examples_at_every_level():
+    for command in ([], ["run"], ["check"], ["cases"], ["bench"], ["explain"]):
+        text = succeeds(*command, "--help")
+        assert "Examples:" in text and "fovea" in text.split("Examples:")[1], command
+    top = succeeds("--help")
+    for command in ("run", "check", "cases", "bench", "explain"):
+        assert command in top
+    assert "Exit codes:" in top
+
+
+def test_help_examples_are_accepted(here):
+    """Every example of the help texts is a command line that is understood."""
+    put(here, "inputs.safetensors", {**qkv(sq=7), "sink": normal(4)})
+    put(here, "in.safetensors", qkv(sq=7))
+    for name, array in {**qkv(sq=7), "b": normal(4, 7, 7), "do": normal(2, 7, 4, 6)}.items():
+        np.save(here / f"{name}.npy", array)
+    import shlex
+    count = 0
+    for command in ("run", "explain", "cases"):
+        examples = succeeds(command, "--help").split("Examples:")[1].split("\n\n")[0]
+        for line in examples.strip().splitlines():
+            words = shlex.split(line.split("|")[0])
+            env = {word.split("=")[0]: word.split("=")[1] for word in words[:words.index("fovea")]}
+            arguments = words[words.index("fovea") + 1:]
+            if command == "run":
+                arguments.append("--force")
+            succeeds(*arguments, cwd=here, env=env)
+            count += 1
+    assert count >= 8
+
+
+def test_version():
+    header = (ROOT / "include/fovea/c.h").read_text()
+    version = ".".join(re.search(rf"FOVEA_VERSION_{part} (\d+)", header).group(1) for part in ("MAJOR", "MINOR", "PATCH"))
+    assert succeeds("--version").strip() == f"fovea {version}"
+
+
+def test_unknown_words_and_what_was_meant():
+    refused("chek", says=("unknown command 'chek'", "did you mean check?", "fovea --help"))
+    refused("xyzzy", says=("unknown command 'xyzzy'", "accepted: run, check, cases, bench, explain"))
+    refused("--verson", says=("--verson", "--version"))
+    refused("run", "--mas", "m.npy", says=("--mas", "--mask", "fovea run --help"))
+    refused("run", "a", "b", says=("run", "'b'"))
+    done = fovea()
+    assert done.returncode == BAD_INPUT and "Examples:" in done.stdout
+
+
+def test_progress_and_errors_are_not_on_standard_output(here):
+    put(here, "in.safetensors", qkv())
+    done = fovea("run", "in.safetensors", "-o", "out.safetensors", cwd=here)
+    assert done.stderr == ""
+    done = fovea("bench", "fwd b=1 hq=1 sq=16 sk=16 d=8 fp32", "--json", "-")
+    json.loads(done.stdout)
