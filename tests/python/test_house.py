@@ -81,7 +81,10 @@ def test_every_source_names_its_licence_first():
 
 
 def test_every_source_of_the_library_begins_by_saying_what_it_is():
+    """Or its header does."""
     for name in tracked("src/*.h", "src/*.cpp", "include/*.h"):
+        if name.endswith(".cpp") and (ROOT / name).with_suffix(".h").exists():
+            continue
         lines = (ROOT / name).read_text().splitlines()
         assert re.match(r"(//| \*)", lines[1]) and len(" ".join(lines[1:5])) > 60, name
 
