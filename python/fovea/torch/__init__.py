@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fovea.torch: exact fused attention as a differentiable PyTorch operator.
+
+>>> import torch, fovea.torch
+>>> q = k = v = torch.ones(1, 2, 4, 8, requires_grad=True)      # batch, heads, sequence, head dimension
+>>> fovea.torch.attention(q, k, v, causal=True).sum().backward()
+
+_attention.py   the function that users call: arguments, autocast, nested tensors, seeds
+_operators.py   the operators fovea::attention, fovea::attention_backward and fovea::seed, and autograd around them
+_vmap.py        what torch.vmap makes of them
+_call.py        from tensors to a fovea_problem of the C library
+
+docs/torch.md tells how it works together with the rest of PyTorch.
+"""
+
+try:
+    import torch
+except ImportError as error:
+    raise ImportError(f"fovea.torch needs PyTorch, which cannot be imported here: {error}") from error
+
+_OLDEST = (2, 9)
+
+
+def _refuse_old(version: str) -> None:
+    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
+        raise ImportError(f"fovea.torch: PyTorch {version}; accepted: {'.'.join(map(str, _OLDEST))} or newer")
+
+
+_refuse_old(torch.__version__)
+
+from fovea.torch._attention import attention  # noqa: E402  (older versions lack what it imports)
+
+__all__ = ["attention"]

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fovea.torch.attention: from what users write to the arguments of the operator.
+
+What is checked here is what the C library cannot see: that the arguments are tensors of one device, that no gradient
+is asked for where there is none, and choices that have names. Everything else it checks itself, with its own words.
+torch.compile and torch.export trace this file, so it is kept to what they follow.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, NoReturn, Optional, Union
+
+import torch
+from torch import Tensor
+
+from fovea._problem import shape_text
+from fovea.torch import _call, _operators, _vmap  # noqa: F401  (_vmap registers its rules)
+
+_ALIGNS = (None, "bottom_right", "top_left")
+_LAYOUTS = ("bhsd", "bshd")
+_RNGS = ("fovea", "torch_mem_efficient")
+_DEVICES = ("cpu", "cuda", "meta")
+_NAMES = _call.Arguments._fields[: _call.TENSORS]
+_SIX = operator.itemgetter(*(_NAMES.index(name) for name in _call.DIFFERENTIABLE))
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    bias: Optional[Tensor] = None,
+    bias2: Optional[Tensor] = None,
+    mask: Optional[Tensor] = None,
+    scale: Optional[float] = None,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    align: Optional[str] = None,
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Tensor] = None,
+    sink: Optional[Tensor] = None,
+    dropout_p: float = 0.0,
+    seed: Union[int, Tensor, None] = None,
+    offset: Union[int, Tensor] = 0,
+    rng: str = "fovea",
+    cu_seqlens_q: Optional[Tensor] = None,
+    cu_seqlens_k: Optional[Tensor] = None,
+    max_seqlen_q: Optional[int] = None,
+    max_seqlen_k: Optional[int] = None,
+    seqused_q: Optional[Tensor] = None,
+    seqused_k: Optional[Tensor] = None,
+    batch_shape: Optional[Sequence[int]] = None,
+    layout: str = "bhsd",
+    deterministic: bool = False,
+    return_lse: bool = False,
+    backend: Optional[str] = None,
+) -> Any:
+    """softmax(scale * q @ k.T + ...) @ v, exactly, in memory linear in the sequence length, with every gradient.
+
+    q is (B, Hq, S, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv); layout="bshd" has S before H, five dimensions are a batch
+    of two levels (B1, B2), and with cu_seqlens_q and cu_seqlens_k all three are packed, (total, H, D). Nested tensors
+    of layout torch.jagged are packed ones. The keywords are those of fovea.attention and mean the same, but for these:
+
+    seed           None: drawn from PyTorch's generator of the device, so that torch.manual_seed and checkpointing
+                   rule it; otherwise an integer, or a tensor of one int64 on the device
+    deterministic  torch.use_deterministic_algorithms turns it on as well
+
+    Returns out, or (out, lse) with return_lse. Differentiable in q, k, v, bias, bias2 and sink, through out and lse.
+    """
+    seed_tensor = offset_tensor = None
+    drawn = False
+    if isinstance(seed, Tensor):
+        seed_tensor, seed = seed, 0
+    elif seed is None:
+        seed = 0
+        drawn = dropout_p != 0
+    else:
+        seed = _word("seed", seed)
+    if isinstance(offset, Tensor):
+        offset_tensor, offset = offset, 0
+    elif offset != 0:
+        offset = _word("offset", offset)
+
+    tensors = (q, k, v, bias, bias2, mask, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+               seed_tensor, offset_tensor)  # fmt: skip
+    compiling = torch.compiler.is_compiling()
+    plain = _check_tensors(tensors) and not compiling and _is_plain(tensors)
+    if not plain and q.is_nested:
+        return _nested(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, layout, return_lse,
+                       bias=bias, bias2=bias2, mask=mask, scale=scale, causal=causal, window=window, align=align,
+                       softcap=softcap, alibi_slopes=alibi_slopes, sink=sink, dropout_p=dropout_p,
+                       seed=(None if drawn else seed) if seed_tensor is None else seed_tensor,
+                       offset=offset if offset_tensor is None else offset_tensor, rng=rng, max_seqlen_q=max_seqlen_q,
+                       max_seqlen_k=max_seqlen_k, batch_shape=batch_shape, deterministic=deterministic,
+                       backend=backend)  # fmt: skip
+
+    if align not in _ALIGNS:
+        _refuse_choice("align", align, _ALIGNS)
+    if layout not in _LAYOUTS:
+        _refuse_choice("layout", layout, _LAYOUTS)
+    if rng not in _RNGS:
+        _refuse_choice("rng", rng, _RNGS)
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend: {backend!r}; accepted: a name that fovea.backends() has")
+    if scale is not None and type(scale) is not float:
+        scale = _real("scale", scale)
+    if type(softcap) is not float:
+        softcap = _real("softcap", softcap)
+    if type(dropout_p) is not float:
+        dropout_p = _real("dropout_p", dropout_p)
+    left, right = _window(window)
+    if deterministic:
+        order = _call.DETERMINISTIC
+    elif torch.are_deterministic_algorithms_enabled():
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        order = _call.DETERMINISTIC_OR_WARN if warn_only else _call.DETERMINISTIC
+    else:
+        order = _call.ANY_ORDER
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = _autocast(q, k, v)
+        tensors = (q, k, v, *tensors[3:])
+
+    direct = plain and not _operators.is_watched()
+    if drawn:
+        drawn_seed = _operators.draw_seed(q) if direct else _operators.seed(q)
+        tensors = (*tensors[:12], drawn_seed, offset_tensor)
+    arguments = (
+        *tensors,
+        seed,
+        offset,
+        scale,
+        bool(causal),
+        left,
+        right,
+        align,
+        softcap,
+        dropout_p,
+        rng,
+        0 if max_seqlen_q is None else _integer("max_seqlen_q", max_seqlen_q),
+        0 if max_seqlen_k is None else _integer("max_seqlen_k", max_seqlen_k),
+        0 if batch_shape is None else _batch_outer(batch_shape, cu_seqlens_q, cu_seqlens_k),
+        layout,
+        order,
+        backend,
+    )
+    if direct:
+        run = _operators.DirectAttention.apply if _wants_gradient(tensors) else _call.forward
+    elif not compiling and torch._C._are_functorch_transforms_active():
+        run = _operators.Attention.apply
+    else:
+        run = _operators.attention
+    out, lse = run(*arguments)
+    return (out, lse) if return_lse else out
+
+
+def _check_tensors(tensors: tuple) -> bool:
+    """Refuses what is no tensor, or lies elsewhere; true if all are dense tensors of PyTorch's own type."""
+    q = tensors[0]
+    device = q.device if isinstance(q, Tensor) else None
+    plain = True
+    for index, tensor in enumerate(tensors):
+        if tensor is None:
+            if index < 3:
+                raise TypeError(f"{_NAMES[index]}: None; accepted: a torch.Tensor")
+            continue
+        if type(tensor) not in _operators.PLAIN:
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{_NAMES[index]}: a {type(tensor).__name__}; accepted: a torch.Tensor")
+            plain = False
+        if tensor.device != device:
+            raise ValueError(f"{_name(index)}: on {tensor.device}; accepted: {device}, where q lies")
+        if tensor.layout is not torch.strided:
+            if not tensor.is_nested:
+                raise TypeError(f"{_name(index)}: a tensor of layout {tensor.layout}; accepted: a dense one")
+            plain = False
+    if device.type not in _DEVICES:
+        raise NotImplementedError(f"q: lies on {device}; this build of fovea computes on the CPU and on CUDA devices")
+    slopes = tensors[6]
+    if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "alibi_slopes: requires_grad, and it has no gradient; accepted: alibi_slopes.detach(), or the same "
+            "numbers as a bias, which has one"
+        )
+    return plain
+
+
+def _is_plain(tensors: tuple) -> bool:
+    """Whether memory holds what the tensors say: no negation that is still to be done, no tensor without memory."""
+    for tensor in tensors:
+        if tensor is not None and (tensor.is_neg() or tensor.is_meta):
+            return False
+    return True
+
+
+def _name(index: int) -> str:
+    return _NAMES[index].removesuffix("_tensor")
+
+
+def _wants_gradient(tensors: tuple) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    for tensor in _SIX(tensors):
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
+
+
+def _autocast(*tensors: Tensor) -> list[Tensor]:
+    """q, k and v as a matrix product would have them; the bias has a type of its own."""
+    device = tensors[0].device.type
+    dtype = torch.get_autocast_dtype(device)
+    return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
+
+
+# ---- nested tensors ----
+
+
+def _nested(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any, seqused_q: Any, seqused_k: Any, layout: str,
+    return_lse: bool, **options: Any,
+) -> Any:  # fmt: skip
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    lengths.update(seqused_q=seqused_q, seqused_k=seqused_k)
+    for name, given in lengths.items():
+        if given is not None:
+            raise ValueError(f"{name}: given with a nested q; accepted: None, nested tensors have their lengths")
+    if layout not in _LAYOUTS:
+        _refuse_choice("layout", layout, _LAYOUTS)
+    swap = layout == "bhsd"
+    q, k, v = (_rows_first(name, x, swap) for name, x in (("q", q), ("k", k), ("v", v)))
+    if v.offsets() is not k.offsets() and not torch.equal(v.offsets(), k.offsets()):
+        raise ValueError("v: sequences of other lengths than those of k; accepted: the same")
+    out, lse = attention(
+        q.values(), k.values(), v.values(), cu_seqlens_q=q.offsets(), cu_seqlens_k=k.offsets(), layout=layout,
+        return_lse=True, **_with_longest(options, q, k),
+    )  # fmt: skip
+    out = torch.nested.nested_tensor_from_jagged(out, q.offsets())
+    if swap:
+        out = out.transpose(1, 2)
+    if not return_lse:
+        return out
+    return out, torch.nested.nested_tensor_from_jagged(lse.transpose(0, 1), q.offsets()).transpose(1, 2)
+
+
+def _rows_first(name: str, tensor: Tensor, swap: bool) -> Tensor:
+    """(B, j, H, D) of a nested tensor."""
+    if not tensor.is_nested or tensor.layout is not torch.jagged:
+        kind = f"a nested tensor of layout {tensor.layout}" if tensor.is_nested else "a dense tensor"
+        raise TypeError(f"{name}: {kind}, where q is nested; accepted: a nested tensor of layout torch.jagged")
+    if tensor.lengths() is not None:
+        raise NotImplementedError(f"{name}: a nested tensor with gaps; accepted: one without, as of {name}.contiguous()")
+    dims = "(B, H, j, D)" if swap else "(B, j, H, D)"
+    if tensor.dim() != 4 or tensor._ragged_idx != (2 if swap else 1):
+        raise ValueError(f"{name}: a nested tensor of shape {tuple(tensor.shape)}; accepted: {dims}, j its lengths")
+    return tensor.transpose(1, 2) if swap else tensor
+
+
+def _with_longest(options: dict[str, Any], q: Tensor, k: Tensor) -> dict[str, Any]:
+    """On the CPU the library looks for the longest sequence itself."""
+    if q.device.type != "cpu":
+        for name, nested in (("max_seqlen_q", q), ("max_seqlen_k", k)):
+            if options[name] is None:
+                options[name] = nested._get_max_seqlen()
+    return options
+
+
+# ---- numbers and choices ----
+
+
+def _refuse_choice(name: str, value: Any, choices: tuple) -> NoReturn:
+    raise ValueError(f"{name}: {value!r}; accepted: {', '.join(repr(choice) for choice in choices)}")
+
+
+def _integer(name: str, value: Any) -> int:
+    if isinstance(value, (int, torch.SymInt)):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: {value!r}; accepted: an integer") from None
+
+
+def _word(name: str, value: Any) -> int:
+    """64 bits as a signed number, which is what the dispatcher has."""
+    number = _integer(name, value)
+    if not -(2**63) <= number < 2**64:
+        raise ValueError(f"{name}: {number}; accepted: an integer of up to 64 bits")
+    return number - 2**64 if number >= 2**63 else number
+
+
+def _real(name: str, value: Any) -> float:
+    if isinstance(value, Tensor):
+        hint = "; what is learnt can multiply q" if name == "scale" else ""
+        raise TypeError(f"{name}: a Tensor; accepted: a number, which has no gradient{hint}")
+    if isinstance(value, (int, torch.SymInt, torch.SymFloat)):
+        return float(value)
+    if isinstance(value, (str, bytes)):
+        raise TypeError(f"{name}: {value!r}; accepted: a number")
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: {value!r}; accepted: a number") from None
+
+
+def _window(window: Any) -> tuple[int, int]:
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"window: {window!r}; accepted: a pair (left, right) of integers, -1 for unbounded")
+    return _integer("window", window[0]), _integer("window", window[1])
+
+
+def _batch_outer(batch_shape: Any, cu_seqlens_q: Optional[Tensor], cu_seqlens_k: Optional[Tensor]) -> int:
+    lengths = cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q
+    if lengths is None:
+        raise ValueError("batch_shape: given without cu_seqlens; accepted: None, five dimensions say it")
+    if not isinstance(batch_shape, (tuple, list)) or len(batch_shape) != 2:
+        raise TypeError(f"batch_shape: {batch_shape!r}; accepted: a pair of integers (B1, B2)")
+    outer, inner = (_integer("batch_shape", n) for n in batch_shape)
+    batch = lengths.shape[0] - 1 if lengths.dim() == 1 else 0
+    if outer < 1 or outer * inner != batch:
+        given = shape_text((outer, inner))
+        raise ValueError(f"batch_shape: {given}; accepted: B1 x B2 = {batch}, the number of sequences")
+    return outer

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators that PyTorch knows, and autograd around them.
+
+    fovea::attention            out and lse
+    fovea::attention_backward   the gradients that `need` asks for
+    fovea::seed                 one random number of the device's generator, which stays on the device
+
+They are registered with torch.library.Library.define and impl, and differentiated by one torch.autograd.Function:
+torch.library.custom_op with register_autograd does the same for several times the host time (docs/torch.md).
+
+Who goes through the dispatcher? Whatever watches or transforms operators: tracing, vmap, tensor subclasses, dispatch
+modes, the profiler. Plain tensors in plain eager mode go straight to _call.py (_attention.py decides), since taking
+thirty arguments through the dispatcher costs as much as all the rest of a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn, Optional
+
+import torch
+from torch import Tensor
+
+from fovea.torch import _call
+from fovea.torch._call import DIFFERENTIABLE, TENSORS, Arguments
+
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? bias2, Tensor? mask, Tensor? alibi_slopes, Tensor? sink, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor? seed_tensor, "
+    "Tensor? offset_tensor, SymInt seed, SymInt offset, float? scale, bool causal, SymInt window_left, "
+    "SymInt window_right, str? align, float softcap, float dropout_p, str rng, SymInt max_seqlen_q, "
+    "SymInt max_seqlen_k, SymInt batch_outer, str layout, int deterministic, str? backend"
+)
+_INDEX = tuple(Arguments._fields.index(name) for name in DIFFERENTIABLE)
+_NO_GRADS = (None,) * len(Arguments._fields)
+
+library = torch.library.Library("fovea", "DEF")
+library.define(
+    f"attention({_ARGUMENTS}) -> (Tensor out, Tensor lse)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+library.define(
+    f"attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, bool[] need, {_ARGUMENTS}) "
+    "-> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+library.define(
+    "seed(Tensor like) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded),
+)
+attention = torch.ops.fovea.attention.default
+attention_backward = torch.ops.fovea.attention_backward.default
+seed = torch.ops.fovea.seed.default
+
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+def draw_seed(like: Tensor) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device=like.device).random_()
+
+
+for _device in ("CPU", "CUDA"):
+    library.impl("attention", _call.forward, _device)
+    library.impl("attention_backward", _call.backward, _device)
+    library.impl("seed", draw_seed, _device)
+
+
+# ---- fakes: what tracing sees ----
+
+
+@torch.library.register_fake("fovea::attention", lib=library)
+def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+    a = Arguments(*arguments)
+    _call.check_ranks(a)
+    return _call.new_out(a), _call.new_lse(a)
+
+
+@torch.library.register_fake("fovea::attention_backward", lib=library)
+def _(
+    grad_out: Tensor, grad_lse: Optional[Tensor], out: Tensor, lse: Tensor, need: Sequence[bool], *arguments: Any
+) -> list[Tensor]:
+    a = Arguments(*arguments)
+    return [_call.new_grad(a, name) for name, wanted in zip(DIFFERENTIABLE, need) if wanted]
+
+
+@torch.library.register_fake("fovea::seed", lib=library)
+def _(like: Tensor) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device=like.device)
+
+
+# ---- autograd ----
+
+
+class Attention(torch.autograd.Function):
+    """fovea::attention with its gradients. setup_context and generate_vmap_rule are what torch.func asks for."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        with _below_autograd():
+            return attention(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:TENSORS], *output)
+        ctx.options = inputs[TENSORS:]
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Optional[Tensor], grad_lse: Optional[Tensor]) -> tuple:
+        return differentiate(ctx, grad_out, grad_lse, _through_dispatcher)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        raise NotImplementedError("fovea.torch.attention: forward-mode differentiation; accepted: reverse mode")
+
+
+class DirectAttention(torch.autograd.Function):
+    """The same for plain tensors in eager mode: past the dispatcher, and without setup_context, for which PyTorch 2.9
+    inspects signatures in each call."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        result = _call.forward(*arguments)
+        Attention.setup_context(ctx, arguments, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Optional[Tensor], grad_lse: Optional[Tensor]) -> tuple:
+        return differentiate(ctx, grad_out, grad_lse, _direct)
+
+    jvp = Attention.jvp
+
+
+def differentiate(ctx: Any, grad_out: Optional[Tensor], grad_lse: Optional[Tensor], how: Any) -> tuple:
+    *tensors, out, lse = ctx.saved_tensors
+    need = [ctx.needs_input_grad[index] for index in _INDEX]
+    if grad_out is None:
+        if grad_lse is None:
+            return _NO_GRADS
+        grad_out = torch.zeros_like(out)
+    found = iter(how(grad_out, grad_lse, out, lse, need, *tensors, *ctx.options))
+    grads = list(_NO_GRADS)
+    for index, wanted in zip(_INDEX, need):
+        if wanted:
+            grads[index] = next(found)
+    return tuple(grads)
+
+
+def _direct(*arguments: Any) -> Sequence[Tensor]:
+    if torch.is_grad_enabled() or is_watched(arguments[0], arguments[1]):
+        return _through_dispatcher(*arguments)
+    return _call.backward(*arguments)
+
+
+def _through_dispatcher(*arguments: Any) -> Sequence[Tensor]:
+    if torch.is_grad_enabled():  # create_graph=True
+        return OnceDifferentiable.apply(*arguments)
+    with _below_autograd():
+        return attention_backward(*arguments)
+
+
+class OnceDifferentiable(torch.autograd.Function):
+    """fovea::attention_backward in a graph: it may be there, and says so if it is differentiated."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        with _below_autograd():
+            return tuple(attention_backward(*arguments))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> NoReturn:
+        raise NotImplementedError(
+            "fovea.torch.attention: double backward (the gradient of a gradient); accepted: first derivatives, or "
+            "torch.nn.functional.scaled_dot_product_attention with its math backend where second ones are needed"
+        )
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        raise NotImplementedError("fovea.torch.attention: forward-mode differentiation of a gradient; accepted: none")
+
+
+def _attention_autograd(*arguments: Any) -> tuple[Tensor, Tensor]:
+    if torch.is_grad_enabled():
+        return Attention.apply(*arguments)
+    with _below_autograd():
+        return attention(*arguments)
+
+
+library.impl("attention", _attention_autograd, "Autograd")
+library.impl("attention_backward", _through_dispatcher, "Autograd")
+
+
+# ---- who is watching ----
+
+PLAIN = (Tensor, torch.nn.Parameter)
+_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._are_functorch_transforms_active
+_profiler = torch._C._autograd._profiler_enabled
+
+
+def is_watched(*tensors: Optional[Tensor]) -> bool:
+    """Whether somebody is there to whom the dispatcher has to show the operator."""
+    for tensor in tensors:
+        if tensor is not None and type(tensor) not in PLAIN:
+            return True
+    return _modes() > 0 or _transforms() or _profiler()

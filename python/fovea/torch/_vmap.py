@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.vmap of the operators.
+
+Dense tensors (B, ...) without dropout: the mapped dimension becomes the first level of a batch of two, so that all
+slices are one call and a bias that is not mapped is not copied. Otherwise (packed sequences, a batch that has two
+levels already, mapped sinks, dropout, whose mask has to be that of the slice by itself): one call for each slice.
+
+In the backward every gradient is that of a slice, so that whatever is asked for has to have the mapped dimension:
+torch.func sums over it where the input had none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from fovea.torch import _operators
+from fovea.torch._call import DIFFERENTIABLE, Arguments
+
+_PER_SEQUENCE = ("seqused_q", "seqused_k")
+_PLANES = ("bias", "bias2", "mask")
+
+
+def _first(tensor: Optional[Tensor], dim: Optional[int], size: int) -> Optional[Tensor]:
+    """With the mapped dimension in front, expanded if there was none."""
+    if tensor is None:
+        return None
+    return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
+def _slices(size: int, dims: Sequence[Optional[int]], arguments: Sequence[Any]) -> list[tuple]:
+    return [
+        tuple(x if dim is None else x.select(dim, n) for x, dim in zip(arguments, dims)) for n in range(size)
+    ]
+
+
+def _folded(size: int, dims: Arguments, a: Arguments, need: Sequence[bool]) -> Optional[Arguments]:
+    """The problem of all slices in one, or None where there is none."""
+    if a.packed or a.dropout_p != 0 or dims.sink is not None:
+        return None
+    if a.sink is not None and need and need[DIFFERENTIABLE.index("sink")]:
+        return None
+    if a.q.dim() - (dims.q is not None) != 4:
+        return None
+    changes: dict[str, Any] = {name: _first(getattr(a, name), getattr(dims, name), size) for name in ("q", "k", "v")}
+    batch = changes["q"].shape[1]
+    for name in _PLANES:
+        tensor, dim = getattr(a, name), getattr(dims, name)
+        wanted = bool(need) and name in DIFFERENTIABLE and need[DIFFERENTIABLE.index(name)]
+        if tensor is not None and (dim is not None or wanted):
+            tensor = _first(tensor, dim, size)
+            rank = tensor.dim()
+            if rank > 5:
+                return None
+            changes[name] = tensor.reshape(size, *(1,) * (5 - rank), *tensor.shape[1:])
+    for name in _PER_SEQUENCE:
+        tensor = getattr(a, name)
+        if tensor is not None:
+            changes[name] = _first(tensor, getattr(dims, name), size).reshape(-1)
+    slopes, dim = a.alibi_slopes, dims.alibi_slopes
+    if slopes is not None and (dim is not None or slopes.dim() == 2):
+        slopes = _first(slopes, dim, size)
+        if slopes.dim() == 2:
+            slopes = slopes.unsqueeze(1).expand(-1, batch, -1)
+        changes["alibi_slopes"] = slopes.reshape(size * batch, -1)
+    return a._replace(**changes)
+
+
+@torch.library.register_vmap("fovea::attention", lib=_operators.library)
+def _(info: Any, in_dims: tuple, *arguments: Any) -> tuple:
+    size = info.batch_size
+    folded = _folded(size, Arguments(*in_dims), Arguments(*arguments), ())
+    if folded is not None:
+        return _operators.attention(*folded), (0, 0)
+    results = [_operators.attention(*one) for one in _slices(size, in_dims, arguments)]
+    return tuple(torch.stack(parts) for parts in zip(*results)), (0, 0)
+
+
+@torch.library.register_vmap("fovea::attention_backward", lib=_operators.library)
+def _(info: Any, in_dims: tuple, *arguments: Any) -> tuple:
+    size = info.batch_size
+    in_dims = tuple(None if isinstance(dim, list) else dim for dim in in_dims)  # need: a list
+    (*rows, need), given = arguments[:5], Arguments(*arguments[5:])
+    folded = _folded(size, Arguments(*in_dims[5:]), given, need)
+    if folded is not None:
+        rows = [_first(x, dim, size) for x, dim in zip(rows, in_dims)]
+        grads = _operators.attention_backward(*rows, need, *folded)
+        wanted = [name for name, asked in zip(DIFFERENTIABLE, need) if asked]
+        shaped = []
+        for name, grad in zip(wanted, grads):
+            tensor, dim = getattr(given, name), getattr(Arguments(*in_dims[5:]), name)
+            shaped.append(grad.reshape(_first(tensor, dim, size).shape))
+    else:
+        results = [_operators.attention_backward(*one) for one in _slices(size, in_dims, arguments)]
+        shaped = [torch.stack(parts) for parts in zip(*results)]
+    return shaped, [0] * len(shaped)
+
+
+@torch.library.register_vmap("fovea::seed", lib=_operators.library)
+def _(info: Any, in_dims: tuple, like: Tensor) -> tuple:
+    if info.randomness == "error":
+        raise RuntimeError(
+            "fovea.torch.attention: dropout in torch.vmap(randomness='error'); accepted: 'different', 'same', or a seed"
+        )
+    if info.randomness == "same":
+        return _operators.seed(like), None
+    size = info.batch_size
+    return torch.stack([_operators.seed(like) for _ in range(size)]), 0
