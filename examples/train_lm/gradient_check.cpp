@@ -33,7 +33,7 @@ std::vector<GradientError> check_gradients(AttentionKind kind) {
   model.forward_backward(batch, kStep);
   const std::vector<double> gradients = model.gradients();
 
-  constexpr std::int64_t kElementsEach = 60;  // of a parameter, spread evenly
+  constexpr std::int64_t kElementsEach = 24;  // of a parameter, spread evenly
   constexpr double kDistance = 1e-5;
   std::vector<GradientError> errors;
   for (const Parameter& parameter : model.layout()) {

@@ -15,7 +15,7 @@ struct OptimizerConfig {
   double beta1 = 0.9;
   double beta2 = 0.98;
   double epsilon = 1e-8;
-  double weight_decay = 0.1;  // of the linear maps' matrices
+  double weight_decay = 0.5;  // of the linear maps' matrices
   double largest_norm = 1.0;  // of all gradients together: larger ones are scaled down
 };
 
