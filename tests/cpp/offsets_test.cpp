@@ -165,5 +165,86 @@ INSTANTIATE_TEST_SUITE_P(
                     FarCase{"bwd b=2x2 hq=2 sq=3 sk=4 d=8 fp64 bias=b1,1,h,q,k dlse", 4},
                     FarCase{"bwd b=2 hq=2 seqs_q=3,4 seqs_k=5,2 d=8 bias=b,h,q,k sink dlse", 2}));
 
+// Rows whose number alone is beyond 32 bits: a packed problem whose last sequence begins at row 2^31. The 4096
+// sequences before it have all those rows, of which, by seqused, none exists.
+TEST(OffsetsTest, RowNumbersBeyond32Bits) {
+  constexpr std::int64_t kSequences = 4096;
+  constexpr std::int64_t kLength = std::int64_t{1} << 19;
+  constexpr std::int64_t kBefore = kSequences * kLength;
+  Case c;
+  c.problem = parse("bwd b=4097 hq=1 seqs_q=0x4096,5 seqs_k=0x4096,6 used_q=0x4096,5 used_k=0x4096,6 d=2 causal dlse");
+  const Tensors tensors(c);
+  for (const char* backend : {"cpu", "reference"}) {
+    fovea_problem far = tensors.problem();
+    std::deque<Mapping> mappings;
+    std::deque<fovea_tensor> views;
+    const auto add = [&](const fovea_tensor* fovea_problem::*member) {
+      const fovea_tensor& near = *(far.*member);
+      views.push_back(near);
+      fovea_tensor& view = views.back();
+      const bool statistics = near.rank == 2;  // (heads, rows); the others are (rows, heads, head_dim)
+      const int rows = statistics ? 1 : 0;
+      view.flags = 0;
+      view.shape[rows] += kBefore;
+      const std::int64_t width = statistics ? 1 : near.shape[2];
+      mappings.emplace_back(static_cast<std::size_t>(view.shape[rows] * width) * sizeof(float));
+      ASSERT_TRUE(mappings.back().ok());
+      view.data = mappings.back().data();
+      std::copy_n(static_cast<const float*>(near.data), near.shape[rows] * width,
+                  static_cast<float*>(view.data) + kBefore * width);
+      far.*member = &view;
+    };
+    for (auto member : {&fovea_problem::q, &fovea_problem::k, &fovea_problem::v, &fovea_problem::out,
+                        &fovea_problem::lse, &fovea_problem::grad_out, &fovea_problem::grad_lse, &fovea_problem::grad_q,
+                        &fovea_problem::grad_k, &fovea_problem::grad_v}) {
+      add(member);
+    }
+    std::vector<std::int64_t> boundaries[2];
+    for (auto& side : boundaries) {
+      for (std::int64_t n = 0; n <= kSequences; ++n) {
+        side.push_back(n * kLength);
+      }
+    }
+    boundaries[0].push_back(kBefore + 5);
+    boundaries[1].push_back(kBefore + 6);
+    fovea_tensor cu[2] = {*far.cu_seqlens_q, *far.cu_seqlens_k};
+    for (fovea_tensor& tensor : cu) {
+      tensor.dtype = FOVEA_INT64;
+      tensor.flags = 0;
+    }
+    cu[0].data = boundaries[0].data();
+    cu[1].data = boundaries[1].data();
+    far.cu_seqlens_q = &cu[0];
+    far.cu_seqlens_k = &cu[1];
+    far.max_seqlen_q = far.max_seqlen_k = 0;
+    far.backend = backend;
+    for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
+      call_library(tensors.problem(), direction, backend);
+      std::size_t bytes = 0;
+      ASSERT_EQ(fovea_workspace(&far, static_cast<fovea_direction>(direction), &bytes), FOVEA_OK);
+      const Mapping workspace(bytes + 1);  // sparse as well: it grows with the rows
+      ASSERT_TRUE(workspace.ok());
+      const auto function = direction == Direction::kForward ? fovea_forward : fovea_backward;
+      ASSERT_EQ(function(&far, workspace.data(), bytes), FOVEA_OK) << fovea_last_error();
+      const auto same = [&](const fovea_tensor* fovea_problem::*member) {
+        const fovea_tensor& near = *(tensors.problem().*member);
+        const std::int64_t width = near.rank == 2 ? 1 : near.shape[2];
+        const std::int64_t rows = near.shape[near.rank == 2 ? 1 : 0];
+        const float* a = static_cast<const float*>(near.data);
+        const float* b = static_cast<const float*>((far.*member)->data) + kBefore * width;
+        return std::equal(a, a + rows * width, b);
+      };
+      if (direction == Direction::kForward) {
+        EXPECT_TRUE(same(&fovea_problem::out)) << backend;
+        EXPECT_TRUE(same(&fovea_problem::lse)) << backend;
+      } else {
+        EXPECT_TRUE(same(&fovea_problem::grad_q)) << backend;
+        EXPECT_TRUE(same(&fovea_problem::grad_k)) << backend;
+        EXPECT_TRUE(same(&fovea_problem::grad_v)) << backend;
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace fovea::check
