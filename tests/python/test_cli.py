@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import shlex
 import struct
 import subprocess
 import sys
@@ -601,25 +602,34 @@ def test_help_has_examples_at_every_level():
     assert "Exit codes:" in top
 
 
-def test_help_examples_are_accepted(here):
-    """Every example of the help texts is a command line that is understood."""
+def run_examples(here, lines):
+    """Runs command lines of texts for people, with files of the names that they use."""
     put(here, "inputs.safetensors", {**qkv(sq=7), "sink": normal(4)})
     put(here, "in.safetensors", qkv(sq=7))
     for name, array in {**qkv(sq=7), "b": normal(4, 7, 7), "do": normal(2, 7, 4, 6)}.items():
         np.save(here / f"{name}.npy", array)
-    import shlex
-    count = 0
+    for line in lines:
+        words = shlex.split(line.split("|")[0])
+        at = words.index("fovea")
+        arguments = words[at + 1:] + (["--force"] if words[at + 1] == "run" else [])
+        succeeds(*arguments, cwd=here, env=dict(word.split("=") for word in words[:at]))
+
+
+def test_help_examples_are_accepted(here):
+    lines = []
     for command in ("run", "explain", "cases"):
         examples = succeeds(command, "--help").split("Examples:")[1].split("\n\n")[0]
-        for line in examples.strip().splitlines():
-            words = shlex.split(line.split("|")[0])
-            env = {word.split("=")[0]: word.split("=")[1] for word in words[:words.index("fovea")]}
-            arguments = words[words.index("fovea") + 1:]
-            if command == "run":
-                arguments.append("--force")
-            succeeds(*arguments, cwd=here, env=env)
-            count += 1
-    assert count >= 8
+        lines += examples.strip().splitlines()
+    assert len(lines) >= 8
+    run_examples(here, lines)
+
+
+def test_examples_of_the_documentation_are_accepted(here):
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs/cli.md").read_text(), re.S)
+    lines = [line for block in blocks for line in block.splitlines()]
+    assert len(lines) >= 12
+    # Those that take long are for people.
+    run_examples(here, [line for line in lines if not line.startswith("fovea bench") and line != "fovea check"])
 
 
 def test_version():
