@@ -146,7 +146,10 @@ def attention(
         backend,
     )
     if direct:
-        run = _operators.DirectAttention.apply if _wants_gradient(tensors) else _call.forward
+        if _wants_gradient(tensors):
+            run = _operators.DirectAttention.apply
+        else:
+            run = _call.forward if return_lse else _call.forward_without_lse
     elif not compiling and torch._C._are_functorch_transforms_active():
         run = _operators.Attention.apply
     else:
@@ -161,13 +164,12 @@ def _check_tensors(tensors: tuple) -> bool:
     device = q.device if isinstance(q, Tensor) else None
     plain = True
     for index, tensor in enumerate(tensors):
-        if tensor is None:
-            if index < 3:
-                raise TypeError(f"{_NAMES[index]}: None; accepted: a torch.Tensor")
+        if tensor is None and index >= 3:
             continue
         if type(tensor) not in _operators.PLAIN:
             if not isinstance(tensor, Tensor):
-                raise TypeError(f"{_NAMES[index]}: a {type(tensor).__name__}; accepted: a torch.Tensor")
+                given = "None" if tensor is None else f"a {type(tensor).__name__}"
+                raise TypeError(f"{_name(index)}: {given}; accepted: a torch.Tensor")
             plain = False
         if tensor.device != device:
             raise ValueError(f"{_name(index)}: on {tensor.device}; accepted: {device}, where q lies")

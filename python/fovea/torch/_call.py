@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fovea import _abi
 from fovea._library import check, lib
-from fovea._problem import _ALIGN, _RNG, _ZEROS, _scratch
+from fovea._problem import _ALIGN, _FLOATS, _RNG, _ZEROS, _scratch
 
 # Values of the operator's argument `deterministic`.
 ANY_ORDER = 0
@@ -40,6 +40,7 @@ _CODES = {
 _PROBLEM_SIZE = ctypes.sizeof(_abi.Problem)
 _TENSOR_SIZE = _abi.TENSOR.size
 _TENSORS = ctypes.c_char * (_TENSOR_SIZE * len(_abi.INPUTS + _abi.RESULTS))
+_pack = _abi.TENSOR.pack_into
 _DEVICES = {"cpu": 0, "cuda": 1}  # fovea_device
 
 
@@ -115,11 +116,15 @@ def check_ranks(a: Arguments) -> None:
 def new_out(a: Arguments) -> Tensor:
     """In memory a row's heads lie together, whatever the layout, as in the result of PyTorch's fused kernels: joining
     the heads, which comes next in a model, then copies nothing."""
-    shape = (*a.q.shape[:-1], a.v.shape[-1])
+    *batch, heads, rows, _ = a.q.shape
+    last = a.v.shape[-1]
+    shape = (*batch, heads, rows, last)
     if not a.heads_first:
         out = a.q.new_empty(shape)
+    elif len(batch) == 1:
+        step = heads * last
+        out = a.q.new_empty_strided(shape, (rows * step, last, step, 1))
     else:
-        *batch, heads, rows, last = shape
         strides = [last, heads * last, 1]
         step = rows * heads * last
         for length in reversed(batch):
@@ -207,59 +212,38 @@ class _Problem:
             raw.stream = torch.cuda.current_stream(device).cuda_stream
 
     def set(self, name: str, tensor: Tensor) -> None:
-        self._put(name, tensor, tensor.shape, tensor.stride())
+        rank = tensor.dim()
+        if rank > _abi.MAX_RANK:
+            given = "x".join(map(str, tensor.shape))
+            raise ValueError(f"{name}: shape {given}; accepted: at most {_abi.MAX_RANK} dimensions")
+        padding = _ZEROS[rank:]
+        self._put(name, tensor, rank, *tensor.shape, *padding, *tensor.stride(), *padding)
 
     def set_rows(self, name: str, tensor: Tensor) -> None:
         """A tensor with a row for each query or key: the library has its dimensions as (..., S, H, D)."""
-        shape, stride = tensor.shape, tensor.stride()
-        if self._heads_first:
-            if len(shape) == 4:
-                b, h, s, d = shape
-                shape = (b, s, h, d)
-                b, h, s, d = stride
-                stride = (b, s, h, d)
-            else:
-                shape = (*shape[:-3], shape[-2], shape[-3], shape[-1])
-                stride = (*stride[:-3], stride[-2], stride[-3], stride[-1])
-        self._put(name, tensor, shape, stride)
+        if not self._heads_first:
+            self.set(name, tensor)
+            return
+        *batch, h, s, d = tensor.shape
+        *batch_strides, stride_h, stride_s, stride_d = tensor.stride()
+        padding = _ZEROS[len(batch) + 3 :]
+        self._put(name, tensor, len(batch) + 3, *batch, s, h, d, *padding, *batch_strides, stride_s, stride_h, stride_d,
+                  *padding)  # fmt: skip
 
-    def _put(self, name: str, tensor: Tensor, shape: Sequence[int], stride: Sequence[int]) -> None:
+    def _put(self, name: str, tensor: Tensor, rank: int, *dims: int) -> None:
+        """`dims`: shape and strides, each filled up with zeros."""
         code = _CODES.get(tensor.dtype)
         if code is None:
-            accepted = {"mask": "bool; numbers that are added to scores go into bias"}
-            raise TypeError(
-                f"{name}: {str(tensor.dtype).removeprefix('torch.')}; "
-                f"accepted: {accepted.get(name, 'float32, float16, bfloat16 or float64')}"
-            )
-        rank = len(shape)
-        if rank > _abi.MAX_RANK:
-            given = "x".join(map(str, shape))
-            raise ValueError(f"{name}: shape {given}; accepted: at most {_abi.MAX_RANK} dimensions")
-        padding = _ZEROS[rank:]
-        at = self._used * _TENSOR_SIZE
-        self._used += 1
-        _abi.TENSOR.pack_into(
-            self._tensors,
-            at,
-            _TENSOR_SIZE,
-            tensor.data_ptr(),
-            code,
-            rank,
-            _abi.TENSOR_STRIDED,
-            0,
-            *shape,
-            *padding,
-            *stride,
-            *padding,
-        )
+            accepted = "bool; numbers that are added to scores go into bias" if name == "mask" else _FLOATS
+            raise TypeError(f"{name}: {_type(tensor)}; accepted: {accepted}")
+        at = self._used
+        self._used = at + _TENSOR_SIZE
+        _pack(self._tensors, at, _TENSOR_SIZE, tensor.data_ptr(), code, rank, _abi.TENSOR_STRIDED, 0, *dims)
         setattr(self.raw, name, self._base + at)
 
     def _word(self, name: str, tensor: Tensor) -> int:
         if tensor.dtype not in (torch.int64, torch.uint64):
-            raise TypeError(
-                f"{name}: a tensor of {str(tensor.dtype).removeprefix('torch.')}; accepted: an integer, or a tensor "
-                "of one int64"
-            )
+            raise TypeError(f"{name}: a tensor of {_type(tensor)}; accepted: an integer, or a tensor of one int64")
         if tensor.numel() != 1:
             given = "x".join(map(str, tensor.shape))
             raise ValueError(f"{name}: a tensor of shape {given}; accepted: an integer, or a tensor of one int64")
@@ -294,6 +278,10 @@ class _Problem:
                 error.args = (f"{error} (layout='bhsd': shapes are given here as B, S, H, D)",)
             raise
         raise AssertionError("check() raises for every status but OK")
+
+
+def _type(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _need_no_align(a: Arguments) -> None:
@@ -350,15 +338,22 @@ def _lengths(a: Arguments, side: str) -> list[int]:
 # ---- the calls ----
 
 
-def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+def forward(*arguments: Any, with_lse: bool = True) -> tuple[Tensor, Optional[Tensor]]:
     """fovea::attention"""
-    a = Arguments(*arguments)
+    a = Arguments._make(arguments)
     problem = _Problem(a)
-    out, lse = new_out(a), new_lse(a)
+    out = new_out(a)
     problem.set_rows("out", out)
-    problem.set("lse", lse)
+    lse = None
+    if with_lse:
+        lse = new_lse(a)
+        problem.set("lse", lse)
     problem.run(_abi.FORWARD, a.deterministic == DETERMINISTIC_OR_WARN)
     return out, lse
+
+
+def forward_without_lse(*arguments: Any) -> tuple[Tensor, None]:
+    return forward(*arguments, with_lse=False)
 
 
 def backward(

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tests use the checkout: the package from python/, the library from $FOVEA_BUILD (build/) or $FOVEA_LIBRARY."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+if "FOVEA_BUILD" in os.environ:
+    os.environ.setdefault("FOVEA_LIBRARY", str(Path(os.environ["FOVEA_BUILD"]).resolve() / "libfovea.so"))
+# Child processes of the tests import the same package.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "python"), os.environ.get("PYTHONPATH")]))
+sys.path[:0] = [str(ROOT / name) for name in ("python", "tests/torch", "tests/python", "tests")]
+
+import torch  # noqa: E402  (a missing torch is a failure, not a skip)
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    """Every test starts from the same generator, and leaves PyTorch's global switches as it found them."""
+    torch.manual_seed(0)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_default_dtype(torch.float32)

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every differentiable input over the case table: gradcheck in float64, and out, lse and gradients against autograd
+through the formula as plain PyTorch, in every type."""
+
+import pytest
+import torch
+
+import cases
+import naive
+from fovea.torch import attention
+
+ROWS = cases.rows()
+
+
+def test_the_table_covers_every_pair():
+    covered = set()
+    for row in ROWS:
+        covered |= {(a, x, b, y) for a, x in map(lambda i: (i[0], str(i[1])), row.items())
+                    for b, y in map(lambda i: (i[0], str(i[1])), row.items())}
+    for a, xs in cases.FEATURES.items():
+        for b, ys in cases.FEATURES.items():
+            for x in xs:
+                for y in ys if a != b else [x]:
+                    assert (a, str(x), b, str(y)) in covered
+
+
+def leaves(case):
+    return {name: x.detach().requires_grad_() for name, x in case.inputs.items()}
+
+
+def ours(case, inputs):
+    options = {**case.options, **{name: x for name, x in inputs.items() if name not in ("q", "k", "v")}}
+    return attention(inputs["q"], inputs["k"], inputs["v"], return_lse=True, **options)
+
+
+def finite(lse):
+    """A dead row's -inf is a constant, which finite differences do not like."""
+    return torch.where(lse.isfinite(), lse, 0)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=cases.name_of)
+def test_gradcheck(row):
+    case = cases.make(row)
+    names = list(case.inputs)
+
+    def function(*tensors):
+        out, lse = ours(case, dict(zip(names, tensors)))
+        return out, finite(lse)
+
+    assert torch.autograd.gradcheck(function, tuple(leaves(case).values()), atol=1e-6, check_batched_grad=False)
+
+
+def differentiated(function, case, inputs, weights):
+    out, lse = function(case, inputs)
+    loss = (out.double() * weights[0]).sum() + (finite(lse).double() * weights[1]).sum()
+    return out, lse, torch.autograd.grad(loss, list(inputs.values()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("row", ROWS, ids=cases.name_of)
+def test_against_the_formula(row, dtype):
+    case = cases.make(row, dtype, seed=1)
+    inputs = leaves(case)
+    out, lse = ours(case, inputs)
+    assert out.dtype == dtype and lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    weights = torch.randn(out.shape).double(), torch.randn(lse.shape).double()
+    actual = differentiated(ours, case, inputs, weights)
+    wide = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
+    expected = differentiated(cases.reference, case, wide, weights)
+    plain = differentiated(cases.reference, case, inputs, weights)
+    for name, x, y, z in zip(("out", "lse"), actual, expected, plain):
+        naive.assert_as_good_as_naive(name, x, y, z)
+    for name, x, y, z in zip(inputs, actual[2], expected[2], plain[2]):
+        assert x.dtype == inputs[name].dtype and x.shape == inputs[name].shape
+        naive.assert_as_good_as_naive(f"grad_{name}", x, y, z)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "bias2", "sink"])
+def test_any_one_gradient_alone(name):
+    """The same numbers as all of them together, and nothing for the others."""
+    row = {**cases.PLAIN, "heads": (4, 2), "bias": "b1,b2,h,q,k", "bias2": "b1,b2,1,1,k", "sink": True}
+    case = cases.make(row)
+    inputs = leaves(case)
+    together = torch.autograd.grad(ours(case, inputs)[0].sum(), list(inputs.values()))
+    alone = {n: x.detach().requires_grad_(n == name) for n, x in inputs.items()}
+    ours(case, alone)[0].sum().backward()
+    assert torch.equal(alone[name].grad, together[list(inputs).index(name)])
+    assert all(x.grad is None for n, x in alone.items() if n != name)
+
+
+def test_lse_alone_and_both():
+    case = cases.make({**cases.PLAIN, "causal": True})
+    inputs = leaves(case)
+    for pick in (lambda out, lse: lse.sum(), lambda out, lse: out.sum(), lambda out, lse: out.sum() + lse.sum()):
+        got = torch.autograd.grad(pick(*ours(case, inputs)), [inputs["q"], inputs["k"]])
+        want = torch.autograd.grad(pick(*cases.reference(case, inputs)), [inputs["q"], inputs["k"]])
+        for x, y in zip(got, want):
+            torch.testing.assert_close(x, y)
+
+
+def test_double_backward_is_refused_by_name():
+    q = torch.randn(1, 2, 3, 4, requires_grad=True)
+    (first,) = torch.autograd.grad(attention(q, q, q).sum(), q, create_graph=True)
+    plain = torch.autograd.grad(attention(q, q, q).sum(), q)[0]
+    assert torch.equal(first, plain)
+    with pytest.raises(NotImplementedError, match="double backward .*; accepted: first derivatives"):
+        first.sum().backward()
+
+
+def test_forward_mode_is_refused_by_name():
+    q = torch.randn(1, 2, 3, 4)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            attention(dual, q, q)
+
+
+def test_memory_of_results():
+    """A row's heads lie together, whatever the layout; a gradient lies as its input does."""
+    q = torch.randn(2, 4, 5, 8, requires_grad=True)
+    out = attention(q, q, q)
+    assert out.transpose(1, 2).is_contiguous()
+    turned = torch.randn(2, 5, 4, 8).transpose(1, 2).requires_grad_()
+    (grad,) = torch.autograd.grad(attention(turned, q, q).sum(), turned)
+    assert grad.stride() == turned.stride()
+    assert attention(q.transpose(1, 2), q.transpose(1, 2), q.transpose(1, 2), layout="bshd").is_contiguous()
+
+
+def test_views_of_one_projection():
+    """q, k and v as views of (B, S, 3, H, D): the gradient arrives there."""
+    qkv = torch.randn(2, 5, 3, 4, 8, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(2, 5, 4, 8, dtype=torch.float64)
+    got = torch.autograd.grad((attention(*qkv.unbind(2), layout="bshd", causal=True) * weights).sum(), qkv)[0]
+    q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
+    want = torch.autograd.grad((naive.attention(q, k, v, causal=True)[0].transpose(1, 2) * weights).sum(), qkv)[0]
+    torch.testing.assert_close(got, want)
