@@ -171,11 +171,17 @@ class Backward {
     const Tickets::Place place = key_tickets_[ticket];
     const math::Sequence sequence = call_.rows.sequence(place.b);
     const i64 blocks = key_blocks(sequence);
-    Unit unit{place.b,  place.number / parts_ / blocks, place.number / parts_ % blocks, place.number % parts_, sequence,
-              0, 0, 0, 0};
+    Unit unit{place.b,
+              place.number / parts_ / blocks,
+              place.number / parts_ % blocks,
+              place.number % parts_,
+              sequence,
+              0,
+              0,
+              0,
+              0};
     const i64 key = unit.key_block * tiles_.keys;
-    const math::Interval<i64> met =
-        band_of(sequence).queries_of_keys(key, std::min(key + tiles_.keys, sequence.k_len));
+    const math::Interval<i64> met = band_of(sequence).queries_of_keys(key, std::min(key + tiles_.keys, sequence.k_len));
     if (!met.empty()) {
       unit.first_block = met.begin / tiles_.rows;
       unit.blocks = ceil_div(met.end, tiles_.rows) - unit.first_block;
@@ -254,8 +260,7 @@ class Backward {
     if (options_.need_q) {
       to.grad_q = rows_at(call_, call_.grad_q, unit.b, head, sequence.q_begin);
       to.sum_is_grad_q = sum_is_grad_q_;
-      to.sum_q = sum_is_grad_q_ ? to.grad_q.data
-                                : sum_q_ + slot * call_.rows.limit_q * sum_q_stride_ * element_;
+      to.sum_q = sum_is_grad_q_ ? to.grad_q.data : sum_q_ + slot * call_.rows.limit_q * sum_q_stride_ * element_;
       to.sum_q_stride = sum_is_grad_q_ ? to.grad_q.row : sum_q_stride_;
       to.turns_q = turns_q_ + query_tickets_.begin(unit.b) + head * query_blocks(sequence);
     }

@@ -17,8 +17,8 @@ BiasGradientSums::BiasGradientSums(const Call& call, const View& grad, const Pla
   how_ = shared ? BiasSum::kAdd : BiasSum::kStore;
   const DType sum_type = call.problem.type == DType::kFp64 ? DType::kFp64 : DType::kFp32;
   in_place_ = how_ == BiasSum::kStore || grad_.type == sum_type;
-  const bool every_pair = !call.problem.banded() && !rows.packed() && !rows.used_q && !rows.used_k &&
-                          rows.batch() > 0 && rows.heads_q > 0;
+  const bool every_pair =
+      !call.problem.banded() && !rows.packed() && !rows.used_q && !rows.used_k && rows.batch() > 0 && rows.heads_q > 0;
   needs_clearing_ = shared || !every_pair;
   over_queries_ = !extents_.query;
   over_keys_ = !extents_.key;

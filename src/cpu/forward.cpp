@@ -116,10 +116,14 @@ class Forward {
 
   void merge(int thread, i64 number) {
     const Unit unit = unit_of(number * parts_);
-    const MergeTask task{&options_,      sequence_args(call_, unit.b),
-                         heads_of(unit, thread), unit.row_begin,
-                         unit.row_end,   partials_ + number * parts_ * static_cast<i64>(partial_bytes_),
-                         partial_bytes_, parts_};
+    const MergeTask task{&options_,
+                         sequence_args(call_, unit.b),
+                         heads_of(unit, thread),
+                         unit.row_begin,
+                         unit.row_end,
+                         partials_ + number * parts_ * static_cast<i64>(partial_bytes_),
+                         partial_bytes_,
+                         parts_};
     kernels_.forward_merge(task, scratch_ + scratch_bytes_ * thread);
   }
 

@@ -115,11 +115,11 @@ enum class BiasSum : std::int32_t {
 
 struct BiasGradient {
   BiasSum how;
-  Matrix sum;              // kStore: the gradient; kAdd: elements of T; stride 0 where broadcast
-  bool over_queries;       // broadcast over queries
+  Matrix sum;         // kStore: the gradient; kAdd: elements of T; stride 0 where broadcast
+  bool over_queries;  // broadcast over queries
   bool over_keys;
-  std::uint32_t* turns;           // by query block, unless over_queries
-  const std::uint32_t* numbers;   // this task's, in the order of its walk; over_queries: one a head of the walk
+  std::uint32_t* turns;          // by query block, unless over_queries
+  const std::uint32_t* numbers;  // this task's, in the order of its walk; over_queries: one a head of the walk
 };
 
 struct BackwardHead {
@@ -128,9 +128,9 @@ struct BackwardHead {
   Matrix grad_q;          // rounded by whoever adds last
   const void* reference;  // of PrepareTask, by row of the sequence
   const void* delta;
-  void* sum_q;            // rows of T, sum_q_stride apart
+  void* sum_q;  // rows of T, sum_q_stride apart
   std::int64_t sum_q_stride;
-  bool sum_is_grad_q;     // the sum is kept in grad_q itself
+  bool sum_is_grad_q;      // the sum is kept in grad_q itself
   std::uint32_t* turns_q;  // by query block
   BiasGradient bias[2];
 };

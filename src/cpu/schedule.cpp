@@ -130,8 +130,8 @@ HeadArgs head_args(const Call& call, i64 b, i64 head, i64 q_begin) {
   args.mask = matrix(call, call.mask, b, head, 0);
   args.alibi = static_cast<bool>(call.alibi_slopes);
   if (args.alibi) {
-    args.slope = load(call.alibi_slopes.data, call.alibi_slopes.type,
-                      call.rows.offset(call.alibi_slopes.strides, b, head, 0));
+    args.slope =
+        load(call.alibi_slopes.data, call.alibi_slopes.type, call.rows.offset(call.alibi_slopes.strides, b, head, 0));
   }
   if (call.dropout.active()) {
     const math::DropoutOfHead dropout = call.dropout_of_head(b, head);

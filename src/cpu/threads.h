@@ -53,7 +53,8 @@ void for_each_task(int threads, std::int64_t begin, std::int64_t end, Take&& tak
 
 template <class Task>
 void for_each_task(int threads, std::int64_t count, Task&& task) {
-  for_each_task(threads, 0, count, [](int, std::int64_t) {}, task);
+  for_each_task(
+      threads, 0, count, [](int, std::int64_t) {}, task);
 }
 
 }  // namespace fovea::cpu

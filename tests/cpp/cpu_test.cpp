@@ -1,13 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The CPU backend against the reference over the case table, with every instruction set that this machine has forced in
-// turn, and read back from inside the kernels; the same bits for any number of threads; what the table does not reach.
+// What the case table does not reach in the CPU backend: that no object of an instruction set lends its code to
+// another; conversions and exponentials on every instruction set, value by value; threads: none before there is work
+// for them, a forked child's own, calls from several threads at once, affinity.
 #include <gtest/gtest.h>
+#include <sched.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
+#include <array>
+#include <cmath>
+#include <cstdio>
 #include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <limits>
+#include <memory>
+#include <random>
 #include <string>
+#include <thread>
+#include <vector>
 
 #include "check/run.h"
+#include "core/element.h"
 #include "cpu/cpu.h"
 #include "cpu/schedule.h"
 
@@ -22,19 +37,293 @@ class ForcedIsa {
   ForcedIsa& operator=(const ForcedIsa&) = delete;
 };
 
-TEST(Cpu, CaseTable) {
-  for (const check::Case& c : check::cases(check::table_of_environment())) {
-    const check::Trial trial(c);
-    for (const cpu::Isa& isa : cpu::instruction_sets()) {
-      if (!isa.available) {
-        continue;
-      }
-      const ForcedIsa forced(isa.name);
-      const check::Outcome outcome = trial.test("cpu");
-      EXPECT_TRUE(outcome.passed()) << isa.name << ": " << check::to_text(c) << "\n" << check::to_text(outcome);
-      EXPECT_EQ(cpu::last_isa(), isa.name);
+std::vector<std::string> available_isas() {
+  std::vector<std::string> names;
+  for (const cpu::Isa& isa : cpu::instruction_sets()) {
+    if (isa.available) {
+      names.push_back(isa.name);
     }
   }
+  return names;
+}
+
+void run(const check::Tensors& tensors, Direction direction) {
+  check::call_library(tensors.problem(), direction, "cpu");
+}
+
+check::Case case_of(const std::string& line) {
+  check::Case c;
+  c.problem = parse(line);
+  c.seed = 1;
+  return c;
+}
+
+// ---- the objects ----
+
+// A function that may be merged with its namesakes of other objects ("weak") must say its instruction set in its name:
+// the linker keeps one, and it might be the one with AVX-512 in it.
+TEST(CpuTest, NoObjectLendsItsCodeToAnother) {
+#ifndef NDEBUG
+  GTEST_SKIP() << "without optimisation Highway's own inline functions are emitted; what ships is optimised";
+#endif
+  for (const cpu::Isa& isa : cpu::instruction_sets()) {
+    const std::string object =
+        std::string(FOVEA_BUILD_DIR) + "/src/CMakeFiles/fovea_cpu_" + isa.name + ".dir/cpu/isa/kernels.cpp.o";
+    ASSERT_TRUE(std::filesystem::exists(object)) << object;
+    const std::unique_ptr<std::FILE, int (*)(std::FILE*)> names(
+        popen(("nm -C --defined-only '" + object + "'").c_str(), "r"), pclose);
+    ASSERT_NE(names, nullptr);
+    std::array<char, 4096> line{};
+    int own = 0;
+    while (std::fgets(line.data(), line.size(), names.get()) != nullptr) {
+      const std::string text(line.data());
+      const std::size_t type = text.find_first_of("WVuwv", 17);
+      if (type != 17) {
+        continue;
+      }
+      const bool named = text.find("fovea::cpu::" + isa.name + "::") != std::string::npos ||
+                         text.find("fovea::math::" + isa.name + "::") != std::string::npos;
+      EXPECT_TRUE(named) << isa.name << ": " << text;
+      own += named ? 1 : 0;
+    }
+    EXPECT_GT(own, 0) << "nm says nothing about " << object;
+  }
+}
+
+// ---- conversions ----
+
+template <class T>
+void expect_stored_as_the_reference_does(const std::vector<T>& values, DType type) {
+  const cpu::Kernels& kernels = cpu::kernels_for(sizeof(T) == 4 ? DType::kFp32 : DType::kFp64);
+  const auto count = static_cast<std::int64_t>(values.size());
+  std::vector<std::uint64_t> stored(values.size() + 1);
+  std::vector<std::uint64_t> expected(values.size() + 1);
+  const cpu::Matrix to{stored.data(), static_cast<std::int32_t>(type), 0, 1};
+  kernels.store(values.data(), 0, to, 1, count);
+  int wrong = 0;
+  for (std::int64_t n = 0; n < count; ++n) {
+    store(expected.data(), type, n, static_cast<double>(values[n]));
+    const double a = load(stored.data(), type, n);
+    const double b = load(expected.data(), type, n);
+    if (!(a == b && std::signbit(a) == std::signbit(b)) && !(std::isnan(a) && std::isnan(b)) && ++wrong == 1) {
+      ADD_FAILURE() << name_of(type) << " of " << values[n] << ": " << a << ", not " << b;
+    }
+  }
+  EXPECT_EQ(wrong, 0) << name_of(type);
+}
+
+template <class T>
+std::vector<T> values_to_round() {
+  std::vector<T> values;
+  const auto add_around = [&](double value) {
+    const T v = static_cast<T>(value);
+    values.push_back(v);
+    values.push_back(std::nextafter(v, std::numeric_limits<T>::infinity()));
+    values.push_back(std::nextafter(v, -std::numeric_limits<T>::infinity()));
+  };
+  for (int bits = 0; bits < 65536; ++bits) {
+    for (const double value :
+         {Half::to_double(static_cast<std::uint16_t>(bits)), Bfloat16::to_double(static_cast<std::uint16_t>(bits))}) {
+      const double next = value * (1 + 0x1p-11);  // half way, for fp16; then for bf16
+      add_around(value);
+      add_around(next);
+      add_around(value * (1 + 0x1p-8));
+    }
+  }
+  for (int n = 0; n < 100; ++n) {
+    add_around((n + 0.5) * 0x1p-24);  // between fp16's denormals
+  }
+  std::mt19937_64 random(7);
+  for (int n = 0; n < 100000; ++n) {
+    std::uint64_t bits = random();
+    T value;
+    std::memcpy(&value, &bits, sizeof value);
+    values.push_back(value);
+  }
+  return values;
+}
+
+TEST(CpuTest, RoundingIsToNearestEven) {
+  const std::vector<float> singles = values_to_round<float>();
+  const std::vector<double> doubles = values_to_round<double>();
+  for (const std::string& isa : available_isas()) {
+    SCOPED_TRACE(isa);
+    const ForcedIsa forced(isa);
+    for (const DType type : {DType::kFp32, DType::kFp16, DType::kBf16}) {
+      expect_stored_as_the_reference_does(singles, type);
+      expect_stored_as_the_reference_does(doubles, type);
+    }
+    expect_stored_as_the_reference_does(doubles, DType::kFp64);
+  }
+}
+
+// One key: out = v, so every value of a 16-bit type must come through.
+TEST(CpuTest, EverySixteenBitValueIsRead) {
+  for (const char* type : {"fp16", "bf16"}) {
+    const check::Case c = case_of(std::string("bwd b=256 hq=1 sq=1 sk=1 d=4 dv=256 need=v ") + type);
+    const check::Tensors tensors(c);
+    const check::Tensor& v = *tensors.find("v");
+    const check::Tensor& out = *tensors.find("out");
+    for (std::int64_t n = 0; n < 65536; ++n) {
+      reinterpret_cast<std::uint16_t*>(v.buffer->data())[v.existing[n]] = static_cast<std::uint16_t>(n);
+    }
+    for (const std::string& isa : available_isas()) {
+      const ForcedIsa forced(isa);
+      run(tensors, Direction::kForward);
+      int wrong = 0;
+      for (std::int64_t n = 0; n < 65536; ++n) {
+        const double a = v.get(v.existing[n]);
+        const double b = out.get(out.existing[n]);
+        wrong += a == b || (std::isnan(a) && std::isnan(b)) ? 0 : 1;
+      }
+      EXPECT_EQ(wrong, 0) << isa << ' ' << type;
+    }
+  }
+}
+
+// ---- exponentials ----
+
+// q = 0, lse = 0 and do = 1: dv_j = exp(bias_j).
+TEST(CpuTest, Exponential) {
+  for (const char* type : {"fp32", "fp64"}) {
+    const bool single = std::string(type) == "fp32";
+    const check::Case c =
+        case_of(std::string("bwd b=1 hq=1 sq=1 sk=20000 d=1 bias=1,1,q,k:") + type + " need=v " + type);
+    const check::Tensors tensors(c);
+    const auto set_all = [&](const char* name, double value) {
+      for (const std::int64_t e : tensors.find(name)->existing) {
+        tensors.find(name)->set(e, value);
+      }
+    };
+    set_all("q", 0);
+    set_all("lse", 0);
+    set_all("grad_out", 1);
+    set_all("out", 0);
+    const check::Tensor& bias = *tensors.find("bias");
+    const check::Tensor& grad_v = *tensors.find("grad_v");
+    const double least = single ? -86.9 : -708;  // results below are flushed, or denormal
+    const double largest = single ? 88.7 : 709.7;
+    const double infinity = std::numeric_limits<double>::infinity();
+    const std::array<double, 8> special{-infinity, -1e30, 0, -0.0, infinity, 1e30, single ? 89.0 : 710.0, NAN};
+    std::mt19937_64 random(3);
+    std::uniform_real_distribution<double> wide(least, largest);
+    std::normal_distribution<double> narrow;
+    for (std::size_t n = 0; n < bias.existing.size(); ++n) {
+      bias.set(bias.existing[n], n < special.size() ? special[n] : n % 2 == 0 ? wide(random) : narrow(random));
+    }
+    for (const std::string& isa : available_isas()) {
+      const ForcedIsa forced(isa);
+      run(tensors, Direction::kBackward);
+      double worst = 0;
+      for (std::size_t n = 0; n < bias.existing.size(); ++n) {
+        const double x = bias.get(bias.existing[n]);
+        const double got = grad_v.get(grad_v.existing[n]);
+        const double expected = std::exp(x);
+        if (n < special.size()) {
+          const double rounded = single ? static_cast<double>(static_cast<float>(expected)) : expected;
+          EXPECT_TRUE(got == rounded || (std::isnan(got) && std::isnan(x))) << isa << ": exp(" << x << ") = " << got;
+        } else {
+          worst = std::max(worst, std::abs(got - expected) / expected);
+        }
+      }
+      EXPECT_LT(worst, 2 * (single ? 0x1p-23 : 0x1p-52)) << isa << ' ' << type;
+    }
+  }
+}
+
+// ---- threads ----
+
+// The sanitizer cannot follow threads that are made after a fork.
+#if defined(__SANITIZE_THREAD__)
+constexpr bool kCanFork = false;
+#else
+constexpr bool kCanFork = true;
+#endif
+
+std::int64_t threads_of_this_process() {
+  std::int64_t count = 0;
+  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator("/proc/self/task")) {
+    ++count;
+  }
+  return count;
+}
+
+// Runs `body` in a child and says whether it returned true.
+template <class Body>
+bool in_child(Body body) {
+  const pid_t child = fork();
+  if (child == 0) {
+    _exit(body() ? 0 : 1);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+TEST(CpuTest, ThreadsAreMadeWhenThereIsWorkAndAgainAfterFork) {
+  if (!kCanFork) {
+    GTEST_SKIP() << "ThreadSanitizer does not follow threads made after a fork";
+  }
+  const check::Case c = case_of("bwd b=2 hq=4 sq=200 sk=200 d=16 bias=1,1,q,k");
+  const check::Trial trial(c);
+  cpu::set_num_threads(3);
+  const std::vector<std::uint8_t> expected = trial.bytes("cpu");  // this process has its pool now
+  EXPECT_GE(threads_of_this_process(), 3);
+  EXPECT_TRUE(in_child([&] {
+    bool good = threads_of_this_process() == 1;  // fork() takes along the calling thread alone
+    cpu::set_num_threads(1);
+    good = good && trial.bytes("cpu") == expected && threads_of_this_process() == 1;
+    cpu::set_num_threads(3);
+    return good && trial.bytes("cpu") == expected && threads_of_this_process() == 3;
+  }));
+  EXPECT_TRUE(trial.bytes("cpu") == expected);
+  cpu::set_num_threads(0);
+}
+
+TEST(CpuTest, CallsFromSeveralThreads) {
+  const check::Case c = case_of("bwd b=2 hq=4 hk=2 sq=150 sk=130 d=24 causal bias=b,h,q,k dropout=0.3");
+  const check::Trial alone(c);
+  const std::vector<std::uint8_t> expected = alone.bytes("cpu");
+  cpu::set_num_threads(3);
+  std::array<int, 4> wrong{};
+  std::vector<std::thread> callers;
+  for (int& count : wrong) {
+    callers.emplace_back([&] {
+      const check::Trial trial(c);
+      for (int round = 0; round < 5; ++round) {
+        count += trial.bytes("cpu") == expected ? 0 : 1;
+      }
+    });
+  }
+  for (std::thread& caller : callers) {
+    caller.join();
+  }
+  cpu::set_num_threads(0);
+  EXPECT_EQ(wrong, (std::array<int, 4>{}));
+}
+
+TEST(CpuTest, NumberOfThreads) {
+  cpu::set_num_threads(5);
+  EXPECT_EQ(cpu::num_threads(), 5);
+  cpu::set_num_threads(0);
+  EXPECT_EQ(cpu::num_threads(), cpu::available_threads());
+  EXPECT_GE(cpu::available_threads(), 1);
+  if (!kCanFork) {
+    GTEST_SKIP() << "the rest needs a fork";
+  }
+  EXPECT_TRUE(in_child([] {
+    cpu_set_t all;
+    sched_getaffinity(0, sizeof all, &all);
+    for (int core = 0; core < CPU_SETSIZE; ++core) {
+      if (CPU_ISSET(core, &all)) {
+        cpu_set_t one;
+        CPU_ZERO(&one);
+        CPU_SET(core, &one);
+        return sched_setaffinity(0, sizeof one, &one) == 0 && cpu::available_threads() == 1;
+      }
+    }
+    return false;
+  }));
 }
 
 }  // namespace

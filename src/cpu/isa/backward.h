@@ -56,8 +56,8 @@ struct BackwardTiles {
         dq(arena.take<T>(round_up(options.block_rows, 4) * ld_q)),
         sums_by_key(arena.take<T>(2 * ld_s)),
         v_rows(arena.take<T>(lanes<T>() * ld_v)),
-        keep(arena.take<u8>(options.dropping == Dropping::kNone ? 0
-                                                                : options.block_rows * bit_row(options.block_keys))),
+        keep(
+            arena.take<u8>(options.dropping == Dropping::kNone ? 0 : options.block_rows * bit_row(options.block_keys))),
         keep_stride(bit_row(options.block_keys)),
         buffers(arena, options.block_keys) {}
 
@@ -105,8 +105,8 @@ struct Tile {
     }
   }
 
-  // Where the scores' gradient of a row goes: straight into the gradient of a bias that is stored as it comes, else into
-  // a tile. NULL: nowhere.
+  // Where the scores' gradient of a row goes: straight into the gradient of a bias that is stored as it comes, else
+  // into a tile. NULL: nowhere.
   T* ds_bias_row(i64 i) const {
     if (!options().need_bias) {
       return nullptr;
@@ -127,8 +127,8 @@ struct Tile {
     return nullptr;
   }
 
-  // A bias has rows far apart, each may be on another page, and nothing but this sees them coming. One row at a time, so
-  // that the requests spread over the strip's arithmetic.
+  // A bias has rows far apart, each may be on another page, and nothing but this sees them coming. One row at a time,
+  // so that the requests spread over the strip's arithmetic.
   void prefetch_bias(i64 i) const {
     for (const Matrix& bias : head.head.bias) {
       if (bias.type != 0 && i < row_end) {
@@ -170,15 +170,13 @@ struct Tile {
         T* ds_row = needs_ds() ? ds + r * tiles.ld_s : nullptr;
         T* ds_bias = ds_bias_row(i);
         if (cols > 0) {
-          const RowTerms<T> terms =
-              terms_of_row(head.head, task.sequence, i, key + col, cols, tiles.buffers);
-          const u8* keep = o.dropping != Dropping::kNone ? tiles.keep + (i - row) * tiles.keep_stride + col / 8
-                                                         : nullptr;
+          const RowTerms<T> terms = terms_of_row(head.head, task.sequence, i, key + col, cols, tiles.buffers);
+          const u8* keep =
+              o.dropping != Dropping::kNone ? tiles.keep + (i - row) * tiles.keep_stride + col / 8 : nullptr;
           grad_row(score, terms, cols,
                    GradRow<T>{reference[i], delta != nullptr ? delta[i] : T(0), keep, static_cast<T>(o.keep_factor),
                               p_row + col, ds_row != nullptr ? ds_row + col : nullptr,
-                              ds_bias != nullptr ? ds_bias + col : nullptr,
-                              streams && is_aligned(ds_bias + col)});
+                              ds_bias != nullptr ? ds_bias + col : nullptr, streams && is_aligned(ds_bias + col)});
         }
         clear_outside(p_row, col, col + cols, all_cols);
         if (ds_row != nullptr) {
@@ -204,16 +202,14 @@ struct Tile {
       }
       const i64 col = first - key;
       if (o.need_v) {
-        gemm_rows<Lhs::kByColumns, T>(strip, padded<T>(o.head_dim_v), depth,
-                                      {tiles.p + begin * tiles.ld_s + col, tiles.ld_s},
-                                      {tiles.grad_out + begin * tiles.ld_v, tiles.ld_v}, tiles.dv + col * tiles.ld_v,
-                                      tiles.ld_v, true);
+        gemm_rows<Lhs::kByColumns, T>(
+            strip, padded<T>(o.head_dim_v), depth, {tiles.p + begin * tiles.ld_s + col, tiles.ld_s},
+            {tiles.grad_out + begin * tiles.ld_v, tiles.ld_v}, tiles.dv + col * tiles.ld_v, tiles.ld_v, true);
       }
       if (o.need_k) {
-        gemm_rows<Lhs::kByColumns, T>(strip, padded<T>(o.head_dim), depth,
-                                      {tiles.ds + begin * tiles.ld_s + col, tiles.ld_s},
-                                      {tiles.q + begin * tiles.ld_q, tiles.ld_q}, tiles.dk + col * tiles.ld_q,
-                                      tiles.ld_q, true);
+        gemm_rows<Lhs::kByColumns, T>(
+            strip, padded<T>(o.head_dim), depth, {tiles.ds + begin * tiles.ld_s + col, tiles.ld_s},
+            {tiles.q + begin * tiles.ld_q, tiles.ld_q}, tiles.dk + col * tiles.ld_q, tiles.ld_q, true);
       }
     }
   }
@@ -393,8 +389,7 @@ void backward(const BackwardTask& task, void* scratch) {
     const BackwardHead& head = task.heads[step / blocks];
     const i64 block = first_block + step % blocks;
     const i64 row = block * options.block_rows;
-    const Tile<T> tile{task, head,    tiles, band, key, key_end, row,
-                       math::min(row + options.block_rows, sequence.q_len)};
+    const Tile<T> tile{task, head, tiles, band, key, key_end, row, math::min(row + options.block_rows, sequence.q_len)};
     const bool begins = step == task.walk_begin || step % blocks == 0;
     const bool ends = step + 1 == task.walk_end || (step + 1) % blocks == 0;
 
@@ -416,7 +411,9 @@ void backward(const BackwardTask& task, void* scratch) {
       if (begins) {
         fill(sums_by_key, tiles.ld_s, T(0));
       }
-      tile.add_to_bias(bias, block, bias.turns != nullptr && !bias.over_queries ? bias.numbers[step - task.walk_begin] : 0, sums_by_key);
+      tile.add_to_bias(bias, block,
+                       bias.turns != nullptr && !bias.over_queries ? bias.numbers[step - task.walk_begin] : 0,
+                       sums_by_key);
       if (ends && bias.over_queries) {
         tile.finish_bias(bias, bias.numbers[heads_begun], sums_by_key);
       }

@@ -52,8 +52,8 @@ struct ForwardTiles {
         k(arena.take<T>(padded<T>(options.head_dim) * ld_s)),
         v(arena.take<T>(options.block_keys * ld_v)),
         s(arena.take<T>(kBlockRows * ld_s)),
-        keep(arena.take<u8>(options.dropping == Dropping::kNone ? 0
-                                                                : options.block_rows * bit_row(options.block_keys))),
+        keep(
+            arena.take<u8>(options.dropping == Dropping::kNone ? 0 : options.block_rows * bit_row(options.block_keys))),
         keep_stride(bit_row(options.block_keys)),
         buffers(arena, options.block_keys) {}
 };
@@ -103,8 +103,8 @@ HWY_INLINE void soften_row(const math::Score<T>& score, const RowTerms<T>& terms
   weigh_row(math::reference_of(after), keep, cols, s, sum).store(running_sum);
 }
 
-// The bias of a row of the strip to come: its rows are far apart, each may be on another page, and nothing but this sees
-// them coming. One row at a time, so that the requests spread over the strip's arithmetic.
+// The bias of a row of the strip to come: its rows are far apart, each may be on another page, and nothing but this
+// sees them coming. One row at a time, so that the requests spread over the strip's arithmetic.
 inline void prefetch_bias(const ForwardTask& task, i64 number, i64 col, i64 cols) {
   if (number < task.row_end) {
     const SequenceArgs& sequence = task.sequence;
@@ -158,8 +158,8 @@ void forward_block(const ForwardTask& task, const ForwardTiles<T>& tiles, const 
       soften_row(score, terms, keep, cols, tiles.s + r * tiles.ld_s, state.max[row + r],
                  state.sum + (row + r) * lanes<T>(), o + r * tiles.ld_v, value_cols);
     }
-    gemm_rows<Lhs::kByRows, T>(strip, value_cols, depth, {tiles.s, tiles.ld_s}, {tiles.v + col * tiles.ld_v, tiles.ld_v},
-                               o, tiles.ld_v, true);
+    gemm_rows<Lhs::kByRows, T>(strip, value_cols, depth, {tiles.s, tiles.ld_s},
+                               {tiles.v + col * tiles.ld_v, tiles.ld_v}, o, tiles.ld_v, true);
   }
 }
 
@@ -209,8 +209,7 @@ void forward(const ForwardTask& task, void* scratch) {
   const ForwardState<T> state(task.partial != nullptr ? partial : arena, options);
   const ForwardTiles<T> tiles(arena, options);
   const i64 rows = task.row_end - task.row_begin;
-  const math::Band<i64> band{task.sequence.q_len, task.sequence.k_len, task.sequence.band_low,
-                             task.sequence.band_high};
+  const math::Band<i64> band{task.sequence.q_len, task.sequence.k_len, task.sequence.band_low, task.sequence.band_high};
 
   math::Interval<i64> keys{task.key_end, task.key_begin};
   for_each_head(task, [&](const ForwardHead& head, i64 begin, i64 end, i64 first) {

@@ -37,18 +37,8 @@ void store(const void* from, i64 stride, const Matrix& to, i64 rows, i64 cols) {
 
 template <class T>
 constexpr Kernels table() {
-  return {kName,
-          lanes<T>(),
-          forward_scratch<T>,
-          forward_partial<T>,
-          run_forward<T>,
-          forward_merge<T>,
-          prepare<T>,
-          backward_scratch<T>,
-          sum_q_stride<T>,
-          sum_kv<T>,
-          run_backward<T>,
-          store<T>};
+  return {kName,      lanes<T>(),          forward_scratch<T>, forward_partial<T>, run_forward<T>,  forward_merge<T>,
+          prepare<T>, backward_scratch<T>, sum_q_stride<T>,    sum_kv<T>,          run_backward<T>, store<T>};
 }
 
 }  // namespace

@@ -97,9 +97,9 @@ inline void keep_bits_torch(const Options& options, const HeadArgs& head, i64 ro
         const Simd<u32> high(static_cast<u32>(block >> 32));
         const Mask<u32> no_carry = at_least(low, Simd<u32>(static_cast<u32>(block)));
         const Simd<u32> carried = select(no_carry, high, high + Simd<u32>(1u));
-        const auto random = math::philox4x32<Simd<u32>>({low, carried, Simd<u32>(0u), Simd<u32>(0u)},
-                                                        static_cast<u32>(options.seed),
-                                                        static_cast<u32>(options.seed >> 32));
+        const auto random =
+            math::philox4x32<Simd<u32>>({low, carried, Simd<u32>(0u), Simd<u32>(0u)}, static_cast<u32>(options.seed),
+                                        static_cast<u32>(options.seed >> 32));
         hn::StoreInterleaved4(random.w0.raw, random.w1.raw, random.w2.raw, random.w3.raw, d, words + n);
       }
       for (i64 n = 0; n < some; n += kLanes) {
@@ -195,13 +195,12 @@ HWY_INLINE RowTerms<T> terms_of_row(const HeadArgs& head, const SequenceArgs& se
   const math::Interval<i64> keys = band.keys_of(row);
   RowTerms<T> terms;
   for (int n = 0; n < 2; ++n) {
-    terms.bias[n] = head.bias[n].type != 0
-                        ? bias_row(head.bias[n], row, col, cols, sequence.k_len, buffers.bias[n])
-                        : nullptr;
+    terms.bias[n] =
+        head.bias[n].type != 0 ? bias_row(head.bias[n], row, col, cols, sequence.k_len, buffers.bias[n]) : nullptr;
   }
-  terms.mask_bits = head.mask.type != 0 ? mask_row(head.mask, row, col, cols, sequence.k_len, buffers.mask_bytes,
-                                                   buffers.mask_bits)
-                                        : nullptr;
+  terms.mask_bits = head.mask.type != 0
+                        ? mask_row(head.mask, row, col, cols, sequence.k_len, buffers.mask_bytes, buffers.mask_bits)
+                        : nullptr;
   terms.alibi = head.alibi;
   terms.slope = static_cast<T>(head.slope);
   terms.distance = col - (row + sequence.shift);
@@ -298,9 +297,9 @@ struct GradRow {
   T delta;
   const u8* keep;  // NULL: no dropout
   T keep_factor;
-  T* p;        // becomes what dv is summed with: keep / (1 - p_drop) * p
-  T* ds;       // becomes the gradient of the dot products; NULL: not needed
-  T* ds_bias;  // gets the gradient of the scores; NULL: not needed
+  T* p;          // becomes what dv is summed with: keep / (1 - p_drop) * p
+  T* ds;         // becomes the gradient of the dot products; NULL: not needed
+  T* ds_bias;    // gets the gradient of the scores; NULL: not needed
   bool streams;  // ds_bias is not read again: written past the caches
 };
 
@@ -337,8 +336,7 @@ void grad_row(const math::Score<T>& score, const RowTerms<T>& terms, i64 cols, c
   if (score.softcap > 0) {
     return grad_row<true, false>(score, terms, cols, row);
   }
-  terms.plain(cols) ? grad_row<false, true>(score, terms, cols, row)
-                    : grad_row<false, false>(score, terms, cols, row);
+  terms.plain(cols) ? grad_row<false, true>(score, terms, cols, row) : grad_row<false, false>(score, terms, cols, row);
 }
 
 }  // namespace fovea::cpu::FOVEA_ISA

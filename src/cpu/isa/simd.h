@@ -77,15 +77,26 @@ HWY_INLINE Simd<T> fma(Simd<T> a, Simd<T> b, Simd<T> c) {
   return hn::MulAdd(a.raw, b.raw, c.raw);
 }
 
-// The larger one; `b` where `a` is NaN, as math::max has it, and b's NaN stays.
+// Highway's emulated vectors drop a NaN in either place; real ones keep it in b, as math::max does.
+inline constexpr bool kMaxKeepsNan = HWY_TARGET != HWY_EMU128;
+
+// The larger one; a NaN in b stays.
 template <class T>
 HWY_INLINE Simd<T> max(Simd<T> a, Simd<T> b) {
-  return hn::Max(a.raw, b.raw);
+  if constexpr (kMaxKeepsNan) {
+    return hn::Max(a.raw, b.raw);
+  } else {
+    return select(b < a, a, b);
+  }
 }
 
 template <class T>
 HWY_INLINE Simd<T> min(Simd<T> a, Simd<T> b) {
-  return hn::Min(a.raw, b.raw);
+  if constexpr (kMaxKeepsNan) {
+    return hn::Min(a.raw, b.raw);
+  } else {
+    return select(a < b, a, b);
+  }
 }
 
 template <class T>
@@ -138,9 +149,9 @@ struct ExpConstants<double> {
   static constexpr Bits kBiasLess1 = 1022;
   // Taylor's: 1 / (k + 2)!.
   static constexpr int kTerms = 12;
-  static constexpr double kSeries[kTerms] = {
-      1.0 / 2,       1.0 / 6,        1.0 / 24,        1.0 / 120,        1.0 / 720,          1.0 / 5040,
-      1.0 / 40320.0, 1.0 / 362880.0, 1.0 / 3628800.0, 1.0 / 39916800.0, 1.0 / 479001600.0, 1.0 / 6227020800.0};
+  static constexpr double kSeries[kTerms] = {1.0 / 2,         1.0 / 6,          1.0 / 24,          1.0 / 120,
+                                             1.0 / 720,       1.0 / 5040,       1.0 / 40320.0,     1.0 / 362880.0,
+                                             1.0 / 3628800.0, 1.0 / 39916800.0, 1.0 / 479001600.0, 1.0 / 6227020800.0};
 };
 
 // e^x = 2 * half_power * (1 + rest), rest = e^r - 1.
