@@ -175,15 +175,15 @@ def reference(case, inputs, element=None):
 
 
 def kept(o, b, entries, heads, rows_q, rows_k, nk, nq, packed):
-    """Dropout's decisions for a batch entry. torch_mem_efficient counts elements by the lengths of the sequence where
-    it is packed, so that its rows are as long as the sequence there."""
+    """Dropout's decisions for a batch entry. Packed, the elements of torch_mem_efficient are counted by rows as long as
+    the sequence."""
     seed, offset, p = o["seed"], o["offset"], o["dropout_p"]
     if o["rng"] == "fovea":
         mask = fovea.dropout_mask(entries, heads, rows_q, rows_k, p, seed=seed, offset=offset)[b, :, :nq, :nk]
         return torch.from_numpy(mask), 1 / (1 - p)
     import oracle
 
-    row = int(o["cu_seqlens_k"][b + 1] - o["cu_seqlens_k"][b]) if packed else rows_k
+    row = nk if packed else rows_k
     mask = [[[oracle.keeps(p, seed, offset, o["rng"], b * heads + h, i, j, rows_q * rows_k, row) for j in range(nk)]
              for i in range(nq)] for h in range(heads)]
     return torch.tensor(mask, dtype=torch.bool).reshape(heads, nq, nk), 1 / (1 - p)

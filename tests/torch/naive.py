@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention as plain PyTorch, written down from docs/semantics.md and differentiated by autograd; it imports nothing
-of fovea. In float64 it is the reference; in another type it is the naive evaluation that the tolerance is made of.
+"""Attention as plain PyTorch, written down from docs/semantics.md; it imports nothing of fovea. In float64 it is the
+reference; in another type it is the naive evaluation that the tolerance is made of, with the roundings that the
+definition has: the backward knows the output as it was rounded, and sums are formed in float32.
 
 Layout (..., H, S, D). `lengths` are one sequence's (queries, keys) where fewer rows exist than the tensors have.
 """
@@ -37,24 +38,43 @@ def attention(q, k, v, *, bias=None, bias2=None, mask=None, scale=None, causal=F
     if mask is not None:
         allowed = allowed & mask
     s = s.masked_fill(~allowed, -math.inf)
-    logits = s
-    if sink is not None:
-        logits = torch.cat([s, sink.to(wide)[:, None, None].expand(*s.shape[:-1], 1)], dim=-1)
-    dead = (logits == -math.inf).all(dim=-1)
-    lse = logits.masked_fill(dead[..., None], 0).logsumexp(dim=-1)
-    p = torch.exp(s - lse[..., None]).masked_fill(dead[..., None], 0)
-    if keep is not None:
-        p = p * keep * keep_factor
-    return p.to(v.dtype) @ v, lse.masked_fill(dead, -math.inf)
+    sink = torch.full((s.shape[-3],), -math.inf, dtype=wide) if sink is None else sink.to(wide)
+    return Weighting.apply(s, sink, v, 1.0 if keep is None else keep.to(wide) * keep_factor)
+
+
+class Weighting(torch.autograd.Function):
+    """From scores to (out, lse)."""
+
+    @staticmethod
+    def forward(ctx, s, sink, v, keep):
+        logits = torch.cat([s, sink[:, None, None].expand(*s.shape[:-1], 1)], dim=-1)
+        dead = (logits == -math.inf).all(dim=-1, keepdim=True)
+        lse = logits.masked_fill(dead, 0).logsumexp(dim=-1, keepdim=True)
+        p = torch.exp(s - lse).masked_fill(dead, 0)
+        out = (p * keep).to(v.dtype) @ v
+        ctx.save_for_backward(p, torch.exp(sink[:, None, None] - lse).masked_fill(dead, 0), v, out)
+        ctx.keep = keep
+        return out, lse.masked_fill(dead, -math.inf).squeeze(-1)
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_lse):
+        p, p_sink, v, out = ctx.saved_tensors
+        delta = (grad_out.to(p.dtype) * out.to(p.dtype)).sum(-1, keepdim=True) - grad_lse[..., None]
+        dp = (grad_out @ v.transpose(-1, -2)).to(p.dtype) * ctx.keep
+        grad_v = (p * ctx.keep).to(v.dtype).transpose(-1, -2) @ grad_out
+        grad_sink = -(p_sink * delta).squeeze(-1)
+        grad_s = (p * (dp - delta)).to(v.dtype).to(p.dtype)
+        return grad_s, grad_sink.sum(-1).reshape(-1, p.shape[-3]).sum(0), grad_v, None
 
 
 def unit(dtype):
     return torch.finfo(dtype).eps
 
 
-def assert_as_good_as_naive(name, actual, reference, naive):
+def assert_as_good_as_naive(name, actual, reference, naive, through=None):
     """The specification's rule, in the maximum and in the mean: at most twice the naive evaluation's error, plus two
-    units in the last place at the size of the largest (mean) element. What is infinite has to be so exactly."""
+    units in the last place at the size of the largest (mean) element: of the result's own type, or, for a sum of few
+    terms that were each rounded before, of the type `through`. What is infinite has to be so exactly."""
     assert actual.shape == reference.shape, name
     dtype = actual.dtype
     actual, reference, naive = (x.detach().double() for x in (actual, reference, naive))
@@ -70,5 +90,5 @@ def assert_as_good_as_naive(name, actual, reference, naive):
     size = reference[finite].abs()
     for what in ("max", "mean"):
         of = lambda x: getattr(x, what)().item()  # noqa: B023
-        allowed = 2 * of(theirs) + 2 * (unit(dtype) * of(size) + torch.finfo(dtype).tiny)
+        allowed = 2 * of(theirs) + 2 * (max(unit(dtype), unit(through or dtype)) * of(size) + torch.finfo(dtype).tiny)
         assert of(error) <= allowed, f"{name}: {what} error {of(error):.3g} of {allowed:.3g} allowed"

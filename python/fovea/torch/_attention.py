@@ -118,7 +118,7 @@ def attention(
         order = _call.DETERMINISTIC_OR_WARN if warn_only else _call.DETERMINISTIC
     else:
         order = _call.ANY_ORDER
-    if torch.is_autocast_enabled(q.device.type):
+    if not q.is_meta and torch.is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q, k, v)
         tensors = (q, k, v, *tensors[3:])
 

@@ -20,6 +20,7 @@ from typing import Any, NoReturn, Optional
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fovea.torch import _call
 from fovea.torch._call import DIFFERENTIABLE, TENSORS, Arguments
@@ -187,14 +188,7 @@ class OnceDifferentiable(torch.autograd.Function):
         raise NotImplementedError("fovea.torch.attention: forward-mode differentiation of a gradient; accepted: none")
 
 
-def _attention_autograd(*arguments: Any) -> tuple[Tensor, Tensor]:
-    if torch.is_grad_enabled():
-        return Attention.apply(*arguments)
-    with _below_autograd():
-        return attention(*arguments)
-
-
-library.impl("attention", _attention_autograd, "Autograd")
+library.impl("attention", Attention.apply, "Autograd")
 library.impl("attention_backward", _through_dispatcher, "Autograd")
 
 
@@ -211,4 +205,4 @@ def is_watched(*tensors: Optional[Tensor]) -> bool:
     for tensor in tensors:
         if tensor is not None and type(tensor) not in PLAIN:
             return True
-    return _modes() > 0 or _transforms() or _profiler()
+    return _modes() > 0 or _transforms() or _profiler() or forward_ad._current_level >= 0
