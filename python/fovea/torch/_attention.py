@@ -96,6 +96,10 @@ def attention(
                        max_seqlen_k=max_seqlen_k, batch_shape=batch_shape, deterministic=deterministic,
                        backend=backend)  # fmt: skip
 
+    if not plain:
+        for name, tensor in zip(_NAMES, tensors):
+            if tensor is not None and tensor.is_nested:
+                raise TypeError(f"{name}: a nested tensor, where q is none; accepted: a dense one")
     if align not in _ALIGNS:
         _refuse_choice("align", align, _ALIGNS)
     if layout not in _LAYOUTS:
@@ -189,9 +193,9 @@ def _check_tensors(tensors: tuple) -> bool:
 
 
 def _is_plain(tensors: tuple) -> bool:
-    """Whether memory holds what the tensors say: no negation that is still to be done, no tensor without memory."""
+    """Whether memory holds what the tensors say: none without memory, no negation that is still to be done."""
     for tensor in tensors:
-        if tensor is not None and (tensor.is_neg() or tensor.is_meta):
+        if tensor is not None and (tensor.is_neg() or tensor.is_meta or tensor.is_nested):
             return False
     return True
 

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA tensors, as far as a machine without a GPU shows: they are traced, and the call that would go to a device
+carries its index, its current stream and addresses as they are. What the library answers is for it to say."""
+
+import ctypes
+import os
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fovea
+from fovea import _abi
+from fovea.torch import _call, attention
+
+
+def test_traced_for_a_device():
+    with FakeTensorMode():
+        q = torch.empty(2, 4, 128, 64, device="cuda:1", dtype=torch.bfloat16)
+        out, lse = attention(q, q, q, causal=True, dropout_p=0.1, return_lse=True)
+        assert out.device == lse.device == torch.device("cuda:1")
+        assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
+        options = arguments(q)
+        (grad,) = torch.ops.fovea.attention_backward(out, None, out, lse, [False, True] + 4 * [False], *options)
+        assert grad.device == q.device and grad.shape == q.shape
+        with pytest.raises(ValueError, match="k: on cuda:0; accepted: cuda:1, where q lies"):
+            attention(q, torch.empty_like(q, device="cuda:0"), q)
+
+
+class OnDevice:
+    """A CPU tensor that says it lies on a device."""
+
+    device = torch.device("cuda", 1)
+
+    def __init__(self, tensor):
+        self._tensor = tensor
+
+    def __getattr__(self, name):
+        return getattr(self._tensor, name)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    class Stream:
+        cuda_stream = 0x1234
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: {OnDevice.device: Stream}[device])
+
+
+def arguments(q, seed_tensor=None, **changes):
+    return _call.Arguments(
+        q, q, q, *[None] * 9, seed_tensor, None, 0, 0, None, False, -1, -1, None, 0.0, 0.5, "fovea", 0, 0, 0, "bhsd", 0,
+        None,
+    )._replace(**changes)  # fmt: skip
+
+
+def test_the_problem_of_a_device(device):
+    q, seed = torch.randn(1, 2, 8, 16), torch.tensor(7)
+    problem = _call._Problem(arguments(OnDevice(q), OnDevice(seed)))
+    raw = problem.raw
+    assert (raw.device, raw.device_index, raw.stream) == (1, 1, 0x1234)
+    assert raw.seed_ptr == seed.data_ptr()
+    of_q = _abi.TENSOR.unpack(ctypes.string_at(raw.q, _abi.TENSOR.size))
+    assert of_q[1] == q.data_ptr()
+    assert of_q[6:10] == (1, 8, 2, 16)
+
+
+@pytest.mark.skipif("cuda" in os.environ.get("FOVEA_BACKEND", ""), reason="a backend is forced")
+def test_refused_with_the_words_of_explain(device):
+    """Until this build has CUDA kernels."""
+    why = fovea.backends()["cuda"]
+    q = torch.randn(1, 2, 8, 16)
+    with pytest.raises(NotImplementedError) as caught:
+        _call.forward(*arguments(OnDevice(q)))
+    assert f"cuda: {why}" in str(caught.value)
+    assert "device=cuda" in str(caught.value)
+
+
+def test_lengths_on_a_device_are_not_read(device):
+    """Reading them would wait for the device: the alignment has to be said."""
+    q = OnDevice(torch.randn(6, 2, 16))
+    lengths, others = (OnDevice(torch.tensor([0, 2, 6])) for _ in range(2))
+    with pytest.raises(ValueError, match="align: None with causal, lengths that lie on the device; accepted"):
+        _call._Problem(arguments(q, causal=True, cu_seqlens_q=lengths, cu_seqlens_k=others))
+
+
+def test_the_same_lengths_on_a_device_need_no_alignment(device):
+    q, lengths = OnDevice(torch.randn(6, 2, 16)), OnDevice(torch.tensor([0, 2, 6]))
+    _call._Problem(arguments(q, causal=True, cu_seqlens_q=lengths, cu_seqlens_k=lengths))
