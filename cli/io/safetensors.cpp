@@ -159,10 +159,12 @@ Arrays read_safetensors(const std::filesystem::path& path) {
 void write_safetensors(const std::filesystem::path& path, const Arrays& arrays) {
   Json header = Json::object();
   std::uint64_t at = 0;
-  for (const auto& [name, array] : arrays) {
+  for (const auto& entry : arrays) {
+    const Array& array = entry.second;
     const auto type =
-        std::find_if(kTypes.begin(), kTypes.end(), [&](const auto& t) { return t.second == array.dtype; });
-    header[name] = {{"dtype", type->first}, {"shape", array.shape}, {"data_offsets", {at, at + array.bytes.size()}}};
+        std::find_if(kTypes.begin(), kTypes.end(), [&array](const auto& t) { return t.second == array.dtype; });
+    header[entry.first] = {
+        {"dtype", type->first}, {"shape", array.shape}, {"data_offsets", {at, at + array.bytes.size()}}};
     at += array.bytes.size();
   }
   std::string text = header.dump();
