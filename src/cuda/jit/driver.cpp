@@ -1,0 +1,445 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/jit/driver.h"
+
+#include <dlfcn.h>
+#include <fmt/format.h>
+#include <pthread.h>
+
+#include <atomic>
+#include <deque>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+namespace fovea::cuda::jit {
+namespace {
+
+// cuGetProcAddress_v2, cuLibrary* and cuKernel* came with CUDA 12.0.
+constexpr int kLeastDriver = 12000;
+
+// CU_GET_PROC_ADDRESS_LEGACY_STREAM: stream 0 is the default stream of the whole context, as in PyTorch.
+constexpr unsigned long long kLegacyStream = 1;
+
+[[noreturn]] void unsupported(const std::string& message) { throw Error(FOVEA_UNSUPPORTED, message); }
+
+std::string version_text(int version) { return fmt::format("{}.{}", version / 1000, version % 1000 / 10); }
+
+struct Opened {
+  std::optional<Driver> driver;
+  std::string why_not;
+};
+
+// In a child of a process that used CUDA no call of the driver works, and some hang.
+std::atomic<bool> used{false};
+std::atomic<bool> forked{false};
+
+const Opened& opened() {
+  static const Opened result = [] {
+    Opened attempt;
+    try {
+      attempt.driver = open_driver("libcuda.so.1");
+      used.store(true);
+      pthread_atfork(nullptr, nullptr, [] { forked.store(used.load()); });
+    } catch (const Error& error) {
+      attempt.why_not = error.what();
+    }
+    return attempt;
+  }();
+  return result;
+}
+
+// A static table that grows: one entry a device, each filled once.
+template <class Value>
+class PerDevice {
+ public:
+  template <class Make>
+  const Value& get(int ordinal, Make make) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    while (static_cast<int>(values_.size()) <= ordinal) {
+      values_.emplace_back();
+    }
+    std::optional<Value>& value = values_[ordinal];
+    if (!value) {
+      value = make();
+    }
+    return *value;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::deque<std::optional<Value>> values_;  // whose elements stay where they are
+};
+
+abi::Context primary_context(const Driver& driver, int ordinal) {
+  const auto retain = [&] {
+    abi::Device handle = 0;
+    check(driver, driver.device_get(&handle, ordinal), "cuDeviceGet");
+    abi::Context context = nullptr;
+    check(driver, driver.primary_context_retain(&context, handle), "cuDevicePrimaryCtxRetain");
+    return context;
+  };
+  std::string why_not;
+  if (&driver != find_driver(why_not)) {
+    return retain();  // a test's
+  }
+  static PerDevice<abi::Context> retained;
+  return retained.get(ordinal, retain);
+}
+
+// cuda.h's CU_STREAM_LEGACY and CU_STREAM_PER_THREAD are 1 and 2: no streams of a particular context.
+bool has_context_of_its_own(abi::Stream stream) { return reinterpret_cast<std::uintptr_t>(stream) > 2; }
+
+// A launch in the driver's words; holds the attributes that the configuration points to.
+struct Configured {
+  explicit Configured(const Launch& launch) {
+    config = {launch.grid.x,  launch.grid.y,         launch.grid.z, launch.block.x,    launch.block.y,
+              launch.block.z, launch.dynamic_shared, launch.stream, attributes.data(), 0};
+    if (launch.cluster.x * launch.cluster.y * launch.cluster.z > 1) {
+      add(abi::LaunchAttributeId::kClusterDimension).cluster = {launch.cluster.x, launch.cluster.y, launch.cluster.z};
+    }
+    if (launch.cooperative) {
+      add(abi::LaunchAttributeId::kCooperative).cooperative = 1;
+    }
+    if (launch.programmatic) {
+      add(abi::LaunchAttributeId::kProgrammaticStreamSerialization).programmatic = 1;
+    }
+  }
+  Configured(const Configured&) = delete;
+  Configured& operator=(const Configured&) = delete;
+
+  abi::LaunchAttributeValue& add(abi::LaunchAttributeId id) {
+    abi::LaunchAttribute& attribute = attributes[config.attribute_count++];
+    attribute.id = id;
+    return attribute.value;
+  }
+
+  std::array<abi::LaunchAttribute, 3> attributes{};
+  abi::LaunchConfig config;
+};
+
+// The driver takes a CUkernel where a CUfunction is asked for, and finds the current context's function itself.
+abi::Function as_function(abi::Kernel kernel) { return reinterpret_cast<abi::Function>(kernel); }
+
+}  // namespace
+
+// ---- the driver ----
+
+Driver make_driver(abi::GetProcAddress get) {
+  Driver driver{};
+  const auto find = [&](auto& function, const char* name, int version) {
+    void* address = nullptr;
+    int found = 0;
+    if (get(name, &address, version, kLegacyStream, &found) != abi::kSuccess || address == nullptr) {
+      unsupported(fmt::format("CUDA: the NVIDIA driver has no {} of CUDA {}; driver of CUDA {} or newer is needed",
+                              name, version_text(version), version_text(kLeastDriver)));
+    }
+    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(address);
+  };
+  // The version before everything else: an older driver lacks functions, and its age is the reason.
+  find(driver.driver_get_version, "cuDriverGetVersion", 2020);
+  if (driver.driver_get_version(&driver.version) != abi::kSuccess || driver.version < kLeastDriver) {
+    unsupported(fmt::format("CUDA: the NVIDIA driver is one of CUDA {}; CUDA {} (driver 525) or newer is needed",
+                            version_text(driver.version), version_text(kLeastDriver)));
+  }
+  for_each_function(driver, find);
+  const abi::Result result = driver.init(0);
+  if (result == abi::kErrorNoDevice) {
+    unsupported("CUDA: no GPU: the NVIDIA driver is there but sees none (is CUDA_VISIBLE_DEVICES empty?)");
+  }
+  if (result == abi::kErrorNotInitialized) {
+    unsupported(
+        "CUDA: cuInit: CUDA_ERROR_NOT_INITIALIZED: this process was forked from one that had used CUDA; start it "
+        "afresh (Python's multiprocessing: method \"spawn\" or \"forkserver\")");
+  }
+  try {
+    check(driver, result, "cuInit");
+  } catch (const Error& error) {
+    unsupported(fmt::format("CUDA: {}", error.what()));
+  }
+  return driver;
+}
+
+Driver open_driver(const char* library) {
+  void* handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) {
+    unsupported(fmt::format("CUDA: no NVIDIA driver: {}", dlerror()));
+  }
+  const auto get = reinterpret_cast<abi::GetProcAddress>(dlsym(handle, "cuGetProcAddress_v2"));
+  if (get == nullptr) {
+    unsupported(fmt::format(
+        "CUDA: {} has no cuGetProcAddress_v2: the NVIDIA driver is older than CUDA {}; that or newer is needed",
+        library, version_text(kLeastDriver)));
+  }
+  return make_driver(get);  // the library stays open: its functions are kept
+}
+
+const Driver* find_driver(std::string& why_not) {
+  if (forked.load(std::memory_order_relaxed)) {
+    why_not =
+        "CUDA: this process was forked from one that had used CUDA; start it afresh (Python's multiprocessing: method "
+        "\"spawn\" or \"forkserver\")";
+    return nullptr;
+  }
+  const Opened& result = opened();
+  why_not = result.why_not;
+  return result.driver ? &*result.driver : nullptr;
+}
+
+const Driver& driver() {
+  std::string why_not;
+  const Driver* found = find_driver(why_not);
+  if (found == nullptr) {
+    unsupported(why_not);
+  }
+  return *found;
+}
+
+void check(const Driver& driver, abi::Result result, std::string_view function) {
+  if (result == abi::kSuccess) {
+    return;
+  }
+  const char* name = nullptr;
+  const char* text = nullptr;
+  if (driver.get_error_name(result, &name) != abi::kSuccess || name == nullptr) {
+    name = "unknown error";
+  }
+  if (driver.get_error_string(result, &text) != abi::kSuccess || text == nullptr) {
+    text = "the driver has no text for it";
+  }
+  throw Error(result == abi::kErrorOutOfMemory ? FOVEA_OUT_OF_MEMORY : FOVEA_DEVICE_ERROR,
+              fmt::format("{}: {} {} ({})", function, name, result, text));
+}
+
+// ---- devices and contexts ----
+
+int device_count(const Driver& driver) {
+  int count = 0;
+  check(driver, driver.device_get_count(&count), "cuDeviceGetCount");
+  return count;
+}
+
+DeviceInfo describe_device(const Driver& driver, int ordinal) {
+  const int count = device_count(driver);
+  if (ordinal < 0 || ordinal >= count) {
+    throw Error(FOVEA_INVALID_ARGUMENT, fmt::format("device: {} was given; 0 to {} are there", ordinal, count - 1));
+  }
+  DeviceInfo info;
+  info.ordinal = ordinal;
+  check(driver, driver.device_get(&info.handle, ordinal), "cuDeviceGet");
+  std::array<char, 256> name{};
+  check(driver, driver.device_get_name(name.data(), name.size(), info.handle), "cuDeviceGetName");
+  info.name = name.data();
+  const auto attribute = [&](abi::DeviceAttribute which) {
+    int value = 0;
+    check(driver, driver.device_get_attribute(&value, which, info.handle), "cuDeviceGetAttribute");
+    return value;
+  };
+  info.major = attribute(abi::DeviceAttribute::kComputeCapabilityMajor);
+  info.minor = attribute(abi::DeviceAttribute::kComputeCapabilityMinor);
+  info.multiprocessors = attribute(abi::DeviceAttribute::kMultiprocessorCount);
+  info.shared_per_block = attribute(abi::DeviceAttribute::kMaxSharedMemoryPerBlockOptin);
+  info.shared_per_multiprocessor = attribute(abi::DeviceAttribute::kMaxSharedMemoryPerMultiprocessor);
+  info.l2_bytes = attribute(abi::DeviceAttribute::kL2CacheSize);
+  info.cooperative = attribute(abi::DeviceAttribute::kCooperativeLaunch) != 0;
+  info.clusters = attribute(abi::DeviceAttribute::kClusterLaunch) != 0;
+  info.tensor_maps = attribute(abi::DeviceAttribute::kTensorMapAccessSupported) != 0;
+  return info;
+}
+
+const DeviceInfo& device(int ordinal) {
+  static PerDevice<DeviceInfo> known;
+  const Driver& cuda = driver();
+  if (ordinal < 0 || ordinal >= device_count(cuda)) {
+    describe_device(cuda, ordinal);  // throws
+  }
+  return known.get(ordinal, [&] { return describe_device(cuda, ordinal); });
+}
+
+ContextScope::ContextScope(const Driver& driver, int device, abi::Stream stream) : driver_(driver) {
+  abi::Context current = nullptr;
+  check(driver, driver.context_get_current(&current), "cuCtxGetCurrent");
+  abi::Context wanted = nullptr;
+  if (has_context_of_its_own(stream)) {
+    check(driver, driver.stream_get_context(stream, &wanted), "cuStreamGetCtx");
+  } else if (current != nullptr) {
+    abi::Device of_current = 0;
+    abi::Device of_device = 0;
+    check(driver, driver.context_get_device(&of_current), "cuCtxGetDevice");
+    check(driver, driver.device_get(&of_device, device), "cuDeviceGet");
+    wanted = of_current == of_device ? current : nullptr;
+  }
+  if (wanted == nullptr) {
+    wanted = primary_context(driver, device);
+  }
+  if (wanted != current) {
+    check(driver, driver.context_push(wanted), "cuCtxPushCurrent");
+    pushed_ = true;
+  }
+}
+
+ContextScope::~ContextScope() {
+  if (pushed_) {
+    abi::Context popped = nullptr;
+    driver_.context_pop(&popped);  // fails only where the driver is shutting down
+  }
+}
+
+Place place_of(const Driver& driver, const void* pointer) {
+  abi::MemoryType type = abi::MemoryType::kNone;
+  int ordinal = -1;
+  unsigned managed = 0;
+  std::array attributes = {abi::PointerAttribute::kMemoryType, abi::PointerAttribute::kDeviceOrdinal,
+                           abi::PointerAttribute::kIsManaged};
+  std::array<void*, 3> values = {&type, &ordinal, &managed};
+  check(driver,
+        driver.pointer_get_attributes(attributes.size(), attributes.data(), values.data(),
+                                      reinterpret_cast<std::uintptr_t>(pointer)),
+        "cuPointerGetAttributes");
+  if (managed != 0) {
+    return {Place::Kind::kManaged, ordinal};
+  }
+  return type == abi::MemoryType::kDevice ? Place{Place::Kind::kDevice, ordinal} : Place{};
+}
+
+bool is_capturing(const Driver& driver, abi::Stream stream) {
+  abi::CaptureStatus status = abi::CaptureStatus::kNone;
+  check(driver, driver.stream_is_capturing(stream, &status), "cuStreamIsCapturing");
+  return status != abi::CaptureStatus::kNone;
+}
+
+// ---- kernels ----
+
+Library::Library(const Driver& driver, std::string_view cubin) : driver_(driver) {
+  check(driver, driver.library_load_data(&handle_, cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0),
+        "cuLibraryLoadData");
+}
+
+Library::~Library() { driver_.library_unload(handle_); }  // fails only where the driver is shutting down
+
+abi::Kernel Library::kernel(const std::string& symbol) const {
+  abi::Kernel kernel = nullptr;
+  check(driver_, driver_.library_get_kernel(&kernel, handle_, symbol.c_str()), "cuLibraryGetKernel");
+  return kernel;
+}
+
+KernelResources resources_of(const Driver& driver, abi::Kernel kernel, const DeviceInfo& device) {
+  const auto attribute = [&](abi::FunctionAttribute which) {
+    int value = 0;
+    check(driver, driver.kernel_get_attribute(&value, which, kernel, device.handle), "cuKernelGetAttribute");
+    return value;
+  };
+  return {attribute(abi::FunctionAttribute::kNumRegs), attribute(abi::FunctionAttribute::kLocalSizeBytes),
+          attribute(abi::FunctionAttribute::kSharedSizeBytes), attribute(abi::FunctionAttribute::kMaxThreadsPerBlock)};
+}
+
+void prepare_kernel(const Driver& driver, abi::Kernel kernel, const DeviceInfo& device, int dynamic_shared,
+                    bool large_clusters) {
+  const int fixed = resources_of(driver, kernel, device).shared_bytes;
+  if (fixed + dynamic_shared > device.shared_per_block) {
+    throw Error(FOVEA_INTERNAL_ERROR, fmt::format("a kernel wants {} bytes of shared memory a block; {} has {}",
+                                                  fixed + dynamic_shared, device.name, device.shared_per_block));
+  }
+  const auto set = [&](abi::FunctionAttribute which, int value) {
+    check(driver, driver.kernel_set_attribute(which, value, kernel, device.handle), "cuKernelSetAttribute");
+  };
+  set(abi::FunctionAttribute::kMaxDynamicSharedSizeBytes, dynamic_shared);
+  if (large_clusters) {
+    set(abi::FunctionAttribute::kNonPortableClusterSizeAllowed, 1);
+  }
+  const ContextScope scope(driver, device.ordinal);
+  abi::Function loaded = nullptr;
+  check(driver, driver.kernel_get_function(&loaded, kernel), "cuKernelGetFunction");
+}
+
+void launch(const Driver& driver, abi::Kernel kernel, const Launch& launch, void** parameters) {
+  const Configured configured(launch);
+  check(driver, driver.launch_kernel(&configured.config, as_function(kernel), parameters, nullptr), "cuLaunchKernelEx");
+}
+
+int max_active_clusters(const Driver& driver, abi::Kernel kernel, const Launch& launch) {
+  const Configured configured(launch);
+  int clusters = 0;
+  check(driver, driver.max_active_clusters(&clusters, as_function(kernel), &configured.config),
+        "cuOccupancyMaxActiveClusters");
+  return clusters;
+}
+
+int max_active_blocks(const Driver& driver, abi::Kernel kernel, const Launch& launch) {
+  int blocks = 0;
+  check(driver,
+        driver.max_active_blocks(&blocks, as_function(kernel),
+                                 static_cast<int>(launch.block.x * launch.block.y * launch.block.z),
+                                 launch.dynamic_shared),
+        "cuOccupancyMaxActiveBlocksPerMultiprocessor");
+  return blocks;
+}
+
+// ---- tensor maps ----
+
+namespace {
+
+int element_bytes(abi::TensorMapType type) {
+  switch (type) {
+    case abi::TensorMapType::kUint8:
+      return 1;
+    case abi::TensorMapType::kFloat32:
+      return 4;
+    default:
+      return 2;
+  }
+}
+
+}  // namespace
+
+std::string why_no_tensor_map(const void* address, const TensorMapShape& shape) {
+  constexpr std::uint64_t kGrain = 16;  // bytes: what TMA moves
+  if (shape.rank < 1 || shape.rank > 5) {
+    return fmt::format("{} dimensions; 1 to 5 are possible", shape.rank);
+  }
+  if (reinterpret_cast<std::uintptr_t>(address) % kGrain != 0) {
+    return fmt::format("the address {} is not a multiple of {} bytes", address, kGrain);
+  }
+  for (int n = 0; n < shape.rank; ++n) {
+    if (shape.dims[n] < 1 || shape.dims[n] > std::uint64_t{1} << 32) {
+      return fmt::format("dimension {} is {}; 1 to 2^32 are possible", n, shape.dims[n]);
+    }
+    if (shape.box[n] < 1 || shape.box[n] > 256) {
+      return fmt::format("the box is {} in dimension {}; 1 to 256 are possible", shape.box[n], n);
+    }
+  }
+  for (int n = 0; n + 1 < shape.rank; ++n) {
+    const std::uint64_t stride = shape.strides[n];
+    if (stride == 0 || stride % kGrain != 0 || stride >= std::uint64_t{1} << 40) {
+      return fmt::format("the stride of dimension {} is {} bytes; multiples of {} from {} to 2^40 are possible", n + 1,
+                         stride, kGrain, kGrain);
+    }
+  }
+  const std::uint64_t row = std::uint64_t{shape.box[0]} * element_bytes(shape.type);
+  if (row % kGrain != 0) {
+    return fmt::format("a row of the box is {} bytes; multiples of {} are possible", row, kGrain);
+  }
+  const std::uint64_t width =
+      shape.swizzle == abi::TensorMapSwizzle::kNone ? row : 16u << static_cast<int>(shape.swizzle);
+  if (row > width) {
+    return fmt::format("a row of the box is {} bytes, more than the swizzle's {}", row, width);
+  }
+  return {};
+}
+
+abi::TensorMap encode_tensor_map(const Driver& driver, const void* address, const TensorMapShape& shape) {
+  const std::string why_not = why_no_tensor_map(address, shape);
+  if (!why_not.empty()) {
+    throw Error(FOVEA_INTERNAL_ERROR, fmt::format("tensor map: {}", why_not));
+  }
+  abi::TensorMap map;
+  constexpr std::array<unsigned, 5> kEveryElement = {1, 1, 1, 1, 1};
+  check(driver,
+        driver.tensor_map_encode_tiled(&map, shape.type, shape.rank, const_cast<void*>(address), shape.dims.data(),
+                                       shape.strides.data(), shape.box.data(), kEveryElement.data(),
+                                       abi::TensorMapInterleave::kNone, shape.swizzle, shape.promotion,
+                                       abi::TensorMapFill::kZero),
+        "cuTensorMapEncodeTiled");
+  return map;
+}
+
+}  // namespace fovea::cuda::jit

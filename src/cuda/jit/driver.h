@@ -1,0 +1,328 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The CUDA driver, loaded when it is first needed, through declarations of our own: every build of the library has its
+// CUDA backend, whether or not a toolkit was there, and runs without a driver, too, with an error that says so.
+//
+//   driver()         the functions, as one struct of pointers: each asked for by name and by the CUDA version whose
+//                    interface is meant (an unversioned symbol is the oldest one). Helpers below take the struct as an
+//                    argument, so that tests can hand them one of their own.
+//   device()         what a GPU is and can do
+//   ContextScope     a context for this thread, which may have none: nothing here assumes a current one
+//   Library, launch, encode_tensor_map, place_of, is_capturing
+//
+// tests/cpp/jit_abi_test.cpp compares every declaration with cuda.h where that is installed.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "core/status.h"
+
+namespace fovea::cuda::jit {
+
+// ---- declarations: names and numbers as in cuda.h, without its prefixes ----
+
+namespace abi {
+
+using Result = int;
+using Device = int;
+using DevicePointer = unsigned long long;
+using Context = struct ContextObject*;
+using Stream = struct StreamObject*;
+using Library = struct LibraryObject*;
+using Kernel = struct KernelObject*;
+using Function = struct FunctionObject*;
+
+inline constexpr Result kSuccess = 0;
+inline constexpr Result kErrorInvalidValue = 1;
+inline constexpr Result kErrorOutOfMemory = 2;
+inline constexpr Result kErrorNotInitialized = 3;
+inline constexpr Result kErrorDeinitialized = 4;
+inline constexpr Result kErrorNoDevice = 100;
+inline constexpr Result kErrorNoBinaryForGpu = 209;
+inline constexpr Result kErrorNotFound = 500;
+
+enum class DeviceAttribute : int {
+  kL2CacheSize = 38,
+  kMultiprocessorCount = 16,
+  kComputeCapabilityMajor = 75,
+  kComputeCapabilityMinor = 76,
+  kMaxSharedMemoryPerMultiprocessor = 81,
+  kCooperativeLaunch = 95,
+  kMaxSharedMemoryPerBlockOptin = 97,
+  kClusterLaunch = 120,
+  kTensorMapAccessSupported = 127,
+};
+
+enum class FunctionAttribute : int {
+  kMaxThreadsPerBlock = 0,
+  kSharedSizeBytes = 1,
+  kLocalSizeBytes = 3,
+  kNumRegs = 4,
+  kMaxDynamicSharedSizeBytes = 8,
+  kPreferredSharedMemoryCarveout = 9,
+  kNonPortableClusterSizeAllowed = 14,
+};
+
+enum class PointerAttribute : int { kContext = 1, kMemoryType = 2, kIsManaged = 8, kDeviceOrdinal = 9 };
+enum class MemoryType : unsigned { kNone = 0, kHost = 1, kDevice = 2 };
+enum class CaptureStatus : int { kNone = 0, kActive = 1, kInvalidated = 2 };
+
+enum class LaunchAttributeId : int { kCooperative = 2, kClusterDimension = 4, kProgrammaticStreamSerialization = 6 };
+
+union LaunchAttributeValue {
+  char pad[64];
+  int cooperative;
+  struct {
+    unsigned x, y, z;
+  } cluster;
+  int programmatic;
+};
+
+struct LaunchAttribute {
+  LaunchAttributeId id;
+  char pad[4];
+  LaunchAttributeValue value;
+};
+
+struct LaunchConfig {
+  unsigned grid_x, grid_y, grid_z;
+  unsigned block_x, block_y, block_z;
+  unsigned shared_bytes;
+  Stream stream;
+  LaunchAttribute* attributes;
+  unsigned attribute_count;
+};
+
+struct alignas(128) TensorMap {
+  std::uint64_t opaque[16];
+};
+
+enum class TensorMapType : int { kUint8 = 0, kUint16 = 1, kFloat16 = 6, kFloat32 = 7, kBfloat16 = 9 };
+enum class TensorMapInterleave : int { kNone = 0 };
+enum class TensorMapSwizzle : int { kNone = 0, k32 = 1, k64 = 2, k128 = 3 };
+enum class TensorMapPromotion : int { kNone = 0, k64 = 1, k128 = 2, k256 = 3 };
+enum class TensorMapFill : int { kZero = 0, kNan = 1 };
+
+using GetProcAddress = Result (*)(const char* name, void** function, int cuda_version, unsigned long long flags,
+                                  int* found);
+
+}  // namespace abi
+
+// ---- the driver ----
+
+struct Driver {
+  int version = 0;  // 13000 is CUDA 13.0
+  int major() const { return version / 1000; }
+
+  abi::Result (*init)(unsigned flags);
+  abi::Result (*driver_get_version)(int* version);
+  abi::Result (*get_error_name)(abi::Result error, const char** name);
+  abi::Result (*get_error_string)(abi::Result error, const char** text);
+  abi::Result (*device_get_count)(int* count);
+  abi::Result (*device_get)(abi::Device* device, int ordinal);
+  abi::Result (*device_get_name)(char* name, int bytes, abi::Device device);
+  abi::Result (*device_get_attribute)(int* value, abi::DeviceAttribute attribute, abi::Device device);
+  abi::Result (*primary_context_retain)(abi::Context* context, abi::Device device);
+  abi::Result (*context_get_current)(abi::Context* context);
+  abi::Result (*context_get_device)(abi::Device* device);
+  abi::Result (*context_push)(abi::Context context);
+  abi::Result (*context_pop)(abi::Context* context);
+  abi::Result (*library_load_data)(abi::Library* library, const void* code, int* jit_options, void** jit_values,
+                                   unsigned jit_count, int* options, void** values, unsigned count);
+  abi::Result (*library_unload)(abi::Library library);
+  abi::Result (*library_get_kernel)(abi::Kernel* kernel, abi::Library library, const char* name);
+  abi::Result (*kernel_get_function)(abi::Function* function, abi::Kernel kernel);
+  abi::Result (*kernel_get_attribute)(int* value, abi::FunctionAttribute attribute, abi::Kernel kernel,
+                                      abi::Device device);
+  abi::Result (*kernel_set_attribute)(abi::FunctionAttribute attribute, int value, abi::Kernel kernel,
+                                      abi::Device device);
+  abi::Result (*launch_kernel)(const abi::LaunchConfig* config, abi::Function function, void** parameters,
+                               void** extra);
+  abi::Result (*max_active_blocks)(int* blocks, abi::Function function, int block_size, std::size_t dynamic_shared);
+  abi::Result (*max_active_clusters)(int* clusters, abi::Function function, const abi::LaunchConfig* config);
+  abi::Result (*tensor_map_encode_tiled)(abi::TensorMap* map, abi::TensorMapType type, unsigned rank, void* address,
+                                         const std::uint64_t* dims, const std::uint64_t* strides, const unsigned* box,
+                                         const unsigned* element_strides, abi::TensorMapInterleave interleave,
+                                         abi::TensorMapSwizzle swizzle, abi::TensorMapPromotion promotion,
+                                         abi::TensorMapFill fill);
+  abi::Result (*pointer_get_attributes)(unsigned count, abi::PointerAttribute* attributes, void** values,
+                                        abi::DevicePointer pointer);
+  abi::Result (*stream_is_capturing)(abi::Stream stream, abi::CaptureStatus* status);
+  abi::Result (*stream_get_context)(abi::Stream stream, abi::Context* context);
+};
+
+// visit(pointer, name, version) for every function: the version is that of the interface declared above.
+template <class Visit>
+void for_each_function(Driver& driver, Visit visit) {
+  visit(driver.init, "cuInit", 2000);
+  visit(driver.driver_get_version, "cuDriverGetVersion", 2020);
+  visit(driver.get_error_name, "cuGetErrorName", 6000);
+  visit(driver.get_error_string, "cuGetErrorString", 6000);
+  visit(driver.device_get_count, "cuDeviceGetCount", 2000);
+  visit(driver.device_get, "cuDeviceGet", 2000);
+  visit(driver.device_get_name, "cuDeviceGetName", 2000);
+  visit(driver.device_get_attribute, "cuDeviceGetAttribute", 2000);
+  visit(driver.primary_context_retain, "cuDevicePrimaryCtxRetain", 7000);
+  visit(driver.context_get_current, "cuCtxGetCurrent", 4000);
+  visit(driver.context_get_device, "cuCtxGetDevice", 2000);
+  visit(driver.context_push, "cuCtxPushCurrent", 4000);
+  visit(driver.context_pop, "cuCtxPopCurrent", 4000);
+  visit(driver.library_load_data, "cuLibraryLoadData", 12000);
+  visit(driver.library_unload, "cuLibraryUnload", 12000);
+  visit(driver.library_get_kernel, "cuLibraryGetKernel", 12000);
+  visit(driver.kernel_get_function, "cuKernelGetFunction", 12000);
+  visit(driver.kernel_get_attribute, "cuKernelGetAttribute", 12000);
+  visit(driver.kernel_set_attribute, "cuKernelSetAttribute", 12000);
+  visit(driver.launch_kernel, "cuLaunchKernelEx", 11060);
+  visit(driver.max_active_blocks, "cuOccupancyMaxActiveBlocksPerMultiprocessor", 6050);
+  visit(driver.max_active_clusters, "cuOccupancyMaxActiveClusters", 11070);
+  visit(driver.tensor_map_encode_tiled, "cuTensorMapEncodeTiled", 12000);
+  visit(driver.pointer_get_attributes, "cuPointerGetAttributes", 7000);
+  visit(driver.stream_is_capturing, "cuStreamIsCapturing", 10000);
+  visit(driver.stream_get_context, "cuStreamGetCtx", 9020);
+}
+
+// The driver of this machine, initialised. Throws Error(FOVEA_UNSUPPORTED) where there is none, it is too old or sees
+// no GPU, and in a process forked after CUDA was initialised. The answer, yes or no, is kept.
+const Driver& driver();
+
+// The same without throwing: null, and why.
+const Driver* find_driver(std::string& why_not);
+
+// Opens `library` and fills the struct; throws like driver(). `driver()` opens "libcuda.so.1".
+Driver open_driver(const char* library);
+Driver make_driver(abi::GetProcAddress get);
+
+// Throws unless `result` is success: "cuLaunchKernelEx: CUDA_ERROR_INVALID_VALUE (invalid argument)". Out of memory is
+// FOVEA_OUT_OF_MEMORY, everything else FOVEA_DEVICE_ERROR.
+void check(const Driver& driver, abi::Result result, std::string_view function);
+
+// ---- devices and contexts ----
+
+struct DeviceInfo {
+  int ordinal = 0;
+  abi::Device handle = 0;
+  std::string name;
+  int major = 0;
+  int minor = 0;
+  int multiprocessors = 0;
+  int shared_per_block = 0;  // bytes, at most, where a kernel asks for it
+  int shared_per_multiprocessor = 0;
+  int l2_bytes = 0;
+  bool cooperative = false;
+  bool clusters = false;
+  bool tensor_maps = false;
+
+  int capability() const { return major * 10 + minor; }
+};
+
+int device_count(const Driver& driver);
+DeviceInfo describe_device(const Driver& driver, int ordinal);
+const DeviceInfo& device(int ordinal);  // of driver(); kept
+
+// The context in which `stream` runs on `device` is current while this lives. A context that is current already and
+// belongs to the device stays; otherwise it is the stream's, or, for the default stream, the device's primary context
+// (that of the CUDA runtime and so of PyTorch), which is then kept until the process ends.
+class ContextScope {
+ public:
+  ContextScope(const Driver& driver, int device, abi::Stream stream = nullptr);
+  ~ContextScope();
+  ContextScope(const ContextScope&) = delete;
+  ContextScope& operator=(const ContextScope&) = delete;
+
+ private:
+  const Driver& driver_;
+  bool pushed_ = false;
+};
+
+// Where memory is. What CUDA does not know is the host's.
+struct Place {
+  enum class Kind { kHost, kDevice, kManaged };
+  Kind kind = Kind::kHost;
+  int device = -1;
+};
+
+Place place_of(const Driver& driver, const void* pointer);
+
+// Whether work on the stream goes into a graph: then nothing may be loaded, allocated or waited for.
+bool is_capturing(const Driver& driver, abi::Stream stream);
+
+// ---- kernels ----
+
+// Compiled code, in every context that needs it. Unloaded with the object; never while a kernel of it may run.
+class Library {
+ public:
+  Library(const Driver& driver, std::string_view cubin);
+  ~Library();
+  Library(const Library&) = delete;
+  Library& operator=(const Library&) = delete;
+
+  abi::Kernel kernel(const std::string& symbol) const;
+
+ private:
+  const Driver& driver_;
+  abi::Library handle_ = nullptr;
+};
+
+struct KernelResources {
+  int registers = 0;
+  int local_bytes = 0;
+  int shared_bytes = 0;  // static
+  int max_threads = 0;
+};
+
+KernelResources resources_of(const Driver& driver, abi::Kernel kernel, const DeviceInfo& device);
+
+// Once for a kernel and device, before the first launch: dynamic shared memory beyond 48 KiB needs it, and so do
+// clusters of more than eight. Refuses what the device does not have. In a context of the device it also loads the
+// code, which a stream capture would not allow later.
+void prepare_kernel(const Driver& driver, abi::Kernel kernel, const DeviceInfo& device, int dynamic_shared,
+                    bool large_clusters = false);
+
+struct Dim {
+  unsigned x = 1;
+  unsigned y = 1;
+  unsigned z = 1;
+};
+
+struct Launch {
+  Dim grid;
+  Dim block;
+  Dim cluster;
+  unsigned dynamic_shared = 0;
+  abi::Stream stream = nullptr;
+  bool cooperative = false;   // all blocks at once: needed where one waits for a later one
+  bool programmatic = false;  // may begin before the previous kernel of the stream has ended; waits for it itself
+};
+
+// In the current context (see ContextScope). `parameters` points to one pointer for each argument of the kernel.
+void launch(const Driver& driver, abi::Kernel kernel, const Launch& launch, void** parameters);
+
+// How many clusters (or, without clusters, blocks a multiprocessor) run at once. In the current context.
+int max_active_clusters(const Driver& driver, abi::Kernel kernel, const Launch& launch);
+int max_active_blocks(const Driver& driver, abi::Kernel kernel, const Launch& launch);
+
+// ---- tensor maps ----
+
+// A tensor as TMA sees it, from the innermost dimension outwards.
+struct TensorMapShape {
+  abi::TensorMapType type = abi::TensorMapType::kBfloat16;
+  int rank = 0;
+  std::array<std::uint64_t, 5> dims{};
+  std::array<std::uint64_t, 4> strides{};  // bytes, of the dimensions after the innermost
+  std::array<unsigned, 5> box{};
+  abi::TensorMapSwizzle swizzle = abi::TensorMapSwizzle::kNone;
+  abi::TensorMapPromotion promotion = abi::TensorMapPromotion::k256;
+};
+
+// Why TMA cannot address this, or an empty text. The driver itself says no more than "invalid value".
+std::string why_no_tensor_map(const void* address, const TensorMapShape& shape);
+
+abi::TensorMap encode_tensor_map(const Driver& driver, const void* address, const TensorMapShape& shape);
+
+}  // namespace fovea::cuda::jit

@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// From a kernel's name and template argument to machine code, and to a kernel that can be launched:
+//
+//     Request ──> memory ──> FOVEA_PRECOMPILED_DIR ──> cache on disk ──> NVRTC ──> cache on disk
+//                  (any mode)   (any mode)              (jit, cache)     (jit)
+//
+// FOVEA_JIT is `jit` (compile what is missing; where there is no NVRTC, take what is there), `cache` (never compile) or
+// `off` (only what came precompiled). What a mode does not find is Error(FOVEA_UNSUPPORTED) with what to do. Nothing
+// here knows what a kernel computes.
+//
+// Threads that ask for the same kernel at the same time wait for one compilation. A process that was forked keeps the
+// code it had but not the driver.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "cuda/jit/cache.h"
+#include "cuda/jit/driver.h"
+#include "cuda/jit/nvrtc.h"
+#include "cuda/jit/source.h"
+
+namespace fovea::cuda::jit {
+
+enum class Mode { kJit, kCache, kOff };
+
+struct Request {
+  std::string file;                  // of the embedded text: "sm80_forward.cuh"
+  std::string kernel;                // "fovea::sm80_forward"
+  std::string argument;              // the printed template argument: "fovea::Spec{...}"
+  std::string architecture;          // "sm_80"
+  std::vector<std::string> options;  // for NVRTC, beyond default_options()
+
+  std::string expression() const { return kernel + "<" + argument + ">"; }
+};
+
+struct Settings {
+  Mode mode = Mode::kJit;
+  std::string precompiled;   // a folder; empty: none
+  std::string cache_folder;  // empty: none on disk (FOVEA_CACHE_DIR=none)
+  std::uint64_t cache_bytes = 0;
+  NvrtcSearch nvrtc;
+  std::span<const TextFile> text = embedded_files();
+  std::string_view text_hash = embedded_hash();
+  bool log = false;  // one line on standard error for what was compiled or read (FOVEA_LOG=jit)
+  std::string dump;  // a folder for text, PTX, machine code and log of everything that is compiled (FOVEA_DUMP)
+
+  // Throws Error(FOVEA_INVALID_ARGUMENT) where a variable has a value that is not accepted.
+  static Settings from_environment();
+};
+
+class Jit {
+ public:
+  explicit Jit(Settings settings) : settings_(std::move(settings)) {}
+
+  // The one of this process, by the environment as it was when it was first asked for.
+  static Jit& global();
+
+  const Settings& settings() const { return settings_; }
+
+  // Everything that the machine code depends on but NVRTC's version, in one text: the cache's key.
+  std::string key_of(const Request& request) const;
+
+  // The machine code. Needs no driver and no GPU.
+  std::shared_ptr<const Binary> binary(const Request& request);
+
+  // The kernel, loaded into the driver of this machine and never unloaded.
+  abi::Kernel kernel(const Request& request);
+
+  struct Counts {
+    int memory = 0;
+    int precompiled = 0;
+    int disk = 0;
+    int compiled = 0;
+  };
+  Counts counts() const;
+
+ private:
+  struct Slot {
+    std::mutex mutex;  // held while its one kernel is sought or compiled
+    std::shared_ptr<const Binary> binary;
+    std::unique_ptr<Library> library;
+    abi::Kernel kernel = nullptr;
+  };
+
+  Slot& slot(const std::string& key);
+  const std::shared_ptr<const Binary>& fill(Slot& slot, const Request& request, const std::string& key);
+  Binary obtain(const Request& request, const std::string& key);
+  NvrtcFile nvrtc_file(const Request& request);
+  std::shared_ptr<const Nvrtc> nvrtc(const NvrtcFile& file);
+  const Cache& disk();
+  void dump(const Request& request, const std::string& key, const Binary& binary, const std::string& ptx) const;
+
+  const Settings settings_;
+  mutable std::mutex mutex_;  // of what follows; never held while something is compiled
+  std::map<std::string, std::unique_ptr<Slot>> slots_;
+  std::map<Version, NvrtcFile> files_;  // by the least version asked for
+  std::map<std::string, std::shared_ptr<const Nvrtc>> loaded_;
+  std::optional<Cache> disk_;
+  Counts counts_;
+};
+
+}  // namespace fovea::cuda::jit

@@ -1,0 +1,456 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/jit/nvrtc.h"
+
+#include <dlfcn.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <link.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cstdlib>
+#include <filesystem>
+#include <functional>
+#include <mutex>
+
+#include "core/status.h"
+
+namespace fovea::cuda::jit {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr Version kLeast = {12, 4};
+constexpr std::string_view kInstall =
+    "install NVIDIA's compiler library: `pip install nvidia-cuda-nvrtc` (`nvidia-cuda-nvrtc-cu12` for a driver of "
+    "CUDA 12), or the CUDA toolkit, or set FOVEA_NVRTC to its file or folder";
+
+std::string environment(const char* name) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? std::string() : std::string(value);
+}
+
+// The number at the front of `text`, which is then taken off.
+std::optional<int> take_number(std::string_view& text) {
+  int value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc()) {
+    return std::nullopt;
+  }
+  text.remove_prefix(end - text.data());
+  return value;
+}
+
+// ---- finding it ----
+
+// "libnvrtc.so.13", not "libnvrtc-builtins.so.13.0" nor "libnvrtc.alt.so.13".
+bool is_nvrtc(const std::string& name) { return name == "libnvrtc.so" || name.rfind("libnvrtc.so.", 0) == 0; }
+
+// NVRTC's own name says the major version alone; its builtins lie beside it and say "13.0".
+std::optional<Version> version_by_neighbour(const fs::path& library) {
+  constexpr std::string_view kName = "libnvrtc-builtins.so.";
+  std::string_view own = std::string_view(library.native()).substr(library.native().rfind("libnvrtc.so") + 11);
+  const bool numbered = own.starts_with('.');
+  own.remove_prefix(numbered ? 1 : 0);
+  const std::optional<int> major = numbered ? take_number(own) : std::nullopt;
+  std::optional<Version> only;
+  std::error_code error;
+  for (const fs::directory_entry& entry : fs::directory_iterator(library.parent_path(), error)) {
+    const std::string name = entry.path().filename().string();
+    if (!name.starts_with(kName)) {
+      continue;
+    }
+    std::string_view rest = std::string_view(name).substr(kName.size());
+    const std::optional<int> first = take_number(rest);
+    const bool dotted = rest.starts_with('.');
+    rest.remove_prefix(dotted ? 1 : 0);
+    const std::optional<int> second = dotted ? take_number(rest) : std::nullopt;
+    if (!first || !second || (major && *first != *major)) {
+      continue;
+    }
+    const Version version{*first, *second};
+    if (only && *only != version) {
+      return std::nullopt;
+    }
+    only = version;
+  }
+  return only;
+}
+
+void add_libraries(std::vector<std::string>& found, const fs::path& folder) {
+  std::error_code error;
+  for (const fs::directory_entry& entry : fs::directory_iterator(folder, error)) {
+    if (is_nvrtc(entry.path().filename().string())) {
+      const fs::path real = fs::canonical(entry.path(), error);
+      if (!error && is_nvrtc(real.filename().string())) {
+        found.push_back(real.string());
+      }
+    }
+  }
+}
+
+// What lies in a folder, and in the wheels below it if it is one of site-packages: each once, the newest first.
+std::vector<std::string> libraries_below(const fs::path& folder) {
+  std::vector<std::string> found;
+  add_libraries(found, folder);
+  std::error_code error;
+  for (const fs::directory_entry& entry : fs::directory_iterator(folder / "nvidia", error)) {
+    const std::string name = entry.path().filename().string();
+    if (name == "cuda_nvrtc" ||
+        (name.starts_with("cu") && name.find_first_not_of("0123456789", 2) == std::string::npos)) {
+      add_libraries(found, entry.path() / "lib");
+    }
+  }
+  std::vector<std::pair<Version, std::string>> dated;
+  for (std::string& path : found) {
+    const Version version = version_by_neighbour(path).value_or(Version{});
+    dated.emplace_back(version, std::move(path));
+  }
+  std::sort(dated.begin(), dated.end(), std::greater<>());
+  dated.erase(std::unique(dated.begin(), dated.end()), dated.end());
+  found.clear();
+  for (auto& [version, path] : dated) {
+    found.push_back(std::move(path));
+  }
+  return found;
+}
+
+std::vector<std::string> loaded_libraries() {
+  std::vector<std::string> found;
+  dl_iterate_phdr(
+      [](dl_phdr_info* info, std::size_t, void* result) {
+        const fs::path path = info->dlpi_name;
+        if (is_nvrtc(path.filename().string())) {
+          static_cast<std::vector<std::string>*>(result)->push_back(path.string());
+        }
+        return 0;
+      },
+      &found);
+  return found;
+}
+
+std::string loaded_from(const void* address) {
+  Dl_info info{};
+  return dladdr(address, &info) != 0 && info.dli_fname != nullptr ? info.dli_fname : "";
+}
+
+// Goes through candidates, remembers why each was passed over.
+class Choice {
+ public:
+  explicit Choice(const NvrtcSearch& search) : search_(search) {}
+
+  void consider(const std::string& path) {
+    if (found_ || std::find(seen_.begin(), seen_.end(), path) != seen_.end()) {
+      return;
+    }
+    seen_.push_back(path);
+    std::optional<Version> version = fs::path(path).is_absolute() ? version_by_neighbour(path) : std::nullopt;
+    std::string real = path;
+    if (!version) {
+      try {
+        const Nvrtc loaded(path);
+        version = loaded.version();
+        real = loaded.path();
+      } catch (const Error& error) {
+        passed_over_.push_back(fmt::format("{}: {}", path, error.what()));
+        return;
+      }
+    }
+    if (*version < search_.least) {
+      passed_over_.push_back(fmt::format("{} is {}: too old", path, to_text(*version)));
+    } else if (search_.driver_major != 0 && version->major > search_.driver_major) {
+      passed_over_.push_back(
+          fmt::format("{} is {}: newer than the driver's CUDA {}", path, to_text(*version), search_.driver_major));
+    } else {
+      found_ = NvrtcFile{real, *version};
+    }
+  }
+
+  void consider(const std::vector<std::string>& paths) {
+    for (const std::string& path : paths) {
+      consider(path);
+    }
+  }
+
+  bool done() const { return found_.has_value(); }
+
+  NvrtcFile result() const {
+    if (found_) {
+      return *found_;
+    }
+    std::string wanted = fmt::format("NVRTC {} or newer", to_text(search_.least));
+    if (search_.driver_major != 0) {
+      wanted +=
+          fmt::format(", for a driver of CUDA {} not newer than {}.x", search_.driver_major, search_.driver_major);
+    }
+    const std::string seen =
+        passed_over_.empty() ? "none was found" : fmt::format("passed over: {}", fmt::join(passed_over_, "; "));
+    throw Error(FOVEA_UNSUPPORTED, fmt::format("{}{} is needed to compile GPU kernels; {}. Please {}.",
+                                               search_.forced.empty() ? "" : "FOVEA_NVRTC: ", wanted, seen, kInstall));
+  }
+
+ private:
+  const NvrtcSearch& search_;
+  std::vector<std::string> seen_;
+  std::vector<std::string> passed_over_;
+  std::optional<NvrtcFile> found_;
+};
+
+std::mutex folders_mutex;
+std::vector<std::string>& binding_folders() {
+  static std::vector<std::string> folders;
+  return folders;
+}
+
+// ---- what the log says ----
+
+// The number that stands before `what` in `line`, as in "24 bytes spill stores".
+int number_before(std::string_view line, std::string_view what) {
+  const std::size_t at = line.find(what);
+  if (at == std::string_view::npos) {
+    return 0;
+  }
+  std::size_t begin = at;
+  while (begin > 0 && line[begin - 1] >= '0' && line[begin - 1] <= '9') {
+    --begin;
+  }
+  std::string_view digits = line.substr(begin, at - begin);
+  return take_number(digits).value_or(0);
+}
+
+// "(C7510) Potential Performance Loss: ..." -> its code; messages without one have an empty code.
+std::optional<Report::Message> message_in(std::string_view line) {
+  constexpr std::size_t kCode = 5;  // "C7510"
+  const std::size_t open = line.find("(C7");
+  const bool coded = open != std::string_view::npos && line.size() > open + kCode + 1 && line[open + kCode + 1] == ')';
+  const bool loss = line.find("Performance Loss") != std::string_view::npos ||
+                    line.find("serialized") != std::string_view::npos ||
+                    line.find("setmaxnreg' ignored") != std::string_view::npos;
+  if (!coded && !loss) {
+    return std::nullopt;
+  }
+  Report::Message message;
+  message.loss = loss;
+  if (coded) {
+    message.code = line.substr(open + 1, kCode);
+    line.remove_prefix(open + kCode + 2);
+  }
+  line.remove_prefix(std::min(line.find_first_not_of(' '), line.size()));
+  message.text = line;
+  return message;
+}
+
+void check(const NvrtcApi& api, int result, std::string_view function) {
+  if (result != 0) {
+    throw Error(FOVEA_INTERNAL_ERROR, fmt::format("{}: {} ({})", function, api.get_error_string(result), result));
+  }
+}
+
+std::vector<const char*> c_strings(const std::vector<std::string>& texts) {
+  std::vector<const char*> pointers;
+  pointers.reserve(texts.size());
+  for (const std::string& text : texts) {
+    pointers.push_back(text.c_str());
+  }
+  return pointers;
+}
+
+}  // namespace
+
+std::string to_text(Version version) { return fmt::format("{}.{}", version.major, version.minor); }
+
+std::string architecture(int major, int minor, bool specific) {
+  return fmt::format("sm_{}{}{}", major, minor, specific ? "a" : "");
+}
+
+Version least_nvrtc_for(std::string_view architecture) {
+  architecture.remove_prefix(std::min<std::size_t>(architecture.find('_') + 1, architecture.size()));
+  const int number = take_number(architecture).value_or(0);
+  if (number < 100) {
+    return kLeast;
+  }
+  switch (number) {
+    case 100:
+    case 101:
+    case 120:
+      return {12, 8};
+    case 103:
+    case 121:
+      return {12, 9};
+    default:
+      return {13, 0};
+  }
+}
+
+NvrtcSearch NvrtcSearch::from_environment() {
+  NvrtcSearch search;
+  search.forced = environment("FOVEA_NVRTC");
+  {
+    const std::lock_guard<std::mutex> lock(folders_mutex);
+    search.folders = binding_folders();
+  }
+  const fs::path own = loaded_from(reinterpret_cast<const void*>(&least_nvrtc_for));
+  if (own.has_parent_path()) {
+    search.folders.push_back((own.parent_path() / "..").lexically_normal().string());
+  }
+  for (const char* variable : {"CUDA_HOME", "CUDA_PATH"}) {
+    if (std::string folder = environment(variable); !folder.empty()) {
+      search.toolkits.push_back(std::move(folder));
+    }
+  }
+  search.toolkits.emplace_back("/usr/local/cuda");
+  return search;
+}
+
+void set_nvrtc_folders(std::vector<std::string> folders) {
+  const std::lock_guard<std::mutex> lock(folders_mutex);
+  binding_folders() = std::move(folders);
+}
+
+NvrtcFile find_nvrtc(const NvrtcSearch& search) {
+  Choice choice(search);
+  if (!search.forced.empty()) {
+    std::error_code error;
+    if (fs::is_directory(search.forced, error)) {
+      choice.consider(libraries_below(search.forced));
+    } else {
+      choice.consider(search.forced);
+    }
+    return choice.result();
+  }
+  if (search.loaded) {
+    choice.consider(loaded_libraries());
+  }
+  for (const std::string& folder : search.folders) {
+    choice.consider(libraries_below(folder));
+  }
+  for (const std::string& toolkit : search.toolkits) {
+    for (const char* below : {"lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib"}) {
+      choice.consider(libraries_below(fs::path(toolkit) / below));
+    }
+  }
+  if (search.loader && !choice.done()) {
+    const int newest = search.driver_major != 0 ? search.driver_major : 13;
+    for (int major = newest; major >= search.least.major; --major) {
+      choice.consider(fmt::format("libnvrtc.so.{}", major));
+    }
+  }
+  return choice.result();
+}
+
+// ---- compiling ----
+
+std::span<const std::string_view> default_options() {
+  // -default-device: src/math has no annotations. -no-source-include: nothing is read from the current folder.
+  static constexpr std::string_view kOptions[] = {"--std=c++20", "-default-device", "-no-source-include",
+                                                  "--ptxas-options=-v"};
+  return kOptions;
+}
+
+Report parse_log(std::string_view log) {
+  Report report;
+  while (!log.empty()) {
+    const std::size_t end = std::min(log.find('\n'), log.size());
+    const std::string_view line = log.substr(0, end);
+    log.remove_prefix(std::min(end + 1, log.size()));
+    // A kernel's own line; functions that were not inlined have a stack alone.
+    report.registers = std::max(report.registers, number_before(line, " registers"));
+    report.barriers = std::max(report.barriers, number_before(line, " barriers"));
+    report.shared_bytes = std::max(report.shared_bytes, number_before(line, " bytes smem"));
+    report.stack_bytes += number_before(line, " bytes stack frame");
+    report.spill_bytes += number_before(line, " bytes spill stores") + number_before(line, " bytes spill loads");
+    report.local_bytes += number_before(line, " bytes lmem");
+    if (std::optional<Report::Message> message = message_in(line)) {
+      report.messages.push_back(std::move(*message));
+    }
+  }
+  return report;
+}
+
+std::vector<std::string> Report::faults() const {
+  std::vector<std::string> faults;
+  if (spill_bytes > 0) {
+    faults.push_back(fmt::format("{} bytes of registers spilt", spill_bytes));
+  }
+  if (stack_bytes > 0 || local_bytes > 0) {
+    faults.push_back(fmt::format("{} bytes of local memory", std::max(stack_bytes, local_bytes)));
+  }
+  for (const Message& message : messages) {
+    if (message.loss) {
+      faults.push_back(message.code.empty() ? message.text : fmt::format("{}: {}", message.code, message.text));
+    }
+  }
+  return faults;
+}
+
+Nvrtc::Nvrtc(const std::string& path) {
+  void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) {
+    throw Error(FOVEA_UNSUPPORTED, dlerror());
+  }
+  for_each_function(api_, [&](auto& function, const char* name) {
+    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(handle, name));
+    if (function == nullptr) {
+      throw Error(FOVEA_UNSUPPORTED,
+                  fmt::format("no {} in it: not NVRTC, or one older than {}", name, to_text(kLeast)));
+    }
+  });
+  check(api_, api_.version(&version_.major, &version_.minor), "nvrtcVersion");
+  path_ = loaded_from(reinterpret_cast<const void*>(api_.version));
+}
+
+Binary Nvrtc::compile(const Source& source, std::string* ptx) const {
+  std::vector<std::string> names;
+  std::vector<std::string> texts;  // with the zero at the end that NVRTC wants
+  for (const TextFile& header : source.headers) {
+    names.emplace_back(header.name);
+    texts.emplace_back(header.text);
+  }
+  NvrtcApi::Program created = nullptr;
+  check(api_,
+        api_.create_program(&created, source.text.c_str(), "kernel.cu", static_cast<int>(names.size()),
+                            c_strings(texts).data(), c_strings(names).data()),
+        "nvrtcCreateProgram");
+  const auto destroy = [this](NvrtcApi::Program program) { api_.destroy_program(&program); };
+  const std::unique_ptr<std::remove_pointer_t<NvrtcApi::Program>, decltype(destroy)> owner(created, destroy);
+  NvrtcApi::Program program = owner.get();
+
+  check(api_, api_.add_name_expression(program, source.expression.c_str()), "nvrtcAddNameExpression");
+  std::vector<std::string> options(default_options().begin(), default_options().end());
+  options.push_back("--gpu-architecture=" + source.architecture);
+  options.insert(options.end(), source.options.begin(), source.options.end());
+  const int result = api_.compile_program(program, static_cast<int>(options.size()), c_strings(options).data());
+
+  const auto fetch = [&](auto get_size, auto get, std::string_view function) {
+    std::size_t bytes = 0;
+    check(api_, get_size(program, &bytes), function);
+    std::string content(bytes, '\0');
+    check(api_, get(program, content.data()), function);
+    return content;
+  };
+  const auto without_zero = [](std::string text) {
+    while (text.ends_with('\0')) {
+      text.pop_back();
+    }
+    return text;
+  };
+  Binary binary;
+  binary.log = without_zero(fetch(api_.get_log_size, api_.get_log, "nvrtcGetProgramLog"));
+  if (result != 0) {
+    const bool architecture = binary.log.find("gpu-architecture") != std::string::npos;
+    throw Error(architecture ? FOVEA_UNSUPPORTED : FOVEA_INTERNAL_ERROR,
+                fmt::format("NVRTC {} ({}) does not compile {} for {}: {}\n{}", to_text(version_), path_,
+                            source.expression, source.architecture, api_.get_error_string(result), binary.log));
+  }
+  const char* symbol = nullptr;
+  check(api_, api_.get_lowered_name(program, source.expression.c_str(), &symbol), "nvrtcGetLoweredName");
+  binary.symbol = symbol;
+  binary.cubin = fetch(api_.get_cubin_size, api_.get_cubin, "nvrtcGetCUBIN");
+  binary.report = parse_log(binary.log);
+  if (ptx != nullptr) {
+    *ptx = without_zero(fetch(api_.get_ptx_size, api_.get_ptx, "nvrtcGetPTX"));
+  }
+  return binary;
+}
+
+}  // namespace fovea::cuda::jit

@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The text of the kernels, inside the library: src/math/*.h and whatever stands in src/cuda/device. Nothing is read
+// from the file system when a kernel is compiled; NVRTC is handed these files as named headers, and their text
+// includes nothing but each other. cmake/embed.cmake turns the files into embedded_files().
+//
+// NVRTC looks an #include up by the very string in it, whatever file it stands in. So a file goes by two names: its
+// path below src ("math/band.h", as host code includes it, too) and its path below its own folder ("band.h", as its
+// neighbours do). Include guards see to it that both mean one definition.
+#pragma once
+
+#include <span>
+#include <string_view>
+
+namespace fovea::cuda::jit {
+
+struct TextFile {
+  std::string_view name;  // as an #include has it
+  std::string_view text;
+};
+
+// Every file by each of its names.
+std::span<const TextFile> embedded_files();
+
+// A hash of all names and texts, in hexadecimal: a part of every cache key.
+std::string_view embedded_hash();
+
+}  // namespace fovea::cuda::jit
