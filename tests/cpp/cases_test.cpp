@@ -140,7 +140,7 @@ TEST(CasesTest, LinesAreUniqueAndSayTheProblem) {
 
 // ---- every row ----
 
-class CaseTest : public testing::TestWithParam<std::size_t> {};
+class CasesOfTheTable : public testing::TestWithParam<std::size_t> {};
 
 void test_everywhere(const Case& c) {
   const Trial trial(c);
@@ -149,6 +149,7 @@ void test_everywhere(const Case& c) {
     const Outcome outcome = trial.test("cpu");
     EXPECT_TRUE(outcome.passed()) << isa << ": " << to_text(c) << '\n' << to_text(outcome);
   }
+  // The library's own choice, so that each of these runs is also one without forcing.
   std::vector<std::uint8_t> first;
   for (const int n : {1, 2, 3, 7}) {
     const Threads threads(n);
@@ -160,22 +161,22 @@ void test_everywhere(const Case& c) {
   }
 }
 
-TEST_P(CaseTest, AgreesWithTheReference) { test_everywhere(cases(table_of_environment())[GetParam()]); }
+TEST_P(CasesOfTheTable, AgreesWithTheReference) { test_everywhere(cases(table_of_environment())[GetParam()]); }
 
-INSTANTIATE_TEST_SUITE_P(Table, CaseTest, testing::Range(std::size_t{0}, cases(table_of_environment()).size()));
+INSTANTIATE_TEST_SUITE_P(Table, CasesOfTheTable, testing::Range(std::size_t{0}, cases(table_of_environment()).size()));
 
 // ---- problems beside the table ----
 
-class LineTest : public testing::TestWithParam<const char*> {};
+class CasesBesideTheTable : public testing::TestWithParam<const char*> {};
 
-TEST_P(LineTest, AgreesWithTheReference) {
+TEST_P(CasesBesideTheTable, AgreesWithTheReference) {
   Case c;
   c.problem = parse(GetParam());
   c.seed = 1000;
   test_everywhere(c);
 }
 
-INSTANTIATE_TEST_SUITE_P(Empty, LineTest,
+INSTANTIATE_TEST_SUITE_P(Empty, CasesBesideTheTable,
                          testing::Values("bwd b=0 hq=2 sq=5 sk=7 d=8 bias=b,h,q,k sink", "bwd b=2 hq=0 sq=5 sk=7 d=8",
                                          "bwd b=2 hq=2 sq=0 sk=7 d=8 bias=1,h,q,k sink dlse",
                                          "bwd b=2 hq=2 sq=5 sk=0 d=8 bias=1,h,q,k sink dlse",
@@ -187,7 +188,7 @@ INSTANTIATE_TEST_SUITE_P(Empty, LineTest,
 
 // Sizes at and around tiles, many heads, one long row, everything dropped.
 INSTANTIATE_TEST_SUITE_P(
-    Sizes, LineTest,
+    Sizes, CasesBesideTheTable,
     testing::Values("bwd b=1 hq=1 sq=1 sk=1 d=1", "bwd b=1 hq=1 sq=1 sk=1 d=1 dv=3 bf16 causal sink",
                     "bwd b=1 hq=1 sq=1 sk=3000 d=64", "bwd b=1 hq=1 sq=3000 sk=1 d=64",
                     "bwd b=1 hq=2 hk=1 sq=2 sk=2500 d=64 fp16 used_k=2400 bias=b,1,1,k:fp32",
@@ -292,6 +293,66 @@ TEST(CasesTest, DropoutDecisionsReadOutOfTheKernels) {
         }
       }
       EXPECT_EQ(wrong, 0) << isa << ": " << line;
+    }
+  }
+}
+
+// ---- inputs broadcast by a stride of 0 ----
+
+TEST(CasesTest, InputsWithStrideZero) {
+  Case c;
+  c.problem =
+      parse("bwd b=3 hq=4 hk=2 sq=40 sk=50 d=24 bias=b,h,q,k bias2=b,h,q,k:bf16 mask=b,h,q,k sink alibi=b,h dlse");
+  const Tensors tensors(c);
+  const struct {
+    const fovea_tensor* fovea_problem::*member;
+    std::vector<int> dimensions;
+  } broadcast[] = {{&fovea_problem::k, {0}},
+                   {&fovea_problem::v, {0, 1}},
+                   {&fovea_problem::grad_out, {0, 1, 2, 3}},  // what out.sum() gives
+                   {&fovea_problem::grad_lse, {2}},
+                   {&fovea_problem::bias, {0, 1}},
+                   {&fovea_problem::bias2, {2, 3}},
+                   {&fovea_problem::mask, {2}},
+                   {&fovea_problem::sink, {0}},
+                   {&fovea_problem::alibi_slopes, {0}}};
+  fovea_problem problem = tensors.problem();
+  std::vector<fovea_tensor> views;
+  views.reserve(std::size(broadcast));
+  for (const auto& [member, dimensions] : broadcast) {
+    views.push_back(*(problem.*member));
+    for (const int d : dimensions) {
+      views.back().stride[d] = 0;
+    }
+    problem.*member = &views.back();
+  }
+  for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
+    std::vector<std::vector<double>> expected;
+    const auto values = [&] {
+      std::vector<std::vector<double>> all;
+      for (const Tensor* tensor : tensors.outputs(direction)) {
+        all.emplace_back();
+        for (const std::int64_t element : tensor->existing) {
+          all.back().push_back(tensor->get(element));
+        }
+      }
+      return all;
+    };
+    tensors.prepare(direction);
+    call_library(problem, direction, "reference");
+    expected = values();
+    for (const std::string& isa : instruction_sets()) {
+      const Environment forced("FOVEA_CPU_ISA", isa);
+      tensors.prepare(direction);
+      call_library(problem, direction, "cpu");
+      const auto actual = values();
+      for (std::size_t t = 0; t < expected.size(); ++t) {
+        const Tensor& tensor = *tensors.outputs(direction)[t];
+        const double unit = tensor.type() == DType::kBf16 ? 0x1p-8 : 1e-5;
+        for (std::size_t n = 0; n < expected[t].size(); ++n) {
+          ASSERT_NEAR(actual[t][n], expected[t][n], unit * (1 + std::abs(expected[t][n]))) << isa << ' ' << tensor.name;
+        }
+      }
     }
   }
 }
