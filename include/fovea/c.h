@@ -95,7 +95,9 @@ typedef struct fovea_tensor {
 /* Shapes. Dense: q is (B, Sq, Hq, D), or (B1, B2, Sq, Hq, D) with a batch of two levels. Variable length:
  * cu_seqlens_q and cu_seqlens_k are given and q is packed, (total_q, Hq, D). "Broadcastable" is NumPy's
  * rule: shapes are aligned at the right, a missing dimension or a 1 is broadcast. The other layout that
- * people use, (B, H, S, D), is a matter of strides. */
+ * people use, (B, H, S, D), is a matter of strides.
+ * Limits: 2^50 elements and 2^50 bytes from the first to the last of a tensor, 2^32 heads, 2^32 for D and Dv; with
+ * dropout sequences shorter than 2^32. */
 typedef struct fovea_problem {
   size_t size; /* sizeof(fovea_problem) */
 
@@ -162,7 +164,8 @@ FOVEA_API const char* fovea_last_error(void);
 FOVEA_API const char* fovea_status_name(fovea_status status);
 
 /* Bytes of scratch memory that the call needs: on the device of the tensors, any alignment. It depends on
- * shapes, types, options and the number of threads, not on what the tensors hold or where they lie. */
+ * shapes, strides, types, options, the number of threads and the longest sequence (max_seqlen_*, else what
+ * cu_seqlens_* say), not on what else the tensors hold or where they lie. */
 FOVEA_API fovea_status fovea_workspace(const fovea_problem* problem, fovea_direction direction, size_t* bytes);
 
 /* out (and lse) from q, k, v, .... `workspace` is the caller's, of at least fovea_workspace() bytes; NULL

@@ -20,6 +20,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <span>
 #include <utility>
 
 #include "core/overlap.h"
@@ -31,9 +32,11 @@ namespace {
 
 using Ints = std::vector<std::int64_t>;
 
-// No product of a tensor's dimensions and no distance between two of its elements in bytes goes beyond this, so that
-// nothing that is computed from them overflows.
-constexpr std::int64_t kMost = std::int64_t{1} << 60;
+// No product of a tensor's dimensions and no distance between two of its elements in bytes goes beyond this, nor do
+// the lengths and heads of a packed problem, so that no offset and no size of a workspace overflows: that may take some
+// hundred bytes for each element, and some thousand for each column or head in each of 2^12 threads.
+constexpr std::int64_t kMost = std::int64_t{1} << 50;
+constexpr std::int64_t kMostHeads = std::int64_t{1} << 32;  // and columns
 
 template <class... T>
 [[noreturn]] void refuse(fovea_status status, fmt::format_string<T...> format, T&&... arguments) {
@@ -67,12 +70,23 @@ std::int64_t elements_of(const fovea_tensor& tensor) {
   return count;
 }
 
-// In elements: as given, or row-major.
+// Whether the product of dimensions is at most kMost, those of 0 taken as 1.
+template <class Dims>
+bool product_fits(const Dims& dims) {
+  std::int64_t product = 1;
+  return std::all_of(std::begin(dims), std::end(dims), [&](std::int64_t dim) {
+    return !__builtin_mul_overflow(product, std::max<std::int64_t>(dim, 1), &product) && product <= kMost;
+  });
+}
+
+// In elements: as given, or row-major. A dimension that has no second index has no use for what was given, which may
+// be any number.
 std::array<std::int64_t, FOVEA_MAX_RANK> strides_of(const fovea_tensor& tensor) {
   std::array<std::int64_t, FOVEA_MAX_RANK> strides{};
   std::int64_t next = 1;
   for (int i = tensor.rank - 1; i >= 0; --i) {
-    strides[i] = (tensor.flags & FOVEA_TENSOR_STRIDED) != 0 ? tensor.stride[i] : next;
+    const bool is_given = (tensor.flags & FOVEA_TENSOR_STRIDED) != 0 && tensor.shape[i] > 1;
+    strides[i] = is_given ? tensor.stride[i] : next;
     next *= std::max<std::int64_t>(tensor.shape[i], 1);
   }
   return strides;
@@ -191,14 +205,12 @@ class Validator {
     if (tensor.rank < 0 || tensor.rank > FOVEA_MAX_RANK) {
       refuse("{}: rank {}; accepted: 0 to {}", name, tensor.rank, FOVEA_MAX_RANK);
     }
-    std::int64_t product = 1;
-    for (int i = 0; i < tensor.rank; ++i) {
-      if (tensor.shape[i] < 0) {
-        refuse("{}: shape {}; accepted: dimensions of 0 or more", name, shape_of(tensor));
-      }
-      if (__builtin_mul_overflow(product, std::max<std::int64_t>(tensor.shape[i], 1), &product) || product > kMost) {
-        refuse("{}: shape {}; accepted: at most 2^60 elements", name, shape_of(tensor));
-      }
+    const std::span shape(tensor.shape, static_cast<std::size_t>(tensor.rank));
+    if (std::any_of(shape.begin(), shape.end(), [](std::int64_t dim) { return dim < 0; })) {
+      refuse("{}: shape {}; accepted: dimensions of 0 or more", name, shape_of(tensor));
+    }
+    if (!product_fits(shape)) {
+      refuse("{}: shape {}; accepted: at most 2^50 elements", name, shape_of(tensor));
     }
   }
 
@@ -225,7 +237,7 @@ class Validator {
       if (strides[i] == std::numeric_limits<std::int64_t>::min() ||
           __builtin_mul_overflow(tensor.shape[i] - 1, std::abs(strides[i]), &reach) ||
           __builtin_add_overflow(span, reach, &span) || span > kMost / width) {
-        refuse("{}: strides {} with shape {}; accepted: elements at most 2^60 bytes apart", name,
+        refuse("{}: strides {} with shape {}; accepted: elements at most 2^50 bytes apart", name,
                text_of(strides.data(), tensor.rank), shape_of(tensor));
       }
     }
@@ -386,6 +398,11 @@ class Validator {
     problem_.heads_k = k.shape[rank - 2];
     problem_.head_dim = q.shape[rank - 1];
     problem_.head_dim_v = v.shape[rank - 1];
+    for (const auto& [name, tensor] : {std::pair("q", &q), std::pair("v", &v)}) {
+      if (tensor->shape[rank - 2] > kMostHeads || tensor->shape[rank - 1] > kMostHeads) {
+        refuse("{}: shape {}; accepted: at most 2^32 heads, head_dim at most 2^32", name, shape_of(*tensor));
+      }
+    }
     if (k.shape[rank - 1] != problem_.head_dim) {
       refuse("k: shape {}, head_dim {}; accepted: that of q, {}", shape_of(k), k.shape[rank - 1], problem_.head_dim);
     }
@@ -496,6 +513,7 @@ class Validator {
       problem_.lengths_k = cu_seqlens("cu_seqlens_k", rows.cu_k, "total_k", problem_.total_k);
       problem_.seqlen_q = longest("max_seqlen_q", given_.max_seqlen_q, "cu_seqlens_q", rows.cu_q, problem_.lengths_q);
       problem_.seqlen_k = longest("max_seqlen_k", given_.max_seqlen_k, "cu_seqlens_k", rows.cu_k, problem_.lengths_k);
+      rows.is_packed = true;
     }
     rows.limit_q = problem_.seqlen_q;
     rows.limit_k = problem_.seqlen_k;
@@ -522,6 +540,7 @@ class Validator {
     if (!cu || !readable()) {
       return lengths;
     }
+    lengths.reserve(static_cast<std::size_t>(problem_.batch()));  // a batch beyond all memory is refused at once
     if (cu[0] != 0) {
       refuse("{}: begins with {}; accepted: 0 first", name, cu[0]);
     }
@@ -539,20 +558,24 @@ class Validator {
 
   std::int64_t longest(const char* name, std::int64_t given, const char* cu_name, const math::Lengths& cu,
                        const Ints& lengths) const {
-    if (given < 0 || given > kMost) {
-      refuse("{}: {}; accepted: at least the longest sequence, at most 2^60", name, given);
-    }
-    if (!cu || !readable()) {
-      if (given == 0 && problem_.batch() > 0) {
-        refuse("{}: 0; accepted: at least the longest sequence, as {} cannot be read here", name, cu_name);
-      }
-      return given;
+    if (given < 0) {
+      refuse("{}: {}; accepted: at least the longest sequence", name, given);
     }
     const std::int64_t found = lengths.empty() ? 0 : *std::max_element(lengths.begin(), lengths.end());
-    if (given != 0 && given < found) {
+    const std::int64_t length = given != 0 ? given : found;
+    if (length == 0 && (!cu || !readable()) && problem_.batch() > 0) {
+      refuse("{}: 0; accepted: at least the longest sequence, as {} cannot be read here", name, cu_name);
+    }
+    if (length < found) {
       refuse("{}: {}; accepted: at least the longest sequence of {}, {}", name, given, cu_name, found);
     }
-    return given != 0 ? given : found;
+    const std::int64_t heads = std::max(problem_.heads_q, problem_.heads_k);
+    const std::int64_t columns = std::max(problem_.head_dim, problem_.head_dim_v);
+    if (!product_fits(Ints{problem_.batch(), heads, length}) || !product_fits(Ints{heads, length, columns})) {
+      refuse("{}: {}; accepted: at most 2^50 rows in {} sequences of {} heads, 2^50 elements in one", name, length,
+             problem_.batch(), heads);
+    }
+    return length;
   }
 
   math::Lengths seqused(const char* name, const fovea_tensor& tensor, const Ints& lengths, std::int64_t longest,
@@ -562,6 +585,7 @@ class Validator {
     storage_of(name, tensor);
     const math::Lengths used = lengths_view(tensor);
     if (used && readable()) {
+      values.reserve(static_cast<std::size_t>(problem_.batch()));
       for (std::int64_t b = 0; b < problem_.batch(); ++b) {
         const std::int64_t most = lengths.empty() ? longest : lengths[static_cast<std::size_t>(b)];
         if (used[b] < 0 || used[b] > most) {

@@ -48,12 +48,13 @@ struct Rows {
   i64 rows_k = 0;
   i64 limit_q = 0;  // the longest that a sequence may be: Sq, or max_seqlen_q
   i64 limit_k = 0;
-  Lengths cu_q;  // packed where given
+  bool is_packed = false;  // by cu_q and cu_k, which may lie where they cannot be read yet
+  Lengths cu_q;
   Lengths cu_k;
   Lengths used_q;
   Lengths used_k;
 
-  constexpr bool packed() const { return bool(cu_q); }
+  constexpr bool packed() const { return is_packed; }
   constexpr i64 batch() const { return batch1 * batch2; }
   constexpr i64 head_k(i64 head_q) const { return head_q / (heads_q / heads_k); }
 

@@ -164,9 +164,9 @@ std::vector<Refusal> refusals_of_tensor(const char* name) {
       {name, {"rank 6", "0 to 5"}, [=](auto& a) { a[tensor].rank = 6; }},
       {name, {"rank -1", "0 to 5"}, [=](auto& a) { a[tensor].rank = -1; }},
       {name, {"shape -4", "0 or more"}, [=](auto& a) { a[tensor].shape[0] = -4; }},
-      {name, {"shape 2305843009213693952", "2^60 elements"}, [=](auto& a) { a[tensor].shape[0] = kHuge; }},
+      {name, {"shape 2305843009213693952", "2^50 elements"}, [=](auto& a) { a[tensor].shape[0] = kHuge; }},
       {name,
-       {"strides", "2^60 bytes apart"},
+       {"strides", "2^50 bytes apart"},
        [=](auto& a) {
          a[tensor].flags = FOVEA_TENSOR_STRIDED;
          std::fill_n(a[tensor].stride, FOVEA_MAX_RANK, std::numeric_limits<std::int64_t>::min());
@@ -210,6 +210,21 @@ std::vector<Refusal> refusals_of_dense() {
        {"shape 1x5x2x8", "the batch of q, 2", "strides of 0"},
        [](auto& a) {
          a.reshape("k", {1, 5, 2, 8});
+       }},
+      {"q",
+       {"shape 2x3x8589934592x8", "2^32 heads"},
+       [](auto& a) {
+         a.reshape("q", {2, 3, std::int64_t{1} << 33, 8});
+       }},
+      {"q",
+       {"shape 2x3x4x8589934592", "head_dim at most 2^32"},
+       [](auto& a) {
+         a.reshape("q", {2, 3, 4, std::int64_t{1} << 33});
+       }},
+      {"v",
+       {"shape 2x5x2x8589934592", "head_dim at most 2^32"},
+       [](auto& a) {
+         a.reshape("v", {2, 5, 2, std::int64_t{1} << 33});
        }},
       {"v",
        {"shape 2x6x2x6", "(B, Sk, Hk, Dv), 2x5x2x6"},
@@ -350,8 +365,11 @@ std::vector<Refusal> refusals_of_packed() {
        [](auto& a) { a.problem.max_seqlen_q = 2; }},
       {"max_seqlen_k", {"-5", "at least"}, [](auto& a) { a.problem.max_seqlen_k = -5; }},
       {"max_seqlen_k",
-       {"1152921504606846977", "2^60"},
-       [](auto& a) { a.problem.max_seqlen_k = (std::int64_t{1} << 60) + 1; }},
+       {"140737488355329", "at most 2^50 rows in 2 sequences of 4 heads"},
+       [](auto& a) { a.problem.max_seqlen_k = (std::int64_t{1} << 47) + 1; }},
+      {"max_seqlen_q",
+       {"70368744177664", "2^50 elements in one"},
+       [](auto& a) { a.problem.max_seqlen_q = std::int64_t{1} << 46; }},
       {"batch_outer", {"3", "a divisor of the batch, 2"}, [](auto& a) { a.problem.batch_outer = 3; }},
       {"batch_outer", {"-1", "a divisor of the batch, 2"}, [](auto& a) { a.problem.batch_outer = -1; }},
       {"seqused_q",
@@ -573,6 +591,27 @@ TEST(Validate, StridesOfInputsAreFree) {
   a["k"].data = a.data<float>("k") + 7;
   a.stride("bias", {0, 0, 5, 1});
   EXPECT_EQ(run(a), FOVEA_OK) << fovea_last_error();
+}
+
+// As NumPy leaves it open what they are; nothing may be computed from them.
+TEST(Validate, StridesOfDimensionsOfOneAreAnything) {
+  constexpr std::int64_t kLargest = std::numeric_limits<std::int64_t>::max();
+  constexpr std::int64_t kLowest = std::numeric_limits<std::int64_t>::min();
+  Arguments expected(Rows::kTwoLevel, Direction::kForward);
+  Arguments a(Rows::kTwoLevel, Direction::kForward);
+  for (const auto& [name, row, head] : {std::tuple("q", 32, 8), std::tuple("out", 24, 6)}) {
+    a.stride(name, {name[0] == 'q' ? kLowest : kLargest, 3 * row, row, head, 1});
+  }
+  for (const char* backend : {"reference", "cpu"}) {
+    for (Arguments* call : {&expected, &a}) {
+      std::size_t bytes = 0;
+      call->problem.backend = backend;
+      ASSERT_EQ(fovea_workspace(&call->problem, FOVEA_FORWARD, &bytes), FOVEA_OK) << fovea_last_error();
+      std::vector<char> workspace(bytes);
+      ASSERT_EQ(fovea_forward(&call->problem, workspace.data(), bytes), FOVEA_OK) << fovea_last_error();
+    }
+    EXPECT_TRUE(a.same_outputs_as(expected));
+  }
 }
 
 TEST(Validate, GradientsMayBeViewsOfOneTensor) {
