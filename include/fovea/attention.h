@@ -142,11 +142,11 @@ namespace detail {
 
 template <class Container>
 void check_size(const Container& container, const Tensor::Dims& shape) {
-  std::int64_t elements = 1;
+  std::uint64_t elements = 1;  // wraps where there are too many, which the library refuses
   for (const std::int64_t dim : shape) {
-    elements *= dim;
+    elements *= static_cast<std::uint64_t>(dim);
   }
-  if (elements != static_cast<std::int64_t>(container.size())) {
+  if (elements != container.size()) {
     throw Error(FOVEA_INVALID_ARGUMENT, "tensor: a container of " + std::to_string(container.size()) +
                                             " elements; accepted: " + std::to_string(elements) + ", as the shape has");
   }
@@ -362,7 +362,7 @@ std::string text_of(Function function, fovea_status also = FOVEA_OK) {
 
 }  // namespace detail
 
-// Bytes of scratch memory that the call needs. It depends on shapes, types, options and the number of threads.
+// Bytes of scratch memory that the call needs; fovea/c.h says what it depends on.
 template <class Call>
 std::size_t workspace(const Call& call) {
   const fovea_problem problem = detail::problem_of(call);

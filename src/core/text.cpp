@@ -7,7 +7,8 @@
 // A line is words separated by blanks: `key` or `key=value`, in any order, each at most once. kKeys lists them in
 // the order in which they are printed; what has its default value is not printed. parse() first splits the line
 // into a Fields, then takes the fields one by one (the batch before the biases, whose form depends on it).
-// parse(print(p)) == p for every p that validate() or parse() can give.
+// parse(print(p)) == p for every p that validate() or parse() can give, as long as a line says no more than
+// kMostSequences lengths and no blank stands in the backend's name.
 #include <fmt/format.h>
 
 #include <algorithm>
