@@ -103,6 +103,7 @@ Array read_one(const std::string& name, const fs::path& path) {
   const auto found = arrays.find(name);
   if (found == arrays.end()) {
     std::vector<std::string> there;
+    there.reserve(arrays.size());
     for (const auto& [other, unused] : arrays) {
       there.push_back(other);
     }
@@ -114,6 +115,7 @@ Array read_one(const std::string& name, const fs::path& path) {
 
 Arrays read_inputs(const Settings& settings) {
   std::vector<std::string> known;
+  known.reserve(kInputs.size());
   for (const Input& input : kInputs) {
     known.emplace_back(input.name);
   }

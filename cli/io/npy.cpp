@@ -92,7 +92,7 @@ class Header {
     if (end == rest_.npos) {
       refuse("a string is missing");
     }
-    const std::string value(rest_.substr(1, end - 1));
+    std::string value(rest_.substr(1, end - 1));
     rest_.remove_prefix(end + 1);
     return value;
   }

@@ -177,7 +177,7 @@ Figure figure_of(const Results& r) {
   const auto add_curve = [&](const std::string& name, const Run& run, double Progress::*loss) {
     Curve curve{name, {}};
     for (const Progress& p : run.reports) {
-      if (p.step > 1) {  // the first is ln 256, beside which everything else would be a flat line
+      if (p.done > 0.02) {  // it begins at ln 256, beside which everything else would be a flat line
         curve.points.push_back({static_cast<double>(p.step), p.*loss});
       }
     }

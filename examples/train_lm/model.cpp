@@ -106,7 +106,7 @@ Model<T>::Model(const ModelConfig& config) : config_(config) {
 
 template <class T>
 Parameter Model<T>::add(const std::string& name, std::int64_t rows, std::int64_t columns, bool is_matrix) {
-  const Parameter p{name, static_cast<std::int64_t>(parameters_.size()), rows, columns, is_matrix};
+  Parameter p{name, static_cast<std::int64_t>(parameters_.size()), rows, columns, is_matrix};
   layout_.push_back(p);
   parameters_.resize(parameters_.size() + p.size());
   gradients_.resize(parameters_.size());
