@@ -127,13 +127,10 @@ struct Tile {
     return nullptr;
   }
 
-  // A bias has rows far apart, each may be on another page, and nothing but this sees them coming. One row at a time,
-  // so that the requests spread over the strip's arithmetic.
-  void prefetch_bias(i64 i) const {
-    for (const Matrix& bias : head.head.bias) {
-      if (bias.type != 0 && i < row_end) {
-        prefetch_row(bias, i, key, keys());
-      }
+  // What adds to a row of the strip to come.
+  HWY_INLINE void prefetch(i64 i) const {
+    if (i < row_end) {
+      prefetch_terms(head.head, i, key, keys());
     }
   }
 
@@ -165,7 +162,7 @@ struct Tile {
       }
       for (i64 r = 0; r < strip; ++r) {
         const i64 i = first + r;
-        prefetch_bias(i + kBlockRows);
+        prefetch(i + kBlockRows);
         T* p_row = p + r * tiles.ld_s;
         T* ds_row = needs_ds() ? ds + r * tiles.ld_s : nullptr;
         T* ds_bias = ds_bias_row(i);
@@ -394,7 +391,7 @@ void backward(const BackwardTask& task, void* scratch) {
     const bool ends = step + 1 == task.walk_end || (step + 1) % blocks == 0;
 
     for (i64 i = row; i < row + kBlockRows; ++i) {
-      tile.prefetch_bias(i);
+      tile.prefetch(i);
     }
     tile.load();
     tile.scores();

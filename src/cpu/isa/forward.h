@@ -103,17 +103,12 @@ HWY_INLINE void soften_row(const math::Score<T>& score, const RowTerms<T>& terms
   weigh_row(math::reference_of(after), keep, cols, s, sum).store(running_sum);
 }
 
-// The bias of a row of the strip to come: its rows are far apart, each may be on another page, and nothing but this
-// sees them coming. One row at a time, so that the requests spread over the strip's arithmetic.
-inline void prefetch_bias(const ForwardTask& task, i64 number, i64 col, i64 cols) {
+// What adds to a row of the strip to come.
+HWY_INLINE void prefetch_terms(const ForwardTask& task, i64 number, i64 col, i64 cols) {
   if (number < task.row_end) {
     const SequenceArgs& sequence = task.sequence;
     const HeadArgs& head = task.heads[number / sequence.q_len].head;
-    for (const Matrix& bias : head.bias) {
-      if (bias.type != 0) {
-        prefetch_row(bias, number % sequence.q_len, col, math::min(cols, sequence.k_len - col));
-      }
-    }
+    prefetch_terms(head, number % sequence.q_len, col, math::min(cols, sequence.k_len - col));
   }
 }
 
@@ -151,7 +146,7 @@ void forward_block(const ForwardTask& task, const ForwardTiles<T>& tiles, const 
                                {tiles.k + col, tiles.ld_s}, tiles.s, tiles.ld_s, false);
     for (i64 r = 0; r < strip; ++r) {
       const i64 number = task.row_begin + row + r;
-      prefetch_bias(task, number + kBlockRows, key + col, cols);
+      prefetch_terms(task, number + kBlockRows, key + col, cols);
       const RowTerms<T> terms = terms_of_row(task.heads[number / sequence.q_len].head, sequence,
                                              number % sequence.q_len, key + col, cols, tiles.buffers);
       const u8* keep = drops ? tiles.keep + (row + r) * tiles.keep_stride + col / 8 : nullptr;

@@ -122,6 +122,9 @@ inline void keep_bits(const Options& options, const HeadArgs& head, i64 row, i64
 
 // ---- the terms of a row ----
 
+// What a row of scores needs beside scale and softcap: nothing; biases or ALiBi; a choice of elements as well.
+enum class Work { kPlain, kAdd, kMask };
+
 template <class T>
 struct RowTerms {
   const T* bias[2];     // NULL: none
@@ -131,8 +134,12 @@ struct RowTerms {
   i64 distance;    // of column 0: j - (i + shift)
   i64 begin, end;  // the columns inside the band and the sequence
 
-  bool plain(i64 cols) const {
-    return begin <= 0 && end >= cols && bias[0] == nullptr && bias[1] == nullptr && mask_bits == nullptr && !alibi;
+  // How much there is to do for each of the columns [0, cols).
+  Work work(i64 cols) const {
+    if (begin > 0 || end < cols || mask_bits != nullptr) {
+      return Work::kMask;
+    }
+    return bias[0] != nullptr || bias[1] != nullptr || alibi ? Work::kAdd : Work::kPlain;
   }
 };
 
@@ -167,22 +174,17 @@ const T* bias_row(const Matrix& bias, i64 row, i64 col, i64 cols, i64 k_len, T* 
 }
 
 inline const u8* mask_row(const Matrix& mask, i64 row, i64 col, i64 cols, i64 k_len, u8* bytes, u8* bits) {
-  const hn::CappedTag<uint8_t, 16> d;
+  constexpr i64 kLanes = lanes<u8>();
   const i64 valid = math::min(cols, k_len - col);
   const u8* from = address(mask, row, col);
-  if (mask.col != 1 || valid % 16 != 0) {
+  if (mask.col != 1 || valid % kLanes != 0) {
     move_strided<true>(address(mask, row, col), mask.col, bytes, 1, valid);
-    fill(bytes + valid, round_up(valid, 16) - valid, u8(0));
+    fill(bytes + valid, round_up(valid, kLanes) - valid, u8(0));
     from = bytes;
   }
-  const i64 step = static_cast<i64>(hn::Lanes(d));
-  for (i64 c = 0; c < valid; c += step) {
-    const auto takes_part = hn::Ne(hn::LoadU(d, from + c), hn::Zero(d));
-    u8 packed[8];
-    hn::StoreMaskBits(d, takes_part, packed);
-    for (i64 n = 0; n < step / 8; ++n) {
-      bits[c / 8 + n] = packed[n];
-    }
+  for (i64 c = 0; c < valid; c += kLanes) {
+    const auto takes_part = hn::Ne(hn::LoadU(Tag<u8>(), from + c), hn::Zero(Tag<u8>()));
+    hn::StoreMaskBits(Tag<u8>(), takes_part, bits + c / 8);
   }
   return bits;
 }
@@ -209,49 +211,76 @@ HWY_INLINE RowTerms<T> terms_of_row(const HeadArgs& head, const SequenceArgs& se
   return terms;
 }
 
+// A bias or mask has rows far apart, each may be on another page, and nothing but the kernel sees them coming. It asks
+// for one row at a time, so that the requests spread over the arithmetic of a strip.
+HWY_INLINE void prefetch_terms(const HeadArgs& head, i64 row, i64 col, i64 cols) {
+  const Matrix* terms[] = {&head.bias[0], &head.bias[1], &head.mask};
+  for (const Matrix* m : terms) {
+    if (m->type != 0) {
+      prefetch_row(*m, row, col, cols);
+    }
+  }
+}
+
 // j - (i + shift) of consecutive columns, exact as integers.
 HWY_INLINE Simd<float> distances(i64 first, float) {
-  return hn::ConvertTo(Tag<float>(), hn::Iota(Tag<i32>(), static_cast<i32>(first)));
+  return hn::ConvertTo(Tag<float>(), Simd<i32>::iota(static_cast<i32>(first)).raw);
 }
 HWY_INLINE Simd<double> distances(i64 first, double) { return Simd<double>::iota(static_cast<double>(first)); }
 
 template <class T>
 struct Scored {
   math::Dual<Simd<T>> score;  // -inf where the element takes no part
-  Mask<T> allowed;
+  Mask<T> allowed;            // where Work::kMask is compiled in
 };
 
 // The scores of columns [col, col + lanes) of a row, and their derivative by the dot product.
-template <bool kSoftcap, bool kPlain, class T>
+template <bool kSoftcap, Work kWork, class T>
 HWY_INLINE Scored<T> score_at(const math::Score<T>& score, const RowTerms<T>& terms, i64 col, Simd<T> dot) {
-  math::Dual<Simd<T>> s = score.template of_dot_with_derivative<kSoftcap>(dot, Simd<T>(T(1)));
-  Mask<T> allowed = first_lanes<T>(lanes<T>());
-  if constexpr (!kPlain) {
-    for (int n = 0; n < 2; ++n) {
-      if (terms.bias[n] != nullptr) {
-        s = s + Simd<T>::load(terms.bias[n] + col);
+  Scored<T> scored{score.template of_dot_with_derivative<kSoftcap>(dot, Simd<T>(T(1))), {}};
+  if constexpr (kWork != Work::kPlain) {
+    for (const T* bias : terms.bias) {
+      if (bias != nullptr) {
+        scored.score = scored.score + Simd<T>::load(bias + col);
       }
     }
     if (terms.alibi) {
-      s = s + math::alibi(distances(terms.distance + col, T()), terms.slope);
+      scored.score = scored.score + math::alibi(distances(terms.distance + col, T()), terms.slope);
     }
-    allowed = hn::AndNot(first_lanes<T>(terms.begin - col), first_lanes<T>(terms.end - col));
-    if (terms.mask_bits != nullptr) {
-      allowed = hn::And(allowed, bits_at<T>(terms.mask_bits, col));
-    }
-    s.value = select(allowed, s.value, Simd<T>(T(-kInfinity)));
   }
-  return {s, allowed};
+  if constexpr (kWork == Work::kMask) {
+    scored.allowed = hn::AndNot(first_lanes<T>(terms.begin - col), first_lanes<T>(terms.end - col));
+    if (terms.mask_bits != nullptr) {
+      scored.allowed = hn::And(scored.allowed, bits_at<T>(terms.mask_bits, col));
+    }
+    scored.score.value = select(scored.allowed, scored.score.value, Simd<T>(T(-kInfinity)));
+  }
+  return scored;
+}
+
+// Calls function<kSoftcap, kWork>(arguments ...), with as much compiled in as a row needs. Softcap dwarfs the rest.
+template <class T, class Function>
+HWY_INLINE void with_work(const math::Score<T>& score, Work work, Function function) {
+  if (score.softcap > 0) {
+    work == Work::kMask ? function.template operator()<true, Work::kMask>()
+                        : function.template operator()<true, Work::kAdd>();
+  } else if (work == Work::kPlain) {
+    function.template operator()<false, Work::kPlain>();
+  } else if (work == Work::kAdd) {
+    function.template operator()<false, Work::kAdd>();
+  } else {
+    function.template operator()<false, Work::kMask>();
+  }
 }
 
 // ---- forward ----
 
 // Dot products to scores, in place; the largest of them.
-template <bool kSoftcap, bool kPlain, class T>
+template <bool kSoftcap, Work kWork, class T>
 T score_row(const math::Score<T>& score, const RowTerms<T>& terms, i64 cols, T* row) {
   Simd<T> largest(T(-kInfinity));
   for (i64 c = 0; c < cols; c += lanes<T>()) {
-    const Simd<T> s = score_at<kSoftcap, kPlain>(score, terms, c, Simd<T>::load(row + c)).score.value;
+    const Simd<T> s = score_at<kSoftcap, kWork>(score, terms, c, Simd<T>::load(row + c)).score.value;
     largest = max(s, largest);
     s.store(row + c);
   }
@@ -260,11 +289,10 @@ T score_row(const math::Score<T>& score, const RowTerms<T>& terms, i64 cols, T* 
 
 template <class T>
 T score_row(const math::Score<T>& score, const RowTerms<T>& terms, i64 cols, T* row) {
-  if (score.softcap > 0) {
-    return score_row<true, false>(score, terms, cols, row);
-  }
-  return terms.plain(cols) ? score_row<false, true>(score, terms, cols, row)
-                           : score_row<false, false>(score, terms, cols, row);
+  T largest;
+  with_work(score, terms.work(cols),
+            [&]<bool kSoftcap, Work kWork>() { largest = score_row<kSoftcap, kWork>(score, terms, cols, row); });
+  return largest;
 }
 
 // Scores to weights, in place, those that dropout drops to 0. Returns `sum` with all weights added, dropped or not.
@@ -303,22 +331,20 @@ struct GradRow {
   bool streams;  // ds_bias is not read again: written past the caches
 };
 
-template <bool kSoftcap, bool kPlain, class T>
+template <bool kSoftcap, Work kWork, class T>
 void grad_row(const math::Score<T>& score, const RowTerms<T>& terms, i64 cols, const GradRow<T>& row) {
   const Simd<T> zero(T(0));
   for (i64 c = 0; c < cols; c += lanes<T>()) {
-    const Scored<T> scored = score_at<kSoftcap, kPlain>(score, terms, c, Simd<T>::load(row.p + c));
+    const Scored<T> scored = score_at<kSoftcap, kWork>(score, terms, c, Simd<T>::load(row.p + c));
     const Simd<T> p = math::probability(scored.score.value, Simd<T>(row.reference));
-    const Mask<T> kept = row.keep != nullptr ? bits_at<T>(row.keep, c) : scored.allowed;
-    const Simd<T> dropped_p = row.keep != nullptr ? select(kept, p * Simd<T>(row.keep_factor), zero) : p;
-    dropped_p.store(row.p + c);
+    const auto after_dropout = [&](Simd<T> x) {
+      return row.keep != nullptr ? select(bits_at<T>(row.keep, c), x * Simd<T>(row.keep_factor), zero) : x;
+    };
+    after_dropout(p).store(row.p + c);
     if (row.ds != nullptr) {
-      Simd<T> dp = Simd<T>::load(row.ds + c);
-      if (row.keep != nullptr) {
-        dp = select(kept, dp * Simd<T>(row.keep_factor), zero);
-      }
+      const Simd<T> dp = after_dropout(Simd<T>::load(row.ds + c));
       Simd<T> ds = math::grad_score(p, dp, Simd<T>(row.delta));
-      if constexpr (!kPlain) {
+      if constexpr (kWork == Work::kMask) {
         ds = select(scored.allowed, ds, zero);
       }
       (ds * scored.score.derivative).store(row.ds + c);
@@ -333,10 +359,8 @@ void grad_row(const math::Score<T>& score, const RowTerms<T>& terms, i64 cols, c
 
 template <class T>
 void grad_row(const math::Score<T>& score, const RowTerms<T>& terms, i64 cols, const GradRow<T>& row) {
-  if (score.softcap > 0) {
-    return grad_row<true, false>(score, terms, cols, row);
-  }
-  terms.plain(cols) ? grad_row<false, true>(score, terms, cols, row) : grad_row<false, false>(score, terms, cols, row);
+  with_work(score, terms.work(cols),
+            [&]<bool kSoftcap, Work kWork>() { grad_row<kSoftcap, kWork>(score, terms, cols, row); });
 }
 
 }  // namespace fovea::cpu::FOVEA_ISA

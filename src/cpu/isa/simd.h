@@ -51,7 +51,7 @@ struct Simd {
   static HWY_INLINE Simd load(const T* from) { return hn::LoadU(Tag<T>(), from); }
   HWY_INLINE void store(T* to) const { hn::StoreU(raw, Tag<T>(), to); }
   // 0, 1, 2, ... from `first` on.
-  static HWY_INLINE Simd iota(T first) { return hn::Iota(Tag<T>(), first); }
+  static HWY_INLINE Simd iota(T first) { return hn::Add(hn::Iota(Tag<T>(), T(0)), hn::Set(Tag<T>(), first)); }
 
   friend HWY_INLINE Simd operator+(Simd a, Simd b) { return hn::Add(a.raw, b.raw); }
   friend HWY_INLINE Simd operator-(Simd a, Simd b) { return hn::Sub(a.raw, b.raw); }

@@ -115,7 +115,13 @@ HWY_INLINE void store_as(Simd<float> value, Bfloat16* to) {
 }
 HWY_INLINE void store_as(Simd<double> value, double* to) { value.store(to); }
 
-// Elements of another type than T's own take a second step: fp32 and 16-bit biases of an fp64 problem.
+template <class A, class B>
+inline constexpr bool kSameType = false;
+template <class A>
+inline constexpr bool kSameType<A, A> = true;
+
+// Rows of any length: what is left after whole vectors goes by masks where a masked access cannot fault, else through
+// a buffer.
 template <class From, class T>
 void convert_in(const From* from, T* to, i64 count) {
   constexpr i64 kLanes = lanes<T>();
@@ -123,6 +129,13 @@ void convert_in(const From* from, T* to, i64 count) {
   for (; n + kLanes <= count; n += kLanes) {
     load_as(from + n, T()).store(to + n);
   }
+#if !HWY_MEM_OPS_MIGHT_FAULT
+  if constexpr (kSameType<From, T>) {
+    const Mask<T> rest = first_lanes<T>(count - n);
+    hn::BlendedStore(hn::MaskedLoad(rest, Tag<T>(), from + n), rest, Tag<T>(), to + n);
+    return;
+  }
+#endif
   if (n < count) {
     From rest[kLanes] = {};
     T values[kLanes];
@@ -143,6 +156,13 @@ void convert_out(const T* from, To* to, i64 count) {
   for (; n + kLanes <= count; n += kLanes) {
     store_as(Simd<T>::load(from + n), to + n);
   }
+#if !HWY_MEM_OPS_MIGHT_FAULT
+  if constexpr (kSameType<To, T>) {
+    const Mask<T> rest = first_lanes<T>(count - n);
+    hn::BlendedStore(hn::MaskedLoad(rest, Tag<T>(), from + n), rest, Tag<T>(), to + n);
+    return;
+  }
+#endif
   if (n < count) {
     T rest[kLanes] = {};
     To values[kLanes];
@@ -170,6 +190,7 @@ HWY_INLINE void load_contiguous(const void* from, i32 type, float* to, i64 count
   }
 }
 
+// fp32 and 16-bit biases of an fp64 problem take two steps.
 inline void load_contiguous(const void* from, i32 type, double* to, i64 count) {
   if (type == FOVEA_FP64) {
     return convert_in(static_cast<const double*>(from), to, count);
@@ -285,7 +306,9 @@ void fill(T* to, i64 count, T value) {
 
 // ---- tiles ----
 
-// Asks for the cache lines of a row's columns; a hint, which costs nothing where they are there.
+// Asks for the cache lines of a row's columns.
+// Note: always inlined, like whatever calls it. g++ takes a function that only prefetches for one without effect and
+// drops calls of it.
 HWY_INLINE void prefetch_row(const Matrix& m, i64 row, i64 col, i64 cols, bool to_write = false) {
   constexpr i64 kLine = 64;
   if (m.col != 1) {
