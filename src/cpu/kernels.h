@@ -151,7 +151,6 @@ struct BackwardTask {
   std::uint32_t parts;
 };
 
-// The query blocks that meet a block of keys: `blocks` from `first` on for each head of the group.
 struct Kernels {
   const char* name;
   std::int64_t lanes;  // elements of a vector

@@ -7,6 +7,7 @@
 
 #include "cpu/isa/backward.h"
 #include "cpu/isa/forward.h"
+#include "cpu/isa/prepare.h"
 
 #define FOVEA_STRING_OF(name) #name
 #define FOVEA_NAME_OF(macro) FOVEA_STRING_OF(macro)
