@@ -9,6 +9,7 @@ JOBS ?= $(shell nproc)
 BUILD ?= build
 PYTHON ?= python3
 VENV ?= .venv
+export VENV_TORCH ?= .venv-torch
 
 .PHONY: help
 help:  ## this list
@@ -44,11 +45,25 @@ test:  ## every test: C++, Python, documentation, packaging; the last line count
 	@$(MAKE) --no-print-directory $(BUILD)/CMakeCache.txt $(VENV)/.ready
 	$(VENV)/bin/python tools/test.py --build $(BUILD) --jobs $(JOBS) --report $(BUILD)/tests.json build cpp python
 
+# PyTorch's own environment: 5.4 GB, kept between runs (and by `make clean`).
+$(VENV_TORCH)/.ready:
+	$(PYTHON) -m venv $(VENV_TORCH)
+	@start=$$SECONDS; $(VENV_TORCH)/bin/pip install -q --disable-pip-version-check torch pytest numpy && \
+	    echo "pip install torch pytest numpy: $$((SECONDS - start)) s, $$(du -sh $(VENV_TORCH) | cut -f1)"
+	touch $@
+
+.PHONY: test-torch
+test-torch:  ## fovea.torch, in an environment of its own with the newest PyTorch; the last line counts the tests
+	@tools/deps.sh build
+	@$(MAKE) --no-print-directory $(BUILD)/CMakeCache.txt $(VENV_TORCH)/.ready
+	cmake --build $(BUILD) -j$(JOBS) --target fovea
+	$(VENV_TORCH)/bin/python tools/test.py --build $(BUILD) torch
+
 .PHONY: check check-rest
 check: test check-rest  ## make test, then lint, sanitizers, fuzzing, a second compiler, an installed copy, the demo in small
-check-rest:
+check-rest: $(VENV_TORCH)/.ready
 	$(VENV)/bin/python tools/test.py --build $(BUILD) --jobs $(JOBS) --after $(BUILD)/tests.json \
-	    lint asan tsan fuzz clang installed demo
+	    lint asan tsan fuzz clang installed demo torch
 
 .PHONY: bench
 bench:  ## fovea's CPU speed beside the best matrix product of this machine (quiet, please: nothing else running)

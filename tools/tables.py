@@ -94,7 +94,24 @@ def cpu():
     return rows
 
 
-TABLES = {"support": support, "cpu": cpu}
+def torch_host():
+    data = json.loads((ROOT / "bench/results/torch_host.json").read_text())
+    machine = data["machine"]
+    rows = [
+        f"Microseconds of one call on float32 tensors of {data['shape']}; one thread, {machine['cpu']}, Python {machine['python']}, "
+        f"PyTorch {machine['torch']}. The least of {data['rounds']} interleaved batches of {data['calls']} calls on a shared machine, "
+        f"{data['date']}, commit {data['commit']}; repeat with `bench/torch/host_time.py`.",
+        "",
+        "| | no gradient wanted | gradient wanted | and the backward |",
+        "| --- | --- | --- | --- |",
+    ]
+    for row in data["rows"]:
+        cells = ("" if x is None else f"{x:.0f}" for x in row["microseconds"])
+        rows.append(f"| {row['name']} | " + " | ".join(cells) + " |")
+    return rows
+
+
+TABLES = {"support": support, "cpu": cpu, "torch_host": torch_host}
 
 
 def main():

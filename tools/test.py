@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import xml.etree.ElementTree
@@ -51,6 +52,8 @@ class Runner:
         return Count(1, 0) if ok else Count(0, 1)
 
     def googletest(self, binary, env=None, filter="*"):
+        # Where `make test` puts NVRTC's wheel, if there is no toolkit.
+        env = {"FOVEA_SITE_PACKAGES": sysconfig.get_path("purelib"), **(env or {})}
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "report.json"
             ok = self.run(binary, "--gtest_brief=1", f"--gtest_filter={filter}", f"--gtest_output=json:{report}", env=env)
@@ -70,10 +73,10 @@ class Runner:
             count.failed += 1
         return count
 
-    def pytest(self, *paths, env=None):
+    def pytest(self, *paths, env=None, python=sys.executable):
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "report.xml"
-            ok = self.run(sys.executable, "-m", "pytest", "-q", "-rs", "--durations=8", "-p", "no:cacheprovider",
+            ok = self.run(python, "-m", "pytest", "-q", "-rs", "--durations=8", "-p", "no:cacheprovider",
                           f"--junitxml={report}", *paths, env=env)
             if not report.exists():
                 print("pytest ended without a report")
@@ -125,6 +128,14 @@ class Runner:
     def stage_python(self):
         """pytest: the oracle, the Python package, the command, the documentation's examples"""
         return self.pytest("tests/python", env={"FOVEA_BUILD": self.build})
+
+    def stage_torch(self):
+        """pytest: fovea.torch, in .venv-torch (make test-torch makes it); a missing torch is a failure"""
+        python = Path(os.environ.get("VENV_TORCH", ROOT / ".venv-torch")) / "bin/python"
+        if not python.exists() or not self.run(python, "-c", "import torch; print('PyTorch', torch.__version__)"):
+            print(f"{python}: no PyTorch there; `make test-torch` installs it")
+            return Count(0, 1)
+        return self.pytest("tests/torch", env={"FOVEA_BUILD": self.build}, python=python)
 
     def stage_asan(self):
         """AddressSanitizer and UndefinedBehaviorSanitizer on a reduced case table"""

@@ -66,13 +66,17 @@ class _Scratch(threading.local):
 
     def __init__(self) -> None:
         self._kept = np.empty(0, np.uint8)
+        self._address = 0
 
-    def of(self, size: int) -> np.ndarray:
+    def of(self, size: int) -> tuple[int, np.ndarray]:
+        """(address, what keeps it alive)"""
         if size > self.LARGEST_KEPT:
-            return np.empty(size, np.uint8)
+            large = np.empty(size, np.uint8)
+            return large.ctypes.data, large
         if size > self._kept.size:
             self._kept = np.empty(size, np.uint8)
-        return self._kept
+            self._address = self._kept.ctypes.data  # costs as much as a whole look into a tensor
+        return self._address, self._kept
 
 
 _scratch = _Scratch()
@@ -318,9 +322,9 @@ class Problem:
         needed = ctypes.c_size_t()
         status = lib.fovea_workspace(raw, direction, ctypes.byref(needed))
         if status == _abi.OK:
-            workspace = _scratch.of(needed.value)
+            address, _keep = _scratch.of(needed.value)
             call = lib.fovea_backward if direction == _abi.BACKWARD else lib.fovea_forward
-            status = call(raw, workspace.ctypes.data, needed.value)
+            status = call(raw, address, needed.value)
         try:
             check(status)
         except ValueError as error:

@@ -116,33 +116,32 @@ def check_ranks(a: Arguments) -> None:
 def new_out(a: Arguments) -> Tensor:
     """In memory a row's heads lie together, whatever the layout, as in the result of PyTorch's fused kernels: joining
     the heads, which comes next in a model, then copies nothing."""
-    *batch, heads, rows, _ = a.q.shape
-    last = a.v.shape[-1]
-    shape = (*batch, heads, rows, last)
+    q, last = a.q, a.v.shape[-1]
     if not a.heads_first:
-        out = a.q.new_empty(shape)
-    elif len(batch) == 1:
+        out = q.new_empty((*q.shape[:-1], last))
+    elif q.dim() == 4:
+        batch, heads, rows, _ = q.shape
         step = heads * last
-        out = a.q.new_empty_strided(shape, (rows * step, last, step, 1))
+        out = q.new_empty_strided((batch, heads, rows, last), (rows * step, last, step, 1))
     else:
-        strides = [last, heads * last, 1]
-        step = rows * heads * last
-        for length in reversed(batch):
-            strides.insert(0, step)
-            step = step * length
-        out = a.q.new_empty_strided(shape, strides)
+        outer, inner, heads, rows, _ = q.shape
+        step = heads * last
+        out = q.new_empty_strided(
+            (outer, inner, heads, rows, last), (inner * rows * step, rows * step, last, step, 1)
+        )
     return out.zero_() if a.partial else out
 
 
 def new_lse(a: Arguments) -> Tensor:
-    shape = a.q.shape
+    q = a.q
+    shape = q.shape
     if a.packed:
         shape = (shape[1], shape[0])
     elif a.heads_first:
         shape = shape[:-1]
     else:
         shape = (*shape[:-3], shape[-2], shape[-3])
-    lse = a.q.new_empty(shape, dtype=torch.float64 if a.q.dtype == torch.float64 else torch.float32)
+    lse = q.new_empty(shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     return lse.fill_(-torch.inf) if a.partial else lse
 
 
@@ -206,7 +205,8 @@ class _Problem:
             raw.backend = a.backend.encode()
 
         self._device = device = a.q.device
-        if device.type != "cpu":
+        self._on_cpu = device.type == "cpu"
+        if not self._on_cpu:
             raw.device = _DEVICES[device.type]
             raw.device_index = device.index
             raw.stream = torch.cuda.current_stream(device).cuda_stream
@@ -223,12 +223,14 @@ class _Problem:
         """A tensor with a row for each query or key: the library has its dimensions as (..., S, H, D)."""
         if not self._heads_first:
             self.set(name, tensor)
-            return
-        *batch, h, s, d = tensor.shape
-        *batch_strides, stride_h, stride_s, stride_d = tensor.stride()
-        padding = _ZEROS[len(batch) + 3 :]
-        self._put(name, tensor, len(batch) + 3, *batch, s, h, d, *padding, *batch_strides, stride_s, stride_h, stride_d,
-                  *padding)  # fmt: skip
+        elif tensor.dim() == 4:
+            b, h, s, d = tensor.shape
+            along_b, along_h, along_s, along_d = tensor.stride()
+            self._put(name, tensor, 4, b, s, h, d, 0, along_b, along_s, along_h, along_d, 0)
+        else:
+            outer, inner, h, s, d = tensor.shape
+            along_outer, along_inner, along_h, along_s, along_d = tensor.stride()
+            self._put(name, tensor, 5, outer, inner, s, h, d, along_outer, along_inner, along_s, along_h, along_d)
 
     def _put(self, name: str, tensor: Tensor, rank: int, *dims: int) -> None:
         """`dims`: shape and strides, each filled up with zeros."""
@@ -261,12 +263,12 @@ class _Problem:
                 warnings.warn(f"fovea.torch.attention: not deterministic here: {why}", stacklevel=2)
         if status == _abi.OK:
             call = lib.fovea_backward if direction == _abi.BACKWARD else lib.fovea_forward
-            if self._device.type == "cpu":
-                memory = _scratch.of(needed.value).ctypes.data
+            if self._on_cpu:
+                address, _keep = _scratch.of(needed.value)
             else:
-                workspace = torch.empty(needed.value, dtype=torch.uint8, device=self._device)
-                memory = workspace.data_ptr()
-            status = call(raw, memory, needed.value)
+                _keep = torch.empty(needed.value, dtype=torch.uint8, device=self._device)
+                address = _keep.data_ptr()
+            status = call(raw, address, needed.value)
         if status != _abi.OK:
             self._refuse(status)
 

@@ -15,6 +15,7 @@ thirty arguments through the dispatcher costs as much as all the rest of a call.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NoReturn, Optional
 
@@ -33,6 +34,7 @@ _ARGUMENTS = (
     "SymInt max_seqlen_k, SymInt batch_outer, str layout, int deterministic, str? backend"
 )
 _INDEX = tuple(Arguments._fields.index(name) for name in DIFFERENTIABLE)
+_SIX = operator.itemgetter(*_INDEX)
 _NO_GRADS = (None,) * len(Arguments._fields)
 
 library = torch.library.Library("fovea", "DEF")
@@ -136,7 +138,7 @@ class DirectAttention(torch.autograd.Function):
 
 def differentiate(ctx: Any, grad_out: Optional[Tensor], grad_lse: Optional[Tensor], how: Any) -> tuple:
     *tensors, out, lse = ctx.saved_tensors
-    need = [ctx.needs_input_grad[index] for index in _INDEX]
+    need = list(_SIX(ctx.needs_input_grad))
     if grad_out is None:
         if grad_lse is None:
             return _NO_GRADS

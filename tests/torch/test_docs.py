@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The examples of docs/torch.md and of the package's docstring run, and print what they say."""
+
+import doctest
+
+import pytest
+
+import fovea.torch
+from conftest import ROOT
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_docs():
+    result = doctest.testfile(str(ROOT / "docs/torch.md"), module_relative=False, optionflags=doctest.ELLIPSIS)
+    assert result.failed == 0
+    assert result.attempted > 20
+
+
+def test_docstring():
+    result = doctest.testmod(fovea.torch)
+    assert result.failed == 0
+    assert result.attempted > 2
