@@ -44,24 +44,6 @@ void Caller::operator()() {
   require(function(&problem_, workspace_.data(), workspace_.size()));
 }
 
-double flops(const Problem& problem, Direction direction) {
-  double pairs = 0;
-  for (std::int64_t b = 0; b < problem.batch(); ++b) {
-    const auto length = [b](bool has_used, const auto& used, const auto& lengths, std::int64_t dense) {
-      return has_used && !used.empty() ? used[b] : lengths.empty() ? dense : lengths[b];
-    };
-    const auto band = problem.band(length(problem.has_used_q, problem.used_q, problem.lengths_q, problem.seqlen_q),
-                                   length(problem.has_used_k, problem.used_k, problem.lengths_k, problem.seqlen_k));
-    for (std::int64_t i = 0; i < band.seqlen_q; ++i) {
-      pairs += static_cast<double>(band.keys_of(i).size());
-    }
-  }
-  const auto d = static_cast<double>(problem.head_dim);
-  const auto dv = static_cast<double>(problem.head_dim_v);
-  const double of_pair = direction == Direction::kForward ? 2 * (d + dv) : 2 * (3 * d + 2 * dv);
-  return of_pair * pairs * static_cast<double>(problem.heads_q);
-}
-
 double expected_seconds(const Problem& problem, Direction direction) {
   Problem small;
   small.direction = direction;

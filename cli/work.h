@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <vector>
 
+#include "check/run.h"
 #include "core/problem.h"
 
 namespace fovea::cli {
@@ -25,9 +26,7 @@ class Caller {
   std::vector<std::byte> workspace_;
 };
 
-// Floating-point operations of allowed (query, key) pairs alone, two for each multiply-add: forward 2 products of
-// rows, backward 5. A mask tensor is not looked into.
-double flops(const Problem& problem, Direction direction);
+using check::flops;
 
 // Seconds that a problem of so many FLOPs may take here, from a short measurement of a small problem of its kind.
 double expected_seconds(const Problem& problem, Direction direction);

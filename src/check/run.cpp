@@ -262,26 +262,30 @@ Outcome gradient(const Case& given, const std::string& backend) {
   return outcome;
 }
 
+double flops(const Problem& problem, Direction direction) {
+  double pairs = 0;
+  for (std::int64_t b = 0; b < problem.batch(); ++b) {
+    const auto length = [b](bool has_used, const auto& used, const auto& lengths, std::int64_t dense) {
+      return has_used && !used.empty() ? used[b] : lengths.empty() ? dense : lengths[b];
+    };
+    const auto band = problem.band(length(problem.has_used_q, problem.used_q, problem.lengths_q, problem.seqlen_q),
+                                   length(problem.has_used_k, problem.used_k, problem.lengths_k, problem.seqlen_k));
+    for (std::int64_t i = 0; i < band.seqlen_q; ++i) {
+      pairs += static_cast<double>(band.keys_of(i).size());
+    }
+  }
+  const auto d = static_cast<double>(problem.head_dim);
+  const auto dv = static_cast<double>(problem.head_dim_v);
+  const double of_pair = direction == Direction::kForward ? 2 * (d + dv) : 2 * (3 * d + 2 * dv);
+  return of_pair * pairs * static_cast<double>(problem.heads_q);
+}
+
 Timing bench(const Case& c, Direction direction, const std::string& backend, double seconds) {
   using Clock = std::chrono::steady_clock;
-  const Problem& p = c.problem;
   const Tensors tensors(c);
   tensors.prepare(Direction::kForward);
   call_library(tensors.problem(), Direction::kForward, backend);  // the backward's out and lse
-  Timing timing;
-  for (std::int64_t b = 0; b < p.batch(); ++b) {
-    const math::Sequence s = sequence_of(p, b);
-    const auto band = p.band(s.q_len, s.k_len);
-    double pairs = 0;
-    for (std::int64_t i = 0; i < s.q_len; ++i) {
-      pairs += static_cast<double>(band.keys_of(i).size());
-    }
-    const auto d = static_cast<double>(p.head_dim);
-    const auto dv = static_cast<double>(p.head_dim_v);
-    timing.flops +=
-        2 * pairs * static_cast<double>(p.heads_q) * (direction == Direction::kForward ? d + dv : 3 * d + 2 * dv);
-  }
-  timing.seconds = std::numeric_limits<double>::infinity();
+  Timing timing{std::numeric_limits<double>::infinity(), flops(c.problem, direction)};
   Caller call(tensors.problem(), direction, backend);
   const auto begin = Clock::now();
   for (int repetition = 0; repetition < 2 || Clock::now() - begin < std::chrono::duration<double>(seconds);

@@ -58,9 +58,13 @@ void call_library(const fovea_problem& problem, Direction direction, const std::
 
 Outcome gradient(const Case& c, const std::string& backend);
 
+// Floating-point operations of allowed (query, key) pairs alone, two for each multiply-add: forward 2 products of
+// rows, backward 5. A mask tensor is not looked into.
+double flops(const Problem& problem, Direction direction);
+
 struct Timing {
   double seconds = 0;  // the least of the repetitions
-  double flops = 0;    // of allowed pairs only: two a multiply-add, 2 products forward, 5 backward
+  double flops = 0;
 };
 // Repeats until `seconds` have gone by, twice at least.
 Timing bench(const Case& c, Direction direction, const std::string& backend, double seconds);

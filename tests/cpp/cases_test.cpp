@@ -138,6 +138,31 @@ TEST(CasesTest, LinesAreUniqueAndSayTheProblem) {
   }
 }
 
+// The modes that compute nothing to compare. What a row's arithmetic is, by hand.
+TEST(CasesTest, EveryRowIsServedAndCanBeTimed) {
+  const Environment unforced("FOVEA_BACKEND", "");
+  for (const Case& c : cases(Table::kFull)) {
+    for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
+      Case one = c;
+      one.problem.direction = direction;
+      for (const Verdict& verdict : support(one, direction)) {
+        EXPECT_EQ(verdict.serves, verdict.backend == "cpu") << to_text(c) << ": " << verdict.reason;
+      }
+    }
+  }
+  Case c;
+  c.problem = parse("bwd b=2 hq=3 sq=4 sk=6 d=5 dv=7 causal used_q=4,2");
+  // Rows 0 to 3 of the first entry meet 3 to 6 keys, rows 0 and 1 of the second 5 and 6: 29 pairs in each head.
+  EXPECT_EQ(flops(c.problem, Direction::kForward), 2.0 * 3 * 29 * (5 + 7));
+  EXPECT_EQ(flops(c.problem, Direction::kBackward), 2.0 * 3 * 29 * (3 * 5 + 2 * 7));
+  for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
+    const Timing timing = bench(c, direction, "cpu", 0);
+    EXPECT_GT(timing.seconds, 0);
+    EXPECT_LT(timing.seconds, 60);
+    EXPECT_EQ(timing.flops, flops(c.problem, direction));
+  }
+}
+
 // ---- every row ----
 
 class CasesOfTheTable : public testing::TestWithParam<std::size_t> {};
