@@ -97,15 +97,7 @@ const fovea_tensor* Shapes::cu_seqlens(const Ints& lengths) {
 }
 
 const fovea_tensor* Shapes::seqused(const Ints& used) {
-  constexpr std::int64_t kLargest = std::numeric_limits<std::int32_t>::max();
-  std::vector<std::int32_t> values;
-  for (const std::int64_t value : used) {
-    if (value > kLargest) {
-      throw Error(FOVEA_INVALID_ARGUMENT, "problem line: used_q, used_k: beyond int32; accepted: what int32 holds");
-    }
-    values.push_back(static_cast<std::int32_t>(value));
-  }
-  used_.push_back(std::move(values));
+  used_.emplace_back(used.begin(), used.end());  // they fit: parse() and validate() see to it
   return add(DType::kInt32, {problem_.batch()}, used.empty() ? nullptr : used_.back().data());
 }
 

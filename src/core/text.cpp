@@ -479,8 +479,9 @@ void parse_used(const Fields& fields, std::string_view key, const Problem& probl
   }
   for (std::size_t b = 0; b < used.size(); ++b) {
     const std::int64_t most = lengths.empty() ? longest : lengths[b];
-    if (used[b] > most) {
-      refuse(key, fmt::format("{} for batch entry {}", used[b], b), fmt::format("at most its length, {}", most));
+    if (used[b] > most || used[b] > std::numeric_limits<std::int32_t>::max()) {
+      refuse(key, fmt::format("{} for batch entry {}", used[b], b),
+             fmt::format("at most its length, {}, and what int32 holds", most));
     }
   }
 }

@@ -284,6 +284,7 @@ TEST(Text, EveryRefusalNamesItsKey) {
       {"d=4 total_q=9", "seqs_q", "total_q=N and max_q=N"},
       {"sq=3 d=4 b=2 used_q=1", "used_q", "each batch entry, 2"},
       {"sq=3 d=4 b=2 used_q=1,4", "used_q", "at most its length, 3"},
+      {"sq=9999999999 d=4 used_k=3000000000", "used_k", "what int32 holds"},
       {"sq=3 d=4 causal=yes", "causal", "br | tl"},
       {"sq=3 d=4 causal=br align=tl", "align", "causal=br"},
       {"sq=3 d=4 align=left", "align", "br | tl"},
