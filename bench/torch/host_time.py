@@ -83,6 +83,8 @@ def rows():
 
 
 def batch(function, calls):
+    for _ in range(calls):  # after another row's, caches have to be filled again
+        function()
     start = time.perf_counter()
     for _ in range(calls):
         function()
@@ -102,8 +104,8 @@ GRAD = torch.ones(SHAPE)
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--calls", type=int, default=50, help="in a batch")
+    parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--calls", type=int, default=10, help="in a batch: few, so that some batch is not interrupted")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
