@@ -70,11 +70,11 @@ class PerDevice {
   std::deque<std::optional<Value>> values_;  // whose elements stay where they are
 };
 
-abi::Context primary_context(const Driver& driver, int ordinal) {
+cu::Context primary_context(const Driver& driver, int ordinal) {
   const auto retain = [&] {
-    abi::Device handle = 0;
+    cu::Device handle = 0;
     check(driver, driver.device_get(&handle, ordinal), "cuDeviceGet");
-    abi::Context context = nullptr;
+    cu::Context context = nullptr;
     check(driver, driver.primary_context_retain(&context, handle), "cuDevicePrimaryCtxRetain");
     return context;
   };
@@ -82,12 +82,12 @@ abi::Context primary_context(const Driver& driver, int ordinal) {
   if (&driver != find_driver(why_not)) {
     return retain();  // a test's
   }
-  static PerDevice<abi::Context> retained;
+  static PerDevice<cu::Context> retained;
   return retained.get(ordinal, retain);
 }
 
 // cuda.h's CU_STREAM_LEGACY and CU_STREAM_PER_THREAD are 1 and 2: no streams of a particular context.
-bool has_context_of_its_own(abi::Stream stream) { return reinterpret_cast<std::uintptr_t>(stream) > 2; }
+bool has_context_of_its_own(cu::Stream stream) { return reinterpret_cast<std::uintptr_t>(stream) > 2; }
 
 // A launch in the driver's words; holds the attributes that the configuration points to.
 struct Configured {
@@ -95,41 +95,41 @@ struct Configured {
     config = {launch.grid.x,  launch.grid.y,         launch.grid.z, launch.block.x,    launch.block.y,
               launch.block.z, launch.dynamic_shared, launch.stream, attributes.data(), 0};
     if (launch.cluster.x * launch.cluster.y * launch.cluster.z > 1) {
-      add(abi::LaunchAttributeId::kClusterDimension).cluster = {launch.cluster.x, launch.cluster.y, launch.cluster.z};
+      add(cu::LaunchAttributeId::kClusterDimension).cluster = {launch.cluster.x, launch.cluster.y, launch.cluster.z};
     }
     if (launch.cooperative) {
-      add(abi::LaunchAttributeId::kCooperative).cooperative = 1;
+      add(cu::LaunchAttributeId::kCooperative).cooperative = 1;
     }
     if (launch.programmatic) {
-      add(abi::LaunchAttributeId::kProgrammaticStreamSerialization).programmatic = 1;
+      add(cu::LaunchAttributeId::kProgrammaticStreamSerialization).programmatic = 1;
     }
   }
   Configured(const Configured&) = delete;
   Configured& operator=(const Configured&) = delete;
 
-  abi::LaunchAttributeValue& add(abi::LaunchAttributeId id) {
-    abi::LaunchAttribute& attribute = attributes[config.attribute_count++];
+  cu::LaunchAttributeValue& add(cu::LaunchAttributeId id) {
+    cu::LaunchAttribute& attribute = attributes[config.attribute_count++];
     attribute.id = id;
     return attribute.value;
   }
 
-  std::array<abi::LaunchAttribute, 3> attributes{};
-  abi::LaunchConfig config;
+  std::array<cu::LaunchAttribute, 3> attributes{};
+  cu::LaunchConfig config;
 };
 
 // The driver takes a CUkernel where a CUfunction is asked for, and finds the current context's function itself.
-abi::Function as_function(abi::Kernel kernel) { return reinterpret_cast<abi::Function>(kernel); }
+cu::Function as_function(cu::Kernel kernel) { return reinterpret_cast<cu::Function>(kernel); }
 
 }  // namespace
 
 // ---- the driver ----
 
-Driver make_driver(abi::GetProcAddress get) {
+Driver make_driver(cu::GetProcAddress get) {
   Driver driver{};
   const auto find = [&](auto& function, const char* name, int version) {
     void* address = nullptr;
     int found = 0;
-    if (get(name, &address, version, kLegacyStream, &found) != abi::kSuccess || address == nullptr) {
+    if (get(name, &address, version, kLegacyStream, &found) != cu::kSuccess || address == nullptr) {
       unsupported(fmt::format("CUDA: the NVIDIA driver has no {} of CUDA {}; driver of CUDA {} or newer is needed",
                               name, version_text(version), version_text(kLeastDriver)));
     }
@@ -137,16 +137,16 @@ Driver make_driver(abi::GetProcAddress get) {
   };
   // The version before everything else: an older driver lacks functions, and its age is the reason.
   find(driver.driver_get_version, "cuDriverGetVersion", 2020);
-  if (driver.driver_get_version(&driver.version) != abi::kSuccess || driver.version < kLeastDriver) {
+  if (driver.driver_get_version(&driver.version) != cu::kSuccess || driver.version < kLeastDriver) {
     unsupported(fmt::format("CUDA: the NVIDIA driver is one of CUDA {}; CUDA {} (driver 525) or newer is needed",
                             version_text(driver.version), version_text(kLeastDriver)));
   }
   for_each_function(driver, find);
-  const abi::Result result = driver.init(0);
-  if (result == abi::kErrorNoDevice) {
+  const cu::Result result = driver.init(0);
+  if (result == cu::kErrorNoDevice) {
     unsupported("CUDA: no GPU: the NVIDIA driver is there but sees none (is CUDA_VISIBLE_DEVICES empty?)");
   }
-  if (result == abi::kErrorNotInitialized) {
+  if (result == cu::kErrorNotInitialized) {
     unsupported(
         "CUDA: cuInit: CUDA_ERROR_NOT_INITIALIZED: this process was forked from one that had used CUDA; start it "
         "afresh (Python's multiprocessing: method \"spawn\" or \"forkserver\")");
@@ -164,7 +164,7 @@ Driver open_driver(const char* library) {
   if (handle == nullptr) {
     unsupported(fmt::format("CUDA: no NVIDIA driver: {}", dlerror()));
   }
-  const auto get = reinterpret_cast<abi::GetProcAddress>(dlsym(handle, "cuGetProcAddress_v2"));
+  const auto get = reinterpret_cast<cu::GetProcAddress>(dlsym(handle, "cuGetProcAddress_v2"));
   if (get == nullptr) {
     unsupported(fmt::format(
         "CUDA: {} has no cuGetProcAddress_v2: the NVIDIA driver is older than CUDA {}; that or newer is needed",
@@ -194,19 +194,19 @@ const Driver& driver() {
   return *found;
 }
 
-void check(const Driver& driver, abi::Result result, std::string_view function) {
-  if (result == abi::kSuccess) {
+void check(const Driver& driver, cu::Result result, std::string_view function) {
+  if (result == cu::kSuccess) {
     return;
   }
   const char* name = nullptr;
   const char* text = nullptr;
-  if (driver.get_error_name(result, &name) != abi::kSuccess || name == nullptr) {
+  if (driver.get_error_name(result, &name) != cu::kSuccess || name == nullptr) {
     name = "unknown error";
   }
-  if (driver.get_error_string(result, &text) != abi::kSuccess || text == nullptr) {
+  if (driver.get_error_string(result, &text) != cu::kSuccess || text == nullptr) {
     text = "the driver has no text for it";
   }
-  throw Error(result == abi::kErrorOutOfMemory ? FOVEA_OUT_OF_MEMORY : FOVEA_DEVICE_ERROR,
+  throw Error(result == cu::kErrorOutOfMemory ? FOVEA_OUT_OF_MEMORY : FOVEA_DEVICE_ERROR,
               fmt::format("{}: {} {} ({})", function, name, result, text));
 }
 
@@ -229,20 +229,20 @@ DeviceInfo describe_device(const Driver& driver, int ordinal) {
   std::array<char, 256> name{};
   check(driver, driver.device_get_name(name.data(), name.size(), info.handle), "cuDeviceGetName");
   info.name = name.data();
-  const auto attribute = [&](abi::DeviceAttribute which) {
+  const auto attribute = [&](cu::DeviceAttribute which) {
     int value = 0;
     check(driver, driver.device_get_attribute(&value, which, info.handle), "cuDeviceGetAttribute");
     return value;
   };
-  info.major = attribute(abi::DeviceAttribute::kComputeCapabilityMajor);
-  info.minor = attribute(abi::DeviceAttribute::kComputeCapabilityMinor);
-  info.multiprocessors = attribute(abi::DeviceAttribute::kMultiprocessorCount);
-  info.shared_per_block = attribute(abi::DeviceAttribute::kMaxSharedMemoryPerBlockOptin);
-  info.shared_per_multiprocessor = attribute(abi::DeviceAttribute::kMaxSharedMemoryPerMultiprocessor);
-  info.l2_bytes = attribute(abi::DeviceAttribute::kL2CacheSize);
-  info.cooperative = attribute(abi::DeviceAttribute::kCooperativeLaunch) != 0;
-  info.clusters = attribute(abi::DeviceAttribute::kClusterLaunch) != 0;
-  info.tensor_maps = attribute(abi::DeviceAttribute::kTensorMapAccessSupported) != 0;
+  info.major = attribute(cu::DeviceAttribute::kComputeCapabilityMajor);
+  info.minor = attribute(cu::DeviceAttribute::kComputeCapabilityMinor);
+  info.multiprocessors = attribute(cu::DeviceAttribute::kMultiprocessorCount);
+  info.shared_per_block = attribute(cu::DeviceAttribute::kMaxSharedMemoryPerBlockOptin);
+  info.shared_per_multiprocessor = attribute(cu::DeviceAttribute::kMaxSharedMemoryPerMultiprocessor);
+  info.l2_bytes = attribute(cu::DeviceAttribute::kL2CacheSize);
+  info.cooperative = attribute(cu::DeviceAttribute::kCooperativeLaunch) != 0;
+  info.clusters = attribute(cu::DeviceAttribute::kClusterLaunch) != 0;
+  info.tensor_maps = attribute(cu::DeviceAttribute::kTensorMapAccessSupported) != 0;
   return info;
 }
 
@@ -255,15 +255,15 @@ const DeviceInfo& device(int ordinal) {
   return known.get(ordinal, [&] { return describe_device(cuda, ordinal); });
 }
 
-ContextScope::ContextScope(const Driver& driver, int device, abi::Stream stream) : driver_(driver) {
-  abi::Context current = nullptr;
+ContextScope::ContextScope(const Driver& driver, int device, cu::Stream stream) : driver_(driver) {
+  cu::Context current = nullptr;
   check(driver, driver.context_get_current(&current), "cuCtxGetCurrent");
-  abi::Context wanted = nullptr;
+  cu::Context wanted = nullptr;
   if (has_context_of_its_own(stream)) {
     check(driver, driver.stream_get_context(stream, &wanted), "cuStreamGetCtx");
   } else if (current != nullptr) {
-    abi::Device of_current = 0;
-    abi::Device of_device = 0;
+    cu::Device of_current = 0;
+    cu::Device of_device = 0;
     check(driver, driver.context_get_device(&of_current), "cuCtxGetDevice");
     check(driver, driver.device_get(&of_device, device), "cuDeviceGet");
     wanted = of_current == of_device ? current : nullptr;
@@ -279,17 +279,17 @@ ContextScope::ContextScope(const Driver& driver, int device, abi::Stream stream)
 
 ContextScope::~ContextScope() {
   if (pushed_) {
-    abi::Context popped = nullptr;
+    cu::Context popped = nullptr;
     driver_.context_pop(&popped);  // fails only where the driver is shutting down
   }
 }
 
 Place place_of(const Driver& driver, const void* pointer) {
-  abi::MemoryType type = abi::MemoryType::kNone;
+  cu::MemoryType type = cu::MemoryType::kNone;
   int ordinal = -1;
   unsigned managed = 0;
-  std::array attributes = {abi::PointerAttribute::kMemoryType, abi::PointerAttribute::kDeviceOrdinal,
-                           abi::PointerAttribute::kIsManaged};
+  std::array attributes = {cu::PointerAttribute::kMemoryType, cu::PointerAttribute::kDeviceOrdinal,
+                           cu::PointerAttribute::kIsManaged};
   std::array<void*, 3> values = {&type, &ordinal, &managed};
   check(driver,
         driver.pointer_get_attributes(attributes.size(), attributes.data(), values.data(),
@@ -298,13 +298,13 @@ Place place_of(const Driver& driver, const void* pointer) {
   if (managed != 0) {
     return {Place::Kind::kManaged, ordinal};
   }
-  return type == abi::MemoryType::kDevice ? Place{Place::Kind::kDevice, ordinal} : Place{};
+  return type == cu::MemoryType::kDevice ? Place{Place::Kind::kDevice, ordinal} : Place{};
 }
 
-bool is_capturing(const Driver& driver, abi::Stream stream) {
-  abi::CaptureStatus status = abi::CaptureStatus::kNone;
+bool is_capturing(const Driver& driver, cu::Stream stream) {
+  cu::CaptureStatus status = cu::CaptureStatus::kNone;
   check(driver, driver.stream_is_capturing(stream, &status), "cuStreamIsCapturing");
-  return status != abi::CaptureStatus::kNone;
+  return status != cu::CaptureStatus::kNone;
 }
 
 // ---- kernels ----
@@ -316,47 +316,47 @@ Library::Library(const Driver& driver, std::string_view cubin) : driver_(driver)
 
 Library::~Library() { driver_.library_unload(handle_); }  // fails only where the driver is shutting down
 
-abi::Kernel Library::kernel(const std::string& symbol) const {
-  abi::Kernel kernel = nullptr;
+cu::Kernel Library::kernel(const std::string& symbol) const {
+  cu::Kernel kernel = nullptr;
   check(driver_, driver_.library_get_kernel(&kernel, handle_, symbol.c_str()), "cuLibraryGetKernel");
   return kernel;
 }
 
-KernelResources resources_of(const Driver& driver, abi::Kernel kernel, const DeviceInfo& device) {
-  const auto attribute = [&](abi::FunctionAttribute which) {
+KernelResources resources_of(const Driver& driver, cu::Kernel kernel, const DeviceInfo& device) {
+  const auto attribute = [&](cu::FunctionAttribute which) {
     int value = 0;
     check(driver, driver.kernel_get_attribute(&value, which, kernel, device.handle), "cuKernelGetAttribute");
     return value;
   };
-  return {attribute(abi::FunctionAttribute::kNumRegs), attribute(abi::FunctionAttribute::kLocalSizeBytes),
-          attribute(abi::FunctionAttribute::kSharedSizeBytes), attribute(abi::FunctionAttribute::kMaxThreadsPerBlock)};
+  return {attribute(cu::FunctionAttribute::kNumRegs), attribute(cu::FunctionAttribute::kLocalSizeBytes),
+          attribute(cu::FunctionAttribute::kSharedSizeBytes), attribute(cu::FunctionAttribute::kMaxThreadsPerBlock)};
 }
 
-void prepare_kernel(const Driver& driver, abi::Kernel kernel, const DeviceInfo& device, int dynamic_shared,
+void prepare_kernel(const Driver& driver, cu::Kernel kernel, const DeviceInfo& device, int dynamic_shared,
                     bool large_clusters) {
   const int fixed = resources_of(driver, kernel, device).shared_bytes;
   if (fixed + dynamic_shared > device.shared_per_block) {
     throw Error(FOVEA_INTERNAL_ERROR, fmt::format("a kernel wants {} bytes of shared memory a block; {} has {}",
                                                   fixed + dynamic_shared, device.name, device.shared_per_block));
   }
-  const auto set = [&](abi::FunctionAttribute which, int value) {
+  const auto set = [&](cu::FunctionAttribute which, int value) {
     check(driver, driver.kernel_set_attribute(which, value, kernel, device.handle), "cuKernelSetAttribute");
   };
-  set(abi::FunctionAttribute::kMaxDynamicSharedSizeBytes, dynamic_shared);
+  set(cu::FunctionAttribute::kMaxDynamicSharedSizeBytes, dynamic_shared);
   if (large_clusters) {
-    set(abi::FunctionAttribute::kNonPortableClusterSizeAllowed, 1);
+    set(cu::FunctionAttribute::kNonPortableClusterSizeAllowed, 1);
   }
   const ContextScope scope(driver, device.ordinal);
-  abi::Function loaded = nullptr;
+  cu::Function loaded = nullptr;
   check(driver, driver.kernel_get_function(&loaded, kernel), "cuKernelGetFunction");
 }
 
-void launch(const Driver& driver, abi::Kernel kernel, const Launch& launch, void** parameters) {
+void launch(const Driver& driver, cu::Kernel kernel, const Launch& launch, void** parameters) {
   const Configured configured(launch);
   check(driver, driver.launch_kernel(&configured.config, as_function(kernel), parameters, nullptr), "cuLaunchKernelEx");
 }
 
-int max_active_clusters(const Driver& driver, abi::Kernel kernel, const Launch& launch) {
+int max_active_clusters(const Driver& driver, cu::Kernel kernel, const Launch& launch) {
   const Configured configured(launch);
   int clusters = 0;
   check(driver, driver.max_active_clusters(&clusters, as_function(kernel), &configured.config),
@@ -364,7 +364,7 @@ int max_active_clusters(const Driver& driver, abi::Kernel kernel, const Launch& 
   return clusters;
 }
 
-int max_active_blocks(const Driver& driver, abi::Kernel kernel, const Launch& launch) {
+int max_active_blocks(const Driver& driver, cu::Kernel kernel, const Launch& launch) {
   int blocks = 0;
   check(driver,
         driver.max_active_blocks(&blocks, as_function(kernel),
@@ -378,11 +378,11 @@ int max_active_blocks(const Driver& driver, abi::Kernel kernel, const Launch& la
 
 namespace {
 
-int element_bytes(abi::TensorMapType type) {
+int element_bytes(cu::TensorMapType type) {
   switch (type) {
-    case abi::TensorMapType::kUint8:
+    case cu::TensorMapType::kUint8:
       return 1;
-    case abi::TensorMapType::kFloat32:
+    case cu::TensorMapType::kFloat32:
       return 4;
     default:
       return 2;
@@ -419,25 +419,25 @@ std::string why_no_tensor_map(const void* address, const TensorMapShape& shape) 
     return fmt::format("a row of the box is {} bytes; multiples of {} are possible", row, kGrain);
   }
   const std::uint64_t width =
-      shape.swizzle == abi::TensorMapSwizzle::kNone ? row : 16u << static_cast<int>(shape.swizzle);
+      shape.swizzle == cu::TensorMapSwizzle::kNone ? row : 16u << static_cast<int>(shape.swizzle);
   if (row > width) {
     return fmt::format("a row of the box is {} bytes, more than the swizzle's {}", row, width);
   }
   return {};
 }
 
-abi::TensorMap encode_tensor_map(const Driver& driver, const void* address, const TensorMapShape& shape) {
+cu::TensorMap encode_tensor_map(const Driver& driver, const void* address, const TensorMapShape& shape) {
   const std::string why_not = why_no_tensor_map(address, shape);
   if (!why_not.empty()) {
     throw Error(FOVEA_INTERNAL_ERROR, fmt::format("tensor map: {}", why_not));
   }
-  abi::TensorMap map;
+  cu::TensorMap map;
   constexpr std::array<unsigned, 5> kEveryElement = {1, 1, 1, 1, 1};
   check(driver,
         driver.tensor_map_encode_tiled(&map, shape.type, shape.rank, const_cast<void*>(address), shape.dims.data(),
                                        shape.strides.data(), shape.box.data(), kEveryElement.data(),
-                                       abi::TensorMapInterleave::kNone, shape.swizzle, shape.promotion,
-                                       abi::TensorMapFill::kZero),
+                                       cu::TensorMapInterleave::kNone, shape.swizzle, shape.promotion,
+                                       cu::TensorMapFill::kZero),
         "cuTensorMapEncodeTiled");
   return map;
 }

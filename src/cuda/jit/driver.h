@@ -26,7 +26,7 @@ namespace fovea::cuda::jit {
 
 // ---- declarations: names and numbers as in cuda.h, without its prefixes ----
 
-namespace abi {
+namespace cu {
 
 using Result = int;
 using Device = int;
@@ -38,13 +38,9 @@ using Kernel = struct KernelObject*;
 using Function = struct FunctionObject*;
 
 inline constexpr Result kSuccess = 0;
-inline constexpr Result kErrorInvalidValue = 1;
 inline constexpr Result kErrorOutOfMemory = 2;
 inline constexpr Result kErrorNotInitialized = 3;
-inline constexpr Result kErrorDeinitialized = 4;
 inline constexpr Result kErrorNoDevice = 100;
-inline constexpr Result kErrorNoBinaryForGpu = 209;
-inline constexpr Result kErrorNotFound = 500;
 
 enum class DeviceAttribute : int {
   kL2CacheSize = 38,
@@ -64,11 +60,10 @@ enum class FunctionAttribute : int {
   kLocalSizeBytes = 3,
   kNumRegs = 4,
   kMaxDynamicSharedSizeBytes = 8,
-  kPreferredSharedMemoryCarveout = 9,
   kNonPortableClusterSizeAllowed = 14,
 };
 
-enum class PointerAttribute : int { kContext = 1, kMemoryType = 2, kIsManaged = 8, kDeviceOrdinal = 9 };
+enum class PointerAttribute : int { kMemoryType = 2, kIsManaged = 8, kDeviceOrdinal = 9 };
 enum class MemoryType : unsigned { kNone = 0, kHost = 1, kDevice = 2 };
 enum class CaptureStatus : int { kNone = 0, kActive = 1, kInvalidated = 2 };
 
@@ -106,12 +101,12 @@ enum class TensorMapType : int { kUint8 = 0, kUint16 = 1, kFloat16 = 6, kFloat32
 enum class TensorMapInterleave : int { kNone = 0 };
 enum class TensorMapSwizzle : int { kNone = 0, k32 = 1, k64 = 2, k128 = 3 };
 enum class TensorMapPromotion : int { kNone = 0, k64 = 1, k128 = 2, k256 = 3 };
-enum class TensorMapFill : int { kZero = 0, kNan = 1 };
+enum class TensorMapFill : int { kZero = 0 };
 
 using GetProcAddress = Result (*)(const char* name, void** function, int cuda_version, unsigned long long flags,
                                   int* found);
 
-}  // namespace abi
+}  // namespace cu
 
 // ---- the driver ----
 
@@ -119,41 +114,38 @@ struct Driver {
   int version = 0;  // 13000 is CUDA 13.0
   int major() const { return version / 1000; }
 
-  abi::Result (*init)(unsigned flags);
-  abi::Result (*driver_get_version)(int* version);
-  abi::Result (*get_error_name)(abi::Result error, const char** name);
-  abi::Result (*get_error_string)(abi::Result error, const char** text);
-  abi::Result (*device_get_count)(int* count);
-  abi::Result (*device_get)(abi::Device* device, int ordinal);
-  abi::Result (*device_get_name)(char* name, int bytes, abi::Device device);
-  abi::Result (*device_get_attribute)(int* value, abi::DeviceAttribute attribute, abi::Device device);
-  abi::Result (*primary_context_retain)(abi::Context* context, abi::Device device);
-  abi::Result (*context_get_current)(abi::Context* context);
-  abi::Result (*context_get_device)(abi::Device* device);
-  abi::Result (*context_push)(abi::Context context);
-  abi::Result (*context_pop)(abi::Context* context);
-  abi::Result (*library_load_data)(abi::Library* library, const void* code, int* jit_options, void** jit_values,
-                                   unsigned jit_count, int* options, void** values, unsigned count);
-  abi::Result (*library_unload)(abi::Library library);
-  abi::Result (*library_get_kernel)(abi::Kernel* kernel, abi::Library library, const char* name);
-  abi::Result (*kernel_get_function)(abi::Function* function, abi::Kernel kernel);
-  abi::Result (*kernel_get_attribute)(int* value, abi::FunctionAttribute attribute, abi::Kernel kernel,
-                                      abi::Device device);
-  abi::Result (*kernel_set_attribute)(abi::FunctionAttribute attribute, int value, abi::Kernel kernel,
-                                      abi::Device device);
-  abi::Result (*launch_kernel)(const abi::LaunchConfig* config, abi::Function function, void** parameters,
-                               void** extra);
-  abi::Result (*max_active_blocks)(int* blocks, abi::Function function, int block_size, std::size_t dynamic_shared);
-  abi::Result (*max_active_clusters)(int* clusters, abi::Function function, const abi::LaunchConfig* config);
-  abi::Result (*tensor_map_encode_tiled)(abi::TensorMap* map, abi::TensorMapType type, unsigned rank, void* address,
-                                         const std::uint64_t* dims, const std::uint64_t* strides, const unsigned* box,
-                                         const unsigned* element_strides, abi::TensorMapInterleave interleave,
-                                         abi::TensorMapSwizzle swizzle, abi::TensorMapPromotion promotion,
-                                         abi::TensorMapFill fill);
-  abi::Result (*pointer_get_attributes)(unsigned count, abi::PointerAttribute* attributes, void** values,
-                                        abi::DevicePointer pointer);
-  abi::Result (*stream_is_capturing)(abi::Stream stream, abi::CaptureStatus* status);
-  abi::Result (*stream_get_context)(abi::Stream stream, abi::Context* context);
+  cu::Result (*init)(unsigned flags);
+  cu::Result (*driver_get_version)(int* version);
+  cu::Result (*get_error_name)(cu::Result error, const char** name);
+  cu::Result (*get_error_string)(cu::Result error, const char** text);
+  cu::Result (*device_get_count)(int* count);
+  cu::Result (*device_get)(cu::Device* device, int ordinal);
+  cu::Result (*device_get_name)(char* name, int bytes, cu::Device device);
+  cu::Result (*device_get_attribute)(int* value, cu::DeviceAttribute attribute, cu::Device device);
+  cu::Result (*primary_context_retain)(cu::Context* context, cu::Device device);
+  cu::Result (*context_get_current)(cu::Context* context);
+  cu::Result (*context_get_device)(cu::Device* device);
+  cu::Result (*context_push)(cu::Context context);
+  cu::Result (*context_pop)(cu::Context* context);
+  cu::Result (*library_load_data)(cu::Library* library, const void* code, int* jit_options, void** jit_values,
+                                  unsigned jit_count, int* options, void** values, unsigned count);
+  cu::Result (*library_unload)(cu::Library library);
+  cu::Result (*library_get_kernel)(cu::Kernel* kernel, cu::Library library, const char* name);
+  cu::Result (*kernel_get_function)(cu::Function* function, cu::Kernel kernel);
+  cu::Result (*kernel_get_attribute)(int* value, cu::FunctionAttribute attribute, cu::Kernel kernel, cu::Device device);
+  cu::Result (*kernel_set_attribute)(cu::FunctionAttribute attribute, int value, cu::Kernel kernel, cu::Device device);
+  cu::Result (*launch_kernel)(const cu::LaunchConfig* config, cu::Function function, void** parameters, void** extra);
+  cu::Result (*max_active_blocks)(int* blocks, cu::Function function, int block_size, std::size_t dynamic_shared);
+  cu::Result (*max_active_clusters)(int* clusters, cu::Function function, const cu::LaunchConfig* config);
+  cu::Result (*tensor_map_encode_tiled)(cu::TensorMap* map, cu::TensorMapType type, unsigned rank, void* address,
+                                        const std::uint64_t* dims, const std::uint64_t* strides, const unsigned* box,
+                                        const unsigned* element_strides, cu::TensorMapInterleave interleave,
+                                        cu::TensorMapSwizzle swizzle, cu::TensorMapPromotion promotion,
+                                        cu::TensorMapFill fill);
+  cu::Result (*pointer_get_attributes)(unsigned count, cu::PointerAttribute* attributes, void** values,
+                                       cu::DevicePointer pointer);
+  cu::Result (*stream_is_capturing)(cu::Stream stream, cu::CaptureStatus* status);
+  cu::Result (*stream_get_context)(cu::Stream stream, cu::Context* context);
 };
 
 // visit(pointer, name, version) for every function: the version is that of the interface declared above.
@@ -196,17 +188,17 @@ const Driver* find_driver(std::string& why_not);
 
 // Opens `library` and fills the struct; throws like driver(). `driver()` opens "libcuda.so.1".
 Driver open_driver(const char* library);
-Driver make_driver(abi::GetProcAddress get);
+Driver make_driver(cu::GetProcAddress get);
 
 // Throws unless `result` is success: "cuLaunchKernelEx: CUDA_ERROR_INVALID_VALUE (invalid argument)". Out of memory is
 // FOVEA_OUT_OF_MEMORY, everything else FOVEA_DEVICE_ERROR.
-void check(const Driver& driver, abi::Result result, std::string_view function);
+void check(const Driver& driver, cu::Result result, std::string_view function);
 
 // ---- devices and contexts ----
 
 struct DeviceInfo {
   int ordinal = 0;
-  abi::Device handle = 0;
+  cu::Device handle = 0;
   std::string name;
   int major = 0;
   int minor = 0;
@@ -230,7 +222,7 @@ const DeviceInfo& device(int ordinal);  // of driver(); kept
 // (that of the CUDA runtime and so of PyTorch), which is then kept until the process ends.
 class ContextScope {
  public:
-  ContextScope(const Driver& driver, int device, abi::Stream stream = nullptr);
+  ContextScope(const Driver& driver, int device, cu::Stream stream = nullptr);
   ~ContextScope();
   ContextScope(const ContextScope&) = delete;
   ContextScope& operator=(const ContextScope&) = delete;
@@ -250,7 +242,7 @@ struct Place {
 Place place_of(const Driver& driver, const void* pointer);
 
 // Whether work on the stream goes into a graph: then nothing may be loaded, allocated or waited for.
-bool is_capturing(const Driver& driver, abi::Stream stream);
+bool is_capturing(const Driver& driver, cu::Stream stream);
 
 // ---- kernels ----
 
@@ -262,11 +254,11 @@ class Library {
   Library(const Library&) = delete;
   Library& operator=(const Library&) = delete;
 
-  abi::Kernel kernel(const std::string& symbol) const;
+  cu::Kernel kernel(const std::string& symbol) const;
 
  private:
   const Driver& driver_;
-  abi::Library handle_ = nullptr;
+  cu::Library handle_ = nullptr;
 };
 
 struct KernelResources {
@@ -276,12 +268,12 @@ struct KernelResources {
   int max_threads = 0;
 };
 
-KernelResources resources_of(const Driver& driver, abi::Kernel kernel, const DeviceInfo& device);
+KernelResources resources_of(const Driver& driver, cu::Kernel kernel, const DeviceInfo& device);
 
 // Once for a kernel and device, before the first launch: dynamic shared memory beyond 48 KiB needs it, and so do
 // clusters of more than eight. Refuses what the device does not have. In a context of the device it also loads the
 // code, which a stream capture would not allow later.
-void prepare_kernel(const Driver& driver, abi::Kernel kernel, const DeviceInfo& device, int dynamic_shared,
+void prepare_kernel(const Driver& driver, cu::Kernel kernel, const DeviceInfo& device, int dynamic_shared,
                     bool large_clusters = false);
 
 struct Dim {
@@ -295,34 +287,34 @@ struct Launch {
   Dim block;
   Dim cluster;
   unsigned dynamic_shared = 0;
-  abi::Stream stream = nullptr;
+  cu::Stream stream = nullptr;
   bool cooperative = false;   // all blocks at once: needed where one waits for a later one
   bool programmatic = false;  // may begin before the previous kernel of the stream has ended; waits for it itself
 };
 
 // In the current context (see ContextScope). `parameters` points to one pointer for each argument of the kernel.
-void launch(const Driver& driver, abi::Kernel kernel, const Launch& launch, void** parameters);
+void launch(const Driver& driver, cu::Kernel kernel, const Launch& launch, void** parameters);
 
 // How many clusters (or, without clusters, blocks a multiprocessor) run at once. In the current context.
-int max_active_clusters(const Driver& driver, abi::Kernel kernel, const Launch& launch);
-int max_active_blocks(const Driver& driver, abi::Kernel kernel, const Launch& launch);
+int max_active_clusters(const Driver& driver, cu::Kernel kernel, const Launch& launch);
+int max_active_blocks(const Driver& driver, cu::Kernel kernel, const Launch& launch);
 
 // ---- tensor maps ----
 
 // A tensor as TMA sees it, from the innermost dimension outwards.
 struct TensorMapShape {
-  abi::TensorMapType type = abi::TensorMapType::kBfloat16;
+  cu::TensorMapType type = cu::TensorMapType::kBfloat16;
   int rank = 0;
   std::array<std::uint64_t, 5> dims{};
   std::array<std::uint64_t, 4> strides{};  // bytes, of the dimensions after the innermost
   std::array<unsigned, 5> box{};
-  abi::TensorMapSwizzle swizzle = abi::TensorMapSwizzle::kNone;
-  abi::TensorMapPromotion promotion = abi::TensorMapPromotion::k256;
+  cu::TensorMapSwizzle swizzle = cu::TensorMapSwizzle::kNone;
+  cu::TensorMapPromotion promotion = cu::TensorMapPromotion::k256;
 };
 
 // Why TMA cannot address this, or an empty text. The driver itself says no more than "invalid value".
 std::string why_no_tensor_map(const void* address, const TensorMapShape& shape);
 
-abi::TensorMap encode_tensor_map(const Driver& driver, const void* address, const TensorMapShape& shape);
+cu::TensorMap encode_tensor_map(const Driver& driver, const void* address, const TensorMapShape& shape);
 
 }  // namespace fovea::cuda::jit

@@ -119,7 +119,7 @@ std::shared_ptr<const Binary> Jit::binary(const Request& request) {
   return fill(mine, request, key);
 }
 
-abi::Kernel Jit::kernel(const Request& request) {
+cu::Kernel Jit::kernel(const Request& request) {
   const Driver& cuda = driver();
   const std::string key = key_of(request);
   Slot& mine = slot(key);

@@ -73,7 +73,7 @@ class Jit {
   std::shared_ptr<const Binary> binary(const Request& request);
 
   // The kernel, loaded into the driver of this machine and never unloaded.
-  abi::Kernel kernel(const Request& request);
+  cu::Kernel kernel(const Request& request);
 
   struct Counts {
     int memory = 0;
@@ -88,7 +88,7 @@ class Jit {
     std::mutex mutex;  // held while its one kernel is sought or compiled
     std::shared_ptr<const Binary> binary;
     std::unique_ptr<Library> library;
-    abi::Kernel kernel = nullptr;
+    cu::Kernel kernel = nullptr;
   };
 
   Slot& slot(const std::string& key);

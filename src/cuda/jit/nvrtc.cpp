@@ -49,18 +49,22 @@ bool is_nvrtc(const std::string& name) { return name == "libnvrtc.so" || name.rf
 // NVRTC's own name says the major version alone; its builtins lie beside it and say "13.0".
 std::optional<Version> version_by_neighbour(const fs::path& library) {
   constexpr std::string_view kName = "libnvrtc-builtins.so.";
-  std::string_view own = std::string_view(library.native()).substr(library.native().rfind("libnvrtc.so") + 11);
+  std::error_code error;
+  const std::string name = library.filename().string();
+  if (!is_nvrtc(name) || !fs::exists(library, error)) {
+    return std::nullopt;
+  }
+  std::string_view own = std::string_view(name).substr(std::string_view("libnvrtc.so").size());
   const bool numbered = own.starts_with('.');
   own.remove_prefix(numbered ? 1 : 0);
   const std::optional<int> major = numbered ? take_number(own) : std::nullopt;
   std::optional<Version> only;
-  std::error_code error;
   for (const fs::directory_entry& entry : fs::directory_iterator(library.parent_path(), error)) {
-    const std::string name = entry.path().filename().string();
-    if (!name.starts_with(kName)) {
+    const std::string other = entry.path().filename().string();
+    if (!other.starts_with(kName)) {
       continue;
     }
-    std::string_view rest = std::string_view(name).substr(kName.size());
+    std::string_view rest = std::string_view(other).substr(kName.size());
     const std::optional<int> first = take_number(rest);
     const bool dotted = rest.starts_with('.');
     rest.remove_prefix(dotted ? 1 : 0);

@@ -1,0 +1,234 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// From a request to machine code: memory, precompiled folder, cache, compiler; the modes; threads and processes.
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <fstream>
+#include <set>
+#include <thread>
+
+#include "cuda/jit/jit.h"
+#include "jit_testing.h"
+
+namespace {
+
+using namespace fovea::cuda::jit;  // NOLINT(google-build-using-namespace)
+using jit_testing::contains;
+using jit_testing::Folder;
+using jit_testing::refusal;
+using jit_testing::tiny;
+using jit_testing::tiny_settings;
+using jit_testing::Variable;
+
+TEST(JitKernels, CompilesOnceThenFromMemoryThenFromDisk) {
+  const Folder folder;
+  Jit first(tiny_settings(folder / "cache"));
+  const std::shared_ptr<const Binary> made = first.binary(tiny(3));
+  EXPECT_EQ(first.binary(tiny(3)), made);
+  EXPECT_EQ(first.counts().compiled, 1);
+  EXPECT_EQ(first.counts().memory, 1);
+
+  Jit second(tiny_settings(folder / "cache"));
+  EXPECT_EQ(second.binary(tiny(3))->cubin, made->cubin);
+  EXPECT_EQ(second.counts().disk, 1);
+  EXPECT_EQ(second.counts().compiled, 0);
+  EXPECT_EQ(second.binary(tiny(3))->report.registers, made->report.registers);
+}
+
+TEST(JitKernels, EverythingThatMattersMakesAnotherEntry) {
+  const Folder folder;
+  const Settings settings = tiny_settings(folder / "cache");
+  Settings other_text = settings;
+  other_text.text_hash = "another";
+  Request other_options = tiny(3);
+  other_options.options = {"-DX=1"};
+  Request other_split = tiny(3);
+  other_split.options = {"-DX=1", "-DY"};
+  Jit jit(settings);
+  const std::set<std::string> keys = {jit.key_of(tiny(3)),           jit.key_of(tiny(4)),
+                                      jit.key_of(tiny(3, "sm_90a")), jit.key_of(other_options),
+                                      jit.key_of(other_split),       Jit(other_text).key_of(tiny(3))};
+  EXPECT_EQ(keys.size(), 6u);
+}
+
+TEST(JitKernels, ADamagedEntryIsCompiledAgain) {
+  const Folder folder;
+  Jit(tiny_settings(folder / "cache")).binary(tiny(3));
+  for (const auto& entry : std::filesystem::directory_iterator(folder / "cache")) {
+    std::ofstream(entry.path(), std::ios::binary | std::ios::trunc) << "nonsense";
+  }
+  Jit jit(tiny_settings(folder / "cache"));
+  EXPECT_FALSE(jit.binary(tiny(3))->cubin.empty());
+  EXPECT_EQ(jit.counts().compiled, 1);
+  Jit after(tiny_settings(folder / "cache"));
+  after.binary(tiny(3));
+  EXPECT_EQ(after.counts().disk, 1) << "and kept again";
+}
+
+TEST(JitKernels, WithoutACacheOnDisk) {
+  Jit jit(tiny_settings(""));
+  jit.binary(tiny(3));
+  jit.binary(tiny(3));
+  EXPECT_EQ(jit.counts().compiled, 1);
+}
+
+// ---- modes ----
+
+TEST(JitKernels, CacheNeverCompilesNorNeedsNvrtc) {
+  const Folder folder;
+  Settings settings = tiny_settings(folder / "cache");
+  Jit(settings).binary(tiny(3));
+  settings.mode = Mode::kCache;
+  settings.nvrtc.forced = "/nowhere";
+  Jit jit(settings);
+  EXPECT_FALSE(jit.binary(tiny(3))->cubin.empty());
+  const std::string message = refusal([&] { jit.binary(tiny(4)); }, FOVEA_UNSUPPORTED);
+  EXPECT_TRUE(message.starts_with("FOVEA_JIT=cache: ")) << message;
+  EXPECT_TRUE(contains(message, "tiny::scale<TinySpec{.factor = 4, .twice = true}> for sm_80")) << message;
+  EXPECT_TRUE(contains(message, folder / "cache")) << message;
+  EXPECT_EQ(jit.counts().compiled, 0);
+}
+
+TEST(JitKernels, WithoutNvrtcWhatIsThereIsTaken) {
+  const Folder folder;
+  Settings settings = tiny_settings(folder / "cache");
+  Jit(settings).binary(tiny(3));
+  settings.nvrtc.forced = "/nowhere";
+  Jit jit(settings);
+  EXPECT_FALSE(jit.binary(tiny(3))->cubin.empty());
+  EXPECT_TRUE(contains(refusal([&] { jit.binary(tiny(4)); }, FOVEA_UNSUPPORTED), "FOVEA_NVRTC: NVRTC 12.4 or newer"));
+}
+
+TEST(JitKernels, OffTakesOnlyWhatIsPrecompiled) {
+  const Folder folder;
+  Settings settings = tiny_settings(folder / "ahead");
+  Jit(settings).binary(tiny(3));
+  settings.cache_folder = folder / "cache";
+  settings.mode = Mode::kOff;
+  EXPECT_TRUE(contains(refusal([&] { Jit(settings).binary(tiny(3)); }, FOVEA_UNSUPPORTED), "which is not set"));
+  settings.precompiled = folder / "ahead";
+  Jit jit(settings);
+  EXPECT_FALSE(jit.binary(tiny(3))->cubin.empty());
+  EXPECT_EQ(jit.counts().precompiled, 1);
+  EXPECT_TRUE(refusal([&] { jit.binary(tiny(4)); }, FOVEA_UNSUPPORTED).starts_with("FOVEA_JIT=off: "));
+  EXPECT_FALSE(std::filesystem::exists(settings.cache_folder));
+}
+
+TEST(JitKernels, AFailureIsNoAnswer) {
+  const Folder folder;
+  Jit jit(tiny_settings(folder / "cache"));
+  Request wrong = tiny(3);
+  wrong.kernel = "tiny::nothing";
+  for (int n = 0; n < 2; ++n) {
+    EXPECT_TRUE(contains(refusal([&] { jit.binary(wrong); }, FOVEA_INTERNAL_ERROR), "tiny::nothing"));
+  }
+  EXPECT_EQ(folder.count("cache"), 1);
+  EXPECT_TRUE(std::filesystem::is_empty(folder / "cache"));
+}
+
+TEST(JitKernels, TheEnvironmentSetsEverything) {
+  const Variable mode("FOVEA_JIT", "cache");
+  const Variable ahead("FOVEA_PRECOMPILED_DIR", "/ahead");
+  const Variable folder("FOVEA_CACHE_DIR", "none");
+  const Variable log("FOVEA_LOG", "jit");
+  const Variable dump("FOVEA_DUMP", "/dump");
+  const Settings settings = Settings::from_environment();
+  EXPECT_EQ(settings.mode, Mode::kCache);
+  EXPECT_EQ(settings.precompiled, "/ahead");
+  EXPECT_EQ(settings.cache_folder, "");
+  EXPECT_TRUE(settings.log);
+  EXPECT_EQ(settings.dump, "/dump");
+  EXPECT_EQ(settings.text.data(), embedded_files().data());
+  const Variable off("FOVEA_JIT", "off");
+  EXPECT_EQ(Settings::from_environment().mode, Mode::kOff);
+  const Variable bad("FOVEA_JIT", "never");
+  EXPECT_EQ(refusal([] { Settings::from_environment(); }, FOVEA_INVALID_ARGUMENT),
+            "FOVEA_JIT: got \"never\"; one of jit, cache, off is accepted");
+}
+
+TEST(JitKernels, LogAndDumpShowWhatHappens) {
+  const Folder folder;
+  Settings settings = tiny_settings(folder / "cache");
+  settings.log = true;
+  settings.dump = folder / "dump";
+  testing::internal::CaptureStderr();
+  Jit(settings).binary(tiny(3));
+  Jit(settings).binary(tiny(3));
+  const std::string log = testing::internal::GetCapturedStderr();
+  EXPECT_TRUE(contains(log, "fovea: jit: compiled tiny::scale<TinySpec{.factor = 3, .twice = true}> for sm_80")) << log;
+  EXPECT_TRUE(contains(log, "fovea: jit: read tiny::scale")) << log;
+  std::set<std::string> suffixes;
+  for (const auto& entry : std::filesystem::directory_iterator(folder / "dump")) {
+    EXPECT_TRUE(entry.path().filename().native().starts_with("scale-sm_80-")) << entry.path();
+    EXPECT_GT(entry.file_size(), 0u) << entry.path();
+    suffixes.insert(entry.path().extension().string());
+  }
+  EXPECT_EQ(suffixes, (std::set<std::string>{".txt", ".ptx", ".cubin", ".log"}));
+}
+
+TEST(JitKernels, LoadingNeedsADriver) {
+  std::string why_not;
+  if (find_driver(why_not) != nullptr) {
+    GTEST_SKIP() << "this machine has a driver: tests/gpu loads and launches";
+  }
+  const Folder folder;
+  Jit jit(tiny_settings(folder / "cache"));
+  EXPECT_EQ(refusal([&] { jit.kernel(tiny(3)); }, FOVEA_UNSUPPORTED), why_not);
+}
+
+// ---- threads and processes ----
+
+TEST(JitThreads, WaitForOneCompilation) {
+  const Folder folder;
+  Jit jit(tiny_settings(folder / "cache"));
+  std::vector<std::thread> threads;
+  std::vector<std::shared_ptr<const Binary>> found(8);
+  for (int n = 0; n < 8; ++n) {
+    threads.emplace_back([&, n] { found[n] = jit.binary(tiny(3 + n % 2)); });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  for (int n = 2; n < 8; ++n) {
+    EXPECT_EQ(found[n], found[n % 2]);
+  }
+  EXPECT_EQ(jit.counts().compiled, 2);
+  EXPECT_EQ(jit.counts().memory, 6);
+}
+
+TEST(JitKernels, EightProcessesCompileTheSameKernel) {
+  const Folder folder;
+  Settings settings = tiny_settings(folder / "cache");
+  const std::string expected = Jit(tiny_settings("")).binary(tiny(3))->symbol;
+  std::vector<pid_t> children;
+  for (int process = 0; process < 8; ++process) {
+    const pid_t child = fork();
+    if (child == 0) {
+      bool ok = false;
+      try {
+        Jit jit(settings);
+        ok = jit.binary(tiny(3))->symbol == expected && jit.counts().compiled + jit.counts().disk == 1;
+      } catch (const std::exception& error) {
+        std::fprintf(stderr, "%s\n", error.what());
+      }
+      _exit(ok ? 0 : 1);
+    }
+    children.push_back(child);
+  }
+  for (const pid_t child : children) {
+    int status = 0;
+    ASSERT_EQ(waitpid(child, &status, 0), child);
+    EXPECT_TRUE(WIFEXITED(status));
+    EXPECT_EQ(WEXITSTATUS(status), 0);
+  }
+  int entries = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(folder / "cache")) {
+    EXPECT_EQ(entry.path().extension(), ".kernel");
+    ++entries;
+  }
+  EXPECT_EQ(entries, 1);
+}
+
+}  // namespace
