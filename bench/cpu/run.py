@@ -128,7 +128,7 @@ def main():
     parser.add_argument("--build", type=Path, default=ROOT / "build", help="build directory")
     parser.add_argument("--filter", default="", help="only cases whose name contains this")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds (3)")
-    parser.add_argument("--seconds", type=float, default=0.4, help="per case and round (0.4)")
+    parser.add_argument("--seconds", type=float, default=1.5, help="per case and round (1.5)")
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
 
