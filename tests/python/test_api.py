@@ -806,12 +806,12 @@ def test_everything_is_exported():
 def test_workspaces():
     """Small ones are kept for the next call of the thread, large ones are not."""
     scratch = _Scratch()
-    small = scratch.of(1000)
-    assert small.nbytes >= 1000
-    assert scratch.of(500) is small
-    larger = scratch.of(2000)
+    address, small = scratch.of(1000)
+    assert small.nbytes >= 1000 and address == small.ctypes.data
+    assert scratch.of(500)[1] is small
+    _, larger = scratch.of(2000)
     assert larger.nbytes >= 2000
-    assert scratch.of(_Scratch.LARGEST_KEPT + 1).nbytes > _Scratch.LARGEST_KEPT
+    assert scratch.of(_Scratch.LARGEST_KEPT + 1)[1].nbytes > _Scratch.LARGEST_KEPT
     assert scratch.of(1) is larger
 
 
