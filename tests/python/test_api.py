@@ -812,7 +812,7 @@ def test_workspaces():
     _, larger = scratch.of(2000)
     assert larger.nbytes >= 2000
     assert scratch.of(_Scratch.LARGEST_KEPT + 1)[1].nbytes > _Scratch.LARGEST_KEPT
-    assert scratch.of(1) is larger
+    assert scratch.of(1)[1] is larger
 
 
 # ---- threads and processes ----
