@@ -54,10 +54,10 @@ def test_name(wheel):
 def test_contents(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     inside = {name for name in names if ".dist-info/" not in name}
-    sources = {f"fovea/{path.name}" for path in PACKAGE.iterdir() if path.suffix in (".py", ".typed")}
+    sources = {f"fovea/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*") if path.suffix in (".py", ".typed")}
     library = "libfovea.dylib" if sys.platform == "darwin" else "libfovea.so"
     assert inside == {*sources, f"fovea/{library}"}
-    assert {"fovea/__init__.py", "fovea/py.typed"} <= sources
+    assert {"fovea/__init__.py", "fovea/py.typed", "fovea/torch/__init__.py"} <= sources
     assert any(name.endswith("LICENSE") for name in names)
 
 
