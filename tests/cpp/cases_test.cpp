@@ -258,8 +258,8 @@ TEST(CasesTest, DropoutDecisionsReadOutOfTheKernels) {
       "bwd b=2 hq=2 sq=100 sk=100 d=4 dv=100 dropout=0.00002 seed=3 need=v",
       "bwd b=2 hq=4 hk=2 sq=150 sk=150 d=4 dv=150 dropout=0.3 rng=torch_mem_efficient seed=9 offset=0xfffffffd need=v",
       "bwd b=3 hq=2 seqs_q=70,0,70 seqs_k=33,0,70 max_q=80 max_k=90 d=4 dv=70 dropout=0.4 seed=4 need=v",
-      "bwd b=3 hq=2 seqs_q=70,0,70 seqs_k=33,0,70 max_q=80 max_k=90 d=4 dv=70 dropout=0.4 rng=torch_mem_efficient "
-      "seed=4 need=v"};
+      ("bwd b=3 hq=2 seqs_q=70,0,70 seqs_k=33,0,70 max_q=80 max_k=90 d=4 dv=70 dropout=0.4 rng=torch_mem_efficient "
+       "seed=4 need=v")};
   for (const char* line : lines) {
     Case c;
     c.problem = parse(line);
