@@ -256,6 +256,10 @@ TEST(CasesTest, DropoutDecisionsReadOutOfTheKernels) {
       "bwd b=2 hq=4 hk=2 sq=150 sk=150 d=4 dv=150 bf16 dropout=0.3 seed=1 need=v",
       "bwd b=2 hq=2 sq=100 sk=100 d=4 dv=100 fp64 dropout=0.7 seed=2 offset=5 need=v",
       "bwd b=2 hq=2 sq=100 sk=100 d=4 dv=100 dropout=0.00002 seed=3 need=v",
+      // u(0, 0) = 9096: the threshold itself, and one more. Of torch's uniforms number 0 is 0.39904648.
+      "bwd b=1 hq=1 sq=20 sk=20 d=4 dv=20 dropout=0.1387939453125 need=v",
+      "bwd b=1 hq=1 sq=20 sk=20 d=4 dv=20 dropout=0.1388092041015625 need=v",
+      "bwd b=1 hq=1 sq=20 sk=20 d=4 dv=20 dropout=0.39904648065567017 rng=torch_mem_efficient need=v",
       "bwd b=2 hq=4 hk=2 sq=150 sk=150 d=4 dv=150 dropout=0.3 rng=torch_mem_efficient seed=9 offset=0xfffffffd need=v",
       "bwd b=3 hq=2 seqs_q=70,0,70 seqs_k=33,0,70 max_q=80 max_k=90 d=4 dv=70 dropout=0.4 seed=4 need=v",
       ("bwd b=3 hq=2 seqs_q=70,0,70 seqs_k=33,0,70 max_q=80 max_k=90 d=4 dv=70 dropout=0.4 rng=torch_mem_efficient "

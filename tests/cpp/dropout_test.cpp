@@ -133,6 +133,20 @@ TEST(DropoutTest, Thresholds) {
   EXPECT_NEAR(torch(0.1).factor(), 1 / 0.9, 1e-7);
 }
 
+// u(0, 0) is 9096 for seed, offset and head 0: kept by a threshold of as much, dropped by the next.
+TEST(DropoutTest, AValueThatIsTheThresholdIsKept) {
+  for (const u32 threshold : {9095u, 9096u, 9097u}) {
+    const auto dropout = Dropout::make(Rng::kFovea, threshold / 65536.0, 0, 0);
+    EXPECT_EQ(dropout.threshold, threshold);
+    EXPECT_EQ(DropoutOfHead::make(dropout, 0, 1, 1).keep(0, 0), threshold <= 9096);
+  }
+  const float uniform = torch_uniform(42, 5);
+  for (const float p : {std::nextafter(uniform, 0.0F), uniform, std::nextafter(uniform, 1.0F)}) {
+    const auto dropout = Dropout::make(Rng::kTorchMemEfficient, p, 42, 5);
+    EXPECT_EQ(DropoutOfHead::make(dropout, 0, 1, 1).keep(0, 0), uniform > p);
+  }
+}
+
 TEST(DropoutTest, FourElementsOfACallAreItsFourQuarters) {
   const auto head = DropoutHead::make(3, 4, 5);
   for (u32 i = 0; i < 64; ++i) {
