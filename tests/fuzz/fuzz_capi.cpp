@@ -101,6 +101,14 @@ class Fuzzer {
     }
   }
 
+  // The same with the problem's line.
+  void say_of_problem(Direction direction, const std::string& what) {
+    std::array<char, 4096> line{};
+    const bool is_described = fovea_describe(&subject_.problem(), static_cast<fovea_direction>(direction), line.data(),
+                                             line.size(), nullptr) == FOVEA_OK;
+    say(fmt::format("{} ({})", what, is_described ? line.data() : "no line"));
+  }
+
   // ---- forward and backward ----
 
   void calls(Random& random) {
@@ -134,7 +142,7 @@ class Fuzzer {
       return;
     }
     if (bytes > workspace_.size()) {
-      say(fmt::format("a workspace of {} bytes", bytes));
+      say_of_problem(direction, fmt::format("a workspace of {} bytes", bytes));
       return;
     }
     std::size_t given = bytes;
@@ -151,7 +159,7 @@ class Fuzzer {
     const fovea_status status = run(bytes > 0 ? workspace : nullptr, given);
     if (status != FOVEA_OK) {
       if (is_right && !is_short) {
-        say(fmt::format("a right problem was refused: {}", fovea_last_error()));
+        say_of_problem(direction, fmt::format("a right problem was refused: {}", fovea_last_error()));
       }
       if (subject_.in_memory(false) && !subject_.is_poisoned(direction)) {
         say(fmt::format("written before it was refused: {}", fovea_last_error()));
@@ -179,7 +187,7 @@ class Fuzzer {
     ++counts_.compared;
     const std::string difference = subject_.difference(direction, found, subject_.outputs(direction));
     if (!difference.empty()) {
-      say(difference);
+      say_of_problem(direction, difference);
     }
   }
 

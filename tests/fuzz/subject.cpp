@@ -445,13 +445,12 @@ void Subject::spoil(Random& random) {
     case 17:
     case 18: {
       Slot& lengths = slot(random.pick({"cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"}));
-      if (problem_.*lengths.member == &lengths.tensor && lengths.used_end > lengths.used_begin) {
-        const auto width = static_cast<std::ptrdiff_t>(width_of(lengths.tensor));
-        const std::ptrdiff_t count = (lengths.used_end - lengths.used_begin) / width;
+      const std::ptrdiff_t bytes = lengths.used_end - lengths.used_begin;
+      const std::ptrdiff_t width = random.pick<std::ptrdiff_t>({4, 8});
+      if (problem_.*lengths.member == &lengths.tensor && bytes >= width) {
         const std::int64_t value = random.once_in(2) ? random.between(-2, 30) : integer();
-        std::memcpy(
-            lengths.used_begin + width * static_cast<std::ptrdiff_t>(random.next() % static_cast<std::uint64_t>(count)),
-            &value, static_cast<std::size_t>(width));
+        std::memcpy(lengths.used_begin + width * random.between(0, bytes / width - 1), &value,
+                    static_cast<std::size_t>(width));
       }
       break;
     }
