@@ -5,7 +5,7 @@
 //
 //     data          the text, what of it is held out, the byte-count models
 //     model         the transformer and its gradients          attention_layer   what calls fovea
-//     optimizer     AdamW                                      train             the loop, timing, sampling
+//     optimizer     Muon and AdamW                             train             the loop, timing, sampling
 //     plot          the curve as SVG and as text               gradient_check    --check-gradients
 #include <fmt/format.h>
 
@@ -315,11 +315,15 @@ void add_options(CLI::App& app, Settings& s) {
       ->group("Training")
       ->check(CLI::Range(1, 65536))
       ->capture_default_str();
-  app.add_option("--learning-rate", s.train.optimizer.learning_rate, "AdamW's, at its highest")
+  app.add_option("--matrix-rate", s.train.optimizer.matrix_rate, "Muon's learning rate, of the linear maps")
       ->group("Training")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
-  app.add_option("--weight-decay", s.train.optimizer.weight_decay, "AdamW's, of the linear maps")
+  app.add_option("--learning-rate", s.train.optimizer.learning_rate, "AdamW's learning rate, of everything else")
+      ->group("Training")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--weight-decay", s.train.optimizer.weight_decay, "Of the linear maps")
       ->group("Training")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
@@ -357,7 +361,6 @@ void add_options(CLI::App& app, Settings& s) {
 
 int main(int argc, char** argv) {
   Settings settings;
-  settings.train.optimizer.learning_rate = 2e-3;
   CLI::App app(
       "Trains a byte-level transformer on real text with fovea's attention, forward and backward: causal, with\n"
       "dropout and a learnable bias for each distance, whose gradient fovea sums over the batch.\n");

@@ -85,7 +85,7 @@ Model<T>::Model(const ModelConfig& config) : config_(config) {
   embedding_ = add("embedding", kBytes, width, false);
   for (std::int64_t n = 0; n < config.layers; ++n) {
     const std::string prefix = "layer" + std::to_string(n) + ".";
-    layers_.push_back({add(prefix + "qkv", width, 3 * width, true),
+    layers_.push_back({add(prefix + "qkv", width, 3 * width, true, 3),
                        add(prefix + "bias", config.heads, config.context, false),
                        add(prefix + "out", width, width, true),
                        add(prefix + "up", width, 4 * width, true),
@@ -105,8 +105,9 @@ Model<T>::Model(const ModelConfig& config) : config_(config) {
 }
 
 template <class T>
-Parameter Model<T>::add(const std::string& name, std::int64_t rows, std::int64_t columns, bool is_matrix) {
-  Parameter p{name, static_cast<std::int64_t>(parameters_.size()), rows, columns, is_matrix};
+Parameter Model<T>::add(const std::string& name, std::int64_t rows, std::int64_t columns, bool is_matrix,
+                        std::int64_t parts) {
+  Parameter p{name, static_cast<std::int64_t>(parameters_.size()), rows, columns, is_matrix, parts};
   layout_.push_back(p);
   parameters_.resize(parameters_.size() + p.size());
   gradients_.resize(parameters_.size());

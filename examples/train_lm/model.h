@@ -39,7 +39,8 @@ struct Parameter {
   std::int64_t offset = 0;
   std::int64_t rows = 0;
   std::int64_t columns = 0;
-  bool is_matrix = false;  // a linear map's (which weight decay and the like apply to), not a table
+  bool is_matrix = false;  // a linear map within the network; not a table, not what bytes go in and out by
+  std::int64_t parts = 1;  // maps of the same input that lie side by side
 
   std::int64_t size() const { return rows * columns; }
 };
@@ -83,7 +84,8 @@ class Model {
     Column inverse_in, inverse_mid;
   };
 
-  Parameter add(const std::string& name, std::int64_t rows, std::int64_t columns, bool is_matrix);
+  Parameter add(const std::string& name, std::int64_t rows, std::int64_t columns, bool is_matrix,
+                std::int64_t parts = 1);
   void initialize();
   Map weights(const Parameter& p) { return {parameters_.data() + p.offset, p.rows, p.columns}; }
   Map gradient(const Parameter& p) { return {gradients_.data() + p.offset, p.rows, p.columns}; }

@@ -37,7 +37,7 @@ double mean_loss(Model<float>& model, const std::vector<Batch>& batches) {
 Run train(Model<float>& model, const Corpus& corpus, const TrainConfig& config, const Report& report) {
   const std::int64_t context = model.config().context;
   const std::vector<Batch> estimate = held_out_batches(corpus, kEvaluationRows, context, context / 2, kWindowsLeftOut);
-  AdamW optimizer(config.optimizer, model.layout());
+  Optimizer optimizer(config.optimizer, model.layout());
   std::mt19937_64 random(config.seed);
 
   // The clock counts from a little later, so that on a machine that is fast enough steps alone shape the run.
@@ -92,7 +92,7 @@ std::vector<StepTime> time_steps(const std::vector<ModelConfig>& models, const C
                                  const TrainConfig& config, std::int64_t rounds, std::int64_t steps_in_round) {
   struct Contender {
     std::unique_ptr<Model<float>> model;
-    AdamW optimizer;
+    Optimizer optimizer;
     std::mt19937_64 random;
     std::uint64_t steps = 0;
     std::vector<double> seconds;
@@ -101,7 +101,7 @@ std::vector<StepTime> time_steps(const std::vector<ModelConfig>& models, const C
   std::vector<Contender> contenders;
   for (const ModelConfig& model_config : models) {
     auto model = std::make_unique<Model<float>>(model_config);
-    AdamW optimizer(config.optimizer, model->layout());
+    Optimizer optimizer(config.optimizer, model->layout());
     contenders.push_back({std::move(model), std::move(optimizer), std::mt19937_64(config.seed), 0, {}, 0});
   }
   for (std::int64_t round = -1; round < rounds; ++round) {  // round -1 warms up

@@ -287,6 +287,7 @@ TEST(CpuTest, CallsFromSeveralThreads) {
   cpu::set_num_threads(3);
   std::array<int, 4> wrong{};
   std::vector<std::thread> callers;
+  callers.reserve(wrong.size());
   for (int& count : wrong) {
     callers.emplace_back([&] {
       const check::Trial trial(c);

@@ -380,7 +380,7 @@ void backward(const BackwardTask& task, void* scratch) {
 
   const math::Interval<i64> met = band.queries_of_keys(key, key_end);
   const i64 first_block = met.begin / options.block_rows;
-  const i64 blocks = met.empty() ? 0 : (met.end + options.block_rows - 1) / options.block_rows - first_block;
+  const i64 blocks = math::max((met.end + options.block_rows - 1) / options.block_rows - first_block, i64(1));
   i64 heads_begun = 0;
   for (i64 step = task.walk_begin; step < task.walk_end; ++step) {
     const BackwardHead& head = task.heads[step / blocks];

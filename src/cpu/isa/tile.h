@@ -37,15 +37,27 @@ HWY_INLINE u8* address(const Matrix& m, i64 row, i64 col) {
   return static_cast<u8*>(m.data) + (row * m.row + col * m.col) * element_size(m.type);
 }
 
-// Moves elements of `size` bytes between strided and contiguous memory.
-template <bool kGather>
-void move_strided(u8* strided, i64 stride, u8* contiguous, i64 size, i64 count) {
+// Moves elements between strided and contiguous memory.
+template <bool kGather, class Element>
+void move_elements(void* strided, i64 stride, void* contiguous, i64 count) {
+  Element* far = static_cast<Element*>(strided);
+  Element* near = static_cast<Element*>(contiguous);
   for (i64 n = 0; n < count; ++n) {
-    u8* a = strided + n * stride * size;
-    u8* b = contiguous + n * size;
-    for (i64 byte = 0; byte < size; ++byte) {
-      (kGather ? b : a)[byte] = (kGather ? a : b)[byte];
-    }
+    (kGather ? near[n] : far[n * stride]) = kGather ? far[n * stride] : near[n];
+  }
+}
+
+template <bool kGather>
+void move_strided(void* strided, i64 stride, void* contiguous, i64 size, i64 count) {
+  switch (size) {
+    case 1:
+      return move_elements<kGather, u8>(strided, stride, contiguous, count);
+    case 2:
+      return move_elements<kGather, u16>(strided, stride, contiguous, count);
+    case 4:
+      return move_elements<kGather, u32>(strided, stride, contiguous, count);
+    default:
+      return move_elements<kGather, u64>(strided, stride, contiguous, count);
   }
 }
 
@@ -55,7 +67,7 @@ void load_row(const Matrix& m, i64 row, i64 col, i64 count, T* to) {
   if (m.col == 1) {
     return load_contiguous(address(m, row, col), m.type, to, count);
   }
-  alignas(8) u8 chunk[kChunk * 8];
+  u64 chunk[kChunk] = {};
   for (i64 n = 0; n < count; n += kChunk) {
     const i64 some = math::min(kChunk, count - n);
     move_strided<true>(address(m, row, col + n), m.col, chunk, element_size(m.type), some);
@@ -68,7 +80,7 @@ void store_row(const T* from, const Matrix& m, i64 row, i64 col, i64 count) {
   if (m.col == 1) {
     return store_contiguous(from, m.type, address(m, row, col), count);
   }
-  alignas(8) u8 chunk[kChunk * 8];
+  u64 chunk[kChunk] = {};
   for (i64 n = 0; n < count; n += kChunk) {
     const i64 some = math::min(kChunk, count - n);
     store_contiguous(from + n, m.type, chunk, some);
