@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Args: what a kernel is called with, one struct for all kernels (under 4 KB, passed as a __grid_constant__). Filled
+// by src/cuda/launch. Read by the host and, without any header, by NVRTC.
+//
+// Everything that a kernel copies by 16 bytes is aligned when it gets here: rows begin at multiples of 16 bytes, the
+// last dimension is contiguous. The launcher packs what the caller gave otherwise into the workspace (prepare.cuh).
+#ifndef FOVEA_CUDA_DEVICE_ARGS_H
+#define FOVEA_CUDA_DEVICE_ARGS_H
+
+#include "math/dropout.h"
+#include "math/rows.h"
+
+namespace fovea::cuda {
+
+using math::i32;
+using math::i64;
+using math::u32;
+using math::u64;
+
+// A tensor by logical coordinates (math::Rows::offset); strides in elements, 0 where it is broadcast or absent.
+struct Tensor {
+  void* data = nullptr;
+  math::Strides strides;
+};
+
+// A random number's parameters: the call's value, plus what lies on the device (CUDA graphs, PyTorch's generator).
+struct Seed {
+  u64 value = 0;
+  const u64* pointer = nullptr;
+};
+
+struct Args {
+  math::Rows rows;
+  int head_dim = 0;    // columns of q and k that exist: a multiple of 8 (after packing), at most Spec::d
+  int head_dim_v = 0;  // of v and out
+  float scale = 1;
+  float softcap = 0;
+  bool causal = false;
+  bool top_left = false;
+  i64 window_left = -1;
+  i64 window_right = -1;
+
+  Tensor q, k, v;
+  Tensor out;         // any strides in rows; last dimension contiguous, written by elements where rows are not aligned
+  Tensor lse;         // fp32: batch1, batch2, head, row; data may be null in the forward
+  Tensor bias, bias2; // with BiasTile: queries x keys, rows aligned to 16 bytes
+  Tensor mask;        // with Spec::mask: words of 32 keys, bit j % 32 of word j / 32; `row` strides in words
+  Tensor key_term;    // with Spec::key_term: fp32, by head and key (`col` is the key, contiguous); -inf: not allowed
+  Tensor query_term;  // with Spec::query_term: fp32, by head and query (`row`)
+  Tensor alibi_slopes;  // fp32: batch1, batch2, head
+  const float* sink = nullptr;
+  i64 sink_stride = 0;
+
+  math::Rng rng = math::Rng::kFovea;
+  u32 drop_threshold = 0;  // fovea: keep iff u >= it
+  float drop_p = 0;        // torch_mem_efficient: keep iff uniform > it
+  float keep_scale = 1;
+  Seed seed, offset;
+  i64 dropout_plane = 0;  // torch_mem_efficient: numbers a head
+
+  // ---- split keys (forward) ----
+  int splits = 1;
+  float* partial_out = nullptr;  // [split][padded row][head][dv]
+  float* partial_lse = nullptr;  // [split][head][padded row]
+
+  // ---- backward ----
+  // Row vectors of the backward lie at [head][row_of(b) + i], fp32: sequences padded to kRowPad (see padded_row).
+  Tensor grad_out;
+  Tensor grad_lse;
+  float* row_lse = nullptr;    // logsumexp, in the unit that the kernel subtracts; +inf where nothing is attended
+  float* row_delta = nullptr;  // <do, o> - dlse
+  i64 padded_rows = 0;         // of one head, all sequences
+  float* dq_sum = nullptr;     // [head][padded row][d] in register order (sm80_backward.cuh)
+  Tensor grad_q, grad_k, grad_v;
+  Tensor grad_bias;         // of the bias that a bias gradient kernel is launched for
+  int bias_list = 0;        // (b, h) pairs that share a plane of the bias
+  int bias_chunks = 1;      // pieces that the list is cut into
+  float* bias_sum = nullptr;  // partial sums, a plane a chunk
+  float* column_sum = nullptr;  // [b][head][key]: sums of dS over queries, for biases that are broadcast over queries
+
+  // ---- fp32 as pairs of fp16 ----
+  u32* sizes = nullptr;  // [6][b][head]: bits of the largest |q|, |k|, |v|, |do|, row norms of v, do
+};
+
+// Sequences are padded so that a tile of rows never crosses into the next one.
+constexpr int kRowPad = 128;
+
+// Where row 0 of batch entry b lies in a padded row vector. Dense: b * Sq padded; packed: cu_seqlens plus b pads.
+constexpr i64 padded_row(const math::Rows& rows, i64 b, const math::Sequence& sequence) {
+  return rows.is_packed ? (sequence.q_begin / kRowPad + b) * kRowPad
+                        : b * ((rows.rows_q + kRowPad - 1) / kRowPad * kRowPad);
+}
+
+// Rows of a padded vector for all batch entries.
+constexpr i64 padded_rows(const math::Rows& rows) {
+  return rows.is_packed ? (rows.rows_q / kRowPad + rows.batch()) * kRowPad
+                        : rows.batch() * ((rows.rows_q + kRowPad - 1) / kRowPad * kRowPad);
+}
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_ARGS_H

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Spec: what a kernel is compiled for. The planner fills it (src/cuda/config), print() writes it as a template
+// argument, the kernel takes it as its one template parameter. Everything else about a call is in Args.
+// Read by the host and, without any header, by NVRTC.
+#ifndef FOVEA_CUDA_DEVICE_SPEC_H
+#define FOVEA_CUDA_DEVICE_SPEC_H
+
+namespace fovea::cuda {
+
+// Of q, k, v and whatever has their type. fp32 travels through the tensor cores as pairs of fp16 (docs/cuda.md).
+enum class Type : int { kBf16, kFp16, kFp32 };
+
+// A bias that has both queries and keys, read tile by tile. What is broadcast over queries or over keys is no tile:
+// it reaches the kernels as fp32 vectors (key_term, query_term).
+enum class BiasTile : int { kNone, kBf16, kFp16, kFp32 };
+
+enum class DropoutRule : int { kNone, kFovea, kTorchMemEfficient };
+
+struct Spec {
+  int arch = 80;  // of the device: 80, 86, 89, 90, 100, 120
+  Type type = Type::kBf16;
+  int d = 64;   // head_dim, up to the next multiple of 16
+  int dv = 64;  // of v and out, likewise
+
+  // ---- features ----
+  bool banded = false;  // causal or a window; otherwise every query meets every key
+  bool ragged = false;  // lengths differ by batch entry: packed, or seqused given
+  bool softcap = false;
+  BiasTile bias = BiasTile::kNone;
+  BiasTile bias2 = BiasTile::kNone;
+  bool mask = false;        // bits, a word for 32 keys
+  bool key_term = false;    // added a key: biases and masks that are broadcast over queries
+  bool query_term = false;  // added a query: biases and masks that are broadcast over keys
+  bool alibi = false;
+  DropoutRule dropout = DropoutRule::kNone;
+
+  // ---- backward: what is computed here ----
+  bool dq = false;
+  bool dkv = false;
+  bool dbias_store = false;  // the gradient of a bias of full size, stored where it arises
+
+  // ---- configuration: sizes that the kernel asserts, not features ----
+  int warps = 4;
+  int tiles = 2;       // row tiles of 16 a warp: of queries in the forward, of keys in the backward
+  int step = 64;       // what the loop advances by: keys in the forward, queries in the backward
+  int part = 64;       // how much of a step lies in registers at a time
+  int stages = 2;      // buffers of what the loop reads
+  int ctas = 2;        // blocks a multiprocessor that registers are limited for
+  int grid_s = 1;      // warps along the first dimension of S, where products have grids of their own
+  int grid_o = 1;      // of O, or of dK and dV
+  bool resident = false;  // forward: Q stays in registers
+  bool lazy = false;      // forward: O is rescaled only when a maximum moves by more than 2^8
+  bool early = false;     // forward: random words are made before S
+  bool delay = false;     // backward: dQ of a step is computed during the next
+  bool split = false;     // forward: a block has a part of the keys; partial results go to the workspace
+
+  friend constexpr bool operator==(const Spec&, const Spec&) = default;
+};
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_SPEC_H
