@@ -32,8 +32,12 @@ struct Seed {
 
 struct Args {
   math::Rows rows;
-  int head_dim = 0;    // columns of q and k that exist: a multiple of 8 (after packing), at most Spec::d
-  int head_dim_v = 0;  // of v and out
+  i64 first_block = 0;         // added to blockIdx.x: a grid of more than 2^31 - 1 blocks is launched in pieces
+  int out_dim = 0;             // columns of grad_q, grad_k as the caller has them: head_dim before packing
+  int out_dim_v = 0;           // of out, grad_v
+  bool vector_stores = false;  // out (backward: grad_q, grad_k, grad_v) may be written by 16 bytes
+  int head_dim = 0;            // columns of q and k that exist: a multiple of 8 (after packing), at most Spec::d
+  int head_dim_v = 0;          // of v and out
   float scale = 1;
   float softcap = 0;
   bool causal = false;
@@ -42,12 +46,12 @@ struct Args {
   i64 window_right = -1;
 
   Tensor q, k, v;
-  Tensor out;         // any strides in rows; last dimension contiguous, written by elements where rows are not aligned
-  Tensor lse;         // fp32: batch1, batch2, head, row; data may be null in the forward
-  Tensor bias, bias2; // with BiasTile: queries x keys, rows aligned to 16 bytes
-  Tensor mask;        // with Spec::mask: words of 32 keys, bit j % 32 of word j / 32; `row` strides in words
-  Tensor key_term;    // with Spec::key_term: fp32, by head and key (`col` is the key, contiguous); -inf: not allowed
-  Tensor query_term;  // with Spec::query_term: fp32, by head and query (`row`)
+  Tensor out;          // any strides in rows; last dimension contiguous, written by elements where rows are not aligned
+  Tensor lse;          // fp32: batch1, batch2, head, row; data may be null in the forward
+  Tensor bias, bias2;  // with BiasTile: queries x keys, rows aligned to 16 bytes
+  Tensor mask;         // with Spec::mask: words of 32 keys, bit j % 32 of word j / 32; `row` strides in words
+  Tensor key_term;     // with Spec::key_term: fp32, by head and key (`col` is the key, contiguous); -inf: not allowed
+  Tensor query_term;   // with Spec::query_term: fp32, by head and query (`row`)
   Tensor alibi_slopes;  // fp32: batch1, batch2, head
   const float* sink = nullptr;
   i64 sink_stride = 0;
@@ -73,10 +77,10 @@ struct Args {
   i64 padded_rows = 0;         // of one head, all sequences
   float* dq_sum = nullptr;     // [head][padded row][d] in register order (sm80_backward.cuh)
   Tensor grad_q, grad_k, grad_v;
-  Tensor grad_bias;         // of the bias that a bias gradient kernel is launched for
-  int bias_list = 0;        // (b, h) pairs that share a plane of the bias
-  int bias_chunks = 1;      // pieces that the list is cut into
-  float* bias_sum = nullptr;  // partial sums, a plane a chunk
+  Tensor grad_bias;             // of the bias that a bias gradient kernel is launched for
+  int bias_list = 0;            // (b, h) pairs that share a plane of the bias
+  int bias_chunks = 1;          // pieces that the list is cut into
+  float* bias_sum = nullptr;    // partial sums, a plane a chunk
   float* column_sum = nullptr;  // [b][head][key]: sums of dS over queries, for biases that are broadcast over queries
 
   // ---- fp32 as pairs of fp16 ----
