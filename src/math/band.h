@@ -12,7 +12,8 @@
 
 #include "scalar.h"
 
-namespace fovea::math::inline FOVEA_ISA {
+namespace fovea::math {
+inline namespace FOVEA_ISA {
 
 // Half-open: begin <= index < end; empty where end == begin (never less).
 template <class Int>
@@ -89,6 +90,7 @@ struct Band {
   }
 };
 
-}  // namespace fovea::math::inline FOVEA_ISA
+}  // namespace FOVEA_ISA
+}  // namespace fovea::math
 
 #endif  // FOVEA_MATH_BAND_H

@@ -15,7 +15,8 @@
 
 #include "scalar.h"
 
-namespace fovea::math::inline FOVEA_ISA {
+namespace fovea::math {
+inline namespace FOVEA_ISA {
 
 enum class Rng : i32 { kFovea = 0, kTorchMemEfficient = 1 };
 
@@ -159,6 +160,7 @@ struct DropoutOfHead {
   }
 };
 
-}  // namespace fovea::math::inline FOVEA_ISA
+}  // namespace FOVEA_ISA
+}  // namespace fovea::math
 
 #endif  // FOVEA_MATH_DROPOUT_H

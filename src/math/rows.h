@@ -7,7 +7,8 @@
 
 #include "scalar.h"
 
-namespace fovea::math::inline FOVEA_ISA {
+namespace fovea::math {
+inline namespace FOVEA_ISA {
 
 // Element strides of a tensor by logical coordinates; 0 where it is broadcast. `row` runs over queries (keys
 // for k and v), `col` over head_dim; for bias and mask `row` is the query and `col` the key.
@@ -46,7 +47,7 @@ struct Rows {
   i64 heads_k = 1;
   i64 rows_q = 0;  // dense: Sq; packed: total_q
   i64 rows_k = 0;
-  i64 limit_q = 0;  // the longest that a sequence may be: Sq, or max_seqlen_q
+  i64 limit_q = 0;  // the longest that a sequence may be: Sq, or packed, the lesser of max_seqlen_q and total_q
   i64 limit_k = 0;
   bool is_packed = false;  // by cu_q and cu_k, which may lie where they cannot be read yet
   Lengths cu_q;
@@ -90,6 +91,7 @@ struct Rows {
   }
 };
 
-}  // namespace fovea::math::inline FOVEA_ISA
+}  // namespace FOVEA_ISA
+}  // namespace fovea::math
 
 #endif  // FOVEA_MATH_ROWS_H

@@ -15,7 +15,8 @@
 #define FOVEA_ISA baseline
 #endif
 
-namespace fovea::math::inline FOVEA_ISA {
+namespace fovea::math {
+inline namespace FOVEA_ISA {
 
 #if defined(__CUDACC_RTC__)
 using i32 = int;
@@ -97,6 +98,7 @@ struct Dual {
   }
 };
 
-}  // namespace fovea::math::inline FOVEA_ISA
+}  // namespace FOVEA_ISA
+}  // namespace fovea::math
 
 #endif  // FOVEA_MATH_SCALAR_H

@@ -12,7 +12,8 @@
 
 #include "scalar.h"
 
-namespace fovea::math::inline FOVEA_ISA {
+namespace fovea::math {
+inline namespace FOVEA_ISA {
 
 // What depends on the dot product. Everything added after it (bias, ALiBi) has derivative 1.
 template <class S>
@@ -47,6 +48,7 @@ constexpr T alibi(T distance, S slope) {
   return abs(distance) * (-slope);
 }
 
-}  // namespace fovea::math::inline FOVEA_ISA
+}  // namespace FOVEA_ISA
+}  // namespace fovea::math
 
 #endif  // FOVEA_MATH_SCORE_H

@@ -8,7 +8,8 @@
 
 #include "scalar.h"
 
-namespace fovea::math::inline FOVEA_ISA {
+namespace fovea::math {
+inline namespace FOVEA_ISA {
 
 // What exponents are taken relative to: the running maximum; 0 for a row without a finite score so far, where
 // -inf - (-inf) would be NaN.
@@ -80,6 +81,7 @@ constexpr T grad_sink(T sink, T reference, T delta) {
   return T(0) - exp(sink - reference) * delta;
 }
 
-}  // namespace fovea::math::inline FOVEA_ISA
+}  // namespace FOVEA_ISA
+}  // namespace fovea::math
 
 #endif  // FOVEA_MATH_SOFTMAX_H
