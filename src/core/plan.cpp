@@ -131,8 +131,10 @@ void execute(const Call& call, void* workspace, std::size_t workspace_bytes) {
 std::vector<Verdict> backends() {
   std::vector<Verdict> verdicts;
   for (const std::string_view backend : kBackends) {
-    const bool serves = backend != "cuda";
-    verdicts.push_back({std::string(backend), serves, serves ? "available" : std::string(kNoCuda)});
+    const std::string reason = backend == "cuda"  ? std::string(kNoCuda)
+                               : backend == "cpu" ? cpu::unavailable()
+                                                  : std::string();
+    verdicts.push_back({std::string(backend), reason.empty(), reason.empty() ? "available" : reason});
   }
   return verdicts;
 }

@@ -33,6 +33,9 @@ struct Isa {
 };
 std::vector<Isa> instruction_sets();
 
+// Why no call can be served: FOVEA_CPU_ISA forces what is not built or not on this machine; "" if nothing is amiss.
+std::string unavailable();
+
 // 0 (or less): the least of affinity and cgroup quota.
 void set_num_threads(int n);
 int num_threads();

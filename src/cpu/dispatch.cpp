@@ -80,6 +80,15 @@ const Kernels* tables() {
 
 const Kernels& kernels_for(DType type) { return tables()[type == DType::kFp64 ? 1 : 0]; }
 
+std::string unavailable() {
+  try {
+    tables();
+    return "";
+  } catch (const Error& error) {
+    return error.what();
+  }
+}
+
 std::vector<Isa> instruction_sets() {
   std::size_t count = 0;
   const Built* all = built(count);
