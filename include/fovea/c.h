@@ -97,7 +97,7 @@ typedef struct fovea_tensor {
  * rule: shapes are aligned at the right, a missing dimension or a 1 is broadcast. The other layout that
  * people use, (B, H, S, D), is a matter of strides.
  * Limits: 2^50 elements and 2^50 bytes from the first to the last of a tensor, 2^32 heads, 2^32 for D and Dv; with
- * dropout sequences shorter than 2^32. */
+ * dropout sequences of at most 2^32. */
 typedef struct fovea_problem {
   size_t size; /* sizeof(fovea_problem) */
 

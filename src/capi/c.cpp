@@ -110,7 +110,7 @@ void explain(const Call& call, char* text, std::size_t capacity, std::size_t* ne
 
 void dropout_mask(std::int64_t batch, std::int64_t heads, std::int64_t seqlen_q, std::int64_t seqlen_k, double p,
                   std::uint64_t seed, std::uint64_t offset, int rng, std::uint8_t* mask) {
-  constexpr std::int64_t kMostRows = (std::int64_t{1} << 32) - 1;
+  constexpr std::int64_t kMostRows = std::int64_t{1} << 32;
   constexpr std::int64_t kMostElements = std::int64_t{1} << 60;
   std::int64_t elements = 1;
   for (const auto& [name, value, most] :

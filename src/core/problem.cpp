@@ -65,7 +65,7 @@ math::Band<math::i64> Problem::band(std::int64_t queries, std::int64_t keys) con
 math::DropoutOfHead Call::dropout_of_head(std::int64_t b, std::int64_t head) const {
   // The stream of torch_mem_efficient numbers the elements of a head: Sq * Sk of them if dense; packed,
   // max_seqlen_q * max_seqlen_k, with rows as long as the sequence has keys. Products wrap, as the stream does.
-  const auto plane = static_cast<std::uint64_t>(rows.limit_q) * static_cast<std::uint64_t>(rows.limit_k);
+  const auto plane = static_cast<std::uint64_t>(problem.seqlen_q) * static_cast<std::uint64_t>(problem.seqlen_k);
   const std::int64_t row_stride = rows.packed() ? rows.sequence(b).k_len : rows.rows_k;
   return math::DropoutOfHead::make(dropout, dropout_stream(b, head), plane, static_cast<std::uint64_t>(row_stride));
 }

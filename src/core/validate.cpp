@@ -515,8 +515,9 @@ class Validator {
       problem_.seqlen_k = longest("max_seqlen_k", given_.max_seqlen_k, "cu_seqlens_k", rows.cu_k, problem_.lengths_k);
       rows.is_packed = true;
     }
-    rows.limit_q = problem_.seqlen_q;
-    rows.limit_k = problem_.seqlen_k;
+    // max_seqlen may be any number from the longest sequence up: no sequence is longer than what holds them all.
+    rows.limit_q = std::min(problem_.seqlen_q, rows.rows_q);
+    rows.limit_k = std::min(problem_.seqlen_k, rows.rows_k);
     problem_.has_used_q = given_.seqused_q != nullptr;
     problem_.has_used_k = given_.seqused_k != nullptr;
     if (problem_.has_used_q) {
@@ -526,10 +527,10 @@ class Validator {
       rows.used_k = seqused("seqused_k", *given_.seqused_k, problem_.lengths_k, problem_.seqlen_k, problem_.used_k);
     }
     if (problem_.dropout > 0) {
-      constexpr std::int64_t kMostWithDropout = (std::int64_t{1} << 32) - 1;
-      for (const auto& [name, length] : {std::pair('q', problem_.seqlen_q), std::pair('k', problem_.seqlen_k)}) {
+      constexpr std::int64_t kMostWithDropout = std::int64_t{1} << 32;
+      for (const auto& [name, length] : {std::pair('q', rows.limit_q), std::pair('k', rows.limit_k)}) {
         if (length > kMostWithDropout) {
-          refuse("{}: sequences of up to {}; accepted with dropout: below 2^32", name, length);
+          refuse("{}: sequences of up to {}; accepted with dropout: at most 2^32", name, length);
         }
       }
     }

@@ -53,10 +53,11 @@ class Backward {
     sum_kv_bytes_ = static_cast<i64>(kernels_.sum_kv(options_));
     sum_kv_ = arena.take<char>(parts_ > 1 ? units * sum_kv_bytes_ : 0);
     turns_kv_ = arena.take<std::uint32_t>(parts_ > 1 ? units : 0);
-    zeros_bytes_ = std::max(call.problem.head_dim, rows.limit_k) * element_;
-    zeros_ = arena.take<char>(zeros_bytes_);
     bias_[0] = BiasGradientSums(call, call.grad_bias, call.problem.bias, tiles_, steps, threads, arena);
     bias_[1] = BiasGradientSums(call, call.grad_bias2, call.problem.bias2, tiles_, steps, threads, arena);
+    zeros_bytes_ = element_ * std::max({options_.need_q ? call.problem.head_dim : 0, bias_[0].zero_columns(),
+                                        bias_[1].zero_columns()});
+    zeros_ = arena.take<char>(zeros_bytes_);
     head_memory_ = arena.take<BackwardHead>(group_ * threads);
     scratch_bytes_ = static_cast<i64>(kernels_.backward_scratch(options_));
     scratch_ = arena.take<char>(scratch_bytes_ * threads);

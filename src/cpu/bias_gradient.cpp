@@ -26,8 +26,9 @@ BiasGradientSums::BiasGradientSums(const Call& call, const View& grad, const Pla
   planes1_ = extents_.batch1 ? rows.batch1 : 1;
   planes2_ = extents_.batch2 ? rows.batch2 : 1;
   planes_head_ = extents_.head ? rows.heads_q : 1;
-  queries_ = over_queries_ ? 1 : rows.limit_q;
-  keys_ = over_keys_ ? 1 : rows.limit_k;
+  // The gradient's own dimensions are what max_seqlen says, tasks go as far as sequences can.
+  queries_ = over_queries_ ? 1 : call.problem.seqlen_q;
+  keys_ = over_keys_ ? 1 : call.problem.seqlen_k;
   query_blocks_ = over_queries_ ? 1 : ceil_div(rows.limit_q, tiles.rows);
   key_blocks_ = over_keys_ ? 1 : ceil_div(rows.limit_k, tiles.keys);
 

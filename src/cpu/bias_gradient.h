@@ -19,8 +19,10 @@ class BiasGradientSums {
 
   explicit operator bool() const { return static_cast<bool>(grad_); }
 
-  // Zeros wherever tasks will add or may leave off; `zeros` is a row of them.
+  // Zeros wherever tasks will add or may leave off; `zeros` is a row of them, zero_columns() long.
   void clear(int threads, const Kernels& kernels, const void* zeros);
+
+  i64 zero_columns() const { return grad_ && in_place_ ? keys_ : 0; }
 
   // Numbers the contributions of a walk: steps [begin, end) over (head of the group, query block from `first_block`).
   void number_walk(int thread, i64 b, i64 first_head, i64 key_block, i64 first_block, i64 blocks, i64 begin, i64 end);

@@ -127,8 +127,8 @@ class BiasGradient {
         batch1_(traits.extents.batch1 ? call.rows.batch1 : 1),
         batch2_(traits.extents.batch2 ? call.rows.batch2 : 1),
         heads_(traits.extents.head ? call.rows.heads_q : 1),
-        queries_(traits.extents.query ? call.rows.limit_q : 1),
-        keys_(traits.extents.key ? call.rows.limit_k : 1),
+        queries_(traits.extents.query ? call.problem.seqlen_q : 1),
+        keys_(traits.extents.key ? call.problem.seqlen_k : 1),
         sums_(static_cast<std::size_t>(view ? batch1_ * batch2_ * heads_ * queries_ * keys_ : 0)) {}
 
   void add(i64 b, i64 h, i64 i, i64 j, T grad) {

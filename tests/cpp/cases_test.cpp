@@ -214,14 +214,19 @@ INSTANTIATE_TEST_SUITE_P(Empty, CasesBesideTheTable,
 // Sizes at and around tiles, many heads, one long row, everything dropped.
 INSTANTIATE_TEST_SUITE_P(
     Sizes, CasesBesideTheTable,
-    testing::Values("bwd b=1 hq=1 sq=1 sk=1 d=1", "bwd b=1 hq=1 sq=1 sk=1 d=1 dv=3 bf16 causal sink",
-                    "bwd b=1 hq=1 sq=1 sk=3000 d=64", "bwd b=1 hq=1 sq=3000 sk=1 d=64",
-                    "bwd b=1 hq=2 hk=1 sq=2 sk=2500 d=64 fp16 used_k=2400 bias=b,1,1,k:fp32",
-                    "bwd b=1 hq=1 sq=600 sk=600 d=64 causal", "bwd b=1 hq=1 sq=513 sk=700 d=32 window=100,30 align=tl",
-                    "bwd b=1 hq=1 sq=700 sk=513 d=16 causal bias=1,1,q,k", "bwd b=3 hq=40 hk=8 sq=17 sk=19 d=12",
-                    "bwd b=1 hq=1 sq=257 sk=255 d=300 dv=20 bf16", "bwd b=1 hq=1 sq=64 sk=64 d=64 dropout=1 dlse sink",
-                    "bwd b=1 hq=1 sq=64 sk=64 d=64 dropout=1 rng=torch_mem_efficient dlse",
-                    "bwd b=2 hq=1 sq=300 sk=300 d=64 dropout=0.5 seed=3 alibi=b,h softcap=5 bias=1,1,q,k det"));
+    testing::Values(
+        "bwd b=1 hq=1 sq=1 sk=1 d=1", "bwd b=1 hq=1 sq=1 sk=1 d=1 dv=3 bf16 causal sink",
+        "bwd b=1 hq=1 sq=1 sk=3000 d=64", "bwd b=1 hq=1 sq=3000 sk=1 d=64",
+        "bwd b=1 hq=2 hk=1 sq=2 sk=2500 d=64 fp16 used_k=2400 bias=b,1,1,k:fp32",
+        "bwd b=1 hq=1 sq=600 sk=600 d=64 causal", "bwd b=1 hq=1 sq=513 sk=700 d=32 window=100,30 align=tl",
+        "bwd b=1 hq=1 sq=700 sk=513 d=16 causal bias=1,1,q,k", "bwd b=3 hq=40 hk=8 sq=17 sk=19 d=12",
+        "bwd b=1 hq=1 sq=257 sk=255 d=300 dv=20 bf16", "bwd b=1 hq=1 sq=64 sk=64 d=64 dropout=1 dlse sink",
+        "bwd b=1 hq=1 sq=64 sk=64 d=64 dropout=1 rng=torch_mem_efficient dlse",
+        // max_seqlen beyond all rows: nothing but the dimensions of a bias and torch's numbering follows it.
+        "bwd b=2 hq=2 seqs_q=9,20 seqs_k=13,8 d=8 max_q=1099511627776 max_k=999999999999 bias=b,h,1,1 sink dlse",
+        "bwd b=2 hq=2 seqs_q=9,20 seqs_k=13,8 d=8 max_q=40 max_k=50 bias=1,h,q,k bias2=b,1,q,1:bf16 "
+        "mask=b,h,q,k dropout=0.2 rng=torch_mem_efficient",
+        "bwd b=2 hq=1 sq=300 sk=300 d=64 dropout=0.5 seed=3 alibi=b,h softcap=5 bias=1,1,q,k det"));
 
 // ---- which kernels ran ----
 

@@ -77,6 +77,21 @@ TEST_F(Planning, TheCpuServesWhoNamesNone) {
   EXPECT_EQ(reason_of(plan, "reference"), "serves only who asks for it by name: backend=reference");
 }
 
+TEST_F(Planning, BackendsOfThisMachine) {
+  const auto of_cpu = [] {
+    const std::vector<Verdict> all = backends();
+    EXPECT_EQ(all.size(), 3u);
+    return all.front();
+  };
+  EXPECT_EQ(of_cpu().backend, "cpu");
+  EXPECT_TRUE(of_cpu().serves);
+  EXPECT_EQ(of_cpu().reason, "available");
+  const Variable isa("FOVEA_CPU_ISA", "abacus");
+  EXPECT_FALSE(of_cpu().serves);
+  EXPECT_EQ(of_cpu().reason, reason_of(plan_of("bwd sq=4 d=4"), "cpu"));
+  EXPECT_NE(of_cpu().reason.find("abacus"), std::string::npos);
+}
+
 TEST_F(Planning, ByName) {
   EXPECT_EQ(plan_of("sq=4 d=4 backend=cpu").backend, BackendKind::kCpu);
   const Plan plan = plan_of("sq=4 d=4 backend=reference");
@@ -132,6 +147,16 @@ TEST_F(Planning, TheTextOfExplain) {
             "cuda: does not serve: not asked: backend=reference\n"
             "reference: serves: fp64 in plain loops\n"
             "workspace: 0 bytes\n");
+}
+
+// max_seqlen is a bound, no claim: what is reserved goes as far as sequences can.
+TEST_F(Planning, WorkspaceForRowsThatExist) {
+  for (const std::string line : {"fwd b=2 hq=4 hk=2 seqs_q=3,9 seqs_k=300,700 d=8 fp16 bias=b,h,1,1 ",
+                                 "bwd b=2 hq=4 hk=2 seqs_q=3,9 seqs_k=300,700 d=8 fp16 bias=b,h,1,1 "}) {
+    const std::size_t expected = plan_of(line + "max_q=12 max_k=1000").workspace;
+    EXPECT_GT(expected, 0u);
+    EXPECT_EQ(plan_of(line + "max_q=1099511627776 max_k=1099511627776").workspace, expected);
+  }
 }
 
 // A caller may ask for the workspace once, and then call with other numbers at other places.

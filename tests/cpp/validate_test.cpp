@@ -260,11 +260,11 @@ std::vector<Refusal> refusals_of_dense() {
       {"max_seqlen_k", {"-1 without cu_seqlens"}, [](auto& a) { a.problem.max_seqlen_k = -1; }},
       {"batch_outer", {"1 without cu_seqlens"}, [](auto& a) { a.problem.batch_outer = 1; }},
       {"q",
-       {"sequences of up to 4294967296", "below 2^32"},
+       {"sequences of up to 4294967297", "at most 2^32"},
        [](auto& a) {
          a.problem.dropout_p = 0.5;
          a.problem.bias = a.problem.bias2 = a.problem.mask = nullptr;
-         a.reshape("q", {2, std::int64_t{1} << 32, 4, 8});
+         a.reshape("q", {2, (std::int64_t{1} << 32) + 1, 4, 8});
          a.stride("q", {0, 0, 0, 0});
        }},
   };

@@ -128,7 +128,7 @@ class Fuzzer {
   }
 
   void call(Random& random, Direction direction, bool is_right) {
-    constexpr double kMostScores = 1 << 22;
+    constexpr double kMostWork = 1 << 22;
     fovea_problem& problem = subject_.problem();
     const bool forward = direction == Direction::kForward;
     if (!subject_.in_memory(/*lengths_only=*/true)) {
@@ -137,12 +137,13 @@ class Fuzzer {
     }
     std::size_t bytes = 0;
     const fovea_status planned = count(fovea_workspace(&problem, static_cast<fovea_direction>(direction), &bytes));
-    if (planned == FOVEA_OK && (!subject_.in_memory(/*lengths_only=*/false) || subject_.scores() > kMostScores)) {
-      ++counts_.without_memory;
+    if (planned == FOVEA_OK && static_cast<double>(bytes) > subject_.most_workspace()) {
+      say_of_problem(direction, fmt::format("a workspace of {} bytes", bytes));
       return;
     }
-    if (bytes > workspace_.size()) {
-      say_of_problem(direction, fmt::format("a workspace of {} bytes", bytes));
+    if (planned == FOVEA_OK &&
+        (!subject_.in_memory(/*lengths_only=*/false) || subject_.work() > kMostWork || bytes > workspace_.size())) {
+      ++counts_.without_memory;
       return;
     }
     std::size_t given = bytes;

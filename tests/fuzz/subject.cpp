@@ -173,15 +173,31 @@ void Subject::add(Random& random, const char* name, DType type, const Ints& shap
   fill(random, s, special);
 }
 
+void Subject::stretch(const char* name, int dim, std::int64_t length) {
+  fovea_tensor& tensor = slot(name).tensor;
+  tensor.shape[dim] = length;
+  tensor.stride[dim] = 0;
+  tensor.flags = FOVEA_TENSOR_STRIDED;
+}
+
 void Subject::add_plane(Random& random, const char* name, DType type, const Ints& scores) {
-  Ints shape = scores;
-  for (std::int64_t& dim : shape) {
+  Ints given = scores;
+  for (std::int64_t& dim : given) {
     dim = random.once_in(3) ? 1 : dim;
   }
   if (random.once_in(3)) {
-    shape.erase(shape.begin(), shape.begin() + random.between(0, static_cast<std::int64_t>(shape.size())));
+    given.erase(given.begin(), given.begin() + random.between(0, static_cast<std::int64_t>(given.size())));
   }
+  // What max_seqlen makes huge is one row or column in memory.
+  Ints shape = given;
+  std::replace_if(
+      shape.begin(), shape.end(), [](std::int64_t dim) { return dim > kMostElements; }, 1);
   add(random, name, type, shape, random.once_in(4) ? 0.2 : 0);
+  for (std::size_t dim = 0; dim < given.size(); ++dim) {
+    if (given[dim] != shape[dim]) {
+      stretch(name, static_cast<int>(dim), given[dim]);
+    }
+  }
 }
 
 void Subject::add_lengths(Random& random, const char* name, DType type, const Ints& values) {
@@ -246,6 +262,7 @@ void Subject::draw(Random& random, Direction direction) {
   std::int64_t seqlen_k = random.once_in(6) ? random.between(0, 160) : random.between(0, 24);
   const std::int64_t head_dim = random.once_in(8) ? random.between(0, 130) : random.pick<std::int64_t>({1, 3, 8, 16});
   const std::int64_t head_dim_v = random.once_in(2) ? head_dim : random.between(0, 40);
+  const bool wide = random.once_in(256);  // a head_dim beyond all memory, of one column
   const auto too_large = [&] {
     const std::int64_t heads = batch1 * batch2 * std::max(heads_k * group, heads_k);
     return heads * std::max(seqlen_q, seqlen_k) * std::max({head_dim, head_dim_v, std::int64_t{1}}) > kMostElements ||
@@ -282,6 +299,9 @@ void Subject::draw(Random& random, Direction direction) {
     add_lengths(random, "cu_seqlens_q", random.pick({DType::kInt32, DType::kInt64}), cu_q);
     add_lengths(random, "cu_seqlens_k", random.pick({DType::kInt32, DType::kInt64}), cu_k);
     const bool maximum = random.once_in(2);
+    if (maximum && !wide && random.once_in(4)) {  // a bound far beyond what there is
+      (random.once_in(2) ? seqlen_q : seqlen_k) += std::int64_t{1} << random.between(16, 36);
+    }
     problem_.max_seqlen_q = maximum ? seqlen_q : 0;
     problem_.max_seqlen_k = maximum ? seqlen_k : 0;
     problem_.batch_outer = two_level ? batch1 : 0;
@@ -321,8 +341,14 @@ void Subject::draw(Random& random, Direction direction) {
   const auto bias_type = [&] {
     return sums == DType::kFp64 && random.once_in(2) ? sums : random.pick({DType::kFp32, DType::kFp16, DType::kBf16});
   };
-  add(random, "q", type, rows(rows_q, heads_q, head_dim));
-  add(random, "k", type, rows(rows_k, heads_k, head_dim));
+  add(random, "q", type, rows(rows_q, heads_q, wide ? 1 : head_dim));
+  add(random, "k", type, rows(rows_k, heads_k, wide ? 1 : head_dim));
+  if (wide) {
+    const std::int64_t columns = std::int64_t{1} << random.between(8, 32);
+    stretch("q", problem_.q->rank - 1, columns);
+    stretch("k", problem_.k->rank - 1, columns);
+    comparable_ = false;
+  }
   add(random, "v", type, rows(rows_k, heads_k, head_dim_v));
   for (const char* name : {"bias", "bias2"}) {
     if (random.once_in(3)) {
@@ -351,12 +377,16 @@ void Subject::draw(Random& random, Direction direction) {
     add(random, "grad_lse", sums, statistics);
   }
   const auto gradient = [&](const char* name, const fovea_tensor* of) {
-    if (of != nullptr && !random.once_in(5)) {
+    const bool is_stretched =
+        of != nullptr && std::any_of(of->shape, of->shape + of->rank, [](auto dim) { return dim > kMostElements; });
+    if (of != nullptr && !is_stretched && !random.once_in(5)) {
       add(random, name, static_cast<DType>(of->dtype), Ints(of->shape, of->shape + of->rank));
     }
   };
-  gradient("grad_q", problem_.q);
-  gradient("grad_k", problem_.k);
+  if (!wide) {
+    gradient("grad_q", problem_.q);
+    gradient("grad_k", problem_.k);
+  }
   gradient("grad_v", problem_.v);
   gradient("grad_bias", problem_.bias);
   gradient("grad_bias2", problem_.bias2);
@@ -539,14 +569,26 @@ bool Subject::in_memory(bool lengths_only) const {
   });
 }
 
-double Subject::scores() const {
+double Subject::work() const {
   double product = 1;
   for (const fovea_tensor* tensor : {problem_.q, problem_.k}) {
-    for (int i = 0; tensor != nullptr && i < std::clamp(tensor->rank, 0, FOVEA_MAX_RANK); ++i) {
+    // Of k without its columns, which are q's.
+    const int rank = tensor != nullptr ? std::clamp(tensor->rank, 0, FOVEA_MAX_RANK) : 0;
+    for (int i = 0; i < (tensor == problem_.q ? rank : rank - 1); ++i) {
       product *= std::max(1.0, static_cast<double>(tensor->shape[i]));
     }
   }
   return product;
+}
+
+double Subject::most_workspace() const {
+  double columns = 1;
+  for (const fovea_tensor* tensor : {problem_.q, problem_.v}) {
+    if (tensor != nullptr && tensor->rank > 0) {
+      columns += static_cast<double>(tensor->shape[tensor->rank - 1]);
+    }
+  }
+  return 0x1p28 + 0x1p14 * columns;
 }
 
 std::vector<Subject::Span> Subject::output_spans(Direction direction) const {

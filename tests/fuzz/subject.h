@@ -48,8 +48,10 @@ class Subject {
   // Whether every tensor that the direction uses lies in memory that exists (NULL data does too: it is refused).
   // With lengths_only, of cu_seqlens and seqused alone, which the library reads to check them.
   bool in_memory(bool lengths_only) const;
-  // At most so many scores does a call compute.
-  double scores() const;
+  // At most so many multiplications does a call make for its scores.
+  double work() const;
+  // The most workspace that a call may ask for, whatever max_seqlen says.
+  double most_workspace() const;
 
   // The bytes between the first and the last element of each output that lies in memory that exists.
   using Bytes = std::vector<std::vector<unsigned char>>;
@@ -81,6 +83,8 @@ class Subject {
   void add(Random& random, const char* name, DType type, const Ints& shape, double special = 0);
   void add_plane(Random& random, const char* name, DType type, const Ints& scores);
   void add_lengths(Random& random, const char* name, DType type, const Ints& values);
+  // Gives a dimension of an input that is 1 another length, in no more memory than before.
+  void stretch(const char* name, int dim, std::int64_t length);
   void draw_options(Random& random);
   Ints draw_lengths(Random& random, std::int64_t batch, std::int64_t longest);
 
