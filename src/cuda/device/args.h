@@ -77,11 +77,19 @@ struct Args {
   i64 padded_rows = 0;         // of one head, all sequences
   float* dq_sum = nullptr;     // [head][padded row][d] in register order (sm80_backward.cuh)
   Tensor grad_q, grad_k, grad_v;
-  Tensor grad_bias;             // of the bias that a bias gradient kernel is launched for
+  float lse_factor = 1;       // backward_prepare: row_lse in units of the scores (1) or of their powers of 2 (log2 e)
+  float* row_sum = nullptr;   // sums of dS over keys, as row_lse lies: gradients of biases that are broadcast over keys
+  float* sink_sum = nullptr;  // [head][b][pad of rows]: partial sums of the sink's gradient
+  float* grad_sink = nullptr;
+  i64 grad_sink_stride = 0;
+  Tensor grad_bias;   // of the bias that a bias gradient kernel is launched for; stride 0: summed over
+  int bias_rows = 0;  // queries and keys of that bias; 1 where the gradient is broadcast over them
+  int bias_keys = 0;
   int bias_list = 0;            // (b, h) pairs that share a plane of the bias
   int bias_chunks = 1;          // pieces that the list is cut into
   float* bias_sum = nullptr;    // partial sums, a plane a chunk
-  float* column_sum = nullptr;  // [b][head][key]: sums of dS over queries, for biases that are broadcast over queries
+  float* column_sum = nullptr;  // [b][head][column_pitch]: sums of dS over queries, of biases without queries
+  i64 column_pitch = 0;         // at least limit_k
 
   // ---- fp32 as pairs of fp16 ----
   u32* sizes = nullptr;  // [6][b][head]: bits of the largest |q|, |k|, |v|, |do|, row norms of v, do

@@ -38,17 +38,19 @@ struct Spec {
   // ---- backward: what is computed here ----
   bool dq = false;
   bool dkv = false;
-  bool dbias_store = false;  // the gradient of a bias of full size, stored where it arises
+  bool dbias_store = false;              // the gradient of a bias of full size, stored where it arises
+  bool column_sum = false;               // sums of dS over queries, for biases that are broadcast over them
+  BiasTile grad_bias = BiasTile::kNone;  // the type that a kernel of bias gradients writes
 
   // ---- configuration: sizes that the kernel asserts, not features ----
   int warps = 4;
-  int tiles = 2;       // row tiles of 16 a warp: of queries in the forward, of keys in the backward
-  int step = 64;       // what the loop advances by: keys in the forward, queries in the backward
-  int part = 64;       // how much of a step lies in registers at a time
-  int stages = 2;      // buffers of what the loop reads
-  int ctas = 2;        // blocks a multiprocessor that registers are limited for
-  int grid_s = 1;      // warps along the first dimension of S, where products have grids of their own
-  int grid_o = 1;      // of O, or of dK and dV
+  int tiles = 2;          // row tiles of 16 a warp: of queries in the forward, of keys in the backward
+  int step = 64;          // what the loop advances by: keys in the forward, queries in the backward
+  int part = 64;          // how much of a step lies in registers at a time
+  int stages = 2;         // buffers of what the loop reads
+  int ctas = 2;           // blocks a multiprocessor that registers are limited for
+  int grid_s = 1;         // warps along the first dimension of S, where products have grids of their own
+  int grid_o = 1;         // of O, or of dK and dV
   bool resident = false;  // forward: Q stays in registers
   bool lazy = false;      // forward: O is rescaled only when a maximum moves by more than 2^8
   bool early = false;     // forward: random words are made before S
