@@ -51,6 +51,7 @@ struct Spec {
   int ctas = 2;           // blocks a multiprocessor that registers are limited for
   int grid_s = 1;         // warps along the first dimension of S, where products have grids of their own
   int grid_o = 1;         // of O, or of dK and dV
+  int grid_q = 1;         // of dQ: warps along its queries
   bool resident = false;  // forward: Q stays in registers
   bool lazy = false;      // forward: O is rescaled only when a maximum moves by more than 2^8
   bool early = false;     // forward: random words are made before S
