@@ -58,8 +58,48 @@ struct Spec {
   bool delay = false;     // backward: dQ of a step is computed during the next
   bool split = false;     // forward: a block has a part of the keys; partial results go to the workspace
 
+  // A new field goes into for_each_field, too.
   friend constexpr bool operator==(const Spec&, const Spec&) = default;
 };
+
+// visit(name, value, value by default) for every field, in order: what the host prints a template argument from.
+template <class Visit>
+constexpr void for_each_field(const Spec& spec, Visit visit) {
+  constexpr Spec usual;
+  visit("arch", spec.arch, usual.arch);
+  visit("type", spec.type, usual.type);
+  visit("d", spec.d, usual.d);
+  visit("dv", spec.dv, usual.dv);
+  visit("banded", spec.banded, usual.banded);
+  visit("ragged", spec.ragged, usual.ragged);
+  visit("softcap", spec.softcap, usual.softcap);
+  visit("bias", spec.bias, usual.bias);
+  visit("bias2", spec.bias2, usual.bias2);
+  visit("mask", spec.mask, usual.mask);
+  visit("key_term", spec.key_term, usual.key_term);
+  visit("query_term", spec.query_term, usual.query_term);
+  visit("alibi", spec.alibi, usual.alibi);
+  visit("dropout", spec.dropout, usual.dropout);
+  visit("dq", spec.dq, usual.dq);
+  visit("dkv", spec.dkv, usual.dkv);
+  visit("dbias_store", spec.dbias_store, usual.dbias_store);
+  visit("column_sum", spec.column_sum, usual.column_sum);
+  visit("grad_bias", spec.grad_bias, usual.grad_bias);
+  visit("warps", spec.warps, usual.warps);
+  visit("tiles", spec.tiles, usual.tiles);
+  visit("step", spec.step, usual.step);
+  visit("part", spec.part, usual.part);
+  visit("stages", spec.stages, usual.stages);
+  visit("ctas", spec.ctas, usual.ctas);
+  visit("grid_s", spec.grid_s, usual.grid_s);
+  visit("grid_o", spec.grid_o, usual.grid_o);
+  visit("grid_q", spec.grid_q, usual.grid_q);
+  visit("resident", spec.resident, usual.resident);
+  visit("lazy", spec.lazy, usual.lazy);
+  visit("early", spec.early, usual.early);
+  visit("delay", spec.delay, usual.delay);
+  visit("split", spec.split, usual.split);
+}
 
 }  // namespace fovea::cuda
 
