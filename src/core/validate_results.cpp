@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Out, lse and the gradients; and that no output overlaps itself or anything else that is used.
+#include <tuple>
+#include <utility>
+
+#include "core/validator.h"
+
+namespace fovea {
+
+// ---- out, lse, gradients ----
+
+View Validator::like(const char* name, const fovea_tensor& tensor, const fovea_tensor& model, std::int64_t last,
+                     const char* names) const {
+  type_of(name, tensor, {problem_.type}, ", the type of q");
+  Ints accepted(model.shape, model.shape + model.rank);
+  accepted.back() = last;
+  shape_is(name, tensor, accepted, names);
+  storage(name, tensor);
+  return rows_view(tensor);
+}
+
+View Validator::lse_view(const char* name, const fovea_tensor& tensor) const {
+  type_of(name, tensor, {accumulator()}, accumulator_hint());
+  const auto s = strides_of(tensor);
+  View view{tensor.data, static_cast<DType>(tensor.dtype), {}};
+  if (problem_.packed) {
+    shape_is(name, tensor, {problem_.heads_q, problem_.total_q}, "(Hq, total_q)");
+    view.strides = {0, 0, s[0], s[1], 0};
+  } else if (problem_.two_level) {
+    shape_is(name, tensor, {problem_.batch1, problem_.batch2, problem_.heads_q, problem_.seqlen_q}, "(B1, B2, Hq, Sq)");
+    view.strides = {s[0], s[1], s[2], s[3], 0};
+  } else {
+    shape_is(name, tensor, {problem_.batch1, problem_.heads_q, problem_.seqlen_q}, "(B, Hq, Sq)");
+    view.strides = {s[0], 0, s[1], s[2], 0};
+  }
+  storage(name, tensor);
+  return view;
+}
+
+void Validator::results() {
+  const char* of_q = problem_.packed ? "(total_q, Hq, D)" : "(B, Sq, Hq, D)";
+  const char* of_out = problem_.packed ? "(total_q, Hq, Dv)" : "(B, Sq, Hq, Dv)";
+  const std::int64_t dv = problem_.head_dim_v;
+  call_.out = like("out", required("out", given_.out, of_out), *given_.q, dv, of_out);
+  if (!backward_) {
+    problem_.lse = given_.lse != nullptr;
+    if (problem_.lse) {
+      call_.lse = lse_view("lse", *given_.lse);
+    }
+    return;
+  }
+  call_.lse = lse_view("lse", required("lse", given_.lse, "the forward's logsumexp, which the backward reads"));
+  call_.grad_out =
+      like("grad_out", required("grad_out", given_.grad_out, "the gradient of out"), *given_.q, dv, of_out);
+  problem_.grad_lse = given_.grad_lse != nullptr;
+  if (problem_.grad_lse) {
+    call_.grad_lse = lse_view("grad_lse", *given_.grad_lse);
+  }
+  if (given_.grad_q != nullptr) {
+    call_.grad_q = like("grad_q", *given_.grad_q, *given_.q, problem_.head_dim, of_q);
+    problem_.need.q = true;
+  }
+  if (given_.grad_k != nullptr) {
+    call_.grad_k = like("grad_k", *given_.grad_k, *given_.k, problem_.head_dim, "the shape of k");
+    problem_.need.k = true;
+  }
+  if (given_.grad_v != nullptr) {
+    call_.grad_v = like("grad_v", *given_.grad_v, *given_.v, dv, "the shape of v");
+    problem_.need.v = true;
+  }
+  for (const auto& [name, gradient, of, tensor, view, need] :
+       {std::tuple("grad_bias", given_.grad_bias, "bias", given_.bias, &call_.grad_bias, &problem_.need.bias),
+        std::tuple("grad_bias2", given_.grad_bias2, "bias2", given_.bias2, &call_.grad_bias2, &problem_.need.bias2)}) {
+    if (gradient != nullptr) {
+      *view = grad_plane(name, *gradient, of, tensor);
+      *need = true;
+    }
+  }
+  if (given_.grad_sink != nullptr) {
+    if (given_.sink == nullptr) {
+      refuse("grad_sink: given without sink; accepted: a gradient of what is given");
+    }
+    call_.grad_sink = sink_view("grad_sink", *given_.grad_sink);
+    problem_.need.sink = true;
+  }
+}
+
+View Validator::grad_plane(const char* name, const fovea_tensor& gradient, const char* of,
+                           const fovea_tensor* tensor) const {
+  if (tensor == nullptr) {
+    refuse("{}: given without {}; accepted: a gradient of what is given", name, of);
+  }
+  type_of(name, gradient, {static_cast<DType>(tensor->dtype)}, ", the type of the bias");
+  shape_is(name, gradient, Ints(tensor->shape, tensor->shape + tensor->rank), "the shape of the bias as given");
+  PlaneTraits traits;
+  return plane(name, gradient, traits);
+}
+
+// ---- memory ----
+
+void Validator::memory() const {
+  std::vector<std::pair<Argument, Footprint>> used;
+  for (const Argument& argument : arguments_of(given_, problem_.direction)) {
+    const fovea_tensor& tensor = *(given_.*argument.tensor);
+    if (elements_of(tensor) > 0) {
+      used.emplace_back(argument, footprint_of(tensor));
+    }
+  }
+  for (const auto& [written, footprint] : used) {
+    if (!written.written) {
+      continue;
+    }
+    if (overlaps_itself(footprint)) {
+      const fovea_tensor& tensor = *(given_.*written.tensor);
+      refuse("{}: strides {} with shape {} lead two elements to one address; accepted: an address for each",
+             written.name, text_of(strides_of(tensor).data(), tensor.rank), shape_of(tensor));
+    }
+    for (const auto& [other, other_footprint] : used) {
+      if (!shapes_only_ && other.tensor != written.tensor && overlap(footprint, other_footprint)) {
+        refuse("{}: shares memory with {}; accepted: memory of its own, as it is written", written.name, other.name);
+      }
+    }
+  }
+}
+
+}  // namespace fovea
