@@ -89,7 +89,8 @@ inline void keep_bits_torch(const Options& options, const HeadArgs& head, i64 ro
         const Simd<u32> low = Simd<u32>::iota(static_cast<u32>(block));
         const Simd<u32> high(static_cast<u32>(block >> 32));
         const Mask<u32> no_carry = at_least(low, Simd<u32>(static_cast<u32>(block)));
-        const Simd<u32> carried = select(no_carry, high, high + Simd<u32>(1u));
+        // An element's number wraps at 2^64, so its block at 2^62.
+        const Simd<u32> carried = select(no_carry, high, high + Simd<u32>(1u)) & Simd<u32>(0x3FFFFFFFu);
         const auto random =
             math::philox4x32<Simd<u32>>({low, carried, Simd<u32>(0u), Simd<u32>(0u)}, static_cast<u32>(options.seed),
                                         static_cast<u32>(options.seed >> 32));
