@@ -12,13 +12,14 @@
 #include <cstring>
 #include <limits>
 #include <numeric>
+#include <stdexcept>
 
 #include "core/element.h"
 
 namespace fovea::fuzz {
 namespace {
 
-constexpr std::size_t kSlotBytes = std::size_t{1} << 21;
+constexpr std::size_t kSlotBytes = std::size_t{1} << 23;  // gaps between dimensions of 1 count: 13 times the elements
 constexpr std::int64_t kMostElements = std::int64_t{1} << 15;
 constexpr std::int64_t kMostScores = std::int64_t{1} << 15;
 constexpr unsigned char kPoison = 0xFF;  // NaN in every floating type
@@ -147,6 +148,9 @@ void Subject::place(Random& random, Slot& slot, const Ints& strides) {
     (tensor.stride[i] < 0 ? low : high) += tensor.stride[i] * std::max<std::int64_t>(tensor.shape[i] - 1, 0);
   }
   const std::int64_t bytes = count == 0 ? 0 : (high - low + 1) * width;
+  if (bytes > static_cast<std::int64_t>(slot.memory.size())) {
+    throw std::length_error(fmt::format("{}: {} bytes where there are {}", slot.name, bytes, slot.memory.size()));
+  }
   slot.used_begin = random.once_in(2) ? slot.memory.begin() : slot.memory.end() - bytes;
   slot.used_end = slot.used_begin + bytes;
   tensor.data = count == 0 ? nullptr : slot.used_begin - low * width;
