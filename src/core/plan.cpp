@@ -12,13 +12,13 @@
 #include <cstdlib>
 
 #include "cpu/cpu.h"
+#include "cuda/cuda.h"
 #include "reference/reference.h"
 
 namespace fovea {
 namespace {
 
 constexpr std::string_view kBackends[] = {"cpu", "cuda", "reference"};
-constexpr std::string_view kNoCuda = "no CUDA backend in this build";
 
 // Backends may count on this; the caller's workspace may lie anywhere.
 constexpr std::size_t kWorkspaceAlignment = 64;
@@ -42,23 +42,28 @@ Named named_backend(const Problem& problem) {
   return named;
 }
 
-// `cpu` gets the CPU's own plan where it serves.
-Verdict verdict_of(std::string_view backend, const Call& call, const Named& named, cpu::Plan& cpu) {
+// `plan` gets the backend's own plan where it serves.
+Verdict verdict_of(std::string_view backend, const Call& call, const Named& named, Plan& plan) {
   Verdict verdict{std::string(backend), false, ""};
   if (!named.name.empty() && named.name != backend) {
     verdict.reason = fmt::format("not asked: {}={}", named.source, named.name);
-  } else if (backend == "cuda") {
-    verdict.reason = kNoCuda;
-  } else if (call.problem.device != FOVEA_CPU) {
+  } else if (backend == "cuda" && call.problem.device == FOVEA_CPU) {
+    verdict.reason = "the tensors lie on the CPU, and a problem is never moved to a CUDA device";
+  } else if (backend != "cuda" && call.problem.device != FOVEA_CPU) {
     verdict.reason = "the tensors lie on a CUDA device, and a problem is never moved";
   } else if (backend == "reference") {
     verdict.serves = named.name == backend;
     verdict.reason = verdict.serves ? "fp64 in plain loops" : "serves only who asks for it by name: backend=reference";
   } else {
     try {
-      cpu = cpu::plan(call);
+      if (backend == "cuda") {
+        plan.cuda = cuda::plan(call);
+        verdict.reason = cuda::plan_of(*plan.cuda).summary;
+      } else {
+        plan.cpu = cpu::plan(call);
+        verdict.reason = plan.cpu.summary;
+      }
       verdict.serves = true;
-      verdict.reason = cpu.summary;
     } catch (const Error& error) {
       if (error.status() != FOVEA_UNSUPPORTED) {
         throw;
@@ -69,7 +74,37 @@ Verdict verdict_of(std::string_view backend, const Call& call, const Named& name
   return verdict;
 }
 
-BackendKind kind_of(std::string_view backend) { return backend == "cpu" ? BackendKind::kCpu : BackendKind::kReference; }
+BackendKind kind_of(std::string_view backend) {
+  return backend == "cpu" ? BackendKind::kCpu : backend == "cuda" ? BackendKind::kCuda : BackendKind::kReference;
+}
+
+// With room to begin at a multiple of what the backend wants.
+std::size_t workspace_of(const Plan& plan) {
+  if (plan.cuda != nullptr) {
+    const auto bytes = static_cast<std::size_t>(cuda::plan_of(*plan.cuda).workspace.bytes());
+    return bytes > 0 ? bytes + cuda::Workspace::kAlignment - 1 : 0;
+  }
+  return plan.cpu.workspace > 0 ? plan.cpu.workspace + kWorkspaceAlignment - 1 : 0;
+}
+
+void* aligned(void* workspace, std::uintptr_t alignment) {
+  return static_cast<char*>(workspace) + (-reinterpret_cast<std::uintptr_t>(workspace)) % alignment;
+}
+
+// A GPU's problem that names no backend has but one: found without asking the others, for calls of microseconds.
+std::shared_ptr<cuda::Executable> quickly_planned(const Call& call) {
+  if (call.problem.device != FOVEA_CUDA || !call.problem.backend.empty() || std::getenv("FOVEA_BACKEND") != nullptr) {
+    return nullptr;
+  }
+  try {
+    return cuda::plan(call);
+  } catch (const Error& error) {
+    if (error.status() != FOVEA_UNSUPPORTED) {
+      throw;
+    }
+    return nullptr;  // the long way says what every backend thinks of it
+  }
+}
 
 }  // namespace
 
@@ -77,12 +112,12 @@ Plan plan(const Call& call) {
   const Named named = named_backend(call.problem);
   Plan plan;
   for (const std::string_view backend : kBackends) {
-    plan.verdicts.push_back(verdict_of(backend, call, named, plan.cpu));
+    plan.verdicts.push_back(verdict_of(backend, call, named, plan));
     if (plan.verdicts.back().serves && !plan.supported()) {
       plan.backend = kind_of(backend);
     }
   }
-  plan.workspace = plan.cpu.workspace > 0 ? plan.cpu.workspace + kWorkspaceAlignment - 1 : 0;
+  plan.workspace = workspace_of(plan);
   return plan;
 }
 
@@ -111,27 +146,49 @@ void require_supported(const Problem& problem, const Plan& plan) {
   throw Error(FOVEA_UNSUPPORTED, fmt::format("no backend serves '{}'{}", print(problem), reasons));
 }
 
-void execute(const Call& call, void* workspace, std::size_t workspace_bytes) {
-  const Plan plan = fovea::plan(call);
+Plan planned(const Call& call) {
+  Plan plan;
+  plan.cuda = quickly_planned(call);
+  if (plan.cuda != nullptr) {
+    plan.backend = BackendKind::kCuda;
+    plan.workspace = workspace_of(plan);
+    return plan;
+  }
+  plan = fovea::plan(call);
   require_supported(call.problem, plan);
+  return plan;
+}
+
+void execute(const Call& call, void* workspace, std::size_t workspace_bytes) {
+  const Plan plan = planned(call);
   if (workspace_bytes < plan.workspace) {
     throw Error(FOVEA_OUT_OF_MEMORY, fmt::format("workspace: {} bytes; accepted: at least {}, as fovea_workspace says",
                                                  workspace_bytes, plan.workspace));
+  }
+  if (plan.backend == BackendKind::kCuda) {
+    cuda::run(call, *plan.cuda, aligned(workspace, cuda::Workspace::kAlignment));
+    return;
   }
   const bool forward = call.problem.direction == Direction::kForward;
   if (plan.backend == BackendKind::kReference) {
     forward ? reference::forward(call) : reference::backward(call);
     return;
   }
-  const auto address = reinterpret_cast<std::uintptr_t>(workspace);
-  void* aligned = static_cast<char*>(workspace) + (-address) % kWorkspaceAlignment;
-  forward ? cpu::forward(call, plan.cpu, aligned) : cpu::backward(call, plan.cpu, aligned);
+  void* memory = aligned(workspace, kWorkspaceAlignment);
+  forward ? cpu::forward(call, plan.cpu, memory) : cpu::backward(call, plan.cpu, memory);
+}
+
+void prepare(const Call& call) {
+  const Plan plan = planned(call);
+  if (plan.backend == BackendKind::kCuda) {
+    cuda::prepare_kernels(*plan.cuda);
+  }
 }
 
 std::vector<Verdict> backends() {
   std::vector<Verdict> verdicts;
   for (const std::string_view backend : kBackends) {
-    const std::string reason = backend == "cuda"  ? std::string(kNoCuda)
+    const std::string reason = backend == "cuda"  ? cuda::unavailable()
                                : backend == "cpu" ? cpu::unavailable()
                                                   : std::string();
     verdicts.push_back({std::string(backend), reason.empty(), reason.empty() ? "available" : reason});

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -13,20 +14,25 @@
 
 namespace fovea {
 
-enum class BackendKind { kNone, kCpu, kReference };
+namespace cuda {
+class Executable;
+}
+
+enum class BackendKind { kNone, kCpu, kCuda, kReference };
 
 // One backend's answer to a problem.
 struct Verdict {
-  std::string backend;  // "cpu", "reference"
+  std::string backend;  // "cpu", "cuda", "reference"
   bool serves = false;
   std::string reason;  // why not, or with what (instruction set, threads, tiles)
 };
 
 struct Plan {
   BackendKind backend = BackendKind::kNone;
-  std::size_t workspace = 0;      // bytes, at any alignment
-  cpu::Plan cpu;                  // where the CPU serves: how
-  std::vector<Verdict> verdicts;  // in the order in which they were asked; the first that serves was taken
+  std::size_t workspace = 0;               // bytes, at any alignment
+  cpu::Plan cpu;                           // where the CPU serves: how
+  std::shared_ptr<cuda::Executable> cuda;  // where a GPU serves: how
+  std::vector<Verdict> verdicts;           // in the order in which they were asked; the first that serves was taken
 
   bool supported() const { return backend != BackendKind::kNone; }
 };
@@ -39,6 +45,12 @@ std::string to_text(const Problem& problem, const Plan& plan);
 
 // Throws Error(FOVEA_UNSUPPORTED) with the reasons where nothing serves.
 void require_supported(const Problem& problem, const Plan& plan);
+
+// As plan(), but without verdicts where they can be spared, and with a backend or Error(FOVEA_UNSUPPORTED).
+Plan planned(const Call& call);
+
+// Compiles (or reads) and loads what the call will need: before a CUDA graph captures it.
+void prepare(const Call& call);
 
 // Plans, requires that something serves, checks the workspace's size and runs.
 void execute(const Call& call, void* workspace, std::size_t workspace_bytes);

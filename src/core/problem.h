@@ -165,6 +165,9 @@ struct Call {
   View grad_bias, grad_bias2;  // strides 0 where the bias was given broadcast
   View grad_sink;
   void* stream = nullptr;
+  int device_index = 0;
+  const std::uint64_t* seed_ptr = nullptr;  // on a device, where they cannot be read here: added by the kernels
+  const std::uint64_t* offset_ptr = nullptr;
 
   // The number that the dropout of (b, query head h) is keyed on.
   std::uint64_t dropout_stream(std::int64_t b, std::int64_t head) const {

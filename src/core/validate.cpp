@@ -151,6 +151,10 @@ void Validator::seeds() {
       }
     }
   }
+  if (!readable()) {
+    call_.seed_ptr = given_.seed_ptr;
+    call_.offset_ptr = given_.offset_ptr;
+  }
   call_.dropout = math::Dropout::make(problem_.rng, problem_.dropout, seed, offset);
 }
 

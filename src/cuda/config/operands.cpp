@@ -1,0 +1,231 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/config/operands.h"
+
+#include <algorithm>
+#include <cstdint>
+
+namespace fovea::cuda {
+namespace {
+
+constexpr std::int64_t kGrain = 16;  // bytes that are copied at once
+
+std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+Type type_of(DType type) {
+  return type == DType::kBf16 ? Type::kBf16 : type == DType::kFp16 ? Type::kFp16 : Type::kFp32;
+}
+
+BiasTile tile_of(DType type) {
+  return type == DType::kBf16 ? BiasTile::kBf16 : type == DType::kFp16 ? BiasTile::kFp16 : BiasTile::kFp32;
+}
+
+// The dimensions in which what is read changes: one that was given with a stride of 0 is as good as broadcast.
+Extents extents_of(const View& view, const PlaneTraits& traits) {
+  const math::Strides& s = view.strides;
+  return {traits.extents.batch1 && s.batch1 != 0, traits.extents.batch2 && s.batch2 != 0,
+          traits.extents.head && s.head != 0, traits.extents.query && s.row != 0, traits.extents.key && s.col != 0};
+}
+
+Extents either(const Extents& a, const Extents& b) {
+  return {a.batch1 || b.batch1, a.batch2 || b.batch2, a.head || b.head, a.query || b.query, a.key || b.key};
+}
+
+class Planner {
+ public:
+  Planner(const Call& call, Workspace& workspace) : call_(call), problem_(call.problem), workspace_(workspace) {}
+
+  Operands run() {
+    features();
+    const bool backward = problem_.direction == Direction::kBackward;
+    if (problem_.type == DType::kFp32) {
+      pairs(Region::kQ, problem_.heads_q, call_.rows.rows_q, problem_.head_dim, operands_.q);
+      pairs(Region::kK, problem_.heads_k, call_.rows.rows_k, problem_.head_dim, operands_.k);
+      pairs(Region::kV, problem_.heads_k, call_.rows.rows_k, problem_.head_dim_v, operands_.v);
+      if (backward) {
+        pairs(Region::kGradOut, problem_.heads_q, call_.rows.rows_q, problem_.head_dim_v, operands_.grad_out);
+      }
+      operands_.pairs = true;
+      workspace_.add(Region::kSizes, 6 * problem_.batch() * problem_.heads_q * std::int64_t{sizeof(math::u32)});
+    } else {
+      rows(&Call::q, Region::kQ, problem_.heads_q, call_.rows.rows_q, problem_.head_dim, operands_.q);
+      rows(&Call::k, Region::kK, problem_.heads_k, call_.rows.rows_k, problem_.head_dim, operands_.k);
+      rows(&Call::v, Region::kV, problem_.heads_k, call_.rows.rows_k, problem_.head_dim_v, operands_.v);
+      if (backward) {
+        rows(&Call::grad_out, Region::kGradOut, problem_.heads_q, call_.rows.rows_q, problem_.head_dim_v,
+             operands_.grad_out);
+      }
+    }
+    planes();
+    operands_.vector_stores =
+        backward ? (!call_.grad_q ||
+                    is_aligned(call_, call_.grad_q, problem_.heads_q, call_.rows.rows_q, problem_.head_dim)) &&
+                       (!call_.grad_k ||
+                        is_aligned(call_, call_.grad_k, problem_.heads_k, call_.rows.rows_k, problem_.head_dim)) &&
+                       (!call_.grad_v ||
+                        is_aligned(call_, call_.grad_v, problem_.heads_k, call_.rows.rows_k, problem_.head_dim_v))
+                 : is_aligned(call_, call_.out, problem_.heads_q, call_.rows.rows_q, problem_.head_dim_v);
+    return operands_;
+  }
+
+ private:
+  const Call& call_;
+  const Problem& problem_;
+  Workspace& workspace_;
+  Operands operands_;
+
+  void features() {
+    Spec& spec = operands_.features;
+    spec.type = type_of(problem_.type);
+    spec.d = static_cast<int>(std::max<std::int64_t>(round_up(problem_.head_dim, 16), 16));
+    spec.dv = static_cast<int>(std::max<std::int64_t>(round_up(problem_.head_dim_v, 16), 16));
+    operands_.head_dim = static_cast<int>(round_up(problem_.head_dim, 8));
+    operands_.head_dim_v = static_cast<int>(round_up(problem_.head_dim_v, 8));
+    spec.ragged = problem_.packed || problem_.has_used_q || problem_.has_used_k;
+    spec.banded = problem_.banded();
+    // One query at the bottom right meets every key.
+    const bool last_row = !spec.ragged && problem_.seqlen_q == 1 && !problem_.top_left;
+    if (spec.banded && last_row && problem_.window_left < 0) {
+      spec.banded = false;
+    }
+    spec.softcap = problem_.softcap > 0;
+    spec.alibi = problem_.alibi != Alibi::kNone;
+    spec.dropout = !call_.dropout.active()                  ? DropoutRule::kNone
+                   : call_.dropout.rng == math::Rng::kFovea ? DropoutRule::kFovea
+                                                            : DropoutRule::kTorchMemEfficient;
+  }
+
+  // q, k, v or do of 16 bits.
+  void rows(Member member, Region region, std::int64_t heads, std::int64_t rows, std::int64_t columns,
+            Operand& operand) {
+    const View& view = call_.*member;
+    if (is_aligned(call_, view, heads, rows, columns)) {
+      operand = {Region::kNone, view.strides};
+      return;
+    }
+    const bool packed = problem_.packed;
+    const auto extent = [](std::int64_t size, std::int64_t stride) { return stride == 0 && size > 0 ? 1 : size; };
+    const Box box{packed ? 1 : extent(problem_.batch1, view.strides.batch1),
+                  packed ? 1 : extent(problem_.batch2, view.strides.batch2), extent(heads, view.strides.head), rows,
+                  round_up(columns, 8)};
+    pack(member, region, 2, box, columns, operand);
+  }
+
+  void pack(Member member, Region region, int bytes, const Box& box, std::int64_t columns, Operand& operand) {
+    workspace_.add(region, box.count() * bytes);
+    operands_.packs.push_back({member, region, bytes, box, columns});
+    operand = {region, box.strides()};
+  }
+
+  void pairs(Region region, std::int64_t heads, std::int64_t rows, std::int64_t columns, Operand& operand) {
+    const bool packed = problem_.packed;
+    const Box box{packed ? 1 : problem_.batch1, packed ? 1 : problem_.batch2, heads, rows,
+                  2 * std::max<std::int64_t>(round_up(columns, 16), 16)};
+    workspace_.add(region, box.count() * 2);
+    operand = {region, box.strides()};
+  }
+
+  // ---- bias, bias2, mask ----
+
+  void planes() {
+    std::vector<Member> keys;
+    std::vector<Member> queries;
+    Extents of_keys;
+    Extents of_queries;
+    const auto sort = [&](Member member, const PlaneTraits& traits, Operand& operand, Region region, BiasTile& tile) {
+      if (!traits) {
+        return;
+      }
+      const View& view = call_.*member;
+      const Extents extents = extents_of(view, traits);
+      if (extents.query && extents.key) {
+        tile = tile_of(traits.type);
+        bias(member, extents, region, operand);
+      } else if (extents.key) {
+        keys.push_back(member);
+        of_keys = either(of_keys, extents);
+      } else {
+        queries.push_back(member);
+        of_queries = either(of_queries, extents);
+      }
+    };
+    Spec& spec = operands_.features;
+    sort(&Call::bias, problem_.bias, operands_.bias, Region::kBias, spec.bias);
+    sort(&Call::bias2, problem_.bias2, operands_.bias2, Region::kBias2, spec.bias2);
+    bool mask_of_keys = false;
+    bool mask_of_queries = false;
+    if (problem_.mask) {
+      const Extents extents = extents_of(call_.mask, problem_.mask);
+      if (extents.query && extents.key) {
+        bits(extents);
+      } else if (extents.key) {
+        mask_of_keys = true;
+        of_keys = either(of_keys, extents);
+      } else {
+        mask_of_queries = true;
+        of_queries = either(of_queries, extents);
+      }
+    }
+    if (!keys.empty() || mask_of_keys) {
+      spec.key_term = true;
+      term(keys, mask_of_keys, of_keys, Region::kKeyTerm, operands_.key_term);
+    }
+    if (!queries.empty() || mask_of_queries) {
+      spec.query_term = true;
+      term(queries, mask_of_queries, of_queries, Region::kQueryTerm, operands_.query_term);
+    }
+  }
+
+  Box plane_box(const Extents& extents, std::int64_t rows, std::int64_t width) const {
+    return {extents.batch1 ? problem_.batch1 : 1, extents.batch2 ? problem_.batch2 : 1,
+            extents.head ? problem_.heads_q : 1, rows, width};
+  }
+
+  void bias(Member member, const Extents& extents, Region region, Operand& operand) {
+    const View& view = call_.*member;
+    const auto bytes = static_cast<std::int64_t>(size_of(view.type));
+    const math::Strides& s = view.strides;
+    const auto fits = [&](bool has, std::int64_t stride) { return !has || stride * bytes % kGrain == 0; };
+    if (s.col == 1 && reinterpret_cast<std::uintptr_t>(view.data) % kGrain == 0 && fits(extents.batch1, s.batch1) &&
+        fits(extents.batch2, s.batch2) && fits(extents.head, s.head) && fits(extents.query, s.row)) {
+      operand = {Region::kNone, s};
+      return;
+    }
+    const Box box = plane_box(extents, problem_.seqlen_q, round_up(problem_.seqlen_k, kGrain / bytes));
+    pack(member, region, static_cast<int>(bytes), box, problem_.seqlen_k, operand);
+  }
+
+  void bits(const Extents& extents) {
+    operands_.features.mask = true;
+    operands_.mask_bits = true;
+    constexpr std::int64_t kWordsOfAGrain = kGrain / 4;
+    operands_.mask_box = plane_box(extents, problem_.seqlen_q, round_up((problem_.seqlen_k + 31) / 32, kWordsOfAGrain));
+    workspace_.add(Region::kMaskBits, operands_.mask_box.count() * 4);
+    operands_.mask = {Region::kMaskBits, operands_.mask_box.strides()};
+  }
+
+  void term(const std::vector<Member>& biases, bool mask, const Extents& extents, Region region, Operand& operand) {
+    constexpr std::int64_t kFloatsOfAGrain = kGrain / 4;
+    const Box box = plane_box(extents, extents.query ? problem_.seqlen_q : 1,
+                              extents.key ? round_up(problem_.seqlen_k, kFloatsOfAGrain) : 1);
+    workspace_.add(region, box.count() * std::int64_t{sizeof(float)});
+    operands_.terms.push_back({biases, mask, region, box, extents.key ? problem_.seqlen_k : 1});
+    operand = {region, box.strides()};
+  }
+};
+
+}  // namespace
+
+bool is_aligned(const Call& call, const View& view, std::int64_t heads, std::int64_t rows, std::int64_t columns) {
+  const auto bytes = static_cast<std::int64_t>(size_of(view.type));
+  const math::Strides& s = view.strides;
+  const auto fits = [&](std::int64_t size, std::int64_t stride) { return size <= 1 || stride * bytes % kGrain == 0; };
+  return columns % 8 == 0 && (columns <= 1 || s.col == 1) &&
+         reinterpret_cast<std::uintptr_t>(view.data) % kGrain == 0 && fits(call.rows.batch1, s.batch1) &&
+         fits(call.rows.batch2, s.batch2) && fits(heads, s.head) && fits(rows, s.row);
+}
+
+Operands operands_of(const Call& call, Workspace& workspace) { return Planner(call, workspace).run(); }
+
+}  // namespace fovea::cuda

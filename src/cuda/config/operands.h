@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What lies between the caller's tensors and the kernels: which tensor a kernel reads where it is, and what is first
+// written into the workspace in a shape that it can read (aligned rows, bits, sums of broadcast biases, pairs of fp16).
+// A pure function of the problem, the strides and the alignment of the addresses.
+#pragma once
+
+#include <vector>
+
+#include "core/problem.h"
+#include "cuda/config/workspace.h"
+#include "cuda/device/prepare_args.h"
+#include "cuda/device/spec.h"
+
+namespace fovea::cuda {
+
+// Where a kernel finds a tensor.
+struct Operand {
+  Region region = Region::kNone;
+  math::Strides strides;
+};
+
+// What a copy reads.
+using Member = const View Call::*;
+
+struct Pack {
+  Member from;
+  Region to;
+  int element_bytes;
+  Box box;
+  std::int64_t columns;
+};
+
+struct Term {
+  std::vector<Member> biases;
+  bool mask = false;
+  Region to;
+  Box box;
+  std::int64_t columns;
+};
+
+struct Operands {
+  Spec features;  // with all features, and no configuration
+  int head_dim = 0;
+  int head_dim_v = 0;
+  Operand q, k, v, grad_out, bias, bias2, mask, key_term, query_term;
+  std::vector<Pack> packs;  // of elements of 2 bytes first
+  bool mask_bits = false;
+  Box mask_box;
+  std::vector<Term> terms;
+  bool vector_stores = false;  // results may be written by 16 bytes
+  bool pairs = false;          // q, k, v (and grad_out) are split into pairs of fp16
+};
+
+// Adds the regions that it needs. Throws Error(FOVEA_UNSUPPORTED) where no kernel could.
+Operands operands_of(const Call& call, Workspace& workspace);
+
+// Whether rows of this view can be read (written) by 16 bytes.
+bool is_aligned(const Call& call, const View& view, std::int64_t heads, std::int64_t rows, std::int64_t columns);
+
+}  // namespace fovea::cuda

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Tile sizes of the generic forward. The figures were found by measuring on an H200 (bench/results); what a device has
+// not the shared memory for goes to the next candidate.
+#include "cuda/config/sm80_forward.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "cuda/device/sm80_sizes.h"
+
+namespace fovea::cuda {
+namespace {
+
+struct Tiles {
+  int warps;
+  int tiles;
+  int step;
+  int ctas;
+  bool resident = false;
+  bool lazy = false;
+  bool early = false;
+};
+
+std::vector<Tiles> candidates(const Spec& spec) {
+  const int widest = std::max(spec.d, spec.dv);
+  const bool bias = spec.bias != BiasTile::kNone || spec.bias2 != BiasTile::kNone;
+  const bool dropout = spec.dropout != DropoutRule::kNone;
+  if (spec.type == Type::kFp32) {
+    if (widest <= 64) {
+      return {{4, 1, 64, 2}, {4, 1, 32, 2}, {4, 1, 32, 1}};
+    }
+    return {{4, 1, 32, 1}, {4, 1, 16, 1}};
+  }
+  if (widest <= 32) {
+    return {{4, 2, 64, 3, true}, {4, 2, 64, 2, true}, {4, 2, 32, 2, true}, {4, 1, 32, 1}};
+  }
+  if (widest <= 64) {
+    // Words made early and a lazy maximum overlap better with the products where there is dropout.
+    return {{4, 2, 64, 2, true, dropout, dropout}, {4, 2, 32, 2, true, dropout, dropout}, {4, 2, 32, 1}, {4, 1, 32, 1}};
+  }
+  if (widest <= 128) {
+    const Tiles narrow{4, 2, 32, 2, false, true};
+    if (bias) {
+      return {narrow, {4, 2, 32, 1, false, true}, {4, 1, 32, 1, false, true}, {4, 1, 16, 1, false, true}};
+    }
+    return {{4, 2, 64, 2, false, true}, narrow, {4, 2, 32, 1, false, true}, {4, 1, 32, 1, false, true}};
+  }
+  return {{8, 1, 64, 1}, {8, 1, 32, 1}, {4, 1, 32, 1}, {4, 1, 16, 1}};
+}
+
+}  // namespace
+
+Choice sm80_forward(const Call& call, const Operands& operands, const Target& target) {
+  Choice choice;
+  Kernel& kernel = choice.kernel;
+  kernel.file = "sm80_forward.cuh";
+  kernel.name = "sm80_forward";
+  Spec& spec = kernel.spec;
+  spec = operands.features;
+  spec.arch = target.capability;
+  const int most = spec.type == Type::kFp32 ? 128 : 256;
+  if (spec.d > most || spec.dv > most) {
+    choice.why_not = "head_dim beyond what registers hold";
+    return choice;
+  }
+  constexpr int kReserved = 1024;  // bytes that the system takes of a multiprocessor's shared memory, a block
+  for (const Tiles& tiles : candidates(spec)) {
+    spec.warps = tiles.warps;
+    // Few queries: half of the rows would stand idle.
+    spec.tiles = call.rows.limit_q <= tiles.warps * 16 ? 1 : tiles.tiles;
+    spec.step = tiles.step;
+    spec.ctas = tiles.ctas;
+    spec.resident = tiles.resident;
+    spec.lazy = tiles.lazy;
+    spec.early = tiles.early;
+    kernel.threads = spec.warps * 32;
+    kernel.shared_bytes = forward_shared_bytes(spec);
+    if (kernel.shared_bytes <= target.shared_per_block &&
+        (kernel.shared_bytes + kReserved) * spec.ctas <= target.shared_per_multiprocessor) {
+      return choice;
+    }
+  }
+  choice.why_not = "tiles beyond the shared memory of a block";
+  return choice;
+}
+
+std::int64_t forward_blocks(const Call& call, const Spec& spec) {
+  const std::int64_t rows = forward_rows(spec);
+  return (call.rows.limit_q + rows - 1) / rows * call.rows.batch() * call.rows.heads_q;
+}
+
+}  // namespace fovea::cuda

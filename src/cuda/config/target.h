@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the planner knows of a GPU: numbers alone, so that plans can be made, and tested, without one.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+#include "cuda/jit/driver.h"
+
+namespace fovea::cuda {
+
+struct Target {
+  int capability = 0;  // 90 is 9.0
+  int shared_per_block = 0;
+  int shared_per_multiprocessor = 0;
+  int multiprocessors = 0;
+
+  // "sm_90"; code for one architecture alone, "sm_90a", where a kernel needs that.
+  std::string architecture(bool specific = false) const;
+
+  friend bool operator==(const Target&, const Target&) = default;
+};
+
+Target target_of(const jit::DeviceInfo& device);
+
+// For compiling where there is no such GPU: "sm_80", "sm_90", "sm_90a", .... Throws Error(FOVEA_INVALID_ARGUMENT) with
+// what is accepted.
+Target target_of(std::string_view architecture);
+
+}  // namespace fovea::cuda

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The CUDA backend as core/plan.cpp sees it.
+//
+//     Call ──> plan: which kernels, in which order, on how many blocks; where what lies in the workspace
+//          ──> kernels, compiled or read and loaded, once
+//          ──> launches on the caller's stream: nothing is allocated, nothing is waited for
+//
+// A plan is a pure function of the problem, strides, alignment of the addresses and the target, and is kept: the
+// second call of a problem finds it by a hash.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/problem.h"
+#include "cuda/config/kernel.h"
+#include "cuda/config/operands.h"
+#include "cuda/config/target.h"
+#include "cuda/config/workspace.h"
+
+namespace fovea::cuda {
+
+enum class Step {
+  kPack,
+  kMask,
+  kTerm,
+  kClearSizes,
+  kMeasure,
+  kSplit,
+  kForward,
+  kCombine,
+};
+
+struct Launch {
+  Step step;
+  Kernel kernel;
+  std::int64_t blocks = 0;
+  unsigned blocks_y = 1;
+  int which = 0;  // of the plan's packs, terms or biases: the first
+};
+
+struct Plan {
+  Target target;
+  Operands operands;
+  Workspace workspace;
+  std::vector<Launch> launches;
+  std::string summary;  // a line for explain(): kernels, tiles, what is prepared
+};
+
+// For a target, without a GPU. Throws Error(FOVEA_UNSUPPORTED) with the reason where no kernel serves the problem.
+Plan plan_for(const Call& call, const Target& target);
+
+// A plan and its kernels on a device; kept for the process.
+class Executable;
+
+// Throws Error(FOVEA_UNSUPPORTED) where there is no driver or no such device, too.
+std::shared_ptr<Executable> plan(const Call& call);
+const Plan& plan_of(const Executable& executable);
+
+// Compiles (or reads) and loads the kernels; needed once, and before a stream capture begins.
+void prepare_kernels(Executable& executable);
+
+// In the direction of the call, on its stream. `workspace` is aligned to Workspace::kAlignment.
+void run(const Call& call, Executable& executable, void* workspace);
+
+// Why no call can be served: no driver, no GPU, no NVRTC; "" if nothing is amiss.
+std::string unavailable();
+
+}  // namespace fovea::cuda

@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What is made of the caller's tensors before (and after) the main kernels: each of these reads or writes every number
+// once and is bound by memory.
+//
+//     prepare_pack    rows that cannot be copied by 16 bytes, into rows that can
+//     prepare_mask    bools with queries and keys, into bits
+//     prepare_term    the sum of biases and masks that are broadcast over queries (or keys), in fp32
+//
+// Grids are of any size: every kernel walks over its work with a stride.
+#ifndef FOVEA_CUDA_DEVICE_PREPARE_CUH
+#define FOVEA_CUDA_DEVICE_PREPARE_CUH
+
+#include "args.h"
+#include "prepare_args.h"
+#include "spec.h"
+
+namespace fovea::cuda {
+
+inline constexpr int kPrepareThreads = 256;
+
+__device__ __forceinline__ i64 prepare_thread() { return i64(blockIdx.x) * kPrepareThreads + threadIdx.x; }
+__device__ __forceinline__ i64 prepare_stride() { return i64(gridDim.x) * kPrepareThreads; }
+
+// Coordinates of a row of a box; what is broadcast has index 0.
+struct BoxRow {
+  i64 batch1, batch2, head, row;
+};
+__device__ __forceinline__ BoxRow box_row(const Box& box, i64 number) {
+  BoxRow at;
+  at.row = number % box.rows;
+  number /= box.rows;
+  at.head = number % box.heads;
+  number /= box.heads;
+  at.batch2 = number % box.batch2;
+  at.batch1 = number / box.batch2;
+  return at;
+}
+__device__ __forceinline__ i64 offset_of(const math::Strides& strides, const BoxRow& at) {
+  return at.batch1 * strides.batch1 + at.batch2 * strides.batch2 + at.head * strides.head + at.row * strides.row;
+}
+
+__device__ __forceinline__ float float_of(const void* data, i64 index, BiasTile type) {
+  if (type == BiasTile::kFp32) {
+    return static_cast<const float*>(data)[index];
+  }
+  const unsigned short bits = static_cast<const unsigned short*>(data)[index];
+  if (type == BiasTile::kBf16) {
+    return __uint_as_float(u32(bits) << 16);
+  }
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+// Eight elements a thread; S.type says how large they are: kFp32 is 4 bytes, anything else 2.
+template <Spec S>
+__global__ void __launch_bounds__(kPrepareThreads) prepare_pack(const __grid_constant__ PackArgs args) {
+  constexpr int kVectors = S.type == Type::kFp32 ? 2 : 1;
+  constexpr int kElements = 8;
+  const PackJob& job = args.jobs[blockIdx.y];
+  const Box& box = job.box;
+  const i64 pieces = (box.width + kElements - 1) / kElements;
+  const i64 total = box.all_rows() * pieces;
+  const i64 column_stride = job.from.strides.col;
+  for (i64 n = prepare_thread(); n < total; n += prepare_stride()) {
+    const i64 row = n / pieces;
+    const i64 first = n % pieces * kElements;
+    const i64 from = offset_of(job.from.strides, box_row(box, row)) + first * column_stride;
+    u32 words[kVectors * 4];
+    if constexpr (S.type == Type::kFp32) {
+      const u32* data = static_cast<const u32*>(job.from.data) + from;
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) {
+        words[i] = first + i < job.columns ? data[i * column_stride] : 0;
+      }
+    } else {
+      const unsigned short* data = static_cast<const unsigned short*>(job.from.data) + from;
+#pragma unroll
+      for (int i = 0; i < kElements / 2; ++i) {
+        const u32 low = first + 2 * i < job.columns ? data[2 * i * column_stride] : 0;
+        const u32 high = first + 2 * i + 1 < job.columns ? data[(2 * i + 1) * column_stride] : 0;
+        words[i] = low | high << 16;
+      }
+    }
+    uint4* to = reinterpret_cast<uint4*>(static_cast<u32*>(job.to) + (row * box.width + first) / 2 * kVectors);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      if (i == 0 || first + 4 * i < box.width) {
+        to[i] = {words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]};
+      }
+    }
+  }
+}
+
+// A warp makes 32 words of a row: 1024 keys.
+template <Spec S>
+__global__ void __launch_bounds__(kPrepareThreads) prepare_mask(const __grid_constant__ MaskArgs args) {
+  const Box& box = args.box;
+  const int lane = threadIdx.x & 31;
+  const i64 pieces = (box.width + 31) / 32;
+  const i64 total = box.all_rows() * pieces;
+  const unsigned char* data = static_cast<const unsigned char*>(args.from.data);
+  for (i64 n = prepare_thread() / 32; n < total; n += prepare_stride() / 32) {
+    const i64 row = n / pieces;
+    const i64 first = n % pieces * 32;
+    const i64 from = offset_of(args.from.strides, box_row(box, row));
+    u32 mine = 0;
+    for (int word = 0; word < 32; ++word) {
+      const i64 key = (first + word) * 32 + lane;
+      const u32 bits = __ballot_sync(~0u, key < args.columns && data[from + key * args.from.strides.col] != 0);
+      if (lane == word) {
+        mine = bits;
+      }
+    }
+    if (first + lane < box.width) {
+      args.to[row * box.width + first + lane] = mine;
+    }
+  }
+}
+
+template <Spec S>
+__global__ void __launch_bounds__(kPrepareThreads) prepare_term(const __grid_constant__ TermArgs args) {
+  const Box& box = args.box;
+  const i64 total = box.count();
+  for (i64 n = prepare_thread(); n < total; n += prepare_stride()) {
+    const BoxRow at = box_row(box, n / box.width);
+    const i64 col = n % box.width;
+    float sum = -__int_as_float(0x7F800000);
+    if (col < args.columns) {
+      const unsigned char* mask = static_cast<const unsigned char*>(args.mask.data);
+      if (mask == nullptr || mask[offset_of(args.mask.strides, at) + col * args.mask.strides.col] != 0) {
+        sum = 0;
+        for (int i = 0; i < args.count; ++i) {
+          const TermSource& source = args.biases[i];
+          sum += float_of(source.from.data, offset_of(source.from.strides, at) + col * source.from.strides.col,
+                          BiasTile(source.type));
+        }
+      }
+    }
+    args.to[n] = sum;
+  }
+}
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_PREPARE_CUH

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the kernels of prepare.cuh are called with, where that is not Args. Read by the host and, without any header,
+// by NVRTC.
+#ifndef FOVEA_CUDA_DEVICE_PREPARE_ARGS_H
+#define FOVEA_CUDA_DEVICE_PREPARE_ARGS_H
+
+#include "math/rows.h"
+
+namespace fovea::cuda {
+
+// Extents of what is written, row-major: (batch1, batch2, head, row, width). 1 where it is broadcast.
+struct Box {
+  math::i64 batch1 = 1;
+  math::i64 batch2 = 1;
+  math::i64 heads = 1;
+  math::i64 rows = 1;
+  math::i64 width = 1;
+
+  constexpr math::i64 planes() const { return batch1 * batch2 * heads; }
+  constexpr math::i64 all_rows() const { return planes() * rows; }
+  constexpr math::i64 count() const { return all_rows() * width; }
+
+  // Strides by logical coordinates, 0 where it is broadcast.
+  constexpr math::Strides strides() const {
+    return {batch1 > 1 ? batch2 * heads * rows * width : 0, batch2 > 1 ? heads * rows * width : 0,
+            heads > 1 ? rows * width : 0, rows > 1 ? width : 0, 1};
+  }
+};
+
+struct Source {
+  const void* data = nullptr;
+  math::Strides strides;
+};
+
+// prepare_pack: a tensor into aligned rows of `box.width` elements, those from `columns` on are zero.
+struct PackJob {
+  Source from;
+  void* to = nullptr;
+  Box box;
+  math::i64 columns = 0;
+};
+struct PackArgs {
+  PackJob jobs[4];  // by blockIdx.y
+};
+
+// prepare_mask: bools into bits, a word for 32 keys; `box.width` is in words.
+struct MaskArgs {
+  Source from;
+  math::u32* to = nullptr;
+  Box box;
+  math::i64 columns = 0;
+};
+
+// prepare_term: the sum of what is broadcast over queries (or over keys), -inf where a mask says no.
+struct TermSource {
+  Source from;
+  int type = 0;  // of BiasTile
+};
+struct TermArgs {
+  TermSource biases[2];
+  int count = 0;
+  Source mask;  // no data: none
+  float* to = nullptr;
+  Box box;                // rows = 1: along the width (keys); width = 1: along the rows (queries)
+  math::i64 columns = 0;  // of the width that exist; the rest is -inf
+};
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_PREPARE_ARGS_H

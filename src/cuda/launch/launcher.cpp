@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/launch/launcher.h"
+
+#include <algorithm>
+
+namespace fovea::cuda {
+
+Launcher::Launcher(const Call& call, const Executable& executable, void* workspace)
+    : call_(call),
+      plan_(executable.plan()),
+      kernels_(executable.kernels()),
+      driver_(jit::driver()),
+      workspace_(static_cast<char*>(workspace)) {
+  const Problem& p = call.problem;
+  const Operands& operands = plan_.operands;
+  Args& a = args_;
+  a.rows = call.rows;
+  a.head_dim = operands.head_dim;
+  a.head_dim_v = operands.head_dim_v;
+  a.out_dim = static_cast<int>(p.head_dim);
+  a.out_dim_v = static_cast<int>(p.head_dim_v);
+  a.vector_stores = operands.vector_stores;
+  a.scale = static_cast<float>(p.scale_or_default());
+  a.softcap = static_cast<float>(p.softcap);
+  a.causal = p.causal;
+  a.top_left = p.top_left;
+  a.window_left = p.window_left;
+  a.window_right = p.window_right;
+  a.q = tensor(operands.q, call.q);
+  a.k = tensor(operands.k, call.k);
+  a.v = tensor(operands.v, call.v);
+  a.out = tensor(call.out);
+  a.lse = tensor(call.lse);
+  a.bias = tensor(operands.bias, call.bias);
+  a.bias2 = tensor(operands.bias2, call.bias2);
+  a.mask = tensor(operands.mask, call.mask);
+  a.key_term = tensor(operands.key_term, {});
+  a.query_term = tensor(operands.query_term, {});
+  a.alibi_slopes = tensor(call.alibi_slopes);
+  a.sink = static_cast<const float*>(call.sink.data);
+  a.sink_stride = call.sink.strides.head;
+  a.rng = call.dropout.rng;
+  a.drop_threshold = call.dropout.threshold;
+  a.drop_p = call.dropout.p;
+  a.keep_scale = static_cast<float>(call.dropout.factor());
+  a.seed = {call.dropout.seed, call.seed_ptr};
+  a.offset = {call.dropout.offset, call.offset_ptr};
+  a.dropout_plane = static_cast<i64>(static_cast<u64>(p.seqlen_q) * static_cast<u64>(p.seqlen_k));
+  a.sizes = region<u32>(Region::kSizes);
+}
+
+Tensor Launcher::tensor(const Operand& operand, const View& view) const {
+  return {operand.region == Region::kNone ? view.data : region<char>(operand.region), operand.strides};
+}
+
+void Launcher::run() {
+  for (std::size_t number = 0; number < plan_.launches.size(); ++number) {
+    switch (plan_.launches[number].step) {
+      case Step::kPack:
+        pack(number);
+        break;
+      case Step::kMask:
+        mask(number);
+        break;
+      case Step::kTerm:
+        term(number);
+        break;
+      case Step::kClearSizes:
+      case Step::kMeasure:
+      case Step::kSplit:
+      case Step::kForward:
+      case Step::kCombine:
+        main(number);
+        break;
+    }
+  }
+}
+
+void Launcher::launch(std::size_t number, std::int64_t blocks, void* arguments) {
+  const Launch& step = plan_.launches[number];
+  jit::Launch launch;
+  launch.grid = {static_cast<unsigned>(blocks), step.blocks_y, 1};
+  launch.block = {static_cast<unsigned>(step.kernel.threads), 1, 1};
+  launch.dynamic_shared = static_cast<unsigned>(step.kernel.shared_bytes);
+  launch.stream = static_cast<jit::cu::Stream>(call_.stream);
+  void* parameters[] = {arguments};
+  jit::launch(driver_, kernels_[number], launch, parameters);
+}
+
+void Launcher::main(std::size_t number) {
+  constexpr std::int64_t kMostBlocks = (std::int64_t{1} << 31) - 1;
+  const std::int64_t blocks = plan_.launches[number].blocks;
+  for (args_.first_block = 0; args_.first_block < blocks; args_.first_block += kMostBlocks) {
+    launch(number, std::min(blocks - args_.first_block, kMostBlocks), &args_);
+  }
+}
+
+void run(const Call& call, Executable& executable, void* workspace) {
+  const jit::Driver& driver = jit::driver();
+  const auto stream = static_cast<jit::cu::Stream>(call.stream);
+  if (!executable.loaded()) {
+    if (jit::is_capturing(driver, stream)) {
+      throw Error(FOVEA_UNSUPPORTED,
+                  "stream: a graph captures it and a kernel of this problem is not loaded yet; call fovea_prepare (or "
+                  "run the problem once) before the capture");
+    }
+    executable.load();
+  }
+  const jit::ContextScope scope(driver, executable.device().ordinal, stream);
+  Launcher(call, executable, workspace).run();
+}
+
+}  // namespace fovea::cuda

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// One call's launches: fills the arguments of each kernel and hands them to the driver. Nothing here decides anything.
+#pragma once
+
+#include "cuda/device/args.h"
+#include "cuda/device/prepare_args.h"
+#include "cuda/executable.h"
+
+namespace fovea::cuda {
+
+class Launcher {
+ public:
+  Launcher(const Call& call, const Executable& executable, void* workspace);
+
+  void run();
+
+ private:
+  const Call& call_;
+  const Plan& plan_;
+  const std::vector<jit::cu::Kernel>& kernels_;
+  const jit::Driver& driver_;
+  char* workspace_;
+  Args args_;
+
+  template <class T>
+  T* region(Region region) const {
+    return plan_.workspace.has(region) ? reinterpret_cast<T*>(workspace_ + plan_.workspace.offset(region)) : nullptr;
+  }
+  Tensor tensor(const Operand& operand, const View& view) const;
+  Tensor tensor(const View& view) const { return {view.data, view.strides}; }
+
+  void launch(std::size_t number, std::int64_t blocks, void* arguments);
+
+  // prepare.cpp
+  void pack(std::size_t number);
+  void mask(std::size_t number);
+  void term(std::size_t number);
+
+  // In pieces where there are more blocks than a grid has.
+  void main(std::size_t number);
+};
+
+}  // namespace fovea::cuda

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/launch/launcher.h"
+
+namespace fovea::cuda {
+namespace {
+
+Source source(const View& view) { return {view.data, view.strides}; }
+
+BiasTile tile_of(DType type) {
+  return type == DType::kBf16 ? BiasTile::kBf16 : type == DType::kFp16 ? BiasTile::kFp16 : BiasTile::kFp32;
+}
+
+}  // namespace
+
+void Launcher::pack(std::size_t number) {
+  const Launch& step = plan_.launches[number];
+  PackArgs args;
+  for (unsigned i = 0; i < step.blocks_y; ++i) {
+    const Pack& pack = plan_.operands.packs[static_cast<std::size_t>(step.which) + i];
+    args.jobs[i] = {source(call_.*pack.from), region<void>(pack.to), pack.box, pack.columns};
+  }
+  launch(number, step.blocks, &args);
+}
+
+void Launcher::mask(std::size_t number) {
+  MaskArgs args{source(call_.mask), region<u32>(Region::kMaskBits), plan_.operands.mask_box, call_.problem.seqlen_k};
+  launch(number, plan_.launches[number].blocks, &args);
+}
+
+void Launcher::term(std::size_t number) {
+  const Launch& step = plan_.launches[number];
+  const Term& term = plan_.operands.terms[static_cast<std::size_t>(step.which)];
+  TermArgs args;
+  for (const Member member : term.biases) {
+    const View& view = call_.*member;
+    args.biases[args.count++] = {source(view), static_cast<int>(tile_of(view.type))};
+  }
+  if (term.mask) {
+    args.mask = source(call_.mask);
+  }
+  args.to = region<float>(term.to);
+  args.box = term.box;
+  args.columns = term.columns;
+  launch(number, step.blocks, &args);
+}
+
+}  // namespace fovea::cuda
