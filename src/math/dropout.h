@@ -53,16 +53,22 @@ constexpr Words4<U> philox4x32(Words4<U> counter, u32 key0, u32 key1) {
   return counter;
 }
 
-// Philox-2x32 with two alternating keys; with key0 == key1 it is Random123's of that many rounds.
-template <int kRounds, class U>
-constexpr Words2<U> philox2x32(Words2<U> counter, u32 key0, u32 key1) {
-  for (u32 round = 0; round < u32(kRounds); ++round) {
+// Rounds kFirst ... kRounds - 1 of Philox-2x32 with two alternating keys.
+template <int kFirst, int kRounds, class U>
+constexpr Words2<U> philox2x32_rounds(Words2<U> counter, u32 key0, u32 key1) {
+  for (u32 round = kFirst; round < u32(kRounds); ++round) {
     U high, low;
     mul_wide(counter.x, 0xD256D193u, high, low);
     const u32 key = (round % 2 == 0 ? key0 : key1) + round * kPhiloxWeyl0;
     counter = {high ^ counter.y ^ key, low};
   }
   return counter;
+}
+
+// All of them; with key0 == key1 it is Random123's of that many rounds.
+template <int kRounds, class U>
+constexpr Words2<U> philox2x32(Words2<U> counter, u32 key0, u32 key1) {
+  return philox2x32_rounds<0, kRounds>(counter, key0, key1);
 }
 
 // ---- rule fovea ----
@@ -89,6 +95,23 @@ constexpr U dropout_fold(U index) {
 template <class U>
 constexpr Words2<U> dropout_call(const DropoutHead& head, U folded_i, U folded_j) {
   return philox2x32<8>(Words2<U>{folded_i ^ U(head.w0), folded_j ^ U(head.w1)}, head.k0, head.k1);
+}
+
+// A call in two parts, where many columns meet one row: what depends on the row alone, the first round, and the rest.
+template <class U>
+struct DropoutRow {
+  U high, low;
+};
+
+template <class U>
+constexpr DropoutRow<U> dropout_row(const DropoutHead& head, U folded_i) {
+  const Words2<U> first = philox2x32_rounds<0, 1>(Words2<U>{folded_i ^ U(head.w0), U(head.w1)}, head.k0, head.k1);
+  return {first.x, first.y};
+}
+
+template <class U>
+constexpr Words2<U> dropout_call(const DropoutHead& head, DropoutRow<U> row, U folded_j) {
+  return philox2x32_rounds<1, 8>(Words2<U>{row.high ^ folded_j, row.low}, head.k0, head.k1);
 }
 
 // u(i, j), 16 bits.

@@ -33,6 +33,8 @@ using u64 = __UINT64_TYPE__;
 #if defined(__CUDACC_RTC__)
 constexpr float exp(float x) { return ::expf(x); }
 constexpr double exp(double x) { return ::exp(x); }
+constexpr float exp2(float x) { return ::exp2f(x); }
+constexpr double exp2(double x) { return ::exp2(x); }
 constexpr float log(float x) { return ::logf(x); }
 constexpr double log(double x) { return ::log(x); }
 constexpr float tanh(float x) { return ::tanhf(x); }
@@ -40,6 +42,8 @@ constexpr double tanh(double x) { return ::tanh(x); }
 #else
 inline float exp(float x) { return __builtin_expf(x); }
 inline double exp(double x) { return __builtin_exp(x); }
+inline float exp2(float x) { return __builtin_exp2f(x); }
+inline double exp2(double x) { return __builtin_exp2(x); }
 inline float log(float x) { return __builtin_logf(x); }
 inline double log(double x) { return __builtin_log(x); }
 inline float tanh(float x) { return __builtin_tanhf(x); }

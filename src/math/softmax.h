@@ -49,6 +49,28 @@ constexpr T inverse_of_sum(T sum) {
   return select(sum == T(0), T(0), T(1) / sum);
 }
 
+// ---- in base 2 ----
+// For kernels whose exponential is of base 2 and whose scores are multiples of some positive number; `unit` is log2(e)
+// times it. exp(natural score) is exp2(score * unit).
+
+inline constexpr float kLog2E = 1.44269504F;
+
+// weight() by one fused multiply-add; reference_in_base_2 is reference * unit. That product is rounded: all weights of
+// a row are off by one common factor, which is harmless while the reference is small.
+template <class T>
+constexpr T weight_base_2(T score, T unit, T reference_in_base_2) {
+  return exp2(score * unit - reference_in_base_2);
+}
+
+// Where a reference (in natural units) is larger, weights are made by the next form.
+inline constexpr float kLargestFusedReference = 1024;
+
+// weight() for any score: subtracted before it is scaled. lift: the weight is multiplied by 2^lift.
+template <class T>
+constexpr T weight_base_2_of_difference(T score, T reference, T unit, T lift) {
+  return exp2((score - reference) * unit + lift);
+}
+
 // ---- backward: p from the saved logsumexp ----
 
 // The logsumexp that the backward subtracts: +inf for a dead row, so that every p there is exp(-inf) = 0.

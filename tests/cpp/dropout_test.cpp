@@ -9,6 +9,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <random>
 #include <vector>
 
 #include "fovea/c.h"
@@ -161,6 +162,22 @@ TEST(DropoutTest, FourElementsOfACallAreItsFourQuarters) {
 
 // Standard deviations by which a count of `kept` in `count` is off, if the probability is `q`.
 double deviations(double kept, double count, double q) { return (kept - count * q) / std::sqrt(count * q * (1 - q)); }
+
+TEST(DropoutTest, ACallInTwoPartsIsTheSameCall) {
+  std::mt19937_64 engine(5);
+  for (int trial = 0; trial < 200; ++trial) {
+    const DropoutHead head = DropoutHead::make(engine(), engine(), engine());
+    const u32 i = u32(engine());
+    const DropoutRow<u32> row = dropout_row<u32>(head, i);
+    for (int column = 0; column < 10; ++column) {
+      const u32 j = u32(engine());
+      const Words2<u32> whole = dropout_call<u32>(head, i, j);
+      const Words2<u32> parts = dropout_call<u32>(head, row, j);
+      EXPECT_EQ(whole.x, parts.x);
+      EXPECT_EQ(whole.y, parts.y);
+    }
+  }
+}
 
 TEST(DropoutTest, DecisionsLookLikeChance) {
   constexpr int kSize = 512;

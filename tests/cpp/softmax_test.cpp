@@ -38,6 +38,30 @@ void add_block(State& state, const std::vector<double>& scores, const std::vecto
   state.maximum = maximum;
 }
 
+TEST(SoftmaxTest, WeightsInBaseTwoAreTheWeights) {
+  std::mt19937_64 engine(2);
+  std::normal_distribution<double> normal;
+  const double unit_of[] = {1, 0.125, 3};  // what scores are multiples of
+  for (int trial = 0; trial < 300; ++trial) {
+    const double multiple = unit_of[trial % 3];
+    const double unit = multiple * std::log2(std::exp(1.0));
+    const double reference = normal(engine) * (trial % 2 == 0 ? 10 : 1000);
+    const double score = reference + normal(engine);
+    const double want = weight(score * multiple, reference * multiple);
+    EXPECT_NEAR(weight_base_2(score, unit, reference * unit) / want, 1, 1e-11);
+    EXPECT_NEAR(weight_base_2_of_difference(score, reference, unit, 12.0) / want, 4096, 4096e-12);
+    // In fp32 the fused form is off by a factor that all weights of the row share; the other is not.
+    const auto fused = [&](float s) { return weight_base_2(s, float(unit), float(reference) * float(unit)); };
+    EXPECT_NEAR(fused(float(score)) / fused(float(reference)) / want, 1, 2e-3 * multiple);
+  }
+  EXPECT_EQ(weight_base_2(-kInf, 0.5, 3.0), 0);
+  EXPECT_EQ(weight_base_2_of_difference(-kInf, 0.0, 0.5, 12.0), 0);
+  // A maximum of 1e30: fused, its own weight is nonsense; subtracted first, it is 1.
+  EXPECT_EQ(weight_base_2_of_difference(1e30F, 1e30F, kLog2E, 0.0F), 1);
+  EXPECT_EQ(weight_base_2_of_difference(-1e30F, 1e30F, kLog2E, 0.0F), 0);
+  EXPECT_NEAR(kLog2E, std::log2(std::exp(1.0)), 1e-7);
+}
+
 TEST(SoftmaxTest, BlocksGiveTheWholeRow) {
   std::mt19937_64 engine(1);
   std::normal_distribution<double> normal;
