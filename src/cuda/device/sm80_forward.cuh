@@ -1,0 +1,514 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// sm80_forward: o = softmax(scores of q k^T) v for head dimensions up to 256, by mma.sync and cp.async.
+//
+// A block owns warps * tiles * 16 queries of one head; each of its warps owns `tiles` row tiles of 16 and shares with
+// the others nothing but K, V and what the scores need. That of the next step is copied by cp.async while this step
+// computes, with one barrier a step:
+//
+//     wait for step n | barrier | start copies of n + 1 | S = Q K^T | scores, softmax | O += P V
+//
+// P goes from the accumulators of S to the A operand of O without leaving the registers.
+//
+// Under a band the loop covers the keys that any row of the block meets, longest tiles first, and a warp skips steps
+// that none of its rows meets. With Spec::split a block takes a part of the keys and leaves O and logsumexp in fp32
+// for sm80_combine.
+//
+// fp32 travels as pairs of fp16 (tile.cuh), each product three times. The tensor core truncates as it adds, so the
+// small products go first and no chain is longer than a step: O += P V is added outside of it.
+#ifndef FOVEA_CUDA_DEVICE_SM80_FORWARD_CUH
+#define FOVEA_CUDA_DEVICE_SM80_FORWARD_CUH
+
+#include "scores.cuh"
+
+namespace fovea::cuda {
+
+// P is multiplied by 2^kLift where it becomes a pair of fp16, so that small numbers keep their bits.
+template <Spec S>
+inline constexpr float kLift = S.type == Type::kFp32 ? 12 : 0;
+
+// S = Q K^T; q is this warp's part of Q.
+template <Spec S, int kTiles, int kColumns, class Lane, class Resident>
+__device__ __forceinline__ void multiply_scores(float (&s)[kTiles][kColumns][4], u32 q, u32 k, const Lane& lanes,
+                                                const Lane& lanes_k, const Resident& resident) {
+  constexpr Type kType = S.type == Type::kBf16 ? Type::kBf16 : Type::kFp16;
+  constexpr int kBlocks = S.d / 16;
+  if constexpr (S.type == Type::kFp32) {
+    // hi lo + lo hi over all of the row, then hi hi: what truncation loses is relative to the sum so far.
+#pragma unroll
+    for (int kk = 0; kk < kBlocks; ++kk) {
+      u32 high_q[kTiles][4], low_q[kTiles][4];
+      for (int i = 0; i < kTiles; ++i) {
+        ldmatrix(high_q[i], q + lanes.at(i * 16, kk));
+        ldmatrix(low_q[i], q + lanes.at(i * 16, kBlocks + kk));
+      }
+#pragma unroll
+      for (int j = 0; j < kColumns / 2; ++j) {
+        u32 high_k[4], low_k[4];
+        ldmatrix(high_k, k + lanes_k.at(j * 16, kk));
+        ldmatrix(low_k, k + lanes_k.at(j * 16, kBlocks + kk));
+        for (int i = 0; i < kTiles; ++i) {
+          mma<kType>(s[i][2 * j], low_q[i], high_k[0], high_k[1]);
+          mma<kType>(s[i][2 * j + 1], low_q[i], high_k[2], high_k[3]);
+        }
+        for (int i = 0; i < kTiles; ++i) {
+          mma<kType>(s[i][2 * j], high_q[i], low_k[0], low_k[1]);
+          mma<kType>(s[i][2 * j + 1], high_q[i], low_k[2], low_k[3]);
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int kk = 0; kk < kBlocks; ++kk) {
+    u32 a[kTiles][4];
+    for (int i = 0; i < kTiles; ++i) {
+      if constexpr (S.resident) {
+        for (int e = 0; e < 4; ++e) {
+          a[i][e] = resident[i][kk][e];
+        }
+      } else {
+        ldmatrix(a[i], q + lanes.at(i * 16, kk));
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kColumns / 2; ++j) {
+      u32 b[4];
+      ldmatrix(b, k + lanes_k.at(j * 16, kk));
+      for (int i = 0; i < kTiles; ++i) {
+        mma<kType>(s[i][2 * j], a[i], b[0], b[1]);
+        mma<kType>(s[i][2 * j + 1], a[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// O += P V.
+template <Spec S, int kTiles, int kColumns, int kColumnsOut, class Lane>
+__device__ __forceinline__ void multiply_values(float (&o)[kTiles][kColumnsOut][4],
+                                                const float (&p)[kTiles][kColumns][4], u32 v, const Lane& lanes) {
+#pragma unroll
+  for (int kk = 0; kk < kColumns / 2; ++kk) {
+    u32 a[kTiles][4];
+    for (int i = 0; i < kTiles; ++i) {
+      operand<S.type>(a[i], p[i], kk);
+    }
+#pragma unroll
+    for (int j = 0; j < kColumnsOut / 2; ++j) {
+      u32 b[4];
+      ldmatrix_trans(b, v + lanes.at(kk * 16, j));
+      for (int i = 0; i < kTiles; ++i) {
+        mma<S.type>(o[i][2 * j], a[i], b[0], b[1]);
+        mma<S.type>(o[i][2 * j + 1], a[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// O = O * factor + P V for fp32: V is [hi | lo], kPart columns of O at a time.
+template <Spec S, int kTiles, int kColumns, int kColumnsOut, class Lane>
+__device__ __forceinline__ void multiply_values_fp32(float (&o)[kTiles][kColumnsOut][4],
+                                                     const float (&p)[kTiles][kColumns][4],
+                                                     const float (&factor)[kTiles][2], u32 v, const Lane& lanes) {
+  constexpr Type kType = Type::kFp16;
+  constexpr int kBlocks = kColumnsOut / 2;
+  constexpr int kPart = S.part / 16 < kBlocks ? S.part / 16 : kBlocks;  // blocks of 16 columns
+  u32 high_p[kColumns / 2][kTiles][4], low_p[kColumns / 2][kTiles][4];
+#pragma unroll
+  for (int kk = 0; kk < kColumns / 2; ++kk) {
+    for (int i = 0; i < kTiles; ++i) {
+      operand_pair(high_p[kk][i], low_p[kk][i], p[i], kk);
+    }
+  }
+#pragma unroll
+  for (int first = 0; first < kBlocks; first += kPart) {
+    float sum[kTiles][2 * kPart][4] = {};
+#pragma unroll
+    for (int kk = 0; kk < kColumns / 2; ++kk) {
+#pragma unroll
+      for (int j = 0; j < kPart && first + j < kBlocks; ++j) {
+        u32 high_v[4], low_v[4];
+        ldmatrix_trans(high_v, v + lanes.at(kk * 16, first + j));
+        ldmatrix_trans(low_v, v + lanes.at(kk * 16, kBlocks + first + j));
+        for (int i = 0; i < kTiles; ++i) {
+          mma<kType>(sum[i][2 * j], low_p[kk][i], high_v[0], high_v[1]);
+          mma<kType>(sum[i][2 * j + 1], low_p[kk][i], high_v[2], high_v[3]);
+        }
+        for (int i = 0; i < kTiles; ++i) {
+          mma<kType>(sum[i][2 * j], high_p[kk][i], low_v[0], low_v[1]);
+          mma<kType>(sum[i][2 * j + 1], high_p[kk][i], low_v[2], low_v[3]);
+        }
+      }
+    }
+#pragma unroll
+    for (int kk = 0; kk < kColumns / 2; ++kk) {
+#pragma unroll
+      for (int j = 0; j < kPart && first + j < kBlocks; ++j) {
+        u32 high_v[4];
+        ldmatrix_trans(high_v, v + lanes.at(kk * 16, first + j));
+        for (int i = 0; i < kTiles; ++i) {
+          mma<kType>(sum[i][2 * j], high_p[kk][i], high_v[0], high_v[1]);
+          mma<kType>(sum[i][2 * j + 1], high_p[kk][i], high_v[2], high_v[3]);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      for (int j = 0; j < 2 * kPart && 2 * first + j < kColumnsOut; ++j) {
+        for (int e = 0; e < 4; ++e) {
+          o[i][2 * first + j][e] = o[i][2 * first + j][e] * factor[i][e >> 1] + sum[i][j][e];
+        }
+      }
+    }
+  }
+}
+
+// The running softmax of one row tile: scores become weights, the sum grows. `rescale` is what sums so far, and O, are
+// multiplied by (false: by 1).
+template <Spec S>
+struct Softmax {
+  static constexpr bool kNatural = natural_scores(S);
+  float top[2] = {-kInfinity, -kInfinity};  // the reference, in units of the scores
+  float sum[2] = {};
+
+  template <int kColumns>
+  __device__ __forceinline__ bool step(float (&s)[kColumns][4], float unit, float (&factor)[2]) {
+    float next[2];
+    for (int x = 0; x < 2; ++x) {
+      float y = s[0][2 * x];
+      for (int j = 0; j < kColumns; ++j) {
+        y = fmaxf(y, fmaxf(s[j][2 * x], s[j][2 * x + 1]));
+      }
+      next[x] = fmaxf(quad_max(y), top[x]);
+    }
+    bool rescale = true;
+    if constexpr (S.lazy) {
+      // Weights up to 2^8 are as good as weights up to 1.
+      rescale = __any_sync(~0u, (next[0] - top[0]) * unit > 8.f || (next[1] - top[1]) * unit > 8.f);
+      if (!rescale) {
+        next[0] = top[0];
+        next[1] = top[1];
+      }
+    }
+    const float base[2] = {math::reference_of(next[0]), math::reference_of(next[1])};
+    const float scaled[2] = {base[0] * unit, base[1] * unit};
+    if constexpr (S.type == Type::kFp32) {
+      for (int x = 0; x < 2; ++x) {
+        factor[x] = weight_of_difference(top[x], base[x], unit);
+        sum[x] *= factor[x];
+        top[x] = next[x];
+      }
+      for (int j = 0; j < kColumns; ++j) {
+        for (int e = 0; e < 4; ++e) {
+          s[j][e] = weight_of_difference(s[j][e], base[e >> 1], unit, kLift<S>);
+        }
+      }
+    } else {
+      if (rescale) {
+        for (int x = 0; x < 2; ++x) {
+          factor[x] = kNatural ? weight_of_difference(top[x], base[x], unit) : weight_fused(top[x], unit, scaled[x]);
+          sum[x] *= factor[x];
+          top[x] = next[x];
+        }
+      }
+      // What is added to scores may be huge, and then the fused form loses the difference. Ordinary ones take it.
+      if (kNatural && __any_sync(~0u, fmaxf(fabsf(base[0]), fabsf(base[1])) > math::kLargestFusedReference)) {
+        for (int j = 0; j < kColumns; ++j) {
+          for (int e = 0; e < 4; ++e) {
+            s[j][e] = weight_of_difference(s[j][e], base[e >> 1], unit);
+          }
+        }
+      } else {
+        for (int j = 0; j < kColumns; ++j) {
+          for (int e = 0; e < 4; ++e) {
+            s[j][e] = weight_fused(s[j][e], unit, scaled[e >> 1]);
+          }
+        }
+      }
+    }
+    for (int j = 0; j < kColumns; ++j) {
+      for (int e = 0; e < 4; ++e) {
+        sum[e >> 1] += s[j][e];
+      }
+    }
+    return rescale;
+  }
+};
+
+template <Spec S>
+__global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_forward(const __grid_constant__ Args a) {
+  // ---- sizes ----
+  constexpr bool kPairs = S.type == Type::kFp32;
+  constexpr int kWide = kPairs ? 2 : 1;  // numbers of 16 bits for a number
+  constexpr int kTiles = S.tiles;
+  constexpr int kThreads = S.warps * 32;
+  constexpr int kRows = forward_rows(S);
+  constexpr int kStep = S.step;
+  constexpr int kColumns = kStep / 8;
+  constexpr int kColumnsOut = S.dv / 8;
+  constexpr int kElement = element_bytes(S.type);
+  constexpr int kWidest = S.d > S.dv ? S.d : S.dv;
+  using TileK = Tile<S.d * kWide>;  // of Q, too
+  using TileV = Tile<S.dv * kWide>;
+  using Inputs = ScoreInputs<S, false, kRows, kStep, kThreads>;
+  constexpr u32 kQBytes = kRows * kWidest * kElement;
+  constexpr u32 kKBytes = kStep * S.d * kElement;
+  constexpr u32 kVBytes = kStep * S.dv * kElement;
+  constexpr u32 kStageBytes = kKBytes + kVBytes + Inputs::kBytes;
+  static_assert(S.stages == 2 && kQBytes + 2 * kStageBytes == forward_shared_bytes(S));
+  static_assert(S.d % 16 == 0 && S.dv % 16 == 0 && S.d <= 256 && S.dv <= 256 && kStep % 16 == 0);
+  static_assert(!kPairs || (!S.resident && !S.lazy));
+
+  extern __shared__ __align__(128) unsigned char memory[];
+  const u32 shared_q = shared_address(memory);
+  const u32 stage0 = shared_q + kQBytes;
+  const Thread thread;
+  const int g = thread.g;
+  const int t = thread.t;
+
+  // ---- which queries ----
+  const u32 tiles = (u32(a.rows.limit_q) + kRows - 1) / kRows;
+  u64 block = a.first_block + blockIdx.x;
+  int part = 0;
+  if constexpr (S.split) {
+    part = int(block % u32(a.splits));
+    block /= u32(a.splits);
+  }
+  const u32 heads = u32(a.rows.heads_q);
+  const u32 bh = u32(block / tiles);
+  const u32 in_head = u32(block - u64(bh) * tiles);
+  const u32 head = bh % heads;
+  const Place place = Place::make<S>(a, bh / heads);
+  const u32 head_k = head / (heads / u32(a.rows.heads_k));
+  const int m0 = int(S.banded ? tiles - 1 - in_head : in_head) * kRows;  // the longest first under a causal mask
+  const int row0 = m0 + thread.warp * kTiles * 16;
+  if (m0 >= place.q_len) {
+    return;
+  }
+
+  // ---- which keys: those that any row of the block meets, and of the warp ----
+  const math::Band<int> band = place.band<S>(a);
+  const math::Interval<int> all{0, place.k_len};
+  math::Interval<int> keys = all;
+  math::Interval<int> keys_warp = all;
+  if constexpr (S.banded) {
+    keys = band.keys_of_rows(m0, min(m0 + kRows, place.q_len));
+    keys_warp =
+        row0 < place.q_len ? band.keys_of_rows(row0, min(row0 + kTiles * 16, place.q_len)) : math::Interval<int>{0, 0};
+  }
+  int first = keys.begin / kStep;
+  int last = keys.empty() ? first : (keys.end + kStep - 1) / kStep;
+  if constexpr (S.split) {
+    const int share = (last - first + a.splits - 1) / a.splits;
+    first = min(first + part * share, last);
+    last = min(first + share, last);
+  }
+
+  // ---- copies ----
+  const char* const k = static_cast<const char*>(a.k.data) + place.key_rows(a.k.strides, head_k) * (2 * kWide);
+  const char* const v = static_cast<const char*>(a.v.data) + place.key_rows(a.v.strides, head_k) * (2 * kWide);
+  const i64 k_row = a.k.strides.row * (2 * kWide);
+  const i64 v_row = a.v.strides.row * (2 * kWide);
+  const int bytes_k = kPairs ? S.d * 4 : a.head_dim * 2;
+  const int bytes_v = kPairs ? S.dv * 4 : a.head_dim_v * 2;
+  auto load = [&](int n) {
+    const u32 to = stage0 + n % 2 * kStageBytes;
+    const int n0 = n * kStep;
+    load_tile<TileK, kStep, kThreads>(to, k + n0 * k_row, k_row, place.k_len - n0, bytes_k, thread.index);
+    load_tile<TileV, kStep, kThreads>(to + kKBytes, v + n0 * v_row, v_row, place.k_len - n0, bytes_v, thread.index);
+    Inputs::load(to + kKBytes + kVBytes, a, place, head, m0, n0, thread.index);
+  };
+  {
+    const i64 q_row = a.q.strides.row * (2 * kWide);
+    const char* const q = static_cast<const char*>(a.q.data) + place.query_rows(a.q.strides, head) * (2 * kWide);
+    load_tile<TileK, kRows, kThreads>(shared_q, q + m0 * q_row, q_row, place.q_len - m0, bytes_k, thread.index);
+  }
+  if (first < last) {
+    load(first);
+  }
+  copy_commit();
+
+  // ---- what stays in registers ----
+  float scale = a.scale;
+  float scale_v = 1;
+  if constexpr (kPairs) {
+    const u32 stride = u32(a.rows.batch()) * heads;
+    const u32 bh_k = place.b * u32(a.rows.heads_k) + head_k;
+    scale *= power_of_two(-scale_exponent(a.sizes[bh])) * power_of_two(-scale_exponent(a.sizes[stride + bh_k]));
+    scale_v = power_of_two(-scale_exponent(a.sizes[2 * stride + bh_k]));
+    if (!Softmax<S>::kNatural) {
+      scale = fmaxf(scale, power_of_two(-126));  // 0 would make NaN of what is masked
+    }
+  }
+  const float unit = Softmax<S>::kNatural ? math::kLog2E : scale * math::kLog2E;
+  Scores<S, false, kTiles> scores(a, place, head, scale);
+  scores.load_rows(a, place, head, row0, g);
+  Keep<S, false, kTiles, kColumns> keep;
+  if constexpr (S.dropout != DropoutRule::kNone) {
+    keep.start(a, place, head);
+    keep.start_rows(row0, g);
+  }
+  float o[kTiles][kColumnsOut][4] = {};
+  Softmax<S> softmax[kTiles];
+  const typename TileK::Lane lanes(0, thread.lane);
+  const typename TileK::Lane lanes_k(0, thread.lane, true);
+  const typename TileV::Lane lanes_v(0, thread.lane);
+  const u32 my_q = shared_q + thread.warp * kTiles * 16 * TileK::kRowBytes;
+  u32 resident[S.resident ? kTiles : 1][S.resident ? S.d / 16 : 1][4];
+
+  // ---- the loop ----
+  for (int n = first; n < last; ++n) {
+    copy_wait<0>();
+    sync();
+    if (n + 1 < last) {
+      load(n + 1);
+    }
+    copy_commit();
+    if constexpr (S.resident) {
+      if (n == first) {
+        for (int i = 0; i < kTiles; ++i) {
+          for (int kk = 0; kk < S.d / 16; ++kk) {
+            ldmatrix(resident[i][kk], my_q + lanes.at(i * 16, kk));
+          }
+        }
+      }
+    }
+    const int n0 = n * kStep;
+    if (S.banded && (n0 >= keys_warp.end || n0 + kStep <= keys_warp.begin)) {
+      continue;
+    }
+    const u32 shared_k = stage0 + n % 2 * kStageBytes;
+    const u32 shared_v = shared_k + kKBytes;
+    if constexpr (S.dropout != DropoutRule::kNone) {
+      keep.prepare(thread, row0, n0);
+    }
+
+    float s[kTiles][kColumns][4] = {};
+    multiply_scores<S>(s, my_q, shared_k, lanes, lanes_k, resident);
+    scores.of_dots(s);
+    scores.template add<Inputs, kStep>(s, thread, shared_v + kVBytes, thread.warp * kTiles * 16, 0, row0, n0);
+    if (n0 + kStep > place.k_len ||
+        (S.banded && band.tile(row0, row0 + kTiles * 16, n0, n0 + kStep) == math::TileClass::kEdge)) {
+      mask_edge<S, false>(s, thread, band, row0, n0);
+    }
+
+    float factor[kTiles][2];
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      if (softmax[i].step(s[i], unit, factor[i]) && !kPairs) {
+        for (int j = 0; j < kColumnsOut; ++j) {
+          for (int e = 0; e < 4; ++e) {
+            o[i][j][e] *= factor[i][e >> 1];
+          }
+        }
+      }
+      if constexpr (S.dropout != DropoutRule::kNone) {
+#pragma unroll
+        for (int jj = 0; jj < kColumns / 2; ++jj) {
+          bool kept[2][4];
+          keep.decide(kept, thread, i, jj, row0, n0);
+          for (int e = 0; e < 8; ++e) {
+            s[i][2 * jj + (e >> 2)][e & 3] = kept[e >> 2][e & 3] ? s[i][2 * jj + (e >> 2)][e & 3] : 0;
+          }
+        }
+      }
+    }
+    if constexpr (kPairs) {
+      multiply_values_fp32<S>(o, s, factor, shared_v, lanes_v);
+    } else {
+      multiply_values<S>(o, s, shared_v, lanes_v);
+    }
+  }
+  copy_wait<0>();
+  if (first >= last || TileK::kRowBytes != S.dv * kElement) {
+    sync();  // the place of Q is written now: all copies are here, and other warps' rows are read
+  }
+
+  // ---- normalise; O through shared memory, so that it is written in pieces of 16 bytes ----
+  using TileOut = Tile<S.dv * kWide>;
+  const u32 my_out = shared_q + thread.warp * kTiles * 16 * TileOut::kRowBytes;
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int x = 0; x < 2; ++x) {
+      const int r = i * 16 + g + x * 8;
+      const int row = row0 + r;
+      float sum = quad_sum(softmax[i].sum[x]) * power_of_two(-int(kLift<S>));
+      float top = softmax[i].top[x] * (Softmax<S>::kNatural ? 1 : scale);
+      float factor = power_of_two(-int(kLift<S>));
+      if (!S.split && a.sink != nullptr) {
+        // The sink may be far above every score: weights become relative to the larger of the two.
+        const float sink = a.sink[head * a.sink_stride];
+        const float above = math::max(top, sink);
+        const float less = math::correction(top, above);
+        factor *= less;
+        sum = math::sum_with_sink(sum * less, math::reference_of(above), sink);
+        top = above;
+      }
+      const float lse = math::logsumexp(math::reference_of(top), sum);
+      factor *= scale_v * math::inverse_of_sum(sum) * (S.dropout != DropoutRule::kNone ? a.keep_scale : 1);
+      if (t == 0 && row < place.q_len) {
+        if constexpr (S.split) {
+          a.partial_lse[(i64(part) * heads + head) * a.padded_rows +
+                        padded_row(a.rows, place.b, {place.q_begin, place.q_len, 0, 0}) + row] = lse;
+        } else if (a.lse.data != nullptr) {
+          static_cast<float*>(a.lse.data)[place.query_rows(a.lse.strides, head) + row * a.lse.strides.row] = lse;
+        }
+      }
+      if constexpr (S.split) {
+        float* const to =
+            a.partial_out +
+            ((i64(part) * a.padded_rows + padded_row(a.rows, place.b, {place.q_begin, place.q_len, 0, 0}) + row) *
+                 heads +
+             head) *
+                S.dv;
+        if (row < place.q_len) {
+          for (int j = 0; j < kColumnsOut; ++j) {
+            *reinterpret_cast<float2*>(to + j * 8 + t * 2) = {o[i][j][2 * x] * factor, o[i][j][2 * x + 1] * factor};
+          }
+        }
+      } else {
+        for (int j = 0; j < kColumnsOut; ++j) {
+          const float2 pair = {o[i][j][2 * x] * factor, o[i][j][2 * x + 1] * factor};
+          if constexpr (kPairs) {
+            store_shared(my_out + TileOut::offset(r, j * 2 + (t >> 1)) + (t & 1) * 8, pair);
+          } else {
+            store_shared(my_out + TileOut::offset(r, j) + t * 4, pack<S.type>(pair.x, pair.y));
+          }
+        }
+      }
+    }
+  }
+  if constexpr (!S.split) {
+    __syncwarp();
+    char* const out =
+        static_cast<char*>(a.out.data) + (place.query_rows(a.out.strides, head) + row0 * a.out.strides.row) * kElement;
+    const i64 out_row = a.out.strides.row * kElement;
+    if (a.vector_stores) {
+      for (int i = thread.lane; i < kTiles * 16 * TileOut::kChunks; i += 32) {
+        const int r = i / TileOut::kChunks;
+        const int j = i % TileOut::kChunks;
+        if (row0 + r < place.q_len && j * (16 / kElement) < a.out_dim_v) {
+          store_global(out + r * out_row + j * 16, load_shared4(my_out + TileOut::offset(r, j)));
+        }
+      }
+    } else {
+      for (int i = thread.lane; i < kTiles * 16 * S.dv; i += 32) {
+        const int r = i / S.dv;
+        const int c = i % S.dv;
+        if (row0 + r < place.q_len && c < a.out_dim_v) {
+          const u32 from = my_out + TileOut::offset(r, c * kElement / 16) + c * kElement % 16;
+          if constexpr (kPairs) {
+            *reinterpret_cast<float*>(out + r * out_row + c * 4) = load_shared(from);
+          } else {
+            *reinterpret_cast<u16*>(out + r * out_row + c * 2) = load_shared_half(from);
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_SM80_FORWARD_CUH
