@@ -7,7 +7,7 @@ set -euo pipefail
 
 declare -A packages=(
   [build]="g++ make cmake libhwy-dev libfmt-dev libcli11-dev nlohmann-json3-dev libeigen3-dev"
-  [test]="libgtest-dev python3 python3-venv clang clang-format clang-tidy libclang-rt-dev binutils"
+  [test]="git libgtest-dev python3 python3-venv clang clang-format clang-tidy libclang-rt-dev binutils"
   [bench]="libopenblas-dev libdnnl-dev"
 )
 
@@ -21,7 +21,7 @@ done
 # A tool that is there from elsewhere (a newer cmake, pyenv's python) is as good as Debian's.
 have() {
   case "$1" in
-    g++ | make | cmake | clang | clang-format | clang-tidy) command -v "$1" >/dev/null ;;
+    g++ | make | cmake | git | clang | clang-format | clang-tidy) command -v "$1" >/dev/null ;;
     binutils) command -v nm >/dev/null ;;
     python3) command -v python3 >/dev/null ;;
     python3-venv) python3 -c 'import ensurepip, venv' 2>/dev/null ;;
