@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every row of the case table, forward and backward, against the formula in fp64 by the specification's rule; then
+once more inside a CUDA graph's capture, replayed twice."""
+
+import pytest
+import torch
+
+import fovea
+from table import features_of, on_device, rows, sanitize_rows
+from trial import Trial
+
+ROWS = [
+    pytest.param(n, id=f"{n + 1}", marks=[pytest.mark.sanitize] if n in sanitize_rows() else []) for n in range(len(rows()))
+]
+
+
+@pytest.mark.parametrize("n", ROWS)
+def test_row(n, device, record_property):
+    p = rows()[n]
+    if device.type == "cuda" and p.type == "fp64":
+        with pytest.raises(NotImplementedError, match="fp64 on a CUDA device"):
+            Trial(p, device).test()
+        p = on_device(p)
+    record_property("line", p.line())
+    trial = Trial(p, device)
+    faults = trial.test()
+    if device.type == "cuda":
+        faults += trial.test_captured()
+    for way in ("forward", "backward", "captured"):
+        record_property(way, not any(fault.startswith(way) for fault in faults))
+    assert not faults, "\n".join([p.line(), *faults])
+
+
+def test_table_is_complete():
+    assert len(rows()) > 600
+    chosen = sanitize_rows()
+    assert len(chosen) <= 60
+    seen = set().union(*(features_of(rows()[n]) for n in chosen))
+    missing = set().union(*(features_of(p) for p in rows() if p.type != "fp64")) - seen
+    # Large head dimensions are left to those few rows that have them with few rows and keys.
+    assert not {word for word in missing if not word.startswith(("bias", "mask"))}, missing
+
+
+def test_backend_is_there(device):
+    assert fovea.backends()["cuda" if device.type == "cuda" else "cpu"] == "available"
+    if device.type == "cuda":
+        assert torch.cuda.get_device_capability(device) >= (8, 0)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One problem, made, computed and judged: what every test of this folder that has a problem line goes through."""
+
+from __future__ import annotations
+
+import torch
+
+from formula import Formula, compare, verdict
+from library import Call
+from problem import Problem
+from tensors import Tensors
+
+DRAWS = 3
+
+
+class Trial:
+    """A problem with its memory and what is right for it. The backward of everyone reads the same out and lse: the
+    judge's, rounded to their types."""
+
+    def __init__(self, p: Problem, device: torch.device, backend: str = "") -> None:
+        self.problem = p
+        self.tensors = Tensors(p, device)
+        self.call = Call(self.tensors, backend)
+        judge = Formula(self.tensors, naive=False)
+        draws = [Formula(self.tensors, naive=True, draw=draw) for draw in range(DRAWS)]
+        self.saved = judge.forward()
+        forwards = [naive.forward() for naive in draws]
+        self.right = {name: (x, [naive[name] for naive in forwards]) for name, x in self.saved.items()}
+        self._give_saved()
+        backwards = [naive.backward() for naive in draws]
+        for name, x in judge.backward().items():
+            self.right[f"grad_{name}"] = x, [naive[name] for naive in backwards]
+
+    def _give_saved(self) -> None:
+        for name in ("out", "lse"):
+            self.tensors[name].poison()
+            self.tensors.write_padded(name, self.saved[name])
+
+    def prepare(self, backward: bool) -> None:
+        if backward:
+            self._give_saved()
+        self.call.prepare(backward)
+
+    def run(self, backward: bool) -> None:
+        self.call.run(backward)
+
+    def judge(self, backward: bool) -> list[str]:
+        """What is wrong; one wait for the device."""
+        numbers, names = [], []
+        for t in self.tensors.outputs(backward):
+            reference, naive = self.right[t.name]
+            if t.kind <= 2:  # rows and statistics
+                index, exist = self.tensors._padded_index(t)
+                five = compare(t.buffer[index][exist], reference[exist], [x[exist] for x in naive])
+            else:
+                five = compare(t.buffer[t.index], reference.reshape(t.shape), [x.reshape(t.shape) for x in naive])
+            numbers.append(five)
+            names.append(t.name)
+        trespass = self.call.trespass(backward)
+        counts = torch.stack([n for _, n in trespass]).double()
+        found = torch.cat([*numbers, counts]).tolist()
+        faults = [verdict(name, found[5 * n : 5 * n + 5]) for n, name in enumerate(names)]
+        for (name, _), count in zip(trespass, found[5 * len(names) :]):
+            if count:
+                faults.append(f"{name}: {count:.0f} elements written where nothing is to be")
+        return [fault for fault in faults if fault]
+
+    def test(self) -> list[str]:
+        """Forward and backward; the faults of both."""
+        faults = []
+        for backward in (False, True):
+            self.prepare(backward)
+            self.run(backward)
+            faults += [f"{'backward' if backward else 'forward'}: {fault}" for fault in self.judge(backward)]
+        return faults
+
+    def test_captured(self) -> list[str]:
+        """The same from a CUDA graph: a hidden synchronisation or allocation fails in the capture."""
+        faults = []
+        for backward in (False, True):
+            self.prepare(backward)
+            graph = torch.cuda.CUDAGraph()
+            stream = capture_stream(self.tensors.device)
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                graph.capture_begin()
+                try:
+                    self.run(backward)
+                finally:
+                    graph.capture_end()
+            torch.cuda.current_stream().wait_stream(stream)
+            for _ in range(2):  # the second replay finds a workspace that was used
+                self.tensors.prepare(backward)
+                graph.replay()
+            faults += [f"captured {'backward' if backward else 'forward'}: {fault}" for fault in self.judge(backward)]
+        return faults
+
+
+_STREAMS: dict = {}
+
+
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for each device: PyTorch refuses captures on the default stream."""
+    if device not in _STREAMS:
+        _STREAMS[device] = torch.cuda.Stream(device)
+    return _STREAMS[device]
