@@ -27,7 +27,7 @@ enum class Step {
   kPack,
   kMask,
   kTerm,
-  kClearSizes,
+  kClear,
   kMeasure,
   kSplit,
   kForward,

@@ -122,6 +122,16 @@ class Planner {
       add(Step::kTerm, prepare("prepare_term", small()), striding_blocks(operands.terms[i].box.count(), target), 1,
           static_cast<int>(i));
     }
+    if (operands.pairs) {
+      say("fp32 as pairs of fp16");
+      const unsigned tensors = call_.problem.direction == Direction::kBackward ? 4 : 3;
+      const math::Rows& rows = call_.rows;
+      const std::int64_t all = rows.batch() * std::max(rows.heads_q * rows.limit_q, rows.heads_k * rows.limit_k);
+      constexpr std::int64_t kThreadsARow = 16;
+      add(Step::kClear, prepare("prepare_clear", small()), 1);
+      add(Step::kMeasure, prepare("prepare_measure", small()), striding_blocks(all * 4, target), tensors);
+      add(Step::kSplit, prepare("prepare_split", small()), striding_blocks(all * kThreadsARow, target), tensors);
+    }
     if (!prepared.empty()) {
       plan_.summary = "; prepared: " + prepared;
     }

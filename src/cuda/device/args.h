@@ -95,6 +95,12 @@ struct Args {
   u32* sizes = nullptr;  // [6][b][head]: bits of the largest |q|, |k|, |v|, |do|, row norms of v, do
 };
 
+// Where a number of Args::sizes lies; k and v count their own heads.
+enum class Size : int { kQ, kK, kV, kGradOut, kRowOfV, kRowOfGradOut };
+constexpr i64 size_place(const math::Rows& rows, Size which, i64 b, i64 head) {
+  return (i64(which) * rows.batch() + b) * rows.heads_q + head;
+}
+
 // Sequences are padded so that a tile of rows never crosses into the next one.
 constexpr int kRowPad = 128;
 

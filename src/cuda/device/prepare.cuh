@@ -6,6 +6,8 @@
 //     prepare_pack    rows that cannot be copied by 16 bytes, into rows that can
 //     prepare_mask    bools with queries and keys, into bits
 //     prepare_term    the sum of biases and masks that are broadcast over queries (or keys), in fp32
+//     prepare_clear, prepare_measure, prepare_split
+//                     fp32 into pairs of fp16: the largest number of each head, by which it is then scaled
 //
 // Grids are of any size: every kernel walks over its work with a stride.
 #ifndef FOVEA_CUDA_DEVICE_PREPARE_CUH
@@ -14,6 +16,7 @@
 #include "args.h"
 #include "prepare_args.h"
 #include "spec.h"
+#include "tile.cuh"
 
 namespace fovea::cuda {
 
@@ -139,6 +142,133 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_term(const __grid_con
       }
     }
     args.to[n] = sum;
+  }
+}
+
+// ---- fp32 as pairs of fp16 ----
+
+template <Spec S>
+__global__ void __launch_bounds__(kPrepareThreads) prepare_clear(const __grid_constant__ PairArgs args) {
+  const i64 total = size_place(args.rows, Size(6), 0, 0);
+  for (i64 n = prepare_thread(); n < total; n += prepare_stride()) {
+    args.sizes[n] = 0;
+  }
+}
+
+// The rows of one of q, k, v, do, head by head: `number` counts pieces of kRows rows.
+template <int kRows>
+struct PairRows {
+  i64 b, head, first, end, begin;
+
+  static __device__ i64 pieces(const math::Rows& rows, bool of_keys) {
+    const i64 limit = of_keys ? rows.limit_k : rows.limit_q;
+    return rows.batch() * (of_keys ? rows.heads_k : rows.heads_q) * ((limit + kRows - 1) / kRows);
+  }
+  static __device__ PairRows make(const math::Rows& rows, bool of_keys, i64 number) {
+    const i64 pieces = ((of_keys ? rows.limit_k : rows.limit_q) + kRows - 1) / kRows;
+    const i64 heads = of_keys ? rows.heads_k : rows.heads_q;
+    PairRows at;
+    at.first = number % pieces * kRows;
+    at.head = number / pieces % heads;
+    at.b = number / pieces / heads;
+    const math::Sequence sequence = rows.sequence(at.b);
+    at.begin = of_keys ? sequence.k_begin : sequence.q_begin;
+    at.end = math::min(at.first + kRows, of_keys ? sequence.k_len : sequence.q_len);
+    return at;
+  }
+};
+
+// A warp a row. What is not finite is left to itself: the scale is that of the rest.
+template <Spec S>
+__global__ void __launch_bounds__(kPrepareThreads) prepare_measure(const __grid_constant__ PairArgs args) {
+  constexpr int kRows = 64;
+  const float infinity = __int_as_float(0x7F800000);
+  const Size which = Size(blockIdx.y);
+  const PairJob& job = args.jobs[blockIdx.y];
+  const bool of_keys = which == Size::kK || which == Size::kV;
+  const int lane = threadIdx.x & 31;
+  const int warp = threadIdx.x >> 5;
+  const i64 pieces = PairRows<kRows>::pieces(args.rows, of_keys);
+  for (i64 n = blockIdx.x; n < pieces; n += gridDim.x) {
+    const auto at = PairRows<kRows>::make(args.rows, of_keys, n);
+    const float* data =
+        static_cast<const float*>(job.from.data) + args.rows.offset(job.from.strides, at.b, at.head, at.begin);
+    float largest = 0;
+    float norm = 0;
+    for (i64 row = at.first + warp; row < at.end; row += kPrepareThreads / 32) {
+      float square = 0;
+      for (i64 column = lane; column < job.columns; column += 32) {
+        const float size = fabsf(data[row * job.from.strides.row + column * job.from.strides.col]);
+        if (size < infinity) {
+          largest = fmaxf(largest, size);
+          square += size * size;
+        }
+      }
+#pragma unroll
+      for (int mask = 16; mask > 0; mask /= 2) {
+        square += __shfl_xor_sync(~0u, square, mask);
+      }
+      norm = fmaxf(norm, square);
+    }
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, mask));
+    }
+    if (lane == 0) {
+      atomicMax(args.sizes + size_place(args.rows, which, at.b, at.head), __float_as_uint(largest));
+      if (which == Size::kV || which == Size::kGradOut) {
+        const Size of_row = which == Size::kV ? Size::kRowOfV : Size::kRowOfGradOut;
+        constexpr float kRoundedUp = 1.0001f;
+        atomicMax(args.sizes + size_place(args.rows, of_row, at.b, at.head),
+                  __float_as_uint(fminf(sqrtf(norm) * kRoundedUp, 3.0e38f)));
+      }
+    }
+  }
+}
+
+// Four elements a thread.
+template <Spec S>
+__global__ void __launch_bounds__(kPrepareThreads) prepare_split(const __grid_constant__ PairArgs args) {
+  constexpr int kRows = 16;
+  constexpr int kElements = 4;
+  const Size which = Size(blockIdx.y);
+  const PairJob& job = args.jobs[blockIdx.y];
+  const bool of_keys = which == Size::kK || which == Size::kV;
+  const int quads = static_cast<int>(job.width) / kElements;
+  const i64 stride = job.from.strides.col;
+  const bool vectors = stride == 1 && job.columns % kElements == 0 && job.from.strides.row % kElements == 0;
+  const i64 pieces = PairRows<kRows>::pieces(args.rows, of_keys);
+  for (i64 n = blockIdx.x; n < pieces; n += gridDim.x) {
+    const auto at = PairRows<kRows>::make(args.rows, of_keys, n);
+    const float* data =
+        static_cast<const float*>(job.from.data) + args.rows.offset(job.from.strides, at.b, at.head, at.begin);
+    unsigned short* to = job.to + args.rows.offset(job.strides, at.b, at.head, at.begin);
+    const bool aligned = vectors && (reinterpret_cast<u64>(data) & 15) == 0;
+    const float factor = power_of_two(scale_exponent(args.sizes[size_place(args.rows, which, at.b, at.head)]));
+    for (int i = threadIdx.x; i < kRows * quads; i += kPrepareThreads) {
+      const i64 row = at.first + i / quads;
+      const int column = i % quads * kElements;
+      if (row >= at.end) {
+        break;
+      }
+      const float* from = data + row * job.from.strides.row + column * stride;
+      float4 x = {};
+      if (aligned && column < job.columns) {
+        x = *reinterpret_cast<const float4*>(from);
+      } else {
+        x.x = column < job.columns ? from[0] : 0;
+        x.y = column + 1 < job.columns ? from[stride] : 0;
+        x.z = column + 2 < job.columns ? from[2 * stride] : 0;
+        x.w = column + 3 < job.columns ? from[3 * stride] : 0;
+      }
+      uint2 high;
+      uint2 low;
+      split(x.x * factor, x.y * factor, high.x, low.x);
+      split(x.z * factor, x.w * factor, high.y, low.y);
+      unsigned short* place = to + row * job.strides.row + column;
+      *reinterpret_cast<uint2*>(place) = high;
+      *reinterpret_cast<uint2*>(place + job.width) = low;
+    }
   }
 }
 

@@ -66,6 +66,20 @@ struct TermArgs {
   math::i64 columns = 0;  // of the width that exist; the rest is -inf
 };
 
+// prepare_measure, prepare_split: fp32 into pairs of fp16, [high parts | low parts], each of `width` columns.
+struct PairJob {
+  Source from;
+  unsigned short* to = nullptr;
+  math::Strides strides;  // of `to`
+  math::i64 columns = 0;
+  math::i64 width = 0;
+};
+struct PairArgs {
+  math::Rows rows;
+  PairJob jobs[4];  // q, k, v, do: by blockIdx.y
+  math::u32* sizes = nullptr;
+};
+
 }  // namespace fovea::cuda
 
 #endif  // FOVEA_CUDA_DEVICE_PREPARE_ARGS_H

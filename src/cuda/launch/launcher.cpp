@@ -65,9 +65,11 @@ void Launcher::run() {
       case Step::kTerm:
         term(number);
         break;
-      case Step::kClearSizes:
+      case Step::kClear:
       case Step::kMeasure:
       case Step::kSplit:
+        pairs(number);
+        break;
       case Step::kForward:
       case Step::kCombine:
         main(number);

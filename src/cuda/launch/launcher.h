@@ -36,6 +36,7 @@ class Launcher {
   void pack(std::size_t number);
   void mask(std::size_t number);
   void term(std::size_t number);
+  void pairs(std::size_t number);
 
   // In pieces where there are more blocks than a grid has.
   void main(std::size_t number);

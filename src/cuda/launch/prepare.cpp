@@ -44,4 +44,22 @@ void Launcher::term(std::size_t number) {
   launch(number, step.blocks, &args);
 }
 
+void Launcher::pairs(std::size_t number) {
+  const Operands& operands = plan_.operands;
+  const Problem& p = call_.problem;
+  PairArgs args;
+  args.rows = call_.rows;
+  args.sizes = args_.sizes;
+  const auto job = [&](int i, const View& view, const Operand& operand, i64 columns, int width) {
+    args.jobs[i] = {source(view), region<unsigned short>(operand.region), operand.strides, columns, width};
+  };
+  job(0, call_.q, operands.q, p.head_dim, operands.head_dim);
+  job(1, call_.k, operands.k, p.head_dim, operands.head_dim);
+  job(2, call_.v, operands.v, p.head_dim_v, operands.head_dim_v);
+  if (p.direction == Direction::kBackward) {
+    job(3, call_.grad_out, operands.grad_out, p.head_dim_v, operands.head_dim_v);
+  }
+  launch(number, plan_.launches[number].blocks, &args);
+}
+
 }  // namespace fovea::cuda
