@@ -1,0 +1,172 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the GPU tests with pytest, spread over processes that share the device (most of a first run is compilation,
+which needs no GPU), then those that need the device to themselves; prints what failed, by feature, last.
+
+A process that a fault of the device has made useless is started again behind the test that did it.
+
+examples:
+  tests/gpu/run.py                            everything
+  tests/gpu/run.py -k test_row --seconds 120  the case table, as much of it as two minutes allow
+  tests/gpu/run.py --summary summary.md       what failed, in a file as well
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+STICKY = 70  # conftest.py
+
+
+class Shard:
+    """One process of pytest, and its successors."""
+
+    def __init__(self, command: list, report: Path) -> None:
+        self.command = command
+        self.report = report
+        self.log = report.with_suffix(".log")
+        self.died: list[str] = []
+        self.start("")
+
+    def start(self, after: str) -> None:
+        with open(self.log, "a") as log:
+            self.process = subprocess.Popen(
+                [*self.command, "--report", self.report, *(["--after", after] if after else [])],
+                stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    def lines(self) -> list[dict]:
+        if not self.report.exists():
+            return []
+        return [json.loads(line) for line in self.report.read_text().splitlines()]
+
+    def finished(self) -> bool:
+        code = self.process.poll()
+        if code is None:
+            return False
+        if code not in (0, 1, 5) and len(self.died) < 40:  # 5: no test left
+            done = self.lines()
+            at = done[-1]["test"] if done else ""
+            if code != STICKY and (not at or at in self.died):
+                return True
+            self.died.append(at)
+            self.start(at)
+            return False
+        return True
+
+
+def launch(shards: int, arguments: list, expression: str, folder: Path, name: str) -> list[Shard]:
+    base = [sys.executable, "-m", "pytest", "-q", "-rN", "--tb=short", "-p", "no:cacheprovider", str(HERE), *arguments]
+    return [
+        Shard([*base, "-m", expression, "--shard", f"{n}/{shards}"], folder / f"{name}{n}.json") for n in range(shards)
+    ]
+
+
+def wait(running: list[Shard], deadline: float, started: float) -> bool:
+    """Until all are done, or the deadline; prints progress."""
+    shown = 0.0
+    while not all([shard.finished() for shard in running]):
+        now = time.monotonic()
+        if now > deadline:
+            for shard in running:
+                if shard.process.poll() is None:
+                    shard.process.kill()
+            return False
+        if now - shown > 15:
+            shown = now
+            outcomes = collections.Counter(line["outcome"] for shard in running for line in shard.lines())
+            print(f"{now - started:5.0f} s: {dict(outcomes)}", flush=True)
+        time.sleep(0.2)
+    return True
+
+
+def words(line: str) -> set[str]:
+    found = set()
+    for word in line.split():
+        key, _, value = word.partition("=")
+        if key in ("bwd", "seed", "offset", "b", "sq", "sk") or key.startswith(("seqs", "total", "max")):
+            continue
+        found.add(key if key.startswith("used") else word)
+    found.add("packed" if "seqs_q" in line else "dense")
+    found.add("two-level" if re.search(r"b=\d+x", line) else "one level")
+    return found
+
+
+def summary(lines: list[dict], complete: bool, seconds: float, most: int) -> str:
+    """Counts, then failures by kind, by feature and one by one."""
+    outcomes = collections.Counter(line["outcome"] for line in lines)
+    text = [f"{outcomes['passed']} passed, {outcomes['failed']} failed, {outcomes['skipped']} skipped in {seconds:.0f} s"]
+    if not complete:
+        text[0] += "; NOT ALL RAN: the time was up"
+    rows = [line for line in lines if "test_row[" in line["test"] and line["outcome"] != "skipped"]
+    if rows:
+        ways = [f"{way} {sum(bool(row.get(way)) for row in rows)}" for way in ("forward", "backward", "captured")]
+        text.append(f"rows of the case table right: {', '.join(ways)} of {len(rows)}")
+    failed = [line for line in lines if line["outcome"] == "failed"]
+    if not failed:
+        return "\n".join(text)
+    kinds = collections.Counter()
+    for line in failed:
+        first = [part for part in line.get("why", "?").splitlines() if part and not part.startswith(("bwd", "assert not"))]
+        kinds[re.sub(r"[-+]?\d[\d.e+-]*|0x[0-9a-f]+|'[^']*'", "#", (first or ["?"])[0])[:150]] += 1
+    text += ["", "by message:"] + [f"{n:6} {kind}" for kind, n in kinds.most_common(25)]
+    with_line = [line for line in lines if "line" in line and line["outcome"] != "skipped"]
+    for way in ("forward", "backward"):
+        total, wrong = collections.Counter(), collections.Counter()
+        for line in with_line:
+            for word in words(line["line"]):
+                total[word] += 1
+                wrong[word] += not line.get(way)
+        table = sorted(((wrong[word] / total[word], word) for word in total if wrong[word]), reverse=True)
+        shown = [f"{word} {wrong[word]}/{total[word]}" for _, word in table[:40]]
+        text += ["", f"{way}: failing share by feature: " + ("; ".join(shown) or "nothing fails")]
+    text += ["", "failures, smallest first:"]
+    for line in sorted(failed, key=lambda line: len(line.get("why", "")))[:most]:
+        text.append(f"- {line['test'].split('/')[-1]}: {line.get('why', '?')[:900]}")
+    return "\n".join(text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, default=min(8, os.cpu_count() or 1))
+    parser.add_argument("--seconds", type=float, default=1e9, help="stop then, and say so")
+    parser.add_argument("--summary", type=Path, help="write the summary there too, with every failure")
+    parser.add_argument("--most", type=int, default=15, help="failures to print (15)")
+    parser.add_argument("--no-alone", action="store_true", help="leave out what needs the device to itself")
+    options, arguments = parser.parse_known_args()
+    started = time.monotonic()
+    deadline = started + options.seconds
+    with tempfile.TemporaryDirectory() as folder:
+        shards = launch(options.processes, arguments, "not alone", Path(folder), "shard")
+        complete = wait(shards, deadline, started)
+        if complete and not options.no_alone:
+            alone = launch(1, arguments, "alone", Path(folder), "alone")
+            complete = wait(alone, deadline, started)
+            shards += alone
+        lines = [line for shard in shards for line in shard.lines()]
+        text = summary(lines, complete, time.monotonic() - started, options.most)
+        broken = [shard for shard in shards if shard.process.returncode not in (0, 1, 5)]
+        for shard in broken[:2]:
+            if not shard.lines() or complete:
+                print(shard.log.read_text()[-3000:])
+        if options.summary:
+            options.summary.write_text(summary(lines, complete, time.monotonic() - started, 10**6) + "\n")
+    for shard in shards:
+        for test in shard.died:
+            text = f"the device was left in error by {test}\n{text}"
+    print(text)
+    return 1 if not complete or broken or not lines or any(line["outcome"] == "failed" for line in lines) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What other attention kernels get wrong without a word, as cases. Each line names whose fault it was, as far as known;
+all go through the same judgement as the case table."""
+
+import pytest
+import torch
+
+from fovea.torch import attention
+from problem import parse
+from trial import Trial
+
+LINES = {
+    "Sq % 128 == 64 with a mask": "bwd b=2 hq=2 sq=192 sk=192 d=64 bf16 mask=b,1,q,k need=q,k,v",
+    "Sq % 128 == 64 with a mask, causal, D=128": "bwd b=2 hq=2 sq=320 sk=448 d=128 bf16 causal mask=b,h,q,k need=q,k,v",
+    "fp32 bias with bf16 q": "bwd b=2 hq=2 sq=130 sk=130 d=64 bf16 bias=1,h,q,k:fp32 need=q,k,v,bias",
+    "bf16 bias with fp16 q": "bwd b=2 hq=2 sq=130 sk=130 d=64 fp16 bias=b,h,q,k:bf16 need=q,k,v,bias",
+    "random-state offsets past 2^32": "bwd b=2 hq=2 sq=130 sk=130 d=64 bf16 dropout=0.2 rng=torch_mem_efficient seed=5 offset=0x100000003 need=q,k,v",
+    "random-state offsets across 2^32": "bwd b=2 hq=2 sq=130 sk=130 d=64 bf16 dropout=0.2 rng=torch_mem_efficient seed=5 offset=0xffffff00 need=q,k,v",
+    "only the bias requires a gradient": "bwd b=2 hq=2 sq=130 sk=200 d=64 bf16 bias=1,h,q,k need=bias",
+    "only a key bias requires a gradient": "bwd b=3 hq=2 sq=130 sk=200 d=64 bf16 bias=b,1,1,k need=bias",
+    "only the sink requires a gradient": "bwd b=2 hq=2 sq=130 sk=200 d=64 bf16 sink need=sink",
+    "keys that are no multiple of 8 with a bias": "bwd b=2 hq=2 sq=100 sk=77 d=64 bf16 bias=b,h,q,k need=q,k,v,bias",
+    "odd bias rows, unaligned": "bwd b=2 hq=2 sq=67 sk=67 d=64 bf16 skew=1 bias=1,h,q,k need=q,k,v,bias",
+    "dead rows": "bwd b=2 hq=2 sq=90 sk=90 d=64 bf16 mask=b,h,q,k need=q,k,v values=dead_rows",
+    "rows without keys, bottom-right causal": "bwd b=2 hq=2 sq=200 sk=70 d=64 bf16 causal need=q,k,v",
+    "row of the type's lowest number": "bwd b=2 hq=2 sq=90 sk=90 d=64 bf16 bias=b,h,q,k need=v values=lowest",
+    "a sequence without keys": "bwd b=4 hq=2 d=64 bf16 seqs_q=33,17,0,17 seqs_k=50,0,17,50 need=q,k,v",
+    "one query, split keys": "bwd b=1 hq=2 sq=1 sk=3000 d=128 bf16 need=q,k,v",
+    "one key": "bwd b=2 hq=2 sq=300 sk=1 d=128 bf16 need=q,k,v",
+    "negative scale": "bwd b=2 hq=2 sq=130 sk=130 d=64 bf16 scale=-0.5 causal need=q,k,v",
+    "large scores": "bwd b=2 hq=2 sq=130 sk=130 d=128 fp16 need=q,k,v values=large_scores",
+    "D=8": "bwd b=2 hq=2 sq=130 sk=130 d=8 bf16 need=q,k,v",
+    "D=1": "bwd b=2 hq=2 sq=40 sk=50 d=1 bf16 need=q,k,v",
+    "D=512": "bwd b=2 hq=2 sq=130 sk=140 d=512 bf16 need=q,k,v",
+    "D=520, Dv=1000": "bwd b=1 hq=2 sq=70 sk=90 d=520 dv=1000 bf16 need=q,k,v",
+    "MQA, 16 heads": "bwd b=1 hq=16 hk=1 sq=100 sk=130 d=64 bf16 need=q,k,v",
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_fault(name, device):
+    p = parse(LINES[name])
+    p.case_seed = 8
+    faults = Trial(p, device).test()
+    assert not faults, "\n".join([p.line(), *faults])
+
+
+def normal(*shape, device, dtype=torch.bfloat16, grad=False):
+    return torch.randn(*shape, device=device, dtype=dtype, requires_grad=grad)
+
+
+def right(q, k, v, bias=None):
+    """(out, gradients) in fp64 by autograd, for a gradient of ones."""
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    b = None if bias is None else bias.detach().double().requires_grad_()
+    s = leaves[0] @ leaves[1].mT / q.shape[-1] ** 0.5 + (0 if b is None else b)
+    out = torch.softmax(s, -1) @ leaves[2]
+    out.sum().backward()
+    return out, [x.grad for x in leaves], None if b is None else b.grad
+
+
+def test_bias_with_stride_0(device):
+    """An expanded bias is read where it lies, and its gradient is that of every element as given."""
+    q, k, v = (normal(3, 2, 70, 64, device=device, grad=True) for _ in range(3))
+    bias = normal(70, 70, device=device).expand(3, 2, 70, 70).detach().requires_grad_()
+    assert bias.stride()[:2] == (0, 0)
+    out = attention(q, k, v, bias=bias)
+    out.sum().backward()
+    truth, (grad_q, _, _), grad_bias = right(q, k, v, bias)
+    torch.testing.assert_close(out.double(), truth, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(q.grad.double(), grad_q, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(bias.grad.double(), grad_bias, rtol=0.02, atol=0.02)
+
+
+def test_bias_sliced_from_a_padded_one(device):
+    """A row stride that is no multiple of 8 and a base that is not aligned."""
+    padded = normal(2, 2, 61, 99, device=device)
+    bias = padded[..., 3:64].detach().requires_grad_()
+    q, k, v = (normal(2, 2, 61, 64, device=device, grad=True) for _ in range(3))
+    out = attention(q, k, v, bias=bias)
+    out.sum().backward()
+    truth, _, grad_bias = right(q, k, v, bias)
+    torch.testing.assert_close(out.double(), truth, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(bias.grad.double(), grad_bias, rtol=0.02, atol=0.02)
+
+
+def test_k_and_v_expanded_over_the_batch(device):
+    q = normal(4, 2, 50, 64, device=device, grad=True)
+    k, v = (normal(1, 2, 80, 64, device=device) for _ in range(2))
+    out = attention(q, k.expand(4, -1, -1, -1), v.expand(4, -1, -1, -1))
+    torch.testing.assert_close(out.double(), right(q, k, v)[0], rtol=0.02, atol=0.02)
