@@ -973,7 +973,7 @@ def test_package_without_a_library(tmp_path):
             (place.parent / "include" / "fovea").mkdir(parents=True)
             (place.parent / "include" / "fovea" / "c.h").write_text("")
         environment = {**os.environ, "PYTHONPATH": str(place)}
-        environment.pop("FOVEA_LIBRARY")
+        environment.pop("FOVEA_LIBRARY", None)
         done = subprocess.run([sys.executable, "-c", "import fovea"], env=environment, capture_output=True, text=True)
         assert "ImportError: fovea: its shared library is not at" in done.stderr
         assert str(place / "fovea") in done.stderr
