@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the kernels of the backward take for a Spec: keys and queries of a block, bytes of shared memory. Asked by the
+// planner on the host and by the kernels themselves, so that the two cannot disagree.
+#ifndef FOVEA_CUDA_DEVICE_SM80_BACKWARD_SIZES_H
+#define FOVEA_CUDA_DEVICE_SM80_BACKWARD_SIZES_H
+
+#include "sm80_sizes.h"
+#include "spec.h"
+
+namespace fovea::cuda {
+
+// Row vectors of a step: logsumexp and delta.
+constexpr int row_vector_bytes(int queries) { return 8 * queries; }
+
+// ---- sm80_backward: keys x queries of a step, K and V once ----
+
+constexpr int backward_keys(const Spec& s) { return s.warps * s.tiles * 16; }
+
+constexpr int backward_stage_bytes(const Spec& s) {
+  const int keys = backward_keys(s);
+  return s.step * (s.d + s.dv) * element_bytes(s.type) + row_vector_bytes(s.step) +
+         score_input_bytes(s, s.step, keys, true);
+}
+constexpr int backward_shared_bytes(const Spec& s) {
+  const int keys = backward_keys(s);
+  const int grads = s.dq ? keys * s.step * element_bytes(s.type) * (s.delay ? 2 : 1) : 0;
+  return keys * (s.d + s.dv) * element_bytes(s.type) + grads + s.stages * backward_stage_bytes(s);
+}
+
+// ---- sm80_wide_backward ----
+
+constexpr int wide_backward_keys(const Spec& s) { return s.grid_s * s.tiles * 16; }
+
+constexpr int wide_backward_stage_bytes(const Spec& s) {
+  const int keys = wide_backward_keys(s);
+  return s.step * (s.d + s.dv) * element_bytes(s.type) + row_vector_bytes(s.step) +
+         score_input_bytes(s, s.step, keys, true);
+}
+constexpr int wide_backward_shared_bytes(const Spec& s) {
+  const int keys = wide_backward_keys(s);
+  const int sums = s.column_sum ? keys * (s.warps / s.grid_s) * 4 : 0;
+  return keys * (s.d + s.dv) * element_bytes(s.type) + 2 * keys * s.step * element_bytes(s.type) + sums +
+         s.stages * wide_backward_stage_bytes(s);
+}
+
+// ---- sm80_backward_dq: warps * tiles * 16 queries, `step` keys a step ----
+
+constexpr int backward_dq_rows(const Spec& s) { return s.warps * s.tiles * 16; }
+
+constexpr int backward_dq_shared_bytes(const Spec& s) {
+  const int rows = backward_dq_rows(s);
+  const int stage = s.step * (s.d + s.dv) * element_bytes(s.type) + score_input_bytes(s, rows, s.step, false);
+  return rows * (s.d + s.dv) * element_bytes(s.type) + row_vector_bytes(rows) + s.stages * stage;
+}
+
+// ---- sm80_bias_gradient: grid_s * tiles * 16 queries by `step` keys of one plane ----
+
+constexpr int bias_gradient_rows(const Spec& s) { return s.grid_s * s.tiles * 16; }
+
+constexpr int bias_gradient_stage_bytes(const Spec& s) {
+  const int rows = bias_gradient_rows(s);
+  return (rows + s.step) * (s.d + s.dv) * element_bytes(s.type) + row_vector_bytes(rows) +
+         score_input_bytes(s, rows, s.step, false);
+}
+constexpr int bias_gradient_shared_bytes(const Spec& s) { return s.stages * bias_gradient_stage_bytes(s); }
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_SM80_BACKWARD_SIZES_H
