@@ -92,6 +92,9 @@ class Planner {
       spec.banded = false;
     }
     spec.softcap = problem_.softcap > 0;
+    // Scores that the exponent would not scale well, or not in their order.
+    const double scale = problem_.scale_or_default();
+    spec.natural = !(scale >= 0x1p-100 && scale <= 0x1p100);
     spec.alibi = problem_.alibi != Alibi::kNone;
     spec.dropout = !call_.dropout.active()                  ? DropoutRule::kNone
                    : call_.dropout.rng == math::Rng::kFovea ? DropoutRule::kFovea

@@ -5,6 +5,8 @@
 //
 // Everything that a kernel copies by 16 bytes is aligned when it gets here: rows begin at multiples of 16 bytes, the
 // last dimension is contiguous. The launcher packs what the caller gave otherwise into the workspace (prepare.cuh).
+// Rows of tiles (q, k, v, do, biases) are 0 to kRowBytesLimit - 1 bytes apart; key_term and query_term are contiguous
+// along keys and queries, and their planes are aligned to 16 bytes.
 #ifndef FOVEA_CUDA_DEVICE_ARGS_H
 #define FOVEA_CUDA_DEVICE_ARGS_H
 
@@ -98,8 +100,12 @@ struct Args {
 // Where a number of Args::sizes lies; k and v count their own heads.
 enum class Size : int { kQ, kK, kV, kGradOut, kRowOfV, kRowOfGradOut };
 constexpr i64 size_place(const math::Rows& rows, Size which, i64 b, i64 head) {
-  return (i64(which) * rows.batch() + b) * rows.heads_q + head;
+  const bool of_keys = which == Size::kK || which == Size::kV || which == Size::kRowOfV;
+  return i64(which) * rows.batch() * rows.heads_q + b * (of_keys ? rows.heads_k : rows.heads_q) + head;
 }
+
+// What a tile's rows may be apart, so that offsets in a tile have 32 bits.
+constexpr i64 kRowBytesLimit = i64(1) << 24;
 
 // Sequences are padded so that a tile of rows never crosses into the next one.
 constexpr int kRowPad = 128;

@@ -99,6 +99,7 @@ constexpr void for_each_field(const Spec& spec, Visit visit) {
   visit("resident", spec.resident, usual.resident);
   visit("lazy", spec.lazy, usual.lazy);
   visit("early", spec.early, usual.early);
+  visit("natural", spec.natural, usual.natural);
   visit("delay", spec.delay, usual.delay);
   visit("split", spec.split, usual.split);
 }

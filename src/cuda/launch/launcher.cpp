@@ -46,6 +46,7 @@ Launcher::Launcher(const Call& call, const Executable& executable, void* workspa
   a.seed = {call.dropout.seed, call.seed_ptr};
   a.offset = {call.dropout.offset, call.offset_ptr};
   a.dropout_plane = static_cast<i64>(static_cast<u64>(p.seqlen_q) * static_cast<u64>(p.seqlen_k));
+  a.padded_rows = padded_rows(call.rows);
   a.sizes = region<u32>(Region::kSizes);
 }
 
