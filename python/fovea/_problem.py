@@ -66,20 +66,37 @@ class _Scratch(threading.local):
 
     def __init__(self) -> None:
         self._kept = np.empty(0, np.uint8)
-        self._address = 0
+        self.address = 0  # of the one that is kept, and its size
+        self.size = 0
 
     def of(self, size: int) -> tuple[int, np.ndarray]:
         """(address, what keeps it alive)"""
         if size > self.LARGEST_KEPT:
             large = np.empty(size, np.uint8)
             return large.ctypes.data, large
-        if size > self._kept.size:
+        if size > self.size:
             self._kept = np.empty(size, np.uint8)
-            self._address = self._kept.ctypes.data  # costs as much as a whole look into a tensor
-        return self._address, self._kept
+            self.address = self._kept.ctypes.data  # costs as much as a whole look into a tensor
+            self.size = size
+        return self.address, self._kept
 
 
 _scratch = _Scratch()
+
+
+def call_on_cpu(library: Any, raw: Any, direction: int) -> int:
+    """The status of a forward or a backward. The workspace that the thread has kept is nearly always enough, so that
+    the library is asked how much is needed only after it has said, before it wrote anything, that it is not."""
+    call = library.fovea_backward if direction == _abi.BACKWARD else library.fovea_forward
+    status = call(raw, _scratch.address, _scratch.size)
+    if status != _abi.OUT_OF_MEMORY:
+        return status
+    needed = ctypes.c_size_t()
+    status = library.fovea_workspace(raw, direction, ctypes.byref(needed))
+    if status == _abi.OK:
+        address, _keep = _scratch.of(needed.value)
+        status = call(raw, address, needed.value)
+    return status
 
 
 class Problem:
@@ -318,15 +335,8 @@ class Problem:
     # ---- calls ----
 
     def run(self, direction: int) -> None:
-        raw = ctypes.byref(self.raw)
-        needed = ctypes.c_size_t()
-        status = lib.fovea_workspace(raw, direction, ctypes.byref(needed))
-        if status == _abi.OK:
-            address, _keep = _scratch.of(needed.value)
-            call = lib.fovea_backward if direction == _abi.BACKWARD else lib.fovea_forward
-            status = call(raw, address, needed.value)
         try:
-            check(status)
+            check(call_on_cpu(lib, ctypes.byref(self.raw), direction))
         except ValueError as error:
             self._name_layout(error)
             raise

@@ -56,7 +56,9 @@ def arguments(q, seed_tensor=None, **changes):
 
 def test_the_problem_of_a_device(device):
     q, seed = torch.randn(1, 2, 8, 16), torch.tensor(7)
-    problem = _call._Problem(arguments(OnDevice(q), OnDevice(seed)))
+    a = arguments(OnDevice(q), OnDevice(seed))
+    problem = _call._Problem(a)
+    problem.place(a, [*a[:3], seed])
     raw = problem.raw
     assert (raw.device, raw.device_index, raw.stream) == (1, 1, 0x1234)
     assert raw.seed_ptr == seed.data_ptr()
@@ -81,9 +83,9 @@ def test_lengths_on_a_device_are_not_read(device):
     q = OnDevice(torch.randn(6, 2, 16))
     lengths, others = (OnDevice(torch.tensor([0, 2, 6])) for _ in range(2))
     with pytest.raises(ValueError, match="align: None with causal, lengths that lie on the device; accepted"):
-        _call._Problem(arguments(q, causal=True, cu_seqlens_q=lengths, cu_seqlens_k=others))
+        _call.forward(*arguments(q, causal=True, cu_seqlens_q=lengths, cu_seqlens_k=others))
 
 
 def test_the_same_lengths_on_a_device_need_no_alignment(device):
     q, lengths = OnDevice(torch.randn(6, 2, 16)), OnDevice(torch.tensor([0, 2, 6]))
-    _call._Problem(arguments(q, causal=True, cu_seqlens_q=lengths, cu_seqlens_k=lengths))
+    _call._need_no_align(arguments(q, causal=True, cu_seqlens_q=lengths, cu_seqlens_k=lengths))

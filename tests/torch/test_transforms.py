@@ -80,7 +80,7 @@ def test_opcheck(row):
 
 
 def test_opcheck_seed():
-    opcheck(_operators.seed, (torch.randn(3),), test_utils=("test_schema", "test_faketensor"))
+    opcheck(_operators.seed, ([torch.randn(3), torch.randn(2)],), test_utils=("test_schema", "test_faketensor"))
 
 
 # ---- torch.compile and torch.export ----
@@ -290,11 +290,19 @@ def flags_of_calls(monkeypatch, refuse_deterministic=False):
         def __getattr__(self, name):
             return getattr(real, name)
 
-        def fovea_workspace(self, raw, direction, needed):
-            seen.append(raw._obj.flags & _abi.DETERMINISTIC)
-            if refuse_deterministic and seen[-1]:
+        def call(self, function, raw, *workspace):
+            if refuse_deterministic and raw.contents.flags & _abi.DETERMINISTIC:
                 return _abi.UNSUPPORTED
-            return real.fovea_workspace(raw, direction, needed)
+            status = function(raw, *workspace)
+            if status == _abi.OK:
+                seen.append(raw.contents.flags & _abi.DETERMINISTIC)
+            return status
+
+        def fovea_forward(self, *arguments):
+            return self.call(real.fovea_forward, *arguments)
+
+        def fovea_backward(self, *arguments):
+            return self.call(real.fovea_backward, *arguments)
 
     real = _call.lib
     monkeypatch.setattr(_call, "lib", Library())
@@ -322,13 +330,15 @@ def test_deterministic_warn_only(monkeypatch):
     """Where no backend is deterministic: refused, or computed with a warning."""
     q = torch.randn(1, 2, 16, 8)
     want = attention(q, q, q)
-    flags_of_calls(monkeypatch, refuse_deterministic=True)
+    seen = flags_of_calls(monkeypatch, refuse_deterministic=True)
     torch.use_deterministic_algorithms(True)
     with pytest.raises(NotImplementedError):
         attention(q, q, q)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    with pytest.warns(UserWarning, match="not deterministic here"):
-        assert torch.equal(attention(q, q, q), want)
+    for _ in range(2):  # in each call, also after one that has been kept
+        with pytest.warns(UserWarning, match="not deterministic here"):
+            assert torch.equal(attention(q, q, q), want)
+    assert seen == [0, 0]
 
 
 # ---- vmap and torch.func ----
@@ -431,6 +441,19 @@ def test_vmap_and_randomness():
     assert not torch.equal(different[0], different[1]) and not torch.equal(different[1], different[2])
 
 
+def test_vmap_and_randomness_of_any_mapped_tensor():
+    """q is the same for all slices, and something else is mapped."""
+    q = torch.randn(1, 2, 16, 8)
+    k = q.expand(3, 1, 2, 16, 8)
+    function = lambda k: attention(q, k, k, dropout_p=0.5)  # noqa: E731
+    with pytest.raises(RuntimeError, match="randomness"):
+        torch.vmap(function)(k)
+    different = torch.vmap(function, randomness="different")(k)
+    assert not torch.equal(different[0], different[1])
+    same = torch.vmap(function, randomness="same")(k)
+    assert torch.equal(same[0], same[1])
+
+
 def test_torch_func_jvp_is_refused_by_name():
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(NotImplementedError, match="forward-mode"):
@@ -453,6 +476,38 @@ def test_lazy_negation_is_resolved():
     negative = z.conj().imag
     assert negative.is_neg()
     assert torch.equal(attention(negative, negative, negative), attention(*[negative.resolve_neg()] * 3))
+
+
+def test_lazy_negation_of_a_gradient_is_resolved():
+    """As a result that goes on as the imaginary part of a complex number gets it."""
+    q = torch.randn(1, 2, 4, 8, requires_grad=True)
+    weights = torch.randn(1, 2, 4, 8, dtype=torch.complex64)
+    seen = []
+
+    def loss(out):
+        out.register_hook(lambda grad: seen.append(grad.is_neg()))
+        return (torch.complex(torch.zeros_like(out), out).conj() * weights).real.sum()
+
+    got = torch.autograd.grad(loss(attention(q, q, q)), q)[0]
+    want = torch.autograd.grad((attention(q, q, q) * weights.imag).sum(), q)[0]
+    assert seen == [True]
+    torch.testing.assert_close(got, want)
+
+
+def test_gradients_without_memory():
+    """PyTorch has zeros that lie nowhere."""
+    q = torch.randn(1, 2, 4, 8, requires_grad=True)
+    out, lse = attention(q, q, q, return_lse=True)
+    zeros = torch._efficientzerotensor(out.shape)
+    assert not torch.autograd.grad(out, q, zeros)[0].any()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_jit_trace():
+    """A recorded call computes for what it is given later."""
+    x, y = (torch.randn(1, 2, 4, 8) for _ in range(2))
+    traced = torch.jit.trace(lambda x: attention(x, x, x, causal=True), (x,))
+    assert torch.equal(traced(y), attention(y, y, y, causal=True))
 
 
 def test_parameters_subclasses_and_inference_mode():

@@ -22,8 +22,8 @@ _ALIGNS = (None, "bottom_right", "top_left")
 _LAYOUTS = ("bhsd", "bshd")
 _RNGS = ("fovea", "torch_mem_efficient")
 _DEVICES = ("cpu", "cuda", "meta")
-_NAMES = _call.Arguments._fields[: _call.TENSORS]
-_SIX = operator.itemgetter(*(_NAMES.index(name) for name in _call.DIFFERENTIABLE))
+_UNBOUNDED = (-1, -1)
+_any_autocast = torch._C._is_any_autocast_enabled
 
 
 def attention(
@@ -36,7 +36,7 @@ def attention(
     mask: Optional[Tensor] = None,
     scale: Optional[float] = None,
     causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
+    window: tuple[int, int] = _UNBOUNDED,
     align: Optional[str] = None,
     softcap: float = 0.0,
     alibi_slopes: Optional[Tensor] = None,
@@ -80,136 +80,78 @@ def attention(
         seed = _word("seed", seed)
     if isinstance(offset, Tensor):
         offset_tensor, offset = offset, 0
-    elif offset != 0:
+    elif type(offset) is not int or offset != 0:
         offset = _word("offset", offset)
 
     tensors = (q, k, v, bias, bias2, mask, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                seed_tensor, offset_tensor)  # fmt: skip
     compiling = torch.compiler.is_compiling()
-    plain = _check_tensors(tensors) and not compiling and _is_plain(tensors)
-    if not plain and q.is_nested:
-        return _nested(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, layout, return_lse,
-                       bias=bias, bias2=bias2, mask=mask, scale=scale, causal=causal, window=window, align=align,
-                       softcap=softcap, alibi_slopes=alibi_slopes, sink=sink, dropout_p=dropout_p,
-                       seed=(None if drawn else seed) if seed_tensor is None else seed_tensor,
-                       offset=offset if offset_tensor is None else offset_tensor, rng=rng, max_seqlen_q=max_seqlen_q,
-                       max_seqlen_k=max_seqlen_k, batch_shape=batch_shape, deterministic=deterministic,
-                       backend=backend)  # fmt: skip
-
+    plain = not (compiling or q is None or k is None or v is None) and _operators.are_plain(tensors) and not q.is_meta
     if not plain:
-        for name, tensor in zip(_NAMES, tensors):
-            if tensor is not None and tensor.is_nested:
-                raise TypeError(f"{name}: a nested tensor, where q is none; accepted: a dense one")
-    if align not in _ALIGNS:
-        _refuse_choice("align", align, _ALIGNS)
-    if layout not in _LAYOUTS:
-        _refuse_choice("layout", layout, _LAYOUTS)
-    if rng not in _RNGS:
-        _refuse_choice("rng", rng, _RNGS)
-    if backend is not None and not isinstance(backend, str):
-        raise TypeError(f"backend: {backend!r}; accepted: a name that fovea.backends() has")
-    if scale is not None and type(scale) is not float:
-        scale = _real("scale", scale)
-    if type(softcap) is not float:
-        softcap = _real("softcap", softcap)
-    if type(dropout_p) is not float:
-        dropout_p = _real("dropout_p", dropout_p)
-    left, right = _window(window)
-    if deterministic:
-        order = _call.DETERMINISTIC
-    elif torch.are_deterministic_algorithms_enabled():
-        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-        order = _call.DETERMINISTIC_OR_WARN if warn_only else _call.DETERMINISTIC
-    else:
-        order = _call.ANY_ORDER
-    if not q.is_meta and torch.is_autocast_enabled(q.device.type):
+        _check_tensors(tensors)
+        if q.is_nested:
+            return _nested(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, layout, return_lse,
+                           bias=bias, bias2=bias2, mask=mask, scale=scale, causal=causal, window=window, align=align,
+                           softcap=softcap, alibi_slopes=alibi_slopes, sink=sink, dropout_p=dropout_p,
+                           seed=(None if drawn else seed) if seed_tensor is None else seed_tensor,
+                           offset=offset if offset_tensor is None else offset_tensor, rng=rng,
+                           max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, batch_shape=batch_shape,
+                           deterministic=deterministic, backend=backend)  # fmt: skip
+    if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "alibi_slopes: requires_grad, and it has no gradient; accepted: alibi_slopes.detach(), or the same "
+            "numbers as a bias, which has one"
+        )
+    options = _options(scale, causal, window, align, softcap, dropout_p, rng, max_seqlen_q, max_seqlen_k,
+                       0 if batch_shape is None else _batch_outer(batch_shape, cu_seqlens_q, cu_seqlens_k),
+                       layout, deterministic, backend)  # fmt: skip
+    if _any_autocast() and not q.is_meta and torch.is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q, k, v)
         tensors = (q, k, v, *tensors[3:])
 
     direct = plain and not _operators.is_watched()
     if drawn:
-        drawn_seed = _operators.draw_seed(q) if direct else _operators.seed(q)
-        tensors = (*tensors[:12], drawn_seed, offset_tensor)
-    arguments = (
-        *tensors,
-        seed,
-        offset,
-        scale,
-        bool(causal),
-        left,
-        right,
-        align,
-        softcap,
-        dropout_p,
-        rng,
-        0 if max_seqlen_q is None else _integer("max_seqlen_q", max_seqlen_q),
-        0 if max_seqlen_k is None else _integer("max_seqlen_k", max_seqlen_k),
-        0 if batch_shape is None else _batch_outer(batch_shape, cu_seqlens_q, cu_seqlens_k),
-        layout,
-        order,
-        backend,
-    )
+        draw = _operators.draw_seed if direct else _operators.seed
+        tensors = (*tensors[:12], draw([x for x in tensors if x is not None]), offset_tensor)
+    arguments = (*tensors, seed, offset, *options)
     if direct:
         if _wants_gradient(tensors):
-            run = _operators.DirectAttention.apply
+            out, lse = _operators.direct_attention(arguments)
         else:
-            run = _call.forward if return_lse else _call.forward_without_lse
+            out, lse = _call.compute(arguments, return_lse)
     elif not compiling and torch._C._are_functorch_transforms_active():
-        run = _operators.Attention.apply
+        out, lse = _operators.Attention.apply(*arguments)
     else:
-        run = _operators.attention
-    out, lse = run(*arguments)
+        out, lse = _operators.attention(*arguments)
     return (out, lse) if return_lse else out
 
 
-def _check_tensors(tensors: tuple) -> bool:
-    """Refuses what is no tensor, or lies elsewhere; true if all are dense tensors of PyTorch's own type."""
+def _check_tensors(tensors: tuple) -> None:
+    """Refuses what is no tensor, lies elsewhere, or is neither dense nor, with q, nested."""
     q = tensors[0]
     device = q.device if isinstance(q, Tensor) else None
-    plain = True
-    for index, tensor in enumerate(tensors):
+    for index, (name, tensor) in enumerate(zip(_call.NAMES, tensors)):
         if tensor is None and index >= 3:
             continue
-        if type(tensor) not in _operators.PLAIN:
-            if not isinstance(tensor, Tensor):
-                given = "None" if tensor is None else f"a {type(tensor).__name__}"
-                raise TypeError(f"{_name(index)}: {given}; accepted: a torch.Tensor")
-            plain = False
+        if not isinstance(tensor, Tensor):
+            given = "None" if tensor is None else f"a {type(tensor).__name__}"
+            raise TypeError(f"{name}: {given}; accepted: a torch.Tensor")
         if tensor.device != device:
-            raise ValueError(f"{_name(index)}: on {tensor.device}; accepted: {device}, where q lies")
-        if tensor.layout is not torch.strided:
-            if not tensor.is_nested:
-                raise TypeError(f"{_name(index)}: a tensor of layout {tensor.layout}; accepted: a dense one")
-            plain = False
+            raise ValueError(f"{name}: on {tensor.device}; accepted: {device}, where q lies")
+        if tensor.is_nested:
+            if not q.is_nested:
+                raise TypeError(f"{name}: a nested tensor, where q is none; accepted: a dense one")
+        elif tensor.layout is not torch.strided:
+            raise TypeError(f"{name}: a tensor of layout {tensor.layout}; accepted: a dense one")
     if device.type not in _DEVICES:
         raise NotImplementedError(f"q: lies on {device}; this build of fovea computes on the CPU and on CUDA devices")
-    slopes = tensors[6]
-    if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            "alibi_slopes: requires_grad, and it has no gradient; accepted: alibi_slopes.detach(), or the same "
-            "numbers as a bias, which has one"
-        )
-    return plain
-
-
-def _is_plain(tensors: tuple) -> bool:
-    """Whether memory holds what the tensors say: none without memory, no negation that is still to be done."""
-    for tensor in tensors:
-        if tensor is not None and (tensor.is_neg() or tensor.is_meta or tensor.is_nested):
-            return False
-    return True
-
-
-def _name(index: int) -> str:
-    return _NAMES[index].removesuffix("_tensor")
 
 
 def _wants_gradient(tensors: tuple) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    for tensor in _SIX(tensors):
-        if tensor is not None and tensor.requires_grad:
-            return True
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
     return False
 
 
@@ -275,25 +217,71 @@ def _with_longest(options: dict[str, Any], q: Tensor, k: Tensor) -> dict[str, An
 # ---- numbers and choices ----
 
 
+def _options(
+    scale: Any, causal: Any, window: Any, align: Any, softcap: Any, dropout_p: Any, rng: Any, max_seqlen_q: Any,
+    max_seqlen_k: Any, batch_outer: int, layout: Any, deterministic: Any, backend: Any,
+) -> tuple:  # fmt: skip
+    """The operator's arguments from `scale` on."""
+    if align not in _ALIGNS:
+        _refuse_choice("align", align, _ALIGNS)
+    if layout not in _LAYOUTS:
+        _refuse_choice("layout", layout, _LAYOUTS)
+    if rng not in _RNGS:
+        _refuse_choice("rng", rng, _RNGS)
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend: {backend!r}; accepted: a name that fovea.backends() has")
+    if deterministic:
+        order = _call.DETERMINISTIC
+    elif torch.are_deterministic_algorithms_enabled():
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        order = _call.DETERMINISTIC_OR_WARN if warn_only else _call.DETERMINISTIC
+    else:
+        order = _call.ANY_ORDER
+    return (
+        scale if scale is None or type(scale) is float else _real("scale", scale),
+        bool(causal),
+        *(window if window is _UNBOUNDED else _window(window)),
+        align,
+        softcap if type(softcap) is float else _real("softcap", softcap),
+        dropout_p if type(dropout_p) is float else _real("dropout_p", dropout_p),
+        rng,
+        0 if max_seqlen_q is None else _integer("max_seqlen_q", max_seqlen_q),
+        0 if max_seqlen_k is None else _integer("max_seqlen_k", max_seqlen_k),
+        batch_outer,
+        layout,
+        order,
+        backend,
+    )
+
+
 def _refuse_choice(name: str, value: Any, choices: tuple) -> NoReturn:
     raise ValueError(f"{name}: {value!r}; accepted: {', '.join(repr(choice) for choice in choices)}")
 
 
 def _integer(name: str, value: Any) -> int:
-    if isinstance(value, (int, torch.SymInt)):
+    if isinstance(value, torch.SymInt):
+        return value
+    number = _index(name, value)
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{name}: {number}; accepted: an integer of 64 bits")
+    return number
+
+
+def _word(name: str, value: Any) -> int:
+    """64 bits as a signed number, which is what the dispatcher has."""
+    number = value if isinstance(value, torch.SymInt) else _index(name, value)
+    if not -(2**63) <= number < 2**64:
+        raise ValueError(f"{name}: {number}; accepted: an integer of up to 64 bits")
+    return number - 2**64 if number >= 2**63 else number
+
+
+def _index(name: str, value: Any) -> int:
+    if type(value) is int:
         return value
     try:
         return operator.index(value)
     except TypeError:
         raise TypeError(f"{name}: {value!r}; accepted: an integer") from None
-
-
-def _word(name: str, value: Any) -> int:
-    """64 bits as a signed number, which is what the dispatcher has."""
-    number = _integer(name, value)
-    if not -(2**63) <= number < 2**64:
-        raise ValueError(f"{name}: {number}; accepted: an integer of up to 64 bits")
-    return number - 2**64 if number >= 2**63 else number
 
 
 def _real(name: str, value: Any) -> float:

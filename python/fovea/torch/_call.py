@@ -7,13 +7,16 @@ CUDA the work goes to PyTorch's current stream of the tensors' device, and works
 
 new_out(), new_lse() and new_grad() make results; the fake implementations call them as well, so that a traced graph
 sees the shapes and strides of the real ones.
+
+A problem that has been computed is kept for the next call with the same shapes, strides, types and options: in that
+one only addresses, seeds and the stream are new. The library checks every call all the same.
 """
 
 from __future__ import annotations
 
 import ctypes
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn, Optional
 
 import torch
@@ -21,7 +24,7 @@ from torch import Tensor
 
 from fovea import _abi
 from fovea._library import check, lib
-from fovea._problem import _ALIGN, _FLOATS, _RNG, _ZEROS, _scratch
+from fovea._problem import _ALIGN, _FLOATS, _RNG, _ZEROS, call_on_cpu
 
 # Values of the operator's argument `deterministic`.
 ANY_ORDER = 0
@@ -39,7 +42,13 @@ _CODES = {
 }
 _PROBLEM_SIZE = ctypes.sizeof(_abi.Problem)
 _TENSOR_SIZE = _abi.TENSOR.size
-_TENSORS = ctypes.c_char * (_TENSOR_SIZE * len(_abi.INPUTS + _abi.RESULTS))
+_MEMORY = ctypes.c_char * (_PROBLEM_SIZE + _TENSOR_SIZE * len(_abi.INPUTS + _abi.RESULTS))
+# A problem's memory as words of 64 bits, in which these are numbers of words.
+_WORD = 8
+_DATA = ctypes.sizeof(ctypes.c_size_t) // _WORD  # of fovea_tensor
+_SEED = _abi.Problem.seed.offset // _WORD
+_OFFSET = _abi.Problem.offset.offset // _WORD
+_ALL_BITS = 2**64 - 1
 _pack = _abi.TENSOR.pack_into
 _DEVICES = {"cpu": 0, "cuda": 1}  # fovea_device
 
@@ -94,6 +103,8 @@ class Arguments(NamedTuple):
 
 TENSORS = 14  # so many of the arguments are tensors
 DIFFERENTIABLE = ("q", "k", "v", "bias", "bias2", "sink")
+# What errors call the tensors of a forward, and those that a backward has besides.
+NAMES = (*(name.removesuffix("_tensor") for name in Arguments._fields[:TENSORS]), "grad_out", "out", "lse", "grad_lse")
 
 
 # ---- results ----
@@ -113,69 +124,81 @@ def check_ranks(a: Arguments) -> None:
         raise ValueError(f"{name}: shape {given}; accepted: {accepted}")
 
 
-def new_out(a: Arguments) -> Tensor:
-    """In memory a row's heads lie together, whatever the layout, as in the result of PyTorch's fused kernels: joining
-    the heads, which comes next in a model, then copies nothing."""
-    q, last = a.q, a.v.shape[-1]
-    if not a.heads_first:
-        out = q.new_empty((*q.shape[:-1], last))
-    elif q.dim() == 4:
-        batch, heads, rows, _ = q.shape
-        step = heads * last
-        out = q.new_empty_strided((batch, heads, rows, last), (rows * step, last, step, 1))
-    else:
-        outer, inner, heads, rows, _ = q.shape
-        step = heads * last
-        out = q.new_empty_strided(
-            (outer, inner, heads, rows, last), (inner * rows * step, rows * step, last, step, 1)
-        )
-    return out.zero_() if a.partial else out
+def out_layout(a: Arguments) -> tuple[tuple, tuple]:
+    """Shape and strides. In memory a row's heads lie together, whatever the layout, as in the result of PyTorch's fused
+    kernels: joining the heads, which comes next in a model, then copies nothing."""
+    *outer, heads_or_rows, rows_or_heads, _ = a.q.shape
+    last = a.v.shape[-1]
+    heads_first = a.heads_first
+    rows, heads = (rows_or_heads, heads_or_rows) if heads_first else (heads_or_rows, rows_or_heads)
+    step = heads * last
+    strides = [last, step, 1] if heads_first else [step, last, 1]
+    distance = rows * step
+    for length in reversed(outer):
+        strides.insert(0, distance)
+        distance = distance * length
+    return (*outer, heads_or_rows, rows_or_heads, last), tuple(strides)
 
 
-def new_lse(a: Arguments) -> Tensor:
-    q = a.q
-    shape = q.shape
-    if a.packed:
-        shape = (shape[1], shape[0])
-    elif a.heads_first:
-        shape = shape[:-1]
-    else:
-        shape = (*shape[:-3], shape[-2], shape[-3])
-    lse = q.new_empty(shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
-    return lse.fill_(-torch.inf) if a.partial else lse
+def lse_shape(a: Arguments) -> tuple:
+    *outer, heads, rows, _ = a.q.shape
+    if a.packed or not a.heads_first:
+        rows, heads = heads, rows
+    return (heads, rows) if a.packed else (*outer, heads, rows)
 
 
-def new_grad(a: Arguments, name: str) -> Tensor:
+def new_out(a: Arguments, layout: tuple[tuple, tuple], partial: bool) -> Tensor:
+    out = a.q.new_empty_strided(*layout)
+    return out.zero_() if partial else out
+
+
+def new_lse(a: Arguments, shape: tuple, partial: bool) -> Tensor:
+    lse = a.q.new_empty(shape, dtype=torch.float64 if a.q.dtype == torch.float64 else torch.float32)
+    return lse.fill_(-torch.inf) if partial else lse
+
+
+def new_grad(a: Arguments, name: str, partial: bool) -> Tensor:
     tensor = getattr(a, name)
-    return torch.zeros_like(tensor) if a.partial else torch.empty_like(tensor)
+    return torch.zeros_like(tensor) if partial else torch.empty_like(tensor)
 
 
 # ---- the problem ----
 
 
 class _Problem:
-    """A fovea_problem; whoever makes it keeps the tensors alive."""
+    """A fovea_problem and the fovea_tensors that it points to, in one piece of memory. Whoever uses it keeps the
+    tensors alive; place() puts in where they lie."""
 
     def __init__(self, a: Arguments) -> None:
         check_ranks(a)
-        self.raw = raw = _abi.Problem(_PROBLEM_SIZE)
-        self._tensors = _TENSORS()
-        self._base = ctypes.addressof(self._tensors)
-        self._used = 0
+        self._memory = _MEMORY()
+        self._words = memoryview(self._memory).cast("B").cast("Q")
+        self._used = _PROBLEM_SIZE
+        self._slots: list[int] = []  # the words that hold addresses, in the order in which the tensors were set
+        self.raw = raw = _abi.Problem.from_buffer(self._memory)
+        self._pointer = ctypes.pointer(raw)
         self._heads_first = a.heads_first
+        self._on_cpu = a.q.device.type == "cpu"
+        self._device = a.q.device
+        self._needed: Optional[int] = None  # bytes of workspace, on a device
+        # Of results: whether there are rows of no sequence, and how they lie.
+        self.partial = a.partial
+        self.out_layout = out_layout(a)
+        self.lse_shape = lse_shape(a)
 
         for name, tensor in zip(("q", "k", "v"), a):
             self.set_rows(name, tensor)
         for name, tensor in zip(_abi.INPUTS[3:], a[3:12]):
             if tensor is not None:
                 self.set(name, tensor)
-        if a.seed_tensor is not None:
-            raw.seed_ptr = self._word("seed", a.seed_tensor)
-        if a.offset_tensor is not None:
-            raw.offset_ptr = self._word("offset", a.offset_tensor)
-        raw.seed = a.seed  # ctypes takes it modulo 2^64
-        raw.offset = a.offset
+        for name, tensor in (("seed", a.seed_tensor), ("offset", a.offset_tensor)):
+            if tensor is not None:
+                self._set_word(name, tensor)
 
+        raw.size = _PROBLEM_SIZE
+        raw.max_seqlen_q = a.max_seqlen_q
+        raw.max_seqlen_k = a.max_seqlen_k
+        raw.batch_outer = a.batch_outer
         flags = 0
         if a.causal:
             flags |= _abi.CAUSAL
@@ -190,26 +213,17 @@ class _Problem:
             raw.window_right = a.window_right
         raw.flags = flags
         raw.softcap = a.softcap
-        if a.dropout_p != 0:
-            raw.dropout_p = a.dropout_p
-            raw.rng = _RNG[a.rng]
-        if a.packed:
-            raw.max_seqlen_q = a.max_seqlen_q
-            raw.max_seqlen_k = a.max_seqlen_k
-            raw.batch_outer = a.batch_outer
-        if a.align is None:
-            _need_no_align(a)
-        else:
-            raw.align = _ALIGN[a.align]
+        raw.dropout_p = a.dropout_p
+        raw.rng = _RNG[a.rng]
+        raw.align = _ALIGN[a.align]
         if a.backend is not None:
             raw.backend = a.backend.encode()
-
-        self._device = device = a.q.device
-        self._on_cpu = device.type == "cpu"
         if not self._on_cpu:
-            raw.device = _DEVICES[device.type]
-            raw.device_index = device.index
-            raw.stream = torch.cuda.current_stream(device).cuda_stream
+            device = _DEVICES.get(self._device.type)
+            if device is None:
+                raise NotImplementedError(f"q: lies on {self._device}; accepted: the CPU or a CUDA device")
+            raw.device = device
+            raw.device_index = self._device.index
 
     def set(self, name: str, tensor: Tensor) -> None:
         rank = tensor.dim()
@@ -240,37 +254,55 @@ class _Problem:
             raise TypeError(f"{name}: {_type(tensor)}; accepted: {accepted}")
         at = self._used
         self._used = at + _TENSOR_SIZE
-        _pack(self._tensors, at, _TENSOR_SIZE, tensor.data_ptr(), code, rank, _abi.TENSOR_STRIDED, 0, *dims)
-        setattr(self.raw, name, self._base + at)
+        _pack(self._memory, at, _TENSOR_SIZE, 0, code, rank, _abi.TENSOR_STRIDED, 0, *dims)
+        setattr(self.raw, name, ctypes.addressof(self._memory) + at)
+        self._slots.append(at // _WORD + _DATA)
 
-    def _word(self, name: str, tensor: Tensor) -> int:
+    def _set_word(self, name: str, tensor: Tensor) -> None:
         if tensor.dtype not in (torch.int64, torch.uint64):
             raise TypeError(f"{name}: a tensor of {_type(tensor)}; accepted: an integer, or a tensor of one int64")
         if tensor.numel() != 1:
             given = "x".join(map(str, tensor.shape))
             raise ValueError(f"{name}: a tensor of shape {given}; accepted: an integer, or a tensor of one int64")
-        return tensor.data_ptr()
+        self._slots.append(getattr(_abi.Problem, f"{name}_ptr").offset // _WORD)
 
-    def run(self, direction: int, or_warn: bool) -> None:
-        raw = ctypes.byref(self.raw)
-        needed = ctypes.c_size_t()
-        status = lib.fovea_workspace(raw, direction, ctypes.byref(needed))
+    def place(self, a: Arguments, tensors: Iterable[Tensor]) -> None:
+        """What is new in each call: `tensors` are all that were set, in that order."""
+        words = self._words
+        for slot, tensor in zip(self._slots, tensors):
+            words[slot] = tensor.data_ptr()
+        words[_SEED] = a.seed & _ALL_BITS
+        words[_OFFSET] = a.offset & _ALL_BITS
+        if not self._on_cpu:
+            self.raw.stream = stream_of(self._device)
+
+    def run(self, direction: int, or_warn: bool) -> bool:
+        """Whether the problem is as it was, so that it may serve again."""
+        status = self._call(direction)
+        as_it_was = True
         if status == _abi.UNSUPPORTED and or_warn:
             why = lib.fovea_last_error().decode()
             self.raw.flags &= ~_abi.DETERMINISTIC
-            status = lib.fovea_workspace(raw, direction, ctypes.byref(needed))
+            as_it_was = False
+            status = self._call(direction)
             if status == _abi.OK:
                 warnings.warn(f"fovea.torch.attention: not deterministic here: {why}", stacklevel=2)
-        if status == _abi.OK:
-            call = lib.fovea_backward if direction == _abi.BACKWARD else lib.fovea_forward
-            if self._on_cpu:
-                address, _keep = _scratch.of(needed.value)
-            else:
-                _keep = torch.empty(needed.value, dtype=torch.uint8, device=self._device)
-                address = _keep.data_ptr()
-            status = call(raw, address, needed.value)
         if status != _abi.OK:
             self._refuse(status)
+        return as_it_was
+
+    def _call(self, direction: int) -> int:
+        if self._on_cpu:
+            return call_on_cpu(lib, self._pointer, direction)
+        if self._needed is None:
+            needed = ctypes.c_size_t()
+            status = lib.fovea_workspace(self._pointer, direction, ctypes.byref(needed))
+            if status != _abi.OK:
+                return status
+            self._needed = needed.value
+        workspace = torch.empty(self._needed, dtype=torch.uint8, device=self._device)
+        call = lib.fovea_backward if direction == _abi.BACKWARD else lib.fovea_forward
+        return call(self._pointer, workspace.data_ptr(), self._needed)
 
     def _refuse(self, status: int) -> NoReturn:
         try:
@@ -282,8 +314,53 @@ class _Problem:
         raise AssertionError("check() raises for every status but OK")
 
 
+def stream_of(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
 def _type(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+# ---- problems that are kept ----
+
+_MOST_KEPT = 512  # kinds of problem: 3 KB each
+# By everything in a problem but addresses, seeds and the stream. A list for each kind, as several threads may compute
+# the same kind at once: who computes takes a problem out, and puts it back.
+_kept: dict[tuple, list[_Problem]] = {}
+
+
+def _pool(key: tuple) -> list[_Problem]:
+    pool = _kept.get(key)
+    if pool is None:
+        if len(_kept) >= _MOST_KEPT:
+            _kept.clear()
+        pool = _kept.setdefault(key, [])
+    return pool
+
+
+def _taken(pool: list[_Problem]) -> Optional[_Problem]:
+    try:
+        return pool.pop()
+    except IndexError:
+        return None
+
+
+def _look(kind: Any, a: Arguments, tensors: Iterable[Optional[Tensor]]) -> tuple[list[Tensor], tuple]:
+    """The tensors that are there, and the key of their problem; refuses those that lie elsewhere."""
+    device = a.q.device
+    there = []
+    key = [kind, device, a[TENSORS + 2 :]]
+    for name, tensor in zip(NAMES, tensors):
+        if tensor is not None:
+            if tensor.device != device:
+                raise ValueError(f"{name}: on {tensor.device}; accepted: {device}, where q lies")
+            there.append(tensor)
+            key += (name, tensor.dtype, tensor.shape, tensor.stride())
+    return there, tuple(key)
+
+
+# ---- the alignment ----
 
 
 def _need_no_align(a: Arguments) -> None:
@@ -340,43 +417,65 @@ def _lengths(a: Arguments, side: str) -> list[int]:
 # ---- the calls ----
 
 
-def forward(*arguments: Any, with_lse: bool = True) -> tuple[Tensor, Optional[Tensor]]:
-    """fovea::attention"""
+def compute(arguments: tuple, with_lse: bool) -> tuple[Tensor, Optional[Tensor]]:
+    """The forward."""
     a = Arguments._make(arguments)
-    problem = _Problem(a)
-    out = new_out(a)
-    problem.set_rows("out", out)
+    there, key = _look(with_lse, a, arguments[:TENSORS])
+    pool = _pool(key)
+    problem = _taken(pool)
+    is_new = problem is None
+    if is_new:
+        problem = _Problem(a)
+    if a.align is None and (is_new or problem.partial):
+        _need_no_align(a)
+    out = new_out(a, problem.out_layout, problem.partial)
+    there.append(out)
     lse = None
     if with_lse:
-        lse = new_lse(a)
-        problem.set("lse", lse)
-    problem.run(_abi.FORWARD, a.deterministic == DETERMINISTIC_OR_WARN)
+        lse = new_lse(a, problem.lse_shape, problem.partial)
+        there.append(lse)
+    if is_new:
+        problem.set_rows("out", out)
+        if with_lse:
+            problem.set("lse", lse)
+    problem.place(a, there)
+    if problem.run(_abi.FORWARD, a.deterministic == DETERMINISTIC_OR_WARN):
+        pool.append(problem)
     return out, lse
 
 
-def forward_without_lse(*arguments: Any) -> tuple[Tensor, None]:
-    return forward(*arguments, with_lse=False)
+def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """fovea::attention"""
+    return compute(arguments, with_lse=True)
 
 
 def backward(
     grad_out: Tensor, grad_lse: Optional[Tensor], out: Tensor, lse: Tensor, need: Sequence[bool], *arguments: Any
 ) -> list[Tensor]:
     """fovea::attention_backward: the gradients that `need` asks for, of DIFFERENTIABLE in its order."""
-    a = Arguments(*arguments)
-    problem = _Problem(a)
+    a = Arguments._make(arguments)
     if grad_out.device.type != "cpu" and grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()
-    problem.set_rows("grad_out", grad_out)
-    problem.set_rows("out", out)
-    problem.set("lse", lse)
-    if grad_lse is not None:
-        problem.set("grad_lse", grad_lse)
+    there, key = _look(tuple(need), a, (*arguments[:TENSORS], grad_out, out, lse, grad_lse))
+    pool = _pool(key)
+    problem = _taken(pool)
+    is_new = problem is None
+    if is_new:
+        problem = _Problem(a)
+        problem.set_rows("grad_out", grad_out)
+        problem.set_rows("out", out)
+        problem.set("lse", lse)
+        if grad_lse is not None:
+            problem.set("grad_lse", grad_lse)
     grads = []
     for name, wanted in zip(DIFFERENTIABLE, need):
         if wanted:
-            grad = new_grad(a, name)
-            put = problem.set_rows if name in ("q", "k", "v") else problem.set
-            put(f"grad_{name}", grad)
+            grad = new_grad(a, name, problem.partial)
+            if is_new:
+                put = problem.set_rows if name in ("q", "k", "v") else problem.set
+                put(f"grad_{name}", grad)
             grads.append(grad)
-    problem.run(_abi.BACKWARD, a.deterministic == DETERMINISTIC_OR_WARN)
+    problem.place(a, there + grads)
+    if problem.run(_abi.BACKWARD, a.deterministic == DETERMINISTIC_OR_WARN):
+        pool.append(problem)
     return grads

@@ -16,7 +16,7 @@ thirty arguments through the dispatcher costs as much as all the rest of a call.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn, Optional
 
 import torch
@@ -48,7 +48,7 @@ library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 library.define(
-    "seed(Tensor like) -> Tensor",
+    "seed(Tensor[] of) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded),
 )
 attention = torch.ops.fovea.attention.default
@@ -58,8 +58,9 @@ seed = torch.ops.fovea.seed.default
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
-def draw_seed(like: Tensor) -> Tensor:
-    return torch.empty((), dtype=torch.int64, device=like.device).random_()
+def draw_seed(of: Sequence[Tensor]) -> Tensor:
+    """For a call with these tensors: whether it is one of many is for torch.vmap to see by any of them."""
+    return torch.empty((), dtype=torch.int64, device=of[0].device).random_()
 
 
 for _device in ("CPU", "CUDA"):
@@ -75,7 +76,7 @@ for _device in ("CPU", "CUDA"):
 def _(*arguments: Any) -> tuple[Tensor, Tensor]:
     a = Arguments(*arguments)
     _call.check_ranks(a)
-    return _call.new_out(a), _call.new_lse(a)
+    return _call.new_out(a, _call.out_layout(a), a.partial), _call.new_lse(a, _call.lse_shape(a), a.partial)
 
 
 @torch.library.register_fake("fovea::attention_backward", lib=library)
@@ -83,12 +84,12 @@ def _(
     grad_out: Tensor, grad_lse: Optional[Tensor], out: Tensor, lse: Tensor, need: Sequence[bool], *arguments: Any
 ) -> list[Tensor]:
     a = Arguments(*arguments)
-    return [_call.new_grad(a, name) for name, wanted in zip(DIFFERENTIABLE, need) if wanted]
+    return [_call.new_grad(a, name, a.partial) for name, wanted in zip(DIFFERENTIABLE, need) if wanted]
 
 
 @torch.library.register_fake("fovea::seed", lib=library)
-def _(like: Tensor) -> Tensor:
-    return torch.empty((), dtype=torch.int64, device=like.device)
+def _(of: Sequence[Tensor]) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device=of[0].device)
 
 
 # ---- autograd ----
@@ -112,7 +113,11 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Optional[Tensor], grad_lse: Optional[Tensor]) -> tuple:
-        return differentiate(ctx, grad_out, grad_lse, _through_dispatcher)
+        need = list(_SIX(ctx.needs_input_grad))
+        grads = list(_NO_GRADS)
+        for index, grad in zip(_INDEX, _gradients(ctx, need, grad_out, grad_lse, _through_dispatcher)):
+            grads[index] = grad
+        return tuple(grads)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
@@ -121,38 +126,44 @@ class Attention(torch.autograd.Function):
 
 class DirectAttention(torch.autograd.Function):
     """The same for plain tensors in eager mode: past the dispatcher, and without setup_context, for which PyTorch 2.9
-    inspects signatures in each call."""
+    inspects signatures in each call. apply() looks at each of its arguments, several times: so it gets what has a
+    gradient, and all of the operator's arguments as one."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        result = _call.forward(*arguments)
+    def forward(ctx: Any, arguments: tuple, *_: Optional[Tensor]) -> tuple[Tensor, Tensor]:
+        result = _call.compute(arguments, with_lse=True)
         Attention.setup_context(ctx, arguments, result)
         return result
 
     @staticmethod
     def backward(ctx: Any, grad_out: Optional[Tensor], grad_lse: Optional[Tensor]) -> tuple:
-        return differentiate(ctx, grad_out, grad_lse, _direct)
+        need = ctx.needs_input_grad[1:]
+        return (None, *_gradients(ctx, need, grad_out, grad_lse, _direct))
 
     jvp = Attention.jvp
 
 
-def differentiate(ctx: Any, grad_out: Optional[Tensor], grad_lse: Optional[Tensor], how: Any) -> tuple:
+def direct_attention(arguments: tuple) -> tuple[Tensor, Tensor]:
+    return DirectAttention.apply(arguments, *_SIX(arguments))
+
+
+def _gradients(
+    ctx: Any, need: Sequence[bool], grad_out: Optional[Tensor], grad_lse: Optional[Tensor], how: Any
+) -> list[Optional[Tensor]]:
+    """Of DIFFERENTIABLE, None where there is none."""
+    if grad_out is None and grad_lse is None:
+        return [None] * len(need)
     *tensors, out, lse = ctx.saved_tensors
-    need = list(_SIX(ctx.needs_input_grad))
     if grad_out is None:
-        if grad_lse is None:
-            return _NO_GRADS
         grad_out = torch.zeros_like(out)
     found = iter(how(grad_out, grad_lse, out, lse, need, *tensors, *ctx.options))
-    grads = list(_NO_GRADS)
-    for index, wanted in zip(_INDEX, need):
-        if wanted:
-            grads[index] = next(found)
-    return tuple(grads)
+    return [next(found) if wanted else None for wanted in need]
 
 
 def _direct(*arguments: Any) -> Sequence[Tensor]:
-    if torch.is_grad_enabled() or is_watched(arguments[0], arguments[1]):
+    grad_out, grad_lse = arguments[:2]
+    is_zero = grad_out._is_zerotensor() or (grad_lse is not None and grad_lse._is_zerotensor())  # without memory
+    if torch.is_grad_enabled() or is_zero or not are_plain((grad_out, grad_lse)) or is_watched():
         return _through_dispatcher(*arguments)
     return _call.backward(*arguments)
 
@@ -196,15 +207,28 @@ library.impl("attention_backward", _through_dispatcher, "Autograd")
 
 # ---- who is watching ----
 
-PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN = (Tensor, torch.nn.Parameter)
 _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active
 _profiler = torch._C._autograd._profiler_enabled
+_tracing = torch._C._get_tracing_state
 
 
-def is_watched(*tensors: Optional[Tensor]) -> bool:
-    """Whether somebody is there to whom the dispatcher has to show the operator."""
+def are_plain(tensors: Iterable[Optional[Tensor]]) -> bool:
+    """Whether all are dense tensors of PyTorch's own type, with no negation that is still to be done."""
     for tensor in tensors:
-        if tensor is not None and type(tensor) not in PLAIN:
-            return True
-    return _modes() > 0 or _transforms() or _profiler() or forward_ad._current_level >= 0
+        if tensor is not None and (
+            type(tensor) not in _PLAIN
+            or tensor.layout is not torch.strided
+            or tensor.is_neg()
+            or tensor.is_nested
+        ):
+            return False
+    return True
+
+
+def is_watched() -> bool:
+    """Whether somebody is there to whom the dispatcher has to show the operator."""
+    return (
+        _modes() > 0 or _transforms() or _profiler() or forward_ad._current_level >= 0 or _tracing() is not None
+    )

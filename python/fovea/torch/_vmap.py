@@ -100,12 +100,11 @@ def _(info: Any, in_dims: tuple, *arguments: Any) -> tuple:
 
 
 @torch.library.register_vmap("fovea::seed", lib=_operators.library)
-def _(info: Any, in_dims: tuple, like: Tensor) -> tuple:
+def _(info: Any, in_dims: tuple, of: Sequence[Tensor]) -> tuple:
     if info.randomness == "error":
         raise RuntimeError(
             "fovea.torch.attention: dropout in torch.vmap(randomness='error'); accepted: 'different', 'same', or a seed"
         )
     if info.randomness == "same":
-        return _operators.seed(like), None
-    size = info.batch_size
-    return torch.stack([_operators.seed(like) for _ in range(size)]), 0
+        return _operators.seed(of), None
+    return torch.stack([_operators.seed(of) for _ in range(info.batch_size)]), 0
