@@ -34,7 +34,7 @@ struct Seed {
 
 struct Args {
   math::Rows rows;
-  i64 first_block = 0;         // added to blockIdx.x: a grid of more than 2^31 - 1 blocks is launched in pieces
+  i64 first_block = 0;         // added to blockIdx.x: a grid of 2^31 blocks or more (under 2^32) is launched in pieces
   int out_dim = 0;             // columns of grad_q, grad_k as the caller has them: head_dim before packing
   int out_dim_v = 0;           // of out, grad_v
   bool vector_stores = false;  // out (backward: grad_q, grad_k, grad_v) may be written by 16 bytes

@@ -19,6 +19,21 @@ constexpr float kInfinity = math::Limits<float>::infinity();
 
 // ---- addresses, copies, barriers ----
 
+// %ctaid.x (Special Registers): the block's number. Volatile: what is made from it after a loop is made again instead
+// of staying in registers through the loop.
+__device__ __forceinline__ u32 block_index() {
+  u32 index;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  return index;
+}
+
+// No instruction: a value whose origin the compiler does not know, so that what is rarely made from it is made there
+// and not before a loop, where it would take registers.
+__device__ __forceinline__ int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // cvta.to.shared (Data Movement: cvta): a pointer into shared memory as the 32-bit address that the rest takes.
 __device__ __forceinline__ u32 shared_address(const void* pointer) {
   u32 address;

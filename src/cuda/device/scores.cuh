@@ -75,6 +75,15 @@ __device__ __forceinline__ float score_of_dot(const math::Score<float>& score, f
 
 // ---- inputs ----
 
+template <bool kFirst, class A, class B>
+struct Select {
+  using Type = A;
+};
+template <class A, class B>
+struct Select<false, A, B> {
+  using Type = B;
+};
+
 // For a tile of kQueries x kKeys; copied into the stage beside K and V (Q and dO).
 template <Spec S, bool kTransposed, int kQueries, int kKeys, int kThreads>
 struct ScoreInputs {
@@ -129,10 +138,12 @@ struct ScoreInputs {
     const char* const from = static_cast<const char*>(bias.data) + offset * kElement;
     const int rows = place.q_len - m0;
     const int bytes = min(place.k_len - n0, kKeys) * kElement;
-    if constexpr (kElement == 4) {
-      load_tile<Tile32<kKeys>, kQueries, kThreads>(to, from, bias.strides.row * 4, rows, bytes, thread);
+    using Layout = typename Select<kElement == 4, Tile32<kKeys>, Tile<kKeys>>::Type;
+    const i64 row = bias.strides.row * kElement;
+    if (bytes == kKeys * kElement) {
+      load_tile<Layout, kQueries, kThreads>(to, from, row, rows, bytes, thread);
     } else {
-      load_tile<Tile<kKeys>, kQueries, kThreads>(to, from, bias.strides.row * 2, rows, bytes, thread);
+      load_tile<Layout, kQueries, kThreads, false>(to, from, row, rows, bytes, thread);
     }
   }
 };
@@ -378,6 +389,7 @@ struct Scores {
 template <Spec S, bool kTransposed, int kTiles, int kColumns>
 __device__ __forceinline__ void mask_edge(float (&s)[kTiles][kColumns][4], const Thread& thread,
                                           const math::Band<int>& band, int row0, int column0) {
+  row0 = opaque(row0);
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
     for (int x = 0; x < 2; ++x) {

@@ -234,6 +234,53 @@ struct Softmax {
   }
 };
 
+// What a block computes.
+template <Spec S>
+struct ForwardBlock {
+  Place place;
+  u32 head;
+  int m0;        // the first query
+  int part = 0;  // of the keys
+
+  __device__ __forceinline__ explicit ForwardBlock(const Args& a) {
+    constexpr int kRows = forward_rows(S);
+    const u32 tiles = (u32(a.rows.limit_q) + kRows - 1) / kRows;
+    u32 block = u32(a.first_block) + block_index();
+    if constexpr (S.split) {
+      part = int(block % u32(a.splits));
+      block /= u32(a.splits);
+    }
+    const u32 bh = block / tiles;
+    const u32 in_head = block - bh * tiles;
+    const u32 b = bh / u32(a.rows.heads_q);
+    head = bh - b * u32(a.rows.heads_q);
+    place = Place::make<S>(a, b);
+    m0 = int(S.banded ? tiles - 1 - in_head : in_head) * kRows;  // the longest first under a causal mask
+  }
+  __device__ __forceinline__ u32 head_k(const Args& a) const {
+    return head / (u32(a.rows.heads_q) / u32(a.rows.heads_k));
+  }
+  // Powers of two that fp32 was multiplied by: the inverse for scores, and for O.
+  __device__ __forceinline__ float inverse_of_scores(const Args& a) const {
+    return power_of_two(-scale_exponent(a.sizes[size_place(a.rows, Size::kQ, place.b, head)])) *
+           power_of_two(-scale_exponent(a.sizes[size_place(a.rows, Size::kK, place.b, head_k(a))]));
+  }
+  __device__ __forceinline__ float inverse_of_values(const Args& a) const {
+    return power_of_two(-scale_exponent(a.sizes[size_place(a.rows, Size::kV, place.b, head_k(a))]));
+  }
+};
+
+// What scores are multiplied by. Where the exponent does that, 0 would make NaN of what is masked.
+template <Spec S>
+__device__ __forceinline__ float forward_scale(const Args& a, const ForwardBlock<S>& where) {
+  if constexpr (S.type != Type::kFp32) {
+    return a.scale;
+  } else {
+    const float scale = a.scale * where.inverse_of_scores(a);
+    return natural_scores(S) ? scale : fmaxf(scale, power_of_two(-126));
+  }
+}
+
 template <Spec S>
 __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_forward(const __grid_constant__ Args a) {
   // ---- sizes ----
@@ -266,40 +313,25 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_forward(const __gri
   const int t = thread.t;
 
   // ---- which queries ----
-  const u32 tiles = (u32(a.rows.limit_q) + kRows - 1) / kRows;
-  u64 block = a.first_block + blockIdx.x;
-  int part = 0;
-  if constexpr (S.split) {
-    part = int(block % u32(a.splits));
-    block /= u32(a.splits);
-  }
-  const u32 heads = u32(a.rows.heads_q);
-  const u32 bh = u32(block / tiles);
-  const u32 in_head = u32(block - u64(bh) * tiles);
-  const u32 head = bh % heads;
-  const Place place = Place::make<S>(a, bh / heads);
-  const u32 head_k = head / (heads / u32(a.rows.heads_k));
-  const int m0 = int(S.banded ? tiles - 1 - in_head : in_head) * kRows;  // the longest first under a causal mask
+  const ForwardBlock<S> where(a);
+  const Place& place = where.place;
+  const u32 head = where.head;
+  const u32 head_k = where.head_k(a);
+  const int m0 = where.m0;
   const int row0 = m0 + thread.warp * kTiles * 16;
   if (m0 >= place.q_len) {
     return;
   }
 
-  // ---- which keys: those that any row of the block meets, and of the warp ----
+  // ---- which keys: those that any row of the block meets ----
   const math::Band<int> band = place.band<S>(a);
-  const math::Interval<int> all{0, place.k_len};
-  math::Interval<int> keys = all;
-  math::Interval<int> keys_warp = all;
-  if constexpr (S.banded) {
-    keys = band.keys_of_rows(m0, min(m0 + kRows, place.q_len));
-    keys_warp =
-        row0 < place.q_len ? band.keys_of_rows(row0, min(row0 + kTiles * 16, place.q_len)) : math::Interval<int>{0, 0};
-  }
+  const math::Interval<int> keys =
+      S.banded ? band.keys_of_rows(m0, min(m0 + kRows, place.q_len)) : math::Interval<int>{0, place.k_len};
   int first = keys.begin / kStep;
   int last = keys.empty() ? first : (keys.end + kStep - 1) / kStep;
   if constexpr (S.split) {
     const int share = (last - first + a.splits - 1) / a.splits;
-    first = min(first + part * share, last);
+    first = min(first + where.part * share, last);
     last = min(first + share, last);
   }
 
@@ -313,8 +345,9 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_forward(const __gri
   auto load = [&](int n) {
     const u32 to = stage0 + n % 2 * kStageBytes;
     const int n0 = n * kStep;
-    load_tile<TileK, kStep, kThreads>(to, k + n0 * k_row, k_row, place.k_len - n0, bytes_k, thread.index);
-    load_tile<TileV, kStep, kThreads>(to + kKBytes, v + n0 * v_row, v_row, place.k_len - n0, bytes_v, thread.index);
+    load_tile<TileK, kStep, kThreads>(to, k + i64(n0) * int(k_row), k_row, place.k_len - n0, bytes_k, thread.index);
+    load_tile<TileV, kStep, kThreads>(to + kKBytes, v + i64(n0) * int(v_row), v_row, place.k_len - n0, bytes_v,
+                                      thread.index);
     Inputs::load(to + kKBytes + kVBytes, a, place, head, m0, n0, thread.index);
   };
   {
@@ -328,18 +361,8 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_forward(const __gri
   copy_commit();
 
   // ---- what stays in registers ----
-  float scale = a.scale;
-  float scale_v = 1;
-  if constexpr (kPairs) {
-    const u32 stride = u32(a.rows.batch()) * heads;
-    const u32 bh_k = place.b * u32(a.rows.heads_k) + head_k;
-    scale *= power_of_two(-scale_exponent(a.sizes[bh])) * power_of_two(-scale_exponent(a.sizes[stride + bh_k]));
-    scale_v = power_of_two(-scale_exponent(a.sizes[2 * stride + bh_k]));
-    if (!Softmax<S>::kNatural) {
-      scale = fmaxf(scale, power_of_two(-126));  // 0 would make NaN of what is masked
-    }
-  }
-  const float unit = Softmax<S>::kNatural ? math::kLog2E : scale * math::kLog2E;
+  const float scale = forward_scale<S>(a, where);
+  const float unit = natural_scores(S) ? math::kLog2E : scale * math::kLog2E;
   Scores<S, false, kTiles> scores(a, place, head, scale);
   scores.load_rows(a, place, head, row0, g);
   Keep<S, false, kTiles, kColumns> keep;
@@ -373,7 +396,12 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_forward(const __gri
       }
     }
     const int n0 = n * kStep;
-    if (S.banded && (n0 >= keys_warp.end || n0 + kStep <= keys_warp.begin)) {
+    // What this warp's rows meet of the step; asked again below, since it costs less than a register.
+    const auto tile_class = [&] {
+      const int row = opaque(row0);
+      return band.tile(row, row + kTiles * 16, n0, n0 + kStep);
+    };
+    if (S.banded && tile_class() == math::TileClass::kEmpty) {
       continue;
     }
     const u32 shared_k = stage0 + n % 2 * kStageBytes;
@@ -386,8 +414,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_forward(const __gri
     multiply_scores<S>(s, my_q, shared_k, lanes, lanes_k, resident);
     scores.of_dots(s);
     scores.template add<Inputs, kStep>(s, thread, shared_v + kVBytes, thread.warp * kTiles * 16, 0, row0, n0);
-    if (n0 + kStep > place.k_len ||
-        (S.banded && band.tile(row0, row0 + kTiles * 16, n0, n0 + kStep) == math::TileClass::kEdge)) {
+    if (n0 + kStep > place.k_len || (S.banded && tile_class() == math::TileClass::kEdge)) {
       mask_edge<S, false>(s, thread, band, row0, n0);
     }
 
@@ -426,19 +453,25 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_forward(const __gri
   // ---- normalise; O through shared memory, so that it is written in pieces of 16 bytes ----
   using TileOut = Tile<S.dv * kWide>;
   const u32 my_out = shared_q + thread.warp * kTiles * 16 * TileOut::kRowBytes;
+  const ForwardBlock<S> here(a);  // again: none of it stayed in registers
+  const int out_row0 = here.m0 + thread.warp * kTiles * 16;
+  const int rows = here.place.q_len - out_row0;
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
       const int r = i * 16 + g + x * 8;
-      const int row = row0 + r;
-      float sum = quad_sum(softmax[i].sum[x]) * power_of_two(-int(kLift<S>));
-      float top = softmax[i].top[x] * (Softmax<S>::kNatural ? 1 : scale);
+      const int row = out_row0 + r;
       float factor = power_of_two(-int(kLift<S>));
+      float sum = quad_sum(softmax[i].sum[x]) * factor;
+      float top = softmax[i].top[x];
+      if constexpr (!natural_scores(S)) {
+        top *= forward_scale<S>(a, here);
+      }
       if (!S.split && a.sink != nullptr) {
         // The sink may be far above every score: weights become relative to the larger of the two.
-        const float sink = a.sink[head * a.sink_stride];
+        const float sink = a.sink[here.head * a.sink_stride];
         const float above = math::max(top, sink);
         const float less = math::correction(top, above);
         factor *= less;
@@ -446,28 +479,31 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_forward(const __gri
         top = above;
       }
       const float lse = math::logsumexp(math::reference_of(top), sum);
-      factor *= scale_v * math::inverse_of_sum(sum) * (S.dropout != DropoutRule::kNone ? a.keep_scale : 1);
-      if (t == 0 && row < place.q_len) {
-        if constexpr (S.split) {
-          a.partial_lse[(i64(part) * heads + head) * a.padded_rows +
-                        padded_row(a.rows, place.b, {place.q_begin, place.q_len, 0, 0}) + row] = lse;
-        } else if (a.lse.data != nullptr) {
-          static_cast<float*>(a.lse.data)[place.query_rows(a.lse.strides, head) + row * a.lse.strides.row] = lse;
-        }
+      factor *= math::inverse_of_sum(sum);
+      if constexpr (S.dropout != DropoutRule::kNone) {
+        factor *= a.keep_scale;
+      }
+      if constexpr (kPairs) {
+        factor *= here.inverse_of_values(a);
       }
       if constexpr (S.split) {
-        float* const to =
-            a.partial_out +
-            ((i64(part) * a.padded_rows + padded_row(a.rows, place.b, {place.q_begin, place.q_len, 0, 0}) + row) *
-                 heads +
-             head) *
-                S.dv;
-        if (row < place.q_len) {
+        if (r < rows) {
+          const math::Sequence sequence{here.place.q_begin, here.place.q_len, 0, 0};
+          const i64 padded = padded_row(a.rows, here.place.b, sequence) + row;
+          if (t == 0) {
+            a.partial_lse[(i64(here.part) * a.rows.heads_q + here.head) * a.padded_rows + padded] = lse;
+          }
+          float* const to =
+              a.partial_out + ((i64(here.part) * a.padded_rows + padded) * a.rows.heads_q + here.head) * S.dv + t * 2;
           for (int j = 0; j < kColumnsOut; ++j) {
-            *reinterpret_cast<float2*>(to + j * 8 + t * 2) = {o[i][j][2 * x] * factor, o[i][j][2 * x + 1] * factor};
+            *reinterpret_cast<float2*>(to + j * 8) = {o[i][j][2 * x] * factor, o[i][j][2 * x + 1] * factor};
           }
         }
       } else {
+        if (t == 0 && r < rows && a.lse.data != nullptr) {
+          static_cast<float*>(a.lse.data)[here.place.query_rows(a.lse.strides, here.head) + row * a.lse.strides.row] =
+              lse;
+        }
         for (int j = 0; j < kColumnsOut; ++j) {
           const float2 pair = {o[i][j][2 * x] * factor, o[i][j][2 * x + 1] * factor};
           if constexpr (kPairs) {
@@ -481,31 +517,10 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_forward(const __gri
   }
   if constexpr (!S.split) {
     __syncwarp();
-    char* const out =
-        static_cast<char*>(a.out.data) + (place.query_rows(a.out.strides, head) + row0 * a.out.strides.row) * kElement;
-    const i64 out_row = a.out.strides.row * kElement;
-    if (a.vector_stores) {
-      for (int i = thread.lane; i < kTiles * 16 * TileOut::kChunks; i += 32) {
-        const int r = i / TileOut::kChunks;
-        const int j = i % TileOut::kChunks;
-        if (row0 + r < place.q_len && j * (16 / kElement) < a.out_dim_v) {
-          store_global(out + r * out_row + j * 16, load_shared4(my_out + TileOut::offset(r, j)));
-        }
-      }
-    } else {
-      for (int i = thread.lane; i < kTiles * 16 * S.dv; i += 32) {
-        const int r = i / S.dv;
-        const int c = i % S.dv;
-        if (row0 + r < place.q_len && c < a.out_dim_v) {
-          const u32 from = my_out + TileOut::offset(r, c * kElement / 16) + c * kElement % 16;
-          if constexpr (kPairs) {
-            *reinterpret_cast<float*>(out + r * out_row + c * 4) = load_shared(from);
-          } else {
-            *reinterpret_cast<u16*>(out + r * out_row + c * 2) = load_shared_half(from);
-          }
-        }
-      }
-    }
+    const i64 row_bytes = a.out.strides.row * kElement;
+    char* const out = static_cast<char*>(a.out.data) + here.place.query_rows(a.out.strides, here.head) * kElement +
+                      out_row0 * row_bytes;
+    store_rows<TileOut, S.type, kTiles * 16>(out, row_bytes, my_out, rows, a.out_dim_v, a.vector_stores, thread.lane);
   }
 }
 

@@ -31,9 +31,9 @@ struct Thread {
 
 // A batch entry and its sequence; offsets of rows that begin at row 0 of the sequence. 32-bit division only.
 struct Place {
-  u32 b, b1, b2;
-  int q_len, k_len;
-  i64 q_begin, k_begin;
+  u32 b = 0, b1 = 0, b2 = 0;
+  int q_len = 0, k_len = 0;
+  i64 q_begin = 0, k_begin = 0;
 
   template <Spec S>
   static __device__ __forceinline__ Place make(const Args& a, u32 b) {
@@ -119,28 +119,27 @@ struct Tile32 {
 // ---- copies ----
 
 // A tile of kRows rows. `from` is its first row; of it `rows` rows exist (not positive: none), of each `bytes` bytes;
-// the rest becomes zero. Rows are aligned to 16 bytes and less than 2^31 bytes apart.
-template <class Layout, int kRows, int kThreads>
+// the rest becomes zero and is not read. kWhole: `bytes` is a multiple of 16. Rows are aligned to 16 bytes, and their
+// distance is under kRowBytesLimit, so that offsets in a tile have 32 bits.
+template <class Layout, int kRows, int kThreads, bool kWhole = true>
 __device__ __forceinline__ void load_tile(u32 tile, const void* from, i64 stride_bytes, int rows, int bytes,
                                           int thread) {
   constexpr int kChunks = Layout::kChunks;
   constexpr int kTotal = kRows * kChunks;
   const char* const first = static_cast<const char*>(from);
-  if constexpr (kThreads % kChunks == 0 && kTotal % kThreads == 0 && (kThreads / kChunks) % 8 == 0) {
+  if constexpr (kWhole && kThreads % kChunks == 0 && kTotal % kThreads == 0 && (kThreads / kChunks) % 8 == 0) {
     constexpr int kStep = kThreads / kChunks;  // a thread's chunk of a row stays, and so does its place in the exchange
     const int row = thread / kChunks;
     const int chunk = thread % kChunks;
     const u32 to = tile + Layout::offset(row, chunk);
-    const u32 there = min(max(bytes - chunk * 16, 0), 16);
-    const char* p = first + i64(row) * int(stride_bytes) + chunk * 16;
-    const int left = there == 0 ? 0 : rows - row;
+    const char* p = first + (u32(row) * u32(stride_bytes) + chunk * 16);
+    const int left = chunk * 16 < bytes ? rows - row : 0;
 #pragma unroll
     for (int i = 0; i < kTotal / kThreads; ++i, p += kStep * stride_bytes) {
-      const bool in = i * kStep < left;
-      copy16(to + i * kStep * Layout::kRowBytes, in ? p : first, in ? there : 0);
+      copy16(to + i * kStep * Layout::kRowBytes, p, i * kStep < left ? 16 : 0);
     }
   } else {
-#pragma unroll
+#pragma unroll(kWhole ? 64 : 1)
     for (int i = 0; i < (kTotal + kThreads - 1) / kThreads; ++i) {
       const int c = thread + i * kThreads;
       if (kTotal % kThreads != 0 && c >= kTotal) {
@@ -148,9 +147,41 @@ __device__ __forceinline__ void load_tile(u32 tile, const void* from, i64 stride
       }
       const int row = c / kChunks;
       const int chunk = c % kChunks;
-      const bool in = row < rows && chunk * 16 < bytes;
-      copy16(tile + Layout::offset(row, chunk), in ? first + i64(row) * int(stride_bytes) + chunk * 16 : first,
-             in ? min(bytes - chunk * 16, 16) : 0);
+      const int left = row < rows ? bytes - chunk * 16 : 0;
+      copy16(tile + Layout::offset(row, chunk), first + (u32(row) * u32(stride_bytes) + chunk * 16),
+             kWhole ? (left > 0 ? 16 : 0) : min(max(left, 0), 16));
+    }
+  }
+}
+
+// A warp writes kRows rows of its own, of which `rows` exist with `columns` numbers each, from a tile of kType in
+// shared memory: by 16 bytes where the tensor's rows allow it, else one by one.
+template <class Layout, Type kType, int kRows>
+__device__ __forceinline__ void store_rows(char* to, i64 row_bytes, u32 tile, int rows, int columns, bool by_vectors,
+                                           int lane) {
+  constexpr int kElement = kType == Type::kFp32 ? 4 : 2;
+  constexpr int kColumns = Layout::kRowBytes / kElement;
+  if (by_vectors) {
+    for (int i = lane; i < kRows * Layout::kChunks; i += 32) {
+      const int row = i / Layout::kChunks;
+      const int chunk = i % Layout::kChunks;
+      if (row < rows && chunk * (16 / kElement) < columns) {
+        store_global(to + row * row_bytes + chunk * 16, load_shared4(tile + Layout::offset(row, chunk)));
+      }
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int i = lane; i < kRows * kColumns; i += 32) {
+    const int row = i / kColumns;
+    const int byte = i % kColumns * kElement;
+    if (row < rows && byte < columns * kElement) {
+      const u32 from = tile + Layout::offset(row, byte / 16) + byte % 16;
+      if constexpr (kElement == 4) {
+        *reinterpret_cast<float*>(to + row * row_bytes + byte) = load_shared(from);
+      } else {
+        *reinterpret_cast<u16*>(to + row * row_bytes + byte) = load_shared_half(from);
+      }
     }
   }
 }
