@@ -35,6 +35,10 @@ constexpr int forward_shared_bytes(const Spec& s) {
   return rows * widest * element_bytes(s.type) + s.stages * stage;
 }
 
+// ---- sm80_combine: with Spec::split, after the forward ----
+
+constexpr int kCombineRows = 4;  // rows of a block, a warp each; its grid is tiles of them by heads
+
 }  // namespace fovea::cuda
 
 #endif  // FOVEA_CUDA_DEVICE_SM80_SIZES_H
