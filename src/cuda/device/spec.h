@@ -60,6 +60,15 @@ struct Spec {
   bool delay = false;     // backward: dQ of a step is computed during the next
   bool split = false;     // forward: a block has a part of the keys; partial results go to the workspace
 
+  // ---- configuration of the kernels for Hopper ----
+  int q_buffers = 1;       // buffers of Q (and O): 2, and the next tile's Q is there before this one ends
+  int planes = 0;          // buffers of biases and key terms
+  int ahead = 0;           // blocks of 16 keys whose softmax is made before O of the step before is awaited
+  bool left_edge = false;  // banded from the left as well: a window
+  bool turns = false;      // the warpgroups that compute take turns at issuing products
+  bool guess = false;      // the first reference of a row is any score of it
+  bool often = false;      // dropout's threshold is over 0x7c00: about half of the numbers, or more, are dropped
+
   // A new field goes into for_each_field, too.
   friend constexpr bool operator==(const Spec&, const Spec&) = default;
 };
@@ -102,6 +111,13 @@ constexpr void for_each_field(const Spec& spec, Visit visit) {
   visit("natural", spec.natural, usual.natural);
   visit("delay", spec.delay, usual.delay);
   visit("split", spec.split, usual.split);
+  visit("q_buffers", spec.q_buffers, usual.q_buffers);
+  visit("planes", spec.planes, usual.planes);
+  visit("ahead", spec.ahead, usual.ahead);
+  visit("left_edge", spec.left_edge, usual.left_edge);
+  visit("turns", spec.turns, usual.turns);
+  visit("guess", spec.guess, usual.guess);
+  visit("often", spec.often, usual.often);
 }
 
 }  // namespace fovea::cuda
