@@ -162,7 +162,9 @@ class Tensors:
         if rows and p.layout == "bhsd":
             order[1], order[2] = order[2], order[1]
         strided = p.layout == "strided"
-        stride, strides = 2 if strided else 1, [0] * rank
+        # On a device the columns of what is written lie together (docs/semantics.md).
+        together = rows and output and self.device.type != "cpu"
+        stride, strides = 2 if strided and not together else 1, [0] * rank
         for n, d in enumerate(order):
             strides[d] = stride
             stride *= max(shape[d], 1)

@@ -31,6 +31,14 @@ def test_row(n, device, record_property):
     assert not faults, "\n".join([p.line(), *faults])
 
 
+@pytest.mark.cuda
+def test_columns_apart_are_refused_in_outputs(device):
+    out = torch.empty(1, 8, 2, 32, device=device, dtype=torch.bfloat16)[..., ::2]
+    q = torch.zeros(1, 8, 2, 16, device=device, dtype=torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="out: stride 2 in its last dimension"):
+        fovea.attention(q, q, q, out=out)
+
+
 def test_table_is_complete():
     assert len(rows()) > 600
     chosen = sanitize_rows()
