@@ -21,6 +21,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <memory>
+#include <new>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -259,13 +260,18 @@ class Workspace {
     if (bytes > bytes_ && !is_fixed_) {
       bytes_ = 0;
       owned_.reset();
-      owned_.reset(new unsigned char[bytes]);
+      owned_.reset(new (std::nothrow) unsigned char[bytes]);
+      if (owned_ == nullptr) {
+        data_ = nullptr;
+        throw Error(FOVEA_OUT_OF_MEMORY, "workspace: " + std::to_string(bytes) + " bytes are not to be had");
+      }
       data_ = owned_.get();
       bytes_ = bytes;
     }
   }
   void* data() const { return data_; }
   std::size_t bytes() const { return bytes_; }
+  bool is_fixed() const { return is_fixed_; }
 
  private:
   std::unique_ptr<unsigned char[]> owned_;
@@ -371,6 +377,14 @@ std::size_t workspace(const Call& call) {
   return bytes;
 }
 
+// Compiles and loads the kernels that the call needs, so that the call itself never does: before a CUDA graph captures
+// it. The tensors' data may be null.
+template <class Call, class = decltype(detail::direction_of(std::declval<const Call&>()))>
+void prepare(const Call& call) {
+  const fovea_problem problem = detail::problem_of(call);
+  detail::check(fovea_prepare(&problem, detail::direction_of(call)));
+}
+
 // Which backend serves the call and why each other one does not. The tensors' data may be null.
 template <class Call, class = decltype(detail::direction_of(std::declval<const Call&>()))>
 std::string explain(const Call& call) {
@@ -398,14 +412,29 @@ std::string describe(const Call& call) {
   });
 }
 
+namespace detail {
+
+// A Workspace's own memory is the host's.
+template <class Call>
+void provide(Workspace& workspace, const Call& call) {
+  const std::size_t bytes = fovea::workspace(call);
+  if (call.options.device != Device::kCpu && !workspace.is_fixed() && bytes > 0) {
+    throw Error(FOVEA_INVALID_ARGUMENT, "workspace: none; accepted on a device: Workspace(data, bytes) of " +
+                                            std::to_string(bytes) + " bytes in its memory");
+  }
+  workspace.require(bytes);
+}
+
+}  // namespace detail
+
 inline void run(const Forward& call, Workspace& workspace) {
-  workspace.require(fovea::workspace(call));
+  detail::provide(workspace, call);
   const fovea_problem problem = detail::problem_of(call);
   detail::check(fovea_forward(&problem, workspace.data(), workspace.bytes()));
 }
 
 inline void run(const Backward& call, Workspace& workspace) {
-  workspace.require(fovea::workspace(call));
+  detail::provide(workspace, call);
   const fovea_problem problem = detail::problem_of(call);
   detail::check(fovea_backward(&problem, workspace.data(), workspace.bytes()));
 }

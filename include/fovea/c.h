@@ -127,7 +127,7 @@ typedef struct fovea_problem {
   const fovea_tensor* bias;         /* broadcastable to (B, Hq, Sq, Sk), with two levels (B1, B2, Hq, Sq, Sk); */
   const fovea_tensor* bias2;        /*   packed: (B, Hq, max_seqlen_q, max_seqlen_k), within each sequence */
   const fovea_tensor* mask;         /* the same, bool: not 0 takes part */
-  const fovea_tensor* alibi_slopes; /* (Hq) or (B, Hq), fp32 (fp64 with fp64 q) */
+  const fovea_tensor* alibi_slopes; /* (Hq), (B, Hq) or (B1, B2, Hq), fp32 (fp64 with fp64 q) */
   const fovea_tensor* sink;         /* (Hq), fp32 (fp64 with fp64 q): one more logit, without a value */
   const fovea_tensor* cu_seqlens_q; /* (B + 1), int32 or int64: starts at 0, never decreases */
   const fovea_tensor* cu_seqlens_k;
@@ -165,7 +165,8 @@ FOVEA_API const char* fovea_status_name(fovea_status status);
 
 /* Bytes of scratch memory that the call needs: on the device of the tensors, any alignment. It depends on
  * shapes, strides, types, options, the number of threads and the longest sequence (max_seqlen_*, else what
- * cu_seqlens_* say), not on what else the tensors hold or where they lie. */
+ * cu_seqlens_* say), not on what else the tensors hold or where they lie; on a CUDA device also on which of the
+ * tensors' addresses are multiples of 16 (NULL is). */
 FOVEA_API fovea_status fovea_workspace(const fovea_problem* problem, fovea_direction direction, size_t* bytes);
 
 /* out (and lse) from q, k, v, .... `workspace` is the caller's, of at least fovea_workspace() bytes; NULL
@@ -200,6 +201,11 @@ FOVEA_API fovea_status fovea_dropout_mask(int64_t batch, int64_t heads, int64_t 
  * which is also where it starts. No thread is made before the first call that has work for it. */
 FOVEA_API fovea_status fovea_set_num_threads(int n);
 FOVEA_API int fovea_num_threads(void);
+
+/* Compiles (or reads from the cache) and loads the kernels that the call needs, so that the call itself never does:
+ * before a CUDA graph captures it, or to have the time spent before the first call. Nothing is computed; the tensors'
+ * data may be NULL, which stands for an address that is a multiple of 16. On the CPU there is nothing to do. */
+FOVEA_API fovea_status fovea_prepare(const fovea_problem* problem, fovea_direction direction);
 
 #ifdef __cplusplus
 }

@@ -76,7 +76,7 @@ def attention(
     window         (left, right): and those with i + shift - left <= j <= i + shift + right; -1 is unbounded
     align          "bottom_right": shift = Sk - Sq; "top_left": shift = 0; has to be said where they differ
     softcap        s becomes softcap * tanh(s / softcap); 0 for none
-    alibi_slopes   (Hq) or (B, Hq): -slope * |i + shift - j| is added
+    alibi_slopes   (Hq), (B, Hq) or (B1, B2, Hq): -slope * |i + shift - j| is added
     sink           (Hq): one more logit of each head in the denominator, without a value
     dropout_p, seed, offset, rng
                    drops each probability with p; the mask is a function of seed and offset (integers, or arrays of

@@ -62,6 +62,45 @@ Case in_fp64(Case c) {
   return c;
 }
 
+// The loss moves as a gradient says, along a direction that moves every element of the input at once, by signs that
+// follow no pattern and are others for each probe.
+template <class Loss>
+Deviation derivative_along(const Tensor& input, const Tensor& grad, int probe, Loss loss) {
+  const double step = 1e-5;
+  const auto sign = [probe](std::size_t n) {
+    return (n * 0x9E3779B97F4A7C15 >> (40 + 7 * probe) & 1) != 0 ? 1.0 : -1.0;
+  };
+  std::vector<double> before;
+  double along = 0;
+  double size = 0;
+  for (std::size_t n = 0; n < input.existing.size(); ++n) {
+    before.push_back(input.get(input.existing[n]));
+    // The gradient lies as its input does, but has the padding of a bias as well: go by element.
+    const double value = grad.get(input.existing[n] - input.base + grad.base);
+    along += value * sign(n);
+    size += std::abs(value);
+  }
+  const auto loss_at = [&](double by) {
+    for (std::size_t n = 0; n < input.existing.size(); ++n) {
+      input.set(input.existing[n], before[n] + by * sign(n));
+    }
+    return loss();
+  };
+  const double above = loss_at(step);
+  const double below = loss_at(-step);
+  for (std::size_t n = 0; n < input.existing.size(); ++n) {
+    input.set(input.existing[n], before[n]);
+  }
+  Deviation d;
+  d.tensor = grad.name;
+  d.max_error = std::abs((above - below) / (2 * step) - along);
+  d.max_allowed = 1e-6 * size + 1e-7;
+  if (!std::isfinite(d.max_error)) {
+    d.mismatch = fmt::format("finite difference {}, gradient along it {}", (above - below) / (2 * step), along);
+  }
+  return d;
+}
+
 }  // namespace
 
 bool Outcome::passed() const {
@@ -78,44 +117,36 @@ std::string to_text(const Outcome& outcome) {
   return text;
 }
 
-namespace {
-
 void require(fovea_status status) {
   if (status != FOVEA_OK) {
-    throw std::runtime_error(fmt::format("{}: {}", fovea_status_name(status), fovea_last_error()));
+    throw Error(status, fovea_last_error());
   }
 }
 
-// One direction of a problem with the workspace it asks for, to be called as often as one likes.
-class Caller {
- public:
-  Caller(const fovea_problem& problem, Direction direction, const std::string& backend)
-      : problem_(problem), backend_(backend), direction_(direction), workspace_(0) {
-    problem_.backend = backend_.empty() ? nullptr : backend_.c_str();
-    std::size_t bytes = 0;
-    require(fovea_workspace(&problem_, static_cast<fovea_direction>(direction), &bytes));
-    workspace_ = Buffer(bytes);
-  }
-  Caller(const Caller&) = delete;
-  Caller& operator=(const Caller&) = delete;
+Caller::Caller(const fovea_problem& problem, Direction direction)
+    : problem_(problem), direction_(direction), workspace_(0) {
+  std::size_t bytes = 0;
+  require(fovea_workspace(&problem_, static_cast<fovea_direction>(direction), &bytes));
+  workspace_ = Buffer(bytes);
+}
 
-  void operator()() {
-    const auto function = direction_ == Direction::kForward ? fovea_forward : fovea_backward;
-    require(function(&problem_, workspace_.data(), workspace_.size()));
-  }
-  Buffer& workspace() { return workspace_; }
+void Caller::operator()() {
+  const auto function = direction_ == Direction::kForward ? fovea_forward : fovea_backward;
+  require(function(&problem_, workspace_.data(), workspace_.size()));
+}
 
- private:
-  fovea_problem problem_;
-  std::string backend_;
-  Direction direction_;
-  Buffer workspace_;
-};
+namespace {
+
+// `backend` must stay.
+fovea_problem with_backend(fovea_problem problem, const std::string& backend) {
+  problem.backend = backend.empty() ? nullptr : backend.c_str();
+  return problem;
+}
 
 }  // namespace
 
 void call_library(const fovea_problem& problem, Direction direction, const std::string& backend) {
-  Caller call(problem, direction, backend);
+  Caller call(with_backend(problem, backend), direction);
   Buffer& workspace = call.workspace();
   workspace.fill_with_pattern();
   workspace.allow(0, workspace.size());
@@ -221,40 +252,9 @@ Outcome gradient(const Case& given, const std::string& backend) {
              (grad_lse != nullptr ? sum_of_products(lse, *grad_lse) : 0);
     };
     for (const Tensor* grad : tensors.outputs(Direction::kBackward)) {
-      // Along a direction that moves every element of the input at once, by signs that follow no pattern.
-      const Tensor& input = *tensors.find(grad->name.substr(5));
-      const double step = 1e-5;
-      std::vector<double> before;
-      double along = 0;
-      double size = 0;
-      for (std::size_t n = 0; n < input.existing.size(); ++n) {
-        before.push_back(input.get(input.existing[n]));
+      for (const int probe : {0, 1}) {
+        outcome.deviations.push_back(derivative_along(*tensors.find(grad->name.substr(5)), *grad, probe, loss));
       }
-      const auto sign = [](std::size_t n) { return (n * 0x9E3779B97F4A7C15 >> 40 & 1) != 0 ? 1.0 : -1.0; };
-      const auto move = [&](double by) {
-        for (std::size_t n = 0; n < input.existing.size(); ++n) {
-          input.set(input.existing[n], before[n] + by * sign(n));
-        }
-      };
-      // The gradient lies as its input does, but has the padding of a bias as well: go by element.
-      for (std::size_t n = 0; n < input.existing.size(); ++n) {
-        const double value = grad->get(input.existing[n] - input.base + grad->base);
-        along += value * sign(n);
-        size += std::abs(value);
-      }
-      move(step);
-      const double above = loss();
-      move(-step);
-      const double below = loss();
-      move(0);
-      Deviation d;
-      d.tensor = grad->name;
-      d.max_error = std::abs((above - below) / (2 * step) - along);
-      d.max_allowed = 1e-6 * size + 1e-7;
-      if (!std::isfinite(d.max_error)) {
-        d.mismatch = fmt::format("finite difference {}, gradient along it {}", (above - below) / (2 * step), along);
-      }
-      outcome.deviations.push_back(d);
     }
   } catch (const std::exception& exception) {
     outcome.error = exception.what();
@@ -286,7 +286,7 @@ Timing bench(const Case& c, Direction direction, const std::string& backend, dou
   tensors.prepare(Direction::kForward);
   call_library(tensors.problem(), Direction::kForward, backend);  // the backward's out and lse
   Timing timing{std::numeric_limits<double>::infinity(), flops(c.problem, direction)};
-  Caller call(tensors.problem(), direction, backend);
+  Caller call(with_backend(tensors.problem(), backend), direction);
   const auto begin = Clock::now();
   for (int repetition = 0; repetition < 2 || Clock::now() - begin < std::chrono::duration<double>(seconds);
        ++repetition) {

@@ -52,8 +52,24 @@ class Trial {
   Wide naive_;
 };
 
-// Runs one direction on the tensors of a case. Throws std::runtime_error with fovea_last_error(), or if the library
-// wrote outside its workspace.
+// Throws Error with fovea_last_error().
+void require(fovea_status status);
+
+// One direction of a problem with the workspace it asks for, to be called as often as one likes; what the problem
+// points to must stay.
+class Caller {
+ public:
+  Caller(const fovea_problem& problem, Direction direction);
+  void operator()();
+  Buffer& workspace() { return workspace_; }
+
+ private:
+  fovea_problem problem_;
+  Direction direction_;
+  Buffer workspace_;
+};
+
+// Runs one direction on the tensors of a case. Throws as require() does, or if the library wrote outside its workspace.
 void call_library(const fovea_problem& problem, Direction direction, const std::string& backend);
 
 Outcome gradient(const Case& c, const std::string& backend);

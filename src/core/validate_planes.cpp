@@ -76,7 +76,7 @@ void Validator::vectors() {
     } else if (per_batch) {
       accepted = {problem_.batch(), problem_.heads_q};
     }
-    shape_is("alibi_slopes", slopes, accepted, "(Hq) or (B, Hq)");
+    shape_is("alibi_slopes", slopes, accepted, "(Hq), (B, Hq) or (B1, B2, Hq)");
     storage("alibi_slopes", slopes);
     problem_.alibi = per_batch ? Alibi::kPerBatchAndHead : Alibi::kPerHead;
     const auto s = strides_of(slopes);

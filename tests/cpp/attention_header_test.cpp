@@ -119,7 +119,7 @@ TEST(AttentionHeader, ErrorsAreOfOneType) {
   s.options.device = fovea::Device::kCuda;
   s.rows = {1, 2, 1, 1};
   EXPECT_THROW(s.run(), fovea::Error);
-  EXPECT_NE(fovea::explain(s.forward()).find("no CUDA backend in this build"), std::string::npos);
+  EXPECT_NE(fovea::explain(s.forward()).find("cuda: "), std::string::npos);
 }
 
 TEST(AttentionHeader, WorkspacesGrowOrAreTheCallers) {
@@ -127,6 +127,12 @@ TEST(AttentionHeader, WorkspacesGrowOrAreTheCallers) {
   workspace.require(10);
   EXPECT_EQ(workspace.bytes(), 10u);
   workspace.require(5);
+  EXPECT_EQ(workspace.bytes(), 10u);
+  // More than there is: an Error like any other, and an empty workspace that can grow again.
+  EXPECT_THROW(workspace.require(std::size_t{1} << 62), fovea::Error);
+  EXPECT_EQ(workspace.bytes(), 0u);
+  EXPECT_EQ(workspace.data(), nullptr);
+  workspace.require(10);
   EXPECT_EQ(workspace.bytes(), 10u);
   void* const data = workspace.data();
   fovea::Workspace moved = std::move(workspace);
@@ -136,6 +142,14 @@ TEST(AttentionHeader, WorkspacesGrowOrAreTheCallers) {
   fixed.require(100);
   EXPECT_EQ(fixed.data(), memory.data());
   EXPECT_EQ(fixed.bytes(), 8u);
+}
+
+TEST(AttentionHeader, OnTheCpuThereIsNothingToPrepare) {
+  Small s;
+  s.options.backend = "cpu";
+  fovea::prepare(s.forward());
+  s.rows = {1, 1, 2, 1};
+  EXPECT_THROW(fovea::prepare(s.forward()), fovea::Error);
 }
 
 TEST(AttentionHeader, TheRest) {
