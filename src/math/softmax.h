@@ -34,7 +34,7 @@ constexpr T correction(T max_before, T max_after) {
 // A sink is one more logit with no value: it joins the sum after the last key.
 template <class T>
 constexpr T sum_with_sink(T sum, T reference, T sink) {
-  return sum + exp(sink - reference);
+  return sum + weight(sink, reference);
 }
 
 // log of the sum of exp(score); -inf for a dead row.
@@ -79,10 +79,10 @@ constexpr T backward_reference(T lse) {
   return select(lse == T(-Limits<T>::infinity()), T(Limits<T>::infinity()), lse);
 }
 
-// p = exp(s - lse).
+// p = exp(s - lse): the weight relative to the logsumexp.
 template <class T>
 constexpr T probability(T score, T reference) {
-  return exp(score - reference);
+  return weight(score, reference);
 }
 
 // delta_i = <do_i, o_i> - dlse_i: what every dp of the row is lowered by.
@@ -100,7 +100,7 @@ constexpr T grad_score(T p, T dp, T delta) {
 // One row's share of the sink's gradient.
 template <class T>
 constexpr T grad_sink(T sink, T reference, T delta) {
-  return T(0) - exp(sink - reference) * delta;
+  return T(0) - probability(sink, reference) * delta;
 }
 
 }  // namespace FOVEA_ISA
