@@ -158,8 +158,13 @@ def new_lse(a: Arguments, shape: tuple, partial: bool) -> Tensor:
 
 
 def new_grad(a: Arguments, name: str, partial: bool) -> Tensor:
+    """As its tensor lies; but on a device a row's columns lie together, which is all that kernels write."""
     tensor = getattr(a, name)
-    return torch.zeros_like(tensor) if partial else torch.empty_like(tensor)
+    make = torch.zeros_like if partial else torch.empty_like
+    grad = make(tensor)
+    if name in ("q", "k", "v") and grad.stride(-1) != 1 and grad.device.type != "cpu":
+        grad = make(tensor, memory_format=torch.contiguous_format)
+    return grad
 
 
 # ---- the problem ----
