@@ -225,33 +225,11 @@ struct Scores {
                                       int tile_column, int row0, int column0) const {
     const int g = thread.g;
     const int t = thread.t;
-    if constexpr (kHasRowTerm) {
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-        for (int j = 0; j < kColumns; ++j) {
-          for (int e = 0; e < 4; ++e) {
-            s[i][j][e] += row_term[i][e >> 1];
-          }
-        }
-      }
-    }
     if constexpr (S.bias != BiasTile::kNone) {
       add_bias<S.bias, kKeys>(s, thread, inputs + Inputs::kBias, tile_row, tile_column);
     }
     if constexpr (S.bias2 != BiasTile::kNone) {
       add_bias<S.bias2, kKeys>(s, thread, inputs + Inputs::kBias2, tile_row, tile_column);
-    }
-    if constexpr (Inputs::kHasVector) {
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j) {
-        const float2 term = load_shared2(inputs + Inputs::kVector + (tile_column + j * 8 + t * 2) * 4);
-        for (int i = 0; i < kTiles; ++i) {
-          for (int x = 0; x < 2; ++x) {
-            s[i][j][2 * x] += term.x;
-            s[i][j][2 * x + 1] += term.y;
-          }
-        }
-      }
     }
     if constexpr (S.alibi) {
 #pragma unroll
@@ -269,12 +247,39 @@ struct Scores {
         }
       }
     }
+    if constexpr (kHasRowTerm) {
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+        for (int j = 0; j < kColumns; ++j) {
+          for (int e = 0; e < 4; ++e) {
+            s[i][j][e] = with_term(s[i][j][e], row_term[i][e >> 1]);
+          }
+        }
+      }
+    }
+    if constexpr (Inputs::kHasVector) {
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) {
+        const float2 term = load_shared2(inputs + Inputs::kVector + (tile_column + j * 8 + t * 2) * 4);
+        for (int i = 0; i < kTiles; ++i) {
+          for (int x = 0; x < 2; ++x) {
+            s[i][j][2 * x] = with_term(s[i][j][2 * x], term.x);
+            s[i][j][2 * x + 1] = with_term(s[i][j][2 * x + 1], term.y);
+          }
+        }
+      }
+    }
     if constexpr (S.mask) {
       mask_bits<Inputs>(s, thread, inputs + Inputs::kMask, tile_row, tile_column, kTransposed ? row0 : column0);
     }
   }
 
  private:
+  // A term of -inf is a mask: it hides what else was added, NaN included.
+  static __device__ __forceinline__ float with_term(float s, float term) {
+    return term == -kInfinity ? -kInfinity : s + term;
+  }
+
   template <BiasTile kBiasType, int kKeys, int kColumns>
   static __device__ __forceinline__ void add_bias(float (&s)[kTiles][kColumns][4], const Thread& thread, u32 bias,
                                                   int tile_row, int tile_column) {

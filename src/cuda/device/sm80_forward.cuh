@@ -336,10 +336,10 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_forward(const __gri
   }
 
   // ---- copies ----
-  const char* const k = static_cast<const char*>(a.k.data) + place.key_rows(a.k.strides, head_k) * (2 * kWide);
-  const char* const v = static_cast<const char*>(a.v.data) + place.key_rows(a.v.strides, head_k) * (2 * kWide);
-  const i64 k_row = a.k.strides.row * (2 * kWide);
-  const i64 v_row = a.v.strides.row * (2 * kWide);
+  const char* const k = static_cast<const char*>(a.k.data) + place.key_rows(a.k.strides, head_k) * 2;
+  const char* const v = static_cast<const char*>(a.v.data) + place.key_rows(a.v.strides, head_k) * 2;
+  const i64 k_row = a.k.strides.row * 2;
+  const i64 v_row = a.v.strides.row * 2;
   const int bytes_k = kPairs ? S.d * 4 : a.head_dim * 2;
   const int bytes_v = kPairs ? S.dv * 4 : a.head_dim_v * 2;
   auto load = [&](int n) {
@@ -351,8 +351,8 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_forward(const __gri
     Inputs::load(to + kKBytes + kVBytes, a, place, head, m0, n0, thread.index);
   };
   {
-    const i64 q_row = a.q.strides.row * (2 * kWide);
-    const char* const q = static_cast<const char*>(a.q.data) + place.query_rows(a.q.strides, head) * (2 * kWide);
+    const i64 q_row = a.q.strides.row * 2;
+    const char* const q = static_cast<const char*>(a.q.data) + place.query_rows(a.q.strides, head) * 2;
     load_tile<TileK, kRows, kThreads>(shared_q, q + m0 * q_row, q_row, place.q_len - m0, bytes_k, thread.index);
   }
   if (first < last) {
