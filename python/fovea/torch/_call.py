@@ -299,14 +299,19 @@ class _Problem:
     def _call(self, direction: int) -> int:
         if self._on_cpu:
             return call_on_cpu(lib, self._pointer, direction)
-        if self._needed is None:
-            needed = ctypes.c_size_t()
-            status = lib.fovea_workspace(self._pointer, direction, ctypes.byref(needed))
-            if status != _abi.OK:
-                return status
-            self._needed = needed.value
-        workspace = torch.empty(self._needed, dtype=torch.uint8, device=self._device)
         call = lib.fovea_backward if direction == _abi.BACKWARD else lib.fovea_forward
+        if self._needed is not None:
+            workspace = torch.empty(self._needed, dtype=torch.uint8, device=self._device)
+            status = call(self._pointer, workspace.data_ptr(), self._needed)
+            if status != _abi.OUT_OF_MEMORY:
+                return status
+        # The first call, or addresses less aligned than those that the kept number is of.
+        needed = ctypes.c_size_t()
+        status = lib.fovea_workspace(self._pointer, direction, ctypes.byref(needed))
+        if status != _abi.OK:
+            return status
+        self._needed = needed.value
+        workspace = torch.empty(self._needed, dtype=torch.uint8, device=self._device)
         return call(self._pointer, workspace.data_ptr(), self._needed)
 
     def _refuse(self, status: int) -> NoReturn:
