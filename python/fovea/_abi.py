@@ -134,4 +134,5 @@ FUNCTIONS = {
     ),
     "fovea_set_num_threads": (ctypes.c_int, (ctypes.c_int,)),
     "fovea_num_threads": (ctypes.c_int, ()),
+    "fovea_prepare": (ctypes.c_int, (_PROBLEM, ctypes.c_int)),
 }

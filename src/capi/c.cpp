@@ -186,9 +186,7 @@ fovea_status fovea_workspace(const fovea_problem* problem, fovea_direction direc
     given(bytes, "bytes");
     const fovea::Call call =
         fovea::validate(given(problem, "problem"), fovea::direction_of(direction), /*shapes_only=*/true);
-    const fovea::Plan plan = fovea::plan(call);
-    fovea::require_supported(call.problem, plan);
-    *bytes = plan.workspace;
+    *bytes = fovea::planned(call).workspace;
   });
 }
 
@@ -245,6 +243,12 @@ fovea_status fovea_dropout_mask(int64_t batch, int64_t heads, int64_t seqlen_q, 
                                 uint64_t seed, uint64_t offset, fovea_rng rng, uint8_t* mask) {
   return guarded(
       [&] { fovea::dropout_mask(batch, heads, seqlen_q, seqlen_k, p, seed, offset, fovea::number_of(rng), mask); });
+}
+
+fovea_status fovea_prepare(const fovea_problem* problem, fovea_direction direction) {
+  return guarded([&] {
+    fovea::prepare(fovea::validate(given(problem, "problem"), fovea::direction_of(direction), /*shapes_only=*/true));
+  });
 }
 
 fovea_status fovea_set_num_threads(int n) {

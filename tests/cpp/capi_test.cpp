@@ -14,6 +14,7 @@
 #include <thread>
 
 #include "arguments.h"
+#include "cuda/cuda.h"
 #include "math/dropout.h"
 
 extern "C" {
@@ -76,6 +77,7 @@ TEST(CApi, NullPointers) {
   expect(fovea_workspace(nullptr, FOVEA_FORWARD, &bytes), "problem: NULL");
   expect(fovea_forward(nullptr, nullptr, 0), "problem: NULL");
   expect(fovea_backward(nullptr, nullptr, 0), "problem: NULL");
+  expect(fovea_prepare(nullptr, FOVEA_FORWARD), "problem: NULL");
   expect(fovea_explain(nullptr, FOVEA_FORWARD, text, sizeof(text), &bytes), "problem: NULL");
   expect(fovea_explain_line(nullptr, text, sizeof(text), &bytes), "line: NULL");
   expect(fovea_explain_line("sq=1 d=1", nullptr, 8, &bytes), "text: NULL with capacity 8");
@@ -113,9 +115,9 @@ TEST(CApi, TextIsCutAndItsLengthSaid) {
 
 TEST(CApi, ExplainSaysWhyEvenWhereNothingServes) {
   char text[1024] = "";
-  EXPECT_EQ(fovea_explain_line("sq=1 d=1 device=cuda", text, sizeof(text), nullptr), FOVEA_UNSUPPORTED);
-  EXPECT_NE(std::string(text).find("no CUDA backend in this build"), std::string::npos) << text;
-  EXPECT_NE(std::string(fovea_last_error()).find("no CUDA backend in this build"), std::string::npos);
+  EXPECT_EQ(fovea_explain_line("sq=1 d=1 device=cuda backend=cpu", text, sizeof(text), nullptr), FOVEA_UNSUPPORTED);
+  EXPECT_NE(std::string(text).find("cuda: does not serve: "), std::string::npos) << text;
+  EXPECT_NE(std::string(fovea_last_error()).find("; cuda: "), std::string::npos);
   EXPECT_EQ(fovea_explain_line("sq=1 d=1 frobnicate", text, sizeof(text), nullptr), FOVEA_INVALID_ARGUMENT);
   EXPECT_EQ(fovea_explain_line("b=100000000000 hq=100000000000 sq=10 d=1", text, sizeof(text), nullptr),
             FOVEA_INVALID_ARGUMENT);
@@ -125,7 +127,9 @@ TEST(CApi, ExplainSaysWhyEvenWhereNothingServes) {
 TEST(CApi, Backends) {
   char text[1024] = "";
   ASSERT_EQ(fovea_backends(text, sizeof(text), nullptr), FOVEA_OK);
-  EXPECT_STREQ(text, "cpu\tavailable\ncuda\tno CUDA backend in this build\nreference\tavailable\n");
+  const std::string why_not = fovea::cuda::unavailable();
+  EXPECT_EQ(std::string(text),
+            "cpu\tavailable\ncuda\t" + (why_not.empty() ? "available" : why_not) + "\nreference\tavailable\n");
 }
 
 TEST(CApi, WorkspacesThatAreWrong) {

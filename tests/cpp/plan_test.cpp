@@ -73,7 +73,7 @@ TEST_F(Planning, TheCpuServesWhoNamesNone) {
   EXPECT_TRUE(plan.verdicts[0].serves);
   EXPECT_EQ(plan.verdicts[0].reason, plan.cpu.summary);
   EXPECT_FALSE(reason_of(plan, "cpu").empty());
-  EXPECT_EQ(reason_of(plan, "cuda"), "no CUDA backend in this build");
+  EXPECT_EQ(reason_of(plan, "cuda"), "the tensors lie on the CPU, and a problem is never moved to a CUDA device");
   EXPECT_EQ(reason_of(plan, "reference"), "serves only who asks for it by name: backend=reference");
 }
 
@@ -100,7 +100,7 @@ TEST_F(Planning, ByName) {
   EXPECT_EQ(reason_of(plan, "cpu"), "not asked: backend=reference");
   const Plan cuda = plan_of("sq=4 d=4 backend=cuda");
   EXPECT_FALSE(cuda.supported());
-  EXPECT_EQ(reason_of(cuda, "cuda"), "no CUDA backend in this build");
+  EXPECT_EQ(reason_of(cuda, "cuda"), "the tensors lie on the CPU, and a problem is never moved to a CUDA device");
   EXPECT_EQ(message_of("sq=4 d=4 backend=tpu"), "backend: 'tpu'; accepted: cpu, cuda, reference");
 }
 
@@ -118,7 +118,7 @@ TEST_F(Planning, ByEnvironment) {
 
 TEST_F(Planning, AProblemOfADeviceIsNeverMoved) {
   for (const char* line :
-       {"sq=4 d=4 device=cuda", "sq=4 d=4 device=cuda backend=reference", "bwd sq=4 d=4 device=cuda backend=cpu"}) {
+       {"sq=4 d=4 device=cuda backend=reference", "bwd sq=4 d=4 device=cuda backend=cpu"}) {
     const Plan plan = plan_of(line);
     EXPECT_FALSE(plan.supported());
     try {

@@ -54,7 +54,7 @@ std::vector<Refusal> refusals_of_all() {
       {"stream", {"0x10", "NULL"}, [](auto& a) { a.problem.stream = reinterpret_cast<void*>(0x10); }},
       {"backend", {"'fpga'", "cpu, cuda, reference"}, [](auto& a) { a.problem.backend = "fpga"; }},
       {"no backend serves",
-       {"no CUDA backend in this build"},
+       {"never moved to a CUDA device"},
        [](auto& a) { a.problem.backend = "cuda"; },
        FOVEA_UNSUPPORTED},
       {"scale", {"nan", "finite"}, [=](auto& a) { a.problem.scale = kNan, a.problem.flags |= FOVEA_SCALE; }},

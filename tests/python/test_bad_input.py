@@ -194,7 +194,7 @@ BOTH = {
         (dict(layout="bhsd"), ValueError, r"k: .*accepted.*\(layout='bhsd': shapes are given here as"),
         (dict(backend="tpu"), ValueError, "backend: 'tpu'; accepted: cpu, cuda, reference"),
         (dict(backend=1), TypeError, "backend: 1; accepted: a name"),
-        (dict(backend="cuda"), NotImplementedError, "no backend serves.*cuda: no CUDA backend"),
+        (dict(backend="cuda"), NotImplementedError, "no backend serves.*cuda: the tensors lie on the CPU"),
     ],
     "lengths, dense": [
         (dict(seqused_q=np.array([1, 7], np.int32)), ValueError, "seqused_q: 7 at index 1; accepted: 0 to .* 6"),
@@ -325,7 +325,7 @@ def test_explain(changes, exception, text):
             stack.enter_context(pytest.raises(exception, match=text))
         said = fovea.explain(problem.q, problem.k, problem.v, **problem.options)
     if "no backend" in text:
-        assert "cuda: does not serve: no CUDA backend" in said
+        assert "cuda: does not serve: the tensors lie on the CPU" in said
 
 
 def test_unknown_keywords():
