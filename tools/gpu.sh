@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# Checks the CUDA backend on this machine's GPU and measures it; a short table comes last. A few minutes.
+#
+#   tools/gpu.sh                        checks within 150 s, then a row of each kind of the benchmark
+#   tools/gpu.sh check [pytest's ...]   tests/gpu alone: `check -k dropout`, `check --seconds 300`
+#   tools/gpu.sh bench [run.py's ...]   bench/gpu alone: `bench --filter triangle`, `bench --all`; rows are kept in
+#                                       bench/results/gpu.json and written into docs/performance.md
+#   tools/gpu.sh sanitize [TOOL ...]    compute-sanitizer's memcheck, racecheck, initcheck, synccheck (or those named)
+#                                       over the tests that are marked for it
+#
+# Needs: a built library (build/, or $FOVEA_BUILD) with the command beside it, and a Python with PyTorch ($PYTHON,
+# python3) and pytest. Nothing else is downloaded or built.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+build=${FOVEA_BUILD:-build}
+export FOVEA_BUILD=$build PYTHONUNBUFFERED=1
+
+if ! "$python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
+  echo "tools/gpu.sh: no CUDA device that $python's PyTorch sees"
+  exit 1
+fi
+[ -e "$build/libfovea.so" ] || { echo "tools/gpu.sh: $build/libfovea.so is missing: make build"; exit 1; }
+export FOVEA_LIBRARY=${FOVEA_LIBRARY:-$build/libfovea.so}
+
+check() { "$python" tests/gpu/run.py "$@"; }
+
+bench() {
+  "$python" bench/gpu/run.py --json bench/results/gpu.json "$@"
+  local status=$?
+  "$python" tools/tables.py
+  return $status
+}
+
+# Tool by tool: a fault is a line of compute-sanitizer's own, and the exit status. Only our kernels are looked at.
+sanitize() {
+  local failed=0 tool log
+  for tool in "${@:-memcheck racecheck initcheck synccheck}"; do
+    for tool in $tool; do
+      log=$(mktemp)
+      echo "== compute-sanitizer --tool $tool"
+      timeout "${SANITIZE_SECONDS:-280}" compute-sanitizer --tool "$tool" --error-exitcode 99 --kernel-name regex:fovea \
+        --target-processes all "$python" -m pytest -q -p no:cacheprovider -m sanitize tests/gpu >"$log" 2>&1 || failed=1
+      grep -E '^=========' "$log" | head -40
+      tail -n 3 "$log"
+      rm -f "$log"
+    done
+  done
+  return $failed
+}
+
+command=${1:-all}
+[ $# -gt 0 ] && shift
+case $command in
+  check) check "$@" ;;
+  bench) bench "$@" ;;
+  sanitize) sanitize "$@" ;;
+  all)
+    checks=$(mktemp)
+    check --seconds 150 >"$checks" 2>&1
+    status=$?
+    cat "$checks"
+    "$python" bench/gpu/run.py --quick --seconds 120 || status=1
+    echo
+    echo "checks: $(grep -E '^[0-9]+ passed' "$checks" | tail -1)"
+    grep '^rows of the case table' "$checks"
+    rm -f "$checks"
+    exit $status
+    ;;
+  *) sed -n '4,16p' "$0"; exit 2 ;;
+esac
