@@ -93,7 +93,7 @@ def test_installed_in_an_environment_of_its_own(wheel, tmp_path):
     assert run(python, "-c", script, cwd=tmp_path).strip() == header_version()
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_syntax_of_python_3_9(path):
     ast.parse(path.read_text(), feature_version=(3, 9))
 

@@ -53,6 +53,17 @@ def test_links_lead_somewhere(link):
     assert (ROOT / link).exists()
 
 
+def check_tables(**environment):
+    return subprocess.run([sys.executable, ROOT / "tools/tables.py", "--check"], env={**os.environ, **environment},
+                          capture_output=True, text=True)
+
+
 def test_tables_are_those_that_the_command_writes():
-    done = subprocess.run([sys.executable, ROOT / "tools/tables.py", "--check"], capture_output=True, text=True)
+    done = check_tables()
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_table_of_support_asks_the_library():
+    """With an instruction set that nobody has, nothing is supported, and the table in the README is wrong."""
+    done = check_tables(FOVEA_CPU_ISA="abacus")
+    assert done.returncode == 1 and "README.md: stale" in done.stdout, done.stdout + done.stderr
