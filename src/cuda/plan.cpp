@@ -30,14 +30,6 @@ void check_limits(const Call& call) {
       refuse(fmt::format("{}: head_dim {}; served: at most {}", name, columns, kMostColumns));
     }
   }
-  for (const auto& [name, view] :
-       {std::pair("out", &call.out), std::pair("grad_out", &call.grad_out), std::pair("grad_q", &call.grad_q),
-        std::pair("grad_k", &call.grad_k), std::pair("grad_v", &call.grad_v)}) {
-    const std::int64_t columns = view == &call.grad_q || view == &call.grad_k ? p.head_dim : p.head_dim_v;
-    if (*view && columns > 1 && view->strides.col != 1) {
-      refuse(fmt::format("{}: stride {} in its last dimension; served on a CUDA device: 1", name, view->strides.col));
-    }
-  }
 }
 
 // Blocks that keep every multiprocessor busy, for kernels that walk over their work with a stride.

@@ -49,7 +49,8 @@ class Planner {
       operands_.pairs = true;
       operands_.head_dim = operands_.features.d;
       operands_.head_dim_v = operands_.features.dv;
-      workspace_.add(Region::kSizes, 6 * problem_.batch() * problem_.heads_q * std::int64_t{sizeof(math::u32)});
+      workspace_.add(Region::kSizes, static_cast<std::int64_t>(Size::kCount) * problem_.batch() * problem_.heads_q *
+                                         std::int64_t{sizeof(math::u32)});
     } else {
       rows(&Call::q, Region::kQ, problem_.heads_q, call_.rows.rows_q, problem_.head_dim, operands_.q);
       rows(&Call::k, Region::kK, problem_.heads_k, call_.rows.rows_k, problem_.head_dim, operands_.k);

@@ -48,12 +48,12 @@ struct Args {
   i64 window_right = -1;
 
   Tensor q, k, v;
-  Tensor out;          // any strides in rows; last dimension contiguous, written by elements where rows are not aligned
-  Tensor lse;          // fp32: batch1, batch2, head, row; data may be null in the forward
-  Tensor bias, bias2;  // with BiasTile: queries x keys, rows aligned to 16 bytes
-  Tensor mask;         // with Spec::mask: words of 32 keys, bit j % 32 of word j / 32; `row` strides in words
-  Tensor key_term;     // with Spec::key_term: fp32, by head and key (`col` is the key, contiguous); -inf: not allowed
-  Tensor query_term;   // with Spec::query_term: fp32, by head and query (`row`)
+  Tensor out;           // any strides; by elements where rows are not aligned or columns are apart
+  Tensor lse;           // fp32: batch1, batch2, head, row; data may be null in the forward
+  Tensor bias, bias2;   // with BiasTile: queries x keys, rows aligned to 16 bytes
+  Tensor mask;          // with Spec::mask: words of 32 keys, bit j % 32 of word j / 32; `row` strides in words
+  Tensor key_term;      // with Spec::key_term: fp32, by head and key (`col` is the key, contiguous); -inf: not allowed
+  Tensor query_term;    // with Spec::query_term: fp32, by head and query (`row`)
   Tensor alibi_slopes;  // fp32: batch1, batch2, head
   const float* sink = nullptr;
   i64 sink_stride = 0;
@@ -94,11 +94,11 @@ struct Args {
   i64 column_pitch = 0;         // at least limit_k
 
   // ---- fp32 as pairs of fp16 ----
-  u32* sizes = nullptr;  // [6][b][head]: bits of the largest |q|, |k|, |v|, |do|, row norms of v, do
+  u32* sizes = nullptr;  // [7][b][head]: bits of the largest |q|, |k|, |v|, |do|, row norms of v, do; |delta|
 };
 
 // Where a number of Args::sizes lies; k and v count their own heads.
-enum class Size : int { kQ, kK, kV, kGradOut, kRowOfV, kRowOfGradOut };
+enum class Size : int { kQ, kK, kV, kGradOut, kRowOfV, kRowOfGradOut, kDelta, kCount };
 constexpr i64 size_place(const math::Rows& rows, Size which, i64 b, i64 head) {
   const bool of_keys = which == Size::kK || which == Size::kV || which == Size::kRowOfV;
   return i64(which) * rows.batch() * rows.heads_q + b * (of_keys ? rows.heads_k : rows.heads_q) + head;

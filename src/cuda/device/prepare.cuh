@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_term(const __grid_con
 
 template <Spec S>
 __global__ void __launch_bounds__(kPrepareThreads) prepare_clear(const __grid_constant__ PairArgs args) {
-  const i64 total = size_place(args.rows, Size(6), 0, 0);
+  const i64 total = size_place(args.rows, Size::kCount, 0, 0);
   for (i64 n = prepare_thread(); n < total; n += prepare_stride()) {
     args.sizes[n] = 0;
   }

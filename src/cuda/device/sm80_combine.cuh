@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kCombineRows * 32) sm80_combine(const __grid_c
       o = {o.x + weight * x.x, o.y + weight * x.y, o.z + weight * x.z, o.w + weight * x.w};
     }
     if constexpr (S.type == Type::kFp32) {
-      float* const to = reinterpret_cast<float*>(out) + column;
+      float* const to = reinterpret_cast<float*>(out) + column * a.out.strides.col;
       if (a.vector_stores) {
         *reinterpret_cast<float4*>(to) = o;
       } else {
@@ -73,12 +73,12 @@ __global__ void __launch_bounds__(kCombineRows * 32) sm80_combine(const __grid_c
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           if (column + e < a.out_dim_v) {
-            to[e] = values[e];
+            to[e * a.out.strides.col] = values[e];
           }
         }
       }
     } else {
-      u16* const to = reinterpret_cast<u16*>(out) + column;
+      u16* const to = reinterpret_cast<u16*>(out) + column * a.out.strides.col;
       const uint2 pairs = {pack<S.type>(o.x, o.y), pack<S.type>(o.z, o.w)};
       if (a.vector_stores) {
         *reinterpret_cast<uint2*>(to) = pairs;
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kCombineRows * 32) sm80_combine(const __grid_c
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           if (column + e < a.out_dim_v) {
-            to[e] = u16(words[e / 2] >> e % 2 * 16);
+            to[e * a.out.strides.col] = u16(words[e / 2] >> e % 2 * 16);
           }
         }
       }

@@ -157,8 +157,8 @@ __device__ __forceinline__ void load_tile(u32 tile, const void* from, i64 stride
 // A warp writes kRows rows of its own, of which `rows` exist with `columns` numbers each, from a tile of kType in
 // shared memory: by 16 bytes where the tensor's rows allow it, else one by one.
 template <class Layout, Type kType, int kRows>
-__device__ __forceinline__ void store_rows(char* to, i64 row_bytes, u32 tile, int rows, int columns, bool by_vectors,
-                                           int lane) {
+__device__ __forceinline__ void store_rows(char* to, i64 row_bytes, i64 column_bytes, u32 tile, int rows, int columns,
+                                           bool by_vectors, int lane) {
   constexpr int kElement = kType == Type::kFp32 ? 4 : 2;
   constexpr int kColumns = Layout::kRowBytes / kElement;
   if (by_vectors) {
@@ -178,9 +178,9 @@ __device__ __forceinline__ void store_rows(char* to, i64 row_bytes, u32 tile, in
     if (row < rows && byte < columns * kElement) {
       const u32 from = tile + Layout::offset(row, byte / 16) + byte % 16;
       if constexpr (kElement == 4) {
-        *reinterpret_cast<float*>(to + row * row_bytes + byte) = load_shared(from);
+        *reinterpret_cast<float*>(to + row * row_bytes + byte / kElement * column_bytes) = load_shared(from);
       } else {
-        *reinterpret_cast<u16*>(to + row * row_bytes + byte) = load_shared_half(from);
+        *reinterpret_cast<u16*>(to + row * row_bytes + byte / kElement * column_bytes) = load_shared_half(from);
       }
     }
   }
