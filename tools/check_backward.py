@@ -156,8 +156,9 @@ def dq_shared(s):
 
 def bias_shared(s):
     rows = s["grid_s"] * s["tiles"] * 16
-    stage = (rows + s["step"]) * (s["d"] + s["dv"]) * size(s) + rows * 8 + inputs(s, rows, s["step"], False)
-    return s.get("stages", 2) * stage
+    once = s.get("bias", "kNone") != "kNone" and s.get("bias2", "kNone") == "kNone" and not any(s.get(x) for x in ("mask", "key_term", "query_term", "ragged"))
+    work = 16 * rows + inputs(s, rows, s["step"], False) * (1 if once else 2) + s.get("stages", 2) * (rows + s["step"]) * (s["d"] + s["dv"]) * size(s)
+    return max(work, rows * s["step"] * 2)
 
 
 def fits(s, shared):
@@ -596,7 +597,7 @@ class Problem:
                 planes = x.shape[0] * x.shape[1] * x.shape[2]
                 steps.append(("sm80_bias_gradient", "sm80_bias_gradient.cuh", c, planes * self.chunks * cdiv(self.S, rows) * cdiv(self.Sk, c["step"]), c["warps"] * 32, bias_shared(c), name))
                 if self.chunks > 1:
-                    steps.append(("bias_gradient_sum", "sm80_bias_gradient.cuh", dict(grad_bias=base[name]), cdiv(planes * self.S * self.Sk, 256), 256, 0, name))
+                    steps.append(("bias_gradient_sum", "sm80_bias_gradient.cuh", dict(grad_bias=base[name]), planes * cdiv(self.S * self.Sk, 256), 256, 0, name))
         if columns:
             planes = self.key_x.shape[0] * self.key_x.shape[1] * self.key_x.shape[2]
             steps.append(("reduce_columns", P, dict(grad_bias="kFp32"), planes * cdiv(self.Sk, 32), 256, 0, "key"))

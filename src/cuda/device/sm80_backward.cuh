@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_backward(const __gr
         add_rows_by_rows<kType, D>(s, my_keys, rows_d, queries + part * kRowD * 2, columns_d);
         add_rows_by_rows<kType, V>(dp, my_values, rows_v, grad_out + part * kRowV * 2, columns_v);
         const bool edge = kind == math::TileClass::kEdge || key0 + T * 16 > place.k_len;
-        grad_scores<S, true, S.column_sum, typename Loader::Inputs, M, N>(
+        grad_scores<S, true, S.column_sum, false, typename Loader::Inputs, M, N>(
             s, dp, sums, a, thread, head, block.band, edge, stage + Loader::kLse, stage + Loader::kInputs,
             thread.warp * T * 16, part, key0, m0 + part);
 #pragma unroll

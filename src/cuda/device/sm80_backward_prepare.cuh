@@ -80,6 +80,9 @@ struct Shared {
     return {plane / kept_h / kept2,     plane / kept_h % kept2,     plane % kept_h,
             s.batch1 ? 1 : rows.batch1, s.batch2 ? 1 : rows.batch2, s.head ? 1 : rows.heads_q};
   }
+  static __device__ i64 planes(const math::Rows& rows, const math::Strides& s) {
+    return (s.batch1 ? rows.batch1 : 1) * (s.batch2 ? rows.batch2 : 1) * (s.head ? rows.heads_q : 1);
+  }
   __device__ i64 count() const { return n1 * n2 * heads; }
   __device__ i64 batch(i64 n, const math::Rows& rows) const {
     const i64 x = n / heads;

@@ -58,12 +58,18 @@ constexpr int backward_dq_shared_bytes(const Spec& s) {
 
 constexpr int bias_gradient_rows(const Spec& s) { return s.grid_s * s.tiles * 16; }
 
-constexpr int bias_gradient_stage_bytes(const Spec& s) {
-  const int rows = bias_gradient_rows(s);
-  return (rows + s.step) * (s.d + s.dv) * element_bytes(s.type) + row_vector_bytes(rows) +
-         score_input_bytes(s, rows, s.step, false);
+// Whether all entries of a plane's list have the same inputs: then they are copied once.
+constexpr bool bias_gradient_once(const Spec& s) {
+  return s.bias != BiasTile::kNone && s.bias2 == BiasTile::kNone && !s.mask && !s.key_term && !s.query_term && !s.ragged;
 }
-constexpr int bias_gradient_shared_bytes(const Spec& s) { return s.stages * bias_gradient_stage_bytes(s); }
+constexpr int bias_gradient_shared_bytes(const Spec& s) {
+  const int rows = bias_gradient_rows(s);
+  const int stage = (rows + s.step) * (s.d + s.dv) * element_bytes(s.type);
+  const int inputs = score_input_bytes(s, rows, s.step, false) * (bias_gradient_once(s) ? 1 : 2);
+  const int work = 2 * row_vector_bytes(rows) + inputs + s.stages * stage;
+  const int result = rows * s.step * 2;  // leaves through shared memory
+  return work > result ? work : result;
+}
 
 }  // namespace fovea::cuda
 

@@ -96,6 +96,15 @@ struct KeyBlock {
   }
 };
 
+// Logsumexp and delta of kRows queries; vectors are padded: all rows of a tile exist.
+template <int kRows, int kThreads>
+__device__ __forceinline__ void load_row_vectors(u32 to, const Args& a, i64 row, int thread) {
+#pragma unroll
+  for (int i = thread; i < kRows / 2; i += kThreads) {
+    copy16(to + i * 16, i < kRows / 4 ? a.row_lse + row + i * 4 : a.row_delta + row + i * 4 - kRows);
+  }
+}
+
 template <Spec S, int kKeys, int kThreads>
 struct StepLoader {
   static constexpr int M = S.step;
@@ -131,15 +140,6 @@ struct StepLoader {
         a.grad_out.strides.row * 2, rows, KeyBlock<S>::row_bytes(S.dv, a.head_dim_v), thread);
     load_row_vectors<M, kThreads>(to + kLse, a, row0 + at.head * a.padded_rows + m0, thread);
     Inputs::load(to + kInputs, a, block.place, at.head, m0, block.n0, thread);
-  }
-
-  // Logsumexp and delta, padded: all rows of a tile exist.
-  template <int kRows, int kAllThreads>
-  static __device__ __forceinline__ void load_row_vectors(u32 to, const Args& args, i64 row, int thread) {
-#pragma unroll
-    for (int i = thread; i < kRows / 2; i += kAllThreads) {
-      copy16(to + i * 16, i < kRows / 4 ? args.row_lse + row + i * 4 : args.row_delta + row + i * 4 - kRows);
-    }
   }
 };
 
@@ -204,11 +204,11 @@ struct HeadState {
 };
 
 // s: dot products, becomes P (with dropout and its factor: what dV needs); dp: products, becomes dS by the dot product
-// over the scale. sums, if kSums: dS by the score, added up along the rows. The fragment begins at (tile_row,
-// tile_column) of this step's tiles and at (row0, column0) of the sequence; row_vectors, inputs: addresses in shared
-// memory, the former of the first query of the tile.
-template <Spec S, bool kTransposed, bool kSums, class Inputs, int kQueries, int kKeys, int kTiles, int kColumns,
-          class Head>
+// over the scale (kByScore: by the score). sums, if kSums: dS by the score, added up along the rows. The fragment
+// begins at (tile_row, tile_column) of this step's tiles and at (row0, column0) of the sequence; row_vectors, inputs:
+// addresses in shared memory, the former of the first query of the tile.
+template <Spec S, bool kTransposed, bool kSums, bool kByScore, class Inputs, int kQueries, int kKeys, int kTiles,
+          int kColumns, class Head>
 __device__ __forceinline__ void grad_scores(float (&s)[kTiles][kColumns][4], float (&dp)[kTiles][kColumns][4],
                                             float (&sums)[kTiles][2], const Args& a, const Thread& thread, Head& head,
                                             const math::Band<int>& band, bool edge, u32 row_vectors, u32 inputs,
@@ -216,8 +216,9 @@ __device__ __forceinline__ void grad_scores(float (&s)[kTiles][kColumns][4], flo
   constexpr bool kNatural = natural_scores(S);
   static_assert(kNatural || !is_pair(S.type));
   constexpr float kLift = is_pair(S.type) ? GradFactors::kLift : 0;
-  float derivative[S.softcap ? kTiles : 1][S.softcap ? kColumns : 1][4];
-  if constexpr (S.softcap) {
+  constexpr bool kDerivative = S.softcap && !kByScore;
+  float derivative[kDerivative ? kTiles : 1][kDerivative ? kColumns : 1][4];
+  if constexpr (kDerivative) {
     head.scores.of_dots(s, derivative);
   } else {
     head.scores.of_dots(s);
@@ -286,7 +287,7 @@ __device__ __forceinline__ void grad_scores(float (&s)[kTiles][kColumns][4], flo
           if constexpr (kSums) {
             sums[i][e >> 1] += grad;
           }
-          if constexpr (S.softcap) {
+          if constexpr (kDerivative) {
             grad *= derivative[i][j][e];
           }
           s[i][j][e] = kept;

@@ -1,0 +1,262 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The gradient of a bias with queries and keys, by recomputing.
+//
+// A block owns grid_s * tiles * 16 queries by `step` keys of one plane of the bias and walks over the list of (b, h)
+// that share it (one entry where nothing is broadcast):
+//
+//   S = Q K^T, dP = dO V^T, sum += P (dP - delta)
+//
+// The sum stays in registers and is written once: no atomics, no scratch, the same bits every run. Where planes are
+// few the list is cut into bias_chunks pieces, whose fp32 sums bias_gradient_sum adds in order.
+//
+// Warps form a grid of grid_s along the queries by the rest along the keys, and have S of `part` keys at a time.
+//   stages = 2   all operands of the next entry are copied while this one computes
+//   stages = 1   where those do not fit (part is all of a warp's keys then): Q and K of the next entry are copied
+//                during dP, dO and V of the next during the arithmetic and the next S
+//
+// Blocks: planes * bias_chunks * ceil(bias_rows / queries) * ceil(bias_keys / keys), of warps * 32 threads;
+// bias_gradient_sum: planes * ceil(bias_rows * bias_keys / 256), of 256.
+#ifndef FOVEA_CUDA_DEVICE_SM80_BIAS_GRADIENT_CUH
+#define FOVEA_CUDA_DEVICE_SM80_BIAS_GRADIENT_CUH
+
+#include "sm80_backward_prepare.cuh"
+#include "sm80_backward_step.cuh"
+
+namespace fovea::cuda {
+
+template <Spec S>
+__global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_bias_gradient(const __grid_constant__ Args a) {
+  constexpr int D = S.d;
+  constexpr int V = S.dv;
+  constexpr int T = S.tiles;
+  constexpr int N = S.step;
+  constexpr int M = bias_gradient_rows(S);
+  constexpr int W = N / (S.warps / S.grid_s);  // keys of a warp
+  constexpr int P = S.part < W ? S.part : W;
+  constexpr int kThreads = S.warps * 32;
+  constexpr Type kType = S.type;
+  constexpr int kRowD = row_of_tile(kType, D);
+  constexpr int kRowV = row_of_tile(kType, V);
+  constexpr bool kOnce = bias_gradient_once(S);
+  using Inputs = ScoreInputs<S, false, M, N, kThreads>;
+  constexpr u32 kKeys = M * kRowD * 2;  // of a stage
+  constexpr u32 kGradOut = kKeys + N * kRowD * 2;
+  constexpr u32 kValues = kGradOut + M * kRowV * 2;
+  constexpr u32 kStageBytes = kValues + N * kRowV * 2;
+  static_assert(W % P == 0 && P % 16 == 0 && (S.stages > 1 || P == W) && kRowPad % M == 0);
+  static_assert(2 * M * 8 + (kOnce ? 1 : 2) * Inputs::kBytes + S.stages * kStageBytes <= bias_gradient_shared_bytes(S));
+
+  extern __shared__ __align__(128) unsigned char memory[];
+  const u32 result = shared_address(memory);  // at the end: the sums, rounded
+  const u32 stages = result;
+  const u32 inputs = stages + S.stages * kStageBytes;
+  const u32 row_vectors = inputs + (kOnce ? 1 : 2) * Inputs::kBytes;
+  const Thread thread;
+  const int wq = thread.warp % S.grid_s;
+  const int wk = thread.warp / S.grid_s;
+
+  // Place: a tile of a plane, a chunk of its list.
+  const u32 tiles_k = (u32(a.bias_keys) + N - 1) / N;
+  const u32 tiles_q = (u32(a.bias_rows) + M - 1) / M;
+  u64 index = a.first_block + blockIdx.x;
+  const int n0 = int(index % tiles_k) * N;
+  index /= tiles_k;
+  const int m0 = int(index % tiles_q) * M;
+  index /= tiles_q;
+  const int chunk = int(index % a.bias_chunks);
+  const i64 plane = i64(index / a.bias_chunks);
+  const Shared shared = Shared::make(a.rows, a.grad_bias.strides, plane);
+  const int count = int(shared.count());
+  const int per = (count + a.bias_chunks - 1) / a.bias_chunks;
+  const int begin = min(chunk * per, count);
+  const int end = min(begin + per, count);
+  const u32 group = u32(a.rows.heads_q) / u32(a.rows.heads_k);
+
+  struct Entry {
+    Place place;
+    u32 head, head_k;
+  };
+  const auto entry = [&](int n) {
+    const u32 head = u32(shared.head(n));
+    return Entry{Place::make<S>(a, u32(shared.batch(n, a.rows))), head, head / group};
+  };
+  // Whether any query of the tile meets any of its keys.
+  const auto meets = [&](const Place& place) {
+    if (m0 >= place.q_len || n0 >= place.k_len) {
+      return false;
+    }
+    if constexpr (S.banded) {
+      return place.band<S>(a).tile(m0, min(m0 + M, place.q_len), n0, min(n0 + N, place.k_len)) !=
+             math::TileClass::kEmpty;
+    }
+    return true;
+  };
+  // which: 1 Q and K, 2 everything else.
+  const auto load = [&](int n, int which) {
+    const Entry e = entry(n);
+    const Place& place = e.place;
+    if (meets(place)) {
+      const u32 to = stages + n % S.stages * kStageBytes;
+      const int rows = place.q_len - m0;
+      const int keys = place.k_len - n0;
+      if (which & 1) {
+        const u16* q = static_cast<const u16*>(a.q.data) + place.query_rows(a.q.strides, e.head);
+        const u16* k = static_cast<const u16*>(a.k.data) + place.key_rows(a.k.strides, e.head_k);
+        load_tile<Tile<kRowD>, M, kThreads>(to, q + m0 * a.q.strides.row, a.q.strides.row * 2, rows,
+                                            KeyBlock<S>::row_bytes(D, a.head_dim), thread.index);
+        load_tile<Tile<kRowD>, N, kThreads>(to + kKeys, k + n0 * a.k.strides.row, a.k.strides.row * 2, keys,
+                                            KeyBlock<S>::row_bytes(D, a.head_dim), thread.index);
+      }
+      if (which & 2) {
+        const u16* g = static_cast<const u16*>(a.grad_out.data) + place.query_rows(a.grad_out.strides, e.head);
+        const u16* v = static_cast<const u16*>(a.v.data) + place.key_rows(a.v.strides, e.head_k);
+        load_tile<Tile<kRowV>, M, kThreads>(to + kGradOut, g + m0 * a.grad_out.strides.row, a.grad_out.strides.row * 2,
+                                            rows, KeyBlock<S>::row_bytes(V, a.head_dim_v), thread.index);
+        load_tile<Tile<kRowV>, N, kThreads>(to + kValues, v + n0 * a.v.strides.row, a.v.strides.row * 2, keys,
+                                            KeyBlock<S>::row_bytes(V, a.head_dim_v), thread.index);
+        load_row_vectors<M, kThreads>(row_vectors + (n & 1) * M * 8, a, row_of_head<S>(a, place, e.head) + m0,
+                                      thread.index);
+        if (!kOnce || n == begin) {
+          Inputs::load(inputs + (kOnce ? 0 : n & 1) * Inputs::kBytes, a, place, e.head, m0, n0, thread.index);
+        }
+      }
+    }
+    copy_commit();
+  };
+
+  float sum[T][W / 8][4] = {};
+  float unused[T][2];
+  const typename Tile<kRowD>::Lane rows_d(0, thread.lane);
+  const typename Tile<kRowD>::Lane columns_d(0, thread.lane, true);
+  const typename Tile<kRowV>::Lane rows_v(0, thread.lane);
+  const typename Tile<kRowV>::Lane columns_v(0, thread.lane, true);
+  const int row = wq * T * 16;  // in the tile
+  const int column = wk * W;
+  if (begin < end) {
+    if constexpr (S.stages == 1) {
+      load(begin, 1);
+      load(begin, 2);
+      copy_wait<1>();
+      sync();
+    } else {
+      load(begin, 3);
+    }
+  }
+
+#pragma unroll 1
+  for (int n = begin; n < end; ++n) {
+    if constexpr (S.stages > 1) {
+      copy_wait<0>();
+      sync();
+      if (n + 1 < end) {
+        load(n + 1, 3);
+      }
+    }
+    const Entry e = entry(n);
+    const bool some = !(S.banded || S.ragged) || meets(e.place);
+    const u32 stage = stages + n % S.stages * kStageBytes;
+    const u32 vectors = row_vectors + (n & 1) * M * 8;
+    const u32 scores = inputs + (kOnce ? 0 : n & 1) * Inputs::kBytes;
+    HeadState<S, false, T, P / 8> head(a, e.place, e.head, e.head_k, m0 + row, thread.g, true);
+    const math::Band<int> band = e.place.template band<S>(a);
+#pragma unroll
+    for (int part = 0; part < W; part += P) {
+      const int key = n0 + column + part;
+      float s[T][P / 8][4] = {};
+      float dp[T][P / 8][4] = {};
+      if (some) {
+        add_rows_by_rows<kType, D>(s, stage + row * kRowD * 2, rows_d, stage + kKeys + (column + part) * kRowD * 2,
+                                   columns_d);
+      }
+      if constexpr (S.stages == 1) {
+        copy_wait<0>();
+        sync();
+        if (n + 1 < end) {
+          load(n + 1, 1);
+        }
+      }
+      if (some) {
+        add_rows_by_rows<kType, V>(dp, stage + kGradOut + row * kRowV * 2, rows_v,
+                                   stage + kValues + (column + part) * kRowV * 2, columns_v);
+      }
+      if constexpr (S.stages == 1) {
+        copy_wait<0>();
+        sync();
+        if (n + 1 < end) {
+          load(n + 1, 2);
+        }
+      }
+      if (some) {
+        const bool edge = key + P > e.place.k_len ||
+                          (S.banded && band.tile(m0 + row, m0 + row + T * 16, key, key + P) != math::TileClass::kFull);
+        grad_scores<S, false, false, true, Inputs, M, N>(s, dp, unused, a, thread, head, band, edge, vectors, scores,
+                                                         row, column + part, m0 + row, key);
+#pragma unroll
+        for (int i = 0; i < T; ++i) {
+#pragma unroll
+          for (int j = 0; j < P / 8; ++j) {
+#pragma unroll
+            for (int x = 0; x < 4; ++x) {
+              sum[i][part / 8 + j][x] += dp[i][j][x];
+            }
+          }
+        }
+      }
+    }
+  }
+
+  // Written once: partial sums in fp32, or the gradient in its type.
+  copy_wait<0>();
+  sync();
+  const int rows_left = a.bias_rows - m0 - row;
+  const int keys_left = a.bias_keys - n0 - column;
+  const math::Strides& to = a.grad_bias.strides;
+  const i64 at = shared.b1 * to.batch1 + shared.b2 * to.batch2 + shared.h * to.head + m0 * to.row + n0 * to.col;
+  if (a.bias_chunks > 1) {
+    const i64 planes = i64(Shared::planes(a.rows, to));
+    float* const partial = a.bias_sum + ((chunk * planes + plane) * a.bias_rows + m0) * a.bias_keys + n0;
+    store_floats(sum, partial, {0, 0, 0, a.bias_keys, 1}, row, column, rows_left + row, keys_left + column, false,
+                 thread);
+  } else if constexpr (S.grad_bias == BiasTile::kFp32) {
+    const bool vectors =
+        to.col == 1 && to.row % 2 == 0 && (reinterpret_cast<u64>(static_cast<float*>(a.grad_bias.data) + at) & 7) == 0;
+    store_floats(sum, static_cast<float*>(a.grad_bias.data) + at, to, row, column, rows_left + row, keys_left + column,
+                 vectors, thread);
+  } else {
+    constexpr Type kAs = S.grad_bias == BiasTile::kBf16 ? Type::kBf16 : Type::kFp16;
+    u16* const first = static_cast<u16*>(a.grad_bias.data) + at;
+    const bool vectors = to.col == 1 && to.row % 8 == 0 && (reinterpret_cast<u64>(first) & 15) == 0;
+    store_fragment<kAs, N>(result + row * N * 2, sum, 1.f, thread, column / 8);
+    sync();
+    store_rows<N, M>(result, first, to, a.bias_rows - m0, a.bias_keys - n0, vectors, thread.index, kThreads);
+  }
+}
+
+// The chunks of every number, in order.
+template <Spec S>
+__global__ void __launch_bounds__(256) bias_gradient_sum(const __grid_constant__ Args a) {
+  const i64 size = i64(a.bias_rows) * a.bias_keys;
+  const i64 blocks = (size + 255) / 256;
+  const i64 block = a.first_block + blockIdx.x;
+  const i64 plane = block / blocks;
+  const i64 n = block % blocks * 256 + threadIdx.x;
+  if (n >= size) {
+    return;
+  }
+  const math::Strides& s = a.grad_bias.strides;
+  const Shared shared = Shared::make(a.rows, s, plane);
+  const i64 planes = Shared::planes(a.rows, s);
+  float sum = 0;
+  for (int chunk = 0; chunk < a.bias_chunks; ++chunk) {
+    sum += a.bias_sum[(chunk * planes + plane) * size + n];
+  }
+  store_element(a.grad_bias.data,
+                shared.b1 * s.batch1 + shared.b2 * s.batch2 + shared.h * s.head + n / a.bias_keys * s.row +
+                    n % a.bias_keys * s.col,
+                S.grad_bias, sum);
+}
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_SM80_BIAS_GRADIENT_CUH
