@@ -316,7 +316,7 @@ struct Scores {
       const typename Tile<kKeys>::Lane lanes(bias, lane);  // of whole rows of the tile
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
-        for (int jj = 0; jj < kColumns / 2; ++jj) {
+        for (int jj = 0; jj < (kColumns + 1) / 2; ++jj) {
           u32 r[4];
           if constexpr (kTransposed) {
             const u32 chunk = tile_row / 8 + i * 2 + (lane >> 4);
@@ -331,6 +331,9 @@ struct Scores {
 #pragma unroll
           for (int n = 0; n < 4; ++n) {
             // Matrices come in the order (0, 0) (1, 0) (0, 1) (1, 1) of the tile's rows and columns.
+            if (kTransposed && 2 * jj + (n & 1) >= kColumns) {
+              continue;  // one column tile alone: the other half of a block is not asked for
+            }
             float* const pair =
                 kTransposed ? &s[i][2 * jj + (n & 1)][(n >> 1) * 2] : &s[i][2 * jj + (n >> 1)][(n & 1) * 2];
             pair[0] += low<kType>(r[n]);

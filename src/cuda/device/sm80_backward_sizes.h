@@ -39,7 +39,7 @@ constexpr int wide_backward_stage_bytes(const Spec& s) {
 }
 constexpr int wide_backward_shared_bytes(const Spec& s) {
   const int keys = wide_backward_keys(s);
-  const int sums = s.column_sum ? keys * (s.warps / s.grid_s) * 4 : 0;
+  const int sums = s.column_sum ? keys * (s.step / s.part) * 4 : 0;
   return keys * (s.d + s.dv) * element_bytes(s.type) + 2 * keys * s.step * element_bytes(s.type) + sums +
          s.stages * wide_backward_stage_bytes(s);
 }
