@@ -14,7 +14,7 @@
 // already), `grad_bias` (reduce_columns, reduce_rows). Blocks and what of Args beyond the call's own tensors:
 //   backward_prepare   batch * heads_q * ceil(limit_q / 128): head_dim_v (of `out`, real), out, grad_out (fp32: both as
 //                      the caller gave them), lse, grad_lse, row_lse, row_delta, padded_rows, lse_factor; where wanted:
-//                      dq_sum with head_dim = Spec::d, row_sum, sink and sink_sum
+//                      dq_sum with Spec::d, row_sum, sink and sink_sum; fp32: sizes, whose last part it writes
 //   backward_convert   batch * heads_q * ceil(limit_q / 16): dq_sum, padded_rows, grad_q, out_dim, vector_stores, scale
 //   reduce_columns     planes * ceil(bias_keys / 32): grad_bias, bias_keys, column_sum, column_pitch
 //   reduce_rows        planes * ceil(bias_rows / 32): grad_bias, bias_rows, row_sum, padded_rows
@@ -153,6 +153,7 @@ __global__ void __launch_bounds__(256) backward_prepare(const __grid_constant__ 
   }
   const float sink = a.sink != nullptr ? a.sink[h * a.sink_stride] : -kInfinity;
   float of_sink = 0;
+  float largest = 0;
   for (int i = threadIdx.x / kLanes; inside && i < kRowPad; i += kPass) {
     const i64 row = first + i;
     const bool exists = row < sequence.q_len;
@@ -180,12 +181,22 @@ __global__ void __launch_bounds__(256) backward_prepare(const __grid_constant__ 
       const float reference = exists ? math::backward_reference(lse[row * a.lse.strides.row]) : kInfinity;
       a.row_lse[place + i] = reference * a.lse_factor;
       a.row_delta[place + i] = delta;
+      largest = fmaxf(largest, fabsf(delta));
       const float share = math::grad_sink(sink, reference, delta);  // -p_sink delta
       of_sink += exists ? share : 0.f;
       if (a.row_sum != nullptr) {
         // sum over keys of p (dp - delta) = <do, o> - delta (1 - p_sink)
         a.row_sum[place + i] = reference == kInfinity ? 0.f : grad_of_lse - share;
       }
+    }
+  }
+  if constexpr (S.type == Type::kFp32) {
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, mask));
+    }
+    if (threadIdx.x % 32 == 0) {
+      atomicMax(a.sizes + 6 * a.rows.batch() * a.rows.heads_q + bh, __float_as_uint(largest));
     }
   }
   if (a.sink_sum != nullptr) {
