@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the kernels for Hopper are called with beside Args: tensor maps, and the order in which tiles are computed.
+// Read by the host and, without any header, by NVRTC.
+#ifndef FOVEA_CUDA_DEVICE_SM90_ARGS_H
+#define FOVEA_CUDA_DEVICE_SM90_ARGS_H
+
+#include "math/rows.h"
+
+namespace fovea::cuda {
+
+// As the driver encodes it.
+struct alignas(64) TensorMap {
+  math::u64 words[16];
+};
+
+// 1 for a dimension that a tensor has, 0 for one that it is broadcast over: what coordinates are multiplied by.
+struct Has {
+  int head = 1;
+  int batch2 = 1;
+  int batch1 = 1;
+};
+
+// A sequence's place in the list of row tiles: row tiles first ... are its own.
+struct ListedTile {
+  int b;
+  int first;
+};
+
+// In the workspace, made by sm90_schedule: the next tile, and how many row tiles there are where lengths differ.
+struct Schedule {
+  math::u32 next;
+  int row_tiles;
+};
+
+struct Sm90ForwardArgs {
+  TensorMap q, k, v, out, bias, bias2;
+  Has has_q, has_k, has_v, has_bias, has_bias2;
+  Schedule* schedule = nullptr;      // null: every block has one tile
+  const ListedTile* list = nullptr;  // with Spec::ragged
+  int tiles = 0;                     // otherwise
+  int row_tiles = 0;                 // of a head
+  int heads_together = 1;            // heads whose tiles alternate, so that K and V (or a bias) are read from L2
+  bool batch_inside = false;         // heads run slower than batch entries
+  bool store_tensor = false;         // out may be written by its tensor map
+  float scale_log2 = 1;              // scale * log2(e)
+};
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_SM90_ARGS_H

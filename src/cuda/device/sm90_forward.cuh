@@ -1,0 +1,689 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// sm90_forward: o = softmax(scores of q k^T) v on Hopper, for numbers of 16 bits and head dimensions up to 256.
+//
+// One persistent block a multiprocessor. Warpgroup 0 copies: its first thread takes tiles of queries from a counter and
+// loads Q, K, V and what is added to scores by TMA, each into a ring of buffers with a barrier for full and one for
+// empty. The other warpgroups compute, 64 queries each:
+//
+//     S of step n-1 = Q K^T issued, then O += P V of step n issued, and the turn is passed to the next warpgroup
+//     dropout's decisions are drawn meanwhile, mask words loaded
+//     scores and a part of the softmax of n-1 | O of n awaited | the rest of it, P of n-1 in registers
+//
+//     tensor cores   S(n-1) O(n)   S(n-2) O(n-1) ...      of one warpgroup; the gaps are another's products
+//     other units          softmax(n-1)   softmax(n-2)
+//
+// At the end O leaves by TMA through the buffer of Q that its tile no longer needs; the next tile's Q is in the other.
+// Steps run from the last key to the first: the edges of the band and of the sequence come first.
+//
+// Which tile: the copying thread decodes its number and puts the result beside Q, so that one thread alone reads the
+// lengths of sequences.
+#ifndef FOVEA_CUDA_DEVICE_SM90_FORWARD_CUH
+#define FOVEA_CUDA_DEVICE_SM90_FORWARD_CUH
+
+#include "math/band.h"
+#include "math/rows.h"
+#include "sm90_softmax.cuh"
+
+namespace fovea::cuda {
+
+// A ring of buffers: which one, and the parity of its barriers, in one register.
+template <int kBuffers>
+struct Ring {
+  u32 at = 0;
+  __device__ __forceinline__ u32 buffer() const { return at >> 1; }
+  __device__ __forceinline__ u32 parity() const { return at & 1; }
+  __device__ __forceinline__ void next() { at = at >= 2 * kBuffers - 2 ? (at & 1) ^ 1 : at + 2; }
+};
+
+// A tile of queries of one head; b < 0: there are no more.
+struct Sm90Tile {
+  int row, head, b;
+  int q_begin, q_len, k_begin, k_len;
+};
+
+// Tiles are numbered head by head, but for heads_together of them whose row tiles alternate; under a band the longest
+// first. Sequences of different lengths are numbered one after the other, each with all of its heads.
+template <Spec S>
+__device__ __forceinline__ Sm90Tile sm90_tile(const Args& a, const Sm90ForwardArgs& m, int number) {
+  constexpr int kRows = sm90_forward_sizes(S).rows;
+  const int heads = int(a.rows.heads_q);
+  Sm90Tile tile{};
+  int row_tiles = m.row_tiles;
+  int all = heads * int(a.rows.batch());
+  tile.q_len = int(a.rows.rows_q);
+  tile.k_len = int(a.rows.rows_k);
+  if constexpr (S.ragged) {
+    const ListedTile listed = m.list[number / heads];
+    const math::Sequence sequence = a.rows.sequence(listed.b);
+    tile.b = listed.b;
+    tile.q_begin = int(sequence.q_begin);
+    tile.q_len = int(sequence.q_len);
+    tile.k_begin = int(sequence.k_begin);
+    tile.k_len = int(sequence.k_len);
+    number -= listed.first * heads;
+    row_tiles = (tile.q_len + kRows - 1) / kRows;
+    all = heads;
+  }
+  const int together = row_tiles * m.heads_together;
+  const int group = number / together;
+  const int in_group = number - group * together;
+  const int alternating = min(m.heads_together, all - group * m.heads_together);
+  const int row = in_group / alternating;
+  const int bh = group * m.heads_together + in_group - row * alternating;
+  tile.row = (S.banded ? row_tiles - 1 - row : row) * kRows;
+  if (S.ragged) {
+    tile.head = bh;
+  } else if (m.batch_inside) {
+    const int batch = int(a.rows.batch());
+    tile.head = bh / batch;
+    tile.b = bh - tile.head * batch;
+  } else {
+    tile.b = bh / heads;
+    tile.head = bh - tile.b * heads;
+  }
+  return tile;
+}
+
+// Steps whose keys any of these rows meets.
+template <Spec S>
+__device__ __forceinline__ math::Interval<int> sm90_steps(const math::Band<int>& band, int row, int rows) {
+  const math::Interval<int> keys = band.keys_of_rows(row, min(row + rows, band.seqlen_q));
+  return {S.left_edge ? keys.begin / S.step : 0, ((S.banded ? keys.end : band.seqlen_k) + S.step - 1) / S.step};
+}
+
+template <Spec S>
+__device__ __forceinline__ math::Band<int> sm90_band(const Args& a, const Sm90Tile& tile) {
+  if constexpr (S.banded) {
+    return math::Band<int>::make(tile.q_len, tile.k_len, a.causal, a.window_left, a.window_right, a.top_left);
+  } else {
+    return {tile.q_len, tile.k_len, 0, 0};
+  }
+}
+
+// ---- the warpgroup that copies: one thread of it ----
+
+template <Spec S, class Barriers>
+__device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90ForwardArgs& m, u32 base,
+                                                  volatile Sm90Tile* tiles, const Barriers& barriers) {
+  constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
+  constexpr int kRows = kSizes.rows;
+  constexpr int kPanelK = panel_columns(S.d);
+  constexpr int kPanelV = panel_columns(S.dv);
+  constexpr int kPlaneBytes = kSizes.bias + kSizes.bias2;
+  Ring<S.stages> ring_k, ring_v;
+  Ring<S.planes> ring_planes;
+  Ring<S.q_buffers> ring_q;
+  const u32 batch2 = u32(a.rows.batch2);
+  const int group = int(a.rows.heads_q) / int(a.rows.heads_k);
+  const int count = S.ragged ? m.schedule->row_tiles * int(a.rows.heads_q) : m.tiles;
+  const auto at = [&](const Has& has, int column, int row, int head, int b1, int b2) {
+    return Coordinates{column, row, head * has.head, b2 * has.batch2, b1 * has.batch1};
+  };
+  for (int number = int(blockIdx.x);;) {
+    barrier_wait(barriers.q_empty(ring_q.buffer()), ring_q.parity() ^ 1);
+    const u32 full = barriers.q_full(ring_q.buffer());
+    if (number >= count) {
+      tiles[ring_q.buffer()].b = -1;
+      barrier_arrive(full);
+      return;
+    }
+    const int next = S.ragged || m.schedule != nullptr ? int(gridDim.x + atomicAdd(&m.schedule->next, 1u)) : count;
+    const Sm90Tile tile = sm90_tile<S>(a, m, number);
+    const math::Band<int> band = sm90_band<S>(a, tile);
+    const math::Interval<int> steps = sm90_steps<S>(band, tile.row, kRows);
+    const int b1 = int(u32(tile.b) / batch2);
+    const int b2 = tile.b - b1 * int(batch2);
+    const int head_k = tile.head / group;
+    volatile Sm90Tile& to = tiles[ring_q.buffer()];
+    to.row = tile.row;
+    to.head = tile.head;
+    to.b = tile.b;
+    to.q_begin = tile.q_begin;
+    to.q_len = tile.q_len;
+    to.k_begin = tile.k_begin;
+    to.k_len = tile.k_len;
+    barrier_expect(full, kRows * S.d * 2);
+#pragma unroll 1
+    for (int p = 0; p < S.d / kPanelK; ++p) {
+      tensor_load(base + kSizes.q_at + ring_q.buffer() * kSizes.q + p * kRows * kPanelK * 2, m.q, full,
+                  at(m.has_q, p * kPanelK, tile.q_begin + tile.row, tile.head, b1, b2));
+    }
+    ring_q.next();
+
+    const auto load_k = [&](int n) {
+      barrier_wait(barriers.k_empty(ring_k.buffer()), ring_k.parity() ^ 1);
+      const u32 k_full = barriers.k_full(ring_k.buffer());
+      barrier_expect(k_full, S.step * S.d * 2);
+#pragma unroll 1
+      for (int p = 0; p < S.d / kPanelK; ++p) {
+        tensor_load(base + kSizes.k_at + ring_k.buffer() * kSizes.k + p * S.step * kPanelK * 2, m.k, k_full,
+                    at(m.has_k, p * kPanelK, tile.k_begin + n * S.step, head_k, b1, b2));
+      }
+      ring_k.next();
+      if constexpr (sm90_has_planes(S)) {
+        const u32 buffer = ring_planes.buffer();
+        barrier_wait(barriers.planes_empty(buffer), ring_planes.parity() ^ 1);
+        const u32 planes_full = barriers.planes_full(buffer);
+        int keys = 0;  // of the key term, whose rows are padded to 16 bytes
+        if constexpr (S.key_term) {
+          keys = min(S.step, (tile.k_len - n * S.step + 3) / 4 * 4);
+        }
+        barrier_expect(planes_full, kPlaneBytes + keys * 4);
+        const auto load_bias = [&](const TensorMap& map, const Has& has, int place, int bytes) {
+#pragma unroll 1
+          for (int p = 0; p < S.step / 64; ++p) {
+            tensor_load(base + place + buffer * bytes + p * kRows * 128, map, planes_full,
+                        at(has, n * S.step + p * 64, tile.row, tile.head, b1, b2));
+          }
+        };
+        if constexpr (S.bias != BiasTile::kNone) {
+          load_bias(m.bias, m.has_bias, kSizes.bias_at, kSizes.bias);
+        }
+        if constexpr (S.bias2 != BiasTile::kNone) {
+          load_bias(m.bias2, m.has_bias2, kSizes.bias2_at, kSizes.bias2);
+        }
+        if constexpr (S.key_term) {
+          const float* const from =
+              static_cast<const float*>(a.key_term.data) + a.rows.offset(a.key_term.strides, tile.b, tile.head, 0);
+          bulk_load(base + kSizes.key_term_at + buffer * kSizes.key_term, from + n * S.step, keys * 4, planes_full);
+        }
+        ring_planes.next();
+      }
+    };
+    const auto load_v = [&](int n) {
+      barrier_wait(barriers.v_empty(ring_v.buffer()), ring_v.parity() ^ 1);
+      const u32 v_full = barriers.v_full(ring_v.buffer());
+      barrier_expect(v_full, S.step * S.dv * 2);
+#pragma unroll 1
+      for (int p = 0; p < S.dv / kPanelV; ++p) {
+        tensor_load(base + kSizes.v_at + ring_v.buffer() * kSizes.v + p * S.step * kPanelV * 2, m.v, v_full,
+                    at(m.has_v, p * kPanelV, tile.k_begin + n * S.step, head_k, b1, b2));
+      }
+      ring_v.next();
+    };
+    int n = steps.end - 1;
+    if (n >= steps.begin) {
+      load_k(n);
+      for (; n > steps.begin; --n) {
+        load_k(n - 1);
+        load_v(n);
+      }
+      load_v(n);
+    }
+    number = next;
+  }
+}
+
+template <Spec S>
+__global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
+    sm90_forward(const __grid_constant__ Args a, const __grid_constant__ Sm90ForwardArgs m) {
+  // ---- sizes ----
+  constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
+  constexpr int kGroups = kSizes.groups;
+  constexpr int kRows = kSizes.rows;
+  constexpr int kStep = S.step;
+  constexpr int kPanelK = panel_columns(S.d);
+  constexpr int kPanelV = panel_columns(S.dv);
+  constexpr bool kPlanes = sm90_has_planes(S);
+  constexpr bool kDropout = S.dropout != DropoutRule::kNone;
+  // What a launch of 3 (4) warpgroups has is 3 x 168 (4 x 128) registers: more would wait for ever.
+  constexpr int kRegistersToCopy = kGroups == 2 ? 40 : 32;
+  constexpr int kRegisters = kGroups == 2 ? 232 : 160;
+  static_assert(kGroups == 2 || kGroups == 3);
+  static_assert(S.type != Type::kFp32 && S.dropout != DropoutRule::kTorchMemEfficient && !S.split);
+  static_assert(S.d % 16 == 0 && S.dv % 16 == 0 && S.d <= 256 && S.dv <= 256 && kStep % 16 == 0);
+  static_assert(S.stages <= 4 && S.planes <= 4 && S.q_buffers <= 2 && kPlanes == (S.planes > 0));
+
+  // ---- shared memory and barriers ----
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const u32 base = shared_address(memory);
+  volatile Sm90Tile* const tiles = reinterpret_cast<Sm90Tile*>(memory + kSizes.tiles_at);
+  struct Barriers {
+    u32 first;
+    __device__ __forceinline__ u32 q_full(int i) const { return first + 8 * i; }
+    __device__ __forceinline__ u32 q_empty(int i) const { return first + 16 + 8 * i; }
+    __device__ __forceinline__ u32 k_full(int i) const { return first + 32 + 8 * i; }
+    __device__ __forceinline__ u32 k_empty(int i) const { return first + 64 + 8 * i; }
+    __device__ __forceinline__ u32 v_full(int i) const { return first + 96 + 8 * i; }
+    __device__ __forceinline__ u32 v_empty(int i) const { return first + 128 + 8 * i; }
+    __device__ __forceinline__ u32 planes_full(int i) const { return first + 160 + 8 * i; }
+    __device__ __forceinline__ u32 planes_empty(int i) const { return first + 192 + 8 * i; }
+  };
+  const Barriers barriers{base + kSizes.barriers_at};
+  const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
+  if (threadIdx.x == 0) {
+    // Full: the thread that copies, and its bytes. Empty: every warp that reads, or (Q) every warpgroup that stores.
+    const auto init = [](int buffers, u32 full, u32 empty, int readers) {
+      for (int i = 0; i < buffers; ++i) {
+        barrier_init(full + 8 * i, 1);
+        barrier_init(empty + 8 * i, readers);
+      }
+    };
+    init(S.q_buffers, barriers.q_full(0), barriers.q_empty(0), kGroups);
+    init(S.stages, barriers.k_full(0), barriers.k_empty(0), 4 * kGroups);
+    init(S.stages, barriers.v_full(0), barriers.v_empty(0), 4 * kGroups);
+    init(S.planes, barriers.planes_full(0), barriers.planes_empty(0), 4 * kGroups);
+    barrier_init_fence();
+  }
+  sync();
+  wait_for_kernels_before();
+
+  if (warpgroup == 0) {
+    fewer_registers<kRegistersToCopy>();
+    if (threadIdx.x == 0) {
+      sm90_forward_copy<S>(a, m, base, tiles, barriers);
+    }
+    return;
+  }
+
+  // ---- the warpgroups that compute ----
+  more_registers<kRegisters>();
+  const int c = warpgroup - 1;
+  const int thread = threadIdx.x % 128;
+  const int warp = thread / 32;
+  const int lane = thread % 32;
+  const int g = lane / 4;
+  const int t = lane % 4;
+  const bool leader = lane == 0;
+  Ring<S.stages> ring_k, ring_v;
+  Ring<S.planes> ring_planes;
+  Ring<S.q_buffers> ring_q;
+
+  // Turns: barrier 1 + c is this warpgroup's, passed on by the one before it.
+  constexpr bool kTurns = S.turns;
+  const int own_barrier = 4 + c;
+  const auto turn_wait = [&] {
+    if constexpr (kTurns) {
+      sync(1 + c, 256);
+    }
+  };
+  const auto turn_pass = [&] {
+    if constexpr (kTurns) {
+      arrive(1 + (c + 1 == kGroups ? 0 : c + 1), 256);
+    }
+  };
+  if (kTurns && c == kGroups - 1) {
+    arrive(1, 256);
+  }
+  const auto next_k = [&] {
+    if (leader) {
+      barrier_arrive(barriers.k_empty(ring_k.buffer()));
+    }
+    ring_k.next();
+  };
+  const auto next_v = [&] {
+    if (leader) {
+      barrier_arrive(barriers.v_empty(ring_v.buffer()));
+    }
+    ring_v.next();
+  };
+  const auto wait_planes = [&] {
+    if constexpr (kPlanes) {
+      barrier_wait(barriers.planes_full(ring_planes.buffer()), ring_planes.parity());
+    }
+  };
+  const auto next_planes = [&] {
+    if constexpr (kPlanes) {
+      if (leader) {
+        barrier_arrive(barriers.planes_empty(ring_planes.buffer()));
+      }
+      ring_planes.next();
+    }
+  };
+
+  const u32 q_low = descriptor_low(base + kSizes.q_at + c * 64 * kPanelK * 2, 16);
+  const u32 k_low = descriptor_low(base + kSizes.k_at, 16);
+  const u32 v_low = descriptor_low(base + kSizes.v_at, kStep * kPanelV * 2);
+  constexpr u32 kHighK = descriptor_high(kPanelK * 2);
+  constexpr u32 kHighV = descriptor_high(kPanelV * 2);
+  const int fragment_row = warp * 16 + lane % 16;  // of this warpgroup's 64, as ldmatrix and stmatrix take it
+  const int fragment_half = lane / 16;
+
+  int stored = -1;  // the buffer of Q that an O of ours may still be leaving through
+  const auto release_stored = [&] {
+    if (stored >= 0 && thread == 0) {
+      bulk_wait_read();
+      barrier_arrive(barriers.q_empty(stored));
+    }
+    stored = -1;
+  };
+
+  Sm90Softmax<S> softmax;
+  Sm90Dropout<S> dropout;
+  Sm90Inputs<S> inputs(base, c * 64 + fragment_row, fragment_half, t);
+  float o[S.dv / 2];
+
+  while (true) {
+    // ---- which tile ----
+    barrier_wait(barriers.q_full(ring_q.buffer()), ring_q.parity());
+    const volatile Sm90Tile& given = tiles[ring_q.buffer()];
+    const Sm90Tile tile{given.row, given.head, given.b, given.q_begin, given.q_len, given.k_begin, given.k_len};
+    if (tile.b < 0) {
+      break;
+    }
+    const math::Band<int> band = sm90_band<S>(a, tile);
+    const math::Interval<int> steps = sm90_steps<S>(band, tile.row, kRows);
+    const int top = tile.row + c * 64;
+    const int row0 = top + warp * 16 + g;
+    const u32 q_now = q_low + ring_q.buffer() * (kSizes.q / 16);
+    if constexpr (kDropout) {
+      dropout.start(a, i64(tile.b) * a.rows.heads_q + tile.head, row0);
+    }
+    if constexpr (S.alibi) {
+      inputs.slope =
+          static_cast<const float*>(a.alibi_slopes.data)[a.rows.offset(a.alibi_slopes.strides, tile.b, tile.head, 0)];
+      inputs.diagonal = row0 + (a.top_left ? 0 : tile.k_len - tile.q_len) - 2 * t;
+    }
+    if constexpr (S.mask) {
+      for (int x = 0; x < 2; ++x) {
+        inputs.mask_rows[x] = static_cast<const u32*>(a.mask.data) +
+                              a.rows.offset(a.mask.strides, tile.b, tile.head, min(row0 + 8 * x, tile.q_len - 1));
+      }
+    }
+
+    // ---- products ----
+    const auto issue_scores = [&] {
+      const u32 k_now = k_low + ring_k.buffer() * (kSizes.k / 16);
+      constexpr int kBlocks = kPanelK / 16;
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < S.d / 16; ++k) {
+        const u32 in_panel = k % kBlocks * 2;
+        wgmma_shared<S.type>(softmax.s, descriptor(q_now + k / kBlocks * (kRows * kPanelK * 2 / 16) + in_panel, kHighK),
+                             descriptor(k_now + k / kBlocks * (kStep * kPanelK * 2 / 16) + in_panel, kHighK), k > 0);
+      }
+      wgmma_commit();
+    };
+    const auto issue_output = [&] {
+      const u32 v_now = v_low + ring_v.buffer() * (kSizes.v / 16);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kStep / 16; ++k) {
+        wgmma_registers<S.type>(o, softmax.p + 4 * k, descriptor(v_now + k * (16 * kPanelV * 2 / 16), kHighV));
+      }
+      wgmma_commit();
+    };
+    // S of this warp's 16 rows once more, without the rest of its warpgroup: rare, and slow beside wgmma.
+    const auto form_scores = [&] {
+#pragma unroll
+      for (int i = 0; i < kStep / 2; ++i) {
+        softmax.s[i] = 0;
+      }
+#pragma unroll 1
+      for (int k = 0; k < S.d / 16; ++k) {
+        constexpr int kBlocks = kPanelK / 16;
+        const int chunk = k % kBlocks * 2 + fragment_half;
+        u32 x[4];
+        ldmatrix(x, base + kSizes.q_at + ring_q.buffer() * kSizes.q + k / kBlocks * kRows * kPanelK * 2 +
+                        swizzled<kPanelK * 2>(c * 64 + fragment_row, chunk));
+#pragma unroll
+        for (int j = 0; j < kStep / 16; ++j) {
+          u32 y[4];
+          ldmatrix(y, base + kSizes.k_at + ring_k.buffer() * kSizes.k + k / kBlocks * kStep * kPanelK * 2 +
+                          swizzled<kPanelK * 2>(16 * j + lane % 16, chunk));
+          mma<S.type>(*reinterpret_cast<float(*)[4]>(softmax.s + 8 * j), x, y[0], y[2]);
+          mma<S.type>(*reinterpret_cast<float(*)[4]>(softmax.s + 8 * j + 4), x, y[1], y[3]);
+        }
+      }
+    };
+
+    // ---- steps that no row of this warpgroup meets are passed over ----
+    int own_end = steps.end;
+    if constexpr (S.banded) {
+      own_end = min(steps.end, sm90_steps<S>(band, top, 64).end);
+    }
+    if (top >= tile.q_len) {
+      own_end = steps.begin;
+    }
+    softmax.start();
+    for (int n = steps.end - 1; n >= own_end && n >= steps.begin; --n) {
+      turn_wait();
+      barrier_wait(barriers.k_full(ring_k.buffer()), ring_k.parity());
+      next_k();
+      wait_planes();
+      next_planes();
+      barrier_wait(barriers.v_full(ring_v.buffer()), ring_v.parity());
+      next_v();
+      turn_pass();
+    }
+    float query_terms[2] = {};
+    float sink = -kInfinity;
+    if (own_end > steps.begin) {
+      int n = own_end - 1;
+      bool careful = false;  // a warp's own matter: it takes the exact way
+
+      // From the dot products of step n to P.
+      const auto soften = [&](auto first_step) {
+        constexpr bool kFirst = first_step != 0;
+        constexpr bool kQuick = S.guess || !kFirst;
+        constexpr Constant<0> kNone;
+        constexpr Constant<S.ahead> kAhead;
+        constexpr Constant<kStep / 16> kAll;
+        const auto await_output = [&] {
+          wgmma_wait<0>();
+          pin(o);
+          if (!kFirst) {
+            next_v();
+          }
+        };
+        const auto finish = [&] {
+          softmax.finish(a, inputs, ring_planes.buffer(), n * kStep);
+          softmax.mask(band, top, row0, n * kStep, t);
+        };
+        wait_planes();
+        finish();
+        if constexpr (kQuick && kFirst) {
+          softmax.guess(a);
+          careful = softmax.must_be_exact();
+          if (careful) {
+            softmax.start();
+          }
+        }
+        if (kQuick && !careful) {
+          const float unit = softmax.kNatural ? math::kLog2E : m.scale_log2;
+          const float bases[2] = {softmax.reference[0] * math::kLog2E, softmax.reference[1] * math::kLog2E};
+          float parts[4] = {};
+          softmax.weigh(kNone, kAhead, unit, bases, parts);
+          await_output();
+          softmax.convert(kNone, kAhead, dropout);
+          softmax.weigh(kAhead, kAll, unit, bases, parts);
+          softmax.convert(kAhead, kAll, dropout);
+          const float part0 = parts[0] + parts[1];
+          const float part1 = parts[2] + parts[3];
+          if (__any_sync(~0u, !(part0 < softmax.kLargestPart) || !(part1 < softmax.kLargestPart))) {
+            if (__any_sync(~0u, !(part0 + part1 < softmax.kLargestSum))) {
+              form_scores();
+              finish();
+              careful = true;
+            } else {
+              softmax.sum[0] += part0;
+              softmax.sum[1] += part1;
+              softmax.move_references(o);
+              softmax.convert(kNone, kAll, dropout);
+            }
+          } else {
+            softmax.sum[0] += part0;
+            softmax.sum[1] += part1;
+          }
+        } else {
+          await_output();
+        }
+        if (!kQuick || careful) {
+          softmax.exactly(a, o);
+          softmax.convert(kNone, kAll, dropout);
+          careful = softmax.must_be_exact();
+        }
+        next_k();
+        next_planes();
+      };
+      const auto meanwhile = [&] {
+        if constexpr (kDropout) {
+          // Not before the products are issued and the turn is passed.
+          asm volatile("" : "+r"(dropout.row.high.bits));
+          dropout.draw(n * kStep, t);
+        }
+        inputs.load_words(n * kStep, tile.k_len, t);
+      };
+
+      // ---- the first step ----
+      barrier_wait(barriers.k_full(ring_k.buffer()), ring_k.parity());
+      turn_wait();
+      issue_scores();
+      turn_pass();
+      meanwhile();
+#pragma unroll
+      for (int i = 0; i < S.dv / 2; ++i) {
+        o[i] = 0;
+      }
+      wgmma_wait<0>();
+      pin(softmax.s);
+      soften(Constant<1>{});
+      release_stored();
+      // 0 * NaN is NaN: what lies behind the sequence's end must not be there. Every warpgroup writes the same zeros.
+      if constexpr (S.ragged) {
+        const int live = tile.k_len - n * kStep;
+        if (live < kStep) {
+          barrier_wait(barriers.v_full(ring_v.buffer()), ring_v.parity());
+          const u32 to = base + kSizes.v_at + ring_v.buffer() * kSizes.v;
+          for (int i = thread; i < (kStep - live) * (S.dv / 8); i += 128) {
+            const int row = live + i / (S.dv / 8);
+            const int chunk = i % (S.dv / 8);
+            // Rows of a panel keep their chunks, so that all chunks of a row may be zeroed unswizzled.
+            store_shared(
+                to + chunk / (kPanelV / 8) * kStep * kPanelV * 2 + row * kPanelV * 2 + chunk % (kPanelV / 8) * 16,
+                uint4{0, 0, 0, 0});
+          }
+          fence_async();
+          sync(own_barrier, 128);
+        }
+      }
+
+      // ---- the others ----
+#pragma unroll 1
+      while (n > steps.begin) {
+        --n;
+        barrier_wait(barriers.k_full(ring_k.buffer()), ring_k.parity());
+        turn_wait();
+        issue_scores();
+        barrier_wait(barriers.v_full(ring_v.buffer()), ring_v.parity());
+        issue_output();
+        turn_pass();
+        meanwhile();
+        wgmma_wait<1>();
+        pin(softmax.s);
+        soften(Constant<0>{});
+      }
+      barrier_wait(barriers.v_full(ring_v.buffer()), ring_v.parity());
+      issue_output();
+      softmax.sum[0] = quad_sum(softmax.sum[0]);
+      softmax.sum[1] = quad_sum(softmax.sum[1]);
+      wgmma_wait<0>();
+      pin(o);
+      next_v();
+    } else {
+      release_stored();
+#pragma unroll
+      for (int i = 0; i < S.dv / 2; ++i) {
+        o[i] = 0;
+      }
+    }
+
+    // ---- the end of the rows ----
+    if (a.sink != nullptr) {
+      sink = a.sink[tile.head * a.sink_stride];
+    }
+    if constexpr (S.query_term) {
+      const float* const from =
+          static_cast<const float*>(a.query_term.data) + a.rows.offset(a.query_term.strides, tile.b, tile.head, 0);
+      for (int x = 0; x < 2; ++x) {
+        query_terms[x] = from[min(row0 + 8 * x, tile.q_len - 1) * a.query_term.strides.row];
+      }
+    }
+    float factor[2];
+#pragma unroll
+    for (int x = 0; x < 2; ++x) {
+      float logsumexp;
+      softmax.end(x, query_terms[x], sink, kDropout ? a.keep_scale : 1.f, factor[x], logsumexp);
+      const int row = row0 + 8 * x;
+      if (a.lse.data != nullptr && t == 0 && row < tile.q_len) {
+        static_cast<float*>(a.lse.data)[a.rows.offset(a.lse.strides, tile.b, tile.head, tile.q_begin + row)] =
+            logsumexp;
+      }
+    }
+    const auto pair = [&](int j, int x) {
+      return pack<S.type>(o[4 * j + 2 * x] * factor[x], o[4 * j + 2 * x + 1] * factor[x]);
+    };
+
+    // A tensor store would run over into the next sequence.
+    if (!m.store_tensor || (S.ragged && top + 64 > tile.q_len)) {
+      sync(own_barrier, 128);
+      if (thread == 0) {
+        barrier_arrive(barriers.q_empty(ring_q.buffer()));
+      }
+#pragma unroll
+      for (int x = 0; x < 2; ++x) {
+        const int row = row0 + 8 * x;
+        if (row < tile.q_len) {
+          u16* const to = static_cast<u16*>(a.out.data) +
+                          a.rows.offset(a.out.strides, tile.b, tile.head, tile.q_begin + row) + 2 * t;
+#pragma unroll
+          for (int j = 0; j < S.dv / 8; ++j) {
+            const u32 both = pair(j, x);
+            if (a.vector_stores) {
+              if (8 * j < a.out_dim_v) {
+                *reinterpret_cast<u32*>(to + 8 * j) = both;
+              }
+            } else {
+              if (8 * j + 2 * t < a.out_dim_v) {
+                to[8 * j] = u16(both);
+              }
+              if (8 * j + 2 * t + 1 < a.out_dim_v) {
+                to[8 * j + 1] = u16(both >> 16);
+              }
+            }
+          }
+        }
+      }
+    } else {
+      const u32 to = base + kSizes.q_at + ring_q.buffer() * kSizes.q;
+      constexpr int kBlocks = kPanelV / 16;
+#pragma unroll
+      for (int k = 0; k < S.dv / 16; ++k) {
+        stmatrix(to + k / kBlocks * kRows * kPanelV * 2 +
+                     swizzled<kPanelV * 2>(c * 64 + fragment_row, k % kBlocks * 2 + fragment_half),
+                 pair(2 * k, 0), pair(2 * k, 1), pair(2 * k + 1, 0), pair(2 * k + 1, 1));
+      }
+      fence_async();
+      sync(own_barrier, 128);
+      if (thread == 0) {
+        const int b1 = int(u32(tile.b) / u32(a.rows.batch2));
+        const int b2 = tile.b - b1 * int(a.rows.batch2);
+        const bool packed = a.rows.packed();
+        for (int i = 0; i < S.dv / kPanelV; ++i) {
+          tensor_store(m.out, to + (i * kRows + c * 64) * kPanelV * 2,
+                       {i * kPanelV, tile.q_begin + top, tile.head, packed ? 0 : b2, packed ? 0 : b1});
+        }
+        bulk_commit();
+        if constexpr (S.q_buffers == 1) {
+          bulk_wait_read();
+          barrier_arrive(barriers.q_empty(ring_q.buffer()));
+        }
+      }
+      if constexpr (S.q_buffers > 1) {
+        stored = int(ring_q.buffer());
+      }
+    }
+    ring_q.next();
+  }
+  if (kTurns && c == 0) {
+    sync(1, 256);  // the last turn that was passed
+  }
+  if (thread == 0) {
+    bulk_wait_read();
+  }
+}
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_SM90_FORWARD_CUH

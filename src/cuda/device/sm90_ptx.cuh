@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Wrappers of the PTX instructions that Hopper (compute capability 9.0) has beyond ptx.cuh, but for wgmma
+// (wgmma.cuh): barriers in shared memory, tensor copies, registers that move between warpgroups. One instruction each;
+// named are the instruction and its section in the PTX ISA manual.
+#ifndef FOVEA_CUDA_DEVICE_SM90_PTX_CUH
+#define FOVEA_CUDA_DEVICE_SM90_PTX_CUH
+
+#include "ptx.cuh"
+#include "sm90_args.h"
+
+namespace fovea::cuda {
+
+// ---- barriers in shared memory: a phase ends when `count` arrivals and all expected bytes are there ----
+
+// mbarrier.init (Parallel Synchronization: mbarrier).
+__device__ __forceinline__ void barrier_init(u32 barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
+}
+// fence.mbarrier_init (membar/fence): what was initialised is seen by copies, too.
+__device__ __forceinline__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+// mbarrier.arrive.expect_tx: one arrival, and so many bytes more.
+__device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// mbarrier.arrive.
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// mbarrier.try_wait.parity: until the phase of this parity has ended.
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra AGAIN;\n}" ::
+          "r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// bar.arrive (Parallel Synchronization: bar): counts at barrier `id` and goes on; the others are in sync(id, threads).
+__device__ __forceinline__ void arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// griddepcontrol.wait (Parallel Synchronization: griddepcontrol): until the kernels that this one was launched behind
+// have ended and their writes are seen; nothing where it was launched as usual.
+__device__ __forceinline__ void wait_for_kernels_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// ---- copies by the tensor memory accelerator ----
+
+// Of a tensor's five dimensions, innermost first: column, row, head, batch2, batch1.
+struct Coordinates {
+  int column, row, head, batch2, batch1;
+};
+
+// cp.async.bulk.tensor (Data Movement: cp.async.bulk.tensor): a box into shared memory, zero outside of the tensor;
+// its bytes are counted at `barrier`.
+__device__ __forceinline__ void tensor_load(u32 to, const TensorMap& map, u32 barrier, const Coordinates& at) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], "
+      "[%2];" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(at.column), "r"(at.row), "r"(at.head), "r"(at.batch2), "r"(at.batch1)
+      : "memory");
+}
+// The other way; what lies outside of the tensor is not written.
+__device__ __forceinline__ void tensor_store(const TensorMap& map, u32 from, const Coordinates& at) {
+  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(&map),
+               "r"(from), "r"(at.column), "r"(at.row), "r"(at.head), "r"(at.batch2), "r"(at.batch1)
+               : "memory");
+}
+// cp.async.bulk (Data Movement: cp.async.bulk): contiguous bytes, a multiple of 16.
+__device__ __forceinline__ void bulk_load(u32 to, const void* from, int bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+// cp.async.bulk.commit_group, cp.async.bulk.wait_group.read (Data Movement): this thread's stores have read all that
+// they write.
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// fence.proxy.async (membar/fence): what this thread wrote to shared memory is seen by wgmma and by copies.
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- registers and fragments ----
+
+// setmaxnreg (Miscellaneous: setmaxnreg): of the warpgroup, for each thread. The sum over the warpgroups must not
+// exceed what the launch had, or the first waits for ever.
+template <int kRegisters>
+__device__ __forceinline__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// stmatrix (Warp-level Matrix Store: stmatrix): ldmatrix the other way.
+__device__ __forceinline__ void stmatrix(u32 address, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
+               : "memory");
+}
+
+// min.u16x2, set.eq.f16x2 (Integer: min; Half Precision Comparison: set): all ones in each half of x that is at least
+// the half of `threshold`, which is at most 0x7c00 (the halves are compared as numbers, and beyond lie those that are
+// none).
+__device__ __forceinline__ u32 halves_at_least(u32 x, u32 threshold) {
+  u32 mask;
+  asm("{\n.reg .b32 least;\nmin.u16x2 least, %1, %2;\nset.eq.u32.f16x2 %0, least, %2;\n}"
+      : "=r"(mask)
+      : "r"(x), "r"(threshold));
+  return mask;
+}
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_SM90_PTX_CUH

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the kernels for Hopper take for a Spec: warpgroups, threads, where what lies in shared memory. Asked by the
+// planner on the host and by the kernels themselves, so that the two cannot disagree.
+#ifndef FOVEA_CUDA_DEVICE_SM90_SIZES_H
+#define FOVEA_CUDA_DEVICE_SM90_SIZES_H
+
+#include "spec.h"
+
+namespace fovea::cuda {
+
+// ---- sm90_forward ----
+// Spec: warps (a multiple of 4) compute, 16 queries each; step is the keys of a tile; stages the buffers of K and V.
+
+struct Sm90ForwardSizes {
+  int groups;   // warpgroups that compute
+  int threads;  // with the one that copies
+  int rows;     // queries of a tile
+
+  // Bytes of one buffer.
+  int q, k, v, bias, bias2, key_term;
+  // Where the first of its buffers lies.
+  int q_at, k_at, v_at, bias_at, bias2_at, key_term_at, tiles_at, barriers_at;
+  int bytes;  // all of it
+};
+
+constexpr Sm90ForwardSizes sm90_forward_sizes(const Spec& s) {
+  constexpr int kNumber = 2;  // bytes
+  // A tile's panels begin where their swizzle does.
+  constexpr auto whole = [](int bytes) { return (bytes + 1023) / 1024 * 1024; };
+  Sm90ForwardSizes x{};
+  x.groups = s.warps / 4;
+  x.threads = 128 * (x.groups + 1);
+  x.rows = 16 * s.warps;
+  x.q = whole(x.rows * (s.d > s.dv ? s.d : s.dv) * kNumber);  // of O, too
+  x.k = whole(s.step * s.d * kNumber);
+  x.v = whole(s.step * s.dv * kNumber);
+  x.bias = s.bias == BiasTile::kNone ? 0 : x.rows * s.step * kNumber;
+  x.bias2 = s.bias2 == BiasTile::kNone ? 0 : x.rows * s.step * kNumber;
+  x.key_term = s.key_term ? s.step * 4 : 0;
+  x.k_at = x.q_at + s.q_buffers * x.q;
+  x.v_at = x.k_at + s.stages * x.k;
+  x.bias_at = x.v_at + s.stages * x.v;
+  x.bias2_at = x.bias_at + s.planes * x.bias;
+  x.key_term_at = x.bias2_at + s.planes * x.bias2;
+  x.tiles_at = x.key_term_at + s.planes * x.key_term;
+  x.barriers_at = x.tiles_at + 128;
+  x.bytes = x.barriers_at + 256;
+  return x;
+}
+
+// Something travels with K: biases, key terms.
+constexpr bool sm90_has_planes(const Spec& s) {
+  return s.bias != BiasTile::kNone || s.bias2 != BiasTile::kNone || s.key_term;
+}
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_SM90_SIZES_H
