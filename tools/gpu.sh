@@ -41,7 +41,7 @@ sanitize() {
     for tool in $tool; do
       log=$(mktemp)
       echo "== compute-sanitizer --tool $tool"
-      timeout "${SANITIZE_SECONDS:-280}" compute-sanitizer --tool "$tool" --error-exitcode 99 --kernel-name regex:fovea \
+      timeout "${SANITIZE_SECONDS:-280}" compute-sanitizer --tool "$tool" --error-exitcode 99 --kernel-name kernel_substring=fovea \
         --target-processes all "$python" -m pytest -q -p no:cacheprovider -m sanitize tests/gpu >"$log" 2>&1 || failed=1
       grep -E '^=========' "$log" | head -40
       tail -n 3 "$log"

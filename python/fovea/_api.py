@@ -4,6 +4,7 @@ _arrays.py; what is computed is the C library's business, and docs/semantics.md 
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple, Optional, TypeVar, Union
 import numpy as np
 
 from fovea import _abi, _library
-from fovea._arrays import Maker, View, read
+from fovea._arrays import Maker, View, place_of, read
 from fovea._library import check, lib, text
 from fovea._problem import _RNG, DIFFERENTIABLE, Problem, choose, needed, real, shape_text, word, word_view
 
@@ -230,7 +231,8 @@ def pack(arrays: Iterable[Any]) -> tuple[Any, Any, int]:
     arrays = list(arrays)
     if not arrays:
         raise ValueError("arrays: an empty list; accepted: at least one array")
-    views = [read(f"arrays[{index}]", array) for index, array in enumerate(arrays)]
+    place = place_of("arrays[0]", arrays[0], None)
+    views = [read(f"arrays[{index}]", array, place) for index, array in enumerate(arrays)]
     first = views[0]
     for index, view in enumerate(views):
         if len(view.shape) < 1 or view.shape[1:] != first.shape[1:]:
@@ -242,9 +244,18 @@ def pack(arrays: Iterable[Any]) -> tuple[Any, Any, int]:
             raise TypeError(f"arrays[{index}]: {view.type}; accepted: {first.type}, as in arrays[0]")
     lengths = [view.shape[0] for view in views]
     total = sum(lengths)
+    kind = "int32" if total < 2**31 else "int64"
+    if place is not None:
+        memory = place.memory
+        if not memory.owns(arrays[0]):
+            raise NotImplementedError(
+                f"arrays[0]: a {type(arrays[0]).__name__} on a CUDA device; accepted: PyTorch's or CuPy's arrays"
+            )
+        ends = [0, *itertools.accumulate(lengths)]
+        return memory.join(arrays), memory.integers(place.index, ends, kind), max(lengths)
     maker = Maker("arrays[0]", arrays[0])
     packed = maker.empty((total, *first.shape[1:]), first.type)
-    offsets = maker.empty((len(arrays) + 1,), "int32" if total < 2**31 else "int64")
+    offsets = maker.empty((len(arrays) + 1,), kind)
     np.concatenate([_bits(view) for view in views], out=_bits(packed.view))
     offsets.view.numpy()[0] = 0
     np.cumsum(lengths, out=offsets.view.numpy()[1:])

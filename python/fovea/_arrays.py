@@ -1,23 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arrays in and out.
 
-In: read() turns a NumPy array, or whatever has __dlpack__ or __array_interface__, into a View: address, type,
-shape and strides of memory that stays the caller's. DLPack capsules are read here rather than by NumPy, which
-refuses bfloat16; a capsule is never consumed, so dropping it gives the memory back to its producer.
+In: read() turns a NumPy array, or whatever has __dlpack__, __array_interface__ or __cuda_array_interface__, into a
+View: address, type, shape and strides of memory that stays the caller's. DLPack capsules are read here rather than by
+NumPy, which refuses bfloat16; a capsule is never consumed, so dropping it gives the memory back to its producer.
 
-Out: empty() makes memory with NumPy, and Fresh.result() hands it over in the library of a model array, through that
-library's own from_dlpack.
+Out: Maker.empty() makes memory, with NumPy or on a CUDA device by _cuda.py, and Fresh.result() hands it over in the
+library of a model array, through that library's own from_dlpack.
+
+All arrays of a call lie in one place: on the CPU, or on the CUDA device that q lies on, which place_of() finds.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from typing import Any, Callable, Optional
+from typing import Any, Callable, NoReturn, Optional
 
 import numpy as np
 
+from fovea import _cuda
+
 CPU = 1  # DLPack's number for memory that the processor reads
+_CUDA = (2, 13)  # a device's own memory, and managed memory
 _CUDA_HOST = 3  # pinned memory: the processor reads it as well
 _DEVICES = {2: "CUDA", 4: "OpenCL", 7: "Vulkan", 8: "Metal", 10: "ROCm", 13: "CUDA managed", 14: "oneAPI"}
 
@@ -46,6 +51,35 @@ class View:
         return np.asarray(_Interface(self))
 
 
+class Place:
+    """The CUDA device of a call: its number, the stream that everything is put on, and who makes memory there."""
+
+    __slots__ = ("index", "memory", "stream")
+
+    def __init__(self, index: int, stream: int, memory: _cuda.Memory) -> None:
+        self.index = index
+        self.stream = stream
+        self.memory = memory
+
+
+def place_of(name: str, array: Any, stream: Optional[int]) -> Optional[Place]:
+    """Where an array lies, None on the CPU; `stream`: the one to compute on, instead of the library's current one."""
+    if isinstance(array, np.ndarray):
+        return None
+    if hasattr(array, "__dlpack_device__"):
+        device, index = array.__dlpack_device__()
+        if int(device) not in _CUDA:
+            return None
+        memory = _cuda.library_of(name, array)
+        index = int(index)
+    elif hasattr(array, "__cuda_array_interface__"):  # which does not say what device it is
+        memory = _cuda.library_of(name, array)
+        index = memory.current_device()
+    else:
+        return None
+    return Place(index, memory.current_stream(index) if stream is None else stream, memory)
+
+
 class _Interface:
     """A View as NumPy takes it."""
 
@@ -61,21 +95,29 @@ class _Interface:
         }
 
 
-def read(name: str, array: Any) -> View:
-    """The View of an argument; `name` is what errors call it."""
-    if type(array) is np.ndarray:
+def read(name: str, array: Any, place: Optional[Place] = None) -> View:
+    """The View of an argument, which has to lie in `place`; `name` is what errors call it."""
+    if type(array) is np.ndarray and place is None:
         return _of_numpy(name, array)
-    if isinstance(array, np.ndarray):
+    if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__") and not isinstance(array, np.ndarray):
+        return _of_dlpack(name, array, place)
+    if hasattr(array, "__cuda_array_interface__"):
+        return _of_cuda_interface(name, array, place)
+    if isinstance(array, np.ndarray) or hasattr(array, "__array_interface__"):
+        if place is not None:
+            _refuse_place(name, "the CPU", place)
         if hasattr(array, "filled"):  # numpy.ma: its mask would be lost without a word
             raise TypeError(f"{name}: a masked array; accepted: the data here, and the mask as an array of its own")
-        return _of_numpy(name, array.view(np.ndarray))
-    if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
-        return _of_dlpack(name, array)
-    if hasattr(array, "__array_interface__"):
-        return _of_numpy(name, np.asarray(array))
+        return _of_numpy(name, array.view(np.ndarray) if isinstance(array, np.ndarray) else np.asarray(array))
     raise TypeError(
-        f"{name}: a {type(array).__name__}; accepted: an array, NumPy's or one with __dlpack__ or __array_interface__"
+        f"{name}: a {type(array).__name__}; accepted: an array, NumPy's or one with __dlpack__, __array_interface__ or "
+        "__cuda_array_interface__"
     )
+
+
+def _refuse_place(name: str, where: str, place: Optional[Place]) -> NoReturn:
+    accepted = "the CPU" if place is None else f"CUDA device {place.index}"
+    raise ValueError(f"{name}: lies on {where}; accepted: {accepted}, where q lies")
 
 
 def _of_numpy(name: str, array: np.ndarray) -> View:
@@ -144,14 +186,14 @@ _pointer_of.argtypes = (ctypes.py_object, ctypes.c_char_p)
 _takes_version: dict[type, bool] = {}  # whether a type's __dlpack__ knows max_version
 
 
-def _capsule(array: Any) -> Any:
+def _capsule(array: Any, options: dict[str, int]) -> Any:
     kind = type(array)
     if _takes_version.get(kind, True):
         try:
-            return array.__dlpack__(max_version=(1, 0))  # a versioned capsule tells what is read-only
+            return array.__dlpack__(max_version=(1, 0), **options)  # a versioned capsule tells what is read-only
         except TypeError:
             _takes_version[kind] = False
-    return array.__dlpack__()
+    return array.__dlpack__(**options)
 
 
 def _tensor_of(capsule: Any) -> tuple[_DLTensor, bool]:
@@ -161,14 +203,28 @@ def _tensor_of(capsule: Any) -> tuple[_DLTensor, bool]:
     return _DLTensor.from_address(_pointer_of(capsule, b"dltensor")), False
 
 
-def _of_dlpack(name: str, array: Any) -> View:
-    device = int(array.__dlpack_device__()[0])
-    if device not in (CPU, _CUDA_HOST):
+def _of_dlpack(name: str, array: Any, place: Optional[Place]) -> View:
+    device, index = map(int, array.__dlpack_device__())
+    options: dict[str, int] = {}
+    if device in _CUDA:
+        if place is None or index != place.index:
+            _refuse_place(name, f"CUDA device {index}", place)
+        options["stream"] = place.stream or _cuda.LEGACY_STREAM  # the producer orders its own work before that stream's
+    elif device not in (CPU, _CUDA_HOST):
         raise NotImplementedError(
-            f"{name}: lies on a {_DEVICES.get(device, device)} device; this build of fovea computes on the CPU"
+            f"{name}: lies on a {_DEVICES.get(device, device)} device; this build of fovea computes on the CPU and on "
+            "CUDA devices"
+        )
+    elif place is not None:
+        _refuse_place(name, "the CPU", place)
+    is_negative = getattr(array, "is_neg", None)  # PyTorch gives such memory away without a word
+    if is_negative is not None and is_negative():
+        raise ValueError(
+            f"{name}: a {type(array).__name__} whose memory holds the negatives of its numbers; accepted: what "
+            "resolve_neg() makes of it"
         )
     try:
-        capsule = _capsule(array)
+        capsule = _capsule(array, options)
     except (BufferError, RuntimeError) as error:  # such as PyTorch's for what requires a gradient
         raise ValueError(f"{name}: a {type(array).__name__} that does not give its memory away: {error}") from error
     tensor, readonly = _tensor_of(capsule)
@@ -181,6 +237,27 @@ def _of_dlpack(name: str, array: Any) -> View:
     if tensor.lanes != 1:
         kind = f"{kind}x{tensor.lanes}"
     return View((tensor.data or 0) + tensor.byte_offset, kind, shape, strides, readonly, (array, capsule))
+
+
+def _of_cuda_interface(name: str, array: Any, place: Optional[Place]) -> View:
+    if place is None:
+        _refuse_place(name, "a CUDA device", place)
+    interface = array.__cuda_array_interface__
+    if interface.get("mask") is not None:
+        raise TypeError(f"{name}: a masked array; accepted: the data here, and the mask as an array of its own")
+    stream = interface.get("stream")
+    if stream is not None:
+        stream = 0 if stream == _cuda.LEGACY_STREAM else int(stream)
+        if stream != place.stream:
+            place.memory.wait(place.index, place.stream, stream)
+    dtype = np.dtype(interface["typestr"])
+    address, readonly = interface["data"]
+    shape = tuple(interface["shape"])
+    strides = interface.get("strides")
+    if strides is not None and any(stride % dtype.itemsize for stride in strides):
+        raise ValueError(f"{name}: strides of {strides} bytes, that do not fall on its {dtype.itemsize}-byte elements")
+    steps = _contiguous(shape) if strides is None else tuple(stride // dtype.itemsize for stride in strides)
+    return View(address or 0, _NUMPY_NAMES.get(dtype, str(dtype)), shape, steps, bool(readonly), array)
 
 
 def _contiguous(shape: tuple) -> tuple:
@@ -216,16 +293,15 @@ class Fresh:
 
     __slots__ = ("_array", "_hand_over", "view")
 
-    def __init__(self, array: np.ndarray, kind: str, hand_over: Optional[Callable[[Any], Any]]) -> None:
+    def __init__(self, array: Any, view: View, hand_over: Optional[Callable[[Any], Any]]) -> None:
         self._array = array
         self._hand_over = hand_over
-        self.view = _of_numpy("result", array)
-        self.view.type = kind
+        self.view = view
 
     def result(self) -> Any:
         if self._hand_over is None:
             return self._array
-        if self.view.type == "bfloat16":
+        if self.view.type == "bfloat16" and isinstance(self._array, np.ndarray):
             return self._hand_over(_BFloat16(self._array))
         return self._hand_over(self._array)
 
@@ -233,22 +309,35 @@ class Fresh:
 class Maker:
     """Makes arrays of the library that a model array comes from."""
 
-    def __init__(self, name: str, model: Any) -> None:
+    def __init__(self, name: str, model: Any, place: Optional[Place] = None) -> None:
         self._name = name
-        self._hand_over = None if isinstance(model, np.ndarray) else _from_dlpack(model)
+        self._place = place
+        own = isinstance(model, np.ndarray) if place is None else place.memory.owns(model)
+        self._hand_over = None if own else _from_dlpack(model)
 
     def empty(self, shape: tuple, kind: str, swapped: bool = False, fill: Optional[float] = None) -> Fresh:
         """`swapped`: memory in the order (..., -2, -3, -1) of the dimensions."""
-        dtype = np.dtype(np.uint16) if kind == "bfloat16" and self._hand_over else self._dtype(kind)
         if swapped:
             shape = (*shape[:-3], shape[-2], shape[-3], shape[-1])
+        place = self._place
+        if place is not None:
+            array = place.memory.empty(place.index, place.stream, shape, kind, fill)
+            if swapped:
+                array = place.memory.swapped(array)
+            address, shape, strides = place.memory.layout(array)
+            return Fresh(array, View(address, kind, shape, strides, False, array), self._hand_over)
+        dtype = np.dtype(np.uint16) if kind == "bfloat16" and self._hand_over else self._dtype(kind)
         if fill is None:
             array = np.empty(shape, dtype)
         elif fill == 0:
             array = np.zeros(shape, dtype)
         else:
             array = np.full(shape, fill, dtype)
-        return Fresh(array.swapaxes(-3, -2) if swapped else array, kind, self._hand_over)
+        if swapped:
+            array = array.swapaxes(-3, -2)
+        view = _of_numpy("result", array)
+        view.type = kind
+        return Fresh(array, view, self._hand_over)
 
     def _dtype(self, kind: str) -> np.dtype:
         if kind != "bfloat16":

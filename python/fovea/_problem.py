@@ -18,7 +18,7 @@ from typing import Any, Optional
 import numpy as np
 
 from fovea import _abi
-from fovea._arrays import Fresh, Maker, View, read
+from fovea._arrays import Fresh, Maker, Place, View, place_of, read
 from fovea._library import check, lib, text
 
 _CODES = {
@@ -109,20 +109,22 @@ class Problem:
         self._tensors = _TENSORS()  # the fovea_tensors that raw points to
         self._base = ctypes.addressof(self._tensors)
         self._used = 0
-        self._maker = Maker("q", q)
+        stream = options["stream"]
+        self._place = place = place_of("q", q, None if stream is None else _integer("stream", stream))
+        if place is not None:
+            self.raw.device = 1  # FOVEA_CUDA
+            self.raw.device_index = place.index
+        self._maker = Maker("q", q, place)
         self._packed = options["cu_seqlens_q"] is not None or options["cu_seqlens_k"] is not None
         self._swap = choose("layout", options["layout"], _SWAP)
         if self._swap and self._packed:
             raise ValueError("layout: 'bhsd' with cu_seqlens; accepted: 'bshd', as packed tensors are (total, H, D)")
 
         for name, array in (("q", q), ("k", k), ("v", v)):
-            self._set(name, self._ranked(name, read(name, array)))
-        for name in _OPTIONAL:
+            self._set(name, self._ranked(name, read(name, array, place)))
+        for name in (*_OPTIONAL, *_LENGTHS):
             if options[name] is not None:
-                self._set(name, read(name, options[name]))
-        for name in _LENGTHS:
-            if options[name] is not None:
-                self._set(name, read(name, options[name]))
+                self._set(name, read(name, options[name], place))
         self._set_batch(options["batch_shape"])
         self._set_scalars(options)
         if options["align"] is None:
@@ -132,7 +134,7 @@ class Problem:
 
     def give(self, name: str, array: Any) -> None:
         """An input of the backward."""
-        view = read(name, array)
+        view = read(name, array, self._place)
         self._set(name, self._ranked(name, view) if name in _ROWS else view)
 
     def _ranked(self, name: str, view: View) -> View:
@@ -205,9 +207,9 @@ class Problem:
     def _set_scalars(self, options: Mapping[str, Any]) -> None:
         raw = self.raw
         flags = 0
-        if options["causal"]:
+        if flag("causal", options["causal"]):
             flags |= _abi.CAUSAL
-        if options["deterministic"]:
+        if flag("deterministic", options["deterministic"]):
             flags |= _abi.DETERMINISTIC
         if options["scale"] is not None:
             flags |= _abi.SCALE
@@ -236,7 +238,9 @@ class Problem:
             if not isinstance(options["backend"], str):
                 raise TypeError(f"backend: {options['backend']!r}; accepted: a name that fovea.backends() has")
             raw.backend = options["backend"].encode()
-        if options["stream"] is not None:
+        if self._place is not None:
+            raw.stream = self._place.stream
+        elif options["stream"] is not None:
             raw.stream = _integer("stream", options["stream"])
 
     def _set_word(self, name: str, value: Any) -> None:
@@ -244,7 +248,7 @@ class Problem:
         if isinstance(value, Integral):
             setattr(self.raw, name, word(name, value))
             return
-        view = word_view(name, value)
+        view = word_view(name, value, self._place)
         self.views[name] = view
         setattr(self.raw, name + "_ptr", view.address)
 
@@ -259,6 +263,13 @@ class Problem:
             what = "alibi_slopes"
         else:
             return
+        if self._place is not None and any(name in self.views for name in _LENGTHS):
+            if self._same_lengths():
+                return
+            raise ValueError(
+                f"align: None with {what}, lengths that lie on the device; accepted: 'bottom_right' (the last query meets "
+                "the last key, as in FlashAttention) or 'top_left' (the first meets the first, as PyTorch's is_causal)"
+            )
         lengths_q, lengths_k = self._lengths("q"), self._lengths("k")
         if isinstance(lengths_q, int) and isinstance(lengths_k, int):
             if lengths_q == lengths_k:
@@ -278,6 +289,15 @@ class Problem:
             f"align: None with {what}, {given}; accepted: 'bottom_right' (the last query meets the last key, as in "
             "FlashAttention) or 'top_left' (the first meets the first, as PyTorch's is_causal)"
         )
+
+    def _same_lengths(self) -> bool:
+        """Whether queries and keys have theirs from the same memory: reading it would wait for the device."""
+        for kind in ("cu_seqlens", "seqused"):
+            q, k = self.views.get(f"{kind}_q"), self.views.get(f"{kind}_k")
+            if (q is None) != (k is None) or (q is not None and k is not None and q.address != k.address):
+                return False
+        return self._packed or self._canonical("q", self.views["q"].shape)[-3] == self._canonical(
+            "k", self.views["k"].shape)[-3]  # fmt: skip
 
     def _lengths(self, side: str) -> Any:
         """Dense: an int; packed or seqused: a vector, one for each sequence."""
@@ -312,7 +332,9 @@ class Problem:
 
     def into(self, name: str, array: Any) -> None:
         """Writes a result into the caller's array."""
-        view = self._ranked(name, read(name, array)) if name in _ROWS else read(name, array)
+        view = read(name, array, self._place)
+        if name in _ROWS:
+            self._ranked(name, view)
         if view.readonly:
             raise ValueError(f"{name}: a read-only array; accepted: one that can be written")
         self._set(name, view)
@@ -336,10 +358,23 @@ class Problem:
 
     def run(self, direction: int) -> None:
         try:
-            check(call_on_cpu(lib, ctypes.byref(self.raw), direction))
+            check(self._call(direction))
         except ValueError as error:
             self._name_layout(error)
             raise
+
+    def _call(self, direction: int) -> int:
+        raw = ctypes.byref(self.raw)
+        place = self._place
+        if place is None:
+            return call_on_cpu(lib, raw, direction)
+        needed = ctypes.c_size_t()
+        status = lib.fovea_workspace(raw, direction, ctypes.byref(needed))
+        if status != _abi.OK:
+            return status
+        workspace = place.memory.empty(place.index, place.stream, (needed.value,), "uint8")
+        call = lib.fovea_backward if direction == _abi.BACKWARD else lib.fovea_forward
+        return call(raw, place.memory.layout(workspace)[0], needed.value)
 
     def explain(self, direction: int) -> str:
         try:
@@ -369,11 +404,12 @@ def word(name: str, value: Any) -> int:
     return number % 2**64
 
 
-def word_view(name: str, array: Any) -> View:
+def word_view(name: str, array: Any, place: Optional[Place] = None) -> View:
     accepted = "accepted: an integer of up to 64 bits, or an array of one int64 or uint64"
-    if not any(hasattr(array, protocol) for protocol in ("__dlpack__", "__array_interface__")):
+    protocols = ("__dlpack__", "__array_interface__", "__cuda_array_interface__")
+    if not any(hasattr(array, protocol) for protocol in protocols):
         raise TypeError(f"{name}: {array!r}; {accepted}")
-    view = read(name, array)
+    view = read(name, array, place)
     if view.type not in ("int64", "uint64"):
         raise TypeError(f"{name}: an array of type {view.type}; {accepted}")
     if any(length != 1 for length in view.shape):
@@ -399,6 +435,12 @@ def needed(need: Any, given: Sequence[str]) -> list[str]:
     return [name for name in DIFFERENTIABLE if name in names]
 
 
+def flag(name: str, value: Any) -> bool:
+    if isinstance(value, (Integral, np.bool_)):
+        return bool(value)
+    raise TypeError(f"{name}: {value!r}; accepted: True or False")
+
+
 def real(name: str, value: Any) -> float:
     if isinstance(value, (str, bytes)):
         raise TypeError(f"{name}: {value!r}; accepted: a number")
@@ -406,6 +448,8 @@ def real(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError):
         raise TypeError(f"{name}: {value!r}; accepted: a number") from None
+    except OverflowError:
+        raise ValueError(f"{name}: an integer beyond all floating-point numbers; accepted: a finite one") from None
 
 
 def _integer(name: str, value: Any) -> int:

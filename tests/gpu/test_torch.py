@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fovea.torch on CUDA tensors: autograd, streams, graphs, seeds, devices, torch.compile, and that nothing waits."""
+
+import threading
+
+import pytest
+import torch
+
+import fovea.torch
+from fovea.torch import attention
+
+pytestmark = pytest.mark.cuda
+
+
+def normal(*shape, device, dtype=torch.bfloat16, grad=True):
+    return torch.randn(*shape, device=device, dtype=dtype, requires_grad=grad)
+
+
+def qkv(device, shape=(2, 4, 130, 64), **options):
+    return [normal(*shape, device=device, **options) for _ in range(3)]
+
+
+def sdpa64(q, k, v, bias=None, causal=False):
+    """(out, gradients of q, k, v and bias) in fp64, for a gradient of ones."""
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    b = None if bias is None else bias.detach().double().requires_grad_()
+    s = leaves[0] @ leaves[1].mT / q.shape[-1] ** 0.5
+    s = s if b is None else s + b
+    if causal:
+        s = s.masked_fill(~torch.ones_like(s, dtype=torch.bool).tril(), -torch.inf)
+    out = torch.softmax(s, -1) @ leaves[2]
+    out.sum().backward()
+    return [out.detach(), *(x.grad for x in leaves), None if b is None else b.grad]
+
+
+def close(actual, right, what=""):
+    torch.testing.assert_close(actual.double(), right, rtol=0.02, atol=0.02, msg=lambda text: f"{what}: {text}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_autograd(dtype, device):
+    q, k, v = qkv(device, dtype=dtype)
+    bias = normal(1, 4, 130, 130, device=device, dtype=dtype)
+    out = attention(q, k, v, bias=bias, causal=True)
+    assert out.device == q.device
+    out.sum().backward()
+    right = sdpa64(q, k, v, bias, causal=True)
+    for name, actual, one in zip(("out", "q", "k", "v", "bias"), (out, q.grad, k.grad, v.grad, bias.grad), right):
+        close(actual, one, name)
+
+
+def test_nothing_waits_for_the_device(device):
+    """PyTorch raises at whatever synchronises, and a graph's capture at more."""
+    q, k, v = qkv(device)
+    bias = normal(1, 1, 130, 130, device=device)
+    lengths = torch.tensor([0, 100, 260], device=device, dtype=torch.int32)
+    packed = [x.detach().transpose(1, 2).reshape(260, 4, 64).requires_grad_() for x in (q, k, v)]
+    steps = [
+        lambda: attention(q, k, v, bias=bias, causal=True, dropout_p=0.1),
+        lambda: attention(*packed, cu_seqlens_q=lengths, cu_seqlens_k=lengths, max_seqlen_q=160, max_seqlen_k=160),
+    ]
+    for step in steps:
+        step().sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in steps:
+            step().sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_current_stream(device):
+    """Work goes to the stream that is current, forward and backward: it sees what was put there before it."""
+    stream = torch.cuda.Stream()
+    q, k, v = qkv(device, (2, 4, 512, 64))
+    expected = attention(q, k, v).detach()
+    late = [torch.zeros_like(x).requires_grad_() for x in (q, k, v)]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)  # long enough for a call on another stream to come before the copies
+        with torch.no_grad():
+            for x, y in zip(late, (q, k, v)):
+                x.copy_(y)
+        out = attention(*late)
+        out.sum().backward()
+    stream.synchronize()
+    assert torch.equal(out, expected)
+    right = sdpa64(q, k, v)
+    close(late[0].grad, right[1])
+
+
+def test_graph_of_forward_and_backward(device):
+    q, k, v = qkv(device)
+    bias = normal(1, 4, 130, 130, device=device)
+    leaves = (q, k, v, bias)
+    run = lambda: torch.autograd.grad(attention(q, k, v, bias=bias).sum(), leaves)  # noqa: E731
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grads = run()
+    for _ in range(3):
+        with torch.no_grad():
+            for x in leaves:
+                x.normal_()
+        graph.replay()
+        right = sdpa64(q, k, v, bias)
+        for name, actual, one in zip(("q", "k", "v", "bias"), grads, right[1:]):
+            close(actual, one, name)
+
+
+def test_first_call_in_a_capture_is_named_or_works(device):
+    """A kernel that was never loaded: the capture works all the same, or the error says what to do before it."""
+    q, k, v = qkv(device, (1, 2, 45, 176), grad=False)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            out = attention(q, k, v, softcap=3.0)
+    except RuntimeError as error:
+        assert "prepare" in str(error) or "capture" in str(error), error
+        torch.cuda.synchronize()
+        return
+    graph.replay()
+    assert torch.equal(out, attention(q, k, v, softcap=3.0))
+
+
+@pytest.mark.parametrize("rng", ["fovea", "torch_mem_efficient"])
+def test_drawn_seed(rng, device):
+    q, k, v = qkv(device)
+    torch.manual_seed(3)
+    one = attention(q, k, v, dropout_p=0.3, rng=rng)
+    two = attention(q, k, v, dropout_p=0.3, rng=rng)
+    torch.manual_seed(3)
+    again = attention(q, k, v, dropout_p=0.3, rng=rng)
+    assert torch.equal(one, again) and not torch.equal(one, two)
+
+
+def test_unaligned_after_aligned(device):
+    """The same shapes and strides at another address: rows that have to be copied first need other workspace."""
+    memory = torch.randn(2 * 4 * 130 * 64 + 64, device=device, dtype=torch.bfloat16)
+    for skip in (0, 1, 0, 8, 3):
+        q = memory[skip : skip + 2 * 4 * 130 * 64].reshape(2, 4, 130, 64).detach().requires_grad_()
+        out = attention(q, q, q)
+        out.sum().backward()
+        leaves = [q.detach().double().requires_grad_() for _ in range(3)]
+        right = torch.softmax(leaves[0] @ leaves[1].mT / 8, -1) @ leaves[2]
+        right.sum().backward()
+        close(out, right.detach())
+        close(q.grad, sum(x.grad for x in leaves))
+
+
+@pytest.mark.parametrize("view", ["transposed", "sliced", "packed qkv", "columns apart", "expanded"])
+def test_strides(view, device):
+    base = torch.randn(2, 70, 3, 4, 64, device=device, dtype=torch.bfloat16)
+    if view == "packed qkv":
+        q, k, v = (base[:, :, n].transpose(1, 2) for n in range(3))
+    elif view == "transposed":
+        q, k, v = (torch.randn(2, 4, 64, 70, device=device, dtype=torch.bfloat16).mT for _ in range(3))
+    elif view == "columns apart":
+        q, k, v = (torch.randn(2, 4, 70, 128, device=device, dtype=torch.bfloat16)[..., ::2] for _ in range(3))
+    elif view == "expanded":
+        q, k, v = (torch.randn(1, 4, 70, 64, device=device, dtype=torch.bfloat16).expand(2, -1, -1, -1) for _ in range(3))
+    else:
+        q, k, v = (torch.randn(2, 4, 80, 72, device=device, dtype=torch.bfloat16)[:, :, 5:75, 3:67] for _ in range(3))
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out = attention(q, k, v)
+    out.sum().backward()
+    right = sdpa64(q, k, v)
+    for name, actual, one in zip(("out", "q", "k", "v"), (out, q.grad, k.grad, v.grad), right):
+        close(actual, one, name)
+
+
+def test_autocast(device):
+    q, k, v = qkv(device, dtype=torch.float32)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        out = attention(q, k, v)
+    assert out.dtype == torch.bfloat16
+    out.sum().backward()
+    assert q.grad.dtype == torch.float32
+    close(q.grad, sdpa64(q, k, v)[1])
+
+
+def test_nested_tensors(device):
+    parts = [torch.randn(n, 4, 64, device=device, dtype=torch.bfloat16) for n in (5, 70, 33)]
+    nested = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2).requires_grad_()
+    out = attention(nested, nested, nested)
+    for one, part in zip(out.unbind(), parts):
+        x = part.transpose(0, 1)
+        close(one, sdpa64(x, x, x)[0])
+
+
+def test_lse_and_its_gradient(device):
+    q, k, v = qkv(device, dtype=torch.float32)
+    out, lse = attention(q, k, v, return_lse=True)
+    (lse.sum() + out.sum()).backward()
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    s = leaves[0] @ leaves[1].mT / 8
+    (torch.logsumexp(s, -1).sum() + (torch.softmax(s, -1) @ leaves[2]).sum()).backward()
+    torch.testing.assert_close(lse.double(), torch.logsumexp(s, -1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(q.grad.double(), leaves[0].grad, rtol=1e-3, atol=1e-4)
+
+
+def test_threads(device):
+    """Threads that have no context of their own yet, each with another shape and its own stream."""
+    faults = []
+
+    def work(n):
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(20):
+                    q, k, v = qkv(device, (1, 2, 40 + n, 64))
+                    out = attention(q, k, v)
+                    out.sum().backward()
+                    torch.cuda.current_stream().synchronize()
+                    close(q.grad, sdpa64(q, k, v)[1])
+        except Exception as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults, faults[0]
+
+
+def test_several_devices(device):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one CUDA device here")
+    for index in (1, 0, 1):
+        there = torch.device("cuda", index)
+        q, k, v = qkv(there)
+        out = attention(q, k, v, causal=True)
+        assert out.device == there
+        out.sum().backward()
+        close(q.grad, sdpa64(q, k, v, causal=True)[1])
+        assert torch.cuda.current_device() == 0
+    with pytest.raises(ValueError, match="k: on cuda:0; accepted: cuda:1"):
+        attention(q, k.to("cuda:0"), v)
+
+
+def test_compile(device):
+    q, k, v = qkv(device)
+    run = torch.compile(lambda *x: attention(*x, causal=True) * 2, backend="aot_eager", fullgraph=True)
+    out = run(q, k, v)
+    out.sum().backward()
+    right = sdpa64(q, k, v, causal=True)
+    close(out, right[0] * 2)
+    close(q.grad, right[1] * 2)
+
+
+def test_refused_on_a_device(device):
+    q, k, v = qkv(device)
+    with pytest.raises(NotImplementedError, match="fp64 on a CUDA device"):
+        attention(q.double(), k.double(), v.double())
+    with pytest.raises(ValueError, match=r"bias: on cpu; accepted: cuda:0"):
+        attention(q, k, v, bias=torch.zeros(130, 130))
+
+
+def test_out_of_memory_is_a_memory_error_and_leaves_things_usable(device):
+    q, k, v = qkv(device)
+    free, _ = torch.cuda.mem_get_info()
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(2 * free, dtype=torch.uint8, device=device)
+    close(attention(q, k, v), sdpa64(q, k, v)[0])
+
+
+def test_lengths_that_lie_are_clamped(device):
+    """Values on the device cannot be checked without waiting: nothing outside of the tensors is touched by them."""
+    q, k, v = (torch.randn(50, 2, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
+    for ends in ([0, 30, 5000], [0, -7, 50], [60, 20, 10], [-5, 2**30, 2**31 - 1]):
+        lengths = torch.tensor(ends, device=device, dtype=torch.int32)
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = attention(*leaves, cu_seqlens_q=lengths, cu_seqlens_k=lengths, max_seqlen_q=50, max_seqlen_k=50)
+        out.sum().backward()
+        torch.cuda.synchronize()
+    x = torch.randn(2, 2, 40, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    used = torch.tensor([-3, 1000], device=device, dtype=torch.int32)
+    attention(x, x, x, seqused_q=used, seqused_k=used).sum().backward()
+    torch.cuda.synchronize()
+
+
+def test_module_is_importable_beside_a_device():
+    assert fovea.backends()["cuda"] == "available", fovea.explain()
