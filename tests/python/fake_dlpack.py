@@ -102,6 +102,13 @@ class DeviceArray(FakeArray):
     device = (2, 0)  # CUDA
 
 
+class NegatedArray(FakeArray):
+    """As PyTorch's lazy negations: its memory holds the negatives of its numbers, and __dlpack__ does not say so."""
+
+    def is_neg(self):
+        return True
+
+
 class GradArray(FakeArray):
     def __dlpack__(self, **options):
         raise BufferError("Can't export tensors that require gradient, use tensor.detach()")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import fovea
-from fake_dlpack import DeviceArray, FakeArray, GradArray, VersionedArray
+from fake_dlpack import DeviceArray, FakeArray, GradArray, NegatedArray, VersionedArray
 
 B, SQ, SK, HQ, HK, D, DV = 2, 6, 9, 4, 2, 8, 5
 SENTINEL = 7.0
@@ -128,7 +128,8 @@ BOTH = {
         (dict(q=unaligned), ValueError, "q: strides of .* bytes, or an address"),
         (dict(q=np.ma.zeros((B, SQ, HQ, D), np.float32)), TypeError, "q: a masked array; accepted"),
         (dict(q=GradArray(zeros(B, SQ, HQ, D))), ValueError, "q: a GradArray that does not give.*requires? grad"),
-        (dict(v=DeviceArray(zeros(B, SK, HK, DV))), NotImplementedError, "v: lies on a CUDA device"),
+        (dict(k=NegatedArray(zeros(B, SK, HK, D))), ValueError, "k: a NegatedArray whose memory holds.*accepted: .*resolve_neg"),
+        (dict(v=DeviceArray(zeros(B, SK, HK, DV))), ValueError, "v: lies on CUDA device 0; accepted: the CPU, where q lies"),
     ],
     "bias and mask": [
         (dict(bias=zeros(B, HQ, SQ, SK - 1)), ValueError, "bias: shape 2x4x6x8 does not broadcast to B=2, Hq=4, Sq=6"),
@@ -146,7 +147,7 @@ BOTH = {
         (dict(mask=zeros(SK, SQ, dtype=bool)), ValueError, "mask: shape 9x6 does not broadcast to"),
     ],
     "alibi_slopes and sink": [
-        (dict(alibi_slopes=zeros(HK)), ValueError, r"alibi_slopes: shape 2; accepted: \(Hq\) or \(B, Hq\), 4"),
+        (dict(alibi_slopes=zeros(HK)), ValueError, r"alibi_slopes: shape 2; accepted: \(Hq\), \(B, Hq\) or \(B1, B2, Hq\), 4"),
         (dict(alibi_slopes=zeros(3, HQ)), ValueError, r"alibi_slopes: shape 3x4; accepted: .*2x4"),
         (dict(alibi_slopes=zeros(HQ, dtype=half)), TypeError, "alibi_slopes: fp16; accepted: fp32"),
         (dict(alibi_slopes=0.5), TypeError, "alibi_slopes: a float; accepted: an array"),
@@ -157,6 +158,10 @@ BOTH = {
         (dict(scale=float("nan")), ValueError, "scale: nan; accepted: a finite number"),
         (dict(scale=float("inf")), ValueError, "scale: inf; accepted: a finite number"),
         (dict(scale="auto"), TypeError, "scale: 'auto'; accepted: a number"),
+        (dict(scale=10**400), ValueError, "scale: an integer beyond all floating-point numbers; accepted: a finite one"),
+        (dict(causal="no"), TypeError, "causal: 'no'; accepted: True or False"),
+        (dict(causal=np.array([True, False])), TypeError, "causal: array.*; accepted: True or False"),
+        (dict(deterministic=None), TypeError, "deterministic: None; accepted: True or False"),
         (dict(scale=[1, 2]), TypeError, r"scale: \[1, 2\]; accepted: a number"),
         (dict(softcap=-1.0), ValueError, r"softcap: -1; accepted: 0 \(none\)"),
         (dict(softcap=float("inf")), ValueError, "softcap: inf; accepted"),
@@ -247,7 +252,7 @@ FORWARD = [
     ({"out=": shared, "q": np.lib.stride_tricks.as_strided(shared, (B, SQ, HQ, D), (480, 80, 20, 0))}, ValueError,
      "out: shares memory with q; accepted: memory of its own"),
     ({"out=": [0.0]}, TypeError, "out: a list; accepted: an array"),
-    ({"out=": DeviceArray(zeros(B, SQ, HQ, DV))}, NotImplementedError, "out: lies on a CUDA device"),
+    ({"out=": DeviceArray(zeros(B, SQ, HQ, DV))}, ValueError, "out: lies on CUDA device 0; accepted: the CPU"),
 ]  # fmt: skip
 
 BACKWARD = [

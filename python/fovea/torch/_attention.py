@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Optional, Union
 import torch
 from torch import Tensor
 
-from fovea._problem import shape_text
+from fovea._problem import flag, real, shape_text
 from fovea.torch import _call, _operators, _vmap  # noqa: F401  (_vmap registers its rules)
 
 _ALIGNS = (None, "bottom_right", "top_left")
@@ -230,7 +230,7 @@ def _options(
         _refuse_choice("rng", rng, _RNGS)
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend: {backend!r}; accepted: a name that fovea.backends() has")
-    if deterministic:
+    if deterministic is not False and _flag("deterministic", deterministic):
         order = _call.DETERMINISTIC
     elif torch.are_deterministic_algorithms_enabled():
         warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -239,7 +239,7 @@ def _options(
         order = _call.ANY_ORDER
     return (
         scale if scale is None or type(scale) is float else _real("scale", scale),
-        bool(causal),
+        causal if type(causal) is bool else _flag("causal", causal),
         *(window if window is _UNBOUNDED else _window(window)),
         align,
         softcap if type(softcap) is float else _real("softcap", softcap),
@@ -284,18 +284,15 @@ def _index(name: str, value: Any) -> int:
         raise TypeError(f"{name}: {value!r}; accepted: an integer") from None
 
 
+def _flag(name: str, value: Any) -> bool:
+    return bool(value) if isinstance(value, torch.SymBool) else flag(name, value)
+
+
 def _real(name: str, value: Any) -> float:
     if isinstance(value, Tensor):
         hint = "; what is learnt can multiply q" if name == "scale" else ""
         raise TypeError(f"{name}: a Tensor; accepted: a number, which has no gradient{hint}")
-    if isinstance(value, (int, torch.SymInt, torch.SymFloat)):
-        return float(value)
-    if isinstance(value, (str, bytes)):
-        raise TypeError(f"{name}: {value!r}; accepted: a number")
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name}: {value!r}; accepted: a number") from None
+    return float(value) if isinstance(value, (torch.SymInt, torch.SymFloat)) else real(name, value)
 
 
 def _window(window: Any) -> tuple[int, int]:
