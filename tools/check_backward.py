@@ -138,7 +138,7 @@ def backward_shared(s):
     keys = s["warps"] * s["tiles"] * 16
     grads = keys * s["step"] * size(s) * (2 if s.get("delay") else 1) if s.get("dq") else 0
     stage = s["step"] * (s["d"] + s["dv"]) * size(s) + 8 * s["step"] + inputs(s, s["step"], keys, True)
-    return keys * (s["d"] + s["dv"]) * size(s) + grads + 2 * stage
+    return keys * (s["d"] + s["dv"]) * size(s) + grads + s["stages"] * stage
 
 
 def wide_shared(s):
@@ -168,69 +168,73 @@ def fits(s, shared):
 # ---- configurations: what a planner would choose ----
 
 
-def cfg(text):
-    return dict((k, int(v)) for k, v in (x.split("=") for x in text.split()))
+NAMES = ("warps", "tiles", "step", "part", "ctas", "grid_s", "grid_o", "grid_q", "stages", "delay")
+USUAL = (4, 2, 64, 64, 2, 1, 1, 1, 2, False)
 
 
-def narrow_candidates(s):
-    w = max(s["d"], s["dv"])
-    bias = s.get("bias", "kNone") != "kNone" or s.get("bias2", "kNone") != "kNone"
-    odd = s["d"] % 32 != 0
-    q = 4 if odd else 2
-    part = 16 if s.get("softcap") or (s.get("dropout", "kNone") != "kNone" and bias) else 32
+def tiles(*values):
+    return dict(zip(NAMES, values + USUAL[len(values):]))
+
+
+def wide_bias(s):
+    return s.get("bias", "kNone") != "kNone" or s.get("bias2", "kNone") != "kNone"
+
+
+def narrow_candidates(s):  # as config/sm80_backward.cpp
+    part = 16 if s.get("softcap") or (s.get("dropout", "kNone") != "kNone" and wide_bias(s)) else 32
     if s["type"] == "kFp32":
-        return [dict(warps=4, tiles=1, step=32, part=32 if part == 32 else 16, ctas=2, grid_q=2 if not odd else 2),
-                dict(warps=4, tiles=1, step=32, part=16, ctas=1, grid_q=2), dict(warps=4, tiles=1, step=16, part=16, ctas=1, grid_q=1)] if not odd else [
-                dict(warps=2, tiles=2, step=32, part=16, ctas=2, grid_q=2), dict(warps=2, tiles=2, step=32, part=16, ctas=1, grid_q=2)]
-    return [dict(warps=4, tiles=2, step=64, part=part, ctas=2, grid_q=q, delay=True), dict(warps=4, tiles=2, step=64, part=part, ctas=2, grid_q=q),
-            dict(warps=4, tiles=2, step=64, part=part, ctas=1, grid_q=q), dict(warps=2, tiles=2, step=32, part=part, ctas=1, grid_q=2 if odd or w == 32 else 2)]
+        return [tiles(4, 1, 32, part, 2, 1, 1, 2), tiles(4, 1, 32, 16, 1, 1, 1, 2), tiles(2, 1, 16, 16, 1, 1, 1, 1)]
+    q = 2 if s["d"] % 32 == 0 else 4
+    return [tiles(4, 2, 64, part, 2, 1, 1, q, 2, True), tiles(4, 2, 64, part, 2, 1, 1, q), tiles(4, 2, 64, part, 1, 1, 1, q), tiles(2, 2, 32, part, 1, 1, 1, 2)]
 
 
 def wide_candidates(s):
-    w, fp32 = max(s["d"], s["dv"]), s["type"] == "kFp32"
-    soft = s.get("softcap") or s.get("dropout", "kNone") != "kNone"
-    if fp32:
+    w = max(s["d"], s["dv"])
+    both = lambda step: s["d"] % step == 0 and s["dv"] % step == 0
+    if s["type"] == "kFp32":
         if w <= 128:
-            return [dict(warps=4, tiles=1, grid_s=4, step=32, part=32, ctas=1, grid_o=4, grid_q=2), dict(warps=4, tiles=1, grid_s=2, step=32, part=16, ctas=1, grid_o=2, grid_q=2)]
+            return ([tiles(8, 1, 32, 16, 1, 4, 4, 2) if both(64) else tiles(8, 1, 64, 32, 1, 4, 4, 4), tiles(4, 1, 32, 16, 1, 2, 2, 2)] +
+                    ([tiles(4, 1, 16, 16, 1, 2, 2, 1)] if both(64) else []) + [tiles(2, 1, 16, 16, 1, 1, 1, 1)])
         if w <= 256:
-            return [dict(warps=8, tiles=1, grid_s=2, step=32, part=16, ctas=1, grid_o=2, grid_q=2), dict(warps=4, tiles=1, grid_s=1, step=16, part=16, ctas=1, grid_o=1, grid_q=1, stages=2)]
-        return [dict(warps=8, tiles=1, grid_s=1, step=16, part=16, ctas=1, grid_o=1, grid_q=1)]
-    if w <= 112 and w % 32:
-        return [dict(warps=4, tiles=2, grid_s=2, step=64, part=32, ctas=2, grid_o=4, grid_q=4), dict(warps=4, tiles=2, grid_s=2, step=64, part=32, ctas=1, grid_o=4, grid_q=4)]
+            return [tiles(8, 1, 32, 16, 1, 2, 2, 2), tiles(4, 1, 16, 16, 1, 1, 1, 1)] if both(64) else [tiles(4, 1, 32, 16, 1, 2, 2, 2), tiles(2, 1, 16, 16, 1, 1, 1, 1)]
+        return [tiles(8, 1, 16, 16, 1, 1, 1, 1)]
     if w <= 128:
-        q = 4 if w == 96 or s["d"] % 32 else 2
-        return [dict(warps=4, tiles=2, grid_s=2, step=64, part=32, ctas=2, grid_o=2, grid_q=q), dict(warps=8, tiles=2, grid_s=4, step=64, part=32, ctas=1, grid_o=4, grid_q=4),
-                dict(warps=4, tiles=2, grid_s=2, step=32, part=16, ctas=1, grid_o=2, grid_q=2)]
+        if not both(32):
+            return [tiles(4, 2, 64, 32, 2, 2, 4, 4), tiles(4, 2, 64, 32, 1, 2, 4, 4), tiles(2, 2, 32, 16, 1, 1, 2, 2)]
+        return [tiles(4, 2, 64, 32, 2, 2, 2, 4 if w <= 96 else 2), tiles(8, 2, 64, 32, 1, 4, 4, 4), tiles(4, 2, 32, 16, 1, 2, 2, 2)]
     if w <= 256:
-        o, q = (2, 2) if w == 256 and s["dv"] == s["d"] else (4, 4)
-        return [dict(warps=8, tiles=2, grid_s=2, step=64, part=16, ctas=1, grid_o=o, grid_q=q), dict(warps=8, tiles=1, grid_s=2, step=32, part=16, ctas=1, grid_o=2, grid_q=2),
-                dict(warps=4, tiles=1, grid_s=2, step=16, part=16, ctas=1, grid_o=1, grid_q=1)]
-    return [dict(warps=8, tiles=1, grid_s=2, step=32, part=8, ctas=1, grid_o=2, grid_q=1), dict(warps=8, tiles=1, grid_s=2, step=16, part=8, ctas=1, grid_o=2, grid_q=1)]
+        best = tiles(8, 2, 64, 16, 1, 2, 2, 2) if s["d"] == s["dv"] and both(64) else tiles(8, 2, 64, 16, 1, 2, 4, 4)
+        return [best, tiles(4, 1, 32, 16, 1, 2, 2, 2)] + ([tiles(4, 1, 16, 16, 1, 2, 2, 1)] if both(64) else [])
+    return [tiles(8, 1, 32, 8, 1, 2, 2, 1), tiles(8, 1, 16, 8, 1, 2, 2, 1)]
 
 
 def dq_candidates(s):
-    w, fp32 = max(s["d"], s["dv"]), s["type"] == "kFp32"
-    if fp32:
-        return [dict(warps=4, tiles=1, step=32, ctas=2), dict(warps=4, tiles=1, step=16, ctas=1)]
+    w = max(s["d"], s["dv"])
+    if s["type"] == "kFp32":
+        share = 4 if s["d"] > 256 else 1
+        return [tiles(4, 1, 32, 0, 2, 1, share), tiles(4, 1, 32, 0, 1, 1, share), tiles(4, 1, 16, 0, 1, 1, share), tiles(2, 1, 16, 0, 1, 1, share),
+                tiles(2, 1, 16, 0, 1, 1, share, 1, 1), tiles(1, 1, 16, 0, 1, 1, share, 1, 1)]
     if w <= 64:
-        return [dict(warps=4, tiles=2, step=64, ctas=2), dict(warps=4, tiles=2, step=32, ctas=2), dict(warps=4, tiles=2, step=32, ctas=1), dict(warps=4, tiles=1, step=32, ctas=1)]
+        return [tiles(4, 2, 64, 0, 2), tiles(4, 2, 32, 0, 2), tiles(4, 2, 32, 0, 1), tiles(4, 1, 32, 0, 1)]
     if w <= 128:
-        return [dict(warps=4, tiles=2, step=32, ctas=2), dict(warps=4, tiles=2, step=32, ctas=1), dict(warps=4, tiles=1, step=32, ctas=1), dict(warps=4, tiles=1, step=16, ctas=1)]
-    return [dict(warps=4, tiles=1, step=32, ctas=1), dict(warps=4, tiles=1, step=16, ctas=1)]
+        return [tiles(4, 2, 32, 0, 2), tiles(4, 2, 32, 0, 1), tiles(4, 1, 32, 0, 1), tiles(4, 1, 16, 0, 1)]
+    share = 2 if s["d"] > 256 else 1
+    return [tiles(4, 1, 32, 0, 1, 1, share), tiles(4, 1, 16, 0, 1, 1, share), tiles(2, 1, 16, 0, 1, 1, share), tiles(2, 1, 16, 0, 1, 1, share, 1, 1)]
 
 
 def bias_candidates(s):
-    w, fp32 = max(s["d"], s["dv"]), s["type"] == "kFp32"
-    wide_bias = BIAS[s.get("bias", "kNone")] == 4
-    if fp32:
-        return [dict(warps=4, tiles=1, step=32, grid_s=4, part=32, ctas=1), dict(warps=4, tiles=1, step=32, grid_s=4, part=16, ctas=1, stages=1), dict(warps=4, tiles=1, step=16, grid_s=4, part=16, ctas=1, stages=1)]
-    if w <= 32:
-        return [dict(warps=4, tiles=2, step=64, grid_s=4, part=32, ctas=3), dict(warps=4, tiles=2, step=64, grid_s=4, part=32, ctas=2), dict(warps=4, tiles=2, step=64, grid_s=4, part=32, ctas=1), dict(warps=4, tiles=1, step=32, grid_s=4, part=32, ctas=1)]
-    if w <= 64:
-        return [dict(warps=4, tiles=2, step=128, grid_s=2, part=64, ctas=1), dict(warps=4, tiles=2, step=64, grid_s=4, part=32, ctas=1), dict(warps=4, tiles=1, step=32, grid_s=4, part=32, ctas=1)]
-    if w <= 128:
-        return [dict(warps=4, tiles=2, step=128, grid_s=2, part=64, ctas=1, stages=1), dict(warps=4, tiles=1, step=64, grid_s=2, part=32, ctas=1, stages=1), dict(warps=4, tiles=1, step=32, grid_s=2, part=16, ctas=1, stages=1)]
-    return [dict(warps=4, tiles=1, step=32, grid_s=2, part=16, ctas=1, stages=1), dict(warps=2, tiles=1, step=16, grid_s=2, part=16, ctas=1, stages=1)]
+    w = max(s["d"], s["dv"])
+    if s["type"] == "kFp32":
+        c = [tiles(4, 1, 32, 32, 1, 4), tiles(4, 1, 32, 32, 1, 4, 1, 1, 1)]
+    elif w <= 32:
+        c = [tiles(4, 2, 64, 32, 3, 4), tiles(4, 2, 64, 32, 2, 4), tiles(4, 2, 64, 32, 1, 4), tiles(4, 1, 32, 32, 1, 4)]
+    elif w <= 64:
+        c = [tiles(4, 2, 128, 64, 1, 2), tiles(4, 2, 64, 32, 1, 4), tiles(4, 1, 32, 32, 1, 4)]
+    elif w <= 128:
+        c = [tiles(4, 2, 128, 64, 1, 2, 1, 1, 1), tiles(4, 1, 64, 32, 1, 2, 1, 1, 1)]
+    else:
+        c = []
+    return c + [tiles(4, 1, 32, 16, 1, 2, 1, 1, 1), tiles(2, 1, 32, 16, 1, 2, 1, 1, 2), tiles(2, 1, 16, 16, 1, 2, 1, 1, 1), tiles(1, 1, 16, 16, 1, 1, 1, 1, 1)]
 
 
 def choose(candidates, base, shared):
@@ -413,11 +417,9 @@ class Problem:
     # ---- kernels ----
 
     def base(self):
-        round16 = lambda n: cdiv(n, 16) * 16
-        d, dv = round16(self.D), round16(self.Dv)
-        for limit, step in ((128, 32), (256, 64)):
-            if max(d, dv) > limit:
-                d, dv = cdiv(d, step) * step, cdiv(dv, step) * step
+        w = max(self.D, self.Dv)
+        step = (32 if w <= 256 else 128) if self.type == "kFp32" else 16 if w <= 128 else 32 if w <= 256 else 64
+        d, dv = cdiv(self.D, step) * step, cdiv(self.Dv, step) * step
         s = dict(type=self.type, d=d, dv=dv)
         if self.causal or self.window != (-1, -1): s["banded"] = True
         if self.packed or self.used: s["ragged"] = True

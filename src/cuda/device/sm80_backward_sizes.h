@@ -13,6 +13,15 @@ namespace fovea::cuda {
 // Row vectors of a step: logsumexp and delta.
 constexpr int row_vector_bytes(int queries) { return 8 * queries; }
 
+// Columns that the kernels are compiled for, which their grids of warps divide: of a tensor of `columns`, beside one of
+// `others`. Rows of pairs are twice as long.
+constexpr int kMostBackwardColumns = 512;
+constexpr int backward_columns(Type type, int columns, int others) {
+  const int widest = columns > others ? columns : others;
+  const int step = type == Type::kFp32 ? (widest <= 256 ? 32 : 128) : widest <= 128 ? 16 : widest <= 256 ? 32 : 64;
+  return (columns + step - 1) / step * step;
+}
+
 // ---- sm80_backward: keys x queries of a step, K and V once ----
 
 constexpr int backward_keys(const Spec& s) { return s.warps * s.tiles * 16; }
@@ -60,7 +69,8 @@ constexpr int bias_gradient_rows(const Spec& s) { return s.grid_s * s.tiles * 16
 
 // Whether all entries of a plane's list have the same inputs: then they are copied once.
 constexpr bool bias_gradient_once(const Spec& s) {
-  return s.bias != BiasTile::kNone && s.bias2 == BiasTile::kNone && !s.mask && !s.key_term && !s.query_term && !s.ragged;
+  return s.bias != BiasTile::kNone && s.bias2 == BiasTile::kNone && !s.mask && !s.key_term && !s.query_term &&
+         !s.ragged;
 }
 constexpr int bias_gradient_shared_bytes(const Spec& s) {
   const int rows = bias_gradient_rows(s);

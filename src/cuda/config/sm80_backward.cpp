@@ -1,0 +1,234 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Candidates in order of preference; the first that fits the shared memory is taken. The figures were found by
+// measuring on an H200 (bench/results).
+#include "cuda/config/sm80_backward.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "cuda/device/sm80_backward_sizes.h"
+
+namespace fovea::cuda {
+namespace {
+
+struct Tiles {
+  int warps;
+  int tiles;
+  int step;
+  int part;
+  int ctas;
+  int grid_s = 1;
+  int grid_o = 1;
+  int grid_q = 1;
+  int stages = 2;
+  bool delay = false;
+};
+
+void apply(Spec& spec, const Tiles& tiles) {
+  spec.warps = tiles.warps;
+  spec.tiles = tiles.tiles;
+  spec.step = tiles.step;
+  spec.part = tiles.part;
+  spec.ctas = tiles.ctas;
+  spec.grid_s = tiles.grid_s;
+  spec.grid_o = tiles.grid_o;
+  spec.grid_q = tiles.grid_q;
+  spec.stages = tiles.stages;
+  spec.delay = tiles.delay;
+}
+
+bool has_bias(const Spec& spec) { return spec.bias != BiasTile::kNone || spec.bias2 != BiasTile::kNone; }
+
+Choice choose(const char* name, const char* file, const Spec& base, const Target& target,
+              const std::vector<Tiles>& candidates, int (*shared_bytes)(const Spec&)) {
+  constexpr int kReserved = 1024;  // bytes that the system takes of a multiprocessor's shared memory, a block
+  Choice choice;
+  Kernel& kernel = choice.kernel;
+  kernel.name = name;
+  kernel.file = file;
+  kernel.spec = base;
+  kernel.spec.arch = target.capability;
+  for (const Tiles& tiles : candidates) {
+    apply(kernel.spec, tiles);
+    kernel.threads = tiles.warps * 32;
+    kernel.shared_bytes = shared_bytes(kernel.spec);
+    if (kernel.shared_bytes <= target.shared_per_block &&
+        (kernel.shared_bytes + kReserved) * tiles.ctas <= target.shared_per_multiprocessor) {
+      return choice;
+    }
+  }
+  choice.why_not = "tiles beyond the shared memory of a block";
+  return choice;
+}
+
+// Features of the backward's kernels: columns padded to what their grids divide; pairs in natural units.
+Spec padded(const Spec& features) {
+  Spec spec = features;
+  spec.d = backward_columns(features.type, features.d, features.dv);
+  spec.dv = backward_columns(features.type, features.dv, features.d);
+  if (spec.type == Type::kFp32) {
+    spec.natural = true;
+  }
+  return spec;
+}
+
+// ---- warps, tiles, step, part, ctas | grid_s, grid_o, grid_q | stages | delay ----
+
+std::vector<Tiles> narrow_candidates(const Spec& s) {
+  // Much arithmetic on a score: fewer of them in registers.
+  const int part = s.softcap || (s.dropout != DropoutRule::kNone && has_bias(s)) ? 16 : 32;
+  if (s.type == Type::kFp32) {
+    return {{4, 1, 32, part, 2, 1, 1, 2}, {4, 1, 32, 16, 1, 1, 1, 2}, {2, 1, 16, 16, 1, 1, 1, 1}};
+  }
+  const int grid_q = s.d % 32 == 0 ? 2 : 4;
+  return {{4, 2, 64, part, 2, 1, 1, grid_q, 2, true},
+          {4, 2, 64, part, 2, 1, 1, grid_q},
+          {4, 2, 64, part, 1, 1, 1, grid_q},
+          {2, 2, 32, std::min(part, 32), 1, 1, 1, 2}};
+}
+
+std::vector<Tiles> wide_candidates(const Spec& s) {
+  const int widest = std::max(s.d, s.dv);
+  const auto both = [&](int step) { return s.d % step == 0 && s.dv % step == 0; };
+  if (s.type == Type::kFp32) {
+    if (widest <= 128) {
+      const Tiles best = both(64) ? Tiles{8, 1, 32, 16, 1, 4, 4, 2} : Tiles{8, 1, 64, 32, 1, 4, 4, 4};
+      std::vector<Tiles> candidates = {best, {4, 1, 32, 16, 1, 2, 2, 2}};
+      if (both(64)) {
+        candidates.push_back({4, 1, 16, 16, 1, 2, 2, 1});
+      }
+      candidates.push_back({2, 1, 16, 16, 1, 1, 1, 1});
+      return candidates;
+    }
+    if (widest <= 256) {
+      if (both(64)) {
+        return {{8, 1, 32, 16, 1, 2, 2, 2}, {4, 1, 16, 16, 1, 1, 1, 1}};
+      }
+      return {{4, 1, 32, 16, 1, 2, 2, 2}, {2, 1, 16, 16, 1, 1, 1, 1}};
+    }
+    return {{8, 1, 16, 16, 1, 1, 1, 1}};
+  }
+  if (widest <= 128) {
+    if (!both(32)) {
+      return {{4, 2, 64, 32, 2, 2, 4, 4}, {4, 2, 64, 32, 1, 2, 4, 4}, {2, 2, 32, 16, 1, 1, 2, 2}};
+    }
+    const int grid_q = widest <= 96 ? 4 : 2;
+    return {{4, 2, 64, 32, 2, 2, 2, grid_q}, {8, 2, 64, 32, 1, 4, 4, 4}, {4, 2, 32, 16, 1, 2, 2, 2}};
+  }
+  if (widest <= 256) {
+    const Tiles best = s.d == s.dv && both(64) ? Tiles{8, 2, 64, 16, 1, 2, 2, 2} : Tiles{8, 2, 64, 16, 1, 2, 4, 4};
+    if (both(64)) {
+      return {best, {4, 1, 32, 16, 1, 2, 2, 2}, {4, 1, 16, 16, 1, 2, 2, 1}};
+    }
+    return {best, {4, 1, 32, 16, 1, 2, 2, 2}};
+  }
+  return {{8, 1, 32, 8, 1, 2, 2, 1}, {8, 1, 16, 8, 1, 2, 2, 1}};
+}
+
+std::vector<Tiles> dq_candidates(const Spec& s) {
+  const int widest = std::max(s.d, s.dv);
+  if (s.type == Type::kFp32) {
+    const int share = s.d > 256 ? 4 : 1;  // blocks that share the columns
+    return {{4, 1, 32, 0, 2, 1, share}, {4, 1, 32, 0, 1, 1, share},       {4, 1, 16, 0, 1, 1, share},
+            {2, 1, 16, 0, 1, 1, share}, {2, 1, 16, 0, 1, 1, share, 1, 1}, {1, 1, 16, 0, 1, 1, share, 1, 1}};
+  }
+  if (widest <= 64) {
+    return {{4, 2, 64, 0, 2}, {4, 2, 32, 0, 2}, {4, 2, 32, 0, 1}, {4, 1, 32, 0, 1}};
+  }
+  if (widest <= 128) {
+    return {{4, 2, 32, 0, 2}, {4, 2, 32, 0, 1}, {4, 1, 32, 0, 1}, {4, 1, 16, 0, 1}};
+  }
+  const int share = s.d > 256 ? 2 : 1;
+  return {{4, 1, 32, 0, 1, 1, share},
+          {4, 1, 16, 0, 1, 1, share},
+          {2, 1, 16, 0, 1, 1, share},
+          {2, 1, 16, 0, 1, 1, share, 1, 1}};
+}
+
+std::vector<Tiles> bias_gradient_candidates(const Spec& s) {
+  const int widest = std::max(s.d, s.dv);
+  const std::vector<Tiles> last = {{4, 1, 32, 16, 1, 2, 1, 1, 1},
+                                   {2, 1, 32, 16, 1, 2, 1, 1, 2},
+                                   {2, 1, 16, 16, 1, 2, 1, 1, 1},
+                                   {1, 1, 16, 16, 1, 1, 1, 1, 1}};
+  std::vector<Tiles> candidates;
+  if (s.type == Type::kFp32) {
+    candidates = {{4, 1, 32, 32, 1, 4}, {4, 1, 32, 32, 1, 4, 1, 1, 1}};
+  } else if (widest <= 32) {
+    candidates = {{4, 2, 64, 32, 3, 4}, {4, 2, 64, 32, 2, 4}, {4, 2, 64, 32, 1, 4}, {4, 1, 32, 32, 1, 4}};
+  } else if (widest <= 64) {
+    candidates = {{4, 2, 128, 64, 1, 2}, {4, 2, 64, 32, 1, 4}, {4, 1, 32, 32, 1, 4}};
+  } else if (widest <= 128) {
+    candidates = {{4, 2, 128, 64, 1, 2, 1, 1, 1}, {4, 1, 64, 32, 1, 2, 1, 1, 1}};
+  }
+  candidates.insert(candidates.end(), last.begin(), last.end());
+  return candidates;
+}
+
+std::int64_t tiles_of(std::int64_t length, std::int64_t size) { return (length + size - 1) / size; }
+
+}  // namespace
+
+Choice sm80_backward(const Spec& features, const Target& target, const BackwardWants& wants) {
+  Spec spec = padded(features);
+  spec.dq = wants.dq;
+  spec.dkv = wants.dkv;
+  spec.column_sum = wants.column_sum;
+  const int widest = std::max(spec.d, spec.dv);
+  if (widest <= 64) {
+    std::vector<Tiles> candidates = narrow_candidates(spec);
+    if (!spec.dq) {
+      std::erase_if(candidates, [](const Tiles& tiles) { return tiles.delay; });
+    }
+    return choose("sm80_backward", "sm80_backward.cuh", spec, target, candidates, backward_shared_bytes);
+  }
+  if (widest > kMostBackwardColumns) {
+    Choice choice;
+    choice.kernel.name = "sm80_wide_backward";
+    choice.why_not = "head_dim beyond what registers hold";
+    return choice;
+  }
+  return choose("sm80_wide_backward", "sm80_wide_backward.cuh", spec, target, wide_candidates(spec),
+                wide_backward_shared_bytes);
+}
+
+Choice sm80_backward_dq(const Spec& features, const Target& target) {
+  Spec spec = padded(features);
+  spec.dq = true;
+  return choose("sm80_backward_dq", "sm80_backward_dq.cuh", spec, target, dq_candidates(spec),
+                backward_dq_shared_bytes);
+}
+
+Choice sm80_bias_gradient(const Spec& features, const Target& target, BiasTile type) {
+  Spec spec = padded(features);
+  spec.grad_bias = type;
+  return choose("sm80_bias_gradient", "sm80_bias_gradient.cuh", spec, target, bias_gradient_candidates(spec),
+                bias_gradient_shared_bytes);
+}
+
+std::int64_t backward_blocks(const Call& call, const Kernel& kernel) {
+  const bool wide = std::max(kernel.spec.d, kernel.spec.dv) > 64;
+  const int keys = wide ? wide_backward_keys(kernel.spec) : backward_keys(kernel.spec);
+  return tiles_of(call.rows.limit_k, keys) * call.rows.batch() * call.rows.heads_k;
+}
+
+std::int64_t backward_dq_blocks(const Call& call, const Spec& spec) {
+  return tiles_of(call.rows.limit_q, backward_dq_rows(spec)) * call.rows.batch() * call.rows.heads_q * spec.grid_o;
+}
+
+std::int64_t bias_gradient_blocks(std::int64_t bias_rows, std::int64_t bias_keys, const Spec& spec) {
+  return tiles_of(bias_rows, bias_gradient_rows(spec)) * tiles_of(bias_keys, spec.step);
+}
+
+int bias_gradient_chunks(std::int64_t blocks, std::int64_t list, const Spec& spec, const Target& target) {
+  // Three waves: a chunk's sums are written and read again once, which costs more than a ragged last wave.
+  constexpr std::int64_t kWaves = 3;
+  const std::int64_t wanted = kWaves * spec.ctas * target.multiprocessors;
+  if (blocks <= 0 || blocks >= wanted) {
+    return 1;
+  }
+  return static_cast<int>(std::clamp<std::int64_t>(wanted / blocks, 1, list));
+}
+
+}  // namespace fovea::cuda

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Tile sizes of the generic backward's kernels: pure functions of the features, the GPU's shared memory, and what is
+// wanted of the kernel.
+#pragma once
+
+#include "cuda/config/kernel.h"
+#include "cuda/config/operands.h"
+#include "cuda/config/target.h"
+
+namespace fovea::cuda {
+
+// What a key-stationary kernel computes.
+struct BackwardWants {
+  bool dq = false;  // added to dq_sum; only together with dkv
+  bool dkv = false;
+  bool column_sum = false;
+};
+
+// dk, dv (and dq by atomics): sm80_backward up to head dimensions of 64, sm80_wide_backward beyond.
+Choice sm80_backward(const Spec& features, const Target& target, const BackwardWants& wants);
+
+// dq alone, without atomics.
+Choice sm80_backward_dq(const Spec& features, const Target& target);
+
+// The gradient of a bias with queries and keys, of this type.
+Choice sm80_bias_gradient(const Spec& features, const Target& target, BiasTile type);
+
+// Blocks of their grids. For a bias gradient: of one plane and one chunk.
+std::int64_t backward_blocks(const Call& call, const Kernel& kernel);
+std::int64_t backward_dq_blocks(const Call& call, const Spec& spec);
+std::int64_t bias_gradient_blocks(std::int64_t bias_rows, std::int64_t bias_keys, const Spec& spec);
+
+// Pieces that the list of a plane is cut into, so that every multiprocessor has work.
+int bias_gradient_chunks(std::int64_t blocks, std::int64_t list, const Spec& spec, const Target& target);
+
+}  // namespace fovea::cuda
