@@ -41,10 +41,7 @@ class OnDevice:
 
 @pytest.fixture
 def device(monkeypatch):
-    class Stream:
-        cuda_stream = 0x1234
-
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: {OnDevice.device: Stream}[device])
+    monkeypatch.setattr(_call, "_current_stream", lambda index: {OnDevice.device.index: 0x1234}[index])
 
 
 def arguments(q, seed_tensor=None, **changes):

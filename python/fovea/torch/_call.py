@@ -279,7 +279,7 @@ class _Problem:
         words[_SEED] = a.seed & _ALL_BITS
         words[_OFFSET] = a.offset & _ALL_BITS
         if not self._on_cpu:
-            self.raw.stream = stream_of(self._device)
+            self.raw.stream = _current_stream(self._device.index)
 
     def run(self, direction: int, or_warn: bool) -> bool:
         """Whether the problem is as it was, so that it may serve again."""
@@ -324,8 +324,8 @@ class _Problem:
         raise AssertionError("check() raises for every status but OK")
 
 
-def stream_of(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream
+# torch.cuda.current_stream(device).cuda_stream without its objects; PyTorch without CUDA has neither this nor tensors there.
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def _type(tensor: Tensor) -> str:
