@@ -19,13 +19,9 @@
 #ifndef FOVEA_CUDA_DEVICE_SM80_FORWARD_CUH
 #define FOVEA_CUDA_DEVICE_SM80_FORWARD_CUH
 
-#include "scores.cuh"
+#include "forward_block.cuh"
 
 namespace fovea::cuda {
-
-// P is multiplied by 2^kLift where it becomes a pair of fp16, so that small numbers keep their bits.
-template <Spec S>
-inline constexpr float kLift = S.type == Type::kFp32 ? 12 : 0;
 
 // S = Q K^T; q is this warp's part of Q.
 template <Spec S, int kTiles, int kColumns, class Lane, class Resident>
@@ -234,53 +230,6 @@ struct Softmax {
   }
 };
 
-// What a block computes.
-template <Spec S>
-struct ForwardBlock {
-  Place place;
-  u32 head;
-  int m0;        // the first query
-  int part = 0;  // of the keys
-
-  __device__ __forceinline__ explicit ForwardBlock(const Args& a) {
-    constexpr int kRows = forward_rows(S);
-    const u32 tiles = (u32(a.rows.limit_q) + kRows - 1) / kRows;
-    u32 block = u32(a.first_block) + block_index();
-    if constexpr (S.split) {
-      part = int(block % u32(a.splits));
-      block /= u32(a.splits);
-    }
-    const u32 bh = block / tiles;
-    const u32 in_head = block - bh * tiles;
-    const u32 b = bh / u32(a.rows.heads_q);
-    head = bh - b * u32(a.rows.heads_q);
-    place = Place::make<S>(a, b);
-    m0 = int(S.banded ? tiles - 1 - in_head : in_head) * kRows;  // the longest first under a causal mask
-  }
-  __device__ __forceinline__ u32 head_k(const Args& a) const {
-    return head / (u32(a.rows.heads_q) / u32(a.rows.heads_k));
-  }
-  // Powers of two that fp32 was multiplied by: the inverse for scores, and for O.
-  __device__ __forceinline__ float inverse_of_scores(const Args& a) const {
-    return power_of_two(-scale_exponent(a.sizes[size_place(a.rows, Size::kQ, place.b, head)])) *
-           power_of_two(-scale_exponent(a.sizes[size_place(a.rows, Size::kK, place.b, head_k(a))]));
-  }
-  __device__ __forceinline__ float inverse_of_values(const Args& a) const {
-    return power_of_two(-scale_exponent(a.sizes[size_place(a.rows, Size::kV, place.b, head_k(a))]));
-  }
-};
-
-// What scores are multiplied by. Where the exponent does that, 0 would make NaN of what is masked.
-template <Spec S>
-__device__ __forceinline__ float forward_scale(const Args& a, const ForwardBlock<S>& where) {
-  if constexpr (S.type != Type::kFp32) {
-    return a.scale;
-  } else {
-    const float scale = a.scale * where.inverse_of_scores(a);
-    return natural_scores(S) ? scale : fmaxf(scale, power_of_two(-126));
-  }
-}
-
 template <Spec S>
 __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_forward(const __grid_constant__ Args a) {
   // ---- sizes ----
@@ -313,7 +262,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_forward(const __gri
   const int t = thread.t;
 
   // ---- which queries ----
-  const ForwardBlock<S> where(a);
+  const ForwardBlock<S, kRows> where(a);
   const Place& place = where.place;
   const u32 head = where.head;
   const u32 head_k = where.head_k(a);
@@ -325,15 +274,9 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_forward(const __gri
 
   // ---- which keys: those that any row of the block meets ----
   const math::Band<int> band = place.band<S>(a);
-  const math::Interval<int> keys =
-      S.banded ? band.keys_of_rows(m0, min(m0 + kRows, place.q_len)) : math::Interval<int>{0, place.k_len};
-  int first = keys.begin / kStep;
-  int last = keys.empty() ? first : (keys.end + kStep - 1) / kStep;
-  if constexpr (S.split) {
-    const int share = (last - first + a.splits - 1) / a.splits;
-    first = min(first + where.part * share, last);
-    last = min(first + share, last);
-  }
+  const math::Interval<int> steps = where.template steps<kStep>(a, band);
+  const int first = steps.begin;
+  const int last = steps.end;
 
   // ---- copies ----
   const char* const k = static_cast<const char*>(a.k.data) + place.key_rows(a.k.strides, head_k) * 2;
@@ -361,7 +304,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_forward(const __gri
   copy_commit();
 
   // ---- what stays in registers ----
-  const float scale = forward_scale<S>(a, where);
+  const float scale = where.scale(a);
   const float unit = natural_scores(S) ? math::kLog2E : scale * math::kLog2E;
   Scores<S, false, kTiles> scores(a, place, head, scale);
   scores.load_rows(a, place, head, row0, g);
@@ -453,7 +396,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_forward(const __gri
   // ---- normalise; O through shared memory, so that it is written in pieces of 16 bytes ----
   using TileOut = Tile<S.dv * kWide>;
   const u32 my_out = shared_q + thread.warp * kTiles * 16 * TileOut::kRowBytes;
-  const ForwardBlock<S> here(a);  // again: none of it stayed in registers
+  const ForwardBlock<S, kRows> here(a);  // again: none of it stayed in registers
   const int out_row0 = here.m0 + thread.warp * kTiles * 16;
   const int rows = here.place.q_len - out_row0;
   __syncwarp();
@@ -463,38 +406,11 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_forward(const __gri
     for (int x = 0; x < 2; ++x) {
       const int r = i * 16 + g + x * 8;
       const int row = out_row0 + r;
-      float factor = power_of_two(-int(kLift<S>));
-      float sum = quad_sum(softmax[i].sum[x]) * factor;
-      float top = softmax[i].top[x];
-      if constexpr (!natural_scores(S)) {
-        top *= forward_scale<S>(a, here);
-      }
-      if (!S.split && a.sink != nullptr) {
-        // The sink may be far above every score: weights become relative to the larger of the two.
-        const float sink = a.sink[here.head * a.sink_stride];
-        const float above = math::max(top, sink);
-        const float less = math::correction(top, above);
-        factor *= less;
-        sum = math::sum_with_sink(sum * less, math::reference_of(above), sink);
-        top = above;
-      }
-      const float lse = math::logsumexp(math::reference_of(top), sum);
-      factor *= math::inverse_of_sum(sum);
-      if constexpr (S.dropout != DropoutRule::kNone) {
-        factor *= a.keep_scale;
-      }
-      if constexpr (kPairs) {
-        factor *= here.inverse_of_values(a);
-      }
+      float lse;
+      const float factor = here.finish(a, quad_sum(softmax[i].sum[x]), softmax[i].top[x], lse);
       if constexpr (S.split) {
         if (r < rows) {
-          const math::Sequence sequence{here.place.q_begin, here.place.q_len, 0, 0};
-          const i64 padded = padded_row(a.rows, here.place.b, sequence) + row;
-          if (t == 0) {
-            a.partial_lse[(i64(here.part) * a.rows.heads_q + here.head) * a.padded_rows + padded] = lse;
-          }
-          float* const to =
-              a.partial_out + ((i64(here.part) * a.padded_rows + padded) * a.rows.heads_q + here.head) * S.dv + t * 2;
+          float* const to = here.store_part(a, row, lse, t == 0) + t * 2;
           for (int j = 0; j < kColumnsOut; ++j) {
             *reinterpret_cast<float2*>(to + j * 8) = {o[i][j][2 * x] * factor, o[i][j][2 * x + 1] * factor};
           }
