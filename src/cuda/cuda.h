@@ -30,8 +30,19 @@ enum class Step {
   kClear,
   kMeasure,
   kSplit,
+  kSm90Schedule,
+  kSm90Forward,
   kForward,
   kCombine,
+  kBackwardPrepare,
+  kBackward,
+  kBackwardConvert,
+  kBackwardDq,
+  kBiasGradient,  // these have `which`: 0 for bias, 1 for bias2
+  kBiasGradientSum,
+  kReduceColumns,
+  kReduceRows,
+  kReduceSink,
 };
 
 struct Launch {
@@ -39,7 +50,8 @@ struct Launch {
   Kernel kernel;
   std::int64_t blocks = 0;
   unsigned blocks_y = 1;
-  int which = 0;  // of the plan's packs, terms or biases: the first
+  int which = 0;   // of the plan's packs, terms or biases: the first
+  int pieces = 1;  // split keys; chunks of a bias gradient's list
 };
 
 struct Plan {

@@ -6,8 +6,12 @@
 #include <algorithm>
 #include <limits>
 
+#include "cuda/config/sm80_backward.h"
 #include "cuda/config/sm80_forward.h"
+#include "cuda/config/sm90_forward.h"
 #include "cuda/cuda.h"
+#include "cuda/device/sm80_backward_sizes.h"
+#include "cuda/device/sm90_sizes.h"
 
 namespace fovea::cuda {
 namespace {
@@ -51,7 +55,7 @@ class Planner {
     if (call_.problem.direction == Direction::kForward) {
       forward();
     } else {
-      refuse("no backward kernel yet");
+      backward();
     }
     return std::move(plan_);
   }
@@ -59,6 +63,7 @@ class Planner {
  private:
   const Call& call_;
   Plan plan_;
+  std::string kernels_;  // for the summary
 
   static Kernel prepare(const char* name, const Spec& spec) {
     Kernel kernel;
@@ -75,9 +80,9 @@ class Planner {
     return spec;
   }
 
-  void add(Step step, Kernel kernel, std::int64_t blocks, unsigned blocks_y = 1, int which = 0) {
+  void add(Step step, Kernel kernel, std::int64_t blocks, unsigned blocks_y = 1, int which = 0, int pieces = 1) {
     if (blocks > 0) {
-      plan_.launches.push_back({step, std::move(kernel), blocks, blocks_y, which});
+      plan_.launches.push_back({step, std::move(kernel), blocks, blocks_y, which, pieces});
     }
   }
 
@@ -131,6 +136,7 @@ class Planner {
 
   void forward() {
     const Choice candidates[] = {
+        sm90_forward(call_, plan_.operands, plan_.target),
         sm80_forward(call_, plan_.operands, plan_.target),
     };
     std::string reasons;
@@ -140,13 +146,183 @@ class Planner {
         reasons += fmt::format("; {}: {}", choice.kernel.name, choice.why_not);
         continue;
       }
-      add(Step::kForward, choice.kernel, forward_blocks(call_, spec));
-      plan_.summary = fmt::format("{} for {}, {} warps of {} queries, {} keys a step{}", choice.kernel.name,
+      if (choice.kernel.one_architecture) {
+        forward_for_hopper(choice.kernel);
+      } else {
+        forward(choice.kernel);
+      }
+      plan_.summary = fmt::format("{} for {}, {} warps of {} queries, {} keys a step{}{}", choice.kernel.name,
                                   plan_.target.architecture(choice.kernel.one_architecture), spec.warps,
-                                  spec.tiles * 16, spec.step, plan_.summary);
+                                  spec.tiles * 16, spec.step, plan_.summary, reasons);
       return;
     }
     refuse("no forward kernel" + reasons);
+  }
+
+  void forward_for_hopper(Kernel kernel) {
+    const Sm90Order order = sm90_order(call_, plan_.operands, kernel.spec);
+    if (sm90_is_scheduled(order, kernel.spec, plan_.target)) {
+      plan_.workspace.add(Region::kSchedule, sm90_schedule_bytes(order));
+      Kernel schedule;
+      schedule.file = "sm90_schedule.cuh";
+      schedule.name = "sm90_schedule";
+      schedule.spec = small();
+      schedule.spec.ragged = kernel.spec.ragged;
+      schedule.spec.warps = kernel.spec.warps;
+      schedule.threads = kSm90ScheduleThreads;
+      add(Step::kSm90Schedule, std::move(schedule), std::min<std::int64_t>(order.tiles, 1));
+    }
+    add(Step::kSm90Forward, std::move(kernel), sm90_forward_blocks(order, plan_.target));
+  }
+
+  // Where the queries alone keep too few multiprocessors busy, keys are split among blocks.
+  void forward(Kernel kernel) {
+    constexpr std::int64_t kLeastSteps = 4;  // of a part
+    const std::int64_t blocks = forward_blocks(call_, kernel.spec);
+    const std::int64_t room = std::int64_t{plan_.target.multiprocessors} * kernel.spec.ctas;
+    const std::int64_t steps = call_.rows.limit_k / kernel.spec.step;
+    const std::int64_t splits = blocks > 0 ? std::min(room / blocks, steps / kLeastSteps) : 1;
+    if (splits < 2) {
+      add(Step::kForward, std::move(kernel), blocks);
+      return;
+    }
+    const math::Rows& rows = call_.rows;
+    kernel.spec.split = true;
+    const std::int64_t all = splits * padded_rows(rows) * rows.heads_q;
+    plan_.workspace.add(Region::kPartialOut, all * kernel.spec.dv * std::int64_t{sizeof(float)});
+    plan_.workspace.add(Region::kPartialLse, all * std::int64_t{sizeof(float)});
+    Kernel combine;
+    combine.file = "sm80_combine.cuh";
+    combine.name = "sm80_combine";
+    combine.spec = small(kernel.spec.type);
+    combine.spec.dv = kernel.spec.dv;
+    combine.spec.ragged = kernel.spec.ragged;
+    combine.threads = kCombineRows * 32;
+    add(Step::kForward, std::move(kernel), blocks * splits, 1, 0, static_cast<int>(splits));
+    add(Step::kCombine, std::move(combine), tiles_of(rows.limit_q, kCombineRows) * rows.batch() * rows.heads_q, 1, 0,
+        static_cast<int>(splits));
+    plan_.summary += fmt::format("; keys in {} parts", splits);
+  }
+
+  // ---- backward ----
+
+  static std::int64_t tiles_of(std::int64_t length, std::int64_t tile) { return (length + tile - 1) / tile; }
+
+  Kernel part(const char* name, const Spec& spec) const {
+    Kernel kernel;
+    kernel.file = "sm80_backward_prepare.cuh";
+    kernel.name = name;
+    kernel.spec = spec;
+    return kernel;
+  }
+
+  Kernel taken(const Choice& choice) {
+    if (choice.why_not != nullptr) {
+      refuse(fmt::format("no backward kernel; {}: {}", choice.kernel.name, choice.why_not));
+    }
+    const Spec& spec = choice.kernel.spec;
+    kernels_ += fmt::format("{}{}, {} warps, {} rows a step", kernels_.empty() ? "" : "; ", choice.kernel.name,
+                            spec.warps, spec.step);
+    return choice.kernel;
+  }
+
+  void backward() {
+    const Problem& p = call_.problem;
+    const math::Rows& rows = call_.rows;
+    const Spec& features = plan_.operands.features;
+    const auto gradient_of = [&](bool needed, const PlaneTraits& traits) {
+      return !needed                ? Gradient::kNone
+             : !traits.extents.key  ? Gradient::kRows
+             : traits.extents.query ? Gradient::kPlane
+                                    : Gradient::kColumns;
+    };
+    const Gradient gradients[] = {gradient_of(p.need.bias, p.bias), gradient_of(p.need.bias2, p.bias2)};
+    const auto any = [&](Gradient which) { return gradients[0] == which || gradients[1] == which; };
+
+    BackwardWants work;
+    work.dkv = p.need.k || p.need.v;
+    work.column_sum = any(Gradient::kColumns);
+    work.dq = p.need.q && work.dkv && !p.deterministic;
+
+    constexpr std::int64_t kFloat = sizeof(float);
+    const std::int64_t padded = padded_rows(rows) * rows.heads_q;
+    Workspace& workspace = plan_.workspace;
+    workspace.add(Region::kRowLse, padded * kFloat);
+    workspace.add(Region::kRowDelta, padded * kFloat);
+    if (work.dq) {
+      workspace.add(Region::kDqSum, padded * features.d * kFloat);
+    }
+    if (any(Gradient::kRows)) {
+      workspace.add(Region::kRowSum, padded * kFloat);
+    }
+    const std::int64_t pads = tiles_of(rows.limit_q, kRowPad);
+    if (p.need.sink) {
+      workspace.add(Region::kSinkSum, rows.heads_q * rows.batch() * pads * kFloat);
+    }
+    if (work.column_sum) {
+      workspace.add(Region::kColumnSum, rows.batch() * rows.heads_q * rows.limit_k * kFloat);
+    }
+
+    Spec spec = small(features.type);
+    spec.d = features.d;
+    const std::int64_t heads = rows.batch() * rows.heads_q;
+    add(Step::kBackwardPrepare, part("backward_prepare", spec), heads * pads);
+    if (work.dkv || work.column_sum) {
+      const Kernel kernel = taken(sm80_backward(features, plan_.target, work));
+      add(Step::kBackward, kernel, backward_blocks(call_, kernel));
+    }
+    if (work.dq) {
+      constexpr std::int64_t kRows = 16;  // of a block
+      add(Step::kBackwardConvert, part("backward_convert", spec), heads * tiles_of(rows.limit_q, kRows));
+    } else if (p.need.q) {
+      const Kernel kernel = taken(sm80_backward_dq(features, plan_.target));
+      add(Step::kBackwardDq, kernel, backward_dq_blocks(call_, kernel.spec));
+    }
+    bias(gradients[0], p.bias, 0);
+    bias(gradients[1], p.bias2, 1);
+    if (p.need.sink) {
+      add(Step::kReduceSink, part("reduce_sink", small()), rows.heads_q);
+    }
+    plan_.summary = fmt::format("for {}: {}{}", plan_.target.architecture(false), kernels_, plan_.summary);
+  }
+
+  // Which sums a bias's gradient is made of.
+  enum class Gradient { kNone, kPlane, kColumns, kRows };
+
+  void bias(Gradient gradient, const PlaneTraits& traits, int which) {
+    if (gradient == Gradient::kNone) {
+      return;
+    }
+    const Problem& p = call_.problem;
+    const Extents& e = traits.extents;
+    const BiasTile type = tile_of(traits.type);
+    const std::int64_t planes = (e.batch1 ? p.batch1 : 1) * (e.batch2 ? p.batch2 : 1) * (e.head ? p.heads_q : 1);
+    const std::int64_t queries = e.query ? p.seqlen_q : 1;
+    const std::int64_t keys = e.key ? p.seqlen_k : 1;
+    constexpr std::int64_t kColumns = 32;  // of a block of the reductions
+    Spec spec = small();
+    spec.grad_bias = type;
+    if (gradient == Gradient::kColumns) {
+      add(Step::kReduceColumns, part("reduce_columns", spec), planes * tiles_of(keys, kColumns), 1, which);
+    } else if (gradient == Gradient::kRows) {
+      add(Step::kReduceRows, part("reduce_rows", spec), planes * tiles_of(queries, kColumns), 1, which);
+    } else {
+      const Kernel kernel = taken(sm80_bias_gradient(plan_.operands.features, plan_.target, type));
+      const std::int64_t blocks = planes * bias_gradient_blocks(queries, keys, kernel.spec);
+      const std::int64_t list = planes > 0 ? p.batch() * p.heads_q / planes : 0;
+      const int chunks = bias_gradient_chunks(blocks, std::max<std::int64_t>(list, 1), kernel.spec, plan_.target);
+      if (chunks > 1) {
+        plan_.workspace.add(which == 0 ? Region::kBiasSum : Region::kBiasSum2,
+                            chunks * planes * queries * keys * std::int64_t{sizeof(float)});
+      }
+      add(Step::kBiasGradient, kernel, blocks * chunks, 1, which, chunks);
+      if (chunks > 1) {
+        Kernel sum = part("bias_gradient_sum", spec);
+        sum.file = "sm80_bias_gradient.cuh";
+        constexpr std::int64_t kNumbers = 256;  // of a block
+        add(Step::kBiasGradientSum, std::move(sum), planes * tiles_of(queries * keys, kNumbers), 1, which, chunks);
+      }
+    }
   }
 };
 

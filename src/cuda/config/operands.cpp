@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "cuda/device/sm80_backward_sizes.h"
+
 namespace fovea::cuda {
 namespace {
 
@@ -11,14 +13,6 @@ constexpr std::int64_t kGrain = 16;  // bytes that are copied at once
 
 std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
-}
-
-Type type_of(DType type) {
-  return type == DType::kBf16 ? Type::kBf16 : type == DType::kFp16 ? Type::kFp16 : Type::kFp32;
-}
-
-BiasTile tile_of(DType type) {
-  return type == DType::kBf16 ? BiasTile::kBf16 : type == DType::kFp16 ? BiasTile::kFp16 : BiasTile::kFp32;
 }
 
 // The dimensions in which what is read changes: one that was given with a stride of 0 is as good as broadcast.
@@ -40,11 +34,11 @@ class Planner {
     features();
     const bool backward = problem_.direction == Direction::kBackward;
     if (problem_.type == DType::kFp32) {
-      pairs(Region::kQ, problem_.heads_q, call_.rows.rows_q, problem_.head_dim, operands_.q);
-      pairs(Region::kK, problem_.heads_k, call_.rows.rows_k, problem_.head_dim, operands_.k);
-      pairs(Region::kV, problem_.heads_k, call_.rows.rows_k, problem_.head_dim_v, operands_.v);
+      pairs(Region::kQ, problem_.heads_q, call_.rows.rows_q, operands_.features.d, operands_.q);
+      pairs(Region::kK, problem_.heads_k, call_.rows.rows_k, operands_.features.d, operands_.k);
+      pairs(Region::kV, problem_.heads_k, call_.rows.rows_k, operands_.features.dv, operands_.v);
       if (backward) {
-        pairs(Region::kGradOut, problem_.heads_q, call_.rows.rows_q, problem_.head_dim_v, operands_.grad_out);
+        pairs(Region::kGradOut, problem_.heads_q, call_.rows.rows_q, operands_.features.dv, operands_.grad_out);
       }
       operands_.pairs = true;
       operands_.head_dim = operands_.features.d;
@@ -83,6 +77,11 @@ class Planner {
     spec.type = type_of(problem_.type);
     spec.d = static_cast<int>(std::max<std::int64_t>(round_up(problem_.head_dim, 16), 16));
     spec.dv = static_cast<int>(std::max<std::int64_t>(round_up(problem_.head_dim_v, 16), 16));
+    if (problem_.direction == Direction::kBackward) {
+      const int d = spec.d;
+      spec.d = backward_columns(spec.type, d, spec.dv);
+      spec.dv = backward_columns(spec.type, spec.dv, d);
+    }
     operands_.head_dim = static_cast<int>(round_up(problem_.head_dim, 8));
     operands_.head_dim_v = static_cast<int>(round_up(problem_.head_dim_v, 8));
     spec.ragged = problem_.packed || problem_.has_used_q || problem_.has_used_k;
@@ -126,8 +125,7 @@ class Planner {
 
   void pairs(Region region, std::int64_t heads, std::int64_t rows, std::int64_t columns, Operand& operand) {
     const bool packed = problem_.packed;
-    const Box box{packed ? 1 : problem_.batch1, packed ? 1 : problem_.batch2, heads, rows,
-                  2 * std::max<std::int64_t>(round_up(columns, 16), 16)};
+    const Box box{packed ? 1 : problem_.batch1, packed ? 1 : problem_.batch2, heads, rows, 2 * columns};
     workspace_.add(region, box.count() * 2);
     operand = {region, box.strides()};
   }
@@ -222,6 +220,14 @@ class Planner {
 };
 
 }  // namespace
+
+Type type_of(DType type) {
+  return type == DType::kBf16 ? Type::kBf16 : type == DType::kFp16 ? Type::kFp16 : Type::kFp32;
+}
+
+BiasTile tile_of(DType type) {
+  return type == DType::kBf16 ? BiasTile::kBf16 : type == DType::kFp16 ? BiasTile::kFp16 : BiasTile::kFp32;
+}
 
 bool is_aligned(const Call& call, const View& view, std::int64_t heads, std::int64_t rows, std::int64_t columns) {
   const auto bytes = static_cast<std::int64_t>(size_of(view.type));

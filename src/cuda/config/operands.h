@@ -53,6 +53,10 @@ struct Operands {
   bool pairs = false;          // q, k, v (and grad_out) are split into pairs of fp16
 };
 
+// The types as kernels name them.
+Type type_of(DType type);
+BiasTile tile_of(DType type);
+
 // Adds the regions that it needs. Throws Error(FOVEA_UNSUPPORTED) where no kernel could.
 Operands operands_of(const Call& call, Workspace& workspace);
 

@@ -34,6 +34,7 @@ enum class Region : int {
   kBiasSum,
   kBiasSum2,
   kSinkSum,
+  kSchedule,  // of kernels whose blocks take tiles from a counter
   kCount
 };
 
@@ -41,7 +42,8 @@ inline constexpr int kRegions = static_cast<int>(Region::kCount);
 inline constexpr std::array<std::string_view, kRegions> kRegionNames = {
     "q",        "k",          "v",           "grad_out",    "bias",        "bias2",      "mask bits",
     "key term", "query term", "sizes",       "partial out", "partial lse", "row lse",    "row delta",
-    "dq sum",   "dq",         "column sums", "row sums",    "bias sums",   "bias2 sums", "sink sums"};
+    "dq sum",   "dq",         "column sums", "row sums",    "bias sums",   "bias2 sums", "sink sums",
+    "schedule"};
 
 class Workspace {
  public:

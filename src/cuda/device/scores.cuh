@@ -22,11 +22,6 @@
 
 namespace fovea::cuda {
 
-constexpr bool natural_scores(const Spec& s) {
-  return s.natural || s.softcap || s.alibi || s.key_term || s.query_term || s.bias != BiasTile::kNone ||
-         s.bias2 != BiasTile::kNone;
-}
-
 // A float whose transcendental functions are the approximate instructions: what math/'s templates are given.
 // exp2: two units in the last place. tanh: an absolute error near 2^-22, which is what matters in a score.
 struct Approx {

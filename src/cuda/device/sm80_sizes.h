@@ -23,6 +23,12 @@ constexpr int score_input_bytes(const Spec& s, int queries, int keys, bool trans
          (vector ? (transposed ? queries : keys) * 4 : 0);
 }
 
+// Whether scores are in natural units; otherwise they stay dot products, and the exponent scales them.
+constexpr bool natural_scores(const Spec& s) {
+  return s.natural || s.softcap || s.alibi || s.key_term || s.query_term || s.bias != BiasTile::kNone ||
+         s.bias2 != BiasTile::kNone;
+}
+
 // ---- sm80_forward ----
 
 constexpr int forward_rows(const Spec& s) { return s.warps * s.tiles * 16; }
@@ -33,6 +39,35 @@ constexpr int forward_shared_bytes(const Spec& s) {
   const int widest = s.d > s.dv ? s.d : s.dv;
   const int stage = s.step * (s.d + s.dv) * element_bytes(s.type) + score_input_bytes(s, rows, s.step, false);
   return rows * widest * element_bytes(s.type) + s.stages * stage;
+}
+
+// ---- sm80_wide_forward ----
+// Warps form two grids: for S, grid_s of them along the queries and the rest along the keys; for O, grid_o along the
+// queries and the rest along the columns.
+
+constexpr int wide_forward_rows(const Spec& s) { return s.grid_s * s.tiles * 16; }
+
+// Columns of q and k that lie in shared memory at a time.
+constexpr int wide_forward_part(const Spec& s) { return s.part < s.d ? s.part : s.d; }
+
+// O in pieces of its columns, a block each, of at most 512.
+constexpr int wide_forward_chunks(const Spec& s) { return (s.dv + 511) / 512; }
+constexpr int wide_forward_columns(const Spec& s) {
+  const int grid = s.warps / s.grid_o * 16;
+  const int chunks = wide_forward_chunks(s);
+  return ((s.dv + chunks - 1) / chunks + grid - 1) / grid * grid;
+}
+
+// Q, K, V, P, what the scores need, maxima and factors of rows. O leaves through the beginning.
+constexpr int wide_forward_shared_bytes(const Spec& s) {
+  const int rows = wide_forward_rows(s);
+  const int element = element_bytes(s.type);
+  const int part = wide_forward_part(s);
+  const int loop = (rows + s.step) * part * element + s.step * wide_forward_columns(s) * element +
+                   rows * s.step * element + score_input_bytes(s, rows, s.step, false) +
+                   rows * (s.warps / s.grid_s + 1) * 4;
+  const int out = rows * wide_forward_columns(s) * element + rows * (s.warps / s.grid_s + 1) * 4;
+  return loop > out ? loop : out;
 }
 
 // ---- sm80_combine: with Spec::split, after the forward ----

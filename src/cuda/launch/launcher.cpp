@@ -48,6 +48,9 @@ Launcher::Launcher(const Call& call, const Executable& executable, void* workspa
   a.dropout_plane = static_cast<i64>(static_cast<u64>(p.seqlen_q) * static_cast<u64>(p.seqlen_k));
   a.padded_rows = padded_rows(call.rows);
   a.sizes = region<u32>(Region::kSizes);
+  if (p.direction == Direction::kBackward) {
+    backward_arguments();
+  }
 }
 
 Tensor Launcher::tensor(const Operand& operand, const View& view) const {
@@ -71,30 +74,56 @@ void Launcher::run() {
       case Step::kSplit:
         pairs(number);
         break;
+      case Step::kSm90Schedule:
+        sm90_schedule(number);
+        break;
+      case Step::kSm90Forward:
+        sm90_forward(number);
+        break;
       case Step::kForward:
       case Step::kCombine:
-        main(number);
+        forward(number);
+        break;
+      case Step::kBackwardPrepare:
+        backward_prepare(number);
+        break;
+      case Step::kBackward:
+      case Step::kBackwardConvert:
+      case Step::kBackwardDq:
+      case Step::kReduceSink:
+        main(number, args_);
+        break;
+      case Step::kBiasGradient:
+      case Step::kBiasGradientSum:
+      case Step::kReduceColumns:
+      case Step::kReduceRows:
+        bias_gradient(number);
         break;
     }
   }
 }
 
 void Launcher::launch(std::size_t number, std::int64_t blocks, void* arguments) {
+  void* parameters[] = {arguments};
+  launch(number, blocks, parameters, false);
+}
+
+void Launcher::launch(std::size_t number, std::int64_t blocks, void** parameters, bool programmatic) {
   const Launch& step = plan_.launches[number];
   jit::Launch launch;
   launch.grid = {static_cast<unsigned>(blocks), step.blocks_y, 1};
   launch.block = {static_cast<unsigned>(step.kernel.threads), 1, 1};
   launch.dynamic_shared = static_cast<unsigned>(step.kernel.shared_bytes);
   launch.stream = static_cast<jit::cu::Stream>(call_.stream);
-  void* parameters[] = {arguments};
+  launch.programmatic = programmatic;
   jit::launch(driver_, kernels_[number], launch, parameters);
 }
 
-void Launcher::main(std::size_t number) {
+void Launcher::main(std::size_t number, Args& args) {
   constexpr std::int64_t kMostBlocks = (std::int64_t{1} << 31) - 1;
   const std::int64_t blocks = plan_.launches[number].blocks;
-  for (args_.first_block = 0; args_.first_block < blocks; args_.first_block += kMostBlocks) {
-    launch(number, std::min(blocks - args_.first_block, kMostBlocks), &args_);
+  for (args.first_block = 0; args.first_block < blocks; args.first_block += kMostBlocks) {
+    launch(number, std::min(blocks - args.first_block, kMostBlocks), &args);
   }
 }
 

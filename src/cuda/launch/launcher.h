@@ -31,6 +31,8 @@ class Launcher {
   Tensor tensor(const View& view) const { return {view.data, view.strides}; }
 
   void launch(std::size_t number, std::int64_t blocks, void* arguments);
+  // With a pointer for each argument. programmatic: may begin before the launch before it has ended.
+  void launch(std::size_t number, std::int64_t blocks, void** parameters, bool programmatic);
 
   // prepare.cpp
   void pack(std::size_t number);
@@ -39,7 +41,17 @@ class Launcher {
   void pairs(std::size_t number);
 
   // In pieces where there are more blocks than a grid has.
-  void main(std::size_t number);
+  void main(std::size_t number, Args& args);
+
+  // sm90_forward.cpp
+  void sm90_schedule(std::size_t number);
+  void sm90_forward(std::size_t number);
+
+  // sm80_forward.cpp, sm80_backward.cpp
+  void forward(std::size_t number);
+  void backward_arguments();
+  void backward_prepare(std::size_t number);
+  void bias_gradient(std::size_t number);
 };
 
 }  // namespace fovea::cuda

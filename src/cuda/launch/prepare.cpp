@@ -6,10 +6,6 @@ namespace {
 
 Source source(const View& view) { return {view.data, view.strides}; }
 
-BiasTile tile_of(DType type) {
-  return type == DType::kBf16 ? BiasTile::kBf16 : type == DType::kFp16 ? BiasTile::kFp16 : BiasTile::kFp32;
-}
-
 }  // namespace
 
 void Launcher::pack(std::size_t number) {
