@@ -4,7 +4,7 @@
 import itertools
 
 
-def pairs_of(features, legal):
+def pairs_of(features, legal=lambda row: True):
     """Every pair ((feature, value), (feature, value)) that some legal row may hold; values are named by index."""
     return {((a, x), (b, y)) for a, b in itertools.combinations(features, 2)
             for x in range(len(features[a])) for y in range(len(features[b])) if legal({a: features[a][x], b: features[b][y]})}
