@@ -154,15 +154,15 @@ __device__ __forceinline__ void load_tile(u32 tile, const void* from, i64 stride
   }
 }
 
-// A warp writes kRows rows of its own, of which `rows` exist with `columns` numbers each, from a tile of kType in
+// kThreads threads write kRows rows, of which `rows` exist with `columns` numbers each, from a tile of kType in
 // shared memory: by 16 bytes where the tensor's rows allow it, else one by one.
-template <class Layout, Type kType, int kRows>
+template <class Layout, Type kType, int kRows, int kThreads = 32>
 __device__ __forceinline__ void store_rows(char* to, i64 row_bytes, i64 column_bytes, u32 tile, int rows, int columns,
-                                           bool by_vectors, int lane) {
+                                           bool by_vectors, int thread) {
   constexpr int kElement = kType == Type::kFp32 ? 4 : 2;
   constexpr int kColumns = Layout::kRowBytes / kElement;
   if (by_vectors) {
-    for (int i = lane; i < kRows * Layout::kChunks; i += 32) {
+    for (int i = thread; i < kRows * Layout::kChunks; i += kThreads) {
       const int row = i / Layout::kChunks;
       const int chunk = i % Layout::kChunks;
       if (row < rows && chunk * (16 / kElement) < columns) {
@@ -172,7 +172,7 @@ __device__ __forceinline__ void store_rows(char* to, i64 row_bytes, i64 column_b
     return;
   }
 #pragma unroll 1
-  for (int i = lane; i < kRows * kColumns; i += 32) {
+  for (int i = thread; i < kRows * kColumns; i += kThreads) {
     const int row = i / kColumns;
     const int byte = i % kColumns * kElement;
     if (row < rows && byte < columns * kElement) {
