@@ -23,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -304,6 +305,7 @@ def main() -> int:
     ]
     if not chosen:
         parser.error("no row is of that name; there are: " + ", ".join(case.name for case in all_cases()))
+    warnings.filterwarnings("ignore")  # PyTorch's, of why a peer refuses
     names = [n for n in CONTENDERS if options.all or n not in SLOW_TO_COMPILE]
     if options.only:
         names = ["ours", *(n for n in CONTENDERS if n in options.only)]

@@ -96,7 +96,7 @@ def words(line: str) -> set[str]:
         key, _, value = word.partition("=")
         if key in ("bwd", "seed", "offset", "b", "sq", "sk") or key.startswith(("seqs", "total", "max")):
             continue
-        found.add(key if key.startswith("used") else word)
+        found.add(key if key.startswith(("used", "window", "scale", "softcap")) else word)
     found.add("packed" if "seqs_q" in line else "dense")
     found.add("two-level" if re.search(r"b=\d+x", line) else "one level")
     return found
@@ -118,7 +118,8 @@ def summary(lines: list[dict], complete: bool, seconds: float, most: int) -> str
     kinds = collections.Counter()
     for line in failed:
         first = [part for part in line.get("why", "?").splitlines() if part and not part.startswith(("bwd", "assert not"))]
-        kinds[re.sub(r"[-+]?\d[\d.e+-]*|0x[0-9a-f]+|'[^']*'", "#", (first or ["?"])[0])[:150]] += 1
+        for part in first or ["?"]:
+            kinds[re.sub(r"[-+]?\d[\d.e+-]*|0x[0-9a-f]+|'[^']*'", "#", part)[:220]] += 1
     text += ["", "by message:"] + [f"{n:6} {kind}" for kind, n in kinds.most_common(25)]
     with_line = [line for line in lines if "line" in line and line["outcome"] != "skipped"]
     for way in ("forward", "backward"):
@@ -127,9 +128,10 @@ def summary(lines: list[dict], complete: bool, seconds: float, most: int) -> str
             for word in words(line["line"]):
                 total[word] += 1
                 wrong[word] += not line.get(way)
-        table = sorted(((wrong[word] / total[word], word) for word in total if wrong[word]), reverse=True)
-        shown = [f"{word} {wrong[word]}/{total[word]}" for _, word in table[:40]]
-        text += ["", f"{way}: failing share by feature: " + ("; ".join(shown) or "nothing fails")]
+        share = sum(not line.get(way) for line in with_line) / max(len(with_line), 1)
+        table = sorted(((wrong[word] / total[word], word) for word in total if total[word] >= 4), reverse=True)
+        shown = [f"{word} {wrong[word]}/{total[word]}" for part, word in table if part > 1.15 * share][:30]
+        text += ["", f"{way}: {share:.2f} fail; more than the rest: " + ("; ".join(shown) or "none")]
     text += ["", "failures, smallest first:"]
     for line in sorted(failed, key=lambda line: len(line.get("why", "")))[:most]:
         text.append(f"- {line['test'].split('/')[-1]}: {line.get('why', '?')[:900]}")

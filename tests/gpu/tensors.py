@@ -162,8 +162,8 @@ class Tensors:
         if rows and p.layout == "bhsd":
             order[1], order[2] = order[2], order[1]
         strided = p.layout == "strided"
-        # On a device the columns of what is written lie together (docs/semantics.md).
-        together = rows and output and self.device.type != "cpu"
+        # On a device columns lie together (docs/semantics.md); those of q, k and v need not, they are copied first.
+        together = rows and (output or part == 3) and self.device.type != "cpu"
         stride, strides = 2 if strided and not together else 1, [0] * rank
         for n, d in enumerate(order):
             strides[d] = stride
