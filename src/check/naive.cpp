@@ -45,10 +45,11 @@ class Noise {
 
   static T units(T count, T size) { return count * std::numeric_limits<T>::epsilon() * size; }
 
-  T of_sum(T value, T size) { return value + sign() * units(1, size); }
-  T of_function(T value) { return value * (1 + sign() * units(2, 1)); }  // infinities stay
+  T of_sum(T value, T size) { return value + sign() * units(kUnits / 2, size); }
+  T of_function(T value) { return value * (1 + sign() * units(kUnits, 1)); }  // infinities stay
 
  private:
+  static constexpr T kUnits = sizeof(T) == 8 ? 2 : 1;
   std::uint64_t state_ = 1;
 };
 
