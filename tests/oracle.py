@@ -206,9 +206,11 @@ def forward(q, k, v, *, fill=0.0, **options):
                 if top == -math.inf:
                     lse_i = -math.inf
                 else:
-                    lse_i = top + math.log(sum(math.exp(s - top) for s in logits))
+                    total = sum(math.exp(s - top) for s in logits)
+                    lse_i = top + math.log(total)  # which rounds to top where that is huge
                     for j, s in scores.items():
-                        o_i += problem.keep(b, h, i, j, nk) * math.exp(s - lse_i) * problem.v[problem.row(index, h_k, k0 + j)]
+                        p_ij = math.exp(s - top) / total
+                        o_i += problem.keep(b, h, i, j, nk) * p_ij * problem.v[problem.row(index, h_k, k0 + j)]
                 out[problem.row(index, h, q0 + i)] = o_i
                 lse[problem.lse_row(index, h, q0 + i)] = lse_i
     return out, lse
