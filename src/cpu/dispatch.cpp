@@ -65,15 +65,15 @@ const Kernels* tables() {
     const char* name = all[n].tables[0].name;
     if (any ? all[n].available : std::string_view(forced) == name) {
       if (!all[n].available) {
-        throw Error(
-            FOVEA_UNSUPPORTED,
-            fmt::format("FOVEA_CPU_ISA: {} needs a processor with {}, which this machine has not", name, all[n].needs));
+        throw Error(FOVEA_UNSUPPORTED,
+                    fmt::format("FOVEA_CPU_ISA: '{}', which needs a processor with {}; accepted: what this machine has",
+                                name, all[n].needs));
       }
       return all[n].tables;
     }
     names += fmt::format("{}{}", n > 0 ? ", " : "", name);
   }
-  throw Error(FOVEA_UNSUPPORTED, fmt::format("FOVEA_CPU_ISA: got \"{}\"; one of {} is accepted", forced, names));
+  throw Error(FOVEA_UNSUPPORTED, fmt::format("FOVEA_CPU_ISA: '{}'; accepted: {}", forced, names));
 }
 
 }  // namespace

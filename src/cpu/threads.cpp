@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cfenv>
 #include <cmath>
 #include <condition_variable>
 #include <cstdlib>
@@ -123,6 +124,7 @@ class Pool {
       grow(threads - 1);
       work_ = work;
       context_ = context;
+      std::fegetenv(&environment_);
       wanted_ = std::min(threads - 1, static_cast<int>(workers_.size()));
       running_ = wanted_;
       ++round_;
@@ -155,6 +157,8 @@ class Pool {
       if (number > wanted_) {
         continue;
       }
+      // Rounding and denormals are the caller's choice: a result must not depend on who computed which part of it.
+      std::fesetenv(&environment_);
       lock.unlock();
       work_(context_, number);
       lock.lock();
@@ -172,6 +176,7 @@ class Pool {
   std::uint64_t round_ = 0;
   int wanted_ = 0;
   int running_ = 0;
+  std::fenv_t environment_{};
   void (*work_)(void*, int) = nullptr;
   void* context_ = nullptr;
 };

@@ -414,6 +414,31 @@ TEST(CasesTest, MxcsrIsTheCallers) {
     }
   }
 }
+
+// Threads of the pool compute as the caller would, who may have asked for denormals to be flushed.
+TEST(CasesTest, MxcsrOfTheCallerHoldsInEveryThread) {
+  Case c;
+  c.problem = parse("bwd b=4 hq=4 sq=70 sk=70 d=32");
+  c.values = Values::kDenormal;
+  const Trial trial(c);
+  const unsigned saved = _mm_getcsr();
+  const auto bytes = [&](int threads, unsigned control) {
+    cpu::set_num_threads(threads);
+    _mm_setcsr(control);
+    std::vector<std::uint8_t> result = trial.bytes("cpu");
+    _mm_setcsr(saved);
+    cpu::set_num_threads(0);
+    return result;
+  };
+  constexpr unsigned kKeeping = 0x1F80;
+  constexpr unsigned kFlushing = 0x9FC0;
+  const std::vector<std::uint8_t> flushed = bytes(1, kFlushing);
+  EXPECT_FALSE(flushed == bytes(1, kKeeping));
+  for (int round = 0; round < 20; ++round) {
+    EXPECT_TRUE(bytes(3, kFlushing) == flushed);
+    EXPECT_TRUE(bytes(3, kKeeping) == bytes(1, kKeeping));
+  }
+}
 #endif
 
 // ---- the judge can be wrong too ----

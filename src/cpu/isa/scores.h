@@ -117,6 +117,14 @@ HWY_INLINE void prefetch_terms(const HeadArgs& head, i64 row, i64 col, i64 cols)
 
 // j - (i + shift) of consecutive columns, exact as integers.
 HWY_INLINE Simd<float> distances(i64 first, float) {
+  constexpr i64 kMost = i64(1) << 30;
+  if (first < -kMost || first > kMost) {  // what is rounded is the sum, which may not fit 32 bits
+    float rounded[lanes<float>()];
+    for (i64 n = 0; n < lanes<float>(); ++n) {
+      rounded[n] = static_cast<float>(first + n);
+    }
+    return Simd<float>::load(rounded);
+  }
   return hn::ConvertTo(Tag<float>(), Simd<i32>::iota(static_cast<i32>(first)).raw);
 }
 HWY_INLINE Simd<double> distances(i64 first, double) { return Simd<double>::iota(static_cast<double>(first)); }
