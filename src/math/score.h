@@ -42,6 +42,23 @@ struct Score {
   }
 };
 
+// ---- softcap without tanh, for machines that have none that is fast and exact ----
+
+// tanh(x) for |x| up to kSmallTanh, to 1e-7 of it.
+inline constexpr float kSmallTanh = 0.6F;
+template <class T>
+constexpr T tanh_of_small(T x) {
+  const T y = x * x;
+  return x * ((((y * T(0.0154687511F) + T(-0.0520966537F)) * y + T(0.133100644F)) * y + T(-0.333323032F)) * y +
+              T(0.99999994F));
+}
+
+// tanh(x) = 1 - 2 / (1 + 2^(2 log2(e) x)): near 0 what is left of the difference is less exact.
+template <class T>
+constexpr T tanh_by_exp2(T x) {
+  return T(1) - T(2) * reciprocal(T(1) + exp2(x * T(2.88539008F)));
+}
+
 // ALiBi's term; `distance` is j - (i + shift), formed in integers before it is rounded to T.
 template <class T, class S>
 constexpr T alibi(T distance, S slope) {

@@ -33,9 +33,14 @@ struct Schedule {
   int row_tiles;
 };
 
+struct Sm90ScheduleArgs {
+  Schedule* schedule = nullptr;
+  ListedTile* list = nullptr;
+};
+
 struct Sm90ForwardArgs {
   TensorMap q, k, v, out, bias, bias2;
-  Has has_q, has_k, has_v, has_bias, has_bias2;
+  Has has_q, has_k, has_v, has_out, has_bias, has_bias2;
   Schedule* schedule = nullptr;      // null: every block has one tile
   const ListedTile* list = nullptr;  // with Spec::ragged
   int tiles = 0;                     // otherwise

@@ -626,7 +626,8 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
         const int row = row0 + 8 * x;
         if (row < tile.q_len) {
           u16* const to = static_cast<u16*>(a.out.data) +
-                          a.rows.offset(a.out.strides, tile.b, tile.head, tile.q_begin + row) + 2 * t;
+                          a.rows.offset(a.out.strides, tile.b, tile.head, tile.q_begin + row) +
+                          2 * t * a.out.strides.col;
 #pragma unroll
           for (int j = 0; j < S.dv / 8; ++j) {
             const u32 both = pair(j, x);
@@ -636,10 +637,10 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
               }
             } else {
               if (8 * j + 2 * t < a.out_dim_v) {
-                to[8 * j] = u16(both);
+                to[8 * j * a.out.strides.col] = u16(both);
               }
               if (8 * j + 2 * t + 1 < a.out_dim_v) {
-                to[8 * j + 1] = u16(both >> 16);
+                to[(8 * j + 1) * a.out.strides.col] = u16(both >> 16);
               }
             }
           }
@@ -659,10 +660,10 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
       if (thread == 0) {
         const int b1 = int(u32(tile.b) / u32(a.rows.batch2));
         const int b2 = tile.b - b1 * int(a.rows.batch2);
-        const bool packed = a.rows.packed();
         for (int i = 0; i < S.dv / kPanelV; ++i) {
           tensor_store(m.out, to + (i * kRows + c * 64) * kPanelV * 2,
-                       {i * kPanelV, tile.q_begin + top, tile.head, packed ? 0 : b2, packed ? 0 : b1});
+                       {i * kPanelV, tile.q_begin + top, tile.head * m.has_out.head, b2 * m.has_out.batch2,
+                        b1 * m.has_out.batch1});
         }
         bulk_commit();
         if constexpr (S.q_buffers == 1) {

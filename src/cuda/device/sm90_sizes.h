@@ -9,6 +9,8 @@
 
 namespace fovea::cuda {
 
+inline constexpr int kSm90ScheduleThreads = 256;
+
 // ---- sm90_forward ----
 // Spec: warps (a multiple of 4) compute, 16 queries each; step is the keys of a tile; stages the buffers of K and V.
 

@@ -1,0 +1,198 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What sm90_forward serves, its tile sizes and the order of its tiles. The figures were found by measuring on an H200
+// (spikes/hopper_forward); what leaves no room in shared memory goes to the next candidate.
+#include "cuda/config/sm90_forward.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "cuda/device/sm80_sizes.h"
+#include "cuda/device/sm90_args.h"
+#include "cuda/device/sm90_sizes.h"
+
+namespace fovea::cuda {
+namespace {
+
+// Tensor maps have coordinates of 32 bits and strides under 2^40 bytes.
+constexpr std::int64_t kMostRows = std::int64_t{1} << 29;
+constexpr std::int64_t kMostTiles = std::int64_t{1} << 30;
+constexpr std::int64_t kMostBytes = std::int64_t{1} << 40;
+
+bool has_map(const Operand& operand, int element_bytes) {
+  const math::Strides& s = operand.strides;
+  const auto fits = [&](std::int64_t stride) { return stride >= 0 && stride * element_bytes < kMostBytes; };
+  return fits(s.batch1) && fits(s.batch2) && fits(s.head) && fits(s.row);
+}
+
+const char* why_not(const Call& call, const Operands& operands, const Target& target) {
+  const Problem& p = call.problem;
+  const math::Rows& rows = call.rows;
+  const Spec& spec = operands.features;
+  constexpr int kBytes = 2;
+  if (target.capability != 90) {
+    return "compute capability other than 9.0";
+  }
+  if (spec.type == Type::kFp32) {
+    return "fp32";
+  }
+  if (spec.d > 256 || spec.dv > 256) {
+    return "head_dim over 256";
+  }
+  if (spec.dropout == DropoutRule::kTorchMemEfficient) {
+    return "dropout by the rule torch_mem_efficient";
+  }
+  if (spec.bias == BiasTile::kFp32 || spec.bias2 == BiasTile::kFp32) {
+    return "a bias of fp32 that has queries and keys";
+  }
+  if (p.head_dim == 0 || p.head_dim_v == 0 || rows.rows_k == 0 || rows.limit_k == 0) {
+    return "nothing to attend to";
+  }
+  if (rows.rows_q >= kMostRows || rows.rows_k >= kMostRows) {
+    return "2^29 rows or more";
+  }
+  if (rows.batch() >= kMostRows || rows.batch() * rows.heads_q * ((rows.limit_q + 127) / 128) >= kMostTiles) {
+    return "2^30 tiles of queries or more";
+  }
+  const auto moves = [](const Operand& operand, std::int64_t count) { return count <= 1 || operand.strides.row > 0; };
+  if (!has_map(operands.q, kBytes) || !has_map(operands.k, kBytes) || !has_map(operands.v, kBytes) ||
+      !moves(operands.q, rows.rows_q) || !moves(operands.k, rows.rows_k) || !moves(operands.v, rows.rows_k) ||
+      !has_map(operands.bias, kBytes) || !has_map(operands.bias2, kBytes)) {
+    return "strides that no tensor map has";
+  }
+  return nullptr;
+}
+
+struct Tiles {
+  int groups;  // warpgroups, 64 queries each
+  int step;
+  int stages;
+  int q_buffers;
+  int planes;
+};
+
+// From wide to narrow: the first that fits is taken.
+std::vector<Tiles> candidates(const Spec& spec) {
+  const int widest = std::max(spec.d, spec.dv);
+  const bool biases = spec.bias != BiasTile::kNone || spec.bias2 != BiasTile::kNone;
+  const bool dropout = spec.dropout != DropoutRule::kNone;
+  const bool heavy = dropout || spec.mask || spec.softcap || spec.alibi || spec.bias2 != BiasTile::kNone;
+  if (widest <= 64) {
+    if (heavy) {
+      return {{2, 128, 2, 2, 2}, {2, 128, 2, 1, 2}, {2, 64, 2, 1, 2}};
+    }
+    if (biases && widest <= 32) {
+      return {{3, 128, 3, 2, 3}, {3, 128, 2, 2, 2}};
+    }
+    if (biases) {
+      return {{3, 128, 2, 1, 2}};
+    }
+    return {{3, 128, 3, 2, 2}};
+  }
+  if (widest <= 128) {
+    if (widest == 96 && !heavy && !sm90_has_planes(spec)) {
+      return {{3, 112, 2, 2, 2}};
+    }
+    if (heavy && biases) {
+      return {{2, 64, 2, 2, 2}, {2, 64, 2, 1, 2}, {2, 64, 2, 1, 1}};
+    }
+    return {{2, 128, widest <= 80 ? 3 : 2, 2, 2}, {2, 128, 2, 2, 2}, {2, 128, 2, 1, 2}, {2, 64, 2, 1, 2}};
+  }
+  if (heavy || sm90_has_planes(spec)) {
+    return {{2, 64, 2, 1, 2}, {2, 64, 2, 1, 1}, {2, 64, 1, 1, 1}};
+  }
+  if (spec.dv <= 128) {
+    return {{2, 128, 2, 1, 2}, {2, 64, 2, 1, 2}};
+  }
+  if (widest <= 192) {
+    return {{2, 96, 2, 1, 2}};
+  }
+  return {{2, 80, 2, 1, 2}};
+}
+
+}  // namespace
+
+Choice sm90_forward(const Call& call, const Operands& operands, const Target& target) {
+  Choice choice;
+  Kernel& kernel = choice.kernel;
+  kernel.file = "sm90_forward.cuh";
+  kernel.name = "sm90_forward";
+  kernel.one_architecture = true;
+  Spec& spec = kernel.spec;
+  spec = operands.features;
+  spec.arch = target.capability;
+  choice.why_not = why_not(call, operands, target);
+  if (choice.why_not != nullptr) {
+    return choice;
+  }
+  const Problem& p = call.problem;
+  spec.tiles = 1;
+  spec.left_edge = spec.banded && p.window_left >= 0;
+  constexpr std::uint32_t kMostOfHalves = 0x7c00;
+  spec.often = spec.dropout == DropoutRule::kFovea && call.dropout.threshold > kMostOfHalves;
+  for (const Tiles& tiles : candidates(spec)) {
+    spec.warps = 4 * tiles.groups;
+    spec.step = tiles.step;
+    spec.stages = tiles.stages;
+    spec.q_buffers = tiles.q_buffers;
+    spec.planes = sm90_has_planes(spec) ? tiles.planes : 0;
+    spec.ahead = spec.step / 32;
+    // Without a mask the power limit leaves the tensor cores little to win at head_dim 128.
+    spec.turns = spec.banded || std::max(spec.d, spec.dv) != 128;
+    // Where steps do not divide the diagonal the first tile's guess would fail; what is added makes it costly.
+    spec.guess = !natural_scores(spec) && spec.step % 64 == 0;
+    const Sm90ForwardSizes sizes = sm90_forward_sizes(spec);
+    kernel.threads = sizes.threads;
+    kernel.shared_bytes = sizes.bytes;
+    if (sizes.bytes <= target.shared_per_block) {
+      return choice;
+    }
+  }
+  choice.why_not = "tiles beyond the shared memory of a block";
+  return choice;
+}
+
+Sm90Order sm90_order(const Call& call, const Operands& operands, const Spec& spec) {
+  const math::Rows& rows = call.rows;
+  const std::int64_t tile = sm90_forward_sizes(spec).rows;
+  Sm90Order order;
+  order.row_tiles = static_cast<int>((rows.limit_q + tile - 1) / tile);
+  order.tiles = order.row_tiles * rows.batch() * rows.heads_q;
+  // K and V of heads whose tiles alternate should stay in half of the L2 of an H200.
+  constexpr std::int64_t kCached = std::int64_t{32} << 20;
+  const std::int64_t group = rows.heads_q / rows.heads_k;
+  const std::int64_t fit = kCached / std::max<std::int64_t>(rows.limit_k * (spec.d + spec.dv) * 2, 1) * group;
+  const std::int64_t heads = spec.ragged ? rows.heads_q : rows.batch() * rows.heads_q;
+  if (spec.banded || spec.ragged) {
+    order.heads_together = static_cast<int>(std::clamp<std::int64_t>(fit, 1, heads));
+  }
+  if (spec.ragged) {
+    order.listed = rows.packed()
+                       ? std::min<std::int64_t>(rows.rows_q / tile + rows.batch(), order.row_tiles * rows.batch())
+                       : order.row_tiles * rows.batch();
+    order.tiles = order.listed * rows.heads_q;
+    return order;
+  }
+  // A bias that all of the batch shares is read once for it.
+  const bool shared = spec.bias != BiasTile::kNone && rows.batch() > 1 && operands.bias.strides.batch2 == 0 &&
+                      operands.bias.strides.batch1 == 0;
+  if (shared) {
+    order.batch_inside = true;
+    order.heads_together = static_cast<int>(rows.batch());
+  }
+  return order;
+}
+
+std::int64_t sm90_forward_blocks(const Sm90Order& order, const Target& target) {
+  return std::min<std::int64_t>(order.tiles, target.multiprocessors);
+}
+
+bool sm90_is_scheduled(const Sm90Order& order, const Spec& spec, const Target& target) {
+  return spec.ragged || order.tiles > target.multiprocessors;
+}
+
+std::int64_t sm90_schedule_bytes(const Sm90Order& order) {
+  return kSm90ListOffset + order.listed * static_cast<std::int64_t>(sizeof(ListedTile));
+}
+
+}  // namespace fovea::cuda

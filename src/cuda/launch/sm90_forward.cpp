@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/config/sm90_forward.h"
+
+#include <cstring>
+
+#include "cuda/device/sm90_args.h"
+#include "cuda/device/sm90_sizes.h"
+#include "cuda/launch/launcher.h"
+#include "math/softmax.h"
+
+namespace fovea::cuda {
+namespace {
+
+static_assert(sizeof(TensorMap) == sizeof(jit::cu::TensorMap));
+
+// Columns of a panel, as wgmma.cuh has them.
+constexpr int panel_columns(int columns) { return columns % 64 == 0 ? 64 : columns % 32 == 0 ? 32 : 16; }
+
+// A tensor of 16-bit numbers by rows of `columns`, its box a panel.
+struct Mapped {
+  Tensor tensor;
+  bool is_bf16 = true;
+  i64 columns = 0;
+  i64 rows = 0;
+  i64 heads = 1;
+  i64 batch2 = 1;
+  i64 batch1 = 1;
+  int box_columns = 0;
+  int box_rows = 0;
+};
+
+jit::TensorMapShape shape_of(const Mapped& mapped, Has& has) {
+  constexpr i64 kBytes = 2;
+  constexpr i64 kAnyStride = 16;  // of a dimension with one index
+  const math::Strides& s = mapped.tensor.strides;
+  jit::TensorMapShape shape;
+  shape.type = mapped.is_bf16 ? jit::cu::TensorMapType::kBfloat16 : jit::cu::TensorMapType::kFloat16;
+  shape.rank = 5;
+  const auto dimension = [&](std::size_t n, i64 extent, i64 stride) {
+    const bool moves = extent > 1 && stride != 0;
+    shape.dims[n] = static_cast<std::uint64_t>(moves ? extent : 1);
+    shape.strides[n - 1] = static_cast<std::uint64_t>(moves ? stride * kBytes : kAnyStride);
+    return moves ? 1 : 0;
+  };
+  shape.dims[0] = static_cast<std::uint64_t>(mapped.columns);
+  dimension(1, mapped.rows, s.row);
+  has.head = dimension(2, mapped.heads, s.head);
+  has.batch2 = dimension(3, mapped.batch2, s.batch2);
+  has.batch1 = dimension(4, mapped.batch1, s.batch1);
+  shape.box = {static_cast<unsigned>(mapped.box_columns), static_cast<unsigned>(mapped.box_rows), 1, 1, 1};
+  shape.swizzle = mapped.box_columns == 64   ? jit::cu::TensorMapSwizzle::k128
+                  : mapped.box_columns == 32 ? jit::cu::TensorMapSwizzle::k64
+                                             : jit::cu::TensorMapSwizzle::k32;
+  return shape;
+}
+
+}  // namespace
+
+void Launcher::sm90_schedule(std::size_t number) {
+  char* const memory = region<char>(Region::kSchedule);
+  Sm90ScheduleArgs args;
+  args.schedule = reinterpret_cast<Schedule*>(memory);
+  args.list = reinterpret_cast<ListedTile*>(memory + kSm90ListOffset);
+  void* parameters[] = {&args_, &args};
+  launch(number, plan_.launches[number].blocks, parameters);
+}
+
+void Launcher::sm90_forward(std::size_t number) {
+  const Spec& spec = plan_.launches[number].kernel.spec;
+  const math::Rows& rows = call_.rows;
+  const Operands& operands = plan_.operands;
+  const Sm90Order order = sm90_order(call_, operands, spec);
+  const int tile = sm90_forward_sizes(spec).rows;
+  const bool is_bf16 = spec.type == Type::kBf16;
+  const i64 batch1 = rows.packed() ? 1 : rows.batch1;
+  const i64 batch2 = rows.packed() ? 1 : rows.batch2;
+  Sm90ForwardArgs args;
+  const auto encode = [&](TensorMap& to, Has& has, const Mapped& mapped) {
+    const jit::cu::TensorMap map = jit::encode_tensor_map(driver_, mapped.tensor.data, shape_of(mapped, has));
+    std::memcpy(&to, &map, sizeof(map));
+  };
+  const auto numbers = [&](const Tensor& tensor, i64 columns, int padded, i64 count, i64 heads, int box) {
+    return Mapped{tensor, is_bf16, columns, count, heads, batch2, batch1, panel_columns(padded), box};
+  };
+  encode(args.q, args.has_q, numbers(args_.q, args_.head_dim, spec.d, rows.rows_q, rows.heads_q, tile));
+  encode(args.k, args.has_k, numbers(args_.k, args_.head_dim, spec.d, rows.rows_k, rows.heads_k, spec.step));
+  encode(args.v, args.has_v, numbers(args_.v, args_.head_dim_v, spec.dv, rows.rows_k, rows.heads_k, spec.step));
+  const auto bias = [&](TensorMap& to, Has& has, const Tensor& tensor, BiasTile type) {
+    if (type != BiasTile::kNone) {
+      constexpr int kPanel = 64;
+      encode(to, has,
+             {tensor, type == BiasTile::kBf16, call_.problem.seqlen_k, call_.problem.seqlen_q, rows.heads_q,
+              rows.batch2, rows.batch1, kPanel, tile});
+    }
+  };
+  bias(args.bias, args.has_bias, args_.bias, spec.bias);
+  bias(args.bias2, args.has_bias2, args_.bias2, spec.bias2);
+
+  // A warpgroup stores its 64 rows.
+  constexpr int kGroupRows = 64;
+  const Mapped out = numbers(args_.out, args_.out_dim_v, spec.dv, rows.rows_q, rows.heads_q, kGroupRows);
+  args.store_tensor =
+      args_.vector_stores && jit::why_no_tensor_map(out.tensor.data, shape_of(out, args.has_out)).empty();
+  if (args.store_tensor) {
+    encode(args.out, args.has_out, out);
+  }
+
+  if (plan_.workspace.has(Region::kSchedule)) {
+    char* const memory = region<char>(Region::kSchedule);
+    args.schedule = reinterpret_cast<Schedule*>(memory);
+    args.list = reinterpret_cast<const ListedTile*>(memory + kSm90ListOffset);
+  }
+  args.tiles = static_cast<int>(order.tiles);
+  args.row_tiles = order.row_tiles;
+  args.heads_together = order.heads_together;
+  args.batch_inside = order.batch_inside;
+  args.scale_log2 = args_.scale * math::kLog2E;
+  void* parameters[] = {&args_, &args};
+  // Programmatic launches go into graphs since CUDA 12.3.
+  constexpr int kFirstInGraphs = 12030;
+  const bool after_schedule = args.schedule != nullptr && driver_.version >= kFirstInGraphs;
+  launch(number, plan_.launches[number].blocks, parameters, after_schedule);
+}
+
+}  // namespace fovea::cuda
