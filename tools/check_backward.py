@@ -418,7 +418,7 @@ class Problem:
 
     def base(self):
         w = max(self.D, self.Dv)
-        step = (32 if w <= 256 else 128) if self.type == "kFp32" else 16 if w <= 128 else 32 if w <= 256 else 64
+        step = 128 if w > 256 else 32 if self.type == "kFp32" or w > 128 else 16
         d, dv = cdiv(self.D, step) * step, cdiv(self.Dv, step) * step
         s = dict(type=self.type, d=d, dv=dv)
         if self.causal or self.window != (-1, -1): s["banded"] = True
@@ -567,7 +567,7 @@ class Problem:
         columns = self.key_x is not None and "key" in self.need
         two = self.two_pass
         narrow = max(base["d"], base["dv"]) <= 64
-        main = {**base, "arch": ARCH}
+        main = dict(base)
         if columns: main["column_sum"] = True
         main.update(dq=want_dq and not two, dkv=want_kv or (want_dq and not two))
         prep = dict(type=self.type, d=base["d"])

@@ -51,54 +51,67 @@ struct Operand {
   u32 lo[is_pair(kType) ? 4 : 1];
 };
 
+// Steps along a dimension of kSteps that are written out: all of them, or four at a time where a compiler that sees
+// more would keep too much in registers. Lane::at(row, step + 4 n) is 128 n bytes further than Lane::at(row, step).
+template <Type kType, int kSteps>
+inline constexpr int kUnrolled = kSteps % 4 == 0 && kSteps > (is_pair(kType) ? 4 : 16) ? 4 : kSteps;
+
 // acc[i][j] += A[rows 16 i ...] . B[rows 8 j ...], over kDim columns. `a`, `b`: where the tiles' first rows lie;
 // lanes_a: rows first, lanes_b: columns first, both built for address 0.
 template <Type kType, int kDim, int kRows, int kColumns, class LaneA, class LaneB>
 __device__ __forceinline__ void add_rows_by_rows(float (&acc)[kRows][kColumns][4], u32 a, const LaneA& lanes_a, u32 b,
                                                  const LaneB& lanes_b) {
   constexpr int K = kDim / 16;
+  constexpr int kInner = kUnrolled<kType, K>;
+  constexpr u32 kStepBytes = 32;
   static_assert(kColumns % 2 == 0);
   if constexpr (is_pair(kType)) {
+#pragma unroll 1
+    for (int k0 = 0; k0 < K; k0 += kInner) {
 #pragma unroll
-    for (int kk = 0; kk < K; ++kk) {
-      u32 ah[kRows][4];
-      u32 al[kRows][4];
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        ldmatrix(ah[i], a + lanes_a.at(i * 16, kk));
-        ldmatrix(al[i], a + lanes_a.at(i * 16, K + kk));
-      }
-#pragma unroll
-      for (int j = 0; j < kColumns / 2; ++j) {
-        u32 bh[4];
-        u32 bl[4];
-        ldmatrix(bh, b + lanes_b.at(j * 16, kk));
-        ldmatrix(bl, b + lanes_b.at(j * 16, K + kk));
+      for (int kk = 0; kk < kInner; ++kk) {
+        u32 ah[kRows][4];
+        u32 al[kRows][4];
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-          mma<kType>(acc[i][2 * j], al[i], bh[0], bh[1]);
-          mma<kType>(acc[i][2 * j + 1], al[i], bh[2], bh[3]);
-          mma<kType>(acc[i][2 * j], ah[i], bl[0], bl[1]);
-          mma<kType>(acc[i][2 * j + 1], ah[i], bl[2], bl[3]);
+          ldmatrix(ah[i], a + k0 * kStepBytes + lanes_a.at(i * 16, kk));
+          ldmatrix(al[i], a + k0 * kStepBytes + lanes_a.at(i * 16, K + kk));
+        }
+#pragma unroll
+        for (int j = 0; j < kColumns / 2; ++j) {
+          u32 bh[4];
+          u32 bl[4];
+          ldmatrix(bh, b + k0 * kStepBytes + lanes_b.at(j * 16, kk));
+          ldmatrix(bl, b + k0 * kStepBytes + lanes_b.at(j * 16, K + kk));
+#pragma unroll
+          for (int i = 0; i < kRows; ++i) {
+            mma<kType>(acc[i][2 * j], al[i], bh[0], bh[1]);
+            mma<kType>(acc[i][2 * j + 1], al[i], bh[2], bh[3]);
+            mma<kType>(acc[i][2 * j], ah[i], bl[0], bl[1]);
+            mma<kType>(acc[i][2 * j + 1], ah[i], bl[2], bl[3]);
+          }
         }
       }
     }
   }
+#pragma unroll 1
+  for (int k0 = 0; k0 < K; k0 += kInner) {
 #pragma unroll
-  for (int kk = 0; kk < K; ++kk) {
-    u32 ah[kRows][4];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      ldmatrix(ah[i], a + lanes_a.at(i * 16, kk));
-    }
-#pragma unroll
-    for (int j = 0; j < kColumns / 2; ++j) {
-      u32 bh[4];
-      ldmatrix(bh, b + lanes_b.at(j * 16, kk));
+    for (int kk = 0; kk < kInner; ++kk) {
+      u32 ah[kRows][4];
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        mma<kType>(acc[i][2 * j], ah[i], bh[0], bh[1]);
-        mma<kType>(acc[i][2 * j + 1], ah[i], bh[2], bh[3]);
+        ldmatrix(ah[i], a + k0 * kStepBytes + lanes_a.at(i * 16, kk));
+      }
+#pragma unroll
+      for (int j = 0; j < kColumns / 2; ++j) {
+        u32 bh[4];
+        ldmatrix(bh, b + k0 * kStepBytes + lanes_b.at(j * 16, kk));
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          mma<kType>(acc[i][2 * j], ah[i], bh[0], bh[1]);
+          mma<kType>(acc[i][2 * j + 1], ah[i], bh[2], bh[3]);
+        }
       }
     }
   }
@@ -108,18 +121,23 @@ __device__ __forceinline__ void add_rows_by_rows(float (&acc)[kRows][kColumns][4
 template <Type kType, int kDim, int kRows, class LaneA>
 __device__ __forceinline__ void add_rows_by_8_rows(float (&acc)[kRows][1][4], u32 a, const LaneA& lanes_a, u32 b,
                                                    int row_b, int lane) {
-  static_assert(!is_pair(kType) && kDim % 32 == 0);
+  constexpr int K = kDim / 16;
+  constexpr int kInner = kUnrolled<kType, K>;
+  static_assert(!is_pair(kType) && kInner % 2 == 0);
+#pragma unroll 1
+  for (int k0 = 0; k0 < K; k0 += kInner) {
 #pragma unroll
-  for (int kk = 0; kk < kDim / 16; kk += 2) {
-    u32 bh[4];
-    ldmatrix(bh, b + Tile<kDim>::offset(row_b + (lane & 7), kk * 2 + (lane >> 3)));
+    for (int kk = 0; kk < kInner; kk += 2) {
+      u32 bh[4];
+      ldmatrix(bh, b + k0 * 32 + Tile<kDim>::offset(row_b + (lane & 7), kk * 2 + (lane >> 3)));
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
+      for (int i = 0; i < kRows; ++i) {
 #pragma unroll
-      for (int x = 0; x < 2; ++x) {
-        u32 ah[4];
-        ldmatrix(ah, a + lanes_a.at(i * 16, kk + x));
-        mma<kType>(acc[i][0], ah, bh[2 * x], bh[2 * x + 1]);
+        for (int x = 0; x < 2; ++x) {
+          u32 ah[4];
+          ldmatrix(ah, a + k0 * 32 + lanes_a.at(i * 16, kk + x));
+          mma<kType>(acc[i][0], ah, bh[2 * x], bh[2 * x + 1]);
+        }
       }
     }
   }

@@ -18,7 +18,7 @@ constexpr int row_vector_bytes(int queries) { return 8 * queries; }
 constexpr int kMostBackwardColumns = 512;
 constexpr int backward_columns(Type type, int columns, int others) {
   const int widest = columns > others ? columns : others;
-  const int step = type == Type::kFp32 ? (widest <= 256 ? 32 : 128) : widest <= 128 ? 16 : widest <= 256 ? 32 : 64;
+  const int step = widest > 256 ? 128 : type == Type::kFp32 || widest > 128 ? 32 : 16;
   return (columns + step - 1) / step * step;
 }
 
