@@ -30,6 +30,13 @@ constexpr Variable kVariables[] = {
     {"FOVEA_LIBRARY", "the libfovea.so that Python loads"},
     {"FOVEA_BUILD", "the build folder that the tests use"},
     {"FOVEA_CASES", "reduced: the smaller case table, in the C++ tests"},
+    {"FOVEA_JIT", "jit, cache or off: whether kernels are compiled at run time"},
+    {"FOVEA_CACHE_DIR", "where compiled kernels are kept; none: nowhere"},
+    {"FOVEA_CACHE_MAX_MB", "how much is kept there"},
+    {"FOVEA_PRECOMPILED_DIR", "kernels compiled ahead of time"},
+    {"FOVEA_NVRTC", "NVRTC's file or folder"},
+    {"FOVEA_LOG", "jit: a line for each kernel compiled or read"},
+    {"FOVEA_DUMP", "a folder for the text of compiled kernels"},
 };
 
 void explain_problem(const std::string& line) {

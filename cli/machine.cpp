@@ -17,7 +17,8 @@ Machine this_machine() {
   std::ifstream file("/proc/cpuinfo");
   for (std::string line; std::getline(file, line);) {
     if (line.starts_with("model name")) {
-      machine.processor = line.substr(line.find(':') + 2);
+      const std::size_t begin = line.find_first_not_of(" \t", line.find(':') + 1);
+      machine.processor = begin == line.npos ? "" : line.substr(begin);
       break;
     }
   }

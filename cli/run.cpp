@@ -5,7 +5,7 @@
 //   1. Read    every tensor by its name, from one .safetensors or from a file each.
 //   2. Settle  what the tensors say about the problem is turned into its line; the user's line adds options to it, and
 //              where it speaks of shapes it must agree.
-//   3. Refuse  whatever could not be written afterwards, before anything is computed.
+//   3. Refuse  whatever could not be computed, or not be written afterwards, before anything is.
 //   4. Run, and write.
 #include <fmt/format.h>
 
@@ -16,6 +16,7 @@
 #include <filesystem>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -436,9 +437,12 @@ std::map<std::string, fs::path> targets(const Call& call, const Settings& settin
 
 void run(const Settings& settings) {
   Call call(read_inputs(settings), settings);
+  Caller forward(call.get(), Direction::kForward);  // refuses what cannot be computed
+  std::optional<Caller> backward;
+  if (settings.backward) {
+    backward.emplace(call.get(), Direction::kBackward);
+  }
   const std::map<std::string, fs::path> paths = targets(call, settings);
-
-  Caller forward(call.get(), Direction::kForward);
   Problem problem = call.problem();
   const auto timed = [&](const char* what, Direction direction, Caller& caller) {
     const double expected = expected_seconds(problem, direction);
@@ -450,9 +454,8 @@ void run(const Settings& settings) {
   };
   fmt::print("{}\n", print(problem));
   timed("forward", Direction::kForward, forward);
-  if (settings.backward) {
-    Caller backward(call.get(), Direction::kBackward);
-    timed("backward", Direction::kBackward, backward);
+  if (backward) {
+    timed("backward", Direction::kBackward, *backward);
   }
   Arrays outputs = call.take_outputs();
   if (is_one_file(settings.output)) {

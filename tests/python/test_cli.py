@@ -324,6 +324,11 @@ def test_run_wrong_tensors(here):
     put(here, "in.safetensors", good)
     refused("run", "in.safetensors", "-o", "out.safetensors", "--backward", cwd=here, says="grad_out is missing")
     refused("run", "in.safetensors", "-o", "out.safetensors", "--q", "in.safetensors", cwd=here, says=("q", "give it once"))
+    # What is wrong with the backward alone is said before the forward is computed, and before a folder is made.
+    put(here, "in.safetensors", {**good, "grad_out": normal(2, 5, 4, 5)})
+    refused("run", "in.safetensors", "-o", "results/", "--backward", cwd=here, says=("grad_out: shape 2x5x4x5", "2x5x4x6"))
+    assert not (here / "results").exists()
+    put(here, "in.safetensors", good)
     put(here, "bad.safetensors", {**good, "cu_seqlens_q": np.array([0, 5, 3], np.int32), "cu_seqlens_k": np.array([0, 3, 7], np.int32)})
     refused("run", "bad.safetensors", "-o", "out.safetensors", cwd=here)
 
