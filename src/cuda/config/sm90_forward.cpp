@@ -5,6 +5,8 @@
 #include "cuda/config/sm90_forward.h"
 
 #include <algorithm>
+#include <cstdlib>
+#include <string_view>
 #include <vector>
 
 #include "cuda/device/sm80_sizes.h"
@@ -19,6 +21,14 @@ constexpr std::int64_t kMostRows = std::int64_t{1} << 29;
 constexpr std::int64_t kMostTiles = std::int64_t{1} << 30;
 constexpr std::int64_t kMostBytes = std::int64_t{1} << 40;
 
+bool is_asked_for() {
+  static const bool is = [] {
+    const char* const kernel = std::getenv("FOVEA_KERNEL");
+    return kernel != nullptr && std::string_view(kernel) == "sm90";
+  }();
+  return is;
+}
+
 bool has_map(const Operand& operand, int element_bytes) {
   const math::Strides& s = operand.strides;
   const auto fits = [&](std::int64_t stride) { return stride >= 0 && stride * element_bytes < kMostBytes; };
@@ -32,6 +42,9 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
   constexpr int kBytes = 2;
   if (target.capability != 90) {
     return "compute capability other than 9.0";
+  }
+  if (!is_asked_for()) {
+    return "only with FOVEA_KERNEL=sm90 so far";
   }
   if (spec.type == Type::kFp32) {
     return "fp32";

@@ -171,7 +171,8 @@ struct Sm90Dropout {
       // 15 bits are compared; the top bit of both decides before them.
       const u32 limit = threshold & 0x7fff7fffu;
       u32 below, top;
-      asm("{\n.reg .b32 least;\nmin.u16x2 least, %1, %2;\nsub.u32 least, %2, least;\nset.eq.u32.f16x2 %0, least, 0;\n}"
+      asm("{\n.reg .b32 least, zero;\nmov.b32 zero, 0;\nmin.u16x2 least, %1, %2;\nsub.u32 least, %2, least;\n"
+          "set.eq.u32.f16x2 %0, least, zero;\n}"
           : "=r"(below)
           : "r"(halves & 0x7fff7fffu), "r"(limit));
       asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(top) : "r"(halves));
