@@ -96,10 +96,16 @@ struct ForwardBlock {
     if constexpr (S.dropout != DropoutRule::kNone) {
       factor *= a.keep_scale;
     }
-    if constexpr (S.type == Type::kFp32) {
-      factor *= power_of_two(-scale_exponent(a.sizes[size_place(a.rows, Size::kV, place.b, head_k(a))]));
-    }
     return factor;
+  }
+
+  // What O is multiplied by besides: for fp32 the power of two of v. In one product with the rest it could be denormal.
+  __device__ __forceinline__ float value_scale(const Args& a) const {
+    if constexpr (S.type == Type::kFp32) {
+      return power_of_two(-scale_exponent(a.sizes[size_place(a.rows, Size::kV, place.b, head_k(a))]));
+    } else {
+      return 1;
+    }
   }
 
   // With Spec::split: where O of a row goes. Its logsumexp is stored by one thread.

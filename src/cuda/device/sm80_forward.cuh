@@ -27,35 +27,8 @@ namespace fovea::cuda {
 template <Spec S, int kTiles, int kColumns, class Lane, class Resident>
 __device__ __forceinline__ void multiply_scores(float (&s)[kTiles][kColumns][4], u32 q, u32 k, const Lane& lanes,
                                                 const Lane& lanes_k, const Resident& resident) {
-  constexpr Type kType = S.type == Type::kBf16 ? Type::kBf16 : Type::kFp16;
-  constexpr int kBlocks = S.d / 16;
-  if constexpr (S.type == Type::kFp32) {
-    // hi lo + lo hi over all of the row, then hi hi: what truncation loses is relative to the sum so far.
 #pragma unroll
-    for (int kk = 0; kk < kBlocks; ++kk) {
-      u32 high_q[kTiles][4], low_q[kTiles][4];
-      for (int i = 0; i < kTiles; ++i) {
-        ldmatrix(high_q[i], q + lanes.at(i * 16, kk));
-        ldmatrix(low_q[i], q + lanes.at(i * 16, kBlocks + kk));
-      }
-#pragma unroll
-      for (int j = 0; j < kColumns / 2; ++j) {
-        u32 high_k[4], low_k[4];
-        ldmatrix(high_k, k + lanes_k.at(j * 16, kk));
-        ldmatrix(low_k, k + lanes_k.at(j * 16, kBlocks + kk));
-        for (int i = 0; i < kTiles; ++i) {
-          mma<kType>(s[i][2 * j], low_q[i], high_k[0], high_k[1]);
-          mma<kType>(s[i][2 * j + 1], low_q[i], high_k[2], high_k[3]);
-        }
-        for (int i = 0; i < kTiles; ++i) {
-          mma<kType>(s[i][2 * j], high_q[i], low_k[0], low_k[1]);
-          mma<kType>(s[i][2 * j + 1], high_q[i], low_k[2], low_k[3]);
-        }
-      }
-    }
-  }
-#pragma unroll
-  for (int kk = 0; kk < kBlocks; ++kk) {
+  for (int kk = 0; kk < S.d / 16; ++kk) {
     u32 a[kTiles][4];
     for (int i = 0; i < kTiles; ++i) {
       if constexpr (S.resident) {
@@ -71,8 +44,68 @@ __device__ __forceinline__ void multiply_scores(float (&s)[kTiles][kColumns][4],
       u32 b[4];
       ldmatrix(b, k + lanes_k.at(j * 16, kk));
       for (int i = 0; i < kTiles; ++i) {
-        mma<kType>(s[i][2 * j], a[i], b[0], b[1]);
-        mma<kType>(s[i][2 * j + 1], a[i], b[2], b[3]);
+        mma<S.type>(s[i][2 * j], a[i], b[0], b[1]);
+        mma<S.type>(s[i][2 * j + 1], a[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// The same for fp32, from [hi | lo]. Of each kChain columns first hi lo + lo hi, then hi hi: what truncation loses is
+// relative to the sum so far. Chains are added up outside of the tensor core.
+template <Spec S, int kTiles, int kColumns, class Lane>
+__device__ __forceinline__ void multiply_scores_fp32(float (&s)[kTiles][kColumns][4], u32 q, u32 k, const Lane& lanes,
+                                                     const Lane& lanes_k) {
+  constexpr Type kType = Type::kFp16;
+  constexpr int kBlocks = S.d / 16;
+  constexpr int kChain = kBlocks <= 4 ? kBlocks : 2;
+#pragma unroll
+  for (int first = 0; first < kBlocks; first += kChain) {
+    float sum[kTiles][kColumns][4] = {};
+#pragma unroll
+    for (int kk = first; kk < first + kChain && kk < kBlocks; ++kk) {
+      u32 high_q[kTiles][4], low_q[kTiles][4];
+      for (int i = 0; i < kTiles; ++i) {
+        ldmatrix(high_q[i], q + lanes.at(i * 16, kk));
+        ldmatrix(low_q[i], q + lanes.at(i * 16, kBlocks + kk));
+      }
+#pragma unroll
+      for (int j = 0; j < kColumns / 2; ++j) {
+        u32 high_k[4], low_k[4];
+        ldmatrix(high_k, k + lanes_k.at(j * 16, kk));
+        ldmatrix(low_k, k + lanes_k.at(j * 16, kBlocks + kk));
+        for (int i = 0; i < kTiles; ++i) {
+          mma<kType>(sum[i][2 * j], low_q[i], high_k[0], high_k[1]);
+          mma<kType>(sum[i][2 * j + 1], low_q[i], high_k[2], high_k[3]);
+        }
+        for (int i = 0; i < kTiles; ++i) {
+          mma<kType>(sum[i][2 * j], high_q[i], low_k[0], low_k[1]);
+          mma<kType>(sum[i][2 * j + 1], high_q[i], low_k[2], low_k[3]);
+        }
+      }
+    }
+#pragma unroll
+    for (int kk = first; kk < first + kChain && kk < kBlocks; ++kk) {
+      u32 high_q[kTiles][4];
+      for (int i = 0; i < kTiles; ++i) {
+        ldmatrix(high_q[i], q + lanes.at(i * 16, kk));
+      }
+#pragma unroll
+      for (int j = 0; j < kColumns / 2; ++j) {
+        u32 high_k[4];
+        ldmatrix(high_k, k + lanes_k.at(j * 16, kk));
+        for (int i = 0; i < kTiles; ++i) {
+          mma<kType>(sum[i][2 * j], high_q[i], high_k[0], high_k[1]);
+          mma<kType>(sum[i][2 * j + 1], high_q[i], high_k[2], high_k[3]);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      for (int j = 0; j < kColumns; ++j) {
+        for (int e = 0; e < 4; ++e) {
+          s[i][j][e] = first == 0 ? sum[i][j][e] : s[i][j][e] + sum[i][j][e];
+        }
       }
     }
   }
@@ -354,7 +387,11 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_forward(const __gri
     }
 
     float s[kTiles][kColumns][4] = {};
-    multiply_scores<S>(s, my_q, shared_k, lanes, lanes_k, resident);
+    if constexpr (kPairs) {
+      multiply_scores_fp32<S>(s, my_q, shared_k, lanes, lanes_k);
+    } else {
+      multiply_scores<S>(s, my_q, shared_k, lanes, lanes_k, resident);
+    }
     scores.of_dots(s);
     scores.template add<Inputs, kStep>(s, thread, shared_v + kVBytes, thread.warp * kTiles * 16, 0, row0, n0);
     if (n0 + kStep > place.k_len || (S.banded && tile_class() == math::TileClass::kEdge)) {
@@ -408,11 +445,13 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_forward(const __gri
       const int row = out_row0 + r;
       float lse;
       const float factor = here.finish(a, quad_sum(softmax[i].sum[x]), softmax[i].top[x], lse);
+      const float value_scale = here.value_scale(a);
       if constexpr (S.split) {
         if (r < rows) {
           float* const to = here.store_part(a, row, lse, t == 0) + t * 2;
           for (int j = 0; j < kColumnsOut; ++j) {
-            *reinterpret_cast<float2*>(to + j * 8) = {o[i][j][2 * x] * factor, o[i][j][2 * x + 1] * factor};
+            *reinterpret_cast<float2*>(to + j * 8) = {o[i][j][2 * x] * factor * value_scale,
+                                                      o[i][j][2 * x + 1] * factor * value_scale};
           }
         }
       } else {
@@ -421,7 +460,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_forward(const __gri
               lse;
         }
         for (int j = 0; j < kColumnsOut; ++j) {
-          const float2 pair = {o[i][j][2 * x] * factor, o[i][j][2 * x + 1] * factor};
+          const float2 pair = {o[i][j][2 * x] * factor * value_scale, o[i][j][2 * x + 1] * factor * value_scale};
           if constexpr (kPairs) {
             store_shared(my_out + TileOut::offset(r, j * 2 + (t >> 1)) + (t & 1) * 8, pair);
           } else {

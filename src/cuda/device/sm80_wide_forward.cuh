@@ -409,6 +409,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_wide_forward(const 
 
   // ---- O through shared memory, so that it is written in pieces of 16 bytes ----
   using TileOut = Tile<kOut * kHalves>;
+  const float value_scale = here.value_scale(a);
 #pragma unroll
   for (int i = 0; i < kTilesOut; ++i) {
     for (int x = 0; x < 2; ++x) {
@@ -419,7 +420,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_wide_forward(const 
         part = here.store_part(a, here.m0 + r, 0, false) + here.chunk * kOut + column_o + t * 2;
       }
       for (int j = 0; j < kColumnsOut / 8; ++j) {
-        const float2 pair = {o[i][j][2 * x] * factor, o[i][j][2 * x + 1] * factor};
+        const float2 pair = {o[i][j][2 * x] * factor * value_scale, o[i][j][2 * x + 1] * factor * value_scale};
         if constexpr (S.split) {
           if (r < rows && here.chunk * kOut + column_o + j * 8 < S.dv) {
             *reinterpret_cast<float2*>(part + j * 8) = pair;

@@ -220,12 +220,15 @@ __device__ __forceinline__ void operand(u32 (&a)[4], const float (&s)[kColumns][
 // A number x, scaled by a power of two, is hi + lo with hi = fp16(x), lo = fp16(x - hi): 22 bits. Products of two are
 // hi hi + hi lo + lo hi. Each (b, h) of a tensor is scaled so that its largest number is near 2^14; see prepare.cuh.
 
-__device__ __forceinline__ float power_of_two(int e) { return __int_as_float((min(max(e, -126), 127) + 127) << 23); }
+// 2^e, exact down to the least denormal number, and 0 below it.
+__device__ __forceinline__ float power_of_two(int e) {
+  return __int_as_float(e >= -126 ? (min(e, 127) + 127) << 23 : e >= -149 ? 1 << (e + 149) : 0);
+}
 __device__ __forceinline__ int exponent_of(u32 bits) { return int(bits >> 23 & 255) - 127; }
 
-// e, where a tensor is multiplied by 2^e; from the bits of its largest magnitude.
+// e, where a tensor is multiplied by 2^e; from the bits of its largest magnitude. Denormal numbers keep all their bits.
 __device__ __forceinline__ int scale_exponent(u32 bits) {
-  return bits == 0 ? 0 : min(max(14 - exponent_of(bits), -100), 100);
+  return bits == 0 ? 0 : min(max(14 - exponent_of(bits), -113), 126);
 }
 
 // Two numbers as hi and lo pairs.
