@@ -205,6 +205,10 @@ def test_nested():
     for given, kind, text in refused:
         with pytest.raises(kind, match=text):
             attention(**given)
+    on_meta = [torch.nested.nested_tensor_from_jagged(torch.empty(8, H, D, device="meta"), torch.empty(3, dtype=torch.int64,
+               device="meta")).transpose(1, 2) for _ in range(2)]  # fmt: skip
+    with pytest.raises(ValueError, match="v: offsets of its own on meta; accepted: the tensor that k has"):
+        attention(on_meta[0], on_meta[0], on_meta[1])
     strided = torch.nested.nested_tensor([torch.randn(H, 3, D), torch.randn(H, 5, D)])
     with pytest.raises(TypeError, match="q: a nested tensor of layout torch.strided.*; accepted: .*torch.jagged"):
         attention(strided, strided, strided)

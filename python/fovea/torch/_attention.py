@@ -178,8 +178,11 @@ def _nested(
         _refuse_choice("layout", layout, _LAYOUTS)
     swap = layout == "bhsd"
     q, k, v = (_rows_first(name, x, swap) for name, x in (("q", q), ("k", k), ("v", v)))
-    if v.offsets() is not k.offsets() and not torch.equal(v.offsets(), k.offsets()):
-        raise ValueError("v: sequences of other lengths than those of k; accepted: the same")
+    if v.offsets() is not k.offsets():
+        if v.device.type != "cpu":  # comparing them would wait for the device
+            raise ValueError(f"v: offsets of its own on {v.device}; accepted: the tensor that k has, v.offsets() is k.offsets()")
+        if not torch.equal(v.offsets(), k.offsets()):
+            raise ValueError("v: sequences of other lengths than those of k; accepted: the same")
     out, lse = attention(
         q.values(), k.values(), v.values(), cu_seqlens_q=q.offsets(), cu_seqlens_k=k.offsets(), layout=layout,
         return_lse=True, **_with_longest(options, q, k),
