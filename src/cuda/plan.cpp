@@ -138,6 +138,7 @@ class Planner {
     const Choice candidates[] = {
         sm90_forward(call_, plan_.operands, plan_.target),
         sm80_forward(call_, plan_.operands, plan_.target),
+        sm80_wide_forward(call_, plan_.operands, plan_.target),
     };
     std::string reasons;
     for (const Choice& choice : candidates) {
@@ -178,7 +179,7 @@ class Planner {
   // Where the queries alone keep too few multiprocessors busy, keys are split among blocks.
   void forward(Kernel kernel) {
     constexpr std::int64_t kLeastSteps = 4;  // of a part
-    const std::int64_t blocks = forward_blocks(call_, kernel.spec);
+    const std::int64_t blocks = forward_blocks(call_, kernel);
     const std::int64_t room = std::int64_t{plan_.target.multiprocessors} * kernel.spec.ctas;
     const std::int64_t steps = call_.rows.limit_k / kernel.spec.step;
     const std::int64_t splits = blocks > 0 ? std::min(room / blocks, steps / kLeastSteps) : 1;
@@ -329,5 +330,25 @@ class Planner {
 }  // namespace
 
 Plan plan_for(const Call& call, const Target& target) { return Planner(call, target).run(); }
+
+std::vector<Kernel> kernels_for(const Call& call, const Target& target) {
+  std::vector<Kernel> kernels;
+  const auto add = [&](const Call& one) {
+    for (const Launch& launch : plan_for(one, target).launches) {
+      if (std::find(kernels.begin(), kernels.end(), launch.kernel) == kernels.end()) {
+        kernels.push_back(launch.kernel);
+      }
+    }
+  };
+  add(call);
+  // The same with every address off by an element.
+  Call moved = call;
+  for (View* view : {&moved.q, &moved.k, &moved.v, &moved.bias, &moved.bias2, &moved.out, &moved.grad_out,
+                     &moved.grad_q, &moved.grad_k, &moved.grad_v}) {
+    view->data = reinterpret_cast<void*>(size_of(view->type));
+  }
+  add(moved);
+  return kernels;
+}
 
 }  // namespace fovea::cuda

@@ -5,12 +5,15 @@
 #include "cuda/config/sm80_forward.h"
 
 #include <algorithm>
+#include <string_view>
 #include <vector>
 
 #include "cuda/device/sm80_sizes.h"
 
 namespace fovea::cuda {
 namespace {
+
+constexpr int kReserved = 1024;  // bytes that the system takes of a multiprocessor's shared memory, a block
 
 struct Tiles {
   int warps;
@@ -49,6 +52,31 @@ std::vector<Tiles> candidates(const Spec& spec) {
   return {{8, 1, 64, 1}, {8, 1, 32, 1}, {4, 1, 32, 1}, {4, 1, 16, 1}};
 }
 
+struct WideTiles {
+  int warps;
+  int step;
+  int grid_s;
+  int grid_o;
+  int part;  // columns of q and k at a time
+  int columns = 512;
+};
+
+std::vector<WideTiles> wide_candidates(const Spec& spec) {
+  if (spec.type == Type::kFp32) {
+    if (spec.d <= 256 && spec.dv <= 256) {
+      return {{8, 32, 4, 2, 256, 256}, {8, 32, 4, 2, 64, 256}};
+    }
+    if (spec.d <= 512) {
+      return {{4, 32, 2, 1, 512}, {8, 32, 4, 2, 128}, {8, 32, 4, 2, 64, 256}};
+    }
+    return {{8, 32, 4, 2, 128}, {8, 32, 4, 2, 64, 256}};
+  }
+  if (spec.d <= 512) {
+    return {{8, 64, 4, 2, 512}, {8, 32, 4, 2, 512}, {8, 32, 4, 2, 256}, {8, 32, 4, 2, 256, 256}};
+  }
+  return {{8, 64, 4, 2, 256}, {8, 32, 4, 2, 256}, {8, 32, 4, 2, 256, 256}};
+}
+
 }  // namespace
 
 Choice sm80_forward(const Call& call, const Operands& operands, const Target& target) {
@@ -64,7 +92,6 @@ Choice sm80_forward(const Call& call, const Operands& operands, const Target& ta
     choice.why_not = "head_dim beyond what registers hold";
     return choice;
   }
-  constexpr int kReserved = 1024;  // bytes that the system takes of a multiprocessor's shared memory, a block
   for (const Tiles& tiles : candidates(spec)) {
     spec.warps = tiles.warps;
     // Few queries: half of the rows would stand idle.
@@ -85,9 +112,41 @@ Choice sm80_forward(const Call& call, const Operands& operands, const Target& ta
   return choice;
 }
 
-std::int64_t forward_blocks(const Call& call, const Spec& spec) {
-  const std::int64_t rows = forward_rows(spec);
-  return (call.rows.limit_q + rows - 1) / rows * call.rows.batch() * call.rows.heads_q;
+Choice sm80_wide_forward(const Call&, const Operands& operands, const Target& target) {
+  Choice choice;
+  Kernel& kernel = choice.kernel;
+  kernel.file = "sm80_wide_forward.cuh";
+  kernel.name = "sm80_wide_forward";
+  Spec& spec = kernel.spec;
+  spec = operands.features;
+  spec.arch = target.capability;
+  spec.tiles = 1;
+  spec.stages = 1;
+  spec.ctas = 1;
+  for (const WideTiles& tiles : wide_candidates(spec)) {
+    spec.warps = tiles.warps;
+    spec.step = tiles.step;
+    spec.grid_s = tiles.grid_s;
+    spec.grid_o = tiles.grid_o;
+    spec.part = tiles.part;
+    spec.columns = tiles.columns;
+    kernel.threads = spec.warps * 32;
+    kernel.shared_bytes = wide_forward_shared_bytes(spec);
+    if (kernel.shared_bytes <= target.shared_per_block &&
+        kernel.shared_bytes + kReserved <= target.shared_per_multiprocessor) {
+      return choice;
+    }
+  }
+  choice.why_not = "tiles beyond the shared memory of a block";
+  return choice;
+}
+
+std::int64_t forward_blocks(const Call& call, const Kernel& kernel) {
+  const Spec& spec = kernel.spec;
+  const bool wide = std::string_view(kernel.name) == "sm80_wide_forward";
+  const std::int64_t rows = wide ? wide_forward_rows(spec) : forward_rows(spec);
+  return (call.rows.limit_q + rows - 1) / rows * call.rows.batch() * call.rows.heads_q *
+         (wide ? wide_forward_chunks(spec) : 1);
 }
 
 }  // namespace fovea::cuda

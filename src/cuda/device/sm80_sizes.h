@@ -50,8 +50,8 @@ constexpr int wide_forward_rows(const Spec& s) { return s.grid_s * s.tiles * 16;
 // Columns of q and k that lie in shared memory at a time.
 constexpr int wide_forward_part(const Spec& s) { return s.part < s.d ? s.part : s.d; }
 
-// O in pieces of its columns, a block each, of at most 512.
-constexpr int wide_forward_chunks(const Spec& s) { return (s.dv + 511) / 512; }
+// O in pieces of its columns, a block each.
+constexpr int wide_forward_chunks(const Spec& s) { return (s.dv + s.columns - 1) / s.columns; }
 constexpr int wide_forward_columns(const Spec& s) {
   const int grid = s.warps / s.grid_o * 16;
   const int chunks = wide_forward_chunks(s);

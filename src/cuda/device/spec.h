@@ -52,6 +52,7 @@ struct Spec {
   int grid_s = 1;         // warps along the first dimension of S, where products have grids of their own
   int grid_o = 1;         // of O, or of dK and dV
   int grid_q = 1;         // of dQ: warps along its queries
+  int columns = 512;      // of O that a block of the wide forward has at most
   bool resident = false;  // forward: Q stays in registers
   bool lazy = false;      // forward: O is rescaled only when a maximum moves by more than 2^8
   bool early = false;     // forward: random words are made before S
@@ -105,6 +106,7 @@ constexpr void for_each_field(const Spec& spec, Visit visit) {
   visit("grid_s", spec.grid_s, usual.grid_s);
   visit("grid_o", spec.grid_o, usual.grid_o);
   visit("grid_q", spec.grid_q, usual.grid_q);
+  visit("columns", spec.columns, usual.columns);
   visit("resident", spec.resident, usual.resident);
   visit("lazy", spec.lazy, usual.lazy);
   visit("early", spec.early, usual.early);
