@@ -55,6 +55,13 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="FOVEA_TEST_DEVICE=cpu, and this one is about CUDA itself"))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item):
+    path = item.config.getoption("--report")
+    if path:
+        path.with_suffix(".at").write_text(item.nodeid)  # who it was, should the process not survive it
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield

@@ -54,12 +54,15 @@ class Shard:
         code = self.process.poll()
         if code is None:
             return False
-        if code not in (0, 1, 5) and len(self.died) < 40:  # 5: no test left
-            done = self.lines()
-            at = done[-1]["test"] if done else ""
-            if code != STICKY and (not at or at in self.died):
-                return True
+        at_file = self.report.with_suffix(".at")
+        if code not in (0, 1, 5) and len(self.died) < 40 and at_file.exists():  # 5: no test left
+            at = at_file.read_text()
+            at_file.unlink()
             self.died.append(at)
+            if code != STICKY:  # it could not say so itself
+                line = {"test": at, "outcome": "failed", "why": f"the process ended with {code}"}
+                with open(self.report, "a") as file:
+                    file.write(json.dumps(line) + "\n")
             self.start(at)
             return False
         return True
@@ -163,9 +166,9 @@ def main() -> int:
                 print(shard.log.read_text()[-3000:])
         if options.summary:
             options.summary.write_text(summary(lines, complete, time.monotonic() - started, 10**6) + "\n")
-    for shard in shards:
-        for test in shard.died:
-            text = f"the device was left in error by {test}\n{text}"
+    died = [test.split("::")[-1] for shard in shards for test in shard.died]
+    if died:
+        text += f"\n{len(died)} tests took their process with them: {', '.join(died[:20])}"
     print(text)
     return 1 if not complete or broken or not lines or any(line["outcome"] == "failed" for line in lines) else 0
 
