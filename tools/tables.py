@@ -110,7 +110,132 @@ def torch_host():
     return rows
 
 
-TABLES = {"support": support, "cpu": cpu, "torch_host": torch_host}
+# ---- the GPU: bench/gpu/run.py ----
+
+PEERS = ["mem-efficient", "FlashAttention-2", "cuDNN", "FlexAttention", "FlashAttention-4", "cuEquivariance"]
+WAYS = ("forward_us", "backward_us")
+
+
+def gpu_rows(*groups):
+    data = json.loads((ROOT / "bench/results/gpu.json").read_text())
+    return data, [row for row in data["rows"] if row["group"] in groups]
+
+
+def gpu_rate(row, name, way):
+    """TFLOP/s, None if this one did not compute it."""
+    microseconds = row["results"].get(name, {}).get(WAYS[way])
+    return row["flops"][way] / microseconds / 1e6 if microseconds else None
+
+
+def gpu_cell(row, name):
+    pair = [gpu_rate(row, name, way) for way in (0, 1)]
+    return " / ".join("–" if rate is None else f"{rate:.0f}" for rate in pair) if any(pair) else ""
+
+
+def gpu_head(data, rows):
+    machine = data["machine"]
+    dates = sorted({(row["date"], row["commit"]) for row in rows})
+    measured = ", ".join(f"{day} at {commit}" for day, commit in dates)
+    return (
+        f"{machine['gpu']}; PyTorch {machine['torch']}, CUDA {machine['cuda']}, cuDNN {machine['cudnn']}. Medians of {data['runs']} "
+        f"interleaved runs, {measured}; repeat with `tools/gpu.sh bench`."
+    )
+
+
+def gpu_peers(rows):
+    return [name for name in PEERS if any(any(gpu_rate(row, name, way) for way in (0, 1)) for row in rows)]
+
+
+def gpu_dense():
+    data, rows = gpu_rows("dense")
+    peers = gpu_peers(rows)
+    table = [
+        gpu_head(data, rows) + " bf16, TFLOP/s of allowed pairs, forward / backward; 16,384 tokens and 2,048 columns in each cell.",
+        "",
+        "| D | S | causal | fovea | " + " | ".join(peers) + " | fovea / best of the row |",
+        "| --- " * (5 + len(peers)) + "|",
+    ]
+    for row in rows:
+        _, d, s, causal = row["name"].split()
+        ratios = []
+        for way in (0, 1):
+            others = [rate for rate in (gpu_rate(row, name, way) for name in peers) if rate]
+            ours = gpu_rate(row, "ours", way)
+            ratios.append(f"{ours / max(others):.2f}" if ours and others else "–")
+        cells = [d[1:], s[1:], "yes" if causal == "c" else "no", f"**{gpu_cell(row, 'ours')}**", *(gpu_cell(row, name) for name in peers)]
+        table.append("| " + " | ".join([*cells, " / ".join(ratios)]) + " |")
+    return table
+
+
+def gpu_features():
+    data, rows = gpu_rows("features")
+    peers = gpu_peers(rows)
+    by_name = {row["name"]: row for row in data["rows"]}
+    table = [
+        gpu_head(data, rows) + " TFLOP/s of allowed pairs, forward / backward; in brackets the MiB that our backward allocates at its peak, "
+        "gradients included. `of`: our speed as a part of our own on the row without the feature.",
+        "",
+        "| case | fovea | " + " | ".join(peers) + " | of |",
+        "| --- " * (3 + len(peers)) + "|",
+    ]
+    for row in rows:
+        beside = by_name.get(row["beside"])
+        part = ""
+        if beside is not None:
+            pairs = [(gpu_rate(row, "ours", way), gpu_rate(beside, "ours", way)) for way in (0, 1)]
+            part = " / ".join(f"{a / b:.2f}" if a and b else "–" for a, b in pairs)
+        peak = row["results"]["ours"]["peak_mib"]
+        ours = f"**{gpu_cell(row, 'ours')}**" + (f" [{peak:.0f}]" if peak else "")
+        table.append("| " + " | ".join([row["name"], ours, *(gpu_cell(row, name) for name in peers), part]) + " |")
+    return table
+
+
+def gpu_small():
+    data, rows = gpu_rows("small")
+    peers = gpu_peers(rows)
+    table = [
+        gpu_head(data, rows) + " bf16, microseconds under a CUDA graph, forward / forward and backward together (B x H x S x D).",
+        "",
+        "| case | fovea | " + " | ".join(peers) + " |",
+        "| --- " * (2 + len(peers)) + "|",
+    ]
+    for row in rows:
+        cells = []
+        for name in ["ours", *peers]:
+            pair = [row["results"].get(name, {}).get(way) for way in WAYS]
+            cells.append(" / ".join(f"{x:.1f}" if x else "–" for x in pair) if any(pair) else "")
+        table.append(f"| {row['name'].removeprefix('small ')} | **{cells[0]}** | " + " | ".join(cells[1:]) + " |")
+    return table
+
+
+def gpu_patterns():
+    data, rows = gpu_rows("patterns")
+    by_name = {row["name"]: row for row in rows}
+    table = [
+        gpu_head(data, rows) + " A bias of every broadcast pattern with its gradient, B=8, H=16, D=64, bf16: TFLOP/s, forward / backward, "
+        "and the MiB that the backward allocates.",
+        "",
+        "| bias | S=2048 | S=2047 |",
+        "| --- | --- | --- |",
+    ]
+    for name in dict.fromkeys(row["name"].split()[1] for row in rows):
+        cells = []
+        for s in ("s2048", "s2047"):
+            row = by_name.get(f"bias {name} {s}")
+            cells.append(f"{gpu_cell(row, 'ours')} [{row['results']['ours']['peak_mib']:.0f}]" if row else "")
+        table.append(f"| {name} | " + " | ".join(cells) + " |")
+    return table
+
+
+TABLES = {
+    "support": support,
+    "cpu": cpu,
+    "torch_host": torch_host,
+    "gpu_dense": gpu_dense,
+    "gpu_features": gpu_features,
+    "gpu_small": gpu_small,
+    "gpu_patterns": gpu_patterns,
+}
 
 
 def main():
