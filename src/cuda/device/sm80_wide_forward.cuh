@@ -305,22 +305,29 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_wide_forward(const 
 #pragma unroll
       for (int j = 0; j < kColumnsOut / 16; ++j) {
         float fresh[kTilesOut][2][4] = {};
-        float fresh_small[kTilesOut][2][4] = {};
+        const u32 at = shared_v + TileV::offset(thread.lane & 15, column_o / 8 + j * 2 + (thread.lane >> 4));
 #pragma unroll
         for (int kk = 0; kk < kStep / 16; ++kk) {
-          const u32 at =
-              shared_v + TileV::offset(kk * 16 + (thread.lane & 15), column_o / 8 + j * 2 + (thread.lane >> 4));
           u32 high_v[4], low_v[4];
-          ldmatrix_trans(high_v, at);
-          ldmatrix_trans(low_v, at + kVHalf);
+          ldmatrix_trans(high_v, at + kk * 16 * TileV::kRowBytes);
+          ldmatrix_trans(low_v, at + kk * 16 * TileV::kRowBytes + kVHalf);
           for (int i = 0; i < kTilesOut; ++i) {
             u32 high_p[4], low_p[4];
-            ldmatrix(high_p, lanes_p.at(i * 16, kk));
             ldmatrix(low_p, lanes_p.at(i * 16, kk) + kPHalf);
-            mma<kType>(fresh_small[i][0], low_p, high_v[0], high_v[1]);
-            mma<kType>(fresh_small[i][1], low_p, high_v[2], high_v[3]);
-            mma<kType>(fresh_small[i][0], high_p, low_v[0], low_v[1]);
-            mma<kType>(fresh_small[i][1], high_p, low_v[2], low_v[3]);
+            mma<kType>(fresh[i][0], low_p, high_v[0], high_v[1]);
+            mma<kType>(fresh[i][1], low_p, high_v[2], high_v[3]);
+            ldmatrix(high_p, lanes_p.at(i * 16, kk));
+            mma<kType>(fresh[i][0], high_p, low_v[0], low_v[1]);
+            mma<kType>(fresh[i][1], high_p, low_v[2], low_v[3]);
+          }
+        }
+#pragma unroll
+        for (int kk = 0; kk < kStep / 16; ++kk) {
+          u32 high_v[4];
+          ldmatrix_trans(high_v, at + kk * 16 * TileV::kRowBytes);
+          for (int i = 0; i < kTilesOut; ++i) {
+            u32 high_p[4];
+            ldmatrix(high_p, lanes_p.at(i * 16, kk));
             mma<kType>(fresh[i][0], high_p, high_v[0], high_v[1]);
             mma<kType>(fresh[i][1], high_p, high_v[2], high_v[3]);
           }
@@ -329,7 +336,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_wide_forward(const 
         for (int i = 0; i < kTilesOut; ++i) {
           for (int e = 0; e < 8; ++e) {
             float& to = o[i][2 * j + (e >> 2)][e & 3];
-            to = to * factor[i][e >> 1 & 1] + (fresh[i][e >> 2][e & 3] + fresh_small[i][e >> 2][e & 3]);
+            to = to * factor[i][e >> 1 & 1] + fresh[i][e >> 2][e & 3];
           }
         }
       }
