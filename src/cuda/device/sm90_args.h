@@ -44,11 +44,16 @@ struct Sm90ForwardArgs {
   Schedule* schedule = nullptr;      // null: every block has one tile
   const ListedTile* list = nullptr;  // with Spec::ragged
   int tiles = 0;                     // otherwise
-  int row_tiles = 0;                 // of a head
-  int heads_together = 1;            // heads whose tiles alternate, so that K and V (or a bias) are read from L2
-  bool batch_inside = false;         // heads run slower than batch entries
-  bool store_tensor = false;         // out may be written by its tensor map
-  float scale_log2 = 1;              // scale * log2(e)
+  int batch = 1;                     // of Rows
+  int batch2 = 1;
+  int heads = 1;
+  int group = 1;              // query heads of a key head
+  int row_tiles = 0;          // of a head
+  int heads_together = 1;     // heads whose tiles alternate, so that K and V (or a bias) are read from L2
+  bool batch_inside = false;  // heads run slower than batch entries
+  int inside = 1;             // how many there are of what runs faster
+  bool store_tensor = false;  // out may be written by its tensor map
+  float scale_log2 = 1;       // scale * log2(e)
 };
 
 }  // namespace fovea::cuda

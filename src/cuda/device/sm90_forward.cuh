@@ -40,6 +40,7 @@ struct Ring {
 struct Sm90Tile {
   int row, head, b;
   int q_begin, q_len, k_begin, k_len;
+  int head_k, b1, b2;
 };
 
 // Tiles are numbered head by head, but for heads_together of them whose row tiles alternate; under a band the longest
@@ -47,40 +48,39 @@ struct Sm90Tile {
 template <Spec S>
 __device__ __forceinline__ Sm90Tile sm90_tile(const Args& a, const Sm90ForwardArgs& m, int number) {
   constexpr int kRows = sm90_forward_sizes(S).rows;
-  const int heads = int(a.rows.heads_q);
   Sm90Tile tile{};
-  int row_tiles = m.row_tiles;
-  int all = heads * int(a.rows.batch());
+  u32 in_group = u32(number);
+  u32 row_tiles = u32(m.row_tiles);
+  u32 all = u32(m.heads) * u32(m.batch);
   tile.q_len = int(a.rows.rows_q);
   tile.k_len = int(a.rows.rows_k);
   if constexpr (S.ragged) {
-    const ListedTile listed = m.list[number / heads];
+    const ListedTile listed = m.list[in_group / u32(m.heads)];
     const math::Sequence sequence = a.rows.sequence(listed.b);
     tile.b = listed.b;
     tile.q_begin = int(sequence.q_begin);
     tile.q_len = int(sequence.q_len);
     tile.k_begin = int(sequence.k_begin);
     tile.k_len = int(sequence.k_len);
-    number -= listed.first * heads;
-    row_tiles = (tile.q_len + kRows - 1) / kRows;
-    all = heads;
+    in_group -= u32(listed.first) * u32(m.heads);
+    row_tiles = u32(tile.q_len + kRows - 1) / u32(kRows);
+    all = u32(m.heads);
   }
-  const int together = row_tiles * m.heads_together;
-  const int group = number / together;
-  const int in_group = number - group * together;
-  const int alternating = min(m.heads_together, all - group * m.heads_together);
-  const int row = in_group / alternating;
-  const int bh = group * m.heads_together + in_group - row * alternating;
-  tile.row = (S.banded ? row_tiles - 1 - row : row) * kRows;
-  if (S.ragged) {
-    tile.head = bh;
-  } else if (m.batch_inside) {
-    const int batch = int(a.rows.batch());
-    tile.head = bh / batch;
-    tile.b = bh - tile.head * batch;
+  u32 alternating = u32(m.heads_together);
+  const u32 group = in_group / (row_tiles * alternating);
+  in_group -= group * (row_tiles * alternating);
+  const u32 first_bh = group * alternating;
+  alternating = min(alternating, all - first_bh);
+  const u32 row = in_group / alternating;
+  const u32 bh = first_bh + in_group - row * alternating;
+  tile.row = int(S.banded ? row_tiles - 1 - row : row) * kRows;
+  if constexpr (S.ragged) {
+    tile.head = int(bh);
   } else {
-    tile.b = bh / heads;
-    tile.head = bh - tile.b * heads;
+    const u32 outer = bh / u32(m.inside);
+    const u32 inner = bh - outer * u32(m.inside);
+    tile.head = int(m.batch_inside ? outer : inner);
+    tile.b = int(m.batch_inside ? inner : outer);
   }
   return tile;
 }
@@ -114,12 +114,7 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
   Ring<S.stages> ring_k, ring_v;
   Ring<S.planes> ring_planes;
   Ring<S.q_buffers> ring_q;
-  const u32 batch2 = u32(a.rows.batch2);
-  const int group = int(a.rows.heads_q) / int(a.rows.heads_k);
-  const int count = S.ragged ? m.schedule->row_tiles * int(a.rows.heads_q) : m.tiles;
-  const auto at = [&](const Has& has, int column, int row, int head, int b1, int b2) {
-    return Coordinates{column, row, head * has.head, b2 * has.batch2, b1 * has.batch1};
-  };
+  const int count = S.ragged ? m.schedule->row_tiles * m.heads : m.tiles;
   for (int number = int(blockIdx.x);;) {
     barrier_wait(barriers.q_empty(ring_q.buffer()), ring_q.parity() ^ 1);
     const u32 full = barriers.q_full(ring_q.buffer());
@@ -132,22 +127,26 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
     const Sm90Tile tile = sm90_tile<S>(a, m, number);
     const math::Band<int> band = sm90_band<S>(a, tile);
     const math::Interval<int> steps = sm90_steps<S>(band, tile.row, kRows);
-    const int b1 = int(u32(tile.b) / batch2);
-    const int b2 = tile.b - b1 * int(batch2);
-    const int head_k = tile.head / group;
-    volatile Sm90Tile& to = tiles[ring_q.buffer()];
-    to.row = tile.row;
-    to.head = tile.head;
-    to.b = tile.b;
-    to.q_begin = tile.q_begin;
-    to.q_len = tile.q_len;
-    to.k_begin = tile.k_begin;
-    to.k_len = tile.k_len;
+    // What loads need is read from there again: this warpgroup has few registers.
+    volatile Sm90Tile& here = tiles[ring_q.buffer()];
+    here.row = tile.row;
+    here.head = tile.head;
+    here.b = tile.b;
+    here.q_begin = tile.q_begin;
+    here.q_len = tile.q_len;
+    here.k_begin = tile.k_begin;
+    here.k_len = tile.k_len;
+    here.head_k = int(u32(tile.head) / u32(m.group));
+    here.b1 = int(u32(tile.b) / u32(m.batch2));
+    here.b2 = tile.b - here.b1 * m.batch2;
+    const auto at = [&](const Has& has, int column, int row, int head) {
+      return Coordinates{column, row, head * has.head, here.b2 * has.batch2, here.b1 * has.batch1};
+    };
     barrier_expect(full, kRows * S.d * 2);
 #pragma unroll 1
     for (int p = 0; p < S.d / kPanelK; ++p) {
       tensor_load(base + kSizes.q_at + ring_q.buffer() * kSizes.q + p * kRows * kPanelK * 2, m.q, full,
-                  at(m.has_q, p * kPanelK, tile.q_begin + tile.row, tile.head, b1, b2));
+                  at(m.has_q, p * kPanelK, here.q_begin + here.row, here.head));
     }
     ring_q.next();
 
@@ -158,7 +157,7 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
 #pragma unroll 1
       for (int p = 0; p < S.d / kPanelK; ++p) {
         tensor_load(base + kSizes.k_at + ring_k.buffer() * kSizes.k + p * S.step * kPanelK * 2, m.k, k_full,
-                    at(m.has_k, p * kPanelK, tile.k_begin + n * S.step, head_k, b1, b2));
+                    at(m.has_k, p * kPanelK, here.k_begin + n * S.step, here.head_k));
       }
       ring_k.next();
       if constexpr (sm90_has_planes(S)) {
@@ -167,14 +166,14 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
         const u32 planes_full = barriers.planes_full(buffer);
         int keys = 0;  // of the key term, whose rows are padded to 16 bytes
         if constexpr (S.key_term) {
-          keys = min(S.step, (tile.k_len - n * S.step + 3) / 4 * 4);
+          keys = min(S.step, (here.k_len - n * S.step + 3) / 4 * 4);
         }
         barrier_expect(planes_full, kPlaneBytes + keys * 4);
         const auto load_bias = [&](const TensorMap& map, const Has& has, int place, int bytes) {
 #pragma unroll 1
           for (int p = 0; p < S.step / 64; ++p) {
             tensor_load(base + place + buffer * bytes + p * kRows * 128, map, planes_full,
-                        at(has, n * S.step + p * 64, tile.row, tile.head, b1, b2));
+                        at(has, n * S.step + p * 64, here.row, here.head));
           }
         };
         if constexpr (S.bias != BiasTile::kNone) {
@@ -185,7 +184,7 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
         }
         if constexpr (S.key_term) {
           const float* const from =
-              static_cast<const float*>(a.key_term.data) + a.rows.offset(a.key_term.strides, tile.b, tile.head, 0);
+              static_cast<const float*>(a.key_term.data) + a.rows.offset(a.key_term.strides, here.b, here.head, 0);
           bulk_load(base + kSizes.key_term_at + buffer * kSizes.key_term, from + n * S.step, keys * 4, planes_full);
         }
         ring_planes.next();
@@ -198,7 +197,7 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
 #pragma unroll 1
       for (int p = 0; p < S.dv / kPanelV; ++p) {
         tensor_load(base + kSizes.v_at + ring_v.buffer() * kSizes.v + p * S.step * kPanelV * 2, m.v, v_full,
-                    at(m.has_v, p * kPanelV, tile.k_begin + n * S.step, head_k, b1, b2));
+                    at(m.has_v, p * kPanelV, here.k_begin + n * S.step, here.head_k));
       }
       ring_v.next();
     };
@@ -358,7 +357,8 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
     // ---- which tile ----
     barrier_wait(barriers.q_full(ring_q.buffer()), ring_q.parity());
     const volatile Sm90Tile& given = tiles[ring_q.buffer()];
-    const Sm90Tile tile{given.row, given.head, given.b, given.q_begin, given.q_len, given.k_begin, given.k_len};
+    const Sm90Tile tile{given.row,     given.head,  given.b,      given.q_begin, given.q_len,
+                        given.k_begin, given.k_len, given.head_k, given.b1,      given.b2};
     if (tile.b < 0) {
       break;
     }
@@ -658,12 +658,10 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
       fence_async();
       sync(own_barrier, 128);
       if (thread == 0) {
-        const int b1 = int(u32(tile.b) / u32(a.rows.batch2));
-        const int b2 = tile.b - b1 * int(a.rows.batch2);
         for (int i = 0; i < S.dv / kPanelV; ++i) {
           tensor_store(m.out, to + (i * kRows + c * 64) * kPanelV * 2,
-                       {i * kPanelV, tile.q_begin + top, tile.head * m.has_out.head, b2 * m.has_out.batch2,
-                        b1 * m.has_out.batch1});
+                       {i * kPanelV, tile.q_begin + top, tile.head * m.has_out.head, tile.b2 * m.has_out.batch2,
+                        tile.b1 * m.has_out.batch1});
         }
         bulk_commit();
         if constexpr (S.q_buffers == 1) {

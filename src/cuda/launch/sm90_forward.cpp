@@ -112,8 +112,13 @@ void Launcher::sm90_forward(std::size_t number) {
   }
   args.tiles = static_cast<int>(order.tiles);
   args.row_tiles = order.row_tiles;
+  args.batch = static_cast<int>(rows.batch());
+  args.batch2 = static_cast<int>(rows.batch2);
+  args.heads = static_cast<int>(rows.heads_q);
+  args.group = static_cast<int>(rows.heads_q / rows.heads_k);
   args.heads_together = order.heads_together;
   args.batch_inside = order.batch_inside;
+  args.inside = order.batch_inside ? args.batch : args.heads;
   args.scale_log2 = args_.scale * math::kLog2E;
   void* parameters[] = {&args_, &args};
   // Programmatic launches go into graphs since CUDA 12.3.
