@@ -117,8 +117,7 @@ TEST_F(Planning, ByEnvironment) {
 }
 
 TEST_F(Planning, AProblemOfADeviceIsNeverMoved) {
-  for (const char* line :
-       {"sq=4 d=4 device=cuda backend=reference", "bwd sq=4 d=4 device=cuda backend=cpu"}) {
+  for (const char* line : {"sq=4 d=4 device=cuda backend=reference", "bwd sq=4 d=4 device=cuda backend=cpu"}) {
     const Plan plan = plan_of(line);
     EXPECT_FALSE(plan.supported());
     try {
