@@ -6,6 +6,7 @@
 //     check.cpp     the case table against the reference     buffers     memory for a problem line
 //     bench.cpp     speed                                    work        calls and what they cost
 //     explain.cpp   who serves a problem; the machine        nearest     "did you mean"
+//     precompile.cpp  a GPU's kernels, ahead of time
 //
 // Results go to standard output, progress and errors to standard error. fault.h has the exit codes.
 #include <fmt/format.h>
@@ -85,6 +86,7 @@ int run(int argc, char** argv) {
   add_cases(app);
   add_bench(app);
   add_explain(app);
+  add_precompile(app);
   if (argc <= 1) {
     fmt::print("{}", app.help());
     return kBadInput;

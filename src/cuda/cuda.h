@@ -65,6 +65,10 @@ struct Plan {
 // For a target, without a GPU. Throws Error(FOVEA_UNSUPPORTED) with the reason where no kernel serves the problem.
 Plan plan_for(const Call& call, const Target& target);
 
+// Every kernel that a problem of these shapes and options may need on the target, whatever the alignment of its
+// addresses: what is compiled ahead of time.
+std::vector<Kernel> kernels_for(const Call& call, const Target& target);
+
 // A plan and its kernels on a device; kept for the process.
 class Executable;
 

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <limits>
 
 #include "cuda/config/sm80_backward.h"
@@ -42,6 +43,19 @@ std::int64_t striding_blocks(std::int64_t threads, const Target& target) {
   constexpr std::int64_t kBlocksAMultiprocessor = 16;
   return std::clamp<std::int64_t>((threads + kThreads - 1) / kThreads, 1,
                                   kBlocksAMultiprocessor * target.multiprocessors);
+}
+
+// FOVEA_KERNEL: kernels of no newer family than this one ("sm80", "sm90"), for tests and for comparing.
+constexpr std::size_t kFamily = 4;  // letters of a family's name, which a kernel's begins with
+const char* forced_family() {
+  static const char* const family = [] {
+    const char* value = std::getenv("FOVEA_KERNEL");
+    return value != nullptr && *value == '\0' ? nullptr : value;
+  }();
+  if (family != nullptr && std::string_view(family) != "sm80" && std::string_view(family) != "sm90") {
+    throw Error(FOVEA_INVALID_ARGUMENT, fmt::format("FOVEA_KERNEL: '{}'; accepted: sm80, sm90", family));
+  }
+  return family;
 }
 
 class Planner {
@@ -143,6 +157,11 @@ class Planner {
     std::string reasons;
     for (const Choice& choice : candidates) {
       const Spec& spec = choice.kernel.spec;
+      if (const char* const family = forced_family();
+          family != nullptr && std::string_view(choice.kernel.name).substr(0, kFamily) > family) {
+        reasons += fmt::format("; {}: FOVEA_KERNEL={}", choice.kernel.name, family);
+        continue;
+      }
       if (choice.why_not != nullptr) {
         reasons += fmt::format("; {}: {}", choice.kernel.name, choice.why_not);
         continue;

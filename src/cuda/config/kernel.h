@@ -3,6 +3,8 @@
 // A kernel as a plan names it: where its text is, what it is compiled for, and what a launch of it takes.
 #pragma once
 
+#include <string_view>
+
 #include "cuda/device/spec.h"
 
 namespace fovea::cuda {
@@ -16,7 +18,7 @@ struct Kernel {
   bool one_architecture = false;  // needs code for this architecture alone: "sm_90a"
 
   friend bool operator==(const Kernel& a, const Kernel& b) {
-    return a.name == b.name && a.spec == b.spec && a.shared_bytes == b.shared_bytes;
+    return std::string_view(a.name) == b.name && a.spec == b.spec && a.shared_bytes == b.shared_bytes;
   }
 };
 

@@ -196,26 +196,32 @@ class Planner {
       operand = {Region::kNone, s};
       return;
     }
-    const Box box = plane_box(extents, problem_.seqlen_q, round_up(problem_.seqlen_k, kGrain / bytes));
-    pack(member, region, static_cast<int>(bytes), box, problem_.seqlen_k, operand);
+    const Box box = plane_box(extents, call_.rows.limit_q, round_up(call_.rows.limit_k, kGrain / bytes));
+    pack(member, region, static_cast<int>(bytes), box, call_.rows.limit_k, operand);
   }
 
   void bits(const Extents& extents) {
     operands_.features.mask = true;
     operands_.mask_bits = true;
     constexpr std::int64_t kWordsOfAGrain = kGrain / 4;
-    operands_.mask_box = plane_box(extents, problem_.seqlen_q, round_up((problem_.seqlen_k + 31) / 32, kWordsOfAGrain));
+    operands_.mask_box =
+        plane_box(extents, call_.rows.limit_q, round_up((call_.rows.limit_k + 31) / 32, kWordsOfAGrain));
     workspace_.add(Region::kMaskBits, operands_.mask_box.count() * 4);
     operands_.mask = {Region::kMaskBits, operands_.mask_box.strides()};
   }
 
+  // A vector of fp32 for each plane, along keys or queries, in pieces of 16 bytes.
   void term(const std::vector<Member>& biases, bool mask, const Extents& extents, Region region, Operand& operand) {
     constexpr std::int64_t kFloatsOfAGrain = kGrain / 4;
-    const Box box = plane_box(extents, extents.query ? problem_.seqlen_q : 1,
-                              extents.key ? round_up(problem_.seqlen_k, kFloatsOfAGrain) : 1);
+    const bool of_keys = region == Region::kKeyTerm;
+    const std::int64_t length = of_keys ? call_.rows.limit_k : call_.rows.limit_q;
+    const Box box = plane_box(extents, 1, round_up(length, kFloatsOfAGrain));
     workspace_.add(region, box.count() * std::int64_t{sizeof(float)});
-    operands_.terms.push_back({biases, mask, region, box, extents.key ? problem_.seqlen_k : 1});
+    operands_.terms.push_back({biases, mask, region, box, length});
     operand = {region, box.strides()};
+    if (!of_keys) {
+      std::swap(operand.strides.row, operand.strides.col);
+    }
   }
 };
 

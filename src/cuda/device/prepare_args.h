@@ -62,7 +62,7 @@ struct TermArgs {
   int count = 0;
   Source mask;  // no data: none
   float* to = nullptr;
-  Box box;                // rows = 1: along the width (keys); width = 1: along the rows (queries)
+  Box box;                // one row a plane: along the width are keys, or queries
   math::i64 columns = 0;  // of the width that exist; the rest is -inf
 };
 

@@ -19,7 +19,7 @@ void Launcher::pack(std::size_t number) {
 }
 
 void Launcher::mask(std::size_t number) {
-  MaskArgs args{source(call_.mask), region<u32>(Region::kMaskBits), plan_.operands.mask_box, call_.problem.seqlen_k};
+  MaskArgs args{source(call_.mask), region<u32>(Region::kMaskBits), plan_.operands.mask_box, call_.rows.limit_k};
   launch(number, plan_.launches[number].blocks, &args);
 }
 
@@ -27,12 +27,21 @@ void Launcher::term(std::size_t number) {
   const Launch& step = plan_.launches[number];
   const Term& term = plan_.operands.terms[static_cast<std::size_t>(step.which)];
   TermArgs args;
+  // Along the vector: keys, or queries.
+  const auto along = [&](const View& view) {
+    Source from = source(view);
+    if (term.to == Region::kQueryTerm) {
+      from.strides.col = from.strides.row;
+    }
+    from.strides.row = 0;
+    return from;
+  };
   for (const Member member : term.biases) {
     const View& view = call_.*member;
-    args.biases[args.count++] = {source(view), static_cast<int>(tile_of(view.type))};
+    args.biases[args.count++] = {along(view), static_cast<int>(tile_of(view.type))};
   }
   if (term.mask) {
-    args.mask = source(call_.mask);
+    args.mask = along(call_.mask);
   }
   args.to = region<float>(term.to);
   args.box = term.box;

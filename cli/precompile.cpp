@@ -1,0 +1,229 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// fovea precompile: fills the kernel cache for some problems and architectures, so that later no process compiles.
+// No GPU is needed.
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <atomic>
+#include <fstream>
+#include <iostream>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <thread>
+
+#include "check/cases.h"
+#include "commands.h"
+#include "core/shapes.h"
+#include "core/validate.h"
+#include "cuda/executable.h"
+#include "fault.h"
+#include "progress.h"
+
+namespace fovea::cli {
+namespace {
+
+struct Settings {
+  std::vector<std::string> lines;
+  std::string file;
+  bool table = false;
+  std::vector<std::string> architectures;
+  int jobs = 0;
+  bool list = false;
+};
+
+// A line without fwd or bwd stands for both.
+void add_line(std::vector<Problem>& problems, const std::string& line) {
+  const std::vector<std::string> words = words_of(line);
+  if (words.empty() || words.front().starts_with('#')) {
+    return;
+  }
+  const bool directed = std::any_of(words.begin(), words.end(), [](auto& w) { return w == "fwd" || w == "bwd"; });
+  for (const std::string direction : {"fwd ", "bwd "}) {
+    problems.push_back(parse(directed ? line : direction + line));
+    if (directed) {
+      break;
+    }
+  }
+}
+
+std::vector<Problem> problems_of(const Settings& settings) {
+  std::vector<Problem> problems;
+  for (const std::string& line : settings.lines) {
+    add_line(problems, line);
+  }
+  if (!settings.file.empty()) {
+    std::ifstream opened;
+    if (settings.file != "-") {
+      opened.open(settings.file);
+      if (!opened) {
+        throw Fault(kBadInput, fmt::format("{}: cannot be read", settings.file));
+      }
+    }
+    std::istream& input = settings.file == "-" ? std::cin : opened;
+    for (std::string line; std::getline(input, line);) {
+      add_line(problems, line);
+    }
+  }
+  if (settings.table) {
+    for (const check::Case& c : check::cases(check::Table::kFull)) {
+      Problem problem = c.problem;
+      problems.push_back(problem);
+      problem.direction = Direction::kForward;
+      problem.need = {};
+      problem.grad_lse = false;
+      problem.lse = true;
+      problems.push_back(problem);
+    }
+  }
+  if (problems.empty()) {
+    throw Fault(kBadInput, "no problem is given: lines, --file or --table are accepted");
+  }
+  return problems;
+}
+
+std::vector<std::string> architectures_of(const Settings& settings) {
+  if (!settings.architectures.empty()) {
+    return settings.architectures;
+  }
+  std::string why_not;
+  if (cuda::jit::find_driver(why_not) == nullptr) {
+    throw Fault(kBadInput, fmt::format("no --arch is given, and this machine has no GPU to compile for ({})", why_not));
+  }
+  std::set<std::string> found;
+  for (int i = 0; i < cuda::jit::device_count(cuda::jit::driver()); ++i) {
+    found.insert(cuda::target_of(cuda::jit::device(i)).architecture());
+  }
+  return {found.begin(), found.end()};
+}
+
+struct Work {
+  std::vector<cuda::jit::Request> requests;
+  std::vector<std::string> refused;  // problems that no kernel serves, with the reason
+};
+
+Work work_of(const std::vector<Problem>& problems, const std::vector<std::string>& architectures) {
+  Work work;
+  std::set<std::string> known;
+  for (Problem problem : problems) {
+    if (problem.type == DType::kFp64) {
+      continue;  // no GPU's
+    }
+    problem.device = FOVEA_CUDA;
+    problem.backend.clear();
+    const Shapes shapes(problem);
+    const Call call = validate(shapes.get(), problem.direction, /*shapes_only=*/true);
+    for (const std::string& architecture : architectures) {
+      const cuda::Target target = cuda::target_of(architecture);
+      try {
+        for (const cuda::Kernel& kernel : cuda::kernels_for(call, target)) {
+          cuda::jit::Request request = cuda::request_of(kernel, target);
+          if (known.insert(request.expression() + request.architecture).second) {
+            work.requests.push_back(std::move(request));
+          }
+        }
+      } catch (const Error& error) {
+        if (error.status() != FOVEA_UNSUPPORTED) {
+          throw;
+        }
+        work.refused.push_back(fmt::format("{} for {}: {}", print(problem), architecture, error.what()));
+      }
+    }
+  }
+  return work;
+}
+
+void compile(const std::vector<cuda::jit::Request>& requests, int jobs) {
+  cuda::jit::Jit& jit = cuda::jit::Jit::global();
+  if (jit.settings().mode != cuda::jit::Mode::kJit) {
+    throw Fault(kBadInput, "FOVEA_JIT: compiling is not allowed; accepted here: jit, or not set");
+  }
+  if (jit.settings().cache_folder.empty()) {
+    throw Fault(kBadInput, "FOVEA_CACHE_DIR: none; accepted here: a folder, or not set");
+  }
+  Progress progress("precompile");
+  std::mutex mutex;
+  std::atomic<std::size_t> next = 0;
+  std::size_t done = 0;
+  std::exception_ptr failed;
+  const auto work = [&] {
+    for (std::size_t n = next++; n < requests.size(); n = next++) {
+      try {
+        jit.binary(requests[n]);
+      } catch (...) {
+        const std::lock_guard<std::mutex> lock(mutex);
+        failed = failed ? failed : std::current_exception();
+        next = requests.size();
+      }
+      const std::lock_guard<std::mutex> lock(mutex);
+      progress.show(static_cast<double>(++done) / static_cast<double>(requests.size()), requests[n].kernel);
+    }
+  };
+  std::vector<std::thread> threads;
+  for (int i = 1; i < jobs; ++i) {
+    threads.emplace_back(work);
+  }
+  work();
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  progress.finish();
+  if (failed) {
+    std::rethrow_exception(failed);
+  }
+  const cuda::jit::Jit::Counts counts = jit.counts();
+  fmt::print("{} kernels: {} compiled, {} were there; {}\n", requests.size(), counts.compiled,
+             counts.disk + counts.precompiled, jit.settings().cache_folder);
+}
+
+void run(const Settings& settings) {
+  const Work work = work_of(problems_of(settings), architectures_of(settings));
+  if (settings.list) {
+    for (const cuda::jit::Request& request : work.requests) {
+      fmt::print("{} {}\n", request.architecture, request.expression());
+    }
+  } else {
+    const int cores = static_cast<int>(std::max(std::thread::hardware_concurrency(), 1u));
+    compile(work.requests, settings.jobs > 0 ? settings.jobs : cores);
+  }
+  if (!work.refused.empty()) {
+    constexpr std::size_t kShown = 10;
+    const std::size_t shown = std::min(work.refused.size(), kShown);
+    throw Fault(kUnsupported, fmt::format("{} problems are not served{}:\n{}", work.refused.size(),
+                                          shown < work.refused.size() ? fmt::format(", {} of them", shown) : "",
+                                          fmt::join(work.refused.begin(),
+                                                    work.refused.begin() + static_cast<std::ptrdiff_t>(shown), "\n")));
+  }
+}
+
+}  // namespace
+
+void add_precompile(CLI::App& app) {
+  auto settings = std::make_shared<Settings>();
+  CLI::App* command = app.add_subcommand("precompile", "Compile a GPU's kernels for some problems, ahead of time");
+  command->add_option("problems", settings->lines, "Problem lines, each one argument; without fwd or bwd both")
+      ->type_name("LINE");
+  command->add_option("-f,--file", settings->file, "A file of problem lines; '-' is standard input")->type_name("FILE");
+  command->add_flag("--table", settings->table, "The case table of `fovea check`, too");
+  command
+      ->add_option("-a,--arch", settings->architectures,
+                   "Architectures: sm_80, sm_90, ...; without one, this machine's GPUs")
+      ->delimiter(',')
+      ->allow_extra_args(false)
+      ->type_name("ARCH");
+  command->add_option("-j,--jobs", settings->jobs, "Kernels that are compiled at once; 0: as many as there are cores")
+      ->check(CLI::Range(0, 1024))
+      ->type_name("N");
+  command->add_flag("--list", settings->list, "Only print what would be compiled");
+  command->footer(
+      "The kernels go where FOVEA_CACHE_DIR says (docs/jit.md). No GPU is needed, but NVRTC is.\n"
+      "Examples:\n"
+      "  fovea precompile --arch sm_90 'b=2 hq=32 hk=8 sq=4096 sk=4096 d=128 bf16 causal'\n"
+      "  FOVEA_CACHE_DIR=kernels fovea precompile --arch sm_80,sm_90 --file problems.txt\n"
+      "Exit code 3 if no kernel serves one of the problems; the others' are compiled all the same.");
+  command->callback([settings] { run(*settings); });
+}
+
+}  // namespace fovea::cli
