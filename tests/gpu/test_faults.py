@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes wrong around the kernels: each is a named error, never a crash, each in a process of its own."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.cuda
+HERE = Path(__file__).resolve().parent
+
+COMPUTE = """
+import sys
+sys.path[:0] = [{here!r}]
+import torch
+from fovea.torch import attention
+torch.manual_seed(0)
+q = torch.randn(1, 2, 40, 64, device="cuda", dtype=torch.bfloat16)
+def compute():
+    out = attention(q, q, q, softcap=7.0)
+    s = 7 * torch.tanh(q.double() @ q.double().mT / 8 / 7)
+    right = torch.softmax(s, -1) @ q.double()
+    torch.testing.assert_close(out.double(), right, rtol=0.02, atol=0.02)
+    print("RIGHT", flush=True)
+def refused(call=compute):
+    try:
+        call()
+    except Exception as error:
+        print("REFUSED", type(error).__name__, str(error).replace(chr(10), " "), flush=True)
+"""
+
+
+def command(code):
+    return [sys.executable, "-c", COMPUTE.format(here=str(HERE)) + code]
+
+
+def run(code, **environment):
+    done = subprocess.run(command(code), env={**os.environ, **environment}, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, f"ended with {done.returncode}\n{done.stdout}\n{done.stderr[-2000:]}"
+    return done.stdout
+
+
+def test_no_nvrtc(tmp_path):
+    said = run("refused()", FOVEA_NVRTC="/nonexistent/libnvrtc.so.13", FOVEA_CACHE_DIR=str(tmp_path / "cache"))
+    assert "REFUSED" in said and "NVRTC" in said and "/nonexistent" in said, said
+
+
+@pytest.mark.parametrize("mode", ["cache", "off"])
+def test_never_compile(mode, tmp_path):
+    said = run("refused()", FOVEA_JIT=mode, FOVEA_CACHE_DIR=str(tmp_path / "cache"))
+    assert "REFUSED" in said and "FOVEA_JIT" in said, said
+
+
+def test_folder_is_made_for_its_user_alone(tmp_path):
+    folder = tmp_path / "not" / "there"
+    tmp_path.chmod(0o700)
+    assert "RIGHT" in run("compute()", FOVEA_CACHE_DIR=str(folder))
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert any(folder.iterdir())
+    # And once more from it, without compiling.
+    assert "RIGHT" in run("compute()", FOVEA_CACHE_DIR=str(folder), FOVEA_JIT="cache")
+
+
+def test_folder_that_others_may_write_to(tmp_path):
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o777)
+    said = run("refused()", FOVEA_CACHE_DIR=str(folder))
+    assert "REFUSED" in said and str(folder) in said, said
+
+
+def test_folder_that_cannot_be_made(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    said = run("refused()", FOVEA_CACHE_DIR=str(file / "cache"))
+    assert "REFUSED" in said and str(file) in said, said
+
+
+def test_two_processes_compile_the_same(tmp_path):
+    environment = {**os.environ, "FOVEA_CACHE_DIR": str(tmp_path / "cache")}
+    both = [subprocess.Popen(command("compute()"), env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    for process in both:
+        said, _ = process.communicate(timeout=200)
+        assert process.returncode == 0 and "RIGHT" in said, said
+
+
+def test_damaged_entries_are_compiled_again(tmp_path):
+    folder = tmp_path / "cache"
+    assert "RIGHT" in run("compute()", FOVEA_CACHE_DIR=str(folder))
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    assert files
+    for n, file in enumerate(files):
+        content = file.read_bytes()
+        file.write_bytes(content[: len(content) // 2] if n % 2 == 0 else content[:-100] + bytes(100))
+    assert "RIGHT" in run("compute()", FOVEA_CACHE_DIR=str(folder))
+
+
+RAW = """
+from problem import parse
+from trial import Trial
+trial = Trial(parse("bwd b=1 hq=2 sq=40 sk=40 d=64 bf16 need=q,k,v"), torch.device("cuda", 0))
+trial.prepare(False)
+trial.run(False)
+torch.cuda.synchronize()
+"""
+
+
+def test_use_after_fork():
+    said = run(RAW + """
+import os
+child = os.fork()
+if child == 0:
+    refused(lambda: trial.run(False) if True else None)
+    os._exit(0)
+_, status = os.waitpid(child, 0)
+print("CHILD", status)
+compute()
+""")  # fmt: skip
+    assert "CHILD 0" in said and "REFUSED" in said and "fork" in said and "RIGHT" in said, said
+
+
+def test_a_fault_of_somebody_elses():
+    """A device-side assertion of PyTorch's: every later call says that the device is in error."""
+    said = run(RAW + """
+stream = torch.cuda.current_stream().cuda_stream
+torch.zeros(1, device="cuda")[torch.tensor([5], device="cuda")]
+refused(torch.cuda.synchronize)
+refused(lambda: trial.run(False))
+import os
+os._exit(0)
+""")  # fmt: skip
+    assert said.count("REFUSED") == 2, said
+
+
+def test_out_of_memory_and_on():
+    said = run("""
+large = torch.randn(1, 8, 65536, 64, device="cuda", requires_grad=True)
+out = attention(large, large, large, window=(64, 0))
+free, total = torch.cuda.mem_get_info()
+torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (32 << 20)) / total)
+refused(lambda: out.sum().backward())
+torch.cuda.set_per_process_memory_fraction(1.0)
+compute()
+""")  # fmt: skip
+    assert "REFUSED OutOfMemoryError" in said and "RIGHT" in said, said
