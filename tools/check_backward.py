@@ -176,16 +176,22 @@ def tiles(*values):
     return dict(zip(NAMES, values + USUAL[len(values):]))
 
 
-def wide_bias(s):
-    return s.get("bias", "kNone") != "kNone" or s.get("bias2", "kNone") != "kNone"
+def work(s):
+    n = sum(bool(s.get(x)) for x in ("softcap", "alibi", "mask", "key_term", "query_term")) + sum(s.get(x, "kNone") != "kNone" for x in ("bias", "bias2", "dropout"))
+    return 2 if n >= 3 or "kFp32" in (s.get("bias"), s.get("bias2")) else 1 if n else 0
 
 
 def narrow_candidates(s):  # as config/sm80_backward.cpp
-    part = 16 if s.get("softcap") or (s.get("dropout", "kNone") != "kNone" and wide_bias(s)) else 32
+    w = work(s)
+    part = 16 if w else 32
     if s["type"] == "kFp32":
         return [tiles(4, 1, 32, part, 2, 1, 1, 2), tiles(4, 1, 32, 16, 1, 1, 1, 2), tiles(2, 1, 16, 16, 1, 1, 1, 1)]
     q = 2 if s["d"] % 32 == 0 else 4
-    return [tiles(4, 2, 64, part, 2, 1, 1, q, 2, True), tiles(4, 2, 64, part, 2, 1, 1, q), tiles(4, 2, 64, part, 1, 1, 1, q), tiles(2, 2, 32, part, 1, 1, 1, 2)]
+    if w == 2:
+        c = [tiles(4, 1, 64, 32, 2, 1, 1, q, 2, True), tiles(4, 1, 64, 32, 2, 1, 1, q), tiles(4, 1, 64, 32, 1, 1, 1, q)]
+    else:
+        c = [tiles(4, 2, 64, part, 2, 1, 1, q, 2, True), tiles(4, 2, 64, part, 2, 1, 1, q), tiles(4, 2, 64, part, 1, 1, 1, q)]
+    return c + [tiles(2, 1, 32, 16, 1, 1, 1, 2)]
 
 
 def wide_candidates(s):
@@ -201,6 +207,8 @@ def wide_candidates(s):
     if w <= 128:
         if not both(32):
             return [tiles(4, 2, 64, 32, 2, 2, 4, 4), tiles(4, 2, 64, 32, 1, 2, 4, 4), tiles(2, 2, 32, 16, 1, 1, 2, 2)]
+        if work(s) == 2:
+            return [tiles(8, 1, 64, 32, 1, 4, 4, 4), tiles(4, 2, 32, 16, 1, 2, 2, 2), tiles(2, 1, 16, 16, 1, 1, 1, 1)]
         return [tiles(4, 2, 64, 32, 2, 2, 2, 4 if w <= 96 else 2), tiles(8, 2, 64, 32, 1, 4, 4, 4), tiles(4, 2, 32, 16, 1, 2, 2, 2)]
     if w <= 256:
         best = tiles(8, 2, 64, 16, 1, 2, 2, 2) if s["d"] == s["dv"] and both(64) else tiles(8, 2, 64, 16, 1, 2, 4, 4)
@@ -432,7 +440,7 @@ class Problem:
         if self.query_x is not None: s["query_term"] = True
         if self.alibi: s["alibi"] = True
         if self.dropout: s["dropout"] = "kFovea" if self.rng == "fovea" else "kTorchMemEfficient"
-        if self.type == "kFp32": s["natural"] = True
+        if self.type == "kFp32" or self.scale <= 0: s["natural"] = True
         return s
 
     def arguments(self, s):
@@ -575,8 +583,9 @@ class Problem:
         steps.append(("backward_prepare", P, prep, self.batch * self.H * tiles, 256, 0, "prepare"))
         if main["dkv"] or columns:
             candidates, shared = (narrow_candidates, backward_shared) if narrow else (wide_candidates, wide_shared)
-            if self.more:
-                c = {**main, **self.more}
+            more = self.more or (dict((k, int(v)) for k, v in (y.split('=') for y in os.environ['MORE'].split(','))) if os.environ.get('MORE') else None)
+            if more:
+                c = {**choose(candidates, main, shared), **more}
             else:
                 c = choose(candidates, main, shared)
             if c is None: return None

@@ -38,8 +38,6 @@ void apply(Spec& spec, const Tiles& tiles) {
   spec.delay = tiles.delay;
 }
 
-bool has_bias(const Spec& spec) { return spec.bias != BiasTile::kNone || spec.bias2 != BiasTile::kNone; }
-
 Choice choose(const char* name, const char* file, const Spec& base, const Target& target,
               const std::vector<Tiles>& candidates, int (*shared_bytes)(const Spec&)) {
   constexpr int kReserved = 1024;  // bytes that the system takes of a multiprocessor's shared memory, a block
@@ -73,19 +71,38 @@ Spec padded(const Spec& features) {
   return spec;
 }
 
+// How much is done to a score beyond the formula of plain attention: it takes registers.
+enum class Work { kPlain, kSome, kMuch };
+Work work_of(const Spec& s) {
+  const int features = int{s.softcap} + int{s.alibi} + int{s.mask} + int{s.key_term} + int{s.query_term} +
+                       int{s.bias != BiasTile::kNone} + int{s.bias2 != BiasTile::kNone} +
+                       int{s.dropout != DropoutRule::kNone};
+  const bool wide_bias = s.bias == BiasTile::kFp32 || s.bias2 == BiasTile::kFp32;
+  constexpr int kMany = 3;
+  return features >= kMany || wide_bias ? Work::kMuch : features > 0 ? Work::kSome : Work::kPlain;
+}
+
 // ---- warps, tiles, step, part, ctas | grid_s, grid_o, grid_q | stages | delay ----
 
 std::vector<Tiles> narrow_candidates(const Spec& s) {
-  // Much arithmetic on a score: fewer of them in registers.
-  const int part = s.softcap || (s.dropout != DropoutRule::kNone && has_bias(s)) ? 16 : 32;
+  const Work work = work_of(s);
   if (s.type == Type::kFp32) {
+    const int part = work == Work::kPlain ? 32 : 16;
     return {{4, 1, 32, part, 2, 1, 1, 2}, {4, 1, 32, 16, 1, 1, 1, 2}, {2, 1, 16, 16, 1, 1, 1, 1}};
   }
   const int grid_q = s.d % 32 == 0 ? 2 : 4;
-  return {{4, 2, 64, part, 2, 1, 1, grid_q, 2, true},
-          {4, 2, 64, part, 2, 1, 1, grid_q},
-          {4, 2, 64, part, 1, 1, 1, grid_q},
-          {2, 2, 32, std::min(part, 32), 1, 1, 1, 2}};
+  std::vector<Tiles> candidates;
+  if (work == Work::kMuch) {
+    candidates = {
+        {4, 1, 64, 32, 2, 1, 1, grid_q, 2, true}, {4, 1, 64, 32, 2, 1, 1, grid_q}, {4, 1, 64, 32, 1, 1, 1, grid_q}};
+  } else {
+    const int part = work == Work::kPlain ? 32 : 16;
+    candidates = {{4, 2, 64, part, 2, 1, 1, grid_q, 2, true},
+                  {4, 2, 64, part, 2, 1, 1, grid_q},
+                  {4, 2, 64, part, 1, 1, 1, grid_q}};
+  }
+  candidates.push_back({2, 1, 32, 16, 1, 1, 1, 2});
+  return candidates;
 }
 
 std::vector<Tiles> wide_candidates(const Spec& s) {
@@ -114,6 +131,9 @@ std::vector<Tiles> wide_candidates(const Spec& s) {
       return {{4, 2, 64, 32, 2, 2, 4, 4}, {4, 2, 64, 32, 1, 2, 4, 4}, {2, 2, 32, 16, 1, 1, 2, 2}};
     }
     const int grid_q = widest <= 96 ? 4 : 2;
+    if (work_of(s) == Work::kMuch) {
+      return {{8, 1, 64, 32, 1, 4, 4, 4}, {4, 2, 32, 16, 1, 2, 2, 2}, {2, 1, 16, 16, 1, 1, 1, 1}};
+    }
     return {{4, 2, 64, 32, 2, 2, 2, grid_q}, {8, 2, 64, 32, 1, 4, 4, 4}, {4, 2, 32, 16, 1, 2, 2, 2}};
   }
   if (widest <= 256) {

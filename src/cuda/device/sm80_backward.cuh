@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_backward(const __gr
     add_grad_query<S, R, C, N, M>(dq, grads + (S.delay ? n & 1 : 0) * kGradBytes, wq * R, keys, wd * C, thread.lane,
                                   factor);
     float* const to = a.dq_sum + (loader.row0 + at.head * a.padded_rows + block.query(at)) * D +
-                      (wq * R * (D / 8) + wd * C * 2) * 128 + thread.lane * 4;
+                      (wq * R * (D / 8) + wd * C * 2) * 128 + opaque(thread.lane) * 4;
 #pragma unroll
     for (int i = 0; i < R; ++i) {
 #pragma unroll
@@ -209,9 +209,11 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_backward(const __gr
 
   // dk, dv through the K and V tiles, each warp its own rows.
   if constexpr (S.dkv) {
-    const int left = place.k_len - key0;
-    const i64 to_k = place.key_rows(a.grad_k.strides, block.head_k) + key0 * a.grad_k.strides.row;
-    const i64 to_v = place.key_rows(a.grad_v.strides, block.head_k) + key0 * a.grad_v.strides.row;
+    const KeyBlock<S> same(a, N);  // made anew: it need not stay in registers through the loop
+    const int first_key = same.n0 + thread.warp * T * 16;
+    const int left = same.place.k_len - first_key;
+    const i64 to_k = same.place.key_rows(a.grad_k.strides, same.head_k) + first_key * a.grad_k.strides.row;
+    const i64 to_v = same.place.key_rows(a.grad_v.strides, same.head_k) + first_key * a.grad_v.strides.row;
     if constexpr (is_pair(kType)) {
       if (a.grad_k.data != nullptr) {
         store_floats(dk, static_cast<float*>(a.grad_k.data) + to_k, a.grad_k.strides, 0, 0, left, a.out_dim,

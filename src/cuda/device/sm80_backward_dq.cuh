@@ -76,11 +76,12 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_backward_dq(const _
   const auto load = [&](int n) {
     const u32 to = stages + n % S.stages * kStageBytes;
     const int n0 = n * N;
+    const int position = opaque(thread.index);
     load_tile<Tile<kRowD>, N, kThreads>(to, k + n0 * a.k.strides.row, a.k.strides.row * 2, place.k_len - n0,
-                                        KeyBlock<S>::row_bytes(D, a.head_dim), thread.index);
+                                        KeyBlock<S>::row_bytes(D, a.head_dim), position);
     load_tile<Tile<kRowV>, N, kThreads>(to + kValues, v + n0 * a.v.strides.row, a.v.strides.row * 2, place.k_len - n0,
-                                        KeyBlock<S>::row_bytes(V, a.head_dim_v), thread.index);
-    Inputs::load(to + kInputs, a, place, h, m0, n0, thread.index);
+                                        KeyBlock<S>::row_bytes(V, a.head_dim_v), position);
+    Inputs::load(to + kInputs, a, place, h, m0, n0, position);
   };
   load_tile<Tile<kRowD>, M, kThreads>(
       queries, static_cast<const u16*>(a.q.data) + place.query_rows(a.q.strides, h) + m0 * a.q.strides.row,

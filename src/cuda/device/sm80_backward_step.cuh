@@ -44,7 +44,7 @@ struct KeyBlock {
 
   __device__ __forceinline__ KeyBlock(const Args& a, int keys) {
     const u32 blocks = (u32(a.rows.limit_k) + keys - 1) / keys;
-    const u64 index = a.first_block + blockIdx.x;
+    const u64 index = a.first_block + block_index();
     const u32 head_of_batch = u32(index / blocks);
     const int block = int(index % blocks);
     const u32 heads_k = u32(a.rows.heads_k);
@@ -129,7 +129,8 @@ struct StepLoader {
         grad_out(static_cast<const u16*>(args.grad_out.data) + key_block.place.query_rows(args.grad_out.strides, 0)),
         row0(row_of_head<S>(args, key_block.place, 0)) {}
 
-  __device__ __forceinline__ void load(u32 to, const StepPlace& at, int thread) const {
+  __device__ __forceinline__ void load(u32 to, const StepPlace& at, int index) const {
+    const int thread = opaque(index);
     const int m0 = block.query(at);
     const int rows = block.place.q_len - m0;
     load_tile<Tile<row_of_tile(S.type, S.d)>, M, kThreads>(

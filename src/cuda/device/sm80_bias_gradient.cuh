@@ -59,13 +59,13 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_bias_gradient(const
   // Place: a tile of a plane, a chunk of its list.
   const u32 tiles_k = (u32(a.bias_keys) + N - 1) / N;
   const u32 tiles_q = (u32(a.bias_rows) + M - 1) / M;
-  u64 index = a.first_block + blockIdx.x;
-  const int n0 = int(index % tiles_k) * N;
-  index /= tiles_k;
-  const int m0 = int(index % tiles_q) * M;
-  index /= tiles_q;
-  const int chunk = int(index % a.bias_chunks);
-  const i64 plane = i64(index / a.bias_chunks);
+  u64 number = a.first_block + blockIdx.x;
+  const int n0 = int(number % tiles_k) * N;
+  number /= tiles_k;
+  const int m0 = int(number % tiles_q) * M;
+  number /= tiles_q;
+  const int chunk = int(number % a.bias_chunks);
+  const i64 plane = i64(number / a.bias_chunks);
   const Shared shared = Shared::make(a.rows, a.grad_bias.strides, plane);
   const int count = int(shared.count());
   const int per = (count + a.bias_chunks - 1) / a.bias_chunks;
@@ -73,14 +73,27 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_bias_gradient(const
   const int end = min(begin + per, count);
   const u32 group = u32(a.rows.heads_q) / u32(a.rows.heads_k);
 
+  // An entry of the list. Counted up, since divisions would cost as much as the products.
   struct Entry {
-    Place place;
-    u32 head, head_k;
+    u32 b1, b2, head;
   };
-  const auto entry = [&](int n) {
-    const u32 head = u32(shared.head(n));
-    return Entry{Place::make<S>(a, u32(shared.batch(n, a.rows))), head, head / group};
+  const auto entry_at = [&](int n) {
+    const u32 b = u32(shared.batch(n, a.rows));
+    const u32 batch2 = u32(a.rows.batch2);
+    return Entry{b / batch2, b % batch2, u32(shared.head(n))};
   };
+  const u32 last_b2 = u32(shared.b2 + shared.n2);
+  const u32 last_head = u32(shared.h + shared.heads);
+  const auto advance = [&](Entry& e) {
+    if (++e.head == last_head) {
+      e.head = u32(shared.h);
+      if (++e.b2 == last_b2) {
+        e.b2 = u32(shared.b2);
+        ++e.b1;
+      }
+    }
+  };
+  const auto place_of = [&](const Entry& e) { return Place::make<S>(a, e.b1, e.b2); };
   // Whether any query of the tile meets any of its keys.
   const auto meets = [&](const Place& place) {
     if (m0 >= place.q_len || n0 >= place.k_len) {
@@ -93,32 +106,33 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_bias_gradient(const
     return true;
   };
   // which: 1 Q and K, 2 everything else.
-  const auto load = [&](int n, int which) {
-    const Entry e = entry(n);
-    const Place& place = e.place;
+  const auto load = [&](int n, const Entry& e, int which) {
+    const int index = opaque(thread.index);
+    const Place place = place_of(e);
+    const u32 head_k = e.head / group;
     if (meets(place)) {
       const u32 to = stages + n % S.stages * kStageBytes;
       const int rows = place.q_len - m0;
       const int keys = place.k_len - n0;
       if (which & 1) {
         const u16* q = static_cast<const u16*>(a.q.data) + place.query_rows(a.q.strides, e.head);
-        const u16* k = static_cast<const u16*>(a.k.data) + place.key_rows(a.k.strides, e.head_k);
+        const u16* k = static_cast<const u16*>(a.k.data) + place.key_rows(a.k.strides, head_k);
         load_tile<Tile<kRowD>, M, kThreads>(to, q + m0 * a.q.strides.row, a.q.strides.row * 2, rows,
-                                            KeyBlock<S>::row_bytes(D, a.head_dim), thread.index);
+                                            KeyBlock<S>::row_bytes(D, a.head_dim), index);
         load_tile<Tile<kRowD>, N, kThreads>(to + kKeys, k + n0 * a.k.strides.row, a.k.strides.row * 2, keys,
-                                            KeyBlock<S>::row_bytes(D, a.head_dim), thread.index);
+                                            KeyBlock<S>::row_bytes(D, a.head_dim), index);
       }
       if (which & 2) {
         const u16* g = static_cast<const u16*>(a.grad_out.data) + place.query_rows(a.grad_out.strides, e.head);
-        const u16* v = static_cast<const u16*>(a.v.data) + place.key_rows(a.v.strides, e.head_k);
+        const u16* v = static_cast<const u16*>(a.v.data) + place.key_rows(a.v.strides, head_k);
         load_tile<Tile<kRowV>, M, kThreads>(to + kGradOut, g + m0 * a.grad_out.strides.row, a.grad_out.strides.row * 2,
-                                            rows, KeyBlock<S>::row_bytes(V, a.head_dim_v), thread.index);
+                                            rows, KeyBlock<S>::row_bytes(V, a.head_dim_v), index);
         load_tile<Tile<kRowV>, N, kThreads>(to + kValues, v + n0 * a.v.strides.row, a.v.strides.row * 2, keys,
-                                            KeyBlock<S>::row_bytes(V, a.head_dim_v), thread.index);
+                                            KeyBlock<S>::row_bytes(V, a.head_dim_v), index);
         load_row_vectors<M, kThreads>(row_vectors + (n & 1) * M * 8, a, row_of_head<S>(a, place, e.head) + m0,
-                                      thread.index);
+                                      index);
         if (!kOnce || n == begin) {
-          Inputs::load(inputs + (kOnce ? 0 : n & 1) * Inputs::kBytes, a, place, e.head, m0, n0, thread.index);
+          Inputs::load(inputs + (kOnce ? 0 : n & 1) * Inputs::kBytes, a, place, e.head, m0, n0, index);
         }
       }
     }
@@ -133,33 +147,36 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_bias_gradient(const
   const typename Tile<kRowV>::Lane columns_v(0, thread.lane, true);
   const int row = wq * T * 16;  // in the tile
   const int column = wk * W;
+  Entry now = entry_at(begin);
+  Entry after = now;
   if (begin < end) {
     if constexpr (S.stages == 1) {
-      load(begin, 1);
-      load(begin, 2);
+      load(begin, now, 1);
+      load(begin, now, 2);
       copy_wait<1>();
       sync();
     } else {
-      load(begin, 3);
+      load(begin, now, 3);
     }
   }
 
 #pragma unroll 1
-  for (int n = begin; n < end; ++n) {
+  for (int n = begin; n < end; ++n, now = after) {
+    advance(after);
     if constexpr (S.stages > 1) {
       copy_wait<0>();
       sync();
       if (n + 1 < end) {
-        load(n + 1, 3);
+        load(n + 1, after, 3);
       }
     }
-    const Entry e = entry(n);
-    const bool some = !(S.banded || S.ragged) || meets(e.place);
+    const Place place = place_of(now);
+    const bool some = !(S.banded || S.ragged) || meets(place);
     const u32 stage = stages + n % S.stages * kStageBytes;
     const u32 vectors = row_vectors + (n & 1) * M * 8;
     const u32 scores = inputs + (kOnce ? 0 : n & 1) * Inputs::kBytes;
-    HeadState<S, false, T, P / 8> head(a, e.place, e.head, e.head_k, m0 + row, thread.g, true);
-    const math::Band<int> band = e.place.template band<S>(a);
+    HeadState<S, false, T, P / 8> head(a, place, now.head, now.head / group, m0 + row, thread.g, true);
+    const math::Band<int> band = place.band<S>(a);
 #pragma unroll
     for (int part = 0; part < W; part += P) {
       const int key = n0 + column + part;
@@ -173,7 +190,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_bias_gradient(const
         copy_wait<0>();
         sync();
         if (n + 1 < end) {
-          load(n + 1, 1);
+          load(n + 1, after, 1);
         }
       }
       if (some) {
@@ -184,11 +201,11 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_bias_gradient(const
         copy_wait<0>();
         sync();
         if (n + 1 < end) {
-          load(n + 1, 2);
+          load(n + 1, after, 2);
         }
       }
       if (some) {
-        const bool edge = key + P > e.place.k_len ||
+        const bool edge = key + P > place.k_len ||
                           (S.banded && band.tile(m0 + row, m0 + row + T * 16, key, key + P) != math::TileClass::kFull);
         grad_scores<S, false, false, true, Inputs, M, N>(s, dp, unused, a, thread, head, band, edge, vectors, scores,
                                                          row, column + part, m0 + row, key);

@@ -237,9 +237,10 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_wide_backward(const
 
   // dk, dv through the K and V tiles.
   if constexpr (S.dkv) {
-    const int left = place.k_len - block.n0;
-    const i64 to_k = place.key_rows(a.grad_k.strides, block.head_k) + block.n0 * a.grad_k.strides.row;
-    const i64 to_v = place.key_rows(a.grad_v.strides, block.head_k) + block.n0 * a.grad_v.strides.row;
+    const KeyBlock<S> same(a, N);  // made anew: it need not stay in registers through the loop
+    const int left = same.place.k_len - same.n0;
+    const i64 to_k = same.place.key_rows(a.grad_k.strides, same.head_k) + same.n0 * a.grad_k.strides.row;
+    const i64 to_v = same.place.key_rows(a.grad_v.strides, same.head_k) + same.n0 * a.grad_v.strides.row;
     if constexpr (is_pair(kType)) {
       if (a.grad_k.data != nullptr) {
         store_floats(dk, static_cast<float*>(a.grad_k.data) + to_k, a.grad_k.strides, row_warp * TO * 16,

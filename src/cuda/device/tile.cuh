@@ -38,7 +38,12 @@ struct Place {
   template <Spec S>
   static __device__ __forceinline__ Place make(const Args& a, u32 b) {
     const u32 batch2 = u32(a.rows.batch2);
-    Place place{b, b / batch2, b % batch2, int(a.rows.rows_q), int(a.rows.rows_k), 0, 0};
+    return make<S>(a, b / batch2, b % batch2);
+  }
+  template <Spec S>
+  static __device__ __forceinline__ Place make(const Args& a, u32 b1, u32 b2) {
+    const u32 b = b1 * u32(a.rows.batch2) + b2;
+    Place place{b, b1, b2, int(a.rows.rows_q), int(a.rows.rows_k), 0, 0};
     if constexpr (S.ragged) {
       const math::Sequence sequence = a.rows.sequence(b);
       place.q_len = int(sequence.q_len);
