@@ -103,7 +103,7 @@ std::vector<Tiles> candidates(const Spec& spec) {
     return {{3, 128, 3, 2, 2}};
   }
   if (widest <= 128) {
-    if (widest == 96 && !heavy && !sm90_has_planes(spec)) {
+    if (widest == 96 && !heavy && !sm90_has_planes(spec) && !spec.ragged && !spec.left_edge) {
       return {{3, 112, 2, 2, 2}};
     }
     if (heavy && biases) {
@@ -157,9 +157,15 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
     const Sm90ForwardSizes sizes = sm90_forward_sizes(spec);
     kernel.threads = sizes.threads;
     kernel.shared_bytes = sizes.bytes;
-    if (sizes.bytes <= target.shared_per_block) {
-      return choice;
+    if (sizes.bytes > target.shared_per_block) {
+      continue;
     }
+    // sm80_forward can share the keys of a row among blocks.
+    constexpr std::int64_t kManyKeys = 2048;
+    if (sm90_order(call, operands, spec).tiles * 2 <= target.multiprocessors && call.rows.limit_k >= kManyKeys) {
+      choice.why_not = "few queries and many keys, which are split";
+    }
+    return choice;
   }
   choice.why_not = "tiles beyond the shared memory of a block";
   return choice;

@@ -21,10 +21,10 @@ struct Has {
   int batch1 = 1;
 };
 
-// A sequence's place in the list of row tiles: row tiles first ... are its own.
+// A row tile's sequence: where its rows lie, and the first of its own row tiles in the list.
 struct ListedTile {
-  int b;
-  int first;
+  int b, first;
+  int q_begin, q_len, k_begin, k_len;
 };
 
 // In the workspace, made by sm90_schedule: the next tile, and how many row tiles there are where lengths differ.
@@ -53,7 +53,9 @@ struct Sm90ForwardArgs {
   bool batch_inside = false;  // heads run slower than batch entries
   int inside = 1;             // how many there are of what runs faster
   bool store_tensor = false;  // out may be written by its tensor map
-  float scale_log2 = 1;       // scale * log2(e)
+  int low = 0;                // the band where queries and keys are as many (math::Band)
+  int high = 0;
+  float scale_log2 = 1;  // scale * log2(e)
 };
 
 }  // namespace fovea::cuda

@@ -56,12 +56,11 @@ __device__ __forceinline__ Sm90Tile sm90_tile(const Args& a, const Sm90ForwardAr
   tile.k_len = int(a.rows.rows_k);
   if constexpr (S.ragged) {
     const ListedTile listed = m.list[in_group / u32(m.heads)];
-    const math::Sequence sequence = a.rows.sequence(listed.b);
     tile.b = listed.b;
-    tile.q_begin = int(sequence.q_begin);
-    tile.q_len = int(sequence.q_len);
-    tile.k_begin = int(sequence.k_begin);
-    tile.k_len = int(sequence.k_len);
+    tile.q_begin = listed.q_begin;
+    tile.q_len = listed.q_len;
+    tile.k_begin = listed.k_begin;
+    tile.k_len = listed.k_len;
     in_group -= u32(listed.first) * u32(m.heads);
     row_tiles = u32(tile.q_len + kRows - 1) / u32(kRows);
     all = u32(m.heads);
@@ -93,12 +92,9 @@ __device__ __forceinline__ math::Interval<int> sm90_steps(const math::Band<int>&
 }
 
 template <Spec S>
-__device__ __forceinline__ math::Band<int> sm90_band(const Args& a, const Sm90Tile& tile) {
-  if constexpr (S.banded) {
-    return math::Band<int>::make(tile.q_len, tile.k_len, a.causal, a.window_left, a.window_right, a.top_left);
-  } else {
-    return {tile.q_len, tile.k_len, 0, 0};
-  }
+__device__ __forceinline__ math::Band<int> sm90_band(const Args& a, const Sm90ForwardArgs& m, const Sm90Tile& tile) {
+  const int shift = S.banded && !a.top_left ? tile.k_len - tile.q_len : 0;
+  return {tile.q_len, tile.k_len, shift + m.low, shift + m.high};
 }
 
 // ---- the warpgroup that copies: one thread of it ----
@@ -125,7 +121,7 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
     }
     const int next = S.ragged || m.schedule != nullptr ? int(gridDim.x + atomicAdd(&m.schedule->next, 1u)) : count;
     const Sm90Tile tile = sm90_tile<S>(a, m, number);
-    const math::Band<int> band = sm90_band<S>(a, tile);
+    const math::Band<int> band = sm90_band<S>(a, m, tile);
     const math::Interval<int> steps = sm90_steps<S>(band, tile.row, kRows);
     // What loads need is read from there again: this warpgroup has few registers.
     volatile Sm90Tile& here = tiles[ring_q.buffer()];
@@ -362,7 +358,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
     if (tile.b < 0) {
       break;
     }
-    const math::Band<int> band = sm90_band<S>(a, tile);
+    const math::Band<int> band = sm90_band<S>(a, m, tile);
     const math::Interval<int> steps = sm90_steps<S>(band, tile.row, kRows);
     const int top = tile.row + c * 64;
     const int row0 = top + warp * 16 + g;
@@ -378,7 +374,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
     if constexpr (S.mask) {
       for (int x = 0; x < 2; ++x) {
         inputs.mask_rows[x] = static_cast<const u32*>(a.mask.data) +
-                              a.rows.offset(a.mask.strides, tile.b, tile.head, min(row0 + 8 * x, tile.q_len - 1));
+                              a.rows.offset(a.mask.strides, tile.b, tile.head, min(row0 + 8 * x, band.seqlen_q - 1));
       }
     }
 
@@ -433,7 +429,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
     if constexpr (S.banded) {
       own_end = min(steps.end, sm90_steps<S>(band, top, 64).end);
     }
-    if (top >= tile.q_len) {
+    if (top >= band.seqlen_q) {
       own_end = steps.begin;
     }
     softmax.start();
@@ -523,7 +519,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
           asm volatile("" : "+r"(dropout.row.high.bits));
           dropout.draw(n * kStep, t);
         }
-        inputs.load_words(n * kStep, tile.k_len, t);
+        inputs.load_words(n * kStep, band.seqlen_k, t);
       };
 
       // ---- the first step ----
@@ -542,7 +538,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
       release_stored();
       // 0 * NaN is NaN: what lies behind the sequence's end must not be there. Every warpgroup writes the same zeros.
       if constexpr (S.ragged) {
-        const int live = tile.k_len - n * kStep;
+        const int live = band.seqlen_k - n * kStep;
         if (live < kStep) {
           barrier_wait(barriers.v_full(ring_v.buffer()), ring_v.parity());
           const u32 to = base + kSizes.v_at + ring_v.buffer() * kSizes.v;

@@ -62,7 +62,12 @@ __global__ void __launch_bounds__(kSm90ScheduleThreads)
     for (int b = thread; b < batch; b += kSm90ScheduleThreads) {
       const math::Sequence sequence = a.rows.sequence(b);
       const int count = row_tiles(sequence);
-      const ListedTile listed{b, atomicAdd(&places[class_of(sequence)], count)};
+      const ListedTile listed{b,
+                              atomicAdd(&places[class_of(sequence)], count),
+                              int(sequence.q_begin),
+                              int(sequence.q_len),
+                              int(sequence.k_begin),
+                              int(sequence.k_len)};
       int later = kLongMost;
       if (count > kFew) {
         later = atomicAdd(&long_count, 1);
@@ -77,7 +82,7 @@ __global__ void __launch_bounds__(kSm90ScheduleThreads)
     }
     sync();
     for (int n = 0; n < min(long_count, kLongMost); ++n) {
-      const int count = row_tiles(a.rows.sequence(longs[n].b));
+      const int count = (longs[n].q_len + kRows - 1) / kRows;
       for (int i = thread; i < count; i += kSm90ScheduleThreads) {
         to.list[longs[n].first + i] = longs[n];
       }

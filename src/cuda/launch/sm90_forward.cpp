@@ -6,6 +6,7 @@
 #include "cuda/device/sm90_args.h"
 #include "cuda/device/sm90_sizes.h"
 #include "cuda/launch/launcher.h"
+#include "math/band.h"
 #include "math/softmax.h"
 
 namespace fovea::cuda {
@@ -119,6 +120,9 @@ void Launcher::sm90_forward(std::size_t number) {
   args.heads_together = order.heads_together;
   args.batch_inside = order.batch_inside;
   args.inside = order.batch_inside ? args.batch : args.heads;
+  const auto band = math::Band<int>::make(0, 0, args_.causal, args_.window_left, args_.window_right, false);
+  args.low = band.low;
+  args.high = band.high;
   args.scale_log2 = args_.scale * math::kLog2E;
   void* parameters[] = {&args_, &args};
   // Programmatic launches go into graphs since CUDA 12.3.
