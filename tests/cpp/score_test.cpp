@@ -57,6 +57,32 @@ TEST(ScoreTest, SoftcapFarOut) {
   }
 }
 
+// A float with the one function more that tanh_by_exp2 asks for.
+struct WithReciprocal {
+  float x;
+  explicit WithReciprocal(float value) : x(value) {}
+  friend WithReciprocal operator+(WithReciprocal a, WithReciprocal b) { return WithReciprocal(a.x + b.x); }
+  friend WithReciprocal operator-(WithReciprocal a, WithReciprocal b) { return WithReciprocal(a.x - b.x); }
+  friend WithReciprocal operator*(WithReciprocal a, WithReciprocal b) { return WithReciprocal(a.x * b.x); }
+  friend WithReciprocal exp2(WithReciprocal a) { return WithReciprocal(std::exp2(a.x)); }
+  friend WithReciprocal reciprocal(WithReciprocal a) { return WithReciprocal(1 / a.x); }
+};
+
+TEST(ScoreTest, TanhWithoutTanh) {
+  for (int n = -600; n <= 600; ++n) {
+    const float x = kSmallTanh * static_cast<float>(n) / 600;
+    const double right = std::tanh(double{x});
+    EXPECT_NEAR(tanh_of_small(x), right, 3e-7 * std::abs(right));
+  }
+  for (int n = -400; n <= 400; ++n) {
+    const float x = static_cast<float>(n) * 0.05F;
+    EXPECT_NEAR(tanh_by_exp2(WithReciprocal(x)).x, std::tanh(double{x}), 3e-7);
+  }
+  EXPECT_EQ(tanh_by_exp2(WithReciprocal(1e30F)).x, 1.0F);
+  EXPECT_EQ(tanh_by_exp2(WithReciprocal(-1e30F)).x, -1.0F);
+  EXPECT_TRUE(std::isnan(tanh_of_small(std::nanf(""))));
+}
+
 TEST(ScoreTest, DualFollowsTheRulesOfDifferentiation) {
   const auto f = [](auto x, auto one) { return tanh(x * x * 0.5 - one) * (x + one) - x * 3.0; };
   for (int n = -20; n <= 20; ++n) {
