@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Every kernel that the planner takes for the case table, compiled without a GPU: none may spill, use local memory
+// beyond a small budget, or have products that ptxas serialised. Their number is printed. All of them take minutes on
+// many cores; FOVEA_KERNELS says how many are taken (a number, or "all"), spread evenly over the sorted list.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <map>
+#include <mutex>
+#include <thread>
+
+#include "check/cases.h"
+#include "core/shapes.h"
+#include "core/validate.h"
+#include "cuda/executable.h"
+#include "jit_testing.h"
+
+namespace fovea::cuda {
+namespace {
+
+constexpr std::size_t kSample = 60;  // of an architecture, where FOVEA_KERNELS does not say
+
+// What is tolerated: a few registers' worth, in kernels that have every feature at once. Measured on none to be slower
+// than what avoids it.
+constexpr int kMostSpilt = 64;
+constexpr int kMostStack = 128;
+
+std::vector<jit::Request> requests_for(const std::string& architecture) {
+  const Target target = target_of(architecture);
+  std::map<std::string, jit::Request> requests;
+  for (const check::Case& c : check::cases(check::Table::kFull)) {
+    for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
+      Problem problem = c.problem;
+      if (problem.type == DType::kFp64) {
+        continue;
+      }
+      problem.device = FOVEA_CUDA;
+      if (direction == Direction::kForward) {
+        problem.direction = direction;
+        problem.need = {};
+        problem.grad_lse = false;
+        problem.lse = true;
+      }
+      const Shapes shapes(problem);
+      const Call call = validate(shapes.get(), direction, /*shapes_only=*/true);
+      try {
+        for (const Kernel& kernel : kernels_for(call, target)) {
+          const jit::Request request = request_of(kernel, target);
+          requests.emplace(request.expression(), request);
+        }
+      } catch (const Error& error) {
+        EXPECT_EQ(error.status(), FOVEA_UNSUPPORTED) << error.what();  // how many: cuda_plan_test.cpp
+      }
+    }
+  }
+  std::vector<jit::Request> sorted;
+  for (auto& [expression, request] : requests) {
+    sorted.push_back(request);
+  }
+  return sorted;
+}
+
+std::vector<jit::Request> sampled(const std::vector<jit::Request>& all) {
+  const char* const asked = std::getenv("FOVEA_KERNELS");
+  const std::string text = asked != nullptr ? asked : std::to_string(kSample);
+  const std::size_t count = text == "all" ? all.size() : std::min<std::size_t>(std::stoul(text), all.size());
+  std::vector<jit::Request> some;
+  for (std::size_t i = 0; i < count; ++i) {
+    some.push_back(all[i * all.size() / count]);
+  }
+  return some;
+}
+
+std::vector<std::string> faults_of(const jit::Report& report) {
+  std::vector<std::string> faults;
+  if (report.spill_bytes > kMostSpilt) {
+    faults.push_back(fmt::format("{} bytes spilt; accepted: {}", report.spill_bytes, kMostSpilt));
+  }
+  if (const int local = std::max(report.stack_bytes, report.local_bytes); local > kMostStack) {
+    faults.push_back(fmt::format("{} bytes of local memory; accepted: {}", local, kMostStack));
+  }
+  for (const jit::Report::Message& message : report.messages) {
+    if (message.loss) {
+      faults.push_back(fmt::format("{}: {}", message.code, message.text));
+    }
+  }
+  return faults;
+}
+
+class CudaKernels : public ::testing::TestWithParam<const char*> {};
+
+TEST_P(CudaKernels, CompileWithoutLosses) {
+  const std::vector<jit::Request> all = requests_for(GetParam());
+  const std::vector<jit::Request> some = sampled(all);
+  ASSERT_GT(all.size(), 500u);
+  jit::Settings settings;
+  settings.nvrtc = jit_testing::nvrtc_search();
+  jit::Jit jit(settings);
+  std::mutex mutex;
+  std::atomic<std::size_t> next = 0;
+  int spilling = 0;
+  const auto work = [&] {
+    for (std::size_t n = next++; n < some.size(); n = next++) {
+      std::vector<std::string> faults;
+      bool spills = false;
+      try {
+        const auto binary = jit.binary(some[n]);
+        faults = faults_of(binary->report);
+        spills = binary->report.spill_bytes > 0;
+      } catch (const Error& error) {
+        faults.emplace_back(error.what());
+      }
+      const std::lock_guard<std::mutex> lock(mutex);
+      spilling += spills ? 1 : 0;
+      for (const std::string& fault : faults) {
+        ADD_FAILURE() << some[n].architecture << " " << some[n].expression() << ": " << fault;
+      }
+    }
+  };
+  std::vector<std::thread> threads;
+  for (unsigned i = 1; i < std::max(std::thread::hardware_concurrency(), 1u); ++i) {
+    threads.emplace_back(work);
+  }
+  work();
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  std::printf("%s: %zu kernels for the case table, %zu compiled, %d with a spill\n", GetParam(), all.size(),
+              some.size(), spilling);
+}
+
+INSTANTIATE_TEST_SUITE_P(Architectures, CudaKernels, ::testing::Values("sm_80", "sm_90", "sm_120"),
+                         [](const auto& info) { return std::string(info.param); });
+
+}  // namespace
+}  // namespace fovea::cuda

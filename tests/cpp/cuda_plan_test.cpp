@@ -1,0 +1,313 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Plans of the CUDA backend, which need no GPU: tiles and grids against a file of golden lines, what is prepared for
+// which tensors, the workspace, and what holds for every row of the case table on every architecture.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <set>
+#include <sstream>
+
+#include "check/cases.h"
+#include "core/shapes.h"
+#include "core/validate.h"
+#include "cuda/config/print.h"
+#include "cuda/executable.h"
+
+namespace fovea::cuda {
+namespace {
+
+struct Line {
+  explicit Line(const std::string& text) : problem(parse(text + " device=cuda")), shapes(problem) {
+    call = validate(shapes.get(), problem.direction, /*shapes_only=*/true);
+  }
+  Problem problem;
+  Shapes shapes;
+  Call call;
+};
+
+Plan plan_of_line(const std::string& text, const std::string& architecture = "sm_90") {
+  return plan_for(Line(text).call, target_of(architecture));
+}
+
+const Launch* find(const Plan& plan, Step step) {
+  for (const Launch& launch : plan.launches) {
+    if (launch.step == step) {
+      return &launch;
+    }
+  }
+  return nullptr;
+}
+
+std::vector<Problem> both_directions_of_the_table() {
+  std::vector<Problem> problems;
+  for (const check::Case& c : check::cases(check::Table::kFull)) {
+    if (c.problem.type == DType::kFp64) {
+      continue;
+    }
+    Problem problem = c.problem;
+    problem.device = FOVEA_CUDA;
+    problems.push_back(problem);
+    problem.direction = Direction::kForward;
+    problem.need = {};
+    problem.grad_lse = false;
+    problem.lse = true;
+    problems.push_back(problem);
+  }
+  return problems;
+}
+
+// ---- Spec as text ----
+
+struct Anything {
+  template <class T>
+  constexpr operator T() const;  // NOLINT(google-explicit-constructor)
+};
+template <class T, class... Fields>
+constexpr int fields_of() {
+  if constexpr (requires { T{Fields{}..., Anything{}}; }) {
+    return fields_of<T, Fields..., Anything>();
+  } else {
+    return sizeof...(Fields);
+  }
+}
+
+TEST(CudaSpec, EveryFieldIsPrinted) {
+  int visited = 0;
+  std::set<std::string> names;
+  for_each_field(Spec{}, [&](const char* name, const auto&, const auto&) {
+    ++visited;
+    names.insert(name);
+  });
+  EXPECT_EQ(visited, fields_of<Spec>());
+  EXPECT_EQ(names.size(), static_cast<std::size_t>(visited));
+}
+
+TEST(CudaSpec, AsATemplateArgument) {
+  EXPECT_EQ(print(Spec{}), "fovea::cuda::Spec{}");
+  Spec spec;
+  spec.arch = 90;
+  spec.type = Type::kFp16;
+  spec.d = 128;
+  spec.bias = BiasTile::kFp32;
+  spec.dropout = DropoutRule::kFovea;
+  spec.lazy = true;
+  EXPECT_EQ(print(spec),
+            "fovea::cuda::Spec{.arch = 90, .type = fovea::cuda::Type::kFp16, .d = 128, .bias = "
+            "fovea::cuda::BiasTile::kFp32, .dropout = fovea::cuda::DropoutRule::kFovea, .lazy = true}");
+}
+
+// ---- targets ----
+
+TEST(CudaTarget, ArchitecturesByName) {
+  EXPECT_EQ(target_of("sm_80").capability, 80);
+  EXPECT_EQ(target_of("sm_90a").architecture(), "sm_90");
+  EXPECT_EQ(target_of("sm_90").architecture(true), "sm_90a");
+  try {
+    target_of("sm_75");
+    ADD_FAILURE();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.status(), FOVEA_INVALID_ARGUMENT);
+    EXPECT_NE(std::string(error.what()).find("'sm_75'; accepted: sm_80, "), std::string::npos) << error.what();
+  }
+}
+
+// ---- golden ----
+
+std::string text_of(const std::string& line, const std::string& architecture) {
+  std::string text = fmt::format("{}: {}\n", architecture, line);
+  const Plan plan = plan_of_line(line, architecture);
+  for (const Launch& launch : plan.launches) {
+    text += fmt::format("  {}<{}> {} blocks{} of {} threads, {} bytes\n", launch.kernel.name, print(launch.kernel.spec),
+                        launch.blocks, launch.blocks_y > 1 ? fmt::format(" x {}", launch.blocks_y) : "",
+                        launch.kernel.threads, launch.kernel.shared_bytes);
+  }
+  return text + fmt::format("  workspace {} bytes\n", plan.workspace.bytes());
+}
+
+TEST(CudaPlan, Golden) {
+  const char* const kFile = FOVEA_SOURCE_DIR "/tests/cpp/golden/cuda_plans.txt";
+  constexpr const char* kLines[] = {
+      "fwd b=4 hq=32 sq=4096 sk=4096 d=64 bf16 lse",
+      "fwd b=2 hq=32 hk=8 sq=4096 sk=4096 d=128 bf16 causal lse",
+      "fwd b=2 hq=8 sq=2048 sk=2048 d=128 fp16 bias=1,h,q,k dropout=0.1 lse",
+      "fwd b=2 hq=8 sq=2048 sk=2048 d=64 fp32 lse",
+      "fwd b=1 hq=8 sq=2048 sk=2048 d=256 bf16 lse",
+      "fwd b=1 hq=8 sq=2048 sk=2048 d=512 bf16 lse",
+      "fwd b=1 hq=8 hk=1 sq=1 sk=32768 d=128 bf16 causal",
+      "fwd b=2 hq=4 sq=333 sk=461 d=77 bf16 mask=b,h,q,k bias=b,1,1,k bias2=1,h,q,1:fp32",
+      "bwd b=4 hq=32 sq=4096 sk=4096 d=64 bf16",
+      "bwd b=2 hq=32 hk=8 sq=4096 sk=4096 d=128 bf16 causal det",
+      "bwd b=2 hq=8 sq=2048 sk=2048 d=128 bf16 bias=1,h,q,k",
+      "bwd b=2 hq=8 sq=2048 sk=2048 d=64 fp32 sink bias=b,1,1,k bias2=1,h,q,1",
+      "bwd b=1 hq=8 sq=2048 sk=2048 d=512 bf16 need=q",
+  };
+  std::string text;
+  for (const char* architecture : {"sm_80", "sm_90", "sm_120"}) {
+    for (const char* line : kLines) {
+      text += text_of(line, architecture);
+    }
+  }
+  if (std::getenv("FOVEA_WRITE_GOLDEN") != nullptr) {
+    std::ofstream(kFile) << text;
+  }
+  std::stringstream golden;
+  golden << std::ifstream(kFile).rdbuf();
+  EXPECT_EQ(text, golden.str())
+      << "where that is meant: FOVEA_WRITE_GOLDEN=1 fovea_tests --gtest_filter=CudaPlan.Golden";
+}
+
+// ---- what is prepared ----
+
+TEST(CudaPlan, AlignedTensorsAreReadWhereTheyAre) {
+  const Plan plan = plan_of_line("fwd b=2 hq=4 sq=128 sk=128 d=64 bf16 bias=b,h,q,k");
+  ASSERT_EQ(plan.launches.size(), 1u);
+  EXPECT_EQ(plan.operands.q.region, Region::kNone);
+  EXPECT_EQ(plan.operands.bias.region, Region::kNone);
+  EXPECT_TRUE(plan.operands.vector_stores);
+}
+
+TEST(CudaPlan, OthersArePacked) {
+  Line line("fwd b=2 hq=4 sq=128 sk=130 d=60 bf16 bias=1,h,q,k");
+  const Plan plan = plan_for(line.call, target_of("sm_90"));
+  const Launch* pack = find(plan, Step::kPack);
+  ASSERT_NE(pack, nullptr);
+  EXPECT_EQ(pack->blocks_y, 4u);  // q, k, v, bias
+  EXPECT_EQ(plan.operands.head_dim, 64);
+  EXPECT_EQ(plan.operands.q.strides.row, 64);
+  EXPECT_EQ(plan.operands.bias.strides.row, 136);  // of 16 bytes
+  EXPECT_EQ(plan.operands.bias.strides.batch1, 0);
+  EXPECT_FALSE(plan.operands.vector_stores);
+
+  Line aligned("fwd b=2 hq=4 sq=128 sk=128 d=64 bf16");
+  EXPECT_EQ(plan_for(aligned.call, target_of("sm_90")).workspace.bytes(), 0);
+  aligned.call.k.data = reinterpret_cast<void*>(2);
+  EXPECT_EQ(plan_for(aligned.call, target_of("sm_90")).operands.k.region, Region::kK);
+}
+
+TEST(CudaPlan, BiasesByWhatTheyReallyHave) {
+  Line line("fwd b=2 hq=4 sq=128 sk=128 d=64 bf16 bias=b,h,q,k bias2=1,h,q,1:fp32 mask=b,1,1,k");
+  const Operands& all = plan_for(line.call, target_of("sm_90")).operands;
+  EXPECT_EQ(all.features.bias, BiasTile::kBf16);
+  EXPECT_EQ(all.features.bias2, BiasTile::kNone);
+  EXPECT_TRUE(all.features.query_term);
+  EXPECT_TRUE(all.features.key_term);
+  EXPECT_FALSE(all.features.mask);
+  EXPECT_EQ(all.query_term.strides.row, 1);
+  EXPECT_EQ(all.key_term.strides.col, 1);
+  EXPECT_EQ(all.key_term.strides.head, 0);
+  line.call.bias.strides.row = 0;  // expanded by the caller
+  const Operands expanded = plan_for(line.call, target_of("sm_90")).operands;
+  EXPECT_EQ(expanded.features.bias, BiasTile::kNone);
+  ASSERT_EQ(expanded.terms.size(), 2u);
+  EXPECT_EQ(expanded.terms[0].biases.size(), 1u);
+}
+
+TEST(CudaPlan, MaskBits) {
+  const Plan plan = plan_of_line("fwd b=2 hq=4 sq=100 sk=130 d=64 bf16 mask=1,h,q,k");
+  EXPECT_TRUE(plan.operands.features.mask);
+  EXPECT_EQ(plan.operands.mask.strides.row, 8);  // words: five, in pieces of 16 bytes
+  EXPECT_EQ(plan.workspace.size(Region::kMaskBits), 4 * 100 * 8 * 4);
+}
+
+TEST(CudaPlan, OnlyWhatIsAskedForIsComputed) {
+  const auto steps = [](const std::string& line) {
+    std::set<Step> steps;
+    for (const Launch& launch : plan_of_line(line).launches) {
+      steps.insert(launch.step);
+    }
+    return steps;
+  };
+  using Steps = std::set<Step>;
+  const std::string line = "bwd b=2 hq=4 sq=128 sk=128 d=64 bf16 sink bias=1,h,q,k bias2=b,1,1,k ";
+  EXPECT_EQ(steps(line + "need=q"), (Steps{Step::kTerm, Step::kBackwardPrepare, Step::kBackwardDq}));
+  EXPECT_EQ(steps(line + "need=k"), (Steps{Step::kTerm, Step::kBackwardPrepare, Step::kBackward}));
+  EXPECT_EQ(steps(line + "need=q,k"),
+            (Steps{Step::kTerm, Step::kBackwardPrepare, Step::kBackward, Step::kBackwardConvert}));
+  EXPECT_EQ(steps(line + "need=q,k det"),
+            (Steps{Step::kTerm, Step::kBackwardPrepare, Step::kBackward, Step::kBackwardDq}));
+  EXPECT_EQ(steps(line + "need=bias2"),
+            (Steps{Step::kTerm, Step::kBackwardPrepare, Step::kBackward, Step::kReduceColumns}));
+  EXPECT_EQ(steps(line + "need=sink"), (Steps{Step::kTerm, Step::kBackwardPrepare, Step::kReduceSink}));
+  EXPECT_TRUE(steps(line + "need=bias").count(Step::kBiasGradient));
+}
+
+TEST(CudaPlan, FewQueriesSplitTheKeys) {
+  const Plan plan = plan_of_line("fwd b=1 hq=8 hk=1 sq=1 sk=32768 d=128 bf16 causal");
+  const Launch* forward = find(plan, Step::kForward);
+  const Launch* combine = find(plan, Step::kCombine);
+  ASSERT_TRUE(forward != nullptr && combine != nullptr);
+  EXPECT_TRUE(forward->kernel.spec.split);
+  EXPECT_FALSE(forward->kernel.spec.banded);  // the last row meets every key
+  EXPECT_GT(forward->pieces, 8);
+  EXPECT_EQ(combine->pieces, forward->pieces);
+  EXPECT_EQ(find(plan_of_line("fwd b=8 hq=32 sq=4096 sk=4096 d=128 bf16"), Step::kCombine), nullptr);
+}
+
+// ---- limits ----
+
+TEST(CudaPlan, MaxSeqlenBeyondAllRowsCostsNothing) {
+  for (const std::string direction : {"fwd", "bwd"}) {
+    const std::string line = direction +
+                             " b=2 hq=4 hk=2 seqs_q=3,9 seqs_k=300,700 total_q=12 total_k=1000 d=8 fp16 "
+                             "bias=b,h,1,1 bias2=1,1,1,1 sink ";
+    const Plan expected = plan_of_line(line + "max_q=12 max_k=1000");
+    const Plan far = plan_of_line(line + "max_q=1099511627776 max_k=1099511627776");
+    EXPECT_EQ(far.workspace.bytes(), expected.workspace.bytes());
+    EXPECT_EQ(far.launches.size(), expected.launches.size());
+  }
+}
+
+TEST(CudaPlan, NothingToComputeIsNoLaunch) {
+  EXPECT_TRUE(plan_of_line("fwd b=0 hq=4 sq=128 sk=128 d=64 bf16").launches.empty());
+  EXPECT_TRUE(plan_of_line("fwd b=2 hq=4 sq=0 sk=128 d=64 bf16").launches.empty());
+  EXPECT_NE(find(plan_of_line("bwd b=2 hq=4 sq=0 sk=128 d=64 bf16"), Step::kBackward), nullptr);  // zeros
+}
+
+TEST(CudaPlan, MoreHeadsThanAGridDimensionHas) {
+  const Plan plan = plan_of_line("bwd b=70000 hq=2 sq=16 sk=16 d=32 bf16");
+  for (const Launch& launch : plan.launches) {
+    EXPECT_EQ(launch.blocks_y, 1u);
+    EXPECT_GE(launch.blocks, 132) << launch.kernel.name;
+  }
+}
+
+// ---- every row ----
+
+TEST(CudaPlan, EveryRowOnEveryArchitecture) {
+  for (const std::string architecture : {"sm_80", "sm_86", "sm_90", "sm_100", "sm_120"}) {
+    const Target target = target_of(architecture);
+    int refused = 0;
+    for (const Problem& problem : both_directions_of_the_table()) {
+      const Shapes shapes(problem);
+      const Call call = validate(shapes.get(), problem.direction, /*shapes_only=*/true);
+      try {
+        const Plan plan = plan_for(call, target);
+        std::int64_t end = 0;
+        for (int region = 0; region < kRegions; ++region) {
+          if (plan.workspace.has(Region(region))) {
+            EXPECT_EQ(plan.workspace.offset(Region(region)) % Workspace::kAlignment, 0);
+            end = std::max(end, plan.workspace.offset(Region(region)) + plan.workspace.size(Region(region)));
+          }
+        }
+        EXPECT_LE(end, plan.workspace.bytes());
+        for (const Launch& launch : plan.launches) {
+          EXPECT_GT(launch.blocks, 0);
+          EXPECT_LE(launch.kernel.shared_bytes, target.shared_per_block) << print(launch.kernel.spec);
+          EXPECT_LE(launch.kernel.threads, 1024);
+          EXPECT_EQ(launch.kernel.spec.arch, target.capability) << launch.kernel.name;
+        }
+      } catch (const Error& error) {
+        ++refused;
+        EXPECT_EQ(error.status(), FOVEA_UNSUPPORTED) << error.what();
+        EXPECT_LT(target.shared_per_block, 160 * 1024) << print(problem) << ": " << error.what();
+      }
+    }
+    RecordProperty("refused_" + architecture, refused);
+  }
+}
+
+}  // namespace
+}  // namespace fovea::cuda
