@@ -262,7 +262,8 @@ class Planner {
     BackwardWants work;
     work.dkv = p.need.k || p.need.v;
     work.column_sum = any(Gradient::kColumns);
-    work.dq = p.need.q && work.dkv && !p.deterministic;
+    work.dq = p.need.q && work.dkv && !p.deterministic &&
+              backward_adds_dq(features, plan_.target, work.column_sum);
 
     constexpr std::int64_t kFloat = sizeof(float);
     const std::int64_t padded = padded_rows(rows) * rows.heads_q;
@@ -296,7 +297,7 @@ class Planner {
       add(Step::kBackwardConvert, part("backward_convert", spec), heads * tiles_of(rows.limit_q, kRows));
     } else if (p.need.q) {
       const Kernel kernel = taken(sm80_backward_dq(features, plan_.target));
-      add(Step::kBackwardDq, kernel, backward_dq_blocks(call_, kernel.spec));
+      add(Step::kBackwardDq, kernel, backward_dq_blocks(call_, kernel));
     }
     bias(gradients[0], p.bias, 0);
     bias(gradients[1], p.bias2, 1);

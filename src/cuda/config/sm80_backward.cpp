@@ -5,6 +5,7 @@
 #include "cuda/config/sm80_backward.h"
 
 #include <algorithm>
+#include <string_view>
 #include <vector>
 
 #include "cuda/device/sm80_backward_sizes.h"
@@ -186,15 +187,20 @@ std::vector<Tiles> bias_gradient_candidates(const Spec& s) {
   return candidates;
 }
 
+// Any head dimension: columns of a phase and of a result take the place of those of a row.
+Choice chunked(const char* name, const Spec& features, const Target& target, int (*shared_bytes)(const Spec&)) {
+  Spec spec = features;
+  spec.d = 64;
+  spec.dv = spec.type == Type::kFp32 ? 128 : 256;
+  return choose(name, "sm80_chunked_backward.cuh", spec, target, {{4, 1, 32, 0, 1}, {2, 1, 16, 0, 1}}, shared_bytes);
+}
+
 std::int64_t tiles_of(std::int64_t length, std::int64_t size) { return (length + size - 1) / size; }
 
-}  // namespace
+// Args::head_dim of that many columns.
+std::int64_t chunked_columns(std::int64_t columns) { return tiles_of(columns, 8) * 8; }
 
-Choice sm80_backward(const Spec& features, const Target& target, const BackwardWants& wants) {
-  Spec spec = padded(features);
-  spec.dq = wants.dq;
-  spec.dkv = wants.dkv;
-  spec.column_sum = wants.column_sum;
+Choice resident_backward(const Spec& spec, const Target& target) {
   const int widest = std::max(spec.d, spec.dv);
   if (widest <= 64) {
     std::vector<Tiles> candidates = narrow_candidates(spec);
@@ -213,11 +219,41 @@ Choice sm80_backward(const Spec& features, const Target& target, const BackwardW
                 wide_backward_shared_bytes);
 }
 
+}  // namespace
+
+bool backward_adds_dq(const Spec& features, const Target& target, bool column_sum) {
+  Spec spec = padded(features);
+  spec.dq = true;
+  spec.dkv = true;
+  spec.column_sum = column_sum;
+  return resident_backward(spec, target).why_not == nullptr;
+}
+
+Choice sm80_backward(const Spec& features, const Target& target, const BackwardWants& wants) {
+  Spec spec = padded(features);
+  spec.dq = wants.dq;
+  spec.dkv = wants.dkv;
+  spec.column_sum = wants.column_sum;
+  const Choice choice = resident_backward(spec, target);
+  if (choice.why_not == nullptr || wants.dq) {
+    return choice;
+  }
+  return chunked("sm80_chunked_backward", spec, target,
+                 [](const Spec& s) { return chunked_backward_shared_bytes(s, true); });
+}
+
 Choice sm80_backward_dq(const Spec& features, const Target& target) {
   Spec spec = padded(features);
   spec.dq = true;
-  return choose("sm80_backward_dq", "sm80_backward_dq.cuh", spec, target, dq_candidates(spec),
-                backward_dq_shared_bytes);
+  if (std::max(spec.d, spec.dv) <= kMostBackwardColumns) {
+    const Choice choice =
+        choose("sm80_backward_dq", "sm80_backward_dq.cuh", spec, target, dq_candidates(spec), backward_dq_shared_bytes);
+    if (choice.why_not == nullptr) {
+      return choice;
+    }
+  }
+  return chunked("sm80_chunked_backward_dq", spec, target,
+                 [](const Spec& s) { return chunked_backward_shared_bytes(s, false); });
 }
 
 Choice sm80_bias_gradient(const Spec& features, const Target& target, BiasTile type) {
@@ -228,13 +264,25 @@ Choice sm80_bias_gradient(const Spec& features, const Target& target, BiasTile t
 }
 
 std::int64_t backward_blocks(const Call& call, const Kernel& kernel) {
-  const bool wide = std::max(kernel.spec.d, kernel.spec.dv) > 64;
-  const int keys = wide ? wide_backward_keys(kernel.spec) : backward_keys(kernel.spec);
-  return tiles_of(call.rows.limit_k, keys) * call.rows.batch() * call.rows.heads_k;
+  const Spec& spec = kernel.spec;
+  const std::string_view name = kernel.name;
+  std::int64_t results = 1;  // blocks that share the columns of dK and dV
+  int keys = backward_keys(spec);
+  if (name == "sm80_wide_backward") {
+    keys = wide_backward_keys(spec);
+  } else if (name == "sm80_chunked_backward") {
+    results = tiles_of(chunked_columns(call.problem.head_dim), spec.dv) +
+              tiles_of(chunked_columns(call.problem.head_dim_v), spec.dv);
+  }
+  return tiles_of(call.rows.limit_k, keys) * call.rows.batch() * call.rows.heads_k * results;
 }
 
-std::int64_t backward_dq_blocks(const Call& call, const Spec& spec) {
-  return tiles_of(call.rows.limit_q, backward_dq_rows(spec)) * call.rows.batch() * call.rows.heads_q * spec.grid_o;
+std::int64_t backward_dq_blocks(const Call& call, const Kernel& kernel) {
+  const Spec& spec = kernel.spec;
+  const bool is_chunked = std::string_view(kernel.name) == "sm80_chunked_backward_dq";
+  const std::int64_t results =
+      is_chunked ? tiles_of(chunked_columns(call.problem.head_dim), spec.dv) : std::int64_t{spec.grid_o};
+  return tiles_of(call.rows.limit_q, backward_dq_rows(spec)) * call.rows.batch() * call.rows.heads_q * results;
 }
 
 std::int64_t bias_gradient_blocks(std::int64_t bias_rows, std::int64_t bias_keys, const Spec& spec) {

@@ -17,7 +17,11 @@ struct BackwardWants {
   bool column_sum = false;
 };
 
-// dk, dv (and dq by atomics): sm80_backward up to head dimensions of 64, sm80_wide_backward beyond.
+// Whether there is a kernel that makes dq together with dk and dv. Otherwise dq takes a kernel of its own.
+bool backward_adds_dq(const Spec& features, const Target& target, bool column_sum);
+
+// dk, dv (and dq by atomics): sm80_backward up to head dimensions of 64, sm80_wide_backward up to 512, beyond
+// sm80_chunked_backward, which has no dq.
 Choice sm80_backward(const Spec& features, const Target& target, const BackwardWants& wants);
 
 // dq alone, without atomics.
@@ -28,7 +32,7 @@ Choice sm80_bias_gradient(const Spec& features, const Target& target, BiasTile t
 
 // Blocks of their grids. For a bias gradient: of one plane and one chunk.
 std::int64_t backward_blocks(const Call& call, const Kernel& kernel);
-std::int64_t backward_dq_blocks(const Call& call, const Spec& spec);
+std::int64_t backward_dq_blocks(const Call& call, const Kernel& kernel);
 std::int64_t bias_gradient_blocks(std::int64_t bias_rows, std::int64_t bias_keys, const Spec& spec);
 
 // Pieces that the list of a plane is cut into, so that every multiprocessor has work.

@@ -81,6 +81,27 @@ constexpr int bias_gradient_shared_bytes(const Spec& s) {
   return work > result ? work : result;
 }
 
+// ---- sm80_chunked_backward, sm80_chunked_backward_dq: rows by `step`; Spec::d columns at a time, Spec::dv of a result
+// --
+
+constexpr int chunked_backward_rows(const Spec& s) { return s.warps * s.tiles * 16; }
+
+// One phase's tiles.
+constexpr int chunked_backward_buffer_bytes(const Spec& s) {
+  const int products = (chunked_backward_rows(s) + s.step) * s.d * element_bytes(s.type);
+  const int result = s.step * s.dv * element_bytes(s.type);
+  const int leaving = chunked_backward_rows(s) * s.dv;  // half of what leaves through both buffers
+  const int most = products > result ? products : result;
+  return most > leaving ? most : leaving;
+}
+constexpr int chunked_backward_shared_bytes(const Spec& s, bool transposed) {
+  const int rows = chunked_backward_rows(s);
+  const int queries = transposed ? s.step : rows;
+  const int keys = transposed ? rows : s.step;
+  return 2 * chunked_backward_buffer_bytes(s) +
+         2 * (row_vector_bytes(queries) + score_input_bytes(s, queries, keys, transposed));
+}
+
 }  // namespace fovea::cuda
 
 #endif  // FOVEA_CUDA_DEVICE_SM80_BACKWARD_SIZES_H

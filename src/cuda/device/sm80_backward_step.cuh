@@ -42,9 +42,12 @@ struct KeyBlock {
   int steps;
   math::Band<int> band;
 
-  __device__ __forceinline__ KeyBlock(const Args& a, int keys) {
+  KeyBlock() = default;
+  __device__ __forceinline__ KeyBlock(const Args& a, int keys) { make(a, keys, a.first_block + block_index()); }
+
+  // Number `index` of batch * heads_k * ceil(limit_k / keys).
+  __device__ __forceinline__ void make(const Args& a, int keys, u64 index) {
     const u32 blocks = (u32(a.rows.limit_k) + keys - 1) / keys;
-    const u64 index = a.first_block + block_index();
     const u32 head_of_batch = u32(index / blocks);
     const int block = int(index % blocks);
     const u32 heads_k = u32(a.rows.heads_k);
