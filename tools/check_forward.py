@@ -69,6 +69,8 @@ def random_problem(seed):
 
 
 def worker(given):
+    import ctypes
+
     import torch
     from fovea._library import lib, text
     from library import Call
@@ -83,9 +85,8 @@ def worker(given):
         p = random_problem(seed)
         line = f"[{seed}] {p.line()}"
         try:
-            import ctypes
-
-            why = text(lib.fovea_explain, ctypes.byref(Call(Tensors(p, device)).raw), 0)
+            call = Call(Tensors(p, device))
+            why = text(lib.fovea_explain, ctypes.byref(call.raw), 0)
             if given.kernel not in why or f"{given.kernel}:" in why:
                 print("other", line, "|", why.split(given.kernel + ":")[-1][:80].strip().replace("\n", " "), flush=True)
                 continue
