@@ -86,8 +86,11 @@ def attention(
     tensors = (q, k, v, bias, bias2, mask, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                seed_tensor, offset_tensor)  # fmt: skip
     compiling = torch.compiler.is_compiling()
-    plain = not (compiling or q is None or k is None or v is None) and _operators.are_plain(tensors) and not q.is_meta
-    if not plain:
+    plain = learns = False
+    if not (compiling or q is None or k is None or v is None):
+        plain, learns = _operators.survey(tensors)
+    if not plain or q.is_meta:
+        plain = False
         _check_tensors(tensors)
         if q.is_nested:
             return _nested(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, layout, return_lse,
@@ -115,7 +118,7 @@ def attention(
         tensors = (*tensors[:12], draw([x for x in tensors if x is not None]), offset_tensor)
     arguments = (*tensors, seed, offset, *options)
     if direct:
-        if _wants_gradient(tensors):
+        if learns and torch.is_grad_enabled():
             out, lse = _operators.direct_attention(arguments)
         else:
             out, lse = _call.compute(arguments, return_lse)
@@ -145,14 +148,6 @@ def _check_tensors(tensors: tuple) -> None:
             raise TypeError(f"{name}: a tensor of layout {tensor.layout}; accepted: a dense one")
     if device.type not in _DEVICES:
         raise NotImplementedError(f"q: lies on {device}; this build of fovea computes on the CPU and on CUDA devices")
-
-
-def _wants_gradient(tensors: tuple) -> bool:
-    if torch.is_grad_enabled():
-        for tensor in tensors:
-            if tensor is not None and tensor.requires_grad:
-                return True
-    return False
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:

@@ -284,6 +284,8 @@ class _Problem:
     def run(self, direction: int, or_warn: bool) -> bool:
         """Whether the problem is as it was, so that it may serve again."""
         status = self._call(direction)
+        if status == _abi.OK:
+            return True
         as_it_was = True
         if status == _abi.UNSUPPORTED and or_warn:
             why = lib.fovea_last_error().decode()

@@ -163,7 +163,7 @@ def _gradients(
 def _direct(*arguments: Any) -> Sequence[Tensor]:
     grad_out, grad_lse = arguments[:2]
     is_zero = grad_out._is_zerotensor() or (grad_lse is not None and grad_lse._is_zerotensor())  # without memory
-    if torch.is_grad_enabled() or is_zero or not are_plain((grad_out, grad_lse)) or is_watched():
+    if torch.is_grad_enabled() or is_zero or not survey((grad_out, grad_lse))[0] or is_watched():
         return _through_dispatcher(*arguments)
     return _call.backward(*arguments)
 
@@ -214,17 +214,18 @@ _profiler = torch._C._autograd._profiler_enabled
 _tracing = torch._C._get_tracing_state
 
 
-def are_plain(tensors: Iterable[Optional[Tensor]]) -> bool:
-    """Whether all are dense tensors of PyTorch's own type, with no negation that is still to be done."""
+def survey(tensors: Iterable[Optional[Tensor]]) -> tuple[bool, bool]:
+    """Whether all are dense tensors of PyTorch's own type, with no negation that is still to be done; and, if they are,
+    whether one of them requires a gradient."""
+    strided = torch.strided
+    learns = False
     for tensor in tensors:
-        if tensor is not None and (
-            type(tensor) not in _PLAIN
-            or tensor.layout is not torch.strided
-            or tensor.is_neg()
-            or tensor.is_nested
-        ):
-            return False
-    return True
+        if tensor is not None:
+            if type(tensor) not in _PLAIN or tensor.layout is not strided or tensor.is_neg() or tensor.is_nested:
+                return False, False
+            if tensor.requires_grad:
+                learns = True
+    return True, learns
 
 
 def is_watched() -> bool:
