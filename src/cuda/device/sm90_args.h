@@ -55,7 +55,8 @@ struct Sm90ForwardArgs {
   bool store_tensor = false;  // out may be written by its tensor map
   int low = 0;                // the band where queries and keys are as many (math::Band)
   int high = 0;
-  float scale_log2 = 1;  // scale * log2(e)
+  float scale_of_cap = 0;  // scale / softcap
+  float scale_log2 = 1;    // scale * log2(e)
 };
 
 }  // namespace fovea::cuda

@@ -464,7 +464,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
           }
         };
         const auto finish = [&] {
-          softmax.finish(a, inputs, ring_planes.buffer(), n * kStep);
+          softmax.finish(a, m, inputs, ring_planes.buffer(), n * kStep);
           softmax.mask(band, top, row0, n * kStep, t);
         };
         wait_planes();

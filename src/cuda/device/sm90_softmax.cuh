@@ -228,28 +228,28 @@ struct Sm90Softmax {
   // ---- from dot products to scores ----
 
   template <bool kSmall>
-  __device__ __forceinline__ void cap(const Args& a) {
-    const float inverse = a.scale / a.softcap;
+  __device__ __forceinline__ void cap(const Args& a, const Sm90ForwardArgs& m) {
 #pragma unroll
     for (int i = 0; i < S.step / 2; ++i) {
-      const float x = s[i] * inverse;
+      const float x = s[i] * m.scale_of_cap;
       const float small = math::tanh_of_small(x);
       s[i] = a.softcap * (kSmall || fabsf(x) <= math::kSmallTanh ? small : math::tanh_by_exp2(Capped(x)).x);
     }
   }
 
   // The band and the end of the sequence are another matter (mask).
-  __device__ __forceinline__ void finish(const Args& a, const Sm90Inputs<S>& inputs, int stage, int n0) {
+  __device__ __forceinline__ void finish(const Args& a, const Sm90ForwardArgs& m, const Sm90Inputs<S>& inputs,
+                                         int stage, int n0) {
     if constexpr (S.softcap) {
       float largest = 0;
 #pragma unroll
       for (int i = 0; i < S.step / 2; ++i) {
         largest = fmaxf(largest, fabsf(s[i]));
       }
-      if (__all_sync(~0u, largest * fabsf(a.scale / a.softcap) <= math::kSmallTanh)) {
-        cap<true>(a);
+      if (__all_sync(~0u, largest * fabsf(m.scale_of_cap) <= math::kSmallTanh)) {
+        cap<true>(a, m);
       } else {
-        cap<false>(a);
+        cap<false>(a, m);
       }
     } else if constexpr (kNatural) {
 #pragma unroll

@@ -123,6 +123,7 @@ void Launcher::sm90_forward(std::size_t number) {
   const auto band = math::Band<int>::make(0, 0, args_.causal, args_.window_left, args_.window_right, false);
   args.low = band.low;
   args.high = band.high;
+  args.scale_of_cap = args_.softcap > 0 ? args_.scale / args_.softcap : 0;
   args.scale_log2 = args_.scale * math::kLog2E;
   void* parameters[] = {&args_, &args};
   // Programmatic launches go into graphs since CUDA 12.3.
