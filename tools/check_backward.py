@@ -595,8 +595,9 @@ class Problem:
             steps.append((name, name + ".cuh", c, cdiv(self.Sk, keys) * self.batch * self.Hk, c["warps"] * 32, shared(c), "main"))
         if want_dq and not two:
             steps.append(("backward_convert", P, prep, self.batch * self.H * cdiv(self.S, 16), 256, 0, "convert"))
-        if want_dq and two:
-            c = choose(dq_candidates, {**base, "dq": True}, dq_shared)
+        row_sum = self.query_x is not None and "query" in self.need
+        if (want_dq and two) or row_sum:
+            c = choose(dq_candidates, {**base, "dq": want_dq and two, "row_sum": row_sum}, dq_shared)
             if c is None: return None
             rows = c["warps"] * c["tiles"] * 16
             steps.append(("sm80_backward_dq", "sm80_backward_dq.cuh", c, cdiv(self.S, rows) * self.batch * self.H, c["warps"] * 32, dq_shared(c), "dq"))

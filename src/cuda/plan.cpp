@@ -262,8 +262,7 @@ class Planner {
     BackwardWants work;
     work.dkv = p.need.k || p.need.v;
     work.column_sum = any(Gradient::kColumns);
-    work.dq = p.need.q && work.dkv && !p.deterministic &&
-              backward_adds_dq(features, plan_.target, work.column_sum);
+    work.dq = p.need.q && work.dkv && !p.deterministic && backward_adds_dq(features, plan_.target, work.column_sum);
 
     constexpr std::int64_t kFloat = sizeof(float);
     const std::int64_t padded = padded_rows(rows) * rows.heads_q;
@@ -295,8 +294,11 @@ class Planner {
     if (work.dq) {
       constexpr std::int64_t kRows = 16;  // of a block
       add(Step::kBackwardConvert, part("backward_convert", spec), heads * tiles_of(rows.limit_q, kRows));
-    } else if (p.need.q) {
-      const Kernel kernel = taken(sm80_backward_dq(features, plan_.target));
+    }
+    const bool row_sum = any(Gradient::kRows);
+    const bool dq_alone = p.need.q && !work.dq;
+    if (dq_alone || row_sum) {
+      const Kernel kernel = taken(sm80_backward_dq(features, plan_.target, dq_alone, row_sum));
       add(Step::kBackwardDq, kernel, backward_dq_blocks(call_, kernel));
     }
     bias(gradients[0], p.bias, 0);

@@ -242,9 +242,10 @@ Choice sm80_backward(const Spec& features, const Target& target, const BackwardW
                  [](const Spec& s) { return chunked_backward_shared_bytes(s, true); });
 }
 
-Choice sm80_backward_dq(const Spec& features, const Target& target) {
+Choice sm80_backward_dq(const Spec& features, const Target& target, bool dq, bool row_sum) {
   Spec spec = padded(features);
-  spec.dq = true;
+  spec.dq = dq;
+  spec.row_sum = row_sum;
   if (std::max(spec.d, spec.dv) <= kMostBackwardColumns) {
     const Choice choice =
         choose("sm80_backward_dq", "sm80_backward_dq.cuh", spec, target, dq_candidates(spec), backward_dq_shared_bytes);

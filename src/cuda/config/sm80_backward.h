@@ -24,8 +24,8 @@ bool backward_adds_dq(const Spec& features, const Target& target, bool column_su
 // sm80_chunked_backward, which has no dq.
 Choice sm80_backward(const Spec& features, const Target& target, const BackwardWants& wants);
 
-// dq alone, without atomics.
-Choice sm80_backward_dq(const Spec& features, const Target& target);
+// dq without atomics, sums of dS over keys, or both.
+Choice sm80_backward_dq(const Spec& features, const Target& target, bool dq, bool row_sum);
 
 // The gradient of a bias with queries and keys, of this type.
 Choice sm80_bias_gradient(const Spec& features, const Target& target, BiasTile type);

@@ -9,6 +9,10 @@
 //
 //   wait for step n | barrier | copies of n + 1 start | S = Q K^T, dP = dO V^T, dS, dQ += dS K
 //
+// With Spec::row_sum the sums of dS over keys go to Args::row_sum, for the gradients of biases without keys (in exact
+// numbers they are dlse and the sink's part alone, but not with an out that was rounded); without Spec::dq nothing
+// else.
+//
 // Where dQ is wider than registers hold, grid_o blocks share its columns, each with all of S.
 // Blocks: batch * heads_q * ceil(limit_q / queries) * grid_o, of warps * 32 threads.
 #ifndef FOVEA_CUDA_DEVICE_SM80_BACKWARD_DQ_CUH
@@ -97,7 +101,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_backward_dq(const _
   copy_commit();
 
   float dq[T][2 * C][4] = {};
-  float unused[T][2];
+  float sums[T][2] = {};  // of dS over keys
   const typename Tile<kRowD>::Lane rows_d(0, thread.lane);
   const typename Tile<kRowD>::Lane columns_d(0, thread.lane, true);
   const typename Tile<kRowV>::Lane rows_v(0, thread.lane);
@@ -141,8 +145,8 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_backward_dq(const _
       add_rows_by_rows<kType, D>(s, my_queries, rows_d, stage, columns_d);
       add_rows_by_rows<kType, V>(dp, my_grad_out, rows_v, stage + kValues, columns_v);
       const bool edge = kind == math::TileClass::kEdge || n0 + N > place.k_len;
-      grad_scores<S, false, false, false, Inputs, M, N>(s, dp, unused, a, thread, head, band, edge, row_vectors,
-                                                        stage + kInputs, thread.warp * T * 16, 0, row0, n0);
+      grad_scores<S, false, S.row_sum, false, Inputs, M, N>(s, dp, sums, a, thread, head, band, edge, row_vectors,
+                                                            stage + kInputs, thread.warp * T * 16, 0, row0, n0);
 #pragma unroll
       for (int i = 0; i < T; ++i) {
 #pragma unroll
@@ -151,15 +155,26 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_backward_dq(const _
         }
       }
     }
-    add_columns<kType, T, 2 * C, N / 16>(
-        dq, [&](int i, int kk) { return ds[i][kk]; },
-        [&](int kk, int j) {
-          return stage + (j < C ? blocks.at(kk * 16, j) : blocks_lo.at(kk * 16, j < C ? 0 : j - C));
-        },
-        C, head.factors.q);
+    if constexpr (S.dq) {
+      add_columns<kType, T, 2 * C, N / 16>(
+          dq, [&](int i, int kk) { return ds[i][kk]; },
+          [&](int kk, int j) {
+            return stage + (j < C ? blocks.at(kk * 16, j) : blocks_lo.at(kk * 16, j < C ? 0 : j - C));
+          },
+          C, head.factors.q);
+    }
   }
   copy_wait<0>();
   sync();
+
+  if constexpr (S.row_sum) {
+    if (first_column == 0) {
+      store_row_sums(a.row_sum + row_of_head<S>(a, place, h) + row0, sums, head.factors.sum, thread);
+    }
+  }
+  if constexpr (!S.dq) {
+    return;
+  }
 
   // dq through the Q tile, each warp its own rows.
   const int left = place.q_len - row0;

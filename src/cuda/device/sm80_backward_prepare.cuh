@@ -3,8 +3,8 @@
 // What goes before and after the backward's products.
 //
 //   backward_prepare   per query: delta = <do, o> - dlse, the logsumexp as the products subtract it, both padded so
-//                      that tiles of rows never cross a sequence; sums of dS over keys in closed form; partial sums
-//                      of the sink's gradient; dq_sum set to zero
+//                      that tiles of rows never cross a sequence; partial sums of the sink's gradient; dq_sum set to
+//                      zero
 //   backward_convert   dq_sum (fp32, in the order of the accumulators) to dq
 //   reduce_columns     column_sum to the gradient of a bias that is broadcast over queries
 //   reduce_rows        row_sum to the gradient of a bias that is broadcast over keys (and queries)
@@ -14,7 +14,7 @@
 // already), `grad_bias` (reduce_columns, reduce_rows). Blocks and what of Args beyond the call's own tensors:
 //   backward_prepare   batch * heads_q * ceil(limit_q / 128): head_dim_v (of `out`, real), out, grad_out (fp32: both as
 //                      the caller gave them), lse, grad_lse, row_lse, row_delta, padded_rows, lse_factor; where wanted:
-//                      dq_sum with Spec::d, row_sum, sink and sink_sum; fp32: sizes, whose last part it writes
+//                      dq_sum with Spec::d, sink and sink_sum; fp32: sizes, whose last part it writes
 //   backward_convert   batch * heads_q * ceil(limit_q / 16): dq_sum, padded_rows, grad_q, out_dim, vector_stores, scale
 //   reduce_columns     planes * ceil(bias_keys / 32): grad_bias, bias_keys, column_sum, column_pitch
 //   reduce_rows        planes * ceil(bias_rows / 32): grad_bias, bias_rows, row_sum, padded_rows
@@ -184,10 +184,6 @@ __global__ void __launch_bounds__(256) backward_prepare(const __grid_constant__ 
       largest = fmaxf(largest, fabsf(delta));
       const float share = math::grad_sink(sink, reference, delta);  // -p_sink delta
       of_sink += exists ? share : 0.f;
-      if (a.row_sum != nullptr) {
-        // sum over keys of p (dp - delta) = <do, o> - delta (1 - p_sink)
-        a.row_sum[place + i] = reference == kInfinity ? 0.f : grad_of_lse - share;
-      }
     }
   }
   if constexpr (S.type == Type::kFp32) {

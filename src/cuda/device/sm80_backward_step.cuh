@@ -435,6 +435,22 @@ __device__ __forceinline__ void store_rows(u32 tile, u16* to, const math::Stride
   }
 }
 
+// Sums along the rows of a fragment, of all its rows: vectors of rows are padded.
+template <int kTiles>
+__device__ __forceinline__ void store_row_sums(float* to, const float (&sums)[kTiles][2], float factor,
+                                               const Thread& thread) {
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int x = 0; x < 2; ++x) {
+      const float sum = quad_sum(sums[i][x]) * factor;
+      if (thread.t == 0) {
+        to[i * 16 + thread.g + x * 8] = sum;
+      }
+    }
+  }
+}
+
 // An accumulator of fp32 to rows; row and column: of the fragment's first element in `to`.
 template <int kTiles, int kColumns>
 __device__ __forceinline__ void store_floats(const float (&x)[kTiles][kColumns][4], float* to,

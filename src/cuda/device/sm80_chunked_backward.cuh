@@ -121,7 +121,7 @@ __device__ __forceinline__ void chunked_backward(const Args& a) {
     block.head_k = head_q / (heads / u32(a.rows.heads_k));
     block.band = block.place.template band<S>(a);
     m0 = int(index % tiles) * N;
-    if (m0 >= block.place.q_len) {
+    if (m0 >= block.place.q_len || (!S.dq && result != 0)) {
       return;
     }
     math::Interval<int> keys{0, block.place.k_len};
@@ -236,7 +236,7 @@ __device__ __forceinline__ void chunked_backward(const Args& a) {
       edge = edge || (kTransposed ? block.band.tile(column, column + M, row0, own_end)
                                   : block.band.tile(row0, own_end, column, column + M)) != math::TileClass::kFull;
     }
-    grad_scores<S, kTransposed, kTransposed && S.column_sum, false, Inputs, kQueries, kKeys>(
+    grad_scores<S, kTransposed, kTransposed ? S.column_sum : S.row_sum, false, Inputs, kQueries, kKeys>(
         s, dp, sums, a, thread, head, block.band, edge, inputs, inputs + kQueries * 8, thread.warp * T * 16, 0, row0,
         column);
     Operand<kType> operands[T][M / 16];
@@ -272,12 +272,18 @@ __device__ __forceinline__ void chunked_backward(const Args& a) {
     }
   }
 
+  if constexpr (!kTransposed && S.row_sum) {
+    if (result == 0) {
+      store_row_sums(a.row_sum + row_of_head<S>(a, place, head_q) + row0, sums, head.factors.sum, thread);
+    }
+  }
+
   const Tensor& to = !kTransposed ? a.grad_q : of_v ? a.grad_v : a.grad_k;
   const int left = (kTransposed ? place.k_len : place.q_len) - row0;
   const int columns = (of_v ? a.out_dim_v : a.out_dim) - column0;
   const i64 at = (kTransposed ? place.key_rows(to.strides, block.head_k) : place.query_rows(to.strides, head_q)) +
                  row0 * to.strides.row + column0 * to.strides.col;
-  if (to.data == nullptr) {
+  if (to.data == nullptr || (!kTransposed && !S.dq)) {
     return;
   }
   if constexpr (is_pair(kType)) {

@@ -40,6 +40,7 @@ struct Spec {
   bool dkv = false;
   bool dbias_store = false;              // the gradient of a bias of full size, stored where it arises
   bool column_sum = false;               // sums of dS over queries, for biases that are broadcast over them
+  bool row_sum = false;                  // sums of dS over keys, for biases that are broadcast over them
   BiasTile grad_bias = BiasTile::kNone;  // the type that a kernel of bias gradients writes
 
   // ---- configuration: sizes that the kernel asserts, not features ----
@@ -96,6 +97,7 @@ constexpr void for_each_field(const Spec& spec, Visit visit) {
   visit("dkv", spec.dkv, usual.dkv);
   visit("dbias_store", spec.dbias_store, usual.dbias_store);
   visit("column_sum", spec.column_sum, usual.column_sum);
+  visit("row_sum", spec.row_sum, usual.row_sum);
   visit("grad_bias", spec.grad_bias, usual.grad_bias);
   visit("warps", spec.warps, usual.warps);
   visit("tiles", spec.tiles, usual.tiles);
