@@ -337,6 +337,14 @@ def test_scale_exponent():
 # ---- scores ----
 
 
+def test_tanh_near_zero():
+    x = torch.linspace(-0.7, 0.7, 4096, device=DEVICE)
+    got = poison(4096)
+    run("for (int i = lane; i < 4096; i += 32) p1[i] = tanh(ApproxFloat<true>(p0[i])).x;", x, got)
+    want = torch.tanh(x.double())
+    assert ((got - want).abs() <= 1.5e-7 * want.abs()).all()
+
+
 def test_approximate_tanh():
     """An absolute error that a score can have, and no surprise at the ends."""
     x = torch.cat([torch.linspace(-12, 12, 4093, device=DEVICE), torch.tensor([-math.inf, math.inf, math.nan], device=DEVICE)])

@@ -23,20 +23,40 @@
 namespace fovea::cuda {
 
 // A float whose transcendental functions are the approximate instructions: what math/'s templates are given.
-// exp2: two units in the last place. tanh: an absolute error near 2^-22, which is what matters in a score.
-struct Approx {
+// exp2: two units in the last place. tanh: an absolute error near 2^-22; kNearZero, for |x| up to kNear, a relative one
+// of 2^-23, by a polynomial (a least squares fit of tanh(x) / x, weighted to an even error).
+template <bool kNearZero>
+struct ApproxFloat {
+  static constexpr float kNear = 0.7f;
   float x;
-  __device__ __forceinline__ explicit Approx(float value) : x(value) {}
+  __device__ __forceinline__ explicit ApproxFloat(float value) : x(value) {}
 
-  friend __device__ __forceinline__ Approx operator+(Approx a, Approx b) { return Approx(a.x + b.x); }
-  friend __device__ __forceinline__ Approx operator-(Approx a, Approx b) { return Approx(a.x - b.x); }
-  friend __device__ __forceinline__ Approx operator*(Approx a, Approx b) { return Approx(a.x * b.x); }
-  friend __device__ __forceinline__ Approx operator*(Approx a, float b) { return Approx(a.x * b); }
-  friend __device__ __forceinline__ Approx exp2(Approx a) { return Approx(ex2(a.x)); }
-  friend __device__ __forceinline__ Approx tanh(Approx a) {
-    return Approx(1.f - 2.f * rcp(1.f + ex2(a.x * (2 * math::kLog2E))));
+  friend __device__ __forceinline__ ApproxFloat operator+(ApproxFloat a, ApproxFloat b) {
+    return ApproxFloat(a.x + b.x);
+  }
+  friend __device__ __forceinline__ ApproxFloat operator-(ApproxFloat a, ApproxFloat b) {
+    return ApproxFloat(a.x - b.x);
+  }
+  friend __device__ __forceinline__ ApproxFloat operator*(ApproxFloat a, ApproxFloat b) {
+    return ApproxFloat(a.x * b.x);
+  }
+  friend __device__ __forceinline__ ApproxFloat operator*(ApproxFloat a, float b) { return ApproxFloat(a.x * b); }
+  friend __device__ __forceinline__ ApproxFloat exp2(ApproxFloat a) { return ApproxFloat(ex2(a.x)); }
+  friend __device__ __forceinline__ ApproxFloat tanh(ApproxFloat a) {
+    if constexpr (kNearZero) {
+      const float y = a.x * a.x;
+      float p = -0.00515509024f;
+      p = p * y + 0.0201116297f;
+      p = p * y - 0.0535669774f;
+      p = p * y + 0.133292422f;
+      p = p * y - 0.333331972f;
+      return ApproxFloat(a.x + a.x * (y * p));
+    } else {
+      return ApproxFloat(1.f - 2.f * rcp(1.f + ex2(a.x * (2 * math::kLog2E))));
+    }
   }
 };
+using Approx = ApproxFloat<false>;
 
 // Exponents of the kernels.
 __device__ __forceinline__ float weight_fused(float score, float unit, float reference_in_base_2) {
@@ -46,23 +66,23 @@ __device__ __forceinline__ float weight_of_difference(float score, float referen
   return math::weight_base_2_of_difference(Approx(score), Approx(reference), Approx(unit), Approx(lift)).x;
 }
 
-// A score and its derivative by the dot product. fp32 takes the exact tanh.
-template <Spec S>
+// A score and its derivative by the dot product, in the arithmetic of Scalar.
+template <Spec S, class Scalar>
 __device__ __forceinline__ float score_of_dot(const math::Score<float>& score, float dot) {
   if constexpr (S.type == Type::kFp32) {
     return score.of_dot<S.softcap>(dot);
   } else {
-    return score.of_dot<S.softcap>(Approx(dot)).x;
+    return score.of_dot<S.softcap>(Scalar(dot)).x;
   }
 }
-template <Spec S>
+template <Spec S, class Scalar>
 __device__ __forceinline__ float score_of_dot(const math::Score<float>& score, float dot, float& derivative) {
   if constexpr (S.type == Type::kFp32) {
     const math::Dual<float> s = score.of_dot_with_derivative<S.softcap>(dot, 1.f);
     derivative = s.derivative;
     return s.value;
   } else {
-    const math::Dual<Approx> s = score.of_dot_with_derivative<S.softcap>(Approx(dot), Approx(1.f));
+    const math::Dual<Scalar> s = score.of_dot_with_derivative<S.softcap>(Scalar(dot), Scalar(1.f));
     derivative = s.derivative.x;
     return s.value.x;
   }
@@ -189,27 +209,33 @@ struct Scores {
     if constexpr (natural_scores(S)) {
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
-        for (int j = 0; j < kColumns; ++j) {
-          for (int e = 0; e < 4; ++e) {
-            s[i][j][e] = score_of_dot<S>(score, s[i][j][e]);
+        choose_tanh(s[i], [&](auto scalar) {
+#pragma unroll
+          for (int j = 0; j < kColumns; ++j) {
+            for (int e = 0; e < 4; ++e) {
+              s[i][j][e] = score_of_dot<S, decltype(scalar)>(score, s[i][j][e]);
+            }
           }
-        }
+        });
       }
     }
   }
-  // The same, with the derivatives of the scores by the dot products over the scale: 1 without a softcap.
+  // The same, with the derivatives of the scores by the scaled dot products: 1 without a softcap. The scale itself is
+  // applied where gradients leave.
   template <int kColumns>
   __device__ __forceinline__ void of_dots(float (&s)[kTiles][kColumns][4],
                                           float (&derivative)[kTiles][kColumns][4]) const {
+    const math::Score<float> of_scaled{1, score.softcap, score.inverse_softcap};
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
-      for (int j = 0; j < kColumns; ++j) {
-        for (int e = 0; e < 4; ++e) {
-          // The variable is the scaled dot product: the scale itself is applied where gradients leave.
-          const math::Score<float> of_scaled{1, score.softcap, score.inverse_softcap};
-          s[i][j][e] = score_of_dot<S>(of_scaled, s[i][j][e] * score.scale, derivative[i][j][e]);
+      choose_tanh(s[i], [&](auto scalar) {
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) {
+          for (int e = 0; e < 4; ++e) {
+            s[i][j][e] = score_of_dot<S, decltype(scalar)>(of_scaled, s[i][j][e] * score.scale, derivative[i][j][e]);
+          }
         }
-      }
+      });
     }
   }
 
@@ -270,6 +296,26 @@ struct Scores {
   }
 
  private:
+  // compute(scalar) with the tanh that serves these dot products. Scores far under the cap, the usual ones, take the
+  // one that is both cheaper and better.
+  template <int kColumns, class Compute>
+  __device__ __forceinline__ void choose_tanh(const float (&dots)[kColumns][4], Compute compute) const {
+    if constexpr (S.softcap && S.type != Type::kFp32) {
+      float largest = 0;
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) {
+        for (int e = 0; e < 4; ++e) {
+          largest = fmaxf(largest, fabsf(dots[j][e]));
+        }
+      }
+      if (__all_sync(~0u, largest * fabsf(score.scale) * score.inverse_softcap <= ApproxFloat<true>::kNear)) {
+        compute(ApproxFloat<true>(0));
+        return;
+      }
+    }
+    compute(Approx(0));
+  }
+
   // A term of -inf is a mask: it hides what else was added, NaN included.
   static __device__ __forceinline__ float with_term(float s, float term) {
     return term == -kInfinity ? -kInfinity : s + term;
@@ -314,9 +360,10 @@ struct Scores {
         for (int jj = 0; jj < (kColumns + 1) / 2; ++jj) {
           u32 r[4];
           if constexpr (kTransposed) {
+            constexpr int kRows = kColumns == 1 ? 7 : 15;  // one column tile alone: its eight rows, twice
             const u32 chunk = tile_row / 8 + i * 2 + (lane >> 4);
             ldmatrix_trans(
-                r, bias + Tile<kKeys>::offset(lane & 15, chunk) + (tile_column + jj * 16) * Tile<kKeys>::kRowBytes);
+                r, bias + Tile<kKeys>::offset(lane & kRows, chunk) + (tile_column + jj * 16) * Tile<kKeys>::kRowBytes);
           } else if constexpr (kColumns * 8 == kKeys) {
             ldmatrix(r, lanes.at(0, jj) + (tile_row + i * 16) * Tile<kKeys>::kRowBytes);
           } else {

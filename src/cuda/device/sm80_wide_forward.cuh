@@ -158,7 +158,6 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_wide_forward(const 
 
     // S = Q K^T
     float s[kTiles][kKeys / 8][4] = {};
-    float small[kPairs ? kTiles : 1][kPairs ? kKeys / 8 : 1][4] = {};  // of pairs: high low + low high
 #pragma unroll 1
     for (int part = 0; part < kParts; ++part) {
       if (part > 0 || (kParts > 1 && n > steps.begin)) {
@@ -173,42 +172,61 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_wide_forward(const 
         copy_wait<1>();
       }
       sync();
+      // fp32 in chains of 32 columns, small products first, added up outside of the tensor core.
+      constexpr int kChain = kPairs ? 2 : kPart / 16;
 #pragma unroll
-      for (int kk = 0; kk < kPart / 16; ++kk) {
-        u32 high_q[kTiles][4], low_q[kTiles][4];
-        for (int i = 0; i < kTiles; ++i) {
-          ldmatrix(high_q[i], my_q + lanes.at(i * 16, kk));
-          if constexpr (kPairs) {
+      for (int first = 0; first < kPart / 16; first += kChain) {
+        float sum_of_chain[kPairs ? kTiles : 1][kPairs ? kKeys / 8 : 1][4] = {};
+#pragma unroll
+        for (int kk = first; kPairs && kk < first + kChain && kk < kPart / 16; ++kk) {
+          u32 high_q[kTiles][4], low_q[kTiles][4];
+          for (int i = 0; i < kTiles; ++i) {
+            ldmatrix(high_q[i], my_q + lanes.at(i * 16, kk));
             ldmatrix(low_q[i], my_q + kQHalf + lanes.at(i * 16, kk));
           }
-        }
 #pragma unroll
-        for (int j = 0; j < kKeys / 16; ++j) {
-          u32 high_k[4];
-          ldmatrix(high_k, my_k + lanes_k.at(j * 16, kk));
-          if constexpr (kPairs) {
-            u32 low_k[4];
+          for (int j = 0; j < kKeys / 16; ++j) {
+            u32 high_k[4], low_k[4];
+            ldmatrix(high_k, my_k + lanes_k.at(j * 16, kk));
             ldmatrix(low_k, my_k + kKHalf + lanes_k.at(j * 16, kk));
             for (int i = 0; i < kTiles; ++i) {
-              mma<kType>(small[i][2 * j], low_q[i], high_k[0], high_k[1]);
-              mma<kType>(small[i][2 * j + 1], low_q[i], high_k[2], high_k[3]);
-              mma<kType>(small[i][2 * j], high_q[i], low_k[0], low_k[1]);
-              mma<kType>(small[i][2 * j + 1], high_q[i], low_k[2], low_k[3]);
+              auto& sums = sum_of_chain[i];
+              mma<kType>(sums[2 * j], low_q[i], high_k[0], high_k[1]);
+              mma<kType>(sums[2 * j + 1], low_q[i], high_k[2], high_k[3]);
+              mma<kType>(sums[2 * j], high_q[i], low_k[0], low_k[1]);
+              mma<kType>(sums[2 * j + 1], high_q[i], low_k[2], low_k[3]);
             }
           }
+        }
+#pragma unroll
+        for (int kk = first; kk < first + kChain && kk < kPart / 16; ++kk) {
+          u32 high_q[kTiles][4];
           for (int i = 0; i < kTiles; ++i) {
-            mma<kType>(s[i][2 * j], high_q[i], high_k[0], high_k[1]);
-            mma<kType>(s[i][2 * j + 1], high_q[i], high_k[2], high_k[3]);
+            ldmatrix(high_q[i], my_q + lanes.at(i * 16, kk));
+          }
+#pragma unroll
+          for (int j = 0; j < kKeys / 16; ++j) {
+            u32 high_k[4];
+            ldmatrix(high_k, my_k + lanes_k.at(j * 16, kk));
+            for (int i = 0; i < kTiles; ++i) {
+              if constexpr (kPairs) {
+                mma<kType>(sum_of_chain[i][2 * j], high_q[i], high_k[0], high_k[1]);
+                mma<kType>(sum_of_chain[i][2 * j + 1], high_q[i], high_k[2], high_k[3]);
+              } else {
+                mma<kType>(s[i][2 * j], high_q[i], high_k[0], high_k[1]);
+                mma<kType>(s[i][2 * j + 1], high_q[i], high_k[2], high_k[3]);
+              }
+            }
           }
         }
-      }
-    }
-    if constexpr (kPairs) {
+        if constexpr (kPairs) {
 #pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-        for (int j = 0; j < kKeys / 8; ++j) {
-          for (int e = 0; e < 4; ++e) {
-            s[i][j][e] += small[i][j][e];
+          for (int i = 0; i < kTiles; ++i) {
+            for (int j = 0; j < kKeys / 8; ++j) {
+              for (int e = 0; e < 4; ++e) {
+                s[i][j][e] += sum_of_chain[i][j][e];
+              }
+            }
           }
         }
       }
