@@ -4,10 +4,10 @@
 Two evaluations: in fp64, the judge; and the naive one in the roundings that a backend has (P and dS in the type of q,
 sums in fp32), which the tolerance is made of. So that the naive one is never right by luck, it is given the errors
 that another order of summation could have made: of a dot product half a unit in the last place of the sum of its terms' magnitudes, of an
-exponential one of its own (in fp64, where the judge errs as well, twice that), with random signs; the worst of a few
+exponential or tanh one of its own (in fp64, where the judge errs as well, twice that), with random signs; the worst of a few
 draws counts. dp and delta err by one unit, against each other: where they cancel, all that is left is their rounding.
-tanh errs by one unit in the last place of 1, as it is near it that it is computed. On a GPU sums of 16-bit numbers are
-formed by tensor cores, which cut off what is beyond the sum's last place at each 16 terms, always towards 0.
+On a GPU sums of 16-bit numbers are formed by tensor cores, which cut off what is beyond the sum's last place at each 16
+terms, always towards 0.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Formula:
         s = s * scale
         derivative: Tensor | float = scale
         if p.softcap:
-            tanh = self._of_sum(torch.tanh(s * (1 / p.softcap)), 2.0)
+            tanh = self._of_function(torch.tanh(s * (1 / p.softcap)))
             s = tanh * p.softcap
             derivative = (1 - tanh * tanh) * scale
         for name in ("bias", "bias2"):
