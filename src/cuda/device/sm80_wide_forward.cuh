@@ -172,8 +172,8 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_wide_forward(const 
         copy_wait<1>();
       }
       sync();
-      // fp32 in chains of 32 columns, small products first, added up outside of the tensor core.
-      constexpr int kChain = kPairs ? 2 : kPart / 16;
+      // fp32 in chains of 64 columns, small products first, added up outside of the tensor core.
+      constexpr int kChain = kPairs ? 4 : kPart / 16;
 #pragma unroll
       for (int first = 0; first < kPart / 16; first += kChain) {
         float sum_of_chain[kPairs ? kTiles : 1][kPairs ? kKeys / 8 : 1][4] = {};
@@ -190,11 +190,10 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_wide_forward(const 
             ldmatrix(high_k, my_k + lanes_k.at(j * 16, kk));
             ldmatrix(low_k, my_k + kKHalf + lanes_k.at(j * 16, kk));
             for (int i = 0; i < kTiles; ++i) {
-              auto& sums = sum_of_chain[i];
-              mma<kType>(sums[2 * j], low_q[i], high_k[0], high_k[1]);
-              mma<kType>(sums[2 * j + 1], low_q[i], high_k[2], high_k[3]);
-              mma<kType>(sums[2 * j], high_q[i], low_k[0], low_k[1]);
-              mma<kType>(sums[2 * j + 1], high_q[i], low_k[2], low_k[3]);
+              mma<kType>(sum_of_chain[i][2 * j], low_q[i], high_k[0], high_k[1]);
+              mma<kType>(sum_of_chain[i][2 * j + 1], low_q[i], high_k[2], high_k[3]);
+              mma<kType>(sum_of_chain[i][2 * j], high_q[i], low_k[0], low_k[1]);
+              mma<kType>(sum_of_chain[i][2 * j + 1], high_q[i], low_k[2], low_k[3]);
             }
           }
         }
@@ -222,7 +221,9 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_wide_forward(const 
         if constexpr (kPairs) {
 #pragma unroll
           for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
             for (int j = 0; j < kKeys / 8; ++j) {
+#pragma unroll
               for (int e = 0; e < 4; ++e) {
                 s[i][j][e] += sum_of_chain[i][j][e];
               }
