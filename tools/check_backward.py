@@ -154,6 +154,13 @@ def dq_shared(s):
     return rows * (s["d"] + s["dv"]) * size(s) + rows * 8 + s.get("stages", 2) * stage
 
 
+def chunked_shared(s, transposed):
+    rows = s["warps"] * s["tiles"] * 16
+    buffer = max((rows + s["step"]) * s["d"] * size(s), s["step"] * s["dv"] * size(s), rows * s["dv"])
+    queries, keys = (s["step"], rows) if transposed else (rows, s["step"])
+    return 2 * buffer + 2 * (8 * queries + inputs(s, queries, keys, transposed))
+
+
 def bias_shared(s):
     rows = s["grid_s"] * s["tiles"] * 16
     once = s.get("bias", "kNone") != "kNone" and s.get("bias2", "kNone") == "kNone" and not any(s.get(x) for x in ("mask", "key_term", "query_term", "ragged"))
@@ -573,15 +580,21 @@ class Problem:
         P = "sm80_backward_prepare.cuh"
         want_dq, want_kv = "q" in self.need, "k" in self.need or "v" in self.need
         columns = self.key_x is not None and "key" in self.need
-        two = self.two_pass
+        chunked = max(base["d"], base["dv"]) > 512
+        two = self.two_pass or chunked
         narrow = max(base["d"], base["dv"]) <= 64
         main = dict(base)
         if columns: main["column_sum"] = True
         main.update(dq=want_dq and not two, dkv=want_kv or (want_dq and not two))
         prep = dict(type=self.type, d=base["d"])
-        tiles = cdiv(self.S, 128)
-        steps.append(("backward_prepare", P, prep, self.batch * self.H * tiles, 256, 0, "prepare"))
-        if main["dkv"] or columns:
+        pads = cdiv(self.S, 128)
+        steps.append(("backward_prepare", P, prep, self.batch * self.H * pads, 256, 0, "prepare"))
+        width = 128 if self.type == "kFp32" else 256
+        results_d, results_v = cdiv(self.pad8, width), cdiv(self.pad8v, width)
+        if chunked and (main["dkv"] or columns):
+            c = choose(lambda s: [tiles(4, 1, 32, 0, 1), tiles(2, 1, 16, 0, 1)], {**main, "d": 64, "dv": width}, lambda s: chunked_shared(s, True))
+            steps.append(("sm80_chunked_backward", "sm80_chunked_backward.cuh", c, cdiv(self.Sk, c["warps"] * 16) * self.batch * self.Hk * (results_d + results_v), c["warps"] * 32, chunked_shared(c, True), "main"))
+        elif main["dkv"] or columns:
             candidates, shared = (narrow_candidates, backward_shared) if narrow else (wide_candidates, wide_shared)
             more = self.more or (dict((k, int(v)) for k, v in (y.split('=') for y in os.environ['MORE'].split(','))) if os.environ.get('MORE') else None)
             if more:
@@ -597,7 +610,12 @@ class Problem:
             steps.append(("backward_convert", P, prep, self.batch * self.H * cdiv(self.S, 16), 256, 0, "convert"))
         row_sum = self.query_x is not None and "query" in self.need
         if (want_dq and two) or row_sum:
-            c = choose(dq_candidates, {**base, "dq": want_dq and two, "row_sum": row_sum}, dq_shared)
+            wants = {"dq": want_dq and two, "row_sum": row_sum}
+            c = None if chunked else choose(dq_candidates, {**base, **wants}, dq_shared)
+            if chunked:
+                c = choose(lambda s: [tiles(4, 1, 32, 0, 1), tiles(2, 1, 16, 0, 1)], {**base, **wants, "d": 64, "dv": width}, lambda s: chunked_shared(s, False))
+                steps.append(("sm80_chunked_backward_dq", "sm80_chunked_backward.cuh", c, cdiv(self.S, c["warps"] * 16) * self.batch * self.H * results_d, c["warps"] * 32, chunked_shared(c, False), "dq"))
+        if ((want_dq and two) or row_sum) and not chunked:
             if c is None: return None
             rows = c["warps"] * c["tiles"] * 16
             steps.append(("sm80_backward_dq", "sm80_backward_dq.cuh", c, cdiv(self.S, rows) * self.batch * self.H, c["warps"] * 32, dq_shared(c), "dq"))
@@ -811,6 +829,15 @@ def cases():
         yield f"negative scale d{D}", one(D=D, scale=-0.2)
     for D, Dv in ((64, 32), (32, 64), (192, 128), (128, 64), (64, 128), (40, 72), (20, 9), (72, 72), (100, 100), (65, 65), (250, 250), (136, 136), (24, 24), (300, 300), (384, 256)):
         yield f"d{D} dv{Dv}", one(D=D, Dv=Dv, causal=True, Hk=2)
+    for D, Dv in ((1024, 1024), (520, 1000), (64, 600), (700, 32)):
+        yield f"d{D} dv{Dv}", one(D=D, Dv=Dv, causal=True, Hk=2, S=130, Sk=200)
+    yield "d600 everything", one(D=600, B=(2, 2), Hk=2, softcap=5.0, alibi=True, sink=True, dlse=True, bias=(1, 0, 1, 1, 1), mask=(1, 1, 0), key_term=(1, 0, 0), query_term=(0, 0, 1),
+                                 dropout=0.2, causal=True, used=[(333, 461), (0, 100), (77, 1), (200, 300)], need=("q", "k", "v", "key", "query", "sink"))
+    yield "d600 windows packed", one(D=600, B=(1, 3), packed=[(130, 257), (64, 64), (7, 300)], window=(30, 20), Hk=1, key_term=(1, 1, 0))
+    for D in (320, 512):
+        yield f"bias d{D}", one(D=D, bias=(0, 1, 0, 1, 1), need=("q", "k", "v"), causal=True)
+        yield f"bias fp32 mask d{D}", one(D=D, bias=(0, 1, 0, 1, 1), bias_type="kFp32", mask=(0, 1, 1), dropout=0.2, need=("q", "k", "v"))
+        yield f"two passes d{D}", one(D=D, two_pass=True)
     yield "d64 sink dlse", one(sink=True, dlse=True)
     yield "d64 sink dead", one(sink=True, dlse=True, S=461, Sk=333, causal=True)
     for D in (64, 128, 256):
@@ -870,6 +897,7 @@ def fp32_cases():
         yield f"fp32 two passes d{D}", dict(D=D, type="kFp32", two_pass=True, causal=True)
         yield f"fp32 dbias d{D}", dict(D=D, type="kFp32", bias=(0, 0, 1, 1, 1), bias_type="kFp32", causal=True)
     yield "fp32 d20 dv9", dict(D=20, Dv=9, type="kFp32", causal=True)
+    yield "fp32 d600 dv520", dict(D=600, Dv=520, type="kFp32", causal=True, Hk=2, key_term=(1, 1, 0), S=130, Sk=200)
     yield "fp32 d512", dict(D=512, type="kFp32", causal=True)
 
 
