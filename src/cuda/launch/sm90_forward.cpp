@@ -63,7 +63,7 @@ void Launcher::sm90_schedule(std::size_t number) {
   args.schedule = reinterpret_cast<Schedule*>(memory);
   args.list = reinterpret_cast<ListedTile*>(memory + kSm90ListOffset);
   void* parameters[] = {&args_, &args};
-  launch(number, plan_.launches[number].blocks, parameters);
+  launch(number, plan_.launches[number].blocks, parameters, false);
 }
 
 void Launcher::sm90_forward(std::size_t number) {
