@@ -103,7 +103,7 @@ void Launcher::run() {
   }
 }
 
-void Launcher::launch(std::size_t number, std::int64_t blocks, void* arguments) {
+void Launcher::launch_with(std::size_t number, std::int64_t blocks, void* arguments) {
   void* parameters[] = {arguments};
   launch(number, blocks, parameters, false);
 }
@@ -123,7 +123,7 @@ void Launcher::main(std::size_t number, Args& args) {
   constexpr std::int64_t kMostBlocks = (std::int64_t{1} << 31) - 1;
   const std::int64_t blocks = plan_.launches[number].blocks;
   for (args.first_block = 0; args.first_block < blocks; args.first_block += kMostBlocks) {
-    launch(number, std::min(blocks - args.first_block, kMostBlocks), &args);
+    launch_with(number, std::min(blocks - args.first_block, kMostBlocks), &args);
   }
 }
 

@@ -30,7 +30,8 @@ class Launcher {
   Tensor tensor(const Operand& operand, const View& view) const;
   Tensor tensor(const View& view) const { return {view.data, view.strides}; }
 
-  void launch(std::size_t number, std::int64_t blocks, void* arguments);
+  // With one argument. Its own name: a pointer to pointers is a void*, too.
+  void launch_with(std::size_t number, std::int64_t blocks, void* arguments);
   // With a pointer for each argument. programmatic: may begin before the launch before it has ended.
   void launch(std::size_t number, std::int64_t blocks, void** parameters, bool programmatic);
 

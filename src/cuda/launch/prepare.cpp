@@ -15,12 +15,12 @@ void Launcher::pack(std::size_t number) {
     const Pack& pack = plan_.operands.packs[static_cast<std::size_t>(step.which) + i];
     args.jobs[i] = {source(call_.*pack.from), region<void>(pack.to), pack.box, pack.columns};
   }
-  launch(number, step.blocks, &args);
+  launch_with(number, step.blocks, &args);
 }
 
 void Launcher::mask(std::size_t number) {
   MaskArgs args{source(call_.mask), region<u32>(Region::kMaskBits), plan_.operands.mask_box, call_.rows.limit_k};
-  launch(number, plan_.launches[number].blocks, &args);
+  launch_with(number, plan_.launches[number].blocks, &args);
 }
 
 void Launcher::term(std::size_t number) {
@@ -46,7 +46,7 @@ void Launcher::term(std::size_t number) {
   args.to = region<float>(term.to);
   args.box = term.box;
   args.columns = term.columns;
-  launch(number, step.blocks, &args);
+  launch_with(number, step.blocks, &args);
 }
 
 void Launcher::pairs(std::size_t number) {
@@ -64,7 +64,7 @@ void Launcher::pairs(std::size_t number) {
   if (p.direction == Direction::kBackward) {
     job(3, call_.grad_out, operands.grad_out, p.head_dim_v, operands.head_dim_v);
   }
-  launch(number, plan_.launches[number].blocks, &args);
+  launch_with(number, plan_.launches[number].blocks, &args);
 }
 
 }  // namespace fovea::cuda
