@@ -170,6 +170,10 @@ class Runner:
             return Count(0, 1)
         return self.googletest(build / "tests/cpp/fovea_tests", env={"FOVEA_CASES": "reduced"})
 
+    def stage_kernels(self):
+        """every GPU kernel of the case table, compiled for three architectures: half an hour on two cores"""
+        return self.googletest(self.build / "tests/cpp/fovea_tests", env={"FOVEA_KERNELS": "all"}, filter="*CudaKernels*")
+
     def stage_fuzz(self):
         """random and hostile calls of the C ABI"""
         return self.one(self.run(self.build / "tests/fuzz/fuzz_capi", "--seconds", self.fuzz_seconds))

@@ -22,7 +22,8 @@
 namespace fovea::cuda {
 namespace {
 
-constexpr std::size_t kSample = 60;  // of an architecture, where FOVEA_KERNELS does not say
+constexpr std::size_t kSample = 40;  // of an architecture, where FOVEA_KERNELS does not say
+constexpr std::size_t kFewest = 4;   // with FOVEA_CASES=reduced: the library is slow, and the compiler the same
 
 // What is tolerated: a few registers' worth, in kernels that have every feature at once. Measured on none to be slower
 // than what avoids it.
@@ -66,7 +67,8 @@ std::vector<jit::Request> requests_for(const std::string& architecture) {
 
 std::vector<jit::Request> sampled(const std::vector<jit::Request>& all) {
   const char* const asked = std::getenv("FOVEA_KERNELS");
-  const std::string text = asked != nullptr ? asked : std::to_string(kSample);
+  const bool reduced = check::table_of_environment() == check::Table::kReduced;
+  const std::string text = asked != nullptr ? asked : std::to_string(reduced ? kFewest : kSample);
   const std::size_t count = text == "all" ? all.size() : std::min<std::size_t>(std::stoul(text), all.size());
   std::vector<jit::Request> some;
   for (std::size_t i = 0; i < count; ++i) {
