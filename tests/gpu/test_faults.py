@@ -108,8 +108,7 @@ torch.cuda.synchronize()
 import ctypes
 from fovea._library import check, lib
 memory, needed = trial.call.workspace(False)
-def again():
-    """The call alone, without PyTorch, which has errors of its own for this."""
+def again():  # the call alone, without PyTorch, which has errors of its own for this
     check(lib.fovea_forward(ctypes.byref(trial.call.raw), memory.data_ptr() + 256, needed))
 """
 
