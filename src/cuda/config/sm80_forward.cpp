@@ -74,6 +74,16 @@ std::vector<WideTiles> wide_candidates(const Spec& spec) {
   return {{8, 64, 4, 2, 256}, {8, 32, 4, 2, 256}, {8, 32, 4, 2, 256, 256}};
 }
 
+// What both kernels are compiled for but their tiles.
+Spec features_of(const Operands& operands, const Target& target) {
+  Spec spec = operands.features;
+  spec.arch = target.capability;
+  for (const Term& term : operands.terms) {
+    spec.key_mask = spec.key_mask || (term.to == Region::kKeyTerm && term.biases.empty());
+  }
+  return spec;
+}
+
 }  // namespace
 
 Choice sm80_forward(const Call& call, const Operands& operands, const Target& target) {
@@ -82,8 +92,7 @@ Choice sm80_forward(const Call& call, const Operands& operands, const Target& ta
   kernel.file = "sm80_forward.cuh";
   kernel.name = "sm80_forward";
   Spec& spec = kernel.spec;
-  spec = operands.features;
-  spec.arch = target.capability;
+  spec = features_of(operands, target);
   const int most = spec.type == Type::kFp32 ? 128 : 256;
   if (spec.d > most || spec.dv > most) {
     choice.why_not = "head_dim beyond what registers hold";
@@ -115,8 +124,7 @@ Choice sm80_wide_forward(const Call&, const Operands& operands, const Target& ta
   kernel.file = "sm80_wide_forward.cuh";
   kernel.name = "sm80_wide_forward";
   Spec& spec = kernel.spec;
-  spec = operands.features;
-  spec.arch = target.capability;
+  spec = features_of(operands, target);
   spec.tiles = 1;
   spec.stages = 1;
   spec.ctas = 1;

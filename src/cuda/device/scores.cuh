@@ -239,11 +239,46 @@ struct Scores {
     }
   }
 
+  // What masks leave of a fragment of S with all columns of the tile: nothing (the step may be skipped), everything
+  // (nothing need be added for them), or a part. A few loads and votes; where there is no mask, everything.
+  template <class Inputs, int kKeys>
+  static __device__ __forceinline__ math::TileClass classify(const Thread& thread, u32 inputs, int tile_row) {
+    static_assert(!kTransposed);
+    bool none = false;
+    bool all = true;
+    if constexpr (S.key_mask) {
+      bool hidden = true;
+      bool open = true;
+      for (int c = thread.lane % kKeys; c < kKeys; c += 32) {
+        const bool in = load_shared(inputs + Inputs::kVector + c * 4) == 0;
+        hidden = hidden && !in;
+        open = open && in;
+      }
+      none = __all_sync(~0u, hidden);
+      all = __all_sync(~0u, open);
+    }
+    if constexpr (S.mask && kKeys >= 32) {
+      u32 any = 0;
+      u32 every = ~0u;
+      for (int c = thread.lane; c < kTiles * 16 * Inputs::kWords; c += 32) {
+        const u32 word = load_shared_word(inputs + Inputs::kMask + (tile_row * Inputs::kWords + c) * 4);
+        any |= word;
+        every &= word;
+      }
+      none = none || __all_sync(~0u, any == 0);
+      all = all && __all_sync(~0u, every == ~0u);
+    } else if constexpr (S.mask) {
+      all = false;
+    }
+    return none ? math::TileClass::kEmpty : all ? math::TileClass::kFull : math::TileClass::kEdge;
+  }
+
   // What is added, and bits of the mask. inputs: address of this step's ScoreInputs, whose tile has kKeys keys; in it
   // the fragment begins at (tile_row, tile_column), in the sequence at (row0, column0).
+  // masked: false where classify() said that masks hide nothing.
   template <class Inputs, int kKeys, int kColumns>
   __device__ __forceinline__ void add(float (&s)[kTiles][kColumns][4], const Thread& thread, u32 inputs, int tile_row,
-                                      int tile_column, int row0, int column0) const {
+                                      int tile_column, int row0, int column0, bool masked = true) const {
     const int g = thread.g;
     const int t = thread.t;
     if constexpr (S.bias != BiasTile::kNone) {
@@ -278,7 +313,7 @@ struct Scores {
         }
       }
     }
-    if constexpr (Inputs::kHasVector) {
+    if (Inputs::kHasVector && (masked || !S.key_mask)) {
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
         const float2 term = load_shared2(inputs + Inputs::kVector + (tile_column + j * 8 + t * 2) * 4);
@@ -290,7 +325,7 @@ struct Scores {
         }
       }
     }
-    if constexpr (S.mask) {
+    if (S.mask && masked) {
       mask_bits<Inputs>(s, thread, inputs + Inputs::kMask, tile_row, tile_column, kTransposed ? row0 : column0);
     }
   }

@@ -382,6 +382,11 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_forward(const __gri
     }
     const u32 shared_k = stage0 + n % 2 * kStageBytes;
     const u32 shared_v = shared_k + kKBytes;
+    const math::TileClass masked =
+        scores.template classify<Inputs, kStep>(thread, shared_v + kVBytes, thread.warp * kTiles * 16);
+    if ((S.mask || S.key_mask) && masked == math::TileClass::kEmpty) {
+      continue;
+    }
     if constexpr (S.dropout != DropoutRule::kNone) {
       keep.prepare(thread, row0, n0);
     }
@@ -393,7 +398,8 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_forward(const __gri
       multiply_scores<S>(s, my_q, shared_k, lanes, lanes_k, resident);
     }
     scores.of_dots(s);
-    scores.template add<Inputs, kStep>(s, thread, shared_v + kVBytes, thread.warp * kTiles * 16, 0, row0, n0);
+    scores.template add<Inputs, kStep>(s, thread, shared_v + kVBytes, thread.warp * kTiles * 16, 0, row0, n0,
+                                       masked != math::TileClass::kFull);
     if (n0 + kStep > place.k_len || (S.banded && tile_class() == math::TileClass::kEdge)) {
       mask_edge<S, false>(s, thread, band, row0, n0);
     }

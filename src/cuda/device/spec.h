@@ -31,6 +31,7 @@ struct Spec {
   BiasTile bias2 = BiasTile::kNone;
   bool mask = false;        // bits, a word for 32 keys
   bool key_term = false;    // added a key: biases and masks that are broadcast over queries
+  bool key_mask = false;    // forward: key_term is 0 or -inf everywhere, a mask alone
   bool query_term = false;  // added a query: biases and masks that are broadcast over keys
   bool alibi = false;
   DropoutRule dropout = DropoutRule::kNone;
@@ -90,6 +91,7 @@ constexpr void for_each_field(const Spec& spec, Visit visit) {
   visit("bias2", spec.bias2, usual.bias2);
   visit("mask", spec.mask, usual.mask);
   visit("key_term", spec.key_term, usual.key_term);
+  visit("key_mask", spec.key_mask, usual.key_mask);
   visit("query_term", spec.query_term, usual.query_term);
   visit("alibi", spec.alibi, usual.alibi);
   visit("dropout", spec.dropout, usual.dropout);
