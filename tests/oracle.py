@@ -262,7 +262,8 @@ def backward(grad_out, q, k, v, out, lse, *, grad_lse=None, fill=0.0, **options)
                     keep = problem.keep(b, h, i, j, nk)
                     dp = keep * float(do_i @ problem.v[at_j])
                     ds = p * (dp - delta)
-                    grads["v"][at_j] += keep * p * do_i
+                    if keep != 0:  # what is dropped has no part, not even as NaN
+                        grads["v"][at_j] += keep * p * do_i
                     grads["q"][at_i] += ds * derivative * problem.k[at_j]
                     grads["k"][at_j] += ds * derivative * problem.q[at_i]
                     grad_scores[(*index, h, i, j)] += ds

@@ -203,7 +203,8 @@ struct Naive {
       const T dp = keep * (value_dot.sum - sign * noise.units(1, value_dot.size));
       const T ds = math::grad_score(p, dp, delta);
       const T ds_of_dot = rounded(type, ds * score.derivative);
-      add_scaled(grad_v.data() + j * head_dim_v, rounded(type, p * keep), grad_out.data(), head_dim_v);
+      add_scaled(grad_v.data() + j * head_dim_v, keep != 0 ? rounded(type, p * keep) : T(0), grad_out.data(),
+                 head_dim_v);
       add_scaled(grad_q.data(), ds_of_dot, k.data() + j * head_dim, head_dim);
       add_scaled(grad_k.data() + j * head_dim, ds_of_dot, q.data(), head_dim);
       grad_bias.add(b, h, i, j, ds);

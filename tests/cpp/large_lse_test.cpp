@@ -85,5 +85,30 @@ TEST(LargeLogsumexp, TheBackwardGoesByTheLogsumexpThatItIsGiven) {
   unsetenv("FOVEA_CPU_ISA");
 }
 
+// A NaN in the logsumexp of a row reaches the keys that the row meets, and no other.
+TEST(LargeLogsumexp, NanStaysWithThePairsThatTakePart) {
+  for (const std::string backend : {"reference", "cpu"}) {
+    for (const char* line : {"bwd b=1 hq=1 sq=3 sk=20 d=3 dv=4 mask=1,1,q,k need=v",
+                             "bwd b=1 hq=1 sq=3 sk=20 d=3 dv=4 mask=1,1,q,k softcap=3 dropout=1 need=v"}) {
+      Case c;
+      c.problem = parse(line);
+      const Tensors tensors(c);
+      const Tensor& mask = *tensors.find("mask");
+      const Tensor& grad_v = *tensors.find("grad_v");
+      for (const std::int64_t e : mask.existing) {
+        mask.set(e, 1);
+      }
+      mask.set(mask.element({0, 0, 1, 7}), 0);
+      call_library(tensors.problem(), Direction::kForward, backend);
+      tensors.find("lse")->set(tensors.find("lse")->element({0, 0, 1}), std::numeric_limits<double>::quiet_NaN());
+      call_library(tensors.problem(), Direction::kBackward, backend);
+      for (std::int64_t j = 0; j < 20; ++j) {
+        const bool is_nan = std::isnan(grad_v.get(grad_v.element({0, j, 0, 0})));
+        EXPECT_EQ(is_nan, j != 7 && c.problem.dropout == 0) << backend << ", key " << j << ": " << line;
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace fovea::check

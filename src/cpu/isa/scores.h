@@ -237,7 +237,10 @@ void grad_row(const math::Score<T>& score, const RowTerms<T>& terms, i64 cols, c
   const Simd<T> zero(T(0));
   for (i64 c = 0; c < cols; c += lanes<T>()) {
     const Scored<T> scored = score_at<kSoftcap, kWork>(score, terms, c, Simd<T>::load(row.p + c));
-    const Simd<T> p = math::probability(scored.score.value, Simd<T>(row.reference));
+    Simd<T> p = math::probability(scored.score.value, Simd<T>(row.reference));
+    if constexpr (kWork == Work::kMask) {
+      p = select(scored.allowed, p, zero);  // where the logsumexp is NaN, -inf minus it is NaN
+    }
     const auto after_dropout = [&](Simd<T> x) {
       return row.keep != nullptr ? select(bits_at<T>(row.keep, c), x * Simd<T>(row.keep_factor), zero) : x;
     };
