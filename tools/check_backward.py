@@ -197,7 +197,10 @@ def narrow_candidates(s):  # as config/sm80_backward.cpp
     if w == 2:
         c = [tiles(4, 1, 64, 32, 2, 1, 1, q, 2, True), tiles(4, 1, 64, 32, 2, 1, 1, q), tiles(4, 1, 64, 32, 1, 1, 1, q)]
     else:
-        c = [tiles(4, 2, 64, part, 2, 1, 1, q, 2, True), tiles(4, 2, 64, part, 2, 1, 1, q), tiles(4, 2, 64, part, 1, 1, 1, q)]
+        one = not any(s.get(x) for x in ("softcap", "alibi", "mask", "key_term", "query_term")) and (not s.get("dropout") or not s.get("bias")) and not s.get("bias2")
+        part = 32 if w == 0 or one else 16
+        step, q = (64, q) if s.get("dq") else (32, 1)
+        c = [tiles(4, 2, step, part, 2, 1, 1, q, 2, True), tiles(4, 2, step, part, 2, 1, 1, q), tiles(4, 2, step, part, 1, 1, 1, q)]
     return c + [tiles(2, 1, 32, 16, 1, 1, 1, 2)]
 
 

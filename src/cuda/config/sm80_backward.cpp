@@ -26,6 +26,8 @@ struct Tiles {
   bool delay = false;
 };
 
+bool has_bias(const Spec& spec) { return spec.bias != BiasTile::kNone || spec.bias2 != BiasTile::kNone; }
+
 void apply(Spec& spec, const Tiles& tiles) {
   spec.warps = tiles.warps;
   spec.tiles = tiles.tiles;
@@ -97,10 +99,14 @@ std::vector<Tiles> narrow_candidates(const Spec& s) {
     candidates = {
         {4, 1, 64, 32, 2, 1, 1, grid_q, 2, true}, {4, 1, 64, 32, 2, 1, 1, grid_q}, {4, 1, 64, 32, 1, 1, 1, grid_q}};
   } else {
-    const int part = work == Work::kPlain ? 32 : 16;
-    candidates = {{4, 2, 64, part, 2, 1, 1, grid_q, 2, true},
-                  {4, 2, 64, part, 2, 1, 1, grid_q},
-                  {4, 2, 64, part, 1, 1, 1, grid_q}};
+    // From 9.0 on sums leave by fewer instructions, and a bias or dropout alone finds registers for the larger part.
+    const bool one = s.arch >= 90 && !s.softcap && !s.alibi && !s.mask && !s.key_term && !s.query_term &&
+                     (s.dropout == DropoutRule::kNone || !has_bias(s)) && s.bias2 == BiasTile::kNone;
+    const int part = work == Work::kPlain || one ? 32 : 16;
+    const int step = s.dq ? 64 : 32;
+    candidates = {{4, 2, step, part, 2, 1, 1, step == 64 ? grid_q : 1, 2, true},
+                  {4, 2, step, part, 2, 1, 1, step == 64 ? grid_q : 1},
+                  {4, 2, step, part, 1, 1, 1, step == 64 ? grid_q : 1}};
   }
   candidates.push_back({2, 1, 32, 16, 1, 1, 1, 2});
   return candidates;
@@ -223,6 +229,7 @@ Choice resident_backward(const Spec& spec, const Target& target) {
 
 bool backward_adds_dq(const Spec& features, const Target& target, bool column_sum) {
   Spec spec = padded(features);
+  spec.arch = target.capability;
   spec.dq = true;
   spec.dkv = true;
   spec.column_sum = column_sum;
@@ -231,6 +238,7 @@ bool backward_adds_dq(const Spec& features, const Target& target, bool column_su
 
 Choice sm80_backward(const Spec& features, const Target& target, const BackwardWants& wants) {
   Spec spec = padded(features);
+  spec.arch = target.capability;
   spec.dq = wants.dq;
   spec.dkv = wants.dkv;
   spec.column_sum = wants.column_sum;
@@ -244,6 +252,7 @@ Choice sm80_backward(const Spec& features, const Target& target, const BackwardW
 
 Choice sm80_backward_dq(const Spec& features, const Target& target, bool dq, bool row_sum) {
   Spec spec = padded(features);
+  spec.arch = target.capability;
   spec.dq = dq;
   spec.row_sum = row_sum;
   if (std::max(spec.d, spec.dv) <= kMostBackwardColumns) {
@@ -259,6 +268,7 @@ Choice sm80_backward_dq(const Spec& features, const Target& target, bool dq, boo
 
 Choice sm80_bias_gradient(const Spec& features, const Target& target, BiasTile type) {
   Spec spec = padded(features);
+  spec.arch = target.capability;
   spec.grad_bias = type;
   return choose("sm80_bias_gradient", "sm80_bias_gradient.cuh", spec, target, bias_gradient_candidates(spec),
                 bias_gradient_shared_bytes);

@@ -56,7 +56,28 @@ struct Operand {
 template <Type kType, int kSteps>
 inline constexpr int kUnrolled = kSteps % 4 == 0 && kSteps > (is_pair(kType) ? 4 : 16) ? 4 : kSteps;
 
-// acc[i][j] += A[rows 16 i ...] . B[rows 8 j ...], over kDim columns. `a`, `b`: where the tiles' first rows lie;
+// acc[i][j] += A[rows 16 i ...] . B[rows 8 j ...], over 16 columns: block kk (of hi).
+template <Type kType, int kRows, int kColumns, class LaneA, class LaneB>
+__device__ __forceinline__ void add_step(float (&acc)[kRows][kColumns][4], u32 a, const LaneA& lanes_a, u32 b,
+                                         const LaneB& lanes_b, int kk) {
+  u32 ah[kRows][4];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    ldmatrix(ah[i], a + lanes_a.at(i * 16, kk));
+  }
+#pragma unroll
+  for (int j = 0; j < kColumns / 2; ++j) {
+    u32 bh[4];
+    ldmatrix(bh, b + lanes_b.at(j * 16, kk));
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      mma<kType>(acc[i][2 * j], ah[i], bh[0], bh[1]);
+      mma<kType>(acc[i][2 * j + 1], ah[i], bh[2], bh[3]);
+    }
+  }
+}
+
+// The same over kDim columns. `a`, `b`: where the tiles' first rows lie;
 // lanes_a: rows first, lanes_b: columns first, both built for address 0.
 template <Type kType, int kDim, int kRows, int kColumns, class LaneA, class LaneB>
 __device__ __forceinline__ void add_rows_by_rows(float (&acc)[kRows][kColumns][4], u32 a, const LaneA& lanes_a, u32 b,
@@ -66,8 +87,10 @@ __device__ __forceinline__ void add_rows_by_rows(float (&acc)[kRows][kColumns][4
   constexpr u32 kStepBytes = 32;
   static_assert(kColumns % 2 == 0);
   if constexpr (is_pair(kType)) {
+    // A fresh sum for every four steps, which is then added with rounding: the tensor core truncates.
 #pragma unroll 1
     for (int k0 = 0; k0 < K; k0 += kInner) {
+      float sum[kRows][kColumns][4] = {};
 #pragma unroll
       for (int kk = 0; kk < kInner; ++kk) {
         u32 ah[kRows][4];
@@ -85,33 +108,34 @@ __device__ __forceinline__ void add_rows_by_rows(float (&acc)[kRows][kColumns][4
           ldmatrix(bl, b + k0 * kStepBytes + lanes_b.at(j * 16, K + kk));
 #pragma unroll
           for (int i = 0; i < kRows; ++i) {
-            mma<kType>(acc[i][2 * j], al[i], bh[0], bh[1]);
-            mma<kType>(acc[i][2 * j + 1], al[i], bh[2], bh[3]);
-            mma<kType>(acc[i][2 * j], ah[i], bl[0], bl[1]);
-            mma<kType>(acc[i][2 * j + 1], ah[i], bl[2], bl[3]);
+            mma<kType>(sum[i][2 * j], al[i], bh[0], bh[1]);
+            mma<kType>(sum[i][2 * j + 1], al[i], bh[2], bh[3]);
+            mma<kType>(sum[i][2 * j], ah[i], bl[0], bl[1]);
+            mma<kType>(sum[i][2 * j + 1], ah[i], bl[2], bl[3]);
+          }
+        }
+      }
+#pragma unroll
+      for (int kk = 0; kk < kInner; ++kk) {
+        add_step<kType>(sum, a + k0 * kStepBytes, lanes_a, b + k0 * kStepBytes, lanes_b, kk);
+      }
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            acc[i][j][e] += sum[i][j][e];
           }
         }
       }
     }
-  }
+  } else {
 #pragma unroll 1
-  for (int k0 = 0; k0 < K; k0 += kInner) {
+    for (int k0 = 0; k0 < K; k0 += kInner) {
 #pragma unroll
-    for (int kk = 0; kk < kInner; ++kk) {
-      u32 ah[kRows][4];
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        ldmatrix(ah[i], a + k0 * kStepBytes + lanes_a.at(i * 16, kk));
-      }
-#pragma unroll
-      for (int j = 0; j < kColumns / 2; ++j) {
-        u32 bh[4];
-        ldmatrix(bh, b + k0 * kStepBytes + lanes_b.at(j * 16, kk));
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-          mma<kType>(acc[i][2 * j], ah[i], bh[0], bh[1]);
-          mma<kType>(acc[i][2 * j + 1], ah[i], bh[2], bh[3]);
-        }
+      for (int kk = 0; kk < kInner; ++kk) {
+        add_step<kType>(acc, a + k0 * kStepBytes, lanes_a, b + k0 * kStepBytes, lanes_b, kk);
       }
     }
   }

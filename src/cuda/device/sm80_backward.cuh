@@ -75,23 +75,25 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_backward(const __gr
 
   // dQ = dS K of one step.
   const auto add_dq = [&](int n, const StepPlace& at, float factor) {
-    constexpr int kWarpsQ = S.grid_q;
-    constexpr int kWarpsD = S.warps / kWarpsQ;
-    constexpr int R = M / kWarpsQ / 16;
-    constexpr int C = D / kWarpsD / 16;
-    static_assert(R >= 1 && C >= 1 && D % (kWarpsD * 16) == 0 && M % (kWarpsQ * 16) == 0);
-    const int wq = thread.warp % kWarpsQ;
-    const int wd = thread.warp / kWarpsQ;
-    float dq[R][2 * C][4] = {};
-    add_grad_query<S, R, C, N, M>(dq, grads + (S.delay ? n & 1 : 0) * kGradBytes, wq * R, keys, wd * C, thread.lane,
-                                  factor);
-    float* const to = a.dq_sum + (loader.row0 + at.head * a.padded_rows + block.query(at)) * D +
-                      (wq * R * (D / 8) + wd * C * 2) * 128 + opaque(thread.lane) * 4;
+    if constexpr (S.dq) {
+      constexpr int kWarpsQ = S.grid_q;
+      constexpr int kWarpsD = S.warps / kWarpsQ;
+      constexpr int R = M / kWarpsQ / 16;
+      constexpr int C = D / kWarpsD / 16;
+      static_assert(R >= 1 && C >= 1 && D % (kWarpsD * 16) == 0 && M % (kWarpsQ * 16) == 0);
+      const int wq = thread.warp % kWarpsQ;
+      const int wd = thread.warp / kWarpsQ;
+      float dq[R][2 * C][4] = {};
+      add_grad_query<S, R, C, N, M>(dq, grads + (S.delay ? n & 1 : 0) * kGradBytes, wq * R, keys, wd * C, thread.lane,
+                                    factor);
+      float* const to = a.dq_sum + (loader.row0 + at.head * a.padded_rows + block.query(at)) * D +
+                        (wq * R * (D / 8) + wd * C * 2) * 128 + opaque(thread.lane) * 4;
 #pragma unroll
-    for (int i = 0; i < R; ++i) {
+      for (int i = 0; i < R; ++i) {
 #pragma unroll
-      for (int j = 0; j < 2 * C; ++j) {
-        reduce4<S.arch>(to + (i * (D / 8) + j) * 128, dq[i][j]);
+        for (int j = 0; j < 2 * C; ++j) {
+          reduce4<S.arch>(to + (i * (D / 8) + j) * 128, dq[i][j]);
+        }
       }
     }
   };
