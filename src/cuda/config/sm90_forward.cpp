@@ -35,6 +35,14 @@ bool has_map(const Operand& operand, int element_bytes) {
   return fits(s.batch1) && fits(s.batch2) && fits(s.head) && fits(s.row);
 }
 
+// What features take of the registers, roughly: from kManyFeatures on, steps of 64 keys spill nothing where steps of
+// 128 do, and beyond a head_dim of 192 nothing helps.
+constexpr int kManyFeatures = 4;
+int features_of(const Spec& s) {
+  return 2 * int{s.mask} + int{s.dropout != DropoutRule::kNone} + int{s.softcap} + int{s.alibi} + int{s.key_term} +
+         int{s.bias != BiasTile::kNone} + int{s.bias2 != BiasTile::kNone};
+}
+
 const char* why_not(const Call& call, const Operands& operands, const Target& target) {
   const Problem& p = call.problem;
   const math::Rows& rows = call.rows;
@@ -57,6 +65,9 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
   }
   if (spec.bias == BiasTile::kFp32 || spec.bias2 == BiasTile::kFp32) {
     return "a bias of fp32 that has queries and keys";
+  }
+  if (std::max(spec.d, spec.dv) > 192 && features_of(spec) >= kManyFeatures) {
+    return "head_dim over 192 with more features than registers hold";
   }
   if (p.head_dim == 0 || p.head_dim_v == 0 || rows.rows_k == 0 || rows.limit_k == 0) {
     return "nothing to attend to";
@@ -87,12 +98,14 @@ struct Tiles {
 // From wide to narrow: the first that fits is taken.
 std::vector<Tiles> candidates(const Spec& spec) {
   const int widest = std::max(spec.d, spec.dv);
+  const int features = features_of(spec);
   const bool biases = spec.bias != BiasTile::kNone || spec.bias2 != BiasTile::kNone;
-  const bool dropout = spec.dropout != DropoutRule::kNone;
-  const bool heavy = dropout || spec.mask || spec.softcap || spec.alibi || spec.bias2 != BiasTile::kNone;
   if (widest <= 64) {
-    if (heavy) {
-      return {{2, 128, 2, 2, 2}, {2, 128, 2, 1, 2}, {2, 64, 2, 1, 2}};
+    if (features >= kManyFeatures) {
+      return {{2, 64, 2, 2, 2}, {2, 64, 2, 1, 2}};
+    }
+    if (features > int{biases} || spec.bias2 != BiasTile::kNone || (spec.ragged && spec.left_edge)) {
+      return {{2, 128, 3, 2, 2}, {2, 128, 2, 2, 2}, {2, 128, 2, 1, 2}, {2, 64, 2, 1, 2}};
     }
     if (biases && widest <= 32) {
       return {{3, 128, 3, 2, 3}, {3, 128, 2, 2, 2}};
@@ -103,15 +116,15 @@ std::vector<Tiles> candidates(const Spec& spec) {
     return {{3, 128, 3, 2, 2}};
   }
   if (widest <= 128) {
-    if (widest == 96 && !heavy && !sm90_has_planes(spec) && !spec.ragged && !spec.left_edge) {
+    if (widest == 96 && features == 0 && !spec.ragged && !spec.left_edge) {
       return {{3, 112, 2, 2, 2}};
     }
-    if (heavy && biases) {
+    if (features >= kManyFeatures || spec.bias2 != BiasTile::kNone) {
       return {{2, 64, 2, 2, 2}, {2, 64, 2, 1, 2}, {2, 64, 2, 1, 1}};
     }
     return {{2, 128, widest <= 80 ? 3 : 2, 2, 2}, {2, 128, 2, 2, 2}, {2, 128, 2, 1, 2}, {2, 64, 2, 1, 2}};
   }
-  if (heavy || sm90_has_planes(spec)) {
+  if (features > 0) {
     return {{2, 64, 2, 1, 2}, {2, 64, 2, 1, 1}, {2, 64, 1, 1, 1}};
   }
   if (spec.dv <= 128) {
