@@ -57,7 +57,7 @@ class Key {
   }
 
   std::size_t hash() const {
-    std::uint64_t hash = 0x9E3779B97F4A7C15u;
+    std::uint64_t hash = 0xCBF29CE484222325u;
     for (std::size_t i = 0; i < count_; ++i) {
       hash = (hash ^ static_cast<std::uint64_t>(numbers_[i])) * 0xFF51AFD7ED558CCDu;
       hash ^= hash >> 32;
