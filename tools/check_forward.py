@@ -15,6 +15,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -90,6 +91,7 @@ def worker(given):
             if given.kernel not in why or f"{given.kernel}:" in why:
                 print("other", line, "|", why.split(given.kernel + ":")[-1][:80].strip().replace("\n", " "), flush=True)
                 continue
+            print("begun", line, flush=True)
             trial = Trial(p, device)
             trial.prepare(False)
             trial.run(False)
@@ -122,12 +124,24 @@ def main():
     given = parser.parse_args()
     if given.shard >= 0:
         return worker(given)
-    started = [
-        subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--shard", str(n)], stdout=subprocess.PIPE,
-                         stderr=subprocess.STDOUT, text=True)
-        for n in range(given.processes)
-    ]  # fmt: skip
-    lines = [line for process in started for line in process.communicate()[0].splitlines()]
+    folder = Path(tempfile.mkdtemp())
+    started = []
+    for n in range(given.processes):
+        with open(folder / str(n), "w") as out:
+            started.append(subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--shard", str(n)], stdout=out,
+                                            stderr=subprocess.STDOUT))  # fmt: skip
+    end = time.time() + given.seconds + 20
+    while time.time() < end and any(process.poll() is None for process in started):
+        time.sleep(0.2)
+    lines = []
+    for n, process in enumerate(started):
+        own = (folder / str(n)).read_text().splitlines()
+        if process.poll() is None:
+            process.kill()
+            own.append(f"hangs {(own or ['?'])[-1]}")
+        elif process.returncode:
+            own.append(f"died ({process.returncode}) {(own or ['?'])[-1]}")
+        lines += [line for line in own if not line.startswith("begun")]
     counts = collections.Counter(line.split()[0] if line else "" for line in lines)
     others = collections.Counter(line.split("|")[-1].strip() for line in lines if line.startswith("other"))
     words = lambda line: [w for w in line.split("|")[0].split()[2:]]  # noqa: E731
@@ -143,7 +157,7 @@ def main():
         print(f"passed over {n}: {why}")
     print("bad by feature:", ", ".join(f"{w} {bad[w]}/{seen[w]}" for w in sorted(seen, key=lambda w: -bad[w] / seen[w]) if bad[w])[:1500])
     print(dict(counts))
-    return int(counts["right"] == 0 or counts["wrong"] + counts["error"] > 0)
+    return int(counts["right"] == 0 or counts["wrong"] + counts["error"] + counts["hangs"] + counts["died"] > 0)
 
 
 if __name__ == "__main__":
