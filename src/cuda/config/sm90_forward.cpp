@@ -158,13 +158,15 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
   spec.often = spec.dropout == DropoutRule::kFovea && call.dropout.threshold > kMostOfHalves;
   for (const Tiles& tiles : candidates(spec)) {
     spec.warps = 4 * tiles.groups;
-    spec.step = tiles.step;
+    // A text encoder's 77 keys and the like.
+    constexpr int kFewKeys = 80;
+    spec.step = features_of(spec) == 0 && call.rows.limit_k <= kFewKeys ? std::min(tiles.step, kFewKeys) : tiles.step;
     spec.stages = tiles.stages;
     spec.q_buffers = tiles.q_buffers;
     spec.planes = sm90_has_planes(spec) ? tiles.planes : 0;
     spec.ahead = spec.step / 32;
     // Without a mask the power limit leaves the tensor cores little to win at head_dim 128.
-    spec.turns = spec.banded || std::max(spec.d, spec.dv) != 128;
+    spec.turns = spec.banded || features_of(spec) > 0 || std::max(spec.d, spec.dv) != 128;
     // Where steps do not divide the diagonal the first tile's guess would fail; what is added makes it costly.
     spec.guess = !natural_scores(spec) && spec.step % 64 == 0;
     const Sm90ForwardSizes sizes = sm90_forward_sizes(spec);
