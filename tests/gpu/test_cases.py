@@ -2,6 +2,8 @@
 """Every row of the case table, forward and backward, against the formula in fp64 by the specification's rule; then
 once more inside a CUDA graph's capture, replayed twice."""
 
+import os
+
 import pytest
 import torch
 
@@ -24,7 +26,7 @@ def test_row(n, device, record_property):
     record_property("line", p.line())
     trial = Trial(p, device)
     faults = trial.test()
-    if device.type == "cuda":
+    if device.type == "cuda" and "FOVEA_SANITIZE" not in os.environ:
         faults += trial.test_captured()
     for way in ("forward", "backward", "captured"):
         record_property(way, not any(fault.startswith(way) for fault in faults))
