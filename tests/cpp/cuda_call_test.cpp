@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Calls of the CUDA backend through the C ABI with a driver and a compiler that are played (fake/): which kernels are
+// launched with what, what is loaded when, captures, devices, threads, errors. Addresses are made up, so whoever
+// dereferences one crashes. The test starts itself anew with the played libraries in the loader's path.
+#include <dlfcn.h>
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <thread>
+
+#include "check/cases.h"
+#include "core/shapes.h"
+#include "core/validate.h"
+#include "cuda/executable.h"
+
+namespace fovea {
+namespace {
+
+TEST(CudaCall, WithAPlayedDriver) {
+  const std::string self = std::filesystem::read_symlink("/proc/self/exe").string();
+  const std::string command = fmt::format(
+      "env -u FOVEA_BACKEND -u FOVEA_KERNEL LD_LIBRARY_PATH={0} FOVEA_NVRTC={0}/libnvrtc.so.13 FOVEA_CACHE_DIR=none "
+      "FOVEA_JIT=jit '{1}' --gtest_also_run_disabled_tests --gtest_filter='DISABLED_PlayedCuda.*' --gtest_brief=1",
+      FOVEA_FAKE_CUDA, self);
+  EXPECT_EQ(std::system(command.c_str()), 0) << command;
+}
+
+// As fake/cuda.c has it.
+struct Launched {
+  const char* name;
+  unsigned grid_x, block_x, shared_bytes;
+  void* stream;
+};
+
+class DISABLED_PlayedCuda : public ::testing::Test {
+ protected:
+  static void* library() {
+    static void* const library = dlopen("libcuda.so.1", RTLD_NOW);
+    return library;
+  }
+  template <class T>
+  static T& variable(const char* name) {
+    return *static_cast<T*>(dlsym(library(), name));
+  }
+  static int& loads() { return variable<int>("fake_loads"); }
+  static int& launches() { return variable<int>("fake_launches"); }
+  static Launched* launched() { return &variable<Launched>("fake_launched"); }
+};
+
+// A problem whose tensors lie nowhere.
+class Given {
+ public:
+  explicit Given(const Problem& problem, int device = 0) : problem_(problem) {
+    problem_.device = FOVEA_CUDA;
+    shapes_.emplace(problem_);
+    raw = shapes_->get();
+    raw.device_index = device;
+    std::uintptr_t address = std::uintptr_t{1} << 44;
+    tensors_.reserve(32);
+    for (const fovea_tensor** tensor : {&raw.q,
+                                        &raw.k,
+                                        &raw.v,
+                                        &raw.bias,
+                                        &raw.bias2,
+                                        &raw.mask,
+                                        &raw.alibi_slopes,
+                                        &raw.sink,
+                                        &raw.cu_seqlens_q,
+                                        &raw.cu_seqlens_k,
+                                        &raw.seqused_q,
+                                        &raw.seqused_k,
+                                        &raw.out,
+                                        &raw.lse,
+                                        &raw.grad_out,
+                                        &raw.grad_lse,
+                                        &raw.grad_q,
+                                        &raw.grad_k,
+                                        &raw.grad_v,
+                                        &raw.grad_bias,
+                                        &raw.grad_bias2,
+                                        &raw.grad_sink}) {
+      if (*tensor != nullptr) {
+        tensors_.push_back(**tensor);
+        tensors_.back().data = reinterpret_cast<void*>(address);  // NOLINT(performance-no-int-to-ptr)
+        address += std::uintptr_t{1} << 36;
+        *tensor = &tensors_.back();
+      }
+    }
+    raw.seed_ptr = reinterpret_cast<const std::uint64_t*>(address);  // NOLINT(performance-no-int-to-ptr)
+  }
+  explicit Given(const std::string& line, int device = 0) : Given(parse(line), device) {}
+
+  fovea_direction direction() const { return static_cast<fovea_direction>(problem_.direction); }
+  fovea_status prepare() const { return fovea_prepare(&raw, direction()); }
+  fovea_status call() const {
+    std::size_t bytes = 0;
+    if (const fovea_status status = fovea_workspace(&raw, direction(), &bytes); status != FOVEA_OK) {
+      return status;
+    }
+    void* workspace = reinterpret_cast<void*>((std::uintptr_t{1} << 43) + 1);  // NOLINT(performance-no-int-to-ptr)
+    return problem_.direction == Direction::kForward ? fovea_forward(&raw, workspace, bytes)
+                                                     : fovea_backward(&raw, workspace, bytes);
+  }
+  cuda::Plan plan() const {
+    return cuda::plan_for(validate(raw, problem_.direction, /*shapes_only=*/false), cuda::target_of("sm_90"));
+  }
+
+  fovea_problem raw;
+
+ private:
+  Problem problem_;
+  std::optional<Shapes> shapes_;
+  std::vector<fovea_tensor> tensors_;
+};
+
+TEST_F(DISABLED_PlayedCuda, EveryRowOfTheTableIsLaunchedAsPlanned) {
+  int called = 0;
+  for (const check::Case& c : check::cases(check::table_of_environment())) {
+    for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
+      Problem problem = c.problem;
+      if (problem.type == DType::kFp64) {
+        continue;
+      }
+      if (direction == Direction::kForward) {
+        problem.direction = direction;
+        problem.need = {};
+        problem.grad_lse = false;
+        problem.lse = true;
+      }
+      const Given given(problem);
+      launches() = 0;
+      ASSERT_EQ(given.call(), FOVEA_OK) << print(problem) << ": " << fovea_last_error();
+      const cuda::Plan plan = given.plan();
+      ASSERT_EQ(static_cast<std::size_t>(launches()), plan.launches.size()) << print(problem);
+      for (int i = 0; i < launches(); ++i) {
+        const cuda::Launch& expected = plan.launches[static_cast<std::size_t>(i)];
+        EXPECT_EQ(launched()[i].name, cuda::request_of(expected.kernel, plan.target).expression());
+        EXPECT_EQ(launched()[i].grid_x, expected.blocks);
+        EXPECT_EQ(launched()[i].block_x, static_cast<unsigned>(expected.kernel.threads));
+        EXPECT_EQ(launched()[i].shared_bytes, static_cast<unsigned>(expected.kernel.shared_bytes));
+      }
+      ++called;
+    }
+  }
+  EXPECT_GT(called, 50);
+}
+
+TEST_F(DISABLED_PlayedCuda, LoadedOnceWhateverThePointers) {
+  Given given("bwd b=2 hq=4 sq=128 sk=128 d=96 bf16 causal");
+  ASSERT_EQ(given.call(), FOVEA_OK) << fovea_last_error();
+  const int before = loads();
+  Given elsewhere("bwd b=2 hq=4 sq=128 sk=128 d=96 bf16 causal");
+  elsewhere.raw.stream = &elsewhere;
+  launches() = 0;
+  ASSERT_EQ(elsewhere.call(), FOVEA_OK);
+  EXPECT_EQ(loads(), before);
+  EXPECT_GT(launches(), 0);
+  EXPECT_EQ(launched()[0].stream, &elsewhere);
+}
+
+TEST_F(DISABLED_PlayedCuda, NothingIsLoadedInACapture) {
+  const Given given("fwd b=2 hq=4 sq=128 sk=128 d=72 bf16 softcap=3");
+  int& capturing = variable<int>("fake_capturing");
+  capturing = 1;
+  const int before = loads();
+  EXPECT_EQ(given.call(), FOVEA_UNSUPPORTED);
+  EXPECT_NE(std::string(fovea_last_error()).find("fovea_prepare"), std::string::npos) << fovea_last_error();
+  EXPECT_EQ(loads(), before);
+  EXPECT_EQ(given.prepare(), FOVEA_OK);
+  EXPECT_GT(loads(), before);
+  EXPECT_EQ(given.call(), FOVEA_OK) << fovea_last_error();
+  capturing = 0;
+}
+
+TEST_F(DISABLED_PlayedCuda, ThreadsWaitForOneAnother) {
+  const int before = loads();
+  std::vector<std::thread> threads;
+  std::atomic<int> failed = 0;
+  for (int i = 0; i < 8; ++i) {
+    threads.emplace_back([&] {
+      const Given given("bwd b=2 hq=4 sq=128 sk=128 d=40 fp16 alibi=h");
+      for (int n = 0; n < 50; ++n) {
+        failed += given.call() == FOVEA_OK ? 0 : 1;
+      }
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  EXPECT_EQ(failed, 0);
+  EXPECT_LE(loads() - before, 4);  // its kernels, once
+}
+
+TEST_F(DISABLED_PlayedCuda, EveryDeviceHasItsOwn) {
+  const std::string line = "fwd b=2 hq=4 sq=128 sk=128 d=64 bf16 causal sink";
+  EXPECT_EQ(Given(line, 0).call(), FOVEA_OK);
+  EXPECT_EQ(Given(line, 1).call(), FOVEA_OK) << fovea_last_error();
+  EXPECT_EQ(Given(line, 2).call(), FOVEA_INVALID_ARGUMENT);
+  EXPECT_NE(std::string(fovea_last_error()).find("2 was given; 0 to 1 are there"), std::string::npos);
+}
+
+TEST_F(DISABLED_PlayedCuda, WhatTheDriverSaysIsSaid) {
+  const Given given("fwd b=2 hq=4 sq=128 sk=128 d=64 bf16");
+  ASSERT_EQ(given.call(), FOVEA_OK);
+  int& result = variable<int>("fake_result_of_launch");
+  result = 700;
+  EXPECT_EQ(given.call(), FOVEA_DEVICE_ERROR);
+  EXPECT_NE(std::string(fovea_last_error()).find("PLAYED_ERROR 700"), std::string::npos) << fovea_last_error();
+  result = 2;
+  EXPECT_EQ(given.call(), FOVEA_OUT_OF_MEMORY);
+  result = 0;
+  EXPECT_EQ(given.call(), FOVEA_OK);
+}
+
+TEST_F(DISABLED_PlayedCuda, AWorkspaceThatIsTooSmall) {
+  const Given given("bwd b=2 hq=4 sq=128 sk=128 d=64 bf16");
+  launches() = 0;
+  EXPECT_EQ(fovea_backward(&given.raw, nullptr, 0), FOVEA_OUT_OF_MEMORY);
+  EXPECT_EQ(std::string(fovea_last_error()).rfind("workspace: 0 bytes", 0), 0u) << fovea_last_error();
+  EXPECT_EQ(launches(), 0);
+}
+
+TEST_F(DISABLED_PlayedCuda, BackendsAndExplain) {
+  char text[4096] = "";
+  ASSERT_EQ(fovea_backends(text, sizeof(text), nullptr), FOVEA_OK);
+  EXPECT_NE(std::string(text).find("cuda\tavailable\n"), std::string::npos) << text;
+  ASSERT_EQ(fovea_explain_line("fwd b=2 hq=4 sq=128 sk=128 d=64 bf16 device=cuda", text, sizeof(text), nullptr),
+            FOVEA_OK);
+  EXPECT_NE(std::string(text).find("cuda: serves: "), std::string::npos) << text;
+  EXPECT_EQ(
+      fovea_explain_line("fwd b=2 hq=4 sq=128 sk=128 d=64 bf16 device=cuda backend=cpu", text, sizeof(text), nullptr),
+      FOVEA_UNSUPPORTED);
+}
+
+}  // namespace
+}  // namespace fovea

@@ -1,0 +1,163 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * A libcuda.so.1 that computes nothing: two GPUs of compute capability 9.0, kernels that are names, launches that are
+ * counted. cuda_call_test.cpp starts itself anew with this in LD_LIBRARY_PATH. */
+#define _POSIX_C_SOURCE 200809L /* strdup */
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* What the test sets and reads. */
+int fake_capturing = 0;
+int fake_result_of_launch = 0;
+int fake_loads = 0;
+int fake_launches = 0;
+struct {
+  const char* name; /* the kernel's */
+  unsigned grid_x, block_x, shared_bytes;
+  void* stream;
+} fake_launched[256];
+
+struct config { /* CUlaunchConfig's beginning */
+  unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes;
+  void* stream;
+};
+
+static int succeed(void) { return 0; }
+static int version(int* value) {
+  *value = 13000;
+  return 0;
+}
+static int two(int* value) {
+  *value = 2;
+  return 0;
+}
+static int get_device(int* device, int ordinal) {
+  *device = ordinal;
+  return 0;
+}
+static int get_name(char* name, int bytes, int device) {
+  (void)device;
+  strncpy(name, "played", (size_t)bytes);
+  return 0;
+}
+static int get_attribute(int* value, int attribute, int device) {
+  (void)device;
+  switch (attribute) {
+    case 16: /* multiprocessors */
+      *value = 132;
+      break;
+    case 75: /* compute capability */
+      *value = 9;
+      break;
+    case 76:
+      *value = 0;
+      break;
+    case 81: /* shared memory of a multiprocessor */
+      *value = 228 * 1024;
+      break;
+    case 97: /* of a block */
+      *value = 227 * 1024;
+      break;
+    default:
+      *value = 1;
+  }
+  return 0;
+}
+static int context(void** value) {
+  *value = &fake_launches;
+  return 0;
+}
+static int context_of_device(void** value, int device) {
+  (void)device;
+  return context(value);
+}
+static int context_of_stream(void* stream, void** value) {
+  (void)stream;
+  return context(value);
+}
+static int current_device(int* device) {
+  *device = 0;
+  return 0;
+}
+static int load(void** library) {
+  __atomic_add_fetch(&fake_loads, 1, __ATOMIC_RELAXED);
+  return context(library);
+}
+static int get_kernel(void** kernel, void* library, const char* name) {
+  (void)library;
+  *kernel = strdup(name); /* kept, as kernels are */
+  return 0;
+}
+static int get_function(void** function, void* kernel) {
+  *function = kernel;
+  return 0;
+}
+static int kernel_attribute(int* value) {
+  *value = 0;
+  return 0;
+}
+static int launch(const struct config* config, void* function, void** parameters, void** extra) {
+  (void)parameters;
+  (void)extra;
+  if (fake_result_of_launch != 0) {
+    return fake_result_of_launch;
+  }
+  const int number = __atomic_fetch_add(&fake_launches, 1, __ATOMIC_RELAXED) % 256;
+  fake_launched[number].name = function;
+  fake_launched[number].grid_x = config->grid_x;
+  fake_launched[number].block_x = config->block_x;
+  fake_launched[number].shared_bytes = config->shared_bytes;
+  fake_launched[number].stream = config->stream;
+  return 0;
+}
+static int capturing(void* stream, int* status) {
+  (void)stream;
+  *status = fake_capturing;
+  return 0;
+}
+static int error_text(int error, const char** text) {
+  (void)error;
+  *text = "PLAYED_ERROR";
+  return 0;
+}
+
+int cuGetProcAddress_v2(const char* name, void** function, int cuda_version, uint64_t flags, int* found) {
+  static const struct {
+    const char* name;
+    void* function;
+  } functions[] = {
+      {"cuDriverGetVersion", version},
+      {"cuDeviceGetCount", two},
+      {"cuDeviceGet", get_device},
+      {"cuDeviceGetName", get_name},
+      {"cuDeviceGetAttribute", get_attribute},
+      {"cuDevicePrimaryCtxRetain", context_of_device},
+      {"cuCtxGetCurrent", context},
+      {"cuCtxGetDevice", current_device},
+      {"cuCtxPopCurrent", context},
+      {"cuLibraryLoadData", load},
+      {"cuLibraryGetKernel", get_kernel},
+      {"cuKernelGetFunction", get_function},
+      {"cuKernelGetAttribute", kernel_attribute},
+      {"cuLaunchKernelEx", launch},
+      {"cuOccupancyMaxActiveBlocksPerMultiprocessor", two},
+      {"cuOccupancyMaxActiveClusters", two},
+      {"cuStreamIsCapturing", capturing},
+      {"cuStreamGetCtx", context_of_stream},
+      {"cuGetErrorName", error_text},
+      {"cuGetErrorString", error_text},
+  };
+  (void)cuda_version;
+  (void)flags;
+  *function = succeed;
+  for (size_t i = 0; i < sizeof functions / sizeof *functions; ++i) {
+    if (strcmp(name, functions[i].name) == 0) {
+      *function = functions[i].function;
+    }
+  }
+  if (found != NULL) {
+    *found = 0;
+  }
+  return 0;
+}
