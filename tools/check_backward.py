@@ -624,11 +624,17 @@ class Problem:
             steps.append(("sm80_backward_dq", "sm80_backward_dq.cuh", c, cdiv(self.S, rows) * self.batch * self.H, c["warps"] * 32, dq_shared(c), "dq"))
         for name, x in (("bias", self.bias_x), ("bias2", self.bias2_x)):
             if x is not None and name in self.need:
-                c = choose(bias_candidates, {**base, "grad_bias": base[name]}, bias_shared)
-                if c is None: return None
-                rows = c["grid_s"] * c["tiles"] * 16
+                kind = "sm80_bias_gradient"
+                if chunked:
+                    kind = "sm80_chunked_bias_gradient"
+                    c = {**base, "grad_bias": base[name], "d": 64, "dv": width, **tiles(4, 1, 32, 0, 1)}
+                    shared, rows = 2 * 96 * 64 * size(c) + 2 * (8 * 64 + inputs(c, 64, 32, False)), 64
+                else:
+                    c = choose(bias_candidates, {**base, "grad_bias": base[name]}, bias_shared)
+                    if c is None: return None
+                    shared, rows = bias_shared(c), c["grid_s"] * c["tiles"] * 16
                 planes = x.shape[0] * x.shape[1] * x.shape[2]
-                steps.append(("sm80_bias_gradient", "sm80_bias_gradient.cuh", c, planes * self.chunks * cdiv(self.S, rows) * cdiv(self.Sk, c["step"]), c["warps"] * 32, bias_shared(c), name))
+                steps.append((kind, "sm80_chunked_backward.cuh" if chunked else "sm80_bias_gradient.cuh", c, planes * self.chunks * cdiv(self.S, rows) * cdiv(self.Sk, c["step"]), c["warps"] * 32, shared, name))
                 if self.chunks > 1:
                     steps.append(("bias_gradient_sum", "sm80_bias_gradient.cuh", dict(grad_bias=base[name]), planes * cdiv(self.S * self.Sk, 256), 256, 0, name))
         if columns:
@@ -877,6 +883,11 @@ def bias_cases():
         yield f"dbias packed d{D}", dict(D=D, bias=(0, 0, 1, 1, 1), B=(1, 3), packed=[(130, 257), (64, 64), (7, 300)])
         yield f"dbias features d{D}", dict(D=D, bias=(0, 0, 1, 1, 1), softcap=3.0, alibi=True, dropout=0.2, mask=(0, 1, 0), key_term=(0, 1, 0), query_term=(0, 1, 1), sink=True, dlse=True)
         yield f"dbias window d{D}", dict(D=D, bias=(0, 0, 1, 1, 1), window=(20, 10))
+
+
+    for name, x in (("", {}), (" packed chunks", dict(B=(1, 3), packed=[(130, 257), (64, 64), (7, 300)], chunks=2)), (" fp32", dict(type="kFp32", bias_type="kFp32", causal=True)),
+                    (" features", dict(softcap=3.0, dropout=0.2, mask=(0, 1, 0), window=(20, 10)))):
+        yield f"dbias d600{name}", dict(**{**dict(D=600, Dv=520, bias=(0, 0, 1, 1, 1), S=130, Sk=200), **x})
 
 
 def dq_cases():

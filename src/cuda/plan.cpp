@@ -331,7 +331,7 @@ class Planner {
       add(Step::kReduceRows, part("reduce_rows", spec), planes * tiles_of(queries, kColumns), 1, which);
     } else {
       const Kernel kernel = taken(sm80_bias_gradient(plan_.operands.features, plan_.target, type));
-      const std::int64_t blocks = planes * bias_gradient_blocks(queries, keys, kernel.spec);
+      const std::int64_t blocks = planes * bias_gradient_blocks(queries, keys, kernel);
       const std::int64_t list = planes > 0 ? p.batch() * p.heads_q / planes : 0;
       const int chunks = bias_gradient_chunks(blocks, std::max<std::int64_t>(list, 1), kernel.spec, plan_.target);
       if (chunks > 1) {

@@ -270,8 +270,14 @@ Choice sm80_bias_gradient(const Spec& features, const Target& target, BiasTile t
   Spec spec = padded(features);
   spec.arch = target.capability;
   spec.grad_bias = type;
-  return choose("sm80_bias_gradient", "sm80_bias_gradient.cuh", spec, target, bias_gradient_candidates(spec),
-                bias_gradient_shared_bytes);
+  if (std::max(spec.d, spec.dv) <= kMostBackwardColumns) {
+    const Choice choice = choose("sm80_bias_gradient", "sm80_bias_gradient.cuh", spec, target,
+                                 bias_gradient_candidates(spec), bias_gradient_shared_bytes);
+    if (choice.why_not == nullptr) {
+      return choice;
+    }
+  }
+  return chunked("sm80_chunked_bias_gradient", spec, target, chunked_bias_gradient_shared_bytes);
 }
 
 std::int64_t backward_blocks(const Call& call, const Kernel& kernel) {
@@ -296,8 +302,11 @@ std::int64_t backward_dq_blocks(const Call& call, const Kernel& kernel) {
   return tiles_of(call.rows.limit_q, backward_dq_rows(spec)) * call.rows.batch() * call.rows.heads_q * results;
 }
 
-std::int64_t bias_gradient_blocks(std::int64_t bias_rows, std::int64_t bias_keys, const Spec& spec) {
-  return tiles_of(bias_rows, bias_gradient_rows(spec)) * tiles_of(bias_keys, spec.step);
+std::int64_t bias_gradient_blocks(std::int64_t bias_rows, std::int64_t bias_keys, const Kernel& kernel) {
+  const Spec& spec = kernel.spec;
+  const bool is_chunked = std::string_view(kernel.name) == "sm80_chunked_bias_gradient";
+  const int rows = is_chunked ? chunked_backward_rows(spec) : bias_gradient_rows(spec);
+  return tiles_of(bias_rows, rows) * tiles_of(bias_keys, spec.step);
 }
 
 int bias_gradient_chunks(std::int64_t blocks, std::int64_t list, const Spec& spec, const Target& target) {

@@ -33,7 +33,7 @@ Choice sm80_bias_gradient(const Spec& features, const Target& target, BiasTile t
 // Blocks of their grids. For a bias gradient: of one plane and one chunk.
 std::int64_t backward_blocks(const Call& call, const Kernel& kernel);
 std::int64_t backward_dq_blocks(const Call& call, const Kernel& kernel);
-std::int64_t bias_gradient_blocks(std::int64_t bias_rows, std::int64_t bias_keys, const Spec& spec);
+std::int64_t bias_gradient_blocks(std::int64_t bias_rows, std::int64_t bias_keys, const Kernel& kernel);
 
 // Pieces that the list of a plane is cut into, so that every multiprocessor has work.
 int bias_gradient_chunks(std::int64_t blocks, std::int64_t list, const Spec& spec, const Target& target);

@@ -102,6 +102,14 @@ constexpr int chunked_backward_shared_bytes(const Spec& s, bool transposed) {
          2 * (row_vector_bytes(queries) + score_input_bytes(s, queries, keys, transposed));
 }
 
+// ---- sm80_chunked_bias_gradient: warps * tiles * 16 queries by `step` keys ----
+
+constexpr int chunked_bias_gradient_shared_bytes(const Spec& s) {
+  const int rows = chunked_backward_rows(s);
+  return 2 * (rows + s.step) * s.d * element_bytes(s.type) +
+         2 * (row_vector_bytes(rows) + score_input_bytes(s, rows, s.step, false));
+}
+
 }  // namespace fovea::cuda
 
 #endif  // FOVEA_CUDA_DEVICE_SM80_BACKWARD_SIZES_H

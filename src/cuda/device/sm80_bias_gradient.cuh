@@ -25,6 +25,75 @@
 
 namespace fovea::cuda {
 
+// Entries of a plane's list. Counted up, since divisions would cost as much as the products.
+struct BiasEntries {
+  struct Entry {
+    u32 b1, b2, head;
+  };
+  u32 first_b2, last_b2, first_head, last_head;
+
+  __device__ __forceinline__ BiasEntries(const Args& a, const Shared& shared)
+      : first_b2(u32(shared.b2)),
+        last_b2(u32(shared.b2 + shared.n2)),
+        first_head(u32(shared.h)),
+        last_head(u32(shared.h + shared.heads)) {}
+  static __device__ __forceinline__ Entry at(const Args& a, const Shared& shared, int n) {
+    const u32 b = u32(shared.batch(n, a.rows));
+    const u32 batch2 = u32(a.rows.batch2);
+    return {b / batch2, b % batch2, u32(shared.head(n))};
+  }
+  __device__ __forceinline__ void advance(Entry& e) const {
+    if (++e.head == last_head) {
+      e.head = first_head;
+      if (++e.b2 == last_b2) {
+        e.b2 = first_b2;
+        ++e.b1;
+      }
+    }
+  }
+};
+
+// Whether any query of the tile meets any of its keys.
+template <Spec S, int M, int N>
+__device__ __forceinline__ bool meets_tile(const Args& a, const Place& place, int m0, int n0) {
+  if (m0 >= place.q_len || n0 >= place.k_len) {
+    return false;
+  }
+  if constexpr (S.banded) {
+    return place.band<S>(a).tile(m0, min(m0 + M, place.q_len), n0, min(n0 + N, place.k_len)) != math::TileClass::kEmpty;
+  }
+  return true;
+}
+
+// A tile of sums, M x N numbers of a plane from (m0, n0) on; this warp's fragment begins at (row, column) of it.
+// Partial sums leave in fp32, the gradient in its type, through `result` in shared memory, which nobody else uses by
+// now.
+template <Spec S, int M, int N, int T, int kColumns>
+__device__ __forceinline__ void store_bias_sums(const Args& a, const float (&sum)[T][kColumns][4], u32 result,
+                                                const Shared& shared, i64 plane, int chunk, int m0, int n0, int row,
+                                                int column, const Thread& thread) {
+  const int rows = a.bias_rows - m0;
+  const int keys = a.bias_keys - n0;
+  const math::Strides& to = a.grad_bias.strides;
+  const i64 at = shared.b1 * to.batch1 + shared.b2 * to.batch2 + shared.h * to.head + m0 * to.row + n0 * to.col;
+  if (a.bias_chunks > 1) {
+    const i64 planes = Shared::planes(a.rows, to);
+    float* const partial = a.bias_sum + ((chunk * planes + plane) * a.bias_rows + m0) * a.bias_keys + n0;
+    store_floats(sum, partial, {0, 0, 0, a.bias_keys, 1}, row, column, rows, keys, false, thread);
+  } else if constexpr (S.grad_bias == BiasTile::kFp32) {
+    float* const first = static_cast<float*>(a.grad_bias.data) + at;
+    const bool vectors = to.col == 1 && to.row % 2 == 0 && (reinterpret_cast<u64>(first) & 7) == 0;
+    store_floats(sum, first, to, row, column, rows, keys, vectors, thread);
+  } else {
+    constexpr Type kAs = S.grad_bias == BiasTile::kBf16 ? Type::kBf16 : Type::kFp16;
+    u16* const first = static_cast<u16*>(a.grad_bias.data) + at;
+    const bool vectors = to.col == 1 && to.row % 8 == 0 && (reinterpret_cast<u64>(first) & 15) == 0;
+    store_fragment<kAs, N>(result + row * N * 2, sum, 1.f, thread, column / 8);
+    sync();
+    store_rows<N, M>(result, first, to, rows, keys, vectors, thread.index, S.warps * 32);
+  }
+}
+
 template <Spec S>
 __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_bias_gradient(const __grid_constant__ Args a) {
   constexpr int D = S.d;
@@ -73,38 +142,10 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_bias_gradient(const
   const int end = min(begin + per, count);
   const u32 group = u32(a.rows.heads_q) / u32(a.rows.heads_k);
 
-  // An entry of the list. Counted up, since divisions would cost as much as the products.
-  struct Entry {
-    u32 b1, b2, head;
-  };
-  const auto entry_at = [&](int n) {
-    const u32 b = u32(shared.batch(n, a.rows));
-    const u32 batch2 = u32(a.rows.batch2);
-    return Entry{b / batch2, b % batch2, u32(shared.head(n))};
-  };
-  const u32 last_b2 = u32(shared.b2 + shared.n2);
-  const u32 last_head = u32(shared.h + shared.heads);
-  const auto advance = [&](Entry& e) {
-    if (++e.head == last_head) {
-      e.head = u32(shared.h);
-      if (++e.b2 == last_b2) {
-        e.b2 = u32(shared.b2);
-        ++e.b1;
-      }
-    }
-  };
+  const BiasEntries entries(a, shared);
+  using Entry = BiasEntries::Entry;
   const auto place_of = [&](const Entry& e) { return Place::make<S>(a, e.b1, e.b2); };
-  // Whether any query of the tile meets any of its keys.
-  const auto meets = [&](const Place& place) {
-    if (m0 >= place.q_len || n0 >= place.k_len) {
-      return false;
-    }
-    if constexpr (S.banded) {
-      return place.band<S>(a).tile(m0, min(m0 + M, place.q_len), n0, min(n0 + N, place.k_len)) !=
-             math::TileClass::kEmpty;
-    }
-    return true;
-  };
+  const auto meets = [&](const Place& place) { return meets_tile<S, M, N>(a, place, m0, n0); };
   // which: 1 Q and K, 2 everything else.
   const auto load = [&](int n, const Entry& e, int which) {
     const int index = opaque(thread.index);
@@ -129,8 +170,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_bias_gradient(const
                                             rows, KeyBlock<S>::row_bytes(V, a.head_dim_v), index);
         load_tile<Tile<kRowV>, N, kThreads>(to + kValues, v + n0 * a.v.strides.row, a.v.strides.row * 2, keys,
                                             KeyBlock<S>::row_bytes(V, a.head_dim_v), index);
-        load_row_vectors<M, kThreads>(row_vectors + (n & 1) * M * 8, a, row_of_head<S>(a, place, e.head) + m0,
-                                      index);
+        load_row_vectors<M, kThreads>(row_vectors + (n & 1) * M * 8, a, row_of_head<S>(a, place, e.head) + m0, index);
         if (!kOnce || n == begin) {
           Inputs::load(inputs + (kOnce ? 0 : n & 1) * Inputs::kBytes, a, place, e.head, m0, n0, index);
         }
@@ -147,7 +187,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_bias_gradient(const
   const typename Tile<kRowV>::Lane columns_v(0, thread.lane, true);
   const int row = wq * T * 16;  // in the tile
   const int column = wk * W;
-  Entry now = entry_at(begin);
+  Entry now = entries.at(a, shared, begin);
   Entry after = now;
   if (begin < end) {
     if constexpr (S.stages == 1) {
@@ -162,7 +202,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_bias_gradient(const
 
 #pragma unroll 1
   for (int n = begin; n < end; ++n, now = after) {
-    advance(after);
+    entries.advance(after);
     if constexpr (S.stages > 1) {
       copy_wait<0>();
       sync();
@@ -223,31 +263,9 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_bias_gradient(const
     }
   }
 
-  // Written once: partial sums in fp32, or the gradient in its type.
   copy_wait<0>();
   sync();
-  const int rows_left = a.bias_rows - m0 - row;
-  const int keys_left = a.bias_keys - n0 - column;
-  const math::Strides& to = a.grad_bias.strides;
-  const i64 at = shared.b1 * to.batch1 + shared.b2 * to.batch2 + shared.h * to.head + m0 * to.row + n0 * to.col;
-  if (a.bias_chunks > 1) {
-    const i64 planes = i64(Shared::planes(a.rows, to));
-    float* const partial = a.bias_sum + ((chunk * planes + plane) * a.bias_rows + m0) * a.bias_keys + n0;
-    store_floats(sum, partial, {0, 0, 0, a.bias_keys, 1}, row, column, rows_left + row, keys_left + column, false,
-                 thread);
-  } else if constexpr (S.grad_bias == BiasTile::kFp32) {
-    const bool vectors =
-        to.col == 1 && to.row % 2 == 0 && (reinterpret_cast<u64>(static_cast<float*>(a.grad_bias.data) + at) & 7) == 0;
-    store_floats(sum, static_cast<float*>(a.grad_bias.data) + at, to, row, column, rows_left + row, keys_left + column,
-                 vectors, thread);
-  } else {
-    constexpr Type kAs = S.grad_bias == BiasTile::kBf16 ? Type::kBf16 : Type::kFp16;
-    u16* const first = static_cast<u16*>(a.grad_bias.data) + at;
-    const bool vectors = to.col == 1 && to.row % 8 == 0 && (reinterpret_cast<u64>(first) & 15) == 0;
-    store_fragment<kAs, N>(result + row * N * 2, sum, 1.f, thread, column / 8);
-    sync();
-    store_rows<N, M>(result, first, to, a.bias_rows - m0, a.bias_keys - n0, vectors, thread.index, kThreads);
-  }
+  store_bias_sums<S, M, N>(a, sum, result, shared, plane, chunk, m0, n0, row, column, thread);
 }
 
 // The chunks of every number, in order.

@@ -13,12 +13,16 @@
 // S is made anew for every block of columns: it is the price of a row that fits nowhere. No atomics: the same bits
 // every run.
 //
+// sm80_chunked_bias_gradient: what sm80_bias_gradient is, in the same way.
+//
 // Blocks: of keys, batch * heads_k * ceil(limit_k / rows) * (ceil(head_dim / Spec::dv) + ceil(head_dim_v / Spec::dv)),
-// of queries batch * heads_q * ceil(limit_q / rows) * ceil(head_dim / Spec::dv), of warps * 32 threads.
+// of queries batch * heads_q * ceil(limit_q / rows) * ceil(head_dim / Spec::dv), of a bias as sm80_bias_gradient has
+// them; of warps * 32 threads.
 #ifndef FOVEA_CUDA_DEVICE_SM80_CHUNKED_BACKWARD_CUH
 #define FOVEA_CUDA_DEVICE_SM80_CHUNKED_BACKWARD_CUH
 
 #include "sm80_backward_step.cuh"
+#include "sm80_bias_gradient.cuh"
 
 namespace fovea::cuda {
 
@@ -306,6 +310,140 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_chunked_backward(co
 template <Spec S>
 __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_chunked_backward_dq(const __grid_constant__ Args a) {
   chunked_backward<S, false>(a);
+}
+
+template <Spec S>
+__global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_chunked_bias_gradient(const __grid_constant__ Args a) {
+  constexpr int C = S.d;
+  constexpr int T = S.tiles;
+  constexpr int M = chunked_backward_rows(S);  // queries
+  constexpr int N = S.step;                    // keys
+  constexpr int kThreads = S.warps * 32;
+  constexpr Type kType = S.type;
+  constexpr u32 kSecond = M * C * element_bytes(kType);
+  constexpr u32 kBufferBytes = kSecond + N * C * element_bytes(kType);
+  using Inputs = ScoreInputs<S, false, M, N, kThreads>;
+  constexpr u32 kStepBytes = M * 8 + Inputs::kBytes;
+  static_assert(2 * kBufferBytes + 2 * kStepBytes == chunked_bias_gradient_shared_bytes(S));
+  static_assert(M * N * 2 <= 2 * kBufferBytes && kRowPad % M == 0 && N % 16 == 0);
+
+  extern __shared__ __align__(128) unsigned char memory[];
+  const u32 buffers = shared_address(memory);
+  const u32 step_inputs = buffers + 2 * kBufferBytes;
+  const Thread thread;
+
+  // Place: as in sm80_bias_gradient.
+  const u32 tiles_k = (u32(a.bias_keys) + N - 1) / N;
+  const u32 tiles_q = (u32(a.bias_rows) + M - 1) / M;
+  u64 number = a.first_block + block_index();
+  const int n0 = int(number % tiles_k) * N;
+  number /= tiles_k;
+  const int m0 = int(number % tiles_q) * M;
+  number /= tiles_q;
+  const int chunk = int(number % a.bias_chunks);
+  const i64 plane = i64(number / a.bias_chunks);
+  const Shared shared = Shared::make(a.rows, a.grad_bias.strides, plane);
+  const int count = int(shared.count());
+  const int per = (count + a.bias_chunks - 1) / a.bias_chunks;
+  const int begin = min(chunk * per, count);
+  const int end = min(begin + per, count);
+  const u32 group = u32(a.rows.heads_q) / u32(a.rows.heads_k);
+  const int row0 = m0 + thread.warp * T * 16;
+  const int chunks_d = (a.head_dim + C - 1) / C;
+  const int phases = chunks_d + (a.head_dim_v + C - 1) / C;
+
+  // Only entries whose sequences meet the tile are visited.
+  const BiasEntries entries(a, shared);
+  struct Visit {
+    int n;
+    BiasEntries::Entry entry;
+  };
+  const auto place_of = [&](const Visit& at) { return Place::make<S>(a, at.entry.b1, at.entry.b2); };
+  const auto settle = [&](Visit& at) {
+    while (at.n < end && !meets_tile<S, M, N>(a, place_of(at), m0, n0)) {
+      ++at.n;
+      entries.advance(at.entry);
+    }
+  };
+  const auto load = [&](int visit, const Visit& at, int phase, int buffer) {
+    const int position = opaque(thread.index);
+    const Place place = place_of(at);
+    const u32 head = at.entry.head;
+    const u32 to = buffers + buffer * kBufferBytes;
+    if (phase == 0) {
+      const u32 inputs = step_inputs + (visit & 1) * kStepBytes;
+      load_row_vectors<M, kThreads>(inputs, a, row_of_head<S>(a, place, head) + m0, position);
+      Inputs::load(inputs + M * 8, a, place, head, m0, n0, position);
+    }
+    const bool scores = phase < chunks_d;
+    const int column = (scores ? phase : phase - chunks_d) * C;
+    const int dim = scores ? a.head_dim : a.head_dim_v;
+    const int other = scores ? a.head_dim_v : a.head_dim;
+    const RowsOf queries = RowsOf::queries(scores ? a.q : a.grad_out, place, head, m0);
+    const RowsOf keys = RowsOf::keys(scores ? a.k : a.v, place, head / group, n0);
+    load_columns<S, C, M>(to, queries.data, queries.stride, queries.left, column, dim, other, position);
+    load_columns<S, C, N>(to + kSecond, keys.data, keys.stride, keys.left, column, dim, other, position);
+    copy_commit();
+  };
+
+  float sum[T][N / 8][4] = {};
+  float unused[T][2];
+  const HalfLane<kType, C, M> lanes_queries(thread.lane);
+  const HalfLane<kType, C, N> lanes_keys(thread.lane, true);
+  Visit now{begin, BiasEntries::at(a, shared, begin)};
+  settle(now);
+  int buffer = 0;
+  if (now.n < end) {
+    load(0, now, 0, 0);
+  }
+#pragma unroll 1
+  for (int visit = 0; now.n < end; ++visit) {
+    Visit after{now.n + 1, now.entry};
+    entries.advance(after.entry);
+    settle(after);
+    float s[T][N / 8][4] = {};
+    float dp[T][N / 8][4] = {};
+#pragma unroll 1
+    for (int phase = 0; phase < phases; ++phase, buffer ^= 1) {
+      copy_wait<0>();
+      sync();
+      if (phase + 1 < phases) {
+        load(visit, now, phase + 1, buffer ^ 1);
+      } else if (after.n < end) {
+        load(visit + 1, after, 0, buffer ^ 1);
+      }
+      const u32 queries = buffers + buffer * kBufferBytes + thread.warp * T * 16 * C * 2;
+      const u32 keys = buffers + buffer * kBufferBytes + kSecond;
+      if (phase < chunks_d) {
+        add_rows_by_rows<kType, C>(s, queries, lanes_queries, keys, lanes_keys);
+      } else {
+        add_rows_by_rows<kType, C>(dp, queries, lanes_queries, keys, lanes_keys);
+      }
+    }
+    const Place place = place_of(now);
+    const u32 head_q = now.entry.head;
+    HeadState<S, false, T, N / 8> head(a, place, head_q, head_q / group, row0, thread.g, true);
+    const math::Band<int> band = place.band<S>(a);
+    const bool edge =
+        n0 + N > place.k_len || (S.banded && band.tile(row0, row0 + T * 16, n0, n0 + N) != math::TileClass::kFull);
+    const u32 inputs = step_inputs + (visit & 1) * kStepBytes;
+    grad_scores<S, false, false, true, Inputs, M, N>(s, dp, unused, a, thread, head, band, edge, inputs, inputs + M * 8,
+                                                     thread.warp * T * 16, 0, row0, n0);
+#pragma unroll
+    for (int i = 0; i < T; ++i) {
+#pragma unroll
+      for (int j = 0; j < N / 8; ++j) {
+#pragma unroll
+        for (int x = 0; x < 4; ++x) {
+          sum[i][j][x] += dp[i][j][x];
+        }
+      }
+    }
+    now = after;
+  }
+  copy_wait<0>();
+  sync();
+  store_bias_sums<S, M, N>(a, sum, buffers, shared, plane, chunk, m0, n0, thread.warp * T * 16, 0, thread);
 }
 
 }  // namespace fovea::cuda
