@@ -58,6 +58,24 @@ class Case:
     def type(self) -> torch.dtype:
         return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.dtype]
 
+    def line(self) -> str:
+        """The problem's one-line form, without fwd or bwd."""
+        words = [f"hq={self.hq}", f"hk={self.heads_k}", f"d={self.d}", f"dv={self.dim_v}", self.dtype]
+        if self.lengths:
+            lengths = ",".join(map(str, self.lengths))
+            words += [f"b={len(self.lengths)}", f"seqs_q={lengths}", f"seqs_k={lengths}"]
+        else:
+            words += [f"b={self.batch}", f"sq={self.sq}", f"sk={self.rows_k}"]
+        words += ["causal"] * self.causal + ["det"] * self.deterministic + ["sink"] * self.sink + ["alibi=h"] * self.alibi
+        words += [f"window={self.window[0]},{self.window[1]}"] * (self.window != (-1, -1))
+        words += [f"softcap={self.softcap}"] * (self.softcap != 0) + [f"dropout={self.dropout}"] * (self.dropout != 0)
+        if self.bias:
+            has = zip("bhqk", (*self.bias, self.bias_rows, self.bias_keys))
+            words.append("bias=" + ",".join(name if there else "1" for name, there in has) + f":{self.bias_type or self.dtype}")
+        words += ["bias2=b,1,1,k"] * self.bias2
+        words += [f"mask=b,1,{'q' if self.mask == 'full' else '1'},k"] * (self.mask != "")
+        return " ".join(words)
+
     def pairs(self) -> float:
         """(query, key) pairs that take part, over the batch and the query heads; masks are not looked into."""
         sequences = [(n, n) for n in self.lengths] or [(self.sq, self.rows_k)] * self.batch
