@@ -79,11 +79,17 @@ def worker(given):
     from trial import Trial
 
     device = torch.device("cuda", 0)
+    table = []
+    if given.table:
+        from table import rows
+
+        table = [p for p in rows() if p.type in ("bf16", "fp16") and p.d <= 256 and p.dv <= 256]
+        given.count = min(given.count, len(table) - given.first)
     end = time.time() + given.seconds
     for seed in range(given.first + given.shard, given.first + given.count, given.processes):
         if time.time() > end:
             break
-        p = random_problem(seed)
+        p = table[seed] if given.table else random_problem(seed)
         line = f"[{seed}] {p.line()}"
         try:
             call = Call(Tensors(p, device))
@@ -118,6 +124,7 @@ def main():
     parser.add_argument("--kernel", default="sm90_forward")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=400)
+    parser.add_argument("--table", action="store_true", help="rows of the case table instead")
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--seconds", type=float, default=150)
     parser.add_argument("--shard", type=int, default=-1, help=argparse.SUPPRESS)

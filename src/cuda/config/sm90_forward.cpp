@@ -5,8 +5,6 @@
 #include "cuda/config/sm90_forward.h"
 
 #include <algorithm>
-#include <cstdlib>
-#include <string_view>
 #include <vector>
 
 #include "cuda/device/sm80_sizes.h"
@@ -20,14 +18,6 @@ namespace {
 constexpr std::int64_t kMostRows = std::int64_t{1} << 29;
 constexpr std::int64_t kMostTiles = std::int64_t{1} << 30;
 constexpr std::int64_t kMostBytes = std::int64_t{1} << 40;
-
-bool is_asked_for() {
-  static const bool is = [] {
-    const char* const kernel = std::getenv("FOVEA_KERNEL");
-    return kernel != nullptr && std::string_view(kernel) == "sm90";
-  }();
-  return is;
-}
 
 bool has_map(const Operand& operand, int element_bytes) {
   const math::Strides& s = operand.strides;
@@ -51,9 +41,6 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
   if (target.capability != 90) {
     return "compute capability other than 9.0";
   }
-  if (!is_asked_for()) {
-    return "only with FOVEA_KERNEL=sm90 so far";
-  }
   if (spec.type == Type::kFp32) {
     return "fp32";
   }
@@ -62,9 +49,6 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
   }
   if (spec.dropout == DropoutRule::kTorchMemEfficient) {
     return "dropout by the rule torch_mem_efficient";
-  }
-  if (spec.bias == BiasTile::kFp32 || spec.bias2 == BiasTile::kFp32) {
-    return "a bias of fp32 that has queries and keys";
   }
   if (std::max(spec.d, spec.dv) > 192 && features_of(spec) >= kManyFeatures) {
     return "head_dim over 192 with more features than registers hold";
@@ -81,7 +65,7 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
   const auto moves = [](const Operand& operand, std::int64_t count) { return count <= 1 || operand.strides.row > 0; };
   if (!has_map(operands.q, kBytes) || !has_map(operands.k, kBytes) || !has_map(operands.v, kBytes) ||
       !moves(operands.q, rows.rows_q) || !moves(operands.k, rows.rows_k) || !moves(operands.v, rows.rows_k) ||
-      !has_map(operands.bias, kBytes) || !has_map(operands.bias2, kBytes)) {
+      !has_map(operands.bias, bias_bytes(spec.bias)) || !has_map(operands.bias2, bias_bytes(spec.bias2))) {
     return "strides that no tensor map has";
   }
   return nullptr;

@@ -165,18 +165,18 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
           keys = min(S.step, (here.k_len - n * S.step + 3) / 4 * 4);
         }
         barrier_expect(planes_full, kPlaneBytes + keys * 4);
-        const auto load_bias = [&](const TensorMap& map, const Has& has, int place, int bytes) {
+        const auto load_bias = [&](const TensorMap& map, const Has& has, int place, int bytes, int panel) {
 #pragma unroll 1
-          for (int p = 0; p < S.step / 64; ++p) {
+          for (int p = 0; p < S.step / panel; ++p) {
             tensor_load(base + place + buffer * bytes + p * kRows * 128, map, planes_full,
-                        at(has, n * S.step + p * 64, here.row, here.head));
+                        at(has, n * S.step + p * panel, here.row, here.head));
           }
         };
         if constexpr (S.bias != BiasTile::kNone) {
-          load_bias(m.bias, m.has_bias, kSizes.bias_at, kSizes.bias);
+          load_bias(m.bias, m.has_bias, kSizes.bias_at, kSizes.bias, bias_panel_columns(S.bias));
         }
         if constexpr (S.bias2 != BiasTile::kNone) {
-          load_bias(m.bias2, m.has_bias2, kSizes.bias2_at, kSizes.bias2);
+          load_bias(m.bias2, m.has_bias2, kSizes.bias2_at, kSizes.bias2, bias_panel_columns(S.bias2));
         }
         if constexpr (S.key_term) {
           const float* const from =
@@ -346,7 +346,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
 
   Sm90Softmax<S> softmax;
   Sm90Dropout<S> dropout;
-  Sm90Inputs<S> inputs(base, c * 64 + fragment_row, fragment_half, t);
+  Sm90Inputs<S> inputs(base, c * 64 + warp * 16 + g, c * 64 + fragment_row, fragment_half, t);
   float o[S.dv / 2];
 
   while (true) {

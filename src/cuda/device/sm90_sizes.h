@@ -5,6 +5,7 @@
 #ifndef FOVEA_CUDA_DEVICE_SM90_SIZES_H
 #define FOVEA_CUDA_DEVICE_SM90_SIZES_H
 
+#include "sm80_sizes.h"
 #include "spec.h"
 
 namespace fovea::cuda {
@@ -37,8 +38,8 @@ constexpr Sm90ForwardSizes sm90_forward_sizes(const Spec& s) {
   x.q = whole(x.rows * (s.d > s.dv ? s.d : s.dv) * kNumber);  // of O, too
   x.k = whole(s.step * s.d * kNumber);
   x.v = whole(s.step * s.dv * kNumber);
-  x.bias = s.bias == BiasTile::kNone ? 0 : x.rows * s.step * kNumber;
-  x.bias2 = s.bias2 == BiasTile::kNone ? 0 : x.rows * s.step * kNumber;
+  x.bias = x.rows * s.step * bias_bytes(s.bias);
+  x.bias2 = x.rows * s.step * bias_bytes(s.bias2);
   x.key_term = s.key_term ? s.step * 4 : 0;
   x.k_at = x.q_at + s.q_buffers * x.q;
   x.v_at = x.k_at + s.stages * x.k;
@@ -50,6 +51,9 @@ constexpr Sm90ForwardSizes sm90_forward_sizes(const Spec& s) {
   x.bytes = x.barriers_at + 256;
   return x;
 }
+
+// Biases come in panels of 128 bytes a row.
+constexpr int bias_panel_columns(BiasTile bias) { return bias == BiasTile::kFp32 ? 32 : 64; }
 
 // Something travels with K: biases, key terms.
 constexpr bool sm90_has_planes(const Spec& s) {

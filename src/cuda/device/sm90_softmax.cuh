@@ -56,18 +56,25 @@ struct Sm90Inputs {
   static_assert(!S.mask || S.step % 32 == 0);
   static_assert((S.bias == BiasTile::kNone && S.bias2 == BiasTile::kNone) || S.step % 64 == 0);
 
-  u32 bias_row, bias_swizzle;  // this lane's address for ldmatrix in the first panel of the first buffer
-  u32 key_term;                // of this lane's first column
+  u32 base;                    // of shared memory
+  u32 bias_row, bias_swizzle;  // this lane's place for ldmatrix in a panel
+  int wide_row, wide_chunk;    // and in one of fp32
+  u32 wide_half;
+  u32 key_term;  // of this lane's first column
   float slope = 0;
   int diagonal = 0;  // ALiBi: the key that stands where this thread's first row does
   const u32* mask_rows[2] = {};
   u32 words[2][S.mask ? kWords : 1];
 
-  // fragment_row: of the tile, by lane as ldmatrix takes it; half: which 8 columns.
-  __device__ __forceinline__ Sm90Inputs(u32 base, int fragment_row, int half, int t)
-      : bias_row(base + kSizes.bias_at + fragment_row * 128),
+  // row: this thread's first row of the tile; fragment_row, half: row and 8 columns, by lane as ldmatrix takes them.
+  __device__ __forceinline__ Sm90Inputs(u32 memory, int row, int fragment_row, int half, int t)
+      : base(memory),
+        bias_row(fragment_row * 128),
         bias_swizzle(u32(half ^ (fragment_row & 7)) << 4),
-        key_term(base + kSizes.key_term_at + t * 8) {}
+        wide_row(row),
+        wide_chunk(t / 2),
+        wide_half(t % 2 * 8),
+        key_term(memory + kSizes.key_term_at + t * 8) {}
 
   // Mask words of the tile that begins at key n0, shifted so that bit 0 is this lane's first column.
   __device__ __forceinline__ void load_words(int n0, int keys, int t) {
@@ -84,23 +91,35 @@ struct Sm90Inputs {
 
   // Of block k of 16 columns: elements as an accumulator has them.
   template <BiasTile kBias>
-  __device__ __forceinline__ void add_bias(float (&x)[8], u32 buffer, int k) const {
-    constexpr Type kType = kBias == BiasTile::kBf16 ? Type::kBf16 : Type::kFp16;
-    u32 b[4];
-    ldmatrix(b, buffer + k / 4 * (kSizes.rows * 128) + (bias_swizzle ^ (k % 4 << 5)));
+  __device__ __forceinline__ void add_bias(float (&x)[8], u32 place, int k) const {
+    if constexpr (kBias == BiasTile::kFp32) {
+      // Two numbers at a time: row, then chunk of four columns, as the panel's swizzle has them.
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      x[2 * e] += low<kType>(b[e]);
-      x[2 * e + 1] += high<kType>(b[e]);
+      for (int e = 0; e < 8; e += 2) {
+        const int row = wide_row + (e & 2) * 4;
+        const int chunk = (16 * k + (e & 4) * 2) % 32 / 4 + wide_chunk;
+        const float2 b = load_shared2(place + k / 2 * (kSizes.rows * 128) + swizzled<128>(row, chunk) + wide_half);
+        x[e] += b.x;
+        x[e + 1] += b.y;
+      }
+    } else {
+      constexpr Type kType = kBias == BiasTile::kBf16 ? Type::kBf16 : Type::kFp16;
+      u32 b[4];
+      ldmatrix(b, place + bias_row + k / 4 * (kSizes.rows * 128) + (bias_swizzle ^ (k % 4 << 5)));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        x[2 * e] += low<kType>(b[e]);
+        x[2 * e + 1] += high<kType>(b[e]);
+      }
     }
   }
 
   __device__ __forceinline__ void add(float (&x)[8], int stage, int n0, int k) const {
     if constexpr (S.bias != BiasTile::kNone) {
-      add_bias<S.bias>(x, bias_row + stage * kSizes.bias, k);
+      add_bias<S.bias>(x, base + kSizes.bias_at + stage * kSizes.bias, k);
     }
     if constexpr (S.bias2 != BiasTile::kNone) {
-      add_bias<S.bias2>(x, bias_row + (kSizes.bias2_at - kSizes.bias_at) + stage * kSizes.bias2, k);
+      add_bias<S.bias2>(x, base + kSizes.bias2_at + stage * kSizes.bias2, k);
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {

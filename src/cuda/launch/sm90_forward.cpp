@@ -17,10 +17,10 @@ static_assert(sizeof(TensorMap) == sizeof(jit::cu::TensorMap));
 // Columns of a panel, as wgmma.cuh has them.
 constexpr int panel_columns(int columns) { return columns % 64 == 0 ? 64 : columns % 32 == 0 ? 32 : 16; }
 
-// A tensor of 16-bit numbers by rows of `columns`, its box a panel.
+// A tensor by rows of `columns`, its box a panel.
 struct Mapped {
   Tensor tensor;
-  bool is_bf16 = true;
+  jit::cu::TensorMapType type = jit::cu::TensorMapType::kBfloat16;
   i64 columns = 0;
   i64 rows = 0;
   i64 heads = 1;
@@ -31,16 +31,16 @@ struct Mapped {
 };
 
 jit::TensorMapShape shape_of(const Mapped& mapped, Has& has) {
-  constexpr i64 kBytes = 2;
+  const i64 bytes = mapped.type == jit::cu::TensorMapType::kFloat32 ? 4 : 2;
   constexpr i64 kAnyStride = 16;  // of a dimension with one index
   const math::Strides& s = mapped.tensor.strides;
   jit::TensorMapShape shape;
-  shape.type = mapped.is_bf16 ? jit::cu::TensorMapType::kBfloat16 : jit::cu::TensorMapType::kFloat16;
+  shape.type = mapped.type;
   shape.rank = 5;
   const auto dimension = [&](std::size_t n, i64 extent, i64 stride) {
     const bool moves = extent > 1 && stride != 0;
     shape.dims[n] = static_cast<std::uint64_t>(moves ? extent : 1);
-    shape.strides[n - 1] = static_cast<std::uint64_t>(moves ? stride * kBytes : kAnyStride);
+    shape.strides[n - 1] = static_cast<std::uint64_t>(moves ? stride * bytes : kAnyStride);
     return moves ? 1 : 0;
   };
   shape.dims[0] = static_cast<std::uint64_t>(mapped.columns);
@@ -49,9 +49,10 @@ jit::TensorMapShape shape_of(const Mapped& mapped, Has& has) {
   has.batch2 = dimension(3, mapped.batch2, s.batch2);
   has.batch1 = dimension(4, mapped.batch1, s.batch1);
   shape.box = {static_cast<unsigned>(mapped.box_columns), static_cast<unsigned>(mapped.box_rows), 1, 1, 1};
-  shape.swizzle = mapped.box_columns == 64   ? jit::cu::TensorMapSwizzle::k128
-                  : mapped.box_columns == 32 ? jit::cu::TensorMapSwizzle::k64
-                                             : jit::cu::TensorMapSwizzle::k32;
+  const i64 row_bytes = mapped.box_columns * bytes;
+  shape.swizzle = row_bytes == 128  ? jit::cu::TensorMapSwizzle::k128
+                  : row_bytes == 64 ? jit::cu::TensorMapSwizzle::k64
+                                    : jit::cu::TensorMapSwizzle::k32;
   return shape;
 }
 
@@ -72,7 +73,7 @@ void Launcher::sm90_forward(std::size_t number) {
   const Operands& operands = plan_.operands;
   const Sm90Order order = sm90_order(call_, operands, spec);
   const int tile = sm90_forward_sizes(spec).rows;
-  const bool is_bf16 = spec.type == Type::kBf16;
+  const auto type = spec.type == Type::kBf16 ? jit::cu::TensorMapType::kBfloat16 : jit::cu::TensorMapType::kFloat16;
   const i64 batch1 = rows.packed() ? 1 : rows.batch1;
   const i64 batch2 = rows.packed() ? 1 : rows.batch2;
   Sm90ForwardArgs args;
@@ -81,17 +82,19 @@ void Launcher::sm90_forward(std::size_t number) {
     std::memcpy(&to, &map, sizeof(map));
   };
   const auto numbers = [&](const Tensor& tensor, i64 columns, int padded, i64 count, i64 heads, int box) {
-    return Mapped{tensor, is_bf16, columns, count, heads, batch2, batch1, panel_columns(padded), box};
+    return Mapped{tensor, type, columns, count, heads, batch2, batch1, panel_columns(padded), box};
   };
   encode(args.q, args.has_q, numbers(args_.q, args_.head_dim, spec.d, rows.rows_q, rows.heads_q, tile));
   encode(args.k, args.has_k, numbers(args_.k, args_.head_dim, spec.d, rows.rows_k, rows.heads_k, spec.step));
   encode(args.v, args.has_v, numbers(args_.v, args_.head_dim_v, spec.dv, rows.rows_k, rows.heads_k, spec.step));
   const auto bias = [&](TensorMap& to, Has& has, const Tensor& tensor, BiasTile type) {
     if (type != BiasTile::kNone) {
-      constexpr int kPanel = 64;
+      const auto its_type = type == BiasTile::kBf16   ? jit::cu::TensorMapType::kBfloat16
+                            : type == BiasTile::kFp16 ? jit::cu::TensorMapType::kFloat16
+                                                      : jit::cu::TensorMapType::kFloat32;
       encode(to, has,
-             {tensor, type == BiasTile::kBf16, call_.problem.seqlen_k, call_.problem.seqlen_q, rows.heads_q,
-              rows.batch2, rows.batch1, kPanel, tile});
+             {tensor, its_type, call_.problem.seqlen_k, call_.problem.seqlen_q, rows.heads_q, rows.batch2, rows.batch1,
+              bias_panel_columns(type), tile});
     }
   };
   bias(args.bias, args.has_bias, args_.bias, spec.bias);
