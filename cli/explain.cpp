@@ -30,6 +30,7 @@ constexpr Variable kVariables[] = {
     {"FOVEA_LIBRARY", "the libfovea.so that Python loads"},
     {"FOVEA_BUILD", "the build folder that the tests use"},
     {"FOVEA_CASES", "reduced: the smaller case table, in the C++ tests"},
+    {"FOVEA_CHECK", "1: lengths on a GPU are read and checked by every call"},
     {"FOVEA_KERNEL", "sm80, sm90: the newest family of GPU kernels that is taken"},
     {"FOVEA_KERNELS", "how many GPU kernels the C++ tests compile; all: every one"},
     {"FOVEA_JIT", "jit, cache or off: whether kernels are compiled at run time"},

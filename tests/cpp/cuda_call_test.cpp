@@ -21,11 +21,15 @@ namespace {
 
 TEST(CudaCall, WithAPlayedDriver) {
   const std::string self = std::filesystem::read_symlink("/proc/self/exe").string();
-  const std::string command = fmt::format(
-      "env -u FOVEA_BACKEND -u FOVEA_KERNEL LD_LIBRARY_PATH={0} FOVEA_NVRTC={0}/libnvrtc.so.13 FOVEA_CACHE_DIR=none "
-      "FOVEA_JIT=jit '{1}' --gtest_also_run_disabled_tests --gtest_filter='DISABLED_PlayedCuda.*' --gtest_brief=1",
-      FOVEA_FAKE_CUDA, self);
-  EXPECT_EQ(std::system(command.c_str()), 0) << command;
+  const auto run = [&](int check, const char* filter) {
+    const std::string command = fmt::format(
+        "env -u FOVEA_BACKEND -u FOVEA_KERNEL LD_LIBRARY_PATH={0} FOVEA_NVRTC={0}/libnvrtc.so.13 FOVEA_CACHE_DIR=none "
+        "FOVEA_JIT=jit FOVEA_CHECK={1} '{2}' --gtest_also_run_disabled_tests --gtest_brief=1 --gtest_filter='{3}'",
+        FOVEA_FAKE_CUDA, check, self, filter);
+    EXPECT_EQ(std::system(command.c_str()), 0) << command;
+  };
+  run(0, "DISABLED_PlayedCuda.*-*.LengthsAreRead*");
+  run(1, "DISABLED_PlayedCuda.LengthsAreRead*");
 }
 
 // As fake/cuda.c has it.
@@ -213,6 +217,33 @@ TEST_F(DISABLED_PlayedCuda, WhatTheDriverSaysIsSaid) {
   EXPECT_EQ(given.call(), FOVEA_OUT_OF_MEMORY);
   result = 0;
   EXPECT_EQ(given.call(), FOVEA_OK);
+}
+
+TEST_F(DISABLED_PlayedCuda, LengthsAreReadWhereThatIsAskedFor) {
+  // FOVEA_CHECK is read once: the parent has set it. Problems without lengths are not concerned.
+  Given given("fwd b=2 hq=1 seqs_q=3,4 seqs_k=5,6 total_q=7 total_k=11 max_q=4 max_k=6 d=64 bf16 used_k=5,6");
+  std::int64_t cu_q[] = {0, 3, 7};
+  std::int64_t cu_k[] = {0, 5, 11};
+  std::int32_t used_k[] = {5, 6};
+  const auto at = [](const fovea_tensor* tensor, void* data) { const_cast<fovea_tensor*>(tensor)->data = data; };
+  at(given.raw.cu_seqlens_q, cu_q);
+  at(given.raw.cu_seqlens_k, cu_k);
+  at(given.raw.seqused_k, used_k);
+  const auto refused = [&](const std::string& message) {
+    EXPECT_EQ(given.call(), FOVEA_INVALID_ARGUMENT);
+    EXPECT_EQ(std::string(fovea_last_error()).rfind(message, 0), 0u) << fovea_last_error();
+  };
+  EXPECT_EQ(given.call(), FOVEA_OK) << fovea_last_error();
+  cu_q[0] = 1;
+  refused("cu_seqlens_q: begins with 1");
+  cu_q[0] = 0;
+  cu_q[1] = 8;
+  refused("cu_seqlens_q: 8 at index 1; accepted: at most total_q, 7");
+  cu_q[1] = 2;
+  refused("max_seqlen_q: 4; accepted: at least the longest");
+  cu_q[1] = 3;
+  used_k[1] = 7;
+  refused("seqused_k: 7 at index 1; accepted: 0 to the length of that sequence, 6");
 }
 
 TEST_F(DISABLED_PlayedCuda, AWorkspaceThatIsTooSmall) {

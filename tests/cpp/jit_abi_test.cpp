@@ -105,6 +105,8 @@ COMPARE(tensor_map_encode_tiled, cuTensorMapEncodeTiled, 12000);
 COMPARE(pointer_get_attributes, cuPointerGetAttributes, 7000);
 COMPARE(stream_is_capturing, cuStreamIsCapturing, 10000);
 COMPARE(stream_get_context, cuStreamGetCtx, 9020);
+COMPARE(stream_synchronize, cuStreamSynchronize, 2000);
+COMPARE(copy_to_host, cuMemcpyDtoHAsync, 3020);
 
 static_assert(SameFunction<cu::GetProcAddress, PFN_cuGetProcAddress_v12000>::value());
 

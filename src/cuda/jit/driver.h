@@ -146,6 +146,8 @@ struct Driver {
                                        cu::DevicePointer pointer);
   cu::Result (*stream_is_capturing)(cu::Stream stream, cu::CaptureStatus* status);
   cu::Result (*stream_get_context)(cu::Stream stream, cu::Context* context);
+  cu::Result (*stream_synchronize)(cu::Stream stream);
+  cu::Result (*copy_to_host)(void* to, cu::DevicePointer from, std::size_t bytes, cu::Stream stream);
 };
 
 // visit(pointer, name, version) for every function: the version is that of the interface declared above.
@@ -177,6 +179,8 @@ void for_each_function(Driver& driver, Visit visit) {
   visit(driver.pointer_get_attributes, "cuPointerGetAttributes", 7000);
   visit(driver.stream_is_capturing, "cuStreamIsCapturing", 10000);
   visit(driver.stream_get_context, "cuStreamGetCtx", 9020);
+  visit(driver.stream_synchronize, "cuStreamSynchronize", 2000);
+  visit(driver.copy_to_host, "cuMemcpyDtoHAsync", 3020);
 }
 
 // The driver of this machine, initialised. Throws Error(FOVEA_UNSUPPORTED) where there is none, it is too old or sees

@@ -139,6 +139,7 @@ void run(const Call& call, Executable& executable, void* workspace) {
     executable.load();
   }
   const jit::ContextScope scope(driver, executable.device().ordinal, stream);
+  check_lengths(call, driver);
   Launcher(call, executable, workspace).run();
 }
 

@@ -9,6 +9,10 @@
 
 namespace fovea::cuda {
 
+// With FOVEA_CHECK=1 (and outside of a capture): waits for the stream, reads cu_seqlens and seqused, and throws
+// Error(FOVEA_INVALID_ARGUMENT) as validate() does where they lie on the host.
+void check_lengths(const Call& call, const jit::Driver& driver);
+
 class Launcher {
  public:
   Launcher(const Call& call, const Executable& executable, void* workspace);

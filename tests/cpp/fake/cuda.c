@@ -116,6 +116,11 @@ static int capturing(void* stream, int* status) {
   *status = fake_capturing;
   return 0;
 }
+static int copy_to_host(void* to, uint64_t from, size_t bytes, void* stream) {
+  (void)stream;
+  memcpy(to, (const void*)(uintptr_t)from, bytes); /* of what the test put there */
+  return 0;
+}
 static int error_text(int error, const char** text) {
   (void)error;
   *text = "PLAYED_ERROR";
@@ -145,6 +150,7 @@ int cuGetProcAddress_v2(const char* name, void** function, int cuda_version, uin
       {"cuOccupancyMaxActiveClusters", two},
       {"cuStreamIsCapturing", capturing},
       {"cuStreamGetCtx", context_of_stream},
+      {"cuMemcpyDtoHAsync", copy_to_host},
       {"cuGetErrorName", error_text},
       {"cuGetErrorString", error_text},
   };
