@@ -121,7 +121,7 @@ std::vector<Refusal> refusals_of_all() {
        }},
       {"alibi_slopes", {"shape 5", "(Hq)"}, [](auto& a) { a.reshape("alibi_slopes", {5}); }},
       {"alibi_slopes",
-       {"shape 1x4", "(B, Hq), 2x4"},
+       {"shape 1x4", "(B1, B2, Hq), 2x4"},
        [](auto& a) {
          a.reshape("alibi_slopes", {1, 4});
        }},
