@@ -192,6 +192,7 @@ def narrow_candidates(s):  # as config/sm80_backward.cpp
     w = work(s)
     part = 16 if w else 32
     if s["type"] == "kFp32":
+        part = 16 if w == 2 or s.get("softcap") else 32
         return [tiles(4, 1, 32, part, 2, 1, 1, 2), tiles(4, 1, 32, 16, 1, 1, 1, 2), tiles(2, 1, 16, 16, 1, 1, 1, 1)]
     q = 2 if s["d"] % 32 == 0 else 4
     if w == 2:
@@ -252,6 +253,8 @@ def bias_candidates(s):
         c = [tiles(4, 2, 128, 64, 1, 2, 1, 1, 1), tiles(4, 1, 64, 32, 1, 2, 1, 1, 1)]
     else:
         c = []
+    if not (work(s) == 1 and (s.get("bias") or s.get("bias2"))):
+        c = [x for x in c if x["step"] <= 64 and x["ctas"] <= 2]
     return c + [tiles(4, 1, 32, 16, 1, 2, 1, 1, 1), tiles(2, 1, 32, 16, 1, 2, 1, 1, 2), tiles(2, 1, 16, 16, 1, 2, 1, 1, 1), tiles(1, 1, 16, 16, 1, 1, 1, 1, 1)]
 
 

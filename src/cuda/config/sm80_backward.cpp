@@ -90,7 +90,7 @@ Work work_of(const Spec& s) {
 std::vector<Tiles> narrow_candidates(const Spec& s) {
   const Work work = work_of(s);
   if (s.type == Type::kFp32) {
-    const int part = work == Work::kPlain ? 32 : 16;
+    const int part = work == Work::kMuch || s.softcap ? 16 : 32;
     return {{4, 1, 32, part, 2, 1, 1, 2}, {4, 1, 32, 16, 1, 1, 1, 2}, {2, 1, 16, 16, 1, 1, 1, 1}};
   }
   const int grid_q = s.d % 32 == 0 ? 2 : 4;
@@ -188,6 +188,11 @@ std::vector<Tiles> bias_gradient_candidates(const Spec& s) {
     candidates = {{4, 2, 128, 64, 1, 2}, {4, 2, 64, 32, 1, 4}, {4, 1, 32, 32, 1, 4}};
   } else if (widest <= 128) {
     candidates = {{4, 2, 128, 64, 1, 2, 1, 1, 1}, {4, 1, 64, 32, 1, 2, 1, 1, 1}};
+  }
+  // The large tiles leave registers for a bias of 16 bits alone.
+  const bool bias_alone = work_of(s) == Work::kSome && has_bias(s);
+  if (!bias_alone) {
+    std::erase_if(candidates, [](const Tiles& tiles) { return tiles.step > 64 || tiles.ctas > 2; });
   }
   candidates.insert(candidates.end(), last.begin(), last.end());
   return candidates;

@@ -149,7 +149,7 @@ struct StepLoader {
 
 // ---- fp32 ----
 
-// Pairs travel multiplied by powers of two: q, k, v, do by those of their largest numbers, P by 2^12, dS so that its
+// Pairs travel multiplied by powers of two: q, k, v, do by those of their largest numbers, P by 2^15, dS so that its
 // bound |P (dP - delta)| <= |do| |v| / keep + |delta| is near 2^15.
 struct GradFactors {
   float score;      // dot product to score before the softcap
@@ -180,11 +180,11 @@ struct GradFactors {
               power_of_two(s - kLift),
               a.scale * power_of_two(-k) * power_of_two(-s),
               a.scale * power_of_two(-q) * power_of_two(-s),
-              power_of_two(-o - kLift),
+              power_of_two(-o - kLift) * (S.dropout != DropoutRule::kNone ? a.keep_scale : 1.f),
               power_of_two(-s)};
     }
   }
-  static constexpr int kLift = 12;
+  static constexpr int kLift = 15;
 };
 
 // ---- scores ----
@@ -280,7 +280,7 @@ __device__ __forceinline__ void grad_scores(float (&s)[kTiles][kColumns][4], flo
           if constexpr (S.dropout != DropoutRule::kNone) {
             const bool kept_here = kColumns == 1 && first_half != 0 ? keep[1][e] : keep[half][e];
             const float factor = kept_here ? a.keep_scale : 0.f;
-            kept = p * factor;
+            kept = is_pair(S.type) ? (kept_here ? p : 0.f) : p * factor;  // of pairs in GradFactors::v: it may be large
             grad *= factor;
           }
           if constexpr (is_pair(S.type)) {
