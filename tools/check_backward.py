@@ -253,7 +253,7 @@ def bias_candidates(s):
         c = [tiles(4, 2, 128, 64, 1, 2, 1, 1, 1), tiles(4, 1, 64, 32, 1, 2, 1, 1, 1)]
     else:
         c = []
-    if not (work(s) == 1 and (s.get("bias") or s.get("bias2"))):
+    if not (work(s) == 1 and (s.get("bias") or s.get("bias2")) and not any(s.get(x) for x in ("softcap", "alibi", "mask", "key_term", "query_term", "dropout"))):
         c = [x for x in c if x["step"] <= 64 and x["ctas"] <= 2]
     return c + [tiles(4, 1, 32, 16, 1, 2, 1, 1, 1), tiles(2, 1, 32, 16, 1, 2, 1, 1, 2), tiles(2, 1, 16, 16, 1, 2, 1, 1, 1), tiles(1, 1, 16, 16, 1, 1, 1, 1, 1)]
 

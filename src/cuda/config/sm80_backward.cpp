@@ -76,10 +76,12 @@ Spec padded(const Spec& features) {
 
 // How much is done to a score beyond the formula of plain attention: it takes registers.
 enum class Work { kPlain, kSome, kMuch };
+int features_of(const Spec& s) {
+  return int{s.softcap} + int{s.alibi} + int{s.mask} + int{s.key_term} + int{s.query_term} +
+         int{s.bias != BiasTile::kNone} + int{s.bias2 != BiasTile::kNone} + int{s.dropout != DropoutRule::kNone};
+}
 Work work_of(const Spec& s) {
-  const int features = int{s.softcap} + int{s.alibi} + int{s.mask} + int{s.key_term} + int{s.query_term} +
-                       int{s.bias != BiasTile::kNone} + int{s.bias2 != BiasTile::kNone} +
-                       int{s.dropout != DropoutRule::kNone};
+  const int features = features_of(s);
   const bool wide_bias = s.bias == BiasTile::kFp32 || s.bias2 == BiasTile::kFp32;
   constexpr int kMany = 3;
   return features >= kMany || wide_bias ? Work::kMuch : features > 0 ? Work::kSome : Work::kPlain;
@@ -100,8 +102,7 @@ std::vector<Tiles> narrow_candidates(const Spec& s) {
         {4, 1, 64, 32, 2, 1, 1, grid_q, 2, true}, {4, 1, 64, 32, 2, 1, 1, grid_q}, {4, 1, 64, 32, 1, 1, 1, grid_q}};
   } else {
     // From 9.0 on sums leave by fewer instructions, and a bias or dropout alone finds registers for the larger part.
-    const bool one = s.arch >= 90 && !s.softcap && !s.alibi && !s.mask && !s.key_term && !s.query_term &&
-                     (s.dropout == DropoutRule::kNone || !has_bias(s)) && s.bias2 == BiasTile::kNone;
+    const bool one = s.arch >= 90 && features_of(s) == 1 && (has_bias(s) || s.dropout != DropoutRule::kNone);
     const int part = work == Work::kPlain || one ? 32 : 16;
     const int step = s.dq ? 64 : 32;
     candidates = {{4, 2, step, part, 2, 1, 1, step == 64 ? grid_q : 1, 2, true},
@@ -190,7 +191,7 @@ std::vector<Tiles> bias_gradient_candidates(const Spec& s) {
     candidates = {{4, 2, 128, 64, 1, 2, 1, 1, 1}, {4, 1, 64, 32, 1, 2, 1, 1, 1}};
   }
   // The large tiles leave registers for a bias of 16 bits alone.
-  const bool bias_alone = work_of(s) == Work::kSome && has_bias(s);
+  const bool bias_alone = work_of(s) == Work::kSome && features_of(s) == 1 && has_bias(s);
   if (!bias_alone) {
     std::erase_if(candidates, [](const Tiles& tiles) { return tiles.step > 64 || tiles.ctas > 2; });
   }
