@@ -624,7 +624,7 @@ class Problem:
         if ((want_dq and two) or row_sum) and not chunked:
             if c is None: return None
             rows = c["warps"] * c["tiles"] * 16
-            steps.append(("sm80_backward_dq", "sm80_backward_dq.cuh", c, cdiv(self.S, rows) * self.batch * self.H, c["warps"] * 32, dq_shared(c), "dq"))
+            steps.append(("sm80_backward_dq", "sm80_backward_dq.cuh", c, cdiv(self.S, rows) * self.batch * self.H * c["grid_o"], c["warps"] * 32, dq_shared(c), "dq"))
         for name, x in (("bias", self.bias_x), ("bias2", self.bias2_x)):
             if x is not None and name in self.need:
                 kind = "sm80_bias_gradient"
@@ -743,6 +743,8 @@ class Problem:
             top = want.abs().max().item()
             unit = top * (2 ** -8 if got.dtype == torch.bfloat16 else 2 ** -11 if got.dtype == torch.float16 else 2 ** -22)
             floor = unit * 0.51 + 1e-6 * top + 1e-10
+            if name == "dquery":  # a sum that cancels to nothing: what is left is the rounding of its terms
+                floor += 2e-5
             # Sums of few numbers cancel to nothing: an error of the type on numbers of order one is none.
             good = e[0] <= 2 * f[0] + floor and e[1] <= 2 * f[1] + floor * 0.1
             line.append(f"{name} {e[0] / max(f[0], 1e-30):.2f} {e[1] / max(f[1], 1e-30):.2f}{'' if good else f' BAD {e[0]:.2e} {f[0]:.2e} {e[1]:.2e} {f[1]:.2e} top {top:.2e}'}")
