@@ -33,10 +33,17 @@ std::vector<Tiles> candidates(const Spec& spec) {
     if (widest <= 64) {
       return {{4, 1, 64, 2}, {4, 1, 32, 2}, {4, 1, 32, 1}};
     }
-    return {{4, 1, 32, 1}, {4, 1, 16, 1}};
+    // A bias takes the registers of half of the keys.
+    const Tiles narrow{4, 1, 16, 1};
+    return bias ? std::vector<Tiles>{narrow} : std::vector<Tiles>{{4, 1, 32, 1}, narrow};
   }
   if (widest <= 32) {
-    return {{4, 2, 64, 3, true}, {4, 2, 64, 2, true}, {4, 2, 32, 2, true}, {4, 1, 32, 1}};
+    // Three blocks a multiprocessor leave 168 registers a thread: Q stays in them where nothing else is done.
+    if (dropout) {
+      return {{4, 2, 64, 2, true}, {4, 2, 32, 2, true}, {4, 1, 32, 1}};
+    }
+    const bool plain = !bias && !natural_scores(spec) && !spec.mask && !spec.key_term && !spec.ragged;
+    return {{4, 2, 64, 3, plain}, {4, 2, 64, 2, true}, {4, 2, 32, 2, true}, {4, 1, 32, 1}};
   }
   if (widest <= 64) {
     // Words made early and a lazy maximum overlap better with the products where there is dropout.
@@ -44,10 +51,10 @@ std::vector<Tiles> candidates(const Spec& spec) {
   }
   if (widest <= 128) {
     const Tiles narrow{4, 2, 32, 2, false, true};
-    if (bias) {
+    if (bias || spec.dropout == DropoutRule::kTorchMemEfficient) {
       return {narrow, {4, 2, 32, 1, false, true}, {4, 1, 32, 1, false, true}, {4, 1, 16, 1, false, true}};
     }
-    return {{4, 2, 64, 2, false, true}, narrow, {4, 2, 32, 1, false, true}, {4, 1, 32, 1, false, true}};
+    return {{4, 2, 64, 2, false, true, dropout}, narrow, {4, 2, 32, 1, false, true}, {4, 1, 32, 1, false, true}};
   }
   return {{8, 1, 64, 1}, {8, 1, 32, 1}, {4, 1, 32, 1}, {4, 1, 16, 1}};
 }
