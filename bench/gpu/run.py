@@ -157,16 +157,10 @@ def precompile(cases: list[Case]) -> None:
 # ---- time ----
 
 
-def timed(calls: list, seconds: float) -> float:
-    """Seconds of one call: the copies in turn, for about so long."""
+def timed(calls: list, count: int) -> float:
+    """Seconds of one call: the copies in turn, so many calls."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for call in calls[:2]:
-        call()
-    start.record()
-    calls[0]()
-    end.record()
-    end.synchronize()
-    count = max(2, min(400, int(seconds / max(start.elapsed_time(end) / 1e3, 1e-6))))
+    calls[-1]()
     start.record()
     for n in range(count):
         calls[n % len(calls)]()
@@ -197,6 +191,7 @@ class Runner:
         self.name = name
         self.case = case
         self.seconds: dict[str, list] = {"forward": [], "backward": []}
+        self.count: dict[str, int] = {}
         self.peak = 0
         self.graph = 10 if case.graph else 1
         functions = [CONTENDERS[name](case, x) for x in copies]
@@ -230,8 +225,12 @@ class Runner:
 
     def measure(self, seconds: float) -> None:
         for way, calls in (("forward", self.forward), ("backward", self.backward)):
-            if calls:
-                self.seconds[way].append(timed(calls, seconds) / self.graph)
+            if not calls:
+                continue
+            if way not in self.count:
+                timed(calls, 1)
+                self.count[way] = max(2, min(400, int(seconds / max(timed(calls, 1), 1e-6))))
+            self.seconds[way].append(timed(calls, self.count[way]) / self.graph)
 
     def median(self, way: str) -> float | None:
         return statistics.median(self.seconds[way]) if self.seconds[way] else None
@@ -291,7 +290,7 @@ def line(row: dict, names: list[str]) -> str:
     return " ".join(cells) + f" {peak:7.0f} MiB" + (f"  WRONG: {row['fault']}" if row["fault"] else "")
 
 
-def machine() -> dict:
+def machine(given: str) -> dict:
     properties = torch.cuda.get_device_properties(0)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return {
@@ -301,7 +300,7 @@ def machine() -> dict:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "fovea": fovea.__version__,
-        "commit": os.environ.get("FOVEA_COMMIT") or commit.stdout.strip(),
+        "commit": given or commit.stdout.strip(),
         "date": datetime.date.today().isoformat(),
     }
 
@@ -315,6 +314,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], help="contenders besides ours")
     parser.add_argument("--each", type=float, default=0.03, help="seconds of one timing (0.03)")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop before the next row then")
+    parser.add_argument("--commit", default="", help="of the code, where there is no git to ask")
     parser.add_argument("--json", type=Path, help="write the rows there; rows of earlier runs that were not measured stay")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -333,7 +333,7 @@ def main() -> int:
     names = [n for n in CONTENDERS if options.all or n not in SLOW_TO_COMPILE]
     if options.only:
         names = ["ours", *(n for n in CONTENDERS if n in options.only)]
-    about = machine()
+    about = machine(options.commit)
     print(f"{about}\nTFLOP/s forward / backward (small: microseconds, forward / both); the peak is ours, of the backward")
     print(f"{'':36} " + " ".join(f"{n:>13}" for n in names))
     started, rows, failed = time.monotonic(), [], 0
@@ -343,22 +343,28 @@ def main() -> int:
             print(f"stopped after {len(rows)} of {len(chosen)} rows: the time was up")
             break
         try:
-            rows.append({**measure(case, names, options.each), "commit": about["commit"], "date": about["date"]})
+            contenders = ["ours"] if case.group == "patterns" and not options.only else names
+            rows.append({**measure(case, contenders, options.each), "commit": about["commit"], "date": about["date"]})
             print(line(rows[-1], names), flush=True)
             failed += bool(rows[-1]["fault"])
         except Exception as error:
             failed += 1
             print(f"{case.name:36} ours: {type(error).__name__}: {str(error)[:300]}", flush=True)
         torch.cuda.empty_cache()
+        if options.json and rows:
+            save(options.json, about, rows)
     summary(rows)
-    if options.json:
-        before = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
-        order = {case.name: n for n, case in enumerate(all_cases())}
-        merged = {row["name"]: row for row in [*before, *rows] if row["name"] in order}
-        data = {"machine": about, "runs": RUNS, "rows": sorted(merged.values(), key=lambda row: order[row["name"]])}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(data, indent=1) + "\n")
     return 1 if failed else 0
+
+
+def save(path: Path, about: dict, rows: list[dict]) -> None:
+    """After each row, so that nothing is lost when time is up; rows of earlier runs that were not measured stay."""
+    before = json.loads(path.read_text())["rows"] if path.exists() else []
+    order = {case.name: n for n, case in enumerate(all_cases())}
+    merged = {row["name"]: row for row in [*before, *rows] if row["name"] in order}
+    data = {"machine": about, "runs": RUNS, "rows": sorted(merged.values(), key=lambda row: order[row["name"]])}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=1) + "\n")
 
 
 def summary(rows: list[dict]) -> None:
