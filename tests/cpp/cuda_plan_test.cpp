@@ -263,7 +263,9 @@ TEST(CudaPlan, HopperForwardTakesAllButThis) {
   for (const std::string line :
        {"b=2 hq=4 sq=128 sk=128 d=64 bf16", "b=2 hq=4 hk=1 sq=500 sk=77 d=100 dv=256 fp16",
         "b=1 hq=1 sq=1 sk=1 d=1 bf16", "b=2 hq=4 seqs_q=3,900 seqs_k=300,7 d=192 dv=128 bf16 sink",
-        "b=1 hq=8 sq=128 sk=2047 d=128 bf16"}) {
+        "b=1 hq=8 sq=128 sk=2047 d=128 bf16", "b=2 hq=4 sq=128 sk=128 d=64 bf16 bias=1,h,q,k:fp32",
+        "b=2 hq=4 sq=128 sk=128 d=32 bf16 bias=1,h,q,k:fp32",
+        "b=2 hq=4 sq=128 sk=128 d=256 fp16 bias=1,h,q,k:fp32 dropout=0.5"}) {
     EXPECT_EQ(forward_of(line, "sm_90"), "sm90_forward") << line;
     EXPECT_EQ(forward_of(line, "sm_100"), "sm80_forward") << line;
   }
