@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Which problems the forward for Hopper serves, with which tiles, and in which order its blocks take them: pure functions
-// of a problem and a target.
+// Which problems the forward for Hopper serves, with which tiles, and in which order its blocks take them: pure
+// functions of a problem and a target.
 #pragma once
 
 #include "cuda/config/kernel.h"

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Arguments of the forward for Hopper: a tensor map for each of q, k, v, out and the biases, and the order of its tiles.
+// Arguments of the forward for Hopper: a tensor map for each of q, k, v, out and the biases, and the order of its
+// tiles.
 #include "cuda/config/sm90_forward.h"
 
 #include <cstring>
