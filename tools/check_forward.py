@@ -33,7 +33,8 @@ def random_problem(seed):
     p.batch = r.choice([(1,), (2,), (3,), (2, 2), (7,)])
     p.hk = r.choice([1, 2, 3, 8])
     p.hq = p.hk * r.choice([1, 1, 2, 4])
-    p.d = r.choice([64, 64, 128, 128, 256, 16, 32, 48, 80, 96, 112, 144, 160, 176, 192, 208, 224, 240, r.randint(1, 256)])
+    multiples = [16, 32, 48, 80, 96, 112, 144, 160, 176, 192, 208, 224, 240]
+    p.d = r.choice([64, 64, 128, 128, 256, *multiples, r.randint(1, 256)])
     p.dv = p.d if chance(0.7) else r.choice([16, 32, 64, 80, 128, 192, 256, r.randint(1, 256)])
     length = lambda: r.choice([r.randint(1, 130), r.randint(1, 700), r.randint(700, 1500), 64 * r.randint(1, 20)])  # noqa: E731
     p.sq = length()
@@ -73,10 +74,11 @@ def worker(given):
     import ctypes
 
     import torch
-    from fovea._library import lib, text
     from library import Call
     from tensors import Tensors
     from trial import Trial
+
+    from fovea._library import lib, text
 
     device = torch.device("cuda", 0)
     table = []
@@ -107,7 +109,8 @@ def worker(given):
             for _ in range(10):
                 trial.prepare(False)
                 trial.run(False)
-                if not all(torch.equal(a.view(torch.uint8), t.buffer.view(torch.uint8)) for a, t in zip(first, outputs)):
+                bits = [torch.equal(a.view(torch.uint8), t.buffer.view(torch.uint8)) for a, t in zip(first, outputs)]
+                if not all(bits):
                     faults.append("bits differ between runs")
                     break
             print("wrong" if faults else "right", line, "|", "; ".join(faults), flush=True)
@@ -152,17 +155,20 @@ def main():
     counts = collections.Counter(line.split()[0] if line else "" for line in lines)
     others = collections.Counter(line.split("|")[-1].strip() for line in lines if line.startswith("other"))
     words = lambda line: [w for w in line.split("|")[0].split()[2:]]  # noqa: E731
+    sizes = ("b=", "h", "sq=", "sk=", "seqs", "total", "max", "used", "seed", "offset")
+    name = lambda w: w.split("=")[0] if w.startswith(sizes) else w  # noqa: E731
     seen, bad = collections.Counter(), collections.Counter()
     for line in lines:
         if line.startswith(("right", "wrong", "error")):
-            for word in {w.split("=")[0] if w[:1] in "bhst" and not w.startswith(("bias", "softcap", "sink")) else w for w in words(line)}:
+            for word in {name(w) for w in words(line)}:
                 seen[word] += 1
                 bad[word] += not line.startswith("right")
     for line in [x for x in lines if not x.startswith(("right", "other"))][:60]:
         print(line[:900])
     for why, n in others.most_common(20):
         print(f"passed over {n}: {why}")
-    print("bad by feature:", ", ".join(f"{w} {bad[w]}/{seen[w]}" for w in sorted(seen, key=lambda w: -bad[w] / seen[w]) if bad[w])[:1500])
+    worst = sorted((w for w in seen if bad[w]), key=lambda w: -bad[w] / seen[w])
+    print("bad by feature:", ", ".join(f"{w} {bad[w]}/{seen[w]}" for w in worst)[:1500])
     print(dict(counts))
     return int(counts["right"] == 0 or counts["wrong"] + counts["error"] + counts["hangs"] + counts["died"] > 0)
 
