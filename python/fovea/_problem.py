@@ -267,8 +267,9 @@ class Problem:
             if self._same_lengths():
                 return
             raise ValueError(
-                f"align: None with {what}, lengths that lie on the device; accepted: 'bottom_right' (the last query meets "
-                "the last key, as in FlashAttention) or 'top_left' (the first meets the first, as PyTorch's is_causal)"
+                f"align: None with {what}, lengths that lie on the device; accepted: 'bottom_right' (the last query "
+                "meets the last key, as in FlashAttention) or 'top_left' (the first meets the first, as PyTorch's "
+                "is_causal)"
             )
         lengths_q, lengths_k = self._lengths("q"), self._lengths("k")
         if isinstance(lengths_q, int) and isinstance(lengths_k, int):

@@ -21,7 +21,11 @@ if "FOVEA_BUILD" in os.environ:
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "python"), os.environ.get("PYTHONPATH")]))
 sys.path[:0] = [str(ROOT / name) for name in ("python", "tests/gpu")]
 
-torch = pytest.importorskip("torch", reason="PyTorch is the judge of the GPU tests, and it is not installed here")
+try:
+    import torch
+except ImportError:
+    torch = None
+    collect_ignore_glob = ["test_*.py"]
 
 NAME = os.environ.get("FOVEA_TEST_DEVICE", "cuda")
 STICKY = 70  # exit code: a fault of the device that every later call of the process would see
@@ -37,7 +41,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: knows of CUDA itself (streams, graphs, devices), so it has no CPU form")
     config.addinivalue_line("markers", "alone: needs the device to itself (much memory, or measures memory)")
     config.addinivalue_line("markers", "sanitize: small, for compute-sanitizer; together they cover every feature")
-    if NAME == "cpu":
+    if torch and NAME == "cpu":
         torch.set_num_threads(1)
 
 
@@ -88,12 +92,14 @@ def device():
 
 @pytest.fixture(autouse=True)
 def fresh_state():
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # nothing is collected without PyTorch
     yield
     torch.use_deterministic_algorithms(False)
 
 
 def pytest_report_header(config):
+    if torch is None:
+        return "no test runs: PyTorch is the judge of the GPU tests, and it is not installed here"
     if NAME == "cuda" and torch.cuda.is_available():
         return f"GPU: {torch.cuda.get_device_name(0)}; PyTorch {torch.__version__}; {time.strftime('%H:%M:%S')}"
     return f"device: {NAME}; CUDA available: {torch.cuda.is_available()}"
