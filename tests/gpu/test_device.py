@@ -425,6 +425,31 @@ def test_mask_bits_reach_their_scores(transposed):
     assert torch.equal(fragment(got) == 0, allowed == 1) and torch.equal(fragment(got) == -math.inf, allowed == 0)
 
 
+@pytest.mark.parametrize("keys, words, want", [
+    (0.0, [-1, -1], "kFull"), (-math.inf, [-1, -1], "kEmpty"), (0.0, [0, 0], "kEmpty"),
+    (0.0, [-1, -2], "kEdge"), (0.0, [0, 1], "kEdge"), ("one", [-1, -1], "kEdge"), ("one", [0, 0], "kEmpty"),
+])  # fmt: skip
+def test_steps_that_masks_hide_or_leave_alone(keys, words, want):
+    """Of 16 queries and 64 keys; what other queries' words say does not matter."""
+    bits = torch.tensor([[5, 5]] * 16 + [words] * 16, dtype=torch.int32, device=DEVICE)
+    vector = torch.zeros(64, device=DEVICE)
+    if keys == "one":
+        vector[37] = -math.inf
+    else:
+        vector[:] = keys
+    got = poison(32, dtype=torch.int32)
+    run("""constexpr Spec S{.mask = true, .key_term = true, .key_mask = true};
+        using Inputs = ScoreInputs<S, false, 32, 64, 32>;
+        for (int i = lane; i < 64; i += 32) {
+          store_shared(shared + Inputs::kMask + i * 4, u32(p0[i]));
+          store_shared(shared + Inputs::kVector + i * 4, p1[i]);
+        }
+        sync();
+        p2[lane] = int(Scores<S, false, 1>::classify<Inputs, 64>(thread, shared, 16));""",
+        bits, vector, got, shared=1024)  # fmt: skip
+    assert (got == ["kEmpty", "kFull", "kEdge"].index(want)).all()
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_edge_of_the_band(transposed):
     """Keys outside of a window and past the end, against Band::allowed."""
