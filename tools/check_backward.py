@@ -234,7 +234,9 @@ def dq_candidates(s):
         return [tiles(4, 1, 32, 0, 2, 1, share), tiles(4, 1, 32, 0, 1, 1, share), tiles(4, 1, 16, 0, 1, 1, share), tiles(2, 1, 16, 0, 1, 1, share),
                 tiles(2, 1, 16, 0, 1, 1, share, 1, 1), tiles(1, 1, 16, 0, 1, 1, share, 1, 1)]
     if w <= 64:
-        return [tiles(4, 2, 64, 0, 2), tiles(4, 2, 32, 0, 2), tiles(4, 2, 32, 0, 1), tiles(4, 1, 32, 0, 1)]
+        return ([] if work(s) else [tiles(4, 2, 64, 0, 2)]) + [tiles(4, 2, 32, 0, 2), tiles(4, 2, 32, 0, 1), tiles(4, 1, 32, 0, 1)]
+    if w <= 128 and work(s) == 2:
+        return [tiles(4, 1, 32, 0, 2), tiles(4, 1, 32, 0, 1), tiles(4, 1, 16, 0, 1)]
     if w <= 128:
         return [tiles(4, 2, 32, 0, 2), tiles(4, 2, 32, 0, 1), tiles(4, 1, 32, 0, 1), tiles(4, 1, 16, 0, 1)]
     share = 2 if s["d"] > 256 else 1

@@ -161,8 +161,15 @@ std::vector<Tiles> dq_candidates(const Spec& s) {
     return {{4, 1, 32, 0, 2, 1, share}, {4, 1, 32, 0, 1, 1, share},       {4, 1, 16, 0, 1, 1, share},
             {2, 1, 16, 0, 1, 1, share}, {2, 1, 16, 0, 1, 1, share, 1, 1}, {1, 1, 16, 0, 1, 1, share, 1, 1}};
   }
-  if (widest <= 64) {
+  const Work work = work_of(s);
+  if (widest <= 64 && work == Work::kPlain) {
     return {{4, 2, 64, 0, 2}, {4, 2, 32, 0, 2}, {4, 2, 32, 0, 1}, {4, 1, 32, 0, 1}};
+  }
+  if (widest <= 64) {
+    return {{4, 2, 32, 0, 2}, {4, 2, 32, 0, 1}, {4, 1, 32, 0, 1}};
+  }
+  if (widest <= 128 && work == Work::kMuch) {
+    return {{4, 1, 32, 0, 2}, {4, 1, 32, 0, 1}, {4, 1, 16, 0, 1}};
   }
   if (widest <= 128) {
     return {{4, 2, 32, 0, 2}, {4, 2, 32, 0, 1}, {4, 1, 32, 0, 1}, {4, 1, 16, 0, 1}};
