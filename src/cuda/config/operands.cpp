@@ -26,6 +26,11 @@ Extents either(const Extents& a, const Extents& b) {
   return {a.batch1 || b.batch1, a.batch2 || b.batch2, a.head || b.head, a.query || b.query, a.key || b.key};
 }
 
+// Whether rows lie as tiles are copied: forwards, and near enough for offsets of 32 bits (args.h).
+bool rows_of_tiles(std::int64_t rows, std::int64_t stride, std::int64_t bytes) {
+  return rows <= 1 || (stride >= 0 && stride < kRowBytesLimit / bytes);
+}
+
 class Planner {
  public:
   Planner(const Call& call, Workspace& workspace) : call_(call), problem_(call.problem), workspace_(workspace) {}
@@ -105,7 +110,8 @@ class Planner {
   void rows(Member member, Region region, std::int64_t heads, std::int64_t rows, std::int64_t columns,
             Operand& operand) {
     const View& view = call_.*member;
-    if (is_aligned(call_, view, heads, rows, columns)) {
+    if (is_aligned(call_, view, heads, rows, columns) &&
+        rows_of_tiles(rows, view.strides.row, static_cast<std::int64_t>(size_of(view.type)))) {
       operand = {Region::kNone, view.strides};
       return;
     }
@@ -192,7 +198,8 @@ class Planner {
     const math::Strides& s = view.strides;
     const auto fits = [&](bool has, std::int64_t stride) { return !has || stride * bytes % kGrain == 0; };
     if (s.col == 1 && reinterpret_cast<std::uintptr_t>(view.data) % kGrain == 0 && fits(extents.batch1, s.batch1) &&
-        fits(extents.batch2, s.batch2) && fits(extents.head, s.head) && fits(extents.query, s.row)) {
+        fits(extents.batch2, s.batch2) && fits(extents.head, s.head) && fits(extents.query, s.row) &&
+        rows_of_tiles(call_.rows.limit_q, s.row, bytes)) {
       operand = {Region::kNone, s};
       return;
     }
