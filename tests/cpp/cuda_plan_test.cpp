@@ -187,6 +187,20 @@ TEST(CudaPlan, OthersArePacked) {
   EXPECT_EQ(plan_for(aligned.call, target_of("sm_90")).operands.k.region, Region::kK);
 }
 
+TEST(CudaPlan, RowsThatRunBackwardsOrFarApartArePacked) {
+  const auto region_of_q = [](std::int64_t row) {
+    Line line("fwd b=2 hq=4 sq=128 sk=128 d=64 bf16 bias=b,h,q,k");
+    line.call.q.strides.row = row;
+    return plan_for(line.call, target_of("sm_80")).operands.q.region;
+  };
+  EXPECT_EQ(region_of_q(kRowBytesLimit / 2 - 8), Region::kNone);
+  EXPECT_EQ(region_of_q(kRowBytesLimit / 2), Region::kQ);
+  EXPECT_EQ(region_of_q(-256), Region::kQ);
+  Line line("fwd b=2 hq=4 sq=128 sk=128 d=64 bf16 bias=b,h,q,k");
+  line.call.bias.strides.row = -128;
+  EXPECT_EQ(plan_for(line.call, target_of("sm_80")).operands.bias.region, Region::kBias);
+}
+
 TEST(CudaPlan, BiasesByWhatTheyReallyHave) {
   Line line("fwd b=2 hq=4 sq=128 sk=128 d=64 bf16 bias=b,h,q,k bias2=1,h,q,1:fp32 mask=b,1,1,k");
   const Operands& all = plan_for(line.call, target_of("sm_90")).operands;
@@ -203,6 +217,17 @@ TEST(CudaPlan, BiasesByWhatTheyReallyHave) {
   EXPECT_EQ(expanded.features.bias, BiasTile::kNone);
   ASSERT_EQ(expanded.terms.size(), 2u);
   EXPECT_EQ(expanded.terms[0].biases.size(), 1u);
+}
+
+TEST(CudaPlan, AMaskOfKeysAloneLeavesTheScoresInTheirUnits) {
+  const auto key_mask = [](const std::string& line) {
+    const Plan plan = plan_for(Line(line).call, target_of("sm_80"));
+    return find(plan, Step::kForward)->kernel.spec.key_mask;
+  };
+  EXPECT_TRUE(key_mask("fwd b=2 hq=4 sq=128 sk=128 d=64 bf16 mask=b,1,1,k"));
+  EXPECT_FALSE(key_mask("fwd b=2 hq=4 sq=128 sk=128 d=64 bf16 bias=b,1,1,k"));
+  EXPECT_FALSE(key_mask("fwd b=2 hq=4 sq=128 sk=128 d=64 bf16 bias=b,1,1,k mask=b,1,1,k"));
+  EXPECT_FALSE(key_mask("fwd b=2 hq=4 sq=128 sk=128 d=64 bf16 mask=b,h,q,k"));
 }
 
 TEST(CudaPlan, MaskBits) {
