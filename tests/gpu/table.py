@@ -4,6 +4,8 @@
 import functools
 import re
 import subprocess
+import sys
+from pathlib import Path
 
 from conftest import BUILD
 from problem import Problem, parse
@@ -57,3 +59,19 @@ def sanitize_rows(most: int = 60) -> set[int]:
         chosen.add(best)
         missing -= wanted.pop(best)
     return chosen
+
+
+def nvrtc() -> str:
+    """The NVRTC that comes with PyTorch: for the command, which does not look into Python's folders."""
+    import torch
+
+    found = sorted(Path(torch.__file__).parents[1].glob("nvidia/*/lib/libnvrtc.so.*"))
+    return str(found[-1]) if found else ""
+
+
+if __name__ == "__main__":  # the sanitizers' rows for `fovea precompile`, or --nvrtc
+    if "--nvrtc" in sys.argv:
+        print(nvrtc())
+    else:
+        for n in sorted(sanitize_rows()):
+            print(re.sub(r" (values|skew)=\S+", "", rows()[n].line()))
