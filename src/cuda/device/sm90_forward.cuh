@@ -15,200 +15,14 @@
 //
 // At the end O leaves by TMA through the buffer of Q that its tile no longer needs; the next tile's Q is in the other.
 // Steps run from the last key to the first: the edges of the band and of the sequence come first.
-//
-// Which tile: the copying thread decodes its number and puts the result beside Q, so that one thread alone reads the
-// lengths of sequences.
 #ifndef FOVEA_CUDA_DEVICE_SM90_FORWARD_CUH
 #define FOVEA_CUDA_DEVICE_SM90_FORWARD_CUH
 
 #include "math/band.h"
-#include "math/rows.h"
+#include "sm90_copy.cuh"
 #include "sm90_softmax.cuh"
 
 namespace fovea::cuda {
-
-// A ring of buffers: which one, and the parity of its barriers, in one register.
-template <int kBuffers>
-struct Ring {
-  u32 at = 0;
-  __device__ __forceinline__ u32 buffer() const { return at >> 1; }
-  __device__ __forceinline__ u32 parity() const { return at & 1; }
-  __device__ __forceinline__ void next() { at = at >= 2 * kBuffers - 2 ? (at & 1) ^ 1 : at + 2; }
-};
-
-// A tile of queries of one head; b < 0: there are no more.
-struct Sm90Tile {
-  int row, head, b;
-  int q_begin, q_len, k_begin, k_len;
-  int head_k, b1, b2;
-};
-
-// Tiles are numbered head by head, but for heads_together of them whose row tiles alternate; under a band the longest
-// first. Sequences of different lengths are numbered one after the other, each with all of its heads.
-template <Spec S>
-__device__ __forceinline__ Sm90Tile sm90_tile(const Args& a, const Sm90ForwardArgs& m, int number) {
-  constexpr int kRows = sm90_forward_sizes(S).rows;
-  Sm90Tile tile{};
-  u32 in_group = u32(number);
-  u32 row_tiles = u32(m.row_tiles);
-  u32 all = u32(m.heads) * u32(m.batch);
-  tile.q_len = int(a.rows.rows_q);
-  tile.k_len = int(a.rows.rows_k);
-  if constexpr (S.ragged) {
-    const ListedTile listed = m.list[in_group / u32(m.heads)];
-    tile.b = listed.b;
-    tile.q_begin = listed.q_begin;
-    tile.q_len = listed.q_len;
-    tile.k_begin = listed.k_begin;
-    tile.k_len = listed.k_len;
-    in_group -= u32(listed.first) * u32(m.heads);
-    row_tiles = u32(tile.q_len + kRows - 1) / u32(kRows);
-    all = u32(m.heads);
-  }
-  u32 alternating = u32(m.heads_together);
-  const u32 group = in_group / (row_tiles * alternating);
-  in_group -= group * (row_tiles * alternating);
-  const u32 first_bh = group * alternating;
-  alternating = min(alternating, all - first_bh);
-  const u32 row = in_group / alternating;
-  const u32 bh = first_bh + in_group - row * alternating;
-  tile.row = int(S.banded ? row_tiles - 1 - row : row) * kRows;
-  if constexpr (S.ragged) {
-    tile.head = int(bh);
-  } else {
-    const u32 outer = bh / u32(m.inside);
-    const u32 inner = bh - outer * u32(m.inside);
-    tile.head = int(m.batch_inside ? outer : inner);
-    tile.b = int(m.batch_inside ? inner : outer);
-  }
-  return tile;
-}
-
-// Steps whose keys any of these rows meets.
-template <Spec S>
-__device__ __forceinline__ math::Interval<int> sm90_steps(const math::Band<int>& band, int row, int rows) {
-  const math::Interval<int> keys = band.keys_of_rows(row, min(row + rows, band.seqlen_q));
-  return {S.left_edge ? keys.begin / S.step : 0, ((S.banded ? keys.end : band.seqlen_k) + S.step - 1) / S.step};
-}
-
-template <Spec S>
-__device__ __forceinline__ math::Band<int> sm90_band(const Args& a, const Sm90ForwardArgs& m, const Sm90Tile& tile) {
-  const int shift = S.banded && !a.top_left ? tile.k_len - tile.q_len : 0;
-  return {tile.q_len, tile.k_len, shift + m.low, shift + m.high};
-}
-
-// ---- the warpgroup that copies: one thread of it ----
-
-template <Spec S, class Barriers>
-__device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90ForwardArgs& m, u32 base,
-                                                  volatile Sm90Tile* tiles, const Barriers& barriers) {
-  constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
-  constexpr int kRows = kSizes.rows;
-  constexpr int kPanelK = panel_columns(S.d);
-  constexpr int kPanelV = panel_columns(S.dv);
-  constexpr int kPlaneBytes = kSizes.bias + kSizes.bias2;
-  Ring<S.stages> ring_k, ring_v;
-  Ring<S.planes> ring_planes;
-  Ring<S.q_buffers> ring_q;
-  const int count = S.ragged ? m.schedule->row_tiles * m.heads : m.tiles;
-  for (int number = int(blockIdx.x);;) {
-    barrier_wait(barriers.q_empty(ring_q.buffer()), ring_q.parity() ^ 1);
-    const u32 full = barriers.q_full(ring_q.buffer());
-    if (number >= count) {
-      tiles[ring_q.buffer()].b = -1;
-      barrier_arrive(full);
-      return;
-    }
-    const int next = S.ragged || m.schedule != nullptr ? int(gridDim.x + atomicAdd(&m.schedule->next, 1u)) : count;
-    const Sm90Tile tile = sm90_tile<S>(a, m, number);
-    const math::Band<int> band = sm90_band<S>(a, m, tile);
-    const math::Interval<int> steps = sm90_steps<S>(band, tile.row, kRows);
-    // What loads need is read from there again: this warpgroup has few registers.
-    volatile Sm90Tile& here = tiles[ring_q.buffer()];
-    here.row = tile.row;
-    here.head = tile.head;
-    here.b = tile.b;
-    here.q_begin = tile.q_begin;
-    here.q_len = tile.q_len;
-    here.k_begin = tile.k_begin;
-    here.k_len = tile.k_len;
-    here.head_k = int(u32(tile.head) / u32(m.group));
-    here.b1 = int(u32(tile.b) / u32(m.batch2));
-    here.b2 = tile.b - here.b1 * m.batch2;
-    const auto at = [&](const Has& has, int column, int row, int head) {
-      return Coordinates{column, row, head * has.head, here.b2 * has.batch2, here.b1 * has.batch1};
-    };
-    barrier_expect(full, kRows * S.d * 2);
-#pragma unroll 1
-    for (int p = 0; p < S.d / kPanelK; ++p) {
-      tensor_load(base + kSizes.q_at + ring_q.buffer() * kSizes.q + p * kRows * kPanelK * 2, m.q, full,
-                  at(m.has_q, p * kPanelK, here.q_begin + here.row, here.head));
-    }
-    ring_q.next();
-
-    const auto load_k = [&](int n) {
-      barrier_wait(barriers.k_empty(ring_k.buffer()), ring_k.parity() ^ 1);
-      const u32 k_full = barriers.k_full(ring_k.buffer());
-      barrier_expect(k_full, S.step * S.d * 2);
-#pragma unroll 1
-      for (int p = 0; p < S.d / kPanelK; ++p) {
-        tensor_load(base + kSizes.k_at + ring_k.buffer() * kSizes.k + p * S.step * kPanelK * 2, m.k, k_full,
-                    at(m.has_k, p * kPanelK, here.k_begin + n * S.step, here.head_k));
-      }
-      ring_k.next();
-      if constexpr (sm90_has_planes(S)) {
-        const u32 buffer = ring_planes.buffer();
-        barrier_wait(barriers.planes_empty(buffer), ring_planes.parity() ^ 1);
-        const u32 planes_full = barriers.planes_full(buffer);
-        int keys = 0;  // of the key term, whose rows are padded to 16 bytes
-        if constexpr (S.key_term) {
-          keys = min(S.step, (here.k_len - n * S.step + 3) / 4 * 4);
-        }
-        barrier_expect(planes_full, kPlaneBytes + keys * 4);
-        const auto load_bias = [&](const TensorMap& map, const Has& has, int place, int bytes, int panel) {
-#pragma unroll 1
-          for (int p = 0; p < S.step / panel; ++p) {
-            tensor_load(base + place + buffer * bytes + p * kRows * 128, map, planes_full,
-                        at(has, n * S.step + p * panel, here.row, here.head));
-          }
-        };
-        if constexpr (S.bias != BiasTile::kNone) {
-          load_bias(m.bias, m.has_bias, kSizes.bias_at, kSizes.bias, bias_panel_columns(S.bias));
-        }
-        if constexpr (S.bias2 != BiasTile::kNone) {
-          load_bias(m.bias2, m.has_bias2, kSizes.bias2_at, kSizes.bias2, bias_panel_columns(S.bias2));
-        }
-        if constexpr (S.key_term) {
-          const float* const from =
-              static_cast<const float*>(a.key_term.data) + a.rows.offset(a.key_term.strides, here.b, here.head, 0);
-          bulk_load(base + kSizes.key_term_at + buffer * kSizes.key_term, from + n * S.step, keys * 4, planes_full);
-        }
-        ring_planes.next();
-      }
-    };
-    const auto load_v = [&](int n) {
-      barrier_wait(barriers.v_empty(ring_v.buffer()), ring_v.parity() ^ 1);
-      const u32 v_full = barriers.v_full(ring_v.buffer());
-      barrier_expect(v_full, S.step * S.dv * 2);
-#pragma unroll 1
-      for (int p = 0; p < S.dv / kPanelV; ++p) {
-        tensor_load(base + kSizes.v_at + ring_v.buffer() * kSizes.v + p * S.step * kPanelV * 2, m.v, v_full,
-                    at(m.has_v, p * kPanelV, here.k_begin + n * S.step, here.head_k));
-      }
-      ring_v.next();
-    };
-    int n = steps.end - 1;
-    if (n >= steps.begin) {
-      load_k(n);
-      for (; n > steps.begin; --n) {
-        load_k(n - 1);
-        load_v(n);
-      }
-      load_v(n);
-    }
-    number = next;
-  }
-}
 
 template <Spec S>
 __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
@@ -234,18 +48,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
   extern __shared__ __align__(1024) unsigned char memory[];
   const u32 base = shared_address(memory);
   volatile Sm90Tile* const tiles = reinterpret_cast<Sm90Tile*>(memory + kSizes.tiles_at);
-  struct Barriers {
-    u32 first;
-    __device__ __forceinline__ u32 q_full(int i) const { return first + 8 * i; }
-    __device__ __forceinline__ u32 q_empty(int i) const { return first + 16 + 8 * i; }
-    __device__ __forceinline__ u32 k_full(int i) const { return first + 32 + 8 * i; }
-    __device__ __forceinline__ u32 k_empty(int i) const { return first + 64 + 8 * i; }
-    __device__ __forceinline__ u32 v_full(int i) const { return first + 96 + 8 * i; }
-    __device__ __forceinline__ u32 v_empty(int i) const { return first + 128 + 8 * i; }
-    __device__ __forceinline__ u32 planes_full(int i) const { return first + 160 + 8 * i; }
-    __device__ __forceinline__ u32 planes_empty(int i) const { return first + 192 + 8 * i; }
-  };
-  const Barriers barriers{base + kSizes.barriers_at};
+  const Sm90Barriers barriers{base + kSizes.barriers_at};
   const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
   if (threadIdx.x == 0) {
     // Full: the thread that copies, and its bytes. Empty: every warp that reads, or (Q) every warpgroup that stores.
