@@ -159,6 +159,8 @@ Driver fake_functions() {
     *context = handle<cu::Context>(21);
     return cu::kSuccess;
   };
+  d.stream_synchronize = [](cu::Stream) -> cu::Result { return cu::kSuccess; };
+  d.copy_to_host = [](void*, cu::DevicePointer, std::size_t, cu::Stream) -> cu::Result { return cu::kSuccess; };
   return d;
 }
 
