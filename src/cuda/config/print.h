@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+//
+// A Spec as text: the template argument that a kernel is compiled with, and that a cached one is found by.
 #pragma once
 
 #include <string>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+//
+// Which of the generic forwards takes a problem, and with which tiles: pure functions of the problem and the target.
 #pragma once
 
 #include "cuda/config/kernel.h"

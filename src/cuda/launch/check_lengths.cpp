@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+//
+// FOVEA_CHECK=1: lengths that lie on the device are read back and checked before a call; this waits for the stream.
 #include <fmt/format.h>
 
 #include <cstdlib>

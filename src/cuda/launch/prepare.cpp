@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+//
+// Arguments of the kernels in prepare.cuh: packing, mask bits, terms along keys and queries, fp32 as pairs of fp16.
 #include "cuda/launch/launcher.h"
 
 namespace fovea::cuda {

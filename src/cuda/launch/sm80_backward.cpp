@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+//
+// Arguments of the backward's kernels, what goes before and after them, and the gradients of biases.
 #include <algorithm>
 
 #include "cuda/device/sm80_sizes.h"

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+//
+// Arguments of the generic forwards and of what puts the parts of split keys together.
 #include "cuda/launch/launcher.h"
 
 namespace fovea::cuda {
