@@ -12,9 +12,9 @@
 #include "check/cases.h"
 #include "check/run.h"
 #include "commands.h"
+#include "core/nearest.h"
 #include "cpu/cpu.h"
 #include "fault.h"
-#include "nearest.h"
 #include "progress.h"
 
 namespace fovea::cli {
@@ -131,6 +131,14 @@ void run_check(const Settings& settings) {
   }
 }
 
+std::string names_of_values() {
+  std::string names;
+  for (int n = 0; n <= static_cast<int>(check::Values::kNanWhereMasked); ++n) {
+    names += fmt::format("{}{}", n > 0 ? " " : "", check::name_of(static_cast<check::Values>(n)));
+  }
+  return names;
+}
+
 void add_table(CLI::App& app, Settings& settings) {
   app.add_option("filter", settings.filter,
                  "Words of a row's line, all of which it must have; a '!' before one forbids it")
@@ -169,7 +177,12 @@ void add_cases(CLI::App& app) {
   cases_app->footer(
       "Examples:\n"
       "  fovea cases | wc -l\n"
-      "  fovea cases bf16 bias dropout");
+      "  fovea cases bf16 bias dropout\n"
+      "  fovea cases values=one_hot '!causal'\n\n" +
+      std::string(problem_line_help()) +
+      fmt::format(
+          "A row ends in values=, which is no word of the line: what its numbers are like. It is one of\n  {}\n",
+          names_of_values()));
   cases_app->callback([settings] {
     for (const check::Case& c : chosen(*settings)) {
       fmt::print("{}\n", check::to_text(c));

@@ -11,10 +11,10 @@
 #include <thread>
 
 #include "commands.h"
+#include "core/nearest.h"
 #include "cpu/cpu.h"
 #include "fault.h"
 #include "machine.h"
-#include "nearest.h"
 #include "work.h"
 
 namespace fovea::cli {

@@ -5,7 +5,7 @@
 //     run.cpp       tensors from files, results to files     io/         .safetensors and .npy
 //     check.cpp     the case table against the reference     buffers     memory for a problem line
 //     bench.cpp     speed                                    work        calls and what they cost
-//     explain.cpp   who serves a problem; the machine        nearest     "did you mean"
+//     explain.cpp   who serves a problem; the machine        words       the words of the problem line
 //     precompile.cpp  a GPU's kernels, ahead of time
 //
 // Results go to standard output, progress and errors to standard error. fault.h has the exit codes.
@@ -19,10 +19,11 @@
 #include <vector>
 
 #include "commands.h"
+#include "core/nearest.h"
 #include "core/status.h"
+#include "core/text.h"
 #include "fault.h"
 #include "machine.h"
-#include "nearest.h"
 
 namespace fovea::cli {
 namespace {
@@ -52,6 +53,26 @@ std::vector<std::string> accepted_options(const CLI::App& app) {
   return names;
 }
 
+// "; did you mean -p window=LEFT,RIGHT?" for --window: what a problem is stands in its line, not in options.
+std::string hint_of_option(const CLI::App& command, const std::string& option) {
+  const std::vector<std::string> accepted = accepted_options(command);
+  if (nearest(option, accepted).empty()) {
+    std::vector<std::string> words;
+    for (const LineKey& key : line_keys()) {
+      words.emplace_back(key.name);
+    }
+    const std::vector<std::string> meant = nearest(option.substr(option.find_first_not_of('-')), words);
+    const auto is_meant = [&](const LineKey& key) { return !meant.empty() && key.name == meant.front(); };
+    const auto key = std::find_if(line_keys().begin(), line_keys().end(), is_meant);
+    if (key != line_keys().end()) {
+      return fmt::format("; did you mean {}{}{}? Words of the problem line have no dashes{}",
+                         command.get_name() == "run" ? "-p " : "", key->name, key->form,
+                         command.get_name() == "run" ? " and go into -p" : "");
+    }
+  }
+  return hint(option, accepted);
+}
+
 // What CLI11 found wrong, with the nearest accepted words where a word was not known.
 std::string explain_error(const CLI::App& app, const CLI::ParseError& error) {
   const auto called = app.get_subcommands();
@@ -62,7 +83,7 @@ std::string explain_error(const CLI::App& app, const CLI::ParseError& error) {
     const std::string& word = unknown.front();
     if (word.starts_with("-")) {
       return fmt::format("{}unknown option {}{}", where, word,
-                         hint(word.substr(0, word.find('=')), accepted_options(innermost)));
+                         hint_of_option(innermost, word.substr(0, word.find('='))));
     }
     if (called.empty()) {
       std::vector<std::string> names;

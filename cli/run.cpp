@@ -23,12 +23,12 @@
 #include <vector>
 
 #include "commands.h"
+#include "core/nearest.h"
 #include "core/problem.h"
 #include "fault.h"
 #include "io/file.h"
 #include "io/npy.h"
 #include "io/safetensors.h"
-#include "nearest.h"
 #include "progress.h"
 #include "work.h"
 
@@ -96,9 +96,13 @@ Array read_one(const std::string& name, const fs::path& path) {
   if (path.extension() == ".npy") {
     return read_npy(path);
   }
+  if (fs::is_directory(path)) {
+    throw Fault(kBadInput, fmt::format("--{} {}: a folder, where a file is expected", name, path.string()));
+  }
   if (path.extension() != ".safetensors") {
-    throw Fault(kBadInput, fmt::format("--{} {}: the name ends in '{}'; accepted: .npy or .safetensors", name,
-                                       path.string(), path.extension().string()));
+    throw Fault(kBadInput, fmt::format("--{} {}: a name that does not say what the file is; accepted: .npy or "
+                                       ".safetensors at its end",
+                                       name, path.string()));
   }
   Arrays arrays = read_safetensors(path);
   const auto found = arrays.find(name);
@@ -415,9 +419,12 @@ std::map<std::string, fs::path> targets(const Call& call, const Settings& settin
   } else {
     const bool folder = settings.output.ends_with('/') || fs::is_directory(settings.output);
     if (!folder) {
-      throw Fault(kBadInput, fmt::format("--output {}: accepted: a name that ends in .safetensors, or a folder (for an "
-                                         ".npy file a tensor)",
-                                         settings.output));
+      const bool bare = !fs::path(settings.output).has_extension() && !fs::exists(settings.output);
+      throw Fault(
+          kBadInput,
+          fmt::format("--output {}: accepted: a name that ends in .safetensors, or a folder (for an .npy file a "
+                      "tensor), which is there or ends in /{}",
+                      settings.output, bare ? fmt::format("; did you mean {}/?", settings.output) : ""));
     }
     for (const auto& [name, dtype] : call.outputs()) {
       if (!npy_carries(dtype)) {
@@ -435,6 +442,35 @@ std::map<std::string, fs::path> targets(const Call& call, const Settings& settin
   return paths;
 }
 
+// ---- 4. run, and write ----
+
+std::string text_of_time(double seconds) {
+  return seconds < 1e-3 ? fmt::format("{:.0f} us", 1e6 * seconds) : fmt::format("{:.3f} ms", 1e3 * seconds);
+}
+
+// Nothing where the time is that of a call, not of its arithmetic.
+std::string text_of_speed(double flops, double seconds) {
+  constexpr double kFewestFlops = 1e7;
+  return flops < kFewestFlops ? "" : fmt::format(", {:.1f} GFLOP/s of allowed pairs", 1e-9 * flops / seconds);
+}
+
+// What the line leaves to defaults that somebody may not expect.
+void print_notes(const Problem& p, const std::string& line) {
+  const std::vector<std::string> words = words_of(line);
+  const bool aligned = std::any_of(words.begin(), words.end(), [](const std::string& word) {
+    return word.starts_with("align=") || word.starts_with("causal=");
+  });
+  const bool lengths_differ = p.seqlen_q != p.seqlen_k || p.lengths_q != p.lengths_k || p.has_used_q || p.has_used_k;
+  if (lengths_differ && !aligned && (p.banded() || p.alibi != Alibi::kNone)) {
+    fmt::print(
+        "note: bottom-right: the last query meets the last key; with align=tl (PyTorch's is_causal) the first "
+        "meets the first\n");
+  }
+  if (p.dropout > 0) {
+    fmt::print("dropout: seed={} offset={}; another seed draws another mask\n", p.seed, p.offset);
+  }
+}
+
 void run(const Settings& settings) {
   Call call(read_inputs(settings), settings);
   Caller forward(call.get(), Direction::kForward);  // refuses what cannot be computed
@@ -449,10 +485,10 @@ void run(const Settings& settings) {
     const auto start = std::chrono::steady_clock::now();
     run_with_progress(what, expected, [&] { caller(); });
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    fmt::print("{}: {:.3f} ms, {:.1f} GFLOP/s of allowed pairs\n", what, 1e3 * seconds,
-               1e-9 * flops(problem, direction) / seconds);
+    fmt::print("{}: {}{}\n", what, text_of_time(seconds), text_of_speed(flops(problem, direction), seconds));
   };
   fmt::print("{}\n", print(problem));
+  print_notes(problem, settings.line);
   timed("forward", Direction::kForward, forward);
   if (backward) {
     timed("backward", Direction::kBackward, *backward);

@@ -34,12 +34,18 @@ std::string_view problem_line_help() {
          "  sq=512  sk=512  d=64  dv=64      lengths and head dimensions\n"
          "  fp32 fp16 bf16 fp64              the type of q, k and v\n"
          "  layout=bshd|bhsd|qkv3|strided    how rows and heads lie in memory\n"
+         "  skew=N                           elements by which tensors and rows are off their alignment\n"
          "  seqs_q=128x3,77  seqs_k=...      packed sequences of their own lengths\n"
+         "  total_q=N  total_k=N             packed rows, where more than the sequences have\n"
+         "  max_q=N  max_k=N                 the longest sequence, where a bias or mask has room for more\n"
          "  used_q=...  used_k=...           how many rows of each sequence exist\n"
-         "  causal  align=br|tl  window=L,R  scale=X  softcap=X  alibi=h|b,h  sink\n"
+         "  causal  window=L,R  scale=X  softcap=X  alibi=h|b,h  sink\n"
+         "  align=br|tl                      where lengths differ: the last query meets the last key (br, the "
+         "default)\n"
+         "                                   or the first the first (tl, PyTorch's is_causal)\n"
          "  bias=1,h,q,k[:TYPE]  bias2=...  mask=b,1,1,k        a 1 wherever it is broadcast\n"
          "  dropout=P  seed=N  offset=N  rng=fovea|torch_mem_efficient\n"
-         "  need=q,k,v,bias,bias2,sink  det  lse  dlse  backend=NAME\n";
+         "  need=q,k,v,bias,bias2,sink  det  lse  dlse  device=cpu|cuda  backend=NAME\n";
 }
 
 }  // namespace fovea::cli

@@ -20,6 +20,8 @@ class InputFile {
   std::uint64_t size() const { return size_; }
   // The next `count` bytes; `what` says in the error what they were to be.
   void read(void* data, std::uint64_t count, const char* what);
+  // The next byte, which stays the next.
+  int peek() { return file_.peek(); }
   void seek(std::uint64_t offset) { file_.seekg(static_cast<std::streamoff>(offset)); }
   // Throws what read() throws, before any memory is taken, if fewer bytes than this lie at `offset`.
   void require(std::uint64_t offset, std::uint64_t count, const char* what) const;

@@ -13,7 +13,6 @@
 #include "core/problem.h"
 #include "fault.h"
 #include "io/file.h"
-#include "nearest.h"
 
 namespace fovea::cli {
 namespace {
@@ -112,6 +111,12 @@ Entry parse_entry(const InputFile& file, const std::string& name, const Json& va
 Arrays read_safetensors(const std::filesystem::path& path) {
   InputFile file(path);
   std::array<unsigned char, 8> length{};
+  if (file.size() < length.size()) {
+    file.refuse(
+        fmt::format("not a .safetensors file, or truncated: it ends after {} bytes, within the length of its "
+                    "header",
+                    file.size()));
+  }
   file.read(length.data(), length.size(), "the header's length");
   std::uint64_t header_bytes = 0;
   for (std::size_t n = length.size(); n-- > 0;) {
@@ -119,6 +124,9 @@ Arrays read_safetensors(const std::filesystem::path& path) {
   }
   if (header_bytes > kLongestHeader) {
     file.refuse(fmt::format("not a .safetensors file: its header would be {} bytes long", header_bytes));
+  }
+  if (header_bytes > file.size() - length.size() && !(file.size() > length.size() && file.peek() == '{')) {
+    file.refuse("not a .safetensors file: no header begins after its first 8 bytes");
   }
   file.require(length.size(), header_bytes, "the header");
   std::string text(header_bytes, '\0');

@@ -9,6 +9,8 @@
 // into a Fields, then takes the fields one by one (the batch before the biases, whose form depends on it).
 // parse(print(p)) == p for every p that validate() or parse() can give, as long as a line says no more than
 // kMostSequences lengths and no blank stands in the backend's name.
+#include "core/text.h"
+
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -17,17 +19,13 @@
 #include <type_traits>
 #include <utility>
 
+#include "core/nearest.h"
 #include "core/problem.h"
 
 namespace fovea {
 namespace {
 
-// Each key, and what its value looks like.
-struct Key {
-  std::string_view name;
-  std::string_view form;
-};
-constexpr Key kKeys[] = {
+constexpr LineKey kKeys[] = {
     {"fwd", ""},
     {"bwd", ""},
     {"b", "=B|=B1xB2"},
@@ -79,6 +77,20 @@ constexpr std::int64_t kMostSequences = std::int64_t{1} << 22;
 
 [[noreturn]] void refuse(std::string_view key, std::string_view was, std::string_view accepted) {
   throw Error(FOVEA_INVALID_ARGUMENT, fmt::format("problem line: {}: '{}'; accepted: {}", key, was, accepted));
+}
+
+[[noreturn]] void missing(std::string_view key, std::string_view accepted) {
+  throw Error(FOVEA_INVALID_ARGUMENT, fmt::format("problem line: {}: missing; accepted: {}", key, accepted));
+}
+
+[[noreturn]] void refuse_unknown(std::string_view key) {
+  std::vector<std::string> names;
+  for (const LineKey& known : kKeys) {
+    names.emplace_back(known.name);
+  }
+  throw Error(
+      FOVEA_INVALID_ARGUMENT,
+      fmt::format("problem line: {}: not a word of it{} (fovea explain --help lists them)", key, hint(key, names)));
 }
 
 std::vector<std::string_view> split(std::string_view text, char separator) {
@@ -296,7 +308,8 @@ class Fields {
       return std::nullopt;
     }
     if (!field->value) {
-      refuse(key, key, fmt::format("{}{}", key, form_of(key)));
+      throw Error(FOVEA_INVALID_ARGUMENT,
+                  fmt::format("problem line: {}: without a value; accepted: {}{}", key, key, form_of(key)));
     }
     return field->value;
   }
@@ -327,18 +340,14 @@ class Fields {
   };
 
   static std::string_view form_of(std::string_view key) {
-    return std::find_if(std::begin(kKeys), std::end(kKeys), [&](const Key& k) { return k.name == key; })->form;
+    return std::find_if(std::begin(kKeys), std::end(kKeys), [&](const LineKey& k) { return k.name == key; })->form;
   }
 
   void add(std::string_view word) {
     const std::size_t equals = word.find('=');
     const std::string_view key = word.substr(0, equals);
-    if (std::none_of(std::begin(kKeys), std::end(kKeys), [&](const Key& known) { return known.name == key; })) {
-      std::string accepted;
-      for (const Key& known : kKeys) {
-        accepted += fmt::format("{}{}{}", accepted.empty() ? "" : " ", known.name, known.form);
-      }
-      refuse(key, word, accepted);
+    if (std::none_of(std::begin(kKeys), std::end(kKeys), [&](const LineKey& known) { return known.name == key; })) {
+      refuse_unknown(key);
     }
     if (has(key)) {
       refuse(key, word, "each key once");
@@ -361,7 +370,8 @@ std::string_view one_of(const Fields& fields, std::initializer_list<std::string_
   for (const std::string_view key : keys) {
     if (fields.flag(key)) {
       if (found) {
-        refuse(key, key, fmt::format("one of {}; '{}' stands there too", fmt::join(keys, ", "), *found));
+        throw Error(FOVEA_INVALID_ARGUMENT, fmt::format("problem line: {}: beside {}; accepted: one of {}", key, *found,
+                                                        fmt::join(keys, ", ")));
       }
       found = key;
     }
@@ -396,7 +406,7 @@ Side parse_side(const Fields& fields, std::string_view seqs_key, std::string_vie
     return side;
   }
   if (!fields.has(total_key) || !fields.has(max_key)) {
-    refuse(seqs_key, "", fmt::format("{}=LENGTHS, or both {}=N and {}=N", seqs_key, total_key, max_key));
+    missing(seqs_key, fmt::format("{}=LENGTHS, or both {}=N and {}=N", seqs_key, total_key, max_key));
   }
   side.total = fields.count(total_key, 0);
   side.longest = fields.count(max_key, 0);
@@ -429,7 +439,7 @@ void parse_lengths_of_problem(const Fields& fields, Problem& problem) {
   problem.packed = packed_q || packed_k;
   if (!problem.packed) {
     if (!given("sq") && !given("sk")) {
-      refuse("sq", "", "sq=N (and sk=N where it differs), or seqs_q=LENGTHS");
+      missing("sq", "sq=N (and sk=N where it differs), or seqs_q=LENGTHS");
     }
     problem.seqlen_q = given("sq") ? fields.count("sq", 0) : fields.count("sk", 0);
     problem.seqlen_k = fields.count("sk", problem.seqlen_q);
@@ -441,13 +451,13 @@ void parse_lengths_of_problem(const Fields& fields, Problem& problem) {
     }
   }
   if (!packed_q) {
-    refuse("seqs_q", "", "seqs_q=LENGTHS, or total_q=N max_q=N, beside those of the keys");
+    missing("seqs_q", "seqs_q=LENGTHS, or total_q=N max_q=N, beside those of the keys");
   }
   const Side q = parse_side(fields, "seqs_q", "total_q", "max_q");
   const Side k = packed_k ? parse_side(fields, "seqs_k", "total_k", "max_k") : q;
   if (!given("b")) {
     if (q.lengths.empty() && k.lengths.empty()) {
-      refuse("b", "", "b=N where neither seqs_q nor seqs_k says how many sequences there are");
+      missing("b", "b=N where neither seqs_q nor seqs_k says how many sequences there are");
     }
     problem.batch1 = static_cast<std::int64_t>(q.lengths.empty() ? k.lengths.size() : q.lengths.size());
   }
@@ -497,6 +507,8 @@ PlaneTraits parse_plane(const Fields& fields, std::string_view key, const Proble
 }
 
 }  // namespace
+
+std::span<const LineKey> line_keys() { return kKeys; }
 
 std::string print(const Problem& p) {
   std::string line = p.direction == Direction::kForward ? "fwd" : "bwd";
@@ -627,7 +639,7 @@ Problem parse(std::string_view line) {
   }
   parse_lengths_of_problem(fields, p);
   if (!fields.has("d")) {
-    refuse("d", "", "d=N, the head dimension");
+    missing("d", "d=N, the head dimension");
   }
   p.head_dim = fields.count("d", 0);
   p.head_dim_v = fields.count("dv", p.head_dim);
@@ -702,11 +714,11 @@ Problem parse(std::string_view line) {
   p.deterministic = fields.flag("det");
   p.lse = fields.flag("lse");
   if (p.lse && backward) {
-    refuse("lse", "lse", "only with fwd; bwd always reads it, and dlse gives its gradient");
+    refuse("lse", "bwd lse", "only with fwd; bwd always reads it, and dlse gives its gradient");
   }
   p.grad_lse = fields.flag("dlse");
   if (p.grad_lse && !backward) {
-    refuse("dlse", "dlse", "only with bwd");
+    refuse("dlse", "fwd dlse", "only with bwd");
   }
   if (const auto text = fields.value("device")) {
     p.device = parse_choice("device", *text, kDevices);

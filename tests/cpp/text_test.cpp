@@ -11,6 +11,7 @@
 #include <random>
 
 #include "core/problem.h"
+#include "core/text.h"
 
 namespace fovea {
 namespace {
@@ -251,19 +252,44 @@ TEST(Text, PrintsOnlyWhatIsNotDefault) {
   }
 }
 
+TEST(Text, AWordThatIsMistypedHasAShortAnswer) {
+  for (const LineKey& key : line_keys()) {
+    // Two letters exchanged, which is no other key.
+    std::string word(key.name);
+    if (word.size() < 4) {
+      continue;
+    }
+    std::swap(word[1], word[2]);
+    if (word == key.name) {
+      std::swap(word[2], word[3]);
+    }
+    try {
+      parse("sq=3 d=4 " + word);
+      ADD_FAILURE() << "accepted: " << word;
+    } catch (const Error& error) {
+      const std::string what = error.what();
+      EXPECT_NE(what.find("did you mean "), what.npos) << what;
+      EXPECT_NE(what.find(key.name), what.npos) << what;
+      EXPECT_EQ(what.find(word), what.rfind(word)) << what;  // once
+      EXPECT_LT(what.size(), 150u) << what;
+    }
+  }
+}
+
 TEST(Text, EveryRefusalNamesItsKey) {
   const std::tuple<const char*, const char*, const char*> kLines[] = {
-      {"sq=3 d=4 cousal", "cousal", "causal[=br|tl]"},
-      {"sq=3 d=4 =", "", "accepted"},
+      {"sq=3 d=4 cousal", "cousal", "not a word of it; did you mean causal? (fovea explain --help lists them)"},
+      {"sq=3 d=4 xyzzy=3", "xyzzy", "not a word of it; accepted: fwd, bwd, b, hq"},
+      {"sq=3 d=4 =", "", "not a word of it; accepted: fwd, bwd, b, hq"},
       {"sq=3 d=4 d=4", "d", "each key once"},
       {"fwd bwd sq=3 d=4", "bwd", "one of fwd, bwd"},
       {"sq=3 d=4 fp16 bf16", "bf16", "one of fp32"},
-      {"d=4", "sq", "seqs_q"},
-      {"sq=3", "d", "head dimension"},
+      {"d=4", "sq", "sq: missing; accepted: sq=N (and sk=N where it differs), or seqs_q"},
+      {"sq=3", "d", "d: missing; accepted: d=N, the head dimension"},
       {"sq=x d=4", "sq", "integer"},
       {"sq=-1 d=4", "sq", "0 or more"},
       {"sq= d=4", "sq", "integer"},
-      {"sq d=4", "sq", "sq=N"},
+      {"sq d=4", "sq", "sq: without a value; accepted: sq=N"},
       {"sq=99999999999999999999 d=4", "sq", "integer"},
       {"sq=3 d=4 b=2y3", "b", "integer"},
       {"sq=3 d=4 b=4000000000x4000000000", "b", "63 bits"},
@@ -317,7 +343,7 @@ TEST(Text, EveryRefusalNamesItsKey) {
       ADD_FAILURE() << "accepted: " << line;
     } catch (const Error& error) {
       const std::string what = error.what();
-      EXPECT_EQ(what.rfind("problem line: " + std::string(key) + ": '", 0), 0u) << line << " -> " << what;
+      EXPECT_EQ(what.rfind("problem line: " + std::string(key) + ": ", 0), 0u) << line << " -> " << what;
       EXPECT_NE(what.find(accepted), what.npos) << line << " -> " << what;
     }
   }

@@ -143,7 +143,33 @@ def test_run_forward(here, line, options):
     assert set(got) == {"out", "lse"}
     near(got["out"], out)
     near(got["lse"], lse)
-    assert "fwd b=2 hq=4 hk=2 sq=5 sk=7 d=8 dv=6 fp32" in text and "GFLOP/s" in text
+    assert "fwd b=2 hq=4 hk=2 sq=5 sk=7 d=8 dv=6 fp32" in text
+    assert re.search(r"^forward: (\d+ us|\d+\.\d+ ms)$", text, re.M)
+    # What a default decides is said where it matters: lengths that differ, dropout.
+    needs_alignment = any(word in ("causal", "window=2,1") for word in line.split())
+    assert ("note: bottom-right: the last query meets the last key; with align=tl" in text) == needs_alignment
+    assert ("dropout: seed=7 offset=" in text) == ("dropout" in line)
+
+
+def test_run_says_which_dropout_was_drawn(here):
+    put(here, "in.safetensors", qkv())
+    text = succeeds("run", "in.safetensors", "-o", "out.safetensors", "-p", "dropout=0.1", cwd=here)
+    assert "dropout: seed=0 offset=0; another seed draws another mask" in text
+
+
+def test_run_says_where_causal_starts_only_where_lengths_differ(here):
+    put(here, "in.safetensors", qkv(sk=5))
+    assert "note:" not in succeeds("run", "in.safetensors", "-o", "out.safetensors", "-p", "causal", cwd=here)
+    put(here, "in.safetensors", qkv())
+    for line in ("causal align=br", "causal align=tl", "softcap=2"):
+        assert "note:" not in succeeds("run", "in.safetensors", "-o", "out.safetensors", "--force", "-p", line, cwd=here)
+
+
+def test_run_says_how_fast_where_that_is_arithmetic(here):
+    put(here, "in.safetensors", qkv(sq=200, sk=200, hq=8, hk=8, d=32, dv=32))
+    text = succeeds("run", "in.safetensors", "-o", "out.safetensors", cwd=here)
+    rate = re.search(r"^forward: [\d.]+ (?:us|ms), ([\d.]+) GFLOP/s of allowed pairs$", text, re.M)
+    assert rate and float(rate.group(1)) > 0
 
 
 def test_run_backward_with_everything(here):
@@ -282,7 +308,7 @@ def test_run_wrong_problem_lines(here):
         ("sq=6", ("'sq=6'", "does not agree", "sq=5")),
         ("bf16", ("'bf16'", "does not agree", "fp32")),
         ("bias=1,h,q,k", ("bias", "does not agree")),
-        ("causl", ("causl", "accepted", "causal")),
+        ("causl", ("causl: not a word of it; did you mean causal?", "fovea explain --help")),
         ("window=1", ("window", "LEFT,RIGHT")),
         ("dropout=2", ("dropout", "0 <= p <= 1")),
         ("softcap=-1", ("softcap",)),
@@ -339,6 +365,8 @@ def test_run_where_results_go(here):
     (here / "folder").mkdir()
     refused("run", "in.safetensors", cwd=here, says="--output")
     refused("run", "in.safetensors", "-o", "out.npz", cwd=here, says=("out.npz", ".safetensors", "folder"))
+    refused("run", "in.safetensors", "-o", "results2", cwd=here, says="; did you mean results2/?")
+    assert not (here / "results2").exists()
     refused("run", "in.safetensors", "-o", "no/such/out.safetensors", cwd=here, says="there is no folder no/such")
     refused("run", "bf16.safetensors", "-o", "folder", cwd=here, says=("bf16", ".npy cannot carry", ".safetensors"))
     (here / "x.safetensors").mkdir()
@@ -360,6 +388,13 @@ def test_files_that_cannot_be_read(here):
     refused(*run, "--q", "q.txt", cwd=here, says=("q.txt", "accepted: .npy or .safetensors"))
     put(here, "other.safetensors", {"x": normal(1)})
     refused(*run, "--q", "other.safetensors", cwd=here, says=("has no tensor 'q'", "it has: x"))
+    (here / "folder").mkdir()
+    refused(*run, "--q", "folder", cwd=here, says="--q folder: a folder, where a file is expected")
+    for text in ("hello\n", "# A file of text, which begins with a title\n", "A" * 8):
+        (here / "text.safetensors").write_text(text)
+        refused(*run, "text.safetensors", cwd=here, says="text.safetensors: not a .safetensors file")
+    (here / "small.safetensors").write_bytes(struct.pack("<Q", 99) + b"no header")
+    refused(*run, "small.safetensors", cwd=here, says="small.safetensors: not a .safetensors file")
     if os.geteuid() != 0:  # root may read everything
         secret = put(here, "secret.safetensors", qkv())
         secret.chmod(0)
@@ -583,7 +618,8 @@ def test_explain_refuses():
     refused("explain", "fwd sq=1", says=("d=N",))
     refused("explain", "fwd sq=1 d=8 hq=3 hk=2", says=("hk", "divisor"))
     refused("explain", "fwd sq=one d=8", says=("sq", "one"))
-    refused("explain", "fwd sq=1 d=8 windw=1,1", says=("windw", "window"))
+    refused("explain", "fwd sq=1 d=8 windw=1,1", says=("windw: not a word of it; did you mean window?",))
+    refused("explain", "fwd b=2 d=8", says=("sq: missing",))
 
 
 def test_explain_the_machine():
@@ -617,6 +653,22 @@ def test_help_has_examples_at_every_level():
     for command in ("run", "check", "cases", "bench", "explain"):
         assert command in top
     assert "Exit codes:" in top
+
+
+def test_help_lists_every_word_of_the_problem_line():
+    done = refused("explain", "xyzzy=1", says="xyzzy: not a word of it; accepted: fwd, bwd, ")
+    words = re.search(r"accepted: (.*) \(fovea", done.stderr).group(1).split(", ")
+    assert len(words) > 30
+    for command in ("run", "cases", "explain"):
+        listed = succeeds(command, "--help").split("words, each once, in any order:")[1]
+        for word in words:
+            assert re.search(rf"(?<![\w=]){word}(?!\w)", listed), (command, word)
+
+
+def test_help_lists_every_kind_of_values():
+    listed = succeeds("cases", "--help").split("values=, ")[1]
+    kinds = {re.search(r" values=(\w+)$", line).group(1) for line in succeeds("cases").splitlines()}
+    assert len(kinds) > 5 and all(re.search(rf"\b{kind}\b", listed) for kind in kinds)
 
 
 def run_examples(here, lines):
@@ -661,6 +713,10 @@ def test_unknown_words_and_what_was_meant():
     refused("--verson", says=("--verson", "--version"))
     refused("run", "--mas", "m.npy", says=("--mas", "--mask", "fovea run --help"))
     refused("run", "a", "b", says=("run", "'b'"))
+    # Words of the problem line that were taken for options.
+    refused("run", "a", "--causal", says=("unknown option --causal; did you mean -p causal[=br|tl]?", "go into -p"))
+    refused("run", "a", "--windw=3,0", says="unknown option --windw=3,0; did you mean -p window=LEFT,RIGHT?")
+    refused("explain", "--causal", says=("did you mean causal[=br|tl]?", "have no dashes"))
     done = fovea()
     assert done.returncode == BAD_INPUT and "Examples:" in done.stdout
 

@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-namespace fovea::cli {
+namespace fovea {
 
 // Up to three of the accepted words that are closest in spelling, closest first; none if all are far off.
 std::vector<std::string> nearest(std::string_view word, const std::vector<std::string>& accepted);
@@ -15,4 +15,4 @@ std::vector<std::string> nearest(std::string_view word, const std::vector<std::s
 // "; did you mean a or b?", else "; accepted: a, b, c".
 std::string hint(std::string_view word, const std::vector<std::string>& accepted);
 
-}  // namespace fovea::cli
+}  // namespace fovea

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "nearest.h"
+#include "core/nearest.h"
 
 #include <fmt/format.h>
 
@@ -7,7 +7,7 @@
 #include <numeric>
 #include <utility>
 
-namespace fovea::cli {
+namespace fovea {
 namespace {
 
 // The letters to insert, delete, replace or swap with their neighbour that make one word of the other.
@@ -34,10 +34,11 @@ std::vector<std::string> nearest(std::string_view word, const std::vector<std::s
   constexpr std::size_t kMost = 3;
   std::vector<std::pair<std::size_t, std::string>> candidates;
   for (const std::string& candidate : accepted) {
-    // One letter in three may be wrong; a beginning of the word is as good as all of it.
+    // One letter in three may be wrong, but one must be right; a beginning of the word is as good as all of it.
     const bool begins = !word.empty() && candidate.starts_with(word);
     const std::size_t slips = begins ? 0 : distance(word, candidate);
-    if (slips <= std::max<std::size_t>(1, std::max(word.size(), candidate.size()) / 3)) {
+    if (begins || (slips <= std::max<std::size_t>(1, std::max(word.size(), candidate.size()) / 3) &&
+                   slips < std::min(word.size(), candidate.size()))) {
       candidates.emplace_back(slips, candidate);
     }
   }
@@ -60,4 +61,4 @@ std::string hint(std::string_view word, const std::vector<std::string>& accepted
   return fmt::format("; accepted: {}", fmt::join(accepted, ", "));
 }
 
-}  // namespace fovea::cli
+}  // namespace fovea
