@@ -45,9 +45,13 @@ class Error : public std::runtime_error {
 
 namespace detail {
 
+[[noreturn]] inline void fail(fovea_status status, const std::string& message) {
+  throw Error(status, std::string(fovea_status_name(status)) + ": " + message);
+}
+
 inline void check(fovea_status status) {
   if (status != FOVEA_OK) {
-    throw Error(status, std::string(fovea_status_name(status)) + ": " + fovea_last_error());
+    fail(status, fovea_last_error());
   }
 }
 
@@ -102,9 +106,9 @@ class Tensor {
   // For types that are known at run time only.
   Tensor(const void* data, fovea_dtype dtype, const Dims& shape, const Dims* strides = nullptr) : given_(true) {
     if (shape.size() > FOVEA_MAX_RANK || (strides != nullptr && strides->size() != shape.size())) {
-      throw Error(FOVEA_INVALID_ARGUMENT, "tensor: rank " + std::to_string(shape.size()) + " with " +
-                                              (strides != nullptr ? std::to_string(strides->size()) : "no") +
-                                              " strides; accepted: rank 0 to 5, a stride for each dimension or none");
+      detail::fail(FOVEA_INVALID_ARGUMENT, "tensor: rank " + std::to_string(shape.size()) + " with " +
+                                               (strides != nullptr ? std::to_string(strides->size()) : "no") +
+                                               " strides; accepted: rank 0 to 5, a stride for each dimension or none");
     }
     tensor_.size = sizeof(tensor_);
     tensor_.data = const_cast<void*>(data);
@@ -148,8 +152,8 @@ void check_size(const Container& container, const Tensor::Dims& shape) {
     elements *= static_cast<std::uint64_t>(dim);
   }
   if (elements != container.size()) {
-    throw Error(FOVEA_INVALID_ARGUMENT, "tensor: a container of " + std::to_string(container.size()) +
-                                            " elements; accepted: " + std::to_string(elements) + ", as the shape has");
+    fail(FOVEA_INVALID_ARGUMENT, "tensor: a container of " + std::to_string(container.size()) +
+                                     " elements; accepted: " + std::to_string(elements) + ", as the shape has");
   }
 }
 
@@ -183,6 +187,8 @@ struct Window {
 struct Options {
   bool causal = false;
   Window window;
+  // Where causal, window and ALiBi start if Sq and Sk differ. Bottom-right, as in FlashAttention: the last query sees
+  // the last key. PyTorch's is_causal is kTopLeft: the first query sees the first key alone.
   Align align = Align::kBottomRight;
   std::optional<double> scale;  // none: 1 / sqrt(D)
   double softcap = 0;           // 0: none
@@ -193,6 +199,8 @@ struct Options {
   Tensor alibi_slopes;
   Tensor sink;
 
+  // Dropout is a function of seed and offset alone: a call that leaves them at 0 draws the mask of every other such
+  // call. Give every layer and every step another one, and the backward those of its forward.
   double dropout_p = 0;
   std::uint64_t seed = 0;
   std::uint64_t offset = 0;
@@ -215,7 +223,7 @@ struct Options {
   void* stream = nullptr;
 };
 
-// The gradients that a backward writes: those that are given.
+// The gradients that a backward writes: those that are given, one at least.
 struct Gradients {
   MutableTensor q = {};
   MutableTensor k = {};
@@ -263,7 +271,7 @@ class Workspace {
       owned_.reset(new (std::nothrow) unsigned char[bytes]);
       if (owned_ == nullptr) {
         data_ = nullptr;
-        throw Error(FOVEA_OUT_OF_MEMORY, "workspace: " + std::to_string(bytes) + " bytes are not to be had");
+        detail::fail(FOVEA_OUT_OF_MEMORY, "workspace: " + std::to_string(bytes) + " bytes are not to be had");
       }
       data_ = owned_.get();
       bytes_ = bytes;
@@ -419,10 +427,18 @@ template <class Call>
 void provide(Workspace& workspace, const Call& call) {
   const std::size_t bytes = fovea::workspace(call);
   if (call.options.device != Device::kCpu && !workspace.is_fixed() && bytes > 0) {
-    throw Error(FOVEA_INVALID_ARGUMENT, "workspace: none; accepted on a device: Workspace(data, bytes) of " +
-                                            std::to_string(bytes) + " bytes in its memory");
+    fail(FOVEA_INVALID_ARGUMENT, "workspace: none; accepted on a device: Workspace(data, bytes) of " +
+                                     std::to_string(bytes) + " bytes in its memory");
   }
   workspace.require(bytes);
+  if (workspace.bytes() < bytes) {
+    fail(FOVEA_OUT_OF_MEMORY, "workspace: " + std::to_string(workspace.bytes()) + " bytes; accepted: at least " +
+                                  std::to_string(bytes) + ", as fovea::workspace(call) says");
+  }
+}
+
+inline bool any(const Gradients& grads) {
+  return grads.q || grads.k || grads.v || grads.bias || grads.bias2 || grads.sink;
 }
 
 }  // namespace detail
@@ -434,6 +450,9 @@ inline void run(const Forward& call, Workspace& workspace) {
 }
 
 inline void run(const Backward& call, Workspace& workspace) {
+  if (!detail::any(call.grads)) {
+    detail::fail(FOVEA_INVALID_ARGUMENT, "grads: none given; accepted: one at least of q, k, v, bias, bias2, sink");
+  }
   detail::provide(workspace, call);
   const fovea_problem problem = detail::problem_of(call);
   detail::check(fovea_backward(&problem, workspace.data(), workspace.bytes()));
@@ -476,7 +495,7 @@ inline std::string backends() {
       [](char* text, std::size_t capacity, std::size_t* needed) { return fovea_backends(text, capacity, needed); });
 }
 
-// Threads that a CPU call uses; 0: as many cores as this process may use.
+// Threads that a CPU call uses, at most 4096; 0: as many cores as this process may use.
 inline void set_num_threads(int n) { detail::check(fovea_set_num_threads(n)); }
 inline int num_threads() { return fovea_num_threads(); }
 

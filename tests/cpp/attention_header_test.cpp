@@ -101,6 +101,56 @@ TEST(AttentionHeader, PackedRowsAndGradients) {
   EXPECT_EQ(fovea::workspace(call), 0u);
 }
 
+// What the call throws, which is to be a fovea::Error.
+template <class Body>
+std::string error_of(Body body) {
+  try {
+    body();
+  } catch (const fovea::Error& error) {
+    EXPECT_EQ(std::string(error.what()).rfind(std::string(fovea_status_name(error.status())) + ": ", 0), 0u);
+    return error.what();
+  }
+  return "nothing was thrown";
+}
+
+TEST(AttentionHeader, ABackwardWithoutGradientsIsRefused) {
+  Small s;
+  s.run();
+  const std::vector<float> grad_out{1, 1};
+  EXPECT_EQ(error_of([&] {
+              fovea::backward(fovea::tensor(grad_out, s.rows), fovea::tensor(s.q, s.rows), fovea::tensor(s.k, s.rows),
+                              fovea::tensor(s.v, s.rows), fovea::tensor(s.out, s.rows),
+                              fovea::tensor(s.lse, s.statistics), {}, s.options);
+            }),
+            "invalid argument: grads: none given; accepted: one at least of q, k, v, bias, bias2, sink");
+}
+
+TEST(AttentionHeader, BytesAreNotLengths) {
+  Small s;
+  const std::vector<std::uint8_t> cu{0, 2};
+  s.rows = {2, 1, 1};
+  s.statistics = {1, 2};
+  s.options.cu_seqlens_q = s.options.cu_seqlens_k = fovea::tensor(cu, {2});
+  EXPECT_EQ(error_of([&] { s.run(); }).rfind("invalid type: cu_seqlens_q: bool (uint8_t); accepted: int32, int64", 0),
+            0u);
+}
+
+TEST(AttentionHeader, AWorkspaceThatIsTooSmallIsNamed) {
+  Small s;
+  s.options.backend = "cpu";
+  const std::size_t bytes = fovea::workspace(s.forward());
+  ASSERT_GT(bytes, 1u);
+  std::vector<unsigned char> memory(bytes);
+  fovea::Workspace small(memory.data(), bytes - 1);
+  EXPECT_EQ(error_of([&] { fovea::run(s.forward(), small); }),
+            "out of memory: workspace: " + std::to_string(bytes - 1) + " bytes; accepted: at least " +
+                std::to_string(bytes) + ", as fovea::workspace(call) says");
+  EXPECT_EQ(s.out, (std::vector<float>{9, 9}));
+  fovea::Workspace enough(memory.data(), bytes);
+  fovea::run(s.forward(), enough);
+  EXPECT_EQ(s.out, (std::vector<float>{2, 2}));
+}
+
 TEST(AttentionHeader, ErrorsAreOfOneType) {
   Small s;
   s.rows = {1, 1, 2, 1};
@@ -111,10 +161,16 @@ TEST(AttentionHeader, ErrorsAreOfOneType) {
     EXPECT_EQ(error.status(), FOVEA_INVALID_ARGUMENT);
     EXPECT_STREQ(error.what(), "invalid argument: lse: shape 1x1x2; accepted: (B, Hq, Sq), 1x2x1");
   }
-  EXPECT_THROW(fovea::tensor(s.q, {3}), fovea::Error);
-  EXPECT_THROW(fovea::Tensor(s.q.data(), Dims(6, 1)), fovea::Error);
-  EXPECT_THROW(fovea::Tensor(s.q.data(), {2}, {1, 1}), fovea::Error);
-  EXPECT_THROW(fovea::set_num_threads(-1), fovea::Error);
+  EXPECT_EQ(error_of([&] { fovea::tensor(s.q, {3}); }),
+            "invalid argument: tensor: a container of 2 elements; accepted: 3, as the shape has");
+  EXPECT_EQ(error_of([&] { fovea::Tensor(s.q.data(), Dims(6, 1)); }),
+            "invalid argument: tensor: rank 6 with no strides; accepted: rank 0 to 5, a stride for each dimension or "
+            "none");
+  EXPECT_EQ(error_of([&] { fovea::Tensor(s.q.data(), {2}, {1, 1}); }).rfind("invalid argument: tensor: rank 1", 0), 0u);
+  for (const int threads : {-1, 4097}) {
+    EXPECT_EQ(error_of([&] { fovea::set_num_threads(threads); }),
+              "invalid argument: n: " + std::to_string(threads) + "; accepted: 0 (all that may be used) to 4096");
+  }
   s.options.backend = "";
   s.options.device = fovea::Device::kCuda;
   s.rows = {1, 2, 1, 1};
