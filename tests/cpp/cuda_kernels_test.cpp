@@ -27,8 +27,8 @@ constexpr std::size_t kFewest = 4;   // with FOVEA_CASES=reduced: the library is
 
 // What is tolerated: a few registers' worth, in kernels that have every feature at once. Measured on none to be slower
 // than what avoids it.
-constexpr int kMostSpilt = 64;
-constexpr int kMostStack = 128;
+constexpr int kMostSpilt = 128;
+constexpr int kMostStack = 160;
 
 std::vector<jit::Request> requests_for(const std::string& architecture) {
   const Target target = target_of(architecture);
