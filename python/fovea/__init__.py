@@ -18,6 +18,7 @@ from fovea._api import (
     num_threads,
     pack,
     set_num_threads,
+    unpack,
 )
 from fovea._library import version as _version
 
@@ -34,4 +35,5 @@ __all__ = [
     "num_threads",
     "pack",
     "set_num_threads",
+    "unpack",
 ]

@@ -8,20 +8,34 @@ import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import Any, NamedTuple, Optional, TypeVar, Union
+from typing import Any, NamedTuple, NoReturn, Optional, TypeVar, Union
 
 import numpy as np
 
-from fovea import _abi, _library
+from fovea import _abi, _help, _library
 from fovea._arrays import Maker, View, place_of, read
 from fovea._library import check, lib, text
-from fovea._problem import _RNG, DIFFERENTIABLE, Problem, choose, needed, real, shape_text, word, word_view
+from fovea._problem import (
+    _RNG,
+    DIFFERENTIABLE,
+    Problem,
+    choose,
+    need_seed,
+    needed,
+    real,
+    shape_text,
+    word,
+    word_view,
+)
 
 Array = TypeVar("Array")  # NumPy's, or any with __dlpack__ or __array_interface__
 
 
 class Gradients(NamedTuple):
-    """What attention_backward returns; None where a gradient was not asked for."""
+    """What attention_backward returns: a tuple of six, None where a gradient was not asked for.
+
+    By name, grads.bias, or in this order: grad_q, grad_k, grad_v, *_ = attention_backward(...).
+    """
 
     q: Any = None
     k: Any = None
@@ -30,12 +44,21 @@ class Gradients(NamedTuple):
     bias2: Any = None
     sink: Any = None
 
+    def __repr__(self) -> str:
+        shown = (
+            f"{name}={'None' if grad is None else f'<{shape_text(tuple(grad.shape))} {grad.dtype}>'}"
+            if grad is None or (hasattr(grad, "shape") and hasattr(grad, "dtype"))
+            else f"{name}=<{type(grad).__name__}>"
+            for name, grad in zip(self._fields, self)
+        )
+        return f"Gradients({', '.join(shown)})"
+
 
 def attention(
     q: Array,
     k: Any,
     v: Any,
-    *,
+    *more: NoReturn,
     bias: Any = None,
     bias2: Any = None,
     mask: Any = None,
@@ -63,6 +86,7 @@ def attention(
     out: Any = None,
     backend: Optional[str] = None,
     stream: Optional[int] = None,
+    **unknown: NoReturn,
 ) -> Any:
     """softmax(scale * q @ k.T + ...) @ v, exactly, in memory linear in the sequence length.
 
@@ -77,11 +101,13 @@ def attention(
     window         (left, right): and those with i + shift - left <= j <= i + shift + right; -1 is unbounded
     align          "bottom_right": shift = Sk - Sq; "top_left": shift = 0; has to be said where they differ
     softcap        s becomes softcap * tanh(s / softcap); 0 for none
-    alibi_slopes   (Hq), (B, Hq) or (B1, B2, Hq): -slope * |i + shift - j| is added
+    alibi_slopes   (Hq), (B, Hq) or (B1, B2, Hq): -slope * |i + shift - j| is added; on the CPU these and the lengths
+                   below may be lists, float64 slopes are rounded to float32 (but with float64 q), int64 seqused do
     sink           (Hq): one more logit of each head in the denominator, without a value
     dropout_p, seed, offset, rng
                    drops each probability with p; the mask is a function of seed and offset (integers, or arrays of
-                   one int64) and of the place, so that the backward, given the same two, draws it again
+                   one int64) and of the place, so that the backward, given the same two, draws it again; a negative
+                   integer stands for its two's complement of 64 bits
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, batch_shape
                    B + 1 offsets of packed sequences; the longest, which bias and mask have to reach; (B1, B2)
     seqused_q, seqused_k
@@ -94,6 +120,8 @@ def attention(
     Returns out, or (out, lse): of q's library, type and layout. lse is (B, Hq, Sq), packed (Hq, total_q), float32
     (float64 with float64 q).
     """
+    if more or unknown:
+        raise _help.refuse("attention", "q, k, v", more, unknown, attention.__kwdefaults__)
     problem = Problem(q, k, v, locals())
     if out is None:
         fresh = problem.new("out")
@@ -112,7 +140,7 @@ def attention_backward(
     v: Any,
     out: Any,
     lse: Any,
-    *,
+    *more: NoReturn,
     grad_lse: Any = None,
     need: Union[str, Iterable[str], None] = None,
     grads_out: Union[Mapping[str, Any], Gradients, None] = None,
@@ -141,6 +169,7 @@ def attention_backward(
     deterministic: bool = False,
     backend: Optional[str] = None,
     stream: Optional[int] = None,
+    **unknown: NoReturn,
 ) -> Gradients:
     """The gradients of attention(q, k, v, ...), given those of out (and, where lse was used, of lse).
 
@@ -148,11 +177,14 @@ def attention_backward(
     there; fovea.Attention sees to that.
 
     need       which gradients: names of "q", "k", "v", "bias", "bias2", "sink"; None is every one that was given.
-               What is not asked for is not computed.
+               What is not asked for is not computed; to ask for nothing is refused.
     grads_out  arrays to write into, by those names; packed views of one tensor are fine
 
     The gradient of a bias has the shape of that bias as it was given: the sum over what was broadcast is done.
     """
+    if more or unknown:
+        first = "grad_out, q, k, v, out, lse"
+        raise _help.refuse("attention_backward", first, more, unknown, attention_backward.__kwdefaults__)
     problem = Problem(q, k, v, locals())
     problem.give("grad_out", grad_out)
     problem.give("out", out)
@@ -162,6 +194,8 @@ def attention_backward(
     names = needed(need, [name for name in DIFFERENTIABLE if name in problem.views])
     into = _by_name(grads_out)
     for name in into:
+        if name not in DIFFERENTIABLE:
+            raise ValueError(f"grads_out: {name!r}, which names no gradient; accepted: {', '.join(names)}")
         if name not in names:
             raise ValueError(f"grads_out: {name!r}, which is not asked for; accepted: {', '.join(names)}")
     fresh = {}
@@ -208,12 +242,12 @@ def dropout_mask(
     return mask
 
 
-def _count(name: str, value: Any, limit: int = 2**63) -> int:
+def _count(name: str, value: Any) -> int:
     if not isinstance(value, Integral):
         raise TypeError(f"{name}: {value!r}; accepted: an integer")
     number = int(value)
-    if not 0 <= number < limit:
-        raise ValueError(f"{name}: {number}; accepted: 0 to {limit - 1}")
+    if not 0 <= number < 2**63:
+        raise ValueError(f"{name}: {number}; accepted: 0 to {2**63 - 1}")
     return number
 
 
@@ -235,7 +269,11 @@ def pack(arrays: Iterable[Any]) -> tuple[Any, Any, int]:
     views = [read(f"arrays[{index}]", array, place) for index, array in enumerate(arrays)]
     first = views[0]
     for index, view in enumerate(views):
-        if len(view.shape) < 1 or view.shape[1:] != first.shape[1:]:
+        if len(view.shape) != 3:
+            raise ValueError(
+                f"arrays[{index}]: shape {shape_text(view.shape)}; accepted: (S, H, D), one sequence in each array"
+            )
+        if view.shape[1:] != first.shape[1:]:
             raise ValueError(
                 f"arrays[{index}]: shape {shape_text(view.shape)}; accepted: any length, followed by "
                 f"{shape_text(first.shape[1:])} as in arrays[0]"
@@ -262,6 +300,28 @@ def pack(arrays: Iterable[Any]) -> tuple[Any, Any, int]:
     return packed.result(), offsets.result(), max(lengths)
 
 
+def unpack(packed: Any, cu_seqlens: Any) -> list[Any]:
+    """The sequences of a packed array, views of it: what pack() was given, or the same of a result.
+
+    packed is (total, ...), of any library whose arrays are sliced as NumPy's; lse, (Hq, total), is unpacked as lse.T.
+    Offsets that lie on a device are read, which waits for it.
+    """
+    shape = getattr(packed, "shape", None)
+    if not shape or not hasattr(packed, "__getitem__"):
+        given = f"a {type(packed).__name__}" if shape is None else f"shape {shape_text(tuple(shape))}"
+        raise TypeError(f"packed: {given}; accepted: an array (total, H, D) that can be sliced")
+    ends = cu_seqlens.tolist() if hasattr(cu_seqlens, "tolist") else cu_seqlens
+    if not isinstance(ends, (list, tuple)):
+        ends = read("cu_seqlens", cu_seqlens).numpy().tolist()
+    if not isinstance(ends, (list, tuple)) or not all(isinstance(end, Integral) for end in ends):
+        raise TypeError("cu_seqlens: not a vector of integers; accepted: the B + 1 offsets that pack() returns")
+    total = shape[0]
+    if not ends or ends[0] != 0 or ends[-1] > total or any(end < start for start, end in zip(ends, ends[1:])):
+        text = ", ".join(map(str, ends if len(ends) <= 8 else [*ends[:7], "..."]))
+        raise ValueError(f"cu_seqlens: {text}; accepted: offsets that begin with 0, never fall and end at most with {total}")
+    return [packed[start:end] for start, end in zip(ends, ends[1:])]
+
+
 def _bits(view: View) -> np.ndarray:
     """bfloat16 as integers: NumPy alone does not know it."""
     array = view.numpy()
@@ -270,7 +330,14 @@ def _bits(view: View) -> np.ndarray:
 
 def set_num_threads(n: int) -> None:
     """Threads of a call on the CPU; 0: as many as this process may use, which is where it starts."""
-    check(lib.fovea_set_num_threads(_count("n", n, 2**31)))
+    if not isinstance(n, Integral):
+        raise TypeError(f"n: {n!r}; accepted: an integer")
+    number = int(n)
+    try:
+        check(lib.fovea_set_num_threads(max(-1, min(number, 2**31 - 1))))
+    except ValueError as error:  # the library knows how many are accepted, and has seen an int
+        accepted = str(error).partition("; ")[2]
+        raise ValueError(f"n: {number}; {accepted}") from None
 
 
 def num_threads() -> int:
@@ -283,10 +350,11 @@ def backends() -> dict[str, str]:
     return dict(line.split("\t", 1) for line in text(lib.fovea_backends).splitlines())
 
 
-def explain(*arguments: Any, direction: str = "forward", **options: Any) -> str:
+def explain(*arguments: Any, direction: Optional[str] = None, **options: Any) -> str:
     """Which backend computes a problem, and why each other one does not.
 
-    explain(q, k, v, causal=True)                  for these arrays (direction="backward" for the backward)
+    explain(q, k, v, causal=True)                  for these arrays
+    explain(q, k, v, direction="backward")         for their backward; need=... or grad_lse=... mean it, too
     explain("fwd b=2 hq=8 sq=512 d=64 bf16 ...")   for a problem in its one-line form
     explain()                                      what this machine has: backends, threads, library
     """
@@ -298,13 +366,20 @@ def explain(*arguments: Any, direction: str = "forward", **options: Any) -> str:
         return text(lib.fovea_explain_line, arguments[0].encode(), tolerate=_abi.UNSUPPORTED)
     if len(arguments) != 3:
         raise TypeError(f"explain: {len(arguments)} arguments; accepted: none, a line, or q, k, v")
-    way = choose("direction", direction, {"forward": _abi.FORWARD, "backward": _abi.BACKWARD})
     need = options.pop("need", None)
     return_lse = options.pop("return_lse", False)
     grad_lse = options.pop("grad_lse", None)
+    of_backward = "need" if need is not None else "grad_lse" if grad_lse is not None else None
+    if direction is None:
+        way = _abi.FORWARD if of_backward is None else _abi.BACKWARD
+    else:
+        way = choose("direction", direction, {"forward": _abi.FORWARD, "backward": _abi.BACKWARD})
+        if way == _abi.FORWARD and of_backward is not None:
+            raise ValueError(f"{of_backward}: given with direction='forward'; accepted: direction='backward', or none")
     for name in options:
-        if name not in _SHARED:
-            raise TypeError(f"explain: unknown option {name!r}; accepted: {', '.join(_SHARED)}")
+        if name == "backward":
+            raise TypeError('backward: not an option; direction="backward"')
+        _known(name, ("direction", "need", "grad_lse", "return_lse"))
     problem = Problem(*arguments, {**_SHARED, **options})
     problem.expect("out")
     if way == _abi.FORWARD:
@@ -324,6 +399,11 @@ def explain(*arguments: Any, direction: str = "forward", **options: Any) -> str:
 def _refuse(options: Mapping[str, Any], why: str) -> None:
     if options:
         raise TypeError(f"{', '.join(options)}: {why}; accepted: no options")
+
+
+def _known(name: str, more: Sequence[str] = ()) -> None:
+    if name not in _SHARED:
+        raise TypeError(f"{name}: not an option; {_help.instead(name, (*_SHARED, *more))}")
 
 
 def _doctor() -> str:
@@ -359,7 +439,7 @@ class Attention:
 
     Options are the keywords of attention(). Those that are tensors, or go with them (bias, mask, cu_seqlens_q, ...),
     may be given here or in each call; the others only here: a call that gives one is refused. with_() makes
-    another object with some of them changed, such as the next step's dropout offset.
+    another object with some of them changed, such as the next step's dropout offset. Each is an attribute to read.
 
         attend = fovea.Attention(causal=True, dropout_p=0.1, seed=7)
         out, lse = attend(q, k, v, bias=bias, return_lse=True)
@@ -368,9 +448,19 @@ class Attention:
 
     def __init__(self, **options: Any) -> None:
         for name in options:
-            if name not in _SHARED:
-                raise TypeError(f"Attention: unknown option {name!r}; accepted: {', '.join(_SHARED)}")
+            _known(name)
+        if options.get("seed") is None:  # no call can give one
+            need_seed(real("dropout_p", options.get("dropout_p", 0.0)))
         self._options = options
+
+    def __getattr__(self, name: str) -> Any:
+        """Each option by its name, with attention()'s default where it was not given."""
+        if name not in _SHARED:
+            raise AttributeError(f"{name}: neither an option nor a method of fovea.Attention")
+        return self._options.get(name, _SHARED[name])
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *_SHARED]
 
     @property
     def options(self) -> dict[str, Any]:
@@ -402,7 +492,9 @@ class Attention:
             grad_out, q, k, v, out, lse, grad_lse=grad_lse, need=need, grads_out=grads_out, **self._merged(tensors)
         )
 
-    def explain(self, q: Any, k: Any, v: Any, *, direction: str = "forward", need: Any = None, **tensors: Any) -> str:
+    def explain(
+        self, q: Any, k: Any, v: Any, *, direction: Optional[str] = None, need: Any = None, **tensors: Any
+    ) -> str:
         return explain(q, k, v, direction=direction, need=need, **self._merged(tensors))
 
     def __repr__(self) -> str:
@@ -416,6 +508,6 @@ class Attention:
             if name in self._options:
                 raise TypeError(f"{name}: fixed when this Attention was made; with_({name}=...) makes another one")
             if name not in _TENSORS:
-                known = f"with_({name}=...) makes an Attention that has it" if name in _SHARED else "no such option"
-                raise TypeError(f"{name}: not accepted in a call; {known}")
+                _known(name)
+                raise TypeError(f"{name}: not accepted in a call; with_({name}=...) makes an Attention that has it")
         return {**self._options, **tensors}

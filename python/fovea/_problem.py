@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import ctypes
 import operator
+import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 import numpy as np
 
@@ -49,6 +50,7 @@ _SWAP = {"bshd": False, "bhsd": True}
 DIFFERENTIABLE = ("q", "k", "v", "bias", "bias2", "sink")
 _OPTIONAL = ("bias", "bias2", "mask", "alibi_slopes", "sink")
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+_SMALL = frozenset((*_LENGTHS, "alibi_slopes"))  # on the CPU these are converted where that loses nothing of note
 # Tensors with a row for each query or key: those whose layout `layout` names.
 _ROWS = frozenset(("q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v"))
 
@@ -123,14 +125,37 @@ class Problem:
         for name, array in (("q", q), ("k", k), ("v", v)):
             self._set(name, self._ranked(name, read(name, array, place)))
         for name in (*_OPTIONAL, *_LENGTHS):
-            if options[name] is not None:
-                self._set(name, read(name, options[name], place))
+            array = options[name]
+            if array is not None:
+                small = place is None and name in _SMALL
+                if small and isinstance(array, (list, tuple)):
+                    array = _of_list(name, array)
+                view = read(name, array, place)
+                self._set(name, self._converted(name, view) if small else view)
         self._set_batch(options["batch_shape"])
         self._set_scalars(options)
         if options["align"] is None:
             self._need_no_align()
 
     # ---- inputs ----
+
+    def _converted(self, name: str, view: View) -> View:
+        """A small input in the type that the library takes: NumPy makes int64 and float64 unless told otherwise."""
+        if name == "alibi_slopes":
+            if view.type != "float64" or self.views["q"].type == "float64":
+                return view
+            wanted = "float32"
+        elif name.startswith("seqused") and view.type == "int64":
+            wanted = "int32"
+        else:
+            return view
+        array = view.numpy()
+        if wanted == "int32":
+            beyond = np.flatnonzero(array.astype(wanted) != array)
+            if beyond.size:
+                index = beyond[0]
+                raise ValueError(f"{name}: {array.reshape(-1)[index]} at index {index}; accepted: 0 to {2**31 - 1}")
+        return read(name, array.astype(wanted))
 
     def give(self, name: str, array: Any) -> None:
         """An input of the backward."""
@@ -227,10 +252,7 @@ class Problem:
         if options["seed"] is not None:
             self._set_word("seed", options["seed"])
         elif raw.dropout_p != 0:
-            raise ValueError(
-                f"seed: None with dropout_p={raw.dropout_p:g}; accepted: an integer of up to 64 bits, the same "
-                "for forward and backward, another one (or another offset) for each call that is to have its own mask"
-            )
+            need_seed(raw.dropout_p)
         self._set_word("offset", options["offset"])
         raw.max_seqlen_q = _length("max_seqlen_q", options["max_seqlen_q"])
         raw.max_seqlen_k = _length("max_seqlen_k", options["max_seqlen_k"])
@@ -385,9 +407,40 @@ class Problem:
             raise
 
     def _name_layout(self, error: ValueError) -> None:
-        """The library knows one order of dimensions: where the caller has another, its words say so."""
-        if self._swap and "shape" in str(error):
-            error.args = (f"{error} (layout='bhsd': shapes are given here as B, S, H, D)",)
+        if self._swap:
+            error.args = (heads_first(str(error)),)
+
+
+_SHAPES = re.compile(r"(?<![\w.-])((?:-?\d+x){1,2})(-?\d+x)(-?\d+x)(-?\d+)(?![\w.])")
+_DIMS = re.compile(r"\((B1, B2|B), (S\w?), (H\w?), (Dv?)\)")
+
+
+def heads_first(text: str) -> str:
+    """An error of the library, which knows one order of dimensions, in that of layout='bhsd'."""
+    if text.partition(":")[0] not in _ROWS:
+        return text
+    return _DIMS.sub(r"(\1, \3, \2, \4)", _SHAPES.sub(r"\1\3\2\4", text))
+
+
+def _of_list(name: str, values: Any) -> np.ndarray:
+    try:
+        array = np.asarray(values)
+    except ValueError:  # rows of different lengths
+        array = np.asarray(None)
+    if array.dtype.kind not in "iuf" and array.size:
+        raise TypeError(f"{name}: a {type(values).__name__} of other things than numbers; accepted: numbers, or an array")
+    if name == "alibi_slopes":
+        return array.astype(np.float64)
+    return array if array.dtype.kind == "f" and array.size else array.astype(np.int64)
+
+
+def need_seed(dropout_p: float) -> None:
+    """Refuses dropout without a seed."""
+    if dropout_p != 0:
+        raise ValueError(
+            f"seed: None with dropout_p={dropout_p:g}; accepted: an integer of up to 64 bits, the same "
+            "for forward and backward, another one (or another offset) for each call that is to have its own mask"
+        )
 
 
 def choose(name: str, value: Any, choices: Mapping[Any, Any]) -> Any:
@@ -397,11 +450,16 @@ def choose(name: str, value: Any, choices: Mapping[Any, Any]) -> Any:
         raise ValueError(f"{name}: {value!r}; accepted: {', '.join(repr(c) for c in choices)}") from None
 
 
+WORD = "an integer of up to 64 bits, a negative one as its two's complement"
+
+
 def word(name: str, value: Any) -> int:
     """64 bits, as the C ABI takes them."""
+    if isinstance(value, bool):
+        raise TypeError(f"{name}: {value}; accepted: an integer of up to 64 bits")
     number = int(value)
     if not -(2**63) <= number < 2**64:
-        raise ValueError(f"{name}: {number}; accepted: an integer of up to 64 bits")
+        raise ValueError(f"{name}: {number}; accepted: {WORD}")
     return number % 2**64
 
 
@@ -428,6 +486,8 @@ def needed(need: Any, given: Sequence[str]) -> list[str]:
         names = list(need)
     else:
         raise TypeError(f"need: {need!r}; accepted: names of {', '.join(DIFFERENTIABLE)}")
+    if not names:
+        raise ValueError(f"need: {need!r}, which asks for nothing; accepted: None, or names of {', '.join(given)}")
     for name in names:
         if name not in DIFFERENTIABLE:
             raise ValueError(f"need: {name!r}, which has no gradient; accepted: {', '.join(DIFFERENTIABLE)}")
@@ -467,12 +527,22 @@ def _length(name: str, value: Any) -> int:
     return 0 if value is None else _integer(name, value)
 
 
+def window_side(integer: Callable[[str, Any], int], value: Any) -> int:
+    try:
+        number = integer("window", value)
+    except TypeError as error:
+        raise TypeError(f"{error}, -1 for unbounded") from None
+    if type(number) is int and number < -1:
+        raise ValueError(f"window: {number}; accepted: -1 (unbounded) or more, on either side")
+    return number
+
+
 def _window(value: Any) -> tuple[int, int]:
     try:
         left, right = value
     except (TypeError, ValueError):
         raise TypeError(f"window: {value!r}; accepted: a pair (left, right) of integers, -1 for unbounded") from None
-    return _integer("window", left), _integer("window", right)
+    return window_side(_integer, left), window_side(_integer, right)
 
 
 def shape_text(shape: tuple) -> str:

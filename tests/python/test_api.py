@@ -5,6 +5,7 @@ Most of it is in float64, where a right answer is right to eleven digits. What t
 judged by the case table of the C++ tests; here it is the keywords, layouts and libraries that are under test.
 """
 
+import copy
 import gc
 import json
 import os
@@ -255,6 +256,32 @@ def test_packed(integer):
         close(getattr(grads, name), want.grads[name])
 
 
+def test_small_arguments_may_be_lists():
+    """On the CPU: lengths and slopes as lists, int64 lengths and float64 slopes, which NumPy makes by itself."""
+    q, k, v, cu_q, cu_k = (x.astype(np.float32) if x.dtype == np.float64 else x for x in packed_problem())
+    slopes = [0.5, 0.3, 1, 0.0625]
+    used_q, used_k = (4, 0, 9, 1), [7, 3, 2, 0]
+    options = dict(align="bottom_right", causal=True)
+    exact = dict(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, seqused_q=np.array(used_q, np.int32),
+                 seqused_k=np.array(used_k, np.int32), alibi_slopes=np.array(slopes, np.float32), **options)  # fmt: skip
+    lists = dict(cu_seqlens_q=cu_q.tolist(), cu_seqlens_k=tuple(cu_k.tolist()), seqused_q=used_q, seqused_k=used_k,
+                 alibi_slopes=slopes, **options)  # fmt: skip
+    wide = {n: np.array(x, type(x[0])) if n in ("seqused_q", "seqused_k", "alibi_slopes") else x for n, x in lists.items()}
+    assert wide["alibi_slopes"].dtype == np.float64
+    assert wide["seqused_q"].dtype == np.int64
+    out, lse = fovea.attention(q, k, v, return_lse=True, **exact)
+    grads = fovea.attention_backward(out, q, k, v, out, lse, **exact)
+    assert out.any()
+    for given in (lists, wide, {n: FakeArray(x) if isinstance(x, np.ndarray) else x for n, x in wide.items()}):
+        assert np.array_equal(fovea.attention(q, k, v, **given), out)
+        again = fovea.attention_backward(out, q, k, v, out, lse, **given)
+        assert all(np.array_equal(getattr(again, name), getattr(grads, name)) for name in "qkv")
+        assert fovea.explain(q, k, v, **given) == fovea.explain(q, k, v, **exact)
+    doubles = [x.astype(np.float64) for x in (q, k, v)]  # slopes of float64 stay what they are
+    exact["alibi_slopes"] = np.array(slopes)
+    assert np.array_equal(fovea.attention(*doubles, **lists), fovea.attention(*doubles, **exact))
+
+
 def test_packed_without_max_seqlen():
     q, k, v, cu_q, cu_k = packed_problem()
     want = by_sequence(q, k, v, np.zeros((len(q), HQ, DV)), cu_q, cu_k)
@@ -324,6 +351,21 @@ def test_pack():
     out = fovea.attention(packed, packed, packed, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, causal=True)
     alone = fovea.attention(*[sequences[2][None]] * 3, causal=True)
     close(out[3:], alone[0], 1e-6)
+
+
+def test_unpack():
+    """The inverse of pack(): views, of arrays and of results."""
+    sequences = [normal(n, HQ, D, seed=n) for n in (3, 0, 5)]
+    packed, cu_seqlens, _ = fovea.pack(sequences)
+    for ends in (cu_seqlens, cu_seqlens.tolist(), FakeArray(cu_seqlens)):
+        parts = fovea.unpack(packed, ends)
+        assert len(parts) == 3
+        assert all(np.array_equal(part, sequence) for part, sequence in zip(parts, sequences))
+        assert parts[2].base is not None
+    _, lse = fovea.attention(packed, packed, packed, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, return_lse=True)
+    alone = fovea.attention(*[sequences[2][None]] * 3, return_lse=True)[1]
+    close(fovea.unpack(lse.T, cu_seqlens)[2].T, alone[0])
+    assert fovea.unpack(packed, [0]) == []
 
 
 @pytest.mark.parametrize("kind", [FakeArray, VersionedArray])
@@ -481,6 +523,20 @@ def test_grads_out():
     assert np.array_equal(only["bias"], want.bias)
 
 
+def test_gradients_are_a_tuple_and_show_shapes():
+    q, k, v = qkv(np.float32)
+    out, lse = fovea.attention(q, k, v, return_lse=True)
+    grads = fovea.attention_backward(np.ones_like(out), q, k, v, out, lse, need="q,v")
+    grad_q, grad_k, grad_v, *others = grads
+    assert grad_q is grads.q
+    assert grad_v is grads.v
+    assert [grad_k, *others] == [None] * 4
+    assert repr(grads) == (
+        f"Gradients(q=<{B}x{SQ}x{HQ}x{D} float32>, k=None, v=<{B}x{SK}x{HK}x{DV} float32>, bias=None, bias2=None, sink=None)"
+    )
+    assert "q=<object>" in repr(fovea.Gradients(q=object()))
+
+
 # ---- dropout ----
 
 
@@ -602,7 +658,7 @@ def test_dlpack_memory_is_held_during_the_call():
 
     q, k, v = qkv()
     assert np.array_equal(fovea.attention(Lent(q), Lent(k), Lent(v)), fovea.attention(q, k, v))
-    lent = Lent(q)
+    lent = Lent(q[0])
     fovea.pack([lent])
     assert np.isnan(lent.alive[0].array).all()  # it was given back
 
@@ -711,12 +767,24 @@ def test_attention_object_rejects_changes():
         attend.backward(q, q, k, v, q, q, causal=True)
     with pytest.raises(TypeError, match=r"scale: not accepted in a call; with_\(scale=\.\.\.\) makes"):
         attend(q, k, v, scale=1.0)
-    with pytest.raises(TypeError, match="scael: not accepted in a call; no such option"):
-        attend(q, k, v, scael=1.0)
-    with pytest.raises(TypeError, match="unknown option 'scael'"):
-        fovea.Attention(scael=1.0)
+    for call in (lambda: attend(q, k, v, scael=1.0), lambda: fovea.Attention(scael=1.0)):
+        with pytest.raises(TypeError, match="scael: not an option; did you mean scale?"):
+            call()
+    with pytest.raises(ValueError, match=r"seed: None with dropout_p=0\.1; accepted: an integer"):
+        fovea.Attention(dropout_p=0.1)
+    with pytest.raises(AttributeError, match="causl: neither an option nor a method"):
+        attend.causl  # noqa: B018
     attend.options["causal"] = False  # a copy
     assert attend.options["causal"] is True
+
+
+def test_attention_object_shows_its_options():
+    attend = fovea.Attention(causal=True, softcap=30.0)
+    assert (attend.causal, attend.softcap) == (True, 30.0)
+    assert (attend.scale, attend.window, attend.bias) == (None, (-1, -1), None)
+    assert "window" in dir(attend)
+    assert "explain" in dir(attend)
+    assert copy.copy(attend).softcap == 30.0
 
 
 def test_attention_object_with_changes():
@@ -763,6 +831,9 @@ def test_explain():
     assert f"bwd b={B}" in backward
     assert "need=v" in backward
     assert "dlse" in backward
+    assert fovea.explain(q, k, v, need="v", grad_lse=np.ones((B, HQ, SQ), np.float32)) == backward
+    assert "bwd" in fovea.explain(q, k, v, grad_lse=np.ones((B, HQ, SQ), np.float32)).splitlines()[0]
+    assert "need=q" in fovea.Attention(causal=True, align="top_left").explain(q, k, v, need="q")
     line = fovea.explain("fwd b=2 hq=4 hk=2 sq=19 sk=23 d=8 fp32 causal")
     assert "fwd b=2 hq=4 hk=2" in line
     packed_q, packed_k, packed_v, cu_q, cu_k = packed_problem()

@@ -150,6 +150,8 @@ BOTH = {
         (dict(alibi_slopes=zeros(HK)), ValueError, r"alibi_slopes: shape 2; accepted: \(Hq\), \(B, Hq\) or \(B1, B2, Hq\), 4"),
         (dict(alibi_slopes=zeros(3, HQ)), ValueError, r"alibi_slopes: shape 3x4; accepted: .*2x4"),
         (dict(alibi_slopes=zeros(HQ, dtype=half)), TypeError, "alibi_slopes: fp16; accepted: fp32"),
+        (dict(alibi_slopes=[0.5, 0.25]), ValueError, r"alibi_slopes: shape 2; accepted: \(Hq\)"),
+        (dict(alibi_slopes=[None] * 4), TypeError, "alibi_slopes: a list of other things than numbers; accepted"),
         (dict(alibi_slopes=0.5), TypeError, "alibi_slopes: a float; accepted: an array"),
         (dict(sink=zeros(HQ, 1)), ValueError, r"sink: shape 4x1; accepted: \(Hq\), 4"),
         (dict(sink=zeros(HQ, dtype=double)), TypeError, "sink: fp64; accepted: fp32"),
@@ -166,8 +168,9 @@ BOTH = {
         (dict(softcap=-1.0), ValueError, r"softcap: -1; accepted: 0 \(none\)"),
         (dict(softcap=float("inf")), ValueError, "softcap: inf; accepted"),
         (dict(softcap=None), TypeError, "softcap: None; accepted: a number"),
-        (dict(window=(-2, 0)), ValueError, r"window_left: -2; accepted: -1 \(unbounded\) or more"),
-        (dict(window=(0, -7)), ValueError, "window_right: -7; accepted"),
+        (dict(window=(-2, 0)), ValueError, r"window: -2; accepted: -1 \(unbounded\) or more"),
+        (dict(window=(0, -7)), ValueError, "window: -7; accepted"),
+        (dict(window=(5, None)), TypeError, "window: None; accepted: an integer, -1 for unbounded"),
         (dict(window=5), TypeError, r"window: 5; accepted: a pair \(left, right\)"),
         (dict(window=(1, 2, 3)), TypeError, r"window: \(1, 2, 3\); accepted: a pair"),
         (dict(window=(1.5, 2)), TypeError, "window: 1.5; accepted: an integer"),
@@ -178,6 +181,9 @@ BOTH = {
         (dict(dropout_p=0.1), ValueError, "seed: None with dropout_p=0.1; accepted: an integer of up to 64 bits"),
         (dict(dropout_p=0.1, seed=2**64), ValueError, "seed: 18446744073709551616; accepted: an integer of up to 64"),
         (dict(dropout_p=0.1, seed=-(2**63) - 1), ValueError, "seed: -9223372036854775809; accepted"),
+        (dict(dropout_p=0.1, seed=True), TypeError, "seed: True; accepted: an integer of up to 64 bits"),
+        (dict(offset=False), TypeError, "offset: False; accepted: an integer of up to 64 bits"),
+        (dict(offset=-(2**63) - 1), ValueError, "accepted: an integer of up to 64 bits, a negative one as its two's compl"),
         (dict(dropout_p=0.1, seed=1.5), TypeError, "seed: 1.5; accepted: an integer of up to 64 bits, or an array"),
         (dict(dropout_p=0.1, seed=zeros(1)), TypeError, "seed: an array of type float32; accepted"),
         (dict(dropout_p=0.1, seed=zeros(2, dtype=np.int64)), ValueError, "seed: an array of shape 2; accepted"),
@@ -196,7 +202,7 @@ BOTH = {
         (dict(align=None, causal=False), ValueError, "align: None with alibi_slopes, Sq=6 and Sk=9"),
         (dict(align=None, seqused_k=np.array([6, 5], np.int32)), ValueError, "align: None with .*Sk=5 in sequence 1"),
         (dict(layout="sbhd"), ValueError, "layout: 'sbhd'; accepted: 'bshd', 'bhsd'"),
-        (dict(layout="bhsd"), ValueError, r"k: .*accepted.*\(layout='bhsd': shapes are given here as"),
+        (dict(layout="bhsd"), ValueError, "k: shape 2x9x2x8, 9 heads; accepted: a divisor of q's 6 heads"),
         (dict(backend="tpu"), ValueError, "backend: 'tpu'; accepted: cpu, cuda, reference"),
         (dict(backend=1), TypeError, "backend: 1; accepted: a name"),
         (dict(backend="cuda"), NotImplementedError, "no backend serves.*cuda: the tensors lie on the CPU"),
@@ -205,8 +211,11 @@ BOTH = {
         (dict(seqused_q=np.array([1, 7], np.int32)), ValueError, "seqused_q: 7 at index 1; accepted: 0 to .* 6"),
         (dict(seqused_k=np.array([-1, 7], np.int32)), ValueError, "seqused_k: -1 at index 0; accepted"),
         (dict(seqused_q=np.array([1], np.int32)), ValueError, r"seqused_q: shape 1; accepted: \(B\), 2"),
-        (dict(seqused_q=np.array([1, 2])), TypeError, "seqused_q: int64; accepted: int32"),
-        (dict(seqused_k=[1, 2]), TypeError, "seqused_k: a list; accepted: an array"),
+        (dict(seqused_q=np.array([1, 2], np.uint32)), TypeError, "seqused_q: uint32; accepted: int32"),
+        (dict(seqused_q=np.array([1, 2**32 + 2])), ValueError, "seqused_q: 4294967298 at index 1; accepted: 0 to 2147483647"),
+        (dict(seqused_k=[1, 10]), ValueError, "seqused_k: 10 at index 1; accepted: 0 to .* 9"),
+        (dict(seqused_k=[1, "b"]), TypeError, "seqused_k: a list of other things than numbers; accepted: numbers"),
+        (dict(seqused_k=([1], [1, 2])), TypeError, "seqused_k: a tuple of other things than numbers; accepted"),
         (dict(max_seqlen_q=6), ValueError, "max_seqlen_q: 6 without cu_seqlens; accepted"),
         (dict(batch_shape=(1, 2)), ValueError, "batch_shape: given without cu_seqlens; accepted: None"),
     ],
@@ -216,7 +225,8 @@ PACKED = [
     (dict(q=zeros(1, 11, HQ, D)), ValueError, r"q: shape 1x11x4x8; accepted: \(total, H, D\), as cu_seqlens are given"),
     (dict(cu_seqlens_k=None), ValueError, "cu_seqlens_k: not given beside cu_seqlens_q; accepted: both, or neither"),
     (dict(cu_seqlens_q=None), ValueError, "cu_seqlens_q: not given beside cu_seqlens_k; accepted"),
-    (dict(cu_seqlens_q=[0, 4, 6, 11]), TypeError, "cu_seqlens_q: a list; accepted: an array"),
+    (dict(cu_seqlens_q=[0, 4, 6, 12]), ValueError, "cu_seqlens_q: 12 at index 3; accepted: .*11"),
+    (dict(cu_seqlens_q=[0, 4.0, 6, 11]), TypeError, "cu_seqlens_q: fp64; accepted: int32, int64"),
     (dict(cu_seqlens_q=zeros(4)), TypeError, "cu_seqlens_q: fp32; accepted: int32, int64"),
     (dict(cu_seqlens_q=zeros(4, dtype=np.uint32)), TypeError, "cu_seqlens_q: uint32; accepted: int32 or int64"),
     (dict(cu_seqlens_q=zeros(0, dtype=np.int32)), ValueError, r"cu_seqlens_q: shape 0; accepted: \(B \+ 1\)"),
@@ -272,7 +282,9 @@ BACKWARD = [
     (dict(need="q,sink", sink=None), ValueError, "need: 'sink', which is not given; accepted: q, k, v, bias, bias2"),
     (dict(need=3), TypeError, "need: 3; accepted: names of"),
     (dict(need="q"), ValueError, "grads_out: 'k', which is not asked for; accepted: q"),
-    (dict(grads_out={"w": zeros(1)}), ValueError, "grads_out: 'w', which is not asked for; accepted: q, k"),
+    (dict(grads_out={"w": zeros(1)}), ValueError, "grads_out: 'w', which names no gradient; accepted: q, k"),
+    (dict(need=()), ValueError, r"need: \(\), which asks for nothing; accepted: None, or names of q, k, v, bias"),
+    (dict(need=[]), ValueError, r"need: \[\], which asks for nothing"),
     (dict(grads_out=[zeros(1)]), TypeError, "grads_out: a list; accepted: a dict of arrays by name, or Gradients"),
     (dict(grads_out={"q": zeros(B, SQ, HQ, D + 1)}), ValueError, "grad_q: shape 2x6x4x9; accepted"),
     (dict(grads_out={"k": zeros(B, SK, HK, D, dtype=half)}), TypeError, "grad_k: fp16; accepted: fp32"),
@@ -336,9 +348,22 @@ def test_explain(changes, exception, text):
 def test_unknown_keywords():
     q = zeros(1, 2, 1, 4)
     for call in (fovea.attention, fovea.explain):
-        with pytest.raises(TypeError, match="scael"):
-            call(q, q, q, scael=1.0)
-    with pytest.raises(TypeError, match="return_lse"):
+        for name, cure in (
+            ("scael", r"did you mean scale\?"),
+            ("is_causal", 'causal=True, with align="top_left" where Sq and Sk differ'),
+            ("attn_mask", "mask= for bool .*bias= for numbers"),
+            ("dropout", "dropout_p="),
+            ("enable_gqa", "not needed"),
+            ("need_weights", "the probabilities are never kept"),
+            ("zzz", "accepted: bias, bias2, mask"),
+        ):
+            with pytest.raises(TypeError, match=f"^{name}: not an option; {cure}"):
+                call(q, q, q, **{name: 1})
+    with pytest.raises(TypeError, match="^attention: 4 arguments by position; accepted: q, k, v, and everything else by"):
+        fovea.attention(q, q, q, q)
+    with pytest.raises(TypeError, match="^attention_backward: 8 arguments by position; accepted: grad_out, q, k, v, out, lse"):
+        fovea.attention_backward(*[q] * 8)
+    with pytest.raises(TypeError, match="return_lse: not an option; accepted: grad_lse, need"):
         fovea.attention_backward(q, q, q, q, q, zeros(1, 1, 2), return_lse=True)
 
 
@@ -374,20 +399,74 @@ def test_pack():
         ValueError, match=r"arrays\[1\]: shape 3x4x9; accepted: any length, followed by 4x8 as in arrays\[0\]"
     ):
         fovea.pack([zeros(2, 4, 8), zeros(3, 4, 9)])
-    with pytest.raises(ValueError, match=r"arrays\[0\]: shape \(\); accepted"):
-        fovea.pack([np.float32(1) * zeros()])
+    for shape, text in (((), r"\(\)"), ((3,), "3"), ((3, 4), "3x4"), ((1, 3, 4, 8), "1x3x4x8")):
+        with pytest.raises(ValueError, match=rf"arrays\[1\]: shape {text}; accepted: \(S, H, D\)"):
+            fovea.pack([zeros(2, 4, 8), zeros(*shape)])
     with pytest.raises(TypeError, match=r"arrays\[1\]: float16; accepted: float32, as in arrays\[0\]"):
         fovea.pack([zeros(2, 4, 8), zeros(3, 4, 8, dtype=half)])
     with pytest.raises(TypeError, match=r"arrays\[0\]: a list; accepted: an array"):
         fovea.pack([[1.0]])
 
 
+@pytest.mark.parametrize(
+    "packed, cu_seqlens, exception, text",
+    [
+        ([1.0], [0, 1], TypeError, r"packed: a list; accepted: an array \(total, H, D\)"),
+        (zeros(), [0], TypeError, r"packed: shape \(\); accepted"),
+        (zeros(5, 2, 4), "05", TypeError, "cu_seqlens: a str; accepted: an array"),
+        (zeros(5, 2, 4), [0, 2.5, 5], TypeError, "cu_seqlens: not a vector of integers; accepted"),
+        (zeros(5, 2, 4), np.zeros((2, 2), np.int32), TypeError, "cu_seqlens: not a vector of integers; accepted"),
+        (zeros(5, 2, 4), [], ValueError, "cu_seqlens: ; accepted: offsets that begin with 0"),
+        (zeros(5, 2, 4), [1, 5], ValueError, "cu_seqlens: 1, 5; accepted: offsets that begin with 0"),
+        (zeros(5, 2, 4), [0, 3, 2], ValueError, "cu_seqlens: 0, 3, 2; accepted: .* never fall"),
+        (zeros(5, 2, 4), [*range(9)], ValueError, r"cu_seqlens: 0, 1, 2, 3, 4, 5, 6, \.\.\.; accepted: .* at most with 5"),
+    ],
+)
+def test_unpack(packed, cu_seqlens, exception, text):
+    with pytest.raises(exception, match=text):
+        fovea.unpack(packed, cu_seqlens)
+
+
+@pytest.mark.parametrize("rank", [4, 5])
+def test_shapes_in_the_order_of_the_caller(rank):
+    """layout='bhsd': as they were given, and nothing of it where there is no such order."""
+    outer = (3, 2)[5 - rank :]
+    q, k, v = zeros(*outer, HQ, SQ, D), zeros(*outer, HK, SK, D), zeros(*outer, HK, SK, DV)
+    first = "x".join(map(str, outer))
+    names = "B, Hk, Sk, Dv" if rank == 4 else "B1, B2, Hk, Sk, Dv"
+    cases = [
+        (dict(v=v[..., :-1, :]), f"v: shape {first}x2x8x5; accepted: ({names}), {first}x2x9x5"),
+        (dict(k=zeros(*outer, 3, SK, D)), f"k: shape {first}x3x9x8, 3 heads; accepted: a divisor of q's 4 heads"),
+        (dict(out=zeros(*outer, HQ, SQ, D)), f"out: shape {first}x4x6x8; accepted: {first}x4x6x5"),
+        (dict(bias=zeros(HQ, SQ, SK + 1)), "bias: shape 4x6x10 does not broadcast to"),
+        (dict(mask=zeros(1, HQ, SQ, SK + 1, dtype=bool)), "mask: shape 1x4x6x10 does not broadcast to"),
+    ]
+    for changes, text in cases:
+        with pytest.raises(ValueError) as caught:
+            fovea.attention(**{**dict(q=q, k=k, v=v, layout="bhsd"), **changes})
+        said = str(caught.value)
+        assert "layout" not in said
+        if "accepted: " in text and "out" in changes:
+            assert said.startswith(text.partition("accepted")[0])
+            assert said.endswith(f"{first}x4x6x5")
+        elif rank == 5 and "v" in changes:
+            assert said.startswith(text.partition("accepted")[0])
+            assert said.endswith(f"{first}x2x9x5")
+        else:
+            assert said.startswith(text)
+
+
 def test_num_threads():
     for bad, exception in ((-1, ValueError), (1.5, TypeError), ("2", TypeError), (None, TypeError)):
         with pytest.raises(exception, match=rf"n: {bad!r}; accepted"):
             fovea.set_num_threads(bad)
-    with pytest.raises(ValueError, match="n: 1180591620717411303424; accepted"):
-        fovea.set_num_threads(2**70)
+    told = set()
+    for bad in (-1, 10**9, 2**70, -(2**70)):
+        with pytest.raises(ValueError) as caught:
+            fovea.set_num_threads(bad)
+        assert str(caught.value).startswith(f"n: {bad}; accepted: 0 ")
+        told.add(str(caught.value).partition("; ")[2])
+    assert len(told) == 1  # one limit, whatever was given
 
 
 def test_explain_arguments():
@@ -400,6 +479,14 @@ def test_explain_arguments():
         fovea.explain("fwd b=1 hq=1 sq=1 sk=1 d=4 fp32", causal=True)
     with pytest.raises(ValueError, match="direction: 'both'; accepted: 'forward', 'backward'"):
         fovea.explain(q, q, q, direction="both")
+    for given in (dict(need="q"), dict(grad_lse=zeros(1, 1, 2))):
+        name = next(iter(given))
+        with pytest.raises(ValueError, match=f"{name}: given with direction='forward'; accepted: direction='backward'"):
+            fovea.explain(q, q, q, direction="forward", **given)
+    with pytest.raises(ValueError, match=r"need: \(\), which asks for nothing"):
+        fovea.explain(q, q, q, need=())
+    with pytest.raises(TypeError, match='backward: not an option; direction="backward"'):
+        fovea.explain(q, q, q, backward=True)
     with pytest.raises(ValueError, match="colour"):
         fovea.explain("fwd b=1 hq=1 sq=1 sk=1 d=4 fp32 colour=red")
 

@@ -15,7 +15,8 @@ from typing import Any, NoReturn, Optional, Union
 import torch
 from torch import Tensor
 
-from fovea._problem import flag, real, shape_text
+from fovea import _help
+from fovea._problem import WORD, flag, real, shape_text, window_side
 from fovea.torch import _call, _operators, _vmap  # noqa: F401  (_vmap registers its rules)
 
 _ALIGNS = (None, "bottom_right", "top_left")
@@ -30,7 +31,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
+    *more: NoReturn,
     bias: Optional[Tensor] = None,
     bias2: Optional[Tensor] = None,
     mask: Optional[Tensor] = None,
@@ -56,6 +57,7 @@ def attention(
     deterministic: bool = False,
     return_lse: bool = False,
     backend: Optional[str] = None,
+    **unknown: NoReturn,
 ) -> Any:
     """softmax(scale * q @ k.T + ...) @ v, exactly, in memory linear in the sequence length, with every gradient.
 
@@ -69,6 +71,8 @@ def attention(
 
     Returns out, or (out, lse) with return_lse. Differentiable in q, k, v, bias, bias2 and sink, through out and lse.
     """
+    if more or unknown:
+        raise _refuse_arguments(more, unknown)
     seed_tensor = offset_tensor = None
     drawn = False
     if isinstance(seed, Tensor):
@@ -127,6 +131,10 @@ def attention(
     else:
         out, lse = _operators.attention(*arguments)
     return (out, lse) if return_lse else out
+
+
+def _refuse_arguments(more: tuple, unknown: dict[str, Any]) -> TypeError:
+    return _help.refuse("attention", "q, k, v", more, unknown, attention.__kwdefaults__ or ())
 
 
 def _check_tensors(tensors: tuple) -> None:
@@ -193,8 +201,11 @@ def _nested(
 def _rows_first(name: str, tensor: Tensor, swap: bool) -> Tensor:
     """(B, j, H, D) of a nested tensor."""
     if not tensor.is_nested or tensor.layout is not torch.jagged:
-        kind = f"a nested tensor of layout {tensor.layout}" if tensor.is_nested else "a dense tensor"
-        raise TypeError(f"{name}: {kind}, where q is nested; accepted: a nested tensor of layout torch.jagged")
+        kind = f"a nested tensor of layout {tensor.layout}" if tensor.is_nested else "a dense tensor, where q is nested"
+        raise TypeError(
+            f"{name}: {kind}; accepted: a nested tensor of layout torch.jagged, as torch.nested.nested_tensor(..., "
+            "layout=torch.jagged) makes"
+        )
     if tensor.lengths() is not None:
         raise NotImplementedError(f"{name}: a nested tensor with gaps; accepted: one without, as of {name}.contiguous()")
     dims = "(B, H, j, D)" if swap else "(B, j, H, D)"
@@ -267,9 +278,11 @@ def _integer(name: str, value: Any) -> int:
 
 def _word(name: str, value: Any) -> int:
     """64 bits as a signed number, which is what the dispatcher has."""
+    if isinstance(value, bool):
+        raise TypeError(f"{name}: {value}; accepted: an integer of up to 64 bits")
     number = value if isinstance(value, torch.SymInt) else _index(name, value)
     if not -(2**63) <= number < 2**64:
-        raise ValueError(f"{name}: {number}; accepted: an integer of up to 64 bits")
+        raise ValueError(f"{name}: {number}; accepted: {WORD}")
     return number - 2**64 if number >= 2**63 else number
 
 
@@ -296,7 +309,7 @@ def _real(name: str, value: Any) -> float:
 def _window(window: Any) -> tuple[int, int]:
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise TypeError(f"window: {window!r}; accepted: a pair (left, right) of integers, -1 for unbounded")
-    return _integer("window", window[0]), _integer("window", window[1])
+    return window_side(_integer, window[0]), window_side(_integer, window[1])
 
 
 def _batch_outer(batch_shape: Any, cu_seqlens_q: Optional[Tensor], cu_seqlens_k: Optional[Tensor]) -> int:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fovea import _abi
 from fovea._library import check, lib
-from fovea._problem import _ALIGN, _FLOATS, _RNG, _ZEROS, call_on_cpu
+from fovea._problem import _ALIGN, _FLOATS, _RNG, _ZEROS, call_on_cpu, heads_first
 
 # Values of the operator's argument `deterministic`.
 ANY_ORDER = 0
@@ -320,8 +320,8 @@ class _Problem:
         try:
             check(status)
         except ValueError as error:
-            if self._heads_first and "shape" in str(error):
-                error.args = (f"{error} (layout='bhsd': shapes are given here as B, S, H, D)",)
+            if self._heads_first:
+                error.args = (heads_first(str(error)),)
             raise
         raise AssertionError("check() raises for every status but OK")
 
