@@ -25,8 +25,7 @@ namespace {
 constexpr std::size_t kSample = 40;  // of an architecture, where FOVEA_KERNELS does not say
 constexpr std::size_t kFewest = 4;   // with FOVEA_CASES=reduced: the library is slow, and the compiler the same
 
-// What is tolerated: a few registers' worth, in kernels that have every feature at once. Measured on none to be slower
-// than what avoids it.
+// What is tolerated: a few registers' worth, in kernels that have many features at once.
 constexpr int kMostSpilt = 128;
 constexpr int kMostStack = 160;
 
