@@ -230,7 +230,7 @@ def wide_candidates(s):
 def dq_candidates(s):
     w = max(s["d"], s["dv"])
     if s["type"] == "kFp32":
-        share = 4 if s["d"] > 256 else 1
+        share = 4 if s["d"] > 256 else 2 if s["d"] > 128 and work(s) else 1
         return [tiles(4, 1, 32, 0, 2, 1, share), tiles(4, 1, 32, 0, 1, 1, share), tiles(4, 1, 16, 0, 1, 1, share), tiles(2, 1, 16, 0, 1, 1, share),
                 tiles(2, 1, 16, 0, 1, 1, share, 1, 1), tiles(1, 1, 16, 0, 1, 1, share, 1, 1)]
     if w <= 64:

@@ -157,7 +157,8 @@ std::vector<Tiles> wide_candidates(const Spec& s) {
 std::vector<Tiles> dq_candidates(const Spec& s) {
   const int widest = std::max(s.d, s.dv);
   if (s.type == Type::kFp32) {
-    const int share = s.d > 256 ? 4 : 1;  // blocks that share the columns
+    // Blocks that share the columns.
+    const int share = s.d > 256 ? 4 : s.d > 128 && work_of(s) != Work::kPlain ? 2 : 1;
     return {{4, 1, 32, 0, 2, 1, share}, {4, 1, 32, 0, 1, 1, share},       {4, 1, 16, 0, 1, 1, share},
             {2, 1, 16, 0, 1, 1, share}, {2, 1, 16, 0, 1, 1, share, 1, 1}, {1, 1, 16, 0, 1, 1, share, 1, 1}};
   }
