@@ -318,7 +318,9 @@ def unpack(packed: Any, cu_seqlens: Any) -> list[Any]:
     total = shape[0]
     if not ends or ends[0] != 0 or ends[-1] > total or any(end < start for start, end in zip(ends, ends[1:])):
         text = ", ".join(map(str, ends if len(ends) <= 8 else [*ends[:7], "..."]))
-        raise ValueError(f"cu_seqlens: {text}; accepted: offsets that begin with 0, never fall and end at most with {total}")
+        raise ValueError(
+            f"cu_seqlens: {text}; accepted: offsets that begin with 0, never fall and end at most with {total}"
+        )
     return [packed[start:end] for start, end in zip(ends, ends[1:])]
 
 

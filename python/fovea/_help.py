@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from typing import Optional
 
 # What other libraries call it, or do not need here.
 _ELSEWHERE = {
@@ -33,11 +34,13 @@ def instead(name: str, options: Iterable[str]) -> str:
     return f"did you mean {near[0]}?" if near else f"accepted: {', '.join(options)}"
 
 
-def refuse(function: str, first: str, positional: tuple, unknown: Mapping[str, object], options: Iterable[str]) -> TypeError:
+def refuse(
+    function: str, first: str, positional: tuple, unknown: Mapping[str, object], options: Optional[Iterable[str]]
+) -> TypeError:
     """For a call with more arguments by position than `first`, or with keywords that are none of `options`."""
     if unknown:
         name = next(iter(unknown))
-        return TypeError(f"{name}: not an option; {instead(name, options)}")
+        return TypeError(f"{name}: not an option; {instead(name, options or ())}")
     count = first.count(",") + 1
     return TypeError(
         f"{function}: {count + len(positional)} arguments by position; accepted: {first}, and everything else by name, "

@@ -428,7 +428,9 @@ def _of_list(name: str, values: Any) -> np.ndarray:
     except ValueError:  # rows of different lengths
         array = np.asarray(None)
     if array.dtype.kind not in "iuf" and array.size:
-        raise TypeError(f"{name}: a {type(values).__name__} of other things than numbers; accepted: numbers, or an array")
+        raise TypeError(
+            f"{name}: a {type(values).__name__} of other things than numbers; accepted: numbers, or an array"
+        )
     if name == "alibi_slopes":
         return array.astype(np.float64)
     return array if array.dtype.kind == "f" and array.size else array.astype(np.int64)

@@ -266,7 +266,8 @@ def test_small_arguments_may_be_lists():
                  seqused_k=np.array(used_k, np.int32), alibi_slopes=np.array(slopes, np.float32), **options)  # fmt: skip
     lists = dict(cu_seqlens_q=cu_q.tolist(), cu_seqlens_k=tuple(cu_k.tolist()), seqused_q=used_q, seqused_k=used_k,
                  alibi_slopes=slopes, **options)  # fmt: skip
-    wide = {n: np.array(x, type(x[0])) if n in ("seqused_q", "seqused_k", "alibi_slopes") else x for n, x in lists.items()}
+    wide = dict(lists)
+    wide.update({name: np.array(lists[name]) for name in ("seqused_q", "seqused_k", "alibi_slopes")})
     assert wide["alibi_slopes"].dtype == np.float64
     assert wide["seqused_q"].dtype == np.int64
     out, lse = fovea.attention(q, k, v, return_lse=True, **exact)
@@ -532,7 +533,8 @@ def test_gradients_are_a_tuple_and_show_shapes():
     assert grad_v is grads.v
     assert [grad_k, *others] == [None] * 4
     assert repr(grads) == (
-        f"Gradients(q=<{B}x{SQ}x{HQ}x{D} float32>, k=None, v=<{B}x{SK}x{HK}x{DV} float32>, bias=None, bias2=None, sink=None)"
+        f"Gradients(q=<{B}x{SQ}x{HQ}x{D} float32>, k=None, v=<{B}x{SK}x{HK}x{DV} float32>, "
+        "bias=None, bias2=None, sink=None)"
     )
     assert "q=<object>" in repr(fovea.Gradients(q=object()))
 
@@ -768,7 +770,7 @@ def test_attention_object_rejects_changes():
     with pytest.raises(TypeError, match=r"scale: not accepted in a call; with_\(scale=\.\.\.\) makes"):
         attend(q, k, v, scale=1.0)
     for call in (lambda: attend(q, k, v, scael=1.0), lambda: fovea.Attention(scael=1.0)):
-        with pytest.raises(TypeError, match="scael: not an option; did you mean scale?"):
+        with pytest.raises(TypeError, match=r"scael: not an option; did you mean scale\?"):
             call()
     with pytest.raises(ValueError, match=r"seed: None with dropout_p=0\.1; accepted: an integer"):
         fovea.Attention(dropout_p=0.1)

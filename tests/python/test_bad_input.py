@@ -359,9 +359,9 @@ def test_unknown_keywords():
         ):
             with pytest.raises(TypeError, match=f"^{name}: not an option; {cure}"):
                 call(q, q, q, **{name: 1})
-    with pytest.raises(TypeError, match="^attention: 4 arguments by position; accepted: q, k, v, and everything else by"):
+    with pytest.raises(TypeError, match=r"^attention: 4 arguments by position; accepted: q, k, v, and .* by name"):
         fovea.attention(q, q, q, q)
-    with pytest.raises(TypeError, match="^attention_backward: 8 arguments by position; accepted: grad_out, q, k, v, out, lse"):
+    with pytest.raises(TypeError, match=r"^attention_backward: 8 arguments by .*: grad_out, q, k, v, out, lse"):
         fovea.attention_backward(*[q] * 8)
     with pytest.raises(TypeError, match="return_lse: not an option; accepted: grad_lse, need"):
         fovea.attention_backward(q, q, q, q, q, zeros(1, 1, 2), return_lse=True)
@@ -419,7 +419,7 @@ def test_pack():
         (zeros(5, 2, 4), [], ValueError, "cu_seqlens: ; accepted: offsets that begin with 0"),
         (zeros(5, 2, 4), [1, 5], ValueError, "cu_seqlens: 1, 5; accepted: offsets that begin with 0"),
         (zeros(5, 2, 4), [0, 3, 2], ValueError, "cu_seqlens: 0, 3, 2; accepted: .* never fall"),
-        (zeros(5, 2, 4), [*range(9)], ValueError, r"cu_seqlens: 0, 1, 2, 3, 4, 5, 6, \.\.\.; accepted: .* at most with 5"),
+        (zeros(5, 2, 4), [*range(9)], ValueError, r"cu_seqlens: 0, 1, 2, 3, 4, 5, 6, \.\.\.; accepted: .* with 5"),
     ],
 )
 def test_unpack(packed, cu_seqlens, exception, text):

@@ -134,7 +134,7 @@ def attention(
 
 
 def _refuse_arguments(more: tuple, unknown: dict[str, Any]) -> TypeError:
-    return _help.refuse("attention", "q, k, v", more, unknown, attention.__kwdefaults__ or ())
+    return _help.refuse("attention", "q, k, v", more, unknown, attention.__kwdefaults__)
 
 
 def _check_tensors(tensors: tuple) -> None:
