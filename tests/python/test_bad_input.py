@@ -433,11 +433,10 @@ def test_shapes_in_the_order_of_the_caller(rank):
     outer = (3, 2)[5 - rank :]
     q, k, v = zeros(*outer, HQ, SQ, D), zeros(*outer, HK, SK, D), zeros(*outer, HK, SK, DV)
     first = "x".join(map(str, outer))
-    names = "B, Hk, Sk, Dv" if rank == 4 else "B1, B2, Hk, Sk, Dv"
     cases = [
-        (dict(v=v[..., :-1, :]), f"v: shape {first}x2x8x5; accepted: ({names}), {first}x2x9x5"),
+        (dict(v=v[..., :-1, :]), f"v: shape {first}x2x8x5; accepted: (B, Hk, Sk, Dv), {first}x2x9x5"),
         (dict(k=zeros(*outer, 3, SK, D)), f"k: shape {first}x3x9x8, 3 heads; accepted: a divisor of q's 4 heads"),
-        (dict(out=zeros(*outer, HQ, SQ, D)), f"out: shape {first}x4x6x8; accepted: {first}x4x6x5"),
+        (dict(out=zeros(*outer, HQ, SQ, D)), f"out: shape {first}x4x6x8; accepted: (B, Hq, Sq, Dv), {first}x4x6x5"),
         (dict(bias=zeros(HQ, SQ, SK + 1)), "bias: shape 4x6x10 does not broadcast to"),
         (dict(mask=zeros(1, HQ, SQ, SK + 1, dtype=bool)), "mask: shape 1x4x6x10 does not broadcast to"),
     ]
@@ -446,14 +445,7 @@ def test_shapes_in_the_order_of_the_caller(rank):
             fovea.attention(**{**dict(q=q, k=k, v=v, layout="bhsd"), **changes})
         said = str(caught.value)
         assert "layout" not in said
-        if "accepted: " in text and "out" in changes:
-            assert said.startswith(text.partition("accepted")[0])
-            assert said.endswith(f"{first}x4x6x5")
-        elif rank == 5 and "v" in changes:
-            assert said.startswith(text.partition("accepted")[0])
-            assert said.endswith(f"{first}x2x9x5")
-        else:
-            assert said.startswith(text)
+        assert said.startswith(text)
 
 
 def test_num_threads():
