@@ -22,7 +22,7 @@
 namespace fovea::cuda {
 namespace {
 
-constexpr std::size_t kSample = 40;  // of an architecture, where FOVEA_KERNELS does not say
+constexpr std::size_t kSample = 25;  // of an architecture, where FOVEA_KERNELS does not say
 constexpr std::size_t kFewest = 4;   // with FOVEA_CASES=reduced: the library is slow, and the compiler the same
 
 // What is tolerated: a few registers' worth, in kernels that have many features at once.
