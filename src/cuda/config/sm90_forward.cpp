@@ -25,12 +25,11 @@ bool has_map(const Operand& operand, int element_bytes) {
   return fits(s.batch1) && fits(s.batch2) && fits(s.head) && fits(s.row);
 }
 
-// What features take of the registers, roughly: from kSeveralFeatures on, steps of 64 keys spill nothing where steps of
-// 128 do; from kManyFeatures on, nothing helps beyond a head_dim of 192.
-constexpr int kSeveralFeatures = 3;
-constexpr int kManyFeatures = 4;
+// What features take of the registers, roughly: from kManyFeatures on, steps of 64 keys spill nothing where steps of
+// 128 do, and nothing helps beyond a head_dim of 192.
+constexpr int kManyFeatures = 3;
 int features_of(const Spec& s) {
-  return 2 * int{s.mask} + int{s.dropout != DropoutRule::kNone} + int{s.softcap} + int{s.alibi} + int{s.key_term} +
+  return 2 * int{s.mask} + int{s.dropout != DropoutRule::kNone} + 2 * int{s.softcap} + int{s.alibi} + int{s.key_term} +
          int{s.bias != BiasTile::kNone} + int{s.bias2 != BiasTile::kNone};
 }
 
@@ -86,7 +85,7 @@ std::vector<Tiles> candidates(const Spec& spec) {
   const int features = features_of(spec);
   const bool biases = spec.bias != BiasTile::kNone || spec.bias2 != BiasTile::kNone;
   if (widest <= 64) {
-    if (features >= kSeveralFeatures) {
+    if (features >= kManyFeatures) {
       return {{2, 64, 2, 2, 2}, {2, 64, 2, 1, 2}};
     }
     if (features > int{biases} || spec.bias2 != BiasTile::kNone || (spec.ragged && spec.left_edge)) {
@@ -104,7 +103,7 @@ std::vector<Tiles> candidates(const Spec& spec) {
     if (widest == 96 && features == 0 && !spec.ragged && !spec.left_edge) {
       return {{3, 112, 2, 2, 2}};
     }
-    if (features >= kSeveralFeatures || spec.bias2 != BiasTile::kNone) {
+    if (features >= kManyFeatures || spec.bias2 != BiasTile::kNone) {
       return {{2, 64, 2, 2, 2}, {2, 64, 2, 1, 2}, {2, 64, 2, 1, 1}};
     }
     return {{2, 128, widest <= 80 ? 3 : 2, 2, 2}, {2, 128, 2, 2, 2}, {2, 128, 2, 1, 2}, {2, 64, 2, 1, 2}};
