@@ -170,6 +170,37 @@ def gpu_dense():
     return table
 
 
+SHORT = {  # of the README
+    "dense d64 s4096 f": "D=64, S=4096",
+    "dense d128 s4096 f": "D=128, S=4096",
+    "dense d128 s4096 c": "D=128, S=4096, causal",
+    "dense d256 s4096 f": "D=256, S=4096",
+    "bias[1,H] s2048 d64": "a bias 1,H,S,S and its gradient, D=64, S=2048",
+    "bias[1,H] s4096 d128": "the same, D=128, S=4096",
+    "triangle N768 h4 d32": "triangle attention and its gradient, N=768, D=32",
+    "dropout.1 s4096 d128": "dropout 0.1, D=128, S=4096",
+    "varlen mixed d128 c": "variable length, 128 to 8064, causal, D=128",
+    "fp32 s2048 d64": "fp32, D=64, S=2048",
+}
+
+
+def gpu_short():
+    data, _ = gpu_rows("dense")
+    by_name = {row["name"]: row for row in data["rows"]}
+    rows = [by_name[name] for name in SHORT]
+    peers = gpu_peers(rows)
+    table = [
+        gpu_head(data, rows) + " bf16 where nothing else is said, TFLOP/s of allowed pairs, forward / backward.",
+        "",
+        "| problem | fovea | " + " | ".join(peers) + " |",
+        "| --- " * (2 + len(peers)) + "|",
+    ]
+    for row in rows:
+        cells = [f"**{gpu_cell(row, 'ours')}**", *(gpu_cell(row, name) for name in peers)]
+        table.append(f"| {SHORT[row['name']]} | " + " | ".join(cells) + " |")
+    return table
+
+
 def gpu_features():
     data, rows = gpu_rows("features")
     peers = gpu_peers(rows)
@@ -235,6 +266,7 @@ TABLES = {
     "cpu": cpu,
     "torch_host": torch_host,
     "gpu_dense": gpu_dense,
+    "gpu_short": gpu_short,
     "gpu_features": gpu_features,
     "gpu_small": gpu_small,
     "gpu_patterns": gpu_patterns,
