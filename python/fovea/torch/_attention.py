@@ -249,7 +249,7 @@ def _options(
     return (
         scale if scale is None or type(scale) is float else _real("scale", scale),
         causal if type(causal) is bool else _flag("causal", causal),
-        *(window if window is _UNBOUNDED else _window(window)),
+        *_window(window),
         align,
         softcap if type(softcap) is float else _real("softcap", softcap),
         dropout_p if type(dropout_p) is float else _real("dropout_p", dropout_p),
