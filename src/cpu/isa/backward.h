@@ -428,8 +428,8 @@ void backward(const BackwardTask& task, void* scratch) {
       finish_keys(task, key, keys, options.head_dim, tiles.dk, tiles.ld_q, sum, task.grad_k);
     }
     if (options.need_v) {
-      finish_keys(task, key, keys, options.head_dim_v, tiles.dv, tiles.ld_v,
-                  sum + options.block_keys * padded<T>(options.head_dim), task.grad_v);
+      T* sum_v = sum == nullptr ? nullptr : sum + options.block_keys * padded<T>(options.head_dim);
+      finish_keys(task, key, keys, options.head_dim_v, tiles.dv, tiles.ld_v, sum_v, task.grad_v);
     }
     if (sum != nullptr) {
       __atomic_store_n(task.turn_kv, task.part + 1, __ATOMIC_RELEASE);
