@@ -154,13 +154,11 @@ void storage_of(const char* name, const fovea_tensor& tensor, bool shapes_only) 
              text_of(strides.data(), tensor.rank), shape_of(tensor));
     }
   }
-  if (shapes_only) {
-    return;
-  }
-  if (tensor.data == nullptr) {
+  if (tensor.data == nullptr && !shapes_only) {
     refuse("{}: data is NULL; accepted: NULL only without elements, and shape {} has {}", name, shape_of(tensor),
            elements_of(tensor));
   }
+  // Of shapes alone, too: lengths are read wherever they are given.
   if (reinterpret_cast<std::uintptr_t>(tensor.data) % static_cast<std::uintptr_t>(width) != 0) {
     refuse("{}: data at {}; accepted: a multiple of {}, the size of {}", name, fmt::ptr(tensor.data), width,
            type_name(tensor.dtype));
