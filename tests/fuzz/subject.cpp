@@ -458,7 +458,7 @@ void Subject::spoil(Random& random) {
       tensor.reserved = static_cast<std::uint32_t>(integer());
       break;
     case 10:
-      tensor.data = static_cast<char*>(tensor.data) + random.between(-9, 9);
+      tensor.data = reinterpret_cast<void*>(reinterpret_cast<std::intptr_t>(tensor.data) + random.between(-9, 9));
       break;
     case 11:  // two tensors in one place
       tensor.data = other.tensor.data;
