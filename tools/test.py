@@ -21,6 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CLANG = ("-DCMAKE_CXX_COMPILER=clang++", "-DCMAKE_C_COMPILER=clang")
+# More memory than there is, is an error and not the end.
+ASAN = {"FOVEA_CASES": "reduced", "ASAN_OPTIONS": "allocator_may_return_null=1"}
 
 
 @dataclass
@@ -151,15 +153,15 @@ class Runner:
 
     def stage_asan(self):
         """the second compiler builds everything, with AddressSanitizer and UndefinedBehaviorSanitizer: a reduced case
-        table, all other tests in C++, ten seconds of fuzzing"""
+        table, all other tests in C++"""
         build = ROOT / "build-asan"
         if not self.cmake(build, "-DFOVEA_SANITIZE=address,undefined", *CLANG):
             return Count(0, 1)
-        # More memory than there is, is an error and not the end.
-        env = {"FOVEA_CASES": "reduced", "ASAN_OPTIONS": "allocator_may_return_null=1"}
-        count = self.googletest(build / "tests/cpp/fovea_tests", env=env)
-        count.add(self.one(self.run(build / "tests/fuzz/fuzz_capi", "--seconds", 10, env=env)))
-        return count
+        return self.googletest(build / "tests/cpp/fovea_tests", env=ASAN)
+
+    def stage_asanfuzz(self):
+        """ten seconds of fuzzing in the build of the stage asan"""
+        return self.one(self.run(ROOT / "build-asan/tests/fuzz/fuzz_capi", "--seconds", 10, env=ASAN))
 
     def stage_tsan(self):
         """ThreadSanitizer on a reduced case table and on whatever else starts threads"""
