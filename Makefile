@@ -60,10 +60,10 @@ test-torch:  ## fovea.torch, in an environment of its own with the newest PyTorc
 	$(VENV_TORCH)/bin/python tools/test.py --build $(BUILD) torch
 
 .PHONY: check check-rest
-check: test check-rest  ## make test, then every other stage: lint, sanitizers, fuzzing, a second compiler, ...
+check: test check-rest  ## make test, then the other stages (docs/testing.md): lint, sanitizers, fuzzing, a second compiler, ...
 check-rest: $(VENV_TORCH)/.ready
 	$(VENV)/bin/python tools/test.py --build $(BUILD) --jobs $(JOBS) --after $(BUILD)/tests.json \
-	    lint tidy asan tsan fuzz clang installed demo torch
+	    lint tidy asan tsan kernels fuzz clang installed demo torch
 
 .PHONY: bench
 bench:  ## fovea's CPU speed beside the best matrix product of this machine (quiet, please: nothing else running)

@@ -149,15 +149,19 @@ def gpu_peers(rows):
     return [name for name in PEERS if any(any(gpu_rate(row, name, way) for way in (0, 1)) for row in rows)]
 
 
+def gpu_table(note, before, peers, after=()):
+    """The first lines of a table: what was measured where, the columns' names."""
+    names = [*before, "fovea", *peers, *after]
+    return [note, "", "| " + " | ".join(names) + " |", "| --- " * len(names) + "|"]
+
+
 def gpu_dense():
     data, rows = gpu_rows("dense")
     peers = gpu_peers(rows)
-    table = [
+    table = gpu_table(
         gpu_head(data, rows) + " bf16, TFLOP/s of allowed pairs, forward / backward; 16,384 tokens and 2,048 columns in each cell.",
-        "",
-        "| D | S | causal | fovea | " + " | ".join(peers) + " | fovea / best of the row |",
-        "| --- " * (5 + len(peers)) + "|",
-    ]
+        ["D", "S", "causal"], peers, ["fovea / best of the row"],
+    )
     for row in rows:
         _, d, s, causal = row["name"].split()
         ratios = []
@@ -189,12 +193,10 @@ def gpu_short():
     by_name = {row["name"]: row for row in data["rows"]}
     rows = [by_name[name] for name in SHORT]
     peers = gpu_peers(rows)
-    table = [
+    table = gpu_table(
         gpu_head(data, rows) + " bf16 where nothing else is said, TFLOP/s of allowed pairs, forward / backward.",
-        "",
-        "| problem | fovea | " + " | ".join(peers) + " |",
-        "| --- " * (2 + len(peers)) + "|",
-    ]
+        ["problem"], peers,
+    )
     for row in rows:
         cells = [f"**{gpu_cell(row, 'ours')}**", *(gpu_cell(row, name) for name in peers)]
         table.append(f"| {SHORT[row['name']]} | " + " | ".join(cells) + " |")
@@ -205,13 +207,11 @@ def gpu_features():
     data, rows = gpu_rows("features")
     peers = gpu_peers(rows)
     by_name = {row["name"]: row for row in data["rows"]}
-    table = [
+    table = gpu_table(
         gpu_head(data, rows) + " TFLOP/s of allowed pairs, forward / backward; in brackets the MiB that our backward allocates at its peak, "
         "gradients included. `of`: our speed as a part of our own on the row without the feature.",
-        "",
-        "| case | fovea | " + " | ".join(peers) + " | of |",
-        "| --- " * (3 + len(peers)) + "|",
-    ]
+        ["case"], peers, ["of"],
+    )
     for row in rows:
         beside = by_name.get(row["beside"])
         part = ""
@@ -227,12 +227,10 @@ def gpu_features():
 def gpu_small():
     data, rows = gpu_rows("small")
     peers = gpu_peers(rows)
-    table = [
+    table = gpu_table(
         gpu_head(data, rows) + " bf16, microseconds under a CUDA graph, forward / forward and backward together (B x H x S x D).",
-        "",
-        "| case | fovea | " + " | ".join(peers) + " |",
-        "| --- " * (2 + len(peers)) + "|",
-    ]
+        ["case"], peers,
+    )
     for row in rows:
         cells = []
         for name in ["ours", *peers]:

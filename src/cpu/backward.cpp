@@ -25,7 +25,7 @@ class Backward {
       : call_(call),
         kernels_(kernels_for(call.problem.type)),
         options_(options_of(call)),
-        tiles_(backward_tiles(call.problem)),
+        tiles_(backward_tiles(call)),
         group_(call.rows.heads_k > 0 ? call.rows.heads_q / call.rows.heads_k : 0),
         threads_(threads) {
     const math::Rows& rows = call.rows;

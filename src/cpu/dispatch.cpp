@@ -103,7 +103,7 @@ Plan plan(const Call& call) {
   const bool forward = call.problem.direction == Direction::kForward;
   const Kernels& kernels = kernels_for(call.problem.type);
   const i64 parallelism = forward ? forward_parallelism(call) : backward_parallelism(call);
-  const Tiles tiles = forward ? forward_tiles(call.problem) : backward_tiles(call.problem);
+  const Tiles tiles = forward ? forward_tiles(call) : backward_tiles(call);
   Plan plan;
   plan.isa = kernels.name;
   plan.threads = static_cast<int>(std::clamp<i64>(parallelism, 1, num_threads()));

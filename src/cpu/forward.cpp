@@ -17,7 +17,7 @@ class Forward {
         options_(options_of(call)),
         group_(call.rows.heads_k > 0 ? call.rows.heads_q / call.rows.heads_k : 0),
         threads_(threads) {
-    const Tiles tiles = forward_tiles(call.problem);
+    const Tiles tiles = forward_tiles(call);
     options_.block_rows = tiles.rows;
     options_.block_keys = tiles.keys;
     const i64 blocks = blocks_of(call.rows.limit_q);

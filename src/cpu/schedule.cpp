@@ -20,10 +20,6 @@ i64 row_bytes(const Problem& problem) {
   return (problem.head_dim + problem.head_dim_v) * (problem.type == DType::kFp64 ? 8 : 4);
 }
 
-// The longest that a sequence may be; max_seqlen may say more than there are rows.
-i64 longest_q(const Problem& p) { return p.packed ? std::min(p.seqlen_q, p.total_q) : p.seqlen_q; }
-i64 longest_k(const Problem& p) { return p.packed ? std::min(p.seqlen_k, p.total_k) : p.seqlen_k; }
-
 Matrix matrix(const Call& call, const View& view, i64 b, i64 head, i64 row) {
   if (!view) {
     return {};
@@ -66,24 +62,26 @@ std::uint32_t lowest_kept_word(float p) {
 
 const char* last_isa() { return __atomic_load_n(&ran, __ATOMIC_RELAXED); }
 
-Tiles forward_tiles(const Problem& problem) {
+Tiles forward_tiles(const Call& call) {
+  const Problem& problem = call.problem;
   // More rows share the packing of a block of keys; fewer give more tasks. 48 rows are strips of 12 and groups of 16.
   constexpr i64 kStep = 48;
   constexpr i64 kEnoughTasks = 32;
   const i64 most = fitting(row_bytes(problem), kStep, kStep, 4 * kStep);
   const i64 group = problem.heads_k > 0 ? problem.heads_q / problem.heads_k : 0;
-  const i64 rows = std::max<i64>(group * longest_q(problem), 1);
+  const i64 rows = std::max<i64>(group * call.rows.limit_q, 1);
   i64 tile = std::min(most, ceil_div(rows, 16) * 16);
   while (tile > 2 * kStep && problem.batch() * problem.heads_k * ceil_div(rows, tile) < kEnoughTasks) {
     tile -= kStep;
   }
-  const i64 keys = std::max<i64>(ceil_div(longest_k(problem), 16) * 16, 16);
+  const i64 keys = std::max<i64>(ceil_div(call.rows.limit_k, 16) * 16, 16);
   return {tile, std::min(fitting(row_bytes(problem), 16, 32, 256), keys)};
 }
 
-Tiles backward_tiles(const Problem& problem) {
-  const i64 rows = std::max<i64>(ceil_div(longest_q(problem), 16) * 16, 16);
-  const i64 keys = std::max<i64>(ceil_div(longest_k(problem), 16) * 16, 16);
+Tiles backward_tiles(const Call& call) {
+  const Problem& problem = call.problem;
+  const i64 rows = std::max<i64>(ceil_div(call.rows.limit_q, 16) * 16, 16);
+  const i64 keys = std::max<i64>(ceil_div(call.rows.limit_k, 16) * 16, 16);
   return {std::min(fitting(2 * row_bytes(problem), 48, 48, 96), rows),
           std::min(fitting(2 * row_bytes(problem), 16, 32, 128), keys)};
 }

@@ -32,8 +32,8 @@ struct Tiles {
   i64 rows;
   i64 keys;
 };
-Tiles forward_tiles(const Problem& problem);
-Tiles backward_tiles(const Problem& problem);
+Tiles forward_tiles(const Call& call);
+Tiles backward_tiles(const Call& call);
 
 // Options but for the tiles.
 Options options_of(const Call& call);

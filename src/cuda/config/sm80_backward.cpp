@@ -43,7 +43,6 @@ void apply(Spec& spec, const Tiles& tiles) {
 
 Choice choose(const char* name, const char* file, const Spec& base, const Target& target,
               const std::vector<Tiles>& candidates, int (*shared_bytes)(const Spec&)) {
-  constexpr int kReserved = 1024;  // bytes that the system takes of a multiprocessor's shared memory, a block
   Choice choice;
   Kernel& kernel = choice.kernel;
   kernel.name = name;
@@ -54,8 +53,7 @@ Choice choose(const char* name, const char* file, const Spec& base, const Target
     apply(kernel.spec, tiles);
     kernel.threads = tiles.warps * 32;
     kernel.shared_bytes = shared_bytes(kernel.spec);
-    if (kernel.shared_bytes <= target.shared_per_block &&
-        (kernel.shared_bytes + kReserved) * tiles.ctas <= target.shared_per_multiprocessor) {
+    if (target.holds(kernel.shared_bytes, tiles.ctas)) {
       return choice;
     }
   }

@@ -13,8 +13,6 @@
 namespace fovea::cuda {
 namespace {
 
-constexpr int kReserved = 1024;  // bytes that the system takes of a multiprocessor's shared memory, a block
-
 struct Tiles {
   int warps;
   int tiles;
@@ -114,8 +112,7 @@ Choice sm80_forward(const Call& call, const Operands& operands, const Target& ta
     spec.early = tiles.early;
     kernel.threads = spec.warps * 32;
     kernel.shared_bytes = forward_shared_bytes(spec);
-    if (kernel.shared_bytes <= target.shared_per_block &&
-        (kernel.shared_bytes + kReserved) * spec.ctas <= target.shared_per_multiprocessor) {
+    if (target.holds(kernel.shared_bytes, spec.ctas)) {
       return choice;
     }
   }
@@ -142,8 +139,7 @@ Choice sm80_wide_forward(const Call&, const Operands& operands, const Target& ta
     spec.columns = tiles.columns;
     kernel.threads = spec.warps * 32;
     kernel.shared_bytes = wide_forward_shared_bytes(spec);
-    if (kernel.shared_bytes <= target.shared_per_block &&
-        kernel.shared_bytes + kReserved <= target.shared_per_multiprocessor) {
+    if (target.holds(kernel.shared_bytes, spec.ctas)) {
       return choice;
     }
   }

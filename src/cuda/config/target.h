@@ -19,6 +19,12 @@ struct Target {
   // "sm_90"; code for one architecture alone, "sm_90a", where a kernel needs that.
   std::string architecture(bool specific = false) const;
 
+  // Whether a multiprocessor has room for so many blocks of so many bytes each.
+  bool holds(int shared_bytes, int blocks) const {
+    constexpr int kReserved = 1024;  // what the system takes a block
+    return shared_bytes <= shared_per_block && (shared_bytes + kReserved) * blocks <= shared_per_multiprocessor;
+  }
+
   friend bool operator==(const Target&, const Target&) = default;
 };
 

@@ -28,7 +28,6 @@ enum class Region : int {
   kRowLse,  // backward
   kRowDelta,
   kDqSum,
-  kDq,  // gradients whose rows the kernels cannot write
   kColumnSum,
   kRowSum,
   kBiasSum,
@@ -40,9 +39,9 @@ enum class Region : int {
 
 inline constexpr int kRegions = static_cast<int>(Region::kCount);
 inline constexpr std::array<std::string_view, kRegions> kRegionNames = {
-    "q",           "k",        "v",           "grad_out",    "bias",      "bias2",     "mask bits", "key term",
-    "query term",  "sizes",    "partial out", "partial lse", "row lse",   "row delta", "dq sum",    "dq",
-    "column sums", "row sums", "bias sums",   "bias2 sums",  "sink sums", "schedule"};
+    "q",        "k",           "v",        "grad_out",    "bias",        "bias2",     "mask bits",
+    "key term", "query term",  "sizes",    "partial out", "partial lse", "row lse",   "row delta",
+    "dq sum",   "column sums", "row sums", "bias sums",   "bias2 sums",  "sink sums", "schedule"};
 
 class Workspace {
  public:
