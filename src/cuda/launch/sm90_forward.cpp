@@ -4,63 +4,14 @@
 // tiles.
 #include "cuda/config/sm90_forward.h"
 
-#include <cstring>
-
 #include "cuda/device/sm90_args.h"
 #include "cuda/device/sm90_sizes.h"
 #include "cuda/launch/launcher.h"
+#include "cuda/launch/tensor_map.h"
 #include "math/band.h"
 #include "math/softmax.h"
 
 namespace fovea::cuda {
-namespace {
-
-static_assert(sizeof(TensorMap) == sizeof(jit::cu::TensorMap));
-
-// Columns of a panel, as wgmma.cuh has them.
-constexpr int panel_columns(int columns) { return columns % 64 == 0 ? 64 : columns % 32 == 0 ? 32 : 16; }
-
-// A tensor by rows of `columns`, its box a panel.
-struct Mapped {
-  Tensor tensor;
-  jit::cu::TensorMapType type = jit::cu::TensorMapType::kBfloat16;
-  i64 columns = 0;
-  i64 rows = 0;
-  i64 heads = 1;
-  i64 batch2 = 1;
-  i64 batch1 = 1;
-  int box_columns = 0;
-  int box_rows = 0;
-};
-
-jit::TensorMapShape shape_of(const Mapped& mapped, Has& has) {
-  const i64 bytes = mapped.type == jit::cu::TensorMapType::kFloat32 ? 4 : 2;
-  constexpr i64 kAnyStride = 16;  // of a dimension with one index
-  const math::Strides& s = mapped.tensor.strides;
-  jit::TensorMapShape shape;
-  shape.type = mapped.type;
-  shape.rank = 5;
-  const auto dimension = [&](std::size_t n, i64 extent, i64 stride) {
-    const bool moves = extent > 1 && stride != 0;
-    shape.dims[n] = static_cast<std::uint64_t>(moves ? extent : 1);
-    shape.strides[n - 1] = static_cast<std::uint64_t>(moves ? stride * bytes : kAnyStride);
-    return moves ? 1 : 0;
-  };
-  shape.dims[0] = static_cast<std::uint64_t>(mapped.columns);
-  dimension(1, mapped.rows, s.row);
-  has.head = dimension(2, mapped.heads, s.head);
-  has.batch2 = dimension(3, mapped.batch2, s.batch2);
-  has.batch1 = dimension(4, mapped.batch1, s.batch1);
-  shape.box = {static_cast<unsigned>(mapped.box_columns), static_cast<unsigned>(mapped.box_rows), 1, 1, 1};
-  const i64 row_bytes = mapped.box_columns * bytes;
-  shape.swizzle = row_bytes == 128  ? jit::cu::TensorMapSwizzle::k128
-                  : row_bytes == 64 ? jit::cu::TensorMapSwizzle::k64
-                                    : jit::cu::TensorMapSwizzle::k32;
-  return shape;
-}
-
-}  // namespace
-
 void Launcher::sm90_schedule(std::size_t number) {
   char* const memory = region<char>(Region::kSchedule);
   Sm90ScheduleArgs args;
@@ -80,22 +31,19 @@ void Launcher::sm90_forward(std::size_t number) {
   const i64 batch1 = rows.packed() ? 1 : rows.batch1;
   const i64 batch2 = rows.packed() ? 1 : rows.batch2;
   Sm90ForwardArgs args;
-  const auto encode = [&](TensorMap& to, Has& has, const Mapped& mapped) {
-    const jit::cu::TensorMap map = jit::encode_tensor_map(driver_, mapped.tensor.data, shape_of(mapped, has));
-    std::memcpy(&to, &map, sizeof(map));
-  };
   const auto numbers = [&](const Tensor& tensor, i64 columns, int padded, i64 count, i64 heads, int box) {
     return Mapped{tensor, type, columns, count, heads, batch2, batch1, panel_columns(padded), box};
   };
-  encode(args.q, args.has_q, numbers(args_.q, args_.head_dim, spec.d, rows.rows_q, rows.heads_q, tile));
-  encode(args.k, args.has_k, numbers(args_.k, args_.head_dim, spec.d, rows.rows_k, rows.heads_k, spec.step));
-  encode(args.v, args.has_v, numbers(args_.v, args_.head_dim_v, spec.dv, rows.rows_k, rows.heads_k, spec.step));
+  encode(driver_, args.q, args.has_q, numbers(args_.q, args_.head_dim, spec.d, rows.rows_q, rows.heads_q, tile));
+  encode(driver_, args.k, args.has_k, numbers(args_.k, args_.head_dim, spec.d, rows.rows_k, rows.heads_k, spec.step));
+  encode(driver_, args.v, args.has_v,
+         numbers(args_.v, args_.head_dim_v, spec.dv, rows.rows_k, rows.heads_k, spec.step));
   const auto bias = [&](TensorMap& to, Has& has, const Tensor& tensor, BiasTile type) {
     if (type != BiasTile::kNone) {
       const auto its_type = type == BiasTile::kBf16   ? jit::cu::TensorMapType::kBfloat16
                             : type == BiasTile::kFp16 ? jit::cu::TensorMapType::kFloat16
                                                       : jit::cu::TensorMapType::kFloat32;
-      encode(to, has,
+      encode(driver_, to, has,
              {tensor, its_type, call_.problem.seqlen_k, call_.problem.seqlen_q, rows.heads_q, rows.batch2, rows.batch1,
               bias_panel_columns(type), tile});
     }
@@ -109,7 +57,7 @@ void Launcher::sm90_forward(std::size_t number) {
   args.store_tensor =
       args_.vector_stores && jit::why_no_tensor_map(out.tensor.data, shape_of(out, args.has_out)).empty();
   if (args.store_tensor) {
-    encode(args.out, args.has_out, out);
+    encode(driver_, args.out, args.has_out, out);
   }
 
   if (plan_.workspace.has(Region::kSchedule)) {

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Tensor maps of the kernels for Hopper: rows of a tensor by logical coordinates, in boxes that are panels of a tile.
+#pragma once
+
+#include <cstring>
+
+#include "cuda/device/args.h"
+#include "cuda/device/sm90_args.h"
+#include "cuda/jit/driver.h"
+
+namespace fovea::cuda {
+
+static_assert(sizeof(TensorMap) == sizeof(jit::cu::TensorMap));
+
+// Columns of a panel, as wgmma.cuh has them.
+constexpr int panel_columns(int columns) { return columns % 64 == 0 ? 64 : columns % 32 == 0 ? 32 : 16; }
+
+// A tensor by rows of `columns`, its box a panel.
+struct Mapped {
+  Tensor tensor;
+  jit::cu::TensorMapType type = jit::cu::TensorMapType::kBfloat16;
+  i64 columns = 0;
+  i64 rows = 0;
+  i64 heads = 1;
+  i64 batch2 = 1;
+  i64 batch1 = 1;
+  int box_columns = 0;
+  int box_rows = 0;
+};
+
+inline jit::TensorMapShape shape_of(const Mapped& mapped, Has& has) {
+  const i64 bytes = mapped.type == jit::cu::TensorMapType::kFloat32 ? 4 : 2;
+  constexpr i64 kAnyStride = 16;  // of a dimension with one index
+  const math::Strides& s = mapped.tensor.strides;
+  jit::TensorMapShape shape;
+  shape.type = mapped.type;
+  shape.rank = 5;
+  const auto dimension = [&](std::size_t n, i64 extent, i64 stride) {
+    const bool moves = extent > 1 && stride != 0;
+    shape.dims[n] = static_cast<std::uint64_t>(moves ? extent : 1);
+    shape.strides[n - 1] = static_cast<std::uint64_t>(moves ? stride * bytes : kAnyStride);
+    return moves ? 1 : 0;
+  };
+  shape.dims[0] = static_cast<std::uint64_t>(mapped.columns);
+  dimension(1, mapped.rows, s.row);
+  has.head = dimension(2, mapped.heads, s.head);
+  has.batch2 = dimension(3, mapped.batch2, s.batch2);
+  has.batch1 = dimension(4, mapped.batch1, s.batch1);
+  shape.box = {static_cast<unsigned>(mapped.box_columns), static_cast<unsigned>(mapped.box_rows), 1, 1, 1};
+  const i64 row_bytes = mapped.box_columns * bytes;
+  shape.swizzle = row_bytes == 128  ? jit::cu::TensorMapSwizzle::k128
+                  : row_bytes == 64 ? jit::cu::TensorMapSwizzle::k64
+                                    : jit::cu::TensorMapSwizzle::k32;
+  return shape;
+}
+
+inline void encode(const jit::Driver& driver, TensorMap& to, Has& has, const Mapped& mapped) {
+  const jit::cu::TensorMap map = jit::encode_tensor_map(driver, mapped.tensor.data, shape_of(mapped, has));
+  std::memcpy(&to, &map, sizeof(map));
+}
+
+}  // namespace fovea::cuda
