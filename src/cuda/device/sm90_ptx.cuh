@@ -37,6 +37,10 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
       "r"(parity)
       : "memory");
 }
+// cp.async.mbarrier.arrive.noinc (Data Movement: cp.async): arrives once this thread's cp.async copies have.
+__device__ __forceinline__ void copy_arrive(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
 
 // bar.arrive (Parallel Synchronization: bar): counts at barrier `id` and goes on; the others are in sync(id, threads).
 __device__ __forceinline__ void arrive(int id, int threads) {
@@ -80,6 +84,16 @@ __device__ __forceinline__ void bulk_load(u32 to, const void* from, int bytes, u
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
+// cp.reduce.async.bulk (Data Movement: cp.reduce.async.bulk): contiguous floats of shared memory are added to global
+// memory.
+__device__ __forceinline__ void bulk_add(float* to, u32 from, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
+               "r"(bytes)
+               : "memory");
+}
+// cp.async.bulk.wait_group: what this thread's bulk copies write has been written.
+__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
 // fence.proxy.async (membar/fence): what this thread wrote to shared memory is seen by wgmma and by copies.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -101,6 +115,25 @@ __device__ __forceinline__ void stmatrix(u32 address, u32 a, u32 b, u32 c, u32 d
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
                "r"(c), "r"(d)
                : "memory");
+}
+
+// The same, each matrix transposed.
+__device__ __forceinline__ void stmatrix_trans(u32 address, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
+               : "memory");
+}
+
+// cvt.rn.relu (Data Movement: cvt): as pack(), negative numbers become 0.
+template <Type kType>
+__device__ __forceinline__ u32 pack_positive(float x, float y) {
+  u32 r;
+  if constexpr (kType == Type::kBf16) {
+    asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(y), "f"(x));
+  } else {
+    asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(y), "f"(x));
+  }
+  return r;
 }
 
 // min.u16x2, set.eq.f16x2 (Integer: min; Half Precision Comparison: set): all ones in each half of x that is at least

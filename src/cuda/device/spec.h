@@ -71,6 +71,9 @@ struct Spec {
   bool turns = false;      // the warpgroups that compute take turns at issuing products
   bool guess = false;      // the first reference of a row is any score of it
   bool often = false;      // dropout's threshold is over 0x7c00: about half of the numbers, or more, are dropped
+  bool bulk = false;       // backward: dQ leaves through shared memory, in bulk
+  bool halves = false;     // backward: each of two warpgroups takes half of dQ's columns, of every step
+  bool bias_outside = false;  // sm90_bias_gradient: the bias is taken out of the sum over the list
 
   // A new field goes into for_each_field, too.
   friend constexpr bool operator==(const Spec&, const Spec&) = default;
@@ -124,6 +127,9 @@ constexpr void for_each_field(const Spec& spec, Visit visit) {
   visit("turns", spec.turns, usual.turns);
   visit("guess", spec.guess, usual.guess);
   visit("often", spec.often, usual.often);
+  visit("bias_outside", spec.bias_outside, usual.bias_outside);
+  visit("bulk", spec.bulk, usual.bulk);
+  visit("halves", spec.halves, usual.halves);
 }
 
 }  // namespace fovea::cuda

@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What sm90_backward is called with beside Args: tensor maps, and how its blocks are numbered. Read by the host and,
+// without any header, by NVRTC.
+#ifndef FOVEA_CUDA_DEVICE_SM90_BACKWARD_ARGS_H
+#define FOVEA_CUDA_DEVICE_SM90_BACKWARD_ARGS_H
+
+#include "sm90_args.h"
+
+namespace fovea::cuda {
+
+struct Sm90BackwardArgs {
+  TensorMap q, grad_out, k, v, bias;
+  Has has_q, has_grad_out, has_k, has_v, has_bias;
+  int key_blocks = 0;  // of a head
+  int heads_k = 1;
+  int group = 1;  // query heads of a key head
+  int batch2 = 1;
+  int low = 0;  // the band where queries and keys are as many (math::Band)
+  int high = 0;
+  float scale_log2 = 1;  // scale * log2(e)
+};
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_SM90_BACKWARD_ARGS_H

@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a block of sm90_backward is about, and the warpgroup that copies for it.
+//
+//   Sm90KeyBlock   its keys, and the queries that meet any of them
+//   copies         one thread for K, V, Q, dO and row vectors, one for the bias, by TMA into rings of buffers
+//   zero_rows      0 * NaN is NaN: what lies behind a sequence's end must not be in a tile
+#ifndef FOVEA_CUDA_DEVICE_SM90_BACKWARD_COPY_CUH
+#define FOVEA_CUDA_DEVICE_SM90_BACKWARD_COPY_CUH
+
+#include "math/band.h"
+#include "math/rows.h"
+#include "sm90_backward_args.h"
+#include "sm90_backward_sizes.h"
+#include "sm90_copy.cuh"
+#include "sm90_ptx.cuh"
+#include "tile.cuh"
+#include "wgmma.cuh"
+
+namespace fovea::cuda {
+
+template <Spec S>
+struct Sm90KeyBlock {
+  Place place;
+  int key0;           // the first key
+  int head_k, head0;  // the key head, its first query head
+  int group;          // query heads that share it
+  int row0;           // where query 0 of head 0 lies in row vectors
+  math::Band<int> band;
+  int first, count;  // the first query, and steps of each head
+  int steps;
+
+  __device__ __forceinline__ Sm90KeyBlock(const Args& a, const Sm90BackwardArgs& m, int keys) {
+    const u32 index = blockIdx.x;
+    const u32 head_of_batch = index / u32(m.key_blocks);
+    key0 = int(index - head_of_batch * u32(m.key_blocks)) * keys;
+    const u32 b = head_of_batch / u32(m.heads_k);
+    head_k = int(head_of_batch - b * u32(m.heads_k));
+    group = m.group;
+    head0 = head_k * group;
+    const u32 b1 = b / u32(m.batch2);
+    place = Place::make<S>(a, b1, b - b1 * u32(m.batch2));
+    row0 = int(padded_row(a.rows, b, {place.q_begin, place.q_len, 0, 0}));
+    const int shift = S.banded ? place.shift(a) : 0;
+    band = {place.q_len, place.k_len, shift + m.low, shift + m.high};
+    math::Interval<int> queries{0, place.q_len};
+    if constexpr (S.banded) {
+      if (!outside()) {
+        queries = band.queries_of_keys(key0, min(key0 + keys, place.k_len));
+      }
+    }
+    first = queries.begin / S.step * S.step;
+    count = queries.empty() ? 0 : (queries.end - first + S.step - 1) / S.step;
+    steps = count * group;
+  }
+
+  __device__ __forceinline__ bool outside() const { return key0 >= place.k_len; }
+};
+
+struct Sm90BackwardBarriers {
+  u32 at;
+  __device__ __forceinline__ u32 kv_full() const { return at; }
+  __device__ __forceinline__ u32 q_full(int i) const { return at + 8 + 8 * i; }
+  __device__ __forceinline__ u32 q_empty(int i) const { return at + 40 + 8 * i; }
+  __device__ __forceinline__ u32 bias_full(int i) const { return at + 72 + 8 * i; }
+  __device__ __forceinline__ u32 grads_full(int i) const { return at + 104 + 8 * i; }
+  __device__ __forceinline__ u32 grads_empty(int i) const { return at + 136 + 8 * i; }
+};
+
+template <Spec S>
+__device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90BackwardArgs& m,
+                                                   const Sm90KeyBlock<S>& block, u32 base,
+                                                   const Sm90BackwardBarriers& barriers) {
+  constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);
+  constexpr int kPanelD = panel_columns(S.d);
+  constexpr int kPanelV = panel_columns(S.dv);
+  constexpr int kGroupKeys = S.tiles * 64;
+  const Place& place = block.place;
+  const auto at = [&](const Has& has, int column, int row, int head) {
+    return Coordinates{column, row, head * has.head, int(place.b2) * has.batch2, int(place.b1) * has.batch1};
+  };
+  if (block.steps == 0) {
+    return;
+  }
+  barrier_expect(barriers.kv_full(), kSizes.keys * (S.d + S.dv) * 2);
+#pragma unroll 1
+  for (int c = 0; c < kSizes.groups; ++c) {
+    const int row = int(place.k_begin) + block.key0 + c * kGroupKeys;
+#pragma unroll 1
+    for (int p = 0; p < S.d / kPanelD; ++p) {
+      tensor_load(base + kSizes.k_at + (p * kSizes.keys + c * kGroupKeys) * kPanelD * 2, m.k, barriers.kv_full(),
+                  at(m.has_k, p * kPanelD, row, block.head_k));
+    }
+#pragma unroll 1
+    for (int p = 0; p < S.dv / kPanelV; ++p) {
+      tensor_load(base + kSizes.v_at + (p * kSizes.keys + c * kGroupKeys) * kPanelV * 2, m.v, barriers.kv_full(),
+                  at(m.has_v, p * kPanelV, row, block.head_k));
+    }
+  }
+  Ring<S.stages> ring;
+#pragma unroll 1
+  for (int i = 0; i < block.group; ++i) {
+    const int head = block.head0 + i;
+    int query = block.first;
+#pragma unroll 1
+    for (int n = 0; n < block.count; ++n, query += S.step) {
+      const u32 full = barriers.q_full(ring.buffer());
+      barrier_wait(barriers.q_empty(ring.buffer()), ring.parity() ^ 1);
+      barrier_expect(full, S.step * (S.d + S.dv) * 2 + 2 * kSizes.rows);
+#pragma unroll 1
+      for (int p = 0; p < S.d / kPanelD; ++p) {
+        tensor_load(base + kSizes.q_at + ring.buffer() * kSizes.q + p * S.step * kPanelD * 2, m.q, full,
+                    at(m.has_q, p * kPanelD, int(place.q_begin) + query, head));
+      }
+#pragma unroll 1
+      for (int p = 0; p < S.dv / kPanelV; ++p) {
+        tensor_load(base + kSizes.grad_out_at + ring.buffer() * kSizes.grad_out + p * S.step * kPanelV * 2, m.grad_out,
+                    full, at(m.has_grad_out, p * kPanelV, int(place.q_begin) + query, head));
+      }
+      const int row = block.row0 + head * int(a.padded_rows) + query;
+      bulk_load(base + kSizes.lse_at + ring.buffer() * kSizes.rows, a.row_lse + row, kSizes.rows, full);
+      bulk_load(base + kSizes.delta_at + ring.buffer() * kSizes.rows, a.row_delta + row, kSizes.rows, full);
+      ring.next();
+    }
+  }
+}
+
+template <Spec S>
+__device__ __forceinline__ void sm90_backward_copy_bias(const Sm90BackwardArgs& m, const Sm90KeyBlock<S>& block,
+                                                        u32 base, const Sm90BackwardBarriers& barriers) {
+  constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);
+  Ring<S.planes> ring;
+#pragma unroll 1
+  for (int i = 0; i < block.group; ++i) {
+    int query = block.first;
+#pragma unroll 1
+    for (int n = 0; n < block.count; ++n, query += S.step) {
+      const u32 full = barriers.bias_full(ring.buffer());
+      barrier_wait(barriers.grads_empty(ring.buffer()), ring.parity() ^ 1);
+      barrier_expect(full, kSizes.grads);
+#pragma unroll 1
+      for (int p = 0; p < kSizes.keys / 64; ++p) {
+        tensor_load(base + kSizes.grads_at + ring.buffer() * kSizes.grads + p * S.step * 128, m.bias, full,
+                    {block.key0 + p * 64, query, (block.head0 + i) * m.has_bias.head,
+                     int(block.place.b2) * m.has_bias.batch2, int(block.place.b1) * m.has_bias.batch1});
+      }
+      ring.next();
+    }
+  }
+}
+
+// Rows from `live` on of a tile of kRows, in panels of kRowBytes a row. Chunks are exchanged within rows alone.
+template <int kRows, int kRowBytes, int kPanels, int kThreads>
+__device__ __forceinline__ void zero_rows(u32 tile, int live, int thread) {
+  constexpr int kChunks = kRowBytes / 16;
+  const int dead = (kRows - max(live, 0)) * kChunks;
+  for (int i = thread; i < dead * kPanels; i += kThreads) {
+    const int panel = i / dead;
+    store_shared(tile + panel * kRows * kRowBytes + max(live, 0) * kRowBytes + (i - panel * dead) * 16,
+                 uint4{0, 0, 0, 0});
+  }
+}
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_SM90_BACKWARD_COPY_CUH

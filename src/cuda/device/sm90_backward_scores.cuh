@@ -1,0 +1,331 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// From dot products to P and dS for the accumulator of a warpgroup of sm90_backward: 64 keys by S.step queries, of
+// which a thread has two rows (keys g and g + 8 of its warp's 16) and columns 8 n + 2 t + e.
+//
+//   Sm90BackwardScores   scale, softcap, bias, ALiBi, key terms, dropout; the band and the end of the sequence; sums of
+//                        dS over queries
+//   store_accumulator    dK, dV to rows of any alignment
+//
+// What is read from shared memory is loaded 16 queries ahead, the first of it while products run.
+#ifndef FOVEA_CUDA_DEVICE_SM90_BACKWARD_SCORES_CUH
+#define FOVEA_CUDA_DEVICE_SM90_BACKWARD_SCORES_CUH
+
+#include "math/dropout.h"
+#include "math/score.h"
+#include "scores.cuh"
+#include "sm90_backward_args.h"
+#include "sm90_backward_copy.cuh"
+#include "sm90_scores.cuh"
+
+namespace fovea::cuda {
+
+// Where queries behind the end of their sequence may have scores of NaN, which a logsumexp of infinity does not hide.
+template <Spec S>
+constexpr bool kMaskQueries = S.ragged && S.bias != BiasTile::kNone;
+
+template <Spec S>
+struct Sm90BackwardScores {
+  static constexpr int M = S.step;
+  static constexpr bool kNatural = natural_scores(S);
+  static constexpr bool kBias = S.bias != BiasTile::kNone;
+  static constexpr Type kBiasType = S.bias == BiasTile::kBf16 ? Type::kBf16 : Type::kFp16;
+  static constexpr bool kDropout = S.dropout != DropoutRule::kNone;
+  static constexpr bool kEarly = kDropout && S.early;
+
+  // Of 16 queries and the 16 after them.
+  struct Loaded {
+    u32 bias[2][4];
+    float2 rows[2][2];
+
+    __device__ __forceinline__ void load(u32 panel, u32 lse, int k) {
+      if constexpr (kBias) {
+        ldmatrix_trans(bias[k & 1], panel + k * 2048);
+      }
+      load_delta(lse, k);
+    }
+    __device__ __forceinline__ void load_delta(u32 delta, int k) {
+      rows[k & 1][0] = load_shared2(delta + k * 64);
+      rows[k & 1][1] = load_shared2(delta + k * 64 + 32);
+    }
+  };
+
+  // Of a query head.
+  math::Score<float> score;
+  float slope;
+  int shift;
+  float terms[2];
+  math::DropoutHead random;
+  u32 threshold;
+  float sums[2];
+  // Of a step.
+  u32 derivatives[S.softcap ? M / 4 : 1];  // pairs of fp16
+  math::Words2<Word> words[kEarly ? M / 8 : 1];
+
+  __device__ __forceinline__ void clear() { sums[0] = sums[1] = 0; }
+
+  // key: this thread's first row.
+  __device__ __forceinline__ void begin_head(const Args& a, const Place& place, int head, int key) {
+    if constexpr (S.softcap) {
+      score = {1, a.softcap, 1 / a.softcap};
+    }
+    if constexpr (S.alibi) {
+      slope = static_cast<const float*>(a.alibi_slopes.data)[place.plane(a.alibi_slopes.strides, head)];
+      shift = place.shift(a);
+    }
+    if constexpr (S.key_term) {
+      const float* const from = static_cast<const float*>(a.key_term.data) + place.plane(a.key_term.strides, head);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        terms[r] = key + 8 * r < place.k_len ? from[key + 8 * r] : 0;
+      }
+    }
+    if constexpr (kDropout) {
+      const u64 seed = a.seed.value + (a.seed.pointer != nullptr ? *a.seed.pointer : 0);
+      const u64 offset = a.offset.value + (a.offset.pointer != nullptr ? *a.offset.pointer : 0);
+      const math::DropoutHead made =
+          math::DropoutHead::make(seed, offset, u64(place.b) * u64(a.rows.heads_q) + u64(head));
+      random = {uniform(made.k0), uniform(made.k1), uniform(made.w0), uniform(made.w1)};
+      threshold = a.drop_threshold;
+    }
+    clear();
+  }
+
+  // Some key of this warp is masked by its term.
+  __device__ __forceinline__ bool has_hidden() const {
+    if constexpr (S.key_term) {
+      return __any_sync(~0u, terms[0] == -kInfinity || terms[1] == -kInfinity);
+    } else {
+      return false;
+    }
+  }
+
+  // The random words of queries 16 k + 2 t + e and those 8 further.
+  __device__ __forceinline__ math::Words2<Word> call(int query, int key, int t, int k, int e) const {
+    return math::dropout_call<Word>(random, Word(u32(query) / 2 + 8 * k + 2 * t + e),
+                                    Word(math::dropout_fold(u32(key))));
+  }
+  __device__ __forceinline__ void draw(int query, int key, int t) {
+    if constexpr (kEarly) {
+#pragma unroll
+      for (int i = 0; i < M / 8; ++i) {
+        words[i] = call(query, key, t, i / 2, i % 2);
+      }
+    }
+  }
+
+  // s: dot products, becomes P. loaded: the first 16 queries of panel and lse.
+  __device__ __forceinline__ void weigh(float (&s)[M / 2], const Args& a, const Sm90BackwardArgs& m, Loaded& loaded,
+                                        u32 panel, u32 lse, int query, int key, int t) {
+    if constexpr (S.softcap) {
+      cap(s, a.scale);
+    }
+    const float distance = S.alibi ? float(query + 2 * t + shift - key) : 0.f;
+#pragma unroll
+    for (int k = 0; k < M / 16; ++k) {
+      if (k + 1 < M / 16) {
+        loaded.load(panel, lse, k + 1);
+      }
+#pragma unroll
+      for (int n = 2 * k; n < 2 * k + 2; ++n) {
+        const float references[2] = {loaded.rows[k & 1][n & 1].x, loaded.rows[k & 1][n & 1].y};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int r = i / 2;
+          const int e = i % 2;
+          float& x = s[4 * n + i];
+          if constexpr (kNatural) {
+            if constexpr (!S.softcap) {
+              x *= a.scale;
+            }
+            if constexpr (kBias) {
+              const u32 pair = loaded.bias[k & 1][(n & 1) * 2 + r];
+              x += e == 0 ? low<kBiasType>(pair) : high<kBiasType>(pair);
+            }
+            if constexpr (S.alibi) {
+              x += math::alibi(distance + float(8 * n + e - 8 * r), slope);
+            }
+            if constexpr (S.key_term) {
+              x += terms[r];
+            }
+            x = weight_of_difference(x, references[e], math::kLog2E);
+          } else {
+            x = weight_fused(x, m.scale_log2, references[e]);
+          }
+        }
+      }
+      if constexpr (kDropout) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const math::Words2<Word> w = kEarly ? words[kEarly ? 2 * k + e : 0] : call(query, key, t, k, e);
+          // Words are queries without and with bit 3, their halves keys. What is below the threshold gets a sign.
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int n = 2 * k + i / 2;
+            const int r = i % 2;
+            const u32 word = i / 2 == 0 ? w.x.bits : w.y.bits;
+            const u32 below = (r == 0 ? word & 0xffffu : word >> 16) - threshold;
+            float& x = s[4 * n + 2 * r + e];
+            x = __uint_as_float(__float_as_uint(x) | (below & 0x80000000u));
+          }
+        }
+      }
+    }
+  }
+
+  // What the band, the sequence or a key term hides becomes 0.
+  __device__ __forceinline__ void mask(float (&s)[M / 2], const Sm90KeyBlock<S>& block, int query, int key,
+                                       int t) const {
+    key = opaque(key);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = key + 8 * r;
+      math::Interval<int> in{0, block.place.q_len};
+      if constexpr (S.banded) {
+        in = block.band.queries_of(row);
+      }
+      bool hidden = row >= block.place.k_len;
+      if constexpr (S.key_term) {
+        hidden = hidden || terms[r] == -kInfinity;
+      }
+      const int begin = hidden ? 1 << 30 : in.begin - query - 2 * t;
+      const int end = in.end - query - 2 * t;
+#pragma unroll
+      for (int n = 0; n < M / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          if (8 * n + e < begin || ((S.left_edge || kMaskQueries<S>) && 8 * n + e >= end)) {
+            s[4 * n + 2 * r + e] = 0;
+          }
+        }
+      }
+    }
+  }
+
+  // dS from P and dP, as pairs of 16 bits. loaded: the first 16 queries of delta.
+  __device__ __forceinline__ void gradients(u32 (&grads)[M / 4], const float (&s)[M / 2], const float (&dp)[M / 2],
+                                            const Args& a, Loaded& loaded, u32 delta) {
+#pragma unroll
+    for (int k = 0; k < M / 16; ++k) {
+      if (k + 1 < M / 16) {
+        loaded.load_delta(delta, k + 1);
+      }
+#pragma unroll
+      for (int n = 2 * k; n < 2 * k + 2; ++n) {
+        const float deltas[2] = {loaded.rows[k & 1][n & 1].x, loaded.rows[k & 1][n & 1].y};
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          float grad[2];
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int i = 4 * n + 2 * r + e;
+            if constexpr (kDropout) {
+              grad[e] = math::grad_score(fabsf(s[i]), (s[i] >= 0 ? dp[i] : 0.f) * a.keep_scale, deltas[e]);
+            } else {
+              grad[e] = math::grad_score(s[i], dp[i], deltas[e]);
+            }
+            if constexpr (S.column_sum) {
+              sums[r] += grad[e];
+            }
+          }
+          if constexpr (S.softcap) {
+            grad[0] *= low<Type::kFp16>(derivatives[2 * n + r]);
+            grad[1] *= high<Type::kFp16>(derivatives[2 * n + r]);
+          }
+          grads[2 * n + r] = pack<S.type>(grad[0], grad[1]);
+        }
+      }
+    }
+  }
+
+  // key: this thread's first row.
+  __device__ __forceinline__ void store_sums(const Args& a, const Sm90KeyBlock<S>& block, int head, int key, int t) {
+    float* const to = a.column_sum + (i64(block.place.b) * a.rows.heads_q + head) * a.column_pitch;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float sum = quad_sum(sums[r]);
+      if (t == 0 && key + 8 * r < block.place.k_len) {
+        to[key + 8 * r] = sum;
+      }
+    }
+  }
+
+ private:
+  // Dot products become capped scores; their derivatives by the scaled dot products are kept.
+  __device__ __forceinline__ void cap(float (&s)[M / 2], float scale) {
+    float largest = 0;
+#pragma unroll
+    for (int i = 0; i < M / 2; ++i) {
+      s[i] *= scale;
+      largest = fmaxf(largest, fabsf(s[i]));
+    }
+    if (__all_sync(~0u, largest * score.inverse_softcap <= ApproxFloat<true>::kNear)) {
+      cap_by<ApproxFloat<true>>(s);
+    } else {
+      cap_by<Approx>(s);
+    }
+  }
+  template <class Scalar>
+  __device__ __forceinline__ void cap_by(float (&s)[M / 2]) {
+#pragma unroll
+    for (int i = 0; i < M / 4; ++i) {
+      float derivative[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        s[2 * i + e] = score_of_dot<S, Scalar>(score, s[2 * i + e], derivative[e]);
+      }
+      derivatives[i] = pack<Type::kFp16>(derivative[0], derivative[1]);
+    }
+  }
+};
+
+// A warp's 16 rows of an accumulator, from this thread's row `first` of `rows`. The four lanes that hold a row's pairs
+// of columns transpose blocks of 8 columns among themselves, so that 16 bytes leave at a time; every lane comes here.
+template <Type kType, int kCount>
+__device__ __forceinline__ void store_accumulator(u16* to, const math::Strides& strides, const float (&x)[kCount],
+                                                  float factor, int first, int rows, int columns, bool vectors, int t) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = first + 8 * r;
+    u16* const at = to + row * strides.row;
+    const auto pair = [&](int j) {
+      return j < kCount / 4 ? pack<kType>(x[j < kCount / 4 ? 4 * j + 2 * r : 0] * factor,
+                                          x[j < kCount / 4 ? 4 * j + 2 * r + 1 : 0] * factor)
+                            : 0u;
+    };
+#pragma unroll
+    for (int j = 0; j < kCount / 4; j += 4) {
+      const u32 v[4] = {pair(j), pair(j + 1), pair(j + 2), pair(j + 3)};
+      if (vectors) {
+        const bool odd = t & 1;
+        const bool upper = t & 2;
+        const u32 p = __shfl_xor_sync(~0u, odd ? v[0] : v[1], 1);
+        const u32 q = __shfl_xor_sync(~0u, odd ? v[2] : v[3], 1);
+        const u32 w0 = odd ? p : v[0];
+        const u32 w1 = odd ? v[1] : p;
+        const u32 w2 = odd ? q : v[2];
+        const u32 w3 = odd ? v[3] : q;
+        const u32 y = __shfl_xor_sync(~0u, upper ? w0 : w2, 2);
+        const u32 z = __shfl_xor_sync(~0u, upper ? w1 : w3, 2);
+        if (row < rows && (j + t) * 8 < columns) {
+          store_global(at + (j + t) * 8, upper ? uint4{y, z, w2, w3} : uint4{w0, w1, y, z});
+        }
+      } else if (row < rows) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int column = (j + i) * 8 + 2 * t;
+          if (j + i < kCount / 4 && column < columns) {
+            at[column * strides.col] = u16(v[i]);
+          }
+          if (j + i < kCount / 4 && column + 1 < columns) {
+            at[(column + 1) * strides.col] = u16(v[i] >> 16);
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_SM90_BACKWARD_SCORES_CUH
