@@ -35,6 +35,7 @@ enum class Step {
   kForward,
   kCombine,
   kBackwardPrepare,
+  kSm90Backward,
   kBackward,
   kBackwardConvert,
   kBackwardDq,

@@ -9,6 +9,7 @@
 
 #include "cuda/config/sm80_backward.h"
 #include "cuda/config/sm80_forward.h"
+#include "cuda/config/sm90_backward.h"
 #include "cuda/config/sm90_forward.h"
 #include "cuda/cuda.h"
 #include "cuda/device/sm80_backward_sizes.h"
@@ -288,8 +289,7 @@ class Planner {
     const std::int64_t heads = rows.batch() * rows.heads_q;
     add(Step::kBackwardPrepare, part("backward_prepare", spec), heads * pads);
     if (work.dkv || work.column_sum) {
-      const Kernel kernel = taken(sm80_backward(features, plan_.target, work));
-      add(Step::kBackward, kernel, backward_blocks(call_, kernel));
+      backward_of_keys(work);
     }
     if (work.dq) {
       constexpr std::int64_t kRows = 16;  // of a block
@@ -307,6 +307,20 @@ class Planner {
       add(Step::kReduceSink, part("reduce_sink", small()), rows.heads_q);
     }
     plan_.summary = fmt::format("for {}: {}{}", plan_.target.architecture(false), kernels_, plan_.summary);
+  }
+
+  void backward_of_keys(const BackwardWants& work) {
+    const Choice hopper = sm90_backward(call_, plan_.operands, plan_.target, work);
+    const char* const family = forced_family();
+    // Asked for by name, as long as it is new.
+    const bool asked = family != nullptr && std::string_view(family) == "sm90";
+    if (hopper.why_not == nullptr && work.dkv && asked) {
+      const Kernel kernel = taken(hopper);
+      add(Step::kSm90Backward, kernel, sm90_backward_blocks(call_, kernel.spec));
+      return;
+    }
+    const Kernel kernel = taken(sm80_backward(plan_.operands.features, plan_.target, work));
+    add(Step::kBackward, kernel, backward_blocks(call_, kernel));
   }
 
   // Which sums a bias's gradient is made of.

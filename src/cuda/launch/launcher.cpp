@@ -87,6 +87,9 @@ void Launcher::run() {
       case Step::kBackwardPrepare:
         backward_prepare(number);
         break;
+      case Step::kSm90Backward:
+        sm90_backward(number);
+        break;
       case Step::kBackward:
       case Step::kBackwardConvert:
       case Step::kBackwardDq:

@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What sm90_backward serves and its tile sizes. The figures were found by measuring on an H200
+// (spikes/hopper_backward); what leaves no room in shared memory goes to the next candidate.
+#include "cuda/config/sm90_backward.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+#include "core/status.h"
+#include "cuda/device/args.h"
+#include "cuda/device/sm90_backward_sizes.h"
+
+namespace fovea::cuda {
+namespace {
+
+// Tensor maps have coordinates of 32 bits and strides under 2^40 bytes.
+constexpr std::int64_t kMostRows = std::int64_t{1} << 29;
+constexpr std::int64_t kMostBlocks = std::int64_t{1} << 30;
+constexpr std::int64_t kMostBytes = std::int64_t{1} << 40;
+constexpr int kWidest = 128;
+
+bool has_map(const Operand& operand, std::int64_t rows, int element_bytes) {
+  const math::Strides& s = operand.strides;
+  const auto fits = [&](std::int64_t stride) { return stride >= 0 && stride * element_bytes < kMostBytes; };
+  return fits(s.batch1) && fits(s.batch2) && fits(s.head) && fits(s.row) && (rows <= 1 || s.row > 0);
+}
+
+const char* why_not(const Call& call, const Operands& operands, const Target& target) {
+  const Problem& p = call.problem;
+  const math::Rows& rows = call.rows;
+  const Spec& spec = operands.features;
+  constexpr int kBytes = 2;
+  if (target.capability != 90) {
+    return "compute capability other than 9.0";
+  }
+  if (spec.type == Type::kFp32) {
+    return "fp32";
+  }
+  if (spec.d > kWidest || spec.dv > kWidest) {
+    return "head_dim over 128";
+  }
+  if (spec.dropout == DropoutRule::kTorchMemEfficient) {
+    return "dropout by the rule torch_mem_efficient";
+  }
+  if (spec.bias == BiasTile::kFp32 || spec.bias2 != BiasTile::kNone) {
+    return "a bias of fp32, or two of full size";
+  }
+  if (spec.mask) {
+    return "a mask of full size";
+  }
+  if (spec.query_term) {
+    return "a bias or mask without keys";
+  }
+  if (p.head_dim == 0 || p.head_dim_v == 0 || rows.limit_q == 0 || rows.limit_k == 0) {
+    return "nothing to attend to";
+  }
+  if (rows.rows_q >= kMostRows || rows.rows_k >= kMostRows || padded_rows(rows) * rows.heads_q >= kMostBlocks) {
+    return "2^29 rows or more";
+  }
+  if (rows.batch() * rows.heads_k * ((rows.limit_k + kRowPad - 1) / kRowPad) >= kMostBlocks) {
+    return "2^30 blocks of keys or more";
+  }
+  if (!has_map(operands.q, rows.rows_q, kBytes) || !has_map(operands.grad_out, rows.rows_q, kBytes) ||
+      !has_map(operands.k, rows.rows_k, kBytes) || !has_map(operands.v, rows.rows_k, kBytes) ||
+      !has_map(operands.bias, 1, bias_bytes(spec.bias))) {
+    return "strides that no tensor map has";
+  }
+  return nullptr;
+}
+
+struct Tiles {
+  int groups;  // warpgroups, tiles * 64 keys each
+  int tiles;
+  int step;
+  int stages;
+  int planes;
+  bool bulk = false;
+  bool delay = false;
+  bool halves = false;
+};
+
+// Another choice of tiles, for measuring: "groups,tiles,step,stages,planes,bulk,delay,halves".
+const std::vector<Tiles>& given_tiles() {
+  static const std::vector<Tiles> given = [] {
+    std::vector<Tiles> tiles;
+    const char* const text = std::getenv("FOVEA_BACKWARD_TILES");
+    if (text == nullptr || *text == '\0') {
+      return tiles;
+    }
+    Tiles x{};
+    int bulk = 0;
+    int delay = 0;
+    int halves = 0;
+    constexpr int kNumbers = 8;
+    if (std::sscanf(text, "%d,%d,%d,%d,%d,%d,%d,%d", &x.groups, &x.tiles, &x.step, &x.stages, &x.planes, &bulk, &delay,
+                    &halves) != kNumbers) {
+      throw Error(FOVEA_INVALID_ARGUMENT,
+                  fmt::format("FOVEA_BACKWARD_TILES: '{}'; accepted: groups,tiles,step,stages,planes,bulk,delay,halves",
+                              text));
+    }
+    x.bulk = bulk != 0;
+    x.delay = delay != 0;
+    x.halves = halves != 0;
+    tiles.push_back(x);
+    return tiles;
+  }();
+  return given;
+}
+
+// From the best on: the first that fits is taken.
+std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_q) {
+  if (!given_tiles().empty()) {
+    return given_tiles();
+  }
+  const int widest = std::max(spec.d, spec.dv);
+  constexpr std::int64_t kShort = 2048;
+  if (widest <= 64) {
+    const bool many = spec.bias != BiasTile::kNone || spec.dropout != DropoutRule::kNone || spec.softcap;
+    if (!many && spec.banded != (seqlen_q <= kShort)) {
+      return {{2, 1, 128, 2, 2, true}, {3, 1, 64, 4, 3}};
+    }
+    return {{3, 1, 64, 4, 3}, {2, 1, 64, 3, 3}};
+  }
+  if (spec.banded && spec.d == kWidest) {
+    return {{2, 1, 64, 2, 3, false, true, true}, {2, 1, 64, 2, 2}};
+  }
+  return {{2, 1, 64, 2, 3}, {2, 1, 64, 2, 2}};
+}
+
+}  // namespace
+
+Choice sm90_backward(const Call& call, const Operands& operands, const Target& target, const BackwardWants& wants) {
+  Choice choice;
+  Kernel& kernel = choice.kernel;
+  kernel.file = "sm90_backward.cuh";
+  kernel.name = "sm90_backward";
+  kernel.one_architecture = true;
+  Spec& spec = kernel.spec;
+  spec = operands.features;
+  spec.arch = target.capability;
+  choice.why_not = why_not(call, operands, target);
+  if (choice.why_not != nullptr) {
+    return choice;
+  }
+  spec.left_edge = spec.banded && call.problem.window_left >= 0;
+  spec.dq = wants.dq;
+  spec.dkv = wants.dkv;
+  spec.column_sum = wants.column_sum;
+  for (const Tiles& tiles : candidates(spec, call.rows.limit_q)) {
+    spec.warps = 4 * tiles.groups;
+    spec.tiles = tiles.tiles;
+    spec.step = tiles.step;
+    spec.stages = tiles.stages;
+    spec.planes = tiles.planes;
+    spec.bulk = wants.dq && tiles.bulk;
+    spec.delay = wants.dq && tiles.delay;
+    spec.halves = wants.dq && tiles.halves;
+    const Sm90BackwardSizes sizes = sm90_backward_sizes(spec);
+    kernel.threads = sizes.threads;
+    kernel.shared_bytes = sizes.bytes;
+    if (sizes.bytes <= target.shared_per_block) {
+      return choice;
+    }
+  }
+  choice.why_not = "tiles beyond the shared memory of a block";
+  return choice;
+}
+
+std::int64_t sm90_backward_key_blocks(const Call& call, const Spec& spec) {
+  const std::int64_t keys = sm90_backward_sizes(spec).keys;
+  return (call.rows.limit_k + keys - 1) / keys;
+}
+
+std::int64_t sm90_backward_blocks(const Call& call, const Spec& spec) {
+  return sm90_backward_key_blocks(call, spec) * call.rows.batch() * call.rows.heads_k;
+}
+
+}  // namespace fovea::cuda

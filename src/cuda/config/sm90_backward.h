@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Which problems the backward for Hopper serves, and with which tiles: pure functions of a problem and a target.
+#pragma once
+
+#include "cuda/config/kernel.h"
+#include "cuda/config/operands.h"
+#include "cuda/config/sm80_backward.h"
+#include "cuda/config/target.h"
+
+namespace fovea::cuda {
+
+// dk, dv (and dq by additions in memory): 16-bit types, head_dim up to 128.
+Choice sm90_backward(const Call& call, const Operands& operands, const Target& target, const BackwardWants& wants);
+
+// Blocks of its grid, and of a head.
+std::int64_t sm90_backward_blocks(const Call& call, const Spec& spec);
+std::int64_t sm90_backward_key_blocks(const Call& call, const Spec& spec);
+
+}  // namespace fovea::cuda

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Arguments of the backward for Hopper: a tensor map for each of q, do, k, v and the bias.
+#include "cuda/config/sm90_backward.h"
+
+#include "cuda/device/sm90_backward_args.h"
+#include "cuda/device/sm90_backward_sizes.h"
+#include "cuda/launch/launcher.h"
+#include "cuda/launch/tensor_map.h"
+#include "math/band.h"
+#include "math/softmax.h"
+
+namespace fovea::cuda {
+
+void Launcher::sm90_backward(std::size_t number) {
+  const Spec& spec = plan_.launches[number].kernel.spec;
+  const math::Rows& rows = call_.rows;
+  const auto type = spec.type == Type::kBf16 ? jit::cu::TensorMapType::kBfloat16 : jit::cu::TensorMapType::kFloat16;
+  const i64 batch1 = rows.packed() ? 1 : rows.batch1;
+  const i64 batch2 = rows.packed() ? 1 : rows.batch2;
+  Sm90BackwardArgs args;
+  const auto map = [&](TensorMap& to, Has& has, const Tensor& tensor, i64 columns, int padded, i64 count, i64 heads,
+                       int box) {
+    encode(driver_, to, has, {tensor, type, columns, count, heads, batch2, batch1, panel_columns(padded), box});
+  };
+  const int group_keys = 64 * spec.tiles;
+  map(args.q, args.has_q, args_.q, args_.head_dim, spec.d, rows.rows_q, rows.heads_q, spec.step);
+  map(args.grad_out, args.has_grad_out, args_.grad_out, args_.head_dim_v, spec.dv, rows.rows_q, rows.heads_q,
+      spec.step);
+  map(args.k, args.has_k, args_.k, args_.head_dim, spec.d, rows.rows_k, rows.heads_k, group_keys);
+  map(args.v, args.has_v, args_.v, args_.head_dim_v, spec.dv, rows.rows_k, rows.heads_k, group_keys);
+  if (spec.bias != BiasTile::kNone) {
+    const auto its_type =
+        spec.bias == BiasTile::kBf16 ? jit::cu::TensorMapType::kBfloat16 : jit::cu::TensorMapType::kFloat16;
+    constexpr int kPanel = 64;
+    encode(driver_, args.bias, args.has_bias,
+           {args_.bias, its_type, call_.problem.seqlen_k, call_.problem.seqlen_q, rows.heads_q, rows.batch2,
+            rows.batch1, kPanel, spec.step});
+  }
+  args.key_blocks = static_cast<int>(sm90_backward_key_blocks(call_, spec));
+  args.heads_k = static_cast<int>(rows.heads_k);
+  args.group = static_cast<int>(rows.heads_q / rows.heads_k);
+  args.batch2 = static_cast<int>(rows.batch2);
+  const auto band = math::Band<int>::make(0, 0, args_.causal, args_.window_left, args_.window_right, false);
+  args.low = band.low;
+  args.high = band.high;
+  args.scale_log2 = args_.scale * math::kLog2E;
+  void* parameters[] = {&args_, &args};
+  // Programmatic launches go into graphs since CUDA 12.3.
+  constexpr int kFirstInGraphs = 12030;
+  launch(number, plan_.launches[number].blocks, parameters, driver_.version >= kFirstInGraphs);
+}
+
+}  // namespace fovea::cuda
