@@ -211,7 +211,7 @@ class Planner {
     kernel.spec.split = true;
     const std::int64_t all = splits * padded_rows(rows) * rows.heads_q;
     plan_.workspace.add(Region::kPartialOut, all * kernel.spec.dv * std::int64_t{sizeof(float)});
-    plan_.workspace.add(Region::kPartialLse, all * std::int64_t{sizeof(float)});
+    plan_.workspace.add(Region::kPartialSum, all * 2 * std::int64_t{sizeof(float)});
     Kernel combine;
     combine.file = "sm80_combine.cuh";
     combine.name = "sm80_combine";
@@ -263,7 +263,10 @@ class Planner {
     BackwardWants work;
     work.dkv = p.need.k || p.need.v;
     work.column_sum = any(Gradient::kColumns);
-    work.dq = p.need.q && work.dkv && !p.deterministic && backward_adds_dq(features, plan_.target, work.column_sum);
+    // With a sink fp32 has steps of small P lifted, which sums in memory do not know of.
+    const bool lifts = features.type == Type::kFp32 && p.sink;
+    work.dq =
+        p.need.q && work.dkv && !p.deterministic && !lifts && backward_adds_dq(features, plan_.target, work.column_sum);
 
     constexpr std::int64_t kFloat = sizeof(float);
     const std::int64_t padded = padded_rows(rows) * rows.heads_q;

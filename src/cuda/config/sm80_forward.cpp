@@ -31,7 +31,9 @@ std::vector<Tiles> candidates(const Spec& spec) {
     if (widest <= 64) {
       return {{4, 1, 64, 2}, {4, 1, 32, 2}, {4, 1, 32, 1}};
     }
-    return {{4, 1, 32, 1}, {4, 1, 16, 1}};
+    // A bias takes the registers of half of the keys.
+    const Tiles narrow{4, 1, 16, 1};
+    return bias ? std::vector<Tiles>{narrow} : std::vector<Tiles>{{4, 1, 32, 1}, narrow};
   }
   if (widest <= 32) {
     // Three blocks a multiprocessor leave 168 registers a thread: Q stays in them where nothing else is done.

@@ -24,7 +24,7 @@ enum class Region : int {
   kQueryTerm,
   kSizes,       // fp32: the largest numbers of q, k, v, do
   kPartialOut,  // split keys
-  kPartialLse,
+  kPartialSum,
   kRowLse,  // backward
   kRowDelta,
   kDqSum,
@@ -40,7 +40,7 @@ enum class Region : int {
 inline constexpr int kRegions = static_cast<int>(Region::kCount);
 inline constexpr std::array<std::string_view, kRegions> kRegionNames = {
     "q",        "k",           "v",        "grad_out",    "bias",        "bias2",     "mask bits",
-    "key term", "query term",  "sizes",    "partial out", "partial lse", "row lse",   "row delta",
+    "key term", "query term",  "sizes",    "partial out", "partial sum", "row lse",   "row delta",
     "dq sum",   "column sums", "row sums", "bias sums",   "bias2 sums",  "sink sums", "schedule"};
 
 class Workspace {

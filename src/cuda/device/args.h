@@ -68,7 +68,7 @@ struct Args {
   // ---- split keys (forward) ----
   int splits = 1;
   float* partial_out = nullptr;  // [split][padded row][head][dv]
-  float* partial_lse = nullptr;  // [split][head][padded row]
+  float* partial_sum = nullptr;  // [split][head][padded row][2]: the row's reference, its sum of weights
 
   // ---- backward ----
   // Row vectors of the backward lie at [head][row_of(b) + i], fp32: sequences padded to kRowPad (see padded_row).

@@ -74,9 +74,14 @@ struct ForwardBlock {
     }
   }
 
-  // A row ends: `sum` of its weights relative to `top`, which is in units of the scores. Its logsumexp, and what its O
-  // is multiplied by.
-  __device__ __forceinline__ float finish(const Args& a, float sum, float top, float& lse) const {
+  // How a row ends: what its O is multiplied by; its logsumexp, or with Spec::split what that is made of.
+  struct RowEnd {
+    float factor;
+    float lse;
+    float top, sum;
+  };
+  // `sum` of its weights relative to `top`, which is in units of the scores.
+  __device__ __forceinline__ RowEnd finish(const Args& a, float sum, float top) const {
     float factor = power_of_two(-int(kLift<S>));
     sum *= factor;
     if constexpr (!natural_scores(S)) {
@@ -91,12 +96,12 @@ struct ForwardBlock {
       sum = math::sum_with_sink(sum * less, math::reference_of(above), sink);
       top = above;
     }
-    lse = math::logsumexp(math::reference_of(top), sum);
+    const float lse = S.split ? 0 : math::logsumexp(math::reference_of(top), sum);
     factor *= math::inverse_of_sum(sum);
     if constexpr (S.dropout != DropoutRule::kNone) {
       factor *= a.keep_scale;
     }
-    return factor;
+    return {factor, lse, top, sum};
   }
 
   // What O is multiplied by besides: for fp32 the power of two of v. In one product with the rest it could be denormal.
@@ -108,13 +113,17 @@ struct ForwardBlock {
     }
   }
 
-  // With Spec::split: where O of a row goes. Its logsumexp is stored by one thread.
-  __device__ __forceinline__ float* store_part(const Args& a, int row, float lse, bool store_lse) const {
-    const i64 padded = padded_row(a.rows, place.b, {place.q_begin, place.q_len, 0, 0}) + row;
-    if (store_lse) {
-      a.partial_lse[(i64(part) * a.rows.heads_q + head) * a.padded_rows + padded] = lse;
-    }
-    return a.partial_out + ((i64(part) * a.padded_rows + padded) * a.rows.heads_q + head) * S.dv;
+  // With Spec::split: where O of a row goes, and its sum.
+  __device__ __forceinline__ i64 row_of_parts(const Args& a, int row) const {
+    return padded_row(a.rows, place.b, {place.q_begin, place.q_len, 0, 0}) + row;
+  }
+  __device__ __forceinline__ float* part_of_out(const Args& a, int row) const {
+    return a.partial_out + ((i64(part) * a.padded_rows + row_of_parts(a, row)) * a.rows.heads_q + head) * S.dv;
+  }
+  // Of a reference of 1e30 a logsumexp would not say how many keys reached it: the two travel apart.
+  __device__ __forceinline__ void store_part_sum(const Args& a, int row, const RowEnd& end) const {
+    const i64 at = (i64(part) * a.rows.heads_q + head) * a.padded_rows + row_of_parts(a, row);
+    reinterpret_cast<float2*>(a.partial_sum)[at] = {end.top, end.sum};
   }
 };
 

@@ -59,6 +59,7 @@ __device__ __forceinline__ float float_of(const void* data, i64 index, BiasTile 
 // Eight elements a thread; S.type says how large they are: kFp32 is 4 bytes, anything else 2.
 template <Spec S>
 __global__ void __launch_bounds__(kPrepareThreads) prepare_pack(const __grid_constant__ PackArgs args) {
+  begin_kernel<S.arch>();
   constexpr int kVectors = S.type == Type::kFp32 ? 2 : 1;
   constexpr int kElements = 8;
   const PackJob& job = args.jobs[blockIdx.y];
@@ -99,6 +100,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_pack(const __grid_con
 // A warp makes 32 words of a row: 1024 keys.
 template <Spec S>
 __global__ void __launch_bounds__(kPrepareThreads) prepare_mask(const __grid_constant__ MaskArgs args) {
+  begin_kernel<S.arch>();
   const Box& box = args.box;
   const int lane = threadIdx.x & 31;
   const i64 pieces = (box.width + 31) / 32;
@@ -124,6 +126,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_mask(const __grid_con
 
 template <Spec S>
 __global__ void __launch_bounds__(kPrepareThreads) prepare_term(const __grid_constant__ TermArgs args) {
+  begin_kernel<S.arch>();
   const Box& box = args.box;
   const i64 total = box.count();
   for (i64 n = prepare_thread(); n < total; n += prepare_stride()) {
@@ -149,6 +152,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_term(const __grid_con
 
 template <Spec S>
 __global__ void __launch_bounds__(kPrepareThreads) prepare_clear(const __grid_constant__ PairArgs args) {
+  begin_kernel<S.arch>();
   const i64 total = size_place(args.rows, Size::kCount, 0, 0);
   for (i64 n = prepare_thread(); n < total; n += prepare_stride()) {
     args.sizes[n] = 0;
@@ -181,6 +185,7 @@ struct PairRows {
 // A warp a row. What is not finite is left to itself: the scale is that of the rest.
 template <Spec S>
 __global__ void __launch_bounds__(kPrepareThreads) prepare_measure(const __grid_constant__ PairArgs args) {
+  begin_kernel<S.arch>();
   constexpr int kRows = 64;
   const float infinity = __int_as_float(0x7F800000);
   const Size which = Size(blockIdx.y);
@@ -229,6 +234,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_measure(const __grid_
 // Four elements a thread.
 template <Spec S>
 __global__ void __launch_bounds__(kPrepareThreads) prepare_split(const __grid_constant__ PairArgs args) {
+  begin_kernel<S.arch>();
   constexpr int kRows = 16;
   constexpr int kElements = 4;
   const Size which = Size(blockIdx.y);

@@ -87,10 +87,9 @@ __device__ __forceinline__ void add_rows_by_rows(float (&acc)[kRows][kColumns][4
   constexpr u32 kStepBytes = 32;
   static_assert(kColumns % 2 == 0);
   if constexpr (is_pair(kType)) {
-    // A fresh sum for every four steps, which is then added with rounding: the tensor core truncates.
+    // A fresh sum for every block of 16, which is then added with rounding: the tensor core truncates.
 #pragma unroll 1
     for (int k0 = 0; k0 < K; k0 += kInner) {
-      float sum[kRows][kColumns][4] = {};
 #pragma unroll
       for (int kk = 0; kk < kInner; ++kk) {
         u32 ah[kRows][4];
@@ -108,24 +107,17 @@ __device__ __forceinline__ void add_rows_by_rows(float (&acc)[kRows][kColumns][4
           ldmatrix(bl, b + k0 * kStepBytes + lanes_b.at(j * 16, K + kk));
 #pragma unroll
           for (int i = 0; i < kRows; ++i) {
-            mma<kType>(sum[i][2 * j], al[i], bh[0], bh[1]);
-            mma<kType>(sum[i][2 * j + 1], al[i], bh[2], bh[3]);
-            mma<kType>(sum[i][2 * j], ah[i], bl[0], bl[1]);
-            mma<kType>(sum[i][2 * j + 1], ah[i], bl[2], bl[3]);
-          }
-        }
-      }
+            float sum[2][4] = {};
 #pragma unroll
-      for (int kk = 0; kk < kInner; ++kk) {
-        add_step<kType>(sum, a + k0 * kStepBytes, lanes_a, b + k0 * kStepBytes, lanes_b, kk);
-      }
+            for (int x = 0; x < 2; ++x) {
+              mma<kType>(sum[x], al[i], bh[2 * x], bh[2 * x + 1]);
+              mma<kType>(sum[x], ah[i], bl[2 * x], bl[2 * x + 1]);
+              mma<kType>(sum[x], ah[i], bh[2 * x], bh[2 * x + 1]);
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-        for (int j = 0; j < kColumns; ++j) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            acc[i][j][e] += sum[i][j][e];
+              for (int e = 0; e < 4; ++e) {
+                acc[i][2 * j + x][e] += sum[x][e];
+              }
+            }
           }
         }
       }

@@ -69,6 +69,17 @@ __device__ __forceinline__ void sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// griddepcontrol.wait, griddepcontrol.launch_dependents (Parallel Synchronization: griddepcontrol), from 9.0 on: what a
+// kernel does first. It may have been started before the one before it has ended; here it waits until that has, and its
+// writes are seen. Then the next may be started, which waits in turn. Nothing where kernels are launched as usual.
+template <int kArch>
+__device__ __forceinline__ void begin_kernel() {
+  if constexpr (kArch >= 90) {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  }
+}
+
 // ---- shared memory ----
 
 // ldmatrix (Warp-level Matrix Load: ldmatrix): four 8 x 8 matrices of 16 bits; lane l gives the address of row l % 8 of

@@ -23,6 +23,7 @@ namespace fovea::cuda {
 
 template <Spec S>
 __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_backward(const __grid_constant__ Args a) {
+  begin_kernel<S.arch>();
   constexpr int D = S.d;
   constexpr int V = S.dv;
   constexpr int T = S.tiles;
@@ -145,6 +146,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_backward(const __gr
     for (int part = 0; part < M; part += P) {
       Operand<kType> p_operand[T][P / 16];
       Operand<kType> ds_operand[T][P / 16];
+      float lowered = 1;
       math::TileClass kind = math::TileClass::kFull;
       if constexpr (S.banded) {
         kind = block.band.tile(m0 + part, m0 + part + P, key0, key0 + T * 16);
@@ -165,6 +167,9 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_backward(const __gr
         grad_scores<S, true, S.column_sum, false, typename Loader::Inputs, M, N>(
             s, dp, sums, a, thread, head, block.band, edge, stage + Loader::kLse, stage + Loader::kInputs,
             thread.warp * T * 16, part, key0, m0 + part);
+        if constexpr (is_pair(kType) && !S.dq) {
+          lowered = lift_small<false>(a, s, dp);
+        }
 #pragma unroll
         for (int i = 0; i < T; ++i) {
 #pragma unroll
@@ -180,10 +185,10 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_backward(const __gr
       if constexpr (S.dkv) {
         add_columns<kType, T, V / 8, P / 16>(
             dv, [&](int i, int kk) { return p_operand[i][kk]; },
-            [&](int kk, int j) { return grad_out + rows_v.at(part + kk * 16, j); }, V / 16, head.factors.v);
+            [&](int kk, int j) { return grad_out + rows_v.at(part + kk * 16, j); }, V / 16, head.factors.v * lowered);
         add_columns<kType, T, D / 8, P / 16>(
             dk, [&](int i, int kk) { return ds_operand[i][kk]; },
-            [&](int kk, int j) { return queries + rows_d.at(part + kk * 16, j); }, D / 16, head.factors.k);
+            [&](int kk, int j) { return queries + rows_d.at(part + kk * 16, j); }, D / 16, head.factors.k * lowered);
       }
     }
     if constexpr (S.dq && !S.delay) {
@@ -227,7 +232,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_backward(const __gr
       }
     } else {
       store_fragment<kType, kRowD>(my_keys, dk, a.scale, thread);
-      store_fragment<kType, kRowV>(my_values, dv, 1.f, thread);
+      store_fragment<kType, kRowV>(my_values, dv, keep_scale<S>(a), thread);
       __syncwarp();
       if (a.grad_k.data != nullptr) {
         store_rows<kRowD, T * 16>(my_keys, static_cast<u16*>(a.grad_k.data) + to_k, a.grad_k.strides, left, a.out_dim,

@@ -24,6 +24,7 @@ namespace fovea::cuda {
 
 template <Spec S>
 __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_backward_dq(const __grid_constant__ Args a) {
+  begin_kernel<S.arch>();
   constexpr int D = S.d;
   constexpr int V = S.dv;
   constexpr int T = S.tiles;
@@ -139,6 +140,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_backward_dq(const _
     }
     const u32 stage = stages + n % S.stages * kStageBytes;
     Operand<kType> ds[T][N / 16];
+    float lowered = 1;
     {
       float s[T][N / 8][4] = {};
       float dp[T][N / 8][4] = {};
@@ -147,6 +149,9 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_backward_dq(const _
       const bool edge = kind == math::TileClass::kEdge || n0 + N > place.k_len;
       grad_scores<S, false, S.row_sum, false, Inputs, M, N>(s, dp, sums, a, thread, head, band, edge, row_vectors,
                                                             stage + kInputs, thread.warp * T * 16, 0, row0, n0);
+      if constexpr (is_pair(kType)) {
+        lowered = lift_small<false>(a, s, dp);
+      }
 #pragma unroll
       for (int i = 0; i < T; ++i) {
 #pragma unroll
@@ -161,7 +166,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_backward_dq(const _
           [&](int kk, int j) {
             return stage + (j < C ? blocks.at(kk * 16, j) : blocks_lo.at(kk * 16, j < C ? 0 : j - C));
           },
-          C, head.factors.q);
+          C, head.factors.q * lowered);
     }
   }
   copy_wait<0>();

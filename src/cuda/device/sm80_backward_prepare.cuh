@@ -118,6 +118,7 @@ __device__ __forceinline__ float element(const char* data, i64 at) {
 
 template <Spec S>
 __global__ void __launch_bounds__(256) backward_prepare(const __grid_constant__ Args a) {
+  begin_kernel<S.arch>();
   constexpr int kLanes = 8;  // of a row
   constexpr int kPass = 256 / kLanes;
   constexpr int kBytes = S.type == Type::kFp32 ? 4 : 2;
@@ -209,6 +210,7 @@ __global__ void __launch_bounds__(256) backward_prepare(const __grid_constant__ 
 // 4 g + t, columns 2t, 2t + 1.
 template <Spec S>
 __global__ void __launch_bounds__(256) backward_convert(const __grid_constant__ Args a) {
+  begin_kernel<S.arch>();
   constexpr int kChunks = S.d / 8;
   const i64 tiles = (a.rows.limit_q + 15) / 16;
   const i64 block = a.first_block + blockIdx.x;
@@ -266,6 +268,7 @@ __global__ void __launch_bounds__(256) backward_convert(const __grid_constant__ 
 // A warp of eight takes every eighth entry of a plane's list, a lane one column; then the eight are added in order.
 template <Spec S>
 __global__ void __launch_bounds__(256) reduce_columns(const __grid_constant__ Args a) {
+  begin_kernel<S.arch>();
   __shared__ float partial[8][32];
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
@@ -298,6 +301,7 @@ __global__ void __launch_bounds__(256) reduce_columns(const __grid_constant__ Ar
 // The same over row_sum; where the bias has one row for all queries, their sums are added, too.
 template <Spec S>
 __global__ void __launch_bounds__(256) reduce_rows(const __grid_constant__ Args a) {
+  begin_kernel<S.arch>();
   __shared__ float partial[8][32];
   __shared__ float scratch[8];
   const math::Strides& s = a.grad_bias.strides;
@@ -349,6 +353,7 @@ __global__ void __launch_bounds__(256) reduce_rows(const __grid_constant__ Args 
 
 template <Spec S>
 __global__ void __launch_bounds__(256) reduce_sink(const __grid_constant__ Args a) {
+  begin_kernel<S.arch>();
   __shared__ float scratch[8];
   const i64 h = a.first_block + blockIdx.x;
   const i64 count = a.rows.batch() * ((a.rows.limit_q + kRowPad - 1) / kRowPad);

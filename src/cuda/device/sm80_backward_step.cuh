@@ -147,6 +147,12 @@ struct StepLoader {
   }
 };
 
+// What dV is multiplied by where it leaves, and not P before: the factor may be beyond what fp16 holds.
+template <Spec S>
+__device__ __forceinline__ float keep_scale(const Args& a) {
+  return S.dropout != DropoutRule::kNone ? a.keep_scale : 1.f;
+}
+
 // ---- fp32 ----
 
 // Pairs travel multiplied by powers of two: q, k, v, do by those of their largest numbers, P by 2^15, dS so that its
@@ -161,7 +167,7 @@ struct GradFactors {
   static __device__ __forceinline__ GradFactors make(const Args& a, u32 b, u32 head, u32 head_k,
                                                      bool natural_grads = false) {
     if constexpr (!is_pair(S.type)) {
-      return {a.scale, 1, 1, a.scale, a.scale, 1, 1};
+      return {a.scale, 1, 1, a.scale, a.scale, keep_scale<S>(a), 1};
     } else {
       const u32 heads = u32(a.rows.heads_q);
       const u32 stride = u32(a.rows.batch()) * heads;
@@ -180,7 +186,7 @@ struct GradFactors {
               power_of_two(s - kLift),
               a.scale * power_of_two(-k) * power_of_two(-s),
               a.scale * power_of_two(-q) * power_of_two(-s),
-              power_of_two(-o - kLift) * (S.dropout != DropoutRule::kNone ? a.keep_scale : 1.f),
+              power_of_two(-o - kLift) * keep_scale<S>(a),
               power_of_two(-s)};
     }
   }
@@ -207,10 +213,10 @@ struct HeadState {
   }
 };
 
-// s: dot products, becomes P (with dropout and its factor: what dV needs); dp: products, becomes dS by the dot product
-// over the scale (kByScore: by the score). sums, if kSums: dS by the score, added up along the rows. The fragment
-// begins at (tile_row, tile_column) of this step's tiles and at (row0, column0) of the sequence; row_vectors, inputs:
-// addresses in shared memory, the former of the first query of the tile.
+// s: dot products, becomes P (with dropout, its factor left to keep_scale: what dV needs); dp: products, becomes dS by
+// the dot product over the scale (kByScore: by the score). sums, if kSums: dS by the score, added up along the rows.
+// The fragment begins at (tile_row, tile_column) of this step's tiles and at (row0, column0) of the sequence;
+// row_vectors, inputs: addresses in shared memory, the former of the first query of the tile.
 template <Spec S, bool kTransposed, bool kSums, bool kByScore, class Inputs, int kQueries, int kKeys, int kTiles,
           int kColumns, class Head>
 __device__ __forceinline__ void grad_scores(float (&s)[kTiles][kColumns][4], float (&dp)[kTiles][kColumns][4],
@@ -280,7 +286,7 @@ __device__ __forceinline__ void grad_scores(float (&s)[kTiles][kColumns][4], flo
           if constexpr (S.dropout != DropoutRule::kNone) {
             const bool kept_here = kColumns == 1 && first_half != 0 ? keep[1][e] : keep[half][e];
             const float factor = kept_here ? a.keep_scale : 0.f;
-            kept = is_pair(S.type) ? (kept_here ? p : 0.f) : p * factor;  // of pairs in GradFactors::v: it may be large
+            kept = kept_here ? p : 0.f;
             grad *= factor;
           }
           if constexpr (is_pair(S.type)) {
@@ -300,6 +306,56 @@ __device__ __forceinline__ void grad_scores(float (&s)[kTiles][kColumns][4], flo
       }
     }
   }
+}
+
+// fp32 with a sink: where that takes nearly all of a row, the P that are left may be smaller than a pair of fp16
+// resolves. Then P and dS of a step are multiplied by 2^n, so that the largest is near 2^10; what products are to be
+// multiplied by for it is returned. kBlock: one n for the block, and each of its warps comes here or to
+// lift_of_others(); otherwise one for the warp. A sum over keys of a step that others made has no such factor: a
+// kernel that adds dQ to memory does not serve a sink in fp32.
+template <bool kBlock>
+__device__ __forceinline__ int small_lift(float largest) {
+  constexpr int kStep = 10;
+  constexpr int kMost = 100;
+  int lift = 0;
+  for (; lift < kMost; lift += kStep) {
+    const bool large = largest >= power_of_two(kStep / 2 - lift);
+    if (kBlock ? __syncthreads_or(large) != 0 : __any_sync(~0u, large)) {
+      break;
+    }
+  }
+  return lift;
+}
+template <bool kBlock, int kTiles, int kColumns>
+__device__ __forceinline__ float lift_small(const Args& a, float (&s)[kTiles][kColumns][4],
+                                            float (&dp)[kTiles][kColumns][4]) {
+  if (a.sink == nullptr) {
+    return 1;
+  }
+  float largest = 0;
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+    for (int j = 0; j < kColumns; ++j) {
+      for (int e = 0; e < 4; ++e) {
+        largest = fmaxf(largest, fmaxf(s[i][j][e], fabsf(dp[i][j][e])));
+      }
+    }
+  }
+  const int lift = small_lift<kBlock>(largest);
+  const float factor = power_of_two(lift);
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+    for (int j = 0; j < kColumns; ++j) {
+      for (int e = 0; e < 4; ++e) {
+        s[i][j][e] *= factor;
+        dp[i][j][e] *= factor;
+      }
+    }
+  }
+  return power_of_two(-lift);
+}
+__device__ __forceinline__ float lift_of_others(const Args& a) {
+  return a.sink == nullptr ? 1 : power_of_two(-small_lift<true>(0));
 }
 
 // A 16 x 16 block of an accumulator as an operand.

@@ -96,6 +96,7 @@ __device__ __forceinline__ void store_bias_sums(const Args& a, const float (&sum
 
 template <Spec S>
 __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_bias_gradient(const __grid_constant__ Args a) {
+  begin_kernel<S.arch>();
   constexpr int D = S.d;
   constexpr int V = S.dv;
   constexpr int T = S.tiles;
@@ -271,6 +272,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_bias_gradient(const
 // The chunks of every number, in order.
 template <Spec S>
 __global__ void __launch_bounds__(256) bias_gradient_sum(const __grid_constant__ Args a) {
+  begin_kernel<S.arch>();
   const i64 size = i64(a.bias_rows) * a.bias_keys;
   const i64 blocks = (size + 255) / 256;
   const i64 block = a.first_block + blockIdx.x;

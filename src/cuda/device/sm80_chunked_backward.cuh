@@ -243,6 +243,10 @@ __device__ __forceinline__ void chunked_backward(const Args& a) {
     grad_scores<S, kTransposed, kTransposed ? S.column_sum : S.row_sum, false, Inputs, kQueries, kKeys>(
         s, dp, sums, a, thread, head, block.band, edge, inputs, inputs + kQueries * 8, thread.warp * T * 16, 0, row0,
         column);
+    float lowered = 1;
+    if constexpr (is_pair(kType)) {
+      lowered = lift_small<false>(a, s, dp);
+    }
     Operand<kType> operands[T][M / 16];
 #pragma unroll
     for (int i = 0; i < T; ++i) {
@@ -259,9 +263,9 @@ __device__ __forceinline__ void chunked_backward(const Args& a) {
     add_columns<kType, T, W / 8, M / 16>(
         sum, [&](int i, int kk) { return operands[i][kk]; },
         [&](int kk, int j) { return moving + lanes_result.at(kk * 16, j); }, W / 16,
-        !kTransposed ? head.factors.q
-        : of_v       ? head.factors.v
-                     : head.factors.k);
+        lowered * (!kTransposed ? head.factors.q
+                   : of_v       ? head.factors.v
+                                : head.factors.k));
     buffer ^= 1;
   }
   copy_wait<0>();
@@ -295,7 +299,7 @@ __device__ __forceinline__ void chunked_backward(const Args& a) {
   } else {
     static_assert(N * W * 2 <= 2 * kBufferBytes);
     const u32 tile = buffers + thread.warp * T * 16 * W * 2;
-    store_fragment<kType, W>(tile, sum, of_v ? 1.f : a.scale, thread);
+    store_fragment<kType, W>(tile, sum, of_v ? keep_scale<S>(a) : a.scale, thread);
     __syncwarp();
     store_rows<W, T * 16>(tile, static_cast<u16*>(to.data) + at, to.strides, left, columns, a.vector_stores,
                           thread.lane, 32);
@@ -304,16 +308,19 @@ __device__ __forceinline__ void chunked_backward(const Args& a) {
 
 template <Spec S>
 __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_chunked_backward(const __grid_constant__ Args a) {
+  begin_kernel<S.arch>();
   chunked_backward<S, true>(a);
 }
 
 template <Spec S>
 __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_chunked_backward_dq(const __grid_constant__ Args a) {
+  begin_kernel<S.arch>();
   chunked_backward<S, false>(a);
 }
 
 template <Spec S>
 __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_chunked_bias_gradient(const __grid_constant__ Args a) {
+  begin_kernel<S.arch>();
   constexpr int C = S.d;
   constexpr int T = S.tiles;
   constexpr int M = chunked_backward_rows(S);  // queries

@@ -2,12 +2,14 @@
 //
 // sm80_combine: the results of blocks that had a part of the keys each (Spec::split) become one.
 //
-// A part has o_p, normalised in itself, and lse_p. With lse = log(sum over p of exp(lse_p) + exp(sink)):
+// A part has o_p, normalised in itself, and sum_p, the sum of its weights relative to reference_p. With reference the
+// largest of those and of the sink:
 //
-//     o = sum over p of exp(lse_p - lse) o_p
+//     weight_p = sum_p exp(reference_p - reference),   sum = sum over p of weight_p + exp(sink - reference)
+//     o = sum over p of weight_p / sum o_p,            lse = reference + log(sum)
 //
 // in the order of the parts, whatever came first: the same bits in every run. A warp has one row of one head; lanes
-// run along its columns. Parts that met no key have lse_p = -inf and o_p = 0.
+// run along its columns. Parts that met no key have reference_p = -inf, sum_p = 0 and o_p = 0.
 #ifndef FOVEA_CUDA_DEVICE_SM80_COMBINE_CUH
 #define FOVEA_CUDA_DEVICE_SM80_COMBINE_CUH
 
@@ -19,6 +21,7 @@ namespace fovea::cuda {
 
 template <Spec S>
 __global__ void __launch_bounds__(kCombineRows * 32) sm80_combine(const __grid_constant__ Args a) {
+  begin_kernel<S.arch>();
   const Thread thread;
   const u32 tiles = (u32(a.rows.limit_q) + kCombineRows - 1) / kCombineRows;
   const u32 block = u32(a.first_block) + block_index();
@@ -31,19 +34,23 @@ __global__ void __launch_bounds__(kCombineRows * 32) sm80_combine(const __grid_c
     return;
   }
   const i64 padded = padded_row(a.rows, place.b, {place.q_begin, place.q_len, 0, 0}) + row;
-  const float* const part_lse = a.partial_lse + head * a.padded_rows + padded;
-  const i64 lse_stride = heads * a.padded_rows;
+  const float2* const part_sum = reinterpret_cast<const float2*>(a.partial_sum) + head * a.padded_rows + padded;
+  const i64 sum_stride = heads * a.padded_rows;
   const float* const part_out = a.partial_out + (padded * heads + head) * S.dv;
   const i64 out_stride = a.padded_rows * heads * S.dv;
 
   float top = a.sink != nullptr ? a.sink[head * a.sink_stride] : -kInfinity;
   for (int p = 0; p < a.splits; ++p) {
-    top = math::max(part_lse[p * lse_stride], top);
+    top = math::max(part_sum[p * sum_stride].x, top);
   }
   const float reference = math::reference_of(top);
+  const auto weight_of = [&](int p) {
+    const float2 part = part_sum[p * sum_stride];
+    return part.y * math::weight(part.x, reference);
+  };
   float sum = 0;
   for (int p = 0; p < a.splits; ++p) {
-    sum += math::weight(part_lse[p * lse_stride], reference);
+    sum += weight_of(p);
   }
   if (a.sink != nullptr) {
     sum = math::sum_with_sink(sum, reference, a.sink[head * a.sink_stride]);
@@ -60,7 +67,7 @@ __global__ void __launch_bounds__(kCombineRows * 32) sm80_combine(const __grid_c
   for (int column = thread.lane * 4; column < a.out_dim_v; column += 128) {
     float4 o = {0, 0, 0, 0};
     for (int p = 0; p < a.splits; ++p) {
-      const float weight = math::weight(part_lse[p * lse_stride], reference) * inverse;
+      const float weight = weight_of(p) * inverse;
       const float4 x = *reinterpret_cast<const float4*>(part_out + p * out_stride + column);
       o = {o.x + weight * x.x, o.y + weight * x.y, o.z + weight * x.z, o.w + weight * x.w};
     }

@@ -265,6 +265,7 @@ struct Softmax {
 
 template <Spec S>
 __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_forward(const __grid_constant__ Args a) {
+  begin_kernel<S.arch>();
   // ---- sizes ----
   constexpr bool kPairs = S.type == Type::kFp32;
   constexpr int kWide = kPairs ? 2 : 1;  // numbers of 16 bits for a number
@@ -449,12 +450,15 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_forward(const __gri
     for (int x = 0; x < 2; ++x) {
       const int r = i * 16 + g + x * 8;
       const int row = out_row0 + r;
-      float lse;
-      const float factor = here.finish(a, quad_sum(softmax[i].sum[x]), softmax[i].top[x], lse);
+      const auto end = here.finish(a, quad_sum(softmax[i].sum[x]), softmax[i].top[x]);
+      const float factor = end.factor;
       const float value_scale = here.value_scale(a);
       if constexpr (S.split) {
         if (r < rows) {
-          float* const to = here.store_part(a, row, lse, t == 0) + t * 2;
+          if (t == 0) {
+            here.store_part_sum(a, row, end);
+          }
+          float* const to = here.part_of_out(a, row) + t * 2;
           for (int j = 0; j < kColumnsOut; ++j) {
             *reinterpret_cast<float2*>(to + j * 8) = {o[i][j][2 * x] * factor * value_scale,
                                                       o[i][j][2 * x + 1] * factor * value_scale};
@@ -463,7 +467,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_forward(const __gri
       } else {
         if (t == 0 && r < rows && a.lse.data != nullptr) {
           static_cast<float*>(a.lse.data)[here.place.query_rows(a.lse.strides, here.head) + row * a.lse.strides.row] =
-              lse;
+              end.lse;
         }
         for (int j = 0; j < kColumnsOut; ++j) {
           const float2 pair = {o[i][j][2 * x] * factor * value_scale, o[i][j][2 * x + 1] * factor * value_scale};

@@ -32,6 +32,7 @@ constexpr int blocks_at_once(int row_tiles, int blocks) {
 
 template <Spec S>
 __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_wide_backward(const __grid_constant__ Args a) {
+  begin_kernel<S.arch>();
   constexpr int D = S.d;
   constexpr int V = S.dv;
   constexpr int T = S.tiles;
@@ -146,6 +147,8 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_wide_backward(const
     const u32 queries = stage + Loader::kQueries;
     const u32 grad_out = stage + Loader::kGradOut;
     const int m0 = block.query(now);
+    constexpr bool kLifts = is_pair(kType) && !S.dq;
+    float lowered = 1;
     if (kWarpsS == S.warps || thread.warp < kWarpsS) {
       const int part = query_warp * P;
       float s[T][P / 8][4] = {};
@@ -167,8 +170,13 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_wide_backward(const
             s, dp, sums, a, thread, head, block.band, edge, stage + Loader::kLse, stage + Loader::kInputs,
             key_warp * T * 16, part, key0, m0 + part);
       }
+      if constexpr (kLifts) {
+        lowered = lift_small<true>(a, s, dp);
+      }
       store_pairs<kType, M>(weights, kLo, s, key_warp * T * 16, part / 8, thread);
       store_pairs<kType, M>(grads, kLo, dp, key_warp * T * 16, part / 8, thread);
+    } else if constexpr (kLifts) {
+      lowered = lift_of_others(a);
     }
     sync();
 
@@ -189,13 +197,13 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_wide_backward(const
           [&](int kk, int j) {
             return grad_out + (j < CV ? blocks_v.at(kk * 16, j) : lo_v.at(kk * 16, j < CV ? 0 : j - CV));
           },
-          CV, head.factors.v);
+          CV, head.factors.v * lowered);
       add_columns<kType, TO, 2 * CD, M / 16>(
           dk, [&](int i, int kk) { return operand_at(grads, i, kk); },
           [&](int kk, int j) {
             return queries + (j < CD ? blocks_d.at(kk * 16, j) : lo_d.at(kk * 16, j < CD ? 0 : j - CD));
           },
-          CD, head.factors.k);
+          CD, head.factors.k * lowered);
     }
     // dQ = dS K, some columns of a warp at a time
     if constexpr (S.dq) {
@@ -252,7 +260,8 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_wide_backward(const
       }
     } else {
       store_fragment<kType, kRowD>(keys + row_warp * TO * 16 * kRowD * 2, dk, a.scale, thread, column_warp * CD * 2);
-      store_fragment<kType, kRowV>(values + row_warp * TO * 16 * kRowV * 2, dv, 1.f, thread, column_warp * CV * 2);
+      store_fragment<kType, kRowV>(values + row_warp * TO * 16 * kRowV * 2, dv, keep_scale<S>(a), thread,
+                                   column_warp * CV * 2);
       sync();
       if (a.grad_k.data != nullptr) {
         store_rows<kRowD, N>(keys, static_cast<u16*>(a.grad_k.data) + to_k, a.grad_k.strides, left, a.out_dim,

@@ -23,6 +23,7 @@ namespace fovea::cuda {
 
 template <Spec S>
 __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_wide_forward(const __grid_constant__ Args a) {
+  begin_kernel<S.arch>();
   // ---- sizes ----
   constexpr bool kPairs = S.type == Type::kFp32;
   constexpr Type kType = S.type == Type::kBf16 ? Type::kBf16 : Type::kFp16;  // of the products
@@ -416,16 +417,16 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_wide_forward(const 
       for (int w = 0; w < kWarpsS; ++w) {
         all += load_shared(shared_max + (r * kWarpsS + w) * 4);
       }
-      float lse;
-      const float factor = here.finish(a, all, top[i][x], lse);
+      const auto end = here.finish(a, all, top[i][x]);
       if (t == 0 && warp_s == 0) {
-        store_shared(shared_factor + r * 4, factor);
+        store_shared(shared_factor + r * 4, end.factor);
         if (r < rows && here.chunk == 0) {
           if constexpr (S.split) {
-            here.store_part(a, here.m0 + r, lse, true);
+            here.store_part_sum(a, here.m0 + r, end);
           } else if (a.lse.data != nullptr) {
             static_cast<float*>(
-                a.lse.data)[here.place.query_rows(a.lse.strides, here.head) + (here.m0 + r) * a.lse.strides.row] = lse;
+                a.lse.data)[here.place.query_rows(a.lse.strides, here.head) + (here.m0 + r) * a.lse.strides.row] =
+                end.lse;
           }
         }
       }
@@ -443,7 +444,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_wide_forward(const 
       const float factor = load_shared(shared_factor + r * 4);
       float* part = nullptr;
       if constexpr (S.split) {
-        part = here.store_part(a, here.m0 + r, 0, false) + here.chunk * kOut + column_o + t * 2;
+        part = here.part_of_out(a, here.m0 + r) + here.chunk * kOut + column_o + t * 2;
       }
       for (int j = 0; j < kColumnsOut / 8; ++j) {
         const float2 pair = {o[i][j][2 * x] * factor * value_scale, o[i][j][2 * x + 1] * factor * value_scale};

@@ -108,7 +108,13 @@ void Launcher::run() {
 
 void Launcher::launch_with(std::size_t number, std::int64_t blocks, void* arguments) {
   void* parameters[] = {arguments};
-  launch(number, blocks, parameters, false);
+  launch(number, blocks, parameters, may_overlap(number));
+}
+
+bool Launcher::may_overlap(std::size_t number) const {
+  constexpr int kFirstInGraphs = 12030;  // programmatic launches go into graphs since CUDA 12.3
+  constexpr int kFirstCapability = 90;
+  return number > 0 && plan_.target.capability >= kFirstCapability && driver_.version >= kFirstInGraphs;
 }
 
 void Launcher::launch(std::size_t number, std::int64_t blocks, void** parameters, bool programmatic) {

@@ -34,6 +34,9 @@ class Launcher {
   Tensor tensor(const Operand& operand, const View& view) const;
   Tensor tensor(const View& view) const { return {view.data, view.strides}; }
 
+  // Whether a launch may begin before the one before it in this call has ended, for kernels that wait for that first
+  // (begin_kernel). The first of a call comes after work of others.
+  bool may_overlap(std::size_t number) const;
   // With one argument. Its own name: a pointer to pointers is a void*, too.
   void launch_with(std::size_t number, std::int64_t blocks, void* arguments);
   // With a pointer for each argument. programmatic: may begin before the launch before it has ended.

@@ -8,7 +8,7 @@ namespace fovea::cuda {
 void Launcher::forward(std::size_t number) {
   args_.splits = plan_.launches[number].pieces;
   args_.partial_out = region<float>(Region::kPartialOut);
-  args_.partial_lse = region<float>(Region::kPartialLse);
+  args_.partial_sum = region<float>(Region::kPartialSum);
   main(number, args_);
 }
 
