@@ -8,8 +8,10 @@ nothing is written, and a table that would change is an error.
 
 import argparse
 import json
+import math
 import os
 import re
+import statistics
 import sys
 from pathlib import Path
 
@@ -128,11 +130,37 @@ def gpu_rate(row, name, way):
 
 
 def gpu_cell(row, name):
-    """Forward / backward; rows of few queries, which memory bounds, have the bytes of q, k, v and out instead."""
-    pair = [gpu_rate(row, name, way) for way in (0, 1)]
-    if pair[0] and not row["results"]["ours"].get("backward_us"):
-        return f"{row['bytes'] / row['results'][name]['forward_us'] / 1e3:.0f} GB/s"
-    return " / ".join("–" if rate is None else f"{rate:.0f}" for rate in pair) if any(pair) else ""
+    """Forward / backward in the row's unit: TFLOP/s, ms, or GB/s of q, k, v and out where memory bounds it."""
+    result = row["results"].get(name, {})
+    times = [result.get(way) for way in WAYS]
+    if not any(times):
+        return ""
+    if row["unit"] == "GB/s":
+        return f"{row['bytes'] / times[0] / 1e3:.0f} GB/s"
+    if row["unit"] == "ms":
+        return " / ".join(f"{time / 1e3:.3f}" if time else "–" for time in times) + " ms"
+    return " / ".join("–" if not time else f"{gpu_rate(row, name, way):.0f}" for way, time in enumerate(times))
+
+
+def gpu_asked(data, row):
+    """What is to be reached, forward / backward, and ours as a part of it: 1 is reached."""
+    parts, asked = [], []
+    for way in (0, 1):
+        want, ours = (row["asked"] or (0, 0))[way], row["results"]["ours"].get(WAYS[way])
+        copy = data["machine"].get("copy_gb_per_s")
+        if not want or not ours or (row["unit"] == "GB/s" and not copy):
+            parts.append("–")
+            asked.append("–")
+            continue
+        if row["unit"] == "ms":
+            reached = 1e3 * want / ours
+        elif row["unit"] == "GB/s":
+            reached = row["bytes"] / ours / 1e3 / copy / want
+        else:
+            reached = gpu_rate(row, "ours", way) / want
+        parts.append(f"{reached:.2f}")
+        asked.append(f"{want:.0%} of a copy" if row["unit"] == "GB/s" else f"{want:g}")
+    return "" if parts == ["–", "–"] else f"{' / '.join(asked)}: {' / '.join(parts)}"
 
 
 def gpu_head(data, rows):
@@ -159,18 +187,30 @@ def gpu_dense():
     data, rows = gpu_rows("dense")
     peers = gpu_peers(rows)
     table = gpu_table(
-        gpu_head(data, rows) + " bf16, TFLOP/s of allowed pairs, forward / backward; 16,384 tokens and 2,048 columns in each cell.",
-        ["D", "S", "causal"], peers, ["fovea / best of the row"],
+        gpu_head(data, rows) + " bf16, TFLOP/s of allowed pairs, forward / backward; 16,384 tokens and 2,048 columns in each cell. `of the "
+        "best known`: ours over what cuDNN reached here times what the best of cuDNN, FlashAttention-3 and FlashAttention-4 was worth in "
+        "cuDNN, in runs of all three on such a machine (`bench/gpu/cases.py`).",
+        ["D", "S", "causal"], peers, ["fovea / best of the row", "of the best known"],
     )
+    means = {}
     for row in rows:
         _, d, s, causal = row["name"].split()
-        ratios = []
+        ratios, asked = [], []
         for way in (0, 1):
             others = [rate for rate in (gpu_rate(row, name, way) for name in peers) if rate]
-            ours = gpu_rate(row, "ours", way)
+            ours, yardstick = gpu_rate(row, "ours", way), gpu_rate(row, "cuDNN", way)
             ratios.append(f"{ours / max(others):.2f}" if ours and others else "–")
+            asked.append(f"{ours / yardstick / row['asked'][way]:.2f}" if ours and yardstick else "–")
+            if ours and yardstick:
+                means.setdefault((d[1:], way), []).append(ours / yardstick / row["asked"][way])
+                means.setdefault(("all", way), []).append(ours / yardstick / row["asked"][way])
         cells = [d[1:], s[1:], "yes" if causal == "c" else "no", f"**{gpu_cell(row, 'ours')}**", *(gpu_cell(row, name) for name in peers)]
-        table.append("| " + " | ".join([*cells, " / ".join(ratios)]) + " |")
+        table.append("| " + " | ".join([*cells, " / ".join(ratios), " / ".join(asked)]) + " |")
+    for d in sorted({d for d, _ in means}, key=lambda d: (d == "all", d.zfill(3))):
+        both = [means.get((d, way), []) for way in (0, 1)]
+        mean = " / ".join(f"{math.exp(sum(map(math.log, part)) / len(part)):.2f}" for part in both if part)
+        least = " / ".join(f"{min(part):.2f}" for part in both if part)
+        table.append(f"| {d} | geometric mean | " + " | " * (len(peers) + 2) + f" | {mean}, least {least} |")
     return table
 
 
@@ -203,25 +243,73 @@ def gpu_short():
     return table
 
 
+def gpu_part(row, beside):
+    """Ours as a part of our speed on the row without the feature."""
+    pairs = [(gpu_rate(row, "ours", way), gpu_rate(beside, "ours", way)) for way in (0, 1)]
+    return " / ".join(f"{a / b:.2f}" if a and b else "–" for a, b in pairs)
+
+
 def gpu_features():
     data, rows = gpu_rows("features")
     peers = gpu_peers(rows)
     by_name = {row["name"]: row for row in data["rows"]}
     table = gpu_table(
-        gpu_head(data, rows) + " TFLOP/s of allowed pairs, forward / backward; in brackets the MiB that our backward allocates at its peak, "
-        "gradients included. `of`: our speed as a part of our own on the row without the feature.",
-        ["case"], peers, ["of"],
+        gpu_head(data, rows) + " TFLOP/s of allowed pairs, forward / backward, or what the cell says; in brackets the MiB that our backward "
+        "allocates at its peak, gradients included. `of`: our speed as a part of our own on the row without the feature. `asked`: what is to "
+        "be reached, and ours as a part of that.",
+        ["case"], peers, ["of", "asked"],
     )
     for row in rows:
         beside = by_name.get(row["beside"])
-        part = ""
-        if beside is not None:
-            pairs = [(gpu_rate(row, "ours", way), gpu_rate(beside, "ours", way)) for way in (0, 1)]
-            part = " / ".join(f"{a / b:.2f}" if a and b else "–" for a, b in pairs)
+        part = gpu_part(row, beside) if beside is not None else ""
         peak = row["results"]["ours"]["peak_mib"]
         ours = f"**{gpu_cell(row, 'ours')}**" + (f" [{peak:.0f}]" if peak else "")
-        table.append("| " + " | ".join([row["name"], ours, *(gpu_cell(row, name) for name in peers), part]) + " |")
+        cells = [row["name"], ours, *(gpu_cell(row, name) for name in peers), part, gpu_asked(data, row)]
+        table.append("| " + " | ".join(cells) + " |")
     return table
+
+
+def gpu_subsets():
+    data, rows = gpu_rows("subsets")
+    by_name = {row["name"]: row for row in data["rows"]}
+    table = [
+        gpu_head(data, rows) + " The time of a backward that computes a part of the gradients, as a part of the time of all of them.",
+        "",
+        "| gradients | ms | of all | at most |",
+        "| --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        time, whole = row["results"]["ours"]["backward_us"], by_name[row["beside"]]["results"]["ours"]["backward_us"]
+        table.append(f"| {row['name']} | {time / 1e3:.3f} | {time / whole:.2f} | {row['asked'][1]} |")
+    return table
+
+
+def gpu_random():
+    data, rows = gpu_rows("random")
+    table = [
+        gpu_head(data, rows) + f" {len(rows)} random problems, always the same (`random_case` in `bench/gpu/cases.py`): our speed over that of "
+        "the best of PyTorch's three kernels that can compute the problem, if need be with causality, windows or masks put into its bias.",
+        "",
+        "| | have a peer | median | tenth percentile | least |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    worst = []
+    for way, title in enumerate(("forward", "backward")):
+        found = []
+        for row in rows:
+            others = [(gpu_rate(row, name, way) or 0, name) for name in row["results"] if name != "ours"]
+            if any(rate for rate, _ in others):
+                found.append((gpu_rate(row, "ours", way) / max(others)[0], row["line"].removeprefix("bwd "), max(others)[1]))
+        found.sort()
+        if not found:
+            continue
+        ratios = [ratio for ratio, *_ in found]
+        tenth = ratios[int(0.1 * (len(ratios) - 1))]
+        table.append(f"| {title} | {len(found)} | {statistics.median(ratios):.2f} | {tenth:.2f} | {ratios[0]:.2f} |")
+        for ratio, problem, peer in found[:10]:
+            short = re.sub(r"seqs_q=(\S+) seqs_k=\S+", lambda m: f"{m[1].count(',') + 1} sequences of up to {max(map(int, m[1].split(',')))}", problem)
+            worst.append(f"| {title} | {ratio:.2f} | {peer} | `{short}` |")
+    return [*table, "", "The worst ten of each:", "", "| | ours / best | who | problem |", "| --- | --- | --- | --- |", *worst]
 
 
 def gpu_small():
@@ -245,16 +333,17 @@ def gpu_patterns():
     by_name = {row["name"]: row for row in rows}
     table = [
         gpu_head(data, rows) + " A bias of every broadcast pattern with its gradient, B=8, H=16, D=64, bf16: TFLOP/s, forward / backward, "
-        "and the MiB that the backward allocates.",
+        "the MiB that the backward allocates, and both as a part of the speed without a bias (asked of the backward: 0.6).",
         "",
-        "| bias | S=2048 | S=2047 |",
-        "| --- | --- | --- |",
+        "| bias | S=2048 | of none | S=2047 | of none |",
+        "| --- | --- | --- | --- | --- |",
     ]
     for name in dict.fromkeys(row["name"].split()[1] for row in rows):
         cells = []
         for s in ("s2048", "s2047"):
-            row = by_name.get(f"bias {name} {s}")
+            row, none = by_name.get(f"bias {name} {s}"), by_name.get(f"bias none {s}")
             cells.append(f"{gpu_cell(row, 'ours')} [{row['results']['ours']['peak_mib']:.0f}]" if row else "")
+            cells.append(gpu_part(row, none) if row and none and row is not none else "")
         table.append(f"| {name} | " + " | ".join(cells) + " |")
     return table
 
@@ -266,6 +355,8 @@ TABLES = {
     "gpu_dense": gpu_dense,
     "gpu_short": gpu_short,
     "gpu_features": gpu_features,
+    "gpu_subsets": gpu_subsets,
+    "gpu_random": gpu_random,
     "gpu_small": gpu_small,
     "gpu_patterns": gpu_patterns,
 }

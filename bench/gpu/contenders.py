@@ -8,7 +8,9 @@ over as views of (B, H, S, D).
 
 from __future__ import annotations
 
+import inspect
 import math
+import os
 from dataclasses import dataclass, field
 from typing import Callable, Optional
 
@@ -24,6 +26,9 @@ class Refused(Exception):
     """The contender has no kernel for the case."""
 
 
+DEVICE = os.environ.get("FOVEA_BENCH_DEVICE", "cuda")  # "cpu": for the check alone, of small problems
+
+
 @dataclass
 class Inputs:
     q: Tensor
@@ -36,7 +41,7 @@ class Inputs:
     sink: Optional[Tensor] = None
     slopes: Optional[Tensor] = None
     cu_seqlens: Optional[Tensor] = None
-    leaves: list = field(default_factory=list)  # what a gradient is asked for
+    leaves: dict = field(default_factory=dict)  # what a gradient is asked for, by name
 
     def bytes(self) -> int:
         return sum(x.numel() * x.element_size() for x in (self.q, self.k, self.v, self.grad_out))
@@ -45,9 +50,9 @@ class Inputs:
 def make_inputs(case: Case, shared: Optional[Inputs] = None) -> Inputs:
     """N(0, 1); biases and masks, which may be large, are those of `shared` where there is one."""
     # A generator of our own: PyTorch's is of no use any more once some contender's capture has failed.
-    generator = torch.Generator("cuda").manual_seed(1 if shared is None else torch.initial_seed() % 1000 + 2)
+    generator = torch.Generator(DEVICE).manual_seed(1 if shared is None else torch.initial_seed() % 1000 + 2)
     normal = lambda *shape, dtype=case.type: torch.randn(  # noqa: E731
-        *shape, device="cuda", dtype=dtype, generator=generator
+        *shape, device=DEVICE, dtype=dtype, generator=generator
     )
     if case.lengths:
         total = sum(case.lengths)
@@ -55,37 +60,36 @@ def make_inputs(case: Case, shared: Optional[Inputs] = None) -> Inputs:
                    ((case.hq, case.d), (case.heads_k, case.d), (case.heads_k, case.dim_v)))  # fmt: skip
         grad_out = normal(total, case.hq, case.dim_v)
     else:
-        q, k, v = (normal(case.batch, s, h, d).transpose(1, 2) for s, h, d in
+        q, k, v = (normal(*case.levels, s, h, d).transpose(-3, -2) for s, h, d in
                    ((case.sq, case.hq, case.d), (case.rows_k, case.heads_k, case.d),
                     (case.rows_k, case.heads_k, case.dim_v)))  # fmt: skip
-        grad_out = normal(case.batch, case.sq, case.hq, case.dim_v).transpose(1, 2)
+        grad_out = normal(*case.levels, case.sq, case.hq, case.dim_v).transpose(-3, -2)
     x = Inputs(q, k, v, grad_out)
     if shared is not None:
         x.bias, x.bias2, x.mask, x.sink, x.slopes, x.cu_seqlens = (
             shared.bias, shared.bias2, shared.mask, shared.sink, shared.slopes, shared.cu_seqlens,
         )  # fmt: skip
     else:
-        rows, keys = case.sq, case.rows_k
+        rows, keys = (max(case.lengths),) * 2 if case.lengths else (case.sq, case.rows_k)
         if case.bias:
-            batch, heads = case.batch if case.bias[0] else 1, case.hq if case.bias[1] else 1
+            batch = (case.outer if case.outer else case.entries) if case.bias[0] else 1
+            lead = (batch, 1) if case.outer else (batch,)
             dtype = {"": case.type, "fp32": torch.float32}[case.bias_type]
-            shape = (batch, heads, rows if case.bias_rows else 1, (keys if case.bias_keys else 1) + case.bias_pad)
+            shape = (*lead, case.hq if case.bias[1] else 1, rows if case.bias_rows else 1,
+                     (keys if case.bias_keys else 1) + case.bias_pad)  # fmt: skip
             x.bias = normal(*shape, dtype=dtype)[..., : shape[-1] - case.bias_pad].detach()
-            x.bias.requires_grad_(case.bias_grad)
         if case.bias2:
-            x.bias2 = normal(case.batch, 1, 1, keys).requires_grad_()
+            x.bias2 = normal(*case.levels, 1, 1, keys)
         if case.mask:
-            shape = (case.batch, 1, rows if case.mask == "full" else 1, keys)
-            x.mask = torch.rand(shape, device="cuda", generator=generator) < 0.9
+            shape = (*case.levels, 1, rows if case.mask == "full" else 1, keys)
+            x.mask = torch.rand(shape, device=DEVICE, generator=generator) < 0.9
         if case.sink:
-            x.sink = normal(case.hq, dtype=torch.float32).requires_grad_()
+            x.sink = normal(case.hq, dtype=torch.float32)
         if case.alibi:
-            x.slopes = torch.rand(case.hq, device="cuda", generator=generator) / 8
+            x.slopes = torch.rand(case.hq, device=DEVICE, generator=generator) / 8
         if case.lengths:
-            ends = torch.tensor([0, *case.lengths], device="cuda").cumsum(0)
-            x.cu_seqlens = ends.int()
-    x.leaves = [t.requires_grad_() for t in (q, k, v)]
-    x.leaves += [t for t in (x.bias, x.bias2, x.sink) if t is not None and t.requires_grad]
+            x.cu_seqlens = torch.tensor([0, *case.lengths], device=DEVICE).cumsum(0).int()
+    x.leaves = {name: getattr(x, name).requires_grad_() for name in case.gradients}
     return x
 
 
@@ -109,30 +113,63 @@ def ours(case: Case, x: Inputs) -> Callable[[], Tensor]:
 # ---- PyTorch's ----
 
 
+def hidden_pairs(case: Case, x: Inputs) -> Optional[Tensor]:
+    """What a mask hides, causality and windows included: (B or 1, 1, Sq or 1, Sk); None: nothing."""
+    hidden = None
+    if case.causal or case.window != (-1, -1):
+        i = torch.arange(case.sq, device=DEVICE)[:, None] + case.rows_k - case.sq
+        j = torch.arange(case.rows_k, device=DEVICE)
+        right = 0 if case.causal else case.window[1]
+        hidden = j > i + right if right >= 0 else torch.zeros(case.sq, case.rows_k, device=DEVICE, dtype=torch.bool)
+        if case.window[0] >= 0:
+            hidden = hidden | (j < i - case.window[0])
+        hidden = hidden[None, None]
+    if x.mask is not None:
+        hidden = ~x.mask if hidden is None else hidden | ~x.mask
+    return hidden
+
+
 def by_sdpa(backend: SDPBackend) -> Callable[[Case, Inputs], Callable[[], Tensor]]:
+    """What it has no option for is put into its one mask, as its users do: what needs no gradient is added before."""
+
     def contender(case: Case, x: Inputs) -> Callable[[], Tensor]:
-        if case.softcap or case.sink or case.window != (-1, -1) or case.lengths or case.deterministic:
+        if case.softcap or case.sink or case.lengths or case.deterministic:
             raise Refused("not of its options")
-        if case.causal and case.sq != case.rows_k:
-            raise Refused("another alignment")
-        added = [t for t in (x.bias, x.bias2) if t is not None]
+        q, k, v = (t.flatten(0, 1) for t in (x.q, x.k, x.v)) if case.outer else (x.q, x.k, x.v)
+        whole = (case.batch, case.hq, case.sq, case.rows_k)
+        causal = case.causal and case.sq == case.rows_k and x.bias is None and x.mask is None and not case.alibi
+        causal = causal and case.window == (-1, -1)
+        hidden = None if causal else hidden_pairs(case, x)
+        terms = [t for t in (x.bias, x.bias2) if t is not None]
         if case.alibi:
-            raise Refused("not of its options")
-        mask = x.mask if not added else None
-        if added and x.mask is not None:
-            raise Refused("bias and mask")
-        if len(added) == 1:
-            mask = added[0].expand(case.batch, case.hq, case.sq, case.rows_k)
-        elif added:  # it has one bias: the two are added before
-            mask = None
-        elif mask is not None:
-            mask = mask.expand(case.batch, case.hq, case.sq, case.rows_k)
+            i = torch.arange(case.sq, device=DEVICE)[:, None] + case.rows_k - case.sq
+            j = torch.arange(case.rows_k, device=DEVICE)
+            terms.append((-x.slopes[:, None, None] * (i - j).abs()).to(case.type)[None])
+        if hidden is not None and terms:
+            none = torch.zeros(hidden.shape, device=DEVICE, dtype=case.type)
+            terms.append(none.masked_fill(hidden, -math.inf))
+
+        def total(parts: list) -> Tensor:
+            given = parts[0]
+            for part in parts[1:]:
+                given = given + part
+            given = given.to(case.type)
+            if given.dim() == 5:
+                given = given.expand(*case.levels, *whole[1:]).flatten(0, 1)
+            return given.expand(whole)
+
+        mask = None
+        learns = any(t.requires_grad for t in terms)
+        if not terms and hidden is not None:
+            mask = (~hidden).expand(whole)
+        elif terms and (not learns or (len(terms) == 1 and terms[0].dim() == 4 and terms[0].dtype == case.type)):
+            mask = total(terms)
 
         def run() -> Tensor:
-            given = mask if len(added) < 2 else added[0] + added[1]
+            given = total(terms) if terms and mask is None else mask
             with sdpa_kernel(backend):
-                return sdpa(x.q, x.k, x.v, attn_mask=given, is_causal=case.causal, dropout_p=case.dropout,
-                            enable_gqa=case.hq != case.heads_k)  # fmt: skip
+                out = sdpa(q, k, v, attn_mask=given, is_causal=causal, dropout_p=case.dropout, enable_gqa=case.hq != case.heads_k)
+            return out.unflatten(0, case.levels) if case.outer else out
 
         return run
 
@@ -142,25 +179,40 @@ def by_sdpa(backend: SDPBackend) -> Callable[[Case, Inputs], Callable[[], Tensor
 def varlen_flash(case: Case, x: Inputs) -> Callable[[], Tensor]:
     """FlashAttention-2 as PyTorch has it: packed sequences and windows, which its SDPA does not reach."""
     dense = by_sdpa(SDPBackend.FLASH_ATTENTION)
-    if not case.lengths:
+    windowed = case.window != (-1, -1)
+    if not (case.lengths or windowed) or case.bias or case.mask or case.bias2:
         return dense(case, x)
-    if case.softcap or case.sink or case.alibi or x.bias is not None or case.deterministic:
+    if case.softcap or case.sink or case.alibi or case.dropout or case.deterministic:
         raise Refused("not of its options")
     from torch.nn.attention.varlen import varlen_attn
 
-    longest = max(case.lengths)
-    try:
-        varlen_attn(x.q, x.k, x.v, x.cu_seqlens, x.cu_seqlens, longest, longest, is_causal=case.causal)
+    accepted = inspect.signature(varlen_attn).parameters
+    left, right = case.window[0], 0 if case.causal else case.window[1]
+    if "window_size" in accepted:
+        options: dict = {"window_size": (left, right)}
+    elif windowed:
+        raise Refused("this PyTorch's has no windows")
+    else:
         options = {"is_causal": case.causal}
-    except TypeError:  # later versions say it by a window
-        options = {"window_size": (-1, 0 if case.causal else -1)}
-    return lambda: varlen_attn(x.q, x.k, x.v, x.cu_seqlens, x.cu_seqlens, longest, longest, **options)
+    if case.hq != case.heads_k and "enable_gqa" in accepted:
+        options["enable_gqa"] = True
+    if case.lengths:
+        longest, ends = max(case.lengths), x.cu_seqlens
+        return lambda: varlen_attn(x.q, x.k, x.v, ends, ends, longest, longest, **options)
+    ends_q, ends_k = (torch.arange(case.batch + 1, device=DEVICE, dtype=torch.int32) * n for n in (case.sq, case.rows_k))
+    packed = [t.transpose(1, 2).flatten(0, 1) for t in (x.q, x.k, x.v)]
+
+    def run() -> Tensor:
+        out = varlen_attn(*packed, ends_q, ends_k, case.sq, case.rows_k, **options)
+        return out.unflatten(0, (case.batch, case.sq)).transpose(1, 2)
+
+    return run
 
 
 def mem_efficient(case: Case, x: Inputs) -> Callable[[], Tensor]:
     if not case.lengths:
         return by_sdpa(SDPBackend.EFFICIENT_ATTENTION)(case, x)
-    if case.softcap or case.sink or case.alibi or x.bias is not None or case.deterministic:
+    if case.softcap or case.sink or case.alibi or x.bias is not None or case.deterministic or case.window != (-1, -1) or case.dropout:
         raise Refused("not of its options")
     nested = [torch.nested.nested_tensor_from_jagged(t, x.cu_seqlens.long()).transpose(1, 2) for t in (x.q, x.k, x.v)]
 
@@ -176,7 +228,7 @@ _flex = None
 
 def flex(case: Case, x: Inputs) -> Callable[[], Tensor]:
     global _flex
-    if case.dropout or case.lengths or case.sink or case.dtype == "fp32" or case.deterministic or case.bias2:
+    if case.dropout or case.lengths or case.sink or case.dtype == "fp32" or case.deterministic or case.bias2 or case.outer:
         raise Refused("not of its options")
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -206,12 +258,12 @@ def flex(case: Case, x: Inputs) -> Callable[[], Tensor]:
     shift = case.rows_k - case.sq
     if case.causal or left >= 0:
         inside = lambda b, h, i, j: (j <= i + shift) & (j >= i + shift - left if left >= 0 else j >= 0)  # noqa: E731
-        block = create_block_mask(inside, None, None, case.sq, case.rows_k, device="cuda")
+        block = create_block_mask(inside, None, None, case.sq, case.rows_k, device=DEVICE)
     elif case.mask:
         mask = x.mask
         whole = case.mask == "full"
         inside = lambda b, h, i, j: mask[b, 0, i if whole else 0, j]  # noqa: E731
-        block = create_block_mask(inside, case.batch, None, case.sq, case.rows_k, device="cuda")
+        block = create_block_mask(inside, case.batch, None, case.sq, case.rows_k, device=DEVICE)
     return lambda: _flex(x.q, x.k, x.v, score_mod=score, block_mask=block, enable_gqa=case.hq != case.heads_k)
 
 
@@ -221,13 +273,13 @@ def flex(case: Case, x: Inputs) -> Callable[[], Tensor]:
 def flash4(case: Case, x: Inputs) -> Callable[[], Tensor]:
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
-    if case.dropout or case.dtype == "fp32" or max(case.d, case.dim_v) > 256 or case.bias or case.mask or case.bias2 or case.alibi:
+    if case.dropout or case.dtype == "fp32" or max(case.d, case.dim_v) > 256 or case.bias or case.mask or case.bias2 or case.alibi or case.outer:
         raise Refused("not of its options")
     options: dict = {"causal": case.causal, "softcap": case.softcap, "deterministic": case.deterministic}
     if case.window != (-1, -1):
         options["window_size"] = tuple(None if n < 0 else n for n in case.window)
     if case.sink:
-        options["learnable_sink"] = x.sink.detach().bfloat16()
+        options["learnable_sink"] = x.sink.bfloat16()
     first = lambda out: out[0] if isinstance(out, tuple) else out  # noqa: E731
     if case.lengths:
         longest = max(case.lengths)
@@ -241,7 +293,7 @@ def flash4(case: Case, x: Inputs) -> Callable[[], Tensor]:
 def cuequivariance(case: Case, x: Inputs) -> Callable[[], Tensor]:
     """NVIDIA's triangle attention: one bias for the batch, which it wants in fp32."""
     plane = case.bias_rows and case.bias_keys
-    if case.bias != (False, True) or not plane or case.causal or case.dropout or case.mask or case.bias2 or case.lengths or case.deterministic:
+    if case.bias != (False, True) or not plane or case.causal or case.dropout or case.mask or case.bias2 or case.lengths or case.deterministic or case.d > 128:
         raise Refused("made for triangle attention")
     from cuequivariance_torch import triangle_attention
 

@@ -28,13 +28,14 @@ import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "python"), str(Path(__file__).resolve().parent)]
+sys.path[:0] = [str(ROOT / "python"), str(Path(__file__).resolve().parent), str(ROOT / "tests/gpu")]
 
 import torch  # noqa: E402
 
+import dropout  # noqa: E402
 import fovea  # noqa: E402
 from cases import QUICK, Case, all_cases  # noqa: E402
-from contenders import CONTENDERS, SLOW_TO_COMPILE, Inputs, Refused, make_inputs  # noqa: E402
+from contenders import CONTENDERS, DEVICE, SLOW_TO_COMPILE, Inputs, Refused, make_inputs  # noqa: E402
 
 L2_BYTES = 3 * 60e6
 RUNS = 3
@@ -43,10 +44,110 @@ RUNS = 3
 # ---- check ----
 
 
+class Judge:
+    """A case in fp64, a few (batch entry, head) at a time."""
+
+    def __init__(self, case: Case, x: Inputs) -> None:
+        self.case, self.x = case, x
+        self.group = case.hq // case.heads_k
+        self.starts = [sum(case.lengths[:n]) for n in range(len(case.lengths))]
+
+    def rows(self, t: torch.Tensor, entries: list[int], head: int) -> torch.Tensor:
+        """(entries, S, columns); of packed rows one entry."""
+        t = t.detach()
+        if self.case.lengths:
+            (b,) = entries
+            return t[self.starts[b] : self.starts[b] + self.case.lengths[b], head][None].double()
+        return (t.flatten(0, 1) if self.case.outer else t)[entries, head].double()
+
+    def plane(self, t: torch.Tensor, entries: list[int], head: int, rows: int, keys: int) -> torch.Tensor:
+        """Of a bias or mask: (entries or 1, rows or 1, keys or 1)."""
+        t = t.detach()
+        h = head % t.shape[-3]
+        if t.dim() == 5:
+            inner = self.case.levels[1]
+            picked = torch.stack([t[b // inner % t.shape[0], b % inner % t.shape[1], h] for b in entries])
+        else:
+            picked = t[entries, h] if t.shape[0] > 1 else t[:1, h]
+        return picked[:, :rows, :keys]
+
+    def scores(self, q: torch.Tensor, k: torch.Tensor, entries: list[int], head: int) -> tuple:
+        """(s, allowed)"""
+        case, x = self.case, self.x
+        s = q @ k.mT / math.sqrt(case.d)
+        rows, keys = s.shape[-2:]
+        if case.softcap:
+            s = case.softcap * torch.tanh(s / case.softcap)
+        for bias in (x.bias, x.bias2):
+            if bias is not None:
+                s = s + self.plane(bias, entries, head, rows, keys).double()
+        i = torch.arange(rows, device=DEVICE)[:, None] + keys - rows
+        j = torch.arange(keys, device=DEVICE)
+        if case.alibi:
+            s = s - x.slopes[head].double() * (i - j).abs()
+        allowed = torch.ones(rows, keys, dtype=torch.bool, device=DEVICE)
+        if case.causal:
+            allowed &= j <= i
+        if case.window[0] >= 0:
+            allowed &= j >= i - case.window[0]
+        if case.window[1] >= 0:
+            allowed &= j <= i + case.window[1]
+        if x.mask is not None:
+            allowed = allowed & self.plane(x.mask, entries, head, rows, keys)
+        return s, allowed
+
+    def keep(self, s: torch.Tensor, entries: list[int], head: int) -> torch.Tensor | float:
+        """keep / (1 - p_drop) by the rule as tests/gpu has it."""
+        p = self.case.dropout
+        if not p:
+            return 1.0
+        rows, keys = s.shape[-2:]
+        kept = [dropout.kept("fovea", p, 1, 0, 1, 1, rows, keys, None, s.device, first=b * self.case.hq + head)[0, 0] for b in entries]
+        return torch.stack(kept).double() * dropout.factor("fovea", p)
+
+    def probabilities(self, s: torch.Tensor, allowed: torch.Tensor, head: int) -> torch.Tensor:
+        s = s.masked_fill(~allowed, -math.inf)
+        if self.x.sink is not None:
+            sink = self.x.sink.detach()[head].double().expand(*s.shape[:-1], 1)
+            return torch.softmax(torch.cat([s, sink], -1), -1)[..., :-1]
+        p = torch.softmax(s, -1)
+        return torch.where(allowed.any(-1, keepdim=True), p, 0.0) if self.x.mask is not None else p
+
+    def bias_gradient(self, t: torch.Tensor) -> tuple:
+        """Of the last plane, summed over what it was broadcast over, and the sum of its terms' sizes: a bias without keys
+        has a gradient of 0, to which large terms add up."""
+        case, x = self.case, self.x
+        entries = list(range(case.entries))
+        if t.dim() == 5:
+            inner = case.levels[1]
+            last = [b for b in entries if t.shape[0] == 1 or b // inner == t.shape[0] - 1]
+            entries = [b for b in last if t.shape[1] == 1 or b % inner == inner - 1]
+        elif t.shape[0] > 1:
+            entries = entries[-1:]
+        total = torch.zeros(t.shape[-2:], device=DEVICE, dtype=torch.float64)
+        size = torch.zeros_like(total)
+        most = 1 if case.lengths or case.dropout else max(1, 2**26 // (case.sq * case.rows_k))
+        over = [d for d in (-2, -1) if t.shape[d] == 1]
+        for head in range(case.hq) if t.shape[-3] == 1 else [case.hq - 1]:
+            for first in range(0, len(entries), most):
+                some = entries[first : first + most]
+                one = lambda y, at: self.rows(y, some, at)  # noqa: B023, E731
+                s, allowed = self.scores(one(x.q, head), one(x.k, head // self.group), some, head)
+                p = self.probabilities(s, allowed, head)
+                dp = one(x.grad_out, head) @ one(x.v, head // self.group).mT * self.keep(s, some, head)
+                ds = (p * (dp - (p * dp).sum(-1, keepdim=True)))
+                for into, part in ((total, ds.sum(0)), (size, ds.abs().sum(0))):
+                    part = part.sum(over, keepdim=True) if over else part
+                    into[: part.shape[0], : part.shape[1]] += part
+        return total, size
+
+
 def check(case: Case, x: Inputs) -> str:
     """Ours against fp64 on the first and the last head of the first and the last batch entry; "" if it is right."""
     out = CONTENDERS["ours"](case, x)()
-    grads = [] if case.forward_only else torch.autograd.grad(out, x.leaves, x.grad_out)
+    grads: dict = {}
+    if not case.forward_only:
+        grads = dict(zip(x.leaves, torch.autograd.grad(out, list(x.leaves.values()), x.grad_out)))
     tolerance = 1e-4 if case.dtype == "fp32" else 3e-2
     worst = ""
 
@@ -56,83 +157,25 @@ def check(case: Case, x: Inputs) -> str:
         if not error <= tolerance * (right.abs().max().item() + least):
             worst = worst or f"{what} off by {error:.3g} of {right.abs().max().item():.3g}"
 
-    group = case.hq // case.heads_k
-    starts = [sum(case.lengths[:n]) for n in range(len(case.lengths))]
-    for b in {0, (len(case.lengths) or case.batch) - 1}:
-        for h in {0, case.hq - 1}:
-            if case.lengths:
-                rows = slice(starts[b], starts[b] + case.lengths[b])
-                at = lambda t, head: t.detach()[rows, head]  # noqa: B023, E731
-            else:
-                at = lambda t, head: t.detach()[b, head]  # noqa: B023, E731
-            q = at(x.q, h).double().requires_grad_()
-            k, v = (at(t, h // group).double().requires_grad_() for t in (x.k, x.v))
-            s, allowed = scores(case, x, q, k, b, h)
-            keep = 1.0
-            if case.dropout:
-                if b or h:  # the mask is made on the CPU, from the first head on
-                    continue
-                mask = fovea.dropout_mask(1, 1, *s.shape, case.dropout, seed=1)[0, 0]
-                threshold = int(case.dropout * 65536 + 0.5)
-                keep = torch.from_numpy(mask).cuda().double() * 65536 / (65536 - threshold)
-            s = s.masked_fill(~allowed, -math.inf)
-            if case.sink:
-                p = torch.softmax(torch.cat([s, x.sink.detach()[h].double().expand(len(s), 1)], 1), 1)[:, :-1]
-            else:
-                p = torch.softmax(s, 1)
-            right = (p * keep) @ v
-            compare(f"out[{b}, {h}]", at(out, h), right)
-            if grads:
-                grad_q, grad_k, grad_v = torch.autograd.grad(right, (q, k, v), at(x.grad_out, h).double())
-                compare(f"grad_q[{b}, {h}]", at(grads[0], h), grad_q)
-                if group == 1:
-                    compare(f"grad_k[{b}, {h}]", at(grads[1], h), grad_k)
-                    compare(f"grad_v[{b}, {h}]", at(grads[2], h), grad_v)
-    if grads and x.bias is not None and x.bias.requires_grad:
-        right, size = bias_gradient(case, x)
-        over = [d for d, n in ((0, x.bias.shape[2]), (1, x.bias.shape[3])) if n == 1]
-        if over:
-            right, size = right.sum(over, keepdim=True), size.sum(over, keepdim=True)
-        compare("grad_bias", grads[3][-1, -1], right, 0.1 * size.max().item())
+    judge = Judge(case, x)
+    for b in sorted({0, case.entries - 1}):
+        for h in sorted({0, case.hq - 1}):
+            at = lambda t, head=h: judge.rows(t, [b], head)  # noqa: B023, E731
+            q = at(x.q).requires_grad_()
+            k, v = (at(t, h // judge.group).requires_grad_() for t in (x.k, x.v))
+            s, allowed = judge.scores(q, k, [b], h)
+            right = (judge.probabilities(s, allowed, h) * judge.keep(s.detach(), [b], h)) @ v
+            compare(f"out[{b}, {h}]", at(out), right)
+            truth = dict(zip("qkv", torch.autograd.grad(right, (q, k, v), at(x.grad_out)) if grads else ()))
+            for name in truth:
+                if name in grads and (name == "q" or judge.group == 1):
+                    compare(f"grad_{name}[{b}, {h}]", at(grads[name]), truth[name])
+    for name in ("bias", "bias2"):
+        if name in grads:
+            right, size = judge.bias_gradient(getattr(x, name))
+            last = grads[name].flatten(0, -3)[-1]
+            compare(f"grad_{name}", last, right, 0.1 * size.max().item())
     return worst
-
-
-def scores(case, x, q, k, b, h):
-    s = q @ k.mT / math.sqrt(case.d)
-    if case.softcap:
-        s = case.softcap * torch.tanh(s / case.softcap)
-    for bias in (x.bias, x.bias2):
-        if bias is not None:
-            s = s + bias.detach()[b % bias.shape[0], h % bias.shape[1]].double()
-    i = torch.arange(s.shape[0], device="cuda")[:, None] + s.shape[1] - s.shape[0]
-    j = torch.arange(s.shape[1], device="cuda")
-    if case.alibi:
-        s = s - x.slopes[h].double() * (i - j).abs()
-    allowed = torch.ones(s.shape, dtype=torch.bool, device="cuda")
-    if case.causal:
-        allowed &= j <= i
-    if case.window[0] >= 0:
-        allowed &= j >= i - case.window[0]
-    if case.window[1] >= 0:
-        allowed &= j <= i + case.window[1]
-    if x.mask is not None:
-        allowed &= x.mask[b, 0]
-    return s, allowed
-
-
-def bias_gradient(case, x):
-    """Of the last plane, summed over what it was broadcast over, and the sum of its terms' sizes: a bias without keys
-    has a gradient of 0, to which large terms add up."""
-    total = size = 0
-    for b in range(case.batch) if not case.bias[0] else [case.batch - 1]:
-        for h in range(case.hq) if not case.bias[1] else [case.hq - 1]:
-            one = lambda t: t.detach()[b, h].double()  # noqa: B023, E731
-            s, allowed = scores(case, x, one(x.q), one(x.k), b, h)
-            p = torch.softmax(s.masked_fill(~allowed, -math.inf), 1)
-            dp = one(x.grad_out) @ one(x.v).mT
-            ds = p * (dp - (p * dp).sum(1, keepdim=True))
-            total, size = total + ds, size + ds.abs()
-    return total, size
 
 
 # ---- kernels ----
@@ -149,7 +192,7 @@ def precompile(cases: list[Case]) -> None:
         found = sorted(Path(torch.__file__).parents[1].glob("nvidia/*/lib/libnvrtc.so.*"))
         if found:
             environment["FOVEA_NVRTC"] = str(found[-1])
-    lines = "\n".join(case.line() for case in cases)
+    lines = "\n".join(line for case in cases for line in case.lines())
     done = subprocess.run([command, "precompile", "--file", "-"], input=lines, env=environment, capture_output=True, text=True)
     said = (done.stdout + done.stderr).strip().splitlines()
     print(f"precompiled in {time.monotonic() - started:.0f} s: {said[-1] if said else done.returncode}", flush=True)
@@ -189,6 +232,8 @@ class Runner:
     """A contender on a case: one function forward and one backward for each copy of the inputs."""
 
     def __init__(self, name: str, case: Case, copies: list[Inputs]) -> None:
+        if name != "ours" and case.need:
+            raise Refused("a part of the gradients is measured beside our own")
         self.name = name
         self.case = case
         self.seconds: dict[str, list] = {"forward": [], "backward": []}
@@ -213,7 +258,7 @@ class Runner:
 
     def _in_graphs(self, function, x: Inputs) -> None:
         def both():
-            return torch.autograd.grad(function(), x.leaves, x.grad_out)
+            return torch.autograd.grad(function(), list(x.leaves.values()), x.grad_out, allow_unused=True)
 
         self.forward = [graphed(self._without_gradient(function))]
         self.backward = [graphed(both)]
@@ -228,7 +273,8 @@ class Runner:
 
     def _backward(self, function, x):
         out = function()
-        return lambda: torch.autograd.grad(out, x.leaves, x.grad_out, retain_graph=True)
+        leaves = list(x.leaves.values())
+        return lambda: torch.autograd.grad(out, leaves, x.grad_out, retain_graph=True, allow_unused=True)
 
     def measure(self, seconds: float) -> None:
         for way, calls in (("forward", self.forward), ("backward", self.backward)):
@@ -239,19 +285,17 @@ class Runner:
                 self.count[way] = max(2, min(400, int(seconds / max(timed(calls, 1), 1e-6))))
             self.seconds[way].append(timed(calls, self.count[way]) / self.graph)
 
+    def far_behind(self, others: list[Runner]) -> bool:
+        """More than twice the best's time both ways: measured once, it is no peer here."""
+        ways = [way for way in self.seconds if self.seconds[way]]
+        return all(self.median(way) > 2 * min(other.median(way) for other in others if other.seconds[way]) for way in ways)
+
     def median(self, way: str) -> float | None:
         return statistics.median(self.seconds[way]) if self.seconds[way] else None
 
 
-def measure(case: Case, names: list[str], seconds: float) -> dict:
-    first = make_inputs(case)
-    copies = [first]
-    while len(copies) < 8 and len(copies) * first.bytes() < L2_BYTES and not case.graph:
-        copies.append(make_inputs(case, first))
-    row: dict = {"name": case.name, "group": case.group, "beside": case.beside, "fault": check(case, first)}
-    row["flops"] = [case.flops(False), case.flops(True)]
-    row["bytes"] = case.bytes_read_and_written()
-    row["results"] = {}
+def runners_of(case: Case, names: list[str], copies: list[Inputs], results: dict) -> list[Runner]:
+    """Those that can do the case; into `results` why the others cannot."""
     runners = []
     for name in names:
         try:
@@ -260,10 +304,27 @@ def measure(case: Case, names: list[str], seconds: float) -> dict:
             if name == "ours":
                 raise
             why = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
-            row["results"][name] = {"refused": why.strip().splitlines()[-1][:200] if why.strip() else "?"}
+            results[name] = {"refused": why.strip().splitlines()[-1][:200] if why.strip() else "?"}
+    return runners
+
+
+def measure(case: Case, names: list[str], seconds: float, known: dict) -> dict:
+    first = make_inputs(case)
+    copies = [first]
+    while len(copies) < 8 and len(copies) * first.bytes() < L2_BYTES and not case.graph:
+        copies.append(make_inputs(case, first))
+    row: dict = {"name": case.name, "group": case.group, "beside": case.beside, "asked": case.asked, "unit": case.unit}
+    row["fault"] = known[case.name] if case.name in known else check(case, first)
+    row["flops"] = [case.flops(False), case.flops(True)]
+    row["bytes"] = case.bytes_read_and_written()
+    if case.group == "random":
+        row["line"] = case.lines()[-1]
+    row["results"] = {}
+    runners = runners_of(case, names, copies, row["results"])
     for turn in range(RUNS):
-        for runner in runners[turn:] + runners[:turn]:
-            runner.measure(seconds)
+        for runner in runners[turn % len(runners) :] + runners[: turn % len(runners)]:
+            if turn == 0 or runner.name == "ours" or not runner.far_behind(runners):
+                runner.measure(seconds)
     for runner in runners:
         row["results"][runner.name] = {
             "forward_us": round((runner.median("forward") or 0) * 1e6, 2),
@@ -288,13 +349,29 @@ def line(row: dict, names: list[str]) -> str:
         result = row["results"].get(name)
         if result is None or "refused" in result:
             cells.append(f"{'-':>13}")
-        elif row["group"] == "small":
-            cells.append(f"{result['forward_us']:6.1f}/{result['backward_us']:6.1f}")
+        elif row["group"] == "small" or row["unit"] == "ms":
+            scale = 1 if row["group"] == "small" else 1e3
+            cells.append(f"{result['forward_us'] / scale:6.3g}/{result['backward_us'] / scale:6.3g}")
+        elif row["unit"] == "GB/s":
+            cells.append(f"{row['bytes'] / result['forward_us'] / 1e3:8.0f} GB/s")
         else:
             forward, backward = rate(row, name, 0), rate(row, name, 1)
             cells.append(f"{forward or 0:6.0f}/{backward or 0:6.0f}")
     peak = row["results"]["ours"]["peak_mib"]
     return " ".join(cells) + f" {peak:7.0f} MiB" + (f"  WRONG: {row['fault']}" if row["fault"] else "")
+
+
+def copy_rate() -> float:
+    """GB/s of a copy on the device, bytes read and written."""
+    source = torch.empty(2**31, device=DEVICE, dtype=torch.uint8).random_()
+    target = torch.empty_like(source)
+    return round(2 * source.numel() / min(timed([lambda: target.copy_(source)], 5) for _ in range(3)) / 1e9)
+
+
+def matmul_rate(n: int = 8192) -> float:
+    """TFLOP/s of a bf16 matrix product."""
+    a, b = (torch.randn(n, n, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    return round(2 * n**3 / min(timed([lambda: a @ b], 10) for _ in range(3)) / 1e12)
 
 
 def machine(given: str) -> dict:
@@ -303,6 +380,8 @@ def machine(given: str) -> dict:
     return {
         "gpu": properties.name,
         "multiprocessors": properties.multi_processor_count,
+        "copy_gb_per_s": copy_rate(),
+        "matmul_tflops": matmul_rate(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
@@ -315,45 +394,64 @@ def machine(given: str) -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--filter", action="append", default=[], help="only rows whose name contains one of these")
-    parser.add_argument("--group", action="append", default=[], help="dense, features, patterns, small")
+    parser.add_argument("--group", action="append", default=[], help="dense, features, subsets, small, random, patterns")
     parser.add_argument("--quick", action="store_true", help="a row of each kind")
     parser.add_argument("--all", action="store_true", help="FlexAttention and FlashAttention-4 too: seconds of compilation a row")
     parser.add_argument("--only", action="append", default=[], help="contenders besides ours")
     parser.add_argument("--each", type=float, default=0.03, help="seconds of one timing (0.03)")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop before the next row then")
+    parser.add_argument("--random", type=int, default=10**6, help="how many of the random problems")
+    parser.add_argument("--shard", default="0/1", help="I/N: every N-th of the rows, from the I-th on")
     parser.add_argument("--commit", default="", help="of the code, where there is no git to ask")
     parser.add_argument("--json", type=Path, help="write the rows there; rows of earlier runs that were not measured stay")
+    parser.add_argument("--lines", action="store_true", help="print the rows' problems (for fovea precompile) and end")
+    parser.add_argument("--check", type=Path, help="check only, and write there what was found: time can be taken later by")
+    parser.add_argument("--checked", type=Path, action="append", default=[], help="a file that --check wrote: those are not checked again")
+    parser.add_argument("--warm", action="store_true", help="run everything once without timing it: peers keep what they compile")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("bench/gpu: no CUDA device here")
-        return 1
     chosen = [
         case
         for case in all_cases()
         if (not options.filter or any(part in case.name for part in options.filter))
         and (not options.group or case.group in options.group)
         and (not options.quick or case.name in QUICK)
+        and (case.group != "random" or int(case.name.split()[1]) < options.random)
     ]
-    order = {"features": 0, "small": 1, "dense": 2, "patterns": 3}  # should time be up
-    chosen.sort(key=lambda case: (order[case.group], case.name not in QUICK))
+    order = ("dense", "features", "subsets", "small", "random", "patterns")  # should time be up
+    chosen.sort(key=lambda case: (order.index(case.group), case.name not in QUICK))
+    index, count = map(int, options.shard.split("/"))
+    chosen = chosen[index::count]
     if not chosen:
-        parser.error("no row is of that name; there are: " + ", ".join(case.name for case in all_cases()))
+        parser.error("no row is of that name; there are: " + ", ".join(case.name for case in all_cases() if case.group != "random"))
+    if options.lines:
+        print("\n".join(line for case in chosen for line in case.lines()))
+        return 0
+    if DEVICE == "cuda" and not torch.cuda.is_available():
+        print("bench/gpu: no CUDA device here")
+        return 1
     warnings.filterwarnings("ignore")  # PyTorch's, of why a peer refuses
+    started = time.monotonic()
+    late = lambda: time.monotonic() - started > options.seconds  # noqa: E731
+    if options.check:
+        return check_all(chosen, options.check, late)
     names = [n for n in CONTENDERS if options.all or n not in SLOW_TO_COMPILE]
     if options.only:
         names = ["ours", *(n for n in CONTENDERS if n in options.only)]
+    if options.warm:
+        return warm(chosen, names, late)
+    known = {name: fault for path in options.checked if path.exists() for name, fault in json.loads(path.read_text()).items()}
     about = machine(options.commit)
     print(f"{about}\nTFLOP/s forward / backward (small: microseconds, forward / both); the peak is ours, of the backward")
     print(f"{'':36} " + " ".join(f"{n:>13}" for n in names))
-    started, rows, failed = time.monotonic(), [], 0
+    rows, failed = [], 0
     precompile(chosen)
     for case in chosen:
-        if time.monotonic() - started > options.seconds:
+        if late():
             print(f"stopped after {len(rows)} of {len(chosen)} rows: the time was up")
             break
         try:
-            contenders = ["ours"] if case.group == "patterns" and not options.only else names
-            rows.append({**measure(case, contenders, options.each), "commit": about["commit"], "date": about["date"]})
+            contenders = contenders_of(case, names, bool(options.only))
+            rows.append({**measure(case, contenders, options.each, known), "commit": about["commit"], "date": about["date"]})
             print(line(rows[-1], names), flush=True)
             failed += bool(rows[-1]["fault"])
         except Exception as error:
@@ -362,8 +460,47 @@ def main() -> int:
         torch.cuda.empty_cache()
         if options.json and rows:
             save(options.json, about, rows)
-    summary(rows)
+    summary(rows, names)
     return 1 if failed else 0
+
+
+def contenders_of(case: Case, names: list[str], chosen: bool) -> list[str]:
+    """Who is asked: where peers compile for seconds, only if the row is one that they are known for."""
+    if case.group in ("patterns", "subsets") and not chosen:
+        return ["ours"]
+    if case.group == "random" and not chosen:
+        names = [name for name in names if name not in SLOW_TO_COMPILE]
+    if "FlexAttention" in names and not case.flex:
+        names = [name for name in names if name != "FlexAttention"]
+    return names
+
+
+def check_all(cases: list[Case], path: Path, late) -> int:
+    found: dict = {}
+    for case in cases:
+        if late():
+            print(f"checked {len(found)} of {len(cases)} rows: the time was up")
+            break
+        try:
+            found[case.name] = check(case, make_inputs(case))
+        except Exception as error:
+            found[case.name] = f"{type(error).__name__}: {str(error)[:300]}"
+        if found[case.name]:
+            print(f"{case.name}: {found[case.name]}", flush=True)
+        path.write_text(json.dumps(found))
+    print(f"{len(found)} rows checked, {sum(map(bool, found.values()))} wrong")
+    return 1 if any(found.values()) else 0
+
+
+def warm(cases: list[Case], names: list[str], late) -> int:
+    for case in cases:
+        if late():
+            break
+        results: dict = {}
+        runners_of(case, [name for name in contenders_of(case, names, False) if name != "ours"], [make_inputs(case)], results)
+        print(f"{case.name}: " + (", ".join(f"{name}: {r['refused']}" for name, r in results.items()) or "ready"), flush=True)
+        torch.cuda.empty_cache()
+    return 0
 
 
 def save(path: Path, about: dict, rows: list[dict]) -> None:
@@ -376,19 +513,41 @@ def save(path: Path, about: dict, rows: list[dict]) -> None:
     path.write_text(json.dumps(data, indent=1) + "\n")
 
 
-def summary(rows: list[dict]) -> None:
-    """Geometric means of the dense cells, by head dimension, beside each peer."""
+def best_peer(row: dict, way: int) -> tuple[float, str] | None:
+    """(TFLOP/s, who)"""
+    rates = [(rate(row, name, way) or 0, name) for name in row["results"] if name != "ours"]
+    return max(rates) if any(r for r, _ in rates) else None
+
+
+def percentile(values: list[float], part: float) -> float:
+    return sorted(values)[int(part * (len(values) - 1))]
+
+
+def summary(rows: list[dict], names: list[str]) -> None:
+    """Geometric means of the dense cells, by head dimension, beside each peer; the random problems' ratios."""
+    mean = lambda values: math.exp(statistics.fmean(map(math.log, values)))  # noqa: E731
     for d in (64, 128, 256):
         cells = [row for row in rows if row["name"].startswith(f"dense d{d} ") and row["group"] == "dense"]
-        for peer in ("mem-efficient", "FlashAttention-2", "cuDNN"):
-            ratios = [
-                [rate(row, "ours", way) / rate(row, peer, way) for row in cells if rate(row, peer, way) and rate(row, "ours", way)]
-                for way in (0, 1)
-            ]
+        for peer in (*names[1:], "what is asked"):
+            ratios = []
+            for way in (0, 1):
+                factor = [1 / row["asked"][way] if peer == "what is asked" else 1.0 for row in cells]
+                other = "cuDNN" if peer == "what is asked" else peer
+                pairs = [(rate(row, "ours", way), rate(row, other, way), f) for row, f in zip(cells, factor)]
+                ratios.append([ours / theirs * f for ours, theirs, f in pairs if ours and theirs])
             if all(ratios):
-                means = [math.exp(statistics.fmean(map(math.log, r))) for r in ratios]
-                print(f"dense D={d} over {peer}: forward {means[0]:.2f} (least {min(ratios[0]):.2f}), "
-                      f"backward {means[1]:.2f} (least {min(ratios[1]):.2f}), {len(ratios[0])} cells")  # fmt: skip
+                print(f"dense D={d} over {peer}: forward {mean(ratios[0]):.2f} (least {min(ratios[0]):.2f}), "
+                      f"backward {mean(ratios[1]):.2f} (least {min(ratios[1]):.2f}), {len(ratios[0])} cells")  # fmt: skip
+    drawn = [row for row in rows if row["group"] == "random"]
+    for way, title in enumerate(("forward", "backward")):
+        beside = [(row, best_peer(row, way)) for row in drawn]
+        ratios = sorted((rate(row, "ours", way) / peer[0], row["line"], peer[1]) for row, peer in beside if peer)
+        if ratios:
+            values = [ratio for ratio, *_ in ratios]
+            print(f"random, {title}: {len(values)} of {len(drawn)} have a peer; over the best: median {statistics.median(values):.2f}, "
+                  f"tenth percentile {percentile(values, 0.1):.2f}; the worst:")  # fmt: skip
+            for ratio, problem, peer in ratios[:10]:
+                print(f"  {ratio:.2f} of {peer}: {problem[:150]}")
 
 
 if __name__ == "__main__":

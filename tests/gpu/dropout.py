@@ -30,10 +30,11 @@ def philox4x32(counter: tuple, key: tuple) -> tuple:
 
 
 def kept(rng: str, p: float, seed: int, offset: int, batch: int, heads: int, sq: int, sk: int, row_stride: torch.Tensor,
-         device: torch.device) -> torch.Tensor:  # fmt: skip
-    """(batch, heads, sq, sk), true is kept. `row_stride` (torch_mem_efficient): a row's elements in each batch entry."""
+         device: torch.device, first: int = 0) -> torch.Tensor:  # fmt: skip
+    """(batch, heads, sq, sk), true is kept. `row_stride` (torch_mem_efficient): a row's elements in each batch entry;
+    `first`: b * heads + h of the first of them, where they are a part of more."""
     seed, offset = seed % 2**64, offset % 2**64
-    n = torch.arange(batch * heads, device=device).reshape(batch, heads, 1, 1)
+    n = (first + torch.arange(batch * heads, device=device)).reshape(batch, heads, 1, 1)
     i = torch.arange(sq, device=device)[:, None]
     j = torch.arange(sk, device=device)[None, :]
     if rng == "fovea":
