@@ -128,10 +128,14 @@ constexpr float torch_uniform_of_word(u32 word) {
   return float(word) * 2.3283064365386963e-10f + 1.16415321826934814e-10f;  // 2^-32, 2^-33
 }
 
-// Number `index` of the Philox-4x32-10 stream of the seed.
+// Numbers 4 block ... 4 block + 3 of the Philox-4x32-10 stream of the seed.
+constexpr Words4<u32> torch_words(u64 seed, u64 block) {
+  return philox4x32<u32>({u32(block), u32(block >> 32), 0u, 0u}, u32(seed), u32(seed >> 32));
+}
+
+// Number `index` of that stream.
 constexpr float torch_uniform(u64 seed, u64 index) {
-  const u64 block = index >> 2;
-  const Words4<u32> words = philox4x32<u32>({u32(block), u32(block >> 32), 0u, 0u}, u32(seed), u32(seed >> 32));
+  const Words4<u32> words = torch_words(seed, index >> 2);
   const u32 lane = u32(index) & 3u;
   const u32 word = lane == 0 ? words.w0 : lane == 1 ? words.w1 : lane == 2 ? words.w2 : words.w3;
   return torch_uniform_of_word(word);

@@ -558,16 +558,10 @@ struct Keep {
       }
     }
     if constexpr (kTorch) {
+      const bool shares = ((base | row_stride) & 3) == 0;
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
-        bits[i] = 0;
-#pragma unroll 1
-        for (int n = 0; n < kColumns * 4; ++n) {
-          const u64 row = row0 + i * 16 + thread.g + (n >> 1 & 1) * 8;
-          const u64 column = column0 + (n >> 2) * 8 + thread.t * 2 + (n & 1);
-          const u64 index = kTransposed ? column * row_stride + row : row * row_stride + column;
-          bits[i] |= u32(math::torch_uniform(seed, base + index) > p) << n;
-        }
+        bits[i] = shares ? shared_bits(thread, row0 + i * 16, column0) : own_bits(thread, row0 + i * 16, column0);
       }
     }
   }
@@ -593,12 +587,63 @@ struct Keep {
     if constexpr (kTorch) {
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
-        keep[n >> 2][n & 3] = (bits[i] >> (jj * 8 + n) & 1) != 0;
+        keep[n >> 2][n & 3] = (bits[i] >> bit_of(jj * 8 + n) & 1) != 0;
       }
     }
   }
 
  private:
+  // The torch rule's decision of element [n >> 2][n & 3] of a row tile has this bit: in the order of shared_bits.
+  static constexpr int bit_of(int n) {
+    return kTransposed ? (n & 3) * 8 + (n >> 2) : (n >> 1 & 1) * 16 + (n >> 2) * 2 + (n & 1);
+  }
+
+  // A call for each element.
+  __device__ __forceinline__ u32 own_bits(const Thread& thread, int row0, int column0) const {
+    u32 mine = 0;
+#pragma unroll 1
+    for (int n = 0; n < kColumns * 4; ++n) {
+      const u64 row = row0 + thread.g + (n >> 1 & 1) * 8;
+      const u64 column = column0 + (n >> 2) * 8 + thread.t * 2 + (n & 1);
+      const u64 index = kTransposed ? column * row_stride + row : row * row_stride + column;
+      mine |= u32(math::torch_uniform(seed, base + index) > p) << bit_of(n);
+    }
+    return mine;
+  }
+
+  // The same where four keys that begin at a multiple of four are one call's numbers. They belong to kSharers
+  // neighbours along the keys: each makes its share of the calls, packs the decisions by who needs them, and all hand
+  // them round.
+  __device__ __forceinline__ u32 shared_bits(const Thread& thread, int row0, int column0) const {
+    constexpr int kSharers = kTransposed ? 4 : 2;
+    constexpr int kStride = kTransposed ? 4 : 1;  // of lanes
+    constexpr int kEach = 4 / kSharers;           // numbers of a call for each
+    constexpr int kBits = 32 / kSharers;
+    const int rank = (kTransposed ? thread.g : thread.t) % kSharers;
+    // In S transposed this thread makes the calls of elements [j][rank], in S those of [j][2 rank] and [j][2 rank + 1].
+    const int query = kTransposed ? column0 + thread.t * 2 + (rank & 1) : row0 + thread.g + rank * 8;
+    const int key = kTransposed ? row0 + (thread.g & ~3) + (rank >> 1) * 8 : column0 + (thread.t & ~1) * 2;
+    u32 made = 0;
+#pragma unroll 1
+    for (int j = 0; j < kColumns; ++j) {
+      const u64 index = u64(query + (kTransposed ? j * 8 : 0)) * row_stride + u64(key + (kTransposed ? 0 : j * 8));
+      const math::Words4<u32> words = math::torch_words(seed, (base + index) >> 2);
+      const u32 four[4] = {words.w0, words.w1, words.w2, words.w3};
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        made |= u32(math::torch_uniform_of_word(four[n]) > p) << (n / kEach * kBits + j * kEach + n % kEach);
+      }
+    }
+    u32 mine = 0;
+#pragma unroll
+    for (int from = 0; from < kSharers; ++from) {
+      const int lane = (thread.lane & ~((kSharers - 1) * kStride)) | from * kStride;
+      const u32 of_from = __shfl_sync(~0u, made, lane) >> rank * kBits;
+      mine |= (of_from & ((1u << kBits) - 1)) << from * kBits;
+    }
+    return mine;
+  }
+
   // The call of this thread's row of row tile i and column 16 jj + 2 t + e.
   __device__ __forceinline__ math::Words2<u32> call(const Thread& thread, int i, int jj, int e, int row0,
                                                     int column0) const {
