@@ -7,6 +7,8 @@ one-hot grad_out; and grad_q (one-hot k), grad_k (one-hot q) and grad_bias with 
 ds is 0 iff the element was dropped.
 """
 
+import itertools
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ import fovea
 from fovea.torch import attention
 
 RULES = ["fovea", "torch_mem_efficient"]
-OFFSETS = [(7, 11), (0x123456789ABCDEF0, 0xFFFFFFFE), (2**63 + 5, 2**33 + 1), (3, 2**64 - 1)]
+OFFSETS = [(7, 11), (0x123456789ABCDEF0, 0xFFFFFFFE), (2**63 + 5, 2**33 + 1), (3, 2**64 - 1), (9, 2**40 + 8)]
 TYPES = [torch.bfloat16, torch.float16, torch.float32]
 BATCH, HEADS = 2, 3
 
@@ -100,14 +102,14 @@ def test_forward(rng, sq, sk, dim, dtype, device):
 
 @pytest.mark.parametrize("what", ["v", "q", "k", "bias"])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("sq, sk, dim", [(48, 48, 64), (130, 75, 32), (75, 130, 128), (40, 90, 256)])
+@pytest.mark.parametrize("sq, sk, dim", [(48, 48, 64), (130, 75, 32), (75, 132, 128), (40, 92, 256)])
 @pytest.mark.parametrize("rng", RULES)
 def test_backward(rng, sq, sk, dim, dtype, what, device):
-    for deterministic in (False, True):
-        seed, offset = OFFSETS[1]
+    # Numbers of the stream that four keys share, and those where they do not begin at a multiple of four.
+    for deterministic, (seed, offset) in itertools.product((False, True), (OFFSETS[1], OFFSETS[-1])):
         options = {"dropout_p": 0.3, "seed": seed, "offset": offset, "rng": rng, "deterministic": deterministic}
         kept = read_backward(options, sq, sk, dim, device, dtype, what)
-        assert torch.equal(kept, mask_of(rng, 0.3, seed, offset, sq, sk, device)), deterministic
+        assert torch.equal(kept, mask_of(rng, 0.3, seed, offset, sq, sk, device)), (deterministic, offset)
 
 
 @pytest.mark.parametrize("rng", RULES)
