@@ -39,7 +39,6 @@ struct Spec {
   // ---- backward: what is computed here ----
   bool dq = false;
   bool dkv = false;
-  bool dbias_store = false;              // the gradient of a bias of full size, stored where it arises
   bool column_sum = false;               // sums of dS over queries, for biases that are broadcast over them
   bool row_sum = false;                  // sums of dS over keys, for biases that are broadcast over them
   BiasTile grad_bias = BiasTile::kNone;  // the type that a kernel of bias gradients writes
@@ -100,7 +99,6 @@ constexpr void for_each_field(const Spec& spec, Visit visit) {
   visit("dropout", spec.dropout, usual.dropout);
   visit("dq", spec.dq, usual.dq);
   visit("dkv", spec.dkv, usual.dkv);
-  visit("dbias_store", spec.dbias_store, usual.dbias_store);
   visit("column_sum", spec.column_sum, usual.column_sum);
   visit("row_sum", spec.row_sum, usual.row_sum);
   visit("grad_bias", spec.grad_bias, usual.grad_bias);
