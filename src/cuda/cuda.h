@@ -40,6 +40,7 @@ enum class Step {
   kBackwardConvert,
   kBackwardDq,
   kBiasGradient,  // these have `which`: 0 for bias, 1 for bias2
+  kSm90BiasGradient,
   kBiasGradientSum,
   kReduceColumns,
   kReduceRows,

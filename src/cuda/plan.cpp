@@ -10,6 +10,7 @@
 #include "cuda/config/sm80_backward.h"
 #include "cuda/config/sm80_forward.h"
 #include "cuda/config/sm90_backward.h"
+#include "cuda/config/sm90_bias_gradient.h"
 #include "cuda/config/sm90_forward.h"
 #include "cuda/cuda.h"
 #include "cuda/device/sm80_backward_sizes.h"
@@ -57,6 +58,12 @@ const char* forced_family() {
     throw Error(FOVEA_INVALID_ARGUMENT, fmt::format("FOVEA_KERNEL: '{}'; accepted: sm80, sm90", family));
   }
   return family;
+}
+
+// Whether kernels of this one's family may be taken.
+bool allowed(const Kernel& kernel) {
+  const char* const family = forced_family();
+  return family == nullptr || std::string_view(kernel.name).substr(0, kFamily) <= family;
 }
 
 class Planner {
@@ -347,9 +354,15 @@ class Planner {
     } else if (gradient == Gradient::kRows) {
       add(Step::kReduceRows, part("reduce_rows", spec), planes * tiles_of(queries, kColumns), 1, which);
     } else {
+      const std::int64_t list = planes > 0 ? p.batch() * p.heads_q / planes : 0;
+      const BiasList shared{planes, list, queries, keys};
+      const Choice choice = sm90_bias_gradient(call_, plan_.operands, plan_.target, type, which, shared);
+      if (choice.why_not == nullptr && allowed(choice.kernel)) {
+        bias_for_hopper(choice, shared, which);
+        return;
+      }
       const Kernel kernel = taken(sm80_bias_gradient(plan_.operands.features, plan_.target, type));
       const std::int64_t blocks = planes * bias_gradient_blocks(queries, keys, kernel);
-      const std::int64_t list = planes > 0 ? p.batch() * p.heads_q / planes : 0;
       const int chunks = bias_gradient_chunks(blocks, std::max<std::int64_t>(list, 1), kernel.spec, plan_.target);
       if (chunks > 1) {
         plan_.workspace.add(which == 0 ? Region::kBiasSum : Region::kBiasSum2,
@@ -357,11 +370,39 @@ class Planner {
       }
       add(Step::kBiasGradient, kernel, blocks * chunks, 1, which, chunks);
       if (chunks > 1) {
-        Kernel sum = part("bias_gradient_sum", spec);
-        sum.file = "sm80_bias_gradient.cuh";
-        constexpr std::int64_t kNumbers = 256;  // of a block
-        add(Step::kBiasGradientSum, sum, planes * tiles_of(queries * keys, kNumbers), 1, which, chunks);
+        bias_sum(type, planes * tiles_of(queries * keys, kBiasSumNumbers), which, chunks);
       }
+    }
+  }
+
+  static constexpr std::int64_t kBiasSumNumbers = 256;  // of a block
+
+  void bias_sum(BiasTile type, std::int64_t blocks, int which, int chunks) {
+    Spec spec = small();
+    spec.grad_bias = type;
+    Kernel sum = part("bias_gradient_sum", spec);
+    sum.file = "sm80_bias_gradient.cuh";
+    add(Step::kBiasGradientSum, sum, blocks, 1, which, chunks);
+  }
+
+  void bias_for_hopper(const Choice& choice, const BiasList& list, int which) {
+    const Kernel kernel = taken(choice);
+    const std::int64_t size = list.planes * list.queries * list.keys;
+    const int chunks = sm90_bias_gradient_chunks(list, kernel.spec, plan_.target);
+    const std::int64_t tiles = sm90_bias_gradient_tiles(list, kernel.spec) * chunks;
+    const std::int64_t blocks = std::min<std::int64_t>(tiles, plan_.target.multiprocessors);
+    if (chunks > 1) {
+      plan_.workspace.add(which == 0 ? Region::kBiasSum : Region::kBiasSum2,
+                          chunks * size * std::int64_t{sizeof(float)});
+    }
+    add(Step::kSm90BiasGradient, kernel, blocks, 1, which, chunks);
+    if (kernel.spec.bias_outside) {
+      plan_.workspace.add(which == 0 ? Region::kBiasFlags : Region::kBiasFlags2,
+                          tiles * kernel.spec.warps * std::int64_t{sizeof(math::u32)});
+      add(Step::kSm90BiasGradient, sm90_bias_gradient_inside(kernel), blocks, 1, which, chunks);
+    }
+    if (chunks > 1) {
+      bias_sum(kernel.spec.grad_bias, list.planes * tiles_of(list.queries * list.keys, kBiasSumNumbers), which, chunks);
     }
   }
 };

@@ -33,15 +33,17 @@ enum class Region : int {
   kBiasSum,
   kBiasSum2,
   kSinkSum,
+  kBiasFlags,  // tiles of a bias gradient that are computed again
+  kBiasFlags2,
   kSchedule,  // of kernels whose blocks take tiles from a counter
   kCount
 };
 
 inline constexpr int kRegions = static_cast<int>(Region::kCount);
 inline constexpr std::array<std::string_view, kRegions> kRegionNames = {
-    "q",        "k",           "v",        "grad_out",    "bias",        "bias2",     "mask bits",
-    "key term", "query term",  "sizes",    "partial out", "partial sum", "row lse",   "row delta",
-    "dq sum",   "column sums", "row sums", "bias sums",   "bias2 sums",  "sink sums", "schedule"};
+    "q",          "k",         "v",           "grad_out",    "bias",       "bias2",       "mask bits", "key term",
+    "query term", "sizes",     "partial out", "partial sum", "row lse",    "row delta",   "dq sum",    "column sums",
+    "row sums",   "bias sums", "bias2 sums",  "sink sums",   "bias flags", "bias2 flags", "schedule"};
 
 class Workspace {
  public:

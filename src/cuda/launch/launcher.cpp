@@ -96,6 +96,9 @@ void Launcher::run() {
       case Step::kReduceSink:
         main(number, args_);
         break;
+      case Step::kSm90BiasGradient:
+        sm90_bias_gradient(number);
+        break;
       case Step::kBiasGradient:
       case Step::kBiasGradientSum:
       case Step::kReduceColumns:

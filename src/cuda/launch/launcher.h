@@ -63,6 +63,10 @@ class Launcher {
   void backward_arguments();
   void backward_prepare(std::size_t number);
   void bias_gradient(std::size_t number);
+  void bias_gradient_arguments(const Launch& step);
+
+  // sm90_bias_gradient.cpp
+  void sm90_bias_gradient(std::size_t number);
 };
 
 }  // namespace fovea::cuda

@@ -39,7 +39,11 @@ void Launcher::backward_prepare(std::size_t number) {
 }
 
 void Launcher::bias_gradient(std::size_t number) {
-  const Launch& step = plan_.launches[number];
+  bias_gradient_arguments(plan_.launches[number]);
+  main(number, args_);
+}
+
+void Launcher::bias_gradient_arguments(const Launch& step) {
   const Problem& p = call_.problem;
   const bool first = step.which == 0;
   const Extents& e = (first ? p.bias : p.bias2).extents;
@@ -50,7 +54,6 @@ void Launcher::bias_gradient(std::size_t number) {
   args_.bias_list = static_cast<int>(p.batch() * p.heads_q / std::max<i64>(planes, 1));
   args_.bias_chunks = step.pieces;
   args_.bias_sum = region<float>(first ? Region::kBiasSum : Region::kBiasSum2);
-  main(number, args_);
 }
 
 }  // namespace fovea::cuda

@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Candidates in order of preference; the first that fits the shared memory is taken. The figures were found by
+// measuring on an H200 (spikes/hopper_backward).
+#include "cuda/config/sm90_bias_gradient.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <sstream>
+#include <utility>
+#include <vector>
+
+#include "cuda/device/args.h"
+#include "cuda/device/sm90_bias_gradient_sizes.h"
+
+namespace fovea::cuda {
+namespace {
+
+struct Tiles {
+  int groups;   // warpgroups, 64 queries each
+  int step;     // keys
+  int stages;   // buffers of Q with K and dO with V
+  int planes;   // of the bias
+  int buffers;  // of what changes with the entry
+};
+
+// Tensor maps have coordinates of 32 bits and strides under 2^40 bytes; rows of numbers of 16 bits.
+constexpr std::int64_t kMostRows = std::int64_t{1} << 29;
+bool has_map(const Operand& operand, std::int64_t rows) {
+  constexpr std::int64_t kMostStride = (std::int64_t{1} << 40) / 2;
+  const math::Strides& s = operand.strides;
+  const auto fits = [&](std::int64_t stride) { return stride >= 0 && stride < kMostStride; };
+  return fits(s.batch1) && fits(s.batch2) && fits(s.head) && fits(s.row) && (rows <= 1 || s.row > 0);
+}
+
+// What takes registers beyond the bias itself.
+int features_of(const Spec& s) {
+  return 2 * int{s.mask} + 2 * int{s.softcap} + int{s.alibi} + int{s.key_term} + int{s.query_term} +
+         int{s.bias2 != BiasTile::kNone} + 2 * int{s.dropout != DropoutRule::kNone} + int{s.ragged};
+}
+
+// Of the experiment: groups, step, stages, planes, buffers, outside.
+std::vector<int> forced() {
+  const char* const value = std::getenv("FOVEA_BIAS_GRADIENT");
+  std::vector<int> numbers;
+  std::stringstream text(value != nullptr ? value : "");
+  for (std::string number; std::getline(text, number, ',');) {
+    numbers.push_back(std::atoi(number.c_str()));
+  }
+  return numbers;
+}
+
+std::vector<Tiles> candidates(const Spec& s) {
+  const std::vector<Tiles> last = {
+      {2, 128, 4, 1, 2}, {2, 128, 3, 1, 1}, {2, 128, 2, 1, 1}, {2, 64, 2, 1, 1}, {1, 64, 2, 1, 1}};
+  const int widest = std::max(s.d, s.dv);
+  std::vector<Tiles> all;
+  if (const std::vector<int> f = forced(); f.size() >= 5) {
+    all.push_back({f[0], f[1], f[2], f[3], f[4]});
+  }
+  if (features_of(s) == 0) {
+    if (widest <= 32) {
+      all.push_back({3, 128, 6, 2, 1});
+    }
+    if (widest <= 64) {
+      all.push_back({3, 128, 4, 1, 1});
+    }
+    if (widest <= 80) {
+      all.push_back({3, 128, 3, 1, 1});
+    }
+    if (widest > 96 && widest <= 128) {
+      all.push_back({3, 128, 2, 1, 1});
+    }
+  }
+  all.insert(all.end(), last.begin(), last.end());
+  return all;
+}
+
+const char* why_not(const Call& call, const Operands& operands, const Target& target) {
+  if (forced().empty()) {
+    return "not asked for";
+  }
+  const math::Rows& rows = call.rows;
+  const Spec& spec = operands.features;
+  if (target.capability != 90) {
+    return "compute capability other than 9.0";
+  }
+  if (spec.type == Type::kFp32) {
+    return "fp32";
+  }
+  if (spec.d > 256 || spec.dv > 256) {
+    return "head_dim over 256";
+  }
+  if (call.problem.head_dim == 0 || call.problem.head_dim_v == 0 || rows.rows_q == 0 || rows.rows_k == 0) {
+    return "nothing to attend to";
+  }
+  if (rows.rows_q >= kMostRows || rows.rows_k >= kMostRows || rows.batch() >= kMostRows) {
+    return "2^29 rows or more";
+  }
+  if (!has_map(operands.q, rows.rows_q) || !has_map(operands.k, rows.rows_k) || !has_map(operands.v, rows.rows_k) ||
+      !has_map(operands.grad_out, rows.rows_q)) {
+    return "strides that no tensor map has";
+  }
+  return nullptr;
+}
+
+std::int64_t tiles_of(std::int64_t length, std::int64_t size) { return (length + size - 1) / size; }
+
+}  // namespace
+
+Choice sm90_bias_gradient(const Call& call, const Operands& operands, const Target& target, BiasTile type, int which,
+                          const BiasList& list) {
+  Choice choice;
+  Kernel& kernel = choice.kernel;
+  kernel.file = "sm90_bias_gradient.cuh";
+  kernel.name = "sm90_bias_gradient";
+  kernel.one_architecture = true;
+  Spec& spec = kernel.spec;
+  spec = operands.features;
+  spec.arch = target.capability;
+  spec.grad_bias = type;
+  if (which == 1) {
+    std::swap(spec.bias, spec.bias2);
+  }
+  choice.why_not = why_not(call, operands, target);
+  if (choice.why_not != nullptr) {
+    return choice;
+  }
+  constexpr std::int64_t kMostTiles = std::int64_t{1} << 24;
+  if (list.planes * tiles_of(list.queries, 64) * tiles_of(list.keys, kBiasPartKeys) >= kMostTiles ||
+      list.entries >= kMostTiles) {
+    choice.why_not = "2^24 tiles or more";
+    return choice;
+  }
+  spec.tiles = 1;
+  spec.part = kBiasPartKeys;
+  const bool plain = !spec.softcap && !spec.alibi && !spec.mask && spec.bias2 == BiasTile::kNone &&
+                     spec.dropout == DropoutRule::kNone && !spec.ragged;
+  spec.bias_outside = spec.bias != BiasTile::kNone && list.entries > 1 && plain;
+  if (const std::vector<int> f = forced(); f.size() >= 6 && f[5] == 0) {
+    spec.bias_outside = false;
+  }
+  for (const Tiles& tiles : candidates(spec)) {
+    spec.warps = 4 * tiles.groups;
+    spec.step = tiles.step;
+    spec.stages = tiles.stages;
+    spec.planes = spec.bias != BiasTile::kNone ? tiles.planes : 0;
+    spec.q_buffers = 0;
+    spec.q_buffers = sm90_bias_gradient_sizes(spec).entry > 0 ? std::max(tiles.buffers, 1) : 0;
+    const Sm90BiasGradientSizes sizes = sm90_bias_gradient_sizes(spec);
+    kernel.threads = sizes.threads;
+    kernel.shared_bytes = sizes.bytes;
+    if (sizes.bytes <= target.shared_per_block && (!spec.ragged || kRowPad % sizes.rows == 0)) {
+      return choice;
+    }
+  }
+  choice.why_not = "tiles beyond the shared memory of a block";
+  return choice;
+}
+
+Kernel sm90_bias_gradient_inside(const Kernel& outside) {
+  Kernel kernel = outside;
+  kernel.spec.bias_outside = false;
+  return kernel;
+}
+
+std::int64_t sm90_bias_gradient_tiles(const BiasList& list, const Spec& spec) {
+  return list.planes * tiles_of(list.queries, sm90_bias_gradient_sizes(spec).rows) * tiles_of(list.keys, spec.step);
+}
+
+int sm90_bias_gradient_chunks(const BiasList& list, const Spec& spec, const Target& target) {
+  // The fewest that leave little of the last wave empty; their sums are written and read again once.
+  constexpr std::int64_t kMostChunks = 64;
+  constexpr std::int64_t kMostBytes = std::int64_t{48} << 20;
+  constexpr double kFull = 0.95;
+  const std::int64_t tiles = sm90_bias_gradient_tiles(list, spec);
+  const std::int64_t bytes = list.planes * list.queries * list.keys * std::int64_t{sizeof(float)};
+  std::int64_t most = std::min(kMostChunks, list.entries);
+  most = std::max<std::int64_t>(std::min(most, bytes > 0 ? kMostBytes / bytes : 1), 1);
+  int best = 1;
+  double best_fill = 0;
+  for (std::int64_t chunks = 1; chunks <= most; ++chunks) {
+    const std::int64_t waves = tiles_of(tiles * chunks, target.multiprocessors);
+    const double fill = static_cast<double>(tiles * chunks) /
+                        static_cast<double>(std::max<std::int64_t>(waves, 1) * target.multiprocessors);
+    if (fill > best_fill) {
+      best = static_cast<int>(chunks);
+      best_fill = fill;
+    }
+    if (fill >= kFull) {
+      break;
+    }
+  }
+  return best;
+}
+
+}  // namespace fovea::cuda

@@ -1,0 +1,569 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// sm90_bias_gradient: the gradient of a bias with queries and keys on Hopper, by recomputing, for numbers of 16 bits.
+//
+// One persistent block a multiprocessor. A tile is 64 queries a warpgroup by 128 (or 64) keys of one plane of the bias;
+// its sum stays in registers while the block walks over the list of (b, h) that share the plane:
+//
+//   S = Q K^T, dP = dO V^T, sum += P (dP - delta)             64 keys at a time
+//
+// and is written once. Where planes are few, lists are cut in chunks, whose fp32 sums bias_gradient_sum adds in order.
+// Warpgroup 0 copies: a thread of it Q with K and dO with V by TMA, alternately through one ring of buffers, and row
+// vectors; two of its warps the bias (once a tile) and what else is added to scores (once an entry) by cp.async.
+//
+// bias_outside: exp(bias) is the same for all of the list, so it is taken out of the sum. With m_i the largest bias of
+// a row within the tile
+//
+//   grad_ij = exp(bias_ij - m_i) * sum over the list of exp(s_ij - (lse_i - m_i)) (dp_ij - delta_i)
+//
+// What underflows there would in P; what overflows (scores of a row more than 88 apart that the bias turns round)
+// leaves an infinity or NaN: such tiles are flagged, and a second launch, without bias_outside, computes them again.
+#ifndef FOVEA_CUDA_DEVICE_SM90_BIAS_GRADIENT_CUH
+#define FOVEA_CUDA_DEVICE_SM90_BIAS_GRADIENT_CUH
+
+#include "sm80_bias_gradient.cuh"
+#include "sm90_bias_gradient_sizes.h"
+#include "sm90_copy.cuh"
+#include "sm90_scores.cuh"
+#include "wgmma.cuh"
+
+namespace fovea::cuda {
+
+// The two warps of warpgroup 0 that copy by cp.async.
+constexpr int kBiasCopyThreads = 64;
+
+struct Sm90BiasBarriers {
+  u32 first;
+  int stages, planes;
+  __device__ __forceinline__ u32 full(int i) const { return first + 16 * i; }
+  __device__ __forceinline__ u32 empty(int i) const { return first + 16 * i + 8; }
+  __device__ __forceinline__ u32 tile_full(int i) const { return full(stages + i); }
+  __device__ __forceinline__ u32 tile_empty(int i) const { return empty(stages + i); }
+  __device__ __forceinline__ u32 entry_full(int i) const { return full(stages + planes + i); }
+  __device__ __forceinline__ u32 entry_empty(int i) const { return empty(stages + planes + i); }
+};
+
+// A tile, and the entries begin ... end - 1 of its plane's list.
+struct Sm90BiasTile {
+  int plane, m0, n0, chunk, begin, end;
+
+  __device__ __forceinline__ Shared shared(const Args& a) const {
+    return Shared::make(a.rows, a.grad_bias.strides, plane);
+  }
+
+  template <Spec S>
+  static __device__ __forceinline__ Sm90BiasTile make(const Args& a, const Sm90BiasGradientArgs& m, int number) {
+    constexpr int kRows = sm90_bias_gradient_sizes(S).rows;
+    const u32 tiles_k = (u32(a.bias_keys) + S.step - 1) / S.step;
+    const u32 tiles_q = (u32(a.bias_rows) + kRows - 1) / kRows;
+    u32 n = u32(number);
+    Sm90BiasTile tile{};
+    tile.n0 = int(n % tiles_k) * S.step;
+    n /= tiles_k;
+    tile.m0 = int(n % tiles_q) * kRows;
+    n /= tiles_q;
+    tile.plane = int(n % u32(m.planes));
+    tile.chunk = int(n / u32(m.planes));
+    const i64 list = a.bias_list;
+    tile.begin = int(tile.chunk * list / a.bias_chunks);
+    tile.end = int((tile.chunk + 1) * list / a.bias_chunks);
+    return tile;
+  }
+};
+
+// visit(entry, place) for the entries of a tile's list that meet it.
+template <Spec S, class Visit>
+__device__ __forceinline__ void for_each_entry(const Args& a, const Sm90BiasTile& tile, Visit visit) {
+  constexpr int kRows = sm90_bias_gradient_sizes(S).rows;
+  if (!S.ragged && S.banded && !meets_tile<S, kRows, S.step>(a, Place::make<S>(a, 0u, 0u), tile.m0, tile.n0)) {
+    return;
+  }
+  const Shared shared = tile.shared(a);
+  const BiasEntries entries(a, shared);
+  BiasEntries::Entry entry = entries.at(a, shared, tile.begin);
+#pragma unroll 1
+  for (int n = tile.begin; n < tile.end; ++n) {
+    const Place place = Place::make<S>(a, entry.b1, entry.b2);
+    if (!S.ragged || meets_tile<S, kRows, S.step>(a, place, tile.m0, tile.n0)) {
+      visit(entry, place);
+    }
+    entries.advance(entry);
+  }
+}
+
+// visit(tile, number) for this block's tiles; where tiles were flagged, for those.
+template <Spec S, class Visit>
+__device__ __forceinline__ void for_each_tile(const Args& a, const Sm90BiasGradientArgs& m, Visit visit) {
+#pragma unroll 1
+  for (int number = int(blockIdx.x); number < m.tiles; number += int(gridDim.x)) {
+    if (!S.bias_outside && m.flags != nullptr) {
+      u32 any = 0;
+      for (int i = 0; i < S.warps; ++i) {
+        any |= m.flags[i64(number) * S.warps + i];
+      }
+      if (any == 0) {
+        continue;
+      }
+    }
+    visit(Sm90BiasTile::make<S>(a, m, number), number);
+  }
+}
+
+// ---- the warpgroup that copies ----
+
+// One thread: Q with K, dO with V, logsumexp and delta.
+template <Spec S>
+__device__ __forceinline__ void sm90_bias_copy_rows(const Args& a, const Sm90BiasGradientArgs& m, u32 base,
+                                                    const Sm90BiasBarriers& barriers) {
+  constexpr Sm90BiasGradientSizes kSizes = sm90_bias_gradient_sizes(S);
+  constexpr int kRows = kSizes.rows;
+  Ring<S.stages> ring;
+  Ring<kSizes.vector_buffers> ring_vectors;
+  for_each_tile<S>(a, m, [&](const Sm90BiasTile& tile, int) {
+    for_each_entry<S>(a, tile, [&](const BiasEntries::Entry& e, const Place& place) {
+      const auto load = [&](const TensorMap& rows, const Has& has_rows, const TensorMap& keys, const Has& has_keys,
+                            auto columns, bool vectors) {
+        constexpr int kColumns = columns;
+        constexpr int kPanel = panel_columns(kColumns);
+        const u32 full = barriers.full(ring.buffer());
+        const u32 to = base + ring.buffer() * kSizes.unit;
+        barrier_wait(barriers.empty(ring.buffer()), ring.parity() ^ 1);
+        int count = 0;  // of a row vector: padded rows of this sequence
+        if (vectors) {
+          count = min(kRows, (place.q_len + kRowPad - 1) / kRowPad * kRowPad - tile.m0);
+        }
+        barrier_expect(full, (kRows + S.step) * kColumns * 2 + count * 8);
+#pragma unroll 1
+        for (int p = 0; p < kColumns / kPanel; ++p) {
+          tensor_load(to + p * kRows * kPanel * 2, rows, full,
+                      {p * kPanel, int(place.q_begin) + tile.m0, int(e.head) * has_rows.head,
+                       int(e.b2) * has_rows.batch2, int(e.b1) * has_rows.batch1});
+          tensor_load(to + kRows * kColumns * 2 + p * S.step * kPanel * 2, keys, full,
+                      {p * kPanel, int(place.k_begin) + tile.n0, int(e.head / u32(m.group)) * has_keys.head,
+                       int(e.b2) * has_keys.batch2, int(e.b1) * has_keys.batch1});
+        }
+        if (vectors) {
+          const i64 row = row_of_head<S>(a, place, e.head) + tile.m0;
+          const u32 at = base + kSizes.vectors_at + ring_vectors.buffer() * kSizes.vectors;
+          bulk_load(at, a.row_lse + row, count * 4, full);
+          bulk_load(at + kRows * 4, a.row_delta + row, count * 4, full);
+          ring_vectors.next();
+        }
+        ring.next();
+      };
+      load(m.q, m.has_q, m.k, m.has_k, Constant<S.d>{}, false);
+      load(m.grad_out, m.has_grad_out, m.v, m.has_v, Constant<S.dv>{}, true);
+    });
+  });
+}
+
+template <Spec S>
+using BiasTileInputs =
+    ScoreInputs<bias_of_tile(S), false, sm90_bias_gradient_sizes(S).rows, kBiasPartKeys, kBiasCopyThreads>;
+template <Spec S>
+using BiasEntryInputs =
+    ScoreInputs<scores_of_entry(S), false, sm90_bias_gradient_sizes(S).rows, kBiasPartKeys, kBiasCopyThreads>;
+
+// kBiasCopyThreads threads: the bias of a tile.
+template <Spec S>
+__device__ __forceinline__ void sm90_bias_copy_tile(const Args& a, const Sm90BiasTile& tile, u32 to, u32 full,
+                                                    int thread) {
+  constexpr Sm90BiasGradientSizes kSizes = sm90_bias_gradient_sizes(S);
+  const BiasEntries::Entry e = BiasEntries::at(a, tile.shared(a), 0);
+  // The longest that a sequence may be: entries differ.
+  Place place{};
+  place.b1 = e.b1;
+  place.b2 = e.b2;
+  place.q_len = a.bias_rows;
+  place.k_len = a.bias_keys;
+#pragma unroll 1
+  for (int part = 0; part < kSizes.parts; ++part) {
+    BiasTileInputs<S>::load(to + part * kSizes.tile, a, place, e.head, tile.m0, tile.n0 + part * kBiasPartKeys,
+                            opaque(thread));
+  }
+  copy_arrive(full);
+}
+
+template <Spec S>
+__device__ __forceinline__ void sm90_bias_copy_inputs(const Args& a, const Sm90BiasGradientArgs& m, u32 base,
+                                                      const Sm90BiasBarriers& barriers, int thread) {
+  constexpr Sm90BiasGradientSizes kSizes = sm90_bias_gradient_sizes(S);
+  constexpr int kTileBytes = kSizes.tile;
+  constexpr int kEntryBytes = kSizes.entry;
+  Ring<S.planes> ring_tile;
+  Ring<S.q_buffers> ring_entry;
+  for_each_tile<S>(a, m, [&](const Sm90BiasTile& tile, int) {
+    if constexpr (kTileBytes > 0) {
+      const u32 buffer = ring_tile.buffer();
+      barrier_wait(barriers.tile_empty(buffer), ring_tile.parity() ^ 1);
+      sm90_bias_copy_tile<S>(a, tile, base + kSizes.tile_at + buffer * kSizes.parts * kSizes.tile,
+                             barriers.tile_full(buffer), thread);
+      ring_tile.next();
+    }
+    if constexpr (kEntryBytes > 0) {
+      for_each_entry<S>(a, tile, [&](const BiasEntries::Entry& e, const Place& place) {
+        const u32 buffer = ring_entry.buffer();
+        barrier_wait(barriers.entry_empty(buffer), ring_entry.parity() ^ 1);
+        const u32 to = base + kSizes.entry_at + buffer * kSizes.parts * kSizes.entry;
+#pragma unroll 1
+        for (int part = 0; part < kSizes.parts; ++part) {
+          BiasEntryInputs<S>::load(to + part * kSizes.entry, a, place, e.head, tile.m0, tile.n0 + part * kBiasPartKeys,
+                                   opaque(thread));
+        }
+        copy_arrive(barriers.entry_full(buffer));
+        ring_entry.next();
+      });
+    }
+  });
+  copy_wait<0>();
+}
+
+// ---- the kernel ----
+
+template <Spec S>
+__global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
+    sm90_bias_gradient(const __grid_constant__ Args a, const __grid_constant__ Sm90BiasGradientArgs m) {
+  // ---- sizes ----
+  constexpr Sm90BiasGradientSizes kSizes = sm90_bias_gradient_sizes(S);
+  constexpr Spec kTile = bias_of_tile(S);
+  constexpr Spec kEntry = scores_of_entry(S);
+  constexpr int kGroups = kSizes.groups;
+  constexpr int kRows = kSizes.rows;
+  constexpr int kParts = kSizes.parts;
+  constexpr int kColumns = kBiasPartKeys / 8;
+  constexpr int kUnit = kSizes.unit / 16;  // as descriptors count
+  constexpr int kTileBytes = kSizes.tile;
+  constexpr int kEntryBytes = kSizes.entry;
+  constexpr u32 kTileAt = kSizes.tile_at;
+  constexpr u32 kEntryAt = kSizes.entry_at;
+  constexpr u32 kVectorsAt = kSizes.vectors_at;
+  constexpr u32 kVectors = kSizes.vectors;
+  constexpr bool kBias = S.bias != BiasTile::kNone;
+  constexpr bool kNatural = natural_scores(kEntry);
+  constexpr bool kDropout = S.dropout != DropoutRule::kNone;
+  constexpr int kRegistersToCopy = kGroups == 3 ? 56 : 88;
+  constexpr int kRegisters = kGroups == 3 ? 152 : 208;
+  static_assert(kGroups >= 1 && kGroups <= 3 && S.type != Type::kFp32 && S.tiles == 1);
+  static_assert(S.step % kBiasPartKeys == 0 && S.stages >= 2 && (S.planes > 0) == kBias);
+  static_assert((S.q_buffers > 0) == (kSizes.entry > 0) && (!S.ragged || kRowPad % kRows == 0));
+  static_assert(kBias || !S.bias_outside);
+  using TileInputs = BiasTileInputs<S>;
+  using EntryInputs = BiasEntryInputs<S>;
+
+  // ---- shared memory and barriers ----
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const u32 base = shared_address(memory);
+  const Sm90BiasBarriers barriers{base + kSizes.barriers_at, S.stages, S.planes};
+  const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < S.stages + S.planes + S.q_buffers; ++i) {
+      barrier_init(barriers.full(i), i < S.stages ? 1 : kBiasCopyThreads);
+      barrier_init(barriers.empty(i), S.warps);
+    }
+    barrier_init_fence();
+  }
+  sync();
+  begin_kernel<S.arch>();
+
+  if (warpgroup == 0) {
+    fewer_registers<kRegistersToCopy>();
+    if (threadIdx.x == 0) {
+      sm90_bias_copy_rows<S>(a, m, base, barriers);
+    } else if (threadIdx.x >= 128 - kBiasCopyThreads) {
+      sm90_bias_copy_inputs<S>(a, m, base, barriers, int(threadIdx.x) - (128 - kBiasCopyThreads));
+    }
+    return;
+  }
+
+  // ---- the warpgroups that compute ----
+  more_registers<kRegisters>();
+  const Thread thread;
+  const int warp = thread.warp - 4;  // among those that compute
+  const int group = warp / 4;
+  const int row = warp * 16;  // of this warp in the tile
+  const bool leader = thread.lane == 0;
+  Ring<S.stages> ring;
+  Ring<kSizes.vector_buffers> ring_vectors;
+  Ring<S.planes> ring_tile;
+  Ring<S.q_buffers> ring_entry;
+  const u32 low = descriptor_low(base, 16);
+
+  // (+)= rows times keys of a unit, 64 keys.
+  const auto issue = [&](float(&to)[1][kColumns][4], u32 unit, int part, auto columns) {
+    constexpr int kWidth = columns;
+    constexpr int kPanel = panel_columns(kWidth);
+    constexpr int kBlocks = kPanel / 16;
+    constexpr u32 kHigh = descriptor_high(kPanel * 2);
+    float(&flat)[kColumns * 4] = *reinterpret_cast<float(*)[kColumns * 4]>(&to);
+    const u32 rows = low + unit * kUnit + group * (64 * kPanel * 2 / 16);
+    const u32 keys = low + unit * kUnit + kRows * kWidth * 2 / 16 + part * (kBiasPartKeys * kPanel * 2 / 16);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kWidth / 16; ++k) {
+      const u32 in_panel = k % kBlocks * 2;
+      wgmma_shared<S.type>(flat, descriptor(rows + k / kBlocks * (kRows * kPanel * 2 / 16) + in_panel, kHigh),
+                           descriptor(keys + k / kBlocks * (S.step * kPanel * 2 / 16) + in_panel, kHigh), k > 0);
+    }
+    wgmma_commit();
+  };
+
+  for_each_tile<S>(a, m, [&](const Sm90BiasTile& tile, int number) {
+    const int row0 = tile.m0 + row;  // of this warp in the sequence
+    float sum[kParts][1][kColumns][4] = {};
+    const u32 tile_inputs = base + kTileAt + ring_tile.buffer() * kParts * kTileBytes;
+    // The bias itself, as the scores of dot products that are all 0.
+    const auto bias_of = [&](float(&b)[1][kColumns][4], int part) {
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) {
+        for (int e = 0; e < 4; ++e) {
+          b[0][j][e] = 0;
+        }
+      }
+      Scores<kTile, false, 1>(a, {}, 0, 1.f)
+          .template add<TileInputs, kBiasPartKeys>(b, thread, tile_inputs + part * kTileBytes, row, 0, 0, 0);
+    };
+    float largest[2] = {};
+    if constexpr (kBias) {
+      barrier_wait(barriers.tile_full(ring_tile.buffer()), ring_tile.parity());
+    }
+    if constexpr (S.bias_outside) {
+      largest[0] = largest[1] = -kInfinity;
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        float b[1][kColumns][4];
+        bias_of(b, part);
+        const int keys = a.bias_keys - tile.n0 - part * kBiasPartKeys - thread.t * 2;
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) {
+          for (int e = 0; e < 4; ++e) {
+            if (j * 8 + (e & 1) < keys) {
+              largest[e >> 1] = fmaxf(largest[e >> 1], b[0][j][e]);
+            }
+          }
+        }
+      }
+      for (int x = 0; x < 2; ++x) {
+        largest[x] = math::reference_of(quad_max(largest[x]));
+      }
+    }
+
+    for_each_entry<S>(a, tile, [&](const BiasEntries::Entry& now, const Place& place) {
+      const u32 unit_q = ring.buffer();
+      const u32 parity_q = ring.parity();
+      ring.next();
+      const u32 unit_o = ring.buffer();
+      const u32 parity_o = ring.parity();
+      ring.next();
+      Scores<kEntry, false, 1> scores(a, place, now.head, a.scale);
+      scores.load_rows(a, place, now.head, row0, thread.g);
+      Keep<kEntry, false, 1, kColumns> keep;
+      if constexpr (kDropout) {
+        keep.start(a, place, now.head);
+        keep.start_rows(row0, thread.g);
+      }
+      const math::Band<int> band = place.band<S>(a);
+      const u32 entry_inputs = base + kEntryAt + ring_entry.buffer() * kParts * kEntryBytes;
+      float lse[2];
+      float delta[2];
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        const bool last = part == kParts - 1;
+        const int key = tile.n0 + part * kBiasPartKeys;
+        float s[1][kColumns][4];
+        float dp[1][kColumns][4];
+        float(&flat_s)[kColumns * 4] = *reinterpret_cast<float(*)[kColumns * 4]>(&s);
+        float(&flat_dp)[kColumns * 4] = *reinterpret_cast<float(*)[kColumns * 4]>(&dp);
+        if (part == 0) {
+          barrier_wait(barriers.full(unit_q), parity_q);
+        }
+        issue(s, unit_q, part, Constant<S.d>{});
+        if (part == 0) {
+          barrier_wait(barriers.full(unit_o), parity_o);
+        }
+        issue(dp, unit_o, part, Constant<S.dv>{});
+        if (part == 0) {
+          const u32 at = base + kVectorsAt + ring_vectors.buffer() * kVectors + (row + thread.g) * 4;
+#pragma unroll
+          for (int x = 0; x < 2; ++x) {
+            lse[x] = load_shared(at + x * 32);
+            delta[x] = load_shared(at + x * 32 + kRows * 4);
+            if constexpr (S.bias_outside) {
+              lse[x] = (lse[x] - largest[x]) * (kNatural ? 1.f : math::kLog2E);
+            }
+          }
+          if constexpr (kEntryBytes > 0) {
+            barrier_wait(barriers.entry_full(ring_entry.buffer()), ring_entry.parity());
+          }
+        }
+        if (part == 0) {
+          ring_vectors.next();
+        }
+        if constexpr (kDropout) {
+          keep.prepare(thread, row0, key);
+        }
+        wgmma_wait<1>();
+        pin(flat_s);
+        if (last && leader) {
+          barrier_arrive(barriers.empty(unit_q));
+        }
+        // What lies behind the ends of sequences may be anything.
+        const bool ends = S.ragged && (row0 + 16 > place.q_len || key + kBiasPartKeys > place.k_len);
+        const auto exists = [&](int j, int e) {
+          return row0 + thread.g + (e >> 1) * 8 < place.q_len && key + j * 8 + thread.t * 2 + (e & 1) < place.k_len;
+        };
+        scores.of_dots(s);
+        if constexpr (kBias && !S.bias_outside) {
+          Scores<kTile, false, 1>(a, {}, 0, 1.f)
+              .template add<TileInputs, kBiasPartKeys>(s, thread, tile_inputs + part * kTileBytes, row, 0, 0, 0);
+        }
+        scores.template add<EntryInputs, kBiasPartKeys>(s, thread, entry_inputs + part * kEntryBytes, row, 0, row0,
+                                                        key);
+        if (key + kBiasPartKeys > place.k_len ||
+            (S.banded && band.tile(row0, row0 + 16, key, key + kBiasPartKeys) != math::TileClass::kFull)) {
+          mask_edge<S, false>(s, thread, band, row0, key);
+        }
+        if (ends) {
+#pragma unroll
+          for (int j = 0; j < kColumns; ++j) {
+            for (int e = 0; e < 4; ++e) {
+              s[0][j][e] = exists(j, e) ? s[0][j][e] : -kInfinity;
+            }
+          }
+        }
+        const float unit = kNatural ? math::kLog2E : a.scale * math::kLog2E;
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) {
+          for (int e = 0; e < 4; ++e) {
+            s[0][j][e] = kNatural ? weight_of_difference(s[0][j][e], lse[e >> 1], unit)
+                                  : weight_fused(s[0][j][e], unit, lse[e >> 1]);
+          }
+        }
+        pin(flat_s);  // before what is waited for next
+        wgmma_wait<0>();
+        pin(flat_dp);
+        if (last && leader) {
+          barrier_arrive(barriers.empty(unit_o));
+          if constexpr (kEntryBytes > 0) {
+            barrier_arrive(barriers.entry_empty(ring_entry.buffer()));
+          }
+        }
+        if (ends) {
+#pragma unroll
+          for (int j = 0; j < kColumns; ++j) {
+            for (int e = 0; e < 4; ++e) {
+              dp[0][j][e] = exists(j, e) ? dp[0][j][e] : 0.f;
+            }
+          }
+        }
+#pragma unroll
+        for (int jj = 0; jj < kColumns / 2; ++jj) {
+          bool kept[2][4];
+          if constexpr (kDropout) {
+            keep.decide(kept, thread, 0, jj, row0, key);
+          }
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int j = 2 * jj + half;
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              float grad = dp[0][j][e];
+              if constexpr (kDropout) {
+                grad *= kept[half][e] ? a.keep_scale : 0.f;
+              }
+              sum[part][0][j][e] += math::grad_score(s[0][j][e], grad, delta[e >> 1]);
+            }
+          }
+        }
+      }
+      if constexpr (kEntryBytes > 0) {
+        ring_entry.next();
+      }
+    });
+
+    if constexpr (S.bias_outside) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        float b[1][kColumns][4];
+        bias_of(b, part);
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) {
+          for (int e = 0; e < 4; ++e) {
+            sum[part][0][j][e] *= weight_of_difference(b[0][j][e], largest[e >> 1], math::kLog2E);
+          }
+        }
+      }
+      // NaN and infinities alike leave something else than 0; a bias that is NaN or infinite, too.
+      float worst = 0;
+      for (int x = 0; x < 2; ++x) {
+        if (row0 + thread.g + x * 8 < a.bias_rows) {
+#pragma unroll
+          for (int part = 0; part < kParts; ++part) {
+            for (int j = 0; j < kColumns; ++j) {
+              for (int e = 0; e < 2; ++e) {
+                worst = fmaf(sum[part][0][j][2 * x + e], 0.f, worst);
+              }
+            }
+          }
+        }
+      }
+      const bool flagged = __any_sync(~0u, !(worst == 0));
+      if (leader) {
+        m.flags[i64(number) * S.warps + warp] = flagged;
+      }
+    }
+
+    // ---- the sums leave: numbers of 16 bits through this warp's rows of the bias, which nobody needs any more ----
+    const math::Strides& to = a.grad_bias.strides;
+    const Shared shared = tile.shared(a);
+    const int rows = a.bias_rows - row0;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const int key = tile.n0 + part * kBiasPartKeys;
+      const int keys = a.bias_keys - key;
+      const i64 at =
+          shared.b1 * to.batch1 + shared.b2 * to.batch2 + shared.h * to.head + i64(row0) * to.row + i64(key) * to.col;
+      if (a.bias_chunks > 1) {
+        float* const first =
+            a.bias_sum + ((i64(tile.chunk) * m.planes + tile.plane) * a.bias_rows + row0) * a.bias_keys + key;
+        store_floats(sum[part], first, {0, 0, 0, a.bias_keys, 1}, 0, 0, rows, keys, a.bias_keys % 2 == 0, thread);
+      } else if constexpr (S.grad_bias == BiasTile::kFp32) {
+        float* const first = static_cast<float*>(a.grad_bias.data) + at;
+        const bool vectors = to.col == 1 && to.row % 2 == 0 && (reinterpret_cast<u64>(first) & 7) == 0;
+        store_floats(sum[part], first, to, 0, 0, rows, keys, vectors, thread);
+      } else {
+        constexpr Type kAs = S.grad_bias == BiasTile::kBf16 ? Type::kBf16 : Type::kFp16;
+        u16* const first = static_cast<u16*>(a.grad_bias.data) + at;
+        if constexpr (kBias) {
+          const bool vectors = to.col == 1 && to.row % 8 == 0 && (reinterpret_cast<u64>(first) & 15) == 0;
+          const u32 result = tile_inputs + part * kTileBytes + row * kBiasPartKeys * 2;
+          __syncwarp();
+          store_fragment<kAs, kBiasPartKeys>(result, sum[part], 1.f, thread);
+          __syncwarp();
+          store_rows<kBiasPartKeys, 16>(result, first, to, rows, keys, vectors, thread.lane, 32);
+        } else {
+          const int r = thread.g;
+#pragma unroll
+          for (int j = 0; j < kColumns; ++j) {
+            for (int e = 0; e < 4; ++e) {
+              const int column = j * 8 + thread.t * 2 + (e & 1);
+              if (r + (e >> 1) * 8 < rows && column < keys) {
+                first[(r + (e >> 1) * 8) * to.row + column * to.col] = u16(pack<kAs>(sum[part][0][j][e], 0.f));
+              }
+            }
+          }
+        }
+      }
+    }
+    if constexpr (kBias) {
+      __syncwarp();
+      if (leader) {
+        barrier_arrive(barriers.tile_empty(ring_tile.buffer()));
+      }
+      ring_tile.next();
+    }
+  });
+}
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_SM90_BIAS_GRADIENT_CUH
