@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   constexpr bool kOverlap = kGroups == 2 && kBlocks * (D > V ? D : V) <= 96;
   // A block of keys that no query of the step meets is passed over. Elsewhere the branch makes ptxas wait for every
   // product (C7512).
-  constexpr bool kSkip = S.banded && (D <= 64 || S.halves);
+  constexpr bool kSkip = S.banded && ((D <= 64 && kBlocks == 1) || S.halves);
   constexpr int kColumns = S.halves ? D / 2 : D;  // of a job of dQ
   // What a launch of 3 (4) warpgroups has is 3 x 168 (4 x 128) registers: more would wait for ever.
   constexpr int kRegistersToCopy = kGroups == 2 ? 24 : 32;
@@ -67,6 +67,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   static_assert(kRowPad % M == 0 && S.stages <= 4 && S.planes <= 4);
 
   // ---- which keys ----
+  wait_for_kernels_before();
   const Sm90KeyBlock<S> block(a, m, kKeys);
   if (block.outside()) {
     return;
@@ -92,7 +93,6 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
     barrier_init_fence();
   }
   sync();
-  wait_for_kernels_before();
 
   if (warpgroup == 0) {
     fewer_registers<kRegistersToCopy>();
