@@ -99,9 +99,9 @@ const std::vector<Tiles>& given_tiles() {
     constexpr int kNumbers = 8;
     if (std::sscanf(text, "%d,%d,%d,%d,%d,%d,%d,%d", &x.groups, &x.tiles, &x.step, &x.stages, &x.planes, &bulk, &delay,
                     &halves) != kNumbers) {
-      throw Error(FOVEA_INVALID_ARGUMENT,
-                  fmt::format("FOVEA_BACKWARD_TILES: '{}'; accepted: groups,tiles,step,stages,planes,bulk,delay,halves",
-                              text));
+      throw Error(
+          FOVEA_INVALID_ARGUMENT,
+          fmt::format("FOVEA_BACKWARD_TILES: '{}'; accepted: groups,tiles,step,stages,planes,bulk,delay,halves", text));
     }
     x.bulk = bulk != 0;
     x.delay = delay != 0;

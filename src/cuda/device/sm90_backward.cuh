@@ -261,9 +261,10 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
       const int live = block.place.q_len - query;
       if (live < M) {
         const int consumer = threadIdx.x - 128;
-        zero_rows<M, kRowD, D / kPanelD, kGroups * 128>(base + kSizes.q_at + ring_q.buffer() * kSizes.q, live, consumer);
-        zero_rows<M, kRowV, V / kPanelV, kGroups * 128>(
-            base + kSizes.grad_out_at + ring_q.buffer() * kSizes.grad_out, live, consumer);
+        zero_rows<M, kRowD, D / kPanelD, kGroups * 128>(base + kSizes.q_at + ring_q.buffer() * kSizes.q, live,
+                                                        consumer);
+        zero_rows<M, kRowV, V / kPanelV, kGroups * 128>(base + kSizes.grad_out_at + ring_q.buffer() * kSizes.grad_out,
+                                                        live, consumer);
         fence_async();
         sync(4, kGroups * 128);
       }
@@ -301,19 +302,17 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
 #pragma unroll
       for (int k = 0; k < D / 16; ++k) {
         constexpr int kInPanel = kPanelD / 16;
-        wgmma_shared<kType>(s,
-                            descriptor(k_rows + (f * 64 + k / kInPanel * kKeys) * (kRowD / 16) + k % kInPanel * 2, kHighD),
-                            descriptor(q_rows + q_now + k / kInPanel * (M * kRowD / 16) + k % kInPanel * 2, kHighD),
-                            k > 0);
+        wgmma_shared<kType>(
+            s, descriptor(k_rows + (f * 64 + k / kInPanel * kKeys) * (kRowD / 16) + k % kInPanel * 2, kHighD),
+            descriptor(q_rows + q_now + k / kInPanel * (M * kRowD / 16) + k % kInPanel * 2, kHighD), k > 0);
       }
       wgmma_commit();
 #pragma unroll
       for (int k = 0; k < V / 16; ++k) {
         constexpr int kInPanel = kPanelV / 16;
-        wgmma_shared<kType>(dp,
-                            descriptor(v_rows + (f * 64 + k / kInPanel * kKeys) * (kRowV / 16) + k % kInPanel * 2, kHighV),
-                            descriptor(o_rows + o_now + k / kInPanel * (M * kRowV / 16) + k % kInPanel * 2, kHighV),
-                            k > 0);
+        wgmma_shared<kType>(
+            dp, descriptor(v_rows + (f * 64 + k / kInPanel * kKeys) * (kRowV / 16) + k % kInPanel * 2, kHighV),
+            descriptor(o_rows + o_now + k / kInPanel * (M * kRowV / 16) + k % kInPanel * 2, kHighV), k > 0);
       }
       wgmma_commit();
       await_tile();

@@ -22,7 +22,7 @@ namespace fovea::cuda {
 
 // Where queries behind the end of their sequence may have scores of NaN, which a logsumexp of infinity does not hide.
 template <Spec S>
-constexpr bool kMaskQueries = S.ragged && S.bias != BiasTile::kNone;
+constexpr bool kMaskQueries = S.ragged&& S.bias != BiasTile::kNone;
 
 template <Spec S>
 struct Sm90BackwardScores {
@@ -194,7 +194,7 @@ struct Sm90BackwardScores {
       for (int n = 0; n < M / 8; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          if (8 * n + e < begin || ((S.left_edge || kMaskQueries<S>) && 8 * n + e >= end)) {
+          if (8 * n + e < begin || ((S.left_edge || kMaskQueries<S>)&&8 * n + e >= end)) {
             s[4 * n + 2 * r + e] = 0;
           }
         }
