@@ -91,7 +91,8 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
   if (spec.d > 256 || spec.dv > 256) {
     return "head_dim over 256";
   }
-  if (call.problem.head_dim == 0 || call.problem.head_dim_v == 0 || rows.rows_q == 0 || rows.rows_k == 0) {
+  if (call.problem.head_dim == 0 || call.problem.head_dim_v == 0 || rows.rows_q == 0 || rows.rows_k == 0 ||
+      rows.batch() == 0 || rows.heads_q == 0) {
     return "nothing to attend to";
   }
   if (rows.rows_q >= kMostRows || rows.rows_k >= kMostRows || rows.batch() >= kMostRows) {
