@@ -116,6 +116,11 @@ constexpr i64 padded_row(const math::Rows& rows, i64 b, const math::Sequence& se
                         : b * ((rows.rows_q + kRowPad - 1) / kRowPad * kRowPad);
 }
 
+// The same in row_lse, row_delta, row_sum, dq_sum (rows of it), which have a part for each head.
+constexpr i64 row_of_head(const Args& a, i64 b, i64 head, const math::Sequence& sequence) {
+  return head * a.padded_rows + padded_row(a.rows, b, sequence);
+}
+
 // Rows of a padded vector for all batch entries.
 constexpr i64 padded_rows(const math::Rows& rows) {
   return rows.is_packed ? (rows.rows_q / kRowPad + rows.batch()) * kRowPad

@@ -115,7 +115,7 @@ struct ForwardBlock {
 
   // With Spec::split: where O of a row goes, and its sum.
   __device__ __forceinline__ i64 row_of_parts(const Args& a, int row) const {
-    return padded_row(a.rows, place.b, {place.q_begin, place.q_len, 0, 0}) + row;
+    return padded_row(a.rows, place.b, place.queries()) + row;
   }
   __device__ __forceinline__ float* part_of_out(const Args& a, int row) const {
     return a.partial_out + ((i64(part) * a.padded_rows + row_of_parts(a, row)) * a.rows.heads_q + head) * S.dv;

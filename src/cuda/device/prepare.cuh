@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_term(const __grid_con
   for (i64 n = prepare_thread(); n < total; n += prepare_stride()) {
     const BoxRow at = box_row(box, n / box.width);
     const i64 col = n % box.width;
-    float sum = -__int_as_float(0x7F800000);
+    float sum = -kInfinity;
     if (col < args.columns) {
       const unsigned char* mask = static_cast<const unsigned char*>(args.mask.data);
       if (mask == nullptr || mask[offset_of(args.mask.strides, at) + col * args.mask.strides.col] != 0) {
@@ -187,7 +187,6 @@ template <Spec S>
 __global__ void __launch_bounds__(kPrepareThreads) prepare_measure(const __grid_constant__ PairArgs args) {
   begin_kernel<S.arch>();
   constexpr int kRows = 64;
-  const float infinity = __int_as_float(0x7F800000);
   const Size which = Size(blockIdx.y);
   const PairJob& job = args.jobs[blockIdx.y];
   const bool of_keys = which == Size::kK || which == Size::kV;
@@ -204,21 +203,14 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_measure(const __grid_
       float square = 0;
       for (i64 column = lane; column < job.columns; column += 32) {
         const float size = fabsf(data[row * job.from.strides.row + column * job.from.strides.col]);
-        if (size < infinity) {
+        if (size < kInfinity) {
           largest = fmaxf(largest, size);
           square += size * size;
         }
       }
-#pragma unroll
-      for (int mask = 16; mask > 0; mask /= 2) {
-        square += __shfl_xor_sync(~0u, square, mask);
-      }
-      norm = fmaxf(norm, square);
+      norm = fmaxf(norm, sum_of_lanes<32>(square));
     }
-#pragma unroll
-    for (int mask = 16; mask > 0; mask /= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, mask));
-    }
+    largest = max_of_lanes<32>(largest);
     if (lane == 0) {
       atomicMax(args.sizes + size_place(args.rows, which, at.b, at.head), __float_as_uint(largest));
       if (which == Size::kV || which == Size::kGradOut) {

@@ -100,19 +100,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_backward(const __gr
   };
   // Sums over the queries of a head.
   const auto store_sums = [&](u32 of_head, float factor) {
-    float* const to = a.column_sum + (i64(place.b) * a.rows.heads_q + of_head) * a.column_pitch;
-#pragma unroll
-    for (int i = 0; i < T; ++i) {
-#pragma unroll
-      for (int x = 0; x < 2; ++x) {
-        const int key = key0 + i * 16 + thread.g + x * 8;
-        const float sum = quad_sum(sums[i][x]) * factor;
-        if (thread.t == 0 && key < place.k_len) {
-          to[key] = sum;
-        }
-        sums[i][x] = 0;
-      }
-    }
+    store_column_sums(a, place, of_head, key0, sums, factor, thread);
   };
 
 #pragma unroll 1
@@ -235,12 +223,12 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_backward(const __gr
       store_fragment<kType, kRowV>(my_values, dv, keep_scale<S>(a), thread);
       __syncwarp();
       if (a.grad_k.data != nullptr) {
-        store_rows<kRowD, T * 16>(my_keys, static_cast<u16*>(a.grad_k.data) + to_k, a.grad_k.strides, left, a.out_dim,
-                                  a.vector_stores, thread.lane, 32);
+        store_rows<Tile<kRowD>, 2, T * 16>(static_cast<u16*>(a.grad_k.data) + to_k, a.grad_k.strides, my_keys, left,
+                                           a.out_dim, a.vector_stores, thread.lane);
       }
       if (a.grad_v.data != nullptr) {
-        store_rows<kRowV, T * 16>(my_values, static_cast<u16*>(a.grad_v.data) + to_v, a.grad_v.strides, left,
-                                  a.out_dim_v, a.vector_stores, thread.lane, 32);
+        store_rows<Tile<kRowV>, 2, T * 16>(static_cast<u16*>(a.grad_v.data) + to_v, a.grad_v.strides, my_values, left,
+                                           a.out_dim_v, a.vector_stores, thread.lane);
       }
     }
   }

@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_backward_dq(const _
       grad_out,
       static_cast<const u16*>(a.grad_out.data) + place.query_rows(a.grad_out.strides, h) + m0 * a.grad_out.strides.row,
       a.grad_out.strides.row * 2, place.q_len - m0, KeyBlock<S>::row_bytes(V, a.head_dim_v), thread.index);
-  load_row_vectors<M, kThreads>(row_vectors, a, row_of_head<S>(a, place, h) + m0, thread.index);
+  load_row_vectors<M, kThreads>(row_vectors, a, row_of_head(a, place.b, h, place.queries()) + m0, thread.index);
   if (first < last) {
     load(first);
   }
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_backward_dq(const _
 
   if constexpr (S.row_sum) {
     if (first_column == 0) {
-      store_row_sums(a.row_sum + row_of_head<S>(a, place, h) + row0, sums, head.factors.sum, thread);
+      store_row_sums(a.row_sum + row_of_head(a, place.b, h, place.queries()) + row0, sums, head.factors.sum, thread);
     }
   }
   if constexpr (!S.dq) {
@@ -191,9 +191,9 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_backward_dq(const _
     constexpr int kColumns = C * 16;
     store_fragment<kType, kColumns>(my_queries, dq, a.scale, thread);
     __syncwarp();
-    store_rows<kColumns, T * 16>(
-        my_queries, static_cast<u16*>(a.grad_q.data) + to + first_column * 16 * a.grad_q.strides.col, a.grad_q.strides,
-        left, a.out_dim - first_column * 16, a.vector_stores, thread.lane, 32);
+    store_rows<Tile<kColumns>, 2, T * 16>(
+        static_cast<u16*>(a.grad_q.data) + to + first_column * 16 * a.grad_q.strides.col, a.grad_q.strides, my_queries,
+        left, a.out_dim - first_column * 16, a.vector_stores, thread.lane);
   }
 }
 

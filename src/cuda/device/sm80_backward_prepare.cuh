@@ -28,20 +28,11 @@
 #include "math/softmax.h"
 #include "ptx.cuh"
 #include "spec.h"
+#include "tile.cuh"
 
 namespace fovea::cuda {
 
 // ---- small things ----
-
-// Lanes of a group of kLanes (a power of two) add up; all get the sum.
-template <int kLanes>
-__device__ __forceinline__ float sum_of_lanes(float x) {
-#pragma unroll
-  for (int mask = kLanes / 2; mask > 0; mask /= 2) {
-    x += __shfl_xor_sync(~0u, x, mask);
-  }
-  return x;
-}
 
 // 256 threads add up in a fixed order; thread 0 gets the sum. `scratch`: 8 floats of shared memory.
 __device__ __forceinline__ float sum_of_block(float x, float* scratch) {
@@ -61,11 +52,6 @@ __device__ __forceinline__ void store_element(void* data, i64 at, BiasTile type,
     static_cast<u16*>(data)[at] =
         static_cast<u16>(type == BiasTile::kBf16 ? pack<Type::kBf16>(x, 0.f) : pack<Type::kFp16>(x, 0.f));
   }
-}
-
-// Where row i of head h lies in row_lse, row_delta, row_sum.
-__device__ __forceinline__ i64 row_place(const Args& a, i64 b, i64 h, const math::Sequence& sequence) {
-  return h * a.padded_rows + padded_row(a.rows, b, sequence);
 }
 
 // Entries that a plane of a bias gradient sums over: (b, h) by number, b outside, h inside.
@@ -132,7 +118,7 @@ __global__ void __launch_bounds__(256) backward_prepare(const __grid_constant__ 
   const i64 h = bh % a.rows.heads_q;
   const int first = static_cast<int>(block % tiles) * kRowPad;
   const math::Sequence sequence = a.rows.sequence(b);
-  const i64 place = row_place(a, b, h, sequence) + first;
+  const i64 place = row_of_head(a, b, h, sequence) + first;
   const bool inside = first < sequence.q_len;
 
   if (inside && a.dq_sum != nullptr) {
@@ -188,12 +174,9 @@ __global__ void __launch_bounds__(256) backward_prepare(const __grid_constant__ 
     }
   }
   if constexpr (S.type == Type::kFp32) {
-#pragma unroll
-    for (int mask = 16; mask > 0; mask /= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, mask));
-    }
+    largest = max_of_lanes<32>(largest);
     if (threadIdx.x % 32 == 0) {
-      atomicMax(a.sizes + 6 * a.rows.batch() * a.rows.heads_q + bh, __float_as_uint(largest));
+      atomicMax(a.sizes + size_place(a.rows, Size::kDelta, b, h), __float_as_uint(largest));
     }
   }
   if (a.sink_sum != nullptr) {
@@ -222,7 +205,7 @@ __global__ void __launch_bounds__(256) backward_convert(const __grid_constant__ 
   if (first >= sequence.q_len) {
     return;
   }
-  const float* sum = a.dq_sum + (row_place(a, b, h, sequence) + first) * S.d;
+  const float* sum = a.dq_sum + (row_of_head(a, b, h, sequence) + first) * S.d;
   const i64 to = a.rows.offset(a.grad_q.strides, b, h, sequence.q_begin + first);
   const float scale = S.type == Type::kFp32 ? 1.f : a.scale;
   for (int n = threadIdx.x; n < 16 * kChunks; n += 256) {
@@ -312,7 +295,7 @@ __global__ void __launch_bounds__(256) reduce_rows(const __grid_constant__ Args 
     for (i64 n = 0; n < shared.count(); ++n) {
       const i64 b = shared.batch(n, a.rows);
       const math::Sequence sequence = a.rows.sequence(b);
-      const float* rows = a.row_sum + row_place(a, b, shared.head(n), sequence);
+      const float* rows = a.row_sum + row_of_head(a, b, shared.head(n), sequence);
       for (i64 i = threadIdx.x; i < sequence.q_len; i += 256) {
         sum += rows[i];
       }
@@ -335,7 +318,7 @@ __global__ void __launch_bounds__(256) reduce_rows(const __grid_constant__ Args 
     const i64 b = shared.batch(n, a.rows);
     const math::Sequence sequence = a.rows.sequence(b);
     if (row < sequence.q_len) {
-      sum += a.row_sum[row_place(a, b, shared.head(n), sequence) + row];
+      sum += a.row_sum[row_of_head(a, b, shared.head(n), sequence) + row];
     }
   }
   partial[warp][lane] = sum;

@@ -7,7 +7,6 @@
 //   GradFactors   fp32: the powers of two that its pairs travel with
 //   HeadState     what changes with the query head: slopes, terms, dropout's words, factors
 //   grad_scores   dot products S, dP to P (as dV needs it) and dS, in registers
-//   store_rows    a tile of shared memory to rows of any alignment
 #ifndef FOVEA_CUDA_DEVICE_SM80_BACKWARD_STEP_CUH
 #define FOVEA_CUDA_DEVICE_SM80_BACKWARD_STEP_CUH
 
@@ -16,12 +15,6 @@
 #include "sm80_backward_sizes.h"
 
 namespace fovea::cuda {
-
-// Where row 0 of a place and head lies in row_lse, row_delta, dq_sum.
-template <Spec S>
-__device__ __forceinline__ i64 row_of_head(const Args& a, const Place& place, u32 head) {
-  return head * a.padded_rows + padded_row(a.rows, place.b, {place.q_begin, place.q_len, 0, 0});
-}
 
 // ---- places ----
 
@@ -130,7 +123,7 @@ struct StepLoader {
         block(key_block),
         q(static_cast<const u16*>(args.q.data) + key_block.place.query_rows(args.q.strides, 0)),
         grad_out(static_cast<const u16*>(args.grad_out.data) + key_block.place.query_rows(args.grad_out.strides, 0)),
-        row0(row_of_head<S>(args, key_block.place, 0)) {}
+        row0(row_of_head(args, key_block.place.b, 0, key_block.place.queries())) {}
 
   __device__ __forceinline__ void load(u32 to, const StepPlace& at, int index) const {
     const int thread = opaque(index);
@@ -169,17 +162,18 @@ struct GradFactors {
     if constexpr (!is_pair(S.type)) {
       return {a.scale, 1, 1, a.scale, a.scale, keep_scale<S>(a), 1};
     } else {
-      const u32 heads = u32(a.rows.heads_q);
-      const u32 stride = u32(a.rows.batch()) * heads;
-      const u32 query = b * heads + head;
+      // As size_place() has it, in 32 bits.
+      const u32 stride = u32(a.rows.batch()) * u32(a.rows.heads_q);
+      const u32 query = b * u32(a.rows.heads_q) + head;
       const u32 key = b * u32(a.rows.heads_k) + head_k;
-      const int q = scale_exponent(a.sizes[query]);
-      const int k = scale_exponent(a.sizes[stride + key]);
-      const int v = scale_exponent(a.sizes[2 * stride + key]);
-      const int o = scale_exponent(a.sizes[3 * stride + query]);
-      const float bound = __uint_as_float(a.sizes[4 * stride + key]) * __uint_as_float(a.sizes[5 * stride + query]) *
-                              max(a.keep_scale, 1.f) +
-                          __uint_as_float(a.sizes[6 * stride + query]);
+      const auto size = [&](Size which, u32 place) { return a.sizes[u32(which) * stride + place]; };
+      const int q = scale_exponent(size(Size::kQ, query));
+      const int k = scale_exponent(size(Size::kK, key));
+      const int v = scale_exponent(size(Size::kV, key));
+      const int o = scale_exponent(size(Size::kGradOut, query));
+      const float bound = __uint_as_float(size(Size::kRowOfV, key)) *
+                              __uint_as_float(size(Size::kRowOfGradOut, query)) * max(a.keep_scale, 1.f) +
+                          __uint_as_float(size(Size::kDelta, query));
       const int s = natural_grads ? 0 : scale_exponent(__float_as_uint(bound));
       return {a.scale * power_of_two(-q) * power_of_two(-k),
               power_of_two(s - o - v - kLift),
@@ -462,31 +456,22 @@ __device__ __forceinline__ void store_fragment(u32 tile, const float (&x)[kTiles
   }
 }
 
-// Rows of a tile of 16-bit numbers, `rows` of them, to rows of `columns` numbers; by threads `first`, first + step ...
-template <int kColumns, int kRows>
-__device__ __forceinline__ void store_rows(u32 tile, u16* to, const math::Strides& strides, int rows, int columns,
-                                           bool vectors, int first, int step) {
-  constexpr int kChunks = kColumns / 8;
-#pragma unroll 1
-  for (int n = first; n < kRows * kChunks; n += step) {
-    const int row = n / kChunks;
-    const int j = n % kChunks;
-    const int left = columns - j * 8;
-    if (row >= rows || left <= 0) {
-      continue;
-    }
-    const uint4 v = load_shared4(tile + Tile<kColumns>::offset(row, j));
-    u16* const at = to + row * strides.row + j * 8 * strides.col;
-    if (vectors && left >= 8) {
-      store_global(at, v);
-    } else {
-      const u32 words[4] = {v.x, v.y, v.z, v.w};
+// Sums along the rows of a fragment of S transposed, over the queries of a head; they begin anew. key0: its first key.
+template <int kTiles>
+__device__ __forceinline__ void store_column_sums(const Args& a, const Place& place, u32 head, int key0,
+                                                  float (&sums)[kTiles][2], float factor, const Thread& thread,
+                                                  bool stores = true) {
+  float* const to = a.column_sum + (i64(place.b) * a.rows.heads_q + head) * a.column_pitch;
 #pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        if (e < left) {
-          at[e * strides.col] = u16(words[e >> 1] >> (e & 1) * 16);
-        }
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int x = 0; x < 2; ++x) {
+      const int key = key0 + i * 16 + thread.g + x * 8;
+      const float sum = quad_sum(sums[i][x]) * factor;
+      if (thread.t == 0 && key < place.k_len && stores) {
+        to[key] = sum;
       }
+      sums[i][x] = 0;
     }
   }
 }

@@ -53,6 +53,33 @@ struct BiasEntries {
   }
 };
 
+// What a block has: a tile of a plane from (m0, n0) on, and entries [begin, end) of its list, chunk number `chunk`.
+struct BiasBlock {
+  int m0, n0;
+  int chunk;
+  i64 plane;
+  Shared shared;
+  int begin, end;
+
+  template <int M, int N>
+  static __device__ __forceinline__ BiasBlock make(const Args& a) {
+    const u32 tiles_k = (u32(a.bias_keys) + N - 1) / N;
+    const u32 tiles_q = (u32(a.bias_rows) + M - 1) / M;
+    u64 number = a.first_block + block_index();
+    const int n0 = int(number % tiles_k) * N;
+    number /= tiles_k;
+    const int m0 = int(number % tiles_q) * M;
+    number /= tiles_q;
+    const int chunk = int(number % a.bias_chunks);
+    const i64 plane = i64(number / a.bias_chunks);
+    const Shared shared = Shared::make(a.rows, a.grad_bias.strides, plane);
+    const int count = int(shared.count());
+    const int per = (count + a.bias_chunks - 1) / a.bias_chunks;
+    const int begin = min(chunk * per, count);
+    return {m0, n0, chunk, plane, shared, begin, min(begin + per, count)};
+  }
+};
+
 // Whether any query of the tile meets any of its keys.
 template <Spec S, int M, int N>
 __device__ __forceinline__ bool meets_tile(const Args& a, const Place& place, int m0, int n0) {
@@ -90,7 +117,7 @@ __device__ __forceinline__ void store_bias_sums(const Args& a, const float (&sum
     const bool vectors = to.col == 1 && to.row % 8 == 0 && (reinterpret_cast<u64>(first) & 15) == 0;
     store_fragment<kAs, N>(result + row * N * 2, sum, 1.f, thread, column / 8);
     sync();
-    store_rows<N, M>(result, first, to, rows, keys, vectors, thread.index, S.warps * 32);
+    store_rows<Tile<N>, 2, M, S.warps * 32>(first, to, result, rows, keys, vectors, thread.index);
   }
 }
 
@@ -126,21 +153,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_bias_gradient(const
   const int wq = thread.warp % S.grid_s;
   const int wk = thread.warp / S.grid_s;
 
-  // Place: a tile of a plane, a chunk of its list.
-  const u32 tiles_k = (u32(a.bias_keys) + N - 1) / N;
-  const u32 tiles_q = (u32(a.bias_rows) + M - 1) / M;
-  u64 number = a.first_block + blockIdx.x;
-  const int n0 = int(number % tiles_k) * N;
-  number /= tiles_k;
-  const int m0 = int(number % tiles_q) * M;
-  number /= tiles_q;
-  const int chunk = int(number % a.bias_chunks);
-  const i64 plane = i64(number / a.bias_chunks);
-  const Shared shared = Shared::make(a.rows, a.grad_bias.strides, plane);
-  const int count = int(shared.count());
-  const int per = (count + a.bias_chunks - 1) / a.bias_chunks;
-  const int begin = min(chunk * per, count);
-  const int end = min(begin + per, count);
+  const auto [m0, n0, chunk, plane, shared, begin, end] = BiasBlock::make<M, N>(a);
   const u32 group = u32(a.rows.heads_q) / u32(a.rows.heads_k);
 
   const BiasEntries entries(a, shared);
@@ -171,7 +184,8 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_bias_gradient(const
                                             rows, KeyBlock<S>::row_bytes(V, a.head_dim_v), index);
         load_tile<Tile<kRowV>, N, kThreads>(to + kValues, v + n0 * a.v.strides.row, a.v.strides.row * 2, keys,
                                             KeyBlock<S>::row_bytes(V, a.head_dim_v), index);
-        load_row_vectors<M, kThreads>(row_vectors + (n & 1) * M * 8, a, row_of_head<S>(a, place, e.head) + m0, index);
+        load_row_vectors<M, kThreads>(row_vectors + (n & 1) * M * 8, a,
+                                      row_of_head(a, place.b, e.head, place.queries()) + m0, index);
         if (!kOnce || n == begin) {
           Inputs::load(inputs + (kOnce ? 0 : n & 1) * Inputs::kBytes, a, place, e.head, m0, n0, index);
         }

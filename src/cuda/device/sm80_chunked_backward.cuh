@@ -152,7 +152,7 @@ __device__ __forceinline__ void chunked_backward(const Args& a) {
     if (phase == 0) {
       const u32 inputs = step_inputs + (n & 1) * kStepBytes;
       const int query = kTransposed ? moving : m0;
-      load_row_vectors<kQueries, kThreads>(inputs, a, row_of_head<S>(a, place, head) + query, position);
+      load_row_vectors<kQueries, kThreads>(inputs, a, row_of_head(a, place.b, head, place.queries()) + query, position);
       Inputs::load(inputs + kQueries * 8, a, place, head, query, kTransposed ? block.n0 : moving, position);
     }
     if (phase < chunks_d + chunks_v) {
@@ -182,19 +182,7 @@ __device__ __forceinline__ void chunked_backward(const Args& a) {
   StepPlace now = kTransposed ? block.first_step() : StepPlace{head_q, 0};
   StepPlace after = now;
   const auto store_sums = [&](u32 of_head, float factor) {
-    float* const to = a.column_sum + (i64(place.b) * a.rows.heads_q + of_head) * a.column_pitch;
-#pragma unroll
-    for (int i = 0; i < T; ++i) {
-#pragma unroll
-      for (int x = 0; x < 2; ++x) {
-        const int key = row0 + i * 16 + thread.g + x * 8;
-        const float total = quad_sum(sums[i][x]) * factor;
-        if (thread.t == 0 && key < place.k_len && result == 0) {
-          to[key] = total;
-        }
-        sums[i][x] = 0;
-      }
-    }
+    store_column_sums(a, place, of_head, row0, sums, factor, thread, result == 0);
   };
 
   int buffer = 0;
@@ -282,7 +270,8 @@ __device__ __forceinline__ void chunked_backward(const Args& a) {
 
   if constexpr (!kTransposed && S.row_sum) {
     if (result == 0) {
-      store_row_sums(a.row_sum + row_of_head<S>(a, place, head_q) + row0, sums, head.factors.sum, thread);
+      store_row_sums(a.row_sum + row_of_head(a, place.b, head_q, place.queries()) + row0, sums, head.factors.sum,
+                     thread);
     }
   }
 
@@ -301,8 +290,8 @@ __device__ __forceinline__ void chunked_backward(const Args& a) {
     const u32 tile = buffers + thread.warp * T * 16 * W * 2;
     store_fragment<kType, W>(tile, sum, of_v ? keep_scale<S>(a) : a.scale, thread);
     __syncwarp();
-    store_rows<W, T * 16>(tile, static_cast<u16*>(to.data) + at, to.strides, left, columns, a.vector_stores,
-                          thread.lane, 32);
+    store_rows<Tile<W>, 2, T * 16>(static_cast<u16*>(to.data) + at, to.strides, tile, left, columns, a.vector_stores,
+                                   thread.lane);
   }
 }
 
@@ -339,21 +328,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_chunked_bias_gradie
   const u32 step_inputs = buffers + 2 * kBufferBytes;
   const Thread thread;
 
-  // Place: as in sm80_bias_gradient.
-  const u32 tiles_k = (u32(a.bias_keys) + N - 1) / N;
-  const u32 tiles_q = (u32(a.bias_rows) + M - 1) / M;
-  u64 number = a.first_block + block_index();
-  const int n0 = int(number % tiles_k) * N;
-  number /= tiles_k;
-  const int m0 = int(number % tiles_q) * M;
-  number /= tiles_q;
-  const int chunk = int(number % a.bias_chunks);
-  const i64 plane = i64(number / a.bias_chunks);
-  const Shared shared = Shared::make(a.rows, a.grad_bias.strides, plane);
-  const int count = int(shared.count());
-  const int per = (count + a.bias_chunks - 1) / a.bias_chunks;
-  const int begin = min(chunk * per, count);
-  const int end = min(begin + per, count);
+  const auto [m0, n0, chunk, plane, shared, begin, end] = BiasBlock::make<M, N>(a);
   const u32 group = u32(a.rows.heads_q) / u32(a.rows.heads_k);
   const int row0 = m0 + thread.warp * T * 16;
   const int chunks_d = (a.head_dim + C - 1) / C;
@@ -379,7 +354,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_chunked_bias_gradie
     const u32 to = buffers + buffer * kBufferBytes;
     if (phase == 0) {
       const u32 inputs = step_inputs + (visit & 1) * kStepBytes;
-      load_row_vectors<M, kThreads>(inputs, a, row_of_head<S>(a, place, head) + m0, position);
+      load_row_vectors<M, kThreads>(inputs, a, row_of_head(a, place.b, head, place.queries()) + m0, position);
       Inputs::load(inputs + M * 8, a, place, head, m0, n0, position);
     }
     const bool scores = phase < chunks_d;

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kCombineRows * 32) sm80_combine(const __grid_c
   if (row >= place.q_len) {
     return;
   }
-  const i64 padded = padded_row(a.rows, place.b, {place.q_begin, place.q_len, 0, 0}) + row;
+  const i64 padded = padded_row(a.rows, place.b, place.queries()) + row;
   const float2* const part_sum = reinterpret_cast<const float2*>(a.partial_sum) + head * a.padded_rows + padded;
   const i64 sum_stride = heads * a.padded_rows;
   const float* const part_out = a.partial_out + (padded * heads + head) * S.dv;

@@ -482,11 +482,10 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_forward(const __gri
   }
   if constexpr (!S.split) {
     __syncwarp();
-    const i64 row_bytes = a.out.strides.row * kElement;
-    char* const out = static_cast<char*>(a.out.data) + here.place.query_rows(a.out.strides, here.head) * kElement +
-                      out_row0 * row_bytes;
-    store_rows<TileOut, S.type, kTiles * 16>(out, row_bytes, a.out.strides.col * kElement, my_out, rows, a.out_dim_v,
-                                             a.vector_stores, thread.lane);
+    char* const out = static_cast<char*>(a.out.data) +
+                      (here.place.query_rows(a.out.strides, here.head) + out_row0 * a.out.strides.row) * kElement;
+    store_rows<TileOut, kElement, kTiles * 16>(out, a.out.strides, my_out, rows, a.out_dim_v, a.vector_stores,
+                                               thread.lane);
   }
 }
 

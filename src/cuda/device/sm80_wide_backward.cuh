@@ -264,12 +264,12 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_wide_backward(const
                                    column_warp * CV * 2);
       sync();
       if (a.grad_k.data != nullptr) {
-        store_rows<kRowD, N>(keys, static_cast<u16*>(a.grad_k.data) + to_k, a.grad_k.strides, left, a.out_dim,
-                             a.vector_stores, thread.index, S.warps * 32);
+        store_rows<Tile<kRowD>, 2, N, S.warps * 32>(static_cast<u16*>(a.grad_k.data) + to_k, a.grad_k.strides, keys,
+                                                    left, a.out_dim, a.vector_stores, thread.index);
       }
       if (a.grad_v.data != nullptr) {
-        store_rows<kRowV, N>(values, static_cast<u16*>(a.grad_v.data) + to_v, a.grad_v.strides, left, a.out_dim_v,
-                             a.vector_stores, thread.index, S.warps * 32);
+        store_rows<Tile<kRowV>, 2, N, S.warps * 32>(static_cast<u16*>(a.grad_v.data) + to_v, a.grad_v.strides, values,
+                                                    left, a.out_dim_v, a.vector_stores, thread.index);
       }
     }
   }

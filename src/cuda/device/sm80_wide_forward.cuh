@@ -466,8 +466,8 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_wide_forward(const 
     char* const out = static_cast<char*>(a.out.data) + (here.place.query_rows(strides, here.head) +
                                                         here.m0 * strides.row + i64(here.chunk) * kOut * strides.col) *
                                                            kElement;
-    store_rows<TileOut, S.type, kRows, kThreads>(out, strides.row * kElement, strides.col * kElement, shared_q, rows,
-                                                 a.out_dim_v - here.chunk * kOut, a.vector_stores, thread.index);
+    store_rows<TileOut, kElement, kRows, kThreads>(out, strides, shared_q, rows, a.out_dim_v - here.chunk * kOut,
+                                                   a.vector_stores, thread.index);
   }
 }
 

@@ -143,7 +143,7 @@ __device__ __forceinline__ void sm90_bias_copy_rows(const Args& a, const Sm90Bia
                        int(e.b2) * has_keys.batch2, int(e.b1) * has_keys.batch1});
         }
         if (vectors) {
-          const i64 row = row_of_head<S>(a, place, e.head) + tile.m0;
+          const i64 row = row_of_head(a, place.b, e.head, place.queries()) + tile.m0;
           const u32 at = base + kSizes.vectors_at + ring_vectors.buffer() * kSizes.vectors;
           bulk_load(at, a.row_lse + row, count * 4, full);
           bulk_load(at + kRows * 4, a.row_delta + row, count * 4, full);
@@ -539,7 +539,7 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
           __syncwarp();
           store_fragment<kAs, kBiasPartKeys>(result, sum[part], 1.f, thread);
           __syncwarp();
-          store_rows<kBiasPartKeys, 16>(result, first, to, rows, keys, vectors, thread.lane, 32);
+          store_rows<Tile<kBiasPartKeys>, 2, 16>(first, to, result, rows, keys, vectors, thread.lane);
         } else {
           const int r = thread.g;
 #pragma unroll

@@ -67,6 +67,7 @@ struct Place {
   __device__ __forceinline__ math::Band<int> band(const Args& a) const {
     return math::Band<int>::make(q_len, k_len, a.causal, a.window_left, a.window_right, a.top_left);
   }
+  __device__ __forceinline__ math::Sequence queries() const { return {q_begin, q_len, 0, 0}; }
   // What aligns queries with keys: query i stands at key i + shift.
   __device__ __forceinline__ int shift(const Args& a) const { return a.top_left ? 0 : k_len - q_len; }
 };
@@ -159,33 +160,41 @@ __device__ __forceinline__ void load_tile(u32 tile, const void* from, i64 stride
   }
 }
 
-// kThreads threads write kRows rows, of which `rows` exist with `columns` numbers each, from a tile of kType in
-// shared memory: by 16 bytes where the tensor's rows allow it, else one by one.
-template <class Layout, Type kType, int kRows, int kThreads = 32>
-__device__ __forceinline__ void store_rows(char* to, i64 row_bytes, i64 column_bytes, u32 tile, int rows, int columns,
-                                           bool by_vectors, int thread) {
-  constexpr int kElement = kType == Type::kFp32 ? 4 : 2;
+// kThreads threads write kRows rows of a tile of numbers of kElement bytes, of which `rows` exist with `columns`
+// numbers each: by 16 bytes where `vectors` says that the tensor's rows allow it, and what is left one by one.
+template <class Layout, int kElement, int kRows, int kThreads = 32>
+__device__ __forceinline__ void store_rows(void* to, const math::Strides& strides, u32 tile, int rows, int columns,
+                                           bool vectors, int thread) {
+  constexpr int kEach = 16 / kElement;
   constexpr int kColumns = Layout::kRowBytes / kElement;
-  if (by_vectors) {
+  char* const first = static_cast<char*>(to);
+  const i64 row_bytes = strides.row * kElement;
+  if (vectors) {
+#pragma unroll 1
     for (int i = thread; i < kRows * Layout::kChunks; i += kThreads) {
       const int row = i / Layout::kChunks;
       const int chunk = i % Layout::kChunks;
-      if (row < rows && chunk * (16 / kElement) < columns) {
-        store_global(to + row * row_bytes + chunk * 16, load_shared4(tile + Layout::offset(row, chunk)));
+      if (row < rows && (chunk + 1) * kEach <= columns) {
+        store_global(first + row * row_bytes + chunk * 16, load_shared4(tile + Layout::offset(row, chunk)));
       }
     }
-    return;
+    if (columns % kEach == 0) {
+      return;
+    }
   }
+  const i64 column_bytes = strides.col * kElement;
+  const int left_from = vectors ? columns / kEach * kEach : 0;
 #pragma unroll 1
   for (int i = thread; i < kRows * kColumns; i += kThreads) {
     const int row = i / kColumns;
-    const int byte = i % kColumns * kElement;
-    if (row < rows && byte < columns * kElement) {
-      const u32 from = tile + Layout::offset(row, byte / 16) + byte % 16;
+    const int column = i % kColumns;
+    if (row < rows && column >= left_from && column < columns) {
+      const u32 from = tile + Layout::offset(row, column / kEach) + column % kEach * kElement;
+      char* const at = first + row * row_bytes + column * column_bytes;
       if constexpr (kElement == 4) {
-        *reinterpret_cast<float*>(to + row * row_bytes + byte / kElement * column_bytes) = load_shared(from);
+        *reinterpret_cast<float*>(at) = load_shared(from);
       } else {
-        *reinterpret_cast<u16*>(to + row * row_bytes + byte / kElement * column_bytes) = load_shared_half(from);
+        *reinterpret_cast<u16*>(at) = load_shared_half(from);
       }
     }
   }
@@ -201,6 +210,24 @@ __device__ __forceinline__ void load_vector(u32 to, const float* from, int count
 }
 
 // ---- fragments ----
+
+// Over each group of kLanes lanes, a power of two; all get it.
+template <int kLanes>
+__device__ __forceinline__ float sum_of_lanes(float x) {
+#pragma unroll
+  for (int mask = kLanes / 2; mask > 0; mask /= 2) {
+    x += __shfl_xor_sync(~0u, x, mask);
+  }
+  return x;
+}
+template <int kLanes>
+__device__ __forceinline__ float max_of_lanes(float x) {
+#pragma unroll
+  for (int mask = kLanes / 2; mask > 0; mask /= 2) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, mask));
+  }
+  return x;
+}
 
 // Over the four lanes that share a row.
 __device__ __forceinline__ float quad_max(float x) {
