@@ -274,6 +274,9 @@ class Planner {
     const bool lifts = features.type == Type::kFp32 && p.sink;
     work.dq =
         p.need.q && work.dkv && !p.deterministic && !lifts && backward_adds_dq(features, plan_.target, work.column_sum);
+    const Choice hopper = backward_for_hopper(work);
+    work.ordered = hopper.kernel.spec.ordered;
+    work.dq = work.dq || work.ordered;
 
     constexpr std::int64_t kFloat = sizeof(float);
     const std::int64_t padded = padded_rows(rows) * rows.heads_q;
@@ -282,6 +285,10 @@ class Planner {
     workspace.add(Region::kRowDelta, padded * kFloat);
     if (work.dq) {
       workspace.add(Region::kDqSum, padded * features.d * kFloat);
+    }
+    if (work.ordered) {
+      constexpr std::int64_t kRowsOfATurn = 64;
+      workspace.add(Region::kTurns, (1 + padded / kRowsOfATurn) * std::int64_t{sizeof(u32)});
     }
     if (any(Gradient::kRows)) {
       workspace.add(Region::kRowSum, padded * kFloat);
@@ -298,8 +305,12 @@ class Planner {
     spec.d = features.d;
     const std::int64_t heads = rows.batch() * rows.heads_q;
     add(Step::kBackwardPrepare, part("backward_prepare", spec), heads * pads);
-    if (work.dkv || work.column_sum) {
-      backward_of_keys(work);
+    if (hopper.why_not == nullptr) {
+      const Kernel kernel = taken(hopper);
+      add(Step::kSm90Backward, kernel, sm90_backward_blocks(call_, kernel.spec));
+    } else if (work.dkv || work.column_sum) {
+      const Kernel kernel = taken(sm80_backward(features, plan_.target, work));
+      add(Step::kBackward, kernel, backward_blocks(call_, kernel));
     }
     if (work.dq) {
       constexpr std::int64_t kRows = 16;  // of a block
@@ -319,18 +330,19 @@ class Planner {
     plan_.summary = fmt::format("for {}: {}{}", plan_.target.architecture(false), kernels_, plan_.summary);
   }
 
-  void backward_of_keys(const BackwardWants& work) {
-    const Choice hopper = sm90_backward(call_, plan_.operands, plan_.target, work);
-    const char* const family = forced_family();
+  // dk, dv and dq in one kernel; deterministic calls add to dq in order.
+  Choice backward_for_hopper(BackwardWants wants) {
+    wants.ordered = call_.problem.deterministic && call_.problem.need.q && wants.dkv;
+    wants.dq = wants.dq || wants.ordered;
+    Choice choice = sm90_backward(call_, plan_.operands, plan_.target, wants);
     // Asked for by name, as long as it is new.
-    const bool asked = family != nullptr && std::string_view(family) == "sm90";
-    if (hopper.why_not == nullptr && work.dkv && asked) {
-      const Kernel kernel = taken(hopper);
-      add(Step::kSm90Backward, kernel, sm90_backward_blocks(call_, kernel.spec));
-      return;
+    if (const char* const family = forced_family(); family == nullptr || std::string_view(family) != "sm90") {
+      choice.why_not = "not asked for by FOVEA_KERNEL=sm90";
     }
-    const Kernel kernel = taken(sm80_backward(plan_.operands.features, plan_.target, work));
-    add(Step::kBackward, kernel, backward_blocks(call_, kernel));
+    if (choice.why_not != nullptr) {
+      choice.kernel.spec.ordered = false;
+    }
+    return choice;
   }
 
   // Which sums a bias's gradient is made of.

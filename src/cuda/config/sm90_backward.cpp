@@ -30,7 +30,7 @@ bool has_map(const Operand& operand, std::int64_t rows, int element_bytes) {
   return fits(s.batch1) && fits(s.batch2) && fits(s.head) && fits(s.row) && (rows <= 1 || s.row > 0);
 }
 
-const char* why_not(const Call& call, const Operands& operands, const Target& target) {
+const char* why_not(const Call& call, const Operands& operands, const Target& target, const BackwardWants& wants) {
   const Problem& p = call.problem;
   const math::Rows& rows = call.rows;
   const Spec& spec = operands.features;
@@ -55,6 +55,9 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
   }
   if (spec.query_term) {
     return "a bias or mask without keys";
+  }
+  if (!wants.dkv) {
+    return "neither dk nor dv";
   }
   if (p.head_dim == 0 || p.head_dim_v == 0 || rows.limit_q == 0 || rows.limit_k == 0) {
     return "nothing to attend to";
@@ -118,6 +121,12 @@ std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_q) {
     return given_tiles();
   }
   const int widest = std::max(spec.d, spec.dv);
+  if (spec.ordered) {  // sums leave in bulk
+    if (widest <= 64) {
+      return {{2, 1, 128, 2, 2, true}, {2, 1, 64, 2, 2, true}};
+    }
+    return {{2, 1, 64, 2, 2, true}};
+  }
   constexpr std::int64_t kShort = 2048;
   if (widest <= 64) {
     const bool many = spec.bias != BiasTile::kNone || spec.dropout != DropoutRule::kNone || spec.softcap;
@@ -143,7 +152,7 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
   Spec& spec = kernel.spec;
   spec = operands.features;
   spec.arch = target.capability;
-  choice.why_not = why_not(call, operands, target);
+  choice.why_not = why_not(call, operands, target, wants);
   if (choice.why_not != nullptr) {
     return choice;
   }
@@ -151,6 +160,7 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
   spec.dq = wants.dq;
   spec.dkv = wants.dkv;
   spec.column_sum = wants.column_sum;
+  spec.ordered = wants.ordered;
   for (const Tiles& tiles : candidates(spec, call.rows.limit_q)) {
     spec.warps = 4 * tiles.groups;
     spec.tiles = tiles.tiles;
@@ -160,6 +170,9 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
     spec.bulk = wants.dq && tiles.bulk;
     spec.delay = wants.dq && tiles.delay;
     spec.halves = wants.dq && tiles.halves;
+    if (spec.ordered && !spec.bulk) {
+      continue;
+    }
     const Sm90BackwardSizes sizes = sm90_backward_sizes(spec);
     kernel.threads = sizes.threads;
     kernel.shared_bytes = sizes.bytes;

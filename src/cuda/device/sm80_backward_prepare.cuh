@@ -14,7 +14,7 @@
 // already), `grad_bias` (reduce_columns, reduce_rows). Blocks and what of Args beyond the call's own tensors:
 //   backward_prepare   batch * heads_q * ceil(limit_q / 128): head_dim_v (of `out`, real), out, grad_out (fp32: both as
 //                      the caller gave them), lse, grad_lse, row_lse, row_delta, padded_rows, lse_factor; where wanted:
-//                      dq_sum with Spec::d, sink and sink_sum; fp32: sizes, whose last part it writes
+//                      dq_sum with Spec::d, turns, sink and sink_sum; fp32: sizes, whose last part it writes
 //   backward_convert   batch * heads_q * ceil(limit_q / 16): dq_sum, padded_rows, grad_q, out_dim, vector_stores, scale
 //   reduce_columns     planes * ceil(bias_keys / 32): grad_bias, bias_keys, column_sum, column_pitch
 //   reduce_rows        planes * ceil(bias_rows / 32): grad_bias, bias_rows, row_sum, padded_rows
@@ -125,6 +125,15 @@ __global__ void __launch_bounds__(256) backward_prepare(const __grid_constant__ 
     float* sum = a.dq_sum + place * S.d;
     for (int i = threadIdx.x * 4; i < kRowPad * S.d; i += 1024) {
       store_global(sum + i, {});
+    }
+  }
+
+  if (a.turns != nullptr) {
+    if (inside && threadIdx.x < kRowPad / 64) {
+      a.turns[1 + place / 64 + threadIdx.x] = 0;
+    }
+    if (block == 0 && threadIdx.x == 0) {
+      a.turns[0] = 0;
     }
   }
 

@@ -12,7 +12,8 @@
 // ldmatrix.trans hands it over in the layout of S^T, stmatrix.trans puts dS where the bias was, and there it is an
 // operand of dQ = dS K. Each step's dQ is one warpgroup's matter in turn (64 queries; of steps of 128 both have one),
 // a step later, when everybody's dS has most likely arrived. It is added to dq_sum, in L2, in the order of the
-// accumulators (backward_convert), by red instructions or in bulk through shared memory.
+// accumulators (backward_convert), by red instructions or in bulk through shared memory, there (`ordered`) by one block
+// of keys after the other.
 //
 // With dropout, P carries the decision in its sign: P >= 0 is kept.
 //
@@ -56,26 +57,35 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   constexpr bool kSkip = S.banded && ((D <= 64 && kBlocks == 1) || S.halves);
   constexpr int kColumns = S.halves ? D / 2 : D;  // of a job of dQ
   // What a launch of 3 (4) warpgroups has is 3 x 168 (4 x 128) registers: more would wait for ever.
-  constexpr int kRegistersToCopy = kGroups == 2 ? 24 : 32;
-  constexpr int kRegisters = kGroups == 2 ? 240 : 160;
+  constexpr int kRegistersToCopy = kGroups == 3 ? 32 : S.bulk ? 40 : 24;
+  constexpr int kRegisters = kGroups == 3 ? 160 : S.bulk ? 232 : 240;
   static_assert(kGroups == 2 || kGroups == 3);
   static_assert(kType != Type::kFp32 && S.dropout != DropoutRule::kTorchMemEfficient && S.dkv);
   static_assert(D % 16 == 0 && V % 16 == 0 && D <= 128 && V <= 128);
   static_assert(M == 64 || (M == 128 && kGroups == 2));
   static_assert(!S.halves || (kGroups == 2 && M == 64 && D == 128));
   static_assert(S.bias != BiasTile::kFp32 && S.bias2 == BiasTile::kNone && !S.mask && !S.query_term);
+  static_assert((!S.bulk && !S.ordered) || (S.dq && !S.halves && (S.bulk || !S.ordered)));
   static_assert(kRowPad % M == 0 && S.stages <= 4 && S.planes <= 4);
 
   // ---- which keys ----
   wait_for_kernels_before();
-  const Sm90KeyBlock<S> block(a, m, kKeys);
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const u32 base = shared_address(memory);
+  u32 number = blockIdx.x;
+  if constexpr (S.ordered) {  // who waits for another must have begun later
+    if (threadIdx.x == 0) {
+      store_shared(base + kSizes.number_at, atomicAdd(a.turns, 1u));
+    }
+    sync();
+    number = load_shared_word(base + kSizes.number_at);
+  }
+  const Sm90KeyBlock<S> block(a, m, number);
   if (block.outside()) {
     return;
   }
 
   // ---- shared memory and barriers ----
-  extern __shared__ __align__(1024) unsigned char memory[];
-  const u32 base = shared_address(memory);
   const Sm90BackwardBarriers barriers{base + kSizes.barriers_at};
   const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
   if (threadIdx.x == 0) {
@@ -90,6 +100,10 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
       // Every warp that reads dS; without dQ every warp that has read the bias.
       barrier_init(barriers.grads_empty(i), !S.dq ? S.warps : S.halves ? 8 : 4 * (M / 64));
     }
+    for (int i = 0; S.bulk && i < kGroups; ++i) {
+      barrier_init(barriers.leaving_full(i), 4);
+      barrier_init(barriers.leaving_empty(i), 1);
+    }
     barrier_init_fence();
   }
   sync();
@@ -102,6 +116,9 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
     }
     if (kBias && warp == 1 && threadIdx.x == 32) {
       sm90_backward_copy_bias<S>(m, block, base, barriers);
+    }
+    if (S.bulk && warp == 2 && threadIdx.x == 64) {
+      sm90_backward_add<S>(a, block, base, barriers);
     }
     return;
   }
@@ -152,6 +169,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   // ---- dQ ----
   // Of the step whose dS lies in `grads`, from row `row` of dq_sum on. pending: dV and dK of this warpgroup's own step
   // are in flight, whose Q is then released.
+  u32 left = 0;  // parity of what leaves through shared memory
   const auto my_turn = [&](int turn) { return S.halves || M == 128 || turn == c; };
   const auto finish_step = [&] {
 #pragma unroll
@@ -183,28 +201,24 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
     if (leader) {
       barrier_arrive(barriers.grads_empty(grads.buffer()));
     }
-    float* const to = a.dq_sum + i64(row + (M == 128 ? c * 64 : 0)) * D;
     constexpr int kTile = 16 * D;  // floats of a warp's rows
     if constexpr (S.bulk) {
-      const u32 leaving = base + kSizes.leaving_at + c * kSizes.leaving;
-      if (thread == 0) {
-        bulk_wait_read();
-      }
-      sync(1 + c, 128);
+      const u32 leaving = base + kSizes.leaving_at + c * kSizes.leaving + (warp * kTile + lane * 4) * 4;
+      barrier_wait(barriers.leaving_empty(c), left ^ 1);
+      left ^= 1;
 #pragma unroll
       for (int j = 0; j < D / 8; ++j) {
-        store_shared(leaving + (warp * kTile + j * 128 + lane * 4) * 4,
-                     uint4{__float_as_uint(dq[4 * j]), __float_as_uint(dq[4 * j + 1]), __float_as_uint(dq[4 * j + 2]),
-                           __float_as_uint(dq[4 * j + 3])});
+        store_shared(leaving + j * 512, uint4{__float_as_uint(dq[4 * j]), __float_as_uint(dq[4 * j + 1]),
+                                              __float_as_uint(dq[4 * j + 2]), __float_as_uint(dq[4 * j + 3])});
       }
       fence_async();
-      sync(1 + c, 128);
-      if (thread == 0) {
-        bulk_add(to, leaving, 64 * D * 4);
-        bulk_commit();
+      __syncwarp();
+      if (leader) {
+        barrier_arrive(barriers.leaving_full(c));
       }
     } else {
-      float* const mine = to + warp * kTile + (S.halves ? c * (D / 16) * 128 : 0) + lane * 4;
+      float* const mine = a.dq_sum + i64(row + (M == 128 ? c * 64 : 0)) * D + warp * kTile +
+                          (S.halves ? c * (D / 16) * 128 : 0) + lane * 4;
 #pragma unroll
       for (int j = 0; j < kColumns / 8; ++j) {
         reduce4<90>(mine + j * 128, *reinterpret_cast<const float(*)[4]>(dq + 4 * j));
@@ -429,9 +443,6 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
                                a.grad_v.strides, dv[f], kDropout ? a.keep_scale : 1.f, key, block.place.k_len,
                                a.out_dim_v, a.vector_stores, t);
     }
-  }
-  if (S.dq && S.bulk && thread == 0) {
-    bulk_wait();
   }
 }
 

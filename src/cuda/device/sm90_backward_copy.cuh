@@ -3,7 +3,8 @@
 // What a block of sm90_backward is about, and the warpgroup that copies for it.
 //
 //   Sm90KeyBlock   its keys, and the queries that meet any of them
-//   copies         one thread for K, V, Q, dO and row vectors, one for the bias, by TMA into rings of buffers
+//   copies         one thread for K, V, Q, dO and row vectors, one for the bias, by TMA into rings of buffers; one
+//                  for dQ on its way out
 //   zero_rows      0 * NaN is NaN: what lies behind a sequence's end must not be in a tile
 #ifndef FOVEA_CUDA_DEVICE_SM90_BACKWARD_COPY_CUH
 #define FOVEA_CUDA_DEVICE_SM90_BACKWARD_COPY_CUH
@@ -30,8 +31,8 @@ struct Sm90KeyBlock {
   int first, count;  // the first query, and steps of each head
   int steps;
 
-  __device__ __forceinline__ Sm90KeyBlock(const Args& a, const Sm90BackwardArgs& m, int keys) {
-    const u32 index = blockIdx.x;
+  __device__ __forceinline__ Sm90KeyBlock(const Args& a, const Sm90BackwardArgs& m, u32 index) {
+    constexpr int keys = sm90_backward_sizes(S).keys;
     const u32 head_of_batch = index / u32(m.key_blocks);
     key0 = int(index - head_of_batch * u32(m.key_blocks)) * keys;
     const u32 b = head_of_batch / u32(m.heads_k);
@@ -65,6 +66,8 @@ struct Sm90BackwardBarriers {
   __device__ __forceinline__ u32 bias_full(int i) const { return at + 72 + 8 * i; }
   __device__ __forceinline__ u32 grads_full(int i) const { return at + 104 + 8 * i; }
   __device__ __forceinline__ u32 grads_empty(int i) const { return at + 136 + 8 * i; }
+  __device__ __forceinline__ u32 leaving_full(int i) const { return at + 168 + 8 * i; }
+  __device__ __forceinline__ u32 leaving_empty(int i) const { return at + 192 + 8 * i; }
 };
 
 template <Spec S>
@@ -147,6 +150,60 @@ __device__ __forceinline__ void sm90_backward_copy_bias(const Sm90BackwardArgs& 
       ring.next();
     }
   }
+}
+
+// Adds dQ to dq_sum, 64 queries a time, as the warpgroups hand them over. In order: a block waits until all blocks of
+// earlier keys that meet the queries have added theirs, and says so when its own sums have arrived.
+template <Spec S>
+__device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90KeyBlock<S>& block, u32 base,
+                                                  const Sm90BackwardBarriers& barriers) {
+  constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);
+  constexpr int kParts = S.step / 64;
+  const int own = block.key0 / kSizes.keys;
+  u32 parity = 0;  // a bit for each place that sums leave from
+  int place = 0;
+  int place_before = -1;
+  int row_before = 0;
+  const auto end = [&] {
+    if (place_before >= 0) {
+      barrier_arrive(barriers.leaving_empty(place_before));
+      if constexpr (S.ordered) {
+        add_release(a.turns + 1 + row_before / 64, 1);
+      }
+    }
+  };
+#pragma unroll 1
+  for (int i = 0; i < block.group; ++i) {
+    int query = block.first;
+#pragma unroll 1
+    for (int n = 0; n < block.count * kParts; ++n, query += 64) {
+      const int row = block.row0 + (block.head0 + i) * int(a.padded_rows) + query;
+      barrier_wait(barriers.leaving_full(place), parity >> place & 1);
+      parity ^= 1u << place;
+      if constexpr (S.ordered) {
+        u32 before = u32(own);
+        if constexpr (S.left_edge) {
+          before -= u32(max(query / S.step * S.step + block.band.low, 0)) / kSizes.keys;
+        }
+        while (load_acquire(a.turns + 1 + row / 64) != before) {
+        }
+        fence_async_all();
+      }
+      bulk_add(a.dq_sum + i64(row) * S.d, base + kSizes.leaving_at + place * kSizes.leaving, kSizes.leaving);
+      bulk_commit();
+      if constexpr (S.ordered) {
+        bulk_wait<1>();
+      } else {
+        bulk_wait_read<1>();
+      }
+      end();
+      place_before = place;
+      row_before = row;
+      place = place + 1 == kSizes.groups ? 0 : place + 1;
+    }
+  }
+  bulk_wait();
+  end();
 }
 
 // Rows from `live` on of a tile of kRows, in panels of kRowBytes a row. Chunks are exchanged within rows alone.

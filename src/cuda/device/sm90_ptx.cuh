@@ -93,6 +93,28 @@ __device__ __forceinline__ void bulk_add(float* to, u32 from, int bytes) {
 }
 // cp.async.bulk.wait_group: what this thread's bulk copies write has been written.
 __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// The same for all but the newest kPending groups; `read`: they have read what they write.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// ld.acquire, red.release (Data Movement: ld; Parallel Synchronization: red): a count that blocks hand on, with what was
+// written before.
+__device__ __forceinline__ u32 load_acquire(const u32* from) {
+  u32 value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+__device__ __forceinline__ void add_release(u32* to, u32 value) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+// fence.proxy.async: of all memory.
+__device__ __forceinline__ void fence_async_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 // fence.proxy.async (membar/fence): what this thread wrote to shared memory is seen by wgmma and by copies.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

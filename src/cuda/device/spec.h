@@ -72,6 +72,7 @@ struct Spec {
   bool often = false;      // dropout's threshold is over 0x7c00: about half of the numbers, or more, are dropped
   bool bulk = false;       // backward: dQ leaves through shared memory, in bulk
   bool halves = false;     // backward: each of two warpgroups takes half of dQ's columns, of every step
+  bool ordered = false;    // backward: blocks of keys add to dQ in their order
   bool bias_outside = false;  // sm90_bias_gradient: the bias is taken out of the sum over the list
 
   // A new field goes into for_each_field, too.
@@ -128,6 +129,7 @@ constexpr void for_each_field(const Spec& spec, Visit visit) {
   visit("bias_outside", spec.bias_outside, usual.bias_outside);
   visit("bulk", spec.bulk, usual.bulk);
   visit("halves", spec.halves, usual.halves);
+  visit("ordered", spec.ordered, usual.ordered);
 }
 
 }  // namespace fovea::cuda

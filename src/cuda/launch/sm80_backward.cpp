@@ -18,6 +18,7 @@ void Launcher::backward_arguments() {
   a.row_lse = region<float>(Region::kRowLse);
   a.row_delta = region<float>(Region::kRowDelta);
   a.dq_sum = region<float>(Region::kDqSum);
+  a.turns = region<u32>(Region::kTurns);
   a.grad_q = tensor(call_.grad_q);
   a.grad_k = tensor(call_.grad_k);
   a.grad_v = tensor(call_.grad_v);
