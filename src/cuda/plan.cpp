@@ -72,11 +72,11 @@ class Planner {
 
   Plan run() {
     check_limits(call_);
-    plan_.operands = operands_of(call_, plan_.workspace);
-    operands();
     if (call_.problem.direction == Direction::kForward) {
       forward();
     } else {
+      plan_.operands = operands_of(call_, plan_.workspace);
+      operands();
       backward();
     }
     return std::move(plan_);
@@ -134,7 +134,14 @@ class Planner {
     if (operands.mask_bits) {
       say("mask as bits");
       const Box& box = operands.mask_box;
-      add(Step::kMask, prepare("prepare_mask", small()), striding_blocks(box.all_rows() * (box.width + 31), target));
+      if (operands.mask_by_lanes) {
+        Kernel mask = prepare("sm90_mask", small());
+        mask.file = "sm90_mask.cuh";
+        constexpr std::int64_t kWordsOfAThread = 2;
+        add(Step::kMask, mask, striding_blocks(box.all_rows() * (box.width + 15) * kWordsOfAThread, target));
+      } else {
+        add(Step::kMask, prepare("prepare_mask", small()), striding_blocks(box.all_rows() * (box.width + 31), target));
+      }
     }
     for (std::size_t i = 0; i < operands.terms.size(); ++i) {
       say(kRegionNames[static_cast<std::size_t>(operands.terms[i].to)]);
@@ -157,32 +164,43 @@ class Planner {
   }
 
   void forward() {
-    const Choice candidates[] = {
-        sm90_forward(call_, plan_.operands, plan_.target),
-        sm80_forward(call_, plan_.operands, plan_.target),
-        sm80_wide_forward(call_, plan_.operands, plan_.target),
-    };
     std::string reasons;
-    for (const Choice& choice : candidates) {
-      const Spec& spec = choice.kernel.spec;
+    const auto serves = [&](const Choice& choice) {
       if (const char* const family = forced_family();
           family != nullptr && std::string_view(choice.kernel.name).substr(0, kFamily) > family) {
         reasons += fmt::format("; {}: FOVEA_KERNEL={}", choice.kernel.name, family);
-        continue;
+        return false;
       }
       if (choice.why_not != nullptr) {
         reasons += fmt::format("; {}: {}", choice.kernel.name, choice.why_not);
-        continue;
+        return false;
       }
-      if (choice.kernel.one_architecture) {
-        forward_for_hopper(choice.kernel);
-      } else {
-        forward(choice.kernel);
-      }
-      plan_.summary = fmt::format("{} for {}, {} warps of {} queries, {} keys a step{}{}", choice.kernel.name,
-                                  plan_.target.architecture(choice.kernel.one_architecture), spec.warps,
-                                  spec.tiles * 16, spec.step, plan_.summary, reasons);
+      return true;
+    };
+    const auto say = [&](const Kernel& kernel) {
+      const Spec& spec = kernel.spec;
+      plan_.summary = fmt::format("{} for {}, {} warps of {} queries, {} keys a step{}{}", kernel.name,
+                                  plan_.target.architecture(kernel.one_architecture), spec.warps, spec.tiles * 16,
+                                  spec.step, plan_.summary, reasons);
+    };
+    // The forward for Hopper takes masks in an order of its own.
+    plan_.operands = operands_of(call_, plan_.workspace, true);
+    if (const Choice choice = sm90_forward(call_, plan_.operands, plan_.target); serves(choice)) {
+      operands();
+      forward_for_hopper(choice.kernel);
+      say(choice.kernel);
       return;
+    }
+    plan_.workspace = Workspace();
+    plan_.operands = operands_of(call_, plan_.workspace);
+    operands();
+    for (const Choice& choice :
+         {sm80_forward(call_, plan_.operands, plan_.target), sm80_wide_forward(call_, plan_.operands, plan_.target)}) {
+      if (serves(choice)) {
+        forward(choice.kernel);
+        say(choice.kernel);
+        return;
+      }
     }
     refuse("no forward kernel" + reasons);
   }

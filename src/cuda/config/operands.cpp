@@ -33,7 +33,10 @@ bool rows_of_tiles(std::int64_t rows, std::int64_t stride, std::int64_t bytes) {
 
 class Planner {
  public:
-  Planner(const Call& call, Workspace& workspace) : call_(call), problem_(call.problem), workspace_(workspace) {}
+  Planner(const Call& call, Workspace& workspace, bool mask_by_lanes)
+      : call_(call), problem_(call.problem), workspace_(workspace) {
+    operands_.mask_by_lanes = mask_by_lanes;
+  }
 
   Operands run() {
     features();
@@ -167,7 +170,7 @@ class Planner {
     bool mask_of_queries = false;
     if (problem_.mask) {
       const Extents extents = extents_of(call_.mask, problem_.mask);
-      if (extents.query && extents.key) {
+      if (extents.key && (extents.query || operands_.mask_by_lanes)) {
         bits(extents);
       } else if (extents.key) {
         mask_of_keys = true;
@@ -209,10 +212,11 @@ class Planner {
 
   void bits(const Extents& extents) {
     operands_.features.mask = true;
+    operands_.features.key_mask = !extents.query;
     operands_.mask_bits = true;
     constexpr std::int64_t kWordsOfAGrain = kGrain / 4;
-    operands_.mask_box =
-        plane_box(extents, call_.rows.limit_q, round_up((call_.rows.limit_k + 31) / 32, kWordsOfAGrain));
+    operands_.mask_box = plane_box(extents, extents.query ? call_.rows.limit_q : 1,
+                                   round_up((call_.rows.limit_k + 31) / 32, kWordsOfAGrain));
     workspace_.add(Region::kMaskBits, operands_.mask_box.count() * 4);
     operands_.mask = {Region::kMaskBits, operands_.mask_box.strides()};
   }
@@ -251,6 +255,8 @@ bool is_aligned(const Call& call, const View& view, std::int64_t heads, std::int
          fits(call.rows.batch2, s.batch2) && fits(heads, s.head) && fits(rows, s.row);
 }
 
-Operands operands_of(const Call& call, Workspace& workspace) { return Planner(call, workspace).run(); }
+Operands operands_of(const Call& call, Workspace& workspace, bool mask_by_lanes) {
+  return Planner(call, workspace, mask_by_lanes).run();
+}
 
 }  // namespace fovea::cuda

@@ -47,6 +47,7 @@ struct Operands {
   Operand q, k, v, grad_out, bias, bias2, mask, key_term, query_term;
   std::vector<Pack> packs;  // of elements of 2 bytes first
   bool mask_bits = false;
+  bool mask_by_lanes = false;  // the bits' order is that of sm90_mask
   Box mask_box;
   std::vector<Term> terms;
   bool vector_stores = false;  // results may be written by 16 bytes
@@ -57,8 +58,9 @@ struct Operands {
 Type type_of(DType type);
 BiasTile tile_of(DType type);
 
-// Adds the regions that it needs. Throws Error(FOVEA_UNSUPPORTED) where no kernel could.
-Operands operands_of(const Call& call, Workspace& workspace);
+// Adds the regions that it needs. Throws Error(FOVEA_UNSUPPORTED) where no kernel could. mask_by_lanes: as sm90_forward
+// takes masks: one that is broadcast over queries becomes bits, too, and bits lie as its threads need them.
+Operands operands_of(const Call& call, Workspace& workspace, bool mask_by_lanes = false);
 
 // Whether rows of this view can be read (written) by 16 bytes.
 bool is_aligned(const Call& call, const View& view, std::int64_t heads, std::int64_t rows, std::int64_t columns);

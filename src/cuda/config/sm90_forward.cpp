@@ -5,6 +5,8 @@
 #include "cuda/config/sm90_forward.h"
 
 #include <algorithm>
+#include <cstdlib>
+#include <string>
 #include <vector>
 
 #include "cuda/device/sm80_sizes.h"
@@ -29,7 +31,7 @@ bool has_map(const Operand& operand, int element_bytes) {
 // 128 do, and nothing helps beyond a head_dim of 192.
 constexpr int kManyFeatures = 3;
 int features_of(const Spec& s) {
-  return 2 * int{s.mask} + int{s.dropout != DropoutRule::kNone} + 2 * int{s.softcap} + int{s.alibi} + int{s.key_term} +
+  return int{s.mask} + int{s.dropout != DropoutRule::kNone} + 2 * int{s.softcap} + int{s.alibi} + int{s.key_term} +
          int{s.bias != BiasTile::kNone} + int{s.bias2 != BiasTile::kNone};
 }
 
@@ -153,6 +155,22 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
     spec.turns = spec.banded || features_of(spec) > 0 || std::max(spec.d, spec.dv) != 128;
     // Where steps do not divide the diagonal the first tile's guess would fail; what is added makes it costly.
     spec.guess = !natural_scores(spec) && spec.step % 64 == 0;
+    // FOVEA_SM90_TILES: other sizes, to measure them ("step=64,stages=3").
+    if (const char* const given = std::getenv("FOVEA_SM90_TILES"); given != nullptr) {
+      const std::string text = given;
+      for_each_field(spec, [&](std::string_view name, const auto& value, const auto&) {
+        const std::string key = std::string(name) + "=";
+        for (std::size_t at = text.find(key); at != std::string::npos; at = text.find(key, at + 1)) {
+          if (at == 0 || text[at - 1] == ',') {
+            if constexpr (std::is_same_v<std::decay_t<decltype(value)>, int> ||
+                          std::is_same_v<std::decay_t<decltype(value)>, bool>) {
+              const_cast<std::decay_t<decltype(value)>&>(value) =
+                  static_cast<std::decay_t<decltype(value)>>(std::atoi(text.c_str() + at + key.size()));
+            }
+          }
+        }
+      });
+    }
     const Sm90ForwardSizes sizes = sm90_forward_sizes(spec);
     kernel.threads = sizes.threads;
     kernel.shared_bytes = sizes.bytes;

@@ -6,6 +6,7 @@
 #define FOVEA_CUDA_DEVICE_SM90_ARGS_H
 
 #include "math/rows.h"
+#include "math/small_cap.h"
 
 namespace fovea::cuda {
 
@@ -56,6 +57,7 @@ struct Sm90ForwardArgs {
   int low = 0;                // the band where queries and keys are as many (math::Band)
   int high = 0;
   float scale_of_cap = 0;  // scale / softcap
+  math::SmallCap<float> small_cap{};
   float scale_log2 = 1;    // scale * log2(e)
 };
 

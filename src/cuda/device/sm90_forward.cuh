@@ -175,9 +175,16 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
       inputs.diagonal = row0 + (a.top_left ? 0 : tile.k_len - tile.q_len) - 2 * t;
     }
     if constexpr (S.mask) {
-      for (int x = 0; x < 2; ++x) {
-        inputs.mask_rows[x] = static_cast<const u32*>(a.mask.data) +
+      for (int x = 0; x < inputs.kMaskRows; ++x) {
+        inputs.mask_rows[x] = static_cast<const u32*>(a.mask.data) + t +
                               a.rows.offset(a.mask.strides, tile.b, tile.head, min(row0 + 8 * x, band.seqlen_q - 1));
+      }
+    }
+    if constexpr (S.query_term) {
+      const float* const from =
+          static_cast<const float*>(a.query_term.data) + a.rows.offset(a.query_term.strides, tile.b, tile.head, 0);
+      for (int x = 0; x < 2; ++x) {
+        inputs.query_terms[x] = from[min(row0 + 8 * x, tile.q_len - 1) * a.query_term.strides.row];
       }
     }
 
@@ -246,7 +253,6 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
       next_v();
       turn_pass();
     }
-    float query_terms[2] = {};
     float sink = -kInfinity;
     if (own_end > steps.begin) {
       int n = own_end - 1;
@@ -266,12 +272,12 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
             next_v();
           }
         };
-        const auto finish = [&] {
-          softmax.finish(a, m, inputs, ring_planes.buffer(), n * kStep);
+        const auto finish = [&](auto again) {
+          softmax.template finish<again>(a, m, inputs, ring_planes.buffer(), n * kStep);
           softmax.mask(band, top, row0, n * kStep, t);
         };
         wait_planes();
-        finish();
+        finish(kNone);
         if constexpr (kQuick && kFirst) {
           softmax.guess(a);
           careful = softmax.must_be_exact();
@@ -293,7 +299,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
           if (__any_sync(~0u, !(part0 < softmax.kLargestPart) || !(part1 < softmax.kLargestPart))) {
             if (__any_sync(~0u, !(part0 + part1 < softmax.kLargestSum))) {
               form_scores();
-              finish();
+              finish(Constant<1>{});
               careful = true;
             } else {
               softmax.sum[0] += part0;
@@ -319,10 +325,20 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
       const auto meanwhile = [&] {
         if constexpr (kDropout) {
           // Not before the products are issued and the turn is passed.
+          if constexpr (((S.part - 64) & 2) != 0) {
+            barrier_wait(barriers.k_full(ring_k.buffer()), ring_k.parity());
+          }
           asm volatile("" : "+r"(dropout.row.high.bits));
           dropout.draw(n * kStep, t);
+          if constexpr (((S.part - 64) & 1) != 0) {
+#pragma unroll
+            for (int i = 0; i < kStep / 4; ++i) {
+              asm volatile("" : "+r"(dropout.keep[i]));
+            }
+            barrier_wait(barriers.k_full(ring_k.buffer()), ring_k.parity());
+          }
         }
-        inputs.load_words(n * kStep, band.seqlen_k, t);
+        inputs.load_words(n * kStep);
       };
 
       // ---- the first step ----
@@ -392,18 +408,11 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
     if (a.sink != nullptr) {
       sink = a.sink[tile.head * a.sink_stride];
     }
-    if constexpr (S.query_term) {
-      const float* const from =
-          static_cast<const float*>(a.query_term.data) + a.rows.offset(a.query_term.strides, tile.b, tile.head, 0);
-      for (int x = 0; x < 2; ++x) {
-        query_terms[x] = from[min(row0 + 8 * x, tile.q_len - 1) * a.query_term.strides.row];
-      }
-    }
     float factor[2];
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
       float logsumexp;
-      softmax.end(x, query_terms[x], sink, kDropout ? a.keep_scale : 1.f, factor[x], logsumexp);
+      softmax.end(x, sink, kDropout ? a.keep_scale : 1.f, factor[x], logsumexp);
       const int row = row0 + 8 * x;
       if (a.lse.data != nullptr && t == 0 && row < tile.q_len) {
         static_cast<float*>(a.lse.data)[a.rows.offset(a.lse.strides, tile.b, tile.head, tile.q_begin + row)] =

@@ -39,9 +39,9 @@ struct Capped {
 // What is added to this thread's scores, beside biases: constants of a tile of queries, words of a tile of keys.
 template <Spec S>
 struct Sm90Inputs {
-  static constexpr int kWords = (S.step + 31) / 32;
   static constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
-  static_assert(!S.mask || S.step % 32 == 0);
+  static constexpr int kMaskRows = S.key_mask ? 1 : 2;  // of this thread
+  static_assert(!S.mask || S.step == 64 || S.step == 128);
   static_assert((S.bias == BiasTile::kNone && S.bias2 == BiasTile::kNone) || S.step % 64 == 0);
 
   u32 base;                    // of shared memory
@@ -51,8 +51,9 @@ struct Sm90Inputs {
   u32 key_term;  // of this lane's first column
   float slope = 0;
   int diagonal = 0;  // ALiBi: the key that stands where this thread's first row does
-  const u32* mask_rows[2] = {};
-  u32 words[2][S.mask ? kWords : 1];
+  float query_terms[2] = {};
+  const u32* mask_rows[kMaskRows] = {};  // this thread's words of 128 keys each, as sm90_mask writes them
+  u32 words[kMaskRows];                  // of a tile of keys, a bit for each of this thread's columns
 
   // row: this thread's first row of the tile; fragment_row, half: row and 8 columns, by lane as ldmatrix takes them.
   __device__ __forceinline__ Sm90Inputs(u32 memory, int row, int fragment_row, int half, int t)
@@ -64,15 +65,30 @@ struct Sm90Inputs {
         wide_half(t % 2 * 8),
         key_term(memory + kSizes.key_term_at + t * 8) {}
 
-  // Mask words of the tile that begins at key n0, shifted so that bit 0 is this lane's first column.
-  __device__ __forceinline__ void load_words(int n0, int keys, int t) {
+  // Mask words of the tile that begins at key n0.
+  __device__ __forceinline__ void load_words(int n0) {
     if constexpr (S.mask) {
 #pragma unroll
-      for (int x = 0; x < 2; ++x) {
-#pragma unroll
-        for (int w = 0; w < kWords; ++w) {
-          words[x][w] = __ldg(mask_rows[x] + min(n0 / 32 + w, (keys - 1) / 32)) >> (2 * t);
+      for (int x = 0; x < kMaskRows; ++x) {
+        words[x] = __ldg(mask_rows[x] + n0 / 128 * 4);
+        if constexpr (S.step == 64) {
+          words[x] = words[x] >> (n0 / 4 & 16) | 0xffff0000u;
         }
+      }
+    }
+  }
+
+  // Bits of the mask; in a warp whose bits are all set there is nothing to do.
+  template <int kCount>
+  __device__ __forceinline__ void hide(float (&s)[kCount]) const {
+    if constexpr (S.mask) {
+      if (__all_sync(~0u, (words[0] & words[kMaskRows - 1]) == ~0u)) {
+        return;
+      }
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const u32 bit = 1u << (i / 4 * 2 + i % 2);
+        s[i] = (words[S.key_mask ? 0 : i / 2 % 2] & bit) != 0 ? s[i] : -kInfinity;
       }
     }
   }
@@ -129,10 +145,10 @@ struct Sm90Inputs {
           first += math::alibi(distance, slope);
           second += math::alibi(distance + 1, slope);
         }
-        if constexpr (S.mask) {
-          const u32 bit = 1u << column % 32;
-          first = (words[y][k / 2] & bit) != 0 ? first : -kInfinity;
-          second = (words[y][k / 2] & bit << 1) != 0 ? second : -kInfinity;
+        if constexpr (S.query_term) {
+          // -inf is a mask: it hides what else was added, NaN included.
+          first = query_terms[y] == -kInfinity ? -kInfinity : first + query_terms[y];
+          second = query_terms[y] == -kInfinity ? -kInfinity : second + query_terms[y];
         }
       }
     }
@@ -149,6 +165,24 @@ struct Word {
   friend __device__ __forceinline__ Word operator^(Word a, Word b) { return Word(a.bits ^ b.bits); }
   friend __device__ __forceinline__ Word operator^(Word a, u32 b) { return Word(a.bits ^ b); }
 };
+struct Half {
+  u32 bits, upper;
+  Half() = default;
+  __device__ __forceinline__ explicit constexpr Half(u32 x) : bits(x), upper(0x45300000) {}
+  __device__ __forceinline__ constexpr Half(u32 x, u32 y) : bits(x), upper(y) {}
+  friend __device__ __forceinline__ Half operator^(Half a, Half b) { return Half(a.bits ^ b.bits, a.upper); }
+  friend __device__ __forceinline__ Half operator^(Half a, u32 b) { return Half(a.bits ^ b, a.upper); }
+};
+// The upper word by a product of doubles: 2^84 + a b, rounded down to a multiple of 2^32, holds it in its lower word.
+// Its upper word is always that of 2^84; seen as 2^84 + 2^32 x, x the word, it is a factor of the next product.
+__device__ __forceinline__ void mul_wide(Half a, u32 b, Half& high, Half& low) {
+  const double factor = double(b) * 0x1p-32;
+  const double rest = 0x1p84 - 0x1p52 * double(b);
+  asm("{\n.reg .f64 x;\nmov.b64 x, {%2, %3};\nfma.rz.f64 x, x, %4, %5;\nmov.b64 {%0, %1}, x;\n}"
+      : "=r"(high.bits), "=r"(high.upper)
+      : "r"(a.bits), "r"(a.upper), "d"(factor), "d"(rest));
+  low.bits = a.bits * b;
+}
 // mul.wide (Integer: mul).
 __device__ __forceinline__ void mul_wide(Word a, u32 b, Word& high, Word& low) {
   asm("{\n.reg .b64 t;\nmul.wide.u32 t, %2, %3;\nmov.b64 {%1, %0}, t;\n}"
@@ -160,7 +194,16 @@ __device__ __forceinline__ void mul_wide(Word a, u32 b, Word& high, Word& low) {
 template <Spec S>
 struct Sm90Dropout {
   math::DropoutHead head{};
-  math::DropoutRow<Word> row{};
+  template <bool kDoubles, class A, class B>
+  struct Either {
+    using Type = A;
+  };
+  template <class A, class B>
+  struct Either<true, A, B> {
+    using Type = B;
+  };
+  using Number = typename Either<((S.part - 64) & 4) != 0, Word, Half>::Type;
+  math::DropoutRow<Number> row{};
   u32 threshold = 0;  // in both halves
   u32 keep[S.step / 4];
 
@@ -169,7 +212,7 @@ struct Sm90Dropout {
     const u64 offset = a.offset.value + (a.offset.pointer != nullptr ? *a.offset.pointer : 0);
     const math::DropoutHead made = math::DropoutHead::make(seed, offset, u64(n));
     head = {uniform(made.k0), uniform(made.k1), uniform(made.w0), uniform(made.w1)};
-    row = math::dropout_row<Word>(head, Word(math::dropout_fold(u32(first_row))));
+    row = math::dropout_row<Number>(head, Number(math::dropout_fold(u32(first_row))));
     threshold = (a.drop_threshold & 0xffff) * 0x10001u;  // 65536 keeps what it likes: the factor is 0 then
   }
 
@@ -194,8 +237,8 @@ struct Sm90Dropout {
 #pragma unroll
     for (int k = 0; k < S.step / 16; ++k) {
       const u32 column = u32(n0) / 2 + 8 * k + 2 * t;  // dropout_fold of this lane's first column
-      const math::Words2<Word> a = math::dropout_call<Word>(head, row, Word(column));
-      const math::Words2<Word> b = math::dropout_call<Word>(head, row, Word(column + 1));
+      const math::Words2<Number> a = math::dropout_call<Number>(head, row, Number(column));
+      const math::Words2<Number> b = math::dropout_call<Number>(head, row, Number(column + 1));
       keep[4 * k] = kept(__byte_perm(a.x.bits, b.x.bits, 0x5410));
       keep[4 * k + 1] = kept(__byte_perm(a.y.bits, b.y.bits, 0x5410));
       keep[4 * k + 2] = kept(__byte_perm(a.x.bits, b.x.bits, 0x7632));

@@ -52,26 +52,35 @@ struct Sm90Softmax {
 
   // ---- from dot products to scores ----
 
+  // kSmall: no score comes near the cap.
   template <bool kSmall>
   __device__ __forceinline__ void cap(const Args& a, const Sm90ForwardArgs& m) {
 #pragma unroll
     for (int i = 0; i < S.step / 2; ++i) {
-      const float x = s[i] * m.scale_of_cap;
-      const float small = math::tanh_of_small(x);
-      s[i] = a.softcap * (kSmall || fabsf(x) <= math::kSmallTanh ? small : math::tanh_by_exp2(Capped(x)).x);
+      if constexpr (kSmall) {
+        s[i] = m.small_cap.of < ((S.part - 64) & 8) != 0 ? 3 : ((S.part - 64) & 16) != 0 ? 5 : 4 > (s[i]);
+      } else {
+        const float x = s[i] * m.scale_of_cap;
+        const float small = math::tanh_of_small(x);
+        s[i] = a.softcap * (fabsf(x) <= math::kSmallTanh ? small : math::tanh_by_exp2(Capped(x)).x);
+      }
     }
   }
 
   // The band and the end of the sequence are another matter (mask).
+  // kAgain: not for the first time, and rarely.
+  template <bool kAgain = false>
   __device__ __forceinline__ void finish(const Args& a, const Sm90ForwardArgs& m, const Sm90Inputs<S>& inputs,
                                          int stage, int n0) {
-    if constexpr (S.softcap) {
+    if constexpr (S.softcap && kAgain) {
+      cap<false>(a, m);
+    } else if constexpr (S.softcap) {
       float largest = 0;
 #pragma unroll
       for (int i = 0; i < S.step / 2; ++i) {
         largest = fmaxf(largest, fabsf(s[i]));
       }
-      if (__all_sync(~0u, largest * fabsf(m.scale_of_cap) <= math::kSmallTanh)) {
+      if (__all_sync(~0u, largest <= m.small_cap.largest)) {
         cap<true>(a, m);
       } else {
         cap<false>(a, m);
@@ -82,13 +91,14 @@ struct Sm90Softmax {
         s[i] *= a.scale;
       }
     }
-    if constexpr (sm90_has_planes(S) || S.alibi || S.mask) {
+    if constexpr (sm90_has_planes(S) || S.alibi || S.query_term) {
 #pragma unroll
       for (int k = 0; k < kBlocks; ++k) {
         float(&block)[8] = *reinterpret_cast<float(*)[8]>(s + 8 * k);
         inputs.add(block, stage, n0, k);
       }
     }
+    inputs.hide(s);
   }
 
   // Forbidden elements become -inf. Each edge is asked for only where the rows of this warpgroup, 64 from `top` on,
@@ -237,22 +247,11 @@ struct Sm90Softmax {
 
   // ---- the end of a row ----
 
-  // The sink, and what was left out so far because it is the same for all keys: the query's term. Gives what O is
-  // multiplied by, and the logsumexp. A term of -inf, or a row without a key: O is 0.
-  __device__ __forceinline__ void end(int x, float query_term, float sink, float keep_scale, float& factor,
-                                      float& logsumexp) {
-    float base = reference[x];
-    float total = sum[x];
+  // With the sink: what O is multiplied by, and the logsumexp. A row without a key: O is 0.
+  __device__ __forceinline__ void end(int x, float sink, float keep_scale, float& factor, float& logsumexp) {
+    const float base = reference[x];
+    const float total = sum[x];
     float left_out = rest(base);
-    if constexpr (S.query_term) {
-      if (query_term == -kInfinity) {
-        base = -kInfinity;
-        total = 0;
-      } else {
-        base += query_term;
-        total = query_term == kInfinity ? query_term - query_term : total;
-      }
-    }
     const float top = fmaxf(base, sink);
     float own = 1;
     float all = total;

@@ -78,6 +78,13 @@ void Launcher::sm90_forward(std::size_t number) {
   args.low = band.low;
   args.high = band.high;
   args.scale_of_cap = args_.softcap > 0 ? args_.scale / args_.softcap : 0;
+  if (spec.softcap) {
+    const int trial = spec.part - 64;
+    args.small_cap = math::SmallCap<float>::make(call_.problem.scale_or_default(), call_.problem.softcap,
+                                                 (trial & 8) != 0    ? 3
+                                                 : (trial & 16) != 0 ? 5
+                                                                     : 4);
+  }
   args.scale_log2 = args_.scale * math::kLog2E;
   void* parameters[] = {&args_, &args};
   // Programmatic launches go into graphs since CUDA 12.3.
