@@ -24,6 +24,7 @@ __device__ __forceinline__ u32 ones_of(u32 bytes) {
 
 template <Spec S>
 __global__ void __launch_bounds__(kSm90MaskThreads) sm90_mask(const __grid_constant__ MaskArgs args) {
+  begin_kernel<S.arch>();
   constexpr int kKeys = 16;                // of a lane
   constexpr u32 kWords = 32 * kKeys / 32;  // of a warp
   const Box& box = args.box;

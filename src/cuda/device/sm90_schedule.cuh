@@ -27,6 +27,7 @@ __global__ void __launch_bounds__(kSm90ScheduleThreads)
   __shared__ ListedTile longs[kLongMost];
   __shared__ int long_count;
   const int thread = threadIdx.x;
+  begin_kernel<S.arch>();
   if (thread == 0) {
     to.schedule->next = 0;
     long_count = 0;

@@ -18,7 +18,7 @@ void Launcher::sm90_schedule(std::size_t number) {
   args.schedule = reinterpret_cast<Schedule*>(memory);
   args.list = reinterpret_cast<ListedTile*>(memory + kSm90ListOffset);
   void* parameters[] = {&args_, &args};
-  launch(number, plan_.launches[number].blocks, parameters, false);
+  launch(number, plan_.launches[number].blocks, parameters, may_overlap(number));
 }
 
 void Launcher::sm90_forward(std::size_t number) {
@@ -87,10 +87,7 @@ void Launcher::sm90_forward(std::size_t number) {
   }
   args.scale_log2 = args_.scale * math::kLog2E;
   void* parameters[] = {&args_, &args};
-  // Programmatic launches go into graphs since CUDA 12.3.
-  constexpr int kFirstInGraphs = 12030;
-  const bool after_schedule = args.schedule != nullptr && driver_.version >= kFirstInGraphs;
-  launch(number, plan_.launches[number].blocks, parameters, after_schedule);
+  launch(number, plan_.launches[number].blocks, parameters, may_overlap(number));
 }
 
 }  // namespace fovea::cuda
