@@ -41,6 +41,8 @@ enum class Step {
   kBackwardDq,
   kBiasGradient,  // these have `which`: 0 for bias, 1 for bias2
   kSm90BiasGradient,
+  kSm90SmallBackward,
+  kSmallBiasSum,
   kBiasGradientSum,
   kReduceColumns,
   kReduceRows,

@@ -7,14 +7,17 @@
 #include <cstdlib>
 #include <limits>
 
+#include "cuda/config/packed_heads.h"
 #include "cuda/config/sm80_backward.h"
 #include "cuda/config/sm80_forward.h"
 #include "cuda/config/sm90_backward.h"
 #include "cuda/config/sm90_bias_gradient.h"
 #include "cuda/config/sm90_forward.h"
+#include "cuda/config/sm90_small_backward.h"
 #include "cuda/cuda.h"
 #include "cuda/device/sm80_backward_sizes.h"
 #include "cuda/device/sm90_sizes.h"
+#include "cuda/device/sm90_small_backward_sizes.h"
 
 namespace fovea::cuda {
 namespace {
@@ -273,6 +276,11 @@ class Planner {
   }
 
   void backward() {
+    const Choice at_once = sm90_small_backward(call_, plan_.operands, plan_.target);
+    if (at_once.why_not == nullptr && allowed(at_once.kernel)) {
+      small_backward(at_once);
+      return;
+    }
     const Problem& p = call_.problem;
     const math::Rows& rows = call_.rows;
     const Spec& features = plan_.operands.features;
@@ -415,6 +423,26 @@ class Planner {
     add(Step::kBiasGradientSum, sum, blocks, 1, which, chunks);
   }
 
+  // Everything in one launch, but for the sum of a bias's gradient.
+  void small_backward(const Choice& choice) {
+    const Kernel kernel = taken(choice);
+    const SmallOrder order = sm90_small_order(call_, kernel.spec, plan_.target);
+    add(Step::kSm90SmallBackward, kernel, order.planes * order.blocks);
+    if (kernel.spec.grad_bias != BiasTile::kNone) {
+      constexpr std::int64_t kNumbers = std::int64_t{kSmallRows} * kSmallRows;
+      plan_.workspace.add(Region::kBiasSum, order.planes * order.workers * kNumbers * std::int64_t{sizeof(float)});
+      Kernel sum;
+      sum.file = "sm90_small_backward.cuh";
+      sum.name = "small_bias_sum";
+      sum.spec = small();
+      sum.spec.grad_bias = kernel.spec.grad_bias;
+      sum.threads = kSmallSumThreads;
+      sum.one_architecture = true;
+      add(Step::kSmallBiasSum, sum, order.planes * kSmallSumBlocks, 1, 0, static_cast<int>(order.workers));
+    }
+    plan_.summary = fmt::format("for {}: {}{}", plan_.target.architecture(true), kernels_, plan_.summary);
+  }
+
   void bias_for_hopper(const Choice& choice, const BiasList& list, int which) {
     const Kernel kernel = taken(choice);
     const std::int64_t size = list.planes * list.queries * list.keys;
@@ -439,7 +467,13 @@ class Planner {
 
 }  // namespace
 
-Plan plan_for(const Call& call, const Target& target) { return Planner(call, target).run(); }
+Plan plan_for(const Call& call, const Target& target) {
+  if (packs_heads(call)) {
+    const Call packed = with_packed_heads(call);
+    return Planner(packed, target).run();
+  }
+  return Planner(call, target).run();
+}
 
 std::vector<Kernel> kernels_for(const Call& call, const Target& target) {
   std::vector<Kernel> kernels;

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "cuda/config/packed_heads.h"
+
 namespace fovea::cuda {
 
 Launcher::Launcher(const Call& call, const Executable& executable, void* workspace)
@@ -96,11 +98,15 @@ void Launcher::run() {
       case Step::kReduceSink:
         main(number, args_);
         break;
+      case Step::kSm90SmallBackward:
+        sm90_small_backward(number);
+        break;
       case Step::kSm90BiasGradient:
         sm90_bias_gradient(number);
         break;
       case Step::kBiasGradient:
       case Step::kBiasGradientSum:
+      case Step::kSmallBiasSum:
       case Step::kReduceColumns:
       case Step::kReduceRows:
         bias_gradient(number);
@@ -152,7 +158,12 @@ void run(const Call& call, Executable& executable, void* workspace) {
   }
   const jit::ContextScope scope(driver, executable.device().ordinal, stream);
   check_lengths(call, driver);
-  Launcher(call, executable, workspace).run();
+  if (packs_heads(call)) {
+    const Call packed = with_packed_heads(call);
+    Launcher(packed, executable, workspace).run();
+  } else {
+    Launcher(call, executable, workspace).run();
+  }
 }
 
 }  // namespace fovea::cuda

@@ -65,8 +65,9 @@ class Launcher {
   void bias_gradient(std::size_t number);
   void bias_gradient_arguments(const Launch& step);
 
-  // sm90_bias_gradient.cpp
+  // sm90_bias_gradient.cpp, sm90_small_backward.cpp
   void sm90_bias_gradient(std::size_t number);
+  void sm90_small_backward(std::size_t number);
 };
 
 }  // namespace fovea::cuda

@@ -1,0 +1,445 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// sm90_small_backward: every gradient of sequences of at most 64 queries and keys (windows of images) on Hopper, for
+// numbers of 16 bits and head dimensions up to 64.
+//
+// A warpgroup has a whole head at a time: everything about it is in shared memory and registers, delta included, so
+// that nothing comes before or after. Warpgroup 0 copies, a warp for each of the others: Q, K, V, dO and O by TMA. A
+// block belongs to one plane of the bias: its warpgroups keep the bias, and the sum of its gradient, in registers over
+// all of their heads. small_bias_sum adds the warpgroups' sums in order.
+//
+//     S^T = K Q^T, dP^T = V dO^T | delta = <dO, O> meanwhile | P^T, dS^T | dV = P^T dO, dK = dS^T Q | dQ = dS K
+//
+// Blocks: planes by as many as keep every multiprocessor busy. small_bias_sum: planes * kSmallSumBlocks.
+#ifndef FOVEA_CUDA_DEVICE_SM90_SMALL_BACKWARD_CUH
+#define FOVEA_CUDA_DEVICE_SM90_SMALL_BACKWARD_CUH
+
+#include "math/band.h"
+#include "math/score.h"
+#include "math/softmax.h"
+#include "sm80_backward_prepare.cuh"
+#include "sm90_copy.cuh"
+#include "sm90_ptx.cuh"
+#include "sm90_scores.cuh"
+#include "sm90_small_backward_sizes.h"
+#include "wgmma.cuh"
+
+namespace fovea::cuda {
+
+// Entry n of a plane's list.
+struct SmallEntry {
+  int b1, b2, head;
+
+  static __device__ __forceinline__ SmallEntry make(const Args& a, const Sm90SmallBackwardArgs& m, u32 plane, u32 n) {
+    const math::Strides& s = m.planes;
+    const u32 heads = u32(a.rows.heads_q);
+    const u32 of_plane = s.head != 0 ? heads : 1;
+    const u32 batch2 = s.batch2 != 0 ? u32(a.rows.batch2) : 1;
+    const u32 rest = plane / of_plane;
+    const u32 outer = n / u32(m.heads);
+    return {int((s.batch1 != 0 ? rest / batch2 : 0) + outer / u32(m.batch2)),
+            int((s.batch2 != 0 ? rest % batch2 : 0) + outer % u32(m.batch2)),
+            int((s.head != 0 ? plane % of_plane : 0) + n % u32(m.heads))};
+  }
+};
+
+// One row of an accumulator of `kColumns` columns: the four lanes that share it write 16 bytes each. All lanes come
+// here.
+template <Type kType, int kColumns>
+__device__ __forceinline__ void store_quad_row(u16* row, i64 column_stride, const float* x, int first, float factor,
+                                               bool exists, int columns, bool vectors, int t) {
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; j += 4) {
+    if (kColumns % 32 == 0 && vectors) {
+      u32 v[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        v[i] = pack<kType>(x[4 * (j + i) + first] * factor, x[4 * (j + i) + first + 1] * factor);
+      }
+      // Transposed by the quad: lane t has all of block j + t.
+      const u32 a = __shfl_xor_sync(~0u, t & 1 ? v[0] : v[1], 1);
+      const u32 b = __shfl_xor_sync(~0u, t & 1 ? v[2] : v[3], 1);
+      const u32 t0 = t & 1 ? a : v[0];
+      const u32 t1 = t & 1 ? v[1] : a;
+      const u32 t2 = t & 1 ? b : v[2];
+      const u32 t3 = t & 1 ? v[3] : b;
+      const u32 c = __shfl_xor_sync(~0u, t & 2 ? t0 : t2, 2);
+      const u32 d = __shfl_xor_sync(~0u, t & 2 ? t1 : t3, 2);
+      if (exists && (j + t) * 8 < columns) {
+        store_global(row + (j + t) * 8, t & 2 ? uint4{c, d, t2, t3} : uint4{t0, t1, c, d});
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4 && j + i < kColumns / 8; ++i) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int column = (j + i) * 8 + 2 * t + e;
+          if (exists && column < columns) {
+            row[column * column_stride] = u16(pack<kType>(x[4 * (j + i) + first + e] * factor, 0.f));
+          }
+        }
+      }
+    }
+  }
+}
+
+template <Spec S>
+__global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
+    sm90_small_backward(const __grid_constant__ Args a, const __grid_constant__ Sm90SmallBackwardArgs m) {
+  // ---- sizes ----
+  constexpr Sm90SmallBackwardSizes kSizes = sm90_small_backward_sizes(S);
+  constexpr Type kType = S.type;
+  constexpr int D = S.d;
+  constexpr int V = S.dv;
+  constexpr int kGroups = kSizes.groups;
+  constexpr int kRegistersToCopy = kGroups == 3 ? 32 : 40;
+  constexpr int kRegisters = kGroups == 3 ? 160 : 232;
+  constexpr bool kBias = S.bias != BiasTile::kNone;
+  constexpr bool kSum = S.grad_bias != BiasTile::kNone;
+  constexpr int kRowD = D * 2;  // bytes
+  constexpr int kRowV = V * 2;
+  static_assert(kGroups == 2 || kGroups == 3);
+  static_assert(kType != Type::kFp32 && (D == 16 || D == 32 || D == 64) && (V == 16 || V == 32 || V == 64));
+  static_assert(!S.softcap && !S.ragged && S.bias2 == BiasTile::kNone && !S.mask && !S.key_term && !S.query_term);
+  static_assert(!S.alibi && S.dropout == DropoutRule::kNone && (kBias || !kSum));
+
+  // ---- shared memory and barriers ----
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const u32 base = shared_address(memory);
+  const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
+  const auto full = [&](int group, u32 slot) { return base + kSizes.barriers_at + (group * S.stages + slot) * 16; };
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kGroups * S.stages; ++i) {
+      barrier_init(full(0, i), 1);
+      barrier_init(full(0, i) + 8, 4);
+    }
+    barrier_init_fence();
+  }
+  sync();
+  begin_kernel<S.arch>();
+  const u32 blocks = gridDim.x / u32(m.count);  // of a plane
+  const u32 plane = blockIdx.x / blocks;
+  const u32 number = blockIdx.x % blocks * kGroups;  // of the block's first warpgroup among those of the plane
+  const u32 workers = blocks * kGroups;
+
+  // ---- the warpgroup that copies ----
+  if (warpgroup == 0) {
+    fewer_registers<kRegistersToCopy>();
+    const int group = __shfl_sync(~0u, int(threadIdx.x / 32), 0);
+    if (group < kGroups && threadIdx.x % 32 == 0) {
+      Ring<S.stages> ring;
+      for (u32 n = number + group; n < u32(m.list); n += workers) {
+        const SmallEntry e = SmallEntry::make(a, m, plane, n);
+        const u32 at = base + group * kSizes.part + ring.buffer() * kSizes.head;
+        const u32 barrier = full(group, ring.buffer());
+        const auto place = [&](const Has& has) {
+          return Coordinates{0, 0, e.head * has.head, e.b2 * has.batch2, e.b1 * has.batch1};
+        };
+        barrier_wait(barrier + 8, ring.parity() ^ 1);
+        barrier_expect(barrier, kSizes.head);
+        tensor_load(at, m.k, barrier, place(m.has_k));
+        tensor_load(at + kSizes.q, m.q, barrier, place(m.has_q));
+        tensor_load(at + 2 * kSizes.q, m.v, barrier, place(m.has_v));
+        tensor_load(at + 2 * kSizes.q + kSizes.v, m.grad_out, barrier, place(m.has_grad_out));
+        tensor_load(at + 2 * kSizes.q + 2 * kSizes.v, m.out, barrier, place(m.has_out));
+        ring.next();
+      }
+    }
+    return;
+  }
+
+  // ---- the warpgroups that compute ----
+  more_registers<kRegisters>();
+  const int c = warpgroup - 1;
+  const int thread = threadIdx.x % 128;
+  const int warp = __shfl_sync(~0u, thread / 32, 0);
+  const int lane = thread % 32;
+  const int g = lane / 4;
+  const int t = lane % 4;
+  const int key0 = warp * 16 + g;  // this thread's first key; the other is key0 + 8
+  const int query0 = 2 * t;        // its first query
+  const u32 part = base + c * kSizes.part;
+  const u32 grads = part + kSizes.grads_at;
+  const u32 rows = base + kSizes.rows_at + c * kSizes.rows;
+  constexpr u32 kHighD = descriptor_high(kRowD);
+  constexpr u32 kHighV = descriptor_high(kRowV);
+  constexpr u32 kHighGrads = descriptor_high(128);
+  const u32 low = descriptor_low(part, 16);
+  const u32 grads_rows = descriptor_low(grads, 16);
+  const u32 fragment = grads + swizzled<128>(lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2);
+  const math::Band<int> band = math::Band<int>::make(int(a.rows.rows_q), int(a.rows.rows_k), a.causal, a.window_left,
+                                                     a.window_right, a.top_left);
+  const math::Score<float> score{a.scale, 0, 0};
+
+  // The bias stays: element 4 n + 2 x + e belongs to key key0 + 8 x and query query0 + 8 n + e. -inf hides.
+  float bias[kBias && S.bias == BiasTile::kFp32 ? 32 : 1];
+  u32 pairs[kBias && S.bias != BiasTile::kFp32 ? 16 : 1];
+  constexpr Type kBiasType = S.bias == BiasTile::kFp16 ? Type::kFp16 : Type::kBf16;
+  if constexpr (kBias) {
+    const SmallEntry e = SmallEntry::make(a, m, plane, 0);
+    const math::Strides& s = a.bias.strides;
+    const i64 first = e.b1 * s.batch1 + e.b2 * s.batch2 + e.head * s.head;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const int key = key0 + (i & 1) * 8;
+      const int query = query0 + i / 2 * 8;
+      const i64 at = first + query * s.row + key;
+      const bool in0 = key < band.seqlen_k && query < band.seqlen_q;
+      const bool in1 = key < band.seqlen_k && query + 1 < band.seqlen_q;
+      if constexpr (S.bias == BiasTile::kFp32) {
+        bias[2 * i] = in0 ? static_cast<const float*>(a.bias.data)[at] : 0.f;
+        bias[2 * i + 1] = in1 ? static_cast<const float*>(a.bias.data)[at + s.row] : 0.f;
+      } else {
+        const u32 x = in0 ? static_cast<const u16*>(a.bias.data)[at] : 0;
+        const u32 y = in1 ? static_cast<const u16*>(a.bias.data)[at + s.row] : 0;
+        pairs[i] = x | y << 16;
+      }
+    }
+  }
+  const auto bias_of = [&](int i) {  // of element i
+    if constexpr (!kBias) {
+      return 0.f;
+    } else if constexpr (S.bias == BiasTile::kFp32) {
+      return bias[i];
+    } else {
+      return i & 1 ? high<kBiasType>(pairs[i / 2]) : cuda::low<kBiasType>(pairs[i / 2]);
+    }
+  };
+  // Keys that exist and that the band allows, a bit an element.
+  u32 hidden = 0;
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    const int key = key0 + (i >> 1 & 1) * 8;
+    const int query = query0 + i / 4 * 8 + (i & 1);
+    hidden |= u32(key >= band.seqlen_k || (S.banded && !band.allowed(query, key))) << i;
+  }
+  const bool some_hidden = __any_sync(~0u, hidden != 0);
+
+  float sum[kSum ? 32 : 1] = {};
+  Ring<S.stages> ring;
+  u32 flip = 0;
+  const float* const grad_lse = static_cast<const float*>(a.grad_lse.data);
+  // Logsumexp and its gradient of a head's row, which this thread hands over.
+  float lse = kInfinity;
+  float own_grad = 0;
+  const auto load_rows = [&](u32 n) {
+    lse = kInfinity;
+    own_grad = 0;
+    if (n < u32(m.list) && thread < band.seqlen_q) {
+      const SmallEntry e = SmallEntry::make(a, m, plane, n);
+      const auto at = [&](const math::Strides& s) {
+        return e.b1 * s.batch1 + e.b2 * s.batch2 + e.head * s.head + thread * s.row;
+      };
+      lse = math::backward_reference(static_cast<const float*>(a.lse.data)[at(a.lse.strides)]);
+      own_grad = grad_lse != nullptr ? grad_lse[at(a.grad_lse.strides)] : 0.f;
+    }
+  };
+  load_rows(number + c);
+
+#pragma unroll 1
+  for (u32 n = number + c; n < u32(m.list); n += workers) {
+    const u32 barrier = full(c, ring.buffer());
+    const u32 head = ring.buffer() * (kSizes.head / 16);  // as descriptors count
+    const u32 k_at = low + head;
+    const u32 q_at = k_at + kSizes.q / 16;
+    const u32 v_at = q_at + kSizes.q / 16;
+    const u32 o_at = v_at + kSizes.v / 16;
+    const u32 row = rows + flip * (kSmallRows * 8);
+    if constexpr (kBias && S.bias != BiasTile::kFp32) {
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        pairs[i] = u32(opaque(int(pairs[i])));  // otherwise both halves are made before the loop, and take registers
+      }
+    }
+    barrier_wait(barrier, ring.parity());
+    float s[32];
+    float dp[32];
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < D / 16; ++k) {
+      wgmma_shared<kType>(s, descriptor(k_at + k * 2, kHighD), descriptor(q_at + k * 2, kHighD), k > 0);
+    }
+    wgmma_commit();
+#pragma unroll
+    for (int k = 0; k < V / 16; ++k) {
+      wgmma_shared<kType>(dp, descriptor(v_at + k * 2, kHighV), descriptor(o_at + k * 2, kHighV), k > 0);
+    }
+    wgmma_commit();
+
+    // ---- logsumexp and delta; dO and O are swizzled alike, so that chunks of 16 bytes pair up at equal places ----
+    constexpr int kLanes = V / 8;  // of a row
+    const u32 grad_out = part + ring.buffer() * kSizes.head + 2 * kSizes.q + kSizes.v;
+    if (thread < kSmallRows) {
+      store_shared(row + thread * 4, lse);
+      store_shared(row + (kSmallRows + thread) * 4, own_grad);
+    }
+    sync(1 + c, 128);
+#pragma unroll
+    for (int i = 0; i < kLanes / 2; ++i) {
+      const u32 at = grad_out + (i * 128 + thread) * 16;
+      const uint4 x = load_shared4(at);
+      const uint4 y = load_shared4(at + kSizes.v);
+      const u32 xs[4] = {x.x, x.y, x.z, x.w};
+      const u32 ys[4] = {y.x, y.y, y.z, y.w};
+      float dot = 0;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        dot += cuda::low<kType>(xs[e]) * cuda::low<kType>(ys[e]) + high<kType>(xs[e]) * high<kType>(ys[e]);
+      }
+      dot = sum_of_lanes<kLanes>(dot);
+      if (lane % kLanes == 0) {
+        const u32 to = row + (kSmallRows + i * (128 / kLanes) + thread / kLanes) * 4;
+        store_shared(to, math::delta(dot, load_shared(to)));
+      }
+    }
+    load_rows(n + workers);
+    sync(1 + c, 128);
+    flip ^= 1;
+
+    // ---- P and dS ----
+    wgmma_wait<1>();
+    pin(s);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float2 reference = load_shared2(row + (i * 8 + query0) * 4);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float& x = s[4 * i + e];
+        x = weight_of_difference(score.of_dot<false>(x) + bias_of(4 * i + e), e & 1 ? reference.y : reference.x,
+                                 math::kLog2E);
+      }
+    }
+    if (some_hidden) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        s[i] = (hidden >> i & 1) != 0 ? 0.f : s[i];
+      }
+    }
+    wgmma_wait<0>();
+    pin(dp);
+    u32 weights[16];
+    u32 ds[16];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float2 delta = load_shared2(row + (kSmallRows + i * 8 + query0) * 4);
+#pragma unroll
+      for (int x = 0; x < 2; ++x) {
+        const int at = 4 * i + 2 * x;
+        const float first = math::grad_score(s[at], dp[at], delta.x);
+        const float second = math::grad_score(s[at + 1], dp[at + 1], delta.y);
+        weights[2 * i + x] = pack<kType>(s[at], s[at + 1]);
+        ds[2 * i + x] = pack<kType>(first, second);
+        if constexpr (kSum) {
+          sum[at] += first;
+          sum[at + 1] += second;
+        }
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      stmatrix_trans(fragment + k * 2048, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3]);
+    }
+
+    // ---- gradients ----
+    float dv[V / 2];
+    float dk[D / 2];
+    float dq[D / 2];
+#pragma unroll
+    for (int i = 0; i < V / 2; ++i) {
+      dv[i] = 0;
+    }
+#pragma unroll
+    for (int i = 0; i < D / 2; ++i) {
+      dk[i] = 0;
+    }
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      wgmma_registers<kType>(dv, weights + 4 * k, descriptor(o_at + k * kRowV, kHighV));
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      wgmma_registers<kType>(dk, ds + 4 * k, descriptor(q_at + k * kRowD, kHighD));
+    }
+    wgmma_commit();
+    fence_async();
+    sync(1 + c, 128);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      wgmma_shared<kType, true>(dq, descriptor(grads_rows + k * 2, kHighGrads), descriptor(k_at + k * kRowD, kHighD),
+                                k > 0);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(dq);
+    pin(dk);
+    pin(dv);
+    if (lane == 0) {
+      barrier_arrive(barrier + 8);
+    }
+    ring.next();
+    const SmallEntry e = SmallEntry::make(a, m, plane, n);
+#pragma unroll
+    for (int x = 0; x < 2; ++x) {
+      const int i = key0 + 8 * x;
+      const auto store = [&](const Tensor& to, auto columns, const float* from, float factor, int length, int exist) {
+        if (to.data != nullptr) {
+          const math::Strides& strides = to.strides;
+          u16* const first = static_cast<u16*>(to.data) + e.b1 * strides.batch1 + e.b2 * strides.batch2 +
+                             e.head * strides.head + i * strides.row;
+          store_quad_row<kType, columns>(first, strides.col, from, 2 * x, factor, i < length, exist, a.vector_stores,
+                                         t);
+        }
+      };
+      store(a.grad_q, Constant<D>{}, dq, a.scale, band.seqlen_q, a.out_dim);
+      store(a.grad_k, Constant<D>{}, dk, a.scale, band.seqlen_k, a.out_dim);
+      store(a.grad_v, Constant<V>{}, dv, 1.f, band.seqlen_k, a.out_dim_v);
+    }
+  }
+  if constexpr (kSum) {
+    float* const to = m.bias_sum + (i64(plane) * workers + number + c) * (kSmallRows * kSmallRows) + thread * 4;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      *reinterpret_cast<float4*>(to + i * 512) = {sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]};
+    }
+  }
+}
+
+// Adds a plane's sums in order: bias_chunks of them.
+template <Spec S>
+__global__ void __launch_bounds__(kSmallSumThreads) small_bias_sum(const __grid_constant__ Args a) {
+  begin_kernel<S.arch>();
+  const u32 block = u32(a.first_block + blockIdx.x);
+  const int plane = int(block / kSmallSumBlocks);
+  const int part = int(block % kSmallSumBlocks);  // 8 queries
+  const int key = int(threadIdx.x) / 32 * 16 + int(threadIdx.x) % 32 / 4;
+  const int query = part * 8 + int(threadIdx.x) % 4 * 2;
+  constexpr i64 kSize = kSmallRows * kSmallRows;
+  const float* from = a.bias_sum + plane * a.bias_chunks * kSize + part * 512 + threadIdx.x * 4;
+  float4 sum{};
+#pragma unroll 8
+  for (int n = 0; n < a.bias_chunks; ++n) {
+    const float4 x = *reinterpret_cast<const float4*>(from + n * kSize);
+    sum.x += x.x;
+    sum.y += x.y;
+    sum.z += x.z;
+    sum.w += x.w;
+  }
+  const math::Strides& s = a.grad_bias.strides;
+  const Shared shared = Shared::make(a.rows, s, plane);
+  const i64 first = shared.b1 * s.batch1 + shared.b2 * s.batch2 + shared.h * s.head;
+  const float all[4] = {sum.x, sum.y, sum.z, sum.w};
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    const int i = query + (e & 1);
+    const int j = key + (e >> 1) * 8;
+    if (i < a.bias_rows && j < a.bias_keys) {
+      store_element(a.grad_bias.data, first + i * s.row + j * s.col, S.grad_bias, all[e]);
+    }
+  }
+}
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_SM90_SMALL_BACKWARD_CUH
