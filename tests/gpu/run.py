@@ -115,6 +115,8 @@ def summary(lines: list[dict], complete: bool, seconds: float, most: int) -> str
     if rows:
         ways = [f"{way} {sum(bool(row.get(way)) for row in rows)}" for way in ("forward", "backward", "captured")]
         text.append(f"rows of the case table right: {', '.join(ways)} of {len(rows)}")
+    slowest = sorted(lines, key=lambda line: -line["seconds"] if "seconds" in line else 0)[:8]
+    text.append("slowest: " + ", ".join(f"{line['test'].split('::')[-1]} {line.get('seconds', 0):.0f} s" for line in slowest))
     failed = [line for line in lines if line["outcome"] == "failed"]
     if not failed:
         return "\n".join(text)

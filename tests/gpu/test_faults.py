@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from table import nvrtc
+
 pytestmark = pytest.mark.cuda
 HERE = Path(__file__).resolve().parent
 
@@ -37,8 +39,12 @@ def command(code):
     return [sys.executable, "-c", COMPUTE.format(here=str(HERE)) + code]
 
 
-def run(code, **environment):
-    done = subprocess.run(command(code), env={**os.environ, **environment}, capture_output=True, text=True, timeout=200)
+def run(code, mounted="", **environment):
+    """In a process of its own; `mounted`: a shell command that mounts something first, seen by that process alone."""
+    process = command(code)
+    if mounted:
+        process = ["unshare", "--mount", "sh", "-c", f'{mounted} && exec "$@"', "sh", *process]
+    done = subprocess.run(process, env={**os.environ, **environment}, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, f"ended with {done.returncode}\n{done.stdout}\n{done.stderr[-2000:]}"
     return done.stdout
 
@@ -77,6 +83,55 @@ def test_folder_that_cannot_be_made(tmp_path):
     file.write_text("")
     said = run("refused()", FOVEA_CACHE_DIR=str(file / "cache"))
     assert "REFUSED" in said and str(file) in said, said
+
+
+@pytest.fixture
+def mounts():
+    """Skips where a process may not mount: root everywhere, others where the kernel lets them."""
+    tried = subprocess.run(["unshare", "--mount", "sh", "-c", "mount -t tmpfs tmpfs /mnt"], capture_output=True, text=True)
+    if tried.returncode:
+        pytest.skip(f"nothing can be mounted here: {tried.stderr.strip()}")
+
+
+def test_folder_that_is_read_only(mounts, tmp_path):
+    """What is not there cannot be compiled, and the error names the folder; what is there is read all the same."""
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o700)
+    read_only = f"mount --bind {folder} {folder} && mount -o remount,ro,bind {folder}"
+    said = run("refused()", mounted=read_only, FOVEA_CACHE_DIR=str(folder))
+    assert "REFUSED" in said and str(folder) in said and "read-only" in said.lower(), said
+    assert "RIGHT" in run("compute()", FOVEA_CACHE_DIR=str(folder))
+    assert "RIGHT" in run("compute()", mounted=read_only, FOVEA_CACHE_DIR=str(folder))
+
+
+def test_folder_that_is_full(mounts, tmp_path):
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o700)
+    full = f"mount -t tmpfs -o size=4k,mode=700 tmpfs {folder} && (head -c 4096 /dev/zero >{folder}/other)"
+    said = run("refused()", mounted=full, FOVEA_CACHE_DIR=str(folder))
+    assert "REFUSED" in said and str(folder) in said and "space" in said, said
+
+
+def test_no_folder_at_all(tmp_path):
+    assert "RIGHT" in run("compute()", FOVEA_CACHE_DIR="none", HOME="/nonexistent", XDG_CACHE_HOME="")
+
+
+def test_nvrtc_newer_than_the_driver(tmp_path):
+    """It would compile what the driver cannot load: told by its name, before anything is compiled."""
+    real = Path(nvrtc())
+    (tmp_path / "libnvrtc.so.99").symlink_to(real)
+    (tmp_path / "libnvrtc-builtins.so.99.1").symlink_to(next(real.parent.glob("libnvrtc-builtins.so.*")))
+    said = run("refused()", FOVEA_NVRTC=str(tmp_path), FOVEA_CACHE_DIR=str(tmp_path / "cache"))
+    assert "REFUSED" in said and "99.1: newer than the driver's" in said, said
+
+
+def test_no_gpu_that_is_visible():
+    """As on a machine whose GPU another program was given, or none is supported."""
+    said = subprocess.run(
+        [sys.executable, "-c", "import fovea; print(fovea.backends()['cuda'])"],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert said.returncode == 0 and said.stdout.strip() not in ("", "available"), said
 
 
 def test_two_processes_compile_the_same(tmp_path):

@@ -227,19 +227,75 @@ def test_threads(device):
     assert not faults, faults[0]
 
 
-def test_several_devices(device):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("one CUDA device here")
-    for index in (1, 0, 1):
-        there = torch.device("cuda", index)
-        q, k, v = qkv(there)
-        out = attention(q, k, v, causal=True)
-        assert out.device == there
-        out.sum().backward()
-        close(q.grad, sdpa64(q, k, v, causal=True)[1])
+def one_step(there, seed):
+    """Forward and backward with a bias and dropout on a device that may not be the current one; numbers on the CPU."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    leaves = [torch.randn(2, 4, n, m, generator=generator).to(there, torch.bfloat16).requires_grad_()
+              for n, m in ((130, 64), (130, 64), (130, 64), (130, 130))]  # fmt: skip
+    out = attention(*leaves[:3], bias=leaves[3], causal=True, dropout_p=0.1, seed=3, deterministic=True)
+    assert out.device == there
+    out.sum().backward()
+    return [x.cpu() for x in (out.detach(), *(leaf.grad for leaf in leaves))]
+
+
+several = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason=f"needs several CUDA devices, and there are {torch.cuda.device_count()}"
+)
+
+
+@several
+def test_every_device_by_turns(device):
+    """The same bits on all of them; the current device stays the first."""
+    expected = one_step(device, 1)
+    for index in [*range(torch.cuda.device_count()), *reversed(range(torch.cuda.device_count()))]:
+        for one, other in zip(expected, one_step(torch.device("cuda", index), 1)):
+            assert torch.equal(one, other), f"cuda:{index}"
         assert torch.cuda.current_device() == 0
+        q, k, v = qkv(torch.device("cuda", index))
+        close(attention(q, k, v, causal=True), sdpa64(q, k, v, causal=True)[0], f"cuda:{index}")
+    q, k, v = qkv(torch.device("cuda", 1))
     with pytest.raises(ValueError, match="k: on cuda:0; accepted: cuda:1"):
         attention(q, k.to("cuda:0"), v)
+
+
+@several
+def test_every_device_at_once(device):
+    """A thread for each, none of which has a context of its own at first."""
+    expected = {seed: one_step(device, seed) for seed in range(10)}
+    faults = []
+
+    def work(index):
+        try:
+            for seed in range(10):
+                for one, other in zip(expected[seed], one_step(torch.device("cuda", index), seed)):
+                    assert torch.equal(one, other), f"cuda:{index}, seed {seed}"
+        except Exception as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(torch.cuda.device_count())]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults, faults[0]
+
+
+@several
+def test_a_graph_on_every_device(device):
+    for index in range(torch.cuda.device_count()):
+        there = torch.device("cuda", index)
+        with torch.cuda.device(there):
+            q, k, v = qkv(there, grad=False)
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                attention(q, k, v)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                out = attention(q, k, v)
+            q.normal_()
+            graph.replay()
+            close(out, sdpa64(q, k, v)[0], f"cuda:{index}")
 
 
 def test_compile(device):
