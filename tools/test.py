@@ -176,6 +176,22 @@ class Runner:
         """every GPU kernel of the case table, compiled for three architectures: half an hour on two cores"""
         return self.googletest(self.build / "tests/cpp/fovea_tests", env={"FOVEA_KERNELS": "all"}, filter="*CudaKernels*")
 
+    def stage_nvrtc(self):
+        """a sample of the GPU kernels with the oldest NVRTC that is served and with the newest on PyPI"""
+        count = Count()
+        # 12.4 does not know sm_120.
+        for wheel, architectures in (("nvidia-cuda-nvrtc-cu12==12.4.*", ("sm_80", "sm_90")),
+                                     ("nvidia-cuda-nvrtc", ("sm_80", "sm_90", "sm_120"))):
+            with tempfile.TemporaryDirectory() as folder:
+                if not self.run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder, wheel):
+                    count.failed += 1
+                    continue
+                library, = Path(folder).glob("nvidia/*/lib/libnvrtc.so.*")
+                count.add(self.googletest(
+                    self.build / "tests/cpp/fovea_tests", env={"FOVEA_NVRTC": library, "FOVEA_KERNELS": 10},
+                    filter=":".join(f"*CudaKernels*/{name}" for name in architectures)))
+        return count
+
     def stage_fuzz(self):
         """random and hostile calls of the C ABI"""
         return self.one(self.run(self.build / "tests/fuzz/fuzz_capi", "--seconds", self.fuzz_seconds))
