@@ -339,8 +339,7 @@ class Planner {
       add(Step::kBackward, kernel, backward_blocks(call_, kernel));
     }
     if (work.dq) {
-      constexpr std::int64_t kRows = 16;  // of a block
-      add(Step::kBackwardConvert, part("backward_convert", spec), heads * tiles_of(rows.limit_q, kRows));
+      add(Step::kBackwardConvert, part("backward_convert", spec), heads * tiles_of(rows.limit_q, kConvertRows));
     }
     const bool row_sum = any(Gradient::kRows);
     const bool dq_alone = p.need.q && !work.dq;

@@ -15,9 +15,9 @@
 //   backward_prepare   batch * heads_q * ceil(limit_q / 128): head_dim_v (of `out`, real), out, grad_out (fp32: both as
 //                      the caller gave them), lse, grad_lse, row_lse, row_delta, padded_rows, lse_factor; where wanted:
 //                      dq_sum with Spec::d, turns, sink and sink_sum; fp32: sizes, whose last part it writes
-//   backward_convert   batch * heads_q * ceil(limit_q / 16): dq_sum, padded_rows, grad_q, out_dim, vector_stores, scale
-//   reduce_columns     planes * ceil(bias_keys / 32): grad_bias, bias_keys, column_sum, column_pitch
-//   reduce_rows        planes * ceil(bias_rows / 32): grad_bias, bias_rows, row_sum, padded_rows
+//   backward_convert   batch * heads_q * ceil(limit_q / kConvertRows): dq_sum, padded_rows, grad_q, out_dim,
+//   vector_stores, scale reduce_columns     planes * ceil(bias_keys / 32): grad_bias, bias_keys, column_sum,
+//   column_pitch reduce_rows        planes * ceil(bias_rows / 32): grad_bias, bias_rows, row_sum, padded_rows
 //   reduce_sink        heads_q: sink_sum, grad_sink, grad_sink_stride
 // planes: batch1, batch2 and heads of the gradient, 1 where grad_bias has stride 0 (summed over).
 // Sums are made in a fixed order: two runs give the same bits.
@@ -27,6 +27,7 @@
 #include "args.h"
 #include "math/softmax.h"
 #include "ptx.cuh"
+#include "sm80_backward_sizes.h"
 #include "spec.h"
 #include "tile.cuh"
 
@@ -52,6 +53,38 @@ __device__ __forceinline__ void store_element(void* data, i64 at, BiasTile type,
     static_cast<u16*>(data)[at] =
         static_cast<u16>(type == BiasTile::kBf16 ? pack<Type::kBf16>(x, 0.f) : pack<Type::kFp16>(x, 0.f));
   }
+}
+
+// Lengths are looked up, whether they differ or not: it costs nothing here.
+constexpr Spec with_lengths() {
+  Spec spec;
+  spec.ragged = true;
+  return spec;
+}
+
+// A block's rows: kRows of one head. In 32 bits: divisions of 64 take longer than the rest.
+template <int kRows>
+struct RowBlock {
+  Place place;
+  u32 head;
+  u32 tiles;  // of a head
+  int first;
+
+  __device__ __forceinline__ explicit RowBlock(const Args& a) : tiles((u32(a.rows.limit_q) + kRows - 1) / kRows) {
+    const u32 block = u32(a.first_block) + block_index();
+    const u32 head_of_batch = block / tiles;
+    const u32 b = head_of_batch / u32(a.rows.heads_q);
+    head = head_of_batch - b * u32(a.rows.heads_q);
+    first = int(block - head_of_batch * tiles) * kRows;
+    place = Place::make<with_lengths()>(a, b);
+  }
+};
+
+// Element `index` of four, which is known at run time only.
+__device__ __forceinline__ u32 pick(const u32 (&x)[4], int index) {
+  const u32 low = (index & 1) != 0 ? x[1] : x[0];
+  const u32 high = (index & 1) != 0 ? x[3] : x[2];
+  return (index & 2) != 0 ? high : low;
 }
 
 // Entries that a plane of a bias gradient sums over: (b, h) by number, b outside, h inside.
@@ -107,22 +140,17 @@ __global__ void __launch_bounds__(256) backward_prepare(const __grid_constant__ 
   begin_kernel<S.arch>();
   constexpr int kLanes = 8;  // of a row
   constexpr int kPass = 256 / kLanes;
+  constexpr int kPasses = kRowPad / kPass;
   constexpr int kBytes = S.type == Type::kFp32 ? 4 : 2;
   __shared__ float scratch[8];
 
-  // Place: 128 rows of one head.
-  const i64 tiles = (a.rows.limit_q + kRowPad - 1) / kRowPad;
-  const i64 block = a.first_block + blockIdx.x;
-  const i64 bh = block / tiles;
-  const i64 b = bh / a.rows.heads_q;
-  const i64 h = bh % a.rows.heads_q;
-  const int first = static_cast<int>(block % tiles) * kRowPad;
-  const math::Sequence sequence = a.rows.sequence(b);
-  const i64 place = row_of_head(a, b, h, sequence) + first;
-  const bool inside = first < sequence.q_len;
+  const RowBlock<kRowPad> block(a);
+  const Place& place = block.place;
+  const i64 first = row_of_head(a, place.b, block.head, place.queries()) + block.first;  // of the padded vectors
+  const bool inside = block.first < place.q_len;
 
   if (inside && a.dq_sum != nullptr) {
-    float* sum = a.dq_sum + place * S.d;
+    float* sum = a.dq_sum + first * S.d;
     for (int i = threadIdx.x * 4; i < kRowPad * S.d; i += 1024) {
       store_global(sum + i, {});
     }
@@ -130,53 +158,64 @@ __global__ void __launch_bounds__(256) backward_prepare(const __grid_constant__ 
 
   if (a.turns != nullptr) {
     if (inside && threadIdx.x < kRowPad / 64) {
-      a.turns[1 + place / 64 + threadIdx.x] = 0;
+      a.turns[1 + first / 64 + threadIdx.x] = 0;
     }
-    if (block == 0 && threadIdx.x == 0) {
+    if (a.first_block + blockIdx.x == 0 && threadIdx.x == 0) {
       a.turns[0] = 0;
     }
   }
 
+  // <do, o> of rows kPass apart: all their loads are on the way at once.
   const int lane = threadIdx.x % kLanes;
-  const char* out =
-      static_cast<const char*>(a.out.data) + a.rows.offset(a.out.strides, b, h, sequence.q_begin) * kBytes;
-  const char* grad =
-      static_cast<const char*>(a.grad_out.data) + a.rows.offset(a.grad_out.strides, b, h, sequence.q_begin) * kBytes;
-  const float* lse = static_cast<const float*>(a.lse.data) + a.rows.offset(a.lse.strides, b, h, sequence.q_begin);
-  const float* grad_lse = static_cast<const float*>(a.grad_lse.data);
-  if (grad_lse != nullptr) {
-    grad_lse += a.rows.offset(a.grad_lse.strides, b, h, sequence.q_begin);
-  }
-  const float sink = a.sink != nullptr ? a.sink[h * a.sink_stride] : -kInfinity;
-  float of_sink = 0;
-  float largest = 0;
-  for (int i = threadIdx.x / kLanes; inside && i < kRowPad; i += kPass) {
-    const i64 row = first + i;
-    const bool exists = row < sequence.q_len;
-    float sum = 0;
-    if (exists) {
-      const char* x = out + row * a.out.strides.row * kBytes;
-      const char* y = grad + row * a.grad_out.strides.row * kBytes;
-      const bool vectors = kBytes == 2 && a.head_dim_v % 8 == 0 && a.out.strides.col == 1 &&
-                           a.grad_out.strides.col == 1 &&
-                           ((reinterpret_cast<u64>(x) | reinterpret_cast<u64>(y)) & 15) == 0;
-      if (vectors) {
-        for (int d = lane * 8; d < a.head_dim_v; d += kLanes * 8) {
-          sum += dot8<S>(x + d * 2, y + d * 2);
-        }
-      } else {
-        for (int d = lane; d < a.head_dim_v; d += kLanes) {
-          sum += element<S>(x, d * a.out.strides.col) * element<S>(y, d * a.grad_out.strides.col);
+  const int mine = threadIdx.x / kLanes;
+  const auto row_of_pass = [&](int pass) { return block.first + pass * kPass + mine; };
+  const i64 out_row = a.out.strides.row * kBytes;
+  const i64 grad_row = a.grad_out.strides.row * kBytes;
+  const char* const out = static_cast<const char*>(a.out.data) + place.query_rows(a.out.strides, block.head) * kBytes;
+  const char* const grad =
+      static_cast<const char*>(a.grad_out.data) + place.query_rows(a.grad_out.strides, block.head) * kBytes;
+  float sums[kPasses] = {};
+  const bool vectors = kBytes == 2 && a.head_dim_v % 8 == 0 && a.out.strides.col == 1 && a.grad_out.strides.col == 1 &&
+                       ((reinterpret_cast<u64>(out) | reinterpret_cast<u64>(grad) | out_row | grad_row) & 15) == 0;
+  if (vectors) {
+    for (int d = lane * 8; d < a.head_dim_v; d += kLanes * 8) {
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) {
+        if (const int row = row_of_pass(pass); row < place.q_len) {
+          sums[pass] += dot8<S>(out + row * out_row + d * 2, grad + row * grad_row + d * 2);
         }
       }
     }
-    sum = sum_of_lanes<kLanes>(sum);
-    if (lane == 0) {
-      const float grad_of_lse = exists && grad_lse != nullptr ? grad_lse[row * a.grad_lse.strides.row] : 0.f;
+  } else {
+    for (int d = lane; d < a.head_dim_v; d += kLanes) {
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) {
+        if (const int row = row_of_pass(pass); row < place.q_len) {
+          sums[pass] += element<S>(out + row * out_row, d * a.out.strides.col) *
+                        element<S>(grad + row * grad_row, d * a.grad_out.strides.col);
+        }
+      }
+    }
+  }
+
+  const float* const lse = static_cast<const float*>(a.lse.data) + place.query_rows(a.lse.strides, block.head);
+  const float* const grad_lse = static_cast<const float*>(a.grad_lse.data);
+  const i64 of_grad_lse = place.query_rows(a.grad_lse.strides, block.head);
+  const float sink = a.sink != nullptr ? a.sink[block.head * a.sink_stride] : -kInfinity;
+  float of_sink = 0;
+  float largest = 0;
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const float sum = sum_of_lanes<kLanes>(sums[pass]);
+    if (lane == 0 && inside) {
+      const int row = row_of_pass(pass);
+      const bool exists = row < place.q_len;
+      const float grad_of_lse =
+          exists && grad_lse != nullptr ? grad_lse[of_grad_lse + row * a.grad_lse.strides.row] : 0.f;
       const float delta = math::delta(sum, grad_of_lse);
       const float reference = exists ? math::backward_reference(lse[row * a.lse.strides.row]) : kInfinity;
-      a.row_lse[place + i] = reference * a.lse_factor;
-      a.row_delta[place + i] = delta;
+      a.row_lse[first + pass * kPass + mine] = reference * a.lse_factor;
+      a.row_delta[first + pass * kPass + mine] = delta;
       largest = fmaxf(largest, fabsf(delta));
       const float share = math::grad_sink(sink, reference, delta);  // -p_sink delta
       of_sink += exists ? share : 0.f;
@@ -185,13 +224,13 @@ __global__ void __launch_bounds__(256) backward_prepare(const __grid_constant__ 
   if constexpr (S.type == Type::kFp32) {
     largest = max_of_lanes<32>(largest);
     if (threadIdx.x % 32 == 0) {
-      atomicMax(a.sizes + size_place(a.rows, Size::kDelta, b, h), __float_as_uint(largest));
+      atomicMax(a.sizes + size_place(a.rows, Size::kDelta, place.b, block.head), __float_as_uint(largest));
     }
   }
   if (a.sink_sum != nullptr) {
     const float sum = sum_of_block(of_sink, scratch);
     if (threadIdx.x == 0) {
-      a.sink_sum[(h * a.rows.batch() + b) * tiles + block % tiles] = sum;
+      a.sink_sum[(block.head * a.rows.batch() + place.b) * block.tiles + block.first / kRowPad] = sum;
     }
   }
 }
@@ -199,59 +238,76 @@ __global__ void __launch_bounds__(256) backward_prepare(const __grid_constant__ 
 // ---- after ----
 
 // dq_sum holds, for each 16 x 8 block, lane by lane the four values of its accumulator: rows g, g + 8 of lane
-// 4 g + t, columns 2t, 2t + 1.
+// 4 g + t, columns 2t, 2t + 1. A warp takes 16 x 16 of them at a time.
 template <Spec S>
 __global__ void __launch_bounds__(256) backward_convert(const __grid_constant__ Args a) {
   begin_kernel<S.arch>();
-  constexpr int kChunks = S.d / 8;
-  const i64 tiles = (a.rows.limit_q + 15) / 16;
-  const i64 block = a.first_block + blockIdx.x;
-  const i64 bh = block / tiles;
-  const i64 b = bh / a.rows.heads_q;
-  const i64 h = bh % a.rows.heads_q;
-  const int first = static_cast<int>(block % tiles) * 16;
-  const math::Sequence sequence = a.rows.sequence(b);
-  if (first >= sequence.q_len) {
-    return;
-  }
-  const float* sum = a.dq_sum + (row_of_head(a, b, h, sequence) + first) * S.d;
-  const i64 to = a.rows.offset(a.grad_q.strides, b, h, sequence.q_begin + first);
+  constexpr int kPairs = S.d / 16;  // of blocks, in 16 rows
+  const Thread thread;
+  const RowBlock<kConvertRows> block(a);
+  const Place& place = block.place;
+  const float* const sums =
+      a.dq_sum + (row_of_head(a, place.b, block.head, place.queries()) + block.first) * S.d + thread.lane * 4;
+  const i64 to = place.query_rows(a.grad_q.strides, block.head);
   const float scale = S.type == Type::kFp32 ? 1.f : a.scale;
-  for (int n = threadIdx.x; n < 16 * kChunks; n += 256) {
-    const int j = n % kChunks;
-    const int row = n / kChunks;
-    const int left = a.out_dim - j * 8;
-    if (first + row >= sequence.q_len || left <= 0) {
+#pragma unroll 2
+  for (int n = thread.warp; n < kConvertRows / 16 * kPairs; n += 8) {
+    const int row = block.first + n / kPairs * 16 + thread.g;
+    const int column = n % kPairs * 16;
+    if (row - thread.g >= place.q_len || column >= a.out_dim) {
       continue;
     }
-    const float* from = sum + j * 128 + (row & 7) * 16 + (row >> 3 & 1) * 2;
-    float2 v[4];
+    float4 x[2];
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      v[e] = *reinterpret_cast<const float2*>(from + e * 4);
-      v[e].x *= scale;
-      v[e].y *= scale;
+    for (int j = 0; j < 2; ++j) {
+      x[j] = *reinterpret_cast<const float4*>(sums + (n * 2 + j) * 128);
+      x[j] = {x[j].x * scale, x[j].y * scale, x[j].z * scale, x[j].w * scale};
     }
-    const i64 at = to + row * a.grad_q.strides.row;
-    if (a.vector_stores && left >= 8) {
-      if constexpr (S.type == Type::kFp32) {
-        float4* p = reinterpret_cast<float4*>(static_cast<float*>(a.grad_q.data) + at + j * 8);
-        p[0] = {v[0].x, v[0].y, v[1].x, v[1].y};
-        p[1] = {v[2].x, v[2].y, v[3].x, v[3].y};
-      } else {
-        store_global(static_cast<u16*>(a.grad_q.data) + at + j * 8,
-                     {pack<S.type>(v[0].x, v[0].y), pack<S.type>(v[1].x, v[1].y), pack<S.type>(v[2].x, v[2].y),
-                      pack<S.type>(v[3].x, v[3].y)});
+    if (S.type != Type::kFp32 && a.vector_stores) {
+      // Four pieces of 16 bytes, block j of row g + 8 half: lane t gets the one with 2 j + half = t.
+      const u32 pieces[4] = {pack<S.type>(x[0].x, x[0].y), pack<S.type>(x[0].z, x[0].w), pack<S.type>(x[1].x, x[1].y),
+                             pack<S.type>(x[1].z, x[1].w)};
+      u32 words[4] = {};
+#pragma unroll
+      for (int other = 0; other < 4; ++other) {
+        const u32 received = __shfl_xor_sync(~0u, pick(pieces, thread.t ^ other), other);
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+          words[t] = (thread.t ^ other) == t ? received : words[t];
+        }
+      }
+      const int at_row = row + (thread.t & 1) * 8;
+      const int at_column = column + (thread.t >> 1) * 8;
+      if (at_row < place.q_len && at_column < a.out_dim) {
+        store_global(static_cast<u16*>(a.grad_q.data) + to + at_row * a.grad_q.strides.row + at_column,
+                     {words[0], words[1], words[2], words[3]});
       }
       continue;
     }
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      if (e < left) {
+    for (int j = 0; j < 2; ++j) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int at_row = row + half * 8;
+        const int at_column = column + j * 8 + thread.t * 2;
+        const i64 at = to + at_row * a.grad_q.strides.row;
+        const float2 pair = half == 0 ? float2{x[j].x, x[j].y} : float2{x[j].z, x[j].w};
+        if (at_row >= place.q_len) {
+          continue;
+        }
+        if (S.type == Type::kFp32 && a.vector_stores && at_column < a.out_dim) {
+          *reinterpret_cast<float2*>(static_cast<float*>(a.grad_q.data) + at + at_column) = pair;
+          continue;
+        }
         constexpr BiasTile kAs = S.type == Type::kBf16   ? BiasTile::kBf16
                                  : S.type == Type::kFp16 ? BiasTile::kFp16
                                                          : BiasTile::kFp32;
-        store_element(a.grad_q.data, at + (j * 8 + e) * a.grad_q.strides.col, kAs, e & 1 ? v[e / 2].y : v[e / 2].x);
+        if (at_column < a.out_dim) {
+          store_element(a.grad_q.data, at + at_column * a.grad_q.strides.col, kAs, pair.x);
+        }
+        if (at_column + 1 < a.out_dim) {
+          store_element(a.grad_q.data, at + (at_column + 1) * a.grad_q.strides.col, kAs, pair.y);
+        }
       }
     }
   }

@@ -13,6 +13,9 @@ namespace fovea::cuda {
 // Row vectors of a step: logsumexp and delta.
 constexpr int row_vector_bytes(int queries) { return 8 * queries; }
 
+// Rows of dq that a block of backward_convert has.
+constexpr int kConvertRows = 64;
+
 // Columns that the kernels are compiled for, which their grids of warps divide: of a tensor of `columns`, beside one of
 // `others`. Rows of pairs are twice as long.
 constexpr int kMostBackwardColumns = 512;
