@@ -300,6 +300,7 @@ class Planner {
     const bool lifts = features.type == Type::kFp32 && p.sink;
     work.dq =
         p.need.q && work.dkv && !p.deterministic && !lifts && backward_adds_dq(features, plan_.target, work.column_sum);
+    work.dbias_store = gradients[0] == Gradient::kPlane && stores_bias();
     const Choice hopper = backward_for_hopper(work);
     work.ordered = hopper.kernel.spec.ordered;
     work.dq = work.dq || work.ordered;
@@ -347,7 +348,9 @@ class Planner {
       const Kernel kernel = taken(sm80_backward_dq(features, plan_.target, dq_alone, row_sum));
       add(Step::kBackwardDq, kernel, backward_dq_blocks(call_, kernel));
     }
-    bias(gradients[0], p.bias, 0);
+    if (!hopper.kernel.spec.dbias_store || hopper.why_not != nullptr) {
+      bias(gradients[0], p.bias, 0);
+    }
     bias(gradients[1], p.bias2, 1);
     if (p.need.sink) {
       add(Step::kReduceSink, part("reduce_sink", small()), rows.heads_q);
@@ -356,6 +359,26 @@ class Planner {
   }
 
   // dk, dv and dq in one kernel; deterministic calls add to dq in order.
+  // Whether the gradient of the first bias is dS itself: nothing is shared, and tiles of dS lie where its rows may be
+  // written by a tensor map.
+  bool stores_bias() const {
+    const Problem& p = call_.problem;
+    const Spec& features = plan_.operands.features;
+    const Extents& e = p.bias.extents;
+    const View& to = call_.grad_bias;
+    constexpr std::int64_t kNumbersOfAGrain = 8;
+    constexpr std::uintptr_t kGrain = 16;
+    const auto fits = [&](std::int64_t size, std::int64_t stride) {
+      return size <= 1 || (stride > 0 && stride % kNumbersOfAGrain == 0);
+    };
+    const bool whole = (e.batch1 || p.batch1 == 1) && (e.batch2 || p.batch2 == 1) && (e.head || p.heads_q == 1);
+    const bool same = (features.bias == BiasTile::kBf16 && features.type == Type::kBf16) ||
+                      (features.bias == BiasTile::kFp16 && features.type == Type::kFp16);
+    return whole && same && !features.softcap && !features.banded && !features.ragged && to.strides.col == 1 &&
+           reinterpret_cast<std::uintptr_t>(to.data) % kGrain == 0 && fits(p.batch1, to.strides.batch1) &&
+           fits(p.batch2, to.strides.batch2) && fits(p.heads_q, to.strides.head) && fits(p.seqlen_q, to.strides.row);
+  }
+
   Choice backward_for_hopper(BackwardWants wants) {
     wants.ordered = call_.problem.deterministic && call_.problem.need.q && wants.dkv;
     wants.dq = wants.dq || wants.ordered;

@@ -15,7 +15,8 @@ struct BackwardWants {
   bool dq = false;  // added to dq_sum; only together with dkv
   bool dkv = false;
   bool column_sum = false;
-  bool ordered = false;  // dq is added in a fixed order: sm90_backward
+  bool dbias_store = false;  // dS is stored as the gradient of a bias: sm90_backward
+  bool ordered = false;      // dq is added in a fixed order: sm90_backward
 };
 
 // Whether there is a kernel that makes dq together with dk and dv. Otherwise dq takes a kernel of its own.

@@ -161,6 +161,7 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
   spec.dkv = wants.dkv;
   spec.column_sum = wants.column_sum;
   spec.ordered = wants.ordered;
+  spec.dbias_store = wants.dbias_store && spec.dq;
   for (const Tiles& tiles : candidates(spec, call.rows.limit_q)) {
     spec.warps = 4 * tiles.groups;
     spec.tiles = tiles.tiles;

@@ -66,6 +66,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   static_assert(!S.halves || (kGroups == 2 && M == 64 && D == 128));
   static_assert(S.bias != BiasTile::kFp32 && S.bias2 == BiasTile::kNone && !S.mask && !S.query_term);
   static_assert((!S.bulk && !S.ordered) || (S.dq && !S.halves && (S.bulk || !S.ordered)));
+  static_assert(!S.dbias_store || (S.dq && kBias && !S.softcap && !S.banded && !S.ragged));
   static_assert(kRowPad % M == 0 && S.stages <= 4 && S.planes <= 4);
 
   // ---- which keys ----
@@ -97,8 +98,8 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
     for (int i = 0; i < S.planes; ++i) {
       barrier_init(barriers.bias_full(i), 1);
       barrier_init(barriers.grads_full(i), S.warps);
-      // Every warp that reads dS; without dQ every warp that has read the bias.
-      barrier_init(barriers.grads_empty(i), !S.dq ? S.warps : S.halves ? 8 : 4 * (M / 64));
+      // Every warp that reads dS, and who stores it; without dQ every warp that has read the bias.
+      barrier_init(barriers.grads_empty(i), (!S.dq ? S.warps : S.halves ? 8 : 4 * (M / 64)) + int{S.dbias_store});
     }
     for (int i = 0; S.bulk && i < kGroups; ++i) {
       barrier_init(barriers.leaving_full(i), 4);
@@ -116,6 +117,9 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
     }
     if (kBias && warp == 1 && threadIdx.x == 32) {
       sm90_backward_copy_bias<S>(m, block, base, barriers);
+    }
+    if (S.dbias_store && warp == 3 && threadIdx.x == 96) {
+      sm90_backward_store_bias<S>(m, block, base, barriers);
     }
     if (S.bulk && warp == 2 && threadIdx.x == 64) {
       sm90_backward_add<S>(a, block, base, barriers);

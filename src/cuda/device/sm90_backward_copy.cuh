@@ -152,6 +152,32 @@ __device__ __forceinline__ void sm90_backward_copy_bias(const Sm90BackwardArgs& 
   }
 }
 
+// Tiles of dS leave as they are: the gradient of a bias that nothing shares.
+template <Spec S>
+__device__ __forceinline__ void sm90_backward_store_bias(const Sm90BackwardArgs& m, const Sm90KeyBlock<S>& block,
+                                                         u32 base, const Sm90BackwardBarriers& barriers) {
+  constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);
+  Ring<S.planes> ring;
+#pragma unroll 1
+  for (int i = 0; i < block.group; ++i) {
+    int query = block.first;
+#pragma unroll 1
+    for (int n = 0; n < block.count; ++n, query += S.step) {
+      barrier_wait(barriers.grads_full(ring.buffer()), ring.parity());
+#pragma unroll 1
+      for (int p = 0; p < kSizes.keys / 64; ++p) {
+        tensor_store(m.grad_bias, base + kSizes.grads_at + ring.buffer() * kSizes.grads + p * S.step * 128,
+                     {block.key0 + p * 64, query, (block.head0 + i) * m.has_grad_bias.head,
+                      int(block.place.b2) * m.has_grad_bias.batch2, int(block.place.b1) * m.has_grad_bias.batch1});
+      }
+      bulk_commit();
+      bulk_wait_read();
+      barrier_arrive(barriers.grads_empty(ring.buffer()));
+      ring.next();
+    }
+  }
+}
+
 // Adds dQ to dq_sum, 64 queries a time, as the warpgroups hand them over. In order: a block waits until all blocks of
 // earlier keys that meet the queries have added theirs, and says so when its own sums have arrived.
 template <Spec S>

@@ -63,16 +63,17 @@ struct Spec {
   bool split = false;     // forward: a block has a part of the keys; partial results go to the workspace
 
   // ---- configuration of the kernels for Hopper ----
-  int q_buffers = 1;       // buffers of Q (and O): 2, and the next tile's Q is there before this one ends
-  int planes = 0;          // buffers of biases and key terms
-  int ahead = 0;           // blocks of 16 keys whose softmax is made before O of the step before is awaited
-  bool left_edge = false;  // banded from the left as well: a window
-  bool turns = false;      // the warpgroups that compute take turns at issuing products
-  bool guess = false;      // the first reference of a row is any score of it
-  bool often = false;      // dropout's threshold is over 0x7c00: about half of the numbers, or more, are dropped
-  bool bulk = false;       // backward: dQ leaves through shared memory, in bulk
-  bool halves = false;     // backward: each of two warpgroups takes half of dQ's columns, of every step
-  bool ordered = false;    // backward: blocks of keys add to dQ in their order
+  int q_buffers = 1;          // buffers of Q (and O): 2, and the next tile's Q is there before this one ends
+  int planes = 0;             // buffers of biases and key terms
+  int ahead = 0;              // blocks of 16 keys whose softmax is made before O of the step before is awaited
+  bool left_edge = false;     // banded from the left as well: a window
+  bool turns = false;         // the warpgroups that compute take turns at issuing products
+  bool guess = false;         // the first reference of a row is any score of it
+  bool often = false;         // dropout's threshold is over 0x7c00: about half of the numbers, or more, are dropped
+  bool bulk = false;          // backward: dQ leaves through shared memory, in bulk
+  bool halves = false;        // backward: each of two warpgroups takes half of dQ's columns, of every step
+  bool dbias_store = false;   // backward: dS is the gradient of a bias that nothing shares, and is stored as it is
+  bool ordered = false;       // backward: blocks of keys add to dQ in their order
   bool bias_outside = false;  // sm90_bias_gradient: the bias is taken out of the sum over the list
 
   // A new field goes into for_each_field, too.
@@ -129,6 +130,7 @@ constexpr void for_each_field(const Spec& spec, Visit visit) {
   visit("bias_outside", spec.bias_outside, usual.bias_outside);
   visit("bulk", spec.bulk, usual.bulk);
   visit("halves", spec.halves, usual.halves);
+  visit("dbias_store", spec.dbias_store, usual.dbias_store);
   visit("ordered", spec.ordered, usual.ordered);
 }
 

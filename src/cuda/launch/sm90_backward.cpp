@@ -37,6 +37,12 @@ void Launcher::sm90_backward(std::size_t number) {
            {args_.bias, its_type, call_.problem.seqlen_k, call_.problem.seqlen_q, rows.heads_q, rows.batch2,
             rows.batch1, kPanel, spec.step});
   }
+  if (spec.dbias_store) {
+    constexpr int kPanel = 64;
+    encode(driver_, args.grad_bias, args.has_grad_bias,
+           {tensor(call_.grad_bias), type, call_.problem.seqlen_k, call_.problem.seqlen_q, rows.heads_q, rows.batch2,
+            rows.batch1, kPanel, spec.step});
+  }
   args.key_blocks = static_cast<int>(sm90_backward_key_blocks(call_, spec));
   args.heads_k = static_cast<int>(rows.heads_k);
   args.group = static_cast<int>(rows.heads_q / rows.heads_k);
