@@ -22,7 +22,6 @@ foreach(file IN LISTS files)
   string(APPEND entries "      {\"${file}\", kText${number}},\n      {\"${short}\", kText${number}},\n")
 endforeach()
 
-string(SHA256 hash "${texts}${entries}")
 file(CONFIGURE OUTPUT ${OUTPUT} @ONLY CONTENT [[
 // SPDX-License-Identifier: Apache-2.0
 //
@@ -40,8 +39,6 @@ std::span<const TextFile> embedded_files() {
 @entries@  };
   return files;
 }
-
-std::string_view embedded_hash() { return "@hash@"; }
 
 }  // namespace fovea::cuda::jit
 ]])

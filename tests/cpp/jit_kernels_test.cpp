@@ -5,9 +5,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <fstream>
 #include <set>
 #include <thread>
+#include <vector>
 
 #include "cuda/jit/jit.h"
 #include "jit_testing.h"
@@ -41,7 +43,17 @@ TEST(JitKernels, EverythingThatMattersMakesAnotherEntry) {
   const Folder folder;
   const Settings settings = tiny_settings(folder / "cache");
   Settings other_text = settings;
-  other_text.text_hash = "another";
+  // Of another kernel's file nothing is in the key, of an included one everything.
+  std::vector<TextFile> files(settings.text.begin(), settings.text.end());
+  files.push_back({"other.cuh", "another kernel"});
+  Settings more_text = settings;
+  more_text.text = files;
+  std::vector<TextFile> changed = files;
+  const auto included = std::find_if(changed.begin(), changed.end(), [](auto& f) { return f.name == "tiny_spec.h"; });
+  ASSERT_NE(included, changed.end());
+  const std::string longer = std::string(included->text) + "// changed";
+  included->text = longer;
+  other_text.text = changed;
   Request other_options = tiny(3);
   other_options.options = {"-DX=1"};
   Request other_split = tiny(3);
@@ -51,6 +63,7 @@ TEST(JitKernels, EverythingThatMattersMakesAnotherEntry) {
                                       jit.key_of(tiny(3, "sm_90a")), jit.key_of(other_options),
                                       jit.key_of(other_split),       Jit(other_text).key_of(tiny(3))};
   EXPECT_EQ(keys.size(), 6u);
+  EXPECT_EQ(Jit(more_text).key_of(tiny(3)), jit.key_of(tiny(3)));
 }
 
 TEST(JitKernels, ADamagedEntryIsCompiledAgain) {

@@ -93,7 +93,6 @@ inline jit::Settings tiny_settings(const std::string& folder) {
   settings.cache_bytes = 1 << 30;
   settings.nvrtc = nvrtc_search();
   settings.text = kTinyText;
-  settings.text_hash = "tiny";
   return settings;
 }
 

@@ -37,8 +37,17 @@ int driver_major() {
 }  // namespace
 
 std::string Jit::key_of(const Request& request) const {
-  return fmt::format("text {}\nfile {}\nkernel {}\narchitecture {}\noptions {} | {}\n", settings_.text_hash,
-                     request.file, request.expression(), request.architecture, fmt::join(default_options(), " "),
+  std::string text;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::string& known = hashes_[request.file];
+    if (known.empty()) {
+      known = hash_of(settings_.text, request.file);
+    }
+    text = known;
+  }
+  return fmt::format("text {}\nfile {}\nkernel {}\narchitecture {}\noptions {} | {}\n", text, request.file,
+                     request.expression(), request.architecture, fmt::join(default_options(), " "),
                      fmt::join(request.options, " "));
 }
 

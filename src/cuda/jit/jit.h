@@ -49,7 +49,6 @@ struct Settings {
   std::uint64_t cache_bytes = 0;
   NvrtcSearch nvrtc;
   std::span<const TextFile> text = embedded_files();
-  std::string_view text_hash = embedded_hash();
   bool log = false;  // one line on standard error for what was compiled or read (FOVEA_LOG=jit)
   std::string dump;  // a folder for text, PTX, machine code and log of everything that is compiled (FOVEA_DUMP)
 
@@ -102,7 +101,8 @@ class Jit {
   const Settings settings_;
   mutable std::mutex mutex_;  // of what follows; never held while something is compiled
   std::map<std::string, std::unique_ptr<Slot>> slots_;
-  std::map<Version, NvrtcFile> files_;  // by the least version asked for
+  mutable std::map<std::string, std::string> hashes_;  // of the text, by a kernel's file
+  std::map<Version, NvrtcFile> files_;                 // by the least version asked for
   std::map<std::string, std::shared_ptr<const Nvrtc>> loaded_;
   std::optional<Cache> disk_;
   Counts counts_;

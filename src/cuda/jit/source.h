@@ -10,6 +10,7 @@
 #pragma once
 
 #include <span>
+#include <string>
 #include <string_view>
 
 namespace fovea::cuda::jit {
@@ -22,7 +23,8 @@ struct TextFile {
 // Every file by each of its names.
 std::span<const TextFile> embedded_files();
 
-// A hash of all names and texts, in hexadecimal: a part of every cache key.
-std::string_view embedded_hash();
+// A hash, in hexadecimal, of a file and of everything that it includes, directly or not: a part of a cache key. What
+// other kernels are made of is not in it, so that a change to one leaves the machine code of the others where it is.
+std::string hash_of(std::span<const TextFile> files, std::string_view name);
 
 }  // namespace fovea::cuda::jit
