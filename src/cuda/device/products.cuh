@@ -44,6 +44,18 @@ struct BlockLane {
   }
 };
 
+// Addresses in a tile of kRows rows, or for pairs in two: lo behind hi.
+template <int kColumns, int kRows>
+struct HalfLane {
+  typename Tile<kColumns>::Lane lane;
+
+  __device__ __forceinline__ HalfLane(int index, bool columns_first = false) : lane(0, index, columns_first) {}
+  __device__ __forceinline__ u32 at(int row, int block) const {
+    constexpr int kBlocks = kColumns / 16;
+    return block < kBlocks ? lane.at(row, block) : lane.at(row, block - kBlocks) + kRows * kColumns * 2;
+  }
+};
+
 // An A operand of one row tile of 16 x 16: hi, and lo for pairs.
 template <Type kType>
 struct Operand {

@@ -26,18 +26,6 @@
 
 namespace fovea::cuda {
 
-// Addresses in a tile of kRows rows, or for pairs in two: lo behind hi.
-template <Type kType, int kColumns, int kRows>
-struct HalfLane {
-  typename Tile<kColumns>::Lane lane;
-
-  __device__ __forceinline__ HalfLane(int index, bool columns_first = false) : lane(0, index, columns_first) {}
-  __device__ __forceinline__ u32 at(int row, int block) const {
-    constexpr int kBlocks = kColumns / 16;
-    return block < kBlocks ? lane.at(row, block) : lane.at(row, block - kBlocks) + kRows * kColumns * 2;
-  }
-};
-
 // `columns` columns from `first` on of rows that have `head_dim` of them (rounded up to 8).
 template <Spec S, int kColumns, int kRows>
 __device__ __forceinline__ void load_columns(u32 tile, const u16* from, i64 row_stride, int rows, int first,
@@ -174,9 +162,9 @@ __device__ __forceinline__ void chunked_backward(const Args& a) {
 
   float sum[T][W / 8][4] = {};
   float sums[T][2] = {};  // of dS along the rows
-  const HalfLane<kType, C, N> lanes_own(thread.lane);
-  const HalfLane<kType, C, M> lanes_moving(thread.lane, true);
-  const HalfLane<kType, W, M> lanes_result(thread.lane);
+  const HalfLane<C, N> lanes_own(thread.lane);
+  const HalfLane<C, M> lanes_moving(thread.lane, true);
+  const HalfLane<W, M> lanes_result(thread.lane);
   const u32 head0 = kTransposed ? block.head0 : head_q;
   HeadState<S, kTransposed, T, M / 8> head(a, place, head0, block.head_k, row0, thread.g);
   StepPlace now = kTransposed ? block.first_step() : StepPlace{head_q, 0};
@@ -370,8 +358,8 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_chunked_bias_gradie
 
   float sum[T][N / 8][4] = {};
   float unused[T][2];
-  const HalfLane<kType, C, M> lanes_queries(thread.lane);
-  const HalfLane<kType, C, N> lanes_keys(thread.lane, true);
+  const HalfLane<C, M> lanes_queries(thread.lane);
+  const HalfLane<C, N> lanes_keys(thread.lane, true);
   Visit now{begin, BiasEntries::at(a, shared, begin)};
   settle(now);
   int buffer = 0;

@@ -14,98 +14,29 @@
 // that none of its rows meets. With Spec::split a block takes a part of the keys and leaves O and logsumexp in fp32
 // for sm80_combine.
 //
-// fp32 travels as pairs of fp16 (tile.cuh), each product three times. The tensor core truncates as it adds, so the
+// fp32 travels as pairs of fp16, each product three times (products.cuh). The tensor core truncates as it adds, so the
 // small products go first and no chain is longer than a step: O += P V is added outside of it.
 #ifndef FOVEA_CUDA_DEVICE_SM80_FORWARD_CUH
 #define FOVEA_CUDA_DEVICE_SM80_FORWARD_CUH
 
 #include "forward_block.cuh"
+#include "products.cuh"
 
 namespace fovea::cuda {
 
-// S = Q K^T; q is this warp's part of Q.
+// S = Q K^T with Q in registers.
 template <Spec S, int kTiles, int kColumns, class Lane, class Resident>
-__device__ __forceinline__ void multiply_scores(float (&s)[kTiles][kColumns][4], u32 q, u32 k, const Lane& lanes,
-                                                const Lane& lanes_k, const Resident& resident) {
+__device__ __forceinline__ void multiply_resident(float (&s)[kTiles][kColumns][4], const Resident& q, u32 k,
+                                                  const Lane& lanes_k) {
 #pragma unroll
   for (int kk = 0; kk < S.d / 16; ++kk) {
-    u32 a[kTiles][4];
-    for (int i = 0; i < kTiles; ++i) {
-      if constexpr (S.resident) {
-        for (int e = 0; e < 4; ++e) {
-          a[i][e] = resident[i][kk][e];
-        }
-      } else {
-        ldmatrix(a[i], q + lanes.at(i * 16, kk));
-      }
-    }
 #pragma unroll
     for (int j = 0; j < kColumns / 2; ++j) {
       u32 b[4];
       ldmatrix(b, k + lanes_k.at(j * 16, kk));
       for (int i = 0; i < kTiles; ++i) {
-        mma<S.type>(s[i][2 * j], a[i], b[0], b[1]);
-        mma<S.type>(s[i][2 * j + 1], a[i], b[2], b[3]);
-      }
-    }
-  }
-}
-
-// The same for fp32, from [hi | lo]. Of each kChain columns first hi lo + lo hi, then hi hi: what truncation loses is
-// relative to the sum so far. Chains are added up outside of the tensor core.
-template <Spec S, int kTiles, int kColumns, class Lane>
-__device__ __forceinline__ void multiply_scores_fp32(float (&s)[kTiles][kColumns][4], u32 q, u32 k, const Lane& lanes,
-                                                     const Lane& lanes_k) {
-  constexpr Type kType = Type::kFp16;
-  constexpr int kBlocks = S.d / 16;
-  constexpr int kChain = kBlocks <= 4 ? kBlocks : 2;
-#pragma unroll
-  for (int first = 0; first < kBlocks; first += kChain) {
-    float sum[kTiles][kColumns][4] = {};
-#pragma unroll
-    for (int kk = first; kk < first + kChain && kk < kBlocks; ++kk) {
-      u32 high_q[kTiles][4], low_q[kTiles][4];
-      for (int i = 0; i < kTiles; ++i) {
-        ldmatrix(high_q[i], q + lanes.at(i * 16, kk));
-        ldmatrix(low_q[i], q + lanes.at(i * 16, kBlocks + kk));
-      }
-#pragma unroll
-      for (int j = 0; j < kColumns / 2; ++j) {
-        u32 high_k[4], low_k[4];
-        ldmatrix(high_k, k + lanes_k.at(j * 16, kk));
-        ldmatrix(low_k, k + lanes_k.at(j * 16, kBlocks + kk));
-        for (int i = 0; i < kTiles; ++i) {
-          mma<kType>(sum[i][2 * j], low_q[i], high_k[0], high_k[1]);
-          mma<kType>(sum[i][2 * j + 1], low_q[i], high_k[2], high_k[3]);
-        }
-        for (int i = 0; i < kTiles; ++i) {
-          mma<kType>(sum[i][2 * j], high_q[i], low_k[0], low_k[1]);
-          mma<kType>(sum[i][2 * j + 1], high_q[i], low_k[2], low_k[3]);
-        }
-      }
-    }
-#pragma unroll
-    for (int kk = first; kk < first + kChain && kk < kBlocks; ++kk) {
-      u32 high_q[kTiles][4];
-      for (int i = 0; i < kTiles; ++i) {
-        ldmatrix(high_q[i], q + lanes.at(i * 16, kk));
-      }
-#pragma unroll
-      for (int j = 0; j < kColumns / 2; ++j) {
-        u32 high_k[4];
-        ldmatrix(high_k, k + lanes_k.at(j * 16, kk));
-        for (int i = 0; i < kTiles; ++i) {
-          mma<kType>(sum[i][2 * j], high_q[i], high_k[0], high_k[1]);
-          mma<kType>(sum[i][2 * j + 1], high_q[i], high_k[2], high_k[3]);
-        }
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-      for (int j = 0; j < kColumns; ++j) {
-        for (int e = 0; e < 4; ++e) {
-          s[i][j][e] = first == 0 ? sum[i][j][e] : s[i][j][e] + sum[i][j][e];
-        }
+        mma<S.type>(s[i][2 * j], q[i][kk], b[0], b[1]);
+        mma<S.type>(s[i][2 * j + 1], q[i][kk], b[2], b[3]);
       }
     }
   }
@@ -393,10 +324,10 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_forward(const __gri
     }
 
     float s[kTiles][kColumns][4] = {};
-    if constexpr (kPairs) {
-      multiply_scores_fp32<S>(s, my_q, shared_k, lanes, lanes_k);
+    if constexpr (S.resident) {
+      multiply_resident<S>(s, resident, shared_k, lanes_k);
     } else {
-      multiply_scores<S>(s, my_q, shared_k, lanes, lanes_k, resident);
+      add_rows_by_rows<S.type, S.d>(s, my_q, lanes, shared_k, lanes_k);
     }
     scores.of_dots(s);
     scores.template add<Inputs, kStep>(s, thread, shared_v + kVBytes, thread.warp * kTiles * 16, 0, row0, n0,

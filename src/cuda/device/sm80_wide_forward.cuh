@@ -18,6 +18,7 @@
 #define FOVEA_CUDA_DEVICE_SM80_WIDE_FORWARD_CUH
 
 #include "forward_block.cuh"
+#include "products.cuh"
 
 namespace fovea::cuda {
 
@@ -146,8 +147,8 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_wide_forward(const 
   for (int i = 0; i < kTiles; ++i) {
     top[i][0] = top[i][1] = -kInfinity;
   }
-  const typename TileK::Lane lanes(0, thread.lane);
-  const typename TileK::Lane lanes_k(0, thread.lane, true);
+  const HalfLane<kPart, kRows> lanes(thread.lane);
+  const HalfLane<kPart, kStep> lanes_k(thread.lane, true);
   const typename TileP::Lane lanes_p(shared_p + row_o * TileP::kRowBytes, thread.lane);
   const u32 my_q = shared_q + row_s * TileK::kRowBytes;
   const u32 my_k = shared_k + warp_s * kKeys * TileK::kRowBytes;
@@ -173,65 +174,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_wide_forward(const 
         copy_wait<1>();
       }
       sync();
-      // fp32 in chains of 64 columns, small products first, added up outside of the tensor core.
-      constexpr int kChain = kPairs ? 4 : kPart / 16;
-#pragma unroll
-      for (int first = 0; first < kPart / 16; first += kChain) {
-        float sum_of_chain[kPairs ? kTiles : 1][kPairs ? kKeys / 8 : 1][4] = {};
-#pragma unroll
-        for (int kk = first; kPairs && kk < first + kChain && kk < kPart / 16; ++kk) {
-          u32 high_q[kTiles][4], low_q[kTiles][4];
-          for (int i = 0; i < kTiles; ++i) {
-            ldmatrix(high_q[i], my_q + lanes.at(i * 16, kk));
-            ldmatrix(low_q[i], my_q + kQHalf + lanes.at(i * 16, kk));
-          }
-#pragma unroll
-          for (int j = 0; j < kKeys / 16; ++j) {
-            u32 high_k[4], low_k[4];
-            ldmatrix(high_k, my_k + lanes_k.at(j * 16, kk));
-            ldmatrix(low_k, my_k + kKHalf + lanes_k.at(j * 16, kk));
-            for (int i = 0; i < kTiles; ++i) {
-              mma<kType>(sum_of_chain[i][2 * j], low_q[i], high_k[0], high_k[1]);
-              mma<kType>(sum_of_chain[i][2 * j + 1], low_q[i], high_k[2], high_k[3]);
-              mma<kType>(sum_of_chain[i][2 * j], high_q[i], low_k[0], low_k[1]);
-              mma<kType>(sum_of_chain[i][2 * j + 1], high_q[i], low_k[2], low_k[3]);
-            }
-          }
-        }
-#pragma unroll
-        for (int kk = first; kk < first + kChain && kk < kPart / 16; ++kk) {
-          u32 high_q[kTiles][4];
-          for (int i = 0; i < kTiles; ++i) {
-            ldmatrix(high_q[i], my_q + lanes.at(i * 16, kk));
-          }
-#pragma unroll
-          for (int j = 0; j < kKeys / 16; ++j) {
-            u32 high_k[4];
-            ldmatrix(high_k, my_k + lanes_k.at(j * 16, kk));
-            for (int i = 0; i < kTiles; ++i) {
-              if constexpr (kPairs) {
-                mma<kType>(sum_of_chain[i][2 * j], high_q[i], high_k[0], high_k[1]);
-                mma<kType>(sum_of_chain[i][2 * j + 1], high_q[i], high_k[2], high_k[3]);
-              } else {
-                mma<kType>(s[i][2 * j], high_q[i], high_k[0], high_k[1]);
-                mma<kType>(s[i][2 * j + 1], high_q[i], high_k[2], high_k[3]);
-              }
-            }
-          }
-        }
-        if constexpr (kPairs) {
-#pragma unroll
-          for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-            for (int j = 0; j < kKeys / 8; ++j) {
-#pragma unroll
-              for (int e = 0; e < 4; ++e) {
-                s[i][j][e] += sum_of_chain[i][j][e];
-              }
-            }
-          }
-        }
-      }
+      add_rows_by_rows<S.type, kPart>(s, my_q, lanes, my_k, lanes_k);
     }
 
     // Scores, and the maxima of this warp's keys
