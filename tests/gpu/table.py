@@ -69,9 +69,20 @@ def nvrtc() -> str:
     return str(found[-1]) if found else ""
 
 
-if __name__ == "__main__":  # the sanitizers' rows for `fovea precompile`, or --nvrtc
+def lines_of_tests() -> list[str]:
+    """Of the tests that have problem lines besides the case table's."""
+    import test_determinism
+    import test_peers
+    import test_random
+
+    random = [test_random.random_problem(seed).line() for seed in range(test_random.COUNT)]
+    return [*random, *test_peers.LINES.values(), *test_determinism.LINES, *test_determinism.LONGER]
+
+
+if __name__ == "__main__":  # the sanitizers' rows for `fovea precompile`; --tests: the other tests'; --nvrtc
     if "--nvrtc" in sys.argv:
         print(nvrtc())
     else:
-        for n in sorted(sanitize_rows()):
-            print(re.sub(r" (values|skew)=\S+", "", rows()[n].line()))
+        lines = lines_of_tests() if "--tests" in sys.argv else [rows()[n].line() for n in sorted(sanitize_rows())]
+        for line in lines:
+            print(re.sub(r" (values|skew)=\S+", "", line))
