@@ -450,7 +450,7 @@ def main() -> int:
             print(f"stopped after {len(rows)} of {len(chosen)} rows: the time was up")
             break
         try:
-            contenders = contenders_of(case, names, bool(options.only))
+            contenders = contenders_of(case, names)
             rows.append({**measure(case, contenders, options.each, known), "commit": about["commit"], "date": about["date"]})
             print(line(rows[-1], names), flush=True)
             failed += bool(rows[-1]["fault"])
@@ -464,15 +464,13 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def contenders_of(case: Case, names: list[str], chosen: bool) -> list[str]:
-    """Who is asked: where peers compile for seconds, only if the row is one that they are known for."""
-    if case.group in ("patterns", "subsets") and not chosen:
+def contenders_of(case: Case, names: list[str]) -> list[str]:
+    """Who is asked: patterns and subsets are measured by ourselves; who compiles for seconds is not asked for what is random,
+    and FlexAttention, which does so for many, only for rows that it is known for."""
+    if case.group in ("patterns", "subsets"):
         return ["ours"]
-    if case.group == "random" and not chosen:
-        names = [name for name in names if name not in SLOW_TO_COMPILE]
-    if "FlexAttention" in names and not case.flex:
-        names = [name for name in names if name != "FlexAttention"]
-    return names
+    left_out = SLOW_TO_COMPILE if case.group == "random" else () if case.flex else ("FlexAttention",)
+    return [name for name in names if name not in left_out]
 
 
 def check_all(cases: list[Case], path: Path, late) -> int:
@@ -497,7 +495,7 @@ def warm(cases: list[Case], names: list[str], late) -> int:
         if late():
             break
         results: dict = {}
-        runners_of(case, [name for name in contenders_of(case, names, False) if name != "ours"], [make_inputs(case)], results)
+        runners_of(case, [name for name in contenders_of(case, names) if name != "ours"], [make_inputs(case)], results)
         print(f"{case.name}: " + (", ".join(f"{name}: {r['refused']}" for name, r in results.items()) or "ready"), flush=True)
         torch.cuda.empty_cache()
     return 0
