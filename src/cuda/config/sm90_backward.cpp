@@ -22,7 +22,7 @@ namespace {
 constexpr std::int64_t kMostRows = std::int64_t{1} << 29;
 constexpr std::int64_t kMostBlocks = std::int64_t{1} << 30;
 constexpr std::int64_t kMostBytes = std::int64_t{1} << 40;
-constexpr int kWidest = 128;
+constexpr int kWidest = 128;  // of head dimensions
 
 bool has_map(const Operand& operand, std::int64_t rows, int element_bytes) {
   const math::Strides& s = operand.strides;
@@ -116,29 +116,29 @@ const std::vector<Tiles>& given_tiles() {
 }
 
 // From the best on: the first that fits is taken.
-std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_q) {
+std::vector<Tiles> candidates(const Spec& spec) {
   if (!given_tiles().empty()) {
     return given_tiles();
   }
   const int widest = std::max(spec.d, spec.dv);
   if (spec.ordered) {  // sums leave in bulk
-    if (widest <= 64) {
+    if (widest <= 64 && !spec.softcap) {
       return {{2, 1, 128, 2, 2, true}, {2, 1, 64, 2, 2, true}};
     }
     return {{2, 1, 64, 2, 2, true}};
   }
-  constexpr std::int64_t kShort = 2048;
+  const bool bias = spec.bias != BiasTile::kNone;
+  const bool much = spec.dropout != DropoutRule::kNone || spec.softcap;  // what takes registers
   if (widest <= 64) {
-    const bool many = spec.bias != BiasTile::kNone || spec.dropout != DropoutRule::kNone || spec.softcap;
-    if (!many && spec.banded != (seqlen_q <= kShort)) {
-      return {{2, 1, 128, 2, 2, true}, {3, 1, 64, 4, 3}};
+    if (much) {
+      return {{2, 1, 64, 3, 3}};
     }
-    return {{3, 1, 64, 4, 3}, {2, 1, 64, 3, 3}};
+    if (bias) {
+      return {{3, 1, 64, 4, 3, false, true}, {2, 1, 64, 3, 3}};
+    }
+    return {{2, 1, 128, 2, 2, true}, {2, 1, 64, 3, 3}};
   }
-  if (spec.banded && spec.d == kWidest) {
-    return {{2, 1, 64, 2, 3, false, true, true}, {2, 1, 64, 2, 2}};
-  }
-  return {{2, 1, 64, 2, 3}, {2, 1, 64, 2, 2}};
+  return {{2, 1, 64, 2, 2, true}, {2, 1, 64, 2, 3}, {2, 1, 64, 2, 2}};
 }
 
 }  // namespace
@@ -162,7 +162,7 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
   spec.column_sum = wants.column_sum;
   spec.ordered = wants.ordered;
   spec.dbias_store = wants.dbias_store && spec.dq;
-  for (const Tiles& tiles : candidates(spec, call.rows.limit_q)) {
+  for (const Tiles& tiles : candidates(spec)) {
     spec.warps = 4 * tiles.groups;
     spec.tiles = tiles.tiles;
     spec.step = tiles.step;
