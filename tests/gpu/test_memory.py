@@ -42,13 +42,14 @@ def make(batch, heads, rows, dim, device, dtype=torch.bfloat16):
     [(8, 16, 2048, 64), (4, 16, 4096, 128), (384, 4, 384, 32), (768, 4, 768, 32)],
 )
 def test_bias_broadcast_over_the_batch(batch, heads, rows, dim, device):
-    """With its gradient: under 1.3 times dq in fp32."""
+    """With its gradient: under 1.3 times dq in fp32, 1.2 where Hopper's own kernels run."""
     bias = torch.randn(1, heads, rows, rows, device=device, dtype=torch.bfloat16, requires_grad=True)
     q, k, v = make(batch, heads, rows, dim, device)
     forward, backward = peaks(q, k, v, bias=bias)
     grad_q_fp32 = 4 * q.numel()
     assert forward <= 0.1 * grad_q_fp32 + (1 << 21), forward
-    assert backward <= 1.3 * grad_q_fp32, f"{backward / grad_q_fp32:.2f} times dq in fp32"
+    most = 1.2 if torch.cuda.get_device_capability(device) == (9, 0) else 1.3
+    assert backward <= most * grad_q_fp32, f"{backward / grad_q_fp32:.2f} times dq in fp32"
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -45,6 +45,26 @@ def test_fault(name, device):
     assert not faults, "\n".join([p.line(), *faults])
 
 
+@pytest.mark.parametrize("line", [
+    "bwd b=4096 hq=1 sq=40 sk=48 d=32 bf16 bias=1,1,q,k:fp32 need=q,k,v,bias values=one_sign",
+    "bwd b=2048 hq=2 sq=40 sk=48 d=64 fp16 bias=1,1,q,k:fp32 need=bias values=one_sign",
+    "bwd b=4096 hq=1 sq=33 sk=48 d=64 bf16 bias=1,h,1,k:fp32 need=bias values=one_sign",
+    "bwd b=64x64 hq=1 sq=40 sk=48 d=32 bf16 bias=1,1,h,q,k:fp32 need=bias det values=one_sign",
+])  # fmt: skip
+def test_sum_of_4096_terms_of_one_sign(line, device):
+    """A bias's gradient with a mean far from 0: in fp32 it loses nothing, in 16 bits two digits."""
+    p = parse(line)
+    p.case_seed = 8
+    trial = Trial(p, device)
+    trial.prepare(True)
+    trial.run(True)
+    right = trial.right["grad_bias"][0]
+    grad = trial.tensors["grad_bias"]
+    error = (grad.buffer[grad.index].double() - right.reshape(grad.shape)).abs().max().item()
+    assert right.abs().max().item() > 10, "the terms cancel"
+    assert error <= 1e-5 * right.abs().max().item(), f"{error:.3g} of {right.abs().max().item():.3g}"
+
+
 def normal(*shape, device, dtype=torch.bfloat16, grad=False):
     return torch.randn(*shape, device=device, dtype=dtype, requires_grad=grad)
 
