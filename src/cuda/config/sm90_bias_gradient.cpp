@@ -50,7 +50,9 @@ std::vector<int> forced() {
   return numbers;
 }
 
-std::vector<Tiles> candidates(const Spec& s) {
+std::int64_t tiles_of(std::int64_t length, std::int64_t size) { return (length + size - 1) / size; }
+
+std::vector<Tiles> candidates(const Spec& s, const BiasList& list) {
   const std::vector<Tiles> last = {
       {2, 128, 4, 1, 2}, {2, 128, 3, 1, 1}, {2, 128, 2, 1, 1}, {2, 64, 2, 1, 1}, {1, 64, 2, 1, 1}};
   const int widest = std::max(s.d, s.dv);
@@ -58,7 +60,9 @@ std::vector<Tiles> candidates(const Spec& s) {
   if (const std::vector<int> f = forced(); f.size() >= 5) {
     all.push_back({f[0], f[1], f[2], f[3], f[4]});
   }
-  if (features_of(s) == 0) {
+  // 192 queries, unless 128 leave much less of the last tile empty.
+  const bool three = tiles_of(list.queries, 192) * 192 * 8 <= tiles_of(list.queries, 128) * 128 * 9;
+  if (features_of(s) == 0 && three) {
     if (widest <= 32) {
       all.push_back({3, 128, 6, 2, 1});
     }
@@ -105,8 +109,6 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
   return nullptr;
 }
 
-std::int64_t tiles_of(std::int64_t length, std::int64_t size) { return (length + size - 1) / size; }
-
 }  // namespace
 
 Choice sm90_bias_gradient(const Call& call, const Operands& operands, const Target& target, BiasTile type, int which,
@@ -127,6 +129,11 @@ Choice sm90_bias_gradient(const Call& call, const Operands& operands, const Targ
   if (choice.why_not != nullptr) {
     return choice;
   }
+  constexpr std::int64_t kSmall = 64;
+  if (list.queries <= kSmall && list.keys <= kSmall) {
+    choice.why_not = "planes smaller than a tile";
+    return choice;
+  }
   constexpr std::int64_t kMostTiles = std::int64_t{1} << 24;
   if (list.planes * tiles_of(list.queries, 64) * tiles_of(list.keys, kBiasPartKeys) >= kMostTiles ||
       list.entries >= kMostTiles) {
@@ -141,7 +148,7 @@ Choice sm90_bias_gradient(const Call& call, const Operands& operands, const Targ
   if (const std::vector<int> f = forced(); f.size() >= 6 && f[5] == 0) {
     spec.bias_outside = false;
   }
-  for (const Tiles& tiles : candidates(spec)) {
+  for (const Tiles& tiles : candidates(spec, list)) {
     spec.warps = 4 * tiles.groups;
     spec.step = tiles.step;
     spec.stages = tiles.stages;
