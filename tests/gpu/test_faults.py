@@ -168,6 +168,25 @@ def again():  # the call alone, without PyTorch, which has errors of its own for
 """
 
 
+def test_a_thread_without_a_context():
+    """The first call of a backward from a thread that never saw CUDA, on the default stream, its kernels not loaded yet."""
+    said = run(RAW + """
+import threading
+trial.prepare(True)
+torch.cuda.synchronize()
+memory, needed = trial.call.workspace(True)
+trial.call.raw.stream = 0
+def work():
+    refused(lambda: check(lib.fovea_backward(ctypes.byref(trial.call.raw), memory.data_ptr() + 256, needed)))
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+torch.cuda.synchronize()
+print("FAULTS", trial.judge(True))
+""")  # fmt: skip
+    assert "REFUSED" not in said and "FAULTS []" in said, said
+
+
 def test_use_after_fork():
     said = run(RAW + """
 import os

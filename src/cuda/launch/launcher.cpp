@@ -148,6 +148,9 @@ void Launcher::main(std::size_t number, Args& args) {
 void run(const Call& call, Executable& executable, void* workspace) {
   const jit::Driver& driver = jit::driver();
   const auto stream = static_cast<jit::cu::Stream>(call.stream);
+  // First of all: a thread may come without a context, as PyTorch's for the backward, and the default stream is then
+  // nobody's.
+  const jit::ContextScope scope(driver, executable.device().ordinal, stream);
   if (!executable.loaded()) {
     if (jit::is_capturing(driver, stream)) {
       throw Error(FOVEA_UNSUPPORTED,
@@ -156,7 +159,6 @@ void run(const Call& call, Executable& executable, void* workspace) {
     }
     executable.load();
   }
-  const jit::ContextScope scope(driver, executable.device().ordinal, stream);
   check_lengths(call, driver);
   if (packs_heads(call)) {
     const Call packed = with_packed_heads(call);
