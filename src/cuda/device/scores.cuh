@@ -561,7 +561,7 @@ struct Keep {
       const bool shares = ((base | row_stride) & 3) == 0;
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
-        bits[i] = shares ? shared_bits(thread, row0 + i * 16, column0) : own_bits(thread, row0 + i * 16, column0);
+        bits[i] = torch_bits(thread, row0 + i * 16, column0, shares);
       }
     }
   }
@@ -593,46 +593,43 @@ struct Keep {
   }
 
  private:
-  // The torch rule's decision of element [n >> 2][n & 3] of a row tile has this bit: in the order of shared_bits.
+  // The torch rule's decision of element [n >> 2][n & 3] of a row tile has this bit, in the order in which they are
+  // shared.
   static constexpr int bit_of(int n) {
     return kTransposed ? (n & 3) * 8 + (n >> 2) : (n >> 1 & 1) * 16 + (n >> 2) * 2 + (n & 1);
   }
 
-  // A call for each element.
-  __device__ __forceinline__ u32 own_bits(const Thread& thread, int row0, int column0) const {
-    u32 mine = 0;
-#pragma unroll 1
-    for (int n = 0; n < kColumns * 4; ++n) {
-      const u64 row = row0 + thread.g + (n >> 1 & 1) * 8;
-      const u64 column = column0 + (n >> 2) * 8 + thread.t * 2 + (n & 1);
-      const u64 index = kTransposed ? column * row_stride + row : row * row_stride + column;
-      mine |= u32(math::torch_uniform(seed, base + index) > p) << bit_of(n);
-    }
-    return mine;
-  }
-
-  // The same where four keys that begin at a multiple of four are one call's numbers. They belong to kSharers
+  // Where four keys that begin at a multiple of four are one call's numbers (`shares`), they belong to kSharers
   // neighbours along the keys: each makes its share of the calls, packs the decisions by who needs them, and all hand
-  // them round.
-  __device__ __forceinline__ u32 shared_bits(const Thread& thread, int row0, int column0) const {
+  // them round. Elsewhere each makes a call for every element of its own.
+  __device__ __forceinline__ u32 torch_bits(const Thread& thread, int row0, int column0, bool shares) const {
     constexpr int kSharers = kTransposed ? 4 : 2;
     constexpr int kStride = kTransposed ? 4 : 1;  // of lanes
     constexpr int kEach = 4 / kSharers;           // numbers of a call for each
     constexpr int kBits = 32 / kSharers;
     const int rank = (kTransposed ? thread.g : thread.t) % kSharers;
-    // In S transposed this thread makes the calls of elements [j][rank], in S those of [j][2 rank] and [j][2 rank + 1].
-    const int query = kTransposed ? column0 + thread.t * 2 + (rank & 1) : row0 + thread.g + rank * 8;
-    const int key = kTransposed ? row0 + (thread.g & ~3) + (rank >> 1) * 8 : column0 + (thread.t & ~1) * 2;
     u32 made = 0;
 #pragma unroll 1
-    for (int j = 0; j < kColumns; ++j) {
-      const u64 index = u64(query + (kTransposed ? j * 8 : 0)) * row_stride + u64(key + (kTransposed ? 0 : j * 8));
-      const math::Words4<u32> words = math::torch_words(seed, (base + index) >> 2);
+    for (int n = 0; n < (shares ? kColumns : kColumns * 4); ++n) {
+      // Element [j][x] of the accumulator. Sharing, in S transposed x is the rank, in S it is 0 or 2 by the rank.
+      const int j = shares ? n : n >> 2;
+      const int x = !shares ? n & 3 : kTransposed ? rank : rank * 2;
+      int row = row0 + thread.g + (x >> 1) * 8;
+      int column = column0 + j * 8 + thread.t * 2 + (x & 1);
+      (kTransposed ? row : column) &= shares ? ~3 : ~0;
+      const u64 index =
+          base + (kTransposed ? u64(column) * row_stride + u64(row) : u64(row) * row_stride + u64(column));
+      const math::Words4<u32> words = math::torch_words(seed, index >> 2);
       const u32 four[4] = {words.w0, words.w1, words.w2, words.w3};
 #pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        made |= u32(math::torch_uniform_of_word(four[n]) > p) << (n / kEach * kBits + j * kEach + n % kEach);
+      for (int m = 0; m < 4; ++m) {
+        const bool mine = shares || m == int(index & 3);
+        const int bit = shares ? m / kEach * kBits + j * kEach + m % kEach : bit_of(n);
+        made |= u32(mine && math::torch_uniform_of_word(four[m]) > p) << bit;
       }
+    }
+    if (!shares) {
+      return made;
     }
     u32 mine = 0;
 #pragma unroll
