@@ -62,18 +62,18 @@ std::vector<Tiles> candidates(const Spec& s, const BiasList& list) {
   }
   // 192 queries, unless 128 leave much less of the last tile empty.
   const bool three = tiles_of(list.queries, 192) * 192 * 8 <= tiles_of(list.queries, 128) * 128 * 9;
-  if (features_of(s) == 0 && three) {
+  if (features_of(s) == int{s.key_term} && three) {
     if (widest <= 32) {
-      all.push_back({3, 128, 6, 2, 1});
+      all.push_back({3, 128, 6, 2, 2});
     }
     if (widest <= 64) {
-      all.push_back({3, 128, 4, 1, 1});
+      all.push_back({3, 128, 4, 1, 2});
     }
     if (widest <= 80) {
-      all.push_back({3, 128, 3, 1, 1});
+      all.push_back({3, 128, 3, 1, 2});
     }
     if (widest > 96 && widest <= 128) {
-      all.push_back({3, 128, 2, 1, 1});
+      all.push_back({3, 128, 2, 1, 2});
     }
   }
   all.insert(all.end(), last.begin(), last.end());

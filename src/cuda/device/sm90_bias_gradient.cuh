@@ -122,7 +122,8 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
     const int row0 = tile.m0 + row;  // of this warp in the sequence
     float sum[kParts][1][kColumns][4] = {};
     const u32 tile_inputs = base + kTileAt + ring_tile.buffer() * kParts * kTileBytes;
-    // The bias itself, as the scores of dot products that are all 0.
+    // The bias itself, as the scores of dot products that are all 0. opaque: addresses that are made again after the
+    // loop take no registers in it.
     const auto bias_of = [&](float(&b)[1][kColumns][4], int part) {
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
@@ -131,7 +132,8 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
         }
       }
       Scores<kTile, false, 1>(a, {}, 0, 1.f)
-          .template add<TileInputs, kBiasPartKeys>(b, thread, tile_inputs + part * kTileBytes, row, 0, 0, 0);
+          .template add<TileInputs, kBiasPartKeys>(b, thread, u32(opaque(int(tile_inputs))) + part * kTileBytes, row, 0,
+                                                   0, 0);
     };
     float largest[2] = {};
     bool swallows[2] = {};  // sums of a score and this bias leave nothing of the score
@@ -327,18 +329,22 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
     }
 
     // ---- the sums leave: numbers of 16 bits through this warp's rows of the bias, which nobody needs any more ----
+    // opaque: what is made from these would else be made before the loop, and take registers in it.
     const math::Strides& to = a.grad_bias.strides;
-    const Shared shared = tile.shared(a);
-    const int rows = a.bias_rows - row0;
+    const int plane = opaque(tile.plane);
+    const int first_row = opaque(row0);
+    const int first_key = opaque(tile.n0);
+    const Shared shared = Shared::make(a.rows, to, plane);
+    const int rows = a.bias_rows - first_row;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      const int key = tile.n0 + part * kBiasPartKeys;
+      const int key = first_key + part * kBiasPartKeys;
       const int keys = a.bias_keys - key;
-      const i64 at =
-          shared.b1 * to.batch1 + shared.b2 * to.batch2 + shared.h * to.head + i64(row0) * to.row + i64(key) * to.col;
+      const i64 at = shared.b1 * to.batch1 + shared.b2 * to.batch2 + shared.h * to.head + i64(first_row) * to.row +
+                     i64(key) * to.col;
       if (a.bias_chunks > 1) {
         float* const first =
-            a.bias_sum + ((i64(tile.chunk) * m.planes + tile.plane) * a.bias_rows + row0) * a.bias_keys + key;
+            a.bias_sum + ((i64(tile.chunk) * m.planes + plane) * a.bias_rows + first_row) * a.bias_keys + key;
         store_floats(sum[part], first, {0, 0, 0, a.bias_keys, 1}, 0, 0, rows, keys, a.bias_keys % 2 == 0, thread);
       } else if constexpr (S.grad_bias == BiasTile::kFp32) {
         float* const first = static_cast<float*>(a.grad_bias.data) + at;
