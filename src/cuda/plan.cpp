@@ -383,8 +383,10 @@ class Planner {
     wants.ordered = call_.problem.deterministic && call_.problem.need.q && wants.dkv;
     wants.dq = wants.dq || wants.ordered;
     Choice choice = sm90_backward(call_, plan_.operands, plan_.target, wants);
-    // Asked for by name, as long as it is new.
-    if (const char* const family = forced_family(); family == nullptr || std::string_view(family) != "sm90") {
+    // The wide one is asked for by name, as long as it is new.
+    const char* const family = forced_family();
+    const bool is_wide = std::string_view(choice.kernel.name) == "sm90_wide_backward";
+    if (!allowed(choice.kernel) || (is_wide && family == nullptr)) {
       choice.why_not = "not asked for by FOVEA_KERNEL=sm90";
     }
     if (choice.why_not != nullptr) {

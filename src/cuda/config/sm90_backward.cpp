@@ -22,7 +22,10 @@ namespace {
 constexpr std::int64_t kMostRows = std::int64_t{1} << 29;
 constexpr std::int64_t kMostBlocks = std::int64_t{1} << 30;
 constexpr std::int64_t kMostBytes = std::int64_t{1} << 40;
-constexpr int kWidest = 128;  // of head dimensions
+constexpr int kWide = 128;  // head dimensions beyond it are sm90_wide_backward's
+constexpr int kWidest = 256;
+
+bool is_wide(const Spec& spec) { return std::max(spec.d, spec.dv) > kWide; }
 
 bool has_map(const Operand& operand, std::int64_t rows, int element_bytes) {
   const math::Strides& s = operand.strides;
@@ -42,7 +45,19 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
     return "fp32";
   }
   if (spec.d > kWidest || spec.dv > kWidest) {
-    return "head_dim over 128";
+    return "head_dim over 256";
+  }
+  if (is_wide(spec)) {
+    constexpr int kGrain = 64;
+    if (spec.d % kGrain != 0 || spec.dv % kGrain != 0) {
+      return "head_dim over 128 that is no multiple of 64";
+    }
+    if (wants.column_sum) {
+      return "head_dim over 128 with the gradient of a bias without queries";
+    }
+    if (wants.ordered) {
+      return "head_dim over 128, deterministic";
+    }
   }
   if (spec.dropout == DropoutRule::kTorchMemEfficient) {
     return "dropout by the rule torch_mem_efficient";
@@ -117,18 +132,21 @@ const std::vector<Tiles>& given_tiles() {
 
 // From the best on: the first that fits is taken.
 std::vector<Tiles> candidates(const Spec& spec) {
-  if (!given_tiles().empty()) {
+  if (!given_tiles().empty() && !is_wide(spec)) {
     return given_tiles();
   }
   const int widest = std::max(spec.d, spec.dv);
-  if (spec.ordered) {  // sums leave in bulk
-    if (widest <= 64 && !spec.softcap) {
-      return {{2, 1, 128, 2, 2, true}, {2, 1, 64, 2, 2, true}};
-    }
-    return {{2, 1, 64, 2, 2, true}};
+  if (is_wide(spec)) {
+    return {{2, 1, 64, 2, 2}};
   }
   const bool bias = spec.bias != BiasTile::kNone;
   const bool much = spec.dropout != DropoutRule::kNone || spec.softcap;  // what takes registers
+  if (spec.ordered) {                                                    // sums leave in bulk
+    if (widest <= 64 && !much) {
+      return {{3, 1, 64, 3, 2, true}, {2, 1, 64, 2, 2, true}};
+    }
+    return {{2, 1, 64, 2, 2, true}};
+  }
   if (widest <= 64) {
     if (much) {
       return {{2, 1, 64, 3, 3}};
@@ -137,6 +155,12 @@ std::vector<Tiles> candidates(const Spec& spec) {
       return {{3, 1, 64, 4, 3, false, true}, {2, 1, 64, 3, 3}};
     }
     return {{2, 1, 128, 2, 2, true}, {2, 1, 64, 3, 3}};
+  }
+  if (bias) {
+    return {{2, 1, 64, 2, 3}, {2, 1, 64, 2, 2}};
+  }
+  if (spec.ragged && spec.d == kWide) {
+    return {{2, 1, 64, 2, 3, false, true, true}, {2, 1, 64, 2, 2}};
   }
   return {{2, 1, 64, 2, 2, true}, {2, 1, 64, 2, 3}, {2, 1, 64, 2, 2}};
 }
@@ -156,12 +180,16 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
   if (choice.why_not != nullptr) {
     return choice;
   }
+  if (is_wide(spec)) {
+    kernel.file = "sm90_wide_backward.cuh";
+    kernel.name = "sm90_wide_backward";
+  }
   spec.left_edge = spec.banded && call.problem.window_left >= 0;
   spec.dq = wants.dq;
   spec.dkv = wants.dkv;
   spec.column_sum = wants.column_sum;
   spec.ordered = wants.ordered;
-  spec.dbias_store = wants.dbias_store && spec.dq;
+  spec.dbias_store = wants.dbias_store && spec.dq && !is_wide(spec);
   for (const Tiles& tiles : candidates(spec)) {
     spec.warps = 4 * tiles.groups;
     spec.tiles = tiles.tiles;
@@ -174,10 +202,9 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
     if (spec.ordered && !spec.bulk) {
       continue;
     }
-    const Sm90BackwardSizes sizes = sm90_backward_sizes(spec);
-    kernel.threads = sizes.threads;
-    kernel.shared_bytes = sizes.bytes;
-    if (sizes.bytes <= target.shared_per_block) {
+    kernel.threads = sm90_backward_sizes(spec).threads;
+    kernel.shared_bytes = is_wide(spec) ? sm90_wide_backward_sizes(spec).bytes : sm90_backward_sizes(spec).bytes;
+    if (kernel.shared_bytes <= target.shared_per_block) {
       return choice;
     }
   }
@@ -191,7 +218,8 @@ std::int64_t sm90_backward_key_blocks(const Call& call, const Spec& spec) {
 }
 
 std::int64_t sm90_backward_blocks(const Call& call, const Spec& spec) {
-  return sm90_backward_key_blocks(call, spec) * call.rows.batch() * call.rows.heads_k;
+  const int blocks = is_wide(spec) ? 2 : 1;  // of a cluster
+  return sm90_backward_key_blocks(call, spec) * call.rows.batch() * call.rows.heads_k * blocks;
 }
 
 }  // namespace fovea::cuda

@@ -174,8 +174,8 @@ struct Sm90BackwardScores {
   }
 
   // What the band, the sequence or a key term hides becomes 0.
-  __device__ __forceinline__ void mask(float (&s)[M / 2], const Sm90KeyBlock<S>& block, int query, int key,
-                                       int t) const {
+  template <class Block>
+  __device__ __forceinline__ void mask(float (&s)[M / 2], const Block& block, int query, int key, int t) const {
     key = opaque(key);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

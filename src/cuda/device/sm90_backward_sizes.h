@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What sm90_backward takes for a Spec: warpgroups, threads, where what lies in shared memory. Asked by the planner on
-// the host and by the kernel itself, so that the two cannot disagree.
+// What sm90_backward and sm90_wide_backward take for a Spec: warpgroups, threads, where what lies in shared memory.
+// Asked by the planner on the host and by the kernels themselves, so that the two cannot disagree.
 #ifndef FOVEA_CUDA_DEVICE_SM90_BACKWARD_SIZES_H
 #define FOVEA_CUDA_DEVICE_SM90_BACKWARD_SIZES_H
 
@@ -48,6 +48,45 @@ constexpr Sm90BackwardSizes sm90_backward_sizes(const Spec& s) {
   x.delta_at = x.lse_at + s.stages * x.rows;
   x.barriers_at = x.delta_at + s.stages * x.rows;
   x.number_at = x.barriers_at + 224;
+  x.bytes = x.barriers_at + 256;
+  return x;
+}
+
+// ---- sm90_wide_backward: two blocks of a cluster, 64 keys each ----
+// Spec: warps is 8, step 64, stages 2 and planes 2; warps * tiles * 16 are the keys of a cluster.
+
+inline constexpr int kSm90WideKeys = 64;  // of a block
+
+struct Sm90WideBackwardSizes {
+  int threads;
+  // Bytes of one buffer; k_other: half of the columns of the other block's K; tile: P or dS of one block.
+  int k, v, k_other, q, grad_out, tile, rows;
+  // Where the first of its buffers lies; grads: dS of both blocks, a plane after the other.
+  int k_at, v_at, k_other_at, q_at, grad_out_at, weights_at, grads_at, lse_at, delta_at, barriers_at;
+  int bytes;  // all of it
+};
+
+constexpr Sm90WideBackwardSizes sm90_wide_backward_sizes(const Spec& s) {
+  constexpr int kNumber = 2;  // bytes
+  constexpr int kKeys = kSm90WideKeys;
+  Sm90WideBackwardSizes x{};
+  x.threads = 128 * (s.warps / 4 + 1);
+  x.k = kKeys * s.d * kNumber;
+  x.v = kKeys * s.dv * kNumber;
+  x.k_other = kKeys * s.d / 2 * kNumber;
+  x.q = s.step * s.d * kNumber;
+  x.grad_out = s.step * s.dv * kNumber;
+  x.tile = s.step * kKeys * kNumber;
+  x.rows = s.step * 4;
+  x.v_at = x.k_at + x.k;
+  x.k_other_at = x.v_at + x.v;
+  x.q_at = x.k_other_at + x.k_other;
+  x.grad_out_at = x.q_at + s.stages * x.q;
+  x.weights_at = x.grad_out_at + x.grad_out;
+  x.grads_at = x.weights_at + 2 * x.tile;
+  x.lse_at = x.grads_at + 4 * x.tile;
+  x.delta_at = x.lse_at + s.stages * x.rows;
+  x.barriers_at = x.delta_at + s.stages * x.rows;
   x.bytes = x.barriers_at + 256;
   return x;
 }

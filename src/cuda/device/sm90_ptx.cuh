@@ -51,6 +51,35 @@ __device__ __forceinline__ void arrive(int id, int threads) {
 // have ended and their writes are seen; nothing where it was launched as usual.
 __device__ __forceinline__ void wait_for_kernels_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
+// ---- clusters of blocks ----
+
+// %cluster_ctarank (Special Registers): this block's number in its cluster.
+__device__ __forceinline__ u32 cluster_rank() {
+  u32 rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+// mapa (Data Movement: mapa): where another block of the cluster has what lies at this address here.
+__device__ __forceinline__ u32 address_of(u32 address, u32 rank) {
+  u32 there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+// barrier.cluster (Parallel Synchronization: barrier.cluster): all threads of the cluster that have not ended.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
+}
+// mbarrier.arrive at a barrier of any block of the cluster (address_of).
+__device__ __forceinline__ void barrier_arrive_there(u32 barrier) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// cp.async.bulk (Data Movement: cp.async.bulk) to shared memory of another block; its bytes are counted there.
+__device__ __forceinline__ void bulk_copy_there(u32 to, u32 from, int bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "r"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
 // ---- copies by the tensor memory accelerator ----
 
 // Of a tensor's five dimensions, innermost first: column, row, head, batch2, batch1.

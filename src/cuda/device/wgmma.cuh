@@ -4,7 +4,8 @@
 // of the inner dimension. Overloaded by the accumulator's length, so that a kernel names no width:
 //
 //   wgmma_shared       d (+)= a b^T, both as descriptors of tiles in shared memory whose rows run along the inner
-//                      dimension (Q and K); kRowsInside: d (+)= a b, b's rows are the inner dimension (dS and K)
+//                      dimension (Q and K); kRowsInside: d (+)= a b, b's rows are the inner dimension (dS and K);
+//                      kColumns: a^T for a, a's rows are the inner dimension, too (dS^T and Q)
 //   wgmma_registers    d += a b, a in registers as mma has it, b's rows are the inner dimension (P and V)
 //
 // d is an mma accumulator for each 8 columns: this thread has (g, 2t) (g, 2t + 1) (g + 8, 2t) (g + 8, 2t + 1) of its
@@ -102,8 +103,8 @@ __device__ __forceinline__ u64 descriptor(u32 low, u32 high) {
 #define FOVEA_WGMMA_OF_TYPE(N, R, TYPE, A, B, C, D, E, F)                                                            \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " C ", 0;\n"                                                        \
                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                                       \
-               " {" FOVEA_NAMES_##R "}, " A ", " B ", p, 1, 1, 0, " D ";\n}"                                         \
-               : FOVEA_PLACES_##R : "l"(a), "l"(b), "r"(accumulate), "n"(int(kRowsInside)))
+               " {" FOVEA_NAMES_##R "}, " A ", " B ", p, 1, 1, " E ", " D ";\n}"                                     \
+               : FOVEA_PLACES_##R : "l"(a), "l"(b), "r"(accumulate), "n"(int(kRowsInside)), "n"(int(kColumns)))
 #define FOVEA_WGMMA_OF_REGISTERS(N, R, TYPE, A, B, C, D, E, F)                                                       \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"                                                            \
                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                                       \
@@ -111,7 +112,7 @@ __device__ __forceinline__ u64 descriptor(u32 low, u32 high) {
                : FOVEA_PLACES_##R : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 
 #define FOVEA_WGMMA(N, R, A, B, C, D, E, F)                                                                          \
-  template <Type kType, bool kRowsInside = false>                                                                    \
+  template <Type kType, bool kRowsInside = false, bool kColumns = false>                                             \
   __device__ __forceinline__ void wgmma_shared(float (&d)[R], u64 a, u64 b, int accumulate) {                        \
     if constexpr (kType == Type::kBf16) {                                                                            \
       FOVEA_WGMMA_OF_TYPE(N, R, "bf16", A, B, C, D, E, F);                                                           \

@@ -3,6 +3,8 @@
 // Arguments of the backward for Hopper: a tensor map for each of q, do, k, v and the bias.
 #include "cuda/config/sm90_backward.h"
 
+#include <string_view>
+
 #include "cuda/device/sm90_backward_args.h"
 #include "cuda/device/sm90_backward_sizes.h"
 #include "cuda/launch/launcher.h"
@@ -19,16 +21,19 @@ void Launcher::sm90_backward(std::size_t number) {
   const i64 batch1 = rows.packed() ? 1 : rows.batch1;
   const i64 batch2 = rows.packed() ? 1 : rows.batch2;
   Sm90BackwardArgs args;
-  const auto map = [&](TensorMap& to, Has& has, const Tensor& tensor, i64 columns, int padded, i64 count, i64 heads,
+  const auto map = [&](TensorMap& to, Has& has, const Tensor& tensor, i64 columns, int panel, i64 count, i64 heads,
                        int box) {
-    encode(driver_, to, has, {tensor, type, columns, count, heads, batch2, batch1, panel_columns(padded), box});
+    encode(driver_, to, has, {tensor, type, columns, count, heads, batch2, batch1, panel, box});
   };
   const int group_keys = 64 * spec.tiles;
-  map(args.q, args.has_q, args_.q, args_.head_dim, spec.d, rows.rows_q, rows.heads_q, spec.step);
-  map(args.grad_out, args.has_grad_out, args_.grad_out, args_.head_dim_v, spec.dv, rows.rows_q, rows.heads_q,
+  const bool is_wide = std::string_view(plan_.launches[number].kernel.name) == "sm90_wide_backward";
+  const int panel_d = panel_columns(is_wide ? spec.d / 4 : spec.d);
+  const int panel_v = panel_columns(is_wide ? spec.dv / 2 : spec.dv);
+  map(args.q, args.has_q, args_.q, args_.head_dim, panel_d, rows.rows_q, rows.heads_q, spec.step);
+  map(args.grad_out, args.has_grad_out, args_.grad_out, args_.head_dim_v, panel_v, rows.rows_q, rows.heads_q,
       spec.step);
-  map(args.k, args.has_k, args_.k, args_.head_dim, spec.d, rows.rows_k, rows.heads_k, group_keys);
-  map(args.v, args.has_v, args_.v, args_.head_dim_v, spec.dv, rows.rows_k, rows.heads_k, group_keys);
+  map(args.k, args.has_k, args_.k, args_.head_dim, panel_d, rows.rows_k, rows.heads_k, group_keys);
+  map(args.v, args.has_v, args_.v, args_.head_dim_v, panel_v, rows.rows_k, rows.heads_k, group_keys);
   if (spec.bias != BiasTile::kNone) {
     const auto its_type =
         spec.bias == BiasTile::kBf16 ? jit::cu::TensorMapType::kBfloat16 : jit::cu::TensorMapType::kFloat16;
