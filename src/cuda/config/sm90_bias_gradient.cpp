@@ -81,9 +81,6 @@ std::vector<Tiles> candidates(const Spec& s, const BiasList& list) {
 }
 
 const char* why_not(const Call& call, const Operands& operands, const Target& target) {
-  if (forced().empty()) {
-    return "not asked for";
-  }
   const math::Rows& rows = call.rows;
   const Spec& spec = operands.features;
   if (target.capability != 90) {

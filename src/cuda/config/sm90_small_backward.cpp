@@ -2,7 +2,6 @@
 #include "cuda/config/sm90_small_backward.h"
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "cuda/device/sm90_small_backward_sizes.h"
 
@@ -21,9 +20,6 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
   const Problem& p = call.problem;
   const math::Rows& rows = call.rows;
   const Spec& s = operands.features;
-  if (std::getenv("FOVEA_SMALL_BACKWARD") == nullptr) {
-    return "not asked for";
-  }
   if (target.capability != 90) {
     return "compute capability other than 9.0";
   }

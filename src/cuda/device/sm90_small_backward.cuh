@@ -218,26 +218,38 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
   float sum[kSum ? 32 : 1] = {};
   Ring<S.stages> ring;
   u32 flip = 0;
-  const float* const grad_lse = static_cast<const float*>(a.grad_lse.data);
-  // Logsumexp and its gradient of a head's row, which this thread hands over.
+  // Of the next head, loaded while this one is computed: the logsumexp of a row, which this thread hands over, and the
+  // gradients of those whose delta this lane makes.
+  constexpr int kLanes = V / 8;  // of a row of dO
+  constexpr int kPasses = kLanes / 2;
   float lse = kInfinity;
-  float own_grad = 0;
-  const auto load_rows = [&](u32 n) {
-    lse = kInfinity;
-    own_grad = 0;
-    if (n < u32(m.list) && thread < band.seqlen_q) {
-      const SmallEntry e = SmallEntry::make(a, m, plane, n);
-      const auto at = [&](const math::Strides& s) {
-        return e.b1 * s.batch1 + e.b2 * s.batch2 + e.head * s.head + thread * s.row;
-      };
-      lse = math::backward_reference(static_cast<const float*>(a.lse.data)[at(a.lse.strides)]);
-      own_grad = grad_lse != nullptr ? grad_lse[at(a.grad_lse.strides)] : 0.f;
+  float grad_lse[kPasses] = {};
+  const auto delta_row = [&](int pass) { return pass * (128 / kLanes) + thread / kLanes; };
+  const auto load_rows = [&](const SmallEntry& e) {
+    const auto at = [&](const math::Strides& s, int row) {
+      return e.b1 * s.batch1 + e.b2 * s.batch2 + e.head * s.head + row * s.row;
+    };
+    if (thread < band.seqlen_q) {
+      lse = math::backward_reference(static_cast<const float*>(a.lse.data)[at(a.lse.strides, thread)]);
+    }
+    if (a.grad_lse.data != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kPasses; ++i) {
+        if (delta_row(i) < band.seqlen_q) {
+          grad_lse[i] = static_cast<const float*>(a.grad_lse.data)[at(a.grad_lse.strides, delta_row(i))];
+        }
+      }
     }
   };
-  load_rows(number + c);
+  SmallEntry next{};
+  if (number + c < u32(m.list)) {
+    next = SmallEntry::make(a, m, plane, number + c);
+    load_rows(next);
+  }
 
 #pragma unroll 1
   for (u32 n = number + c; n < u32(m.list); n += workers) {
+    const SmallEntry now = next;
     const u32 barrier = full(c, ring.buffer());
     const u32 head = ring.buffer() * (kSizes.head / 16);  // as descriptors count
     const u32 k_at = low + head;
@@ -267,15 +279,12 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
     wgmma_commit();
 
     // ---- logsumexp and delta; dO and O are swizzled alike, so that chunks of 16 bytes pair up at equal places ----
-    constexpr int kLanes = V / 8;  // of a row
     const u32 grad_out = part + ring.buffer() * kSizes.head + 2 * kSizes.q + kSizes.v;
     if (thread < kSmallRows) {
       store_shared(row + thread * 4, lse);
-      store_shared(row + (kSmallRows + thread) * 4, own_grad);
     }
-    sync(1 + c, 128);
 #pragma unroll
-    for (int i = 0; i < kLanes / 2; ++i) {
+    for (int i = 0; i < kPasses; ++i) {
       const u32 at = grad_out + (i * 128 + thread) * 16;
       const uint4 x = load_shared4(at);
       const uint4 y = load_shared4(at + kSizes.v);
@@ -288,11 +297,13 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
       }
       dot = sum_of_lanes<kLanes>(dot);
       if (lane % kLanes == 0) {
-        const u32 to = row + (kSmallRows + i * (128 / kLanes) + thread / kLanes) * 4;
-        store_shared(to, math::delta(dot, load_shared(to)));
+        store_shared(row + (kSmallRows + delta_row(i)) * 4, math::delta(dot, grad_lse[i]));
       }
     }
-    load_rows(n + workers);
+    if (n + workers < u32(m.list)) {
+      next = SmallEntry::make(a, m, plane, n + workers);
+      load_rows(next);
+    }
     sync(1 + c, 128);
     flip ^= 1;
 
@@ -379,15 +390,14 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
       barrier_arrive(barrier + 8);
     }
     ring.next();
-    const SmallEntry e = SmallEntry::make(a, m, plane, n);
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
       const int i = key0 + 8 * x;
       const auto store = [&](const Tensor& to, auto columns, const float* from, float factor, int length, int exist) {
         if (to.data != nullptr) {
           const math::Strides& strides = to.strides;
-          u16* const first = static_cast<u16*>(to.data) + e.b1 * strides.batch1 + e.b2 * strides.batch2 +
-                             e.head * strides.head + i * strides.row;
+          u16* const first = static_cast<u16*>(to.data) + now.b1 * strides.batch1 + now.b2 * strides.batch2 +
+                             now.head * strides.head + i * strides.row;
           store_quad_row<kType, columns>(first, strides.col, from, 2 * x, factor, i < length, exist, a.vector_stores,
                                          t);
         }
@@ -406,26 +416,37 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
   }
 }
 
-// Adds a plane's sums in order: bias_chunks of them.
+// Adds a plane's sums, bias_chunks of them, in a fixed order: a warp of eight takes every eighth, a lane four numbers.
 template <Spec S>
 __global__ void __launch_bounds__(kSmallSumThreads) small_bias_sum(const __grid_constant__ Args a) {
+  __shared__ float4 partial[8][32];
   begin_kernel<S.arch>();
+  const int lane = int(threadIdx.x) % 32;
+  const int warp = int(threadIdx.x) / 32;
   const u32 block = u32(a.first_block + blockIdx.x);
   const int plane = int(block / kSmallSumBlocks);
-  const int part = int(block % kSmallSumBlocks);  // 8 queries
-  const int key = int(threadIdx.x) / 32 * 16 + int(threadIdx.x) % 32 / 4;
-  const int query = part * 8 + int(threadIdx.x) % 4 * 2;
+  const int place = int(block % kSmallSumBlocks) * 32 + lane;  // of four numbers, in register order
   constexpr i64 kSize = kSmallRows * kSmallRows;
-  const float* from = a.bias_sum + plane * a.bias_chunks * kSize + part * 512 + threadIdx.x * 4;
+  const float* const from = a.bias_sum + plane * a.bias_chunks * kSize + place * 4;
   float4 sum{};
-#pragma unroll 8
-  for (int n = 0; n < a.bias_chunks; ++n) {
+#pragma unroll 4
+  for (int n = warp; n < a.bias_chunks; n += 8) {
     const float4 x = *reinterpret_cast<const float4*>(from + n * kSize);
-    sum.x += x.x;
-    sum.y += x.y;
-    sum.z += x.z;
-    sum.w += x.w;
+    sum = {sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w};
   }
+  partial[warp][lane] = sum;
+  sync();
+  if (warp != 0) {
+    return;
+  }
+#pragma unroll
+  for (int i = 1; i < 8; ++i) {
+    const float4 x = partial[i][lane];
+    sum = {sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w};
+  }
+  const int thread = place % 128;  // whose registers they were
+  const int key = thread / 32 * 16 + thread % 32 / 4;
+  const int query = place / 128 * 8 + thread % 4 * 2;
   const math::Strides& s = a.grad_bias.strides;
   const Shared shared = Shared::make(a.rows, s, plane);
   const i64 first = shared.b1 * s.batch1 + shared.b2 * s.batch2 + shared.h * s.head;

@@ -14,8 +14,8 @@
 namespace fovea::cuda {
 
 inline constexpr int kSmallRows = 64;  // the most queries, and keys, of a sequence
-inline constexpr int kSmallSumThreads = 128;
-inline constexpr int kSmallSumBlocks = 8;  // of small_bias_sum, a plane
+inline constexpr int kSmallSumThreads = 256;
+inline constexpr int kSmallSumBlocks = 32;  // of small_bias_sum, a plane
 
 struct Sm90SmallBackwardSizes {
   int groups;   // warpgroups that compute
