@@ -21,15 +21,16 @@ namespace {
 
 TEST(CudaCall, WithAPlayedDriver) {
   const std::string self = std::filesystem::read_symlink("/proc/self/exe").string();
-  const auto run = [&](int check, const char* filter) {
+  const auto run = [&](const char* set, const char* filter) {
     const std::string command = fmt::format(
         "env -u FOVEA_BACKEND -u FOVEA_KERNEL LD_LIBRARY_PATH={0} FOVEA_NVRTC={0}/libnvrtc.so.13 FOVEA_CACHE_DIR=none "
-        "FOVEA_JIT=jit FOVEA_CHECK={1} '{2}' --gtest_also_run_disabled_tests --gtest_brief=1 --gtest_filter='{3}'",
-        FOVEA_FAKE_CUDA, check, self, filter);
+        "FOVEA_JIT=jit {1} '{2}' --gtest_also_run_disabled_tests --gtest_brief=1 --gtest_filter='{3}'",
+        FOVEA_FAKE_CUDA, set, self, filter);
     EXPECT_EQ(std::system(command.c_str()), 0) << command;
   };
-  run(0, "DISABLED_PlayedCuda.*-*.LengthsAreRead*");
-  run(1, "DISABLED_PlayedCuda.LengthsAreRead*");
+  run("FOVEA_CHECK=0", "DISABLED_PlayedCuda.*-*.LengthsAreRead*:*.AnOldGpu*");
+  run("FOVEA_CHECK=1", "DISABLED_PlayedCuda.LengthsAreRead*");
+  run("FAKE_CAPABILITY=7", "DISABLED_PlayedCuda.AnOldGpu*");
 }
 
 // As fake/cuda.c has it.
@@ -177,6 +178,26 @@ TEST_F(DISABLED_PlayedCuda, NothingIsLoadedInACapture) {
   EXPECT_GT(loads(), before);
   EXPECT_EQ(given.call(), FOVEA_OK) << fovea_last_error();
   capturing = 0;
+}
+
+TEST_F(DISABLED_PlayedCuda, AThreadWithoutAContext) {
+  // As PyTorch's, which computes gradients: its first call loads kernels and launches on the default stream.
+  int& none = variable<int>("fake_no_context");
+  none = 1;
+  const Given given("bwd b=2 hq=4 sq=128 sk=128 d=56 bf16");
+  EXPECT_EQ(given.call(), FOVEA_OK) << fovea_last_error();
+  EXPECT_EQ(given.call(), FOVEA_OK) << fovea_last_error();
+  none = 0;
+}
+
+TEST_F(DISABLED_PlayedCuda, AnOldGpuIsNamed) {
+  const Given given("fwd b=2 hq=4 sq=128 sk=128 d=64 bf16");
+  launches() = 0;
+  EXPECT_EQ(given.call(), FOVEA_UNSUPPORTED);
+  EXPECT_NE(std::string(fovea_last_error()).find("played has compute capability 7.0; served: 8.0 or newer"),
+            std::string::npos)
+      << fovea_last_error();
+  EXPECT_EQ(launches(), 0);
 }
 
 TEST_F(DISABLED_PlayedCuda, ThreadsWaitForOneAnother) {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * A libcuda.so.1 that computes nothing: two GPUs of compute capability 9.0, kernels that are names, launches that are
- * counted. cuda_call_test.cpp starts itself anew with this in LD_LIBRARY_PATH. */
+ * A libcuda.so.1 that computes nothing: two GPUs of compute capability 9.0 (or $FAKE_CAPABILITY, 7 say), kernels that
+ * are names, launches that are counted. cuda_call_test.cpp starts itself anew with this in LD_LIBRARY_PATH. */
 #define _POSIX_C_SOURCE 200809L /* strdup */
 #include <stdint.h>
 #include <stdlib.h>
@@ -10,6 +10,7 @@
 /* What the test sets and reads. */
 int fake_capturing = 0;
 int fake_result_of_launch = 0;
+int fake_no_context = 0; /* 1: threads come without one */
 int fake_loads = 0;
 int fake_launches = 0;
 struct {
@@ -22,6 +23,8 @@ struct config { /* CUlaunchConfig's beginning */
   unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes;
   void* stream;
 };
+
+static _Thread_local int pushed = 0; /* contexts */
 
 static int succeed(void) { return 0; }
 static int version(int* value) {
@@ -48,7 +51,7 @@ static int get_attribute(int* value, int attribute, int device) {
       *value = 132;
       break;
     case 75: /* compute capability */
-      *value = 9;
+      *value = getenv("FAKE_CAPABILITY") != NULL ? atoi(getenv("FAKE_CAPABILITY")) : 9;
       break;
     case 76:
       *value = 0;
@@ -74,6 +77,19 @@ static int context_of_device(void** value, int device) {
 }
 static int context_of_stream(void* stream, void** value) {
   (void)stream;
+  return context(value);
+}
+static int current(void** value) {
+  *value = fake_no_context && pushed == 0 ? NULL : &fake_launches;
+  return 0;
+}
+static int push(void* value) {
+  (void)value;
+  ++pushed;
+  return 0;
+}
+static int pop(void** value) {
+  --pushed;
   return context(value);
 }
 static int current_device(int* device) {
@@ -112,7 +128,9 @@ static int launch(const struct config* config, void* function, void** parameters
   return 0;
 }
 static int capturing(void* stream, int* status) {
-  (void)stream;
+  if (stream == NULL && fake_no_context && pushed == 0) {
+    return 201; /* CUDA_ERROR_INVALID_CONTEXT: the default stream is a context's */
+  }
   *status = fake_capturing;
   return 0;
 }
@@ -138,9 +156,10 @@ int cuGetProcAddress_v2(const char* name, void** function, int cuda_version, uin
       {"cuDeviceGetName", get_name},
       {"cuDeviceGetAttribute", get_attribute},
       {"cuDevicePrimaryCtxRetain", context_of_device},
-      {"cuCtxGetCurrent", context},
+      {"cuCtxGetCurrent", current},
       {"cuCtxGetDevice", current_device},
-      {"cuCtxPopCurrent", context},
+      {"cuCtxPushCurrent", push},
+      {"cuCtxPopCurrent", pop},
       {"cuLibraryLoadData", load},
       {"cuLibraryGetKernel", get_kernel},
       {"cuKernelGetFunction", get_function},
