@@ -271,6 +271,8 @@ def gpu_features():
 
 def gpu_subsets():
     data, rows = gpu_rows("subsets")
+    if not rows:
+        return ["Not measured yet."]
     by_name = {row["name"]: row for row in data["rows"]}
     table = [
         gpu_head(data, rows) + " The time of a backward that computes a part of the gradients, as a part of the time of all of them.",
@@ -286,6 +288,8 @@ def gpu_subsets():
 
 def gpu_random():
     data, rows = gpu_rows("random")
+    if not rows:
+        return ["Not measured yet."]
     table = [
         gpu_head(data, rows) + f" {len(rows)} random problems, always the same (`random_case` in `bench/gpu/cases.py`): our speed over that of "
         "the best of PyTorch's three kernels that can compute the problem, if need be with causality, windows or masks put into its bias.",
@@ -330,6 +334,8 @@ def gpu_small():
 
 def gpu_patterns():
     data, rows = gpu_rows("patterns")
+    if not rows:
+        return ["Not measured yet."]
     by_name = {row["name"]: row for row in rows}
     table = [
         gpu_head(data, rows) + " A bias of every broadcast pattern with its gradient, B=8, H=16, D=64, bf16: TFLOP/s, forward / backward, "
