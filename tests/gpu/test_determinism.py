@@ -20,6 +20,10 @@ LINES = [
 
 
 LONGER = [  # enough blocks that they take turns
+    "bwd b=600 hq=4 sq=49 sk=49 d=32 bf16 bias=1,h,q,k need=q,k,v,bias det",
+    "bwd b=3 hq=8 sq=300 sk=300 d=64 bf16 bias=b,h,q,k need=q,k,v,bias det",
+    "bwd b=2 hq=8 hk=2 sq=300 sk=430 d=128 bf16 causal bias=b,1,q,k sink need=q,k,v,bias,sink det",
+    "bwd b=1 hq=8 hk=2 sq=1 sk=9000 d=128 bf16 need=q,k,v det",
     "bwd b=2 hq=16 hk=4 sq=700 sk=700 d=128 bf16 causal need=q,k,v det",
     "bwd b=8 hq=8 sq=520 sk=520 d=64 bf16 bias=1,h,q,k need=q,k,v,bias det",
     "bwd b=64 hq=4 sq=200 sk=200 d=32 bf16 bias=1,h,q,k bias2=b,1,1,k need=q,k,v,bias,bias2 det",
