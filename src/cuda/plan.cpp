@@ -303,14 +303,15 @@ class Planner {
     work.dbias_store = gradients[0] == Gradient::kPlane && stores_bias();
     const Choice hopper = backward_for_hopper(work);
     work.ordered = hopper.kernel.spec.ordered;
-    work.dq = work.dq || work.ordered;
+    work.dq = work.dq || hopper.kernel.spec.dq;
+    const bool sums_dq = work.dq && !hopper.kernel.spec.direct;
 
     constexpr std::int64_t kFloat = sizeof(float);
     const std::int64_t padded = padded_rows(rows) * rows.heads_q;
     Workspace& workspace = plan_.workspace;
     workspace.add(Region::kRowLse, padded * kFloat);
     workspace.add(Region::kRowDelta, padded * kFloat);
-    if (work.dq) {
+    if (sums_dq) {
       workspace.add(Region::kDqSum, padded * features.d * kFloat);
     }
     if (work.ordered) {
@@ -339,7 +340,7 @@ class Planner {
       const Kernel kernel = taken(sm80_backward(features, plan_.target, work));
       add(Step::kBackward, kernel, backward_blocks(call_, kernel));
     }
-    if (work.dq) {
+    if (sums_dq) {
       add(Step::kBackwardConvert, part("backward_convert", spec), heads * tiles_of(rows.limit_q, kConvertRows));
     }
     const bool row_sum = any(Gradient::kRows);
@@ -390,7 +391,7 @@ class Planner {
       choice.why_not = "not asked for by FOVEA_KERNEL=sm90";
     }
     if (choice.why_not != nullptr) {
-      choice.kernel.spec.ordered = false;
+      choice.kernel.spec = {};
     }
     return choice;
   }

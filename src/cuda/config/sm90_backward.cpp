@@ -131,7 +131,7 @@ const std::vector<Tiles>& given_tiles() {
 }
 
 // From the best on: the first that fits is taken.
-std::vector<Tiles> candidates(const Spec& spec) {
+std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool ordered) {
   if (!given_tiles().empty() && !is_wide(spec)) {
     return given_tiles();
   }
@@ -141,7 +141,20 @@ std::vector<Tiles> candidates(const Spec& spec) {
   }
   const bool bias = spec.bias != BiasTile::kNone;
   const bool much = spec.dropout != DropoutRule::kNone || spec.softcap;  // what takes registers
-  if (spec.ordered) {                                                    // sums leave in bulk
+  // One block has all keys.
+  constexpr std::int64_t kFewKeys = 128;
+  constexpr std::int64_t kMoreKeys = 192;
+  if (spec.dq && !spec.ragged && seqlen_k <= (widest <= 64 && !much ? kMoreKeys : kFewKeys)) {
+    if (widest > 64) {
+      return {{2, 1, 64, 2, 3}, {2, 1, 64, 2, 2}};
+    }
+    if (seqlen_k <= kFewKeys) {
+      return {{2, 1, 64, 3, 3}};
+    }
+    return {{3, 1, 64, 4, 3, false, true}};
+  }
+  // Sums in order leave in bulk.
+  if (ordered) {
     if (widest <= 64 && !much) {
       return {{3, 1, 64, 3, 2, true}, {2, 1, 64, 2, 2, true}};
     }
@@ -188,15 +201,17 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
   spec.dq = wants.dq;
   spec.dkv = wants.dkv;
   spec.column_sum = wants.column_sum;
-  spec.ordered = wants.ordered;
   spec.dbias_store = wants.dbias_store && spec.dq && !is_wide(spec);
-  for (const Tiles& tiles : candidates(spec)) {
+  for (const Tiles& tiles : candidates(spec, call.rows.limit_k, wants.ordered)) {
     spec.warps = 4 * tiles.groups;
     spec.tiles = tiles.tiles;
     spec.step = tiles.step;
     spec.stages = tiles.stages;
     spec.planes = tiles.planes;
-    spec.bulk = wants.dq && tiles.bulk;
+    // Nothing need be added where one block has all keys.
+    spec.direct = wants.dq && !spec.ragged && !is_wide(spec) && call.rows.limit_k <= 64 * tiles.groups * tiles.tiles;
+    spec.ordered = wants.ordered && !spec.direct;
+    spec.bulk = wants.dq && tiles.bulk && !spec.direct;
     spec.delay = wants.dq && tiles.delay;
     spec.halves = wants.dq && tiles.halves;
     if (spec.ordered && !spec.bulk) {

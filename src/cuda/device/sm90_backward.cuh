@@ -13,7 +13,7 @@
 // operand of dQ = dS K. Each step's dQ is one warpgroup's matter in turn (64 queries; of steps of 128 both have one),
 // a step later, when everybody's dS has most likely arrived. It is added to dq_sum, in L2, in the order of the
 // accumulators (backward_convert), by red instructions or in bulk through shared memory, there (`ordered`) by one block
-// of keys after the other.
+// of keys after the other. Where one block has all keys (`direct`) dQ is stored as it is.
 //
 // With dropout, P carries the decision in its sign: P >= 0 is kept.
 //
@@ -56,15 +56,17 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   // product (C7512).
   constexpr bool kSkip = S.banded && ((D <= 64 && kBlocks == 1) || S.halves);
   constexpr int kColumns = S.halves ? D / 2 : D;  // of a job of dQ
+  constexpr bool kMuchToCopy = S.bulk || (kBias && S.ragged);
   // What a launch of 3 (4) warpgroups has is 3 x 168 (4 x 128) registers: more would wait for ever.
-  constexpr int kRegistersToCopy = kGroups == 3 ? 32 : S.bulk ? 40 : 24;
-  constexpr int kRegisters = kGroups == 3 ? 160 : S.bulk ? 232 : 240;
+  constexpr int kRegistersToCopy = kGroups == 3 ? 32 : kMuchToCopy ? 40 : 24;
+  constexpr int kRegisters = kGroups == 3 ? 160 : kMuchToCopy ? 232 : 240;
   static_assert(kGroups == 2 || kGroups == 3);
   static_assert(kType != Type::kFp32 && S.dropout != DropoutRule::kTorchMemEfficient && S.dkv);
   static_assert(D % 16 == 0 && V % 16 == 0 && D <= 128 && V <= 128);
   static_assert(M == 64 || (M == 128 && kGroups == 2));
   static_assert(!S.halves || (kGroups == 2 && M == 64 && D == 128));
   static_assert(S.bias != BiasTile::kFp32 && S.bias2 == BiasTile::kNone && !S.mask && !S.query_term);
+  static_assert(!S.direct || (S.dq && !S.bulk && !S.ragged));
   static_assert((!S.bulk && !S.ordered) || (S.dq && !S.halves && (S.bulk || !S.ordered)));
   static_assert(!S.dbias_store || (S.dq && kBias && !S.softcap && !S.banded && !S.ragged));
   static_assert(kRowPad % M == 0 && S.stages <= 4 && S.planes <= 4);
@@ -171,9 +173,10 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   Sm90BackwardScores<S> scores[kBlocks];
 
   // ---- dQ ----
-  // Of the step whose dS lies in `grads`, from row `row` of dq_sum on. pending: dV and dK of this warpgroup's own step
-  // are in flight, whose Q is then released.
+  // Of the step whose dS lies in `grads`, from row `row` of dq_sum (`direct`: of the head) on. pending: dV and dK of
+  // this warpgroup's own step are in flight, whose Q is then released.
   u32 left = 0;  // parity of what leaves through shared memory
+  int head_before = 0;
   const auto my_turn = [&](int turn) { return S.halves || M == 128 || turn == c; };
   const auto finish_step = [&] {
 #pragma unroll
@@ -220,6 +223,12 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
       if (leader) {
         barrier_arrive(barriers.leaving_full(c));
       }
+    } else if constexpr (S.direct) {
+      const Place& place = block.place;
+      store_accumulator<kType>(static_cast<u16*>(a.grad_q.data) + place.query_rows(a.grad_q.strides, u32(head_before)) +
+                                   (S.halves ? c * (D / 2) : 0) * a.grad_q.strides.col,
+                               a.grad_q.strides, dq, a.scale, row + (M == 128 ? c * 64 : 0) + warp * 16 + g,
+                               place.q_len, a.out_dim - (S.halves ? c * (D / 2) : 0), a.vector_stores, t);
     } else {
       float* const mine = a.dq_sum + i64(row + (M == 128 ? c * 64 : 0)) * D + warp * kTile +
                           (S.halves ? c * (D / 16) * 128 : 0) + lane * 4;
@@ -384,7 +393,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
         pin(dv[f]);
       }
     }
-    const int row_now = block.row0 + head * int(a.padded_rows) + query;
+    const int row_now = S.direct ? query : block.row0 + head * int(a.padded_rows) + query;
     if constexpr (S.dq) {
       fence_async();
       __syncwarp();
@@ -412,6 +421,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
     }
     grads_before = ring_grads;
     row_before = row_now;
+    head_before = head;
     turn_before = turn;
     turn = turn + 1 == kGroups ? 0 : turn + 1;
     query += M;

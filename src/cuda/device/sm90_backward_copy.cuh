@@ -31,10 +31,18 @@ struct Sm90KeyBlock {
   int first, count;  // the first query, and steps of each head
   int steps;
 
+  // In order the blocks of a band begin at the last keys: the queries of a block begin where it stands, so that those
+  // before it are always ahead.
+  static constexpr bool kFromTheEnd = S.ordered && S.banded;
+
   __device__ __forceinline__ Sm90KeyBlock(const Args& a, const Sm90BackwardArgs& m, u32 index) {
     constexpr int keys = sm90_backward_sizes(S).keys;
     const u32 head_of_batch = index / u32(m.key_blocks);
-    key0 = int(index - head_of_batch * u32(m.key_blocks)) * keys;
+    u32 own = index - head_of_batch * u32(m.key_blocks);
+    if constexpr (kFromTheEnd) {
+      own = u32(m.key_blocks) - 1 - own;
+    }
+    key0 = int(own) * keys;
     const u32 b = head_of_batch / u32(m.heads_k);
     head_k = int(head_of_batch - b * u32(m.heads_k));
     group = m.group;
@@ -46,7 +54,7 @@ struct Sm90KeyBlock {
     band = {place.q_len, place.k_len, shift + m.low, shift + m.high};
     math::Interval<int> queries{0, place.q_len};
     if constexpr (S.banded) {
-      if (!outside()) {
+      if (!outside() && !S.direct) {
         queries = band.queries_of_keys(key0, min(key0 + keys, place.k_len));
       }
     }
@@ -178,8 +186,8 @@ __device__ __forceinline__ void sm90_backward_store_bias(const Sm90BackwardArgs&
   }
 }
 
-// Adds dQ to dq_sum, 64 queries a time, as the warpgroups hand them over. In order: a block waits until all blocks of
-// earlier keys that meet the queries have added theirs, and says so when its own sums have arrived.
+// Adds dQ to dq_sum, 64 queries a time, as the warpgroups hand them over. In order: a block waits until all blocks that
+// come before it and meet the queries have added theirs, and says so when its own sums have arrived.
 template <Spec S>
 __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90KeyBlock<S>& block, u32 base,
                                                   const Sm90BackwardBarriers& barriers) {
@@ -189,15 +197,6 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90KeyBl
   u32 parity = 0;  // a bit for each place that sums leave from
   int place = 0;
   int place_before = -1;
-  int row_before = 0;
-  const auto end = [&] {
-    if (place_before >= 0) {
-      barrier_arrive(barriers.leaving_empty(place_before));
-      if constexpr (S.ordered) {
-        add_release(a.turns + 1 + row_before / 64, 1);
-      }
-    }
-  };
 #pragma unroll 1
   for (int i = 0; i < block.group; ++i) {
     int query = block.first;
@@ -208,8 +207,9 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90KeyBl
       parity ^= 1u << place;
       if constexpr (S.ordered) {
         u32 before = u32(own);
-        if constexpr (S.left_edge) {
-          before -= u32(max(query / S.step * S.step + block.band.low, 0)) / kSizes.keys;
+        if constexpr (Sm90KeyBlock<S>::kFromTheEnd) {
+          const int last = min(query / S.step * S.step + S.step, block.place.q_len) - 1 + block.band.high;
+          before = u32(min(last, block.place.k_len - 1)) / kSizes.keys - before;
         }
         while (load_acquire(a.turns + 1 + row / 64) != before) {
         }
@@ -218,18 +218,20 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90KeyBl
       bulk_add(a.dq_sum + i64(row) * S.d, base + kSizes.leaving_at + place * kSizes.leaving, kSizes.leaving);
       bulk_commit();
       if constexpr (S.ordered) {
-        bulk_wait<1>();
+        bulk_wait();
+        barrier_arrive(barriers.leaving_empty(place));
+        add_release(a.turns + 1 + row / 64, 1);
       } else {
         bulk_wait_read<1>();
+        if (place_before >= 0) {
+          barrier_arrive(barriers.leaving_empty(place_before));
+        }
+        place_before = place;
       }
-      end();
-      place_before = place;
-      row_before = row;
       place = place + 1 == kSizes.groups ? 0 : place + 1;
     }
   }
   bulk_wait();
-  end();
 }
 
 // Rows from `live` on of a tile of kRows, in panels of kRowBytes a row. Chunks are exchanged within rows alone.

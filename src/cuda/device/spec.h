@@ -74,6 +74,7 @@ struct Spec {
   bool halves = false;        // backward: each of two warpgroups takes half of dQ's columns, of every step
   bool dbias_store = false;   // backward: dS is the gradient of a bias that nothing shares, and is stored as it is
   bool ordered = false;       // backward: blocks of keys add to dQ in their order
+  bool direct = false;        // backward: one block has all keys, and dQ is stored as it is
   bool bias_outside = false;  // sm90_bias_gradient: the bias is taken out of the sum over the list
 
   // A new field goes into for_each_field, too.
@@ -132,6 +133,7 @@ constexpr void for_each_field(const Spec& spec, Visit visit) {
   visit("halves", spec.halves, usual.halves);
   visit("dbias_store", spec.dbias_store, usual.dbias_store);
   visit("ordered", spec.ordered, usual.ordered);
+  visit("direct", spec.direct, usual.direct);
 }
 
 }  // namespace fovea::cuda
