@@ -255,13 +255,15 @@ def gpu_features():
     by_name = {row["name"]: row for row in data["rows"]}
     table = gpu_table(
         gpu_head(data, rows) + " TFLOP/s of allowed pairs, forward / backward, or what the cell says; in brackets the MiB that our backward "
-        "allocates at its peak, gradients included. `of`: our speed as a part of our own on the row without the feature. `asked`: what is to "
-        "be reached, and ours as a part of that.",
+        "allocates at its peak, gradients included. `of`: our speed as a part of our own on the row without the feature (in brackets what is to "
+        "be reached). `asked`: what is to be reached: ours as a part of that.",
         ["case"], peers, ["of", "asked"],
     )
     for row in rows:
         beside = by_name.get(row["beside"])
         part = gpu_part(row, beside) if beside is not None else ""
+        if part and row["asked_of"]:
+            part += " (" + " / ".join(f"{least:g}" if least else "–" for least in row["asked_of"]) + ")"
         peak = row["results"]["ours"]["peak_mib"]
         ours = f"**{gpu_cell(row, 'ours')}**" + (f" [{peak:.0f}]" if peak else "")
         cells = [row["name"], ours, *(gpu_cell(row, name) for name in peers), part, gpu_asked(data, row)]
@@ -351,7 +353,10 @@ def gpu_patterns():
             cells.append(f"{gpu_cell(row, 'ours')} [{row['results']['ours']['peak_mib']:.0f}]" if row else "")
             cells.append(gpu_part(row, none) if row and none and row is not none else "")
         table.append(f"| {name} | " + " | ".join(cells) + " |")
-    return table
+    beside = [(row, by_name.get(row["beside"])) for row in rows]
+    ratios = [(gpu_rate(row, "ours", 1) / gpu_rate(none, "ours", 1), row["name"]) for row, none in beside if none]
+    least, slowest = min(ratios, default=(0, ""))
+    return [*table, "", f"The slowest backward: {slowest}, {least:.2f} of that without a bias."] if ratios else table
 
 
 TABLES = {

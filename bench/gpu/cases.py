@@ -44,6 +44,7 @@ class Case:
     need: tuple = ()  # the gradients asked for; (): all
     beside: str = ""  # the row of ours that a feature's cost is measured by
     asked: tuple = ()  # what is to be reached, forward and backward, in the row's unit; 0: nothing
+    asked_of: tuple = ()  # the same as a part of our speed on the row `beside`
     unit: str = "TFLOP/s"  # or "ms", "GB/s"
     graph: bool = False  # under a CUDA graph, in microseconds
     forward_only: bool = False
@@ -166,8 +167,8 @@ def features() -> list[Case]:
     part = [
         Case(f"varlen, window, gqa d{d}", f, 1, 32, 0, d, hk=8, causal=True, window=(1024, 0), lengths=SHORTER) for d in (64, 128)
     ]
-    deterministic = lambda case: replace(  # noqa: E731
-        case, name=f"deterministic {case.name}", deterministic=True, beside=case.name, asked=(), flex=False
+    deterministic = lambda case, least=0.92: replace(  # noqa: E731
+        case, name=f"deterministic {case.name}", deterministic=True, beside=case.name, asked=(), asked_of=(0, least), flex=False
     )
     dense_of = {case.name: replace(case, group=f, asked=()) for case in dense()}
     return [
@@ -196,25 +197,27 @@ def features() -> list[Case]:
         Case("dense d128 s4096 f b4", f, 4, 16, 4096, 128),
         causal128,
         Case("window512 s16384 d128", f, 1, 16, 16384, 128, window=(512, 0), unit="ms", asked=(0.17, 0.49), flex=True),
-        Case("varlen 8x2048 d128 c", f, 1, 16, 0, 128, causal=True, lengths=(2048,) * 8, beside="dense d128 s2048 c", asked=(530, 465)),
+        Case("varlen 8x2048 d128 c", f, 1, 16, 0, 128, causal=True, lengths=(2048,) * 8, beside="dense d128 s2048 c", asked=(530, 465),
+             asked_of=(0.94, 0.94)),
         mixed,
-        replace(causal128, name="softcap30 s4096 d128 c", softcap=30.0, beside=causal128.name),
-        replace(causal128, name="sinks s4096 d128 c", sink=True, beside=causal128.name),
+        replace(causal128, name="softcap30 s4096 d128 c", softcap=30.0, beside=causal128.name, asked_of=(0.75, 0.85)),
+        replace(causal128, name="sinks s4096 d128 c", sink=True, beside=causal128.name, asked_of=(0.97, 0)),
         replace(causal128, name="alibi s4096 d128 c", alibi=True, beside=causal128.name),
         deterministic(dense_of["dense d64 s4096 c"]),
         deterministic(causal128),
         deterministic(dense_of["dense d256 s4096 c"]),
-        deterministic(bias64),
-        deterministic(gqa128),
-        deterministic(mixed),
+        deterministic(bias64, 0.87),
+        deterministic(gqa128, 0.87),
+        deterministic(mixed, 0.87),
         *part,
-        *(replace(case, name=f"all at once d{case.d}", bias=(False, True), dropout=0.1, alibi=True, softcap=30.0, beside=case.name)
+        *(replace(case, name=f"all at once d{case.d}", bias=(False, True), dropout=0.1, alibi=True, softcap=30.0, beside=case.name,
+                  asked_of=(0.5, 0.5))
           for case in part),
-        Case("d60 s2048", f, 8, 16, 2048, 60, beside=plain64.name),
-        replace(bias64, name="odd-stride bias[1,H] s2048 d64", bias_pad=1, beside=bias64.name, asked=(), flex=False),
-        replace(bias64, name="fp32 bias[1,H] s2048 d64", bias_type="fp32", beside=bias64.name, asked=(), flex=False),
-        replace(plain64, name="full mask s2048 d64", mask="full", beside=plain64.name),
-        replace(plain64, name="key mask s2048 d64", mask="key", beside=plain64.name),
+        Case("d60 s2048", f, 8, 16, 2048, 60, beside=plain64.name, asked_of=(0.7, 0)),
+        replace(bias64, name="odd-stride bias[1,H] s2048 d64", bias_pad=1, beside=bias64.name, asked=(), asked_of=(0.6, 0), flex=False),
+        replace(bias64, name="fp32 bias[1,H] s2048 d64", bias_type="fp32", beside=bias64.name, asked=(), asked_of=(0.8, 0), flex=False),
+        replace(plain64, name="full mask s2048 d64", mask="full", beside=plain64.name, asked_of=(0.8, 0)),
+        replace(plain64, name="key mask s2048 d64", mask="key", beside=plain64.name, asked_of=(0.95, 0)),
         Case("cross 4096x77 d64", f, 16, 16, 4096, 64, sk=77, asked=(0, 180)),
         Case("cross 4096x77 d64, bytes", f, 16, 16, 4096, 64, sk=77, forward_only=True, unit="GB/s", asked=(0.75, 0)),
         Case("decode 1x65536 8/8 d128", f, 1, 8, 1, 128, sk=65536, forward_only=True, unit="GB/s", asked=(0.80, 0)),
@@ -244,7 +247,7 @@ def patterns() -> list[Case]:
     return [
         *(Case(f"bias none s{s}", "patterns", 8, 16, s, 64) for s in (2048, 2047)),
         *(Case(f"bias {'b' if b else 1},{'h' if h else 1},{'q' if q else 1},{'k' if k else 1} s{s}", "patterns", 8, 16, s, 64,
-               bias=(b, h), bias_rows=q, bias_keys=k, beside=f"bias none s{s}", asked=(0, 0.6))
+               bias=(b, h), bias_rows=q, bias_keys=k, beside=f"bias none s{s}", asked_of=(0, 0.6))
           for s in (2048, 2047) for b in flags for h in flags for q in flags for k in flags),
     ]  # fmt: skip
 

@@ -313,7 +313,8 @@ def measure(case: Case, names: list[str], seconds: float, known: dict) -> dict:
     copies = [first]
     while len(copies) < 8 and len(copies) * first.bytes() < L2_BYTES and not case.graph:
         copies.append(make_inputs(case, first))
-    row: dict = {"name": case.name, "group": case.group, "beside": case.beside, "asked": case.asked, "unit": case.unit}
+    row: dict = {"name": case.name, "group": case.group, "beside": case.beside, "asked": case.asked,
+                 "asked_of": case.asked_of, "unit": case.unit}  # fmt: skip
     row["fault"] = known[case.name] if case.name in known else check(case, first)
     row["flops"] = [case.flops(False), case.flops(True)]
     row["bytes"] = case.bytes_read_and_written()
