@@ -47,7 +47,6 @@ std::string text_of(const std::int64_t* shape, std::int64_t rank) {
   return rank == 0 ? "()" : fmt::format("{}", fmt::join(shape, shape + rank, "x"));
 }
 std::string shape_of(const fovea_tensor& tensor) { return text_of(tensor.shape, tensor.rank); }
-std::string text_of(const Ints& shape) { return text_of(shape.data(), static_cast<std::int64_t>(shape.size())); }
 
 std::string type_name(std::int32_t type) {
   if (type < FOVEA_FP32 || type > FOVEA_INT64) {
@@ -88,8 +87,9 @@ Footprint footprint_of(const fovea_tensor& tensor) {
   return footprint;
 }
 
-std::vector<Argument> arguments_of(const fovea_problem& given, Direction direction) {
-  std::vector<Argument> arguments;
+Arguments arguments_of(const fovea_problem& given, Direction direction) {
+  static_assert(std::size(kInputs) + std::size(kBackwardTensors) <= kMostArguments);
+  Arguments arguments;
   const auto add = [&](const Argument& argument) {
     if (given.*argument.tensor != nullptr) {
       arguments.push_back(argument);
@@ -172,9 +172,10 @@ const fovea_tensor& required(const char* name, const fovea_tensor* tensor, const
   return *tensor;
 }
 
-void shape_is(const char* name, const fovea_tensor& tensor, const Ints& accepted, std::string_view names) {
+void shape_is(const char* name, const fovea_tensor& tensor, const Dims& accepted, std::string_view names) {
   if (!std::equal(accepted.begin(), accepted.end(), tensor.shape, tensor.shape + tensor.rank)) {
-    refuse("{}: shape {}; accepted: {}, {}", name, shape_of(tensor), names, text_of(accepted));
+    refuse("{}: shape {}; accepted: {}, {}", name, shape_of(tensor), names,
+           text_of(accepted.begin(), static_cast<std::int64_t>(accepted.size())));
   }
 }
 

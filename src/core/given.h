@@ -22,6 +22,27 @@ namespace fovea {
 
 using Ints = std::vector<std::int64_t>;
 
+// A few elements in place: calls of microseconds ask for no memory.
+template <class T, std::size_t kMostElements>
+class Few {
+ public:
+  Few() = default;
+  Few(std::initializer_list<T> elements) : Few(elements.begin(), elements.end()) {}
+  Few(const T* first, const T* last) : count_(static_cast<std::size_t>(last - first)) {
+    std::copy(first, last, elements_.begin());
+  }
+  void push_back(const T& element) { elements_[count_++] = element; }
+  T& back() { return elements_[count_ - 1]; }
+  const T* begin() const { return elements_.data(); }
+  const T* end() const { return elements_.data() + count_; }
+  std::size_t size() const { return count_; }
+
+ private:
+  std::array<T, kMostElements> elements_{};
+  std::size_t count_ = 0;
+};
+using Dims = Few<std::int64_t, FOVEA_MAX_RANK>;
+
 // No product of a tensor's dimensions and no distance between two of its elements in bytes goes beyond this, nor do
 // the lengths and heads of a packed problem, so that no offset and no size of a workspace overflows: that may take some
 // hundred bytes for each element, and some thousand for each column or head in each of 2^12 threads.
@@ -40,7 +61,6 @@ template <class... T>
 
 // "2x4x128x127"; "()" for a scalar.
 std::string text_of(const std::int64_t* shape, std::int64_t rank);
-std::string text_of(const Ints& shape);
 std::string shape_of(const fovea_tensor& tensor);
 std::string type_name(std::int32_t type);
 
@@ -63,13 +83,15 @@ Footprint footprint_of(const fovea_tensor& tensor);
 
 // A tensor that a direction uses: its name in fovea_problem and whether it is written.
 struct Argument {
-  const char* name;
-  const fovea_tensor* fovea_problem::*tensor;
-  bool written;
+  const char* name = nullptr;
+  const fovea_tensor* fovea_problem::*tensor = nullptr;
+  bool written = false;
 };
 
 // Those that a direction uses and that are given.
-std::vector<Argument> arguments_of(const fovea_problem& given, Direction direction);
+inline constexpr std::size_t kMostArguments = 24;
+using Arguments = Few<Argument, kMostArguments>;
+Arguments arguments_of(const fovea_problem& given, Direction direction);
 
 // ---- checks: each throws Error where it does not hold ----
 
@@ -84,6 +106,6 @@ void storage_of(const char* name, const fovea_tensor& tensor, bool shapes_only);
 
 const fovea_tensor& required(const char* name, const fovea_tensor* tensor, const char* accepted);
 
-void shape_is(const char* name, const fovea_tensor& tensor, const Ints& accepted, std::string_view names);
+void shape_is(const char* name, const fovea_tensor& tensor, const Dims& accepted, std::string_view names);
 
 }  // namespace fovea

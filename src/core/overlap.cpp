@@ -76,11 +76,36 @@ class Search {
   int steps_ = 0;
 };
 
-// The lowest address and one past the highest.
-struct Range {
-  Wide begin;
-  Wide end;
-};
+// Whether each stride leads past all that the smaller ones reach together: then no two indices meet. So it is with the
+// strides of nearly every tensor.
+bool nests(const Footprint& a) {
+  struct Reach {
+    Wide stride;
+    Wide all;
+  };
+  std::array<Reach, FOVEA_MAX_RANK> sorted{};  // by stride
+  int count = 0;
+  for (int i = 0; i < a.rank; ++i) {
+    if (a.extent[i] > 1) {
+      const Wide stride = a.stride[i] < 0 ? -Wide(a.stride[i]) : Wide(a.stride[i]);
+      int at = count++;
+      for (; at > 0 && sorted[at - 1].stride > stride; --at) {
+        sorted[at] = sorted[at - 1];
+      }
+      sorted[at] = {stride, stride * (a.extent[i] - 1)};
+    }
+  }
+  Wide reach = 0;
+  for (int i = 0; i < count; ++i) {
+    if (sorted[i].stride <= reach) {
+      return false;
+    }
+    reach += sorted[i].all;
+  }
+  return true;
+}
+
+}  // namespace
 
 Range range_of(const Footprint& a) {
   Range range{a.base, Wide(a.base) + a.width};
@@ -91,9 +116,10 @@ Range range_of(const Footprint& a) {
   return range;
 }
 
-}  // namespace
-
 bool overlaps_itself(const Footprint& a) {
+  if (nests(a)) {
+    return false;
+  }
   for (int leading = 0; leading < a.rank; ++leading) {
     if (a.extent[leading] == 1) {
       continue;
@@ -114,9 +140,7 @@ bool overlaps_itself(const Footprint& a) {
 }
 
 bool overlap(const Footprint& a, const Footprint& b) {
-  const Range range_a = range_of(a);
-  const Range range_b = range_of(b);
-  if (range_a.end <= range_b.begin || range_b.end <= range_a.begin) {
+  if (!range_of(a).meets(range_of(b))) {
     return false;
   }
   Search search;

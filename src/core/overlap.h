@@ -19,6 +19,16 @@ struct Footprint {
   std::int64_t stride[FOVEA_MAX_RANK] = {};  // bytes, multiples of the width
 };
 
+// The lowest address and one past the highest.
+struct Range {
+  __extension__ typedef __int128 Wide;
+  Wide begin;
+  Wide end;
+
+  bool meets(const Range& other) const { return begin < other.end && other.begin < end; }
+};
+Range range_of(const Footprint& a);
+
 // Both are exact, except that after kOverlapSteps steps of search, which only strides that nest in no order at all
 // need, the answer is yes.
 inline constexpr int kOverlapSteps = 1 << 16;

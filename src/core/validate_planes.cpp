@@ -70,7 +70,7 @@ void Validator::vectors() {
     type_of("alibi_slopes", slopes, {accumulator()}, accumulator_hint());
     const bool per_batch = slopes.rank != 1;
     const bool two_level = per_batch && slopes.rank == 3 && problem_.two_level;
-    Ints accepted{problem_.heads_q};
+    Dims accepted{problem_.heads_q};
     if (two_level) {
       accepted = {problem_.batch1, problem_.batch2, problem_.heads_q};
     } else if (per_batch) {

@@ -13,7 +13,7 @@ namespace fovea {
 View Validator::like(const char* name, const fovea_tensor& tensor, const fovea_tensor& model, std::int64_t last,
                      const char* names) const {
   type_of(name, tensor, {problem_.type}, ", the type of q");
-  Ints accepted(model.shape, model.shape + model.rank);
+  Dims accepted(model.shape, model.shape + model.rank);
   accepted.back() = last;
   shape_is(name, tensor, accepted, names);
   storage(name, tensor);
@@ -92,7 +92,7 @@ View Validator::grad_plane(const char* name, const fovea_tensor& gradient, const
     refuse("{}: given without {}; accepted: a gradient of what is given", name, of);
   }
   type_of(name, gradient, {static_cast<DType>(tensor->dtype)}, ", the type of the bias");
-  shape_is(name, gradient, Ints(tensor->shape, tensor->shape + tensor->rank), "the shape of the bias as given");
+  shape_is(name, gradient, Dims(tensor->shape, tensor->shape + tensor->rank), "the shape of the bias as given");
   PlaneTraits traits;
   return plane(name, gradient, traits);
 }
@@ -100,24 +100,30 @@ View Validator::grad_plane(const char* name, const fovea_tensor& gradient, const
 // ---- memory ----
 
 void Validator::memory() const {
-  std::vector<std::pair<Argument, Footprint>> used;
+  struct Used {
+    Argument argument;
+    Range range{};
+  };
+  Few<Used, kMostArguments> used;
   for (const Argument& argument : arguments_of(given_, problem_.direction)) {
     const fovea_tensor& tensor = *(given_.*argument.tensor);
     if (elements_of(tensor) > 0) {
-      used.emplace_back(argument, footprint_of(tensor));
+      used.push_back({argument, range_of(footprint_of(tensor))});
     }
   }
-  for (const auto& [written, footprint] : used) {
+  for (const auto& [written, range] : used) {
     if (!written.written) {
       continue;
     }
+    const fovea_tensor& tensor = *(given_.*written.tensor);
+    const Footprint footprint = footprint_of(tensor);
     if (overlaps_itself(footprint)) {
-      const fovea_tensor& tensor = *(given_.*written.tensor);
       refuse("{}: strides {} with shape {} lead two elements to one address; accepted: an address for each",
              written.name, text_of(strides_of(tensor).data(), tensor.rank), shape_of(tensor));
     }
-    for (const auto& [other, other_footprint] : used) {
-      if (!shapes_only_ && other.tensor != written.tensor && overlap(footprint, other_footprint)) {
+    for (const auto& [other, other_range] : used) {
+      if (!shapes_only_ && other.tensor != written.tensor && range.meets(other_range) &&
+          overlap(footprint, footprint_of(*(given_.*other.tensor)))) {
         refuse("{}: shares memory with {}; accepted: memory of its own, as it is written", written.name, other.name);
       }
     }

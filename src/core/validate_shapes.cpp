@@ -61,7 +61,7 @@ void Validator::shapes() {
   } else {
     dense_batch();
   }
-  Ints values(k.shape, k.shape + rank - 1);
+  Dims values(k.shape, k.shape + rank - 1);
   values.push_back(problem_.head_dim_v);
   shape_is("v", v, values, problem_.packed ? "(total_k, Hk, Dv)" : "(B, Sk, Hk, Dv)");
   for (const auto& [name, tensor] : {std::pair("q", &q), std::pair("k", &k), std::pair("v", &v)}) {
@@ -219,7 +219,7 @@ std::int64_t Validator::longest(const char* name, std::int64_t given, const char
   }
   const std::int64_t heads = std::max(problem_.heads_q, problem_.heads_k);
   const std::int64_t columns = std::max(problem_.head_dim, problem_.head_dim_v);
-  if (!product_fits(Ints{problem_.batch(), heads, length}) || !product_fits(Ints{heads, length, columns})) {
+  if (!product_fits(Dims{problem_.batch(), heads, length}) || !product_fits(Dims{heads, length, columns})) {
     refuse("{}: {}; accepted: at most 2^50 rows in {} sequences of {} heads, 2^50 elements in one", name, length,
            problem_.batch(), heads);
   }
