@@ -42,7 +42,7 @@ class Shard:
         with open(self.log, "a") as log:
             self.process = subprocess.Popen(
                 [*self.command, "--report", self.report, *(["--after", after] if after else [])],
-                stdout=log, stderr=subprocess.STDOUT,
+                stdout=log, stderr=subprocess.STDOUT, env={"OMP_NUM_THREADS": "2", **os.environ},  # there are many
             )  # fmt: skip
 
     def lines(self) -> list[dict]:
