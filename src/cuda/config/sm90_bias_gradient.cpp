@@ -132,13 +132,11 @@ Choice sm90_bias_gradient(const Call& call, const Operands& operands, const Targ
     return choice;
   }
   constexpr std::int64_t kMostTiles = std::int64_t{1} << 24;
-  if (list.planes * tiles_of(list.queries, 64) * tiles_of(list.keys, kBiasPartKeys) >= kMostTiles ||
-      list.entries >= kMostTiles) {
+  if (list.planes * tiles_of(list.queries, 64) * tiles_of(list.keys, 64) >= kMostTiles || list.entries >= kMostTiles) {
     choice.why_not = "2^24 tiles or more";
     return choice;
   }
   spec.tiles = 1;
-  spec.part = kBiasPartKeys;
   const bool plain = !spec.softcap && !spec.alibi && !spec.mask && spec.bias2 == BiasTile::kNone &&
                      spec.dropout == DropoutRule::kNone && !spec.ragged;
   spec.bias_outside = spec.bias != BiasTile::kNone && list.entries > 1 && plain;
@@ -148,6 +146,7 @@ Choice sm90_bias_gradient(const Call& call, const Operands& operands, const Targ
   for (const Tiles& tiles : candidates(spec, list)) {
     spec.warps = 4 * tiles.groups;
     spec.step = tiles.step;
+    spec.part = tiles.step % 128 == 0 || tiles.step == 64 ? 64 : 32;
     spec.stages = tiles.stages;
     spec.planes = spec.bias != BiasTile::kNone ? tiles.planes : 0;
     spec.q_buffers = 0;

@@ -27,17 +27,44 @@
 
 namespace fovea::cuda {
 
+// The bias of a tile, for this warp's rows.
+template <Spec S>
+__device__ __forceinline__ void add_bias_of_tile(const Args& a, float (&s)[1][S.part / 8][4], const Thread& thread,
+                                                 u32 inputs, int row) {
+  Scores<bias_of_tile(S), false, 1>(a, {}, 0, 1.f)
+      .template add<BiasTileInputs<S>, S.part>(s, thread, inputs, row, 0, 0, 0);
+}
+
+// What else is added, for queries from row0 and keys from `key` on.
+template <Spec S>
+__device__ __forceinline__ void add_inputs_of_entry(const Scores<scores_of_entry(S), false, 1>& scores,
+                                                    float (&s)[1][S.part / 8][4], const Thread& thread, u32 inputs,
+                                                    int row, int row0, int key) {
+  scores.template add<BiasEntryInputs<S>, S.part>(s, thread, inputs, row, 0, row0, key);
+}
+
+// A warp's 16 rows of a part leave through `place` in shared memory, which is its own.
+template <Spec S, Type kAs>
+__device__ __forceinline__ void store_bias_part(const float (&sum)[1][S.part / 8][4], u32 place, u16* to,
+                                                const math::Strides& strides, int rows, int keys, bool vectors,
+                                                const Thread& thread) {
+  __syncwarp();
+  store_fragment<kAs, S.part>(place, sum, 1.f, thread);
+  __syncwarp();
+  store_rows<Tile<S.part>, 2, 16>(to, strides, place, rows, keys, vectors, thread.lane);
+}
+
 template <Spec S>
 __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
     sm90_bias_gradient(const __grid_constant__ Args a, const __grid_constant__ Sm90BiasGradientArgs m) {
   // ---- sizes ----
   constexpr Sm90BiasGradientSizes kSizes = sm90_bias_gradient_sizes(S);
-  constexpr Spec kTile = bias_of_tile(S);
   constexpr Spec kEntry = scores_of_entry(S);
   constexpr int kGroups = kSizes.groups;
   constexpr int kRows = kSizes.rows;
   constexpr int kParts = kSizes.parts;
-  constexpr int kColumns = kBiasPartKeys / 8;
+  constexpr int kPart = kSizes.part;  // keys of a product
+  constexpr int kColumns = kPart / 8;
   constexpr int kUnit = kSizes.unit / 16;  // as descriptors count
   constexpr int kTileBytes = kSizes.tile;
   constexpr int kEntryBytes = kSizes.entry;
@@ -50,14 +77,12 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
   constexpr bool kDropout = S.dropout != DropoutRule::kNone;
   constexpr float kLargestOutside = 0x1p40f;  // of a bias
   const float kNan = __uint_as_float(0x7fffffffu);
-  constexpr int kRegistersToCopy = kGroups == 3 ? 56 : 88;
-  constexpr int kRegisters = kGroups == 3 ? 152 : 208;
+  constexpr int kRegistersToCopy = kGroups == 3 ? 56 : kParts > 2 ? 40 : 88;
+  constexpr int kRegisters = kGroups == 3 ? 152 : kParts > 2 ? 232 : 208;
   static_assert(kGroups >= 1 && kGroups <= 3 && S.type != Type::kFp32 && S.tiles == 1);
-  static_assert(S.step % kBiasPartKeys == 0 && S.stages >= 2 && (S.planes > 0) == kBias);
+  static_assert(S.step % kPart == 0 && S.stages >= 2 && (S.planes > 0) == kBias);
   static_assert((S.q_buffers > 0) == (kSizes.entry > 0) && (!S.ragged || kRowPad % kRows == 0));
   static_assert(kBias || !S.bias_outside);
-  using TileInputs = BiasTileInputs<S>;
-  using EntryInputs = BiasEntryInputs<S>;
 
   // ---- shared memory and barriers ----
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -100,19 +125,18 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
   const u32 low = descriptor_low(base, 16);
 
   // (+)= rows times keys of a unit, 64 keys.
-  const auto issue = [&](float(&to)[1][kColumns][4], u32 unit, int part, auto columns) {
+  const auto issue = [&](auto& to, u32 unit, int part, auto columns) {
     constexpr int kWidth = columns;
     constexpr int kPanel = panel_columns(kWidth);
     constexpr int kBlocks = kPanel / 16;
     constexpr u32 kHigh = descriptor_high(kPanel * 2);
-    float(&flat)[kColumns * 4] = *reinterpret_cast<float(*)[kColumns * 4]>(&to);
     const u32 rows = low + unit * kUnit + group * (64 * kPanel * 2 / 16);
-    const u32 keys = low + unit * kUnit + kRows * kWidth * 2 / 16 + part * (kBiasPartKeys * kPanel * 2 / 16);
+    const u32 keys = low + unit * kUnit + kRows * kWidth * 2 / 16 + part * (kPart * kPanel * 2 / 16);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kWidth / 16; ++k) {
       const u32 in_panel = k % kBlocks * 2;
-      wgmma_shared<S.type>(flat, descriptor(rows + k / kBlocks * (kRows * kPanel * 2 / 16) + in_panel, kHigh),
+      wgmma_shared<S.type>(to, descriptor(rows + k / kBlocks * (kRows * kPanel * 2 / 16) + in_panel, kHigh),
                            descriptor(keys + k / kBlocks * (S.step * kPanel * 2 / 16) + in_panel, kHigh), k > 0);
     }
     wgmma_commit();
@@ -124,16 +148,14 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
     const u32 tile_inputs = base + kTileAt + ring_tile.buffer() * kParts * kTileBytes;
     // The bias itself, as the scores of dot products that are all 0. opaque: addresses that are made again after the
     // loop take no registers in it.
-    const auto bias_of = [&](float(&b)[1][kColumns][4], int part) {
+    const auto bias_of = [&](auto& b, int part) {
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
         for (int e = 0; e < 4; ++e) {
           b[0][j][e] = 0;
         }
       }
-      Scores<kTile, false, 1>(a, {}, 0, 1.f)
-          .template add<TileInputs, kBiasPartKeys>(b, thread, u32(opaque(int(tile_inputs))) + part * kTileBytes, row, 0,
-                                                   0, 0);
+      add_bias_of_tile<S>(a, b, thread, u32(opaque(int(tile_inputs))) + part * kTileBytes, row);
     };
     float largest[2] = {};
     bool swallows[2] = {};  // sums of a score and this bias leave nothing of the score
@@ -146,7 +168,7 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
       for (int part = 0; part < kParts; ++part) {
         float b[1][kColumns][4];
         bias_of(b, part);
-        const int keys = a.bias_keys - tile.n0 - part * kBiasPartKeys - thread.t * 2;
+        const int keys = a.bias_keys - tile.n0 - part * kPart - thread.t * 2;
 #pragma unroll
         for (int j = 0; j < kColumns; ++j) {
           for (int e = 0; e < 4; ++e) {
@@ -183,7 +205,7 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         const bool last = part == kParts - 1;
-        const int key = tile.n0 + part * kBiasPartKeys;
+        const int key = tile.n0 + part * kPart;
         float s[1][kColumns][4];
         float dp[1][kColumns][4];
         float(&flat_s)[kColumns * 4] = *reinterpret_cast<float(*)[kColumns * 4]>(&s);
@@ -191,11 +213,11 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
         if (part == 0) {
           barrier_wait(barriers.full(unit_q), parity_q);
         }
-        issue(s, unit_q, part, Constant<S.d>{});
+        issue(flat_s, unit_q, part, Constant<S.d>{});
         if (part == 0) {
           barrier_wait(barriers.full(unit_o), parity_o);
         }
-        issue(dp, unit_o, part, Constant<S.dv>{});
+        issue(flat_dp, unit_o, part, Constant<S.dv>{});
         if (part == 0) {
           const u32 at = base + kVectorsAt + ring_vectors.buffer() * kVectors + (row + thread.g) * 4;
 #pragma unroll
@@ -223,19 +245,17 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
           barrier_arrive(barriers.empty(unit_q));
         }
         // What lies behind the ends of sequences may be anything.
-        const bool ends = S.ragged && (row0 + 16 > place.q_len || key + kBiasPartKeys > place.k_len);
+        const bool ends = S.ragged && (row0 + 16 > place.q_len || key + kPart > place.k_len);
         const auto exists = [&](int j, int e) {
           return row0 + thread.g + (e >> 1) * 8 < place.q_len && key + j * 8 + thread.t * 2 + (e & 1) < place.k_len;
         };
         scores.of_dots(s);
         if constexpr (kBias && !S.bias_outside) {
-          Scores<kTile, false, 1>(a, {}, 0, 1.f)
-              .template add<TileInputs, kBiasPartKeys>(s, thread, tile_inputs + part * kTileBytes, row, 0, 0, 0);
+          add_bias_of_tile<S>(a, s, thread, tile_inputs + part * kTileBytes, row);
         }
-        scores.template add<EntryInputs, kBiasPartKeys>(s, thread, entry_inputs + part * kEntryBytes, row, 0, row0,
-                                                        key);
-        if (key + kBiasPartKeys > place.k_len ||
-            (S.banded && band.tile(row0, row0 + 16, key, key + kBiasPartKeys) != math::TileClass::kFull)) {
+        add_inputs_of_entry<S>(scores, s, thread, entry_inputs + part * kEntryBytes, row, row0, key);
+        if (key + kPart > place.k_len ||
+            (S.banded && band.tile(row0, row0 + 16, key, key + kPart) != math::TileClass::kFull)) {
           mask_edge<S, false>(s, thread, band, row0, key);
         }
         if (ends) {
@@ -338,7 +358,7 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
     const int rows = a.bias_rows - first_row;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      const int key = first_key + part * kBiasPartKeys;
+      const int key = first_key + part * kPart;
       const int keys = a.bias_keys - key;
       const i64 at = shared.b1 * to.batch1 + shared.b2 * to.batch2 + shared.h * to.head + i64(first_row) * to.row +
                      i64(key) * to.col;
@@ -355,11 +375,8 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
         u16* const first = static_cast<u16*>(a.grad_bias.data) + at;
         if constexpr (kBias) {
           const bool vectors = to.col == 1 && to.row % 8 == 0 && (reinterpret_cast<u64>(first) & 15) == 0;
-          const u32 result = tile_inputs + part * kTileBytes + row * kBiasPartKeys * 2;
-          __syncwarp();
-          store_fragment<kAs, kBiasPartKeys>(result, sum[part], 1.f, thread);
-          __syncwarp();
-          store_rows<Tile<kBiasPartKeys>, 2, 16>(first, to, result, rows, keys, vectors, thread.lane);
+          const u32 result = tile_inputs + part * kTileBytes + row * kPart * 2;
+          store_bias_part<S, kAs>(sum[part], result, first, to, rows, keys, vectors, thread);
         } else {
           const int r = thread.g;
 #pragma unroll

@@ -149,11 +149,11 @@ __device__ __forceinline__ void sm90_bias_copy_rows(const Args& a, const Sm90Bia
 }
 
 template <Spec S>
-using BiasTileInputs =
-    ScoreInputs<bias_of_tile(S), false, sm90_bias_gradient_sizes(S).rows, kBiasPartKeys, kBiasCopyThreads>;
+using BiasTileInputs = ScoreInputs<bias_of_tile(S), false, sm90_bias_gradient_sizes(S).rows,
+                                   sm90_bias_gradient_sizes(S).part, kBiasCopyThreads>;
 template <Spec S>
-using BiasEntryInputs =
-    ScoreInputs<scores_of_entry(S), false, sm90_bias_gradient_sizes(S).rows, kBiasPartKeys, kBiasCopyThreads>;
+using BiasEntryInputs = ScoreInputs<scores_of_entry(S), false, sm90_bias_gradient_sizes(S).rows,
+                                    sm90_bias_gradient_sizes(S).part, kBiasCopyThreads>;
 
 // kBiasCopyThreads threads: the bias of a tile.
 template <Spec S>
@@ -169,7 +169,7 @@ __device__ __forceinline__ void sm90_bias_copy_tile(const Args& a, const Sm90Bia
   place.k_len = a.bias_keys;
 #pragma unroll 1
   for (int part = 0; part < kSizes.parts; ++part) {
-    BiasTileInputs<S>::load(to + part * kSizes.tile, a, place, e.head, tile.m0, tile.n0 + part * kBiasPartKeys,
+    BiasTileInputs<S>::load(to + part * kSizes.tile, a, place, e.head, tile.m0, tile.n0 + part * kSizes.part,
                             opaque(thread));
   }
   copy_arrive(full);
@@ -198,7 +198,7 @@ __device__ __forceinline__ void sm90_bias_copy_inputs(const Args& a, const Sm90B
         const u32 to = base + kSizes.entry_at + buffer * kSizes.parts * kSizes.entry;
 #pragma unroll 1
         for (int part = 0; part < kSizes.parts; ++part) {
-          BiasEntryInputs<S>::load(to + part * kSizes.entry, a, place, e.head, tile.m0, tile.n0 + part * kBiasPartKeys,
+          BiasEntryInputs<S>::load(to + part * kSizes.entry, a, place, e.head, tile.m0, tile.n0 + part * kSizes.part,
                                    opaque(thread));
         }
         copy_arrive(barriers.entry_full(buffer));

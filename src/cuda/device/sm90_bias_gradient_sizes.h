@@ -3,9 +3,9 @@
 // What sm90_bias_gradient takes for a Spec: warpgroups, threads, where what lies in shared memory. Asked by the planner
 // on the host and by the kernel itself, so that the two cannot disagree.
 //
-// Spec: warps (a multiple of 4) compute, 16 queries each; step is the keys of a tile, 64 or 128; stages the buffers of
-// Q with K and dO with V; planes the buffers of the tile of the bias whose gradient it is (`bias`); q_buffers those of
-// whatever else is added to scores, entry by entry.
+// Spec: warps (a multiple of 4) compute, 16 queries each; step is the keys of a tile, part those of a product; stages
+// are the buffers of Q with K and dO with V; planes those of the tile of the bias whose gradient it is (`bias`);
+// q_buffers those of whatever else is added to scores, entry by entry.
 #ifndef FOVEA_CUDA_DEVICE_SM90_BIAS_GRADIENT_SIZES_H
 #define FOVEA_CUDA_DEVICE_SM90_BIAS_GRADIENT_SIZES_H
 
@@ -14,9 +14,6 @@
 #include "spec.h"
 
 namespace fovea::cuda {
-
-// Keys of a product; a tile's inputs come in parts of so many keys.
-inline constexpr int kBiasPartKeys = 64;
 
 // The bias alone, which stays for all entries of a list.
 constexpr Spec bias_of_tile(const Spec& s) {
@@ -39,7 +36,8 @@ struct Sm90BiasGradientSizes {
   int groups;   // warpgroups that compute
   int threads;  // with the one that copies
   int rows;     // queries of a tile
-  int parts;    // of its keys
+  int part;     // keys of a product
+  int parts;    // of a tile's keys
 
   int vector_buffers;  // every second unit has row vectors
 
@@ -55,12 +53,13 @@ constexpr Sm90BiasGradientSizes sm90_bias_gradient_sizes(const Spec& s) {
   x.groups = s.warps / 4;
   x.threads = 128 * (x.groups + 1);
   x.rows = 16 * s.warps;
-  x.parts = s.step / kBiasPartKeys;
+  x.part = s.part;
+  x.parts = s.step / s.part;
   x.vector_buffers = (s.stages + 1) / 2;
   x.unit = whole((x.rows + s.step) * (s.d > s.dv ? s.d : s.dv) * 2);
   x.vectors = x.rows * 8;
-  x.tile = score_input_bytes(bias_of_tile(s), x.rows, kBiasPartKeys, false);
-  x.entry = (score_input_bytes(scores_of_entry(s), x.rows, kBiasPartKeys, false) + 127) / 128 * 128;
+  x.tile = score_input_bytes(bias_of_tile(s), x.rows, s.part, false);
+  x.entry = (score_input_bytes(scores_of_entry(s), x.rows, s.part, false) + 127) / 128 * 128;
   x.tile_at = s.stages * x.unit;
   x.entry_at = x.tile_at + s.planes * x.parts * x.tile;
   x.vectors_at = x.entry_at + s.q_buffers * x.parts * x.entry;
