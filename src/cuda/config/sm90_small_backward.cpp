@@ -2,6 +2,8 @@
 #include "cuda/config/sm90_small_backward.h"
 
 #include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 
 #include "cuda/device/sm90_small_backward_sizes.h"
 
@@ -78,6 +80,9 @@ Choice sm90_small_backward(const Call& call, const Operands& operands, const Tar
   const bool narrow = std::max(spec.d, spec.dv) <= 32 && spec.bias != BiasTile::kFp32;
   spec.warps = narrow ? 12 : 8;
   spec.stages = narrow ? 3 : 2;
+  if (const char* const given = std::getenv("FOVEA_SMALL_TILES")) {  // for measuring: warps, stages
+    std::sscanf(given, "%d,%d", &spec.warps, &spec.stages);
+  }
   const Sm90SmallBackwardSizes sizes = sm90_small_backward_sizes(spec);
   kernel.threads = sizes.threads;
   kernel.shared_bytes = sizes.bytes;

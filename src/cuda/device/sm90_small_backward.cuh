@@ -92,13 +92,14 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
   constexpr int D = S.d;
   constexpr int V = S.dv;
   constexpr int kGroups = kSizes.groups;
-  constexpr int kRegistersToCopy = kGroups == 3 ? 32 : 40;
-  constexpr int kRegisters = kGroups == 3 ? 160 : 232;
+  // What a launch of 3 (4, 5) warpgroups has is 3 x 168 (4 x 128, 5 x 96) registers: more would wait for ever.
+  constexpr int kRegistersToCopy = kGroups == 4 ? 32 : kGroups == 3 ? 32 : 40;
+  constexpr int kRegisters = kGroups == 4 ? 112 : kGroups == 3 ? 160 : 232;
   constexpr bool kBias = S.bias != BiasTile::kNone;
   constexpr bool kSum = S.grad_bias != BiasTile::kNone;
   constexpr int kRowD = D * 2;  // bytes
   constexpr int kRowV = V * 2;
-  static_assert(kGroups == 2 || kGroups == 3);
+  static_assert(kGroups >= 2 && kGroups <= 4);
   static_assert(kType != Type::kFp32 && (D == 16 || D == 32 || D == 64) && (V == 16 || V == 32 || V == 64));
   static_assert(!S.softcap && !S.ragged && S.bias2 == BiasTile::kNone && !S.mask && !S.key_term && !S.query_term);
   static_assert(!S.alibi && S.dropout == DropoutRule::kNone && (kBias || !kSum));
