@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kGroups * S.stages; ++i) {
       barrier_init(full(0, i), 1);
-      barrier_init(full(0, i) + 8, 4);
+      barrier_init(full(0, i) + 8, 1);
     }
     barrier_init_fence();
   }
@@ -242,6 +242,7 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
       }
     }
   };
+  u32 leaving = 0;  // the barrier of tiles that gradients leave through
   SmallEntry next{};
   if (number + c < u32(m.list)) {
     next = SmallEntry::make(a, m, plane, number + c);
@@ -278,6 +279,11 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
       wgmma_shared<kType>(dp, descriptor(v_at + k * 2, kHighV), descriptor(o_at + k * 2, kHighV), k > 0);
     }
     wgmma_commit();
+
+    if (leaving != 0 && thread == 0) {  // the gradients of the head before have left its tiles
+      bulk_wait_read();
+      barrier_arrive(leaving);
+    }
 
     // ---- logsumexp and delta; dO and O are swizzled alike, so that chunks of 16 bytes pair up at equal places ----
     const u32 grad_out = part + ring.buffer() * kSizes.head + 2 * kSizes.q + kSizes.v;
@@ -387,7 +393,43 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
     pin(dq);
     pin(dk);
     pin(dv);
-    if (lane == 0) {
+    sync(1 + c, 128);  // nobody reads this head's tiles any more
+    if (m.store_tensors) {
+      // By TMA, through the places of Q, K and V.
+      const u32 q_place = part + ring.buffer() * kSizes.head + kSizes.q;
+      const u32 k_place = q_place - kSizes.q;
+      const u32 v_place = q_place + kSizes.q;
+      const auto leave = [&](u32 place, auto columns, const float* from, float factor) {
+#pragma unroll
+        for (int k = 0; k < columns / 16; ++k) {
+          const auto pair = [&](int j, int x) {
+            return pack<kType>(from[4 * j + 2 * x] * factor, from[4 * j + 2 * x + 1] * factor);
+          };
+          stmatrix(place + swizzled<columns * 2>(warp * 16 + lane % 16, 2 * k + lane / 16), pair(2 * k, 0),
+                   pair(2 * k, 1), pair(2 * k + 1, 0), pair(2 * k + 1, 1));
+        }
+      };
+      leave(q_place, Constant<D>{}, dq, a.scale);
+      leave(k_place, Constant<D>{}, dk, a.scale);
+      leave(v_place, Constant<V>{}, dv, 1.f);
+      fence_async();
+      sync(1 + c, 128);
+      if (thread == 0) {
+        const auto send = [&](const Tensor& to, const TensorMap& map, const Has& has, u32 place) {
+          if (to.data != nullptr) {
+            tensor_store(map, place, {0, 0, now.head * has.head, now.b2 * has.batch2, now.b1 * has.batch1});
+          }
+        };
+        send(a.grad_q, m.grad_q, m.has_grad_q, q_place);
+        send(a.grad_k, m.grad_k, m.has_grad_k, k_place);
+        send(a.grad_v, m.grad_v, m.has_grad_v, v_place);
+        bulk_commit();
+      }
+      leaving = barrier + 8;
+      ring.next();
+      continue;
+    }
+    if (thread == 0) {
       barrier_arrive(barrier + 8);
     }
     ring.next();
@@ -407,6 +449,9 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
       store(a.grad_k, Constant<D>{}, dk, a.scale, band.seqlen_k, a.out_dim);
       store(a.grad_v, Constant<V>{}, dv, 1.f, band.seqlen_k, a.out_dim_v);
     }
+  }
+  if (thread == 0) {
+    bulk_wait_read();
   }
   if constexpr (kSum) {
     float* const to = m.bias_sum + (i64(plane) * workers + number + c) * (kSmallRows * kSmallRows) + thread * 4;

@@ -49,12 +49,13 @@ constexpr Sm90SmallBackwardSizes sm90_small_backward_sizes(const Spec& s) {
 // Beside Args. A block belongs to one plane of the bias (the only one without a bias); its warpgroups take entries of
 // the plane's list in turn.
 struct Sm90SmallBackwardArgs {
-  TensorMap q, k, v, grad_out, out;
-  Has has_q, has_k, has_v, has_grad_out, has_out;
-  math::Strides planes;  // not 0 in those dimensions that planes differ in
-  int count = 1;         // planes
-  int list = 0;          // entries of a plane
-  int heads = 1;         // of a list's entry: heads run fastest, then batch2
+  TensorMap q, k, v, grad_out, out, grad_q, grad_k, grad_v;
+  Has has_q, has_k, has_v, has_grad_out, has_out, has_grad_q, has_grad_k, has_grad_v;
+  bool store_tensors = false;  // the gradients that are wanted have tensor maps
+  math::Strides planes;        // not 0 in those dimensions that planes differ in
+  int count = 1;               // planes
+  int list = 0;                // entries of a plane
+  int heads = 1;               // of a list's entry: heads run fastest, then batch2
   int batch2 = 1;
   float* bias_sum = nullptr;  // [plane][warpgroup of the plane][4096], in register order
 };
