@@ -314,7 +314,7 @@ class Planner {
     if (sums_dq) {
       workspace.add(Region::kDqSum, padded * features.d * kFloat);
     }
-    if (work.ordered) {
+    if (hopper.why_not == nullptr && sm90_backward_counts(call_, hopper.kernel.spec, plan_.target)) {
       constexpr std::int64_t kRowsOfATurn = 64;
       workspace.add(Region::kTurns, (1 + padded / kRowsOfATurn) * std::int64_t{sizeof(u32)});
     }
@@ -335,7 +335,7 @@ class Planner {
     add(Step::kBackwardPrepare, part("backward_prepare", spec), heads * pads);
     if (hopper.why_not == nullptr) {
       const Kernel kernel = taken(hopper);
-      add(Step::kSm90Backward, kernel, sm90_backward_blocks(call_, kernel.spec));
+      add(Step::kSm90Backward, kernel, sm90_backward_blocks(call_, kernel.spec, plan_.target));
     } else if (work.dkv || work.column_sum) {
       const Kernel kernel = taken(sm80_backward(features, plan_.target, work));
       add(Step::kBackward, kernel, backward_blocks(call_, kernel));

@@ -232,9 +232,17 @@ std::int64_t sm90_backward_key_blocks(const Call& call, const Spec& spec) {
   return (call.rows.limit_k + keys - 1) / keys;
 }
 
-std::int64_t sm90_backward_blocks(const Call& call, const Spec& spec) {
-  const int blocks = is_wide(spec) ? 2 : 1;  // of a cluster
-  return sm90_backward_key_blocks(call, spec) * call.rows.batch() * call.rows.heads_k * blocks;
+std::int64_t sm90_backward_items(const Call& call, const Spec& spec) {
+  return sm90_backward_key_blocks(call, spec) * call.rows.batch() * call.rows.heads_k;
+}
+
+std::int64_t sm90_backward_blocks(const Call& call, const Spec& spec, const Target& target) {
+  const std::int64_t items = sm90_backward_items(call, spec);
+  return is_wide(spec) ? 2 * items : std::min<std::int64_t>(items, target.multiprocessors);
+}
+
+bool sm90_backward_counts(const Call& call, const Spec& spec, const Target& target) {
+  return spec.ordered || (!is_wide(spec) && sm90_backward_items(call, spec) > target.multiprocessors);
 }
 
 }  // namespace fovea::cuda

@@ -13,8 +13,11 @@ namespace fovea::cuda {
 // dk, dv (and dq by additions in memory): 16-bit types, head_dim up to 128; sm90_wide_backward up to 256.
 Choice sm90_backward(const Call& call, const Operands& operands, const Target& target, const BackwardWants& wants);
 
-// Blocks of its grid, and how many times the keys of a block (of a cluster) go into a head.
-std::int64_t sm90_backward_blocks(const Call& call, const Spec& spec);
+// Blocks of keys (sm90_wide_backward: of two blocks), of a head and of all heads; blocks of its grid; whether these
+// take their keys from a counter.
 std::int64_t sm90_backward_key_blocks(const Call& call, const Spec& spec);
+std::int64_t sm90_backward_items(const Call& call, const Spec& spec);
+std::int64_t sm90_backward_blocks(const Call& call, const Spec& spec, const Target& target);
+bool sm90_backward_counts(const Call& call, const Spec& spec, const Target& target);
 
 }  // namespace fovea::cuda

@@ -17,7 +17,9 @@
 //
 // With dropout, P carries the decision in its sign: P >= 0 is kept.
 //
-// Blocks: batch * heads_k * ceil(limit_k / keys). backward_prepare comes before, backward_convert after.
+// A block stays for the whole call and takes key blocks from a counter, batch * heads_k * ceil(limit_k / keys) of them:
+// Q and dO of the next are on their way while one ends. Where there are as many blocks as key blocks each has its own.
+// backward_prepare comes before, backward_convert after.
 #ifndef FOVEA_CUDA_DEVICE_SM90_BACKWARD_CUH
 #define FOVEA_CUDA_DEVICE_SM90_BACKWARD_CUH
 
@@ -56,10 +58,9 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   // product (C7512).
   constexpr bool kSkip = S.banded && ((D <= 64 && kBlocks == 1) || S.halves);
   constexpr int kColumns = S.halves ? D / 2 : D;  // of a job of dQ
-  constexpr bool kMuchToCopy = S.bulk || (kBias && S.ragged);
   // What a launch of 3 (4) warpgroups has is 3 x 168 (4 x 128) registers: more would wait for ever.
-  constexpr int kRegistersToCopy = kGroups == 3 ? 32 : kMuchToCopy ? 40 : 24;
-  constexpr int kRegisters = kGroups == 3 ? 160 : kMuchToCopy ? 232 : 240;
+  constexpr int kRegistersToCopy = kGroups == 3 ? 32 : 40;
+  constexpr int kRegisters = kGroups == 3 ? 160 : 232;
   static_assert(kGroups == 2 || kGroups == 3);
   static_assert(kType != Type::kFp32 && S.dropout != DropoutRule::kTorchMemEfficient && S.dkv);
   static_assert(D % 16 == 0 && V % 16 == 0 && D <= 128 && V <= 128);
@@ -71,28 +72,15 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   static_assert(!S.dbias_store || (S.dq && kBias && !S.softcap && !S.banded && !S.ragged));
   static_assert(kRowPad % M == 0 && S.stages <= 4 && S.planes <= 4);
 
-  // ---- which keys ----
-  wait_for_kernels_before();
+  // ---- shared memory and barriers ----
   extern __shared__ __align__(1024) unsigned char memory[];
   const u32 base = shared_address(memory);
-  u32 number = blockIdx.x;
-  if constexpr (S.ordered) {  // who waits for another must have begun later
-    if (threadIdx.x == 0) {
-      store_shared(base + kSizes.number_at, atomicAdd(a.turns, 1u));
-    }
-    sync();
-    number = load_shared_word(base + kSizes.number_at);
-  }
-  const Sm90KeyBlock<S> block(a, m, number);
-  if (block.outside()) {
-    return;
-  }
-
-  // ---- shared memory and barriers ----
   const Sm90BackwardBarriers barriers{base + kSizes.barriers_at};
   const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
   if (threadIdx.x == 0) {
     barrier_init(barriers.kv_full(), 1);
+    // Whoever asks which keys are next.
+    barrier_init(barriers.kv_empty(), S.warps + int{kBias} + int{S.bulk} + int{S.dbias_store});
     for (int i = 0; i < S.stages; ++i) {
       barrier_init(barriers.q_full(i), 1);
       barrier_init(barriers.q_empty(i), S.warps);
@@ -110,21 +98,22 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
     barrier_init_fence();
   }
   sync();
+  wait_for_kernels_before();
 
   if (warpgroup == 0) {
     fewer_registers<kRegistersToCopy>();
     const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0);
     if (warp == 0 && threadIdx.x == 0) {
-      sm90_backward_copy<S>(a, m, block, base, barriers);
+      sm90_backward_copy<S>(a, m, base, reinterpret_cast<Sm90Loads*>(memory + kSizes.loads_at), barriers);
     }
     if (kBias && warp == 1 && threadIdx.x == 32) {
-      sm90_backward_copy_bias<S>(m, block, base, barriers);
-    }
-    if (S.dbias_store && warp == 3 && threadIdx.x == 96) {
-      sm90_backward_store_bias<S>(m, block, base, barriers);
+      sm90_backward_copy_bias<S>(a, m, base, barriers);
     }
     if (S.bulk && warp == 2 && threadIdx.x == 64) {
-      sm90_backward_add<S>(a, block, base, barriers);
+      sm90_backward_add<S>(a, m, base, barriers);
+    }
+    if (S.dbias_store && warp == 3 && threadIdx.x == 96) {
+      sm90_backward_store_bias<S>(a, m, base, barriers);
     }
     return;
   }
@@ -157,305 +146,321 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   // Where this lane's 16 bytes of a transposed 16 x 16 fragment lie in a panel of dS (ldmatrix and stmatrix alike).
   const u32 fragment = swizzled<128>(lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2);
 
-  float dk[kBlocks][D / 2];
-  float dv[kBlocks][V / 2];
-#pragma unroll
-  for (int f = 0; f < kBlocks; ++f) {
-#pragma unroll
-    for (int i = 0; i < D / 2; ++i) {
-      dk[f][i] = 0;
-    }
-#pragma unroll
-    for (int i = 0; i < V / 2; ++i) {
-      dv[f][i] = 0;
-    }
-  }
+  u32 left = 0;  // parity of what leaves through shared memory
   Sm90BackwardScores<S> scores[kBlocks];
 
-  // ---- dQ ----
-  // Of the step whose dS lies in `grads`, from row `row` of dq_sum (`direct`: of the head) on. pending: dV and dK of
-  // this warpgroup's own step are in flight, whose Q is then released.
-  u32 left = 0;  // parity of what leaves through shared memory
-  int head_before = 0;
-  const auto my_turn = [&](int turn) { return S.halves || M == 128 || turn == c; };
-  const auto finish_step = [&] {
+#pragma unroll 1
+  for (u32 phase = 0;; phase ^= 1) {
+    // ---- which keys ----
+    const u32 number = sm90_await_block<S>(base, barriers, phase);
+    if (number == kNoBlock) {
+      break;
+    }
+    const Sm90KeyBlock<S> block(a, m, number);
+    float dk[kBlocks][D / 2];
+    float dv[kBlocks][V / 2];
 #pragma unroll
     for (int f = 0; f < kBlocks; ++f) {
-      pin(dk[f]);
-      pin(dv[f]);
-    }
-    if (leader) {
-      barrier_arrive(barriers.q_empty(ring_q.buffer()));
-    }
-  };
-  const auto add_dq = [&](const Ring<S.planes>& grads, int row, bool pending) {
-    float dq[kColumns / 2];
-    barrier_wait(barriers.grads_full(grads.buffer()), grads.parity());
-    wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < kKeys / 16; ++k) {
-      wgmma_shared<kType, true>(
-          dq, descriptor(grads_rows + grads.buffer() * (kSizes.grads / 16) + k / 4 * (M * 8) + k % 4 * 2, kHighGrads),
-          descriptor(k_inside + k * kRowD, kHighD), k > 0);
-    }
-    wgmma_commit();
-    if (pending) {
-      wgmma_wait<1>();
-      finish_step();
-    }
-    wgmma_wait<0>();
-    pin(dq);
-    if (leader) {
-      barrier_arrive(barriers.grads_empty(grads.buffer()));
-    }
-    constexpr int kTile = 16 * D;  // floats of a warp's rows
-    if constexpr (S.bulk) {
-      const u32 leaving = base + kSizes.leaving_at + c * kSizes.leaving + (warp * kTile + lane * 4) * 4;
-      barrier_wait(barriers.leaving_empty(c), left ^ 1);
-      left ^= 1;
-#pragma unroll
-      for (int j = 0; j < D / 8; ++j) {
-        store_shared(leaving + j * 512, uint4{__float_as_uint(dq[4 * j]), __float_as_uint(dq[4 * j + 1]),
-                                              __float_as_uint(dq[4 * j + 2]), __float_as_uint(dq[4 * j + 3])});
+      for (int i = 0; i < D / 2; ++i) {
+        dk[f][i] = 0;
       }
-      fence_async();
-      __syncwarp();
-      if (leader) {
-        barrier_arrive(barriers.leaving_full(c));
-      }
-    } else if constexpr (S.direct) {
-      const Place& place = block.place;
-      store_accumulator<kType>(static_cast<u16*>(a.grad_q.data) + place.query_rows(a.grad_q.strides, u32(head_before)) +
-                                   (S.halves ? c * (D / 2) : 0) * a.grad_q.strides.col,
-                               a.grad_q.strides, dq, a.scale, row + (M == 128 ? c * 64 : 0) + warp * 16 + g,
-                               place.q_len, a.out_dim - (S.halves ? c * (D / 2) : 0), a.vector_stores, t);
-    } else {
-      float* const mine = a.dq_sum + i64(row + (M == 128 ? c * 64 : 0)) * D + warp * kTile +
-                          (S.halves ? c * (D / 16) * 128 : 0) + lane * 4;
 #pragma unroll
-      for (int j = 0; j < kColumns / 8; ++j) {
-        reduce4<90>(mine + j * 128, *reinterpret_cast<const float(*)[4]>(dq + 4 * j));
+      for (int i = 0; i < V / 2; ++i) {
+        dv[f][i] = 0;
       }
     }
-  };
 
-  // ---- the steps ----
-  Ring<S.planes> grads_before = ring_grads;
-  int row_before = 0;
-  int turn = 0;         // of this step's dQ
-  int turn_before = 0;  // of that of the step before
-  int head = block.head0 - 1;
-  int query = 0;
-  int end = 0;  // of the head's queries
-  if (block.steps > 0) {
-    barrier_wait(barriers.kv_full(), 0);
-    if constexpr (S.ragged) {
-      const int live = block.place.k_len - block.key0;
-      if (live < kKeys) {
-        zero_rows<kKeys, kRowD, D / kPanelD, kGroups * 128>(base + kSizes.k_at, live, threadIdx.x - 128);
-        zero_rows<kKeys, kRowV, V / kPanelV, kGroups * 128>(base + kSizes.v_at, live, threadIdx.x - 128);
-        fence_async();
-        sync(4, kGroups * 128);
-      }
-    }
-  }
-#pragma unroll 1
-  for (int n = 0; n < block.steps; ++n) {
-    if (query >= end) {
-      if constexpr (S.column_sum) {
-#pragma unroll
-        for (int f = 0; f < kBlocks; ++f) {
-          if (n > 0) {
-            scores[f].store_sums(a, block, head, block.key0 + (c * kBlocks + f) * 64 + warp * 16 + g, t);
-          }
-        }
-      }
-      ++head;
-      query = block.first;
-      end = block.first + block.count * M;
+    // ---- dQ ----
+    // Of the step whose dS lies in `grads`, from row `row` of dq_sum (`direct`: of the head) on. pending: dV and dK of
+    // this warpgroup's own step are in flight, whose Q is then released.
+    int head_before = 0;
+    const auto my_turn = [&](int turn) { return S.halves || M == 128 || turn == c; };
+    const auto finish_step = [&] {
 #pragma unroll
       for (int f = 0; f < kBlocks; ++f) {
-        scores[f].begin_head(a, block.place, head, block.key0 + (c * kBlocks + f) * 64 + warp * 16 + g);
-      }
-    }
-    const u32 q_now = ring_q.buffer() * (kSizes.q / 16);
-    const u32 o_now = ring_q.buffer() * (kSizes.grad_out / 16);
-    const u32 tile = base + kSizes.grads_at + ring_grads.buffer() * kSizes.grads;
-    const u32 lse = base + kSizes.lse_at + ring_q.buffer() * kSizes.rows + t * 8;
-    const u32 delta = lse + (kSizes.delta_at - kSizes.lse_at);
-    barrier_wait(barriers.q_full(ring_q.buffer()), ring_q.parity());
-    if constexpr (S.ragged) {
-      const int live = block.place.q_len - query;
-      if (live < M) {
-        const int consumer = threadIdx.x - 128;
-        zero_rows<M, kRowD, D / kPanelD, kGroups * 128>(base + kSizes.q_at + ring_q.buffer() * kSizes.q, live,
-                                                        consumer);
-        zero_rows<M, kRowV, V / kPanelV, kGroups * 128>(base + kSizes.grad_out_at + ring_q.buffer() * kSizes.grad_out,
-                                                        live, consumer);
-        fence_async();
-        sync(4, kGroups * 128);
-      }
-    }
-#pragma unroll
-    for (int f = 0; f < kBlocks; ++f) {
-      const int key = block.key0 + (c * kBlocks + f) * 64;
-      const u32 panel = tile + (c * kBlocks + f) * M * 128 + fragment;
-      const auto await_tile = [&] {
-        if (f == 0) {
-          if constexpr (kBias) {
-            barrier_wait(barriers.bias_full(ring_grads.buffer()), ring_grads.parity());
-          } else if constexpr (S.dq) {
-            barrier_wait(barriers.grads_empty(ring_grads.buffer()), ring_grads.parity() ^ 1);
-          }
-        }
-      };
-      math::TileClass kind = math::TileClass::kFull;
-      if constexpr (S.banded) {
-        kind = block.band.tile(query, query + M, key, key + 64);
-      }
-      if (kSkip && kind == math::TileClass::kEmpty) {
-        await_tile();
-        if constexpr (S.dq) {
-#pragma unroll
-          for (int k = 0; k < M / 16; ++k) {
-            stmatrix_trans(panel + k * 2048, 0, 0, 0, 0);
-          }
-        }
-        continue;
-      }
-      float s[M / 2];
-      float dp[M / 2];
-      wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < D / 16; ++k) {
-        constexpr int kInPanel = kPanelD / 16;
-        wgmma_shared<kType>(
-            s, descriptor(k_rows + (f * 64 + k / kInPanel * kKeys) * (kRowD / 16) + k % kInPanel * 2, kHighD),
-            descriptor(q_rows + q_now + k / kInPanel * (M * kRowD / 16) + k % kInPanel * 2, kHighD), k > 0);
-      }
-      wgmma_commit();
-#pragma unroll
-      for (int k = 0; k < V / 16; ++k) {
-        constexpr int kInPanel = kPanelV / 16;
-        wgmma_shared<kType>(
-            dp, descriptor(v_rows + (f * 64 + k / kInPanel * kKeys) * (kRowV / 16) + k % kInPanel * 2, kHighV),
-            descriptor(o_rows + o_now + k / kInPanel * (M * kRowV / 16) + k % kInPanel * 2, kHighV), k > 0);
-      }
-      wgmma_commit();
-      await_tile();
-      scores[f].draw(query, key + warp * 16 + g, t);
-      typename Sm90BackwardScores<S>::Loaded loaded;
-      loaded.load(panel, lse, 0);
-      wgmma_wait<1>();
-      pin(s);
-      if constexpr (kOverlap) {
-        if (f > 0) {
-          pin(dk[f > 0 ? f - 1 : 0]);
-          pin(dv[f > 0 ? f - 1 : 0]);
-        }
-      }
-      scores[f].weigh(s, a, m, loaded, panel, lse, query, key + warp * 16 + g, t);
-      const bool edge = kind != math::TileClass::kFull || key + 64 > block.place.k_len || scores[f].has_hidden() ||
-                        (kMaskQueries<S> && query + M > block.place.q_len);
-      if (edge) {
-        scores[f].mask(s, block, query, key + warp * 16 + g, t);
-      }
-      loaded.load_delta(delta, 0);
-      wgmma_wait<0>();
-      pin(dp);
-      u32 grads[M / 4];
-      scores[f].gradients(grads, s, dp, a, loaded, delta);
-      u32 weights[M / 4];
-#pragma unroll
-      for (int i = 0; i < M / 4; ++i) {
-        weights[i] = kDropout ? pack_positive<kType>(s[2 * i], s[2 * i + 1]) : pack<kType>(s[2 * i], s[2 * i + 1]);
-      }
-      wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < M / 16; ++k) {
-        wgmma_registers<kType>(dv[f], weights + 4 * k, descriptor(o_inside + o_now + k * kRowV, kHighV));
-      }
-      wgmma_commit();
-      if constexpr (S.dq) {
-#pragma unroll
-        for (int k = 0; k < M / 16; ++k) {
-          stmatrix_trans(panel + k * 2048, grads[4 * k], grads[4 * k + 1], grads[4 * k + 2], grads[4 * k + 3]);
-        }
-      }
-#pragma unroll
-      for (int k = 0; k < M / 16; ++k) {
-        wgmma_registers<kType>(dk[f], grads + 4 * k, descriptor(q_inside + q_now + k * kRowD, kHighD));
-      }
-      wgmma_commit();
-      if (!kOverlap && f + 1 < kBlocks) {
-        wgmma_wait<0>();
         pin(dk[f]);
         pin(dv[f]);
       }
-    }
-    const int row_now = S.direct ? query : block.row0 + head * int(a.padded_rows) + query;
-    if constexpr (S.dq) {
-      fence_async();
-      __syncwarp();
       if (leader) {
-        barrier_arrive(barriers.grads_full(ring_grads.buffer()));
+        barrier_arrive(barriers.q_empty(ring_q.buffer()));
       }
-      if (S.delay && n > 0 && my_turn(turn_before)) {
-        add_dq(grads_before, row_before, true);
+    };
+    const auto add_dq = [&](const Ring<S.planes>& grads, int row, bool pending) {
+      float dq[kColumns / 2];
+      barrier_wait(barriers.grads_full(grads.buffer()), grads.parity());
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kKeys / 16; ++k) {
+        wgmma_shared<kType, true>(
+            dq, descriptor(grads_rows + grads.buffer() * (kSizes.grads / 16) + k / 4 * (M * 8) + k % 4 * 2, kHighGrads),
+            descriptor(k_inside + k * kRowD, kHighD), k > 0);
+      }
+      wgmma_commit();
+      if (pending) {
+        wgmma_wait<1>();
+        finish_step();
+      }
+      wgmma_wait<0>();
+      pin(dq);
+      if (leader) {
+        barrier_arrive(barriers.grads_empty(grads.buffer()));
+      }
+      constexpr int kTile = 16 * D;  // floats of a warp's rows
+      if constexpr (S.bulk) {
+        const u32 leaving = base + kSizes.leaving_at + c * kSizes.leaving + (warp * kTile + lane * 4) * 4;
+        barrier_wait(barriers.leaving_empty(c), left ^ 1);
+        left ^= 1;
+#pragma unroll
+        for (int j = 0; j < D / 8; ++j) {
+          store_shared(leaving + j * 512, uint4{__float_as_uint(dq[4 * j]), __float_as_uint(dq[4 * j + 1]),
+                                                __float_as_uint(dq[4 * j + 2]), __float_as_uint(dq[4 * j + 3])});
+        }
+        fence_async();
+        __syncwarp();
+        if (leader) {
+          barrier_arrive(barriers.leaving_full(c));
+        }
+      } else if constexpr (S.direct) {
+        const Place& place = block.place;
+        store_accumulator<kType>(static_cast<u16*>(a.grad_q.data) +
+                                     place.query_rows(a.grad_q.strides, u32(head_before)) +
+                                     (S.halves ? c * (D / 2) : 0) * a.grad_q.strides.col,
+                                 a.grad_q.strides, dq, a.scale, row + (M == 128 ? c * 64 : 0) + warp * 16 + g,
+                                 place.q_len, a.out_dim - (S.halves ? c * (D / 2) : 0), a.vector_stores, t);
+      } else {
+        float* const mine = a.dq_sum + i64(row + (M == 128 ? c * 64 : 0)) * D + warp * kTile +
+                            (S.halves ? c * (D / 16) * 128 : 0) + lane * 4;
+#pragma unroll
+        for (int j = 0; j < kColumns / 8; ++j) {
+          reduce4<90>(mine + j * 128, *reinterpret_cast<const float(*)[4]>(dq + 4 * j));
+        }
+      }
+    };
+
+    // ---- the steps ----
+    Ring<S.planes> grads_before = ring_grads;
+    int row_before = 0;
+    int turn = 0;         // of this step's dQ
+    int turn_before = 0;  // of that of the step before
+    int head = block.head0 - 1;
+    int query = 0;
+    int end = 0;  // of the head's queries
+    if constexpr (S.ragged) {
+      if (block.steps > 0) {
+        const int live = block.place.k_len - block.key0;
+        if (live < kKeys) {
+          zero_rows<kKeys, kRowD, D / kPanelD, kGroups * 128>(base + kSizes.k_at, live, threadIdx.x - 128);
+          zero_rows<kKeys, kRowV, V / kPanelV, kGroups * 128>(base + kSizes.v_at, live, threadIdx.x - 128);
+          fence_async();
+          sync(4, kGroups * 128);
+        }
+      }
+    }
+#pragma unroll 1
+    for (int n = 0; n < block.steps; ++n) {
+      if (query >= end) {
+        if constexpr (S.column_sum) {
+#pragma unroll
+          for (int f = 0; f < kBlocks; ++f) {
+            if (n > 0) {
+              scores[f].store_sums(a, block, head, block.key0 + (c * kBlocks + f) * 64 + warp * 16 + g, t);
+            }
+          }
+        }
+        ++head;
+        query = block.first;
+        end = block.first + block.count * M;
+#pragma unroll
+        for (int f = 0; f < kBlocks; ++f) {
+          scores[f].begin_head(a, block.place, head, block.key0 + (c * kBlocks + f) * 64 + warp * 16 + g);
+        }
+      }
+      const u32 q_now = ring_q.buffer() * (kSizes.q / 16);
+      const u32 o_now = ring_q.buffer() * (kSizes.grad_out / 16);
+      const u32 tile = base + kSizes.grads_at + ring_grads.buffer() * kSizes.grads;
+      const u32 lse = base + kSizes.lse_at + ring_q.buffer() * kSizes.rows + t * 8;
+      const u32 delta = lse + (kSizes.delta_at - kSizes.lse_at);
+      barrier_wait(barriers.q_full(ring_q.buffer()), ring_q.parity());
+      if constexpr (S.ragged) {
+        const int live = block.place.q_len - query;
+        if (live < M) {
+          const int consumer = threadIdx.x - 128;
+          zero_rows<M, kRowD, D / kPanelD, kGroups * 128>(base + kSizes.q_at + ring_q.buffer() * kSizes.q, live,
+                                                          consumer);
+          zero_rows<M, kRowV, V / kPanelV, kGroups * 128>(base + kSizes.grad_out_at + ring_q.buffer() * kSizes.grad_out,
+                                                          live, consumer);
+          fence_async();
+          sync(4, kGroups * 128);
+        }
+      }
+#pragma unroll
+      for (int f = 0; f < kBlocks; ++f) {
+        const int key = block.key0 + (c * kBlocks + f) * 64;
+        const u32 panel = tile + (c * kBlocks + f) * M * 128 + fragment;
+        const auto await_tile = [&] {
+          if (f == 0) {
+            if constexpr (kBias) {
+              barrier_wait(barriers.bias_full(ring_grads.buffer()), ring_grads.parity());
+            } else if constexpr (S.dq) {
+              barrier_wait(barriers.grads_empty(ring_grads.buffer()), ring_grads.parity() ^ 1);
+            }
+          }
+        };
+        math::TileClass kind = math::TileClass::kFull;
+        if constexpr (S.banded) {
+          kind = block.band.tile(query, query + M, key, key + 64);
+        }
+        if (kSkip && kind == math::TileClass::kEmpty) {
+          await_tile();
+          if constexpr (S.dq) {
+#pragma unroll
+            for (int k = 0; k < M / 16; ++k) {
+              stmatrix_trans(panel + k * 2048, 0, 0, 0, 0);
+            }
+          }
+          continue;
+        }
+        float s[M / 2];
+        float dp[M / 2];
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < D / 16; ++k) {
+          constexpr int kInPanel = kPanelD / 16;
+          wgmma_shared<kType>(
+              s, descriptor(k_rows + (f * 64 + k / kInPanel * kKeys) * (kRowD / 16) + k % kInPanel * 2, kHighD),
+              descriptor(q_rows + q_now + k / kInPanel * (M * kRowD / 16) + k % kInPanel * 2, kHighD), k > 0);
+        }
+        wgmma_commit();
+#pragma unroll
+        for (int k = 0; k < V / 16; ++k) {
+          constexpr int kInPanel = kPanelV / 16;
+          wgmma_shared<kType>(
+              dp, descriptor(v_rows + (f * 64 + k / kInPanel * kKeys) * (kRowV / 16) + k % kInPanel * 2, kHighV),
+              descriptor(o_rows + o_now + k / kInPanel * (M * kRowV / 16) + k % kInPanel * 2, kHighV), k > 0);
+        }
+        wgmma_commit();
+        await_tile();
+        scores[f].draw(query, key + warp * 16 + g, t);
+        typename Sm90BackwardScores<S>::Loaded loaded;
+        loaded.load(panel, lse, 0);
+        wgmma_wait<1>();
+        pin(s);
+        if constexpr (kOverlap) {
+          if (f > 0) {
+            pin(dk[f > 0 ? f - 1 : 0]);
+            pin(dv[f > 0 ? f - 1 : 0]);
+          }
+        }
+        scores[f].weigh(s, a, m, loaded, panel, lse, query, key + warp * 16 + g, t);
+        const bool edge = kind != math::TileClass::kFull || key + 64 > block.place.k_len || scores[f].has_hidden() ||
+                          (kMaskQueries<S> && query + M > block.place.q_len);
+        if (edge) {
+          scores[f].mask(s, block, query, key + warp * 16 + g, t);
+        }
+        loaded.load_delta(delta, 0);
+        wgmma_wait<0>();
+        pin(dp);
+        u32 grads[M / 4];
+        scores[f].gradients(grads, s, dp, a, loaded, delta);
+        u32 weights[M / 4];
+#pragma unroll
+        for (int i = 0; i < M / 4; ++i) {
+          weights[i] = kDropout ? pack_positive<kType>(s[2 * i], s[2 * i + 1]) : pack<kType>(s[2 * i], s[2 * i + 1]);
+        }
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < M / 16; ++k) {
+          wgmma_registers<kType>(dv[f], weights + 4 * k, descriptor(o_inside + o_now + k * kRowV, kHighV));
+        }
+        wgmma_commit();
+        if constexpr (S.dq) {
+#pragma unroll
+          for (int k = 0; k < M / 16; ++k) {
+            stmatrix_trans(panel + k * 2048, grads[4 * k], grads[4 * k + 1], grads[4 * k + 2], grads[4 * k + 3]);
+          }
+        }
+#pragma unroll
+        for (int k = 0; k < M / 16; ++k) {
+          wgmma_registers<kType>(dk[f], grads + 4 * k, descriptor(q_inside + q_now + k * kRowD, kHighD));
+        }
+        wgmma_commit();
+        if (!kOverlap && f + 1 < kBlocks) {
+          wgmma_wait<0>();
+          pin(dk[f]);
+          pin(dv[f]);
+        }
+      }
+      const int row_now = S.direct ? query : block.row0 + head * int(a.padded_rows) + query;
+      if constexpr (S.dq) {
+        fence_async();
+        __syncwarp();
+        if (leader) {
+          barrier_arrive(barriers.grads_full(ring_grads.buffer()));
+        }
+        if (S.delay && n > 0 && my_turn(turn_before)) {
+          add_dq(grads_before, row_before, true);
+        } else {
+          wgmma_wait<0>();
+          finish_step();
+          if (!S.delay && n > 0 && my_turn(turn_before)) {
+            add_dq(grads_before, row_before, false);
+          }
+        }
       } else {
         wgmma_wait<0>();
         finish_step();
-        if (!S.delay && n > 0 && my_turn(turn_before)) {
-          add_dq(grads_before, row_before, false);
+        if (kBias) {
+          __syncwarp();
+          if (leader) {
+            barrier_arrive(barriers.grads_empty(ring_grads.buffer()));
+          }
         }
       }
-    } else {
-      wgmma_wait<0>();
-      finish_step();
-      if (kBias) {
-        __syncwarp();
-        if (leader) {
-          barrier_arrive(barriers.grads_empty(ring_grads.buffer()));
-        }
+      grads_before = ring_grads;
+      row_before = row_now;
+      head_before = head;
+      turn_before = turn;
+      turn = turn + 1 == kGroups ? 0 : turn + 1;
+      query += M;
+      ring_q.next();
+      ring_grads.next();
+    }
+    if constexpr (S.dq) {
+      if (block.steps > 0 && my_turn(turn_before)) {
+        add_dq(grads_before, row_before, false);
       }
     }
-    grads_before = ring_grads;
-    row_before = row_now;
-    head_before = head;
-    turn_before = turn;
-    turn = turn + 1 == kGroups ? 0 : turn + 1;
-    query += M;
-    ring_q.next();
-    ring_grads.next();
-  }
-  if constexpr (S.dq) {
-    if (block.steps > 0 && my_turn(turn_before)) {
-      add_dq(grads_before, row_before, false);
+    __syncwarp();
+    if (leader) {
+      barrier_arrive(barriers.kv_empty());
     }
-  }
 
-  // ---- dK, dV, and sums over queries ----
+    // ---- dK, dV, and sums over queries ----
+    const Sm90KeyBlock<S> same(a, m, u32(opaque(int(number))));  // made anew: it need not stay in registers
 #pragma unroll
-  for (int f = 0; f < kBlocks; ++f) {
-    const int key = block.key0 + (c * kBlocks + f) * 64 + warp * 16 + g;
-    if constexpr (S.column_sum) {
-      if (block.steps > 0) {
-        scores[f].store_sums(a, block, head, key, t);
-      } else {
-        for (int i = 0; i < block.group; ++i) {
-          scores[f].clear();
-          scores[f].store_sums(a, block, block.head0 + i, key, t);
+    for (int f = 0; f < kBlocks; ++f) {
+      const int key = same.key0 + (c * kBlocks + f) * 64 + warp * 16 + g;
+      if constexpr (S.column_sum) {
+        if (same.steps > 0) {
+          scores[f].store_sums(a, same, head, key, t);
+        } else {
+          for (int i = 0; i < same.group; ++i) {
+            scores[f].clear();
+            scores[f].store_sums(a, same, same.head0 + i, key, t);
+          }
         }
       }
-    }
-    if (a.grad_k.data != nullptr) {
-      store_accumulator<kType>(static_cast<u16*>(a.grad_k.data) + block.place.key_rows(a.grad_k.strides, block.head_k),
-                               a.grad_k.strides, dk[f], a.scale, key, block.place.k_len, a.out_dim, a.vector_stores, t);
-    }
-    if (a.grad_v.data != nullptr) {
-      store_accumulator<kType>(static_cast<u16*>(a.grad_v.data) + block.place.key_rows(a.grad_v.strides, block.head_k),
-                               a.grad_v.strides, dv[f], kDropout ? a.keep_scale : 1.f, key, block.place.k_len,
-                               a.out_dim_v, a.vector_stores, t);
+      if (a.grad_k.data != nullptr) {
+        store_accumulator<kType>(static_cast<u16*>(a.grad_k.data) + same.place.key_rows(a.grad_k.strides, same.head_k),
+                                 a.grad_k.strides, dk[f], a.scale, key, same.place.k_len, a.out_dim, a.vector_stores,
+                                 t);
+      }
+      if (a.grad_v.data != nullptr) {
+        store_accumulator<kType>(static_cast<u16*>(a.grad_v.data) + same.place.key_rows(a.grad_v.strides, same.head_k),
+                                 a.grad_v.strides, dv[f], kDropout ? a.keep_scale : 1.f, key, same.place.k_len,
+                                 a.out_dim_v, a.vector_stores, t);
+      }
     }
   }
 }

@@ -13,6 +13,7 @@ struct Sm90BackwardArgs {
   TensorMap q, grad_out, k, v, bias, grad_bias;
   Has has_q, has_grad_out, has_k, has_v, has_bias, has_grad_bias;
   int key_blocks = 0;  // of a head
+  int blocks = 0;      // of all heads
   int heads_k = 1;
   int group = 1;  // query heads of a key head
   int batch2 = 1;

@@ -76,112 +76,195 @@ struct Sm90BackwardBarriers {
   __device__ __forceinline__ u32 grads_empty(int i) const { return at + 136 + 8 * i; }
   __device__ __forceinline__ u32 leaving_full(int i) const { return at + 168 + 8 * i; }
   __device__ __forceinline__ u32 leaving_empty(int i) const { return at + 192 + 8 * i; }
+  __device__ __forceinline__ u32 kv_empty() const { return at + 216; }
+};
+
+// Whoever is not the thread that copies K and V learns from it which keys are next; `phase` changes each time.
+constexpr u32 kNoBlock = ~u32(0);
+template <Spec S>
+__device__ __forceinline__ u32 sm90_await_block(u32 base, const Sm90BackwardBarriers& barriers, u32 phase) {
+  barrier_wait(barriers.kv_full(), phase);
+  return load_shared_word(base + sm90_backward_sizes(S).number_at);
+}
+// The same for a single thread, which then need not be waited for.
+template <Spec S>
+__device__ __forceinline__ u32 sm90_take_block(u32 base, const Sm90BackwardBarriers& barriers, u32& phase) {
+  const u32 number = sm90_await_block<S>(base, barriers, phase);
+  phase ^= 1;
+  barrier_arrive(barriers.kv_empty());
+  return number;
+}
+
+// What the thread that copies keeps of a block of keys.
+struct Sm90Loads {
+  u32 number;
+  int b1, b2, q_begin, k_row, head_k, row0, first, count;
 };
 
 template <Spec S>
-__device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90BackwardArgs& m,
-                                                   const Sm90KeyBlock<S>& block, u32 base,
-                                                   const Sm90BackwardBarriers& barriers) {
+__device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90BackwardArgs& m, u32 base,
+                                                   volatile Sm90Loads* loads, const Sm90BackwardBarriers& barriers) {
   constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);
   constexpr int kPanelD = panel_columns(S.d);
   constexpr int kPanelV = panel_columns(S.dv);
   constexpr int kGroupKeys = S.tiles * 64;
-  const Place& place = block.place;
-  const auto at = [&](const Has& has, int column, int row, int head) {
-    return Coordinates{column, row, head * has.head, int(place.b2) * has.batch2, int(place.b1) * has.batch1};
+  const u32 blocks = u32(m.blocks);
+  // Who waits for another must have begun later: in order every number is a ticket.
+  const auto take = [&] {
+    if constexpr (S.ordered) {
+      return atomicAdd(a.turns, 1u);
+    } else {
+      return gridDim.x < blocks ? gridDim.x + atomicAdd(a.turns, 1u) : kNoBlock;
+    }
   };
-  if (block.steps == 0) {
-    return;
-  }
-  barrier_expect(barriers.kv_full(), kSizes.keys * (S.d + S.dv) * 2);
-#pragma unroll 1
-  for (int c = 0; c < kSizes.groups; ++c) {
-    const int row = int(place.k_begin) + block.key0 + c * kGroupKeys;
-#pragma unroll 1
-    for (int p = 0; p < S.d / kPanelD; ++p) {
-      tensor_load(base + kSizes.k_at + (p * kSizes.keys + c * kGroupKeys) * kPanelD * 2, m.k, barriers.kv_full(),
-                  at(m.has_k, p * kPanelD, row, block.head_k));
-    }
-#pragma unroll 1
-    for (int p = 0; p < S.dv / kPanelV; ++p) {
-      tensor_load(base + kSizes.v_at + (p * kSizes.keys + c * kGroupKeys) * kPanelV * 2, m.v, barriers.kv_full(),
-                  at(m.has_v, p * kPanelV, row, block.head_k));
-    }
-  }
   Ring<S.stages> ring;
+  u32 number = S.ordered ? take() : blockIdx.x;
+  u32 phase = 1;
 #pragma unroll 1
-  for (int i = 0; i < block.group; ++i) {
-    const int head = block.head0 + i;
-    int query = block.first;
-#pragma unroll 1
-    for (int n = 0; n < block.count; ++n, query += S.step) {
-      const u32 full = barriers.q_full(ring.buffer());
-      barrier_wait(barriers.q_empty(ring.buffer()), ring.parity() ^ 1);
-      barrier_expect(full, S.step * (S.d + S.dv) * 2 + 2 * kSizes.rows);
-#pragma unroll 1
-      for (int p = 0; p < S.d / kPanelD; ++p) {
-        tensor_load(base + kSizes.q_at + ring.buffer() * kSizes.q + p * S.step * kPanelD * 2, m.q, full,
-                    at(m.has_q, p * kPanelD, int(place.q_begin) + query, head));
-      }
-#pragma unroll 1
-      for (int p = 0; p < S.dv / kPanelV; ++p) {
-        tensor_load(base + kSizes.grad_out_at + ring.buffer() * kSizes.grad_out + p * S.step * kPanelV * 2, m.grad_out,
-                    full, at(m.has_grad_out, p * kPanelV, int(place.q_begin) + query, head));
-      }
-      const int row = block.row0 + head * int(a.padded_rows) + query;
-      bulk_load(base + kSizes.lse_at + ring.buffer() * kSizes.rows, a.row_lse + row, kSizes.rows, full);
-      bulk_load(base + kSizes.delta_at + ring.buffer() * kSizes.rows, a.row_delta + row, kSizes.rows, full);
-      ring.next();
+  while (number < blocks) {
+    const u32 next = take();
+    const Sm90KeyBlock<S> block(a, m, number);
+    if (block.outside()) {
+      number = next;
+      continue;
     }
+    // What loads need is read from there again: this warpgroup has few registers.
+    volatile Sm90Loads& here = *loads;
+    here.number = number;
+    here.b1 = int(block.place.b1);
+    here.b2 = int(block.place.b2);
+    here.q_begin = int(block.place.q_begin);
+    here.k_row = int(block.place.k_begin) + block.key0;
+    here.head_k = block.head_k;
+    here.row0 = block.row0;
+    here.first = block.first;
+    here.count = block.count;
+    const int steps = block.steps;
+    const int group = block.group;
+    int head = block.head0;
+    const auto at = [&](const Has& has, int column, int row, int head) {
+      return Coordinates{column, row, head * has.head, here.b2 * has.batch2, here.b1 * has.batch1};
+    };
+    const auto load_keys = [&] {
+      barrier_wait(barriers.kv_empty(), phase);
+      store_shared(base + kSizes.number_at, u32(here.number));
+      if (steps == 0) {
+        barrier_arrive(barriers.kv_full());
+        return;
+      }
+      barrier_expect(barriers.kv_full(), kSizes.keys * (S.d + S.dv) * 2);
+#pragma unroll 1
+      for (int c = 0; c < kSizes.groups; ++c) {
+        const int row = here.k_row + c * kGroupKeys;
+#pragma unroll 1
+        for (int p = 0; p < S.d / kPanelD; ++p) {
+          tensor_load(base + kSizes.k_at + (p * kSizes.keys + c * kGroupKeys) * kPanelD * 2, m.k, barriers.kv_full(),
+                      at(m.has_k, p * kPanelD, row, here.head_k));
+        }
+#pragma unroll 1
+        for (int p = 0; p < S.dv / kPanelV; ++p) {
+          tensor_load(base + kSizes.v_at + (p * kSizes.keys + c * kGroupKeys) * kPanelV * 2, m.v, barriers.kv_full(),
+                      at(m.has_v, p * kPanelV, row, here.head_k));
+        }
+      }
+    };
+    if (steps == 0) {
+      load_keys();
+    }
+    int until_keys = min(S.stages, steps);  // buffers of Q that are free sooner than those of K and V
+#pragma unroll 1
+    for (int i = 0; steps > 0 && i < group; ++i, ++head) {
+      int query = here.first;
+#pragma unroll 1
+      for (int n = here.count; n > 0; --n, query += S.step) {
+        const u32 full = barriers.q_full(ring.buffer());
+        barrier_wait(barriers.q_empty(ring.buffer()), ring.parity() ^ 1);
+        barrier_expect(full, S.step * (S.d + S.dv) * 2 + 2 * kSizes.rows);
+#pragma unroll 1
+        for (int p = 0; p < S.d / kPanelD; ++p) {
+          tensor_load(base + kSizes.q_at + ring.buffer() * kSizes.q + p * S.step * kPanelD * 2, m.q, full,
+                      at(m.has_q, p * kPanelD, here.q_begin + query, head));
+        }
+#pragma unroll 1
+        for (int p = 0; p < S.dv / kPanelV; ++p) {
+          tensor_load(base + kSizes.grad_out_at + ring.buffer() * kSizes.grad_out + p * S.step * kPanelV * 2,
+                      m.grad_out, full, at(m.has_grad_out, p * kPanelV, here.q_begin + query, head));
+        }
+        const int row = here.row0 + head * int(a.padded_rows) + query;
+        bulk_load(base + kSizes.lse_at + ring.buffer() * kSizes.rows, a.row_lse + row, kSizes.rows, full);
+        bulk_load(base + kSizes.delta_at + ring.buffer() * kSizes.rows, a.row_delta + row, kSizes.rows, full);
+        ring.next();
+        if (--until_keys == 0) {
+          load_keys();
+        }
+      }
+    }
+    phase ^= 1;
+    number = next;
   }
+  barrier_wait(barriers.kv_empty(), phase);
+  store_shared(base + kSizes.number_at, kNoBlock);
+  barrier_arrive(barriers.kv_full());
 }
 
 template <Spec S>
-__device__ __forceinline__ void sm90_backward_copy_bias(const Sm90BackwardArgs& m, const Sm90KeyBlock<S>& block,
-                                                        u32 base, const Sm90BackwardBarriers& barriers) {
+__device__ __forceinline__ void sm90_backward_copy_bias(const Args& a, const Sm90BackwardArgs& m, u32 base,
+                                                        const Sm90BackwardBarriers& barriers) {
   constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);
   Ring<S.planes> ring;
+  u32 phase = 0;
 #pragma unroll 1
-  for (int i = 0; i < block.group; ++i) {
-    int query = block.first;
+  for (u32 number = sm90_take_block<S>(base, barriers, phase); number != kNoBlock;
+       number = sm90_take_block<S>(base, barriers, phase)) {
+    const Sm90KeyBlock<S> block(a, m, number);
 #pragma unroll 1
-    for (int n = 0; n < block.count; ++n, query += S.step) {
-      const u32 full = barriers.bias_full(ring.buffer());
-      barrier_wait(barriers.grads_empty(ring.buffer()), ring.parity() ^ 1);
-      barrier_expect(full, kSizes.grads);
+    for (int i = 0; i < block.group; ++i) {
+      int query = block.first;
 #pragma unroll 1
-      for (int p = 0; p < kSizes.keys / 64; ++p) {
-        tensor_load(base + kSizes.grads_at + ring.buffer() * kSizes.grads + p * S.step * 128, m.bias, full,
-                    {block.key0 + p * 64, query, (block.head0 + i) * m.has_bias.head,
-                     int(block.place.b2) * m.has_bias.batch2, int(block.place.b1) * m.has_bias.batch1});
+      for (int n = 0; n < block.count; ++n, query += S.step) {
+        const u32 full = barriers.bias_full(ring.buffer());
+        barrier_wait(barriers.grads_empty(ring.buffer()), ring.parity() ^ 1);
+        barrier_expect(full, kSizes.grads);
+#pragma unroll 1
+        for (int p = 0; p < kSizes.keys / 64; ++p) {
+          tensor_load(base + kSizes.grads_at + ring.buffer() * kSizes.grads + p * S.step * 128, m.bias, full,
+                      {block.key0 + p * 64, query, (block.head0 + i) * m.has_bias.head,
+                       int(block.place.b2) * m.has_bias.batch2, int(block.place.b1) * m.has_bias.batch1});
+        }
+        ring.next();
       }
-      ring.next();
     }
   }
 }
 
 // Tiles of dS leave as they are: the gradient of a bias that nothing shares.
 template <Spec S>
-__device__ __forceinline__ void sm90_backward_store_bias(const Sm90BackwardArgs& m, const Sm90KeyBlock<S>& block,
-                                                         u32 base, const Sm90BackwardBarriers& barriers) {
+__device__ __forceinline__ void sm90_backward_store_bias(const Args& a, const Sm90BackwardArgs& m, u32 base,
+                                                         const Sm90BackwardBarriers& barriers) {
   constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);
   Ring<S.planes> ring;
+  u32 phase = 0;
 #pragma unroll 1
-  for (int i = 0; i < block.group; ++i) {
-    int query = block.first;
+  for (u32 number = sm90_take_block<S>(base, barriers, phase); number != kNoBlock;
+       number = sm90_take_block<S>(base, barriers, phase)) {
+    const Sm90KeyBlock<S> block(a, m, number);
 #pragma unroll 1
-    for (int n = 0; n < block.count; ++n, query += S.step) {
-      barrier_wait(barriers.grads_full(ring.buffer()), ring.parity());
+    for (int i = 0; i < block.group; ++i) {
+      int query = block.first;
 #pragma unroll 1
-      for (int p = 0; p < kSizes.keys / 64; ++p) {
-        tensor_store(m.grad_bias, base + kSizes.grads_at + ring.buffer() * kSizes.grads + p * S.step * 128,
-                     {block.key0 + p * 64, query, (block.head0 + i) * m.has_grad_bias.head,
-                      int(block.place.b2) * m.has_grad_bias.batch2, int(block.place.b1) * m.has_grad_bias.batch1});
+      for (int n = 0; n < block.count; ++n, query += S.step) {
+        barrier_wait(barriers.grads_full(ring.buffer()), ring.parity());
+#pragma unroll 1
+        for (int p = 0; p < kSizes.keys / 64; ++p) {
+          tensor_store(m.grad_bias, base + kSizes.grads_at + ring.buffer() * kSizes.grads + p * S.step * 128,
+                       {block.key0 + p * 64, query, (block.head0 + i) * m.has_grad_bias.head,
+                        int(block.place.b2) * m.has_grad_bias.batch2, int(block.place.b1) * m.has_grad_bias.batch1});
+        }
+        bulk_commit();
+        bulk_wait_read();
+        barrier_arrive(barriers.grads_empty(ring.buffer()));
+        ring.next();
       }
-      bulk_commit();
-      bulk_wait_read();
-      barrier_arrive(barriers.grads_empty(ring.buffer()));
-      ring.next();
     }
   }
 }
@@ -189,46 +272,56 @@ __device__ __forceinline__ void sm90_backward_store_bias(const Sm90BackwardArgs&
 // Adds dQ to dq_sum, 64 queries a time, as the warpgroups hand them over. In order: a block waits until all blocks that
 // come before it and meet the queries have added theirs, and says so when its own sums have arrived.
 template <Spec S>
-__device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90KeyBlock<S>& block, u32 base,
+__device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90BackwardArgs& m, u32 base,
                                                   const Sm90BackwardBarriers& barriers) {
   constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);
   constexpr int kParts = S.step / 64;
-  const int own = block.key0 / kSizes.keys;
   u32 parity = 0;  // a bit for each place that sums leave from
-  int place = 0;
-  int place_before = -1;
+  u32 phase = 0;
 #pragma unroll 1
-  for (int i = 0; i < block.group; ++i) {
-    int query = block.first;
+  for (u32 number = sm90_take_block<S>(base, barriers, phase); number != kNoBlock;
+       number = sm90_take_block<S>(base, barriers, phase)) {
+    const Sm90KeyBlock<S> block(a, m, number);
+    const int own = block.key0 / kSizes.keys;
+    int place = 0;
+    int place_before = -1;
 #pragma unroll 1
-    for (int n = 0; n < block.count * kParts; ++n, query += 64) {
-      const int row = block.row0 + (block.head0 + i) * int(a.padded_rows) + query;
-      barrier_wait(barriers.leaving_full(place), parity >> place & 1);
-      parity ^= 1u << place;
-      if constexpr (S.ordered) {
-        u32 before = u32(own);
-        if constexpr (Sm90KeyBlock<S>::kFromTheEnd) {
-          const int last = min(query / S.step * S.step + S.step, block.place.q_len) - 1 + block.band.high;
-          before = u32(min(last, block.place.k_len - 1)) / kSizes.keys - before;
+    for (int i = 0; i < block.group; ++i) {
+      int query = block.first;
+#pragma unroll 1
+      for (int n = 0; n < block.count * kParts; ++n, query += 64) {
+        const int row = block.row0 + (block.head0 + i) * int(a.padded_rows) + query;
+        barrier_wait(barriers.leaving_full(place), parity >> place & 1);
+        parity ^= 1u << place;
+        if constexpr (S.ordered) {
+          u32 before = u32(own);
+          if constexpr (Sm90KeyBlock<S>::kFromTheEnd) {
+            const int last = min(query / S.step * S.step + S.step, block.place.q_len) - 1 + block.band.high;
+            before = u32(min(last, block.place.k_len - 1)) / kSizes.keys - before;
+          }
+          while (load_acquire(a.turns + 1 + row / 64) != before) {
+          }
+          fence_async_all();
         }
-        while (load_acquire(a.turns + 1 + row / 64) != before) {
+        bulk_add(a.dq_sum + i64(row) * S.d, base + kSizes.leaving_at + place * kSizes.leaving, kSizes.leaving);
+        bulk_commit();
+        if constexpr (S.ordered) {
+          bulk_wait();
+          barrier_arrive(barriers.leaving_empty(place));
+          add_release(a.turns + 1 + row / 64, 1);
+        } else {
+          bulk_wait_read<1>();
+          if (place_before >= 0) {
+            barrier_arrive(barriers.leaving_empty(place_before));
+          }
+          place_before = place;
         }
-        fence_async_all();
+        place = place + 1 == kSizes.groups ? 0 : place + 1;
       }
-      bulk_add(a.dq_sum + i64(row) * S.d, base + kSizes.leaving_at + place * kSizes.leaving, kSizes.leaving);
-      bulk_commit();
-      if constexpr (S.ordered) {
-        bulk_wait();
-        barrier_arrive(barriers.leaving_empty(place));
-        add_release(a.turns + 1 + row / 64, 1);
-      } else {
-        bulk_wait_read<1>();
-        if (place_before >= 0) {
-          barrier_arrive(barriers.leaving_empty(place_before));
-        }
-        place_before = place;
-      }
-      place = place + 1 == kSizes.groups ? 0 : place + 1;
+    }
+    bulk_wait_read();
+    if (place_before >= 0) {
+      barrier_arrive(barriers.leaving_empty(place_before));
     }
   }
   bulk_wait();

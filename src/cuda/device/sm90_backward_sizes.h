@@ -20,7 +20,7 @@ struct Sm90BackwardSizes {
   // Bytes of one buffer; `leaving`: a warpgroup's part of dQ on its way out.
   int k, v, q, grad_out, grads, leaving, rows;
   // Where the first of its buffers lies. rows: logsumexp, then delta, of every stage.
-  int k_at, v_at, q_at, grad_out_at, grads_at, leaving_at, lse_at, delta_at, barriers_at, number_at;
+  int k_at, v_at, q_at, grad_out_at, grads_at, leaving_at, lse_at, delta_at, barriers_at, number_at, loads_at;
   int bytes;  // all of it
 };
 
@@ -48,7 +48,8 @@ constexpr Sm90BackwardSizes sm90_backward_sizes(const Spec& s) {
   x.delta_at = x.lse_at + s.stages * x.rows;
   x.barriers_at = x.delta_at + s.stages * x.rows;
   x.number_at = x.barriers_at + 224;
-  x.bytes = x.barriers_at + 256;
+  x.loads_at = x.barriers_at + 256;
+  x.bytes = x.barriers_at + 320;
   return x;
 }
 
