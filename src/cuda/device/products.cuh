@@ -63,10 +63,29 @@ struct Operand {
   u32 lo[is_pair(kType) ? 4 : 1];
 };
 
-// Steps along a dimension of kSteps that are written out: all of them, or four at a time where a compiler that sees
-// more would keep too much in registers. Lane::at(row, step + 4 n) is 128 n bytes further than Lane::at(row, step).
+// Steps along a dimension of kSteps that are written out: all of them, or four at a time (and then what is left) where
+// a compiler that sees more would keep too much in registers and take too long.
+// Lane::at(row, step + 4 n) is 128 n bytes further than Lane::at(row, step).
 template <Type kType, int kSteps>
-inline constexpr int kUnrolled = kSteps % 4 == 0 && kSteps > (is_pair(kType) ? 4 : 16) ? 4 : kSteps;
+inline constexpr int kUnrolled = kSteps > (is_pair(kType) ? 4 : 16) ? 4 : kSteps;
+
+// step(bytes, kk) for each of kSteps steps: kk is known, what comes to its addresses is not.
+template <Type kType, int kSteps, class Step>
+__device__ __forceinline__ void for_each_step(const Step& step) {
+  constexpr int kInner = kUnrolled<kType, kSteps>;
+  constexpr int kWhole = kSteps / kInner * kInner;
+#pragma unroll 1
+  for (int k0 = 0; k0 < kWhole; k0 += kInner) {
+#pragma unroll
+    for (int kk = 0; kk < kInner; ++kk) {
+      step(u32(k0) * 32, kk);
+    }
+  }
+#pragma unroll
+  for (int kk = kWhole; kk < kSteps; ++kk) {
+    step(0, kk);
+  }
+}
 
 // acc[i][j] += A[rows 16 i ...] . B[rows 8 j ...], over 16 columns: block kk (of hi).
 template <Type kType, int kRows, int kColumns, class LaneA, class LaneB>
@@ -95,54 +114,42 @@ template <Type kType, int kDim, int kRows, int kColumns, class LaneA, class Lane
 __device__ __forceinline__ void add_rows_by_rows(float (&acc)[kRows][kColumns][4], u32 a, const LaneA& lanes_a, u32 b,
                                                  const LaneB& lanes_b) {
   constexpr int K = kDim / 16;
-  constexpr int kInner = kUnrolled<kType, K>;
-  constexpr u32 kStepBytes = 32;
   static_assert(kColumns % 2 == 0);
-  if constexpr (is_pair(kType)) {
-    // A fresh sum for every block of 16, which is then added with rounding: the tensor core truncates.
-#pragma unroll 1
-    for (int k0 = 0; k0 < K; k0 += kInner) {
+  for_each_step<kType, K>([&](u32 bytes, int kk) {
+    if constexpr (is_pair(kType)) {
+      // A fresh sum for every block of 16, which is then added with rounding: the tensor core truncates.
+      u32 ah[kRows][4];
+      u32 al[kRows][4];
 #pragma unroll
-      for (int kk = 0; kk < kInner; ++kk) {
-        u32 ah[kRows][4];
-        u32 al[kRows][4];
+      for (int i = 0; i < kRows; ++i) {
+        ldmatrix(ah[i], a + bytes + lanes_a.at(i * 16, kk));
+        ldmatrix(al[i], a + bytes + lanes_a.at(i * 16, K + kk));
+      }
+#pragma unroll
+      for (int j = 0; j < kColumns / 2; ++j) {
+        u32 bh[4];
+        u32 bl[4];
+        ldmatrix(bh, b + bytes + lanes_b.at(j * 16, kk));
+        ldmatrix(bl, b + bytes + lanes_b.at(j * 16, K + kk));
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-          ldmatrix(ah[i], a + k0 * kStepBytes + lanes_a.at(i * 16, kk));
-          ldmatrix(al[i], a + k0 * kStepBytes + lanes_a.at(i * 16, K + kk));
-        }
+          float sum[2][4] = {};
 #pragma unroll
-        for (int j = 0; j < kColumns / 2; ++j) {
-          u32 bh[4];
-          u32 bl[4];
-          ldmatrix(bh, b + k0 * kStepBytes + lanes_b.at(j * 16, kk));
-          ldmatrix(bl, b + k0 * kStepBytes + lanes_b.at(j * 16, K + kk));
+          for (int x = 0; x < 2; ++x) {
+            mma<kType>(sum[x], al[i], bh[2 * x], bh[2 * x + 1]);
+            mma<kType>(sum[x], ah[i], bl[2 * x], bl[2 * x + 1]);
+            mma<kType>(sum[x], ah[i], bh[2 * x], bh[2 * x + 1]);
 #pragma unroll
-          for (int i = 0; i < kRows; ++i) {
-            float sum[2][4] = {};
-#pragma unroll
-            for (int x = 0; x < 2; ++x) {
-              mma<kType>(sum[x], al[i], bh[2 * x], bh[2 * x + 1]);
-              mma<kType>(sum[x], ah[i], bl[2 * x], bl[2 * x + 1]);
-              mma<kType>(sum[x], ah[i], bh[2 * x], bh[2 * x + 1]);
-#pragma unroll
-              for (int e = 0; e < 4; ++e) {
-                acc[i][2 * j + x][e] += sum[x][e];
-              }
+            for (int e = 0; e < 4; ++e) {
+              acc[i][2 * j + x][e] += sum[x][e];
             }
           }
         }
       }
+    } else {
+      add_step<kType>(acc, a + bytes, lanes_a, b + bytes, lanes_b, kk);
     }
-  } else {
-#pragma unroll 1
-    for (int k0 = 0; k0 < K; k0 += kInner) {
-#pragma unroll
-      for (int kk = 0; kk < kInner; ++kk) {
-        add_step<kType>(acc, a + k0 * kStepBytes, lanes_a, b + k0 * kStepBytes, lanes_b, kk);
-      }
-    }
-  }
+  });
 }
 
 // The same for one column tile of 8: the fragments of two steps along the dimension come with one ldmatrix.
@@ -151,7 +158,7 @@ __device__ __forceinline__ void add_rows_by_8_rows(float (&acc)[kRows][1][4], u3
                                                    int row_b, int lane) {
   constexpr int K = kDim / 16;
   constexpr int kInner = kUnrolled<kType, K>;
-  static_assert(!is_pair(kType) && kInner % 2 == 0);
+  static_assert(!is_pair(kType) && kInner % 2 == 0 && K % kInner == 0);
 #pragma unroll 1
   for (int k0 = 0; k0 < K; k0 += kInner) {
 #pragma unroll
