@@ -165,8 +165,8 @@ __device__ __forceinline__ void sm90_bias_copy_tile(const Args& a, const Sm90Bia
   Place place{};
   place.b1 = e.b1;
   place.b2 = e.b2;
-  place.q_len = a.bias_rows;
-  place.k_len = a.bias_keys;
+  place.q_len = int(a.rows.limit_q);
+  place.k_len = int(a.rows.limit_k);
 #pragma unroll 1
   for (int part = 0; part < kSizes.parts; ++part) {
     BiasTileInputs<S>::load(to + part * kSizes.tile, a, place, e.head, tile.m0, tile.n0 + part * kSizes.part,
