@@ -13,6 +13,7 @@
 #include "check/cases.h"
 #include "core/shapes.h"
 #include "core/validate.h"
+#include "cuda/config/packed_heads.h"
 #include "cuda/config/print.h"
 #include "cuda/executable.h"
 
@@ -143,6 +144,9 @@ TEST(CudaPlan, Golden) {
       "bwd b=2 hq=8 sq=2048 sk=2048 d=128 bf16 bias=1,h,q,k",
       "bwd b=2 hq=8 sq=2048 sk=2048 d=64 fp32 sink bias=b,1,1,k bias2=1,h,q,1",
       "bwd b=1 hq=8 sq=2048 sk=2048 d=512 bf16 need=q",
+      "bwd b=8 hq=16 sq=2048 sk=2048 d=64 bf16 bias=b,h,q,k",
+      "bwd b=512 hq=8 sq=384 sk=384 d=32 bf16 bias=1,h,q,k bias2=b,1,1,k",
+      "bwd b=4096 hq=4 sq=49 sk=49 d=32 bf16 bias=1,h,q,k",
   };
   std::string text;
   for (const char* architecture : {"sm_80", "sm_90", "sm_120"}) {
@@ -157,6 +161,68 @@ TEST(CudaPlan, Golden) {
   golden << std::ifstream(kFile).rdbuf();
   EXPECT_EQ(text, golden.str())
       << "where that is meant: FOVEA_WRITE_GOLDEN=1 fovea_tests --gtest_filter=CudaPlan.Golden";
+}
+
+// What the forward for Hopper leaves to the generic kernels of the case table's rows: each reason once.
+TEST(CudaPlan, WhatHopperLeaves) {
+  const char* const kFile = FOVEA_SOURCE_DIR "/tests/cpp/golden/sm90_forward_leaves.txt";
+  const Target target = target_of("sm_90");
+  std::set<std::string> reasons;
+  for (const Problem& problem : both_directions_of_the_table()) {
+    if (problem.direction != Direction::kForward) {
+      continue;
+    }
+    const Shapes shapes(problem);
+    const std::string summary =
+        plan_for(validate(shapes.get(), problem.direction, /*shapes_only=*/true), target).summary;
+    const std::string name = "sm90_forward: ";
+    if (const std::size_t at = summary.find(name); at != std::string::npos) {
+      const std::size_t from = at + name.size();
+      reasons.insert(summary.substr(from, summary.find(';', from) - from));
+    }
+  }
+  std::string text;
+  for (const std::string& reason : reasons) {
+    text += reason + "\n";
+  }
+  if (std::getenv("FOVEA_WRITE_GOLDEN") != nullptr) {
+    std::ofstream(kFile) << text;
+  }
+  std::stringstream golden;
+  golden << std::ifstream(kFile).rdbuf();
+  EXPECT_EQ(text, golden.str())
+      << "where that is meant: FOVEA_WRITE_GOLDEN=1 fovea_tests --gtest_filter=CudaPlan.WhatHopperLeaves";
+}
+
+// The heads that read one key head are the queries of one head, where nothing tells them apart.
+TEST(CudaPlan, OneQueryOfGroupedHeads) {
+  const std::string packed = "b=2 hq=2 hk=2 sq=4 sk=4096 d=128 bf16";
+  const std::string one = "b=2 hq=8 hk=2 sq=1 sk=4096 d=128 bf16";
+  const auto kernels = [](const std::string& line) {
+    std::string text;
+    for (const Launch& launch : plan_of_line("fwd " + line).launches) {
+      text += fmt::format("{}<{}> {} ", launch.kernel.name, print(launch.kernel.spec), launch.blocks);
+    }
+    return text;
+  };
+  for (const char* same :
+       {"", " causal", " window=-1,3", " mask=b,1,1,k", " mask=b,1,q,k", " softcap=30", " used_k=7,4000"}) {
+    const std::string text = same;
+    const bool of_keys = text.find("causal") != std::string::npos || text.find("window") != std::string::npos;
+    const std::string plain = text.find("mask") != std::string::npos ? " mask=b,1,1,k" : of_keys ? "" : text;
+    EXPECT_EQ(kernels(one + text), kernels(packed + plain)) << text;
+  }
+  for (const char* other : {" sink", " alibi=h", " dropout=0.1", " bias=1,h,1,k", " mask=b,h,1,k", " window=5,0",
+                            " causal align=tl", " used_q=1,0"}) {
+    EXPECT_FALSE(packs_heads(Line("fwd " + one + other).call)) << other;
+  }
+  const Line line("fwd " + one + " lse");
+  const Call call = with_packed_heads(line.call);
+  EXPECT_EQ(call.rows.heads_q, 2);
+  EXPECT_EQ(call.rows.rows_q, 4);
+  EXPECT_EQ(call.q.strides.row, line.call.q.strides.head);
+  EXPECT_EQ(call.q.strides.head, 4 * line.call.q.strides.head);
+  EXPECT_EQ(call.lse.strides.row, line.call.lse.strides.head);
 }
 
 // ---- what is prepared ----
@@ -203,7 +269,7 @@ TEST(CudaPlan, RowsThatRunBackwardsOrFarApartArePacked) {
 
 TEST(CudaPlan, BiasesByWhatTheyReallyHave) {
   Line line("fwd b=2 hq=4 sq=128 sk=128 d=64 bf16 bias=b,h,q,k bias2=1,h,q,1:fp32 mask=b,1,1,k");
-  const Operands& all = plan_for(line.call, target_of("sm_90")).operands;
+  const Operands& all = plan_for(line.call, target_of("sm_80")).operands;
   EXPECT_EQ(all.features.bias, BiasTile::kBf16);
   EXPECT_EQ(all.features.bias2, BiasTile::kNone);
   EXPECT_TRUE(all.features.query_term);
@@ -212,8 +278,12 @@ TEST(CudaPlan, BiasesByWhatTheyReallyHave) {
   EXPECT_EQ(all.query_term.strides.row, 1);
   EXPECT_EQ(all.key_term.strides.col, 1);
   EXPECT_EQ(all.key_term.strides.head, 0);
+  const Operands& bits = plan_for(line.call, target_of("sm_90")).operands;  // sm90_forward has no term for a mask
+  EXPECT_FALSE(bits.features.key_term);
+  EXPECT_TRUE(bits.features.mask && bits.features.key_mask);
+  EXPECT_EQ(bits.mask.strides.row, 0);
   line.call.bias.strides.row = 0;  // expanded by the caller
-  const Operands expanded = plan_for(line.call, target_of("sm_90")).operands;
+  const Operands expanded = plan_for(line.call, target_of("sm_80")).operands;
   EXPECT_EQ(expanded.features.bias, BiasTile::kNone);
   ASSERT_EQ(expanded.terms.size(), 2u);
   EXPECT_EQ(expanded.terms[0].biases.size(), 1u);
@@ -240,7 +310,7 @@ TEST(CudaPlan, MaskBits) {
 TEST(CudaPlan, OnlyWhatIsAskedForIsComputed) {
   const auto steps = [](const std::string& line) {
     std::set<Step> steps;
-    for (const Launch& launch : plan_of_line(line).launches) {
+    for (const Launch& launch : plan_of_line(line, "sm_80").launches) {
       steps.insert(launch.step);
     }
     return steps;
@@ -257,6 +327,50 @@ TEST(CudaPlan, OnlyWhatIsAskedForIsComputed) {
             (Steps{Step::kTerm, Step::kBackwardPrepare, Step::kBackward, Step::kReduceColumns}));
   EXPECT_EQ(steps(line + "need=sink"), (Steps{Step::kTerm, Step::kBackwardPrepare, Step::kReduceSink}));
   EXPECT_TRUE(steps(line + "need=bias").count(Step::kBiasGradient));
+}
+
+TEST(CudaPlan, GradientsOfBiasesOnHopper) {
+  const auto gradients = [](const std::string& line) {
+    std::vector<Kernel> kernels;
+    for (const Launch& launch : plan_of_line(line).launches) {
+      if (launch.step == Step::kSm90BiasGradient) {
+        kernels.push_back(launch.kernel);
+      }
+    }
+    return kernels;
+  };
+  // A bias that heads share is taken out of the sum, and tiles that overflow are computed again.
+  const std::vector<Kernel> shared = gradients("bwd b=8 hq=4 sq=512 sk=512 d=64 bf16 bias=1,h,q,k");
+  ASSERT_EQ(shared.size(), 2u);
+  EXPECT_TRUE(shared[0].spec.bias_outside);
+  EXPECT_FALSE(shared[1].spec.bias_outside);
+  EXPECT_EQ(shared[0].spec.warps, shared[1].spec.warps);
+  EXPECT_EQ(shared[0].spec.step, shared[1].spec.step);
+  EXPECT_EQ(gradients("bwd b=8 hq=4 sq=512 sk=512 d=64 bf16 bias=1,h,q,k softcap=5").size(), 1u);
+  EXPECT_EQ(gradients("bwd b=8 hq=4 sq=512 sk=512 d=64 bf16 bias=1,h,q,k bias2=b,1,1,k").size(), 2u);
+  // The second bias takes the first one's place.
+  const std::vector<Kernel> second =
+      gradients("bwd b=8 hq=4 sq=512 sk=512 d=64 bf16 bias=b,1,q,k:fp32 bias2=1,h,q,k need=bias2");
+  ASSERT_EQ(second.size(), 1u);
+  EXPECT_EQ(second[0].spec.bias, BiasTile::kBf16);
+  EXPECT_EQ(second[0].spec.bias2, BiasTile::kFp32);
+  // What nothing shares is dS.
+  const std::string own = "bwd b=8 hq=4 sq=512 sk=512 d=64 bf16 bias=b,h,q,k ";
+  EXPECT_TRUE(gradients(own).empty());
+  EXPECT_TRUE(find(plan_of_line(own), Step::kSm90Backward)->kernel.spec.dbias_store);
+  for (const char* feature : {"causal", "softcap=5", "used_k=9,9,9,9,9,9,9,9", "need=k,bias"}) {
+    EXPECT_EQ(gradients(own + feature).size(), 1u) << feature;
+  }
+  // Short sequences.
+  const Plan small = plan_of_line("bwd b=512 hq=4 sq=49 sk=49 d=32 bf16 bias=1,h,q,k");
+  EXPECT_TRUE(find(small, Step::kSm90SmallBackward) != nullptr && find(small, Step::kSmallBiasSum) != nullptr);
+  EXPECT_EQ(find(small, Step::kBackwardPrepare), nullptr);
+  for (const char* other : {"sk=65", "sk=49 hk=2", "sk=49 dropout=0.1", "sk=49 sink", "sk=49 bias2=b,1,1,k"}) {
+    EXPECT_EQ(find(plan_of_line(std::string("bwd b=512 hq=4 sq=49 d=32 bf16 bias=1,h,q,k ") + other),
+                   Step::kSm90SmallBackward),
+              nullptr)
+        << other;
+  }
 }
 
 TEST(CudaPlan, FewQueriesSplitTheKeys) {
@@ -290,6 +404,7 @@ TEST(CudaPlan, HopperForwardTakesAllButThis) {
         "b=1 hq=1 sq=1 sk=1 d=1 bf16", "b=2 hq=4 seqs_q=3,900 seqs_k=300,7 d=192 dv=128 bf16 sink",
         "b=1 hq=8 sq=128 sk=2047 d=128 bf16", "b=2 hq=4 sq=128 sk=128 d=64 bf16 bias=1,h,q,k:fp32",
         "b=2 hq=4 sq=128 sk=128 d=32 bf16 bias=1,h,q,k:fp32",
+        "b=2 hq=4 sq=128 sk=128 d=64 bf16 dropout=0.1 rng=torch_mem_efficient",
         "b=2 hq=4 sq=128 sk=128 d=256 fp16 bias=1,h,q,k:fp32 dropout=0.5"}) {
     EXPECT_EQ(forward_of(line, "sm_90"), "sm90_forward") << line;
     EXPECT_EQ(forward_of(line, "sm_100"), "sm80_forward") << line;
@@ -298,7 +413,6 @@ TEST(CudaPlan, HopperForwardTakesAllButThis) {
   const std::pair<std::string, std::string> passed_over[] = {
       {"b=2 hq=4 sq=128 sk=128 d=64 fp32", "fp32"},
       {"b=2 hq=4 sq=128 sk=128 d=64 dv=257 bf16", "head_dim over 256"},
-      {"b=2 hq=4 sq=128 sk=128 d=64 bf16 dropout=0.1 rng=torch_mem_efficient", "torch_mem_efficient"},
       {all + "b=2 hq=4 sq=128 sk=128 d=256 bf16", "registers"},
       {"b=2 hq=4 sq=128 sk=0 d=64 bf16", "nothing to attend to"},
       {"b=1 hq=8 sq=1 sk=2048 d=128 bf16", "split"},

@@ -49,9 +49,6 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
   if (spec.d > 256 || spec.dv > 256) {
     return "head_dim over 256";
   }
-  if (spec.dropout == DropoutRule::kTorchMemEfficient) {
-    return "dropout by the rule torch_mem_efficient";
-  }
   if (std::max(spec.d, spec.dv) > 192 && features_of(spec) >= kManyFeatures) {
     return "head_dim over 192 with more features than registers hold";
   }
@@ -85,16 +82,24 @@ struct Tiles {
 std::vector<Tiles> candidates(const Spec& spec) {
   const int widest = std::max(spec.d, spec.dv);
   const int features = features_of(spec);
+  // The rule torch_mem_efficient has a word of decisions for 64 keys.
+  const bool half = features >= kManyFeatures || spec.dropout == DropoutRule::kTorchMemEfficient;
   const bool biases = spec.bias != BiasTile::kNone || spec.bias2 != BiasTile::kNone;
   if (widest <= 64) {
-    if (features >= kManyFeatures) {
+    if (half) {
       return {{2, 64, 2, 2, 2}, {2, 64, 2, 1, 2}};
+    }
+    if (spec.mask && features == 1) {
+      return {{3, 128, 3, 2, 2}};
     }
     if (features > int{biases} || spec.bias2 != BiasTile::kNone || (spec.ragged && spec.left_edge)) {
       return {{2, 128, 3, 2, 2}, {2, 128, 2, 2, 2}, {2, 128, 2, 1, 2}, {2, 64, 2, 1, 2}};
     }
     if (biases && widest <= 32) {
       return {{3, 128, 3, 2, 3}, {3, 128, 2, 2, 2}, {2, 128, 2, 1, 2}};
+    }
+    if (spec.bias == BiasTile::kFp32) {
+      return {{3, 64, 3, 1, 2}, {2, 64, 2, 1, 2}};
     }
     if (biases) {
       return {{3, 128, 2, 1, 2}, {2, 128, 2, 1, 2}};
@@ -105,10 +110,10 @@ std::vector<Tiles> candidates(const Spec& spec) {
     if (widest == 96 && features == 0 && !spec.ragged && !spec.left_edge) {
       return {{3, 112, 2, 2, 2}};
     }
-    if (features >= kManyFeatures || spec.bias2 != BiasTile::kNone) {
+    if (half || spec.bias2 != BiasTile::kNone) {
       return {{2, 64, 2, 2, 2}, {2, 64, 2, 1, 2}, {2, 64, 2, 1, 1}};
     }
-    return {{2, 128, widest <= 80 ? 3 : 2, 2, 2}, {2, 128, 2, 2, 2}, {2, 128, 2, 1, 2}, {2, 64, 2, 1, 2}};
+    return {{2, 128, 2, 2, 2}, {2, 128, 2, 1, 2}, {2, 64, 2, 1, 2}};
   }
   if (features > 0) {
     return {{2, 64, 2, 1, 2}, {2, 64, 2, 1, 1}, {2, 64, 1, 1, 1}};
@@ -146,11 +151,18 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
     spec.warps = 4 * tiles.groups;
     // A text encoder's 77 keys and the like.
     constexpr int kFewKeys = 80;
-    spec.step = features_of(spec) == 0 && call.rows.limit_k <= kFewKeys ? std::min(tiles.step, kFewKeys) : tiles.step;
+    const bool few_keys = features_of(spec) == 0 && call.rows.limit_k <= kFewKeys;
+    spec.step = few_keys ? std::min(tiles.step, kFewKeys) : tiles.step;
     spec.stages = tiles.stages;
     spec.q_buffers = tiles.q_buffers;
     spec.planes = sm90_has_planes(spec) ? tiles.planes : 0;
-    spec.ahead = spec.step / 32;
+    // Reading and writing Q and O is all that takes time then: some tiles of them are under way.
+    constexpr int kMostBuffers = 4;
+    for (spec.q_buffers = few_keys ? kMostBuffers : tiles.q_buffers;
+         spec.q_buffers > tiles.q_buffers && sm90_forward_sizes(spec).bytes > target.shared_per_block;) {
+      --spec.q_buffers;
+    }
+    spec.ahead = spec.step / (spec.softcap ? 64 : 32);
     // Without a mask the power limit leaves the tensor cores little to win at head_dim 128.
     spec.turns = spec.banded || features_of(spec) > 0 || std::max(spec.d, spec.dv) != 128;
     // Where steps do not divide the diagonal the first tile's guess would fail; what is added makes it costly.

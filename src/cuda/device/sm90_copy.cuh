@@ -27,13 +27,13 @@ struct Ring {
 struct Sm90Barriers {
   u32 first;
   __device__ __forceinline__ u32 q_full(int i) const { return first + 8 * i; }
-  __device__ __forceinline__ u32 q_empty(int i) const { return first + 16 + 8 * i; }
-  __device__ __forceinline__ u32 k_full(int i) const { return first + 32 + 8 * i; }
-  __device__ __forceinline__ u32 k_empty(int i) const { return first + 64 + 8 * i; }
-  __device__ __forceinline__ u32 v_full(int i) const { return first + 96 + 8 * i; }
-  __device__ __forceinline__ u32 v_empty(int i) const { return first + 128 + 8 * i; }
-  __device__ __forceinline__ u32 planes_full(int i) const { return first + 160 + 8 * i; }
-  __device__ __forceinline__ u32 planes_empty(int i) const { return first + 192 + 8 * i; }
+  __device__ __forceinline__ u32 q_empty(int i) const { return first + 32 + 8 * i; }
+  __device__ __forceinline__ u32 k_full(int i) const { return first + 64 + 8 * i; }
+  __device__ __forceinline__ u32 k_empty(int i) const { return first + 96 + 8 * i; }
+  __device__ __forceinline__ u32 v_full(int i) const { return first + 128 + 8 * i; }
+  __device__ __forceinline__ u32 v_empty(int i) const { return first + 160 + 8 * i; }
+  __device__ __forceinline__ u32 planes_full(int i) const { return first + 192 + 8 * i; }
+  __device__ __forceinline__ u32 planes_empty(int i) const { return first + 224 + 8 * i; }
 };
 
 // A tile of queries of one head; b < 0: there are no more.
@@ -104,13 +104,31 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
                                                   volatile Sm90Tile* tiles, const Sm90Barriers& barriers) {
   constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
   constexpr int kRows = kSizes.rows;
-  constexpr int kPanelK = panel_columns(S.d);
-  constexpr int kPanelV = panel_columns(S.dv);
+  constexpr int kPanelK = sm90_forward_panel(S, S.d);
+  constexpr int kPanelV = sm90_forward_panel(S, S.dv);
   constexpr int kPlaneBytes = kSizes.bias + kSizes.bias2;
   Ring<S.stages> ring_k, ring_v;
   Ring<S.planes> ring_planes;
   Ring<S.q_buffers> ring_q;
   const int count = S.ragged ? m.schedule->row_tiles * m.heads : m.tiles;
+  // A tile's number is decoded while those before it are computed; divisions, and the list in global memory, take long.
+  volatile Sm90Tile& later = tiles[S.q_buffers];
+  const auto decode = [&](int number) {
+    if (number < count) {
+      const Sm90Tile tile = sm90_tile<S>(a, m, number);
+      later.row = tile.row;
+      later.head = tile.head;
+      later.b = tile.b;
+      later.q_begin = tile.q_begin;
+      later.q_len = tile.q_len;
+      later.k_begin = tile.k_begin;
+      later.k_len = tile.k_len;
+      later.head_k = int(u32(tile.head) / u32(m.group));
+      later.b1 = int(u32(tile.b) / u32(m.batch2));
+      later.b2 = tile.b - later.b1 * m.batch2;
+    }
+  };
+  decode(int(blockIdx.x));
   for (int number = int(blockIdx.x);;) {
     barrier_wait(barriers.q_empty(ring_q.buffer()), ring_q.parity() ^ 1);
     const u32 full = barriers.q_full(ring_q.buffer());
@@ -120,27 +138,32 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
       return;
     }
     const int next = S.ragged || m.schedule != nullptr ? int(gridDim.x + atomicAdd(&m.schedule->next, 1u)) : count;
-    const Sm90Tile tile = sm90_tile<S>(a, m, number);
-    const math::Band<int> band = sm90_band<S>(a, m, tile);
-    const math::Interval<int> steps = sm90_steps<S>(band, tile.row, kRows);
     // What loads need is read from there again: this warpgroup has few registers.
     volatile Sm90Tile& here = tiles[ring_q.buffer()];
-    here.row = tile.row;
-    here.head = tile.head;
-    here.b = tile.b;
-    here.q_begin = tile.q_begin;
-    here.q_len = tile.q_len;
-    here.k_begin = tile.k_begin;
-    here.k_len = tile.k_len;
-    here.head_k = int(u32(tile.head) / u32(m.group));
-    here.b1 = int(u32(tile.b) / u32(m.batch2));
-    here.b2 = tile.b - here.b1 * m.batch2;
+    here.row = later.row;
+    here.head = later.head;
+    here.b = later.b;
+    here.q_begin = later.q_begin;
+    here.q_len = later.q_len;
+    here.k_begin = later.k_begin;
+    here.k_len = later.k_len;
+    here.head_k = later.head_k;
+    here.b1 = later.b1;
+    here.b2 = later.b2;
+    math::Interval<int> steps;
+    {
+      Sm90Tile tile{};
+      tile.row = here.row;
+      tile.q_len = here.q_len;
+      tile.k_len = here.k_len;
+      steps = sm90_steps<S>(sm90_band<S>(a, m, tile), tile.row, kRows);
+    }
     const auto at = [&](const Has& has, int column, int row, int head) {
       return Coordinates{column, row, head * has.head, here.b2 * has.batch2, here.b1 * has.batch1};
     };
-    barrier_expect(full, kRows * S.d * 2);
+    barrier_expect(full, kRows * sm90_forward_panels(S, S.d) * kPanelK * 2);
 #pragma unroll 1
-    for (int p = 0; p < S.d / kPanelK; ++p) {
+    for (int p = 0; p < sm90_forward_panels(S, S.d); ++p) {
       tensor_load(base + kSizes.q_at + ring_q.buffer() * kSizes.q + p * kRows * kPanelK * 2, m.q, full,
                   at(m.has_q, p * kPanelK, here.q_begin + here.row, here.head));
     }
@@ -149,9 +172,9 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
     const auto load_k = [&](int n) {
       barrier_wait(barriers.k_empty(ring_k.buffer()), ring_k.parity() ^ 1);
       const u32 k_full = barriers.k_full(ring_k.buffer());
-      barrier_expect(k_full, S.step * S.d * 2);
+      barrier_expect(k_full, S.step * sm90_forward_panels(S, S.d) * kPanelK * 2);
 #pragma unroll 1
-      for (int p = 0; p < S.d / kPanelK; ++p) {
+      for (int p = 0; p < sm90_forward_panels(S, S.d); ++p) {
         tensor_load(base + kSizes.k_at + ring_k.buffer() * kSizes.k + p * S.step * kPanelK * 2, m.k, k_full,
                     at(m.has_k, p * kPanelK, here.k_begin + n * S.step, here.head_k));
       }
@@ -189,9 +212,9 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
     const auto load_v = [&](int n) {
       barrier_wait(barriers.v_empty(ring_v.buffer()), ring_v.parity() ^ 1);
       const u32 v_full = barriers.v_full(ring_v.buffer());
-      barrier_expect(v_full, S.step * S.dv * 2);
+      barrier_expect(v_full, S.step * sm90_forward_panels(S, S.dv) * kPanelV * 2);
 #pragma unroll 1
-      for (int p = 0; p < S.dv / kPanelV; ++p) {
+      for (int p = 0; p < sm90_forward_panels(S, S.dv); ++p) {
         tensor_load(base + kSizes.v_at + ring_v.buffer() * kSizes.v + p * S.step * kPanelV * 2, m.v, v_full,
                     at(m.has_v, p * kPanelV, here.k_begin + n * S.step, here.head_k));
       }
@@ -203,8 +226,14 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
       for (; n > steps.begin; --n) {
         load_k(n - 1);
         load_v(n);
+        if (n == steps.end - 1) {
+          decode(next);
+        }
       }
       load_v(n);
+    }
+    if (steps.end - 1 <= steps.begin) {
+      decode(next);
     }
     number = next;
   }

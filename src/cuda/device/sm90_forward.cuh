@@ -32,17 +32,17 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
   constexpr int kGroups = kSizes.groups;
   constexpr int kRows = kSizes.rows;
   constexpr int kStep = S.step;
-  constexpr int kPanelK = panel_columns(S.d);
-  constexpr int kPanelV = panel_columns(S.dv);
+  constexpr int kPanelK = sm90_forward_panel(S, S.d);
+  constexpr int kPanelV = sm90_forward_panel(S, S.dv);
   constexpr bool kPlanes = sm90_has_planes(S);
   constexpr bool kDropout = S.dropout != DropoutRule::kNone;
   // What a launch of 3 (4) warpgroups has is 3 x 168 (4 x 128) registers: more would wait for ever.
   constexpr int kRegistersToCopy = kGroups == 2 ? 40 : 32;
   constexpr int kRegisters = kGroups == 2 ? 232 : 160;
   static_assert(kGroups == 2 || kGroups == 3);
-  static_assert(S.type != Type::kFp32 && S.dropout != DropoutRule::kTorchMemEfficient && !S.split);
+  static_assert(S.type != Type::kFp32 && !S.split);
   static_assert(S.d % 16 == 0 && S.dv % 16 == 0 && S.d <= 256 && S.dv <= 256 && kStep % 16 == 0);
-  static_assert(S.stages <= 4 && S.planes <= 4 && S.q_buffers <= 2 && kPlanes == (S.planes > 0));
+  static_assert(S.stages <= 4 && S.planes <= 4 && S.q_buffers <= 4 && kPlanes == (S.planes > 0));
 
   // ---- shared memory and barriers ----
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -51,14 +51,14 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
   const Sm90Barriers barriers{base + kSizes.barriers_at};
   const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
   if (threadIdx.x == 0) {
-    // Full: the thread that copies, and its bytes. Empty: every warp that reads, or (Q) every warpgroup that stores.
+    // Full: the thread that copies, and its bytes. Empty: every warp that reads, and (Q) every warpgroup that stores.
     const auto init = [](int buffers, u32 full, u32 empty, int readers) {
       for (int i = 0; i < buffers; ++i) {
         barrier_init(full + 8 * i, 1);
         barrier_init(empty + 8 * i, readers);
       }
     };
-    init(S.q_buffers, barriers.q_full(0), barriers.q_empty(0), kGroups);
+    init(S.q_buffers, barriers.q_full(0), barriers.q_empty(0), 5 * kGroups);
     init(S.stages, barriers.k_full(0), barriers.k_empty(0), 4 * kGroups);
     init(S.stages, barriers.v_full(0), barriers.v_empty(0), 4 * kGroups);
     init(S.planes, barriers.planes_full(0), barriers.planes_empty(0), 4 * kGroups);
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
   };
 
   Sm90Softmax<S> softmax;
-  Sm90Dropout<S> dropout;
+  Sm90Decisions<S> dropout;
   Sm90Inputs<S> inputs(base, c * 64 + warp * 16 + g, c * 64 + fragment_row, fragment_half, t);
   float o[S.dv / 2];
 
@@ -161,13 +161,17 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
     if (tile.b < 0) {
       break;
     }
+    __syncwarp();
+    if (leader) {  // the tile is read; Q itself is not yet
+      barrier_arrive(barriers.q_empty(ring_q.buffer()));
+    }
     const math::Band<int> band = sm90_band<S>(a, m, tile);
     const math::Interval<int> steps = sm90_steps<S>(band, tile.row, kRows);
     const int top = tile.row + c * 64;
     const int row0 = top + warp * 16 + g;
     const u32 q_now = q_low + ring_q.buffer() * (kSizes.q / 16);
     if constexpr (kDropout) {
-      dropout.start(a, i64(tile.b) * a.rows.heads_q + tile.head, row0);
+      dropout.start(a, tile.b, tile.head, tile.k_len, row0);
     }
     if constexpr (S.alibi) {
       inputs.slope =
@@ -328,13 +332,10 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
           if constexpr (((S.part - 64) & 2) != 0) {
             barrier_wait(barriers.k_full(ring_k.buffer()), ring_k.parity());
           }
-          asm volatile("" : "+r"(dropout.row.high.bits));
+          asm volatile("" : "+r"(dropout.first()));
           dropout.draw(n * kStep, t);
           if constexpr (((S.part - 64) & 1) != 0) {
-#pragma unroll
-            for (int i = 0; i < kStep / 4; ++i) {
-              asm volatile("" : "+r"(dropout.keep[i]));
-            }
+            dropout.pin();
             barrier_wait(barriers.k_full(ring_k.buffer()), ring_k.parity());
           }
         }
@@ -381,10 +382,29 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
         barrier_wait(barriers.k_full(ring_k.buffer()), ring_k.parity());
         turn_wait();
         issue_scores();
+        constexpr int kBetween = S.dropout == DropoutRule::kFovea ? (S.part - 64) >> 2 & 3 : 0;
+        if constexpr (kBetween != 0) {
+          asm volatile("" : "+r"(dropout.first()));
+          for (int k = kBetween > 1 ? kStep / 32 : 0; k < kStep / 16; ++k) {
+            dropout.draw_block(n * kStep, t, k);
+          }
+          for (int i = kBetween > 1 ? kStep / 8 : 0; i < kStep / 4; ++i) {
+            asm volatile("" : "+r"(dropout.keep[i]));
+          }
+        }
         barrier_wait(barriers.v_full(ring_v.buffer()), ring_v.parity());
         issue_output();
         turn_pass();
-        meanwhile();
+        if constexpr (kBetween == 0) {
+          meanwhile();
+        } else {
+          if constexpr (kBetween > 1) {
+            for (int k = 0; k < kStep / 32; ++k) {
+              dropout.draw_block(n * kStep, t, k);
+            }
+          }
+          inputs.load_words(n * kStep);
+        }
         wgmma_wait<1>();
         pin(softmax.s);
         soften(Constant<0>{});
@@ -466,7 +486,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
       fence_async();
       sync(own_barrier, 128);
       if (thread == 0) {
-        for (int i = 0; i < S.dv / kPanelV; ++i) {
+        for (int i = 0; i < sm90_forward_panels(S, S.dv); ++i) {
           tensor_store(m.out, to + (i * kRows + c * 64) * kPanelV * 2,
                        {i * kPanelV, tile.q_begin + top, tile.head * m.has_out.head, tile.b2 * m.has_out.batch2,
                         tile.b1 * m.has_out.batch1});

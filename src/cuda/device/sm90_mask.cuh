@@ -43,48 +43,63 @@ __global__ void __launch_bounds__(kSm90MaskThreads) sm90_mask(const __grid_const
     rest = number - quotient * by;
     return quotient;
   };
-  for (u64 n = (u64(blockIdx.x) * kSm90MaskThreads + threadIdx.x) / 32; n < total; n += stride) {
-    u64 piece, row, head, batch2;
-    const u64 all = split(n, pieces, piece);
-    const u64 batch1 = split(split(split(all, u64(box.rows), row), u64(box.heads), head), u64(box.batch2), batch2);
-    const i64 from =
-        i64(batch1) * strides.batch1 + i64(batch2) * strides.batch2 + i64(head) * strides.head + i64(row) * strides.row;
-    const i64 key = i64(piece) * (32 * kKeys) + lane * kKeys;
-    const unsigned char* const data = static_cast<const unsigned char*>(args.from.data) + from;
-    u32 ones[4] = {};
-    if (by_vectors && key + kKeys <= args.columns) {
-      const uint4 all_keys = __ldg(reinterpret_cast<const uint4*>(data + key));
-      ones[0] = ones_of(all_keys.x);
-      ones[1] = ones_of(all_keys.y);
-      ones[2] = ones_of(all_keys.z);
-      ones[3] = ones_of(all_keys.w);
-    } else {
+  // A warp has kAtOnce pieces under way.
+  constexpr int kAtOnce = 4;
+  for (u64 first = (u64(blockIdx.x) * kSm90MaskThreads + threadIdx.x) / 32; first < total; first += kAtOnce * stride) {
+    uint4 ones[kAtOnce];
+    u64 to[kAtOnce];
+    int words[kAtOnce];  // that the row has from this piece on
 #pragma unroll
-      for (int i = 0; i < kKeys; ++i) {
-        if (key + i < args.columns && data[(key + i) * strides.col] != 0) {
-          ones[i / 4] |= 1u << i % 4 * 8;
+    for (int i = 0; i < kAtOnce; ++i) {
+      const u64 n = first + i * stride;
+      ones[i] = uint4{0, 0, 0, 0};
+      words[i] = 0;
+      if (n < total) {
+        u64 piece, row, head, batch2;
+        const u64 all = split(n, pieces, piece);
+        const u64 batch1 = split(split(split(all, u64(box.rows), row), u64(box.heads), head), u64(box.batch2), batch2);
+        const i64 key = i64(piece) * (32 * kKeys) + lane * kKeys;
+        const unsigned char* const data = static_cast<const unsigned char*>(args.from.data) +
+                                          i64(batch1) * strides.batch1 + i64(batch2) * strides.batch2 +
+                                          i64(head) * strides.head + i64(row) * strides.row;
+        to[i] = all * u64(box.width) + piece * kWords;
+        words[i] = int(min(u64(box.width) - piece * kWords, u64(kWords)));
+        if (by_vectors && key + kKeys <= args.columns) {
+          ones[i] = __ldg(reinterpret_cast<const uint4*>(data + key));
+        } else {
+          u32 bytes[4] = {};
+#pragma unroll
+          for (int j = 0; j < kKeys; ++j) {
+            if (key + j < args.columns && data[(key + j) * strides.col] != 0) {
+              bytes[j / 4] |= 1u << j % 4 * 8;
+            }
+          }
+          ones[i] = uint4{bytes[0], bytes[1], bytes[2], bytes[3]};
         }
       }
     }
-    // Keys c and c + 8 of a lane: bits 0 and 2 of byte c, then bits 0 ... 3 of bytes 0 and 2 (t = 0, 1; 2, 3).
-    u32 low = ones[0] | ones[2] << 2;
-    u32 high = ones[1] | ones[3] << 2;
-    low |= low >> 7;
-    high |= high >> 7;
-    // Byte t is what this lane has of word t.
-    u32 mine = (low & 0xf) | (low >> 8 & 0xf00) | (high & 0xf) << 16 | (high >> 16 & 0xf) << 24;
-    mine |= __shfl_down_sync(~0u, mine, 1) << 4;  // of even lanes: 32 keys
-    // Four even lanes have the four bytes of each of four words: each takes a word.
-    const int place = lane / 2 % 4;
-    u32 word = 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const u32 other = __shfl_sync(~0u, mine, (lane & 24) | 2 * i);
-      word |= (other >> 8 * place & 0xff) << 8 * i;
-    }
-    const u64 at = piece * kWords + u64(lane / 8 * 4 + place);
-    if (lane % 2 == 0 && at < u64(box.width)) {
-      args.to[all * u64(box.width) + at] = word;
+    for (int i = 0; i < kAtOnce; ++i) {
+      // Keys c and c + 8 of a lane: bits 0 and 2 of byte c, then bits 0 ... 3 of bytes 0 and 2 (t = 0, 1; 2, 3).
+      u32 low = ones_of(ones[i].x) | ones_of(ones[i].z) << 2;
+      u32 high = ones_of(ones[i].y) | ones_of(ones[i].w) << 2;
+      low |= low >> 7;
+      high |= high >> 7;
+      // Byte t is what this lane has of word t.
+      u32 mine = (low & 0xf) | (low >> 8 & 0xf00) | (high & 0xf) << 16 | (high >> 16 & 0xf) << 24;
+      mine |= __shfl_down_sync(~0u, mine, 1) << 4;  // of even lanes: 32 keys
+      // Four even lanes have the four bytes of each of four words: each takes a word.
+      const int place = lane / 2 % 4;
+      u32 word = 0;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const u32 other = __shfl_sync(~0u, mine, (lane & 24) | 2 * j);
+        word |= (other >> 8 * place & 0xff) << 8 * j;
+      }
+      const int at = lane / 8 * 4 + place;
+      if (lane % 2 == 0 && at < words[i]) {
+        args.to[to[i] + u64(at)] = word;
+      }
     }
   }
 }

@@ -165,24 +165,6 @@ struct Word {
   friend __device__ __forceinline__ Word operator^(Word a, Word b) { return Word(a.bits ^ b.bits); }
   friend __device__ __forceinline__ Word operator^(Word a, u32 b) { return Word(a.bits ^ b); }
 };
-struct Half {
-  u32 bits, upper;
-  Half() = default;
-  __device__ __forceinline__ explicit constexpr Half(u32 x) : bits(x), upper(0x45300000) {}
-  __device__ __forceinline__ constexpr Half(u32 x, u32 y) : bits(x), upper(y) {}
-  friend __device__ __forceinline__ Half operator^(Half a, Half b) { return Half(a.bits ^ b.bits, a.upper); }
-  friend __device__ __forceinline__ Half operator^(Half a, u32 b) { return Half(a.bits ^ b, a.upper); }
-};
-// The upper word by a product of doubles: 2^84 + a b, rounded down to a multiple of 2^32, holds it in its lower word.
-// Its upper word is always that of 2^84; seen as 2^84 + 2^32 x, x the word, it is a factor of the next product.
-__device__ __forceinline__ void mul_wide(Half a, u32 b, Half& high, Half& low) {
-  const double factor = double(b) * 0x1p-32;
-  const double rest = 0x1p84 - 0x1p52 * double(b);
-  asm("{\n.reg .f64 x;\nmov.b64 x, {%2, %3};\nfma.rz.f64 x, x, %4, %5;\nmov.b64 {%0, %1}, x;\n}"
-      : "=r"(high.bits), "=r"(high.upper)
-      : "r"(a.bits), "r"(a.upper), "d"(factor), "d"(rest));
-  low.bits = a.bits * b;
-}
 // mul.wide (Integer: mul).
 __device__ __forceinline__ void mul_wide(Word a, u32 b, Word& high, Word& low) {
   asm("{\n.reg .b64 t;\nmul.wide.u32 t, %2, %3;\nmov.b64 {%1, %0}, t;\n}"
@@ -194,25 +176,17 @@ __device__ __forceinline__ void mul_wide(Word a, u32 b, Word& high, Word& low) {
 template <Spec S>
 struct Sm90Dropout {
   math::DropoutHead head{};
-  template <bool kDoubles, class A, class B>
-  struct Either {
-    using Type = A;
-  };
-  template <class A, class B>
-  struct Either<true, A, B> {
-    using Type = B;
-  };
-  using Number = typename Either<((S.part - 64) & 4) != 0, Word, Half>::Type;
-  math::DropoutRow<Number> row{};
+  math::DropoutRow<Word> row{};
   u32 threshold = 0;  // in both halves
   u32 keep[S.step / 4];
 
-  __device__ __forceinline__ void start(const Args& a, i64 n, int first_row) {
+  __device__ __forceinline__ void start(const Args& a, int b, int query_head, int, int first_row) {
+    const i64 n = i64(b) * a.rows.heads_q + query_head;
     const u64 seed = a.seed.value + (a.seed.pointer != nullptr ? *a.seed.pointer : 0);
     const u64 offset = a.offset.value + (a.offset.pointer != nullptr ? *a.offset.pointer : 0);
     const math::DropoutHead made = math::DropoutHead::make(seed, offset, u64(n));
     head = {uniform(made.k0), uniform(made.k1), uniform(made.w0), uniform(made.w1)};
-    row = math::dropout_row<Number>(head, Number(math::dropout_fold(u32(first_row))));
+    row = math::dropout_row<Word>(head, Word(math::dropout_fold(u32(first_row))));
     threshold = (a.drop_threshold & 0xffff) * 0x10001u;  // 65536 keeps what it likes: the factor is 0 then
   }
 
@@ -236,16 +210,71 @@ struct Sm90Dropout {
   __device__ __forceinline__ void draw(int n0, int t) {
 #pragma unroll
     for (int k = 0; k < S.step / 16; ++k) {
+      draw_block(n0, t, k);
+    }
+  }
+  __device__ __forceinline__ void draw_block(int n0, int t, int k) {
+    {
       const u32 column = u32(n0) / 2 + 8 * k + 2 * t;  // dropout_fold of this lane's first column
-      const math::Words2<Number> a = math::dropout_call<Number>(head, row, Number(column));
-      const math::Words2<Number> b = math::dropout_call<Number>(head, row, Number(column + 1));
+      const math::Words2<Word> a = math::dropout_call<Word>(head, row, Word(column));
+      const math::Words2<Word> b = math::dropout_call<Word>(head, row, Word(column + 1));
       keep[4 * k] = kept(__byte_perm(a.x.bits, b.x.bits, 0x5410));
       keep[4 * k + 1] = kept(__byte_perm(a.y.bits, b.y.bits, 0x5410));
       keep[4 * k + 2] = kept(__byte_perm(a.x.bits, b.x.bits, 0x7632));
       keep[4 * k + 3] = kept(__byte_perm(a.y.bits, b.y.bits, 0x7632));
     }
   }
+
+  // What decisions are made from, and nothing else is.
+  __device__ __forceinline__ u32& first() { return row.high.bits; }
+  // They are made here, at the latest.
+  __device__ __forceinline__ void pin() {
+#pragma unroll
+    for (int i = 0; i < S.step / 4; ++i) {
+      asm volatile("" : "+r"(keep[i]));
+    }
+  }
+
+  // Word i of P.
+  __device__ __forceinline__ u32 apply(int i, u32 word) const { return word & keep[i]; }
 };
+
+// Decisions of rule torch_mem_efficient, a bit each: the generic kernels' (Keep), whose fragments are these
+// accumulators.
+template <Spec S>
+struct Sm90TorchDropout {
+  static_assert(S.step == 64);
+  Keep<S, false, 1, 8> keep;
+  Thread thread;
+  int row = 0;  // of the warp
+
+  __device__ __forceinline__ void start(const Args& a, int b, int head, int k_len, int first_row) {
+    Place place;
+    place.b = u32(b);
+    place.k_len = k_len;
+    keep.start(a, place, u32(head));
+    row = first_row - thread.g;
+  }
+  __device__ __forceinline__ void draw(int n0, int) { keep.prepare(thread, row, n0); }
+  __device__ __forceinline__ int& first() { return row; }
+  __device__ __forceinline__ void pin() { asm volatile("" : "+r"(keep.bits[0])); }
+
+  // Word i of P.
+  __device__ __forceinline__ u32 apply(int i, u32 word) const {
+    const u32 bit = 1u << (i % 2 * 16 + i / 2 * 2);
+    return word & ((keep.bits[0] & bit) != 0 ? 0x0000ffffu : 0) |
+           word & ((keep.bits[0] & bit << 1) != 0 ? 0xffff0000u : 0);
+  }
+};
+
+// No decisions.
+struct Sm90NoDropout {
+  __device__ __forceinline__ u32 apply(int, u32 word) const { return word; }
+};
+template <Spec S>
+using Sm90Decisions =
+    typename Select<S.dropout == DropoutRule::kFovea, Sm90Dropout<S>,
+                    typename Select<S.dropout == DropoutRule::kNone, Sm90NoDropout, Sm90TorchDropout<S>>::Type>::Type;
 
 }  // namespace fovea::cuda
 

@@ -27,6 +27,14 @@ struct Sm90ForwardSizes {
   int bytes;  // all of it
 };
 
+// Columns of a panel of q, k, v and out.
+constexpr int sm90_forward_panel(const Spec& s, int columns) {
+  return columns % 64 == 0 || (columns > 64 && (s.part & 128) != 0) ? 64 : columns % 32 == 0 ? 32 : 16;
+}
+constexpr int sm90_forward_panels(const Spec& s, int columns) {
+  return (columns + sm90_forward_panel(s, columns) - 1) / sm90_forward_panel(s, columns);
+}
+
 constexpr Sm90ForwardSizes sm90_forward_sizes(const Spec& s) {
   constexpr int kNumber = 2;  // bytes
   // A tile's panels begin where their swizzle does.
@@ -35,9 +43,11 @@ constexpr Sm90ForwardSizes sm90_forward_sizes(const Spec& s) {
   x.groups = s.warps / 4;
   x.threads = 128 * (x.groups + 1);
   x.rows = 16 * s.warps;
-  x.q = whole(x.rows * (s.d > s.dv ? s.d : s.dv) * kNumber);  // of O, too
-  x.k = whole(s.step * s.d * kNumber);
-  x.v = whole(s.step * s.dv * kNumber);
+  const int d = sm90_forward_panels(s, s.d) * sm90_forward_panel(s, s.d);
+  const int dv = sm90_forward_panels(s, s.dv) * sm90_forward_panel(s, s.dv);
+  x.q = whole(x.rows * (d > dv ? d : dv) * kNumber);  // of O, too
+  x.k = whole(s.step * d * kNumber);
+  x.v = whole(s.step * dv * kNumber);
   x.bias = x.rows * s.step * bias_bytes(s.bias);
   x.bias2 = x.rows * s.step * bias_bytes(s.bias2);
   x.key_term = s.key_term ? s.step * 4 : 0;
@@ -47,7 +57,7 @@ constexpr Sm90ForwardSizes sm90_forward_sizes(const Spec& s) {
   x.bias2_at = x.bias_at + s.planes * x.bias;
   x.key_term_at = x.bias2_at + s.planes * x.bias2;
   x.tiles_at = x.key_term_at + s.planes * x.key_term;
-  x.barriers_at = x.tiles_at + 128;
+  x.barriers_at = x.tiles_at + 256;
   x.bytes = x.barriers_at + 256;
   return x;
 }

@@ -235,13 +235,10 @@ struct Sm90Softmax {
   // ---- P ----
 
   template <class From, class To>
-  __device__ __forceinline__ void convert(From from, To to, const Sm90Dropout<S>& dropout) {
+  __device__ __forceinline__ void convert(From from, To to, const Sm90Decisions<S>& dropout) {
 #pragma unroll
     for (int i = 4 * from; i < 4 * to; ++i) {
-      p[i] = pack<S.type>(s[2 * i], s[2 * i + 1]);
-      if constexpr (S.dropout != DropoutRule::kNone) {
-        p[i] &= dropout.keep[i];
-      }
+      p[i] = dropout.apply(i, pack<S.type>(s[2 * i], s[2 * i + 1]));
     }
   }
 
