@@ -331,8 +331,10 @@ class Planner {
 
     Spec spec = small(features.type);
     spec.d = features.d;
+    Spec before = spec;
+    before.dv = std::min(features.dv, before.dv);
     const std::int64_t heads = rows.batch() * rows.heads_q;
-    add(Step::kBackwardPrepare, part("backward_prepare", spec), heads * pads);
+    add(Step::kBackwardPrepare, part("backward_prepare", before), heads * pads);
     if (hopper.why_not == nullptr) {
       const Kernel kernel = taken(hopper);
       add(Step::kSm90Backward, kernel, sm90_backward_blocks(call_, kernel.spec, plan_.target));

@@ -11,13 +11,15 @@
 //   reduce_sink        sink_sum to the gradient of the sink
 //
 // Launches of 256 threads, no shared memory to be given. Spec: `type`, `d` (convert: fp32's dq_sum has scale in it
-// already), `grad_bias` (reduce_columns, reduce_rows). Blocks and what of Args beyond the call's own tensors:
+// already), `dv` (prepare: up to 32, or more), `grad_bias` (reduce_columns, reduce_rows). Blocks and what of Args
+// beyond the call's own tensors:
 //   backward_prepare   batch * heads_q * ceil(limit_q / 128): head_dim_v (of `out`, real), out, grad_out (fp32: both as
 //                      the caller gave them), lse, grad_lse, row_lse, row_delta, padded_rows, lse_factor; where wanted:
 //                      dq_sum with Spec::d, turns, sink and sink_sum; fp32: sizes, whose last part it writes
 //   backward_convert   batch * heads_q * ceil(limit_q / kConvertRows): dq_sum, padded_rows, grad_q, out_dim,
-//   vector_stores, scale reduce_columns     planes * ceil(bias_keys / 32): grad_bias, bias_keys, column_sum,
-//   column_pitch reduce_rows        planes * ceil(bias_rows / 32): grad_bias, bias_rows, row_sum, padded_rows
+//                      vector_stores, scale
+//   reduce_columns     planes * ceil(bias_keys / 32): grad_bias, bias_keys, column_sum, column_pitch
+//   reduce_rows        planes * ceil(bias_rows / 32): grad_bias, bias_rows, row_sum, padded_rows
 //   reduce_sink        heads_q: sink_sum, grad_sink, grad_sink_stride
 // planes: batch1, batch2 and heads of the gradient, 1 where grad_bias has stride 0 (summed over).
 // Sums are made in a fixed order: two runs give the same bits.
@@ -112,16 +114,14 @@ struct Shared {
 
 // ---- before ----
 
-template <Spec S>
-__device__ __forceinline__ float dot8(const char* x, const char* y) {
-  const uint4 a = *reinterpret_cast<const uint4*>(x);
-  const uint4 b = *reinterpret_cast<const uint4*>(y);
-  const u32 as[4] = {a.x, a.y, a.z, a.w};
-  const u32 bs[4] = {b.x, b.y, b.z, b.w};
+template <Type kType>
+__device__ __forceinline__ float dot8(const uint4& x, const uint4& y) {
+  const u32 xs[4] = {x.x, x.y, x.z, x.w};
+  const u32 ys[4] = {y.x, y.y, y.z, y.w};
   float sum = 0;
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
-    sum += low<S.type>(as[e]) * low<S.type>(bs[e]) + high<S.type>(as[e]) * high<S.type>(bs[e]);
+    sum += low<kType>(xs[e]) * low<kType>(ys[e]) + high<kType>(xs[e]) * high<kType>(ys[e]);
   }
   return sum;
 }
@@ -136,9 +136,9 @@ __device__ __forceinline__ float element(const char* data, i64 at) {
 }
 
 template <Spec S>
-__global__ void __launch_bounds__(256) backward_prepare(const __grid_constant__ Args a) {
+__global__ void __launch_bounds__(256, 3) backward_prepare(const __grid_constant__ Args a) {
   begin_kernel<S.arch>();
-  constexpr int kLanes = 8;  // of a row
+  constexpr int kLanes = S.dv <= 32 ? 4 : 8;  // of a row
   constexpr int kPass = 256 / kLanes;
   constexpr int kPasses = kRowPad / kPass;
   constexpr int kBytes = S.type == Type::kFp32 ? 4 : 2;
@@ -149,13 +149,54 @@ __global__ void __launch_bounds__(256) backward_prepare(const __grid_constant__ 
   const i64 first = row_of_head(a, place.b, block.head, place.queries()) + block.first;  // of the padded vectors
   const bool inside = block.first < place.q_len;
 
+  // Rows kPass apart. All that is read of them is on its way before anything waits: dot products' first 16 bytes, and
+  // in a row's first lane its logsumexp.
+  const int lane = threadIdx.x % kLanes;
+  const int mine = threadIdx.x / kLanes;
+  const auto row_of_pass = [&](int pass) { return block.first + pass * kPass + mine; };
+  const i64 out_row = a.out.strides.row * kBytes;
+  const i64 grad_row = a.grad_out.strides.row * kBytes;
+  const char* const out = static_cast<const char*>(a.out.data) + place.query_rows(a.out.strides, block.head) * kBytes;
+  const char* const grad =
+      static_cast<const char*>(a.grad_out.data) + place.query_rows(a.grad_out.strides, block.head) * kBytes;
+  const bool vectors = kBytes == 2 && a.head_dim_v % 8 == 0 && a.out.strides.col == 1 && a.grad_out.strides.col == 1 &&
+                       ((reinterpret_cast<u64>(out) | reinterpret_cast<u64>(grad) | out_row | grad_row) & 15) == 0;
+  uint4 outs[kPasses] = {};
+  uint4 grads[kPasses] = {};
+  const auto load = [&](int d) {
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      if (const int row = row_of_pass(pass); row < place.q_len) {
+        outs[pass] = *reinterpret_cast<const uint4*>(out + row * out_row + d * 2);
+        grads[pass] = *reinterpret_cast<const uint4*>(grad + row * grad_row + d * 2);
+      }
+    }
+  };
+  if (vectors && lane * 8 < a.head_dim_v) {
+    load(lane * 8);
+  }
+  const float* const lse = static_cast<const float*>(a.lse.data) + place.query_rows(a.lse.strides, block.head);
+  const float* const grad_lse = static_cast<const float*>(a.grad_lse.data);
+  const i64 of_grad_lse = place.query_rows(a.grad_lse.strides, block.head);
+  float references[kPasses];
+  float grads_of_lse[kPasses] = {};
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) {
+    references[pass] = kInfinity;
+    if (const int row = row_of_pass(pass); lane == 0 && row < place.q_len) {
+      references[pass] = math::backward_reference(lse[row * a.lse.strides.row]);
+      if (grad_lse != nullptr) {
+        grads_of_lse[pass] = grad_lse[of_grad_lse + row * a.grad_lse.strides.row];
+      }
+    }
+  }
+
   if (inside && a.dq_sum != nullptr) {
     float* sum = a.dq_sum + first * S.d;
     for (int i = threadIdx.x * 4; i < kRowPad * S.d; i += 1024) {
       store_global(sum + i, {});
     }
   }
-
   if (a.turns != nullptr) {
     if (inside && threadIdx.x < kRowPad / 64) {
       a.turns[1 + first / 64 + threadIdx.x] = 0;
@@ -165,25 +206,17 @@ __global__ void __launch_bounds__(256) backward_prepare(const __grid_constant__ 
     }
   }
 
-  // <do, o> of rows kPass apart: all their loads are on the way at once.
-  const int lane = threadIdx.x % kLanes;
-  const int mine = threadIdx.x / kLanes;
-  const auto row_of_pass = [&](int pass) { return block.first + pass * kPass + mine; };
-  const i64 out_row = a.out.strides.row * kBytes;
-  const i64 grad_row = a.grad_out.strides.row * kBytes;
-  const char* const out = static_cast<const char*>(a.out.data) + place.query_rows(a.out.strides, block.head) * kBytes;
-  const char* const grad =
-      static_cast<const char*>(a.grad_out.data) + place.query_rows(a.grad_out.strides, block.head) * kBytes;
+  // <do, o>
   float sums[kPasses] = {};
-  const bool vectors = kBytes == 2 && a.head_dim_v % 8 == 0 && a.out.strides.col == 1 && a.grad_out.strides.col == 1 &&
-                       ((reinterpret_cast<u64>(out) | reinterpret_cast<u64>(grad) | out_row | grad_row) & 15) == 0;
   if (vectors) {
-    for (int d = lane * 8; d < a.head_dim_v; d += kLanes * 8) {
+    for (int d = lane * 8; d < a.head_dim_v;) {
 #pragma unroll
       for (int pass = 0; pass < kPasses; ++pass) {
-        if (const int row = row_of_pass(pass); row < place.q_len) {
-          sums[pass] += dot8<S>(out + row * out_row + d * 2, grad + row * grad_row + d * 2);
-        }
+        sums[pass] += dot8<S.type>(outs[pass], grads[pass]);
+      }
+      d += kLanes * 8;
+      if (d < a.head_dim_v) {
+        load(d);
       }
     }
   } else {
@@ -198,9 +231,6 @@ __global__ void __launch_bounds__(256) backward_prepare(const __grid_constant__ 
     }
   }
 
-  const float* const lse = static_cast<const float*>(a.lse.data) + place.query_rows(a.lse.strides, block.head);
-  const float* const grad_lse = static_cast<const float*>(a.grad_lse.data);
-  const i64 of_grad_lse = place.query_rows(a.grad_lse.strides, block.head);
   const float sink = a.sink != nullptr ? a.sink[block.head * a.sink_stride] : -kInfinity;
   float of_sink = 0;
   float largest = 0;
@@ -208,17 +238,12 @@ __global__ void __launch_bounds__(256) backward_prepare(const __grid_constant__ 
   for (int pass = 0; pass < kPasses; ++pass) {
     const float sum = sum_of_lanes<kLanes>(sums[pass]);
     if (lane == 0 && inside) {
-      const int row = row_of_pass(pass);
-      const bool exists = row < place.q_len;
-      const float grad_of_lse =
-          exists && grad_lse != nullptr ? grad_lse[of_grad_lse + row * a.grad_lse.strides.row] : 0.f;
-      const float delta = math::delta(sum, grad_of_lse);
-      const float reference = exists ? math::backward_reference(lse[row * a.lse.strides.row]) : kInfinity;
-      a.row_lse[first + pass * kPass + mine] = reference * a.lse_factor;
+      const float delta = math::delta(sum, grads_of_lse[pass]);
+      a.row_lse[first + pass * kPass + mine] = references[pass] * a.lse_factor;
       a.row_delta[first + pass * kPass + mine] = delta;
       largest = fmaxf(largest, fabsf(delta));
-      const float share = math::grad_sink(sink, reference, delta);  // -p_sink delta
-      of_sink += exists ? share : 0.f;
+      const float share = math::grad_sink(sink, references[pass], delta);  // -p_sink delta
+      of_sink += row_of_pass(pass) < place.q_len ? share : 0.f;
     }
   }
   if constexpr (S.type == Type::kFp32) {
