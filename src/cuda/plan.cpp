@@ -386,10 +386,11 @@ class Planner {
     wants.ordered = call_.problem.deterministic && call_.problem.need.q && wants.dkv;
     wants.dq = wants.dq || wants.ordered;
     Choice choice = sm90_backward(call_, plan_.operands, plan_.target, wants);
-    // The wide one is asked for by name, as long as it is new.
-    const char* const family = forced_family();
-    const bool is_wide = std::string_view(choice.kernel.name) == "sm90_wide_backward";
-    if (!allowed(choice.kernel) || (is_wide && family == nullptr)) {
+    // What is new is asked for by name: the wide one, masks, biases outside of the place of dS.
+    const Spec& spec = choice.kernel.spec;
+    const bool is_new = std::string_view(choice.kernel.name) == "sm90_wide_backward" || spec.mask ||
+                        spec.bias2 != BiasTile::kNone || spec.bias == BiasTile::kFp32;
+    if (!allowed(choice.kernel) || (is_new && forced_family() == nullptr)) {
       choice.why_not = "not asked for by FOVEA_KERNEL=sm90";
     }
     if (choice.why_not != nullptr) {

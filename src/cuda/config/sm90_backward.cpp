@@ -58,15 +58,12 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
     if (wants.ordered) {
       return "head_dim over 128, deterministic";
     }
+    if (sm90_outer_bytes(spec) > 0) {
+      return "head_dim over 128 with a bias of fp32 or two of full size";
+    }
   }
   if (spec.dropout == DropoutRule::kTorchMemEfficient) {
     return "dropout by the rule torch_mem_efficient";
-  }
-  if (spec.bias == BiasTile::kFp32 || spec.bias2 != BiasTile::kNone) {
-    return "a bias of fp32, or two of full size";
-  }
-  if (spec.mask) {
-    return "a mask of full size";
   }
   if (spec.query_term) {
     return "a bias or mask without keys";
@@ -85,7 +82,7 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
   }
   if (!has_map(operands.q, rows.rows_q, kBytes) || !has_map(operands.grad_out, rows.rows_q, kBytes) ||
       !has_map(operands.k, rows.rows_k, kBytes) || !has_map(operands.v, rows.rows_k, kBytes) ||
-      !has_map(operands.bias, 1, bias_bytes(spec.bias))) {
+      !has_map(operands.bias, 1, bias_bytes(spec.bias)) || !has_map(operands.bias2, 1, bias_bytes(spec.bias2))) {
     return "strides that no tensor map has";
   }
   return nullptr;
@@ -100,6 +97,7 @@ struct Tiles {
   bool bulk = false;
   bool delay = false;
   bool halves = false;
+  int outer = 1;  // buffers of biases that do not lie in the place of dS
 };
 
 // Another choice of tiles, for measuring: "groups,tiles,step,stages,planes,bulk,delay,halves".
@@ -140,7 +138,13 @@ std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool orde
     return {{2, 1, 64, 2, 2}};
   }
   const bool bias = spec.bias != BiasTile::kNone;
-  const bool much = spec.dropout != DropoutRule::kNone || spec.softcap;  // what takes registers
+  const bool much = spec.dropout != DropoutRule::kNone || spec.softcap || spec.mask;  // what takes registers
+  if (sm90_outer_bytes(spec) > 0) {
+    if (ordered) {
+      return {{2, 1, 64, 2, 2, true, false, false, 2}, {2, 1, 64, 2, 2, true}};
+    }
+    return {{2, 1, 64, 2, 3, false, false, false, 2}, {2, 1, 64, 2, 2, false, false, false, 2}, {2, 1, 64, 2, 2}};
+  }
   // One block has all keys.
   constexpr std::int64_t kFewKeys = 128;
   constexpr std::int64_t kMoreKeys = 192;
@@ -208,6 +212,7 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
     spec.step = tiles.step;
     spec.stages = tiles.stages;
     spec.planes = tiles.planes;
+    spec.q_buffers = tiles.outer;
     // Nothing need be added where one block has all keys.
     spec.direct = wants.dq && !spec.ragged && !is_wide(spec) && call.rows.limit_k <= 64 * tiles.groups * tiles.tiles;
     spec.ordered = wants.ordered && !spec.direct;

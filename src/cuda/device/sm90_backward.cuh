@@ -50,7 +50,8 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   constexpr int kPanelV = panel_columns(V);
   constexpr int kRowD = kPanelD * 2;  // bytes
   constexpr int kRowV = kPanelV * 2;
-  constexpr bool kBias = S.bias != BiasTile::kNone;
+  constexpr bool kBias = sm90_bias_in_place(S);
+  constexpr bool kOuter = sm90_outer_bytes(S) > 0;
   constexpr bool kDropout = S.dropout != DropoutRule::kNone;
   // Products for dV and dK of one block of keys stay in flight during S and dP of the next, where registers allow.
   constexpr bool kOverlap = kGroups == 2 && kBlocks * (D > V ? D : V) <= 96;
@@ -66,7 +67,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   static_assert(D % 16 == 0 && V % 16 == 0 && D <= 128 && V <= 128);
   static_assert(M == 64 || (M == 128 && kGroups == 2));
   static_assert(!S.halves || (kGroups == 2 && M == 64 && D == 128));
-  static_assert(S.bias != BiasTile::kFp32 && S.bias2 == BiasTile::kNone && !S.mask && !S.query_term);
+  static_assert(!S.query_term && S.q_buffers <= 2);
   static_assert(!S.direct || (S.dq && !S.bulk && !S.ragged));
   static_assert((!S.bulk && !S.ordered) || (S.dq && !S.halves && (S.bulk || !S.ordered)));
   static_assert(!S.dbias_store || (S.dq && kBias && !S.softcap && !S.banded && !S.ragged));
@@ -80,7 +81,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   if (threadIdx.x == 0) {
     barrier_init(barriers.kv_full(), 1);
     // Whoever asks which keys are next.
-    barrier_init(barriers.kv_empty(), S.warps + int{kBias} + int{S.bulk} + int{S.dbias_store});
+    barrier_init(barriers.kv_empty(), S.warps + int{kBias || kOuter} + int{S.bulk} + int{S.dbias_store});
     for (int i = 0; i < S.stages; ++i) {
       barrier_init(barriers.q_full(i), 1);
       barrier_init(barriers.q_empty(i), S.warps);
@@ -90,6 +91,10 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
       barrier_init(barriers.grads_full(i), S.warps);
       // Every warp that reads dS, and who stores it; without dQ every warp that has read the bias.
       barrier_init(barriers.grads_empty(i), (!S.dq ? S.warps : S.halves ? 8 : 4 * (M / 64)) + int{S.dbias_store});
+    }
+    for (int i = 0; kOuter && i < S.q_buffers; ++i) {
+      barrier_init(barriers.outer_full(i), 1);
+      barrier_init(barriers.outer_empty(i), S.warps);
     }
     for (int i = 0; S.bulk && i < kGroups; ++i) {
       barrier_init(barriers.leaving_full(i), 4);
@@ -106,7 +111,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
     if (warp == 0 && threadIdx.x == 0) {
       sm90_backward_copy<S>(a, m, base, reinterpret_cast<Sm90Loads*>(memory + kSizes.loads_at), barriers);
     }
-    if (kBias && warp == 1 && threadIdx.x == 32) {
+    if ((kBias || kOuter) && warp == 1 && threadIdx.x == 32) {
       sm90_backward_copy_bias<S>(a, m, base, barriers);
     }
     if (S.bulk && warp == 2 && threadIdx.x == 64) {
@@ -129,6 +134,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   const bool leader = lane == 0;
   Ring<S.stages> ring_q;
   Ring<S.planes> ring_grads;
+  Ring<S.q_buffers> ring_outer;
 
   // Descriptors, of which only the low word moves. Rows: the inner dimension runs along them; inside: it is the rows.
   constexpr u32 kHighD = descriptor_high(kRowD);
@@ -313,6 +319,9 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
         }
         if (kSkip && kind == math::TileClass::kEmpty) {
           await_tile();
+          if (kOuter && f == 0) {
+            barrier_wait(barriers.outer_full(ring_outer.buffer()), ring_outer.parity());
+          }
           if constexpr (S.dq) {
 #pragma unroll
             for (int k = 0; k < M / 16; ++k) {
@@ -341,7 +350,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
         }
         wgmma_commit();
         await_tile();
-        scores[f].draw(query, key + warp * 16 + g, t);
+        scores[f].draw(a, block.place.q_len, query, key + warp * 16 + g, t);
         typename Sm90BackwardScores<S>::Loaded loaded;
         loaded.load(panel, lse, 0);
         wgmma_wait<1>();
@@ -352,11 +361,21 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
             pin(dv[f > 0 ? f - 1 : 0]);
           }
         }
-        scores[f].weigh(s, a, m, loaded, panel, lse, query, key + warp * 16 + g, t);
+        const auto outer_tile = [&](int at, int bytes, BiasTile type) {
+          return base + at + ring_outer.buffer() * bytes + (c * kBlocks + f) * M * 64 * bias_bytes(type);
+        };
+        const typename Sm90BackwardScores<S>::Outer outer(outer_tile(kSizes.outer_at, kSizes.outer, S.bias),
+                                                          outer_tile(kSizes.outer2_at, kSizes.outer2, S.bias2),
+                                                          fragment, warp, g, t);
+        if (kOuter && f == 0) {
+          barrier_wait(barriers.outer_full(ring_outer.buffer()), ring_outer.parity());
+        }
+        scores[f].weigh(s, a, m, loaded, outer, panel, lse, query, key + warp * 16 + g, t);
+        scores[f].hide(s, g, t);
         const bool edge = kind != math::TileClass::kFull || key + 64 > block.place.k_len || scores[f].has_hidden() ||
                           (kMaskQueries<S> && query + M > block.place.q_len);
         if (edge) {
-          scores[f].mask(s, block, query, key + warp * 16 + g, t);
+          scores[f].mask_edge(s, block, query, key + warp * 16 + g, t);
         }
         loaded.load_delta(delta, 0);
         wgmma_wait<0>();
@@ -390,6 +409,13 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
           pin(dk[f]);
           pin(dv[f]);
         }
+      }
+      if constexpr (kOuter) {
+        __syncwarp();
+        if (leader) {
+          barrier_arrive(barriers.outer_empty(ring_outer.buffer()));
+        }
+        ring_outer.next();
       }
       const int row_now = S.direct ? query : block.row0 + head * int(a.padded_rows) + query;
       if constexpr (S.dq) {

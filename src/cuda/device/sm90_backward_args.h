@@ -10,8 +10,8 @@
 namespace fovea::cuda {
 
 struct Sm90BackwardArgs {
-  TensorMap q, grad_out, k, v, bias, grad_bias;
-  Has has_q, has_grad_out, has_k, has_v, has_bias, has_grad_bias;
+  TensorMap q, grad_out, k, v, bias, bias2, grad_bias;
+  Has has_q, has_grad_out, has_k, has_v, has_bias, has_bias2, has_grad_bias;
   int key_blocks = 0;  // of a head
   int blocks = 0;      // of all heads
   int heads_k = 1;

@@ -15,6 +15,7 @@
 #include "sm90_backward_sizes.h"
 #include "sm90_copy.cuh"
 #include "sm90_ptx.cuh"
+#include "sm90_sizes.h"
 #include "tile.cuh"
 #include "wgmma.cuh"
 
@@ -77,6 +78,8 @@ struct Sm90BackwardBarriers {
   __device__ __forceinline__ u32 leaving_full(int i) const { return at + 168 + 8 * i; }
   __device__ __forceinline__ u32 leaving_empty(int i) const { return at + 192 + 8 * i; }
   __device__ __forceinline__ u32 kv_empty() const { return at + 216; }
+  __device__ __forceinline__ u32 outer_full(int i) const { return at + 232 + 8 * i; }  // biases outside of dS
+  __device__ __forceinline__ u32 outer_empty(int i) const { return at + 248 + 8 * i; }
 };
 
 // Whoever is not the thread that copies K and V learns from it which keys are next; `phase` changes each time.
@@ -211,7 +214,9 @@ template <Spec S>
 __device__ __forceinline__ void sm90_backward_copy_bias(const Args& a, const Sm90BackwardArgs& m, u32 base,
                                                         const Sm90BackwardBarriers& barriers) {
   constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);
+  constexpr int kOuter = kSizes.outer + kSizes.outer2;
   Ring<S.planes> ring;
+  Ring<S.q_buffers> ring_outer;
   u32 phase = 0;
 #pragma unroll 1
   for (u32 number = sm90_take_block<S>(base, barriers, phase); number != kNoBlock;
@@ -222,16 +227,35 @@ __device__ __forceinline__ void sm90_backward_copy_bias(const Args& a, const Sm9
       int query = block.first;
 #pragma unroll 1
       for (int n = 0; n < block.count; ++n, query += S.step) {
-        const u32 full = barriers.bias_full(ring.buffer());
-        barrier_wait(barriers.grads_empty(ring.buffer()), ring.parity() ^ 1);
-        barrier_expect(full, kSizes.grads);
+        const auto load = [&](const TensorMap& map, const Has& has, u32 to, int columns, u32 full) {
 #pragma unroll 1
-        for (int p = 0; p < kSizes.keys / 64; ++p) {
-          tensor_load(base + kSizes.grads_at + ring.buffer() * kSizes.grads + p * S.step * 128, m.bias, full,
-                      {block.key0 + p * 64, query, (block.head0 + i) * m.has_bias.head,
-                       int(block.place.b2) * m.has_bias.batch2, int(block.place.b1) * m.has_bias.batch1});
+          for (int p = 0; p < kSizes.keys / columns; ++p) {
+            tensor_load(to + p * S.step * 128, map, full,
+                        {block.key0 + p * columns, query, (block.head0 + i) * has.head,
+                         int(block.place.b2) * has.batch2, int(block.place.b1) * has.batch1});
+          }
+        };
+        if constexpr (sm90_bias_in_place(S)) {
+          const u32 full = barriers.bias_full(ring.buffer());
+          barrier_wait(barriers.grads_empty(ring.buffer()), ring.parity() ^ 1);
+          barrier_expect(full, kSizes.grads);
+          load(m.bias, m.has_bias, base + kSizes.grads_at + ring.buffer() * kSizes.grads, 64, full);
+          ring.next();
         }
-        ring.next();
+        if constexpr (kOuter > 0) {
+          const u32 full = barriers.outer_full(ring_outer.buffer());
+          barrier_wait(barriers.outer_empty(ring_outer.buffer()), ring_outer.parity() ^ 1);
+          barrier_expect(full, kOuter);
+          if constexpr (kSizes.outer > 0) {
+            load(m.bias, m.has_bias, base + kSizes.outer_at + ring_outer.buffer() * kSizes.outer,
+                 bias_panel_columns(S.bias), full);
+          }
+          if constexpr (kSizes.outer2 > 0) {
+            load(m.bias2, m.has_bias2, base + kSizes.outer2_at + ring_outer.buffer() * kSizes.outer2,
+                 bias_panel_columns(S.bias2), full);
+          }
+          ring_outer.next();
+        }
       }
     }
   }

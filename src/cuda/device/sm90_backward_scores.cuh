@@ -28,7 +28,8 @@ template <Spec S>
 struct Sm90BackwardScores {
   static constexpr int M = S.step;
   static constexpr bool kNatural = natural_scores(S);
-  static constexpr bool kBias = S.bias != BiasTile::kNone;
+  static constexpr bool kBias = sm90_bias_in_place(S);
+  static constexpr bool kOuter = sm90_outer_bytes(S) > 0;
   static constexpr Type kBiasType = S.bias == BiasTile::kBf16 ? Type::kBf16 : Type::kFp16;
   static constexpr bool kDropout = S.dropout != DropoutRule::kNone;
   static constexpr bool kEarly = kDropout && S.early;
@@ -58,7 +59,9 @@ struct Sm90BackwardScores {
   math::DropoutHead random;
   u32 threshold;
   float sums[2];
+  const u32* mask_words;  // of this warp's keys in the first row
   // Of a step.
+  u32 mask[S.mask ? M / 32 : 1];           // bits of this warp's 16 keys, of query 32 i + lane
   u32 derivatives[S.softcap ? M / 4 : 1];  // pairs of fp16
   math::Words2<Word> words[kEarly ? M / 8 : 1];
 
@@ -79,6 +82,10 @@ struct Sm90BackwardScores {
       for (int r = 0; r < 2; ++r) {
         terms[r] = key + 8 * r < place.k_len ? from[key + 8 * r] : 0;
       }
+    }
+    if constexpr (S.mask) {
+      mask_words =
+          static_cast<const u32*>(a.mask.data) + place.plane(a.mask.strides, head) + min(key, place.k_len - 1) / 32;
     }
     if constexpr (kDropout) {
       const u64 seed = a.seed.value + (a.seed.pointer != nullptr ? *a.seed.pointer : 0);
@@ -105,7 +112,15 @@ struct Sm90BackwardScores {
     return math::dropout_call<Word>(random, Word(u32(query) / 2 + 8 * k + 2 * t + e),
                                     Word(math::dropout_fold(u32(key))));
   }
-  __device__ __forceinline__ void draw(int query, int key, int t) {
+  // What need not wait for products.
+  __device__ __forceinline__ void draw(const Args& a, int queries, int query, int key, int t) {
+    if constexpr (S.mask) {
+#pragma unroll
+      for (int i = 0; i < M / 32; ++i) {
+        const int row = min(query + 32 * i + int(threadIdx.x % 32), queries - 1);
+        mask[i] = __ldg(mask_words + row * a.mask.strides.row) >> (key & 16);
+      }
+    }
     if constexpr (kEarly) {
 #pragma unroll
       for (int i = 0; i < M / 8; ++i) {
@@ -114,9 +129,28 @@ struct Sm90BackwardScores {
     }
   }
 
+  // Biases that do not lie in the place of dS: where a thread finds its own in a tile of their type.
+  struct Outer {
+    u32 bias = 0;   // of fp32: of this lane's first key and query 2 t
+    u32 bias2 = 0;  // of fp32 the same, of 16 bits as ldmatrix takes it
+    u32 chunk = 0;  // of fp32: 16 bytes of this lane's first key, for query 0
+
+    // tiles: of 64 keys; fragment: in a tile of 16 bits.
+    __device__ __forceinline__ Outer(u32 tiles, u32 tiles2, u32 fragment, int warp, int g, int t) {
+      const u32 wide = u32(warp / 2 * M * 128 + 2 * t * 128 + g % 4 * 4);
+      bias = tiles + wide;
+      bias2 = tiles2 + (S.bias2 == BiasTile::kFp32 ? wide : fragment);
+      chunk = u32((warp % 2 * 4 + g / 4) ^ (2 * t)) << 4;
+    }
+    // Of query 8 n + 2 t + e and the first key (r = 0) or that 8 further.
+    __device__ __forceinline__ float wide(u32 tile, int n, int r, int e) const {
+      return load_shared(tile + (8 * n + e) * 128 + (chunk ^ u32((2 * r) ^ e) << 4));
+    }
+  };
+
   // s: dot products, becomes P. loaded: the first 16 queries of panel and lse.
   __device__ __forceinline__ void weigh(float (&s)[M / 2], const Args& a, const Sm90BackwardArgs& m, Loaded& loaded,
-                                        u32 panel, u32 lse, int query, int key, int t) {
+                                        const Outer& outer, u32 panel, u32 lse, int query, int key, int t) {
     if constexpr (S.softcap) {
       cap(s, a.scale);
     }
@@ -125,6 +159,10 @@ struct Sm90BackwardScores {
     for (int k = 0; k < M / 16; ++k) {
       if (k + 1 < M / 16) {
         loaded.load(panel, lse, k + 1);
+      }
+      u32 second[4];
+      if constexpr (S.bias2 == BiasTile::kBf16 || S.bias2 == BiasTile::kFp16) {
+        ldmatrix_trans(second, outer.bias2 + k * 2048);
       }
 #pragma unroll
       for (int n = 2 * k; n < 2 * k + 2; ++n) {
@@ -141,6 +179,16 @@ struct Sm90BackwardScores {
             if constexpr (kBias) {
               const u32 pair = loaded.bias[k & 1][(n & 1) * 2 + r];
               x += e == 0 ? low<kBiasType>(pair) : high<kBiasType>(pair);
+            }
+            if constexpr (S.bias == BiasTile::kFp32) {
+              x += outer.wide(outer.bias, n, r, e);
+            }
+            if constexpr (S.bias2 == BiasTile::kFp32) {
+              x += outer.wide(outer.bias2, n, r, e);
+            } else if constexpr (S.bias2 != BiasTile::kNone) {
+              constexpr Type kSecond = S.bias2 == BiasTile::kBf16 ? Type::kBf16 : Type::kFp16;
+              const u32 pair = second[(n & 1) * 2 + r];
+              x += e == 0 ? low<kSecond>(pair) : high<kSecond>(pair);
             }
             if constexpr (S.alibi) {
               x += math::alibi(distance + float(8 * n + e - 8 * r), slope);
@@ -173,9 +221,32 @@ struct Sm90BackwardScores {
     }
   }
 
+  // What the mask hides becomes 0. g: this thread's key of its warp's 16.
+  __device__ __forceinline__ void hide(float (&s)[M / 2], int g, int t) const {
+    if constexpr (S.mask) {
+      bool open = true;
+#pragma unroll
+      for (int i = 0; i < M / 32; ++i) {
+        open = open && (mask[i] & 0xffff) == 0xffff;
+      }
+      if (__all_sync(~0u, open)) {
+        return;
+      }
+#pragma unroll
+      for (int n = 0; n < M / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const u32 bits = __shfl_sync(~0u, mask[n / 4], (8 * n + e) % 32 + 2 * t) >> g;
+          s[4 * n + e] = (bits & 1) != 0 ? s[4 * n + e] : 0;
+          s[4 * n + 2 + e] = (bits & 0x100) != 0 ? s[4 * n + 2 + e] : 0;
+        }
+      }
+    }
+  }
+
   // What the band, the sequence or a key term hides becomes 0.
   template <class Block>
-  __device__ __forceinline__ void mask(float (&s)[M / 2], const Block& block, int query, int key, int t) const {
+  __device__ __forceinline__ void mask_edge(float (&s)[M / 2], const Block& block, int query, int key, int t) const {
     key = opaque(key);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -10,17 +10,24 @@
 
 namespace fovea::cuda {
 
-// Spec: warps (a multiple of 4) compute; a warpgroup has tiles * 64 keys, a step `step` queries; stages are the buffers
-// of Q and dO, planes those of dS.
+// A bias of 16 bits lies in the place of dS; others have buffers of their own.
+constexpr bool sm90_bias_in_place(const Spec& s) { return s.bias == BiasTile::kBf16 || s.bias == BiasTile::kFp16; }
+constexpr int sm90_outer_bytes(const Spec& s) {
+  return (sm90_bias_in_place(s) ? 0 : bias_bytes(s.bias)) + bias_bytes(s.bias2);
+}
+
+// Spec: q_buffers are those of biases that do not lie in the place of dS; warps (a multiple of 4) compute; a warpgroup
+// has tiles * 64 keys, a step `step` queries; stages are the buffers of Q and dO, planes those of dS.
 struct Sm90BackwardSizes {
   int groups;   // warpgroups that compute
   int threads;  // with the one that copies
   int keys;     // of a block
 
   // Bytes of one buffer; `leaving`: a warpgroup's part of dQ on its way out.
-  int k, v, q, grad_out, grads, leaving, rows;
+  int k, v, q, grad_out, grads, leaving, outer, outer2, rows;
   // Where the first of its buffers lies. rows: logsumexp, then delta, of every stage.
-  int k_at, v_at, q_at, grad_out_at, grads_at, leaving_at, lse_at, delta_at, barriers_at, number_at, loads_at;
+  int k_at, v_at, q_at, grad_out_at, grads_at, leaving_at, outer_at, outer2_at, lse_at, delta_at, barriers_at,
+      number_at, loads_at;
   int bytes;  // all of it
 };
 
@@ -44,12 +51,16 @@ constexpr Sm90BackwardSizes sm90_backward_sizes(const Spec& s) {
   x.grad_out_at = x.q_at + s.stages * x.q;
   x.grads_at = x.grad_out_at + s.stages * x.grad_out;
   x.leaving_at = x.grads_at + s.planes * x.grads;
-  x.lse_at = x.leaving_at + x.groups * x.leaving;
+  x.outer = sm90_bias_in_place(s) ? 0 : s.step * x.keys * bias_bytes(s.bias);
+  x.outer2 = s.step * x.keys * bias_bytes(s.bias2);
+  x.outer_at = x.leaving_at + x.groups * x.leaving;
+  x.outer2_at = x.outer_at + s.q_buffers * x.outer;
+  x.lse_at = x.outer2_at + s.q_buffers * x.outer2;
   x.delta_at = x.lse_at + s.stages * x.rows;
   x.barriers_at = x.delta_at + s.stages * x.rows;
   x.number_at = x.barriers_at + 224;
-  x.loads_at = x.barriers_at + 256;
-  x.bytes = x.barriers_at + 320;
+  x.loads_at = x.barriers_at + 288;
+  x.bytes = x.barriers_at + 352;
   return x;
 }
 

@@ -159,7 +159,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
   static_assert(kType != Type::kFp32 && S.dropout != DropoutRule::kTorchMemEfficient && S.dkv);
   static_assert(S.warps == 8 && S.tiles == 1 && M == 64 && S.stages == 2 && sm90_backward_sizes(S).keys == 2 * kKeys);
   static_assert(D % 64 == 0 && V % 64 == 0 && D <= 256 && V <= 256);
-  static_assert(S.bias != BiasTile::kFp32 && S.bias2 == BiasTile::kNone && !S.mask && !S.query_term);
+  static_assert(S.bias != BiasTile::kFp32 && S.bias2 == BiasTile::kNone && !S.query_term);
   static_assert(!S.column_sum && !S.ordered && !S.dbias_store);
 
   // ---- which keys: those of both blocks ----
@@ -344,19 +344,21 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
     if constexpr (kBias) {
       barrier_wait(barriers.bias_full(ring_grads.buffer()), ring_grads.parity());
     }
-    scores.draw(part, key, t);
+    scores.draw(a, block.place.q_len, part, key, t);
     typename Scores::Loaded loaded;
     loaded.load(grads_tile + fragment, lse, 0);
     wgmma_wait<S.dq ? 2 : 1>();
     pin(s);
-    scores.weigh(s, a, m, loaded, grads_tile + fragment, lse, part, key, t);
+    scores.weigh(s, a, m, loaded, typename Scores::Outer(0, 0, 0, warp, g, t), grads_tile + fragment, lse, part, key,
+                 t);
+    scores.hide(s, g, t);
     bool edge =
         key0 + kKeys > block.place.k_len || scores.has_hidden() || (kMaskQueries<S> && query + M > block.place.q_len);
     if constexpr (S.banded) {
       edge = edge || block.band.tile(part, part + kPart, key0, key0 + kKeys) != math::TileClass::kFull;
     }
     if (edge) {
-      scores.mask(s, block, part, key, t);
+      scores.mask_edge(s, block, part, key, t);
     }
     loaded.load_delta(delta, 0);
     wgmma_wait<S.dq ? 1 : 0>();

@@ -7,6 +7,7 @@
 
 #include "cuda/device/sm90_backward_args.h"
 #include "cuda/device/sm90_backward_sizes.h"
+#include "cuda/device/sm90_sizes.h"
 #include "cuda/launch/launcher.h"
 #include "cuda/launch/tensor_map.h"
 #include "math/band.h"
@@ -34,14 +35,18 @@ void Launcher::sm90_backward(std::size_t number) {
       spec.step);
   map(args.k, args.has_k, args_.k, args_.head_dim, panel_d, rows.rows_k, rows.heads_k, group_keys);
   map(args.v, args.has_v, args_.v, args_.head_dim_v, panel_v, rows.rows_k, rows.heads_k, group_keys);
-  if (spec.bias != BiasTile::kNone) {
-    const auto its_type =
-        spec.bias == BiasTile::kBf16 ? jit::cu::TensorMapType::kBfloat16 : jit::cu::TensorMapType::kFloat16;
-    constexpr int kPanel = 64;
-    encode(driver_, args.bias, args.has_bias,
-           {args_.bias, its_type, call_.problem.seqlen_k, call_.problem.seqlen_q, rows.heads_q, rows.batch2,
-            rows.batch1, kPanel, spec.step});
-  }
+  const auto bias = [&](TensorMap& to, Has& has, const Tensor& tensor, BiasTile its_type) {
+    if (its_type != BiasTile::kNone) {
+      const auto map_type = its_type == BiasTile::kBf16   ? jit::cu::TensorMapType::kBfloat16
+                            : its_type == BiasTile::kFp16 ? jit::cu::TensorMapType::kFloat16
+                                                          : jit::cu::TensorMapType::kFloat32;
+      encode(driver_, to, has,
+             {tensor, map_type, call_.problem.seqlen_k, call_.problem.seqlen_q, rows.heads_q, rows.batch2, rows.batch1,
+              bias_panel_columns(its_type), spec.step});
+    }
+  };
+  bias(args.bias, args.has_bias, args_.bias, spec.bias);
+  bias(args.bias2, args.has_bias2, args_.bias2, spec.bias2);
   if (spec.dbias_store) {
     constexpr int kPanel = 64;
     encode(driver_, args.grad_bias, args.has_grad_bias,
