@@ -23,8 +23,21 @@ def driver(name, *arguments):
     assert result == 0, f"{name}: {result}"
 
 
-def run(body, *tensors, threads=32, shared=0, file="scores.cuh", parameters=None):
-    """One block of a kernel with this body; the tensors are its parameters p0, p1, ... as pointers to their types."""
+class LaunchAttribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
+
+
+class LaunchConfig(ctypes.Structure):
+    _fields_ = [("sizes", ctypes.c_uint * 7), ("stream", ctypes.c_void_p),
+                ("attributes", ctypes.POINTER(LaunchAttribute)), ("count", ctypes.c_uint)]  # fmt: skip
+
+
+PROGRAMMATIC_STREAM_SERIALIZATION = 6
+
+
+def run(body, *tensors, threads=32, blocks=1, times=1, shared=0, file="scores.cuh", parameters=None):
+    """A kernel with this body; the tensors are its parameters p0, p1, ... as pointers to their types. Launched several
+    times, each launch may begin before the one before it has ended."""
     names = {torch.float32: "float", torch.int32: "int", torch.int64: "long long", torch.bfloat16: "u16",
              torch.float16: "u16", torch.uint8: "unsigned char"}  # fmt: skip
     declared = parameters or ", ".join(f"{names[t.dtype]}* p{n}" for n, t in enumerate(tensors))
@@ -50,7 +63,12 @@ def run(body, *tensors, threads=32, shared=0, file="scores.cuh", parameters=None
     values = [ctypes.c_void_p(t.data_ptr()) for t in tensors]
     array = (ctypes.c_void_p * max(1, len(values)))(*[ctypes.addressof(v) for v in values])
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    driver("cuLaunchKernel", function, 1, 1, 1, threads, 1, 1, shared, stream, array, None)
+    attribute = LaunchAttribute(PROGRAMMATIC_STREAM_SERIALIZATION, b"", 1, b"")
+    sizes = (ctypes.c_uint * 7)(blocks, 1, 1, threads, 1, 1, shared)
+    config = LaunchConfig(sizes, stream, ctypes.pointer(attribute), 0)
+    for _ in range(times):
+        driver("cuLaunchKernelEx", ctypes.byref(config), function, array, None)
+        config.count = 1 if major >= 9 else 0
     torch.cuda.synchronize()
     driver("cuModuleUnload", module)
 
@@ -113,6 +131,20 @@ def test_barriers():
         p0[thread.index] = sum;""", got, threads=128, shared=512)  # fmt: skip
     n = torch.arange(128, dtype=torch.int32, device=DEVICE)
     assert torch.equal(got, 127 - n + 1000 + (n ^ 63))
+
+
+def test_kernels_that_overlap_wait_for_each_other():
+    """Each adds 1 to what the one before it wrote last of all."""
+    got = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    major, minor = torch.cuda.get_device_capability(DEVICE)
+    run(f"""begin_kernel<{major * 10 + minor}>();
+        volatile int* const place = p0 + block_index();
+        const int found = *place;
+        const long long begun = clock64();
+        while (clock64() - begun < 100000) {{
+        }}
+        *place = found + 1;""", got, threads=1, blocks=4, times=20)  # fmt: skip
+    assert got.tolist() == [20] * 4
 
 
 def test_shared_loads_and_stores():
