@@ -97,10 +97,11 @@ struct Tiles {
   bool bulk = false;
   bool delay = false;
   bool halves = false;
+  bool early = false;
   int outer = 1;  // buffers of biases that do not lie in the place of dS
 };
 
-// Another choice of tiles, for measuring: "groups,tiles,step,stages,planes,bulk,delay,halves".
+// Another choice of tiles, for measuring: groups,tiles,step,stages,planes,bulk,delay,halves,early,outer.
 const std::vector<Tiles>& given_tiles() {
   static const std::vector<Tiles> given = [] {
     std::vector<Tiles> tiles;
@@ -109,19 +110,19 @@ const std::vector<Tiles>& given_tiles() {
       return tiles;
     }
     Tiles x{};
-    int bulk = 0;
-    int delay = 0;
-    int halves = 0;
-    constexpr int kNumbers = 8;
-    if (std::sscanf(text, "%d,%d,%d,%d,%d,%d,%d,%d", &x.groups, &x.tiles, &x.step, &x.stages, &x.planes, &bulk, &delay,
-                    &halves) != kNumbers) {
-      throw Error(
-          FOVEA_INVALID_ARGUMENT,
-          fmt::format("FOVEA_BACKWARD_TILES: '{}'; accepted: groups,tiles,step,stages,planes,bulk,delay,halves", text));
+    int flags[4] = {};
+    constexpr int kLeast = 8;
+    if (std::sscanf(text, "%d,%d,%d,%d,%d,%d,%d,%d,%d,%d", &x.groups, &x.tiles, &x.step, &x.stages, &x.planes,
+                    &flags[0], &flags[1], &flags[2], &flags[3], &x.outer) < kLeast) {
+      throw Error(FOVEA_INVALID_ARGUMENT,
+                  fmt::format("FOVEA_BACKWARD_TILES: '{}'; accepted: groups,tiles,step,stages,planes,bulk,delay,halves "
+                              "and, behind them, early,outer",
+                              text));
     }
-    x.bulk = bulk != 0;
-    x.delay = delay != 0;
-    x.halves = halves != 0;
+    x.bulk = flags[0] != 0;
+    x.delay = flags[1] != 0;
+    x.halves = flags[2] != 0;
+    x.early = flags[3] != 0;
     tiles.push_back(x);
     return tiles;
   }();
@@ -141,9 +142,11 @@ std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool orde
   const bool much = spec.dropout != DropoutRule::kNone || spec.softcap || spec.mask;  // what takes registers
   if (sm90_outer_bytes(spec) > 0) {
     if (ordered) {
-      return {{2, 1, 64, 2, 2, true, false, false, 2}, {2, 1, 64, 2, 2, true}};
+      return {{2, 1, 64, 2, 2, true, false, false, false, 2}, {2, 1, 64, 2, 2, true}};
     }
-    return {{2, 1, 64, 2, 3, false, false, false, 2}, {2, 1, 64, 2, 2, false, false, false, 2}, {2, 1, 64, 2, 2}};
+    return {{2, 1, 64, 2, 3, false, false, false, false, 2},
+            {2, 1, 64, 2, 2, false, false, false, false, 2},
+            {2, 1, 64, 2, 2}};
   }
   // One block has all keys.
   constexpr std::int64_t kFewKeys = 128;
@@ -213,6 +216,7 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
     spec.stages = tiles.stages;
     spec.planes = tiles.planes;
     spec.q_buffers = tiles.outer;
+    spec.early = tiles.early;
     // Nothing need be added where one block has all keys.
     spec.direct = wants.dq && !spec.ragged && !is_wide(spec) && call.rows.limit_k <= 64 * tiles.groups * tiles.tiles;
     spec.ordered = wants.ordered && !spec.direct;
