@@ -86,9 +86,15 @@ struct Sm90Inputs {
         return;
       }
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        const u32 bit = 1u << (i / 4 * 2 + i % 2);
-        s[i] = (words[S.key_mask ? 0 : i / 2 % 2] & bit) != 0 ? s[i] : -kInfinity;
+      for (int x = 0; x < 2; ++x) {
+        // Row by row: seven bits of a word become predicates at once. Not if the compiler sees that both rows have the
+        // same: then it asks for each bit.
+        const u32 word = !S.key_mask ? words[x % kMaskRows] : x == 0 ? words[0] : __shfl_sync(~0u, words[0], threadIdx.x % 32);
+#pragma unroll
+        for (int c = 0; c < kCount / 2; ++c) {
+          float& score = s[c / 2 * 4 + 2 * x + c % 2];
+          score = (word & 1u << c) != 0 ? score : -kInfinity;
+        }
       }
     }
   }
