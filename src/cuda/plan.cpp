@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <limits>
+#include <tuple>
 
 #include "cuda/config/packed_heads.h"
 #include "cuda/config/sm80_backward.h"
@@ -22,8 +23,11 @@
 namespace fovea::cuda {
 namespace {
 
-constexpr std::int64_t kMostRows = (std::int64_t{1} << 31) - (1 << 16);  // of a sequence: rows are counted in int
+// Of a sequence: rows are counted in int, and what has no end is 2^30 there; a band that is open to a side, 2^29.
+constexpr std::int64_t kMostRows = std::int64_t{1} << 30;
+constexpr std::int64_t kMostRowsOfBand = math::Band<int>::kUnbounded;
 constexpr std::int64_t kMostColumns = 1 << 16;
+constexpr std::int64_t kMostBlocks = (std::int64_t{1} << 32) - 1;  // of a launch: counted in 32 bits
 
 void refuse(const std::string& why) { throw Error(FOVEA_UNSUPPORTED, why); }
 
@@ -31,8 +35,18 @@ void refuse(const std::string& why) { throw Error(FOVEA_UNSUPPORTED, why); }
 void check_limits(const Call& call) {
   const Problem& p = call.problem;
   for (const auto& [name, length] : {std::pair("q", call.rows.limit_q), std::pair("k", call.rows.limit_k)}) {
-    if (length > kMostRows) {
-      refuse(fmt::format("{}: sequences of up to {}; served: at most {}", name, length, kMostRows));
+    const std::int64_t most = p.banded() ? kMostRowsOfBand : kMostRows;
+    if (length > most) {
+      refuse(fmt::format("{}: sequences of up to {}; served: at most {}{}", name, length, most,
+                         p.banded() ? " under a causal mask or a window" : ""));
+    }
+  }
+  // A gradient has the shape of its bias, and that the lengths that were given, whatever the sequences have.
+  for (const auto& [name, needed, traits] :
+       {std::tuple("bias", p.need.bias, &p.bias), std::tuple("bias2", p.need.bias2, &p.bias2)}) {
+    const std::int64_t longest = std::max(traits->extents.query ? p.seqlen_q : 0, traits->extents.key ? p.seqlen_k : 0);
+    if (needed && longest > kMostRows) {
+      refuse(fmt::format("{}: a gradient with {} rows or columns; served: at most {}", name, longest, kMostRows));
     }
   }
   for (const auto& [name, columns] : {std::pair("q", p.head_dim), std::pair("v", p.head_dim_v)}) {
@@ -106,6 +120,9 @@ class Planner {
   }
 
   void add(Step step, const Kernel& kernel, std::int64_t blocks, unsigned blocks_y = 1, int which = 0, int pieces = 1) {
+    if (blocks > kMostBlocks) {
+      refuse(fmt::format("{}: {} blocks; served: at most {}", kernel.name, blocks, kMostBlocks));
+    }
     if (blocks > 0) {
       plan_.launches.push_back({step, kernel, blocks, blocks_y, which, pieces});
     }
@@ -361,7 +378,6 @@ class Planner {
     plan_.summary = fmt::format("for {}: {}{}", plan_.target.architecture(false), kernels_, plan_.summary);
   }
 
-  // dk, dv and dq in one kernel; deterministic calls add to dq in order.
   // Whether the gradient of the first bias is dS itself: nothing is shared, and tiles of dS lie where its rows may be
   // written by a tensor map.
   bool stores_bias() const {
@@ -382,6 +398,7 @@ class Planner {
            fits(p.batch2, to.strides.batch2) && fits(p.heads_q, to.strides.head) && fits(p.seqlen_q, to.strides.row);
   }
 
+  // dk, dv and dq in one kernel; deterministic calls add to dq in order.
   Choice backward_for_hopper(BackwardWants wants) {
     wants.ordered = call_.problem.deterministic && call_.problem.need.q && wants.dkv;
     wants.dq = wants.dq || wants.ordered;
@@ -517,7 +534,7 @@ std::vector<Kernel> kernels_for(const Call& call, const Target& target) {
   alignas(16) static char place[16];
   Call moved = call;
   for (View* view : {&moved.q, &moved.k, &moved.v, &moved.bias, &moved.bias2, &moved.out, &moved.grad_out,
-                     &moved.grad_q, &moved.grad_k, &moved.grad_v}) {
+                     &moved.grad_q, &moved.grad_k, &moved.grad_v, &moved.grad_bias, &moved.grad_bias2}) {
     view->data = place + size_of(view->type);
   }
   add(moved);

@@ -35,13 +35,14 @@ void Launcher::sm90_backward(std::size_t number) {
       spec.step);
   map(args.k, args.has_k, args_.k, args_.head_dim, panel_d, rows.rows_k, rows.heads_k, group_keys);
   map(args.v, args.has_v, args_.v, args_.head_dim_v, panel_v, rows.rows_k, rows.heads_k, group_keys);
+  // A packed bias has no more rows and keys than the longest sequences.
   const auto bias = [&](TensorMap& to, Has& has, const Tensor& tensor, BiasTile its_type) {
     if (its_type != BiasTile::kNone) {
       const auto map_type = its_type == BiasTile::kBf16   ? jit::cu::TensorMapType::kBfloat16
                             : its_type == BiasTile::kFp16 ? jit::cu::TensorMapType::kFloat16
                                                           : jit::cu::TensorMapType::kFloat32;
       encode(driver_, to, has,
-             {tensor, map_type, call_.problem.seqlen_k, call_.problem.seqlen_q, rows.heads_q, rows.batch2, rows.batch1,
+             {tensor, map_type, rows.limit_k, rows.limit_q, rows.heads_q, rows.batch2, rows.batch1,
               bias_panel_columns(its_type), spec.step});
     }
   };

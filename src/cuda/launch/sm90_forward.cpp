@@ -38,14 +38,15 @@ void Launcher::sm90_forward(std::size_t number) {
   encode(driver_, args.k, args.has_k, numbers(args_.k, args_.head_dim, spec.d, rows.rows_k, rows.heads_k, spec.step));
   encode(driver_, args.v, args.has_v,
          numbers(args_.v, args_.head_dim_v, spec.dv, rows.rows_k, rows.heads_k, spec.step));
+  // A packed bias has no more rows and keys than the longest sequences.
   const auto bias = [&](TensorMap& to, Has& has, const Tensor& tensor, BiasTile type) {
     if (type != BiasTile::kNone) {
       const auto its_type = type == BiasTile::kBf16   ? jit::cu::TensorMapType::kBfloat16
                             : type == BiasTile::kFp16 ? jit::cu::TensorMapType::kFloat16
                                                       : jit::cu::TensorMapType::kFloat32;
       encode(driver_, to, has,
-             {tensor, its_type, call_.problem.seqlen_k, call_.problem.seqlen_q, rows.heads_q, rows.batch2, rows.batch1,
-              bias_panel_columns(type), tile});
+             {tensor, its_type, rows.limit_k, rows.limit_q, rows.heads_q, rows.batch2, rows.batch1,
+              sm90_bias_panel(spec, type), tile});
     }
   };
   bias(args.bias, args.has_bias, args_.bias, spec.bias);
