@@ -28,7 +28,7 @@ bool has_map(const Operand& operand, int element_bytes) {
 }
 
 // What features take of the registers, roughly: from kManyFeatures on, steps of 64 keys spill nothing where steps of
-// 128 do, and nothing helps beyond a head_dim of 192.
+// 128 do, and beyond a head_dim of 192 steps of 32.
 constexpr int kManyFeatures = 3;
 int features_of(const Spec& s) {
   return int{s.mask} + int{s.dropout != DropoutRule::kNone} + 2 * int{s.softcap} + int{s.alibi} + int{s.key_term} +
@@ -48,9 +48,6 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
   }
   if (spec.d > 256 || spec.dv > 256) {
     return "head_dim over 256";
-  }
-  if (std::max(spec.d, spec.dv) > 192 && features_of(spec) >= kManyFeatures) {
-    return "head_dim over 192 with more features than registers hold";
   }
   if (p.head_dim == 0 || p.head_dim_v == 0 || rows.rows_k == 0 || rows.limit_k == 0) {
     return "nothing to attend to";
@@ -114,6 +111,9 @@ std::vector<Tiles> candidates(const Spec& spec) {
       return {{2, 64, 2, 2, 2}, {2, 64, 2, 1, 2}, {2, 64, 2, 1, 1}};
     }
     return {{2, 128, 2, 2, 2}, {2, 128, 2, 1, 2}, {2, 64, 2, 1, 2}};
+  }
+  if (widest > 192 && half) {
+    return {{2, 32, 2, 1, 2}, {2, 32, 1, 1, 1}};
   }
   if (features > 0) {
     return {{2, 64, 2, 1, 2}, {2, 64, 2, 1, 1}, {2, 64, 1, 1, 1}};

@@ -41,6 +41,10 @@ struct Sm90Tile {
   int row, head, b;
   int q_begin, q_len, k_begin, k_len;
   int head_k, b1, b2;
+
+  __device__ __forceinline__ i64 offset(const math::Strides& strides, int at) const {
+    return b1 * strides.batch1 + b2 * strides.batch2 + head * strides.head + at * strides.row;
+  }
 };
 
 // Tiles are numbered head by head, but for heads_together of them whose row tiles alternate; under a band the longest
@@ -50,12 +54,13 @@ __device__ __forceinline__ Sm90Tile sm90_tile(const Args& a, const Sm90ForwardAr
   constexpr int kRows = sm90_forward_sizes(S).rows;
   Sm90Tile tile{};
   u32 in_group = u32(number);
-  u32 row_tiles = u32(m.row_tiles);
+  // Opaque, or the reciprocals that divisions take would be made once and kept.
+  u32 row_tiles = u32(opaque(m.row_tiles));
   u32 all = u32(m.heads) * u32(m.batch);
   tile.q_len = int(a.rows.rows_q);
   tile.k_len = int(a.rows.rows_k);
   if constexpr (S.ragged) {
-    const ListedTile listed = m.list[in_group / u32(m.heads)];
+    const ListedTile listed = m.list[in_group / u32(opaque(m.heads))];
     tile.b = listed.b;
     tile.q_begin = listed.q_begin;
     tile.q_len = listed.q_len;
@@ -65,7 +70,7 @@ __device__ __forceinline__ Sm90Tile sm90_tile(const Args& a, const Sm90ForwardAr
     row_tiles = u32(tile.q_len + kRows - 1) / u32(kRows);
     all = u32(m.heads);
   }
-  u32 alternating = u32(m.heads_together);
+  u32 alternating = u32(opaque(m.heads_together));
   const u32 group = in_group / (row_tiles * alternating);
   in_group -= group * (row_tiles * alternating);
   const u32 first_bh = group * alternating;
@@ -76,8 +81,9 @@ __device__ __forceinline__ Sm90Tile sm90_tile(const Args& a, const Sm90ForwardAr
   if constexpr (S.ragged) {
     tile.head = int(bh);
   } else {
-    const u32 outer = bh / u32(m.inside);
-    const u32 inner = bh - outer * u32(m.inside);
+    const u32 inside = u32(opaque(m.inside));
+    const u32 outer = bh / inside;
+    const u32 inner = bh - outer * inside;
     tile.head = int(m.batch_inside ? outer : inner);
     tile.b = int(m.batch_inside ? inner : outer);
   }
@@ -123,8 +129,8 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
       later.q_len = tile.q_len;
       later.k_begin = tile.k_begin;
       later.k_len = tile.k_len;
-      later.head_k = int(u32(tile.head) / u32(m.group));
-      later.b1 = int(u32(tile.b) / u32(m.batch2));
+      later.head_k = int(u32(tile.head) / u32(opaque(m.group)));
+      later.b1 = int(u32(tile.b) / u32(opaque(m.batch2)));
       later.b2 = tile.b - later.b1 * m.batch2;
     }
   };
@@ -191,19 +197,20 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
         const auto load_bias = [&](const TensorMap& map, const Has& has, int place, int bytes, int panel) {
 #pragma unroll 1
           for (int p = 0; p < S.step / panel; ++p) {
-            tensor_load(base + place + buffer * bytes + p * kRows * 128, map, planes_full,
+            tensor_load(base + place + buffer * bytes + p * (bytes * panel / S.step), map, planes_full,
                         at(has, n * S.step + p * panel, here.row, here.head));
           }
         };
         if constexpr (S.bias != BiasTile::kNone) {
-          load_bias(m.bias, m.has_bias, kSizes.bias_at, kSizes.bias, bias_panel_columns(S.bias));
+          load_bias(m.bias, m.has_bias, kSizes.bias_at, kSizes.bias, sm90_bias_panel(S, S.bias));
         }
         if constexpr (S.bias2 != BiasTile::kNone) {
-          load_bias(m.bias2, m.has_bias2, kSizes.bias2_at, kSizes.bias2, bias_panel_columns(S.bias2));
+          load_bias(m.bias2, m.has_bias2, kSizes.bias2_at, kSizes.bias2, sm90_bias_panel(S, S.bias2));
         }
         if constexpr (S.key_term) {
-          const float* const from =
-              static_cast<const float*>(a.key_term.data) + a.rows.offset(a.key_term.strides, here.b, here.head, 0);
+          const math::Strides& strides = a.key_term.strides;
+          const float* const from = static_cast<const float*>(a.key_term.data) + here.b1 * strides.batch1 +
+                                    here.b2 * strides.batch2 + here.head * strides.head;
           bulk_load(base + kSizes.key_term_at + buffer * kSizes.key_term, from + n * S.step, keys * 4, planes_full);
         }
         ring_planes.next();
@@ -226,15 +233,10 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
       for (; n > steps.begin; --n) {
         load_k(n - 1);
         load_v(n);
-        if (n == steps.end - 1) {
-          decode(next);
-        }
       }
       load_v(n);
     }
-    if (steps.end - 1 <= steps.begin) {
-      decode(next);
-    }
+    decode(next);
     number = next;
   }
 }

@@ -174,19 +174,17 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
       dropout.start(a, tile.b, tile.head, tile.k_len, row0);
     }
     if constexpr (S.alibi) {
-      inputs.slope =
-          static_cast<const float*>(a.alibi_slopes.data)[a.rows.offset(a.alibi_slopes.strides, tile.b, tile.head, 0)];
+      inputs.slope = static_cast<const float*>(a.alibi_slopes.data)[tile.offset(a.alibi_slopes.strides, 0)];
       inputs.diagonal = row0 + (a.top_left ? 0 : tile.k_len - tile.q_len) - 2 * t;
     }
     if constexpr (S.mask) {
       for (int x = 0; x < inputs.kMaskRows; ++x) {
         inputs.mask_rows[x] = static_cast<const u32*>(a.mask.data) + t +
-                              a.rows.offset(a.mask.strides, tile.b, tile.head, min(row0 + 8 * x, band.seqlen_q - 1));
+                              tile.offset(a.mask.strides, min(row0 + 8 * x, band.seqlen_q - 1));
       }
     }
     if constexpr (S.query_term) {
-      const float* const from =
-          static_cast<const float*>(a.query_term.data) + a.rows.offset(a.query_term.strides, tile.b, tile.head, 0);
+      const float* const from = static_cast<const float*>(a.query_term.data) + tile.offset(a.query_term.strides, 0);
       for (int x = 0; x < 2; ++x) {
         inputs.query_terms[x] = from[min(row0 + 8 * x, tile.q_len - 1) * a.query_term.strides.row];
       }
@@ -435,8 +433,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
       softmax.end(x, sink, kDropout ? a.keep_scale : 1.f, factor[x], logsumexp);
       const int row = row0 + 8 * x;
       if (a.lse.data != nullptr && t == 0 && row < tile.q_len) {
-        static_cast<float*>(a.lse.data)[a.rows.offset(a.lse.strides, tile.b, tile.head, tile.q_begin + row)] =
-            logsumexp;
+        static_cast<float*>(a.lse.data)[tile.offset(a.lse.strides, tile.q_begin + row)] = logsumexp;
       }
     }
     const auto pair = [&](int j, int x) {
@@ -453,8 +450,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
       for (int x = 0; x < 2; ++x) {
         const int row = row0 + 8 * x;
         if (row < tile.q_len) {
-          u16* const to = static_cast<u16*>(a.out.data) +
-                          a.rows.offset(a.out.strides, tile.b, tile.head, tile.q_begin + row) +
+          u16* const to = static_cast<u16*>(a.out.data) + tile.offset(a.out.strides, tile.q_begin + row) +
                           2 * t * a.out.strides.col;
 #pragma unroll
           for (int j = 0; j < S.dv / 8; ++j) {

@@ -41,8 +41,9 @@ template <Spec S>
 struct Sm90Inputs {
   static constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
   static constexpr int kMaskRows = S.key_mask ? 1 : 2;  // of this thread
-  static_assert(!S.mask || S.step == 64 || S.step == 128);
-  static_assert((S.bias == BiasTile::kNone && S.bias2 == BiasTile::kNone) || S.step % 64 == 0);
+  static_assert(!S.mask || S.step == 32 || S.step == 64 || S.step == 128);
+  static_assert((S.bias == BiasTile::kNone && S.bias2 == BiasTile::kNone) || S.step == 32 || S.step % 64 == 0);
+  static constexpr int kPanel = sm90_bias_panel(S, BiasTile::kBf16);  // of a bias of 16 bits
 
   u32 base;                    // of shared memory
   u32 bias_row, bias_swizzle;  // this lane's place for ldmatrix in a panel
@@ -58,8 +59,8 @@ struct Sm90Inputs {
   // row: this thread's first row of the tile; fragment_row, half: row and 8 columns, by lane as ldmatrix takes them.
   __device__ __forceinline__ Sm90Inputs(u32 memory, int row, int fragment_row, int half, int t)
       : base(memory),
-        bias_row(fragment_row * 128),
-        bias_swizzle(u32(half ^ (fragment_row & 7)) << 4),
+        bias_row(fragment_row * kPanel * 2),
+        bias_swizzle(swizzled<kPanel * 2>(fragment_row, half) - fragment_row * kPanel * 2),
         wide_row(row),
         wide_chunk(t / 2),
         wide_half(t % 2 * 8),
@@ -71,8 +72,8 @@ struct Sm90Inputs {
 #pragma unroll
       for (int x = 0; x < kMaskRows; ++x) {
         words[x] = __ldg(mask_rows[x] + n0 / 128 * 4);
-        if constexpr (S.step == 64) {
-          words[x] = words[x] >> (n0 / 4 & 16) | 0xffff0000u;
+        if constexpr (S.step < 128) {
+          words[x] = words[x] >> n0 % 128 / 4 | ~0u << S.step / 4;
         }
       }
     }
@@ -115,7 +116,8 @@ struct Sm90Inputs {
     } else {
       constexpr Type kType = kBias == BiasTile::kBf16 ? Type::kBf16 : Type::kFp16;
       u32 b[4];
-      ldmatrix(b, place + bias_row + k / 4 * (kSizes.rows * 128) + (bias_swizzle ^ (k % 4 << 5)));
+      constexpr int kBlocks = kPanel / 16;
+      ldmatrix(b, place + bias_row + k / kBlocks * (kSizes.rows * kPanel * 2) + (bias_swizzle ^ (k % kBlocks << 5)));
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         x[2 * e] += low<kType>(b[e]);
@@ -249,8 +251,7 @@ struct Sm90Dropout {
 // accumulators.
 template <Spec S>
 struct Sm90TorchDropout {
-  static_assert(S.step == 64);
-  Keep<S, false, 1, 8> keep;
+  Keep<S, false, 1, S.step / 8> keep;
   Thread thread;
   int row = 0;  // of the warp
 

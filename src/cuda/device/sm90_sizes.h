@@ -62,8 +62,11 @@ constexpr Sm90ForwardSizes sm90_forward_sizes(const Spec& s) {
   return x;
 }
 
-// Biases come in panels of 128 bytes a row.
+// Biases come in panels of 128 bytes a row; in sm90_forward's shortest steps, those of 16 bits, of 64.
 constexpr int bias_panel_columns(BiasTile bias) { return bias == BiasTile::kFp32 ? 32 : 64; }
+constexpr int sm90_bias_panel(const Spec& s, BiasTile bias) {
+  return s.step < 64 ? 32 : bias_panel_columns(bias);
+}
 
 // Something travels with K: biases, key terms.
 constexpr bool sm90_has_planes(const Spec& s) {

@@ -46,7 +46,7 @@ void Launcher::sm90_forward(std::size_t number) {
                                                       : jit::cu::TensorMapType::kFloat32;
       encode(driver_, to, has,
              {tensor, its_type, rows.limit_k, rows.limit_q, rows.heads_q, rows.batch2, rows.batch1,
-              bias_panel_columns(type), tile});
+              sm90_bias_panel(spec, type), tile});
     }
   };
   bias(args.bias, args.has_bias, args_.bias, spec.bias);
