@@ -303,6 +303,13 @@ TEST_F(JitDriver, AStreamBringsItsContext) {
   EXPECT_EQ(fake.contexts.size(), 3u) << "the default streams have no context of their own";
 }
 
+TEST_F(JitDriver, AStreamOfAnotherDeviceIsRefused) {
+  const Driver d = fake_functions();
+  EXPECT_EQ(refusal([&] { const ContextScope scope(d, 0, handle<cu::Stream>(100)); }, FOVEA_INVALID_ARGUMENT),
+            "stream: of CUDA device 1; accepted: one of device 0, where the tensors lie");
+  EXPECT_EQ(fake.contexts.size(), 1u) << "the thread's contexts are as they were";
+}
+
 TEST_F(JitDriver, KnowsWhereMemoryIs) {
   const Driver d = fake_functions();
   EXPECT_EQ(place_of(d, handle<void*>(16)).kind, Place::Kind::kHost);

@@ -275,9 +275,26 @@ ContextScope::ContextScope(const Driver& driver, int device, cu::Stream stream) 
     check(driver, driver.context_push(wanted), "cuCtxPushCurrent");
     pushed_ = true;
   }
+  if (has_context_of_its_own(stream)) {
+    // Memory of one device and a stream of another end in a fault that every later call sees.
+    cu::Device of_stream = 0;
+    cu::Device of_device = 0;
+    const cu::Result result = driver.context_get_device(&of_stream);
+    const cu::Result other = driver.device_get(&of_device, device);
+    if (result != cu::kSuccess || other != cu::kSuccess || of_stream != of_device) {
+      pop();
+      check(driver, result, "cuCtxGetDevice");
+      check(driver, other, "cuDeviceGet");
+      throw Error(FOVEA_INVALID_ARGUMENT,
+                  fmt::format("stream: of CUDA device {}; accepted: one of device {}, where the tensors lie", of_stream,
+                              device));
+    }
+  }
 }
 
-ContextScope::~ContextScope() {
+ContextScope::~ContextScope() { pop(); }
+
+void ContextScope::pop() {
   if (pushed_) {
     cu::Context popped = nullptr;
     driver_.context_pop(&popped);  // fails only where the driver is shutting down

@@ -223,7 +223,8 @@ const DeviceInfo& device(int ordinal);  // of driver(); kept
 
 // The context in which `stream` runs on `device` is current while this lives. A context that is current already and
 // belongs to the device stays; otherwise it is the stream's, or, for the default stream, the device's primary context
-// (that of the CUDA runtime and so of PyTorch), which is then kept until the process ends.
+// (that of the CUDA runtime and so of PyTorch), which is then kept until the process ends. A stream of another device
+// is Error(FOVEA_INVALID_ARGUMENT).
 class ContextScope {
  public:
   ContextScope(const Driver& driver, int device, cu::Stream stream = nullptr);
@@ -234,6 +235,8 @@ class ContextScope {
  private:
   const Driver& driver_;
   bool pushed_ = false;
+
+  void pop();
 };
 
 // Where memory is. What CUDA does not know is the host's.
