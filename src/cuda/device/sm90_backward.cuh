@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
     barrier_init_fence();
   }
   sync();
-  wait_for_kernels_before();
+  begin_kernel<S.arch>();
 
   if (warpgroup == 0) {
     fewer_registers<kRegistersToCopy>();

@@ -163,7 +163,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
   static_assert(!S.column_sum && !S.ordered && !S.dbias_store);
 
   // ---- which keys: those of both blocks ----
-  wait_for_kernels_before();
+  begin_kernel<S.arch>();
   const int rank = int(uniform(cluster_rank()));
   const Sm90KeyBlock<S> block(a, m, blockIdx.x / 2);
   if (block.outside()) {

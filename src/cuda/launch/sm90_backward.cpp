@@ -64,9 +64,7 @@ void Launcher::sm90_backward(std::size_t number) {
   args.high = band.high;
   args.scale_log2 = args_.scale * math::kLog2E;
   void* parameters[] = {&args_, &args};
-  // Programmatic launches go into graphs since CUDA 12.3.
-  constexpr int kFirstInGraphs = 12030;
-  launch(number, plan_.launches[number].blocks, parameters, driver_.version >= kFirstInGraphs);
+  launch(number, plan_.launches[number].blocks, parameters, may_overlap(number));
 }
 
 }  // namespace fovea::cuda
