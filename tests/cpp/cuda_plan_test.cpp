@@ -147,6 +147,10 @@ TEST(CudaPlan, Golden) {
       "bwd b=8 hq=16 sq=2048 sk=2048 d=64 bf16 bias=b,h,q,k",
       "bwd b=512 hq=8 sq=384 sk=384 d=32 bf16 bias=1,h,q,k bias2=b,1,1,k",
       "bwd b=4096 hq=4 sq=49 sk=49 d=32 bf16 bias=1,h,q,k",
+      "bwd b=4 hq=16 sq=4096 sk=4096 d=64 fp16 dropout=0.1 causal det",
+      "bwd b=4 hq=16 sq=4096 sk=4096 d=128 bf16 mask=b,1,q,k",
+      "bwd b=16 hq=16 sq=4096 sk=77 d=64 bf16",
+      "bwd b=4 hq=16 sq=4096 sk=4096 d=256 bf16 causal",
   };
   std::string text;
   for (const char* architecture : {"sm_80", "sm_90", "sm_120"}) {
