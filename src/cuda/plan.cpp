@@ -93,6 +93,7 @@ class Planner {
       forward();
     } else {
       plan_.operands = operands_of(call_, plan_.workspace);
+      check_bias_rows();
       operands();
       backward();
     }
@@ -110,6 +111,18 @@ class Planner {
     kernel.name = name;
     kernel.spec = spec;
     return kernel;
+  }
+
+  // Offsets in a tile have 32 bits (args.h), and so long a row stays as long where it is packed.
+  void check_bias_rows() const {
+    const Operands& operands = plan_.operands;
+    for (const auto& [name, tile, operand] : {std::tuple("bias", operands.features.bias, &operands.bias),
+                                              std::tuple("bias2", operands.features.bias2, &operands.bias2)}) {
+      const std::int64_t bytes = operand->strides.row * bias_bytes(tile);
+      if (call_.rows.limit_q > 1 && bytes >= kRowBytesLimit) {
+        refuse(fmt::format("{}: rows of {} bytes; served: less than {}", name, bytes, kRowBytesLimit));
+      }
+    }
   }
 
   Spec small(Type type = Type::kBf16) const {
@@ -213,6 +226,7 @@ class Planner {
     }
     plan_.workspace = Workspace();
     plan_.operands = operands_of(call_, plan_.workspace);
+    check_bias_rows();
     operands();
     for (const Choice& choice :
          {sm80_forward(call_, plan_.operands, plan_.target), sm80_wide_forward(call_, plan_.operands, plan_.target)}) {
