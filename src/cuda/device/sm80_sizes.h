@@ -25,8 +25,9 @@ constexpr int score_input_bytes(const Spec& s, int queries, int keys, bool trans
 
 // Whether scores are in natural units; otherwise they stay dot products, and the exponent scales them.
 constexpr bool natural_scores(const Spec& s) {
-  return s.natural || s.softcap || s.alibi || (s.key_term && !s.key_mask) || s.query_term ||
-         s.bias != BiasTile::kNone || s.bias2 != BiasTile::kNone;
+  const bool key_bias = s.key_term && (!s.key_mask || s.mask);  // with both the mask of keys is bits
+  return s.natural || s.softcap || s.alibi || key_bias || s.query_term || s.bias != BiasTile::kNone ||
+         s.bias2 != BiasTile::kNone;
 }
 
 // ---- sm80_forward ----
