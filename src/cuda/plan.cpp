@@ -417,10 +417,10 @@ class Planner {
     wants.ordered = call_.problem.deterministic && call_.problem.need.q && wants.dkv;
     wants.dq = wants.dq || wants.ordered;
     Choice choice = sm90_backward(call_, plan_.operands, plan_.target, wants);
-    // What is new is asked for by name: the wide one, masks, biases outside of the place of dS.
-    const Spec& spec = choice.kernel.spec;
-    const bool is_new = std::string_view(choice.kernel.name) == "sm90_wide_backward" || spec.mask ||
-                        spec.bias2 != BiasTile::kNone || spec.bias == BiasTile::kFp32;
+    // What is new is asked for by name.
+    constexpr int kKnown = 128;  // head dimensions are a multiple of it
+    const bool is_new =
+        std::string_view(choice.kernel.name) == "sm90_wide_backward" && choice.kernel.spec.d % kKnown != 0;
     if (!allowed(choice.kernel) || (is_new && forced_family() == nullptr)) {
       choice.why_not = "not asked for by FOVEA_KERNEL=sm90";
     }

@@ -169,7 +169,7 @@ std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool orde
   }
   if (widest <= 64) {
     if (much) {
-      return {{2, 1, 64, 3, 3}};
+      return {{2, 1, 64, 3, 3, true}, {2, 1, 64, 3, 3}};
     }
     if (bias) {
       return {{3, 1, 64, 4, 3, false, true}, {2, 1, 64, 3, 3}};

@@ -125,10 +125,9 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
   u32 phase = 1;
 #pragma unroll 1
   while (number < blocks) {
-    const u32 next = take();
     const Sm90KeyBlock<S> block(a, m, number);
     if (block.outside()) {
-      number = next;
+      number = take();
       continue;
     }
     // What loads need is read from there again: this warpgroup has few registers.
@@ -203,7 +202,7 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
       }
     }
     phase ^= 1;
-    number = next;
+    number = take();  // not sooner: whoever is free first shall have it
   }
   barrier_wait(barriers.kv_empty(), phase);
   store_shared(base + kSizes.number_at, kNoBlock);

@@ -22,7 +22,7 @@ namespace fovea::cuda {
 
 // Where queries behind the end of their sequence may have scores of NaN, which a logsumexp of infinity does not hide.
 template <Spec S>
-constexpr bool kMaskQueries = S.ragged&& S.bias != BiasTile::kNone;
+constexpr bool kMaskQueries = (S.ragged) && (S.bias != BiasTile::kNone || S.bias2 != BiasTile::kNone);
 
 template <Spec S>
 struct Sm90BackwardScores {

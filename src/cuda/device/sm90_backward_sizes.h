@@ -69,6 +69,11 @@ constexpr Sm90BackwardSizes sm90_backward_sizes(const Spec& s) {
 
 inline constexpr int kSm90WideKeys = 64;  // of a block
 
+// Columns of dQ that a warpgroup sums: a quarter, or, so that panels stay wide, a third (then one has none).
+constexpr int sm90_dq_columns(int columns) { return columns % 128 == 0 ? columns / 4 : 64; }
+// Of the panels of Q and K, which divide what a warpgroup has of dK and of dQ.
+constexpr int sm90_wide_panel(int columns) { return columns % 256 == 0 ? 64 : 32; }
+
 struct Sm90WideBackwardSizes {
   int threads;
   // Bytes of one buffer; k_other: half of the columns of the other block's K; tile: P or dS of one block.
@@ -85,7 +90,7 @@ constexpr Sm90WideBackwardSizes sm90_wide_backward_sizes(const Spec& s) {
   x.threads = 128 * (s.warps / 4 + 1);
   x.k = kKeys * s.d * kNumber;
   x.v = kKeys * s.dv * kNumber;
-  x.k_other = kKeys * s.d / 2 * kNumber;
+  x.k_other = kKeys * 2 * sm90_dq_columns(s.d) * kNumber;
   x.q = s.step * s.d * kNumber;
   x.grad_out = s.step * s.dv * kNumber;
   x.tile = s.step * kKeys * kNumber;

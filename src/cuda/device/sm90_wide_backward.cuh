@@ -55,7 +55,7 @@ __device__ __forceinline__ void sm90_wide_backward_copy(const Args& a, const Sm9
                                                         const Sm90WideBackwardBarriers& barriers) {
   constexpr Sm90WideBackwardSizes kSizes = sm90_wide_backward_sizes(S);
   constexpr int kKeys = kSm90WideKeys;
-  constexpr int kPanelD = panel_columns(S.d / 4);
+  constexpr int kPanelD = sm90_wide_panel(S.d);
   constexpr int kPanelV = panel_columns(S.dv / 2);
   const Place& place = block.place;
   const auto at = [&](const Has& has, int column, int row, int head) {
@@ -65,7 +65,11 @@ __device__ __forceinline__ void sm90_wide_backward_copy(const Args& a, const Sm9
     return;
   }
   const int row_k = int(place.k_begin) + block.key0;
-  barrier_expect(barriers.kv_full(), kSizes.k + kSizes.v + (S.dq ? kSizes.k_other : 0));
+  // Of the other block's K what this one's part of dQ takes.
+  constexpr int kPart = 2 * sm90_dq_columns(S.d);
+  const int first_column = rank * kPart;
+  const int part = S.dq ? min(kPart, S.d - first_column) : 0;
+  barrier_expect(barriers.kv_full(), kSizes.k + kSizes.v + max(part, 0) * kKeys * 2);
 #pragma unroll 1
   for (int p = 0; p < S.d / kPanelD; ++p) {
     tensor_load(base + kSizes.k_at + p * kKeys * kPanelD * 2, m.k, barriers.kv_full(),
@@ -76,12 +80,10 @@ __device__ __forceinline__ void sm90_wide_backward_copy(const Args& a, const Sm9
     tensor_load(base + kSizes.v_at + p * kKeys * kPanelV * 2, m.v, barriers.kv_full(),
                 at(m.has_v, p * kPanelV, row_k + rank * kKeys, block.head_k));
   }
-  if constexpr (S.dq) {
 #pragma unroll 1
-    for (int p = 0; p < S.d / 2 / kPanelD; ++p) {
-      tensor_load(base + kSizes.k_other_at + p * kKeys * kPanelD * 2, m.k, barriers.kv_full(),
-                  at(m.has_k, rank * (S.d / 2) + p * kPanelD, row_k + (1 - rank) * kKeys, block.head_k));
-    }
+  for (int column = 0; column < part; column += kPanelD) {
+    tensor_load(base + kSizes.k_other_at + column * kKeys * 2, m.k, barriers.kv_full(),
+                at(m.has_k, first_column + column, row_k + (1 - rank) * kKeys, block.head_k));
   }
   Ring<S.stages> ring;
   u32 turn = 1;  // parity of the one buffer of dO
@@ -147,7 +149,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
   constexpr int V = S.dv;
   constexpr int M = S.step;
   constexpr int kKeys = kSm90WideKeys;
-  constexpr int kPanelD = panel_columns(D / 4);
+  constexpr int kPanelD = sm90_wide_panel(D);
   constexpr int kPanelV = panel_columns(V / 2);
   constexpr int kRowD = kPanelD * 2;  // bytes
   constexpr int kRowV = kPanelV * 2;
@@ -225,9 +227,11 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
   const u32 o_rows = descriptor_low(base + kSizes.grad_out_at + c * kPart * kRowV, 16);
   const u32 q_inside = descriptor_low(base + kSizes.q_at + c * (D / 2 / kPanelD) * M * kRowD, M * kRowD);
   const u32 o_inside = descriptor_low(base + kSizes.grad_out_at + c * (V / 2 / kPanelV) * M * kRowV, M * kRowV);
-  const u32 k_own =
-      descriptor_low(base + kSizes.k_at + (rank * (D / 2) + c * (D / 4)) / kPanelD * kKeys * kRowD, kKeys * kRowD);
-  const u32 k_other = descriptor_low(base + kSizes.k_other_at + c * (D / 4) / kPanelD * kKeys * kRowD, kKeys * kRowD);
+  constexpr int kColumns = sm90_dq_columns(D);
+  const int column = (2 * rank + c) * kColumns;  // the first of dQ
+  const bool has_dq = S.dq && column < D;
+  const u32 k_own = descriptor_low(base + kSizes.k_at + column / kPanelD * kKeys * kRowD, kKeys * kRowD);
+  const u32 k_other = descriptor_low(base + kSizes.k_other_at + c * kColumns / kPanelD * kKeys * kRowD, kKeys * kRowD);
   const u32 k_first = rank == 0 ? k_own : k_other;  // in the order of the keys
   const u32 k_second = rank == 0 ? k_other : k_own;
   const u32 weights = descriptor_low(base + kSizes.weights_at, 16);
@@ -239,8 +243,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
   float dv[V / 4] = {};
   Scores scores;
 
-  // ---- dQ: a quarter of the columns, over the keys of both blocks ----
-  float dq[D / 8];
+  // ---- dQ: a part of the columns, over the keys of both blocks ----
+  float dq[kColumns / 2];
   const auto issue_dq = [&](const Ring<2>& tile) {
     barrier_wait(barriers.grads_full(tile.buffer()), tile.parity());
     wgmma_fence();
@@ -257,9 +261,12 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
       barrier_arrive(barriers.grads_empty(tile.buffer()));
       barrier_arrive_there(address_of(barriers.grads_empty(tile.buffer()), u32(1 - rank)));
     }
-    float* const to = a.dq_sum + i64(row + warp * 16) * D + (rank * (D / 2) + c * (D / 4)) / 8 * 128 + lane * 4;
+    if (!has_dq) {
+      return;
+    }
+    float* const to = a.dq_sum + i64(row + warp * 16) * D + column / 8 * 128 + lane * 4;
 #pragma unroll
-    for (int j = 0; j < D / 32; ++j) {
+    for (int j = 0; j < kColumns / 8; ++j) {
       reduce4<90>(to + j * 128, *reinterpret_cast<const float(*)[4]>(dq + 4 * j));
     }
   };
@@ -281,7 +288,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
         zero_rows<kKeys, kRowD, D / kPanelD, kThreads>(base + kSizes.k_at, live, consumer);
         zero_rows<kKeys, kRowV, V / kPanelV, kThreads>(base + kSizes.v_at, live, consumer);
         if constexpr (S.dq) {
-          zero_rows<kKeys, kRowD, D / 2 / kPanelD, kThreads>(base + kSizes.k_other_at, other, consumer);
+          zero_rows<kKeys, kRowD, 2 * kColumns / kPanelD, kThreads>(base + kSizes.k_other_at, other, consumer);
         }
         fence_async();
         sync(2, kThreads);
@@ -335,7 +342,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
     }
     wgmma_commit();
     if constexpr (S.dq) {
-      if (n > 0) {
+      if (n > 0 && has_dq) {
         issue_dq(grads_before);
       }
       wgmma_commit();
@@ -432,7 +439,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
   }
   if constexpr (S.dq) {
     if (block.steps > 0) {
-      issue_dq(grads_before);
+      if (has_dq) {
+        issue_dq(grads_before);
+      }
       wgmma_commit();
       wgmma_wait<0>();
       add_dq(grads_before, row_before);
@@ -442,18 +451,18 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
 
   // ---- dK, dV: half of the columns ----
   if (a.grad_k.data != nullptr) {
-    const int column = c * (D / 2);
+    const int half = c * (D / 2);
     store_accumulator<kType>(static_cast<u16*>(a.grad_k.data) + block.place.key_rows(a.grad_k.strides, block.head_k) +
-                                 column * a.grad_k.strides.col,
-                             a.grad_k.strides, dk, a.scale, key, block.place.k_len, a.out_dim - column, a.vector_stores,
+                                 half * a.grad_k.strides.col,
+                             a.grad_k.strides, dk, a.scale, key, block.place.k_len, a.out_dim - half, a.vector_stores,
                              t);
   }
   if (a.grad_v.data != nullptr) {
-    const int column = c * (V / 2);
+    const int half = c * (V / 2);
     store_accumulator<kType>(static_cast<u16*>(a.grad_v.data) + block.place.key_rows(a.grad_v.strides, block.head_k) +
-                                 column * a.grad_v.strides.col,
+                                 half * a.grad_v.strides.col,
                              a.grad_v.strides, dv, kDropout ? a.keep_scale : 1.f, key, block.place.k_len,
-                             a.out_dim_v - column, a.vector_stores, t);
+                             a.out_dim_v - half, a.vector_stores, t);
   }
 }
 
