@@ -5,8 +5,6 @@
 #include "cuda/config/sm90_bias_gradient.h"
 
 #include <algorithm>
-#include <cstdlib>
-#include <sstream>
 #include <utility>
 #include <vector>
 
@@ -39,17 +37,6 @@ int features_of(const Spec& s) {
          int{s.bias2 != BiasTile::kNone} + 2 * int{s.dropout != DropoutRule::kNone} + int{s.ragged};
 }
 
-// Of the experiment: groups, step, stages, planes, buffers, outside.
-std::vector<int> forced() {
-  const char* const value = std::getenv("FOVEA_BIAS_GRADIENT");
-  std::vector<int> numbers;
-  std::stringstream text(value != nullptr ? value : "");
-  for (std::string number; std::getline(text, number, ',');) {
-    numbers.push_back(std::atoi(number.c_str()));
-  }
-  return numbers;
-}
-
 std::int64_t tiles_of(std::int64_t length, std::int64_t size) { return (length + size - 1) / size; }
 
 std::vector<Tiles> candidates(const Spec& s, const BiasList& list) {
@@ -57,9 +44,6 @@ std::vector<Tiles> candidates(const Spec& s, const BiasList& list) {
       {2, 128, 4, 1, 2}, {2, 128, 3, 1, 1}, {2, 128, 2, 1, 1}, {2, 64, 2, 1, 1}, {1, 64, 2, 1, 1}};
   const int widest = std::max(s.d, s.dv);
   std::vector<Tiles> all;
-  if (const std::vector<int> f = forced(); f.size() >= 5) {
-    all.push_back({f[0], f[1], f[2], f[3], f[4]});
-  }
   // 192 queries, unless 128 leave much less of the last tile empty.
   const bool three = tiles_of(list.queries, 192) * 192 * 8 <= tiles_of(list.queries, 128) * 128 * 9;
   if (features_of(s) == int{s.key_term} && three) {
@@ -137,16 +121,13 @@ Choice sm90_bias_gradient(const Call& call, const Operands& operands, const Targ
     return choice;
   }
   spec.tiles = 1;
+  spec.part = 64;
   const bool plain = !spec.softcap && !spec.alibi && !spec.mask && spec.bias2 == BiasTile::kNone &&
                      spec.dropout == DropoutRule::kNone && !spec.ragged;
   spec.bias_outside = spec.bias != BiasTile::kNone && list.entries > 1 && plain;
-  if (const std::vector<int> f = forced(); f.size() >= 6 && f[5] == 0) {
-    spec.bias_outside = false;
-  }
   for (const Tiles& tiles : candidates(spec, list)) {
     spec.warps = 4 * tiles.groups;
     spec.step = tiles.step;
-    spec.part = tiles.step % 128 == 0 || tiles.step == 64 ? 64 : 32;
     spec.stages = tiles.stages;
     spec.planes = spec.bias != BiasTile::kNone ? tiles.planes : 0;
     spec.q_buffers = 0;

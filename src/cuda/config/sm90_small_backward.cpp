@@ -2,8 +2,6 @@
 #include "cuda/config/sm90_small_backward.h"
 
 #include <algorithm>
-#include <cstdio>
-#include <cstdlib>
 
 #include "cuda/device/sm90_small_backward_sizes.h"
 
@@ -78,10 +76,12 @@ Choice sm90_small_backward(const Call& call, const Operands& operands, const Tar
   spec.step = kSmallRows;
   spec.grad_bias = call.problem.need.bias ? spec.bias : BiasTile::kNone;
   const bool narrow = std::max(spec.d, spec.dv) <= 32 && spec.bias != BiasTile::kFp32;
-  spec.warps = narrow ? 12 : 8;
-  spec.stages = narrow ? 3 : 2;
-  if (const char* const given = std::getenv("FOVEA_SMALL_TILES")) {  // for measuring: warps, stages
-    std::sscanf(given, "%d,%d", &spec.warps, &spec.stages);
+  if (narrow && spec.bias == BiasTile::kNone) {
+    spec.warps = 16;
+    spec.stages = 2;
+  } else {
+    spec.warps = narrow ? 12 : 8;
+    spec.stages = narrow ? 3 : 2;
   }
   const Sm90SmallBackwardSizes sizes = sm90_small_backward_sizes(spec);
   kernel.threads = sizes.threads;

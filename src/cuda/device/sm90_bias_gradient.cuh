@@ -98,6 +98,16 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
   }
   sync();
   begin_kernel<S.arch>();
+  if (!S.bias_outside && m.flags != nullptr) {  // mostly no tile of this block was flagged
+    const int tiles = (m.tiles - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x);
+    u32 any = 0;
+    for (int i = threadIdx.x; i < tiles * S.warps; i += kSizes.threads) {
+      any |= m.flags[(blockIdx.x + i64(i / S.warps) * gridDim.x) * S.warps + i % S.warps];
+    }
+    if (!__syncthreads_or(int(any))) {
+      return;
+    }
+  }
 
   if (warpgroup == 0) {
     fewer_registers<kRegistersToCopy>();
