@@ -15,12 +15,8 @@ import pytest
 
 MATH = Path(__file__).resolve().parents[2] / "src/math"
 
-KERNEL = b"""
-#include "band.h"
-#include "dropout.h"
-#include "rows.h"
-#include "score.h"
-#include "softmax.h"
+HEADERS = sorted(MATH.glob("*.h"))
+KERNEL = "".join(f'#include "{path.name}"\n' for path in HEADERS).encode() + b"""
 using namespace fovea::math;
 
 struct Spec {
@@ -36,6 +32,7 @@ __global__ void kernel(T* out, Band<i32> band, Score<T> score, Dropout dropout, 
   const i32 i = threadIdx.x;
   const Interval<i32> keys = band.keys_of_rows(i, i + 1);
   T maximum = -Limits<T>::infinity(), sum = 0, gradient = 0;
+  const SmallCap<T> cap = SmallCap<T>::make(0.125, 30, 4);
   for (i32 j = keys.begin; j < keys.end; ++j) {
     if (band.tile(i, i + 1, j, j + 1) == TileClass::kEmpty || !band.queries_of(j).contains(i)) continue;
     const Dual<T> s = score.template of_dot_with_derivative<S.softcap>(out[j], T(1)) + alibi(T(j - i), T(0.5));
@@ -43,6 +40,7 @@ __global__ void kernel(T* out, Band<i32> band, Score<T> score, Dropout dropout, 
     sum = sum * correction(maximum, raised) + (head.keep(i, j) ? weight(s.value, reference_of(raised)) : T(0));
     maximum = raised;
     gradient += grad_score(probability(s.value, backward_reference(sum)), s.derivative, delta(sum, T(1)));
+    gradient += out[j] <= cap.largest ? cap.template of<4>(out[j]) : T(0);
   }
   sum = sum_with_sink(sum, reference_of(maximum), T(1));
   const i64 at = rows.offset(strides, blockIdx.x, rows.head_k(blockIdx.y), i);
@@ -75,12 +73,10 @@ def compile_kernel(source, architecture):
     """(status, log, PTX)."""
     library = nvrtc()
     program = ctypes.c_void_p()
-    headers = sorted(MATH.glob("*.h"))
-    assert len(headers) == 6
     array = lambda values: (ctypes.c_char_p * len(values))(*values)
     assert library.nvrtcCreateProgram(
-        ctypes.byref(program), source, b"kernel.cu", len(headers), array([path.read_bytes() for path in headers]),
-        array([path.name.encode() for path in headers])) == 0
+        ctypes.byref(program), source, b"kernel.cu", len(HEADERS), array([path.read_bytes() for path in HEADERS]),
+        array([path.name.encode() for path in HEADERS])) == 0
     # No standard or toolkit header can be found, even by accident.
     options = [b"-std=c++20", b"-default-device", b"-arch=" + architecture.encode(), b"-no-source-include"]
     status = library.nvrtcCompileProgram(program, len(options), array(options))
