@@ -336,6 +336,7 @@ class Planner {
     work.ordered = hopper.kernel.spec.ordered;
     work.dq = work.dq || hopper.kernel.spec.dq;
     const bool sums_dq = work.dq && !hopper.kernel.spec.direct;
+    const int dq_columns = hopper.why_not == nullptr ? hopper.kernel.spec.d : features.d;
 
     constexpr std::int64_t kFloat = sizeof(float);
     const std::int64_t padded = padded_rows(rows) * rows.heads_q;
@@ -343,7 +344,7 @@ class Planner {
     workspace.add(Region::kRowLse, padded * kFloat);
     workspace.add(Region::kRowDelta, padded * kFloat);
     if (sums_dq) {
-      workspace.add(Region::kDqSum, padded * features.d * kFloat);
+      workspace.add(Region::kDqSum, padded * dq_columns * kFloat);
     }
     if (hopper.why_not == nullptr && sm90_backward_counts(call_, hopper.kernel.spec, plan_.target)) {
       constexpr std::int64_t kRowsOfATurn = 64;
@@ -361,7 +362,7 @@ class Planner {
     }
 
     Spec spec = small(features.type);
-    spec.d = features.d;
+    spec.d = dq_columns;
     Spec before = spec;
     before.dv = std::min(features.dv, before.dv);
     const std::int64_t heads = rows.batch() * rows.heads_q;
@@ -418,9 +419,10 @@ class Planner {
     wants.dq = wants.dq || wants.ordered;
     Choice choice = sm90_backward(call_, plan_.operands, plan_.target, wants);
     // What is new is asked for by name.
+    const Spec& features = plan_.operands.features;
     constexpr int kKnown = 128;  // head dimensions are a multiple of it
-    const bool is_new =
-        std::string_view(choice.kernel.name) == "sm90_wide_backward" && choice.kernel.spec.d % kKnown != 0;
+    const bool is_new = std::string_view(choice.kernel.name) == "sm90_wide_backward" &&
+                        (features.d % kKnown != 0 || features.dv % kKnown != 0);
     if (!allowed(choice.kernel) || (is_new && forced_family() == nullptr)) {
       choice.why_not = "not asked for by FOVEA_KERNEL=sm90";
     }

@@ -48,15 +48,8 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
     return "head_dim over 256";
   }
   if (is_wide(spec)) {
-    constexpr int kGrain = 64;
-    if (spec.d % kGrain != 0 || spec.dv % kGrain != 0) {
-      return "head_dim over 128 that is no multiple of 64";
-    }
     if (wants.column_sum) {
       return "head_dim over 128 with the gradient of a bias without queries";
-    }
-    if (wants.ordered) {
-      return "head_dim over 128, deterministic";
     }
     if (sm90_outer_bytes(spec) > 0) {
       return "head_dim over 128 with a bias of fp32 or two of full size";
@@ -203,13 +196,19 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
   if (is_wide(spec)) {
     kernel.file = "sm90_wide_backward.cuh";
     kernel.name = "sm90_wide_backward";
+    constexpr int kGrain = 64;
+    spec.d = (spec.d + kGrain - 1) / kGrain * kGrain;
+    spec.dv = (spec.dv + kGrain - 1) / kGrain * kGrain;
   }
   spec.left_edge = spec.banded && call.problem.window_left >= 0;
-  spec.dq = wants.dq;
+  // Clusters have no order: then dq is another kernel's.
+  const bool is_ordered = wants.ordered && !is_wide(spec);
+  const bool has_dq = wants.dq && is_ordered == wants.ordered;
+  spec.dq = has_dq;
   spec.dkv = wants.dkv;
   spec.column_sum = wants.column_sum;
   spec.dbias_store = wants.dbias_store && spec.dq && !is_wide(spec);
-  for (const Tiles& tiles : candidates(spec, call.rows.limit_k, wants.ordered)) {
+  for (const Tiles& tiles : candidates(spec, call.rows.limit_k, is_ordered)) {
     spec.warps = 4 * tiles.groups;
     spec.tiles = tiles.tiles;
     spec.step = tiles.step;
@@ -218,11 +217,11 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
     spec.q_buffers = tiles.outer;
     spec.early = tiles.early;
     // Nothing need be added where one block has all keys.
-    spec.direct = wants.dq && !spec.ragged && !is_wide(spec) && call.rows.limit_k <= 64 * tiles.groups * tiles.tiles;
-    spec.ordered = wants.ordered && !spec.direct;
-    spec.bulk = wants.dq && tiles.bulk && !spec.direct;
-    spec.delay = wants.dq && tiles.delay;
-    spec.halves = wants.dq && tiles.halves;
+    spec.direct = has_dq && !spec.ragged && !is_wide(spec) && call.rows.limit_k <= 64 * tiles.groups * tiles.tiles;
+    spec.ordered = is_ordered && !spec.direct;
+    spec.bulk = has_dq && tiles.bulk && !spec.direct;
+    spec.delay = has_dq && tiles.delay;
+    spec.halves = has_dq && tiles.halves;
     if (spec.ordered && !spec.bulk) {
       continue;
     }
