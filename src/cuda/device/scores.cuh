@@ -124,6 +124,7 @@ struct ScoreInputs {
     if constexpr (S.mask) {
       const u32* const words =
           static_cast<const u32*>(a.mask.data) + place.plane(a.mask.strides, head) + m0 * a.mask.strides.row + n0 / 32;
+      const u32 stride = u32(a.mask.strides.row);  // words of 32 keys: far under 2^32
 #pragma unroll
       for (int i = 0; i < (kQueries * kWords + kThreads - 1) / kThreads; ++i) {
         const int c = thread + i * kThreads;
@@ -131,7 +132,7 @@ struct ScoreInputs {
         const int word = c % kWords;
         if (kQueries * kWords % kThreads == 0 || c < kQueries * kWords) {
           const bool in = m0 + row < place.q_len && (n0 / 32 + word) * 32 < place.k_len;
-          copy4(to + kMask + c * 4, in ? words + row * a.mask.strides.row + word : words, in ? 4 : 0);
+          copy4(to + kMask + c * 4, in ? words + u64(u32(row)) * stride + word : words, in ? 4 : 0);
         }
       }
     }
@@ -308,7 +309,7 @@ struct Scores {
       for (int i = 0; i < kTiles; ++i) {
         for (int j = 0; j < kColumns; ++j) {
           for (int e = 0; e < 4; ++e) {
-            s[i][j][e] = with_term(s[i][j][e], row_term[i][e >> 1]);
+            s[i][j][e] = with_term<false>(s[i][j][e], row_term[i][e >> 1]);
           }
         }
       }
@@ -319,8 +320,8 @@ struct Scores {
         const float2 term = load_shared2(inputs + Inputs::kVector + (tile_column + j * 8 + t * 2) * 4);
         for (int i = 0; i < kTiles; ++i) {
           for (int x = 0; x < 2; ++x) {
-            s[i][j][2 * x] = with_term(s[i][j][2 * x], term.x);
-            s[i][j][2 * x + 1] = with_term(s[i][j][2 * x + 1], term.y);
+            s[i][j][2 * x] = with_term<S.key_mask>(s[i][j][2 * x], term.x);
+            s[i][j][2 * x + 1] = with_term<S.key_mask>(s[i][j][2 * x + 1], term.y);
           }
         }
       }
@@ -351,9 +352,10 @@ struct Scores {
     compute(Approx(0));
   }
 
-  // A term of -inf is a mask: it hides what else was added, NaN included.
+  // A term of -inf is a mask: it hides what else was added, NaN included. kMask: the others are 0.
+  template <bool kMask>
   static __device__ __forceinline__ float with_term(float s, float term) {
-    return term == -kInfinity ? -kInfinity : s + term;
+    return term == -kInfinity ? -kInfinity : kMask ? s : s + term;
   }
 
   template <BiasTile kBiasType, int kKeys, int kColumns>
