@@ -40,7 +40,7 @@ int features_of(const Spec& s) {
 std::int64_t tiles_of(std::int64_t length, std::int64_t size) { return (length + size - 1) / size; }
 
 std::vector<Tiles> candidates(const Spec& s, const BiasList& list) {
-  const std::vector<Tiles> last = {
+  constexpr Tiles kLast[] = {
       {2, 128, 4, 1, 2}, {2, 128, 3, 1, 1}, {2, 128, 2, 1, 1}, {2, 64, 2, 1, 1}, {1, 64, 2, 1, 1}};
   const int widest = std::max(s.d, s.dv);
   std::vector<Tiles> all;
@@ -60,7 +60,9 @@ std::vector<Tiles> candidates(const Spec& s, const BiasList& list) {
       all.push_back({3, 128, 2, 1, 2});
     }
   }
-  all.insert(all.end(), last.begin(), last.end());
+  for (const Tiles& tiles : kLast) {
+    all.push_back(tiles);
+  }
   return all;
 }
 
