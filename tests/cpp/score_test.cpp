@@ -6,6 +6,9 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <utility>
+
+#include "math/small_cap.h"
 
 namespace fovea::math {
 namespace {
@@ -81,6 +84,32 @@ TEST(ScoreTest, TanhWithoutTanh) {
   EXPECT_EQ(tanh_by_exp2(WithReciprocal(1e30F)).x, 1.0F);
   EXPECT_EQ(tanh_by_exp2(WithReciprocal(-1e30F)).x, -1.0F);
   EXPECT_TRUE(std::isnan(tanh_of_small(std::nanf(""))));
+}
+
+// Up to where it says that it serves, in fp32.
+template <int kTerms>
+void expect_small_cap(double scale, double softcap) {
+  const SmallCap<float> cap = SmallCap<float>::make(scale, softcap, kTerms);
+  ASSERT_GT(cap.largest, 0);
+  for (int n = -500; n <= 500; ++n) {
+    const float dot = cap.largest * static_cast<float>(n) / 500;
+    const double right = by_hand(scale, softcap, double{dot});
+    EXPECT_NEAR(cap.of<kTerms>(dot), right, 5e-7 * std::abs(right)) << scale << " " << softcap << " " << dot;
+  }
+}
+
+TEST(ScoreTest, SmallCapIsTheSoftcapOfSmallScores) {
+  for (const double scale : {0.125, -2.0, 0.08838834764831845}) {
+    for (const double softcap : {0.5, 30.0, 50.0, 1000.0}) {
+      expect_small_cap<3>(scale, softcap);
+      expect_small_cap<4>(scale, softcap);
+      expect_small_cap<5>(scale, softcap);
+    }
+  }
+  // Where fp32 would not do it serves nothing, a score of 0 neither.
+  for (const auto& [scale, softcap] : {std::pair(1.0, 1e30), std::pair(0.0, 30.0), std::pair(1e-30, 1.0)}) {
+    EXPECT_LT(SmallCap<float>::make(scale, softcap).largest, 0);
+  }
 }
 
 TEST(ScoreTest, DualFollowsTheRulesOfDifferentiation) {
