@@ -58,6 +58,10 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
   if (spec.dropout == DropoutRule::kTorchMemEfficient) {
     return "dropout by the rule torch_mem_efficient";
   }
+  constexpr int kNarrow = 64;
+  if (std::max(spec.d, spec.dv) > kNarrow && spec.softcap && wants.column_sum) {
+    return "softcap with the gradient of a bias without queries, which take too many registers over head_dim 64";
+  }
   if (spec.query_term) {
     return "a bias or mask without keys";
   }
