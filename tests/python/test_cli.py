@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from conftest import BUILD, ROOT
+from test_nvrtc_math import nvrtc
 
 sys.path.insert(0, str(ROOT / "tests"))
 import oracle  # noqa: E402
@@ -727,3 +728,58 @@ def test_progress_and_errors_are_not_on_standard_output(here):
     assert done.stderr == ""
     done = fovea("bench", "fwd b=1 hq=1 sq=16 sk=16 d=8 fp32", "--json", "-")
     json.loads(done.stdout)
+
+
+# ---- precompile ----
+
+PLAIN = "b=1 hq=1 sq=16 sk=16 d=16 bf16"
+
+
+def precompile(*arguments, folder, **more):
+    """Into this folder, with the NVRTC that these tests have."""
+    environment = {"FOVEA_CACHE_DIR": str(folder), "FOVEA_JIT": "", "FOVEA_PRECOMPILED_DIR": "",
+                   "FOVEA_NVRTC": nvrtc()._name, **more}
+    return succeeds("precompile", *arguments, env=environment)
+
+
+def test_precompile_lists_what_a_problem_needs():
+    listed = lambda *more: succeeds("precompile", "--list", *more).splitlines()  # noqa: E731
+    forward = listed("--arch", "sm_80", f"fwd {PLAIN}")
+    assert [line.split("<")[0] for line in forward] == ["sm_80 fovea::cuda::sm80_forward", "sm_80 fovea::cuda::prepare_pack"]
+    both = listed("--arch", "sm_80", PLAIN)
+    assert set(forward) < set(both) and any("sm80_backward<" in line for line in both)
+    assert len(set(both)) == len(both)
+    # Each problem and each architecture adds what is new; a file as well, comments and empty lines left out.
+    assert listed("--arch", "sm_80", PLAIN, PLAIN) == both
+    assert len(listed("--arch", "sm_80,sm_120", PLAIN)) == 2 * len(both)
+
+
+def test_precompile_reads_problems_from_a_file(here):
+    (here / "problems.txt").write_text(f"# a comment\n\nfwd {PLAIN}\nfwd {PLAIN} causal\n")
+    listed = succeeds("precompile", "--list", "--arch", "sm_80", "--file", "problems.txt", cwd=here)
+    assert listed == succeeds("precompile", "--list", "--arch", "sm_80", f"fwd {PLAIN}", f"fwd {PLAIN} causal")
+
+
+def test_precompile_compiles_once(here):
+    line = ("--arch", "sm_80", "--jobs", "1", f"fwd {PLAIN}")
+    assert precompile(*line, folder=here / "kernels").startswith("2 kernels: 2 compiled, 0 were there; ")
+    assert len(list((here / "kernels").glob("*.kernel"))) == 2
+    assert precompile(*line, folder=here / "kernels").startswith("2 kernels: 0 compiled, 2 were there; ")
+    # The folder serves as it is where it came from elsewhere.
+    again = precompile(*line, folder=here / "other", FOVEA_PRECOMPILED_DIR=str(here / "kernels"))
+    assert again.startswith("2 kernels: 0 compiled, 2 were there; ")
+
+
+def test_precompile_refuses_by_name(here):
+    line = ("--arch", "sm_80", f"fwd {PLAIN}")
+    refused("precompile", "--arch", "sm_80", says="no problem is given")
+    refused("precompile", "--arch", "sm_77", f"fwd {PLAIN}", says=("architecture: 'sm_77'", "accepted: sm_80"))
+    refused("precompile", "--arch", "sm_80", "fwd b=1 hq=x", says="hq: 'x'")
+    refused("precompile", "--arch", "sm_80", "--file", "nowhere", cwd=here, says="nowhere: cannot be read")
+    refused("precompile", *line, env={"FOVEA_JIT": "off"}, says="FOVEA_JIT")
+    refused("precompile", *line, env={"FOVEA_JIT": "", "FOVEA_CACHE_DIR": "none"}, says="FOVEA_CACHE_DIR")
+    # What no kernel serves is named, and the rest is there all the same.
+    wide = f"fwd {PLAIN}".replace("d=16", "d=100000")
+    done = fovea("precompile", "--list", *line, wide)
+    assert done.returncode == UNSUPPORTED and "head_dim 100000; served: at most 65536" in done.stderr
+    assert "sm80_forward<" in done.stdout
