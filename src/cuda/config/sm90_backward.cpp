@@ -146,16 +146,24 @@ std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool orde
             {2, 1, 64, 2, 2}};
   }
   // One block has all keys.
-  constexpr std::int64_t kFewKeys = 128;
-  constexpr std::int64_t kMoreKeys = 192;
-  if (spec.dq && !spec.ragged && seqlen_k <= (widest <= 64 && !much ? kMoreKeys : kFewKeys)) {
-    if (widest > 64) {
+  if (spec.dq && !spec.ragged) {
+    constexpr int kLittle = 32;
+    const auto keys = [&](int groups, int tiles) { return seqlen_k <= 64 * groups * tiles; };
+    if (widest > 64 && keys(2, 1)) {
       return {{2, 1, 64, 2, 3}, {2, 1, 64, 2, 2}};
     }
-    if (seqlen_k <= kFewKeys) {
+    if (widest <= 64 && keys(2, 1)) {
       return {{2, 1, 64, 3, 3}};
     }
-    return {{3, 1, 64, 4, 3, false, true}};
+    if (widest <= 64 && !much && keys(3, 1)) {
+      return {{3, 1, 64, 4, 3, false, true}};
+    }
+    if (widest <= 64 && !much && keys(2, 2)) {
+      return {{2, 2, 64, 2, 2}};
+    }
+    if (widest <= kLittle && !much && keys(3, 2)) {
+      return {{3, 2, 64, 2, 3, false, true}};
+    }
   }
   // Sums in order leave in bulk.
   if (ordered) {
