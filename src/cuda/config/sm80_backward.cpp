@@ -91,6 +91,9 @@ std::vector<Tiles> narrow_candidates(const Spec& s) {
   const Work work = work_of(s);
   if (s.type == Type::kFp32) {
     const int part = work == Work::kMuch || s.softcap ? 16 : 32;
+    if (work == Work::kMuch && s.d % 64 == 0) {
+      return {{4, 1, 16, 16, 2, 1, 1, 1}, {4, 1, 16, 16, 1, 1, 1, 1}, {2, 1, 16, 16, 1, 1, 1, 1}};
+    }
     return {{4, 1, 32, part, 2, 1, 1, 2}, {4, 1, 32, 16, 1, 1, 1, 2}, {2, 1, 16, 16, 1, 1, 1, 1}};
   }
   const int grid_q = s.d % 32 == 0 ? 2 : 4;
@@ -143,7 +146,9 @@ std::vector<Tiles> wide_candidates(const Spec& s) {
     return {{4, 2, 64, 32, 2, 2, 2, grid_q}, {8, 2, 64, 32, 1, 4, 4, 4}, {4, 2, 32, 16, 1, 2, 2, 2}};
   }
   if (widest <= 256) {
-    const Tiles best = s.d == s.dv && both(64) ? Tiles{8, 2, 64, 16, 1, 2, 2, 2} : Tiles{8, 2, 64, 16, 1, 2, 4, 4};
+    const Tiles best = work_of(s) == Work::kMuch ? Tiles{8, 1, 64, 32, 1, 4, 4, 4}
+                       : s.d == s.dv && both(64) ? Tiles{8, 2, 64, 16, 1, 2, 2, 2}
+                                                 : Tiles{8, 2, 64, 16, 1, 2, 4, 4};
     if (both(64)) {
       return {best, {4, 1, 32, 16, 1, 2, 2, 2}, {4, 1, 16, 16, 1, 2, 2, 1}};
     }
