@@ -75,8 +75,9 @@ Spec padded(const Spec& features) {
 // How much is done to a score beyond the formula of plain attention: it takes registers.
 enum class Work { kPlain, kSome, kMuch };
 int features_of(const Spec& s) {
-  return int{s.softcap} + int{s.alibi} + int{s.mask} + int{s.key_term} + int{s.query_term} + int{s.column_sum} +
-         int{s.bias != BiasTile::kNone} + int{s.bias2 != BiasTile::kNone} + int{s.dropout != DropoutRule::kNone};
+  return int{s.softcap} + int{s.alibi} + int{s.mask} + int{s.key_term} + int{s.query_term} +
+         int{s.column_sum && std::max(s.d, s.dv) > 32} + int{s.bias != BiasTile::kNone} +
+         int{s.bias2 != BiasTile::kNone} + int{s.dropout != DropoutRule::kNone};
 }
 Work work_of(const Spec& s) {
   const int features = features_of(s);
