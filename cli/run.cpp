@@ -307,7 +307,7 @@ class Call {
   void apply() {
     const Problem& p = settled_;
     problem_.flags = (p.causal ? FOVEA_CAUSAL : 0U) | (p.deterministic ? FOVEA_DETERMINISTIC : 0U) |
-                     (p.scale ? FOVEA_SCALE : 0U) | FOVEA_WINDOW;
+                     (p.scale ? FOVEA_SCALE : 0U) | (p.clear_rows ? FOVEA_CLEAR_ROWS : 0U) | FOVEA_WINDOW;
     problem_.align = p.top_left ? FOVEA_TOP_LEFT : FOVEA_BOTTOM_RIGHT;
     problem_.rng = static_cast<std::int32_t>(p.rng);
     problem_.device = p.device;

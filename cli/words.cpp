@@ -45,7 +45,8 @@ std::string_view problem_line_help() {
          "                                   or the first the first (tl, PyTorch's is_causal)\n"
          "  bias=1,h,q,k[:TYPE]  bias2=...  mask=b,1,1,k        a 1 wherever it is broadcast\n"
          "  dropout=P  seed=N  offset=N  rng=fovea|torch_mem_efficient\n"
-         "  need=q,k,v,bias,bias2,sink  det  lse  dlse  device=cpu|cuda  backend=NAME\n";
+         "  need=q,k,v,bias,bias2,sink  det  lse  dlse  device=cpu|cuda  backend=NAME\n"
+         "  clear                            rows that no sequence owns get zeros\n";
 }
 
 }  // namespace fovea::cli

@@ -217,7 +217,8 @@ struct Options {
   std::int64_t batch_outer = 0;
 
   bool deterministic = false;
-  std::string backend;  // "": the best
+  bool clear_rows = false;  // rows that no sequence owns get 0, in lse -inf; else they are left as they are
+  std::string backend;      // "": the best
   Device device = Device::kCpu;
   std::int32_t device_index = 0;
   void* stream = nullptr;
@@ -294,7 +295,7 @@ inline fovea_problem problem_of(const Options& options) {
   fovea_problem problem{};
   problem.size = sizeof(problem);
   problem.flags = (options.causal ? FOVEA_CAUSAL : 0u) | (options.deterministic ? FOVEA_DETERMINISTIC : 0u) |
-                  (options.scale ? FOVEA_SCALE : 0u) | FOVEA_WINDOW;
+                  (options.scale ? FOVEA_SCALE : 0u) | (options.clear_rows ? FOVEA_CLEAR_ROWS : 0u) | FOVEA_WINDOW;
   problem.align = static_cast<std::int32_t>(options.align);
   problem.rng = static_cast<std::int32_t>(options.rng);
   problem.device = static_cast<std::int32_t>(options.device);

@@ -47,6 +47,7 @@ CAUSAL = 1
 DETERMINISTIC = 2
 SCALE = 4
 WINDOW = 8
+CLEAR_ROWS = 16
 
 
 # fovea_tensor: size, data, dtype, rank, flags, reserved, shape, stride. A call has up to 22 of them, and packing one

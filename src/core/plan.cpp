@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstdlib>
 
+#include "core/clear_rows.h"
 #include "cpu/cpu.h"
 #include "cuda/cuda.h"
 #include "reference/reference.h"
@@ -169,6 +170,7 @@ void execute(const Call& call, void* workspace, std::size_t workspace_bytes) {
     cuda::run(call, *plan.cuda, aligned(workspace, cuda::Workspace::kAlignment));
     return;
   }
+  clear_rows(call);
   const bool forward = call.problem.direction == Direction::kForward;
   if (plan.backend == BackendKind::kReference) {
     forward ? reference::forward(call) : reference::backward(call);

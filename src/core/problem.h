@@ -118,6 +118,7 @@ struct Problem {
   std::uint64_t offset = 0;
 
   bool deterministic = false;
+  bool clear_rows = false;  // rows that no sequence owns get 0, in lse -inf
   bool lse = false;       // forward: logsumexp is asked for
   bool grad_lse = false;  // backward: its gradient is given
   Need need;              // backward

@@ -105,7 +105,7 @@ Shapes::Shapes(const Problem& problem) : problem_(problem) {
   const Problem& p = problem;
   given_.size = sizeof(given_);
   given_.flags = (p.causal ? FOVEA_CAUSAL : 0) | (p.deterministic ? FOVEA_DETERMINISTIC : 0) |
-                 (p.scale ? FOVEA_SCALE : 0) | FOVEA_WINDOW;
+                 (p.scale ? FOVEA_SCALE : 0) | (p.clear_rows ? FOVEA_CLEAR_ROWS : 0) | FOVEA_WINDOW;
   given_.align = p.top_left ? FOVEA_TOP_LEFT : FOVEA_BOTTOM_RIGHT;
   given_.rng = static_cast<std::int32_t>(p.rng);
   given_.device = p.device;

@@ -65,6 +65,7 @@ constexpr LineKey kKeys[] = {
     {"offset", "=N"},
     {"need", "=all|none|q,k,v,bias,bias2,sink"},
     {"det", ""},
+    {"clear", ""},
     {"lse", ""},
     {"dlse", ""},
     {"device", "=cpu|cuda"},
@@ -611,6 +612,9 @@ std::string print(const Problem& p) {
   if (p.deterministic) {
     word("det");
   }
+  if (p.clear_rows) {
+    word("clear");
+  }
   if (p.lse) {
     word("lse");
   }
@@ -712,6 +716,7 @@ Problem parse(std::string_view line) {
     refuse("need", *text, "only with bwd");
   }
   p.deterministic = fields.flag("det");
+  p.clear_rows = fields.flag("clear");
   p.lse = fields.flag("lse");
   if (p.lse && backward) {
     refuse("lse", "bwd lse", "only with fwd; bwd always reads it, and dlse gives its gradient");

@@ -47,10 +47,10 @@ void Validator::header() {
   if (given_.size != sizeof(fovea_problem)) {
     refuse("problem: size {}; accepted: sizeof(fovea_problem), {}", given_.size, sizeof(fovea_problem));
   }
-  constexpr std::uint32_t kKnown = FOVEA_CAUSAL | FOVEA_DETERMINISTIC | FOVEA_SCALE | FOVEA_WINDOW;
+  constexpr std::uint32_t kKnown = FOVEA_CAUSAL | FOVEA_DETERMINISTIC | FOVEA_SCALE | FOVEA_WINDOW | FOVEA_CLEAR_ROWS;
   if ((given_.flags & ~kKnown) != 0) {
-    refuse("flags: {:#x}; accepted: bits of {:#x}, FOVEA_CAUSAL, _DETERMINISTIC, _SCALE, _WINDOW", given_.flags,
-           kKnown);
+    refuse("flags: {:#x}; accepted: bits of {:#x}, FOVEA_CAUSAL, _DETERMINISTIC, _SCALE, _WINDOW, _CLEAR_ROWS",
+           given_.flags, kKnown);
   }
   if (given_.align != FOVEA_BOTTOM_RIGHT && given_.align != FOVEA_TOP_LEFT) {
     refuse("align: {}; accepted: FOVEA_BOTTOM_RIGHT (0) or FOVEA_TOP_LEFT (1)", given_.align);
@@ -74,6 +74,7 @@ void Validator::header() {
   problem_.backend = given_.backend != nullptr ? given_.backend : "";
   problem_.causal = (given_.flags & FOVEA_CAUSAL) != 0;
   problem_.deterministic = (given_.flags & FOVEA_DETERMINISTIC) != 0;
+  problem_.clear_rows = (given_.flags & FOVEA_CLEAR_ROWS) != 0;
   problem_.top_left = given_.align == FOVEA_TOP_LEFT;
   problem_.rng = static_cast<math::Rng>(given_.rng);
   problem_.seed = given_.seed;

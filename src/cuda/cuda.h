@@ -30,6 +30,7 @@ enum class Step {
   kClear,
   kMeasure,
   kSplit,
+  kClearRows,
   kSm90Schedule,
   kSm90Forward,
   kForward,

@@ -8,6 +8,7 @@
 #include <limits>
 #include <tuple>
 
+#include "core/clear_rows.h"
 #include "cuda/config/packed_heads.h"
 #include "cuda/config/sm80_backward.h"
 #include "cuda/config/sm80_forward.h"
@@ -19,6 +20,7 @@
 #include "cuda/device/sm80_backward_sizes.h"
 #include "cuda/device/sm90_sizes.h"
 #include "cuda/device/sm90_small_backward_sizes.h"
+#include "math/missing.h"
 
 namespace fovea::cuda {
 namespace {
@@ -89,6 +91,7 @@ class Planner {
 
   Plan run() {
     check_limits(call_);
+    clear_rows();
     if (call_.problem.direction == Direction::kForward) {
       forward();
     } else {
@@ -141,6 +144,22 @@ class Planner {
     }
   }
 
+  // Where sequences end is not known here: blocks for gaps that may turn out to be empty.
+  void clear_rows() {
+    const std::size_t outputs = outputs_to_clear(call_).size();
+    if (outputs == 0) {
+      return;
+    }
+    Kernel kernel = prepare("clear_rows", small());
+    kernel.file = "clear_rows.cuh";
+    constexpr std::int64_t kMostParts = 64;
+    const std::int64_t gaps = math::gaps(call_.rows);
+    const std::int64_t enough = 4 * plan_.target.multiprocessors;
+    const std::int64_t parts = std::clamp<std::int64_t>(enough / std::max<std::int64_t>(gaps, 1), 1, kMostParts);
+    add(Step::kClearRows, kernel, std::min(gaps * parts, 4 * enough), static_cast<unsigned>(outputs), 0,
+        static_cast<int>(parts));
+  }
+
   void operands() {
     const Operands& operands = plan_.operands;
     const Target& target = plan_.target;
@@ -170,8 +189,9 @@ class Planner {
       if (operands.mask_by_lanes) {
         Kernel mask = prepare("sm90_mask", small());
         mask.file = "sm90_mask.cuh";
-        constexpr std::int64_t kWordsOfAThread = 2;
-        add(Step::kMask, mask, striding_blocks(box.all_rows() * (box.width + 15) * kWordsOfAThread, target));
+        constexpr std::int64_t kWordsOfAWarp = 64;
+        add(Step::kMask, mask,
+            striding_blocks(box.all_rows() * ((box.width + kWordsOfAWarp - 1) / kWordsOfAWarp) * 32, target));
       } else {
         add(Step::kMask, prepare("prepare_mask", small()), striding_blocks(box.all_rows() * (box.width + 31), target));
       }

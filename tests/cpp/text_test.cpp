@@ -63,6 +63,7 @@ class RandomProblems {
     p.seed = coin() ? 0 : engine_();
     p.offset = coin() ? 0 : engine_();
     p.deterministic = coin();
+    p.clear_rows = coin();
     if (p.direction == Direction::kForward) {
       p.lse = coin();
     } else {

@@ -226,7 +226,7 @@ Subject::Ints Subject::draw_lengths(Random& random, std::int64_t batch, std::int
 }
 
 void Subject::draw_options(Random& random) {
-  problem_.flags = static_cast<std::uint32_t>(random.next() & (FOVEA_CAUSAL | FOVEA_DETERMINISTIC));
+  problem_.flags = static_cast<std::uint32_t>(random.next() & (FOVEA_CAUSAL | FOVEA_DETERMINISTIC | FOVEA_CLEAR_ROWS));
   problem_.align = static_cast<std::int32_t>(random.between(0, 1));
   problem_.rng = static_cast<std::int32_t>(random.between(0, 1));
   if (random.once_in(3)) {

@@ -346,3 +346,31 @@ def test_lengths_that_lie_are_clamped(device):
 
 def test_module_is_importable_beside_a_device():
     assert fovea.backends()["cuda"] == "available", fovea.explain()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rows_that_no_sequence_owns_are_zeros(device, dtype):
+    """Packed with rows behind the last sequence, and with unused ones; dense with unused ones. Fresh memory holds NaN."""
+    lengths = torch.tensor([0, 50, 50, 300], dtype=torch.int32)
+    used = torch.tensor([40, 0, 250], dtype=torch.int32)
+    ends = {"cu_seqlens_q": lengths, "cu_seqlens_k": lengths, "max_seqlen_q": 250, "max_seqlen_k": 250}
+    cases = {
+        "packed": ((1000, 4, 64), ends, range(300, 1000)),
+        "packed, used": ((320, 4, 64), {**ends, "seqused_q": used, "seqused_k": used}, range(40, 50)),
+        "dense, used": ((3, 4, 300, 64), {"seqused_q": used, "seqused_k": used}, range(250, 300)),
+    }
+    for name, (shape, options, missing) in cases.items():
+        q, k, v = (torch.randn(shape, dtype=dtype) for _ in range(3))
+        results = []
+        for place in ("cpu", device):
+            there = {key: x.to(place) if torch.is_tensor(x) else x for key, x in options.items()}
+            leaves = [x.to(place).requires_grad_() for x in (q, k, v)]
+            poison = [torch.full_like(x, torch.nan) for x in leaves * 3]
+            del poison
+            out, lse = attention(*leaves, return_lse=True, **there)
+            results.append([out, lse, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
+        for what, right, actual in zip(("out", "lse", "dq", "dk", "dv"), *results):
+            torch.testing.assert_close(actual.cpu(), right, rtol=0.03, atol=0.03, msg=lambda text: f"{name}: {what}: {text}")
+            if what != "lse":
+                rows = actual[2, :, list(missing)] if name.startswith("dense") else actual[list(missing)]
+                assert not rows.any(), f"{name}: {what}"

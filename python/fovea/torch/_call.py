@@ -93,7 +93,7 @@ class Arguments(NamedTuple):
 
     @property
     def partial(self) -> bool:
-        """Whether there may be rows that no sequence owns; the library leaves those as they are."""
+        """Whether there may be rows that no sequence owns: the library is asked to clear them."""
         return self.packed or self.seqused_q is not None or self.seqused_k is not None
 
     @property
@@ -147,23 +147,23 @@ def lse_shape(a: Arguments) -> tuple:
     return (heads, rows) if a.packed else (*outer, heads, rows)
 
 
-def new_out(a: Arguments, layout: tuple[tuple, tuple], partial: bool) -> Tensor:
-    out = a.q.new_empty_strided(*layout)
-    return out.zero_() if partial else out
+def new_out(a: Arguments, layout: tuple[tuple, tuple]) -> Tensor:
+    return a.q.new_empty_strided(*layout)
 
 
-def new_lse(a: Arguments, shape: tuple, partial: bool) -> Tensor:
-    lse = a.q.new_empty(shape, dtype=torch.float64 if a.q.dtype == torch.float64 else torch.float32)
-    return lse.fill_(-torch.inf) if partial else lse
+def new_lse(a: Arguments, shape: tuple) -> Tensor:
+    return a.q.new_empty(shape, dtype=torch.float64 if a.q.dtype == torch.float64 else torch.float32)
 
 
 def new_grad(a: Arguments, name: str, partial: bool) -> Tensor:
-    """As its tensor lies; but on a device a row's columns lie together, which is all that kernels write."""
+    """As its tensor lies; but on a device a row's columns lie together, which is all that kernels write. Rows that no
+    sequence owns are the library's to clear; what lies behind lengths in a bias is not."""
     tensor = getattr(a, name)
-    make = torch.zeros_like if partial else torch.empty_like
-    grad = make(tensor)
-    if name in ("q", "k", "v") and grad.stride(-1) != 1 and grad.device.type != "cpu":
-        grad = make(tensor, memory_format=torch.contiguous_format)
+    if name not in ("q", "k", "v"):
+        return torch.zeros_like(tensor) if partial else torch.empty_like(tensor)
+    grad = torch.empty_like(tensor)
+    if grad.stride(-1) != 1 and grad.device.type != "cpu":
+        grad = torch.empty_like(tensor, memory_format=torch.contiguous_format)
     return grad
 
 
@@ -209,6 +209,8 @@ class _Problem:
             flags |= _abi.CAUSAL
         if a.deterministic:
             flags |= _abi.DETERMINISTIC
+        if a.partial:
+            flags |= _abi.CLEAR_ROWS
         if a.scale is not None:
             flags |= _abi.SCALE
             raw.scale = a.scale
@@ -440,11 +442,11 @@ def compute(arguments: tuple, with_lse: bool) -> tuple[Tensor, Optional[Tensor]]
         problem = _Problem(a)
     if a.align is None and (is_new or problem.partial):
         _need_no_align(a)
-    out = new_out(a, problem.out_layout, problem.partial)
+    out = new_out(a, problem.out_layout)
     there.append(out)
     lse = None
     if with_lse:
-        lse = new_lse(a, problem.lse_shape, problem.partial)
+        lse = new_lse(a, problem.lse_shape)
         there.append(lse)
     if is_new:
         problem.set_rows("out", out)

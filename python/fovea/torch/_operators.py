@@ -76,7 +76,7 @@ for _device in ("CPU", "CUDA"):
 def _(*arguments: Any) -> tuple[Tensor, Tensor]:
     a = Arguments(*arguments)
     _call.check_ranks(a)
-    return _call.new_out(a, _call.out_layout(a), a.partial), _call.new_lse(a, _call.lse_shape(a), a.partial)
+    return _call.new_out(a, _call.out_layout(a)), _call.new_lse(a, _call.lse_shape(a))
 
 
 @torch.library.register_fake("fovea::attention_backward", lib=library)

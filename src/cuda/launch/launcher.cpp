@@ -76,6 +76,9 @@ void Launcher::run() {
       case Step::kSplit:
         pairs(number);
         break;
+      case Step::kClearRows:
+        clear_rows(number);
+        break;
       case Step::kSm90Schedule:
         sm90_schedule(number);
         break;

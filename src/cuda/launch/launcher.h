@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/device/args.h"
+#include "cuda/device/clear_rows_args.h"
 #include "cuda/device/prepare_args.h"
 #include "cuda/executable.h"
 
@@ -47,6 +48,7 @@ class Launcher {
   void mask(std::size_t number);
   void term(std::size_t number);
   void pairs(std::size_t number);
+  void clear_rows(std::size_t number);
 
   // In pieces where there are more blocks than a grid has.
   void main(std::size_t number, Args& args);

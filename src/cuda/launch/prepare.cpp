@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Arguments of the kernels in prepare.cuh: packing, mask bits, terms along keys and queries, fp32 as pairs of fp16.
+// Arguments of the kernels in prepare.cuh (packing, mask bits, terms along keys and queries, fp32 as pairs of fp16) and
+// clear_rows.cuh.
+#include "core/clear_rows.h"
 #include "cuda/launch/launcher.h"
 
 namespace fovea::cuda {
@@ -67,6 +69,25 @@ void Launcher::pairs(std::size_t number) {
     job(3, call_.grad_out, operands.grad_out, p.head_dim_v, operands.head_dim_v);
   }
   launch_with(number, plan_.launches[number].blocks, &args);
+}
+
+void Launcher::clear_rows(std::size_t number) {
+  constexpr u32 kMinusInfinity = 0xff800000;  // in fp32
+  const Launch& step = plan_.launches[number];
+  ClearRowsArgs args;
+  args.rows = call_.rows;
+  args.parts = step.pieces;
+  int count = 0;
+  for (const RowOutput& output : outputs_to_clear(call_)) {
+    args.jobs[count++] = {output.view->data,
+                          output.view->strides,
+                          output.heads,
+                          output.columns,
+                          static_cast<int>(size_of(output.view->type)),
+                          output.is_lse ? kMinusInfinity : 0,
+                          output.of_keys};
+  }
+  launch_with(number, step.blocks, &args);
 }
 
 }  // namespace fovea::cuda

@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/clear_rows.h"
+
+#include <cstring>
+#include <limits>
+
+#include "math/missing.h"
+
+namespace fovea {
+namespace {
+
+// `columns` elements, each the `size` bytes at `value`.
+void fill(char* to, std::int64_t stride, std::int64_t columns, const char* value, std::size_t size) {
+  for (std::int64_t column = 0; column < columns; ++column) {
+    std::memcpy(to + column * stride * static_cast<std::int64_t>(size), value, size);
+  }
+}
+
+}  // namespace
+
+std::vector<RowOutput> outputs_to_clear(const Call& call) {
+  std::vector<RowOutput> outputs;
+  const Problem& p = call.problem;
+  if (!p.clear_rows) {
+    return outputs;
+  }
+  const RowOutput all[] = {
+      {&call.out, false, p.heads_q, p.head_dim_v, false},   {&call.lse, false, p.heads_q, 1, true},
+      {&call.grad_q, false, p.heads_q, p.head_dim, false},  {&call.grad_k, true, p.heads_k, p.head_dim, false},
+      {&call.grad_v, true, p.heads_k, p.head_dim_v, false},
+  };
+  const bool forward = p.direction == Direction::kForward;
+  for (const RowOutput& output : all) {
+    const bool is_written = forward == (output.view == &call.out || output.view == &call.lse);
+    if (is_written && *output.view && math::may_miss_rows(call.rows, output.of_keys)) {
+      outputs.push_back(output);
+    }
+  }
+  return outputs;
+}
+
+void clear_rows(const Call& call) {
+  const double infinity = -std::numeric_limits<double>::infinity();
+  const float short_infinity = -std::numeric_limits<float>::infinity();
+  for (const RowOutput& output : outputs_to_clear(call)) {
+    const View& view = *output.view;
+    const std::size_t size = size_of(view.type);
+    char value[sizeof(double)] = {};
+    if (output.is_lse) {
+      std::memcpy(value, view.type == DType::kFp64 ? static_cast<const void*>(&infinity) : &short_infinity, size);
+    }
+    for (std::int64_t n = 0; n < math::gaps(call.rows); ++n) {
+      const math::Gap gap = math::gap(call.rows, output.of_keys, n);
+      for (std::int64_t row = gap.first; row < gap.end; ++row) {
+        for (std::int64_t head = 0; head < output.heads; ++head) {
+          const std::int64_t at = call.rows.offset(view.strides, gap.b, head, row);
+          fill(static_cast<char*>(view.data) + at * static_cast<std::int64_t>(size), view.strides.col, output.columns,
+               value, size);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace fovea

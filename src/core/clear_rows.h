@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// FOVEA_CLEAR_ROWS: rows of the outputs that no sequence owns become zeros, -inf in lse.
+#pragma once
+
+#include <vector>
+
+#include "core/problem.h"
+
+namespace fovea {
+
+// An output that has a row for each query or each key.
+struct RowOutput {
+  const View* view;
+  bool of_keys;
+  std::int64_t heads;
+  std::int64_t columns;
+  bool is_lse;
+};
+
+// Those of the call that may have rows without a sequence; none unless FOVEA_CLEAR_ROWS was given.
+std::vector<RowOutput> outputs_to_clear(const Call& call);
+
+// Where the caller's memory is that of this process.
+void clear_rows(const Call& call);
+
+}  // namespace fovea
