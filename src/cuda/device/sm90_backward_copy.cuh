@@ -127,6 +127,15 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
   while (number < blocks) {
     const Sm90KeyBlock<S> block(a, m, number);
     if (block.outside()) {
+      // So are the other numbers up to the head's end (from the end: up to its last keys), which nobody need take.
+      constexpr bool kFromTheEnd = Sm90KeyBlock<S>::kFromTheEnd;
+      const u32 own = number % u32(m.key_blocks);
+      const u32 live = u32(block.place.k_len + kSizes.keys - 1) / kSizes.keys;
+      const u32 next = number - own + u32(m.key_blocks) - (kFromTheEnd ? live : 0);
+      const u32 begun = S.ordered ? 0 : gridDim.x;
+      if (begun < blocks && next > begun) {
+        atomicMax(a.turns, next - begun);
+      }
       number = take();
       continue;
     }
