@@ -201,6 +201,20 @@ compute()
     assert "CHILD 0" in said and "REFUSED" in said and "fork" in said and "RIGHT" in said, said
 
 
+def test_lengths_that_lie_are_told_where_that_is_asked_for():
+    said = run("""
+x = torch.randn(50, 2, 64, device="cuda", dtype=torch.bfloat16)
+def packed(*ends):
+    lengths = torch.tensor(ends, device="cuda", dtype=torch.int32)
+    attention(x, x, x, cu_seqlens_q=lengths, cu_seqlens_k=lengths, max_seqlen_q=50, max_seqlen_k=50)
+packed(0, 20, 50)
+refused(lambda: packed(0, 20, 60))
+refused(lambda: packed(0, 30, 20))
+compute()
+""", FOVEA_CHECK="1")  # fmt: skip
+    assert said.count("REFUSED ValueError cu_seqlens_q") == 2 and "RIGHT" in said, said
+
+
 def test_a_fault_of_somebody_elses():
     """A device-side assertion of PyTorch's: every later call says that the device is in error."""
     said = run(RAW + """
