@@ -89,14 +89,17 @@ std::vector<Tiles> candidates(const Spec& spec) {
     if (spec.mask && features == 1) {
       return {{3, 128, 3, 2, 2}};
     }
+    if (spec.dropout == DropoutRule::kFovea && features == 1 && !spec.banded && !spec.ragged) {
+      return {{2, 160, 2, 2, 2}};
+    }
     if (features > int{biases} || spec.bias2 != BiasTile::kNone || (spec.ragged && spec.left_edge)) {
       return {{2, 128, 3, 2, 2}, {2, 128, 2, 2, 2}, {2, 128, 2, 1, 2}, {2, 64, 2, 1, 2}};
     }
+    if (spec.bias == BiasTile::kFp32) {
+      return {{3, 64, 3, 1, 3}, {2, 64, 2, 1, 2}};
+    }
     if (biases && widest <= 32) {
       return {{3, 128, 3, 2, 3}, {3, 128, 2, 2, 2}, {2, 128, 2, 1, 2}};
-    }
-    if (spec.bias == BiasTile::kFp32) {
-      return {{3, 64, 3, 1, 2}, {2, 64, 2, 1, 2}};
     }
     if (biases) {
       return {{3, 128, 2, 1, 2}, {2, 128, 2, 1, 2}};
@@ -148,7 +151,11 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
   constexpr std::uint32_t kMostOfHalves = 0x7c00;
   spec.often = spec.dropout == DropoutRule::kFovea && call.dropout.threshold > kMostOfHalves;
   for (const Tiles& tiles : candidates(spec)) {
-    spec.warps = 4 * tiles.groups;
+    // Lengths like 197, whose second tile of 192 queries would be nearly empty.
+    const std::int64_t queries = call.rows.limit_q;
+    const auto computed = [&](int rows) { return (queries + rows - 1) / rows * rows; };
+    const bool narrow = !spec.ragged && queries > 192 && computed(128) * 4 <= computed(192) * 3;
+    spec.warps = 4 * (narrow ? 2 : tiles.groups);
     // A text encoder's 77 keys and the like.
     constexpr int kFewKeys = 80;
     const bool few_keys = features_of(spec) == 0 && call.rows.limit_k <= kFewKeys;
@@ -162,9 +169,9 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
          spec.q_buffers > tiles.q_buffers && sm90_forward_sizes(spec).bytes > target.shared_per_block;) {
       --spec.q_buffers;
     }
-    spec.ahead = spec.step / (spec.softcap ? 64 : 32);
+    spec.ahead = spec.softcap ? 1 : spec.step / 32;
     // Without a mask the power limit leaves the tensor cores little to win at head_dim 128.
-    spec.turns = spec.banded || features_of(spec) > 0 || std::max(spec.d, spec.dv) != 128;
+    spec.turns = !few_keys && (spec.banded || features_of(spec) > 0 || std::max(spec.d, spec.dv) != 128);
     // Where steps do not divide the diagonal the first tile's guess would fail; what is added makes it costly.
     spec.guess = !natural_scores(spec) && spec.step % 64 == 0;
     // FOVEA_SM90_TILES: other sizes, to measure them ("step=64,stages=3").

@@ -110,8 +110,8 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
                                                   volatile Sm90Tile* tiles, const Sm90Barriers& barriers) {
   constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
   constexpr int kRows = kSizes.rows;
-  constexpr int kPanelK = sm90_forward_panel(S, S.d);
-  constexpr int kPanelV = sm90_forward_panel(S, S.dv);
+  constexpr int kPanelK = sm90_forward_panel(S.d);
+  constexpr int kPanelV = sm90_forward_panel(S.dv);
   constexpr int kPlaneBytes = kSizes.bias + kSizes.bias2;
   Ring<S.stages> ring_k, ring_v;
   Ring<S.planes> ring_planes;
@@ -167,9 +167,9 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
     const auto at = [&](const Has& has, int column, int row, int head) {
       return Coordinates{column, row, head * has.head, here.b2 * has.batch2, here.b1 * has.batch1};
     };
-    barrier_expect(full, kRows * sm90_forward_panels(S, S.d) * kPanelK * 2);
+    barrier_expect(full, kRows * sm90_forward_panels(S.d) * kPanelK * 2);
 #pragma unroll 1
-    for (int p = 0; p < sm90_forward_panels(S, S.d); ++p) {
+    for (int p = 0; p < sm90_forward_panels(S.d); ++p) {
       tensor_load(base + kSizes.q_at + ring_q.buffer() * kSizes.q + p * kRows * kPanelK * 2, m.q, full,
                   at(m.has_q, p * kPanelK, here.q_begin + here.row, here.head));
     }
@@ -178,9 +178,9 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
     const auto load_k = [&](int n) {
       barrier_wait(barriers.k_empty(ring_k.buffer()), ring_k.parity() ^ 1);
       const u32 k_full = barriers.k_full(ring_k.buffer());
-      barrier_expect(k_full, S.step * sm90_forward_panels(S, S.d) * kPanelK * 2);
+      barrier_expect(k_full, S.step * sm90_forward_panels(S.d) * kPanelK * 2);
 #pragma unroll 1
-      for (int p = 0; p < sm90_forward_panels(S, S.d); ++p) {
+      for (int p = 0; p < sm90_forward_panels(S.d); ++p) {
         tensor_load(base + kSizes.k_at + ring_k.buffer() * kSizes.k + p * S.step * kPanelK * 2, m.k, k_full,
                     at(m.has_k, p * kPanelK, here.k_begin + n * S.step, here.head_k));
       }
@@ -219,9 +219,9 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
     const auto load_v = [&](int n) {
       barrier_wait(barriers.v_empty(ring_v.buffer()), ring_v.parity() ^ 1);
       const u32 v_full = barriers.v_full(ring_v.buffer());
-      barrier_expect(v_full, S.step * sm90_forward_panels(S, S.dv) * kPanelV * 2);
+      barrier_expect(v_full, S.step * sm90_forward_panels(S.dv) * kPanelV * 2);
 #pragma unroll 1
-      for (int p = 0; p < sm90_forward_panels(S, S.dv); ++p) {
+      for (int p = 0; p < sm90_forward_panels(S.dv); ++p) {
         tensor_load(base + kSizes.v_at + ring_v.buffer() * kSizes.v + p * S.step * kPanelV * 2, m.v, v_full,
                     at(m.has_v, p * kPanelV, here.k_begin + n * S.step, here.head_k));
       }

@@ -6,8 +6,8 @@
 // loads Q, K, V and what is added to scores by TMA, each into a ring of buffers with a barrier for full and one for
 // empty. The other warpgroups compute, 64 queries each:
 //
-//     S of step n-1 = Q K^T issued, then O += P V of step n issued, and the turn is passed to the next warpgroup
-//     dropout's decisions are drawn meanwhile, mask words loaded
+//     S of step n-1 = Q K^T issued, then O += P V of step n issued, and the turn is passed to the next warpgroup;
+//     dropout's decisions are drawn between the two: while one warpgroup draws, the other's turn is the softmax
 //     scores and a part of the softmax of n-1 | O of n awaited | the rest of it, P of n-1 in registers
 //
 //     tensor cores   S(n-1) O(n)   S(n-2) O(n-1) ...      of one warpgroup; the gaps are another's products
@@ -32,8 +32,8 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
   constexpr int kGroups = kSizes.groups;
   constexpr int kRows = kSizes.rows;
   constexpr int kStep = S.step;
-  constexpr int kPanelK = sm90_forward_panel(S, S.d);
-  constexpr int kPanelV = sm90_forward_panel(S, S.dv);
+  constexpr int kPanelK = sm90_forward_panel(S.d);
+  constexpr int kPanelV = sm90_forward_panel(S.dv);
   constexpr bool kPlanes = sm90_has_planes(S);
   constexpr bool kDropout = S.dropout != DropoutRule::kNone;
   // What a launch of 3 (4) warpgroups has is 3 x 168 (4 x 128) registers: more would wait for ever.
@@ -324,20 +324,12 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
         next_k();
         next_planes();
       };
-      const auto meanwhile = [&] {
+      const auto decide = [&] {
         if constexpr (kDropout) {
-          // Not before the products are issued and the turn is passed.
-          if constexpr (((S.part - 64) & 2) != 0) {
-            barrier_wait(barriers.k_full(ring_k.buffer()), ring_k.parity());
-          }
-          asm volatile("" : "+r"(dropout.first()));
+          asm volatile("" : "+r"(dropout.first()));  // not before
           dropout.draw(n * kStep, t);
-          if constexpr (((S.part - 64) & 1) != 0) {
-            dropout.pin();
-            barrier_wait(barriers.k_full(ring_k.buffer()), ring_k.parity());
-          }
+          dropout.pin();  // not later
         }
-        inputs.load_words(n * kStep);
       };
 
       // ---- the first step ----
@@ -345,7 +337,8 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
       turn_wait();
       issue_scores();
       turn_pass();
-      meanwhile();
+      decide();
+      inputs.load_words(n * kStep);
 #pragma unroll
       for (int i = 0; i < S.dv / 2; ++i) {
         o[i] = 0;
@@ -380,29 +373,11 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
         barrier_wait(barriers.k_full(ring_k.buffer()), ring_k.parity());
         turn_wait();
         issue_scores();
-        constexpr int kBetween = S.dropout == DropoutRule::kFovea ? (S.part - 64) >> 2 & 3 : 0;
-        if constexpr (kBetween != 0) {
-          asm volatile("" : "+r"(dropout.first()));
-          for (int k = kBetween > 1 ? kStep / 32 : 0; k < kStep / 16; ++k) {
-            dropout.draw_block(n * kStep, t, k);
-          }
-          for (int i = kBetween > 1 ? kStep / 8 : 0; i < kStep / 4; ++i) {
-            asm volatile("" : "+r"(dropout.keep[i]));
-          }
-        }
+        decide();
         barrier_wait(barriers.v_full(ring_v.buffer()), ring_v.parity());
         issue_output();
         turn_pass();
-        if constexpr (kBetween == 0) {
-          meanwhile();
-        } else {
-          if constexpr (kBetween > 1) {
-            for (int k = 0; k < kStep / 32; ++k) {
-              dropout.draw_block(n * kStep, t, k);
-            }
-          }
-          inputs.load_words(n * kStep);
-        }
+        inputs.load_words(n * kStep);
         wgmma_wait<1>();
         pin(softmax.s);
         soften(Constant<0>{});
@@ -482,7 +457,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
       fence_async();
       sync(own_barrier, 128);
       if (thread == 0) {
-        for (int i = 0; i < sm90_forward_panels(S, S.dv); ++i) {
+        for (int i = 0; i < sm90_forward_panels(S.dv); ++i) {
           tensor_store(m.out, to + (i * kRows + c * 64) * kPanelV * 2,
                        {i * kPanelV, tile.q_begin + top, tile.head * m.has_out.head, tile.b2 * m.has_out.batch2,
                         tile.b1 * m.has_out.batch1});

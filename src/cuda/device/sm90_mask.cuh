@@ -25,57 +25,50 @@ __device__ __forceinline__ u32 ones_of(u32 bytes) {
 template <Spec S>
 __global__ void __launch_bounds__(kSm90MaskThreads) sm90_mask(const __grid_constant__ MaskArgs args) {
   begin_kernel<S.arch>();
-  constexpr int kKeys = 16;                // of a lane
-  constexpr u32 kWords = 32 * kKeys / 32;  // of a warp
+  constexpr int kKeys = 16;   // of a lane
+  constexpr int kWords = 16;  // of a warp, from 512 keys
+  constexpr int kAtOnce = 4;  // such pieces of a row that a warp has under way
   const Box& box = args.box;
   const int lane = threadIdx.x & 31;
-  const u64 pieces = (u64(box.width) + kWords - 1) / kWords;
-  const u64 total = u64(box.all_rows()) * pieces;
-  const u64 stride = u64(gridDim.x) * (kSm90MaskThreads / 32);
+  const u64 parts = (u64(box.width) + kAtOnce * kWords - 1) / (kAtOnce * kWords);  // of a row
+  const u64 total = u64(box.all_rows()) * parts;
   const math::Strides& strides = args.from.strides;
   const bool by_vectors =
       strides.col == 1 &&
       ((u64(args.from.data) | u64(strides.row) | u64(strides.head) | u64(strides.batch2) | u64(strides.batch1)) & 15) ==
           0;
-  // Numbers of 32 bits where they do: division is most of what is left.
+  // Numbers of 32 bits where they do: division takes long.
   const auto split = [&](u64 number, u64 by, u64& rest) {
     const u64 quotient = total >> 32 == 0 ? u64(u32(number) / u32(by)) : number / by;
     rest = number - quotient * by;
     return quotient;
   };
-  // A warp has kAtOnce pieces under way.
-  constexpr int kAtOnce = 4;
-  for (u64 first = (u64(blockIdx.x) * kSm90MaskThreads + threadIdx.x) / 32; first < total; first += kAtOnce * stride) {
+  for (u64 n = (u64(blockIdx.x) * kSm90MaskThreads + threadIdx.x) / 32; n < total;
+       n += u64(gridDim.x) * (kSm90MaskThreads / 32)) {
+    u64 part, row, head, batch2;
+    const u64 all = split(n, parts, part);
+    const u64 batch1 = split(split(split(all, u64(box.rows), row), u64(box.heads), head), u64(box.batch2), batch2);
+    const unsigned char* const data = static_cast<const unsigned char*>(args.from.data) + i64(batch1) * strides.batch1 +
+                                      i64(batch2) * strides.batch2 + i64(head) * strides.head + i64(row) * strides.row;
+    const i64 first_word = i64(part) * (kAtOnce * kWords);
+    u32* const to = args.to + i64(all) * box.width + first_word;
+    const i64 words = box.width - first_word;
     uint4 ones[kAtOnce];
-    u64 to[kAtOnce];
-    int words[kAtOnce];  // that the row has from this piece on
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const u64 n = first + i * stride;
+      const i64 key = first_word * 32 + i * (32 * kKeys) + lane * kKeys;
       ones[i] = uint4{0, 0, 0, 0};
-      words[i] = 0;
-      if (n < total) {
-        u64 piece, row, head, batch2;
-        const u64 all = split(n, pieces, piece);
-        const u64 batch1 = split(split(split(all, u64(box.rows), row), u64(box.heads), head), u64(box.batch2), batch2);
-        const i64 key = i64(piece) * (32 * kKeys) + lane * kKeys;
-        const unsigned char* const data = static_cast<const unsigned char*>(args.from.data) +
-                                          i64(batch1) * strides.batch1 + i64(batch2) * strides.batch2 +
-                                          i64(head) * strides.head + i64(row) * strides.row;
-        to[i] = all * u64(box.width) + piece * kWords;
-        words[i] = int(min(u64(box.width) - piece * kWords, u64(kWords)));
-        if (by_vectors && key + kKeys <= args.columns) {
-          ones[i] = __ldg(reinterpret_cast<const uint4*>(data + key));
-        } else {
-          u32 bytes[4] = {};
+      if (by_vectors && key + kKeys <= args.columns) {
+        ones[i] = __ldg(reinterpret_cast<const uint4*>(data + key));
+      } else if (key < args.columns) {
+        u32 bytes[4] = {};
 #pragma unroll
-          for (int j = 0; j < kKeys; ++j) {
-            if (key + j < args.columns && data[(key + j) * strides.col] != 0) {
-              bytes[j / 4] |= 1u << j % 4 * 8;
-            }
+        for (int j = 0; j < kKeys; ++j) {
+          if (key + j < args.columns && data[(key + j) * strides.col] != 0) {
+            bytes[j / 4] |= 1u << j % 4 * 8;
           }
-          ones[i] = uint4{bytes[0], bytes[1], bytes[2], bytes[3]};
         }
+        ones[i] = uint4{bytes[0], bytes[1], bytes[2], bytes[3]};
       }
     }
 #pragma unroll
@@ -96,9 +89,9 @@ __global__ void __launch_bounds__(kSm90MaskThreads) sm90_mask(const __grid_const
         const u32 other = __shfl_sync(~0u, mine, (lane & 24) | 2 * j);
         word |= (other >> 8 * place & 0xff) << 8 * j;
       }
-      const int at = lane / 8 * 4 + place;
-      if (lane % 2 == 0 && at < words[i]) {
-        args.to[to[i] + u64(at)] = word;
+      const int at = i * kWords + lane / 8 * 4 + place;
+      if (lane % 2 == 0 && at < words) {
+        to[at] = word;
       }
     }
   }

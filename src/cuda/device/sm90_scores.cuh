@@ -90,7 +90,9 @@ struct Sm90Inputs {
       for (int x = 0; x < 2; ++x) {
         // Row by row: seven bits of a word become predicates at once. Not if the compiler sees that both rows have the
         // same: then it asks for each bit.
-        const u32 word = !S.key_mask ? words[x % kMaskRows] : x == 0 ? words[0] : __shfl_sync(~0u, words[0], threadIdx.x % 32);
+        const u32 word = !S.key_mask ? words[x % kMaskRows]
+                         : x == 0    ? words[0]
+                                     : __shfl_sync(~0u, words[0], threadIdx.x % 32);
 #pragma unroll
         for (int c = 0; c < kCount / 2; ++c) {
           float& score = s[c / 2 * 4 + 2 * x + c % 2];
@@ -218,11 +220,6 @@ struct Sm90Dropout {
   __device__ __forceinline__ void draw(int n0, int t) {
 #pragma unroll
     for (int k = 0; k < S.step / 16; ++k) {
-      draw_block(n0, t, k);
-    }
-  }
-  __device__ __forceinline__ void draw_block(int n0, int t, int k) {
-    {
       const u32 column = u32(n0) / 2 + 8 * k + 2 * t;  // dropout_fold of this lane's first column
       const math::Words2<Word> a = math::dropout_call<Word>(head, row, Word(column));
       const math::Words2<Word> b = math::dropout_call<Word>(head, row, Word(column + 1));
@@ -262,7 +259,30 @@ struct Sm90TorchDropout {
     keep.start(a, place, u32(head));
     row = first_row - thread.g;
   }
-  __device__ __forceinline__ void draw(int n0, int) { keep.prepare(thread, row, n0); }
+  __device__ __forceinline__ void draw(int n0, int) {
+    if (((keep.base | keep.row_stride) & 3) != 0) {
+      keep.prepare(thread, row, n0);
+      return;
+    }
+    // As Keep does it where four keys share a call, but some calls at a time: few warps are here to wait for one
+    // another.
+    const int rank = thread.t % 2;
+    const u64 first = keep.base + u64(row + thread.g + rank * 8) * keep.row_stride + u64(n0 + (thread.t & 2) * 2);
+    u32 made = 0;
+#pragma unroll 4
+    for (int j = 0; j < S.step / 8; ++j) {
+      const math::Words4<u32> words = math::torch_words(keep.seed, (first + u64(8 * j)) >> 2);
+      made |= u32(math::torch_uniform_of_word(words.w0) > keep.p) << 2 * j |
+              u32(math::torch_uniform_of_word(words.w1) > keep.p) << (2 * j + 1) |
+              u32(math::torch_uniform_of_word(words.w2) > keep.p) << (2 * j + 16) |
+              u32(math::torch_uniform_of_word(words.w3) > keep.p) << (2 * j + 17);
+    }
+    // Of its row a thread has made its own keys' decisions and its neighbour's: low half those of even t.
+    const u32 other = __shfl_xor_sync(~0u, made, 1);
+    const u32 own = rank == 0 ? made & 0xffff : made >> 16;
+    const u32 given = rank == 0 ? other & 0xffff : other >> 16;
+    keep.bits[0] = rank == 0 ? own | given << 16 : given | own << 16;
+  }
   __device__ __forceinline__ int& first() { return row; }
   __device__ __forceinline__ void pin() { asm volatile("" : "+r"(keep.bits[0])); }
 

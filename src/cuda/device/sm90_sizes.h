@@ -27,12 +27,13 @@ struct Sm90ForwardSizes {
   int bytes;  // all of it
 };
 
-// Columns of a panel of q, k, v and out.
-constexpr int sm90_forward_panel(const Spec& s, int columns) {
-  return columns % 64 == 0 || (columns > 64 && (s.part & 128) != 0) ? 64 : columns % 32 == 0 ? 32 : 16;
+// Columns of a panel of q, k, v and out. Panels of 16 are slow: rather a wide one that is not full, whose rest costs
+// shared memory alone.
+constexpr int sm90_forward_panel(int columns) {
+  return columns == 16 ? 16 : columns % 64 != 0 && columns % 32 == 0 ? 32 : 64;
 }
-constexpr int sm90_forward_panels(const Spec& s, int columns) {
-  return (columns + sm90_forward_panel(s, columns) - 1) / sm90_forward_panel(s, columns);
+constexpr int sm90_forward_panels(int columns) {
+  return (columns + sm90_forward_panel(columns) - 1) / sm90_forward_panel(columns);
 }
 
 constexpr Sm90ForwardSizes sm90_forward_sizes(const Spec& s) {
@@ -43,8 +44,8 @@ constexpr Sm90ForwardSizes sm90_forward_sizes(const Spec& s) {
   x.groups = s.warps / 4;
   x.threads = 128 * (x.groups + 1);
   x.rows = 16 * s.warps;
-  const int d = sm90_forward_panels(s, s.d) * sm90_forward_panel(s, s.d);
-  const int dv = sm90_forward_panels(s, s.dv) * sm90_forward_panel(s, s.dv);
+  const int d = sm90_forward_panels(s.d) * sm90_forward_panel(s.d);
+  const int dv = sm90_forward_panels(s.dv) * sm90_forward_panel(s.dv);
   x.q = whole(x.rows * (d > dv ? d : dv) * kNumber);  // of O, too
   x.k = whole(s.step * d * kNumber);
   x.v = whole(s.step * dv * kNumber);
@@ -64,9 +65,7 @@ constexpr Sm90ForwardSizes sm90_forward_sizes(const Spec& s) {
 
 // Biases come in panels of 128 bytes a row; in sm90_forward's shortest steps, those of 16 bits, of 64.
 constexpr int bias_panel_columns(BiasTile bias) { return bias == BiasTile::kFp32 ? 32 : 64; }
-constexpr int sm90_bias_panel(const Spec& s, BiasTile bias) {
-  return s.step < 64 ? 32 : bias_panel_columns(bias);
-}
+constexpr int sm90_bias_panel(const Spec& s, BiasTile bias) { return s.step < 64 ? 32 : bias_panel_columns(bias); }
 
 // Something travels with K: biases, key terms.
 constexpr bool sm90_has_planes(const Spec& s) {

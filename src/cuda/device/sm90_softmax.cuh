@@ -58,7 +58,7 @@ struct Sm90Softmax {
 #pragma unroll
     for (int i = 0; i < S.step / 2; ++i) {
       if constexpr (kSmall) {
-        s[i] = m.small_cap.of < ((S.part - 64) & 8) != 0 ? 3 : ((S.part - 64) & 16) != 0 ? 5 : 4 > (s[i]);
+        s[i] = m.small_cap.of(s[i]);
       } else {
         const float x = s[i] * m.scale_of_cap;
         const float small = math::tanh_of_small(x);

@@ -32,7 +32,7 @@ void Launcher::sm90_forward(std::size_t number) {
   const i64 batch2 = rows.packed() ? 1 : rows.batch2;
   Sm90ForwardArgs args;
   const auto numbers = [&](const Tensor& tensor, i64 columns, int padded, i64 count, i64 heads, int box) {
-    return Mapped{tensor, type, columns, count, heads, batch2, batch1, sm90_forward_panel(spec, padded), box};
+    return Mapped{tensor, type, columns, count, heads, batch2, batch1, sm90_forward_panel(padded), box};
   };
   encode(driver_, args.q, args.has_q, numbers(args_.q, args_.head_dim, spec.d, rows.rows_q, rows.heads_q, tile));
   encode(driver_, args.k, args.has_k, numbers(args_.k, args_.head_dim, spec.d, rows.rows_k, rows.heads_k, spec.step));
@@ -80,11 +80,7 @@ void Launcher::sm90_forward(std::size_t number) {
   args.high = band.high;
   args.scale_of_cap = args_.softcap > 0 ? args_.scale / args_.softcap : 0;
   if (spec.softcap) {
-    const int trial = spec.part - 64;
-    args.small_cap = math::SmallCap<float>::make(call_.problem.scale_or_default(), call_.problem.softcap,
-                                                 (trial & 8) != 0    ? 3
-                                                 : (trial & 16) != 0 ? 5
-                                                                     : 4);
+    args.small_cap = math::SmallCap<float>::make(call_.problem.scale_or_default(), call_.problem.softcap);
   }
   args.scale_log2 = args_.scale * math::kLog2E;
   void* parameters[] = {&args_, &args};
