@@ -32,7 +32,7 @@ __global__ void kernel(T* out, Band<i32> band, Score<T> score, Dropout dropout, 
   const i32 i = threadIdx.x;
   const Interval<i32> keys = band.keys_of_rows(i, i + 1);
   T maximum = -Limits<T>::infinity(), sum = 0, gradient = 0;
-  const SmallCap<T> cap = SmallCap<T>::make(0.125, 30, 4);
+  const SmallCap<T> cap = SmallCap<T>::make(0.125, 30);
   for (i32 j = keys.begin; j < keys.end; ++j) {
     if (band.tile(i, i + 1, j, j + 1) == TileClass::kEmpty || !band.queries_of(j).contains(i)) continue;
     const Dual<T> s = score.template of_dot_with_derivative<S.softcap>(out[j], T(1)) + alibi(T(j - i), T(0.5));
@@ -40,7 +40,7 @@ __global__ void kernel(T* out, Band<i32> band, Score<T> score, Dropout dropout, 
     sum = sum * correction(maximum, raised) + (head.keep(i, j) ? weight(s.value, reference_of(raised)) : T(0));
     maximum = raised;
     gradient += grad_score(probability(s.value, backward_reference(sum)), s.derivative, delta(sum, T(1)));
-    gradient += out[j] <= cap.largest ? cap.template of<4>(out[j]) : T(0);
+    gradient += out[j] <= cap.largest ? cap.of(out[j]) : T(0);
   }
   sum = sum_with_sink(sum, reference_of(maximum), T(1));
   const i64 at = rows.offset(strides, blockIdx.x, rows.head_k(blockIdx.y), i);
