@@ -246,6 +246,8 @@ class Tensors:
             # dP is about the key's share of this, whatever the batch entry: terms of a bias's gradient that add up.
             rows = torch.linspace(-1, 1, t.shape[-3], device=self.device, dtype=torch.float64)[:, None, None]
             values = 0.1 * values + (rows if t.name == "v" else 1)
+        elif t.name == "sink" and p.values == "large_sink":
+            values += 30
         elif t.name == "bias" and p.values == "minus_infinity":
             values[uniform() < 1 / 3] = -math.inf
         elif t.name == "bias" and p.values == "huge":
