@@ -84,19 +84,34 @@ std::vector<Problem> problems_of(const Settings& settings) {
   return problems;
 }
 
-std::vector<std::string> architectures_of(const Settings& settings) {
+// This machine's GPUs as they are: a plan may depend on how many multiprocessors there are.
+std::vector<cuda::Target> targets_of(const Settings& settings) {
+  std::vector<cuda::Target> targets;
+  const auto add = [&](const cuda::Target& target) {
+    if (std::find(targets.begin(), targets.end(), target) == targets.end()) {
+      targets.push_back(target);
+    }
+  };
   if (!settings.architectures.empty()) {
-    return settings.architectures;
+    for (const std::string& architecture : settings.architectures) {
+      add(cuda::target_of(architecture));
+    }
+    return targets;
   }
   std::string why_not;
   if (cuda::jit::find_driver(why_not) == nullptr) {
     throw Fault(kBadInput, fmt::format("no --arch is given, and this machine has no GPU to compile for ({})", why_not));
   }
-  std::set<std::string> found;
+  constexpr int kLeast = 80;
   for (int i = 0; i < cuda::jit::device_count(cuda::jit::driver()); ++i) {
-    found.insert(cuda::target_of(cuda::jit::device(i)).architecture());
+    if (const cuda::Target target = cuda::target_of(cuda::jit::device(i)); target.capability >= kLeast) {
+      add(target);
+    }
   }
-  return {found.begin(), found.end()};
+  if (targets.empty()) {
+    throw Fault(kBadInput, "no --arch is given, and this machine has no GPU of compute capability 8.0 or newer");
+  }
+  return targets;
 }
 
 struct Work {
@@ -104,7 +119,7 @@ struct Work {
   std::vector<std::string> refused;  // problems that no kernel serves, with the reason
 };
 
-Work work_of(const std::vector<Problem>& problems, const std::vector<std::string>& architectures) {
+Work work_of(const std::vector<Problem>& problems, const std::vector<cuda::Target>& targets) {
   Work work;
   std::set<std::string> known;
   for (Problem problem : problems) {
@@ -115,8 +130,7 @@ Work work_of(const std::vector<Problem>& problems, const std::vector<std::string
     problem.backend.clear();
     const Shapes shapes(problem);
     const Call call = validate(shapes.get(), problem.direction, /*shapes_only=*/true);
-    for (const std::string& architecture : architectures) {
-      const cuda::Target target = cuda::target_of(architecture);
+    for (const cuda::Target& target : targets) {
       try {
         for (const cuda::Kernel& kernel : cuda::kernels_for(call, target)) {
           cuda::jit::Request request = cuda::request_of(kernel, target);
@@ -128,7 +142,7 @@ Work work_of(const std::vector<Problem>& problems, const std::vector<std::string
         if (error.status() != FOVEA_UNSUPPORTED) {
           throw;
         }
-        work.refused.push_back(fmt::format("{} for {}: {}", print(problem), architecture, error.what()));
+        work.refused.push_back(fmt::format("{} for {}: {}", print(problem), target.architecture(), error.what()));
       }
     }
   }
@@ -179,7 +193,7 @@ void compile(const std::vector<cuda::jit::Request>& requests, int jobs) {
 }
 
 void run(const Settings& settings) {
-  const Work work = work_of(problems_of(settings), architectures_of(settings));
+  const Work work = work_of(problems_of(settings), targets_of(settings));
   if (settings.list) {
     for (const cuda::jit::Request& request : work.requests) {
       fmt::print("{} {}\n", request.architecture, request.expression());
