@@ -3,8 +3,9 @@
 // What sm90_forward adds to scores and takes from weights, for the accumulator of a warpgroup: 64 queries by S.step
 // keys, of which a thread has two rows.
 //
-//   Sm90Inputs    biases and key terms from shared memory, ALiBi, mask words from global memory
-//   Sm90Dropout   decisions of rule fovea, drawn while the products run
+//   Sm90Inputs         biases and key terms from shared memory, ALiBi, query terms, mask words from global memory
+//   Sm90Dropout        decisions of rule fovea, Sm90TorchDropout those of torch_mem_efficient; both are drawn while the
+//                      products run, and P is masked by them
 #ifndef FOVEA_CUDA_DEVICE_SM90_SCORES_CUH
 #define FOVEA_CUDA_DEVICE_SM90_SCORES_CUH
 
