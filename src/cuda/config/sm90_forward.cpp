@@ -173,7 +173,7 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
     // Without a mask the power limit leaves the tensor cores little to win at head_dim 128.
     spec.turns = !few_keys && (spec.banded || features_of(spec) > 0 || std::max(spec.d, spec.dv) != 128);
     // Where steps do not divide the diagonal the first tile's guess would fail; what is added makes it costly.
-    spec.guess = !natural_scores(spec) && spec.step % 64 == 0;
+    spec.guess = !natural_scores(spec) && (spec.step % 64 == 0 || (few_keys && !spec.banded));
     // FOVEA_SM90_TILES: other sizes, to measure them ("step=64,stages=3").
     if (const char* const given = std::getenv("FOVEA_SM90_TILES"); given != nullptr) {
       const std::string text = given;

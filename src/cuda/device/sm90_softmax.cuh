@@ -257,7 +257,7 @@ struct Sm90Softmax {
       all = total * own + (sink == top ? 1.f : ex2((sink - top) * math::kLog2E));
       left_out = 0;
     }
-    factor = all == 0 ? 0.f : own * keep_scale / all;
+    factor = all == 0 ? 0.f : own * keep_scale * rcp(all);  // the sum is near 1 or larger
     logsumexp = all == 0 ? -kInfinity : fmaf(lg2(all) - left_out, 1 / math::kLog2E, top);
   }
 };
