@@ -67,6 +67,10 @@ def random_problem(seed):
         p.mask = Plane(extents(), "bool")
     if chance(0.3):
         p.dropout, p.seed, p.offset = r.choice([0.1, 0.3, 0.5, 0.9]), r.getrandbits(64), r.getrandbits(64)
+        p.rng = r.choice(["fovea", "fovea", "torch_mem_efficient"])
+    if chance(0.1) and not p.seqs_q:  # few queries, whose heads may be packed
+        p.sq = r.choice([1, 1, 2, 5])
+        p.used_q = []
     return p
 
 
