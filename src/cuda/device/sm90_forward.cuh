@@ -353,10 +353,12 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, 1)
         if (live < kStep) {
           barrier_wait(barriers.v_full(ring_v.buffer()), ring_v.parity());
           const u32 to = base + kSizes.v_at + ring_v.buffer() * kSizes.v;
-          for (int i = thread; i < (kStep - live) * (S.dv / 8); i += 128) {
-            const int row = live + i / (S.dv / 8);
-            const int chunk = i % (S.dv / 8);
-            // Rows of a panel keep their chunks, so that all chunks of a row may be zeroed unswizzled.
+          constexpr int kChunks = sm90_forward_panels(S.dv) * (kPanelV / 8);
+          for (int i = thread; i < (kStep - live) * kChunks; i += 128) {
+            const int row = live + i / kChunks;
+            const int chunk = i % kChunks;
+            // Rows of a panel keep their chunks, so that all chunks of a row may be zeroed unswizzled: all of a
+            // panel's.
             store_shared(
                 to + chunk / (kPanelV / 8) * kStep * kPanelV * 2 + row * kPanelV * 2 + chunk % (kPanelV / 8) * 16,
                 uint4{0, 0, 0, 0});
