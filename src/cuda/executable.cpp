@@ -23,8 +23,7 @@ class Key {
     const Problem& p = call.problem;
     const math::Rows& rows = call.rows;
     add(device);
-    const double scale = p.scale_or_default();
-    add(scale >= 0x1p-100 && scale <= 0x1p100 ? 1 : 0);
+    add(exponent_scales(p) ? 1 : 0);
     add(static_cast<std::int64_t>(p.direction) | static_cast<std::int64_t>(p.type) << 8 | std::int64_t{p.packed} << 16 |
         std::int64_t{p.has_used_q} << 17 | std::int64_t{p.has_used_k} << 18 | std::int64_t{p.causal} << 19 |
         std::int64_t{p.top_left} << 20 | std::int64_t{p.softcap > 0} << 21 | std::int64_t{p.sink} << 22 |

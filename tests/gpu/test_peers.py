@@ -84,6 +84,17 @@ def right(q, k, v, bias=None):
     return out, [x.grad for x in leaves], None if b is None else b.grad
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_scores_of_1e9(dim, dtype, device):
+    """A row's largest score takes all of its weight, however large the scores are."""
+    q, k, v = (normal(2, 2, 90, dim, device=device, dtype=dtype) for _ in range(3))
+    out = attention(q, k, v, scale=1e9)
+    largest = (q.double() @ k.double().mT).argmax(-1)
+    right = v.gather(2, largest.unsqueeze(-1).expand(-1, -1, -1, dim))
+    torch.testing.assert_close(out, right, rtol=1e-2, atol=1e-2)
+
+
 def test_bias_with_stride_0(device):
     """An expanded bias is read where it lies, and its gradient is that of every element as given."""
     q, k, v = (normal(3, 2, 70, 64, device=device, grad=True) for _ in range(3))

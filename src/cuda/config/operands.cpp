@@ -100,9 +100,7 @@ class Planner {
       spec.banded = false;
     }
     spec.softcap = problem_.softcap > 0;
-    // Scores that the exponent would not scale well, or not in their order.
-    const double scale = problem_.scale_or_default();
-    spec.natural = !(scale >= 0x1p-100 && scale <= 0x1p100);
+    spec.natural = !exponent_scales(problem_);
     spec.alibi = problem_.alibi != Alibi::kNone;
     spec.dropout = !call_.dropout.active()                  ? DropoutRule::kNone
                    : call_.dropout.rng == math::Rng::kFovea ? DropoutRule::kFovea
@@ -237,6 +235,11 @@ class Planner {
 };
 
 }  // namespace
+
+bool exponent_scales(const Problem& problem) {
+  const double scale = problem.scale_or_default();
+  return scale >= 0x1p-100 && scale <= 0x1p20;
+}
 
 Type type_of(DType type) {
   return type == DType::kBf16 ? Type::kBf16 : type == DType::kFp16 ? Type::kFp16 : Type::kFp32;

@@ -54,6 +54,10 @@ struct Operands {
   bool pairs = false;          // q, k, v (and grad_out) are split into pairs of fp16
 };
 
+// Whether scores may stay dot products that the exponent scales: in their order, not near the least numbers, and not
+// so large that a row's reference, rounded, is off by more than a weight can be.
+bool exponent_scales(const Problem& problem);
+
 // The types as kernels name them.
 Type type_of(DType type);
 BiasTile tile_of(DType type);

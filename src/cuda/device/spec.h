@@ -58,7 +58,7 @@ struct Spec {
   bool lazy = false;      // forward: O is rescaled only when a maximum moves by more than 2^8
   bool early = false;     // forward: random words are made before S
   bool natural = false;   // forward: scores are scaled before their maximum is taken: for a scale that is not positive,
-                          // under 2^-100 or over 2^100; otherwise the exponent scales them
+                          // under 2^-100 or over 2^20; otherwise the exponent scales them
   bool delay = false;     // backward: dQ of a step is computed during the next
   bool split = false;     // forward: a block has a part of the keys; partial results go to the workspace
 
