@@ -95,6 +95,12 @@ Choice sm90_small_backward(const Call& call, const Operands& operands, const Tar
   if (order.list < 2 * sizes.groups && order.planes > target.multiprocessors) {
     choice.why_not = "a bias that few heads share";
   }
+  // Every warpgroup leaves a sum of its own.
+  constexpr std::int64_t kMostBytes = std::int64_t{48} << 20;
+  constexpr std::int64_t kBytes = std::int64_t{kSmallRows} * kSmallRows * std::int64_t{sizeof(float)};
+  if (spec.grad_bias != BiasTile::kNone && order.planes * order.workers * kBytes > kMostBytes) {
+    choice.why_not = "a bias with so many planes that sums take much memory";
+  }
   return choice;
 }
 
