@@ -32,7 +32,7 @@ bool has_map(const Operand& operand, int element_bytes) {
 constexpr int kManyFeatures = 3;
 int features_of(const Spec& s) {
   return int{s.mask} + int{s.dropout != DropoutRule::kNone} + 2 * int{s.softcap} + int{s.alibi} + int{s.key_term} +
-         int{s.bias != BiasTile::kNone} + int{s.bias2 != BiasTile::kNone};
+         int{s.query_term} + int{s.bias != BiasTile::kNone} + int{s.bias2 != BiasTile::kNone};
 }
 
 const char* why_not(const Call& call, const Operands& operands, const Target& target) {
