@@ -369,6 +369,9 @@ TEST(CudaPlan, GradientsOfBiasesOnHopper) {
   const Plan small = plan_of_line("bwd b=512 hq=4 sq=49 sk=49 d=32 bf16 bias=1,h,q,k");
   EXPECT_TRUE(find(small, Step::kSm90SmallBackward) != nullptr && find(small, Step::kSmallBiasSum) != nullptr);
   EXPECT_EQ(find(small, Step::kBackwardPrepare), nullptr);
+  const std::string planes = "hq=4 sq=49 sk=49 d=32 bf16 bias=b1,1,h,q,k";  // whose sums take much memory
+  EXPECT_EQ(find(plan_of_line("bwd b=1000x40 " + planes), Step::kSm90SmallBackward), nullptr);
+  EXPECT_NE(find(plan_of_line("bwd b=10x40 " + planes), Step::kSm90SmallBackward), nullptr);
   for (const char* other : {"sk=65", "sk=49 hk=2", "sk=49 dropout=0.1", "sk=49 sink", "sk=49 bias2=b,1,1,k"}) {
     EXPECT_EQ(find(plan_of_line(std::string("bwd b=512 hq=4 sq=49 d=32 bf16 bias=1,h,q,k ") + other),
                    Step::kSm90SmallBackward),
