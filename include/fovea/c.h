@@ -91,9 +91,10 @@ typedef struct fovea_tensor {
 #define FOVEA_DETERMINISTIC 2u /* the same bits every run (on the CPU always) */
 #define FOVEA_SCALE 4u         /* `scale` is meant; without it 1 / sqrt(D) */
 #define FOVEA_WINDOW 8u        /* `window_left`, `window_right` are meant; without it unbounded */
-#define FOVEA_CLEAR_ROWS 16u   /* rows of out, lse, grad_q, grad_k, grad_v that no sequence owns (cu_seqlens, seqused) \
-                                */
-                               /*   get 0, in lse -inf; without it they are left as they are */
+#define FOVEA_CLEAR_ROWS                                                                      \
+  16u /* rows of out, lse, grad_q, grad_k, grad_v that no sequence owns (cu_seqlens, seqused) \
+       */
+      /*   get 0, in lse -inf; without it they are left as they are */
 
 /* Shapes. Dense: q is (B, Sq, Hq, D), or (B1, B2, Sq, Hq, D) with a batch of two levels. Variable length:
  * cu_seqlens_q and cu_seqlens_k are given and q is packed, (total_q, Hq, D). "Broadcastable" is NumPy's

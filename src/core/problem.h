@@ -119,9 +119,9 @@ struct Problem {
 
   bool deterministic = false;
   bool clear_rows = false;  // rows that no sequence owns get 0, in lse -inf
-  bool lse = false;       // forward: logsumexp is asked for
-  bool grad_lse = false;  // backward: its gradient is given
-  Need need;              // backward
+  bool lse = false;         // forward: logsumexp is asked for
+  bool grad_lse = false;    // backward: its gradient is given
+  Need need;                // backward
 
   fovea_device device = FOVEA_CPU;
   std::string backend;  // "": the best

@@ -58,7 +58,7 @@ struct Sm90ForwardArgs {
   int high = 0;
   float scale_of_cap = 0;  // scale / softcap
   math::SmallCap<float> small_cap{};
-  float scale_log2 = 1;    // scale * log2(e)
+  float scale_log2 = 1;  // scale * log2(e)
 };
 
 }  // namespace fovea::cuda
