@@ -132,8 +132,8 @@ __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// ld.acquire, red.release (Data Movement: ld; Parallel Synchronization: red): a count that blocks hand on, with what was
-// written before.
+// ld.acquire, red.release (Data Movement: ld; Parallel Synchronization: red): a count that blocks hand on, with what
+// was written before.
 __device__ __forceinline__ u32 load_acquire(const u32* from) {
   u32 value;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
