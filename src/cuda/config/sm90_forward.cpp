@@ -5,8 +5,6 @@
 #include "cuda/config/sm90_forward.h"
 
 #include <algorithm>
-#include <cstdlib>
-#include <string>
 #include <vector>
 
 #include "cuda/device/sm80_sizes.h"
@@ -174,22 +172,6 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
     spec.turns = !few_keys && (spec.banded || features_of(spec) > 0 || std::max(spec.d, spec.dv) != 128);
     // Where steps do not divide the diagonal the first tile's guess would fail; what is added makes it costly.
     spec.guess = !natural_scores(spec) && (spec.step % 64 == 0 || (few_keys && !spec.banded));
-    // FOVEA_SM90_TILES: other sizes, to measure them ("step=64,stages=3").
-    if (const char* const given = std::getenv("FOVEA_SM90_TILES"); given != nullptr) {
-      const std::string text = given;
-      for_each_field(spec, [&](std::string_view name, const auto& value, const auto&) {
-        const std::string key = std::string(name) + "=";
-        for (std::size_t at = text.find(key); at != std::string::npos; at = text.find(key, at + 1)) {
-          if (at == 0 || text[at - 1] == ',') {
-            if constexpr (std::is_same_v<std::decay_t<decltype(value)>, int> ||
-                          std::is_same_v<std::decay_t<decltype(value)>, bool>) {
-              const_cast<std::decay_t<decltype(value)>&>(value) =
-                  static_cast<std::decay_t<decltype(value)>>(std::atoi(text.c_str() + at + key.size()));
-            }
-          }
-        }
-      });
-    }
     const Sm90ForwardSizes sizes = sm90_forward_sizes(spec);
     kernel.threads = sizes.threads;
     kernel.shared_bytes = sizes.bytes;
