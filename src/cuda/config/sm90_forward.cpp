@@ -159,7 +159,6 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
     const bool few_keys = features_of(spec) == 0 && call.rows.limit_k <= kFewKeys;
     spec.step = few_keys ? std::min(tiles.step, kFewKeys) : tiles.step;
     spec.stages = tiles.stages;
-    spec.q_buffers = tiles.q_buffers;
     spec.planes = sm90_has_planes(spec) ? tiles.planes : 0;
     // Reading and writing Q and O is all that takes time then: some tiles of them are under way.
     constexpr int kMostBuffers = 4;
@@ -169,7 +168,7 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
     }
     spec.ahead = spec.softcap ? 1 : spec.step / 32;
     // Without a mask the power limit leaves the tensor cores little to win at head_dim 128.
-    spec.turns = !few_keys && (spec.banded || features_of(spec) > 0 || std::max(spec.d, spec.dv) != 128);
+    spec.turns = spec.banded || features_of(spec) > 0 || std::max(spec.d, spec.dv) != 128;
     // Where steps do not divide the diagonal the first tile's guess would fail; what is added makes it costly.
     spec.guess = !natural_scores(spec) && (spec.step % 64 == 0 || (few_keys && !spec.banded));
     const Sm90ForwardSizes sizes = sm90_forward_sizes(spec);
