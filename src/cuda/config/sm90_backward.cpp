@@ -4,14 +4,9 @@
 // (spikes/hopper_backward); what leaves no room in shared memory goes to the next candidate.
 #include "cuda/config/sm90_backward.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
-#include <cstdio>
-#include <cstdlib>
 #include <vector>
 
-#include "core/status.h"
 #include "cuda/device/args.h"
 #include "cuda/device/sm90_backward_sizes.h"
 
@@ -98,39 +93,8 @@ struct Tiles {
   int outer = 1;  // buffers of biases that do not lie in the place of dS
 };
 
-// Another choice of tiles, for measuring: groups,tiles,step,stages,planes,bulk,delay,halves,early,outer.
-const std::vector<Tiles>& given_tiles() {
-  static const std::vector<Tiles> given = [] {
-    std::vector<Tiles> tiles;
-    const char* const text = std::getenv("FOVEA_BACKWARD_TILES");
-    if (text == nullptr || *text == '\0') {
-      return tiles;
-    }
-    Tiles x{};
-    int flags[4] = {};
-    constexpr int kLeast = 8;
-    if (std::sscanf(text, "%d,%d,%d,%d,%d,%d,%d,%d,%d,%d", &x.groups, &x.tiles, &x.step, &x.stages, &x.planes,
-                    &flags[0], &flags[1], &flags[2], &flags[3], &x.outer) < kLeast) {
-      throw Error(FOVEA_INVALID_ARGUMENT,
-                  fmt::format("FOVEA_BACKWARD_TILES: '{}'; accepted: groups,tiles,step,stages,planes,bulk,delay,halves "
-                              "and, behind them, early,outer",
-                              text));
-    }
-    x.bulk = flags[0] != 0;
-    x.delay = flags[1] != 0;
-    x.halves = flags[2] != 0;
-    x.early = flags[3] != 0;
-    tiles.push_back(x);
-    return tiles;
-  }();
-  return given;
-}
-
 // From the best on: the first that fits is taken.
 std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool ordered) {
-  if (!given_tiles().empty() && !is_wide(spec)) {
-    return given_tiles();
-  }
   const int widest = std::max(spec.d, spec.dv);
   if (is_wide(spec)) {
     return {{2, 1, 64, 2, 2}};
@@ -162,7 +126,7 @@ std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool orde
       return {{2, 2, 64, 2, 2}};
     }
     if (widest <= kLittle && !much && keys(3, 2)) {
-      return {{3, 2, 64, 2, 3, false, true}};
+      return {{3, 2, 64, 2, 3}};
     }
   }
   // Sums in order leave in bulk.
@@ -176,8 +140,14 @@ std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool orde
     if (much) {
       return {{2, 1, 64, 3, 3, true}, {2, 1, 64, 3, 3}};
     }
-    if (bias) {
+    if (spec.dbias_store) {
       return {{3, 1, 64, 4, 3, false, true}, {2, 1, 64, 3, 3}};
+    }
+    if (bias) {
+      return {{2, 1, 64, 3, 3, true}, {2, 1, 64, 3, 3}};
+    }
+    if (spec.banded) {
+      return {{3, 1, 64, 3, 2, true}, {2, 1, 64, 3, 3}};
     }
     return {{2, 1, 128, 2, 2, true}, {2, 1, 64, 3, 3}};
   }
