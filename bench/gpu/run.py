@@ -297,7 +297,10 @@ class Runner:
 def runners_of(case: Case, names: list[str], copies: list[Inputs], results: dict) -> list[Runner]:
     """Those that can do the case; into `results` why the others cannot."""
     runners = []
-    for name in names:
+    for name in sorted(names, key=lambda name: name == "mem-efficient"):  # it last: see is_outrun
+        if is_outrun(name, case, runners):
+            results[name] = {"refused": "not asked: cuDNN computes this row"}
+            continue
         try:
             runners.append(Runner(name, case, copies))
         except Exception as error:  # a peer may refuse in any way it likes; what it says is kept
@@ -306,6 +309,12 @@ def runners_of(case: Case, names: list[str], copies: list[Inputs], results: dict
             why = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
             results[name] = {"refused": why.strip().splitlines()[-1][:200] if why.strip() else "?"}
     return runners
+
+
+def is_outrun(name: str, case: Case, runners: list[Runner]) -> bool:
+    """The memory-efficient kernel takes three times cuDNN's time and more, but for short sequences, masks, few queries."""
+    taken = any(runner.name == "cuDNN" for runner in runners)
+    return name == "mem-efficient" and taken and min(case.sq, case.rows_k) >= 256 and not case.mask and not case.graph
 
 
 def measure(case: Case, names: list[str], seconds: float, known: dict) -> dict:

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from table import nvrtc
-
 pytestmark = pytest.mark.cuda
 HERE = Path(__file__).resolve().parent
 
@@ -118,9 +116,8 @@ def test_no_folder_at_all(tmp_path):
 
 def test_nvrtc_newer_than_the_driver(tmp_path):
     """It would compile what the driver cannot load: told by its name, before anything is compiled."""
-    real = Path(nvrtc())
-    (tmp_path / "libnvrtc.so.99").symlink_to(real)
-    (tmp_path / "libnvrtc-builtins.so.99.1").symlink_to(next(real.parent.glob("libnvrtc-builtins.so.*")))
+    for name in ("libnvrtc.so.99", "libnvrtc-builtins.so.99.1"):  # names say the version; nothing is loaded
+        (tmp_path / name).touch()
     said = run("refused()", FOVEA_NVRTC=str(tmp_path), FOVEA_CACHE_DIR=str(tmp_path / "cache"))
     assert "REFUSED" in said and "99.1: newer than the driver's" in said, said
 
