@@ -70,6 +70,9 @@ std::vector<Problem> problems_of(const Settings& settings) {
   if (settings.table) {
     for (const check::Case& c : check::cases(check::Table::kFull)) {
       Problem problem = c.problem;
+      if (problem.type == DType::kFp64) {
+        continue;  // the CPU's
+      }
       problems.push_back(problem);
       problem.direction = Direction::kForward;
       problem.need = {};
@@ -124,7 +127,8 @@ Work work_of(const std::vector<Problem>& problems, const std::vector<cuda::Targe
   std::set<std::string> known;
   for (Problem problem : problems) {
     if (problem.type == DType::kFp64) {
-      continue;  // no GPU's
+      work.refused.push_back(fmt::format("{}: fp64; accepted on a GPU: fp32, fp16, bf16", print(problem)));
+      continue;
     }
     problem.device = FOVEA_CUDA;
     problem.backend.clear();

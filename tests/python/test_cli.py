@@ -783,3 +783,5 @@ def test_precompile_refuses_by_name(here):
     done = fovea("precompile", "--list", *line, wide)
     assert done.returncode == UNSUPPORTED and "head_dim 100000; served: at most 65536" in done.stderr
     assert "sm80_forward<" in done.stdout
+    double = fovea("precompile", "--list", "--arch", "sm_80", f"fwd {PLAIN}".replace("bf16", "fp64"))
+    assert double.returncode == UNSUPPORTED and "fp64; accepted on a GPU: fp32, fp16, bf16" in double.stderr
