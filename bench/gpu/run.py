@@ -23,6 +23,7 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -39,6 +40,7 @@ from contenders import CONTENDERS, DEVICE, SLOW_TO_COMPILE, Inputs, Refused, mak
 
 L2_BYTES = 3 * 60e6
 RUNS = 3
+PATIENCE = 25  # seconds
 
 
 # ---- check ----
@@ -412,6 +414,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1e9, help="stop before the next row then")
     parser.add_argument("--random", type=int, default=10**6, help="how many of the random problems")
     parser.add_argument("--shard", default="0/1", help="I/N: every N-th of the rows, from the I-th on")
+    parser.add_argument("--after", default="", help="leave out the rows up to this one")
     parser.add_argument("--commit", default="", help="of the code, where there is no git to ask")
     parser.add_argument("--json", type=Path, help="write the rows there; rows of earlier runs that were not measured stay")
     parser.add_argument("--lines", action="store_true", help="print the rows' problems (for fovea precompile) and end")
@@ -431,6 +434,8 @@ def main() -> int:
     chosen.sort(key=lambda case: (order.index(case.group), case.name not in QUICK))
     index, count = map(int, options.shard.split("/"))
     chosen = chosen[index::count]
+    if options.after:
+        chosen = chosen[[case.name for case in chosen].index(options.after) + 1 :]
     if not chosen:
         parser.error("no row is of that name; there are: " + ", ".join(case.name for case in all_cases() if case.group != "random"))
     if options.lines:
@@ -459,6 +464,10 @@ def main() -> int:
         if late():
             print(f"stopped after {len(rows)} of {len(chosen)} rows: the time was up")
             break
+        onward = lambda name=case.name: resume(name, options.seconds - (time.monotonic() - started))  # noqa: E731
+        watch = threading.Timer(PATIENCE, onward)  # of a row that never ends
+        watch.daemon = True
+        watch.start()
         try:
             contenders = contenders_of(case, names)
             rows.append({**measure(case, contenders, options.each, known), "commit": about["commit"], "date": about["date"]})
@@ -467,11 +476,22 @@ def main() -> int:
         except Exception as error:
             failed += 1
             print(f"{case.name:36} ours: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError:
+                onward()
+        watch.cancel()
         torch.cuda.empty_cache()
         if options.json and rows:
             save(options.json, about, rows)
     summary(rows, names)
     return 1 if failed else 0
+
+
+def resume(name: str, seconds: float) -> None:
+    """After a fault that every later call of this process would see: a new process goes on behind that row."""
+    print(f"{name:36} took its process with it", flush=True)
+    os.execv(sys.executable, [sys.executable, *sys.argv, "--after", name, "--seconds", f"{seconds:.0f}"])
 
 
 def contenders_of(case: Case, names: list[str]) -> list[str]:
