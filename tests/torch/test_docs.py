@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples of docs/torch.md and of the package's docstring run, and print what they say."""
+"""The examples of docs/torch.md, README.md and the package's docstring run, and print what they say."""
 
 import doctest
 
@@ -14,6 +14,12 @@ def test_docs():
     result = doctest.testfile(str(ROOT / "docs/torch.md"), module_relative=False, optionflags=doctest.ELLIPSIS)
     assert result.failed == 0
     assert result.attempted > 20
+
+
+def test_readme():
+    result = doctest.testfile(str(ROOT / "README.md"), module_relative=False)
+    assert result.failed == 0
+    assert result.attempted > 5
 
 
 def test_docstring():
