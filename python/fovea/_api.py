@@ -116,6 +116,7 @@ def attention(
     return_lse     also returns the logarithm of each row's denominator, which the backward needs
     out            an array to write into
     backend        one of fovea.backends(), instead of the best
+    stream         the address of the CUDA stream to work on, instead of the current one of q's library
 
     Returns out, or (out, lse): of q's library, type and layout. lse is (B, Hq, Sq), packed (Hq, total_q), float32
     (float64 with float64 q).

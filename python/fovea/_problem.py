@@ -112,7 +112,7 @@ class Problem:
         self._base = ctypes.addressof(self._tensors)
         self._used = 0
         stream = options["stream"]
-        self._place = place = place_of("q", q, None if stream is None else _integer("stream", stream))
+        self._place = place = place_of("q", q, None if stream is None else _stream(stream))
         if place is not None:
             self.raw.device = 1  # FOVEA_CUDA
             self.raw.device_index = place.index
@@ -263,7 +263,7 @@ class Problem:
         if self._place is not None:
             raw.stream = self._place.stream
         elif options["stream"] is not None:
-            raw.stream = _integer("stream", options["stream"])
+            raw.stream = _stream(options["stream"])
 
     def _set_word(self, name: str, value: Any) -> None:
         """seed or offset: an integer, or an array of one whose memory the kernel reads."""
@@ -523,6 +523,13 @@ def _integer(name: str, value: Any) -> int:
     if not -(2**63) <= number < 2**63:
         raise ValueError(f"{name}: {number}; accepted: an integer of 64 bits")
     return number
+
+
+def _stream(value: Any) -> int:
+    if not hasattr(value, "__index__"):
+        accepted = "an integer, the address of a CUDA stream: torch.cuda.Stream.cuda_stream, cupy.cuda.Stream.ptr"
+        raise TypeError(f"stream: {value!r}; accepted: {accepted}")
+    return _integer("stream", value)
 
 
 def _length(name: str, value: Any) -> int:

@@ -191,7 +191,7 @@ BOTH = {
         (dict(offset=2**64), ValueError, "offset: 18446744073709551616; accepted"),
         (dict(rng="philox"), ValueError, "rng: 'philox'; accepted: 'fovea', 'torch_mem_efficient'"),
         (dict(stream=3), ValueError, "stream: 0x3; accepted: NULL on the CPU"),
-        (dict(stream="default"), TypeError, "stream: 'default'; accepted: an integer"),
+        (dict(stream="default"), TypeError, "stream: 'default'; accepted: an integer, .*cuda_stream"),
     ],
     "choices": [
         (dict(align="left"), ValueError, "align: 'left'; accepted: 'bottom_right', 'top_left'"),
