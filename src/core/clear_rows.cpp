@@ -39,7 +39,17 @@ std::vector<RowOutput> outputs_to_clear(const Call& call) {
   return outputs;
 }
 
+math::Rows rows_to_clear(const Call& call) {
+  math::Rows rows = call.rows;
+  if (rows.batch() == 0) {
+    rows.batch1 = 0;
+    rows.batch2 = 1;  // Rows::offset divides by it
+  }
+  return rows;
+}
+
 void clear_rows(const Call& call) {
+  const math::Rows rows = rows_to_clear(call);
   const double infinity = -std::numeric_limits<double>::infinity();
   const float short_infinity = -std::numeric_limits<float>::infinity();
   for (const RowOutput& output : outputs_to_clear(call)) {
@@ -49,11 +59,11 @@ void clear_rows(const Call& call) {
     if (output.is_lse) {
       std::memcpy(value, view.type == DType::kFp64 ? static_cast<const void*>(&infinity) : &short_infinity, size);
     }
-    for (std::int64_t n = 0; n < math::gaps(call.rows); ++n) {
-      const math::Gap gap = math::gap(call.rows, output.of_keys, n);
+    for (std::int64_t n = 0; n < math::gaps(rows); ++n) {
+      const math::Gap gap = math::gap(rows, output.of_keys, n);
       for (std::int64_t row = gap.first; row < gap.end; ++row) {
         for (std::int64_t head = 0; head < output.heads; ++head) {
-          const std::int64_t at = call.rows.offset(view.strides, gap.b, head, row);
+          const std::int64_t at = rows.offset(view.strides, gap.b, head, row);
           fill(static_cast<char*>(view.data) + at * static_cast<std::int64_t>(size), view.strides.col, output.columns,
                value, size);
         }

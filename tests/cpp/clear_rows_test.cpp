@@ -61,9 +61,9 @@ Results run(const Rows& rows, const char* backend, bool clear) {
   return results;
 }
 
-class ClearRows : public testing::TestWithParam<std::tuple<bool, const char*>> {};
+class ClearRowsOf : public testing::TestWithParam<std::tuple<bool, const char*>> {};
 
-TEST_P(ClearRows, OnlyRowsThatNoSequenceOwnsAndOnlyWhereItIsAskedFor) {
+TEST_P(ClearRowsOf, OnlyRowsThatNoSequenceOwnsAndOnlyWhereItIsAskedFor) {
   const Rows rows{std::get<0>(GetParam())};
   const Results left = run(rows, std::get<1>(GetParam()), false);
   const Results cleared = run(rows, std::get<1>(GetParam()), true);
@@ -88,7 +88,27 @@ TEST_P(ClearRows, OnlyRowsThatNoSequenceOwnsAndOnlyWhereItIsAskedFor) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Layouts, ClearRows, testing::Combine(testing::Bool(), testing::Values("cpu", "reference")),
+// Packed rows of no sequence.
+TEST(ClearRows, AllRowsWhereThereIsNoSequence) {
+  for (const char* backend : {"cpu", "reference"}) {
+    const Dims shape{3, kHeads, kHeadDim};
+    const Floats input(3 * kHeads * kHeadDim, 1);
+    Floats out(input.size(), kNaN);
+    Floats lse(3 * kHeads, kNaN);
+    const std::vector<std::int32_t> starts{0};
+    fovea::Options options;
+    options.backend = backend;
+    options.clear_rows = true;
+    options.cu_seqlens_q = options.cu_seqlens_k = fovea::tensor(starts, {1});
+    options.max_seqlen_q = options.max_seqlen_k = 4;
+    const fovea::Tensor in = fovea::tensor(input, shape);
+    fovea::forward(in, in, in, fovea::tensor(out, shape), fovea::tensor(lse, {kHeads, 3}), options);
+    EXPECT_EQ(out, Floats(input.size(), 0)) << backend;
+    EXPECT_EQ(lse, Floats(lse.size(), -std::numeric_limits<float>::infinity())) << backend;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Layouts, ClearRowsOf, testing::Combine(testing::Bool(), testing::Values("cpu", "reference")),
                          [](const auto& info) {
                            return std::string(std::get<0>(info.param) ? "Packed" : "Dense") + "_" +
                                   std::get<1>(info.param);
