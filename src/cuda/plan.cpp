@@ -16,6 +16,7 @@
 #include "cuda/config/sm90_bias_gradient.h"
 #include "cuda/config/sm90_forward.h"
 #include "cuda/config/sm90_small_backward.h"
+#include "cuda/config/tensor_map_limits.h"
 #include "cuda/cuda.h"
 #include "cuda/device/sm80_backward_sizes.h"
 #include "cuda/device/sm90_sizes.h"
@@ -421,9 +422,10 @@ class Planner {
     const Extents& e = p.bias.extents;
     const View& to = call_.grad_bias;
     constexpr std::int64_t kNumbersOfAGrain = 8;
+    constexpr std::int64_t kBytes = 2;
     constexpr std::uintptr_t kGrain = 16;
     const auto fits = [&](std::int64_t size, std::int64_t stride) {
-      return size <= 1 || (stride > 0 && stride % kNumbersOfAGrain == 0);
+      return size <= 1 || (stride > 0 && stride % kNumbersOfAGrain == 0 && map_takes_stride(stride, kBytes));
     };
     const bool whole = (e.batch1 || p.batch1 == 1) && (e.batch2 || p.batch2 == 1) && (e.head || p.heads_q == 1);
     const bool same = (features.bias == BiasTile::kBf16 && features.type == Type::kBf16) ||

@@ -88,7 +88,7 @@ TEST_P(ClearRowsOf, OnlyRowsThatNoSequenceOwnsAndOnlyWhereItIsAskedFor) {
   }
 }
 
-// Packed rows of no sequence.
+// Packed rows of no sequence, in a batch of two levels, 3 x 0.
 TEST(ClearRows, AllRowsWhereThereIsNoSequence) {
   for (const char* backend : {"cpu", "reference"}) {
     const Dims shape{3, kHeads, kHeadDim};
@@ -101,6 +101,7 @@ TEST(ClearRows, AllRowsWhereThereIsNoSequence) {
     options.clear_rows = true;
     options.cu_seqlens_q = options.cu_seqlens_k = fovea::tensor(starts, {1});
     options.max_seqlen_q = options.max_seqlen_k = 4;
+    options.batch_outer = 3;
     const fovea::Tensor in = fovea::tensor(input, shape);
     fovea::forward(in, in, in, fovea::tensor(out, shape), fovea::tensor(lse, {kHeads, 3}), options);
     EXPECT_EQ(out, Floats(input.size(), 0)) << backend;

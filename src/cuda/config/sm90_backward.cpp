@@ -3,6 +3,7 @@
 // What sm90_backward serves and its tile sizes. The figures were found by measuring on an H200
 // (spikes/hopper_backward); what leaves no room in shared memory goes to the next candidate.
 #include "cuda/config/sm90_backward.h"
+#include "cuda/config/tensor_map_limits.h"
 
 #include <algorithm>
 #include <vector>
@@ -13,26 +14,16 @@
 namespace fovea::cuda {
 namespace {
 
-// Tensor maps have coordinates of 32 bits and strides under 2^40 bytes.
-constexpr std::int64_t kMostRows = std::int64_t{1} << 29;
 constexpr std::int64_t kMostBlocks = std::int64_t{1} << 30;
-constexpr std::int64_t kMostBytes = std::int64_t{1} << 40;
 constexpr int kWide = 128;  // head dimensions beyond it are sm90_wide_backward's
 constexpr int kWidest = 256;
 
 bool is_wide(const Spec& spec) { return std::max(spec.d, spec.dv) > kWide; }
 
-bool has_map(const Operand& operand, std::int64_t rows, int element_bytes) {
-  const math::Strides& s = operand.strides;
-  const auto fits = [&](std::int64_t stride) { return stride >= 0 && stride * element_bytes < kMostBytes; };
-  return fits(s.batch1) && fits(s.batch2) && fits(s.head) && fits(s.row) && (rows <= 1 || s.row > 0);
-}
-
 const char* why_not(const Call& call, const Operands& operands, const Target& target, const BackwardWants& wants) {
   const Problem& p = call.problem;
   const math::Rows& rows = call.rows;
   const Spec& spec = operands.features;
-  constexpr int kBytes = 2;
   if (target.capability != 90) {
     return "compute capability other than 9.0";
   }
@@ -66,15 +57,16 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
   if (p.head_dim == 0 || p.head_dim_v == 0 || rows.limit_q == 0 || rows.limit_k == 0) {
     return "nothing to attend to";
   }
-  if (rows.rows_q >= kMostRows || rows.rows_k >= kMostRows || padded_rows(rows) * rows.heads_q >= kMostBlocks) {
+  if (rows.rows_q >= kMostMapRows || rows.rows_k >= kMostMapRows || padded_rows(rows) * rows.heads_q >= kMostBlocks) {
     return "2^29 rows or more";
   }
   if (rows.batch() * rows.heads_k * ((rows.limit_k + kRowPad - 1) / kRowPad) >= kMostBlocks) {
     return "2^30 blocks of keys or more";
   }
-  if (!has_map(operands.q, rows.rows_q, kBytes) || !has_map(operands.grad_out, rows.rows_q, kBytes) ||
-      !has_map(operands.k, rows.rows_k, kBytes) || !has_map(operands.v, rows.rows_k, kBytes) ||
-      !has_map(operands.bias, 1, bias_bytes(spec.bias)) || !has_map(operands.bias2, 1, bias_bytes(spec.bias2))) {
+  if (!has_row_map(operands.q.strides, rows.rows_q) || !has_row_map(operands.grad_out.strides, rows.rows_q) ||
+      !has_row_map(operands.k.strides, rows.rows_k) || !has_row_map(operands.v.strides, rows.rows_k) ||
+      !has_tensor_map(operands.bias.strides, bias_bytes(spec.bias)) ||
+      !has_tensor_map(operands.bias2.strides, bias_bytes(spec.bias2))) {
     return "strides that no tensor map has";
   }
   return nullptr;

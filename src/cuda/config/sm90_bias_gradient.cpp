@@ -3,6 +3,7 @@
 // Candidates in order of preference; the first that fits the shared memory is taken. The figures were found by
 // measuring on an H200 (spikes/hopper_backward).
 #include "cuda/config/sm90_bias_gradient.h"
+#include "cuda/config/tensor_map_limits.h"
 
 #include <algorithm>
 #include <utility>
@@ -21,15 +22,6 @@ struct Tiles {
   int planes;   // of the bias
   int buffers;  // of what changes with the entry
 };
-
-// Tensor maps have coordinates of 32 bits and strides under 2^40 bytes; rows of numbers of 16 bits.
-constexpr std::int64_t kMostRows = std::int64_t{1} << 29;
-bool has_map(const Operand& operand, std::int64_t rows) {
-  constexpr std::int64_t kMostStride = (std::int64_t{1} << 40) / 2;
-  const math::Strides& s = operand.strides;
-  const auto fits = [&](std::int64_t stride) { return stride >= 0 && stride < kMostStride; };
-  return fits(s.batch1) && fits(s.batch2) && fits(s.head) && fits(s.row) && (rows <= 1 || s.row > 0);
-}
 
 // What takes registers beyond the bias itself.
 int features_of(const Spec& s) {
@@ -82,11 +74,11 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
       rows.batch() == 0 || rows.heads_q == 0) {
     return "nothing to attend to";
   }
-  if (rows.rows_q >= kMostRows || rows.rows_k >= kMostRows || rows.batch() >= kMostRows) {
+  if (rows.rows_q >= kMostMapRows || rows.rows_k >= kMostMapRows || rows.batch() >= kMostMapRows) {
     return "2^29 rows or more";
   }
-  if (!has_map(operands.q, rows.rows_q) || !has_map(operands.k, rows.rows_k) || !has_map(operands.v, rows.rows_k) ||
-      !has_map(operands.grad_out, rows.rows_q)) {
+  if (!has_row_map(operands.q.strides, rows.rows_q) || !has_row_map(operands.k.strides, rows.rows_k) ||
+      !has_row_map(operands.v.strides, rows.rows_k) || !has_row_map(operands.grad_out.strides, rows.rows_q)) {
     return "strides that no tensor map has";
   }
   return nullptr;

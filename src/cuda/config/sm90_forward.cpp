@@ -3,6 +3,7 @@
 // What sm90_forward serves, its tile sizes and the order of its tiles. The figures were found by measuring on an H200
 // (spikes/hopper_forward); what leaves no room in shared memory goes to the next candidate.
 #include "cuda/config/sm90_forward.h"
+#include "cuda/config/tensor_map_limits.h"
 
 #include <algorithm>
 #include <vector>
@@ -14,16 +15,7 @@
 namespace fovea::cuda {
 namespace {
 
-// Tensor maps have coordinates of 32 bits and strides under 2^40 bytes.
-constexpr std::int64_t kMostRows = std::int64_t{1} << 29;
 constexpr std::int64_t kMostTiles = std::int64_t{1} << 30;
-constexpr std::int64_t kMostBytes = std::int64_t{1} << 40;
-
-bool has_map(const Operand& operand, int element_bytes) {
-  const math::Strides& s = operand.strides;
-  const auto fits = [&](std::int64_t stride) { return stride >= 0 && stride * element_bytes < kMostBytes; };
-  return fits(s.batch1) && fits(s.batch2) && fits(s.head) && fits(s.row);
-}
 
 // What features take of the registers, roughly: from kManyFeatures on, steps of 64 keys spill nothing where steps of
 // 128 do, and beyond a head_dim of 192 steps of 32.
@@ -50,16 +42,18 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
   if (p.head_dim == 0 || p.head_dim_v == 0 || rows.rows_k == 0 || rows.limit_k == 0) {
     return "nothing to attend to";
   }
-  if (rows.rows_q >= kMostRows || rows.rows_k >= kMostRows) {
+  if (rows.rows_q >= kMostMapRows || rows.rows_k >= kMostMapRows) {
     return "2^29 rows or more";
   }
-  if (rows.batch() >= kMostRows || rows.batch() * rows.heads_q * ((rows.limit_q + 127) / 128) >= kMostTiles) {
+  if (rows.batch() >= kMostMapRows || rows.batch() * rows.heads_q * ((rows.limit_q + 127) / 128) >= kMostTiles) {
     return "2^30 tiles of queries or more";
   }
   const auto moves = [](const Operand& operand, std::int64_t count) { return count <= 1 || operand.strides.row > 0; };
-  if (!has_map(operands.q, kBytes) || !has_map(operands.k, kBytes) || !has_map(operands.v, kBytes) ||
-      !moves(operands.q, rows.rows_q) || !moves(operands.k, rows.rows_k) || !moves(operands.v, rows.rows_k) ||
-      !has_map(operands.bias, bias_bytes(spec.bias)) || !has_map(operands.bias2, bias_bytes(spec.bias2))) {
+  if (!has_tensor_map(operands.q.strides, kBytes) || !has_tensor_map(operands.k.strides, kBytes) ||
+      !has_tensor_map(operands.v.strides, kBytes) || !moves(operands.q, rows.rows_q) ||
+      !moves(operands.k, rows.rows_k) || !moves(operands.v, rows.rows_k) ||
+      !has_tensor_map(operands.bias.strides, bias_bytes(spec.bias)) ||
+      !has_tensor_map(operands.bias2.strides, bias_bytes(spec.bias2))) {
     return "strides that no tensor map has";
   }
   return nullptr;

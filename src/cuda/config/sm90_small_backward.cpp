@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/config/sm90_small_backward.h"
+#include "cuda/config/tensor_map_limits.h"
 
 #include <algorithm>
 
@@ -7,14 +8,6 @@
 
 namespace fovea::cuda {
 namespace {
-
-// Tensor maps have coordinates of 32 bits and strides under 2^40 bytes.
-constexpr std::int64_t kMost = std::int64_t{1} << 29;
-bool has_map(const math::Strides& s, std::int64_t rows) {
-  constexpr std::int64_t kMostStride = (std::int64_t{1} << 40) / 2;
-  const auto fits = [&](std::int64_t stride) { return stride >= 0 && stride < kMostStride; };
-  return fits(s.batch1) && fits(s.batch2) && fits(s.head) && fits(s.row) && (rows <= 1 || s.row > 0);
-}
 
 const char* why_not(const Call& call, const Operands& operands, const Target& target) {
   const Problem& p = call.problem;
@@ -40,12 +33,13 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
     return "gradients of a sink, or of a bias without queries or keys";
   }
   if (rows.limit_q == 0 || rows.limit_k == 0 || p.head_dim == 0 || p.head_dim_v == 0 || rows.batch() == 0 ||
-      rows.heads_q == 0 || rows.batch() * rows.heads_q >= kMost) {
+      rows.heads_q == 0 || rows.batch() * rows.heads_q >= kMostMapRows) {
     return "nothing to attend to, or 2^29 heads";
   }
-  if (!has_map(operands.q.strides, rows.rows_q) || !has_map(operands.k.strides, rows.rows_k) ||
-      !has_map(operands.v.strides, rows.rows_k) || !has_map(operands.grad_out.strides, rows.rows_q) ||
-      !has_map(call.out.strides, rows.rows_q) || !is_aligned(call, call.out, rows.heads_q, rows.rows_q, p.head_dim_v)) {
+  if (!has_row_map(operands.q.strides, rows.rows_q) || !has_row_map(operands.k.strides, rows.rows_k) ||
+      !has_row_map(operands.v.strides, rows.rows_k) || !has_row_map(operands.grad_out.strides, rows.rows_q) ||
+      !has_row_map(call.out.strides, rows.rows_q) ||
+      !is_aligned(call, call.out, rows.heads_q, rows.rows_q, p.head_dim_v)) {
     return "strides that no tensor map has";
   }
   return nullptr;
