@@ -40,8 +40,17 @@ std::vector<RowOutput> outputs_to_clear(const Call& call) {
   return outputs;
 }
 
+math::Rows rows_to_clear(const Call& call) {
+  math::Rows rows = call.rows;
+  if (rows.batch() == 0) {
+    rows.batch1 = 0;
+    rows.batch2 = 1;  // Rows::offset divides by it
+  }
+  return rows;
+}
+
 void clear_rows(const Call& call) {
-  const math::Rows& rows = call.rows;
+  const math::Rows rows = rows_to_clear(call);
   const double infinity = -std::numeric_limits<double>::infinity();
   const float short_infinity = -std::numeric_limits<float>::infinity();
   for (const RowOutput& output : outputs_to_clear(call)) {

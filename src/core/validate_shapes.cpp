@@ -69,10 +69,8 @@ void Validator::shapes() {
   }
 
   math::Rows& rows = call_.rows;
-  // No sequence at all is none of one: Rows::offset divides by the inner level.
-  const bool none = problem_.batch() == 0;
-  rows.batch1 = none ? 0 : problem_.batch1;
-  rows.batch2 = none ? 1 : problem_.batch2;
+  rows.batch1 = problem_.batch1;
+  rows.batch2 = problem_.batch2;
   rows.heads_q = problem_.heads_q;
   rows.heads_k = problem_.heads_k;
   rows.rows_q = q.shape[rank - 3];

@@ -75,7 +75,7 @@ void Launcher::clear_rows(std::size_t number) {
   constexpr u32 kMinusInfinity = 0xff800000;  // in fp32
   const Launch& step = plan_.launches[number];
   ClearRowsArgs args;
-  args.rows = call_.rows;
+  args.rows = rows_to_clear(call_);
   args.parts = step.pieces;
   int count = 0;
   for (const RowOutput& output : outputs_to_clear(call_)) {
