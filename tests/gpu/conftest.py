@@ -3,7 +3,8 @@
 $FOVEA_BUILD (build/), and the first CUDA device that PyTorch sees; without one every test is skipped and says why.
 
 FOVEA_TEST_DEVICE=cpu runs those that know nothing of CUDA on the CPU backend: whoever changes these tests checks with
-it that a failure on a GPU is the kernels'. --shard and --report are for run.py, which spreads the tests over processes.
+it that a failure on a GPU is the kernels'. FOVEA_TEST_DEVICE=compile compiles the small kernels of test_device*.py
+without a GPU (a skipped test was compiled, a failed one was not). --shard and --report are for run.py, which spreads the tests over processes.
 """
 
 import json
@@ -55,6 +56,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if NAME == "cuda" and not torch.cuda.is_available() and "nogpu" not in item.keywords:
             item.add_marker(pytest.mark.skip(reason="no CUDA device here (torch.cuda.is_available() is False)"))
+        elif NAME == "compile" and not item.path.name.startswith("test_device"):
+            item.add_marker(pytest.mark.skip(reason="FOVEA_TEST_DEVICE=compile, and this one has no text to compile"))
         elif NAME == "cpu" and "cuda" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="FOVEA_TEST_DEVICE=cpu, and this one is about CUDA itself"))
 

@@ -3,97 +3,11 @@
 by NVRTC and judged by PyTorch. What these are wrong about, every kernel is wrong about.
 """
 
-import ctypes
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-import nvrtc
-
-DEVICE = torch.device("cuda", 0)
-
-
-def driver(name, *arguments):
-    cuda = ctypes.CDLL("libcuda.so.1")
-    result = getattr(cuda, name)(*arguments)
-    assert result == 0, f"{name}: {result}"
-
-
-class LaunchAttribute(ctypes.Structure):
-    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
-
-
-class LaunchConfig(ctypes.Structure):
-    _fields_ = [("sizes", ctypes.c_uint * 7), ("stream", ctypes.c_void_p),
-                ("attributes", ctypes.POINTER(LaunchAttribute)), ("count", ctypes.c_uint)]  # fmt: skip
-
-
-PROGRAMMATIC_STREAM_SERIALIZATION = 6
-
-
-def run(body, *tensors, threads=32, blocks=1, times=1, shared=0, file="scores.cuh", parameters=None):
-    """A kernel with this body; the tensors are its parameters p0, p1, ... as pointers to their types. Launched several
-    times, each launch may begin before the one before it has ended."""
-    names = {torch.float32: "float", torch.int32: "int", torch.int64: "long long", torch.bfloat16: "u16",
-             torch.float16: "u16", torch.uint8: "unsigned char"}  # fmt: skip
-    declared = parameters or ", ".join(f"{names[t.dtype]}* p{n}" for n, t in enumerate(tensors))
-    text = f"""#include "{file}"
-    namespace fovea::cuda {{
-    template <int kUnused>
-    __global__ void test_kernel({declared}) {{
-      extern __shared__ __align__(128) unsigned char memory[];
-      const u32 shared = shared_address(memory);
-      const Thread thread;
-      const int lane = thread.lane, g = thread.g, t = thread.t;
-      (void)shared; (void)lane; (void)g; (void)t;
-      {body}
-    }}
-    }}
-    """
-    major, minor = torch.cuda.get_device_capability(DEVICE)
-    built = nvrtc.compile_text(text, "fovea::cuda::test_kernel<0>", major * 10 + minor)
-    torch.zeros(1, device=DEVICE)  # a context
-    module, function = ctypes.c_void_p(), ctypes.c_void_p()
-    driver("cuModuleLoadData", ctypes.byref(module), built.cubin)
-    driver("cuModuleGetFunction", ctypes.byref(function), module, built.symbol.encode())
-    values = [ctypes.c_void_p(t.data_ptr()) for t in tensors]
-    array = (ctypes.c_void_p * max(1, len(values)))(*[ctypes.addressof(v) for v in values])
-    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    attribute = LaunchAttribute(PROGRAMMATIC_STREAM_SERIALIZATION, b"", 1, b"")
-    sizes = (ctypes.c_uint * 7)(blocks, 1, 1, threads, 1, 1, shared)
-    config = LaunchConfig(sizes, stream, ctypes.pointer(attribute), 0)
-    for _ in range(times):
-        driver("cuLaunchKernelEx", ctypes.byref(config), function, array, None)
-        config.count = 1 if major >= 9 else 0
-    torch.cuda.synchronize()
-    driver("cuModuleUnload", module)
-
-
-def poison(*shape, dtype=torch.float32):
-    if dtype.is_floating_point:
-        return torch.full(shape, math.nan, dtype=dtype, device=DEVICE)
-    return torch.full(shape, -7, dtype=dtype, device=DEVICE)
-
-
-def normal(*shape, dtype=torch.float32):
-    return torch.randn(shape, device=DEVICE).to(dtype)
-
-
-def fragment(accumulators):
-    """[row tile][column tile][4] of 32 lanes (first dimension) as a matrix."""
-    _, rows, columns, _ = accumulators.shape
-    lane = torch.arange(32, device=DEVICE)
-    g, t = lane // 4, lane % 4
-    matrix = torch.full((rows * 16, columns * 8), math.nan, device=DEVICE)
-    for i in range(rows):
-        for j in range(columns):
-            for e in range(4):
-                matrix[i * 16 + g + 8 * (e >> 1), j * 8 + t * 2 + (e & 1)] = accumulators[:, i, j, e]
-    return matrix
+from small_kernel import DEVICE, architecture, fragment, normal, poison, run
 
 
 # ---- copies, shared memory ----
@@ -136,8 +50,7 @@ def test_barriers():
 def test_kernels_that_overlap_wait_for_each_other():
     """Each adds 1 to what the one before it wrote last of all."""
     got = torch.zeros(4, dtype=torch.int32, device=DEVICE)
-    major, minor = torch.cuda.get_device_capability(DEVICE)
-    run(f"""begin_kernel<{major * 10 + minor}>();
+    run(f"""begin_kernel<{architecture()}>();
         volatile int* const place = p0 + block_index();
         const int found = *place;
         const long long begun = clock64();
@@ -184,10 +97,10 @@ def test_ldmatrix(transposed):
 # ---- arithmetic ----
 
 
-def test_uniform():
+def test_uniform_and_opaque():
     got = poison(32, dtype=torch.int32)
-    run("p0[lane] = int(uniform(0x12345678u));", got)
-    assert (got == 0x12345678).all()
+    run("p0[lane] = opaque(int(uniform(0x12345678u))) + opaque(lane);", got)
+    assert torch.equal(got, 0x12345678 + torch.arange(32, dtype=torch.int32, device=DEVICE))
 
 
 @pytest.mark.parametrize("name, function, error", [("ex2", torch.exp2, 3e-7), ("lg2", torch.log2, 3e-7), ("rcp", torch.reciprocal, 2e-7)])  # fmt: skip
@@ -256,8 +169,7 @@ def test_product_of_tiles(dtype, columns):
 
 def test_reduce4():
     got, values = torch.zeros(8, device=DEVICE), torch.arange(8, dtype=torch.float32, device=DEVICE)
-    major, minor = torch.cuda.get_device_capability(DEVICE)
-    for arch in {80, 90 if major >= 9 else 80}:
+    for arch in {80, 90 if architecture() >= 90 else 80}:
         got.zero_()
         run(f"""const float v[4] = {{p1[lane % 2 * 4], p1[lane % 2 * 4 + 1], p1[lane % 2 * 4 + 2], p1[lane % 2 * 4 + 3]}};
             reduce4<{arch}>(p0 + lane % 2 * 4, v);""", got, values)  # fmt: skip

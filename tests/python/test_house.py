@@ -96,3 +96,14 @@ def test_sizes():
         assert len((ROOT / name).read_text().splitlines()) < 150
     for name in tracked("src/math/*.h"):
         assert len((ROOT / name).read_text().splitlines()) < 300, name
+
+
+@pytest.mark.parametrize("header, tests", [
+    ("ptx.cuh", ["small_kernel.py", "test_device.py"]), ("sm90_ptx.cuh", ["test_device_sm90.py"]), ("wgmma.cuh", ["test_device_sm90.py"]),
+])  # fmt: skip
+def test_every_wrapper_of_an_instruction_has_its_test(header, tests):
+    code = code_of(ROOT / "src" / "cuda" / "device" / header)
+    wrappers = set(re.findall(r"(?:__forceinline__|constexpr) (?:void|int|u16|u32|u64|float|float2|uint4) (\w+)\(", code))
+    assert len(wrappers) >= 8
+    text = "".join((ROOT / "tests" / "gpu" / name).read_text() for name in tests)
+    assert {name for name in wrappers if not re.search(rf"\b{name}\b", text)} == set()
