@@ -2,11 +2,14 @@
 """What other attention kernels get wrong without a word, as cases. Each line names whose fault it was, as far as known;
 all go through the same judgement as the case table."""
 
+import math
+
 import pytest
 import torch
 
 from fovea.torch import attention
 from problem import parse
+from tensors import Tensors
 from trial import Trial
 
 LINES = {
@@ -68,6 +71,36 @@ def test_sum_of_4096_terms_of_one_sign(line, device):
     error = (grad.buffer[grad.index].double() - right.reshape(grad.shape)).abs().max().item()
     assert right.abs().max().item() > 10, "the terms cancel"
     assert error <= 1e-5 * right.abs().max().item(), f"{error:.3g} of {right.abs().max().item():.3g}"
+
+
+@pytest.mark.parametrize("line", [
+    "bwd b=2 hq=2 sq=90 sk=90 d=64 bf16 mask=b,h,q,k dlse need=q,k,v values=dead_rows",
+    "bwd b=2 hq=2 sq=130 sk=200 d=128 fp16 bias=1,h,q,k dlse need=q,k,v,bias values=dead_rows",
+    "bwd b=2 hq=2 sq=130 sk=90 d=256 bf16 mask=b,1,q,k dlse need=q,k,v values=dead_rows",
+    "bwd b=2 hq=2 sq=90 sk=90 d=32 fp32 mask=b,h,q,k dlse need=q,k,v det values=dead_rows",
+    "bwd b=2 hq=2 sq=70 sk=90 d=520 bf16 bias=b,h,q,k dlse need=q,k,v,bias values=dead_rows",
+    "bwd b=40 hq=2 sq=49 sk=49 d=32 dv=64 bf16 bias=1,h,q,k dlse need=q,k,v,bias values=dead_rows",
+    "bwd b=40 hq=2 sq=49 sk=64 d=64 dv=16 fp16 bias=1,h,q,k dlse need=q,k,v values=dead_rows",
+    "bwd b=2 hq=2 sq=90 sk=90 d=64 bf16 bias=b,h,q,1 dlse need=q,k,v,bias values=dead_rows",
+])  # fmt: skip
+def test_dead_rows_whose_gradients_are_not_finite(line, device, monkeypatch):
+    """What a loss says of the logsumexp of -inf is often NaN or infinite: it reaches no gradient."""
+    fill = Tensors._fill_family
+
+    def fill_and_spoil(self):
+        fill(self)
+        rows = torch.arange(self.problem.sq, device=self.device)
+        spoilt = torch.tensor([math.nan, math.inf, -math.inf], device=self.device)[rows // 3 % 3]
+        self.write_padded("grad_lse", torch.where(rows % 3 == 0, spoilt, self.padded("grad_lse")))
+
+    monkeypatch.setattr(Tensors, "_fill_family", fill_and_spoil)
+    p = parse(line)
+    p.case_seed = 8
+    trial = Trial(p, device)
+    trial.prepare(True)
+    trial.run(True)
+    faults = trial.judge(True)
+    assert not faults, "\n".join([p.line(), *faults])
 
 
 def normal(*shape, device, dtype=torch.bfloat16, grad=False):

@@ -141,6 +141,22 @@ def test_option(name, layout):
         close(got, want.grads[gradient], 1e-6 if is_bias32 else tolerance)
 
 
+def test_dead_rows_whose_gradients_are_not_finite():
+    """Nothing comes through a row that meets no key, not even NaN."""
+    q, k, v = qkv()
+    grad_out, grad_lse = normal(B, SQ, HQ, DV, seed=4), normal(B, HQ, SQ, seed=5)
+    out, lse = fovea.attention(q, k, v, mask=DEAD, return_lse=True)
+    dead = np.isneginf(lse)
+    assert dead.any()
+    want = fovea.attention_backward(grad_out, q, k, v, out, lse, grad_lse=grad_lse, mask=DEAD)
+    for spoilt in (np.nan, np.inf):
+        grad_lse[dead] = spoilt
+        np.swapaxes(grad_out, 1, 2)[dead] = spoilt
+        got = fovea.attention_backward(grad_out, q, k, v, out, lse, grad_lse=grad_lse, mask=DEAD)
+        for name in "qkv":
+            np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, bfloat16], ids=str)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_types(dtype, direction):

@@ -238,7 +238,8 @@ __global__ void __launch_bounds__(256, 3) backward_prepare(const __grid_constant
   for (int pass = 0; pass < kPasses; ++pass) {
     const float sum = sum_of_lanes<kLanes>(sums[pass]);
     if (lane == 0 && inside) {
-      const float delta = math::delta(sum, grads_of_lse[pass]);
+      // A dead row's P of 0 would make NaN of what is not finite.
+      const float delta = references[pass] == kInfinity ? 0.f : math::delta(sum, grads_of_lse[pass]);
       a.row_lse[first + pass * kPass + mine] = references[pass] * a.lse_factor;
       a.row_delta[first + pass * kPass + mine] = delta;
       largest = fmaxf(largest, fabsf(delta));

@@ -77,6 +77,7 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
   constexpr bool kDropout = S.dropout != DropoutRule::kNone;
   constexpr float kLargestOutside = 0x1p40f;  // of a bias
   const float kNan = __uint_as_float(0x7fffffffu);
+  constexpr bool kMoves = kGroups > 1;  // a launch of two warpgroups has 255 registers already
   constexpr int kRegistersToCopy = kGroups == 3 ? 56 : kParts > 2 ? 40 : 88;
   constexpr int kRegisters = kGroups == 3 ? 152 : kParts > 2 ? 232 : 208;
   static_assert(kGroups >= 1 && kGroups <= 3 && S.type != Type::kFp32 && S.tiles == 1);
@@ -110,7 +111,9 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
   }
 
   if (warpgroup == 0) {
-    fewer_registers<kRegistersToCopy>();
+    if constexpr (kMoves) {
+      fewer_registers<kRegistersToCopy>();
+    }
     if (threadIdx.x == 0) {
       sm90_bias_copy_rows<S, false>(a, m, base, barriers);
     } else if (threadIdx.x == 32) {
@@ -122,7 +125,9 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
   }
 
   // ---- the warpgroups that compute ----
-  more_registers<kRegisters>();
+  if constexpr (kMoves) {
+    more_registers<kRegisters>();
+  }
   const Thread thread;
   const int warp = thread.warp - 4;  // among those that compute
   const int group = warp / 4;
@@ -251,6 +256,7 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
         }
         wgmma_wait<1>();
         pin(flat_s);
+        __syncwarp();
         if (last && leader) {
           barrier_arrive(barriers.empty(unit_q));
         }
@@ -287,6 +293,7 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
         pin(flat_s);  // before what is waited for next
         wgmma_wait<0>();
         pin(flat_dp);
+        __syncwarp();  // what its lanes read of row vectors and inputs they have
         if (last && leader) {
           barrier_arrive(barriers.empty(unit_o));
           if constexpr (kEntryBytes > 0) {

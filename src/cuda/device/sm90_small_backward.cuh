@@ -219,25 +219,27 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
   float sum[kSum ? 32 : 1] = {};
   Ring<S.stages> ring;
   u32 flip = 0;
-  // Of the next head, loaded while this one is computed: the logsumexp of a row, which this thread hands over, and the
-  // gradients of those whose delta this lane makes.
+  // Of the next head, loaded while this one is computed: logsumexp and its gradient of the rows whose delta this lane
+  // makes.
   constexpr int kLanes = V / 8;  // of a row of dO
   constexpr int kPasses = kLanes / 2;
-  float lse = kInfinity;
+  float lse[kPasses];
   float grad_lse[kPasses] = {};
+#pragma unroll
+  for (int i = 0; i < kPasses; ++i) {
+    lse[i] = kInfinity;
+  }
   const auto delta_row = [&](int pass) { return pass * (128 / kLanes) + thread / kLanes; };
   const auto load_rows = [&](const SmallEntry& e) {
     const auto at = [&](const math::Strides& s, int row) {
       return e.b1 * s.batch1 + e.b2 * s.batch2 + e.head * s.head + row * s.row;
     };
-    if (thread < band.seqlen_q) {
-      lse = math::backward_reference(static_cast<const float*>(a.lse.data)[at(a.lse.strides, thread)]);
-    }
-    if (a.grad_lse.data != nullptr) {
 #pragma unroll
-      for (int i = 0; i < kPasses; ++i) {
-        if (delta_row(i) < band.seqlen_q) {
-          grad_lse[i] = static_cast<const float*>(a.grad_lse.data)[at(a.grad_lse.strides, delta_row(i))];
+    for (int i = 0; i < kPasses; ++i) {
+      if (const int row = delta_row(i); row < band.seqlen_q) {
+        lse[i] = math::backward_reference(static_cast<const float*>(a.lse.data)[at(a.lse.strides, row)]);
+        if (a.grad_lse.data != nullptr) {
+          grad_lse[i] = static_cast<const float*>(a.grad_lse.data)[at(a.grad_lse.strides, row)];
         }
       }
     }
@@ -287,9 +289,6 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
 
     // ---- logsumexp and delta; dO and O are swizzled alike, so that chunks of 16 bytes pair up at equal places ----
     const u32 grad_out = part + ring.buffer() * kSizes.head + 2 * kSizes.q + kSizes.v;
-    if (thread < kSmallRows) {
-      store_shared(row + thread * 4, lse);
-    }
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
       const u32 at = grad_out + (i * 128 + thread) * 16;
@@ -304,7 +303,8 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
       }
       dot = sum_of_lanes<kLanes>(dot);
       if (lane % kLanes == 0) {
-        store_shared(row + (kSmallRows + delta_row(i)) * 4, math::delta(dot, grad_lse[i]));
+        store_shared(row + delta_row(i) * 4, lse[i]);
+        store_shared(row + (kSmallRows + delta_row(i)) * 4, lse[i] == kInfinity ? 0.f : math::delta(dot, grad_lse[i]));
       }
     }
     if (n + workers < u32(m.list)) {
