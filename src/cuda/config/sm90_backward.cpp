@@ -6,6 +6,7 @@
 #include "cuda/config/tensor_map_limits.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <vector>
 
 #include "cuda/device/args.h"
@@ -40,6 +41,9 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
     if (sm90_outer_bytes(spec) > 0) {
       return "head_dim over 128 with a bias of fp32 or two of full size";
     }
+    if (spec.query_term) {
+      return "head_dim over 128 with a bias or mask without keys";
+    }
   }
   if (spec.dropout == DropoutRule::kTorchMemEfficient) {
     return "dropout by the rule torch_mem_efficient";
@@ -47,9 +51,6 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
   constexpr int kNarrow = 64;
   if (std::max(spec.d, spec.dv) > kNarrow && spec.softcap && wants.column_sum) {
     return "softcap with the gradient of a bias without queries, which take too many registers over head_dim 64";
-  }
-  if (spec.query_term) {
-    return "a bias or mask without keys";
   }
   if (!wants.dkv) {
     return "neither dk nor dv";
@@ -92,6 +93,7 @@ std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool orde
     return {{2, 1, 64, 2, 2}};
   }
   const bool bias = spec.bias != BiasTile::kNone;
+  const bool rows = spec.query_term || spec.row_sum;
   const bool much = spec.dropout != DropoutRule::kNone || spec.softcap || spec.mask;  // what takes registers
   if (sm90_outer_bytes(spec) > 0) {
     if (ordered) {
@@ -138,7 +140,7 @@ std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool orde
     if (bias) {
       return {{2, 1, 64, 3, 3, true}, {2, 1, 64, 3, 3}};
     }
-    if (spec.banded) {
+    if (spec.banded || rows) {
       return {{3, 1, 64, 3, 2, true}, {2, 1, 64, 3, 3}};
     }
     return {{2, 1, 128, 2, 2, true}, {2, 1, 64, 3, 3}};
@@ -181,6 +183,7 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
   spec.dq = has_dq;
   spec.dkv = wants.dkv;
   spec.column_sum = wants.column_sum;
+  spec.row_sum = wants.row_sum && !is_ordered && !is_wide(spec);
   spec.dbias_store = wants.dbias_store && spec.dq && !is_wide(spec);
   for (const Tiles& tiles : candidates(spec, call.rows.limit_k, is_ordered)) {
     spec.warps = 4 * tiles.groups;
@@ -221,6 +224,20 @@ std::int64_t sm90_backward_items(const Call& call, const Spec& spec) {
 std::int64_t sm90_backward_blocks(const Call& call, const Spec& spec, const Target& target) {
   const std::int64_t items = sm90_backward_items(call, spec);
   return is_wide(spec) ? 2 * items : std::min<std::int64_t>(items, target.multiprocessors);
+}
+
+std::int64_t sm90_backward_heads_in_turn(const Call& call, const Spec& spec, const Target& target) {
+  if (call.problem.window_left >= 0 || spec.ordered || spec.ragged) {
+    return 1;
+  }
+  static const char* const trial = std::getenv("FOVEA_TURNS");
+  const std::int64_t rounds = trial != nullptr ? std::atoi(trial) : 2;
+  const std::int64_t blocks = is_wide(spec) ? target.multiprocessors / 2 : target.multiprocessors;
+  const std::int64_t heads = call.rows.batch() * call.rows.heads_k;
+  const std::int64_t wanted = (rounds * blocks + sm90_backward_key_blocks(call, spec) - 1) /
+                              std::max<std::int64_t>(sm90_backward_key_blocks(call, spec), 1);
+  const std::int64_t turns = std::max<std::int64_t>(heads / std::max<std::int64_t>(wanted, 1), 1);
+  return std::max<std::int64_t>((heads + turns - 1) / turns, 1);
 }
 
 bool sm90_backward_counts(const Call& call, const Spec& spec, const Target& target) {

@@ -19,5 +19,7 @@ std::int64_t sm90_backward_key_blocks(const Call& call, const Spec& spec);
 std::int64_t sm90_backward_items(const Call& call, const Spec& spec);
 std::int64_t sm90_backward_blocks(const Call& call, const Spec& spec, const Target& target);
 bool sm90_backward_counts(const Call& call, const Spec& spec, const Target& target);
+// Key heads whose blocks are begun by turns, the longest first: 1 where all are as long.
+std::int64_t sm90_backward_heads_in_turn(const Call& call, const Spec& spec, const Target& target);
 
 }  // namespace fovea::cuda

@@ -35,13 +35,23 @@ struct Sm90KeyBlock {
   // In order the blocks of a band begin at the last keys: the queries of a block begin where it stands, so that those
   // before it are always ahead.
   static constexpr bool kFromTheEnd = S.ordered && S.banded;
+  // Under a causal mask the first keys have the most queries. A few heads at a time begin with these and leave the short
+  // blocks for the end, where they fill the chip evenly; all heads at once would not stay in L2.
+  static constexpr bool kByTurns = S.banded && !S.ordered && !S.ragged;
 
   __device__ __forceinline__ Sm90KeyBlock(const Args& a, const Sm90BackwardArgs& m, u32 index) {
     constexpr int keys = sm90_backward_sizes(S).keys;
-    const u32 head_of_batch = index / u32(m.key_blocks);
+    u32 head_of_batch = index / u32(m.key_blocks);
     u32 own = index - head_of_batch * u32(m.key_blocks);
     if constexpr (kFromTheEnd) {
       own = u32(m.key_blocks) - 1 - own;
+    }
+    if constexpr (kByTurns) {
+      const u32 before = head_of_batch / u32(m.heads_in_turn) * u32(m.heads_in_turn);
+      const u32 heads = min(u32(m.heads_in_turn), u32(m.blocks) / u32(m.key_blocks) - before);
+      const u32 number = index - before * u32(m.key_blocks);
+      own = number / heads;
+      head_of_batch = before + number - own * heads;
     }
     key0 = int(own) * keys;
     const u32 b = head_of_batch / u32(m.heads_k);
@@ -190,7 +200,7 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
       for (int n = here.count; n > 0; --n, query += S.step) {
         const u32 full = barriers.q_full(ring.buffer());
         barrier_wait(barriers.q_empty(ring.buffer()), ring.parity() ^ 1);
-        barrier_expect(full, S.step * (S.d + S.dv) * 2 + 2 * kSizes.rows);
+        barrier_expect(full, S.step * (S.d + S.dv) * 2 + (S.query_term ? 3 : 2) * kSizes.rows);
 #pragma unroll 1
         for (int p = 0; p < S.d / kPanelD; ++p) {
           tensor_load(base + kSizes.q_at + ring.buffer() * kSizes.q + p * S.step * kPanelD * 2, m.q, full,
@@ -204,6 +214,9 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
         const int row = here.row0 + head * int(a.padded_rows) + query;
         bulk_load(base + kSizes.lse_at + ring.buffer() * kSizes.rows, a.row_lse + row, kSizes.rows, full);
         bulk_load(base + kSizes.delta_at + ring.buffer() * kSizes.rows, a.row_delta + row, kSizes.rows, full);
+        if constexpr (S.query_term) {
+          bulk_load(base + kSizes.terms_at + ring.buffer() * kSizes.rows, a.row_term + row, kSizes.rows, full);
+        }
         ring.next();
         if (--until_keys == 0) {
           load_keys();
