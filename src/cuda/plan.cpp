@@ -273,7 +273,7 @@ class Planner {
       schedule.threads = kSm90ScheduleThreads;
       add(Step::kSm90Schedule, schedule, std::min<std::int64_t>(order.tiles, 1));
     }
-    add(Step::kSm90Forward, kernel, sm90_forward_blocks(order, plan_.target));
+    add(Step::kSm90Forward, kernel, sm90_forward_blocks(order, kernel.spec, plan_.target));
   }
 
   // Where the queries alone keep too few multiprocessors busy, keys are split among blocks.
@@ -348,6 +348,7 @@ class Planner {
     BackwardWants work;
     work.dkv = p.need.k || p.need.v;
     work.column_sum = any(Gradient::kColumns);
+    work.row_sum = any(Gradient::kRows) && !p.deterministic && std::getenv("FOVEA_ROWS") != nullptr;
     // With a sink fp32 has steps of small P lifted, which sums in memory do not know of.
     const bool lifts = features.type == Type::kFp32 && p.sink;
     work.dq =
@@ -364,6 +365,9 @@ class Planner {
     Workspace& workspace = plan_.workspace;
     workspace.add(Region::kRowLse, padded * kFloat);
     workspace.add(Region::kRowDelta, padded * kFloat);
+    if (hopper.why_not == nullptr && features.query_term) {
+      workspace.add(Region::kRowTerm, padded * kFloat);
+    }
     if (sums_dq) {
       workspace.add(Region::kDqSum, padded * dq_columns * kFloat);
     }
@@ -398,7 +402,7 @@ class Planner {
     if (sums_dq) {
       add(Step::kBackwardConvert, part("backward_convert", spec), heads * tiles_of(rows.limit_q, kConvertRows));
     }
-    const bool row_sum = any(Gradient::kRows);
+    const bool row_sum = any(Gradient::kRows) && !hopper.kernel.spec.row_sum;
     const bool dq_alone = p.need.q && !work.dq;
     if (dq_alone || row_sum) {
       const Kernel kernel = taken(sm80_backward_dq(features, plan_.target, dq_alone, row_sum));

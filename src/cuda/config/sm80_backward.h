@@ -15,6 +15,7 @@ struct BackwardWants {
   bool dq = false;  // added to dq_sum; only together with dkv
   bool dkv = false;
   bool column_sum = false;
+  bool row_sum = false;      // by atomics: sm90_backward
   bool dbias_store = false;  // dS is stored as the gradient of a bias: sm90_backward
   bool ordered = false;      // dq is added in a fixed order: sm90_backward
 };

@@ -52,6 +52,15 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
   if (std::max(spec.d, spec.dv) > kNarrow && spec.softcap && wants.column_sum) {
     return "softcap with the gradient of a bias without queries, which take too many registers over head_dim 64";
   }
+  if (std::max(spec.d, spec.dv) > kNarrow && (spec.query_term || wants.row_sum) &&
+      (spec.dropout != DropoutRule::kNone || spec.softcap || spec.mask || spec.bias != BiasTile::kNone ||
+       spec.bias2 != BiasTile::kNone || wants.column_sum)) {
+    return "head_dim over 64 with a bias without keys and dropout, a softcap, a mask or a second bias";
+  }
+  static const bool takes_rows = std::getenv("FOVEA_ROWS") != nullptr;
+  if (!takes_rows && (spec.query_term || wants.row_sum)) {
+    return "a bias or mask without keys";
+  }
   if (!wants.dkv) {
     return "neither dk nor dv";
   }
@@ -140,7 +149,14 @@ std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool orde
     if (bias) {
       return {{2, 1, 64, 3, 3, true}, {2, 1, 64, 3, 3}};
     }
-    if (spec.banded || rows) {
+    if (rows) {  // three warpgroups have too few registers
+      static const char* const trial = std::getenv("FOVEA_ROWS");
+      if (trial != nullptr && *trial == '1') {
+        return {{2, 1, 128, 2, 2, true}, {2, 1, 64, 3, 3}};
+      }
+      return {{2, 1, 64, 3, 3, true}, {2, 1, 64, 3, 3}};
+    }
+    if (spec.banded) {
       return {{3, 1, 64, 3, 2, true}, {2, 1, 64, 3, 3}};
     }
     return {{2, 1, 128, 2, 2, true}, {2, 1, 64, 3, 3}};

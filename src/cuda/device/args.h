@@ -76,6 +76,7 @@ struct Args {
   Tensor grad_lse;
   float* row_lse = nullptr;    // logsumexp, in the unit that the kernel subtracts; +inf where nothing is attended
   float* row_delta = nullptr;  // <do, o> - dlse
+  float* row_term = nullptr;   // query_term, for kernels that take it by tiles of padded rows
   i64 padded_rows = 0;         // of one head, all sequences
   float* dq_sum = nullptr;     // [head][padded row][d] in register order (sm80_backward.cuh)
   u32* turns = nullptr;  // sm90_backward, in order: a ticket, then how many blocks have added to 64 rows of dq_sum

@@ -15,7 +15,8 @@
 // beyond the call's own tensors:
 //   backward_prepare   batch * heads_q * ceil(limit_q / 128): head_dim_v (of `out`, real), out, grad_out (fp32: both as
 //                      the caller gave them), lse, grad_lse, row_lse, row_delta, padded_rows, lse_factor; where wanted:
-//                      dq_sum with Spec::d, turns, sink and sink_sum; fp32: sizes, whose last part it writes
+//                      dq_sum with Spec::d, turns, row_sum (set to zero, too), row_term, sink and sink_sum; fp32:
+//                      sizes, whose last part it writes
 //   backward_convert   batch * heads_q * ceil(limit_q / kConvertRows): dq_sum, padded_rows, grad_q, out_dim,
 //                      vector_stores, scale
 //   reduce_columns     planes * ceil(bias_keys / 32): grad_bias, bias_keys, column_sum, column_pitch
@@ -242,6 +243,16 @@ __global__ void __launch_bounds__(256, 3) backward_prepare(const __grid_constant
       const float delta = references[pass] == kInfinity ? 0.f : math::delta(sum, grads_of_lse[pass]);
       a.row_lse[first + pass * kPass + mine] = references[pass] * a.lse_factor;
       a.row_delta[first + pass * kPass + mine] = delta;
+      if (a.row_sum != nullptr) {
+        a.row_sum[first + pass * kPass + mine] = 0;
+      }
+      if (a.row_term != nullptr) {
+        const int row = row_of_pass(pass);
+        a.row_term[first + pass * kPass + mine] =
+            row < place.q_len
+                ? static_cast<const float*>(a.query_term.data)[place.plane(a.query_term.strides, block.head) + row]
+                : 0.f;
+      }
       largest = fmaxf(largest, fabsf(delta));
       const float share = math::grad_sink(sink, references[pass], delta);  // -p_sink delta
       of_sink += row_of_pass(pass) < place.q_len ? share : 0.f;

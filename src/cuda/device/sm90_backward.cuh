@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   static_assert(D % 16 == 0 && V % 16 == 0 && D <= 128 && V <= 128);
   static_assert(M == 64 || (M == 128 && kGroups == 2));
   static_assert(!S.halves || (kGroups == 2 && M == 64 && D == 128));
-  static_assert(!S.query_term && S.q_buffers <= 2);
+  static_assert((!S.row_sum || !S.ordered) && S.q_buffers <= 2);
   static_assert(!S.direct || (S.dq && !S.bulk && !S.ragged));
   static_assert((!S.bulk && !S.ordered) || (S.dq && !S.halves && (S.bulk || !S.ordered)));
   static_assert(!S.dbias_store || (S.dq && kBias && !S.softcap && !S.banded && !S.ragged));
@@ -381,7 +381,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
         wgmma_wait<0>();
         pin(dp);
         u32 grads[M / 4];
-        scores[f].gradients(grads, s, dp, a, loaded, delta);
+        scores[f].gradients(grads, s, dp, a, loaded, delta, block.row0 + head * int(a.padded_rows) + query);
         u32 weights[M / 4];
 #pragma unroll
         for (int i = 0; i < M / 4; ++i) {

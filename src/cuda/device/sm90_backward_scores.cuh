@@ -3,8 +3,8 @@
 // From dot products to P and dS for the accumulator of a warpgroup of sm90_backward: 64 keys by S.step queries, of
 // which a thread has two rows (keys g and g + 8 of its warp's 16) and columns 8 n + 2 t + e.
 //
-//   Sm90BackwardScores   scale, softcap, bias, ALiBi, key terms, dropout; the band and the end of the sequence; sums of
-//                        dS over queries
+//   Sm90BackwardScores   scale, softcap, bias, ALiBi, key and query terms, dropout; the band and the end of the
+//                        sequence; sums of dS over queries and over keys
 //   store_accumulator    dK, dV to rows of any alignment
 //
 // What is read from shared memory is loaded 16 queries ahead, the first of it while products run.
@@ -38,10 +38,16 @@ struct Sm90BackwardScores {
   struct Loaded {
     u32 bias[2][4];
     float2 rows[2][2];
+    float2 terms[S.query_term ? 2 : 1][2];
 
     __device__ __forceinline__ void load(u32 panel, u32 lse, int k) {
       if constexpr (kBias) {
         ldmatrix_trans(bias[k & 1], panel + k * 2048);
+      }
+      if constexpr (S.query_term) {
+        constexpr u32 kFromLse = sm90_backward_sizes(S).terms_at - sm90_backward_sizes(S).lse_at;
+        terms[k & 1][0] = load_shared2(lse + kFromLse + k * 64);
+        terms[k & 1][1] = load_shared2(lse + kFromLse + k * 64 + 32);
       }
       load_delta(lse, k);
     }
@@ -176,6 +182,10 @@ struct Sm90BackwardScores {
             if constexpr (!S.softcap) {
               x *= a.scale;
             }
+            if constexpr (S.query_term) {
+              const float2 pair = loaded.terms[k & 1][n & 1];
+              x += e == 0 ? pair.x : pair.y;
+            }
             if constexpr (kBias) {
               const u32 pair = loaded.bias[k & 1][(n & 1) * 2 + r];
               x += e == 0 ? low<kBiasType>(pair) : high<kBiasType>(pair);
@@ -273,14 +283,15 @@ struct Sm90BackwardScores {
     }
   }
 
-  // dS from P and dP, as pairs of 16 bits. loaded: the first 16 queries of delta.
+  // dS from P and dP, as pairs of 16 bits. loaded: the first 16 queries of delta; row: of the step in row vectors.
   __device__ __forceinline__ void gradients(u32 (&grads)[M / 4], const float (&s)[M / 2], const float (&dp)[M / 2],
-                                            const Args& a, Loaded& loaded, u32 delta) {
+                                            const Args& a, Loaded& loaded, u32 delta, int row) {
 #pragma unroll
     for (int k = 0; k < M / 16; ++k) {
       if (k + 1 < M / 16) {
         loaded.load_delta(delta, k + 1);
       }
+      float over_keys[4] = {};  // sums of this thread's keys, of queries 16 k + 8 i / 2 + 2 t + i % 2
 #pragma unroll
       for (int n = 2 * k; n < 2 * k + 2; ++n) {
         const float deltas[2] = {loaded.rows[k & 1][n & 1].x, loaded.rows[k & 1][n & 1].y};
@@ -298,6 +309,9 @@ struct Sm90BackwardScores {
             if constexpr (S.column_sum) {
               sums[r] += grad[e];
             }
+            if constexpr (S.row_sum) {
+              over_keys[(n & 1) * 2 + e] += grad[e];
+            }
           }
           if constexpr (S.softcap) {
             grad[0] *= low<Type::kFp16>(derivatives[2 * n + r]);
@@ -306,6 +320,23 @@ struct Sm90BackwardScores {
           grads[2 * n + r] = pack<S.type>(grad[0], grad[1]);
         }
       }
+      if constexpr (S.row_sum) {
+        add_to_rows(a.row_sum + row + 16 * k, over_keys);
+      }
+    }
+  }
+
+  // Sums over this warp's keys, of 16 queries: lanes halve what they hold as they add up.
+  static __device__ __forceinline__ void add_to_rows(float* to, const float (&x)[4]) {
+    const int lane = threadIdx.x % 32;
+    const auto half = [&](float low, float high, int bit) {
+      const bool upper = (lane & bit) != 0;
+      return (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, bit);
+    };
+    float sum = half(half(x[0], x[2], 16), half(x[1], x[3], 16), 8);
+    sum += __shfl_xor_sync(~0u, sum, 4);
+    if ((lane & 4) == 0) {
+      atomicAdd(to + (lane / 16 * 8 + lane % 4 * 2 + lane / 8 % 2), sum);
     }
   }
 

@@ -25,8 +25,8 @@ struct Sm90BackwardSizes {
 
   // Bytes of one buffer; `leaving`: a warpgroup's part of dQ on its way out.
   int k, v, q, grad_out, grads, leaving, outer, outer2, rows;
-  // Where the first of its buffers lies. rows: logsumexp, then delta, of every stage.
-  int k_at, v_at, q_at, grad_out_at, grads_at, leaving_at, outer_at, outer2_at, lse_at, delta_at, barriers_at,
+  // Where the first of its buffers lies. rows: logsumexp, then delta, then query terms, of every stage.
+  int k_at, v_at, q_at, grad_out_at, grads_at, leaving_at, outer_at, outer2_at, lse_at, delta_at, terms_at, barriers_at,
       number_at, loads_at;
   int bytes;  // all of it
 };
@@ -57,7 +57,8 @@ constexpr Sm90BackwardSizes sm90_backward_sizes(const Spec& s) {
   x.outer2_at = x.outer_at + s.q_buffers * x.outer;
   x.lse_at = x.outer2_at + s.q_buffers * x.outer2;
   x.delta_at = x.lse_at + s.stages * x.rows;
-  x.barriers_at = x.delta_at + s.stages * x.rows;
+  x.terms_at = x.delta_at + s.stages * x.rows;
+  x.barriers_at = x.terms_at + (s.query_term ? s.stages * x.rows : 0);
   x.number_at = x.barriers_at + 224;
   x.loads_at = x.barriers_at + 288;
   x.bytes = x.barriers_at + 352;

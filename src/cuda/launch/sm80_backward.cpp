@@ -17,6 +17,7 @@ void Launcher::backward_arguments() {
   a.grad_lse = tensor(call_.grad_lse);
   a.row_lse = region<float>(Region::kRowLse);
   a.row_delta = region<float>(Region::kRowDelta);
+  a.row_term = region<float>(Region::kRowTerm);
   a.dq_sum = region<float>(Region::kDqSum);
   a.turns = region<u32>(Region::kTurns);
   a.grad_q = tensor(call_.grad_q);
