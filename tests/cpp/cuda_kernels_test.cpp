@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Every kernel that the planner takes for the case table, compiled without a GPU: none may spill, use local memory
-// beyond a small budget, or have products that ptxas serialised. Their number is printed. All of them take minutes on
-// many cores; FOVEA_KERNELS says how many are taken (a number, or "all"), spread evenly over the sorted list.
+// beyond a small budget, take more registers than its blocks have, or have products that ptxas serialised. Their number
+// is printed. All of them take minutes on many cores; FOVEA_KERNELS says how many are taken (a number, or "all"),
+// spread evenly over the sorted list.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
+
+#include <time.h>
 
 #include <algorithm>
 #include <atomic>
@@ -29,9 +32,22 @@ constexpr std::size_t kFewest = 4;   // with FOVEA_CASES=reduced: the library is
 constexpr int kMostSpilt = 128;
 constexpr int kMostStack = 160;
 
-std::vector<jit::Request> requests_for(const std::string& architecture) {
+constexpr int kRegisters = 65536;  // of a multiprocessor, on every architecture that is served
+
+struct Job {
+  jit::Request request;
+  int registers = 0;  // that a thread may have, with as many blocks on a multiprocessor as the kernel counts on
+};
+
+// Hopper's kernels share a multiprocessor's registers among the warpgroups of one block.
+int registers_of(const Kernel& kernel) {
+  const bool alone = std::string_view(kernel.name).starts_with("sm90_");
+  return kRegisters / (kernel.threads * (alone ? 1 : kernel.spec.ctas));
+}
+
+std::vector<Job> jobs_for(const std::string& architecture) {
   const Target target = target_of(architecture);
-  std::map<std::string, jit::Request> requests;
+  std::map<std::string, Job> jobs;
   for (const check::Case& c : check::cases(check::Table::kFull)) {
     for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
       Problem problem = c.problem;
@@ -49,31 +65,34 @@ std::vector<jit::Request> requests_for(const std::string& architecture) {
       const Call call = validate(shapes.get(), direction, /*shapes_only=*/true);
       for (const Kernel& kernel : kernels_for(call, target)) {
         const jit::Request request = request_of(kernel, target);
-        requests.emplace(request.expression(), request);
+        jobs.emplace(request.expression(), Job{request, registers_of(kernel)});
       }
     }
   }
-  std::vector<jit::Request> sorted;
-  for (auto& [expression, request] : requests) {
-    sorted.push_back(request);
+  std::vector<Job> sorted;
+  for (auto& [expression, job] : jobs) {
+    sorted.push_back(job);
   }
   return sorted;
 }
 
-std::vector<jit::Request> sampled(const std::vector<jit::Request>& all) {
+std::vector<Job> sampled(const std::vector<Job>& all) {
   const char* const asked = std::getenv("FOVEA_KERNELS");
   const bool reduced = check::table_of_environment() == check::Table::kReduced;
   const std::string text = asked != nullptr ? asked : std::to_string(reduced ? kFewest : kSample);
   const std::size_t count = text == "all" ? all.size() : std::min<std::size_t>(std::stoul(text), all.size());
-  std::vector<jit::Request> some;
+  std::vector<Job> some;
   for (std::size_t i = 0; i < count; ++i) {
     some.push_back(all[i * all.size() / count]);
   }
   return some;
 }
 
-std::vector<std::string> faults_of(const jit::Report& report) {
+std::vector<std::string> faults_of(const jit::Report& report, int registers) {
   std::vector<std::string> faults;
+  if (report.registers > registers) {
+    faults.push_back(fmt::format("{} registers a thread; its blocks have {}", report.registers, registers));
+  }
   if (report.spill_bytes > kMostSpilt) {
     faults.push_back(fmt::format("{} bytes spilt; accepted: {}", report.spill_bytes, kMostSpilt));
   }
@@ -88,11 +107,18 @@ std::vector<std::string> faults_of(const jit::Report& report) {
   return faults;
 }
 
+// A compilation takes one thread; others may share its core.
+double seconds_of_this_thread() {
+  timespec now{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
+
 class CudaKernels : public ::testing::TestWithParam<const char*> {};
 
 TEST_P(CudaKernels, CompileWithoutLosses) {
-  const std::vector<jit::Request> all = requests_for(GetParam());
-  const std::vector<jit::Request> some = sampled(all);
+  const std::vector<Job> all = jobs_for(GetParam());
+  const std::vector<Job> some = sampled(all);
   ASSERT_GT(all.size(), 500u);
   jit::Settings settings;
   settings.nvrtc = jit_testing::nvrtc_search();
@@ -100,21 +126,31 @@ TEST_P(CudaKernels, CompileWithoutLosses) {
   std::mutex mutex;
   std::atomic<std::size_t> next = 0;
   int spilling = 0;
+  double total = 0;
+  double slowest = 0;
+  std::string slowest_name;
   const auto work = [&] {
     for (std::size_t n = next++; n < some.size(); n = next++) {
       std::vector<std::string> faults;
       bool spills = false;
+      const double start = seconds_of_this_thread();
       try {
-        const auto binary = jit.binary(some[n]);
-        faults = faults_of(binary->report);
+        const auto binary = jit.binary(some[n].request);
+        faults = faults_of(binary->report, some[n].registers);
         spills = binary->report.spill_bytes > 0;
       } catch (const Error& error) {
         faults.emplace_back(error.what());
       }
       const std::lock_guard<std::mutex> lock(mutex);
       spilling += spills ? 1 : 0;
+      const double seconds = seconds_of_this_thread() - start;
+      total += seconds;
+      if (seconds > slowest) {
+        slowest = seconds;
+        slowest_name = some[n].request.expression();
+      }
       for (const std::string& fault : faults) {
-        ADD_FAILURE() << some[n].architecture << " " << some[n].expression() << ": " << fault;
+        ADD_FAILURE() << some[n].request.architecture << " " << some[n].request.expression() << ": " << fault;
       }
     }
   };
@@ -126,8 +162,9 @@ TEST_P(CudaKernels, CompileWithoutLosses) {
   for (std::thread& thread : threads) {
     thread.join();
   }
-  std::printf("%s: %zu kernels for the case table, %zu compiled, %d with a spill\n", GetParam(), all.size(),
-              some.size(), spilling);
+  std::printf("%s: %zu kernels for the case table, %zu compiled, %d with a spill; %.2f s each, at most %.2f: %s\n",
+              GetParam(), all.size(), some.size(), spilling, total / static_cast<double>(some.size()), slowest,
+              slowest_name.c_str());
 }
 
 INSTANTIATE_TEST_SUITE_P(Architectures, CudaKernels, ::testing::Values("sm_80", "sm_90", "sm_120"),
