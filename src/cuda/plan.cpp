@@ -371,7 +371,8 @@ class Planner {
     if (sums_dq) {
       workspace.add(Region::kDqSum, padded * dq_columns * kFloat);
     }
-    if (hopper.why_not == nullptr && sm90_backward_counts(call_, hopper.kernel.spec, plan_.target)) {
+    if (hopper.why_not == nullptr &&
+        (hopper.kernel.spec.stores_first || sm90_backward_counts(call_, hopper.kernel.spec, plan_.target))) {
       constexpr std::int64_t kRowsOfATurn = 64;
       workspace.add(Region::kTurns, (1 + padded / kRowsOfATurn) * std::int64_t{sizeof(u32)});
     }
@@ -388,6 +389,7 @@ class Planner {
 
     Spec spec = small(features.type);
     spec.d = dq_columns;
+    spec.stores_first = hopper.kernel.spec.stores_first;
     Spec before = spec;
     before.dv = std::min(features.dv, before.dv);
     const std::int64_t heads = rows.batch() * rows.heads_q;

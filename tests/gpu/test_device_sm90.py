@@ -226,6 +226,22 @@ def test_tensor_store(box, at, wait):
     assert torch.equal(storage.nan_to_num(nan=99), want.nan_to_num(nan=99))
 
 
+def test_bulk_store():
+    """Each of four blocks stores what one warp wrote, in two parts."""
+    got = poison(4 * 64)
+    hopper("""store_shared(shared + lane * 8, float2{float(lane), float(block_index())});
+        fence_async();
+        __syncwarp();
+        if (lane == 0) {
+          bulk_store(p0 + block_index() * 64, shared, 192);
+          bulk_store(p0 + block_index() * 64 + 48, shared + 192, 64);
+          bulk_commit();
+          bulk_wait();
+        }""", got, blocks=4, shared=256)  # fmt: skip
+    block, lane = torch.meshgrid(torch.arange(4.0, device=DEVICE), torch.arange(32.0, device=DEVICE), indexing="ij")
+    assert torch.equal(got.view(4, 32, 2), torch.stack([lane, block], 2))
+
+
 def test_bulk_add():
     """Eight blocks add 64 tiles each, through two buffers that are filled again when they have been read."""
     got = torch.ones(64, device=DEVICE)

@@ -213,6 +213,8 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
     spec.direct = has_dq && !spec.ragged && !is_wide(spec) && call.rows.limit_k <= 64 * tiles.groups * tiles.tiles;
     spec.ordered = is_ordered && !spec.direct;
     spec.bulk = has_dq && tiles.bulk && !spec.direct;
+    static const bool stores = std::getenv("FOVEA_STORES") != nullptr;
+    spec.stores_first = spec.bulk && stores;
     spec.delay = has_dq && tiles.delay;
     spec.halves = has_dq && tiles.halves;
     if (spec.ordered && !spec.bulk) {

@@ -79,7 +79,9 @@ struct Args {
   float* row_term = nullptr;   // query_term, for kernels that take it by tiles of padded rows
   i64 padded_rows = 0;         // of one head, all sequences
   float* dq_sum = nullptr;     // [head][padded row][d] in register order (sm80_backward.cuh)
-  u32* turns = nullptr;  // sm90_backward, in order: a ticket, then how many blocks have added to 64 rows of dq_sum
+  // sm90_backward: a ticket; then for 64 rows of dq_sum how many blocks have added to them (in order), or that one
+  // stores there (1) or has stored (2).
+  u32* turns = nullptr;
   Tensor grad_q, grad_k, grad_v;
   float lse_factor = 1;       // backward_prepare: row_lse in units of the scores (1) or of their powers of 2 (log2 e)
   float* row_sum = nullptr;   // sums of dS over keys, as row_lse lies: gradients of biases that are broadcast over keys

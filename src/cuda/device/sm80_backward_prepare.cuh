@@ -4,7 +4,7 @@
 //
 //   backward_prepare   per query: delta = <do, o> - dlse, the logsumexp as the products subtract it, both padded so
 //                      that tiles of rows never cross a sequence; partial sums of the sink's gradient; dq_sum set to
-//                      zero
+//                      zero (but for stores_first: then where nobody stored it is zero for backward_convert)
 //   backward_convert   dq_sum (fp32, in the order of the accumulators) to dq
 //   reduce_columns     column_sum to the gradient of a bias that is broadcast over queries
 //   reduce_rows        row_sum to the gradient of a bias that is broadcast over keys (and queries)
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(256, 3) backward_prepare(const __grid_constant
     }
   }
 
-  if (inside && a.dq_sum != nullptr) {
+  if (!S.stores_first && inside && a.dq_sum != nullptr) {
     float* sum = a.dq_sum + first * S.d;
     for (int i = threadIdx.x * 4; i < kRowPad * S.d; i += 1024) {
       store_global(sum + i, {});
@@ -283,8 +283,9 @@ __global__ void __launch_bounds__(256) backward_convert(const __grid_constant__ 
   const Thread thread;
   const RowBlock<kConvertRows> block(a);
   const Place& place = block.place;
-  const float* const sums =
-      a.dq_sum + (row_of_head(a, place.b, block.head, place.queries()) + block.first) * S.d + thread.lane * 4;
+  const i64 first = row_of_head(a, place.b, block.head, place.queries()) + block.first;
+  const float* const sums = a.dq_sum + first * S.d + thread.lane * 4;
+  const bool stored = !S.stores_first || (block.first < place.q_len && a.turns[1 + first / kConvertRows] != 0);
   const i64 to = place.query_rows(a.grad_q.strides, block.head);
   const float scale = S.type == Type::kFp32 ? 1.f : a.scale;
 #pragma unroll 2
@@ -297,7 +298,7 @@ __global__ void __launch_bounds__(256) backward_convert(const __grid_constant__ 
     float4 x[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      x[j] = *reinterpret_cast<const float4*>(sums + (n * 2 + j) * 128);
+      x[j] = stored ? *reinterpret_cast<const float4*>(sums + (n * 2 + j) * 128) : float4{};
       x[j] = {x[j].x * scale, x[j].y * scale, x[j].z * scale, x[j].w * scale};
     }
     if (S.type != Type::kFp32 && a.vector_stores) {

@@ -35,8 +35,8 @@ struct Sm90KeyBlock {
   // In order the blocks of a band begin at the last keys: the queries of a block begin where it stands, so that those
   // before it are always ahead.
   static constexpr bool kFromTheEnd = S.ordered && S.banded;
-  // Under a causal mask the first keys have the most queries. A few heads at a time begin with these and leave the short
-  // blocks for the end, where they fill the chip evenly; all heads at once would not stay in L2.
+  // Under a causal mask the first keys have the most queries. A few heads at a time begin with these and leave the
+  // short blocks for the end, where they fill the chip evenly; all heads at once would not stay in L2.
   static constexpr bool kByTurns = S.banded && !S.ordered && !S.ragged;
 
   __device__ __forceinline__ Sm90KeyBlock(const Args& a, const Sm90BackwardArgs& m, u32 index) {
@@ -315,7 +315,9 @@ __device__ __forceinline__ void sm90_backward_store_bias(const Args& a, const Sm
 }
 
 // Adds dQ to dq_sum, 64 queries a time, as the warpgroups hand them over. In order: a block waits until all blocks that
-// come before it and meet the queries have added theirs, and says so when its own sums have arrived.
+// come before it and meet the queries have added theirs, and says so when its own sums have arrived. stores_first:
+// nobody has cleared dq_sum; who comes first stores, and whoever comes meanwhile waits for it. Nobody waits for a block
+// that waits itself: what it waits for it has not begun to store.
 template <Spec S>
 __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90BackwardArgs& m, u32 base,
                                                   const Sm90BackwardBarriers& barriers) {
@@ -336,25 +338,47 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90Backw
 #pragma unroll 1
       for (int n = 0; n < block.count * kParts; ++n, query += 64) {
         const int row = block.row0 + (block.head0 + i) * int(a.padded_rows) + query;
+        u32* const turn = a.turns + 1 + row / 64;
+        u32 before = 2;
+        if constexpr (S.stores_first && !S.ordered) {
+          before = load_acquire(turn);  // while sums are on their way
+        }
         barrier_wait(barriers.leaving_full(place), parity >> place & 1);
         parity ^= 1u << place;
+        if constexpr (S.stores_first && !S.ordered) {
+          if (before != 2) {
+            before = atomicCAS(turn, 0u, 1u);
+            while (before != 0 && load_acquire(turn) != 2) {
+            }
+          }
+          fence_async_all();
+        }
         if constexpr (S.ordered) {
-          u32 before = u32(own);
+          before = u32(own);
           if constexpr (Sm90KeyBlock<S>::kFromTheEnd) {
             const int last = min(query / S.step * S.step + S.step, block.place.q_len) - 1 + block.band.high;
             before = u32(min(last, block.place.k_len - 1)) / kSizes.keys - before;
           }
-          while (load_acquire(a.turns + 1 + row / 64) != before) {
+          while (load_acquire(turn) != before) {
           }
           fence_async_all();
         }
-        bulk_add(a.dq_sum + i64(row) * S.d, base + kSizes.leaving_at + place * kSizes.leaving, kSizes.leaving);
+        const u32 from = base + kSizes.leaving_at + place * kSizes.leaving;
+        if (S.stores_first && before == 0) {
+          bulk_store(a.dq_sum + i64(row) * S.d, from, kSizes.leaving);
+        } else {
+          bulk_add(a.dq_sum + i64(row) * S.d, from, kSizes.leaving);
+        }
         bulk_commit();
         if constexpr (S.ordered) {
           bulk_wait();
           barrier_arrive(barriers.leaving_empty(place));
-          add_release(a.turns + 1 + row / 64, 1);
+          add_release(turn, 1);
         } else {
+          if (S.stores_first && before == 0) {
+            bulk_wait();
+            add_release(turn, 1);
+          }
           bulk_wait_read<1>();
           if (place_before >= 0) {
             barrier_arrive(barriers.leaving_empty(place_before));

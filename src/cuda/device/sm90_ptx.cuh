@@ -113,6 +113,11 @@ __device__ __forceinline__ void bulk_load(u32 to, const void* from, int bytes, u
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
+// cp.async.bulk from shared to global memory.
+__device__ __forceinline__ void bulk_store(void* to, u32 from, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+               : "memory");
+}
 // cp.reduce.async.bulk (Data Movement: cp.reduce.async.bulk): contiguous floats of shared memory are added to global
 // memory.
 __device__ __forceinline__ void bulk_add(float* to, u32 from, int bytes) {
