@@ -444,7 +444,9 @@ class Planner {
   // dk, dv and dq in one kernel; deterministic calls add to dq in order.
   Choice backward_for_hopper(BackwardWants wants) {
     wants.ordered = call_.problem.deterministic && call_.problem.need.q && wants.dkv;
-    wants.dq = wants.dq || wants.ordered;
+    // By itself dq is summed in memory, too; the generic kernel's own pass gives the same bits every time.
+    const bool alone = call_.problem.need.q && !wants.dkv && !call_.problem.deterministic;
+    wants.dq = wants.dq || wants.ordered || alone;
     Choice choice = sm90_backward(call_, plan_.operands, plan_.target, wants);
     // What is new is asked for by name.
     const Spec& features = plan_.operands.features;

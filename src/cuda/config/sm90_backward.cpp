@@ -61,7 +61,7 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
   if (!takes_rows && (spec.query_term || wants.row_sum)) {
     return "a bias or mask without keys";
   }
-  if (!wants.dkv) {
+  if (!wants.dkv && (!wants.dq || is_wide(spec))) {
     return "neither dk nor dv";
   }
   if (p.head_dim == 0 || p.head_dim_v == 0 || rows.limit_q == 0 || rows.limit_k == 0) {

@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   constexpr int kRegistersToCopy = kGroups == 3 ? 32 : 40;
   constexpr int kRegisters = kGroups == 3 ? 160 : 232;
   static_assert(kGroups == 2 || kGroups == 3);
-  static_assert(kType != Type::kFp32 && S.dropout != DropoutRule::kTorchMemEfficient && S.dkv);
+  static_assert(kType != Type::kFp32 && S.dropout != DropoutRule::kTorchMemEfficient && (S.dkv || S.dq));
   static_assert(D % 16 == 0 && V % 16 == 0 && D <= 128 && V <= 128);
   static_assert(M == 64 || (M == 128 && kGroups == 2));
   static_assert(!S.halves || (kGroups == 2 && M == 64 && D == 128));
@@ -382,28 +382,32 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
         pin(dp);
         u32 grads[M / 4];
         scores[f].gradients(grads, s, dp, a, loaded, delta, block.row0 + head * int(a.padded_rows) + query);
-        u32 weights[M / 4];
+        if constexpr (S.dkv) {
+          u32 weights[M / 4];
 #pragma unroll
-        for (int i = 0; i < M / 4; ++i) {
-          weights[i] = kDropout ? pack_positive<kType>(s[2 * i], s[2 * i + 1]) : pack<kType>(s[2 * i], s[2 * i + 1]);
-        }
-        wgmma_fence();
+          for (int i = 0; i < M / 4; ++i) {
+            weights[i] = kDropout ? pack_positive<kType>(s[2 * i], s[2 * i + 1]) : pack<kType>(s[2 * i], s[2 * i + 1]);
+          }
+          wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < M / 16; ++k) {
-          wgmma_registers<kType>(dv[f], weights + 4 * k, descriptor(o_inside + o_now + k * kRowV, kHighV));
+          for (int k = 0; k < M / 16; ++k) {
+            wgmma_registers<kType>(dv[f], weights + 4 * k, descriptor(o_inside + o_now + k * kRowV, kHighV));
+          }
+          wgmma_commit();
         }
-        wgmma_commit();
         if constexpr (S.dq) {
 #pragma unroll
           for (int k = 0; k < M / 16; ++k) {
             stmatrix_trans(panel + k * 2048, grads[4 * k], grads[4 * k + 1], grads[4 * k + 2], grads[4 * k + 3]);
           }
         }
+        if constexpr (S.dkv) {
 #pragma unroll
-        for (int k = 0; k < M / 16; ++k) {
-          wgmma_registers<kType>(dk[f], grads + 4 * k, descriptor(q_inside + q_now + k * kRowD, kHighD));
+          for (int k = 0; k < M / 16; ++k) {
+            wgmma_registers<kType>(dk[f], grads + 4 * k, descriptor(q_inside + q_now + k * kRowD, kHighD));
+          }
+          wgmma_commit();
         }
-        wgmma_commit();
         if (!kOverlap && f + 1 < kBlocks) {
           wgmma_wait<0>();
           pin(dk[f]);
@@ -477,12 +481,12 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
           }
         }
       }
-      if (a.grad_k.data != nullptr) {
+      if (S.dkv && a.grad_k.data != nullptr) {
         store_accumulator<kType>(static_cast<u16*>(a.grad_k.data) + same.place.key_rows(a.grad_k.strides, same.head_k),
                                  a.grad_k.strides, dk[f], a.scale, key, same.place.k_len, a.out_dim, a.vector_stores,
                                  t);
       }
-      if (a.grad_v.data != nullptr) {
+      if (S.dkv && a.grad_v.data != nullptr) {
         store_accumulator<kType>(static_cast<u16*>(a.grad_v.data) + same.place.key_rows(a.grad_v.strides, same.head_k),
                                  a.grad_v.strides, dv[f], kDropout ? a.keep_scale : 1.f, key, same.place.k_len,
                                  a.out_dim_v, a.vector_stores, t);
