@@ -62,7 +62,7 @@ constexpr T weight_base_2(T score, T unit, T reference_in_base_2) {
   return exp2(score * unit - reference_in_base_2);
 }
 
-// Where a reference (in natural units) is larger, weights are made by the next form.
+// Where a reference (in base 2) is larger, weights are made by the next form.
 inline constexpr float kLargestFusedReference = 1024;
 
 // weight() for any score: subtracted before it is scaled. lift: the weight is multiplied by 2^lift.

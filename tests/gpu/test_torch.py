@@ -128,6 +128,58 @@ def test_first_call_in_a_capture_is_named_or_works(device):
     assert torch.equal(out, attention(q, k, v, softcap=3.0))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 512])
+def test_scores_of_a_billion(head_dim, dtype, device):
+    """Each query is one of the keys, and every other score is smaller by millions: its value comes out as it is."""
+    q = (torch.randint(0, 2, (1, 2, 200, head_dim), device=device) * 2 - 1).to(dtype) * 16000
+    v = normal(1, 2, 200, head_dim, device=device, dtype=dtype)
+    for causal in (False, True):
+        out = attention(q, q, v, causal=causal)
+        assert torch.allclose(out, v, rtol=1e-6, atol=0) if dtype == torch.float32 else torch.equal(out, v)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_an_infinity_in_v_stays_in_its_column(dtype, device):
+    q, k, v = qkv(device, dtype=dtype, grad=False)
+    right = sdpa64(q, k, v, causal=True)[0]
+    v[0, 1, 5, 3] = torch.inf
+    out = attention(q, k, v, causal=True)
+    assert not out[0, 1, 5:, 3].isfinite().any(), "where the key takes part"
+    out[0, 1, :, 3] = right[0, 1, :, 3].to(dtype)
+    close(out, right)
+
+
+@pytest.mark.cuda
+def test_first_call_beside_the_capture_of_another_thread(device):
+    """A capture of the usual mode forbids every thread to load code; the library's goes into no graph."""
+    q, k, v = qkv(device, (1, 2, 45, 176), grad=False)
+    side, x, said = torch.cuda.Stream(), torch.zeros(8, device=device), []
+
+    def call(softcap):
+        try:
+            with torch.cuda.stream(side):
+                said.append(attention(q, k, v, softcap=softcap))
+        except Exception as error:
+            said.append(error)
+
+    call(0.0)  # the allocator has what the call needs: it must not allocate during the capture either
+    side.synchronize()
+    said.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="global"):
+        x.add_(1)
+        other = threading.Thread(target=call, args=(7.5,))
+        other.start()
+        other.join()
+        x.add_(1)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert x.tolist() == [2.0] * 8
+    assert torch.is_tensor(said[0]), said
+    assert torch.equal(said[0], attention(q, k, v, softcap=7.5))
+
+
 @pytest.mark.parametrize("rng", ["fovea", "torch_mem_efficient"])
 def test_drawn_seed(rng, device):
     q, k, v = qkv(device)

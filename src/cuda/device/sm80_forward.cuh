@@ -126,7 +126,6 @@ __device__ __forceinline__ void multiply_values_fp32(float (&o)[kTiles][kColumns
 // multiplied by (false: by 1).
 template <Spec S>
 struct Softmax {
-  static constexpr bool kNatural = natural_scores(S);
   float top[2] = {-kInfinity, -kInfinity};  // the reference, in units of the scores
   float sum[2] = {};
 
@@ -165,13 +164,13 @@ struct Softmax {
     } else {
       if (rescale) {
         for (int x = 0; x < 2; ++x) {
-          factor[x] = kNatural ? weight_of_difference(top[x], base[x], unit) : weight_fused(top[x], unit, scaled[x]);
+          factor[x] = weight_of_difference(top[x], base[x], unit);
           sum[x] *= factor[x];
           top[x] = next[x];
         }
       }
-      // What is added to scores may be huge, and then the fused form loses the difference. Ordinary ones take it.
-      if (kNatural && __any_sync(~0u, fmaxf(fabsf(base[0]), fabsf(base[1])) > math::kLargestFusedReference)) {
+      // Scores may be huge, and then the fused form loses the difference. Ordinary ones take it.
+      if (__any_sync(~0u, fmaxf(fabsf(scaled[0]), fabsf(scaled[1])) > math::kLargestFusedReference)) {
         for (int j = 0; j < kColumns; ++j) {
           for (int e = 0; e < 4; ++e) {
             s[j][e] = weight_of_difference(s[j][e], base[e >> 1], unit);
