@@ -145,8 +145,10 @@ __device__ __forceinline__ void load_tile(u32 tile, const void* from, i64 stride
       copy16(to + i * kStep * Layout::kRowBytes, p, i * kStep < left ? 16 : 0);
     }
   } else {
-#pragma unroll(kWhole ? 64 : 1)
-    for (int i = 0; i < (kTotal + kThreads - 1) / kThreads; ++i) {
+    constexpr int kCount = (kTotal + kThreads - 1) / kThreads;
+    constexpr int kUnrolled = !kWhole ? 1 : kCount <= 16 ? kCount : 4;
+#pragma unroll(kUnrolled)
+    for (int i = 0; i < kCount; ++i) {
       const int c = thread + i * kThreads;
       if (kTotal % kThreads != 0 && c >= kTotal) {
         break;
