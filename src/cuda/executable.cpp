@@ -127,6 +127,7 @@ void Executable::load() {
     return;
   }
   const jit::Driver& driver = jit::driver();
+  const jit::BesideCaptures beside(driver);
   std::vector<jit::cu::Kernel> kernels;
   for (const Launch& launch : plan_.launches) {
     kernels.push_back(jit::Jit::global().kernel(request_of(launch.kernel, plan_.target)));

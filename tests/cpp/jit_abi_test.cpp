@@ -104,6 +104,7 @@ COMPARE(max_active_clusters, cuOccupancyMaxActiveClusters, 11070);
 COMPARE(tensor_map_encode_tiled, cuTensorMapEncodeTiled, 12000);
 COMPARE(pointer_get_attributes, cuPointerGetAttributes, 7000);
 COMPARE(stream_is_capturing, cuStreamIsCapturing, 10000);
+COMPARE(thread_exchange_capture_mode, cuThreadExchangeStreamCaptureMode, 10010);
 COMPARE(stream_get_context, cuStreamGetCtx, 9020);
 COMPARE(stream_synchronize, cuStreamSynchronize, 2000);
 COMPARE(copy_to_host, cuMemcpyDtoHAsync, 3020);
@@ -182,6 +183,9 @@ static_assert(equal(cu::MemoryType::kDevice, CU_MEMORYTYPE_DEVICE));
 static_assert(equal(cu::CaptureStatus::kNone, CU_STREAM_CAPTURE_STATUS_NONE));
 static_assert(equal(cu::CaptureStatus::kActive, CU_STREAM_CAPTURE_STATUS_ACTIVE));
 static_assert(equal(cu::CaptureStatus::kInvalidated, CU_STREAM_CAPTURE_STATUS_INVALIDATED));
+static_assert(equal(cu::CaptureMode::kGlobal, CU_STREAM_CAPTURE_MODE_GLOBAL));
+static_assert(equal(cu::CaptureMode::kThreadLocal, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL));
+static_assert(equal(cu::CaptureMode::kRelaxed, CU_STREAM_CAPTURE_MODE_RELAXED));
 
 static_assert(equal(cu::LaunchAttributeId::kCooperative, CU_LAUNCH_ATTRIBUTE_COOPERATIVE));
 static_assert(equal(cu::LaunchAttributeId::kClusterDimension, CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION));

@@ -26,6 +26,7 @@ struct Fake {
   std::map<cu::FunctionAttribute, int> set;
   cu::Result launch = cu::kSuccess;
   int unloaded = 0;
+  cu::CaptureMode capture_mode = cu::CaptureMode::kThreadLocal;
 };
 Fake fake;
 
@@ -155,6 +156,10 @@ Driver fake_functions() {
     *status = stream == nullptr ? cu::CaptureStatus::kNone : cu::CaptureStatus::kActive;
     return cu::kSuccess;
   };
+  d.thread_exchange_capture_mode = [](cu::CaptureMode* mode) -> cu::Result {
+    std::swap(*mode, fake.capture_mode);
+    return cu::kSuccess;
+  };
   d.stream_get_context = [](cu::Stream, cu::Context* context) -> cu::Result {
     *context = handle<cu::Context>(21);
     return cu::kSuccess;
@@ -193,6 +198,15 @@ class JitDriver : public testing::Test {
 };
 
 // ---- no driver, or not a usable one ----
+
+TEST_F(JitDriver, LoadsBesideTheCapturesOfOthers) {
+  const Driver d = fake_functions();
+  {
+    const BesideCaptures beside(d);
+    EXPECT_EQ(fake.capture_mode, cu::CaptureMode::kRelaxed);
+  }
+  EXPECT_EQ(fake.capture_mode, cu::CaptureMode::kThreadLocal) << "the thread's own";
+}
 
 TEST_F(JitDriver, ThisMachineHasOneOrSaysWhyNot) {
   std::string why_not;

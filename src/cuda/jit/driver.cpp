@@ -324,6 +324,12 @@ bool is_capturing(const Driver& driver, cu::Stream stream) {
   return status != cu::CaptureStatus::kNone;
 }
 
+BesideCaptures::BesideCaptures(const Driver& driver) : driver_(driver) {
+  check(driver, driver.thread_exchange_capture_mode(&mode_), "cuThreadExchangeStreamCaptureMode");
+}
+
+BesideCaptures::~BesideCaptures() { driver_.thread_exchange_capture_mode(&mode_); }  // as it was: that cannot fail
+
 // ---- kernels ----
 
 Library::Library(const Driver& driver, std::string_view cubin) : driver_(driver) {

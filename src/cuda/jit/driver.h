@@ -66,6 +66,7 @@ enum class FunctionAttribute : int {
 enum class PointerAttribute : int { kMemoryType = 2, kIsManaged = 8, kDeviceOrdinal = 9 };
 enum class MemoryType : unsigned { kNone = 0, kHost = 1, kDevice = 2 };
 enum class CaptureStatus : int { kNone = 0, kActive = 1, kInvalidated = 2 };
+enum class CaptureMode : int { kGlobal = 0, kThreadLocal = 1, kRelaxed = 2 };
 
 enum class LaunchAttributeId : int { kCooperative = 2, kClusterDimension = 4, kProgrammaticStreamSerialization = 6 };
 
@@ -145,6 +146,7 @@ struct Driver {
   cu::Result (*pointer_get_attributes)(unsigned count, cu::PointerAttribute* attributes, void** values,
                                        cu::DevicePointer pointer);
   cu::Result (*stream_is_capturing)(cu::Stream stream, cu::CaptureStatus* status);
+  cu::Result (*thread_exchange_capture_mode)(cu::CaptureMode* mode);
   cu::Result (*stream_get_context)(cu::Stream stream, cu::Context* context);
   cu::Result (*stream_synchronize)(cu::Stream stream);
   cu::Result (*copy_to_host)(void* to, cu::DevicePointer from, std::size_t bytes, cu::Stream stream);
@@ -178,6 +180,7 @@ void for_each_function(Driver& driver, Visit visit) {
   visit(driver.tensor_map_encode_tiled, "cuTensorMapEncodeTiled", 12000);
   visit(driver.pointer_get_attributes, "cuPointerGetAttributes", 7000);
   visit(driver.stream_is_capturing, "cuStreamIsCapturing", 10000);
+  visit(driver.thread_exchange_capture_mode, "cuThreadExchangeStreamCaptureMode", 10010);
   visit(driver.stream_get_context, "cuStreamGetCtx", 9020);
   visit(driver.stream_synchronize, "cuStreamSynchronize", 2000);
   visit(driver.copy_to_host, "cuMemcpyDtoHAsync", 3020);
@@ -250,6 +253,20 @@ Place place_of(const Driver& driver, const void* pointer);
 
 // Whether work on the stream goes into a graph: then nothing may be loaded, allocated or waited for.
 bool is_capturing(const Driver& driver, cu::Stream stream);
+
+// While this lives, this thread may load code although another stream captures: in the usual mode that would end the
+// capture of whoever it is, whose graph nothing of this goes into.
+class BesideCaptures {
+ public:
+  explicit BesideCaptures(const Driver& driver);
+  ~BesideCaptures();
+  BesideCaptures(const BesideCaptures&) = delete;
+  BesideCaptures& operator=(const BesideCaptures&) = delete;
+
+ private:
+  const Driver& driver_;
+  cu::CaptureMode mode_ = cu::CaptureMode::kRelaxed;  // after the exchange: the thread's own
+};
 
 // ---- kernels ----
 

@@ -96,7 +96,12 @@ static int current_device(int* device) {
   *device = 0;
   return 0;
 }
+/* As if another stream captured all the time: code is loaded in the relaxed mode, or not at all. */
+static __thread int capture_mode = 0;
 static int load(void** library) {
+  if (capture_mode != 2) {
+    return 900; /* CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED */
+  }
   __atomic_add_fetch(&fake_loads, 1, __ATOMIC_RELAXED);
   return context(library);
 }
@@ -134,6 +139,12 @@ static int capturing(void* stream, int* status) {
   *status = fake_capturing;
   return 0;
 }
+static int exchange_capture_mode(int* mode) {
+  const int before = capture_mode;
+  capture_mode = *mode;
+  *mode = before;
+  return 0;
+}
 static int copy_to_host(void* to, uint64_t from, size_t bytes, void* stream) {
   (void)stream;
   memcpy(to, (const void*)(uintptr_t)from, bytes); /* of what the test put there */
@@ -168,6 +179,7 @@ int cuGetProcAddress_v2(const char* name, void** function, int cuda_version, uin
       {"cuOccupancyMaxActiveBlocksPerMultiprocessor", two},
       {"cuOccupancyMaxActiveClusters", two},
       {"cuStreamIsCapturing", capturing},
+      {"cuThreadExchangeStreamCaptureMode", exchange_capture_mode},
       {"cuStreamGetCtx", context_of_stream},
       {"cuMemcpyDtoHAsync", copy_to_host},
       {"cuGetErrorName", error_text},
