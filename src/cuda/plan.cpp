@@ -451,8 +451,8 @@ class Planner {
     // What is new is asked for by name.
     const Spec& features = plan_.operands.features;
     constexpr int kKnown = 128;  // head dimensions are a multiple of it
-    const bool is_new = std::string_view(choice.kernel.name) == "sm90_wide_backward" &&
-                        (features.d % kKnown != 0 || features.dv % kKnown != 0);
+    const bool is_new =
+        std::max(features.d, features.dv) > kKnown && (features.d % kKnown != 0 || features.dv % kKnown != 0);
     if (!allowed(choice.kernel) || (is_new && forced_family() == nullptr)) {
       choice.why_not = "not asked for by FOVEA_KERNEL=sm90";
     }

@@ -354,6 +354,17 @@ def test_pack_positive(dtype):
     assert not packed[x < 0].signbit().any()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_largest_or_nan(dtype):
+    x, y = normal(64).to(dtype), normal(64).to(dtype)
+    x[3], y[10], x[21], y[21] = float("nan"), float("nan"), float("inf"), -float("inf")
+    got = poison(64, dtype=dtype)
+    hopper(f"""reinterpret_cast<u32*>(p2)[lane] =
+          largest_or_nan<{KINDS[dtype]}>(reinterpret_cast<u32*>(p0)[lane], reinterpret_cast<u32*>(p1)[lane]);""",
+           x, y, got)  # fmt: skip
+    torch.testing.assert_close(got, torch.maximum(x, y), rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("threshold", [0, 1, 0x3FF, 0x400, 0x6789, 0x7BFF, 0x7C00])
 def test_halves_at_least(threshold):
     """Every half, at both places at once."""

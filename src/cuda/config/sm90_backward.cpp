@@ -16,10 +16,31 @@ namespace fovea::cuda {
 namespace {
 
 constexpr std::int64_t kMostBlocks = std::int64_t{1} << 30;
-constexpr int kWide = 128;  // head dimensions beyond it are sm90_wide_backward's
+constexpr int kWide = 128;
 constexpr int kWidest = 256;
 
 bool is_wide(const Spec& spec) { return std::max(spec.d, spec.dv) > kWide; }
+
+constexpr int rounded(int columns, int grain) { return (columns + grain - 1) / grain * grain; }
+
+// Whether two blocks share the work (sm90_wide_backward): where dk and dv, or they and what a feature needs, are more
+// than the registers of one hold.
+bool in_clusters(const Spec& spec) {
+  if (!is_wide(spec)) {
+    return false;
+  }
+  static const char* const trial = std::getenv("FOVEA_WIDE");
+  if (trial != nullptr && *trial == 'c') {
+    return true;
+  }
+  constexpr int kGrain = 32;
+  constexpr int kWidestOfOne = 192;
+  constexpr int kMostOfOne = 320;
+  const int d = rounded(spec.d, kGrain);
+  const bool dropout = spec.dropout != DropoutRule::kNone;
+  return std::max(d, spec.dv) > kWidestOfOne || d + spec.dv > kMostOfOne || spec.bias != BiasTile::kNone ||
+         int{dropout} + int{spec.softcap} + int{spec.mask} > 1;
+}
 
 const char* why_not(const Call& call, const Operands& operands, const Target& target, const BackwardWants& wants) {
   const Problem& p = call.problem;
@@ -91,26 +112,32 @@ struct Tiles {
   bool bulk = false;
   bool delay = false;
   bool halves = false;
-  bool early = false;
   int outer = 1;  // buffers of biases that do not lie in the place of dS
 };
 
 // From the best on: the first that fits is taken.
 std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool ordered) {
   const int widest = std::max(spec.d, spec.dv);
-  if (is_wide(spec)) {
+  if (in_clusters(spec)) {
     return {{2, 1, 64, 2, 2}};
+  }
+  if (is_wide(spec)) {
+    static const char* const trial = std::getenv("FOVEA_WIDE");
+    const int which = trial != nullptr ? std::atoi(trial) : 0;
+    const bool delay = which % 2 == 1;
+    if (which < 2) {
+      return {{2, 1, 64, 2, 3, false, delay, true}, {2, 1, 64, 2, 2, false, delay, true}};
+    }
+    return {{2, 1, 64, 2, 2, false, delay, true}};
   }
   const bool bias = spec.bias != BiasTile::kNone;
   const bool rows = spec.query_term || spec.row_sum;
   const bool much = spec.dropout != DropoutRule::kNone || spec.softcap || spec.mask;  // what takes registers
   if (sm90_outer_bytes(spec) > 0) {
     if (ordered) {
-      return {{2, 1, 64, 2, 2, true, false, false, false, 2}, {2, 1, 64, 2, 2, true}};
+      return {{2, 1, 64, 2, 2, true, false, false, 2}, {2, 1, 64, 2, 2, true}, {2, 1, 64, 1, 2, true}};
     }
-    return {{2, 1, 64, 2, 3, false, false, false, false, 2},
-            {2, 1, 64, 2, 2, false, false, false, false, 2},
-            {2, 1, 64, 2, 2}};
+    return {{2, 1, 64, 2, 3, false, false, false, 2}, {2, 1, 64, 2, 2, false, false, false, 2}, {2, 1, 64, 2, 2}};
   }
   // One block has all keys.
   if (spec.dq && !spec.ragged) {
@@ -185,15 +212,19 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
   if (choice.why_not != nullptr) {
     return choice;
   }
-  if (is_wide(spec)) {
+  const bool clusters = in_clusters(spec);
+  if (clusters) {
     kernel.file = "sm90_wide_backward.cuh";
     kernel.name = "sm90_wide_backward";
     constexpr int kGrain = 64;
-    spec.d = (spec.d + kGrain - 1) / kGrain * kGrain;
-    spec.dv = (spec.dv + kGrain - 1) / kGrain * kGrain;
+    spec.d = rounded(spec.d, kGrain);
+    spec.dv = rounded(spec.dv, kGrain);
+  } else if (is_wide(spec)) {
+    constexpr int kGrain = 32;  // each warpgroup sums half of dQ's columns
+    spec.d = rounded(spec.d, kGrain);
   }
   spec.left_edge = spec.banded && call.problem.window_left >= 0;
-  // Clusters have no order: then dq is another kernel's.
+  // Clusters have no order, and sums of many columns no room to leave in bulk: then dq is another kernel's.
   const bool is_ordered = wants.ordered && !is_wide(spec);
   const bool has_dq = wants.dq && is_ordered == wants.ordered;
   spec.dq = has_dq;
@@ -208,7 +239,6 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
     spec.stages = tiles.stages;
     spec.planes = tiles.planes;
     spec.q_buffers = tiles.outer;
-    spec.early = tiles.early;
     // Nothing need be added where one block has all keys.
     spec.direct = has_dq && !spec.ragged && !is_wide(spec) && call.rows.limit_k <= 64 * tiles.groups * tiles.tiles;
     spec.ordered = is_ordered && !spec.direct;
@@ -221,7 +251,7 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
       continue;
     }
     kernel.threads = sm90_backward_sizes(spec).threads;
-    kernel.shared_bytes = is_wide(spec) ? sm90_wide_backward_sizes(spec).bytes : sm90_backward_sizes(spec).bytes;
+    kernel.shared_bytes = clusters ? sm90_wide_backward_sizes(spec).bytes : sm90_backward_sizes(spec).bytes;
     if (kernel.shared_bytes <= target.shared_per_block) {
       return choice;
     }
@@ -241,7 +271,7 @@ std::int64_t sm90_backward_items(const Call& call, const Spec& spec) {
 
 std::int64_t sm90_backward_blocks(const Call& call, const Spec& spec, const Target& target) {
   const std::int64_t items = sm90_backward_items(call, spec);
-  return is_wide(spec) ? 2 * items : std::min<std::int64_t>(items, target.multiprocessors);
+  return in_clusters(spec) ? 2 * items : std::min<std::int64_t>(items, target.multiprocessors);
 }
 
 std::int64_t sm90_backward_heads_in_turn(const Call& call, const Spec& spec, const Target& target) {
@@ -250,7 +280,7 @@ std::int64_t sm90_backward_heads_in_turn(const Call& call, const Spec& spec, con
   }
   static const char* const trial = std::getenv("FOVEA_TURNS");
   const std::int64_t rounds = trial != nullptr ? std::atoi(trial) : 2;
-  const std::int64_t blocks = is_wide(spec) ? target.multiprocessors / 2 : target.multiprocessors;
+  const std::int64_t blocks = in_clusters(spec) ? target.multiprocessors / 2 : target.multiprocessors;
   const std::int64_t heads = call.rows.batch() * call.rows.heads_k;
   const std::int64_t wanted = (rounds * blocks + sm90_backward_key_blocks(call, spec) - 1) /
                               std::max<std::int64_t>(sm90_backward_key_blocks(call, spec), 1);
@@ -259,7 +289,7 @@ std::int64_t sm90_backward_heads_in_turn(const Call& call, const Spec& spec, con
 }
 
 bool sm90_backward_counts(const Call& call, const Spec& spec, const Target& target) {
-  return spec.ordered || (!is_wide(spec) && sm90_backward_items(call, spec) > target.multiprocessors);
+  return spec.ordered || (!in_clusters(spec) && sm90_backward_items(call, spec) > target.multiprocessors);
 }
 
 }  // namespace fovea::cuda

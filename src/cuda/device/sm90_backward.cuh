@@ -45,8 +45,10 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   constexpr int M = S.step;
   constexpr int kGroups = kSizes.groups;
   constexpr int kKeys = kSizes.keys;
-  constexpr int kBlocks = S.tiles;  // of 64 keys, a warpgroup
-  constexpr int kPanelD = panel_columns(D);
+  constexpr int kBlocks = S.tiles;            // of 64 keys, a warpgroup
+  constexpr int kParts = sm90_step_parts(S);  // of a step's scores
+  constexpr int P = M / kParts;
+  constexpr int kPanelD = sm90_backward_panel(S);
   constexpr int kPanelV = panel_columns(V);
   constexpr int kRowD = kPanelD * 2;  // bytes
   constexpr int kRowV = kPanelV * 2;
@@ -54,20 +56,22 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   constexpr bool kOuter = sm90_outer_bytes(S) > 0;
   constexpr bool kDropout = S.dropout != DropoutRule::kNone;
   // Products for dV and dK of one block of keys stay in flight during S and dP of the next, where registers allow.
-  constexpr bool kOverlap = kGroups == 2 && kBlocks * (D > V ? D : V) <= 96;
+  constexpr bool kOverlap = kGroups == 2 && (kBlocks * (D > V ? D : V) <= 96 || (kParts > 1 && !S.delay));
   // A block of keys that no query of the step meets is passed over. Elsewhere the branch makes ptxas wait for every
   // product (C7512).
-  constexpr bool kSkip = S.banded && ((D <= 64 && kBlocks == 1) || S.halves);
+  constexpr bool kSkip = S.banded && ((D <= 64 && kBlocks == 1) || (S.halves && kParts == 1));
+  constexpr bool kDelay = S.delay && kParts == 1;
   constexpr int kColumns = S.halves ? D / 2 : D;  // of a job of dQ
   // What a launch of 3 (4) warpgroups has is 3 x 168 (4 x 128) registers: more would wait for ever.
-  constexpr int kRegistersToCopy = kGroups == 3 ? 32 : 40;
-  constexpr int kRegisters = kGroups == 3 ? 160 : 232;
+  constexpr int kRegistersToCopy = kGroups == 3 ? 32 : kParts > 1 ? 24 : 40;
+  constexpr int kRegisters = kGroups == 3 ? 160 : kParts > 1 ? 240 : 232;
   static_assert(kGroups == 2 || kGroups == 3);
   static_assert(kType != Type::kFp32 && S.dropout != DropoutRule::kTorchMemEfficient && (S.dkv || S.dq));
-  static_assert(D % 16 == 0 && V % 16 == 0 && D <= 128 && V <= 128);
+  static_assert(D % 16 == 0 && V % 16 == 0 && D + V <= 320);
+  static_assert(kParts == 1 || (kGroups == 2 && kBlocks == 1 && M == 64 && (S.halves || !S.dq) && !kOuter));
   static_assert(M == 64 || (M == 128 && kGroups == 2));
-  static_assert(!S.halves || (kGroups == 2 && M == 64 && D == 128));
-  static_assert((!S.row_sum || !S.ordered) && S.q_buffers <= 2);
+  static_assert(!S.halves || (kGroups == 2 && M == 64 && D % 32 == 0));
+  static_assert((!S.row_sum || !S.ordered) && (kParts == 1 || !S.query_term) && S.q_buffers <= 2);
   static_assert(!S.direct || (S.dq && !S.bulk && !S.ragged));
   static_assert((!S.bulk && !S.ordered) || (S.dq && !S.halves && (S.bulk || !S.ordered)));
   static_assert(!S.dbias_store || (S.dq && kBias && !S.softcap && !S.banded && !S.ragged));
@@ -153,7 +157,8 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   const u32 fragment = swizzled<128>(lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2);
 
   u32 left = 0;  // parity of what leaves through shared memory
-  Sm90BackwardScores<S> scores[kBlocks];
+  using Scores = Sm90BackwardScores<sm90_part_of_step(S, kParts)>;
+  Scores scores[kBlocks];
 
 #pragma unroll 1
   for (u32 phase = 0;; phase ^= 1) {
@@ -188,6 +193,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
         pin(dk[f]);
         pin(dv[f]);
       }
+      __syncwarp();  // its lanes have read the row vectors
       if (leader) {
         barrier_arrive(barriers.q_empty(ring_q.buffer()));
       }
@@ -301,11 +307,16 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
         }
       }
 #pragma unroll
-      for (int f = 0; f < kBlocks; ++f) {
+      for (int i = 0; i < kBlocks * kParts; ++i) {
+        const int f = i / kParts;
+        const int part = i % kParts;
         const int key = block.key0 + (c * kBlocks + f) * 64;
-        const u32 panel = tile + (c * kBlocks + f) * M * 128 + fragment;
+        const int first = query + part * P;
+        const u32 panel = tile + (c * kBlocks + f) * M * 128 + part * P * 128 + fragment;
+        const u32 lse_here = lse + part * P * 4;
+        const u32 delta_here = delta + part * P * 4;
         const auto await_tile = [&] {
-          if (f == 0) {
+          if (i == 0) {
             if constexpr (kBias) {
               barrier_wait(barriers.bias_full(ring_grads.buffer()), ring_grads.parity());
             } else if constexpr (S.dq) {
@@ -315,30 +326,32 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
         };
         math::TileClass kind = math::TileClass::kFull;
         if constexpr (S.banded) {
-          kind = block.band.tile(query, query + M, key, key + 64);
+          kind = block.band.tile(first, first + P, key, key + 64);
         }
         if (kSkip && kind == math::TileClass::kEmpty) {
           await_tile();
-          if (kOuter && f == 0) {
+          if (kOuter && i == 0) {
             barrier_wait(barriers.outer_full(ring_outer.buffer()), ring_outer.parity());
           }
           if constexpr (S.dq) {
 #pragma unroll
-            for (int k = 0; k < M / 16; ++k) {
+            for (int k = 0; k < P / 16; ++k) {
               stmatrix_trans(panel + k * 2048, 0, 0, 0, 0);
             }
           }
           continue;
         }
-        float s[M / 2];
-        float dp[M / 2];
+        float s[P / 2];
+        float dp[P / 2];
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < D / 16; ++k) {
           constexpr int kInPanel = kPanelD / 16;
           wgmma_shared<kType>(
               s, descriptor(k_rows + (f * 64 + k / kInPanel * kKeys) * (kRowD / 16) + k % kInPanel * 2, kHighD),
-              descriptor(q_rows + q_now + k / kInPanel * (M * kRowD / 16) + k % kInPanel * 2, kHighD), k > 0);
+              descriptor(q_rows + q_now + part * (P * kRowD / 16) + k / kInPanel * (M * kRowD / 16) + k % kInPanel * 2,
+                         kHighD),
+              k > 0);
         }
         wgmma_commit();
 #pragma unroll
@@ -346,69 +359,73 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
           constexpr int kInPanel = kPanelV / 16;
           wgmma_shared<kType>(
               dp, descriptor(v_rows + (f * 64 + k / kInPanel * kKeys) * (kRowV / 16) + k % kInPanel * 2, kHighV),
-              descriptor(o_rows + o_now + k / kInPanel * (M * kRowV / 16) + k % kInPanel * 2, kHighV), k > 0);
+              descriptor(o_rows + o_now + part * (P * kRowV / 16) + k / kInPanel * (M * kRowV / 16) + k % kInPanel * 2,
+                         kHighV),
+              k > 0);
         }
         wgmma_commit();
         await_tile();
-        scores[f].draw(a, block.place.q_len, query, key + warp * 16 + g, t);
-        typename Sm90BackwardScores<S>::Loaded loaded;
-        loaded.load(panel, lse, 0);
+        scores[f].load_mask(a, block.place.q_len, first, key + warp * 16 + g);
+        typename Scores::Loaded loaded;
+        loaded.load(panel, lse_here, 0);
         wgmma_wait<1>();
         pin(s);
         if constexpr (kOverlap) {
-          if (f > 0) {
-            pin(dk[f > 0 ? f - 1 : 0]);
-            pin(dv[f > 0 ? f - 1 : 0]);
+          if (i > 0) {
+            pin(dk[i > 0 ? (i - 1) / kParts : 0]);
+            pin(dv[i > 0 ? (i - 1) / kParts : 0]);
           }
         }
         const auto outer_tile = [&](int at, int bytes, BiasTile type) {
           return base + at + ring_outer.buffer() * bytes + (c * kBlocks + f) * M * 64 * bias_bytes(type);
         };
-        const typename Sm90BackwardScores<S>::Outer outer(outer_tile(kSizes.outer_at, kSizes.outer, S.bias),
-                                                          outer_tile(kSizes.outer2_at, kSizes.outer2, S.bias2),
-                                                          fragment, warp, g, t);
-        if (kOuter && f == 0) {
+        const typename Scores::Outer outer(outer_tile(kSizes.outer_at, kSizes.outer, S.bias),
+                                           outer_tile(kSizes.outer2_at, kSizes.outer2, S.bias2), fragment, warp, g, t);
+        if (kOuter && i == 0) {
           barrier_wait(barriers.outer_full(ring_outer.buffer()), ring_outer.parity());
         }
-        scores[f].weigh(s, a, m, loaded, outer, panel, lse, query, key + warp * 16 + g, t);
-        scores[f].hide(s, g, t);
+        scores[f].weigh(s, a, m, loaded, outer, panel, lse_here, first, key + warp * 16 + g, t);
+        const bool masked = scores[f].hide(s, g, t);
         const bool edge = kind != math::TileClass::kFull || key + 64 > block.place.k_len || scores[f].has_hidden() ||
                           (kMaskQueries<S> && query + M > block.place.q_len);
         if (edge) {
-          scores[f].mask_edge(s, block, query, key + warp * 16 + g, t);
+          scores[f].mask_edge(s, block, first, key + warp * 16 + g, t);
         }
-        loaded.load_delta(delta, 0);
+        loaded.load_delta(delta_here, 0);
         wgmma_wait<0>();
         pin(dp);
-        u32 grads[M / 4];
-        scores[f].gradients(grads, s, dp, a, loaded, delta, block.row0 + head * int(a.padded_rows) + query);
+        u32 grads[P / 4];
+        scores[f].gradients(grads, s, dp, a, loaded, delta_here, block.row0 + head * int(a.padded_rows) + first,
+                            edge || masked);
         if constexpr (S.dkv) {
-          u32 weights[M / 4];
+          u32 weights[P / 4];
 #pragma unroll
-          for (int i = 0; i < M / 4; ++i) {
-            weights[i] = kDropout ? pack_positive<kType>(s[2 * i], s[2 * i + 1]) : pack<kType>(s[2 * i], s[2 * i + 1]);
+          for (int j = 0; j < P / 4; ++j) {
+            weights[j] = kDropout ? pack_positive<kType>(s[2 * j], s[2 * j + 1]) : pack<kType>(s[2 * j], s[2 * j + 1]);
           }
           wgmma_fence();
 #pragma unroll
-          for (int k = 0; k < M / 16; ++k) {
-            wgmma_registers<kType>(dv[f], weights + 4 * k, descriptor(o_inside + o_now + k * kRowV, kHighV));
+          for (int k = 0; k < P / 16; ++k) {
+            wgmma_registers<kType>(dv[f], weights + 4 * k,
+                                   descriptor(o_inside + o_now + (part * P / 16 + k) * kRowV, kHighV));
           }
           wgmma_commit();
         }
         if constexpr (S.dq) {
 #pragma unroll
-          for (int k = 0; k < M / 16; ++k) {
+          for (int k = 0; k < P / 16; ++k) {
             stmatrix_trans(panel + k * 2048, grads[4 * k], grads[4 * k + 1], grads[4 * k + 2], grads[4 * k + 3]);
           }
         }
         if constexpr (S.dkv) {
 #pragma unroll
-          for (int k = 0; k < M / 16; ++k) {
-            wgmma_registers<kType>(dk[f], grads + 4 * k, descriptor(q_inside + q_now + k * kRowD, kHighD));
+          for (int k = 0; k < P / 16; ++k) {
+            wgmma_registers<kType>(dk[f], grads + 4 * k,
+                                   descriptor(q_inside + q_now + (part * P / 16 + k) * kRowD, kHighD));
           }
           wgmma_commit();
         }
-        if (!kOverlap && f + 1 < kBlocks) {
+        if (!kOverlap && i + 1 < kBlocks * kParts) {
           wgmma_wait<0>();
           pin(dk[f]);
           pin(dv[f]);
@@ -428,12 +445,12 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
         if (leader) {
           barrier_arrive(barriers.grads_full(ring_grads.buffer()));
         }
-        if (S.delay && n > 0 && my_turn(turn_before)) {
+        if (kDelay && n > 0 && my_turn(turn_before)) {
           add_dq(grads_before, row_before, true);
         } else {
           wgmma_wait<0>();
           finish_step();
-          if (!S.delay && n > 0 && my_turn(turn_before)) {
+          if (!kDelay && n > 0 && my_turn(turn_before)) {
             add_dq(grads_before, row_before, false);
           }
         }

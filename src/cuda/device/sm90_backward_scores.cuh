@@ -24,6 +24,12 @@ namespace fovea::cuda {
 template <Spec S>
 constexpr bool kMaskQueries = (S.ragged) && (S.bias != BiasTile::kNone || S.bias2 != BiasTile::kNone);
 
+// The scores of a part of a step.
+constexpr Spec sm90_part_of_step(Spec spec, int parts) {
+  spec.step /= parts;
+  return spec;
+}
+
 template <Spec S>
 struct Sm90BackwardScores {
   static constexpr int M = S.step;
@@ -32,7 +38,7 @@ struct Sm90BackwardScores {
   static constexpr bool kOuter = sm90_outer_bytes(S) > 0;
   static constexpr Type kBiasType = S.bias == BiasTile::kBf16 ? Type::kBf16 : Type::kFp16;
   static constexpr bool kDropout = S.dropout != DropoutRule::kNone;
-  static constexpr bool kEarly = kDropout && S.early;
+  static constexpr bool kPlane = kBias || kOuter;
 
   // Of 16 queries and the 16 after them.
   struct Loaded {
@@ -69,7 +75,6 @@ struct Sm90BackwardScores {
   // Of a step.
   u32 mask[S.mask ? M / 32 : 1];           // bits of this warp's 16 keys, of query 32 i + lane
   u32 derivatives[S.softcap ? M / 4 : 1];  // pairs of fp16
-  math::Words2<Word> words[kEarly ? M / 8 : 1];
 
   __device__ __forceinline__ void clear() { sums[0] = sums[1] = 0; }
 
@@ -119,18 +124,12 @@ struct Sm90BackwardScores {
                                     Word(math::dropout_fold(u32(key))));
   }
   // What need not wait for products.
-  __device__ __forceinline__ void draw(const Args& a, int queries, int query, int key, int t) {
+  __device__ __forceinline__ void load_mask(const Args& a, int queries, int query, int key) {
     if constexpr (S.mask) {
 #pragma unroll
       for (int i = 0; i < M / 32; ++i) {
         const int row = min(query + 32 * i + int(threadIdx.x % 32), queries - 1);
         mask[i] = __ldg(mask_words + row * a.mask.strides.row) >> (key & 16);
-      }
-    }
-    if constexpr (kEarly) {
-#pragma unroll
-      for (int i = 0; i < M / 8; ++i) {
-        words[i] = call(query, key, t, i / 2, i % 2);
       }
     }
   }
@@ -215,7 +214,7 @@ struct Sm90BackwardScores {
       if constexpr (kDropout) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const math::Words2<Word> w = kEarly ? words[kEarly ? 2 * k + e : 0] : call(query, key, t, k, e);
+          const math::Words2<Word> w = call(query, key, t, k, e);
           // Words are queries without and with bit 3, their halves keys. What is below the threshold gets a sign.
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
@@ -231,8 +230,8 @@ struct Sm90BackwardScores {
     }
   }
 
-  // What the mask hides becomes 0. g: this thread's key of its warp's 16.
-  __device__ __forceinline__ void hide(float (&s)[M / 2], int g, int t) const {
+  // What the mask hides becomes 0: whether that was anything. g: this thread's key of its warp's 16.
+  __device__ __forceinline__ bool hide(float (&s)[M / 2], int g, int t) const {
     if constexpr (S.mask) {
       bool open = true;
 #pragma unroll
@@ -240,7 +239,7 @@ struct Sm90BackwardScores {
         open = open && (mask[i] & 0xffff) == 0xffff;
       }
       if (__all_sync(~0u, open)) {
-        return;
+        return false;
       }
 #pragma unroll
       for (int n = 0; n < M / 8; ++n) {
@@ -251,6 +250,9 @@ struct Sm90BackwardScores {
           s[4 * n + 2 + e] = (bits & 0x100) != 0 ? s[4 * n + 2 + e] : 0;
         }
       }
+      return true;
+    } else {
+      return false;
     }
   }
 
@@ -283,9 +285,20 @@ struct Sm90BackwardScores {
     }
   }
 
-  // dS from P and dP, as pairs of 16 bits. loaded: the first 16 queries of delta; row: of the step in row vectors.
-  __device__ __forceinline__ void gradients(u32 (&grads)[M / 4], const float (&s)[M / 2], const float (&dp)[M / 2],
-                                            const Args& a, Loaded& loaded, u32 delta, int row) {
+  // dS from P and dP, as pairs of 16 bits. loaded: the first 16 queries of delta; row: of the first in row vectors;
+  // hidden: some pairs are.
+  __device__ __forceinline__ void gradients(u32 (&grads)[M / 4], const float (&s)[M / 2], float (&dp)[M / 2],
+                                            const Args& a, Loaded& loaded, u32 delta, int row, bool hidden) {
+    // Note: what is hidden has P = 0, but dP of any size, and 0 * inf is NaN.
+    constexpr bool kAlways = kPlane && (S.column_sum || S.row_sum);
+    if constexpr (S.banded || S.mask || S.key_term || kAlways) {
+      if (hidden || kAlways) {
+#pragma unroll
+        for (int i = 0; i < M / 2; ++i) {
+          dp[i] = s[i] == 0 ? 0 : dp[i];
+        }
+      }
+    }
 #pragma unroll
     for (int k = 0; k < M / 16; ++k) {
       if (k + 1 < M / 16) {
@@ -337,6 +350,20 @@ struct Sm90BackwardScores {
     sum += __shfl_xor_sync(~0u, sum, 4);
     if ((lane & 4) == 0) {
       atomicAdd(to + (lane / 16 * 8 + lane % 4 * 2 + lane / 8 % 2), sum);
+    }
+    if constexpr (kPlane && !kAlways) {  // a bias of -inf hides, too
+      u32 largest = 0;
+#pragma unroll
+      for (int i = 0; i < M / 4; ++i) {
+        largest = largest_or_nan<S.type>(largest, grads[i]);
+      }
+      const float either = low<S.type>(largest) + high<S.type>(largest);
+      if (__any_sync(~0u, either != either)) {
+#pragma unroll
+        for (int i = 0; i < M / 4; ++i) {
+          grads[i] &= (s[2 * i] == 0 ? 0 : 0xffffu) | (s[2 * i + 1] == 0 ? 0 : 0xffff0000u);
+        }
+      }
     }
   }
 

@@ -16,6 +16,14 @@ constexpr int sm90_outer_bytes(const Spec& s) {
   return (sm90_bias_in_place(s) ? 0 : bias_bytes(s.bias)) + bias_bytes(s.bias2);
 }
 
+// Where dK and dV take most registers the scores of a step are made in two parts.
+constexpr int sm90_step_parts(const Spec& s) { return s.d + s.dv > 256 ? 2 : 1; }
+// Columns of a panel of Q and K, which divide what a job of dQ sums.
+constexpr int sm90_backward_panel(const Spec& s) {
+  const int columns = s.halves ? s.d / 2 : s.d;
+  return columns % 64 == 0 ? 64 : columns % 32 == 0 ? 32 : 16;
+}
+
 // Spec: q_buffers are those of biases that do not lie in the place of dS; warps (a multiple of 4) compute; a warpgroup
 // has tiles * 64 keys, a step `step` queries; stages are the buffers of Q and dO, planes those of dS.
 struct Sm90BackwardSizes {

@@ -192,6 +192,18 @@ __device__ __forceinline__ u32 pack_positive(float x, float y) {
   return r;
 }
 
+// max.NaN (Half Precision Comparison: max): of both halves, NaN where either is.
+template <Type kType>
+__device__ __forceinline__ u32 largest_or_nan(u32 x, u32 y) {
+  u32 r;
+  if constexpr (kType == Type::kBf16) {
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(y));
+  } else {
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(y));
+  }
+  return r;
+}
+
 // min.u16x2, set.eq.f16x2 (Integer: min; Half Precision Comparison: set): all ones in each half of x that is at least
 // the half of `threshold`, which is at most 0x7c00 (the halves are compared as numbers, and beyond lie those that are
 // none).

@@ -43,12 +43,6 @@ struct Sm90WideBackwardBarriers {
   __device__ __forceinline__ u32 grads_empty(int i) const { return at + 88 + 8 * i; }  // read by both blocks
 };
 
-// The scores of a warpgroup's part of a step.
-constexpr Spec sm90_half_of_step(Spec spec) {
-  spec.step /= 2;
-  return spec;
-}
-
 template <Spec S>
 __device__ __forceinline__ void sm90_wide_backward_copy(const Args& a, const Sm90BackwardArgs& m,
                                                         const Sm90KeyBlock<S>& block, int rank, u32 base,
@@ -157,7 +151,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
   constexpr int kThreads = 256;
   constexpr bool kBias = S.bias != BiasTile::kNone;
   constexpr bool kDropout = S.dropout != DropoutRule::kNone;
-  using Scores = Sm90BackwardScores<sm90_half_of_step(S)>;
+  using Scores = Sm90BackwardScores<sm90_part_of_step(S, 2)>;
   static_assert(kType != Type::kFp32 && S.dropout != DropoutRule::kTorchMemEfficient && S.dkv);
   static_assert(S.warps == 8 && S.tiles == 1 && M == 64 && S.stages == 2 && sm90_backward_sizes(S).keys == 2 * kKeys);
   static_assert(D % 64 == 0 && V % 64 == 0 && D <= 256 && V <= 256);
@@ -246,8 +240,12 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
   // ---- dQ: a part of the columns, over the keys of both blocks ----
   float dq[kColumns / 2];
   const auto issue_dq = [&](const Ring<2>& tile) {
+    // Note: those who sum nothing wait, too, or a block without any dQ says that it has read what has not come yet.
     barrier_wait(barriers.grads_full(tile.buffer()), tile.parity());
     wgmma_fence();
+    if (!has_dq) {
+      return;
+    }
 #pragma unroll
     for (int k = 0; k < 2 * kKeys / 16; ++k) {
       wgmma_shared<kType, true>(
@@ -342,7 +340,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
     }
     wgmma_commit();
     if constexpr (S.dq) {
-      if (n > 0 && has_dq) {
+      if (n > 0) {
         issue_dq(grads_before);
       }
       wgmma_commit();
@@ -351,14 +349,14 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
     if constexpr (kBias) {
       barrier_wait(barriers.bias_full(ring_grads.buffer()), ring_grads.parity());
     }
-    scores.draw(a, block.place.q_len, part, key, t);
+    scores.load_mask(a, block.place.q_len, part, key);
     typename Scores::Loaded loaded;
     loaded.load(grads_tile + fragment, lse, 0);
     wgmma_wait<S.dq ? 2 : 1>();
     pin(s);
     scores.weigh(s, a, m, loaded, typename Scores::Outer(0, 0, 0, warp, g, t), grads_tile + fragment, lse, part, key,
                  t);
-    scores.hide(s, g, t);
+    const bool masked = scores.hide(s, g, t);
     bool edge =
         key0 + kKeys > block.place.k_len || scores.has_hidden() || (kMaskQueries<S> && query + M > block.place.q_len);
     if constexpr (S.banded) {
@@ -371,7 +369,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
     wgmma_wait<S.dq ? 1 : 0>();
     pin(dp);
     u32 grad_words[kPart / 4];
-    scores.gradients(grad_words, s, dp, a, loaded, delta);
+    scores.gradients(grad_words, s, dp, a, loaded, delta, 0, edge || masked);
     if constexpr (!kBias) {
       barrier_wait(barriers.grads_empty(ring_grads.buffer()), ring_grads.parity() ^ 1);
     }
@@ -419,11 +417,13 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
     }
     wgmma_wait<1>();
     pin(dv);
+    __syncwarp();
     if (leader) {
       barrier_arrive(barriers.grad_out_empty());
     }
     wgmma_wait<0>();
     pin(dk);
+    __syncwarp();  // its lanes have read the row vectors
     if (leader) {
       barrier_arrive(barriers.q_empty(ring_q.buffer()));
       if (!S.dq) {
@@ -439,9 +439,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
   }
   if constexpr (S.dq) {
     if (block.steps > 0) {
-      if (has_dq) {
-        issue_dq(grads_before);
-      }
+      issue_dq(grads_before);
       wgmma_commit();
       wgmma_wait<0>();
       add_dq(grads_before, row_before);
