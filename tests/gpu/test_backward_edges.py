@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backward passes at the edges of what is legal: hidden values of any size, hundreds of packed sequences, many of them
+empty, lengths that contradict each other."""
+
+import pytest
+import torch
+
+from fovea.torch import attention
+from problem import parse
+from trial import Trial
+
+SQ, SK, SEEN = 150, 300, 100  # keys from SEEN on are hidden
+
+
+def gradients(device, way, dim, dim_v, spoilt, deterministic):
+    """Of q, k, v where keys from SEEN on are hidden; spoilt: their values are so large that <do, v> overflows."""
+    generator = torch.Generator(device).manual_seed(4)
+    q, k, v, do = (
+        torch.randn(2, 2, rows, columns, device=device, dtype=torch.bfloat16, generator=generator)
+        for rows, columns in ((SQ, dim), (SK, dim), (SK, dim_v), (SQ, dim_v))
+    )
+    hidden = torch.arange(SK, device=device) >= SEEN
+    v[:, :, SEEN:] = 3e38 if spoilt else 0
+    options = {}
+    if way == "causal":
+        q, do = q[:, :, :SEEN].contiguous(), do[:, :, :SEEN].contiguous()
+        options = dict(causal=True, align="top_left")
+    elif way == "key mask":
+        options = dict(mask=~hidden[None, None, None])
+    elif way == "mask":
+        options = dict(mask=(~hidden[None, None, None]).expand(1, 1, SQ, SK).contiguous())
+    else:
+        shape = (1, 1, 1, SK) if way == "key bias" else (1, 2, SQ, SK)
+        bias = torch.randn(shape, device=device, dtype=torch.bfloat16, generator=generator)
+        options = dict(bias=bias.masked_fill(hidden, -torch.inf))
+    for x in (q, k, v):
+        x.requires_grad_()
+    out = attention(q, k, v, deterministic=deterministic, **options)
+    return torch.autograd.grad(out, (q, k, v), do)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dims, deterministic", [
+    ((64, 64), False), ((64, 64), True), ((128, 128), False), ((128, 128), True), ((192, 128), False), ((256, 256), False),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("way", ["causal", "key mask", "mask", "key bias", "bias"])
+def test_hidden_values_of_any_size(way, dims, deterministic, device):
+    """P of a hidden pair is 0 and its dP may be infinite: dS is 0 all the same."""
+    usual = gradients(device, way, *dims, False, deterministic)
+    spoilt = gradients(device, way, *dims, True, deterministic)
+    for name, x, y in zip("qkv", usual, spoilt):
+        torch.testing.assert_close(y, x, rtol=0.02, atol=1e-3, msg=lambda text, name=name: f"d{name}: {text}")
+
+
+@pytest.mark.parametrize("rest", [
+    "hq=4 hk=2 d=64 bf16 causal need=q,k,v",
+    "hq=2 d=128 bf16 window=64,10 need=q,k,v",
+    "hq=2 d=192 dv=128 bf16 causal need=q,k,v",
+    "hq=2 d=80 bf16 need=q,k,v det",
+    "hq=2 d=128 bf16 causal need=q,k,v det",
+    "hq=4 hk=1 d=64 fp16 window=64,10 need=q,k,v det",
+])  # fmt: skip
+def test_hundreds_of_sequences(rest, device):
+    """Blocks take their keys from a counter: most of 300 sequences are empty, or short, or have queries alone."""
+    queries = [(0, 0, 1, 0, 97, 0, 0, 64, 0, 3, 0, 0, 130)[i * 7 % 13] if i != 150 else 300 for i in range(300)]
+    keys = [(0, 5, 0, 0, 97, 0, 1, 128, 0, 0, 40, 0, 131)[i * 7 % 13] if i != 150 else 700 for i in range(300)]
+    lengths = " ".join(f"seqs_{x}={','.join(map(str, of))}" for x, of in (("q", queries), ("k", keys)))
+    p = parse(f"bwd b=300 {lengths} {rest}")
+    p.case_seed = 8
+    faults = Trial(p, device).test()
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_lengths_that_overlap_end(causal, device):
+    """Sums in order count what came before: what wrong lengths say of it is never waited for for ever."""
+    q, k, v, do = (torch.randn(600, 2, 64, device=device, dtype=torch.bfloat16) for _ in range(4))
+    for x in (q, k, v):
+        x.requires_grad_()
+    lengths = torch.tensor([0, 500, 20, 520, 40, 600], device=device, dtype=torch.int32)
+    options = dict(cu_seqlens_q=lengths, cu_seqlens_k=lengths, max_seqlen_q=500, max_seqlen_k=500)
+    out = attention(q, k, v, causal=causal, deterministic=True, **options)
+    assert len(torch.autograd.grad(out, (q, k, v), do)) == 3
+    if device.type == "cuda":
+        torch.cuda.synchronize()
