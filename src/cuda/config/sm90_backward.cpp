@@ -6,6 +6,7 @@
 #include "cuda/config/tensor_map_limits.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <vector>
 
@@ -121,6 +122,12 @@ std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool orde
   if (in_clusters(spec)) {
     return {{2, 1, 64, 2, 2}};
   }
+  if (const char* const trial = std::getenv("FOVEA_BACKWARD_TILES");
+      trial != nullptr && *trial != 0 && !is_wide(spec)) {
+    int x[8] = {};
+    std::sscanf(trial, "%d,%d,%d,%d,%d,%d,%d,%d", x, x + 1, x + 2, x + 3, x + 4, x + 5, x + 6, x + 7);
+    return {{x[0], x[1], x[2], x[3], x[4], x[5] != 0, x[6] != 0, x[7] != 0}};
+  }
   if (is_wide(spec)) {
     static const char* const trial = std::getenv("FOVEA_WIDE");
     const int which = trial != nullptr ? std::atoi(trial) : 0;
@@ -232,6 +239,8 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
   spec.column_sum = wants.column_sum;
   spec.row_sum = wants.row_sum && !is_ordered && !is_wide(spec);
   spec.dbias_store = wants.dbias_store && spec.dq && !is_wide(spec);
+  static const bool wide_panels = std::getenv("FOVEA_PANELS") != nullptr;
+  spec.early = wide_panels;
   for (const Tiles& tiles : candidates(spec, call.rows.limit_k, is_ordered)) {
     spec.warps = 4 * tiles.groups;
     spec.tiles = tiles.tiles;

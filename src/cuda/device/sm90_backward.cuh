@@ -48,8 +48,10 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   constexpr int kBlocks = S.tiles;            // of 64 keys, a warpgroup
   constexpr int kParts = sm90_step_parts(S);  // of a step's scores
   constexpr int P = M / kParts;
-  constexpr int kPanelD = sm90_backward_panel(S);
-  constexpr int kPanelV = panel_columns(V);
+  constexpr int kPanelD = sm90_backward_panel_d(S);
+  constexpr int kPanelV = sm90_backward_panel_v(S);
+  constexpr int kPanelsD = sm90_panels(D, kPanelD);
+  constexpr int kPanelsV = sm90_panels(V, kPanelV);
   constexpr int kRowD = kPanelD * 2;  // bytes
   constexpr int kRowV = kPanelV * 2;
   constexpr bool kBias = sm90_bias_in_place(S);
@@ -262,8 +264,8 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
       if (block.steps > 0) {
         const int live = block.place.k_len - block.key0;
         if (live < kKeys) {
-          zero_rows<kKeys, kRowD, D / kPanelD, kGroups * 128>(base + kSizes.k_at, live, threadIdx.x - 128);
-          zero_rows<kKeys, kRowV, V / kPanelV, kGroups * 128>(base + kSizes.v_at, live, threadIdx.x - 128);
+          zero_rows<kKeys, kRowD, kPanelsD, kGroups * 128>(base + kSizes.k_at, live, threadIdx.x - 128);
+          zero_rows<kKeys, kRowV, kPanelsV, kGroups * 128>(base + kSizes.v_at, live, threadIdx.x - 128);
           fence_async();
           sync(4, kGroups * 128);
         }
@@ -298,10 +300,9 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
         const int live = block.place.q_len - query;
         if (live < M) {
           const int consumer = threadIdx.x - 128;
-          zero_rows<M, kRowD, D / kPanelD, kGroups * 128>(base + kSizes.q_at + ring_q.buffer() * kSizes.q, live,
-                                                          consumer);
-          zero_rows<M, kRowV, V / kPanelV, kGroups * 128>(base + kSizes.grad_out_at + ring_q.buffer() * kSizes.grad_out,
-                                                          live, consumer);
+          zero_rows<M, kRowD, kPanelsD, kGroups * 128>(base + kSizes.q_at + ring_q.buffer() * kSizes.q, live, consumer);
+          zero_rows<M, kRowV, kPanelsV, kGroups * 128>(base + kSizes.grad_out_at + ring_q.buffer() * kSizes.grad_out,
+                                                       live, consumer);
           fence_async();
           sync(4, kGroups * 128);
         }

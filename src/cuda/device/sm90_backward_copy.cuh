@@ -118,8 +118,11 @@ template <Spec S>
 __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90BackwardArgs& m, u32 base,
                                                    volatile Sm90Loads* loads, const Sm90BackwardBarriers& barriers) {
   constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);
-  constexpr int kPanelD = sm90_backward_panel(S);
-  constexpr int kPanelV = panel_columns(S.dv);
+  constexpr int kPanelD = sm90_backward_panel_d(S);
+  constexpr int kPanelV = sm90_backward_panel_v(S);
+  constexpr int kPanelsD = sm90_panels(S.d, kPanelD);
+  constexpr int kPanelsV = sm90_panels(S.dv, kPanelV);
+  constexpr int kRowBytes = (kPanelsD * kPanelD + kPanelsV * kPanelV) * 2;
   constexpr int kGroupKeys = S.tiles * 64;
   const u32 blocks = u32(m.blocks);
   // Who waits for another must have begun later: in order every number is a ticket.
@@ -173,17 +176,17 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
         barrier_arrive(barriers.kv_full());
         return;
       }
-      barrier_expect(barriers.kv_full(), kSizes.keys * (S.d + S.dv) * 2);
+      barrier_expect(barriers.kv_full(), kSizes.keys * kRowBytes);
 #pragma unroll 1
       for (int c = 0; c < kSizes.groups; ++c) {
         const int row = here.k_row + c * kGroupKeys;
 #pragma unroll 1
-        for (int p = 0; p < S.d / kPanelD; ++p) {
+        for (int p = 0; p < kPanelsD; ++p) {
           tensor_load(base + kSizes.k_at + (p * kSizes.keys + c * kGroupKeys) * kPanelD * 2, m.k, barriers.kv_full(),
                       at(m.has_k, p * kPanelD, row, here.head_k));
         }
 #pragma unroll 1
-        for (int p = 0; p < S.dv / kPanelV; ++p) {
+        for (int p = 0; p < kPanelsV; ++p) {
           tensor_load(base + kSizes.v_at + (p * kSizes.keys + c * kGroupKeys) * kPanelV * 2, m.v, barriers.kv_full(),
                       at(m.has_v, p * kPanelV, row, here.head_k));
         }
@@ -200,14 +203,14 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
       for (int n = here.count; n > 0; --n, query += S.step) {
         const u32 full = barriers.q_full(ring.buffer());
         barrier_wait(barriers.q_empty(ring.buffer()), ring.parity() ^ 1);
-        barrier_expect(full, S.step * (S.d + S.dv) * 2 + (S.query_term ? 3 : 2) * kSizes.rows);
+        barrier_expect(full, S.step * kRowBytes + (S.query_term ? 3 : 2) * kSizes.rows);
 #pragma unroll 1
-        for (int p = 0; p < S.d / kPanelD; ++p) {
+        for (int p = 0; p < kPanelsD; ++p) {
           tensor_load(base + kSizes.q_at + ring.buffer() * kSizes.q + p * S.step * kPanelD * 2, m.q, full,
                       at(m.has_q, p * kPanelD, here.q_begin + query, head));
         }
 #pragma unroll 1
-        for (int p = 0; p < S.dv / kPanelV; ++p) {
+        for (int p = 0; p < kPanelsV; ++p) {
           tensor_load(base + kSizes.grad_out_at + ring.buffer() * kSizes.grad_out + p * S.step * kPanelV * 2,
                       m.grad_out, full, at(m.has_grad_out, p * kPanelV, here.q_begin + query, head));
         }

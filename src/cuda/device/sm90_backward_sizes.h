@@ -18,11 +18,14 @@ constexpr int sm90_outer_bytes(const Spec& s) {
 
 // Where dK and dV take most registers the scores of a step are made in two parts.
 constexpr int sm90_step_parts(const Spec& s) { return s.d + s.dv > 256 ? 2 : 1; }
-// Columns of a panel of Q and K, which divide what a job of dQ sums.
-constexpr int sm90_backward_panel(const Spec& s) {
-  const int columns = s.halves ? s.d / 2 : s.d;
-  return columns % 64 == 0 ? 64 : columns % 32 == 0 ? 32 : 16;
+// Columns of a panel: of Q and K they divide what a job of dQ sums. Panels of 16 are slow: rather a wide one that is
+// not full, whose rest costs memory.
+constexpr int sm90_backward_panel(const Spec& s, int columns) {
+  return columns % 64 == 0 || (s.early && columns % 32 != 0 && columns > 32) ? 64 : columns % 32 == 0 ? 32 : 16;
 }
+constexpr int sm90_backward_panel_d(const Spec& s) { return sm90_backward_panel(s, s.halves ? s.d / 2 : s.d); }
+constexpr int sm90_backward_panel_v(const Spec& s) { return sm90_backward_panel(s, s.dv); }
+constexpr int sm90_panels(int columns, int panel) { return (columns + panel - 1) / panel; }
 
 // Spec: q_buffers are those of biases that do not lie in the place of dS; warps (a multiple of 4) compute; a warpgroup
 // has tiles * 64 keys, a step `step` queries; stages are the buffers of Q and dO, planes those of dS.
@@ -47,10 +50,12 @@ constexpr Sm90BackwardSizes sm90_backward_sizes(const Spec& s) {
   x.groups = s.warps / 4;
   x.threads = 128 * (x.groups + 1);
   x.keys = 16 * s.warps * s.tiles;
-  x.k = whole(x.keys * s.d * kNumber);
-  x.v = whole(x.keys * s.dv * kNumber);
-  x.q = whole(s.step * s.d * kNumber);
-  x.grad_out = whole(s.step * s.dv * kNumber);
+  const int d = sm90_panels(s.d, sm90_backward_panel_d(s)) * sm90_backward_panel_d(s);
+  const int dv = sm90_panels(s.dv, sm90_backward_panel_v(s)) * sm90_backward_panel_v(s);
+  x.k = whole(x.keys * d * kNumber);
+  x.v = whole(x.keys * dv * kNumber);
+  x.q = whole(s.step * d * kNumber);
+  x.grad_out = whole(s.step * dv * kNumber);
   x.grads = s.step * x.keys * kNumber;
   x.leaving = s.dq && s.bulk ? 64 * s.d * 4 : 0;
   x.rows = s.step * 4;

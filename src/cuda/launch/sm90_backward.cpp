@@ -28,8 +28,8 @@ void Launcher::sm90_backward(std::size_t number) {
   };
   const int group_keys = 64 * spec.tiles;
   const bool is_wide = std::string_view(plan_.launches[number].kernel.name) == "sm90_wide_backward";
-  const int panel_d = is_wide ? sm90_wide_panel(spec.d) : sm90_backward_panel(spec);
-  const int panel_v = panel_columns(is_wide ? spec.dv / 2 : spec.dv);
+  const int panel_d = is_wide ? sm90_wide_panel(spec.d) : sm90_backward_panel_d(spec);
+  const int panel_v = is_wide ? panel_columns(spec.dv / 2) : sm90_backward_panel_v(spec);
   map(args.q, args.has_q, args_.q, args_.head_dim, panel_d, rows.rows_q, rows.heads_q, spec.step);
   map(args.grad_out, args.has_grad_out, args_.grad_out, args_.head_dim_v, panel_v, rows.rows_q, rows.heads_q,
       spec.step);
