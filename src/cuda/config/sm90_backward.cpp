@@ -223,6 +223,10 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
   if (clusters) {
     kernel.file = "sm90_wide_backward.cuh";
     kernel.name = "sm90_wide_backward";
+    if (std::getenv("FOVEA_WIDE_NEXT") != nullptr) {
+      kernel.file = "sm90_wide_next.cuh";
+      kernel.name = "sm90_wide_next";
+    }
     constexpr int kGrain = 64;
     spec.d = rounded(spec.d, kGrain);
     spec.dv = rounded(spec.dv, kGrain);
