@@ -288,6 +288,7 @@ __device__ __forceinline__ void grad_scores(float (&s)[kTiles][kColumns][4], flo
           } else {
             grad = math::grad_score(p, grad, delta[n]);
           }
+          grad = p == 0 ? 0.f : grad;  // dP of a hidden pair may be infinite
           if constexpr (kSums) {
             sums[i][e >> 1] += grad;
           }
