@@ -273,7 +273,7 @@ class Planner {
       schedule.threads = kSm90ScheduleThreads;
       add(Step::kSm90Schedule, schedule, std::min<std::int64_t>(order.tiles, 1));
     }
-    add(Step::kSm90Forward, kernel, sm90_forward_blocks(order, plan_.target));
+    add(Step::kSm90Forward, kernel, sm90_forward_blocks(order, kernel.spec, plan_.target));
   }
 
   // Where the queries alone keep too few multiprocessors busy, keys are split among blocks.
@@ -391,7 +391,10 @@ class Planner {
     spec.d = dq_columns;
     spec.stores_first = hopper.kernel.spec.stores_first;
     Spec before = spec;
-    before.dv = std::min(features.dv, before.dv);
+    static const char* const trial = std::getenv("FOVEA_PREPARE");
+    spec.stages = trial != nullptr ? std::atoi(trial) : 2;
+    before.stages = spec.stages;
+    before.dv = std::min(features.dv, 64);
     const std::int64_t heads = rows.batch() * rows.heads_q;
     add(Step::kBackwardPrepare, part("backward_prepare", before), heads * pads);
     if (hopper.why_not == nullptr) {

@@ -65,8 +65,9 @@ constexpr Spec with_lengths() {
   return spec;
 }
 
-// A block's rows: kRows of one head. In 32 bits: divisions of 64 take longer than the rest.
-template <int kRows>
+// A block's rows: kRows of one head. The same rows of other heads, which mostly lie beside them, are the next blocks'.
+// In 32 bits: divisions of 64 take longer than the rest.
+template <int kRows, bool kHeadsFirst = true>
 struct RowBlock {
   Place place;
   u32 head;
@@ -75,6 +76,14 @@ struct RowBlock {
 
   __device__ __forceinline__ explicit RowBlock(const Args& a) : tiles((u32(a.rows.limit_q) + kRows - 1) / kRows) {
     const u32 block = u32(a.first_block) + block_index();
+    if constexpr (kHeadsFirst) {
+      const u32 tile_of_batch = block / u32(a.rows.heads_q);
+      const u32 b = tile_of_batch / tiles;
+      head = block - tile_of_batch * u32(a.rows.heads_q);
+      first = int(tile_of_batch - b * tiles) * kRows;
+      place = Place::make<with_lengths()>(a, b);
+      return;
+    }
     const u32 head_of_batch = block / tiles;
     const u32 b = head_of_batch / u32(a.rows.heads_q);
     head = head_of_batch - b * u32(a.rows.heads_q);
@@ -137,15 +146,17 @@ __device__ __forceinline__ float element(const char* data, i64 at) {
 }
 
 template <Spec S>
-__global__ void __launch_bounds__(256, 3) backward_prepare(const __grid_constant__ Args a) {
+__global__ void __launch_bounds__(256, S.stages >= 5 && S.type != Type::kFp32 ? 4 : 3)
+    backward_prepare(const __grid_constant__ Args a) {
   begin_kernel<S.arch>();
-  constexpr int kLanes = S.dv <= 32 ? 4 : 8;  // of a row
+  constexpr int kLanes = S.dv <= 32 ? 4 : S.dv <= 64 ? 8 : 16;  // of a row
   constexpr int kPass = 256 / kLanes;
-  constexpr int kPasses = kRowPad / kPass;
+  constexpr int kPasses = kRowPad / kPass < 4 ? kRowPad / kPass : 4;  // at once
+  constexpr int kRows = kPass * kPasses;
   constexpr int kBytes = S.type == Type::kFp32 ? 4 : 2;
   __shared__ float scratch[8];
 
-  const RowBlock<kRowPad> block(a);
+  const RowBlock<kRowPad, (S.stages > 2)> block(a);
   const Place& place = block.place;
   const i64 first = row_of_head(a, place.b, block.head, place.queries()) + block.first;  // of the padded vectors
   const bool inside = block.first < place.q_len;
@@ -154,7 +165,8 @@ __global__ void __launch_bounds__(256, 3) backward_prepare(const __grid_constant
   // in a row's first lane its logsumexp.
   const int lane = threadIdx.x % kLanes;
   const int mine = threadIdx.x / kLanes;
-  const auto row_of_pass = [&](int pass) { return block.first + pass * kPass + mine; };
+  int at_once = 0;  // the first of the rows at once, in the block
+  const auto row_of_pass = [&](int pass) { return block.first + at_once + pass * kPass + mine; };
   const i64 out_row = a.out.strides.row * kBytes;
   const i64 grad_row = a.grad_out.strides.row * kBytes;
   const char* const out = static_cast<const char*>(a.out.data) + place.query_rows(a.out.strides, block.head) * kBytes;
@@ -162,100 +174,104 @@ __global__ void __launch_bounds__(256, 3) backward_prepare(const __grid_constant
       static_cast<const char*>(a.grad_out.data) + place.query_rows(a.grad_out.strides, block.head) * kBytes;
   const bool vectors = kBytes == 2 && a.head_dim_v % 8 == 0 && a.out.strides.col == 1 && a.grad_out.strides.col == 1 &&
                        ((reinterpret_cast<u64>(out) | reinterpret_cast<u64>(grad) | out_row | grad_row) & 15) == 0;
-  uint4 outs[kPasses] = {};
-  uint4 grads[kPasses] = {};
+  uint4 outs[kPasses];
+  uint4 grads[kPasses];
   const auto load = [&](int d) {
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      if (const int row = row_of_pass(pass); row < place.q_len) {
-        outs[pass] = *reinterpret_cast<const uint4*>(out + row * out_row + d * 2);
-        grads[pass] = *reinterpret_cast<const uint4*>(grad + row * grad_row + d * 2);
-      }
+      const int row = row_of_pass(pass);
+      const bool exists = row < place.q_len && d < a.head_dim_v;
+      outs[pass] = exists ? *reinterpret_cast<const uint4*>(out + row * out_row + d * 2) : uint4{};
+      grads[pass] = exists ? *reinterpret_cast<const uint4*>(grad + row * grad_row + d * 2) : uint4{};
     }
   };
-  if (vectors && lane * 8 < a.head_dim_v) {
-    load(lane * 8);
-  }
   const float* const lse = static_cast<const float*>(a.lse.data) + place.query_rows(a.lse.strides, block.head);
   const float* const grad_lse = static_cast<const float*>(a.grad_lse.data);
   const i64 of_grad_lse = place.query_rows(a.grad_lse.strides, block.head);
-  float references[kPasses];
-  float grads_of_lse[kPasses] = {};
-#pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
-    references[pass] = kInfinity;
-    if (const int row = row_of_pass(pass); lane == 0 && row < place.q_len) {
-      references[pass] = math::backward_reference(lse[row * a.lse.strides.row]);
-      if (grad_lse != nullptr) {
-        grads_of_lse[pass] = grad_lse[of_grad_lse + row * a.grad_lse.strides.row];
-      }
-    }
-  }
-
-  if (!S.stores_first && inside && a.dq_sum != nullptr) {
-    float* sum = a.dq_sum + first * S.d;
-    for (int i = threadIdx.x * 4; i < kRowPad * S.d; i += 1024) {
-      store_global(sum + i, {});
-    }
-  }
-  if (a.turns != nullptr) {
-    if (inside && threadIdx.x < kRowPad / 64) {
-      a.turns[1 + first / 64 + threadIdx.x] = 0;
-    }
-    if (a.first_block + blockIdx.x == 0 && threadIdx.x == 0) {
-      a.turns[0] = 0;
-    }
-  }
-
-  // <do, o>
-  float sums[kPasses] = {};
-  if (vectors) {
-    for (int d = lane * 8; d < a.head_dim_v;) {
-#pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass) {
-        sums[pass] += dot8<S.type>(outs[pass], grads[pass]);
-      }
-      d += kLanes * 8;
-      if (d < a.head_dim_v) {
-        load(d);
-      }
-    }
-  } else {
-    for (int d = lane; d < a.head_dim_v; d += kLanes) {
-#pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass) {
-        if (const int row = row_of_pass(pass); row < place.q_len) {
-          sums[pass] += element<S>(out + row * out_row, d * a.out.strides.col) *
-                        element<S>(grad + row * grad_row, d * a.grad_out.strides.col);
-        }
-      }
-    }
-  }
-
   const float sink = a.sink != nullptr ? a.sink[block.head * a.sink_stride] : -kInfinity;
   float of_sink = 0;
   float largest = 0;
+#pragma unroll 1
+  for (at_once = 0; at_once < kRowPad; at_once += kRows) {
+    if (vectors) {
+      load(lane * 8);
+    }
+    float references[kPasses];
+    float grads_of_lse[kPasses] = {};
 #pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
-    const float sum = sum_of_lanes<kLanes>(sums[pass]);
-    if (lane == 0 && inside) {
-      // A dead row's P of 0 would make NaN of what is not finite.
-      const float delta = references[pass] == kInfinity ? 0.f : math::delta(sum, grads_of_lse[pass]);
-      a.row_lse[first + pass * kPass + mine] = references[pass] * a.lse_factor;
-      a.row_delta[first + pass * kPass + mine] = delta;
-      if (a.row_sum != nullptr) {
-        a.row_sum[first + pass * kPass + mine] = 0;
+    for (int pass = 0; pass < kPasses; ++pass) {
+      references[pass] = kInfinity;
+      if (const int row = row_of_pass(pass); lane == 0 && row < place.q_len) {
+        references[pass] = math::backward_reference(lse[row * a.lse.strides.row]);
+        if (grad_lse != nullptr) {
+          grads_of_lse[pass] = grad_lse[of_grad_lse + row * a.grad_lse.strides.row];
+        }
       }
-      if (a.row_term != nullptr) {
-        const int row = row_of_pass(pass);
-        a.row_term[first + pass * kPass + mine] =
-            row < place.q_len
-                ? static_cast<const float*>(a.query_term.data)[place.plane(a.query_term.strides, block.head) + row]
-                : 0.f;
+    }
+
+    if (!S.stores_first && at_once == 0 && inside && a.dq_sum != nullptr) {
+      float* sum = a.dq_sum + first * S.d;
+      for (int i = threadIdx.x * 4; i < kRowPad * S.d; i += 1024) {
+        store_global(sum + i, {});
       }
-      largest = fmaxf(largest, fabsf(delta));
-      const float share = math::grad_sink(sink, references[pass], delta);  // -p_sink delta
-      of_sink += row_of_pass(pass) < place.q_len ? share : 0.f;
+    }
+    if (at_once == 0 && a.turns != nullptr) {
+      if (inside && threadIdx.x < kRowPad / 64) {
+        a.turns[1 + first / 64 + threadIdx.x] = 0;
+      }
+      if (a.first_block + blockIdx.x == 0 && threadIdx.x == 0) {
+        a.turns[0] = 0;
+      }
+    }
+
+    // <do, o>
+    float sums[kPasses] = {};
+    if (vectors) {
+      for (int d = lane * 8; d < a.head_dim_v;) {
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass) {
+          sums[pass] += dot8<S.type>(outs[pass], grads[pass]);
+        }
+        d += kLanes * 8;
+        if (d < a.head_dim_v) {
+          load(d);
+        }
+      }
+    } else {
+      for (int d = lane; d < a.head_dim_v; d += kLanes) {
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass) {
+          if (const int row = row_of_pass(pass); row < place.q_len) {
+            sums[pass] += element<S>(out + row * out_row, d * a.out.strides.col) *
+                          element<S>(grad + row * grad_row, d * a.grad_out.strides.col);
+          }
+        }
+      }
+    }
+
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const i64 at = first + at_once + pass * kPass + mine;
+      const float sum = sum_of_lanes<kLanes>(sums[pass]);
+      if (lane == 0 && inside) {
+        // A dead row's P of 0 would make NaN of what is not finite.
+        const float delta = references[pass] == kInfinity ? 0.f : math::delta(sum, grads_of_lse[pass]);
+        a.row_lse[at] = references[pass] * a.lse_factor;
+        a.row_delta[at] = delta;
+        if (a.row_sum != nullptr) {
+          a.row_sum[at] = 0;
+        }
+        if (a.row_term != nullptr) {
+          const int row = row_of_pass(pass);
+          a.row_term[at] =
+              row < place.q_len
+                  ? static_cast<const float*>(a.query_term.data)[place.plane(a.query_term.strides, block.head) + row]
+                  : 0.f;
+        }
+        largest = fmaxf(largest, fabsf(delta));
+        const float share = math::grad_sink(sink, references[pass], delta);  // -p_sink delta
+        of_sink += row_of_pass(pass) < place.q_len ? share : 0.f;
+      }
     }
   }
   if constexpr (S.type == Type::kFp32) {
@@ -281,7 +297,7 @@ __global__ void __launch_bounds__(256) backward_convert(const __grid_constant__ 
   begin_kernel<S.arch>();
   constexpr int kPairs = S.d / 16;  // of blocks, in 16 rows
   const Thread thread;
-  const RowBlock<kConvertRows> block(a);
+  const RowBlock<kConvertRows, (S.stages > 2)> block(a);
   const Place& place = block.place;
   const i64 first = row_of_head(a, place.b, block.head, place.queries()) + block.first;
   const float* const sums = a.dq_sum + first * S.d + thread.lane * 4;
