@@ -25,6 +25,7 @@ namespace fovea::cuda {
 
 enum class Step {
   kPack,
+  kUnpack,
   kMask,
   kTerm,
   kClear,

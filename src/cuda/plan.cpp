@@ -353,7 +353,9 @@ class Planner {
     const bool lifts = features.type == Type::kFp32 && p.sink;
     work.dq =
         p.need.q && work.dkv && !p.deterministic && !lifts && backward_adds_dq(features, plan_.target, work.column_sum);
-    work.dbias_store = gradients[0] == Gradient::kPlane && stores_bias();
+    const bool in_place = gradients[0] == Gradient::kPlane && !stores_bias() && stores_bias_in_place() &&
+                          (gradients[1] == Gradient::kNone || gradients[1] == Gradient::kColumns);
+    work.dbias_store = gradients[0] == Gradient::kPlane && (stores_bias() || in_place);
     const Choice hopper = backward_for_hopper(work);
     work.ordered = hopper.kernel.spec.ordered;
     work.dq = work.dq || hopper.kernel.spec.dq;
@@ -415,6 +417,11 @@ class Planner {
     }
     if (!hopper.kernel.spec.dbias_store || hopper.why_not != nullptr) {
       bias(gradients[0], p.bias, 0);
+    } else if (in_place) {
+      plan_.operands.grad_bias_in_place = true;
+      constexpr std::int64_t kNumbersOfAThread = 8;
+      add(Step::kUnpack, prepare("prepare_unpack", small()),
+          striding_blocks(p.batch() * p.heads_q * p.seqlen_q * p.seqlen_k / kNumbersOfAThread + 1, plan_.target));
     }
     bias(gradients[1], p.bias2, 1);
     if (p.need.sink) {
@@ -423,12 +430,32 @@ class Planner {
     plan_.summary = fmt::format("for {}: {}{}", plan_.target.architecture(false), kernels_, plan_.summary);
   }
 
-  // Whether the gradient of the first bias is dS itself: nothing is shared, and tiles of dS lie where its rows may be
-  // written by a tensor map.
-  bool stores_bias() const {
+  // Whether the gradient of the first bias is dS itself: nothing is shared.
+  bool is_ds() const {
     const Problem& p = call_.problem;
     const Spec& features = plan_.operands.features;
     const Extents& e = p.bias.extents;
+    const bool whole = (e.batch1 || p.batch1 == 1) && (e.batch2 || p.batch2 == 1) && (e.head || p.heads_q == 1);
+    const bool same = (features.bias == BiasTile::kBf16 && features.type == Type::kBf16) ||
+                      (features.bias == BiasTile::kFp16 && features.type == Type::kFp16);
+    return whole && same && !features.softcap && !features.banded && !features.ragged;
+  }
+
+  // And it may go where the bias was packed, every tile after it was read: no later kernel may need the bias.
+  bool stores_bias_in_place() const {
+    if (!is_ds() || plan_.operands.bias.region != Region::kBias || std::getenv("FOVEA_UNPACK") == nullptr) {
+      return false;
+    }
+    const Problem& p = call_.problem;
+    const std::vector<Pack>& packs = plan_.operands.packs;
+    return std::any_of(packs.begin(), packs.end(), [&](const Pack& pack) {
+      return pack.to == Region::kBias && pack.box.planes() == p.batch() * p.heads_q;
+    });
+  }
+
+  // And tiles of dS lie where its rows may be written by a tensor map.
+  bool stores_bias() const {
+    const Problem& p = call_.problem;
     const View& to = call_.grad_bias;
     constexpr std::int64_t kNumbersOfAGrain = 8;
     constexpr std::int64_t kBytes = 2;
@@ -436,12 +463,9 @@ class Planner {
     const auto fits = [&](std::int64_t size, std::int64_t stride) {
       return size <= 1 || (stride > 0 && stride % kNumbersOfAGrain == 0 && map_takes_stride(stride, kBytes));
     };
-    const bool whole = (e.batch1 || p.batch1 == 1) && (e.batch2 || p.batch2 == 1) && (e.head || p.heads_q == 1);
-    const bool same = (features.bias == BiasTile::kBf16 && features.type == Type::kBf16) ||
-                      (features.bias == BiasTile::kFp16 && features.type == Type::kFp16);
-    return whole && same && !features.softcap && !features.banded && !features.ragged && to.strides.col == 1 &&
-           reinterpret_cast<std::uintptr_t>(to.data) % kGrain == 0 && fits(p.batch1, to.strides.batch1) &&
-           fits(p.batch2, to.strides.batch2) && fits(p.heads_q, to.strides.head) && fits(p.seqlen_q, to.strides.row);
+    return is_ds() && to.strides.col == 1 && reinterpret_cast<std::uintptr_t>(to.data) % kGrain == 0 &&
+           fits(p.batch1, to.strides.batch1) && fits(p.batch2, to.strides.batch2) && fits(p.heads_q, to.strides.head) &&
+           fits(p.seqlen_q, to.strides.row);
   }
 
   // dk, dv and dq in one kernel; deterministic calls add to dq in order.

@@ -4,6 +4,7 @@
 // once and is bound by memory.
 //
 //     prepare_pack    rows that cannot be copied by 16 bytes, into rows that can
+//     prepare_unpack  and back
 //     prepare_mask    bools with queries and keys, into bits
 //     prepare_term    the sum of biases and masks that are broadcast over queries (or keys), in fp32
 //     prepare_clear, prepare_measure, prepare_split
@@ -92,6 +93,35 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_pack(const __grid_con
     for (int i = 0; i < kVectors; ++i) {
       if (i == 0 || first + 4 * i < box.width) {
         to[i] = {words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]};
+      }
+    }
+  }
+}
+
+// A warp takes 256 numbers of a row, a lane every 32nd: neighbours are written at once, wherever rows begin.
+template <Spec S>
+__global__ void __launch_bounds__(kPrepareThreads) prepare_unpack(const __grid_constant__ UnpackArgs args) {
+  begin_kernel<S.arch>();
+  constexpr int kEach = 8;
+  const Box& box = args.box;
+  const int lane = threadIdx.x % 32;
+  const i64 pieces = (args.columns + 32 * kEach - 1) / (32 * kEach);
+  const i64 total = box.all_rows() * pieces;
+  for (i64 n = prepare_thread() / 32; n < total; n += prepare_stride() / 32) {
+    const i64 row = n / pieces;
+    const i64 first = n % pieces * (32 * kEach) + lane;
+    const unsigned short* const from = args.from + row * box.width + first;
+    unsigned short* const to =
+        static_cast<unsigned short*>(args.to) + offset_of(args.strides, box_row(box, row)) + first * args.strides.col;
+    unsigned short x[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      x[i] = first + 32 * i < args.columns ? from[32 * i] : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if (first + 32 * i < args.columns) {
+        to[32 * i * args.strides.col] = x[i];
       }
     }
   }

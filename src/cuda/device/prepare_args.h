@@ -44,6 +44,15 @@ struct PackArgs {
   PackJob jobs[4];  // by blockIdx.y
 };
 
+// prepare_unpack: the other way, rows of `box.width` numbers of 16 bits into a tensor of any strides.
+struct UnpackArgs {
+  const unsigned short* from = nullptr;
+  void* to = nullptr;
+  math::Strides strides;
+  Box box;
+  math::i64 columns = 0;
+};
+
 // prepare_mask: bools into bits, a word for 32 keys; `box.width` is in words.
 struct MaskArgs {
   Source from;

@@ -65,6 +65,9 @@ void Launcher::run() {
       case Step::kPack:
         pack(number);
         break;
+      case Step::kUnpack:
+        unpack(number);
+        break;
       case Step::kMask:
         mask(number);
         break;

@@ -45,6 +45,7 @@ class Launcher {
 
   // prepare.cpp
   void pack(std::size_t number);
+  void unpack(std::size_t number);
   void mask(std::size_t number);
   void term(std::size_t number);
   void pairs(std::size_t number);
