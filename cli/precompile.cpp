@@ -30,6 +30,7 @@ struct Settings {
   std::string file;
   bool table = false;
   std::vector<std::string> architectures;
+  std::vector<int> multiprocessors;  // of a GPU of these; none: of known products
   int jobs = 0;
   bool list = false;
 };
@@ -97,7 +98,15 @@ std::vector<cuda::Target> targets_of(const Settings& settings) {
   };
   if (!settings.architectures.empty()) {
     for (const std::string& architecture : settings.architectures) {
-      add(cuda::target_of(architecture));
+      for (cuda::Target target : cuda::targets_of(architecture)) {
+        if (settings.multiprocessors.empty()) {
+          add(target);
+        }
+        for (const int multiprocessors : settings.multiprocessors) {
+          target.multiprocessors = multiprocessors;
+          add(target);
+        }
+      }
     }
     return targets;
   }
@@ -225,12 +234,20 @@ void add_precompile(CLI::App& app) {
       ->type_name("LINE");
   command->add_option("-f,--file", settings->file, "A file of problem lines; '-' is standard input")->type_name("FILE");
   command->add_flag("--table", settings->table, "The case table of `fovea check`, too");
+  CLI::Option* const arch = command
+                                ->add_option("-a,--arch", settings->architectures,
+                                             "Architectures: sm_80, sm_90, ...; without one, this machine's GPUs")
+                                ->delimiter(',')
+                                ->allow_extra_args(false)
+                                ->type_name("ARCH");
   command
-      ->add_option("-a,--arch", settings->architectures,
-                   "Architectures: sm_80, sm_90, ...; without one, this machine's GPUs")
+      ->add_option("-m,--multiprocessors", settings->multiprocessors,
+                   "With --arch: how many the GPU has; without it, some products of the architecture")
       ->delimiter(',')
       ->allow_extra_args(false)
-      ->type_name("ARCH");
+      ->check(CLI::Range(1, 1 << 16))
+      ->needs(arch)
+      ->type_name("N");
   command->add_option("-j,--jobs", settings->jobs, "Kernels that are compiled at once; 0: as many as there are cores")
       ->check(CLI::Range(0, 1024))
       ->type_name("N");

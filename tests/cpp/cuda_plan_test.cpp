@@ -107,7 +107,7 @@ TEST(CudaTarget, ArchitecturesByName) {
   EXPECT_EQ(target_of("sm_90a").architecture(), "sm_90");
   EXPECT_EQ(target_of("sm_90").architecture(true), "sm_90a");
   try {
-    target_of("sm_75");
+    targets_of("sm_75");
     ADD_FAILURE();
   } catch (const Error& error) {
     EXPECT_EQ(error.status(), FOVEA_INVALID_ARGUMENT);

@@ -754,6 +754,17 @@ def test_precompile_lists_what_a_problem_needs():
     assert len(listed("--arch", "sm_80,sm_120", PLAIN)) == 2 * len(both)
 
 
+def test_precompile_serves_products_of_every_size():
+    """80 blocks: too few for a GPU of 108 multiprocessors that holds two on each, enough for one of 56."""
+    line = ("fwd b=1 hq=10 sq=1024 sk=4096 d=64 bf16",)
+    listed = lambda *more: set(succeeds("precompile", "--list", "--arch", "sm_80", *more).splitlines())  # noqa: E731
+    large, small = listed("-m", "108", *line), listed("-m", "56", *line)
+    split = [kernel for kernel in large - small if ".split = true" in kernel]
+    assert split and not any(".split" in kernel for kernel in small)
+    assert listed(*line) == listed("--multiprocessors", "56,108", *line) == large | small
+    refused("precompile", "-m", "56", *line, says="--arch")
+
+
 def test_precompile_reads_problems_from_a_file(here):
     (here / "problems.txt").write_text(f"# a comment\n\nfwd {PLAIN}\nfwd {PLAIN} causal\n")
     listed = succeeds("precompile", "--list", "--arch", "sm_80", "--file", "problems.txt", cwd=here)

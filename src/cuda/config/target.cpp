@@ -5,7 +5,6 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <vector>
 
 #include "cuda/jit/nvrtc.h"
 
@@ -20,6 +19,13 @@ constexpr Target kTargets[] = {
     {89, 99 * kKiB, 100 * kKiB, 142},   {90, 227 * kKiB, 228 * kKiB, 132}, {100, 227 * kKiB, 228 * kKiB, 148},
     {103, 227 * kKiB, 228 * kKiB, 160}, {120, 99 * kKiB, 100 * kKiB, 188}, {121, 99 * kKiB, 100 * kKiB, 48},
 };
+
+// Smaller products: A30, A10, L4, RTX 4090, H100 PCIe, H20, RTX 5090.
+struct Product {
+  int capability;
+  int multiprocessors;
+};
+constexpr Product kProducts[] = {{80, 56}, {86, 72}, {89, 128}, {89, 58}, {90, 114}, {90, 78}, {120, 170}};
 
 }  // namespace
 
@@ -46,6 +52,17 @@ Target target_of(std::string_view architecture) {
   }
   throw Error(FOVEA_INVALID_ARGUMENT,
               fmt::format("architecture: '{}'; accepted: {}", architecture, fmt::join(accepted, ", ")));
+}
+
+std::vector<Target> targets_of(std::string_view architecture) {
+  std::vector<Target> targets = {target_of(architecture)};
+  for (const Product& product : kProducts) {
+    if (product.capability == targets.front().capability) {
+      targets.push_back(targets.front());
+      targets.back().multiprocessors = product.multiprocessors;
+    }
+  }
+  return targets;
 }
 
 }  // namespace fovea::cuda

@@ -5,6 +5,7 @@
 
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "cuda/jit/driver.h"
 
@@ -33,5 +34,9 @@ Target target_of(const jit::DeviceInfo& device);
 // For compiling where there is no such GPU: "sm_80", "sm_90", "sm_90a", .... Throws Error(FOVEA_INVALID_ARGUMENT) with
 // what is accepted.
 Target target_of(std::string_view architecture);
+
+// The same for its products that differ in their multiprocessors, the largest first: plans depend on how many there
+// are (split keys do, and which kernel takes short sequences).
+std::vector<Target> targets_of(std::string_view architecture);
 
 }  // namespace fovea::cuda
