@@ -211,6 +211,7 @@ __global__ void __launch_bounds__(256, S.stages >= 5 && S.type != Type::kFp32 ? 
 
     if (!S.stores_first && at_once == 0 && inside && a.dq_sum != nullptr) {
       float* sum = a.dq_sum + first * S.d;
+#pragma unroll 8
       for (int i = threadIdx.x * 4; i < kRowPad * S.d; i += 1024) {
         store_global(sum + i, {});
       }

@@ -323,7 +323,11 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
               if constexpr (kDropout) {
                 grad *= kept[half][e] ? a.keep_scale : 0.f;
               }
-              sum[part][0][j][e] += math::grad_score(s[0][j][e], grad, delta[e >> 1]);
+              grad = math::grad_score(s[0][j][e], grad, delta[e >> 1]);
+              if constexpr (!S.bias_outside) {
+                grad = s[0][j][e] == 0 ? 0.f : grad;  // dP of a hidden pair may be infinite; outside: it is flagged
+              }
+              sum[part][0][j][e] += grad;
             }
           }
         }

@@ -335,6 +335,12 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
     }
     wgmma_wait<0>();
     pin(dp);
+    if (some_hidden || kBias) {  // dP of a hidden pair may be infinite
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        dp[i] = s[i] == 0 ? 0.f : dp[i];
+      }
+    }
     u32 weights[16];
     u32 ds[16];
 #pragma unroll
