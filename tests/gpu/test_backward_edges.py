@@ -52,6 +52,27 @@ def test_hidden_values_of_any_size(way, dims, deterministic, device):
         torch.testing.assert_close(y, x, rtol=0.02, atol=1e-3, msg=lambda text, name=name: f"d{name}: {text}")
 
 
+@pytest.mark.parametrize("batch, queries, keys, causal", [
+    (3, 150, 300, False), (3, 150, 300, True), (40, 49, 64, False), (40, 49, 49, True),
+])  # fmt: skip
+def test_hidden_values_of_any_size_beside_a_bias_gradient(batch, queries, keys, causal, device):
+    found = []
+    for value in (0, 3e38):
+        generator = torch.Generator(device).manual_seed(4)
+        q, k, v, do, bias = (
+            torch.randn(*shape, device=device, dtype=torch.bfloat16, generator=generator)
+            for shape in ((batch, 2, queries, 32), *[(batch, 2, keys, 32)] * 2, (batch, 2, queries, 32),
+                          (1, 2, queries, keys))
+        )  # fmt: skip
+        hidden = torch.arange(keys, device=device) >= keys // 3
+        v[:, :, keys // 3 :] = value
+        leaves = [x.requires_grad_() for x in (q, k, v, bias.masked_fill_(hidden, -torch.inf))]
+        out = attention(*leaves[:3], bias=bias, causal=causal, align="top_left")
+        found.append(torch.autograd.grad(out, leaves, do))
+    for name, x, y in zip(("q", "k", "v", "bias"), *found):
+        torch.testing.assert_close(y, x, rtol=0.02, atol=1e-3, msg=lambda text, name=name: f"d{name}: {text}")
+
+
 @pytest.mark.parametrize("rest", [
     "hq=4 hk=2 d=64 bf16 causal need=q,k,v",
     "hq=2 d=128 bf16 window=64,10 need=q,k,v",
