@@ -164,6 +164,7 @@ static_assert(equal(cu::DeviceAttribute::kMaxSharedMemoryPerBlockOptin,
                     CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN));
 static_assert(equal(cu::DeviceAttribute::kClusterLaunch, CU_DEVICE_ATTRIBUTE_CLUSTER_LAUNCH));
 static_assert(equal(cu::DeviceAttribute::kTensorMapAccessSupported, CU_DEVICE_ATTRIBUTE_TENSOR_MAP_ACCESS_SUPPORTED));
+static_assert(equal(cu::DeviceAttribute::kPageableMemoryAccess, CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS));
 
 static_assert(equal(cu::FunctionAttribute::kMaxThreadsPerBlock, CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK));
 static_assert(equal(cu::FunctionAttribute::kSharedSizeBytes, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES));

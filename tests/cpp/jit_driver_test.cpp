@@ -327,7 +327,7 @@ TEST_F(JitDriver, AStreamOfAnotherDeviceIsRefused) {
 TEST_F(JitDriver, KnowsWhereMemoryIs) {
   const Driver d = fake_functions();
   EXPECT_EQ(place_of(d, handle<void*>(16)).kind, Place::Kind::kHost);
-  EXPECT_EQ(place_of(d, handle<void*>(1016)).kind, Place::Kind::kHost);
+  EXPECT_EQ(place_of(d, handle<void*>(1016)).kind, Place::Kind::kPinned);
   EXPECT_EQ(place_of(d, handle<void*>(2016)).kind, Place::Kind::kDevice);
   EXPECT_EQ(place_of(d, handle<void*>(2016)).device, 1);
   EXPECT_EQ(place_of(d, handle<void*>(3016)).kind, Place::Kind::kManaged);

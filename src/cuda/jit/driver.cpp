@@ -243,6 +243,7 @@ DeviceInfo describe_device(const Driver& driver, int ordinal) {
   info.cooperative = attribute(cu::DeviceAttribute::kCooperativeLaunch) != 0;
   info.clusters = attribute(cu::DeviceAttribute::kClusterLaunch) != 0;
   info.tensor_maps = attribute(cu::DeviceAttribute::kTensorMapAccessSupported) != 0;
+  info.reads_host_memory = attribute(cu::DeviceAttribute::kPageableMemoryAccess) != 0;
   return info;
 }
 
@@ -315,7 +316,14 @@ Place place_of(const Driver& driver, const void* pointer) {
   if (managed != 0) {
     return {Place::Kind::kManaged, ordinal};
   }
-  return type == cu::MemoryType::kDevice ? Place{Place::Kind::kDevice, ordinal} : Place{};
+  switch (type) {
+    case cu::MemoryType::kDevice:
+      return {Place::Kind::kDevice, ordinal};
+    case cu::MemoryType::kHost:
+      return {Place::Kind::kPinned, ordinal};
+    default:
+      return {};
+  }
 }
 
 bool is_capturing(const Driver& driver, cu::Stream stream) {

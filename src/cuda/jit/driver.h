@@ -48,6 +48,7 @@ enum class DeviceAttribute : int {
   kComputeCapabilityMajor = 75,
   kComputeCapabilityMinor = 76,
   kMaxSharedMemoryPerMultiprocessor = 81,
+  kPageableMemoryAccess = 88,
   kCooperativeLaunch = 95,
   kMaxSharedMemoryPerBlockOptin = 97,
   kClusterLaunch = 120,
@@ -216,6 +217,7 @@ struct DeviceInfo {
   bool cooperative = false;
   bool clusters = false;
   bool tensor_maps = false;
+  bool reads_host_memory = false;  // any of it, as it does its own
 
   int capability() const { return major * 10 + minor; }
 };
@@ -242,9 +244,9 @@ class ContextScope {
   void pop();
 };
 
-// Where memory is. What CUDA does not know is the host's.
+// Where memory is. What CUDA does not know is the host's; what it has pinned there kernels may read.
 struct Place {
-  enum class Kind { kHost, kDevice, kManaged };
+  enum class Kind { kHost, kPinned, kDevice, kManaged };
   Kind kind = Kind::kHost;
   int device = -1;
 };

@@ -165,7 +165,7 @@ void run(const Call& call, Executable& executable, void* workspace) {
     }
     executable.load();
   }
-  check_lengths(call, driver);
+  check_arguments(call, driver);
   if (packs_heads(call)) {
     const Call packed = with_packed_heads(call);
     Launcher(packed, executable, workspace).run();

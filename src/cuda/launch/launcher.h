@@ -10,9 +10,9 @@
 
 namespace fovea::cuda {
 
-// With FOVEA_CHECK=1 (and outside of a capture): waits for the stream, reads cu_seqlens and seqused, and throws
-// Error(FOVEA_INVALID_ARGUMENT) as validate() does where they lie on the host.
-void check_lengths(const Call& call, const jit::Driver& driver);
+// With FOVEA_CHECK=1 (and outside of a capture): asks where every address lies, waits for the stream, reads cu_seqlens
+// and seqused, and throws Error(FOVEA_INVALID_ARGUMENT) as validate() does where those lie on the host.
+void check_arguments(const Call& call, const jit::Driver& driver);
 
 class Launcher {
  public:

@@ -12,6 +12,7 @@ int fake_capturing = 0;
 int fake_result_of_launch = 0;
 int fake_no_context = 0; /* 1: threads come without one */
 int fake_loads = 0;
+void* fake_host = 0; /* an address of the host: everything else is of a device */
 int fake_launches = 0;
 struct {
   const char* name; /* the kernel's */
@@ -58,6 +59,9 @@ static int get_attribute(int* value, int attribute, int device) {
       break;
     case 81: /* shared memory of a multiprocessor */
       *value = 228 * 1024;
+      break;
+    case 88: /* the host's memory is the host's */
+      *value = 0;
       break;
     case 97: /* of a block */
       *value = 227 * 1024;
@@ -145,6 +149,14 @@ static int exchange_capture_mode(int* mode) {
   *mode = before;
   return 0;
 }
+static int places(unsigned count, const int* attributes, void** values, uint64_t address) {
+  for (unsigned n = 0; n < count; ++n) {
+    if (attributes[n] == 2) { /* CU_POINTER_ATTRIBUTE_MEMORY_TYPE: of none, or of a device */
+      *(unsigned*)values[n] = address == (uint64_t)(uintptr_t)fake_host ? 0 : 2;
+    }
+  }
+  return 0;
+}
 static int copy_to_host(void* to, uint64_t from, size_t bytes, void* stream) {
   (void)stream;
   memcpy(to, (const void*)(uintptr_t)from, bytes); /* of what the test put there */
@@ -178,6 +190,7 @@ int cuGetProcAddress_v2(const char* name, void** function, int cuda_version, uin
       {"cuLaunchKernelEx", launch},
       {"cuOccupancyMaxActiveBlocksPerMultiprocessor", two},
       {"cuOccupancyMaxActiveClusters", two},
+      {"cuPointerGetAttributes", places},
       {"cuStreamIsCapturing", capturing},
       {"cuThreadExchangeStreamCaptureMode", exchange_capture_mode},
       {"cuStreamGetCtx", context_of_stream},

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// FOVEA_CHECK=1: lengths that lie on the device are read back and checked before a call; this waits for the stream.
+// FOVEA_CHECK=1: addresses are asked for where they lie, and lengths that lie on the device are read back and checked
+// before a call; this waits for the stream.
 #include <fmt/format.h>
 
 #include <cstdlib>
@@ -95,12 +96,52 @@ class Checker {
   jit::cu::Stream stream_;
 };
 
+// A kernel that reads memory of the host ends in a fault that every later call of the process sees.
+void check_places(const Call& call, const jit::Driver& driver) {
+  if (jit::device(call.device_index).reads_host_memory) {
+    return;
+  }
+  const auto check = [&](const char* name, const void* address) {
+    if (address != nullptr && jit::place_of(driver, address).kind == jit::Place::Kind::kHost) {
+      refuse("{}: memory of the host; accepted: memory of CUDA device {}, managed or pinned memory", name,
+             call.device_index);
+    }
+  };
+  check("q", call.q.data);
+  check("k", call.k.data);
+  check("v", call.v.data);
+  check("bias", call.bias.data);
+  check("bias2", call.bias2.data);
+  check("mask", call.mask.data);
+  check("alibi_slopes", call.alibi_slopes.data);
+  check("sink", call.sink.data);
+  check("out", call.out.data);
+  check("lse", call.lse.data);
+  check("grad_out", call.grad_out.data);
+  check("grad_lse", call.grad_lse.data);
+  check("grad_q", call.grad_q.data);
+  check("grad_k", call.grad_k.data);
+  check("grad_v", call.grad_v.data);
+  check("grad_bias", call.grad_bias.data);
+  check("grad_bias2", call.grad_bias2.data);
+  check("grad_sink", call.grad_sink.data);
+  check("cu_seqlens_q", call.rows.cu_q.data);
+  check("cu_seqlens_k", call.rows.cu_k.data);
+  check("seqused_q", call.rows.used_q.data);
+  check("seqused_k", call.rows.used_k.data);
+  check("seed", call.seed_ptr);
+  check("offset", call.offset_ptr);
+}
+
 }  // namespace
 
-void check_lengths(const Call& call, const jit::Driver& driver) {
+void check_arguments(const Call& call, const jit::Driver& driver) {
   const math::Rows& rows = call.rows;
-  if (!is_asked_for() || !(rows.cu_q || rows.used_q || rows.used_k) || rows.batch() == 0 ||
-      jit::is_capturing(driver, static_cast<jit::cu::Stream>(call.stream))) {
+  if (!is_asked_for() || jit::is_capturing(driver, static_cast<jit::cu::Stream>(call.stream))) {
+    return;
+  }
+  check_places(call, driver);
+  if (!(rows.cu_q || rows.used_q || rows.used_k) || rows.batch() == 0) {
     return;
   }
   const Checker checker(call, driver);
