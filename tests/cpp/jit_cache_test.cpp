@@ -162,7 +162,7 @@ TEST(JitCache, AFolderThatOthersCanWriteIsRefused) {
   for (const mode_t mode : {0777u, 0770u, 0702u}) {
     fs::create_directory(folder / "cache");
     chmod((folder / "cache").c_str(), mode);
-    const std::string message = refusal([&] { open_cache(folder); }, FOVEA_UNSUPPORTED);
+    const std::string message = refusal([&] { open_cache(folder); }, FOVEA_INVALID_ARGUMENT);
     EXPECT_TRUE(message.starts_with("FOVEA_CACHE_DIR: ")) << message;
     EXPECT_TRUE(contains(message, "chmod 700")) << message;
     fs::remove(folder / "cache");
@@ -180,7 +180,7 @@ TEST(JitCache, AnotherUsersFolderAndEntriesAreRefused) {
   EXPECT_FALSE(cache.load("key", k130));
   EXPECT_EQ(fs::is_empty(cache.folder()), true);
   ASSERT_EQ(chown(cache.folder().c_str(), 12345, 12345), 0);
-  const std::string message = refusal([&] { open_cache(folder); }, FOVEA_UNSUPPORTED);
+  const std::string message = refusal([&] { open_cache(folder); }, FOVEA_INVALID_ARGUMENT);
   EXPECT_TRUE(contains(message, "belongs to user 12345, and this is user 0")) << message;
 }
 
@@ -203,12 +203,12 @@ TEST(JitCache, WhatIsNoFolderIsNamed) {
   const Folder folder;
   write_all(folder / "file", "x");
   const auto open = [](const std::string& path) { Cache(path, Cache::Access::kReadWrite, kPlenty, "FOVEA_CACHE_DIR"); };
-  EXPECT_TRUE(contains(refusal([&] { open(folder / "file"); }, FOVEA_UNSUPPORTED), "it is no folder"));
-  const std::string message = refusal([&] { open(folder / "file/cache"); }, FOVEA_UNSUPPORTED);
+  EXPECT_TRUE(contains(refusal([&] { open(folder / "file"); }, FOVEA_INVALID_ARGUMENT), "it is no folder"));
+  const std::string message = refusal([&] { open(folder / "file/cache"); }, FOVEA_INVALID_ARGUMENT);
   EXPECT_TRUE(contains(message, "Not a directory")) << message;
   const std::string missing = folder / "missing";
   EXPECT_TRUE(contains(
-      refusal([&] { Cache(missing, Cache::Access::kReadOnly, 0, "FOVEA_PRECOMPILED_DIR"); }, FOVEA_UNSUPPORTED),
+      refusal([&] { Cache(missing, Cache::Access::kReadOnly, 0, "FOVEA_PRECOMPILED_DIR"); }, FOVEA_INVALID_ARGUMENT),
       "FOVEA_PRECOMPILED_DIR"));
   EXPECT_FALSE(fs::exists(missing));
 }

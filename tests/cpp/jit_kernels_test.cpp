@@ -159,6 +159,10 @@ TEST(JitKernels, TheEnvironmentSetsEverything) {
   const Variable bad("FOVEA_JIT", "never");
   EXPECT_EQ(refusal([] { Settings::from_environment(); }, FOVEA_INVALID_ARGUMENT),
             "FOVEA_JIT: got \"never\"; one of jit, cache, off is accepted");
+  const Variable usual("FOVEA_JIT", "jit");
+  const Variable verbose("FOVEA_LOG", "verbose");
+  EXPECT_EQ(refusal([] { Settings::from_environment(); }, FOVEA_INVALID_ARGUMENT),
+            "FOVEA_LOG: got \"verbose\"; jit is accepted, or not set");
 }
 
 TEST(JitKernels, LogAndDumpShowWhatHappens) {

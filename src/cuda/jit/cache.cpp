@@ -203,7 +203,7 @@ Cache::Cache(std::string folder, Access access, std::uint64_t max_bytes, std::st
 }
 
 void Cache::refuse(const std::string& why) const {
-  throw Error(FOVEA_UNSUPPORTED,
+  throw Error(FOVEA_INVALID_ARGUMENT,
               fmt::format("{}: the folder of compiled kernels, {}: {}. Set {} to a folder of your own", variable_,
                           folder_, why, variable_));
 }
@@ -336,7 +336,7 @@ std::string cache_folder_from_environment() {
     passwd entry{};
     passwd* found = nullptr;
     if (getpwuid_r(geteuid(), &entry, buffer.data(), buffer.size(), &found) != 0 || found == nullptr) {
-      throw Error(FOVEA_UNSUPPORTED, "FOVEA_CACHE_DIR: not set, and this user has no home folder; set it");
+      throw Error(FOVEA_INVALID_ARGUMENT, "FOVEA_CACHE_DIR: not set, and this user has no home folder; set it");
     }
     home = entry.pw_dir;
   }

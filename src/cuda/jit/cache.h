@@ -30,7 +30,7 @@ class Cache {
  public:
   enum class Access { kReadWrite, kReadOnly };
 
-  // Makes the folder if it is missing and writable. Throws Error(FOVEA_UNSUPPORTED), naming `variable` as what to
+  // Makes the folder if it is missing and writable. Throws Error(FOVEA_INVALID_ARGUMENT), naming `variable` as what to
   // change, where it cannot be made or is not safe.
   Cache(std::string folder, Access access, std::uint64_t max_bytes, std::string variable);
 
@@ -42,10 +42,11 @@ class Cache {
   // The entry that the newest NVRTC made, of major version `most` at the latest (0: any).
   std::optional<Binary> load_any(std::string_view key, int most_major) const;
 
-  // Throws Error(FOVEA_UNSUPPORTED) before anything is compiled that could not be kept: no permission, read-only disk.
+  // Throws Error(FOVEA_INVALID_ARGUMENT) before anything is compiled that could not be kept: no permission, a disk that
+  // is read-only.
   void require_writable() const;
 
-  // Throws Error(FOVEA_UNSUPPORTED) where the disk is full or read-only.
+  // Throws Error(FOVEA_INVALID_ARGUMENT) where the disk is full or read-only.
   void store(std::string_view key, Version nvrtc, const Binary& binary) const;
 
  private:

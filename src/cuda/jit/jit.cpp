@@ -67,7 +67,11 @@ Settings Settings::from_environment() {
   }
   settings.cache_bytes = cache_size_from_environment();
   settings.nvrtc = NvrtcSearch::from_environment();
-  settings.log = environment("FOVEA_LOG") == "jit";
+  const std::string log = environment("FOVEA_LOG");
+  if (!log.empty() && log != "jit") {
+    throw Error(FOVEA_INVALID_ARGUMENT, fmt::format("FOVEA_LOG: got \"{}\"; jit is accepted, or not set", log));
+  }
+  settings.log = log == "jit";
   settings.dump = environment("FOVEA_DUMP");
   return settings;
 }
