@@ -5,6 +5,7 @@
 #include <sched.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -30,7 +31,7 @@ constexpr Variable kVariables[] = {
     {"FOVEA_LIBRARY", "the libfovea.so that Python loads"},
     {"FOVEA_BUILD", "the build folder that the tests use"},
     {"FOVEA_CASES", "reduced: the smaller case table, in the C++ tests"},
-    {"FOVEA_CHECK", "1: lengths on a GPU are read and checked by every call"},
+    {"FOVEA_CHECK", "1: addresses, and lengths on a GPU, are checked by every call"},
     {"FOVEA_KERNEL", "sm80, sm90: the newest family of GPU kernels that is taken"},
     {"FOVEA_KERNELS", "how many GPU kernels the C++ tests compile; all: every one"},
     {"FOVEA_JIT", "jit, cache or off: whether kernels are compiled at run time"},
@@ -64,13 +65,21 @@ int allowed_cores() {
   return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 0;
 }
 
-std::string backends() {
+// What such a function of the library writes: lines of a name, a tab and a value.
+template <class Show>
+void for_each_line(fovea_status (*function)(char*, std::size_t, std::size_t*), const Show& show) {
   std::size_t needed = 0;
-  require(fovea_backends(nullptr, 0, &needed));
+  require(function(nullptr, 0, &needed));
   std::string text(needed, '\0');
-  require(fovea_backends(text.data(), text.size(), &needed));
-  text.resize(needed - 1);
-  return text;
+  require(function(text.data(), text.size(), &needed));
+  text.resize(std::min(text.size(), needed) - 1);
+  for (std::size_t begin = 0; begin < text.size();) {
+    const std::size_t end = std::min(text.find('\n', begin), text.size());
+    const std::string entry = text.substr(begin, end - begin);
+    const std::size_t tab = std::min(entry.find('\t'), entry.size() - 1);
+    show(entry.substr(0, tab), entry.substr(tab + 1));
+    begin = end + 1;
+  }
 }
 
 void explain_machine() {
@@ -86,14 +95,10 @@ void explain_machine() {
   }
   line("threads", fmt::format("{} (the machine has {} cores, this process may use {}; a cgroup's quota counts too)",
                               machine.threads, std::thread::hardware_concurrency(), allowed_cores()));
-  const std::string all = backends();
-  for (std::size_t begin = 0; begin < all.size();) {
-    const std::size_t end = std::min(all.find('\n', begin), all.size());
-    const std::string entry = all.substr(begin, end - begin);
-    const std::size_t tab = entry.find('\t');
-    line("backend", fmt::format("{:<10} {}", entry.substr(0, tab), tab == entry.npos ? "" : entry.substr(tab + 1)));
-    begin = end + 1;
-  }
+  for_each_line(fovea_backends, [&](const std::string& name, const std::string& state) {
+    line("backend", fmt::format("{:<10} {}", name, state));
+  });
+  for_each_line(fovea_machine, line);
   std::vector<std::string> known;
   for (const Variable& variable : kVariables) {
     known.emplace_back(variable.name);

@@ -496,6 +496,12 @@ inline std::string backends() {
       [](char* text, std::size_t capacity, std::size_t* needed) { return fovea_backends(text, capacity, needed); });
 }
 
+// What a GPU call would use, for people: a line each for the driver, every GPU, NVRTC and the kernel cache.
+inline std::string machine() {
+  return detail::text_of(
+      [](char* text, std::size_t capacity, std::size_t* needed) { return fovea_machine(text, capacity, needed); });
+}
+
 // Threads that a CPU call uses, at most 4096; 0: as many cores as this process may use.
 inline void set_num_threads(int n) { detail::check(fovea_set_num_threads(n)); }
 inline int num_threads() { return fovea_num_threads(); }

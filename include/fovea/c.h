@@ -197,6 +197,10 @@ FOVEA_API fovea_status fovea_describe(const fovea_problem* problem, fovea_direct
 /* A line a backend: its name, a tab, "available" or why it is not. */
 FOVEA_API fovea_status fovea_backends(char* text, size_t capacity, size_t* needed);
 
+/* What a GPU call would use, for people: a line each for the driver, every GPU, NVRTC and the folder of compiled
+ * kernels: its name, a tab, what it is or why it cannot be used. */
+FOVEA_API fovea_status fovea_machine(char* text, size_t capacity, size_t* needed);
+
 /* The dropout decisions as bytes, 1 = kept, (batch, heads, seqlen_q, seqlen_k) row-major, on the CPU. */
 FOVEA_API fovea_status fovea_dropout_mask(int64_t batch, int64_t heads, int64_t seqlen_q, int64_t seqlen_k, double p,
                                           uint64_t seed, uint64_t offset, fovea_rng rng, uint8_t* mask);

@@ -17,6 +17,7 @@ from fovea._api import (
     explain,
     num_threads,
     pack,
+    prepare,
     set_num_threads,
     unpack,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "explain",
     "num_threads",
     "pack",
+    "prepare",
     "set_num_threads",
     "unpack",
 ]

@@ -129,6 +129,7 @@ FUNCTIONS = {
     "fovea_explain_line": (ctypes.c_int, (ctypes.c_char_p, *_TEXT)),
     "fovea_describe": (ctypes.c_int, (_PROBLEM, ctypes.c_int, *_TEXT)),
     "fovea_backends": (ctypes.c_int, _TEXT),
+    "fovea_machine": (ctypes.c_int, _TEXT),
     "fovea_dropout_mask": (
         ctypes.c_int,
         (ctypes.c_int64,) * 4 + (ctypes.c_double, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int, ctypes.c_void_p),

@@ -359,7 +359,7 @@ def explain(*arguments: Any, direction: Optional[str] = None, **options: Any) ->
     explain(q, k, v, causal=True)                  for these arrays
     explain(q, k, v, direction="backward")         for their backward; need=... or grad_lse=... mean it, too
     explain("fwd b=2 hq=8 sq=512 d=64 bf16 ...")   for a problem in its one-line form
-    explain()                                      what this machine has: backends, threads, library
+    explain()                                      what this machine has: backends, threads, GPUs, compiler, cache
     """
     if not arguments:
         _refuse(options, "explain() without a problem")
@@ -399,6 +399,36 @@ def explain(*arguments: Any, direction: Optional[str] = None, **options: Any) ->
     return problem.explain(way)
 
 
+def prepare(
+    q: Any, k: Any, v: Any, *, direction: str = "forward", need: Any = None, grad_lse: Any = None, **options: Any
+) -> None:
+    """Compiles (or reads from the cache) and loads the kernels of attention(q, k, v, ...), so that the call itself does
+    not: before a CUDA graph captures it, or to have the time spent before the first call.
+
+    Options are the call's, return_lse too. direction="backward", or need or grad_lse, prepares
+    attention_backward(..., q, k, v, ...) for results as these functions make them. Nothing is computed, and on the CPU
+    there is nothing to do.
+    """
+    way = choose("direction", direction, {"forward": _abi.FORWARD, "backward": _abi.BACKWARD})
+    if need is not None or grad_lse is not None:
+        way = _abi.BACKWARD
+    return_lse = options.pop("return_lse", False)
+    for name in options:
+        _known(name, ("direction", "need", "grad_lse", "return_lse"))
+    problem = Problem(q, k, v, {**_SHARED, **options})
+    made = [problem.new("out")]
+    if return_lse or way == _abi.BACKWARD:
+        made.append(problem.new("lse"))
+    if way == _abi.BACKWARD:
+        problem.raw.grad_out = problem.raw.out
+        if grad_lse is not None:
+            problem.raw.grad_lse = problem.raw.lse
+        made += [
+            problem.new(f"grad_{name}") for name in needed(need, [x for x in DIFFERENTIABLE if x in problem.views])
+        ]
+    problem.prepare(way)
+
+
 def _refuse(options: Mapping[str, Any], why: str) -> None:
     if options:
         raise TypeError(f"{', '.join(options)}: {why}; accepted: no options")
@@ -412,6 +442,8 @@ def _known(name: str, more: Sequence[str] = ()) -> None:
 def _doctor() -> str:
     lines = [f"fovea {_library.version()}", f"library   {_library.path}", f"threads   {num_threads()}"]
     lines += [f"backend   {name}: {state}" for name, state in backends().items()]
+    facts = (line.split("\t", 1) for line in text(lib.fovea_machine).splitlines())
+    lines += [f"{name:<12} {value}" if len(name) > 9 else f"{name:<9} {value}" for name, value in facts]
     lines += [f"set       {name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("FOVEA_")]
     return "\n".join(lines)
 
@@ -499,6 +531,10 @@ class Attention:
         self, q: Any, k: Any, v: Any, *, direction: Optional[str] = None, need: Any = None, **tensors: Any
     ) -> str:
         return explain(q, k, v, direction=direction, need=need, **self._merged(tensors))
+
+    def prepare(self, q: Any, k: Any, v: Any, **more: Any) -> None:
+        tensors = {name: more.pop(name) for name in list(more) if name in _SHARED}
+        prepare(q, k, v, **more, **self._merged(tensors))
 
     def __repr__(self) -> str:
         options = (

@@ -399,6 +399,13 @@ class Problem:
         call = lib.fovea_backward if direction == _abi.BACKWARD else lib.fovea_forward
         return call(raw, place.memory.layout(workspace)[0], needed.value)
 
+    def prepare(self, direction: int) -> None:
+        try:
+            check(lib.fovea_prepare(ctypes.byref(self.raw), direction))
+        except ValueError as error:
+            self._name_layout(error)
+            raise
+
     def explain(self, direction: int) -> str:
         try:
             return text(lib.fovea_explain, ctypes.byref(self.raw), direction, tolerate=_abi.UNSUPPORTED)

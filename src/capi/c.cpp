@@ -15,6 +15,7 @@
 #include "core/problem.h"
 #include "core/shapes.h"
 #include "core/validate.h"
+#include "cuda/cuda.h"
 #include "cpu/cpu.h"
 #include "fovea/c.h"
 
@@ -234,6 +235,17 @@ fovea_status fovea_backends(char* text, size_t capacity, size_t* needed) {
     std::string lines;
     for (const fovea::Verdict& verdict : fovea::backends()) {
       lines += fmt::format("{}\t{}\n", verdict.backend, verdict.reason);
+    }
+    fovea::write_text(lines, text, capacity, needed);
+  });
+}
+
+fovea_status fovea_machine(char* text, size_t capacity, size_t* needed) {
+  return guarded([&] {
+    check_text(text, capacity);
+    std::string lines;
+    for (const fovea::cuda::Fact& fact : fovea::cuda::machine()) {
+      lines += fmt::format("{}\t{}\n", fact.name, fact.value);
     }
     fovea::write_text(lines, text, capacity, needed);
   });

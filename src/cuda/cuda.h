@@ -91,4 +91,11 @@ void run(const Call& call, Executable& executable, void* workspace);
 // Why no call can be served: no driver, no GPU, no NVRTC; "" if nothing is amiss.
 std::string unavailable();
 
+// What there is, a name and a value each: GPUs, driver, NVRTC, kernel cache; or why it cannot be used.
+struct Fact {
+  std::string name;
+  std::string value;
+};
+std::vector<Fact> machine();
+
 }  // namespace fovea::cuda

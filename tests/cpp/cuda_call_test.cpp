@@ -28,8 +28,8 @@ TEST(CudaCall, WithAPlayedDriver) {
         FOVEA_FAKE_CUDA, set, self, filter);
     EXPECT_EQ(std::system(command.c_str()), 0) << command;
   };
-  run("FOVEA_CHECK=0", "DISABLED_PlayedCuda.*-*.LengthsAreRead*:*.AnOldGpu*");
-  run("FOVEA_CHECK=1", "DISABLED_PlayedCuda.LengthsAreRead*");
+  run("FOVEA_CHECK=0", "DISABLED_PlayedCuda.*-*WhereThatIsAskedFor:*.AnOldGpu*");
+  run("FOVEA_CHECK=1", "DISABLED_PlayedCuda.*WhereThatIsAskedFor");
   run("FAKE_CAPABILITY=7", "DISABLED_PlayedCuda.AnOldGpu*");
 }
 
@@ -267,6 +267,20 @@ TEST_F(DISABLED_PlayedCuda, LengthsAreReadWhereThatIsAskedFor) {
   refused("seqused_k: 7 at index 1; accepted: 0 to the length of that sequence, 6");
 }
 
+TEST_F(DISABLED_PlayedCuda, MemoryOfTheHostIsNamedWhereThatIsAskedFor) {
+  Given given("bwd b=2 hq=4 sq=128 sk=128 d=64 bf16 bias=1,h,q,k:fp32 need=q,bias");
+  EXPECT_EQ(given.call(), FOVEA_OK) << fovea_last_error();
+  launches() = 0;
+  for (const auto& [name, tensor] : {std::pair("k", given.raw.k), std::pair("grad_bias", given.raw.grad_bias)}) {
+    variable<void*>("fake_host") = tensor->data;
+    EXPECT_EQ(given.call(), FOVEA_INVALID_ARGUMENT);
+    EXPECT_EQ(std::string(fovea_last_error()),
+              fmt::format("{}: memory of the host; accepted: memory of CUDA device 0, managed or pinned memory", name));
+  }
+  EXPECT_EQ(launches(), 0);
+  variable<void*>("fake_host") = nullptr;
+}
+
 TEST_F(DISABLED_PlayedCuda, AWorkspaceThatIsTooSmall) {
   const Given given("bwd b=2 hq=4 sq=128 sk=128 d=64 bf16");
   launches() = 0;
@@ -279,6 +293,12 @@ TEST_F(DISABLED_PlayedCuda, BackendsAndExplain) {
   char text[4096] = "";
   ASSERT_EQ(fovea_backends(text, sizeof(text), nullptr), FOVEA_OK);
   EXPECT_NE(std::string(text).find("cuda\tavailable\n"), std::string::npos) << text;
+  ASSERT_EQ(fovea_machine(text, sizeof(text), nullptr), FOVEA_OK);
+  const std::string machine = text;
+  for (const char* const line : {"driver\tCUDA 13.0\n", "GPU\t0: ", "GPU\t1: ", "compute capability 9.0, 132 multi",
+                                 "NVRTC\t13.", "libnvrtc.so.13\n", "kernel cache\tnone\n"}) {
+    EXPECT_NE(machine.find(line), std::string::npos) << line << " is not in\n" << machine;
+  }
   ASSERT_EQ(fovea_explain_line("fwd b=2 hq=4 sq=128 sk=128 d=64 bf16 device=cuda", text, sizeof(text), nullptr),
             FOVEA_OK);
   EXPECT_NE(std::string(text).find("cuda: serves: "), std::string::npos) << text;

@@ -107,6 +107,22 @@ def test_jax(tensors):
     close(torch.from_numpy(np.asarray(out)).cuda(), right(*tensors)[0])
 
 
+def test_prepared_for_a_capture(tensors):
+    """Kernels of a softcap that nobody had: loaded before the capture, which would refuse to."""
+    q, k, v = tensors
+    fovea.prepare(q, k, v, softcap=3.25, return_lse=True)
+    fovea.prepare(q, k, v, softcap=3.25, direction="backward")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = fovea.attention(q, k, v, softcap=3.25, return_lse=True)
+        grads = fovea.attention_backward(out, q, k, v, out, lse, softcap=3.25)
+    graph.replay()
+    again = fovea.attention_backward(out, q, k, v, out, lse, softcap=3.25)
+    assert torch.equal(out, fovea.attention(q, k, v, softcap=3.25))
+    for actual, one in zip(grads[:3], again[:3]):
+        close(actual, one.double())
+
+
 def test_packed(tensors):
     parts = [x[0, :n] for x, n in zip(tensors, (5, 70, 33))]
     packed, cu_seqlens, longest = fovea.pack(parts)

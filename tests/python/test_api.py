@@ -873,6 +873,21 @@ def test_explain_the_machine():
     assert f"fovea {fovea.__version__}" in text
     assert f"threads   {fovea.num_threads()}" in text
     assert "cpu: available" in text
+    assert {line.split()[0] for line in text.splitlines()} >= {"GPU", "NVRTC", "kernel"}
+
+
+def test_prepare_refuses_what_a_call_would():
+    """On the CPU there is nothing else to it; tests/gpu has the rest."""
+    q, k, v = qkv(np.float32)
+    assert fovea.prepare(q, k, v, causal=True, align="top_left", return_lse=True) is None
+    assert fovea.prepare(q, k, v, direction="backward", need="q", softcap=5.0) is None
+    assert fovea.Attention(softcap=5.0).prepare(q, k, v, need="bias", bias=BIAS.astype(np.float32)) is None
+    with pytest.raises(ValueError, match="k: shape"):
+        fovea.prepare(q, k[:, :, :, 1:], v)
+    with pytest.raises(ValueError, match="direction: 'both'"):
+        fovea.prepare(q, k, v, direction="both")
+    with pytest.raises(TypeError, match="casual: not an option; did you mean causal"):
+        fovea.prepare(q, k, v, casual=True)
 
 
 def test_version():
