@@ -120,7 +120,7 @@ CASES = {
     "bias shape": (good(bias=torch.randn(H, SQ, SK + 1)), ValueError, "bias: shape 4x6x10 does not broadcast to B=2, Hq=4, Sq=6, Sk=9$"),
     "six dimensions": (good(bias=torch.randn(1, 1, 1, H, SQ, SK)), ValueError, "bias: shape 1x1x1x4x6x9; accepted: at most 5"),
     "sink shape": (good(sink=torch.zeros(H + 1)), ValueError, "sink: shape 5; accepted"),
-    "sink type": (good(sink=torch.zeros(H).half()), TypeError, "sink: fp16; accepted"),
+    "sink type": (good(sink=torch.zeros(H).int()), TypeError, "sink: int32; accepted"),
     "slopes type": (good(alibi_slopes=torch.zeros(H, dtype=torch.float64)), TypeError, "alibi_slopes: fp64; accepted"),
     "one cu_seqlens": (packed(cu_seqlens_k=None), ValueError, "cu_seqlens_k"),
     "cu_seqlens type": (packed(cu_seqlens_q=torch.tensor([0.0, 11.0])), TypeError, "cu_seqlens_q: fp32; accepted"),
@@ -132,7 +132,8 @@ CASES = {
     "batch_shape": (packed(batch_shape=(2, 2)), ValueError, "batch_shape: 2x2; accepted: B1 x B2 = 3"),
     "batch_shape type": (packed(batch_shape=3), TypeError, "batch_shape: 3; accepted: a pair"),
     "batch_shape, dense": (good(batch_shape=(1, 2)), ValueError, "batch_shape: given without cu_seqlens; accepted: None"),
-    "seqused type": (good(seqused_k=torch.tensor([6, 3])), TypeError, "seqused_k: int64; accepted: int32"),
+    "seqused type": (good(seqused_k=torch.tensor([6.0, 3.0])), TypeError, "seqused_k: fp32; accepted: int32"),
+    "seqused past 2^32": (good(seqused_k=torch.tensor([6, 2**32 + 3])), ValueError, "seqused_k: 2147483647 at index 1"),
     "seqused too long": (good(seqused_k=torch.tensor([6, 30], dtype=torch.int32)), ValueError, "seqused_k"),
 }  # fmt: skip
 

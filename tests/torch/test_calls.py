@@ -97,3 +97,18 @@ def test_other_tensors_that_lie_elsewhere_are_refused_by_the_operator():
     for _ in range(2):
         with pytest.raises(ValueError, match="mask: on cuda:0; accepted: cpu, where q lies"):
             _call.forward(*arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+def test_sinks_slopes_and_lengths_of_other_types(half, dtype):
+    """Converted to what the library takes, and the sink's gradient back again."""
+    q, k, v = (torch.randn(2, 4, 9, 8, dtype=dtype) for _ in range(3))
+    sink, slopes, used = torch.randn(4).to(half), torch.rand(4).to(half), torch.tensor([4, 9])
+    given = sink.clone().requires_grad_()
+    out = attention(q, k, v, sink=given, alibi_slopes=slopes, seqused_k=used, align="top_left")
+    out.sum().backward()
+    same = sink.to(dtype).requires_grad_()
+    right = attention(q, k, v, sink=same, alibi_slopes=slopes.to(dtype), seqused_k=used.int(), align="top_left")
+    right.sum().backward()
+    assert torch.equal(out, right) and given.grad.dtype == half and torch.equal(given.grad, same.grad.to(half))

@@ -23,6 +23,7 @@ _ALIGNS = (None, "bottom_right", "top_left")
 _LAYOUTS = ("bhsd", "bshd")
 _RNGS = ("fovea", "torch_mem_efficient")
 _DEVICES = ("cpu", "cuda", "meta")
+_HALVES = (torch.bfloat16, torch.float16)
 _UNBOUNDED = (-1, -1)
 _any_autocast = torch._C._is_any_autocast_enabled
 
@@ -68,6 +69,8 @@ def attention(
     seed           None: drawn from PyTorch's generator of the device, so that torch.manual_seed and checkpointing
                    rule it; otherwise an integer, or a tensor of one int64 on the device
     deterministic  torch.use_deterministic_algorithms turns it on as well
+    sink, alibi_slopes, seqused_q, seqused_k
+                   may be of 16 bits, and of int64: they are converted, and gradients come back in the type given
 
     Returns out, or (out, lse) with return_lse. Differentiable in q, k, v, bias, bias2 and sink, through out and lse.
     """
@@ -86,6 +89,16 @@ def attention(
         offset_tensor, offset = offset, 0
     elif type(offset) is not int or offset != 0:
         offset = _word("offset", offset)
+
+    # A model in 16 bits has its sinks and slopes in them, and PyTorch's integers have 64; the library's have one type.
+    if isinstance(sink, Tensor) and sink.dtype in _HALVES:
+        sink = _wider(sink, q)
+    if isinstance(alibi_slopes, Tensor) and alibi_slopes.dtype in _HALVES:
+        alibi_slopes = _wider(alibi_slopes, q)
+    if isinstance(seqused_q, Tensor) and seqused_q.dtype == torch.int64:
+        seqused_q = _narrower(seqused_q)
+    if isinstance(seqused_k, Tensor) and seqused_k.dtype == torch.int64:
+        seqused_k = _narrower(seqused_k)
 
     tensors = (q, k, v, bias, bias2, mask, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                seed_tensor, offset_tensor)  # fmt: skip
@@ -131,6 +144,16 @@ def attention(
     else:
         out, lse = _operators.attention(*arguments)
     return (out, lse) if return_lse else out
+
+
+def _wider(tensor: Tensor, q: Any) -> Tensor:
+    """Differentiable: the gradient comes back in the tensor's own type."""
+    return tensor.to(torch.float64 if isinstance(q, Tensor) and q.dtype == torch.float64 else torch.float32)
+
+
+def _narrower(lengths: Tensor) -> Tensor:
+    """What 32 bits cannot hold stays wrong instead of becoming another length."""
+    return lengths.clamp(-1, 2**31 - 1).to(torch.int32)
 
 
 def _refuse_arguments(more: tuple, unknown: dict[str, Any]) -> TypeError:
