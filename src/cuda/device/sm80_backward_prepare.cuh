@@ -67,7 +67,7 @@ constexpr Spec with_lengths() {
 
 // A block's rows: kRows of one head. The same rows of other heads, which mostly lie beside them, are the next blocks'.
 // In 32 bits: divisions of 64 take longer than the rest.
-template <int kRows, bool kHeadsFirst = true>
+template <int kRows, bool kHeadsFirst, bool kFromEnd>
 struct RowBlock {
   Place place;
   u32 head;
@@ -75,7 +75,10 @@ struct RowBlock {
   int first;
 
   __device__ __forceinline__ explicit RowBlock(const Args& a) : tiles((u32(a.rows.limit_q) + kRows - 1) / kRows) {
-    const u32 block = u32(a.first_block) + block_index();
+    u32 block = u32(a.first_block) + block_index();
+    if constexpr (kFromEnd) {
+      block = u32(a.rows.batch()) * u32(a.rows.heads_q) * tiles - 1 - block;
+    }
     if constexpr (kHeadsFirst) {
       const u32 tile_of_batch = block / u32(a.rows.heads_q);
       const u32 b = tile_of_batch / tiles;
@@ -146,7 +149,7 @@ __device__ __forceinline__ float element(const char* data, i64 at) {
 }
 
 template <Spec S>
-__global__ void __launch_bounds__(256, S.stages >= 5 && S.type != Type::kFp32 ? 4 : 3)
+__global__ void __launch_bounds__(256, (S.stages == 5 || S.stages == 6) && S.type != Type::kFp32 ? 4 : 3)
     backward_prepare(const __grid_constant__ Args a) {
   begin_kernel<S.arch>();
   constexpr int kLanes = S.dv <= 32 ? 4 : S.dv <= 64 ? 8 : 16;  // of a row
@@ -156,7 +159,7 @@ __global__ void __launch_bounds__(256, S.stages >= 5 && S.type != Type::kFp32 ? 
   constexpr int kBytes = S.type == Type::kFp32 ? 4 : 2;
   __shared__ float scratch[8];
 
-  const RowBlock<kRowPad, (S.stages > 2)> block(a);
+  const RowBlock<kRowPad, (S.stages > 2 && S.stages < 8), (S.stages >= 7)> block(a);
   const Place& place = block.place;
   const i64 first = row_of_head(a, place.b, block.head, place.queries()) + block.first;  // of the padded vectors
   const bool inside = block.first < place.q_len;
@@ -298,7 +301,7 @@ __global__ void __launch_bounds__(256) backward_convert(const __grid_constant__ 
   begin_kernel<S.arch>();
   constexpr int kPairs = S.d / 16;  // of blocks, in 16 rows
   const Thread thread;
-  const RowBlock<kConvertRows, (S.stages > 2)> block(a);
+  const RowBlock<kConvertRows, (S.stages > 2 && S.stages < 8), (S.stages >= 7)> block(a);
   const Place& place = block.place;
   const i64 first = row_of_head(a, place.b, block.head, place.queries()) + block.first;
   const float* const sums = a.dq_sum + first * S.d + thread.lane * 4;
