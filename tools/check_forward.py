@@ -70,7 +70,7 @@ def random_problem(seed):
         p.rng = r.choice(["fovea", "fovea", "torch_mem_efficient"])
     if chance(0.1) and not p.seqs_q:  # few queries, whose heads may be packed
         p.sq = r.choice([1, 1, 2, 5])
-        p.used_q = []
+        p.used_q = None
     return p
 
 
@@ -156,7 +156,7 @@ def main():
         elif process.returncode:
             own.append(f"died ({process.returncode}) {(own or ['?'])[-1]}")
         lines += [line for line in own if not line.startswith("begun")]
-    counts = collections.Counter(line.split()[0] if line else "" for line in lines)
+    counts = collections.Counter(line.split()[0] for line in lines if line.strip())
     others = collections.Counter(line.split("|")[-1].strip() for line in lines if line.startswith("other"))
     words = lambda line: [w for w in line.split("|")[0].split()[2:]]  # noqa: E731
     sizes = ("b=", "h", "sq=", "sk=", "seqs", "total", "max", "used", "seed", "offset")
