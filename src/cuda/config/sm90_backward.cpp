@@ -257,7 +257,7 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
     spec.ordered = is_ordered && !spec.direct;
     spec.bulk = has_dq && tiles.bulk && !spec.direct;
     static const bool stores = std::getenv("FOVEA_STORES") != nullptr;
-    spec.stores_first = spec.bulk && stores;
+    spec.stores_first = spec.bulk && (spec.banded || spec.ordered || stores);
     spec.delay = has_dq && tiles.delay;
     spec.halves = has_dq && tiles.halves;
     if (spec.ordered && !spec.bulk) {

@@ -38,7 +38,7 @@ struct Sm90BackwardScores {
   static constexpr bool kOuter = sm90_outer_bytes(S) > 0;
   static constexpr Type kBiasType = S.bias == BiasTile::kBf16 ? Type::kBf16 : Type::kFp16;
   static constexpr bool kDropout = S.dropout != DropoutRule::kNone;
-  static constexpr bool kPlane = kBias || kOuter;
+  static constexpr bool kPlane = kBias || kOuter || S.query_term;  // what may hide any pair
 
   // Of 16 queries and the 16 after them.
   struct Loaded {
@@ -337,20 +337,6 @@ struct Sm90BackwardScores {
         add_to_rows(a.row_sum + row + 16 * k, over_keys);
       }
     }
-  }
-
-  // Sums over this warp's keys, of 16 queries: lanes halve what they hold as they add up.
-  static __device__ __forceinline__ void add_to_rows(float* to, const float (&x)[4]) {
-    const int lane = threadIdx.x % 32;
-    const auto half = [&](float low, float high, int bit) {
-      const bool upper = (lane & bit) != 0;
-      return (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, bit);
-    };
-    float sum = half(half(x[0], x[2], 16), half(x[1], x[3], 16), 8);
-    sum += __shfl_xor_sync(~0u, sum, 4);
-    if ((lane & 4) == 0) {
-      atomicAdd(to + (lane / 16 * 8 + lane % 4 * 2 + lane / 8 % 2), sum);
-    }
     if constexpr (kPlane && !kAlways) {  // a bias of -inf hides, too
       u32 largest = 0;
 #pragma unroll
@@ -364,6 +350,20 @@ struct Sm90BackwardScores {
           grads[i] &= (s[2 * i] == 0 ? 0 : 0xffffu) | (s[2 * i + 1] == 0 ? 0 : 0xffff0000u);
         }
       }
+    }
+  }
+
+  // Sums over this warp's keys, of 16 queries: lanes halve what they hold as they add up.
+  static __device__ __forceinline__ void add_to_rows(float* to, const float (&x)[4]) {
+    const int lane = threadIdx.x % 32;
+    const auto half = [&](float low, float high, int bit) {
+      const bool upper = (lane & bit) != 0;
+      return (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, bit);
+    };
+    float sum = half(half(x[0], x[2], 16), half(x[1], x[3], 16), 8);
+    sum += __shfl_xor_sync(~0u, sum, 4);
+    if ((lane & 4) == 0) {
+      atomicAdd(to + (lane / 16 * 8 + lane % 4 * 2 + lane / 8 % 2), sum);
     }
   }
 
