@@ -15,8 +15,8 @@
 #include "core/problem.h"
 #include "core/shapes.h"
 #include "core/validate.h"
-#include "cuda/cuda.h"
 #include "cpu/cpu.h"
+#include "cuda/cuda.h"
 #include "fovea/c.h"
 
 namespace fovea {

@@ -134,3 +134,25 @@ def test_views_of_one_projection():
     q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
     want = torch.autograd.grad((naive.attention(q, k, v, causal=True)[0].transpose(1, 2) * weights).sum(), qkv)[0]
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("way", ["causal", "mask", "bias"])
+def test_hidden_values_of_any_size(way):
+    """P of a hidden pair is 0 and its dP may be infinite: dS is 0 all the same."""
+    q, k, do = (torch.randn(1, 2, 9, 16) for _ in range(3))
+    hidden = torch.ones(9, 9, dtype=torch.bool).triu(1)
+    options = {
+        "causal": dict(causal=True), "mask": dict(mask=~hidden[None, None]),
+        "bias": dict(bias=torch.randn(1, 2, 9, 9).masked_fill(hidden, -torch.inf)),
+    }[way]  # fmt: skip
+
+    def gradients(value):
+        v = torch.randn(1, 2, 9, 16, generator=torch.Generator().manual_seed(3))
+        v[:, :, 6:] = value
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = attention(*inputs, **options)
+        out.backward(torch.cat([100 * do[:, :, :6], torch.zeros(1, 2, 3, 16)], 2))  # of those that see none of them
+        return [x.grad for x in inputs]
+
+    for small, large in zip(gradients(1.0), gradients(1e38)):
+        assert torch.equal(small, large)
