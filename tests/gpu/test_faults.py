@@ -47,6 +47,42 @@ def run(code, mounted="", **environment):
     return done.stdout
 
 
+BESIDE = """
+import threading
+side, x, said = torch.cuda.Stream(), torch.zeros(8, device="cuda"), []
+with torch.cuda.stream(side):
+    held = torch.zeros(8, device="cuda")  # keeps a segment of PyTorch's memory: a capture begins with giving back others
+def call(softcap):
+    try:
+        with torch.cuda.stream(side):
+            said.append(attention(q, q, q, softcap=softcap))
+    except Exception as error:
+        said.append(error)
+call(7.5 if {loaded} else 0.0)
+torch.cuda.synchronize()
+said.clear()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph, capture_error_mode="global"):
+    x.add_(1)
+    other = threading.Thread(target=call, args=(7.5,))
+    other.start()
+    other.join()
+    print("said", said, flush=True)
+    x.add_(1)
+graph.replay()
+torch.cuda.synchronize()
+assert x.tolist() == [2.0] * 8
+assert torch.equal(said[0], attention(q, q, q, softcap=7.5))
+print("RIGHT")
+"""
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_calls_beside_the_capture_of_another_thread(loaded):
+    """A capture of the usual mode forbids every thread to load code; the library's goes into no graph."""
+    assert "RIGHT" in run(BESIDE.replace("{loaded}", str(loaded)))
+
+
 def test_no_nvrtc(tmp_path):
     said = run("refused()", FOVEA_NVRTC="/nonexistent/libnvrtc.so.13", FOVEA_CACHE_DIR=str(tmp_path / "cache"))
     assert "REFUSED" in said and "NVRTC" in said and "/nonexistent" in said, said
