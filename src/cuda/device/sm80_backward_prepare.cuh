@@ -10,9 +10,9 @@
 //   reduce_rows        row_sum to the gradient of a bias that is broadcast over keys (and queries)
 //   reduce_sink        sink_sum to the gradient of the sink
 //
-// Launches of 256 threads, no shared memory to be given. Spec: `type`, `d` (convert: fp32's dq_sum has scale in it
-// already), `dv` (prepare: up to 32, or more), `grad_bias` (reduce_columns, reduce_rows). Blocks and what of Args
-// beyond the call's own tensors:
+// Launches of 256 threads (backward_prepare: kBackwardPrepareThreads), no shared memory to be given. Spec: `type`, `d`
+// (convert: fp32's dq_sum has scale in it already), `dv` (prepare: up to 32, or more), `grad_bias` (reduce_columns,
+// reduce_rows). Blocks and what of Args beyond the call's own tensors:
 //   backward_prepare   batch * heads_q * ceil(limit_q / 128): head_dim_v (of `out`, real), out, grad_out (fp32: both as
 //                      the caller gave them), lse, grad_lse, row_lse, row_delta, padded_rows, lse_factor; where wanted:
 //                      dq_sum with Spec::d, turns, row_sum (set to zero, too), row_term, sink and sink_sum; fp32:
@@ -38,14 +38,16 @@ namespace fovea::cuda {
 
 // ---- small things ----
 
-// 256 threads add up in a fixed order; thread 0 gets the sum. `scratch`: 8 floats of shared memory.
+// All threads of a block, up to 256, add up in a fixed order; thread 0 gets the sum. `scratch`: 8 floats of shared
+// memory.
+template <int kThreads = 256>
 __device__ __forceinline__ float sum_of_block(float x, float* scratch) {
   x = sum_of_lanes<32>(x);
   if (threadIdx.x % 32 == 0) {
     scratch[threadIdx.x / 32] = x;
   }
   sync();
-  x = threadIdx.x < 8 ? scratch[threadIdx.x] : 0.f;
+  x = threadIdx.x < kThreads / 32 ? scratch[threadIdx.x] : 0.f;
   return sum_of_lanes<8>(x);
 }
 
@@ -149,11 +151,12 @@ __device__ __forceinline__ float element(const char* data, i64 at) {
 }
 
 template <Spec S>
-__global__ void __launch_bounds__(256, (S.stages == 5 || S.stages == 6) && S.type != Type::kFp32 ? 4 : 3)
+__global__ void __launch_bounds__(kBackwardPrepareThreads, S.stages == 5 && S.type != Type::kFp32 ? 8 : 6)
     backward_prepare(const __grid_constant__ Args a) {
   begin_kernel<S.arch>();
   constexpr int kLanes = S.dv <= 32 ? 4 : S.dv <= 64 ? 8 : 16;  // of a row
-  constexpr int kPass = 256 / kLanes;
+  constexpr int kThreads = kBackwardPrepareThreads;
+  constexpr int kPass = kThreads / kLanes;
   constexpr int kPasses = kRowPad / kPass < 4 ? kRowPad / kPass : 4;  // at once
   constexpr int kRows = kPass * kPasses;
   constexpr int kBytes = S.type == Type::kFp32 ? 4 : 2;
@@ -179,19 +182,27 @@ __global__ void __launch_bounds__(256, (S.stages == 5 || S.stages == 6) && S.typ
                        ((reinterpret_cast<u64>(out) | reinterpret_cast<u64>(grad) | out_row | grad_row) & 15) == 0;
   uint4 outs[kPasses];
   uint4 grads[kPasses];
+  // Of this thread's first row at once: products of 64 bits are made once.
+  const char* out_at = out + (block.first + mine) * out_row;
+  const char* grad_at = grad + (block.first + mine) * grad_row;
   const auto load = [&](int d) {
+    const char* from_out = out_at + d * 2;
+    const char* from_grad = grad_at + d * 2;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      const int row = row_of_pass(pass);
-      const bool exists = row < place.q_len && d < a.head_dim_v;
-      outs[pass] = exists ? *reinterpret_cast<const uint4*>(out + row * out_row + d * 2) : uint4{};
-      grads[pass] = exists ? *reinterpret_cast<const uint4*>(grad + row * grad_row + d * 2) : uint4{};
+      const bool exists = row_of_pass(pass) < place.q_len && d < a.head_dim_v;
+      outs[pass] = exists ? *reinterpret_cast<const uint4*>(from_out) : uint4{};
+      grads[pass] = exists ? *reinterpret_cast<const uint4*>(from_grad) : uint4{};
+      from_out += kPass * out_row;
+      from_grad += kPass * grad_row;
     }
   };
-  const float* const lse = static_cast<const float*>(a.lse.data) + place.query_rows(a.lse.strides, block.head);
+  const i64 lse_row = kPass * a.lse.strides.row;
+  const float* lse = static_cast<const float*>(a.lse.data) + place.query_rows(a.lse.strides, block.head) +
+                     (block.first + mine) * a.lse.strides.row;
   const float* const grad_lse = static_cast<const float*>(a.grad_lse.data);
   const i64 of_grad_lse = place.query_rows(a.grad_lse.strides, block.head);
-  const float sink = a.sink != nullptr ? a.sink[block.head * a.sink_stride] : -kInfinity;
+  const float sink = a.sink_sum != nullptr ? a.sink[block.head * a.sink_stride] : -kInfinity;
   float of_sink = 0;
   float largest = 0;
 #pragma unroll 1
@@ -205,17 +216,18 @@ __global__ void __launch_bounds__(256, (S.stages == 5 || S.stages == 6) && S.typ
     for (int pass = 0; pass < kPasses; ++pass) {
       references[pass] = kInfinity;
       if (const int row = row_of_pass(pass); lane == 0 && row < place.q_len) {
-        references[pass] = math::backward_reference(lse[row * a.lse.strides.row]);
+        references[pass] = math::backward_reference(*lse);
         if (grad_lse != nullptr) {
           grads_of_lse[pass] = grad_lse[of_grad_lse + row * a.grad_lse.strides.row];
         }
       }
+      lse += lse_row;
     }
 
     if (!S.stores_first && at_once == 0 && inside && a.dq_sum != nullptr) {
       float* sum = a.dq_sum + first * S.d;
 #pragma unroll 8
-      for (int i = threadIdx.x * 4; i < kRowPad * S.d; i += 1024) {
+      for (int i = threadIdx.x * 4; i < kRowPad * S.d; i += kThreads * 4) {
         store_global(sum + i, {});
       }
     }
@@ -242,13 +254,13 @@ __global__ void __launch_bounds__(256, (S.stages == 5 || S.stages == 6) && S.typ
         }
       }
     } else {
-      for (int d = lane; d < a.head_dim_v; d += kLanes) {
 #pragma unroll
-        for (int pass = 0; pass < kPasses; ++pass) {
-          if (const int row = row_of_pass(pass); row < place.q_len) {
-            sums[pass] += element<S>(out + row * out_row, d * a.out.strides.col) *
-                          element<S>(grad + row * grad_row, d * a.grad_out.strides.col);
-          }
+      for (int pass = 0; pass < kPasses; ++pass) {
+        const i64 row = opaque(row_of_pass(pass));
+#pragma unroll 4
+        for (int d = lane; row < place.q_len && d < a.head_dim_v; d += kLanes) {
+          sums[pass] += element<S>(out + row * out_row, d * a.out.strides.col) *
+                        element<S>(grad + row * grad_row, d * a.grad_out.strides.col);
         }
       }
     }
@@ -273,10 +285,13 @@ __global__ void __launch_bounds__(256, (S.stages == 5 || S.stages == 6) && S.typ
                   : 0.f;
         }
         largest = fmaxf(largest, fabsf(delta));
-        const float share = math::grad_sink(sink, references[pass], delta);  // -p_sink delta
-        of_sink += row_of_pass(pass) < place.q_len ? share : 0.f;
+        if (a.sink_sum != nullptr && row_of_pass(pass) < place.q_len) {
+          of_sink += math::grad_sink(sink, references[pass], delta);
+        }
       }
     }
+    out_at += kRows * out_row;
+    grad_at += kRows * grad_row;
   }
   if constexpr (S.type == Type::kFp32) {
     largest = max_of_lanes<32>(largest);
@@ -285,7 +300,7 @@ __global__ void __launch_bounds__(256, (S.stages == 5 || S.stages == 6) && S.typ
     }
   }
   if (a.sink_sum != nullptr) {
-    const float sum = sum_of_block(of_sink, scratch);
+    const float sum = sum_of_block<kThreads>(of_sink, scratch);
     if (threadIdx.x == 0) {
       a.sink_sum[(block.head * a.rows.batch() + place.b) * block.tiles + block.first / kRowPad] = sum;
     }

@@ -13,6 +13,9 @@ namespace fovea::cuda {
 // Row vectors of a step: logsumexp and delta.
 constexpr int row_vector_bytes(int queries) { return 8 * queries; }
 
+// Of a block of backward_prepare.
+constexpr int kBackwardPrepareThreads = 128;
+
 // Rows of dq that a block of backward_convert has.
 constexpr int kConvertRows = 64;
 
