@@ -398,7 +398,9 @@ class Planner {
     before.stages = spec.stages;
     before.dv = std::min(features.dv, 64);
     const std::int64_t heads = rows.batch() * rows.heads_q;
-    add(Step::kBackwardPrepare, part("backward_prepare", before), heads * pads);
+    Kernel preparing = part("backward_prepare", before);
+    preparing.threads = kBackwardPrepareThreads;
+    add(Step::kBackwardPrepare, preparing, heads * pads);
     if (hopper.why_not == nullptr) {
       const Kernel kernel = taken(hopper);
       add(Step::kSm90Backward, kernel, sm90_backward_blocks(call_, kernel.spec, plan_.target));
