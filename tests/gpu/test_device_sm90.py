@@ -130,6 +130,15 @@ def test_ranks_and_barriers_of_a_cluster():
     assert ranks.tolist() == [0, 1, 2, 3] * 2 and found.tolist() == [10, 11, 12, 13] * 2
 
 
+def test_words_to_the_next_block_of_a_cluster():
+    got = poison(8, dtype=torch.int32)
+    hopper("""const u32 rank = cluster_rank();
+        if (lane == 0) store_there(address_of(shared, (rank + 1) % 4), rank + 100 * block_index());
+        cluster_sync();
+        if (lane == 0) p0[block_index()] = int(load_shared_word(shared));""", got, blocks=8, cluster=4, shared=64)  # fmt: skip
+    assert got.tolist() == [303, 0, 101, 202, 707, 404, 505, 606]
+
+
 def test_copies_to_the_next_block_of_a_cluster():
     got = poison(4, 64, dtype=torch.int32)
     hopper("""const u32 rank = cluster_rank(), from = shared + 128, to = shared + 512;

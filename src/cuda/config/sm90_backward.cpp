@@ -26,7 +26,7 @@ constexpr int rounded(int columns, int grain) { return (columns + grain - 1) / g
 
 // Whether two blocks share the work (sm90_wide_backward): where dk and dv, or they and what a feature needs, are more
 // than the registers of one hold.
-bool in_clusters(const Spec& spec) {
+bool in_clusters(const Spec& spec, bool ordered) {
   if (!is_wide(spec)) {
     return false;
   }
@@ -39,7 +39,7 @@ bool in_clusters(const Spec& spec) {
   constexpr int kMostOfOne = 320;
   const int d = rounded(spec.d, kGrain);
   const bool dropout = spec.dropout != DropoutRule::kNone;
-  return std::max(d, spec.dv) > kWidestOfOne || d + spec.dv > kMostOfOne || spec.bias != BiasTile::kNone ||
+  return ordered || std::max(d, spec.dv) > kWidestOfOne || d + spec.dv > kMostOfOne || spec.bias != BiasTile::kNone ||
          int{dropout} + int{spec.softcap} + int{spec.mask} > 1;
 }
 
@@ -119,7 +119,7 @@ struct Tiles {
 // From the best on: the first that fits is taken.
 std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool ordered) {
   const int widest = std::max(spec.d, spec.dv);
-  if (in_clusters(spec)) {
+  if (in_clusters(spec, ordered)) {
     return {{2, 1, 64, 2, 2}};
   }
   if (const char* const trial = std::getenv("FOVEA_BACKWARD_TILES");
@@ -219,7 +219,9 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
   if (choice.why_not != nullptr) {
     return choice;
   }
-  const bool clusters = in_clusters(spec);
+  // Sums of dQ in order leave in bulk from one block, for which many columns have no room, or from clusters.
+  const bool orders = wants.ordered && std::getenv("FOVEA_WIDE_NEXT") != nullptr;
+  const bool clusters = in_clusters(spec, orders);
   if (clusters) {
     kernel.file = "sm90_wide_backward.cuh";
     kernel.name = "sm90_wide_backward";
@@ -236,7 +238,7 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
   }
   spec.left_edge = spec.banded && call.problem.window_left >= 0;
   // Clusters have no order, and sums of many columns no room to leave in bulk: then dq is another kernel's.
-  const bool is_ordered = wants.ordered && !is_wide(spec);
+  const bool is_ordered = wants.ordered && (!is_wide(spec) || orders);
   const bool has_dq = wants.dq && is_ordered == wants.ordered;
   spec.dq = has_dq;
   spec.dkv = wants.dkv;
@@ -260,7 +262,7 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
     spec.stores_first = spec.bulk && (spec.banded || spec.ordered || stores);
     spec.delay = has_dq && tiles.delay;
     spec.halves = has_dq && tiles.halves;
-    if (spec.ordered && !spec.bulk) {
+    if (spec.ordered && !spec.bulk && !clusters) {
       continue;
     }
     kernel.threads = sm90_backward_sizes(spec).threads;
@@ -284,7 +286,7 @@ std::int64_t sm90_backward_items(const Call& call, const Spec& spec) {
 
 std::int64_t sm90_backward_blocks(const Call& call, const Spec& spec, const Target& target) {
   const std::int64_t items = sm90_backward_items(call, spec);
-  return in_clusters(spec) ? 2 * items : std::min<std::int64_t>(items, target.multiprocessors);
+  return in_clusters(spec, spec.ordered) ? 2 * items : std::min<std::int64_t>(items, target.multiprocessors);
 }
 
 std::int64_t sm90_backward_heads_in_turn(const Call& call, const Spec& spec, const Target& target) {
@@ -292,7 +294,7 @@ std::int64_t sm90_backward_heads_in_turn(const Call& call, const Spec& spec, con
     return 1;
   }
   constexpr std::int64_t kRounds = 2;  // 4: level; all heads by turns: up to 15% slower, they leave L2
-  const std::int64_t blocks = in_clusters(spec) ? target.multiprocessors / 2 : target.multiprocessors;
+  const std::int64_t blocks = in_clusters(spec, spec.ordered) ? target.multiprocessors / 2 : target.multiprocessors;
   const std::int64_t heads = call.rows.batch() * call.rows.heads_k;
   const std::int64_t wanted = (kRounds * blocks + sm90_backward_key_blocks(call, spec) - 1) /
                               std::max<std::int64_t>(sm90_backward_key_blocks(call, spec), 1);
@@ -301,7 +303,7 @@ std::int64_t sm90_backward_heads_in_turn(const Call& call, const Spec& spec, con
 }
 
 bool sm90_backward_counts(const Call& call, const Spec& spec, const Target& target) {
-  return spec.ordered || (!in_clusters(spec) && sm90_backward_items(call, spec) > target.multiprocessors);
+  return spec.ordered || (!in_clusters(spec, spec.ordered) && sm90_backward_items(call, spec) > target.multiprocessors);
 }
 
 }  // namespace fovea::cuda

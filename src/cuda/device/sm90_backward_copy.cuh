@@ -75,6 +75,17 @@ struct Sm90KeyBlock {
   }
 
   __device__ __forceinline__ bool outside() const { return key0 >= place.k_len; }
+
+  // In order: how many blocks add to the dQ of a step's queries before this one.
+  __device__ __forceinline__ u32 blocks_before(int query) const {
+    constexpr int keys = sm90_backward_sizes(S).keys;
+    if constexpr (kFromTheEnd) {
+      const int last = min(query / S.step * S.step + S.step, place.q_len) - 1 + band.high;
+      return u32(min(last, place.k_len - 1)) / keys - u32(key0) / keys;
+    } else {
+      return u32(key0) / keys;
+    }
+  }
 };
 
 struct Sm90BackwardBarriers {
@@ -332,7 +343,6 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90Backw
   for (u32 number = sm90_take_block<S>(base, barriers, phase); number != kNoBlock;
        number = sm90_take_block<S>(base, barriers, phase)) {
     const Sm90KeyBlock<S> block(a, m, number);
-    const int own = block.key0 / kSizes.keys;
     int place = 0;
     int place_before = -1;
 #pragma unroll 1
@@ -357,11 +367,7 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90Backw
           fence_async_all();
         }
         if constexpr (S.ordered) {
-          before = u32(own);
-          if constexpr (Sm90KeyBlock<S>::kFromTheEnd) {
-            const int last = min(query / S.step * S.step + S.step, block.place.q_len) - 1 + block.band.high;
-            before = u32(min(last, block.place.k_len - 1)) / kSizes.keys - before;
-          }
+          before = block.blocks_before(query);
           while (load_acquire(turn) < before) {  // more only where sequences overlap by mistake
           }
           fence_async_all();

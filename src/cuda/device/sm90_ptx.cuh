@@ -73,6 +73,10 @@ __device__ __forceinline__ void cluster_sync() {
 __device__ __forceinline__ void barrier_arrive_there(u32 barrier) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+// st.shared::cluster (Data Movement: st): a word to shared memory of any block of the cluster (address_of).
+__device__ __forceinline__ void store_there(u32 address, u32 value) {
+  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
 // cp.async.bulk (Data Movement: cp.async.bulk) to shared memory of another block; its bytes are counted there.
 __device__ __forceinline__ void bulk_copy_there(u32 to, u32 from, int bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),

@@ -55,20 +55,32 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
   static_assert(S.warps == 8 && S.tiles == 1 && M == 64 && S.stages == 2 && sm90_backward_sizes(S).keys == 2 * kKeys);
   static_assert(D % 64 == 0 && V % 64 == 0 && D <= 256 && V <= 256);
   static_assert(S.bias != BiasTile::kFp32 && S.bias2 == BiasTile::kNone && !S.query_term);
-  static_assert(!S.column_sum && !S.ordered && !S.dbias_store);
+  static_assert(!S.column_sum && !S.dbias_store && !S.row_sum && !S.query_term);
 
   // ---- which keys: those of both blocks ----
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const u32 base = shared_address(memory);
   begin_kernel<S.arch>();
   const int rank = int(uniform(cluster_rank()));
-  const Sm90KeyBlock<S> block(a, m, blockIdx.x / 2);
+  u32 number = blockIdx.x / 2;
+  if constexpr (S.ordered) {  // who waits for another must have begun later: a ticket
+    const u32 number_at = base + kSizes.barriers_at + 128;
+    cluster_sync();
+    if (rank == 0 && threadIdx.x == 0) {
+      const u32 ticket = atomicAdd(a.turns, 1u);
+      store_there(address_of(number_at, 0), ticket);
+      store_there(address_of(number_at, 1), ticket);
+    }
+    cluster_sync();
+    number = uniform(load_shared_word(number_at));
+  }
+  const Sm90KeyBlock<S> block(a, m, number);
   if (block.outside()) {
     return;
   }
   const int key0 = block.key0 + rank * kKeys;
 
   // ---- shared memory and barriers ----
-  extern __shared__ __align__(1024) unsigned char memory[];
-  const u32 base = shared_address(memory);
   const Sm90WideBackwardBarriers barriers{base + kSizes.barriers_at};
   const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
   if (threadIdx.x == 0) {
@@ -152,7 +164,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
           descriptor((k < 4 ? k_first : k_second) + k % 4 * kRowD, kHighD), k > 0);
     }
   };
-  const auto add_dq = [&](const Ring<2>& tile, int row) {
+  const auto add_dq = [&](const Ring<2>& tile, int row, int of_query) {
     pin(dq);
     if (leader) {
       barrier_arrive(barriers.grads_empty(tile.buffer()));
@@ -161,16 +173,32 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
     if (!has_dq) {
       return;
     }
+    // In order: a warp waits until all of the blocks before have added to these queries, and counts itself.
+    constexpr u32 kWarps = D / kColumns * 4;
+    u32* const done = a.turns + 1 + row / 64;
+    if constexpr (S.ordered) {
+      const u32 before = block.blocks_before(of_query) * kWarps;
+      while (leader && load_acquire(done) < before) {
+      }
+      __syncwarp();
+    }
     float* const to = a.dq_sum + i64(row + warp * 16) * D + column / 8 * 128 + lane * 4;
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
       reduce4<90>(to + j * 128, *reinterpret_cast<const float(*)[4]>(dq + 4 * j));
+    }
+    if constexpr (S.ordered) {
+      __syncwarp();
+      if (leader) {
+        add_release(done, 1);
+      }
     }
   };
 
   // ---- the steps ----
   Ring<2> grads_before = ring_grads;
   int row_before = 0;
+  int query_before = 0;
   u32 turn = 0;  // parity of the one buffer of dO
   int head = block.head0 - 1;
   int query = 0;
@@ -342,7 +370,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
     wgmma_commit();
     if constexpr (S.dq) {
       if (n > 0) {
-        add_dq(grads_before, row_before);
+        add_dq(grads_before, row_before, query_before);
       }
     }
     wgmma_wait<0>();
@@ -361,6 +389,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
     }
     grads_before = ring_grads;
     row_before = block.row0 + head * int(a.padded_rows) + query;
+    query_before = query;
     query += M;
     turn ^= 1;
     ring_q.next();
@@ -371,7 +400,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
       issue_dq(grads_before);
       wgmma_commit();
       wgmma_wait<0>();
-      add_dq(grads_before, row_before);
+      add_dq(grads_before, row_before, query_before);
     }
     cluster_sync();  // what the other block sends here has come, and it takes nothing more from here
   }
