@@ -149,7 +149,7 @@ struct Softmax {
       }
     }
     const float base[2] = {math::reference_of(next[0]), math::reference_of(next[1])};
-    const float scaled[2] = {base[0] * unit, base[1] * unit};
+    float scaled[2] = {base[0] * unit, base[1] * unit};
     if constexpr (S.type == Type::kFp32) {
       for (int x = 0; x < 2; ++x) {
         factor[x] = weight_of_difference(top[x], base[x], unit);
@@ -169,18 +169,19 @@ struct Softmax {
           top[x] = next[x];
         }
       }
-      // Scores may be huge, and then the fused form loses the difference. Ordinary ones take it.
-      if (__any_sync(~0u, fmaxf(fabsf(scaled[0]), fabsf(scaled[1])) > math::kLargestFusedReference)) {
+      // Scores may be huge, and then a fused multiply-add alone would lose the difference.
+      if (fmaxf(fabsf(scaled[0]), fabsf(scaled[1])) > math::kLargestFusedReference) {
         for (int j = 0; j < kColumns; ++j) {
           for (int e = 0; e < 4; ++e) {
-            s[j][e] = weight_of_difference(s[j][e], base[e >> 1], unit);
+            s[j][e] -= base[e >> 1];
           }
         }
-      } else {
-        for (int j = 0; j < kColumns; ++j) {
-          for (int e = 0; e < 4; ++e) {
-            s[j][e] = weight_fused(s[j][e], unit, scaled[e >> 1]);
-          }
+        scaled[0] = 0;
+        scaled[1] = 0;
+      }
+      for (int j = 0; j < kColumns; ++j) {
+        for (int e = 0; e < 4; ++e) {
+          s[j][e] = weight_fused(s[j][e], unit, scaled[e >> 1]);
         }
       }
     }
