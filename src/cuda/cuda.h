@@ -65,7 +65,8 @@ struct Plan {
   Operands operands;
   Workspace workspace;
   std::vector<Launch> launches;
-  std::string summary;  // a line for explain(): kernels, tiles, what is prepared
+  std::int64_t cleared_heads = 0;  // Args::cleared_heads
+  std::string summary;             // a line for explain(): kernels, tiles, what is prepared
 };
 
 // For a target, without a GPU. Throws Error(FOVEA_UNSUPPORTED) with the reason where no kernel serves the problem.
