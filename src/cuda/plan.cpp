@@ -556,7 +556,7 @@ class Planner {
       constexpr std::int64_t kNumbers = std::int64_t{kSmallRows} * kSmallRows;
       plan_.workspace.add(Region::kBiasSum, order.planes * order.workers * kNumbers * std::int64_t{sizeof(float)});
       Kernel sum;
-      sum.file = "sm90_small_backward.cuh";
+      sum.file = "sm90_small_bias_sum.cuh";
       sum.name = "small_bias_sum";
       sum.spec = small();
       sum.spec.grad_bias = kernel.spec.grad_bias;
