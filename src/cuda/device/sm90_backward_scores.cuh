@@ -5,7 +5,6 @@
 //
 //   Sm90BackwardScores   scale, softcap, bias, ALiBi, key and query terms, dropout; the band and the end of the
 //                        sequence; sums of dS over queries and over keys
-//   store_accumulator    dK, dV to rows of any alignment
 //
 // What is read from shared memory is loaded 16 queries ahead, the first of it while products run.
 #ifndef FOVEA_CUDA_DEVICE_SM90_BACKWARD_SCORES_CUH
@@ -14,6 +13,7 @@
 #include "math/dropout.h"
 #include "math/score.h"
 #include "scores.cuh"
+#include "sm90_accumulator.cuh"
 #include "sm90_backward_args.h"
 #include "sm90_backward_copy.cuh"
 #include "sm90_scores.cuh"
@@ -407,53 +407,6 @@ struct Sm90BackwardScores {
     }
   }
 };
-
-// A warp's 16 rows of an accumulator, from this thread's row `first` of `rows`. The four lanes that hold a row's pairs
-// of columns transpose blocks of 8 columns among themselves, so that 16 bytes leave at a time; every lane comes here.
-template <Type kType, int kCount>
-__device__ __forceinline__ void store_accumulator(u16* to, const math::Strides& strides, const float (&x)[kCount],
-                                                  float factor, int first, int rows, int columns, bool vectors, int t) {
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = first + 8 * r;
-    u16* const at = to + row * strides.row;
-    const auto pair = [&](int j) {
-      return j < kCount / 4 ? pack<kType>(x[j < kCount / 4 ? 4 * j + 2 * r : 0] * factor,
-                                          x[j < kCount / 4 ? 4 * j + 2 * r + 1 : 0] * factor)
-                            : 0u;
-    };
-#pragma unroll
-    for (int j = 0; j < kCount / 4; j += 4) {
-      const u32 v[4] = {pair(j), pair(j + 1), pair(j + 2), pair(j + 3)};
-      if (vectors) {
-        const bool odd = t & 1;
-        const bool upper = t & 2;
-        const u32 p = __shfl_xor_sync(~0u, odd ? v[0] : v[1], 1);
-        const u32 q = __shfl_xor_sync(~0u, odd ? v[2] : v[3], 1);
-        const u32 w0 = odd ? p : v[0];
-        const u32 w1 = odd ? v[1] : p;
-        const u32 w2 = odd ? q : v[2];
-        const u32 w3 = odd ? v[3] : q;
-        const u32 y = __shfl_xor_sync(~0u, upper ? w0 : w2, 2);
-        const u32 z = __shfl_xor_sync(~0u, upper ? w1 : w3, 2);
-        if (row < rows && (j + t) * 8 < columns) {
-          store_global(at + (j + t) * 8, upper ? uint4{y, z, w2, w3} : uint4{w0, w1, y, z});
-        }
-      } else if (row < rows) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int column = (j + i) * 8 + 2 * t;
-          if (j + i < kCount / 4 && column < columns) {
-            at[column * strides.col] = u16(v[i]);
-          }
-          if (j + i < kCount / 4 && column + 1 < columns) {
-            at[(column + 1) * strides.col] = u16(v[i] >> 16);
-          }
-        }
-      }
-    }
-  }
-}
 
 }  // namespace fovea::cuda
 

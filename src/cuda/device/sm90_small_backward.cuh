@@ -6,18 +6,18 @@
 // A warpgroup has a whole head at a time: everything about it is in shared memory and registers, delta included, so
 // that nothing comes before or after. Warpgroup 0 copies, a warp for each of the others: Q, K, V, dO and O by TMA. A
 // block belongs to one plane of the bias: its warpgroups keep the bias, and the sum of its gradient, in registers over
-// all of their heads. small_bias_sum adds the warpgroups' sums in order.
+// all of their heads. small_bias_sum (sm90_small_bias_sum.cuh) adds the warpgroups' sums in order.
 //
 //     S^T = K Q^T, dP^T = V dO^T | delta = <dO, O> meanwhile | P^T, dS^T | dV = P^T dO, dK = dS^T Q | dQ = dS K
 //
-// Blocks: planes by as many as keep every multiprocessor busy. small_bias_sum: planes * kSmallSumBlocks.
+// Blocks: planes by as many as keep every multiprocessor busy.
 #ifndef FOVEA_CUDA_DEVICE_SM90_SMALL_BACKWARD_CUH
 #define FOVEA_CUDA_DEVICE_SM90_SMALL_BACKWARD_CUH
 
 #include "math/band.h"
 #include "math/score.h"
 #include "math/softmax.h"
-#include "sm80_backward_prepare.cuh"
+#include "sm90_accumulator.cuh"
 #include "sm90_copy.cuh"
 #include "sm90_ptx.cuh"
 #include "sm90_scores.cuh"
@@ -42,46 +42,6 @@ struct SmallEntry {
             int((s.head != 0 ? plane % of_plane : 0) + n % u32(m.heads))};
   }
 };
-
-// One row of an accumulator of `kColumns` columns: the four lanes that share it write 16 bytes each. All lanes come
-// here.
-template <Type kType, int kColumns>
-__device__ __forceinline__ void store_quad_row(u16* row, i64 column_stride, const float* x, int first, float factor,
-                                               bool exists, int columns, bool vectors, int t) {
-#pragma unroll
-  for (int j = 0; j < kColumns / 8; j += 4) {
-    if (kColumns % 32 == 0 && vectors) {
-      u32 v[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        v[i] = pack<kType>(x[4 * (j + i) + first] * factor, x[4 * (j + i) + first + 1] * factor);
-      }
-      // Transposed by the quad: lane t has all of block j + t.
-      const u32 a = __shfl_xor_sync(~0u, t & 1 ? v[0] : v[1], 1);
-      const u32 b = __shfl_xor_sync(~0u, t & 1 ? v[2] : v[3], 1);
-      const u32 t0 = t & 1 ? a : v[0];
-      const u32 t1 = t & 1 ? v[1] : a;
-      const u32 t2 = t & 1 ? b : v[2];
-      const u32 t3 = t & 1 ? v[3] : b;
-      const u32 c = __shfl_xor_sync(~0u, t & 2 ? t0 : t2, 2);
-      const u32 d = __shfl_xor_sync(~0u, t & 2 ? t1 : t3, 2);
-      if (exists && (j + t) * 8 < columns) {
-        store_global(row + (j + t) * 8, t & 2 ? uint4{c, d, t2, t3} : uint4{t0, t1, c, d});
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4 && j + i < kColumns / 8; ++i) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int column = (j + i) * 8 + 2 * t + e;
-          if (exists && column < columns) {
-            row[column * column_stride] = u16(pack<kType>(x[4 * (j + i) + first + e] * factor, 0.f));
-          }
-        }
-      }
-    }
-  }
-}
 
 template <Spec S>
 __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
@@ -439,22 +399,17 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
       barrier_arrive(barrier + 8);
     }
     ring.next();
-#pragma unroll
-    for (int x = 0; x < 2; ++x) {
-      const int i = key0 + 8 * x;
-      const auto store = [&](const Tensor& to, auto columns, const float* from, float factor, int length, int exist) {
-        if (to.data != nullptr) {
-          const math::Strides& strides = to.strides;
-          u16* const first = static_cast<u16*>(to.data) + now.b1 * strides.batch1 + now.b2 * strides.batch2 +
-                             now.head * strides.head + i * strides.row;
-          store_quad_row<kType, columns>(first, strides.col, from, 2 * x, factor, i < length, exist, a.vector_stores,
-                                         t);
-        }
-      };
-      store(a.grad_q, Constant<D>{}, dq, a.scale, band.seqlen_q, a.out_dim);
-      store(a.grad_k, Constant<D>{}, dk, a.scale, band.seqlen_k, a.out_dim);
-      store(a.grad_v, Constant<V>{}, dv, 1.f, band.seqlen_k, a.out_dim_v);
-    }
+    const auto store = [&](const Tensor& to, const auto& from, float factor, int rows_of, int columns) {
+      if (to.data != nullptr) {
+        const math::Strides& strides = to.strides;
+        store_accumulator<kType>(
+            static_cast<u16*>(to.data) + now.b1 * strides.batch1 + now.b2 * strides.batch2 + now.head * strides.head,
+            strides, from, factor, key0, rows_of, columns, a.vector_stores, t);
+      }
+    };
+    store(a.grad_q, dq, a.scale, band.seqlen_q, a.out_dim);
+    store(a.grad_k, dk, a.scale, band.seqlen_k, a.out_dim);
+    store(a.grad_v, dv, 1.f, band.seqlen_k, a.out_dim_v);
   }
   if (thread == 0) {
     bulk_wait_read();
@@ -464,51 +419,6 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       *reinterpret_cast<float4*>(to + i * 512) = {sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]};
-    }
-  }
-}
-
-// Adds a plane's sums, bias_chunks of them, in a fixed order: a warp of eight takes every eighth, a lane four numbers.
-template <Spec S>
-__global__ void __launch_bounds__(kSmallSumThreads) small_bias_sum(const __grid_constant__ Args a) {
-  __shared__ float4 partial[8][32];
-  begin_kernel<S.arch>();
-  const int lane = int(threadIdx.x) % 32;
-  const int warp = int(threadIdx.x) / 32;
-  const u32 block = u32(a.first_block + blockIdx.x);
-  const int plane = int(block / kSmallSumBlocks);
-  const int place = int(block % kSmallSumBlocks) * 32 + lane;  // of four numbers, in register order
-  constexpr i64 kSize = kSmallRows * kSmallRows;
-  const float* const from = a.bias_sum + plane * a.bias_chunks * kSize + place * 4;
-  float4 sum{};
-#pragma unroll 4
-  for (int n = warp; n < a.bias_chunks; n += 8) {
-    const float4 x = *reinterpret_cast<const float4*>(from + n * kSize);
-    sum = {sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w};
-  }
-  partial[warp][lane] = sum;
-  sync();
-  if (warp != 0) {
-    return;
-  }
-#pragma unroll
-  for (int i = 1; i < 8; ++i) {
-    const float4 x = partial[i][lane];
-    sum = {sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w};
-  }
-  const int thread = place % 128;  // whose registers they were
-  const int key = thread / 32 * 16 + thread % 32 / 4;
-  const int query = place / 128 * 8 + thread % 4 * 2;
-  const math::Strides& s = a.grad_bias.strides;
-  const Shared shared = Shared::make(a.rows, s, plane);
-  const i64 first = shared.b1 * s.batch1 + shared.b2 * s.batch2 + shared.h * s.head;
-  const float all[4] = {sum.x, sum.y, sum.z, sum.w};
-#pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    const int i = query + (e & 1);
-    const int j = key + (e >> 1) * 8;
-    if (i < a.bias_rows && j < a.bias_keys) {
-      store_element(a.grad_bias.data, first + i * s.row + j * s.col, S.grad_bias, all[e]);
     }
   }
 }
