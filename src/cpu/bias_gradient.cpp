@@ -58,8 +58,10 @@ Matrix BiasGradientSums::plane_matrix(i64 plane) const {
   const i64 head = plane % planes_head_;
   const i64 b2 = plane / planes_head_ % planes2_;
   const i64 b1 = plane / planes_head_ / planes2_;
-  char* data = static_cast<char*>(grad_.data) +
-               (b1 * s.batch1 + b2 * s.batch2 + head * s.head) * static_cast<i64>(size_of(grad_.type));
+  char* data = static_cast<char*>(grad_.data);
+  if (data != nullptr) {  // without elements there may be no memory, and then no offset either
+    data += (b1 * s.batch1 + b2 * s.batch2 + head * s.head) * static_cast<i64>(size_of(grad_.type));
+  }
   return {data, static_cast<std::int32_t>(grad_.type), s.row, s.col};
 }
 
@@ -77,7 +79,7 @@ void BiasGradientSums::clear(int threads, const Kernels& kernels, const void* ze
     std::fill_n(turns_, counters, 0u);
     std::fill_n(numbers_, counters, 0u);
   }
-  if (!needs_clearing_) {
+  if (!needs_clearing_ || keys_ == 0) {
     return;
   }
   const i64 tasks = ceil_div(queries_, kRowsATask);
@@ -125,7 +127,7 @@ BiasGradient BiasGradientSums::of_head(int thread, i64 b, i64 head, i64 key_bloc
 }
 
 void BiasGradientSums::finish(int threads, const Kernels& kernels) {
-  if (in_place_) {
+  if (in_place_ || keys_ == 0) {
     return;
   }
   const i64 tasks = ceil_div(queries_, kRowsATask);

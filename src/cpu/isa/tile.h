@@ -61,9 +61,12 @@ void move_strided(void* strided, i64 stride, void* contiguous, i64 size, i64 cou
   }
 }
 
-// Elements [col, col + count) of a row.
+// Elements [col, col + count) of a row. Tensors without elements may have no memory, and then rows no address.
 template <class T>
 void load_row(const Matrix& m, i64 row, i64 col, i64 count, T* to) {
+  if (count == 0) {
+    return;
+  }
   if (m.col == 1) {
     return load_contiguous(address(m, row, col), m.type, to, count);
   }
@@ -77,6 +80,9 @@ void load_row(const Matrix& m, i64 row, i64 col, i64 count, T* to) {
 
 template <class T>
 void store_row(const T* from, const Matrix& m, i64 row, i64 col, i64 count) {
+  if (count == 0) {
+    return;
+  }
   if (m.col == 1) {
     return store_contiguous(from, m.type, address(m, row, col), count);
   }
@@ -102,7 +108,7 @@ void fill(T* to, i64 count, T value) {
 // drops calls of it.
 HWY_INLINE void prefetch_row(const Matrix& m, i64 row, i64 col, i64 cols, bool to_write = false) {
   constexpr i64 kLine = 64;
-  if (m.col != 1) {
+  if (m.col != 1 || cols == 0) {
     return;
   }
   const u8* begin = address(m, row, col);
