@@ -128,10 +128,16 @@ void Executable::load() {
   }
   const jit::Driver& driver = jit::driver();
   const jit::BesideCaptures beside(driver);
-  std::vector<jit::cu::Kernel> kernels;
+  std::vector<jit::Request> requests;
   for (const Launch& launch : plan_.launches) {
-    kernels.push_back(jit::Jit::global().kernel(request_of(launch.kernel, plan_.target)));
-    jit::prepare_kernel(driver, kernels.back(), device_, launch.kernel.shared_bytes);
+    requests.push_back(request_of(launch.kernel, plan_.target));
+  }
+  jit::Jit& jit = jit::Jit::global();
+  jit.gather(requests);
+  std::vector<jit::cu::Kernel> kernels;
+  for (std::size_t n = 0; n < requests.size(); ++n) {
+    kernels.push_back(jit.kernel(requests[n]));
+    jit::prepare_kernel(driver, kernels.back(), device_, plan_.launches[n].kernel.shared_bytes);
   }
   kernels_ = std::move(kernels);
   loaded_.store(true, std::memory_order_release);

@@ -4,12 +4,17 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <exception>
 #include <filesystem>
 #include <fstream>
 #include <string_view>
+#include <system_error>
+#include <thread>
 
 #include "core/status.h"
 #include "cuda/jit/sha256.h"
@@ -130,6 +135,30 @@ std::shared_ptr<const Binary> Jit::binary(const Request& request) {
   Slot& mine = slot(key);
   const std::lock_guard<std::mutex> lock(mine.mutex);
   return fill(mine, request, key);
+}
+
+void Jit::gather(const std::vector<Request>& requests) {
+  std::atomic<std::size_t> next = 0;
+  const auto work = [&] {
+    for (std::size_t n = next++; n < requests.size(); n = next++) {
+      try {
+        binary(requests[n]);
+      } catch (const std::exception&) {  // again, and not lost, where it is asked for
+      }
+    }
+  };
+  const std::size_t cores = std::max(std::thread::hardware_concurrency(), 1u);
+  std::vector<std::thread> threads;
+  try {
+    while (threads.size() + 1 < std::min(requests.size(), cores)) {
+      threads.emplace_back(work);
+    }
+  } catch (const std::system_error&) {  // those that there are will do
+  }
+  work();
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
 }
 
 cu::Kernel Jit::kernel(const Request& request) {
