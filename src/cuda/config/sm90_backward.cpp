@@ -173,6 +173,9 @@ std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool orde
     }
     return {{2, 1, 64, 2, 2, true}};
   }
+  if (!spec.dkv && widest > 64 && !bias && !much) {  // no sums of dk and dv: registers for a third warpgroup
+    return {{3, 1, 64, 2, 2}, {2, 1, 64, 2, 2}};
+  }
   if (widest <= 64) {
     if (much) {
       return {{2, 1, 64, 3, 3, true}, {2, 1, 64, 3, 3}};
