@@ -481,12 +481,7 @@ class Planner {
     const bool alone = call_.problem.need.q && !wants.dkv && !call_.problem.deterministic;
     wants.dq = wants.dq || wants.ordered || alone;
     Choice choice = sm90_backward(call_, plan_.operands, plan_.target, wants);
-    // What is new is asked for by name.
-    const Spec& features = plan_.operands.features;
-    constexpr int kKnown = 128;  // head dimensions are a multiple of it
-    const bool is_new =
-        std::max(features.d, features.dv) > kKnown && (features.d % kKnown != 0 || features.dv % kKnown != 0);
-    if (!allowed(choice.kernel) || (is_new && forced_family() == nullptr)) {
+    if (!allowed(choice.kernel)) {
       choice.why_not = "not asked for by FOVEA_KERNEL=sm90";
     }
     if (choice.why_not != nullptr) {

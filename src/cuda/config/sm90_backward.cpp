@@ -6,7 +6,6 @@
 #include "cuda/config/tensor_map_limits.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <cstdlib>
 #include <vector>
 
@@ -26,21 +25,19 @@ constexpr int rounded(int columns, int grain) { return (columns + grain - 1) / g
 
 // Whether two blocks share the work (sm90_wide_backward): where dk and dv, or they and what a feature needs, are more
 // than the registers of one hold.
-bool in_clusters(const Spec& spec, bool ordered) {
+bool in_clusters(const Spec& spec) {
   if (!is_wide(spec)) {
     return false;
-  }
-  static const char* const trial = std::getenv("FOVEA_WIDE");
-  if (trial != nullptr && *trial == 'c') {
-    return true;
   }
   constexpr int kGrain = 32;
   constexpr int kWidestOfOne = 192;
   constexpr int kMostOfOne = 320;
   const int d = rounded(spec.d, kGrain);
   const bool dropout = spec.dropout != DropoutRule::kNone;
-  return ordered || std::max(d, spec.dv) > kWidestOfOne || d + spec.dv > kMostOfOne || spec.bias != BiasTile::kNone ||
-         int{dropout} + int{spec.softcap} + int{spec.mask} > 1;
+  const int features = 2 * (int{dropout} + int{spec.softcap} + int{spec.mask}) + int{spec.alibi} + int{spec.key_term};
+  constexpr int kMostFeatures = 3;
+  return std::max(d, spec.dv) > kWidestOfOne || d + spec.dv > kMostOfOne || spec.bias != BiasTile::kNone ||
+         features > kMostFeatures;
 }
 
 const char* why_not(const Call& call, const Operands& operands, const Target& target, const BackwardWants& wants) {
@@ -119,23 +116,11 @@ struct Tiles {
 // From the best on: the first that fits is taken.
 std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool ordered) {
   const int widest = std::max(spec.d, spec.dv);
-  if (in_clusters(spec, ordered)) {
+  if (in_clusters(spec)) {
     return {{2, 1, 64, 2, 2}};
   }
-  if (const char* const trial = std::getenv("FOVEA_BACKWARD_TILES");
-      trial != nullptr && *trial != 0 && !is_wide(spec)) {
-    int x[8] = {};
-    std::sscanf(trial, "%d,%d,%d,%d,%d,%d,%d,%d", x, x + 1, x + 2, x + 3, x + 4, x + 5, x + 6, x + 7);
-    return {{x[0], x[1], x[2], x[3], x[4], x[5] != 0, x[6] != 0, x[7] != 0}};
-  }
   if (is_wide(spec)) {
-    static const char* const trial = std::getenv("FOVEA_WIDE");
-    const int which = trial != nullptr ? std::atoi(trial) : 0;
-    const bool delay = which % 2 == 1;
-    if (which < 2) {
-      return {{2, 1, 64, 2, 3, false, delay, true}, {2, 1, 64, 2, 2, false, delay, true}};
-    }
-    return {{2, 1, 64, 2, 2, false, delay, true}};
+    return {{2, 1, 64, 2, 2, false, false, true}};
   }
   const bool bias = spec.bias != BiasTile::kNone;
   const bool rows = spec.query_term || spec.row_sum;
@@ -198,11 +183,9 @@ std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool orde
     }
     return {{2, 1, 128, 2, 2, true}, {2, 1, 64, 3, 3}};
   }
-  if (bias) {
+  constexpr int kMiddle = 80;
+  if (spec.dbias_store || widest <= kMiddle) {
     return {{2, 1, 64, 2, 3}, {2, 1, 64, 2, 2}};
-  }
-  if (spec.ragged && spec.d == kWide) {
-    return {{2, 1, 64, 2, 3, false, true, true}, {2, 1, 64, 2, 2}};
   }
   return {{2, 1, 64, 2, 2, true}, {2, 1, 64, 2, 3}, {2, 1, 64, 2, 2}};
 }
@@ -222,16 +205,10 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
   if (choice.why_not != nullptr) {
     return choice;
   }
-  // Sums of dQ in order leave in bulk from one block, for which many columns have no room, or from clusters.
-  const bool orders = wants.ordered && std::getenv("FOVEA_WIDE_NEXT") != nullptr;
-  const bool clusters = in_clusters(spec, orders);
+  const bool clusters = in_clusters(spec);
   if (clusters) {
     kernel.file = "sm90_wide_backward.cuh";
     kernel.name = "sm90_wide_backward";
-    if (std::getenv("FOVEA_WIDE_NEXT") != nullptr) {
-      kernel.file = "sm90_wide_next.cuh";
-      kernel.name = "sm90_wide_next";
-    }
     constexpr int kGrain = 64;
     spec.d = rounded(spec.d, kGrain);
     spec.dv = rounded(spec.dv, kGrain);
@@ -240,16 +217,14 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
     spec.d = rounded(spec.d, kGrain);
   }
   spec.left_edge = spec.banded && call.problem.window_left >= 0;
-  // Clusters have no order, and sums of many columns no room to leave in bulk: then dq is another kernel's.
-  const bool is_ordered = wants.ordered && (!is_wide(spec) || orders);
+  // In order the sums of one block leave in bulk, for which many columns have no room: then dq is another kernel's.
+  const bool is_ordered = wants.ordered && (clusters || !is_wide(spec));
   const bool has_dq = wants.dq && is_ordered == wants.ordered;
   spec.dq = has_dq;
   spec.dkv = wants.dkv;
   spec.column_sum = wants.column_sum;
   spec.row_sum = wants.row_sum && !is_ordered && !is_wide(spec);
   spec.dbias_store = wants.dbias_store && spec.dq && !is_wide(spec);
-  static const bool wide_panels = std::getenv("FOVEA_PANELS") != nullptr;
-  spec.early = wide_panels;
   for (const Tiles& tiles : candidates(spec, call.rows.limit_k, is_ordered)) {
     spec.warps = 4 * tiles.groups;
     spec.tiles = tiles.tiles;
@@ -291,7 +266,7 @@ std::int64_t sm90_backward_items(const Call& call, const Spec& spec) {
 
 std::int64_t sm90_backward_blocks(const Call& call, const Spec& spec, const Target& target) {
   const std::int64_t items = sm90_backward_items(call, spec);
-  return in_clusters(spec, spec.ordered) ? 2 * items : std::min<std::int64_t>(items, target.multiprocessors);
+  return in_clusters(spec) ? 2 * items : std::min<std::int64_t>(items, target.multiprocessors);
 }
 
 std::int64_t sm90_backward_heads_in_turn(const Call& call, const Spec& spec, const Target& target) {
@@ -299,7 +274,7 @@ std::int64_t sm90_backward_heads_in_turn(const Call& call, const Spec& spec, con
     return 1;
   }
   constexpr std::int64_t kRounds = 2;  // 4: level; all heads by turns: up to 15% slower, they leave L2
-  const std::int64_t blocks = in_clusters(spec, spec.ordered) ? target.multiprocessors / 2 : target.multiprocessors;
+  const std::int64_t blocks = in_clusters(spec) ? target.multiprocessors / 2 : target.multiprocessors;
   const std::int64_t heads = call.rows.batch() * call.rows.heads_k;
   const std::int64_t wanted = (kRounds * blocks + sm90_backward_key_blocks(call, spec) - 1) /
                               std::max<std::int64_t>(sm90_backward_key_blocks(call, spec), 1);
@@ -321,7 +296,7 @@ std::int64_t sm90_backward_cleared_heads(const Call& call, const Spec& spec, con
 }
 
 bool sm90_backward_counts(const Call& call, const Spec& spec, const Target& target) {
-  return spec.ordered || (!in_clusters(spec, spec.ordered) && sm90_backward_items(call, spec) > target.multiprocessors);
+  return spec.ordered || (!in_clusters(spec) && sm90_backward_items(call, spec) > target.multiprocessors);
 }
 
 }  // namespace fovea::cuda

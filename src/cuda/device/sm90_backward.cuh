@@ -58,11 +58,10 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   constexpr bool kOuter = sm90_outer_bytes(S) > 0;
   constexpr bool kDropout = S.dropout != DropoutRule::kNone;
   // Products for dV and dK of one block of keys stay in flight during S and dP of the next, where registers allow.
-  constexpr bool kOverlap = kGroups == 2 && (kBlocks * (D > V ? D : V) <= 96 || (kParts > 1 && !S.delay));
+  constexpr bool kOverlap = kGroups == 2 && (kBlocks * (D > V ? D : V) <= 96 || kParts > 1);
   // A block of keys that no query of the step meets is passed over. Elsewhere the branch makes ptxas wait for every
   // product (C7512).
   constexpr bool kSkip = S.banded && ((D <= 64 && kBlocks == 1) || (S.halves && kParts == 1));
-  constexpr bool kDelay = S.delay && kParts == 1;
   constexpr int kColumns = S.halves ? D / 2 : D;  // of a job of dQ
   // What a launch of 3 (4) warpgroups has is 3 x 168 (4 x 128) registers: more would wait for ever.
   constexpr int kRegistersToCopy = kGroups == 3 ? 32 : kParts > 1 ? 24 : 40;
@@ -70,7 +69,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   static_assert(kGroups == 2 || kGroups == 3);
   static_assert(kType != Type::kFp32 && S.dropout != DropoutRule::kTorchMemEfficient && (S.dkv || S.dq));
   static_assert(D % 16 == 0 && V % 16 == 0 && D + V <= 320);
-  static_assert(kParts == 1 || (kGroups == 2 && kBlocks == 1 && M == 64 && (S.halves || !S.dq) && !kOuter));
+  static_assert(kParts == 1 || (kGroups == 2 && kBlocks == 1 && M == 64 && (S.halves || !S.dq) && !S.delay && !kOuter));
   static_assert(M == 64 || (M == 128 && kGroups == 2));
   static_assert(!S.halves || (kGroups == 2 && M == 64 && D % 32 == 0));
   static_assert((!S.row_sum || !S.ordered) && (kParts == 1 || !S.query_term) && S.q_buffers <= 2);
@@ -451,12 +450,12 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
         if (leader) {
           barrier_arrive(barriers.grads_full(ring_grads.buffer()));
         }
-        if (kDelay && n > 0 && my_turn(turn_before)) {
+        if (S.delay && n > 0 && my_turn(turn_before)) {
           add_dq(grads_before, row_before, true);
         } else {
           wgmma_wait<0>();
           finish_step();
-          if (!kDelay && n > 0 && my_turn(turn_before)) {
+          if (!S.delay && n > 0 && my_turn(turn_before)) {
             add_dq(grads_before, row_before, false);
           }
         }

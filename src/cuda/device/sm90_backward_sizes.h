@@ -18,13 +18,16 @@ constexpr int sm90_outer_bytes(const Spec& s) {
 
 // Where dK and dV take most registers the scores of a step are made in two parts.
 constexpr int sm90_step_parts(const Spec& s) { return s.d + s.dv > 256 ? 2 : 1; }
-// Columns of a panel: of Q and K they divide what a job of dQ sums. Panels of 16 are slow: rather a wide one that is
-// not full, whose rest costs memory.
-constexpr int sm90_backward_panel(const Spec& s, int columns) {
-  return columns % 64 == 0 || (s.early && columns % 32 != 0 && columns > 32) ? 64 : columns % 32 == 0 ? 32 : 16;
+// Columns of a panel. Those of 16 are slow: rather a wide one that is not full, whose rest costs memory; but where each
+// warpgroup sums half of dQ's columns, panels of Q and K divide these.
+constexpr int sm90_dividing_panel(int columns) { return columns % 64 == 0 ? 64 : columns % 32 == 0 ? 32 : 16; }
+constexpr int sm90_backward_panel(int columns) {
+  return columns % 32 != 0 && columns > 32 ? 64 : sm90_dividing_panel(columns);
 }
-constexpr int sm90_backward_panel_d(const Spec& s) { return sm90_backward_panel(s, s.halves ? s.d / 2 : s.d); }
-constexpr int sm90_backward_panel_v(const Spec& s) { return sm90_backward_panel(s, s.dv); }
+constexpr int sm90_backward_panel_d(const Spec& s) {
+  return s.halves ? sm90_dividing_panel(s.d / 2) : sm90_backward_panel(s.d);
+}
+constexpr int sm90_backward_panel_v(const Spec& s) { return sm90_backward_panel(s.dv); }
 constexpr int sm90_panels(int columns, int panel) { return (columns + panel - 1) / panel; }
 
 // Spec: q_buffers are those of biases that do not lie in the place of dS; warps (a multiple of 4) compute; a warpgroup

@@ -27,111 +27,10 @@
 #include "sm90_backward_scores.cuh"
 #include "sm90_backward_sizes.h"
 #include "sm90_ptx.cuh"
+#include "sm90_wide_backward_copy.cuh"
 #include "wgmma.cuh"
 
 namespace fovea::cuda {
-
-struct Sm90WideBackwardBarriers {
-  u32 at;
-  __device__ __forceinline__ u32 kv_full() const { return at; }
-  __device__ __forceinline__ u32 grad_out_full() const { return at + 8; }
-  __device__ __forceinline__ u32 grad_out_empty() const { return at + 16; }
-  __device__ __forceinline__ u32 q_full(int i) const { return at + 24 + 8 * i; }
-  __device__ __forceinline__ u32 q_empty(int i) const { return at + 40 + 8 * i; }
-  __device__ __forceinline__ u32 bias_full(int i) const { return at + 56 + 8 * i; }
-  __device__ __forceinline__ u32 grads_full(int i) const { return at + 72 + 8 * i; }   // the other block's dS is here
-  __device__ __forceinline__ u32 grads_empty(int i) const { return at + 88 + 8 * i; }  // read by both blocks
-};
-
-template <Spec S>
-__device__ __forceinline__ void sm90_wide_backward_copy(const Args& a, const Sm90BackwardArgs& m,
-                                                        const Sm90KeyBlock<S>& block, int rank, u32 base,
-                                                        const Sm90WideBackwardBarriers& barriers) {
-  constexpr Sm90WideBackwardSizes kSizes = sm90_wide_backward_sizes(S);
-  constexpr int kKeys = kSm90WideKeys;
-  constexpr int kPanelD = sm90_wide_panel(S.d);
-  constexpr int kPanelV = panel_columns(S.dv / 2);
-  const Place& place = block.place;
-  const auto at = [&](const Has& has, int column, int row, int head) {
-    return Coordinates{column, row, head * has.head, int(place.b2) * has.batch2, int(place.b1) * has.batch1};
-  };
-  if (block.steps == 0) {
-    return;
-  }
-  const int row_k = int(place.k_begin) + block.key0;
-  // Of the other block's K what this one's part of dQ takes.
-  constexpr int kPart = 2 * sm90_dq_columns(S.d);
-  const int first_column = rank * kPart;
-  const int part = S.dq ? min(kPart, S.d - first_column) : 0;
-  barrier_expect(barriers.kv_full(), kSizes.k + kSizes.v + max(part, 0) * kKeys * 2);
-#pragma unroll 1
-  for (int p = 0; p < S.d / kPanelD; ++p) {
-    tensor_load(base + kSizes.k_at + p * kKeys * kPanelD * 2, m.k, barriers.kv_full(),
-                at(m.has_k, p * kPanelD, row_k + rank * kKeys, block.head_k));
-  }
-#pragma unroll 1
-  for (int p = 0; p < S.dv / kPanelV; ++p) {
-    tensor_load(base + kSizes.v_at + p * kKeys * kPanelV * 2, m.v, barriers.kv_full(),
-                at(m.has_v, p * kPanelV, row_k + rank * kKeys, block.head_k));
-  }
-#pragma unroll 1
-  for (int column = 0; column < part; column += kPanelD) {
-    tensor_load(base + kSizes.k_other_at + column * kKeys * 2, m.k, barriers.kv_full(),
-                at(m.has_k, first_column + column, row_k + (1 - rank) * kKeys, block.head_k));
-  }
-  Ring<S.stages> ring;
-  u32 turn = 1;  // parity of the one buffer of dO
-#pragma unroll 1
-  for (int i = 0; i < block.group; ++i) {
-    const int head = block.head0 + i;
-    int query = block.first;
-#pragma unroll 1
-    for (int n = 0; n < block.count; ++n, query += S.step) {
-      const u32 full = barriers.q_full(ring.buffer());
-      barrier_wait(barriers.q_empty(ring.buffer()), ring.parity() ^ 1);
-      barrier_expect(full, kSizes.q + 2 * kSizes.rows);
-#pragma unroll 1
-      for (int p = 0; p < S.d / kPanelD; ++p) {
-        tensor_load(base + kSizes.q_at + ring.buffer() * kSizes.q + p * S.step * kPanelD * 2, m.q, full,
-                    at(m.has_q, p * kPanelD, int(place.q_begin) + query, head));
-      }
-      const int row = block.row0 + head * int(a.padded_rows) + query;
-      bulk_load(base + kSizes.lse_at + ring.buffer() * kSizes.rows, a.row_lse + row, kSizes.rows, full);
-      bulk_load(base + kSizes.delta_at + ring.buffer() * kSizes.rows, a.row_delta + row, kSizes.rows, full);
-      ring.next();
-      barrier_wait(barriers.grad_out_empty(), turn);
-      turn ^= 1;
-      barrier_expect(barriers.grad_out_full(), kSizes.grad_out);
-#pragma unroll 1
-      for (int p = 0; p < S.dv / kPanelV; ++p) {
-        tensor_load(base + kSizes.grad_out_at + p * S.step * kPanelV * 2, m.grad_out, barriers.grad_out_full(),
-                    at(m.has_grad_out, p * kPanelV, int(place.q_begin) + query, head));
-      }
-    }
-  }
-}
-
-template <Spec S>
-__device__ __forceinline__ void sm90_wide_backward_copy_bias(const Sm90BackwardArgs& m, const Sm90KeyBlock<S>& block,
-                                                             int rank, u32 base,
-                                                             const Sm90WideBackwardBarriers& barriers) {
-  constexpr Sm90WideBackwardSizes kSizes = sm90_wide_backward_sizes(S);
-  Ring<2> ring;
-#pragma unroll 1
-  for (int i = 0; i < block.group; ++i) {
-    int query = block.first;
-#pragma unroll 1
-    for (int n = 0; n < block.count; ++n, query += S.step) {
-      const u32 full = barriers.bias_full(ring.buffer());
-      barrier_wait(barriers.grads_empty(ring.buffer()), ring.parity() ^ 1);
-      barrier_expect(full, kSizes.tile);
-      tensor_load(base + kSizes.grads_at + (2 * ring.buffer() + rank) * kSizes.tile, m.bias, full,
-                  {block.key0 + rank * kSm90WideKeys, query, (block.head0 + i) * m.has_bias.head,
-                   int(block.place.b2) * m.has_bias.batch2, int(block.place.b1) * m.has_bias.batch1});
-      ring.next();
-    }
-  }
-}
 
 template <Spec S>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_sizes(S).threads, 1)
@@ -156,20 +55,32 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
   static_assert(S.warps == 8 && S.tiles == 1 && M == 64 && S.stages == 2 && sm90_backward_sizes(S).keys == 2 * kKeys);
   static_assert(D % 64 == 0 && V % 64 == 0 && D <= 256 && V <= 256);
   static_assert(S.bias != BiasTile::kFp32 && S.bias2 == BiasTile::kNone && !S.query_term);
-  static_assert(!S.column_sum && !S.ordered && !S.dbias_store);
+  static_assert(!S.column_sum && !S.dbias_store);
 
   // ---- which keys: those of both blocks ----
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const u32 base = shared_address(memory);
   begin_kernel<S.arch>();
   const int rank = int(uniform(cluster_rank()));
-  const Sm90KeyBlock<S> block(a, m, blockIdx.x / 2);
+  u32 number = blockIdx.x / 2;
+  if constexpr (S.ordered) {  // who waits for another must have begun later: a ticket
+    const u32 number_at = base + kSizes.barriers_at + 128;
+    cluster_sync();
+    if (rank == 0 && threadIdx.x == 0) {
+      const u32 ticket = atomicAdd(a.turns, 1u);
+      store_there(address_of(number_at, 0), ticket);
+      store_there(address_of(number_at, 1), ticket);
+    }
+    cluster_sync();
+    number = uniform(load_shared_word(number_at));
+  }
+  const Sm90KeyBlock<S> block(a, m, number);
   if (block.outside()) {
     return;
   }
   const int key0 = block.key0 + rank * kKeys;
 
   // ---- shared memory and barriers ----
-  extern __shared__ __align__(1024) unsigned char memory[];
-  const u32 base = shared_address(memory);
   const Sm90WideBackwardBarriers barriers{base + kSizes.barriers_at};
   const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
   if (threadIdx.x == 0) {
@@ -253,7 +164,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
           descriptor((k < 4 ? k_first : k_second) + k % 4 * kRowD, kHighD), k > 0);
     }
   };
-  const auto add_dq = [&](const Ring<2>& tile, int row) {
+  const auto add_dq = [&](const Ring<2>& tile, int row, int of_query) {
     pin(dq);
     if (leader) {
       barrier_arrive(barriers.grads_empty(tile.buffer()));
@@ -262,16 +173,32 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
     if (!has_dq) {
       return;
     }
+    // In order: a warp waits until all of the blocks before have added to these queries, and counts itself.
+    constexpr u32 kWarps = D / kColumns * 4;
+    u32* const done = a.turns + 1 + row / 64;
+    if constexpr (S.ordered) {
+      const u32 before = block.blocks_before(of_query) * kWarps;
+      while (leader && load_acquire(done) < before) {
+      }
+      __syncwarp();
+    }
     float* const to = a.dq_sum + i64(row + warp * 16) * D + column / 8 * 128 + lane * 4;
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
       reduce4<90>(to + j * 128, *reinterpret_cast<const float(*)[4]>(dq + 4 * j));
+    }
+    if constexpr (S.ordered) {
+      __syncwarp();
+      if (leader) {
+        add_release(done, 1);
+      }
     }
   };
 
   // ---- the steps ----
   Ring<2> grads_before = ring_grads;
   int row_before = 0;
+  int query_before = 0;
   u32 turn = 0;  // parity of the one buffer of dO
   int head = block.head0 - 1;
   int query = 0;
@@ -412,7 +339,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
     if constexpr (S.dq) {
       wgmma_wait<2>();
       if (n > 0) {
-        add_dq(grads_before, row_before);
+        add_dq(grads_before, row_before, query_before);
       }
     }
     wgmma_wait<1>();
@@ -432,6 +359,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
     }
     grads_before = ring_grads;
     row_before = block.row0 + head * int(a.padded_rows) + query;
+    query_before = query;
     query += M;
     turn ^= 1;
     ring_q.next();
@@ -442,7 +370,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
       issue_dq(grads_before);
       wgmma_commit();
       wgmma_wait<0>();
-      add_dq(grads_before, row_before);
+      add_dq(grads_before, row_before, query_before);
     }
     cluster_sync();  // what the other block sends here has come, and it takes nothing more from here
   }
