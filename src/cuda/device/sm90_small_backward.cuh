@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
       return i & 1 ? high<kBiasType>(pairs[i / 2]) : cuda::low<kBiasType>(pairs[i / 2]);
     }
   };
-  // Keys that exist and that the band allows, a bit an element.
+  // Keys that do not exist, or that the band or a bias of -inf hides: a bit an element.
   u32 hidden = 0;
 #pragma unroll
   for (int i = 0; i < 32; ++i) {
@@ -179,27 +179,25 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
   float sum[kSum ? 32 : 1] = {};
   Ring<S.stages> ring;
   u32 flip = 0;
-  // Of the next head, loaded while this one is computed: logsumexp and its gradient of the rows whose delta this lane
-  // makes.
+  // Of the next head, loaded while this one is computed: the logsumexp of a row, which this thread hands over, and the
+  // gradients of those whose delta this lane makes.
   constexpr int kLanes = V / 8;  // of a row of dO
   constexpr int kPasses = kLanes / 2;
-  float lse[kPasses];
+  float lse = kInfinity;
   float grad_lse[kPasses] = {};
-#pragma unroll
-  for (int i = 0; i < kPasses; ++i) {
-    lse[i] = kInfinity;
-  }
   const auto delta_row = [&](int pass) { return pass * (128 / kLanes) + thread / kLanes; };
   const auto load_rows = [&](const SmallEntry& e) {
     const auto at = [&](const math::Strides& s, int row) {
       return e.b1 * s.batch1 + e.b2 * s.batch2 + e.head * s.head + row * s.row;
     };
+    if (thread < band.seqlen_q) {
+      lse = math::backward_reference(static_cast<const float*>(a.lse.data)[at(a.lse.strides, thread)]);
+    }
+    if (a.grad_lse.data != nullptr) {
 #pragma unroll
-    for (int i = 0; i < kPasses; ++i) {
-      if (const int row = delta_row(i); row < band.seqlen_q) {
-        lse[i] = math::backward_reference(static_cast<const float*>(a.lse.data)[at(a.lse.strides, row)]);
-        if (a.grad_lse.data != nullptr) {
-          grad_lse[i] = static_cast<const float*>(a.grad_lse.data)[at(a.grad_lse.strides, row)];
+      for (int i = 0; i < kPasses; ++i) {
+        if (delta_row(i) < band.seqlen_q) {
+          grad_lse[i] = static_cast<const float*>(a.grad_lse.data)[at(a.grad_lse.strides, delta_row(i))];
         }
       }
     }
@@ -249,6 +247,9 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
 
     // ---- logsumexp and delta; dO and O are swizzled alike, so that chunks of 16 bytes pair up at equal places ----
     const u32 grad_out = part + ring.buffer() * kSizes.head + 2 * kSizes.q + kSizes.v;
+    if (thread < kSmallRows) {
+      store_shared(row + thread * 4, lse);
+    }
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
       const u32 at = grad_out + (i * 128 + thread) * 16;
@@ -263,8 +264,7 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
       }
       dot = sum_of_lanes<kLanes>(dot);
       if (lane % kLanes == 0) {
-        store_shared(row + delta_row(i) * 4, lse[i]);
-        store_shared(row + (kSmallRows + delta_row(i)) * 4, lse[i] == kInfinity ? 0.f : math::delta(dot, grad_lse[i]));
+        store_shared(row + (kSmallRows + delta_row(i)) * 4, math::delta(dot, grad_lse[i]));
       }
     }
     if (n + workers < u32(m.list)) {
@@ -295,22 +295,21 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
     }
     wgmma_wait<0>();
     pin(dp);
-    if (some_hidden || kBias) {  // dP of a hidden pair may be infinite
-#pragma unroll
-      for (int i = 0; i < 32; ++i) {
-        dp[i] = s[i] == 0 ? 0.f : dp[i];
-      }
-    }
     u32 weights[16];
     u32 ds[16];
+    constexpr bool kHides = kBias || S.banded;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float2 delta = load_shared2(row + (kSmallRows + i * 8 + query0) * 4);
 #pragma unroll
       for (int x = 0; x < 2; ++x) {
         const int at = 4 * i + 2 * x;
-        const float first = math::grad_score(s[at], dp[at], delta.x);
-        const float second = math::grad_score(s[at + 1], dp[at + 1], delta.y);
+        float first = math::grad_score(s[at], dp[at], delta.x);
+        float second = math::grad_score(s[at + 1], dp[at + 1], delta.y);
+        if constexpr (kHides) {  // dP of a hidden pair, or delta of a row without any other, may be infinite
+          first = s[at] == 0 ? 0.f : first;
+          second = s[at + 1] == 0 ? 0.f : second;
+        }
         weights[2 * i + x] = pack<kType>(s[at], s[at + 1]);
         ds[2 * i + x] = pack<kType>(first, second);
         if constexpr (kSum) {
