@@ -6,6 +6,7 @@
 #include "cuda/config/tensor_map_limits.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <vector>
 
@@ -116,8 +117,14 @@ struct Tiles {
 // From the best on: the first that fits is taken.
 std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool ordered) {
   const int widest = std::max(spec.d, spec.dv);
+  if (const char* const trial = std::getenv("FOVEA_BACKWARD_TILES");
+      trial != nullptr && *trial != 0 && !is_wide(spec)) {
+    int x[8] = {};
+    std::sscanf(trial, "%d,%d,%d,%d,%d,%d,%d,%d", x, x + 1, x + 2, x + 3, x + 4, x + 5, x + 6, x + 7);
+    return {{x[0], x[1], x[2], x[3], x[4], x[5] != 0, x[6] != 0, x[7] != 0}};
+  }
   if (in_clusters(spec)) {
-    return {{2, 1, 64, 2, 2}};
+    return {{2, 1, 64, 2, 2, false, std::getenv("FOVEA_BOTH") != nullptr}};
   }
   if (is_wide(spec)) {
     return {{2, 1, 64, 2, 2, false, false, true}};
@@ -240,7 +247,7 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
     static const bool clears = std::getenv("FOVEA_CLEARS") != nullptr;
     spec.clears_ahead = clears && spec.bulk && !spec.ordered && !spec.ragged && !spec.dbias_store;
     spec.stores_first = spec.bulk && !spec.clears_ahead && (spec.banded || spec.ordered || stores);
-    spec.delay = has_dq && tiles.delay;
+    spec.delay = (has_dq || is_wide(spec)) && tiles.delay;
     spec.halves = has_dq && tiles.halves;
     if (spec.ordered && !spec.bulk && !clusters) {
       continue;

@@ -86,10 +86,10 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
   if (threadIdx.x == 0) {
     barrier_init(barriers.kv_full(), 1);
     barrier_init(barriers.grad_out_full(), 1);
-    barrier_init(barriers.grad_out_empty(), 8);
+    barrier_init(barriers.grad_out_empty(), S.delay ? 16 : 8);
     for (int i = 0; i < 2; ++i) {
       barrier_init(barriers.q_full(i), 1);
-      barrier_init(barriers.q_empty(i), 8);
+      barrier_init(barriers.q_empty(i), S.delay ? 16 : 8);
       barrier_init(barriers.bias_full(i), 1);
       barrier_init(barriers.grads_full(i), 1);
       barrier_init(barriers.grads_empty(i), S.dq ? 16 : 8);  // warps of both blocks
@@ -347,12 +347,18 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
     __syncwarp();
     if (leader) {
       barrier_arrive(barriers.grad_out_empty());
+      if (S.delay) {
+        barrier_arrive_there(address_of(barriers.grad_out_empty(), u32(1 - rank)));
+      }
     }
     wgmma_wait<0>();
     pin(dk);
     __syncwarp();  // its lanes have read the row vectors
     if (leader) {
       barrier_arrive(barriers.q_empty(ring_q.buffer()));
+      if (S.delay) {
+        barrier_arrive_there(address_of(barriers.q_empty(ring_q.buffer()), u32(1 - rank)));
+      }
       if (!S.dq) {
         barrier_arrive(barriers.grads_empty(ring_grads.buffer()));
       }
@@ -372,8 +378,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
       wgmma_wait<0>();
       add_dq(grads_before, row_before, query_before);
     }
-    cluster_sync();  // what the other block sends here has come, and it takes nothing more from here
   }
+  cluster_sync();  // what the other block sends here has come, and it takes nothing more from here
 
   // ---- dK, dV: half of the columns ----
   if (a.grad_k.data != nullptr) {
