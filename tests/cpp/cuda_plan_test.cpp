@@ -151,6 +151,10 @@ TEST(CudaPlan, Golden) {
       "bwd b=4 hq=16 sq=4096 sk=4096 d=128 bf16 mask=b,1,q,k",
       "bwd b=16 hq=16 sq=4096 sk=77 d=64 bf16",
       "bwd b=4 hq=16 sq=4096 sk=4096 d=256 bf16 causal",
+      "bwd b=4 hq=16 sq=4096 sk=4096 d=192 dv=128 bf16 causal",
+      "bwd b=4 hq=16 sq=4096 sk=4096 d=192 bf16 bias=1,h,q,k need=q,k,v",
+      "bwd b=8 hq=16 sq=2048 sk=2048 d=80 bf16 causal",
+      "bwd b=4 hq=16 sq=4096 sk=4096 d=256 bf16 causal det",
   };
   std::string text;
   for (const char* architecture : {"sm_80", "sm_90", "sm_120"}) {
