@@ -13,7 +13,6 @@
 #include <filesystem>
 #include <fstream>
 #include <string_view>
-#include <system_error>
 #include <thread>
 
 #include "core/status.h"
@@ -138,11 +137,19 @@ std::shared_ptr<const Binary> Jit::binary(const Request& request) {
 }
 
 void Jit::gather(const std::vector<Request>& requests) {
+  std::vector<const Request*> missing;  // mostly none: every new shape comes here
+  for (const Request& request : requests) {
+    Slot& its = slot(key_of(request));
+    const std::unique_lock<std::mutex> lock(its.mutex, std::try_to_lock);
+    if (!lock || !its.binary) {
+      missing.push_back(&request);
+    }
+  }
   std::atomic<std::size_t> next = 0;
   const auto work = [&] {
-    for (std::size_t n = next++; n < requests.size(); n = next++) {
+    for (std::size_t n = next++; n < missing.size(); n = next++) {
       try {
-        binary(requests[n]);
+        binary(*missing[n]);
       } catch (const std::exception&) {  // again, and not lost, where it is asked for
       }
     }
@@ -150,10 +157,10 @@ void Jit::gather(const std::vector<Request>& requests) {
   const std::size_t cores = std::max(std::thread::hardware_concurrency(), 1u);
   std::vector<std::thread> threads;
   try {
-    while (threads.size() + 1 < std::min(requests.size(), cores)) {
+    while (threads.size() + 1 < std::min(missing.size(), cores)) {
       threads.emplace_back(work);
     }
-  } catch (const std::system_error&) {  // those that there are will do
+  } catch (const std::exception&) {  // no thread or no memory: those that there are will do
   }
   work();
   for (std::thread& thread : threads) {
