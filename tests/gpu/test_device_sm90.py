@@ -136,7 +136,7 @@ def test_words_to_the_next_block_of_a_cluster():
         if (lane == 0) store_there(address_of(shared, (rank + 1) % 4), rank + 100 * block_index());
         cluster_sync();
         if (lane == 0) p0[block_index()] = int(load_shared_word(shared));""", got, blocks=8, cluster=4, shared=64)  # fmt: skip
-    assert got.tolist() == [303, 0, 101, 202, 707, 404, 505, 606]
+    assert got.tolist() == [303, 0, 101, 202, 703, 400, 501, 602]
 
 
 def test_copies_to_the_next_block_of_a_cluster():
