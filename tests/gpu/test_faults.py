@@ -67,11 +67,11 @@ with torch.cuda.graph(graph, capture_error_mode="global"):
     other = threading.Thread(target=call, args=(7.5,))
     other.start()
     other.join()
-    print("said", said, flush=True)
     x.add_(1)
 graph.replay()
 torch.cuda.synchronize()
 assert x.tolist() == [2.0] * 8
+assert torch.is_tensor(said[0]), said
 assert torch.equal(said[0], attention(q, q, q, softcap=7.5))
 print("RIGHT")
 """
