@@ -197,35 +197,10 @@ std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool orde
   return {{2, 1, 64, 2, 2, true}, {2, 1, 64, 2, 3}, {2, 1, 64, 2, 2}};
 }
 
-}  // namespace
-
-Choice sm90_backward(const Call& call, const Operands& operands, const Target& target, const BackwardWants& wants) {
-  Choice choice;
-  Kernel& kernel = choice.kernel;
-  kernel.file = "sm90_backward.cuh";
-  kernel.name = "sm90_backward";
-  kernel.one_architecture = true;
+// The first candidate that fits, dq in order or not; false where none does.
+bool take_tiles(Kernel& kernel, const Call& call, const Target& target, const BackwardWants& wants, bool is_ordered) {
   Spec& spec = kernel.spec;
-  spec = operands.features;
-  spec.arch = target.capability;
-  choice.why_not = why_not(call, operands, target, wants);
-  if (choice.why_not != nullptr) {
-    return choice;
-  }
   const bool clusters = in_clusters(spec);
-  if (clusters) {
-    kernel.file = "sm90_wide_backward.cuh";
-    kernel.name = "sm90_wide_backward";
-    constexpr int kGrain = 64;
-    spec.d = rounded(spec.d, kGrain);
-    spec.dv = rounded(spec.dv, kGrain);
-  } else if (is_wide(spec)) {
-    constexpr int kGrain = 32;  // each warpgroup sums half of dQ's columns
-    spec.d = rounded(spec.d, kGrain);
-  }
-  spec.left_edge = spec.banded && call.problem.window_left >= 0;
-  // In order the sums of one block leave in bulk, for which many columns have no room: then dq is another kernel's.
-  const bool is_ordered = wants.ordered && (clusters || !is_wide(spec));
   const bool has_dq = wants.dq && is_ordered == wants.ordered;
   spec.dq = has_dq;
   spec.dkv = wants.dkv;
@@ -255,8 +230,44 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
     kernel.threads = sm90_backward_sizes(spec).threads;
     kernel.shared_bytes = clusters ? sm90_wide_backward_sizes(spec).bytes : sm90_backward_sizes(spec).bytes;
     if (kernel.shared_bytes <= target.shared_per_block) {
-      return choice;
+      return true;
     }
+  }
+  return false;
+}
+
+}  // namespace
+
+Choice sm90_backward(const Call& call, const Operands& operands, const Target& target, const BackwardWants& wants) {
+  Choice choice;
+  Kernel& kernel = choice.kernel;
+  kernel.file = "sm90_backward.cuh";
+  kernel.name = "sm90_backward";
+  kernel.one_architecture = true;
+  Spec& spec = kernel.spec;
+  spec = operands.features;
+  spec.arch = target.capability;
+  choice.why_not = why_not(call, operands, target, wants);
+  if (choice.why_not != nullptr) {
+    return choice;
+  }
+  const bool clusters = in_clusters(spec);
+  if (clusters) {
+    kernel.file = "sm90_wide_backward.cuh";
+    kernel.name = "sm90_wide_backward";
+    constexpr int kGrain = 64;
+    spec.d = rounded(spec.d, kGrain);
+    spec.dv = rounded(spec.dv, kGrain);
+  } else if (is_wide(spec)) {
+    constexpr int kGrain = 32;  // each warpgroup sums half of dQ's columns
+    spec.d = rounded(spec.d, kGrain);
+  }
+  spec.left_edge = spec.banded && call.problem.window_left >= 0;
+  // In order the sums of one block leave in bulk. Where there is no room for that dq is another kernel's.
+  const bool may_order = clusters || !is_wide(spec);
+  if ((wants.ordered && may_order && take_tiles(kernel, call, target, wants, true)) ||
+      take_tiles(kernel, call, target, wants, false)) {
+    return choice;
   }
   choice.why_not = "tiles beyond the shared memory of a block";
   return choice;
