@@ -65,8 +65,7 @@ struct Plan {
   Operands operands;
   Workspace workspace;
   std::vector<Launch> launches;
-  std::int64_t cleared_heads = 0;  // Args::cleared_heads
-  std::string summary;             // a line for explain(): kernels, tiles, what is prepared
+  std::string summary;  // a line for explain(): kernels, tiles, what is prepared
 };
 
 // For a target, without a GPU. Throws Error(FOVEA_UNSUPPORTED) with the reason where no kernel serves the problem.

@@ -373,8 +373,8 @@ class Planner {
     if (sums_dq) {
       workspace.add(Region::kDqSum, padded * dq_columns * kFloat);
     }
-    if (hopper.why_not == nullptr && (hopper.kernel.spec.stores_first || hopper.kernel.spec.clears_ahead ||
-                                      sm90_backward_counts(call_, hopper.kernel.spec, plan_.target))) {
+    if (hopper.why_not == nullptr &&
+        (hopper.kernel.spec.stores_first || sm90_backward_counts(call_, hopper.kernel.spec, plan_.target))) {
       constexpr std::int64_t kRowsOfATurn = 64;
       workspace.add(Region::kTurns, (1 + padded / kRowsOfATurn) * std::int64_t{sizeof(u32)});
     }
@@ -392,10 +392,6 @@ class Planner {
     Spec spec = small(features.type);
     spec.d = dq_columns;
     spec.stores_first = hopper.kernel.spec.stores_first;
-    spec.clears_ahead = hopper.kernel.spec.clears_ahead;
-    if (spec.clears_ahead) {
-      plan_.cleared_heads = sm90_backward_cleared_heads(call_, hopper.kernel.spec, plan_.target);
-    }
     Spec before = spec;
     static const char* const trial = std::getenv("FOVEA_PREPARE");
     spec.stages = trial != nullptr ? std::atoi(trial) : 2;

@@ -218,10 +218,8 @@ bool take_tiles(Kernel& kernel, const Call& call, const Target& target, const Ba
     spec.direct = has_dq && !spec.ragged && !is_wide(spec) && call.rows.limit_k <= 64 * tiles.groups * tiles.tiles;
     spec.ordered = is_ordered && !spec.direct;
     spec.bulk = has_dq && tiles.bulk && !spec.direct;
-    static const bool stores = std::getenv("FOVEA_STORES") != nullptr;
-    static const bool clears = std::getenv("FOVEA_CLEARS") != nullptr;
-    spec.clears_ahead = clears && spec.bulk && !spec.ordered && !spec.ragged && !spec.dbias_store;
-    spec.stores_first = spec.bulk && !spec.clears_ahead && (spec.banded || spec.ordered || stores);
+    // Under a band blocks of keys begin at different queries; elsewhere all would wait for the first.
+    spec.stores_first = spec.bulk && (spec.banded || spec.ordered);
     spec.delay = (has_dq || is_wide(spec)) && tiles.delay;
     spec.halves = has_dq && tiles.halves;
     if (spec.ordered && !spec.bulk && !clusters) {
@@ -298,19 +296,6 @@ std::int64_t sm90_backward_heads_in_turn(const Call& call, const Spec& spec, con
                               std::max<std::int64_t>(sm90_backward_key_blocks(call, spec), 1);
   const std::int64_t turns = std::max<std::int64_t>(heads / std::max<std::int64_t>(wanted, 1), 1);
   return std::max<std::int64_t>((heads + turns - 1) / turns, 1);
-}
-
-std::int64_t sm90_backward_ahead(const Call& call, const Spec& spec, const Target& target) {
-  return std::max(sm90_backward_blocks(call, spec, target),
-                  sm90_backward_key_blocks(call, spec) * sm90_backward_heads_in_turn(call, spec, target));
-}
-
-std::int64_t sm90_backward_cleared_heads(const Call& call, const Spec& spec, const Target& target) {
-  const std::int64_t heads = sm90_backward_heads_in_turn(call, spec, target);
-  const std::int64_t numbers = heads * sm90_backward_key_blocks(call, spec);
-  const std::int64_t turns =
-      (sm90_backward_ahead(call, spec, target) + numbers - 1) / std::max<std::int64_t>(numbers, 1);
-  return std::min(turns * heads, call.rows.batch() * call.rows.heads_k);
 }
 
 bool sm90_backward_counts(const Call& call, const Spec& spec, const Target& target) {

@@ -21,8 +21,5 @@ std::int64_t sm90_backward_blocks(const Call& call, const Spec& spec, const Targ
 bool sm90_backward_counts(const Call& call, const Spec& spec, const Target& target);
 // Key heads whose blocks are begun by turns, the longest first: 1 where all are as long.
 std::int64_t sm90_backward_heads_in_turn(const Call& call, const Spec& spec, const Target& target);
-// Spec::clears_ahead: by how many numbers, and heads of the numbers before.
-std::int64_t sm90_backward_ahead(const Call& call, const Spec& spec, const Target& target);
-std::int64_t sm90_backward_cleared_heads(const Call& call, const Spec& spec, const Target& target);
 
 }  // namespace fovea::cuda

@@ -82,7 +82,6 @@ struct Args {
   // sm90_backward: a ticket; then for 64 rows of dq_sum how many blocks have added to them (in order), or that one
   // stores there (1) or has stored (2).
   u32* turns = nullptr;
-  u32 cleared_heads = 0;  // clears_ahead: key heads (of all batch entries) whose dq_sum backward_prepare clears
   Tensor grad_q, grad_k, grad_v;
   float lse_factor = 1;       // backward_prepare: row_lse in units of the scores (1) or of their powers of 2 (log2 e)
   float* row_sum = nullptr;   // sums of dS over keys, as row_lse lies: gradients of biases that are broadcast over keys

@@ -197,11 +197,6 @@ __global__ void __launch_bounds__(kBackwardPrepareThreads, S.stages == 5 && S.ty
       from_grad += kPass * grad_row;
     }
   };
-  bool clears = true;
-  if constexpr (S.clears_ahead) {
-    const u32 heads_k = u32(a.rows.heads_k);
-    clears = place.b * heads_k + block.head / (u32(a.rows.heads_q) / heads_k) < a.cleared_heads;
-  }
   const i64 lse_row = kPass * a.lse.strides.row;
   const float* lse = static_cast<const float*>(a.lse.data) + place.query_rows(a.lse.strides, block.head) +
                      (block.first + mine) * a.lse.strides.row;
@@ -229,7 +224,7 @@ __global__ void __launch_bounds__(kBackwardPrepareThreads, S.stages == 5 && S.ty
       lse += lse_row;
     }
 
-    if (!S.stores_first && clears && at_once == 0 && inside && a.dq_sum != nullptr) {
+    if (!S.stores_first && at_once == 0 && inside && a.dq_sum != nullptr) {
       float* sum = a.dq_sum + first * S.d;
 #pragma unroll 8
       for (int i = threadIdx.x * 4; i < kRowPad * S.d; i += kThreads * 4) {
@@ -238,7 +233,7 @@ __global__ void __launch_bounds__(kBackwardPrepareThreads, S.stages == 5 && S.ty
     }
     if (at_once == 0 && a.turns != nullptr) {
       if (inside && threadIdx.x < kRowPad / 64) {
-        a.turns[1 + first / 64 + threadIdx.x] = S.clears_ahead && clears ? 1 : 0;
+        a.turns[1 + first / 64 + threadIdx.x] = 0;
       }
       if (a.first_block + blockIdx.x == 0 && threadIdx.x == 0) {
         a.turns[0] = 0;
@@ -325,8 +320,7 @@ __global__ void __launch_bounds__(256) backward_convert(const __grid_constant__ 
   const Place& place = block.place;
   const i64 first = row_of_head(a, place.b, block.head, place.queries()) + block.first;
   const float* const sums = a.dq_sum + first * S.d + thread.lane * 4;
-  const bool stored =
-      !(S.stores_first || S.clears_ahead) || (block.first < place.q_len && a.turns[1 + first / kConvertRows] != 0);
+  const bool stored = !S.stores_first || (block.first < place.q_len && a.turns[1 + first / kConvertRows] != 0);
   const i64 to = place.query_rows(a.grad_q.strides, block.head);
   const float scale = S.type == Type::kFp32 ? 1.f : a.scale;
 #pragma unroll 2

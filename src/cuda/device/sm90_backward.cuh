@@ -76,7 +76,6 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   static_assert(!S.direct || (S.dq && !S.bulk && !S.ragged));
   static_assert((!S.bulk && !S.ordered) || (S.dq && !S.halves && (S.bulk || !S.ordered)));
   static_assert(!S.dbias_store || (S.dq && kBias && !S.softcap && !S.banded && !S.ragged));
-  static_assert(!S.clears_ahead || (S.bulk && !S.ordered && !S.ragged && !S.dbias_store && !S.stores_first));
   static_assert(kRowPad % M == 0 && S.stages <= 4 && S.planes <= 4);
 
   // ---- shared memory and barriers ----
@@ -87,8 +86,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   if (threadIdx.x == 0) {
     barrier_init(barriers.kv_full(), 1);
     // Whoever asks which keys are next.
-    barrier_init(barriers.kv_empty(),
-                 S.warps + int{kBias || kOuter} + int{S.bulk} + int{S.dbias_store} + int{S.clears_ahead});
+    barrier_init(barriers.kv_empty(), S.warps + int{kBias || kOuter} + int{S.bulk} + int{S.dbias_store});
     for (int i = 0; i < S.stages; ++i) {
       barrier_init(barriers.q_full(i), 1);
       barrier_init(barriers.q_empty(i), S.warps);
@@ -126,9 +124,6 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
     }
     if (S.dbias_store && warp == 3 && threadIdx.x == 96) {
       sm90_backward_store_bias<S>(a, m, base, barriers);
-    }
-    if (S.clears_ahead && warp == 3) {
-      sm90_backward_clear<S>(a, m, base, barriers);
     }
     return;
   }

@@ -14,7 +14,6 @@ struct Sm90BackwardArgs {
   Has has_q, has_grad_out, has_k, has_v, has_bias, has_bias2, has_grad_bias;
   int key_blocks = 0;     // of a head
   int blocks = 0;         // of all heads
-  int ahead = 0;          // clears_ahead: by how many numbers
   int heads_in_turn = 1;  // key heads whose blocks of keys are numbered by turns
   int heads_k = 1;
   int group = 1;  // query heads of a key head

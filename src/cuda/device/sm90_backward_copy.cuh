@@ -328,51 +328,6 @@ __device__ __forceinline__ void sm90_backward_store_bias(const Args& a, const Sm
   }
 }
 
-// A warp clears rows of dq_sum for the block whose number is `ahead` further: its share of those of its heads. Numbers
-// are taken in order, and `ahead` is no less than what a head (heads in turn) has: whoever waits for rows waits for
-// blocks that began before it.
-template <Spec S>
-__device__ __forceinline__ void sm90_backward_clear(const Args& a, const Sm90BackwardArgs& m, u32 base,
-                                                    const Sm90BackwardBarriers& barriers) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll 1
-  for (u32 phase = 0;; phase ^= 1) {
-    const u32 number = sm90_await_block<S>(base, barriers, phase);
-    __syncwarp();
-    if (lane == 0) {
-      barrier_arrive(barriers.kv_empty());
-    }
-    if (number == kNoBlock) {
-      return;
-    }
-    if (number + u32(m.ahead) >= u32(m.blocks)) {
-      continue;
-    }
-    const Sm90KeyBlock<S> block(a, m, number + u32(m.ahead));
-    if (block.place.b * u32(m.heads_k) + u32(block.head_k) < a.cleared_heads) {
-      continue;
-    }
-    const int tiles = (block.place.q_len + kRowPad - 1) / kRowPad * (kRowPad / 64);
-#pragma unroll 1
-    for (int i = 0; i < block.group; ++i) {
-#pragma unroll 1
-      for (int tile = block.key0 / sm90_backward_sizes(S).keys; tile < tiles; tile += m.key_blocks) {
-        const int row = block.row0 + (block.head0 + i) * int(a.padded_rows) + tile * 64;
-        float* const to = a.dq_sum + i64(row) * S.d + lane * 4;
-#pragma unroll 4
-        for (int j = 0; j < 64 * S.d; j += 128) {
-          store_global(to + j, {});
-        }
-        __threadfence();
-        __syncwarp();
-        if (lane == 0) {
-          add_release(a.turns + 1 + row / 64, 1);
-        }
-      }
-    }
-  }
-}
-
 // Adds dQ to dq_sum, 64 queries a time, as the warpgroups hand them over. In order: a block waits until all blocks that
 // come before it and meet the queries have added theirs, and says so when its own sums have arrived. stores_first:
 // nobody has cleared dq_sum; who comes first stores, and whoever comes meanwhile waits for it. Nobody waits for a block
@@ -398,17 +353,11 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90Backw
         const int row = block.row0 + (block.head0 + i) * int(a.padded_rows) + query;
         u32* const turn = a.turns + 1 + row / 64;
         u32 before = 2;
-        if constexpr ((S.stores_first && !S.ordered) || S.clears_ahead) {
+        if constexpr (S.stores_first && !S.ordered) {
           before = load_acquire(turn);  // while sums are on their way
         }
         barrier_wait(barriers.leaving_full(place), parity >> place & 1);
         parity ^= 1u << place;
-        if constexpr (S.clears_ahead) {
-          while (before == 0) {
-            before = load_acquire(turn);
-          }
-          fence_async_all();
-        }
         if constexpr (S.stores_first && !S.ordered) {
           if (before != 2) {
             before = atomicCAS(turn, 0u, 1u);

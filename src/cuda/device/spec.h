@@ -75,7 +75,6 @@ struct Spec {
   bool dbias_store = false;   // backward: dS is the gradient of a bias that nothing shares, and is stored as it is
   bool ordered = false;       // backward: blocks of keys add to dQ in their order
   bool direct = false;        // backward: one block has all keys, and dQ is stored as it is
-  bool clears_ahead = false;  // backward: blocks clear the rows of dq_sum that later ones add to
   bool stores_first = false;  // backward: who comes first to rows of dq_sum stores there, the others add
   bool bias_outside = false;  // sm90_bias_gradient: the bias is taken out of the sum over the list
 
@@ -136,7 +135,6 @@ constexpr void for_each_field(const Spec& spec, Visit visit) {
   visit("dbias_store", spec.dbias_store, usual.dbias_store);
   visit("ordered", spec.ordered, usual.ordered);
   visit("direct", spec.direct, usual.direct);
-  visit("clears_ahead", spec.clears_ahead, usual.clears_ahead);
   visit("stores_first", spec.stores_first, usual.stores_first);
 }
 

@@ -57,7 +57,6 @@ void Launcher::sm90_backward(std::size_t number) {
   args.key_blocks = static_cast<int>(sm90_backward_key_blocks(call_, spec));
   args.blocks = static_cast<int>(sm90_backward_items(call_, spec));
   args.heads_in_turn = static_cast<int>(sm90_backward_heads_in_turn(call_, spec, plan_.target));
-  args.ahead = static_cast<int>(sm90_backward_ahead(call_, spec, plan_.target));
   args.heads_k = static_cast<int>(rows.heads_k);
   args.group = static_cast<int>(rows.heads_q / rows.heads_k);
   args.batch2 = static_cast<int>(rows.batch2);
