@@ -273,7 +273,7 @@ class Planner {
       schedule.threads = kSm90ScheduleThreads;
       add(Step::kSm90Schedule, schedule, std::min<std::int64_t>(order.tiles, 1));
     }
-    add(Step::kSm90Forward, kernel, sm90_forward_blocks(order, plan_.target));
+    add(Step::kSm90Forward, kernel, sm90_forward_blocks(order, kernel.spec, plan_.target));
   }
 
   // Where the queries alone keep too few multiprocessors busy, keys are split among blocks.

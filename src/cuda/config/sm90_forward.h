@@ -24,7 +24,7 @@ struct Sm90Order {
 Sm90Order sm90_order(const Call& call, const Operands& operands, const Spec& spec);
 
 // Blocks of its grid, and whether they take tiles from a counter.
-std::int64_t sm90_forward_blocks(const Sm90Order& order, const Target& target);
+std::int64_t sm90_forward_blocks(const Sm90Order& order, const Spec& spec, const Target& target);
 bool sm90_is_scheduled(const Sm90Order& order, const Spec& spec, const Target& target);
 
 // The counter, then the list.

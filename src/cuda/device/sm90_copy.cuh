@@ -34,6 +34,29 @@ struct Sm90Barriers {
   __device__ __forceinline__ u32 v_empty(int i) const { return first + 160 + 8 * i; }
   __device__ __forceinline__ u32 planes_full(int i) const { return first + 192 + 8 * i; }
   __device__ __forceinline__ u32 planes_empty(int i) const { return first + 224 + 8 * i; }
+  __device__ __forceinline__ u32 prepared_full(int i) const { return first + 256 + 8 * i; }
+  __device__ __forceinline__ u32 prepared_empty(int i) const { return first + 288 + 8 * i; }
+
+  // Full: who writes, and (the copying thread's) bytes. Empty: every warp that reads, and (Q) every warpgroup that
+  // stores.
+  template <Spec S>
+  __device__ __forceinline__ void init() const {
+    constexpr int kGroups = sm90_forward_sizes(S).groups;
+    constexpr int kPreparing = sm90_hides(S) ? kSm90PreparingWarps : 0;
+    const auto ring = [](int buffers, u32 full, u32 empty, int writers, int readers) {
+      for (int i = 0; i < buffers; ++i) {
+        barrier_init(full + 8 * i, writers);
+        barrier_init(empty + 8 * i, readers);
+      }
+    };
+    ring(S.q_buffers, q_full(0), q_empty(0), 1, 5 * kGroups + kPreparing);
+    ring(S.stages, k_full(0), k_empty(0), 1, 4 * kGroups);
+    ring(S.stages, v_full(0), v_empty(0), 1, 4 * kGroups);
+    ring(S.planes, planes_full(0), planes_empty(0), 1, 4 * kGroups);
+    if constexpr (kPreparing > 0) {
+      ring(kSm90PreparedBuffers, prepared_full(0), prepared_empty(0), kPreparing, 4 * kGroups);
+    }
+  }
 };
 
 // A tile of queries of one head; b < 0: there are no more.
@@ -41,6 +64,7 @@ struct Sm90Tile {
   int row, head, b;
   int q_begin, q_len, k_begin, k_len;
   int head_k, b1, b2;
+  int first_step, end_step;  // with a mask of keys: its steps, without those that are hidden at either end
 
   __device__ __forceinline__ i64 offset(const math::Strides& strides, int at) const {
     return b1 * strides.batch1 + b2 * strides.batch2 + head * strides.head + at * strides.row;
@@ -90,11 +114,37 @@ __device__ __forceinline__ Sm90Tile sm90_tile(const Args& a, const Sm90ForwardAr
   return tile;
 }
 
-// Steps whose keys any of these rows meets.
+// Steps whose keys any of these rows of the tile meets.
 template <Spec S>
-__device__ __forceinline__ math::Interval<int> sm90_steps(const math::Band<int>& band, int row, int rows) {
+__device__ __forceinline__ math::Interval<int> sm90_steps(const Sm90Tile& tile, const math::Band<int>& band, int row,
+                                                          int rows) {
   const math::Interval<int> keys = band.keys_of_rows(row, min(row + rows, band.seqlen_q));
-  return {S.left_edge ? keys.begin / S.step : 0, ((S.banded ? keys.end : band.seqlen_k) + S.step - 1) / S.step};
+  math::Interval<int> steps{S.left_edge ? keys.begin / S.step : 0,
+                            ((S.banded ? keys.end : band.seqlen_k) + S.step - 1) / S.step};
+  if constexpr (sm90_skips(S)) {
+    steps = {max(steps.begin, tile.first_step), min(steps.end, tile.end_step)};
+  }
+  return steps;
+}
+
+// Steps of the tile between which a mask of keys shows any.
+template <Spec S>
+__device__ __forceinline__ math::Interval<int> sm90_shown_steps(const Args& a, const Sm90Tile& tile) {
+  constexpr u32 kBits = S.step < 128 ? (1u << S.step / 4) - 1 : ~0u;
+  const u32* const words = static_cast<const u32*>(a.mask.data) + tile.offset(a.mask.strides, 0);
+  const auto hidden = [&](int step) {
+    const int key = step * S.step;
+    const uint4 x = __ldg(reinterpret_cast<const uint4*>(words + key / 128 * 4));
+    return ((x.x | x.y | x.z | x.w) >> key % 128 / 4 & kBits) == 0;
+  };
+  math::Interval<int> steps{0, (tile.k_len + S.step - 1) / S.step};
+  while (steps.end > steps.begin && hidden(steps.end - 1)) {
+    --steps.end;
+  }
+  while (steps.begin < steps.end && hidden(steps.begin)) {
+    ++steps.begin;
+  }
+  return steps;
 }
 
 template <Spec S>
@@ -121,7 +171,7 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
   volatile Sm90Tile& later = tiles[S.q_buffers];
   const auto decode = [&](int number) {
     if (number < count) {
-      const Sm90Tile tile = sm90_tile<S>(a, m, number);
+      Sm90Tile tile = sm90_tile<S>(a, m, number);
       later.row = tile.row;
       later.head = tile.head;
       later.b = tile.b;
@@ -132,6 +182,16 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
       later.head_k = int(u32(tile.head) / u32(opaque(m.group)));
       later.b1 = int(u32(tile.b) / u32(opaque(m.batch2)));
       later.b2 = tile.b - later.b1 * m.batch2;
+      if constexpr (sm90_skips(S)) {
+        tile.b1 = later.b1;
+        tile.b2 = later.b2;
+        const math::Interval<int> shown = sm90_shown_steps<S>(a, tile);
+        tile.first_step = shown.begin;
+        tile.end_step = shown.end;
+        const math::Interval<int> steps = sm90_steps<S>(tile, sm90_band<S>(a, m, tile), tile.row, kRows);
+        later.first_step = steps.begin;
+        later.end_step = steps.end;
+      }
     }
   };
   decode(int(blockIdx.x));
@@ -156,13 +216,19 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
     here.head_k = later.head_k;
     here.b1 = later.b1;
     here.b2 = later.b2;
+    if constexpr (sm90_skips(S)) {
+      here.first_step = later.first_step;
+      here.end_step = later.end_step;
+    }
     math::Interval<int> steps;
-    {
+    if constexpr (sm90_skips(S)) {
+      steps = {here.first_step, here.end_step};
+    } else {
       Sm90Tile tile{};
       tile.row = here.row;
       tile.q_len = here.q_len;
       tile.k_len = here.k_len;
-      steps = sm90_steps<S>(sm90_band<S>(a, m, tile), tile.row, kRows);
+      steps = sm90_steps<S>(tile, sm90_band<S>(a, m, tile), tile.row, kRows);
     }
     const auto at = [&](const Has& has, int column, int row, int head) {
       return Coordinates{column, row, head * has.head, here.b2 * has.batch2, here.b1 * has.batch1};

@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What sm90_forward adds to scores and takes from weights, for the accumulator of a warpgroup: 64 queries by S.step
-// keys, of which a thread has two rows.
+// What sm90_forward adds to scores, for the accumulator of a warpgroup: 64 queries by S.step keys, of which a thread
+// has two rows.
 //
 //   Sm90Inputs         biases and key terms from shared memory, ALiBi, query terms, mask words from global memory
-//   Sm90Dropout        decisions of rule fovea, Sm90TorchDropout those of torch_mem_efficient; both are drawn while the
-//                      products run, and P is masked by them
 #ifndef FOVEA_CUDA_DEVICE_SM90_SCORES_CUH
 #define FOVEA_CUDA_DEVICE_SM90_SCORES_CUH
 
 #include "math/dropout.h"
 #include "math/score.h"
 #include "scores.cuh"
+#include "sm90_copy.cuh"
 #include "sm90_ptx.cuh"
 #include "sm90_sizes.h"
 #include "wgmma.cuh"
@@ -66,6 +65,35 @@ struct Sm90Inputs {
         wide_chunk(t / 2),
         wide_half(t % 2 * 8),
         key_term(memory + kSizes.key_term_at + t * 8) {}
+
+  // row: this thread's first, of the sequence.
+  __device__ __forceinline__ void start(const Args& a, const Sm90Tile& tile, const math::Band<int>& band, int row,
+                                        int t) {
+    if constexpr (S.alibi) {
+      slope = static_cast<const float*>(a.alibi_slopes.data)[tile.offset(a.alibi_slopes.strides, 0)];
+      diagonal = row + (a.top_left ? 0 : tile.k_len - tile.q_len) - 2 * t;
+    }
+    if constexpr (!sm90_hides(S)) {
+      find_words(a, tile, band, row, t);
+    }
+    if constexpr (S.query_term) {
+      const float* const from = static_cast<const float*>(a.query_term.data) + tile.offset(a.query_term.strides, 0);
+      for (int x = 0; x < 2; ++x) {
+        query_terms[x] = from[min(row + 8 * x, tile.q_len - 1) * a.query_term.strides.row];
+      }
+    }
+  }
+
+  // Where the words of the mask are.
+  __device__ __forceinline__ void find_words(const Args& a, const Sm90Tile& tile, const math::Band<int>& band, int row,
+                                             int t) {
+    if constexpr (S.mask) {
+      for (int x = 0; x < kMaskRows; ++x) {
+        mask_rows[x] =
+            static_cast<const u32*>(a.mask.data) + t + tile.offset(a.mask.strides, min(row + 8 * x, band.seqlen_q - 1));
+      }
+    }
+  }
 
   // Mask words of the tile that begins at key n0.
   __device__ __forceinline__ void load_words(int n0) {
@@ -182,127 +210,6 @@ __device__ __forceinline__ void mul_wide(Word a, u32 b, Word& high, Word& low) {
       : "=r"(high.bits), "=r"(low.bits)
       : "r"(a.bits), "r"(b));
 }
-
-// Decisions of rule fovea for a tile: all ones or zeros for each half of P's words. They do not wait for S.
-template <Spec S>
-struct Sm90Dropout {
-  math::DropoutHead head{};
-  math::DropoutRow<Word> row{};
-  u32 threshold = 0;  // in both halves
-  u32 keep[S.step / 4];
-
-  __device__ __forceinline__ void start(const Args& a, int b, int query_head, int, int first_row) {
-    const i64 n = i64(b) * a.rows.heads_q + query_head;
-    const u64 seed = a.seed.value + (a.seed.pointer != nullptr ? *a.seed.pointer : 0);
-    const u64 offset = a.offset.value + (a.offset.pointer != nullptr ? *a.offset.pointer : 0);
-    const math::DropoutHead made = math::DropoutHead::make(seed, offset, u64(n));
-    head = {uniform(made.k0), uniform(made.k1), uniform(made.w0), uniform(made.w1)};
-    row = math::dropout_row<Word>(head, Word(math::dropout_fold(u32(first_row))));
-    threshold = (a.drop_threshold & 0xffff) * 0x10001u;  // 65536 keeps what it likes: the factor is 0 then
-  }
-
-  __device__ __forceinline__ u32 kept(u32 halves) const {
-    if constexpr (S.often) {
-      // 15 bits are compared; the top bit of both decides before them.
-      const u32 limit = threshold & 0x7fff7fffu;
-      u32 below, top;
-      asm("{\n.reg .b32 least, zero;\nmov.b32 zero, 0;\nmin.u16x2 least, %1, %2;\nsub.u32 least, %2, least;\n"
-          "set.eq.u32.f16x2 %0, least, zero;\n}"
-          : "=r"(below)
-          : "r"(halves & 0x7fff7fffu), "r"(limit));
-      asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(top) : "r"(halves));
-      return (threshold & 0x8000u) != 0 ? top & below : top | below;
-    } else {
-      return halves_at_least(halves, threshold);
-    }
-  }
-
-  // The tile that begins at key n0.
-  __device__ __forceinline__ void draw(int n0, int t) {
-#pragma unroll
-    for (int k = 0; k < S.step / 16; ++k) {
-      const u32 column = u32(n0) / 2 + 8 * k + 2 * t;  // dropout_fold of this lane's first column
-      const math::Words2<Word> a = math::dropout_call<Word>(head, row, Word(column));
-      const math::Words2<Word> b = math::dropout_call<Word>(head, row, Word(column + 1));
-      keep[4 * k] = kept(__byte_perm(a.x.bits, b.x.bits, 0x5410));
-      keep[4 * k + 1] = kept(__byte_perm(a.y.bits, b.y.bits, 0x5410));
-      keep[4 * k + 2] = kept(__byte_perm(a.x.bits, b.x.bits, 0x7632));
-      keep[4 * k + 3] = kept(__byte_perm(a.y.bits, b.y.bits, 0x7632));
-    }
-  }
-
-  // What decisions are made from, and nothing else is.
-  __device__ __forceinline__ u32& first() { return row.high.bits; }
-  // They are made here, at the latest.
-  __device__ __forceinline__ void pin() {
-#pragma unroll
-    for (int i = 0; i < S.step / 4; ++i) {
-      asm volatile("" : "+r"(keep[i]));
-    }
-  }
-
-  // Word i of P.
-  __device__ __forceinline__ u32 apply(int i, u32 word) const { return word & keep[i]; }
-};
-
-// Decisions of rule torch_mem_efficient, a bit each: the generic kernels' (Keep), whose fragments are these
-// accumulators.
-template <Spec S>
-struct Sm90TorchDropout {
-  Keep<S, false, 1, S.step / 8> keep;
-  Thread thread;
-  int row = 0;  // of the warp
-
-  __device__ __forceinline__ void start(const Args& a, int b, int head, int k_len, int first_row) {
-    Place place;
-    place.b = u32(b);
-    place.k_len = k_len;
-    keep.start(a, place, u32(head));
-    row = first_row - thread.g;
-  }
-  __device__ __forceinline__ void draw(int n0, int) {
-    if (((keep.base | keep.row_stride) & 3) != 0) {
-      keep.prepare(thread, row, n0);
-      return;
-    }
-    // As Keep does it where four keys share a call, but some calls at a time: few warps are here to wait for one
-    // another.
-    const int rank = thread.t % 2;
-    const u64 first = keep.base + u64(row + thread.g + rank * 8) * keep.row_stride + u64(n0 + (thread.t & 2) * 2);
-    u32 made = 0;
-#pragma unroll 4
-    for (int j = 0; j < S.step / 8; ++j) {
-      const math::Words4<u32> words = math::torch_words(keep.seed, (first + u64(8 * j)) >> 2);
-      made |= u32(math::torch_uniform_of_word(words.w0) > keep.p) << 2 * j |
-              u32(math::torch_uniform_of_word(words.w1) > keep.p) << (2 * j + 1) |
-              u32(math::torch_uniform_of_word(words.w2) > keep.p) << (2 * j + 16) |
-              u32(math::torch_uniform_of_word(words.w3) > keep.p) << (2 * j + 17);
-    }
-    // Of its row a thread has made its own keys' decisions and its neighbour's: low half those of even t.
-    const u32 other = __shfl_xor_sync(~0u, made, 1);
-    const u32 own = rank == 0 ? made & 0xffff : made >> 16;
-    const u32 given = rank == 0 ? other & 0xffff : other >> 16;
-    keep.bits[0] = rank == 0 ? own | given << 16 : given | own << 16;
-  }
-  __device__ __forceinline__ int& first() { return row; }
-  __device__ __forceinline__ void pin() { asm volatile("" : "+r"(keep.bits[0])); }
-
-  // Word i of P.
-  __device__ __forceinline__ u32 apply(int i, u32 word) const {
-    const u32 bit = 1u << (i % 2 * 16 + i / 2 * 2);
-    return word & ((keep.bits[0] & bit) != 0 ? 0x0000ffffu : 0) |
-           word & ((keep.bits[0] & bit << 1) != 0 ? 0xffff0000u : 0);
-  }
-};
-
-// No decisions.
-struct Sm90NoDropout {
-  __device__ __forceinline__ u32 apply(int, u32 word) const { return word; }
-};
-template <Spec S>
-using Sm90Decisions =
-    typename Select<S.dropout == DropoutRule::kFovea, Sm90Dropout<S>,
-                    typename Select<S.dropout == DropoutRule::kNone, Sm90NoDropout, Sm90TorchDropout<S>>::Type>::Type;
 
 }  // namespace fovea::cuda
 

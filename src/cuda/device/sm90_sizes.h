@@ -15,15 +15,31 @@ inline constexpr int kSm90ScheduleThreads = 256;
 // ---- sm90_forward ----
 // Spec: warps (a multiple of 4) compute, 16 queries each; step is the keys of a tile; stages the buffers of K and V.
 
+// A mask of keys that warps prepare which do not copy, as 16 more columns of K, and its buffers.
+inline constexpr int kSm90PreparingWarps = 3;
+inline constexpr int kSm90PreparedBuffers = 4;
+constexpr bool sm90_hides(const Spec& s) { return s.prepared && s.mask && s.key_mask && !natural_scores(s); }
+// Steps that a mask of keys hides at either end are passed over.
+constexpr bool sm90_skips(const Spec& s) { return s.mask && s.key_mask; }
+// Whether the first step of a tile has code of its own. Otherwise it multiplies P by a tile of zeros: where many
+// features make the code of a step long, one copy of it compiles faster, and the tensor cores wait anyway.
+constexpr bool sm90_peels(const Spec& s) {
+  constexpr int kMany = 3;
+  return 2 * int{s.softcap} + int{s.alibi} + int{s.key_term} + int{s.query_term} + int{s.mask} +
+             int{s.bias != BiasTile::kNone} + int{s.bias2 != BiasTile::kNone} <
+         kMany;
+}
+
 struct Sm90ForwardSizes {
   int groups;   // warpgroups that compute
   int threads;  // with the one that copies
   int rows;     // queries of a tile
+  int ctas;     // blocks a multiprocessor
 
   // Bytes of one buffer.
-  int q, k, v, bias, bias2, key_term;
+  int q, k, v, bias, bias2, key_term, hide;
   // Where the first of its buffers lies.
-  int q_at, k_at, v_at, bias_at, bias2_at, key_term_at, tiles_at, barriers_at;
+  int q_at, k_at, v_at, hide_at, ones_at, zeros_at, bias_at, bias2_at, key_term_at, tiles_at, barriers_at;
   int bytes;  // all of it
 };
 
@@ -44,6 +60,7 @@ constexpr Sm90ForwardSizes sm90_forward_sizes(const Spec& s) {
   x.groups = s.warps / 4;
   x.threads = 128 * (x.groups + 1);
   x.rows = 16 * s.warps;
+  x.ctas = x.groups == 1 ? s.ctas : 1;
   const int d = sm90_forward_panels(s.d) * sm90_forward_panel(s.d);
   const int dv = sm90_forward_panels(s.dv) * sm90_forward_panel(s.dv);
   x.q = whole(x.rows * (d > dv ? d : dv) * kNumber);  // of O, too
@@ -52,15 +69,28 @@ constexpr Sm90ForwardSizes sm90_forward_sizes(const Spec& s) {
   x.bias = x.rows * s.step * bias_bytes(s.bias);
   x.bias2 = x.rows * s.step * bias_bytes(s.bias2);
   x.key_term = s.key_term ? s.step * 4 : 0;
+  constexpr int kHideColumns = 16;
+  x.hide = sm90_hides(s) ? whole(s.step * kHideColumns * kNumber) : 0;
   x.k_at = x.q_at + s.q_buffers * x.q;
   x.v_at = x.k_at + s.stages * x.k;
-  x.bias_at = x.v_at + s.stages * x.v;
+  x.hide_at = x.v_at + s.stages * x.v;
+  x.ones_at = x.hide_at + kSm90PreparedBuffers * x.hide;
+  x.zeros_at = x.ones_at + (x.hide > 0 ? 64 * kHideColumns * kNumber : 0);
+  x.bias_at = x.zeros_at + (sm90_peels(s) ? 0 : whole(16 * dv * kNumber));
   x.bias2_at = x.bias_at + s.planes * x.bias;
   x.key_term_at = x.bias2_at + s.planes * x.bias2;
   x.tiles_at = x.key_term_at + s.planes * x.key_term;
   x.barriers_at = x.tiles_at + 256;
-  x.bytes = x.barriers_at + 256;
+  x.bytes = x.barriers_at + 320;
   return x;
+}
+
+// Registers of a thread that computes, where those that copy have `others`: the rest of what a launch has.
+constexpr int sm90_forward_registers(const Spec& s, int others) {
+  const Sm90ForwardSizes sizes = sm90_forward_sizes(s);
+  constexpr int kOfMultiprocessor = 64 * 1024;
+  const int launched = kOfMultiprocessor / (sizes.threads * sizes.ctas) / 8 * 8;
+  return (launched * (sizes.groups + 1) - others) / sizes.groups / 8 * 8;
 }
 
 // Biases come in panels of 128 bytes a row; in sm90_forward's shortest steps, those of 16 bits, of 64.

@@ -20,6 +20,7 @@
 
 #include "math/band.h"
 #include "math/softmax.h"
+#include "sm90_decisions.cuh"
 #include "sm90_scores.cuh"
 
 namespace fovea::cuda {
@@ -51,6 +52,31 @@ struct Sm90Softmax {
   }
 
   // ---- from dot products to scores ----
+
+  // S of this warp's 16 rows once more, without the rest of its warpgroup: rare, and slow beside wgmma. `row`: as
+  // ldmatrix takes it.
+  __device__ __forceinline__ void form(u32 q, int row, u32 k, int lane) {
+    constexpr int kPanel = sm90_forward_panel(S.d);
+    constexpr int kRows = sm90_forward_sizes(S).rows;
+#pragma unroll
+    for (int i = 0; i < S.step / 2; ++i) {
+      s[i] = 0;
+    }
+#pragma unroll 1
+    for (int i = 0; i < S.d / 16; ++i) {
+      const int panel = i / (kPanel / 16);
+      const int chunk = i % (kPanel / 16) * 2 + lane / 16;
+      u32 x[4];
+      ldmatrix(x, q + panel * kRows * kPanel * 2 + swizzled<kPanel * 2>(row, chunk));
+#pragma unroll
+      for (int j = 0; j < kBlocks; ++j) {
+        u32 y[4];
+        ldmatrix(y, k + panel * S.step * kPanel * 2 + swizzled<kPanel * 2>(16 * j + lane % 16, chunk));
+        mma<S.type>(*reinterpret_cast<float(*)[4]>(s + 8 * j), x, y[0], y[2]);
+        mma<S.type>(*reinterpret_cast<float(*)[4]>(s + 8 * j + 4), x, y[1], y[3]);
+      }
+    }
+  }
 
   // kSmall: no score comes near the cap.
   template <bool kSmall>
@@ -98,14 +124,17 @@ struct Sm90Softmax {
         inputs.add(block, stage, n0, k);
       }
     }
-    inputs.hide(s);
+    if constexpr (!sm90_hides(S)) {
+      inputs.hide(s);
+    }
   }
 
   // Forbidden elements become -inf. Each edge is asked for only where the rows of this warpgroup, 64 from `top` on,
-  // meet it; `row` is this thread's first.
+  // meet it; `row` is this thread's first. Without a band only the first step (kAtEnd) meets the sequence's end.
+  template <bool kAtEnd>
   __device__ __forceinline__ void mask(const math::Band<int>& band, int top, int row, int n0, int t) {
     const int free_end = S.banded ? min(band.seqlen_k, top + band.high + 1) : band.seqlen_k;
-    if (n0 + S.step > free_end) {
+    if ((S.banded || kAtEnd) && n0 + S.step > free_end) {
 #pragma unroll
       for (int x = 0; x < 2; ++x) {
         const int end = (S.banded ? band.keys_of(row + 8 * x).end : band.seqlen_k) - n0 - 2 * t;
@@ -151,7 +180,8 @@ struct Sm90Softmax {
 
   // Weights of blocks [from, to) relative to the references as they are; parts of their sums.
   template <class From, class To>
-  __device__ __forceinline__ void weigh(From from, To to, float unit, const float (&base)[2], float (&parts)[4]) {
+  __device__ __forceinline__ void weigh(From from, To to, float unit, float (&parts)[4]) {
+    const float base[2] = {reference[0] * math::kLog2E, reference[1] * math::kLog2E};
 #pragma unroll
     for (int k = from; k < to; ++k) {
 #pragma unroll

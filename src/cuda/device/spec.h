@@ -69,6 +69,7 @@ struct Spec {
   bool left_edge = false;     // banded from the left as well: a window
   bool turns = false;         // the warpgroups that compute take turns at issuing products
   bool guess = false;         // the first reference of a row is any score of it
+  bool prepared = false;      // forward: warps that do not copy make a mask of keys into columns of K, ahead
   bool often = false;         // dropout's threshold is over 0x7c00: about half of the numbers, or more, are dropped
   bool bulk = false;          // backward: dQ leaves through shared memory, in bulk
   bool halves = false;        // backward: each of two warpgroups takes half of dQ's columns, of every step
@@ -128,6 +129,7 @@ constexpr void for_each_field(const Spec& spec, Visit visit) {
   visit("left_edge", spec.left_edge, usual.left_edge);
   visit("turns", spec.turns, usual.turns);
   visit("guess", spec.guess, usual.guess);
+  visit("prepared", spec.prepared, usual.prepared);
   visit("often", spec.often, usual.often);
   visit("bias_outside", spec.bias_outside, usual.bias_outside);
   visit("bulk", spec.bulk, usual.bulk);

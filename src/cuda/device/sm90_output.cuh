@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a warpgroup of sm90_forward does to V before its rows meet it and to O after: rows of V behind a sequence's end
+// are cleared; O goes through the place of the warpgroup's Q, from where the tensor memory accelerator takes it or,
+// where it cannot, the threads do.
+#ifndef FOVEA_CUDA_DEVICE_SM90_OUTPUT_CUH
+#define FOVEA_CUDA_DEVICE_SM90_OUTPUT_CUH
+
+#include "sm90_copy.cuh"
+
+namespace fovea::cuda {
+
+inline constexpr int kSm90GroupBarrier = 4;  // of the first warpgroup that computes
+
+// Rows of V from `live` on, in all panels; a warpgroup's barrier is to follow.
+template <Spec S>
+__device__ __forceinline__ void sm90_clear_values(u32 to, int live, int thread) {
+  constexpr int kPanel = sm90_forward_panel(S.dv);
+  constexpr int kChunks = sm90_forward_panels(S.dv) * (kPanel / 8);
+  for (int i = thread; i < (S.step - live) * kChunks; i += 128) {
+    const int row = live + i / kChunks;
+    const int chunk = i % kChunks;
+    // Rows of a panel keep their chunks, so that all chunks of a row may be zeroed unswizzled: all of a panel's.
+    store_shared(to + chunk / (kPanel / 8) * S.step * kPanel * 2 + row * kPanel * 2 + chunk % (kPanel / 8) * 16,
+                 uint4{0, 0, 0, 0});
+  }
+  fence_async();
+}
+
+// O times `factor`, of warpgroup c's rows, through `place`, the tile's buffer of Q. True: a tensor store that thread 0
+// has begun reads it yet. Otherwise the place is free.
+template <Spec S>
+__device__ __forceinline__ bool sm90_forward_store(const Args& a, const Sm90ForwardArgs& m, const Sm90Tile& tile,
+                                                   u32 place, int c, int thread, const float (&o)[S.dv / 2],
+                                                   const float (&factor)[2]) {
+  constexpr int kRows = sm90_forward_sizes(S).rows;
+  constexpr int kPanel = sm90_forward_panel(S.dv);
+  constexpr int kBlocks = kPanel / 16;
+  const int own_barrier = kSm90GroupBarrier + c;
+  const int top = tile.row + c * 64;
+  const int fragment_row = c * 64 + thread / 32 * 16 + thread % 16;  // as stmatrix takes it
+  const int fragment_half = thread % 32 / 16;
+  const auto pair = [&](int j, int x) {
+    return pack<S.type>(o[4 * j + 2 * x] * factor[x], o[4 * j + 2 * x + 1] * factor[x]);
+  };
+#pragma unroll
+  for (int k = 0; k < S.dv / 16; ++k) {
+    stmatrix(
+        place + k / kBlocks * kRows * kPanel * 2 + swizzled<kPanel * 2>(fragment_row, k % kBlocks * 2 + fragment_half),
+        pair(2 * k, 0), pair(2 * k, 1), pair(2 * k + 1, 0), pair(2 * k + 1, 1));
+  }
+  fence_async();
+  sync(own_barrier, 128);
+  // A tensor store would run over into the next sequence.
+  if (m.store_tensor && !(S.ragged && top + 64 > tile.q_len)) {
+    if (thread == 0) {
+      for (int i = 0; i < sm90_forward_panels(S.dv); ++i) {
+        tensor_store(m.out, place + (i * kRows + c * 64) * kPanel * 2,
+                     {i * kPanel, tile.q_begin + top, tile.head * m.has_out.head, tile.b2 * m.has_out.batch2,
+                      tile.b1 * m.has_out.batch1});
+      }
+      bulk_commit();
+    }
+    return true;
+  }
+  constexpr int kChunks = S.dv / 8;
+#pragma unroll 1
+  for (int i = thread; i < 64 * kChunks; i += 128) {
+    const int row = i / kChunks;
+    const int column = i % kChunks * 8;
+    const int left = top + row < tile.q_len ? a.out_dim_v - column : 0;
+    const uint4 x = load_shared4(place + column / kPanel * kRows * kPanel * 2 +
+                                 swizzled<kPanel * 2>(c * 64 + row, column % kPanel / 8));
+    u16* const to = static_cast<u16*>(a.out.data) + tile.offset(a.out.strides, tile.q_begin + top + row) +
+                    column * a.out.strides.col;
+    if (a.vector_stores && left > 0) {
+      *reinterpret_cast<uint4*>(to) = x;
+    } else {
+      const u32 words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        if (e < left) {
+          to[e * a.out.strides.col] = u16(words[e / 2] >> e % 2 * 16);
+        }
+      }
+    }
+  }
+  sync(own_barrier, 128);
+  return false;
+}
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_SM90_OUTPUT_CUH
