@@ -39,9 +39,10 @@ struct Job {
   int registers = 0;  // that a thread may have, with as many blocks on a multiprocessor as the kernel counts on
 };
 
-// Hopper's kernels share a multiprocessor's registers among the warpgroups of one block.
+// Hopper's other kernels share a multiprocessor's registers among the warpgroups of one block.
 int registers_of(const Kernel& kernel) {
-  const bool alone = std::string_view(kernel.name).starts_with("sm90_");
+  const std::string_view name = kernel.name;
+  const bool alone = name.starts_with("sm90_") && name != "sm90_forward";
   return kRegisters / (kernel.threads * (alone ? 1 : kernel.spec.ctas));
 }
 
