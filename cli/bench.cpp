@@ -135,6 +135,7 @@ std::vector<Row> chosen(const Settings& settings) {
   const auto add = [&](const std::string& line) {
     Row row;
     row.problem = parse(line);
+    refuse_gpu("bench", row.problem.device, row.problem.backend);
     row.line = print(row.problem);
     row.flops = flops(row.problem, row.problem.direction);
     rows.push_back(std::move(row));

@@ -90,6 +90,7 @@ std::vector<std::string> instruction_sets(const std::string& asked) {
 
 void run_check(const Settings& settings) {
   const std::vector<check::Case> rows = chosen(settings);
+  refuse_gpu("check", rows.front().problem.device, rows.front().problem.backend);
   const std::vector<std::string> sets = instruction_sets(settings.isa);
   fmt::print("{} rows, {}\n", rows.size(),
              sets.front().empty() ? "the best instruction set" : fmt::format("{}", fmt::join(sets, ", ")));

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <cstdint>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -23,6 +24,9 @@ std::vector<std::string> words_of(std::string_view line);
 // Whether a problem's line has every word of a filter, and none of those that begin with '!'. "bias" stands for
 // "bias=1,h,q,k" too.
 bool matches(std::string_view line, const std::vector<std::string>& filter);
+
+// For a command whose tensors lie in this process's memory: refuses a problem of a GPU.
+void refuse_gpu(std::string_view command, std::int32_t device, std::string_view backend);
 
 // The keys of the problem line, for the help texts.
 std::string_view problem_line_help();

@@ -292,6 +292,7 @@ class Call {
       line = with_word(line, word);
     }
     settled_ = parse(line);
+    refuse_gpu("run", settled_.device, settled_.backend);
     line_ = line;
     apply();
     if (settings.backward) {

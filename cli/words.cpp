@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <sstream>
 
 #include "commands.h"
+#include "fault.h"
+#include "fovea/c.h"
 
 namespace fovea::cli {
 
@@ -25,6 +29,15 @@ bool matches(std::string_view line, const std::vector<std::string>& filter) {
     });
     return found == wanted;
   });
+}
+
+void refuse_gpu(std::string_view command, std::int32_t device, std::string_view backend) {
+  if (device == FOVEA_CUDA || backend == "cuda") {
+    throw Fault(kUnsupported,
+                fmt::format("{}: fovea {} computes on the CPU; a GPU's problems are for fovea explain and "
+                            "fovea precompile, and are computed from Python, C++ or C",
+                            device == FOVEA_CUDA ? "device=cuda" : "backend=cuda", command));
+  }
 }
 
 std::string_view problem_line_help() {

@@ -16,12 +16,17 @@ _ELSEWHERE = {
     "attn_bias": "bias=",
     "dropout": "dropout_p=",
     "p": "dropout_p=",
+    "dropout_seed": "seed=",
     "enable_gqa": "not needed, k and v may have fewer heads than q",
     "need_weights": "the probabilities are never kept, return_lse=True returns their denominators",
     "return_attn_probs": "the probabilities are never kept, return_lse=True returns their denominators",
     "softmax_scale": "scale=",
     "window_size": "window=",
     "logits_soft_cap": "softcap=",
+    "s_aux": "sink=",
+    "learnable_sink": "sink=",
+    "cache_seqlens": "seqused_k=",
+    "return_softmax_lse": "return_lse=True",
 }
 
 

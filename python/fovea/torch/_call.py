@@ -257,7 +257,10 @@ class _Problem:
         """`dims`: shape and strides, each filled up with zeros."""
         code = _CODES.get(tensor.dtype)
         if code is None:
-            accepted = "bool; numbers that are added to scores go into bias" if name == "mask" else _FLOATS
+            if name == "mask":
+                accepted = "bool; numbers that are added to scores go into bias"
+            else:
+                accepted = "int32 or int64" if name.startswith(("cu_seqlens", "seqused")) else _FLOATS
             raise TypeError(f"{name}: {_type(tensor)}; accepted: {accepted}")
         at = self._used
         self._used = at + _TENSOR_SIZE
