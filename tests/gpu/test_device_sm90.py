@@ -207,28 +207,6 @@ def test_tensor_load(dtype, box, at):
     assert torch.equal(got, boxed(tensor, column, row, head, batch2, batch1, box, rows))
 
 
-def test_tensor_load_for_all():
-    """Each of two blocks fetches a panel for both, to the same place in each."""
-    storage, tensor, mapped = tensor_and_map(torch.bfloat16, 128, 64, 16)
-    tensor.copy_(normal(*tensor.shape))
-    got = poison(2, 2, 16, 64, dtype=torch.bfloat16)
-    hopper("""const u32 rank = cluster_rank();
-        if (lane == 0) { barrier_init(shared, 1); barrier_init_fence(); barrier_expect(shared, 2 * 2048); }
-        __syncwarp();
-        cluster_sync();
-        if (lane == 0) tensor_load_for_all(shared + 1024 + rank * 2048, p0, shared, Coordinates{int(rank) * 64, 2, 1, 0, 1}, 3);
-        barrier_wait(shared, 0);
-        for (int i = lane; i < 2048; i += 32) {
-          const int row = i / 64 % 16, byte = i % 64 * 2;
-          p1[rank * 2048 + i] =
-              u16(load_shared_half(shared + 1024 + i / 1024 * 2048 + swizzled<128>(row, byte / 16) + byte % 16));
-        }
-        cluster_sync();""", mapped, got, blocks=2, cluster=2, shared=1024 + 2 * 2048)  # fmt: skip
-    for block in got:
-        for panel in (0, 1):
-            assert torch.equal(block[panel], boxed(tensor, 64 * panel, 2, 1, 0, 1, 64, 16))
-
-
 @pytest.mark.parametrize("box, wait", [
     (64, "bulk_wait()"), (32, "bulk_wait<0>()"), (16, "bulk_wait_read()"), (64, "bulk_wait_read<0>()"),
 ])  # fmt: skip

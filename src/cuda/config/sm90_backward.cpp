@@ -6,7 +6,6 @@
 #include "cuda/config/tensor_map_limits.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <cstdlib>
 #include <vector>
 
@@ -117,14 +116,8 @@ struct Tiles {
 // From the best on: the first that fits is taken.
 std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool ordered) {
   const int widest = std::max(spec.d, spec.dv);
-  if (const char* const trial = std::getenv("FOVEA_BACKWARD_TILES");
-      trial != nullptr && *trial != 0 && !is_wide(spec)) {
-    int x[8] = {};
-    std::sscanf(trial, "%d,%d,%d,%d,%d,%d,%d,%d", x, x + 1, x + 2, x + 3, x + 4, x + 5, x + 6, x + 7);
-    return {{x[0], x[1], x[2], x[3], x[4], x[5] != 0, x[6] != 0, x[7] != 0}};
-  }
   if (in_clusters(spec)) {
-    return {{2, 1, 64, 2, 2, false, std::getenv("FOVEA_BOTH") != nullptr}};
+    return {{2, 1, 64, 2, 2}};
   }
   if (is_wide(spec)) {
     return {{2, 1, 64, 2, 2, false, false, true}};
@@ -220,7 +213,7 @@ bool take_tiles(Kernel& kernel, const Call& call, const Target& target, const Ba
     spec.bulk = has_dq && tiles.bulk && !spec.direct;
     // Under a band blocks of keys begin at different queries; elsewhere all would wait for the first.
     spec.stores_first = spec.bulk && (spec.banded || spec.ordered);
-    spec.delay = (has_dq || is_wide(spec)) && tiles.delay;
+    spec.delay = has_dq && tiles.delay;
     spec.halves = has_dq && tiles.halves;
     if (spec.ordered && !spec.bulk && !clusters) {
       continue;

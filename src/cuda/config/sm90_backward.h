@@ -10,7 +10,8 @@
 
 namespace fovea::cuda {
 
-// dk, dv (and dq by additions in memory): 16-bit types, head_dim up to 128; sm90_wide_backward up to 256.
+// dk, dv (and dq by additions in memory): 16-bit types, head_dim up to 256; sm90_wide_backward where one block has too
+// few registers.
 Choice sm90_backward(const Call& call, const Operands& operands, const Target& target, const BackwardWants& wants);
 
 // Blocks of keys (sm90_wide_backward: of two blocks), of a head and of all heads; blocks of its grid; whether these

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// sm90_backward: dk, dv and dq of a call on Hopper, for numbers of 16 bits and head dimensions up to 128.
+// sm90_backward: dk, dv and dq of a call on Hopper, for numbers of 16 bits and head dimensions up to 192, of Q and V
+// together up to 320.
 //
 // A block owns the keys of its warpgroups, tiles * 64 each, of one key head, and walks over the queries that meet any
 // of them, `step` at a time, of all query heads that share the key head. Warpgroup 0 copies: K and V once, Q, dO and
@@ -15,7 +16,8 @@
 // accumulators (backward_convert), by red instructions or in bulk through shared memory, there (`ordered`) by one block
 // of keys after the other. Where one block has all keys (`direct`) dQ is stored as it is.
 //
-// With dropout, P carries the decision in its sign: P >= 0 is kept.
+// With dropout, P carries the decision in its sign: P >= 0 is kept. Where dK and dV take most registers, S and dP are
+// made in two parts of a step (sm90_step_parts).
 //
 // A block stays for the whole call and takes key blocks from a counter, batch * heads_k * ceil(limit_k / keys) of them:
 // Q and dO of the next are on their way while one ends. Where there are as many blocks as key blocks each has its own.

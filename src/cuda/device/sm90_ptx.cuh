@@ -100,15 +100,6 @@ __device__ __forceinline__ void tensor_load(u32 to, const TensorMap& map, u32 ba
       "l"(&map), "r"(barrier), "r"(at.column), "r"(at.row), "r"(at.head), "r"(at.batch2), "r"(at.batch1)
       : "memory");
 }
-// The same to every block of the cluster whose bit is in `blocks`, to the same place and barrier in each.
-__device__ __forceinline__ void tensor_load_for_all(u32 to, const TensorMap& map, u32 barrier, const Coordinates& at,
-                                                    u16 blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, "
-      "%4, %5, %6, %7}], [%2], %8;" ::"r"(to),
-      "l"(&map), "r"(barrier), "r"(at.column), "r"(at.row), "r"(at.head), "r"(at.batch2), "r"(at.batch1), "h"(blocks)
-      : "memory");
-}
 // The other way; what lies outside of the tensor is not written.
 __device__ __forceinline__ void tensor_store(const TensorMap& map, u32 from, const Coordinates& at) {
   asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(&map),

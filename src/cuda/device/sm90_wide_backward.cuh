@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// sm90_wide_backward: dk, dv and dq of a call on Hopper, for numbers of 16 bits and head dimensions from 129 to 256.
+// sm90_wide_backward: dk, dv and dq of a call on Hopper, for numbers of 16 bits and head dimensions up to 256, where
+// the registers of one block do not hold dk, dv and what else is needed.
 //
 // Sums of dQ leave for L2 in fp32, and with few keys a block that is what takes longest. So two blocks form a cluster
 // that owns 128 keys of one key head: each computes P and dS of its own 64, sends dS (8 KB a step) to the other, and
@@ -13,8 +14,13 @@
 //     S^T = K Q^T, dP^T = V dO^T of 32 queries | dQ of the step before, beside the softmax | P, dS to shared memory |
 //     both warpgroups meet; dS goes to the other block | dV += P^T dO, dK += dS^T Q of half of the columns | dQ leaves
 //
-// P and dS lie as [query][key], so that each is an operand as it stands and dS^T, P^T are read along columns. The rest
-// is as in sm90_backward, whose parts these are.
+// P and dS lie as [query][key], so that each is an operand as it stands and dS^T, P^T are read along columns. In
+// order (`ordered`) a warp adds its part of dQ once the clusters of all keys before have. The rest is as in
+// sm90_backward, whose parts these are.
+//
+// Note: two ways that seemed better were slower at D=256. With S a step ahead, and dV before dS, by 8%: dO has room for
+// one buffer only, and what takes longest is its way here. With Q and dO fetched once for both blocks (multicast) by
+// 28%: then each waits for the slower of two at every buffer.
 //
 // Blocks: 2 * batch * heads_k * ceil(limit_k / 128). backward_prepare comes before, backward_convert after.
 #ifndef FOVEA_CUDA_DEVICE_SM90_WIDE_BACKWARD_CUH
@@ -86,10 +92,10 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
   if (threadIdx.x == 0) {
     barrier_init(barriers.kv_full(), 1);
     barrier_init(barriers.grad_out_full(), 1);
-    barrier_init(barriers.grad_out_empty(), S.delay ? 16 : 8);
+    barrier_init(barriers.grad_out_empty(), 8);
     for (int i = 0; i < 2; ++i) {
       barrier_init(barriers.q_full(i), 1);
-      barrier_init(barriers.q_empty(i), S.delay ? 16 : 8);
+      barrier_init(barriers.q_empty(i), 8);
       barrier_init(barriers.bias_full(i), 1);
       barrier_init(barriers.grads_full(i), 1);
       barrier_init(barriers.grads_empty(i), S.dq ? 16 : 8);  // warps of both blocks
@@ -347,18 +353,12 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
     __syncwarp();
     if (leader) {
       barrier_arrive(barriers.grad_out_empty());
-      if (S.delay) {
-        barrier_arrive_there(address_of(barriers.grad_out_empty(), u32(1 - rank)));
-      }
     }
     wgmma_wait<0>();
     pin(dk);
     __syncwarp();  // its lanes have read the row vectors
     if (leader) {
       barrier_arrive(barriers.q_empty(ring_q.buffer()));
-      if (S.delay) {
-        barrier_arrive_there(address_of(barriers.q_empty(ring_q.buffer()), u32(1 - rank)));
-      }
       if (!S.dq) {
         barrier_arrive(barriers.grads_empty(ring_grads.buffer()));
       }
@@ -378,8 +378,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
       wgmma_wait<0>();
       add_dq(grads_before, row_before, query_before);
     }
+    cluster_sync();  // what the other block sends here has come, and it takes nothing more from here
   }
-  cluster_sync();  // what the other block sends here has come, and it takes nothing more from here
 
   // ---- dK, dV: half of the columns ----
   if (a.grad_k.data != nullptr) {

@@ -60,17 +60,6 @@ __device__ __forceinline__ void sm90_wide_backward_copy(const Args& a, const Sm9
     tensor_load(base + kSizes.k_other_at + column * kKeys * 2, m.k, barriers.kv_full(),
                 at(m.has_k, first_column + column, row_k + (1 - rank) * kKeys, block.head_k));
   }
-  // Both blocks need the same Q and dO: each fetches every other panel for both.
-  const auto load = [&](u32 to, const TensorMap& map, u32 full, const Coordinates& place) {
-    if constexpr (S.delay) {
-      constexpr u16 kBoth = 3;
-      tensor_load_for_all(to, map, full, place, kBoth);
-    } else {
-      tensor_load(to, map, full, place);
-    }
-  };
-  const int first_panel = S.delay ? rank : 0;
-  constexpr int kPanels = S.delay ? 2 : 1;
   Ring<S.stages> ring;
   u32 turn = 1;  // parity of the one buffer of dO
 #pragma unroll 1
@@ -83,9 +72,9 @@ __device__ __forceinline__ void sm90_wide_backward_copy(const Args& a, const Sm9
       barrier_wait(barriers.q_empty(ring.buffer()), ring.parity() ^ 1);
       barrier_expect(full, kSizes.q + 2 * kSizes.rows);
 #pragma unroll 1
-      for (int p = first_panel; p < S.d / kPanelD; p += kPanels) {
-        load(base + kSizes.q_at + ring.buffer() * kSizes.q + p * S.step * kPanelD * 2, m.q, full,
-             at(m.has_q, p * kPanelD, int(place.q_begin) + query, head));
+      for (int p = 0; p < S.d / kPanelD; ++p) {
+        tensor_load(base + kSizes.q_at + ring.buffer() * kSizes.q + p * S.step * kPanelD * 2, m.q, full,
+                    at(m.has_q, p * kPanelD, int(place.q_begin) + query, head));
       }
       const int row = block.row0 + head * int(a.padded_rows) + query;
       bulk_load(base + kSizes.lse_at + ring.buffer() * kSizes.rows, a.row_lse + row, kSizes.rows, full);
@@ -95,9 +84,9 @@ __device__ __forceinline__ void sm90_wide_backward_copy(const Args& a, const Sm9
       turn ^= 1;
       barrier_expect(barriers.grad_out_full(), kSizes.grad_out);
 #pragma unroll 1
-      for (int p = first_panel; p < S.dv / kPanelV; p += kPanels) {
-        load(base + kSizes.grad_out_at + p * S.step * kPanelV * 2, m.grad_out, barriers.grad_out_full(),
-             at(m.has_grad_out, p * kPanelV, int(place.q_begin) + query, head));
+      for (int p = 0; p < S.dv / kPanelV; ++p) {
+        tensor_load(base + kSizes.grad_out_at + p * S.step * kPanelV * 2, m.grad_out, barriers.grad_out_full(),
+                    at(m.has_grad_out, p * kPanelV, int(place.q_begin) + query, head));
       }
     }
   }
