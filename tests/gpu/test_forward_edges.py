@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forward passes at the edges of what is legal: what masked keys hold, head_dims whose results lie over the queries of
+other warps in shared memory."""
+
+import math
+
+import pytest
+import torch
+
+from fovea.torch import attention
+
+
+def normal(*shape, device, dtype, seed=0):
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(shape, device=device, generator=generator).to(dtype)
+
+
+def right(q, k, v, allowed):
+    s = q.double() @ k.double().mT / math.sqrt(q.shape[-1])
+    return torch.softmax(s.masked_fill(~allowed, -torch.inf), -1) @ v.double()
+
+
+HIDDEN = {
+    "end": lambda n: torch.arange(n) >= n * 3 // 4,
+    "beginning": lambda n: torch.arange(n) < n // 3,
+    "hole": lambda n: (torch.arange(n) // 150) % 2 == 1,
+    "all but a few late ones": lambda n: (torch.arange(n) < n - 40) | (torch.arange(n) % 16 < 9),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("keys", [300, 1500])
+@pytest.mark.parametrize("dims", [64, 128])
+@pytest.mark.parametrize("full", [False, True], ids=["mask of keys", "mask"])
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_what_masked_keys_hold_does_not_matter(hidden, full, dims, keys, dtype, device):
+    """NaN and infinities in k, which a product cannot hide."""
+    q = normal(2, 2, 200, dims, device=device, dtype=dtype)
+    k, v = (normal(2, 2, keys, dims, device=device, dtype=dtype, seed=n) for n in (1, 2))
+    is_hidden = HIDDEN[hidden](keys).to(device)
+    mask = (~is_hidden)[None, None, None]
+    want = right(q, k, v, mask)
+    for value in (torch.nan, torch.inf):
+        k[:, :, is_hidden] = value
+        out = attention(q, k, v, mask=mask.expand(1, 1, 200, keys).contiguous() if full else mask)
+        torch.testing.assert_close(out.double(), want, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (200, 100)}], ids=str)
+@pytest.mark.parametrize("dim, dim_v", [(128, 32), (32, 128), (96, 64), (64, 96), (160, 128), (192, 96), (80, 224)])
+def test_other_columns_in_out_than_in_q(dim, dim_v, options, device):
+    """The same bits in every run: results leave through the memory of queries that other warps may still need."""
+    q, k = (normal(8, 8, 1000, dim, device=device, dtype=torch.bfloat16, seed=n) for n in (0, 1))
+    v = normal(8, 8, 1000, dim_v, device=device, dtype=torch.bfloat16, seed=2)
+    out = attention(q, k, v, **options)
+    distance = torch.arange(1000, device=device)[None] - torch.arange(1000, device=device)[:, None]
+    left, end = options.get("window", (1000, 0 if "causal" in options else 1000))
+    allowed = (distance >= -left) & (distance <= end)
+    torch.testing.assert_close(out[3:5].double(), right(q[3:5], k[3:5], v[3:5], allowed), rtol=0.02, atol=0.02)
+    for _ in range(30):
+        assert torch.equal(attention(q, k, v, **options), out)
