@@ -348,7 +348,7 @@ class Planner {
     BackwardWants work;
     work.dkv = p.need.k || p.need.v;
     work.column_sum = any(Gradient::kColumns);
-    work.row_sum = any(Gradient::kRows) && !p.deterministic && std::getenv("FOVEA_ROWS") != nullptr;
+    work.row_sum = any(Gradient::kRows) && work.dkv && !p.deterministic;
     // With a sink fp32 has steps of small P lifted, which sums in memory do not know of.
     const bool lifts = features.type == Type::kFp32 && p.sink;
     work.dq =
@@ -393,10 +393,7 @@ class Planner {
     spec.d = dq_columns;
     spec.stores_first = hopper.kernel.spec.stores_first;
     Spec before = spec;
-    static const char* const trial = std::getenv("FOVEA_PREPARE");
-    spec.stages = trial != nullptr ? std::atoi(trial) : 2;
-    before.stages = spec.stages;
-    before.dv = std::min(features.dv, 64);
+    before.dv = std::min(features.dv, before.dv);
     const std::int64_t heads = rows.batch() * rows.heads_q;
     Kernel preparing = part("backward_prepare", before);
     preparing.threads = kBackwardPrepareThreads;
@@ -445,7 +442,7 @@ class Planner {
 
   // And it may go where the bias was packed, every tile after it was read: no later kernel may need the bias.
   bool stores_bias_in_place() const {
-    if (!is_ds() || plan_.operands.bias.region != Region::kBias || std::getenv("FOVEA_UNPACK") == nullptr) {
+    if (!is_ds() || plan_.operands.bias.region != Region::kBias) {
       return false;
     }
     const Problem& p = call_.problem;

@@ -6,7 +6,6 @@
 #include "cuda/config/tensor_map_limits.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <vector>
 
 #include "cuda/device/args.h"
@@ -75,10 +74,6 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
       (spec.dropout != DropoutRule::kNone || spec.softcap || spec.mask || spec.bias != BiasTile::kNone ||
        spec.bias2 != BiasTile::kNone || wants.column_sum)) {
     return "head_dim over 64 with a bias without keys and dropout, a softcap, a mask or a second bias";
-  }
-  static const bool takes_rows = std::getenv("FOVEA_ROWS") != nullptr;
-  if (!takes_rows && (spec.query_term || wants.row_sum)) {
-    return "a bias or mask without keys";
   }
   if (!wants.dkv && (!wants.dq || is_wide(spec))) {
     return "neither dk nor dv";
@@ -171,11 +166,7 @@ std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool orde
     if (bias) {
       return {{2, 1, 64, 3, 3, true}, {2, 1, 64, 3, 3}};
     }
-    if (rows) {  // three warpgroups have too few registers
-      static const char* const trial = std::getenv("FOVEA_ROWS");
-      if (trial != nullptr && *trial == '1') {
-        return {{2, 1, 128, 2, 2, true}, {2, 1, 64, 3, 3}};
-      }
+    if (rows && (spec.banded || spec.alibi || spec.key_term)) {  // three warpgroups have too few registers
       return {{2, 1, 64, 3, 3, true}, {2, 1, 64, 3, 3}};
     }
     if (spec.banded) {

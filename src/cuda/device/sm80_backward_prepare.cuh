@@ -67,9 +67,8 @@ constexpr Spec with_lengths() {
   return spec;
 }
 
-// A block's rows: kRows of one head. The same rows of other heads, which mostly lie beside them, are the next blocks'.
-// In 32 bits: divisions of 64 take longer than the rest.
-template <int kRows, bool kHeadsFirst, bool kFromEnd>
+// A block's rows: kRows of one head. In 32 bits: divisions of 64 take longer than the rest.
+template <int kRows>
 struct RowBlock {
   Place place;
   u32 head;
@@ -77,18 +76,7 @@ struct RowBlock {
   int first;
 
   __device__ __forceinline__ explicit RowBlock(const Args& a) : tiles((u32(a.rows.limit_q) + kRows - 1) / kRows) {
-    u32 block = u32(a.first_block) + block_index();
-    if constexpr (kFromEnd) {
-      block = u32(a.rows.batch()) * u32(a.rows.heads_q) * tiles - 1 - block;
-    }
-    if constexpr (kHeadsFirst) {
-      const u32 tile_of_batch = block / u32(a.rows.heads_q);
-      const u32 b = tile_of_batch / tiles;
-      head = block - tile_of_batch * u32(a.rows.heads_q);
-      first = int(tile_of_batch - b * tiles) * kRows;
-      place = Place::make<with_lengths()>(a, b);
-      return;
-    }
+    const u32 block = u32(a.first_block) + block_index();
     const u32 head_of_batch = block / tiles;
     const u32 b = head_of_batch / u32(a.rows.heads_q);
     head = head_of_batch - b * u32(a.rows.heads_q);
@@ -151,8 +139,7 @@ __device__ __forceinline__ float element(const char* data, i64 at) {
 }
 
 template <Spec S>
-__global__ void __launch_bounds__(kBackwardPrepareThreads, S.stages == 5 && S.type != Type::kFp32 ? 8 : 6)
-    backward_prepare(const __grid_constant__ Args a) {
+__global__ void __launch_bounds__(kBackwardPrepareThreads, 6) backward_prepare(const __grid_constant__ Args a) {
   begin_kernel<S.arch>();
   constexpr int kLanes = S.dv <= 32 ? 4 : S.dv <= 64 ? 8 : 16;  // of a row
   constexpr int kThreads = kBackwardPrepareThreads;
@@ -162,7 +149,7 @@ __global__ void __launch_bounds__(kBackwardPrepareThreads, S.stages == 5 && S.ty
   constexpr int kBytes = S.type == Type::kFp32 ? 4 : 2;
   __shared__ float scratch[8];
 
-  const RowBlock<kRowPad, (S.stages > 2 && S.stages < 8), (S.stages >= 7)> block(a);
+  const RowBlock<kRowPad> block(a);
   const Place& place = block.place;
   const i64 first = row_of_head(a, place.b, block.head, place.queries()) + block.first;  // of the padded vectors
   const bool inside = block.first < place.q_len;
@@ -316,7 +303,7 @@ __global__ void __launch_bounds__(256) backward_convert(const __grid_constant__ 
   begin_kernel<S.arch>();
   constexpr int kPairs = S.d / 16;  // of blocks, in 16 rows
   const Thread thread;
-  const RowBlock<kConvertRows, (S.stages > 2 && S.stages < 8), (S.stages >= 7)> block(a);
+  const RowBlock<kConvertRows> block(a);
   const Place& place = block.place;
   const i64 first = row_of_head(a, place.b, block.head, place.queries()) + block.first;
   const float* const sums = a.dq_sum + first * S.d + thread.lane * 4;
