@@ -5,7 +5,6 @@
 #include "cuda/config/sm80_forward.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <string_view>
 #include <vector>
 
@@ -46,9 +45,7 @@ std::vector<Tiles> candidates(const Spec& spec) {
   }
   if (widest <= 64) {
     // Words made early and a lazy maximum overlap better with the products where there is dropout.
-    static const bool trial = std::getenv("FOVEA_LAZY") != nullptr;  // until measured
-    const bool lazy = dropout || trial;
-    return {{4, 2, 64, 2, true, lazy, dropout}, {4, 2, 32, 2, true, lazy, dropout}, {4, 2, 32, 1}, {4, 1, 32, 1}};
+    return {{4, 2, 64, 2, true, dropout, dropout}, {4, 2, 32, 2, true, dropout, dropout}, {4, 2, 32, 1}, {4, 1, 32, 1}};
   }
   if (widest <= 128) {
     const Tiles narrow{4, 2, 32, 2, false, true};
