@@ -33,7 +33,9 @@ bool in_clusters(const Spec& spec) {
   constexpr int kMostOfOne = 320;
   const int d = rounded(spec.d, kGrain);
   const bool dropout = spec.dropout != DropoutRule::kNone;
-  const int features = 2 * (int{dropout} + int{spec.softcap} + int{spec.mask}) + int{spec.alibi} + int{spec.key_term};
+  // Roughly what features take of registers.
+  const int features = (dropout ? 3 : 0) + (spec.softcap ? 2 : 0) + (spec.mask ? 2 : 0) + (spec.alibi ? 1 : 0) +
+                       (spec.key_term ? 1 : 0) + (dropout && spec.ragged ? 1 : 0);
   constexpr int kMostFeatures = 3;
   return std::max(d, spec.dv) > kWidestOfOne || d + spec.dv > kMostOfOne || spec.bias != BiasTile::kNone ||
          features > kMostFeatures;
