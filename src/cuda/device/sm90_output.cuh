@@ -11,6 +11,7 @@
 namespace fovea::cuda {
 
 inline constexpr int kSm90GroupBarrier = 4;  // of the first warpgroup that computes
+inline constexpr int kSm90AllBarrier = 7;    // of all that compute
 
 // Rows of V from `live` on, in all panels; a warpgroup's barrier is to follow.
 template <Spec S>
@@ -43,6 +44,10 @@ __device__ __forceinline__ bool sm90_forward_store(const Args& a, const Sm90Forw
   const auto pair = [&](int j, int x) {
     return pack<S.type>(o[4 * j + 2 * x] * factor[x], o[4 * j + 2 * x + 1] * factor[x]);
   };
+  // Rows of O lie where this warp's own rows of Q do, if the panels of both are as wide.
+  if constexpr (sm90_forward_panel(S.d) != kPanel) {
+    sync(kSm90AllBarrier, 128 * sm90_forward_sizes(S).groups);
+  }
 #pragma unroll
   for (int k = 0; k < S.dv / 16; ++k) {
     stmatrix(
