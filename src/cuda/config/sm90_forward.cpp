@@ -131,8 +131,12 @@ bool is_short(const Call& call, const Spec& spec) {
   constexpr std::int64_t kFewTiles = 264;  // of 64 queries
   const math::Rows& rows = call.rows;
   const std::int64_t tiles = rows.batch() * rows.heads_q * ((rows.limit_q + 63) / 64);
-  return !spec.ragged && !spec.softcap && std::max(spec.d, spec.dv) <= kWidest && rows.limit_k <= kKeys &&
-         (rows.limit_q <= kQueries || tiles <= kFewTiles);
+  if (spec.ragged || spec.softcap || std::max(spec.d, spec.dv) > kWidest || rows.limit_k > kKeys) {
+    return false;
+  }
+  // Two warpgroups draw dropout's decisions in turn, and the other's products hide it.
+  return spec.dropout != DropoutRule::kNone ? rows.limit_q <= kQueries / 2
+                                            : rows.limit_q <= kQueries || tiles <= kFewTiles;
 }
 
 }  // namespace
