@@ -417,11 +417,12 @@ __global__ void __launch_bounds__(256) reduce_rows(const __grid_constant__ Args 
   if (s.row == 0) {
     const Shared shared = Shared::make(a.rows, s, block);
     float sum = 0;
-    for (i64 n = 0; n < shared.count(); ++n) {
+    for (i64 n = threadIdx.x / 32; n < shared.count(); n += 8) {  // a warp an entry
       const i64 b = shared.batch(n, a.rows);
       const math::Sequence sequence = a.rows.sequence(b);
       const float* rows = a.row_sum + row_of_head(a, b, shared.head(n), sequence);
-      for (i64 i = threadIdx.x; i < sequence.q_len; i += 256) {
+#pragma unroll 16
+      for (int i = threadIdx.x % 32; i < int(sequence.q_len); i += 32) {
         sum += rows[i];
       }
     }
