@@ -201,8 +201,10 @@ void compile(const std::vector<cuda::jit::Request>& requests, int jobs) {
     std::rethrow_exception(failed);
   }
   const cuda::jit::Jit::Counts counts = jit.counts();
-  fmt::print("{} kernels: {} compiled, {} were there; {}\n", requests.size(), counts.compiled,
-             counts.disk + counts.precompiled, jit.settings().cache_folder);
+  const std::string elsewhere =
+      counts.precompiled > 0 ? fmt::format("; {} in FOVEA_PRECOMPILED_DIR alone", counts.precompiled) : "";
+  fmt::print("{} kernels: {} compiled, {} were there; {}{}\n", requests.size(), counts.compiled,
+             counts.disk + counts.precompiled, jit.settings().cache_folder, elsewhere);
 }
 
 void run(const Settings& settings) {
