@@ -202,7 +202,7 @@ void compile(const std::vector<cuda::jit::Request>& requests, int jobs) {
   }
   const cuda::jit::Jit::Counts counts = jit.counts();
   const std::string elsewhere =
-      counts.precompiled > 0 ? fmt::format("; {} in FOVEA_PRECOMPILED_DIR alone", counts.precompiled) : "";
+      counts.precompiled > 0 ? fmt::format("; {} of them in FOVEA_PRECOMPILED_DIR", counts.precompiled) : "";
   fmt::print("{} kernels: {} compiled, {} were there; {}{}\n", requests.size(), counts.compiled,
              counts.disk + counts.precompiled, jit.settings().cache_folder, elsewhere);
 }
