@@ -141,7 +141,7 @@ std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool orde
     if (widest <= 64 && !much && keys(3, 1)) {
       return {{3, 1, 64, 4, 3, false, true}};
     }
-    if (widest <= 64 && !much && keys(2, 2)) {
+    if (widest <= 64 && !much && !rows && keys(2, 2)) {
       return {{2, 2, 64, 2, 2}};
     }
     if (widest <= kLittle && !much && keys(3, 2)) {
