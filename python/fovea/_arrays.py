@@ -226,7 +226,10 @@ def _of_dlpack(name: str, array: Any, place: Optional[Place]) -> View:
     try:
         capsule = _capsule(array, options)
     except (BufferError, RuntimeError) as error:  # such as PyTorch's for what requires a gradient
-        raise ValueError(f"{name}: a {type(array).__name__} that does not give its memory away: {error}") from error
+        instead = "; fovea.torch.attention has gradients" if getattr(array, "requires_grad", False) is True else ""
+        raise ValueError(
+            f"{name}: a {type(array).__name__} that does not give its memory away: {error}{instead}"
+        ) from error
     tensor, readonly = _tensor_of(capsule)
     rank = tensor.ndim
     shape = tuple(tensor.shape[:rank])
