@@ -127,14 +127,11 @@ TEST(JitNvrtc, WhatCannotBeLoadedIsPassedOver) {
   EXPECT_TRUE(contains(refusal([] { Nvrtc("libm.so.6"); }, FOVEA_UNSUPPORTED), "not NVRTC"));
 }
 
-TEST(JitNvrtc, TheEnvironmentAndBindingsAreHeard) {
+TEST(JitNvrtc, TheEnvironmentIsHeard) {
   const Variable forced("FOVEA_NVRTC", "/somewhere");
   const Variable home("CUDA_HOME", "/toolkit");
-  set_nvrtc_folders({"/site-packages"});
   const NvrtcSearch search = NvrtcSearch::from_environment();
-  set_nvrtc_folders({});
   EXPECT_EQ(search.forced, "/somewhere");
-  EXPECT_EQ(search.folders.front(), "/site-packages");
   EXPECT_EQ(search.toolkits.front(), "/toolkit");
   EXPECT_EQ(search.toolkits.back(), "/usr/local/cuda");
 }

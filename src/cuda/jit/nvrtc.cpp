@@ -11,7 +11,6 @@
 #include <cstdlib>
 #include <filesystem>
 #include <functional>
-#include <mutex>
 
 #include "core/status.h"
 
@@ -200,12 +199,6 @@ class Choice {
   std::optional<NvrtcFile> found_;
 };
 
-std::mutex folders_mutex;
-std::vector<std::string>& binding_folders() {
-  static std::vector<std::string> folders;
-  return folders;
-}
-
 // ---- what the log says ----
 
 // The number that stands before `what` in `line`, as in "24 bytes spill stores".
@@ -289,10 +282,6 @@ Version least_nvrtc_for(std::string_view architecture) {
 NvrtcSearch NvrtcSearch::from_environment() {
   NvrtcSearch search;
   search.forced = environment("FOVEA_NVRTC");
-  {
-    const std::lock_guard<std::mutex> lock(folders_mutex);
-    search.folders = binding_folders();
-  }
   const fs::path own = loaded_from(reinterpret_cast<const void*>(&least_nvrtc_for));
   if (own.has_parent_path()) {
     search.folders.push_back((own.parent_path() / "..").lexically_normal().string());
@@ -304,11 +293,6 @@ NvrtcSearch NvrtcSearch::from_environment() {
   }
   search.toolkits.emplace_back("/usr/local/cuda");
   return search;
-}
-
-void set_nvrtc_folders(std::vector<std::string> folders) {
-  const std::lock_guard<std::mutex> lock(folders_mutex);
-  binding_folders() = std::move(folders);
 }
 
 NvrtcFile find_nvrtc(const NvrtcSearch& search) {

@@ -56,13 +56,10 @@ struct NvrtcSearch {
   int driver_major = 0;     // 0: no driver, so no limit
   Version least = {12, 4};  // see least_nvrtc_for
 
-  // FOVEA_NVRTC, the folder beside which this library lies (site-packages in a Python installation), those of
-  // set_nvrtc_folders and the toolkits' places; of the driver nothing.
+  // FOVEA_NVRTC, the folder beside which this library lies (site-packages in a Python installation) and the toolkits'
+  // places; of the driver nothing.
   static NvrtcSearch from_environment();
 };
-
-// What bindings know and the environment does not say: Python's site-packages folders.
-void set_nvrtc_folders(std::vector<std::string> folders);
 
 struct NvrtcFile {
   std::string path;
