@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from fovea.torch import attention
+from problem import parse
+from trial import Trial
 
 
 def normal(*shape, device, dtype, seed=0):
@@ -60,3 +62,20 @@ def test_other_columns_in_out_than_in_q(dim, dim_v, options, device):
     torch.testing.assert_close(out[3:5].double(), right(q[3:5], k[3:5], v[3:5], allowed), rtol=0.02, atol=0.02)
     for _ in range(30):
         assert torch.equal(attention(q, k, v, **options), out)
+
+
+@pytest.mark.parametrize("line", [
+    "b=3 hq=4 hk=2 sq=300 sk=1500 d=64 bf16 mask=b,1,1,k causal need=q,k,v",
+    "b=2x2 hq=2 sq=200 sk=1100 d=128 fp16 mask=b1,1,1,1,k sink need=q,k,v",
+    "b=2 hq=3 sq=700 sk=1300 d=256 bf16 mask=b,h,1,k window=300,100 need=q,k,v",
+    "b=2 hq=2 sq=500 sk=1200 d=192 dv=96 bf16 mask=b,1,1,k causal align=tl need=q,k,v",
+    "b=3 hq=2 d=128 bf16 seqs_q=200,3,1100 seqs_k=1090,700,1300 mask=b,1,1,k causal need=q,k,v",
+    "b=2 hq=2 sq=130 sk=2000 d=64 bf16 mask=1,1,1,k need=q,k,v values=large_scores",
+    "b=2 hq=2 sq=130 sk=1030 d=64 fp16 mask=b,h,1,k need=q,k,v",
+])  # fmt: skip
+def test_masks_of_many_keys(line, device):
+    """From a thousand keys on they are made columns of k, and steps that they hide at either end are passed over."""
+    p = parse(f"bwd {line}")
+    p.case_seed = 8
+    faults = Trial(p, device).test()
+    assert not faults, "\n".join(faults)
