@@ -281,6 +281,18 @@ TEST_F(DISABLED_PlayedCuda, MemoryOfTheHostIsNamedWhereThatIsAskedFor) {
   variable<void*>("fake_host") = nullptr;
 }
 
+TEST_F(DISABLED_PlayedCuda, WhatIsPreparedMayAskForClearedRows) {
+  const std::string line = "fwd b=2 hq=1 seqs_q=13,4 seqs_k=15,6 total_q=17 total_k=21 max_q=13 max_k=15 d=24 fp16";
+  int& capturing = variable<int>("fake_capturing");
+  for (const bool clears : {false, true}) {
+    const std::string one = line + (clears ? " softcap=3" : "");
+    EXPECT_EQ(Given(one + (clears ? " clear" : "")).prepare(), FOVEA_OK) << fovea_last_error();
+    capturing = 1;
+    EXPECT_EQ(Given(one + (clears ? "" : " clear")).call(), FOVEA_OK) << fovea_last_error();
+    capturing = 0;
+  }
+}
+
 TEST_F(DISABLED_PlayedCuda, AWorkspaceThatIsTooSmall) {
   const Given given("bwd b=2 hq=4 sq=128 sk=128 d=64 bf16");
   launches() = 0;
