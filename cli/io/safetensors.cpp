@@ -75,6 +75,7 @@ Entry parse_entry(const InputFile& file, const std::string& name, const Json& va
   const auto type = std::find_if(kTypes.begin(), kTypes.end(), [&](const auto& t) { return dtype == t.first; });
   if (type == kTypes.end()) {
     std::vector<std::string> accepted;
+    accepted.reserve(std::size(kTypes));
     for (const auto& [known, unused] : kTypes) {
       accepted.emplace_back(known);
     }
