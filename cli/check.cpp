@@ -13,6 +13,7 @@
 #include "check/run.h"
 #include "commands.h"
 #include "core/nearest.h"
+#include "core/plan.h"
 #include "cpu/cpu.h"
 #include "fault.h"
 #include "progress.h"
@@ -88,9 +89,25 @@ std::vector<std::string> instruction_sets(const std::string& asked) {
   return {asked};
 }
 
+// Refused once, not with every row; a GPU's is refused before.
+void known_backend(const std::string& asked) {
+  std::vector<std::string> names;
+  for (const Verdict& verdict : backends()) {
+    if (verdict.backend != "cuda") {
+      names.push_back(verdict.backend);
+    }
+  }
+  if (!asked.empty() && std::find(names.begin(), names.end(), asked) == names.end()) {
+    throw Fault(kBadInput,
+                fmt::format("--backend {}: accepted: {}{}", asked, fmt::join(names, ", "), hint(asked, names)));
+  }
+}
+
 void run_check(const Settings& settings) {
   const std::vector<check::Case> rows = chosen(settings);
-  refuse_gpu("check", rows.front().problem.device, rows.front().problem.backend);
+  const Problem& first = rows.front().problem;
+  refuse_gpu("check", first.device, settings.backend.empty() ? first.backend : settings.backend);
+  known_backend(settings.backend);
   const std::vector<std::string> sets = instruction_sets(settings.isa);
   fmt::print("{} rows, {}\n", rows.size(),
              sets.front().empty() ? "the best instruction set" : fmt::format("{}", fmt::join(sets, ", ")));

@@ -538,7 +538,7 @@ def test_check_every_instruction_set():
 
 
 def test_check_fails_where_a_row_fails():
-    done = fovea("check", "bwd b=1 hq=1 sq=8 sk=8 d=8 fp32", "--backend", "cuda")
+    done = fovea("check", "bwd b=1 hq=1 sq=8 sk=8 d=8 fp32", env={"FOVEA_BACKEND": "cuda"})
     assert done.returncode == CHECK_FAILED
     assert "never moved to a CUDA device" in done.stdout
     assert "FAILED bwd b=1" in done.stdout and "0 passed, 1 failed" in done.stdout
@@ -548,6 +548,8 @@ def test_check_refuses():
     refused("check", "bf17", says=("bf17", "no row of the table", "no problem line"))
     refused("check", "--isa", "avx9", says=("avx9", "avx2"))
     refused("check", "--table", "half", says=("half", "full", "reduced"))
+    refused("check", "--backend", "cuda", code=UNSUPPORTED, says=("cuda", "computes on the CPU"))
+    refused("check", "--backend", "gpu", says=("gpu", "accepted: cpu"))
     refused("check", "--gradiens", says=("--gradiens", "--gradients"))
 
 
