@@ -414,6 +414,9 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
           wgmma_commit();
         }
         if constexpr (S.dq) {
+          if constexpr (kBias) {
+            __syncwarp();  // the bias, which lies there, has been read
+          }
 #pragma unroll
           for (int k = 0; k < P / 16; ++k) {
             stmatrix_trans(panel + k * 2048, grads[4 * k], grads[4 * k + 1], grads[4 * k + 2], grads[4 * k + 3]);

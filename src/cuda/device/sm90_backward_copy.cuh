@@ -108,12 +108,17 @@ constexpr u32 kNoBlock = ~u32(0);
 template <Spec S>
 __device__ __forceinline__ u32 sm90_await_block(u32 base, const Sm90BackwardBarriers& barriers, u32 phase) {
   barrier_wait(barriers.kv_full(), phase);
-  return load_shared_word(base + sm90_backward_sizes(S).number_at);
+  u32 number = 0;
+  if (threadIdx.x % 32 == 0) {  // who says, too, that this warp needs it no more
+    number = load_shared_word(base + sm90_backward_sizes(S).number_at);
+  }
+  return uniform(number);
 }
 // The same for a single thread, which then need not be waited for.
 template <Spec S>
 __device__ __forceinline__ u32 sm90_take_block(u32 base, const Sm90BackwardBarriers& barriers, u32& phase) {
-  const u32 number = sm90_await_block<S>(base, barriers, phase);
+  barrier_wait(barriers.kv_full(), phase);
+  const u32 number = load_shared_word(base + sm90_backward_sizes(S).number_at);
   phase ^= 1;
   barrier_arrive(barriers.kv_empty());
   return number;
