@@ -169,13 +169,14 @@ class Planner {
       prepared += fmt::format("{}{}", prepared.empty() ? "" : ", ", what);
     };
     // Elements of one size go in one launch.
-    constexpr int kEight = 8;
+    constexpr int kBytesOfAThread = 64;
     for (std::size_t first = 0; first < operands.packs.size();) {
       std::size_t last = first;
       std::int64_t most = 0;
       while (last < operands.packs.size() && last - first < 4 &&
              operands.packs[last].element_bytes == operands.packs[first].element_bytes) {
-        most = std::max(most, operands.packs[last].box.count() / kEight + 1);
+        most = std::max(
+            most, operands.packs[last].box.count() * operands.packs[last].element_bytes / kBytesOfAThread + 1);
         say(fmt::format("{} packed", kRegionNames[static_cast<std::size_t>(operands.packs[last].to)]));
         ++last;
       }
@@ -418,7 +419,7 @@ class Planner {
       bias(gradients[0], p.bias, 0);
     } else if (in_place) {
       plan_.operands.grad_bias_in_place = true;
-      constexpr std::int64_t kNumbersOfAThread = 8;
+      constexpr std::int64_t kNumbersOfAThread = 16;
       add(Step::kUnpack, prepare("prepare_unpack", small()),
           striding_blocks(p.batch() * p.heads_q * p.seqlen_q * p.seqlen_k / kNumbersOfAThread + 1, plan_.target));
     }
