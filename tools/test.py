@@ -42,6 +42,7 @@ class Runner:
         self.build = (ROOT / arguments.build).resolve()
         self.jobs = arguments.jobs
         self.fuzz_seconds = arguments.fuzz_seconds
+        self.kernel_seconds = arguments.kernel_seconds
 
     # ---- how things are run ----
 
@@ -173,8 +174,12 @@ class Runner:
         return self.googletest(build / "tests/cpp/fovea_tests", env={"FOVEA_CASES": "reduced"})
 
     def stage_kernels(self):
-        """every GPU kernel of the case table, compiled for three architectures: half an hour on two cores"""
-        return self.googletest(self.build / "tests/cpp/fovea_tests", env={"FOVEA_KERNELS": "all"}, filter="*CudaKernels*")
+        """every GPU kernel of the case table, compiled for three architectures: half an hour on two cores. Where
+        --kernel-seconds ends it before, the rest is counted and printed"""
+        env = {"FOVEA_KERNELS": "all"}
+        if self.kernel_seconds:
+            env["FOVEA_KERNELS_SECONDS"] = self.kernel_seconds // 3
+        return self.googletest(self.build / "tests/cpp/fovea_tests", env=env, filter="*CudaKernels*")
 
     def stage_nvrtc(self):
         """a sample of the GPU kernels with the oldest NVRTC that is served and with the newest on PyPI"""
@@ -231,6 +236,7 @@ def main():
     parser.add_argument("--build", default="build", help="build directory (build)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="parallel jobs (all cores)")
     parser.add_argument("--fuzz-seconds", type=int, default=60, help="how long `fuzz` runs (60)")
+    parser.add_argument("--kernel-seconds", type=int, help="how long `kernels` runs at most (as long as it takes)")
     parser.add_argument("--after", type=Path, metavar="FILE", help="count the stages of an earlier run's --report too")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the table as JSON")
     arguments = parser.parse_args()
