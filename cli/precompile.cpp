@@ -141,7 +141,6 @@ Work work_of(const std::vector<Problem>& problems, const std::vector<cuda::Targe
     }
     problem.device = FOVEA_CUDA;
     problem.backend.clear();
-    problem.clear_rows = true;  // as fovea.torch asks for, whatever the line says: at most one small kernel more
     const Shapes shapes(problem);
     const Call call = validate(shapes.get(), problem.direction, /*shapes_only=*/true);
     for (const cuda::Target& target : targets) {

@@ -21,9 +21,6 @@ void fill(char* to, std::int64_t stride, std::int64_t columns, const char* value
 std::vector<RowOutput> outputs_to_clear(const Call& call) {
   std::vector<RowOutput> outputs;
   const Problem& p = call.problem;
-  if (!p.clear_rows) {
-    return outputs;
-  }
   const RowOutput all[] = {
       {&call.out, false, p.heads_q, p.head_dim_v, false},   {&call.lse, false, p.heads_q, 1, true},
       {&call.grad_q, false, p.heads_q, p.head_dim, false},  {&call.grad_k, true, p.heads_k, p.head_dim, false},
@@ -50,6 +47,9 @@ math::Rows rows_to_clear(const Call& call) {
 }
 
 void clear_rows(const Call& call) {
+  if (!call.problem.clear_rows) {
+    return;
+  }
   const math::Rows rows = rows_to_clear(call);
   const double infinity = -std::numeric_limits<double>::infinity();
   const float short_infinity = -std::numeric_limits<float>::infinity();

@@ -18,13 +18,13 @@ struct RowOutput {
   bool is_lse;
 };
 
-// Those of the call that may have rows without a sequence; none unless FOVEA_CLEAR_ROWS was given.
+// Those of the call that may have rows without a sequence, whether or not FOVEA_CLEAR_ROWS was given.
 std::vector<RowOutput> outputs_to_clear(const Call& call);
 
 // The call's rows, in which offsets can be taken even where there is no sequence at all.
 math::Rows rows_to_clear(const Call& call);
 
-// Where the caller's memory is that of this process.
+// Where that was asked for, and the caller's memory is that of this process.
 void clear_rows(const Call& call);
 
 }  // namespace fovea

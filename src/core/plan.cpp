@@ -184,13 +184,6 @@ void prepare(const Call& call) {
   const Plan plan = planned(call);
   if (plan.backend == BackendKind::kCuda) {
     cuda::prepare_kernels(*plan.cuda);
-    // The same call with what clears rows, or without: fovea.torch always asks for it, who prepares may not know.
-    const Problem& problem = call.problem;
-    if (problem.packed || problem.has_used_q || problem.has_used_k) {
-      Call other = call;
-      other.problem.clear_rows = !problem.clear_rows;
-      cuda::prepare_kernels(*planned(other).cuda);
-    }
   }
 }
 

@@ -31,8 +31,7 @@ class Key {
         std::int64_t{p.deterministic} << 28 | std::int64_t{p.lse} << 29 | std::int64_t{p.grad_lse} << 30 |
         std::int64_t{p.need.q} << 31 | std::int64_t{p.need.k} << 32 | std::int64_t{p.need.v} << 33 |
         std::int64_t{p.need.bias} << 34 | std::int64_t{p.need.bias2} << 35 | std::int64_t{p.need.sink} << 36 |
-        static_cast<std::int64_t>(p.alibi) << 37 | std::int64_t{call.dropout.threshold > 0x7c00} << 40 |
-        std::int64_t{p.clear_rows} << 41);
+        static_cast<std::int64_t>(p.alibi) << 37 | std::int64_t{call.dropout.threshold > 0x7c00} << 40);
     for (const std::int64_t number : {p.batch1, p.batch2, p.heads_q, p.heads_k, p.seqlen_q, p.seqlen_k, p.head_dim,
                                       p.head_dim_v, p.window_left, p.window_right, rows.rows_q, rows.rows_k}) {
       add(number);

@@ -146,11 +146,13 @@ void Jit::gather(const std::vector<Request>& requests) {
     }
   }
   std::atomic<std::size_t> next = 0;
+  std::vector<std::exception_ptr> failed(missing.size());
   const auto work = [&] {
     for (std::size_t n = next++; n < missing.size(); n = next++) {
       try {
         binary(*missing[n]);
-      } catch (const std::exception&) {  // again, and not lost, where it is asked for
+      } catch (...) {
+        failed[n] = std::current_exception();
       }
     }
   };
@@ -165,6 +167,11 @@ void Jit::gather(const std::vector<Request>& requests) {
   work();
   for (std::thread& thread : threads) {
     thread.join();
+  }
+  for (const std::exception_ptr& error : failed) {
+    if (error) {
+      std::rethrow_exception(error);
+    }
   }
 }
 

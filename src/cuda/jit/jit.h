@@ -71,8 +71,8 @@ class Jit {
   // The machine code. Needs no driver and no GPU.
   std::shared_ptr<const Binary> binary(const Request& request);
 
-  // Several, at once as far as there are cores: a call's first kernels take as long as the slowest of them. What goes
-  // wrong is thrown by whoever asks for the one that it went wrong with.
+  // Several, at once as far as there are cores: a call's first kernels take as long as the slowest of them. All are
+  // tried; then the first that went wrong is thrown.
   void gather(const std::vector<Request>& requests);
 
   // The kernel, loaded into the driver of this machine and never unloaded.

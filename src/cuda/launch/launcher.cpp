@@ -60,7 +60,10 @@ Tensor Launcher::tensor(const Operand& operand, const View& view) const {
 }
 
 void Launcher::run() {
-  for (std::size_t number = 0; number < plan_.launches.size(); ++number) {
+  // What clears rows is the first of a plan that has it: so prepared for everybody, and run for those who ask for it.
+  const bool may_clear = !plan_.launches.empty() && plan_.launches.front().step == Step::kClearRows;
+  first_ = may_clear && !call_.problem.clear_rows ? 1 : 0;
+  for (std::size_t number = first_; number < plan_.launches.size(); ++number) {
     switch (plan_.launches[number].step) {
       case Step::kPack:
         pack(number);
@@ -129,7 +132,7 @@ void Launcher::launch_with(std::size_t number, std::int64_t blocks, void* argume
 bool Launcher::may_overlap(std::size_t number) const {
   constexpr int kFirstInGraphs = 12030;  // programmatic launches go into graphs since CUDA 12.3
   constexpr int kFirstCapability = 90;
-  return number > 0 && plan_.target.capability >= kFirstCapability && driver_.version >= kFirstInGraphs;
+  return number > first_ && plan_.target.capability >= kFirstCapability && driver_.version >= kFirstInGraphs;
 }
 
 void Launcher::launch(std::size_t number, std::int64_t blocks, void** parameters, bool programmatic) {
@@ -160,8 +163,8 @@ void run(const Call& call, Executable& executable, void* workspace) {
   if (!executable.loaded()) {
     if (jit::is_capturing(driver, stream)) {
       throw Error(FOVEA_UNSUPPORTED,
-                  "stream: a graph captures it and a kernel of this problem is not loaded yet; call fovea_prepare (or "
-                  "run the problem once) before the capture");
+                  "stream: a graph captures it and a kernel of this problem is not loaded yet; call fovea_prepare "
+                  "(Python: fovea.prepare), or run the problem once, before the capture");
     }
     executable.load();
   }

@@ -27,6 +27,7 @@ class Launcher {
   const jit::Driver& driver_;
   char* workspace_;
   Args args_;
+  std::size_t first_ = 0;  // launch of the plan that this call has
 
   template <class T>
   T* region(Region region) const {
