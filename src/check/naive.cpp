@@ -201,7 +201,7 @@ struct Naive {
       const T keep = head.keep(i, j);
       const Dot<T> value_dot(grad_out.data(), v.data() + j * head_dim_v, head_dim_v);
       const T dp = keep * (value_dot.sum - sign * noise.units(1, value_dot.size));
-      const T ds = math::grad_score(p, dp, delta);
+      const T ds = math::grad_score<true>(p, dp, delta);
       const T ds_of_dot = rounded(type, ds * score.derivative);
       add_scaled(grad_v.data() + j * head_dim_v, keep != 0 ? rounded(type, p * keep) : T(0), grad_out.data(),
                  head_dim_v);

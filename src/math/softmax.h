@@ -91,10 +91,15 @@ constexpr T delta(T dot_of_grad_out_and_out, T grad_lse) {
   return dot_of_grad_out_and_out - grad_lse;
 }
 
-// ds = p * (dp - delta), dp = keep / (1 - p_drop) * <do_i, v_j>.
-template <class T>
+// ds = p * (dp - delta), dp = keep / (1 - p_drop) * <do_i, v_j>. kMayHide: 0 where p is, since dp of a hidden pair may
+// be infinite; to be left out only where no pair is hidden.
+template <bool kMayHide = false, class T>
 constexpr T grad_score(T p, T dp, T delta) {
-  return p * (dp - delta);
+  const T ds = p * (dp - delta);
+  if constexpr (kMayHide) {
+    return select(p == T(0), T(0), ds);
+  }
+  return ds;
 }
 
 // One row's share of the sink's gradient.

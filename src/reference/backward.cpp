@@ -52,7 +52,7 @@ void backward(const Call& call) {
               const double p = math::probability(s.value, reference);
               const double keep = head.keep(i, j);
               const double dp = keep != 0 ? keep * dot(grad_out.data(), v.data() + j * head_dim_v, head_dim_v) : 0;
-              const double ds = math::grad_score(p, dp, delta);
+              const double ds = math::grad_score<true>(p, dp, delta);
               // What is dropped has no part in dv, not even as NaN.
               add_scaled(grad_v.data() + j * head_dim_v, keep != 0 ? p * keep : 0, grad_out.data(), head_dim_v);
               add_scaled(grad_q.data(), ds * s.derivative, k.data() + j * head_dim, head_dim);

@@ -247,8 +247,7 @@ void grad_row(const math::Score<T>& score, const RowTerms<T>& terms, i64 cols, c
     after_dropout(p).store(row.p + c);
     if (row.ds != nullptr) {
       const Simd<T> dp = after_dropout(Simd<T>::load(row.ds + c));
-      Simd<T> ds = math::grad_score(p, dp, Simd<T>(row.delta));
-      ds = select(p == zero, zero, ds);  // dP of a hidden pair may be infinite
+      const Simd<T> ds = math::grad_score<true>(p, dp, Simd<T>(row.delta));
       (ds * scored.score.derivative).store(row.ds + c);
       if (row.streams) {
         hn::Stream(ds.raw, Tag<T>(), row.ds_bias + c);
