@@ -71,6 +71,10 @@ struct Plan {
 // For a target, without a GPU. Throws Error(FOVEA_UNSUPPORTED) with the reason where no kernel serves the problem.
 Plan plan_for(const Call& call, const Target& target);
 
+// FOVEA_KERNEL: the newest family of kernels that plans may take ("sm80", "sm90"), for tests and for comparing; null:
+// any. Throws Error(FOVEA_INVALID_ARGUMENT) where it has another value.
+const char* kernel_family();
+
 // Every kernel that a problem of these shapes and options may need on the target, whatever the alignment of its
 // addresses: what is compiled ahead of time.
 std::vector<Kernel> kernels_for(const Call& call, const Target& target);

@@ -50,9 +50,9 @@ struct Operands {
   bool mask_by_lanes = false;  // the bits' order is that of sm90_mask
   Box mask_box;
   std::vector<Term> terms;
-  bool grad_bias_in_place = false;  // dS goes where the bias was packed, and from there to grad_bias
-  bool vector_stores = false;       // results may be written by 16 bytes
-  bool pairs = false;               // q, k, v (and grad_out) are split into pairs of fp16
+  int grad_bias_pack = -1;     // the bias's, where dS goes to its place and from there to grad_bias; -1: straight there
+  bool vector_stores = false;  // results may be written by 16 bytes
+  bool pairs = false;          // q, k, v (and grad_out) are split into pairs of fp16
 };
 
 // Whether scores may stay dot products that the exponent scales: in their order, not near the least numbers, and not

@@ -2,8 +2,6 @@
 //
 // Arguments of the kernels in prepare.cuh (packing, mask bits, terms along keys and queries, fp32 as pairs of fp16) and
 // clear_rows.cuh.
-#include <algorithm>
-
 #include "core/clear_rows.h"
 #include "cuda/launch/launcher.h"
 
@@ -27,10 +25,9 @@ void Launcher::pack(std::size_t number) {
 // The gradient of the bias, which lies where the bias was packed.
 void Launcher::unpack(std::size_t number) {
   const Operands& operands = plan_.operands;
-  const auto pack =
-      std::find_if(operands.packs.begin(), operands.packs.end(), [](const Pack& p) { return p.to == Region::kBias; });
-  UnpackArgs args{region<unsigned short>(Region::kBias), call_.grad_bias.data, call_.grad_bias.strides, pack->box,
-                  pack->columns};
+  const Pack& pack = operands.packs[static_cast<std::size_t>(operands.grad_bias_pack)];
+  UnpackArgs args{region<unsigned short>(pack.to), call_.grad_bias.data, call_.grad_bias.strides, pack.box,
+                  pack.columns};
   launch_with(number, plan_.launches[number].blocks, &args);
 }
 

@@ -51,7 +51,7 @@ void Launcher::sm90_backward(std::size_t number) {
   if (spec.dbias_store) {
     constexpr int kPanel = 64;
     encode(driver_, args.grad_bias, args.has_grad_bias,
-           {plan_.operands.grad_bias_in_place ? args_.bias : tensor(call_.grad_bias), type, call_.problem.seqlen_k,
+           {plan_.operands.grad_bias_pack >= 0 ? args_.bias : tensor(call_.grad_bias), type, call_.problem.seqlen_k,
             call_.problem.seqlen_q, rows.heads_q, rows.batch2, rows.batch1, kPanel, spec.step});
   }
   args.key_blocks = static_cast<int>(sm90_backward_key_blocks(call_, spec));
