@@ -279,7 +279,11 @@ TEST_F(JitDriver, DescribesADevice) {
   EXPECT_EQ(info.capability(), 90);
   EXPECT_EQ(info.shared_per_block, 227 * 1024);
   EXPECT_TRUE(info.clusters);
-  EXPECT_EQ(refusal([&] { describe_device(d, 2); }, FOVEA_INVALID_ARGUMENT), "device: 2 was given; 0 to 1 are there");
+  const std::string message = "device: 2 was given; 0 to 1 are there";
+  EXPECT_TRUE(refusal([&] { describe_device(d, 2); }, FOVEA_INVALID_ARGUMENT).starts_with(message));
+  const Variable visible("CUDA_VISIBLE_DEVICES", "1,0");
+  EXPECT_EQ(refusal([&] { describe_device(d, 2); }, FOVEA_INVALID_ARGUMENT),
+            message + ", as CUDA_VISIBLE_DEVICES is '1,0'");
   refusal([&] { describe_device(d, -1); }, FOVEA_INVALID_ARGUMENT);
 }
 

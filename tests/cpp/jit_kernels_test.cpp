@@ -111,7 +111,12 @@ TEST(JitKernels, WithoutNvrtcWhatIsThereIsTaken) {
   settings.nvrtc.forced = "/nowhere";
   Jit jit(settings);
   EXPECT_FALSE(jit.binary(tiny(3))->cubin.empty());
-  EXPECT_TRUE(contains(refusal([&] { jit.binary(tiny(4)); }, FOVEA_UNSUPPORTED), "FOVEA_NVRTC: NVRTC 12.4 or newer"));
+  EXPECT_NO_THROW(jit.require(tiny(3)));
+  for (const bool only_asked : {true, false}) {
+    const auto call = [&] { only_asked ? jit.require(tiny(4)) : static_cast<void>(jit.binary(tiny(4))); };
+    EXPECT_TRUE(refusal(call, FOVEA_INVALID_ARGUMENT).starts_with("FOVEA_NVRTC: '/nowhere': no such file"));
+  }
+  EXPECT_EQ(jit.counts().compiled, 0);
 }
 
 TEST(JitKernels, OffTakesOnlyWhatIsPrecompiled) {

@@ -101,15 +101,22 @@ TEST(JitNvrtc, ForcedMeansNothingElse) {
   pretend(old.path(), "11.8");
   NvrtcSearch search = only({good.path().string()});
   search.forced = old.path().string();
-  const std::string message = refusal([&] { find_nvrtc(search); }, FOVEA_UNSUPPORTED);
-  EXPECT_TRUE(message.starts_with("FOVEA_NVRTC: ")) << message;
-  EXPECT_TRUE(contains(message, "is 11.8: too old")) << message;
+  const std::string message = refusal([&] { find_nvrtc(search); }, FOVEA_INVALID_ARGUMENT);
+  EXPECT_TRUE(message.starts_with("FOVEA_NVRTC: '" + search.forced + "': ")) << message;
+  EXPECT_TRUE(contains(message, "is 11.8: too old; accepted: ")) << message;
   search.forced = good / "libnvrtc.so.13";
   EXPECT_EQ(find_nvrtc(search).path, search.forced);
   for (const char* missing : {"nothing.so", "libnvrtc.so.12"}) {
     search.forced = good / missing;
-    EXPECT_TRUE(contains(refusal([&] { find_nvrtc(search); }, FOVEA_UNSUPPORTED), missing));
+    EXPECT_TRUE(contains(refusal([&] { find_nvrtc(search); }, FOVEA_INVALID_ARGUMENT),
+                         std::string(missing) + "': no such file or folder; accepted: "));
   }
+  const Folder empty;
+  search.forced = empty.path().string();
+  EXPECT_TRUE(
+      contains(refusal([&] { find_nvrtc(search); }, FOVEA_INVALID_ARGUMENT), "no libnvrtc.so is in this folder"));
+  search.forced = "libnvrtc-of-nobody.so";  // a name for the dynamic loader
+  EXPECT_TRUE(contains(refusal([&] { find_nvrtc(search); }, FOVEA_INVALID_ARGUMENT), "cannot open shared object file"));
 }
 
 TEST(JitNvrtc, NoneAtAllSaysWhatToInstall) {

@@ -6,6 +6,7 @@
 #include <pthread.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <deque>
 #include <mutex>
 #include <optional>
@@ -120,6 +121,15 @@ struct Configured {
 // The driver takes a CUkernel where a CUfunction is asked for, and finds the current context's function itself.
 cu::Function as_function(cu::Kernel kernel) { return reinterpret_cast<cu::Function>(kernel); }
 
+std::string why_none_is_seen() {
+  const char* const visible = std::getenv("CUDA_VISIBLE_DEVICES");
+  return visible == nullptr
+             ? "sees none"
+             : fmt::format("CUDA_VISIBLE_DEVICES, '{}', leaves none; accepted there: numbers or UUIDs of GPUs as "
+                           "nvidia-smi -L lists them, or not set",
+                           visible);
+}
+
 }  // namespace
 
 // ---- the driver ----
@@ -144,7 +154,7 @@ Driver make_driver(cu::GetProcAddress get) {
   for_each_function(driver, find);
   const cu::Result result = driver.init(0);
   if (result == cu::kErrorNoDevice) {
-    unsupported("CUDA: no GPU: the NVIDIA driver is there but sees none (is CUDA_VISIBLE_DEVICES empty?)");
+    unsupported(fmt::format("CUDA: no GPU: the NVIDIA driver is there but {}", why_none_is_seen()));
   }
   if (result == cu::kErrorNotInitialized) {
     unsupported(
@@ -221,7 +231,10 @@ int device_count(const Driver& driver) {
 DeviceInfo describe_device(const Driver& driver, int ordinal) {
   const int count = device_count(driver);
   if (ordinal < 0 || ordinal >= count) {
-    throw Error(FOVEA_INVALID_ARGUMENT, fmt::format("device: {} was given; 0 to {} are there", ordinal, count - 1));
+    const char* const visible = std::getenv("CUDA_VISIBLE_DEVICES");
+    throw Error(FOVEA_INVALID_ARGUMENT,
+                fmt::format("device: {} was given; 0 to {} are there{}", ordinal, count - 1,
+                            visible == nullptr ? "" : fmt::format(", as CUDA_VISIBLE_DEVICES is '{}'", visible)));
   }
   DeviceInfo info;
   info.ordinal = ordinal;

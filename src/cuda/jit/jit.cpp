@@ -199,26 +199,14 @@ const std::shared_ptr<const Binary>& Jit::fill(Slot& slot, const Request& reques
   return slot.binary;
 }
 
-Binary Jit::obtain(const Request& request, const std::string& key) {
-  const auto start = std::chrono::steady_clock::now();
-  const auto done = [&](int Counts::*count, std::string_view what) {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      ++(counts_.*count);
-    }
-    if (settings_.log) {
-      std::fputs(fmt::format("fovea: jit: {} {} for {} in {:.1f} ms\n", what, request.expression(),
-                             request.architecture, milliseconds_since(start))
-                     .c_str(),
-                 stderr);
-    }
+Jit::Sought Jit::seek(const Request& request, const std::string& key) {
+  const auto found = [](std::optional<Binary> binary, int Counts::*count, std::string_view what) {
+    return Sought{std::move(binary), count, what, {}};
   };
-
   if (!settings_.precompiled.empty()) {
     const Cache ahead(settings_.precompiled, Cache::Access::kReadOnly, 0, "FOVEA_PRECOMPILED_DIR");
-    if (std::optional<Binary> found = ahead.load_any(key, driver_major())) {
-      done(&Counts::precompiled, "precompiled");
-      return std::move(*found);
+    if (std::optional<Binary> binary = ahead.load_any(key, driver_major())) {
+      return found(std::move(binary), &Counts::precompiled, "precompiled");
     }
   }
   const std::string missing = fmt::format("no machine code of {} for {}", request.expression(), request.architecture);
@@ -231,33 +219,59 @@ Binary Jit::obtain(const Request& request, const std::string& key) {
   const bool on_disk = !settings_.cache_folder.empty();
   const auto read_any = [&] { return on_disk ? disk().load_any(key, driver_major()) : std::nullopt; };
   if (settings_.mode == Mode::kCache) {
-    std::optional<Binary> found = read_any();
-    if (!found) {
-      throw Error(FOVEA_UNSUPPORTED,
-                  fmt::format("FOVEA_JIT=cache: {} in {}; precompile it, or set FOVEA_JIT=jit", missing,
-                              on_disk ? settings_.cache_folder : "FOVEA_CACHE_DIR, which is none"));
+    if (std::optional<Binary> binary = read_any()) {
+      return found(std::move(binary), &Counts::disk, "read");
     }
-    done(&Counts::disk, "read");
-    return std::move(*found);
+    throw Error(FOVEA_UNSUPPORTED,
+                fmt::format("FOVEA_JIT=cache: {} in {}; precompile it, or set FOVEA_JIT=jit", missing,
+                            on_disk ? settings_.cache_folder : "FOVEA_CACHE_DIR, which is none"));
   }
 
   NvrtcFile file;
   try {
     file = nvrtc_file(request);
   } catch (const Error&) {
-    if (std::optional<Binary> found = read_any()) {
-      done(&Counts::disk, "read");
-      return std::move(*found);
+    if (std::optional<Binary> binary = read_any()) {
+      return found(std::move(binary), &Counts::disk, "read");
     }
     throw;
   }
   if (on_disk) {
-    if (std::optional<Binary> found = disk().load(key, file.version)) {
-      done(&Counts::disk, "read");
-      return std::move(*found);
+    if (std::optional<Binary> binary = disk().load(key, file.version)) {
+      return found(std::move(binary), &Counts::disk, "read");
     }
     disk().require_writable();
   }
+  return {std::nullopt, &Counts::compiled, "compiled", std::move(file)};
+}
+
+void Jit::require(const Request& request) {
+  const std::string key = key_of(request);
+  Slot& mine = slot(key);
+  const std::lock_guard<std::mutex> lock(mine.mutex);
+  if (!mine.binary) {
+    seek(request, key);
+  }
+}
+
+Binary Jit::obtain(const Request& request, const std::string& key) {
+  const auto start = std::chrono::steady_clock::now();
+  Sought sought = seek(request, key);
+  Binary made = sought.binary ? std::move(*sought.binary) : compile(request, key, sought.compiler);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ++(counts_.*sought.count);
+  }
+  if (settings_.log) {
+    std::fputs(fmt::format("fovea: jit: {} {} for {} in {:.1f} ms\n", sought.what, request.expression(),
+                           request.architecture, milliseconds_since(start))
+                   .c_str(),
+               stderr);
+  }
+  return made;
+}
+
+Binary Jit::compile(const Request& request, const std::string& key, const NvrtcFile& file) {
   const std::shared_ptr<const Nvrtc> compiler = nvrtc(file);
   const Source source{fmt::format("#include \"{}\"\n", request.file), settings_.text, request.expression(),
                       request.architecture, request.options};
@@ -266,10 +280,9 @@ Binary Jit::obtain(const Request& request, const std::string& key) {
   if (!settings_.dump.empty()) {
     dump(request, key, made, ptx);
   }
-  if (on_disk) {
+  if (!settings_.cache_folder.empty()) {
     disk().store(key, compiler->version(), made);
   }
-  done(&Counts::compiled, "compiled");
   return made;
 }
 

@@ -71,6 +71,10 @@ class Jit {
   // The machine code. Needs no driver and no GPU.
   std::shared_ptr<const Binary> binary(const Request& request);
 
+  // Throws what binary() would throw before it compiles: no NVRTC, a mode that does not find it, a folder that is not
+  // safe.
+  void require(const Request& request);
+
   // Several, at once as far as there are cores: a call's first kernels take as long as the slowest of them. All are
   // tried; then the first that went wrong is thrown.
   void gather(const std::vector<Request>& requests);
@@ -96,7 +100,16 @@ class Jit {
 
   Slot& slot(const std::string& key);
   const std::shared_ptr<const Binary>& fill(Slot& slot, const Request& request, const std::string& key);
+  // Machine code that is there, or who compiles it.
+  struct Sought {
+    std::optional<Binary> binary;
+    int Counts::*count;
+    std::string_view what;  // for the log
+    NvrtcFile compiler;
+  };
+  Sought seek(const Request& request, const std::string& key);
   Binary obtain(const Request& request, const std::string& key);
+  Binary compile(const Request& request, const std::string& key, const NvrtcFile& file);
   NvrtcFile nvrtc_file(const Request& request);
   std::shared_ptr<const Nvrtc> nvrtc(const NvrtcFile& file);
   const Cache& disk();

@@ -186,10 +186,17 @@ class Choice {
       wanted +=
           fmt::format(", for a driver of CUDA {} not newer than {}.x", search_.driver_major, search_.driver_major);
     }
+    if (!search_.forced.empty()) {
+      throw Error(
+          FOVEA_INVALID_ARGUMENT,
+          fmt::format("FOVEA_NVRTC: '{}': {}; accepted: the file libnvrtc.so or a folder that has it, of {}; or "
+                      "not set, and one is looked for",
+                      search_.forced, why_not_forced(), wanted));
+    }
     const std::string seen =
         passed_over_.empty() ? "none was found" : fmt::format("passed over: {}", fmt::join(passed_over_, "; "));
-    throw Error(FOVEA_UNSUPPORTED, fmt::format("{}{} is needed to compile GPU kernels; {}. Please {}.",
-                                               search_.forced.empty() ? "" : "FOVEA_NVRTC: ", wanted, seen, kInstall));
+    throw Error(FOVEA_UNSUPPORTED,
+                fmt::format("{} is needed to compile GPU kernels; {}. Please {}.", wanted, seen, kInstall));
   }
 
  private:
@@ -197,6 +204,15 @@ class Choice {
   std::vector<std::string> seen_;
   std::vector<std::string> passed_over_;
   std::optional<NvrtcFile> found_;
+
+  std::string why_not_forced() const {
+    std::error_code error;
+    const bool is_path = search_.forced.find('/') != std::string::npos;  // or a name for the dynamic loader
+    if (is_path && !fs::exists(search_.forced, error)) {
+      return "no such file or folder";
+    }
+    return passed_over_.empty() ? "no libnvrtc.so is in this folder" : fmt::format("{}", fmt::join(passed_over_, "; "));
+  }
 };
 
 // ---- what the log says ----

@@ -66,8 +66,9 @@ struct NvrtcFile {
   Version version;
 };
 
-// Throws Error(FOVEA_UNSUPPORTED) with every candidate, why it was passed over, and what to install. A library is
-// loaded only where its file does not tell the version.
+// Throws Error(FOVEA_UNSUPPORTED) with every candidate, why it was passed over, and what to install; where FOVEA_NVRTC
+// names one that will not do, Error(FOVEA_INVALID_ARGUMENT). A library is loaded only where its file does not tell the
+// version.
 NvrtcFile find_nvrtc(const NvrtcSearch& search);
 
 // ---- compiling ----
