@@ -523,6 +523,10 @@ def real(name: str, value: Any) -> float:
 
 
 def _integer(name: str, value: Any) -> int:
+    if hasattr(value, "__cuda_array_interface__"):
+        raise TypeError(
+            f"{name}: an array of a CUDA device, which every call would wait for; accepted: an integer, such as {name}.item()"
+        )
     try:
         number = operator.index(value)
     except TypeError:

@@ -312,6 +312,10 @@ def _word(name: str, value: Any) -> int:
 def _index(name: str, value: Any) -> int:
     if type(value) is int:
         return value
+    if isinstance(value, Tensor) and value.device.type not in ("cpu", "meta"):
+        raise TypeError(
+            f"{name}: a tensor on {value.device}, which every call would wait for; accepted: an integer, such as {name}.item()"
+        )
     try:
         return operator.index(value)
     except TypeError:
