@@ -119,6 +119,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_backward(const __gr
     }
 
     const u32 stage = stages + n % S.stages * Loader::kBytes;
+    Loader::clear_dead(stage, thread);
     const u32 queries = stage + Loader::kQueries;
     const u32 grad_out = stage + Loader::kGradOut;
     const u32 grads_to = grads + (S.delay ? n & 1 : 0) * kGradBytes;

@@ -101,6 +101,28 @@ __device__ __forceinline__ void load_row_vectors(u32 to, const Args& a, i64 row,
   }
 }
 
+// Rows of dO of queries that meet no key become zero: their P is 0, and 0 * inf would be NaN in dV. All threads of the
+// block come here behind the barrier that shows them the tile; where there is such a row another barrier follows.
+template <class Layout, int kRows, int kThreads>
+__device__ __forceinline__ void clear_dead_rows(u32 tile, u32 lse, const Thread& thread) {
+  bool some = false;
+#pragma unroll
+  for (int i = thread.lane; i < kRows; i += 32) {
+    some = some || load_shared(lse + i * 4) == kInfinity;
+  }
+  if (!__any_sync(~0u, some)) {
+    return;
+  }
+#pragma unroll 1
+  for (int i = thread.index; i < kRows * Layout::kChunks; i += kThreads) {
+    const int row = i / Layout::kChunks;
+    if (load_shared(lse + row * 4) == kInfinity) {
+      store_shared(tile + row * Layout::kRowBytes + i % Layout::kChunks * 16, uint4{});
+    }
+  }
+  sync();
+}
+
 template <Spec S, int kKeys, int kThreads>
 struct StepLoader {
   static constexpr int M = S.step;
@@ -137,6 +159,13 @@ struct StepLoader {
         a.grad_out.strides.row * 2, rows, KeyBlock<S>::row_bytes(S.dv, a.head_dim_v), thread);
     load_row_vectors<M, kThreads>(to + kLse, a, row0 + at.head * a.padded_rows + m0, thread);
     Inputs::load(to + kInputs, a, block.place, at.head, m0, block.n0, thread);
+  }
+
+  // To be called where a step's copies are seen.
+  static __device__ __forceinline__ void clear_dead(u32 stage, const Thread& thread) {
+    if constexpr (S.dkv && may_hide(S)) {
+      clear_dead_rows<Tile<row_of_tile(S.type, S.dv)>, M, kThreads>(stage + kGradOut, stage + kLse, thread);
+    }
   }
 };
 
@@ -284,11 +313,10 @@ __device__ __forceinline__ void grad_scores(float (&s)[kTiles][kColumns][4], flo
             grad *= factor;
           }
           if constexpr (is_pair(S.type)) {
-            grad = p * fmaf(grad, head.factors.dp, -delta[n] * head.factors.delta);
+            grad = math::grad_score<may_hide(S)>(p, grad * head.factors.dp, delta[n] * head.factors.delta);
           } else {
-            grad = math::grad_score(p, grad, delta[n]);
+            grad = math::grad_score<may_hide(S)>(p, grad, delta[n]);
           }
-          grad = p == 0 ? 0.f : grad;  // dP of a hidden pair may be infinite
           if constexpr (kSums) {
             sums[i][e >> 1] += grad;
           }

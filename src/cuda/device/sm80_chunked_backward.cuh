@@ -236,6 +236,14 @@ __device__ __forceinline__ void chunked_backward(const Args& a) {
       }
     }
     const u32 moving = buffers + buffer * kBufferBytes;
+    if constexpr (kTransposed && may_hide(S)) {
+      if (of_v) {
+        clear_dead_rows<Tile<W>, M, kThreads>(moving, inputs, thread);
+        if constexpr (is_pair(kType)) {
+          clear_dead_rows<Tile<W>, M, kThreads>(moving + M * W * 2, inputs, thread);
+        }
+      }
+    }
     add_columns<kType, T, W / 8, M / 16>(
         sum, [&](int i, int kk) { return operands[i][kk]; },
         [&](int kk, int j) { return moving + lanes_result.at(kk * 16, j); }, W / 16,

@@ -144,6 +144,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_wide_backward(const
 
     // P^T and dS^T
     const u32 stage = stages + n % S.stages * Loader::kBytes;
+    Loader::clear_dead(stage, thread);
     const u32 queries = stage + Loader::kQueries;
     const u32 grad_out = stage + Loader::kGradOut;
     const int m0 = block.query(now);
