@@ -30,14 +30,16 @@ __device__ __forceinline__ i64 prepare_stride() { return i64(gridDim.x) * kPrepa
 struct BoxRow {
   i64 batch1, batch2, head, row;
 };
-__device__ __forceinline__ BoxRow box_row(const Box& box, i64 number) {
+// kIndex: 32 bits where numbers have no more, since divisions of 64 may take longer than a copy.
+template <class kIndex>
+__device__ __forceinline__ BoxRow box_row(const Box& box, kIndex number) {
   BoxRow at;
-  at.row = number % box.rows;
-  number /= box.rows;
-  at.head = number % box.heads;
-  number /= box.heads;
-  at.batch2 = number % box.batch2;
-  at.batch1 = number / box.batch2;
+  at.row = i64(number % kIndex(box.rows));
+  number /= kIndex(box.rows);
+  at.head = i64(number % kIndex(box.heads));
+  number /= kIndex(box.heads);
+  at.batch2 = i64(number % kIndex(box.batch2));
+  at.batch1 = i64(number / kIndex(box.batch2));
   return at;
 }
 __device__ __forceinline__ i64 offset_of(const math::Strides& strides, const BoxRow& at) {
@@ -57,71 +59,162 @@ __device__ __forceinline__ float float_of(const void* data, i64 index, BiasTile 
   return value;
 }
 
-// Eight elements a thread; S.type says how large they are: kFp32 is 4 bytes, anything else 2.
-template <Spec S>
-__global__ void __launch_bounds__(kPrepareThreads) prepare_pack(const __grid_constant__ PackArgs args) {
-  begin_kernel<S.arch>();
-  constexpr int kVectors = S.type == Type::kFp32 ? 2 : 1;
-  constexpr int kElements = 8;
-  const PackJob& job = args.jobs[blockIdx.y];
-  const Box& box = job.box;
-  const i64 pieces = (box.width + kElements - 1) / kElements;
-  const i64 total = box.all_rows() * pieces;
-  const i64 column_stride = job.from.strides.col;
-  for (i64 n = prepare_thread(); n < total; n += prepare_stride()) {
-    const i64 row = n / pieces;
-    const i64 first = n % pieces * kElements;
-    const i64 from = offset_of(job.from.strides, box_row(box, row)) + first * column_stride;
-    u32 words[kVectors * 4];
-    if constexpr (S.type == Type::kFp32) {
-      const u32* data = static_cast<const u32*>(job.from.data) + from;
+// ---- rows that cannot be copied by 16 bytes ----
+
+__device__ __forceinline__ u32 load_half(const char* from) { return *reinterpret_cast<const u16*>(from); }
+__device__ __forceinline__ u32 load_word(const char* from) { return *reinterpret_cast<const u32*>(from); }
+
+// 16 bytes of a row, of which `bytes` exist; the rest is zero. kUnit: what addresses and bytes are multiples of, 2 to
+// 8; 0: elements of kBytes that are `stride` bytes apart. All loads of a thread are on their way before words() waits.
+template <int kUnit, int kBytes>
+struct RowPiece {
+  u32 parts[kUnit == 0 ? 16 / kBytes : kUnit == 2 ? 5 : 4];
+  bool odd = false;  // the address is no multiple of 4
+
+  __device__ __forceinline__ void load(const char* from, int bytes, i64 stride) {
+    if constexpr (kUnit == 8) {
 #pragma unroll
-      for (int i = 0; i < kElements; ++i) {
-        words[i] = first + i < job.columns ? data[i * column_stride] : 0;
+      for (int i = 0; i < 2; ++i) {
+        const uint2 x = i * 8 < bytes ? *reinterpret_cast<const uint2*>(from + i * 8) : uint2{};
+        parts[2 * i] = x.x;
+        parts[2 * i + 1] = x.y;
       }
-    } else {
-      const unsigned short* data = static_cast<const unsigned short*>(job.from.data) + from;
+    } else if constexpr (kUnit == 4) {
 #pragma unroll
-      for (int i = 0; i < kElements / 2; ++i) {
-        const u32 low = first + 2 * i < job.columns ? data[2 * i * column_stride] : 0;
-        const u32 high = first + 2 * i + 1 < job.columns ? data[(2 * i + 1) * column_stride] : 0;
-        words[i] = low | high << 16;
+      for (int i = 0; i < 4; ++i) {
+        parts[i] = i * 4 < bytes ? load_word(from + i * 4) : 0;
+      }
+    } else if constexpr (kUnit == 2) {
+      // The first half; three whole words; the half behind them or, where there is none, the second.
+      odd = (reinterpret_cast<u64>(from) & 2) != 0;
+      const int words = odd ? 2 : 4;
+      const int other = odd ? 14 : 2;
+      parts[0] = load_half(from);
+#pragma unroll
+      for (int i = 0; i < 3; ++i) {
+        const int at = words + i * 4;
+        parts[1 + i] = at + 4 <= bytes ? load_word(from + at) : at < bytes ? load_half(from + at) : 0;
+      }
+      parts[4] = other < bytes ? load_half(from + other) : 0;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 16 / kBytes; ++i) {
+        const char* const at = from + i * stride;
+        parts[i] = i * kBytes >= bytes ? 0 : kBytes == 4 ? load_word(at) : load_half(at);
       }
     }
-    uint4* to = reinterpret_cast<uint4*>(static_cast<u32*>(job.to) + (row * box.width + first) / 2 * kVectors);
+  }
+
+  __device__ __forceinline__ uint4 words() const {
+    if constexpr (kUnit == 2) {
+      const u32 first = odd ? parts[0] << 16 : parts[0] | parts[4] << 16;
+      const u32 shift = odd ? 16 : 0;
+      return {__funnelshift_r(first, parts[1], shift), __funnelshift_r(parts[1], parts[2], shift),
+              __funnelshift_r(parts[2], parts[3], shift), __funnelshift_r(parts[3], parts[4], shift)};
+    } else if constexpr (kUnit == 0 && kBytes == 2) {
+      return {parts[0] | parts[1] << 16, parts[2] | parts[3] << 16, parts[4] | parts[5] << 16,
+              parts[6] | parts[7] << 16};
+    } else {
+      return {parts[0], parts[1], parts[2], parts[3]};
+    }
+  }
+};
+
+template <int kUnit, int kBytes, class kIndex>
+__device__ __forceinline__ void pack_rows(const PackJob& job) {
+  constexpr int kElements = 16 / kBytes;
+  constexpr int kAtOnce = kUnit == 0 ? 1 : 4;  // pieces of a thread
+  constexpr int kOfABlock = kAtOnce * kPrepareThreads;
+  const Box& box = job.box;
+  const kIndex pieces = kIndex(box.width / kElements);
+  const i64 total = box.count() / kElements;
+  const i64 stride = job.from.strides.col * kBytes;
+#pragma unroll 1
+  for (i64 begin = i64(blockIdx.x) * kOfABlock + threadIdx.x; begin < total; begin += i64(gridDim.x) * kOfABlock) {
+    RowPiece<kUnit, kBytes> x[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      if (i == 0 || first + 4 * i < box.width) {
-        to[i] = {words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]};
+    for (int i = 0; i < kAtOnce; ++i) {
+      const i64 n = begin + i * kPrepareThreads;
+      if (n < total) {
+        const kIndex row = kIndex(n) / pieces;
+        const i64 first = i64(kIndex(n) - row * pieces) * kElements;
+        const char* const from =
+            static_cast<const char*>(job.from.data) + offset_of(job.from.strides, box_row(box, row)) * kBytes;
+        x[i].load(from + first * stride, int(math::min(job.columns - first, i64{kElements})) * kBytes, stride);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const i64 n = begin + i * kPrepareThreads;
+      if (n < total) {
+        static_cast<uint4*>(job.to)[n] = x[i].words();
       }
     }
   }
 }
 
-// A warp takes 256 numbers of a row, a lane every 32nd: neighbours are written at once, wherever rows begin.
+// S.type says how large elements are: kFp32 is 4 bytes, anything else 2.
+template <Spec S>
+__global__ void __launch_bounds__(kPrepareThreads) prepare_pack(const __grid_constant__ PackArgs args) {
+  begin_kernel<S.arch>();
+  constexpr int kBytes = S.type == Type::kFp32 ? 4 : 2;
+  const PackJob& job = args.jobs[blockIdx.y];
+  const math::Strides& s = job.from.strides;
+  // What every address and every row's end is a multiple of.
+  const u32 bits =
+      u32((s.batch1 | s.batch2 | s.head | s.row | job.columns) * kBytes) | u32(reinterpret_cast<u64>(job.from.data));
+  if (job.box.count() / (16 / kBytes) >= i64(1) << 32) {
+    pack_rows<0, kBytes, i64>(job);
+  } else if (s.col != 1) {
+    pack_rows<0, kBytes, u32>(job);
+  } else if (bits % 8 == 0) {
+    pack_rows<8, kBytes, u32>(job);
+  } else if (bits % 4 == 0) {
+    pack_rows<4, kBytes, u32>(job);
+  } else if constexpr (kBytes == 2) {
+    pack_rows<2, kBytes, u32>(job);
+  }
+}
+
+// Words of a row in the tensor, a lane every 32nd, wherever its rows begin: two numbers are one store.
 template <Spec S>
 __global__ void __launch_bounds__(kPrepareThreads) prepare_unpack(const __grid_constant__ UnpackArgs args) {
   begin_kernel<S.arch>();
   constexpr int kEach = 8;
+  constexpr int kWords = 32 * kEach;  // of a warp at once
   const Box& box = args.box;
   const int lane = threadIdx.x % 32;
-  const i64 pieces = (args.columns + 32 * kEach - 1) / (32 * kEach);
-  const i64 total = box.all_rows() * pieces;
-  for (i64 n = prepare_thread() / 32; n < total; n += prepare_stride() / 32) {
-    const i64 row = n / pieces;
-    const i64 first = n % pieces * (32 * kEach) + lane;
-    const unsigned short* const from = args.from + row * box.width + first;
-    unsigned short* const to =
-        static_cast<unsigned short*>(args.to) + offset_of(args.strides, box_row(box, row)) + first * args.strides.col;
-    unsigned short x[kEach];
+  const int columns = int(args.columns);
+  const bool together = args.strides.col == 1;
+  const u32 pieces = u32((columns / 2 + kWords) / kWords);
+  const u32 total = u32(box.all_rows()) * pieces;
+  for (u32 n = u32(prepare_thread() / 32); n < total; n += u32(prepare_stride() / 32)) {
+    const u32 row = n / pieces;
+    const u16* const from = args.from + i64(row) * box.width;
+    u16* const to = static_cast<u16*>(args.to) + offset_of(args.strides, box_row(box, row));
+    const int odd = together && (reinterpret_cast<u64>(to) & 2) != 0 ? 1 : 0;
+    const int first = int(n - row * pieces) * kWords + lane;
+    u16 x[kEach][2];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      x[i] = first + 32 * i < args.columns ? from[32 * i] : 0;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int column = (first + i * 32) * 2 - odd + e;
+        x[i][e] = column >= 0 && column < columns ? from[column] : u16(0);
+      }
     }
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      if (first + 32 * i < args.columns) {
-        to[32 * i * args.strides.col] = x[i];
+      const int column = (first + i * 32) * 2 - odd;
+      if (together && column >= 0 && column + 1 < columns) {
+        *reinterpret_cast<u32*>(to + column) = x[i][0] | u32(x[i][1]) << 16;
+      } else {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          if (column + e >= 0 && column + e < columns) {
+            to[(column + e) * args.strides.col] = x[i][e];
+          }
+        }
       }
     }
   }
