@@ -215,19 +215,20 @@ def timed(calls: list, count: int) -> float:
     return start.elapsed_time(end) / 1e3 / count
 
 
-def graphed(call) -> object:
-    """Ten of a call in one CUDA graph, on the stream that the call was warmed up on: autograd remembers streams."""
-    stream = torch.cuda.Stream()
+def graphed(calls: list, times: int, stream: torch.cuda.Stream) -> object:
+    """The calls by turns, so many times, in one CUDA graph, on the stream that they were warmed up on: autograd remembers
+    streams."""
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
-            call()
+            calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     # Relaxed: a peer that loads a kernel or asks an event late may; that our own calls need none of it is tests/gpu's.
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
-        for _ in range(10):
-            call()
+        for _ in range(times):
+            for call in calls:
+                call()
     return graph.replay
 
 
@@ -239,9 +240,11 @@ class Runner:
             raise Refused("a part of the gradients is measured beside our own")
         self.name = name
         self.case = case
-        self.seconds: dict[str, list] = {"forward": [], "backward": []}
+        self.seconds: dict[str, list] = {"forward": [], "backward": [], "forward_device": [], "backward_device": []}
         self.count: dict[str, int] = {}
         self.peak = 0
+        self.on_device: dict[str, object] = {}  # of random problems: graphs of all copies
+        self.copies = len(copies)
         self.graph = 10 if case.graph else 1
         functions = [CONTENDERS[name](case, x) for x in copies]
         with torch.no_grad():
@@ -258,13 +261,29 @@ class Runner:
             torch.cuda.reset_peak_memory_stats()
             self.backward[0]()
             self.peak = torch.cuda.max_memory_allocated() - held
+        if case.group == "random":
+            try:
+                self._on_device(functions, copies)
+            except Exception as error:  # a peer that cannot be captured is timed as it is called
+                self.on_device = {}
+                if name == "ours":
+                    raise
+                print(f"  {name} under a CUDA graph: {reason_of(error)}", flush=True)
 
     def _in_graphs(self, function, x: Inputs) -> None:
         def both():
             return torch.autograd.grad(function(), list(x.leaves.values()), x.grad_out, allow_unused=True)
 
-        self.forward = [graphed(self._without_gradient(function))]
-        self.backward = [graphed(both)]
+        self.forward, self.backward = ([graphed([call], self.graph, torch.cuda.Stream())] for call in (self._without_gradient(function), both))
+
+    def _on_device(self, functions: list, copies: list[Inputs]) -> None:
+        """What the device takes when nobody waits for the host: a backward is captured where its forward ran."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            backward = [self._backward(f, x) for f, x in zip(functions, copies)]
+        self.on_device["forward_device"] = graphed([self._without_gradient(f) for f in functions], 1, stream)
+        self.on_device["backward_device"] = graphed(backward, 1, stream)
 
     @staticmethod
     def _without_gradient(function):
@@ -287,6 +306,10 @@ class Runner:
                 timed(calls, 1)
                 self.count[way] = max(2, min(400, int(seconds / max(timed(calls, 1), 1e-6))))
             self.seconds[way].append(timed(calls, self.count[way]) / self.graph)
+        for way, graph in self.on_device.items():
+            if way not in self.count:
+                self.count[way] = max(2, min(100, int(seconds / max(timed([graph], 1), 1e-6))))
+            self.seconds[way].append(timed([graph], self.count[way]) / self.copies)
 
     def far_behind(self, others: list[Runner]) -> bool:
         """More than twice the best's time both ways: measured once, it is no peer here."""
@@ -349,6 +372,7 @@ def measure(case: Case, names: list[str], seconds: float, known: dict) -> dict:
             "forward_us": round((runner.median("forward") or 0) * 1e6, 2),
             "backward_us": round((runner.median("backward") or 0) * 1e6, 2),
             "peak_mib": round(runner.peak / 2**20, 1),
+            **{f"{way}_us": round(runner.median(way) * 1e6, 2) for way in runner.on_device},
         }
     return row
 
@@ -356,9 +380,11 @@ def measure(case: Case, names: list[str], seconds: float, known: dict) -> dict:
 # ---- what is shown ----
 
 
-def rate(row: dict, name: str, way: int) -> float | None:
+def rate(row: dict, name: str, way: int, device: bool = False) -> float | None:
+    """TFLOP/s; with `device` under a CUDA graph, where the contender could be captured."""
     result = row["results"].get(name, {})
-    time_us = result.get(("forward_us", "backward_us")[way])
+    field = ("forward", "backward")[way]
+    time_us = (device and result.get(f"{field}_device_us")) or result.get(f"{field}_us")
     return row["flops"][way] / time_us / 1e6 if time_us else None
 
 
@@ -548,9 +574,9 @@ def save(path: Path, about: dict, rows: list[dict]) -> None:
     path.write_text(json.dumps(data, indent=1) + "\n")
 
 
-def best_peer(row: dict, way: int) -> tuple[float, str] | None:
+def best_peer(row: dict, way: int, device: bool) -> tuple[float, str] | None:
     """(TFLOP/s, who)"""
-    rates = [(rate(row, name, way) or 0, name) for name in row["results"] if name != "ours"]
+    rates = [(rate(row, name, way, device) or 0, name) for name in row["results"] if name != "ours"]
     return max(rates) if any(r for r, _ in rates) else None
 
 
@@ -574,14 +600,15 @@ def summary(rows: list[dict], names: list[str]) -> None:
                 print(f"dense D={d} over {peer}: forward {mean(ratios[0]):.2f} (least {min(ratios[0]):.2f}), "
                       f"backward {mean(ratios[1]):.2f} (least {min(ratios[1]):.2f}), {len(ratios[0])} cells")  # fmt: skip
     drawn = [row for row in rows if row["group"] == "random"]
-    for way, title in enumerate(("forward", "backward")):
-        beside = [(row, best_peer(row, way)) for row in drawn]
-        ratios = sorted((rate(row, "ours", way) / peer[0], row["line"], peer[1]) for row, peer in beside if peer)
+    for way, device in ((0, True), (1, True), (0, False), (1, False)):
+        title = ("forward", "backward")[way] + (", on the device" if device else ", as called")
+        beside = [(row, best_peer(row, way, device)) for row in drawn]
+        ratios = sorted((rate(row, "ours", way, device) / peer[0], row["line"], peer[1]) for row, peer in beside if peer)
         if ratios:
             values = [ratio for ratio, *_ in ratios]
             print(f"random, {title}: {len(values)} of {len(drawn)} have a peer; over the best: median {statistics.median(values):.2f}, "
-                  f"tenth percentile {percentile(values, 0.1):.2f}; the worst:")  # fmt: skip
-            for ratio, problem, peer in ratios[:10]:
+                  f"tenth percentile {percentile(values, 0.1):.2f}" + "; the worst:" * device)  # fmt: skip
+            for ratio, problem, peer in ratios[: 10 * device]:
                 print(f"  {ratio:.2f} of {peer}: {problem[:150]}")
 
 
