@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
+#include <map>
 #include <memory>
 #include <thread>
 
@@ -21,19 +23,34 @@
 namespace fovea::cli {
 namespace {
 
+// What an environment variable that the library does not read itself may be; "" where it may.
+std::string file_that_is_there(const std::string& value) {
+  return std::filesystem::is_regular_file(value) ? "" : "no such file";
+}
+std::string folder_that_is_there(const std::string& value) {
+  return std::filesystem::is_directory(value) ? "" : "no such folder";
+}
+std::string number(const std::string& value) {
+  return value.find_first_not_of("0123456789") == value.npos ? "" : "accepted: a number";
+}
+std::string number_or_all(const std::string& value) {
+  return value == "all" || number(value).empty() ? "" : "accepted: a number, all";
+}
+std::string reduced(const std::string& value) { return value == "reduced" ? "" : "accepted: reduced, or not set"; }
+std::string cuda_cpu_or_compile(const std::string& value) {
+  return value == "cuda" || value == "cpu" || value == "compile" ? "" : "accepted: cuda, cpu, compile";
+}
+
 struct Variable {
   const char* name;
   const char* meaning;
+  std::string (*why_not)(const std::string& value) = nullptr;  // null: fovea_machine() says it, or all is accepted
 };
 constexpr Variable kVariables[] = {
     {"FOVEA_BACKEND", "the backend that serves what names none itself"},
     {"FOVEA_CPU_ISA", "the instruction set of the CPU backend"},
-    {"FOVEA_LIBRARY", "the libfovea.so that Python loads"},
-    {"FOVEA_BUILD", "the build folder that the tests use"},
-    {"FOVEA_CASES", "reduced: the smaller case table, in the C++ tests"},
     {"FOVEA_CHECK", "1: addresses, and lengths on a GPU, are checked by every call"},
     {"FOVEA_KERNEL", "sm80, sm90: the newest family of GPU kernels that is taken"},
-    {"FOVEA_KERNELS", "how many GPU kernels the C++ tests compile; all: every one"},
     {"FOVEA_JIT", "jit, cache or off: whether kernels are compiled at run time"},
     {"FOVEA_CACHE_DIR", "where compiled kernels are kept; none: nowhere"},
     {"FOVEA_CACHE_MAX_MB", "how much is kept there"},
@@ -41,6 +58,14 @@ constexpr Variable kVariables[] = {
     {"FOVEA_NVRTC", "NVRTC's file or folder"},
     {"FOVEA_LOG", "jit: a line for each kernel compiled or read"},
     {"FOVEA_DUMP", "a folder for the text of compiled kernels"},
+    {"FOVEA_LIBRARY", "the libfovea.so that Python loads", file_that_is_there},
+    {"FOVEA_BUILD", "tests: the build folder that they use", folder_that_is_there},
+    {"FOVEA_CASES", "reduced: the smaller case table, in the C++ tests", reduced},
+    {"FOVEA_KERNELS", "how many GPU kernels the C++ tests compile; all: every one", number_or_all},
+    {"FOVEA_KERNELS_SECONDS", "tests: after so long they compile no more of an architecture's", number},
+    {"FOVEA_LONG", "tests in Python: those of some minutes, too"},
+    {"FOVEA_SITE_PACKAGES", "tests in C++: where NVRTC's wheel lies", folder_that_is_there},
+    {"FOVEA_TEST_DEVICE", "tests/gpu: cuda, cpu or compile", cuda_cpu_or_compile},
 };
 
 void explain_problem(const std::string& line) {
@@ -84,7 +109,7 @@ void for_each_line(fovea_status (*function)(char*, std::size_t, std::size_t*), c
 
 void explain_machine() {
   const Machine machine = this_machine();
-  const auto line = [](std::string_view what, const std::string& value) { fmt::print("{:<18} {}\n", what, value); };
+  const auto line = [](std::string_view what, const std::string& value) { fmt::print("{:<21} {}\n", what, value); };
   line("fovea", machine.version);
   line("processor", machine.processor);
   for (const cpu::Isa& isa : cpu::instruction_sets()) {
@@ -98,12 +123,24 @@ void explain_machine() {
   for_each_line(fovea_backends, [&](const std::string& name, const std::string& state) {
     line("backend", fmt::format("{:<10} {}", name, state));
   });
-  for_each_line(fovea_machine, line);
+  std::map<std::string, std::string> refused;  // variables with values that the library does not accept, and why
+  for_each_line(fovea_machine, [&](const std::string& name, const std::string& value) {
+    name.starts_with("FOVEA_") ? static_cast<void>(refused.emplace(name, value)) : line(name, value);
+  });
   std::vector<std::string> known;
   for (const Variable& variable : kVariables) {
     known.emplace_back(variable.name);
-    const char* value = std::getenv(variable.name);
-    line(variable.name, fmt::format("{:<10} {}", value != nullptr ? value : "not set", variable.meaning));
+    const char* const set = std::getenv(variable.name);
+    const std::string value = set != nullptr ? set : "";
+    if (const std::string why = variable.why_not != nullptr && !value.empty() ? variable.why_not(value) : "";
+        !why.empty()) {
+      refused.emplace(variable.name, fmt::format("'{}': {}", value, why));
+    }
+    if (const auto fault = refused.find(variable.name); fault != refused.end()) {
+      line(variable.name, "REFUSED    " + fault->second);
+    } else {
+      line(variable.name, fmt::format("{:<10} {}", set != nullptr ? value : "not set", variable.meaning));
+    }
   }
   for (char** entry = environ; *entry != nullptr; ++entry) {
     const std::string variable(*entry, std::strcspn(*entry, "="));

@@ -41,6 +41,14 @@ void add_line(std::vector<Problem>& problems, const std::string& line) {
   if (words.empty() || words.front().starts_with('#')) {
     return;
   }
+  for (const std::string& word : words) {
+    if (word == "device=cpu" || (word.starts_with("backend=") && word != "backend=cuda")) {
+      throw Fault(kBadInput,
+                  fmt::format("{}: in '{}'; precompile is for a GPU's kernels: accepted is device=cuda, or no "
+                              "word of it",
+                              word, line));
+    }
+  }
   const bool directed = std::any_of(words.begin(), words.end(), [](auto& w) { return w == "fwd" || w == "bwd"; });
   for (const std::string direction : {"fwd ", "bwd "}) {
     problems.push_back(parse(directed ? line : direction + line));

@@ -442,9 +442,12 @@ def _known(name: str, more: Sequence[str] = ()) -> None:
 def _doctor() -> str:
     lines = [f"fovea {_library.version()}", f"library   {_library.path}", f"threads   {num_threads()}"]
     lines += [f"backend   {name}: {state}" for name, state in backends().items()]
-    facts = (line.split("\t", 1) for line in text(lib.fovea_machine).splitlines())
-    lines += [f"{name:<12} {value}" if len(name) > 9 else f"{name:<9} {value}" for name, value in facts]
-    lines += [f"set       {name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("FOVEA_")]
+    facts = [line.split("\t", 1) for line in text(lib.fovea_machine).splitlines()]
+    refused = {name: why for name, why in facts if name.startswith("FOVEA_")}
+    lines += [f"{name:<9} {value}" for name, value in facts if name not in refused]
+    for name, value in sorted(os.environ.items()):
+        if name.startswith("FOVEA_"):
+            lines.append(f"REFUSED   {name}: {refused[name]}" if name in refused else f"set       {name}={value}")
     return "\n".join(lines)
 
 

@@ -103,10 +103,28 @@ void run(const fovea_problem* problem, Direction direction, void* workspace, std
   execute(call, workspace, bytes);
 }
 
-void explain(const Call& call, char* text, std::size_t capacity, std::size_t* needed) {
-  const Plan plan = fovea::plan(call);
-  write_text(to_text(call.problem, plan), text, capacity, needed);
+void explain(const Call& call, const std::string& notes, char* text, std::size_t capacity, std::size_t* needed) {
+  const Plan plan = explained(call);
+  write_text(to_text(call.problem, plan, notes), text, capacity, needed);
   require_supported(call.problem, plan);
+}
+
+// Of the environment variables that the library reads: those that are set to what it does not accept.
+std::vector<cuda::Fact> refused_variables() {
+  std::vector<cuda::Fact> refused = cuda::refused_variables();
+  const auto add = [&](const char* name, std::string why) {
+    const std::string prefix = std::string(name) + ": ";
+    refused.push_back({name, why.starts_with(prefix) ? why.substr(prefix.size()) : std::move(why)});
+  };
+  try {
+    check_backend_of_environment();
+  } catch (const Error& error) {
+    add("FOVEA_BACKEND", error.what());
+  }
+  if (std::string why = cpu::unavailable(); !why.empty()) {
+    add("FOVEA_CPU_ISA", std::move(why));
+  }
+  return refused;
 }
 
 void dropout_mask(std::int64_t batch, std::int64_t heads, std::int64_t seqlen_q, std::int64_t seqlen_k, double p,
@@ -203,8 +221,9 @@ fovea_status fovea_explain(const fovea_problem* problem, fovea_direction directi
                            size_t* needed) {
   return guarded([&] {
     check_text(text, capacity);
-    fovea::explain(fovea::validate(given(problem, "problem"), fovea::direction_of(direction), /*shapes_only=*/true),
-                   text, capacity, needed);
+    const fovea::Call call =
+        fovea::validate(given(problem, "problem"), fovea::direction_of(direction), /*shapes_only=*/true);
+    fovea::explain(call, fovea::strides_beside_the_line(call), text, capacity, needed);
   });
 }
 
@@ -215,7 +234,7 @@ fovea_status fovea_explain_line(const char* line, char* text, size_t capacity, s
     const fovea::Shapes shapes(problem);
     fovea::Call call = fovea::validate(shapes.get(), problem.direction, /*shapes_only=*/true);
     call.problem = problem;
-    fovea::explain(call, text, capacity, needed);
+    fovea::explain(call, "", text, capacity, needed);
   });
 }
 
@@ -244,8 +263,10 @@ fovea_status fovea_machine(char* text, size_t capacity, size_t* needed) {
   return guarded([&] {
     check_text(text, capacity);
     std::string lines;
-    for (const fovea::cuda::Fact& fact : fovea::cuda::machine()) {
-      lines += fmt::format("{}\t{}\n", fact.name, fact.value);
+    for (const std::vector<fovea::cuda::Fact>& facts : {fovea::cuda::machine(), fovea::refused_variables()}) {
+      for (const fovea::cuda::Fact& fact : facts) {
+        lines += fmt::format("{}\t{}\n", fact.name, fact.value);
+      }
     }
     fovea::write_text(lines, text, capacity, needed);
   });

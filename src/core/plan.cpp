@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
+#include <tuple>
 
 #include "core/clear_rows.h"
 #include "cpu/cpu.h"
@@ -122,8 +123,61 @@ Plan plan(const Call& call) {
   return plan;
 }
 
-std::string to_text(const Problem& problem, const Plan& plan) {
-  std::string text = fmt::format("problem: {}\n", print(problem));
+Plan explained(const Call& call) {
+  Plan plan = fovea::plan(call);
+  if (plan.backend == BackendKind::kCuda) {
+    try {
+      cuda::require_kernels(*plan.cuda);
+    } catch (const Error& error) {
+      if (error.status() != FOVEA_UNSUPPORTED) {
+        throw;
+      }
+      plan.backend = BackendKind::kNone;
+      for (Verdict& verdict : plan.verdicts) {
+        if (verdict.serves) {
+          verdict = {verdict.backend, false, fmt::format("{}; {}", error.what(), verdict.reason)};
+        }
+      }
+    }
+  }
+  return plan;
+}
+
+void check_backend_of_environment() { named_backend(Problem{}); }
+
+std::string strides_beside_the_line(const Call& call) {
+  const Problem& p = call.problem;
+  std::string text;
+  for (const auto& [name, traits, view] :
+       {std::tuple("bias", &p.bias, &call.bias), std::tuple("bias2", &p.bias2, &call.bias2),
+        std::tuple("mask", &p.mask, &call.mask)}) {
+    if (!*traits) {
+      continue;
+    }
+    const Extents& e = traits->extents;
+    const math::Strides& s = view->strides;
+    std::int64_t contiguous = 1;
+    bool differs = false;
+    for (const auto& [has, size, stride] :
+         {std::tuple(e.key, p.seqlen_k, s.col), std::tuple(e.query, p.seqlen_q, s.row),
+          std::tuple(e.head, p.heads_q, s.head), std::tuple(e.batch2, p.batch2, s.batch2),
+          std::tuple(e.batch1, p.batch1, s.batch1)}) {
+      if (has && size > 1) {
+        differs = differs || stride != contiguous;
+        contiguous *= size;
+      }
+    }
+    if (differs) {
+      text += fmt::format(
+          "{}: strides of {}, {}, {}, {}, {} elements along b1, b2, h, q, k, where the line means it contiguous\n",
+          name, s.batch1, s.batch2, s.head, s.row, s.col);
+    }
+  }
+  return text;
+}
+
+std::string to_text(const Problem& problem, const Plan& plan, const std::string& notes) {
+  std::string text = fmt::format("problem: {}\n{}", print(problem), notes);
   bool taken = false;
   for (const Verdict& verdict : plan.verdicts) {
     const bool takes = verdict.serves && !taken;

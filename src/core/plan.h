@@ -40,8 +40,17 @@ struct Plan {
 // FOVEA_BACKEND, where the problem names no backend itself, forces one as if it did.
 Plan plan(const Call& call);
 
-// The text of explain().
-std::string to_text(const Problem& problem, const Plan& plan);
+// As plan(), and whether a GPU's kernels are there or can be compiled here.
+Plan explained(const Call& call);
+
+// The text of explain(). `notes`: whole lines about the problem that its own line cannot say.
+std::string to_text(const Problem& problem, const Plan& plan, const std::string& notes = "");
+
+// How a bias or mask lies where not as the problem's line means it, a line each.
+std::string strides_beside_the_line(const Call& call);
+
+// Throws Error(FOVEA_INVALID_ARGUMENT) where FOVEA_BACKEND is no backend's name.
+void check_backend_of_environment();
 
 // Throws Error(FOVEA_UNSUPPORTED) with the reasons where nothing serves.
 void require_supported(const Problem& problem, const Plan& plan);

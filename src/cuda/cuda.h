@@ -75,6 +75,9 @@ Plan plan_for(const Call& call, const Target& target);
 // any. Throws Error(FOVEA_INVALID_ARGUMENT) where it has another value.
 const char* kernel_family();
 
+// FOVEA_CHECK=1. Throws the same where it is neither 0 nor 1.
+bool checks_arguments();
+
 // Every kernel that a problem of these shapes and options may need on the target, whatever the alignment of its
 // addresses: what is compiled ahead of time.
 std::vector<Kernel> kernels_for(const Call& call, const Target& target);
@@ -89,6 +92,9 @@ const Plan& plan_of(const Executable& executable);
 // Compiles (or reads) and loads the kernels; needed once, and before a stream capture begins.
 void prepare_kernels(Executable& executable);
 
+// Throws what prepare_kernels() would throw before anything is compiled: no NVRTC, a mode that does not find a kernel.
+void require_kernels(const Executable& executable);
+
 // In the direction of the call, on its stream. `workspace` is aligned to Workspace::kAlignment.
 void run(const Call& call, Executable& executable, void* workspace);
 
@@ -101,5 +107,8 @@ struct Fact {
   std::string value;
 };
 std::vector<Fact> machine();
+
+// The environment variables that this backend reads and that are set to what it does not accept: name, and why.
+std::vector<Fact> refused_variables();
 
 }  // namespace fovea::cuda

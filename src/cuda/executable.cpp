@@ -165,6 +165,15 @@ const Plan& plan_of(const Executable& executable) { return executable.plan(); }
 
 void prepare_kernels(Executable& executable) { executable.load(); }
 
+void require_kernels(const Executable& executable) {
+  if (executable.loaded()) {
+    return;
+  }
+  for (const Launch& launch : executable.plan().launches) {
+    jit::Jit::global().require(request_of(launch.kernel, executable.plan().target));
+  }
+}
+
 std::string unavailable() {
   std::string why_not;
   if (jit::find_driver(why_not) == nullptr) {

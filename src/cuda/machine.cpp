@@ -3,8 +3,10 @@
 // What a bug report begins with: GPUs, driver, NVRTC and the folder of compiled kernels. Nothing is made or loaded that
 // a call would not load.
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <filesystem>
 
 #include "cuda/cuda.h"
@@ -52,8 +54,7 @@ void add_gpus(std::vector<Fact>& facts) {
   }
 }
 
-std::string nvrtc_of(const jit::Settings& settings) {
-  jit::NvrtcSearch search = settings.nvrtc;
+std::string nvrtc_of(jit::NvrtcSearch search) {
   std::string why_not;
   if (const jit::Driver* const driver = jit::find_driver(why_not)) {
     search.driver_major = driver->major();
@@ -62,19 +63,19 @@ std::string nvrtc_of(const jit::Settings& settings) {
   return fmt::format("{}, {}", to_text(file.version), file.path);
 }
 
-std::string cache_of(const jit::Settings& settings) {
-  if (settings.cache_folder.empty()) {
+std::string cache_of() {
+  const std::string folder = jit::cache_folder_from_environment();
+  if (folder == "none") {
     return "none";
   }
   std::error_code error;
-  if (!fs::exists(settings.cache_folder, error)) {
-    return fmt::format("{}, which is not there yet", settings.cache_folder);
+  if (!fs::exists(folder, error)) {
+    return fmt::format("{}, which is not there yet", folder);
   }
-  const jit::Cache checked(settings.cache_folder, jit::Cache::Access::kReadWrite, 0, "FOVEA_CACHE_DIR");
+  const jit::Cache checked(folder, jit::Cache::Access::kReadWrite, 0, "FOVEA_CACHE_DIR");
   std::uintmax_t bytes = 0;
   int kernels = 0;
-  for (fs::directory_iterator entry(settings.cache_folder, error), end; !error && entry != end;
-       entry.increment(error)) {
+  for (fs::directory_iterator entry(folder, error), end; !error && entry != end; entry.increment(error)) {
     std::error_code gone;  // another process may have removed it
     const std::uintmax_t size = entry->file_size(gone);
     if (!gone && entry->path().extension() == ".kernel") {
@@ -84,22 +85,83 @@ std::string cache_of(const jit::Settings& settings) {
   }
   constexpr double kMiB = 1 << 20;
   return fmt::format("{}, {} kernels of {:.1f} MiB, at most {:.0f} MiB", checked.folder(), kernels,
-                     static_cast<double>(bytes) / kMiB, static_cast<double>(settings.cache_bytes) / kMiB);
+                     static_cast<double>(bytes) / kMiB, static_cast<double>(jit::cache_size_from_environment()) / kMiB);
 }
+
+// A folder that is made when it is needed.
+void require_room_for(const char* variable, const std::string& folder) {
+  fs::path there = fs::absolute(folder).lexically_normal();
+  std::error_code error;
+  while (!fs::exists(there, error) && there.has_relative_path()) {
+    there = there.parent_path();
+  }
+  if (!fs::is_directory(there, error) || access(there.c_str(), W_OK) != 0) {
+    throw Error(FOVEA_INVALID_ARGUMENT,
+                fmt::format("{}: '{}', and {} is no folder that this user may write to; accepted: a folder of your own",
+                            variable, folder, there.string()));
+  }
+}
+
+void require_cache(const std::string& folder) {
+  if (folder == "none") {
+    return;
+  }
+  std::error_code error;
+  if (fs::exists(folder, error)) {
+    const jit::Cache checked(folder, jit::Cache::Access::kReadWrite, 0, "FOVEA_CACHE_DIR");
+  } else {
+    require_room_for("FOVEA_CACHE_DIR", folder);
+  }
+}
+
+struct Judge {
+  const char* variable;
+  void (*require)(const std::string& value);  // throws what is wrong with it: whoever reads the variable, where he can
+};
+constexpr Judge kJudges[] = {
+    {"FOVEA_KERNEL", [](const std::string&) { kernel_family(); }},
+    {"FOVEA_CHECK", [](const std::string&) { checks_arguments(); }},
+    {"FOVEA_JIT", [](const std::string&) { jit::mode_from_environment(); }},
+    {"FOVEA_LOG", [](const std::string&) { jit::log_from_environment(); }},
+    {"FOVEA_CACHE_DIR", require_cache},
+    {"FOVEA_CACHE_MAX_MB", [](const std::string&) { jit::cache_size_from_environment(); }},
+    {"FOVEA_PRECOMPILED_DIR",
+     [](const std::string& value) {
+       const jit::Cache checked(value, jit::Cache::Access::kReadOnly, 0, "FOVEA_PRECOMPILED_DIR");
+     }},
+    {"FOVEA_NVRTC", [](const std::string&) { nvrtc_of(jit::NvrtcSearch::from_environment()); }},
+    {"FOVEA_DUMP", [](const std::string& value) { require_room_for("FOVEA_DUMP", value); }},
+};
 
 }  // namespace
 
 std::vector<Fact> machine() {
   std::vector<Fact> facts;
-  add_gpus(facts);
-  try {
-    const jit::Settings settings = jit::Settings::from_environment();
-    facts.push_back({"NVRTC", said([&] { return nvrtc_of(settings); })});
-    facts.push_back({"kernel cache", said([&] { return cache_of(settings); })});
-  } catch (const Error& error) {
-    facts.push_back({"kernel cache", line_of(error)});
+  if (const char* const visible = std::getenv("CUDA_VISIBLE_DEVICES"); visible != nullptr) {
+    facts.push_back({"CUDA_VISIBLE_DEVICES", fmt::format("'{}': GPUs are those that it names, in its order", visible)});
   }
+  add_gpus(facts);
+  facts.push_back({"NVRTC", said([] { return nvrtc_of(jit::NvrtcSearch::from_environment()); })});
+  facts.push_back({"kernel cache", said([] { return cache_of(); })});
   return facts;
+}
+
+std::vector<Fact> refused_variables() {
+  std::vector<Fact> refused;
+  for (const Judge& judge : kJudges) {
+    const char* const value = std::getenv(judge.variable);
+    if (value == nullptr || *value == '\0') {
+      continue;
+    }
+    try {
+      judge.require(value);
+    } catch (const Error& error) {
+      const std::string prefix = std::string(judge.variable) + ": ";
+      std::string why = line_of(error);
+      refused.push_back({judge.variable, why.starts_with(prefix) ? why.substr(prefix.size()) : why});
+    }
+  }
+  return refused;
 }
 
 }  // namespace fovea::cuda

@@ -25,14 +25,15 @@ constexpr std::int64_t kMostBlocks = (std::int64_t{1} << 32) - 1;  // of a launc
 }  // namespace
 
 const char* kernel_family() {
-  static const char* const family = [] {
-    const char* value = std::getenv("FOVEA_KERNEL");
-    return value != nullptr && *value == '\0' ? nullptr : value;
+  static const std::string family = [] {
+    const char* const value = std::getenv("FOVEA_KERNEL");
+    std::string text = value != nullptr ? value : "";
+    if (!text.empty() && text != "sm80" && text != "sm90") {
+      throw Error(FOVEA_INVALID_ARGUMENT, fmt::format("FOVEA_KERNEL: '{}'; accepted: sm80, sm90", text));
+    }
+    return text;
   }();
-  if (family != nullptr && std::string_view(family) != "sm80" && std::string_view(family) != "sm90") {
-    throw Error(FOVEA_INVALID_ARGUMENT, fmt::format("FOVEA_KERNEL: '{}'; accepted: sm80, sm90", family));
-  }
-  return family;
+  return family.empty() ? nullptr : family.c_str();
 }
 
 bool Planner::allowed(const Kernel& kernel) {

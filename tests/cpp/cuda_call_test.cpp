@@ -28,7 +28,9 @@ TEST(CudaCall, WithAPlayedDriver) {
         FOVEA_FAKE_CUDA, set, self, filter);
     EXPECT_EQ(std::system(command.c_str()), 0) << command;
   };
-  run("FOVEA_CHECK=0", "DISABLED_PlayedCuda.*-*WhereThatIsAskedFor:*.AnOldGpu*");
+  run("FOVEA_CHECK=0", "DISABLED_PlayedCuda.*-*WhereThatIsAskedFor:*.AnOldGpu*:*.With*");
+  run("FOVEA_CHECK=yes", "DISABLED_PlayedCuda.WithAnUnknownValue*");
+  run("FOVEA_JIT=off", "DISABLED_PlayedCuda.WithNothingToCompile*");
   run("FOVEA_CHECK=1", "DISABLED_PlayedCuda.*WhereThatIsAskedFor");
   run("FAKE_CAPABILITY=7", "DISABLED_PlayedCuda.AnOldGpu*");
 }
@@ -294,6 +296,34 @@ TEST_F(DISABLED_PlayedCuda, WhatIsPreparedMayAskForClearedRows) {
     EXPECT_EQ(Given(one + (clears ? "" : " clear")).call(), FOVEA_OK) << fovea_last_error();
     capturing = 0;
   }
+}
+
+TEST_F(DISABLED_PlayedCuda, WithAnUnknownValueOfFoveaCheck) {
+  EXPECT_EQ(Given("fwd b=2 hq=4 sq=128 sk=128 d=64 bf16").call(), FOVEA_INVALID_ARGUMENT);
+  EXPECT_EQ(std::string(fovea_last_error()), "FOVEA_CHECK: 'yes'; accepted: 0, 1");
+  EXPECT_EQ(launches(), 0);
+}
+
+std::string explained(const Given& given, fovea_status expected) {
+  char text[4096] = "";
+  EXPECT_EQ(fovea_explain(&given.raw, given.direction(), text, sizeof text, nullptr), expected) << fovea_last_error();
+  return text;
+}
+
+TEST_F(DISABLED_PlayedCuda, ExplainSaysWhoServes) {
+  const std::string text = explained(Given("fwd b=2 hq=4 sq=128 sk=128 d=64 bf16"), FOVEA_OK);
+  EXPECT_NE(text.find("\ncuda: serves: sm90_forward"), std::string::npos) << text;
+  EXPECT_EQ(launches(), 0);
+}
+
+TEST_F(DISABLED_PlayedCuda, WithNothingToCompileExplainSaysThatACallWouldFail) {
+  const Given given("fwd b=2 hq=4 sq=128 sk=128 d=64 bf16");
+  EXPECT_EQ(given.call(), FOVEA_UNSUPPORTED);
+  const std::string why = fovea_last_error();
+  EXPECT_EQ(why.rfind("FOVEA_JIT=off: no machine code of fovea::cuda::sm90_forward", 0), 0u) << why;
+  const std::string text = explained(given, FOVEA_UNSUPPORTED);
+  EXPECT_NE(text.find("\ncuda: does not serve: " + why), std::string::npos) << text;
+  EXPECT_EQ(text.find(": serves"), std::string::npos) << text;
 }
 
 TEST_F(DISABLED_PlayedCuda, AWorkspaceThatIsTooSmall) {

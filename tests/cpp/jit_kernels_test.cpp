@@ -179,11 +179,11 @@ TEST(JitKernels, TheEnvironmentSetsEverything) {
   EXPECT_EQ(Settings::from_environment().mode, Mode::kOff);
   const Variable bad("FOVEA_JIT", "never");
   EXPECT_EQ(refusal([] { Settings::from_environment(); }, FOVEA_INVALID_ARGUMENT),
-            "FOVEA_JIT: got \"never\"; one of jit, cache, off is accepted");
+            "FOVEA_JIT: 'never'; accepted: jit, cache, off");
   const Variable usual("FOVEA_JIT", "jit");
   const Variable verbose("FOVEA_LOG", "verbose");
   EXPECT_EQ(refusal([] { Settings::from_environment(); }, FOVEA_INVALID_ARGUMENT),
-            "FOVEA_LOG: got \"verbose\"; jit is accepted, or not set");
+            "FOVEA_LOG: 'verbose'; accepted: jit, or not set");
 }
 
 TEST(JitKernels, LogAndDumpShowWhatHappens) {

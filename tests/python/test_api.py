@@ -9,6 +9,7 @@ import copy
 import gc
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -874,6 +875,24 @@ def test_explain_the_machine():
     assert f"threads   {fovea.num_threads()}" in text
     assert "cpu: available" in text
     assert {line.split()[0] for line in text.splitlines()} >= {"GPU", "NVRTC", "kernel"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import fovea; print(fovea.explain())"],
+        env={**os.environ, "FOVEA_KERNEL": "sm75", "FOVEA_LOG": "jit"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    assert "REFUSED   FOVEA_KERNEL: 'sm75'; accepted: sm80, sm90" in lines
+    assert "set       FOVEA_LOG=jit" in lines
+
+
+def test_explain_says_how_a_bias_lies_where_its_line_cannot():
+    q, k, v = qkv(np.float32)
+    bias = BIAS.astype(np.float32)
+    assert "strides" not in fovea.explain(q, k, v, bias=bias)
+    permuted = np.ascontiguousarray(bias.swapaxes(-1, -2)).swapaxes(-1, -2)
+    lines = fovea.explain(q, k, v, bias=permuted).splitlines()
+    rows = bias.shape[-2]
+    assert lines[0] == fovea.explain(q, k, v, bias=bias).splitlines()[0]
+    assert re.fullmatch(rf"bias: strides of .*, 1, {rows} elements along b1, b2, h, q, k, where the line means it contiguous", lines[1])
 
 
 def test_prepare_refuses_what_a_call_would():

@@ -634,11 +634,41 @@ def test_explain_the_machine():
     assert re.search(r"FOVEA_BAKCEND.*nothing reads it; did you mean FOVEA_BACKEND", text)
 
 
+@pytest.mark.parametrize(
+    "name, value, why",
+    [
+        ("FOVEA_BACKEND", "gpu", "'gpu'; accepted: cpu, cuda, reference"),
+        ("FOVEA_CPU_ISA", "sse", "'sse'; accepted: .*portable"),
+        ("FOVEA_CHECK", "yes", "'yes'; accepted: 0, 1"),
+        ("FOVEA_KERNEL", "sm75", "'sm75'; accepted: sm80, sm90"),
+        ("FOVEA_JIT", "never", "'never'; accepted: jit, cache, off"),
+        ("FOVEA_CACHE_DIR", "/proc/version", ".*it is no folder"),
+        ("FOVEA_CACHE_MAX_MB", "1GB", "'1GB'; accepted: a number of megabytes"),
+        ("FOVEA_PRECOMPILED_DIR", "/nowhere", ".*/nowhere: No such file or directory"),
+        ("FOVEA_NVRTC", "/nowhere/libnvrtc.so", "'/nowhere/libnvrtc.so': no such file or folder; accepted: .*libnvrtc.so"),
+        ("FOVEA_LOG", "all", "'all'; accepted: jit, or not set"),
+        ("FOVEA_DUMP", "/proc/version/dump", ".*/proc/version is no folder"),
+        ("FOVEA_LIBRARY", "/nowhere", "'/nowhere': no such file"),
+        ("FOVEA_BUILD", "/nowhere", "'/nowhere': no such folder"),
+        ("FOVEA_CASES", "few", "'few': accepted: reduced"),
+        ("FOVEA_KERNELS", "many", "'many': accepted: a number, all"),
+        ("FOVEA_TEST_DEVICE", "gpu", "'gpu': accepted: cuda, cpu, compile"),
+    ],
+)
+def test_explain_judges_variables(name, value, why):
+    text = succeeds("explain", env={name: value})
+    assert re.search(rf"^{name} +REFUSED +{why}", text, re.M), text
+    assert text.count("REFUSED") == 1
+
+
 def test_explain_knows_every_variable_that_the_library_reads():
     """By the literal names in its sources: one that is missing here would be called unread."""
     sources = [*(ROOT / "src").rglob("*.cpp"), *(ROOT / "src").rglob("*.h")]
     read = {name for path in sources for name in re.findall(r'(?:getenv|environment|variable)\("(FOVEA_\w+)"\)', path.read_text())}
     assert len(read) > 5
+    documented = {name for path in (ROOT / "docs").glob("*.md") for name in re.findall(r"^\| `(FOVEA_\w+)", path.read_text(), re.M)}
+    assert len(documented) > 10
+    read |= documented
     text = succeeds("explain", env={name: "" for name in read if name not in ("FOVEA_CPU_ISA", "FOVEA_BACKEND")})
     assert "nothing reads it" not in text
     for name in read:
@@ -788,6 +818,8 @@ def test_precompile_refuses_by_name(here):
     refused("precompile", "--arch", "sm_80", says="no problem is given")
     refused("precompile", "--arch", "sm_77", f"fwd {PLAIN}", says=("architecture: 'sm_77'", "accepted: sm_80"))
     refused("precompile", "--arch", "sm_80", "fwd b=1 hq=x", says="hq: 'x'")
+    for word in ("device=cpu", "backend=reference"):
+        refused("precompile", "--list", "--arch", "sm_80", f"fwd {PLAIN} {word}", says=(f"{word}: in ", "accepted is device=cuda"))
     refused("precompile", "--arch", "sm_80", "--file", "nowhere", cwd=here, says="nowhere: cannot be read")
     refused("precompile", *line, env={"FOVEA_JIT": "off"}, says="FOVEA_JIT")
     refused("precompile", *line, env={"FOVEA_JIT": "", "FOVEA_CACHE_DIR": "none"}, says="FOVEA_CACHE_DIR")

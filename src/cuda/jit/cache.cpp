@@ -353,7 +353,7 @@ std::uint64_t cache_size_from_environment() {
   const auto [stop, error] = std::from_chars(value, end, megabytes);
   if (error != std::errc() || stop != end || megabytes > std::uint64_t{1} << 40) {
     throw Error(FOVEA_INVALID_ARGUMENT,
-                fmt::format("FOVEA_CACHE_MAX_MB: got \"{}\"; a number of megabytes is accepted", value));
+                fmt::format("FOVEA_CACHE_MAX_MB: '{}'; accepted: a number of megabytes", value));
   }
   return megabytes << 20;
 }

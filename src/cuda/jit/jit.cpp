@@ -55,27 +55,38 @@ std::string Jit::key_of(const Request& request) const {
                      fmt::join(request.options, " "));
 }
 
-Settings Settings::from_environment() {
-  Settings settings;
+Mode mode_from_environment() {
   const std::string mode = environment("FOVEA_JIT");
   if (mode == "cache") {
-    settings.mode = Mode::kCache;
-  } else if (mode == "off") {
-    settings.mode = Mode::kOff;
-  } else if (!mode.empty() && mode != "jit") {
-    throw Error(FOVEA_INVALID_ARGUMENT, fmt::format("FOVEA_JIT: got \"{}\"; one of jit, cache, off is accepted", mode));
+    return Mode::kCache;
   }
+  if (mode == "off") {
+    return Mode::kOff;
+  }
+  if (!mode.empty() && mode != "jit") {
+    throw Error(FOVEA_INVALID_ARGUMENT, fmt::format("FOVEA_JIT: '{}'; accepted: jit, cache, off", mode));
+  }
+  return Mode::kJit;
+}
+
+bool log_from_environment() {
+  const std::string log = environment("FOVEA_LOG");
+  if (!log.empty() && log != "jit") {
+    throw Error(FOVEA_INVALID_ARGUMENT, fmt::format("FOVEA_LOG: '{}'; accepted: jit, or not set", log));
+  }
+  return log == "jit";
+}
+
+Settings Settings::from_environment() {
+  Settings settings;
+  settings.mode = mode_from_environment();
   settings.precompiled = environment("FOVEA_PRECOMPILED_DIR");
   if (environment("FOVEA_CACHE_DIR") != "none") {
     settings.cache_folder = cache_folder_from_environment();
   }
   settings.cache_bytes = cache_size_from_environment();
   settings.nvrtc = NvrtcSearch::from_environment();
-  const std::string log = environment("FOVEA_LOG");
-  if (!log.empty() && log != "jit") {
-    throw Error(FOVEA_INVALID_ARGUMENT, fmt::format("FOVEA_LOG: got \"{}\"; jit is accepted, or not set", log));
-  }
-  settings.log = log == "jit";
+  settings.log = log_from_environment();
   settings.dump = environment("FOVEA_DUMP");
   return settings;
 }

@@ -56,6 +56,10 @@ struct Settings {
   static Settings from_environment();
 };
 
+// FOVEA_JIT and FOVEA_LOG; both throw Error(FOVEA_INVALID_ARGUMENT) where they have a value that is not accepted.
+Mode mode_from_environment();
+bool log_from_environment();
+
 class Jit {
  public:
   explicit Jit(Settings settings) : settings_(std::move(settings)) {}

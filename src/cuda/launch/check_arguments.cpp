@@ -10,15 +10,20 @@
 #include "cuda/launch/launcher.h"
 
 namespace fovea::cuda {
-namespace {
 
-bool is_asked_for() {
-  static const bool is = [] {
+bool checks_arguments() {
+  static const bool checks = [] {
     const char* const value = std::getenv("FOVEA_CHECK");
-    return value != nullptr && std::string_view(value) == "1";
+    const std::string_view text = value == nullptr ? "" : value;
+    if (!text.empty() && text != "0" && text != "1") {
+      throw Error(FOVEA_INVALID_ARGUMENT, fmt::format("FOVEA_CHECK: '{}'; accepted: 0, 1", text));
+    }
+    return text == "1";
   }();
-  return is;
+  return checks;
 }
+
+namespace {
 
 template <class... T>
 [[noreturn]] void refuse(fmt::format_string<T...> format, T&&... arguments) {
@@ -137,7 +142,7 @@ void check_places(const Call& call, const jit::Driver& driver) {
 
 void check_arguments(const Call& call, const jit::Driver& driver) {
   const math::Rows& rows = call.rows;
-  if (!is_asked_for() || jit::is_capturing(driver, static_cast<jit::cu::Stream>(call.stream))) {
+  if (!checks_arguments() || jit::is_capturing(driver, static_cast<jit::cu::Stream>(call.stream))) {
     return;
   }
   check_places(call, driver);
