@@ -9,10 +9,13 @@
 #include <string>
 #include <vector>
 
+#include "jit_testing.h"
+
 namespace {
 
 using namespace fovea::cuda::jit;  // NOLINT(google-build-using-namespace)
 using fovea::Error;
+using jit_testing::Variable;
 
 // A driver of two devices that remembers what it was told. One at a time: the functions are plain pointers.
 struct Fake {
@@ -255,6 +258,13 @@ TEST_F(JitDriver, AMissingFunctionIsNamed) {
 
 TEST_F(JitDriver, NoGpuAndForkedAndBrokenAreNamed) {
   fake.init = cu::kErrorNoDevice;
+  {
+    const Variable visible("CUDA_VISIBLE_DEVICES", "7");
+    EXPECT_NE(refusal([] { make_driver(&fake_get); }, FOVEA_UNSUPPORTED)
+                  .find("no GPU: the NVIDIA driver is there but "
+                        "CUDA_VISIBLE_DEVICES, '7', leaves none"),
+              std::string::npos);
+  }
   EXPECT_NE(refusal([] { make_driver(&fake_get); }, FOVEA_UNSUPPORTED).find("no GPU"), std::string::npos);
   fake.init = cu::kErrorNotInitialized;
   EXPECT_NE(refusal([] { make_driver(&fake_get); }, FOVEA_UNSUPPORTED).find("forked"), std::string::npos);
