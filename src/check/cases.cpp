@@ -26,6 +26,17 @@ constexpr std::pair<Values, std::string_view> kValues[] = {
     {Values::kNanWhereMasked, "nan_where_masked"},
 };
 
+// Behind the covering: masks of so many keys that kernels take them in a way of their own.
+constexpr std::pair<std::string_view, Values> kLongMasks[] = {
+    {"b=2 hq=2 hk=1 sq=120 sk=1100 d=64 bf16 causal mask=b,1,1,k", Values::kNormal},
+    {"b=1x3 hq=1 sq=40 sk=1030 d=128 fp16 mask=b1,b2,1,1,k sink dlse", Values::kLargeScores},
+    {"b=1 hq=2 sq=33 sk=1300 d=256 bf16 mask=b,h,1,k window=300,100 bias=b,h,q,k", Values::kNanWhereMasked},
+    {"b=2 hq=2 sq=20 sk=1200 d=192 dv=96 bf16 used_k=1150,30 mask=b,1,1,k det", Values::kOneHot},
+    {"b=2 hq=1 d=128 bf16 seqs_q=100,3 seqs_k=700,1090 softcap=2 causal mask=b,1,1,k", Values::kNormal},
+    {"b=2 hq=1 sq=33 sk=2000 d=80 dv=48 fp32 layout=bhsd skew=3 alibi=h mask=1,1,1,k", Values::kNormal},
+    {"b=2 hq=2 sq=33 sk=1030 d=5 fp64 bias=b,1,1,k mask=b,1,1,k", Values::kMinusInfinity},
+};
+
 // In the order of features().
 enum Id {
   kType,
@@ -407,6 +418,15 @@ const std::vector<Case>& cases(Table table) {
       c.seed = all.size() + 1;
       c.choice = std::move(choice);
       all.push_back(std::move(c));
+    }
+    if (which == Table::kFull) {
+      for (const auto& [line, values] : kLongMasks) {
+        Case c;
+        c.problem = parse(fmt::format("bwd {}", line));
+        c.values = values;
+        c.seed = all.size() + 1;
+        all.push_back(std::move(c));
+      }
     }
     return all;
   };

@@ -36,7 +36,7 @@ struct Case {
   Problem problem;  // a backward; its forward goes with it
   Values values = Values::kNormal;
   std::uint64_t seed = 0;
-  std::vector<int> choice;  // the value of each feature; empty if the case is not of the table
+  std::vector<int> choice;  // the value of each feature; empty if the case is not of the covering
 };
 
 // The problem's line and what the values are like, "bwd b=2 ... values=one_hot": what filters are matched against.

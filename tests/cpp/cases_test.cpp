@@ -64,6 +64,9 @@ TEST(CasesTest, EveryLegalPairMeetsEveryStructuralValue) {
   const auto values = [](int feature) { return static_cast<int>(features()[feature].values.size()); };
   std::set<std::tuple<int, int, int, int, int, int>> covered;
   for (const Case& c : cases(Table::kFull)) {
+    if (c.choice.empty()) {
+      continue;
+    }
     ASSERT_EQ(static_cast<int>(c.choice.size()), count);
     ASSERT_TRUE(legal(c.choice));
     for (int s = 0; s < kStructural; ++s) {

@@ -410,7 +410,7 @@ TEST(JitCache, TheEnvironmentSaysWhereAndHowLarge) {
     EXPECT_EQ(cache_size_from_environment(), 7u << 20);
   }
   const Variable bad("FOVEA_CACHE_MAX_MB", "7 GB");
-  EXPECT_TRUE(contains(refusal([] { cache_size_from_environment(); }, FOVEA_INVALID_ARGUMENT), "got \"7 GB\""));
+  EXPECT_TRUE(contains(refusal([] { cache_size_from_environment(); }, FOVEA_INVALID_ARGUMENT), "'7 GB'; accepted"));
 }
 
 }  // namespace

@@ -43,6 +43,8 @@ def features_of(p: Problem) -> set[str]:
     words.add(f"batch levels={len(p.batch)}")
     words.add(f"rows={'packed' if p.packed else 'dense'}")
     words.update(f"used_{side}" for side in "qk" if getattr(p, f"used_{side}") is not None)
+    if re.search(r" mask=\S*,1,k\b", p.line()) and p.sk >= 1024:
+        words.add("a mask of many keys")
     return words
 
 

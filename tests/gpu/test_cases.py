@@ -3,6 +3,7 @@
 once more inside a CUDA graph's capture, replayed twice."""
 
 import os
+import re
 
 import pytest
 import torch
@@ -51,8 +52,13 @@ def test_table_is_complete():
     chosen = sanitize_rows()
     assert len(chosen) <= 60
     seen = set().union(*(features_of(rows()[n]) for n in chosen))
-    missing = set().union(*(features_of(p) for p in rows() if p.type != "fp64")) - seen
-    assert not missing
+    there = set().union(*(features_of(p) for p in rows() if p.type != "fp64"))
+    assert not there - seen
+    kinds = {re.sub(r"=.*(:\w+)", r"=\1", word) if "bias" in word else word.partition("=")[0] for word in seen}
+    for kind in ("bias=:fp32", "bias=:bf16", "bias=:fp16", "bias2=:fp32", "mask", "alibi", "sink", "dropout", "softcap"):
+        assert kind in kinds, kind
+    assert {"bias=b,h,q,k:bf16", "bias=1,h,q,k:bf16", "bias=b,1,1,k:bf16", "bias=b,h,q,1:bf16", "mask=b,h,q,k", "mask=b,1,1,k",
+            "a mask of many keys"} <= seen  # fmt: skip
 
 
 def test_backend_is_there(device):

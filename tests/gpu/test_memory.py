@@ -59,8 +59,8 @@ def test_long_sequences(dtype, deterministic, device):
     q, k, v = make(1, 2, 32_768, 64, device, dtype)
     forward, backward = peaks(q, k, v, causal=True, deterministic=deterministic)
     inputs = 3 * q.numel() * 4
-    # fp32: q, k and v as pairs of fp16, which is as much again, and in a region of their own the seven largest numbers of
-    # each head (Region::kSizes): 256 bytes, for which PyTorch's allocator takes one more of its grains of 512.
+    # fp32: q, k and v as pairs of fp16, which is as much again; in a region of their own the seven largest numbers of each
+    # head (Region::kSizes), 256 bytes; and 255 to begin at a multiple of that: one more of the allocator's grains of 512.
     sizes = 512 if dtype == torch.float32 else 0
     assert forward <= inputs + sizes, forward
     assert backward <= 4 * inputs, backward
