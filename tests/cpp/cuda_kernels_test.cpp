@@ -147,6 +147,7 @@ TEST_P(CudaKernels, CompileWithoutLosses) {
   ASSERT_GT(all.size(), 500u);
   jit::Settings settings;
   settings.nvrtc = jit_testing::nvrtc_search();
+  const jit::Version version = jit::find_nvrtc(settings.nvrtc).version;
   jit::Jit jit(settings);
   std::mutex mutex;
   std::atomic<std::size_t> next = 0;
@@ -196,9 +197,9 @@ TEST_P(CudaKernels, CompileWithoutLosses) {
   }
   const std::size_t missing = some.size() - compiled;
   std::printf(
-      "%s: %zu kernels for the case table, %zu compiled, %zu not reached, %d with a spill; %.2f s each, at most "
-      "%.2f: %s\n",
-      GetParam(), all.size(), compiled, missing, spilling,
+      "%s: %zu kernels for the case table, %zu compiled by NVRTC %s, %zu not reached, %d with a spill; %.2f s each, at "
+      "most %.2f: %s\n",
+      GetParam(), all.size(), compiled, to_text(version).c_str(), missing, spilling,
       total / static_cast<double>(std::max<std::size_t>(compiled, 1)), slowest, slowest_name.c_str());
   if (missing > 0 && !HasFailure()) {
     GTEST_SKIP() << missing << " of " << some.size() << " kernels not reached in FOVEA_KERNELS_SECONDS";
