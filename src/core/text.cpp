@@ -1,98 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The one-line text form of a problem: print() and parse().
+// The one-line text form of a problem, read: parse(). text_print.cpp writes it.
 //
 //     bwd b=1x4 hq=32 hk=8 sq=128 sk=256 d=64 dv=128 bf16 causal align=tl bias=1,1,h,q,k:fp32 need=q,k,v det
 //
-// A line is words separated by blanks: `key` or `key=value`, in any order, each at most once. kKeys lists them in
-// the order in which they are printed; what has its default value is not printed. parse() first splits the line
-// into a Fields, then takes the fields one by one (the batch before the biases, whose form depends on it).
+// A line is words separated by blanks: `key` or `key=value`, in any order, each at most once (text_fields.cpp
+// lists them). parse() first splits the line into a Fields, then takes the fields one by one (the batch before the
+// biases, whose form depends on it).
 // parse(print(p)) == p for every p that validate() or parse() can give, as long as a line says no more than
 // kMostSequences lengths and no blank stands in the backend's name.
-#include "core/text.h"
-
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <charconv>
 #include <limits>
-#include <type_traits>
 #include <utility>
 
-#include "core/nearest.h"
 #include "core/problem.h"
+#include "core/text_fields.h"
+#include "core/text_words.h"
 
 namespace fovea {
 namespace {
 
-constexpr LineKey kKeys[] = {
-    {"fwd", ""},
-    {"bwd", ""},
-    {"b", "=B|=B1xB2"},
-    {"hq", "=N"},
-    {"hk", "=N"},
-    {"sq", "=N"},
-    {"sk", "=N"},
-    {"d", "=N"},
-    {"dv", "=N"},
-    {"fp32", ""},
-    {"fp16", ""},
-    {"bf16", ""},
-    {"fp64", ""},
-    {"layout", "=bshd|bhsd|qkv3|strided"},
-    {"skew", "=N"},
-    {"seqs_q", "=N[xTIMES],..."},
-    {"seqs_k", "=N[xTIMES],..."},
-    {"total_q", "=N"},
-    {"total_k", "=N"},
-    {"max_q", "=N"},
-    {"max_k", "=N"},
-    {"used_q", "[=N[xTIMES],...]"},
-    {"used_k", "[=N[xTIMES],...]"},
-    {"causal", "[=br|tl]"},
-    {"align", "=br|tl"},
-    {"window", "=LEFT,RIGHT"},
-    {"scale", "=X"},
-    {"softcap", "=X"},
-    {"alibi", "=h|b,h"},
-    {"sink", ""},
-    {"bias", "=b|b1|b2|1,h|1,q|1,k|1[:TYPE]"},
-    {"bias2", "=b|b1|b2|1,h|1,q|1,k|1[:TYPE]"},
-    {"mask", "=b|b1|b2|1,h|1,q|1,k|1"},
-    {"dropout", "=P"},
-    {"rng", "=fovea|torch_mem_efficient"},
-    {"seed", "=N"},
-    {"offset", "=N"},
-    {"need", "=all|none|q,k,v,bias,bias2,sink"},
-    {"det", ""},
-    {"clear", ""},
-    {"lse", ""},
-    {"dlse", ""},
-    {"device", "=cpu|cuda"},
-    {"backend", "=NAME"},
-};
+using namespace line;  // NOLINT(google-build-using-namespace)
+
 constexpr std::string_view kTypes[] = {"fp32", "fp16", "bf16", "fp64"};
 
 // A line that claims more sequences than this is a slip of the keyboard, not a problem.
 constexpr std::int64_t kMostSequences = std::int64_t{1} << 22;
-
-[[noreturn]] void refuse(std::string_view key, std::string_view was, std::string_view accepted) {
-  throw Error(FOVEA_INVALID_ARGUMENT, fmt::format("problem line: {}: '{}'; accepted: {}", key, was, accepted));
-}
-
-[[noreturn]] void missing(std::string_view key, std::string_view accepted) {
-  throw Error(FOVEA_INVALID_ARGUMENT, fmt::format("problem line: {}: missing; accepted: {}", key, accepted));
-}
-
-[[noreturn]] void refuse_unknown(std::string_view key) {
-  std::vector<std::string> names;
-  for (const LineKey& known : kKeys) {
-    names.emplace_back(known.name);
-  }
-  throw Error(
-      FOVEA_INVALID_ARGUMENT,
-      fmt::format("problem line: {}: not a word of it{} (fovea explain --help lists them)", key, hint(key, names)));
-}
 
 std::vector<std::string_view> split(std::string_view text, char separator) {
   std::vector<std::string_view> parts;
@@ -104,28 +39,6 @@ std::vector<std::string_view> split(std::string_view text, char separator) {
     }
     text.remove_prefix(at + 1);
   }
-}
-
-template <class T>
-T parse_number(std::string_view key, std::string_view text, T least, T most, std::string_view accepted) {
-  T value{};
-  std::from_chars_result result{};
-  if constexpr (std::is_floating_point_v<T>) {
-    result = std::from_chars(text.data(), text.data() + text.size(), value);
-  } else {
-    const bool hexadecimal = text.starts_with("0x");
-    const char* begin = text.data() + (hexadecimal ? 2 : 0);
-    result = std::from_chars(begin, text.data() + text.size(), value, hexadecimal ? 16 : 10);
-  }
-  // Written so that NaN is refused.
-  if (result.ec != std::errc{} || result.ptr != text.data() + text.size() || !(value >= least && value <= most)) {
-    refuse(key, text, accepted);
-  }
-  return value;
-}
-
-std::int64_t parse_count(std::string_view key, std::string_view text) {
-  return parse_number<std::int64_t>(key, text, 0, std::numeric_limits<std::int64_t>::max(), "an integer, 0 or more");
 }
 
 // "128x3,77"
@@ -141,42 +54,6 @@ std::vector<std::int64_t> parse_lengths(std::string_view key, std::string_view t
     lengths.insert(lengths.end(), static_cast<std::size_t>(times), length);
   }
   return lengths;
-}
-
-std::string print_lengths(const std::vector<std::int64_t>& lengths) {
-  std::string text;
-  for (auto at = lengths.begin(); at != lengths.end();) {
-    const auto next = std::find_if(at, lengths.end(), [&](std::int64_t length) { return length != *at; });
-    text += fmt::format("{}{}", text.empty() ? "" : ",", *at);
-    if (next - at > 1) {
-      text += fmt::format("x{}", next - at);
-    }
-    at = next;
-  }
-  return text;
-}
-
-// The sum, or none where it does not fit.
-std::optional<std::int64_t> sum_of(const std::vector<std::int64_t>& lengths) {
-  std::int64_t sum = 0;
-  for (const std::int64_t length : lengths) {
-    if (__builtin_add_overflow(sum, length, &sum)) {
-      return std::nullopt;
-    }
-  }
-  return sum;
-}
-
-std::int64_t longest_of(const std::vector<std::int64_t>& lengths) {
-  return lengths.empty() ? 0 : *std::max_element(lengths.begin(), lengths.end());
-}
-
-// "b,h,q,k"; with a batch of two levels "b1,b2,h,q,k", a 1 wherever it is broadcast.
-std::string print_extents(const Extents& extents, bool two_level) {
-  const auto name = [](bool present, std::string_view letter) { return present ? letter : std::string_view("1"); };
-  const std::string batch = two_level ? fmt::format("{},{}", name(extents.batch1, "b1"), name(extents.batch2, "b2"))
-                                      : std::string(name(extents.batch1, "b"));
-  return fmt::format("{},{},{},{}", batch, name(extents.head, "h"), name(extents.query, "q"), name(extents.key, "k"));
 }
 
 Extents parse_extents(std::string_view key, std::string_view text, bool two_level) {
@@ -221,14 +98,6 @@ DType parse_type(std::string_view key, std::string_view text) {
   refuse(key, text, fmt::format("{}", fmt::join(kTypes, ", ")));
 }
 
-constexpr std::pair<Layout, std::string_view> kLayouts[] = {
-    {Layout::kBshd, "bshd"}, {Layout::kBhsd, "bhsd"}, {Layout::kQkv3, "qkv3"}, {Layout::kStrided, "strided"}};
-constexpr std::pair<math::Rng, std::string_view> kRngs[] = {{math::Rng::kFovea, "fovea"},
-                                                            {math::Rng::kTorchMemEfficient, "torch_mem_efficient"}};
-constexpr std::pair<fovea_device, std::string_view> kDevices[] = {{FOVEA_CPU, "cpu"}, {FOVEA_CUDA, "cuda"}};
-constexpr std::pair<bool, std::string_view> kAlignments[] = {{false, "br"}, {true, "tl"}};
-constexpr std::pair<Alibi, std::string_view> kAlibis[] = {{Alibi::kPerHead, "h"}, {Alibi::kPerBatchAndHead, "b,h"}};
-
 template <class T, std::size_t kCount>
 T parse_choice(std::string_view key, std::string_view text, const std::pair<T, std::string_view> (&choices)[kCount]) {
   std::string accepted;
@@ -239,21 +108,6 @@ T parse_choice(std::string_view key, std::string_view text, const std::pair<T, s
     accepted += fmt::format("{}{}", accepted.empty() ? "" : " | ", name);
   }
   refuse(key, text, accepted);
-}
-
-template <class T, std::size_t kCount>
-std::string_view print_choice(T value, const std::pair<T, std::string_view> (&choices)[kCount]) {
-  return std::find_if(std::begin(choices), std::end(choices), [&](const auto& choice) { return choice.first == value; })
-      ->second;
-}
-
-constexpr std::pair<bool Need::*, std::string_view> kNeeds[] = {{&Need::q, "q"},         {&Need::k, "k"},
-                                                                {&Need::v, "v"},         {&Need::bias, "bias"},
-                                                                {&Need::bias2, "bias2"}, {&Need::sink, "sink"}};
-
-// Every gradient that this problem has: what a backward is asked for unless it says otherwise.
-Need every_need(const Problem& problem) {
-  return {true, true, true, bool(problem.bias), bool(problem.bias2), problem.sink};
 }
 
 Need parse_need(std::string_view text, const Problem& problem) {
@@ -276,108 +130,6 @@ Need parse_need(std::string_view text, const Problem& problem) {
     need.*(found->first) = true;
   }
   return need;
-}
-
-std::string print_need(const Need& need) {
-  std::string text;
-  for (const auto& [member, name] : kNeeds) {
-    if (need.*member) {
-      text += fmt::format("{}{}", text.empty() ? "" : ",", name);
-    }
-  }
-  return text.empty() ? "none" : text;
-}
-
-// The words of a line, by key; each is taken once.
-class Fields {
- public:
-  explicit Fields(std::string_view line) {
-    constexpr std::string_view kBlanks = " \t\r\n";
-    for (std::size_t begin = line.find_first_not_of(kBlanks); begin != line.npos;) {
-      const std::size_t end = std::min(line.find_first_of(kBlanks, begin), line.size());
-      add(line.substr(begin, end - begin));
-      begin = line.find_first_not_of(kBlanks, end);
-    }
-  }
-
-  bool has(std::string_view key) const { return find(key) != nullptr; }
-
-  // key=value; none if the key is absent.
-  std::optional<std::string_view> value(std::string_view key) const {
-    const Field* field = find(key);
-    if (field == nullptr) {
-      return std::nullopt;
-    }
-    if (!field->value) {
-      throw Error(FOVEA_INVALID_ARGUMENT,
-                  fmt::format("problem line: {}: without a value; accepted: {}{}", key, key, form_of(key)));
-    }
-    return field->value;
-  }
-
-  // key, or key=value with an optional value.
-  std::optional<std::string_view> optional_value(std::string_view key) const {
-    const Field* field = find(key);
-    return field != nullptr ? field->value : std::nullopt;
-  }
-
-  bool flag(std::string_view key) const {
-    const Field* field = find(key);
-    if (field != nullptr && field->value) {
-      refuse(key, *field->value, fmt::format("{} alone, without a value", key));
-    }
-    return field != nullptr;
-  }
-
-  std::int64_t count(std::string_view key, std::int64_t otherwise) const {
-    const auto text = value(key);
-    return text ? parse_count(key, *text) : otherwise;
-  }
-
- private:
-  struct Field {
-    std::string_view key;
-    std::optional<std::string_view> value;
-  };
-
-  static std::string_view form_of(std::string_view key) {
-    return std::find_if(std::begin(kKeys), std::end(kKeys), [&](const LineKey& k) { return k.name == key; })->form;
-  }
-
-  void add(std::string_view word) {
-    const std::size_t equals = word.find('=');
-    const std::string_view key = word.substr(0, equals);
-    if (std::none_of(std::begin(kKeys), std::end(kKeys), [&](const LineKey& known) { return known.name == key; })) {
-      refuse_unknown(key);
-    }
-    if (has(key)) {
-      refuse(key, word, "each key once");
-    }
-    fields_.push_back({key, equals == word.npos ? std::nullopt : std::optional(word.substr(equals + 1))});
-  }
-
-  const Field* find(std::string_view key) const {
-    const auto found = std::find_if(fields_.begin(), fields_.end(), [&](const Field& f) { return f.key == key; });
-    return found == fields_.end() ? nullptr : &*found;
-  }
-
-  std::vector<Field> fields_;
-};
-
-// The one of several words that excludes the others.
-std::string_view one_of(const Fields& fields, std::initializer_list<std::string_view> keys,
-                        std::string_view otherwise) {
-  std::optional<std::string_view> found;
-  for (const std::string_view key : keys) {
-    if (fields.flag(key)) {
-      if (found) {
-        throw Error(FOVEA_INVALID_ARGUMENT, fmt::format("problem line: {}: beside {}; accepted: one of {}", key, *found,
-                                                        fmt::join(keys, ", ")));
-      }
-      found = key;
-    }
-  }
-  return found.value_or(otherwise);
 }
 
 // The side of the queries or of the keys in a packed problem.
@@ -508,127 +260,6 @@ PlaneTraits parse_plane(const Fields& fields, std::string_view key, const Proble
 }
 
 }  // namespace
-
-std::span<const LineKey> line_keys() { return kKeys; }
-
-std::string print(const Problem& p) {
-  std::string line = p.direction == Direction::kForward ? "fwd" : "bwd";
-  const auto word = [&]<class... T>(fmt::format_string<T...> format, T&&... arguments) {
-    line += ' ';
-    fmt::format_to(std::back_inserter(line), format, std::forward<T>(arguments)...);
-  };
-  word("b={}", p.batch1);
-  if (p.two_level) {
-    line += fmt::format("x{}", p.batch2);
-  }
-  word("hq={}", p.heads_q);
-  if (p.heads_k != p.heads_q) {
-    word("hk={}", p.heads_k);
-  }
-  if (!p.packed) {
-    word("sq={} sk={}", p.seqlen_q, p.seqlen_k);
-  }
-  word("d={}", p.head_dim);
-  if (p.head_dim_v != p.head_dim) {
-    word("dv={}", p.head_dim_v);
-  }
-  word("{}", name_of(p.type));
-  if (p.layout != Layout::kBshd) {
-    word("layout={}", print_choice(p.layout, kLayouts));
-  }
-  if (p.skew != 0) {
-    word("skew={}", p.skew);
-  }
-  if (p.packed) {
-    const auto side = [&](std::string_view name, const std::vector<std::int64_t>& lengths, std::int64_t total,
-                          std::int64_t longest) {
-      if (!lengths.empty()) {
-        word("seqs_{}={}", name, print_lengths(lengths));
-      }
-      if (lengths.empty() || sum_of(lengths) != total) {
-        word("total_{}={}", name, total);
-      }
-      if (lengths.empty() || longest_of(lengths) != longest) {
-        word("max_{}={}", name, longest);
-      }
-    };
-    side("q", p.lengths_q, p.total_q, p.seqlen_q);
-    side("k", p.lengths_k, p.total_k, p.seqlen_k);
-  }
-  const auto used = [&](std::string_view key, bool has, const std::vector<std::int64_t>& lengths) {
-    if (has) {
-      word("{}{}{}", key, lengths.empty() ? "" : "=", print_lengths(lengths));
-    }
-  };
-  used("used_q", p.has_used_q, p.used_q);
-  used("used_k", p.has_used_k, p.used_k);
-  if (p.causal) {
-    word("causal");
-  }
-  if (p.top_left) {
-    word("align=tl");
-  }
-  if (p.window_left != -1 || p.window_right != -1) {
-    word("window={},{}", p.window_left, p.window_right);
-  }
-  if (p.scale) {
-    word("scale={}", *p.scale);
-  }
-  if (p.softcap != 0) {
-    word("softcap={}", p.softcap);
-  }
-  if (p.alibi != Alibi::kNone) {
-    word("alibi={}", print_choice(p.alibi, kAlibis));
-  }
-  if (p.sink) {
-    word("sink");
-  }
-  for (const auto& [key, plane] : {std::pair("bias", &p.bias), std::pair("bias2", &p.bias2)}) {
-    if (*plane) {
-      word("{}={}", key, print_extents(plane->extents, p.two_level));
-      if (plane->type != p.type) {
-        line += fmt::format(":{}", name_of(plane->type));
-      }
-    }
-  }
-  if (p.mask) {
-    word("mask={}", print_extents(p.mask.extents, p.two_level));
-  }
-  if (p.dropout != 0) {
-    word("dropout={}", p.dropout);
-  }
-  if (p.rng != math::Rng::kFovea) {
-    word("rng={}", print_choice(p.rng, kRngs));
-  }
-  if (p.seed != 0) {
-    word("seed={}", p.seed);
-  }
-  if (p.offset != 0) {
-    word("offset={}", p.offset);
-  }
-  if (p.direction == Direction::kBackward && p.need != every_need(p)) {
-    word("need={}", print_need(p.need));
-  }
-  if (p.deterministic) {
-    word("det");
-  }
-  if (p.clear_rows) {
-    word("clear");
-  }
-  if (p.lse) {
-    word("lse");
-  }
-  if (p.grad_lse) {
-    word("dlse");
-  }
-  if (p.device != FOVEA_CPU) {
-    word("device={}", print_choice(p.device, kDevices));
-  }
-  if (!p.backend.empty()) {
-    word("backend={}", p.backend);
-  }
-  return line;
-}
 
 Problem parse(std::string_view line) {
   const Fields fields(line);
