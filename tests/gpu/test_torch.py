@@ -69,6 +69,19 @@ def test_nothing_waits_for_the_device(device):
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_max_seqlen_on_the_device_is_refused(device):
+    """Its number would have to be waited for, in each call."""
+    q = torch.randn(64, 4, 64, device=device, dtype=torch.bfloat16)
+    lengths = torch.tensor([0, 20, 64], device=device, dtype=torch.int32)
+    options = dict(cu_seqlens_q=lengths, cu_seqlens_k=lengths, max_seqlen_k=44)
+    longest = lengths.diff().max()
+    for call in (attention, fovea.attention):
+        with pytest.raises(TypeError, match="max_seqlen_q: .*every call would wait for; accepted: an integer"):
+            call(q, q, q, max_seqlen_q=longest, **options)
+    expected = attention(q, q, q, max_seqlen_q=44, **options)
+    assert torch.equal(attention(q, q, q, max_seqlen_q=longest.cpu(), **options), expected)
+
+
 def test_current_stream(device):
     """Work goes to the stream that is current, forward and backward: it sees what was put there before it."""
     stream = torch.cuda.Stream()

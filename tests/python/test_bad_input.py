@@ -27,6 +27,15 @@ def read_only(array):
     return array
 
 
+class OnADevice:
+    """One number, as PyTorch's and CuPy's arrays of a GPU have it: reading it waits."""
+
+    __cuda_array_interface__ = {"shape": (), "typestr": "<i4", "data": (1 << 44, False), "version": 3}
+
+    def __index__(self):
+        raise AssertionError("it was read")
+
+
 class Problem:
     """A legal problem with everything in it; a case changes one thing of it."""
 
@@ -238,6 +247,7 @@ PACKED = [
     (dict(max_seqlen_q=4), ValueError, "max_seqlen_q: 4; accepted: at least the longest sequence .*5"),
     (dict(max_seqlen_k=-1), ValueError, "max_seqlen_k: -1; accepted"),
     (dict(max_seqlen_k=7.0), TypeError, "max_seqlen_k: 7.0; accepted: an integer"),
+    (dict(max_seqlen_k=OnADevice()), TypeError, "max_seqlen_k: an array of a CUDA device, .*wait for; accepted: an integer"),
     (dict(max_seqlen_k=8), ValueError, "bias: shape 1x4x5x7 does not .*=3.*=4, max_seqlen_q=5, max_seqlen_k=8"),
     (dict(batch_shape=(2, 2)), ValueError, "batch_shape: 2x2; accepted: B1 x B2 = 3, the number of sequences"),
     (dict(batch_shape=(0, 3)), ValueError, "batch_shape: 0x3; accepted"),
