@@ -68,24 +68,39 @@ __device__ __forceinline__ bool sm90_forward_store(const Args& a, const Sm90Forw
     }
     return true;
   }
-  constexpr int kChunks = S.dv / 8;
+  const auto address = [&](int row, int column) {  // of 8 columns
+    return place + column / kPanel * kRows * kPanel * 2 + swizzled<kPanel * 2>(c * 64 + row, column % kPanel / 8);
+  };
+  const auto left_of = [&](int row, int column) { return top + row < tile.q_len ? a.out_dim_v - column : 0; };
+  u16* const out = static_cast<u16*>(a.out.data) + tile.offset(a.out.strides, tile.q_begin + top);
+  if (a.vector_stores) {
+    constexpr int kChunks = S.dv / 8;
 #pragma unroll 1
-  for (int i = thread; i < 64 * kChunks; i += 128) {
-    const int row = i / kChunks;
-    const int column = i % kChunks * 8;
-    const int left = top + row < tile.q_len ? a.out_dim_v - column : 0;
-    const uint4 x = load_shared4(place + column / kPanel * kRows * kPanel * 2 +
-                                 swizzled<kPanel * 2>(c * 64 + row, column % kPanel / 8));
-    u16* const to = static_cast<u16*>(a.out.data) + tile.offset(a.out.strides, tile.q_begin + top + row) +
-                    column * a.out.strides.col;
-    if (a.vector_stores && left > 0) {
-      *reinterpret_cast<uint4*>(to) = x;
-    } else {
-      const u32 words[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        if (e < left) {
-          to[e * a.out.strides.col] = u16(words[e / 2] >> e % 2 * 16);
+    for (int i = thread; i < 64 * kChunks; i += 128) {
+      const int row = i / kChunks;
+      const int column = i % kChunks * 8;
+      if (left_of(row, column) > 0) {
+        *reinterpret_cast<uint4*>(out + row * a.out.strides.row + column) = load_shared4(address(row, column));
+      }
+    }
+  } else {
+    // Words of neighbouring lanes: pieces of 16 bytes that must be written in parts would take as many writes each.
+    constexpr int kWords = S.dv / 2;
+#pragma unroll 1
+    for (int i = thread; i < 64 * kWords; i += 128) {
+      const int row = i / kWords;
+      const int column = i % kWords * 2;
+      const int left = left_of(row, column);
+      const u32 word = load_shared_word(address(row, column) + column % 8 * 2);
+      u16* const to = out + row * a.out.strides.row + column * a.out.strides.col;
+      if (left > 1 && a.out.strides.col == 1 && (reinterpret_cast<u64>(to) & 3) == 0) {
+        *reinterpret_cast<u32*>(to) = word;
+      } else {
+        if (left > 0) {
+          to[0] = u16(word);
+        }
+        if (left > 1) {
+          to[a.out.strides.col] = u16(word >> 16);
         }
       }
     }
