@@ -220,29 +220,52 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_unpack(const __grid_c
   }
 }
 
-// A warp makes 32 words of a row: 1024 keys.
+// A warp makes 64 words of a row, a lane half a word of 16 keys at a time.
 template <Spec S>
 __global__ void __launch_bounds__(kPrepareThreads) prepare_mask(const __grid_constant__ MaskArgs args) {
   begin_kernel<S.arch>();
+  constexpr int kKeys = 16;   // of a lane
+  constexpr int kAtOnce = 4;  // times
+  constexpr int kWords = 16;  // of a warp, each time
   const Box& box = args.box;
+  const math::Strides& strides = args.from.strides;
   const int lane = threadIdx.x & 31;
-  const i64 pieces = (box.width + 31) / 32;
-  const i64 total = box.all_rows() * pieces;
-  const unsigned char* data = static_cast<const unsigned char*>(args.from.data);
-  for (i64 n = prepare_thread() / 32; n < total; n += prepare_stride() / 32) {
-    const i64 row = n / pieces;
-    const i64 first = n % pieces * 32;
-    const i64 from = offset_of(args.from.strides, box_row(box, row));
-    u32 mine = 0;
-    for (int word = 0; word < 32; ++word) {
-      const i64 key = (first + word) * 32 + lane;
-      const u32 bits = __ballot_sync(~0u, key < args.columns && data[from + key * args.from.strides.col] != 0);
-      if (lane == word) {
-        mine = bits;
+  const u32 pieces = u32((box.width + kAtOnce * kWords - 1) / (kAtOnce * kWords));
+  const u32 total = u32(box.all_rows()) * pieces;
+  const u64 bits = u64(strides.batch1 | strides.batch2 | strides.head | strides.row) | u64(args.from.data);
+  const bool by_vectors = strides.col == 1 && bits % kKeys == 0;
+  for (u32 n = u32(prepare_thread() / 32); n < total; n += u32(prepare_stride() / 32)) {
+    const u32 row = n / pieces;
+    const i64 first = i64(n - row * pieces) * (kAtOnce * kWords);
+    const unsigned char* const data =
+        static_cast<const unsigned char*>(args.from.data) + offset_of(strides, box_row(box, row));
+    uint4 bytes[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const i64 key = (first + i * kWords) * 32 + lane * kKeys;
+      bytes[i] = {};
+      if (by_vectors && key + kKeys <= args.columns) {
+        bytes[i] = *reinterpret_cast<const uint4*>(data + key);
+      } else if (key < args.columns) {
+        u32 words[4] = {};
+#pragma unroll
+        for (int j = 0; j < kKeys; ++j) {
+          if (key + j < args.columns) {
+            words[j / 4] |= u32(data[(key + j) * strides.col]) << j % 4 * 8;
+          }
+        }
+        bytes[i] = {words[0], words[1], words[2], words[3]};
       }
     }
-    if (first + lane < box.width) {
-      args.to[row * box.width + first + lane] = mine;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const auto four = [](u32 word) { return __vsetne4(word, 0) * 0x01020408u >> 24; };  // byte n to bit n
+      const u32 mine = four(bytes[i].x) | four(bytes[i].y) << 4 | four(bytes[i].z) << 8 | four(bytes[i].w) << 12;
+      const u32 next = __shfl_down_sync(~0u, mine, 1);
+      const i64 word = first + i * kWords + lane / 2;
+      if (lane % 2 == 0 && word < box.width) {
+        args.to[row * box.width + word] = mine | next << 16;
+      }
     }
   }
 }

@@ -176,6 +176,7 @@ struct Scores {
   int shift = 0;
   float row_term[kTiles][2] = {};
 
+  Scores() = default;
   // scale: of the call, for fp32 together with the powers of two of q and k. row0: the fragment's first row in the
   // sequence.
   __device__ __forceinline__ Scores(const Args& a, const Place& place, u32 head, float scale)

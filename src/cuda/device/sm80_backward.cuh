@@ -194,12 +194,11 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_backward(const __gr
     sync();
   }
   if constexpr (S.column_sum) {
-    if (block.steps > 0) {
-      store_sums(before.head, head.factors.sum);
-    } else {
-      for (int i = 0; i < block.group; ++i) {
-        store_sums(block.head0 + i, 0);
-      }
+    // Of the last head, or where there is no step zeros for all.
+    const bool some = block.steps > 0;
+#pragma unroll 1
+    for (int i = some ? block.group - 1 : 0; i < block.group; ++i) {
+      store_sums(block.head0 + i, some ? head.factors.sum : 0);
     }
   }
 
@@ -211,13 +210,16 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_backward(const __gr
     const i64 to_k = same.place.key_rows(a.grad_k.strides, same.head_k) + first_key * a.grad_k.strides.row;
     const i64 to_v = same.place.key_rows(a.grad_v.strides, same.head_k) + first_key * a.grad_v.strides.row;
     if constexpr (is_pair(kType)) {
+      store_fragment32<D>(my_keys, dk, thread);
+      store_fragment32<V>(my_values, dv, thread);
+      __syncwarp();
       if (a.grad_k.data != nullptr) {
-        store_floats(dk, static_cast<float*>(a.grad_k.data) + to_k, a.grad_k.strides, 0, 0, left, a.out_dim,
-                     a.vector_stores, thread);
+        store_rows<Tile32<D>, 4, T * 16>(static_cast<float*>(a.grad_k.data) + to_k, a.grad_k.strides, my_keys, left,
+                                         a.out_dim, a.vector_stores, thread.lane);
       }
       if (a.grad_v.data != nullptr) {
-        store_floats(dv, static_cast<float*>(a.grad_v.data) + to_v, a.grad_v.strides, 0, 0, left, a.out_dim_v,
-                     a.vector_stores, thread);
+        store_rows<Tile32<V>, 4, T * 16>(static_cast<float*>(a.grad_v.data) + to_v, a.grad_v.strides, my_values, left,
+                                         a.out_dim_v, a.vector_stores, thread.lane);
       }
     } else {
       store_fragment<kType, kRowD>(my_keys, dk, a.scale, thread);

@@ -184,11 +184,14 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_backward_dq(const _
   // dq through the Q tile, each warp its own rows.
   const int left = place.q_len - row0;
   const i64 to = place.query_rows(a.grad_q.strides, h) + row0 * a.grad_q.strides.row;
+  constexpr int kColumns = C * 16;
   if constexpr (is_pair(kType)) {
-    store_floats(dq, static_cast<float*>(a.grad_q.data) + to, a.grad_q.strides, 0, first_column * 16, left, a.out_dim,
-                 a.vector_stores, thread);
+    store_fragment32<kColumns>(my_queries, dq, thread);
+    __syncwarp();
+    store_rows<Tile32<kColumns>, 4, T * 16>(
+        static_cast<float*>(a.grad_q.data) + to + first_column * 16 * a.grad_q.strides.col, a.grad_q.strides,
+        my_queries, left, a.out_dim - first_column * 16, a.vector_stores, thread.lane);
   } else {
-    constexpr int kColumns = C * 16;
     store_fragment<kType, kColumns>(my_queries, dq, a.scale, thread);
     __syncwarp();
     store_rows<Tile<kColumns>, 2, T * 16>(

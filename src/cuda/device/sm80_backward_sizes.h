@@ -83,7 +83,7 @@ constexpr int bias_gradient_shared_bytes(const Spec& s) {
   const int stage = (rows + s.step) * (s.d + s.dv) * element_bytes(s.type);
   const int inputs = score_input_bytes(s, rows, s.step, false) * (bias_gradient_once(s) ? 1 : 2);
   const int work = 2 * row_vector_bytes(rows) + inputs + s.stages * stage;
-  const int result = rows * s.step * 2;  // leaves through shared memory
+  const int result = rows * s.step * 4;  // leaves through shared memory
   return work > result ? work : result;
 }
 

@@ -225,6 +225,7 @@ struct HeadState {
   Scores<S, kTransposed, kTiles> scores;
   Keep<S, kTransposed, kTiles, kColumns> keep;
 
+  HeadState() = default;
   __device__ __forceinline__ HeadState(const Args& a, const Place& place, u32 head, u32 head_k, int row0, int g,
                                        bool natural_grads = false)
       : factors(GradFactors::make<S>(a, place.b, head, head_k, natural_grads)), scores(a, place, head, factors.score) {
@@ -480,6 +481,25 @@ __device__ __forceinline__ void store_fragment(u32 tile, const float (&x)[kTiles
       for (int half = 0; half < 2; ++half) {
         store_shared(tile + Tile<kRow>::offset(i * 16 + thread.g + half * 8, chunk + j) + thread.t * 4,
                      pack<kType>(x[i][j][2 * half] * factor, x[i][j][2 * half + 1] * factor));
+      }
+    }
+  }
+}
+
+// The same in fp32, as it is, to a tile of 32-bit numbers from (row, chunk of 8 columns) on.
+template <int kRow, int kTiles, int kColumns>
+__device__ __forceinline__ void store_fragment32(u32 tile, const float (&x)[kTiles][kColumns][4], const Thread& thread,
+                                                 int row = 0, int chunk = 0) {
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) {
+        store_shared(tile +
+                         Tile32<kRow>::offset(row + i * 16 + thread.g + half * 8, (chunk + j) * 2 + (thread.t >> 1)) +
+                         (thread.t & 1) * 8,
+                     float2{x[i][j][2 * half], x[i][j][2 * half + 1]});
       }
     }
   }

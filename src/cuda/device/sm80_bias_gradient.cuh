@@ -103,15 +103,17 @@ __device__ __forceinline__ void store_bias_sums(const Args& a, const float (&sum
   const int keys = a.bias_keys - n0;
   const math::Strides& to = a.grad_bias.strides;
   const i64 at = shared.b1 * to.batch1 + shared.b2 * to.batch2 + shared.h * to.head + m0 * to.row + n0 * to.col;
-  if (a.bias_chunks > 1) {
+  if (S.grad_bias == BiasTile::kFp32 || a.bias_chunks > 1) {
     const i64 planes = Shared::planes(a.rows, to);
-    float* const partial = a.bias_sum + ((chunk * planes + plane) * a.bias_rows + m0) * a.bias_keys + n0;
-    store_floats(sum, partial, {0, 0, 0, a.bias_keys, 1}, row, column, rows, keys, false, thread);
-  } else if constexpr (S.grad_bias == BiasTile::kFp32) {
-    float* const first = static_cast<float*>(a.grad_bias.data) + at;
-    const bool vectors = to.col == 1 && to.row % 2 == 0 && (reinterpret_cast<u64>(first) & 7) == 0;
-    store_floats(sum, first, to, row, column, rows, keys, vectors, thread);
-  } else {
+    const bool partial = a.bias_chunks > 1;
+    float* const first = partial ? a.bias_sum + ((chunk * planes + plane) * a.bias_rows + m0) * a.bias_keys + n0
+                                 : static_cast<float*>(a.grad_bias.data) + at;
+    const math::Strides strides{0, 0, 0, partial ? a.bias_keys : to.row, partial ? 1 : to.col};
+    const bool vectors = strides.col == 1 && strides.row % 4 == 0 && (reinterpret_cast<u64>(first) & 15) == 0;
+    store_fragment32<N>(result, sum, thread, row, column / 8);
+    sync();
+    store_rows<Tile32<N>, 4, M, S.warps * 32>(first, strides, result, rows, keys, vectors, thread.index);
+  } else if constexpr (S.grad_bias != BiasTile::kFp32) {
     constexpr Type kAs = S.grad_bias == BiasTile::kBf16 ? Type::kBf16 : Type::kFp16;
     u16* const first = static_cast<u16*>(a.grad_bias.data) + at;
     const bool vectors = to.col == 1 && to.row % 8 == 0 && (reinterpret_cast<u64>(first) & 15) == 0;
@@ -204,29 +206,25 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_bias_gradient(const
   const int column = wk * W;
   Entry now = entries.at(a, shared, begin);
   Entry after = now;
-  if (begin < end) {
-    if constexpr (S.stages == 1) {
-      load(begin, now, 1);
-      load(begin, now, 2);
-      copy_wait<1>();
-      sync();
-    } else {
-      load(begin, now, 3);
-    }
-  }
-
 #pragma unroll 1
-  for (int n = begin; n < end; ++n, now = after) {
-    entries.advance(after);
+  for (int n = begin < end ? begin - 1 : end; n < end; ++n, now = after) {  // begin - 1: copies alone
+    if (n >= begin) {
+      entries.advance(after);
+    }
     if constexpr (S.stages > 1) {
-      copy_wait<0>();
-      sync();
+      if (n >= begin) {
+        copy_wait<0>();
+        sync();
+      }
       if (n + 1 < end) {
         load(n + 1, after, 3);
       }
+      if (n < begin) {
+        continue;
+      }
     }
     const Place place = place_of(now);
-    const bool some = !(S.banded || S.ragged) || meets(place);
+    const bool some = n >= begin && (!(S.banded || S.ragged) || meets(place));
     const u32 stage = stages + n % S.stages * kStageBytes;
     const u32 vectors = row_vectors + (n & 1) * M * 8;
     const u32 scores = inputs + (kOnce ? 0 : n & 1) * Inputs::kBytes;

@@ -255,12 +255,11 @@ __device__ __forceinline__ void chunked_backward(const Args& a) {
   copy_wait<0>();
   sync();
   if constexpr (kTransposed && S.column_sum) {
-    if (block.steps > 0) {
-      store_sums(block.head0 + block.group - 1, head.factors.sum);
-    } else {
-      for (int i = 0; i < block.group; ++i) {
-        store_sums(block.head0 + i, 0);
-      }
+    // Of the last head, or where there is no step zeros for all.
+    const bool some = block.steps > 0;
+#pragma unroll 1
+    for (int i = some ? block.group - 1 : 0; i < block.group; ++i) {
+      store_sums(block.head0 + i, some ? head.factors.sum : 0);
     }
   }
 
@@ -280,7 +279,12 @@ __device__ __forceinline__ void chunked_backward(const Args& a) {
     return;
   }
   if constexpr (is_pair(kType)) {
-    store_floats(sum, static_cast<float*>(to.data) + at, to.strides, 0, 0, left, columns, a.vector_stores, thread);
+    static_assert(N * W * 4 <= 2 * kBufferBytes);
+    const u32 tile = buffers + thread.warp * T * 16 * W * 4;
+    store_fragment32<W>(tile, sum, thread);
+    __syncwarp();
+    store_rows<Tile32<W>, 4, T * 16>(static_cast<float*>(to.data) + at, to.strides, tile, left, columns,
+                                     a.vector_stores, thread.lane);
   } else {
     static_assert(N * W * 2 <= 2 * kBufferBytes);
     const u32 tile = buffers + thread.warp * T * 16 * W * 2;
@@ -317,7 +321,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_chunked_bias_gradie
   using Inputs = ScoreInputs<S, false, M, N, kThreads>;
   constexpr u32 kStepBytes = M * 8 + Inputs::kBytes;
   static_assert(2 * kBufferBytes + 2 * kStepBytes == chunked_bias_gradient_shared_bytes(S));
-  static_assert(M * N * 2 <= 2 * kBufferBytes && kRowPad % M == 0 && N % 16 == 0);
+  static_assert(M * N * 4 <= 2 * kBufferBytes && kRowPad % M == 0 && N % 16 == 0);
 
   extern __shared__ __align__(128) unsigned char memory[];
   const u32 buffers = shared_address(memory);

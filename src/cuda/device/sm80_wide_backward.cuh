@@ -79,10 +79,6 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_wide_backward(const
   block.template load_keys<N>(a, keys, values, thread.index);
   StepPlace now = block.first_step();
   StepPlace after = now;
-  if (block.steps > 0) {
-    loader.load(stages, now, thread.index);
-  }
-  copy_commit();
 
   float dk[TO][2 * CD][4] = {};
   float dv[TO][2 * CV][4] = {};
@@ -96,7 +92,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_wide_backward(const
   const BlockLane<kRowV, CV> blocks_v(column_warp * CV, thread.lane);
   const u32 my_keys = keys + key_warp * T * 16 * kRowD * 2;
   const u32 my_values = values + key_warp * T * 16 * kRowV * 2;
-  HeadState<S, true, T, P / 8> head(a, place, block.head0, block.head_k, key0, thread.g);
+  HeadState<S, true, T, P / 8> head;
 
   // Sums over the queries of a head: each warp's, then those of one key in order.
   const auto store_sums = [&](u32 of_head, float factor) {
@@ -127,17 +123,24 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_wide_backward(const
   };
 
 #pragma unroll 1
-  for (int n = 0; n < block.steps; ++n) {
-    copy_wait<0>();
-    sync();
-    block.next(after);
+  for (int n = -1; n < block.steps; ++n) {  // -1: copies alone
+    if (n >= 0) {
+      copy_wait<0>();
+      sync();
+      block.next(after);
+    }
     if (n + 1 < block.steps) {
       loader.load(stages + (n + 1) % S.stages * Loader::kBytes, after, thread.index);
     }
     copy_commit();
-    if (n > 0 && block.begins_head(now)) {
+    if (n < 0) {
+      continue;
+    }
+    if (block.begins_head(now)) {
       if constexpr (S.column_sum) {
-        store_sums(now.head - 1, head.factors.sum);
+        if (n > 0) {
+          store_sums(now.head - 1, head.factors.sum);
+        }
       }
       head = HeadState<S, true, T, P / 8>(a, place, now.head, block.head_k, key0, thread.g);
     }
@@ -235,12 +238,11 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_wide_backward(const
   copy_wait<0>();
   sync();
   if constexpr (S.column_sum) {
-    if (block.steps > 0) {
-      store_sums(block.head0 + block.group - 1, head.factors.sum);
-    } else {
-      for (int i = 0; i < block.group; ++i) {
-        store_sums(block.head0 + i, 0);
-      }
+    // Of the last head, or where there is no step zeros for all.
+    const bool some = block.steps > 0;
+#pragma unroll 1
+    for (int i = some ? block.group - 1 : 0; i < block.group; ++i) {
+      store_sums(block.head0 + i, some ? head.factors.sum : 0);
     }
   }
 
@@ -251,13 +253,16 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) sm80_wide_backward(const
     const i64 to_k = same.place.key_rows(a.grad_k.strides, same.head_k) + same.n0 * a.grad_k.strides.row;
     const i64 to_v = same.place.key_rows(a.grad_v.strides, same.head_k) + same.n0 * a.grad_v.strides.row;
     if constexpr (is_pair(kType)) {
+      store_fragment32<D>(keys, dk, thread, row_warp * TO * 16, column_warp * CD * 2);
+      store_fragment32<V>(values, dv, thread, row_warp * TO * 16, column_warp * CV * 2);
+      sync();
       if (a.grad_k.data != nullptr) {
-        store_floats(dk, static_cast<float*>(a.grad_k.data) + to_k, a.grad_k.strides, row_warp * TO * 16,
-                     column_warp * CD * 16, left, a.out_dim, a.vector_stores, thread);
+        store_rows<Tile32<D>, 4, N, S.warps * 32>(static_cast<float*>(a.grad_k.data) + to_k, a.grad_k.strides, keys,
+                                                  left, a.out_dim, a.vector_stores, thread.index);
       }
       if (a.grad_v.data != nullptr) {
-        store_floats(dv, static_cast<float*>(a.grad_v.data) + to_v, a.grad_v.strides, row_warp * TO * 16,
-                     column_warp * CV * 16, left, a.out_dim_v, a.vector_stores, thread);
+        store_rows<Tile32<V>, 4, N, S.warps * 32>(static_cast<float*>(a.grad_v.data) + to_v, a.grad_v.strides, values,
+                                                  left, a.out_dim_v, a.vector_stores, thread.index);
       }
     } else {
       store_fragment<kType, kRowD>(keys + row_warp * TO * 16 * kRowD * 2, dk, a.scale, thread, column_warp * CD * 2);
