@@ -44,11 +44,14 @@ std::vector<Tiles> candidates(const Spec& spec) {
     return {{4, 2, 64, 3, plain}, {4, 2, 64, 2, true}, {4, 2, 32, 2, true}, {4, 1, 32, 1}};
   }
   if (widest <= 64) {
-    // Words made early and a lazy maximum overlap better with the products where there is dropout.
-    return {{4, 2, 64, 2, true, dropout, dropout}, {4, 2, 32, 2, true, dropout, dropout}, {4, 2, 32, 1}, {4, 1, 32, 1}};
+    // Words made early and a lazy maximum overlap better with the products where there is dropout; masks take the time
+    // that a maximum at every step would.
+    const bool lazy = dropout || spec.mask || spec.key_mask;
+    return {{4, 2, 64, 2, true, lazy, dropout}, {4, 2, 32, 2, true, lazy, dropout}, {4, 2, 32, 1}, {4, 1, 32, 1}};
   }
   if (widest <= 128) {
-    const Tiles narrow{4, 2, 32, 2, false, true};
+    const bool lazy = !(bias && spec.dropout == DropoutRule::kTorchMemEfficient);  // both leave no registers for it
+    const Tiles narrow{4, 2, 32, 2, false, lazy};
     if (bias || spec.dropout == DropoutRule::kTorchMemEfficient) {
       return {narrow, {4, 2, 32, 1, false, true}, {4, 1, 32, 1, false, true}, {4, 1, 16, 1, false, true}};
     }
