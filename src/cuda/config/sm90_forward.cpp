@@ -81,9 +81,6 @@ std::vector<Tiles> candidates(const Spec& spec) {
     if (spec.mask && features == 1) {
       return {{3, 128, 3, 2, 2}};
     }
-    if (spec.dropout == DropoutRule::kFovea && features == 1 && !spec.banded && !spec.ragged) {
-      return {{2, 160, 2, 2, 2}};
-    }
     if (features > int{biases} || spec.bias2 != BiasTile::kNone || (spec.ragged && spec.left_edge)) {
       return {{2, 128, 3, 2, 2}, {2, 128, 2, 2, 2}, {2, 128, 2, 1, 2}, {2, 64, 2, 1, 2}};
     }
@@ -115,6 +112,9 @@ std::vector<Tiles> candidates(const Spec& spec) {
   }
   if (spec.dv <= 128) {
     return {{2, 128, 2, 1, 2}, {2, 64, 2, 1, 2}};
+  }
+  if (widest <= 160) {
+    return {{2, 128, 2, 1, 2}};
   }
   if (widest <= 192) {
     return {{2, 96, 2, 1, 2}};
@@ -171,10 +171,12 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
     const auto computed = [&](int rows) { return (queries + rows - 1) / rows * rows; };
     const bool narrow = !small && !spec.ragged && queries > 192 && computed(128) * 4 <= computed(192) * 3;
     spec.warps = 4 * (narrow ? 2 : tiles.groups);
-    // A text encoder's 77 keys and the like.
+    // A text encoder's 77 keys and the like: one step has them all.
     constexpr int kFewKeys = 80;
-    const bool few_keys = !small && features_of(spec) == 0 && call.rows.limit_k <= kFewKeys;
-    spec.step = few_keys ? std::min(tiles.step, kFewKeys) : tiles.step;
+    const bool few_keys = !small && features_of(spec) == 0 && call.rows.limit_k <= std::max(kFewKeys, tiles.step);
+    const int keys =
+        std::max(kFewKeys, static_cast<int>(std::min<std::int64_t>(call.rows.limit_k, 256) + 15) / 16 * 16);
+    spec.step = few_keys ? std::min(tiles.step, keys) : tiles.step;
     spec.stages = tiles.stages;
     spec.planes = sm90_has_planes(spec) ? tiles.planes : 0;
     // Reading and writing Q and O is all that takes time then: some tiles of them are under way.
@@ -183,7 +185,12 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
          spec.q_buffers > tiles.q_buffers && sm90_forward_sizes(spec).bytes > target.shared_per_block;) {
       --spec.q_buffers;
     }
-    spec.ahead = spec.softcap ? 1 : spec.step / 32;
+    // Beyond a head_dim of 128, and where features take long, a warpgroup's softmax runs beside its own product; three
+    // warpgroups, and two at 128, hide each other's.
+    const int features = features_of(spec);
+    spec.ahead = std::max(spec.d, spec.dv) > 128 || (features > 0 && spec.warps == 8) ? spec.step / 16 : 0;
+    // At 64 columns draws find room between the powers; at 128 the other warpgroup's products leave it later, too.
+    spec.early = spec.dropout != DropoutRule::kNone && (std::max(spec.d, spec.dv) <= 64 || features > 1);
     // Without a mask the power limit leaves the tensor cores little to win at head_dim 128.
     spec.turns = !small && (spec.banded || features_of(spec) > 0 || std::max(spec.d, spec.dv) != 128);
     // Where steps do not divide the diagonal the first tile's guess would fail; what is added makes it costly.

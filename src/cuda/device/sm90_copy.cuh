@@ -38,7 +38,7 @@ struct Sm90Barriers {
   __device__ __forceinline__ u32 prepared_empty(int i) const { return first + 288 + 8 * i; }
 
   // Full: who writes, and (the copying thread's) bytes. Empty: every warp that reads, and (Q) every warpgroup that
-  // stores.
+  // stores, or warp that no longer needs it.
   template <Spec S>
   __device__ __forceinline__ void init() const {
     constexpr int kGroups = sm90_forward_sizes(S).groups;
@@ -49,7 +49,7 @@ struct Sm90Barriers {
         barrier_init(empty + 8 * i, readers);
       }
     };
-    ring(S.q_buffers, q_full(0), q_empty(0), 1, 5 * kGroups + kPreparing);
+    ring(S.q_buffers, q_full(0), q_empty(0), 1, (sm90_stores_directly(S) ? 8 : 5) * kGroups + 32 * kPreparing);
     ring(S.stages, k_full(0), k_empty(0), 1, 4 * kGroups);
     ring(S.stages, v_full(0), v_empty(0), 1, 4 * kGroups);
     ring(S.planes, planes_full(0), planes_empty(0), 1, 4 * kGroups);
@@ -70,6 +70,22 @@ struct Sm90Tile {
     return b1 * strides.batch1 + b2 * strides.batch2 + head * strides.head + at * strides.row;
   }
 };
+
+// What lies beside Q. One lane reads, the one that arrives for its warp.
+__device__ __forceinline__ Sm90Tile sm90_read_tile(u32 tile) {
+  constexpr int kWords = int(sizeof(Sm90Tile)) / 4;
+  int words[kWords];
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    u32 x = 0;
+    if (threadIdx.x % 32 == 0) {
+      x = load_shared_word(tile + 4 * i);
+    }
+    words[i] = int(__shfl_sync(~0u, x, 0));
+  }
+  return {words[0], words[1], words[2], words[3], words[4],  words[5],
+          words[6], words[7], words[8], words[9], words[10], words[11]};
+}
 
 // Tiles are numbered head by head, but for heads_together of them whose row tiles alternate; under a band the longest
 // first. Sequences of different lengths are numbered one after the other, each with all of its heads.
@@ -194,116 +210,118 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
       }
     }
   };
-  decode(int(blockIdx.x));
-  for (int number = int(blockIdx.x);;) {
-    barrier_wait(barriers.q_empty(ring_q.buffer()), ring_q.parity() ^ 1);
-    const u32 full = barriers.q_full(ring_q.buffer());
-    if (number >= count) {
-      tiles[ring_q.buffer()].b = -1;
-      barrier_arrive(full);
-      return;
-    }
-    const int next = S.ragged || m.schedule != nullptr ? int(gridDim.x + atomicAdd(&m.schedule->next, 1u)) : count;
-    // What loads need is read from there again: this warpgroup has few registers.
-    volatile Sm90Tile& here = tiles[ring_q.buffer()];
-    here.row = later.row;
-    here.head = later.head;
-    here.b = later.b;
-    here.q_begin = later.q_begin;
-    here.q_len = later.q_len;
-    here.k_begin = later.k_begin;
-    here.k_len = later.k_len;
-    here.head_k = later.head_k;
-    here.b1 = later.b1;
-    here.b2 = later.b2;
-    if constexpr (sm90_skips(S)) {
-      here.first_step = later.first_step;
-      here.end_step = later.end_step;
-    }
-    math::Interval<int> steps;
-    if constexpr (sm90_skips(S)) {
-      steps = {here.first_step, here.end_step};
-    } else {
-      Sm90Tile tile{};
-      tile.row = here.row;
-      tile.q_len = here.q_len;
-      tile.k_len = here.k_len;
-      steps = sm90_steps<S>(tile, sm90_band<S>(a, m, tile), tile.row, kRows);
-    }
-    const auto at = [&](const Has& has, int column, int row, int head) {
-      return Coordinates{column, row, head * has.head, here.b2 * has.batch2, here.b1 * has.batch1};
-    };
-    barrier_expect(full, kRows * sm90_forward_panels(S.d) * kPanelK * 2);
-#pragma unroll 1
-    for (int p = 0; p < sm90_forward_panels(S.d); ++p) {
-      tensor_load(base + kSizes.q_at + ring_q.buffer() * kSizes.q + p * kRows * kPanelK * 2, m.q, full,
-                  at(m.has_q, p * kPanelK, here.q_begin + here.row, here.head));
-    }
-    ring_q.next();
-
-    const auto load_k = [&](int n) {
-      barrier_wait(barriers.k_empty(ring_k.buffer()), ring_k.parity() ^ 1);
-      const u32 k_full = barriers.k_full(ring_k.buffer());
-      barrier_expect(k_full, S.step * sm90_forward_panels(S.d) * kPanelK * 2);
+  int next = int(blockIdx.x);
+  for (int number = -1;; number = next) {
+    if (number >= 0) {  // one place in the code for every tile's decode, the first one's too
+      barrier_wait(barriers.q_empty(ring_q.buffer()), ring_q.parity() ^ 1);
+      const u32 full = barriers.q_full(ring_q.buffer());
+      if (number >= count) {
+        tiles[ring_q.buffer()].b = -1;
+        barrier_arrive(full);
+        return;
+      }
+      next = S.ragged || m.schedule != nullptr ? int(gridDim.x + atomicAdd(&m.schedule->next, 1u)) : count;
+      // What loads need is read from there again: this warpgroup has few registers.
+      volatile Sm90Tile& here = tiles[ring_q.buffer()];
+      here.row = later.row;
+      here.head = later.head;
+      here.b = later.b;
+      here.q_begin = later.q_begin;
+      here.q_len = later.q_len;
+      here.k_begin = later.k_begin;
+      here.k_len = later.k_len;
+      here.head_k = later.head_k;
+      here.b1 = later.b1;
+      here.b2 = later.b2;
+      if constexpr (sm90_skips(S)) {
+        here.first_step = later.first_step;
+        here.end_step = later.end_step;
+      }
+      math::Interval<int> steps;
+      if constexpr (sm90_skips(S)) {
+        steps = {here.first_step, here.end_step};
+      } else {
+        Sm90Tile tile{};
+        tile.row = here.row;
+        tile.q_len = here.q_len;
+        tile.k_len = here.k_len;
+        steps = sm90_steps<S>(tile, sm90_band<S>(a, m, tile), tile.row, kRows);
+      }
+      const auto at = [&](const Has& has, int column, int row, int head) {
+        return Coordinates{column, row, head * has.head, here.b2 * has.batch2, here.b1 * has.batch1};
+      };
+      barrier_expect(full, kRows * sm90_forward_panels(S.d) * kPanelK * 2);
 #pragma unroll 1
       for (int p = 0; p < sm90_forward_panels(S.d); ++p) {
-        tensor_load(base + kSizes.k_at + ring_k.buffer() * kSizes.k + p * S.step * kPanelK * 2, m.k, k_full,
-                    at(m.has_k, p * kPanelK, here.k_begin + n * S.step, here.head_k));
+        tensor_load(base + kSizes.q_at + ring_q.buffer() * kSizes.q + p * kRows * kPanelK * 2, m.q, full,
+                    at(m.has_q, p * kPanelK, here.q_begin + here.row, here.head));
       }
-      ring_k.next();
-      if constexpr (sm90_has_planes(S)) {
-        const u32 buffer = ring_planes.buffer();
-        barrier_wait(barriers.planes_empty(buffer), ring_planes.parity() ^ 1);
-        const u32 planes_full = barriers.planes_full(buffer);
-        int keys = 0;  // of the key term, whose rows are padded to 16 bytes
-        if constexpr (S.key_term) {
-          keys = min(S.step, (here.k_len - n * S.step + 3) / 4 * 4);
-        }
-        barrier_expect(planes_full, kPlaneBytes + keys * 4);
-        const auto load_bias = [&](const TensorMap& map, const Has& has, int place, int bytes, int panel) {
+      ring_q.next();
+
+      const auto load_k = [&](int n) {
+        barrier_wait(barriers.k_empty(ring_k.buffer()), ring_k.parity() ^ 1);
+        const u32 k_full = barriers.k_full(ring_k.buffer());
+        barrier_expect(k_full, S.step * sm90_forward_panels(S.d) * kPanelK * 2);
 #pragma unroll 1
-          for (int p = 0; p < S.step / panel; ++p) {
-            tensor_load(base + place + buffer * bytes + p * (bytes * panel / S.step), map, planes_full,
-                        at(has, n * S.step + p * panel, here.row, here.head));
+        for (int p = 0; p < sm90_forward_panels(S.d); ++p) {
+          tensor_load(base + kSizes.k_at + ring_k.buffer() * kSizes.k + p * S.step * kPanelK * 2, m.k, k_full,
+                      at(m.has_k, p * kPanelK, here.k_begin + n * S.step, here.head_k));
+        }
+        ring_k.next();
+        if constexpr (sm90_has_planes(S)) {
+          const u32 buffer = ring_planes.buffer();
+          barrier_wait(barriers.planes_empty(buffer), ring_planes.parity() ^ 1);
+          const u32 planes_full = barriers.planes_full(buffer);
+          int keys = 0;  // of the key term, whose rows are padded to 16 bytes
+          if constexpr (S.key_term) {
+            keys = min(S.step, (here.k_len - n * S.step + 3) / 4 * 4);
           }
-        };
-        if constexpr (S.bias != BiasTile::kNone) {
-          load_bias(m.bias, m.has_bias, kSizes.bias_at, kSizes.bias, sm90_bias_panel(S, S.bias));
-        }
-        if constexpr (S.bias2 != BiasTile::kNone) {
-          load_bias(m.bias2, m.has_bias2, kSizes.bias2_at, kSizes.bias2, sm90_bias_panel(S, S.bias2));
-        }
-        if constexpr (S.key_term) {
-          const math::Strides& strides = a.key_term.strides;
-          const float* const from = static_cast<const float*>(a.key_term.data) + here.b1 * strides.batch1 +
-                                    here.b2 * strides.batch2 + here.head * strides.head;
-          bulk_load(base + kSizes.key_term_at + buffer * kSizes.key_term, from + n * S.step, keys * 4, planes_full);
-        }
-        ring_planes.next();
-      }
-    };
-    const auto load_v = [&](int n) {
-      barrier_wait(barriers.v_empty(ring_v.buffer()), ring_v.parity() ^ 1);
-      const u32 v_full = barriers.v_full(ring_v.buffer());
-      barrier_expect(v_full, S.step * sm90_forward_panels(S.dv) * kPanelV * 2);
+          barrier_expect(planes_full, kPlaneBytes + keys * 4);
+          const auto load_bias = [&](const TensorMap& map, const Has& has, int place, int bytes, int panel) {
 #pragma unroll 1
-      for (int p = 0; p < sm90_forward_panels(S.dv); ++p) {
-        tensor_load(base + kSizes.v_at + ring_v.buffer() * kSizes.v + p * S.step * kPanelV * 2, m.v, v_full,
-                    at(m.has_v, p * kPanelV, here.k_begin + n * S.step, here.head_k));
+            for (int p = 0; p < S.step / panel; ++p) {
+              tensor_load(base + place + buffer * bytes + p * (bytes * panel / S.step), map, planes_full,
+                          at(has, n * S.step + p * panel, here.row, here.head));
+            }
+          };
+          if constexpr (S.bias != BiasTile::kNone) {
+            load_bias(m.bias, m.has_bias, kSizes.bias_at, kSizes.bias, sm90_bias_panel(S, S.bias));
+          }
+          if constexpr (S.bias2 != BiasTile::kNone) {
+            load_bias(m.bias2, m.has_bias2, kSizes.bias2_at, kSizes.bias2, sm90_bias_panel(S, S.bias2));
+          }
+          if constexpr (S.key_term) {
+            const math::Strides& strides = a.key_term.strides;
+            const float* const from = static_cast<const float*>(a.key_term.data) + here.b1 * strides.batch1 +
+                                      here.b2 * strides.batch2 + here.head * strides.head;
+            bulk_load(base + kSizes.key_term_at + buffer * kSizes.key_term, from + n * S.step, keys * 4, planes_full);
+          }
+          ring_planes.next();
+        }
+      };
+      const auto load_v = [&](int n) {
+        barrier_wait(barriers.v_empty(ring_v.buffer()), ring_v.parity() ^ 1);
+        const u32 v_full = barriers.v_full(ring_v.buffer());
+        barrier_expect(v_full, S.step * sm90_forward_panels(S.dv) * kPanelV * 2);
+#pragma unroll 1
+        for (int p = 0; p < sm90_forward_panels(S.dv); ++p) {
+          tensor_load(base + kSizes.v_at + ring_v.buffer() * kSizes.v + p * S.step * kPanelV * 2, m.v, v_full,
+                      at(m.has_v, p * kPanelV, here.k_begin + n * S.step, here.head_k));
+        }
+        ring_v.next();
+      };
+      if (steps.end > steps.begin) {
+        for (int n = steps.end; n >= steps.begin; --n) {
+          if (n > steps.begin) {
+            load_k(n - 1);
+          }
+          if (n < steps.end) {
+            load_v(n);
+          }
+        }
       }
-      ring_v.next();
-    };
-    int n = steps.end - 1;
-    if (n >= steps.begin) {
-      load_k(n);
-      for (; n > steps.begin; --n) {
-        load_k(n - 1);
-        load_v(n);
-      }
-      load_v(n);
     }
     decode(next);
-    number = next;
   }
 }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Which elements take part, but for the band: masks of keys, where three warps of sm90_forward's copying warpgroup,
-// which have nothing else to do, prepare them ahead; and dropout's decisions, which the warps that compute draw while
-// the products run, and mask P by.
+// which have nothing else to do, prepare them ahead; and dropout's decisions, which the warps that compute draw
+// between the powers of the softmax, where the pipes for integers have nothing to do, and mask P by.
 //
 // Note: drawn by those three warps, ahead, as a bit an element, dropout at D=64 fell from 263 to 173 TFLOP/s: they do
 // not keep up with two warpgroups.
@@ -56,10 +56,7 @@ __device__ __forceinline__ void sm90_forward_prepare(const Args& a, u32 base, co
     tile.b2 = given.b2;
     const u32* const words = static_cast<const u32*>(a.mask.data) + tile.offset(a.mask.strides, 0);
     const math::Interval<int> steps{given.first_step, given.end_step};
-    __syncwarp();
-    if (lane == 0) {
-      barrier_arrive(barriers.q_empty(ring_q.buffer()));
-    }
+    barrier_arrive(barriers.q_empty(ring_q.buffer()));  // every lane has read
     ring_q.next();
     for (int n = steps.end - 1; n >= steps.begin; --n) {
       barrier_wait(barriers.prepared_empty(ring.buffer()), ring.parity() ^ 1);
@@ -127,16 +124,6 @@ struct Sm90Dropout {
     }
   }
 
-  // Not before here, and not later.
-  __device__ __forceinline__ void draw_here(int n0, int t) {
-    asm volatile("" : "+r"(row.high.bits));
-    draw(n0, t);
-#pragma unroll
-    for (int i = 0; i < S.step / 4; ++i) {
-      asm volatile("" : "+r"(keep[i]));
-    }
-  }
-
   // Word i of P.
   __device__ __forceinline__ u32 apply(int i, u32 word) const { return word & keep[i]; }
 };
@@ -182,13 +169,6 @@ struct Sm90TorchDropout {
     const u32 given = rank == 0 ? other & 0xffff : other >> 16;
     keep.bits[0] = rank == 0 ? own | given << 16 : given | own << 16;
   }
-  // Not before here, and not later.
-  __device__ __forceinline__ void draw_here(int n0, int t) {
-    asm volatile("" : "+r"(row));
-    draw(n0, t);
-    asm volatile("" : "+r"(keep.bits[0]));
-  }
-
   // Word i of P.
   __device__ __forceinline__ u32 apply(int i, u32 word) const {
     const u32 bit = 1u << (i % 2 * 16 + i / 2 * 2);
@@ -199,6 +179,7 @@ struct Sm90TorchDropout {
 
 // No decisions.
 struct Sm90NoDropout {
+  __device__ __forceinline__ void draw(int, int) {}
   __device__ __forceinline__ u32 apply(int, u32 word) const { return word; }
 };
 template <Spec S>

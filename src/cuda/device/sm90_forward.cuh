@@ -7,12 +7,13 @@
 // each into a ring of buffers with a barrier for full and one for empty. The other warpgroups compute, 64 queries each:
 //
 //     S of step n-1 = Q K^T issued, then O += P V of step n issued, and the turn is passed to the next warpgroup
-//     scores and a part of the softmax of n-1 | O of n awaited | the rest of it, P of n-1 in registers
+//     scores and softmax of n-1 | O of n awaited | P of n-1 in registers
 //
 //     tensor cores   S(n-1) O(n)   S(n-2) O(n-1) ...      of one warpgroup; the gaps are another's products
 //     other units          softmax(n-1)   softmax(n-2)
 //
 // At the end O leaves by TMA through the buffer of Q that its tile no longer needs; the next tile's Q is in the other.
+// Where there is no other O leaves from registers, and the next Q comes while the last softmax's P meets V.
 // Steps run from the last key to the first: the edges of the band and of the sequence come first.
 #ifndef FOVEA_CUDA_DEVICE_SM90_FORWARD_CUH
 #define FOVEA_CUDA_DEVICE_SM90_FORWARD_CUH
@@ -38,6 +39,8 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
   constexpr bool kDropout = S.dropout != DropoutRule::kNone;
   constexpr bool kHides = sm90_hides(S);  // K has 16 more columns, which warps of the warpgroup that copies make
   constexpr bool kPeels = sm90_peels(S);
+  constexpr bool kDirect = sm90_stores_directly(S);
+  const bool direct = kDirect && a.vector_stores;
   // The sum is what a launch has; with more it would wait for ever.
   constexpr bool kNarrow = kGroups < 3 || kStep < 128;
   constexpr int kRegistersToCopy = kHides && kNarrow ? 56 : kGroups < 3 && S.ctas < 4 ? 40 : 32;
@@ -116,17 +119,15 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
   if (kTurns && c == kGroups - 1) {
     arrive(1, 256);
   }
-  const auto next_k = [&] {
+  const auto leave_k = [&] {
     if (leader) {
       barrier_arrive(barriers.k_empty(ring_k.buffer()));
     }
-    ring_k.next();
   };
-  const auto next_v = [&] {
+  const auto leave_v = [&] {
     if (leader) {
       barrier_arrive(barriers.v_empty(ring_v.buffer()));
     }
-    ring_v.next();
   };
   const auto wait_planes = [&] {
     if constexpr (kPlanes) {
@@ -168,6 +169,15 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
   const int fragment_half = lane / 16;
 
   int stored = -1;  // the buffer of Q that an O of ours may still be leaving through
+  // Q is no longer needed.
+  const auto leave_q = [&](bool now) {
+    if constexpr (kDirect) {
+      __syncwarp();
+      if (leader && now) {
+        barrier_arrive(barriers.q_empty(ring_q.buffer()));
+      }
+    }
+  };
   const auto release_stored = [&] {
     if (stored >= 0 && thread == 0) {
       bulk_wait_read();
@@ -183,13 +193,10 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
   while (true) {
     // ---- which tile ----
     barrier_wait(barriers.q_full(ring_q.buffer()), ring_q.parity());
-    const volatile Sm90Tile& given = tiles[ring_q.buffer()];
-    const Sm90Tile tile{given.row,   given.head,   given.b,  given.q_begin, given.q_len,      given.k_begin,
-                        given.k_len, given.head_k, given.b1, given.b2,      given.first_step, given.end_step};
+    const Sm90Tile tile = sm90_read_tile(base + kSizes.tiles_at + ring_q.buffer() * u32(sizeof(Sm90Tile)));
     if (tile.b < 0) {
       break;
     }
-    __syncwarp();
     if (leader) {  // the tile is read; Q itself is not yet
       barrier_arrive(barriers.q_empty(ring_q.buffer()));
     }
@@ -247,11 +254,13 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
     for (int n = steps.end - 1; n >= own_end && n >= steps.begin; --n) {
       turn_wait();
       barrier_wait(barriers.k_full(ring_k.buffer()), ring_k.parity());
-      next_k();
+      leave_k();
+      ring_k.next();
       wait_planes();
       next_planes();
       barrier_wait(barriers.v_full(ring_v.buffer()), ring_v.parity());
-      next_v();
+      leave_v();
+      ring_v.next();
       turn_pass();
       wait_prepared();
       next_prepared();
@@ -262,27 +271,25 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
       bool careful =
           !S.guess;  // a warp's own matter: it takes the exact way, until references are fit for the quick one
       const float unit = softmax.kNatural ? math::kLog2E : m.scale_log2;
-      constexpr Constant<0> kNone;
-      constexpr Constant<S.ahead> kAhead;
-      constexpr Constant<kStep / 16> kAll;
 
       const auto finish = [&](auto at_end, auto again) {
         softmax.template finish<again>(a, m, inputs, ring_planes.buffer(), n * kStep);
         softmax.template mask<at_end>(band, top, row0, n * kStep, t);
       };
-      // From the dot products of step n to P, or to what is left to settle(). One block of code: what does not need O
-      // is moved before the wait by the compiler.
+      // From the dot products of step n to P, or to what is left to settle().
+      // Note: the vote keeps the wait for O behind the weights. With nothing but arithmetic before it ptxas moves the
+      // wait to the front, and no warpgroup does its softmax while its own product runs. Narrow heads want it there.
       enum class Left { kNothing, kMoving, kExact, kAgain };
       const auto soften = [&](auto at_end, bool first) {
         const auto await_output = [&] {
           wgmma_wait<0>();
           pin(o);
           if (!first) {
-            next_v();
+            leave_v();
           }
         };
         wait_planes();
-        finish(at_end, kNone);
+        finish(at_end, Constant<0>{});
         if (S.guess && first) {
           softmax.guess(a);
           careful = softmax.must_be_exact();
@@ -294,23 +301,36 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
           await_output();
           return Left::kExact;
         }
+        if constexpr (S.early) {
+          dropout.draw(n * kStep, t);  // between the powers
+        }
+        if constexpr (!S.ahead) {
+          await_output();
+        }
         float parts[4] = {};  // of the rows' sums over the step
-        softmax.weigh(kNone, kAhead, unit, parts);
-        await_output();
-        softmax.convert(kNone, kAhead, dropout);
-        softmax.weigh(kAhead, kAll, unit, parts);
-        softmax.convert(kAhead, kAll, dropout);
+        softmax.weigh(unit, parts);
         const float part0 = parts[0] + parts[1];
         const float part1 = parts[2] + parts[3];
         Left left = Left::kNothing;
         if (__any_sync(~0u, !(part0 < softmax.kLargestPart) || !(part1 < softmax.kLargestPart))) {
           if (__any_sync(~0u, !(part0 + part1 < softmax.kLargestSum))) {
+            if constexpr (S.ahead) {
+              await_output();
+            }
             return Left::kAgain;
           }
           left = Left::kMoving;
         }
+        leave_k();
         softmax.sum[0] += part0;
         softmax.sum[1] += part1;
+        if constexpr (S.ahead) {
+          await_output();
+        }
+        if constexpr (!S.early) {
+          dropout.draw(n * kStep, t);
+        }
+        softmax.convert(dropout);
         return left;
       };
       // What is rare, and long: here once for all steps.
@@ -329,20 +349,18 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
               inputs.load_words(n * kStep);
               inputs.hide(softmax.s);
             }
+            if (!S.early || left == Left::kExact) {
+              dropout.draw(n * kStep, t);
+            }
             softmax.exactly(a, o);
             careful = softmax.must_be_exact();
+            leave_k();
           }
-          softmax.convert(kNone, kAll, dropout);
+          softmax.convert(dropout);
         }
-        next_k();
+        ring_k.next();
         next_planes();
       };
-      const auto draw = [&] {
-        if constexpr (kDropout) {
-          dropout.draw_here(n * kStep, t);
-        }
-      };
-
       const auto after_first = [&] {
         release_stored();
         // 0 * NaN is NaN: what lies behind the sequence's end must not be there. Every warpgroup writes the same zeros.
@@ -366,7 +384,6 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
         turn_wait();
         issue_scores();
         turn_pass();
-        draw();
         if constexpr (!kHides) {
           inputs.load_words(n * kStep);
         }
@@ -396,7 +413,6 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
         barrier_wait(barriers.k_full(ring_k.buffer()), ring_k.parity());
         turn_wait();
         issue_scores();
-        draw();
         if (!first) {
           barrier_wait(barriers.v_full(ring_v.buffer()), ring_v.parity());
         }
@@ -409,19 +425,25 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
         pin(softmax.s);
         next_prepared();
         left = soften(Constant<!kPeels>{}, first);
+        if (!first) {
+          ring_v.next();
+        }
         if (!kPeels && first) {
           after_first();
           first = false;
         }
       }
+      leave_q(direct);
       barrier_wait(barriers.v_full(ring_v.buffer()), ring_v.parity());
       issue_output();
       softmax.sum[0] = quad_sum(softmax.sum[0]);
       softmax.sum[1] = quad_sum(softmax.sum[1]);
       wgmma_wait<0>();
       pin(o);
-      next_v();
+      leave_v();
+      ring_v.next();
     } else {
+      leave_q(direct);
       release_stored();
 #pragma unroll
       for (int i = 0; i < S.dv / 2; ++i) {
@@ -443,13 +465,20 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
         static_cast<float*>(a.lse.data)[tile.offset(a.lse.strides, tile.q_begin + row)] = logsumexp;
       }
     }
-    const bool leaving =
-        sm90_forward_store<S>(a, m, tile, base + kSizes.q_at + ring_q.buffer() * kSizes.q, c, thread, o, factor);
-    if (leaving && S.q_buffers > 1) {
-      stored = int(ring_q.buffer());
-    } else if (thread == 0) {
-      bulk_wait_read();
-      barrier_arrive(barriers.q_empty(ring_q.buffer()));
+    if (direct) {
+      sm90_forward_store_directly<S>(a, tile, row0, t, o, factor);
+    } else {
+      const bool leaving =
+          sm90_forward_store<S>(a, m, tile, base + kSizes.q_at + ring_q.buffer() * kSizes.q, c, thread, o, factor);
+      if (leaving && S.q_buffers > 1) {
+        stored = int(ring_q.buffer());
+      } else if (thread == 0) {
+        bulk_wait_read();
+        if constexpr (!kDirect) {
+          barrier_arrive(barriers.q_empty(ring_q.buffer()));
+        }
+      }
+      leave_q(true);
     }
     ring_q.next();
   }

@@ -6,6 +6,7 @@
 #ifndef FOVEA_CUDA_DEVICE_SM90_OUTPUT_CUH
 #define FOVEA_CUDA_DEVICE_SM90_OUTPUT_CUH
 
+#include "sm90_accumulator.cuh"
 #include "sm90_copy.cuh"
 
 namespace fovea::cuda {
@@ -26,6 +27,18 @@ __device__ __forceinline__ void sm90_clear_values(u32 to, int live, int thread) 
                  uint4{0, 0, 0, 0});
   }
   fence_async();
+}
+
+// O times `factor` from registers, where rows of out may be written by 16 bytes.
+template <Spec S>
+__device__ __forceinline__ void sm90_forward_store_directly(const Args& a, const Sm90Tile& tile, int row, int t,
+                                                            float (&o)[S.dv / 2], const float (&factor)[2]) {
+#pragma unroll
+  for (int i = 0; i < S.dv / 2; ++i) {
+    o[i] *= factor[i / 2 % 2];
+  }
+  store_accumulator<S.type>(static_cast<u16*>(a.out.data) + tile.offset(a.out.strides, tile.q_begin), a.out.strides, o,
+                            1.f, row, tile.q_len, a.out_dim_v, true, t);
 }
 
 // O times `factor`, of warpgroup c's rows, through `place`, the tile's buffer of Q. True: a tensor store that thread 0

@@ -181,8 +181,8 @@ struct Sm90Inputs {
         }
         if constexpr (S.alibi) {
           const float distance = float(n0 - diagonal) + float(column - 8 * y);
-          first += math::alibi(distance, slope);
-          second += math::alibi(distance + 1, slope);
+          first += math::alibi(fabsf(distance), slope);  // an operand's modifier, which alibi's own is not
+          second += math::alibi(fabsf(distance + 1), slope);
         }
         if constexpr (S.query_term) {
           // -inf is a mask: it hides what else was added, NaN included.

@@ -24,11 +24,15 @@ constexpr bool sm90_skips(const Spec& s) { return s.mask && s.key_mask; }
 // Whether the first step of a tile has code of its own. Otherwise it multiplies P by a tile of zeros: where many
 // features make the code of a step long, one copy of it compiles faster, and the tensor cores wait anyway.
 constexpr bool sm90_peels(const Spec& s) {
-  constexpr int kMany = 3;
+  constexpr int kMany = 5;
   return 2 * int{s.softcap} + int{s.alibi} + int{s.key_term} + int{s.query_term} + int{s.mask} +
              int{s.bias != BiasTile::kNone} + int{s.bias2 != BiasTile::kNone} <
          kMany;
 }
+
+// Whether O leaves from registers, not through the place of Q: with one buffer of Q the next tile's is loaded while
+// this one ends. It takes many instructions.
+constexpr bool sm90_stores_directly(const Spec& s) { return s.q_buffers == 1 && sm90_peels(s); }
 
 struct Sm90ForwardSizes {
   int groups;   // warpgroups that compute

@@ -178,12 +178,11 @@ struct Sm90Softmax {
     }
   }
 
-  // Weights of blocks [from, to) relative to the references as they are; parts of their sums.
-  template <class From, class To>
-  __device__ __forceinline__ void weigh(From from, To to, float unit, float (&parts)[4]) {
+  // Weights relative to the references as they are; parts of their sums.
+  __device__ __forceinline__ void weigh(float unit, float (&parts)[4]) {
     const float base[2] = {reference[0] * math::kLog2E, reference[1] * math::kLog2E};
 #pragma unroll
-    for (int k = from; k < to; ++k) {
+    for (int k = 0; k < kBlocks; ++k) {
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
         const int x = e >> 1 & 1;
@@ -264,10 +263,9 @@ struct Sm90Softmax {
 
   // ---- P ----
 
-  template <class From, class To>
-  __device__ __forceinline__ void convert(From from, To to, const Sm90Decisions<S>& dropout) {
+  __device__ __forceinline__ void convert(const Sm90Decisions<S>& dropout) {
 #pragma unroll
-    for (int i = 4 * from; i < 4 * to; ++i) {
+    for (int i = 0; i < S.step / 4; ++i) {
       p[i] = dropout.apply(i, pack<S.type>(s[2 * i], s[2 * i + 1]));
     }
   }
