@@ -37,6 +37,7 @@ enum class Step {
   kForward,
   kCombine,
   kBackwardPrepare,
+  kSm90BackwardMask,
   kSm90Backward,
   kBackward,
   kBackwardConvert,

@@ -72,6 +72,7 @@ void Planner::backward() {
   const bool in_place = pack >= 0;
   work.dbias_store = gradients[0] == Gradient::kPlane && (stores_bias() || in_place);
   const Choice hopper = backward_for_hopper(work);
+  plan_.operands.features.key_mask = hopper.kernel.spec.key_mask;
   work.ordered = hopper.kernel.spec.ordered;
   work.dq = work.dq || hopper.kernel.spec.dq;
   const bool sums_dq = work.dq && !hopper.kernel.spec.direct;
@@ -110,6 +111,15 @@ void Planner::backward() {
   Spec before = spec;
   before.dv = std::min(features.dv, before.dv);
   const std::int64_t heads = rows.batch() * rows.heads_q;
+  if (hopper.why_not == nullptr && features.mask) {
+    const Box& words = plan_.operands.mask_box;
+    workspace.add(Region::kMaskTiles, sm90_backward_mask_box(words).count() * std::int64_t{sizeof(u32)});
+    Kernel mask = prepare("sm90_backward_mask", small());
+    mask.file = "sm90_backward_mask.cuh";
+    constexpr std::int64_t kQueries = 64;
+    add(Step::kSm90BackwardMask, mask,
+        striding_blocks(words.planes() * tiles_of(words.rows, kQueries) * words.width * 32, plan_.target));
+  }
   Kernel preparing = part("backward_prepare", before);
   preparing.threads = kBackwardPrepareThreads;
   add(Step::kBackwardPrepare, preparing, heads * pads);

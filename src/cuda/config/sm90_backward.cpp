@@ -135,6 +135,9 @@ std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool orde
     if (widest > 64 && keys(2, 1)) {
       return {{2, 1, 64, 2, 3}, {2, 1, 64, 2, 2}};
     }
+    if (widest <= 64 && keys(2, 1) && !much && !bias && !rows) {
+      return {{2, 1, 128, 2, 2}};
+    }
     if (widest <= 64 && keys(2, 1)) {
       return {{2, 1, 64, 3, 3}};
     }
@@ -159,6 +162,9 @@ std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool orde
     return {{3, 1, 64, 2, 2}, {2, 1, 64, 2, 2}};
   }
   if (widest <= 64) {
+    if (spec.mask && spec.dropout == DropoutRule::kNone && !spec.softcap && !bias && !rows) {
+      return {{2, 1, 128, 2, 2, true}, {2, 1, 64, 3, 3}};
+    }
     if (much) {
       return {{2, 1, 64, 3, 3, true}, {2, 1, 64, 3, 3}};
     }
@@ -183,8 +189,34 @@ std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool orde
   return {{2, 1, 64, 2, 2, true}, {2, 1, 64, 2, 3}, {2, 1, 64, 2, 2}};
 }
 
+// Whether who comes first to rows of dq_sum stores there: nobody need clear them, but whoever comes meanwhile waits.
+// That pays where steps take long, or with few keys; not where grouped heads make blocks so long that they had better
+// begin by turns, the longest first.
+bool stores_first(const Call& call, const Spec& spec) {
+  constexpr int kNarrow = 64;
+  constexpr std::int64_t kFewKeys = 2048;
+  if (spec.ordered || spec.left_edge || (spec.banded && spec.ragged)) {
+    return true;
+  }
+  const bool grouped = call.rows.heads_q > call.rows.heads_k;
+  if (spec.banded) {
+    return !grouped && (std::max(spec.d, spec.dv) > kNarrow || call.rows.limit_k <= kFewKeys);
+  }
+  return std::max(spec.d, spec.dv) > kNarrow && !spec.ragged;
+}
+
+// Whether the term of keys is a mask and nothing else is added to scores, which then stay dot products. All of the
+// kernels of the call have to agree on that.
+bool is_mask_alone(const Call& call, const Operands& operands, Spec spec) {
+  spec.key_mask = true;
+  return spec.key_term && !natural_scores(spec) && (spec.dq || !call.problem.need.q) &&
+         std::any_of(operands.terms.begin(), operands.terms.end(),
+                     [](const Term& term) { return term.to == Region::kKeyTerm && term.biases.empty(); });
+}
+
 // The first candidate that fits, dq in order or not; false where none does.
-bool take_tiles(Kernel& kernel, const Call& call, const Target& target, const BackwardWants& wants, bool is_ordered) {
+bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, const Target& target,
+                const BackwardWants& wants, bool is_ordered) {
   Spec& spec = kernel.spec;
   const bool clusters = in_clusters(spec);
   const bool has_dq = wants.dq && is_ordered == wants.ordered;
@@ -204,8 +236,8 @@ bool take_tiles(Kernel& kernel, const Call& call, const Target& target, const Ba
     spec.direct = has_dq && !spec.ragged && !is_wide(spec) && call.rows.limit_k <= 64 * tiles.groups * tiles.tiles;
     spec.ordered = is_ordered && !spec.direct;
     spec.bulk = has_dq && tiles.bulk && !spec.direct;
-    // Under a band blocks of keys begin at different queries; elsewhere all would wait for the first.
-    spec.stores_first = spec.bulk && (spec.banded || spec.ordered);
+    spec.stores_first = spec.bulk && stores_first(call, spec);
+    spec.key_mask = is_mask_alone(call, operands, spec);
     spec.delay = has_dq && tiles.delay;
     spec.halves = has_dq && tiles.halves;
     if (spec.ordered && !spec.bulk && !clusters) {
@@ -249,12 +281,20 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
   spec.left_edge = spec.banded && call.problem.window_left >= 0;
   // In order the sums of one block leave in bulk. Where there is no room for that dq is another kernel's.
   const bool may_order = clusters || !is_wide(spec);
-  if ((wants.ordered && may_order && take_tiles(kernel, call, target, wants, true)) ||
-      take_tiles(kernel, call, target, wants, false)) {
+  if ((wants.ordered && may_order && take_tiles(kernel, call, operands, target, wants, true)) ||
+      take_tiles(kernel, call, operands, target, wants, false)) {
     return choice;
   }
   choice.why_not = "tiles beyond the shared memory of a block";
   return choice;
+}
+
+Box sm90_backward_mask_box(const Box& words) {
+  constexpr std::int64_t kQueries = 64;
+  Box box = words;
+  box.rows = (words.rows + 2 * kQueries - 1) / (2 * kQueries) * 2;
+  box.width = words.width * kQueries;
+  return box;
 }
 
 std::int64_t sm90_backward_key_blocks(const Call& call, const Spec& spec) {
@@ -272,7 +312,7 @@ std::int64_t sm90_backward_blocks(const Call& call, const Spec& spec, const Targ
 }
 
 std::int64_t sm90_backward_heads_in_turn(const Call& call, const Spec& spec, const Target& target) {
-  if (call.problem.window_left >= 0 || spec.ordered || spec.ragged) {
+  if (call.problem.window_left >= 0 || spec.ordered || spec.ragged || spec.stores_first) {
     return 1;
   }
   constexpr std::int64_t kRounds = 2;  // 4: level; all heads by turns: up to 15% slower, they leave L2

@@ -20,6 +20,8 @@ std::int64_t sm90_backward_key_blocks(const Call& call, const Spec& spec);
 std::int64_t sm90_backward_items(const Call& call, const Spec& spec);
 std::int64_t sm90_backward_blocks(const Call& call, const Spec& spec, const Target& target);
 bool sm90_backward_counts(const Call& call, const Spec& spec, const Target& target);
+// What sm90_backward_mask writes: 64 queries a row.
+Box sm90_backward_mask_box(const Box& words);
 // Key heads whose blocks are begun by turns, the longest first: 1 where all are as long.
 std::int64_t sm90_backward_heads_in_turn(const Call& call, const Spec& spec, const Target& target);
 

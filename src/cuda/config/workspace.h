@@ -20,6 +20,7 @@ enum class Region : int {
   kBias,  // packed
   kBias2,
   kMaskBits,
+  kMaskTiles,  // of sm90_backward
   kKeyTerm,
   kQueryTerm,
   kSizes,       // fp32: the largest numbers of q, k, v, do
@@ -43,10 +44,10 @@ enum class Region : int {
 
 inline constexpr int kRegions = static_cast<int>(Region::kCount);
 inline constexpr std::array<std::string_view, kRegions> kRegionNames = {
-    "q",         "k",          "v",           "grad_out",    "bias",        "bias2",     "mask bits",
-    "key term",  "query term", "sizes",       "partial out", "partial sum", "row lse",   "row delta",
-    "row terms", "dq sum",     "turns",       "column sums", "row sums",    "bias sums", "bias2 sums",
-    "sink sums", "bias flags", "bias2 flags", "schedule"};
+    "q",          "k",         "v",          "grad_out",    "bias",        "bias2",       "mask bits",
+    "mask tiles", "key term",  "query term", "sizes",       "partial out", "partial sum", "row lse",
+    "row delta",  "row terms", "dq sum",     "turns",       "column sums", "row sums",    "bias sums",
+    "bias2 sums", "sink sums", "bias flags", "bias2 flags", "schedule"};
 
 class Workspace {
  public:

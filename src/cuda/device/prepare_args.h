@@ -61,6 +61,13 @@ struct MaskArgs {
   math::i64 columns = 0;
 };
 
+// sm90_backward_mask: words of prepare_mask, of which `box` says where they lie, in the order of accumulators.
+struct MaskTilesArgs {
+  const math::u32* from = nullptr;
+  math::u32* to = nullptr;
+  Box box;
+};
+
 // prepare_term: the sum of what is broadcast over queries (or over keys), -inf where a mask says no.
 struct TermSource {
   Source from;

@@ -17,6 +17,7 @@ __device__ __forceinline__ void store_accumulator(u16* to, const math::Strides& 
   for (int r = 0; r < 2; ++r) {
     const int row = first + 8 * r;
     u16* const at = to + row * strides.row;
+    u16* by_numbers = at + 2 * t * strides.col;
     const auto pair = [&](int j) {
       return j < kCount / 4 ? pack<kType>(x[j < kCount / 4 ? 4 * j + 2 * r : 0] * factor,
                                           x[j < kCount / 4 ? 4 * j + 2 * r + 1 : 0] * factor)
@@ -44,11 +45,12 @@ __device__ __forceinline__ void store_accumulator(u16* to, const math::Strides& 
         for (int i = 0; i < 4; ++i) {
           const int column = (j + i) * 8 + 2 * t;
           if (j + i < kCount / 4 && column < columns) {
-            at[column * strides.col] = u16(v[i]);
+            *by_numbers = u16(v[i]);
           }
           if (j + i < kCount / 4 && column + 1 < columns) {
-            at[(column + 1) * strides.col] = u16(v[i] >> 16);
+            by_numbers[strides.col] = u16(v[i] >> 16);
           }
+          by_numbers += 8 * strides.col;
         }
       }
     }

@@ -21,13 +21,14 @@
 //
 // A block stays for the whole call and takes key blocks from a counter, batch * heads_k * ceil(limit_k / keys) of them:
 // Q and dO of the next are on their way while one ends. Where there are as many blocks as key blocks each has its own.
-// backward_prepare comes before, backward_convert after.
+// backward_prepare comes before (with a mask of queries and keys sm90_backward_mask, too), backward_convert after.
 #ifndef FOVEA_CUDA_DEVICE_SM90_BACKWARD_CUH
 #define FOVEA_CUDA_DEVICE_SM90_BACKWARD_CUH
 
 #include "math/band.h"
 #include "math/softmax.h"
 #include "sm90_backward_args.h"
+#include "sm90_backward_block.cuh"
 #include "sm90_backward_copy.cuh"
 #include "sm90_backward_scores.cuh"
 #include "sm90_backward_sizes.h"
@@ -91,7 +92,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
     barrier_init(barriers.kv_empty(), S.warps + int{kBias || kOuter} + int{S.bulk} + int{S.dbias_store});
     for (int i = 0; i < S.stages; ++i) {
       barrier_init(barriers.q_full(i), 1);
-      barrier_init(barriers.q_empty(i), S.warps);
+      barrier_init(barriers.q_empty(i), S.warps * 32);
     }
     for (int i = 0; i < S.planes; ++i) {
       barrier_init(barriers.bias_full(i), 1);
@@ -196,10 +197,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
         pin(dk[f]);
         pin(dv[f]);
       }
-      __syncwarp();  // its lanes have read the row vectors
-      if (leader) {
-        barrier_arrive(barriers.q_empty(ring_q.buffer()));
-      }
+      barrier_arrive(barriers.q_empty(ring_q.buffer()));  // all lanes: each has read row vectors
     };
     const auto add_dq = [&](const Ring<S.planes>& grads, int row, bool pending) {
       float dq[kColumns / 2];
@@ -260,7 +258,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
     int turn_before = 0;  // of that of the step before
     int head = block.head0 - 1;
     int query = 0;
-    int end = 0;  // of the head's queries
+    int left = 0;  // steps of this head
     if constexpr (S.ragged) {
       if (block.steps > 0) {
         const int live = block.place.k_len - block.key0;
@@ -274,7 +272,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
     }
 #pragma unroll 1
     for (int n = 0; n < block.steps; ++n) {
-      if (query >= end) {
+      if (left == 0) {
         if constexpr (S.column_sum) {
 #pragma unroll
           for (int f = 0; f < kBlocks; ++f) {
@@ -284,11 +282,11 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
           }
         }
         ++head;
-        query = block.first;
-        end = block.first + block.count * M;
+        query = block.begin;
+        left = block.count;
 #pragma unroll
         for (int f = 0; f < kBlocks; ++f) {
-          scores[f].begin_head(a, block.place, head, block.key0 + (c * kBlocks + f) * 64 + warp * 16 + g);
+          scores[f].begin_head(a, m, block.place, head, block.key0 + (c * kBlocks + f) * 64 + warp * 16 + g);
         }
       }
       const u32 q_now = ring_q.buffer() * (kSizes.q / 16);
@@ -296,6 +294,10 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
       const u32 tile = base + kSizes.grads_at + ring_grads.buffer() * kSizes.grads;
       const u32 lse = base + kSizes.lse_at + ring_q.buffer() * kSizes.rows + t * 8;
       const u32 delta = lse + (kSizes.delta_at - kSizes.lse_at);
+#pragma unroll
+      for (int f = 0; f < kBlocks; ++f) {
+        scores[f].load_mask(m, query);
+      }
       barrier_wait(barriers.q_full(ring_q.buffer()), ring_q.parity());
       if constexpr (S.ragged) {
         const int live = block.place.q_len - query;
@@ -366,8 +368,12 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
               k > 0);
         }
         wgmma_commit();
+        if (i == 0 && block.may_be_dead) {
+          zero_dead_rows<S, kRowV, kPanelsV, kGroups * 128>(
+              base + kSizes.grad_out_at + ring_q.buffer() * kSizes.grad_out,
+              base + kSizes.lse_at + ring_q.buffer() * kSizes.rows, threadIdx.x - 128);
+        }
         await_tile();
-        scores[f].load_mask(a, block.place.q_len, first, key + warp * 16 + g);
         typename Scores::Loaded loaded;
         loaded.load(panel, lse_here, 0);
         wgmma_wait<1>();
@@ -387,9 +393,9 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
           barrier_wait(barriers.outer_full(ring_outer.buffer()), ring_outer.parity());
         }
         scores[f].weigh(s, a, m, loaded, outer, panel, lse_here, first, key + warp * 16 + g, t);
-        const bool masked = scores[f].hide(s, g, t);
-        const bool edge = kind != math::TileClass::kFull || key + 64 > block.place.k_len || scores[f].has_hidden() ||
-                          (kMaskQueries<S> && query + M > block.place.q_len);
+        const bool masked = scores[f].hide(s, first);
+        const bool edge = kind != math::TileClass::kFull || key + 64 > block.place.k_len ||
+                          (S.row_sum && scores[f].has_hidden()) || (kMaskQueries<S> && query + M > block.place.q_len);
         if (edge) {
           scores[f].mask_edge(s, block, first, key + warp * 16 + g, t);
         }
@@ -405,6 +411,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
           for (int j = 0; j < P / 4; ++j) {
             weights[j] = kDropout ? pack_positive<kType>(s[2 * j], s[2 * j + 1]) : pack<kType>(s[2 * j], s[2 * j + 1]);
           }
+          scores[f].clear_hidden(weights);
           wgmma_fence();
 #pragma unroll
           for (int k = 0; k < P / 16; ++k) {
@@ -474,7 +481,8 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
       head_before = head;
       turn_before = turn;
       turn = turn + 1 == kGroups ? 0 : turn + 1;
-      query += M;
+      query = block.after(query, M, block.count);
+      --left;
       ring_q.next();
       ring_grads.next();
     }

@@ -5,6 +5,7 @@
 #ifndef FOVEA_CUDA_DEVICE_SM90_BACKWARD_ARGS_H
 #define FOVEA_CUDA_DEVICE_SM90_BACKWARD_ARGS_H
 
+#include "args.h"
 #include "sm90_args.h"
 
 namespace fovea::cuda {
@@ -12,6 +13,7 @@ namespace fovea::cuda {
 struct Sm90BackwardArgs {
   TensorMap q, grad_out, k, v, bias, bias2, grad_bias;
   Has has_q, has_grad_out, has_k, has_v, has_bias, has_bias2, has_grad_bias;
+  Tensor mask;            // of sm90_backward_mask: `row` strides are of 64 queries
   int key_blocks = 0;     // of a head
   int blocks = 0;         // of all heads
   int heads_in_turn = 1;  // key heads whose blocks of keys are numbered by turns

@@ -1,133 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a block of sm90_backward is about, and the warpgroup that copies for it.
-//
-//   Sm90KeyBlock   its keys, and the queries that meet any of them
-//   copies         one thread for K, V, Q, dO and row vectors, one for the bias, by TMA into rings of buffers; one
-//                  for dQ on its way out
-//   zero_rows      0 * NaN is NaN: what lies behind a sequence's end must not be in a tile
+// The warpgroup of sm90_backward that copies: by TMA one thread for K, V, Q, dO and row vectors and one for biases into
+// rings of buffers, one for dQ, and one for dS, on their way out.
 #ifndef FOVEA_CUDA_DEVICE_SM90_BACKWARD_COPY_CUH
 #define FOVEA_CUDA_DEVICE_SM90_BACKWARD_COPY_CUH
 
-#include "math/band.h"
-#include "math/rows.h"
 #include "sm90_backward_args.h"
+#include "sm90_backward_block.cuh"
 #include "sm90_backward_sizes.h"
 #include "sm90_copy.cuh"
 #include "sm90_ptx.cuh"
 #include "sm90_sizes.h"
-#include "tile.cuh"
 #include "wgmma.cuh"
 
 namespace fovea::cuda {
 
-template <Spec S>
-struct Sm90KeyBlock {
-  Place place;
-  int key0;           // the first key
-  int head_k, head0;  // the key head, its first query head
-  int group;          // query heads that share it
-  int row0;           // where query 0 of head 0 lies in row vectors
-  math::Band<int> band;
-  int first, count;  // the first query, and steps of each head
-  int steps;
-
-  // In order the blocks of a band begin at the last keys: the queries of a block begin where it stands, so that those
-  // before it are always ahead.
-  static constexpr bool kFromTheEnd = S.ordered && S.banded;
-  // Under a causal mask the first keys have the most queries. A few heads at a time begin with these and leave the
-  // short blocks for the end, where they fill the chip evenly; all heads at once would not stay in L2.
-  static constexpr bool kByTurns = S.banded && !S.ordered && !S.ragged;
-
-  __device__ __forceinline__ Sm90KeyBlock(const Args& a, const Sm90BackwardArgs& m, u32 index) {
-    constexpr int keys = sm90_backward_sizes(S).keys;
-    u32 head_of_batch = index / u32(m.key_blocks);
-    u32 own = index - head_of_batch * u32(m.key_blocks);
-    if constexpr (kFromTheEnd) {
-      own = u32(m.key_blocks) - 1 - own;
-    }
-    if constexpr (kByTurns) {
-      const u32 before = head_of_batch / u32(m.heads_in_turn) * u32(m.heads_in_turn);
-      const u32 heads = min(u32(m.heads_in_turn), u32(m.blocks) / u32(m.key_blocks) - before);
-      const u32 number = index - before * u32(m.key_blocks);
-      own = number / heads;
-      head_of_batch = before + number - own * heads;
-    }
-    key0 = int(own) * keys;
-    const u32 b = head_of_batch / u32(m.heads_k);
-    head_k = int(head_of_batch - b * u32(m.heads_k));
-    group = m.group;
-    head0 = head_k * group;
-    const u32 b1 = b / u32(m.batch2);
-    place = Place::make<S>(a, b1, b - b1 * u32(m.batch2));
-    row0 = int(padded_row(a.rows, b, {place.q_begin, place.q_len, 0, 0}));
-    const int shift = S.banded ? place.shift(a) : 0;
-    band = {place.q_len, place.k_len, shift + m.low, shift + m.high};
-    math::Interval<int> queries{0, place.q_len};
-    if constexpr (S.banded) {
-      if (!outside() && !S.direct) {
-        queries = band.queries_of_keys(key0, min(key0 + keys, place.k_len));
-      }
-    }
-    first = queries.begin / S.step * S.step;
-    count = queries.empty() ? 0 : (queries.end - first + S.step - 1) / S.step;
-    steps = count * group;
-  }
-
-  __device__ __forceinline__ bool outside() const { return key0 >= place.k_len; }
-
-  // In order: how many blocks add to the dQ of a step's queries before this one.
-  __device__ __forceinline__ u32 blocks_before(int query) const {
-    constexpr int keys = sm90_backward_sizes(S).keys;
-    if constexpr (kFromTheEnd) {
-      const int last = min(query / S.step * S.step + S.step, place.q_len) - 1 + band.high;
-      return u32(min(last, place.k_len - 1)) / keys - u32(key0) / keys;
-    } else {
-      return u32(key0) / keys;
-    }
-  }
-};
-
-struct Sm90BackwardBarriers {
-  u32 at;
-  __device__ __forceinline__ u32 kv_full() const { return at; }
-  __device__ __forceinline__ u32 q_full(int i) const { return at + 8 + 8 * i; }
-  __device__ __forceinline__ u32 q_empty(int i) const { return at + 40 + 8 * i; }
-  __device__ __forceinline__ u32 bias_full(int i) const { return at + 72 + 8 * i; }
-  __device__ __forceinline__ u32 grads_full(int i) const { return at + 104 + 8 * i; }
-  __device__ __forceinline__ u32 grads_empty(int i) const { return at + 136 + 8 * i; }
-  __device__ __forceinline__ u32 leaving_full(int i) const { return at + 168 + 8 * i; }
-  __device__ __forceinline__ u32 leaving_empty(int i) const { return at + 192 + 8 * i; }
-  __device__ __forceinline__ u32 kv_empty() const { return at + 216; }
-  __device__ __forceinline__ u32 outer_full(int i) const { return at + 232 + 8 * i; }  // biases outside of dS
-  __device__ __forceinline__ u32 outer_empty(int i) const { return at + 248 + 8 * i; }
-};
-
-// Whoever is not the thread that copies K and V learns from it which keys are next; `phase` changes each time.
-constexpr u32 kNoBlock = ~u32(0);
-template <Spec S>
-__device__ __forceinline__ u32 sm90_await_block(u32 base, const Sm90BackwardBarriers& barriers, u32 phase) {
-  barrier_wait(barriers.kv_full(), phase);
-  u32 number = 0;
-  if (threadIdx.x % 32 == 0) {  // who says, too, that this warp needs it no more
-    number = load_shared_word(base + sm90_backward_sizes(S).number_at);
-  }
-  return uniform(number);
-}
-// The same for a single thread, which then need not be waited for.
-template <Spec S>
-__device__ __forceinline__ u32 sm90_take_block(u32 base, const Sm90BackwardBarriers& barriers, u32& phase) {
-  barrier_wait(barriers.kv_full(), phase);
-  const u32 number = load_shared_word(base + sm90_backward_sizes(S).number_at);
-  phase ^= 1;
-  barrier_arrive(barriers.kv_empty());
-  return number;
-}
-
 // What the thread that copies keeps of a block of keys.
 struct Sm90Loads {
   u32 number;
-  int b1, b2, q_begin, k_row, head_k, row0, first, count;
+  int b1, b2, q_begin, k_row, head_k, row0, begin, count;
 };
 
 template <Spec S>
@@ -177,7 +68,7 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
     here.k_row = int(block.place.k_begin) + block.key0;
     here.head_k = block.head_k;
     here.row0 = block.row0;
-    here.first = block.first;
+    here.begin = block.begin;
     here.count = block.count;
     const int steps = block.steps;
     const int group = block.group;
@@ -214,9 +105,9 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
     int until_keys = min(S.stages, steps);  // buffers of Q that are free sooner than those of K and V
 #pragma unroll 1
     for (int i = 0; steps > 0 && i < group; ++i, ++head) {
-      int query = here.first;
+      int query = here.begin;
 #pragma unroll 1
-      for (int n = here.count; n > 0; --n, query += S.step) {
+      for (int n = here.count; n > 0; --n, query = Sm90KeyBlock<S>::after(query, S.step, here.count)) {
         const u32 full = barriers.q_full(ring.buffer());
         barrier_wait(barriers.q_empty(ring.buffer()), ring.parity() ^ 1);
         barrier_expect(full, S.step * kRowBytes + (S.query_term ? 3 : 2) * kSizes.rows);
@@ -264,9 +155,9 @@ __device__ __forceinline__ void sm90_backward_copy_bias(const Args& a, const Sm9
     const Sm90KeyBlock<S> block(a, m, number);
 #pragma unroll 1
     for (int i = 0; i < block.group; ++i) {
-      int query = block.first;
+      int query = block.begin;
 #pragma unroll 1
-      for (int n = 0; n < block.count; ++n, query += S.step) {
+      for (int n = 0; n < block.count; ++n, query = block.after(query, S.step, block.count)) {
         const auto load = [&](const TensorMap& map, const Has& has, u32 to, int columns, u32 full) {
 #pragma unroll 1
           for (int p = 0; p < kSizes.keys / columns; ++p) {
@@ -314,9 +205,9 @@ __device__ __forceinline__ void sm90_backward_store_bias(const Args& a, const Sm
     const Sm90KeyBlock<S> block(a, m, number);
 #pragma unroll 1
     for (int i = 0; i < block.group; ++i) {
-      int query = block.first;
+      int query = block.begin;
 #pragma unroll 1
-      for (int n = 0; n < block.count; ++n, query += S.step) {
+      for (int n = 0; n < block.count; ++n, query = block.after(query, S.step, block.count)) {
         barrier_wait(barriers.grads_full(ring.buffer()), ring.parity());
 #pragma unroll 1
         for (int p = 0; p < kSizes.keys / 64; ++p) {
@@ -350,17 +241,22 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90Backw
     const Sm90KeyBlock<S> block(a, m, number);
     int place = 0;
     int place_before = -1;
+    const auto turn_of = [&](int i, int query) {
+      return a.turns + 1 + (block.row0 + (block.head0 + i) * int(a.padded_rows) + query) / 64;
+    };
+    // Whether rows have been stored is looked up a step ahead: most have.
+    u32 ahead = 2;
+    if (S.stores_first && !S.ordered && block.steps > 0) {
+      ahead = *static_cast<volatile u32*>(turn_of(0, block.begin));
+    }
 #pragma unroll 1
     for (int i = 0; i < block.group; ++i) {
-      int query = block.first;
+      int query = block.begin;
 #pragma unroll 1
-      for (int n = 0; n < block.count * kParts; ++n, query += 64) {
+      for (int n = block.count * kParts - 1; n >= 0; --n, query = block.after(query, 64, block.count)) {
         const int row = block.row0 + (block.head0 + i) * int(a.padded_rows) + query;
-        u32* const turn = a.turns + 1 + row / 64;
-        u32 before = 2;
-        if constexpr (S.stores_first && !S.ordered) {
-          before = load_acquire(turn);  // while sums are on their way
-        }
+        u32* const turn = turn_of(i, query);
+        u32 before = ahead;
         barrier_wait(barriers.leaving_full(place), parity >> place & 1);
         parity ^= 1u << place;
         if constexpr (S.stores_first && !S.ordered) {
@@ -368,8 +264,12 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90Backw
             before = atomicCAS(turn, 0u, 1u);
             while (before != 0 && load_acquire(turn) != 2) {
             }
+            fence_async_all();
           }
-          fence_async_all();
+          if (n > 0 || i + 1 < block.group) {
+            ahead = *static_cast<volatile u32*>(n > 0 ? turn_of(i, block.after(query, 64, block.count))
+                                                      : turn_of(i + 1, block.begin));
+          }
         }
         if constexpr (S.ordered) {
           before = block.blocks_before(query);
@@ -408,18 +308,6 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90Backw
     }
   }
   bulk_wait();
-}
-
-// Rows from `live` on of a tile of kRows, in panels of kRowBytes a row. Chunks are exchanged within rows alone.
-template <int kRows, int kRowBytes, int kPanels, int kThreads>
-__device__ __forceinline__ void zero_rows(u32 tile, int live, int thread) {
-  constexpr int kChunks = kRowBytes / 16;
-  const int dead = (kRows - max(live, 0)) * kChunks;
-  for (int i = thread; i < dead * kPanels; i += kThreads) {
-    const int panel = i / dead;
-    store_shared(tile + panel * kRows * kRowBytes + max(live, 0) * kRowBytes + (i - panel * dead) * 16,
-                 uint4{0, 0, 0, 0});
-  }
 }
 
 }  // namespace fovea::cuda

@@ -15,7 +15,7 @@
 #include "scores.cuh"
 #include "sm90_accumulator.cuh"
 #include "sm90_backward_args.h"
-#include "sm90_backward_copy.cuh"
+#include "sm90_backward_block.cuh"
 #include "sm90_scores.cuh"
 
 namespace fovea::cuda {
@@ -71,15 +71,16 @@ struct Sm90BackwardScores {
   math::DropoutHead random;
   u32 threshold;
   float sums[2];
-  const u32* mask_words;  // of this warp's keys in the first row
+  const u32* mask_words;  // of this lane and its warp's keys, of the first 64 queries
   // Of a step.
-  u32 mask[S.mask ? M / 32 : 1];           // bits of this warp's 16 keys, of query 32 i + lane
+  u32 mask[M == 128 ? 2 : 1];              // bit i of word j is that of s[32 * j + i]
   u32 derivatives[S.softcap ? M / 4 : 1];  // pairs of fp16
 
   __device__ __forceinline__ void clear() { sums[0] = sums[1] = 0; }
 
   // key: this thread's first row.
-  __device__ __forceinline__ void begin_head(const Args& a, const Place& place, int head, int key) {
+  __device__ __forceinline__ void begin_head(const Args& a, const Sm90BackwardArgs& m, const Place& place, int head,
+                                             int key) {
     if constexpr (S.softcap) {
       score = {1, a.softcap, 1 / a.softcap};
     }
@@ -95,8 +96,9 @@ struct Sm90BackwardScores {
       }
     }
     if constexpr (S.mask) {
-      mask_words =
-          static_cast<const u32*>(a.mask.data) + place.plane(a.mask.strides, head) + min(key, place.k_len - 1) / 32;
+      const int last = (place.k_len - 1) / 16;  // of its groups of keys
+      mask_words = static_cast<const u32*>(m.mask.data) + place.plane(m.mask.strides, head) + min(key / 16, last) * 32 +
+                   threadIdx.x % 32;
     }
     if constexpr (kDropout) {
       const u64 seed = a.seed.value + (a.seed.pointer != nullptr ? *a.seed.pointer : 0);
@@ -117,19 +119,29 @@ struct Sm90BackwardScores {
       return false;
     }
   }
+  // Of pairs of P or dS, whatever they are, what belongs to such a key becomes 0.
+  __device__ __forceinline__ void clear_hidden(u32 (&pairs)[M / 4]) const {
+    if constexpr (S.key_term && !S.row_sum) {
+      if (has_hidden()) {
+#pragma unroll
+        for (int j = 0; j < M / 4; ++j) {
+          pairs[j] = terms[j % 2] == -kInfinity ? 0 : pairs[j];
+        }
+      }
+    }
+  }
 
   // The random words of queries 16 k + 2 t + e and those 8 further.
   __device__ __forceinline__ math::Words2<Word> call(int query, int key, int t, int k, int e) const {
     return math::dropout_call<Word>(random, Word(u32(query) / 2 + 8 * k + 2 * t + e),
                                     Word(math::dropout_fold(u32(key))));
   }
-  // What need not wait for products.
-  __device__ __forceinline__ void load_mask(const Args& a, int queries, int query, int key) {
+  // Ahead of a step: what the mask says of queries from `query` on.
+  __device__ __forceinline__ void load_mask(const Sm90BackwardArgs& m, int query) {
     if constexpr (S.mask) {
 #pragma unroll
-      for (int i = 0; i < M / 32; ++i) {
-        const int row = min(query + 32 * i + int(threadIdx.x % 32), queries - 1);
-        mask[i] = __ldg(mask_words + row * a.mask.strides.row) >> (key & 16);
+      for (int i = 0; i < (M + 63) / 64; ++i) {
+        mask[i] = __ldg(mask_words + i64(query / 64 + i) * m.mask.strides.row);
       }
     }
   }
@@ -202,7 +214,7 @@ struct Sm90BackwardScores {
             if constexpr (S.alibi) {
               x += math::alibi(distance + float(8 * n + e - 8 * r), slope);
             }
-            if constexpr (S.key_term) {
+            if constexpr (S.key_term && !S.key_mask) {
               x += terms[r];
             }
             x = weight_of_difference(x, references[e], math::kLog2E);
@@ -230,25 +242,21 @@ struct Sm90BackwardScores {
     }
   }
 
-  // What the mask hides becomes 0: whether that was anything. g: this thread's key of its warp's 16.
-  __device__ __forceinline__ bool hide(float (&s)[M / 2], int g, int t) const {
+  // What the mask hides becomes 0: whether that was anything.
+  __device__ __forceinline__ bool hide(float (&s)[M / 2], int query) const {
     if constexpr (S.mask) {
-      bool open = true;
-#pragma unroll
-      for (int i = 0; i < M / 32; ++i) {
-        open = open && (mask[i] & 0xffff) == 0xffff;
+      u32 words[M == 128 ? 2 : 1] = {M == 32 ? mask[0] >> (query & 32) / 2 | 0xffff0000u : mask[0]};
+      bool open = words[0] == ~0u;
+      if constexpr (M == 128) {
+        words[1] = mask[1];
+        open = open && words[1] == ~0u;
       }
       if (__all_sync(~0u, open)) {
         return false;
       }
 #pragma unroll
-      for (int n = 0; n < M / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const u32 bits = __shfl_sync(~0u, mask[n / 4], (8 * n + e) % 32 + 2 * t) >> g;
-          s[4 * n + e] = (bits & 1) != 0 ? s[4 * n + e] : 0;
-          s[4 * n + 2 + e] = (bits & 0x100) != 0 ? s[4 * n + 2 + e] : 0;
-        }
+      for (int i = 0; i < M / 2; ++i) {
+        s[i] = (words[i / 32] >> i % 32 & 1) != 0 ? s[i] : 0;
       }
       return true;
     } else {
@@ -268,7 +276,7 @@ struct Sm90BackwardScores {
         in = block.band.queries_of(row);
       }
       bool hidden = row >= block.place.k_len;
-      if constexpr (S.key_term) {
+      if constexpr (S.key_term && S.row_sum) {
         hidden = hidden || terms[r] == -kInfinity;
       }
       const int begin = hidden ? 1 << 30 : in.begin - query - 2 * t;
@@ -289,10 +297,12 @@ struct Sm90BackwardScores {
   // hidden: some pairs are.
   __device__ __forceinline__ void gradients(u32 (&grads)[M / 4], const float (&s)[M / 2], float (&dp)[M / 2],
                                             const Args& a, Loaded& loaded, u32 delta, int row, bool hidden) {
-    // Note: what is hidden has P = 0, but dP of any size, and 0 * inf is NaN.
-    constexpr bool kAlways = kPlane && (S.column_sum || S.row_sum);
-    if constexpr (S.banded || S.mask || S.key_term || kAlways) {
-      if (hidden || kAlways) {
+    // Note: what is hidden has P = 0, but dP of any size, and 0 * inf is NaN. Where that may be in any tile (a bias of
+    // -inf hides, too) dS is looked at in the end.
+    constexpr bool kAnywhere = kPlane || S.mask;
+    constexpr bool kLater = kAnywhere && !S.column_sum && !S.row_sum;
+    if constexpr (!kLater && (kAnywhere || S.banded || (S.key_term && S.row_sum))) {
+      if (kPlane || hidden) {
 #pragma unroll
         for (int i = 0; i < M / 2; ++i) {
           dp[i] = s[i] == 0 ? 0 : dp[i];
@@ -337,17 +347,20 @@ struct Sm90BackwardScores {
         add_to_rows(a.row_sum + row + 16 * k, over_keys);
       }
     }
-    if constexpr (kPlane && !kAlways) {  // a bias of -inf hides, too
-      u32 largest = 0;
-#pragma unroll
-      for (int i = 0; i < M / 4; ++i) {
-        largest = largest_or_nan<S.type>(largest, grads[i]);
-      }
-      const float either = low<S.type>(largest) + high<S.type>(largest);
-      if (__any_sync(~0u, either != either)) {
+    clear_hidden(grads);
+    if constexpr (kLater) {
+      if (kPlane || hidden) {
+        u32 largest = 0;
 #pragma unroll
         for (int i = 0; i < M / 4; ++i) {
-          grads[i] &= (s[2 * i] == 0 ? 0 : 0xffffu) | (s[2 * i + 1] == 0 ? 0 : 0xffff0000u);
+          largest = largest_or_nan<S.type>(largest, grads[i]);
+        }
+        const float either = low<S.type>(largest) + high<S.type>(largest);
+        if (__any_sync(~0u, either != either)) {
+#pragma unroll
+          for (int i = 0; i < M / 4; ++i) {
+            grads[i] &= (s[2 * i] == 0 ? 0 : 0xffffu) | (s[2 * i + 1] == 0 ? 0 : 0xffff0000u);
+          }
         }
       }
     }
@@ -372,7 +385,10 @@ struct Sm90BackwardScores {
     float* const to = a.column_sum + (i64(block.place.b) * a.rows.heads_q + head) * a.column_pitch;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float sum = quad_sum(sums[r]);
+      float sum = quad_sum(sums[r]);
+      if constexpr (S.key_term) {
+        sum = terms[r] == -kInfinity ? 0 : sum;
+      }
       if (t == 0 && key + 8 * r < block.place.k_len) {
         to[key + 8 * r] = sum;
       }

@@ -69,9 +69,10 @@ __device__ __forceinline__ u32 address_of(u32 address, u32 rank) {
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
 }
-// mbarrier.arrive at a barrier of any block of the cluster (address_of).
+// mbarrier.arrive at a barrier of any block of the cluster (address_of): this thread has read. What it has written the
+// other block need not see: .release.cluster would wait until all of memory does, sums in L2 included.
 __device__ __forceinline__ void barrier_arrive_there(u32 barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 // st.shared::cluster (Data Movement: st): a word to shared memory of any block of the cluster (address_of).
 __device__ __forceinline__ void store_there(u32 address, u32 value) {

@@ -15,8 +15,8 @@
 //     both warpgroups meet; dS goes to the other block | dV += P^T dO, dK += dS^T Q of half of the columns | dQ leaves
 //
 // P and dS lie as [query][key], so that each is an operand as it stands and dS^T, P^T are read along columns. In
-// order (`ordered`) a warp adds its part of dQ once the clusters of all keys before have. The rest is as in
-// sm90_backward, whose parts these are.
+// order (`ordered`) a thread of warpgroup 0 lets warps add their parts of dQ once the clusters of all keys before have.
+// The rest is as in sm90_backward, whose parts these are.
 //
 // Note: two ways that seemed better were slower at D=256. With S a step ahead, and dV before dS, by 8%: dO has room for
 // one buffer only, and what takes longest is its way here. With Q and dO fetched once for both blocks (multicast) by
@@ -29,7 +29,7 @@
 #include "math/band.h"
 #include "math/softmax.h"
 #include "sm90_backward_args.h"
-#include "sm90_backward_copy.cuh"
+#include "sm90_backward_block.cuh"
 #include "sm90_backward_scores.cuh"
 #include "sm90_backward_sizes.h"
 #include "sm90_ptx.cuh"
@@ -93,9 +93,11 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
     barrier_init(barriers.kv_full(), 1);
     barrier_init(barriers.grad_out_full(), 1);
     barrier_init(barriers.grad_out_empty(), 8);
+    barrier_init(barriers.may_add(), 1);
+    barrier_init(barriers.added(), 8);
     for (int i = 0; i < 2; ++i) {
       barrier_init(barriers.q_full(i), 1);
-      barrier_init(barriers.q_empty(i), 8);
+      barrier_init(barriers.q_empty(i), 8 * 32);
       barrier_init(barriers.bias_full(i), 1);
       barrier_init(barriers.grads_full(i), 1);
       barrier_init(barriers.grads_empty(i), S.dq ? 16 : 8);  // warps of both blocks
@@ -111,6 +113,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
     }
     if (kBias && threadIdx.x == 32) {
       sm90_wide_backward_copy_bias<S>(m, block, rank, base, barriers);
+    }
+    if (S.ordered && threadIdx.x == 64) {
+      sm90_wide_backward_order<S>(a, block, barriers);
     }
     return;
   }
@@ -170,33 +175,28 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
           descriptor((k < 4 ? k_first : k_second) + k % 4 * kRowD, kHighD), k > 0);
     }
   };
-  const auto add_dq = [&](const Ring<2>& tile, int row, int of_query) {
+  u32 adding = 0;  // parity of may_add
+  const auto add_dq = [&](const Ring<2>& tile, int row) {
     pin(dq);
     if (leader) {
       barrier_arrive(barriers.grads_empty(tile.buffer()));
       barrier_arrive_there(address_of(barriers.grads_empty(tile.buffer()), u32(1 - rank)));
     }
-    if (!has_dq) {
-      return;
-    }
-    // In order: a warp waits until all of the blocks before have added to these queries, and counts itself.
-    constexpr u32 kWarps = D / kColumns * 4;
-    u32* const done = a.turns + 1 + row / 64;
     if constexpr (S.ordered) {
-      const u32 before = block.blocks_before(of_query) * kWarps;
-      while (leader && load_acquire(done) < before) {
-      }
-      __syncwarp();
+      barrier_wait(barriers.may_add(), adding);
+      adding ^= 1;
     }
-    float* const to = a.dq_sum + i64(row + warp * 16) * D + column / 8 * 128 + lane * 4;
+    if (has_dq) {
+      float* const to = a.dq_sum + i64(row + warp * 16) * D + column / 8 * 128 + lane * 4;
 #pragma unroll
-    for (int j = 0; j < kColumns / 8; ++j) {
-      reduce4<90>(to + j * 128, *reinterpret_cast<const float(*)[4]>(dq + 4 * j));
+      for (int j = 0; j < kColumns / 8; ++j) {
+        reduce4<90>(to + j * 128, *reinterpret_cast<const float(*)[4]>(dq + 4 * j));
+      }
     }
     if constexpr (S.ordered) {
       __syncwarp();
       if (leader) {
-        add_release(done, 1);
+        barrier_arrive(barriers.added());
       }
     }
   };
@@ -204,7 +204,6 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
   // ---- the steps ----
   Ring<2> grads_before = ring_grads;
   int row_before = 0;
-  int query_before = 0;
   u32 turn = 0;  // parity of the one buffer of dO
   int head = block.head0 - 1;
   int query = 0;
@@ -232,7 +231,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
       ++head;
       query = block.first;
       end = block.first + block.count * M;
-      scores.begin_head(a, block.place, head, key);
+      scores.begin_head(a, m, block.place, head, key);
     }
     const u32 q_now = ring_q.buffer() * (kSizes.q / 16);
     const u32 lse = base + kSizes.lse_at + ring_q.buffer() * kSizes.rows + c * kPart * 4 + t * 8;
@@ -240,6 +239,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
     const u32 weights_at = base + kSizes.weights_at + ring_grads.buffer() * kSizes.tile + fragment;
     const u32 grads_tile = base + kSizes.grads_at + (2 * ring_grads.buffer() + rank) * kSizes.tile;
     const int part = query + c * kPart;
+    scores.load_mask(m, query);
     barrier_wait(barriers.q_full(ring_q.buffer()), ring_q.parity());
     if constexpr (S.ragged) {
       const int live = block.place.q_len - query;
@@ -278,20 +278,22 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
       }
       wgmma_commit();
     }
+    if (block.may_be_dead) {
+      zero_dead_rows<S, kRowV, V / kPanelV, kThreads>(
+          base + kSizes.grad_out_at, base + kSizes.lse_at + ring_q.buffer() * kSizes.rows, threadIdx.x - 128);
+    }
     // P and dS.
     if constexpr (kBias) {
       barrier_wait(barriers.bias_full(ring_grads.buffer()), ring_grads.parity());
     }
-    scores.load_mask(a, block.place.q_len, part, key);
     typename Scores::Loaded loaded;
     loaded.load(grads_tile + fragment, lse, 0);
     wgmma_wait<S.dq ? 2 : 1>();
     pin(s);
     scores.weigh(s, a, m, loaded, typename Scores::Outer(0, 0, 0, warp, g, t), grads_tile + fragment, lse, part, key,
                  t);
-    const bool masked = scores.hide(s, g, t);
-    bool edge =
-        key0 + kKeys > block.place.k_len || scores.has_hidden() || (kMaskQueries<S> && query + M > block.place.q_len);
+    const bool masked = scores.hide(s, part);
+    bool edge = key0 + kKeys > block.place.k_len || (kMaskQueries<S> && query + M > block.place.q_len);
     if constexpr (S.banded) {
       edge = edge || block.band.tile(part, part + kPart, key0, key0 + kKeys) != math::TileClass::kFull;
     }
@@ -306,16 +308,15 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
     if constexpr (!kBias) {
       barrier_wait(barriers.grads_empty(ring_grads.buffer()), ring_grads.parity() ^ 1);
     }
+    u32 words[kPart / 4];
+#pragma unroll
+    for (int i = 0; i < kPart / 4; ++i) {
+      words[i] = kDropout ? pack_positive<kType>(s[2 * i], s[2 * i + 1]) : pack<kType>(s[2 * i], s[2 * i + 1]);
+    }
+    scores.clear_hidden(words);
 #pragma unroll
     for (int k = 0; k < kPart / 16; ++k) {
-      u32 words[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float x = s[8 * k + 2 * i];
-        const float y = s[8 * k + 2 * i + 1];
-        words[i] = kDropout ? pack_positive<kType>(x, y) : pack<kType>(x, y);
-      }
-      stmatrix_trans(weights_at + k * 2048, words[0], words[1], words[2], words[3]);
+      stmatrix_trans(weights_at + k * 2048, words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3]);
       stmatrix_trans(grads_tile + fragment + k * 2048, grad_words[4 * k], grad_words[4 * k + 1], grad_words[4 * k + 2],
                      grad_words[4 * k + 3]);
     }
@@ -345,7 +346,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
     if constexpr (S.dq) {
       wgmma_wait<2>();
       if (n > 0) {
-        add_dq(grads_before, row_before, query_before);
+        add_dq(grads_before, row_before);
       }
     }
     wgmma_wait<1>();
@@ -356,16 +357,12 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
     }
     wgmma_wait<0>();
     pin(dk);
-    __syncwarp();  // its lanes have read the row vectors
-    if (leader) {
-      barrier_arrive(barriers.q_empty(ring_q.buffer()));
-      if (!S.dq) {
-        barrier_arrive(barriers.grads_empty(ring_grads.buffer()));
-      }
+    barrier_arrive(barriers.q_empty(ring_q.buffer()));  // all lanes: each has read row vectors
+    if (!S.dq && leader) {
+      barrier_arrive(barriers.grads_empty(ring_grads.buffer()));
     }
     grads_before = ring_grads;
     row_before = block.row0 + head * int(a.padded_rows) + query;
-    query_before = query;
     query += M;
     turn ^= 1;
     ring_q.next();
@@ -376,7 +373,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
       issue_dq(grads_before);
       wgmma_commit();
       wgmma_wait<0>();
-      add_dq(grads_before, row_before, query_before);
+      add_dq(grads_before, row_before);
     }
     cluster_sync();  // what the other block sends here has come, and it takes nothing more from here
   }

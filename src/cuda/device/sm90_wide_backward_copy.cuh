@@ -6,8 +6,9 @@
 #define FOVEA_CUDA_DEVICE_SM90_WIDE_BACKWARD_COPY_CUH
 
 #include "sm90_backward_args.h"
-#include "sm90_backward_copy.cuh"
+#include "sm90_backward_block.cuh"
 #include "sm90_backward_sizes.h"
+#include "sm90_copy.cuh"
 #include "sm90_ptx.cuh"
 
 namespace fovea::cuda {
@@ -22,6 +23,8 @@ struct Sm90WideBackwardBarriers {
   __device__ __forceinline__ u32 bias_full(int i) const { return at + 56 + 8 * i; }
   __device__ __forceinline__ u32 grads_full(int i) const { return at + 72 + 8 * i; }   // the other block's dS is here
   __device__ __forceinline__ u32 grads_empty(int i) const { return at + 88 + 8 * i; }  // read by both blocks
+  __device__ __forceinline__ u32 may_add() const { return at + 104; }                  // in order: to these queries
+  __device__ __forceinline__ u32 added() const { return at + 112; }
 };
 
 template <Spec S>
@@ -88,6 +91,29 @@ __device__ __forceinline__ void sm90_wide_backward_copy(const Args& a, const Sm9
         tensor_load(base + kSizes.grad_out_at + p * S.step * kPanelV * 2, m.grad_out, barriers.grad_out_full(),
                     at(m.has_grad_out, p * kPanelV, int(place.q_begin) + query, head));
       }
+    }
+  }
+}
+
+// In order: waits until all of the clusters before have added to a step's queries, lets the warps of this block add,
+// and counts itself when they have. Nobody who computes waits for memory.
+template <Spec S>
+__device__ __forceinline__ void sm90_wide_backward_order(const Args& a, const Sm90KeyBlock<S>& block,
+                                                         const Sm90WideBackwardBarriers& barriers) {
+  u32 parity = 0;
+#pragma unroll 1
+  for (int i = 0; i < block.group; ++i) {
+    int query = block.first;
+#pragma unroll 1
+    for (int n = 0; n < block.count; ++n, query += S.step) {
+      u32* const done = a.turns + 1 + (block.row0 + (block.head0 + i) * int(a.padded_rows) + query) / 64;
+      const u32 before = block.blocks_before(query) * 2;  // blocks of a cluster
+      while (load_acquire(done) < before) {               // more only where sequences overlap by mistake
+      }
+      barrier_arrive(barriers.may_add());
+      barrier_wait(barriers.added(), parity);
+      parity ^= 1;
+      add_release(done, 1);
     }
   }
 }

@@ -98,6 +98,9 @@ void Launcher::run() {
       case Step::kBackwardPrepare:
         backward_prepare(number);
         break;
+      case Step::kSm90BackwardMask:
+        sm90_backward_mask(number);
+        break;
       case Step::kSm90Backward:
         sm90_backward(number);
         break;

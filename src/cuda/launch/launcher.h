@@ -60,6 +60,7 @@ class Launcher {
   void sm90_forward(std::size_t number);
 
   // sm90_backward.cpp
+  void sm90_backward_mask(std::size_t number);
   void sm90_backward(std::size_t number);
 
   // sm80_forward.cpp, sm80_backward.cpp

@@ -15,6 +15,11 @@
 
 namespace fovea::cuda {
 
+void Launcher::sm90_backward_mask(std::size_t number) {
+  MaskTilesArgs args{region<u32>(Region::kMaskBits), region<u32>(Region::kMaskTiles), plan_.operands.mask_box};
+  launch_with(number, plan_.launches[number].blocks, &args);
+}
+
 void Launcher::sm90_backward(std::size_t number) {
   const Spec& spec = plan_.launches[number].kernel.spec;
   const math::Rows& rows = call_.rows;
@@ -53,6 +58,9 @@ void Launcher::sm90_backward(std::size_t number) {
     encode(driver_, args.grad_bias, args.has_grad_bias,
            {plan_.operands.grad_bias_pack >= 0 ? args_.bias : tensor(call_.grad_bias), type, call_.problem.seqlen_k,
             call_.problem.seqlen_q, rows.heads_q, rows.batch2, rows.batch1, kPanel, spec.step});
+  }
+  if (spec.mask) {
+    args.mask = {region<u32>(Region::kMaskTiles), sm90_backward_mask_box(plan_.operands.mask_box).strides()};
   }
   args.key_blocks = static_cast<int>(sm90_backward_key_blocks(call_, spec));
   args.blocks = static_cast<int>(sm90_backward_items(call_, spec));
