@@ -109,6 +109,10 @@ TEST(SoftmaxTest, DeadRowsInTheBackward) {
     EXPECT_EQ(probability(s, backward_reference(-kInf)), 0.0);
   }
   EXPECT_EQ(grad_score(0.0, 3.0, -2.0), 0.0);
+  for (const double dp : {3.0, kInf, -kInf, std::nan("")}) {
+    EXPECT_EQ(grad_score<true>(0.0, dp, -2.0), 0.0) << dp;
+  }
+  EXPECT_EQ(grad_score<true>(0.5, 3.0, -2.0), grad_score(0.5, 3.0, -2.0));
   EXPECT_EQ(grad_sink(-kInf, backward_reference(-kInf), 3.0), 0.0);
 }
 
