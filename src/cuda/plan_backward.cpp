@@ -130,9 +130,6 @@ void Planner::backward() {
     const Kernel kernel = taken(sm80_backward(features, plan_.target, work));
     add(Step::kBackward, kernel, backward_blocks(call_, kernel));
   }
-  if (sums_dq) {
-    add(Step::kBackwardConvert, part("backward_convert", spec), heads * tiles_of(rows.limit_q, kConvertRows));
-  }
   const bool row_sum = any(Gradient::kRows) && !hopper.kernel.spec.row_sum;
   const bool dq_alone = p.need.q && !work.dq;
   if (dq_alone || row_sum) {
@@ -148,6 +145,9 @@ void Planner::backward() {
         striding_blocks(p.batch() * p.heads_q * p.seqlen_q * p.seqlen_k / kNumbersOfAThread + 1, plan_.target));
   }
   bias(gradients[1], p.bias2, 1);
+  if (sums_dq) {
+    add(Step::kBackwardConvert, part("backward_convert", spec), heads * tiles_of(rows.limit_q, kConvertRows));
+  }
   if (p.need.sink) {
     add(Step::kReduceSink, part("reduce_sink", small()), rows.heads_q);
   }

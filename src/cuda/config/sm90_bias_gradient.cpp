@@ -133,7 +133,7 @@ Choice sm90_bias_gradient(const Call& call, const Operands& operands, const Targ
     const Sm90BiasGradientSizes sizes = sm90_bias_gradient_sizes(spec);
     kernel.threads = sizes.threads;
     kernel.shared_bytes = sizes.bytes;
-    if (sizes.bytes <= target.shared_per_block && (!spec.ragged || kRowPad % sizes.rows == 0)) {
+    if (sizes.bytes <= target.shared_per_block) {
       return choice;
     }
   }

@@ -11,14 +11,14 @@
 // Warpgroup 0 copies: a thread of it Q with K and dO with V by TMA, alternately through one ring of buffers, and row
 // vectors; two of its warps the bias (once a tile) and what else is added to scores (once an entry) by cp.async.
 //
-// bias_outside: exp(bias) is the same for all of the list, so it is taken out of the sum. With m_i the largest bias of
-// a row within the tile
+// bias_outside: exp(bias) is the same for all of the list, so it is taken out of the sum,
 //
-//   grad_ij = exp(bias_ij - m_i) * sum over the list of exp(s_ij - (lse_i - m_i)) (dp_ij - delta_i)
+//   grad_ij = exp(bias_ij) * sum over the list of exp(s_ij - lse_i) (dp_ij - delta_i)
 //
-// What underflows there would in P; what overflows (scores of a row more than 88 apart that the bias turns round)
-// leaves an infinity or NaN, and so does, on purpose, a bias that swallows the scores it is added to: such tiles are
-// flagged, and a second launch, without bias_outside, computes them again.
+// and a tile's bias is needed at its end only, when it has long been there. What overflows (a row that has nothing but
+// biases under -88, scores that far apart that the bias turns round) leaves an infinity or NaN; what underflows has P
+// under exp(-55), unless its bias is over 32: tiles that have one or the other are flagged, and a second launch,
+// without bias_outside, computes them again.
 #ifndef FOVEA_CUDA_DEVICE_SM90_BIAS_GRADIENT_CUH
 #define FOVEA_CUDA_DEVICE_SM90_BIAS_GRADIENT_CUH
 
@@ -75,14 +75,13 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
   constexpr bool kBias = S.bias != BiasTile::kNone;
   constexpr bool kNatural = natural_scores(kEntry);
   constexpr bool kDropout = S.dropout != DropoutRule::kNone;
-  constexpr float kLargestOutside = 0x1p40f;  // of a bias
-  const float kNan = __uint_as_float(0x7fffffffu);
-  constexpr bool kMoves = kGroups > 1;  // a launch of two warpgroups has 255 registers already
+  constexpr float kLargestOutside = 32;  // of a bias
+  constexpr bool kMoves = kGroups > 1;   // a launch of two warpgroups has 255 registers already
   constexpr int kRegistersToCopy = kGroups == 3 ? 56 : kParts > 2 ? 40 : 88;
   constexpr int kRegisters = kGroups == 3 ? 152 : kParts > 2 ? 232 : 208;
   static_assert(kGroups >= 1 && kGroups <= 3 && S.type != Type::kFp32 && S.tiles == 1);
   static_assert(S.step % kPart == 0 && S.stages >= 2 && (S.planes > 0) == kBias);
-  static_assert((S.q_buffers > 0) == (kSizes.entry > 0) && (!S.ragged || kRowPad % kRows == 0));
+  static_assert((S.q_buffers > 0) == (kSizes.entry > 0));
   static_assert(kBias || !S.bias_outside);
 
   // ---- shared memory and barriers ----
@@ -98,7 +97,13 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
     barrier_init_fence();
   }
   sync();
-  begin_kernel<S.arch>();
+  // Of the main kernel nothing is read here: where that comes before, this one starts on multiprocessors that have
+  // nothing left to do, and waits at its end, as what comes next counts on that. All that is read was complete when the
+  // main kernel let this one start.
+  if (m.waits_first) {
+    wait_for_kernel_before<S.arch>();
+  }
+  let_next_kernel_start<S.arch>();
   if (!S.bias_outside && m.flags != nullptr) {  // mostly no tile of this block was flagged
     const int tiles = (m.tiles - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x);
     u32 any = 0;
@@ -120,6 +125,7 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
       sm90_bias_copy_rows<S, true>(a, m, base, barriers);
     } else if (threadIdx.x >= 128 - kBiasCopyThreads) {
       sm90_bias_copy_inputs<S>(a, m, base, barriers, int(threadIdx.x) - (128 - kBiasCopyThreads));
+      wait_for_kernel_before<S.arch>();
     }
     return;
   }
@@ -172,31 +178,8 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
       }
       add_bias_of_tile<S>(a, b, thread, u32(opaque(int(tile_inputs))) + part * kTileBytes, row);
     };
-    float largest[2] = {};
-    bool swallows[2] = {};  // sums of a score and this bias leave nothing of the score
-    if constexpr (kBias) {
+    if constexpr (kBias && !S.bias_outside) {
       barrier_wait(barriers.tile_full(ring_tile.buffer()), ring_tile.parity());
-    }
-    if constexpr (S.bias_outside) {
-      largest[0] = largest[1] = -kInfinity;
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        float b[1][kColumns][4];
-        bias_of(b, part);
-        const int keys = a.bias_keys - tile.n0 - part * kPart - thread.t * 2;
-#pragma unroll
-        for (int j = 0; j < kColumns; ++j) {
-          for (int e = 0; e < 4; ++e) {
-            if (j * 8 + (e & 1) < keys) {
-              largest[e >> 1] = fmaxf(largest[e >> 1], b[0][j][e]);
-            }
-          }
-        }
-      }
-      for (int x = 0; x < 2; ++x) {
-        largest[x] = math::reference_of(quad_max(largest[x]));
-        swallows[x] = !(fabsf(largest[x]) < kLargestOutside);
-      }
     }
 
     for_each_entry<S>(a, tile, [&](const BiasEntries::Entry& now, const Place& place) {
@@ -237,11 +220,12 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
           const u32 at = base + kVectorsAt + ring_vectors.buffer() * kVectors + (row + thread.g) * 4;
 #pragma unroll
           for (int x = 0; x < 2; ++x) {
-            lse[x] = load_shared(at + x * 32);
-            delta[x] = load_shared(at + x * 32 + kRows * 4);
-            if constexpr (S.bias_outside) {
-              lse[x] -= largest[x];
-              lse[x] = swallows[x] && lse[x] < kLargestOutside ? kNan : lse[x] * (kNatural ? 1.f : math::kLog2E);
+            // Rows behind a sequence's end may have anything.
+            const bool there = !S.ragged || row0 + thread.g + x * 8 < place.q_len;
+            lse[x] = there ? load_shared(at + x * 32) : kInfinity;
+            delta[x] = there ? load_shared(at + x * 32 + kRows * 4) : 0.f;
+            if constexpr (S.bias_outside && !kNatural) {
+              lse[x] *= math::kLog2E;
             }
           }
           if constexpr (kEntryBytes > 0) {
@@ -338,31 +322,28 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
     });
 
     if constexpr (S.bias_outside) {
+      barrier_wait(barriers.tile_full(ring_tile.buffer()), ring_tile.parity());
+      // NaN and infinities alike leave something else than 0; a bias that is NaN or infinite, too.
+      float worst = 0;
+      float largest = 0;
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         float b[1][kColumns][4];
         bias_of(b, part);
+        const int keys = a.bias_keys - tile.n0 - part * kPart - thread.t * 2;
 #pragma unroll
         for (int j = 0; j < kColumns; ++j) {
           for (int e = 0; e < 4; ++e) {
-            sum[part][0][j][e] *= weight_of_difference(b[0][j][e], largest[e >> 1], math::kLog2E);
-          }
-        }
-      }
-      // NaN and infinities alike leave something else than 0; a bias that is NaN or infinite, too.
-      float worst = 0;
-      for (int x = 0; x < 2; ++x) {
-        if (row0 + thread.g + x * 8 < a.bias_rows) {
-#pragma unroll
-          for (int part = 0; part < kParts; ++part) {
-            for (int j = 0; j < kColumns; ++j) {
-              for (int e = 0; e < 2; ++e) {
-                worst = fmaf(sum[part][0][j][2 * x + e], 0.f, worst);
-              }
+            float& x = sum[part][0][j][e];
+            x *= weight_of_difference(b[0][j][e], 0.f, math::kLog2E);
+            if (row0 + thread.g + (e >> 1) * 8 < a.bias_rows && j * 8 + (e & 1) < keys) {
+              worst = fmaf(x, 0.f, worst);
+              largest = fmaxf(largest, b[0][j][e]);
             }
           }
         }
       }
+      worst = largest < kLargestOutside ? worst : kInfinity;
       const bool flagged = __any_sync(~0u, !(worst == 0));
       if (leader) {
         m.flags[i64(number) * S.warps + warp] = flagged;

@@ -75,7 +75,8 @@ struct Sm90BiasGradientArgs {
   math::u32* flags = nullptr;  // a word a tile and warp; with Spec::bias_outside written, else: tiles that are computed
   int tiles = 0;
   int planes = 0;
-  int group = 1;  // query heads of a key head
+  int group = 1;            // query heads of a key head
+  bool waits_first = true;  // for the kernel before, whose results are read
 };
 
 }  // namespace fovea::cuda

@@ -39,6 +39,8 @@ void Launcher::sm90_bias_gradient(std::size_t number) {
                                 args.planes * common.bias_chunks);
   args.group = static_cast<int>(rows.heads_q / rows.heads_k);
   args.flags = region<u32>(step.which == 0 ? Region::kBiasFlags : Region::kBiasFlags2);
+  const bool again = !spec.bias_outside && args.flags != nullptr;
+  args.waits_first = again || (number > 0 && plan_.launches[number - 1].step == Step::kBackwardPrepare);
   void* parameters[] = {&common, &args};
   launch(number, step.blocks, parameters, may_overlap(number));
 }
