@@ -122,6 +122,8 @@ std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool orde
   const bool bias = spec.bias != BiasTile::kNone;
   const bool rows = spec.query_term || spec.row_sum;
   const bool much = spec.dropout != DropoutRule::kNone || spec.softcap || spec.mask;  // what takes registers
+  // Of three warpgroups; with a term of keys ptxas would wait for every product there (C7512).
+  const bool three = widest <= 64 && !much && !spec.key_term;
   if (sm90_outer_bytes(spec) > 0) {
     if (ordered) {
       return {{2, 1, 64, 2, 2, true, false, false, 2}, {2, 1, 64, 2, 2, true}, {2, 1, 64, 1, 2, true}};
@@ -141,7 +143,7 @@ std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool orde
     if (widest <= 64 && keys(2, 1)) {
       return {{2, 1, 64, 3, 3}};
     }
-    if (widest <= 64 && !much && keys(3, 1)) {
+    if (three && keys(3, 1)) {
       return {{3, 1, 64, 4, 3, false, true}};
     }
     if (widest <= 64 && !much && !rows && keys(2, 2)) {
@@ -177,7 +179,7 @@ std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool orde
     if (rows && (spec.banded || spec.alibi || spec.key_term)) {  // three warpgroups have too few registers
       return {{2, 1, 64, 3, 3, true}, {2, 1, 64, 3, 3}};
     }
-    if (spec.banded && !spec.key_term) {  // with a term of keys ptxas would wait for every product (C7512)
+    if (spec.banded && three) {
       return {{3, 1, 64, 3, 2, true}, {2, 1, 64, 3, 3}};
     }
     return {{2, 1, 128, 2, 2, true}, {2, 1, 64, 3, 3}};
