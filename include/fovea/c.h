@@ -198,8 +198,8 @@ FOVEA_API fovea_status fovea_describe(const fovea_problem* problem, fovea_direct
 FOVEA_API fovea_status fovea_backends(char* text, size_t capacity, size_t* needed);
 
 /* What a GPU call would use, for people: a line each for the driver, every GPU, NVRTC and the folder of compiled
- * kernels: its name, a tab, what it is or why it cannot be used. Then a line for each environment variable FOVEA_... that
- * has a value which the library does not accept: its name, a tab, the value and what is accepted. */
+ * kernels: its name, a tab, what it is or why it cannot be used. Then a line for each environment variable FOVEA_...
+ * that has a value which the library does not accept: its name, a tab, the value and what is accepted. */
 FOVEA_API fovea_status fovea_machine(char* text, size_t capacity, size_t* needed);
 
 /* The dropout decisions as bytes, 1 = kept, (batch, heads, seqlen_q, seqlen_k) row-major, on the CPU. */
