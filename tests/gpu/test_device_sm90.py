@@ -95,7 +95,7 @@ def test_arriving_without_waiting():
 def test_kernels_before_have_ended():
     """Each launch lets the next begin at once, which waits for what this one writes last of all."""
     got = torch.zeros(4, dtype=torch.int32, device=DEVICE)
-    hopper("""asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    hopper("""let_next_kernel_start();
         wait_for_kernels_before();
         volatile int* const place = p0 + block_index();
         const int found = *place;

@@ -73,21 +73,11 @@ __device__ __forceinline__ void sync(int id, int threads) {
 // kernel does first. It may have been started before the one before it has ended; here it waits until that has, and its
 // writes are seen. Then the next may be started, which waits in turn. Nothing where kernels are launched as usual.
 template <int kArch>
-__device__ __forceinline__ void wait_for_kernel_before() {
+__device__ __forceinline__ void begin_kernel() {
   if constexpr (kArch >= 90) {
     asm volatile("griddepcontrol.wait;" ::: "memory");
-  }
-}
-template <int kArch>
-__device__ __forceinline__ void let_next_kernel_start() {
-  if constexpr (kArch >= 90) {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   }
-}
-template <int kArch>
-__device__ __forceinline__ void begin_kernel() {
-  wait_for_kernel_before<kArch>();
-  let_next_kernel_start<kArch>();
 }
 
 // ---- shared memory ----

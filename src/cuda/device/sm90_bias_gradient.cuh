@@ -101,9 +101,9 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
   // nothing left to do, and waits at its end, as what comes next counts on that. All that is read was complete when the
   // main kernel let this one start.
   if (m.waits_first) {
-    wait_for_kernel_before<S.arch>();
+    wait_for_kernels_before();
   }
-  let_next_kernel_start<S.arch>();
+  let_next_kernel_start();
   if (!S.bias_outside && m.flags != nullptr) {  // mostly no tile of this block was flagged
     const int tiles = (m.tiles - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x);
     u32 any = 0;
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
       sm90_bias_copy_rows<S, true>(a, m, base, barriers);
     } else if (threadIdx.x >= 128 - kBiasCopyThreads) {
       sm90_bias_copy_inputs<S>(a, m, base, barriers, int(threadIdx.x) - (128 - kBiasCopyThreads));
-      wait_for_kernel_before<S.arch>();
+      wait_for_kernels_before();
     }
     return;
   }

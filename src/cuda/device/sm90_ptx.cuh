@@ -51,6 +51,11 @@ __device__ __forceinline__ void arrive(int id, int threads) {
 // have ended and their writes are seen; nothing where it was launched as usual.
 __device__ __forceinline__ void wait_for_kernels_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
+// griddepcontrol.launch_dependents (Parallel Synchronization: griddepcontrol): the kernel behind this one may start.
+__device__ __forceinline__ void let_next_kernel_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 // ---- clusters of blocks ----
 
 // %cluster_ctarank (Special Registers): this block's number in its cluster.
