@@ -186,13 +186,17 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
       --spec.q_buffers;
     }
     // Beyond a head_dim of 128, and where features take long, a warpgroup's softmax runs beside its own product; three
-    // warpgroups, and two at 128, hide each other's.
+    // warpgroups, and two at 128, hide each other's. At 64 columns dropout's draws find room between the powers; at 128
+    // they are better made last, while the other warpgroup's products run.
+    const int widest = std::max(spec.d, spec.dv);
     const int features = features_of(spec);
-    spec.ahead = std::max(spec.d, spec.dv) > 128 || (features > 0 && spec.warps == 8) ? spec.step / 16 : 0;
-    // At 64 columns draws find room between the powers; at 128 the other warpgroup's products leave it later, too.
-    spec.early = spec.dropout != DropoutRule::kNone && (std::max(spec.d, spec.dv) <= 64 || features > 1);
+    const bool drops = spec.dropout != DropoutRule::kNone;
+    const bool draws_last = drops && features == 1 && widest > 64;
+    const bool waits = spec.warps != 8 || features == 0 || draws_last;
+    spec.ahead = widest > 128 || !waits ? spec.step / 16 : 0;
+    spec.early = drops && !draws_last;
     // Without a mask the power limit leaves the tensor cores little to win at head_dim 128.
-    spec.turns = !small && (spec.banded || features_of(spec) > 0 || std::max(spec.d, spec.dv) != 128);
+    spec.turns = !small && (spec.banded || features > 0 || widest != 128);
     // Where steps do not divide the diagonal the first tile's guess would fail; what is added makes it costly.
     spec.guess = !natural_scores(spec) && (spec.step % 64 == 0 || (few_keys && !spec.banded));
     // Worth its start where there are many steps.
