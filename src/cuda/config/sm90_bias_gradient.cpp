@@ -36,8 +36,8 @@ std::vector<Tiles> candidates(const Spec& s, const BiasList& list) {
       {2, 128, 4, 1, 2}, {2, 128, 3, 1, 1}, {2, 128, 2, 1, 1}, {2, 64, 2, 1, 1}, {1, 64, 2, 1, 1}};
   const int widest = std::max(s.d, s.dv);
   std::vector<Tiles> all;
-  constexpr int kMany = 5;  // 128 keys a tile would spill
-  if (features_of(s) + int{s.bias == BiasTile::kFp32} >= kMany) {
+  const int many = s.dropout != DropoutRule::kNone ? 4 : 5;  // 128 keys a tile would spill
+  if (features_of(s) + int{s.bias == BiasTile::kFp32} >= many) {
     return {{2, 64, 4, 1, 2}, {2, 64, 2, 1, 1}, {1, 64, 2, 1, 1}};
   }
   // 192 queries, unless 128 leave much less of the last tile empty.
