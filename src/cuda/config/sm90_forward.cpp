@@ -113,8 +113,8 @@ std::vector<Tiles> candidates(const Spec& spec) {
   if (spec.dv <= 128) {
     return {{2, 128, 2, 1, 2}, {2, 64, 2, 1, 2}};
   }
-  if (widest <= 160) {
-    return {{2, 128, 2, 1, 2}};
+  if (widest <= 160) {  // up to 144 panels of 64 leave no room for 128 keys
+    return {{2, 128, 2, 1, 2}, {2, 96, 2, 1, 2}};
   }
   if (widest <= 192) {
     return {{2, 96, 2, 1, 2}};
