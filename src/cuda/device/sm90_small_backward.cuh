@@ -186,18 +186,21 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
   float lse = kInfinity;
   float grad_lse[kPasses] = {};
   const auto delta_row = [&](int pass) { return pass * (128 / kLanes) + thread / kLanes; };
+  const auto row_at = [&](const SmallEntry& e, const math::Strides& s, int row) {
+    return e.b1 * s.batch1 + e.b2 * s.batch2 + e.head * s.head + row * s.row;
+  };
+  const auto lse_of = [&](const SmallEntry& e, int row) {
+    return math::backward_reference(static_cast<const float*>(a.lse.data)[row_at(e, a.lse.strides, row)]);
+  };
   const auto load_rows = [&](const SmallEntry& e) {
-    const auto at = [&](const math::Strides& s, int row) {
-      return e.b1 * s.batch1 + e.b2 * s.batch2 + e.head * s.head + row * s.row;
-    };
     if (thread < band.seqlen_q) {
-      lse = math::backward_reference(static_cast<const float*>(a.lse.data)[at(a.lse.strides, thread)]);
+      lse = lse_of(e, thread);
     }
     if (a.grad_lse.data != nullptr) {
 #pragma unroll
       for (int i = 0; i < kPasses; ++i) {
         if (delta_row(i) < band.seqlen_q) {
-          grad_lse[i] = static_cast<const float*>(a.grad_lse.data)[at(a.grad_lse.strides, delta_row(i))];
+          grad_lse[i] = static_cast<const float*>(a.grad_lse.data)[row_at(e, a.grad_lse.strides, delta_row(i))];
         }
       }
     }
@@ -246,6 +249,9 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
     }
 
     // ---- logsumexp and delta; dO and O are swizzled alike, so that chunks of 16 bytes pair up at equal places ----
+    // O of a row without keys is 0, so that <dO, O> is NaN where its dO is not finite: 0 of that is no part of dV.
+    constexpr bool kHides = kBias || S.banded;
+    bool hurts = false;
     const u32 grad_out = part + ring.buffer() * kSizes.head + 2 * kSizes.q + kSizes.v;
     if (thread < kSmallRows) {
       store_shared(row + thread * 4, lse);
@@ -263,9 +269,19 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
         dot += cuda::low<kType>(xs[e]) * cuda::low<kType>(ys[e]) + high<kType>(xs[e]) * high<kType>(ys[e]);
       }
       dot = sum_of_lanes<kLanes>(dot);
+      hurts |= dot != dot;
       if (lane % kLanes == 0) {
         store_shared(row + (kSmallRows + delta_row(i)) * 4, math::delta(dot, grad_lse[i]));
       }
+    }
+    if (kHides && __any_sync(~0u, hurts)) {  // dP may have read either: there P is 0
+#pragma unroll 1
+      for (int i = 0; i < kPasses; ++i) {
+        if (delta_row(i) < band.seqlen_q && lse_of(now, delta_row(i)) == kInfinity) {
+          store_shared(grad_out + (i * 128 + thread) * 16, uint4{});
+        }
+      }
+      fence_async();
     }
     if (n + workers < u32(m.list)) {
       next = SmallEntry::make(a, m, plane, n + workers);
@@ -297,19 +313,14 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
     pin(dp);
     u32 weights[16];
     u32 ds[16];
-    constexpr bool kHides = kBias || S.banded;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float2 delta = load_shared2(row + (kSmallRows + i * 8 + query0) * 4);
 #pragma unroll
       for (int x = 0; x < 2; ++x) {
         const int at = 4 * i + 2 * x;
-        float first = math::grad_score(s[at], dp[at], delta.x);
-        float second = math::grad_score(s[at + 1], dp[at + 1], delta.y);
-        if constexpr (kHides) {  // dP of a hidden pair, or delta of a row without any other, may be infinite
-          first = s[at] == 0 ? 0.f : first;
-          second = s[at + 1] == 0 ? 0.f : second;
-        }
+        const float first = math::grad_score<kHides>(s[at], dp[at], delta.x);
+        const float second = math::grad_score<kHides>(s[at + 1], dp[at + 1], delta.y);
         weights[2 * i + x] = pack<kType>(s[at], s[at + 1]);
         ds[2 * i + x] = pack<kType>(first, second);
         if constexpr (kSum) {
