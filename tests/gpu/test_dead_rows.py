@@ -65,7 +65,9 @@ def check(device, way, dims, dtype, deterministic=False, **shape):
     for value in (math.inf, math.nan):
         spoilt = torch.autograd.grad(out, leaves, grad_out.masked_fill(dead[..., None], value), retain_graph=True)
         for name, x, y in zip(("q", "k", "v", "bias"), usual, spoilt):
-            tolerance = 0 if deterministic else 0.02 * x.abs().max().item()
+            # The gradient of a shared bias is computed anew, by other roundings, for a tile that holds anything infinite.
+            exact = deterministic and name != "bias"
+            tolerance = 0 if exact else 0.02 * x.abs().max().item()
             wrong = (~((y - x).abs() <= tolerance)).sum().item()
             assert not wrong, f"{value}: d{name}: {wrong} of {y.numel()} differ, {(~y.isfinite()).sum()} are not finite"
 

@@ -310,6 +310,16 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
           sync(4, kGroups * 128);
         }
       }
+      const auto clear_dead = [&] {
+        if (block.may_be_dead) {
+          zero_dead_rows<S, kRowV, kPanelsV, kGroups * 128>(
+              base + kSizes.grad_out_at + ring_q.buffer() * kSizes.grad_out,
+              base + kSizes.lse_at + ring_q.buffer() * kSizes.rows, threadIdx.x - 128);
+        }
+      };
+      if constexpr (kSkip) {  // one barrier for all warpgroups, whatever their own keys meet; else behind the products
+        clear_dead();
+      }
 #pragma unroll
       for (int i = 0; i < kBlocks * kParts; ++i) {
         const int f = i / kParts;
@@ -332,15 +342,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
         if constexpr (S.banded) {
           kind = block.band.tile(first, first + P, key, key + 64);
         }
-        const auto clear_dead = [&] {  // every warpgroup comes here, whatever its own keys meet
-          if (i == 0 && block.may_be_dead) {
-            zero_dead_rows<S, kRowV, kPanelsV, kGroups * 128>(
-                base + kSizes.grad_out_at + ring_q.buffer() * kSizes.grad_out,
-                base + kSizes.lse_at + ring_q.buffer() * kSizes.rows, threadIdx.x - 128);
-          }
-        };
         if (kSkip && kind == math::TileClass::kEmpty) {
-          clear_dead();
           await_tile();
           if (kOuter && i == 0) {
             barrier_wait(barriers.outer_full(ring_outer.buffer()), ring_outer.parity());
@@ -376,7 +378,9 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
               k > 0);
         }
         wgmma_commit();
-        clear_dead();
+        if (!kSkip && i == 0) {
+          clear_dead();
+        }
         await_tile();
         typename Scores::Loaded loaded;
         loaded.load(panel, lse_here, 0);
