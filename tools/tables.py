@@ -307,6 +307,8 @@ def gpu_random():
         title = ("forward", "backward")[way]
         found = []
         for row in rows:
+            if device and "backward_device_us" not in row["results"]["ours"]:
+                continue
             rate = lambda name: gpu_rate(row, name, way, device) or 0  # noqa: B023, E731
             others = [(rate(name), name) for name in row["results"] if name != "ours"]
             if any(speed for speed, _ in others):
