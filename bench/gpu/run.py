@@ -261,7 +261,9 @@ class Runner:
             torch.cuda.reset_peak_memory_stats()
             self.backward[0]()
             self.peak = torch.cuda.max_memory_allocated() - held
-        if case.group == "random":
+        # Not the memory-efficient kernel with dropout: in both rows where it was captured its process lost the device. Suspected:
+        # a forward outside of a capture leaves its seed on the host, where the captured backward looks for it.
+        if case.group == "random" and not (name == "mem-efficient" and case.dropout):
             try:
                 self._on_device(functions, copies)
             except Exception as error:  # a peer that cannot be captured is timed as it is called
