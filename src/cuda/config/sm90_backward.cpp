@@ -182,6 +182,9 @@ std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool orde
     if (spec.banded && three) {
       return {{3, 1, 64, 3, 2, true}, {2, 1, 64, 3, 3}};
     }
+    if (spec.banded && spec.ragged && spec.column_sum) {  // 128 queries a step would spill
+      return {{2, 1, 64, 3, 3, true}, {2, 1, 64, 3, 3}};
+    }
     return {{2, 1, 128, 2, 2, true}, {2, 1, 64, 3, 3}};
   }
   constexpr int kMiddle = 80;
