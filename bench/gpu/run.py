@@ -261,8 +261,8 @@ class Runner:
             torch.cuda.reset_peak_memory_stats()
             self.backward[0]()
             self.peak = torch.cuda.max_memory_allocated() - held
-        # Not the memory-efficient kernel with dropout: in both rows where it was captured its process lost the device. Suspected:
-        # a forward outside of a capture leaves its seed on the host, where the captured backward looks for it.
+        # Not the memory-efficient kernel with dropout: two rows with both and a mask lost their process. Suspected, not proved: a
+        # forward outside of a capture leaves its seed on the host, where a captured backward reads it as device memory.
         if case.group == "random" and not (name == "mem-efficient" and case.dropout):
             try:
                 self._on_device(functions, copies)
