@@ -28,7 +28,7 @@ TEST(CudaCall, WithAPlayedDriver) {
         FOVEA_FAKE_CUDA, set, self, filter);
     EXPECT_EQ(std::system(command.c_str()), 0) << command;
   };
-  run("FOVEA_CHECK=0", "DISABLED_PlayedCuda.*-*WhereThatIsAskedFor:*.AnOldGpu*:*.With*");
+  run("FOVEA_CHECK=0", "DISABLED_PlayedCuda.*-*WhereThatIsAskedFor:*.AnOldGpu*:*.WithAn*:*.WithNothing*");
   run("FOVEA_CHECK=yes", "DISABLED_PlayedCuda.WithAnUnknownValue*");
   run("FOVEA_JIT=off", "DISABLED_PlayedCuda.WithNothingToCompile*");
   run("FOVEA_CHECK=1", "DISABLED_PlayedCuda.*WhereThatIsAskedFor");
@@ -295,6 +295,19 @@ TEST_F(DISABLED_PlayedCuda, WhatIsPreparedMayAskForClearedRows) {
     capturing = 1;
     EXPECT_EQ(Given(one + (clears ? "" : " clear")).call(), FOVEA_OK) << fovea_last_error();
     capturing = 0;
+  }
+}
+
+TEST_F(DISABLED_PlayedCuda, WithoutHeads) {
+  for (const char* const features : {"", " causal", " bias=1,1,q,k"}) {
+    for (const char* const heads : {"hq=0 hk=0", "hq=0 hk=2"}) {
+      for (const char* const rows : {"sq=40 sk=90", "seqs_q=13,4 seqs_k=15,6"}) {
+        for (const char* const direction : {"fwd", "bwd"}) {
+          const std::string line = fmt::format("{} b=2 {} {} d=64 bf16{}", direction, heads, rows, features);
+          EXPECT_EQ(Given(line).call(), FOVEA_OK) << line << ": " << fovea_last_error();
+        }
+      }
+    }
   }
 }
 

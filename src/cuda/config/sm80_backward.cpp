@@ -334,7 +334,7 @@ int bias_gradient_chunks(std::int64_t blocks, std::int64_t list, const Spec& spe
   if (blocks <= 0 || blocks >= wanted) {
     return 1;
   }
-  return static_cast<int>(std::clamp<std::int64_t>(wanted / blocks, 1, list));
+  return static_cast<int>(std::clamp<std::int64_t>(wanted / blocks, 1, std::max<std::int64_t>(list, 1)));
 }
 
 }  // namespace fovea::cuda

@@ -228,11 +228,11 @@ Sm90Order sm90_order(const Call& call, const Operands& operands, const Spec& spe
   order.tiles = order.row_tiles * rows.batch() * rows.heads_q;
   // K and V of heads whose tiles alternate should stay in half of the L2 of an H200.
   constexpr std::int64_t kCached = std::int64_t{32} << 20;
-  const std::int64_t group = rows.heads_q / rows.heads_k;
+  const std::int64_t group = rows.heads_q / std::max<std::int64_t>(rows.heads_k, 1);  // 0 is legal
   const std::int64_t fit = kCached / std::max<std::int64_t>(rows.limit_k * (spec.d + spec.dv) * 2, 1) * group;
   const std::int64_t heads = spec.ragged ? rows.heads_q : rows.batch() * rows.heads_q;
   if (spec.banded || spec.ragged) {
-    order.heads_together = static_cast<int>(std::clamp<std::int64_t>(fit, 1, heads));
+    order.heads_together = static_cast<int>(std::clamp<std::int64_t>(fit, 1, std::max<std::int64_t>(heads, 1)));
   }
   if (spec.ragged) {
     order.listed = rows.packed()

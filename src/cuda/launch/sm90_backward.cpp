@@ -3,6 +3,7 @@
 // Arguments of the backward for Hopper: a tensor map for each of q, do, k, v and the bias.
 #include "cuda/config/sm90_backward.h"
 
+#include <algorithm>
 #include <string_view>
 
 #include "cuda/device/sm90_backward_args.h"
@@ -66,7 +67,7 @@ void Launcher::sm90_backward(std::size_t number) {
   args.blocks = static_cast<int>(sm90_backward_items(call_, spec));
   args.heads_in_turn = static_cast<int>(sm90_backward_heads_in_turn(call_, spec, plan_.target));
   args.heads_k = static_cast<int>(rows.heads_k);
-  args.group = static_cast<int>(rows.heads_q / rows.heads_k);
+  args.group = static_cast<int>(rows.heads_q / std::max<std::int64_t>(rows.heads_k, 1));
   args.batch2 = static_cast<int>(rows.batch2);
   const auto band = math::Band<int>::make(0, 0, args_.causal, args_.window_left, args_.window_right, false);
   args.low = band.low;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Arguments of the gradient of a bias for Hopper: tensor maps of q, k, v and grad_out.
+#include <algorithm>
 #include <utility>
 
 #include "cuda/device/sm90_bias_gradient_sizes.h"
@@ -37,7 +38,7 @@ void Launcher::sm90_bias_gradient(std::size_t number) {
   const auto tiles_of = [](i64 length, i64 size) { return (length + size - 1) / size; };
   args.tiles = static_cast<int>(tiles_of(common.bias_rows, sizes.rows) * tiles_of(common.bias_keys, spec.step) *
                                 args.planes * common.bias_chunks);
-  args.group = static_cast<int>(rows.heads_q / rows.heads_k);
+  args.group = static_cast<int>(rows.heads_q / std::max<std::int64_t>(rows.heads_k, 1));
   args.flags = region<u32>(step.which == 0 ? Region::kBiasFlags : Region::kBiasFlags2);
   const bool again = !spec.bias_outside && args.flags != nullptr;
   args.waits_first = again || (number > 0 && plan_.launches[number - 1].step == Step::kBackwardPrepare);

@@ -2,6 +2,8 @@
 //
 // Arguments of the forward for Hopper: a tensor map for each of q, k, v, out and the biases, and the order of its
 // tiles.
+#include <algorithm>
+
 #include "cuda/config/sm90_forward.h"
 
 #include "cuda/device/sm90_args.h"
@@ -71,7 +73,7 @@ void Launcher::sm90_forward(std::size_t number) {
   args.batch = static_cast<int>(rows.batch());
   args.batch2 = static_cast<int>(rows.batch2);
   args.heads = static_cast<int>(rows.heads_q);
-  args.group = static_cast<int>(rows.heads_q / rows.heads_k);
+  args.group = static_cast<int>(rows.heads_q / std::max<std::int64_t>(rows.heads_k, 1));
   args.heads_together = order.heads_together;
   args.batch_inside = order.batch_inside;
   args.inside = order.batch_inside ? args.batch : args.heads;
