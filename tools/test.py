@@ -200,8 +200,12 @@ class Runner:
         return count
 
     def stage_fuzz(self):
-        """random and hostile calls of the C ABI"""
-        return self.one(self.run(self.build / "tests/fuzz/fuzz_capi", "--seconds", self.fuzz_seconds))
+        """random and hostile calls of the C ABI, then ten seconds of them for a GPU whose driver and compiler are played"""
+        program, played = self.build / "tests/fuzz/fuzz_capi", self.build / "tests/cpp/fake"
+        count = self.one(self.run(program, "--seconds", self.fuzz_seconds))
+        environment = {"LD_LIBRARY_PATH": played, "FOVEA_NVRTC": played / "libnvrtc.so.13", "FOVEA_CACHE_DIR": "none"}
+        count.add(self.one(self.run(program, "--cuda", "--seconds", 10, env=environment)))
+        return count
 
     def stage_clang(self):
         """the second compiler builds everything, optimised, and runs the tests in C++"""

@@ -7,6 +7,9 @@
 //     no byte outside the tensors is touched       (guard pages) nor one between the elements of an output
 //     a sample of what was computed agrees with the reference
 //
+// With --cuda the problems go to the GPU that the process sees, which is meant to be the played one of tests/cpp/fake:
+// problems are planned, kernels prepared and launched, and every plan must have kernels.
+//
 // Every round has its own generator: `--seed S --from R --rounds 1` repeats round R of run S, and a crash says both.
 // Ends with 0 if all held, with 1 otherwise.
 #include <fmt/format.h>
@@ -21,6 +24,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <string_view>
 
 #include "fovea/c.h"
 #include "subject.h"
@@ -64,8 +68,12 @@ class Fuzzer {
   const Counts& counts() const { return counts_; }
 
   // "" or what was wrong.
-  std::string round(Random random) {
+  std::string round(Random random, bool cuda) {
     wrong_.clear();
+    if (cuda) {
+      random.once_in(2) ? on_device(random) : line_on_device(random);
+      return wrong_;
+    }
     if (random.once_in(1000)) {
       count(fovea_set_num_threads(static_cast<int>(random.between(-1, 3))));
     }
@@ -213,6 +221,154 @@ class Fuzzer {
     }
   }
 
+  // ---- plans for a GPU ----
+
+  // What explain says of a problem that is served: that a kernel is named, where scores are computed.
+  void judge_plan(const std::string& what, std::string_view text) {
+    constexpr std::string_view kServes = "cuda: serves: ";
+    const std::size_t at = text.find(kServes);
+    const std::string_view kernels =
+        at == std::string_view::npos ? "" : text.substr(at + kServes.size(), text.find('\n', at) - at - kServes.size());
+    if (kernels.find("sm80_") == std::string_view::npos && kernels.find("sm90_") == std::string_view::npos &&
+        what.find("need=none") == std::string::npos && what.find("need=sink") == std::string::npos &&
+        what.find(" hq=0 ") == std::string::npos) {
+      say(fmt::format("a plan without a kernel: '{}' ({})", kernels, what));
+    }
+  }
+
+  // The longest of the sequences, as who calls has to say it for a device.
+  static std::int64_t longest(const fovea_tensor& cu_seqlens) {
+    std::int64_t most = 0;
+    for (std::int64_t n = 0; n + 1 < cu_seqlens.shape[0]; ++n) {
+      const auto at = [&](std::int64_t i) {
+        i *= (cu_seqlens.flags & FOVEA_TENSOR_STRIDED) != 0 ? cu_seqlens.stride[0] : 1;
+        return cu_seqlens.dtype == FOVEA_INT32 ? static_cast<const std::int32_t*>(cu_seqlens.data)[i]
+                                               : static_cast<const std::int64_t*>(cu_seqlens.data)[i];
+      };
+      most = std::max<std::int64_t>(most, at(n + 1) - at(n));
+    }
+    return most;
+  }
+
+  void on_device(Random& random) {
+    const Direction direction = random.once_in(2) ? Direction::kForward : Direction::kBackward;
+    const auto which = static_cast<fovea_direction>(direction);
+    subject_.draw(random, direction);
+    fovea_problem& problem = subject_.problem();
+    const bool is_right = random.once_in(2);
+    for (std::int64_t i = is_right ? 0 : random.between(1, 3); i > 0; --i) {
+      subject_.spoil(random);
+    }
+    problem.device = FOVEA_CUDA;
+    problem.backend = nullptr;
+    for (const auto& [cu_seqlens, most] : {std::pair(problem.cu_seqlens_q, &problem.max_seqlen_q),
+                                           std::pair(problem.cu_seqlens_k, &problem.max_seqlen_k)}) {
+      if (is_right && cu_seqlens != nullptr && *most == 0) {  // nobody reads lengths there
+        *most = longest(*cu_seqlens);
+        if (*most == 0) {
+          return;  // 0 is refused: it would mean that it was not said
+        }
+      }
+    }
+    std::array<char, 8192> text{};
+    std::size_t bytes = 0;
+    const fovea_status planned = count(fovea_workspace(&problem, which, &bytes));
+    if (planned != FOVEA_OK && planned != FOVEA_UNSUPPORTED && is_right) {
+      say_of_problem(direction, fmt::format("a right problem was refused: {}", fovea_last_error()));
+    }
+    const fovea_status explained = count(fovea_explain(&problem, which, text.data(), text.size(), nullptr));
+    if (explained != planned) {
+      say_of_problem(direction,
+                     fmt::format("fovea_workspace ended with {}, fovea_explain with {}: {}", fovea_status_name(planned),
+                                 fovea_status_name(explained), fovea_last_error()));
+    }
+    if (planned != FOVEA_OK) {
+      return;
+    }
+    judge_plan(text.data(), text.data());
+    const fovea_status prepared = count(fovea_prepare(&problem, which));
+    const bool forward = direction == Direction::kForward;
+    const fovea_status ran =
+        count(forward ? fovea_forward(&problem, &problem, bytes) : fovea_backward(&problem, &problem, bytes));
+    if (is_right && (prepared != FOVEA_OK || ran != FOVEA_OK)) {
+      say_of_problem(direction, fmt::format("planned, but: {}", fovea_last_error()));
+    }
+  }
+
+  // Larger problems than there is memory for.
+  void line_on_device(Random& random) {
+    const auto size = [&](std::int64_t most) {
+      const std::int64_t n = random.between(1, random.pick({std::int64_t{3}, std::int64_t{100}, most}));
+      return random.once_in(2) ? n : (n + 63) / 64 * 64;
+    };
+    const bool backward = random.once_in(2);
+    const std::int64_t heads_k = random.pick({1, 2, 3, 4, 8, 16});
+    const bool two_levels = random.once_in(6);
+    const std::string batch = two_levels ? fmt::format("{}x{}", size(9), size(40)) : fmt::format("{}", size(300));
+    const std::int64_t head_dim =
+        random.once_in(3) ? size(600) : random.pick({16, 32, 40, 64, 80, 96, 128, 160, 192, 256});
+    std::string line =
+        fmt::format("{} b={} hq={} hk={} d={} {} device=cuda", backward ? "bwd" : "fwd", batch,
+                    heads_k * random.pick({1, 1, 2, 8}), heads_k, head_dim, random.pick({"bf16", "fp16", "fp32"}));
+    const auto sometimes = [&](std::int64_t n, const std::string& words) {
+      const bool taken = random.once_in(n);
+      line += taken ? " " + words : "";
+      return taken;
+    };
+    const std::int64_t queries = size(70'000);
+    const std::int64_t keys = random.once_in(2) ? queries : size(70'000);
+    line += fmt::format(" sq={} sk={}", queries, keys);
+    sometimes(5, fmt::format("dv={}", size(400)));
+    sometimes(3, "causal");
+    sometimes(4, fmt::format("window={},{}", random.between(-1, 300), random.between(-1, 300)));
+    sometimes(4, "align=tl");
+    const auto plane = [&] {
+      std::string extents = two_levels ? random.pick({"b1,b2", "b1,1", "1,b2", "1,1"}) : random.pick({"b", "1"});
+      for (const char* const dim : {"h", "q", "k"}) {
+        extents += std::string(",") + (random.once_in(2) ? dim : "1");
+      }
+      return extents;
+    };
+    const auto type = [&] { return random.pick({"bf16", "fp16", "fp32"}); };
+    const bool bias = sometimes(3, fmt::format("bias={}:{}", plane(), type()));
+    const bool bias2 = bias && sometimes(3, fmt::format("bias2={}:{}", plane(), type()));
+    sometimes(4, fmt::format("mask={}", plane()));
+    if (sometimes(4, fmt::format("dropout={}", random.pick({"0.1", "0.5", "0.9"})))) {
+      sometimes(4, "rng=torch_mem_efficient");
+    }
+    sometimes(6, "alibi=h");
+    sometimes(6, "softcap=30");
+    const bool sink = sometimes(6, "sink");
+    sometimes(6, "det");
+    sometimes(8, fmt::format("layout={}", random.pick({"bhsd", "bshd"})));
+    sometimes(12, fmt::format("scale={}", random.pick({"-0.3", "0.125", "1e-40", "1e9"})));
+    if (backward) {
+      std::string need;
+      const auto ask = [&](bool there, const char* name) {
+        if (there && !random.once_in(4)) {
+          need += std::string(need.empty() ? "" : ",") + name;
+        }
+      };
+      ask(true, "q");
+      ask(true, "k");
+      ask(true, "v");
+      ask(bias, "bias");
+      ask(bias2, "bias2");
+      ask(sink, "sink");
+      line += need.empty() ? " need=q" : " need=" + need;
+      sometimes(5, "dlse");
+    } else {
+      sometimes(2, "lse");
+    }
+    std::array<char, 8192> text{};
+    const fovea_status status = count(fovea_explain_line(line.c_str(), text.data(), text.size(), nullptr));
+    if (status == FOVEA_OK) {
+      judge_plan(line, text.data());
+    } else if (status != FOVEA_UNSUPPORTED || std::strstr(fovea_last_error(), "blocks; served: at most") == nullptr) {
+      say(fmt::format("'{}': {}", line, fovea_last_error()));
+    }
+  }
+
   // ---- the rest ----
 
   void lines(Random& random) {
@@ -282,7 +438,7 @@ class Fuzzer {
   std::string wrong_;
 };
 
-int run(std::uint64_t seed, std::uint64_t from, std::uint64_t rounds, std::uint64_t calls, double seconds) {
+int run(std::uint64_t seed, std::uint64_t from, std::uint64_t rounds, std::uint64_t calls, double seconds, bool cuda) {
   for (const int signal : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) {
     ::signal(signal, say_round);
   }
@@ -298,9 +454,9 @@ int run(std::uint64_t seed, std::uint64_t from, std::uint64_t rounds, std::uint6
   };
   for (; goes_on(); ++round) {
     running_round = round;
-    const std::string what = fuzzer.round(Random(seed, round));
+    const std::string what = fuzzer.round(Random(seed, round), cuda);
     if (!what.empty()) {
-      fmt::print("--seed {} --from {} --rounds 1: {}\n", seed, round, what);
+      fmt::print("--seed {} --from {} --rounds 1{}: {}\n", seed, round, cuda ? " --cuda" : "", what);
       if (++wrong == 20) {
         break;
       }
@@ -330,10 +486,12 @@ int main(int argc, char** argv) {
   app.add_option("--from", from, "its first round");
   app.add_option("--rounds", rounds, "end after so many rounds");
   app.add_option("--calls", calls, "end after so many calls of the library");
+  bool cuda = false;
+  app.add_flag("--cuda", cuda, "plans and launches for the GPU that is seen: a played one");
   app.add_option("--seconds", seconds, "end after so many seconds");
   CLI11_PARSE(app, argc, argv);
   if (rounds == 0 && calls == 0 && seconds == 0) {
     seconds = 10;
   }
-  return fovea::fuzz::run(seed, from, rounds, calls, seconds);
+  return fovea::fuzz::run(seed, from, rounds, calls, seconds, cuda);
 }
