@@ -112,17 +112,13 @@ void explain(const Call& call, const std::string& notes, char* text, std::size_t
 // Of the environment variables that the library reads: those that are set to what it does not accept.
 std::vector<cuda::Fact> refused_variables() {
   std::vector<cuda::Fact> refused = cuda::refused_variables();
-  const auto add = [&](const char* name, std::string why) {
-    const std::string prefix = std::string(name) + ": ";
-    refused.push_back({name, why.starts_with(prefix) ? why.substr(prefix.size()) : std::move(why)});
-  };
   try {
     check_backend_of_environment();
   } catch (const Error& error) {
-    add("FOVEA_BACKEND", error.what());
+    refused.push_back(cuda::refusal("FOVEA_BACKEND", error.what()));
   }
-  if (std::string why = cpu::unavailable(); !why.empty()) {
-    add("FOVEA_CPU_ISA", std::move(why));
+  if (const std::string why = cpu::unavailable(); !why.empty()) {
+    refused.push_back(cuda::refusal("FOVEA_CPU_ISA", why));
   }
   return refused;
 }

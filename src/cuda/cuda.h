@@ -112,4 +112,7 @@ std::vector<Fact> machine();
 // The environment variables that this backend reads and that are set to what it does not accept: name, and why.
 std::vector<Fact> refused_variables();
 
+// One of them, from an error's text: as one line, without the name that it begins with.
+Fact refusal(const std::string& variable, const std::string& why);
+
 }  // namespace fovea::cuda

@@ -17,9 +17,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// An error's text as one line.
-std::string line_of(const Error& error) {
-  std::string text = error.what();
+std::string line_of(std::string text) {
   while (!text.empty() && text.back() == '\n') {
     text.pop_back();
   }
@@ -32,7 +30,7 @@ std::string said(const Say& say) {
   try {
     return say();
   } catch (const Error& error) {
-    return line_of(error);
+    return line_of(error.what());
   }
 }
 
@@ -146,6 +144,11 @@ std::vector<Fact> machine() {
   return facts;
 }
 
+Fact refusal(const std::string& variable, const std::string& why) {
+  const std::string prefix = variable + ": ";
+  return {variable, line_of(why.starts_with(prefix) ? why.substr(prefix.size()) : why)};
+}
+
 std::vector<Fact> refused_variables() {
   std::vector<Fact> refused;
   for (const Judge& judge : kJudges) {
@@ -156,9 +159,7 @@ std::vector<Fact> refused_variables() {
     try {
       judge.require(value);
     } catch (const Error& error) {
-      const std::string prefix = std::string(judge.variable) + ": ";
-      std::string why = line_of(error);
-      refused.push_back({judge.variable, why.starts_with(prefix) ? why.substr(prefix.size()) : why});
+      refused.push_back(refusal(judge.variable, error.what()));
     }
   }
   return refused;
