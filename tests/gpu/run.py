@@ -8,6 +8,7 @@ A process that a fault of the device has made useless is started again behind th
 examples:
   tests/gpu/run.py                            everything
   tests/gpu/run.py -k test_row --seconds 120  the case table, as much of it as two minutes allow
+  tests/gpu/run.py --alone --seconds 120      what needs the device to itself (memory, tensors past 2^31), one after another
   tests/gpu/run.py --summary summary.md       what failed, in a file as well
 """
 
@@ -149,12 +150,14 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1e9, help="stop then, and say so")
     parser.add_argument("--summary", type=Path, help="write the summary there too, with every failure")
     parser.add_argument("--most", type=int, default=15, help="failures to print (15)")
-    parser.add_argument("--no-alone", action="store_true", help="leave out what needs the device to itself")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--no-alone", action="store_true", help="leave out what needs the device to itself")
+    which.add_argument("--alone", action="store_true", help="nothing but what needs the device to itself, in one process")
     options, arguments = parser.parse_known_args()
     started = time.monotonic()
     deadline = started + options.seconds
     with tempfile.TemporaryDirectory() as folder:
-        shards = launch(options.processes, arguments, "not alone", Path(folder), "shard")
+        shards = [] if options.alone else launch(options.processes, arguments, "not alone", Path(folder), "shard")
         complete = wait(shards, deadline, started)
         if complete and not options.no_alone:
             alone = launch(1, arguments, "alone", Path(folder), "alone")
