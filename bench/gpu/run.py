@@ -604,11 +604,13 @@ def summary(rows: list[dict], names: list[str]) -> None:
     drawn = [row for row in rows if row["group"] == "random"]
     for way, device in ((0, True), (1, True), (0, False), (1, False)):
         title = ("forward", "backward")[way] + (", on the device" if device else ", as called")
-        beside = [(row, best_peer(row, way, device)) for row in drawn]
+        ours = ("forward", "backward")[way] + ("_device_us" if device else "_us")
+        timed_so = [row for row in drawn if row["results"]["ours"].get(ours)]
+        beside = [(row, best_peer(row, way, device)) for row in timed_so]
         ratios = sorted((rate(row, "ours", way, device) / peer[0], row["line"], peer[1]) for row, peer in beside if peer)
         if ratios:
             values = [ratio for ratio, *_ in ratios]
-            print(f"random, {title}: {len(values)} of {len(drawn)} have a peer; over the best: median {statistics.median(values):.2f}, "
+            print(f"random, {title}: {len(values)} of {len(timed_so)} have a peer; over the best: median {statistics.median(values):.2f}, "
                   f"tenth percentile {percentile(values, 0.1):.2f}" + "; the worst:" * device)  # fmt: skip
             for ratio, problem, peer in ratios[: 10 * device]:
                 print(f"  {ratio:.2f} of {peer}: {problem[:150]}")
