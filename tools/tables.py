@@ -367,6 +367,48 @@ def gpu_patterns():
     return [*table, "", f"The slowest backward: {slowest}, {least:.2f} of that without a bias."] if ratios else table
 
 
+def gpu_host_head(data, part):
+    machine, day, commit = data[part]["machine"], data[part]["date"], data[part]["commit"]
+    return f"{machine['cpu']}" + (f", {machine['gpu']}" if machine.get("gpu", "none") != "none" else "") + f"; {day} at {commit}"
+
+
+def gpu_host():
+    path = ROOT / "bench/results/gpu_host.json"
+    if not path.exists():
+        return ["Not measured yet."]
+    data = json.loads(path.read_text())
+    rows = ["Repeat with `bench/gpu/host.py`; medians.", ""]
+    if "calls" in data:
+        rows += [
+            f"One call through the C ABI, every address another one than the call's before ({gpu_host_head(data, 'calls')}):",
+            "", "| call | launches | us |", "| --- | --- | --- |",
+            *(f"| {row['name']} | {row['launches']} | {row['microseconds']:.1f} |" for row in data["calls"]["rows"]), "",
+        ]  # fmt: skip
+    if "torch" in data:
+        machine = data["torch"]["machine"]
+        rows += [
+            f"One call from Python, 1x8x128x64 bf16, us (Python {machine['python']}, PyTorch {machine['torch']}, "
+            f"{gpu_host_head(data, 'torch')}):",
+            "", "| | no gradient wanted | gradient wanted | the backward |", "| --- | --- | --- | --- |",
+            *(f"| {row['name']} | " + " | ".join(f"{x:.0f}" for x in row["microseconds"]) + " |" for row in data["torch"]["rows"]), "",
+        ]  # fmt: skip
+    if "loads" in data:
+        rows += [
+            f"From the cache on disk to what can be launched ({gpu_host_head(data, 'loads')}; the first has the library's start in it):",
+            "", "| call | kernels | ms |", "| --- | --- | --- |",
+            *(f"| `{row['line']}` | {row['kernels']} | {row['milliseconds']:.2f} |" for row in data["loads"]["rows"]), "",
+        ]  # fmt: skip
+    if "compiles" in data:
+        rows += [
+            f"The kernels of the case table for `sm_90` that compile longest, from nothing, one after another on two cores "
+            f"({gpu_host_head(data, 'compiles')}; in brackets the thread's own time, to which other work on the machine adds nothing):",
+            "", "| kernel | s | of |", "| --- | --- | --- |",
+            *(f"| `{row['kernel'].split('<')[0].rsplit('::')[-1]}` | {row['seconds']:.2f} ({row['cpu_seconds']:.2f}) | `{row['line']}` |"
+              for row in data["compiles"]["rows"]), "",
+        ]  # fmt: skip
+    return rows[:-1]
+
+
 TABLES = {
     "support": support,
     "cpu": cpu,
@@ -378,6 +420,7 @@ TABLES = {
     "gpu_random": gpu_random,
     "gpu_small": gpu_small,
     "gpu_patterns": gpu_patterns,
+    "gpu_host": gpu_host,
 }
 
 
