@@ -86,3 +86,40 @@ def test_lengths_on_a_device_are_not_read(device):
 def test_the_same_lengths_on_a_device_need_no_alignment(device):
     q, lengths = OnDevice(torch.randn(6, 2, 16)), OnDevice(torch.tensor([0, 2, 6]))
     _call._need_no_align(arguments(q, causal=True, cu_seqlens_q=lengths, cu_seqlens_k=lengths))
+
+
+def test_a_small_workspace_is_kept_for_its_stream(device, monkeypatch):
+    state = {"stream": 0x1234, "capturing": False, "device": OnDevice.device.index}
+    monkeypatch.setattr(_call, "_current_stream", lambda index: state["stream"])
+    monkeypatch.setattr(_call, "_is_capturing", lambda: state["capturing"])
+    monkeypatch.setattr(_call, "_current_device", lambda: state["device"])
+    monkeypatch.setattr(_call, "_kept_bytes", 0)
+    a = arguments(OnDevice(torch.randn(1, 2, 8, 16)))
+
+    def problem_that_needs(needed):
+        problem = _call._Problem(a)
+        problem._needed = needed
+        return problem
+
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, dtype, device: empty(*shape, dtype=dtype))
+
+    def workspace(problem, **changes):
+        with monkeypatch.context() as patch:
+            for name, value in changes.items():
+                patch.setitem(state, name, value)
+            problem.place(a, a[:3])
+            return problem._workspace()
+
+    problem = problem_that_needs(1000)
+    kept = workspace(problem)
+    assert workspace(problem) is kept and _call._kept_bytes == 1000
+    assert workspace(problem, capturing=True) is not kept  # its graph may run on another stream
+    assert workspace(problem, device=0) is not kept  # where it is asked whether there is a capture is not where one may be
+    assert workspace(problem) is kept
+    other = workspace(problem, stream=0x5678)
+    assert other is not kept and _call._kept_bytes == 1000
+    assert workspace(problem, stream=0x5678) is other and workspace(problem) is not other
+
+    large = problem_that_needs(_call._MOST_KEPT_BYTES - 999)  # one byte more than all together may have
+    assert workspace(large) is not workspace(large) and _call._kept_bytes == 1000

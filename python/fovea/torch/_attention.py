@@ -78,26 +78,27 @@ def attention(
         raise _refuse_arguments(more, unknown)
     seed_tensor = offset_tensor = None
     drawn = False
-    if isinstance(seed, Tensor):
-        seed_tensor, seed = seed, 0
-    elif seed is None:
+    if seed is None:
         seed = 0
         drawn = dropout_p != 0
+    elif isinstance(seed, Tensor):
+        seed_tensor, seed = seed, 0
     else:
         seed = _word("seed", seed)
-    if isinstance(offset, Tensor):
-        offset_tensor, offset = offset, 0
-    elif type(offset) is not int or offset != 0:
-        offset = _word("offset", offset)
+    if type(offset) is not int or offset != 0:
+        if isinstance(offset, Tensor):
+            offset_tensor, offset = offset, 0
+        else:
+            offset = _word("offset", offset)
 
     # A model in 16 bits has its sinks and slopes in them, and PyTorch's integers have 64; the library's have one type.
-    if isinstance(sink, Tensor) and sink.dtype in _HALVES:
+    if sink is not None and isinstance(sink, Tensor) and sink.dtype in _HALVES:
         sink = _wider(sink, q)
-    if isinstance(alibi_slopes, Tensor) and alibi_slopes.dtype in _HALVES:
+    if alibi_slopes is not None and isinstance(alibi_slopes, Tensor) and alibi_slopes.dtype in _HALVES:
         alibi_slopes = _wider(alibi_slopes, q)
-    if isinstance(seqused_q, Tensor) and seqused_q.dtype == torch.int64:
+    if seqused_q is not None and isinstance(seqused_q, Tensor) and seqused_q.dtype == torch.int64:
         seqused_q = _narrower(seqused_q)
-    if isinstance(seqused_k, Tensor) and seqused_k.dtype == torch.int64:
+    if seqused_k is not None and isinstance(seqused_k, Tensor) and seqused_k.dtype == torch.int64:
         seqused_k = _narrower(seqused_k)
 
     tensors = (q, k, v, bias, bias2, mask, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
@@ -136,9 +137,8 @@ def attention(
     arguments = (*tensors, seed, offset, *options)
     if direct:
         if learns and torch.is_grad_enabled():
-            out, lse = _operators.direct_attention(arguments)
-        else:
-            out, lse = _call.compute(arguments, return_lse)
+            return _operators.direct_attention(arguments, return_lse)
+        out, lse = _call.compute(arguments, return_lse)
     elif not compiling and torch._C._are_functorch_transforms_active():
         out, lse = _operators.Attention.apply(*arguments)
     else:

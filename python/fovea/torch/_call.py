@@ -46,6 +46,7 @@ _MEMORY = ctypes.c_char * (_PROBLEM_SIZE + _TENSOR_SIZE * len(_abi.INPUTS + _abi
 # A problem's memory as words of 64 bits, in which these are numbers of words.
 _WORD = 8
 _DATA = ctypes.sizeof(ctypes.c_size_t) // _WORD  # of fovea_tensor
+_STREAM = _abi.Problem.stream.offset // _WORD
 _SEED = _abi.Problem.seed.offset // _WORD
 _OFFSET = _abi.Problem.offset.offset // _WORD
 _ALL_BITS = 2**64 - 1
@@ -103,6 +104,7 @@ class Arguments(NamedTuple):
 
 TENSORS = 14  # so many of the arguments are tensors
 DIFFERENTIABLE = ("q", "k", "v", "bias", "bias2", "sink")
+DIFFERENTIABLE_AT = tuple(Arguments._fields.index(name) for name in DIFFERENTIABLE)
 # What errors call the tensors of a forward, and those that a backward has besides.
 NAMES = (*(name.removesuffix("_tensor") for name in Arguments._fields[:TENSORS]), "grad_out", "out", "lse", "grad_lse")
 
@@ -186,6 +188,9 @@ class _Problem:
         self._on_cpu = a.q.device.type == "cpu"
         self._device = a.q.device
         self._needed: Optional[int] = None  # bytes of workspace, on a device
+        self._kept_stream: Optional[int] = None  # whose workspace is kept
+        # Of gradients: how they lie, None where new_grad() decides each time.
+        self.grad_layouts: list[Optional[tuple[tuple, tuple]]] = []
         # Of results: whether there are rows of no sequence, and how they lie.
         self.partial = a.partial
         self.out_layout = out_layout(a)
@@ -284,7 +289,7 @@ class _Problem:
         words[_SEED] = a.seed & _ALL_BITS
         words[_OFFSET] = a.offset & _ALL_BITS
         if not self._on_cpu:
-            self.raw.stream = _current_stream(self._device.index)
+            words[_STREAM] = _current_stream(self._device.index)
 
     def run(self, direction: int, or_warn: bool) -> bool:
         """Whether the problem is as it was, so that it may serve again."""
@@ -308,7 +313,7 @@ class _Problem:
             return call_on_cpu(lib, self._pointer, direction)
         call = lib.fovea_backward if direction == _abi.BACKWARD else lib.fovea_forward
         if self._needed is not None:
-            workspace = torch.empty(self._needed, dtype=torch.uint8, device=self._device)
+            workspace = self._workspace()
             status = call(self._pointer, workspace.data_ptr(), self._needed)
             if status != _abi.OUT_OF_MEMORY:
                 return status
@@ -318,8 +323,22 @@ class _Problem:
         if status != _abi.OK:
             return status
         self._needed = needed.value
+        self._kept_stream = None  # it may be larger than what was kept
+        return call(self._pointer, self._workspace().data_ptr(), self._needed)
+
+    def _workspace(self) -> Tensor:
+        """For one call on the stream that place() has put in. A small one is kept for this problem's next call on the same
+        stream, which comes after this one there; but not for a graph, which may be replayed on any stream."""
+        global _kept_bytes
+        stream = self._words[_STREAM]
+        may_keep = self._needed <= _MOST_KEPT_BYTES and _current_device() == self._device.index and not _is_capturing()
+        if may_keep and self._kept_stream == stream:
+            return self._kept
         workspace = torch.empty(self._needed, dtype=torch.uint8, device=self._device)
-        return call(self._pointer, workspace.data_ptr(), self._needed)
+        if may_keep and (self._kept_stream is not None or _kept_bytes + self._needed <= _MOST_KEPT_BYTES):
+            _kept_bytes += 0 if self._kept_stream is not None else self._needed
+            self._kept, self._kept_stream = workspace, stream
+        return workspace
 
     def _refuse(self, status: int) -> NoReturn:
         try:
@@ -333,6 +352,8 @@ class _Problem:
 
 # torch.cuda.current_stream(device).cuda_stream without its objects; PyTorch without CUDA has neither this nor tensors there.
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+_current_device = getattr(torch._C, "_cuda_getDevice", None)
 
 
 def _type(tensor: Tensor) -> str:
@@ -342,16 +363,20 @@ def _type(tensor: Tensor) -> str:
 # ---- problems that are kept ----
 
 _MOST_KEPT = 512  # kinds of problem: 3 KB each
+_MOST_KEPT_BYTES = 1 << 24  # of their workspaces, all together
+_kept_bytes = 0
 # By everything in a problem but addresses, seeds and the stream. A list for each kind, as several threads may compute
 # the same kind at once: who computes takes a problem out, and puts it back.
 _kept: dict[tuple, list[_Problem]] = {}
 
 
 def _pool(key: tuple) -> list[_Problem]:
+    global _kept_bytes
     pool = _kept.get(key)
     if pool is None:
         if len(_kept) >= _MOST_KEPT:
             _kept.clear()
+            _kept_bytes = 0
         pool = _kept.setdefault(key, [])
     return pool
 
@@ -449,12 +474,13 @@ def compute(arguments: tuple, with_lse: bool) -> tuple[Tensor, Optional[Tensor]]
     there.append(out)
     lse = None
     if with_lse:
-        lse = new_lse(a, problem.lse_shape)
+        lse = new_lse(a, problem.lse_shape) if is_new else problem.lse_model.new_empty(problem.lse_shape)
         there.append(lse)
     if is_new:
         problem.set_rows("out", out)
         if with_lse:
             problem.set("lse", lse)
+            problem.lse_model = lse.new_empty(0)  # a tensor of this type and device: saying them takes a microsecond
     problem.place(a, there)
     if problem.run(_abi.FORWARD, a.deterministic == DETERMINISTIC_OR_WARN):
         pool.append(problem)
@@ -485,13 +511,21 @@ def backward(
         if grad_lse is not None:
             problem.set("grad_lse", grad_lse)
     grads = []
-    for name, wanted in zip(DIFFERENTIABLE, need):
-        if wanted:
-            grad = new_grad(a, name, problem.partial)
-            if is_new:
+    if is_new:
+        for name, wanted in zip(DIFFERENTIABLE, need):
+            if wanted:
+                grad = new_grad(a, name, problem.partial)
                 put = problem.set_rows if name in ("q", "k", "v") else problem.set
                 put(f"grad_{name}", grad)
-            grads.append(grad)
+                grads.append(grad)
+                may_keep = not problem.partial or name in ("q", "k", "v")
+                problem.grad_layouts.append((tuple(grad.shape), grad.stride()) if may_keep else None)
+    else:
+        layouts = iter(problem.grad_layouts)
+        for name, index, wanted in zip(DIFFERENTIABLE, DIFFERENTIABLE_AT, need):
+            if wanted:
+                layout = next(layouts)
+                grads.append(a[index].new_empty_strided(*layout) if layout else new_grad(a, name, problem.partial))
     problem.place(a, there + grads)
     if problem.run(_abi.BACKWARD, a.deterministic == DETERMINISTIC_OR_WARN):
         pool.append(problem)

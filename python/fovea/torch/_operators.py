@@ -33,7 +33,7 @@ _ARGUMENTS = (
     "SymInt window_right, str? align, float softcap, float dropout_p, str rng, SymInt max_seqlen_q, "
     "SymInt max_seqlen_k, SymInt batch_outer, str layout, int deterministic, str? backend"
 )
-_INDEX = tuple(Arguments._fields.index(name) for name in DIFFERENTIABLE)
+_INDEX = _call.DIFFERENTIABLE_AT
 _SIX = operator.itemgetter(*_INDEX)
 _NO_GRADS = (None,) * len(Arguments._fields)
 
@@ -115,7 +115,7 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Optional[Tensor], grad_lse: Optional[Tensor]) -> tuple:
         need = list(_SIX(ctx.needs_input_grad))
         grads = list(_NO_GRADS)
-        for index, grad in zip(_INDEX, _gradients(ctx, need, grad_out, grad_lse, _through_dispatcher)):
+        for index, grad in zip(_INDEX, _gradients(ctx, need, grad_out, grad_lse)):
             grads[index] = grad
         return tuple(grads)
 
@@ -130,42 +130,57 @@ class DirectAttention(torch.autograd.Function):
     gradient, and all of the operator's arguments as one."""
 
     @staticmethod
-    def forward(ctx: Any, arguments: tuple, *_: Optional[Tensor]) -> tuple[Tensor, Tensor]:
-        result = _call.compute(arguments, with_lse=True)
-        Attention.setup_context(ctx, arguments, result)
-        return result
+    def forward(ctx: Any, given: tuple[tuple, bool], *_: Optional[Tensor]) -> Any:
+        arguments, return_lse = given
+        out, lse = _call.compute(arguments, with_lse=True)
+        ctx.set_materialize_grads(False)
+        last = TENSORS
+        while arguments[last - 1] is None:
+            last -= 1
+        ctx.save_for_backward(*arguments[:last], out, lse)
+        ctx.rest = arguments[last:]
+        return (out, lse) if return_lse else out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Optional[Tensor], grad_lse: Optional[Tensor]) -> tuple:
+    def backward(ctx: Any, grad_out: Optional[Tensor], grad_lse: Optional[Tensor] = None) -> tuple:
         need = ctx.needs_input_grad[1:]
-        return (None, *_gradients(ctx, need, grad_out, grad_lse, _direct))
+        if grad_out is None and grad_lse is None:
+            return (None,) * (1 + len(need))
+        *tensors, out, lse = ctx.saved_tensors
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        if (
+            torch.is_grad_enabled() or is_watched() or not survey((grad_out, grad_lse))[0] or grad_out._is_zerotensor()
+            or (grad_lse is not None and grad_lse._is_zerotensor())  # which has no memory
+        ):  # fmt: skip
+            all_six = [*need, *[False] * (len(DIFFERENTIABLE) - len(need))]
+            found = _through_dispatcher(grad_out, grad_lse, out, lse, all_six, *tensors, *ctx.rest)
+        else:
+            found = _call.backward(grad_out, grad_lse, out, lse, need, *tensors, *ctx.rest)
+        if len(found) == len(need):
+            return (None, *found)
+        each = iter(found)
+        return (None, *[next(each) if wanted else None for wanted in need])
 
     jvp = Attention.jvp
 
 
-def direct_attention(arguments: tuple) -> tuple[Tensor, Tensor]:
-    return DirectAttention.apply(arguments, *_SIX(arguments))
+def direct_attention(arguments: tuple, return_lse: bool) -> Any:
+    """out, or out and lse: each result more costs the host a microsecond, and so does each argument."""
+    if arguments[3] is None and arguments[4] is None and arguments[7] is None:
+        return DirectAttention.apply((arguments, return_lse), *arguments[:3])
+    return DirectAttention.apply((arguments, return_lse), *_SIX(arguments))
 
 
-def _gradients(
-    ctx: Any, need: Sequence[bool], grad_out: Optional[Tensor], grad_lse: Optional[Tensor], how: Any
-) -> list[Optional[Tensor]]:
+def _gradients(ctx: Any, need: Sequence[bool], grad_out: Optional[Tensor], grad_lse: Optional[Tensor]) -> list[Optional[Tensor]]:
     """Of DIFFERENTIABLE, None where there is none."""
     if grad_out is None and grad_lse is None:
         return [None] * len(need)
     *tensors, out, lse = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    found = iter(how(grad_out, grad_lse, out, lse, need, *tensors, *ctx.options))
+    found = iter(_through_dispatcher(grad_out, grad_lse, out, lse, need, *tensors, *ctx.options))
     return [next(found) if wanted else None for wanted in need]
-
-
-def _direct(*arguments: Any) -> Sequence[Tensor]:
-    grad_out, grad_lse = arguments[:2]
-    is_zero = grad_out._is_zerotensor() or (grad_lse is not None and grad_lse._is_zerotensor())  # without memory
-    if torch.is_grad_enabled() or is_zero or not survey((grad_out, grad_lse))[0] or is_watched():
-        return _through_dispatcher(*arguments)
-    return _call.backward(*arguments)
 
 
 def _through_dispatcher(*arguments: Any) -> Sequence[Tensor]:
