@@ -263,6 +263,34 @@ def test_threads(device):
     assert not faults, faults[0]
 
 
+def test_one_shape_on_several_streams_and_in_a_graph(device):
+    """Each stream's call has a workspace of its own, though the problem is kept from call to call."""
+    rounds, streams = 50, [torch.cuda.Stream() for _ in range(3)]
+    leaves = qkv(device, (2, 4, 512, 64))
+
+    def run():
+        out = attention(*leaves, causal=True, deterministic=True)
+        return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+    want = run()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(streams[0]):
+        run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=streams[0]):
+            captured = run()
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(rounds):
+        with torch.cuda.stream(streams[0]):
+            graph.replay()
+        for stream in streams[1:]:
+            with torch.cuda.stream(stream):
+                found.append(run())
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, y) for results in [captured, *found] for x, y in zip(results, want))
+
+
 def one_step(there, seed):
     """Forward and backward with a bias and dropout on a device that may not be the current one; numbers on the CPU."""
     generator = torch.Generator("cpu").manual_seed(seed)
