@@ -16,6 +16,7 @@ examples:
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import json
 import math
@@ -232,6 +233,12 @@ def graphed(calls: list, times: int, stream: torch.cuda.Stream) -> object:
     return graph.replay
 
 
+def with_leaves_of_its_own(x: Inputs) -> Inputs:
+    """The same memory."""
+    leaves = {name: leaf.detach().requires_grad_() for name, leaf in x.leaves.items()}
+    return dataclasses.replace(x, **leaves, leaves=leaves)
+
+
 class Runner:
     """A contender on a case: one function forward and one backward for each copy of the inputs."""
 
@@ -261,11 +268,11 @@ class Runner:
             torch.cuda.reset_peak_memory_stats()
             self.backward[0]()
             self.peak = torch.cuda.max_memory_allocated() - held
-        # Not the memory-efficient kernel with dropout: two rows with both and a mask lost their process. Suspected, not proved: a
-        # forward outside of a capture leaves its seed on the host, where a captured backward reads it as device memory.
+        # PyTorch's memory-efficient kernel with dropout: its forward outside of a capture leaves the seed on the host, where a
+        # captured backward reads it as device memory. PyTorch alone loses its process that way, with a mask and without.
         if case.group == "random" and not (name == "mem-efficient" and case.dropout):
             try:
-                self._on_device(functions, copies)
+                self._on_device(copies)
             except Exception as error:  # a peer that cannot be captured is timed as it is called
                 self.on_device = {}
                 if name == "ours":
@@ -278,12 +285,16 @@ class Runner:
 
         self.forward, self.backward = ([graphed([call], self.graph, torch.cuda.Stream())] for call in (self._without_gradient(function), both))
 
-    def _on_device(self, functions: list, copies: list[Inputs]) -> None:
-        """What the device takes when nobody waits for the host: a backward is captured where its forward ran."""
+    def _on_device(self, copies: list[Inputs]) -> None:
+        """What the device takes when nobody waits for the host: a backward is captured where its forward ran, by leaves that no
+        other stream has seen. Autograd keeps a leaf's stream as long as some graph has the leaf, and waits for it: where that
+        was the default stream, the first capture of a process failed, whoever computed."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            backward = [self._backward(f, x) for f, x in zip(functions, copies)]
+            mine = [with_leaves_of_its_own(x) for x in copies]
+            functions = [CONTENDERS[self.name](self.case, x) for x in mine]
+            backward = [self._backward(f, x) for f, x in zip(functions, mine)]
         self.on_device["forward_device"] = graphed([self._without_gradient(f) for f in functions], 1, stream)
         self.on_device["backward_device"] = graphed(backward, 1, stream)
 
