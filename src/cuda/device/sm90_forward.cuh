@@ -277,8 +277,9 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
         softmax.template mask<at_end>(band, top, row0, n * kStep, t);
       };
       // From the dot products of step n to P, or to what is left to settle().
-      // Note: the vote keeps the wait for O behind the weights. With nothing but arithmetic before it ptxas moves the
-      // wait to the front, and no warpgroup does its softmax while its own product runs. Narrow heads want it there.
+      // Note: a wait for products is the whole warpgroup's, so that its warps, each of which goes its own way, all pass
+      // one and the same. The vote keeps it behind the weights: with nothing but arithmetic before it ptxas moves it to
+      // the front, and no warpgroup does its softmax while its own product runs. Narrow heads want it there.
       enum class Left { kNothing, kMoving, kExact, kAgain };
       const auto soften = [&](auto at_end, bool first) {
         const auto await_output = [&] {
@@ -287,6 +288,38 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
           if (!first) {
             leave_v();
           }
+        };
+        const auto make_p = [&] {
+          if constexpr (!S.early) {
+            dropout.draw(n * kStep, t);
+          }
+          softmax.convert(dropout);
+        };
+        const auto weigh = [&] {
+          if (careful) {
+            return Left::kExact;
+          }
+          if constexpr (S.early && S.ahead) {
+            dropout.draw(n * kStep, t);  // between the powers
+          }
+          float parts[4] = {};  // of the rows' sums over the step
+          softmax.weigh(unit, parts);
+          const float part0 = parts[0] + parts[1];
+          const float part1 = parts[2] + parts[3];
+          Left left = Left::kNothing;
+          if (__any_sync(~0u, !(part0 < softmax.kLargestPart) || !(part1 < softmax.kLargestPart))) {
+            if (__any_sync(~0u, !(part0 + part1 < softmax.kLargestSum))) {
+              return Left::kAgain;
+            }
+            left = Left::kMoving;
+          }
+          leave_k();
+          softmax.sum[0] += part0;
+          softmax.sum[1] += part1;
+          if constexpr (!S.ahead) {
+            make_p();
+          }
+          return left;
         };
         wait_planes();
         finish(at_end, Constant<0>{});
@@ -297,40 +330,19 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
             softmax.start();
           }
         }
-        if (careful) {
-          await_output();
-          return Left::kExact;
-        }
-        if constexpr (S.early) {
-          dropout.draw(n * kStep, t);  // between the powers
-        }
         if constexpr (!S.ahead) {
+          if (S.early && !careful) {
+            dropout.draw(n * kStep, t);
+          }
           await_output();
         }
-        float parts[4] = {};  // of the rows' sums over the step
-        softmax.weigh(unit, parts);
-        const float part0 = parts[0] + parts[1];
-        const float part1 = parts[2] + parts[3];
-        Left left = Left::kNothing;
-        if (__any_sync(~0u, !(part0 < softmax.kLargestPart) || !(part1 < softmax.kLargestPart))) {
-          if (__any_sync(~0u, !(part0 + part1 < softmax.kLargestSum))) {
-            if constexpr (S.ahead) {
-              await_output();
-            }
-            return Left::kAgain;
-          }
-          left = Left::kMoving;
-        }
-        leave_k();
-        softmax.sum[0] += part0;
-        softmax.sum[1] += part1;
+        const Left left = weigh();
         if constexpr (S.ahead) {
           await_output();
+          if (left == Left::kNothing || left == Left::kMoving) {
+            make_p();
+          }
         }
-        if constexpr (!S.early) {
-          dropout.draw(n * kStep, t);
-        }
-        softmax.convert(dropout);
         return left;
       };
       // What is rare, and long: here once for all steps.
