@@ -4,7 +4,8 @@
 //
 //   bench_host calls            microseconds of one call through the C ABI; each call has other addresses than the last
 //   bench_host loads            milliseconds from kernels in the cache on disk to kernels that can be launched
-//   bench_host compiles [JOBS]  seconds that each kernel takes to compile, wherever there is NVRTC
+//   bench_host compiles JOBS [KERNEL ...]
+//                               seconds that each kernel (or those named) takes to compile, wherever there is NVRTC
 #include <dlfcn.h>
 #include <fmt/format.h>
 
@@ -213,7 +214,7 @@ void loads() {
 }
 
 // Wall time, and this thread's own: other work on the machine adds to the first alone.
-void compiles(int jobs) {
+void compiles(int jobs, const std::set<std::string>& only) {
   struct Work {
     std::string line;
     cuda::jit::Request request;
@@ -225,7 +226,7 @@ void compiles(int jobs) {
     const Shapes shapes(problem);
     for (const cuda::Kernel& kernel : cuda::kernels_for(validate(shapes.get(), problem.direction, true), target)) {
       cuda::jit::Request request = cuda::request_of(kernel, target);
-      if (known.insert(request.expression()).second) {
+      if ((only.empty() || only.count(request.expression()) > 0) && known.insert(request.expression()).second) {
         work.push_back({print(problem), std::move(request)});
       }
     }
@@ -274,10 +275,10 @@ int main(int count, char** arguments) {
       fovea::calls();
     } else if (what == "loads") {
       fovea::loads();
-    } else if (what == "compiles") {
-      fovea::compiles(count > 2 ? std::atoi(arguments[2]) : 1);
+    } else if (what == "compiles" && count > 2) {
+      fovea::compiles(std::atoi(arguments[2]), {arguments + 3, arguments + count});
     } else {
-      std::fputs("bench_host calls | loads | compiles [JOBS] < problem lines\n", stderr);
+      std::fputs("bench_host calls | loads | compiles JOBS [KERNEL ...] < problem lines\n", stderr);
       return 2;
     }
   } catch (const std::exception& error) {

@@ -393,12 +393,16 @@ def _look(kind: Any, a: Arguments, tensors: Iterable[Optional[Tensor]]) -> tuple
     device = a.q.device
     there = []
     key = [kind, device, a[TENSORS + 2 :]]
-    for name, tensor in zip(NAMES, tensors):
-        if tensor is not None:
-            if tensor.device != device:
-                raise ValueError(f"{name}: on {tensor.device}; accepted: {device}, where q lies")
-            there.append(tensor)
-            key += (name, tensor.dtype, tensor.shape, tensor.stride())
+    absent = 0  # before this one: so the key tells which are there
+    for tensor in tensors:
+        if tensor is None:
+            absent += 1
+            continue
+        if tensor.device != device:
+            name = NAMES[len(there) + absent]
+            raise ValueError(f"{name}: on {tensor.device}; accepted: {device}, where q lies")
+        there.append(tensor)
+        key += (absent, tensor.dtype, tensor.shape, tensor.stride())
     return there, tuple(key)
 
 
