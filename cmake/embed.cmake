@@ -19,7 +19,8 @@ foreach(file IN LISTS files)
   list(LENGTH names number)
   file(READ ${SOURCE}/${file} text)
   string(APPEND texts "constexpr std::string_view kText${number} = R\"text(${text})text\";\n")
-  string(APPEND entries "      {\"${file}\", kText${number}},\n      {\"${short}\", kText${number}},\n")
+  string(SHA256 hash "${text}")
+  string(APPEND entries "      {\"${file}\", kText${number}, \"${hash}\"},\n      {\"${short}\", kText${number}, \"${hash}\"},\n")
 endforeach()
 
 file(CONFIGURE OUTPUT ${OUTPUT} @ONLY CONTENT [[

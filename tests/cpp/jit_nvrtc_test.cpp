@@ -3,6 +3,7 @@
 // NVRTC: which one is taken, what its log says, and that the embedded text compiles with it. No GPU is needed.
 // Where NVRTC is missing these tests fail, with the sentence that says what to install.
 #include "cuda/jit/nvrtc.h"
+#include "cuda/jit/sha256.h"
 
 #include <gtest/gtest.h>
 
@@ -249,6 +250,7 @@ TEST(JitSource, EveryFileIsEmbeddedAsItIsByBothNames) {
   std::map<std::string, std::string> embedded;
   for (const TextFile& file : embedded_files()) {
     embedded.emplace(file.name, file.text);
+    EXPECT_EQ(file.hash, Sha256().add(file.text).hex()) << file.name;  // a part of cache keys
   }
   EXPECT_EQ(embedded.size(), embedded_files().size()) << "a name stands twice";
   EXPECT_TRUE(embedded == expected) << "build again";

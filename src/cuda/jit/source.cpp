@@ -39,7 +39,7 @@ std::string hash_of(std::span<const TextFile> files, std::string_view name) {
       continue;  // NVRTC will name what is missing
     }
     seen.push_back(file->text.data());
-    hash.add_field(wanted).add_field(file->text);
+    hash.add_field(wanted).add_field(file->hash.empty() ? file->text : file->hash);
     const std::vector<std::string_view> names = included_by(file->text);
     waiting.insert(waiting.end(), names.rbegin(), names.rend());
   }
