@@ -56,7 +56,7 @@ struct Spec {
   int columns = 512;      // of O that a block of the wide forward has at most
   bool resident = false;  // forward: Q stays in registers
   bool lazy = false;      // forward: O is rescaled only when a maximum moves by more than 2^8
-  bool early = false;     // forward: random words are made before S; on Hopper before the step's weights, else after them
+  bool early = false;     // forward: random words are made before S (Hopper: before a step's weights)
   bool natural = false;   // forward: scores are scaled before their maximum is taken: for a scale that is not positive,
                           // under 2^-100 or over 2^20; otherwise the exponent scales them
   bool delay = false;     // backward: dQ of a step is computed during the next
@@ -65,7 +65,7 @@ struct Spec {
   // ---- configuration of the kernels for Hopper ----
   int q_buffers = 1;          // buffers of Q (and O): 2, and the next tile's Q is there before this one ends
   int planes = 0;             // buffers of biases and key terms
-  int ahead = 0;              // blocks of 16 keys weighed before O of the step before is awaited: none, or all of a step
+  int ahead = 0;              // blocks of 16 keys weighed before O of the step before is awaited: none, or all
   bool left_edge = false;     // banded from the left as well: a window
   bool turns = false;         // the warpgroups that compute take turns at issuing products
   bool guess = false;         // the first reference of a row is any score of it
