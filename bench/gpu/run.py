@@ -268,8 +268,8 @@ class Runner:
             torch.cuda.reset_peak_memory_stats()
             self.backward[0]()
             self.peak = torch.cuda.max_memory_allocated() - held
-        # PyTorch's memory-efficient kernel with dropout: its forward outside of a capture leaves the seed on the host, where a
-        # captured backward reads it as device memory. PyTorch alone loses its process that way, with a mask and without.
+        # Not PyTorch's memory-efficient kernel with dropout: a captured backward whose forward ran before makes an illegal access,
+        # with a mask and without, in PyTorch alone, too, and the process has lost its device.
         if case.group == "random" and not (name == "mem-efficient" and case.dropout):
             try:
                 self._on_device(copies)
