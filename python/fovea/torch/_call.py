@@ -189,8 +189,8 @@ class _Problem:
         self._device = a.q.device
         self._needed: Optional[int] = None  # bytes of workspace, on a device
         self._kept_stream: Optional[int] = None  # whose workspace is kept
-        # Of gradients: how they lie, None where new_grad() decides each time.
-        self.grad_layouts: list[Optional[tuple[tuple, tuple]]] = []
+        # Gradients: of which argument, its name, and how they lie; None where new_grad() decides each time.
+        self.grads: list[tuple[int, str, Optional[tuple[tuple, tuple]]]] = []
         # Of results: whether there are rows of no sequence, and how they lie.
         self.partial = a.partial
         self.out_layout = out_layout(a)
@@ -501,7 +501,7 @@ def backward(
 ) -> list[Tensor]:
     """fovea::attention_backward: the gradients that `need` asks for, of DIFFERENTIABLE in its order."""
     a = Arguments._make(arguments)
-    if grad_out.device.type != "cpu" and grad_out.stride(-1) != 1:
+    if grad_out.stride(-1) != 1 and grad_out.device.type != "cpu":
         grad_out = grad_out.contiguous()
     there, key = _look(tuple(need), a, (*arguments[:TENSORS], grad_out, out, lse, grad_lse))
     pool = _pool(key)
@@ -514,22 +514,21 @@ def backward(
         problem.set("lse", lse)
         if grad_lse is not None:
             problem.set("grad_lse", grad_lse)
-    grads = []
     if is_new:
-        for name, wanted in zip(DIFFERENTIABLE, need):
+        grads = []
+        for name, index, wanted in zip(DIFFERENTIABLE, DIFFERENTIABLE_AT, need):
             if wanted:
                 grad = new_grad(a, name, problem.partial)
                 put = problem.set_rows if name in ("q", "k", "v") else problem.set
                 put(f"grad_{name}", grad)
                 grads.append(grad)
                 may_keep = not problem.partial or name in ("q", "k", "v")
-                problem.grad_layouts.append((tuple(grad.shape), grad.stride()) if may_keep else None)
+                problem.grads.append((index, name, (tuple(grad.shape), grad.stride()) if may_keep else None))
     else:
-        layouts = iter(problem.grad_layouts)
-        for name, index, wanted in zip(DIFFERENTIABLE, DIFFERENTIABLE_AT, need):
-            if wanted:
-                layout = next(layouts)
-                grads.append(a[index].new_empty_strided(*layout) if layout else new_grad(a, name, problem.partial))
+        grads = [
+            a[index].new_empty_strided(*layout) if layout else new_grad(a, name, problem.partial)
+            for index, name, layout in problem.grads
+        ]
     problem.place(a, there + grads)
     if problem.run(_abi.BACKWARD, a.deterministic == DETERMINISTIC_OR_WARN):
         pool.append(problem)
