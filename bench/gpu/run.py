@@ -295,6 +295,7 @@ class Runner:
             mine = [with_leaves_of_its_own(x) for x in copies]
             functions = [CONTENDERS[self.name](self.case, x) for x in mine]
             backward = [self._backward(f, x) for f, x in zip(functions, mine)]
+        self.kept = (mine, functions, backward)  # whose memory the graphs have the addresses of: results, masks, ...
         self.on_device["forward_device"] = graphed([self._without_gradient(f) for f in functions], 1, stream)
         self.on_device["backward_device"] = graphed(backward, 1, stream)
 
