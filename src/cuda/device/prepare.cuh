@@ -176,48 +176,76 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_pack(const __grid_con
   }
 }
 
-// Words of a row in the tensor, a lane every 32nd, wherever its rows begin: two numbers are one store.
+// Piece `number` of a box whose rows have so many pieces each.
+struct BoxPiece {
+  i64 row;  // of all
+  int piece;
+  BoxRow at;
+
+  template <class kIndex>
+  static __device__ __forceinline__ BoxPiece make(const Box& box, kIndex number, kIndex pieces) {
+    const kIndex row = number / pieces;
+    return {i64(row), int(number - row * pieces), box_row(box, row)};
+  }
+};
+// visit(piece) for all of them, by warps. With 32 bits where they are enough.
+template <class Visit>
+__device__ __forceinline__ void for_each_piece(const Box& box, u32 pieces, Visit visit) {
+  const i64 total = box.all_rows() * pieces;
+  const bool few = total >> 32 == 0;
+#pragma unroll 1
+  for (i64 n = prepare_thread() / 32; n < total; n += prepare_stride() / 32) {
+    visit(few ? BoxPiece::make(box, u32(n), pieces) : BoxPiece::make(box, u64(n), u64(pieces)));
+  }
+}
+
+// Words of a row in the tensor, a lane every 32nd, wherever its rows begin: two numbers are one store. Where they are
+// no word in the packed row, the first of them is the neighbouring lane's.
 template <Spec S>
-__global__ void __launch_bounds__(kPrepareThreads) prepare_unpack(const __grid_constant__ UnpackArgs args) {
+__global__ void __launch_bounds__(kPrepareThreads, 4) prepare_unpack(const __grid_constant__ UnpackArgs args) {
   begin_kernel<S.arch>();
-  constexpr int kEach = 8;
+  constexpr int kEach = 16;
   constexpr int kWords = 32 * kEach;  // of a warp at once
   const Box& box = args.box;
   const int lane = threadIdx.x % 32;
   const int columns = int(args.columns);
   const bool together = args.strides.col == 1;
   const u32 pieces = u32((columns / 2 + kWords) / kWords);
-  const u32 total = u32(box.all_rows()) * pieces;
-  for (u32 n = u32(prepare_thread() / 32); n < total; n += u32(prepare_stride() / 32)) {
-    const u32 row = n / pieces;
-    const u16* const from = args.from + i64(row) * box.width;
-    u16* const to = static_cast<u16*>(args.to) + offset_of(args.strides, box_row(box, row));
-    const int odd = together && (reinterpret_cast<u64>(to) & 2) != 0 ? 1 : 0;
-    const int first = int(n - row * pieces) * kWords + lane;
-    u16 x[kEach][2];
+  for_each_piece(box, pieces, [&](const BoxPiece& of) {
+    const char* const from = reinterpret_cast<const char*>(args.from + of.row * box.width);
+    u16* const to = static_cast<u16*>(args.to) + offset_of(args.strides, of.at);
+    const bool odd = together && (reinterpret_cast<u64>(to) & 2) != 0;
+    const int first = of.piece * kWords + lane;
+    const auto word_of = [&](int n) { return n >= 0 && n * 2 < columns ? load_word(from + n * 4) : 0; };
+    u32 words[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
+      words[i] = word_of(first + i * 32);
+    }
+    if (odd) {
+      u32 before = lane == 0 ? word_of(first - 1) : 0;  // of lane 0
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int column = (first + i * 32) * 2 - odd + e;
-        x[i][e] = column >= 0 && column < columns ? from[column] : u16(0);
+      for (int i = 0; i < kEach; ++i) {
+        const u32 next = __shfl_sync(~0u, words[i], (lane + 31) % 32);
+        words[i] = __funnelshift_r(lane == 0 ? before : next, words[i], 16);
+        before = next;
       }
     }
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      const int column = (first + i * 32) * 2 - odd;
+      const int column = (first + i * 32) * 2 - int(odd);
       if (together && column >= 0 && column + 1 < columns) {
-        *reinterpret_cast<u32*>(to + column) = x[i][0] | u32(x[i][1]) << 16;
+        *reinterpret_cast<u32*>(to + column) = words[i];
       } else {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           if (column + e >= 0 && column + e < columns) {
-            to[(column + e) * args.strides.col] = x[i][e];
+            to[(column + e) * args.strides.col] = u16(words[i] >> e * 16);
           }
         }
       }
     }
-  }
+  });
 }
 
 // A warp makes 64 words of a row, a lane half a word of 16 keys at a time.
@@ -231,14 +259,11 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_mask(const __grid_con
   const math::Strides& strides = args.from.strides;
   const int lane = threadIdx.x & 31;
   const u32 pieces = u32((box.width + kAtOnce * kWords - 1) / (kAtOnce * kWords));
-  const u32 total = u32(box.all_rows()) * pieces;
   const u64 bits = u64(strides.batch1 | strides.batch2 | strides.head | strides.row) | u64(args.from.data);
   const bool by_vectors = strides.col == 1 && bits % kKeys == 0;
-  for (u32 n = u32(prepare_thread() / 32); n < total; n += u32(prepare_stride() / 32)) {
-    const u32 row = n / pieces;
-    const i64 first = i64(n - row * pieces) * (kAtOnce * kWords);
-    const unsigned char* const data =
-        static_cast<const unsigned char*>(args.from.data) + offset_of(strides, box_row(box, row));
+  for_each_piece(box, pieces, [&](const BoxPiece& of) {
+    const i64 first = i64(of.piece) * (kAtOnce * kWords);
+    const unsigned char* const data = static_cast<const unsigned char*>(args.from.data) + offset_of(strides, of.at);
     uint4 bytes[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
@@ -264,10 +289,10 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_mask(const __grid_con
       const u32 next = __shfl_down_sync(~0u, mine, 1);
       const i64 word = first + i * kWords + lane / 2;
       if (lane % 2 == 0 && word < box.width) {
-        args.to[row * box.width + word] = mine | next << 16;
+        args.to[of.row * box.width + word] = mine | next << 16;
       }
     }
-  }
+  });
 }
 
 template <Spec S>
