@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <string_view>
 #include <vector>
 
 #include "cuda/config/sm90_backward.h"
@@ -23,7 +24,8 @@ constexpr std::int64_t kBiasSumNumbers = 256;  // of a block
 
 Kernel Planner::part(const char* name, const Spec& spec) const {
   Kernel kernel;
-  kernel.file = "sm80_backward_prepare.cuh";
+  kernel.file =
+      std::string_view(name).starts_with("reduce_") ? "sm80_backward_reduce.cuh" : "sm80_backward_prepare.cuh";
   kernel.name = name;
   kernel.spec = spec;
   return kernel;
@@ -285,6 +287,10 @@ void Planner::bias_for_hopper(const Choice& choice, const BiasList& list, int wh
   const std::int64_t blocks = std::min<std::int64_t>(tiles, plan_.target.multiprocessors);
   if (chunks > 1) {
     plan_.workspace.add(which == 0 ? Region::kBiasSum : Region::kBiasSum2, chunks * size * std::int64_t{sizeof(float)});
+  }
+  constexpr std::int64_t kBiases = 2;
+  if (!plan_.workspace.has(Region::kSchedule)) {
+    plan_.workspace.add(Region::kSchedule, kBiases * std::int64_t{sizeof(u32)});
   }
   add(Step::kSm90BiasGradient, kernel, blocks, 1, which, chunks);
   if (kernel.spec.bias_outside) {

@@ -20,7 +20,7 @@
 #ifndef FOVEA_CUDA_DEVICE_SM80_BIAS_GRADIENT_CUH
 #define FOVEA_CUDA_DEVICE_SM80_BIAS_GRADIENT_CUH
 
-#include "sm80_backward_prepare.cuh"
+#include "sm80_backward_reduce.cuh"
 #include "sm80_backward_step.cuh"
 
 namespace fovea::cuda {

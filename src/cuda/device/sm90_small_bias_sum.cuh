@@ -5,7 +5,7 @@
 #ifndef FOVEA_CUDA_DEVICE_SM90_SMALL_BIAS_SUM_CUH
 #define FOVEA_CUDA_DEVICE_SM90_SMALL_BIAS_SUM_CUH
 
-#include "sm80_backward_prepare.cuh"
+#include "sm80_backward_reduce.cuh"
 #include "sm90_small_backward_sizes.h"
 
 namespace fovea::cuda {
