@@ -34,11 +34,19 @@ std::int64_t tiles_of(std::int64_t length, std::int64_t size) { return (length +
 std::vector<Tiles> candidates(const Spec& s, const BiasList& list) {
   constexpr Tiles kLast[] = {
       {2, 128, 4, 1, 2}, {2, 128, 3, 1, 1}, {2, 128, 2, 1, 1}, {2, 64, 2, 1, 1}, {1, 64, 2, 1, 1}};
+  constexpr Tiles kNarrow[] = {{2, 64, 4, 2, 2}, {2, 64, 4, 1, 2}, {2, 64, 2, 1, 1}, {1, 64, 2, 1, 1}};
   const int widest = std::max(s.d, s.dv);
   std::vector<Tiles> all;
+  const bool by_entry = s.mask || s.key_term || s.query_term || s.bias2 != BiasTile::kNone;
+  if (s.dropout == DropoutRule::kFovea && s.bias != BiasTile::kFp32 && !by_entry) {
+    all = {{2, 128, 4, 2, 2}, {2, 128, 3, 1, 2}};
+  }
   const int many = s.dropout != DropoutRule::kNone ? 4 : 5;  // 128 keys a tile would spill
   if (features_of(s) + int{s.bias == BiasTile::kFp32} >= many) {
-    return {{2, 64, 4, 1, 2}, {2, 64, 2, 1, 1}, {1, 64, 2, 1, 1}};
+    for (const Tiles& tiles : kNarrow) {
+      all.push_back(tiles);
+    }
+    return all;
   }
   // 192 queries, unless 128 leave much less of the last tile empty.
   const bool three = tiles_of(list.queries, 192) * 192 * 8 <= tiles_of(list.queries, 128) * 128 * 9;

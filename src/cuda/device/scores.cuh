@@ -299,7 +299,8 @@ struct Scores {
           const float distance = float(kTransposed ? column + shift - row : column - row - shift);
           for (int j = 0; j < kColumns; ++j) {
             for (int e = 0; e < 2; ++e) {
-              s[i][j][2 * x + e] += math::alibi(distance + float(j * 8 + e), slope);
+              // fabsf: an operand's modifier, which alibi's own is not.
+              s[i][j][2 * x + e] += math::alibi(fabsf(distance + float(j * 8 + e)), slope);
             }
           }
         }

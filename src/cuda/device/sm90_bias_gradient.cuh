@@ -23,6 +23,7 @@
 #define FOVEA_CUDA_DEVICE_SM90_BIAS_GRADIENT_CUH
 
 #include "sm90_bias_gradient_copy.cuh"
+#include "sm90_bias_gradient_output.cuh"
 #include "sm90_scores.cuh"
 
 namespace fovea::cuda {
@@ -35,23 +36,44 @@ __device__ __forceinline__ void add_bias_of_tile(const Args& a, float (&s)[1][S.
       .template add<BiasTileInputs<S>, S.part>(s, thread, inputs, row, 0, 0, 0);
 }
 
+// Dot products become scores. Those far under the cap, the usual ones, by the polynomial that takes fewest
+// instructions.
+template <Spec S>
+__device__ __forceinline__ void of_dots(const Scores<scores_of_entry(S), false, 1>& scores,
+                                        float (&s)[1][S.part / 8][4], const math::SmallCap<float>& small) {
+  if constexpr (S.softcap) {
+    float largest = 0;
+#pragma unroll
+    for (int j = 0; j < S.part / 8; ++j) {
+      for (int e = 0; e < 4; ++e) {
+        largest = fmaxf(largest, fabsf(s[0][j][e]));
+      }
+    }
+    const auto by = [&](auto score_of) {
+#pragma unroll
+      for (int j = 0; j < S.part / 8; ++j) {
+        for (int e = 0; e < 4; ++e) {
+          s[0][j][e] = score_of(s[0][j][e]);
+        }
+      }
+    };
+    // A NaN is none of the small ones, and stays what it is.
+    if (__all_sync(~0u, largest <= small.largest)) {
+      by([&](float dot) { return small.of(dot); });
+    } else {
+      by([&](float dot) { return score_of_dot<S, Approx>(scores.score, dot); });
+    }
+  } else {
+    scores.of_dots(s);
+  }
+}
+
 // What else is added, for queries from row0 and keys from `key` on.
 template <Spec S>
 __device__ __forceinline__ void add_inputs_of_entry(const Scores<scores_of_entry(S), false, 1>& scores,
                                                     float (&s)[1][S.part / 8][4], const Thread& thread, u32 inputs,
                                                     int row, int row0, int key) {
   scores.template add<BiasEntryInputs<S>, S.part>(s, thread, inputs, row, 0, row0, key);
-}
-
-// A warp's 16 rows of a part leave through `place` in shared memory, which is its own.
-template <Spec S, Type kAs>
-__device__ __forceinline__ void store_bias_part(const float (&sum)[1][S.part / 8][4], u32 place, u16* to,
-                                                const math::Strides& strides, int rows, int keys, bool vectors,
-                                                const Thread& thread) {
-  __syncwarp();
-  store_fragment<kAs, S.part>(place, sum, 1.f, thread);
-  __syncwarp();
-  store_rows<Tile<S.part>, 2, 16>(to, strides, place, rows, keys, vectors, thread.lane);
 }
 
 template <Spec S>
@@ -75,6 +97,7 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
   constexpr bool kBias = S.bias != BiasTile::kNone;
   constexpr bool kNatural = natural_scores(kEntry);
   constexpr bool kDropout = S.dropout != DropoutRule::kNone;
+  constexpr bool kUneven = S.banded || S.ragged;
   constexpr float kLargestOutside = 32;  // of a bias
   constexpr bool kMoves = kGroups > 1;   // a launch of two warpgroups has 255 registers already
   constexpr int kRegistersToCopy = kGroups == 3 ? 56 : kParts > 2 ? 40 : 88;
@@ -87,12 +110,16 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
   // ---- shared memory and barriers ----
   extern __shared__ __align__(1024) unsigned char memory[];
   const u32 base = shared_address(memory);
-  const Sm90BiasBarriers barriers{base + kSizes.barriers_at, S.stages, S.planes};
+  const Sm90BiasBarriers barriers{base + kSizes.barriers_at, S.stages, S.planes, S.q_buffers};
   const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
   if (threadIdx.x == 0) {
     for (int i = 0; i < S.stages + S.planes + S.q_buffers; ++i) {
       barrier_init(barriers.full(i), i < S.stages ? 1 : kBiasCopyThreads);
       barrier_init(barriers.empty(i), S.warps);
+    }
+    for (int i = 0; i < kBiasTileNumbers; ++i) {
+      barrier_init(barriers.number_full(i), 1);
+      barrier_init(barriers.number_empty(i), S.warps + 3);  // and those that copy, but the one that takes them
     }
     barrier_init_fence();
   }
@@ -119,9 +146,9 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
     if constexpr (kMoves) {
       fewer_registers<kRegistersToCopy>();
     }
-    if (threadIdx.x == 0) {
+    if (threadIdx.x < 32) {
       sm90_bias_copy_rows<S, false>(a, m, base, barriers);
-    } else if (threadIdx.x == 32) {
+    } else if (threadIdx.x < 64) {
       sm90_bias_copy_rows<S, true>(a, m, base, barriers);
     } else if (threadIdx.x >= 128 - kBiasCopyThreads) {
       sm90_bias_copy_inputs<S>(a, m, base, barriers, int(threadIdx.x) - (128 - kBiasCopyThreads));
@@ -163,7 +190,7 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
     wgmma_commit();
   };
 
-  for_each_tile<S>(a, m, [&](const Sm90BiasTile& tile, int number) {
+  for_each_tile<S, false>(a, m, base, barriers, [&](const Sm90BiasTile& tile, int number) {
     const int row0 = tile.m0 + row;  // of this warp in the sequence
     float sum[kParts][1][kColumns][4] = {};
     const u32 tile_inputs = base + kTileAt + ring_tile.buffer() * kParts * kTileBytes;
@@ -192,14 +219,32 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
       Scores<kEntry, false, 1> scores(a, place, now.head, a.scale);
       scores.load_rows(a, place, now.head, row0, thread.g);
       Keep<kEntry, false, 1, kColumns> keep;
-      if constexpr (kDropout) {
-        keep.start(a, place, now.head);
-        keep.start_rows(row0, thread.g);
-      }
       const math::Band<int> band = place.band<S>(a);
       const u32 entry_inputs = base + kEntryAt + ring_entry.buffer() * kParts * kEntryBytes;
       float lse[2];
       float delta[2];
+      // Once dO is there, and with it the row vectors.
+      const auto begin_entry = [&] {
+        const u32 at = base + kVectorsAt + ring_vectors.buffer() * kVectors + (row + thread.g) * 4;
+        ring_vectors.next();
+#pragma unroll
+        for (int x = 0; x < 2; ++x) {
+          // Rows behind a sequence's end may have anything.
+          const bool there = !S.ragged || row0 + thread.g + x * 8 < place.q_len;
+          lse[x] = there ? load_shared(at + x * 32) : kInfinity;
+          delta[x] = there ? load_shared(at + x * 32 + kRows * 4) : 0.f;
+          if constexpr (S.bias_outside && !kNatural) {
+            lse[x] *= math::kLog2E;
+          }
+        }
+        if constexpr (kEntryBytes > 0) {
+          barrier_wait(barriers.entry_full(ring_entry.buffer()), ring_entry.parity());
+        }
+        if constexpr (kDropout) {
+          keep.start(a, place, now.head);
+          keep.start_rows(row0, thread.g);
+        }
+      };
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         const bool last = part == kParts - 1;
@@ -211,29 +256,33 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
         if (part == 0) {
           barrier_wait(barriers.full(unit_q), parity_q);
         }
+        if constexpr (kUneven) {
+          if (part == 0) {
+            barrier_wait(barriers.full(unit_o), parity_o);
+            begin_entry();
+          }
+          // None of this warpgroup's queries meets any of these keys.
+          if (!meets_tile<S, 64, kPart>(a, place, tile.m0 + group * 64, key)) {
+            if (last) {
+              __syncwarp();
+              if (leader) {
+                barrier_arrive(barriers.empty(unit_q));
+                barrier_arrive(barriers.empty(unit_o));
+                if constexpr (kEntryBytes > 0) {
+                  barrier_arrive(barriers.entry_empty(ring_entry.buffer()));
+                }
+              }
+            }
+            continue;
+          }
+        }
         issue(flat_s, unit_q, part, Constant<S.d>{});
-        if (part == 0) {
+        if (part == 0 && !kUneven) {
           barrier_wait(barriers.full(unit_o), parity_o);
         }
         issue(flat_dp, unit_o, part, Constant<S.dv>{});
-        if (part == 0) {
-          const u32 at = base + kVectorsAt + ring_vectors.buffer() * kVectors + (row + thread.g) * 4;
-#pragma unroll
-          for (int x = 0; x < 2; ++x) {
-            // Rows behind a sequence's end may have anything.
-            const bool there = !S.ragged || row0 + thread.g + x * 8 < place.q_len;
-            lse[x] = there ? load_shared(at + x * 32) : kInfinity;
-            delta[x] = there ? load_shared(at + x * 32 + kRows * 4) : 0.f;
-            if constexpr (S.bias_outside && !kNatural) {
-              lse[x] *= math::kLog2E;
-            }
-          }
-          if constexpr (kEntryBytes > 0) {
-            barrier_wait(barriers.entry_full(ring_entry.buffer()), ring_entry.parity());
-          }
-        }
-        if (part == 0) {
-          ring_vectors.next();
+        if (part == 0 && !kUneven) {
+          begin_entry();
         }
         if constexpr (kDropout) {
           keep.prepare(thread, row0, key);
@@ -249,7 +298,7 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
         const auto exists = [&](int j, int e) {
           return row0 + thread.g + (e >> 1) * 8 < place.q_len && key + j * 8 + thread.t * 2 + (e & 1) < place.k_len;
         };
-        scores.of_dots(s);
+        of_dots<S>(scores, s, m.small_cap);
         if constexpr (kBias && !S.bias_outside) {
           add_bias_of_tile<S>(a, s, thread, tile_inputs + part * kTileBytes, row);
         }
@@ -307,11 +356,8 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
               if constexpr (kDropout) {
                 grad *= kept[half][e] ? a.keep_scale : 0.f;
               }
-              grad = math::grad_score(s[0][j][e], grad, delta[e >> 1]);
-              if constexpr (!S.bias_outside) {
-                grad = s[0][j][e] == 0 ? 0.f : grad;  // dP of a hidden pair may be infinite; outside: it is flagged
-              }
-              sum[part][0][j][e] += grad;
+              // dP of a hidden pair may be infinite; with the bias outside that is flagged.
+              sum[part][0][j][e] += math::grad_score<!S.bias_outside>(s[0][j][e], grad, delta[e >> 1]);
             }
           }
         }
@@ -350,49 +396,7 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
       }
     }
 
-    // ---- the sums leave: numbers of 16 bits through this warp's rows of the bias, which nobody needs any more ----
-    // opaque: what is made from these would else be made before the loop, and take registers in it.
-    const math::Strides& to = a.grad_bias.strides;
-    const int plane = opaque(tile.plane);
-    const int first_row = opaque(row0);
-    const int first_key = opaque(tile.n0);
-    const Shared shared = Shared::make(a.rows, to, plane);
-    const int rows = a.bias_rows - first_row;
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      const int key = first_key + part * kPart;
-      const int keys = a.bias_keys - key;
-      const i64 at = shared.b1 * to.batch1 + shared.b2 * to.batch2 + shared.h * to.head + i64(first_row) * to.row +
-                     i64(key) * to.col;
-      if (a.bias_chunks > 1) {
-        float* const first =
-            a.bias_sum + ((i64(tile.chunk) * m.planes + plane) * a.bias_rows + first_row) * a.bias_keys + key;
-        store_floats(sum[part], first, {0, 0, 0, a.bias_keys, 1}, 0, 0, rows, keys, a.bias_keys % 2 == 0, thread);
-      } else if constexpr (S.grad_bias == BiasTile::kFp32) {
-        float* const first = static_cast<float*>(a.grad_bias.data) + at;
-        const bool vectors = to.col == 1 && to.row % 2 == 0 && (reinterpret_cast<u64>(first) & 7) == 0;
-        store_floats(sum[part], first, to, 0, 0, rows, keys, vectors, thread);
-      } else {
-        constexpr Type kAs = S.grad_bias == BiasTile::kBf16 ? Type::kBf16 : Type::kFp16;
-        u16* const first = static_cast<u16*>(a.grad_bias.data) + at;
-        if constexpr (kBias) {
-          const bool vectors = to.col == 1 && to.row % 8 == 0 && (reinterpret_cast<u64>(first) & 15) == 0;
-          const u32 result = tile_inputs + part * kTileBytes + row * kPart * 2;
-          store_bias_part<S, kAs>(sum[part], result, first, to, rows, keys, vectors, thread);
-        } else {
-          const int r = thread.g;
-#pragma unroll
-          for (int j = 0; j < kColumns; ++j) {
-            for (int e = 0; e < 4; ++e) {
-              const int column = j * 8 + thread.t * 2 + (e & 1);
-              if (r + (e >> 1) * 8 < rows && column < keys) {
-                first[(r + (e >> 1) * 8) * to.row + column * to.col] = u16(pack<kAs>(sum[part][0][j][e], 0.f));
-              }
-            }
-          }
-        }
-      }
-    }
+    store_sums<S>(a, m, tile, sum, tile_inputs, row, thread);
     if constexpr (kBias) {
       __syncwarp();
       if (leader) {

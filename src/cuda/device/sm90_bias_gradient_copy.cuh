@@ -20,13 +20,15 @@ constexpr int kBiasCopyThreads = 64;
 
 struct Sm90BiasBarriers {
   u32 first;
-  int stages, planes;
+  int stages, planes, q_buffers;
   __device__ __forceinline__ u32 full(int i) const { return first + 16 * i; }
   __device__ __forceinline__ u32 empty(int i) const { return first + 16 * i + 8; }
   __device__ __forceinline__ u32 tile_full(int i) const { return full(stages + i); }
   __device__ __forceinline__ u32 tile_empty(int i) const { return empty(stages + i); }
   __device__ __forceinline__ u32 entry_full(int i) const { return full(stages + planes + i); }
   __device__ __forceinline__ u32 entry_empty(int i) const { return empty(stages + planes + i); }
+  __device__ __forceinline__ u32 number_full(int i) const { return full(stages + planes + q_buffers + i); }
+  __device__ __forceinline__ u32 number_empty(int i) const { return empty(stages + planes + q_buffers + i); }
 };
 
 // A tile, and the entries begin ... end - 1 of its plane's list.
@@ -44,12 +46,23 @@ struct Sm90BiasTile {
     const u32 tiles_q = (u32(a.bias_rows) + kRows - 1) / kRows;
     u32 n = u32(number);
     Sm90BiasTile tile{};
+    const auto take_plane = [&] {
+      tile.plane = int(n % u32(m.planes));
+      n /= u32(m.planes);
+    };
+    // Where tiles take different times each block gets some of every place, and not every fourth column of each plane.
+    constexpr bool kUneven = S.banded || S.ragged;
+    if (kUneven) {
+      take_plane();
+    }
     tile.n0 = int(n % tiles_k) * S.step;
     n /= tiles_k;
     tile.m0 = int(n % tiles_q) * kRows;
     n /= tiles_q;
-    tile.plane = int(n % u32(m.planes));
-    tile.chunk = int(n / u32(m.planes));
+    if (!kUneven) {
+      take_plane();
+    }
+    tile.chunk = int(n);
     const i64 list = a.bias_list;
     tile.begin = int(tile.chunk * list / a.bias_chunks);
     tile.end = int((tile.chunk + 1) * list / a.bias_chunks);
@@ -57,39 +70,91 @@ struct Sm90BiasTile {
   }
 };
 
-// visit(entry, place) for the entries of a tile's list that meet it.
+// visit(entry, place) for the entries of a tile's list that meet it. Where lengths differ, by whole warps: each lane
+// looks up one entry, and the warp visits those that meet the tile.
 template <Spec S, class Visit>
 __device__ __forceinline__ void for_each_entry(const Args& a, const Sm90BiasTile& tile, Visit visit) {
   constexpr int kRows = sm90_bias_gradient_sizes(S).rows;
-  if (!S.ragged && S.banded && !meets_tile<S, kRows, S.step>(a, Place::make<S>(a, 0u, 0u), tile.m0, tile.n0)) {
-    return;
-  }
   const Shared shared = tile.shared(a);
   const BiasEntries entries(a, shared);
-  BiasEntries::Entry entry = entries.at(a, shared, tile.begin);
+  if constexpr (S.ragged) {
 #pragma unroll 1
-  for (int n = tile.begin; n < tile.end; ++n) {
-    const Place place = Place::make<S>(a, entry.b1, entry.b2);
-    if (!S.ragged || meets_tile<S, kRows, S.step>(a, place, tile.m0, tile.n0)) {
-      visit(entry, place);
+    for (int first = tile.begin; first < tile.end; first += 32) {
+      const int n = first + int(threadIdx.x % 32);
+      const u32 outer = u32(n) / u32(shared.heads);
+      const u32 b1 = u32(shared.b1) + outer / u32(shared.n2);
+      const u32 b2 = entries.first_b2 + outer % u32(shared.n2);
+      const u32 head = entries.first_head + u32(n) - outer * u32(shared.heads);
+      Place mine{};
+      if (n < tile.end) {
+        mine = Place::make<S>(a, b1, b2);
+      }
+#pragma unroll 1
+      for (u32 left = __ballot_sync(~0u, meets_tile<S, kRows, S.step>(a, mine, tile.m0, tile.n0)); left != 0;
+           left &= left - 1) {
+        const int from = __ffs(int(left)) - 1;
+        const auto of = [&](auto x) { return __shfl_sync(~0u, x, from); };
+        visit(BiasEntries::Entry{of(b1), of(b2), of(head)},
+              Place{of(mine.b), of(b1), of(b2), of(mine.q_len), of(mine.k_len), of(mine.q_begin), of(mine.k_begin)});
+      }
     }
-    entries.advance(entry);
+  } else {
+    if (S.banded && !meets_tile<S, kRows, S.step>(a, Place::make<S>(a, 0u, 0u), tile.m0, tile.n0)) {
+      return;
+    }
+    BiasEntries::Entry entry = entries.at(a, shared, tile.begin);
+#pragma unroll 1
+    for (int n = tile.begin; n < tile.end; ++n) {
+      visit(entry, Place::make<S>(a, entry.b1, entry.b2));
+      entries.advance(entry);
+    }
   }
 }
 
-// visit(tile, number) for this block's tiles; where tiles were flagged, for those.
-template <Spec S, class Visit>
-__device__ __forceinline__ void for_each_tile(const Args& a, const Sm90BiasGradientArgs& m, Visit visit) {
+// visit(tile, number) for this block's tiles, by whole warps. One warp (kTakes) takes their numbers and hands them on:
+// from a counter, as blocks begin when the main kernel leaves them their multiprocessors, and tiles take different
+// times; or, where tiles were flagged, every gridDim.x-th of all, but those that were not.
+template <Spec S, bool kTakes, class Visit>
+__device__ __forceinline__ void for_each_tile(const Args& a, const Sm90BiasGradientArgs& m, u32 base,
+                                              const Sm90BiasBarriers& barriers, Visit visit) {
+  Ring<kBiasTileNumbers> ring;
+  const bool leader = threadIdx.x % 32 == 0;
+  int number = int(blockIdx.x);
 #pragma unroll 1
-  for (int number = int(blockIdx.x); number < m.tiles; number += int(gridDim.x)) {
-    if (!S.bias_outside && m.flags != nullptr) {
-      u32 any = 0;
-      for (int i = 0; i < S.warps; ++i) {
-        any |= m.flags[i64(number) * S.warps + i];
+  for (bool first = true;; first = false) {
+    const u32 at = base + sm90_bias_gradient_sizes(S).numbers_at + ring.buffer() * 4;
+    if constexpr (kTakes) {
+      if (m.ticket != nullptr && !first) {
+        number = int(gridDim.x) + int(__shfl_sync(~0u, leader ? atomicAdd(m.ticket, 1u) : 0u, 0));
+      } else if (m.ticket == nullptr) {
+        const auto flagged = [&] {
+          u32 any = S.bias_outside || m.flags == nullptr ? 1 : 0;
+          for (int i = 0; any == 0 && i < S.warps; ++i) {
+            any |= m.flags[i64(number) * S.warps + i];
+          }
+          return any != 0;
+        };
+        number += first ? 0 : int(gridDim.x);
+        while (number < m.tiles && !flagged()) {
+          number += int(gridDim.x);
+        }
       }
-      if (any == 0) {
-        continue;
+      if (leader) {
+        barrier_wait(barriers.number_empty(ring.buffer()), ring.parity() ^ 1);
+        store_shared(at, u32(number));
+        barrier_arrive(barriers.number_full(ring.buffer()));
       }
+    } else {
+      barrier_wait(barriers.number_full(ring.buffer()), ring.parity());
+      number = int(load_shared_word(at));
+      __syncwarp();
+      if (leader) {
+        barrier_arrive(barriers.number_empty(ring.buffer()));
+      }
+    }
+    ring.next();
+    if (number >= m.tiles) {
+      return;
     }
     visit(Sm90BiasTile::make<S>(a, m, number), number);
   }
@@ -97,7 +162,7 @@ __device__ __forceinline__ void for_each_tile(const Args& a, const Sm90BiasGradi
 
 // ---- the warpgroup that copies ----
 
-// One thread for every second unit: Q with K, or (kSecond) dO with V, logsumexp and delta.
+// A warp, of which one lane copies every second unit: Q with K, or (kSecond) dO with V, logsumexp and delta.
 template <Spec S, bool kSecond>
 __device__ __forceinline__ void sm90_bias_copy_rows(const Args& a, const Sm90BiasGradientArgs& m, u32 base,
                                                     const Sm90BiasBarriers& barriers) {
@@ -109,13 +174,17 @@ __device__ __forceinline__ void sm90_bias_copy_rows(const Args& a, const Sm90Bia
   const TensorMap& keys = kSecond ? m.v : m.k;
   const Has& has_queries = kSecond ? m.has_grad_out : m.has_q;
   const Has& has_keys = kSecond ? m.has_v : m.has_k;
+  const bool copies = threadIdx.x % 32 == 0;
   Ring<S.stages> ring;
   Ring<kSizes.vector_buffers> ring_vectors;
   if (kSecond) {
     ring.next();
   }
-  for_each_tile<S>(a, m, [&](const Sm90BiasTile& tile, int) {
+  for_each_tile<S, !kSecond>(a, m, base, barriers, [&](const Sm90BiasTile& tile, int) {
     for_each_entry<S>(a, tile, [&](const BiasEntries::Entry& e, const Place& place) {
+      if (!copies) {
+        return;
+      }
       const u32 full = barriers.full(ring.buffer());
       const u32 to = base + ring.buffer() * kSizes.unit;
       const int head_k = int(m.group == 1 ? e.head : e.head / u32(m.group));
@@ -183,7 +252,7 @@ __device__ __forceinline__ void sm90_bias_copy_inputs(const Args& a, const Sm90B
   constexpr int kEntryBytes = kSizes.entry;
   Ring<S.planes> ring_tile;
   Ring<S.q_buffers> ring_entry;
-  for_each_tile<S>(a, m, [&](const Sm90BiasTile& tile, int) {
+  for_each_tile<S, false>(a, m, base, barriers, [&](const Sm90BiasTile& tile, int) {
     if constexpr (kTileBytes > 0) {
       const u32 buffer = ring_tile.buffer();
       barrier_wait(barriers.tile_empty(buffer), ring_tile.parity() ^ 1);

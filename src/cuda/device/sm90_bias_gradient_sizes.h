@@ -9,6 +9,7 @@
 #ifndef FOVEA_CUDA_DEVICE_SM90_BIAS_GRADIENT_SIZES_H
 #define FOVEA_CUDA_DEVICE_SM90_BIAS_GRADIENT_SIZES_H
 
+#include "math/small_cap.h"
 #include "sm80_sizes.h"
 #include "sm90_args.h"
 #include "spec.h"
@@ -32,6 +33,9 @@ constexpr Spec scores_of_entry(const Spec& s) {
   return entry;
 }
 
+// Numbers of tiles on their way from the warp that takes them to all others.
+constexpr int kBiasTileNumbers = 2;
+
 struct Sm90BiasGradientSizes {
   int groups;   // warpgroups that compute
   int threads;  // with the one that copies
@@ -43,7 +47,7 @@ struct Sm90BiasGradientSizes {
 
   // Bytes: Q with K or dO with V; logsumexp and delta; a part of the bias's tile and of an entry's inputs.
   int unit, vectors, tile, entry;
-  int vectors_at, tile_at, entry_at, barriers_at;
+  int vectors_at, tile_at, entry_at, barriers_at, numbers_at;
   int bytes;  // all of it
 };
 
@@ -64,19 +68,23 @@ constexpr Sm90BiasGradientSizes sm90_bias_gradient_sizes(const Spec& s) {
   x.entry_at = x.tile_at + s.planes * x.parts * x.tile;
   x.vectors_at = x.entry_at + s.q_buffers * x.parts * x.entry;
   x.barriers_at = x.vectors_at + x.vector_buffers * x.vectors;
-  x.bytes = x.barriers_at + 16 * (s.stages + s.planes + s.q_buffers);
+  x.numbers_at = x.barriers_at + 16 * (s.stages + s.planes + s.q_buffers + kBiasTileNumbers);
+  x.bytes = x.numbers_at + 4 * kBiasTileNumbers;
   return x;
 }
 
-// Beside Args. Tiles are numbered along the keys, then along the queries, planes, chunks of the list.
+// Beside Args. Tiles are numbered along the keys, then along the queries, planes, chunks of the list; under a band or
+// where lengths differ along the planes first.
 struct Sm90BiasGradientArgs {
   TensorMap q, k, v, grad_out;
   Has has_q, has_k, has_v, has_grad_out;
   math::u32* flags = nullptr;  // a word a tile and warp; with Spec::bias_outside written, else: tiles that are computed
+  math::u32* ticket = nullptr;  // blocks take tiles from it; none: every gridDim.x-th
   int tiles = 0;
   int planes = 0;
   int group = 1;            // query heads of a key head
   bool waits_first = true;  // for the kernel before, whose results are read
+  math::SmallCap<float> small_cap{};
 };
 
 }  // namespace fovea::cuda

@@ -20,6 +20,7 @@ void Launcher::backward_arguments() {
   a.row_term = region<float>(Region::kRowTerm);
   a.dq_sum = region<float>(Region::kDqSum);
   a.turns = region<u32>(Region::kTurns);
+  a.bias_tickets = region<u32>(Region::kSchedule);
   a.grad_q = tensor(call_.grad_q);
   a.grad_k = tensor(call_.grad_k);
   a.grad_v = tensor(call_.grad_v);

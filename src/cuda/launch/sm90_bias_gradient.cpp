@@ -33,6 +33,9 @@ void Launcher::sm90_bias_gradient(std::size_t number) {
          numbers(args_.v, args_.head_dim_v, spec.dv, rows.rows_k, rows.heads_k, spec.step));
   encode(driver_, args.grad_out, args.has_grad_out,
          numbers(args_.grad_out, args_.head_dim_v, spec.dv, rows.rows_q, rows.heads_q, sizes.rows));
+  if (spec.softcap) {
+    args.small_cap = math::SmallCap<float>::make(call_.problem.scale_or_default(), call_.problem.softcap);
+  }
   const i64 heads = rows.batch() * rows.heads_q;
   args.planes = static_cast<int>(common.bias_list > 0 ? heads / common.bias_list : 0);
   const auto tiles_of = [](i64 length, i64 size) { return (length + size - 1) / size; };
@@ -41,6 +44,7 @@ void Launcher::sm90_bias_gradient(std::size_t number) {
   args.group = static_cast<int>(rows.heads_q / std::max<std::int64_t>(rows.heads_k, 1));
   args.flags = region<u32>(step.which == 0 ? Region::kBiasFlags : Region::kBiasFlags2);
   const bool again = !spec.bias_outside && args.flags != nullptr;
+  args.ticket = again ? nullptr : args_.bias_tickets + step.which;
   args.waits_first = again || (number > 0 && plan_.launches[number - 1].step == Step::kBackwardPrepare);
   void* parameters[] = {&common, &args};
   launch(number, step.blocks, parameters, may_overlap(number));
