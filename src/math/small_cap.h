@@ -35,6 +35,13 @@ struct SmallCap {
     const T y = dot * dot;
     return dot * (((y * c3 + c2) * y + c1) * y + c0);
   }
+
+  // of(dot) + term, in no more operations.
+  template <class T>
+  constexpr T of_plus(T dot, T term) const {
+    const T y = dot * dot;
+    return dot * (((y * c3 + c2) * y + c1) * y + c0) + term;
+  }
 };
 
 }  // namespace FOVEA_ISA

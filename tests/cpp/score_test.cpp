@@ -94,6 +94,8 @@ void expect_small_cap(double scale, double softcap) {
     const float dot = cap.largest * static_cast<float>(n) / 500;
     const double right = by_hand(scale, softcap, double{dot});
     EXPECT_NEAR(cap.of(dot), right, 5e-7 * std::abs(right)) << scale << " " << softcap << " " << dot;
+    EXPECT_NEAR(cap.of_plus(dot, 3.5F), right + 3.5, 5e-7 * (std::abs(right) + 3.5))
+        << scale << " " << softcap << " " << dot;
   }
 }
 

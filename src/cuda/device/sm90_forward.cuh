@@ -273,7 +273,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
       const float unit = softmax.kNatural ? math::kLog2E : m.scale_log2;
 
       const auto finish = [&](auto at_end, auto again) {
-        softmax.template finish<again>(a, m, inputs, ring_planes.buffer(), n * kStep);
+        softmax.template finish<again, again || (kPeels && at_end)>(a, m, inputs, ring_planes.buffer(), n * kStep);
         softmax.template mask<at_end>(band, top, row0, n * kStep, t);
       };
       // From the dot products of step n to P, or to what is left to settle().

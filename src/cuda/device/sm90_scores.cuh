@@ -131,39 +131,51 @@ struct Sm90Inputs {
     }
   }
 
-  // Of block k of 16 columns: elements as an accumulator has them.
-  template <BiasTile kBias>
-  __device__ __forceinline__ void add_bias(float (&x)[8], u32 place, int k) const {
-    if constexpr (kBias == BiasTile::kFp32) {
-      // Two numbers at a time: row, then chunk of four columns, as the panel's swizzle has them.
+  // Elements of a block of 16 columns as an accumulator has them. kSet: they become what is added.
+  template <bool kSet>
+  static __device__ __forceinline__ void put(float& x, float term) {
+    x = kSet ? term : x + term;
+  }
+  template <BiasTile kBias, bool kSet>
+  __device__ __forceinline__ void add_narrow(float* x, u32 place, int k) const {
+    constexpr Type kType = kBias == BiasTile::kBf16 ? Type::kBf16 : Type::kFp16;
+    u32 b[4];
+    constexpr int kBlocks = kPanel / 16;
+    ldmatrix(b, place + bias_row + k / kBlocks * (kSizes.rows * kPanel * 2) + (bias_swizzle ^ (k % kBlocks << 5)));
 #pragma unroll
-      for (int e = 0; e < 8; e += 2) {
-        const int row = wide_row + (e & 2) * 4;
-        const int chunk = (16 * k + (e & 4) * 2) % 32 / 4 + wide_chunk;
-        const float2 b = load_shared2(place + k / 2 * (kSizes.rows * 128) + swizzled<128>(row, chunk) + wide_half);
-        x[e] += b.x;
-        x[e + 1] += b.y;
-      }
-    } else {
-      constexpr Type kType = kBias == BiasTile::kBf16 ? Type::kBf16 : Type::kFp16;
-      u32 b[4];
-      constexpr int kBlocks = kPanel / 16;
-      ldmatrix(b, place + bias_row + k / kBlocks * (kSizes.rows * kPanel * 2) + (bias_swizzle ^ (k % kBlocks << 5)));
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        x[2 * e] += low<kType>(b[e]);
-        x[2 * e + 1] += high<kType>(b[e]);
-      }
+    for (int e = 0; e < 4; ++e) {
+      put<kSet>(x[2 * e], low<kType>(b[e]));
+      put<kSet>(x[2 * e + 1], high<kType>(b[e]));
     }
   }
 
+  // Two numbers at a time: row, then chunk of four columns, as the panel's swizzle has them.
+  template <bool kSet>
+  __device__ __forceinline__ void add_wide(float* x, u32 place, int k) const {
+#pragma unroll
+    for (int e = 0; e < 8; e += 2) {
+      const int row = wide_row + (e & 2) * 4;
+      const int chunk = (16 * k + (e & 4) * 2) % 32 / 4 + wide_chunk;
+      const float2 b = load_shared2(place + k / 2 * (kSizes.rows * 128) + swizzled<128>(row, chunk) + wide_half);
+      put<kSet>(x[e], b.x);
+      put<kSet>(x[e + 1], b.y);
+    }
+  }
+
+  template <BiasTile kBias, bool kSet>
+  __device__ __forceinline__ void add_bias(float (&x)[8], u32 place, int k) const {
+    if constexpr (kBias == BiasTile::kFp32) {
+      add_wide<kSet>(x, place, k);
+    } else if constexpr (kBias != BiasTile::kNone) {
+      add_narrow<kBias, kSet>(x, place, k);
+    }
+  }
+
+  // Block k. kSet: where there is a bias.
+  template <bool kSet = false>
   __device__ __forceinline__ void add(float (&x)[8], int stage, int n0, int k) const {
-    if constexpr (S.bias != BiasTile::kNone) {
-      add_bias<S.bias>(x, base + kSizes.bias_at + stage * kSizes.bias, k);
-    }
-    if constexpr (S.bias2 != BiasTile::kNone) {
-      add_bias<S.bias2>(x, base + kSizes.bias2_at + stage * kSizes.bias2, k);
-    }
+    add_bias<S.bias, kSet>(x, base + kSizes.bias_at + stage * kSizes.bias, k);
+    add_bias<S.bias2, false>(x, base + kSizes.bias2_at + stage * kSizes.bias2, k);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int column = 16 * k + 8 * h;

@@ -78,38 +78,64 @@ struct Sm90Softmax {
     }
   }
 
-  // kSmall: no score comes near the cap.
-  template <bool kSmall>
+  // kSmall: no score comes near the cap. kLoop: where it is rare, the code is of a few scores, which pass through them.
+  template <bool kSmall, bool kLoop>
   __device__ __forceinline__ void cap(const Args& a, const Sm90ForwardArgs& m) {
+    constexpr int kAll = S.step / 2;
+    constexpr int kPart = kLoop ? 16 : kAll;
+    static_assert(kAll % kPart == 0);
+#pragma unroll 1
+    for (int n = 0; n < kAll; n += kPart) {
+      float made[kPart];
 #pragma unroll
-    for (int i = 0; i < S.step / 2; ++i) {
-      if constexpr (kSmall) {
-        s[i] = m.small_cap.of(s[i]);
-      } else {
-        const float x = s[i] * m.scale_of_cap;
-        const float small = math::tanh_of_small(x);
-        s[i] = a.softcap * (fabsf(x) <= math::kSmallTanh ? small : math::tanh_by_exp2(Capped(x)).x);
+      for (int i = 0; i < kPart; ++i) {
+        if constexpr (kSmall) {
+          made[i] = m.small_cap.of(s[i]);
+        } else {
+          const float x = s[i] * m.scale_of_cap;
+          const float small = math::tanh_of_small(x);
+          made[i] = a.softcap * (fabsf(x) <= math::kSmallTanh ? small : math::tanh_by_exp2(Capped(x)).x);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kAll; ++i) {
+        s[i] = i + kPart < kAll ? s[i + kPart] : made[i + kPart - kAll];
       }
     }
   }
 
   // The band and the end of the sequence are another matter (mask).
-  // kAgain: not for the first time, and rarely.
-  template <bool kAgain = false>
+  // kAgain: not for the first time. kRare: not for most steps.
+  template <bool kAgain, bool kRare>
   __device__ __forceinline__ void finish(const Args& a, const Sm90ForwardArgs& m, const Sm90Inputs<S>& inputs,
                                          int stage, int n0) {
+    // Where the cap is a polynomial its last product takes in what is added.
+    constexpr bool kFused = S.softcap && !kAgain && S.bias != BiasTile::kNone && !S.query_term;
+    bool added = false;
     if constexpr (S.softcap && kAgain) {
-      cap<false>(a, m);
+      cap<false, kRare>(a, m);
     } else if constexpr (S.softcap) {
-      float largest = 0;
+      float largest[4] = {};  // one would be a chain of as many waits
 #pragma unroll
       for (int i = 0; i < S.step / 2; ++i) {
-        largest = fmaxf(largest, fabsf(s[i]));
+        largest[i % 4] = fmaxf(largest[i % 4], fabsf(s[i]));
       }
-      if (__all_sync(~0u, largest <= m.small_cap.largest)) {
-        cap<true>(a, m);
+      const float all = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+      if (!__all_sync(~0u, all <= m.small_cap.largest)) {
+        cap<false, kRare>(a, m);
+      } else if constexpr (kFused) {
+        added = true;
+#pragma unroll
+        for (int k = 0; k < kBlocks; ++k) {
+          float terms[8];
+          inputs.template add<true>(terms, stage, n0, k);
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            s[8 * k + i] = m.small_cap.of_plus(s[8 * k + i], terms[i]);
+          }
+        }
       } else {
-        cap<false>(a, m);
+        cap<true, false>(a, m);
       }
     } else if constexpr (kNatural) {
 #pragma unroll
@@ -118,10 +144,11 @@ struct Sm90Softmax {
       }
     }
     if constexpr (sm90_has_planes(S) || S.alibi || S.query_term) {
+      if (!kFused || !added) {
 #pragma unroll
-      for (int k = 0; k < kBlocks; ++k) {
-        float(&block)[8] = *reinterpret_cast<float(*)[8]>(s + 8 * k);
-        inputs.add(block, stage, n0, k);
+        for (int k = 0; k < kBlocks; ++k) {
+          inputs.add(*reinterpret_cast<float(*)[8]>(s + 8 * k), stage, n0, k);
+        }
       }
     }
     if constexpr (!sm90_hides(S)) {
