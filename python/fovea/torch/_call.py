@@ -157,12 +157,18 @@ def new_lse(a: Arguments, shape: tuple) -> Tensor:
     return a.q.new_empty(shape, dtype=torch.float64 if a.q.dtype == torch.float64 else torch.float32)
 
 
+def nothing_to_launch(a: Arguments) -> bool:
+    sequences = [lengths.numel() - 1 for lengths in (a.cu_seqlens_q, a.cu_seqlens_k) if lengths is not None]
+    return min(a.q.numel(), a.k.numel(), a.v.numel(), *sequences) <= 0
+
+
 def new_grad(a: Arguments, name: str, partial: bool) -> Tensor:
     """As its tensor lies; but on a device a row's columns lie together, which is all that kernels write. Rows that no
-    sequence owns are the library's to clear; what lies behind lengths in a bias is not."""
+    sequence owns are the library's to clear; what lies behind lengths in a bias is not, but a GPU's kernels write it."""
     tensor = getattr(a, name)
     if name not in ("q", "k", "v"):
-        return torch.zeros_like(tensor) if partial else torch.empty_like(tensor)
+        written = not partial or (tensor.device.type != "cpu" and not nothing_to_launch(a))
+        return torch.empty_like(tensor) if written else torch.zeros_like(tensor)
     grad = torch.empty_like(tensor)
     if grad.stride(-1) != 1 and grad.device.type != "cpu":
         grad = torch.empty_like(tensor, memory_format=torch.contiguous_format)

@@ -84,7 +84,7 @@ def _(
     grad_out: Tensor, grad_lse: Optional[Tensor], out: Tensor, lse: Tensor, need: Sequence[bool], *arguments: Any
 ) -> list[Tensor]:
     a = Arguments(*arguments)
-    return [_call.new_grad(a, name, a.partial) for name, wanted in zip(DIFFERENTIABLE, need) if wanted]
+    return [_call.new_grad(a, name, partial=False) for name, wanted in zip(DIFFERENTIABLE, need) if wanted]
 
 
 @torch.library.register_fake("fovea::seed", lib=library)
