@@ -9,12 +9,13 @@
 //
 //     S^T = K Q^T, dP^T = V dO^T | P^T, dS^T in registers | dV += P^T dO, dK += dS^T Q | dQ of the step before
 //
-// P^T and dS^T are operands as they stand. The ring of dS is used in place: TMA writes the bias as [query][key],
-// ldmatrix.trans hands it over in the layout of S^T, stmatrix.trans puts dS where the bias was, and there it is an
-// operand of dQ = dS K. Each step's dQ is one warpgroup's matter in turn (64 queries; of steps of 128 both have one),
-// a step later, when everybody's dS has most likely arrived. It is added to dq_sum, in L2, in the order of the
-// accumulators (backward_convert), by red instructions or in bulk through shared memory, there (`ordered`) by one block
-// of keys after the other. Where one block has all keys (`direct`) dQ is stored as it is.
+// P^T and dS^T are operands as they stand; where registers allow so are V and K. The ring of dS is used
+// in place: TMA writes the bias as [query][key], ldmatrix.trans hands it over in the layout of S^T, stmatrix.trans puts
+// dS where the bias was, and there it is an operand of dQ = dS K. Each step's dQ is one warpgroup's matter in turn (64
+// queries; of steps of 128 both have one), a step later, when everybody's dS has most likely arrived. It is added to
+// dq_sum, in L2, in the order of the accumulators (backward_convert), by red instructions or in bulk through shared
+// memory, there (`ordered`) by one block of keys after the other. Where one block has all keys (`direct`) dQ is stored
+// as it is.
 //
 // With dropout, P carries the decision in its sign: P >= 0 is kept. Where dK and dV take most registers, S and dP are
 // made in two parts of a step (sm90_step_parts).
@@ -66,6 +67,12 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   // product (C7512).
   constexpr bool kSkip = S.banded && ((D <= 64 && kBlocks == 1) || (S.halves && kParts == 1));
   constexpr int kColumns = S.halves ? D / 2 : D;  // of a job of dQ
+  // Operands that stay in registers, by 16 columns of V and K: reading shared memory is what limits the products.
+  constexpr bool kMuch = kDropout || S.softcap || S.mask || S.key_term || S.query_term || S.alibi || kBias || kOuter;
+  constexpr bool kHolds =
+      kGroups == 2 && kBlocks == 1 && kParts == 1 && D == V && !kMuch && (M == 64 ? D > 64 && D <= 96 : D <= 32);
+  constexpr int kHeldV = kHolds ? V / 16 : 0;
+  constexpr int kHeldK = kHolds && D <= 80 ? D / 16 : 0;
   // What a launch of 3 (4) warpgroups has is 3 x 168 (4 x 128) registers: more would wait for ever.
   constexpr int kRegistersToCopy = kGroups == 3 ? 32 : kParts > 1 ? 24 : 40;
   constexpr int kRegisters = kGroups == 3 ? 160 : kParts > 1 ? 240 : 232;
@@ -136,7 +143,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   const int c = warpgroup - 1;
   const int thread = threadIdx.x % 128;
   const int warp = __shfl_sync(~0u, thread / 32, 0);
-  const int lane = thread % 32;
+  const int lane = opaque(thread % 32);
   const int g = lane / 4;
   const int t = lane % 4;
   const bool leader = lane == 0;
@@ -270,6 +277,25 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
         }
       }
     }
+    u32 v_held[kHeldV > 0 ? kHeldV : 1][4];
+    u32 k_held[kHeldK > 0 ? kHeldK : 1][4];
+    if constexpr (kHeldV > 0) {
+      if (block.steps > 0) {
+        const int row = c * 64 + warp * 16 + lane % 16;
+#pragma unroll
+        for (int k = 0; k < kHeldV; ++k) {
+          constexpr int kInPanel = kPanelV / 16;
+          ldmatrix(v_held[k], base + kSizes.v_at + k / kInPanel * (kKeys * kRowV) +
+                                  swizzled<kRowV>(row, k % kInPanel * 2 + lane / 16));
+        }
+#pragma unroll
+        for (int k = 0; k < kHeldK; ++k) {
+          constexpr int kInPanel = kPanelD / 16;
+          ldmatrix(k_held[k], base + kSizes.k_at + k / kInPanel * (kKeys * kRowD) +
+                                  swizzled<kRowD>(row, k % kInPanel * 2 + lane / 16));
+        }
+      }
+    }
 #pragma unroll 1
     for (int n = 0; n < block.steps; ++n) {
       if (left == 0) {
@@ -314,7 +340,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
         if (block.may_be_dead) {
           zero_dead_rows<S, kRowV, kPanelsV, kGroups * 128>(
               base + kSizes.grad_out_at + ring_q.buffer() * kSizes.grad_out,
-              base + kSizes.lse_at + ring_q.buffer() * kSizes.rows, threadIdx.x - 128);
+              base + kSizes.lse_at + ring_q.buffer() * kSizes.rows);
         }
       };
       if constexpr (kSkip) {  // one barrier for all warpgroups, whatever their own keys meet; else behind the products
@@ -361,21 +387,29 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
 #pragma unroll
         for (int k = 0; k < D / 16; ++k) {
           constexpr int kInPanel = kPanelD / 16;
-          wgmma_shared<kType>(
-              s, descriptor(k_rows + (f * 64 + k / kInPanel * kKeys) * (kRowD / 16) + k % kInPanel * 2, kHighD),
-              descriptor(q_rows + q_now + part * (P * kRowD / 16) + k / kInPanel * (M * kRowD / 16) + k % kInPanel * 2,
-                         kHighD),
-              k > 0);
+          const u64 q = descriptor(
+              q_rows + q_now + part * (P * kRowD / 16) + k / kInPanel * (M * kRowD / 16) + k % kInPanel * 2, kHighD);
+          if (k < kHeldK) {
+            wgmma_registers<kType, false>(s, k_held[k < kHeldK ? k : 0], q, k > 0);
+          } else {
+            wgmma_shared<kType>(
+                s, descriptor(k_rows + (f * 64 + k / kInPanel * kKeys) * (kRowD / 16) + k % kInPanel * 2, kHighD), q,
+                k > 0);
+          }
         }
         wgmma_commit();
 #pragma unroll
         for (int k = 0; k < V / 16; ++k) {
           constexpr int kInPanel = kPanelV / 16;
-          wgmma_shared<kType>(
-              dp, descriptor(v_rows + (f * 64 + k / kInPanel * kKeys) * (kRowV / 16) + k % kInPanel * 2, kHighV),
-              descriptor(o_rows + o_now + part * (P * kRowV / 16) + k / kInPanel * (M * kRowV / 16) + k % kInPanel * 2,
-                         kHighV),
-              k > 0);
+          const u64 grad_out = descriptor(
+              o_rows + o_now + part * (P * kRowV / 16) + k / kInPanel * (M * kRowV / 16) + k % kInPanel * 2, kHighV);
+          if (k < kHeldV) {
+            wgmma_registers<kType, false>(dp, v_held[k < kHeldV ? k : 0], grad_out, k > 0);
+          } else {
+            wgmma_shared<kType>(
+                dp, descriptor(v_rows + (f * 64 + k / kInPanel * kKeys) * (kRowV / 16) + k % kInPanel * 2, kHighV),
+                grad_out, k > 0);
+          }
         }
         wgmma_commit();
         if (!kSkip && i == 0) {

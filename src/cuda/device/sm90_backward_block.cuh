@@ -161,9 +161,11 @@ __device__ __forceinline__ void zero_rows(u32 tile, int live, int thread) {
 // Such rows of dO, whose logsumexp in `lse` is infinite, become 0: P is 0 there, but 0 * inf is NaN. By all threads
 // that compute, who all find the same in `lse`.
 template <Spec S, int kRowBytes, int kPanels, int kThreads>
-__device__ __forceinline__ void zero_dead_rows(u32 tile, u32 lse, int thread) {
+__device__ __forceinline__ void zero_dead_rows(u32 tile, u32 lse) {
   if constexpr ((S.banded || kMayHide<S>)&&S.dkv) {
     constexpr int kRows = S.step;
+    u32 thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     bool dead = false;
 #pragma unroll
     for (int i = 0; i < kRows / 64; ++i) {
@@ -173,7 +175,7 @@ __device__ __forceinline__ void zero_dead_rows(u32 tile, u32 lse, int thread) {
     if (__any_sync(~0u, dead)) {
       constexpr int kChunks = kRowBytes / 16;
 #pragma unroll 1
-      for (int i = thread; i < kRows * kChunks * kPanels; i += kThreads) {
+      for (int i = int(thread) - 128; i < kRows * kChunks * kPanels; i += kThreads) {
         if (load_shared(lse + i / kChunks % kRows * 4) == kInfinity) {
           store_shared(tile + i * 16, uint4{0, 0, 0, 0});
         }

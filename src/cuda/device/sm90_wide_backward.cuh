@@ -279,8 +279,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
       wgmma_commit();
     }
     if (block.may_be_dead) {
-      zero_dead_rows<S, kRowV, V / kPanelV, kThreads>(
-          base + kSizes.grad_out_at, base + kSizes.lse_at + ring_q.buffer() * kSizes.rows, threadIdx.x - 128);
+      zero_dead_rows<S, kRowV, V / kPanelV, kThreads>(base + kSizes.grad_out_at,
+                                                      base + kSizes.lse_at + ring_q.buffer() * kSizes.rows);
     }
     // P and dS.
     if constexpr (kBias) {

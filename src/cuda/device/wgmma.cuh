@@ -105,11 +105,11 @@ __device__ __forceinline__ u64 descriptor(u32 low, u32 high) {
                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                                       \
                " {" FOVEA_NAMES_##R "}, " A ", " B ", p, 1, 1, " E ", " D ";\n}"                                     \
                : FOVEA_PLACES_##R : "l"(a), "l"(b), "r"(accumulate), "n"(int(kRowsInside)), "n"(int(kColumns)))
-#define FOVEA_WGMMA_OF_REGISTERS(N, R, TYPE, A, B, C, D, E, F)                                                       \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"                                                            \
+#define FOVEA_WGMMA_OF_REGISTERS(N, R, TYPE, INSIDE, A, B, C, D, E, F)                                               \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " F ", 0;\n"                                                        \
                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                                       \
-               " {" FOVEA_NAMES_##R "}, {" A ", " B ", " C ", " D "}, " E ", p, 1, 1, 1;\n}"                         \
-               : FOVEA_PLACES_##R : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+               " {" FOVEA_NAMES_##R "}, {" A ", " B ", " C ", " D "}, " E ", p, 1, 1, " INSIDE ";\n}"                \
+               : FOVEA_PLACES_##R : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate))
 
 #define FOVEA_WGMMA(N, R, A, B, C, D, E, F)                                                                          \
   template <Type kType, bool kRowsInside = false, bool kColumns = false>                                             \
@@ -120,12 +120,16 @@ __device__ __forceinline__ u64 descriptor(u32 low, u32 high) {
       FOVEA_WGMMA_OF_TYPE(N, R, "f16", A, B, C, D, E, F);                                                            \
     }                                                                                                                \
   }                                                                                                                  \
-  template <Type kType>                                                                                              \
-  __device__ __forceinline__ void wgmma_registers(float (&d)[R], const u32* a, u64 b) {                              \
-    if constexpr (kType == Type::kBf16) {                                                                            \
-      FOVEA_WGMMA_OF_REGISTERS(N, R, "bf16", A, B, C, D, E, F);                                                      \
+  template <Type kType, bool kRowsInside = true>                                                                     \
+  __device__ __forceinline__ void wgmma_registers(float (&d)[R], const u32* a, u64 b, int accumulate = 1) {          \
+    if constexpr (kType == Type::kBf16 && kRowsInside) {                                                             \
+      FOVEA_WGMMA_OF_REGISTERS(N, R, "bf16", "1", A, B, C, D, E, F);                                                 \
+    } else if constexpr (kType == Type::kBf16) {                                                                     \
+      FOVEA_WGMMA_OF_REGISTERS(N, R, "bf16", "0", A, B, C, D, E, F);                                                 \
+    } else if constexpr (kRowsInside) {                                                                              \
+      FOVEA_WGMMA_OF_REGISTERS(N, R, "f16", "1", A, B, C, D, E, F);                                                  \
     } else {                                                                                                         \
-      FOVEA_WGMMA_OF_REGISTERS(N, R, "f16", A, B, C, D, E, F);                                                       \
+      FOVEA_WGMMA_OF_REGISTERS(N, R, "f16", "0", A, B, C, D, E, F);                                                  \
     }                                                                                                                \
   }
 
