@@ -16,6 +16,7 @@ examples:
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import json
 import math
@@ -232,6 +233,12 @@ def graphed(calls: list, times: int, stream: torch.cuda.Stream) -> object:
     return graph.replay
 
 
+def with_leaves_of_its_own(x: Inputs) -> Inputs:
+    """The same memory."""
+    leaves = {name: leaf.detach().requires_grad_() for name, leaf in x.leaves.items()}
+    return dataclasses.replace(x, **leaves, leaves=leaves)
+
+
 class Runner:
     """A contender on a case: one function forward and one backward for each copy of the inputs."""
 
@@ -265,7 +272,7 @@ class Runner:
         # with a mask and without, in PyTorch alone, too, and the process has lost its device.
         if case.group == "random" and not (name == "mem-efficient" and case.dropout):
             try:
-                self._on_device(functions, copies)
+                self._on_device(copies)
             except Exception as error:  # a peer that cannot be captured is timed as it is called
                 self.on_device = {}
                 if name == "ours":
@@ -278,14 +285,17 @@ class Runner:
 
         self.forward, self.backward = ([graphed([call], self.graph, torch.cuda.Stream())] for call in (self._without_gradient(function), both))
 
-    def _on_device(self, functions: list, copies: list[Inputs]) -> None:
-        """What the device takes when nobody waits for the host: a backward is captured where its forward ran. The first such
-        capture of a process fails in autograd, which waits for the default stream that the leaves' other graphs have."""
+    def _on_device(self, copies: list[Inputs]) -> None:
+        """What the device takes when nobody waits for the host: a backward is captured where its forward ran, by leaves that no
+        other stream has seen. Autograd keeps a leaf's stream as long as some graph has the leaf, and waits for it: where that
+        was the default stream, the first capture of a process failed, whoever computed."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            backward = [self._backward(f, x) for f, x in zip(functions, copies)]
-        self.kept = (functions, backward)  # whose memory the graphs have the addresses of: results, masks, ...
+            mine = [with_leaves_of_its_own(x) for x in copies]
+            functions = [CONTENDERS[self.name](self.case, x) for x in mine]
+            backward = [self._backward(f, x) for f, x in zip(functions, mine)]
+        self.kept = (mine, functions, backward)  # whose memory the graphs have the addresses of: results, masks, ...
         self.on_device["forward_device"] = graphed([self._without_gradient(f) for f in functions], 1, stream)
         self.on_device["backward_device"] = graphed(backward, 1, stream)
 
