@@ -500,6 +500,32 @@ def test_wgmma_of_registers(width, dtype):
     assert torch.equal(accumulators(got, width).double(), want)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_wgmma_of_registers_and_columns(width, dtype):
+    """The inner dimension is b's columns; what was in the accumulator does not matter to the first step (it is NaN)."""
+    inner = 64
+    a, b = integers(64, inner, dtype=dtype), integers(width, inner, dtype=dtype)
+    got = poison(128, width // 2)
+    hopper(f"""load_panels<{width}, {inner}, {inner}>(shared, p1, thread.index);
+        u32 a[{inner // 4}];
+        _Pragma("unroll") for (int k = 0; k < {inner // 16}; ++k) _Pragma("unroll") for (int e = 0; e < 4; ++e) {{
+          const int row = thread.warp * 16 + g + e % 2 * 8, column = k * 16 + e / 2 * 8 + t * 2;
+          a[4 * k + e] = *reinterpret_cast<const u32*>(p0 + row * {inner} + column);
+        }}
+        float d[{width // 2}];
+        _Pragma("unroll") for (int i = 0; i < {width // 2}; ++i) d[i] = nanf("");
+        copy_commit(); copy_wait<0>(); fence_async(); sync();
+        const u32 low = descriptor_low(shared, 16);
+        wgmma_fence();
+        _Pragma("unroll") for (int k = 0; k < {inner // 16}; ++k)
+          wgmma_registers<{KINDS[dtype]}, false>(d, a + 4 * k, descriptor(low + k * 2, descriptor_high({inner} * 2)), k > 0);
+        wgmma_commit(); wgmma_wait<0>(); pin(d);
+        _Pragma("unroll") for (int i = 0; i < {width // 2}; ++i) p2[thread.index * {width // 2} + i] = d[i];""",
+        a, b, got, threads=128, shared=inner * width * 2, before=PRODUCT)  # fmt: skip
+    assert torch.equal(accumulators(got, width).double(), a.double() @ b.double().T)
+
+
 def test_wgmma_waits_for_the_older_groups():
     """The first of two groups is read while the second may still run; then the second."""
     a, b = integers(64, 64, dtype=torch.bfloat16), integers(64, 64, dtype=torch.bfloat16)

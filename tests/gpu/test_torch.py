@@ -264,7 +264,7 @@ def test_threads(device):
 
 
 def test_one_shape_on_several_streams_and_in_a_graph(device):
-    """Each stream's call has a workspace of its own, though the problem is kept from call to call."""
+    """The problem is kept from call to call, its workspace is not."""
     rounds, streams = 50, [torch.cuda.Stream() for _ in range(3)]
     leaves = qkv(device, (2, 4, 512, 64))
 

@@ -194,7 +194,6 @@ class _Problem:
         self._on_cpu = a.q.device.type == "cpu"
         self._device = a.q.device
         self._needed: Optional[int] = None  # bytes of workspace, on a device
-        self._kept_stream: Optional[int] = None  # whose workspace is kept
         # Gradients: of which argument, its name, and how they lie; None where new_grad() decides each time.
         self.grads: list[tuple[int, str, Optional[tuple[tuple, tuple]]]] = []
         # Of results: whether there are rows of no sequence, and how they lie.
@@ -329,22 +328,11 @@ class _Problem:
         if status != _abi.OK:
             return status
         self._needed = needed.value
-        self._kept_stream = None  # it may be larger than what was kept
         return call(self._pointer, self._workspace().data_ptr(), self._needed)
 
     def _workspace(self) -> Tensor:
-        """For one call on the stream that place() has put in. A small one is kept for this problem's next call on the same
-        stream, which comes after this one there; but not for a graph, which may be replayed on any stream."""
-        global _kept_bytes
-        stream = self._words[_STREAM]
-        may_keep = self._needed <= _MOST_KEPT_BYTES and _current_device() == self._device.index and not _is_capturing()
-        if may_keep and self._kept_stream == stream:
-            return self._kept
-        workspace = torch.empty(self._needed, dtype=torch.uint8, device=self._device)
-        if may_keep and (self._kept_stream is not None or _kept_bytes + self._needed <= _MOST_KEPT_BYTES):
-            _kept_bytes += 0 if self._kept_stream is not None else self._needed
-            self._kept, self._kept_stream = workspace, stream
-        return workspace
+        """From PyTorch's allocator each time: it alone knows of streams, graphs' pools and what else may be going on."""
+        return torch.empty(self._needed, dtype=torch.uint8, device=self._device)
 
     def _refuse(self, status: int) -> NoReturn:
         try:
@@ -358,8 +346,6 @@ class _Problem:
 
 # torch.cuda.current_stream(device).cuda_stream without its objects; PyTorch without CUDA has neither this nor tensors there.
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
-_current_device = getattr(torch._C, "_cuda_getDevice", None)
 
 
 def _type(tensor: Tensor) -> str:
@@ -369,20 +355,16 @@ def _type(tensor: Tensor) -> str:
 # ---- problems that are kept ----
 
 _MOST_KEPT = 512  # kinds of problem: 3 KB each
-_MOST_KEPT_BYTES = 1 << 24  # of their workspaces, all together
-_kept_bytes = 0
 # By everything in a problem but addresses, seeds and the stream. A list for each kind, as several threads may compute
 # the same kind at once: who computes takes a problem out, and puts it back.
 _kept: dict[tuple, list[_Problem]] = {}
 
 
 def _pool(key: tuple) -> list[_Problem]:
-    global _kept_bytes
     pool = _kept.get(key)
     if pool is None:
         if len(_kept) >= _MOST_KEPT:
             _kept.clear()
-            _kept_bytes = 0
         pool = _kept.setdefault(key, [])
     return pool
 
