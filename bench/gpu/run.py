@@ -358,8 +358,9 @@ def reason_of(error: Exception) -> str:
 
 
 def is_outrun(name: str, case: Case, runners: list[Runner]) -> bool:
-    """The memory-efficient kernel takes three times cuDNN's time and more, but for short sequences, masks, few queries."""
-    taken = any(runner.name == "cuDNN" for runner in runners)
+    """The memory-efficient kernel takes three times cuDNN's time and more, but for short sequences, masks, few queries: the
+    dense table shows it."""
+    taken = any(runner.name == "cuDNN" for runner in runners) and case.group != "dense"
     return name == "mem-efficient" and taken and min(case.sq, case.rows_k) >= 256 and not case.mask and not case.graph
 
 
