@@ -328,10 +328,12 @@ class _Problem:
         if status != _abi.OK:
             return status
         self._needed = needed.value
-        return call(self._pointer, self._workspace().data_ptr(), self._needed)
+        workspace = self._workspace()
+        return call(self._pointer, workspace.data_ptr(), self._needed)
 
     def _workspace(self) -> Tensor:
-        """From PyTorch's allocator each time: it alone knows of streams, graphs' pools and what else may be going on."""
+        """From PyTorch's allocator each time: it alone knows of streams, graphs' pools and what else may be going on. Who
+        calls with its address holds it until then: it is free for others once it is dropped."""
         return torch.empty(self._needed, dtype=torch.uint8, device=self._device)
 
     def _refuse(self, status: int) -> NoReturn:
