@@ -437,3 +437,26 @@ def test_rows_that_no_sequence_owns_are_zeros(device, dtype):
             if what != "lse":
                 rows = actual[2, :, list(missing)] if name.startswith("dense") else actual[list(missing)]
                 assert not rows.any(), f"{name}: {what}"
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 320])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@pytest.mark.parametrize("plane", [(1, 4, 250, 250), (3, 4, 250, 250), (1, 1, 250, 250), (3, 1, 1, 250), (1, 4, 250, 1)], ids=str)
+def test_gradients_of_biases_of_sequences_are_written_everywhere(plane, packed, head_dim, device, monkeypatch):
+    """Memory held NaN; nobody clears it. What no sequence meets is 0."""
+    options = {"seqused_q": torch.tensor([40, 0, 200], dtype=torch.int32), "causal": True, "align": "top_left"}
+    shape = (3, 4, 250, head_dim)
+    if packed:
+        ends = torch.tensor([0, 50, 50, 300], dtype=torch.int32)
+        options |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 250, "max_seqlen_k": 250}
+        shape = (300, 4, head_dim)
+    inputs = [torch.randn(shape).bfloat16() for _ in range(3)] + [torch.randn(plane).bfloat16()]
+    empty_like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda x, **more: empty_like(x, **more).fill_(torch.nan) if x.is_cuda else empty_like(x, **more))
+    results = []
+    for place in ("cpu", device):
+        there = {key: x.to(place) if torch.is_tensor(x) else x for key, x in options.items()}
+        leaves = [x.to(place).requires_grad_() for x in inputs]
+        out = attention(*leaves[:3], bias=leaves[3], **there)
+        results.append(torch.autograd.grad(out, leaves[3], torch.ones_like(out))[0].float().cpu())
+    torch.testing.assert_close(results[1], results[0], rtol=0.03, atol=0.03)
