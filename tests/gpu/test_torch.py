@@ -459,4 +459,5 @@ def test_gradients_of_biases_of_sequences_are_written_everywhere(plane, packed, 
         leaves = [x.to(place).requires_grad_() for x in inputs]
         out = attention(*leaves[:3], bias=leaves[3], **there)
         results.append(torch.autograd.grad(out, leaves[3], torch.ones_like(out))[0].float().cpu())
-    torch.testing.assert_close(results[1], results[0], rtol=0.03, atol=0.03)
+    # Without keys the terms of a sum cancel: what is left of them is their rounding.
+    torch.testing.assert_close(results[1], results[0], rtol=0.03, atol=0.03 if plane[-1] > 1 else 0.3)
