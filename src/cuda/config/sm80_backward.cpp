@@ -216,7 +216,12 @@ Choice chunked(const char* name, const Spec& features, const Target& target, int
   Spec spec = features;
   spec.d = 64;
   spec.dv = spec.type == Type::kFp32 ? 128 : 256;
-  return choose(name, "sm80_chunked_backward.cuh", spec, target, {{4, 1, 32, 0, 1}, {2, 1, 16, 0, 1}}, shared_bytes);
+  std::vector<Tiles> candidates = {{4, 1, 32, 0, 1}, {2, 1, 16, 0, 1}};
+  constexpr int kMany = 5;
+  if (spec.type == Type::kFp32 && target.capability >= 100 && features_of(spec) >= kMany) {
+    candidates.erase(candidates.begin());  // ptxas spills there, and does not for GPUs before
+  }
+  return choose(name, "sm80_chunked_backward.cuh", spec, target, candidates, shared_bytes);
 }
 
 std::int64_t tiles_of(std::int64_t length, std::int64_t size) { return (length + size - 1) / size; }
