@@ -11,18 +11,24 @@
 #                                       over the tests that are marked for it
 #
 # Needs: a built library (build/, or $FOVEA_BUILD) with the command beside it, and a Python with PyTorch ($PYTHON,
-# python3) and pytest. Nothing else is downloaded or built.
+# else python3) and pytest. Nothing else is downloaded or built.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 build=${FOVEA_BUILD:-build}
 export FOVEA_BUILD=$build PYTHONUNBUFFERED=1
 
-if ! "$python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
-  echo "tools/gpu.sh: no CUDA device that $python's PyTorch sees"
-  exit 1
-fi
-[ -e "$build/libfovea.so" ] || { echo "tools/gpu.sh: $build/libfovea.so is missing: make build"; exit 1; }
+usage() { sed -n '4,14p' "$0" | cut -c 3-; }
+refuse() { echo "tools/gpu.sh: $1"; exit 1; }
+
+case ${1:-} in -h | --help | help) usage; exit 0 ;; esac
+case ${1:-all} in all | check | bench | sanitize) ;; *) usage; exit 2 ;; esac
+command -v "$python" >/dev/null || refuse "no Python of the name $python: set PYTHON=... to one that has PyTorch"
+"$python" -c 'import torch' 2>/dev/null ||
+  refuse "$python cannot import PyTorch ($("$python" -c 'import torch' 2>&1 | tail -n 1)): set PYTHON=... to one that has it"
+"$python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null ||
+  refuse "no CUDA device that the PyTorch of $python sees; PYTHON=... says which Python is asked"
+[ -e "$build/libfovea.so" ] || refuse "$build/libfovea.so is missing: make build"
 export FOVEA_LIBRARY=${FOVEA_LIBRARY:-$build/libfovea.so}
 
 check() { "$python" tests/gpu/run.py "$@"; }
@@ -76,5 +82,4 @@ case $command in
     rm -f "$checks"
     exit $status
     ;;
-  *) sed -n '4,16p' "$0"; exit 2 ;;
 esac

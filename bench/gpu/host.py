@@ -133,6 +133,8 @@ def measure_torch() -> list[dict]:
 
     from fovea.torch import attention
 
+    if not torch.cuda.is_available():
+        sys.exit("bench/gpu/host.py: no CUDA device that PyTorch sees")
     copies = [[torch.randn(1, 8, 128, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)] for _ in range(32)]
     leaves = [[x.detach().clone().requires_grad_() for x in some] for some in copies]
     grad_out = torch.randn_like(copies[0][0])
@@ -188,7 +190,7 @@ def main() -> int:
     parser.add_argument("--commit", default="", help="of the code, where there is no git to ask")
     parser.add_argument("--json", type=Path, help="write the numbers there; parts that were not measured stay")
     options = parser.parse_args()
-    if not options.program.exists():
+    if set(options.only or ("calls",)) != {"torch"} and not options.program.exists():
         parser.error(f"{options.program} is not there: cmake --build {BUILD} --target bench_host")
     if "FOVEA_NVRTC" not in os.environ:
         try:

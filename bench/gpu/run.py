@@ -32,7 +32,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "python"), str(Path(__file__).resolve().parent), str(ROOT / "tests/gpu")]
 
-import torch  # noqa: E402
+try:
+    import torch
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    sys.exit(f"bench/gpu/run.py: {sys.executable} has no PyTorch; run it with a Python that has it (tools/gpu.sh: PYTHON=...)")
 
 import dropout  # noqa: E402
 import fovea  # noqa: E402
@@ -451,17 +456,26 @@ def machine(given: str) -> dict:
     }
 
 
+def shard(text: str) -> tuple[int, int]:
+    """argparse's type of I/N."""
+    index, slash, count = text.partition("/")
+    if not (slash and index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r}; accepted: I/N with 0 <= I < N, such as 0/4")
+    return int(index), int(count)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--filter", action="append", default=[], help="only rows whose name contains one of these")
     parser.add_argument("--group", action="append", default=[], help="dense, features, subsets, small, random, patterns")
     parser.add_argument("--quick", action="store_true", help="a row of each kind")
     parser.add_argument("--all", action="store_true", help="FlexAttention and FlashAttention-4 too: seconds of compilation a row")
-    parser.add_argument("--only", action="append", default=[], help="contenders besides ours")
+    parser.add_argument("--only", action="append", default=[], metavar="NAME", choices=tuple(CONTENDERS),
+                        help="contenders besides ours; some of: %(choices)s")  # fmt: skip
     parser.add_argument("--each", type=float, default=0.03, help="seconds of one timing (0.03)")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop before the next row then")
     parser.add_argument("--random", type=int, default=10**6, help="how many of the random problems")
-    parser.add_argument("--shard", default="0/1", help="I/N: every N-th of the rows, from the I-th on")
+    parser.add_argument("--shard", default=(0, 1), type=shard, metavar="I/N", help="every N-th of the rows, from the I-th on (0 is the first)")
     parser.add_argument("--after", default="", help="leave out the rows up to this one")
     parser.add_argument("--commit", default="", help="of the code, where there is no git to ask")
     parser.add_argument("--json", type=Path, help="write the rows there; rows of earlier runs that were not measured stay")
@@ -480,10 +494,13 @@ def main() -> int:
     ]
     order = ("dense", "features", "subsets", "small", "patterns", "random")  # should time be up
     chosen.sort(key=lambda case: (order.index(case.group), case.name not in QUICK))
-    index, count = map(int, options.shard.split("/"))
+    index, count = options.shard
     chosen = chosen[index::count]
     if options.after:
-        chosen = chosen[[case.name for case in chosen].index(options.after) + 1 :]
+        names = [case.name for case in chosen]
+        if options.after not in names:
+            parser.error(f"--after {options.after!r}: none of the rows that are chosen (--lines shows their problems)")
+        chosen = chosen[names.index(options.after) + 1 :]
     if not chosen:
         parser.error("no row is of that name; there are: " + ", ".join(case.name for case in all_cases() if case.group != "random"))
     if options.lines:
@@ -499,7 +516,7 @@ def main() -> int:
         return check_all(chosen, options.check, late)
     names = [n for n in CONTENDERS if options.all or n not in SLOW_TO_COMPILE]
     if options.only:
-        names = ["ours", *(n for n in CONTENDERS if n in options.only)]
+        names = [n for n in CONTENDERS if n == "ours" or n in options.only]
     if options.warm:
         return warm(chosen, names, late)
     known = {name: fault for path in options.checked if path.exists() for name, fault in json.loads(path.read_text()).items()}

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tools/gpu.sh and bench/gpu say where something is missing: no GPU is needed to be told so."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+from conftest import ROOT
+
+
+def gpu(*arguments, python):
+    return subprocess.run([ROOT / "tools/gpu.sh", *arguments], capture_output=True, text=True, timeout=60,
+                          env={**os.environ, "PYTHON": str(python)})
+
+
+def played(path, script):
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize("word", ["--help", "-h"])
+def test_help_needs_no_device(word):
+    done = gpu(word, python="/no/such/python")
+    assert done.returncode == 0 and "tools/gpu.sh sanitize [TOOL ...]" in done.stdout and "set -uo" not in done.stdout
+
+
+def test_a_word_that_is_no_command():
+    done = gpu("chekc", python="/no/such/python")
+    assert done.returncode == 2 and "tools/gpu.sh check" in done.stdout
+
+
+def test_what_is_missing_is_told_apart(tmp_path):
+    no_torch = played(tmp_path / "no_torch", "echo \"ModuleNotFoundError: No module named 'torch'\" >&2; exit 1")
+    no_device = played(tmp_path / "no_device", 'case "$2" in *is_available*) exit 1 ;; esac')
+    for python, words in (
+        ("/no/such/python", "no Python of the name /no/such/python"),
+        (no_torch, f"{no_torch} cannot import PyTorch (ModuleNotFoundError: No module named 'torch')"),
+        (no_device, f"no CUDA device that the PyTorch of {no_device} sees"),
+    ):
+        done = gpu("check", python=python)
+        assert done.returncode == 1 and words in done.stdout and "PYTHON=..." in done.stdout, done
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="PyTorch is here")
+def test_the_benchmark_without_pytorch_says_so():
+    done = subprocess.run([sys.executable, ROOT / "bench/gpu/run.py"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "has no PyTorch" in done.stderr and done.stderr.count("\n") == 1, done.stderr
