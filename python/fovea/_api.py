@@ -489,7 +489,12 @@ class Attention:
             _known(name)
         if options.get("seed") is None:  # no call can give one
             need_seed(real("dropout_p", options.get("dropout_p", 0.0)))
-        self._options = options
+        object.__setattr__(self, "_options", options)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _SHARED:
+            raise AttributeError(f"{name}: fixed when this Attention was made; with_({name}=...) makes another one")
+        object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         """Each option by its name, with attention()'s default where it was not given."""

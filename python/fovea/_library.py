@@ -33,7 +33,7 @@ def _find() -> Path:
         if place.is_file():
             return place
     advice = (
-        "run `make build` in the checkout" if len(places) > 1 else "reinstall it with `pip install fovea-attention`"
+        "run `make build` in the checkout" if len(places) > 1 else "install it anew, with `pip install .` in a checkout"
     )
     raise ImportError(
         f"fovea: its shared library is not at {' nor at '.join(map(str, places))}: {advice}, "

@@ -793,6 +793,11 @@ def test_attention_object_rejects_changes():
         fovea.Attention(dropout_p=0.1)
     with pytest.raises(AttributeError, match="causl: neither an option nor a method"):
         attend.causl  # noqa: B018
+    with pytest.raises(AttributeError, match=r"causal: fixed when this Attention was made; with_\(causal=\.\.\.\)"):
+        attend.causal = False
+    with pytest.raises(AttributeError, match=r"softcap: fixed when .* with_\(softcap"):
+        attend.softcap = 30.0  # not given before
+    assert attend.causal is True and attend.softcap == 0
     attend.options["causal"] = False  # a copy
     assert attend.options["causal"] is True
 
@@ -1089,7 +1094,7 @@ def test_package_without_a_library(tmp_path):
     package = os.path.dirname(fovea.__file__)
     for place, header, advice in (
         (tmp_path / "checkout" / "python", True, "make build"),
-        (tmp_path / "installed", False, "pip install fovea-attention"),
+        (tmp_path / "installed", False, "`pip install .` in a checkout"),
     ):
         shutil.copytree(package, place / "fovea", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
         if header:

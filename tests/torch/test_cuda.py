@@ -83,6 +83,20 @@ def test_lengths_on_a_device_are_not_read(device):
         _call.forward(*arguments(q, causal=True, cu_seqlens_q=lengths, cu_seqlens_k=others))
 
 
+def test_the_same_lengths_of_64_bits_stay_the_same(device, monkeypatch):
+    """They are converted once: that both sides have them is known by the tensor."""
+    seen = []
+    monkeypatch.setattr(_call, "compute", lambda arguments, return_lse: (seen.append(arguments), (None, None))[1])
+    q, used = torch.randn(2, 2, 4, 16), torch.tensor([2, 4])
+    attention(q, q, q, causal=True, seqused_q=used, seqused_k=used)
+    attention(q, q, q, causal=True, seqused_q=used, seqused_k=used.clone())
+    same, others = (_call.Arguments(*a) for a in seen)
+    assert same.seqused_q is same.seqused_k and same.seqused_q.dtype == torch.int32
+    assert others.seqused_q is not others.seqused_k
+    on_device = OnDevice(same.seqused_q)
+    _call._need_no_align(arguments(OnDevice(q), causal=True, seqused_q=on_device, seqused_k=on_device))
+
+
 def test_the_same_lengths_on_a_device_need_no_alignment(device):
     q, lengths = OnDevice(torch.randn(6, 2, 16)), OnDevice(torch.tensor([0, 2, 6]))
     _call._need_no_align(arguments(q, causal=True, cu_seqlens_q=lengths, cu_seqlens_k=lengths))

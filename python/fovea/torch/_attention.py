@@ -97,7 +97,10 @@ def attention(
     if alibi_slopes is not None and isinstance(alibi_slopes, Tensor) and alibi_slopes.dtype in _HALVES:
         alibi_slopes = _wider(alibi_slopes, q)
     if seqused_q is not None and isinstance(seqused_q, Tensor) and seqused_q.dtype == torch.int64:
+        same = seqused_q is seqused_k  # that both sides have the same lengths is known by the tensor, not by its values
         seqused_q = _narrower(seqused_q)
+        if same:
+            seqused_k = seqused_q
     if seqused_k is not None and isinstance(seqused_k, Tensor) and seqused_k.dtype == torch.int64:
         seqused_k = _narrower(seqused_k)
 
