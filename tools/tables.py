@@ -115,6 +115,7 @@ def torch_host():
 # ---- the GPU: bench/gpu/run.py ----
 
 PEERS = ["mem-efficient", "FlashAttention-2", "cuDNN", "FlexAttention", "FlashAttention-4", "cuEquivariance"]
+SLOW_TO_COMPILE = ("FlexAttention", "FlashAttention-4")  # as bench/gpu/contenders.py has it
 WAYS = ("forward_us", "backward_us")
 
 
@@ -165,12 +166,14 @@ def gpu_asked(data, row):
 
 
 def gpu_head(data, rows):
+    """What was measured, and how to repeat it: those that compile for seconds a row are asked by --all alone."""
+    slow = any(row["results"].get(name, {}).get(way) for row in rows for name in SLOW_TO_COMPILE for way in WAYS)
     machine = data["machine"]
     dates = sorted({(row["date"], row["commit"]) for row in rows})
     measured = ", ".join(f"{day} at {commit}" for day, commit in dates)
     return (
         f"{machine['gpu']}; PyTorch {machine['torch']}, CUDA {machine['cuda']}, cuDNN {machine['cudnn']}. Medians of {data['runs']} "
-        f"interleaved runs, {measured}; repeat with `tools/gpu.sh bench`."
+        f"interleaved runs, {measured}; repeat with `tools/gpu.sh bench{' --all' if slow else ''}`."
     )
 
 

@@ -49,3 +49,16 @@ def test_what_is_missing_is_told_apart(tmp_path):
 def test_the_benchmark_without_pytorch_says_so():
     done = subprocess.run([sys.executable, ROOT / "bench/gpu/run.py"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "has no PyTorch" in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_tables_say_how_their_columns_are_measured():
+    sys.path.insert(0, str(ROOT / "tools"))
+    import tables
+
+    data = {"machine": dict.fromkeys(("gpu", "torch", "cuda", "cudnn"), "x"), "runs": 3}
+    row = {"date": "2026-01-01", "commit": "c", "results": {"ours": {"forward_us": 1.0}, "FlexAttention": {"refused": "no"}}}
+    assert "repeat with `tools/gpu.sh bench`." in tables.gpu_head(data, [row])
+    row["results"]["FlashAttention-4"] = {"forward_us": 1.0}
+    assert "repeat with `tools/gpu.sh bench --all`." in tables.gpu_head(data, [row])
+    (slow,) = [line for line in (ROOT / "bench/gpu/contenders.py").read_text().splitlines() if line.startswith("SLOW_TO")]
+    assert slow == f"SLOW_TO_COMPILE = {tables.SLOW_TO_COMPILE}".replace("'", '"')
