@@ -93,6 +93,16 @@ TEST(JitCache, KeepsEverythingOfAnEntry) {
   EXPECT_FALSE(cache.load("key", {13, 1})) << "another compiler, another entry";
 }
 
+TEST(JitCache, ABareNameIsAFolderOfTheWorkingFolder) {
+  const Folder folder;
+  const fs::path before = fs::current_path();
+  fs::current_path(folder.path());
+  EXPECT_NO_THROW(
+      Cache("kernels", Cache::Access::kReadWrite, kPlenty, "FOVEA_CACHE_DIR").store("key", k130, example()));
+  fs::current_path(before);
+  EXPECT_TRUE(fs::is_directory(folder / "kernels"));
+}
+
 TEST(JitCache, TheFolderAndItsFilesArePrivate) {
   const Folder folder;
   umask(0);

@@ -175,8 +175,11 @@ Cache::Cache(std::string folder, Access access, std::uint64_t max_bytes, std::st
     if (errno != ENOENT || access_ == Access::kReadOnly) {
       refuse(reason(errno));
     }
+    const fs::path parent = fs::path(folder_).parent_path();
     std::error_code error;
-    fs::create_directories(fs::path(folder_).parent_path(), error);
+    if (!parent.empty()) {  // a bare name has none: it lies in the working folder
+      fs::create_directories(parent, error);
+    }
     if (error) {
       refuse(fmt::format("its parent cannot be made: {}", error.message()));
     }
