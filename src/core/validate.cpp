@@ -92,9 +92,6 @@ void Validator::options() {
   const fovea_tensor& q = required("q", given_.q, "a tensor, (B, Sq, Hq, D) or (total_q, Hq, D)");
   type_of("q", q, {DType::kFp32, DType::kFp16, DType::kBf16, DType::kFp64});
   problem_.type = static_cast<DType>(q.dtype);
-  if (problem_.type == DType::kFp64 && given_.device != FOVEA_CPU) {
-    refuse(FOVEA_UNSUPPORTED, "q: fp64 on a CUDA device; accepted: fp32, fp16, bf16, or fp64 on the CPU");
-  }
   const double most = problem_.type == DType::kFp64 ? std::numeric_limits<double>::max()
                                                     : static_cast<double>(std::numeric_limits<float>::max());
   if ((given_.flags & FOVEA_SCALE) != 0) {

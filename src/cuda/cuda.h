@@ -69,6 +69,9 @@ struct Plan {
   std::string summary;  // a line for explain(): kernels, tiles, what is prepared
 };
 
+// Throws Error(FOVEA_UNSUPPORTED) where the problem is of a type that CUDA devices are not served in, whichever it is.
+void require_type(const Problem& problem);
+
 // For a target, without a GPU. Throws Error(FOVEA_UNSUPPORTED) with the reason where no kernel serves the problem.
 Plan plan_for(const Call& call, const Target& target);
 

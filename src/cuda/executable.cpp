@@ -143,6 +143,7 @@ void Executable::load() {
 }
 
 std::shared_ptr<Executable> plan(const Call& call) {
+  require_type(call.problem);  // before what this machine has: true of every one
   const int ordinal = call.device_index;
   const Key key(call, ordinal);
   if (std::shared_ptr<Executable> found = table().find(key)) {

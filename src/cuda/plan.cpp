@@ -195,7 +195,14 @@ void Planner::operands() {
   }
 }
 
+void require_type(const Problem& problem) {
+  if (problem.type == DType::kFp64) {
+    throw Error(FOVEA_UNSUPPORTED, "q: fp64 on a CUDA device; accepted: fp32, fp16, bf16, or fp64 on the CPU");
+  }
+}
+
 Plan plan_for(const Call& call, const Target& target) {
+  require_type(call.problem);
   if (packs_heads(call)) {
     const Call packed = with_packed_heads(call);
     return Planner(packed, target).run();

@@ -118,6 +118,15 @@ TEST(CApi, ExplainSaysWhyEvenWhereNothingServes) {
   EXPECT_EQ(fovea_explain_line("sq=1 d=1 device=cuda backend=cpu", text, sizeof(text), nullptr), FOVEA_UNSUPPORTED);
   EXPECT_NE(std::string(text).find("cuda: does not serve: "), std::string::npos) << text;
   EXPECT_NE(std::string(fovea_last_error()).find("; cuda: "), std::string::npos);
+  std::size_t needed = 0;
+  for (const char* const line :
+       {"fwd b=1 hq=1 sq=2 sk=2 d=4 fp64 device=cuda", "bwd sq=2 d=4 fp64 device=cuda need=q"}) {
+    EXPECT_EQ(fovea_explain_line(line, text, sizeof(text), &needed), FOVEA_UNSUPPORTED);
+    EXPECT_NE(std::string(text).find("\ncuda: does not serve: q: fp64 on a CUDA device; accepted: fp32, fp16, bf16"),
+              std::string::npos)
+        << text;
+    EXPECT_EQ(needed, std::strlen(text) + 1);
+  }
   EXPECT_EQ(fovea_explain_line("sq=1 d=1 frobnicate", text, sizeof(text), nullptr), FOVEA_INVALID_ARGUMENT);
   EXPECT_EQ(fovea_explain_line("b=100000000000 hq=100000000000 sq=10 d=1", text, sizeof(text), nullptr),
             FOVEA_INVALID_ARGUMENT);

@@ -613,6 +613,8 @@ def test_explain_a_problem():
     assert text == succeeds("explain", "fwd", "b=2", "hq=4", "sq=128", "d=64", "bf16", "causal")
     done = fovea("explain", "fwd b=1 sq=8 d=8 backend=cuda")
     assert done.returncode == UNSUPPORTED and "cuda" in done.stdout
+    done = fovea("explain", "fwd device=cuda fp64 b=1 hq=1 sq=2 sk=2 d=4")
+    assert done.returncode == UNSUPPORTED and "cuda: does not serve: q: fp64 on a CUDA device" in done.stdout
     forced = succeeds("explain", "fwd b=1 sq=8 d=8", env={"FOVEA_BACKEND": "reference"})
     assert "reference: serves" in forced
 
