@@ -110,7 +110,9 @@ def measure_compiles(program: Path, known: list[dict], find: bool) -> list[dict]
     if find or not known:
         import table
 
-        lines = [re.sub(r" (values|skew)=\S+", "", problem.line()) for problem in map(table.on_device, table.rows())]
+        backward = [re.sub(r" (values|skew)=\S+", "", problem.line()) for problem in map(table.on_device, table.rows())]
+        forward = [re.sub(r" need=\S+| dlse\b", "", line.replace("bwd ", "fwd ", 1)) + " lse" for line in backward]
+        lines = forward + backward
         found = bench_host(program, "compiles", str(os.cpu_count()), lines=lines)
         known = slowest(found)
         print(f"{len(found)} kernels of {sum(kernel['cpu_seconds'] for kernel in found):.0f} s")
