@@ -471,6 +471,15 @@ def test_wgmma_of_shared_memory(width, inner, dtype):
         assert torch.equal(accumulators(got[n], width).double(), want), order
 
 
+def rows_in_registers(inner):
+    """`a` of p0's 64 rows, as mma has it."""
+    return f"""u32 a[{inner // 4}];
+        _Pragma("unroll") for (int k = 0; k < {inner // 16}; ++k) _Pragma("unroll") for (int e = 0; e < 4; ++e) {{
+          const int row = thread.warp * 16 + g + e % 2 * 8, column = k * 16 + e / 2 * 8 + t * 2;
+          a[4 * k + e] = *reinterpret_cast<const u32*>(p0 + row * {inner} + column);
+        }}"""
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_wgmma_of_registers(width, dtype):
@@ -480,11 +489,7 @@ def test_wgmma_of_registers(width, dtype):
     got = poison(128, width // 2)
     hopper(f"""constexpr int kPanel = panel_columns({width});
         load_panels<{inner}, {width}, kPanel>(shared, p1, thread.index);
-        u32 a[{inner // 4}];
-        _Pragma("unroll") for (int k = 0; k < {inner // 16}; ++k) _Pragma("unroll") for (int e = 0; e < 4; ++e) {{
-          const int row = thread.warp * 16 + g + e % 2 * 8, column = k * 16 + e / 2 * 8 + t * 2;
-          a[4 * k + e] = *reinterpret_cast<const u32*>(p0 + row * {inner} + column);
-        }}
+        {rows_in_registers(inner)}
         float d[{width // 2}];
         _Pragma("unroll") for (int i = 0; i < {width // 2}; ++i) d[i] = float(i);
         copy_commit(); copy_wait<0>(); fence_async(); sync();
@@ -508,11 +513,7 @@ def test_wgmma_of_registers_and_columns(width, dtype):
     a, b = integers(64, inner, dtype=dtype), integers(width, inner, dtype=dtype)
     got = poison(128, width // 2)
     hopper(f"""load_panels<{width}, {inner}, {inner}>(shared, p1, thread.index);
-        u32 a[{inner // 4}];
-        _Pragma("unroll") for (int k = 0; k < {inner // 16}; ++k) _Pragma("unroll") for (int e = 0; e < 4; ++e) {{
-          const int row = thread.warp * 16 + g + e % 2 * 8, column = k * 16 + e / 2 * 8 + t * 2;
-          a[4 * k + e] = *reinterpret_cast<const u32*>(p0 + row * {inner} + column);
-        }}
+        {rows_in_registers(inner)}
         float d[{width // 2}];
         _Pragma("unroll") for (int i = 0; i < {width // 2}; ++i) d[i] = nanf("");
         copy_commit(); copy_wait<0>(); fence_async(); sync();
