@@ -8,8 +8,9 @@
 //   S = Q K^T, dP = dO V^T, sum += P (dP - delta)             64 keys at a time
 //
 // and is written once. Where planes are few, lists are cut in chunks, whose fp32 sums bias_gradient_sum adds in order.
-// Warpgroup 0 copies: a thread of it Q with K and dO with V by TMA, alternately through one ring of buffers, and row
-// vectors; two of its warps the bias (once a tile) and what else is added to scores (once an entry) by cp.async.
+// Warpgroup 0 copies: a warp Q with K and takes the tiles' numbers, another dO with V and row vectors, both by TMA and
+// alternately through one ring of buffers; two warps the bias (once a tile) and what else is added to scores (once an
+// entry) by cp.async.
 //
 // bias_outside: exp(bias) is the same for all of the list, so it is taken out of the sum,
 //
@@ -57,7 +58,7 @@ __device__ __forceinline__ void of_dots(const Scores<scores_of_entry(S), false, 
         }
       }
     };
-    // A NaN is none of the small ones, and stays what it is.
+    // fmaxf passes over a NaN; either way it stays one.
     if (__all_sync(~0u, largest <= small.largest)) {
       by([&](float dot) { return small.of(dot); });
     } else {
