@@ -42,6 +42,18 @@ bool Planner::allowed(const Kernel& kernel) {
   return family == nullptr || std::string_view(kernel.name).substr(0, kFamily) <= family;
 }
 
+bool Planner::serves(const Choice& choice) {
+  if (!allowed(choice.kernel)) {
+    reasons_ += fmt::format("; {}: FOVEA_KERNEL={}", choice.kernel.name, kernel_family());
+    return false;
+  }
+  if (choice.why_not != nullptr) {
+    reasons_ += fmt::format("; {}: {}", choice.kernel.name, choice.why_not);
+    return false;
+  }
+  return true;
+}
+
 std::int64_t Planner::striding_blocks(std::int64_t threads, const Target& target) {
   constexpr std::int64_t kThreads = 256;
   constexpr std::int64_t kBlocksAMultiprocessor = 16;

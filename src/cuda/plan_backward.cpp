@@ -134,6 +134,9 @@ void Planner::backward() {
   }
   const bool row_sum = any(Gradient::kRows) && !hopper.kernel.spec.row_sum;
   const bool dq_alone = p.need.q && !work.dq;
+  if (work.dkv || work.column_sum || dq_alone || row_sum) {
+    serves(hopper);  // says why where a generic kernel is asked
+  }
   if (dq_alone || row_sum) {
     const Kernel kernel = taken(sm80_backward_dq(features, plan_.target, dq_alone, row_sum));
     add(Step::kBackwardDq, kernel, backward_dq_blocks(call_, kernel));
@@ -153,7 +156,7 @@ void Planner::backward() {
   if (p.need.sink) {
     add(Step::kReduceSink, part("reduce_sink", small()), rows.heads_q);
   }
-  plan_.summary = fmt::format("for {}: {}{}", plan_.target.architecture(false), kernels_, plan_.summary);
+  plan_.summary = fmt::format("for {}: {}{}{}", plan_.target.architecture(false), kernels_, plan_.summary, reasons_);
 }
 
 // Whether the gradient of the first bias is dS itself: nothing is shared.
@@ -204,7 +207,7 @@ Choice Planner::backward_for_hopper(BackwardWants wants) {
   wants.dq = wants.dq || wants.ordered || alone;
   Choice choice = sm90_backward(call_, plan_.operands, plan_.target, wants);
   if (!allowed(choice.kernel)) {
-    choice.why_not = "not asked for by FOVEA_KERNEL=sm90";
+    choice.why_not = "FOVEA_KERNEL";
   }
   if (choice.why_not != nullptr) {
     choice.kernel.spec = {};
@@ -233,7 +236,7 @@ void Planner::bias(Gradient gradient, const PlaneTraits& traits, int which) {
     const std::int64_t list = planes > 0 ? p.batch() * p.heads_q / planes : 0;
     const BiasList shared{planes, list, queries, keys};
     const Choice choice = sm90_bias_gradient(call_, plan_.operands, plan_.target, type, which, shared);
-    if (choice.why_not == nullptr && allowed(choice.kernel)) {
+    if (serves(choice)) {
       bias_for_hopper(choice, shared, which);
       return;
     }

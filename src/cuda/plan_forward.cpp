@@ -13,23 +13,11 @@
 namespace fovea::cuda {
 
 void Planner::forward() {
-  std::string reasons;
-  const auto serves = [&](const Choice& choice) {
-    if (!allowed(choice.kernel)) {
-      reasons += fmt::format("; {}: FOVEA_KERNEL={}", choice.kernel.name, kernel_family());
-      return false;
-    }
-    if (choice.why_not != nullptr) {
-      reasons += fmt::format("; {}: {}", choice.kernel.name, choice.why_not);
-      return false;
-    }
-    return true;
-  };
   const auto say = [&](const Kernel& kernel) {
     const Spec& spec = kernel.spec;
     plan_.summary = fmt::format("{} for {}, {} warps of {} queries, {} keys a step{}{}", kernel.name,
                                 plan_.target.architecture(kernel.one_architecture), spec.warps, spec.tiles * 16,
-                                spec.step, plan_.summary, reasons);
+                                spec.step, plan_.summary, reasons_);
   };
   // The forward for Hopper takes masks in an order of its own.
   plan_.operands = operands_of(call_, plan_.workspace, true);
@@ -51,7 +39,7 @@ void Planner::forward() {
       return;
     }
   }
-  refuse("no forward kernel" + reasons);
+  refuse("no forward kernel" + reasons_);
 }
 
 void Planner::forward_for_hopper(Kernel kernel) {

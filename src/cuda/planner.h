@@ -22,13 +22,17 @@ class Planner {
  private:
   const Call& call_;
   Plan plan_;
-  std::string kernels_;  // for the summary
+  // For the summary: the kernels of a backward, and the candidates that were passed over.
+  std::string kernels_;
+  std::string reasons_;
 
   [[noreturn]] static void refuse(const std::string& why) { throw Error(FOVEA_UNSUPPORTED, why); }
   static std::int64_t tiles_of(std::int64_t length, std::int64_t tile) { return (length + tile - 1) / tile; }
 
   // Whether kernels of this one's family may be taken (FOVEA_KERNEL).
   static bool allowed(const Kernel& kernel);
+  // Whether a candidate is taken; if not, the summary says why.
+  bool serves(const Choice& choice);
   // Blocks that keep every multiprocessor busy, for kernels that walk over their work with a stride.
   static std::int64_t striding_blocks(std::int64_t threads, const Target& target);
 

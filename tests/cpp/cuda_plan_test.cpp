@@ -171,22 +171,42 @@ TEST(CudaPlan, Golden) {
       << "where that is meant: FOVEA_WRITE_GOLDEN=1 fovea_tests --gtest_filter=CudaPlan.Golden";
 }
 
-// What the forward for Hopper leaves to the generic kernels of the case table's rows: each reason once.
+// What Hopper's kernels leave to the generic ones of the case table's rows, in both directions, and of longer problems:
+// each reason once, by the kernel that gives it.
 TEST(CudaPlan, WhatHopperLeaves) {
-  const char* const kFile = FOVEA_SOURCE_DIR "/tests/cpp/golden/sm90_forward_leaves.txt";
+  const char* const kFile = FOVEA_SOURCE_DIR "/tests/cpp/golden/sm90_leaves.txt";
+  std::vector<Problem> problems = both_directions_of_the_table();
+  for (const char* line : {
+           "fwd b=1 hq=8 sq=64 sk=64 d=320 bf16",
+           "fwd b=1 hq=8 hk=1 sq=1 sk=32768 d=128 bf16",
+           "bwd b=1 hq=8 sq=512 sk=512 d=320 bf16 bias=1,h,q,k need=q,k,v,bias",
+           "bwd b=1 hq=8 sq=512 sk=512 d=64 fp32 bias=1,h,q,k need=q,k,v,bias",
+           "bwd b=2 hq=8 sq=512 sk=512 d=128 bf16 need=q det",
+           "bwd b=2 hq=8 sq=512 sk=512 d=192 bf16 need=q",
+           "bwd b=2 hq=8 sq=512 sk=512 d=128 bf16 softcap=30 bias=1,1,1,k need=q,k,v,bias",
+           "bwd b=2 hq=8 sq=512 sk=512 d=128 bf16 dropout=0.1 bias=b,h,q,1 need=q,k,v,bias",
+           "bwd b=2 hq=8 sq=512 sk=512 d=128 bf16 dropout=0.1 rng=torch_mem_efficient",
+           "bwd b=2 hq=8 sq=512 sk=512 d=192 bf16 bias=1,1,1,k need=q,k,v,bias",
+           "bwd b=2 hq=8 sq=512 sk=512 d=256 bf16 bias=1,h,q,k:fp32",
+           "bwd b=2 hq=8 sq=512 sk=512 d=256 bf16 bias=b,h,q,1",
+           "bwd b=65 hq=4 sq=49 sk=49 d=160 bf16 bias=1,h,q,k need=q,k,v,bias",
+       }) {
+    problems.push_back(Line(line).problem);
+  }
   const Target target = target_of("sm_90");
   std::set<std::string> reasons;
-  for (const Problem& problem : both_directions_of_the_table()) {
-    if (problem.direction != Direction::kForward) {
-      continue;
-    }
+  for (const Problem& problem : problems) {
     const Shapes shapes(problem);
     const std::string summary =
         plan_for(validate(shapes.get(), problem.direction, /*shapes_only=*/true), target).summary;
-    const std::string name = "sm90_forward: ";
-    if (const std::size_t at = summary.find(name); at != std::string::npos) {
-      const std::size_t from = at + name.size();
-      reasons.insert(summary.substr(from, summary.find(';', from) - from));
+    const std::string separator = "; ";
+    for (std::size_t begin = 0; begin < summary.size();) {
+      const std::size_t end = std::min(summary.find(separator, begin), summary.size());
+      const std::string part = summary.substr(begin, end - begin);
+      if (part.starts_with("sm90_") && part.find(": ") != std::string::npos) {
+        reasons.insert(part);
+      }
+      begin = end + separator.size();
     }
   }
   std::string text;
