@@ -35,8 +35,23 @@ struct Settings {
   bool list = false;
 };
 
+struct Asked {
+  Problem problem;
+  std::string where;  // it was read, for messages: "problems.txt:3: "
+};
+
+// What `work` says is wrong begins with where the problem was read.
+template <class Work>
+void naming(const std::string& where, const Work& work) {
+  try {
+    work();
+  } catch (const Error& error) {
+    throw Error(error.status(), where + error.what());
+  }
+}
+
 // A line without fwd or bwd stands for both.
-void add_line(std::vector<Problem>& problems, const std::string& line) {
+void add_line(std::vector<Asked>& problems, const std::string& line, const std::string& where) {
   const std::vector<std::string> words = words_of(line);
   if (words.empty() || words.front().starts_with('#')) {
     return;
@@ -44,24 +59,24 @@ void add_line(std::vector<Problem>& problems, const std::string& line) {
   for (const std::string& word : words) {
     if (word == "device=cpu" || (word.starts_with("backend=") && word != "backend=cuda")) {
       throw Fault(kBadInput,
-                  fmt::format("{}: in '{}'; precompile is for a GPU's kernels: accepted is device=cuda, or no "
+                  fmt::format("{}{}: in '{}'; precompile is for a GPU's kernels: accepted is device=cuda, or no "
                               "word of it",
-                              word, line));
+                              where, word, line));
     }
   }
   const bool directed = std::any_of(words.begin(), words.end(), [](auto& w) { return w == "fwd" || w == "bwd"; });
   for (const std::string direction : {"fwd ", "bwd "}) {
-    problems.push_back(parse(directed ? line : direction + line));
+    naming(where, [&] { problems.push_back({parse(directed ? line : direction + line), where}); });
     if (directed) {
       break;
     }
   }
 }
 
-std::vector<Problem> problems_of(const Settings& settings) {
-  std::vector<Problem> problems;
-  for (const std::string& line : settings.lines) {
-    add_line(problems, line);
+std::vector<Asked> problems_of(const Settings& settings) {
+  std::vector<Asked> problems;
+  for (std::size_t n = 0; n < settings.lines.size(); ++n) {
+    add_line(problems, settings.lines[n], settings.lines.size() > 1 ? fmt::format("problem {}: ", n + 1) : "");
   }
   if (!settings.file.empty()) {
     std::ifstream opened;
@@ -72,8 +87,10 @@ std::vector<Problem> problems_of(const Settings& settings) {
       }
     }
     std::istream& input = settings.file == "-" ? std::cin : opened;
+    const std::string name = settings.file == "-" ? "standard input" : settings.file;
+    int number = 0;
     for (std::string line; std::getline(input, line);) {
-      add_line(problems, line);
+      add_line(problems, line, fmt::format("{}:{}: ", name, ++number));
     }
   }
   if (settings.table) {
@@ -82,12 +99,12 @@ std::vector<Problem> problems_of(const Settings& settings) {
       if (problem.type == DType::kFp64) {
         continue;  // the CPU's
       }
-      problems.push_back(problem);
+      problems.push_back({problem, ""});
       problem.direction = Direction::kForward;
       problem.need = {};
       problem.grad_lse = false;
       problem.lse = true;
-      problems.push_back(problem);
+      problems.push_back({problem, ""});
     }
   }
   if (problems.empty()) {
@@ -139,18 +156,21 @@ struct Work {
   std::vector<std::string> refused;  // problems that no kernel serves, with the reason
 };
 
-Work work_of(const std::vector<Problem>& problems, const std::vector<cuda::Target>& targets) {
+Work work_of(const std::vector<Asked>& problems, const std::vector<cuda::Target>& targets) {
   Work work;
   std::set<std::string> known;
-  for (Problem problem : problems) {
+  for (const Asked& asked : problems) {
+    Problem problem = asked.problem;
     if (problem.type == DType::kFp64) {
-      work.refused.push_back(fmt::format("{}: fp64; accepted on a GPU: fp32, fp16, bf16", print(problem)));
+      work.refused.push_back(
+          fmt::format("{}{}: fp64; accepted on a GPU: fp32, fp16, bf16", asked.where, print(problem)));
       continue;
     }
     problem.device = FOVEA_CUDA;
     problem.backend.clear();
     const Shapes shapes(problem);
-    const Call call = validate(shapes.get(), problem.direction, /*shapes_only=*/true);
+    Call call;
+    naming(asked.where, [&] { call = validate(shapes.get(), problem.direction, /*shapes_only=*/true); });
     for (const cuda::Target& target : targets) {
       try {
         for (const cuda::Kernel& kernel : cuda::kernels_for(call, target)) {
@@ -163,7 +183,8 @@ Work work_of(const std::vector<Problem>& problems, const std::vector<cuda::Targe
         if (error.status() != FOVEA_UNSUPPORTED) {
           throw;
         }
-        work.refused.push_back(fmt::format("{} for {}: {}", print(problem), target.architecture(), error.what()));
+        work.refused.push_back(
+            fmt::format("{}{} for {}: {}", asked.where, print(problem), target.architecture(), error.what()));
       }
     }
   }

@@ -805,6 +805,26 @@ def test_precompile_reads_problems_from_a_file(here):
     assert listed == succeeds("precompile", "--list", "--arch", "sm_80", f"fwd {PLAIN}", f"fwd {PLAIN} causal")
 
 
+def test_precompile_names_the_line(here):
+    """Of a file, or which of several arguments, in whatever way it is wrong."""
+    line = ("precompile", "--list", "--arch", "sm_80")
+    for wrong, says in [
+        ("fwd sq=8 d=8 hq=x", "problem line: hq: 'x'"),
+        ("sq=8 d=8 hq=3 hk=2", "problem line: hk: '2'"),
+        ("fwd sq=8 d=8 windw=1,1", "problem line: windw: not a word of it; did you mean window?"),
+        ("bwd sq=10 d=1 b=100000000000 hq=100000000000", "q: shape "),
+        ("sq=8 d=8 device=cpu", "device=cpu: in "),
+    ]:
+        (here / "problems.txt").write_text(f"# a comment\n\nfwd {PLAIN}\n{wrong}\n")
+        refused(*line, "--file", "problems.txt", cwd=here, says=f"fovea: problems.txt:4: {says}")
+        refused(*line, f"fwd {PLAIN}", wrong, says=f"fovea: problem 2: {says}")
+        refused(*line, wrong, says=f"fovea: {says}")
+    (here / "problems.txt").write_text(f"fwd {PLAIN}\n\nfwd b=1 sq=8 d=8 fp64\nfwd b=1 sq=8 d=100000 bf16")
+    done = fovea("precompile", "--list", "--arch", "sm_80", "--file", "problems.txt", cwd=here)
+    assert done.returncode == UNSUPPORTED
+    assert "\nproblems.txt:3: fwd " in done.stderr and "\nproblems.txt:4: fwd " in done.stderr, done.stderr
+
+
 def test_precompile_compiles_once(here):
     line = ("--arch", "sm_80", "--jobs", "1", f"fwd {PLAIN}")
     assert precompile(*line, folder=here / "kernels").startswith("2 kernels: 2 compiled, 0 were there; ")
