@@ -492,14 +492,20 @@ class Attention:
         object.__setattr__(self, "_options", options)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        """Options are fixed; what is none may be one that is misspelt, but for attributes that a class of one's own adds."""
         if name in _SHARED:
             raise AttributeError(f"{name}: fixed when this Attention was made; with_({name}=...) makes another one")
+        if type(self) is Attention or _help.cure(name, _SHARED):
+            raise AttributeError(
+                f"{name}: not an option, and options are fixed when an Attention is made; {_help.instead(name, _SHARED)}"
+            )
         object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         """Each option by its name, with attention()'s default where it was not given."""
         if name not in _SHARED:
-            raise AttributeError(f"{name}: neither an option nor a method of fovea.Attention")
+            cure = _help.cure(name, (*_SHARED, "options", "with_", "backward", "explain", "prepare"))
+            raise AttributeError(f"{name}: neither an option nor a method of fovea.Attention{cure and '; ' + cure}")
         return self._options.get(name, _SHARED[name])
 
     def __dir__(self) -> list[str]:

@@ -30,13 +30,18 @@ _ELSEWHERE = {
 }
 
 
-def instead(name: str, options: Iterable[str]) -> str:
-    """The cure for a keyword that is none of `options`."""
-    options = list(options)
+def cure(name: str, options: Iterable[str]) -> str:
+    """For a keyword that is none of `options`: what it is called here; "" if nothing is like it."""
     if name in _ELSEWHERE:
         return _ELSEWHERE[name]
     near = difflib.get_close_matches(name, options, 1, 0.7)
-    return f"did you mean {near[0]}?" if near else f"accepted: {', '.join(options)}"
+    return f"did you mean {near[0]}?" if near else ""
+
+
+def instead(name: str, options: Iterable[str]) -> str:
+    """The same, or all that there is."""
+    options = list(options)
+    return cure(name, options) or f"accepted: {', '.join(options)}"
 
 
 def refuse(

@@ -791,8 +791,14 @@ def test_attention_object_rejects_changes():
             call()
     with pytest.raises(ValueError, match=r"seed: None with dropout_p=0\.1; accepted: an integer"):
         fovea.Attention(dropout_p=0.1)
-    with pytest.raises(AttributeError, match="causl: neither an option nor a method"):
+    with pytest.raises(AttributeError, match=r"causl: neither an option nor a method of fovea.Attention; did you mean causal\?"):
         attend.causl  # noqa: B018
+    with pytest.raises(AttributeError, match=r"causl: not an option, and .* fixed when .* made; did you mean causal\?"):
+        attend.causl = True
+    with pytest.raises(AttributeError, match=r"is_causal: not an option, .*; causal=True, with align="):
+        attend.is_causal = True
+    with pytest.raises(AttributeError, match=r"xyzzy: not an option, .*; accepted: bias, bias2, mask"):
+        attend.xyzzy = True
     with pytest.raises(AttributeError, match=r"causal: fixed when this Attention was made; with_\(causal=\.\.\.\)"):
         attend.causal = False
     with pytest.raises(AttributeError, match=r"softcap: fixed when .* with_\(softcap"):
@@ -800,6 +806,22 @@ def test_attention_object_rejects_changes():
     assert attend.causal is True and attend.softcap == 0
     attend.options["causal"] = False  # a copy
     assert attend.options["causal"] is True
+
+
+def test_attention_object_of_a_class_of_ones_own():
+    class Counting(fovea.Attention):
+        calls = 0
+
+        def __call__(self, *arguments, **options):
+            self.calls += 1
+            self.last = arguments
+            return super().__call__(*arguments, **options)
+
+    attend = Counting(causal=True, align="top_left")
+    attend(*qkv())
+    assert attend.calls == 1 and len(attend.last) == 3
+    with pytest.raises(AttributeError, match=r"causl: .* did you mean causal\?"):
+        attend.causl = True
 
 
 def test_attention_object_shows_its_options():
