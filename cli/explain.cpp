@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// fovea explain: who serves a problem and why the others do not; without a problem, what this machine has.
+// fovea explain: who serves a problem and why the others do not, here or on a GPU of some architecture; without a
+// problem, what this machine has.
 #include <fmt/format.h>
 #include <sched.h>
 #include <unistd.h>
@@ -68,20 +69,22 @@ constexpr Variable kVariables[] = {
     {"FOVEA_TEST_DEVICE", "tests/gpu: cuda, cpu or compile", cuda_cpu_or_compile},
 };
 
-void explain_problem(const std::string& line) {
+// Whether a backend serves it. Without an architecture: on this machine.
+bool explain_problem(const std::string& line, const std::string& architecture) {
+  const auto explain = [&](char* text, std::size_t capacity, std::size_t* needed) {
+    return architecture.empty() ? fovea_explain_line(line.c_str(), text, capacity, needed)
+                                : fovea_explain_for(line.c_str(), architecture.c_str(), text, capacity, needed);
+  };
   std::size_t needed = 0;
-  fovea_status status = fovea_explain_line(line.c_str(), nullptr, 0, &needed);
+  fovea_status status = explain(nullptr, 0, &needed);
   if (status != FOVEA_OK && status != FOVEA_UNSUPPORTED) {
     require(status);
   }
   std::string text(needed, '\0');
-  status = fovea_explain_line(line.c_str(), text.data(), text.size(), &needed);
+  status = explain(text.data(), text.size(), &needed);
   text.resize(needed > 0 ? needed - 1 : 0);
   fmt::print("{}", text);
-  if (status == FOVEA_UNSUPPORTED) {
-    throw Fault(kUnsupported, "");
-  }
-  require(status);
+  return status == FOVEA_OK;
 }
 
 int allowed_cores() {
@@ -157,20 +160,40 @@ void explain_machine() {
 
 void add_explain(CLI::App& app) {
   auto words = std::make_shared<std::vector<std::string>>();
+  auto architectures = std::make_shared<std::vector<std::string>>();
   CLI::App* explain_app =
       app.add_subcommand("explain", "Who serves a problem, and why not the others; or this machine");
   explain_app->add_option("problem", *words, "A problem line; without one, what this machine has")->type_name("LINE");
+  explain_app
+      ->add_option("-a,--arch", *architectures,
+                   "Instead of this machine a GPU of these architectures, which need not be there: sm_80, sm_90, ...")
+      ->delimiter(',')
+      ->allow_extra_args(false)
+      ->type_name("ARCH");
   explain_app->footer(
       "Examples:\n"
       "  fovea explain\n"
+      "  fovea explain --arch sm_90 'bwd b=8 hq=16 sq=2048 sk=2048 d=64 bf16 bias=1,h,q,k need=q,k,v,bias'\n"
       "  fovea explain 'fwd b=2 hq=32 hk=8 sq=4096 sk=4096 d=128 bf16 causal softcap=30'\n"
       "  FOVEA_CPU_ISA=avx2 fovea explain bwd b=1 hq=8 sq=512 sk=512 d=64 fp32 bias=1,h,q,k need=bias\n\n" +
       std::string(problem_line_help()) + "Exit code 3 if no backend serves the problem.");
-  explain_app->callback([words] {
+  explain_app->callback([words, architectures] {
     if (words->empty()) {
+      if (!architectures->empty()) {
+        throw Fault(kBadInput, "--arch: without a problem; accepted: with a problem line");
+      }
       explain_machine();
-    } else {
-      explain_problem(fmt::format("{}", fmt::join(*words, " ")));
+      return;
+    }
+    if (architectures->empty()) {
+      architectures->emplace_back();
+    }
+    bool serves = true;
+    for (const std::string& architecture : *architectures) {
+      serves = explain_problem(fmt::format("{}", fmt::join(*words, " ")), architecture) && serves;
+    }
+    if (!serves) {
+      throw Fault(kUnsupported, "");
     }
   });
 }

@@ -412,6 +412,15 @@ inline std::string explain(const std::string& line) {
                          FOVEA_UNSUPPORTED);
 }
 
+// And for a GPU of an architecture, such as "sm_90", which need not be there.
+inline std::string explain(const std::string& line, const std::string& architecture) {
+  return detail::text_of(
+      [&](char* text, std::size_t capacity, std::size_t* needed) {
+        return fovea_explain_for(line.c_str(), architecture.c_str(), text, capacity, needed);
+      },
+      FOVEA_UNSUPPORTED);
+}
+
 // The call's problem in its one-line text form.
 template <class Call>
 std::string describe(const Call& call) {

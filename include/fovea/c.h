@@ -190,6 +190,11 @@ FOVEA_API fovea_status fovea_explain(const fovea_problem* problem, fovea_directi
  * "fwd b=2 hq=32 hk=8 sq=4096 sk=4096 d=128 bf16 causal=br softcap=30". */
 FOVEA_API fovea_status fovea_explain_line(const char* line, char* text, size_t capacity, size_t* needed);
 
+/* The same for a GPU of an architecture, such as "sm_90", which need not be there (of several products the largest is
+ * meant): what it would do with the problem, which lies there whatever the line says of it. */
+FOVEA_API fovea_status fovea_explain_for(const char* line, const char* architecture, char* text, size_t capacity,
+                                         size_t* needed);
+
 /* The one-line text form of a problem. */
 FOVEA_API fovea_status fovea_describe(const fovea_problem* problem, fovea_direction direction, char* text,
                                       size_t capacity, size_t* needed);

@@ -127,6 +127,7 @@ FUNCTIONS = {
     "fovea_backward": (ctypes.c_int, (_PROBLEM, ctypes.c_void_p, ctypes.c_size_t)),
     "fovea_explain": (ctypes.c_int, (_PROBLEM, ctypes.c_int, *_TEXT)),
     "fovea_explain_line": (ctypes.c_int, (ctypes.c_char_p, *_TEXT)),
+    "fovea_explain_for": (ctypes.c_int, (ctypes.c_char_p, ctypes.c_char_p, *_TEXT)),
     "fovea_describe": (ctypes.c_int, (_PROBLEM, ctypes.c_int, *_TEXT)),
     "fovea_backends": (ctypes.c_int, _TEXT),
     "fovea_machine": (ctypes.c_int, _TEXT),

@@ -353,20 +353,21 @@ def backends() -> dict[str, str]:
     return dict(line.split("\t", 1) for line in text(lib.fovea_backends).splitlines())
 
 
-def explain(*arguments: Any, direction: Optional[str] = None, **options: Any) -> str:
+def explain(*arguments: Any, direction: Optional[str] = None, arch: Optional[str] = None, **options: Any) -> str:
     """Which backend computes a problem, and why each other one does not.
 
     explain(q, k, v, causal=True)                  for these arrays
     explain(q, k, v, direction="backward")         for their backward; need=... or grad_lse=... mean it, too
     explain("fwd b=2 hq=8 sq=512 d=64 bf16 ...")   for a problem in its one-line form
+    explain(..., arch="sm_90")                     for a GPU of this architecture, which need not be there
     explain()                                      what this machine has: backends, threads, GPUs, compiler, cache
     """
     if not arguments:
-        _refuse(options, "explain() without a problem")
+        _refuse(options if arch is None else {"arch": arch, **options}, "explain() without a problem")
         return _doctor()
     if len(arguments) == 1 and isinstance(arguments[0], str):
         _refuse(options, "a problem in one line says everything itself")
-        return text(lib.fovea_explain_line, arguments[0].encode(), tolerate=_abi.UNSUPPORTED)
+        return _explain_line(arguments[0], arch)
     if len(arguments) != 3:
         raise TypeError(f"explain: {len(arguments)} arguments; accepted: none, a line, or q, k, v")
     need = options.pop("need", None)
@@ -382,7 +383,7 @@ def explain(*arguments: Any, direction: Optional[str] = None, **options: Any) ->
     for name in options:
         if name == "backward":
             raise TypeError('backward: not an option; direction="backward"')
-        _known(name, ("direction", "need", "grad_lse", "return_lse"))
+        _known(name, ("direction", "need", "grad_lse", "return_lse", "arch"))
     problem = Problem(*arguments, {**_SHARED, **options})
     problem.expect("out")
     if way == _abi.FORWARD:
@@ -396,7 +397,15 @@ def explain(*arguments: Any, direction: Optional[str] = None, **options: Any) ->
             raw.grad_lse = raw.lse
         for name in needed(need, [name for name in DIFFERENTIABLE if name in problem.views]):
             problem.expect(f"grad_{name}")
-    return problem.explain(way)
+    return problem.explain(way) if arch is None else _explain_line(problem.describe(way), arch)
+
+
+def _explain_line(line: str, arch: Optional[str]) -> str:
+    if arch is None:
+        return text(lib.fovea_explain_line, line.encode(), tolerate=_abi.UNSUPPORTED)
+    if not isinstance(arch, str):
+        raise TypeError(f"arch: {arch!r}; accepted: an architecture's name, such as 'sm_90'")
+    return text(lib.fovea_explain_for, line.encode(), arch.encode(), tolerate=_abi.UNSUPPORTED)
 
 
 def prepare(
@@ -542,9 +551,17 @@ class Attention:
         )
 
     def explain(
-        self, q: Any, k: Any, v: Any, *, direction: Optional[str] = None, need: Any = None, **tensors: Any
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        direction: Optional[str] = None,
+        need: Any = None,
+        arch: Optional[str] = None,
+        **tensors: Any,
     ) -> str:
-        return explain(q, k, v, direction=direction, need=need, **self._merged(tensors))
+        return explain(q, k, v, direction=direction, need=need, arch=arch, **self._merged(tensors))
 
     def prepare(self, q: Any, k: Any, v: Any, **more: Any) -> None:
         tensors = {name: more.pop(name) for name in list(more) if name in _SHARED}

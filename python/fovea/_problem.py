@@ -413,6 +413,14 @@ class Problem:
             self._name_layout(error)
             raise
 
+    def describe(self, direction: int) -> str:
+        """In one line."""
+        try:
+            return text(lib.fovea_describe, ctypes.byref(self.raw), direction)
+        except ValueError as error:
+            self._name_layout(error)
+            raise
+
     def _name_layout(self, error: ValueError) -> None:
         if self._swap:
             error.args = (heads_first(str(error)),)

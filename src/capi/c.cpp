@@ -103,10 +103,19 @@ void run(const fovea_problem* problem, Direction direction, void* workspace, std
   execute(call, workspace, bytes);
 }
 
-void explain(const Call& call, const std::string& notes, char* text, std::size_t capacity, std::size_t* needed) {
-  const Plan plan = explained(call);
+void explain(const Call& call, const Plan& plan, const std::string& notes, char* text, std::size_t capacity,
+             std::size_t* needed) {
   write_text(to_text(call.problem, plan, notes), text, capacity, needed);
   require_supported(call.problem, plan);
+}
+
+// Of a problem that is a line.
+void explain(const Problem& problem, const char* architecture, char* text, std::size_t capacity, std::size_t* needed) {
+  const Shapes shapes(problem);
+  Call call = validate(shapes.get(), problem.direction, /*shapes_only=*/true);
+  call.problem = problem;
+  explain(call, architecture == nullptr ? explained(call) : explained_for(call, architecture), "", text, capacity,
+          needed);
 }
 
 // Of the environment variables that the library reads: those that are set to what it does not accept.
@@ -219,18 +228,29 @@ fovea_status fovea_explain(const fovea_problem* problem, fovea_direction directi
     check_text(text, capacity);
     const fovea::Call call =
         fovea::validate(given(problem, "problem"), fovea::direction_of(direction), /*shapes_only=*/true);
-    fovea::explain(call, fovea::strides_beside_the_line(call), text, capacity, needed);
+    fovea::explain(call, fovea::explained(call), fovea::strides_beside_the_line(call), text, capacity, needed);
   });
 }
 
 fovea_status fovea_explain_line(const char* line, char* text, size_t capacity, size_t* needed) {
   return guarded([&] {
     check_text(text, capacity);
-    const fovea::Problem problem = fovea::parse(&given(line, "line"));
-    const fovea::Shapes shapes(problem);
-    fovea::Call call = fovea::validate(shapes.get(), problem.direction, /*shapes_only=*/true);
-    call.problem = problem;
-    fovea::explain(call, "", text, capacity, needed);
+    fovea::explain(fovea::parse(&given(line, "line")), nullptr, text, capacity, needed);
+  });
+}
+
+fovea_status fovea_explain_for(const char* line, const char* architecture, char* text, size_t capacity,
+                               size_t* needed) {
+  return guarded([&] {
+    check_text(text, capacity);
+    fovea::Problem problem = fovea::parse(&given(line, "line"));
+    if (!problem.backend.empty() && problem.backend != "cuda") {
+      throw fovea::Error(
+          FOVEA_INVALID_ARGUMENT,
+          fmt::format("backend={}: for a GPU's architecture; accepted: backend=cuda, or none", problem.backend));
+    }
+    problem.device = FOVEA_CUDA;
+    fovea::explain(problem, &given(architecture, "architecture"), text, capacity, needed);
   });
 }
 

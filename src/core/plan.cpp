@@ -81,10 +81,14 @@ BackendKind kind_of(std::string_view backend) {
 }
 
 // With room to begin at a multiple of what the backend wants.
+std::size_t workspace_of(const cuda::Plan& plan) {
+  const auto bytes = static_cast<std::size_t>(plan.workspace.bytes());
+  return bytes > 0 ? bytes + cuda::Workspace::kAlignment - 1 : 0;
+}
+
 std::size_t workspace_of(const Plan& plan) {
   if (plan.cuda != nullptr) {
-    const auto bytes = static_cast<std::size_t>(cuda::plan_of(*plan.cuda).workspace.bytes());
-    return bytes > 0 ? bytes + cuda::Workspace::kAlignment - 1 : 0;
+    return workspace_of(cuda::plan_of(*plan.cuda));
   }
   return plan.cpu.workspace > 0 ? plan.cpu.workspace + kWorkspaceAlignment - 1 : 0;
 }
@@ -140,6 +144,25 @@ Plan explained(const Call& call) {
       }
     }
   }
+  return plan;
+}
+
+Plan explained_for(const Call& call, std::string_view architecture) {
+  Plan plan;
+  Verdict verdict{"cuda", false, ""};
+  const cuda::Target target = cuda::target_of(architecture);
+  try {
+    const cuda::Plan found = cuda::plan_for(call, target);
+    verdict = {"cuda", true, found.summary};
+    plan.backend = BackendKind::kCuda;
+    plan.workspace = workspace_of(found);
+  } catch (const Error& error) {
+    if (error.status() != FOVEA_UNSUPPORTED) {
+      throw;
+    }
+    verdict.reason = error.what();
+  }
+  plan.verdicts.push_back(verdict);
   return plan;
 }
 

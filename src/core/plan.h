@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "core/problem.h"
@@ -42,6 +43,9 @@ Plan plan(const Call& call);
 
 // As plan(), and whether a GPU's kernels are there or can be compiled here.
 Plan explained(const Call& call);
+
+// For a GPU of an architecture that need not be there; its kernels are not looked for.
+Plan explained_for(const Call& call, std::string_view architecture);
 
 // The text of explain(). `notes`: whole lines about the problem that its own line cannot say.
 std::string to_text(const Problem& problem, const Plan& plan, const std::string& notes = "");

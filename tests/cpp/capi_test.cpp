@@ -81,6 +81,9 @@ TEST(CApi, NullPointers) {
   expect(fovea_explain(nullptr, FOVEA_FORWARD, text, sizeof(text), &bytes), "problem: NULL");
   expect(fovea_explain_line(nullptr, text, sizeof(text), &bytes), "line: NULL");
   expect(fovea_explain_line("sq=1 d=1", nullptr, 8, &bytes), "text: NULL with capacity 8");
+  expect(fovea_explain_for(nullptr, "sm_90", text, sizeof(text), &bytes), "line: NULL");
+  expect(fovea_explain_for("sq=1 d=1", nullptr, text, sizeof(text), &bytes), "architecture: NULL");
+  expect(fovea_explain_for("sq=1 d=1", "sm_90", nullptr, 8, &bytes), "text: NULL with capacity 8");
   expect(fovea_describe(nullptr, FOVEA_FORWARD, text, sizeof(text), &bytes), "problem: NULL");
   expect(fovea_backends(nullptr, 3, &bytes), "text: NULL with capacity 3");
   expect(fovea_dropout_mask(1, 1, 1, 1, 0.5, 0, 0, FOVEA_RNG_FOVEA, nullptr), "mask: NULL");
@@ -111,6 +114,24 @@ TEST(CApi, TextIsCutAndItsLengthSaid) {
   EXPECT_EQ(needed, whole.size());
   EXPECT_STREQ(cut, "problem:");
   EXPECT_EQ(cut[9], '?');
+}
+
+TEST(CApi, ExplainForAGpuThatNeedNotBeThere) {
+  char text[1024] = "";
+  ASSERT_EQ(fovea_explain_for("fwd sq=64 d=64 bf16", "sm_90", text, sizeof(text), nullptr), FOVEA_OK);
+  EXPECT_EQ(
+      std::string(text).rfind("problem: fwd b=1 hq=1 sq=64 sk=64 d=64 bf16 device=cuda\ncuda: serves: sm90_forward", 0),
+      0u)
+      << text;
+  EXPECT_EQ(fovea_explain_for("fwd sq=64 d=64 fp64 device=cpu", "sm_80", text, sizeof(text), nullptr),
+            FOVEA_UNSUPPORTED);
+  EXPECT_NE(std::string(text).find("cuda: does not serve: q: fp64 on a CUDA device"), std::string::npos) << text;
+  EXPECT_EQ(fovea_explain_for("fwd sq=64 d=64", "sm_12", text, sizeof(text), nullptr), FOVEA_INVALID_ARGUMENT);
+  EXPECT_EQ(std::string(fovea_last_error()).rfind("architecture: 'sm_12'; accepted: sm_80, ", 0), 0u)
+      << fovea_last_error();
+  EXPECT_EQ(fovea_explain_for("fwd sq=64 d=64 backend=cpu", "sm_90", text, sizeof(text), nullptr),
+            FOVEA_INVALID_ARGUMENT);
+  EXPECT_EQ(std::string(fovea_last_error()).rfind("backend=cpu: ", 0), 0u) << fovea_last_error();
 }
 
 TEST(CApi, ExplainSaysWhyEvenWhereNothingServes) {

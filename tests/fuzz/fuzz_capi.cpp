@@ -407,6 +407,7 @@ class Fuzzer {
     }
     std::array<char, 64> text{};
     count(fovea_explain_line(line.c_str(), text.data(), text.size(), nullptr));
+    count(fovea_explain_for(line.c_str(), "sm_90", text.data(), text.size(), nullptr));
     if (text.back() != '\0') {
       say("text without an end");
     }

@@ -887,6 +887,25 @@ def test_explain():
     assert "det" in fovea.explain(q, k, v, deterministic=True).splitlines()[0].split()
 
 
+def test_explain_for_a_gpu_that_need_not_be_there():
+    q, k, v = qkv(np.float32)
+    text = fovea.explain(q, k, v, bias=BIAS.astype(np.float32), need="bias", arch="sm_90")
+    first, second, *_ = text.splitlines()
+    assert first.startswith(f"problem: bwd b={B} hq={HQ}") and "need=bias" in first and first.endswith("device=cuda")
+    assert second.startswith("cuda: serves: for sm_90: ") and "sm90_bias_gradient: fp32" in second
+    assert fovea.explain(first.removeprefix("problem: "), arch="sm_90") == text
+    assert "cuda: serves: sm80_forward for sm_80" in fovea.Attention().explain(q, k, v, arch="sm_80")
+    assert "cuda: does not serve: q: fp64 on a CUDA device" in fovea.explain("fwd sq=2 d=4 fp64", arch="sm_90")
+    with pytest.raises(ValueError, match="architecture: 'sm_9'; accepted: sm_80, "):
+        fovea.explain("fwd sq=2 d=4", arch="sm_9")
+    with pytest.raises(TypeError, match="arch: 90; accepted: an architecture's name, such as 'sm_90'"):
+        fovea.explain("fwd sq=2 d=4", arch=90)
+    with pytest.raises(TypeError, match="arch: explain\\(\\) without a problem"):
+        fovea.explain(arch="sm_90")
+    with pytest.raises(TypeError, match=r"archi: not an option; did you mean arch\?"):
+        fovea.explain(q, k, v, archi="sm_90")
+
+
 def test_explain_is_never_cut():
     lengths = np.random.default_rng(0).integers(1, 9, 3000)
     cu_seqlens = np.cumsum([0, *lengths], dtype=np.int32)

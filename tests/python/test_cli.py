@@ -627,6 +627,20 @@ def test_explain_refuses():
     refused("explain", "fwd b=2 d=8", says=("sq: missing",))
 
 
+def test_explain_for_a_gpu_that_need_not_be_there():
+    line = "bwd b=2 hq=4 sq=512 sk=512 d=64 bf16 bias=1,h,q,k need=q,k,v,bias"
+    text = succeeds("explain", "--arch", "sm_90", line)
+    assert text.startswith("problem: bwd b=2 hq=4 sq=512 sk=512 d=64 bf16 bias=1,h,q,k device=cuda\ncuda: serves: for sm_90: ")
+    assert "sm90_backward, " in text and re.search(r"^workspace: \d+ bytes$", text, re.M)
+    both = succeeds("explain", "-a", "sm_80,sm_90", *line.split())
+    assert both.endswith(text) and "sm90_backward: compute capability other than 9.0" in both
+    refused("explain", "--arch", "sm_77", line, says=("architecture: 'sm_77'", "accepted: sm_80"))
+    refused("explain", "--arch", "sm_90", says="--arch: without a problem")
+    refused("explain", "--arch", "sm_90", line + " backend=cpu", says="backend=cpu: for a GPU's architecture; accepted: backend=cuda")
+    done = fovea("explain", "--arch", "sm_90", "fwd b=1 hq=1 sq=2 d=4 fp64")
+    assert done.returncode == UNSUPPORTED and "cuda: does not serve: q: fp64 on a CUDA device" in done.stdout
+
+
 def test_explain_the_machine():
     text = succeeds("explain", env={"FOVEA_CPU_ISA": "portable", "FOVEA_BAKCEND": "cpu"})
     assert re.search(r"instruction set\s+portable\s+in use", text)
