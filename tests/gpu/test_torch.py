@@ -372,6 +372,61 @@ def test_compile(device):
     close(q.grad, right[1] * 2)
 
 
+class Layer(torch.nn.Module):
+    """Attention with a bias that is a parameter, times 2, which is exact and the compiler's own."""
+
+    def __init__(self, rows, device, **options):
+        super().__init__()
+        self.bias = torch.nn.Parameter(normal(1, 4, rows, rows, device=device, grad=False))
+        self.options = options
+
+    def forward(self, q, k, v, lengths=None):
+        packed = {} if lengths is None else {"cu_seqlens_q": lengths, "cu_seqlens_k": lengths}
+        return attention(q, k, v, bias=self.bias, causal=True, align="top_left", **packed, **self.options) * 2
+
+
+@pytest.mark.parametrize("way", ["dense", "dense, dropout", "packed, dropout"])
+def test_reduce_overhead(way, device, monkeypatch):
+    """CUDA graphs made by torch.compile, of the forward and of the backward: warmed up, recorded, replayed. With numbers
+    that are new each time, in the same memory (the bias) and in other, the bits are those of eager calls, and dropout
+    draws what it draws in them."""
+    replays = 0
+    replay = torch.cuda.CUDAGraph.replay
+
+    def counted(graph):
+        nonlocal replays
+        replays += 1
+        return replay(graph)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", counted)
+    rows, options = 130, {"deterministic": True}
+    if "dropout" in way:
+        options["dropout_p"] = 0.1
+    if "packed" in way:
+        options.update(max_seqlen_q=rows, max_seqlen_k=rows)
+    layer = Layer(rows, device, **options)
+    compiled = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
+    for turn in range(6):
+        with torch.no_grad():
+            layer.bias.normal_()
+        inputs = qkv(device)
+        if "packed" in way:
+            inputs = [x.detach().transpose(1, 2).reshape(2 * rows, 4, 64).requires_grad_() for x in inputs]
+            ends = [0, 90 + turn, 90 + turn + rows, 2 * rows]
+            inputs.append(torch.tensor(ends, device=device, dtype=torch.int32))
+        leaves, grad_out = [*inputs[:3], layer.bias], torch.randn_like(inputs[0])
+        before, found = replays, []
+        for run in (layer, compiled):
+            torch.compiler.cudagraph_mark_step_begin()
+            torch.manual_seed(turn)
+            out = run(*inputs)
+            found.append([out, *torch.autograd.grad(out, leaves, grad_out)])
+        for name, eager, graphed in zip(("out", "q", "k", "v", "bias"), *found):
+            assert eager.isfinite().all() and torch.equal(eager, graphed), f"{name}, turn {turn}"
+        assert turn < 3 or replays - before >= 2, f"turn {turn} replays no CUDA graphs"
+        del out, found, eager, graphed
+
+
 def test_refused_on_a_device(device):
     q, k, v = qkv(device)
     with pytest.raises(NotImplementedError, match="fp64 on a CUDA device"):
