@@ -73,12 +73,15 @@ def nvrtc() -> str:
 
 def lines_of_tests() -> list[str]:
     """Of the tests that have problem lines besides the case table's."""
+    import test_backward_edges
     import test_determinism
+    import test_memory
     import test_peers
     import test_random
 
     random = [test_random.random_problem(seed).line() for seed in range(test_random.COUNT)]
-    return [*random, *test_peers.LINES.values(), *test_determinism.LINES, *test_determinism.LONGER]
+    edges = [f"bwd {shape}" for shape in test_backward_edges.SHAPES]
+    return [*random, *test_peers.LINES.values(), *test_determinism.LINES, *test_determinism.LONGER, *edges, *test_memory.LINES]
 
 
 if __name__ == "__main__":  # the sanitizers' rows for `fovea precompile`; --tests: the other tests'; --nvrtc

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backward passes at the edges of what is legal: hidden values of any size, hundreds of packed sequences, many of them
-empty, lengths that contradict each other."""
+"""Backward passes at the edges of what is legal: adversarial numbers, hidden values of any size, hundreds of packed
+sequences, many of them empty, lengths that contradict each other."""
 
 import pytest
 import torch
@@ -8,6 +8,29 @@ import torch
 from fovea.torch import attention
 from problem import parse
 from trial import Trial
+
+# A shape for each kernel of a backward, with every gradient that there is.
+SHAPES = [
+    "b=3 hq=4 hk=2 sq=200 sk=330 d=64 bf16 bias=1,h,q,k need=q,k,v,bias",
+    "b=3 hq=4 sq=200 sk=330 d=128 fp16 causal bias=1,h,q,k need=q,k,v,bias det",
+    "b=2 hq=4 sq=200 sk=200 d=64 bf16 bias=b,h,q,k dropout=0.1 seed=3 sink need=q,k,v,bias,sink",
+    "b=4 hq=4 hk=2 d=128 bf16 seqs_q=70,0,131,200 seqs_k=70,3,131,150 bias=1,h,q,k bias2=b,1,1,k need=q,k,v,bias,bias2",
+    "b=2 hq=2 sq=150 sk=200 d=192 dv=128 bf16 bias=b,1,q,k need=q,k,v,bias",
+    "b=2 hq=2 sq=150 sk=200 d=256 bf16 bias=1,h,q,k need=q,k,v,bias",
+    "b=40 hq=4 sq=49 sk=49 d=32 bf16 bias=1,h,q,k need=q,k,v,bias",
+    "b=2 hq=2 sq=130 sk=150 d=64 fp32 bias=1,h,q,k need=q,k,v,bias",
+    "b=2 hq=2 sq=130 sk=150 d=320 bf16 bias=1,h,q,k need=q,k,v,bias",
+]
+
+
+@pytest.mark.parametrize("family", ["large_scores", "one_hot", "dead_rows", "minus_infinity", "huge", "lowest", "denormal"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_adversarial_numbers(shape, family, device):
+    p = parse(f"bwd {shape} values={family}")
+    p.case_seed = 8
+    faults = Trial(p, device).test()
+    assert not faults, "\n".join([p.line(), *faults])
+
 
 SQ, SK, SEEN = 150, 300, 100  # keys from SEEN on are hidden
 
