@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """fovea's GPU speed beside its peers, in one run on one device.
 
-Each case is checked first (sampled heads against fp64), then timed: forward and backward apart, medians of three runs
-in which the contenders take turns, N(0, 1) inputs in as many copies as outgrow the L2 cache. FLOPs are those of allowed
-(query, key) pairs. `refused` means that a contender has no kernel for the case. Numbers are recorded, never asserted.
+Each case is checked first, ours and FlexAttention (sampled heads against fp64), then timed: forward and backward apart,
+medians of three runs in which the contenders take turns, N(0, 1) inputs in as many copies as outgrow the L2 cache. FLOPs
+are those of allowed (query, key) pairs. `refused` means that a contender has no kernel for the case. Numbers are recorded,
+never asserted.
 
 examples:
   bench/gpu/run.py                                                  every row, PyTorch's contenders
@@ -42,7 +43,7 @@ except ModuleNotFoundError as error:
 import dropout  # noqa: E402
 import fovea  # noqa: E402
 from cases import QUICK, Case, all_cases  # noqa: E402
-from contenders import CONTENDERS, DEVICE, SLOW_TO_COMPILE, Inputs, Refused, make_inputs  # noqa: E402
+from contenders import CHECKED, CONTENDERS, DEVICE, SLOW_TO_COMPILE, Inputs, Refused, make_inputs  # noqa: E402
 
 L2_BYTES = 3 * 60e6
 RUNS = 3
@@ -150,9 +151,9 @@ class Judge:
         return total, size
 
 
-def check(case: Case, x: Inputs) -> str:
-    """Ours against fp64 on the first and the last head of the first and the last batch entry; "" if it is right."""
-    out = CONTENDERS["ours"](case, x)()
+def check(case: Case, x: Inputs, name: str = "ours") -> str:
+    """A contender against fp64 on the first and the last head of the first and the last batch entry; "" if it is right."""
+    out = CONTENDERS[name](case, x)()
     grads: dict = {}
     if not case.forward_only:
         grads = dict(zip(x.leaves, torch.autograd.grad(out, list(x.leaves.values()), x.grad_out)))
@@ -258,6 +259,10 @@ class Runner:
         self.on_device: dict[str, object] = {}  # of random problems: graphs of all copies
         self.copies = len(copies)
         self.graph = 10 if case.graph else 1
+        if name != "ours" and name in CHECKED:
+            fault = check(case, copies[0], name)
+            if fault:
+                raise Refused(f"wrong: {fault}")
         functions = [CONTENDERS[name](case, x) for x in copies]
         with torch.no_grad():
             functions[0]()
