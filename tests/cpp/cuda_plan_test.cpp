@@ -155,6 +155,8 @@ TEST(CudaPlan, Golden) {
       "bwd b=4 hq=16 sq=4096 sk=4096 d=192 bf16 bias=1,h,q,k need=q,k,v",
       "bwd b=8 hq=16 sq=2048 sk=2048 d=80 bf16 causal",
       "bwd b=4 hq=16 sq=4096 sk=4096 d=256 bf16 causal det",
+      "bwd b=8 hq=16 sq=2047 sk=2047 d=64 bf16 bias=b,h,q,k",
+      "bwd b=8 hq=16 sq=2047 sk=2047 d=64 bf16 bias=1,h,q,k",
   };
   std::string text;
   for (const char* architecture : {"sm_80", "sm_90", "sm_120"}) {
@@ -382,6 +384,12 @@ TEST(CudaPlan, GradientsOfBiasesOnHopper) {
   ASSERT_EQ(second.size(), 1u);
   EXPECT_EQ(second[0].spec.bias, BiasTile::kBf16);
   EXPECT_EQ(second[0].spec.bias2, BiasTile::kFp32);
+  // Packed sequences under a band, a second bias and two features more: 64 keys a tile, which compile sooner.
+  const std::string longest =
+      "bwd b=4 hq=2 d=64 bf16 seqs_q=100,50,0,17 seqs_k=100,50,0,17 bias=1,h,q,k bias2=b,h,q,k need=bias ";
+  EXPECT_EQ(gradients(longest + "causal alibi=h mask=b,1,1,k").at(0).spec.step, 64);
+  EXPECT_EQ(gradients(longest + "alibi=h mask=b,1,1,k").at(0).spec.step, 128);
+  EXPECT_EQ(gradients(longest + "causal alibi=h").at(0).spec.step, 128);
   // What nothing shares is dS.
   const std::string own = "bwd b=8 hq=4 sq=512 sk=512 d=64 bf16 bias=b,h,q,k ";
   EXPECT_TRUE(gradients(own).empty());
