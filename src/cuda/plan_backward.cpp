@@ -151,6 +151,7 @@ void Planner::backward() {
   }
   bias(gradients[1], p.bias2, 1);
   if (sums_dq) {
+    spec.same_step = hopper.kernel.spec.same_step;  // how dq_sum lies
     add(Step::kBackwardConvert, part("backward_convert", spec), heads * tiles_of(rows.limit_q, kConvertRows));
   }
   if (p.need.sink) {

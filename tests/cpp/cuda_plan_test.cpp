@@ -155,6 +155,8 @@ TEST(CudaPlan, Golden) {
       "bwd b=4 hq=16 sq=4096 sk=4096 d=192 bf16 bias=1,h,q,k need=q,k,v",
       "bwd b=8 hq=16 sq=2048 sk=2048 d=80 bf16 causal",
       "bwd b=4 hq=16 sq=4096 sk=4096 d=256 bf16 causal det",
+      "bwd b=4 hq=16 sq=4096 sk=4096 d=128 bf16",
+      "bwd b=4 hq=32 hk=8 sq=4096 sk=4096 d=128 bf16 causal",
       "bwd b=8 hq=16 sq=2047 sk=2047 d=64 bf16 bias=b,h,q,k",
       "bwd b=8 hq=16 sq=2047 sk=2047 d=64 bf16 bias=1,h,q,k",
   };

@@ -20,6 +20,8 @@ SHAPES = [
     "b=40 hq=4 sq=49 sk=49 d=32 bf16 bias=1,h,q,k need=q,k,v,bias",
     "b=2 hq=2 sq=130 sk=150 d=64 fp32 bias=1,h,q,k need=q,k,v,bias",
     "b=2 hq=2 sq=130 sk=150 d=320 bf16 bias=1,h,q,k need=q,k,v,bias",
+    "b=8 hq=8 sq=200 sk=330 d=128 bf16 bias=1,h,q,k need=q,k,v,bias",
+    "b=12 hq=8 hk=4 sq=200 sk=330 d=128 fp16 causal need=q,k,v",
 ]
 
 
@@ -28,6 +30,29 @@ SHAPES = [
 def test_adversarial_numbers(shape, family, device):
     p = parse(f"bwd {shape} values={family}")
     p.case_seed = 8
+    faults = Trial(p, device).test()
+    assert not faults, "\n".join([p.line(), *faults])
+
+
+# At head_dim 128 a kernel of its own, which the case table's problems are too small for.
+FULL = [
+    *(f"b=8 hq=8 sq={sq} sk={sk} d=128 {kind} need=q,k,v"
+      for sq, sk, kind in ((333, 517, "bf16"), (1, 400, "fp16"), (64, 300, "bf16"), (700, 260, "bf16 sink"))),
+    "b=8 hq=8 sq=333 sk=517 d=120 dv=128 bf16 need=q,k,v",
+    *(f"b=6 hq=12 sq=330 sk=201 d=128 bf16 bias={bias} need=q,k,v,bias" for bias in ("1,h,q,k", "b,1,q,k", "1,1,q,k")),
+    "b=6 hq=12 sq=330 sk=208 d=128 bf16 bias=b,h,q,k need=q,k,v",
+    "b=4 hq=32 hk=16 sq=330 sk=330 d=128 bf16 need=q,k,v",
+    *(f"b=9 hq={8 * group} hk=8 sq=330 sk=330 d=128 {kind} causal need=q,k,v" for group, kind in ((2, "bf16"), (5, "fp16"))),
+    "b=9 hq=16 hk=8 sq=200 sk=330 d=128 bf16 causal need=q,k,v",
+    "b=9 hq=16 hk=8 sq=400 sk=200 d=128 bf16 causal=tl need=q,k,v",
+    "b=70 hq=4 hk=1 sq=300 sk=300 d=128 bf16 causal need=q,k,v",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", FULL)
+def test_blocks_that_fill_the_chip(line, device):
+    p = parse(f"bwd {line}")
+    p.case_seed = 9
     faults = Trial(p, device).test()
     assert not faults, "\n".join([p.line(), *faults])
 

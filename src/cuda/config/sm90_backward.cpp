@@ -108,7 +108,21 @@ struct Tiles {
   bool delay = false;
   bool halves = false;
   int outer = 1;  // buffers of biases that do not lie in the place of dS
+  bool same_step = false;
 };
+
+// Whether dQ had better be computed in its own step: at head_dim 128, where registers allow, without a band or with
+// groups of heads under a causal mask (elsewhere level, or slower: docs/performance.md); blocks that fill the chip.
+bool in_same_step(const Call& call, const Spec& spec, const Target& target, bool ordered) {
+  const bool grouped = call.rows.heads_q > call.rows.heads_k;
+  const bool much = spec.dropout != DropoutRule::kNone || spec.softcap || spec.mask || spec.key_term ||
+                    spec.query_term || spec.alibi || spec.column_sum || spec.row_sum || sm90_outer_bytes(spec) > 0;
+  constexpr std::int64_t kKeys = 128;
+  const std::int64_t blocks = (call.rows.limit_k + kKeys - 1) / kKeys * call.rows.batch() * call.rows.heads_k;
+  return spec.dq && spec.dkv && spec.d == kWide && spec.dv == kWide && !ordered && !much && !spec.ragged &&
+         !spec.dbias_store && (!spec.banded || (grouped && !spec.left_edge && spec.bias == BiasTile::kNone)) &&
+         call.rows.limit_k > kKeys && blocks >= target.multiprocessors;
+}
 
 // From the best on: the first that fits is taken.
 std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool ordered) {
@@ -230,7 +244,12 @@ bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, cons
   spec.column_sum = wants.column_sum;
   spec.row_sum = wants.row_sum && !is_ordered && !is_wide(spec);
   spec.dbias_store = wants.dbias_store && spec.dq && !is_wide(spec);
-  for (const Tiles& tiles : candidates(spec, call.rows.limit_k, is_ordered)) {
+  std::vector<Tiles> all = candidates(spec, call.rows.limit_k, is_ordered);
+  if (in_same_step(call, spec, target, is_ordered)) {
+    constexpr Tiles kSameStep{2, 1, 64, 2, 2, true, false, true, 1, true};
+    all.insert(all.begin(), kSameStep);
+  }
+  for (const Tiles& tiles : all) {
     spec.warps = 4 * tiles.groups;
     spec.tiles = tiles.tiles;
     spec.step = tiles.step;
@@ -245,6 +264,7 @@ bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, cons
     spec.key_mask = is_mask_alone(call, operands, spec);
     spec.delay = has_dq && tiles.delay;
     spec.halves = has_dq && tiles.halves;
+    spec.same_step = tiles.same_step;
     if (spec.ordered && !spec.bulk && !clusters) {
       continue;
     }

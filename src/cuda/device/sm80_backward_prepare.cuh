@@ -271,7 +271,11 @@ __global__ void __launch_bounds__(256) backward_convert(const __grid_constant__ 
     float4 x[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      x[j] = stored ? *reinterpret_cast<const float4*>(sums + (n * 2 + j) * 128) : float4{};
+      // same_step: the left half of the columns of all rows, then the right one
+      constexpr int kHalf = kPairs / 2;
+      const int place_of =
+          S.same_step ? (n % kPairs / kHalf * (kConvertRows / 16) + n / kPairs) * kHalf + n % kHalf : n;
+      x[j] = stored ? *reinterpret_cast<const float4*>(sums + (place_of * 2 + j) * 128) : float4{};
       x[j] = {x[j].x * scale, x[j].y * scale, x[j].z * scale, x[j].w * scale};
     }
     if (S.type != Type::kFp32 && a.vector_stores) {

@@ -12,8 +12,9 @@
 // P^T and dS^T are operands as they stand; where registers allow so are V and K. The ring of dS is used
 // in place: TMA writes the bias as [query][key], ldmatrix.trans hands it over in the layout of S^T, stmatrix.trans puts
 // dS where the bias was, and there it is an operand of dQ = dS K. Each step's dQ is one warpgroup's matter in turn (64
-// queries; of steps of 128 both have one), a step later, when everybody's dS has most likely arrived. It is added to
-// dq_sum, in L2, in the order of the accumulators (backward_convert), by red instructions or in bulk through shared
+// queries; of steps of 128 both have one), a step later, when everybody's dS has most likely arrived; or (`same_step`)
+// all wait for each other and each has half of dQ's columns, ahead of dK, beside whose product they leave. dQ is added
+// to dq_sum, in L2, in the order of the accumulators (backward_convert), by red instructions or in bulk through shared
 // memory, there (`ordered`) by one block of keys after the other. Where one block has all keys (`direct`) dQ is stored
 // as it is.
 //
@@ -65,7 +66,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   constexpr bool kOverlap = kGroups == 2 && (kBlocks * (D > V ? D : V) <= 96 || kParts > 1);
   // A block of keys that no query of the step meets is passed over. Elsewhere the branch makes ptxas wait for every
   // product (C7512).
-  constexpr bool kSkip = S.banded && ((D <= 64 && kBlocks == 1) || (S.halves && kParts == 1));
+  constexpr bool kSkip = S.banded && !S.same_step && ((D <= 64 && kBlocks == 1) || (S.halves && kParts == 1));
   constexpr int kColumns = S.halves ? D / 2 : D;  // of a job of dQ
   // Operands that stay in registers, by 16 columns of V and K: reading shared memory is what limits the products.
   constexpr bool kMuch = kDropout || S.softcap || S.mask || S.key_term || S.query_term || S.alibi || kBias || kOuter;
@@ -74,8 +75,11 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   constexpr int kHeldV = kHolds ? V / 16 : 0;
   constexpr int kHeldK = kHolds && D <= 80 ? D / 16 : 0;
   // What a launch of 3 (4) warpgroups has is 3 x 168 (4 x 128) registers: more would wait for ever.
-  constexpr int kRegistersToCopy = kGroups == 3 ? 32 : kParts > 1 ? 24 : 40;
-  constexpr int kRegisters = kGroups == 3 ? 160 : kParts > 1 ? 240 : 232;
+  // The thread that adds dQ would rather have 40, too: with 24 it spills.
+  constexpr bool kMost = kParts > 1 || (S.same_step && (S.banded || kMuch));
+  constexpr int kRegistersToCopy = kGroups == 3 ? 32 : kMost ? 24 : 40;
+  constexpr int kRegisters = kGroups == 3 ? 160 : kMost ? 240 : 232;
+  constexpr bool kLater = S.dq && !S.same_step;  // when dQ of a step is computed
   static_assert(kGroups == 2 || kGroups == 3);
   static_assert(kType != Type::kFp32 && S.dropout != DropoutRule::kTorchMemEfficient && (S.dkv || S.dq));
   static_assert(D % 16 == 0 && V % 16 == 0 && D + V <= 320);
@@ -84,7 +88,9 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   static_assert(!S.halves || (kGroups == 2 && M == 64 && D % 32 == 0));
   static_assert((!S.row_sum || !S.ordered) && (kParts == 1 || !S.query_term) && S.q_buffers <= 2);
   static_assert(!S.direct || (S.dq && !S.bulk && !S.ragged));
-  static_assert((!S.bulk && !S.ordered) || (S.dq && !S.halves && (S.bulk || !S.ordered)));
+  static_assert(!S.same_step || (S.halves && S.bulk && S.dkv && !kOuter && !S.delay && !S.direct && !S.dbias_store &&
+                                 kBlocks == 1 && kParts == 1 && S.planes >= 2));
+  static_assert((!S.bulk && !S.ordered) || (S.dq && S.halves == S.same_step && (S.bulk || !S.ordered)));
   static_assert(!S.dbias_store || (S.dq && kBias && !S.softcap && !S.banded && !S.ragged));
   static_assert(kRowPad % M == 0 && S.stages <= 4 && S.planes <= 4);
 
@@ -206,9 +212,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
       }
       barrier_arrive(barriers.q_empty(ring_q.buffer()));  // all lanes: each has read row vectors
     };
-    const auto add_dq = [&](const Ring<S.planes>& grads, int row, bool pending) {
-      float dq[kColumns / 2];
-      barrier_wait(barriers.grads_full(grads.buffer()), grads.parity());
+    const auto multiply_dq = [&](const Ring<S.planes>& grads, float(&dq)[kColumns / 2]) {
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < kKeys / 16; ++k) {
@@ -217,22 +221,15 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
             descriptor(k_inside + k * kRowD, kHighD), k > 0);
       }
       wgmma_commit();
-      if (pending) {
-        wgmma_wait<1>();
-        finish_step();
-      }
-      wgmma_wait<0>();
-      pin(dq);
-      if (leader) {
-        barrier_arrive(barriers.grads_empty(grads.buffer()));
-      }
+    };
+    const auto send_dq = [&](float(&dq)[kColumns / 2], int row) {
       constexpr int kTile = 16 * D;  // floats of a warp's rows
       if constexpr (S.bulk) {
-        const u32 leaving = base + kSizes.leaving_at + c * kSizes.leaving + (warp * kTile + lane * 4) * 4;
+        const u32 leaving = base + kSizes.leaving_at + c * kSizes.leaving + (warp * 16 * kColumns + lane * 4) * 4;
         barrier_wait(barriers.leaving_empty(c), left ^ 1);
         left ^= 1;
 #pragma unroll
-        for (int j = 0; j < D / 8; ++j) {
+        for (int j = 0; j < kColumns / 8; ++j) {
           store_shared(leaving + j * 512, uint4{__float_as_uint(dq[4 * j]), __float_as_uint(dq[4 * j + 1]),
                                                 __float_as_uint(dq[4 * j + 2]), __float_as_uint(dq[4 * j + 3])});
         }
@@ -256,6 +253,21 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
           reduce4<90>(mine + j * 128, *reinterpret_cast<const float(*)[4]>(dq + 4 * j));
         }
       }
+    };
+    const auto add_dq = [&](const Ring<S.planes>& grads, int row, bool pending) {
+      float dq[kColumns / 2];
+      barrier_wait(barriers.grads_full(grads.buffer()), grads.parity());
+      multiply_dq(grads, dq);
+      if (pending) {
+        wgmma_wait<1>();
+        finish_step();
+      }
+      wgmma_wait<0>();
+      pin(dq);
+      if (leader) {
+        barrier_arrive(barriers.grads_empty(grads.buffer()));
+      }
+      send_dq(dq, row);
     };
 
     // ---- the steps ----
@@ -359,7 +371,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
           if (i == 0) {
             if constexpr (kBias) {
               barrier_wait(barriers.bias_full(ring_grads.buffer()), ring_grads.parity());
-            } else if constexpr (S.dq) {
+            } else if constexpr (kLater) {
               barrier_wait(barriers.grads_empty(ring_grads.buffer()), ring_grads.parity() ^ 1);
             }
           }
@@ -471,6 +483,12 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
             stmatrix_trans(panel + k * 2048, grads[4 * k], grads[4 * k + 1], grads[4 * k + 2], grads[4 * k + 3]);
           }
         }
+        float dq[S.same_step ? kColumns / 2 : 1];
+        if constexpr (S.same_step) {
+          fence_async();
+          sync(5, kGroups * 128);  // dS is there, all of it, and who comes here has read that of the step before
+          multiply_dq(ring_grads, dq);
+        }
         if constexpr (S.dkv) {
 #pragma unroll
           for (int k = 0; k < P / 16; ++k) {
@@ -478,6 +496,14 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
                                    descriptor(q_inside + q_now + (part * P / 16 + k) * kRowD, kHighD));
           }
           wgmma_commit();
+        }
+        if constexpr (S.same_step) {
+          wgmma_wait<1>();
+          pin(dq);
+          if (kBias && leader) {
+            barrier_arrive(barriers.grads_empty(ring_grads.buffer()));
+          }
+          send_dq(dq, block.row0 + head * int(a.padded_rows) + query);
         }
         if (!kOverlap && i + 1 < kBlocks * kParts) {
           wgmma_wait<0>();
@@ -493,7 +519,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
         ring_outer.next();
       }
       const int row_now = S.direct ? query : block.row0 + head * int(a.padded_rows) + query;
-      if constexpr (S.dq) {
+      if constexpr (kLater) {
         fence_async();
         __syncwarp();
         if (leader) {
@@ -511,7 +537,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
       } else {
         wgmma_wait<0>();
         finish_step();
-        if (kBias) {
+        if (kBias && !S.same_step) {
           __syncwarp();
           if (leader) {
             barrier_arrive(barriers.grads_empty(ring_grads.buffer()));
@@ -528,7 +554,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
       ring_q.next();
       ring_grads.next();
     }
-    if constexpr (S.dq) {
+    if constexpr (kLater) {
       if (block.steps > 0 && my_turn(turn_before)) {
         add_dq(grads_before, row_before, false);
       }

@@ -233,6 +233,7 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90Backw
                                                   const Sm90BackwardBarriers& barriers) {
   constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);
   constexpr int kParts = S.step / 64;
+  constexpr int kHalves = S.halves ? 2 : 1;  // of the columns, one after the other in dq_sum
   u32 parity = 0;  // a bit for each place that sums leave from
   u32 phase = 0;
 #pragma unroll 1
@@ -257,49 +258,59 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90Backw
         const int row = block.row0 + (block.head0 + i) * int(a.padded_rows) + query;
         u32* const turn = turn_of(i, query);
         u32 before = ahead;
-        barrier_wait(barriers.leaving_full(place), parity >> place & 1);
-        parity ^= 1u << place;
-        if constexpr (S.stores_first && !S.ordered) {
-          if (before != 2) {
-            before = atomicCAS(turn, 0u, 1u);
-            while (before != 0 && load_acquire(turn) != 2) {
+#pragma unroll 1
+        for (int half = 0; half < kHalves; ++half) {
+          barrier_wait(barriers.leaving_full(place), parity >> place & 1);
+          parity ^= 1u << place;
+          if constexpr (S.stores_first && !S.ordered) {
+            if (half == 0 && before != 2) {
+              before = atomicCAS(turn, 0u, 1u);
+              while (before != 0 && load_acquire(turn) != 2) {
+              }
+              fence_async_all();
             }
-            fence_async_all();
+            if (half == 0 && (n > 0 || i + 1 < block.group)) {
+              ahead = *static_cast<volatile u32*>(n > 0 ? turn_of(i, block.after(query, 64, block.count))
+                                                        : turn_of(i + 1, block.begin));
+            }
           }
-          if (n > 0 || i + 1 < block.group) {
-            ahead = *static_cast<volatile u32*>(n > 0 ? turn_of(i, block.after(query, 64, block.count))
-                                                      : turn_of(i + 1, block.begin));
+          if constexpr (S.ordered) {
+            if (half == 0) {
+              before = block.blocks_before(query);
+              while (load_acquire(turn) < before) {  // more only where sequences overlap by mistake
+              }
+              fence_async_all();
+            }
           }
-        }
-        if constexpr (S.ordered) {
-          before = block.blocks_before(query);
-          while (load_acquire(turn) < before) {  // more only where sequences overlap by mistake
+          const bool last = half + 1 == kHalves;
+          const u32 from = base + kSizes.leaving_at + place * kSizes.leaving;
+          float* const to = a.dq_sum + i64(row) * S.d + half * 32 * S.d;
+          const bool store = S.stores_first && before == 0;
+          if (store) {
+            bulk_store(to, from, kSizes.leaving);
+          } else {
+            bulk_add(to, from, kSizes.leaving);
           }
-          fence_async_all();
-        }
-        const u32 from = base + kSizes.leaving_at + place * kSizes.leaving;
-        if (S.stores_first && before == 0) {
-          bulk_store(a.dq_sum + i64(row) * S.d, from, kSizes.leaving);
-        } else {
-          bulk_add(a.dq_sum + i64(row) * S.d, from, kSizes.leaving);
-        }
-        bulk_commit();
-        if constexpr (S.ordered) {
-          bulk_wait();
-          barrier_arrive(barriers.leaving_empty(place));
-          add_release(turn, 1);
-        } else {
-          if (S.stores_first && before == 0) {
+          bulk_commit();
+          if constexpr (S.ordered) {
             bulk_wait();
-            add_release(turn, 1);
+            barrier_arrive(barriers.leaving_empty(place));
+            if (last) {
+              add_release(turn, 1);
+            }
+          } else {
+            if (store && last) {
+              bulk_wait();
+              add_release(turn, 1);
+            }
+            bulk_wait_read<1>();
+            if (place_before >= 0) {
+              barrier_arrive(barriers.leaving_empty(place_before));
+            }
+            place_before = place;
           }
-          bulk_wait_read<1>();
-          if (place_before >= 0) {
-            barrier_arrive(barriers.leaving_empty(place_before));
-          }
-          place_before = place;
+          place = place + 1 == kSizes.groups ? 0 : place + 1;
         }
-        place = place + 1 == kSizes.groups ? 0 : place + 1;
       }
     }
     bulk_wait_read();

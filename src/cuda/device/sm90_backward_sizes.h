@@ -60,7 +60,7 @@ constexpr Sm90BackwardSizes sm90_backward_sizes(const Spec& s) {
   x.q = whole(s.step * d * kNumber);
   x.grad_out = whole(s.step * dv * kNumber);
   x.grads = s.step * x.keys * kNumber;
-  x.leaving = s.dq && s.bulk ? 64 * s.d * 4 : 0;
+  x.leaving = s.dq && s.bulk ? 64 * (s.halves ? s.d / 2 : s.d) * 4 : 0;
   x.rows = s.step * 4;
   x.v_at = x.k_at + x.k;
   x.q_at = x.v_at + x.v;

@@ -73,6 +73,7 @@ struct Spec {
   bool often = false;         // dropout's threshold is over 0x7c00: about half of the numbers, or more, are dropped
   bool bulk = false;          // backward: dQ leaves through shared memory, in bulk
   bool halves = false;        // backward: each of two warpgroups takes half of dQ's columns, of every step
+  bool same_step = false;     // backward, with halves: dQ of a step is computed in it, before dK
   bool dbias_store = false;   // backward: dS is the gradient of a bias that nothing shares, and is stored as it is
   bool ordered = false;       // backward: blocks of keys add to dQ in their order
   bool direct = false;        // backward: one block has all keys, and dQ is stored as it is
@@ -134,6 +135,7 @@ constexpr void for_each_field(const Spec& spec, Visit visit) {
   visit("bias_outside", spec.bias_outside, usual.bias_outside);
   visit("bulk", spec.bulk, usual.bulk);
   visit("halves", spec.halves, usual.halves);
+  visit("same_step", spec.same_step, usual.same_step);
   visit("dbias_store", spec.dbias_store, usual.dbias_store);
   visit("ordered", spec.ordered, usual.ordered);
   visit("direct", spec.direct, usual.direct);
