@@ -234,7 +234,7 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90Backw
   constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);
   constexpr int kParts = S.step / 64;
   constexpr int kHalves = S.halves ? 2 : 1;  // of the columns, one after the other in dq_sum
-  u32 parity = 0;  // a bit for each place that sums leave from
+  u32 parity = 0;                            // a bit for each place that sums leave from
   u32 phase = 0;
 #pragma unroll 1
   for (u32 number = sm90_take_block<S>(base, barriers, phase); number != kNoBlock;
