@@ -41,6 +41,7 @@ enum class Step {
   kSm90Backward,
   kBackward,
   kBackwardConvert,
+  kSm90BackwardParts,
   kBackwardDq,
   kBiasGradient,  // these have `which`: 0 for bias, 1 for bias2
   kSm90BiasGradient,
@@ -58,7 +59,7 @@ struct Launch {
   std::int64_t blocks = 0;
   unsigned blocks_y = 1;
   int which = 0;   // of the plan's packs, terms or biases: the first
-  int pieces = 1;  // split keys; chunks of a bias gradient's list
+  int pieces = 1;  // split keys; chunks of a bias gradient's list; parts of a block of keys
 };
 
 struct Plan {

@@ -11,6 +11,7 @@
 #include "cuda/config/sm90_small_backward.h"
 #include "cuda/config/tensor_map_limits.h"
 #include "cuda/device/sm80_backward_sizes.h"
+#include "cuda/device/sm90_backward_args.h"
 #include "cuda/device/sm90_sizes.h"
 #include "cuda/device/sm90_small_backward_sizes.h"
 #include "cuda/planner.h"
@@ -91,6 +92,12 @@ void Planner::backward() {
   if (sums_dq) {
     workspace.add(Region::kDqSum, padded * dq_columns * kFloat);
   }
+  const int parts = sm90_backward_parts(call_, hopper.kernel.spec, plan_.target);
+  const std::int64_t key_rows = rows.batch() * rows.heads_k * sm90_backward_head_rows(call_, hopper.kernel.spec);
+  const bool sums_keys = parts > 1 && hopper.kernel.spec.dkv;
+  if (sums_keys) {
+    workspace.add(Region::kKeySums, parts * key_rows * (hopper.kernel.spec.d + hopper.kernel.spec.dv) * kFloat);
+  }
   if (hopper.why_not == nullptr &&
       (hopper.kernel.spec.stores_first || sm90_backward_counts(call_, hopper.kernel.spec, plan_.target))) {
     constexpr std::int64_t kRowsOfATurn = 64;
@@ -127,7 +134,10 @@ void Planner::backward() {
   add(Step::kBackwardPrepare, preparing, heads * pads);
   if (hopper.why_not == nullptr) {
     const Kernel kernel = taken(hopper);
-    add(Step::kSm90Backward, kernel, sm90_backward_blocks(call_, kernel.spec, plan_.target));
+    add(Step::kSm90Backward, kernel, sm90_backward_blocks(call_, kernel.spec, plan_.target), 1, 0, parts);
+    if (parts > 1) {
+      kernels_ += fmt::format(", a block of keys in {} parts", parts);
+    }
   } else if (work.dkv || work.column_sum) {
     const Kernel kernel = taken(sm80_backward(features, plan_.target, work));
     add(Step::kBackward, kernel, backward_blocks(call_, kernel));
@@ -150,9 +160,20 @@ void Planner::backward() {
         striding_blocks(p.batch() * p.heads_q * p.seqlen_q * p.seqlen_k / kNumbersOfAThread + 1, plan_.target));
   }
   bias(gradients[1], p.bias2, 1);
-  if (sums_dq) {
-    spec.same_step = hopper.kernel.spec.same_step;  // how dq_sum lies
-    add(Step::kBackwardConvert, part("backward_convert", spec), heads * tiles_of(rows.limit_q, kConvertRows));
+  spec.same_step = hopper.kernel.spec.same_step;  // how dq_sum lies
+  const std::int64_t convert_blocks = sums_dq ? heads * tiles_of(rows.limit_q, kConvertRows) : 0;
+  if (sums_keys) {
+    Spec after = spec;
+    after.dv = hopper.kernel.spec.dv;
+    after.dq = sums_dq;
+    after.key_parts = true;
+    Kernel adding = part("sm90_backward_parts", after);
+    adding.file = "sm90_backward_parts.cuh";
+    const std::int64_t adding_blocks =
+        sm90_parts_blocks(key_rows, adding.spec.d) + sm90_parts_blocks(key_rows, adding.spec.dv);
+    add(Step::kSm90BackwardParts, adding, adding_blocks + convert_blocks, 1, 0, parts);
+  } else {
+    add(Step::kBackwardConvert, part("backward_convert", spec), convert_blocks);
   }
   if (p.need.sink) {
     add(Step::kReduceSink, part("reduce_sink", small()), rows.heads_q);

@@ -15,6 +15,7 @@
 #include "core/validate.h"
 #include "cuda/config/packed_heads.h"
 #include "cuda/config/print.h"
+#include "cuda/config/sm90_backward.h"
 #include "cuda/executable.h"
 
 namespace fovea::cuda {
@@ -159,6 +160,8 @@ TEST(CudaPlan, Golden) {
       "bwd b=4 hq=32 hk=8 sq=4096 sk=4096 d=128 bf16 causal",
       "bwd b=8 hq=16 sq=2047 sk=2047 d=64 bf16 bias=b,h,q,k",
       "bwd b=8 hq=16 sq=2047 sk=2047 d=64 bf16 bias=1,h,q,k",
+      "bwd b=4 hq=8 hk=1 sq=1254 sk=1254 d=40 fp16 causal",
+      "bwd b=1 hq=4 hk=1 sq=1664 sk=1664 d=192 bf16",
   };
   std::string text;
   for (const char* architecture : {"sm_80", "sm_90", "sm_120"}) {
@@ -412,6 +415,51 @@ TEST(CudaPlan, GradientsOfBiasesOnHopper) {
               nullptr)
         << other;
   }
+}
+
+TEST(CudaPlan, FewBlocksOfKeysAreShared) {
+  const auto main_of = [](const Plan& plan) { return find(plan, Step::kSm90Backward); };
+  const std::int64_t multiprocessors = target_of("sm_90").multiprocessors;
+  for (const char* const line :
+       {"bwd b=4 hq=8 hk=1 sq=1254 sk=1254 d=40 fp16 causal", "bwd b=1 hq=8 hk=1 sq=2048 sk=2048 d=128 bf16",
+        "bwd b=1 hq=8 hk=1 sq=2048 sk=2048 d=128 bf16 causal det", "bwd b=1 hq=4 hk=1 sq=1664 sk=1664 d=192 bf16",
+        "bwd b=2 hq=8 hk=1 seqs_q=900,2000 seqs_k=900,2000 d=64 bf16 window=300,0 dropout=0.1"}) {
+    const Plan plan = plan_of_line(line);
+    const Launch* const main = main_of(plan);
+    const Launch* const after = find(plan, Step::kSm90BackwardParts);
+    ASSERT_TRUE(main != nullptr && after != nullptr) << line;
+    EXPECT_TRUE(main->kernel.spec.key_parts) << line;
+    EXPECT_GT(main->pieces, 1) << line;
+    EXPECT_EQ(main->pieces, after->pieces) << line;
+    EXPECT_GT(main->blocks, multiprocessors / 2) << line;
+    EXPECT_EQ(find(plan, Step::kBackwardConvert), nullptr) << line;
+    EXPECT_NE(plan.summary.find(fmt::format("a block of keys in {} parts", main->pieces)), std::string::npos)
+        << plan.summary;
+    // Each part has sums of its own, of whole blocks of keys.
+    const Call call = Line(line).call;
+    const Spec& spec = main->kernel.spec;
+    EXPECT_EQ(plan.workspace.size(Region::kKeySums), main->pieces * call.rows.batch() * call.rows.heads_k *
+                                                         sm90_backward_head_rows(call, spec) * (spec.d + spec.dv) * 4);
+    EXPECT_EQ(after->kernel.spec.d, spec.d) << line;
+    EXPECT_EQ(after->kernel.spec.dv, spec.dv) << line;
+  }
+  // Enough blocks without, or little to share, or sums over queries, which are a block's own.
+  for (const char* const line : {"bwd b=4 hq=32 sq=4096 sk=4096 d=64 bf16", "bwd b=1 hq=8 sq=128 sk=128 d=64 bf16",
+                                 "bwd b=1 hq=8 hk=1 sq=2048 sk=2048 d=64 bf16 bias=1,h,1,k"}) {
+    const Plan plan = plan_of_line(line);
+    EXPECT_FALSE(main_of(plan)->kernel.spec.key_parts) << line;
+    EXPECT_EQ(main_of(plan)->pieces, 1) << line;
+    EXPECT_FALSE(plan.workspace.has(Region::kKeySums)) << line;
+  }
+  // dq needs no sums but its own; where one block of keys has all of them dq is final, and dk and dv are not.
+  const Plan dq = plan_of_line("bwd b=1 hq=8 hk=1 sq=2048 sk=2048 d=64 bf16 need=q");
+  EXPECT_GT(main_of(dq)->pieces, 1);
+  EXPECT_FALSE(dq.workspace.has(Region::kKeySums));
+  EXPECT_NE(find(dq, Step::kBackwardConvert), nullptr);
+  const Plan direct = plan_of_line("bwd b=1 hq=8 sq=4096 sk=77 d=64 bf16");
+  EXPECT_TRUE(main_of(direct)->kernel.spec.direct);
+  EXPECT_GT(main_of(direct)->pieces, 1);
+  EXPECT_FALSE(find(direct, Step::kSm90BackwardParts)->kernel.spec.dq);
 }
 
 TEST(CudaPlan, FewQueriesSplitTheKeys) {

@@ -30,6 +30,7 @@ LONGER = [  # enough blocks that they take turns
     "bwd b=2 hq=8 sq=600 sk=600 d=256 bf16 causal need=q,k,v det",
     "bwd b=4 hq=16 sq=1000 sk=1000 d=128 bf16 causal bias=1,h,q,k need=q,k,v,bias det",
     "bwd b=4 hq=4 d=64 bf16 seqs_q=300,0,131,200 seqs_k=300,3,131,200 bias=1,h,q,k bias2=b,h,q,1 dropout=0.1 seed=3 need=q,k,v,bias,bias2 det",
+    "bwd b=1 hq=8 hk=1 sq=900 sk=900 d=64 bf16 causal dropout=0.1 seed=3 need=q,k,v det",
     "bwd b=5 hq=8 hk=2 d=128 fp16 seqs_q=700,0,131,400,612 seqs_k=700,3,131,400,612 causal window=200,0 dropout=0.1 seed=3 need=q,k,v det",
 ]
 

@@ -6,10 +6,12 @@
 #include "cuda/config/tensor_map_limits.h"
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "cuda/device/args.h"
 #include "cuda/device/sm90_backward_sizes.h"
+#include "math/band.h"
 
 namespace fovea::cuda {
 namespace {
@@ -221,7 +223,7 @@ bool stores_first(const Call& call, const Spec& spec) {
   if (spec.banded) {
     return !grouped && (std::max(spec.d, spec.dv) > kNarrow || call.rows.limit_k <= kFewKeys);
   }
-  return std::max(spec.d, spec.dv) > kNarrow && !spec.ragged;
+  return std::max(spec.d, spec.dv) > kNarrow && !spec.ragged && !spec.key_parts;  // parts do not begin each elsewhere
 }
 
 // Whether the term of keys is a mask and nothing else is added to scores, which then stay dot products. All of the
@@ -231,6 +233,70 @@ bool is_mask_alone(const Call& call, const Operands& operands, Spec spec) {
   return spec.key_term && !natural_scores(spec) && (spec.dq || !call.problem.need.q) &&
          std::any_of(operands.terms.begin(), operands.terms.end(),
                      [](const Term& term) { return term.to == Region::kKeyTerm && term.biases.empty(); });
+}
+
+// Steps of a head's blocks of keys with sequences as long as they may be.
+struct StepsOfKeys {
+  std::int64_t longest = 0;
+  std::int64_t all = 0;
+};
+StepsOfKeys steps_of_keys(const Call& call, const Spec& spec) {
+  const math::Rows& rows = call.rows;
+  const Problem& p = call.problem;
+  const std::int64_t keys = sm90_backward_sizes(spec).keys;
+  const auto band =
+      math::Band<std::int64_t>::make(rows.limit_q, rows.limit_k, p.causal, p.window_left, p.window_right, p.top_left);
+  StepsOfKeys steps;
+  for (std::int64_t key = 0; key < rows.limit_k; key += keys) {
+    math::Interval<std::int64_t> queries{0, rows.limit_q};
+    if (spec.banded && !spec.direct) {
+      queries = band.queries_of_keys(key, std::min(key + keys, rows.limit_k));
+    }
+    const std::int64_t count =
+        queries.empty() ? 0 : (queries.end - queries.begin / spec.step * spec.step + spec.step - 1) / spec.step;
+    steps.longest = std::max(steps.longest, count);
+    steps.all += count;
+  }
+  const std::int64_t group = rows.heads_q / std::max<std::int64_t>(rows.heads_k, 1);
+  return {steps.longest * group, steps.all * group};
+}
+
+// The parts of a block of keys that give the least time, by estimate, where there are fewer blocks of keys than
+// multiprocessors; 1 where nothing is gained. Counted in steps, of 2 to 3 us each: a part costs half of one to begin,
+// sums of parts cost one, two where there is no other launch to add them, and some 1 us a megabyte (measured).
+int best_parts(const Call& call, const Spec& spec, const Target& target) {
+  constexpr double kBegin = 0.5;
+  constexpr double kBytesOfAStep = 3e6;
+  constexpr std::int64_t kMostParts = 64;
+  constexpr std::int64_t kMostRounds = 3;  // which bounds the memory of sums, too
+  const std::int64_t blocks = in_clusters(spec) ? target.multiprocessors / 2 : target.multiprocessors;
+  const std::int64_t items = sm90_backward_items(call, spec);
+  if (items >= blocks) {
+    return 1;
+  }
+  const StepsOfKeys steps = steps_of_keys(call, spec);
+  // Blocks of different length fill the chip from the longest on; others in rounds.
+  const bool by_turns = spec.banded && !spec.ordered && !spec.ragged;
+  const double heads = static_cast<double>(call.rows.batch() * call.rows.heads_k);
+  const double bytes = spec.dkv ? 4.0 * sm90_backward_sizes(spec).keys * (spec.d + spec.dv) : 0;
+  const double launches = !spec.dkv ? 0 : spec.direct ? 2 : 1;
+  const auto time = [&](int parts) {
+    const std::int64_t all = items * parts;
+    const std::int64_t rounds = (all + blocks - 1) / blocks;
+    const double longest = std::ceil(static_cast<double>(steps.longest) / parts) + kBegin;
+    const double mean =
+        (heads * static_cast<double>(steps.all) + static_cast<double>(all) * kBegin) / static_cast<double>(blocks);
+    const double summing = parts > 1 ? launches + static_cast<double>(all) * bytes / kBytesOfAStep : 0;
+    return summing + (by_turns ? std::max(longest, mean + (rounds > 1 ? longest / 4 : 0))
+                               : static_cast<double>(rounds) * longest);
+  };
+  const std::int64_t most =
+      std::min({kMostParts, kMostRounds * blocks / std::max<std::int64_t>(items, 1), steps.longest});
+  int best = 1;
+  for (int parts = 2; parts <= most; ++parts) {
+    best = time(parts) < time(best) ? parts : best;
+  }
+  return best;
 }
 
 // The first candidate that fits, dq in order or not; false where none does.
@@ -260,6 +326,7 @@ bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, cons
     spec.direct = has_dq && !spec.ragged && !is_wide(spec) && call.rows.limit_k <= 64 * tiles.groups * tiles.tiles;
     spec.ordered = is_ordered && !spec.direct;
     spec.bulk = has_dq && tiles.bulk && !spec.direct;
+    spec.key_parts = !spec.column_sum && best_parts(call, spec, target) > 1;
     spec.stores_first = spec.bulk && stores_first(call, spec);
     spec.key_mask = is_mask_alone(call, operands, spec);
     spec.delay = has_dq && tiles.delay;
@@ -327,12 +394,20 @@ std::int64_t sm90_backward_key_blocks(const Call& call, const Spec& spec) {
   return (call.rows.limit_k + keys - 1) / keys;
 }
 
+std::int64_t sm90_backward_head_rows(const Call& call, const Spec& spec) {
+  return sm90_backward_key_blocks(call, spec) * sm90_backward_sizes(spec).keys;
+}
+
 std::int64_t sm90_backward_items(const Call& call, const Spec& spec) {
   return sm90_backward_key_blocks(call, spec) * call.rows.batch() * call.rows.heads_k;
 }
 
+int sm90_backward_parts(const Call& call, const Spec& spec, const Target& target) {
+  return spec.key_parts ? best_parts(call, spec, target) : 1;
+}
+
 std::int64_t sm90_backward_blocks(const Call& call, const Spec& spec, const Target& target) {
-  const std::int64_t items = sm90_backward_items(call, spec);
+  const std::int64_t items = sm90_backward_items(call, spec) * sm90_backward_parts(call, spec, target);
   return in_clusters(spec) ? 2 * items : std::min<std::int64_t>(items, target.multiprocessors);
 }
 
@@ -350,7 +425,8 @@ std::int64_t sm90_backward_heads_in_turn(const Call& call, const Spec& spec, con
 }
 
 bool sm90_backward_counts(const Call& call, const Spec& spec, const Target& target) {
-  return spec.ordered || (!in_clusters(spec) && sm90_backward_items(call, spec) > target.multiprocessors);
+  const std::int64_t items = sm90_backward_items(call, spec) * sm90_backward_parts(call, spec, target);
+  return spec.ordered || (!in_clusters(spec) && items > target.multiprocessors);
 }
 
 }  // namespace fovea::cuda

@@ -17,8 +17,11 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
 // Blocks of keys (sm90_wide_backward: of two blocks), of a head and of all heads; blocks of its grid; whether these
 // take their keys from a counter.
 std::int64_t sm90_backward_key_blocks(const Call& call, const Spec& spec);
+std::int64_t sm90_backward_head_rows(const Call& call, const Spec& spec);  // their keys
 std::int64_t sm90_backward_items(const Call& call, const Spec& spec);
 std::int64_t sm90_backward_blocks(const Call& call, const Spec& spec, const Target& target);
+// In how many parts a block of keys is, each of them a block's own: more than 1 with Spec::key_parts alone.
+int sm90_backward_parts(const Call& call, const Spec& spec, const Target& target);
 bool sm90_backward_counts(const Call& call, const Spec& spec, const Target& target);
 // What sm90_backward_mask writes: 64 queries a row.
 Box sm90_backward_mask_box(const Box& words);

@@ -30,6 +30,7 @@ enum class Region : int {
   kRowDelta,
   kRowTerm,
   kDqSum,
+  kKeySums,  // of parts of a block of keys: dk's, then dv's
   kTurns,
   kColumnSum,
   kRowSum,
@@ -44,10 +45,10 @@ enum class Region : int {
 
 inline constexpr int kRegions = static_cast<int>(Region::kCount);
 inline constexpr std::array<std::string_view, kRegions> kRegionNames = {
-    "q",          "k",         "v",          "grad_out",    "bias",        "bias2",       "mask bits",
-    "mask tiles", "key term",  "query term", "sizes",       "partial out", "partial sum", "row lse",
-    "row delta",  "row terms", "dq sum",     "turns",       "column sums", "row sums",    "bias sums",
-    "bias2 sums", "sink sums", "bias flags", "bias2 flags", "schedule"};
+    "q",          "k",          "v",          "grad_out",   "bias",        "bias2",       "mask bits",
+    "mask tiles", "key term",   "query term", "sizes",      "partial out", "partial sum", "row lse",
+    "row delta",  "row terms",  "dq sum",     "key sums",   "turns",       "column sums", "row sums",
+    "bias sums",  "bias2 sums", "sink sums",  "bias flags", "bias2 flags", "schedule"};
 
 class Workspace {
  public:

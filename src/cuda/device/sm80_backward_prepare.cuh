@@ -46,8 +46,10 @@ struct RowBlock {
   u32 tiles;  // of a head
   int first;
 
-  __device__ __forceinline__ explicit RowBlock(const Args& a) : tiles((u32(a.rows.limit_q) + kRows - 1) / kRows) {
-    const u32 block = u32(a.first_block) + block_index();
+  // `before`: blocks of the launch that do something else.
+  __device__ __forceinline__ explicit RowBlock(const Args& a, u32 before = 0)
+      : tiles((u32(a.rows.limit_q) + kRows - 1) / kRows) {
+    const u32 block = u32(a.first_block) + block_index() - before;
     const u32 head_of_batch = block / tiles;
     const u32 b = head_of_batch / u32(a.rows.heads_q);
     head = head_of_batch - b * u32(a.rows.heads_q);
@@ -247,14 +249,67 @@ __global__ void __launch_bounds__(kBackwardPrepareThreads, 6) backward_prepare(c
 
 // ---- after ----
 
-// dq_sum holds, for each 16 x 8 block, lane by lane the four values of its accumulator: rows g, g + 8 of lane
-// 4 g + t, columns 2t, 2t + 1. A warp takes 16 x 16 of them at a time.
+// Sums in fp32 lie as accumulators: of each 16 x 8 block, lane by lane the four values of rows g, g + 8 of lane 4 g +
+// t, columns 2t, 2t + 1. A warp's 16 x 16 of them, two such blocks, go to rows `row` and row + 8 of a result, from
+// `column` on; `at` is where its row 0 lies.
+template <Type kType>
+__device__ __forceinline__ void store_sums(const Thread& thread, const float4 (&x)[2], const Tensor& result, i64 at,
+                                           int row, int column, int rows, int columns, bool vectors) {
+  if (kType != Type::kFp32 && vectors) {
+    // Four pieces of 16 bytes, block j of row g + 8 half: lane t gets the one with 2 j + half = t.
+    const u32 pieces[4] = {pack<kType>(x[0].x, x[0].y), pack<kType>(x[0].z, x[0].w), pack<kType>(x[1].x, x[1].y),
+                           pack<kType>(x[1].z, x[1].w)};
+    u32 words[4] = {};
+#pragma unroll
+    for (int other = 0; other < 4; ++other) {
+      const u32 received = __shfl_xor_sync(~0u, pick(pieces, thread.t ^ other), other);
+#pragma unroll
+      for (int t = 0; t < 4; ++t) {
+        words[t] = (thread.t ^ other) == t ? received : words[t];
+      }
+    }
+    const int at_row = row + (thread.t & 1) * 8;
+    const int at_column = column + (thread.t >> 1) * 8;
+    if (at_row < rows && at_column < columns) {
+      store_global(static_cast<u16*>(result.data) + at + at_row * result.strides.row + at_column,
+                   {words[0], words[1], words[2], words[3]});
+    }
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int at_row = row + half * 8;
+      const int at_column = column + j * 8 + thread.t * 2;
+      const i64 to = at + at_row * result.strides.row;
+      const float2 pair = half == 0 ? float2{x[j].x, x[j].y} : float2{x[j].z, x[j].w};
+      if (at_row >= rows) {
+        continue;
+      }
+      if (kType == Type::kFp32 && vectors && at_column < columns) {
+        *reinterpret_cast<float2*>(static_cast<float*>(result.data) + to + at_column) = pair;
+        continue;
+      }
+      constexpr BiasTile kAs = kType == Type::kBf16   ? BiasTile::kBf16
+                               : kType == Type::kFp16 ? BiasTile::kFp16
+                                                      : BiasTile::kFp32;
+      if (at_column < columns) {
+        store_element(result.data, to + at_column * result.strides.col, kAs, pair.x);
+      }
+      if (at_column + 1 < columns) {
+        store_element(result.data, to + (at_column + 1) * result.strides.col, kAs, pair.y);
+      }
+    }
+  }
+}
+
+// dq_sum to dq: kConvertRows rows of one head. `before`: blocks of the launch that do something else.
 template <Spec S>
-__global__ void __launch_bounds__(256) backward_convert(const __grid_constant__ Args a) {
-  begin_kernel<S.arch>();
+__device__ __forceinline__ void convert_queries(const Args& a, u32 before) {
   constexpr int kPairs = S.d / 16;  // of blocks, in 16 rows
   const Thread thread;
-  const RowBlock<kConvertRows> block(a);
+  const RowBlock<kConvertRows> block(a, before);
   const Place& place = block.place;
   const i64 first = row_of_head(a, place.b, block.head, place.queries()) + block.first;
   const float* const sums = a.dq_sum + first * S.d + thread.lane * 4;
@@ -278,54 +333,14 @@ __global__ void __launch_bounds__(256) backward_convert(const __grid_constant__ 
       x[j] = stored ? *reinterpret_cast<const float4*>(sums + (place_of * 2 + j) * 128) : float4{};
       x[j] = {x[j].x * scale, x[j].y * scale, x[j].z * scale, x[j].w * scale};
     }
-    if (S.type != Type::kFp32 && a.vector_stores) {
-      // Four pieces of 16 bytes, block j of row g + 8 half: lane t gets the one with 2 j + half = t.
-      const u32 pieces[4] = {pack<S.type>(x[0].x, x[0].y), pack<S.type>(x[0].z, x[0].w), pack<S.type>(x[1].x, x[1].y),
-                             pack<S.type>(x[1].z, x[1].w)};
-      u32 words[4] = {};
-#pragma unroll
-      for (int other = 0; other < 4; ++other) {
-        const u32 received = __shfl_xor_sync(~0u, pick(pieces, thread.t ^ other), other);
-#pragma unroll
-        for (int t = 0; t < 4; ++t) {
-          words[t] = (thread.t ^ other) == t ? received : words[t];
-        }
-      }
-      const int at_row = row + (thread.t & 1) * 8;
-      const int at_column = column + (thread.t >> 1) * 8;
-      if (at_row < place.q_len && at_column < a.out_dim) {
-        store_global(static_cast<u16*>(a.grad_q.data) + to + at_row * a.grad_q.strides.row + at_column,
-                     {words[0], words[1], words[2], words[3]});
-      }
-      continue;
-    }
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int at_row = row + half * 8;
-        const int at_column = column + j * 8 + thread.t * 2;
-        const i64 at = to + at_row * a.grad_q.strides.row;
-        const float2 pair = half == 0 ? float2{x[j].x, x[j].y} : float2{x[j].z, x[j].w};
-        if (at_row >= place.q_len) {
-          continue;
-        }
-        if (S.type == Type::kFp32 && a.vector_stores && at_column < a.out_dim) {
-          *reinterpret_cast<float2*>(static_cast<float*>(a.grad_q.data) + at + at_column) = pair;
-          continue;
-        }
-        constexpr BiasTile kAs = S.type == Type::kBf16   ? BiasTile::kBf16
-                                 : S.type == Type::kFp16 ? BiasTile::kFp16
-                                                         : BiasTile::kFp32;
-        if (at_column < a.out_dim) {
-          store_element(a.grad_q.data, at + at_column * a.grad_q.strides.col, kAs, pair.x);
-        }
-        if (at_column + 1 < a.out_dim) {
-          store_element(a.grad_q.data, at + (at_column + 1) * a.grad_q.strides.col, kAs, pair.y);
-        }
-      }
-    }
+    store_sums<S.type>(thread, x, a.grad_q, to, row, column, place.q_len, a.out_dim, a.vector_stores);
   }
+}
+
+template <Spec S>
+__global__ void __launch_bounds__(256) backward_convert(const __grid_constant__ Args a) {
+  begin_kernel<S.arch>();
+  convert_queries<S>(a, 0);
 }
 
 }  // namespace fovea::cuda

@@ -57,6 +57,16 @@ __device__ __forceinline__ void store_accumulator(u16* to, const math::Strides& 
   }
 }
 
+// The same in fp32 as they stand: of each 8 columns a lane's four numbers, lane by lane; `to` is this lane's place.
+template <int kCount>
+__device__ __forceinline__ void store_fragments(float* to, const float (&x)[kCount]) {
+#pragma unroll
+  for (int j = 0; j < kCount / 4; ++j) {
+    store_global(to + j * 128, uint4{__float_as_uint(x[4 * j]), __float_as_uint(x[4 * j + 1]),
+                                     __float_as_uint(x[4 * j + 2]), __float_as_uint(x[4 * j + 3])});
+  }
+}
+
 }  // namespace fovea::cuda
 
 #endif  // FOVEA_CUDA_DEVICE_SM90_ACCUMULATOR_CUH

@@ -23,7 +23,9 @@
 //
 // A block stays for the whole call and takes key blocks from a counter, batch * heads_k * ceil(limit_k / keys) of them:
 // Q and dO of the next are on their way while one ends. Where there are as many blocks as key blocks each has its own.
-// backward_prepare comes before (with a mask of queries and keys sm90_backward_mask, too), backward_convert after.
+// With `key_parts` several blocks share a block of keys: each takes a range of its steps and leaves fp32 sums of dK and
+// dV, which sm90_backward_parts adds. backward_prepare comes before (with a mask of queries and keys
+// sm90_backward_mask, too), backward_convert after.
 #ifndef FOVEA_CUDA_DEVICE_SM90_BACKWARD_CUH
 #define FOVEA_CUDA_DEVICE_SM90_BACKWARD_CUH
 
@@ -88,6 +90,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   static_assert(!S.halves || (kGroups == 2 && M == 64 && D % 32 == 0));
   static_assert((!S.row_sum || !S.ordered) && (kParts == 1 || !S.query_term) && S.q_buffers <= 2);
   static_assert(!S.direct || (S.dq && !S.bulk && !S.ragged));
+  static_assert(!S.key_parts || !S.column_sum);
   static_assert(!S.same_step || (S.halves && S.bulk && S.dkv && !kOuter && !S.delay && !S.direct && !S.dbias_store &&
                                  kBlocks == 1 && kParts == 1 && S.planes >= 2));
   static_assert((!S.bulk && !S.ordered) || (S.dq && S.halves == S.same_step && (S.bulk || !S.ordered)));
@@ -277,7 +280,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
     int turn_before = 0;  // of that of the step before
     int head = block.head0 - 1;
     int query = 0;
-    int left = 0;  // steps of this head
+    int left = S.key_parts ? -block.skipped : 0;  // steps of this head
     if constexpr (S.ragged) {
       if (block.steps > 0) {
         const int live = block.place.k_len - block.key0;
@@ -310,7 +313,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
     }
 #pragma unroll 1
     for (int n = 0; n < block.steps; ++n) {
-      if (left == 0) {
+      if (S.key_parts ? left <= 0 : left == 0) {
         if constexpr (S.column_sum) {
 #pragma unroll
           for (int f = 0; f < kBlocks; ++f) {
@@ -320,8 +323,13 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
           }
         }
         ++head;
-        query = block.begin;
-        left = block.count;
+        if constexpr (S.key_parts) {
+          left += block.count;
+          query = block.begin + (block.count - left) * M;
+        } else {
+          query = block.begin;
+          left = block.count;
+        }
 #pragma unroll
         for (int f = 0; f < kBlocks; ++f) {
           scores[f].begin_head(a, m, block.place, head, block.key0 + (c * kBlocks + f) * 64 + warp * 16 + g);
@@ -578,6 +586,19 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
             scores[f].store_sums(a, same, same.head0 + i, key, t);
           }
         }
+      }
+      if constexpr (S.key_parts) {
+        const i64 row = same.sums_row + (c * kBlocks + f) * 64 + warp * 16;
+        if (key - g >= same.place.k_len) {
+          continue;
+        }
+        if (S.dkv && a.grad_k.data != nullptr) {
+          store_fragments(m.parts.dk + row * D + lane * 4, dk[f]);
+        }
+        if (S.dkv && a.grad_v.data != nullptr) {
+          store_fragments(m.parts.dv + row * V + lane * 4, dv[f]);
+        }
+        continue;
       }
       if (S.dkv && a.grad_k.data != nullptr) {
         store_accumulator<kType>(static_cast<u16*>(a.grad_k.data) + same.place.key_rows(a.grad_k.strides, same.head_k),

@@ -29,13 +29,16 @@ struct Sm90KeyBlock {
   Place place;
   int key0;           // the first key
   int head_k, head0;  // the key head, its first query head
-  int group;          // query heads that share it
+  int group;          // query heads that share it (key_parts: that this part meets)
   int row0;           // where query 0 of head 0 lies in row vectors
   math::Band<int> band;
   int first, count;  // the first query, and steps of each head
   int begin;         // the query that it begins with
   int steps;
   bool may_be_dead;  // a query of these
+  // key_parts: the steps of the first head that the part before has; where its sums lie.
+  int skipped;
+  i64 sums_row;
 
   // In order the blocks of a band begin at the last keys: the queries of a block begin where it stands, so that those
   // before it are always ahead.
@@ -44,15 +47,23 @@ struct Sm90KeyBlock {
   // short blocks for the end, where they fill the chip evenly; all heads at once would not stay in L2.
   static constexpr bool kByTurns = S.banded && !S.ordered && !S.ragged;
   // Without a band each begins elsewhere, so that every row of dq_sum soon has somebody who stores there.
-  static constexpr bool kRotates = S.stores_first && !S.banded && !S.ordered;
+  static constexpr bool kRotates = S.stores_first && !S.banded && !S.ordered && !S.key_parts;
 
   __device__ __forceinline__ Sm90KeyBlock(const Args& a, const Sm90BackwardArgs& m, u32 index) {
     constexpr int keys = sm90_backward_sizes(S).keys;
+    u32 blocks = u32(m.blocks);
+    u32 part = 0;
+    if constexpr (S.key_parts) {
+      const u32 whole = index / u32(m.parts.count);
+      part = index - whole * u32(m.parts.count);
+      index = whole;
+      blocks /= u32(m.parts.count);
+    }
     u32 head_of_batch = index / u32(m.key_blocks);
     u32 own = index - head_of_batch * u32(m.key_blocks);
     if constexpr (kByTurns) {
       const u32 before = head_of_batch / u32(m.heads_in_turn) * u32(m.heads_in_turn);
-      const u32 heads = min(u32(m.heads_in_turn), u32(m.blocks) / u32(m.key_blocks) - before);
+      const u32 heads = min(u32(m.heads_in_turn), blocks / u32(m.key_blocks) - before);
       const u32 number = index - before * u32(m.key_blocks);
       own = number / heads;
       head_of_batch = before + number - own * heads;
@@ -88,7 +99,37 @@ struct Sm90KeyBlock {
     if constexpr (kRotates) {
       begin += int(own * u32(count) / u32(m.key_blocks)) * S.step;
     }
+    if constexpr (S.key_parts) {
+      take_part(int(part), m.parts.count);
+      sums_row = i64(part) * m.parts.rows + i64(head_of_batch) * m.parts.head_rows + key0;
+    }
   }
+
+  // Of the steps of all heads, one head's after the other's: as many as the other parts have, or one more.
+  __device__ __forceinline__ void take_part(int part, int parts) {
+    const int least = steps / parts;
+    const int more = steps - least * parts;  // parts that have one more
+    const int from = part * least + min(part, more);
+    const int heads_before = from / max(count, 1);
+    steps = least + int(part < more);
+    head0 += heads_before;
+    skipped = from - heads_before * count;
+    group = steps > 0 ? (skipped + steps + count - 1) / count : 0;
+  }
+
+  // Where the steps of its head number i begin, and how many there are.
+  struct Steps {
+    int query, count;
+  };
+  static __device__ __forceinline__ Steps steps_of_head(int i, int begin, int count, int skipped, int steps) {
+    if constexpr (S.key_parts) {
+      const int from = i == 0 ? skipped : 0;
+      return {begin + from * S.step, min(count, skipped + steps - i * count) - from};
+    } else {
+      return {begin, count};
+    }
+  }
+  __device__ __forceinline__ Steps steps_of_head(int i) const { return steps_of_head(i, begin, count, skipped, steps); }
 
   // Of a head with `count` steps: the queries after these, `rows` a time.
   static __device__ __forceinline__ int after(int query, int rows, int count) {

@@ -18,7 +18,7 @@ namespace fovea::cuda {
 // What the thread that copies keeps of a block of keys.
 struct Sm90Loads {
   u32 number;
-  int b1, b2, q_begin, k_row, head_k, row0, begin, count;
+  int b1, b2, q_begin, k_row, head_k, row0, begin, count, skipped;
 };
 
 template <Spec S>
@@ -49,9 +49,11 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
     if (block.outside()) {
       // So are the other numbers up to the head's end (from the end: up to its last keys), which nobody need take.
       constexpr bool kFromTheEnd = Sm90KeyBlock<S>::kFromTheEnd;
-      const u32 own = number % u32(m.key_blocks);
+      const u32 parts = S.key_parts ? u32(m.parts.count) : 1;
+      const u32 whole = number / parts;
+      const u32 own = whole % u32(m.key_blocks);
       const u32 live = u32(block.place.k_len + kSizes.keys - 1) / kSizes.keys;
-      const u32 next = number - own + u32(m.key_blocks) - (kFromTheEnd ? live : 0);
+      const u32 next = (whole - own + u32(m.key_blocks) - (kFromTheEnd ? live : 0)) * parts;
       const u32 begun = S.ordered ? 0 : gridDim.x;
       if (begun < blocks && next > begun) {
         atomicMax(a.turns, next - begun);
@@ -70,6 +72,9 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
     here.row0 = block.row0;
     here.begin = block.begin;
     here.count = block.count;
+    if constexpr (S.key_parts) {
+      here.skipped = block.skipped;
+    }
     const int steps = block.steps;
     const int group = block.group;
     int head = block.head0;
@@ -105,9 +110,11 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
     int until_keys = min(S.stages, steps);  // buffers of Q that are free sooner than those of K and V
 #pragma unroll 1
     for (int i = 0; steps > 0 && i < group; ++i, ++head) {
-      int query = here.begin;
+      const auto of_head =
+          Sm90KeyBlock<S>::steps_of_head(i, here.begin, here.count, S.key_parts ? here.skipped : 0, steps);
+      int query = of_head.query;
 #pragma unroll 1
-      for (int n = here.count; n > 0; --n, query = Sm90KeyBlock<S>::after(query, S.step, here.count)) {
+      for (int n = of_head.count; n > 0; --n, query = Sm90KeyBlock<S>::after(query, S.step, here.count)) {
         const u32 full = barriers.q_full(ring.buffer());
         barrier_wait(barriers.q_empty(ring.buffer()), ring.parity() ^ 1);
         barrier_expect(full, S.step * kRowBytes + (S.query_term ? 3 : 2) * kSizes.rows);
@@ -155,9 +162,10 @@ __device__ __forceinline__ void sm90_backward_copy_bias(const Args& a, const Sm9
     const Sm90KeyBlock<S> block(a, m, number);
 #pragma unroll 1
     for (int i = 0; i < block.group; ++i) {
-      int query = block.begin;
+      const auto of_head = block.steps_of_head(i);
+      int query = of_head.query;
 #pragma unroll 1
-      for (int n = 0; n < block.count; ++n, query = block.after(query, S.step, block.count)) {
+      for (int n = 0; n < of_head.count; ++n, query = block.after(query, S.step, block.count)) {
         const auto load = [&](const TensorMap& map, const Has& has, u32 to, int columns, u32 full) {
 #pragma unroll 1
           for (int p = 0; p < kSizes.keys / columns; ++p) {
@@ -205,9 +213,10 @@ __device__ __forceinline__ void sm90_backward_store_bias(const Args& a, const Sm
     const Sm90KeyBlock<S> block(a, m, number);
 #pragma unroll 1
     for (int i = 0; i < block.group; ++i) {
-      int query = block.begin;
+      const auto of_head = block.steps_of_head(i);
+      int query = of_head.query;
 #pragma unroll 1
-      for (int n = 0; n < block.count; ++n, query = block.after(query, S.step, block.count)) {
+      for (int n = 0; n < of_head.count; ++n, query = block.after(query, S.step, block.count)) {
         barrier_wait(barriers.grads_full(ring.buffer()), ring.parity());
 #pragma unroll 1
         for (int p = 0; p < kSizes.keys / 64; ++p) {
@@ -248,13 +257,14 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90Backw
     // Whether rows have been stored is looked up a step ahead: most have.
     u32 ahead = 2;
     if (S.stores_first && !S.ordered && block.steps > 0) {
-      ahead = *static_cast<volatile u32*>(turn_of(0, block.begin));
+      ahead = *static_cast<volatile u32*>(turn_of(0, block.steps_of_head(0).query));
     }
 #pragma unroll 1
     for (int i = 0; i < block.group; ++i) {
-      int query = block.begin;
+      const auto of_head = block.steps_of_head(i);
+      int query = of_head.query;
 #pragma unroll 1
-      for (int n = block.count * kParts - 1; n >= 0; --n, query = block.after(query, 64, block.count)) {
+      for (int n = of_head.count * kParts - 1; n >= 0; --n, query = block.after(query, 64, block.count)) {
         const int row = block.row0 + (block.head0 + i) * int(a.padded_rows) + query;
         u32* const turn = turn_of(i, query);
         u32 before = ahead;

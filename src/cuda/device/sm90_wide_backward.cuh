@@ -206,7 +206,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
   int row_before = 0;
   u32 turn = 0;  // parity of the one buffer of dO
   int head = block.head0 - 1;
-  int query = 0;
+  int query = S.key_parts ? block.skipped * M : 0;
   int end = 0;  // of the head's queries
   if (block.steps > 0) {
     barrier_wait(barriers.kv_full(), 0);
@@ -229,7 +229,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
   for (int n = 0; n < block.steps; ++n) {
     if (query >= end) {
       ++head;
-      query = block.first;
+      query = block.first + (S.key_parts ? query - end : 0);
       end = block.first + block.count * M;
       scores.begin_head(a, m, block.place, head, key);
     }
@@ -379,6 +379,19 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
   }
 
   // ---- dK, dV: half of the columns ----
+  if constexpr (S.key_parts) {
+    const i64 row = block.sums_row + rank * kKeys + warp * 16;
+    if (key - g >= block.place.k_len) {
+      return;
+    }
+    if (a.grad_k.data != nullptr) {
+      store_fragments(m.parts.dk + row * D + c * (D / 2) * 16 + lane * 4, dk);
+    }
+    if (a.grad_v.data != nullptr) {
+      store_fragments(m.parts.dv + row * V + c * (V / 2) * 16 + lane * 4, dv);
+    }
+    return;
+  }
   if (a.grad_k.data != nullptr) {
     const int half = c * (D / 2);
     store_accumulator<kType>(static_cast<u16*>(a.grad_k.data) + block.place.key_rows(a.grad_k.strides, block.head_k) +

@@ -68,9 +68,10 @@ __device__ __forceinline__ void sm90_wide_backward_copy(const Args& a, const Sm9
 #pragma unroll 1
   for (int i = 0; i < block.group; ++i) {
     const int head = block.head0 + i;
-    int query = block.first;
+    const auto of_head = block.steps_of_head(i);
+    int query = of_head.query;
 #pragma unroll 1
-    for (int n = 0; n < block.count; ++n, query += S.step) {
+    for (int n = 0; n < of_head.count; ++n, query += S.step) {
       const u32 full = barriers.q_full(ring.buffer());
       barrier_wait(barriers.q_empty(ring.buffer()), ring.parity() ^ 1);
       barrier_expect(full, kSizes.q + 2 * kSizes.rows);
@@ -103,9 +104,10 @@ __device__ __forceinline__ void sm90_wide_backward_order(const Args& a, const Sm
   u32 parity = 0;
 #pragma unroll 1
   for (int i = 0; i < block.group; ++i) {
-    int query = block.first;
+    const auto of_head = block.steps_of_head(i);
+    int query = of_head.query;
 #pragma unroll 1
-    for (int n = 0; n < block.count; ++n, query += S.step) {
+    for (int n = 0; n < of_head.count; ++n, query += S.step) {
       u32* const done = a.turns + 1 + (block.row0 + (block.head0 + i) * int(a.padded_rows) + query) / 64;
       const u32 before = block.blocks_before(query) * 2;  // blocks of a cluster
       while (load_acquire(done) < before) {               // more only where sequences overlap by mistake
@@ -126,9 +128,10 @@ __device__ __forceinline__ void sm90_wide_backward_copy_bias(const Sm90BackwardA
   Ring<2> ring;
 #pragma unroll 1
   for (int i = 0; i < block.group; ++i) {
-    int query = block.first;
+    const auto of_head = block.steps_of_head(i);
+    int query = of_head.query;
 #pragma unroll 1
-    for (int n = 0; n < block.count; ++n, query += S.step) {
+    for (int n = 0; n < of_head.count; ++n, query += S.step) {
       const u32 full = barriers.bias_full(ring.buffer());
       barrier_wait(barriers.grads_empty(ring.buffer()), ring.parity() ^ 1);
       barrier_expect(full, kSizes.tile);

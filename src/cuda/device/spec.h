@@ -78,6 +78,7 @@ struct Spec {
   bool ordered = false;       // backward: blocks of keys add to dQ in their order
   bool direct = false;        // backward: one block has all keys, and dQ is stored as it is
   bool stores_first = false;  // backward: who comes first to rows of dq_sum stores there, the others add
+  bool key_parts = false;     // backward: several blocks share a block of keys, each with a part of its steps
   bool bias_outside = false;  // sm90_bias_gradient: the bias is taken out of the sum over the list
 
   // A new field goes into for_each_field, too.
@@ -140,6 +141,7 @@ constexpr void for_each_field(const Spec& spec, Visit visit) {
   visit("ordered", spec.ordered, usual.ordered);
   visit("direct", spec.direct, usual.direct);
   visit("stores_first", spec.stores_first, usual.stores_first);
+  visit("key_parts", spec.key_parts, usual.key_parts);
 }
 
 }  // namespace fovea::cuda

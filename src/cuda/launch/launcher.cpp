@@ -104,6 +104,9 @@ void Launcher::run() {
       case Step::kSm90Backward:
         sm90_backward(number);
         break;
+      case Step::kSm90BackwardParts:
+        sm90_backward_parts(number);
+        break;
       case Step::kBackward:
       case Step::kBackwardConvert:
       case Step::kBackwardDq:

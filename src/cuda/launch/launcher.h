@@ -6,6 +6,7 @@
 #include "cuda/device/args.h"
 #include "cuda/device/clear_rows_args.h"
 #include "cuda/device/prepare_args.h"
+#include "cuda/device/sm90_backward_args.h"
 #include "cuda/executable.h"
 
 namespace fovea::cuda {
@@ -60,8 +61,10 @@ class Launcher {
   void sm90_forward(std::size_t number);
 
   // sm90_backward.cpp
+  KeyParts key_parts(const Launch& step) const;
   void sm90_backward_mask(std::size_t number);
   void sm90_backward(std::size_t number);
+  void sm90_backward_parts(std::size_t number);
 
   // sm80_forward.cpp, sm80_backward.cpp
   void forward(std::size_t number);

@@ -64,7 +64,7 @@ void Launcher::sm90_backward(std::size_t number) {
     args.mask = {region<u32>(Region::kMaskTiles), sm90_backward_mask_box(plan_.operands.mask_box).strides()};
   }
   args.key_blocks = static_cast<int>(sm90_backward_key_blocks(call_, spec));
-  args.blocks = static_cast<int>(sm90_backward_items(call_, spec));
+  args.blocks = static_cast<int>(sm90_backward_items(call_, spec)) * plan_.launches[number].pieces;
   args.heads_in_turn = static_cast<int>(sm90_backward_heads_in_turn(call_, spec, plan_.target));
   args.heads_k = static_cast<int>(rows.heads_k);
   args.group = static_cast<int>(rows.heads_q / std::max<std::int64_t>(rows.heads_k, 1));
@@ -73,7 +73,33 @@ void Launcher::sm90_backward(std::size_t number) {
   args.low = band.low;
   args.high = band.high;
   args.scale_log2 = args_.scale * math::kLog2E;
+  args.parts = key_parts(plan_.launches[number]);
   void* parameters[] = {&args_, &args};
+  launch(number, plan_.launches[number].blocks, parameters, may_overlap(number));
+}
+
+// Of a launch of sm90_backward.
+KeyParts Launcher::key_parts(const Launch& step) const {
+  const Spec& spec = step.kernel.spec;
+  KeyParts parts;
+  if (spec.key_parts) {
+    parts.count = step.pieces;
+    parts.head_rows = static_cast<int>(sm90_backward_head_rows(call_, spec));
+    parts.rows = call_.rows.batch() * call_.rows.heads_k * parts.head_rows;
+    parts.dk = region<float>(Region::kKeySums);
+    if (parts.dk != nullptr) {
+      parts.dv = parts.dk + parts.count * parts.rows * spec.d;
+    }
+  }
+  return parts;
+}
+
+void Launcher::sm90_backward_parts(std::size_t number) {
+  const auto main = std::find_if(plan_.launches.begin(), plan_.launches.end(),
+                                 [](const Launch& step) { return step.step == Step::kSm90Backward; });
+  KeyParts parts = key_parts(*main);
+  args_.first_block = 0;
+  void* parameters[] = {&args_, &parts};
   launch(number, plan_.launches[number].blocks, parameters, may_overlap(number));
 }
 
