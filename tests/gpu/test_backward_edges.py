@@ -25,8 +25,13 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("family", ["large_scores", "one_hot", "dead_rows", "minus_infinity", "huge", "lowest", "denormal"])
-@pytest.mark.parametrize("shape", SHAPES)
+FAMILIES = ["large_scores", "one_hot", "dead_rows", "minus_infinity", "huge", "lowest", "denormal"]
+OF_BIASES = {"dead_rows", "lowest"}
+
+
+@pytest.mark.parametrize(
+    "shape, family", [(shape, family) for shape in SHAPES for family in FAMILIES if "bias" in shape or family not in OF_BIASES]
+)
 def test_adversarial_numbers(shape, family, device):
     p = parse(f"bwd {shape} values={family}")
     p.case_seed = 8

@@ -187,7 +187,7 @@ std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool orde
       return {{2, 1, 64, 3, 3, true}, {2, 1, 64, 3, 3}};
     }
     if (spec.dbias_store) {
-      return {{3, 1, 64, 4, 3, false, true}, {2, 1, 64, 3, 3}};
+      return {{3, 1, 64, 4, 3}, {2, 1, 64, 3, 3}};
     }
     if (bias) {
       return {{2, 1, 64, 3, 3, true}, {2, 1, 64, 3, 3}};
