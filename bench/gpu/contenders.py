@@ -234,6 +234,7 @@ def flex(case: Case, x: Inputs) -> Callable[[], Tensor]:
 
     if _flex is None:
         torch._dynamo.config.cache_size_limit = 256
+        torch._functorch.config.donated_buffer = False  # a backward is timed again and again: its graph is kept
         _flex = torch.compile(flex_attention, dynamic=False)
     bias, slopes, mask, cap = x.bias, x.slopes, x.mask, case.softcap
     has_b, has_h, has_q, has_k = (*(case.bias or (False, False)), case.bias_rows, case.bias_keys)
