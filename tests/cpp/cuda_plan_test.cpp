@@ -443,6 +443,8 @@ TEST(CudaPlan, FewBlocksOfKeysAreShared) {
     EXPECT_EQ(after->kernel.spec.d, spec.d) << line;
     EXPECT_EQ(after->kernel.spec.dv, spec.dv) << line;
   }
+  const Plan empty = plan_of_line("bwd b=0 hq=8 hk=1 sq=2048 sk=2048 d=64 bf16 causal");
+  EXPECT_EQ(empty.summary.find("parts"), std::string::npos) << empty.summary;
   // Enough blocks without, or little to share, or sums over queries, which are a block's own.
   for (const char* const line : {"bwd b=4 hq=32 sq=4096 sk=4096 d=64 bf16", "bwd b=1 hq=8 sq=128 sk=128 d=64 bf16",
                                  "bwd b=1 hq=8 hk=1 sq=2048 sk=2048 d=64 bf16 bias=1,h,1,k"}) {
@@ -460,6 +462,31 @@ TEST(CudaPlan, FewBlocksOfKeysAreShared) {
   EXPECT_TRUE(main_of(direct)->kernel.spec.direct);
   EXPECT_GT(main_of(direct)->pieces, 1);
   EXPECT_FALSE(find(direct, Step::kSm90BackwardParts)->kernel.spec.dq);
+}
+
+// A part of a GPU may have any number of multiprocessors. What the parts leave is bounded by it, whatever the problem.
+TEST(CudaPlan, PartsOfKeysOnAnyGpu) {
+  constexpr std::int64_t kMostBytesOfAPart = 128 * 320 * 4;
+  for (const int multiprocessors : {1, 2, 3, 16, 66, 78, 114, 132, 1000}) {
+    Target target = target_of("sm_90");
+    target.multiprocessors = multiprocessors;
+    for (const char* const line :
+         {"bwd b=1 hq=64 hk=1 sq=100000 sk=300 d=64 bf16",
+          "bwd b=1 hq=64 hk=1 sq=3000 sk=3000 d=192 dv=128 bf16 causal",
+          "bwd b=1 hq=64 hk=1 sq=3000 sk=3000 d=32 bf16 window=500,0 det", "bwd b=1 hq=8 hk=2 sq=900 sk=70 d=16 bf16",
+          "bwd b=3 hq=16 hk=2 seqs_q=900,1,2000 seqs_k=900,1,2000 d=256 bf16 causal",
+          "bwd b=2 hq=8 sq=4096 sk=4096 d=128 bf16 bias=1,h,q,k",
+          "bwd b=1 hq=8 hk=1 sq=2048 sk=2048 d=128 bf16 need=k"}) {
+      const Plan plan = plan_for(Line(line).call, target);
+      const Launch* const main = find(plan, Step::kSm90Backward);
+      ASSERT_NE(main, nullptr) << line;
+      const bool shared = main->kernel.spec.key_parts;
+      EXPECT_EQ(main->pieces > 1, shared) << line << ", " << multiprocessors;
+      EXPECT_EQ(find(plan, Step::kSm90BackwardParts) != nullptr, shared) << line << ", " << multiprocessors;
+      EXPECT_LE(plan.workspace.size(Region::kKeySums), 3 * multiprocessors * kMostBytesOfAPart)
+          << line << ", " << multiprocessors;
+    }
+  }
 }
 
 TEST(CudaPlan, FewQueriesSplitTheKeys) {
@@ -599,6 +626,7 @@ TEST(CudaPlan, EveryRowOnEveryArchitecture) {
         EXPECT_LE(launch.kernel.shared_bytes, target.shared_per_block) << print(launch.kernel.spec);
         EXPECT_LE(launch.kernel.threads, 1024);
         EXPECT_EQ(launch.kernel.spec.arch, target.capability) << launch.kernel.name;
+        EXPECT_TRUE(!launch.kernel.spec.key_parts || launch.pieces > 1) << launch.kernel.name;
       }
     }
   }

@@ -271,7 +271,7 @@ int best_parts(const Call& call, const Spec& spec, const Target& target) {
   constexpr std::int64_t kMostRounds = 3;  // which bounds the memory of sums, too
   const std::int64_t blocks = in_clusters(spec) ? target.multiprocessors / 2 : target.multiprocessors;
   const std::int64_t items = sm90_backward_items(call, spec);
-  if (items >= blocks) {
+  if (items == 0 || items >= blocks) {
     return 1;
   }
   const StepsOfKeys steps = steps_of_keys(call, spec);
@@ -290,8 +290,7 @@ int best_parts(const Call& call, const Spec& spec, const Target& target) {
     return summing + (by_turns ? std::max(longest, mean + (rounds > 1 ? longest / 4 : 0))
                                : static_cast<double>(rounds) * longest);
   };
-  const std::int64_t most =
-      std::min({kMostParts, kMostRounds * blocks / std::max<std::int64_t>(items, 1), steps.longest});
+  const std::int64_t most = std::min({kMostParts, kMostRounds * blocks / items, steps.longest});
   int best = 1;
   for (int parts = 2; parts <= most; ++parts) {
     best = time(parts) < time(best) ? parts : best;
