@@ -69,11 +69,11 @@ constexpr Variable kVariables[] = {
     {"FOVEA_TEST_DEVICE", "tests/gpu: cuda, cpu or compile", cuda_cpu_or_compile},
 };
 
-// Whether a backend serves it. Without an architecture: on this machine.
-bool explain_problem(const std::string& line, const std::string& architecture) {
+// Whether a backend serves it. Without an architecture (null): on this machine.
+bool explain_problem(const std::string& line, const char* architecture) {
   const auto explain = [&](char* text, std::size_t capacity, std::size_t* needed) {
-    return architecture.empty() ? fovea_explain_line(line.c_str(), text, capacity, needed)
-                                : fovea_explain_for(line.c_str(), architecture.c_str(), text, capacity, needed);
+    return architecture == nullptr ? fovea_explain_line(line.c_str(), text, capacity, needed)
+                                   : fovea_explain_for(line.c_str(), architecture, text, capacity, needed);
   };
   std::size_t needed = 0;
   fovea_status status = explain(nullptr, 0, &needed);
@@ -185,12 +185,10 @@ void add_explain(CLI::App& app) {
       explain_machine();
       return;
     }
-    if (architectures->empty()) {
-      architectures->emplace_back();
-    }
-    bool serves = true;
+    const std::string line = fmt::format("{}", fmt::join(*words, " "));
+    bool serves = !architectures->empty() || explain_problem(line, nullptr);
     for (const std::string& architecture : *architectures) {
-      serves = explain_problem(fmt::format("{}", fmt::join(*words, " ")), architecture) && serves;
+      serves = explain_problem(line, architecture.c_str()) && serves;
     }
     if (!serves) {
       throw Fault(kUnsupported, "");

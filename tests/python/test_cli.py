@@ -634,6 +634,7 @@ def test_explain_for_a_gpu_that_need_not_be_there():
     assert "sm90_backward, " in text and re.search(r"^workspace: \d+ bytes$", text, re.M)
     both = succeeds("explain", "-a", "sm_80,sm_90", *line.split())
     assert both.endswith(text) and "sm90_backward: compute capability other than 9.0" in both
+    refused("explain", "--arch", "", line, says="architecture: ''")
     refused("explain", "--arch", "sm_77", line, says=("architecture: 'sm_77'", "accepted: sm_80"))
     refused("explain", "--arch", "sm_90", says="--arch: without a problem")
     refused("explain", "--arch", "sm_90", line + " backend=cpu", says="backend=cpu: for a GPU's architecture; accepted: backend=cuda")
