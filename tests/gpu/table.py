@@ -76,12 +76,14 @@ def lines_of_tests() -> list[str]:
     import test_backward_edges
     import test_determinism
     import test_memory
+    import test_odd_rows
     import test_peers
     import test_random
 
     random = [test_random.random_problem(seed).line() for seed in range(test_random.COUNT)]
-    edges = [f"bwd {shape}" for shape in test_backward_edges.SHAPES]
-    return [*random, *test_peers.LINES.values(), *test_determinism.LINES, *test_determinism.LONGER, *edges, *test_memory.LINES]
+    edges = [f"bwd {line}" for lines in (test_backward_edges.SHAPES, test_backward_edges.FULL, test_backward_edges.FEW) for line in lines]
+    others = [*test_determinism.LINES, *test_determinism.LONGER, *test_memory.LINES, *test_odd_rows.LINES]
+    return [*random, *test_peers.LINES.values(), *edges, *others]
 
 
 if __name__ == "__main__":  # the sanitizers' rows for `fovea precompile`; --tests: the other tests'; --nvrtc

@@ -145,29 +145,32 @@ def test_hundreds_of_sequences(rest, device):
     assert not faults, "\n".join(faults)
 
 
-@pytest.mark.parametrize("line", [
-    "b=4 hq=8 hk=1 sq=1254 sk=1254 d=40 fp16 causal",
-    "b=1 hq=8 hk=1 sq=1024 sk=1024 d=128 bf16",
-    "b=1 hq=6 hk=2 sq=1024 sk=1024 d=128 bf16 causal dropout=0.1 seed=3 softcap=30",
-    "b=2 hq=8 hk=1 sq=1000 sk=1000 d=64 bf16 causal dropout=0.1 seed=3 det",
-    "b=1 hq=8 hk=1 sq=700 sk=900 d=64 bf16 det",
-    "b=1 hq=8 hk=1 sq=900 sk=900 d=64 bf16 mask=b,1,1,k bias=b,1,q,k:fp32",
+FEW = [  # blocks of keys
+    "b=4 hq=8 hk=1 sq=1254 sk=1254 d=40 fp16 causal need=q,k,v",
+    "b=1 hq=8 hk=1 sq=1024 sk=1024 d=128 bf16 need=q,k,v",
+    "b=1 hq=6 hk=2 sq=1024 sk=1024 d=128 bf16 causal dropout=0.1 seed=3 softcap=30 need=q,k,v",
+    "b=2 hq=8 hk=1 sq=1000 sk=1000 d=64 bf16 causal dropout=0.1 seed=3 det need=q,k,v",
+    "b=1 hq=8 hk=1 sq=700 sk=900 d=64 bf16 det need=q,k,v",
+    "b=1 hq=8 hk=1 sq=900 sk=900 d=64 bf16 mask=b,1,1,k bias=b,1,q,k:fp32 need=q,k,v",
     "b=1 hq=8 hk=1 sq=900 sk=900 d=64 bf16 bias=b,1,q,1 need=q,k,v,bias",
     "b=1 hq=8 hk=4 sq=640 sk=641 d=128 bf16 bias=b,h,q,k need=q,k,v,bias",
-    "b=4 hq=8 hk=2 d=128 bf16 seqs_q=128,500,0,77 seqs_k=300,1,44,77 causal det",
-    "b=3 hq=8 hk=2 d=128 bf16 seqs_q=128,900,77 seqs_k=128,900,77 window=100,0",
-    "b=2 hq=8 hk=2 sq=900 sk=900 d=64 bf16 used_q=800,3 used_k=700,900 causal",
-    "b=1 hq=8 hk=1 sq=3000 sk=77 d=64 bf16",
+    "b=4 hq=8 hk=2 d=128 bf16 seqs_q=128,500,0,77 seqs_k=300,1,44,77 causal det need=q,k,v",
+    "b=3 hq=8 hk=2 d=128 bf16 seqs_q=128,900,77 seqs_k=128,900,77 window=100,0 need=q,k,v",
+    "b=2 hq=8 hk=2 sq=900 sk=900 d=64 bf16 used_q=800,3 used_k=700,900 causal need=q,k,v",
+    "b=1 hq=8 hk=1 sq=3000 sk=77 d=64 bf16 need=q,k,v",
     "b=1 hq=8 hk=1 sq=1024 sk=1024 d=64 bf16 need=q",
     "b=1 hq=8 hk=1 sq=1024 sk=1024 d=32 bf16 alibi=h need=v",
-    "b=1 hq=8 hk=1 sq=1024 sk=1024 d=192 dv=128 bf16 causal",
-    "b=1 hq=4 hk=1 sq=1664 sk=1664 d=192 bf16",
-    "b=1 hq=4 hk=1 sq=900 sk=1000 d=256 bf16 causal dropout=0.1 seed=3 det",
-    "b=3 hq=8 hk=2 d=256 bf16 seqs_q=128,900,77 seqs_k=428,500,77 causal",
-])  # fmt: skip
+    "b=1 hq=8 hk=1 sq=1024 sk=1024 d=192 dv=128 bf16 causal need=q,k,v",
+    "b=1 hq=4 hk=1 sq=1664 sk=1664 d=192 bf16 need=q,k,v",
+    "b=1 hq=4 hk=1 sq=900 sk=1000 d=256 bf16 causal dropout=0.1 seed=3 det need=q,k,v",
+    "b=3 hq=8 hk=2 d=256 bf16 seqs_q=128,900,77 seqs_k=428,500,77 causal need=q,k,v",
+]
+
+
+@pytest.mark.parametrize("line", FEW)
 def test_few_keys_for_many_queries(line, device):
     """Several blocks share a block of keys, and the sums of each are added in the end."""
-    p = parse(f"bwd {line}" if "need" in line else f"bwd {line} need=q,k,v")
+    p = parse(f"bwd {line}")
     p.case_seed = 5
     trial = Trial(p, device)
     faults = trial.test() + (trial.test_captured() if device.type == "cuda" else [])

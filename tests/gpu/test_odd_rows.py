@@ -42,11 +42,18 @@ BESIDE = [  # other features beside such a bias
 ]
 
 
+def line_of(kind, queries, keys):
+    batch = "b=1 hq=3" if queries * keys > 1e6 else "b=2 hq=3"
+    return f"bwd {batch} sq={queries} sk={keys} {kind}"
+
+
+LINES = [line_of(kind, *lengths) for kind in KINDS for lengths in LENGTHS] + BESIDE
+
+
 @pytest.mark.parametrize("queries, keys", LENGTHS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_lengths(kind, queries, keys, device):
-    batch = "b=1 hq=3" if queries * keys > 1e6 else "b=2 hq=3"
-    assert not Trial(parse(f"bwd {batch} sq={queries} sk={keys} {kind}"), device).test()
+    assert not Trial(parse(line_of(kind, queries, keys)), device).test()
 
 
 @pytest.mark.parametrize("line", BESIDE)
