@@ -30,10 +30,11 @@ constexpr bool natural_scores(const Spec& s) {
          s.bias2 != BiasTile::kNone;
 }
 
-// Whether a query may be kept from a key of its sequence, or from all of them.
-constexpr bool may_hide(const Spec& s) {
-  return s.banded || s.mask || s.key_term || s.query_term || s.bias != BiasTile::kNone || s.bias2 != BiasTile::kNone;
+// Whether a query may be kept from a key of its sequence, or from all of them: by what is added, or by a band.
+constexpr bool inputs_may_hide(const Spec& s) {
+  return s.mask || s.key_term || s.query_term || s.bias != BiasTile::kNone || s.bias2 != BiasTile::kNone;
 }
+constexpr bool may_hide(const Spec& s) { return s.banded || inputs_may_hide(s); }
 
 // ---- sm80_forward ----
 

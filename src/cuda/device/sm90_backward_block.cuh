@@ -19,11 +19,6 @@
 
 namespace fovea::cuda {
 
-// Whether any pair may be hidden, by more than the band.
-template <Spec S>
-constexpr bool kMayHide =
-    S.mask || S.key_term || S.query_term || S.bias != BiasTile::kNone || S.bias2 != BiasTile::kNone;
-
 template <Spec S>
 struct Sm90KeyBlock {
   Place place;
@@ -91,8 +86,8 @@ struct Sm90KeyBlock {
     count = queries.empty() ? 0 : (queries.end - first + S.step - 1) / S.step;
     steps = count * group;
     begin = first;
-    may_be_dead = kMayHide<S>;
-    if constexpr (S.banded && !kMayHide<S>) {
+    may_be_dead = inputs_may_hide(S);
+    if constexpr (S.banded && !inputs_may_hide(S)) {
       const int last = min(first + count * S.step, place.q_len) - 1;
       may_be_dead = count > 0 && (band.keys_of(first).empty() || band.keys_of(last).empty());
     }
@@ -203,7 +198,7 @@ __device__ __forceinline__ void zero_rows(u32 tile, int live, int thread) {
 // that compute, who all find the same in `lse`.
 template <Spec S, int kRowBytes, int kPanels, int kThreads>
 __device__ __forceinline__ void zero_dead_rows(u32 tile, u32 lse) {
-  if constexpr ((S.banded || kMayHide<S>)&&S.dkv) {
+  if constexpr (may_hide(S) && S.dkv) {
     constexpr int kRows = S.step;
     u32 thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
