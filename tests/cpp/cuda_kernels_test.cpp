@@ -43,6 +43,7 @@ constexpr int kMostSpiltByCopies = 256;
 // What takes blocks that fill the chip, or many steps of few blocks.
 constexpr const char* kLarger[] = {
     "bwd b=4 hq=16 sq=4096 sk=4096 d=128 bf16",
+    "bwd b=8 hq=16 sq=2048 sk=2048 d=64 bf16 bias=b,h,q,k",
     "bwd b=2 hq=8 sq=2048 sk=2048 d=128 fp16 bias=1,h,q,k:bf16 need=q,k,v",
     "bwd b=4 hq=32 hk=8 sq=4096 sk=4096 d=128 bf16 causal",
     "bwd b=1 hq=8 hk=1 sq=2048 sk=2048 d=128 bf16",
