@@ -78,7 +78,7 @@ struct Args {
   float* row_delta = nullptr;  // <do, o> - dlse
   float* row_term = nullptr;   // query_term, for kernels that take it by tiles of padded rows
   i64 padded_rows = 0;         // of one head, all sequences
-  float* dq_sum = nullptr;     // [head][padded row][d] in register order (sm80_backward.cuh)
+  float* dq_sum = nullptr;     // [head][padded row][d] in register order (store_sums; same_step: convert_queries)
   // sm90_backward: a ticket; then for 64 rows of dq_sum how many blocks have added to them (in order), or that one
   // stores there (1) or has stored (2).
   u32* turns = nullptr;

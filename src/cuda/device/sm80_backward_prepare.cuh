@@ -5,17 +5,17 @@
 //   backward_prepare   per query: delta = <do, o> - dlse, the logsumexp as the products subtract it, both padded so
 //                      that tiles of rows never cross a sequence; partial sums of the sink's gradient; dq_sum set to
 //                      zero (but for stores_first: then where nobody stored it is zero for backward_convert)
-//   backward_convert   dq_sum (fp32, in the order of the accumulators) to dq
+//   backward_convert   dq_sum (fp32, in the order of the accumulators) to dq (sm90_backward_parts does it, too)
 //
 // Launches of 256 threads (backward_prepare: kBackwardPrepareThreads), no shared memory to be given. Spec: `type`, `d`
-// (convert: fp32's dq_sum has scale in it already), `dv` (prepare: up to 32, or more). Blocks and what of Args beyond
-// the call's own tensors:
+// (convert: fp32's dq_sum has scale in it already), `dv` (prepare: up to 32, or more), `stores_first`, `same_step`
+// (convert: how dq_sum lies). Blocks and what of Args beyond the call's own tensors:
 //   backward_prepare   batch * heads_q * ceil(limit_q / 128): head_dim_v (of `out`, real), out, grad_out (fp32: both as
 //                      the caller gave them), lse, grad_lse, row_lse, row_delta, padded_rows, lse_factor; where wanted:
 //                      dq_sum with Spec::d, turns, row_sum (set to zero, too), row_term, sink and sink_sum; fp32:
 //                      sizes, whose last part it writes
 //   backward_convert   batch * heads_q * ceil(limit_q / kConvertRows): dq_sum, padded_rows, grad_q, out_dim,
-//                      vector_stores, scale
+//                      vector_stores, scale; stores_first: turns
 #ifndef FOVEA_CUDA_DEVICE_SM80_BACKWARD_PREPARE_CUH
 #define FOVEA_CUDA_DEVICE_SM80_BACKWARD_PREPARE_CUH
 

@@ -5,7 +5,8 @@
 //
 // A block owns the keys of its warpgroups, tiles * 64 each, of one key head, and walks over the queries that meet any
 // of them, `step` at a time, of all query heads that share the key head. Warpgroup 0 copies: K and V once, Q, dO and
-// the row vectors into a ring, a bias into the ring of dS. The others compute, and meet at no barrier of their own:
+// the row vectors into a ring, a bias into the ring of dS. The others compute, and but for `same_step` meet at no
+// barrier of their own:
 //
 //     S^T = K Q^T, dP^T = V dO^T | P^T, dS^T in registers | dV += P^T dO, dK += dS^T Q | dQ of the step before
 //
@@ -24,8 +25,8 @@
 // A block stays for the whole call and takes key blocks from a counter, batch * heads_k * ceil(limit_k / keys) of them:
 // Q and dO of the next are on their way while one ends. Where there are as many blocks as key blocks each has its own.
 // With `key_parts` several blocks share a block of keys: each takes a range of its steps and leaves fp32 sums of dK and
-// dV, which sm90_backward_parts adds. backward_prepare comes before (with a mask of queries and keys
-// sm90_backward_mask, too), backward_convert after.
+// dV. backward_prepare comes before (with a mask of queries and keys sm90_backward_mask, too), backward_convert after;
+// where there are sums of parts sm90_backward_parts, which adds them and converts dq.
 #ifndef FOVEA_CUDA_DEVICE_SM90_BACKWARD_CUH
 #define FOVEA_CUDA_DEVICE_SM90_BACKWARD_CUH
 
@@ -77,7 +78,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   constexpr int kHeldV = kHolds ? V / 16 : 0;
   constexpr int kHeldK = kHolds && D <= 80 ? D / 16 : 0;
   // What a launch of 3 (4) warpgroups has is 3 x 168 (4 x 128) registers: more would wait for ever.
-  // The thread that adds dQ would rather have 40, too: with 24 it spills.
+  // With 24 the threads that copy and add dQ spill; kMost, because what computes would be serialised with 232 (C7512).
   constexpr bool kMost = kParts > 1 || (S.same_step && (S.banded || kMuch));
   constexpr int kRegistersToCopy = kGroups == 3 ? 32 : kMost ? 24 : 40;
   constexpr int kRegisters = kGroups == 3 ? 160 : kMost ? 240 : 232;

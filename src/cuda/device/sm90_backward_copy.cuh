@@ -233,10 +233,11 @@ __device__ __forceinline__ void sm90_backward_store_bias(const Args& a, const Sm
   }
 }
 
-// Adds dQ to dq_sum, 64 queries a time, as the warpgroups hand them over. In order: a block waits until all blocks that
-// come before it and meet the queries have added theirs, and says so when its own sums have arrived. stores_first:
-// nobody has cleared dq_sum; who comes first stores, and whoever comes meanwhile waits for it. Nobody waits for a block
-// that waits itself: what it waits for it has not begun to store.
+// Adds dQ to dq_sum, 64 queries a time (`halves`: half of the columns, then the other), as the warpgroups hand them
+// over. In order: a block waits until all blocks that come before it and meet the queries have added theirs, and says
+// so when its own sums have arrived. stores_first: nobody has cleared dq_sum; who comes first stores, and whoever comes
+// meanwhile waits for it. Nobody waits for a block that waits itself, but for its own warpgroups: what it waits for it
+// has not begun to store.
 template <Spec S>
 __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90BackwardArgs& m, u32 base,
                                                   const Sm90BackwardBarriers& barriers) {

@@ -22,7 +22,8 @@
 // one buffer only, and what takes longest is its way here. With Q and dO fetched once for both blocks (multicast) by
 // 28%: then each waits for the slower of two at every buffer.
 //
-// Blocks: 2 * batch * heads_k * ceil(limit_k / 128). backward_prepare comes before, backward_convert after.
+// Blocks: 2 * batch * heads_k * ceil(limit_k / 128), with `key_parts` for each part. backward_prepare comes before,
+// backward_convert (of parts sm90_backward_parts) after.
 #ifndef FOVEA_CUDA_DEVICE_SM90_WIDE_BACKWARD_CUH
 #define FOVEA_CUDA_DEVICE_SM90_WIDE_BACKWARD_CUH
 
