@@ -89,8 +89,8 @@ void Validator::dense_batch() {
   problem_.seqlen_q = q.shape[q.rank - 3];
   problem_.seqlen_k = k.shape[k.rank - 3];
   if (!std::equal(q.shape, q.shape + q.rank - 3, k.shape)) {
-    refuse("k: shape {}; accepted: the batch of q, {} (broadcast with strides of 0)", shape_of(k),
-           text_of(q.shape, q.rank - 3));
+    refuse("k: shape {}; accepted: the batch of q, {} (where entries share k, broadcast it to that, with strides of 0)",
+           shape_of(k), text_of(q.shape, q.rank - 3));
   }
   for (const auto& [name, value] :
        {std::pair("max_seqlen_q", given_.max_seqlen_q), std::pair("max_seqlen_k", given_.max_seqlen_k),
