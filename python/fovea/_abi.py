@@ -139,5 +139,3 @@ FUNCTIONS = {
     "fovea_num_threads": (ctypes.c_int, ()),
     "fovea_prepare": (ctypes.c_int, (_PROBLEM, ctypes.c_int)),
 }
-# Of them: what a library of this version may lack that was built before they were added.
-ADDED = ("fovea_explain_for",)

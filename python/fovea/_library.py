@@ -45,8 +45,6 @@ def _load(path: Path) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
         for name, (result, arguments) in _abi.FUNCTIONS.items():
-            if name in _abi.ADDED and not hasattr(library, name):  # missed by who calls it
-                continue
             function = getattr(library, name)
             function.restype = result
             function.argtypes = arguments

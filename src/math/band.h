@@ -24,6 +24,9 @@ struct Interval {
   constexpr Int size() const { return end - begin; }
   constexpr bool empty() const { return end <= begin; }
   constexpr bool contains(Int index) const { return begin <= index && index < end; }
+  // Steps begin at multiples of `step`: where the first that meets it does, and how many from there on meet it.
+  constexpr Int first_step(Int step) const { return begin / step * step; }
+  constexpr Int steps_from(Int first, Int step) const { return empty() ? 0 : (end - first + step - 1) / step; }
   friend constexpr bool operator==(Interval a, Interval b) { return a.begin == b.begin && a.end == b.end; }
 };
 

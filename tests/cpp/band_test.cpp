@@ -170,6 +170,8 @@ TYPED_TEST(BandTest, LongSequencesDoNotOverflow) {
 }
 
 static_assert(Band<i64>::make(4, 6, true, 1, -1, false).keys_of(0) == Interval<i64>{1, 3});
+static_assert(Interval<i64>{70, 129}.first_step(64) == 64 && Interval<i64>{70, 129}.steps_from(64, 64) == 2);
+static_assert(Interval<i64>{70, 128}.steps_from(64, 64) == 1 && Interval<i64>{70, 70}.steps_from(64, 64) == 0);
 
 }  // namespace
 }  // namespace fovea::math

@@ -23,20 +23,22 @@ SHAPES = [
     "b=8 hq=8 sq=200 sk=330 d=128 bf16 bias=1,h,q,k need=q,k,v,bias",
     "b=12 hq=8 hk=4 sq=200 sk=330 d=128 fp16 causal need=q,k,v",
 ]
-
-
 FAMILIES = ["large_scores", "one_hot", "dead_rows", "minus_infinity", "huge", "lowest", "denormal"]
 OF_BIASES = {"dead_rows", "lowest"}
+
+
+def check(line, seed, device):
+    p = parse(line)
+    p.case_seed = seed
+    faults = Trial(p, device).test()
+    assert not faults, "\n".join([p.line(), *faults])
 
 
 @pytest.mark.parametrize(
     "shape, family", [(shape, family) for shape in SHAPES for family in FAMILIES if "bias" in shape or family not in OF_BIASES]
 )
 def test_adversarial_numbers(shape, family, device):
-    p = parse(f"bwd {shape} values={family}")
-    p.case_seed = 8
-    faults = Trial(p, device).test()
-    assert not faults, "\n".join([p.line(), *faults])
+    check(f"bwd {shape} values={family}", 8, device)
 
 
 # At head_dim 128 a kernel of its own, which the case table's problems are too small for.
@@ -56,10 +58,7 @@ FULL = [
 
 @pytest.mark.parametrize("line", FULL)
 def test_blocks_that_fill_the_chip(line, device):
-    p = parse(f"bwd {line}")
-    p.case_seed = 9
-    faults = Trial(p, device).test()
-    assert not faults, "\n".join([p.line(), *faults])
+    check(f"bwd {line}", 9, device)
 
 
 SQ, SK, SEEN = 150, 300, 100  # keys from SEEN on are hidden

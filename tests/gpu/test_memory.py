@@ -11,30 +11,30 @@ from problem import Problem, parse
 pytestmark = pytest.mark.cuda
 
 
-def requested(which="current"):
-    """Bytes that PyTorch's allocator was asked for: without what it adds to fill its blocks."""
-    return torch.cuda.memory_stats()[f"requested_bytes.all.{which}"]
+def peaks(q, k, v, kind="allocated", **options):
+    """Bytes beyond inputs, outputs and gradients that the forward and the backward had at their peak. kind: "requested"
+    leaves out what PyTorch's allocator adds to fill its blocks, which is up to 1 MiB of each."""
 
+    def held_now(which="current"):
+        return torch.cuda.memory_stats()[f"{kind}_bytes.all.{which}"]
 
-def peaks(q, k, v, **options):
-    """Bytes beyond inputs, outputs and gradients that the forward and the backward had at their peak."""
     given = (q, k, v, *(options.get(name) for name in ("bias", "bias2", "sink")))
     leaves = [x for x in given if x is not None and x.requires_grad]
     for _ in range(2):  # the first compiles, and PyTorch's allocator finds its blocks
         for x in leaves:
             x.grad = None
         torch.cuda.synchronize()
-        before = requested()
+        before = held_now()
         torch.cuda.reset_peak_memory_stats()
         out, lse = attention(q, k, v, return_lse=True, **options)
-        kept = requested()
-        forward = requested("peak") - kept
+        kept = held_now()
+        forward = held_now("peak") - kept
         grad_out = torch.ones_like(out)
-        held = requested()
+        held = held_now()
         torch.cuda.reset_peak_memory_stats()
         grads = torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
         sizes = sum(x.numel() * x.element_size() for x in grads)
-        backward = requested("peak") - held - sizes
+        backward = held_now("peak") - held - sizes
         assert kept - before <= out.numel() * out.element_size() + lse.numel() * 4 + 4096
         del out, lse, grads, grad_out
     return forward, backward
@@ -69,7 +69,7 @@ def test_long_sequences(dtype, deterministic, device):
     forward, backward = peaks(q, k, v, causal=True, deterministic=deterministic)
     inputs = 3 * q.numel() * 4
     # fp32: q, k and v as pairs of fp16, which is as much again; in a region of their own the seven largest numbers of each
-    # head (Region::kSizes), 256 bytes; and 255 to begin at a multiple of that.
+    # head (Region::kSizes), 256 bytes; and 255 to begin at a multiple of that: one more of the allocator's grains of 512.
     sizes = 512 if dtype == torch.float32 else 0
     assert forward <= inputs + sizes, forward
     assert backward <= 4 * inputs, backward
@@ -145,7 +145,7 @@ def test_gradients_are_finite(line, device):
 def test_nothing_is_expanded(line, device):
     """Neither a bias nor its gradient nor what grouped heads share; of 16 bits not into fp32; nor are dropout's decisions kept."""
     q, k, v, options = tensors_of(parse(line), device)
-    forward, backward = peaks(q, k, v, **options)
+    forward, backward = peaks(q, k, v, "requested", **options)
     grad_q_fp32 = 4 * q.numel()
     most = 1.2 if torch.cuda.get_device_capability(device) == (9, 0) else 3  # of generic kernels: 49 rows are padded to 128
     assert forward <= 0.1 * grad_q_fp32 + (1 << 16), f"forward: {forward / grad_q_fp32:.3f} times dq in fp32"

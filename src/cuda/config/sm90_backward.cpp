@@ -113,17 +113,14 @@ struct Tiles {
   bool same_step = false;
 };
 
-// Whether dQ had better be computed in its own step: at head_dim 128, where registers allow, without a band or with
-// groups of heads under a causal mask (elsewhere level, or slower: docs/performance.md); blocks that fill the chip.
-bool in_same_step(const Call& call, const Spec& spec, const Target& target, bool ordered) {
+// Whether dQ had better be computed in its own step, if blocks fill the chip: at head_dim 128, where registers allow,
+// without a band or with groups of heads under a causal mask (elsewhere level, or slower: docs/performance.md).
+bool in_same_step(const Call& call, const Spec& spec, bool ordered) {
   const bool grouped = call.rows.heads_q > call.rows.heads_k;
   const bool much = spec.dropout != DropoutRule::kNone || spec.softcap || spec.mask || spec.key_term ||
                     spec.query_term || spec.alibi || spec.column_sum || spec.row_sum || sm90_outer_bytes(spec) > 0;
-  constexpr std::int64_t kKeys = 128;
-  const std::int64_t blocks = (call.rows.limit_k + kKeys - 1) / kKeys * call.rows.batch() * call.rows.heads_k;
   return spec.dq && spec.dkv && spec.d == kWide && spec.dv == kWide && !ordered && !much && !spec.ragged &&
-         !spec.dbias_store && (!spec.banded || (grouped && !spec.left_edge && spec.bias == BiasTile::kNone)) &&
-         call.rows.limit_k > kKeys && blocks >= target.multiprocessors;
+         !spec.dbias_store && (!spec.banded || (grouped && !spec.left_edge && spec.bias == BiasTile::kNone));
 }
 
 // From the best on: the first that fits is taken.
@@ -252,8 +249,7 @@ StepsOfKeys steps_of_keys(const Call& call, const Spec& spec) {
     if (spec.banded && !spec.direct) {
       queries = band.queries_of_keys(key, std::min(key + keys, rows.limit_k));
     }
-    const std::int64_t count =
-        queries.empty() ? 0 : (queries.end - queries.begin / spec.step * spec.step + spec.step - 1) / spec.step;
+    const std::int64_t count = queries.steps_from(queries.first_step(spec.step), spec.step);
     steps.longest = std::max(steps.longest, count);
     steps.all += count;
   }
@@ -310,7 +306,7 @@ bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, cons
   spec.row_sum = wants.row_sum && !is_ordered && !is_wide(spec);
   spec.dbias_store = wants.dbias_store && spec.dq && !is_wide(spec);
   std::vector<Tiles> all = candidates(spec, call.rows.limit_k, is_ordered);
-  if (in_same_step(call, spec, target, is_ordered)) {
+  if (in_same_step(call, spec, is_ordered)) {
     constexpr Tiles kSameStep{2, 1, 64, 2, 2, true, false, true, 1, true};
     all.insert(all.begin(), kSameStep);
   }
@@ -332,6 +328,9 @@ bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, cons
     spec.halves = has_dq && tiles.halves;
     spec.same_step = tiles.same_step;
     if (spec.ordered && !spec.bulk && !clusters) {
+      continue;
+    }
+    if (spec.same_step && (spec.direct || sm90_backward_items(call, spec) < target.multiprocessors)) {
       continue;
     }
     kernel.threads = sm90_backward_sizes(spec).threads;

@@ -82,8 +82,8 @@ struct Sm90KeyBlock {
         queries = band.queries_of_keys(key0, min(key0 + keys, place.k_len));
       }
     }
-    first = queries.begin / S.step * S.step;
-    count = queries.empty() ? 0 : (queries.end - first + S.step - 1) / S.step;
+    first = queries.first_step(S.step);
+    count = queries.steps_from(first, S.step);
     steps = count * group;
     begin = first;
     may_be_dead = inputs_may_hide(S);
