@@ -120,9 +120,9 @@ class Runner:
                 input="\n".join(sorted(unique)), text=True, cwd=ROOT, stderr=subprocess.DEVNULL).returncode == 0
 
     def stage_lint(self):
-        """clang-format over everything; clang-tidy without its analyzer over the library and the command"""
-        listed = subprocess.run(["git", "ls-files", "*.h", "*.cpp", "*.c"], cwd=ROOT, capture_output=True,
-                                text=True)
+        """clang-format over everything, kernels too; clang-tidy without its analyzer over the library and the command"""
+        listed = subprocess.run(["git", "ls-files", "*.h", "*.cpp", "*.c", "*.cuh"], cwd=ROOT,
+                                capture_output=True, text=True)
         files = [name for name in listed.stdout.split() if not name.startswith("spikes/")]
         count = self.one(self.run("clang-format", "--dry-run", "--Werror", *files))
         count.add(self.one(self.tidy(["src", "cli"], "--checks=-clang-analyzer-*")))

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// clear_rows: rows of outputs that no sequence owns get zeros, those of lse -inf. Where sequences end lies on the device,
-// so a block looks whether there is anything to do: most have nothing. Neighbouring threads write neighbouring columns.
+// clear_rows: rows of outputs that no sequence owns get zeros, those of lse -inf. Where sequences end lies on the
+// device, so a block looks whether there is anything to do: most have nothing. Neighbouring threads write neighbouring
+// columns.
 #ifndef FOVEA_CUDA_DEVICE_CLEAR_ROWS_CUH
 #define FOVEA_CUDA_DEVICE_CLEAR_ROWS_CUH
 
@@ -26,8 +27,8 @@ __global__ void __launch_bounds__(kClearRowsThreads) clear_rows(const __grid_con
     for (i64 i = n % args.parts * kClearRowsThreads + threadIdx.x; i < elements; i += args.parts * kClearRowsThreads) {
       const i64 row = gap.first + i / of_row;
       const i64 in_row = i % of_row;
-      const i64 at = args.rows.offset(job.strides, gap.b, in_row / job.columns, row) +
-                     in_row % job.columns * job.strides.col;
+      const i64 at =
+          args.rows.offset(job.strides, gap.b, in_row / job.columns, row) + in_row % job.columns * job.strides.col;
       if (job.size == 4) {
         static_cast<u32*>(job.data)[at] = job.value;
       } else {

@@ -285,7 +285,7 @@ struct Sm90BackwardScores {
       for (int n = 0; n < M / 8; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          if (8 * n + e < begin || ((S.left_edge || kMaskQueries<S>)&&8 * n + e >= end)) {
+          if (8 * n + e < begin || ((kMaskQueries<S> || S.left_edge) && 8 * n + e >= end)) {
             s[4 * n + 2 * r + e] = 0;
           }
         }

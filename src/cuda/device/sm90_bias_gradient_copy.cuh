@@ -3,8 +3,8 @@
 // What a block of sm90_bias_gradient is about, and the warpgroup that copies for it.
 //
 //   for_each_tile, for_each_entry   the block's tiles, the (b, h) that each is the sum of: all roles walk alike
-//   copies                          a warp for Q and K, which takes the tiles' numbers as well, and one for dO, V and row
-//                                   vectors, by TMA; two warps for what is added to scores, by cp.async
+//   copies                          by TMA, a warp for Q and K, which takes the tiles' numbers as well, and a warp for
+//                                   dO, V and row vectors; by cp.async, two warps for what is added to scores
 #ifndef FOVEA_CUDA_DEVICE_SM90_BIAS_GRADIENT_COPY_CUH
 #define FOVEA_CUDA_DEVICE_SM90_BIAS_GRADIENT_COPY_CUH
 
