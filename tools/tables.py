@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
+DOCUMENTS = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 
 # Each row adds one feature to a plain problem, in each of the ways that '|' separates; all of them together are the
 # last row.
@@ -144,15 +144,15 @@ def gpu_cell(row, name):
     return " / ".join("–" if not time else f"{gpu_rate(row, name, way):.0f}" for way, time in enumerate(times))
 
 
-def gpu_asked(data, row):
+def gpu_target(data, row):
     """What is to be reached, forward / backward, and ours as a part of it: 1 is reached."""
-    parts, asked = [], []
+    parts, targets = [], []
     for way in (0, 1):
-        want, ours = (row["asked"] or (0, 0))[way], row["results"]["ours"].get(WAYS[way])
+        want, ours = (row["target"] or (0, 0))[way], row["results"]["ours"].get(WAYS[way])
         copy = data["machine"].get("copy_gb_per_s")
         if not want or not ours or (row["unit"] == "GB/s" and not copy):
             parts.append("–")
-            asked.append("–")
+            targets.append("–")
             continue
         if row["unit"] == "ms":
             reached = 1e3 * want / ours
@@ -161,12 +161,12 @@ def gpu_asked(data, row):
         else:
             reached = gpu_rate(row, "ours", way) / want
         parts.append(f"{reached:.2f}")
-        asked.append(f"{want:.0%} of a copy" if row["unit"] == "GB/s" else f"{want:g}")
-    return "" if parts == ["–", "–"] else f"{' / '.join(asked)}: {' / '.join(parts)}"
+        targets.append(f"{want:.0%} of a copy" if row["unit"] == "GB/s" else f"{want:g}")
+    return "" if parts == ["–", "–"] else f"{' / '.join(targets)}: {' / '.join(parts)}"
 
 
 def gpu_head(data, rows):
-    """What was measured, and how to repeat it: those that compile for seconds a row are asked by --all alone."""
+    """What was measured, and how to repeat it: only --all measures those that compile for seconds a row."""
     slow = any(row["results"].get(name, {}).get(way) for row in rows for name in SLOW_TO_COMPILE for way in WAYS)
     machine = data["machine"]
     dates = sorted({(row["date"], row["commit"]) for row in rows})
@@ -199,17 +199,17 @@ def gpu_dense():
     means = {}
     for row in rows:
         _, d, s, causal = row["name"].split()
-        ratios, asked = [], []
+        ratios, targets = [], []
         for way in (0, 1):
             others = [rate for rate in (gpu_rate(row, name, way) for name in peers) if rate]
             ours, yardstick = gpu_rate(row, "ours", way), gpu_rate(row, "cuDNN", way)
             ratios.append(f"{ours / max(others):.2f}" if ours and others else "–")
-            asked.append(f"{ours / yardstick / row['asked'][way]:.2f}" if ours and yardstick else "–")
+            targets.append(f"{ours / yardstick / row['target'][way]:.2f}" if ours and yardstick else "–")
             if ours and yardstick:
-                means.setdefault((d[1:], way), []).append(ours / yardstick / row["asked"][way])
-                means.setdefault(("all", way), []).append(ours / yardstick / row["asked"][way])
+                means.setdefault((d[1:], way), []).append(ours / yardstick / row["target"][way])
+                means.setdefault(("all", way), []).append(ours / yardstick / row["target"][way])
         cells = [d[1:], s[1:], "yes" if causal == "c" else "no", f"**{gpu_cell(row, 'ours')}**", *(gpu_cell(row, name) for name in peers)]
-        table.append("| " + " | ".join([*cells, " / ".join(ratios), " / ".join(asked)]) + " |")
+        table.append("| " + " | ".join([*cells, " / ".join(ratios), " / ".join(targets)]) + " |")
     for d in sorted({d for d, _ in means}, key=lambda d: (d == "all", d.zfill(3))):
         both = [means.get((d, way), []) for way in (0, 1)]
         mean = " / ".join(f"{math.exp(sum(map(math.log, part)) / len(part)):.2f}" for part in both if part)
@@ -259,18 +259,18 @@ def gpu_features():
     by_name = {row["name"]: row for row in data["rows"]}
     table = gpu_table(
         gpu_head(data, rows) + " TFLOP/s of allowed pairs, forward / backward, or what the cell says; in brackets the MiB that our backward "
-        "allocates at its peak, gradients included. `of`: our speed as a part of our own on the row without the feature (in brackets what is to "
-        "be reached). `asked`: what is to be reached: ours as a part of that.",
-        ["case"], peers, ["of", "asked"],
+        "allocates at its peak, gradients included. `of`: our speed as a part of our own on the row without the feature (in brackets its "
+        "target). `target`: the speed to be reached, and ours as a part of it.",
+        ["case"], peers, ["of", "target"],
     )
     for row in rows:
         beside = by_name.get(row["beside"])
         part = gpu_part(row, beside) if beside is not None else ""
-        if part and row["asked_of"]:
-            part += " (" + " / ".join(f"{least:g}" if least else "–" for least in row["asked_of"]) + ")"
+        if part and row["target_of"]:
+            part += " (" + " / ".join(f"{least:g}" if least else "–" for least in row["target_of"]) + ")"
         peak = row["results"]["ours"]["peak_mib"]
         ours = f"**{gpu_cell(row, 'ours')}**" + (f" [{peak:.0f}]" if peak else "")
-        cells = [row["name"], ours, *(gpu_cell(row, name) for name in peers), part, gpu_asked(data, row)]
+        cells = [row["name"], ours, *(gpu_cell(row, name) for name in peers), part, gpu_target(data, row)]
         table.append("| " + " | ".join(cells) + " |")
     return table
 
@@ -289,7 +289,7 @@ def gpu_subsets():
     for row in rows:
         time, whole = row["results"]["ours"]["backward_us"], by_name.get(row["beside"])
         part = f"{time / whole['results']['ours']['backward_us']:.2f}" if whole else ""
-        table.append(f"| {row['name']} | {time / 1e3:.3f} | {part} | {row['asked'][1]} |")
+        table.append(f"| {row['name']} | {time / 1e3:.3f} | {part} | {row['target'][1]} |")
     return table
 
 
@@ -326,7 +326,7 @@ def gpu_random():
         for ratio, problem, peer in found[: 10 * device]:
             short = re.sub(r"seqs_q=(\S+) seqs_k=\S+", lambda m: f"{m[1].count(',') + 1} sequences of up to {max(map(int, m[1].split(',')))}", problem)
             worst.append(f"| {title} | {ratio:.2f} | {peer} | `{short}` |")
-    return [*table, "", "The worst ten of each on the device:", "", "| | ours / best | who | problem |", "| --- | --- | --- | --- |", *worst]
+    return [*table, "", "The worst ten of each on the device:", "", "| | ours / best | the best | problem |", "| --- | --- | --- | --- |", *worst]
 
 
 def gpu_small():
@@ -352,7 +352,7 @@ def gpu_patterns():
     by_name = {row["name"]: row for row in rows}
     table = [
         gpu_head(data, rows) + " A bias of every broadcast pattern with its gradient, B=8, H=16, D=64, bf16: TFLOP/s, forward / backward, "
-        "the MiB that the backward allocates, and both as a part of the speed without a bias (asked of the backward: 0.6).",
+        "the MiB that the backward allocates, and both as a part of the speed without a bias (the target of the backward: 0.6).",
         "",
         "| bias | S=2048 | of none | S=2047 | of none |",
         "| --- | --- | --- | --- | --- |",

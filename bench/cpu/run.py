@@ -15,7 +15,6 @@ examples:
 
 import argparse
 import datetime
-import json
 import os
 import re
 import statistics
@@ -27,8 +26,9 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "python"))
+sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tools")]
 import fovea  # noqa: E402
+import records  # noqa: E402
 
 CORE_TYPES = ["", "HASWELL", "ZEN", "SKYLAKEX", "COOPERLAKE", "SAPPHIRERAPIDS"]
 
@@ -171,7 +171,7 @@ def main():
         print(f"{row['name']:42}{row['forward']:8.0f}{row['forward'] / products[best]:7.2f}{row['backward']:10.0f}"
               f"{row['backward'] / products[best]:7.2f}")
     if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        records.write(arguments.json, result)
 
 
 if __name__ == "__main__":

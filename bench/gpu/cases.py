@@ -43,12 +43,12 @@ class Case:
     deterministic: bool = False
     need: tuple = ()  # the gradients asked for; (): all
     beside: str = ""  # the row of ours that a feature's cost is measured by
-    asked: tuple = ()  # what is to be reached, forward and backward, in the row's unit; 0: nothing
-    asked_of: tuple = ()  # the same as a part of our speed on the row `beside`
+    target: tuple = ()  # what is to be reached, forward and backward, in the row's unit; 0: nothing
+    target_of: tuple = ()  # the same as a part of our speed on the row `beside`
     unit: str = "TFLOP/s"  # or "ms", "GB/s"
     graph: bool = False  # under a CUDA graph, in microseconds
     forward_only: bool = False
-    flex: bool = False  # FlexAttention, which compiles for many seconds, is asked too
+    flex: bool = False  # FlexAttention, which compiles for many seconds, takes part too
 
     @property
     def heads_k(self) -> int:
@@ -146,10 +146,10 @@ BEST_OF_CUDNN = {
 
 
 def dense() -> list[Case]:
-    """16,384 tokens, 2,048 columns; asked: so many times cuDNN."""
+    """16,384 tokens, 2,048 columns; the target: so many times cuDNN."""
     return [
         Case(f"dense d{d} s{s} {'c' if causal else 'f'}", "dense", 16384 // s, 2048 // d, s, d, causal=causal,
-             asked=BEST_OF_CUDNN[d][s][causal])
+             target=BEST_OF_CUDNN[d][s][causal])
         for d in (64, 128, 256)
         for s in (1024, 2048, 4096, 8192, 16384)
         for causal in (False, True)
@@ -159,49 +159,49 @@ def dense() -> list[Case]:
 def features() -> list[Case]:
     f = "features"
     plain64 = Case("dense d64 s2048", f, 8, 16, 2048, 64)
-    bias64 = Case("bias[1,H] s2048 d64", f, 8, 16, 2048, 64, bias=(False, True), asked=(340, 290), flex=True)
+    bias64 = Case("bias[1,H] s2048 d64", f, 8, 16, 2048, 64, bias=(False, True), target=(340, 290), flex=True)
     causal128 = Case("dense d128 s4096 c b4", f, 4, 16, 4096, 128, causal=True)
-    gqa128 = Case("gqa 32/8 s4096 d128 c", f, 4, 32, 4096, 128, hk=8, causal=True, asked=(620, 500))
-    mixed = Case("varlen mixed d128 c", f, 1, 16, 0, 128, causal=True, lengths=MIXED, beside="dense d128 s4096 c", asked=(590, 520))
-    msa = Case("MSA rows s384 h8 d32, two biases", f, 512, 8, 384, 32, bias=(False, True), bias2=True, asked=(0, 120))
+    gqa128 = Case("gqa 32/8 s4096 d128 c", f, 4, 32, 4096, 128, hk=8, causal=True, target=(620, 500))
+    mixed = Case("varlen mixed d128 c", f, 1, 16, 0, 128, causal=True, lengths=MIXED, beside="dense d128 s4096 c", target=(590, 520))
+    msa = Case("MSA rows s384 h8 d32, two biases", f, 512, 8, 384, 32, bias=(False, True), bias2=True, target=(0, 120))
     part = [
         Case(f"varlen, window, gqa d{d}", f, 1, 32, 0, d, hk=8, causal=True, window=(1024, 0), lengths=SHORTER) for d in (64, 128)
     ]
     deterministic = lambda case, least=0.92: replace(  # noqa: E731
-        case, name=f"deterministic {case.name}", deterministic=True, beside=case.name, asked=(), asked_of=(0, least), flex=False
+        case, name=f"deterministic {case.name}", deterministic=True, beside=case.name, target=(), target_of=(0, least), flex=False
     )
-    dense_of = {case.name: replace(case, group=f, asked=()) for case in dense()}
+    dense_of = {case.name: replace(case, group=f, target=()) for case in dense()}
     return [
         plain64,
         bias64,
-        Case("bias[B,H] s2048 d64", f, 8, 16, 2048, 64, bias=(True, True), asked=(310, 320)),
+        Case("bias[B,H] s2048 d64", f, 8, 16, 2048, 64, bias=(True, True), target=(310, 320)),
         Case("bias[1,H] nograd s2048 d64", f, 8, 16, 2048, 64, bias=(False, True), bias_grad=False),
-        Case("bias[1,H] s4096 d128", f, 4, 16, 4096, 128, bias=(False, True), asked=(470, 350), flex=True),
+        Case("bias[1,H] s4096 d128", f, 4, 16, 4096, 128, bias=(False, True), target=(470, 350), flex=True),
         Case("triangle N256 h8 d32", f, 256, 8, 256, 32, bias=(False, True)),
-        Case("triangle N384 h4 d32", f, 384, 4, 384, 32, bias=(False, True), asked=(150, 120)),
+        Case("triangle N384 h4 d32", f, 384, 4, 384, 32, bias=(False, True), target=(150, 120)),
         Case("triangle N512 h4 d64", f, 512, 4, 512, 64, bias=(False, True)),
-        Case("triangle N768 h4 d32", f, 768, 4, 768, 32, bias=(False, True), asked=(175, 145), flex=True),
+        Case("triangle N768 h4 d32", f, 768, 4, 768, 32, bias=(False, True), target=(175, 145), flex=True),
         msa,
         replace(msa, name="MSA rows in two levels 3x128", batch=384, outer=3, bias=(True, True)),
-        Case("dropout.1 s4096 d64", f, 4, 32, 4096, 64, dropout=0.1, asked=(330, 390)),
-        Case("dropout.1 s4096 d128", f, 4, 16, 4096, 128, dropout=0.1, asked=(480, 460)),
-        Case("dropout.1 causal s4096 d128", f, 4, 16, 4096, 128, dropout=0.1, causal=True, asked=(440, 420)),
+        Case("dropout.1 s4096 d64", f, 4, 32, 4096, 64, dropout=0.1, target=(330, 390)),
+        Case("dropout.1 s4096 d128", f, 4, 16, 4096, 128, dropout=0.1, target=(480, 460)),
+        Case("dropout.1 causal s4096 d128", f, 4, 16, 4096, 128, dropout=0.1, causal=True, target=(440, 420)),
         gqa128,
-        Case("d192/dv128 s4096 c", f, 4, 16, 4096, 192, dv=128, causal=True, asked=(615, 435)),
-        Case("d96 s4096 f", f, 4, 20, 4096, 96, asked=(570, 525)),
-        Case("d32 s4096 f", f, 4, 64, 4096, 32, asked=(345, 380)),
-        Case("odd s2047 d80 c", f, 8, 16, 2047, 80, causal=True, asked=(400, 380)),
-        Case("d512 s2048 f", f, 8, 4, 2048, 512, asked=(200, 90)),
-        Case("fp32 s2048 d64", f, 4, 16, 2048, 64, dtype="fp32", asked=(70, 60)),
+        Case("d192/dv128 s4096 c", f, 4, 16, 4096, 192, dv=128, causal=True, target=(615, 435)),
+        Case("d96 s4096 f", f, 4, 20, 4096, 96, target=(570, 525)),
+        Case("d32 s4096 f", f, 4, 64, 4096, 32, target=(345, 380)),
+        Case("odd s2047 d80 c", f, 8, 16, 2047, 80, causal=True, target=(400, 380)),
+        Case("d512 s2048 f", f, 8, 4, 2048, 512, target=(200, 90)),
+        Case("fp32 s2048 d64", f, 4, 16, 2048, 64, dtype="fp32", target=(70, 60)),
         Case("fp16 s4096 d128", f, 4, 16, 4096, 128, dtype="fp16"),
         Case("dense d128 s4096 f b4", f, 4, 16, 4096, 128),
         causal128,
-        Case("window512 s16384 d128", f, 1, 16, 16384, 128, window=(512, 0), unit="ms", asked=(0.17, 0.49), flex=True),
-        Case("varlen 8x2048 d128 c", f, 1, 16, 0, 128, causal=True, lengths=(2048,) * 8, beside="dense d128 s2048 c", asked=(530, 465),
-             asked_of=(0.94, 0.94)),
+        Case("window512 s16384 d128", f, 1, 16, 16384, 128, window=(512, 0), unit="ms", target=(0.17, 0.49), flex=True),
+        Case("varlen 8x2048 d128 c", f, 1, 16, 0, 128, causal=True, lengths=(2048,) * 8, beside="dense d128 s2048 c", target=(530, 465),
+             target_of=(0.94, 0.94)),
         mixed,
-        replace(causal128, name="softcap30 s4096 d128 c", softcap=30.0, beside=causal128.name, asked_of=(0.75, 0.85), flex=True),
-        replace(causal128, name="sinks s4096 d128 c", sink=True, beside=causal128.name, asked_of=(0.97, 0)),
+        replace(causal128, name="softcap30 s4096 d128 c", softcap=30.0, beside=causal128.name, target_of=(0.75, 0.85), flex=True),
+        replace(causal128, name="sinks s4096 d128 c", sink=True, beside=causal128.name, target_of=(0.97, 0)),
         replace(causal128, name="alibi s4096 d128 c", alibi=True, beside=causal128.name, flex=True),
         deterministic(dense_of["dense d64 s4096 c"]),
         deterministic(causal128),
@@ -211,17 +211,17 @@ def features() -> list[Case]:
         deterministic(mixed, 0.87),
         *part,
         *(replace(case, name=f"all at once d{case.d}", bias=(False, True), dropout=0.1, alibi=True, softcap=30.0, beside=case.name,
-                  asked_of=(0.5, 0.5))
+                  target_of=(0.5, 0.5))
           for case in part),
-        Case("d60 s2048", f, 8, 16, 2048, 60, beside=plain64.name, asked_of=(0.7, 0)),
-        replace(bias64, name="odd-stride bias[1,H] s2048 d64", bias_pad=1, beside=bias64.name, asked=(), asked_of=(0.6, 0), flex=False),
-        replace(bias64, name="fp32 bias[1,H] s2048 d64", bias_type="fp32", beside=bias64.name, asked=(), asked_of=(0.8, 0), flex=False),
-        replace(plain64, name="full mask s2048 d64", mask="full", beside=plain64.name, asked_of=(0.8, 0), flex=True),
-        replace(plain64, name="key mask s2048 d64", mask="key", beside=plain64.name, asked_of=(0.95, 0), flex=True),
-        Case("cross 4096x77 d64", f, 16, 16, 4096, 64, sk=77, asked=(0, 180)),
-        Case("cross 4096x77 d64, bytes", f, 16, 16, 4096, 64, sk=77, forward_only=True, unit="GB/s", asked=(0.75, 0)),
-        Case("decode 1x65536 8/8 d128", f, 1, 8, 1, 128, sk=65536, forward_only=True, unit="GB/s", asked=(0.80, 0)),
-        Case("decode 1x65536 32/8 d128", f, 1, 32, 1, 128, hk=8, sk=65536, forward_only=True, unit="GB/s", asked=(0.80, 0)),
+        Case("d60 s2048", f, 8, 16, 2048, 60, beside=plain64.name, target_of=(0.7, 0)),
+        replace(bias64, name="odd-stride bias[1,H] s2048 d64", bias_pad=1, beside=bias64.name, target=(), target_of=(0.6, 0), flex=False),
+        replace(bias64, name="fp32 bias[1,H] s2048 d64", bias_type="fp32", beside=bias64.name, target=(), target_of=(0.8, 0), flex=False),
+        replace(plain64, name="full mask s2048 d64", mask="full", beside=plain64.name, target_of=(0.8, 0), flex=True),
+        replace(plain64, name="key mask s2048 d64", mask="key", beside=plain64.name, target_of=(0.95, 0), flex=True),
+        Case("cross 4096x77 d64", f, 16, 16, 4096, 64, sk=77, target=(0, 180)),
+        Case("cross 4096x77 d64, bytes", f, 16, 16, 4096, 64, sk=77, forward_only=True, unit="GB/s", target=(0.75, 0)),
+        Case("decode 1x65536 8/8 d128", f, 1, 8, 1, 128, sk=65536, forward_only=True, unit="GB/s", target=(0.80, 0)),
+        Case("decode 1x65536 32/8 d128", f, 1, 32, 1, 128, hk=8, sk=65536, forward_only=True, unit="GB/s", target=(0.80, 0)),
         Case("BERT s512 h12 d64 dropout.1, key mask", f, 64, 12, 512, 64, dropout=0.1, mask="key", unit="ms"),
         Case("ViT s197 h12 d64", f, 256, 12, 197, 64, unit="ms"),
         Case("Swin s49 h4 d32, bias[1,H]", f, 4096, 4, 49, 32, bias=(False, True), unit="ms"),
@@ -229,12 +229,12 @@ def features() -> list[Case]:
 
 
 def subsets() -> list[Case]:
-    """What a part of the gradients costs; asked: at most so much of the time of all."""
+    """What a part of the gradients costs; the target: at most so much of the time of all."""
     causal = next(case for case in features() if case.name == "dense d128 s4096 c b4")
     bias = next(case for case in features() if case.name == "bias[1,H] s2048 d64")
     parts = {("q",): 0.75, ("k", "v"): 0.85, ("bias",): 0.6}
     return [
-        replace(case, name=f"{', '.join(need)} of {case.name}", group="subsets", need=need, beside=case.name, asked=(0, most))
+        replace(case, name=f"{', '.join(need)} of {case.name}", group="subsets", need=need, beside=case.name, target=(0, most))
         for case in (causal, bias)
         for need, most in parts.items()
         if need != ("bias",) or case.bias
@@ -247,7 +247,7 @@ def patterns() -> list[Case]:
     return [
         *(Case(f"bias none s{s}", "patterns", 8, 16, s, 64) for s in (2048, 2047)),
         *(Case(f"bias {'b' if b else 1},{'h' if h else 1},{'q' if q else 1},{'k' if k else 1} s{s}", "patterns", 8, 16, s, 64,
-               bias=(b, h), bias_rows=q, bias_keys=k, beside=f"bias none s{s}", asked_of=(0, 0.6))
+               bias=(b, h), bias_rows=q, bias_keys=k, beside=f"bias none s{s}", target_of=(0, 0.6))
           for s in (2048, 2047) for b in flags for h in flags for q in flags for k in flags),
     ]  # fmt: skip
 

@@ -28,7 +28,9 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tests/gpu")]
+sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tools"), str(ROOT / "tests/gpu")]
+
+import records  # noqa: E402
 BUILD = Path(os.environ.get("FOVEA_BUILD", ROOT / "build"))
 
 SMALL = "b=1 hq=8 sq=128 sk=128"
@@ -222,8 +224,7 @@ def main() -> int:
             "rows": measure(),
         }
         if options.json:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps(data, indent=1) + "\n")
+            records.write(options.json, data)
     return 0
 
 

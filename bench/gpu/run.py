@@ -31,7 +31,7 @@ import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "python"), str(Path(__file__).resolve().parent), str(ROOT / "tests/gpu")]
+sys.path[:0] = [str(ROOT / "python"), str(Path(__file__).resolve().parent), str(ROOT / "tools"), str(ROOT / "tests/gpu")]
 
 try:
     import torch
@@ -42,6 +42,7 @@ except ModuleNotFoundError as error:
 
 import dropout  # noqa: E402
 import fovea  # noqa: E402
+import records  # noqa: E402
 from cases import QUICK, Case, all_cases  # noqa: E402
 from contenders import CHECKED, CONTENDERS, DEVICE, SLOW_TO_COMPILE, Inputs, Refused, make_inputs  # noqa: E402
 
@@ -349,7 +350,7 @@ def runners_of(case: Case, names: list[str], copies: list[Inputs], results: dict
     runners = []
     for name in sorted(names, key=lambda name: name == "mem-efficient"):  # it last: see is_outrun
         if is_outrun(name, case, runners):
-            results[name] = {"refused": "not asked: cuDNN computes this row"}
+            results[name] = {"refused": "not measured: cuDNN computes this row"}
             continue
         try:
             runners.append(Runner(name, case, copies))
@@ -379,8 +380,8 @@ def measure(case: Case, names: list[str], seconds: float, known: dict) -> dict:
     copies = [first]
     while len(copies) < 8 and len(copies) * first.bytes() < L2_BYTES and not case.graph:
         copies.append(make_inputs(case, first))
-    row: dict = {"name": case.name, "group": case.group, "beside": case.beside, "asked": case.asked,
-                 "asked_of": case.asked_of, "unit": case.unit}  # fmt: skip
+    row: dict = {"name": case.name, "group": case.group, "beside": case.beside, "target": case.target,
+                 "target_of": case.target_of, "unit": case.unit}  # fmt: skip
     row["fault"] = known[case.name] if case.name in known else check(case, first)
     row["flops"] = [case.flops(False), case.flops(True)]
     row["bytes"] = case.bytes_read_and_written()
@@ -565,8 +566,8 @@ def resume(name: str, seconds: float) -> None:
 
 
 def contenders_of(case: Case, names: list[str]) -> list[str]:
-    """Who is asked: patterns and subsets are measured by ourselves; who compiles for seconds is not asked for what is random,
-    and FlexAttention, which does so for many, only for rows that it is known for."""
+    """Which contenders a case is measured with. Patterns and subsets are measured alone. Contenders that compile for seconds do
+    not take part in random problems, and FlexAttention, the slowest of them, takes part only in rows marked `flex`."""
     if case.group in ("patterns", "subsets"):
         return ["ours"]
     left_out = SLOW_TO_COMPILE if case.group == "random" else () if case.flex else ("FlexAttention",)
@@ -607,8 +608,7 @@ def save(path: Path, about: dict, rows: list[dict]) -> None:
     order = {case.name: n for n, case in enumerate(all_cases())}
     merged = {row["name"]: row for row in [*before, *rows] if row["name"] in order}
     data = {"machine": about, "runs": RUNS, "rows": sorted(merged.values(), key=lambda row: order[row["name"]])}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data, indent=1) + "\n")
+    records.write(path, data)
 
 
 def best_peer(row: dict, way: int, device: bool) -> tuple[float, str] | None:
@@ -626,11 +626,11 @@ def summary(rows: list[dict], names: list[str]) -> None:
     mean = lambda values: math.exp(statistics.fmean(map(math.log, values)))  # noqa: E731
     for d in (64, 128, 256):
         cells = [row for row in rows if row["name"].startswith(f"dense d{d} ") and row["group"] == "dense"]
-        for peer in (*names[1:], "what is asked"):
+        for peer in (*names[1:], "the target"):
             ratios = []
             for way in (0, 1):
-                factor = [1 / row["asked"][way] if peer == "what is asked" else 1.0 for row in cells]
-                other = "cuDNN" if peer == "what is asked" else peer
+                factor = [1 / row["target"][way] if peer == "the target" else 1.0 for row in cells]
+                other = "cuDNN" if peer == "the target" else peer
                 pairs = [(rate(row, "ours", way), rate(row, other, way), f) for row, f in zip(cells, factor)]
                 ratios.append([ours / theirs * f for ours, theirs, f in pairs if ours and theirs])
             if all(ratios):

@@ -13,7 +13,6 @@ examples:
 
 import argparse
 import datetime
-import json
 import subprocess
 import sys
 import time
@@ -21,13 +20,14 @@ from contextlib import nullcontext
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "python"))
+sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tools")]
 
 import torch  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention as sdpa  # noqa: E402
 
 import fovea  # noqa: E402
+import records  # noqa: E402
 from fovea.torch import _call, _operators, attention  # noqa: E402
 
 SHAPE = (1, 2, 8, 16)
@@ -139,8 +139,7 @@ def main():
                 for name, columns in least.items()
             ],
         }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(data, indent=1) + "\n")
+        records.write(options.json, data)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 """What tools/gpu.sh and bench/gpu say where something is missing: no GPU is needed to be told so."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -62,3 +63,15 @@ def test_tables_say_how_their_columns_are_measured():
     assert "repeat with `tools/gpu.sh bench --all`." in tables.gpu_head(data, [row])
     (slow,) = [line for line in (ROOT / "bench/gpu/contenders.py").read_text().splitlines() if line.startswith("SLOW_TO")]
     assert slow == f"SLOW_TO_COMPILE = {tables.SLOW_TO_COMPILE}".replace("'", '"')
+
+
+def test_results_have_one_row_a_line(tmp_path):
+    sys.path.insert(0, str(ROOT / "tools"))
+    import records
+
+    data = {"machine": {"gpu": "x"}, "runs": 3, "rows": [{"name": f'"row {n}', "results": {"ours": {"forward_us": 1.5}}} for n in range(3)], "none": []}
+    records.write(tmp_path / "new" / "results.json", data)
+    written = (tmp_path / "new" / "results.json").read_text()
+    assert json.loads(written) == data and sum("forward_us" in line for line in written.splitlines()) == 3, written
+    for path in sorted((ROOT / "bench/results").glob("*.json")):
+        assert path.read_text() == records.text(json.loads(path.read_text())), f"{path}: not as tools/records.py writes it"

@@ -114,7 +114,7 @@ struct Tiles {
 };
 
 // Whether dQ had better be computed in its own step, if blocks fill the chip: at head_dim 128, where registers allow,
-// without a band or with groups of heads under a causal mask (elsewhere level, or slower: docs/performance.md).
+// without a band or with groups of heads under a causal mask (elsewhere level, or slower: docs/design/tried.md).
 bool in_same_step(const Call& call, const Spec& spec, bool ordered) {
   const bool grouped = call.rows.heads_q > call.rows.heads_k;
   const bool much = spec.dropout != DropoutRule::kNone || spec.softcap || spec.mask || spec.key_term ||

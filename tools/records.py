@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the files of bench/results are written: JSON with one row a line, so that a diff shows which rows changed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+def text(data: dict) -> str:
+    """JSON in which each member of a list of objects stands on its own line. Everything else is indented by one space."""
+    rows: list[str] = []
+
+    def marked(value):
+        if isinstance(value, dict):
+            return {key: marked(part) for key, part in value.items()}
+        if isinstance(value, (list, tuple)) and value and all(isinstance(part, dict) for part in value):
+            first = len(rows)
+            rows.extend(json.dumps(part) for part in value)
+            return [f"row {n}\0" for n in range(first, len(rows))]
+        return value
+
+    lines = []
+    for line in json.dumps(marked(data), indent=1).splitlines():
+        word = line.strip().rstrip(",")
+        if word.startswith('"row ') and word.endswith('\\u0000"'):
+            line = line.replace(word, rows[int(word[5:-7])])
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def write(path: Path, data: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text(data))
