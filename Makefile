@@ -36,8 +36,6 @@ demo: deps $(BUILD)/CMakeCache.txt  ## train a small language model on real text
 $(VENV)/.ready: tests/requirements.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install -q --disable-pip-version-check -r $<
-	# One version: registers and spills, which tests count, are its choice. The stage nvrtc takes the oldest and the newest.
-	ls /usr/local/cuda/lib64/libnvrtc.so* >/dev/null 2>&1 || $(VENV)/bin/pip install -q 'nvidia-cuda-nvrtc==13.0.*'
 	touch $@
 
 .PHONY: test

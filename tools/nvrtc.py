@@ -101,15 +101,19 @@ class Built:
         self.stack = sum(numbers(r"(\d+) bytes stack"))
         self.spills = sum(numbers(r"(\d+) bytes spill"))
         self.shared = max(numbers(r"(\d+) bytes smem"), default=0)
+        # Products that ptxas serialised, a setmaxnreg that it ignored: as src/cuda/jit/report.cpp has it.
+        self.losses = [code or line.strip() for line, code in
+                       ((line, (re.findall(r"\((C7\d+)\)", line) or [""])[0]) for line in log.splitlines())
+                       if re.search(r"Performance Loss|serialized|setmaxnreg' ignored", line)]
 
     def __str__(self):
         return (f"{self.registers} registers, {self.spills} bytes spilt, {self.stack} of stack, "
                 f"{len(self.cubin)} of code, {self.seconds:.2f} s")
 
 
-def compile_text(text, expression, arch, options=()):
-    """NVRTC on text that may include any of headers(); arch is a number, 90, or '90a'."""
-    nvrtc, files, program = Nvrtc(), headers(), ctypes.c_void_p()
+def compile_text(text, expression, arch, options=(), files=None, base=OPTIONS):
+    """NVRTC on text that may include any of `files`, {name: text}, or headers(); arch is a number, 90, or '90a'."""
+    nvrtc, files, program = Nvrtc(), files or headers(), ctypes.c_void_p()
 
     def strings(items):
         return (ctypes.c_char_p * len(items))(*[x if isinstance(x, bytes) else x.encode() for x in items])
@@ -117,7 +121,7 @@ def compile_text(text, expression, arch, options=()):
     nvrtc.call("nvrtcCreateProgram", ctypes.byref(program), text.encode(), b"kernel.cu", len(files),
                strings(list(files.values())), strings(list(files)))
     nvrtc.call("nvrtcAddNameExpression", program, expression.encode())
-    all_options = [*OPTIONS, f"--gpu-architecture=sm_{arch}", *options]
+    all_options = [*base, f"--gpu-architecture=sm_{arch}", *options]
     start = time.time()
     result = nvrtc.library.nvrtcCompileProgram(program, len(all_options), strings(all_options))
     seconds = time.time() - start

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch  # imported where it is needed: the rows can be listed without it
 
 MIXED = (128, 256, 384, 512, 640, 1024, 1536, 2048, 2816, 4992, 8064)  # lengths of one packed batch
 SHORTER = (2048, 1024, 512, 1792, 1536, 2048, 768, 1280, 2048, 1328, 2000)
@@ -72,6 +74,8 @@ class Case:
 
     @property
     def type(self) -> torch.dtype:
+        import torch
+
         return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.dtype]
 
     @property
@@ -115,6 +119,8 @@ class Case:
     def _pairs(self, rows: int, keys: int) -> int:
         if not self.causal and self.window == (-1, -1):
             return rows * keys
+        import torch
+
         i = torch.arange(rows, dtype=torch.int64) + keys - rows
         right = 0 if self.causal else self.window[1]
         last = i + right if right >= 0 else torch.full_like(i, keys - 1)
