@@ -61,43 +61,47 @@ _ZEROS = (0,) * _abi.MAX_RANK
 
 
 class _Scratch(threading.local):
-    """Workspaces. A small one is kept for the thread's next call: fresh memory is paid for page by page, which in some
-    states of the heap takes as long as a backward of 64 rows. While C uses it no Python code runs in the thread."""
+    """Workspaces on the CPU. A small one is kept for the thread's next call: fresh memory is paid for page by page, which
+    in some states of the heap takes as long as a backward of 64 rows.
+
+    Python code may call fovea again in the middle of a call: a signal handler, a finalizer, a trace function. It never
+    runs while C uses the workspace, but it may replace the one that is kept. Hence `kept` is read once in a call, and
+    the caller holds what it read until C has returned.
+    """
 
     LARGEST_KEPT = 4 << 20
 
     def __init__(self) -> None:
-        self._kept = np.empty(0, np.uint8)
-        self.address = 0  # of the one that is kept, and its size
-        self.size = 0
+        self.kept: tuple[int, int, Optional[np.ndarray[Any, Any]]] = (0, 0, None)  # address, bytes, its owner
 
-    def of(self, size: int) -> tuple[int, np.ndarray]:
-        """(address, what keeps it alive)"""
-        if size > self.LARGEST_KEPT:
-            large = np.empty(size, np.uint8)
-            return large.ctypes.data, large
-        if size > self.size:
-            self._kept = np.empty(size, np.uint8)
-            self.address = self._kept.ctypes.data  # costs as much as a whole look into a tensor
-            self.size = size
-        return self.address, self._kept
+    def of(self, size: int) -> tuple[int, int, Optional[np.ndarray[Any, Any]]]:
+        """Address, bytes and owner of a workspace of at least `size` bytes."""
+        kept = self.kept
+        if size <= kept[1]:
+            return kept
+        owner = np.empty(size, np.uint8)
+        fresh = (owner.ctypes.data, size, owner)  # the address costs as much as a whole look into a tensor
+        if size <= self.LARGEST_KEPT:
+            self.kept = fresh
+        return fresh
 
 
 _scratch = _Scratch()
 
 
 def call_on_cpu(library: Any, raw: Any, direction: int) -> int:
-    """The status of a forward or a backward. The workspace that the thread has kept is nearly always enough, so that
-    the library is asked how much is needed only after it has said, before it wrote anything, that it is not."""
+    """The status of a forward or a backward. The workspace that the thread has kept is nearly always enough. So the
+    library is asked how much it needs only after it has answered, before it wrote anything, that this is too little."""
     call = library.fovea_backward if direction == _abi.BACKWARD else library.fovea_forward
-    status = call(raw, _scratch.address, _scratch.size)
+    address, size, _owner = _scratch.kept
+    status: int = call(raw, address, size)
     if status != _abi.OUT_OF_MEMORY:
         return status
     needed = ctypes.c_size_t()
     status = library.fovea_workspace(raw, direction, ctypes.byref(needed))
     if status == _abi.OK:
-        address, _keep = _scratch.of(needed.value)
-        status = call(raw, address, needed.value)
+        address, size, _owner = _scratch.of(needed.value)
+        status = call(raw, address, size)
     return status
 
 

@@ -6,6 +6,7 @@ judged by the case table of the C++ tests; here it is the keywords, layouts and 
 """
 
 import copy
+import dis
 import gc
 import json
 import os
@@ -14,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import weakref
 
 import ml_dtypes
 import numpy as np
@@ -23,6 +25,8 @@ import fake_dlpack
 import formulas
 import fovea
 from fake_dlpack import BareArray, FakeArray, VersionedArray
+from fovea import _problem
+from fovea._abi import OUT_OF_MEMORY
 from fovea._problem import _Scratch
 
 B, SQ, SK, HQ, HK, D, DV = 2, 19, 23, 4, 2, 8, 5
@@ -975,13 +979,65 @@ def test_everything_is_exported():
 def test_workspaces():
     """Small ones are kept for the next call of the thread, large ones are not."""
     scratch = _Scratch()
-    address, small = scratch.of(1000)
-    assert small.nbytes >= 1000 and address == small.ctypes.data
-    assert scratch.of(500)[1] is small
-    _, larger = scratch.of(2000)
+    address, size, small = scratch.of(1000)
+    assert size == small.nbytes >= 1000 and address == small.ctypes.data
+    assert scratch.of(500)[2] is small
+    _, _, larger = scratch.of(2000)
     assert larger.nbytes >= 2000
-    assert scratch.of(_Scratch.LARGEST_KEPT + 1)[1].nbytes > _Scratch.LARGEST_KEPT
-    assert scratch.of(1)[1] is larger
+    assert scratch.of(_Scratch.LARGEST_KEPT + 1)[2].nbytes > _Scratch.LARGEST_KEPT
+    assert scratch.of(1)[2] is larger
+
+
+def test_a_workspace_outlives_calls_in_the_middle_of_a_call(monkeypatch):
+    """A trace function (as a signal handler or a finalizer could) calls fovea again, with a larger problem, before each
+    instruction of call_on_cpu in turn. What C is given is the address and the size of one array that is still alive."""
+    made = {}  # address: (size, the array)
+    given = []
+
+    def empty(shape, dtype):
+        array = np.zeros(shape, dtype)
+        made[array.ctypes.data] = (array.nbytes, weakref.ref(array))
+        return array
+
+    class Library:
+        """Needs 3000 bytes, and notes what it is given."""
+
+        @staticmethod
+        def fovea_forward(raw, address, size):
+            given.append((address, size, made.get(address, (0, lambda: None))))
+            assert address == 0 or (made[address][0] >= size and made[address][1]() is not None), "freed, or too small"
+            return 0 if size >= 3000 else OUT_OF_MEMORY
+
+        @staticmethod
+        def fovea_workspace(raw, direction, needed):
+            needed._obj.value = 3000
+            return 0
+
+    monkeypatch.setattr(_problem.np, "empty", empty)
+    code = _problem.call_on_cpu.__code__
+    positions = [instruction.offset for instruction in dis.get_instructions(code)]
+    for kept in (0, 1000, 4000):
+        for position in positions:
+            scratch = _Scratch()
+            monkeypatch.setattr(_problem, "_scratch", scratch)
+            scratch.of(kept)
+
+            def trace(frame, event, _, position=position, scratch=scratch):
+                if frame.f_code is not code:
+                    return None
+                frame.f_trace_opcodes = True
+                if event == "opcode" and frame.f_lasti == position:
+                    scratch.of(5000)
+                    [bytearray(n) for n in (3000, 4000, 5000)]
+                return trace
+
+            before = sys.gettrace()
+            sys.settrace(trace)
+            try:
+                assert _problem.call_on_cpu(Library, None, 0) == 0
+            finally:
+                sys.settrace(before)
+    assert len(given) > 2 * len(positions)
 
 
 # ---- threads and processes ----
