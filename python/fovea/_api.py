@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions that users call. Their keywords become a fovea_problem in _problem.py, their arrays memory in
-_arrays.py; what is computed is the C library's business, and docs/semantics.md says what that is."""
+"""The functions that users call. _problem.py turns their keywords into a fovea_problem, _arrays.py their arrays into
+addresses, shapes and strides. The C library computes; docs/semantics.md defines what."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import Any, NamedTuple, NoReturn, Optional, TypeVar, Union
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Optional, TypeVar, Union, overload
 
 import numpy as np
 
-from fovea import _abi, _help, _library
+from fovea import _abi, _help, _library, _options
 from fovea._arrays import Maker, View, place_of, read
 from fovea._library import check, lib, text
 from fovea._problem import (
@@ -28,13 +28,37 @@ from fovea._problem import (
     word_view,
 )
 
-Array = TypeVar("Array")  # NumPy's, or any with __dlpack__ or __array_interface__
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from typing_extensions import Unpack
+
+    from ._options import Align, CallOptions, Direction, Layout, Options, PlannedOptions, Rng
+
+Array = TypeVar("Array")  # NumPy's, or any with __dlpack__, __array_interface__ or __cuda_array_interface__
+NumPyArray = TypeVar("NumPyArray", bound="np.ndarray[Any, Any]")
 
 
 class Gradients(NamedTuple):
-    """What attention_backward returns: a tuple of six, None where a gradient was not asked for.
+    """The gradients that attention_backward() returns, by name or by position.
 
-    By name, grads.bias, or in this order: grad_q, grad_k, grad_v, *_ = attention_backward(...).
+    A gradient that was not requested is None. Each has the shape and the type of its input.
+
+    Attributes:
+        q: Gradient of q.
+        k: Gradient of k.
+        v: Gradient of v.
+        bias: Gradient of bias, in the shape in which bias was given.
+        bias2: Gradient of bias2, likewise.
+        sink: Gradient of sink, (Hq,).
+
+    Example:
+        >>> import numpy as np, fovea
+        >>> q = k = v = np.ones((1, 4, 2, 8), np.float32)
+        >>> out, lse = fovea.attention(q, k, v, return_lse=True)
+        >>> grads = fovea.attention_backward(np.ones_like(out), q, k, v, out, lse)
+        >>> grad_q, grad_k, grad_v, *_ = grads
+        >>> grads.v is grad_v, grads.bias is None
+        (True, True)
     """
 
     q: Any = None
@@ -54,8 +78,36 @@ class Gradients(NamedTuple):
         return f"Gradients({', '.join(shown)})"
 
 
+@overload
 def attention(
     q: Array,
+    k: Any,
+    v: Any,
+    *,
+    return_lse: Literal[False] = False,
+    out: Optional[Array] = None,
+    **options: Unpack[Options],
+) -> Array: ...
+@overload
+def attention(
+    q: NumPyArray,
+    k: Any,
+    v: Any,
+    *,
+    return_lse: Literal[True],
+    out: Optional[NumPyArray] = None,
+    **options: Unpack[Options],
+) -> tuple[NumPyArray, NDArray[np.floating[Any]]]: ...
+@overload
+def attention(
+    q: Array, k: Any, v: Any, *, return_lse: Literal[True], out: Optional[Array] = None, **options: Unpack[Options]
+) -> tuple[Array, Array]: ...
+@overload
+def attention(
+    q: Array, k: Any, v: Any, *, return_lse: bool, out: Optional[Array] = None, **options: Unpack[Options]
+) -> Union[Array, tuple[Array, Any]]: ...
+def attention(
+    q: Any,
     k: Any,
     v: Any,
     *more: NoReturn,
@@ -65,14 +117,14 @@ def attention(
     scale: Optional[float] = None,
     causal: bool = False,
     window: tuple[int, int] = (-1, -1),
-    align: Optional[str] = None,
+    align: Optional[Align] = None,
     softcap: float = 0.0,
     alibi_slopes: Any = None,
     sink: Any = None,
     dropout_p: float = 0.0,
     seed: Any = None,
     offset: Any = 0,
-    rng: str = "fovea",
+    rng: Rng = "fovea",
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
     max_seqlen_q: Optional[int] = None,
@@ -80,7 +132,7 @@ def attention(
     seqused_q: Any = None,
     seqused_k: Any = None,
     batch_shape: Optional[Sequence[int]] = None,
-    layout: str = "bshd",
+    layout: Layout = "bshd",
     deterministic: bool = False,
     return_lse: bool = False,
     out: Any = None,
@@ -88,38 +140,73 @@ def attention(
     stream: Optional[int] = None,
     **unknown: NoReturn,
 ) -> Any:
-    """softmax(scale * q @ k.T + ...) @ v, exactly, in memory linear in the sequence length.
+    """Computes softmax(scale * q @ k.T + ...) @ v exactly, in memory linear in the sequence lengths.
 
-    q is (B, S, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv); layout="bhsd" has S and H the other way round, five
-    dimensions are a batch of two levels (B1, B2), and with cu_seqlens_q and cu_seqlens_k all three are packed,
-    (total, H, D). The types are float32, float16, bfloat16 or float64.
+    Arrays are NumPy's, or any with ``__dlpack__``, ``__array_interface__`` or ``__cuda_array_interface__``, on the CPU
+    or all on one CUDA device. In the shapes below B is the batch, Sq and Sk are the numbers of queries and keys, Hq and
+    Hk the numbers of heads, D and Dv the head dimensions of q and k and of v. Two variants of these shapes exist. A
+    batch may have two levels, (B1, B2, S, H, D). With cu_seqlens_q and cu_seqlens_k the sequences are packed one after
+    the other without padding, (total, H, D). docs/semantics.md states the formula.
 
-    bias, bias2    added to the scaled (and soft-capped) scores; they broadcast to (B, Hq, Sq, Sk)
-    mask           bool, true takes part; broadcasts likewise
-    scale          1 / sqrt(D) unless given
-    causal         query i sees the keys j <= i + shift
-    window         (left, right): and those with i + shift - left <= j <= i + shift + right; -1 is unbounded
-    align          "bottom_right": shift = Sk - Sq; "top_left": shift = 0; has to be said where they differ
-    softcap        s becomes softcap * tanh(s / softcap); 0 for none
-    alibi_slopes   (Hq), (B, Hq) or (B1, B2, Hq): -slope * |i + shift - j| is added; on the CPU these and the lengths
-                   below may be lists, float64 slopes are rounded to float32 (but with float64 q), int64 seqused do
-    sink           (Hq): one more logit of each head in the denominator, without a value
-    dropout_p, seed, offset, rng
-                   drops each probability with p; the mask is a function of seed and offset (integers, or arrays of
-                   one int64) and of the place, so that the backward, given the same two, draws it again; a negative
-                   integer stands for its two's complement of 64 bits
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, batch_shape
-                   B + 1 offsets of packed sequences; the longest, which bias and mask have to reach; (B1, B2)
-    seqused_q, seqused_k
-                   (B), int32: only so many rows of each sequence exist
-    deterministic  the same bits in every run; on the CPU they always are
-    return_lse     also returns the logarithm of each row's denominator, which the backward needs
-    out            an array to write into
-    backend        one of fovea.backends(), instead of the best
-    stream         the address of the CUDA stream to work on, instead of the current one of q's library
+    Args:
+        q: Queries, (B, Sq, Hq, D): float32, float16, bfloat16 or, on the CPU, float64.
+        k: Keys, (B, Sk, Hk, D), of q's type. Hq is a multiple of Hk; query head h reads key head h // (Hq // Hk).
+        v: Values, (B, Sk, Hk, Dv), of q's type.
+        bias: Added to the scaled and soft-capped scores. It broadcasts to (B, Hq, Sq, Sk), with packed sequences to
+            (B, Hq, max_seqlen_q, max_seqlen_k). Any floating-point type; float64 only with float64 q.
+        bias2: A second bias, likewise.
+        mask: bool, true where a pair of query and key takes part. It broadcasts as bias does.
+        scale: Factor of the scores; None is 1 / sqrt(D).
+        causal: Query i sees the keys j <= i + shift; see align.
+        window: (left, right), in positions: query i sees the keys from i + shift - left to i + shift + right. -1 is
+            unbounded.
+        align: "bottom_right" makes shift = Sk - Sq, so that the last query meets the last key, as in FlashAttention.
+            "top_left" makes shift = 0, as PyTorch's is_causal does. With causal, window or alibi_slopes it is
+            required where Sq and Sk differ.
+        softcap: c > 0 replaces a score s by c * tanh(s / c); 0 does not.
+        alibi_slopes: (Hq,), (B, Hq) or (B1, B2, Hq): adds -slope * abs(i + shift - j). float32; on the CPU a list or
+            float64 is rounded to float32, unless q is float64. It has no gradient.
+        sink: (Hq,): one more logit of each head in the softmax, without a value. float32; float64 with float64 q.
+        dropout_p: Probability in [0, 1] with which each attention weight is dropped.
+        seed: With dropout_p: an integer of up to 64 bits, or an array of one int64 or uint64 that is read when the call
+            computes. The mask is a function of seed, offset and the position, so the backward draws the same one again.
+            A negative integer is read as its two's complement.
+        offset: Likewise. Another offset, like another seed, gives an unrelated mask.
+        rng: "fovea", or "torch_mem_efficient" for the masks of PyTorch's memory-efficient kernel, bit for bit.
+        cu_seqlens_q: (B + 1,), int32 or int64: packed sequence b has the query rows cu_seqlens_q[b] to
+            cu_seqlens_q[b + 1]. On the CPU a list will do, as for the three other arrays of lengths.
+        cu_seqlens_k: The same of keys.
+        max_seqlen_q: The longest packed sequence, at least. None reads it from cu_seqlens_q, which is possible on the
+            CPU only.
+        max_seqlen_k: The same of keys.
+        seqused_q: (B,), int32 (on the CPU also int64): only the first so many query rows of each sequence exist.
+        seqused_k: The same of keys.
+        batch_shape: (B1, B2): makes the packed sequences a batch of two levels.
+        layout: The order of dimensions of q, k, v and out: "bshd" is (B, S, H, D), "bhsd" is (B, H, S, D).
+            fovea.torch.attention has the other default.
+        deterministic: The same inputs give the same bits in every run. On the CPU they always do.
+        return_lse: Also returns the logsumexp of each query's scores, which the backward needs.
+        out: An array to write the result into.
+        backend: A name from fovea.backends(); None takes the best that can compute the problem.
+        stream: The address of the CUDA stream to compute on; None takes the current stream of q's library.
 
-    Returns out, or (out, lse): of q's library, type and layout. lse is (B, Hq, Sq), packed (Hq, total_q), float32
-    (float64 with float64 q).
+    Returns:
+        out, an array of q's library, type and layout, (B, Sq, Hq, Dv). With return_lse the pair (out, lse), where lse is
+        (B, Hq, Sq) in every layout, packed (Hq, total_q), and float32 (float64 with float64 q).
+
+    Raises:
+        ValueError: A shape or a value is not accepted. Every error names the argument, what it was and what is accepted,
+            and nothing has been written.
+        TypeError: A type or a keyword is not accepted.
+        NotImplementedError: No backend here computes this problem; explain() says why.
+        MemoryError: There is too little memory.
+
+    Example:
+        >>> import numpy as np, fovea
+        >>> q = k = v = np.ones((1, 4, 2, 8), np.float32)           # batch, sequence, heads, head dimension
+        >>> out, lse = fovea.attention(q, k, v, causal=True, return_lse=True)
+        >>> out.shape, lse.shape
+        ((1, 4, 2, 8), (1, 2, 4))
     """
     if more or unknown:
         raise _help.refuse("attention", "q, k, v", more, unknown, attention.__kwdefaults__)
@@ -151,14 +238,14 @@ def attention_backward(
     scale: Optional[float] = None,
     causal: bool = False,
     window: tuple[int, int] = (-1, -1),
-    align: Optional[str] = None,
+    align: Optional[Align] = None,
     softcap: float = 0.0,
     alibi_slopes: Any = None,
     sink: Any = None,
     dropout_p: float = 0.0,
     seed: Any = None,
     offset: Any = 0,
-    rng: str = "fovea",
+    rng: Rng = "fovea",
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
     max_seqlen_q: Optional[int] = None,
@@ -166,22 +253,72 @@ def attention_backward(
     seqused_q: Any = None,
     seqused_k: Any = None,
     batch_shape: Optional[Sequence[int]] = None,
-    layout: str = "bshd",
+    layout: Layout = "bshd",
     deterministic: bool = False,
     backend: Optional[str] = None,
     stream: Optional[int] = None,
     **unknown: NoReturn,
 ) -> Gradients:
-    """The gradients of attention(q, k, v, ...), given those of out (and, where lse was used, of lse).
+    """Computes the gradients of attention(q, k, v, ...) from that of its result.
 
-    out and lse are what attention(..., return_lse=True) returned, and every other keyword is to be the same as
-    there; fovea.Attention sees to that.
+    The keywords from bias on are those of attention(). They must have the values that they had in the forward:
+    nothing can check that here, and fovea.Attention makes it sure.
 
-    need       which gradients: names of "q", "k", "v", "bias", "bias2", "sink"; None is every one that was given.
-               What is not asked for is not computed; to ask for nothing is refused.
-    grads_out  arrays to write into, by those names; packed views of one tensor are fine
+    Args:
+        grad_out: Gradient of out, of out's shape and type.
+        q: As in the forward.
+        k: As in the forward.
+        v: As in the forward.
+        out: What attention(..., return_lse=True) returned.
+        lse: Likewise.
+        grad_lse: Gradient of lse, of its shape and type, where something depends on lse.
+        need: Which gradients to compute: names out of "q", "k", "v", "bias", "bias2" and "sink", as a list or separated
+            by commas. None computes that of every input that was given.
+        grads_out: Arrays to write gradients into, by those names. They may be views of one array, such as a packed
+            tensor of q, k and v.
+        bias: This and all that follow: as in attention().
+        bias2: See attention().
+        mask: See attention().
+        scale: See attention().
+        causal: See attention().
+        window: See attention().
+        align: See attention().
+        softcap: See attention().
+        alibi_slopes: See attention().
+        sink: See attention().
+        dropout_p: See attention().
+        seed: See attention().
+        offset: See attention().
+        rng: See attention().
+        cu_seqlens_q: See attention().
+        cu_seqlens_k: See attention().
+        max_seqlen_q: See attention().
+        max_seqlen_k: See attention().
+        seqused_q: See attention().
+        seqused_k: See attention().
+        batch_shape: See attention().
+        layout: See attention().
+        deterministic: See attention().
+        backend: See attention().
+        stream: See attention().
 
-    The gradient of a bias has the shape of that bias as it was given: the sum over what was broadcast is done.
+    Returns:
+        A tuple of six, with None for what was not requested. Each gradient has the shape, the type and the library of
+        its input. That of a bias is summed over every dimension that was broadcast.
+
+    Raises:
+        ValueError: As attention(). An empty need, or one that names an input that was not given, is a ValueError as well.
+        TypeError: As attention().
+        NotImplementedError: As attention().
+        MemoryError: As attention().
+
+    Example:
+        >>> import numpy as np, fovea
+        >>> q = k = v = np.ones((1, 4, 2, 8), np.float32)
+        >>> out, lse = fovea.attention(q, k, v, causal=True, return_lse=True)
+        >>> grads = fovea.attention_backward(np.ones_like(out), q, k, v, out, lse, causal=True, need="q,k")
+        >>> grads.k.shape, grads.v is None
+        ((1, 4, 2, 8), True)
     """
     if more or unknown:
         first = "grad_out, q, k, v, out, lse"
@@ -198,7 +335,7 @@ def attention_backward(
         if name not in DIFFERENTIABLE:
             raise ValueError(f"grads_out: {name!r}, which names no gradient; accepted: {', '.join(names)}")
         if name not in names:
-            raise ValueError(f"grads_out: {name!r}, which is not asked for; accepted: {', '.join(names)}")
+            raise ValueError(f"grads_out: {name!r}, which need does not name; accepted: {', '.join(names)}")
     fresh = {}
     for name in names:
         if name in into:
@@ -228,10 +365,32 @@ def dropout_mask(
     *,
     seed: Any,
     offset: Any = 0,
-    rng: str = "fovea",
-) -> np.ndarray:
-    """The dropout decisions of attention(..., dropout_p=p, seed=seed, offset=offset) as a bool array of
-    (batch, heads, seqlen_q, seqlen_k): true is kept."""
+    rng: Rng = "fovea",
+) -> NDArray[np.bool_]:
+    """Returns which attention weights attention(..., dropout_p=p, seed=seed, offset=offset) keeps.
+
+    Args:
+        batch: B, the number of sequences.
+        heads: Hq, the number of query heads.
+        seqlen_q: Sq, the number of queries.
+        seqlen_k: Sk, the number of keys.
+        p: Probability with which a weight is dropped.
+        seed: An integer of up to 64 bits, or an array of one int64 or uint64 on the CPU.
+        offset: Likewise.
+        rng: The rule: "fovea" or "torch_mem_efficient".
+
+    Returns:
+        A bool array of (batch, heads, seqlen_q, seqlen_k), true where a weight is kept.
+
+    Raises:
+        ValueError: A number is out of its range.
+        TypeError: An argument has a wrong type.
+
+    Example:
+        >>> import fovea
+        >>> fovea.dropout_mask(1, 2, 3, 4, 0.1, seed=7).shape
+        (1, 2, 3, 4)
+    """
     shape = tuple(
         _count(name, n)
         for name, n in zip(("batch", "heads", "seqlen_q", "seqlen_k"), (batch, heads, seqlen_q, seqlen_k))
@@ -258,10 +417,30 @@ def _value(name: str, value: Any) -> int:
     return word(name, word_view(name, value).numpy().item())
 
 
+@overload
+def pack(arrays: Iterable[NumPyArray]) -> tuple[NumPyArray, NDArray[np.signedinteger[Any]], int]: ...
+@overload
+def pack(arrays: Iterable[Array]) -> tuple[Array, Array, int]: ...
 def pack(arrays: Iterable[Any]) -> tuple[Any, Any, int]:
-    """Sequences of different lengths, each (S, H, D), as attention takes them: (packed, cu_seqlens, max_seqlen).
+    """Joins sequences of different lengths into one packed array.
 
-    packed is (total, H, D) and of the first array's library, cu_seqlens the int32 offsets (int64 past 2^31).
+    Args:
+        arrays: At least one array (S, H, D). S may differ; H, D, the type and the device may not.
+
+    Returns:
+        (packed, cu_seqlens, max_seqlen): packed is (total, H, D) and of the first array's library; cu_seqlens holds the
+        B + 1 offsets of the sequences, int32 (int64 from 2^31 rows on); max_seqlen is the longest length, an int.
+
+    Raises:
+        ValueError: There is no array, or a shape does not fit the first one.
+        TypeError: A type is not that of the first array.
+        NotImplementedError: The arrays lie on a CUDA device and are neither PyTorch's nor CuPy's.
+
+    Example:
+        >>> import numpy as np, fovea
+        >>> packed, cu_seqlens, longest = fovea.pack([np.ones((n, 2, 8), np.float32) for n in (5, 3)])
+        >>> packed.shape, cu_seqlens.tolist(), longest
+        ((8, 2, 8), [0, 5, 8], 5)
     """
     arrays = list(arrays)
     if not arrays:
@@ -301,11 +480,25 @@ def pack(arrays: Iterable[Any]) -> tuple[Any, Any, int]:
     return packed.result(), offsets.result(), max(lengths)
 
 
-def unpack(packed: Any, cu_seqlens: Any) -> list[Any]:
-    """The sequences of a packed array, views of it: what pack() was given, or the same of a result.
+def unpack(packed: Array, cu_seqlens: Any) -> list[Array]:
+    """Returns the sequences of a packed array, each a view of it.
 
-    packed is (total, ...), of any library whose arrays are sliced as NumPy's; lse, (Hq, total), is unpacked as lse.T.
-    Offsets that lie on a device are read, which waits for it.
+    Args:
+        packed: (total, ...), of any library whose arrays are sliced as NumPy's are: what pack() made, or a result or a
+            gradient of the same rows. lse, (Hq, total), is unpacked as lse.T.
+        cu_seqlens: The B + 1 offsets, as pack() returns them. Reading offsets on a CUDA device waits for the device.
+
+    Returns:
+        A list of B arrays (S, ...).
+
+    Raises:
+        ValueError: The offsets do not start at 0, decrease, or pass the end of packed.
+        TypeError: packed cannot be sliced, or cu_seqlens is not a vector of integers.
+
+    Example:
+        >>> import numpy as np, fovea
+        >>> [part.shape for part in fovea.unpack(np.ones((8, 2, 8)), [0, 5, 8])]
+        [(5, 2, 8), (3, 2, 8)]
     """
     shape = getattr(packed, "shape", None)
     if not shape or not hasattr(packed, "__getitem__"):
@@ -322,17 +515,26 @@ def unpack(packed: Any, cu_seqlens: Any) -> list[Any]:
         raise ValueError(
             f"cu_seqlens: {text}; accepted: offsets that begin with 0, never fall and end at most with {total}"
         )
-    return [packed[start:end] for start, end in zip(ends, ends[1:])]
+    sliced: Any = packed
+    return [sliced[start:end] for start, end in zip(ends, ends[1:])]
 
 
-def _bits(view: View) -> np.ndarray:
-    """bfloat16 as integers: NumPy alone does not know it."""
+def _bits(view: View) -> np.ndarray[Any, Any]:
+    """bfloat16 as integers, because NumPy alone does not have that type."""
     array = view.numpy()
     return array.view(np.uint16) if view.type == "bfloat16" else array
 
 
 def set_num_threads(n: int) -> None:
-    """Threads of a call on the CPU; 0: as many as this process may use, which is where it starts."""
+    """Sets how many threads a call on the CPU uses.
+
+    Args:
+        n: The number of threads. 0, the initial state, means as many as this process may use.
+
+    Raises:
+        ValueError: n is out of its range.
+        TypeError: n is not an integer.
+    """
     if not isinstance(n, Integral):
         raise TypeError(f"n: {n!r}; accepted: an integer")
     number = int(n)
@@ -344,23 +546,66 @@ def set_num_threads(n: int) -> None:
 
 
 def num_threads() -> int:
-    """Threads of a call on the CPU."""
-    return lib.fovea_num_threads()
+    """Returns how many threads a call on the CPU uses."""
+    return int(lib.fovea_num_threads())
 
 
 def backends() -> dict[str, str]:
-    """Each backend's name, and "available" or why it is not."""
-    return dict(line.split("\t", 1) for line in text(lib.fovea_backends).splitlines())
+    """Returns the state of each backend: its name, and "available" or the reason why it is not.
+
+    Example:
+        >>> import fovea
+        >>> fovea.backends()["cpu"]
+        'available'
+    """
+    pairs = (line.partition("\t") for line in text(lib.fovea_backends).splitlines())
+    return {name: state for name, _, state in pairs}
 
 
+@overload
+def explain() -> str: ...
+@overload
+def explain(line: str, /, *, arch: Optional[str] = None) -> str: ...
+@overload
+def explain(
+    q: Any,
+    k: Any,
+    v: Any,
+    /,
+    *,
+    direction: Optional[Direction] = None,
+    need: Union[str, Iterable[str], None] = None,
+    grad_lse: Any = None,
+    arch: Optional[str] = None,
+    **options: Unpack[PlannedOptions],
+) -> str: ...
 def explain(*arguments: Any, direction: Optional[str] = None, arch: Optional[str] = None, **options: Any) -> str:
-    """Which backend computes a problem, and why each other one does not.
+    """Says which backend computes a problem, with what, and why each other backend does not.
 
-    explain(q, k, v, causal=True)                  for these arrays
-    explain(q, k, v, direction="backward")         for their backward; need=... or grad_lse=... mean it, too
-    explain("fwd b=2 hq=8 sq=512 d=64 bf16 ...")   for a problem in its one-line form
-    explain(..., arch="sm_90")                     for a GPU of this architecture, which need not be there
-    explain()                                      what this machine has: backends, threads, GPUs, compiler, cache
+    It takes one of three things: nothing, one line of text, or q, k and v with the keywords of a call. Nothing is
+    computed.
+
+    Args:
+        *arguments: None: the text describes this machine, its backends, threads, GPUs, compiler and kernel cache. A
+            string: a problem in its one-line form, such as "fwd b=2 hq=8 sq=512 d=64 bf16 causal". Three arrays: q, k
+            and v of a call, whose shapes, types and strides count.
+        direction: "forward" (the default) or "backward". need and grad_lse imply "backward".
+        arch: Plans for a GPU of this architecture, such as "sm_90", which need not be in this machine.
+        **options: The keywords of attention(), and need and grad_lse of attention_backward().
+
+    Returns:
+        Lines of text. The first one, after "problem: ", is the problem's one-line form, which the command
+        ``fovea explain`` and a bug report take.
+
+    Raises:
+        ValueError: As attention().
+        TypeError: As attention().
+
+    Example:
+        >>> import numpy as np, fovea
+        >>> q = k = v = np.ones((1, 4, 2, 8), np.float32)
+        >>> fovea.explain(q, k, v, causal=True).splitlines()[0]
+        'problem: fwd b=1 hq=2 sq=4 sk=4 d=8 fp32 causal'
     """
     if not arguments:
         _refuse(options if arch is None else {"arch": arch, **options}, "explain() without a problem")
@@ -409,22 +654,48 @@ def _explain_line(line: str, arch: Optional[str]) -> str:
 
 
 def prepare(
-    q: Any, k: Any, v: Any, *, direction: str = "forward", need: Any = None, grad_lse: Any = None, **options: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    direction: Direction = "forward",
+    need: Union[str, Iterable[str], None] = None,
+    grad_lse: Any = None,
+    **options: Unpack[PlannedOptions],
 ) -> None:
-    """Compiles (or reads from the cache) and loads the kernels of attention(q, k, v, ...), so that the call itself does
-    not: before a CUDA graph captures it, or to have the time spent before the first call.
+    """Compiles and loads the kernels of a call ahead of it, without computing.
 
-    Options are the call's, return_lse too. direction="backward", or need or grad_lse, prepares
-    attention_backward(..., q, k, v, ...) for results as these functions make them. Nothing is computed, and on the CPU
-    there is nothing to do.
+    Use it before a CUDA graph captures the call, or to spend the time before the first call. Kernels come from the
+    cache if they are there. On the CPU there is nothing to do.
+
+    Args:
+        q: As in the call, like k and v: shapes, types, strides and addresses count, numbers do not.
+        k: As in the call.
+        v: As in the call.
+        direction: "forward" or "backward".
+        need: As in attention_backward(). It implies direction="backward".
+        grad_lse: Likewise.
+        **options: The keywords of attention().
+
+    Raises:
+        ValueError: As attention().
+        TypeError: As attention().
+        NotImplementedError: As attention().
+        RuntimeError: A kernel could not be compiled or loaded.
+
+    Example:
+        >>> import numpy as np, fovea
+        >>> q = k = v = np.ones((1, 4, 2, 8), np.float32)
+        >>> fovea.prepare(q, k, v, causal=True, need="q,k,v")
     """
     way = choose("direction", direction, {"forward": _abi.FORWARD, "backward": _abi.BACKWARD})
     if need is not None or grad_lse is not None:
         way = _abi.BACKWARD
-    return_lse = options.pop("return_lse", False)
-    for name in options:
+    keywords: dict[str, Any] = {**options}
+    return_lse = keywords.pop("return_lse", False)
+    for name in keywords:
         _known(name, ("direction", "need", "grad_lse", "return_lse"))
-    problem = Problem(q, k, v, {**_SHARED, **options})
+    problem = Problem(q, k, v, {**_SHARED, **keywords})
     made = [problem.new("out")]
     if return_lse or way == _abi.BACKWARD:
         made.append(problem.new("lse"))
@@ -464,44 +735,45 @@ def _doctor() -> str:
 _SHARED: dict[str, Any] = {
     name: default for name, default in (attention.__kwdefaults__ or {}).items() if name not in ("return_lse", "out")
 }
-_TENSORS = (
-    "bias",
-    "bias2",
-    "mask",
-    "alibi_slopes",
-    "sink",
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "seqused_q",
-    "seqused_k",
-    "max_seqlen_q",
-    "max_seqlen_k",
-    "batch_shape",
-    "stream",
-)
+_TENSORS = frozenset(_options.CallOptions.__annotations__)
 
 
 class Attention:
-    """attention() and attention_backward() with the same options, fixed when it is made.
+    """attention() and attention_backward() with the same options, so that the two cannot disagree.
 
-    Options are the keywords of attention(). Those that are tensors, or go with them (bias, mask, cu_seqlens_q, ...),
-    may be given here or in each call; the others only here: a call that gives one is refused. with_() makes
-    another object with some of them changed, such as the next step's dropout offset. Each is an attribute to read.
+    The options are the keywords of attention() except return_lse and out. They are fixed when the object is made, and
+    each can be read as an attribute. Tensors and what goes with them (bias, bias2, mask, alibi_slopes, sink,
+    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, batch_shape, stream) may be given
+    here or in each call; every other option only here.
 
-        attend = fovea.Attention(causal=True, dropout_p=0.1, seed=7)
-        out, lse = attend(q, k, v, bias=bias, return_lse=True)
-        grads = attend.backward(grad_out, q, k, v, out, lse, bias=bias)
+    Args:
+        **options: The options.
+
+    Raises:
+        TypeError: A keyword is not an option.
+        ValueError: dropout_p is not 0 and there is no seed.
+
+    Example:
+        >>> import numpy as np, fovea
+        >>> q = k = v = np.ones((1, 4, 2, 8), np.float32)
+        >>> attend = fovea.Attention(causal=True, dropout_p=0.1, seed=7)
+        >>> out, lse = attend(q, k, v, return_lse=True)
+        >>> grads = attend.backward(np.ones_like(out), q, k, v, out, lse)
+        >>> attend.with_(offset=1).offset                           # another dropout mask
+        1
     """
 
-    def __init__(self, **options: Any) -> None:
+    _options: Options
+
+    def __init__(self, **options: Unpack[Options]) -> None:
         for name in options:
             _known(name)
-        if options.get("seed") is None:  # no call can give one
+        if options.get("seed") is None:  # a call cannot give one
             need_seed(real("dropout_p", options.get("dropout_p", 0.0)))
         object.__setattr__(self, "_options", options)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Options are fixed; what is none may be one that is misspelt, but for attributes that a class of one's own adds."""
+        """Refuses to assign an option, and any other name unless a derived class adds it: it may be a misspelt option."""
         if name in _SHARED:
             raise AttributeError(f"{name}: fixed when this Attention was made; with_({name}=...) makes another one")
         if type(self) is Attention or _help.cure(name, _SHARED):
@@ -511,7 +783,7 @@ class Attention:
         object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        """Each option by its name, with attention()'s default where it was not given."""
+        """Returns an option by its name: attention()'s default if it was not given."""
         if name not in _SHARED:
             cure = _help.cure(name, (*_SHARED, "options", "with_", "backward", "explain", "prepare"))
             raise AttributeError(f"{name}: neither an option nor a method of fovea.Attention{cure and '; ' + cure}")
@@ -521,15 +793,70 @@ class Attention:
         return [*super().__dir__(), *_SHARED]
 
     @property
-    def options(self) -> dict[str, Any]:
-        """What it was made with."""
-        return dict(self._options)
+    def options(self) -> Options:
+        """The options that were given, as a new dict."""
+        return self._options.copy()
 
-    def with_(self, **changes: Any) -> Attention:
-        """Another Attention with some options changed."""
-        return Attention(**{**self._options, **changes})
+    def with_(self, **changes: Unpack[Options]) -> Attention:
+        """Returns another Attention, with some options changed.
 
+        Args:
+            **changes: The options that change.
+        """
+        merged: Any = {**self._options, **changes}
+        return Attention(**merged)
+
+    @overload
+    def __call__(
+        self,
+        q: Array,
+        k: Any,
+        v: Any,
+        *,
+        return_lse: Literal[False] = False,
+        out: Optional[Array] = None,
+        **tensors: Unpack[CallOptions],
+    ) -> Array: ...
+    @overload
+    def __call__(
+        self,
+        q: NumPyArray,
+        k: Any,
+        v: Any,
+        *,
+        return_lse: Literal[True],
+        out: Optional[NumPyArray] = None,
+        **tensors: Unpack[CallOptions],
+    ) -> tuple[NumPyArray, NDArray[np.floating[Any]]]: ...
+    @overload
+    def __call__(
+        self,
+        q: Array,
+        k: Any,
+        v: Any,
+        *,
+        return_lse: Literal[True],
+        out: Optional[Array] = None,
+        **tensors: Unpack[CallOptions],
+    ) -> tuple[Array, Array]: ...
+    @overload
+    def __call__(
+        self, q: Array, k: Any, v: Any, *, return_lse: bool, out: Optional[Array] = None, **tensors: Unpack[CallOptions]
+    ) -> Union[Array, tuple[Array, Any]]: ...
     def __call__(self, q: Any, k: Any, v: Any, *, return_lse: bool = False, out: Any = None, **tensors: Any) -> Any:
+        """Calls attention() with these options.
+
+        Args:
+            q: See attention().
+            k: See attention().
+            v: See attention().
+            return_lse: See attention().
+            out: See attention().
+            **tensors: Tensors that were not given when this object was made.
+
+        Returns:
+            out, or with return_lse the pair (out, lse).
+        """
         return attention(q, k, v, return_lse=return_lse, out=out, **self._merged(tensors))
 
     def backward(
@@ -544,8 +871,22 @@ class Attention:
         grad_lse: Any = None,
         need: Union[str, Iterable[str], None] = None,
         grads_out: Union[Mapping[str, Any], Gradients, None] = None,
-        **tensors: Any,
+        **tensors: Unpack[CallOptions],
     ) -> Gradients:
+        """Calls attention_backward() with these options.
+
+        Args:
+            grad_out: See attention_backward().
+            q: See attention_backward().
+            k: See attention_backward().
+            v: See attention_backward().
+            out: See attention_backward().
+            lse: See attention_backward().
+            grad_lse: See attention_backward().
+            need: See attention_backward().
+            grads_out: See attention_backward().
+            **tensors: The tensors that were given in the call of the forward.
+        """
         return attention_backward(
             grad_out, q, k, v, out, lse, grad_lse=grad_lse, need=need, grads_out=grads_out, **self._merged(tensors)
         )
@@ -556,16 +897,51 @@ class Attention:
         k: Any,
         v: Any,
         *,
-        direction: Optional[str] = None,
-        need: Any = None,
+        direction: Optional[Direction] = None,
+        need: Union[str, Iterable[str], None] = None,
         arch: Optional[str] = None,
-        **tensors: Any,
+        **tensors: Unpack[CallOptions],
     ) -> str:
+        """Calls explain() with these options.
+
+        Args:
+            q: See explain().
+            k: See explain().
+            v: See explain().
+            direction: See explain().
+            need: See attention_backward().
+            arch: See explain().
+            **tensors: Tensors that were not given when this object was made.
+        """
         return explain(q, k, v, direction=direction, need=need, arch=arch, **self._merged(tensors))
 
-    def prepare(self, q: Any, k: Any, v: Any, **more: Any) -> None:
-        tensors = {name: more.pop(name) for name in list(more) if name in _SHARED}
-        prepare(q, k, v, **more, **self._merged(tensors))
+    def prepare(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        direction: Direction = "forward",
+        need: Union[str, Iterable[str], None] = None,
+        grad_lse: Any = None,
+        return_lse: bool = False,
+        **tensors: Unpack[CallOptions],
+    ) -> None:
+        """Calls prepare() with these options.
+
+        Args:
+            q: See prepare().
+            k: See prepare().
+            v: See prepare().
+            direction: See prepare().
+            need: See prepare().
+            grad_lse: See prepare().
+            return_lse: See attention().
+            **tensors: Tensors that were not given when this object was made.
+        """
+        prepare(
+            q, k, v, direction=direction, need=need, grad_lse=grad_lse, return_lse=return_lse, **self._merged(tensors)
+        )
 
     def __repr__(self) -> str:
         options = (
@@ -573,7 +949,7 @@ class Attention:
         )
         return f"fovea.Attention({', '.join(options)})"
 
-    def _merged(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def _merged(self, tensors: Mapping[str, Any]) -> Any:
         for name in tensors:
             if name in self._options:
                 raise TypeError(f"{name}: fixed when this Attention was made; with_({name}=...) makes another one")

@@ -14,6 +14,7 @@ All arrays of a call lie in one place: on the CPU, or on the CUDA device that q 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import sys
 from typing import Any, Callable, NoReturn, Optional
 
@@ -30,13 +31,15 @@ _NUMPY_NAMES = {np.dtype(name): name for name in ("float32", "float16", "float64
 _KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}  # DLPack's type codes
 _BFLOAT = 4
 
+Shape = tuple[int, ...]
+
 
 class View:
     """Memory of the caller's: strides count elements, `owner` keeps it alive."""
 
     __slots__ = ("address", "owner", "readonly", "shape", "strides", "type")
 
-    def __init__(self, address: int, type: str, shape: tuple, strides: tuple, readonly: bool, owner: Any) -> None:
+    def __init__(self, address: int, type: str, shape: Shape, strides: Shape, readonly: bool, owner: Any) -> None:
         self.address = address
         self.type = type
         self.shape = shape
@@ -44,7 +47,7 @@ class View:
         self.readonly = readonly
         self.owner = owner
 
-    def numpy(self) -> np.ndarray:
+    def numpy(self) -> np.ndarray[Any, Any]:
         """The same memory as a NumPy array; bfloat16 as uint16 unless it came from NumPy."""
         if isinstance(self.owner, np.ndarray):
             return self.owner
@@ -263,7 +266,7 @@ def _of_cuda_interface(name: str, array: Any, place: Optional[Place]) -> View:
     return View(address or 0, _NUMPY_NAMES.get(dtype, str(dtype)), shape, steps, bool(readonly), array)
 
 
-def _contiguous(shape: tuple) -> tuple:
+def _contiguous(shape: Shape) -> Shape:
     strides = []
     step = 1
     for length in reversed(shape):
@@ -278,7 +281,7 @@ class _BFloat16:
     def __init__(self, array: np.ndarray) -> None:
         self._array = array
 
-    def __dlpack_device__(self) -> tuple:
+    def __dlpack_device__(self) -> tuple[int, int]:
         return self._array.__dlpack_device__()
 
     def __dlpack__(self, **options: Any) -> Any:
@@ -318,7 +321,7 @@ class Maker:
         own = isinstance(model, np.ndarray) if place is None else place.memory.owns(model)
         self._hand_over = None if own else _from_dlpack(model)
 
-    def empty(self, shape: tuple, kind: str, swapped: bool = False, fill: Optional[float] = None) -> Fresh:
+    def empty(self, shape: Shape, kind: str, swapped: bool = False, fill: Optional[float] = None) -> Fresh:
         """`swapped`: memory in the order (..., -2, -3, -1) of the dimensions."""
         if swapped:
             shape = (*shape[:-3], shape[-2], shape[-3], shape[-1])
@@ -342,16 +345,17 @@ class Maker:
         view.type = kind
         return Fresh(array, view, self._hand_over)
 
-    def _dtype(self, kind: str) -> np.dtype:
+    def _dtype(self, kind: str) -> np.dtype[Any]:
         if kind != "bfloat16":
             return np.dtype(kind)
         try:
-            import ml_dtypes
+            ml_dtypes = importlib.import_module("ml_dtypes")
         except ImportError:
             raise TypeError(
                 f"{self._name}: bfloat16, for which NumPy needs the package ml_dtypes: pip install ml_dtypes"
             ) from None
-        return np.dtype(ml_dtypes.bfloat16)
+        dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return dtype
 
 
 def _from_dlpack(model: Any) -> Optional[Callable[[Any], Any]]:

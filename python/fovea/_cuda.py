@@ -9,6 +9,7 @@ for, else that library's current one. Nothing here waits for a device.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 from typing import Any, Optional
@@ -54,7 +55,7 @@ class Memory:
         """With the dimensions -3 and -2 the other way round."""
         return array.swapaxes(-3, -2)
 
-    def layout(self, array: Any) -> tuple[int, tuple, tuple]:
+    def layout(self, array: Any) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
         """Address, shape, strides in elements."""
         raise NotImplementedError
 
@@ -78,10 +79,10 @@ class _Torch(Memory):
         return cuda.ExternalStream(stream, device=index) if stream else cuda.default_stream(index)
 
     def current_device(self) -> int:
-        return self.torch.cuda.current_device()
+        return int(self.torch.cuda.current_device())
 
     def current_stream(self, index: int) -> int:
-        return self.torch.cuda.current_stream(index).cuda_stream
+        return int(self.torch.cuda.current_stream(index).cuda_stream)
 
     def wait(self, index: int, stream: int, other: int) -> None:
         self._stream(index, stream).wait_stream(self._stream(index, other))
@@ -92,7 +93,7 @@ class _Torch(Memory):
             array = torch.empty(tuple(shape), dtype=getattr(torch, kind), device=torch.device("cuda", index))
             return array if fill is None else array.fill_(fill)
 
-    def layout(self, array: Any) -> tuple[int, tuple, tuple]:
+    def layout(self, array: Any) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
         return array.data_ptr(), tuple(array.shape), tuple(array.stride())
 
     def join(self, arrays: Sequence[Any]) -> Any:
@@ -113,11 +114,11 @@ class _Cupy(Memory):
         return self.cupy.cuda.ExternalStream(stream)
 
     def current_device(self) -> int:
-        return self.cupy.cuda.runtime.getDevice()
+        return int(self.cupy.cuda.runtime.getDevice())
 
     def current_stream(self, index: int) -> int:
         with self.cupy.cuda.Device(index):
-            return self.cupy.cuda.get_current_stream().ptr
+            return int(self.cupy.cuda.get_current_stream().ptr)
 
     def wait(self, index: int, stream: int, other: int) -> None:
         with self.cupy.cuda.Device(index):
@@ -125,16 +126,14 @@ class _Cupy(Memory):
 
     def empty(self, index: int, stream: int, shape: Sequence[int], kind: str, fill: Optional[float] = None) -> Any:
         if kind == "bfloat16":
-            import ml_dtypes
-
-            kind = ml_dtypes.bfloat16
+            kind = importlib.import_module("ml_dtypes").bfloat16
         with self.cupy.cuda.Device(index), self._stream(stream):
             array = self.cupy.empty(tuple(shape), dtype=kind)
             if fill is not None:
                 array.fill(fill)
             return array
 
-    def layout(self, array: Any) -> tuple[int, tuple, tuple]:
+    def layout(self, array: Any) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
         return array.data.ptr, array.shape, tuple(stride // array.itemsize for stride in array.strides)
 
     def join(self, arrays: Sequence[Any]) -> Any:

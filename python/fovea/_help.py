@@ -45,7 +45,11 @@ def instead(name: str, options: Iterable[str]) -> str:
 
 
 def refuse(
-    function: str, first: str, positional: tuple, unknown: Mapping[str, object], options: Optional[Iterable[str]]
+    function: str,
+    first: str,
+    positional: tuple[object, ...],
+    unknown: Mapping[str, object],
+    options: Optional[Iterable[str]],
 ) -> TypeError:
     """For a call with more arguments by position than `first`, or with keywords that are none of `options`."""
     if unknown:

@@ -19,7 +19,7 @@ from typing import Any, Callable, Optional
 import numpy as np
 
 from fovea import _abi
-from fovea._arrays import Fresh, Maker, Place, View, place_of, read
+from fovea._arrays import Fresh, Maker, Place, Shape, View, place_of, read
 from fovea._library import check, lib, text
 
 _CODES = {
@@ -182,7 +182,7 @@ class Problem:
         self.views[name] = view
         setattr(self.raw, name, self._tensor(name, view.address, view.type, view.shape, view.strides))
 
-    def _tensor(self, name: str, address: int, kind: str, shape: tuple, strides: Optional[tuple]) -> int:
+    def _tensor(self, name: str, address: int, kind: str, shape: Shape, strides: Optional[Shape]) -> int:
         """The address of a new fovea_tensor; without strides it is contiguous."""
         code = _CODES.get(kind)
         if code is None:
@@ -210,7 +210,7 @@ class Problem:
         )
         return self._base + at
 
-    def _canonical(self, name: str, dims: tuple) -> tuple:
+    def _canonical(self, name: str, dims: Shape) -> Shape:
         """(B, H, S, D) to (B, S, H, D) and back, where the layout says so."""
         if self._swap and name in _ROWS:
             return (*dims[:-3], dims[-2], dims[-3], dims[-1])
@@ -338,7 +338,7 @@ class Problem:
 
     # ---- results ----
 
-    def shape_of(self, name: str) -> tuple:
+    def shape_of(self, name: str) -> Shape:
         """Of a result, in the caller's layout."""
         q = self.views["q"]
         if name == "out":
@@ -398,10 +398,10 @@ class Problem:
         needed = ctypes.c_size_t()
         status = lib.fovea_workspace(raw, direction, ctypes.byref(needed))
         if status != _abi.OK:
-            return status
+            return int(status)
         workspace = place.memory.empty(place.index, place.stream, (needed.value,), "uint8")
         call = lib.fovea_backward if direction == _abi.BACKWARD else lib.fovea_forward
-        return call(raw, place.memory.layout(workspace)[0], needed.value)
+        return int(call(raw, place.memory.layout(workspace)[0], needed.value))
 
     def prepare(self, direction: int) -> None:
         try:
@@ -441,7 +441,7 @@ def heads_first(text: str) -> str:
     return _DIMS.sub(r"(\1, \3, \2, \4)", _SHAPES.sub(r"\1\3\2\4", text))
 
 
-def _of_list(name: str, values: Any) -> np.ndarray:
+def _of_list(name: str, values: Any) -> np.ndarray[Any, Any]:
     try:
         array = np.asarray(values)
     except ValueError:  # rows of different lengths
@@ -577,5 +577,5 @@ def _window(value: Any) -> tuple[int, int]:
     return window_side(_integer, left), window_side(_integer, right)
 
 
-def shape_text(shape: tuple) -> str:
+def shape_text(shape: Shape) -> str:
     return "x".join(map(str, shape)) or "()"

@@ -291,7 +291,7 @@ BACKWARD = [
     (dict(need=["alibi_slopes"]), ValueError, "need: 'alibi_slopes', which has no gradient"),
     (dict(need="q,sink", sink=None), ValueError, "need: 'sink', which is not given; accepted: q, k, v, bias, bias2"),
     (dict(need=3), TypeError, "need: 3; accepted: names of"),
-    (dict(need="q"), ValueError, "grads_out: 'k', which is not asked for; accepted: q"),
+    (dict(need="q"), ValueError, "grads_out: 'k', which need does not name; accepted: q"),
     (dict(grads_out={"w": zeros(1)}), ValueError, "grads_out: 'w', which names no gradient; accepted: q, k"),
     (dict(need=()), ValueError, r"need: \(\), which asks for nothing; accepted: None, or names of q, k, v, bias"),
     (dict(need=[]), ValueError, r"need: \[\], which asks for nothing"),
