@@ -12,6 +12,7 @@ examples:
   bench/gpu/run.py --filter dense --filter triangle                 some rows
   bench/gpu/run.py --quick --seconds 100                            a row of each kind, in the time that there is
   bench/gpu/run.py --all --json bench/results/gpu.json              with FlexAttention and what else is importable
+  bench/gpu/run.py --beside old/build/libfovea.so                   this build's speed over another's, row by row
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ except ModuleNotFoundError as error:
         raise
     sys.exit(f"bench/gpu/run.py: {sys.executable} has no PyTorch; run it with a Python that has it (tools/gpu.sh: PYTHON=...)")
 
+import beside  # noqa: E402
 import dropout  # noqa: E402
 import fovea  # noqa: E402
 import records  # noqa: E402
@@ -191,9 +193,9 @@ def check(case: Case, x: Inputs, name: str = "ours") -> str:
 # ---- kernels ----
 
 
-def precompile(cases: list[Case]) -> None:
-    """Ours, on all cores, by the command where it is built; otherwise each is compiled when it is first needed."""
-    command = Path(os.environ.get("FOVEA_BUILD", ROOT / "build")) / "cli" / "fovea"
+def precompile(cases: list[Case], build: Path) -> None:
+    """A build's, on all cores, by the command where it is built; otherwise each is compiled when it is first needed."""
+    command = build / "cli" / "fovea"
     if not command.exists():
         return
     started = time.monotonic()
@@ -336,6 +338,11 @@ class Runner:
                 self.count[way] = max(2, min(100, int(seconds / max(timed([graph], 1), 1e-6))))
             self.seconds[way].append(timed([graph], self.count[way]) / self.copies)
 
+    def measured(self, seconds: float) -> dict[str, float]:
+        """Of one more measurement: the seconds by direction."""
+        self.measure(seconds)
+        return {way: found[-1] for way, found in self.seconds.items() if found}
+
     def far_behind(self, others: list[Runner]) -> bool:
         """More than twice the best's time both ways: measured once, it is no peer here."""
         ways = [way for way in self.seconds if self.seconds[way]]
@@ -375,11 +382,32 @@ def is_outrun(name: str, case: Case, runners: list[Runner]) -> bool:
     return name == "mem-efficient" and taken and min(case.sq, case.rows_k) >= 256 and not case.mask and not case.graph
 
 
-def measure(case: Case, names: list[str], seconds: float, known: dict) -> dict:
+def copies_of_inputs(case: Case) -> list[Inputs]:
+    """As many as outgrow the L2 cache."""
     first = make_inputs(case)
     copies = [first]
     while len(copies) < 8 and len(copies) * first.bytes() < L2_BYTES and not case.graph:
         copies.append(make_inputs(case, first))
+    return copies
+
+
+def measure_beside(case: Case, other: beside.Library, seconds: float) -> dict[str, dict]:
+    """Our times beside those of another build of fovea; results are not checked."""
+    copies = copies_of_inputs(case)
+    ours = Runner("ours", case, copies)
+    with other.called():
+        theirs = Runner("ours", case, copies)
+
+    def measured_by_other() -> dict[str, float]:
+        with other.called():
+            return theirs.measured(seconds)
+
+    return beside.compare(lambda: ours.measured(seconds), measured_by_other)
+
+
+def measure(case: Case, names: list[str], seconds: float, known: dict) -> dict:
+    copies = copies_of_inputs(case)
+    first = copies[0]
     row: dict = {"name": case.name, "group": case.group, "beside": case.beside, "target": case.target,
                  "target_of": case.target_of, "unit": case.unit}  # fmt: skip
     row["fault"] = known[case.name] if case.name in known else check(case, first)
@@ -478,6 +506,10 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="FlexAttention and FlashAttention-4 too: seconds of compilation a row")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", choices=tuple(CONTENDERS),
                         help="contenders besides ours; some of: %(choices)s")  # fmt: skip
+    parser.add_argument("--beside", type=Path, metavar="OLD.so",
+                        help="measure this build by turns with another build's libfovea.so, and nothing else: prints the "
+                        f"other's time over ours; rows under {beside.LOW} are repeated in {beside.AGAIN} more turns. Python, "
+                        "inputs and addresses are the same; results are not checked")  # fmt: skip
     parser.add_argument("--each", type=float, default=0.03, help="seconds of one timing (0.03)")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop before the next row then")
     parser.add_argument("--random", type=int, default=10**6, help="how many of the random problems")
@@ -509,6 +541,11 @@ def main() -> int:
         chosen = chosen[names.index(options.after) + 1 :]
     if not chosen:
         parser.error("no row is of that name; there are: " + ", ".join(case.name for case in all_cases() if case.group != "random"))
+    if options.beside and not options.beside.is_file():
+        parser.error(f"--beside {options.beside}: no such file; accepted: the libfovea.so of another build")
+    for name in ("check", "warm", "only", "all"):
+        if options.beside and getattr(options, name):
+            parser.error(f"--beside with --{name}: it measures fovea alone, and checks nothing")
     if options.lines:
         print("\n".join(line for case in chosen for line in case.lines()))
         return 0
@@ -518,6 +555,7 @@ def main() -> int:
     warnings.filterwarnings("ignore")  # PyTorch's, of why a peer refuses
     started = time.monotonic()
     late = lambda: time.monotonic() - started > options.seconds  # noqa: E731
+    resumed = lambda name: resume(name, options.seconds - (time.monotonic() - started))  # noqa: E731
     if options.check:
         return check_all(chosen, options.check, late)
     names = [n for n in CONTENDERS if options.all or n not in SLOW_TO_COMPILE]
@@ -527,36 +565,70 @@ def main() -> int:
         return warm(chosen, names, late)
     known = {name: fault for path in options.checked if path.exists() for name, fault in json.loads(path.read_text()).items()}
     about = machine(options.commit)
+    build = Path(os.environ.get("FOVEA_BUILD", ROOT / "build"))
+    precompile(chosen, build)
+    if options.beside:
+        return run_beside(chosen, options, about, late, resumed)
     print(f"{about}\nTFLOP/s forward / backward (small: microseconds, forward / both); the peak is ours, of the backward")
     print(f"{'':36} " + " ".join(f"{n:>13}" for n in names))
-    rows, failed = [], 0
-    precompile(chosen)
-    for case in chosen:
+    rows: list[dict] = []
+
+    def one(case: Case) -> bool:
+        rows.append({**measure(case, contenders_of(case, names), options.each, known), "commit": about["commit"], "date": about["date"]})
+        print(line(rows[-1], names), flush=True)
+        if options.json:
+            save(options.json, about, rows)
+        return not rows[-1]["fault"]
+
+    failed = in_order(chosen, one, late, resumed)
+    summary(rows, names)
+    return 1 if failed else 0
+
+
+def run_beside(cases: list[Case], options: argparse.Namespace, about: dict, late, resumed) -> int:
+    """--beside"""
+    precompile(cases, options.beside.parent)
+    other = beside.Library(options.beside)
+    found: dict = {}
+    if options.json and options.json.exists():  # rows of earlier runs that were not measured stay
+        found = json.loads(options.json.read_text())["rows"]
+    print(f"{about}\ntime of {other.path} over ours: median of {beside.TURNS} turns (least to most); over 1: ours is faster")
+
+    def one(case: Case) -> bool:
+        found[case.name] = measure_beside(case, other, options.each)
+        print(beside.line(case.name, found[case.name]), flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(beside.as_json(other.path, found, about), indent=1) + "\n")
+        return True
+
+    failed = in_order(cases, one, late, resumed)
+    print("\n".join(beside.summary(found)))
+    return 1 if failed else 0
+
+
+def in_order(cases: list[Case], one, late, resumed) -> int:
+    """`one` for each row until `late`; how many failed: raised, or gave False. After `PATIENCE` seconds of one row, or an
+    error that the process does not survive, `resumed` goes on behind it."""
+    failed = 0
+    for n, case in enumerate(cases):
         if late():
-            print(f"stopped after {len(rows)} of {len(chosen)} rows: the time was up")
+            print(f"stopped after {n} of {len(cases)} rows: the time was up")
             break
-        onward = lambda name=case.name: resume(name, options.seconds - (time.monotonic() - started))  # noqa: E731
-        watch = threading.Timer(PATIENCE, onward)  # of a row that never ends
+        watch = threading.Timer(PATIENCE, resumed, [case.name])
         watch.daemon = True
         watch.start()
         try:
-            contenders = contenders_of(case, names)
-            rows.append({**measure(case, contenders, options.each, known), "commit": about["commit"], "date": about["date"]})
-            print(line(rows[-1], names), flush=True)
-            failed += bool(rows[-1]["fault"])
+            failed += not one(case)
         except Exception as error:
             failed += 1
             print(f"{case.name:36} ours: {type(error).__name__}: {str(error)[:300]}", flush=True)
             try:
                 torch.cuda.synchronize()
             except RuntimeError:
-                onward()
+                resumed(case.name)
         watch.cancel()
         torch.cuda.empty_cache()
-        if options.json and rows:
-            save(options.json, about, rows)
-    summary(rows, names)
-    return 1 if failed else 0
+    return failed
 
 
 def resume(name: str, seconds: float) -> None:

@@ -43,3 +43,82 @@ def test_host_time_in_pytorch_needs_no_program(tmp_path):
     said = {part: bench("host.py", "--only", part, "--program", str(tmp_path / "none")) for part in ("torch", "calls")}
     assert "--target bench_host" in said["calls"].stderr
     assert said["torch"].returncode == 1 and "no CUDA device that PyTorch sees" in said["torch"].stderr, said["torch"]
+
+
+# ---- two builds by turns ----
+
+
+def scripted(seconds):
+    """Measurements that were written down: each call gives the next."""
+    left = list(seconds)
+    return lambda: {"forward": left.pop(0)}
+
+
+def test_ratios_are_of_one_turn_each():
+    sys.path.insert(0, str(BENCH))
+    import beside
+
+    # The machine slows down by a factor of ten on its way, which a ratio of medians would see.
+    found = beside.compare(scripted([1, 10, 10]), scripted([1.1, 11, 11]))
+    assert found["forward"]["ratio"] == pytest.approx(1.1) and "again" not in found["forward"]
+    assert "forward 1.100 (1.100 to 1.100)" in beside.line("row", found)
+
+
+def test_turns_alternate():
+    sys.path.insert(0, str(BENCH))
+    import beside
+
+    order = []
+
+    def side(name):
+        return lambda: order.append(name) or {"forward": 1.0}
+
+    beside.take_turns(3, side("ours"), side("other"))
+    assert order == ["ours", "other", "other", "ours", "ours", "other"]
+
+
+def test_a_row_that_is_slower_is_repeated():
+    sys.path.insert(0, str(BENCH))
+    import beside
+
+    lucky = beside.compare(scripted([1] * 8), scripted([0.95, 0.97, 1, 1, 1, 1.01, 1, 0.9]))
+    slow = beside.compare(scripted([1] * 8), scripted([0.95, 0.97, 1, 0.98, 0.98, 0.98, 1, 0.9]))
+    fast = beside.compare(scripted([1] * 3), scripted([0.98, 0.98, 0.98]))
+    assert beside.verdict(lucky["forward"]) == 1 and beside.verdict(slow["forward"]) == pytest.approx(0.98)
+    assert "forward 0.970 (0.950 to 1.000) again 0.980 (0.900 to 1.000)" in beside.line("slow", slow)
+    said = beside.summary({"lucky": lucky, "slow": slow, "fast": fast})
+    assert said == ["forward: 3 rows, median 0.980, least 0.980", "slower, under 0.99 in 5 more turns: 1", "  slow, forward: 0.980"]
+
+
+def test_each_build_is_called_in_its_turn(tmp_path):
+    """By copies of this build: fovea.torch calls the other inside of called() alone, and its problems are not mixed."""
+    import shutil
+
+    import fovea._library
+    import torch
+    from fovea.torch import _call, attention
+
+    sys.path.insert(0, str(BENCH))
+    import beside
+
+    with pytest.raises(ValueError, match="is the library that is measured; accepted: another build's"):
+        beside.Library(fovea._library.path)
+    other = beside.Library(Path(shutil.copy(fovea._library.path, tmp_path / "libfovea.so")))
+    assert other.lib._handle != fovea._library.lib._handle
+    own, kept = _call.lib, _call._kept
+    x = torch.randn(1, 2, 16, 24, requires_grad=True)  # no other test's shape
+    with other.called():
+        assert _call.lib is other.lib and fovea._library.lib is other.lib
+        by_other = torch.autograd.grad(attention(x, x, x).sum(), x)[0]
+        assert other.kept and not set(other.kept) & set(kept)
+    assert _call.lib is own and _call._kept is kept and fovea._library.lib is own
+    assert torch.equal(torch.autograd.grad(attention(x, x, x).sum(), x)[0], by_other)
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (("--beside", "nosuch.so"), "--beside nosuch.so: no such file; accepted: the libfovea.so of another build"),
+    (("--beside", __file__, "--all"), "--beside with --all: it measures fovea alone"),
+], ids=lambda x: x[-1] if isinstance(x, tuple) else "")  # fmt: skip
+def test_arguments_of_beside(arguments, words):
+    done = bench("run.py", *arguments)
+    assert done.returncode == 2 and "Traceback" not in done.stderr and words in done.stderr, done.stderr
