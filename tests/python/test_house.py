@@ -40,7 +40,7 @@ LONGER = {
     "src/cuda/device/scores.cuh": 662,
     "src/cuda/device/sm80_backward_step.cuh": 578,
     "src/cuda/device/sm90_backward.cuh": 620,
-    "src/cuda/device/sm90_backward_copy.cuh": 337,
+    "src/cuda/device/sm90_backward_copy.cuh": 347,
     "src/cuda/device/sm90_backward_scores.cuh": 429,
     "src/cuda/device/sm90_copy.cuh": 330,
     "src/cuda/device/sm90_forward.cuh": 507,

@@ -233,11 +233,18 @@ __device__ __forceinline__ void sm90_backward_store_bias(const Args& a, const Sm
   }
 }
 
-// Adds dQ to dq_sum, 64 queries a time (`halves`: half of the columns, then the other), as the warpgroups hand them
-// over. In order: a block waits until all blocks that come before it and meet the queries have added theirs, and says
-// so when its own sums have arrived. stores_first: nobody has cleared dq_sum; who comes first stores, and whoever comes
-// meanwhile waits for it. Nobody waits for a block that waits itself, but for its own warpgroups: what it waits for it
-// has not begun to store.
+// Adds dQ to dq_sum, 64 queries at a time (`halves`: half of the columns, then the other half), as the warpgroups hand
+// them over. The number at turn_of() says how far the 64 queries are.
+//
+// ordered: it counts the blocks of keys that have added. A block waits until all blocks that come before it and meet
+// the queries have added their sums, and counts itself when its own sums have arrived.
+//
+// stores_first: dq_sum is not cleared before. 0: nothing is there; 1: a block stores; 2: its sums have arrived. The
+// block that changes 0 to 1 stores, and a block that finds 1 waits for 2, then adds. This cannot deadlock: a block that
+// has changed a 0 to 1 stores and waits for its own warpgroups only, before it looks at the next number.
+//
+// Sums of another block are added to by the asynchronous proxy. Its stores happen before ours where we see its
+// release with an acquire, and a proxy fence comes between the acquire and our copy.
 template <Spec S>
 __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90BackwardArgs& m, u32 base,
                                                   const Sm90BackwardBarriers& barriers) {
@@ -255,10 +262,14 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90Backw
     const auto turn_of = [&](int i, int query) {
       return a.turns + 1 + (block.row0 + (block.head0 + i) * int(a.padded_rows) + query) / 64;
     };
-    // Whether rows have been stored is looked up a step ahead: most have.
+    // Whether rows have been stored is looked up a step ahead, while this thread would wait anyway: most have.
     u32 ahead = 2;
+    const auto look_up = [&](const u32* turn) {
+      ahead = load_acquire(turn);
+      fence_async_all();
+    };
     if (S.stores_first && !S.ordered && block.steps > 0) {
-      ahead = *static_cast<volatile u32*>(turn_of(0, block.steps_of_head(0).query));
+      look_up(turn_of(0, block.steps_of_head(0).query));
     }
 #pragma unroll 1
     for (int i = 0; i < block.group; ++i) {
@@ -279,10 +290,6 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90Backw
               while (before != 0 && load_acquire(turn) != 2) {
               }
               fence_async_all();
-            }
-            if (half == 0 && (n > 0 || i + 1 < block.group)) {
-              ahead = *static_cast<volatile u32*>(n > 0 ? turn_of(i, block.after(query, 64, block.count))
-                                                        : turn_of(i + 1, block.begin));
             }
           }
           if constexpr (S.ordered) {
@@ -319,6 +326,9 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90Backw
               barrier_arrive(barriers.leaving_empty(place_before));
             }
             place_before = place;
+            if (S.stores_first && last && (n > 0 || i + 1 < block.group)) {
+              look_up(n > 0 ? turn_of(i, block.after(query, 64, block.count)) : turn_of(i + 1, block.begin));
+            }
           }
           place = place + 1 == kSizes.groups ? 0 : place + 1;
         }
