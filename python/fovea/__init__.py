@@ -7,7 +7,7 @@
 (1, 4, 2, 8)
 """
 
-from fovea._api import (
+from ._api import (
     Attention,
     Gradients,
     attention,
@@ -21,7 +21,7 @@ from fovea._api import (
     set_num_threads,
     unpack,
 )
-from fovea._library import version as _version
+from ._library import version as _version
 
 __version__ = _version()
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Optional, 
 
 import numpy as np
 
-from fovea import _abi, _help, _library, _options
-from fovea._arrays import Maker, View, place_of, read
-from fovea._library import check, lib, text
-from fovea._problem import (
+from . import _abi, _help, _library, _options
+from ._arrays import Maker, View, place_of, read
+from ._library import check, lib, text
+from ._problem import (
     _RNG,
     DIFFERENTIABLE,
     Problem,

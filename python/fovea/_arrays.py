@@ -20,7 +20,7 @@ from typing import Any, Callable, NoReturn, Optional
 
 import numpy as np
 
-from fovea import _cuda
+from . import _cuda
 
 CPU = 1  # DLPack's number for memory that the processor reads
 _CUDA = (2, 13)  # a device's own memory, and managed memory

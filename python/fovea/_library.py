@@ -1,19 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds and loads the shared library, and turns its statuses into Python's exceptions.
 
-It is looked for in three places: $FOVEA_LIBRARY, beside this package (an installed wheel), and build/ of the
-checkout that this package lies in. Calls release the GIL, as every ctypes.CDLL call does.
+It is looked for in this order:
+1. $FOVEA_LIBRARY
+2. beside this package: an installed wheel
+3. for a package that lies in a checkout, build/ there (`make build`) and what `pip install -e` compiled, which lies
+   in site-packages: the one that was built last
+
+Calls release the GIL, as every ctypes.CDLL call does.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import sys
+from importlib import metadata
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Optional
+from urllib.parse import urlparse
+from urllib.request import url2pathname
 
-from fovea import _abi
+from . import _abi
 
 _FILE = {"darwin": "libfovea.dylib", "win32": "fovea.dll"}.get(sys.platform, "libfovea.so")
 
@@ -25,20 +34,37 @@ def _find() -> Path:
             raise ImportError(f"fovea: FOVEA_LIBRARY is {forced!r}, and no such file exists")
         return Path(forced)
     package = Path(__file__).resolve().parent
+    beside = package / _FILE
+    if beside.is_file():
+        return beside
     checkout = package.parent.parent
-    places = [package / _FILE]
-    if (checkout / "include" / "fovea" / "c.h").is_file():
-        places.append(checkout / "build" / _FILE)
-    for place in places:
-        if place.is_file():
-            return place
-    advice = (
-        "run `make build` in the checkout" if len(places) > 1 else "install it anew, with `pip install .` in a checkout"
-    )
-    raise ImportError(
-        f"fovea: its shared library is not at {' nor at '.join(map(str, places))}: {advice}, "
-        f"or set FOVEA_LIBRARY to where {_FILE} lies"
-    )
+    if not (checkout / "include" / "fovea" / "c.h").is_file():
+        raise ImportError(
+            f"fovea: its shared library is not at {beside}: install fovea-attention again, or set FOVEA_LIBRARY to "
+            f"where {_FILE} is"
+        )
+    editable = _editable(checkout)
+    built = [place for place in (checkout / "build" / _FILE, editable) if place is not None and place.is_file()]
+    if not built:
+        raise ImportError(
+            f"fovea: its shared library is not at {beside} nor at {checkout / 'build' / _FILE}: run `make build` or `pip install -e .` "
+            f"in {checkout}, or set FOVEA_LIBRARY to where {_FILE} is"
+        )
+    return max(built, key=lambda place: place.stat().st_mtime)
+
+
+def _editable(checkout: Path) -> Optional[Path]:
+    """The library that `pip install -e` of this checkout made: pip writes down which folder was installed."""
+    for distribution in metadata.distributions(name="fovea-attention"):
+        try:
+            origin = json.loads(distribution.read_text("direct_url.json") or "{}")
+        except ValueError:  # a file that somebody changed
+            continue
+        if origin.get("dir_info", {}).get("editable"):
+            folder = Path(url2pathname(urlparse(origin["url"]).path))
+            if folder.is_dir() and folder.samefile(checkout):
+                return Path(str(distribution.locate_file(f"fovea/{_FILE}")))
+    return None
 
 
 def _load(path: Path) -> ctypes.CDLL:

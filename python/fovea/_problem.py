@@ -18,9 +18,9 @@ from typing import Any, Callable, Optional
 
 import numpy as np
 
-from fovea import _abi
-from fovea._arrays import Fresh, Maker, Place, Shape, View, place_of, read
-from fovea._library import check, lib, text
+from . import _abi
+from ._arrays import Fresh, Maker, Place, Shape, View, place_of, read
+from ._library import check, lib, text
 
 _CODES = {
     "float32": _abi.FP32,

@@ -1191,7 +1191,7 @@ def test_package_without_a_library(tmp_path):
     package = os.path.dirname(fovea.__file__)
     for place, header, advice in (
         (tmp_path / "checkout" / "python", True, "make build"),
-        (tmp_path / "installed", False, "`pip install .` in a checkout"),
+        (tmp_path / "installed", False, "install fovea-attention again"),
     ):
         shutil.copytree(package, place / "fovea", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
         if header:

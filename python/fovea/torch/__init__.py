@@ -28,6 +28,6 @@ def _refuse_old(version: str) -> None:
 
 _refuse_old(torch.__version__)
 
-from fovea.torch._attention import attention  # noqa: E402  (older versions lack what it imports)
+from ._attention import attention  # noqa: E402  (older versions lack what it imports)
 
 __all__ = ["attention"]

@@ -15,9 +15,9 @@ from typing import Any, NoReturn, Optional, Union
 import torch
 from torch import Tensor
 
-from fovea import _help
-from fovea._problem import WORD, flag, real, shape_text, window_side
-from fovea.torch import _call, _operators, _vmap  # noqa: F401  (_vmap registers its rules)
+from .. import _help
+from .._problem import WORD, flag, real, shape_text, window_side
+from . import _call, _operators, _vmap  # noqa: F401  (_vmap registers its rules)
 
 _ALIGNS = (None, "bottom_right", "top_left")
 _LAYOUTS = ("bhsd", "bshd")

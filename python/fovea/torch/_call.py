@@ -22,9 +22,9 @@ from typing import Any, NamedTuple, NoReturn, Optional
 import torch
 from torch import Tensor
 
-from fovea import _abi
-from fovea._library import check, lib
-from fovea._problem import _ALIGN, _FLOATS, _RNG, _ZEROS, call_on_cpu, heads_first
+from .. import _abi
+from .._library import check, lib
+from .._problem import _ALIGN, _FLOATS, _RNG, _ZEROS, call_on_cpu, heads_first
 
 # Values of the operator's argument `deterministic`.
 ANY_ORDER = 0

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fovea.torch import _call
-from fovea.torch._call import DIFFERENTIABLE, TENSORS, Arguments
+from . import _call
+from ._call import DIFFERENTIABLE, TENSORS, Arguments
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? bias2, Tensor? mask, Tensor? alibi_slopes, Tensor? sink, "

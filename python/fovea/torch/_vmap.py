@@ -17,8 +17,8 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from fovea.torch import _operators
-from fovea.torch._call import DIFFERENTIABLE, Arguments
+from . import _operators
+from ._call import DIFFERENTIABLE, Arguments
 
 _PER_SEQUENCE = ("seqused_q", "seqused_k")
 _PLANES = ("bias", "bias2", "mask")
