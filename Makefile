@@ -42,7 +42,7 @@ $(VENV)/.ready: tests/requirements.txt
 test:  ## every test: C++, Python, documentation, packaging; the last line counts them
 	@tools/deps.sh build test
 	@$(MAKE) --no-print-directory $(BUILD)/CMakeCache.txt $(VENV)/.ready
-	$(VENV)/bin/python tools/test.py --build $(BUILD) --jobs $(JOBS) --report $(BUILD)/tests.json build cpp python
+	$(VENV)/bin/python tools/test.py --build $(BUILD) --jobs $(JOBS) --lanes 2 --report $(BUILD)/tests.json build cpp python
 
 # PyTorch's own environment: 5.4 GB, kept between runs (and by `make clean`).
 $(VENV_TORCH)/.ready:
@@ -60,9 +60,16 @@ test-torch:  ## fovea.torch, in an environment of its own with the newest PyTorc
 
 .PHONY: check check-rest
 check: test check-rest  ## make test, then the other stages (docs/testing.md): lint, sanitizers, fuzzing, a second compiler, ...
-check-rest: $(VENV_TORCH)/.ready
-	$(VENV)/bin/python tools/test.py --build $(BUILD) --jobs $(JOBS) --after $(BUILD)/tests.json \
-	    lint tidy asan tsan kernels fuzz clang installed demo torch
+check-rest:
+	$(VENV)/bin/python tools/test.py --build $(BUILD) --jobs $(JOBS) --lanes 2 --after $(BUILD)/tests.json \
+	    tidy asan clang tsan torch lint kernels fuzz nvrtc installed demo
+
+.PHONY: kernels
+kernels:  ## compile every GPU kernel that changed into tests/kernels/manifest.txt; goes on where it was stopped (no GPU)
+	@tools/deps.sh build test
+	@$(MAKE) --no-print-directory $(BUILD)/CMakeCache.txt $(VENV)/.ready
+	cmake --build $(BUILD) -j$(JOBS) --target list_kernels
+	$(VENV)/bin/python tools/kernels.py --build $(BUILD) --jobs $(JOBS)
 
 .PHONY: bench
 bench:  ## fovea's CPU speed beside the best matrix product of this machine (quiet, please: nothing else running)

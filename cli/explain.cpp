@@ -31,11 +31,9 @@ std::string file_that_is_there(const std::string& value) {
 std::string folder_that_is_there(const std::string& value) {
   return std::filesystem::is_directory(value) ? "" : "no such folder";
 }
-std::string number(const std::string& value) {
-  return value.find_first_not_of("0123456789") == value.npos ? "" : "accepted: a number";
-}
 std::string number_or_all(const std::string& value) {
-  return value == "all" || number(value).empty() ? "" : "accepted: a number, all";
+  const bool number = value.find_first_not_of("0123456789") == value.npos;
+  return value == "all" || number ? "" : "accepted: a number, all";
 }
 std::string reduced(const std::string& value) { return value == "reduced" ? "" : "accepted: reduced, or not set"; }
 std::string cuda_cpu_or_compile(const std::string& value) {
@@ -63,7 +61,7 @@ constexpr Variable kVariables[] = {
     {"FOVEA_BUILD", "tests: the build folder that they use", folder_that_is_there},
     {"FOVEA_CASES", "reduced: the smaller case table, in the C++ tests", reduced},
     {"FOVEA_KERNELS", "how many GPU kernels the C++ tests compile; all: every one", number_or_all},
-    {"FOVEA_KERNELS_SECONDS", "tests: after so long they compile no more of an architecture's", number},
+    {"FOVEA_CODE_CACHE", "tools: where compilations, NVRTC and nvdisasm are kept"},
     {"FOVEA_LONG", "tests in Python: those of some minutes, too"},
     {"FOVEA_SITE_PACKAGES", "tests in C++: where NVRTC's wheel lies", folder_that_is_there},
     {"FOVEA_TEST_DEVICE", "tests/gpu: cuda, cpu or compile", cuda_cpu_or_compile},

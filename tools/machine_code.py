@@ -153,23 +153,26 @@ def stripped(text):
 
 
 def joined(text):
-    """Lines run on, but for the preprocessor's; a namespace that ends and begins again goes on."""
+    """One line, but for the preprocessor's, without the spaces that mean nothing; a namespace that ends and begins again
+    goes on."""
     lines = "".join(f"\n{line}\n" if line.startswith("#") else f"{line} " for line in text.splitlines())
-    return re.sub(r"\} namespace fovea::cuda \{ ", "", lines.replace("} \nnamespace", "} namespace"))
+    lines = re.sub(r" *([^\w\s#]) *|\n+", lambda found: found[1] or "\n", lines)
+    return lines.replace("}namespace fovea::cuda{", "")
 
 
 # ---- what NVRTC makes of them ----
 
 
-def compiled(listing, number):
+def compiled(listing, number, fresh=False):
     """{"registers", "spills", "stack", "losses", "seconds", "instructions", "code", "opcodes", "list"}: code and opcodes
-    are hashes, the list is that of the opcodes."""
+    are hashes, the list is that of the opcodes. `fresh` is compiled even where it was before."""
     key = listing.key(number)
     kept = CACHE / "code" / key[:2] / f"{key}.json.gz"
-    try:
-        return json.loads(gzip.decompress(kept.read_bytes()))
-    except (OSError, ValueError, EOFError):
-        pass
+    if not fresh:
+        try:
+            return json.loads(gzip.decompress(kept.read_bytes()))
+        except (OSError, ValueError, EOFError):
+            pass
     kernel = listing.kernels[number]
     start = time.process_time()
     os.environ["FOVEA_NVRTC"] = str(compiler()[0])
@@ -214,26 +217,35 @@ def opcodes_of(cubin):
 def _compile_one(given):
     side, number = given
     try:
-        return given, compiled(_LISTINGS[side], number), None
+        return given, compiled(_LISTINGS[side], number, _FRESH), None
     except (RuntimeError, subprocess.CalledProcessError) as error:
         return given, None, str(error)
 
 
-def _begin(listings):
-    global _LISTINGS
-    _LISTINGS = listings
+def _begin(listings, fresh):
+    global _LISTINGS, _FRESH
+    _LISTINGS, _FRESH = listings, fresh
 
 
-def compile_all(listings, wanted, jobs=0, done=lambda given, result, error: None):
+def compile_all(listings, wanted, jobs=0, done=lambda given, result, error: None, fresh=False):
     """compiled() of [(which listing, number), ...], by several processes; done() is called with each as it is ready."""
+    if not wanted:
+        return {}
     compiler(), disassembler()  # installed once
     # NVRTC's memory is kept between kernels instead of being given back and cleared anew: a tenth of the time.
     os.environ.update(MALLOC_TRIM_THRESHOLD_=str(1 << 32), MALLOC_MMAP_THRESHOLD_=str(1 << 32),
                       MALLOC_TOP_PAD_=str(1 << 26))
     results = {}
     jobs = min(jobs or os.cpu_count(), max(len(wanted), 1))
-    with multiprocessing.get_context("spawn").Pool(jobs, _begin, (listings,), maxtasksperchild=400) as pool:
-        for given, result, error in pool.imap_unordered(_compile_one, wanted):
+    def take(outcomes):
+        for given, result, error in outcomes:
             results[given] = result
             done(given, result, error)
+
+    if jobs == 1:
+        _begin(listings, fresh)
+        take(map(_compile_one, wanted))
+    else:
+        with multiprocessing.get_context("spawn").Pool(jobs, _begin, (listings, fresh), maxtasksperchild=400) as pool:
+            take(pool.imap_unordered(_compile_one, wanted))
     return results

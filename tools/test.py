@@ -3,17 +3,21 @@
 """Runs the stages of the test suite, says how long each took, and counts the tests in the last line.
 
 A stage either counts its tests (GoogleTest and pytest report them) or counts as one. The first column of the
-table at the end is what to type to repeat a stage alone: `tools/test.py asan`.
+table at the end is what to type to repeat a stage alone: `tools/test.py asan`. With --lanes 2 two stages run at once,
+each in a process of its own whose output is printed when it ends; `build` comes first. CPU minutes are those of all
+processes that a stage starts.
 """
 
 import argparse
 import json
 import os
+import queue
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 import xml.etree.ElementTree
 from dataclasses import dataclass
@@ -21,6 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CLANG = ("-DCMAKE_CXX_COMPILER=clang++", "-DCMAKE_C_COMPILER=clang")
+NEEDS = {"asanfuzz": "asan"}  # a stage that uses what another has built
 # More memory than there is, is an error and not the end.
 ASAN = {"FOVEA_CASES": "reduced", "ASAN_OPTIONS": "allocator_may_return_null=1"}
 
@@ -42,7 +47,6 @@ class Runner:
         self.build = (ROOT / arguments.build).resolve()
         self.jobs = arguments.jobs
         self.fuzz_seconds = arguments.fuzz_seconds
-        self.kernel_seconds = arguments.kernel_seconds
 
     # ---- how things are run ----
 
@@ -145,8 +149,10 @@ class Runner:
         return self.pytest("tests/python", env={"FOVEA_BUILD": self.build})
 
     def stage_torch(self):
-        """pytest: fovea.torch, in .venv-torch (make test-torch makes it); a missing torch is a failure"""
-        python = Path(os.environ.get("VENV_TORCH", ROOT / ".venv-torch")) / "bin/python"
+        """pytest: fovea.torch, in .venv-torch, which is made if need be; a missing torch is a failure"""
+        venv = os.environ.get("VENV_TORCH", ".venv-torch")
+        self.run("make", "--no-print-directory", f"{venv}/.ready")
+        python = ROOT / venv / "bin/python"
         if not python.exists() or not self.run(python, "-c", "import torch; print('PyTorch', torch.__version__)"):
             print(f"{python}: no PyTorch there; `make test-torch` installs it")
             return Count(0, 1)
@@ -174,14 +180,9 @@ class Runner:
         return self.googletest(build / "tests/cpp/fovea_tests", env={"FOVEA_CASES": "reduced"})
 
     def stage_kernels(self):
-        """every GPU kernel of the case table, compiled for three architectures: half an hour on two cores. Where
-        --kernel-seconds ends it before, the rest is counted and printed"""
-        # NVRTC's memory is kept between kernels instead of being given back and cleared anew: a tenth of the time.
-        env = {"FOVEA_KERNELS": "all", "MALLOC_TRIM_THRESHOLD_": 1 << 32, "MALLOC_MMAP_THRESHOLD_": 1 << 32,
-               "MALLOC_TOP_PAD_": 1 << 26}
-        if self.kernel_seconds:
-            env["FOVEA_KERNELS_SECONDS"] = self.kernel_seconds // 3
-        return self.googletest(self.build / "tests/cpp/fovea_tests", env=env, filter="*CudaKernels*")
+        """the manifest of GPU kernels: every row within its limits; what is not current compiled, 400 at most; 60 of
+        what is, which must agree (tools/kernels.py)"""
+        return self.one(self.run(sys.executable, "tools/kernels.py", "--check", "--build", self.build, "--jobs", self.jobs))
 
     def stage_nvrtc(self):
         """a sample of the GPU kernels with the oldest NVRTC that is served and with the newest on PyPI"""
@@ -242,33 +243,91 @@ def main():
     parser.add_argument("--build", default="build", help="build directory (build)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="parallel jobs (all cores)")
     parser.add_argument("--fuzz-seconds", type=int, default=60, help="how long `fuzz` runs (60)")
-    parser.add_argument("--kernel-seconds", type=int, help="how long `kernels` runs at most (as long as it takes)")
+    parser.add_argument("--lanes", type=int, default=1, help="stages that run at once (1)")
     parser.add_argument("--after", type=Path, metavar="FILE", help="count the stages of an earlier run's --report too")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the table as JSON")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)  # one stage: where its count goes
+    parser.add_argument("--only", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     chosen = list(stages) if "all" in arguments.stages else arguments.stages
-    if "all" in arguments.stages:  # lint reads what the build writes
+    if arguments.only:
+        chosen = [arguments.only]
+    elif "all" in arguments.stages:  # lint reads what the build writes
         chosen.remove("lint")
         chosen.insert(chosen.index("build") + 1, "lint")
 
-    runner = Runner(arguments)
-    total, rows = Count(), []
-    for name, seconds, *counts in json.loads(arguments.after.read_text()) if arguments.after else []:
-        rows.append((name, Count(*counts), seconds))
-        total.add(rows[-1][1])
-    for name in chosen:
-        print(f"\n== {name}: {stages[name]}", flush=True)
-        start = time.monotonic()
-        count = getattr(runner, f"stage_{name}")()
-        rows.append((name, count, time.monotonic() - start))
-        total.add(count)
+    if arguments.child:
+        count = getattr(Runner(arguments), f"stage_{chosen[0]}")()
+        arguments.child.write_text(json.dumps([count.passed, count.failed, count.skipped]))
+        return 0
+    rows = [Row(name, seconds, cpu, Count(*counts)) for name, seconds, cpu, *counts
+            in (json.loads(arguments.after.read_text()) if arguments.after else [])]
+    rows += run_stages(chosen, stages, arguments.lanes)
     if arguments.report:
-        arguments.report.write_text(json.dumps([[n, s, c.passed, c.failed, c.skipped] for n, c, s in rows]))
-    print(f"\n{'stage':12}{'seconds':>8}{'passed':>8}{'failed':>8}{'skipped':>8}")
-    for name, count, seconds in rows:
-        print(f"{name:12}{seconds:8.0f}{count.passed:8}{count.failed:8}{count.skipped:8}")
+        arguments.report.write_text(json.dumps(
+            [[row.name, row.seconds, row.cpu, row.count.passed, row.count.failed, row.count.skipped] for row in rows]))
+    total = Count()
+    print(f"\n{'stage':12}{'seconds':>8}{'CPU min':>9}{'passed':>8}{'failed':>8}{'skipped':>8}")
+    for row in rows:
+        total.add(row.count)
+        print(f"{row.name:12}{row.seconds:8.0f}{row.cpu / 60:9.1f}{row.count.passed:8}{row.count.failed:8}{row.count.skipped:8}")
+    print(f"{'all':12}{sum(row.seconds for row in rows):8.0f}{sum(row.cpu for row in rows) / 60:9.1f}")
     print(f"{total.passed} passed, {total.failed} failed, {total.skipped} skipped")
     return 1 if total.failed or not total.passed else 0
+
+
+@dataclass
+class Row:
+    name: str
+    seconds: float
+    cpu: float
+    count: Count
+
+
+def run_stages(names, documented, lanes):
+    """A row each, in the order of `names`; so many at once, but `build` alone and before the others."""
+    rows, waiting, lock = {}, queue.SimpleQueue(), threading.Lock()
+
+    def run(name, shown):
+        with tempfile.TemporaryDirectory() as folder:
+            result, log = Path(folder) / "count.json", Path(folder) / "log"
+            start = time.monotonic()
+            with log.open("w") as output:
+                # The same arguments again; what is last is what counts.
+                child = subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--child", result, "--only", name],
+                                         stdout=None if shown else output, stderr=None if shown else subprocess.STDOUT)
+                _, _, usage = os.wait4(child.pid, 0)
+            count = Count(*json.loads(result.read_text())) if result.exists() else Count(0, 1)
+            row = rows[name] = Row(name, time.monotonic() - start, usage.ru_utime + usage.ru_stime, count)
+            with lock:
+                if not shown:
+                    print(f"\n== {name}: {documented[name]}\n{log.read_text(errors='replace')}", end="")
+                print(f"-- {name}: {count.passed} passed, {count.failed} failed, {count.skipped} skipped in {row.seconds:.0f} s, "
+                      f"{row.cpu / 60:.1f} CPU minutes", flush=True)
+
+    def lane():
+        while True:
+            try:
+                first = waiting.get_nowait()
+            except queue.Empty:
+                return
+            for name in [first, *(name for name in names if NEEDS.get(name) == first)]:
+                with lock:
+                    print(f"\n== {name}: begins", flush=True)
+                run(name, shown=False)
+
+    for name in names:
+        if lanes == 1 or name == "build":
+            print(f"\n== {name}: {documented[name]}", flush=True)
+            run(name, shown=True)
+        elif NEEDS.get(name) not in names:
+            waiting.put(name)
+    threads = [threading.Thread(target=lane) for _ in range(lanes)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [rows[name] for name in names]
 
 
 if __name__ == "__main__":

@@ -8,10 +8,11 @@
 //     {"texts":   [text, ...],                           the embedded files
 //      "files":   {name: number of its text, ...},       each under every name that an #include may have
 //      "options": [option, ...],                         of every compilation, without the architecture
-//      "kernels": [{"file", "kernel", "argument", "architecture", "options", "registers", "spill"}, ...],
+//      "kernels": [{"file", "kernel", "argument", "architecture", "options", "registers", "spill",
+//                   "local"}, ...],
 //      "uses":    [[architecture of the plan, problem line, [number of a kernel, ...]], ...]}
 //
-// "registers" is how many a thread of the kernel may have, "spill" how many bytes it may spill. A plan is made for
+// "registers", "spill" and "local" are how much a thread may have of them (limits.h). A plan is made for
 // each product of an architecture that `fovea precompile` knows, and for aligned and unaligned addresses.
 #include <fmt/format.h>
 
@@ -28,32 +29,12 @@
 #include "core/shapes.h"
 #include "core/validate.h"
 #include "cuda/executable.h"
+#include "limits.h"
 
 namespace {
 
 using namespace fovea;
 using nlohmann::json;
-
-constexpr int kRegisters = 65536;  // of a multiprocessor, on every architecture
-
-// What is tolerated: a few registers' worth, in kernels that have many features at once.
-constexpr int kMostSpilt = 128;
-// Of sm90_backward with Spec::same_step and a band or a bias: its warps that copy have 24 registers. Those that compute
-// spill nothing.
-constexpr int kMostSpiltByCopies = 256;
-
-// Hopper's other kernels share a multiprocessor's registers among the warpgroups of one block.
-int registers_of(const cuda::Kernel& kernel) {
-  const std::string_view name = kernel.name;
-  const bool alone = name.starts_with("sm90_") && name != "sm90_forward";
-  return kRegisters / (kernel.threads * (alone ? 1 : kernel.spec.ctas));
-}
-
-int most_spilt(const cuda::Kernel& kernel) {
-  const cuda::Spec& spec = kernel.spec;
-  const bool copies_spill = spec.same_step && (spec.banded || spec.bias != cuda::BiasTile::kNone);
-  return copies_spill ? kMostSpiltByCopies : kMostSpilt;
-}
 
 std::vector<std::string> split(const std::string& text, char separator) {
   std::vector<std::string> parts(1);
@@ -119,8 +100,9 @@ class List {
                           {"argument", request.argument},
                           {"architecture", request.architecture},
                           {"options", request.options},
-                          {"registers", registers_of(kernel)},
-                          {"spill", most_spilt(kernel)}});
+                          {"registers", cuda::limits::registers(kernel)},
+                          {"spill", cuda::limits::spilt(kernel)},
+                          {"local", cuda::limits::kLocal}});
     }
     return found->second;
   }
