@@ -49,7 +49,7 @@ constexpr Variable kVariables[] = {
     {"FOVEA_BACKEND", "the backend that serves what names none itself"},
     {"FOVEA_CPU_ISA", "the instruction set of the CPU backend"},
     {"FOVEA_CHECK", "1: addresses, and lengths on a GPU, are checked by every call"},
-    {"FOVEA_KERNEL", "sm80, sm90: the newest family of GPU kernels that is taken"},
+    {"FOVEA_KERNEL", "generic (or sm80), sm90: the newest family of GPU kernels that is taken"},
     {"FOVEA_JIT", "jit, cache or off: whether kernels are compiled at run time"},
     {"FOVEA_CACHE_DIR", "where compiled kernels are kept; none: nowhere"},
     {"FOVEA_CACHE_MAX_MB", "how much is kept there"},

@@ -4,7 +4,7 @@
 by the specification's rule, then ten times more for equal bits.
 
     tools/check_forward.py                          sm90_forward, 400 problems, 14 processes
-    tools/check_forward.py --kernel sm80_forward --count 100 --seconds 60
+    tools/check_forward.py --kernel generic_forward --count 100 --seconds 60
 
 Problems are larger than the case table's: many tiles a multiprocessor, several steps a tile, every head dimension.
 """

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile instances of a kernel of src/cuda/device with the NVRTC of this machine; no GPU and no library is needed.
 
-    tools/nvrtc.py sm80_forward d=128 dv=128 lazy=true                       for 8.0, 9.0 and 12.0
-    tools/nvrtc.py sm80_forward --arch 90 --dump /tmp/x d=64 bias=kBf16      with PTX and machine code
+    tools/nvrtc.py generic_forward d=128 dv=128 lazy=true                       for 8.0, 9.0 and 12.0
+    tools/nvrtc.py generic_forward --arch 90 --dump /tmp/x d=64 bias=kBf16      with PTX and machine code
 
 prints registers, spills, stack and seconds, and fails where something was spilt. `build` is what tests import.
 """
@@ -59,11 +59,20 @@ class Nvrtc:
 def headers():
     """Every file of src/math and src/cuda/device, under the names that they may be included by."""
     found = {}
-    for path in [*(ROOT / "src" / "math").glob("*.h"), *DEVICE.glob("*.h"), *DEVICE.glob("*.cuh")]:
-        text = path.read_bytes()
-        found[str(path.relative_to(ROOT / "src"))] = text
-        found[path.name] = text
+    for folder in (ROOT / "src" / "math", DEVICE):
+        for path in [*folder.rglob("*.h"), *folder.rglob("*.cuh")]:
+            text = path.read_bytes()
+            found[str(path.relative_to(ROOT / "src"))] = text
+            found[str(path.relative_to(folder))] = text
     return found
+
+
+def file_of(kernel):
+    """The file that defines a kernel, as an #include names it."""
+    for path in sorted(DEVICE.rglob("*.cuh")):
+        if re.search(rf"__global__[^;{{]*\b{kernel}\(", path.read_text()):
+            return str(path.relative_to(DEVICE))
+    raise ValueError(f"no file of {DEVICE} defines a kernel {kernel}")
 
 
 def members():
@@ -137,9 +146,9 @@ def compile_text(text, expression, arch, options=(), files=None, base=OPTIONS):
 
 
 def build(kernel, arch, file=None, **fields):
-    """One instance of a kernel; the file is the one that is named as the kernel is, unless it is given."""
+    """One instance of a kernel; file: what is included, unless it is the file that defines the kernel."""
     fields["arch"] = int(re.match(r"\d+", str(arch)).group())
-    text = f'#include "{file or kernel + ".cuh"}"\n'
+    text = f'#include "{file or file_of(kernel)}"\n'
     return compile_text(text, f"fovea::cuda::{kernel}<{spec_text(fields)}>", arch)
 
 
@@ -147,7 +156,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kernel")
     parser.add_argument("fields", nargs="*", help="field=value of Spec")
-    parser.add_argument("--file", help="where the kernel stands, unless KERNEL.cuh")
+    parser.add_argument("--file", help="what is included, unless it is the file that defines the kernel")
     parser.add_argument("--arch", default="80,90,120")
     parser.add_argument("--dump", metavar="PREFIX", help="write PREFIX.ARCH.cubin, .ptx")
     parser.add_argument("--log", action="store_true", help="print ptxas's log")

@@ -76,8 +76,8 @@ void require_type(const Problem& problem);
 // For a target, without a GPU. Throws Error(FOVEA_UNSUPPORTED) with the reason where no kernel serves the problem.
 Plan plan_for(const Call& call, const Target& target);
 
-// FOVEA_KERNEL: the newest family of kernels that plans may take ("sm80", "sm90"), for tests and for comparing; null:
-// any. Throws Error(FOVEA_INVALID_ARGUMENT) where it has another value.
+// FOVEA_KERNEL: the newest family of kernels that plans may take ("generic" or "sm80", "sm90"), for tests and for
+// comparing; null: any. Throws Error(FOVEA_INVALID_ARGUMENT) where it has another value.
 const char* kernel_family();
 
 // FOVEA_CHECK=1. Throws the same where it is neither 0 nor 1.

@@ -4,12 +4,13 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cstdlib>
 #include <tuple>
 
 #include "core/clear_rows.h"
 #include "cuda/config/packed_heads.h"
-#include "cuda/device/sm80_sizes.h"
+#include "cuda/device/generic/sizes.h"
 #include "cuda/planner.h"
 #include "math/missing.h"
 
@@ -22,14 +23,24 @@ constexpr std::int64_t kMostRowsOfBand = math::Band<int>::kUnbounded;
 constexpr std::int64_t kMostColumns = 1 << 16;
 constexpr std::int64_t kMostBlocks = (std::int64_t{1} << 32) - 1;  // of a launch: counted in 32 bits
 
+// The compute capability that a family of kernels is for, from the family's name ("sm90") or a kernel's
+// ("sm90_forward"). The generic kernels run from 8.0 on.
+int capability_of_family(std::string_view name) {
+  int capability = 80;
+  if (name.starts_with("sm")) {
+    std::from_chars(name.data() + 2, name.data() + name.size(), capability);
+  }
+  return capability;
+}
+
 }  // namespace
 
 const char* kernel_family() {
   static const std::string family = [] {
     const char* const value = std::getenv("FOVEA_KERNEL");
     std::string text = value != nullptr ? value : "";
-    if (!text.empty() && text != "sm80" && text != "sm90") {
-      throw Error(FOVEA_INVALID_ARGUMENT, fmt::format("FOVEA_KERNEL: '{}'; accepted: sm80, sm90", text));
+    if (!text.empty() && text != "generic" && text != "sm80" && text != "sm90") {
+      throw Error(FOVEA_INVALID_ARGUMENT, fmt::format("FOVEA_KERNEL: '{}'; accepted: generic, sm80, sm90", text));
     }
     return text;
   }();
@@ -37,9 +48,8 @@ const char* kernel_family() {
 }
 
 bool Planner::allowed(const Kernel& kernel) {
-  constexpr std::size_t kFamily = 4;  // letters of a family's name, which a kernel's begins with
   const char* const family = kernel_family();
-  return family == nullptr || std::string_view(kernel.name).substr(0, kFamily) <= family;
+  return family == nullptr || capability_of_family(kernel.name) <= capability_of_family(family);
 }
 
 bool Planner::serves(const Choice& choice) {
@@ -102,7 +112,7 @@ void Planner::check_limits() const {
 
 Kernel Planner::prepare(const char* name, const Spec& spec) {
   Kernel kernel;
-  kernel.file = "prepare.cuh";
+  kernel.file = "around/prepare.cuh";
   kernel.name = name;
   kernel.spec = spec;
   return kernel;
@@ -143,7 +153,7 @@ void Planner::clear_rows() {
     return;
   }
   Kernel kernel = prepare("clear_rows", small());
-  kernel.file = "clear_rows.cuh";
+  kernel.file = "around/clear_rows.cuh";
   constexpr std::int64_t kMostParts = 64;
   const std::int64_t gaps = math::gaps(call_.rows);
   const std::int64_t enough = 4 * plan_.target.multiprocessors;
@@ -179,7 +189,7 @@ void Planner::operands() {
     const Box& box = operands.mask_box;
     if (operands.mask_by_lanes) {
       Kernel mask = prepare("sm90_mask", small());
-      mask.file = "sm90_mask.cuh";
+      mask.file = "sm90/forward_mask.cuh";
       constexpr std::int64_t kWordsOfAWarp = 64;
       add(Step::kMask, mask,
           striding_blocks(box.all_rows() * ((box.width + kWordsOfAWarp - 1) / kWordsOfAWarp) * 32, target));

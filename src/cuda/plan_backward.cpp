@@ -10,10 +10,10 @@
 #include "cuda/config/sm90_backward.h"
 #include "cuda/config/sm90_small_backward.h"
 #include "cuda/config/tensor_map_limits.h"
-#include "cuda/device/sm80_backward_sizes.h"
-#include "cuda/device/sm90_backward_args.h"
-#include "cuda/device/sm90_sizes.h"
-#include "cuda/device/sm90_small_backward_sizes.h"
+#include "cuda/device/generic/backward_sizes.h"
+#include "cuda/device/sm90/backward_args.h"
+#include "cuda/device/sm90/forward_sizes.h"
+#include "cuda/device/sm90/small_backward_sizes.h"
 #include "cuda/planner.h"
 
 namespace fovea::cuda {
@@ -26,7 +26,7 @@ constexpr std::int64_t kBiasSumNumbers = 256;  // of a block
 Kernel Planner::part(const char* name, const Spec& spec) const {
   Kernel kernel;
   kernel.file =
-      std::string_view(name).starts_with("reduce_") ? "sm80_backward_reduce.cuh" : "sm80_backward_prepare.cuh";
+      std::string_view(name).starts_with("reduce_") ? "around/backward_reduce.cuh" : "around/backward_prepare.cuh";
   kernel.name = name;
   kernel.spec = spec;
   return kernel;
@@ -124,7 +124,7 @@ void Planner::backward() {
     const Box& words = plan_.operands.mask_box;
     workspace.add(Region::kMaskTiles, sm90_backward_mask_box(words).count() * std::int64_t{sizeof(u32)});
     Kernel mask = prepare("sm90_backward_mask", small());
-    mask.file = "sm90_backward_mask.cuh";
+    mask.file = "sm90/backward_mask.cuh";
     constexpr std::int64_t kQueries = 64;
     add(Step::kSm90BackwardMask, mask,
         striding_blocks(words.planes() * tiles_of(words.rows, kQueries) * words.width * 32, plan_.target));
@@ -168,7 +168,7 @@ void Planner::backward() {
     after.dq = sums_dq;
     after.key_parts = true;
     Kernel adding = part("sm90_backward_parts", after);
-    adding.file = "sm90_backward_parts.cuh";
+    adding.file = "sm90/backward_parts.cuh";
     const std::int64_t adding_blocks =
         sm90_parts_blocks(key_rows, adding.spec.d) + sm90_parts_blocks(key_rows, adding.spec.dv);
     add(Step::kSm90BackwardParts, adding, adding_blocks + convert_blocks, 1, 0, parts);
@@ -280,7 +280,7 @@ void Planner::bias_sum(BiasTile type, std::int64_t blocks, int which, int chunks
   Spec spec = small();
   spec.grad_bias = type;
   Kernel sum = part("bias_gradient_sum", spec);
-  sum.file = "sm80_bias_gradient.cuh";
+  sum.file = "generic/bias_gradient.cuh";
   add(Step::kBiasGradientSum, sum, blocks, 1, which, chunks);
 }
 
@@ -293,7 +293,7 @@ void Planner::small_backward(const Choice& choice) {
     constexpr std::int64_t kNumbers = std::int64_t{kSmallRows} * kSmallRows;
     plan_.workspace.add(Region::kBiasSum, order.planes * order.workers * kNumbers * std::int64_t{sizeof(float)});
     Kernel sum;
-    sum.file = "sm90_small_bias_sum.cuh";
+    sum.file = "sm90/small_bias_sum.cuh";
     sum.name = "small_bias_sum";
     sum.spec = small();
     sum.spec.grad_bias = kernel.spec.grad_bias;

@@ -7,7 +7,7 @@
 
 #include "cuda/config/sm80_forward.h"
 #include "cuda/config/sm90_forward.h"
-#include "cuda/device/sm90_sizes.h"
+#include "cuda/device/sm90/forward_sizes.h"
 #include "cuda/planner.h"
 
 namespace fovea::cuda {
@@ -47,7 +47,7 @@ void Planner::forward_for_hopper(Kernel kernel) {
   if (sm90_is_scheduled(order, kernel.spec, plan_.target)) {
     plan_.workspace.add(Region::kSchedule, sm90_schedule_bytes(order));
     Kernel schedule;
-    schedule.file = "sm90_schedule.cuh";
+    schedule.file = "sm90/schedule.cuh";
     schedule.name = "sm90_schedule";
     schedule.spec = small();
     schedule.spec.ragged = kernel.spec.ragged;
@@ -75,8 +75,8 @@ void Planner::forward(Kernel kernel) {
   plan_.workspace.add(Region::kPartialOut, all * kernel.spec.dv * std::int64_t{sizeof(float)});
   plan_.workspace.add(Region::kPartialSum, all * 2 * std::int64_t{sizeof(float)});
   Kernel combine;
-  combine.file = "sm80_combine.cuh";
-  combine.name = "sm80_combine";
+  combine.file = "generic/combine.cuh";
+  combine.name = "generic_combine";
   combine.spec = small(kernel.spec.type);
   combine.spec.dv = kernel.spec.dv;
   combine.spec.ragged = kernel.spec.ragged;

@@ -229,7 +229,7 @@ class Fuzzer {
     const std::size_t at = text.find(kServes);
     const std::string_view kernels =
         at == std::string_view::npos ? "" : text.substr(at + kServes.size(), text.find('\n', at) - at - kServes.size());
-    if (kernels.find("sm80_") == std::string_view::npos && kernels.find("sm90_") == std::string_view::npos &&
+    if (kernels.find("generic_") == std::string_view::npos && kernels.find("sm90_") == std::string_view::npos &&
         what.find("need=none") == std::string::npos && what.find("need=sink") == std::string::npos &&
         what.find(" hq=0 ") == std::string::npos) {
       say(fmt::format("a plan without a kernel: '{}' ({})", kernels, what));

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hopper's instructions, one small kernel for each wrapper of sm90_ptx.cuh and for every shape that wgmma.cuh offers.
+"""Hopper's instructions, one small kernel for each wrapper of ptx/sm90.cuh and for every shape that ptx/wgmma.cuh offers.
 Numbers are small integers wherever products are summed, so that every sum is exact and equal is equal.
 """
 
@@ -14,7 +14,7 @@ WAIT = "const long long begun = clock64(); while (clock64() - begun < 20000) {}"
 
 
 def hopper(body, *parameters, **options):
-    return run(body, *parameters, hopper=True, files=("sm90_ptx.cuh", "wgmma.cuh", "tile.cuh"), **options)
+    return run(body, *parameters, hopper=True, files=("ptx/sm90.cuh", "ptx/wgmma.cuh", "tile/tile.cuh"), **options)
 
 
 # ---- barriers ----

@@ -898,7 +898,7 @@ def test_explain_for_a_gpu_that_need_not_be_there():
     assert first.startswith(f"problem: bwd b={B} hq={HQ}") and "need=bias" in first and first.endswith("device=cuda")
     assert second.startswith("cuda: serves: for sm_90: ") and "sm90_bias_gradient: fp32" in second
     assert fovea.explain(first.removeprefix("problem: "), arch="sm_90") == text
-    assert "cuda: serves: sm80_forward for sm_80" in fovea.Attention().explain(q, k, v, arch="sm_80")
+    assert "cuda: serves: generic_forward for sm_80" in fovea.Attention().explain(q, k, v, arch="sm_80")
     assert "cuda: does not serve: q: fp64 on a CUDA device" in fovea.explain("fwd sq=2 d=4 fp64", arch="sm_90")
     with pytest.raises(ValueError, match="architecture: 'sm_9'; accepted: sm_80, "):
         fovea.explain("fwd sq=2 d=4", arch="sm_9")
@@ -930,7 +930,7 @@ def test_explain_the_machine():
         env={**os.environ, "FOVEA_KERNEL": "sm75", "FOVEA_LOG": "jit"}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     lines = done.stdout.splitlines()
-    assert "REFUSED   FOVEA_KERNEL: 'sm75'; accepted: sm80, sm90" in lines
+    assert "REFUSED   FOVEA_KERNEL: 'sm75'; accepted: generic, sm80, sm90" in lines
     assert "set       FOVEA_LOG=jit" in lines
 
 

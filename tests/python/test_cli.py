@@ -657,7 +657,7 @@ def test_explain_the_machine():
         ("FOVEA_BACKEND", "gpu", "'gpu'; accepted: cpu, cuda, reference"),
         ("FOVEA_CPU_ISA", "sse", "'sse'; accepted: .*portable"),
         ("FOVEA_CHECK", "yes", "'yes'; accepted: 0, 1"),
-        ("FOVEA_KERNEL", "sm75", "'sm75'; accepted: sm80, sm90"),
+        ("FOVEA_KERNEL", "sm75", "'sm75'; accepted: generic, sm80, sm90"),
         ("FOVEA_JIT", "never", "'never'; accepted: jit, cache, off"),
         ("FOVEA_CACHE_DIR", "/proc/version", ".*it is no folder"),
         ("FOVEA_CACHE_MAX_MB", "1GB", "'1GB'; accepted: a number of megabytes"),
@@ -794,9 +794,9 @@ def precompile(*arguments, folder, **more):
 def test_precompile_lists_what_a_problem_needs():
     listed = lambda *more: succeeds("precompile", "--list", *more).splitlines()  # noqa: E731
     forward = listed("--arch", "sm_80", f"fwd {PLAIN}")
-    assert [line.split("<")[0] for line in forward] == ["sm_80 fovea::cuda::sm80_forward", "sm_80 fovea::cuda::prepare_pack"]
+    assert [line.split("<")[0] for line in forward] == ["sm_80 fovea::cuda::generic_forward", "sm_80 fovea::cuda::prepare_pack"]
     both = listed("--arch", "sm_80", PLAIN)
-    assert set(forward) < set(both) and any("sm80_backward<" in line for line in both)
+    assert set(forward) < set(both) and any("generic_backward<" in line for line in both)
     assert len(set(both)) == len(both)
     # Each problem and each architecture adds what is new; a file as well, comments and empty lines left out.
     assert listed("--arch", "sm_80", PLAIN, PLAIN) == both
@@ -864,6 +864,6 @@ def test_precompile_refuses_by_name(here):
     wide = f"fwd {PLAIN}".replace("d=16", "d=100000")
     done = fovea("precompile", "--list", *line, wide)
     assert done.returncode == UNSUPPORTED and "head_dim 100000; served: at most 65536" in done.stderr
-    assert "sm80_forward<" in done.stdout
+    assert "generic_forward<" in done.stdout
     double = fovea("precompile", "--list", "--arch", "sm_80", f"fwd {PLAIN}".replace("bf16", "fp64"))
     assert double.returncode == UNSUPPORTED and "fp64; accepted on a GPU: fp32, fp16, bf16" in double.stderr

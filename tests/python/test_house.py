@@ -27,24 +27,24 @@ ALLOWED = {
     ("src/check/materialise.cpp", "Philox"): "random numbers: SplitMix64 adds the golden ratio, as Philox does",
     ("src/check/run.cpp", "Philox"): "signs without a pattern, by the golden ratio",
     ("cli/buffers.cpp", "function"): "random numbers: Box and Muller's method",
-    ("src/cuda/device/scores.cuh", "function"): "exp2 of a number that math's formulas take, by one instruction; and a second "
-                                                "tanh, until there is one score layer",
-    ("src/cuda/device/sm90_scores.cuh", "function"): "exp2 of a number that math's formulas take, by one instruction",
-    ("src/cuda/device/sm90_softmax.cuh", "softcap"): "a second softcap, until there is one score layer",
+    ("src/cuda/device/score/scores.cuh", "function"): "exp2 of a number that math's formulas take, by one instruction; and a "
+                                                      "second tanh, until there is one score layer",
+    ("src/cuda/device/score/sm90_scores.cuh", "function"): "exp2 of a number that math's formulas take, by one instruction",
+    ("src/cuda/device/score/sm90_softmax.cuh", "softcap"): "a second softcap, until there is one score layer",
 }  # fmt: skip
 
 # Lines of a file with kernels, comments included, and of any other device header. Longer files are listed with the
 # length that they may have at most: one that becomes shorter gets a smaller number here.
 KERNEL_LINES, HEADER_LINES = 450, 300
 LONGER = {
-    "src/cuda/device/scores.cuh": 662,
-    "src/cuda/device/sm80_backward_step.cuh": 578,
-    "src/cuda/device/sm90_backward.cuh": 620,
-    "src/cuda/device/sm90_backward_copy.cuh": 347,
-    "src/cuda/device/sm90_backward_scores.cuh": 429,
-    "src/cuda/device/sm90_copy.cuh": 330,
-    "src/cuda/device/sm90_forward.cuh": 507,
-    "src/cuda/device/sm90_softmax.cuh": 322,
+    "src/cuda/device/score/scores.cuh": 662,
+    "src/cuda/device/generic/backward_step.cuh": 578,
+    "src/cuda/device/sm90/backward.cuh": 620,
+    "src/cuda/device/sm90/backward_copy.cuh": 347,
+    "src/cuda/device/score/sm90_backward_scores.cuh": 429,
+    "src/cuda/device/sm90/forward_copy.cuh": 330,
+    "src/cuda/device/sm90/forward.cuh": 507,
+    "src/cuda/device/score/sm90_softmax.cuh": 322,
 }
 
 
@@ -128,7 +128,8 @@ def test_sizes_of_device_files():
 
 
 @pytest.mark.parametrize("header, tests", [
-    ("ptx.cuh", ["small_kernel.py", "test_device.py"]), ("sm90_ptx.cuh", ["test_device_sm90.py"]), ("wgmma.cuh", ["test_device_sm90.py"]),
+    ("ptx/sm80.cuh", ["small_kernel.py", "test_device.py"]), ("ptx/sm90.cuh", ["test_device_sm90.py"]),
+    ("ptx/wgmma.cuh", ["test_device_sm90.py"]),
 ])  # fmt: skip
 def test_every_wrapper_of_an_instruction_has_its_test(header, tests):
     code = code_of(ROOT / "src" / "cuda" / "device" / header)

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "cuda/device/sm80_backward_sizes.h"
+#include "cuda/device/generic/backward_sizes.h"
 
 namespace fovea::cuda {
 namespace {

@@ -10,7 +10,7 @@
 #include "core/problem.h"
 #include "cuda/config/workspace.h"
 #include "cuda/device/args.h"
-#include "cuda/device/prepare_args.h"
+#include "cuda/device/around/prepare_args.h"
 #include "cuda/device/spec.h"
 
 namespace fovea::cuda {

@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-#include "cuda/device/sm80_backward_sizes.h"
+#include "cuda/device/generic/backward_sizes.h"
 
 namespace fovea::cuda {
 namespace {
@@ -221,7 +221,7 @@ Choice chunked(const char* name, const Spec& features, const Target& target, int
   if (spec.type == Type::kFp32 && target.capability >= 100 && features_of(spec) >= kMany) {
     candidates.erase(candidates.begin());  // ptxas spills there, and does not for GPUs before
   }
-  return choose(name, "sm80_chunked_backward.cuh", spec, target, candidates, shared_bytes);
+  return choose(name, "generic/chunked_backward.cuh", spec, target, candidates, shared_bytes);
 }
 
 std::int64_t tiles_of(std::int64_t length, std::int64_t size) { return (length + size - 1) / size; }
@@ -236,15 +236,15 @@ Choice resident_backward(const Spec& spec, const Target& target) {
     if (!spec.dq) {
       std::erase_if(candidates, [](const Tiles& tiles) { return tiles.delay; });
     }
-    return choose("sm80_backward", "sm80_backward.cuh", spec, target, candidates, backward_shared_bytes);
+    return choose("generic_backward", "generic/backward.cuh", spec, target, candidates, backward_shared_bytes);
   }
   if (widest > kMostBackwardColumns) {
     Choice choice;
-    choice.kernel.name = "sm80_wide_backward";
+    choice.kernel.name = "generic_wide_backward";
     choice.why_not = "head_dim beyond what registers hold";
     return choice;
   }
-  return choose("sm80_wide_backward", "sm80_wide_backward.cuh", spec, target, wide_candidates(spec),
+  return choose("generic_wide_backward", "generic/wide_backward.cuh", spec, target, wide_candidates(spec),
                 wide_backward_shared_bytes);
 }
 
@@ -269,7 +269,7 @@ Choice sm80_backward(const Spec& features, const Target& target, const BackwardW
   if (choice.why_not == nullptr || wants.dq) {
     return choice;
   }
-  return chunked("sm80_chunked_backward", spec, target,
+  return chunked("generic_chunked_backward", spec, target,
                  [](const Spec& s) { return chunked_backward_shared_bytes(s, true); });
 }
 
@@ -279,13 +279,13 @@ Choice sm80_backward_dq(const Spec& features, const Target& target, bool dq, boo
   spec.dq = dq;
   spec.row_sum = row_sum;
   if (std::max(spec.d, spec.dv) <= kMostBackwardColumns) {
-    const Choice choice =
-        choose("sm80_backward_dq", "sm80_backward_dq.cuh", spec, target, dq_candidates(spec), backward_dq_shared_bytes);
+    const Choice choice = choose("generic_backward_dq", "generic/backward_dq.cuh", spec, target, dq_candidates(spec),
+                                 backward_dq_shared_bytes);
     if (choice.why_not == nullptr) {
       return choice;
     }
   }
-  return chunked("sm80_chunked_backward_dq", spec, target,
+  return chunked("generic_chunked_backward_dq", spec, target,
                  [](const Spec& s) { return chunked_backward_shared_bytes(s, false); });
 }
 
@@ -294,13 +294,13 @@ Choice sm80_bias_gradient(const Spec& features, const Target& target, BiasTile t
   spec.arch = target.capability;
   spec.grad_bias = type;
   if (std::max(spec.d, spec.dv) <= kMostBackwardColumns) {
-    const Choice choice = choose("sm80_bias_gradient", "sm80_bias_gradient.cuh", spec, target,
+    const Choice choice = choose("generic_bias_gradient", "generic/bias_gradient.cuh", spec, target,
                                  bias_gradient_candidates(spec), bias_gradient_shared_bytes);
     if (choice.why_not == nullptr) {
       return choice;
     }
   }
-  return chunked("sm80_chunked_bias_gradient", spec, target, chunked_bias_gradient_shared_bytes);
+  return chunked("generic_chunked_bias_gradient", spec, target, chunked_bias_gradient_shared_bytes);
 }
 
 std::int64_t backward_blocks(const Call& call, const Kernel& kernel) {
@@ -308,9 +308,9 @@ std::int64_t backward_blocks(const Call& call, const Kernel& kernel) {
   const std::string_view name = kernel.name;
   std::int64_t results = 1;  // blocks that share the columns of dK and dV
   int keys = backward_keys(spec);
-  if (name == "sm80_wide_backward") {
+  if (name == "generic_wide_backward") {
     keys = wide_backward_keys(spec);
-  } else if (name == "sm80_chunked_backward") {
+  } else if (name == "generic_chunked_backward") {
     results = tiles_of(chunked_columns(call.problem.head_dim), spec.dv) +
               tiles_of(chunked_columns(call.problem.head_dim_v), spec.dv);
   }
@@ -319,7 +319,7 @@ std::int64_t backward_blocks(const Call& call, const Kernel& kernel) {
 
 std::int64_t backward_dq_blocks(const Call& call, const Kernel& kernel) {
   const Spec& spec = kernel.spec;
-  const bool is_chunked = std::string_view(kernel.name) == "sm80_chunked_backward_dq";
+  const bool is_chunked = std::string_view(kernel.name) == "generic_chunked_backward_dq";
   const std::int64_t results =
       is_chunked ? tiles_of(chunked_columns(call.problem.head_dim), spec.dv) : std::int64_t{spec.grid_o};
   return tiles_of(call.rows.limit_q, backward_dq_rows(spec)) * call.rows.batch() * call.rows.heads_q * results;
@@ -327,7 +327,7 @@ std::int64_t backward_dq_blocks(const Call& call, const Kernel& kernel) {
 
 std::int64_t bias_gradient_blocks(std::int64_t bias_rows, std::int64_t bias_keys, const Kernel& kernel) {
   const Spec& spec = kernel.spec;
-  const bool is_chunked = std::string_view(kernel.name) == "sm80_chunked_bias_gradient";
+  const bool is_chunked = std::string_view(kernel.name) == "generic_chunked_bias_gradient";
   const int rows = is_chunked ? chunked_backward_rows(spec) : bias_gradient_rows(spec);
   return tiles_of(bias_rows, rows) * tiles_of(bias_keys, spec.step);
 }

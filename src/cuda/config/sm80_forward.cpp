@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-#include "cuda/device/sm80_sizes.h"
+#include "cuda/device/generic/sizes.h"
 
 namespace fovea::cuda {
 namespace {
@@ -100,8 +100,8 @@ Spec features_of(const Operands& operands, const Target& target) {
 Choice sm80_forward(const Call& call, const Operands& operands, const Target& target) {
   Choice choice;
   Kernel& kernel = choice.kernel;
-  kernel.file = "sm80_forward.cuh";
-  kernel.name = "sm80_forward";
+  kernel.file = "generic/forward.cuh";
+  kernel.name = "generic_forward";
   Spec& spec = kernel.spec;
   spec = features_of(operands, target);
   const int most = spec.type == Type::kFp32 ? 128 : 256;
@@ -131,8 +131,8 @@ Choice sm80_forward(const Call& call, const Operands& operands, const Target& ta
 Choice sm80_wide_forward(const Call&, const Operands& operands, const Target& target) {
   Choice choice;
   Kernel& kernel = choice.kernel;
-  kernel.file = "sm80_wide_forward.cuh";
-  kernel.name = "sm80_wide_forward";
+  kernel.file = "generic/wide_forward.cuh";
+  kernel.name = "generic_wide_forward";
   Spec& spec = kernel.spec;
   spec = features_of(operands, target);
   spec.tiles = 1;
@@ -157,7 +157,7 @@ Choice sm80_wide_forward(const Call&, const Operands& operands, const Target& ta
 
 std::int64_t forward_blocks(const Call& call, const Kernel& kernel) {
   const Spec& spec = kernel.spec;
-  const bool wide = std::string_view(kernel.name) == "sm80_wide_forward";
+  const bool wide = std::string_view(kernel.name) == "generic_wide_forward";
   const std::int64_t rows = wide ? wide_forward_rows(spec) : forward_rows(spec);
   return (call.rows.limit_q + rows - 1) / rows * call.rows.batch() * call.rows.heads_q *
          (wide ? wide_forward_chunks(spec) : 1);

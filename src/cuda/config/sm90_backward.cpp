@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "cuda/device/args.h"
-#include "cuda/device/sm90_backward_sizes.h"
+#include "cuda/device/sm90/backward_sizes.h"
 #include "math/band.h"
 
 namespace fovea::cuda {
@@ -347,7 +347,7 @@ bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, cons
 Choice sm90_backward(const Call& call, const Operands& operands, const Target& target, const BackwardWants& wants) {
   Choice choice;
   Kernel& kernel = choice.kernel;
-  kernel.file = "sm90_backward.cuh";
+  kernel.file = "sm90/backward.cuh";
   kernel.name = "sm90_backward";
   kernel.one_architecture = true;
   Spec& spec = kernel.spec;
@@ -359,7 +359,7 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
   }
   const bool clusters = in_clusters(spec);
   if (clusters) {
-    kernel.file = "sm90_wide_backward.cuh";
+    kernel.file = "sm90/wide_backward.cuh";
     kernel.name = "sm90_wide_backward";
     constexpr int kGrain = 64;
     spec.d = rounded(spec.d, kGrain);

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "cuda/device/args.h"
-#include "cuda/device/sm90_bias_gradient_sizes.h"
+#include "cuda/device/sm90/bias_gradient_sizes.h"
 
 namespace fovea::cuda {
 namespace {
@@ -104,7 +104,7 @@ Choice sm90_bias_gradient(const Call& call, const Operands& operands, const Targ
                           const BiasList& list) {
   Choice choice;
   Kernel& kernel = choice.kernel;
-  kernel.file = "sm90_bias_gradient.cuh";
+  kernel.file = "sm90/bias_gradient.cuh";
   kernel.name = "sm90_bias_gradient";
   kernel.one_architecture = true;
   Spec& spec = kernel.spec;

@@ -8,9 +8,9 @@
 #include <algorithm>
 #include <vector>
 
-#include "cuda/device/sm80_sizes.h"
-#include "cuda/device/sm90_args.h"
-#include "cuda/device/sm90_sizes.h"
+#include "cuda/device/generic/sizes.h"
+#include "cuda/device/sm90/args.h"
+#include "cuda/device/sm90/forward_sizes.h"
 
 namespace fovea::cuda {
 namespace {
@@ -151,7 +151,7 @@ bool is_short(const Call& call, const Spec& spec) {
 Choice sm90_forward(const Call& call, const Operands& operands, const Target& target) {
   Choice choice;
   Kernel& kernel = choice.kernel;
-  kernel.file = "sm90_forward.cuh";
+  kernel.file = "sm90/forward.cuh";
   kernel.name = "sm90_forward";
   kernel.one_architecture = true;
   Spec& spec = kernel.spec;

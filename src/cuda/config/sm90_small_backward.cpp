@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "cuda/device/sm90_small_backward_sizes.h"
+#include "cuda/device/sm90/small_backward_sizes.h"
 
 namespace fovea::cuda {
 namespace {
@@ -53,7 +53,7 @@ int one_panel(int columns) { return columns <= 16 ? 16 : columns <= 32 ? 32 : 64
 Choice sm90_small_backward(const Call& call, const Operands& operands, const Target& target) {
   Choice choice;
   Kernel& kernel = choice.kernel;
-  kernel.file = "sm90_small_backward.cuh";
+  kernel.file = "sm90/small_backward.cuh";
   kernel.name = "sm90_small_backward";
   kernel.one_architecture = true;
   Spec& spec = kernel.spec;

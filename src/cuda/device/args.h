@@ -4,9 +4,9 @@
 // by src/cuda/launch. Read by the host and, without any header, by NVRTC.
 //
 // Everything that a kernel copies by 16 bytes is aligned when it gets here: rows begin at multiples of 16 bytes, the
-// last dimension is contiguous. The launcher packs what the caller gave otherwise into the workspace (prepare.cuh).
-// Rows of tiles (q, k, v, do, biases) are 0 to kRowBytesLimit - 1 bytes apart; key_term and query_term are contiguous
-// along keys and queries, and their planes are aligned to 16 bytes.
+// last dimension is contiguous. The launcher packs what the caller gave otherwise into the workspace
+// (around/prepare.cuh). Rows of tiles (q, k, v, do, biases) are 0 to kRowBytesLimit - 1 bytes apart; key_term and
+// query_term are contiguous along keys and queries, and their planes are aligned to 16 bytes.
 #ifndef FOVEA_CUDA_DEVICE_ARGS_H
 #define FOVEA_CUDA_DEVICE_ARGS_H
 

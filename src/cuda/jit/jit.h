@@ -33,7 +33,7 @@ namespace fovea::cuda::jit {
 enum class Mode { kJit, kCache, kOff };
 
 struct Request {
-  std::string file;                  // of the embedded text: "sm80_forward.cuh"
+  std::string file;                  // of the embedded text: "generic/forward.cuh"
   std::string kernel;                // "fovea::sm80_forward"
   std::string argument;              // the printed template argument: "fovea::Spec{...}"
   std::string architecture;          // "sm_80"

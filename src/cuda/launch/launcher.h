@@ -4,9 +4,9 @@
 #pragma once
 
 #include "cuda/device/args.h"
-#include "cuda/device/clear_rows_args.h"
-#include "cuda/device/prepare_args.h"
-#include "cuda/device/sm90_backward_args.h"
+#include "cuda/device/around/clear_rows_args.h"
+#include "cuda/device/around/prepare_args.h"
+#include "cuda/device/sm90/backward_args.h"
 #include "cuda/executable.h"
 
 namespace fovea::cuda {

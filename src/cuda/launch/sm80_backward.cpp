@@ -3,7 +3,7 @@
 // Arguments of the backward's kernels, what goes before and after them, and the gradients of biases.
 #include <algorithm>
 
-#include "cuda/device/sm80_sizes.h"
+#include "cuda/device/generic/sizes.h"
 #include "cuda/launch/launcher.h"
 #include "math/softmax.h"
 

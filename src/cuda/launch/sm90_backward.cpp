@@ -6,9 +6,9 @@
 #include <algorithm>
 #include <string_view>
 
-#include "cuda/device/sm90_backward_args.h"
-#include "cuda/device/sm90_backward_sizes.h"
-#include "cuda/device/sm90_sizes.h"
+#include "cuda/device/sm90/backward_args.h"
+#include "cuda/device/sm90/backward_sizes.h"
+#include "cuda/device/sm90/forward_sizes.h"
 #include "cuda/launch/launcher.h"
 #include "cuda/launch/tensor_map.h"
 #include "math/band.h"

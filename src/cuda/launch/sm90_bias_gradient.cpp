@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "cuda/device/sm90_bias_gradient_sizes.h"
+#include "cuda/device/sm90/bias_gradient_sizes.h"
 #include "cuda/launch/launcher.h"
 #include "cuda/launch/tensor_map.h"
 

@@ -6,8 +6,8 @@
 
 #include "cuda/config/sm90_forward.h"
 
-#include "cuda/device/sm90_args.h"
-#include "cuda/device/sm90_sizes.h"
+#include "cuda/device/sm90/args.h"
+#include "cuda/device/sm90/forward_sizes.h"
 #include "cuda/launch/launcher.h"
 #include "cuda/launch/tensor_map.h"
 #include "math/band.h"

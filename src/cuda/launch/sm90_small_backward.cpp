@@ -7,7 +7,7 @@
 #include <array>
 #include <tuple>
 
-#include "cuda/device/sm90_small_backward_sizes.h"
+#include "cuda/device/sm90/small_backward_sizes.h"
 #include "cuda/launch/launcher.h"
 #include "cuda/launch/tensor_map.h"
 

@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "cuda/device/args.h"
-#include "cuda/device/sm90_args.h"
+#include "cuda/device/sm90/args.h"
 #include "cuda/jit/driver.h"
 
 namespace fovea::cuda {

@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Sums that become gradients once the backward's products are done.
+//
+//   reduce_columns     column_sum to the gradient of a bias that is broadcast over queries
+//   reduce_rows        row_sum to the gradient of a bias that is broadcast over keys (and queries)
+//   reduce_sink        sink_sum to the gradient of the sink
+//
+// Launches of 256 threads, no shared memory to be given. Spec: `grad_bias` (reduce_columns, reduce_rows). Blocks and
+// what of Args beyond the call's own tensors:
+//   reduce_columns     planes * ceil(bias_keys / 32): grad_bias, bias_keys, column_sum, column_pitch
+//   reduce_rows        planes * ceil(bias_rows / 32): grad_bias, bias_rows, row_sum, padded_rows
+//   reduce_sink        heads_q: sink_sum, grad_sink, grad_sink_stride
+// planes: batch1, batch2 and heads of the gradient, 1 where grad_bias has stride 0 (summed over).
+// Sums are made in a fixed order: two runs give the same bits.
+#ifndef FOVEA_CUDA_DEVICE_AROUND_BACKWARD_REDUCE_CUH
+#define FOVEA_CUDA_DEVICE_AROUND_BACKWARD_REDUCE_CUH
+
+#include "cuda/device/args.h"
+#include "cuda/device/ptx/sm80.cuh"
+#include "cuda/device/spec.h"
+#include "cuda/device/tile/tile.cuh"
+
+namespace fovea::cuda {
+
+// All threads of a block, up to 256, add up in a fixed order; thread 0 gets the sum. `scratch`: 8 floats of shared
+// memory.
+template <int kThreads = 256>
+__device__ __forceinline__ float sum_of_block(float x, float* scratch) {
+  x = sum_of_lanes<32>(x);
+  if (threadIdx.x % 32 == 0) {
+    scratch[threadIdx.x / 32] = x;
+  }
+  sync();
+  x = threadIdx.x < kThreads / 32 ? scratch[threadIdx.x] : 0.f;
+  return sum_of_lanes<8>(x);
+}
+
+__device__ __forceinline__ void store_element(void* data, i64 at, BiasTile type, float x) {
+  if (type == BiasTile::kFp32) {
+    static_cast<float*>(data)[at] = x;
+  } else {
+    static_cast<u16*>(data)[at] =
+        static_cast<u16>(type == BiasTile::kBf16 ? pack<Type::kBf16>(x, 0.f) : pack<Type::kFp16>(x, 0.f));
+  }
+}
+
+// Entries that a plane of a bias gradient sums over: (b, h) by number, b outside, h inside.
+struct Shared {
+  i64 b1, b2, h;      // of the first entry
+  i64 n1, n2, heads;  // how many in each dimension
+
+  // The plane's dimensions are those in which the gradient has a stride.
+  static __device__ Shared make(const math::Rows& rows, const math::Strides& s, i64 plane) {
+    const i64 kept2 = s.batch2 ? rows.batch2 : 1;
+    const i64 kept_h = s.head ? rows.heads_q : 1;
+    return {plane / kept_h / kept2,     plane / kept_h % kept2,     plane % kept_h,
+            s.batch1 ? 1 : rows.batch1, s.batch2 ? 1 : rows.batch2, s.head ? 1 : rows.heads_q};
+  }
+  static __device__ i64 planes(const math::Rows& rows, const math::Strides& s) {
+    return (s.batch1 ? rows.batch1 : 1) * (s.batch2 ? rows.batch2 : 1) * (s.head ? rows.heads_q : 1);
+  }
+  __device__ i64 count() const { return n1 * n2 * heads; }
+  __device__ i64 batch(i64 n, const math::Rows& rows) const {
+    const i64 x = n / heads;
+    return (b1 + x / n2) * rows.batch2 + b2 + x % n2;
+  }
+  __device__ i64 head(i64 n) const { return h + n % heads; }
+};
+
+// A warp of eight takes every eighth entry of a plane's list, a lane one column; then the eight are added in order.
+template <Spec S>
+__global__ void __launch_bounds__(256) reduce_columns(const __grid_constant__ Args a) {
+  begin_kernel<S.arch>();
+  __shared__ float partial[8][32];
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  const i64 tiles = (a.bias_keys + 31) / 32;
+  const i64 block = a.first_block + blockIdx.x;
+  const i64 plane = block / tiles;
+  const i64 key = block % tiles * 32 + lane;
+  const Shared shared = Shared::make(a.rows, a.grad_bias.strides, plane);
+  float sum = 0;
+  for (i64 n = warp; n < shared.count(); n += 8) {
+    const i64 b = shared.batch(n, a.rows);
+    if (key < a.rows.sequence(b).k_len) {
+      sum += a.column_sum[(b * a.rows.heads_q + shared.head(n)) * a.column_pitch + key];
+    }
+  }
+  partial[warp][lane] = sum;
+  sync();
+  if (warp == 0 && key < a.bias_keys) {
+    sum = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      sum += partial[i][lane];
+    }
+    const math::Strides& s = a.grad_bias.strides;
+    store_element(a.grad_bias.data, shared.b1 * s.batch1 + shared.b2 * s.batch2 + shared.h * s.head + key * s.col,
+                  S.grad_bias, sum);
+  }
+}
+
+// The same over row_sum; where the bias has one row for all queries, their sums are added, too.
+template <Spec S>
+__global__ void __launch_bounds__(256) reduce_rows(const __grid_constant__ Args a) {
+  begin_kernel<S.arch>();
+  __shared__ float partial[8][32];
+  __shared__ float scratch[8];
+  const math::Strides& s = a.grad_bias.strides;
+  const i64 block = a.first_block + blockIdx.x;
+  if (s.row == 0) {
+    const Shared shared = Shared::make(a.rows, s, block);
+    float sum = 0;
+    for (i64 n = threadIdx.x / 32; n < shared.count(); n += 8) {  // a warp an entry
+      const i64 b = shared.batch(n, a.rows);
+      const math::Sequence sequence = a.rows.sequence(b);
+      const float* rows = a.row_sum + row_of_head(a, b, shared.head(n), sequence);
+#pragma unroll 16
+      for (int i = threadIdx.x % 32; i < int(sequence.q_len); i += 32) {
+        sum += rows[i];
+      }
+    }
+    sum = sum_of_block(sum, scratch);
+    if (threadIdx.x == 0) {
+      store_element(a.grad_bias.data, shared.b1 * s.batch1 + shared.b2 * s.batch2 + shared.h * s.head, S.grad_bias,
+                    sum);
+    }
+    return;
+  }
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  const i64 tiles = (a.bias_rows + 31) / 32;
+  const i64 plane = block / tiles;
+  const i64 row = block % tiles * 32 + lane;
+  const Shared shared = Shared::make(a.rows, s, plane);
+  float sum = 0;
+  for (i64 n = warp; n < shared.count(); n += 8) {
+    const i64 b = shared.batch(n, a.rows);
+    const math::Sequence sequence = a.rows.sequence(b);
+    if (row < sequence.q_len) {
+      sum += a.row_sum[row_of_head(a, b, shared.head(n), sequence) + row];
+    }
+  }
+  partial[warp][lane] = sum;
+  sync();
+  if (warp == 0 && row < a.bias_rows) {
+    sum = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      sum += partial[i][lane];
+    }
+    store_element(a.grad_bias.data, shared.b1 * s.batch1 + shared.b2 * s.batch2 + shared.h * s.head + row * s.row,
+                  S.grad_bias, sum);
+  }
+}
+
+template <Spec S>
+__global__ void __launch_bounds__(256) reduce_sink(const __grid_constant__ Args a) {
+  begin_kernel<S.arch>();
+  __shared__ float scratch[8];
+  const i64 h = a.first_block + blockIdx.x;
+  const i64 count = a.rows.batch() * ((a.rows.limit_q + kRowPad - 1) / kRowPad);
+  float sum = 0;
+  for (i64 i = threadIdx.x; i < count; i += 256) {
+    sum += a.sink_sum[h * count + i];
+  }
+  sum = sum_of_block(sum, scratch);
+  if (threadIdx.x == 0) {
+    a.grad_sink[h * a.grad_sink_stride] = sum;
+  }
+}
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_AROUND_BACKWARD_REDUCE_CUH

@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// dQ alone, by recomputing S and dP with queries as rows: with it a backward takes seven products instead of five, but
+// no sum in memory, no atomics and no conversion, and gives the same bits every run. It serves deterministic calls, and
+// those that want dQ only.
+//
+// A block owns warps * tiles * 16 queries of one head and walks over the keys that they meet, `step` at a time. Each
+// warp owns `tiles` row tiles of 16 queries; dS is the next product's operand as it stands in registers:
+//
+//   wait for step n | barrier | copies of n + 1 start | S = Q K^T, dP = dO V^T, dS, dQ += dS K
+//
+// With Spec::row_sum the sums of dS over keys go to Args::row_sum, for the gradients of biases without keys (in exact
+// numbers they are dlse and the sink's part alone, but not with an out that was rounded); without Spec::dq nothing
+// else.
+//
+// Where dQ is wider than registers hold, grid_o blocks share its columns, each with all of S.
+// Blocks: batch * heads_q * ceil(limit_q / queries) * grid_o, of warps * 32 threads.
+#ifndef FOVEA_CUDA_DEVICE_GENERIC_BACKWARD_DQ_CUH
+#define FOVEA_CUDA_DEVICE_GENERIC_BACKWARD_DQ_CUH
+
+#include "cuda/device/generic/backward_step.cuh"
+
+namespace fovea::cuda {
+
+template <Spec S>
+__global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_backward_dq(const __grid_constant__ Args a) {
+  begin_kernel<S.arch>();
+  constexpr int D = S.d;
+  constexpr int V = S.dv;
+  constexpr int T = S.tiles;
+  constexpr int N = S.step;
+  constexpr int M = backward_dq_rows(S);
+  constexpr int kThreads = S.warps * 32;
+  constexpr Type kType = S.type;
+  constexpr int kRowD = row_of_tile(kType, D);
+  constexpr int kRowV = row_of_tile(kType, V);
+  constexpr int C = D / S.grid_o / 16;  // column blocks of dQ in this block of threads
+  using Inputs = ScoreInputs<S, false, M, N, kThreads>;
+  constexpr u32 kValues = N * kRowD * 2;
+  constexpr u32 kInputs = kValues + N * kRowV * 2;
+  constexpr u32 kStageBytes = kInputs + Inputs::kBytes;
+  static_assert(D % (S.grid_o * 16) == 0 && N % 16 == 0 && kRowPad % M == 0);
+  static_assert(M * (kRowD + kRowV) * 2 + M * 8 + S.stages * kStageBytes == backward_dq_shared_bytes(S));
+
+  extern __shared__ __align__(128) unsigned char memory[];
+  const u32 queries = shared_address(memory);
+  const u32 grad_out = queries + M * kRowD * 2;
+  const u32 row_vectors = grad_out + M * kRowV * 2;
+  const u32 stages = row_vectors + M * 8;
+  const Thread thread;
+
+  // Place: columns of a tile of queries of a head. Under a causal band the last tiles have most to do: they come first.
+  const u32 tiles = (u32(a.rows.limit_q) + M - 1) / M;
+  u64 index = a.first_block + blockIdx.x;
+  const int first_column = int(index % S.grid_o) * C;
+  index /= S.grid_o;
+  const u32 head_of_batch = u32(index / tiles);
+  const int tile = int(S.banded ? tiles - 1 - index % tiles : index % tiles);
+  const u32 heads = u32(a.rows.heads_q);
+  const u32 b = head_of_batch / heads;
+  const u32 h = head_of_batch % heads;
+  const u32 head_k = h / (heads / u32(a.rows.heads_k));
+  const Place place = Place::make<S>(a, b);
+  const int m0 = tile * M;
+  if (m0 >= place.q_len) {
+    return;
+  }
+  const int row0 = m0 + thread.warp * T * 16;
+
+  // Keys: of the block, and of this warp.
+  const math::Band<int> band = place.band<S>(a);
+  math::Interval<int> keys{0, place.k_len};
+  if constexpr (S.banded) {
+    keys = band.keys_of_rows(m0, min(m0 + M, place.q_len));
+  }
+  const int first = keys.begin / N;
+  const int last = keys.empty() ? first : (keys.end + N - 1) / N;
+
+  const u16* const k = static_cast<const u16*>(a.k.data) + place.key_rows(a.k.strides, head_k);
+  const u16* const v = static_cast<const u16*>(a.v.data) + place.key_rows(a.v.strides, head_k);
+  const auto load = [&](int n) {
+    const u32 to = stages + n % S.stages * kStageBytes;
+    const int n0 = n * N;
+    const int position = opaque(thread.index);
+    load_tile<Tile<kRowD>, N, kThreads>(to, k + n0 * a.k.strides.row, a.k.strides.row * 2, place.k_len - n0,
+                                        KeyBlock<S>::row_bytes(D, a.head_dim), position);
+    load_tile<Tile<kRowV>, N, kThreads>(to + kValues, v + n0 * a.v.strides.row, a.v.strides.row * 2, place.k_len - n0,
+                                        KeyBlock<S>::row_bytes(V, a.head_dim_v), position);
+    Inputs::load(to + kInputs, a, place, h, m0, n0, position);
+  };
+  load_tile<Tile<kRowD>, M, kThreads>(
+      queries, static_cast<const u16*>(a.q.data) + place.query_rows(a.q.strides, h) + m0 * a.q.strides.row,
+      a.q.strides.row * 2, place.q_len - m0, KeyBlock<S>::row_bytes(D, a.head_dim), thread.index);
+  load_tile<Tile<kRowV>, M, kThreads>(
+      grad_out,
+      static_cast<const u16*>(a.grad_out.data) + place.query_rows(a.grad_out.strides, h) + m0 * a.grad_out.strides.row,
+      a.grad_out.strides.row * 2, place.q_len - m0, KeyBlock<S>::row_bytes(V, a.head_dim_v), thread.index);
+  load_row_vectors<M, kThreads>(row_vectors, a, row_of_head(a, place.b, h, place.queries()) + m0, thread.index);
+  if (first < last) {
+    load(first);
+  }
+  copy_commit();
+
+  float dq[T][2 * C][4] = {};
+  float sums[T][2] = {};  // of dS over keys
+  const typename Tile<kRowD>::Lane rows_d(0, thread.lane);
+  const typename Tile<kRowD>::Lane columns_d(0, thread.lane, true);
+  const typename Tile<kRowV>::Lane rows_v(0, thread.lane);
+  const typename Tile<kRowV>::Lane columns_v(0, thread.lane, true);
+  const BlockLane<kRowD, C> blocks(first_column, thread.lane);
+  const BlockLane<kRowD, C> blocks_lo(first_column + D / 16, thread.lane);
+  const u32 my_queries = queries + thread.warp * T * 16 * kRowD * 2;
+  const u32 my_grad_out = grad_out + thread.warp * T * 16 * kRowV * 2;
+  HeadState<S, false, T, N / 8> head(a, place, h, head_k, row0, thread.g);
+
+#pragma unroll 1
+  for (int n = first; n < last; ++n) {
+    if constexpr (S.stages == 1) {
+      if (n > first) {
+        sync();
+        load(n);
+        copy_commit();
+      }
+    }
+    copy_wait<0>();
+    sync();
+    if constexpr (S.stages > 1) {
+      if (n + 1 < last) {
+        load(n + 1);
+      }
+      copy_commit();
+    }
+    const int n0 = n * N;
+    math::TileClass kind = math::TileClass::kFull;
+    if constexpr (S.banded) {
+      kind = band.tile(row0, row0 + T * 16, n0, n0 + N);
+      if (kind == math::TileClass::kEmpty) {
+        continue;
+      }
+    }
+    const u32 stage = stages + n % S.stages * kStageBytes;
+    Operand<kType> ds[T][N / 16];
+    float lowered = 1;
+    {
+      float s[T][N / 8][4] = {};
+      float dp[T][N / 8][4] = {};
+      add_rows_by_rows<kType, D>(s, my_queries, rows_d, stage, columns_d);
+      add_rows_by_rows<kType, V>(dp, my_grad_out, rows_v, stage + kValues, columns_v);
+      const bool edge = kind == math::TileClass::kEdge || n0 + N > place.k_len;
+      grad_scores<S, false, S.row_sum, false, Inputs, M, N>(s, dp, sums, a, thread, head, band, edge, row_vectors,
+                                                            stage + kInputs, thread.warp * T * 16, 0, row0, n0);
+      if constexpr (is_pair(kType)) {
+        lowered = lift_small<false>(a, s, dp);
+      }
+#pragma unroll
+      for (int i = 0; i < T; ++i) {
+#pragma unroll
+        for (int kk = 0; kk < N / 16; ++kk) {
+          make_operand(ds[i][kk], dp[i], kk);
+        }
+      }
+    }
+    if constexpr (S.dq) {
+      add_columns<kType, T, 2 * C, N / 16>(
+          dq, [&](int i, int kk) { return ds[i][kk]; },
+          [&](int kk, int j) {
+            return stage + (j < C ? blocks.at(kk * 16, j) : blocks_lo.at(kk * 16, j < C ? 0 : j - C));
+          },
+          C, head.factors.q * lowered);
+    }
+  }
+  copy_wait<0>();
+  sync();
+
+  if constexpr (S.row_sum) {
+    if (first_column == 0) {
+      store_row_sums(a.row_sum + row_of_head(a, place.b, h, place.queries()) + row0, sums, head.factors.sum, thread);
+    }
+  }
+  if constexpr (!S.dq) {
+    return;
+  }
+
+  // dq through the Q tile, each warp its own rows.
+  const int left = place.q_len - row0;
+  const i64 to = place.query_rows(a.grad_q.strides, h) + row0 * a.grad_q.strides.row;
+  constexpr int kColumns = C * 16;
+  if constexpr (is_pair(kType)) {
+    store_fragment32<kColumns>(my_queries, dq, thread);
+    __syncwarp();
+    store_rows<Tile32<kColumns>, 4, T * 16>(
+        static_cast<float*>(a.grad_q.data) + to + first_column * 16 * a.grad_q.strides.col, a.grad_q.strides,
+        my_queries, left, a.out_dim - first_column * 16, a.vector_stores, thread.lane);
+  } else {
+    store_fragment<kType, kColumns>(my_queries, dq, a.scale, thread);
+    __syncwarp();
+    store_rows<Tile<kColumns>, 2, T * 16>(
+        static_cast<u16*>(a.grad_q.data) + to + first_column * 16 * a.grad_q.strides.col, a.grad_q.strides, my_queries,
+        left, a.out_dim - first_column * 16, a.vector_stores, thread.lane);
+  }
+}
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_GENERIC_BACKWARD_DQ_CUH

@@ -1,0 +1,425 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// generic_forward: o = softmax(scores of q k^T) v for head dimensions up to 256, by mma.sync and cp.async.
+//
+// A block owns warps * tiles * 16 queries of one head; each of its warps owns `tiles` row tiles of 16 and shares with
+// the others nothing but K, V and what the scores need. That of the next step is copied by cp.async while this step
+// computes, with one barrier a step:
+//
+//     wait for step n | barrier | start copies of n + 1 | S = Q K^T | scores, softmax | O += P V
+//
+// P goes from the accumulators of S to the A operand of O without leaving the registers.
+//
+// Under a band the loop covers the keys that any row of the block meets, longest tiles first, and a warp skips steps
+// that none of its rows meets. With Spec::split a block takes a part of the keys and leaves O and logsumexp in fp32
+// for generic_combine.
+//
+// fp32 travels as pairs of fp16, each product three times (tile/products.cuh). The tensor core truncates as it adds, so
+// the small products go first and no chain is longer than a step: O += P V is added outside of it.
+#ifndef FOVEA_CUDA_DEVICE_GENERIC_FORWARD_CUH
+#define FOVEA_CUDA_DEVICE_GENERIC_FORWARD_CUH
+
+#include "cuda/device/tile/products.cuh"
+#include "cuda/device/work/forward_block.cuh"
+
+namespace fovea::cuda {
+
+// S = Q K^T with Q in registers.
+template <Spec S, int kTiles, int kColumns, class Lane, class Resident>
+__device__ __forceinline__ void multiply_resident(float (&s)[kTiles][kColumns][4], const Resident& q, u32 k,
+                                                  const Lane& lanes_k) {
+#pragma unroll
+  for (int kk = 0; kk < S.d / 16; ++kk) {
+#pragma unroll
+    for (int j = 0; j < kColumns / 2; ++j) {
+      u32 b[4];
+      ldmatrix(b, k + lanes_k.at(j * 16, kk));
+      for (int i = 0; i < kTiles; ++i) {
+        mma<S.type>(s[i][2 * j], q[i][kk], b[0], b[1]);
+        mma<S.type>(s[i][2 * j + 1], q[i][kk], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// O += P V.
+template <Spec S, int kTiles, int kColumns, int kColumnsOut, class Lane>
+__device__ __forceinline__ void multiply_values(float (&o)[kTiles][kColumnsOut][4],
+                                                const float (&p)[kTiles][kColumns][4], u32 v, const Lane& lanes) {
+#pragma unroll
+  for (int kk = 0; kk < kColumns / 2; ++kk) {
+    u32 a[kTiles][4];
+    for (int i = 0; i < kTiles; ++i) {
+      operand<S.type>(a[i], p[i], kk);
+    }
+#pragma unroll
+    for (int j = 0; j < kColumnsOut / 2; ++j) {
+      u32 b[4];
+      ldmatrix_trans(b, v + lanes.at(kk * 16, j));
+      for (int i = 0; i < kTiles; ++i) {
+        mma<S.type>(o[i][2 * j], a[i], b[0], b[1]);
+        mma<S.type>(o[i][2 * j + 1], a[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// O = O * factor + P V for fp32: V is [hi | lo], kPart columns of O at a time.
+template <Spec S, int kTiles, int kColumns, int kColumnsOut, class Lane>
+__device__ __forceinline__ void multiply_values_fp32(float (&o)[kTiles][kColumnsOut][4],
+                                                     const float (&p)[kTiles][kColumns][4],
+                                                     const float (&factor)[kTiles][2], u32 v, const Lane& lanes) {
+  constexpr Type kType = Type::kFp16;
+  constexpr int kBlocks = kColumnsOut / 2;
+  constexpr int kPart = S.part / 16 < kBlocks ? S.part / 16 : kBlocks;  // blocks of 16 columns
+  u32 high_p[kColumns / 2][kTiles][4], low_p[kColumns / 2][kTiles][4];
+#pragma unroll
+  for (int kk = 0; kk < kColumns / 2; ++kk) {
+    for (int i = 0; i < kTiles; ++i) {
+      operand_pair(high_p[kk][i], low_p[kk][i], p[i], kk);
+    }
+  }
+#pragma unroll
+  for (int first = 0; first < kBlocks; first += kPart) {
+    float sum[kTiles][2 * kPart][4] = {};
+#pragma unroll
+    for (int kk = 0; kk < kColumns / 2; ++kk) {
+#pragma unroll
+      for (int j = 0; j < kPart && first + j < kBlocks; ++j) {
+        u32 high_v[4], low_v[4];
+        ldmatrix_trans(high_v, v + lanes.at(kk * 16, first + j));
+        ldmatrix_trans(low_v, v + lanes.at(kk * 16, kBlocks + first + j));
+        for (int i = 0; i < kTiles; ++i) {
+          mma<kType>(sum[i][2 * j], low_p[kk][i], high_v[0], high_v[1]);
+          mma<kType>(sum[i][2 * j + 1], low_p[kk][i], high_v[2], high_v[3]);
+        }
+        for (int i = 0; i < kTiles; ++i) {
+          mma<kType>(sum[i][2 * j], high_p[kk][i], low_v[0], low_v[1]);
+          mma<kType>(sum[i][2 * j + 1], high_p[kk][i], low_v[2], low_v[3]);
+        }
+      }
+    }
+#pragma unroll
+    for (int kk = 0; kk < kColumns / 2; ++kk) {
+#pragma unroll
+      for (int j = 0; j < kPart && first + j < kBlocks; ++j) {
+        u32 high_v[4];
+        ldmatrix_trans(high_v, v + lanes.at(kk * 16, first + j));
+        for (int i = 0; i < kTiles; ++i) {
+          mma<kType>(sum[i][2 * j], high_p[kk][i], high_v[0], high_v[1]);
+          mma<kType>(sum[i][2 * j + 1], high_p[kk][i], high_v[2], high_v[3]);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      for (int j = 0; j < 2 * kPart && 2 * first + j < kColumnsOut; ++j) {
+        for (int e = 0; e < 4; ++e) {
+          o[i][2 * first + j][e] = o[i][2 * first + j][e] * factor[i][e >> 1] + sum[i][j][e];
+        }
+      }
+    }
+  }
+}
+
+// The running softmax of one row tile: scores become weights, the sum grows. `rescale` is what sums so far, and O, are
+// multiplied by (false: by 1).
+template <Spec S>
+struct Softmax {
+  float top[2] = {-kInfinity, -kInfinity};  // the reference, in units of the scores
+  float sum[2] = {};
+
+  template <int kColumns>
+  __device__ __forceinline__ bool step(float (&s)[kColumns][4], float unit, float (&factor)[2]) {
+    float next[2];
+    for (int x = 0; x < 2; ++x) {
+      float y = s[0][2 * x];
+      for (int j = 0; j < kColumns; ++j) {
+        y = fmaxf(y, fmaxf(s[j][2 * x], s[j][2 * x + 1]));
+      }
+      next[x] = fmaxf(quad_max(y), top[x]);
+    }
+    bool rescale = true;
+    if constexpr (S.lazy) {
+      // Weights up to 2^8 are as good as weights up to 1.
+      rescale = __any_sync(~0u, (next[0] - top[0]) * unit > 8.f || (next[1] - top[1]) * unit > 8.f);
+      if (!rescale) {
+        next[0] = top[0];
+        next[1] = top[1];
+      }
+    }
+    const float base[2] = {math::reference_of(next[0]), math::reference_of(next[1])};
+    float scaled[2] = {base[0] * unit, base[1] * unit};
+    if constexpr (S.type == Type::kFp32) {
+      for (int x = 0; x < 2; ++x) {
+        factor[x] = weight_of_difference(top[x], base[x], unit);
+        sum[x] *= factor[x];
+        top[x] = next[x];
+      }
+      for (int j = 0; j < kColumns; ++j) {
+        for (int e = 0; e < 4; ++e) {
+          s[j][e] = weight_of_difference(s[j][e], base[e >> 1], unit, kLift<S>);
+        }
+      }
+    } else {
+      if (rescale) {
+        for (int x = 0; x < 2; ++x) {
+          factor[x] = weight_of_difference(top[x], base[x], unit);
+          sum[x] *= factor[x];
+          top[x] = next[x];
+        }
+      }
+      // Scores may be huge, and then a fused multiply-add alone would lose the difference.
+      if (fmaxf(fabsf(scaled[0]), fabsf(scaled[1])) > math::kLargestFusedReference) {
+        for (int j = 0; j < kColumns; ++j) {
+          for (int e = 0; e < 4; ++e) {
+            s[j][e] -= base[e >> 1];
+          }
+        }
+        scaled[0] = 0;
+        scaled[1] = 0;
+      }
+      for (int j = 0; j < kColumns; ++j) {
+        for (int e = 0; e < 4; ++e) {
+          s[j][e] = weight_fused(s[j][e], unit, scaled[e >> 1]);
+        }
+      }
+    }
+    for (int j = 0; j < kColumns; ++j) {
+      for (int e = 0; e < 4; ++e) {
+        sum[e >> 1] += s[j][e];
+      }
+    }
+    return rescale;
+  }
+};
+
+template <Spec S>
+__global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_forward(const __grid_constant__ Args a) {
+  begin_kernel<S.arch>();
+  // ---- sizes ----
+  constexpr bool kPairs = S.type == Type::kFp32;
+  constexpr int kWide = kPairs ? 2 : 1;  // numbers of 16 bits for a number
+  constexpr int kTiles = S.tiles;
+  constexpr int kThreads = S.warps * 32;
+  constexpr int kRows = forward_rows(S);
+  constexpr int kStep = S.step;
+  constexpr int kColumns = kStep / 8;
+  constexpr int kColumnsOut = S.dv / 8;
+  constexpr int kElement = element_bytes(S.type);
+  constexpr int kWidest = S.d > S.dv ? S.d : S.dv;
+  using TileK = Tile<S.d * kWide>;  // of Q, too
+  using TileV = Tile<S.dv * kWide>;
+  using Inputs = ScoreInputs<S, false, kRows, kStep, kThreads>;
+  constexpr u32 kQBytes = kRows * kWidest * kElement;
+  constexpr u32 kKBytes = kStep * S.d * kElement;
+  constexpr u32 kVBytes = kStep * S.dv * kElement;
+  constexpr u32 kStageBytes = kKBytes + kVBytes + Inputs::kBytes;
+  static_assert(S.stages == 2 && kQBytes + 2 * kStageBytes == forward_shared_bytes(S));
+  static_assert(S.d % 16 == 0 && S.dv % 16 == 0 && S.d <= 256 && S.dv <= 256 && kStep % 16 == 0);
+  static_assert(!kPairs || (!S.resident && !S.lazy));
+
+  extern __shared__ __align__(128) unsigned char memory[];
+  const u32 shared_q = shared_address(memory);
+  const u32 stage0 = shared_q + kQBytes;
+  const Thread thread;
+  const int g = thread.g;
+  const int t = thread.t;
+
+  // ---- which queries ----
+  const ForwardBlock<S, kRows> where(a);
+  const Place& place = where.place;
+  const u32 head = where.head;
+  const u32 head_k = where.head_k(a);
+  const int m0 = where.m0;
+  const int row0 = m0 + thread.warp * kTiles * 16;
+  if (m0 >= place.q_len) {
+    return;
+  }
+
+  // ---- which keys: those that any row of the block meets ----
+  const math::Band<int> band = place.band<S>(a);
+  const math::Interval<int> steps = where.template steps<kStep>(a, band);
+  const int first = steps.begin;
+  const int last = steps.end;
+
+  // ---- copies ----
+  const char* const k = static_cast<const char*>(a.k.data) + place.key_rows(a.k.strides, head_k) * 2;
+  const char* const v = static_cast<const char*>(a.v.data) + place.key_rows(a.v.strides, head_k) * 2;
+  const i64 k_row = a.k.strides.row * 2;
+  const i64 v_row = a.v.strides.row * 2;
+  const int bytes_k = kPairs ? S.d * 4 : a.head_dim * 2;
+  const int bytes_v = kPairs ? S.dv * 4 : a.head_dim_v * 2;
+  auto load = [&](int n) {
+    const u32 to = stage0 + n % 2 * kStageBytes;
+    const int n0 = n * kStep;
+    load_tile<TileK, kStep, kThreads>(to, k + i64(n0) * int(k_row), k_row, place.k_len - n0, bytes_k, thread.index);
+    load_tile<TileV, kStep, kThreads>(to + kKBytes, v + i64(n0) * int(v_row), v_row, place.k_len - n0, bytes_v,
+                                      thread.index);
+    Inputs::load(to + kKBytes + kVBytes, a, place, head, m0, n0, thread.index);
+  };
+  {
+    const i64 q_row = a.q.strides.row * 2;
+    const char* const q = static_cast<const char*>(a.q.data) + place.query_rows(a.q.strides, head) * 2;
+    load_tile<TileK, kRows, kThreads>(shared_q, q + m0 * q_row, q_row, place.q_len - m0, bytes_k, thread.index);
+  }
+  if (first < last) {
+    load(first);
+  }
+  copy_commit();
+
+  // ---- what stays in registers ----
+  const float scale = where.scale(a);
+  const float unit = natural_scores(S) ? math::kLog2E : scale * math::kLog2E;
+  Scores<S, false, kTiles> scores(a, place, head, scale);
+  scores.load_rows(a, place, head, row0, g);
+  Keep<S, false, kTiles, kColumns> keep;
+  if constexpr (S.dropout != DropoutRule::kNone) {
+    keep.start(a, place, head);
+    keep.start_rows(row0, g);
+  }
+  float o[kTiles][kColumnsOut][4] = {};
+  Softmax<S> softmax[kTiles];
+  const typename TileK::Lane lanes(0, thread.lane);
+  const typename TileK::Lane lanes_k(0, thread.lane, true);
+  const typename TileV::Lane lanes_v(0, thread.lane);
+  const u32 my_q = shared_q + thread.warp * kTiles * 16 * TileK::kRowBytes;
+  u32 resident[S.resident ? kTiles : 1][S.resident ? S.d / 16 : 1][4];
+
+  // ---- the loop ----
+  for (int n = first; n < last; ++n) {
+    copy_wait<0>();
+    sync();
+    if (n + 1 < last) {
+      load(n + 1);
+    }
+    copy_commit();
+    if constexpr (S.resident) {
+      if (n == first) {
+        for (int i = 0; i < kTiles; ++i) {
+          for (int kk = 0; kk < S.d / 16; ++kk) {
+            ldmatrix(resident[i][kk], my_q + lanes.at(i * 16, kk));
+          }
+        }
+      }
+    }
+    const int n0 = n * kStep;
+    // What this warp's rows meet of the step; asked again below, since it costs less than a register.
+    const auto tile_class = [&] {
+      const int row = opaque(row0);
+      return band.tile(row, row + kTiles * 16, n0, n0 + kStep);
+    };
+    if (S.banded && tile_class() == math::TileClass::kEmpty) {
+      continue;
+    }
+    const u32 shared_k = stage0 + n % 2 * kStageBytes;
+    const u32 shared_v = shared_k + kKBytes;
+    const math::TileClass masked =
+        scores.template classify<Inputs, kStep>(thread, shared_v + kVBytes, thread.warp * kTiles * 16);
+    if ((S.mask || S.key_mask) && masked == math::TileClass::kEmpty) {
+      continue;
+    }
+    if constexpr (S.dropout != DropoutRule::kNone) {
+      keep.prepare(thread, row0, n0);
+    }
+
+    float s[kTiles][kColumns][4] = {};
+    if constexpr (S.resident) {
+      multiply_resident<S>(s, resident, shared_k, lanes_k);
+    } else {
+      add_rows_by_rows<S.type, S.d>(s, my_q, lanes, shared_k, lanes_k);
+    }
+    scores.of_dots(s);
+    scores.template add<Inputs, kStep>(s, thread, shared_v + kVBytes, thread.warp * kTiles * 16, 0, row0, n0,
+                                       masked != math::TileClass::kFull);
+    if (n0 + kStep > place.k_len || (S.banded && tile_class() == math::TileClass::kEdge)) {
+      mask_edge<S, false>(s, thread, band, row0, n0);
+    }
+
+    float factor[kTiles][2];
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      if (softmax[i].step(s[i], unit, factor[i]) && !kPairs) {
+        for (int j = 0; j < kColumnsOut; ++j) {
+          for (int e = 0; e < 4; ++e) {
+            o[i][j][e] *= factor[i][e >> 1];
+          }
+        }
+      }
+      if constexpr (S.dropout != DropoutRule::kNone) {
+#pragma unroll
+        for (int jj = 0; jj < kColumns / 2; ++jj) {
+          bool kept[2][4];
+          keep.decide(kept, thread, i, jj, row0, n0);
+          for (int e = 0; e < 8; ++e) {
+            s[i][2 * jj + (e >> 2)][e & 3] = kept[e >> 2][e & 3] ? s[i][2 * jj + (e >> 2)][e & 3] : 0;
+          }
+        }
+      }
+    }
+    if constexpr (kPairs) {
+      multiply_values_fp32<S>(o, s, factor, shared_v, lanes_v);
+    } else {
+      multiply_values<S>(o, s, shared_v, lanes_v);
+    }
+  }
+  copy_wait<0>();
+  if (first >= last || TileK::kRowBytes != S.dv * kElement) {
+    sync();  // the place of Q is written now: all copies are here, and other warps' rows are read
+  }
+
+  // ---- normalise; O through shared memory, so that it is written in pieces of 16 bytes ----
+  using TileOut = Tile<S.dv * kWide>;
+  const u32 my_out = shared_q + thread.warp * kTiles * 16 * TileOut::kRowBytes;
+  const ForwardBlock<S, kRows> here(a);  // again: none of it stayed in registers
+  const int out_row0 = here.m0 + thread.warp * kTiles * 16;
+  const int rows = here.place.q_len - out_row0;
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int x = 0; x < 2; ++x) {
+      const int r = i * 16 + g + x * 8;
+      const int row = out_row0 + r;
+      const auto end = here.finish(a, quad_sum(softmax[i].sum[x]), softmax[i].top[x]);
+      const float factor = end.factor;
+      const float value_scale = here.value_scale(a);
+      if constexpr (S.split) {
+        if (r < rows) {
+          if (t == 0) {
+            here.store_part_sum(a, row, end);
+          }
+          float* const to = here.part_of_out(a, row) + t * 2;
+          for (int j = 0; j < kColumnsOut; ++j) {
+            *reinterpret_cast<float2*>(to + j * 8) = {o[i][j][2 * x] * factor * value_scale,
+                                                      o[i][j][2 * x + 1] * factor * value_scale};
+          }
+        }
+      } else {
+        if (t == 0 && r < rows && a.lse.data != nullptr) {
+          static_cast<float*>(a.lse.data)[here.place.query_rows(a.lse.strides, here.head) + row * a.lse.strides.row] =
+              end.lse;
+        }
+        for (int j = 0; j < kColumnsOut; ++j) {
+          const float2 pair = {o[i][j][2 * x] * factor * value_scale, o[i][j][2 * x + 1] * factor * value_scale};
+          if constexpr (kPairs) {
+            store_shared(my_out + TileOut::offset(r, j * 2 + (t >> 1)) + (t & 1) * 8, pair);
+          } else {
+            store_shared(my_out + TileOut::offset(r, j) + t * 4, pack<S.type>(pair.x, pair.y));
+          }
+        }
+      }
+    }
+  }
+  if constexpr (!S.split) {
+    __syncwarp();
+    char* const out = static_cast<char*>(a.out.data) +
+                      (here.place.query_rows(a.out.strides, here.head) + out_row0 * a.out.strides.row) * kElement;
+    store_rows<TileOut, kElement, kTiles * 16>(out, a.out.strides, my_out, rows, a.out_dim_v, a.vector_stores,
+                                               thread.lane);
+  }
+}
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_GENERIC_FORWARD_CUH

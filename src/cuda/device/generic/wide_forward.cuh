@@ -1,0 +1,419 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// generic_wide_forward: the forward for head dimensions whose O does not fit into the registers of the warps that own
+// its rows: over 256, and any.
+//
+// The warps of a block form one grid for S and another for O (generic/sizes.h); P goes from one to the other through
+// shared memory, with each row's maximum and factor. K, V and what the scores need have one buffer each: V(n) travels
+// during S(n), K(n + 1) during O(n).
+//
+//     K(n) here | S, maxima of rows | barrier | P, factors; start K(n + 1) | V(n) here, barrier | O = O * factor + P V
+//     | barrier | start V(n + 1)
+//
+// Where q and k are wider than Spec::part, S is summed up over parts of their columns, Q and K read again for each
+// step: slower, but of any width. Where v is wider than 512, each piece of O's columns is a block of its own.
+//
+// fp32 as pairs of fp16: high and low parts are tiles of their own, high first; small products have their own sums.
+#ifndef FOVEA_CUDA_DEVICE_GENERIC_WIDE_FORWARD_CUH
+#define FOVEA_CUDA_DEVICE_GENERIC_WIDE_FORWARD_CUH
+
+#include "cuda/device/tile/products.cuh"
+#include "cuda/device/work/forward_block.cuh"
+
+namespace fovea::cuda {
+
+template <Spec S>
+__global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_wide_forward(const __grid_constant__ Args a) {
+  begin_kernel<S.arch>();
+  // ---- sizes ----
+  constexpr bool kPairs = S.type == Type::kFp32;
+  constexpr Type kType = S.type == Type::kBf16 ? Type::kBf16 : Type::kFp16;  // of the products
+  constexpr int kElement = element_bytes(S.type);
+  constexpr int kThreads = S.warps * 32;
+  constexpr int kRows = wide_forward_rows(S);
+  constexpr int kStep = S.step;
+  constexpr int kPart = wide_forward_part(S);  // columns of q and k at a time
+  constexpr int kParts = (S.d + kPart - 1) / kPart;
+  constexpr int kChunks = wide_forward_chunks(S);
+  constexpr int kOut = wide_forward_columns(S);  // columns of v and O of this block
+  // S: this warp has kTiles row tiles and kKeys keys. O: kTilesOut row tiles and kColumnsOut columns.
+  constexpr int kTiles = S.tiles;
+  constexpr int kWarpsS = S.warps / S.grid_s;
+  constexpr int kKeys = kStep / kWarpsS;
+  constexpr int kTilesOut = kRows / S.grid_o / 16;
+  constexpr int kColumnsOut = kOut / (S.warps / S.grid_o);
+  static_assert(kStep % (kWarpsS * 16) == 0 && kRows % (S.grid_o * 16) == 0 && kColumnsOut % 16 == 0);
+  static_assert(kPart % 16 == 0 && !S.resident && !S.lazy);
+  using TileK = Tile<kPart>;  // of Q, too
+  using TileV = Tile<kOut>;
+  using TileP = Tile<kStep>;
+  using Inputs = ScoreInputs<S, false, kRows, kStep, kThreads>;
+  // Tiles of pairs: the low part lies behind the high one.
+  constexpr u32 kQHalf = kRows * kPart * 2;
+  constexpr u32 kKHalf = kStep * kPart * 2;
+  constexpr u32 kVHalf = kStep * kOut * 2;
+  constexpr u32 kPHalf = kRows * kStep * 2;
+  constexpr int kHalves = kPairs ? 2 : 1;
+
+  extern __shared__ __align__(128) unsigned char memory[];
+  const u32 shared_q = shared_address(memory);
+  const u32 shared_k = shared_q + kQHalf * kHalves;
+  const u32 shared_v = shared_k + kKHalf * kHalves;
+  const u32 shared_p = shared_v + kVHalf * kHalves;
+  const u32 shared_inputs = shared_p + kPHalf * kHalves;
+  // Behind everything, O's place included.
+  const u32 shared_max = shared_q + wide_forward_shared_bytes(S) - kRows * (kWarpsS + 1) * 4;
+  const u32 shared_factor = shared_max + kRows * kWarpsS * 4;
+  const Thread thread;
+  const int g = thread.g;
+  const int t = thread.t;
+  const int row_s = thread.warp % S.grid_s * kTiles * 16;  // this warp's places in the tile
+  const int warp_s = thread.warp / S.grid_s;
+  const int row_o = thread.warp % S.grid_o * kTilesOut * 16;
+  const int column_o = thread.warp / S.grid_o * kColumnsOut;
+
+  // ---- which queries and keys ----
+  const ForwardBlock<S, kRows, kChunks> where(a);
+  const Place& place = where.place;
+  const u32 head = where.head;
+  const int m0 = where.m0;
+  if (m0 >= place.q_len) {
+    return;
+  }
+  const math::Band<int> band = place.band<S>(a);
+  const math::Interval<int> steps = where.template steps<kStep>(a, band);
+
+  // ---- copies ----
+  const char* const q = static_cast<const char*>(a.q.data) + place.query_rows(a.q.strides, head) * 2;
+  const char* const k = static_cast<const char*>(a.k.data) + place.key_rows(a.k.strides, where.head_k(a)) * 2;
+  const char* const v = static_cast<const char*>(a.v.data) + place.key_rows(a.v.strides, where.head_k(a)) * 2;
+  const i64 q_row = a.q.strides.row * 2;
+  const i64 k_row = a.k.strides.row * 2;
+  const i64 v_row = a.v.strides.row * 2;
+  auto load_q = [&](int part) {
+    const int bytes = ((kPairs ? S.d : a.head_dim) - part * kPart) * 2;
+    const char* const from = q + m0 * q_row + part * kPart * 2;
+    load_tile<TileK, kRows, kThreads>(shared_q, from, q_row, place.q_len - m0, bytes, thread.index);
+    if constexpr (kPairs) {
+      load_tile<TileK, kRows, kThreads>(shared_q + kQHalf, from + S.d * 2, q_row, place.q_len - m0, bytes,
+                                        thread.index);
+    }
+  };
+  auto load_k = [&](int n, int part) {
+    const int bytes = ((kPairs ? S.d : a.head_dim) - part * kPart) * 2;
+    const char* const from = k + i64(n * kStep) * int(k_row) + part * kPart * 2;
+    load_tile<TileK, kStep, kThreads>(shared_k, from, k_row, place.k_len - n * kStep, bytes, thread.index);
+    if constexpr (kPairs) {
+      load_tile<TileK, kStep, kThreads>(shared_k + kKHalf, from + S.d * 2, k_row, place.k_len - n * kStep, bytes,
+                                        thread.index);
+    }
+  };
+  auto load_v = [&](int n) {
+    const int bytes = ((kPairs ? S.dv : a.head_dim_v) - where.chunk * kOut) * 2;
+    const char* const from = v + i64(n * kStep) * int(v_row) + where.chunk * kOut * 2;
+    load_tile<TileV, kStep, kThreads>(shared_v, from, v_row, place.k_len - n * kStep, bytes, thread.index);
+    if constexpr (kPairs) {
+      load_tile<TileV, kStep, kThreads>(shared_v + kVHalf, from + S.dv * 2, v_row, place.k_len - n * kStep, bytes,
+                                        thread.index);
+    }
+  };
+  // What comes with K. Groups of copies alternate: Q, K and inputs | V.
+  auto load_step = [&](int n) {
+    load_k(n, 0);
+    Inputs::load(shared_inputs, a, place, head, m0, n * kStep, thread.index);
+  };
+  load_q(0);
+  if (!steps.empty()) {
+    load_step(steps.begin);
+    copy_commit();
+    load_v(steps.begin);
+  }
+  copy_commit();
+
+  // ---- what stays in registers ----
+  const float scale = where.scale(a);
+  const float unit = natural_scores(S) ? math::kLog2E : scale * math::kLog2E;
+  Scores<S, false, kTiles> scores(a, place, head, scale);
+  scores.load_rows(a, place, head, m0 + row_s, g);
+  Keep<S, false, kTiles, kKeys / 8> keep;
+  if constexpr (S.dropout != DropoutRule::kNone) {
+    keep.start(a, place, head);
+    keep.start_rows(m0 + row_s, g);
+  }
+  float o[kTilesOut][kColumnsOut / 8][4] = {};
+  float top[kTiles][2];
+  float sum[kTiles][2] = {};
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+    top[i][0] = top[i][1] = -kInfinity;
+  }
+  const HalfLane<kPart, kRows> lanes(thread.lane);
+  const HalfLane<kPart, kStep> lanes_k(thread.lane, true);
+  const typename TileP::Lane lanes_p(shared_p + row_o * TileP::kRowBytes, thread.lane);
+  const u32 my_q = shared_q + row_s * TileK::kRowBytes;
+  const u32 my_k = shared_k + warp_s * kKeys * TileK::kRowBytes;
+
+  // ---- the loop ----
+  for (int n = steps.begin; n < steps.end; ++n) {
+    const int n0 = n * kStep;
+    const int key0 = n0 + warp_s * kKeys;
+
+    // S = Q K^T
+    float s[kTiles][kKeys / 8][4] = {};
+#pragma unroll 1
+    for (int part = 0; part < kParts; ++part) {
+      if (part > 0 || (kParts > 1 && n > steps.begin)) {
+        if (part > 0) {
+          sync();  // everybody has read the part before
+          load_k(n, part);
+        }
+        load_q(part);
+        copy_commit();
+        copy_wait<0>();
+      } else {
+        copy_wait<1>();
+      }
+      sync();
+      add_rows_by_rows<S.type, kPart>(s, my_q, lanes, my_k, lanes_k);
+    }
+
+    // Scores, and the maxima of this warp's keys
+    scores.of_dots(s);
+    scores.template add<Inputs, kStep>(s, thread, shared_inputs, row_s, warp_s * kKeys, m0 + row_s, key0);
+    if (n0 + kStep > place.k_len || (S.banded && band.tile(m0, m0 + kRows, n0, n0 + kStep) == math::TileClass::kEdge)) {
+      mask_edge<S, false>(s, thread, band, m0 + row_s, key0);
+    }
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      for (int x = 0; x < 2; ++x) {
+        float y = s[i][0][2 * x];
+        for (int j = 0; j < kKeys / 8; ++j) {
+          y = fmaxf(y, fmaxf(s[i][j][2 * x], s[i][j][2 * x + 1]));
+        }
+        y = quad_max(y);
+        if (t == 0) {
+          store_shared(shared_max + ((row_s + i * 16 + g + x * 8) * kWarpsS + warp_s) * 4, y);
+        }
+      }
+    }
+    sync();
+    if (n + 1 < steps.end) {
+      load_step(n + 1);
+    }
+    copy_commit();
+
+    // P and each row's factor, to shared memory
+    if constexpr (S.dropout != DropoutRule::kNone) {
+      keep.prepare(thread, m0 + row_s, key0);
+    }
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      float base[2];
+      for (int x = 0; x < 2; ++x) {
+        const int row = row_s + i * 16 + g + x * 8;
+        float next = top[i][x];
+        for (int w = 0; w < kWarpsS; ++w) {
+          next = fmaxf(next, load_shared(shared_max + (row * kWarpsS + w) * 4));
+        }
+        base[x] = math::reference_of(next);
+        const float factor = weight_of_difference(top[i][x], base[x], unit);
+        top[i][x] = next;
+        sum[i][x] *= factor;
+        if (t == 0 && warp_s == 0) {
+          store_shared(shared_factor + row * 4, factor);
+        }
+      }
+      for (int j = 0; j < kKeys / 8; ++j) {
+        for (int e = 0; e < 4; ++e) {
+          s[i][j][e] = weight_of_difference(s[i][j][e], base[e >> 1], unit, kLift<S>);
+          sum[i][e >> 1] += s[i][j][e];
+        }
+      }
+      if constexpr (S.dropout != DropoutRule::kNone) {
+#pragma unroll
+        for (int jj = 0; jj < kKeys / 16; ++jj) {
+          bool kept[2][4];
+          keep.decide(kept, thread, i, jj, m0 + row_s, key0);
+          for (int e = 0; e < 8; ++e) {
+            s[i][2 * jj + (e >> 2)][e & 3] = kept[e >> 2][e & 3] ? s[i][2 * jj + (e >> 2)][e & 3] : 0;
+          }
+        }
+      }
+      for (int j = 0; j < kKeys / 8; ++j) {
+        for (int x = 0; x < 2; ++x) {
+          const u32 at = shared_p + TileP::offset(row_s + i * 16 + g + x * 8, warp_s * (kKeys / 8) + j) + t * 4;
+          if constexpr (kPairs) {
+            u32 high_p, low_p;
+            split(s[i][j][2 * x], s[i][j][2 * x + 1], high_p, low_p);
+            store_shared(at, high_p);
+            store_shared(at + kPHalf, low_p);
+          } else {
+            store_shared(at, pack<S.type>(s[i][j][2 * x], s[i][j][2 * x + 1]));
+          }
+        }
+      }
+    }
+    copy_wait<1>();
+    sync();
+
+    // O = O * factor + P V
+    float factor[kTilesOut][2];
+#pragma unroll
+    for (int i = 0; i < kTilesOut; ++i) {
+      for (int x = 0; x < 2; ++x) {
+        factor[i][x] = load_shared(shared_factor + (row_o + i * 16 + g + x * 8) * 4);
+      }
+    }
+    if constexpr (kPairs) {
+#pragma unroll
+      for (int j = 0; j < kColumnsOut / 16; ++j) {
+        float fresh[kTilesOut][2][4] = {};
+        const u32 at = shared_v + TileV::offset(thread.lane & 15, column_o / 8 + j * 2 + (thread.lane >> 4));
+#pragma unroll
+        for (int kk = 0; kk < kStep / 16; ++kk) {
+          u32 high_v[4], low_v[4];
+          ldmatrix_trans(high_v, at + kk * 16 * TileV::kRowBytes);
+          ldmatrix_trans(low_v, at + kk * 16 * TileV::kRowBytes + kVHalf);
+          for (int i = 0; i < kTilesOut; ++i) {
+            u32 high_p[4], low_p[4];
+            ldmatrix(low_p, lanes_p.at(i * 16, kk) + kPHalf);
+            mma<kType>(fresh[i][0], low_p, high_v[0], high_v[1]);
+            mma<kType>(fresh[i][1], low_p, high_v[2], high_v[3]);
+            ldmatrix(high_p, lanes_p.at(i * 16, kk));
+            mma<kType>(fresh[i][0], high_p, low_v[0], low_v[1]);
+            mma<kType>(fresh[i][1], high_p, low_v[2], low_v[3]);
+          }
+        }
+#pragma unroll
+        for (int kk = 0; kk < kStep / 16; ++kk) {
+          u32 high_v[4];
+          ldmatrix_trans(high_v, at + kk * 16 * TileV::kRowBytes);
+          for (int i = 0; i < kTilesOut; ++i) {
+            u32 high_p[4];
+            ldmatrix(high_p, lanes_p.at(i * 16, kk));
+            mma<kType>(fresh[i][0], high_p, high_v[0], high_v[1]);
+            mma<kType>(fresh[i][1], high_p, high_v[2], high_v[3]);
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < kTilesOut; ++i) {
+          for (int e = 0; e < 8; ++e) {
+            float& to = o[i][2 * j + (e >> 2)][e & 3];
+            to = to * factor[i][e >> 1 & 1] + fresh[i][e >> 2][e & 3];
+          }
+        }
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kTilesOut; ++i) {
+        for (int j = 0; j < kColumnsOut / 8; ++j) {
+          for (int e = 0; e < 4; ++e) {
+            o[i][j][e] *= factor[i][e >> 1];
+          }
+        }
+      }
+#pragma unroll
+      for (int kk = 0; kk < kStep / 16; ++kk) {
+        u32 p[kTilesOut][4];
+        for (int i = 0; i < kTilesOut; ++i) {
+          ldmatrix(p[i], lanes_p.at(i * 16, kk));
+        }
+#pragma unroll
+        for (int j = 0; j < kColumnsOut / 16; ++j) {
+          u32 b[4];
+          ldmatrix_trans(
+              b, shared_v + TileV::offset(kk * 16 + (thread.lane & 15), column_o / 8 + j * 2 + (thread.lane >> 4)));
+          for (int i = 0; i < kTilesOut; ++i) {
+            mma<kType>(o[i][2 * j], p[i], b[0], b[1]);
+            mma<kType>(o[i][2 * j + 1], p[i], b[2], b[3]);
+          }
+        }
+      }
+    }
+    sync();
+    if (n + 1 < steps.end) {
+      load_v(n + 1);
+    }
+    copy_commit();
+  }
+  copy_wait<0>();
+  sync();
+
+  // ---- row sums of the warps along the keys, through the place of the maxima; logsumexp ----
+  const ForwardBlock<S, kRows, kChunks> here(a);
+  const int rows = here.place.q_len - here.m0;
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+    for (int x = 0; x < 2; ++x) {
+      const float mine = quad_sum(sum[i][x]);
+      if (t == 0) {
+        store_shared(shared_max + ((row_s + i * 16 + g + x * 8) * kWarpsS + warp_s) * 4, mine);
+      }
+    }
+  }
+  sync();
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+    for (int x = 0; x < 2; ++x) {
+      const int r = row_s + i * 16 + g + x * 8;
+      float all = 0;
+      for (int w = 0; w < kWarpsS; ++w) {
+        all += load_shared(shared_max + (r * kWarpsS + w) * 4);
+      }
+      const auto end = here.finish(a, all, top[i][x]);
+      if (t == 0 && warp_s == 0) {
+        store_shared(shared_factor + r * 4, end.factor);
+        if (r < rows && here.chunk == 0) {
+          if constexpr (S.split) {
+            here.store_part_sum(a, here.m0 + r, end);
+          } else if (a.lse.data != nullptr) {
+            static_cast<float*>(
+                a.lse.data)[here.place.query_rows(a.lse.strides, here.head) + (here.m0 + r) * a.lse.strides.row] =
+                end.lse;
+          }
+        }
+      }
+    }
+  }
+  sync();
+
+  // ---- O through shared memory, so that it is written in pieces of 16 bytes ----
+  using TileOut = Tile<kOut * kHalves>;
+  const float value_scale = here.value_scale(a);
+#pragma unroll
+  for (int i = 0; i < kTilesOut; ++i) {
+    for (int x = 0; x < 2; ++x) {
+      const int r = row_o + i * 16 + g + x * 8;
+      const float factor = load_shared(shared_factor + r * 4);
+      float* part = nullptr;
+      if constexpr (S.split) {
+        part = here.part_of_out(a, here.m0 + r) + here.chunk * kOut + column_o + t * 2;
+      }
+      for (int j = 0; j < kColumnsOut / 8; ++j) {
+        const float2 pair = {o[i][j][2 * x] * factor * value_scale, o[i][j][2 * x + 1] * factor * value_scale};
+        if constexpr (S.split) {
+          if (r < rows && here.chunk * kOut + column_o + j * 8 < S.dv) {
+            *reinterpret_cast<float2*>(part + j * 8) = pair;
+          }
+        } else if constexpr (kPairs) {
+          store_shared(shared_q + TileOut::offset(r, column_o / 4 + j * 2 + (t >> 1)) + (t & 1) * 8, pair);
+        } else {
+          store_shared(shared_q + TileOut::offset(r, column_o / 8 + j) + t * 4, pack<S.type>(pair.x, pair.y));
+        }
+      }
+    }
+  }
+  if constexpr (!S.split) {
+    sync();
+    const math::Strides& strides = a.out.strides;
+    char* const out = static_cast<char*>(a.out.data) + (here.place.query_rows(strides, here.head) +
+                                                        here.m0 * strides.row + i64(here.chunk) * kOut * strides.col) *
+                                                           kElement;
+    store_rows<TileOut, kElement, kRows, kThreads>(out, strides, shared_q, rows, a.out_dim_v - here.chunk * kOut,
+                                                   a.vector_stores, thread.index);
+  }
+}
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_GENERIC_WIDE_FORWARD_CUH

@@ -1,0 +1,228 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What sm90_forward adds to scores, for the accumulator of a warpgroup: 64 queries by S.step keys, of which a thread
+// has two rows.
+//
+//   Sm90Inputs         biases and key terms from shared memory, ALiBi, query terms, mask words from global memory
+#ifndef FOVEA_CUDA_DEVICE_SCORE_SM90_SCORES_CUH
+#define FOVEA_CUDA_DEVICE_SCORE_SM90_SCORES_CUH
+
+#include "cuda/device/ptx/sm90.cuh"
+#include "cuda/device/ptx/wgmma.cuh"
+#include "cuda/device/score/scores.cuh"
+#include "cuda/device/sm90/forward_copy.cuh"
+#include "cuda/device/sm90/forward_sizes.h"
+#include "math/dropout.h"
+#include "math/score.h"
+
+namespace fovea::cuda {
+
+// A number that is known when the kernel is compiled, as an argument.
+template <int kValue>
+struct Constant {
+  constexpr operator int() const { return kValue; }
+};
+
+// ---- scores ----
+
+// A float for math/'s softcap: approximate powers and reciprocals, two units in the last place.
+struct Capped {
+  float x;
+  __device__ __forceinline__ explicit Capped(float value) : x(value) {}
+  friend __device__ __forceinline__ Capped operator+(Capped a, Capped b) { return Capped(a.x + b.x); }
+  friend __device__ __forceinline__ Capped operator-(Capped a, Capped b) { return Capped(a.x - b.x); }
+  friend __device__ __forceinline__ Capped operator*(Capped a, Capped b) { return Capped(a.x * b.x); }
+  friend __device__ __forceinline__ Capped exp2(Capped a) { return Capped(ex2(a.x)); }
+  friend __device__ __forceinline__ Capped reciprocal(Capped a) { return Capped(rcp(a.x)); }
+};
+
+// What is added to this thread's scores, beside biases: constants of a tile of queries, words of a tile of keys.
+template <Spec S>
+struct Sm90Inputs {
+  static constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
+  static constexpr int kMaskRows = S.key_mask ? 1 : 2;  // of this thread
+  static_assert(!S.mask || S.step == 32 || S.step == 64 || S.step == 128);
+  static_assert((S.bias == BiasTile::kNone && S.bias2 == BiasTile::kNone) || S.step == 32 || S.step % 64 == 0);
+  static constexpr int kPanel = sm90_bias_panel(S, BiasTile::kBf16);  // of a bias of 16 bits
+
+  u32 base;                    // of shared memory
+  u32 bias_row, bias_swizzle;  // this lane's place for ldmatrix in a panel
+  int wide_row, wide_chunk;    // and in one of fp32
+  u32 wide_half;
+  u32 key_term;  // of this lane's first column
+  float slope = 0;
+  int diagonal = 0;  // ALiBi: the key that stands where this thread's first row does
+  float query_terms[2] = {};
+  const u32* mask_rows[kMaskRows] = {};  // this thread's words of 128 keys each, as sm90_mask writes them
+  u32 words[kMaskRows];                  // of a tile of keys, a bit for each of this thread's columns
+
+  // row: this thread's first row of the tile; fragment_row, half: row and 8 columns, by lane as ldmatrix takes them.
+  __device__ __forceinline__ Sm90Inputs(u32 memory, int row, int fragment_row, int half, int t)
+      : base(memory),
+        bias_row(fragment_row * kPanel * 2),
+        bias_swizzle(swizzled<kPanel * 2>(fragment_row, half) - fragment_row * kPanel * 2),
+        wide_row(row),
+        wide_chunk(t / 2),
+        wide_half(t % 2 * 8),
+        key_term(memory + kSizes.key_term_at + t * 8) {}
+
+  // row: this thread's first, of the sequence.
+  __device__ __forceinline__ void start(const Args& a, const Sm90Tile& tile, const math::Band<int>& band, int row,
+                                        int t) {
+    if constexpr (S.alibi) {
+      slope = static_cast<const float*>(a.alibi_slopes.data)[tile.offset(a.alibi_slopes.strides, 0)];
+      diagonal = row + (a.top_left ? 0 : tile.k_len - tile.q_len) - 2 * t;
+    }
+    if constexpr (!sm90_hides(S)) {
+      find_words(a, tile, band, row, t);
+    }
+    if constexpr (S.query_term) {
+      const float* const from = static_cast<const float*>(a.query_term.data) + tile.offset(a.query_term.strides, 0);
+      for (int x = 0; x < 2; ++x) {
+        query_terms[x] = from[min(row + 8 * x, tile.q_len - 1) * a.query_term.strides.row];
+      }
+    }
+  }
+
+  // Where the words of the mask are.
+  __device__ __forceinline__ void find_words(const Args& a, const Sm90Tile& tile, const math::Band<int>& band, int row,
+                                             int t) {
+    if constexpr (S.mask) {
+      for (int x = 0; x < kMaskRows; ++x) {
+        mask_rows[x] =
+            static_cast<const u32*>(a.mask.data) + t + tile.offset(a.mask.strides, min(row + 8 * x, band.seqlen_q - 1));
+      }
+    }
+  }
+
+  // Mask words of the tile that begins at key n0.
+  __device__ __forceinline__ void load_words(int n0) {
+    if constexpr (S.mask) {
+#pragma unroll
+      for (int x = 0; x < kMaskRows; ++x) {
+        words[x] = __ldg(mask_rows[x] + n0 / 128 * 4);
+        if constexpr (S.step < 128) {
+          words[x] = words[x] >> n0 % 128 / 4 | ~0u << S.step / 4;
+        }
+      }
+    }
+  }
+
+  // Bits of the mask; in a warp whose bits are all set there is nothing to do.
+  template <int kCount>
+  __device__ __forceinline__ void hide(float (&s)[kCount]) const {
+    if constexpr (S.mask) {
+      if (__all_sync(~0u, (words[0] & words[kMaskRows - 1]) == ~0u)) {
+        return;
+      }
+#pragma unroll
+      for (int x = 0; x < 2; ++x) {
+        // Row by row: seven bits of a word become predicates at once. Not if the compiler sees that both rows have the
+        // same: then it asks for each bit.
+        const u32 word = !S.key_mask ? words[x % kMaskRows]
+                         : x == 0    ? words[0]
+                                     : __shfl_sync(~0u, words[0], threadIdx.x % 32);
+#pragma unroll
+        for (int c = 0; c < kCount / 2; ++c) {
+          float& score = s[c / 2 * 4 + 2 * x + c % 2];
+          score = (word & 1u << c) != 0 ? score : -kInfinity;
+        }
+      }
+    }
+  }
+
+  // Elements of a block of 16 columns as an accumulator has them. kSet: they become what is added.
+  template <bool kSet>
+  static __device__ __forceinline__ void put(float& x, float term) {
+    x = kSet ? term : x + term;
+  }
+  template <BiasTile kBias, bool kSet>
+  __device__ __forceinline__ void add_narrow(float* x, u32 place, int k) const {
+    constexpr Type kType = kBias == BiasTile::kBf16 ? Type::kBf16 : Type::kFp16;
+    u32 b[4];
+    constexpr int kBlocks = kPanel / 16;
+    ldmatrix(b, place + bias_row + k / kBlocks * (kSizes.rows * kPanel * 2) + (bias_swizzle ^ (k % kBlocks << 5)));
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      put<kSet>(x[2 * e], low<kType>(b[e]));
+      put<kSet>(x[2 * e + 1], high<kType>(b[e]));
+    }
+  }
+
+  // Two numbers at a time: row, then chunk of four columns, as the panel's swizzle has them.
+  template <bool kSet>
+  __device__ __forceinline__ void add_wide(float* x, u32 place, int k) const {
+#pragma unroll
+    for (int e = 0; e < 8; e += 2) {
+      const int row = wide_row + (e & 2) * 4;
+      const int chunk = (16 * k + (e & 4) * 2) % 32 / 4 + wide_chunk;
+      const float2 b = load_shared2(place + k / 2 * (kSizes.rows * 128) + swizzled<128>(row, chunk) + wide_half);
+      put<kSet>(x[e], b.x);
+      put<kSet>(x[e + 1], b.y);
+    }
+  }
+
+  template <BiasTile kBias, bool kSet>
+  __device__ __forceinline__ void add_bias(float (&x)[8], u32 place, int k) const {
+    if constexpr (kBias == BiasTile::kFp32) {
+      add_wide<kSet>(x, place, k);
+    } else if constexpr (kBias != BiasTile::kNone) {
+      add_narrow<kBias, kSet>(x, place, k);
+    }
+  }
+
+  // Block k. kSet: where there is a bias.
+  template <bool kSet = false>
+  __device__ __forceinline__ void add(float (&x)[8], int stage, int n0, int k) const {
+    add_bias<S.bias, kSet>(x, base + kSizes.bias_at + stage * kSizes.bias, k);
+    add_bias<S.bias2, false>(x, base + kSizes.bias2_at + stage * kSizes.bias2, k);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int column = 16 * k + 8 * h;
+      float2 term{};
+      if constexpr (S.key_term) {
+        term = load_shared2(key_term + stage * kSizes.key_term + column * 4);
+      }
+#pragma unroll
+      for (int y = 0; y < 2; ++y) {
+        float& first = x[4 * h + 2 * y];
+        float& second = x[4 * h + 2 * y + 1];
+        if constexpr (S.key_term) {
+          first += term.x;
+          second += term.y;
+        }
+        if constexpr (S.alibi) {
+          const float distance = float(n0 - diagonal) + float(column - 8 * y);
+          first += math::alibi(fabsf(distance), slope);  // an operand's modifier, which alibi's own is not
+          second += math::alibi(fabsf(distance + 1), slope);
+        }
+        if constexpr (S.query_term) {
+          // -inf is a mask: it hides what else was added, NaN included.
+          first = query_terms[y] == -kInfinity ? -kInfinity : first + query_terms[y];
+          second = query_terms[y] == -kInfinity ? -kInfinity : second + query_terms[y];
+        }
+      }
+    }
+  }
+};
+
+// ---- dropout ----
+
+// A u32 whose wide product is one instruction and two register names, for math/dropout.h.
+struct Word {
+  u32 bits;
+  Word() = default;
+  __device__ __forceinline__ explicit constexpr Word(u32 x) : bits(x) {}
+  friend __device__ __forceinline__ Word operator^(Word a, Word b) { return Word(a.bits ^ b.bits); }
+  friend __device__ __forceinline__ Word operator^(Word a, u32 b) { return Word(a.bits ^ b); }
+};
+// mul.wide (Integer: mul).
+__device__ __forceinline__ void mul_wide(Word a, u32 b, Word& high, Word& low) {
+  asm("{\n.reg .b64 t;\nmul.wide.u32 t, %2, %3;\nmov.b64 {%1, %0}, t;\n}"
+      : "=r"(high.bits), "=r"(low.bits)
+      : "r"(a.bits), "r"(b));
+}
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_SCORE_SM90_SCORES_CUH

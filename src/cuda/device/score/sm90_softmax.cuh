@@ -1,0 +1,322 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The softmax of sm90_forward: from the accumulators of S, 64 queries by S.step keys a warpgroup, to P as the A operand
+// of the next product. A thread has two rows; the four lanes of a quad share them.
+//
+// `quick`: the reference of a row need not be its maximum, it must only be near: p = 2^(s - reference) is as precise in
+// 16 bits at 2^6 as at 1. So an ordinary tile looks for no maximum and rescales nothing. A warp in which a part of a
+// row's sum over a tile is larger than kLargestPart moves its references in place; where a weight even left the range
+// of fp32 it forms its S again, by mma.sync and without its warpgroup, and takes the exact way (maximum, rescale). Rows
+// that have met no key yet, and references of 2^24 and more, take the exact way at once.
+//
+// The bound on the sums is small on purpose: P's relative error does not depend on the reference, but where its largest
+// element is exactly 1, a one-hot row has no error at all.
+//
+// Note: references are natural logarithms (times log2 e a bias of -3.4e38 would overflow). The quick way rounds
+// reference * log2(e), the same for all of a row; what the rounding leaves out is carried (rest) wherever weights of
+// both ways, or the logsumexp, meet.
+#ifndef FOVEA_CUDA_DEVICE_SCORE_SM90_SOFTMAX_CUH
+#define FOVEA_CUDA_DEVICE_SCORE_SM90_SOFTMAX_CUH
+
+#include "cuda/device/score/sm90_decisions.cuh"
+#include "cuda/device/score/sm90_scores.cuh"
+#include "math/band.h"
+#include "math/softmax.h"
+
+namespace fovea::cuda {
+
+template <Spec S>
+struct Sm90Softmax {
+  static constexpr int kBlocks = S.step / 16;
+  static constexpr bool kNatural = natural_scores(S);  // otherwise scores stay dot products
+  static constexpr float kLargestPart = 0x1p7f;
+  static constexpr float kLargestQuick = 0x1p24f;  // of references
+  static constexpr float kLargestSum = 0x1p100f;   // beyond it a weight may have left the range
+
+  float s[S.step / 2];  // dot products, then scores, then weights
+  u32 p[S.step / 4];    // weights of 16 bits
+  float reference[2], sum[2];
+
+  __device__ __forceinline__ void start() {
+    reference[0] = reference[1] = -kInfinity;
+    sum[0] = sum[1] = 0;
+  }
+
+  // Some row of this warp has met no key, or its reference is not fit for the quick way.
+  __device__ __forceinline__ bool must_be_exact() const {
+    return __any_sync(~0u, !(fabsf(reference[0]) < kLargestQuick) || !(fabsf(reference[1]) < kLargestQuick));
+  }
+
+  static __device__ __forceinline__ float rest(float x) {
+    return fabsf(x) < kLargestQuick ? fmaf(x, math::kLog2E, -(x * math::kLog2E)) : 0.f;
+  }
+
+  // ---- from dot products to scores ----
+
+  // S of this warp's 16 rows once more, without the rest of its warpgroup: rare, and slow beside wgmma. `row`: as
+  // ldmatrix takes it.
+  __device__ __forceinline__ void form(u32 q, int row, u32 k, int lane) {
+    constexpr int kPanel = sm90_forward_panel(S.d);
+    constexpr int kRows = sm90_forward_sizes(S).rows;
+#pragma unroll
+    for (int i = 0; i < S.step / 2; ++i) {
+      s[i] = 0;
+    }
+#pragma unroll 1
+    for (int i = 0; i < S.d / 16; ++i) {
+      const int panel = i / (kPanel / 16);
+      const int chunk = i % (kPanel / 16) * 2 + lane / 16;
+      u32 x[4];
+      ldmatrix(x, q + panel * kRows * kPanel * 2 + swizzled<kPanel * 2>(row, chunk));
+#pragma unroll
+      for (int j = 0; j < kBlocks; ++j) {
+        u32 y[4];
+        ldmatrix(y, k + panel * S.step * kPanel * 2 + swizzled<kPanel * 2>(16 * j + lane % 16, chunk));
+        mma<S.type>(*reinterpret_cast<float(*)[4]>(s + 8 * j), x, y[0], y[2]);
+        mma<S.type>(*reinterpret_cast<float(*)[4]>(s + 8 * j + 4), x, y[1], y[3]);
+      }
+    }
+  }
+
+  // kSmall: no score comes near the cap. kLoop: where it is rare, the code is of a few scores, which pass through them.
+  template <bool kSmall, bool kLoop>
+  __device__ __forceinline__ void cap(const Args& a, const Sm90ForwardArgs& m) {
+    constexpr int kAll = S.step / 2;
+    constexpr int kPart = kLoop ? 16 : kAll;
+    static_assert(kAll % kPart == 0);
+#pragma unroll 1
+    for (int n = 0; n < kAll; n += kPart) {
+      float made[kPart];
+#pragma unroll
+      for (int i = 0; i < kPart; ++i) {
+        if constexpr (kSmall) {
+          made[i] = m.small_cap.of(s[i]);
+        } else {
+          const float x = s[i] * m.scale_of_cap;
+          const float small = math::tanh_of_small(x);
+          made[i] = a.softcap * (fabsf(x) <= math::kSmallTanh ? small : math::tanh_by_exp2(Capped(x)).x);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kAll; ++i) {
+        s[i] = i + kPart < kAll ? s[i + kPart] : made[i + kPart - kAll];
+      }
+    }
+  }
+
+  // The band and the end of the sequence are another matter (mask).
+  // kAgain: not for the first time. kRare: not for most steps.
+  template <bool kAgain, bool kRare>
+  __device__ __forceinline__ void finish(const Args& a, const Sm90ForwardArgs& m, const Sm90Inputs<S>& inputs,
+                                         int stage, int n0) {
+    // Where the cap is a polynomial its last product takes in what is added.
+    constexpr bool kFused = S.softcap && !kAgain && S.bias != BiasTile::kNone && !S.query_term;
+    bool added = false;
+    if constexpr (S.softcap && kAgain) {
+      cap<false, kRare>(a, m);
+    } else if constexpr (S.softcap) {
+      float largest[4] = {};  // one would be a chain of as many waits
+#pragma unroll
+      for (int i = 0; i < S.step / 2; ++i) {
+        largest[i % 4] = fmaxf(largest[i % 4], fabsf(s[i]));
+      }
+      const float all = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+      if (!__all_sync(~0u, all <= m.small_cap.largest)) {
+        cap<false, kRare>(a, m);
+      } else if constexpr (kFused) {
+        added = true;
+#pragma unroll
+        for (int k = 0; k < kBlocks; ++k) {
+          float terms[8];
+          inputs.template add<true>(terms, stage, n0, k);
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            s[8 * k + i] = m.small_cap.of_plus(s[8 * k + i], terms[i]);
+          }
+        }
+      } else {
+        cap<true, false>(a, m);
+      }
+    } else if constexpr (kNatural) {
+#pragma unroll
+      for (int i = 0; i < S.step / 2; ++i) {
+        s[i] *= a.scale;
+      }
+    }
+    if constexpr (sm90_has_planes(S) || S.alibi || S.query_term) {
+      if (!kFused || !added) {
+#pragma unroll
+        for (int k = 0; k < kBlocks; ++k) {
+          inputs.add(*reinterpret_cast<float(*)[8]>(s + 8 * k), stage, n0, k);
+        }
+      }
+    }
+    if constexpr (!sm90_hides(S)) {
+      inputs.hide(s);
+    }
+  }
+
+  // Forbidden elements become -inf. Each edge is asked for only where the rows of this warpgroup, 64 from `top` on,
+  // meet it; `row` is this thread's first. Without a band only the first step (kAtEnd) meets the sequence's end.
+  template <bool kAtEnd>
+  __device__ __forceinline__ void mask(const math::Band<int>& band, int top, int row, int n0, int t) {
+    const int free_end = S.banded ? min(band.seqlen_k, top + band.high + 1) : band.seqlen_k;
+    if ((S.banded || kAtEnd) && n0 + S.step > free_end) {
+#pragma unroll
+      for (int x = 0; x < 2; ++x) {
+        const int end = (S.banded ? band.keys_of(row + 8 * x).end : band.seqlen_k) - n0 - 2 * t;
+#pragma unroll
+        for (int j = 0; j < S.step / 8; ++j) {
+          s[4 * j + 2 * x] = 8 * j >= end ? -kInfinity : s[4 * j + 2 * x];
+          s[4 * j + 2 * x + 1] = 8 * j + 1 >= end ? -kInfinity : s[4 * j + 2 * x + 1];
+        }
+      }
+    }
+    if constexpr (S.left_edge) {
+      if (n0 < top + 63 + band.low) {
+#pragma unroll
+        for (int x = 0; x < 2; ++x) {
+          const int begin = band.keys_of(row + 8 * x).begin - n0 - 2 * t;
+#pragma unroll
+          for (int j = 0; j < S.step / 8; ++j) {
+            s[4 * j + 2 * x] = 8 * j < begin ? -kInfinity : s[4 * j + 2 * x];
+            s[4 * j + 2 * x + 1] = 8 * j + 1 < begin ? -kInfinity : s[4 * j + 2 * x + 1];
+          }
+        }
+      }
+    }
+  }
+
+  // ---- the quick way ----
+
+  // A first reference: the largest of a few elements. Any element of the row would be right.
+  __device__ __forceinline__ void guess(const Args& a) {
+    float m[2] = {-kInfinity, -kInfinity};
+#pragma unroll
+    for (int k = 0; k < kBlocks; k += 4) {
+#pragma unroll
+      for (int e = 0; e < 8; e += 2) {
+        m[e >> 1 & 1] = fmaxf(m[e >> 1 & 1], s[8 * k + e]);
+      }
+    }
+#pragma unroll
+    for (int x = 0; x < 2; ++x) {
+      reference[x] = quad_max(m[x]) * (kNatural ? 1.f : a.scale);
+    }
+  }
+
+  // Weights relative to the references as they are; parts of their sums.
+  __device__ __forceinline__ void weigh(float unit, float (&parts)[4]) {
+    const float base[2] = {reference[0] * math::kLog2E, reference[1] * math::kLog2E};
+#pragma unroll
+    for (int k = 0; k < kBlocks; ++k) {
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        const int x = e >> 1 & 1;
+        s[8 * k + e] = weight_fused(s[8 * k + e], unit, base[x]);
+        parts[2 * x + (e & 1)] += s[8 * k + e];
+      }
+    }
+  }
+
+  // The largest weight of each row becomes 1: the answer to a row that has outgrown its reference.
+  template <int kCount>
+  __device__ __forceinline__ void move_references(float (&o)[kCount]) {
+#pragma unroll
+    for (int x = 0; x < 2; ++x) {
+      float m = 1;
+#pragma unroll
+      for (int j = 0; j < S.step / 8; ++j) {
+        m = fmaxf(m, fmaxf(s[4 * j + 2 * x], s[4 * j + 2 * x + 1]));
+      }
+      m = quad_max(m);
+      const float before = reference[x] * math::kLog2E;
+      reference[x] += lg2(m) * (1 / math::kLog2E);
+      const float factor = ex2(before - reference[x] * math::kLog2E);
+      sum[x] *= factor;
+#pragma unroll
+      for (int j = 0; j < S.step / 8; ++j) {
+        s[4 * j + 2 * x] *= factor;
+        s[4 * j + 2 * x + 1] *= factor;
+      }
+#pragma unroll
+      for (int i = 0; i < kCount / 4; ++i) {
+        o[4 * i + 2 * x] *= factor;
+        o[4 * i + 2 * x + 1] *= factor;
+      }
+    }
+  }
+
+  // ---- the exact way: running maxima ----
+
+  template <int kCount>
+  __device__ __forceinline__ void exactly(const Args& a, float (&o)[kCount]) {
+#pragma unroll
+    for (int x = 0; x < 2; ++x) {
+      float m = reference[x];
+#pragma unroll
+      for (int j = 0; j < S.step / 8; ++j) {
+        if constexpr (!kNatural) {
+          s[4 * j + 2 * x] *= a.scale;
+          s[4 * j + 2 * x + 1] *= a.scale;
+        }
+        m = fmaxf(m, fmaxf(s[4 * j + 2 * x], s[4 * j + 2 * x + 1]));
+      }
+      m = quad_max(m);
+      const float base = math::reference_of(m);
+      const float lift = rest(base);
+      const float factor = reference[x] == -kInfinity
+                               ? 0.f
+                               : weight_of_difference(reference[x], base, math::kLog2E, lift - rest(reference[x]));
+      reference[x] = m;
+      float parts[2] = {};
+#pragma unroll
+      for (int j = 0; j < S.step / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& weight = s[4 * j + 2 * x + e];
+          weight = weight_of_difference(weight, base, math::kLog2E, lift);
+          parts[e] += weight;
+        }
+      }
+      sum[x] = sum[x] * factor + (parts[0] + parts[1]);
+#pragma unroll
+      for (int i = 0; i < kCount / 4; ++i) {
+        o[4 * i + 2 * x] *= factor;
+        o[4 * i + 2 * x + 1] *= factor;
+      }
+    }
+  }
+
+  // ---- P ----
+
+  __device__ __forceinline__ void convert(const Sm90Decisions<S>& dropout) {
+#pragma unroll
+    for (int i = 0; i < S.step / 4; ++i) {
+      p[i] = dropout.apply(i, pack<S.type>(s[2 * i], s[2 * i + 1]));
+    }
+  }
+
+  // ---- the end of a row ----
+
+  // With the sink: what O is multiplied by, and the logsumexp. A row without a key: O is 0.
+  __device__ __forceinline__ void end(int x, float sink, float keep_scale, float& factor, float& logsumexp) {
+    const float base = reference[x];
+    const float total = sum[x];
+    float left_out = rest(base);
+    const float top = fmaxf(base, sink);
+    float own = 1;
+    float all = total;
+    if (sink != -kInfinity) {
+      own = total == 0 ? 0.f : ex2((base - top) * math::kLog2E - left_out);
+      all = total * own + (sink == top ? 1.f : ex2((sink - top) * math::kLog2E));
+      left_out = 0;
+    }
+    factor = all == 0 ? 0.f : own * keep_scale * rcp(all);  // the sum is near 1 or larger
+    logsumexp = all == 0 ? -kInfinity : fmaf(lg2(all) - left_out, 1 / math::kLog2E, top);
+  }
+};
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_SCORE_SM90_SOFTMAX_CUH

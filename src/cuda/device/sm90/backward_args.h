@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What sm90_backward is called with beside Args: tensor maps, and how its blocks are numbered. Read by the host and,
+// without any header, by NVRTC.
+#ifndef FOVEA_CUDA_DEVICE_SM90_BACKWARD_ARGS_H
+#define FOVEA_CUDA_DEVICE_SM90_BACKWARD_ARGS_H
+
+#include "cuda/device/args.h"
+#include "cuda/device/sm90/args.h"
+
+namespace fovea::cuda {
+
+// Where several blocks share a block of keys (Spec::key_parts): each leaves its sums of dK and dV here, in fp32 and in
+// the order of the accumulators, rows of a part one after the other by batch entry, key head and key.
+struct KeyParts {
+  int count = 1;        // of a block of keys
+  int head_rows = 0;    // keys of a head, up to whole blocks
+  i64 rows = 0;         // of a part
+  float* dk = nullptr;  // with Spec::d columns
+  float* dv = nullptr;
+};
+
+// Blocks of sm90_backward_parts for `rows` rows of so many columns: 16 x 16 numbers a warp.
+constexpr i64 sm90_parts_blocks(i64 rows, int columns) { return (rows / 16 * (columns / 16) + 7) / 8; }
+
+struct Sm90BackwardArgs {
+  TensorMap q, grad_out, k, v, bias, bias2, grad_bias;
+  Has has_q, has_grad_out, has_k, has_v, has_bias, has_bias2, has_grad_bias;
+  Tensor mask;            // of sm90_backward_mask: `row` strides are of 64 queries
+  int key_blocks = 0;     // of a head
+  int blocks = 0;         // of all heads, each part by itself
+  int heads_in_turn = 1;  // key heads whose blocks of keys are numbered by turns
+  int heads_k = 1;
+  int group = 1;  // query heads of a key head
+  int batch2 = 1;
+  int low = 0;  // the band where queries and keys are as many (math::Band)
+  int high = 0;
+  float scale_log2 = 1;  // scale * log2(e)
+  KeyParts parts;
+};
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_SM90_BACKWARD_ARGS_H

@@ -1,0 +1,347 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The warpgroup of sm90_backward that copies: by TMA one thread for K, V, Q, dO and row vectors and one for biases into
+// rings of buffers, one for dQ, and one for dS, on their way out.
+#ifndef FOVEA_CUDA_DEVICE_SM90_BACKWARD_COPY_CUH
+#define FOVEA_CUDA_DEVICE_SM90_BACKWARD_COPY_CUH
+
+#include "cuda/device/ptx/sm90.cuh"
+#include "cuda/device/ptx/wgmma.cuh"
+#include "cuda/device/sm90/backward_args.h"
+#include "cuda/device/sm90/backward_sizes.h"
+#include "cuda/device/sm90/forward_copy.cuh"
+#include "cuda/device/sm90/forward_sizes.h"
+#include "cuda/device/work/sm90_key_block.cuh"
+
+namespace fovea::cuda {
+
+// What the thread that copies keeps of a block of keys.
+struct Sm90Loads {
+  u32 number;
+  int b1, b2, q_begin, k_row, head_k, row0, begin, count, skipped;
+};
+
+template <Spec S>
+__device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90BackwardArgs& m, u32 base,
+                                                   volatile Sm90Loads* loads, const Sm90BackwardBarriers& barriers) {
+  constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);
+  constexpr int kPanelD = sm90_backward_panel_d(S);
+  constexpr int kPanelV = sm90_backward_panel_v(S);
+  constexpr int kPanelsD = sm90_panels(S.d, kPanelD);
+  constexpr int kPanelsV = sm90_panels(S.dv, kPanelV);
+  constexpr int kRowBytes = (kPanelsD * kPanelD + kPanelsV * kPanelV) * 2;
+  constexpr int kGroupKeys = S.tiles * 64;
+  const u32 blocks = u32(m.blocks);
+  // Who waits for another must have begun later: in order every number is a ticket.
+  const auto take = [&] {
+    if constexpr (S.ordered) {
+      return atomicAdd(a.turns, 1u);
+    } else {
+      return gridDim.x < blocks ? gridDim.x + atomicAdd(a.turns, 1u) : kNoBlock;
+    }
+  };
+  Ring<S.stages> ring;
+  u32 number = S.ordered ? take() : blockIdx.x;
+  u32 phase = 1;
+#pragma unroll 1
+  while (number < blocks) {
+    const Sm90KeyBlock<S> block(a, m, number);
+    if (block.outside()) {
+      // So are the other numbers up to the head's end (from the end: up to its last keys), which nobody need take.
+      constexpr bool kFromTheEnd = Sm90KeyBlock<S>::kFromTheEnd;
+      const u32 parts = S.key_parts ? u32(m.parts.count) : 1;
+      const u32 whole = number / parts;
+      const u32 own = whole % u32(m.key_blocks);
+      const u32 live = u32(block.place.k_len + kSizes.keys - 1) / kSizes.keys;
+      const u32 next = (whole - own + u32(m.key_blocks) - (kFromTheEnd ? live : 0)) * parts;
+      const u32 begun = S.ordered ? 0 : gridDim.x;
+      if (begun < blocks && next > begun) {
+        atomicMax(a.turns, next - begun);
+      }
+      number = take();
+      continue;
+    }
+    // What loads need is read from there again: this warpgroup has few registers.
+    volatile Sm90Loads& here = *loads;
+    here.number = number;
+    here.b1 = int(block.place.b1);
+    here.b2 = int(block.place.b2);
+    here.q_begin = int(block.place.q_begin);
+    here.k_row = int(block.place.k_begin) + block.key0;
+    here.head_k = block.head_k;
+    here.row0 = block.row0;
+    here.begin = block.begin;
+    here.count = block.count;
+    if constexpr (S.key_parts) {
+      here.skipped = block.skipped;
+    }
+    const int steps = block.steps;
+    const int group = block.group;
+    int head = block.head0;
+    const auto at = [&](const Has& has, int column, int row, int head) {
+      return Coordinates{column, row, head * has.head, here.b2 * has.batch2, here.b1 * has.batch1};
+    };
+    const auto load_keys = [&] {
+      barrier_wait(barriers.kv_empty(), phase);
+      store_shared(base + kSizes.number_at, u32(here.number));
+      if (steps == 0) {
+        barrier_arrive(barriers.kv_full());
+        return;
+      }
+      barrier_expect(barriers.kv_full(), kSizes.keys * kRowBytes);
+#pragma unroll 1
+      for (int c = 0; c < kSizes.groups; ++c) {
+        const int row = here.k_row + c * kGroupKeys;
+#pragma unroll 1
+        for (int p = 0; p < kPanelsD; ++p) {
+          tensor_load(base + kSizes.k_at + (p * kSizes.keys + c * kGroupKeys) * kPanelD * 2, m.k, barriers.kv_full(),
+                      at(m.has_k, p * kPanelD, row, here.head_k));
+        }
+#pragma unroll 1
+        for (int p = 0; p < kPanelsV; ++p) {
+          tensor_load(base + kSizes.v_at + (p * kSizes.keys + c * kGroupKeys) * kPanelV * 2, m.v, barriers.kv_full(),
+                      at(m.has_v, p * kPanelV, row, here.head_k));
+        }
+      }
+    };
+    if (steps == 0) {
+      load_keys();
+    }
+    int until_keys = min(S.stages, steps);  // buffers of Q that are free sooner than those of K and V
+#pragma unroll 1
+    for (int i = 0; steps > 0 && i < group; ++i, ++head) {
+      const auto of_head =
+          Sm90KeyBlock<S>::steps_of_head(i, here.begin, here.count, S.key_parts ? here.skipped : 0, steps);
+      int query = of_head.query;
+#pragma unroll 1
+      for (int n = of_head.count; n > 0; --n, query = Sm90KeyBlock<S>::after(query, S.step, here.count)) {
+        const u32 full = barriers.q_full(ring.buffer());
+        barrier_wait(barriers.q_empty(ring.buffer()), ring.parity() ^ 1);
+        barrier_expect(full, S.step * kRowBytes + (S.query_term ? 3 : 2) * kSizes.rows);
+#pragma unroll 1
+        for (int p = 0; p < kPanelsD; ++p) {
+          tensor_load(base + kSizes.q_at + ring.buffer() * kSizes.q + p * S.step * kPanelD * 2, m.q, full,
+                      at(m.has_q, p * kPanelD, here.q_begin + query, head));
+        }
+#pragma unroll 1
+        for (int p = 0; p < kPanelsV; ++p) {
+          tensor_load(base + kSizes.grad_out_at + ring.buffer() * kSizes.grad_out + p * S.step * kPanelV * 2,
+                      m.grad_out, full, at(m.has_grad_out, p * kPanelV, here.q_begin + query, head));
+        }
+        const int row = here.row0 + head * int(a.padded_rows) + query;
+        bulk_load(base + kSizes.lse_at + ring.buffer() * kSizes.rows, a.row_lse + row, kSizes.rows, full);
+        bulk_load(base + kSizes.delta_at + ring.buffer() * kSizes.rows, a.row_delta + row, kSizes.rows, full);
+        if constexpr (S.query_term) {
+          bulk_load(base + kSizes.terms_at + ring.buffer() * kSizes.rows, a.row_term + row, kSizes.rows, full);
+        }
+        ring.next();
+        if (--until_keys == 0) {
+          load_keys();
+        }
+      }
+    }
+    phase ^= 1;
+    number = take();  // not sooner: whoever is free first shall have it
+  }
+  barrier_wait(barriers.kv_empty(), phase);
+  store_shared(base + kSizes.number_at, kNoBlock);
+  barrier_arrive(barriers.kv_full());
+}
+
+template <Spec S>
+__device__ __forceinline__ void sm90_backward_copy_bias(const Args& a, const Sm90BackwardArgs& m, u32 base,
+                                                        const Sm90BackwardBarriers& barriers) {
+  constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);
+  constexpr int kOuter = kSizes.outer + kSizes.outer2;
+  Ring<S.planes> ring;
+  Ring<S.q_buffers> ring_outer;
+  u32 phase = 0;
+#pragma unroll 1
+  for (u32 number = sm90_take_block<S>(base, barriers, phase); number != kNoBlock;
+       number = sm90_take_block<S>(base, barriers, phase)) {
+    const Sm90KeyBlock<S> block(a, m, number);
+#pragma unroll 1
+    for (int i = 0; i < block.group; ++i) {
+      const auto of_head = block.steps_of_head(i);
+      int query = of_head.query;
+#pragma unroll 1
+      for (int n = 0; n < of_head.count; ++n, query = block.after(query, S.step, block.count)) {
+        const auto load = [&](const TensorMap& map, const Has& has, u32 to, int columns, u32 full) {
+#pragma unroll 1
+          for (int p = 0; p < kSizes.keys / columns; ++p) {
+            tensor_load(to + p * S.step * 128, map, full,
+                        {block.key0 + p * columns, query, (block.head0 + i) * has.head,
+                         int(block.place.b2) * has.batch2, int(block.place.b1) * has.batch1});
+          }
+        };
+        if constexpr (sm90_bias_in_place(S)) {
+          const u32 full = barriers.bias_full(ring.buffer());
+          barrier_wait(barriers.grads_empty(ring.buffer()), ring.parity() ^ 1);
+          barrier_expect(full, kSizes.grads);
+          load(m.bias, m.has_bias, base + kSizes.grads_at + ring.buffer() * kSizes.grads, 64, full);
+          ring.next();
+        }
+        if constexpr (kOuter > 0) {
+          const u32 full = barriers.outer_full(ring_outer.buffer());
+          barrier_wait(barriers.outer_empty(ring_outer.buffer()), ring_outer.parity() ^ 1);
+          barrier_expect(full, kOuter);
+          if constexpr (kSizes.outer > 0) {
+            load(m.bias, m.has_bias, base + kSizes.outer_at + ring_outer.buffer() * kSizes.outer,
+                 bias_panel_columns(S.bias), full);
+          }
+          if constexpr (kSizes.outer2 > 0) {
+            load(m.bias2, m.has_bias2, base + kSizes.outer2_at + ring_outer.buffer() * kSizes.outer2,
+                 bias_panel_columns(S.bias2), full);
+          }
+          ring_outer.next();
+        }
+      }
+    }
+  }
+}
+
+// Tiles of dS leave as they are: the gradient of a bias that nothing shares.
+template <Spec S>
+__device__ __forceinline__ void sm90_backward_store_bias(const Args& a, const Sm90BackwardArgs& m, u32 base,
+                                                         const Sm90BackwardBarriers& barriers) {
+  constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);
+  Ring<S.planes> ring;
+  u32 phase = 0;
+#pragma unroll 1
+  for (u32 number = sm90_take_block<S>(base, barriers, phase); number != kNoBlock;
+       number = sm90_take_block<S>(base, barriers, phase)) {
+    const Sm90KeyBlock<S> block(a, m, number);
+#pragma unroll 1
+    for (int i = 0; i < block.group; ++i) {
+      const auto of_head = block.steps_of_head(i);
+      int query = of_head.query;
+#pragma unroll 1
+      for (int n = 0; n < of_head.count; ++n, query = block.after(query, S.step, block.count)) {
+        barrier_wait(barriers.grads_full(ring.buffer()), ring.parity());
+#pragma unroll 1
+        for (int p = 0; p < kSizes.keys / 64; ++p) {
+          tensor_store(m.grad_bias, base + kSizes.grads_at + ring.buffer() * kSizes.grads + p * S.step * 128,
+                       {block.key0 + p * 64, query, (block.head0 + i) * m.has_grad_bias.head,
+                        int(block.place.b2) * m.has_grad_bias.batch2, int(block.place.b1) * m.has_grad_bias.batch1});
+        }
+        bulk_commit();
+        bulk_wait_read();
+        barrier_arrive(barriers.grads_empty(ring.buffer()));
+        ring.next();
+      }
+    }
+  }
+}
+
+// Adds dQ to dq_sum, 64 queries at a time (`halves`: half of the columns, then the other half), as the warpgroups hand
+// them over. The number at turn_of() says how far the 64 queries are.
+//
+// ordered: it counts the blocks of keys that have added. A block waits until all blocks that come before it and meet
+// the queries have added their sums, and counts itself when its own sums have arrived.
+//
+// stores_first: dq_sum is not cleared before. 0: nothing is there; 1: a block stores; 2: its sums have arrived. The
+// block that changes 0 to 1 stores, and a block that finds 1 waits for 2, then adds. This cannot deadlock: a block that
+// has changed a 0 to 1 stores and waits for its own warpgroups only, before it looks at the next number.
+//
+// Sums of another block are added to by the asynchronous proxy. Its stores happen before ours where we see its
+// release with an acquire, and a proxy fence comes between the acquire and our copy.
+template <Spec S>
+__device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90BackwardArgs& m, u32 base,
+                                                  const Sm90BackwardBarriers& barriers) {
+  constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);
+  constexpr int kParts = S.step / 64;
+  constexpr int kHalves = S.halves ? 2 : 1;  // of the columns, one after the other in dq_sum
+  u32 parity = 0;                            // a bit for each place that sums leave from
+  u32 phase = 0;
+#pragma unroll 1
+  for (u32 number = sm90_take_block<S>(base, barriers, phase); number != kNoBlock;
+       number = sm90_take_block<S>(base, barriers, phase)) {
+    const Sm90KeyBlock<S> block(a, m, number);
+    int place = 0;
+    int place_before = -1;
+    const auto turn_of = [&](int i, int query) {
+      return a.turns + 1 + (block.row0 + (block.head0 + i) * int(a.padded_rows) + query) / 64;
+    };
+    // Whether rows have been stored is looked up a step ahead, while this thread would wait anyway: most have.
+    u32 ahead = 2;
+    const auto look_up = [&](const u32* turn) {
+      ahead = load_acquire(turn);
+      fence_async_all();
+    };
+    if (S.stores_first && !S.ordered && block.steps > 0) {
+      look_up(turn_of(0, block.steps_of_head(0).query));
+    }
+#pragma unroll 1
+    for (int i = 0; i < block.group; ++i) {
+      const auto of_head = block.steps_of_head(i);
+      int query = of_head.query;
+#pragma unroll 1
+      for (int n = of_head.count * kParts - 1; n >= 0; --n, query = block.after(query, 64, block.count)) {
+        const int row = block.row0 + (block.head0 + i) * int(a.padded_rows) + query;
+        u32* const turn = turn_of(i, query);
+        u32 before = ahead;
+#pragma unroll 1
+        for (int half = 0; half < kHalves; ++half) {
+          barrier_wait(barriers.leaving_full(place), parity >> place & 1);
+          parity ^= 1u << place;
+          if constexpr (S.stores_first && !S.ordered) {
+            if (half == 0 && before != 2) {
+              before = atomicCAS(turn, 0u, 1u);
+              while (before != 0 && load_acquire(turn) != 2) {
+              }
+              fence_async_all();
+            }
+          }
+          if constexpr (S.ordered) {
+            if (half == 0) {
+              before = block.blocks_before(query);
+              while (load_acquire(turn) < before) {  // more only where sequences overlap by mistake
+              }
+              fence_async_all();
+            }
+          }
+          const bool last = half + 1 == kHalves;
+          const u32 from = base + kSizes.leaving_at + place * kSizes.leaving;
+          float* const to = a.dq_sum + i64(row) * S.d + half * 32 * S.d;
+          const bool store = S.stores_first && before == 0;
+          if (store) {
+            bulk_store(to, from, kSizes.leaving);
+          } else {
+            bulk_add(to, from, kSizes.leaving);
+          }
+          bulk_commit();
+          if constexpr (S.ordered) {
+            bulk_wait();
+            barrier_arrive(barriers.leaving_empty(place));
+            if (last) {
+              add_release(turn, 1);
+            }
+          } else {
+            if (store && last) {
+              bulk_wait();
+              add_release(turn, 1);
+            }
+            bulk_wait_read<1>();
+            if (place_before >= 0) {
+              barrier_arrive(barriers.leaving_empty(place_before));
+            }
+            place_before = place;
+            if (S.stores_first && last && (n > 0 || i + 1 < block.group)) {
+              look_up(n > 0 ? turn_of(i, block.after(query, 64, block.count)) : turn_of(i + 1, block.begin));
+            }
+          }
+          place = place + 1 == kSizes.groups ? 0 : place + 1;
+        }
+      }
+    }
+    bulk_wait_read();
+    if (place_before >= 0) {
+      barrier_arrive(barriers.leaving_empty(place_before));
+    }
+  }
+  bulk_wait();
+}
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_SM90_BACKWARD_COPY_CUH

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What sm90_bias_gradient takes for a Spec: warpgroups, threads, where what lies in shared memory. Asked by the planner
+// on the host and by the kernel itself, so that the two cannot disagree.
+//
+// Spec: warps (a multiple of 4) compute, 16 queries each; step is the keys of a tile, part those of a product; stages
+// are the buffers of Q with K and dO with V; planes those of the tile of the bias whose gradient it is (`bias`);
+// q_buffers those of whatever else is added to scores, entry by entry.
+#ifndef FOVEA_CUDA_DEVICE_SM90_BIAS_GRADIENT_SIZES_H
+#define FOVEA_CUDA_DEVICE_SM90_BIAS_GRADIENT_SIZES_H
+
+#include "cuda/device/generic/sizes.h"
+#include "cuda/device/sm90/args.h"
+#include "cuda/device/spec.h"
+#include "math/small_cap.h"
+
+namespace fovea::cuda {
+
+// The bias alone, which stays for all entries of a list.
+constexpr Spec bias_of_tile(const Spec& s) {
+  Spec tile;
+  tile.type = s.type;
+  tile.bias = s.bias;
+  tile.natural = true;
+  return tile;
+}
+
+// Everything else, which changes with the entry. Scores that the bias is added to are in natural units.
+constexpr Spec scores_of_entry(const Spec& s) {
+  Spec entry = s;
+  entry.bias = BiasTile::kNone;
+  entry.natural = s.natural || !s.bias_outside;
+  return entry;
+}
+
+// Numbers of tiles on their way from the warp that takes them to all others.
+constexpr int kBiasTileNumbers = 2;
+
+struct Sm90BiasGradientSizes {
+  int groups;   // warpgroups that compute
+  int threads;  // with the one that copies
+  int rows;     // queries of a tile
+  int part;     // keys of a product
+  int parts;    // of a tile's keys
+
+  int vector_buffers;  // every second unit has row vectors
+
+  // Bytes: Q with K or dO with V; logsumexp and delta; a part of the bias's tile and of an entry's inputs.
+  int unit, vectors, tile, entry;
+  int vectors_at, tile_at, entry_at, barriers_at, numbers_at;
+  int bytes;  // all of it
+};
+
+constexpr Sm90BiasGradientSizes sm90_bias_gradient_sizes(const Spec& s) {
+  constexpr auto whole = [](int bytes) { return (bytes + 1023) / 1024 * 1024; };
+  Sm90BiasGradientSizes x{};
+  x.groups = s.warps / 4;
+  x.threads = 128 * (x.groups + 1);
+  x.rows = 16 * s.warps;
+  x.part = s.part;
+  x.parts = s.step / s.part;
+  x.vector_buffers = (s.stages + 1) / 2;
+  x.unit = whole((x.rows + s.step) * (s.d > s.dv ? s.d : s.dv) * 2);
+  x.vectors = x.rows * 8;
+  x.tile = score_input_bytes(bias_of_tile(s), x.rows, s.part, false);
+  x.entry = (score_input_bytes(scores_of_entry(s), x.rows, s.part, false) + 127) / 128 * 128;
+  x.tile_at = s.stages * x.unit;
+  x.entry_at = x.tile_at + s.planes * x.parts * x.tile;
+  x.vectors_at = x.entry_at + s.q_buffers * x.parts * x.entry;
+  x.barriers_at = x.vectors_at + x.vector_buffers * x.vectors;
+  x.numbers_at = x.barriers_at + 16 * (s.stages + s.planes + s.q_buffers + kBiasTileNumbers);
+  x.bytes = x.numbers_at + 4 * kBiasTileNumbers;
+  return x;
+}
+
+// Beside Args. Tiles are numbered along the keys, then along the queries, planes, chunks of the list; under a band or
+// where lengths differ along the planes first.
+struct Sm90BiasGradientArgs {
+  TensorMap q, k, v, grad_out;
+  Has has_q, has_k, has_v, has_grad_out;
+  math::u32* flags = nullptr;  // a word a tile and warp; with Spec::bias_outside written, else: tiles that are computed
+  math::u32* ticket = nullptr;  // blocks take tiles from it; none: every gridDim.x-th
+  int tiles = 0;
+  int planes = 0;
+  int group = 1;            // query heads of a key head
+  bool waits_first = true;  // for the kernel before, whose results are read
+  math::SmallCap<float> small_cap{};
+};
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_SM90_BIAS_GRADIENT_SIZES_H

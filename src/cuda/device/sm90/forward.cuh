@@ -1,0 +1,507 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// sm90_forward: o = softmax(scores of q k^T) v on Hopper, for numbers of 16 bits and head dimensions up to 256.
+//
+// Persistent blocks, one a multiprocessor (short sequences: several, of one computing warpgroup each). Warpgroup 0
+// copies: its first thread takes tiles of queries from a counter and loads Q, K, V and what is added to scores by TMA,
+// each into a ring of buffers with a barrier for full and one for empty. The other warpgroups compute, 64 queries each:
+//
+//     S of step n-1 = Q K^T issued, then O += P V of step n issued, and the turn is passed to the next warpgroup
+//     scores and softmax of n-1 | O of n awaited | P of n-1 in registers
+//
+//     tensor cores   S(n-1) O(n)   S(n-2) O(n-1) ...      of one warpgroup; the gaps are another's products
+//     other units          softmax(n-1)   softmax(n-2)
+//
+// At the end O leaves by TMA through the buffer of Q that its tile no longer needs; the next tile's Q is in the other.
+// Where there is no other O leaves from registers, and the next Q comes while the last softmax's P meets V.
+// Steps run from the last key to the first: the edges of the band and of the sequence come first.
+#ifndef FOVEA_CUDA_DEVICE_SM90_FORWARD_CUH
+#define FOVEA_CUDA_DEVICE_SM90_FORWARD_CUH
+
+#include "cuda/device/score/sm90_softmax.cuh"
+#include "cuda/device/sm90/forward_copy.cuh"
+#include "cuda/device/sm90/forward_output.cuh"
+#include "math/band.h"
+
+namespace fovea::cuda {
+
+template <Spec S>
+__global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_sizes(S).ctas)
+    sm90_forward(const __grid_constant__ Args a, const __grid_constant__ Sm90ForwardArgs m) {
+  // ---- sizes ----
+  constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
+  constexpr int kGroups = kSizes.groups;
+  constexpr int kRows = kSizes.rows;
+  constexpr int kStep = S.step;
+  constexpr int kPanelK = sm90_forward_panel(S.d);
+  constexpr int kPanelV = sm90_forward_panel(S.dv);
+  constexpr bool kPlanes = sm90_has_planes(S);
+  constexpr bool kDropout = S.dropout != DropoutRule::kNone;
+  constexpr bool kHides = sm90_hides(S);  // K has 16 more columns, which warps of the warpgroup that copies make
+  constexpr bool kPeels = sm90_peels(S);
+  constexpr bool kDirect = sm90_stores_directly(S);
+  const bool direct = kDirect && a.vector_stores;
+  // The sum is what a launch has; with more it would wait for ever.
+  constexpr bool kNarrow = kGroups < 3 || kStep < 128;
+  constexpr int kRegistersToCopy = kHides && kNarrow ? 56 : kGroups < 3 && S.ctas < 4 ? 40 : 32;
+  constexpr int kRegisters = sm90_forward_registers(S, kRegistersToCopy);
+  static_assert(kGroups <= 3 && (kGroups > 1 || !S.turns));
+  static_assert(S.type != Type::kFp32 && !S.split);
+  static_assert(S.d % 16 == 0 && S.dv % 16 == 0 && S.d <= 256 && S.dv <= 256 && kStep % 16 == 0);
+  static_assert(S.stages <= 4 && S.planes <= 4 && S.q_buffers <= 4 && kPlanes == (S.planes > 0));
+
+  // ---- shared memory and barriers ----
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const u32 base = shared_address(memory);
+  volatile Sm90Tile* const tiles = reinterpret_cast<Sm90Tile*>(memory + kSizes.tiles_at);
+  const Sm90Barriers barriers{base + kSizes.barriers_at};
+  const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
+  if (threadIdx.x == 0) {
+    barriers.init<S>();
+    barrier_init_fence();
+  }
+  if constexpr (!kPeels) {
+    for (int i = int(threadIdx.x) * 16; i < 16 * sm90_forward_panels(S.dv) * kPanelV * 2; i += int(blockDim.x) * 16) {
+      store_shared(base + kSizes.zeros_at + i, uint4{0, 0, 0, 0});
+    }
+    fence_async();
+  }
+  if constexpr (kHides) {
+    if (threadIdx.x < 128) {
+      Sm90Hide<S>::ones(base + kSizes.ones_at, int(threadIdx.x));
+      fence_async();
+    }
+  }
+  sync();
+  wait_for_kernels_before();
+
+  if (warpgroup == 0) {
+    fewer_registers<kRegistersToCopy>();
+    if constexpr (kHides) {
+      if (const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0); warp > 0) {
+        sm90_forward_prepare<S>(a, base, tiles, barriers, warp - 1, int(threadIdx.x % 32));
+        return;
+      }
+    }
+    if (threadIdx.x == 0) {
+      sm90_forward_copy<S>(a, m, base, tiles, barriers);
+    }
+    return;
+  }
+
+  // ---- the warpgroups that compute ----
+  more_registers<kRegisters>();
+  const int c = warpgroup - 1;
+  const int thread = threadIdx.x % 128;
+  const int warp = thread / 32;
+  const int lane = thread % 32;
+  const int g = lane / 4;
+  const int t = lane % 4;
+  const bool leader = lane == 0;
+  Ring<S.stages> ring_k, ring_v;
+  Ring<S.planes> ring_planes;
+  Ring<S.q_buffers> ring_q;
+  Ring<kSm90PreparedBuffers> ring_prepared;
+
+  // Turns: barrier 1 + c is this warpgroup's, passed on by the one before it.
+  constexpr bool kTurns = S.turns;
+  const int own_barrier = kSm90GroupBarrier + c;
+  const auto turn_wait = [&] {
+    if constexpr (kTurns) {
+      sync(1 + c, 256);
+    }
+  };
+  const auto turn_pass = [&] {
+    if constexpr (kTurns) {
+      arrive(1 + (c + 1 == kGroups ? 0 : c + 1), 256);
+    }
+  };
+  if (kTurns && c == kGroups - 1) {
+    arrive(1, 256);
+  }
+  const auto leave_k = [&] {
+    if (leader) {
+      barrier_arrive(barriers.k_empty(ring_k.buffer()));
+    }
+  };
+  const auto leave_v = [&] {
+    if (leader) {
+      barrier_arrive(barriers.v_empty(ring_v.buffer()));
+    }
+  };
+  const auto wait_planes = [&] {
+    if constexpr (kPlanes) {
+      barrier_wait(barriers.planes_full(ring_planes.buffer()), ring_planes.parity());
+    }
+  };
+  const auto next_planes = [&] {
+    if constexpr (kPlanes) {
+      if (leader) {
+        barrier_arrive(barriers.planes_empty(ring_planes.buffer()));
+      }
+      ring_planes.next();
+    }
+  };
+
+  Sm90Decisions<S> dropout;
+  const auto wait_prepared = [&] {
+    if constexpr (kHides) {
+      barrier_wait(barriers.prepared_full(ring_prepared.buffer()), ring_prepared.parity());
+    }
+  };
+  const auto next_prepared = [&] {
+    if constexpr (kHides) {
+      __syncwarp();
+      if (leader) {
+        barrier_arrive(barriers.prepared_empty(ring_prepared.buffer()));
+      }
+      ring_prepared.next();
+    }
+  };
+
+  const u32 q_low = descriptor_low(base + kSizes.q_at + c * 64 * kPanelK * 2, 16);
+  const u32 k_low = descriptor_low(base + kSizes.k_at, 16);
+  const u32 v_low = descriptor_low(base + kSizes.v_at, kStep * kPanelV * 2);
+  const u32 zeros_low = descriptor_low(base + kSizes.zeros_at, 16 * kPanelV * 2);
+  constexpr u32 kHighK = descriptor_high(kPanelK * 2);
+  constexpr u32 kHighV = descriptor_high(kPanelV * 2);
+  const int fragment_row = warp * 16 + lane % 16;  // of this warpgroup's 64, as ldmatrix and stmatrix take it
+  const int fragment_half = lane / 16;
+
+  int stored = -1;  // the buffer of Q that an O of ours may still be leaving through
+  // Q is no longer needed.
+  const auto leave_q = [&](bool now) {
+    if constexpr (kDirect) {
+      __syncwarp();
+      if (leader && now) {
+        barrier_arrive(barriers.q_empty(ring_q.buffer()));
+      }
+    }
+  };
+  const auto release_stored = [&] {
+    if (stored >= 0 && thread == 0) {
+      bulk_wait_read();
+      barrier_arrive(barriers.q_empty(stored));
+    }
+    stored = -1;
+  };
+
+  Sm90Softmax<S> softmax;
+  Sm90Inputs<S> inputs(base, c * 64 + warp * 16 + g, c * 64 + fragment_row, fragment_half, t);
+  float o[S.dv / 2];
+
+  while (true) {
+    // ---- which tile ----
+    barrier_wait(barriers.q_full(ring_q.buffer()), ring_q.parity());
+    const Sm90Tile tile = sm90_read_tile(base + kSizes.tiles_at + ring_q.buffer() * u32(sizeof(Sm90Tile)));
+    if (tile.b < 0) {
+      break;
+    }
+    if (leader) {  // the tile is read; Q itself is not yet
+      barrier_arrive(barriers.q_empty(ring_q.buffer()));
+    }
+    const math::Band<int> band = sm90_band<S>(a, m, tile);
+    const math::Interval<int> steps = sm90_steps<S>(tile, band, tile.row, kRows);
+    const int top = tile.row + c * 64;
+    const int row0 = top + warp * 16 + g;
+    const u32 q_now = q_low + ring_q.buffer() * (kSizes.q / 16);
+    if constexpr (kDropout) {
+      dropout.start(a, tile.b, tile.head, tile.k_len, row0);
+    }
+    inputs.start(a, tile, band, row0, t);
+
+    // ---- products ----
+    const auto issue_scores = [&] {
+      if constexpr (kHides) {
+        wait_prepared();
+      }
+      const u32 k_now = k_low + ring_k.buffer() * (kSizes.k / 16);
+      constexpr int kBlocks = kPanelK / 16;
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < S.d / 16; ++k) {
+        const u32 in_panel = k % kBlocks * 2;
+        wgmma_shared<S.type>(softmax.s, descriptor(q_now + k / kBlocks * (kRows * kPanelK * 2 / 16) + in_panel, kHighK),
+                             descriptor(k_now + k / kBlocks * (kStep * kPanelK * 2 / 16) + in_panel, kHighK), k > 0);
+      }
+      if constexpr (kHides) {
+        const u32 hide_now = descriptor_low(base + kSizes.hide_at + ring_prepared.buffer() * kSizes.hide, 16);
+        const u32 ones_low = descriptor_low(base + kSizes.ones_at, 16);
+        wgmma_shared<S.type>(softmax.s, descriptor(ones_low, descriptor_high(32)),
+                             descriptor(hide_now, descriptor_high(32)), true);
+      }
+      wgmma_commit();
+    };
+    const auto issue_output = [&](bool first = false) {
+      const u32 v_now = first ? zeros_low : v_low + ring_v.buffer() * (kSizes.v / 16);
+      const u32 v_next = first ? 0 : 16 * kPanelV * 2 / 16;
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kStep / 16; ++k) {
+        wgmma_registers<S.type>(o, softmax.p + 4 * k, descriptor(v_now + k * v_next, kHighV));
+      }
+      wgmma_commit();
+    };
+    // ---- steps that no row of this warpgroup meets are passed over ----
+    int own_end = steps.end;
+    if constexpr (S.banded) {
+      own_end = min(steps.end, sm90_steps<S>(tile, band, top, 64).end);
+    }
+    if (top >= band.seqlen_q) {
+      own_end = steps.begin;
+    }
+    softmax.start();
+    for (int n = steps.end - 1; n >= own_end && n >= steps.begin; --n) {
+      turn_wait();
+      barrier_wait(barriers.k_full(ring_k.buffer()), ring_k.parity());
+      leave_k();
+      ring_k.next();
+      wait_planes();
+      next_planes();
+      barrier_wait(barriers.v_full(ring_v.buffer()), ring_v.parity());
+      leave_v();
+      ring_v.next();
+      turn_pass();
+      wait_prepared();
+      next_prepared();
+    }
+    float sink = -kInfinity;
+    if (own_end > steps.begin) {
+      int n = own_end - 1;
+      bool careful =
+          !S.guess;  // a warp's own matter: it takes the exact way, until references are fit for the quick one
+      const float unit = softmax.kNatural ? math::kLog2E : m.scale_log2;
+
+      const auto finish = [&](auto at_end, auto again) {
+        softmax.template finish<again, again || (kPeels && at_end)>(a, m, inputs, ring_planes.buffer(), n * kStep);
+        softmax.template mask<at_end>(band, top, row0, n * kStep, t);
+      };
+      // From the dot products of step n to P, or to what is left to settle().
+      // Note: a wait for products is the whole warpgroup's, so that its warps, each of which goes its own way, all pass
+      // one and the same. The vote keeps it behind the weights: with nothing but arithmetic before it ptxas moves it to
+      // the front, and no warpgroup does its softmax while its own product runs. Narrow heads want it there.
+      enum class Left { kNothing, kMoving, kExact, kAgain };
+      const auto soften = [&](auto at_end, bool first) {
+        const auto await_output = [&] {
+          wgmma_wait<0>();
+          pin(o);
+          if (!first) {
+            leave_v();
+          }
+        };
+        const auto make_p = [&] {
+          if constexpr (!S.early) {
+            dropout.draw(n * kStep, t);
+          }
+          softmax.convert(dropout);
+        };
+        const auto weigh = [&] {
+          if (careful) {
+            return Left::kExact;
+          }
+          if constexpr (S.early && S.ahead) {
+            dropout.draw(n * kStep, t);  // between the powers
+          }
+          float parts[4] = {};  // of the rows' sums over the step
+          softmax.weigh(unit, parts);
+          const float part0 = parts[0] + parts[1];
+          const float part1 = parts[2] + parts[3];
+          Left left = Left::kNothing;
+          if (__any_sync(~0u, !(part0 < softmax.kLargestPart) || !(part1 < softmax.kLargestPart))) {
+            if (__any_sync(~0u, !(part0 + part1 < softmax.kLargestSum))) {
+              return Left::kAgain;
+            }
+            left = Left::kMoving;
+          }
+          leave_k();
+          softmax.sum[0] += part0;
+          softmax.sum[1] += part1;
+          if constexpr (!S.ahead) {
+            make_p();
+          }
+          return left;
+        };
+        wait_planes();
+        finish(at_end, Constant<0>{});
+        if (S.guess && first) {
+          softmax.guess(a);
+          careful = softmax.must_be_exact();
+          if (careful) {
+            softmax.start();
+          }
+        }
+        if constexpr (!S.ahead) {
+          if (S.early && !careful) {
+            dropout.draw(n * kStep, t);
+          }
+          await_output();
+        }
+        const Left left = weigh();
+        if constexpr (S.ahead) {
+          await_output();
+          if (left == Left::kNothing || left == Left::kMoving) {
+            make_p();
+          }
+        }
+        return left;
+      };
+      // What is rare, and long: here once for all steps.
+      const auto settle = [&](Left left) {
+        if (left != Left::kNothing) {
+          if (left == Left::kMoving) {
+            softmax.move_references(o);
+          } else {
+            if (left == Left::kAgain) {
+              softmax.form(base + kSizes.q_at + ring_q.buffer() * kSizes.q, c * 64 + fragment_row,
+                           base + kSizes.k_at + ring_k.buffer() * kSizes.k, lane);
+              finish(Constant<1>{}, Constant<1>{});
+            }
+            if constexpr (kHides) {  // a hidden key that holds NaN: the product cannot hide it
+              inputs.find_words(a, tile, band, row0, t);
+              inputs.load_words(n * kStep);
+              inputs.hide(softmax.s);
+            }
+            if (!S.early || left == Left::kExact) {
+              dropout.draw(n * kStep, t);
+            }
+            softmax.exactly(a, o);
+            careful = softmax.must_be_exact();
+            leave_k();
+          }
+          softmax.convert(dropout);
+        }
+        ring_k.next();
+        next_planes();
+      };
+      const auto after_first = [&] {
+        release_stored();
+        // 0 * NaN is NaN: what lies behind the sequence's end must not be there. Every warpgroup writes the same zeros.
+        if constexpr (S.ragged) {
+          const int live = band.seqlen_k - n * kStep;
+          if (live < kStep) {
+            barrier_wait(barriers.v_full(ring_v.buffer()), ring_v.parity());
+            sm90_clear_values<S>(base + kSizes.v_at + ring_v.buffer() * kSizes.v, live, thread);
+            sync(own_barrier, 128);
+          }
+        }
+      };
+#pragma unroll
+      for (int i = 0; i < S.dv / 2; ++i) {
+        o[i] = 0;
+      }
+      bool first = true;
+      Left left = Left::kNothing;
+      if constexpr (kPeels) {
+        barrier_wait(barriers.k_full(ring_k.buffer()), ring_k.parity());
+        turn_wait();
+        issue_scores();
+        turn_pass();
+        if constexpr (!kHides) {
+          inputs.load_words(n * kStep);
+        }
+        wgmma_wait<0>();
+        pin(softmax.s);
+        next_prepared();
+        left = soften(Constant<1>{}, true);
+        after_first();
+        first = false;
+      } else {
+#pragma unroll
+        for (int i = 0; i < kStep / 4; ++i) {
+          softmax.p[i] = 0;
+        }
+      }
+
+      // ---- steps, and the end of the one before ----
+#pragma unroll 1
+      while (true) {
+        if (kPeels || !first) {
+          settle(left);
+          if (n == steps.begin) {
+            break;
+          }
+          --n;
+        }
+        barrier_wait(barriers.k_full(ring_k.buffer()), ring_k.parity());
+        turn_wait();
+        issue_scores();
+        if (!first) {
+          barrier_wait(barriers.v_full(ring_v.buffer()), ring_v.parity());
+        }
+        issue_output(first);
+        turn_pass();
+        if constexpr (!kHides) {
+          inputs.load_words(n * kStep);
+        }
+        wgmma_wait<1>();
+        pin(softmax.s);
+        next_prepared();
+        left = soften(Constant<!kPeels>{}, first);
+        if (!first) {
+          ring_v.next();
+        }
+        if (!kPeels && first) {
+          after_first();
+          first = false;
+        }
+      }
+      leave_q(direct);
+      barrier_wait(barriers.v_full(ring_v.buffer()), ring_v.parity());
+      issue_output();
+      softmax.sum[0] = quad_sum(softmax.sum[0]);
+      softmax.sum[1] = quad_sum(softmax.sum[1]);
+      wgmma_wait<0>();
+      pin(o);
+      leave_v();
+      ring_v.next();
+    } else {
+      leave_q(direct);
+      release_stored();
+#pragma unroll
+      for (int i = 0; i < S.dv / 2; ++i) {
+        o[i] = 0;
+      }
+    }
+
+    // ---- the end of the rows ----
+    if (a.sink != nullptr) {
+      sink = a.sink[tile.head * a.sink_stride];
+    }
+    float factor[2];
+#pragma unroll
+    for (int x = 0; x < 2; ++x) {
+      float logsumexp;
+      softmax.end(x, sink, kDropout ? a.keep_scale : 1.f, factor[x], logsumexp);
+      const int row = row0 + 8 * x;
+      if (a.lse.data != nullptr && t == 0 && row < tile.q_len) {
+        static_cast<float*>(a.lse.data)[tile.offset(a.lse.strides, tile.q_begin + row)] = logsumexp;
+      }
+    }
+    if (direct) {
+      sm90_forward_store_directly<S>(a, tile, row0, t, o, factor);
+    } else {
+      const bool leaving =
+          sm90_forward_store<S>(a, m, tile, base + kSizes.q_at + ring_q.buffer() * kSizes.q, c, thread, o, factor);
+      if (leaving && S.q_buffers > 1) {
+        stored = int(ring_q.buffer());
+      } else if (thread == 0) {
+        bulk_wait_read();
+        if constexpr (!kDirect) {
+          barrier_arrive(barriers.q_empty(ring_q.buffer()));
+        }
+      }
+      leave_q(true);
+    }
+    ring_q.next();
+  }
+  if (kTurns && c == 0) {
+    sync(1, 256);  // the last turn that was passed
+  }
+  if (thread == 0) {
+    bulk_wait_read();
+  }
+}
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_SM90_FORWARD_CUH

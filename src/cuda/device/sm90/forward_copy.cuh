@@ -1,0 +1,330 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The warpgroup of sm90_forward that copies: which tile comes next, and Q, K, V and what is added to scores by TMA into
+// rings of buffers. One thread does all of it. It decodes a tile's number and puts the result beside Q, so that it
+// alone reads the list of ragged sequences.
+#ifndef FOVEA_CUDA_DEVICE_SM90_FORWARD_COPY_CUH
+#define FOVEA_CUDA_DEVICE_SM90_FORWARD_COPY_CUH
+
+#include "cuda/device/ptx/sm90.cuh"
+#include "cuda/device/ptx/wgmma.cuh"
+#include "cuda/device/sm90/forward_sizes.h"
+#include "math/band.h"
+#include "math/rows.h"
+
+namespace fovea::cuda {
+
+// A ring of buffers: which one, and the parity of its barriers, in one register.
+template <int kBuffers>
+struct Ring {
+  u32 at = 0;
+  __device__ __forceinline__ u32 buffer() const { return at >> 1; }
+  __device__ __forceinline__ u32 parity() const { return at & 1; }
+  __device__ __forceinline__ void next() { at = at >= 2 * kBuffers - 2 ? (at & 1) ^ 1 : at + 2; }
+};
+
+// For each ring, buffer by buffer: full and empty.
+struct Sm90Barriers {
+  u32 first;
+  __device__ __forceinline__ u32 q_full(int i) const { return first + 8 * i; }
+  __device__ __forceinline__ u32 q_empty(int i) const { return first + 32 + 8 * i; }
+  __device__ __forceinline__ u32 k_full(int i) const { return first + 64 + 8 * i; }
+  __device__ __forceinline__ u32 k_empty(int i) const { return first + 96 + 8 * i; }
+  __device__ __forceinline__ u32 v_full(int i) const { return first + 128 + 8 * i; }
+  __device__ __forceinline__ u32 v_empty(int i) const { return first + 160 + 8 * i; }
+  __device__ __forceinline__ u32 planes_full(int i) const { return first + 192 + 8 * i; }
+  __device__ __forceinline__ u32 planes_empty(int i) const { return first + 224 + 8 * i; }
+  __device__ __forceinline__ u32 prepared_full(int i) const { return first + 256 + 8 * i; }
+  __device__ __forceinline__ u32 prepared_empty(int i) const { return first + 288 + 8 * i; }
+
+  // Full: who writes, and (the copying thread's) bytes. Empty: every warp that reads, and (Q) every warpgroup that
+  // stores, or warp that no longer needs it.
+  template <Spec S>
+  __device__ __forceinline__ void init() const {
+    constexpr int kGroups = sm90_forward_sizes(S).groups;
+    constexpr int kPreparing = sm90_hides(S) ? kSm90PreparingWarps : 0;
+    const auto ring = [](int buffers, u32 full, u32 empty, int writers, int readers) {
+      for (int i = 0; i < buffers; ++i) {
+        barrier_init(full + 8 * i, writers);
+        barrier_init(empty + 8 * i, readers);
+      }
+    };
+    ring(S.q_buffers, q_full(0), q_empty(0), 1, (sm90_stores_directly(S) ? 8 : 5) * kGroups + 32 * kPreparing);
+    ring(S.stages, k_full(0), k_empty(0), 1, 4 * kGroups);
+    ring(S.stages, v_full(0), v_empty(0), 1, 4 * kGroups);
+    ring(S.planes, planes_full(0), planes_empty(0), 1, 4 * kGroups);
+    if constexpr (kPreparing > 0) {
+      ring(kSm90PreparedBuffers, prepared_full(0), prepared_empty(0), kPreparing, 4 * kGroups);
+    }
+  }
+};
+
+// A tile of queries of one head; b < 0: there are no more.
+struct Sm90Tile {
+  int row, head, b;
+  int q_begin, q_len, k_begin, k_len;
+  int head_k, b1, b2;
+  int first_step, end_step;  // with a mask of keys: its steps, without those that are hidden at either end
+
+  __device__ __forceinline__ i64 offset(const math::Strides& strides, int at) const {
+    return b1 * strides.batch1 + b2 * strides.batch2 + head * strides.head + at * strides.row;
+  }
+};
+
+// What lies beside Q. One lane reads, the one that arrives for its warp.
+__device__ __forceinline__ Sm90Tile sm90_read_tile(u32 tile) {
+  constexpr int kWords = int(sizeof(Sm90Tile)) / 4;
+  int words[kWords];
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    u32 x = 0;
+    if (threadIdx.x % 32 == 0) {
+      x = load_shared_word(tile + 4 * i);
+    }
+    words[i] = int(__shfl_sync(~0u, x, 0));
+  }
+  return {words[0], words[1], words[2], words[3], words[4],  words[5],
+          words[6], words[7], words[8], words[9], words[10], words[11]};
+}
+
+// Tiles are numbered head by head, but for heads_together of them whose row tiles alternate; under a band the longest
+// first. Sequences of different lengths are numbered one after the other, each with all of its heads.
+template <Spec S>
+__device__ __forceinline__ Sm90Tile sm90_tile(const Args& a, const Sm90ForwardArgs& m, int number) {
+  constexpr int kRows = sm90_forward_sizes(S).rows;
+  Sm90Tile tile{};
+  u32 in_group = u32(number);
+  // Opaque, or the reciprocals that divisions take would be made once and kept.
+  u32 row_tiles = u32(opaque(m.row_tiles));
+  u32 all = u32(m.heads) * u32(m.batch);
+  tile.q_len = int(a.rows.rows_q);
+  tile.k_len = int(a.rows.rows_k);
+  if constexpr (S.ragged) {
+    const ListedTile listed = m.list[in_group / u32(opaque(m.heads))];
+    tile.b = listed.b;
+    tile.q_begin = listed.q_begin;
+    tile.q_len = listed.q_len;
+    tile.k_begin = listed.k_begin;
+    tile.k_len = listed.k_len;
+    in_group -= u32(listed.first) * u32(m.heads);
+    row_tiles = u32(tile.q_len + kRows - 1) / u32(kRows);
+    all = u32(m.heads);
+  }
+  u32 alternating = u32(opaque(m.heads_together));
+  const u32 group = in_group / (row_tiles * alternating);
+  in_group -= group * (row_tiles * alternating);
+  const u32 first_bh = group * alternating;
+  alternating = min(alternating, all - first_bh);
+  const u32 row = in_group / alternating;
+  const u32 bh = first_bh + in_group - row * alternating;
+  tile.row = int(S.banded ? row_tiles - 1 - row : row) * kRows;
+  if constexpr (S.ragged) {
+    tile.head = int(bh);
+  } else {
+    const u32 inside = u32(opaque(m.inside));
+    const u32 outer = bh / inside;
+    const u32 inner = bh - outer * inside;
+    tile.head = int(m.batch_inside ? outer : inner);
+    tile.b = int(m.batch_inside ? inner : outer);
+  }
+  return tile;
+}
+
+// Steps whose keys any of these rows of the tile meets.
+template <Spec S>
+__device__ __forceinline__ math::Interval<int> sm90_steps(const Sm90Tile& tile, const math::Band<int>& band, int row,
+                                                          int rows) {
+  const math::Interval<int> keys = band.keys_of_rows(row, min(row + rows, band.seqlen_q));
+  math::Interval<int> steps{S.left_edge ? keys.begin / S.step : 0,
+                            ((S.banded ? keys.end : band.seqlen_k) + S.step - 1) / S.step};
+  if constexpr (sm90_skips(S)) {
+    steps = {max(steps.begin, tile.first_step), min(steps.end, tile.end_step)};
+  }
+  return steps;
+}
+
+// Steps of the tile between which a mask of keys shows any.
+template <Spec S>
+__device__ __forceinline__ math::Interval<int> sm90_shown_steps(const Args& a, const Sm90Tile& tile) {
+  constexpr u32 kBits = S.step < 128 ? (1u << S.step / 4) - 1 : ~0u;
+  const u32* const words = static_cast<const u32*>(a.mask.data) + tile.offset(a.mask.strides, 0);
+  const auto hidden = [&](int step) {
+    const int key = step * S.step;
+    const uint4 x = __ldg(reinterpret_cast<const uint4*>(words + key / 128 * 4));
+    return ((x.x | x.y | x.z | x.w) >> key % 128 / 4 & kBits) == 0;
+  };
+  math::Interval<int> steps{0, (tile.k_len + S.step - 1) / S.step};
+  while (steps.end > steps.begin && hidden(steps.end - 1)) {
+    --steps.end;
+  }
+  while (steps.begin < steps.end && hidden(steps.begin)) {
+    ++steps.begin;
+  }
+  return steps;
+}
+
+template <Spec S>
+__device__ __forceinline__ math::Band<int> sm90_band(const Args& a, const Sm90ForwardArgs& m, const Sm90Tile& tile) {
+  const int shift = S.banded && !a.top_left ? tile.k_len - tile.q_len : 0;
+  return {tile.q_len, tile.k_len, shift + m.low, shift + m.high};
+}
+
+// ---- the warpgroup that copies: one thread of it ----
+
+template <Spec S>
+__device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90ForwardArgs& m, u32 base,
+                                                  volatile Sm90Tile* tiles, const Sm90Barriers& barriers) {
+  constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
+  constexpr int kRows = kSizes.rows;
+  constexpr int kPanelK = sm90_forward_panel(S.d);
+  constexpr int kPanelV = sm90_forward_panel(S.dv);
+  constexpr int kPlaneBytes = kSizes.bias + kSizes.bias2;
+  Ring<S.stages> ring_k, ring_v;
+  Ring<S.planes> ring_planes;
+  Ring<S.q_buffers> ring_q;
+  const int count = S.ragged ? m.schedule->row_tiles * m.heads : m.tiles;
+  // A tile's number is decoded while those before it are computed; divisions, and the list in global memory, take long.
+  volatile Sm90Tile& later = tiles[S.q_buffers];
+  const auto decode = [&](int number) {
+    if (number < count) {
+      Sm90Tile tile = sm90_tile<S>(a, m, number);
+      later.row = tile.row;
+      later.head = tile.head;
+      later.b = tile.b;
+      later.q_begin = tile.q_begin;
+      later.q_len = tile.q_len;
+      later.k_begin = tile.k_begin;
+      later.k_len = tile.k_len;
+      later.head_k = int(u32(tile.head) / u32(opaque(m.group)));
+      later.b1 = int(u32(tile.b) / u32(opaque(m.batch2)));
+      later.b2 = tile.b - later.b1 * m.batch2;
+      if constexpr (sm90_skips(S)) {
+        tile.b1 = later.b1;
+        tile.b2 = later.b2;
+        const math::Interval<int> shown = sm90_shown_steps<S>(a, tile);
+        tile.first_step = shown.begin;
+        tile.end_step = shown.end;
+        const math::Interval<int> steps = sm90_steps<S>(tile, sm90_band<S>(a, m, tile), tile.row, kRows);
+        later.first_step = steps.begin;
+        later.end_step = steps.end;
+      }
+    }
+  };
+  int next = int(blockIdx.x);
+  for (int number = -1;; number = next) {
+    if (number >= 0) {  // one place in the code for every tile's decode, the first one's too
+      barrier_wait(barriers.q_empty(ring_q.buffer()), ring_q.parity() ^ 1);
+      const u32 full = barriers.q_full(ring_q.buffer());
+      if (number >= count) {
+        tiles[ring_q.buffer()].b = -1;
+        barrier_arrive(full);
+        return;
+      }
+      next = S.ragged || m.schedule != nullptr ? int(gridDim.x + atomicAdd(&m.schedule->next, 1u)) : count;
+      // What loads need is read from there again: this warpgroup has few registers.
+      volatile Sm90Tile& here = tiles[ring_q.buffer()];
+      here.row = later.row;
+      here.head = later.head;
+      here.b = later.b;
+      here.q_begin = later.q_begin;
+      here.q_len = later.q_len;
+      here.k_begin = later.k_begin;
+      here.k_len = later.k_len;
+      here.head_k = later.head_k;
+      here.b1 = later.b1;
+      here.b2 = later.b2;
+      if constexpr (sm90_skips(S)) {
+        here.first_step = later.first_step;
+        here.end_step = later.end_step;
+      }
+      math::Interval<int> steps;
+      if constexpr (sm90_skips(S)) {
+        steps = {here.first_step, here.end_step};
+      } else {
+        Sm90Tile tile{};
+        tile.row = here.row;
+        tile.q_len = here.q_len;
+        tile.k_len = here.k_len;
+        steps = sm90_steps<S>(tile, sm90_band<S>(a, m, tile), tile.row, kRows);
+      }
+      const auto at = [&](const Has& has, int column, int row, int head) {
+        return Coordinates{column, row, head * has.head, here.b2 * has.batch2, here.b1 * has.batch1};
+      };
+      barrier_expect(full, kRows * sm90_forward_panels(S.d) * kPanelK * 2);
+#pragma unroll 1
+      for (int p = 0; p < sm90_forward_panels(S.d); ++p) {
+        tensor_load(base + kSizes.q_at + ring_q.buffer() * kSizes.q + p * kRows * kPanelK * 2, m.q, full,
+                    at(m.has_q, p * kPanelK, here.q_begin + here.row, here.head));
+      }
+      ring_q.next();
+
+      const auto load_k = [&](int n) {
+        barrier_wait(barriers.k_empty(ring_k.buffer()), ring_k.parity() ^ 1);
+        const u32 k_full = barriers.k_full(ring_k.buffer());
+        barrier_expect(k_full, S.step * sm90_forward_panels(S.d) * kPanelK * 2);
+#pragma unroll 1
+        for (int p = 0; p < sm90_forward_panels(S.d); ++p) {
+          tensor_load(base + kSizes.k_at + ring_k.buffer() * kSizes.k + p * S.step * kPanelK * 2, m.k, k_full,
+                      at(m.has_k, p * kPanelK, here.k_begin + n * S.step, here.head_k));
+        }
+        ring_k.next();
+        if constexpr (sm90_has_planes(S)) {
+          const u32 buffer = ring_planes.buffer();
+          barrier_wait(barriers.planes_empty(buffer), ring_planes.parity() ^ 1);
+          const u32 planes_full = barriers.planes_full(buffer);
+          int keys = 0;  // of the key term, whose rows are padded to 16 bytes
+          if constexpr (S.key_term) {
+            keys = min(S.step, (here.k_len - n * S.step + 3) / 4 * 4);
+          }
+          barrier_expect(planes_full, kPlaneBytes + keys * 4);
+          const auto load_bias = [&](const TensorMap& map, const Has& has, int place, int bytes, int panel) {
+#pragma unroll 1
+            for (int p = 0; p < S.step / panel; ++p) {
+              tensor_load(base + place + buffer * bytes + p * (bytes * panel / S.step), map, planes_full,
+                          at(has, n * S.step + p * panel, here.row, here.head));
+            }
+          };
+          if constexpr (S.bias != BiasTile::kNone) {
+            load_bias(m.bias, m.has_bias, kSizes.bias_at, kSizes.bias, sm90_bias_panel(S, S.bias));
+          }
+          if constexpr (S.bias2 != BiasTile::kNone) {
+            load_bias(m.bias2, m.has_bias2, kSizes.bias2_at, kSizes.bias2, sm90_bias_panel(S, S.bias2));
+          }
+          if constexpr (S.key_term) {
+            const math::Strides& strides = a.key_term.strides;
+            const float* const from = static_cast<const float*>(a.key_term.data) + here.b1 * strides.batch1 +
+                                      here.b2 * strides.batch2 + here.head * strides.head;
+            bulk_load(base + kSizes.key_term_at + buffer * kSizes.key_term, from + n * S.step, keys * 4, planes_full);
+          }
+          ring_planes.next();
+        }
+      };
+      const auto load_v = [&](int n) {
+        barrier_wait(barriers.v_empty(ring_v.buffer()), ring_v.parity() ^ 1);
+        const u32 v_full = barriers.v_full(ring_v.buffer());
+        barrier_expect(v_full, S.step * sm90_forward_panels(S.dv) * kPanelV * 2);
+#pragma unroll 1
+        for (int p = 0; p < sm90_forward_panels(S.dv); ++p) {
+          tensor_load(base + kSizes.v_at + ring_v.buffer() * kSizes.v + p * S.step * kPanelV * 2, m.v, v_full,
+                      at(m.has_v, p * kPanelV, here.k_begin + n * S.step, here.head_k));
+        }
+        ring_v.next();
+      };
+      if (steps.end > steps.begin) {
+        for (int n = steps.end; n >= steps.begin; --n) {
+          if (n > steps.begin) {
+            load_k(n - 1);
+          }
+          if (n < steps.end) {
+            load_v(n);
+          }
+        }
+      }
+    }
+    decode(next);
+  }
+}
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_SM90_FORWARD_COPY_CUH

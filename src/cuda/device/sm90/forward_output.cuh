@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a warpgroup of sm90_forward does to V before its rows meet it and to O after: rows of V behind a sequence's end
+// are cleared; O goes through the place of the warpgroup's Q, from where the tensor memory accelerator takes it or,
+// where it cannot, the threads do.
+#ifndef FOVEA_CUDA_DEVICE_SM90_FORWARD_OUTPUT_CUH
+#define FOVEA_CUDA_DEVICE_SM90_FORWARD_OUTPUT_CUH
+
+#include "cuda/device/sm90/forward_copy.cuh"
+#include "cuda/device/tile/accumulator.cuh"
+
+namespace fovea::cuda {
+
+inline constexpr int kSm90GroupBarrier = 4;  // of the first warpgroup that computes
+inline constexpr int kSm90AllBarrier = 7;    // of all that compute
+
+// Rows of V from `live` on, in all panels; a warpgroup's barrier is to follow.
+template <Spec S>
+__device__ __forceinline__ void sm90_clear_values(u32 to, int live, int thread) {
+  constexpr int kPanel = sm90_forward_panel(S.dv);
+  constexpr int kChunks = sm90_forward_panels(S.dv) * (kPanel / 8);
+  for (int i = thread; i < (S.step - live) * kChunks; i += 128) {
+    const int row = live + i / kChunks;
+    const int chunk = i % kChunks;
+    // Rows of a panel keep their chunks, so that all chunks of a row may be zeroed unswizzled: all of a panel's.
+    store_shared(to + chunk / (kPanel / 8) * S.step * kPanel * 2 + row * kPanel * 2 + chunk % (kPanel / 8) * 16,
+                 uint4{0, 0, 0, 0});
+  }
+  fence_async();
+}
+
+// O times `factor` from registers, where rows of out may be written by 16 bytes.
+template <Spec S>
+__device__ __forceinline__ void sm90_forward_store_directly(const Args& a, const Sm90Tile& tile, int row, int t,
+                                                            float (&o)[S.dv / 2], const float (&factor)[2]) {
+#pragma unroll
+  for (int i = 0; i < S.dv / 2; ++i) {
+    o[i] *= factor[i / 2 % 2];
+  }
+  store_accumulator<S.type>(static_cast<u16*>(a.out.data) + tile.offset(a.out.strides, tile.q_begin), a.out.strides, o,
+                            1.f, row, tile.q_len, a.out_dim_v, true, t);
+}
+
+// O times `factor`, of warpgroup c's rows, through `place`, the tile's buffer of Q. True: a tensor store that thread 0
+// has begun reads it yet. Otherwise the place is free.
+template <Spec S>
+__device__ __forceinline__ bool sm90_forward_store(const Args& a, const Sm90ForwardArgs& m, const Sm90Tile& tile,
+                                                   u32 place, int c, int thread, const float (&o)[S.dv / 2],
+                                                   const float (&factor)[2]) {
+  constexpr int kRows = sm90_forward_sizes(S).rows;
+  constexpr int kPanel = sm90_forward_panel(S.dv);
+  constexpr int kBlocks = kPanel / 16;
+  const int own_barrier = kSm90GroupBarrier + c;
+  const int top = tile.row + c * 64;
+  const int fragment_row = c * 64 + thread / 32 * 16 + thread % 16;  // as stmatrix takes it
+  const int fragment_half = thread % 32 / 16;
+  const auto pair = [&](int j, int x) {
+    return pack<S.type>(o[4 * j + 2 * x] * factor[x], o[4 * j + 2 * x + 1] * factor[x]);
+  };
+  // Rows of O lie where this warp's own rows of Q do, if the panels of both are as wide.
+  if constexpr (sm90_forward_panel(S.d) != kPanel) {
+    sync(kSm90AllBarrier, 128 * sm90_forward_sizes(S).groups);
+  }
+#pragma unroll
+  for (int k = 0; k < S.dv / 16; ++k) {
+    stmatrix(
+        place + k / kBlocks * kRows * kPanel * 2 + swizzled<kPanel * 2>(fragment_row, k % kBlocks * 2 + fragment_half),
+        pair(2 * k, 0), pair(2 * k, 1), pair(2 * k + 1, 0), pair(2 * k + 1, 1));
+  }
+  fence_async();
+  sync(own_barrier, 128);
+  // A tensor store would run over into the next sequence.
+  if (m.store_tensor && !(S.ragged && top + 64 > tile.q_len)) {
+    if (thread == 0) {
+      for (int i = 0; i < sm90_forward_panels(S.dv); ++i) {
+        tensor_store(m.out, place + (i * kRows + c * 64) * kPanel * 2,
+                     {i * kPanel, tile.q_begin + top, tile.head * m.has_out.head, tile.b2 * m.has_out.batch2,
+                      tile.b1 * m.has_out.batch1});
+      }
+      bulk_commit();
+    }
+    return true;
+  }
+  const auto address = [&](int row, int column) {  // of 8 columns
+    return place + column / kPanel * kRows * kPanel * 2 + swizzled<kPanel * 2>(c * 64 + row, column % kPanel / 8);
+  };
+  const auto left_of = [&](int row, int column) { return top + row < tile.q_len ? a.out_dim_v - column : 0; };
+  u16* const out = static_cast<u16*>(a.out.data) + tile.offset(a.out.strides, tile.q_begin + top);
+  if (a.vector_stores) {
+    constexpr int kChunks = S.dv / 8;
+#pragma unroll 1
+    for (int i = thread; i < 64 * kChunks; i += 128) {
+      const int row = i / kChunks;
+      const int column = i % kChunks * 8;
+      if (left_of(row, column) > 0) {
+        *reinterpret_cast<uint4*>(out + row * a.out.strides.row + column) = load_shared4(address(row, column));
+      }
+    }
+  } else {
+    // Words of neighbouring lanes: pieces of 16 bytes that must be written in parts would take as many writes each.
+    constexpr int kWords = S.dv / 2;
+#pragma unroll 1
+    for (int i = thread; i < 64 * kWords; i += 128) {
+      const int row = i / kWords;
+      const int column = i % kWords * 2;
+      const int left = left_of(row, column);
+      const u32 word = load_shared_word(address(row, column) + column % 8 * 2);
+      u16* const to = out + row * a.out.strides.row + column * a.out.strides.col;
+      if (left > 1 && a.out.strides.col == 1 && (reinterpret_cast<u64>(to) & 3) == 0) {
+        *reinterpret_cast<u32*>(to) = word;
+      } else {
+        if (left > 0) {
+          to[0] = u16(word);
+        }
+        if (left > 1) {
+          to[a.out.strides.col] = u16(word >> 16);
+        }
+      }
+    }
+  }
+  sync(own_barrier, 128);
+  return false;
+}
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_SM90_FORWARD_OUTPUT_CUH

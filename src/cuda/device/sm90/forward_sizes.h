@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the kernels for Hopper take for a Spec: warpgroups, threads, where what lies in shared memory. Asked by the
+// planner on the host and by the kernels themselves, so that the two cannot disagree.
+#ifndef FOVEA_CUDA_DEVICE_SM90_FORWARD_SIZES_H
+#define FOVEA_CUDA_DEVICE_SM90_FORWARD_SIZES_H
+
+#include "cuda/device/generic/sizes.h"
+#include "cuda/device/spec.h"
+
+namespace fovea::cuda {
+
+inline constexpr int kSm90ScheduleThreads = 256;
+
+// ---- sm90_forward ----
+// Spec: warps (a multiple of 4) compute, 16 queries each; step is the keys of a tile; stages the buffers of K and V.
+
+// A mask of keys that warps prepare which do not copy, as 16 more columns of K, and its buffers.
+inline constexpr int kSm90PreparingWarps = 3;
+inline constexpr int kSm90PreparedBuffers = 4;
+constexpr bool sm90_hides(const Spec& s) { return s.prepared && s.mask && s.key_mask && !natural_scores(s); }
+// Steps that a mask of keys hides at either end are passed over.
+constexpr bool sm90_skips(const Spec& s) { return s.mask && s.key_mask; }
+// Whether the first step of a tile has code of its own. Otherwise it multiplies P by a tile of zeros: where many
+// features make the code of a step long, one copy of it compiles faster, and the tensor cores wait anyway.
+constexpr bool sm90_peels(const Spec& s) {
+  constexpr int kMany = 5;
+  return 2 * int{s.softcap} + int{s.alibi} + int{s.key_term} + int{s.query_term} + int{s.mask} +
+             int{s.bias != BiasTile::kNone} + int{s.bias2 != BiasTile::kNone} <
+         kMany;
+}
+
+// Whether O leaves from registers, not through the place of Q: with one buffer of Q the next tile's is loaded while
+// this one ends. It takes many instructions.
+constexpr bool sm90_stores_directly(const Spec& s) { return s.q_buffers == 1 && sm90_peels(s); }
+
+struct Sm90ForwardSizes {
+  int groups;   // warpgroups that compute
+  int threads;  // with the one that copies
+  int rows;     // queries of a tile
+  int ctas;     // blocks a multiprocessor
+
+  // Bytes of one buffer.
+  int q, k, v, bias, bias2, key_term, hide;
+  // Where the first of its buffers lies.
+  int q_at, k_at, v_at, hide_at, ones_at, zeros_at, bias_at, bias2_at, key_term_at, tiles_at, barriers_at;
+  int bytes;  // all of it
+};
+
+// Columns of a panel of q, k, v and out. Panels of 16 are slow: rather a wide one that is not full, whose rest costs
+// shared memory alone.
+constexpr int sm90_forward_panel(int columns) {
+  return columns == 16 ? 16 : columns % 64 != 0 && columns % 32 == 0 ? 32 : 64;
+}
+constexpr int sm90_forward_panels(int columns) {
+  return (columns + sm90_forward_panel(columns) - 1) / sm90_forward_panel(columns);
+}
+
+constexpr Sm90ForwardSizes sm90_forward_sizes(const Spec& s) {
+  constexpr int kNumber = 2;  // bytes
+  // A tile's panels begin where their swizzle does.
+  constexpr auto whole = [](int bytes) { return (bytes + 1023) / 1024 * 1024; };
+  Sm90ForwardSizes x{};
+  x.groups = s.warps / 4;
+  x.threads = 128 * (x.groups + 1);
+  x.rows = 16 * s.warps;
+  x.ctas = x.groups == 1 ? s.ctas : 1;
+  const int d = sm90_forward_panels(s.d) * sm90_forward_panel(s.d);
+  const int dv = sm90_forward_panels(s.dv) * sm90_forward_panel(s.dv);
+  x.q = whole(x.rows * (d > dv ? d : dv) * kNumber);  // of O, too
+  x.k = whole(s.step * d * kNumber);
+  x.v = whole(s.step * dv * kNumber);
+  x.bias = x.rows * s.step * bias_bytes(s.bias);
+  x.bias2 = x.rows * s.step * bias_bytes(s.bias2);
+  x.key_term = s.key_term ? s.step * 4 : 0;
+  constexpr int kHideColumns = 16;
+  x.hide = sm90_hides(s) ? whole(s.step * kHideColumns * kNumber) : 0;
+  x.k_at = x.q_at + s.q_buffers * x.q;
+  x.v_at = x.k_at + s.stages * x.k;
+  x.hide_at = x.v_at + s.stages * x.v;
+  x.ones_at = x.hide_at + kSm90PreparedBuffers * x.hide;
+  x.zeros_at = x.ones_at + (x.hide > 0 ? 64 * kHideColumns * kNumber : 0);
+  x.bias_at = x.zeros_at + (sm90_peels(s) ? 0 : whole(16 * dv * kNumber));
+  x.bias2_at = x.bias_at + s.planes * x.bias;
+  x.key_term_at = x.bias2_at + s.planes * x.bias2;
+  x.tiles_at = x.key_term_at + s.planes * x.key_term;
+  x.barriers_at = x.tiles_at + 256;
+  x.bytes = x.barriers_at + 320;
+  return x;
+}
+
+// Registers of a thread that computes, where those that copy have `others`: the rest of what a launch has.
+constexpr int sm90_forward_registers(const Spec& s, int others) {
+  const Sm90ForwardSizes sizes = sm90_forward_sizes(s);
+  constexpr int kOfMultiprocessor = 64 * 1024;
+  const int launched = kOfMultiprocessor / (sizes.threads * sizes.ctas) / 8 * 8;
+  return (launched * (sizes.groups + 1) - others) / sizes.groups / 8 * 8;
+}
+
+// Biases come in panels of 128 bytes a row; in sm90_forward's shortest steps, those of 16 bits, of 64.
+constexpr int bias_panel_columns(BiasTile bias) { return bias == BiasTile::kFp32 ? 32 : 64; }
+constexpr int sm90_bias_panel(const Spec& s, BiasTile bias) { return s.step < 64 ? 32 : bias_panel_columns(bias); }
+
+// Something travels with K: biases, key terms.
+constexpr bool sm90_has_planes(const Spec& s) {
+  return s.bias != BiasTile::kNone || s.bias2 != BiasTile::kNone || s.key_term;
+}
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_SM90_FORWARD_SIZES_H

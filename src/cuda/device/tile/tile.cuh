@@ -1,0 +1,286 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Tiles in shared memory and fragments in registers: what the generic kernels have in common beyond single
+// instructions.
+//
+//   Tile<C>, Tile32<C>   rows of C numbers of 16 (32) bits, in chunks of 16 bytes; the low bits of the chunk are
+//                        exchanged by the row, so that reading along rows and along columns meets no bank twice
+//   load_tile            global to shared memory by all threads, zero where the tensor ends
+//   a fragment           float[T][C / 8][4]: T row tiles of 16 by C columns of an mma accumulator; this thread has
+//                        rows 16 i + g + 8 x and columns 8 j + 2 t + e in [i][j][2 x + e], g = lane / 4, t = lane % 4
+#ifndef FOVEA_CUDA_DEVICE_TILE_TILE_CUH
+#define FOVEA_CUDA_DEVICE_TILE_TILE_CUH
+
+#include "cuda/device/ptx/sm80.cuh"
+#include "math/band.h"
+
+namespace fovea::cuda {
+
+// ---- where a block is ----
+
+// A thread's place in its block. The warp is known to be uniform to the compiler.
+struct Thread {
+  int index, lane, warp, g, t;
+  __device__ __forceinline__ Thread()
+      : index(threadIdx.x),
+        lane(threadIdx.x & 31),
+        warp(__shfl_sync(~0u, int(threadIdx.x >> 5), 0)),
+        g(lane >> 2),
+        t(lane & 3) {}
+};
+
+// A batch entry and its sequence; offsets of rows that begin at row 0 of the sequence. 32-bit division only.
+struct Place {
+  u32 b = 0, b1 = 0, b2 = 0;
+  int q_len = 0, k_len = 0;
+  i64 q_begin = 0, k_begin = 0;
+
+  template <Spec S>
+  static __device__ __forceinline__ Place make(const Args& a, u32 b) {
+    const u32 batch2 = u32(a.rows.batch2);
+    return make<S>(a, b / batch2, b % batch2);
+  }
+  template <Spec S>
+  static __device__ __forceinline__ Place make(const Args& a, u32 b1, u32 b2) {
+    const u32 b = b1 * u32(a.rows.batch2) + b2;
+    Place place{b, b1, b2, int(a.rows.rows_q), int(a.rows.rows_k), 0, 0};
+    if constexpr (S.ragged) {
+      const math::Sequence sequence = a.rows.sequence(b);
+      place.q_len = int(sequence.q_len);
+      place.k_len = int(sequence.k_len);
+      place.q_begin = sequence.q_begin;
+      place.k_begin = sequence.k_begin;
+    }
+    return place;
+  }
+  // Of tensors without rows of their own in packed memory: biases, masks, terms.
+  __device__ __forceinline__ i64 plane(const math::Strides& s, u32 head) const {
+    return i64(b1) * s.batch1 + i64(b2) * s.batch2 + i64(head) * s.head;
+  }
+  __device__ __forceinline__ i64 query_rows(const math::Strides& s, u32 head) const {
+    return plane(s, head) + q_begin * s.row;
+  }
+  __device__ __forceinline__ i64 key_rows(const math::Strides& s, u32 head) const {
+    return plane(s, head) + k_begin * s.row;
+  }
+  template <Spec S>
+  __device__ __forceinline__ math::Band<int> band(const Args& a) const {
+    return math::Band<int>::make(q_len, k_len, a.causal, a.window_left, a.window_right, a.top_left);
+  }
+  __device__ __forceinline__ math::Sequence queries() const { return {q_begin, q_len, 0, 0}; }
+  // What aligns queries with keys: query i stands at key i + shift.
+  __device__ __forceinline__ int shift(const Args& a) const { return a.top_left ? 0 : k_len - q_len; }
+};
+
+// ---- layouts ----
+
+// Numbers of 16 bits.
+template <int kColumns>
+struct Tile {
+  static constexpr int kChunks = kColumns / 8;  // of 16 bytes, a row
+  static constexpr int kRowBytes = kColumns * 2;
+  static constexpr int kWidth = kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : 2;  // chunks that are exchanged
+  static constexpr int kShift = kWidth == 8 ? 0 : kWidth == 4 ? 1 : 2;
+  static_assert(kColumns % 16 == 0);
+
+  static __device__ __forceinline__ u32 offset(u32 row, u32 chunk) {
+    return row * kRowBytes + ((chunk ^ (row >> kShift & (kWidth - 1))) << 4);
+  }
+
+  // A lane's addresses for ldmatrix on blocks of 16 x 16. Two orders of the four matrices, so that registers come as
+  // mma wants them (B is an aligned pair; in a wrong order it costs two moves an ldmatrix):
+  //   rows first      A as it is;               B of two column tiles, transposed, is (r0, r1), (r2, r3)
+  //   columns first   A where it is transposed; B of two column tiles as it is
+  struct Lane {
+    u32 base[kWidth / 2];
+
+    __device__ __forceinline__ Lane(u32 tile, int lane, bool columns_first = false) {
+      const u32 row = columns_first ? (lane & 7) | (lane >> 4) << 3 : lane & 15;
+      const u32 x = (row >> kShift & (kWidth - 1)) ^ (columns_first ? lane >> 3 & 1 : lane >> 4);
+#pragma unroll
+      for (int j = 0; j < kWidth / 2; ++j) {
+        base[j] = tile + row * kRowBytes + ((2 * j ^ x) << 4);
+      }
+    }
+    // row: a multiple of 16; block: of 16 columns.
+    __device__ __forceinline__ u32 at(int row, int block) const {
+      return base[block % (kWidth / 2)] + row * kRowBytes + block / (kWidth / 2) * (kWidth * 16);
+    }
+  };
+};
+
+// Numbers of 32 bits, read as pairs along rows or one by one along columns.
+template <int kColumns>
+struct Tile32 {
+  static constexpr int kChunks = kColumns / 4;
+  static constexpr int kRowBytes = kColumns * 4;
+  static_assert(kColumns % 16 == 0);
+
+  static __device__ __forceinline__ u32 offset(u32 row, u32 chunk) {
+    const u32 x = (row ^ row >> 2 & 1) & (kChunks % 8 == 0 ? 3 : 1);
+    return row * kRowBytes + ((chunk ^ x << 1) << 4);
+  }
+};
+
+// ---- copies ----
+
+// A tile of kRows rows. `from` is its first row; of it `rows` rows exist (not positive: none), of each `bytes` bytes;
+// the rest becomes zero and is not read. kWhole: `bytes` is a multiple of 16. Rows are aligned to 16 bytes, and their
+// distance is under kRowBytesLimit, so that offsets in a tile have 32 bits.
+template <class Layout, int kRows, int kThreads, bool kWhole = true>
+__device__ __forceinline__ void load_tile(u32 tile, const void* from, i64 stride_bytes, int rows, int bytes,
+                                          int thread) {
+  constexpr int kChunks = Layout::kChunks;
+  constexpr int kTotal = kRows * kChunks;
+  const char* const first = static_cast<const char*>(from);
+  if constexpr (kWhole && kThreads % kChunks == 0 && kTotal % kThreads == 0 && (kThreads / kChunks) % 8 == 0) {
+    constexpr int kStep = kThreads / kChunks;  // a thread's chunk of a row stays, and so does its place in the exchange
+    const int row = thread / kChunks;
+    const int chunk = thread % kChunks;
+    const u32 to = tile + Layout::offset(row, chunk);
+    const char* p = first + (u32(row) * u32(stride_bytes) + chunk * 16);
+    const int left = chunk * 16 < bytes ? rows - row : 0;
+#pragma unroll
+    for (int i = 0; i < kTotal / kThreads; ++i, p += kStep * stride_bytes) {
+      copy16(to + i * kStep * Layout::kRowBytes, p, i * kStep < left ? 16 : 0);
+    }
+  } else {
+    constexpr int kCount = (kTotal + kThreads - 1) / kThreads;
+    constexpr int kUnrolled = !kWhole ? 1 : kCount <= 16 ? kCount : 4;
+#pragma unroll(kUnrolled)
+    for (int i = 0; i < kCount; ++i) {
+      const int c = thread + i * kThreads;
+      if (kTotal % kThreads != 0 && c >= kTotal) {
+        break;
+      }
+      const int row = c / kChunks;
+      const int chunk = c % kChunks;
+      const int left = row < rows ? bytes - chunk * 16 : 0;
+      copy16(tile + Layout::offset(row, chunk), first + (u32(row) * u32(stride_bytes) + chunk * 16),
+             kWhole ? (left > 0 ? 16 : 0) : min(max(left, 0), 16));
+    }
+  }
+}
+
+// kThreads threads write kRows rows of a tile of numbers of kElement bytes, of which `rows` exist with `columns`
+// numbers each: by 16 bytes where `vectors` says that the tensor's rows allow it, and what is left one by one.
+template <class Layout, int kElement, int kRows, int kThreads = 32>
+__device__ __forceinline__ void store_rows(void* to, const math::Strides& strides, u32 tile, int rows, int columns,
+                                           bool vectors, int thread) {
+  constexpr int kEach = 16 / kElement;
+  constexpr int kColumns = Layout::kRowBytes / kElement;
+  char* const first = static_cast<char*>(to);
+  const i64 row_bytes = strides.row * kElement;
+  if (vectors) {
+#pragma unroll 1
+    for (int i = thread; i < kRows * Layout::kChunks; i += kThreads) {
+      const int row = i / Layout::kChunks;
+      const int chunk = i % Layout::kChunks;
+      if (row < rows && (chunk + 1) * kEach <= columns) {
+        store_global(first + row * row_bytes + chunk * 16, load_shared4(tile + Layout::offset(row, chunk)));
+      }
+    }
+    if (columns % kEach == 0) {
+      return;
+    }
+  }
+  const i64 column_bytes = strides.col * kElement;
+  const int left_from = vectors ? columns / kEach * kEach : 0;
+#pragma unroll 1
+  for (int i = thread; i < kRows * kColumns; i += kThreads) {
+    const int row = i / kColumns;
+    const int column = i % kColumns;
+    if (row < rows && column >= left_from && column < columns) {
+      const u32 from = tile + Layout::offset(row, column / kEach) + column % kEach * kElement;
+      char* const at = first + row * row_bytes + column * column_bytes;
+      if constexpr (kElement == 4) {
+        *reinterpret_cast<float*>(at) = load_shared(from);
+      } else {
+        *reinterpret_cast<u16*>(at) = load_shared_half(from);
+      }
+    }
+  }
+}
+
+// kCount floats, of which `count` exist.
+template <int kCount>
+__device__ __forceinline__ void load_vector(u32 to, const float* from, int count, int thread) {
+  if (thread < kCount / 4) {
+    const int left = min(max(count - thread * 4, 0), 4);
+    copy16(to + thread * 16, left > 0 ? from + thread * 4 : from, left * 4);
+  }
+}
+
+// ---- fragments ----
+
+// Over each group of kLanes lanes, a power of two; all get it.
+template <int kLanes>
+__device__ __forceinline__ float sum_of_lanes(float x) {
+#pragma unroll
+  for (int mask = kLanes / 2; mask > 0; mask /= 2) {
+    x += __shfl_xor_sync(~0u, x, mask);
+  }
+  return x;
+}
+template <int kLanes>
+__device__ __forceinline__ float max_of_lanes(float x) {
+#pragma unroll
+  for (int mask = kLanes / 2; mask > 0; mask /= 2) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, mask));
+  }
+  return x;
+}
+
+// Over the four lanes that share a row.
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// Columns 16 kk ... 16 kk + 15 of an accumulator as an A operand: P goes from one product to the next in registers.
+template <Type kType, int kColumns>
+__device__ __forceinline__ void operand(u32 (&a)[4], const float (&s)[kColumns][4], int kk) {
+#pragma unroll
+  for (int x = 0; x < 4; ++x) {
+    a[x] = pack<kType>(s[2 * kk + (x >> 1)][(x & 1) * 2], s[2 * kk + (x >> 1)][(x & 1) * 2 + 1]);
+  }
+}
+
+// ---- fp32 as pairs of fp16 ----
+// A number x, scaled by a power of two, is hi + lo with hi = fp16(x), lo = fp16(x - hi): 22 bits. Products of two are
+// hi hi + hi lo + lo hi. Each (b, h) of a tensor is scaled so that its largest number is near 2^14; see
+// around/prepare.cuh.
+
+// 2^e, exact down to the least denormal number, and 0 below it.
+__device__ __forceinline__ float power_of_two(int e) {
+  return __int_as_float(e >= -126 ? (min(e, 127) + 127) << 23 : e >= -149 ? 1 << (e + 149) : 0);
+}
+__device__ __forceinline__ int exponent_of(u32 bits) { return int(bits >> 23 & 255) - 127; }
+
+// e, where a tensor is multiplied by 2^e; from the bits of its largest magnitude. Denormal numbers keep all their bits.
+__device__ __forceinline__ int scale_exponent(u32 bits) {
+  return bits == 0 ? 0 : min(max(14 - exponent_of(bits), -113), 126);
+}
+
+// Two numbers as hi and lo pairs.
+__device__ __forceinline__ void split(float x, float y, u32& hi, u32& lo) {
+  hi = pack<Type::kFp16>(x, y);
+  lo = pack<Type::kFp16>(x - low<Type::kFp16>(hi), y - high<Type::kFp16>(hi));
+}
+
+// As operand(), hi and lo.
+template <int kColumns>
+__device__ __forceinline__ void operand_pair(u32 (&hi)[4], u32 (&lo)[4], const float (&s)[kColumns][4], int kk) {
+#pragma unroll
+  for (int x = 0; x < 4; ++x) {
+    split(s[2 * kk + (x >> 1)][(x & 1) * 2], s[2 * kk + (x >> 1)][(x & 1) * 2 + 1], hi[x], lo[x]);
+  }
+}
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_TILE_TILE_CUH

@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the generic forwards have in common: which queries and keys a block has, what scores are multiplied by, and how
+// a row ends.
+#ifndef FOVEA_CUDA_DEVICE_WORK_FORWARD_BLOCK_CUH
+#define FOVEA_CUDA_DEVICE_WORK_FORWARD_BLOCK_CUH
+
+#include "cuda/device/score/scores.cuh"
+
+namespace fovea::cuda {
+
+// P is multiplied by 2^kLift where it becomes a pair of fp16, so that small numbers keep their bits.
+template <Spec S>
+inline constexpr float kLift = S.type == Type::kFp32 ? 12 : 0;
+
+// A block has kRows queries of one head, with Spec::split a part of their keys, and one of kChunks pieces of O's
+// columns. Nothing is stored that is needed in the epilogue alone: there the block is made again.
+template <Spec S, int kRows, int kChunks = 1>
+struct ForwardBlock {
+  Place place;
+  u32 head;
+  int m0;         // the first query
+  int part = 0;   // of the keys
+  int chunk = 0;  // of O's columns
+
+  __device__ __forceinline__ explicit ForwardBlock(const Args& a) {
+    const u32 tiles = (u32(a.rows.limit_q) + kRows - 1) / kRows;
+    u32 block = u32(a.first_block) + block_index();
+    if constexpr (S.split) {
+      part = int(block % u32(a.splits));
+      block /= u32(a.splits);
+    }
+    if constexpr (kChunks > 1) {
+      chunk = int(block % kChunks);
+      block /= kChunks;
+    }
+    const u32 bh = block / tiles;
+    const u32 in_head = block - bh * tiles;
+    const u32 b = bh / u32(a.rows.heads_q);
+    head = bh - b * u32(a.rows.heads_q);
+    place = Place::make<S>(a, b);
+    m0 = int(S.banded ? tiles - 1 - in_head : in_head) * kRows;  // the longest first under a causal mask
+  }
+
+  __device__ __forceinline__ u32 head_k(const Args& a) const {
+    return head / (u32(a.rows.heads_q) / u32(a.rows.heads_k));
+  }
+
+  // Steps of kStep keys [begin, end) that any row of the block meets.
+  template <int kStep>
+  __device__ __forceinline__ math::Interval<int> steps(const Args& a, const math::Band<int>& band) const {
+    const math::Interval<int> keys =
+        S.banded ? band.keys_of_rows(m0, min(m0 + kRows, place.q_len)) : math::Interval<int>{0, place.k_len};
+    int first = keys.begin / kStep;
+    int last = keys.empty() ? first : (keys.end + kStep - 1) / kStep;
+    if constexpr (S.split) {
+      const int share = (last - first + a.splits - 1) / a.splits;
+      first = min(first + part * share, last);
+      last = min(first + share, last);
+    }
+    return {first, last};
+  }
+
+  // What scores are multiplied by: for fp32 the powers of two of q and k, too. Where the exponent does that, 0 would
+  // make NaN of what is masked.
+  __device__ __forceinline__ float scale(const Args& a) const {
+    if constexpr (S.type != Type::kFp32) {
+      return a.scale;
+    } else {
+      const float scale = a.scale *
+                          power_of_two(-scale_exponent(a.sizes[size_place(a.rows, Size::kQ, place.b, head)])) *
+                          power_of_two(-scale_exponent(a.sizes[size_place(a.rows, Size::kK, place.b, head_k(a))]));
+      return natural_scores(S) ? scale : fmaxf(scale, power_of_two(-126));
+    }
+  }
+
+  // How a row ends: what its O is multiplied by; its logsumexp, or with Spec::split what that is made of.
+  struct RowEnd {
+    float factor;
+    float lse;
+    float top, sum;
+  };
+  // `sum` of its weights relative to `top`, which is in units of the scores.
+  __device__ __forceinline__ RowEnd finish(const Args& a, float sum, float top) const {
+    float factor = power_of_two(-int(kLift<S>));
+    sum *= factor;
+    if constexpr (!natural_scores(S)) {
+      top *= scale(a);
+    }
+    if (!S.split && a.sink != nullptr) {
+      // The sink may be far above every score: weights become relative to the larger of the two.
+      const float sink = a.sink[head * a.sink_stride];
+      const float above = math::max(top, sink);
+      const float less = math::correction(top, above);
+      factor *= less;
+      sum = math::sum_with_sink(sum * less, math::reference_of(above), sink);
+      top = above;
+    }
+    const float lse = S.split ? 0 : math::logsumexp(math::reference_of(top), sum);
+    factor *= math::inverse_of_sum(sum);
+    if constexpr (S.dropout != DropoutRule::kNone) {
+      factor *= a.keep_scale;
+    }
+    return {factor, lse, top, sum};
+  }
+
+  // What O is multiplied by besides: for fp32 the power of two of v. In one product with the rest it could be denormal.
+  __device__ __forceinline__ float value_scale(const Args& a) const {
+    if constexpr (S.type == Type::kFp32) {
+      return power_of_two(-scale_exponent(a.sizes[size_place(a.rows, Size::kV, place.b, head_k(a))]));
+    } else {
+      return 1;
+    }
+  }
+
+  // With Spec::split: where O of a row goes, and its sum.
+  __device__ __forceinline__ i64 row_of_parts(const Args& a, int row) const {
+    return padded_row(a.rows, place.b, place.queries()) + row;
+  }
+  __device__ __forceinline__ float* part_of_out(const Args& a, int row) const {
+    return a.partial_out + ((i64(part) * a.padded_rows + row_of_parts(a, row)) * a.rows.heads_q + head) * S.dv;
+  }
+  // Of a reference of 1e30 a logsumexp would not say how many keys reached it: the two travel apart.
+  __device__ __forceinline__ void store_part_sum(const Args& a, int row, const RowEnd& end) const {
+    const i64 at = (i64(part) * a.rows.heads_q + head) * a.padded_rows + row_of_parts(a, row);
+    reinterpret_cast<float2*>(a.partial_sum)[at] = {end.top, end.sum};
+  }
+};
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_WORK_FORWARD_BLOCK_CUH

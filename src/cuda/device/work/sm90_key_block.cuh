@@ -1,0 +1,227 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a block of sm90_backward (and of sm90_wide_backward) is about.
+//
+//   Sm90KeyBlock       its keys, and the queries that meet any of them, in which order
+//   sm90_await_block   which keys are next
+//   zero_rows          0 * NaN is NaN: what lies behind a sequence's end must not be in a tile,
+//   zero_dead_rows     nor dO of a query that meets no key
+#ifndef FOVEA_CUDA_DEVICE_WORK_SM90_KEY_BLOCK_CUH
+#define FOVEA_CUDA_DEVICE_WORK_SM90_KEY_BLOCK_CUH
+
+#include "cuda/device/ptx/sm90.cuh"
+#include "cuda/device/sm90/backward_args.h"
+#include "cuda/device/sm90/backward_sizes.h"
+#include "cuda/device/sm90/forward_sizes.h"
+#include "cuda/device/tile/tile.cuh"
+#include "math/band.h"
+#include "math/rows.h"
+
+namespace fovea::cuda {
+
+template <Spec S>
+struct Sm90KeyBlock {
+  Place place;
+  int key0;           // the first key
+  int head_k, head0;  // the key head, its first query head
+  int group;          // query heads that share it (key_parts: that this part meets)
+  int row0;           // where query 0 of head 0 lies in row vectors
+  math::Band<int> band;
+  int first, count;  // the first query, and steps of each head
+  int begin;         // the query that it begins with
+  int steps;
+  bool may_be_dead;  // a query of these
+  // key_parts: the steps of the first head that the part before has; where its sums lie.
+  int skipped;
+  i64 sums_row;
+
+  // In order the blocks of a band begin at the last keys: the queries of a block begin where it stands, so that those
+  // before it are always ahead.
+  static constexpr bool kFromTheEnd = S.ordered && S.banded;
+  // Under a causal mask the first keys have the most queries. A few heads at a time begin with these and leave the
+  // short blocks for the end, where they fill the chip evenly; all heads at once would not stay in L2.
+  static constexpr bool kByTurns = S.banded && !S.ordered && !S.ragged;
+  // Without a band each begins elsewhere, so that every row of dq_sum soon has somebody who stores there.
+  static constexpr bool kRotates = S.stores_first && !S.banded && !S.ordered && !S.key_parts;
+
+  __device__ __forceinline__ Sm90KeyBlock(const Args& a, const Sm90BackwardArgs& m, u32 index) {
+    constexpr int keys = sm90_backward_sizes(S).keys;
+    u32 blocks = u32(m.blocks);
+    u32 part = 0;
+    if constexpr (S.key_parts) {
+      const u32 whole = index / u32(m.parts.count);
+      part = index - whole * u32(m.parts.count);
+      index = whole;
+      blocks /= u32(m.parts.count);
+    }
+    u32 head_of_batch = index / u32(m.key_blocks);
+    u32 own = index - head_of_batch * u32(m.key_blocks);
+    if constexpr (kByTurns) {
+      const u32 before = head_of_batch / u32(m.heads_in_turn) * u32(m.heads_in_turn);
+      const u32 heads = min(u32(m.heads_in_turn), blocks / u32(m.key_blocks) - before);
+      const u32 number = index - before * u32(m.key_blocks);
+      own = number / heads;
+      head_of_batch = before + number - own * heads;
+    }
+    if constexpr (kFromTheEnd) {
+      own = u32(m.key_blocks) - 1 - own;
+    }
+    key0 = int(own) * keys;
+    const u32 b = head_of_batch / u32(m.heads_k);
+    head_k = int(head_of_batch - b * u32(m.heads_k));
+    group = m.group;
+    head0 = head_k * group;
+    const u32 b1 = b / u32(m.batch2);
+    place = Place::make<S>(a, b1, b - b1 * u32(m.batch2));
+    row0 = int(padded_row(a.rows, b, {place.q_begin, place.q_len, 0, 0}));
+    const int shift = S.banded ? place.shift(a) : 0;
+    band = {place.q_len, place.k_len, shift + m.low, shift + m.high};
+    math::Interval<int> queries{0, place.q_len};
+    if constexpr (S.banded) {
+      if (!outside() && !S.direct) {
+        queries = band.queries_of_keys(key0, min(key0 + keys, place.k_len));
+      }
+    }
+    first = queries.first_step(S.step);
+    count = queries.steps_from(first, S.step);
+    steps = count * group;
+    begin = first;
+    may_be_dead = inputs_may_hide(S);
+    if constexpr (S.banded && !inputs_may_hide(S)) {
+      const int last = min(first + count * S.step, place.q_len) - 1;
+      may_be_dead = count > 0 && (band.keys_of(first).empty() || band.keys_of(last).empty());
+    }
+    if constexpr (kRotates) {
+      begin += int(own * u32(count) / u32(m.key_blocks)) * S.step;
+    }
+    if constexpr (S.key_parts) {
+      take_part(int(part), m.parts.count);
+      sums_row = i64(part) * m.parts.rows + i64(head_of_batch) * m.parts.head_rows + key0;
+    }
+  }
+
+  // Of the steps of all heads, one head's after the other's: as many as the other parts have, or one more.
+  __device__ __forceinline__ void take_part(int part, int parts) {
+    const int least = steps / parts;
+    const int more = steps - least * parts;  // parts that have one more
+    const int from = part * least + min(part, more);
+    const int heads_before = from / max(count, 1);
+    steps = least + int(part < more);
+    head0 += heads_before;
+    skipped = from - heads_before * count;
+    group = steps > 0 ? (skipped + steps + count - 1) / count : 0;
+  }
+
+  // Where the steps of its head number i begin, and how many there are.
+  struct Steps {
+    int query, count;
+  };
+  static __device__ __forceinline__ Steps steps_of_head(int i, int begin, int count, int skipped, int steps) {
+    if constexpr (S.key_parts) {
+      const int from = i == 0 ? skipped : 0;
+      return {begin + from * S.step, min(count, skipped + steps - i * count) - from};
+    } else {
+      return {begin, count};
+    }
+  }
+  __device__ __forceinline__ Steps steps_of_head(int i) const { return steps_of_head(i, begin, count, skipped, steps); }
+
+  // Of a head with `count` steps: the queries after these, `rows` a time.
+  static __device__ __forceinline__ int after(int query, int rows, int count) {
+    query += rows;
+    return kRotates && query == count * S.step ? 0 : query;
+  }
+
+  __device__ __forceinline__ bool outside() const { return key0 >= place.k_len; }
+
+  // In order: how many blocks add to the dQ of a step's queries before this one.
+  __device__ __forceinline__ u32 blocks_before(int query) const {
+    constexpr int keys = sm90_backward_sizes(S).keys;
+    if constexpr (kFromTheEnd) {
+      const int last = min(query / S.step * S.step + S.step, place.q_len) - 1 + band.high;
+      return u32(min(last, place.k_len - 1)) / keys - u32(key0) / keys;
+    } else {
+      return u32(key0) / keys;
+    }
+  }
+};
+
+struct Sm90BackwardBarriers {
+  u32 at;
+  __device__ __forceinline__ u32 kv_full() const { return at; }
+  __device__ __forceinline__ u32 q_full(int i) const { return at + 8 + 8 * i; }
+  __device__ __forceinline__ u32 q_empty(int i) const { return at + 40 + 8 * i; }
+  __device__ __forceinline__ u32 bias_full(int i) const { return at + 72 + 8 * i; }
+  __device__ __forceinline__ u32 grads_full(int i) const { return at + 104 + 8 * i; }
+  __device__ __forceinline__ u32 grads_empty(int i) const { return at + 136 + 8 * i; }
+  __device__ __forceinline__ u32 leaving_full(int i) const { return at + 168 + 8 * i; }
+  __device__ __forceinline__ u32 leaving_empty(int i) const { return at + 192 + 8 * i; }
+  __device__ __forceinline__ u32 kv_empty() const { return at + 216; }
+  __device__ __forceinline__ u32 outer_full(int i) const { return at + 232 + 8 * i; }  // biases outside of dS
+  __device__ __forceinline__ u32 outer_empty(int i) const { return at + 248 + 8 * i; }
+};
+
+// Whoever is not the thread that copies K and V learns from it which keys are next; `phase` changes each time.
+constexpr u32 kNoBlock = ~u32(0);
+template <Spec S>
+__device__ __forceinline__ u32 sm90_await_block(u32 base, const Sm90BackwardBarriers& barriers, u32 phase) {
+  barrier_wait(barriers.kv_full(), phase);
+  u32 number = 0;
+  if (threadIdx.x % 32 == 0) {  // who says, too, that this warp needs it no more
+    number = load_shared_word(base + sm90_backward_sizes(S).number_at);
+  }
+  return uniform(number);
+}
+// The same for a single thread, which then need not be waited for.
+template <Spec S>
+__device__ __forceinline__ u32 sm90_take_block(u32 base, const Sm90BackwardBarriers& barriers, u32& phase) {
+  barrier_wait(barriers.kv_full(), phase);
+  const u32 number = load_shared_word(base + sm90_backward_sizes(S).number_at);
+  phase ^= 1;
+  barrier_arrive(barriers.kv_empty());
+  return number;
+}
+
+// Rows from `live` on of a tile of kRows, in panels of kRowBytes a row. Chunks are exchanged within rows alone.
+template <int kRows, int kRowBytes, int kPanels, int kThreads>
+__device__ __forceinline__ void zero_rows(u32 tile, int live, int thread) {
+  constexpr int kChunks = kRowBytes / 16;
+  const int dead = (kRows - max(live, 0)) * kChunks;
+  for (int i = thread; i < dead * kPanels; i += kThreads) {
+    const int panel = i / dead;
+    store_shared(tile + panel * kRows * kRowBytes + max(live, 0) * kRowBytes + (i - panel * dead) * 16,
+                 uint4{0, 0, 0, 0});
+  }
+}
+
+// Such rows of dO, whose logsumexp in `lse` is infinite, become 0: P is 0 there, but 0 * inf is NaN. By all threads
+// that compute, who all find the same in `lse`.
+template <Spec S, int kRowBytes, int kPanels, int kThreads>
+__device__ __forceinline__ void zero_dead_rows(u32 tile, u32 lse) {
+  if constexpr (may_hide(S) && S.dkv) {
+    constexpr int kRows = S.step;
+    u32 thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    bool dead = false;
+#pragma unroll
+    for (int i = 0; i < kRows / 64; ++i) {
+      const float2 pair = load_shared2(lse + (i * 32 + thread % 32) * 8);
+      dead = dead || pair.x == kInfinity || pair.y == kInfinity;
+    }
+    if (__any_sync(~0u, dead)) {
+      constexpr int kChunks = kRowBytes / 16;
+#pragma unroll 1
+      for (int i = int(thread) - 128; i < kRows * kChunks * kPanels; i += kThreads) {
+        if (load_shared(lse + i / kChunks % kRows * 4) == kInfinity) {
+          store_shared(tile + i * 16, uint4{0, 0, 0, 0});
+        }
+      }
+      fence_async();
+      sync(4, kThreads);
+    }
+  }
+}
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_WORK_SM90_KEY_BLOCK_CUH
