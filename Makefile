@@ -81,7 +81,7 @@ bench:  ## fovea's CPU speed beside the best matrix product of this machine (qui
 
 .PHONY: format
 format:  ## clang-format over everything
-	@git ls-files '*.h' '*.cpp' '*.c' '*.cuh' | grep -v '^spikes/' | xargs clang-format -i
+	@git ls-files '*.h' '*.cpp' '*.c' '*.cuh' | xargs clang-format -i
 
 .PHONY: clean
 clean:  ## remove what was built

@@ -26,7 +26,7 @@ def main():
     rows = [row for row in data["rows"] if row["group"] == "dense"]
     if not rows:
         sys.exit("bench/results/gpu.json has no dense rows")
-    matplotlib.rcParams.update({"svg.hashsalt": "fovea", "font.size": 8})
+    matplotlib.rcParams.update({"svg.hashsalt": "fovea", "svg.fonttype": "none", "font.size": 8})
     figure, grid = plt.subplots(2, 6, figsize=(15, 5.5), sharex=True)
     for way, title in enumerate(("forward", "backward")):
         for column, (d, causal) in enumerate((d, c) for d in (64, 128, 256) for c in ("f", "c")):

@@ -426,6 +426,8 @@ def measure(case: Case, names: list[str], seconds: float, known: dict) -> dict:
             "forward_us": round((runner.median("forward") or 0) * 1e6, 2),
             "backward_us": round((runner.median("backward") or 0) * 1e6, 2),
             "peak_mib": round(runner.peak / 2**20, 1),
+            **{f"{way}_range_us": [round(1e6 * end(seconds), 2) for end in (min, max)]
+               for way, seconds in runner.seconds.items() if seconds},
             **{f"{way}_us": round(runner.median(way) * 1e6, 2) for way in runner.on_device},
         }
     return row

@@ -75,3 +75,49 @@ def test_results_have_one_row_a_line(tmp_path):
     assert json.loads(written) == data and sum("forward_us" in line for line in written.splitlines()) == 3, written
     for path in sorted((ROOT / "bench/results").glob("*.json")):
         assert path.read_text() == records.text(json.loads(path.read_text())), f"{path}: not as tools/records.py writes it"
+
+
+def results(path, speeds, spread, peer=1.0):
+    """A file of two rows; `speeds` in TFLOP/s-like units, 1 / microseconds."""
+    rows = []
+    for name, speed in speeds.items():
+        ours = {"forward_us": 1000 / speed}
+        if spread:
+            ours["forward_range_us"] = [1000 / speed * (1 - spread / 2), 1000 / speed * (1 + spread / 2)]
+        rows.append({"name": name, "results": {"ours": ours, "cuDNN": {"forward_us": 1000 / peer}}})
+    path.write_text(json.dumps({"rows": rows}))
+    return path
+
+
+def compare(*arguments):
+    done = subprocess.run([sys.executable, ROOT / "bench/gpu/compare.py", *map(str, arguments)], capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_compare_prints_what_moved_beyond_the_runs_own_spread(tmp_path):
+    old = results(tmp_path / "old.json", {"a": 1.0, "b": 1.0, "gone": 1.0}, 0.01)
+    new = results(tmp_path / "new.json", {"a": 1.1, "b": 1.02}, 0.01)
+    code, text = compare(old, new)
+    assert code == 0 and "1.100  forward   a" in text and "  b" not in text and "1 of 2 moved; 1 rows are in one file" in text, text
+    code, text = compare(old, results(tmp_path / "noisy.json", {"a": 1.1, "b": 1.02}, 0.12))
+    assert "0 of 2 moved" in text, text
+    code, text = compare(results(tmp_path / "medians.json", {"a": 1.0, "b": 1.0}, 0), new, "--noise", "0.015")
+    assert "2 of 2 moved" in text, text  # only medians on one side: --noise decides
+
+
+def test_compare_takes_out_the_machine_by_a_peer(tmp_path):
+    old = results(tmp_path / "old.json", {"a": 1.0, "b": 1.0}, 0)
+    new = results(tmp_path / "new.json", {"a": 1.2, "b": 1.5}, 0, peer=1.2)
+    assert "2 of 2 moved" in compare(old, new)[1]
+    text = compare(old, new, "--beside", "cuDNN")[1]
+    assert "1 of 2 moved" in text and "1.250  forward   b" in text, text
+    assert "1.200" in compare(old, new, "--of", "cuDNN")[1]
+
+
+def test_compare_refuses_what_is_no_file_of_results(tmp_path):
+    (tmp_path / "no.json").write_text('{"rows": [{}]}')
+    good = results(tmp_path / "good.json", {"a": 1.0}, 0)
+    for bad in (tmp_path / "no.json", tmp_path / "missing.json"):
+        code, text = compare(bad, good)
+        assert code == 1 and str(bad) in text and "Traceback" not in text, text
+    assert "no row has a time of FA5" in compare(good, good, "--of", "FA5")[1]

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What sm90_backward serves and its tile sizes. The figures were found by measuring on an H200
-// (spikes/hopper_backward); what leaves no room in shared memory goes to the next candidate.
+// (docs/design/spikes.md); what leaves no room in shared memory goes to the next candidate.
 #include "cuda/config/sm90_backward.h"
 #include "cuda/config/tensor_map_limits.h"
 

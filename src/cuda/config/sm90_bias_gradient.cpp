@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Candidates in order of preference; the first that fits the shared memory is taken. The figures were found by
-// measuring on an H200 (spikes/hopper_backward).
+// measuring on an H200 (docs/design/spikes.md).
 #include "cuda/config/sm90_bias_gradient.h"
 #include "cuda/config/tensor_map_limits.h"
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What sm90_forward serves, its tile sizes and the order of its tiles. The figures were found by measuring on an H200
-// (spikes/hopper_forward); what leaves no room in shared memory goes to the next candidate.
+// (docs/design/spikes.md); what leaves no room in shared memory goes to the next candidate.
 #include "cuda/config/sm90_forward.h"
 #include "cuda/config/tensor_map_limits.h"
 
