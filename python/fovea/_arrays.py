@@ -112,8 +112,14 @@ def read(name: str, array: Any, place: Optional[Place] = None) -> View:
         if hasattr(array, "filled"):  # numpy.ma: its mask would be lost without a word
             raise TypeError(f"{name}: a masked array; accepted: the data here, and the mask as an array of its own")
         return _of_numpy(name, array.view(np.ndarray) if isinstance(array, np.ndarray) else np.asarray(array))
+    kind = type(array)
+    if kind.__module__.partition(".")[0] == "jax" and kind.__name__.endswith("Tracer"):
+        raise TypeError(
+            f"{name}: a {kind.__name__}, which stands for an array while JAX traces a function and has no memory; "
+            "accepted: an array, so call fovea outside of jax.jit, jax.grad and jax.vmap, or in jax.pure_callback"
+        )
     raise TypeError(
-        f"{name}: a {type(array).__name__}; accepted: an array, NumPy's or one with __dlpack__, __array_interface__ or "
+        f"{name}: a {kind.__name__}; accepted: an array, NumPy's or one with __dlpack__, __array_interface__ or "
         "__cuda_array_interface__"
     )
 

@@ -18,7 +18,7 @@ from typing import Any, Callable, Optional
 
 import numpy as np
 
-from . import _abi
+from . import _abi, _help
 from ._arrays import Fresh, Maker, Place, Shape, View, place_of, read
 from ._library import check, lib, text
 
@@ -32,8 +32,9 @@ _CODES = {
     "int64": _abi.INT64,
 }
 _FLOATS = "float32, float16, bfloat16 or float64"
+BOOL_ALONE = "bool; mask != 0 makes one of a mask of 0 and 1"  # floating-point types: validate_planes.cpp
 _ACCEPTED = {
-    "mask": "bool; numbers that are added to scores go into bias",
+    "mask": BOOL_ALONE,
     "alibi_slopes": "float32 (float64 with float64 q)",
     "sink": "float32 (float64 with float64 q)",
     "lse": "float32 (float64 with float64 q)",
@@ -292,11 +293,7 @@ class Problem:
         if self._place is not None and any(name in self.views for name in _LENGTHS):
             if self._same_lengths():
                 return
-            raise ValueError(
-                f"align: None with {what}, lengths that lie on the device; accepted: 'bottom_right' (the last query "
-                "meets the last key, as in FlashAttention) or 'top_left' (the first meets the first, as PyTorch's "
-                "is_causal)"
-            )
+            raise ValueError(need_align(what, "lengths that lie on the device"))
         lengths_q, lengths_k = self._lengths("q"), self._lengths("k")
         if isinstance(lengths_q, int) and isinstance(lengths_k, int):
             if lengths_q == lengths_k:
@@ -312,10 +309,7 @@ class Problem:
                 return
             b = int(differing[0])
             given = f"Sq={each_q[b]} and Sk={each_k[b]} in sequence {b}"
-        raise ValueError(
-            f"align: None with {what}, {given}; accepted: 'bottom_right' (the last query meets the last key, as in "
-            "FlashAttention) or 'top_left' (the first meets the first, as PyTorch's is_causal)"
-        )
+        raise ValueError(need_align(what, given, raw, "bhsd" if self._swap else "bshd"))
 
     def _same_lengths(self) -> bool:
         """Whether queries and keys have theirs from the same memory: reading it would wait for the device."""
@@ -426,8 +420,9 @@ class Problem:
             raise
 
     def _name_layout(self, error: ValueError) -> None:
-        if self._swap:
-            error.args = (heads_first(str(error)),)
+        text = str(error)
+        hint = _help.layout_hint(self.raw, "bhsd" if self._swap else "bshd", text)
+        error.args = ((heads_first(text) if self._swap else text) + hint,)
 
 
 _SHAPES = re.compile(r"(?<![\w.-])((?:-?\d+x){1,2})(-?\d+x)(-?\d+x)(-?\d+)(?![\w.])")
@@ -453,6 +448,15 @@ def _of_list(name: str, values: Any) -> np.ndarray[Any, Any]:
     if name == "alibi_slopes":
         return array.astype(np.float64)
     return array if array.dtype.kind == "f" and array.size else array.astype(np.int64)
+
+
+def need_align(what: str, given: str, raw: Optional[_abi.Problem] = None, layout: str = "") -> str:
+    """The text that requires an alignment."""
+    text = (
+        f"align: None with {what}, {given}; accepted: 'bottom_right' (the last query meets the last key, as in "
+        "FlashAttention) or 'top_left' (the first meets the first, as PyTorch's is_causal)"
+    )
+    return text if raw is None else text + _help.layout_hint(raw, layout, text)
 
 
 def need_seed(dropout_p: float) -> None:

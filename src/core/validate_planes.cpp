@@ -23,7 +23,10 @@ void Validator::planes() {
     }
   }
   if (given_.mask != nullptr) {
-    type_of("mask", *given_.mask, {DType::kBool}, "; numbers that are added to scores go into bias");
+    const bool integers = given_.mask->dtype == FOVEA_INT32 || given_.mask->dtype == FOVEA_INT64;
+    type_of(
+        "mask", *given_.mask, {DType::kBool},
+        integers ? "; mask != 0 makes one of a mask of 0 and 1" : "; numbers that are added to scores go into bias");
     call_.mask = plane("mask", *given_.mask, problem_.mask);
   }
 }

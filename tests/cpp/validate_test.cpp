@@ -89,6 +89,7 @@ std::vector<Refusal> refusals_of_all() {
       {"bias", {"bool", "goes into mask"}, [](auto& a) { a.type("bias", FOVEA_BOOL); }, kType},
       {"bias2", {"int32", "fp32, fp16, bf16"}, [](auto& a) { a.type("bias2", FOVEA_INT32); }, kType},
       {"mask", {"fp32", "bool", "go into bias"}, [](auto& a) { a.type("mask", FOVEA_FP32); }, kType},
+      {"mask", {"int64", "bool", "mask != 0"}, [](auto& a) { a.type("mask", FOVEA_INT64); }, kType},
       {"alibi_slopes", {"fp16", "fp32"}, [](auto& a) { a.type("alibi_slopes", FOVEA_FP16); }, kType},
       {"sink", {"bf16", "fp32"}, [](auto& a) { a.type("sink", FOVEA_BF16); }, kType},
       {"seqused_q", {"int64", "int32"}, [](auto& a) { a.type("seqused_q", FOVEA_INT64); }, kType},

@@ -976,6 +976,20 @@ def test_everything_is_exported():
     assert all(getattr(fovea, name).__doc__ for name in fovea.__all__)
 
 
+def test_fovea_torch_without_pytorch():
+    """Importing fovea imports no PyTorch, and where there is none, fovea.torch says so."""
+    said = run(
+        "import json, sys\n"
+        "sys.modules['torch'] = None\n"
+        "import fovea\n"
+        "try:\n"
+        "    fovea.torch.attention\n"
+        "except AttributeError as error:\n"
+        "    print(json.dumps([str(error), hasattr(fovea, 'torch'), hasattr(fovea, 'tensor')]))\n"
+    )
+    assert said[0].startswith("fovea.torch needs PyTorch, which cannot be imported here: ") and said[1:] == [False, False]
+
+
 def test_workspaces():
     """Small ones are kept for the next call of the thread, large ones are not."""
     scratch = _Scratch()

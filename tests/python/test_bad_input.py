@@ -364,7 +364,15 @@ def test_unknown_keywords():
             ("attn_mask", "mask= for bool .*bias= for numbers"),
             ("dropout", "dropout_p="),
             ("enable_gqa", "not needed"),
-            ("need_weights", "the probabilities are never kept"),
+            ("need_weights", "probabilities are never stored"),
+            ("query", "q="),
+            ("sliding_window", r"window=\(n - 1, 0\)"),
+            ("score_mod", "bias=, alibi_slopes=, softcap= or scale= instead of a function"),
+            ("block_mask", "causal=, window=, .* instead of a function"),
+            ("block_table", "paged caches are not supported"),
+            ("alibi", "alibi_slopes="),
+            ("kv_lens", "seqused_k="),
+            ("head_mask", "scale the heads of the result"),
             ("zzz", "accepted: bias, bias2, mask"),
         ):
             with pytest.raises(TypeError, match=f"^{name}: not an option; {cure}"):
@@ -375,6 +383,65 @@ def test_unknown_keywords():
         fovea.attention_backward(*[q] * 8)
     with pytest.raises(TypeError, match="return_lse: not an option; accepted: grad_lse, need"):
         fovea.attention_backward(q, q, q, q, q, zeros(1, 1, 2), return_lse=True)
+    with pytest.raises(TypeError, match="missing 3 required positional arguments: 'q', 'k', and 'v'"):
+        fovea.attention(query=q, key=q, value=q)
+
+
+@pytest.mark.parametrize("kind", ["uint8", "int8", "int32", "int64"])
+def test_a_mask_of_integers_is_made_bool_by_a_comparison(kind):
+    """As tokenizers make them. To add them to the scores, which is what bias does, would be wrong without a word."""
+    problem = Problem()
+    problem.change(dict(mask=np.ones((SQ, SK), kind)))
+    with pytest.raises(TypeError, match=f"mask: {kind}; accepted: bool; mask != 0 makes one of a mask of 0 and 1"):
+        problem.run_forward()
+
+
+def test_jax_tracers():
+    """Arrays of JAX inside of jax.jit have no memory: the error says what to do instead of naming a class alone."""
+    tracer = type("DynamicJaxprTracer", (), {"__module__": "jax._src.interpreters.partial_eval"})()
+    with pytest.raises(TypeError, match="q: a DynamicJaxprTracer, which stands for an array .*outside of jax.jit"):
+        fovea.attention(tracer, tracer, tracer)
+
+
+def test_confused_layouts():
+    """Where shapes do not agree, but would in the other layout, the error says so; and nowhere else."""
+    hint = "with layout='{}', ({}), these shapes agree (the default is 'bshd' in fovea and 'bhsd' in fovea.torch)"
+    heads_first, rows_first = hint.format("bhsd", "B, H, S, D"), hint.format("bshd", "B, S, H, D")
+
+    def said(layout, q, k, v, **options):
+        with pytest.raises(ValueError) as caught:
+            fovea.attention(zeros(*q), zeros(*k), zeros(*v), layout=layout, **options)
+        return str(caught.value)
+
+    def turned(shape):
+        return (*shape[:-3], shape[-2], shape[-3], shape[-1])
+
+    for batch in ((2,), (2, 3)):
+        q, k, v = (*batch, 4, 64, 8), (*batch, 2, 96, 8), (*batch, 2, 96, 5)  # (B, H, S, D)
+        same = (*batch, 2, 64, 8)
+        confused = [
+            ("k:", (q, k, v), {}),
+            ("bias:", (q, q, q), dict(bias=zeros(1, 4, 64, 64))),
+            ("mask:", (q, q, q), dict(mask=zeros(4, 64, 64, dtype=bool))),
+            ("sink:", (q, q, q), dict(sink=zeros(4))),
+            ("alibi_slopes:", (q, q, q), dict(alibi_slopes=zeros(4))),
+            ("align:", (q, same, same), dict(causal=True)),
+        ]
+        for name, shapes, options in confused:
+            text = said("bshd", *shapes, **options)
+            assert text.startswith(name) and text.endswith("; " + heads_first), text
+        for name, shapes, options in confused[:-1]:
+            text = said("bhsd", *map(turned, shapes), **options)
+            assert text.startswith(name) and text.endswith("; " + rows_first), text
+        right = [
+            ((q, k, v), dict(bias=zeros(1, 4, 64, 95))),  # wrong in either layout
+            ((q, (*batch, 3, 96, 8), (*batch, 3, 96, 8)), {}),
+            ((q, k, v), dict(causal=True)),  # of different lengths, as they may be
+            ((q, k, v), dict(window=(-2, 0))),  # wrong in another way
+        ]
+        for shapes, options in right:
+            assert "layout" not in said("bhsd", *shapes, **options)
+            assert "layout" not in said("bshd", *map(turned, shapes), **options)
 
 
 @pytest.mark.parametrize(

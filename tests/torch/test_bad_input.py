@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fovea.torch
-from fovea.torch import attention
+from fovea.torch import _call, attention
 
 B, H, HK, SQ, SK, D, DV = 2, 4, 2, 6, 9, 8, 5
 
@@ -121,7 +121,11 @@ CASES = {
     "six dimensions": (good(bias=torch.randn(1, 1, 1, H, SQ, SK)), ValueError, "bias: shape 1x1x1x4x6x9; accepted: at most 5"),
     "sink shape": (good(sink=torch.zeros(H + 1)), ValueError, "sink: shape 5; accepted"),
     "sink type": (good(sink=torch.zeros(H).int()), TypeError, "sink: int32; accepted"),
-    "slopes type": (good(alibi_slopes=torch.zeros(H, dtype=torch.float64)), TypeError, "alibi_slopes: fp64; accepted"),
+    "slopes type": (good(alibi_slopes=torch.zeros(H, dtype=torch.int64)), TypeError, "alibi_slopes: int64; accepted"),
+    "mask of int64": (good(mask=torch.ones(SQ, SK, dtype=torch.int64)), TypeError, "mask: int64; accepted: bool; mask != 0"),
+    "mask of uint8": (good(mask=torch.ones(SQ, SK, dtype=torch.uint8)), TypeError, "mask: uint8; accepted: bool; mask != 0"),
+    "layouts confused": (good(layout="bshd"), ValueError, r"; with layout='bhsd', \(B, H, S, D\), these shapes agree \(the def"),
+    "sliding_window": (good(sliding_window=4), TypeError, r"sliding_window: not an option; window=\(n - 1, 0\)"),
     "one cu_seqlens": (packed(cu_seqlens_k=None), ValueError, "cu_seqlens_k"),
     "cu_seqlens type": (packed(cu_seqlens_q=torch.tensor([0.0, 11.0])), TypeError, "cu_seqlens_q: fp32; accepted"),
     "cu_seqlens fall": (packed(cu_seqlens_q=torch.tensor([0, 6, 4, 11])), ValueError, "cu_seqlens_q"),
@@ -155,6 +159,35 @@ def test_refused_through_the_dispatcher(changed, kind, text):
     with pytest.raises(kind, match=text):
         attention(**changed)
     changed["q"].requires_grad_(False)
+
+
+@pytest.mark.parametrize("name,value,text", [
+    ("rng", "xyz", "rng: 'xyz'; accepted: 'fovea', 'torch_mem_efficient'"),
+    ("align", "xyz", "align: 'xyz'; accepted: 'bottom_right', 'top_left', None"),
+    ("layout", "xyz", "layout: 'xyz'; accepted: 'bshd', 'bhsd'"),
+])  # fmt: skip
+def test_refused_by_the_operator(name, value, text):
+    """Exported programs call it without fovea.torch.attention before it."""
+    q = torch.randn(B, H, SQ, D)
+    arguments = dict(q=q, k=q, v=q, seed=0, offset=0, scale=None, causal=False, window_left=-1, window_right=-1, align=None,
+                     softcap=0.0, dropout_p=0.0, rng="fovea", max_seqlen_q=0, max_seqlen_k=0, batch_outer=0, layout="bhsd",
+                     deterministic=0, backend=None)  # fmt: skip
+    arguments = [{**arguments, name: value}.get(field) for field in _call.Arguments._fields]
+    with pytest.raises(ValueError, match=re.escape(text)):
+        torch.ops.fovea.attention(*arguments)
+
+
+def test_a_gradient_of_what_is_not_there_is_refused_by_the_operator():
+    q = torch.randn(B, H, SQ, D)
+    lse = torch.zeros(B, H, SQ)
+    arguments = [q, q, q, *[None] * 11, 0, 0, None, False, -1, -1, None, 0.0, 0.0, "fovea", 0, 0, 0, "bhsd", 0, None]
+    need = [True, False, False, True, False, False]
+    for call in (torch.ops.fovea.attention_backward, torch.ops.fovea.attention_backward_each):
+        with pytest.raises(ValueError, match="need: 'bias', which is not given; accepted: q, k, v"):
+            call(q, None, q, lse, need, *arguments)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        with pytest.raises(ValueError, match="need: 'bias', which is not given; accepted: q, k, v"):
+            torch.ops.fovea.attention_backward(q, None, q, lse, need, *arguments)
 
 
 def test_a_mask_by_position():

@@ -2,6 +2,8 @@
 """Problems that are kept from call to call: a call that finds one computes what it would have computed without."""
 
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -112,3 +114,23 @@ def test_sinks_slopes_and_lengths_of_other_types(half, dtype):
     right = attention(q, k, v, sink=same, alibi_slopes=slopes.to(dtype), seqused_k=used.int(), align="top_left")
     right.sum().backward()
     assert torch.equal(out, right) and given.grad.dtype == half and torch.equal(given.grad, same.grad.to(half))
+
+
+def test_slopes_of_float64():
+    """As torch.tensor of NumPy's numbers makes them: rounded to float32 beside any q but one of float64."""
+    q, slopes = torch.randn(2, 4, 9, 8), torch.rand(4, dtype=torch.float64)
+    assert torch.equal(attention(q, q, q, alibi_slopes=slopes), attention(q, q, q, alibi_slopes=slopes.float()))
+    exact = attention(q.double(), q.double(), q.double(), alibi_slopes=slopes)
+    assert not torch.equal(exact, attention(q.double(), q.double(), q.double(), alibi_slopes=slopes.float().double()))
+
+
+def test_fovea_torch_is_imported_when_it_is_used():
+    code = (
+        "import sys, fovea\n"
+        "assert 'torch' not in sys.modules\n"
+        "attention = fovea.torch.attention\n"
+        "import fovea.torch\n"
+        "assert attention is fovea.torch.attention and 'torch' in sys.modules\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr

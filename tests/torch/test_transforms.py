@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import cases
 from fovea.torch import _operators, attention
@@ -500,6 +501,70 @@ def test_gradients_without_memory():
     out, lse = attention(q, q, q, return_lse=True)
     zeros = torch._efficientzerotensor(out.shape)
     assert not torch.autograd.grad(out, q, zeros)[0].any()
+
+
+# ---- batched gradients, functionalize, floating-point operations ----
+
+
+@pytest.mark.parametrize("row", FEATURES, ids=ids)
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_batched_gradients(row, create_graph):
+    """is_grads_batched=True gives what a call for each gradient gives, through out, through lse and through both."""
+    function, tensors = problem(row)
+    out, lse = function(*tensors)
+    grads = torch.randn(3, *out.shape, dtype=out.dtype), torch.randn(3, *lse.shape, dtype=lse.dtype) * lse.isfinite()
+    for which in ((0,), (1,), (0, 1)):
+        given, heads = [(out, lse)[i] for i in which], [grads[i] for i in which]
+        options = dict(create_graph=create_graph, retain_graph=True, allow_unused=True)
+        got = torch.autograd.grad(given, tensors, heads, is_grads_batched=True, **options)
+        each = [torch.autograd.grad(given, tensors, [g[i] for g in heads], **options) for i in range(3)]
+        for x, parts in zip(got, zip(*each)):
+            torch.testing.assert_close(x, torch.stack(parts))
+
+
+def test_batched_gradients_elsewhere():
+    """What is built on them: jacobian(vectorize=True) and gradcheck(check_batched_grad=True)."""
+    q, k, v = (torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    jacobian = torch.autograd.functional.jacobian
+    function = lambda q: attention(q, k, v, causal=True)  # noqa: E731
+    torch.testing.assert_close(jacobian(function, q, vectorize=True), jacobian(function, q))
+    assert torch.autograd.gradcheck(
+        lambda *x: attention(*x, return_lse=True), (q, k, v), check_batched_grad=True, fast_mode=True
+    )
+
+
+def test_functionalize():
+    q = torch.randn(2, 1, 2, 6, 8)
+    function = lambda q: attention(q, q, q, causal=True, return_lse=True)  # noqa: E731
+    assert_equal(torch.func.functionalize(function)(q[0]), function(q[0]))
+    assert_equal(torch.func.functionalize(torch.func.vmap(function))(q), torch.func.vmap(function)(q))
+
+
+def flops(function):
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
+
+
+def test_floating_point_operations():
+    """As PyTorch counts its own, whatever the layout; packed sequences count each by itself."""
+    q, k, v = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 13, 8), torch.randn(2, 2, 13, 5)
+    dense = 2 * 2 * 4 * 9 * 13
+    rows = [x.transpose(1, 2) for x in (q, k, v)]
+    assert flops(lambda: attention(q, k, v)) == flops(lambda: attention(*rows, layout="bshd")) == dense * (8 + 5)
+    x = torch.randn(2, 4, 7, 8, requires_grad=True)
+    ours, theirs = (
+        flops(lambda f=f: f(x, x, x).sum().backward())
+        for f in (attention, torch.nn.functional.scaled_dot_product_attention)
+    )
+    assert ours == theirs > 0
+    learns = v.clone().requires_grad_()
+    assert flops(lambda: attention(q, k, learns).sum().backward()) == dense * (2 * (8 + 5) + 5)
+    packed, cu_seqlens = torch.randn(9, 4, 8), torch.tensor([0, 2, 9])
+    call = lambda x: attention(x, x, x, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)  # noqa: E731
+    assert flops(lambda: call(packed)) == 2 * 4 * (2 * 2 + 7 * 7) * 16
+    assert flops(lambda: attention(q.to("meta"), k.to("meta"), v.to("meta"))) == dense * 13
 
 
 @pytest.mark.filterwarnings("ignore")

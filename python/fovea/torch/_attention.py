@@ -24,6 +24,7 @@ _LAYOUTS = ("bhsd", "bshd")
 _RNGS = ("fovea", "torch_mem_efficient")
 _DEVICES = ("cpu", "cuda", "meta")
 _HALVES = (torch.bfloat16, torch.float16)
+_CONVERTED_SLOPES = (*_HALVES, torch.float64)
 _UNBOUNDED = (-1, -1)
 _any_autocast = torch._C._is_any_autocast_enabled
 
@@ -94,7 +95,7 @@ def attention(
     # A model in 16 bits has its sinks and slopes in them, and PyTorch's integers have 64; the library's have one type.
     if sink is not None and isinstance(sink, Tensor) and sink.dtype in _HALVES:
         sink = _wider(sink, q)
-    if alibi_slopes is not None and isinstance(alibi_slopes, Tensor) and alibi_slopes.dtype in _HALVES:
+    if alibi_slopes is not None and isinstance(alibi_slopes, Tensor) and alibi_slopes.dtype in _CONVERTED_SLOPES:
         alibi_slopes = _wider(alibi_slopes, q)
     if seqused_q is not None and isinstance(seqused_q, Tensor) and seqused_q.dtype == torch.int64:
         same = seqused_q is seqused_k  # that both sides have the same lengths is known by the tensor, not by its values
@@ -142,7 +143,7 @@ def attention(
         if learns and torch.is_grad_enabled():
             return _operators.direct_attention(arguments, return_lse)
         out, lse = _call.compute(arguments, return_lse)
-    elif not compiling and torch._C._are_functorch_transforms_active():
+    elif not compiling and torch._C._are_functorch_transforms_active() and not _operators.functionalizes():
         out, lse = _operators.Attention.apply(*arguments)
     else:
         out, lse = _operators.attention(*arguments)

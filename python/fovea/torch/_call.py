@@ -22,9 +22,9 @@ from typing import Any, NamedTuple, NoReturn, Optional
 import torch
 from torch import Tensor
 
-from .. import _abi
+from .. import _abi, _help
 from .._library import check, lib
-from .._problem import _ALIGN, _FLOATS, _RNG, _ZEROS, call_on_cpu, heads_first
+from .._problem import _ALIGN, _FLOATS, _RNG, _SWAP, _ZEROS, BOOL_ALONE, call_on_cpu, choose, heads_first, need_align
 
 # Values of the operator's argument `deterministic`.
 ANY_ORDER = 0
@@ -166,6 +166,9 @@ def new_grad(a: Arguments, name: str, partial: bool) -> Tensor:
     """As its tensor lies; but on a device a row's columns lie together, which is all that kernels write. Rows that no
     sequence owns are the library's to clear; what lies behind lengths in a bias is not, but a GPU's kernels write it."""
     tensor = getattr(a, name)
+    if tensor is None:
+        there = ", ".join(other for other in DIFFERENTIABLE if getattr(a, other) is not None)
+        raise ValueError(f"need: {name!r}, which is not given; accepted: {there}")
     if name not in ("q", "k", "v"):
         written = not partial or (tensor.device.type != "cpu" and not nothing_to_launch(a))
         return torch.empty_like(tensor) if written else torch.zeros_like(tensor)
@@ -183,6 +186,7 @@ class _Problem:
     tensors alive; place() puts in where they lie."""
 
     def __init__(self, a: Arguments) -> None:
+        choose("layout", a.layout, _SWAP)
         check_ranks(a)
         self._memory = _MEMORY()
         self._words = memoryview(self._memory).cast("B").cast("Q")
@@ -231,8 +235,8 @@ class _Problem:
         raw.flags = flags
         raw.softcap = a.softcap
         raw.dropout_p = a.dropout_p
-        raw.rng = _RNG[a.rng]
-        raw.align = _ALIGN[a.align]
+        raw.rng = choose("rng", a.rng, _RNG)
+        raw.align = choose("align", a.align, _ALIGN)
         if a.backend is not None:
             raw.backend = a.backend.encode()
         if not self._on_cpu:
@@ -268,7 +272,7 @@ class _Problem:
         code = _CODES.get(tensor.dtype)
         if code is None:
             if name == "mask":
-                accepted = "bool; numbers that are added to scores go into bias"
+                accepted = BOOL_ALONE
             else:
                 accepted = "int32 or int64" if name.startswith(("cu_seqlens", "seqused")) else _FLOATS
             raise TypeError(f"{name}: {_type(tensor)}; accepted: {accepted}")
@@ -340,8 +344,9 @@ class _Problem:
         try:
             check(status)
         except ValueError as error:
-            if self._heads_first:
-                error.args = (heads_first(str(error)),)
+            text = str(error)
+            hint = _help.layout_hint(self.raw, "bhsd" if self._heads_first else "bshd", text)
+            error.args = ((heads_first(text) if self._heads_first else text) + hint,)
             raise
         raise AssertionError("check() raises for every status but OK")
 
@@ -399,7 +404,7 @@ def _look(kind: Any, a: Arguments, tensors: Iterable[Optional[Tensor]]) -> tuple
 # ---- the alignment ----
 
 
-def _need_no_align(a: Arguments) -> None:
+def _need_no_align(a: Arguments, raw: Optional[_abi.Problem] = None) -> None:
     """Bottom-right is the default only where it cannot surprise."""
     if a.causal:
         what = "causal"
@@ -428,11 +433,8 @@ def _need_no_align(a: Arguments) -> None:
         sq, sk = _rows(a, a.q), _rows(a, a.k)
         if sq == sk:
             return
-        given = f"Sq={sq} and Sk={sk}"
-    raise ValueError(
-        f"align: None with {what}, {given}; accepted: 'bottom_right' (the last query meets the last key, as in "
-        "FlashAttention) or 'top_left' (the first meets the first, as PyTorch's is_causal)"
-    )
+        raise ValueError(need_align(what, f"Sq={sq} and Sk={sk}", raw, a.layout))
+    raise ValueError(need_align(what, given))
 
 
 def _rows(a: Arguments, tensor: Tensor) -> int:
@@ -463,7 +465,7 @@ def compute(arguments: tuple, with_lse: bool) -> tuple[Tensor, Optional[Tensor]]
     if is_new:
         problem = _Problem(a)
     if a.align is None and (is_new or problem.partial):
-        _need_no_align(a)
+        _need_no_align(a, problem.raw)
     out = new_out(a, problem.out_layout)
     there.append(out)
     lse = None

@@ -4,6 +4,8 @@
     fovea::attention            out and lse
     fovea::attention_backward   the gradients that `need` asks for
     fovea::seed                 one random number of the device's generator, which stays on the device
+    fovea::attention_backward_each
+                                the same gradients as six tensors, for batched gradients (is_grads_batched=True)
 
 They are registered with torch.library.Library.define and impl, and differentiated by one torch.autograd.Function:
 torch.library.custom_op with register_autograd does the same for several times the host time (docs/torch.md).
@@ -21,7 +23,9 @@ from typing import Any, NoReturn, Optional
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
 
 from . import _call
 from ._call import DIFFERENTIABLE, TENSORS, Arguments
@@ -48,12 +52,18 @@ library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 library.define(
+    f"attention_backward_each(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, bool[] need, {_ARGUMENTS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+library.define(
     "seed(Tensor[] of) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded),
 )
 attention = torch.ops.fovea.attention.default
 attention_backward = torch.ops.fovea.attention_backward.default
 seed = torch.ops.fovea.seed.default
+
+attention_backward_each = torch.ops.fovea.attention_backward_each.default
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 
@@ -63,9 +73,18 @@ def draw_seed(of: Sequence[Tensor]) -> Tensor:
     return torch.empty((), dtype=torch.int64, device=of[0].device).random_()
 
 
+def _backward_each(
+    grad_out: Tensor, grad_lse: Optional[Tensor], out: Tensor, lse: Tensor, need: Sequence[bool], *arguments: Any
+) -> tuple[Tensor, ...]:
+    """An empty tensor where no gradient is needed."""
+    found = iter(_call.backward(grad_out, grad_lse, out, lse, need, *arguments))
+    return tuple(next(found) if wanted else grad_out.new_empty(0) for wanted in need)
+
+
 for _device in ("CPU", "CUDA"):
     library.impl("attention", _call.forward, _device)
     library.impl("attention_backward", _call.backward, _device)
+    library.impl("attention_backward_each", _backward_each, _device)
     library.impl("seed", draw_seed, _device)
 
 
@@ -150,8 +169,8 @@ class DirectAttention(torch.autograd.Function):
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         if (
-            torch.is_grad_enabled() or is_watched() or not survey((grad_out, grad_lse))[0] or grad_out._is_zerotensor()
-            or (grad_lse is not None and grad_lse._is_zerotensor())  # which has no memory
+            torch.is_grad_enabled() or is_watched() or not survey((grad_out, grad_lse))[0] or _has_no_memory(grad_out)
+            or (grad_lse is not None and _has_no_memory(grad_lse))
         ):  # fmt: skip
             all_six = [*need, *[False] * (len(DIFFERENTIABLE) - len(need))]
             found = _through_dispatcher(grad_out, grad_lse, out, lse, all_six, *tensors, *ctx.rest)
@@ -186,8 +205,16 @@ def _gradients(ctx: Any, need: Sequence[bool], grad_out: Optional[Tensor], grad_
 def _through_dispatcher(*arguments: Any) -> Sequence[Tensor]:
     if torch.is_grad_enabled():  # create_graph=True
         return OnceDifferentiable.apply(*arguments)
+    return _below(*arguments)
+
+
+def _below(*arguments: Any) -> Sequence[Tensor]:
+    grad_out, grad_lse, _, _, need = arguments[:5]
     with _below_autograd():
-        return attention_backward(*arguments)
+        if not (_is_batched(grad_out) or (grad_lse is not None and _is_batched(grad_lse))):
+            return attention_backward(*arguments)
+        # PyTorch calls an operator once for each of a batch of gradients, but not one that returns a list.
+        return [grad for grad, wanted in zip(attention_backward_each(*arguments), need) if wanted]
 
 
 class OnceDifferentiable(torch.autograd.Function):
@@ -197,8 +224,7 @@ class OnceDifferentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        with _below_autograd():
-            return tuple(attention_backward(*arguments))
+        return tuple(_below(*arguments))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
@@ -227,6 +253,11 @@ _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active
 _profiler = torch._C._autograd._profiler_enabled
 _tracing = torch._C._get_tracing_state
+_is_batched = torch._C._functorch.is_legacy_batchedtensor  # by is_grads_batched=True, which is not torch.func's vmap
+
+
+def _has_no_memory(tensor: Tensor) -> bool:
+    return tensor._is_zerotensor() or _is_batched(tensor)
 
 
 def survey(tensors: Iterable[Optional[Tensor]]) -> tuple[bool, bool]:
@@ -248,3 +279,44 @@ def is_watched() -> bool:
     return (
         _modes() > 0 or _transforms() or _profiler() or forward_ad._current_level >= 0 or _tracing() is not None
     )
+
+
+def functionalizes() -> bool:
+    """Whether the active transforms of torch.func have functionalize among them, and no differentiation: functionalize
+    has a rule for an operator, but none for a torch.autograd.Function."""
+    kinds = torch._C._functorch.TransformType
+    keys = [transform.key() for transform in torch._C._functorch.get_interpreter_stack() or ()]
+    return kinds.Functionalize in keys and kinds.Grad not in keys and kinds.Jvp not in keys
+
+
+# ---- floating-point operations ----
+
+
+def _pairs(a: Arguments) -> int:
+    """Of queries and keys, over all query heads: masks, bands and used lengths do not count, as in PyTorch's formulas."""
+    rows = -2 if a.heads_first else -3
+    if not a.packed:
+        return a.q.shape[:-1].numel() * a.k.shape[rows]
+    heads = a.q.shape[-2]
+    cu_seqlens_q = a.cu_seqlens_k if a.cu_seqlens_q is None else a.cu_seqlens_q
+    cu_seqlens_k = cu_seqlens_q if a.cu_seqlens_k is None else a.cu_seqlens_k
+    if isinstance(a.q, FakeTensor) or a.q.is_meta:  # lengths cannot be read
+        return heads * a.q.shape[0] * (a.max_seqlen_k or a.k.shape[0])
+    return heads * int((cu_seqlens_q.diff() * cu_seqlens_k.diff()).sum())
+
+
+@register_flop_formula(torch.ops.fovea.attention, get_raw=True)
+def _(*arguments: Any, out_val: Any) -> int:
+    a = Arguments(*arguments)
+    return 2 * _pairs(a) * (a.q.shape[-1] + a.v.shape[-1])
+
+
+@register_flop_formula((torch.ops.fovea.attention_backward, torch.ops.fovea.attention_backward_each), get_raw=True)
+def _(
+    grad_out: Tensor, grad_lse: Optional[Tensor], out: Tensor, lse: Tensor, need: Sequence[bool], *arguments: Any,
+    out_val: Any,
+) -> int:  # fmt: skip
+    """The scores and their gradients, then one product for each gradient of q, k and v."""
+    a = Arguments(*arguments)
+    dim, dim_v = a.q.shape[-1], a.v.shape[-1]
+    return 2 * _pairs(a) * (dim + dim_v + need[0] * dim + need[1] * dim + need[2] * dim_v)
