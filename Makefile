@@ -45,10 +45,10 @@ test:  ## every test: C++, Python, documentation, packaging; the last line count
 	$(VENV)/bin/python tools/test.py --build $(BUILD) --jobs $(JOBS) --lanes 2 --report $(BUILD)/tests.json build cpp python
 
 # PyTorch's own environment: 5.4 GB, kept between runs (and by `make clean`).
-$(VENV_TORCH)/.ready:
+$(VENV_TORCH)/.ready: tests/requirements.txt
 	$(PYTHON) -m venv $(VENV_TORCH)
-	@start=$$SECONDS; $(VENV_TORCH)/bin/pip install -q --disable-pip-version-check torch pytest numpy && \
-	    echo "pip install torch pytest numpy: $$((SECONDS - start)) s, $$(du -sh $(VENV_TORCH) | cut -f1)"
+	@start=$$SECONDS; $(VENV_TORCH)/bin/pip install -q --disable-pip-version-check torch pytest numpy $$(grep '^mypy==' $<) && \
+	    echo "pip install torch: $$((SECONDS - start)) s, $$(du -sh $(VENV_TORCH) | cut -f1)"
 	touch $@
 
 .PHONY: test-torch

@@ -23,6 +23,7 @@ def test_readme():
 
 
 def test_docstring():
-    result = doctest.testmod(fovea.torch)
-    assert result.failed == 0
-    assert result.attempted > 2
+    for module in (fovea.torch, fovea.torch._attention):
+        result = doctest.testmod(module)
+        assert result.failed == 0
+        assert result.attempted > 2

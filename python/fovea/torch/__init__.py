@@ -5,13 +5,14 @@
 >>> q = k = v = torch.ones(1, 2, 4, 8, requires_grad=True)      # batch, heads, sequence, head dimension
 >>> fovea.torch.attention(q, k, v, causal=True).sum().backward()
 
-_attention.py   the function that users call: arguments, autocast, nested tensors, seeds
-_operators.py   the operators fovea::attention, fovea::attention_backward and fovea::seed, and autograd around them
-_vmap.py        what torch.vmap makes of them
-_call.py        from tensors to a fovea_problem of the C library
-
-docs/torch.md tells how it works together with the rest of PyTorch.
+docs/torch.md describes how it works together with the rest of PyTorch.
 """
+
+# _attention.py   the function that users call: arguments, autocast, nested tensors, seeds
+# _operators.py   the operators fovea::attention, fovea::attention_backward and fovea::seed, and autograd around them
+# _vmap.py        their rules for torch.vmap
+# _call.py        turns tensors into a fovea_problem of the C library, and calls it
+# _options.py     the types of the keywords
 
 try:
     import torch

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fovea.torch.attention: from what users write to the arguments of the operator.
+"""fovea.torch.attention: turns the arguments of users into those of the operator.
 
-What is checked here is what the C library cannot see: that the arguments are tensors of one device, that no gradient
-is asked for where there is none, and choices that have names. Everything else it checks itself, with its own words.
-torch.compile and torch.export trace this file, so it is kept to what they follow.
+The checks here are of what the C library cannot see: whether the arguments are tensors of one device, whether a gradient
+is requested where there is none, and choices by name. The library checks everything else, with its own messages.
+torch.compile and torch.export trace this file, so it uses only what they can trace.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, NoReturn, Optional, Union
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Optional, Union, overload
 
 import torch
 from torch import Tensor
@@ -18,6 +18,12 @@ from torch import Tensor
 from .. import _help
 from .._problem import WORD, flag, real, shape_text, window_side
 from . import _call, _operators, _vmap  # noqa: F401  (_vmap registers its rules)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .._options import Align, Layout, Rng
+    from ._options import Options
 
 _ALIGNS = (None, "bottom_right", "top_left")
 _LAYOUTS = ("bhsd", "bshd")
@@ -29,6 +35,18 @@ _UNBOUNDED = (-1, -1)
 _any_autocast = torch._C._is_any_autocast_enabled
 
 
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[Options]
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[Options]
+) -> Union[Tensor, tuple[Tensor, Tensor]]: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -40,14 +58,14 @@ def attention(
     scale: Optional[float] = None,
     causal: bool = False,
     window: tuple[int, int] = _UNBOUNDED,
-    align: Optional[str] = None,
+    align: Optional[Align] = None,
     softcap: float = 0.0,
     alibi_slopes: Optional[Tensor] = None,
     sink: Optional[Tensor] = None,
     dropout_p: float = 0.0,
     seed: Union[int, Tensor, None] = None,
     offset: Union[int, Tensor] = 0,
-    rng: str = "fovea",
+    rng: Rng = "fovea",
     cu_seqlens_q: Optional[Tensor] = None,
     cu_seqlens_k: Optional[Tensor] = None,
     max_seqlen_q: Optional[int] = None,
@@ -55,25 +73,81 @@ def attention(
     seqused_q: Optional[Tensor] = None,
     seqused_k: Optional[Tensor] = None,
     batch_shape: Optional[Sequence[int]] = None,
-    layout: str = "bhsd",
+    layout: Layout = "bhsd",
     deterministic: bool = False,
     return_lse: bool = False,
     backend: Optional[str] = None,
     **unknown: NoReturn,
 ) -> Any:
-    """softmax(scale * q @ k.T + ...) @ v, exactly, in memory linear in the sequence length, with every gradient.
+    """Computes softmax(scale * q @ k.T + ...) @ v exactly, with every gradient, in memory linear in the lengths.
 
-    q is (B, Hq, S, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv); layout="bshd" has S before H, five dimensions are a batch
-    of two levels (B1, B2), and with cu_seqlens_q and cu_seqlens_k all three are packed, (total, H, D). Nested tensors
-    of layout torch.jagged are packed ones. The keywords are those of fovea.attention and mean the same, but for these:
+    It is differentiable in q, k, v, bias, bias2 and sink, through out and through lse. All tensors lie on one device,
+    the CPU or a CUDA device, where the work is put on the current stream. In the shapes below B is the batch, Sq and Sk
+    are the numbers of queries and keys, Hq and Hk the numbers of heads, D and Dv the head dimensions of q and k and of
+    v. Three variants of these shapes exist. A batch may have two levels, (B1, B2, H, S, D). With cu_seqlens_q and
+    cu_seqlens_k the sequences are packed one after the other without padding, (total, H, D). Nested tensors of layout
+    torch.jagged, (B, H, j, D), are packed already. docs/semantics.md states the formula, docs/torch.md how this works
+    together with the rest of PyTorch.
 
-    seed           None: drawn from PyTorch's generator of the device, so that torch.manual_seed and checkpointing
-                   rule it; otherwise an integer, or a tensor of one int64 on the device
-    deterministic  torch.use_deterministic_algorithms turns it on as well
-    sink, alibi_slopes, seqused_q, seqused_k
-                   may be of 16 bits, and of int64: they are converted, and gradients come back in the type given
+    Args:
+        q: Queries, (B, Hq, Sq, D): float32, float16, bfloat16 or, on the CPU, float64.
+        k: Keys, (B, Hk, Sk, D), of q's type. Hq is a multiple of Hk; query head h reads key head h // (Hq // Hk).
+        v: Values, (B, Hk, Sk, Dv), of q's type.
+        bias: Added to the scaled and soft-capped scores. It broadcasts to (B, Hq, Sq, Sk), with packed sequences to
+            (B, Hq, max_seqlen_q, max_seqlen_k). Any floating-point type; float64 only with float64 q. Its gradient has
+            the shape of the bias as it was given, so do not expand a bias that is shared.
+        bias2: A second bias, likewise.
+        mask: bool, true where a pair of query and key takes part. It broadcasts as bias does.
+        scale: Factor of the scores; None is 1 / sqrt(D).
+        causal: Query i sees the keys j <= i + shift; see align.
+        window: (left, right), in positions: query i sees the keys from i + shift - left to i + shift + right. -1 is
+            unbounded.
+        align: "bottom_right" makes shift = Sk - Sq, so that the last query meets the last key, as in FlashAttention.
+            "top_left" makes shift = 0, as is_causal of scaled_dot_product_attention does. With causal, window or
+            alibi_slopes it is required where Sq and Sk differ.
+        softcap: c > 0 replaces a score s by c * tanh(s / c); 0 does not.
+        alibi_slopes: (Hq,), (B, Hq) or (B1, B2, Hq): adds -slope * abs(i + shift - j). It has no gradient. It is
+            converted to float32, or to float64 with float64 q.
+        sink: (Hq,): one more logit of each head in the softmax, without a value. float32 (float64 with float64 q) or 16
+            bits; its gradient has its type.
+        dropout_p: Probability in [0, 1] with which each attention weight is dropped.
+        seed: None draws a seed from PyTorch's generator of the device, so that torch.manual_seed and checkpointing
+            govern it. Otherwise an integer of up to 64 bits, or a tensor of one int64 on the device.
+        offset: An integer or a tensor like seed. Another offset, like another seed, gives an unrelated mask.
+        rng: "fovea", or "torch_mem_efficient" for the masks of PyTorch's memory-efficient kernel, bit for bit.
+        cu_seqlens_q: (B + 1,), int32 or int64: packed sequence b has the query rows cu_seqlens_q[b] to
+            cu_seqlens_q[b + 1].
+        cu_seqlens_k: The same of keys.
+        max_seqlen_q: The longest packed sequence, at least. None reads it from cu_seqlens_q, which is possible on the
+            CPU only.
+        max_seqlen_k: The same of keys.
+        seqused_q: (B,), int32 or int64: only the first so many query rows of each sequence exist.
+        seqused_k: The same of keys.
+        batch_shape: (B1, B2): makes the packed sequences a batch of two levels.
+        layout: The order of dimensions of q, k, v and out: "bhsd" is (B, H, S, D), "bshd" is (B, S, H, D).
+            fovea.attention has the other default.
+        deterministic: The same inputs give the same bits in every run. torch.use_deterministic_algorithms(True) turns it
+            on as well. On the CPU they always do.
+        return_lse: Also returns the logsumexp of each query's scores.
+        backend: A name from fovea.backends(); None takes the best that can compute the problem.
 
-    Returns out, or (out, lse) with return_lse. Differentiable in q, k, v, bias, bias2 and sink, through out and lse.
+    Returns:
+        out, (B, Hq, Sq, Dv) in q's layout and type. With return_lse the pair (out, lse), where lse is (B, Hq, Sq) in
+        every layout, packed (Hq, total_q), and float32 (float64 with float64 q).
+
+    Raises:
+        ValueError: A shape or a value is not accepted. Every error names the argument, what it was and what is accepted.
+        TypeError: A type or a keyword is not accepted.
+        NotImplementedError: No backend here computes this problem, or a second derivative or a forward-mode derivative
+            is requested.
+        MemoryError: There is too little memory.
+
+    Example:
+        >>> import torch, fovea.torch
+        >>> q, k, v = (torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(3))     # batch, heads, sequence, D
+        >>> fovea.torch.attention(q, k, v, causal=True).sum().backward()
+        >>> q.grad.shape
+        torch.Size([1, 2, 4, 8])
     """
     if more or unknown:
         raise _refuse_arguments(more, unknown)
@@ -160,14 +234,14 @@ def _narrower(lengths: Tensor) -> Tensor:
     return lengths.clamp(-1, 2**31 - 1).to(torch.int32)
 
 
-def _refuse_arguments(more: tuple, unknown: dict[str, Any]) -> TypeError:
+def _refuse_arguments(more: tuple[Any, ...], unknown: dict[str, Any]) -> TypeError:
     return _help.refuse("attention", "q, k, v", more, unknown, attention.__kwdefaults__)
 
 
-def _check_tensors(tensors: tuple) -> None:
+def _check_tensors(tensors: tuple[Any, ...]) -> None:
     """Refuses what is no tensor, lies elsewhere, or is neither dense nor, with q, nested."""
     q = tensors[0]
-    device = q.device if isinstance(q, Tensor) else None
+    device: Any = q.device if isinstance(q, Tensor) else None
     for index, (name, tensor) in enumerate(zip(_call.NAMES, tensors)):
         if tensor is None and index >= 3:
             continue
@@ -196,7 +270,7 @@ def _autocast(*tensors: Tensor) -> list[Tensor]:
 
 
 def _nested(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any, seqused_q: Any, seqused_k: Any, layout: str,
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, seqused_q: Any, seqused_k: Any, layout: Any,
     return_lse: bool, **options: Any,
 ) -> Any:  # fmt: skip
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
@@ -225,7 +299,7 @@ def _nested(
     return out, torch.nested.nested_tensor_from_jagged(lse.transpose(0, 1), q.offsets()).transpose(1, 2)
 
 
-def _rows_first(name: str, tensor: Tensor, swap: bool) -> Tensor:
+def _rows_first(name: str, tensor: Any, swap: bool) -> Any:
     """(B, j, H, D) of a nested tensor."""
     if not tensor.is_nested or tensor.layout is not torch.jagged:
         kind = f"a nested tensor of layout {tensor.layout}" if tensor.is_nested else "a dense tensor, where q is nested"
@@ -241,7 +315,7 @@ def _rows_first(name: str, tensor: Tensor, swap: bool) -> Tensor:
     return tensor.transpose(1, 2) if swap else tensor
 
 
-def _with_longest(options: dict[str, Any], q: Tensor, k: Tensor) -> dict[str, Any]:
+def _with_longest(options: dict[str, Any], q: Any, k: Any) -> dict[str, Any]:
     """On the CPU the library looks for the longest sequence itself."""
     if q.device.type != "cpu":
         for name, nested in (("max_seqlen_q", q), ("max_seqlen_k", k)):
@@ -256,7 +330,7 @@ def _with_longest(options: dict[str, Any], q: Tensor, k: Tensor) -> dict[str, An
 def _options(
     scale: Any, causal: Any, window: Any, align: Any, softcap: Any, dropout_p: Any, rng: Any, max_seqlen_q: Any,
     max_seqlen_k: Any, batch_outer: int, layout: Any, deterministic: Any, backend: Any,
-) -> tuple:  # fmt: skip
+) -> tuple[Any, ...]:  # fmt: skip
     """The operator's arguments from `scale` on."""
     if align not in _ALIGNS:
         _refuse_choice("align", align, _ALIGNS)
@@ -290,11 +364,12 @@ def _options(
     )
 
 
-def _refuse_choice(name: str, value: Any, choices: tuple) -> NoReturn:
+def _refuse_choice(name: str, value: Any, choices: tuple[Any, ...]) -> NoReturn:
     raise ValueError(f"{name}: {value!r}; accepted: {', '.join(repr(choice) for choice in choices)}")
 
 
-def _integer(name: str, value: Any) -> int:
+def _integer(name: str, value: Any) -> Any:
+    """An int, or a torch.SymInt as it is."""
     if isinstance(value, torch.SymInt):
         return value
     number = _index(name, value)
@@ -303,7 +378,7 @@ def _integer(name: str, value: Any) -> int:
     return number
 
 
-def _word(name: str, value: Any) -> int:
+def _word(name: str, value: Any) -> Any:
     """64 bits as a signed number, which is what the dispatcher has."""
     if isinstance(value, bool):
         raise TypeError(f"{name}: {value}; accepted: an integer of up to 64 bits")
@@ -343,7 +418,7 @@ def _window(window: Any) -> tuple[int, int]:
     return window_side(_integer, window[0]), window_side(_integer, window[1])
 
 
-def _batch_outer(batch_shape: Any, cu_seqlens_q: Optional[Tensor], cu_seqlens_k: Optional[Tensor]) -> int:
+def _batch_outer(batch_shape: Any, cu_seqlens_q: Optional[Tensor], cu_seqlens_k: Optional[Tensor]) -> Any:
     lengths = cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q
     if lengths is None:
         raise ValueError("batch_shape: given without cu_seqlens; accepted: None, five dimensions say it")

@@ -17,7 +17,7 @@ from __future__ import annotations
 import ctypes
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn, Optional
+from typing import Any, Callable, NamedTuple, NoReturn, Optional
 
 import torch
 from torch import Tensor
@@ -111,6 +111,8 @@ NAMES = (*(name.removesuffix("_tensor") for name in Arguments._fields[:TENSORS])
 
 # ---- results ----
 
+Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
+
 
 def check_ranks(a: Arguments) -> None:
     for name, tensor in (("q", a.q), ("k", a.k), ("v", a.v)):
@@ -126,7 +128,7 @@ def check_ranks(a: Arguments) -> None:
         raise ValueError(f"{name}: shape {given}; accepted: {accepted}")
 
 
-def out_layout(a: Arguments) -> tuple[tuple, tuple]:
+def out_layout(a: Arguments) -> Layout:
     """Shape and strides. In memory a row's heads lie together, whatever the layout, as in the result of PyTorch's fused
     kernels: joining the heads, which comes next in a model, then copies nothing."""
     *outer, heads_or_rows, rows_or_heads, _ = a.q.shape
@@ -142,18 +144,18 @@ def out_layout(a: Arguments) -> tuple[tuple, tuple]:
     return (*outer, heads_or_rows, rows_or_heads, last), tuple(strides)
 
 
-def lse_shape(a: Arguments) -> tuple:
+def lse_shape(a: Arguments) -> tuple[int, ...]:
     *outer, heads, rows, _ = a.q.shape
     if a.packed or not a.heads_first:
         rows, heads = heads, rows
     return (heads, rows) if a.packed else (*outer, heads, rows)
 
 
-def new_out(a: Arguments, layout: tuple[tuple, tuple]) -> Tensor:
+def new_out(a: Arguments, layout: Layout) -> Tensor:
     return a.q.new_empty_strided(*layout)
 
 
-def new_lse(a: Arguments, shape: tuple) -> Tensor:
+def new_lse(a: Arguments, shape: tuple[int, ...]) -> Tensor:
     return a.q.new_empty(shape, dtype=torch.float64 if a.q.dtype == torch.float64 else torch.float32)
 
 
@@ -197,22 +199,22 @@ class _Problem:
         self._heads_first = a.heads_first
         self._on_cpu = a.q.device.type == "cpu"
         self._device = a.q.device
-        self._needed: Optional[int] = None  # bytes of workspace, on a device
+        self._needed: Any = None  # bytes of workspace, on a device
         # Gradients: of which argument, its name, and how they lie; None where new_grad() decides each time.
-        self.grads: list[tuple[int, str, Optional[tuple[tuple, tuple]]]] = []
+        self.grads: list[tuple[int, str, Optional[Layout]]] = []
         # Of results: whether there are rows of no sequence, and how they lie.
         self.partial = a.partial
         self.out_layout = out_layout(a)
         self.lse_shape = lse_shape(a)
 
-        for name, tensor in zip(("q", "k", "v"), a):
+        for name, tensor in zip(("q", "k", "v"), a[:3]):
             self.set_rows(name, tensor)
-        for name, tensor in zip(_abi.INPUTS[3:], a[3:12]):
-            if tensor is not None:
-                self.set(name, tensor)
-        for name, tensor in (("seed", a.seed_tensor), ("offset", a.offset_tensor)):
-            if tensor is not None:
-                self._set_word(name, tensor)
+        for name, given in zip(_abi.INPUTS[3:], a[3:12]):
+            if given is not None:
+                self.set(name, given)
+        for name, given in (("seed", a.seed_tensor), ("offset", a.offset_tensor)):
+            if given is not None:
+                self._set_word(name, given)
 
         raw.size = _PROBLEM_SIZE
         raw.max_seqlen_q = a.max_seqlen_q
@@ -320,7 +322,7 @@ class _Problem:
     def _call(self, direction: int) -> int:
         if self._on_cpu:
             return call_on_cpu(lib, self._pointer, direction)
-        call = lib.fovea_backward if direction == _abi.BACKWARD else lib.fovea_forward
+        call: Callable[..., int] = lib.fovea_backward if direction == _abi.BACKWARD else lib.fovea_forward
         if self._needed is not None:
             workspace = self._workspace()
             status = call(self._pointer, workspace.data_ptr(), self._needed)
@@ -328,7 +330,7 @@ class _Problem:
                 return status
         # The first call, or addresses less aligned than those that the kept number is of.
         needed = ctypes.c_size_t()
-        status = lib.fovea_workspace(self._pointer, direction, ctypes.byref(needed))
+        status = int(lib.fovea_workspace(self._pointer, direction, ctypes.byref(needed)))
         if status != _abi.OK:
             return status
         self._needed = needed.value
@@ -352,7 +354,7 @@ class _Problem:
 
 
 # torch.cuda.current_stream(device).cuda_stream without its objects; PyTorch without CUDA has neither this nor tensors there.
-_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def _type(tensor: Tensor) -> str:
@@ -361,13 +363,14 @@ def _type(tensor: Tensor) -> str:
 
 # ---- problems that are kept ----
 
+Key = tuple[Any, ...]
 _MOST_KEPT = 512  # kinds of problem: 3 KB each
 # By everything in a problem but addresses, seeds and the stream. A list for each kind, as several threads may compute
 # the same kind at once: who computes takes a problem out, and puts it back.
-_kept: dict[tuple, list[_Problem]] = {}
+_kept: dict[Key, list[_Problem]] = {}
 
 
-def _pool(key: tuple) -> list[_Problem]:
+def _pool(key: Key) -> list[_Problem]:
     pool = _kept.get(key)
     if pool is None:
         if len(_kept) >= _MOST_KEPT:
@@ -383,10 +386,10 @@ def _taken(pool: list[_Problem]) -> Optional[_Problem]:
         return None
 
 
-def _look(kind: Any, a: Arguments, tensors: Iterable[Optional[Tensor]]) -> tuple[list[Tensor], tuple]:
+def _look(kind: Any, a: Arguments, tensors: Iterable[Optional[Tensor]]) -> tuple[list[Tensor], Key]:
     """The tensors that are there, and the key of their problem; refuses those that lie elsewhere."""
     device = a.q.device
-    there = []
+    there: list[Tensor] = []
     key = [kind, device, a[TENSORS + 2 :]]
     absent = 0  # before this one: so the key tells which are there
     for tensor in tensors:
@@ -444,10 +447,10 @@ def _rows(a: Arguments, tensor: Tensor) -> int:
 def _lengths(a: Arguments, side: str) -> list[int]:
     used = getattr(a, f"seqused_{side}")
     if used is not None:
-        return used.reshape(-1).tolist()
+        return list(used.reshape(-1).tolist())
     cu_seqlens = getattr(a, f"cu_seqlens_{side}")
     if cu_seqlens is not None:
-        return cu_seqlens.reshape(-1).diff().tolist()
+        return list(cu_seqlens.reshape(-1).diff().tolist())
     sequences = a.q.shape[:-3].numel()
     return [_rows(a, a.q if side == "q" else a.k)] * sequences
 
@@ -455,12 +458,12 @@ def _lengths(a: Arguments, side: str) -> list[int]:
 # ---- the calls ----
 
 
-def compute(arguments: tuple, with_lse: bool) -> tuple[Tensor, Optional[Tensor]]:
+def compute(arguments: tuple[Any, ...], with_lse: bool) -> tuple[Tensor, Optional[Tensor]]:
     """The forward."""
     a = Arguments._make(arguments)
     there, key = _look(with_lse, a, arguments[:TENSORS])
     pool = _pool(key)
-    problem = _taken(pool)
+    problem: Any = _taken(pool)
     is_new = problem is None
     if is_new:
         problem = _Problem(a)
@@ -468,7 +471,7 @@ def compute(arguments: tuple, with_lse: bool) -> tuple[Tensor, Optional[Tensor]]
         _need_no_align(a, problem.raw)
     out = new_out(a, problem.out_layout)
     there.append(out)
-    lse = None
+    lse: Any = None
     if with_lse:
         lse = new_lse(a, problem.lse_shape) if is_new else problem.lse_model.new_empty(problem.lse_shape)
         there.append(lse)
@@ -483,7 +486,7 @@ def compute(arguments: tuple, with_lse: bool) -> tuple[Tensor, Optional[Tensor]]
     return out, lse
 
 
-def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+def forward(*arguments: Any) -> tuple[Tensor, Any]:
     """fovea::attention"""
     return compute(arguments, with_lse=True)
 
@@ -497,7 +500,7 @@ def backward(
         grad_out = grad_out.contiguous()
     there, key = _look(tuple(need), a, (*arguments[:TENSORS], grad_out, out, lse, grad_lse))
     pool = _pool(key)
-    problem = _taken(pool)
+    problem: Any = _taken(pool)
     is_new = problem is None
     if is_new:
         problem = _Problem(a)
@@ -518,7 +521,7 @@ def backward(
                 problem.grads.append((index, name, (tuple(grad.shape), grad.stride()) if may_keep else None))
     else:
         grads = [
-            a[index].new_empty_strided(*layout) if layout else new_grad(a, name, problem.partial)
+            arguments[index].new_empty_strided(*layout) if layout else new_grad(a, name, problem.partial)
             for index, name, layout in problem.grads
         ]
     problem.place(a, there + grads)

@@ -41,7 +41,8 @@ _INDEX = _call.DIFFERENTIABLE_AT
 _SIX = operator.itemgetter(*_INDEX)
 _NO_GRADS = (None,) * len(Arguments._fields)
 
-library = torch.library.Library("fovea", "DEF")
+_registry: Any = torch.library  # PyTorch types these functions in part, and otherwise in each version
+library = _registry.Library("fovea", "DEF")
 library.define(
     f"attention({_ARGUMENTS}) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
@@ -91,24 +92,25 @@ for _device in ("CPU", "CUDA"):
 # ---- fakes: what tracing sees ----
 
 
-@torch.library.register_fake("fovea::attention", lib=library)
-def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _fake_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     a = Arguments(*arguments)
     _call.check_ranks(a)
     return _call.new_out(a, _call.out_layout(a)), _call.new_lse(a, _call.lse_shape(a))
 
 
-@torch.library.register_fake("fovea::attention_backward", lib=library)
-def _(
+def _fake_backward(
     grad_out: Tensor, grad_lse: Optional[Tensor], out: Tensor, lse: Tensor, need: Sequence[bool], *arguments: Any
 ) -> list[Tensor]:
     a = Arguments(*arguments)
     return [_call.new_grad(a, name, partial=False) for name, wanted in zip(DIFFERENTIABLE, need) if wanted]
 
 
-@torch.library.register_fake("fovea::seed", lib=library)
-def _(of: Sequence[Tensor]) -> Tensor:
+def _fake_seed(of: Sequence[Tensor]) -> Tensor:
     return torch.empty((), dtype=torch.int64, device=of[0].device)
+
+
+for _name, _fake in (("attention", _fake_attention), ("attention_backward", _fake_backward), ("seed", _fake_seed)):
+    _registry.register_fake(f"fovea::{_name}", _fake, lib=library)
 
 
 # ---- autograd ----
@@ -122,18 +124,19 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         with _below_autograd():
-            return attention(*arguments)
+            out, lse = attention(*arguments)
+        return out, lse
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs[:TENSORS], *output)
         ctx.options = inputs[TENSORS:]
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Optional[Tensor], grad_lse: Optional[Tensor]) -> tuple:
+    def backward(ctx: Any, grad_out: Optional[Tensor], grad_lse: Optional[Tensor]) -> tuple[Any, ...]:
         need = list(_SIX(ctx.needs_input_grad))
-        grads = list(_NO_GRADS)
+        grads: list[Optional[Tensor]] = list(_NO_GRADS)
         for index, grad in zip(_INDEX, _gradients(ctx, need, grad_out, grad_lse)):
             grads[index] = grad
         return tuple(grads)
@@ -149,7 +152,7 @@ class DirectAttention(torch.autograd.Function):
     gradient, and all of the operator's arguments as one."""
 
     @staticmethod
-    def forward(ctx: Any, given: tuple[tuple, bool], *_: Optional[Tensor]) -> Any:
+    def forward(ctx: Any, given: tuple[tuple[Any, ...], bool], *_: Optional[Tensor]) -> Any:
         arguments, return_lse = given
         out, lse = _call.compute(arguments, with_lse=True)
         ctx.set_materialize_grads(False)
@@ -161,7 +164,7 @@ class DirectAttention(torch.autograd.Function):
         return (out, lse) if return_lse else out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Optional[Tensor], grad_lse: Optional[Tensor] = None) -> tuple:
+    def backward(ctx: Any, grad_out: Optional[Tensor], grad_lse: Optional[Tensor] = None) -> tuple[Any, ...]:
         need = ctx.needs_input_grad[1:]
         if grad_out is None and grad_lse is None:
             return (None,) * (1 + len(need))
@@ -184,7 +187,7 @@ class DirectAttention(torch.autograd.Function):
     jvp = Attention.jvp
 
 
-def direct_attention(arguments: tuple, return_lse: bool) -> Any:
+def direct_attention(arguments: tuple[Any, ...], return_lse: bool) -> Any:
     """out, or out and lse: each result more costs the host a microsecond, and so does each argument."""
     if arguments[3] is None and arguments[4] is None and arguments[7] is None:
         return DirectAttention.apply((arguments, return_lse), *arguments[:3])
@@ -202,13 +205,14 @@ def _gradients(ctx: Any, need: Sequence[bool], grad_out: Optional[Tensor], grad_
     return [next(found) if wanted else None for wanted in need]
 
 
-def _through_dispatcher(*arguments: Any) -> Sequence[Tensor]:
+def _through_dispatcher(*arguments: Any) -> Any:
     if torch.is_grad_enabled():  # create_graph=True
         return OnceDifferentiable.apply(*arguments)
     return _below(*arguments)
 
 
-def _below(*arguments: Any) -> Sequence[Tensor]:
+def _below(*arguments: Any) -> Any:
+    """The list of gradients."""
     grad_out, grad_lse, _, _, need = arguments[:5]
     with _below_autograd():
         if not (_is_batched(grad_out) or (grad_lse is not None and _is_batched(grad_lse))):
@@ -227,7 +231,7 @@ class OnceDifferentiable(torch.autograd.Function):
         return tuple(_below(*arguments))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         pass
 
     @staticmethod
@@ -298,8 +302,8 @@ def _pairs(a: Arguments) -> int:
     if not a.packed:
         return a.q.shape[:-1].numel() * a.k.shape[rows]
     heads = a.q.shape[-2]
-    cu_seqlens_q = a.cu_seqlens_k if a.cu_seqlens_q is None else a.cu_seqlens_q
-    cu_seqlens_k = cu_seqlens_q if a.cu_seqlens_k is None else a.cu_seqlens_k
+    cu_seqlens_q: Any = a.cu_seqlens_k if a.cu_seqlens_q is None else a.cu_seqlens_q
+    cu_seqlens_k: Any = cu_seqlens_q if a.cu_seqlens_k is None else a.cu_seqlens_k
     if isinstance(a.q, FakeTensor) or a.q.is_meta:  # lengths cannot be read
         return heads * a.q.shape[0] * (a.max_seqlen_k or a.k.shape[0])
     return heads * int((cu_seqlens_q.diff() * cu_seqlens_k.diff()).sum())

@@ -20,24 +20,25 @@ from torch import Tensor
 from . import _operators
 from ._call import DIFFERENTIABLE, Arguments
 
+_registry: Any = torch.library
 _PER_SEQUENCE = ("seqused_q", "seqused_k")
 _PLANES = ("bias", "bias2", "mask")
 
 
-def _first(tensor: Optional[Tensor], dim: Optional[int], size: int) -> Optional[Tensor]:
+def _first(tensor: Optional[Tensor], dim: Optional[int], size: int) -> Any:
     """With the mapped dimension in front, expanded if there was none."""
     if tensor is None:
         return None
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
-def _slices(size: int, dims: Sequence[Optional[int]], arguments: Sequence[Any]) -> list[tuple]:
+def _slices(size: int, dims: Sequence[Optional[int]], arguments: Sequence[Any]) -> list[tuple[Any, ...]]:
     return [
         tuple(x if dim is None else x.select(dim, n) for x, dim in zip(arguments, dims)) for n in range(size)
     ]
 
 
-def _folded(size: int, dims: Arguments, a: Arguments, need: Sequence[bool]) -> Optional[Arguments]:
+def _folded(size: int, dims: Any, a: Any, need: Sequence[bool]) -> Optional[Arguments]:
     """The problem of all slices in one, or None where there is none."""
     if a.packed or a.dropout_p != 0 or dims.sink is not None:
         return None
@@ -66,11 +67,11 @@ def _folded(size: int, dims: Arguments, a: Arguments, need: Sequence[bool]) -> O
         if slopes.dim() == 2:
             slopes = slopes.unsqueeze(1).expand(-1, batch, -1)
         changes["alibi_slopes"] = slopes.reshape(size * batch, -1)
-    return a._replace(**changes)
+    folded: Arguments = a._replace(**changes)
+    return folded
 
 
-@torch.library.register_vmap("fovea::attention", lib=_operators.library)
-def _(info: Any, in_dims: tuple, *arguments: Any) -> tuple:
+def _attention(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, ...]:
     size = info.batch_size
     folded = _folded(size, Arguments(*in_dims), Arguments(*arguments), ())
     if folded is not None:
@@ -79,11 +80,11 @@ def _(info: Any, in_dims: tuple, *arguments: Any) -> tuple:
     return tuple(torch.stack(parts) for parts in zip(*results)), (0, 0)
 
 
-@torch.library.register_vmap("fovea::attention_backward", lib=_operators.library)
-def _(info: Any, in_dims: tuple, *arguments: Any) -> tuple:
+def _backward(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, ...]:
     size = info.batch_size
     in_dims = tuple(None if isinstance(dim, list) else dim for dim in in_dims)  # need: a list
-    (*rows, need), given = arguments[:5], Arguments(*arguments[5:])
+    given: Any = Arguments(*arguments[5:])
+    *rows, need = arguments[:5]
     folded = _folded(size, Arguments(*in_dims[5:]), given, need)
     if folded is not None:
         rows = [_first(x, dim, size) for x, dim in zip(rows, in_dims)]
@@ -99,8 +100,7 @@ def _(info: Any, in_dims: tuple, *arguments: Any) -> tuple:
     return shaped, [0] * len(shaped)
 
 
-@torch.library.register_vmap("fovea::seed", lib=_operators.library)
-def _(info: Any, in_dims: tuple, of: Sequence[Tensor]) -> tuple:
+def _seed(info: Any, in_dims: tuple[Any, ...], of: Sequence[Tensor]) -> tuple[Any, ...]:
     if info.randomness == "error":
         raise RuntimeError(
             "fovea.torch.attention: dropout in torch.vmap(randomness='error'); accepted: 'different', 'same', or a seed"
@@ -108,3 +108,7 @@ def _(info: Any, in_dims: tuple, of: Sequence[Tensor]) -> tuple:
     if info.randomness == "same":
         return _operators.seed(of), None
     return torch.stack([_operators.seed(of) for _ in range(info.batch_size)]), 0
+
+
+for _name, _rule in (("attention", _attention), ("attention_backward", _backward), ("seed", _seed)):
+    _registry.register_vmap(f"fovea::{_name}", _rule, lib=_operators.library)

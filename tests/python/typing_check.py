@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""mypy --strict over some files, for tests/python and tests/torch."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def assert_typed(cache, *paths):
+    """mypy has nothing to say. `cache` is a folder that calls may share."""
+    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", f"--cache-dir={cache}", *map(str, paths)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "MYPYPATH": str(ROOT / "python")}
+    )
+    said = done.stdout + done.stderr
+    assert "No module named mypy" not in said, "mypy is missing: pip install -r tests/requirements.txt"
+    assert done.returncode == 0 and not said, said

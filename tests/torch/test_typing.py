@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""mypy --strict accepts fovea.torch, and finds the types and the mistakes in a user's code. Docstrings and types have
+the arguments of the signature."""
+
+import inspect
+import re
+
+import fovea.torch
+from conftest import ROOT
+from fovea.torch import _options
+from typing_check import assert_typed
+
+
+def test_mypy(tmp_path):
+    files = sorted((ROOT / "python" / "fovea" / "torch").glob("*.py"))
+    assert len(files) > 4
+    assert_typed(tmp_path / "mypy", *files, ROOT / "tests" / "torch" / "typed_user.py")
+
+
+def test_every_argument_has_a_type_and_a_line_in_the_docstring():
+    function = fovea.torch.attention
+    assert set(_options.Options.__annotations__) == set(function.__kwdefaults__) - {"return_lse"}
+    section = re.search(r"^Args:\n(.*?)\n\n", inspect.getdoc(function), re.DOTALL | re.MULTILINE).group(1)
+    taken = [name for name in inspect.signature(function).parameters if name not in ("more", "unknown")]
+    assert re.findall(r"^    (\w+): ", section, re.MULTILINE) == taken
