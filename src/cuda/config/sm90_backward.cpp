@@ -156,8 +156,8 @@ std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool orde
     if (widest <= 64 && keys(2, 1)) {
       return {{2, 1, 64, 3, 3}};
     }
-    if (three && keys(3, 1)) {
-      return {{3, 1, 64, 4, 3, false, true}};
+    if (three && keys(3, 1)) {  // ptxas would serialise delayed products of a bias or a term of queries (C7512)
+      return {{3, 1, 64, 4, 3, false, !bias && !rows}};
     }
     if (widest <= 64 && !much && !rows && keys(2, 2)) {
       return {{2, 2, 64, 2, 2}};
@@ -185,6 +185,9 @@ std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool orde
     }
     if (spec.dbias_store) {
       return {{3, 1, 64, 4, 3}, {2, 1, 64, 3, 3}};
+    }
+    if (bias && three && !rows && !spec.banded && !spec.ragged && !spec.alibi && !spec.column_sum) {
+      return {{3, 1, 64, 3, 3, true}, {3, 1, 64, 3, 2, true}, {2, 1, 64, 3, 3, true}, {2, 1, 64, 3, 3}};
     }
     if (bias) {
       return {{2, 1, 64, 3, 3, true}, {2, 1, 64, 3, 3}};
@@ -420,6 +423,20 @@ std::int64_t sm90_backward_heads_in_turn(const Call& call, const Spec& spec, con
                               std::max<std::int64_t>(sm90_backward_key_blocks(call, spec), 1);
   const std::int64_t turns = std::max<std::int64_t>(heads / std::max<std::int64_t>(wanted, 1), 1);
   return std::max<std::int64_t>((heads + turns - 1) / turns, 1);
+}
+
+// Under a causal mask the blocks of a head have unequal lengths. Where heads follow one another (stores_first), blocks
+// of the last heads, which run at the end, begin with the longest: a long block that begins last would run alone. All
+// heads in such an order would wait for one another's first sums.
+std::int64_t sm90_backward_last_turn(const Call& call, const Spec& spec, const Target& target) {
+  const std::int64_t heads = call.rows.batch() * call.rows.heads_k;
+  if (!spec.banded || spec.left_edge || spec.ordered || spec.ragged || !spec.stores_first) {
+    return heads;
+  }
+  // Found by measuring on an H200: 8 are too few for short sequences; a head of more blocks fills the chip by itself.
+  constexpr std::int64_t kLastHeads = 16;
+  const bool fills = 2 * sm90_backward_key_blocks(call, spec) > target.multiprocessors;
+  return fills ? heads : std::max<std::int64_t>(heads - kLastHeads, 0);
 }
 
 bool sm90_backward_counts(const Call& call, const Spec& spec, const Target& target) {

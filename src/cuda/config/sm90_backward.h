@@ -27,5 +27,6 @@ bool sm90_backward_counts(const Call& call, const Spec& spec, const Target& targ
 Box sm90_backward_mask_box(const Box& words);
 // Key heads whose blocks are begun by turns, the longest first: 1 where all are as long.
 std::int64_t sm90_backward_heads_in_turn(const Call& call, const Spec& spec, const Target& target);
+std::int64_t sm90_backward_last_turn(const Call& call, const Spec& spec, const Target& target);
 
 }  // namespace fovea::cuda

@@ -66,6 +66,7 @@ void Launcher::sm90_backward(std::size_t number) {
   args.key_blocks = static_cast<int>(sm90_backward_key_blocks(call_, spec));
   args.blocks = static_cast<int>(sm90_backward_items(call_, spec)) * plan_.launches[number].pieces;
   args.heads_in_turn = static_cast<int>(sm90_backward_heads_in_turn(call_, spec, plan_.target));
+  args.last_turn = static_cast<int>(sm90_backward_last_turn(call_, spec, plan_.target));
   args.heads_k = static_cast<int>(rows.heads_k);
   args.group = static_cast<int>(rows.heads_q / std::max<std::int64_t>(rows.heads_k, 1));
   args.batch2 = static_cast<int>(rows.batch2);

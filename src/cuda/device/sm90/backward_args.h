@@ -30,6 +30,7 @@ struct Sm90BackwardArgs {
   int key_blocks = 0;     // of a head
   int blocks = 0;         // of all heads, each part by itself
   int heads_in_turn = 1;  // key heads whose blocks of keys are numbered by turns
+  int last_turn = 0;      // the key head from which on all are numbered by turns together
   int heads_k = 1;
   int group = 1;  // query heads of a key head
   int batch2 = 1;

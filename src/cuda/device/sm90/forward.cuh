@@ -189,6 +189,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
   Sm90Softmax<S> softmax;
   Sm90Inputs<S> inputs(base, c * 64 + warp * 16 + g, c * 64 + fragment_row, fragment_half, t);
   float o[S.dv / 2];
+  u32 q[S.resident ? S.d / 4 : 1];  // Q as the A operand: S then reads K alone from shared memory
 
   while (true) {
     // ---- which tile ----
@@ -205,6 +206,15 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
     const int top = tile.row + c * 64;
     const int row0 = top + warp * 16 + g;
     const u32 q_now = q_low + ring_q.buffer() * (kSizes.q / 16);
+    if constexpr (S.resident) {
+      constexpr int kBlocks = kPanelK / 16;
+#pragma unroll
+      for (int k = 0; k < S.d / 16; ++k) {
+        const u32 panel = base + kSizes.q_at + ring_q.buffer() * kSizes.q + k / kBlocks * (kRows * kPanelK * 2);
+        const int chunk = k % kBlocks * 2 + fragment_half;
+        ldmatrix(*reinterpret_cast<u32(*)[4]>(q + 4 * k), panel + swizzled<kPanelK * 2>(c * 64 + fragment_row, chunk));
+      }
+    }
     if constexpr (kDropout) {
       dropout.start(a, tile.b, tile.head, tile.k_len, row0);
     }
@@ -221,8 +231,13 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
 #pragma unroll
       for (int k = 0; k < S.d / 16; ++k) {
         const u32 in_panel = k % kBlocks * 2;
-        wgmma_shared<S.type>(softmax.s, descriptor(q_now + k / kBlocks * (kRows * kPanelK * 2 / 16) + in_panel, kHighK),
-                             descriptor(k_now + k / kBlocks * (kStep * kPanelK * 2 / 16) + in_panel, kHighK), k > 0);
+        const u64 keys = descriptor(k_now + k / kBlocks * (kStep * kPanelK * 2 / 16) + in_panel, kHighK);
+        if constexpr (S.resident) {
+          wgmma_registers<S.type, false>(softmax.s, q + 4 * k, keys, k > 0);
+        } else {
+          const u32 queries = q_now + k / kBlocks * (kRows * kPanelK * 2 / 16) + in_panel;
+          wgmma_shared<S.type>(softmax.s, descriptor(queries, kHighK), keys, k > 0);
+        }
       }
       if constexpr (kHides) {
         const u32 hide_now = descriptor_low(base + kSizes.hide_at + ring_prepared.buffer() * kSizes.hide, 16);

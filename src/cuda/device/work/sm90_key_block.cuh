@@ -57,8 +57,13 @@ struct Sm90KeyBlock {
     u32 head_of_batch = index / u32(m.key_blocks);
     u32 own = index - head_of_batch * u32(m.key_blocks);
     if constexpr (kByTurns) {
-      const u32 before = head_of_batch / u32(m.heads_in_turn) * u32(m.heads_in_turn);
-      const u32 heads = min(u32(m.heads_in_turn), blocks / u32(m.key_blocks) - before);
+      const u32 all_heads = blocks / u32(m.key_blocks);
+      u32 before = head_of_batch / u32(m.heads_in_turn) * u32(m.heads_in_turn);
+      u32 heads = min(u32(m.heads_in_turn), all_heads - before);
+      if (head_of_batch >= u32(m.last_turn)) {
+        before = u32(m.last_turn);
+        heads = all_heads - before;
+      }
       const u32 number = index - before * u32(m.key_blocks);
       own = number / heads;
       head_of_batch = before + number - own * heads;
