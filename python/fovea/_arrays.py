@@ -205,6 +205,17 @@ def _capsule(array: Any, options: dict[str, int]) -> Any:
     return array.__dlpack__(**options)
 
 
+def _exported(array: Any, options: dict[str, int], place: Optional[Place]) -> Any:
+    """A capsule of an array that may lie on another CUDA device than the current one, which is all that PyTorch exports."""
+    try:
+        return _capsule(array, options)
+    except BufferError:
+        if place is None or place.memory.current_device() == place.index:
+            raise
+        with place.memory.on(place.index):
+            return _capsule(array, options)
+
+
 def _tensor_of(capsule: Any) -> tuple[_DLTensor, bool]:
     if _is_capsule(capsule, b"dltensor_versioned"):
         versioned = _Versioned.from_address(_pointer_of(capsule, b"dltensor_versioned"))
@@ -233,7 +244,7 @@ def _of_dlpack(name: str, array: Any, place: Optional[Place]) -> View:
             "resolve_neg() makes of it"
         )
     try:
-        capsule = _capsule(array, options)
+        capsule = _exported(array, options, place)
     except (BufferError, RuntimeError) as error:  # such as PyTorch's for what requires a gradient
         instead = "; fovea.torch.attention has gradients" if getattr(array, "requires_grad", False) is True else ""
         raise ValueError(
@@ -326,6 +337,8 @@ class Maker:
         self._place = place
         own = isinstance(model, np.ndarray) if place is None else place.memory.owns(model)
         self._hand_over = None if own else _from_dlpack(model)
+        if place is not None and self._hand_over is not None:
+            self._hand_over = _on_its_device(place, self._hand_over)
 
     def empty(self, shape: Shape, kind: str, swapped: bool = False, fill: Optional[float] = None) -> Fresh:
         """`swapped`: memory in the order (..., -2, -3, -1) of the dimensions."""
@@ -362,6 +375,14 @@ class Maker:
             ) from None
         dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
         return dtype
+
+
+def _on_its_device(place: Place, hand_over: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def there(array: Any) -> Any:
+        with place.memory.on(place.index):
+            return hand_over(array)
+
+    return there
 
 
 def _from_dlpack(model: Any) -> Optional[Callable[[Any], Any]]:

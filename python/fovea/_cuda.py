@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Optional
 
 LEGACY_STREAM = 1  # DLPack's name for stream 0
@@ -39,6 +40,10 @@ class Memory:
         return type(array).__module__.partition(".")[0] == self.name
 
     def current_device(self) -> int:
+        raise NotImplementedError
+
+    def on(self, index: int) -> AbstractContextManager[Any]:
+        """Makes a device the current one for a while."""
         raise NotImplementedError
 
     def current_stream(self, index: int) -> int:
@@ -81,6 +86,10 @@ class _Torch(Memory):
     def current_device(self) -> int:
         return int(self.torch.cuda.current_device())
 
+    def on(self, index: int) -> AbstractContextManager[Any]:
+        device: AbstractContextManager[Any] = self.torch.cuda.device(index)
+        return device
+
     def current_stream(self, index: int) -> int:
         return int(self.torch.cuda.current_stream(index).cuda_stream)
 
@@ -115,6 +124,10 @@ class _Cupy(Memory):
 
     def current_device(self) -> int:
         return int(self.cupy.cuda.runtime.getDevice())
+
+    def on(self, index: int) -> AbstractContextManager[Any]:
+        device: AbstractContextManager[Any] = self.cupy.cuda.Device(index)
+        return device
 
     def current_stream(self, index: int) -> int:
         with self.cupy.cuda.Device(index):

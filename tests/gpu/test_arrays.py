@@ -101,7 +101,8 @@ def test_jax(tensors):
     jax = pytest.importorskip("jax", reason="JAX is not installed here")
     if jax.default_backend() != "gpu":
         pytest.skip("JAX sees no GPU here")
-    arrays = [jax.dlpack.from_dlpack(x) for x in tensors]
+    with torch.cuda.device(tensors[0].device):  # JAX may change the current device when it starts
+        arrays = [jax.dlpack.from_dlpack(x) for x in tensors]
     out = fovea.attention(*arrays)
     assert isinstance(out, jax.Array)
     close(torch.from_numpy(np.asarray(out)).cuda(), right(*tensors)[0])
@@ -136,6 +137,45 @@ def test_seed_on_the_device(tensors, device):
     seed = torch.tensor([7], device=device)
     one = fovea.attention(*tensors, dropout_p=0.3, seed=seed, offset=2)
     assert torch.equal(one, fovea.attention(*tensors, dropout_p=0.3, seed=7, offset=2))
+
+
+several = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason=f"needs several CUDA devices, and there are {torch.cuda.device_count()}"
+)
+
+
+@several
+@pytest.mark.parametrize("kind", [lambda x: x, Interface, "jax"], ids=["PyTorch", "__cuda_array_interface__", "JAX"])
+def test_no_call_changes_the_current_device(tensors, kind):
+    """Whatever device is current and wherever arrays lie: they are read, results lie beside them, and the current device
+    is what it was."""
+    if kind == "jax":
+        jax = pytest.importorskip("jax", reason="JAX is not installed here")
+        if jax.default_backend() != "gpu":
+            pytest.skip("JAX sees no GPU here")
+        kind = jax.dlpack.from_dlpack
+    expected = right(*tensors)[0]
+    for index in range(torch.cuda.device_count()):
+        there = torch.device("cuda", index)
+        with torch.cuda.device(there):
+            arrays = [kind(x.to(there)) for x in tensors]
+        # The interface does not say which device it lies on: the current one is taken.
+        for current in [index] if kind is Interface else range(torch.cuda.device_count()):
+            with torch.cuda.device(current):
+                fovea.explain(*arrays)
+                fovea.prepare(*arrays, need="q,k,v")
+                out, lse = fovea.attention(*arrays, return_lse=True)
+                assert torch.cuda.current_device() == current
+                grads = fovea.attention_backward(out, *arrays, out, lse)
+                assert torch.cuda.current_device() == current
+                with torch.cuda.device(there):
+                    results = [torch.from_dlpack(x) for x in (out, grads.q)]
+                assert all(x.device == there and x.isfinite().all() for x in results)
+                close(results[0].to(expected.device), expected)
+                if isinstance(out, torch.Tensor):
+                    packed, cu_seqlens, longest = fovea.pack([x[0] for x in arrays] if kind is not Interface else [out[0]])
+                    assert packed.device == cu_seqlens.device == there and longest == S
+                    assert torch.cuda.current_device() == current
 
 
 def test_refused(tensors):

@@ -5,6 +5,7 @@ Most of it is in float64, where a right answer is right to eleven digits. What t
 judged by the case table of the C++ tests; here it is the keywords, layouts and libraries that are under test.
 """
 
+import contextlib
 import copy
 import dis
 import gc
@@ -15,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import types
 import weakref
 
 import ml_dtypes
@@ -25,7 +27,7 @@ import fake_dlpack
 import formulas
 import fovea
 from fake_dlpack import BareArray, FakeArray, VersionedArray
-from fovea import _problem
+from fovea import _arrays, _problem
 from fovea._abi import OUT_OF_MEMORY
 from fovea._problem import _Scratch
 
@@ -974,6 +976,54 @@ def test_signatures_agree():
 def test_everything_is_exported():
     assert set(fovea.__all__) <= set(dir(fovea))
     assert all(getattr(fovea, name).__doc__ for name in fovea.__all__)
+
+
+class Device2:
+    """Stands for PyTorch's memory on two CUDA devices, of which one is current."""
+
+    def __init__(self):
+        self.current, self.entered = 0, []
+
+    def current_device(self):
+        return self.current
+
+    @contextlib.contextmanager
+    def on(self, index):
+        before, self.current = self.current, index
+        self.entered.append(index)
+        yield
+        self.current = before
+
+    def owns(self, array):
+        return False
+
+
+def test_arrays_of_another_device_than_the_current_one():
+    """PyTorch exports tensors of its current device alone: an array is read, and a result handed over, with its device
+    as the current one, and the current device is then what it was."""
+    memory = Device2()
+
+    class Tensor(VersionedArray):
+        def __dlpack_device__(self):
+            return (2, 1)
+
+        def __dlpack__(self, *, stream, **options):
+            if memory.current != 1:
+                raise BufferError("Can't export tensors on a different CUDA device index")
+            return super().__dlpack__(**options)
+
+    array = Tensor(np.arange(6, dtype=np.float32).reshape(2, 3))
+    place = _arrays.Place(1, 0, memory)
+    assert _arrays.read("q", array, place).shape == (2, 3)
+    assert memory.current == 0 and memory.entered == [1]
+    with pytest.raises(ValueError, match="a Tensor that does not give its memory away: Can't export"):
+        _arrays.read("q", array, _arrays.Place(1, 0, type("Stuck", (Device2,), {"on": lambda *_: contextlib.nullcontext()})()))
+
+    seen = []
+    maker = _arrays.Maker("q", type("Elsewhere", (), {"__array_namespace__": lambda self: types.SimpleNamespace(
+        from_dlpack=lambda x: seen.append(memory.current))})(), place)  # fmt: skip
+    maker._hand_over(None)
+    assert seen == [1] and memory.current == 0
 
 
 def test_fovea_torch_without_pytorch():
