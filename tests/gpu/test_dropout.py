@@ -168,3 +168,31 @@ def test_pytorch_draws_the_same(device):
     ours = attention(*(x.transpose(1, 2) for x in (q, q, v)), dropout_p=0.3, rng="torch_mem_efficient",
                      seed=int(seed), offset=int(offset))  # fmt: skip
     assert torch.equal(ours != 0, out.transpose(1, 2) != 0)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_pytorch_draws_the_same_in_the_backward_and_packed(packed, device):
+    """Rule torch_mem_efficient against PyTorch's own memory-efficient kernels by what they compute: the result and the
+    gradients of q, k and v, which another mask would make different by their own size."""
+    dim, rows = 64, ([40, 7, 64], [33, 50, 20])  # of the packed sequences, queries and keys
+    ends = [torch.tensor([0, *itertools.accumulate(n)], device=device, dtype=torch.int32) for n in rows]
+    normal = lambda n: torch.randn(*(1, n) if packed else (BATCH, n // 2), HEADS, dim, device=device, dtype=torch.float16)  # noqa: E731
+    q, grad_out, k, v = (normal(sum(n)) for n in (rows[0], rows[0], rows[1], rows[1]))
+    lengths = (*ends, max(rows[0]), max(rows[1])) if packed else (None, None, None, None)
+    torch.manual_seed(321)
+    out, lse, seed, offset, longest_q, longest_k = torch.ops.aten._efficient_attention_forward(
+        q, k, v, None, *lengths, 0.3, 0, True
+    )
+    theirs = torch.ops.aten._efficient_attention_backward(
+        grad_out, q, k, v, None, out, *lengths[:2], longest_q, longest_k, lse, 0.3, seed, offset, 0, False
+    )
+    leaves = [(x[0] if packed else x).detach().clone().requires_grad_() for x in (q, k, v)]
+    options = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), lengths)) if packed else {}
+    ours = attention(*leaves, layout="bshd", dropout_p=0.3, rng="torch_mem_efficient", seed=int(seed), offset=int(offset),
+                     **options)  # fmt: skip
+    grads = torch.autograd.grad(ours, leaves, grad_out[0] if packed else grad_out)
+    for name, x, y in zip(("out", "grad_q", "grad_k", "grad_v"), (ours, *grads), (out, *theirs)):
+        y = y[0] if packed else y
+        torch.testing.assert_close(x, y, rtol=0.02, atol=0.03, msg=lambda text, name=name: f"{name}: {text}")
+        assert y.abs().amax() > 0.2, f"{name}: too small for a difference to show"
