@@ -260,7 +260,7 @@ void execute(const Call& call, void* workspace, std::size_t workspace_bytes) {
 void prepare(const Call& call) {
   const Plan plan = planned(call);
   if (plan.backend == BackendKind::kCuda) {
-    cuda::prepare_kernels(*plan.cuda);
+    cuda::prepare_kernels(call, *plan.cuda);
   }
 }
 

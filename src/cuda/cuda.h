@@ -94,8 +94,9 @@ class Executable;
 std::shared_ptr<Executable> plan(const Call& call);
 const Plan& plan_of(const Executable& executable);
 
-// Compiles (or reads) and loads the kernels; needed once, and before a stream capture begins.
-void prepare_kernels(Executable& executable);
+// Compiles (or reads) the kernels and loads them into the context of the call's stream; needed once for a context, and
+// before a stream capture begins.
+void prepare_kernels(const Call& call, Executable& executable);
 
 // Throws what prepare_kernels() would throw before anything is compiled: no NVRTC, a mode that does not find a kernel.
 void require_kernels(const Executable& executable);

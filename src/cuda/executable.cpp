@@ -6,6 +6,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <shared_mutex>
@@ -120,38 +121,57 @@ jit::Request request_of(const Kernel& kernel, const Target& target) {
   return request;
 }
 
-void Executable::load() {
+bool Executable::loaded(jit::cu::Context context) {
+  if (last_.load(std::memory_order_acquire) == context) {
+    return true;
+  }
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (loaded()) {
+  if (std::find(contexts_.begin(), contexts_.end(), context) == contexts_.end()) {
+    return false;
+  }
+  last_.store(context, std::memory_order_release);
+  return true;
+}
+
+void Executable::load(const jit::ContextScope& scope) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (std::find(contexts_.begin(), contexts_.end(), scope.context()) != contexts_.end()) {
     return;
   }
   const jit::Driver& driver = jit::driver();
   const jit::BesideCaptures beside(driver);
-  std::vector<jit::Request> requests;
-  for (const Launch& launch : plan_.launches) {
-    requests.push_back(request_of(launch.kernel, plan_.target));
+  if (!compiled()) {
+    std::vector<jit::Request> requests;
+    for (const Launch& launch : plan_.launches) {
+      requests.push_back(request_of(launch.kernel, plan_.target));
+    }
+    jit::Jit& jit = jit::Jit::global();
+    jit.gather(requests);
+    std::vector<jit::cu::Kernel> kernels;
+    for (std::size_t n = 0; n < requests.size(); ++n) {
+      kernels.push_back(jit.kernel(requests[n]));
+      jit::prepare_kernel(driver, kernels.back(), device_, plan_.launches[n].kernel.shared_bytes);
+    }
+    kernels_ = std::move(kernels);
   }
-  jit::Jit& jit = jit::Jit::global();
-  jit.gather(requests);
-  std::vector<jit::cu::Kernel> kernels;
-  for (std::size_t n = 0; n < requests.size(); ++n) {
-    kernels.push_back(jit.kernel(requests[n]));
-    jit::prepare_kernel(driver, kernels.back(), device_, plan_.launches[n].kernel.shared_bytes);
+  for (const jit::cu::Kernel kernel : kernels_) {
+    jit::load_kernel(driver, kernel);
   }
-  kernels_ = std::move(kernels);
-  loaded_.store(true, std::memory_order_release);
+  contexts_.push_back(scope.context());
+  last_.store(scope.context(), std::memory_order_release);
 }
 
 std::shared_ptr<Executable> plan(const Call& call) {
   require_type(call.problem);  // before what this machine has: true of every one
+  // Before any lock: where this process was forked, a thread that is not here may have held it.
+  std::string why_not;
+  if (jit::find_driver(why_not) == nullptr) {
+    throw Error(FOVEA_UNSUPPORTED, why_not);
+  }
   const int ordinal = call.device_index;
   const Key key(call, ordinal);
   if (std::shared_ptr<Executable> found = table().find(key)) {
     return found;
-  }
-  std::string why_not;
-  if (jit::find_driver(why_not) == nullptr) {
-    throw Error(FOVEA_UNSUPPORTED, why_not);
   }
   const jit::DeviceInfo& device = jit::device(ordinal);
   constexpr int kLeast = 80;
@@ -164,10 +184,13 @@ std::shared_ptr<Executable> plan(const Call& call) {
 
 const Plan& plan_of(const Executable& executable) { return executable.plan(); }
 
-void prepare_kernels(Executable& executable) { executable.load(); }
+void prepare_kernels(const Call& call, Executable& executable) {
+  executable.load(
+      jit::ContextScope(jit::driver(), executable.device().ordinal, static_cast<jit::cu::Stream>(call.stream)));
+}
 
 void require_kernels(const Executable& executable) {
-  if (executable.loaded()) {
+  if (executable.compiled()) {
     return;
   }
   for (const Launch& launch : executable.plan().launches) {

@@ -10,6 +10,7 @@
 #include <filesystem>
 
 #include "cuda/cuda.h"
+#include "cuda/jit/folder.h"
 #include "cuda/jit/jit.h"
 
 namespace fovea::cuda {
@@ -73,14 +74,14 @@ std::string cache_of() {
   const jit::Cache checked(folder, jit::Cache::Access::kReadWrite, 0, "FOVEA_CACHE_DIR");
   std::uintmax_t bytes = 0;
   int kernels = 0;
-  for (fs::directory_iterator entry(folder, error), end; !error && entry != end; entry.increment(error)) {
+  jit::for_each_entry(folder, [&](const fs::path& entry) {
     std::error_code gone;  // another process may have removed it
-    const std::uintmax_t size = entry->file_size(gone);
-    if (!gone && entry->path().extension() == ".kernel") {
+    const std::uintmax_t size = fs::file_size(entry, gone);
+    if (!gone && entry.extension() == ".kernel") {
       bytes += size;
       ++kernels;
     }
-  }
+  });
   constexpr double kMiB = 1 << 20;
   return fmt::format("{}, {} kernels of {:.1f} MiB, at most {:.0f} MiB", checked.folder(), kernels,
                      static_cast<double>(bytes) / kMiB, static_cast<double>(jit::cache_size_from_environment()) / kMiB);

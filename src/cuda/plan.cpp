@@ -4,8 +4,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <charconv>
 #include <cstdlib>
+#include <limits>
 #include <tuple>
 
 #include "core/clear_rows.h"
@@ -23,16 +23,6 @@ constexpr std::int64_t kMostRowsOfBand = math::Band<int>::kUnbounded;
 constexpr std::int64_t kMostColumns = 1 << 16;
 constexpr std::int64_t kMostBlocks = (std::int64_t{1} << 32) - 1;  // of a launch: counted in 32 bits
 
-// The compute capability that a family of kernels is for, from the family's name ("sm90") or a kernel's
-// ("sm90_forward"). The generic kernels run from 8.0 on.
-int capability_of_family(std::string_view name) {
-  int capability = 80;
-  if (name.starts_with("sm")) {
-    std::from_chars(name.data() + 2, name.data() + name.size(), capability);
-  }
-  return capability;
-}
-
 }  // namespace
 
 const char* kernel_family() {
@@ -48,8 +38,8 @@ const char* kernel_family() {
 }
 
 bool Planner::allowed(const Kernel& kernel) {
-  const char* const family = kernel_family();
-  return family == nullptr || capability_of_family(kernel.name) <= capability_of_family(family);
+  const char* const newest = kernel_family();
+  return newest == nullptr || family_of(kernel.name) <= family_of(newest);
 }
 
 bool Planner::serves(const Choice& choice) {
@@ -101,6 +91,15 @@ void Planner::check_limits() const {
     const std::int64_t longest = std::max(traits->extents.query ? p.seqlen_q : 0, traits->extents.key ? p.seqlen_k : 0);
     if (needed && longest > kMostRows) {
       refuse(fmt::format("{}: a gradient with {} rows or columns; served: at most {}", name, longest, kMostRows));
+    }
+  }
+  // Those heads are counted in int.
+  for (const auto& [name, needed, traits] :
+       {std::tuple("bias", p.need.bias, &p.bias), std::tuple("bias2", p.need.bias2, &p.bias2)}) {
+    const std::int64_t sharing = p.batch() * p.heads_q / std::max<std::int64_t>(planes_of(p, traits->extents), 1);
+    if (needed && sharing > std::numeric_limits<int>::max()) {
+      refuse(fmt::format("{}: a gradient that {} heads share; served: at most {}", name, sharing,
+                         std::numeric_limits<int>::max()));
     }
   }
   for (const auto& [name, columns] : {std::pair("q", p.head_dim), std::pair("v", p.head_dim_v)}) {

@@ -244,7 +244,7 @@ void Planner::bias(Gradient gradient, const PlaneTraits& traits, int which) {
   const Problem& p = call_.problem;
   const Extents& e = traits.extents;
   const BiasTile type = tile_of(traits.type);
-  const std::int64_t planes = (e.batch1 ? p.batch1 : 1) * (e.batch2 ? p.batch2 : 1) * (e.head ? p.heads_q : 1);
+  const std::int64_t planes = planes_of(p, e);
   const std::int64_t queries = e.query ? p.seqlen_q : 1;
   const std::int64_t keys = e.key ? p.seqlen_k : 1;
   constexpr std::int64_t kColumns = 32;  // of a block of the reductions

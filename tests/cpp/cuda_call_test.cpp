@@ -6,6 +6,8 @@
 #include <dlfcn.h>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <filesystem>
@@ -185,6 +187,61 @@ TEST_F(DISABLED_PlayedCuda, NothingIsLoadedInACapture) {
   capturing = 0;
 }
 
+TEST_F(DISABLED_PlayedCuda, EveryContextLoadsBeforeACapture) {
+  // A stream of another context of the same device: what is loaded in one is not in the other.
+  Given given("fwd b=2 hq=4 sq=128 sk=128 d=80 bf16 softcap=3");
+  ASSERT_EQ(given.call(), FOVEA_OK) << fovea_last_error();
+  int other = 0;
+  void*& context_of_streams = variable<void*>("fake_context_of_streams");
+  context_of_streams = &other;
+  given.raw.stream = &given;
+  int& capturing = variable<int>("fake_capturing");
+  capturing = 1;
+  EXPECT_EQ(given.call(), FOVEA_UNSUPPORTED);
+  EXPECT_NE(std::string(fovea_last_error()).find("fovea_prepare"), std::string::npos) << fovea_last_error();
+  const int before = variable<int>("fake_loaded_count");
+  const int compiled = loads();
+  EXPECT_EQ(given.prepare(), FOVEA_OK) << fovea_last_error();
+  const int after = variable<int>("fake_loaded_count");
+  EXPECT_GT(after, before);
+  for (int n = before; n < after; ++n) {
+    EXPECT_EQ((&variable<void*>("fake_loaded_into"))[n % (1 << 16)], &other);
+  }
+  EXPECT_EQ(loads(), compiled);
+  EXPECT_EQ(given.call(), FOVEA_OK) << fovea_last_error();
+  context_of_streams = nullptr;
+  EXPECT_EQ(given.call(), FOVEA_OK) << fovea_last_error();  // still loaded in the first
+  capturing = 0;
+}
+
+TEST_F(DISABLED_PlayedCuda, AForkedChildIsRefusedWhateverItsParentDoes) {
+  // Another thread makes plans all the time, and holds their table's lock at some of the forks.
+  std::atomic<bool> ends = false;
+  std::thread plans([&] {
+    for (int n = 1; !ends; ++n) {
+      std::size_t bytes = 0;
+      const Given given(fmt::format("fwd b=1 hq=1 sq={} sk=16 d=64 bf16", n % 100000 + 1));
+      fovea_workspace(&given.raw, FOVEA_FORWARD, &bytes);
+    }
+  });
+  const Given given("fwd b=1 hq=1 sq=16 sk=17 d=64 bf16");
+  for (int n = 0; n < 300 && !HasFailure(); ++n) {
+    const pid_t child = fork();
+    if (child == 0) {
+      alarm(10);  // ends a child that hangs
+      const bool refused =
+          given.call() == FOVEA_UNSUPPORTED &&
+          std::string(fovea_last_error()).find("forked from one that had used CUDA") != std::string::npos;
+      _exit(refused ? 0 : 1);
+    }
+    int status = 0;
+    ASSERT_EQ(waitpid(child, &status, 0), child);
+    EXPECT_EQ(status, 0) << "fork " << n << (WIFSIGNALED(status) ? ": the child hung" : ": another answer");
+  }
+  ends = true;
+  plans.join();
+}
+
 TEST_F(DISABLED_PlayedCuda, AThreadWithoutAContext) {
   // As PyTorch's, which computes gradients: its first call loads kernels and launches on the default stream.
   int& none = variable<int>("fake_no_context");
@@ -259,7 +316,10 @@ TEST_F(DISABLED_PlayedCuda, LengthsAreReadWhereThatIsAskedFor) {
     EXPECT_EQ(given.call(), FOVEA_INVALID_ARGUMENT);
     EXPECT_EQ(std::string(fovea_last_error()).rfind(message, 0), 0u) << fovea_last_error();
   };
+  int& synchronised = variable<int>("fake_synchronised");
+  synchronised = 0;
   EXPECT_EQ(given.call(), FOVEA_OK) << fovea_last_error();
+  EXPECT_EQ(synchronised, 1);
   cu_q[0] = 1;
   refused("cu_seqlens_q: begins with 1");
   cu_q[0] = 0;
@@ -270,6 +330,15 @@ TEST_F(DISABLED_PlayedCuda, LengthsAreReadWhereThatIsAskedFor) {
   cu_q[1] = 3;
   used_k[1] = 7;
   refused("seqused_k: 7 at index 1; accepted: 0 to the length of that sequence, 6");
+  // Elements that do not lie side by side.
+  std::int32_t apart[] = {5, -1, 7, -1};
+  at(given.raw.seqused_k, apart);
+  auto* const strided = const_cast<fovea_tensor*>(given.raw.seqused_k);
+  strided->flags |= FOVEA_TENSOR_STRIDED;
+  strided->stride[0] = 2;
+  refused("seqused_k: 7 at index 1; accepted: 0 to the length of that sequence, 6");
+  apart[2] = 6;
+  EXPECT_EQ(given.call(), FOVEA_OK) << fovea_last_error();
 }
 
 TEST_F(DISABLED_PlayedCuda, MemoryOfTheHostIsNamedWhereThatIsAskedFor) {

@@ -87,6 +87,46 @@ TEST(CudaSpec, EveryFieldIsPrinted) {
   EXPECT_EQ(names.size(), static_cast<std::size_t>(visited));
 }
 
+TEST(CudaSpec, FieldsArePrintedInTheOrderOfTheirDeclaration) {
+  // A designated initialiser in another order does not compile.
+  const Spec spec;
+  const void* before = nullptr;
+  for_each_field(spec, [&](const char* name, const auto& field, const auto&) {
+    EXPECT_LT(before, &field) << name;
+    before = &field;
+  });
+}
+
+TEST(CudaKernel, FamiliesAreCompared) {
+  EXPECT_EQ(family_of("sm90_forward"), 90);
+  EXPECT_EQ(family_of("sm100_forward"), 100);
+  EXPECT_EQ(family_of("sm80"), 80);
+  for (const char* const generic : {"generic", "generic_forward", "prepare_pack", "reduce_sink", "small"}) {
+    EXPECT_EQ(family_of(generic), 80) << generic;
+  }
+}
+
+TEST(CudaOperands, UnknownTypesAreRefused) {
+  EXPECT_EQ(type_of(DType::kFp32), Type::kFp32);
+  EXPECT_EQ(tile_of(DType::kFp16), BiasTile::kFp16);
+  for (const DType type : {DType::kNone, DType::kFp64, DType::kBool, DType::kInt32, static_cast<DType>(99)}) {
+    EXPECT_THROW(type_of(type), Error) << static_cast<int>(type);
+    EXPECT_THROW(tile_of(type), Error) << static_cast<int>(type);
+  }
+}
+
+TEST(CudaPlan, ABiasThatMoreHeadsShareThanAnIntCounts) {
+  const std::string line = "bwd b=65536 hq={} sq=1 sk=1 d=16 bf16 bias=1,1,q,k";
+  EXPECT_NO_THROW(plan_of_line(fmt::format(fmt::runtime(line), 32767)));
+  try {
+    plan_of_line(fmt::format(fmt::runtime(line), 32768));
+    ADD_FAILURE();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.status(), FOVEA_UNSUPPORTED);
+    EXPECT_EQ(std::string(error.what()), "bias: a gradient that 2147483648 heads share; served: at most 2147483647");
+  }
+}
+
 TEST(CudaSpec, AsATemplateArgument) {
   EXPECT_EQ(print(Spec{}), "fovea::cuda::Spec{}");
   Spec spec;

@@ -89,6 +89,19 @@ def test_math_includes_nothing_but_itself():
         assert set(included) <= own, name
 
 
+def test_the_cpu_is_asked_for_what_its_kernels_are_compiled_with():
+    flags = re.findall(r"-m(\w+)", "".join(re.findall(r"set\(FOVEA_ISA_FLAGS_\w+ [^)]*\)", (ROOT / "src/CMakeLists.txt").read_text())))
+    asked = (ROOT / "src/cpu/dispatch.cpp").read_text()
+    assert len(flags) > 8
+    assert [name for name in flags if f'"{name}"' not in asked and f"bit_{name.upper()}" not in asked] == []
+
+
+def test_folders_are_read_by_what_does_not_throw():
+    """The iterator of a range-based `for` throws where reading on fails."""
+    names = [name for name in tracked("src/*.h", "src/*.cpp", "cli/*.h", "cli/*.cpp") if "directory_iterator" in code_of(ROOT / name)]
+    assert names == ["src/cuda/jit/folder.h"]
+
+
 SOURCES = ("*.h", "*.cpp", "*.cuh", "*.c", "*.py", "*.pyi", "*.sh", "*.cmake", "*CMakeLists.txt", "Makefile", "*.map")
 
 

@@ -3,6 +3,7 @@
 // A kernel as a plan names it: where its text is, what it is compiled for, and what a launch of it takes.
 #pragma once
 
+#include <charconv>
 #include <string_view>
 
 #include "cuda/device/spec.h"
@@ -21,6 +22,17 @@ struct Kernel {
     return std::string_view(a.name) == b.name && a.spec == b.spec && a.shared_bytes == b.shared_bytes;
   }
 };
+
+// The compute capability that a family of kernels is for, from the name of one: 90 for "sm90_forward". Kernels whose
+// name says nothing run everywhere: 80, the least.
+inline int family_of(std::string_view kernel) {
+  constexpr int kGeneric = 80;
+  int family = kGeneric;
+  if (kernel.starts_with("sm")) {
+    std::from_chars(kernel.data() + 2, kernel.data() + kernel.size(), family);
+  }
+  return family;
+}
 
 // A candidate that was passed over, or taken, and why.
 struct Choice {

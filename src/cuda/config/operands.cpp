@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/config/operands.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cstdint>
 
@@ -241,12 +243,36 @@ bool exponent_scales(const Problem& problem) {
   return scale >= 0x1p-100 && scale <= 0x1p20;
 }
 
+std::int64_t planes_of(const Problem& problem, const Extents& extents) {
+  return (extents.batch1 ? problem.batch1 : 1) * (extents.batch2 ? problem.batch2 : 1) *
+         (extents.head ? problem.heads_q : 1);
+}
+
 Type type_of(DType type) {
-  return type == DType::kBf16 ? Type::kBf16 : type == DType::kFp16 ? Type::kFp16 : Type::kFp32;
+  switch (type) {
+    case DType::kFp32:
+      return Type::kFp32;
+    case DType::kFp16:
+      return Type::kFp16;
+    case DType::kBf16:
+      return Type::kBf16;
+    default:
+      throw Error(FOVEA_UNSUPPORTED, fmt::format("q: {} on a CUDA device; accepted: fp32, fp16, bf16", name_of(type)));
+  }
 }
 
 BiasTile tile_of(DType type) {
-  return type == DType::kBf16 ? BiasTile::kBf16 : type == DType::kFp16 ? BiasTile::kFp16 : BiasTile::kFp32;
+  switch (type) {
+    case DType::kFp32:
+      return BiasTile::kFp32;
+    case DType::kFp16:
+      return BiasTile::kFp16;
+    case DType::kBf16:
+      return BiasTile::kBf16;
+    default:
+      throw Error(FOVEA_UNSUPPORTED,
+                  fmt::format("bias: {} on a CUDA device; accepted: fp32, fp16, bf16", name_of(type)));
+  }
 }
 
 bool is_aligned(const Call& call, const View& view, std::int64_t heads, std::int64_t rows, std::int64_t columns) {

@@ -59,9 +59,12 @@ struct Operands {
 // so large that a row's reference, rounded, is off by more than a weight can be.
 bool exponent_scales(const Problem& problem);
 
-// The types as kernels name them.
+// The types as kernels name them. Throw Error(FOVEA_UNSUPPORTED) for one that no kernel has.
 Type type_of(DType type);
 BiasTile tile_of(DType type);
+
+// How many planes a bias or mask has: its heads and batch entries.
+std::int64_t planes_of(const Problem& problem, const Extents& extents);
 
 // Adds the regions that it needs. Throws Error(FOVEA_UNSUPPORTED) where no kernel could. mask_by_lanes: as sm90_forward
 // takes masks: one that is broadcast over queries becomes bits, too, and bits lie as its threads need them.

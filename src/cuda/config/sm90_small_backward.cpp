@@ -105,7 +105,7 @@ SmallOrder sm90_small_order(const Call& call, const Spec& spec, const Target& ta
   if (spec.bias != BiasTile::kNone) {
     const Extents& e = p.bias.extents;
     order.is_of_plane = {e.batch1 ? 1 : 0, e.batch2 ? 1 : 0, e.head ? 1 : 0, 0, 0};
-    order.planes = (e.batch1 ? p.batch1 : 1) * (e.batch2 ? p.batch2 : 1) * (e.head ? p.heads_q : 1);
+    order.planes = planes_of(p, e);
   }
   order.list = p.batch() * p.heads_q / std::max<std::int64_t>(order.planes, 1);
   order.blocks = std::clamp<std::int64_t>(target.multiprocessors / std::max<std::int64_t>(order.planes, 1), 1,

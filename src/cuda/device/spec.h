@@ -85,7 +85,8 @@ struct Spec {
   friend constexpr bool operator==(const Spec&, const Spec&) = default;
 };
 
-// visit(name, value, value by default) for every field, in order: what the host prints a template argument from.
+// visit(name, value, value by default) for every field, in the order in which they are declared:
+// what the host prints a template argument from, which a compiler takes in that order alone.
 template <class Visit>
 constexpr void for_each_field(const Spec& spec, Visit visit) {
   constexpr Spec usual;
@@ -133,7 +134,6 @@ constexpr void for_each_field(const Spec& spec, Visit visit) {
   visit("guess", spec.guess, usual.guess);
   visit("prepared", spec.prepared, usual.prepared);
   visit("often", spec.often, usual.often);
-  visit("bias_outside", spec.bias_outside, usual.bias_outside);
   visit("bulk", spec.bulk, usual.bulk);
   visit("halves", spec.halves, usual.halves);
   visit("same_step", spec.same_step, usual.same_step);
@@ -142,6 +142,7 @@ constexpr void for_each_field(const Spec& spec, Visit visit) {
   visit("direct", spec.direct, usual.direct);
   visit("stores_first", spec.stores_first, usual.stores_first);
   visit("key_parts", spec.key_parts, usual.key_parts);
+  visit("bias_outside", spec.bias_outside, usual.bias_outside);
 }
 
 }  // namespace fovea::cuda

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "core/status.h"
+#include "cuda/jit/folder.h"
 #include "cuda/jit/sha256.h"
 
 namespace fovea::cuda::jit {
@@ -243,13 +244,12 @@ std::optional<Binary> Cache::load(std::string_view key, Version nvrtc) const { r
 std::optional<Binary> Cache::load_any(std::string_view key, int most_major) const {
   const std::string hash = Sha256().add(key).hex();
   std::vector<Version> versions;
-  std::error_code error;
-  for (const fs::directory_entry& entry : fs::directory_iterator(folder_, error)) {
-    const std::optional<Version> version = version_in(entry.path().filename().native(), hash);
+  for_each_entry(folder_, [&](const fs::path& entry) {
+    const std::optional<Version> version = version_in(entry.filename().native(), hash);
     if (version && (most_major == 0 || version->major <= most_major)) {
       versions.push_back(*version);
     }
-  }
+  });
   std::sort(versions.begin(), versions.end(), std::greater<>());
   for (const Version version : versions) {
     if (std::optional<Binary> binary = load(key, version)) {
@@ -291,12 +291,11 @@ void Cache::evict(const std::string& but_not) const {
   std::vector<Entry> entries;
   std::uint64_t total = 0;
   const std::time_t now = std::time(nullptr);
-  std::error_code error;
-  for (const fs::directory_entry& entry : fs::directory_iterator(folder_, error)) {
-    const std::string& path = entry.path().native();
+  for_each_entry(folder_, [&](const fs::path& entry) {
+    const std::string& path = entry.native();
     struct stat info {};
     if (lstat(path.c_str(), &info) != 0 || !S_ISREG(info.st_mode)) {
-      continue;  // gone meanwhile, or none of ours
+      return;  // gone meanwhile, or none of ours
     }
     if (path.ends_with(kTemporary) && now - info.st_mtime > kAbandoned) {
       unlink(path.c_str());  // of a process that was killed
@@ -305,7 +304,7 @@ void Cache::evict(const std::string& but_not) const {
       entries.push_back({info.st_mtim.tv_sec * std::int64_t{1'000'000'000} + info.st_mtim.tv_nsec,
                          static_cast<std::uint64_t>(info.st_size), path});
     }
-  }
+  });
   if (total <= max_bytes_) {
     return;
   }

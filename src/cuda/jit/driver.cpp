@@ -286,6 +286,7 @@ ContextScope::ContextScope(const Driver& driver, int device, cu::Stream stream) 
   if (wanted == nullptr) {
     wanted = primary_context(driver, device);
   }
+  context_ = wanted;
   if (wanted != current) {
     check(driver, driver.context_push(wanted), "cuCtxPushCurrent");
     pushed_ = true;
@@ -391,7 +392,9 @@ void prepare_kernel(const Driver& driver, cu::Kernel kernel, const DeviceInfo& d
   if (large_clusters) {
     set(cu::FunctionAttribute::kNonPortableClusterSizeAllowed, 1);
   }
-  const ContextScope scope(driver, device.ordinal);
+}
+
+void load_kernel(const Driver& driver, cu::Kernel kernel) {
   cu::Function loaded = nullptr;
   check(driver, driver.kernel_get_function(&loaded, kernel), "cuKernelGetFunction");
 }

@@ -237,8 +237,11 @@ class ContextScope {
   ContextScope(const ContextScope&) = delete;
   ContextScope& operator=(const ContextScope&) = delete;
 
+  cu::Context context() const { return context_; }
+
  private:
   const Driver& driver_;
+  cu::Context context_ = nullptr;
   bool pushed_ = false;
 
   void pop();
@@ -297,10 +300,12 @@ struct KernelResources {
 KernelResources resources_of(const Driver& driver, cu::Kernel kernel, const DeviceInfo& device);
 
 // Once for a kernel and device, before the first launch: dynamic shared memory beyond 48 KiB needs it, and so do
-// clusters of more than eight. Refuses what the device does not have. In a context of the device it also loads the
-// code, which a stream capture would not allow later.
+// clusters of more than eight. Refuses what the device does not have.
 void prepare_kernel(const Driver& driver, cu::Kernel kernel, const DeviceInfo& device, int dynamic_shared,
                     bool large_clusters = false);
+
+// Loads a kernel's code into the current context, which a stream capture would not allow later.
+void load_kernel(const Driver& driver, cu::Kernel kernel);
 
 struct Dim {
   unsigned x = 1;

@@ -13,6 +13,7 @@
 #include <functional>
 
 #include "core/status.h"
+#include "cuda/jit/folder.h"
 
 namespace fovea::cuda::jit {
 namespace {
@@ -58,52 +59,49 @@ std::optional<Version> version_by_neighbour(const fs::path& library) {
   own.remove_prefix(numbered ? 1 : 0);
   const std::optional<int> major = numbered ? take_number(own) : std::nullopt;
   std::optional<Version> only;
-  for (const fs::directory_entry& entry : fs::directory_iterator(library.parent_path(), error)) {
-    const std::string other = entry.path().filename().string();
+  bool several = false;
+  for_each_entry(library.parent_path(), [&](const fs::path& entry) {
+    const std::string other = entry.filename().string();
     if (!other.starts_with(kName)) {
-      continue;
+      return;
     }
     std::string_view rest = std::string_view(other).substr(kName.size());
     const std::optional<int> first = take_number(rest);
     const bool dotted = rest.starts_with('.');
     rest.remove_prefix(dotted ? 1 : 0);
     const std::optional<int> second = dotted ? take_number(rest) : std::nullopt;
-    if (!first || !second || (major && *first != *major)) {
-      continue;
+    if (first && second && (!major || *first == *major)) {
+      const Version version{*first, *second};
+      several = several || (only && *only != version);
+      only = version;
     }
-    const Version version{*first, *second};
-    if (only && *only != version) {
-      return std::nullopt;
-    }
-    only = version;
-  }
-  return only;
+  });
+  return several ? std::nullopt : only;
 }
 
 void add_libraries(std::vector<std::string>& found, const fs::path& folder) {
-  std::error_code error;
-  for (const fs::directory_entry& entry : fs::directory_iterator(folder, error)) {
-    if (is_nvrtc(entry.path().filename().string())) {
-      const fs::path real = fs::canonical(entry.path(), error);
+  for_each_entry(folder, [&](const fs::path& entry) {
+    if (is_nvrtc(entry.filename().string())) {
+      std::error_code error;
+      const fs::path real = fs::canonical(entry, error);
       if (!error && is_nvrtc(real.filename().string())) {
         found.push_back(real.string());
       }
     }
-  }
+  });
 }
 
 // What lies in a folder, and in the wheels below it if it is one of site-packages: each once, the newest first.
 std::vector<std::string> libraries_below(const fs::path& folder) {
   std::vector<std::string> found;
   add_libraries(found, folder);
-  std::error_code error;
-  for (const fs::directory_entry& entry : fs::directory_iterator(folder / "nvidia", error)) {
-    const std::string name = entry.path().filename().string();
+  for_each_entry(folder / "nvidia", [&](const fs::path& entry) {
+    const std::string name = entry.filename().string();
     if (name == "cuda_nvrtc" ||
         (name.starts_with("cu") && name.find_first_not_of("0123456789", 2) == std::string::npos)) {
-      add_libraries(found, entry.path() / "lib");
+      add_libraries(found, entry / "lib");
     }
-  }
+  });
   std::vector<std::pair<Version, std::string>> dated;
   for (std::string& path : found) {
     const Version version = version_by_neighbour(path).value_or(Version{});

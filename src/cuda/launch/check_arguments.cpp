@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // FOVEA_CHECK=1: addresses are asked for where they lie, and lengths that lie on the device are read back and checked
-// before a call; this waits for the stream.
+// before a call; this waits for the stream, once.
 #include <fmt/format.h>
 
 #include <cstdlib>
@@ -30,38 +30,70 @@ template <class... T>
   throw Error(FOVEA_INVALID_ARGUMENT, fmt::format(format, std::forward<T>(arguments)...));
 }
 
-// What `lengths` holds on the device.
-std::vector<std::int64_t> read(const jit::Driver& driver, const math::Lengths& lengths, std::int64_t count,
-                               jit::cu::Stream stream) {
-  const std::size_t width = lengths.is_64_bit ? sizeof(std::int64_t) : sizeof(std::int32_t);
-  std::vector<std::int64_t> values;
-  math::Lengths here = lengths;
-  std::int64_t element = 0;
-  here.data = &element;
-  here.stride = 0;
-  for (std::int64_t i = 0; i < count; ++i) {
-    const char* from = static_cast<const char*>(lengths.data) + i * lengths.stride * static_cast<std::int64_t>(width);
-    jit::check(driver, driver.copy_to_host(&element, reinterpret_cast<std::uintptr_t>(from), width, stream),
-               "cuMemcpyDtoHAsync");
-    jit::check(driver, driver.stream_synchronize(stream), "cuStreamSynchronize");
-    values.push_back(here[0]);
+// Lengths that lie on the device: all are asked for first, and waited for together.
+class Lengths {
+ public:
+  Lengths(const jit::Driver& driver, jit::cu::Stream stream) : driver_(driver), stream_(stream) {}
+
+  // As a number of wait(): -1 where there are none.
+  int ask(const math::Lengths& lengths, std::int64_t count) {
+    if (!lengths) {
+      return -1;
+    }
+    const std::size_t width = lengths.is_64_bit ? sizeof(std::int64_t) : sizeof(std::int32_t);
+    const bool dense = lengths.stride == 1;
+    asked_.push_back({lengths, std::vector<char>(static_cast<std::size_t>(count) * width), {}});
+    char* const to = asked_.back().bytes.data();
+    for (std::int64_t i = 0; i < (dense ? 1 : count); ++i) {
+      const char* from = static_cast<const char*>(lengths.data) + i * lengths.stride * static_cast<std::int64_t>(width);
+      jit::check(driver_,
+                 driver_.copy_to_host(to + static_cast<std::size_t>(i) * width, reinterpret_cast<std::uintptr_t>(from),
+                                      dense ? static_cast<std::size_t>(count) * width : width, stream_),
+                 "cuMemcpyDtoHAsync");
+    }
+    return static_cast<int>(asked_.size()) - 1;
   }
-  return values;
-}
+
+  void wait() {
+    jit::check(driver_, driver_.stream_synchronize(stream_), "cuStreamSynchronize");
+    for (Asked& asked : asked_) {
+      math::Lengths here = asked.lengths;
+      here.data = asked.bytes.data();
+      here.stride = 1;
+      const std::size_t width = here.is_64_bit ? sizeof(std::int64_t) : sizeof(std::int32_t);
+      for (std::size_t i = 0; i < asked.bytes.size() / width; ++i) {
+        asked.values.push_back(here[static_cast<std::int64_t>(i)]);
+      }
+    }
+  }
+
+  const std::vector<std::int64_t>& operator[](int number) const {
+    return asked_[static_cast<std::size_t>(number)].values;
+  }
+
+ private:
+  struct Asked {
+    math::Lengths lengths;
+    std::vector<char> bytes;
+    std::vector<std::int64_t> values;
+  };
+  const jit::Driver& driver_;
+  jit::cu::Stream stream_;
+  std::vector<Asked> asked_;
+};
 
 class Checker {
  public:
-  Checker(const Call& call, const jit::Driver& driver)
-      : batch_(call.rows.batch()), driver_(driver), stream_(static_cast<jit::cu::Stream>(call.stream)) {}
+  explicit Checker(std::int64_t batch) : batch_(batch) {}
 
   // Lengths of the sequences by cu_seqlens, or `rows` for each.
-  std::vector<std::int64_t> boundaries(char side, const math::Lengths& cu, std::int64_t rows,
+  std::vector<std::int64_t> boundaries(char side, const std::vector<std::int64_t>* cu, std::int64_t rows,
                                        std::int64_t longest) const {
     std::vector<std::int64_t> lengths(static_cast<std::size_t>(batch_), rows);
-    if (!cu) {
+    if (cu == nullptr) {
       return lengths;
     }
-    const std::vector<std::int64_t> values = read(driver_, cu, batch_ + 1, stream_);
+    const std::vector<std::int64_t>& values = *cu;
     if (values[0] != 0) {
       refuse("cu_seqlens_{}: begins with {}; accepted: 0 first", side, values[0]);
     }
@@ -82,11 +114,11 @@ class Checker {
     return lengths;
   }
 
-  void used(char side, const math::Lengths& used, const std::vector<std::int64_t>& lengths) const {
-    if (!used) {
+  void used(char side, const std::vector<std::int64_t>* used, const std::vector<std::int64_t>& lengths) const {
+    if (used == nullptr) {
       return;
     }
-    const std::vector<std::int64_t> values = read(driver_, used, batch_, stream_);
+    const std::vector<std::int64_t>& values = *used;
     for (std::size_t b = 0; b < lengths.size(); ++b) {
       if (values[b] < 0 || values[b] > lengths[b]) {
         refuse("seqused_{}: {} at index {}; accepted: 0 to the length of that sequence, {}", side, values[b], b,
@@ -97,8 +129,6 @@ class Checker {
 
  private:
   std::int64_t batch_;
-  const jit::Driver& driver_;
-  jit::cu::Stream stream_;
 };
 
 // A kernel that reads memory of the host ends in a fault that every later call of the process sees.
@@ -149,9 +179,16 @@ void check_arguments(const Call& call, const jit::Driver& driver) {
   if (!(rows.cu_q || rows.used_q || rows.used_k) || rows.batch() == 0) {
     return;
   }
-  const Checker checker(call, driver);
-  checker.used('q', rows.used_q, checker.boundaries('q', rows.cu_q, rows.rows_q, call.problem.seqlen_q));
-  checker.used('k', rows.used_k, checker.boundaries('k', rows.cu_k, rows.rows_k, call.problem.seqlen_k));
+  Lengths lengths(driver, static_cast<jit::cu::Stream>(call.stream));
+  const int cu_q = lengths.ask(rows.cu_q, rows.batch() + 1);
+  const int cu_k = lengths.ask(rows.cu_k, rows.batch() + 1);
+  const int used_q = lengths.ask(rows.used_q, rows.batch());
+  const int used_k = lengths.ask(rows.used_k, rows.batch());
+  lengths.wait();
+  const auto found = [&](int number) { return number < 0 ? nullptr : &lengths[number]; };
+  const Checker checker(rows.batch());
+  checker.used('q', found(used_q), checker.boundaries('q', found(cu_q), rows.rows_q, call.problem.seqlen_q));
+  checker.used('k', found(used_k), checker.boundaries('k', found(cu_k), rows.rows_k, call.problem.seqlen_k));
 }
 
 }  // namespace fovea::cuda

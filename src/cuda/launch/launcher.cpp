@@ -166,13 +166,13 @@ void run(const Call& call, Executable& executable, void* workspace) {
   // First of all: a thread may come without a context, as PyTorch's for the backward, and the default stream is then
   // nobody's.
   const jit::ContextScope scope(driver, executable.device().ordinal, stream);
-  if (!executable.loaded()) {
+  if (!executable.loaded(scope.context())) {
     if (jit::is_capturing(driver, stream)) {
       throw Error(FOVEA_UNSUPPORTED,
                   "stream: a graph captures it and a kernel of this problem is not loaded yet; call fovea_prepare "
                   "(Python: fovea.prepare), or run the problem once, before the capture");
     }
-    executable.load();
+    executable.load(scope);
   }
   check_arguments(call, driver);
   if (packs_heads(call)) {

@@ -50,7 +50,7 @@ void Launcher::bias_gradient_arguments(const Launch& step) {
   const Problem& p = call_.problem;
   const bool first = step.which == 0;
   const Extents& e = (first ? p.bias : p.bias2).extents;
-  const i64 planes = (e.batch1 ? p.batch1 : 1) * (e.batch2 ? p.batch2 : 1) * (e.head ? p.heads_q : 1);
+  const i64 planes = planes_of(p, e);
   args_.grad_bias = tensor(first ? call_.grad_bias : call_.grad_bias2);
   args_.bias_rows = static_cast<int>(e.query ? p.seqlen_q : 1);
   args_.bias_keys = static_cast<int>(e.key ? p.seqlen_k : 1);

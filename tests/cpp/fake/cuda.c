@@ -12,6 +12,10 @@ int fake_capturing = 0;
 int fake_result_of_launch = 0;
 int fake_no_context = 0; /* 1: threads come without one */
 int fake_loads = 0;
+void* fake_context_of_streams = 0; /* of every stream but the default one; null: the only context */
+int fake_synchronised = 0;         /* streams that were waited for */
+void* fake_loaded_into[1 << 16];   /* by each cuKernelGetFunction: the current context */
+int fake_loaded_count = 0;
 void* fake_host = 0; /* an address of the host: everything else is of a device */
 int fake_launches = 0;
 struct {
@@ -26,6 +30,7 @@ struct config { /* CUlaunchConfig's beginning */
 };
 
 static _Thread_local int pushed = 0; /* contexts */
+static _Thread_local void* contexts[8];
 
 static int succeed(void) { return 0; }
 static int version(int* value) {
@@ -80,16 +85,18 @@ static int context_of_device(void** value, int device) {
   return context(value);
 }
 static int context_of_stream(void* stream, void** value) {
-  (void)stream;
-  return context(value);
+  context(value);
+  if (stream != NULL && fake_context_of_streams != NULL) {
+    *value = fake_context_of_streams;
+  }
+  return 0;
 }
 static int current(void** value) {
-  *value = fake_no_context && pushed == 0 ? NULL : &fake_launches;
+  *value = pushed > 0 ? contexts[pushed - 1] : fake_no_context ? NULL : (void*)&fake_launches;
   return 0;
 }
 static int push(void* value) {
-  (void)value;
-  ++pushed;
+  contexts[pushed++] = value;
   return 0;
 }
 static int pop(void** value) {
@@ -116,6 +123,7 @@ static int get_kernel(void** kernel, void* library, const char* name) {
 }
 static int get_function(void** function, void* kernel) {
   *function = kernel;
+  current(&fake_loaded_into[__atomic_fetch_add(&fake_loaded_count, 1, __ATOMIC_RELAXED) % (1 << 16)]);
   return 0;
 }
 static int kernel_attribute(int* value) {
@@ -162,6 +170,11 @@ static int copy_to_host(void* to, uint64_t from, size_t bytes, void* stream) {
   memcpy(to, (const void*)(uintptr_t)from, bytes); /* of what the test put there */
   return 0;
 }
+static int synchronise(void* stream) {
+  (void)stream;
+  ++fake_synchronised;
+  return 0;
+}
 static int error_text(int error, const char** text) {
   (void)error;
   *text = "PLAYED_ERROR";
@@ -195,6 +208,7 @@ int cuGetProcAddress_v2(const char* name, void** function, int cuda_version, uin
       {"cuThreadExchangeStreamCaptureMode", exchange_capture_mode},
       {"cuStreamGetCtx", context_of_stream},
       {"cuMemcpyDtoHAsync", copy_to_host},
+      {"cuStreamSynchronize", synchronise},
       {"cuGetErrorName", error_text},
       {"cuGetErrorString", error_text},
   };
