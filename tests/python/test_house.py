@@ -43,7 +43,7 @@ LONGER = {
     "src/cuda/device/sm90/backward_copy.cuh": 347,
     "src/cuda/device/score/sm90_backward_scores.cuh": 429,
     "src/cuda/device/sm90/forward_copy.cuh": 330,
-    "src/cuda/device/sm90/forward.cuh": 507,
+    "src/cuda/device/sm90/forward.cuh": 522,
     "src/cuda/device/score/sm90_softmax.cuh": 322,
 }
 
