@@ -96,11 +96,13 @@ def call_on_cpu(library: Any, raw: Any, direction: int) -> int:
     call = library.fovea_backward if direction == _abi.BACKWARD else library.fovea_forward
     address, size, _owner = _scratch.kept
     status: int = call(raw, address, size)
-    if status != _abi.OUT_OF_MEMORY:
-        return status
-    needed = ctypes.c_size_t()
-    status = library.fovea_workspace(raw, direction, ctypes.byref(needed))
-    if status == _abi.OK:
+    grew = True  # another thread may call set_num_threads() at any time, and what is needed grows with the threads
+    while status == _abi.OUT_OF_MEMORY and grew:
+        needed = ctypes.c_size_t()
+        status = library.fovea_workspace(raw, direction, ctypes.byref(needed))
+        if status != _abi.OK:
+            return status
+        grew = needed.value > size
         address, size, _owner = _scratch.of(needed.value)
         status = call(raw, address, size)
     return status

@@ -28,7 +28,7 @@ import formulas
 import fovea
 from fake_dlpack import BareArray, FakeArray, VersionedArray
 from fovea import _arrays, _problem
-from fovea._abi import OUT_OF_MEMORY
+from fovea._abi import BACKWARD, FORWARD, OUT_OF_MEMORY
 from fovea._problem import _Scratch
 
 B, SQ, SK, HQ, HK, D, DV = 2, 19, 23, 4, 2, 8, 5
@@ -1050,6 +1050,29 @@ def test_workspaces():
     assert larger.nbytes >= 2000
     assert scratch.of(_Scratch.LARGEST_KEPT + 1)[2].nbytes > _Scratch.LARGEST_KEPT
     assert scratch.of(1)[2] is larger
+
+
+def test_a_workspace_that_has_become_too_small(monkeypatch):
+    """What a call needs grows with the number of threads, which another thread may set between the question and the call.
+    A lack of memory that a larger workspace does not cure is reported."""
+    monkeypatch.setattr(_problem, "_scratch", _Scratch())
+    needs = [1000, 3000]
+
+    class Library:
+        @staticmethod
+        def fovea_forward(raw, address, size):
+            return 0 if size >= 3000 else OUT_OF_MEMORY
+
+        @staticmethod
+        def fovea_workspace(raw, direction, needed):
+            needed._obj.value = needs.pop(0)
+            return 0
+
+        fovea_backward = staticmethod(lambda raw, address, size: OUT_OF_MEMORY)
+
+    assert _problem.call_on_cpu(Library, None, FORWARD) == 0 and not needs
+    needs = [4000, 4000]
+    assert _problem.call_on_cpu(Library, None, BACKWARD) == OUT_OF_MEMORY and not needs
 
 
 def test_a_workspace_outlives_calls_in_the_middle_of_a_call(monkeypatch):

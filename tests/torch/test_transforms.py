@@ -2,6 +2,8 @@
 """Together with the rest of PyTorch: opcheck, torch.compile, export, autocast, checkpointing, vmap, modes, threads."""
 
 import io
+import random
+import sys
 import threading
 
 import pytest
@@ -592,22 +594,32 @@ def test_parameters_subclasses_and_inference_mode():
 
 
 def test_threads():
-    q = torch.randn(2, 4, 64, 16, requires_grad=True)
-    want = torch.autograd.grad(attention(q, q, q, causal=True).sum(), q)[0]
+    """Many threads, each with other problems in another order, forward and backward: the bits of each by itself. They
+    share the problems that are kept."""
+    rows = [*FEATURES, {"dims": (16, 16)}, {"heads": (4, 2), "causal": True}]
+    problems = [problem(row) for row in rows]
+    want = [gradients(*each) for each in problems]
     wrong = []
 
-    def work():
-        for _ in range(10):
-            got = torch.autograd.grad(attention(q, q, q, causal=True).sum(), q)[0]
-            if not torch.equal(got, want):
-                wrong.append(got)
+    def work(index):
+        order = random.Random(index)
+        for _ in range(12):
+            n = order.randrange(len(problems))
+            try:
+                if not all(map(torch.equal, gradients(*problems[n]), want[n])):
+                    wrong.append(n)
+            except BaseException as error:
+                wrong.append(error)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong
+    sys.setswitchinterval(before)
+    assert not wrong, wrong
 
 
 def test_saved_tensors_hooks():
