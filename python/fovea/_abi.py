@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C ABI as ctypes sees it: include/fovea/c.h field by field, nothing more.
+"""include/fovea/c.h for ctypes, field by field.
 
 Pointers to tensors are plain addresses (c_void_p) here: assigning an address costs a fraction of making a ctypes
-pointer, and whoever fills a Problem keeps what it points to alive anyway. tests/python/test_abi.py compares every
-size, offset and constant below with a C program compiled from c.h.
+pointer. The code that fills a Problem keeps the tensors alive. tests/python/test_abi.py compares every size, offset and
+constant below with a C program that is compiled from c.h.
 """
 
 from __future__ import annotations

@@ -191,12 +191,12 @@ def attention(
         stream: The address of the CUDA stream to compute on; None takes the current stream of q's library.
 
     Returns:
-        out, an array of q's library, type and layout, (B, Sq, Hq, Dv). With return_lse the pair (out, lse), where lse is
-        (B, Hq, Sq) in every layout, packed (Hq, total_q), and float32 (float64 with float64 q).
+        out, an array of q's library, type and layout, (B, Sq, Hq, Dv). With return_lse the pair (out, lse), where lse
+        is (B, Hq, Sq) in every layout, packed (Hq, total_q), and float32 (float64 with float64 q).
 
     Raises:
-        ValueError: A shape or a value is not accepted. Every error names the argument, what it was and what is accepted,
-            and nothing has been written.
+        ValueError: A shape or a value is not accepted. Every error names the argument, what it was and what is
+            accepted, and nothing has been written.
         TypeError: A type or a keyword is not accepted.
         NotImplementedError: No backend here computes this problem; explain() says why.
         MemoryError: There is too little memory.
@@ -307,7 +307,7 @@ def attention_backward(
         its input. That of a bias is summed over every dimension that was broadcast.
 
     Raises:
-        ValueError: As attention(). An empty need, or one that names an input that was not given, is a ValueError as well.
+        ValueError: As attention(). Also for an empty need, and one that names an input that was not given.
         TypeError: As attention().
         NotImplementedError: As attention().
         MemoryError: As attention().
@@ -773,7 +773,7 @@ class Attention:
         object.__setattr__(self, "_options", options)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuses to assign an option, and any other name unless a derived class adds it: it may be a misspelt option."""
+        """Refuses to assign an option, and other names unless a derived class adds them: one may be a misspelt option."""
         if name in _SHARED:
             raise AttributeError(f"{name}: fixed when this Attention was made; with_({name}=...) makes another one")
         if type(self) is Attention or _help.cure(name, _SHARED):

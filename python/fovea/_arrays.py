@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays in and out.
+"""Reads the arrays of a call, and makes those of its results.
 
-In: read() turns a NumPy array, or whatever has __dlpack__, __array_interface__ or __cuda_array_interface__, into a
-View: address, type, shape and strides of memory that stays the caller's. DLPack capsules are read here rather than by
-NumPy, which refuses bfloat16; a capsule is never consumed, so dropping it gives the memory back to its producer.
+read() takes a NumPy array, or one with __dlpack__, __array_interface__ or __cuda_array_interface__. It returns a View:
+the address, type, shape and strides of memory that the caller keeps. DLPack capsules are read here, because NumPy
+refuses bfloat16. A capsule is never consumed, so dropping it returns the memory to its producer.
 
-Out: Maker.empty() makes memory, with NumPy or on a CUDA device by _cuda.py, and Fresh.result() hands it over in the
-library of a model array, through that library's own from_dlpack.
+Maker.empty() allocates memory, with NumPy on the CPU and with _cuda.py on a CUDA device. Fresh.result() returns it as
+an array of a given library, through the from_dlpack of that library.
 
-All arrays of a call lie in one place: on the CPU, or on the CUDA device that q lies on, which place_of() finds.
+All arrays of a call are on the CPU, or all on q's CUDA device, which place_of() finds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Shape = tuple[int, ...]
 
 
 class View:
-    """Memory of the caller's: strides count elements, `owner` keeps it alive."""
+    """Memory of the caller. Strides count elements; `owner` keeps the memory alive."""
 
     __slots__ = ("address", "owner", "readonly", "shape", "strides", "type")
 
@@ -55,7 +55,7 @@ class View:
 
 
 class Place:
-    """The CUDA device of a call: its number, the stream that everything is put on, and who makes memory there."""
+    """The CUDA device of a call: its number, the stream of all work, and the library that allocates memory there."""
 
     __slots__ = ("index", "memory", "stream")
 
@@ -66,7 +66,7 @@ class Place:
 
 
 def place_of(name: str, array: Any, stream: Optional[int]) -> Optional[Place]:
-    """Where an array lies, None on the CPU; `stream`: the one to compute on, instead of the library's current one."""
+    """The CUDA device of an array, None on the CPU. `stream` replaces the current stream of the array's library."""
     if isinstance(array, np.ndarray):
         return None
     if hasattr(array, "__dlpack_device__"):
@@ -75,7 +75,7 @@ def place_of(name: str, array: Any, stream: Optional[int]) -> Optional[Place]:
             return None
         memory = _cuda.library_of(name, array)
         index = int(index)
-    elif hasattr(array, "__cuda_array_interface__"):  # which does not say what device it is
+    elif hasattr(array, "__cuda_array_interface__"):  # it does not name the device
         memory = _cuda.library_of(name, array)
         index = memory.current_device()
     else:
@@ -84,7 +84,7 @@ def place_of(name: str, array: Any, stream: Optional[int]) -> Optional[Place]:
 
 
 class _Interface:
-    """A View as NumPy takes it."""
+    """A View for NumPy."""
 
     def __init__(self, view: View) -> None:
         dtype = np.dtype(np.uint16 if view.type == "bfloat16" else view.type)
@@ -99,7 +99,7 @@ class _Interface:
 
 
 def read(name: str, array: Any, place: Optional[Place] = None) -> View:
-    """The View of an argument, which has to lie in `place`; `name` is what errors call it."""
+    """The View of an argument, which must lie on the device `place`. Errors call it `name`."""
     if type(array) is np.ndarray and place is None:
         return _of_numpy(name, array)
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__") and not isinstance(array, np.ndarray):
@@ -109,7 +109,7 @@ def read(name: str, array: Any, place: Optional[Place] = None) -> View:
     if isinstance(array, np.ndarray) or hasattr(array, "__array_interface__"):
         if place is not None:
             _refuse_place(name, "the CPU", place)
-        if hasattr(array, "filled"):  # numpy.ma: its mask would be lost without a word
+        if hasattr(array, "filled"):  # numpy.ma: the mask would be ignored
             raise TypeError(f"{name}: a masked array; accepted: the data here, and the mask as an array of its own")
         return _of_numpy(name, array.view(np.ndarray) if isinstance(array, np.ndarray) else np.asarray(array))
     kind = type(array)
@@ -133,7 +133,7 @@ def _of_numpy(name: str, array: np.ndarray) -> View:
     dtype = array.dtype
     kind = _NUMPY_NAMES.get(dtype)
     if kind is None:
-        kind = str(dtype)  # ">f4" for what is not in native order, so that it matches nothing
+        kind = str(dtype)  # ">f4" where the bytes are swapped, which is no type that the library has
         if kind == "bfloat16":
             _NUMPY_NAMES[dtype] = kind
     size = dtype.itemsize or 1
@@ -192,21 +192,21 @@ _pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer_of.restype = ctypes.c_void_p
 _pointer_of.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
-_takes_version: dict[type, bool] = {}  # whether a type's __dlpack__ knows max_version
+_takes_version: dict[type, bool] = {}  # whether the __dlpack__ of a type accepts max_version
 
 
 def _capsule(array: Any, options: dict[str, int]) -> Any:
     kind = type(array)
     if _takes_version.get(kind, True):
         try:
-            return array.__dlpack__(max_version=(1, 0), **options)  # a versioned capsule tells what is read-only
+            return array.__dlpack__(max_version=(1, 0), **options)  # a versioned capsule has a read-only flag
         except TypeError:
             _takes_version[kind] = False
     return array.__dlpack__(**options)
 
 
 def _exported(array: Any, options: dict[str, int], place: Optional[Place]) -> Any:
-    """A capsule of an array that may lie on another CUDA device than the current one, which is all that PyTorch exports."""
+    """A capsule of an array on any CUDA device: PyTorch exports tensors of the current device only."""
     try:
         return _capsule(array, options)
     except BufferError:
@@ -237,7 +237,7 @@ def _of_dlpack(name: str, array: Any, place: Optional[Place]) -> View:
         )
     elif place is not None:
         _refuse_place(name, "the CPU", place)
-    is_negative = getattr(array, "is_neg", None)  # PyTorch gives such memory away without a word
+    is_negative = getattr(array, "is_neg", None)  # PyTorch exports such memory as it is
     if is_negative is not None and is_negative():
         raise ValueError(
             f"{name}: a {type(array).__name__} whose memory holds the negatives of its numbers; accepted: what "
@@ -293,7 +293,7 @@ def _contiguous(shape: Shape) -> Shape:
 
 
 class _BFloat16:
-    """uint16 memory of NumPy's as a DLPack producer of bfloat16: NumPy's own capsule with the type written over."""
+    """A NumPy array of uint16 that exports bfloat16: NumPy's capsule with another type written into it."""
 
     def __init__(self, array: np.ndarray) -> None:
         self._array = array
@@ -312,7 +312,7 @@ class _BFloat16:
 
 
 class Fresh:
-    """New memory: `view` to compute into, result() to hand over."""
+    """New memory: `view` to compute into, result() to return to the caller."""
 
     __slots__ = ("_array", "_hand_over", "view")
 
@@ -330,7 +330,7 @@ class Fresh:
 
 
 class Maker:
-    """Makes arrays of the library that a model array comes from."""
+    """Makes arrays of the library of a model array."""
 
     def __init__(self, name: str, model: Any, place: Optional[Place] = None) -> None:
         self._name = name
@@ -341,7 +341,7 @@ class Maker:
             self._hand_over = _on_its_device(place, self._hand_over)
 
     def empty(self, shape: Shape, kind: str, swapped: bool = False, fill: Optional[float] = None) -> Fresh:
-        """`swapped`: memory in the order (..., -2, -3, -1) of the dimensions."""
+        """`swapped` stores the dimensions in the order (..., -2, -3, -1)."""
         if swapped:
             shape = (*shape[:-3], shape[-2], shape[-3], shape[-1])
         place = self._place
@@ -386,7 +386,7 @@ def _on_its_device(place: Place, hand_over: Callable[[Any], Any]) -> Callable[[A
 
 
 def _from_dlpack(model: Any) -> Optional[Callable[[Any], Any]]:
-    """What the library of an array makes arrays from DLPack with, if there is such a function."""
+    """The from_dlpack of an array's library, if it has one."""
     if hasattr(model, "__array_namespace__"):
         library = model.__array_namespace__()
     else:

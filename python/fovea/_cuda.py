@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory and streams of CUDA devices, by a library that this process has: PyTorch, or CuPy.
+"""Memory and streams of CUDA devices, from PyTorch or CuPy.
 
-fovea makes no CUDA memory itself. Results and workspace are made by the library that q comes from, or, where q's is
-neither of the two (JAX, Numba, ...), by whichever of them is imported already; results are then handed over through
-q's library's own from_dlpack, where it has one. Everything is made and computed on one stream: the one that is asked
-for, else that library's current one. Nothing here waits for a device.
+fovea allocates no CUDA memory itself. The library of q allocates results and workspace if it is PyTorch or CuPy.
+Otherwise (JAX, Numba, ...) one of these two does, which must be imported already; results are then converted by the
+from_dlpack of q's library, if it has one. All memory and all work belong to one stream: the caller's, or the current
+stream of the library that allocates. Nothing here waits for a device, and no call changes the current device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LIBRARIES = ("torch", "cupy")
 
 
 def library_of(name: str, model: Any) -> Memory:
-    """Who makes memory beside the array `model`; `name` is what errors call it."""
+    """The library that allocates memory on the device of the array `model`. Errors call the array `name`."""
     own = type(model).__module__.partition(".")[0]
     for library in (own, *_LIBRARIES):
         if library in _LIBRARIES and library in sys.modules:
@@ -32,7 +32,7 @@ def library_of(name: str, model: Any) -> Memory:
 
 
 class Memory:
-    """What either library does. Streams are addresses, 0 the legacy default stream; `index` is the device's number."""
+    """The interface of both libraries. A stream is an address, 0 the legacy default stream; `index` is a device."""
 
     name: str
 
@@ -50,14 +50,14 @@ class Memory:
         raise NotImplementedError
 
     def wait(self, index: int, stream: int, other: int) -> None:
-        """Work that is put on `stream` from now on comes after what is on `other`."""
+        """Work that is put on `stream` from now on waits for the work that is on `other` now."""
         raise NotImplementedError
 
     def empty(self, index: int, stream: int, shape: Sequence[int], kind: str, fill: Optional[float] = None) -> Any:
         raise NotImplementedError
 
     def swapped(self, array: Any) -> Any:
-        """With the dimensions -3 and -2 the other way round."""
+        """The array with its dimensions -3 and -2 exchanged."""
         return array.swapaxes(-3, -2)
 
     def layout(self, array: Any) -> tuple[int, tuple[int, ...], tuple[int, ...]]:

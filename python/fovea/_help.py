@@ -121,8 +121,8 @@ def layout_hint(raw: _abi.Problem, layout: str, error: str) -> str:
         return ""
     instead = "bhsd" if layout == "bshd" else "bshd"
     return (
-        f"; with layout={instead!r}, {_DIMS[instead]}, these shapes agree (the default is 'bshd' in fovea and 'bhsd' in "
-        "fovea.torch)"
+        f"; with layout={instead!r}, {_DIMS[instead]}, these shapes agree (the default is 'bshd' in fovea and 'bhsd' "
+        "in fovea.torch)"
     )
 
 

@@ -94,13 +94,13 @@ _EXCEPTIONS: dict[int, type[Exception]] = {
 
 
 def check(status: int) -> None:
-    """Raises what the status of this thread's last call stands for, with the library's own words."""
+    """Raises the exception for the status of this thread's last call, with the message of the library."""
     if status != _abi.OK:
         raise _EXCEPTIONS.get(status, RuntimeError)(lib.fovea_last_error().decode())
 
 
 def text(function: Callable[..., int], *arguments: Any, tolerate: int = _abi.OK) -> str:
-    """What a function with (text, capacity, needed) at its end writes; with the status `tolerate` it has text too."""
+    """The text that a function with arguments (..., text, capacity, needed) writes, even with the status `tolerate`."""
     needed = ctypes.c_size_t(4096)
     while True:
         capacity = needed.value
@@ -113,6 +113,6 @@ def text(function: Callable[..., int], *arguments: Any, tolerate: int = _abi.OK)
 
 
 def version() -> str:
-    """Of the library that is loaded."""
+    """The version of the loaded library."""
     number = lib.fovea_version()
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"

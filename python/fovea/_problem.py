@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the keywords of the API to a fovea_problem.
+"""Turns the keywords of the API into a fovea_problem.
 
-What the C library can see it checks itself, once and with its own words; what is checked here is what it cannot
-see: Python's types, the choices that C has defaults for and Python has not (align, seed), and arrays whose element
-type has no name in C.
+The C library checks the problem, with its own messages. The checks here are of what it cannot see: Python's types,
+choices that have a default in C and none in Python (align, seed), and element types without a name in C.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ _SWAP = {"bshd": False, "bhsd": True}
 DIFFERENTIABLE = ("q", "k", "v", "bias", "bias2", "sink")
 _OPTIONAL = ("bias", "bias2", "mask", "alibi_slopes", "sink")
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
-_SMALL = frozenset((*_LENGTHS, "alibi_slopes"))  # on the CPU these are converted where that loses nothing of note
-# Tensors with a row for each query or key: those whose layout `layout` names.
+_SMALL = frozenset((*_LENGTHS, "alibi_slopes"))  # on the CPU these are converted from other types
+# Tensors with a row for each query or key: `layout` is the order of their dimensions.
 _ROWS = frozenset(("q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v"))
 
 _PROBLEM_SIZE = ctypes.sizeof(_abi.Problem)
@@ -62,8 +61,8 @@ _ZEROS = (0,) * _abi.MAX_RANK
 
 
 class _Scratch(threading.local):
-    """Workspaces on the CPU. A small one is kept for the thread's next call: fresh memory is paid for page by page, which
-    in some states of the heap takes as long as a backward of 64 rows.
+    """Workspaces on the CPU. A small one is kept for the thread's next call: fresh memory costs a fault for each page,
+    which in some states of the heap takes as long as a backward of 64 rows.
 
     Python code may call fovea again in the middle of a call: a signal handler, a finalizer, a trace function. It never
     runs while C uses the workspace, but it may replace the one that is kept. Hence `kept` is read once in a call, and
@@ -81,7 +80,7 @@ class _Scratch(threading.local):
         if size <= kept[1]:
             return kept
         owner = np.empty(size, np.uint8)
-        fresh = (owner.ctypes.data, size, owner)  # the address costs as much as a whole look into a tensor
+        fresh = (owner.ctypes.data, size, owner)  # ctypes.data takes as long as reading a tensor
         if size <= self.LARGEST_KEPT:
             self.kept = fresh
         return fresh
@@ -91,8 +90,8 @@ _scratch = _Scratch()
 
 
 def call_on_cpu(library: Any, raw: Any, direction: int) -> int:
-    """The status of a forward or a backward. The workspace that the thread has kept is nearly always enough. So the
-    library is asked how much it needs only after it has answered, before it wrote anything, that this is too little."""
+    """The status of a forward or a backward. The workspace that the thread has kept is nearly always large enough. So
+    fovea_workspace() is called only if the library refuses that one as too small, which it does before it writes."""
     call = library.fovea_backward if direction == _abi.BACKWARD else library.fovea_forward
     address, size, _owner = _scratch.kept
     status: int = call(raw, address, size)
@@ -109,10 +108,10 @@ def call_on_cpu(library: Any, raw: Any, direction: int) -> int:
 
 
 class Problem:
-    """A fovea_problem, with everything that it points to kept alive."""
+    """A fovea_problem, which keeps alive what it points to."""
 
     def __init__(self, q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> None:
-        """`options` has every keyword that forward and backward share."""
+        """`options` holds every keyword that forward and backward share."""
         self.raw = _abi.Problem(_PROBLEM_SIZE)
         self.views: dict[str, View] = {}  # every tensor that was given
         self._tensors = _TENSORS()  # the fovea_tensors that raw points to
@@ -147,7 +146,7 @@ class Problem:
     # ---- inputs ----
 
     def _converted(self, name: str, view: View) -> View:
-        """A small input in the type that the library takes: NumPy makes int64 and float64 unless told otherwise."""
+        """A small input in the type that the library accepts: NumPy makes int64 and float64 by default."""
         if name == "alibi_slopes":
             if view.type != "float64" or self.views["q"].type == "float64":
                 return view
@@ -186,7 +185,7 @@ class Problem:
         setattr(self.raw, name, self._tensor(name, view.address, view.type, view.shape, view.strides))
 
     def _tensor(self, name: str, address: int, kind: str, shape: Shape, strides: Optional[Shape]) -> int:
-        """The address of a new fovea_tensor; without strides it is contiguous."""
+        """The address of a new fovea_tensor, contiguous if there are no strides."""
         code = _CODES.get(kind)
         if code is None:
             raise TypeError(f"{name}: {kind}; accepted: {_ACCEPTED.get(name, _FLOATS)}")
@@ -214,7 +213,7 @@ class Problem:
         return self._base + at
 
     def _canonical(self, name: str, dims: Shape) -> Shape:
-        """(B, H, S, D) to (B, S, H, D) and back, where the layout says so."""
+        """Exchanges S and H if the layout is "bhsd"."""
         if self._swap and name in _ROWS:
             return (*dims[:-3], dims[-2], dims[-3], dims[-1])
         return dims
@@ -273,7 +272,7 @@ class Problem:
             raw.stream = _stream(options["stream"])
 
     def _set_word(self, name: str, value: Any) -> None:
-        """seed or offset: an integer, or an array of one whose memory the kernel reads."""
+        """seed or offset: an integer, or an array of one that the kernel reads."""
         if isinstance(value, Integral):
             setattr(self.raw, name, word(name, value))
             return
@@ -282,7 +281,7 @@ class Problem:
         setattr(self.raw, name + "_ptr", view.address)
 
     def _need_no_align(self) -> None:
-        """Bottom-right is the default only where it cannot surprise."""
+        """Refuses a missing alignment, unless queries and keys have the same lengths."""
         raw = self.raw
         if raw.flags & _abi.CAUSAL:
             what = "causal"
@@ -305,7 +304,7 @@ class Problem:
             try:
                 each_q, each_k = np.broadcast_arrays(lengths_q, lengths_k)
             except ValueError:
-                return  # not the same number of sequences: the library says so
+                return  # not the same number of sequences: the library reports that
             differing = np.flatnonzero(each_q != each_k)
             if not differing.size:
                 return
@@ -314,7 +313,7 @@ class Problem:
         raise ValueError(need_align(what, given, raw, "bhsd" if self._swap else "bshd"))
 
     def _same_lengths(self) -> bool:
-        """Whether queries and keys have theirs from the same memory: reading it would wait for the device."""
+        """Whether queries and keys have their lengths in the same memory. Reading it would wait for the device."""
         for kind in ("cu_seqlens", "seqused"):
             q, k = self.views.get(f"{kind}_q"), self.views.get(f"{kind}_k")
             if (q is None) != (k is None) or (q is not None and k is not None and q.address != k.address):
@@ -335,7 +334,7 @@ class Problem:
     # ---- results ----
 
     def shape_of(self, name: str) -> Shape:
-        """Of a result, in the caller's layout."""
+        """The shape of a result, in the caller's layout."""
         q = self.views["q"]
         if name == "out":
             return (*q.shape[:-1], self.views["v"].shape[-1])
@@ -350,7 +349,7 @@ class Problem:
         return self.views["q" if name == "out" else name[len("grad_") :]].type
 
     def expect(self, name: str) -> None:
-        """A result of which only the shape is known: for explain."""
+        """Adds a result of which only the shape is known, for explain."""
         setattr(self.raw, name, self._tensor(name, 0, self.type_of(name), self.shape_of(name), None))
 
     def into(self, name: str, array: Any) -> None:
@@ -363,13 +362,13 @@ class Problem:
         self._set(name, view)
 
     def new(self, name: str) -> Fresh:
-        """Makes the array of a result: in q's library, its rows in the order in which its model's lie."""
+        """Makes the array of a result, of q's library, with S and H in memory as its model has them."""
         model = self.views["q" if name in ("out", "lse") else name[len("grad_") :]]
         swapped = False
         if name in _ROWS and not self._packed:
             outer, inner = abs(model.strides[-3]), abs(model.strides[-2])
             swapped = 0 < outer < inner and model.shape[-3] > 1 and model.shape[-2] > 1
-        # Rows that no sequence owns are not written: what is new there is what a row without keys has.
+        # Rows that belong to no sequence are not written: new arrays hold there what a row without keys has.
         fill = None
         if self._packed or "seqused_q" in self.views or "seqused_k" in self.views:
             fill = -np.inf if name == "lse" else 0
@@ -414,7 +413,7 @@ class Problem:
             raise
 
     def describe(self, direction: int) -> str:
-        """In one line."""
+        """The problem's one-line form."""
         try:
             return text(lib.fovea_describe, ctypes.byref(self.raw), direction)
         except ValueError as error:
@@ -432,7 +431,7 @@ _DIMS = re.compile(r"\((B1, B2|B), (S\w?), (H\w?), (Dv?)\)")
 
 
 def heads_first(text: str) -> str:
-    """An error of the library, which knows one order of dimensions, in that of layout='bhsd'."""
+    """An error of the library, whose shapes are (B, S, H, D), with the shapes of layout='bhsd'."""
     if text.partition(":")[0] not in _ROWS:
         return text
     return _DIMS.sub(r"(\1, \3, \2, \4)", _SHAPES.sub(r"\1\3\2\4", text))
@@ -481,7 +480,7 @@ WORD = "an integer of up to 64 bits, a negative one as its two's complement"
 
 
 def word(name: str, value: Any) -> int:
-    """64 bits, as the C ABI takes them."""
+    """An integer as the 64 unsigned bits of the C ABI."""
     if isinstance(value, bool):
         raise TypeError(f"{name}: {value}; accepted: an integer of up to 64 bits")
     number = int(value)
@@ -504,7 +503,7 @@ def word_view(name: str, array: Any, place: Optional[Place] = None) -> View:
 
 
 def needed(need: Any, given: Sequence[str]) -> list[str]:
-    """The names of the gradients that are asked for, of those inputs that are given."""
+    """The names of the requested gradients; `given` are the inputs that have one."""
     if need is None:
         return list(given)
     if isinstance(need, str):
@@ -514,7 +513,7 @@ def needed(need: Any, given: Sequence[str]) -> list[str]:
     else:
         raise TypeError(f"need: {need!r}; accepted: names of {', '.join(DIFFERENTIABLE)}")
     if not names:
-        raise ValueError(f"need: {need!r}, which asks for nothing; accepted: None, or names of {', '.join(given)}")
+        raise ValueError(f"need: {need!r}, which requests nothing; accepted: None, or names of {', '.join(given)}")
     for name in names:
         if name not in DIFFERENTIABLE:
             raise ValueError(f"need: {name!r}, which has no gradient; accepted: {', '.join(DIFFERENTIABLE)}")

@@ -293,8 +293,8 @@ BACKWARD = [
     (dict(need=3), TypeError, "need: 3; accepted: names of"),
     (dict(need="q"), ValueError, "grads_out: 'k', which need does not name; accepted: q"),
     (dict(grads_out={"w": zeros(1)}), ValueError, "grads_out: 'w', which names no gradient; accepted: q, k"),
-    (dict(need=()), ValueError, r"need: \(\), which asks for nothing; accepted: None, or names of q, k, v, bias"),
-    (dict(need=[]), ValueError, r"need: \[\], which asks for nothing"),
+    (dict(need=()), ValueError, r"need: \(\), which requests nothing; accepted: None, or names of q, k, v, bias"),
+    (dict(need=[]), ValueError, r"need: \[\], which requests nothing"),
     (dict(grads_out=[zeros(1)]), TypeError, "grads_out: a list; accepted: a dict of arrays by name, or Gradients"),
     (dict(grads_out={"q": zeros(B, SQ, HQ, D + 1)}), ValueError, "grad_q: shape 2x6x4x9; accepted"),
     (dict(grads_out={"k": zeros(B, SK, HK, D, dtype=half)}), TypeError, "grad_k: fp16; accepted: fp32"),
@@ -552,7 +552,7 @@ def test_explain_arguments():
         name = next(iter(given))
         with pytest.raises(ValueError, match=f"{name}: given with direction='forward'; accepted: direction='backward'"):
             fovea.explain(q, q, q, direction="forward", **given)
-    with pytest.raises(ValueError, match=r"need: \(\), which asks for nothing"):
+    with pytest.raises(ValueError, match=r"need: \(\), which requests nothing"):
         fovea.explain(q, q, q, need=())
     with pytest.raises(TypeError, match='backward: not an option; direction="backward"'):
         fovea.explain(q, q, q, backward=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """fovea.torch.attention: turns the arguments of users into those of the operator.
 
-The checks here are of what the C library cannot see: whether the arguments are tensors of one device, whether a gradient
-is requested where there is none, and choices by name. The library checks everything else, with its own messages.
+The checks here are of what the C library cannot see: whether the arguments are tensors of one device, whether a
+gradient is requested where there is none, and choices by name. The library checks the rest, with its own messages.
 torch.compile and torch.export trace this file, so it uses only what they can trace.
 """
 
@@ -126,8 +126,8 @@ def attention(
         batch_shape: (B1, B2): makes the packed sequences a batch of two levels.
         layout: The order of dimensions of q, k, v and out: "bhsd" is (B, H, S, D), "bshd" is (B, S, H, D).
             fovea.attention has the other default.
-        deterministic: The same inputs give the same bits in every run. torch.use_deterministic_algorithms(True) turns it
-            on as well. On the CPU they always do.
+        deterministic: The same inputs give the same bits in every run. torch.use_deterministic_algorithms(True) turns
+            it on as well. On the CPU they always do.
         return_lse: Also returns the logsumexp of each query's scores.
         backend: A name from fovea.backends(); None takes the best that can compute the problem.
 
@@ -136,7 +136,8 @@ def attention(
         every layout, packed (Hq, total_q), and float32 (float64 with float64 q).
 
     Raises:
-        ValueError: A shape or a value is not accepted. Every error names the argument, what it was and what is accepted.
+        ValueError: A shape or a value is not accepted. Every error names the argument, what it was and what is
+            accepted.
         TypeError: A type or a keyword is not accepted.
         NotImplementedError: No backend here computes this problem, or a second derivative or a forward-mode derivative
             is requested.
@@ -166,13 +167,13 @@ def attention(
         else:
             offset = _word("offset", offset)
 
-    # A model in 16 bits has its sinks and slopes in them, and PyTorch's integers have 64; the library's have one type.
+    # Models in 16 bits have sinks and slopes of 16 bits, and PyTorch's integers have 64. The library accepts one type.
     if sink is not None and isinstance(sink, Tensor) and sink.dtype in _HALVES:
         sink = _wider(sink, q)
     if alibi_slopes is not None and isinstance(alibi_slopes, Tensor) and alibi_slopes.dtype in _CONVERTED_SLOPES:
         alibi_slopes = _wider(alibi_slopes, q)
     if seqused_q is not None and isinstance(seqused_q, Tensor) and seqused_q.dtype == torch.int64:
-        same = seqused_q is seqused_k  # that both sides have the same lengths is known by the tensor, not by its values
+        same = seqused_q is seqused_k  # equal lengths on both sides are recognised by the tensor, not by its values
         seqused_q = _narrower(seqused_q)
         if same:
             seqused_k = seqused_q
@@ -225,12 +226,12 @@ def attention(
 
 
 def _wider(tensor: Tensor, q: Any) -> Tensor:
-    """Differentiable: the gradient comes back in the tensor's own type."""
+    """Converts a tensor; the gradient has the type of the tensor that was given."""
     return tensor.to(torch.float64 if isinstance(q, Tensor) and q.dtype == torch.float64 else torch.float32)
 
 
 def _narrower(lengths: Tensor) -> Tensor:
-    """What 32 bits cannot hold stays wrong instead of becoming another length."""
+    """Converts lengths; one that 32 bits cannot hold stays out of range instead of becoming another length."""
     return lengths.clamp(-1, 2**31 - 1).to(torch.int32)
 
 
@@ -239,7 +240,7 @@ def _refuse_arguments(more: tuple[Any, ...], unknown: dict[str, Any]) -> TypeErr
 
 
 def _check_tensors(tensors: tuple[Any, ...]) -> None:
-    """Refuses what is no tensor, lies elsewhere, or is neither dense nor, with q, nested."""
+    """Refuses arguments that are no tensors or lie on another device, and all but dense tensors, or nested ones with q."""
     q = tensors[0]
     device: Any = q.device if isinstance(q, Tensor) else None
     for index, (name, tensor) in enumerate(zip(_call.NAMES, tensors)):
@@ -260,7 +261,7 @@ def _check_tensors(tensors: tuple[Any, ...]) -> None:
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:
-    """q, k and v as a matrix product would have them; the bias has a type of its own."""
+    """q, k and v in the type of a matrix product under autocast. The bias keeps its own."""
     device = tensors[0].device.type
     dtype = torch.get_autocast_dtype(device)
     return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
@@ -316,7 +317,7 @@ def _rows_first(name: str, tensor: Any, swap: bool) -> Any:
 
 
 def _with_longest(options: dict[str, Any], q: Any, k: Any) -> dict[str, Any]:
-    """On the CPU the library looks for the longest sequence itself."""
+    """On the CPU the library finds the longest sequence itself."""
     if q.device.type != "cpu":
         for name, nested in (("max_seqlen_q", q), ("max_seqlen_k", k)):
             if options[name] is None:
@@ -379,7 +380,7 @@ def _integer(name: str, value: Any) -> Any:
 
 
 def _word(name: str, value: Any) -> Any:
-    """64 bits as a signed number, which is what the dispatcher has."""
+    """An integer of up to 64 bits as a signed one, for the dispatcher."""
     if isinstance(value, bool):
         raise TypeError(f"{name}: {value}; accepted: an integer of up to 64 bits")
     number = value if isinstance(value, torch.SymInt) else _index(name, value)

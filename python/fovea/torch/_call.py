@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From tensors to a fovea_problem, and the call of the C library: one file for the CPU and for CUDA.
+"""Turns tensors into a fovea_problem and calls the C library, for the CPU and for CUDA.
 
 The arguments are those of the operator fovea::attention (_operators.py), in its order, so that forward and backward
 read the same tuple. Addresses come from data_ptr(): no DLPack capsule is made, and nothing waits for the device. On
 CUDA the work goes to PyTorch's current stream of the tensors' device, and workspace comes from PyTorch's allocator.
 
-new_out(), new_lse() and new_grad() make results; the fake implementations call them as well, so that a traced graph
-sees the shapes and strides of the real ones.
+new_out(), new_lse() and new_grad() make results. The fake implementations call them as well, so that a traced graph has
+the shapes and strides of the real results.
 
-A problem that has been computed is kept for the next call with the same shapes, strides, types and options: in that
-one only addresses, seeds and the stream are new. The library checks every call all the same.
+A problem that has been computed is kept for the next call with the same shapes, strides, types and options. That call
+writes its addresses, seeds and stream into it. The library checks every call.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Arguments(NamedTuple):
 
     @property
     def partial(self) -> bool:
-        """Whether there may be rows that no sequence owns: the library is asked to clear them."""
+        """Whether there may be rows that belong to no sequence, which the library then clears."""
         return self.packed or self.seqused_q is not None or self.seqused_k is not None
 
     @property
@@ -102,10 +102,10 @@ class Arguments(NamedTuple):
         return self.layout == "bhsd" and not self.packed
 
 
-TENSORS = 14  # so many of the arguments are tensors
+TENSORS = 14  # the first arguments are tensors
 DIFFERENTIABLE = ("q", "k", "v", "bias", "bias2", "sink")
 DIFFERENTIABLE_AT = tuple(Arguments._fields.index(name) for name in DIFFERENTIABLE)
-# What errors call the tensors of a forward, and those that a backward has besides.
+# How errors call the tensors of a forward, and after them those that only a backward has.
 NAMES = (*(name.removesuffix("_tensor") for name in Arguments._fields[:TENSORS]), "grad_out", "out", "lse", "grad_lse")
 
 
@@ -129,8 +129,8 @@ def check_ranks(a: Arguments) -> None:
 
 
 def out_layout(a: Arguments) -> Layout:
-    """Shape and strides. In memory a row's heads lie together, whatever the layout, as in the result of PyTorch's fused
-    kernels: joining the heads, which comes next in a model, then copies nothing."""
+    """Shape and strides. In memory the heads of a row are adjacent, whatever the layout, as in the result of PyTorch's
+    fused kernels. Joining the heads, which a model does next, then copies nothing."""
     *outer, heads_or_rows, rows_or_heads, _ = a.q.shape
     last = a.v.shape[-1]
     heads_first = a.heads_first
@@ -165,8 +165,9 @@ def nothing_to_launch(a: Arguments) -> bool:
 
 
 def new_grad(a: Arguments, name: str, partial: bool) -> Tensor:
-    """As its tensor lies; but on a device a row's columns lie together, which is all that kernels write. Rows that no
-    sequence owns are the library's to clear; what lies behind lengths in a bias is not, but a GPU's kernels write it."""
+    """A gradient with the strides of its tensor. On a device the columns of a row are adjacent, as kernels require. The
+    library clears rows that belong to no sequence. It does not clear a bias's gradient behind the lengths: kernels of a
+    GPU write that part, on the CPU it starts as zeros."""
     tensor = getattr(a, name)
     if tensor is None:
         there = ", ".join(other for other in DIFFERENTIABLE if getattr(a, other) is not None)
@@ -184,8 +185,8 @@ def new_grad(a: Arguments, name: str, partial: bool) -> Tensor:
 
 
 class _Problem:
-    """A fovea_problem and the fovea_tensors that it points to, in one piece of memory. Whoever uses it keeps the
-    tensors alive; place() puts in where they lie."""
+    """A fovea_problem and the fovea_tensors that it points to, in one block of memory. place() writes the addresses of
+    tensors into it; the caller keeps these tensors alive."""
 
     def __init__(self, a: Arguments) -> None:
         choose("layout", a.layout, _SWAP)
@@ -200,9 +201,9 @@ class _Problem:
         self._on_cpu = a.q.device.type == "cpu"
         self._device = a.q.device
         self._needed: Any = None  # bytes of workspace, on a device
-        # Gradients: of which argument, its name, and how they lie; None where new_grad() decides each time.
+        # Of each gradient: the index and the name of its argument, and its layout, None if new_grad() decides it anew.
         self.grads: list[tuple[int, str, Optional[Layout]]] = []
-        # Of results: whether there are rows of no sequence, and how they lie.
+        # Of results: whether there may be rows of no sequence, and the layouts.
         self.partial = a.partial
         self.out_layout = out_layout(a)
         self.lse_shape = lse_shape(a)
@@ -257,7 +258,7 @@ class _Problem:
         self._put(name, tensor, rank, *tensor.shape, *padding, *tensor.stride(), *padding)
 
     def set_rows(self, name: str, tensor: Tensor) -> None:
-        """A tensor with a row for each query or key: the library has its dimensions as (..., S, H, D)."""
+        """Sets a tensor with a row for each query or key. The library has its dimensions as (..., S, H, D)."""
         if not self._heads_first:
             self.set(name, tensor)
         elif tensor.dim() == 4:
@@ -270,7 +271,7 @@ class _Problem:
             self._put(name, tensor, 5, outer, inner, s, h, d, along_outer, along_inner, along_s, along_h, along_d)
 
     def _put(self, name: str, tensor: Tensor, rank: int, *dims: int) -> None:
-        """`dims`: shape and strides, each filled up with zeros."""
+        """`dims` are shape and strides, each padded with zeros."""
         code = _CODES.get(tensor.dtype)
         if code is None:
             if name == "mask":
@@ -293,7 +294,7 @@ class _Problem:
         self._slots.append(getattr(_abi.Problem, f"{name}_ptr").offset // _WORD)
 
     def place(self, a: Arguments, tensors: Iterable[Tensor]) -> None:
-        """What is new in each call: `tensors` are all that were set, in that order."""
+        """Writes what is new in each call. `tensors` are those that were set, in that order."""
         words = self._words
         for slot, tensor in zip(self._slots, tensors):
             words[slot] = tensor.data_ptr()
@@ -303,7 +304,7 @@ class _Problem:
             words[_STREAM] = _current_stream(self._device.index)
 
     def run(self, direction: int, or_warn: bool) -> bool:
-        """Whether the problem is as it was, so that it may serve again."""
+        """Computes. Returns whether the problem is unchanged, so that another call may use it."""
         status = self._call(direction)
         if status == _abi.OK:
             return True
@@ -338,8 +339,8 @@ class _Problem:
         return call(self._pointer, workspace.data_ptr(), self._needed)
 
     def _workspace(self) -> Tensor:
-        """From PyTorch's allocator each time: it alone knows of streams, graphs' pools and what else may be going on. Who
-        calls with its address holds it until then: it is free for others once it is dropped."""
+        """A workspace from PyTorch's allocator, which tracks streams and the memory pools of graphs. The caller holds
+        it until it has called the library; dropping it makes the memory free for work that follows on the stream."""
         return torch.empty(self._needed, dtype=torch.uint8, device=self._device)
 
     def _refuse(self, status: int) -> NoReturn:
@@ -364,9 +365,9 @@ def _type(tensor: Tensor) -> str:
 # ---- problems that are kept ----
 
 Key = tuple[Any, ...]
-_MOST_KEPT = 512  # kinds of problem: 3 KB each
-# By everything in a problem but addresses, seeds and the stream. A list for each kind, as several threads may compute
-# the same kind at once: who computes takes a problem out, and puts it back.
+_MOST_KEPT = 512  # keys: a problem has 3 KB
+# The key is everything in a problem but addresses, seeds and the stream. Each key has a list, because several threads
+# may compute such a problem at the same time: a call takes one out of the list, and puts it back.
 _kept: dict[Key, list[_Problem]] = {}
 
 
@@ -387,7 +388,7 @@ def _taken(pool: list[_Problem]) -> Optional[_Problem]:
 
 
 def _look(kind: Any, a: Arguments, tensors: Iterable[Optional[Tensor]]) -> tuple[list[Tensor], Key]:
-    """The tensors that are there, and the key of their problem; refuses those that lie elsewhere."""
+    """The tensors that are not None, and the key of their problem. Refuses tensors of another device than q's."""
     device = a.q.device
     there: list[Tensor] = []
     key = [kind, device, a[TENSORS + 2 :]]
@@ -408,7 +409,7 @@ def _look(kind: Any, a: Arguments, tensors: Iterable[Optional[Tensor]]) -> tuple
 
 
 def _need_no_align(a: Arguments, raw: Optional[_abi.Problem] = None) -> None:
-    """Bottom-right is the default only where it cannot surprise."""
+    """Refuses a missing alignment, unless queries and keys have the same lengths."""
     if a.causal:
         what = "causal"
     elif a.window_left != -1 or a.window_right != -1:
@@ -426,7 +427,7 @@ def _need_no_align(a: Arguments, raw: Optional[_abi.Problem] = None) -> None:
         else:
             lengths_q, lengths_k = _lengths(a, "q"), _lengths(a, "k")
             if len(lengths_q) != len(lengths_k):
-                return  # not the same number of sequences: the library says so
+                return  # not the same number of sequences: the library reports that
             differing = [b for b, (n, m) in enumerate(zip(lengths_q, lengths_k)) if n != m]
             if not differing:
                 return
@@ -494,7 +495,7 @@ def forward(*arguments: Any) -> tuple[Tensor, Any]:
 def backward(
     grad_out: Tensor, grad_lse: Optional[Tensor], out: Tensor, lse: Tensor, need: Sequence[bool], *arguments: Any
 ) -> list[Tensor]:
-    """fovea::attention_backward: the gradients that `need` asks for, of DIFFERENTIABLE in its order."""
+    """fovea::attention_backward: the gradients of DIFFERENTIABLE for which `need` is true, in that order."""
     a = Arguments._make(arguments)
     if grad_out.stride(-1) != 1 and grad_out.device.type != "cpu":
         grad_out = grad_out.contiguous()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators that PyTorch knows, and autograd around them.
+"""The operators that are registered with PyTorch, and their autograd.
 
     fovea::attention            out and lse
-    fovea::attention_backward   the gradients that `need` asks for
+    fovea::attention_backward   the gradients for which `need` is true
     fovea::seed                 one random number of the device's generator, which stays on the device
     fovea::attention_backward_each
                                 the same gradients as six tensors, for batched gradients (is_grads_batched=True)
@@ -10,8 +10,8 @@
 They are registered with torch.library.Library.define and impl, and differentiated by one torch.autograd.Function:
 torch.library.custom_op with register_autograd does the same for several times the host time (docs/torch.md).
 
-Who goes through the dispatcher? Whatever watches or transforms operators: tracing, vmap, tensor subclasses, dispatch
-modes, the profiler. Plain tensors in plain eager mode go straight to _call.py (_attention.py decides), since taking
+A call goes through the dispatcher if something watches or transforms operators: tracing, vmap, tensor subclasses,
+dispatch modes, the profiler. Plain tensors in eager mode go straight to _call.py (_attention.py decides), because taking
 thirty arguments through the dispatcher costs as much as all the rest of a call.
 """
 
@@ -70,7 +70,7 @@ _below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 def draw_seed(of: Sequence[Tensor]) -> Tensor:
-    """For a call with these tensors: whether it is one of many is for torch.vmap to see by any of them."""
+    """A seed for a call with these tensors. torch.vmap finds by any of them whether the call is mapped."""
     return torch.empty((), dtype=torch.int64, device=of[0].device).random_()
 
 
@@ -89,7 +89,7 @@ for _device in ("CPU", "CUDA"):
     library.impl("seed", draw_seed, _device)
 
 
-# ---- fakes: what tracing sees ----
+# ---- fake implementations, for tracing ----
 
 
 def _fake_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -117,7 +117,7 @@ for _name, _fake in (("attention", _fake_attention), ("attention_backward", _fak
 
 
 class Attention(torch.autograd.Function):
-    """fovea::attention with its gradients. setup_context and generate_vmap_rule are what torch.func asks for."""
+    """fovea::attention with its gradients. torch.func requires setup_context and generate_vmap_rule."""
 
     generate_vmap_rule = True
 
@@ -147,9 +147,9 @@ class Attention(torch.autograd.Function):
 
 
 class DirectAttention(torch.autograd.Function):
-    """The same for plain tensors in eager mode: past the dispatcher, and without setup_context, for which PyTorch 2.9
-    inspects signatures in each call. apply() looks at each of its arguments, several times: so it gets what has a
-    gradient, and all of the operator's arguments as one."""
+    """The same for plain tensors in eager mode, without the dispatcher and without setup_context, for which PyTorch 2.9
+    inspects signatures in each call. apply() inspects each of its arguments several times. So it gets the
+    differentiable tensors, and all arguments of the operator as one tuple."""
 
     @staticmethod
     def forward(ctx: Any, given: tuple[tuple[Any, ...], bool], *_: Optional[Tensor]) -> Any:
@@ -188,14 +188,14 @@ class DirectAttention(torch.autograd.Function):
 
 
 def direct_attention(arguments: tuple[Any, ...], return_lse: bool) -> Any:
-    """out, or out and lse: each result more costs the host a microsecond, and so does each argument."""
+    """out, or out and lse. Each further result or argument would cost the host a microsecond."""
     if arguments[3] is None and arguments[4] is None and arguments[7] is None:
         return DirectAttention.apply((arguments, return_lse), *arguments[:3])
     return DirectAttention.apply((arguments, return_lse), *_SIX(arguments))
 
 
 def _gradients(ctx: Any, need: Sequence[bool], grad_out: Optional[Tensor], grad_lse: Optional[Tensor]) -> list[Optional[Tensor]]:
-    """Of DIFFERENTIABLE, None where there is none."""
+    """The gradients of DIFFERENTIABLE, each None if it is not needed."""
     if grad_out is None and grad_lse is None:
         return [None] * len(need)
     *tensors, out, lse = ctx.saved_tensors
@@ -222,7 +222,7 @@ def _below(*arguments: Any) -> Any:
 
 
 class OnceDifferentiable(torch.autograd.Function):
-    """fovea::attention_backward in a graph: it may be there, and says so if it is differentiated."""
+    """fovea::attention_backward with create_graph=True. Only differentiating it is an error."""
 
     generate_vmap_rule = True
 
@@ -250,7 +250,7 @@ library.impl("attention", Attention.apply, "Autograd")
 library.impl("attention_backward", _through_dispatcher, "Autograd")
 
 
-# ---- who is watching ----
+# ---- whether the dispatcher is needed ----
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _modes = torch._C._len_torch_dispatch_stack
@@ -265,8 +265,8 @@ def _has_no_memory(tensor: Tensor) -> bool:
 
 
 def survey(tensors: Iterable[Optional[Tensor]]) -> tuple[bool, bool]:
-    """Whether all are dense tensors of PyTorch's own type, with no negation that is still to be done; and, if they are,
-    whether one of them requires a gradient."""
+    """Whether all are dense tensors of PyTorch's own type without a pending negation; and, if so, whether one of them
+    requires a gradient."""
     strided = torch.strided
     learns = False
     for tensor in tensors:
@@ -279,7 +279,7 @@ def survey(tensors: Iterable[Optional[Tensor]]) -> tuple[bool, bool]:
 
 
 def is_watched() -> bool:
-    """Whether somebody is there to whom the dispatcher has to show the operator."""
+    """Whether a mode, a transform, the profiler or tracing needs to see the operator."""
     return (
         _modes() > 0 or _transforms() or _profiler() or forward_ad._current_level >= 0 or _tracing() is not None
     )
@@ -297,7 +297,7 @@ def functionalizes() -> bool:
 
 
 def _pairs(a: Arguments) -> int:
-    """Of queries and keys, over all query heads: masks, bands and used lengths do not count, as in PyTorch's formulas."""
+    """Pairs of queries and keys over all query heads, without regard to masks, bands and used lengths, as PyTorch does."""
     rows = -2 if a.heads_first else -3
     if not a.packed:
         return a.q.shape[:-1].numel() * a.k.shape[rows]

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.vmap of the operators.
+"""The rules of the operators for torch.vmap.
 
-Dense tensors (B, ...) without dropout: the mapped dimension becomes the first level of a batch of two, so that all
-slices are one call and a bias that is not mapped is not copied. Otherwise (packed sequences, a batch that has two
-levels already, mapped sinks, dropout, whose mask has to be that of the slice by itself): one call for each slice.
+With dense tensors (B, ...) without dropout the mapped dimension becomes the first level of a batch of two levels. All
+slices are then one call, and a bias that is not mapped is not copied. Packed sequences, batches that have two levels
+already, mapped sinks and dropout (each slice has the mask that it has alone) need one call for each slice.
 
-In the backward every gradient is that of a slice, so that whatever is asked for has to have the mapped dimension:
-torch.func sums over it where the input had none.
+In the backward every gradient is that of a slice, so each of them has the mapped dimension. torch.func sums over it if
+the input had none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PLANES = ("bias", "bias2", "mask")
 
 
 def _first(tensor: Optional[Tensor], dim: Optional[int], size: int) -> Any:
-    """With the mapped dimension in front, expanded if there was none."""
+    """The tensor with the mapped dimension in front, expanded if there was none."""
     if tensor is None:
         return None
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
@@ -39,7 +39,7 @@ def _slices(size: int, dims: Sequence[Optional[int]], arguments: Sequence[Any]) 
 
 
 def _folded(size: int, dims: Any, a: Any, need: Sequence[bool]) -> Optional[Arguments]:
-    """The problem of all slices in one, or None where there is none."""
+    """One problem for all slices, or None if there is none."""
     if a.packed or a.dropout_p != 0 or dims.sink is not None:
         return None
     if a.sink is not None and need and need[DIFFERENTIABLE.index("sink")]:
