@@ -59,3 +59,7 @@ __all__ = [
     "set_num_threads",
     "unpack",
 ]
+
+for _name in __all__:  # help(), documentation and pickles name what users import
+    globals()[_name].__module__ = __name__
+del _name

@@ -11,6 +11,7 @@ import dis
 import gc
 import json
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -976,6 +977,9 @@ def test_signatures_agree():
 def test_everything_is_exported():
     assert set(fovea.__all__) <= set(dir(fovea))
     assert all(getattr(fovea, name).__doc__ for name in fovea.__all__)
+    assert all(getattr(fovea, name).__module__ == "fovea" for name in fovea.__all__)
+    attend = pickle.loads(pickle.dumps(fovea.Attention(causal=True)))
+    assert attend.options == dict(causal=True) and b"_api" not in pickle.dumps(attend)
 
 
 class Device2:

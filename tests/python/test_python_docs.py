@@ -8,7 +8,7 @@ import re
 import pytest
 
 import fovea
-from fovea import _api, _options
+from fovea import _options
 from conftest import ROOT
 
 
@@ -18,14 +18,8 @@ def test_docs():
     assert result.attempted > 30
 
 
-def test_docstring():
-    result = doctest.testmod(fovea)
-    assert result.failed == 0
-    assert result.attempted > 2
-
-
 def test_docstrings():
-    result = doctest.testmod(_api)
+    result = doctest.testmod(fovea)
     assert result.failed == 0
     assert result.attempted > 25
 
