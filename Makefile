@@ -71,6 +71,21 @@ kernels:  ## compile every GPU kernel that changed into tests/kernels/manifest.t
 	cmake --build $(BUILD) -j$(JOBS) --target list_kernels
 	$(VENV)/bin/python tools/kernels.py --build $(BUILD) --jobs $(JOBS)
 
+VENV_DOCS ?= .venv-docs
+$(VENV_DOCS)/.ready: docs/requirements.txt
+	$(PYTHON) -m venv $(VENV_DOCS)
+	$(VENV_DOCS)/bin/pip install -q --disable-pip-version-check -r $<
+	touch $@
+
+.PHONY: docs
+docs:  ## the documentation site in docs/_build/html, without a warning or a dead link within it
+	@tools/deps.sh build docs
+	@$(MAKE) --no-print-directory $(BUILD)/CMakeCache.txt $(VENV_DOCS)/.ready
+	cmake --build $(BUILD) -j$(JOBS) --target fovea fovea_cli
+	rm -rf docs/_build
+	FOVEA_LIBRARY=$(abspath $(BUILD))/libfovea.so $(VENV_DOCS)/bin/sphinx-build -q -W --keep-going -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html: $$(find docs/_build/html -name '*.html' | wc -l) pages"
+
 .PHONY: bench
 bench:  ## fovea's CPU speed beside the best matrix product of this machine (quiet, please: nothing else running)
 	@tools/deps.sh build test bench
@@ -85,4 +100,4 @@ format:  ## clang-format over everything
 
 .PHONY: clean
 clean:  ## remove what was built
-	rm -rf build build-* $(VENV)
+	rm -rf build build-* $(VENV) $(VENV_DOCS) docs/_build

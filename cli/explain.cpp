@@ -63,6 +63,7 @@ constexpr Variable kVariables[] = {
     {"FOVEA_KERNELS", "how many GPU kernels the C++ tests compile; all: every one", number_or_all},
     {"FOVEA_CODE_CACHE", "tools: where compilations, NVRTC and nvdisasm are kept"},
     {"FOVEA_LONG", "tests in Python: those of some minutes, too"},
+    {"FOVEA_RANDOM", "tests/gpu: how many random problems"},
     {"FOVEA_SITE_PACKAGES", "tests in C++: where NVRTC's wheel lies", folder_that_is_there},
     {"FOVEA_TEST_DEVICE", "tests/gpu: cuda, cpu or compile", cuda_cpu_or_compile},
 };

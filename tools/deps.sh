@@ -2,12 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Installs the Debian packages that are missing, and only those. `tools/deps.sh build` is what the library, the
-# command and the demo need; `tools/deps.sh test` adds what the tests, the benchmarks and the lint need.
+# command and the demo need; `tools/deps.sh test` adds what the tests, the benchmarks and the lint need, `tools/deps.sh docs`
+# what the documentation site and its test need.
 set -euo pipefail
 
 declare -A packages=(
   [build]="g++ make cmake libhwy-dev libfmt-dev libcli11-dev nlohmann-json3-dev libeigen3-dev"
   [test]="git libgtest-dev python3 python3-venv clang clang-format clang-tidy libclang-rt-dev binutils"
+  [docs]="doxygen chromium"
   [bench]="libopenblas-dev libdnnl-dev"
 )
 
@@ -23,6 +25,7 @@ have() {
   case "$1" in
     g++ | make | cmake | git | clang | clang-format | clang-tidy) command -v "$1" >/dev/null ;;
     binutils) command -v nm >/dev/null ;;
+    doxygen | chromium) command -v "$1" >/dev/null ;;
     python3) command -v python3 >/dev/null ;;
     python3-venv) python3 -c 'import ensurepip, venv' 2>/dev/null ;;
     *) [ "$(dpkg-query -W -f '${db:Status-Status}' "$1" 2>/dev/null)" = installed ] ;;

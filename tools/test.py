@@ -224,6 +224,14 @@ class Runner:
                   and self.run(build / "example"))
         return self.one(ok)
 
+    def stage_docs(self):
+        """the documentation site without a warning; every public name in it; a real browser searches and takes pictures"""
+        python = Path(os.environ.get("VENV_DOCS", ROOT / ".venv-docs")) / "bin/python"
+        count = self.one(self.run("make", "docs", f"BUILD={self.build}", f"JOBS={self.jobs}"))
+        if not count.failed:
+            count.add(self.pytest("tests/docs", python=python))
+        return count
+
     def stage_demo(self):
         """the demo for a few steps, its gradients checked"""
         binary = self.build / "examples/train_lm/train_lm"

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Draws bench/results/gpu.json: docs/images/gpu_dense.svg, the dense cells over the sequence length. Needs matplotlib."""
+"""Draws the dense cells of bench/results/gpu.json over the sequence length: docs/images/gpu_dense.svg, all of them, and
+docs/images/gpu_short.svg, a small picture for the README. Needs matplotlib."""
 
 import json
 import sys
@@ -21,16 +22,13 @@ def rate(row, name, way):
     return row["flops"][way] / time / 1e6 if time else None
 
 
-def main():
-    data = json.loads((ROOT / "bench/results/gpu.json").read_text())
+def draw(data, ways, kinds, path, size):
+    """One picture: a row of axes for each direction, a column for each (head dimension, causal)."""
     rows = [row for row in data["rows"] if row["group"] == "dense"]
-    if not rows:
-        sys.exit("bench/results/gpu.json has no dense rows")
-    matplotlib.rcParams.update({"svg.hashsalt": "fovea", "svg.fonttype": "none", "font.size": 8})
-    figure, grid = plt.subplots(2, 6, figsize=(15, 5.5), sharex=True)
-    for way, title in enumerate(("forward", "backward")):
-        for column, (d, causal) in enumerate((d, c) for d in (64, 128, 256) for c in ("f", "c")):
-            axes = grid[way][column]
+    figure, grid = plt.subplots(len(ways), len(kinds), figsize=size, sharex=True, squeeze=False)
+    for line, way in enumerate(ways):
+        for column, (d, causal) in enumerate(kinds):
+            axes = grid[line][column]
             cells = [row for row in rows if row["name"].startswith(f"dense d{d} s") and row["name"].endswith(causal)]
             for name, colour in COLOURS.items():
                 points = [(int(row["name"].split()[2][1:]), rate(row, name, way)) for row in cells]
@@ -41,8 +39,8 @@ def main():
             axes.set_xscale("log", base=2)
             axes.set_ylim(bottom=0)
             axes.grid(alpha=0.3)
-            axes.set_title(f"{title}, D={d}{', causal' if causal == 'c' else ''}")
-    for axes in grid[1]:
+            axes.set_title(f"{('forward', 'backward')[way]}, D={d}{', causal' if causal == 'c' else ''}")
+    for axes in grid[-1]:
         axes.set_xlabel("sequence length")
     for axes in grid[:, 0]:
         axes.set_ylabel("TFLOP/s")
@@ -50,10 +48,20 @@ def main():
     figure.legend(handles, labels, loc="lower center", ncol=len(labels), frameon=False)
     figure.suptitle(f"bf16, 16,384 tokens; {data['machine']['gpu']}")
     figure.tight_layout(rect=(0, 0.05, 1, 1))
-    path = ROOT / "docs/images/gpu_dense.svg"
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})
     print(path.relative_to(ROOT))
+
+
+def main():
+    data = json.loads((ROOT / "bench/results/gpu.json").read_text())
+    if not any(row["group"] == "dense" for row in data["rows"]):
+        sys.exit("bench/results/gpu.json has no dense rows")
+    matplotlib.rcParams.update({"svg.hashsalt": "fovea", "svg.fonttype": "none", "font.size": 8})
+    images = ROOT / "docs/images"
+    draw(data, (0, 1), [(d, c) for d in (64, 128, 256) for c in "fc"], images / "gpu_dense.svg", (15, 5.5))
+    matplotlib.rcParams.update({"font.size": 9})
+    draw(data, (0, 1), [(64, "f"), (128, "c")], images / "gpu_short.svg", (7.5, 5))
 
 
 if __name__ == "__main__":

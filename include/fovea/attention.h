@@ -37,6 +37,7 @@ inline namespace api_v0 {
 class Error : public std::runtime_error {
  public:
   Error(fovea_status status, const std::string& message) : std::runtime_error(message), status_(status) {}
+  // The status that the C ABI returned.
   fovea_status status() const noexcept { return status_; }
 
  private:
@@ -98,6 +99,7 @@ class Tensor {
 
   Tensor() = default;
 
+  // The element type is that of the pointer.
   template <class T>
   Tensor(const T* data, const Dims& shape) : Tensor(data, DTypeOf<T>::value, shape) {}
   template <class T>
@@ -173,8 +175,11 @@ MutableTensor tensor(Container& container, const Tensor::Dims& shape) {
 
 // ---- options ----
 
+// Where the queries stand among the keys, for causal, window and ALiBi, if Sq and Sk differ.
 enum class Align : std::int32_t { kBottomRight = FOVEA_BOTTOM_RIGHT, kTopLeft = FOVEA_TOP_LEFT };
+// The rule that turns (seed, offset, b, h, i, j) into a dropout decision.
 enum class Rng : std::int32_t { kFovea = FOVEA_RNG_FOVEA, kTorchMemEfficient = FOVEA_RNG_TORCH_MEM_EFFICIENT };
+// Where the tensors lie.
 enum class Device : std::int32_t { kCpu = FOVEA_CPU, kCuda = FOVEA_CUDA };
 
 // Keys i + shift - left <= j <= i + shift + right; -1 is unbounded.
@@ -236,7 +241,7 @@ struct Gradients {
 
 // ---- calls ----
 
-// One call of either direction, to be run, planned or explained.
+// A forward call: to be run, prepared or explained.
 struct Forward {
   Tensor q = {};
   Tensor k = {};
@@ -246,6 +251,7 @@ struct Forward {
   Options options = {};
 };
 
+// A backward call: to be run, prepared or explained. q, k, v, out, lse and the options are those of the forward.
 struct Backward {
   Tensor grad_out = {};
   Tensor q = {};
@@ -405,14 +411,14 @@ std::string explain(const Call& call) {
       FOVEA_UNSUPPORTED);
 }
 
-// The same for a problem in its one-line text form.
+// Which backend serves a problem, given in its one-line text form.
 inline std::string explain(const std::string& line) {
   return detail::text_of([&](char* text, std::size_t capacity,
                              std::size_t* needed) { return fovea_explain_line(line.c_str(), text, capacity, needed); },
                          FOVEA_UNSUPPORTED);
 }
 
-// And for a GPU of an architecture, such as "sm_90", which need not be there.
+// What a GPU of this architecture, such as "sm_90", would do with the problem. No GPU is needed.
 inline std::string explain(const std::string& line, const std::string& architecture) {
   return detail::text_of(
       [&](char* text, std::size_t capacity, std::size_t* needed) {
@@ -453,12 +459,14 @@ inline bool any(const Gradients& grads) {
 
 }  // namespace detail
 
+// Computes the call; the workspace grows if it may. forward() is the same in one expression.
 inline void run(const Forward& call, Workspace& workspace) {
   detail::provide(workspace, call);
   const fovea_problem problem = detail::problem_of(call);
   detail::check(fovea_forward(&problem, workspace.data(), workspace.bytes()));
 }
 
+// Computes the gradients that the call has; backward() is the same in one expression.
 inline void run(const Backward& call, Workspace& workspace) {
   if (!detail::any(call.grads)) {
     detail::fail(FOVEA_INVALID_ARGUMENT, "grads: none given; accepted: one at least of q, k, v, bias, bias2, sink");
@@ -485,7 +493,7 @@ inline void backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, c
 
 // ---- the rest ----
 
-// 1 = kept; (batch, heads, seqlen_q, seqlen_k), row-major.
+// The dropout decisions as bytes, 1 = kept; (batch, heads, seqlen_q, seqlen_k), row-major.
 inline std::vector<std::uint8_t> dropout_mask(std::int64_t batch, std::int64_t heads, std::int64_t seqlen_q,
                                               std::int64_t seqlen_k, double p, std::uint64_t seed,
                                               std::uint64_t offset = 0, Rng rng = Rng::kFovea) {
@@ -499,13 +507,13 @@ inline std::vector<std::uint8_t> dropout_mask(std::int64_t batch, std::int64_t h
   return mask;
 }
 
-// A line a backend: its name, a tab, "available" or why it is not.
+// One line for each backend: its name, a tab, "available" or why it is not.
 inline std::string backends() {
   return detail::text_of(
       [](char* text, std::size_t capacity, std::size_t* needed) { return fovea_backends(text, capacity, needed); });
 }
 
-// What a GPU call would use, for people: a line each for the driver, every GPU, NVRTC and the kernel cache.
+// What a GPU call would use, for people: one line each for the driver, every GPU, NVRTC and the kernel cache.
 inline std::string machine() {
   return detail::text_of(
       [](char* text, std::size_t capacity, std::size_t* needed) { return fovea_machine(text, capacity, needed); });
@@ -513,6 +521,7 @@ inline std::string machine() {
 
 // Threads that a CPU call uses, at most 4096; 0: as many cores as this process may use.
 inline void set_num_threads(int n) { detail::check(fovea_set_num_threads(n)); }
+// The number of threads that a CPU call uses now.
 inline int num_threads() { return fovea_num_threads(); }
 
 }  // namespace api_v0

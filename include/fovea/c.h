@@ -44,6 +44,7 @@ typedef enum fovea_status {
   FOVEA_INTERNAL_ERROR = 6    /* a fault of fovea's own: please report it */
 } fovea_status;
 
+/* The type of a tensor's elements. */
 typedef enum fovea_dtype {
   FOVEA_FP32 = 1,
   FOVEA_FP16 = 2,
@@ -54,6 +55,7 @@ typedef enum fovea_dtype {
   FOVEA_INT64 = 7
 } fovea_dtype;
 
+/* Which of the two computations a question is about. */
 typedef enum fovea_direction { FOVEA_FORWARD = 0, FOVEA_BACKWARD = 1 } fovea_direction;
 
 /* Where row i of the queries stands among the keys: shift = Sk - Sq, or 0. Used by causal, window and
@@ -66,8 +68,10 @@ typedef enum fovea_rng {
   FOVEA_RNG_TORCH_MEM_EFFICIENT = 1 /* bit for bit PyTorch's memory-efficient kernel */
 } fovea_rng;
 
+/* Where the tensors lie. */
 typedef enum fovea_device { FOVEA_CPU = 0, FOVEA_CUDA = 1 } fovea_device;
 
+/* The largest number of dimensions of a tensor. */
 #define FOVEA_MAX_RANK 5
 
 /* fovea_tensor::flags */
@@ -91,10 +95,9 @@ typedef struct fovea_tensor {
 #define FOVEA_DETERMINISTIC 2u /* the same bits every run (on the CPU always) */
 #define FOVEA_SCALE 4u         /* `scale` is meant; without it 1 / sqrt(D) */
 #define FOVEA_WINDOW 8u        /* `window_left`, `window_right` are meant; without it unbounded */
-#define FOVEA_CLEAR_ROWS                                                                      \
-  16u /* rows of out, lse, grad_q, grad_k, grad_v that no sequence owns (cu_seqlens, seqused) \
-       */
-      /*   get 0, in lse -inf; without it they are left as they are */
+/* Rows of out, lse, grad_q, grad_k and grad_v that no sequence owns (cu_seqlens, seqused) become 0, in lse -inf.
+ * Without it they are not written. */
+#define FOVEA_CLEAR_ROWS 16u
 
 /* Shapes. Dense: q is (B, Sq, Hq, D), or (B1, B2, Sq, Hq, D) with a batch of two levels. Variable length:
  * cu_seqlens_q and cu_seqlens_k are given and q is packed, (total_q, Hq, D). "Broadcastable" is NumPy's
@@ -128,9 +131,10 @@ typedef struct fovea_problem {
   const fovea_tensor* q;            /* (B, Sq, Hq, D) | (total_q, Hq, D); fp32, fp16, bf16, on the CPU fp64 */
   const fovea_tensor* k;            /* (B, Sk, Hk, D) | (total_k, Hk, D); Hq % Hk == 0, the type of q */
   const fovea_tensor* v;            /* (B, Sk, Hk, Dv) | (total_k, Hk, Dv) */
-  const fovea_tensor* bias;         /* broadcastable to (B, Hq, Sq, Sk), with two levels (B1, B2, Hq, Sq, Sk); */
-  const fovea_tensor* bias2;        /*   packed: (B, Hq, max_seqlen_q, max_seqlen_k), within each sequence */
-  const fovea_tensor* mask;         /* the same, bool: not 0 takes part */
+  const fovea_tensor* bias;         /* broadcastable to (B, Hq, Sq, Sk), with two levels to (B1, B2, Hq, Sq, Sk);
+                                       packed to (B, Hq, max_seqlen_q, max_seqlen_k), within each sequence */
+  const fovea_tensor* bias2;        /* a second one, as bias */
+  const fovea_tensor* mask;         /* the shape as of bias, bool: not 0 takes part */
   const fovea_tensor* alibi_slopes; /* (Hq), (B, Hq) or (B1, B2, Hq), fp32 (fp64 with fp64 q) */
   const fovea_tensor* sink;         /* (Hq), fp32 (fp64 with fp64 q): one more logit, without a value */
   const fovea_tensor* cu_seqlens_q; /* (B + 1), int32 or int64: starts at 0, never decreases */
@@ -146,10 +150,10 @@ typedef struct fovea_problem {
   const fovea_tensor* lse; /* (B, Hq, Sq) | (B1, B2, Hq, Sq) | (Hq, total_q): natural logarithm, fp32
                               (fp64 with fp64 q); optional in the forward */
 
-  /* The backward reads these ... */
+  /* The backward reads these. */
   const fovea_tensor* grad_out; /* as out */
   const fovea_tensor* grad_lse; /* as lse; optional */
-  /* ... and writes those of these that are given, and only those. */
+  /* The backward writes those of these that are given, and only those. */
   const fovea_tensor* grad_q;
   const fovea_tensor* grad_k;
   const fovea_tensor* grad_v;
@@ -164,7 +168,7 @@ FOVEA_API int fovea_version(void);
 /* What went wrong in this thread's last call; "" if nothing did. Valid until the thread's next call. */
 FOVEA_API const char* fovea_last_error(void);
 
-/* "ok", "invalid argument", ... */
+/* The name of a status: "ok", "invalid argument", ... */
 FOVEA_API const char* fovea_status_name(fovea_status status);
 
 /* Bytes of scratch memory that the call needs: on the device of the tensors, any alignment. It depends on
@@ -173,11 +177,11 @@ FOVEA_API const char* fovea_status_name(fovea_status status);
  * tensors' addresses are multiples of 16 (NULL is). */
 FOVEA_API fovea_status fovea_workspace(const fovea_problem* problem, fovea_direction direction, size_t* bytes);
 
-/* out (and lse) from q, k, v, .... `workspace` is the caller's, of at least fovea_workspace() bytes; NULL
- * if that is 0. No two concurrent calls may share one. */
+/* Computes out (and lse, if it is given) from q, k, v and the options. `workspace` is the caller's, of at least
+ * fovea_workspace() bytes; NULL if that is 0. No two concurrent calls may share one. */
 FOVEA_API fovea_status fovea_forward(const fovea_problem* problem, void* workspace, size_t workspace_bytes);
 
-/* The gradients whose tensors are given. */
+/* Computes the gradients whose tensors are given. The workspace is as for fovea_forward(). */
 FOVEA_API fovea_status fovea_backward(const fovea_problem* problem, void* workspace, size_t workspace_bytes);
 
 /* Which backend serves the problem and why each other one does not: text, ended by NUL, cut to
@@ -186,12 +190,12 @@ FOVEA_API fovea_status fovea_backward(const fovea_problem* problem, void* worksp
 FOVEA_API fovea_status fovea_explain(const fovea_problem* problem, fovea_direction direction, char* text,
                                      size_t capacity, size_t* needed);
 
-/* The same for a problem in its one-line text form, such as
+/* fovea_explain() for a problem in its one-line text form, such as
  * "fwd b=2 hq=32 hk=8 sq=4096 sk=4096 d=128 bf16 causal=br softcap=30". */
 FOVEA_API fovea_status fovea_explain_line(const char* line, char* text, size_t capacity, size_t* needed);
 
-/* The same for a GPU of an architecture, such as "sm_90", which need not be there (of several products the largest is
- * meant): what it would do with the problem, which lies there whatever the line says of it. */
+/* fovea_explain() for a GPU of an architecture, such as "sm_90", which need not be there: what it would do with the
+ * problem. Of several products of an architecture the largest is meant. The device that the line names is ignored. */
 FOVEA_API fovea_status fovea_explain_for(const char* line, const char* architecture, char* text, size_t capacity,
                                          size_t* needed);
 
@@ -199,7 +203,7 @@ FOVEA_API fovea_status fovea_explain_for(const char* line, const char* architect
 FOVEA_API fovea_status fovea_describe(const fovea_problem* problem, fovea_direction direction, char* text,
                                       size_t capacity, size_t* needed);
 
-/* A line a backend: its name, a tab, "available" or why it is not. */
+/* One line for each backend: its name, a tab, "available" or why it is not. */
 FOVEA_API fovea_status fovea_backends(char* text, size_t capacity, size_t* needed);
 
 /* What a GPU call would use, for people: a line each for the driver, every GPU, NVRTC and the folder of compiled
@@ -214,6 +218,8 @@ FOVEA_API fovea_status fovea_dropout_mask(int64_t batch, int64_t heads, int64_t 
 /* Threads that a CPU call uses. n = 0: the least of the cores this process may use and its cgroup's quota,
  * which is also where it starts. No thread is made before the first call that has work for it. */
 FOVEA_API fovea_status fovea_set_num_threads(int n);
+
+/* The number of threads that a CPU call uses now. */
 FOVEA_API int fovea_num_threads(void);
 
 /* Compiles (or reads from the cache) and loads the kernels that the call needs, so that the call itself never does:

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documentation site: Sphinx over the Markdown pages of this folder, the Python package's docstrings and, through
+Doxygen and Breathe, the comments of the C and C++ headers. `make docs` builds it.
+"""
+
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+from unittest import mock
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+sys.path[:0] = [str(HERE), str(ROOT / "python")]
+
+header = (ROOT / "include/fovea/c.h").read_text()
+version = release = ".".join(re.findall(r"#define FOVEA_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)", header))
+project = "fovea"
+author = "the fovea authors"
+copyright = "the fovea authors; Apache-2.0"  # noqa: A001
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "breathe"]
+exclude_patterns = ["_build", "requirements.txt"]
+myst_enable_extensions = ["colon_fence", "deflist", "fieldlist"]
+myst_heading_anchors = 4
+nitpicky = False
+keep_warnings = True
+
+# ---- Python ----
+
+autodoc_typehints = "none"
+autodoc_member_order = "bysource"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+python_use_unqualified_type_names = True
+maximum_signature_line_length = 80
+
+try:
+    import torch  # noqa: F401
+except ImportError:
+    # fovea.torch is documented without PyTorch, of which this much is looked at when it is imported.
+    class Stub(types.ModuleType):
+        __path__ = []
+        __version__ = "99.0"
+
+        def __getattr__(self, name):
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return mock.MagicMock(name=f"{self.__name__}.{name}")
+
+    for name in ("torch", "torch.library", "torch.nn", "torch.nn.functional", "torch.autograd", "torch.utils",
+                 "torch.utils._python_dispatch", "torch.overrides", "torch._C", "torch.nested"):  # fmt: skip
+        sys.modules[name] = Stub(name)
+    sys.modules["torch"].Tensor = type("Tensor", (), {"__module__": "torch"})
+    sys.modules["torch"].autograd = sys.modules["torch.autograd"]
+    sys.modules["torch.autograd"].Function = type("Function", (), {"apply": None})
+
+# ---- C and C++ ----
+
+breathe_projects = {"fovea": str(HERE / "_build/doxygen/xml")}
+breathe_default_project = "fovea"
+breathe_default_members = ("members", "undoc-members")
+breathe_domain_by_file_pattern = {"*/c.h": "c", "*/attention.h": "cpp"}
+breathe_show_include = False
+breathe_show_define_initializer = True
+breathe_show_enumvalue_initializer = True
+
+
+def run_doxygen(_):
+    (HERE / "_build/doxygen").mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(["doxygen", "Doxyfile"], cwd=HERE, capture_output=True, text=True)
+    if done.returncode or done.stderr.strip():
+        raise RuntimeError(f"doxygen: {done.stderr.strip() or done.returncode}")
+
+
+# ---- the site ----
+
+html_theme = "furo"
+html_title = f"fovea {version}"
+html_static_path = ["_static"]
+html_css_files = ["fovea.css"]
+html_show_sphinx = False
+html_domain_indices = False  # the general index has all of it
+html_copy_source = False
+html_theme_options = {
+    "light_css_variables": {"color-brand-primary": "#b3261e", "color-brand-content": "#b3261e"},
+    "dark_css_variables": {"color-brand-primary": "#ff8a80", "color-brand-content": "#ff8a80"},
+}
+
+
+def setup(app):
+    app.connect("builder-inited", run_doxygen)
