@@ -62,7 +62,7 @@ test-torch:  ## fovea.torch, in an environment of its own with the newest PyTorc
 check: test check-rest  ## make test, then the other stages (docs/testing.md): lint, sanitizers, fuzzing, a second compiler, ...
 check-rest:
 	$(VENV)/bin/python tools/test.py --build $(BUILD) --jobs $(JOBS) --lanes 2 --after $(BUILD)/tests.json \
-	    tidy asan clang tsan torch lint kernels fuzz nvrtc installed demo
+	    tidy asan clang tsan torch lint kernels fuzz nvrtc installed demo docs
 
 .PHONY: kernels
 kernels:  ## compile every GPU kernel that changed into tests/kernels/manifest.txt; goes on where it was stopped (no GPU)
@@ -81,7 +81,7 @@ $(VENV_DOCS)/.ready: docs/requirements.txt
 docs:  ## the documentation site in docs/_build/html, without a warning or a dead link within it
 	@tools/deps.sh build docs
 	@$(MAKE) --no-print-directory $(BUILD)/CMakeCache.txt $(VENV_DOCS)/.ready
-	cmake --build $(BUILD) -j$(JOBS) --target fovea fovea_cli
+	cmake --build $(BUILD) -j$(JOBS) --target fovea
 	rm -rf docs/_build
 	FOVEA_LIBRARY=$(abspath $(BUILD))/libfovea.so $(VENV_DOCS)/bin/sphinx-build -q -W --keep-going -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html: $$(find docs/_build/html -name '*.html' | wc -l) pages"

@@ -3,6 +3,7 @@
 Doxygen and Breathe, the comments of the C and C++ headers. `make docs` builds it.
 """
 
+import importlib.machinery
 import re
 import subprocess
 import sys
@@ -50,12 +51,27 @@ except ImportError:
                 raise AttributeError(name)
             return mock.MagicMock(name=f"{self.__name__}.{name}")
 
-    for name in ("torch", "torch.library", "torch.nn", "torch.nn.functional", "torch.autograd", "torch.utils",
-                 "torch.utils._python_dispatch", "torch.overrides", "torch._C", "torch.nested"):  # fmt: skip
-        sys.modules[name] = Stub(name)
-    sys.modules["torch"].Tensor = type("Tensor", (), {"__module__": "torch"})
-    sys.modules["torch"].autograd = sys.modules["torch.autograd"]
-    sys.modules["torch.autograd"].Function = type("Function", (), {"apply": None})
+    class Finder:
+        """Any torch.x.y can be imported."""
+
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            return importlib.machinery.ModuleSpec(name, Finder) if name.split(".")[0] == "torch" else None
+
+        @staticmethod
+        def create_module(spec):
+            return Stub(spec.name)
+
+        @staticmethod
+        def exec_module(module):
+            pass
+
+    sys.meta_path.append(Finder)
+    import torch
+    import torch.autograd
+
+    torch.Tensor = type("Tensor", (), {"__module__": "torch"})
+    torch.autograd.Function = type("Function", (), {"apply": None})
 
 # ---- C and C++ ----
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 
 def c(text: str) -> str:
+    text = re.sub(r"^(#(?:endif|else|ifn?def)[^/\n]*)/\*.*?\*/", r"\1", text, flags=re.M)
     text = re.sub(r"(?<=[^\s])([ \t]+)/\* ?", r"\1/**< ", text)  # behind code
     return re.sub(r"^/\*(?!\*)", "/**", text, flags=re.M)  # above code; indented ones stay as they are
 

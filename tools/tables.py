@@ -443,7 +443,9 @@ def main():
         text = path.read_text()
 
         def replace(match):
-            return f"<!-- table: {match[1]} -->\n" + "\n".join(TABLES[match[1]]()) + "\n<!-- end -->"
+            rows = "\n".join(TABLES[match[1]]())
+            rows = re.sub(r"(?<=[\d–]) / (?=[\d–])", "\N{NO-BREAK SPACE}/\N{NO-BREAK SPACE}", rows)  # forward / backward on one line
+            return f"<!-- table: {match[1]} -->\n{rows}\n<!-- end -->"
 
         new = re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", replace, text, flags=re.S)
         if new != text:
