@@ -197,8 +197,8 @@ def gpu_dense():
     peers = gpu_peers(rows)
     table = gpu_table(
         gpu_head(data, rows) + " bf16, TFLOP/s of allowed pairs, forward / backward; 16,384 tokens and 2,048 columns in each cell. `of the "
-        "best known`: ours over what cuDNN reached here times what the best of cuDNN, FlashAttention-3 and FlashAttention-4 was worth in "
-        "cuDNN, in runs of all three on such a machine (`bench/gpu/cases.py`).",
+        "best known` compares with an estimate: cuDNN's speed here, times the ratio of the best of cuDNN, FlashAttention-3 and "
+        "FlashAttention-4 to cuDNN in runs of all three on another H200 (`bench/gpu/cases.py`).",
         ["D", "S", "causal"], peers, ["fovea / best of the row", "of the best known"],
     )
     means = {}
@@ -388,7 +388,7 @@ def gpu_host():
     rows = ["Repeat with `bench/gpu/host.py`; medians.", ""]
     if "calls" in data:
         rows += [
-            f"One call through the C ABI, every address another one than the call's before ({gpu_host_head(data, 'calls')}):",
+            f"One call through the C ABI, with other addresses than the call before ({gpu_host_head(data, 'calls')}):",
             "", "| call | launches | us |", "| --- | --- | --- |",
             *(f"| {row['name']} | {row['launches']} | {row['microseconds']:.1f} |" for row in data["calls"]["rows"]), "",
         ]  # fmt: skip
@@ -402,7 +402,7 @@ def gpu_host():
         ]  # fmt: skip
     if "loads" in data:
         rows += [
-            f"From the cache on disk to what can be launched ({gpu_host_head(data, 'loads')}; the first has the library's start in it):",
+            f"From the cache on disk to a kernel that can be launched ({gpu_host_head(data, 'loads')}; the first row includes the library's start):",
             "", "| call | kernels | ms |", "| --- | --- | --- |",
             *(f"| `{row['line']}` | {row['kernels']} | {row['milliseconds']:.2f} |" for row in data["loads"]["rows"]), "",
         ]  # fmt: skip
