@@ -106,6 +106,25 @@ def words(line: str) -> set[str]:
     return found
 
 
+def machine() -> str:
+    """What the report is of: commit, PyTorch, and what the command says of fovea, driver, GPU and NVRTC."""
+    build = Path(os.environ.get("FOVEA_BUILD", HERE.parents[1] / "build"))
+    commands = {
+        "commit": ["git", "-C", HERE, "describe", "--always", "--dirty"],
+        "PyTorch": [sys.executable, "-c", "import torch; print(torch.__version__)"],
+        "fovea explain": [build / "cli" / "fovea", "explain"],
+    }
+    text = []
+    for name, command in commands.items():
+        try:
+            done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=60)
+            said = (done.stdout if done.returncode == 0 else done.stderr).strip()
+        except (OSError, subprocess.TimeoutExpired) as error:
+            said = f"{type(error).__name__}: {error}"
+        text.append(f"{name}:{' ' if chr(10) not in said else chr(10)}{said}")
+    return "\n".join(text)
+
+
 def summary(lines: list[dict], complete: bool, seconds: float, most: int) -> str:
     """Counts, then failures by kind, by feature and one by one."""
     outcomes = collections.Counter(line["outcome"] for line in lines)
@@ -148,7 +167,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=min(8, os.cpu_count() or 1))
     parser.add_argument("--seconds", type=float, default=1e9, help="stop then, and say so")
-    parser.add_argument("--summary", type=Path, help="write the summary there too, with every failure")
+    parser.add_argument("--summary", type=Path, help="write the report there: this machine, and the summary with every failure")
     parser.add_argument("--most", type=int, default=15, help="failures to print (15)")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--no-alone", action="store_true", help="leave out what needs the device to itself")
@@ -170,7 +189,8 @@ def main() -> int:
             if not shard.lines() or complete:
                 print(shard.log.read_text()[-3000:])
         if options.summary:
-            options.summary.write_text(summary(lines, complete, time.monotonic() - started, 10**6) + "\n")
+            all_of_it = summary(lines, complete, time.monotonic() - started, 10**6)
+            options.summary.write_text(f"{machine()}\n\n{all_of_it}\n")
     died = [test.split("::")[-1] for shard in shards for test in shard.died]
     if died:
         text += f"\n{len(died)} tests took their process with them: {', '.join(died[:20])}"

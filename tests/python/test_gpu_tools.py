@@ -121,3 +121,18 @@ def test_compare_refuses_what_is_no_file_of_results(tmp_path):
         code, text = compare(bad, good)
         assert code == 1 and str(bad) in text and "Traceback" not in text, text
     assert "no row has a time of FA5" in compare(good, good, "--of", "FA5")[1]
+
+
+def test_the_report_says_of_which_machine_it_is(tmp_path):
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'tests/gpu')!r}); import run; print(run.machine())"
+
+    def machine(build):
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+                              env={**os.environ, "FOVEA_BUILD": str(build)}).stdout
+
+    played(tmp_path / "fovea", "echo 'fovea 0.1.0'; echo 'GPU 0 H200'")
+    (tmp_path / "cli").mkdir()
+    (tmp_path / "fovea").rename(tmp_path / "cli" / "fovea")
+    text = machine(tmp_path)
+    assert "fovea explain:\nfovea 0.1.0\nGPU 0 H200" in text and "commit: " in text and "PyTorch:" in text, text
+    assert "fovea explain: FileNotFoundError" in machine(tmp_path / "nowhere")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples of docs/torch.md, README.md and the package's docstring run, and print what they say."""
+"""The examples of docs/torch.md, docs/coming.md, README.md and the package's docstring run, and print what they say."""
 
 import doctest
 
@@ -10,10 +10,11 @@ from conftest import ROOT
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_docs():
-    result = doctest.testfile(str(ROOT / "docs/torch.md"), module_relative=False, optionflags=doctest.ELLIPSIS)
+@pytest.mark.parametrize("page, least", [("torch", 20), ("coming", 15)])
+def test_docs(page, least):
+    result = doctest.testfile(str(ROOT / f"docs/{page}.md"), module_relative=False, optionflags=doctest.ELLIPSIS)
     assert result.failed == 0
-    assert result.attempted > 20
+    assert result.attempted > least
 
 
 def test_readme():
