@@ -170,7 +170,7 @@ void add_table(CLI::App& app, Settings& settings) {
 
 void add_check(CLI::App& app) {
   auto settings = std::make_shared<Settings>();
-  CLI::App* check_app = app.add_subcommand("check", "The library on this machine against the fp64 reference");
+  CLI::App* check_app = app.add_subcommand("check", "Compare the library on this machine with the fp64 reference");
   add_table(*check_app, *settings);
   check_app
       ->add_option("--isa", settings->isa, "One instruction set, or all that this machine runs; the best by default")
@@ -178,8 +178,9 @@ void add_check(CLI::App& app) {
   check_app->add_option("--backend", settings->backend, "One backend; the best by default")->type_name("NAME");
   check_app->add_flag("--gradients", settings->gradients, "Also every gradient against finite differences, in fp64");
   check_app->footer(
-      "Every row runs forward and backward; each output's error against the reference may be twice that of a naive\n"
-      "evaluation with the same roundings. Exit code 1 if a row fails.\n"
+      "Every row runs forward and backward. A row passes if the error of each output is at most twice that of a naive\n"
+      "evaluation with the same roundings. Exit code 1 if a row fails. On a GPU: tests/gpu/run.py "
+      "(docs/platforms.md).\n"
       "Examples:\n"
       "  fovea check                              the whole table\n"
       "  fovea check bf16 causal '!dropout'       some of it\n"

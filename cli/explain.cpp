@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// fovea explain: who serves a problem and why the others do not, here or on a GPU of some architecture; without a
-// problem, what this machine has.
+// fovea explain: which backend serves a problem and why the others do not, here or on a GPU of some architecture;
+// without a problem, what this machine has.
 #include <fmt/format.h>
 #include <sched.h>
 #include <unistd.h>
@@ -161,7 +161,7 @@ void add_explain(CLI::App& app) {
   auto words = std::make_shared<std::vector<std::string>>();
   auto architectures = std::make_shared<std::vector<std::string>>();
   CLI::App* explain_app =
-      app.add_subcommand("explain", "Who serves a problem, and why not the others; or this machine");
+      app.add_subcommand("explain", "Which backend serves a problem, and why not the others; or this machine");
   explain_app->add_option("problem", *words, "A problem line; without one, what this machine has")->type_name("LINE");
   explain_app
       ->add_option("-a,--arch", *architectures,

@@ -27,7 +27,7 @@ command -v "$python" >/dev/null || refuse "no Python of the name $python: set PY
 "$python" -c 'import torch' 2>/dev/null ||
   refuse "$python cannot import PyTorch ($("$python" -c 'import torch' 2>&1 | tail -n 1)): set PYTHON=... to one that has it"
 "$python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null ||
-  refuse "no CUDA device that the PyTorch of $python sees; PYTHON=... says which Python is asked"
+  refuse "no CUDA device that the PyTorch of $python sees; PYTHON=... names the Python that is used"
 [ -e "$build/libfovea.so" ] || refuse "$build/libfovea.so is missing: make build"
 export FOVEA_LIBRARY=${FOVEA_LIBRARY:-$build/libfovea.so}
 

@@ -87,7 +87,7 @@ class Tensors {
   // The tensors that a direction writes.
   std::vector<const Tensor*> outputs(Direction direction) const;
 
-  // Makes the direction's outputs ready to be judged ...
+  // Fills the direction's outputs with the pattern ...
   void prepare(Direction direction) const;
   // ... and says what was written that must not be; "" if nothing was.
   std::string trespass(Direction direction) const;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // How a trial goes: the reference and the naive evaluation write into doubles that lie exactly as the outputs do
-// (same strides, same base), so an element has one number in all three. The backward of everyone reads the same out
+// (same strides, same base), so an element has one number in all three. All three backwards read the same out
 // and lse: the reference's, rounded to their types.
 #include "check/run.h"
 

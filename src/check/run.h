@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A case in its four modes, each through the public C functions, so that the library's doors are proved as well:
+// A case in its four modes, each through the public C functions, so that these are tested as well:
 //
 //   test       forward and backward against the fp64 reference, outputs' surroundings untouched   Trial::test
 //   gradient   the case in fp64: every gradient against finite differences of the forward         gradient()
 //   bench      the time of one call                                                               bench()
-//   support    who serves it, and why not the others                                              support()
+//   support    which backend serves it, and why not the others                                    support()
 #pragma once
 
 #include <map>
@@ -29,7 +29,7 @@ struct Outcome {
 // One line a fault; "" if there is none.
 std::string to_text(const Outcome& outcome);
 
-// A case with its memory and what is right for it: made once, tested as often as there are instruction sets.
+// A case with its memory and its right results: made once, tested on each instruction set.
 class Trial {
  public:
   explicit Trial(const Case& c);
@@ -55,8 +55,8 @@ class Trial {
 // Throws Error with fovea_last_error().
 void require(fovea_status status);
 
-// One direction of a problem with the workspace it asks for, to be called as often as one likes; what the problem
-// points to must stay.
+// One direction of a problem with its workspace, for any number of calls. The memory that the problem points to must
+// outlive it.
 class Caller {
  public:
   Caller(const fovea_problem& problem, Direction direction);

@@ -24,7 +24,7 @@ std::vector<RowOutput> outputs_to_clear(const Call& call);
 // The call's rows, in which offsets can be taken even where there is no sequence at all.
 math::Rows rows_to_clear(const Call& call);
 
-// Where that was asked for, and the caller's memory is that of this process.
+// If the problem has FOVEA_CLEAR_ROWS, and its memory is that of this process.
 void clear_rows(const Call& call);
 
 }  // namespace fovea

@@ -131,7 +131,7 @@ void type_of(const char* name, const fovea_tensor& tensor, std::initializer_list
                    [&](DType type) { return static_cast<std::int32_t>(type) == tensor.dtype; })) {
     std::vector<std::string_view> names;
     std::transform(accepted.begin(), accepted.end(), std::back_inserter(names), [](DType t) { return name_of(t); });
-    // Where numbers are expected, a caller in C++ who gives bytes of std::uint8_t does not know that they are a bool.
+    // Where numbers are expected, bytes of std::uint8_t in C++ have become a bool without the caller's notice.
     const bool numbers = std::count(accepted.begin(), accepted.end(), DType::kInt32) > 0;
     refuse(FOVEA_INVALID_TYPE, "{}: {}{}; accepted: {}{}", name, type_name(tensor.dtype),
            numbers && tensor.dtype == FOVEA_BOOL ? " (uint8_t)" : "", fmt::join(names, ", "), hint);

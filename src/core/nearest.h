@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What somebody may have meant by a word that is not known.
+// Known words that are near an unknown one.
 #pragma once
 
 #include <string>

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// plan(): the backends are asked in the order of kBackends, each answers with a Verdict, and the first that serves
-// is taken. A name (fovea_problem::backend, else FOVEA_BACKEND) leaves one to be asked. The reference has no other
-// way in than by its name, and a problem of one device is never moved to another.
+// plan(): each backend, in the order of kBackends, gives a Verdict, and the first that can compute the problem is
+// taken. If a backend is named (fovea_problem::backend, else FOVEA_BACKEND), only that one is considered. The reference
+// is taken only if it is named. A problem of one device is never moved to another.
 #include "core/plan.h"
 
 #include <fmt/format.h>
@@ -25,7 +25,7 @@ constexpr std::string_view kBackends[] = {"cpu", "cuda", "reference"};
 // Backends may count on this; the caller's workspace may lie anywhere.
 constexpr std::size_t kWorkspaceAlignment = 64;
 
-// The backend that is asked for by name, and where the name stands.
+// The backend that is named, and where the name comes from.
 struct Named {
   std::string name;
   std::string_view source;
@@ -48,14 +48,14 @@ Named named_backend(const Problem& problem) {
 Verdict verdict_of(std::string_view backend, const Call& call, const Named& named, Plan& plan) {
   Verdict verdict{std::string(backend), false, ""};
   if (!named.name.empty() && named.name != backend) {
-    verdict.reason = fmt::format("not asked: {}={}", named.source, named.name);
+    verdict.reason = fmt::format("another backend is named: {}={}", named.source, named.name);
   } else if (backend == "cuda" && call.problem.device == FOVEA_CPU) {
     verdict.reason = "the tensors lie on the CPU, and a problem is never moved to a CUDA device";
   } else if (backend != "cuda" && call.problem.device != FOVEA_CPU) {
     verdict.reason = "the tensors lie on a CUDA device, and a problem is never moved";
   } else if (backend == "reference") {
     verdict.serves = named.name == backend;
-    verdict.reason = verdict.serves ? "fp64 in plain loops" : "serves only who asks for it by name: backend=reference";
+    verdict.reason = verdict.serves ? "fp64 in plain loops" : "serves only where it is named: backend=reference";
   } else {
     try {
       if (backend == "cuda") {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The one decision about who computes a problem and how. supports, workspace, explain and execution all follow
-// from it; it gives reasons, not booleans.
+// The one decision about which backend computes a problem, and how. supports, workspace, explain and execution all
+// follow from it; it gives reasons, not booleans.
 #pragma once
 
 #include <cstddef>
@@ -33,7 +33,7 @@ struct Plan {
   std::size_t workspace = 0;               // bytes, at any alignment
   cpu::Plan cpu;                           // where the CPU serves: how
   std::shared_ptr<cuda::Executable> cuda;  // where a GPU serves: how
-  std::vector<Verdict> verdicts;           // in the order in which they were asked; the first that serves was taken
+  std::vector<Verdict> verdicts;           // in the order of the backends; the first that serves was taken
 
   bool supported() const { return backend != BackendKind::kNone; }
 };
@@ -47,10 +47,10 @@ Plan explained(const Call& call);
 // For a GPU of an architecture that need not be there; its kernels are not looked for.
 Plan explained_for(const Call& call, std::string_view architecture);
 
-// The text of explain(). `notes`: whole lines about the problem that its own line cannot say.
+// The text of explain(). `notes`: lines of text with facts that the one-line text form cannot express.
 std::string to_text(const Problem& problem, const Plan& plan, const std::string& notes = "");
 
-// How a bias or mask lies where not as the problem's line means it, a line each.
+// One line of text for each bias or mask whose strides are not those that the one-line text form implies.
 std::string strides_beside_the_line(const Call& call);
 
 // Throws Error(FOVEA_INVALID_ARGUMENT) where FOVEA_BACKEND is no backend's name.

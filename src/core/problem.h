@@ -42,7 +42,7 @@ std::string_view name_of(DType type);
 std::size_t size_of(DType type);
 
 // How q, k, v, out and their gradients lie in memory; kStrided is what none of the names says. Only the text form
-// and whoever makes tensors from it read this: a backend reads strides.
+// and the code that makes tensors from it read this: a backend reads strides.
 enum class Layout { kBshd, kBhsd, kQkv3, kStrided };
 
 // Which of its five dimensions a bias or mask really has; false is broadcast.
@@ -65,7 +65,7 @@ struct PlaneTraits {
 
 enum class Alibi { kNone, kPerHead, kPerBatchAndHead };
 
-// The gradients that a backward is asked for.
+// The gradients that a backward computes.
 struct Need {
   bool q = false;
   bool k = false;
@@ -119,7 +119,7 @@ struct Problem {
 
   bool deterministic = false;
   bool clear_rows = false;  // rows that no sequence owns get 0, in lse -inf
-  bool lse = false;         // forward: logsumexp is asked for
+  bool lse = false;         // forward: the logsumexp is a result
   bool grad_lse = false;    // backward: its gradient is given
   Need need;                // backward
 

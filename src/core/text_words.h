@@ -27,7 +27,7 @@ inline constexpr std::pair<bool Need::*, std::string_view> kNeeds[] = {{&Need::q
                                                                        {&Need::v, "v"},         {&Need::bias, "bias"},
                                                                        {&Need::bias2, "bias2"}, {&Need::sink, "sink"}};
 
-// Every gradient that this problem has: what a backward is asked for unless it says otherwise.
+// Every gradient that this problem has: what a backward computes unless its line names some.
 inline Need every_need(const Problem& problem) {
   return {true, true, true, bool(problem.bias), bool(problem.bias2), problem.sink};
 }

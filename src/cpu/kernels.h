@@ -103,12 +103,12 @@ struct PrepareTask {
   double sink;
   void* reference;    // by row: logsumexp, +inf for a dead row
   void* delta;        // by row
-  double* grad_sink;  // this task's share of the sink's gradient; NULL: not asked for
+  double* grad_sink;  // this task's share of the sink's gradient; NULL: not computed
 };
 
 // A sum that several tasks add to, tile by tile, each in its turn: number n adds when *turn == n and leaves n + 1.
 enum class BiasSum : std::int32_t {
-  kNone,   // not asked for
+  kNone,   // not computed
   kStore,  // every element belongs to one task: stored
   kAdd     // summed in T
 };
@@ -125,7 +125,7 @@ struct BiasGradient {
 struct BackwardHead {
   HeadArgs head;
   Matrix grad_out;
-  Matrix grad_q;          // rounded by whoever adds last
+  Matrix grad_q;          // rounded by the task that adds last
   const void* reference;  // of PrepareTask, by row of the sequence
   const void* delta;
   void* sum_q;  // rows of T, sum_q_stride apart

@@ -137,7 +137,7 @@ class Pool {
   }
 
  private:
-  // Fewer threads than asked for is no error: the work is taken by those that are there.
+  // Fewer threads than requested is no error: those that exist take the work.
   void grow(int workers) {
     while (static_cast<int>(workers_.size()) < workers) {
       try {
@@ -157,7 +157,8 @@ class Pool {
       if (number > wanted_) {
         continue;
       }
-      // Rounding and denormals are the caller's choice: a result must not depend on who computed which part of it.
+      // Rounding and denormals are the caller's choice: a result must not depend on which thread computed which part of
+      // it.
       std::fesetenv(&environment_);
       lock.unlock();
       work_(context_, number);
@@ -224,7 +225,7 @@ void run_on_threads(int threads, void (*work)(void* context, int thread), void* 
 }
 
 void wait_for(const std::uint32_t* counter, std::uint32_t value) {
-  // Turns are short and come soon; but where there are more threads than cores, whoever has it must get to run.
+  // The wait is usually short. With more threads than cores, though, the thread that is waited for needs a core.
   constexpr int kSpins = 200;
   for (int spin = 0; __atomic_load_n(counter, __ATOMIC_ACQUIRE) != value; ++spin) {
     if (spin >= kSpins) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Who serves a problem: verdicts and their order, a backend by its name and by FOVEA_BACKEND, the workspace.
+// Which backend serves a problem: verdicts and their order, a backend by its name and by FOVEA_BACKEND, the workspace.
 #include "core/plan.h"
 
 #include <gtest/gtest.h>
@@ -74,7 +74,7 @@ TEST_F(Planning, TheCpuServesWhoNamesNone) {
   EXPECT_EQ(plan.verdicts[0].reason, plan.cpu.summary);
   EXPECT_FALSE(reason_of(plan, "cpu").empty());
   EXPECT_EQ(reason_of(plan, "cuda"), "the tensors lie on the CPU, and a problem is never moved to a CUDA device");
-  EXPECT_EQ(reason_of(plan, "reference"), "serves only who asks for it by name: backend=reference");
+  EXPECT_EQ(reason_of(plan, "reference"), "serves only where it is named: backend=reference");
 }
 
 TEST_F(Planning, BackendsOfThisMachine) {
@@ -97,7 +97,7 @@ TEST_F(Planning, ByName) {
   const Plan plan = plan_of("sq=4 d=4 backend=reference");
   EXPECT_EQ(plan.backend, BackendKind::kReference);
   EXPECT_EQ(plan.workspace, 0u);
-  EXPECT_EQ(reason_of(plan, "cpu"), "not asked: backend=reference");
+  EXPECT_EQ(reason_of(plan, "cpu"), "another backend is named: backend=reference");
   const Plan cuda = plan_of("sq=4 d=4 backend=cuda");
   EXPECT_FALSE(cuda.supported());
   EXPECT_EQ(reason_of(cuda, "cuda"), "the tensors lie on the CPU, and a problem is never moved to a CUDA device");
@@ -109,7 +109,7 @@ TEST_F(Planning, ByEnvironment) {
     const Variable forced("FOVEA_BACKEND", "reference");
     const Plan plan = plan_of("sq=4 d=4");
     EXPECT_EQ(plan.backend, BackendKind::kReference);
-    EXPECT_EQ(reason_of(plan, "cpu"), "not asked: FOVEA_BACKEND=reference");
+    EXPECT_EQ(reason_of(plan, "cpu"), "another backend is named: FOVEA_BACKEND=reference");
     EXPECT_EQ(plan_of("sq=4 d=4 backend=cpu").backend, BackendKind::kCpu);  // what the problem says goes first
   }
   const Variable forced("FOVEA_BACKEND", "tpu");
@@ -142,8 +142,8 @@ TEST_F(Planning, TheTextOfExplain) {
   const Problem problem = parse("sq=4 d=4 backend=reference");
   EXPECT_EQ(to_text(problem, plan_of(print(problem))),
             "problem: fwd b=1 hq=1 sq=4 sk=4 d=4 fp32 backend=reference\n"
-            "cpu: does not serve: not asked: backend=reference\n"
-            "cuda: does not serve: not asked: backend=reference\n"
+            "cpu: does not serve: another backend is named: backend=reference\n"
+            "cuda: does not serve: another backend is named: backend=reference\n"
             "reference: serves: fp64 in plain loops\n"
             "workspace: 0 bytes\n");
 }

@@ -211,7 +211,7 @@ struct Tile {
     }
   }
 
-  // dQ = dS K, added to the sum of these queries in turn; whoever is last rounds it.
+  // dQ = dS K, added to the sum of these queries in the order of the key blocks; the last block rounds it.
   void add_to_queries(i64 block) const {
     const Options& o = options();
     const i64 cols = padded<T>(o.head_dim);
@@ -417,7 +417,7 @@ void backward(const BackwardTask& task, void* scratch) {
     }
     heads_begun += ends ? 1 : 0;
   }
-  hwy::FlushStream();  // what went past the caches is seen by whoever waits for this task
+  hwy::FlushStream();  // stores that bypassed the caches become visible to tasks that wait for this one
 
   if (options.need_k || options.need_v) {
     T* sum = static_cast<T*>(task.sum_kv);

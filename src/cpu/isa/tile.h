@@ -119,7 +119,7 @@ HWY_INLINE void prefetch_row(const Matrix& m, i64 row, i64 col, i64 cols, bool t
 }
 
 // Rows are often far apart (other heads lie between), where the processor's own prefetching gives up at each row: rows
-// are asked for so many ahead.
+// are prefetched so many ahead.
 inline constexpr i64 kRowsAhead = 8;
 
 // Rows [row, row + rows) as a tile, zeros to the right up to a vector.
