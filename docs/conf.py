@@ -4,12 +4,15 @@ Doxygen and Breathe, the comments of the C and C++ headers. `make docs` builds i
 """
 
 import importlib.machinery
+import posixpath
 import re
 import subprocess
 import sys
 import types
 from pathlib import Path
 from unittest import mock
+
+from docutils import nodes
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -106,5 +109,24 @@ html_theme_options = {
 }
 
 
+def hide_refusals(app, what, name, item, options, signature, returns):
+    """*more and **unknown are there for their error messages alone."""
+    if signature:
+        signature = re.sub(r"\*more(?:: [\w.]+)?, ", "*, ", re.sub(r", \*\*unknown(?:: [\w.]+)?", "", signature))
+    return signature, returns
+
+
+def show_titles(app, doctree, name):
+    """The text of a link that is a file's name becomes the title of that page."""
+    for link in doctree.findall(nodes.reference):
+        text = link.astext()
+        page = posixpath.normpath(posixpath.join(posixpath.dirname(name), text))[: -len(".md")]
+        if text.endswith(".md") and link.get("refuri") and page in app.env.titles:
+            link.children = []
+            link += nodes.inline("", app.env.titles[page].astext())
+
+
 def setup(app):
     app.connect("builder-inited", run_doxygen)
+    app.connect("autodoc-process-signature", hide_refusals)
+    app.connect("doctree-resolved", show_titles)
