@@ -18,7 +18,7 @@
 
 namespace fovea::check {
 
-// What the numbers are like; everything but kNormal is out to break something.
+// What the numbers are like; every kind but kNormal is adversarial.
 enum class Values {
   kNormal,         // N(0, 1) everywhere
   kLargeScores,    // q and k thirty times that

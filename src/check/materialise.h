@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// From a case to memory: a buffer for every tensor by the case's layout and skew, filled so that what must not be
-// read or written shows.
+// From a case to memory: a buffer for every tensor by the case's layout and skew, filled so that forbidden reads and
+// writes are seen.
 //
 //   inputs    NaN everywhere but in elements that exist: in gaps between rows, behind every sequence's end, past
-//             the last cu_seqlens, in the padding of a bias. What leaks from there is seen in the result.
+//             the last cu_seqlens, in the padding of a bias. A read of it is seen in the result.
 //   outputs   a pattern everywhere; after a run, whatever is not an element to be written must still hold it.
 //
 // The tensors of one qkv3 layout share one buffer, and so do their gradients.
@@ -36,9 +36,9 @@ class Buffer {
   std::uint8_t* data() { return data_; }
   std::size_t size() const { return size_; }
 
-  // Every byte, margins included, becomes a function of its place, and nothing may be written any more ...
+  // Fills every byte, margins included, with a pattern, and forbids all writes ...
   void fill_with_pattern();
-  // ... but these bytes.
+  // ... except to these bytes.
   void allow(std::size_t offset, std::size_t count);
   // Whether any other byte has changed; `where` gets its offset from data().
   bool changed(std::ptrdiff_t* where) const;
@@ -89,7 +89,7 @@ class Tensors {
 
   // Fills the direction's outputs with the pattern ...
   void prepare(Direction direction) const;
-  // ... and says what was written that must not be; "" if nothing was.
+  // ... and describes a forbidden write; "" if there was none.
   std::string trespass(Direction direction) const;
 
   // NaN (or what the type has for it) in all of the tensor's memory.

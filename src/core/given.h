@@ -22,7 +22,7 @@ namespace fovea {
 
 using Ints = std::vector<std::int64_t>;
 
-// A few elements in place: calls of microseconds ask for no memory.
+// A short list without an allocation: a whole call takes only microseconds.
 template <class T, std::size_t kMostElements>
 class Few {
  public:
@@ -75,8 +75,8 @@ bool product_fits(const Dims& dims) {
   });
 }
 
-// In elements: as given, or row-major. A dimension that has no second index has no use for what was given, which may
-// be any number.
+// Strides in elements: as given, or row-major. The stride of a dimension of size 1 is never used, so it may be any
+// number.
 std::array<std::int64_t, FOVEA_MAX_RANK> strides_of(const fovea_tensor& tensor);
 
 Footprint footprint_of(const fovea_tensor& tensor);

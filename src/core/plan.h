@@ -56,16 +56,16 @@ std::string strides_beside_the_line(const Call& call);
 // Throws Error(FOVEA_INVALID_ARGUMENT) where FOVEA_BACKEND is no backend's name.
 void check_backend_of_environment();
 
-// Throws Error(FOVEA_UNSUPPORTED) with the reasons where nothing serves.
+// Throws Error(FOVEA_UNSUPPORTED) with the reasons if no backend can compute the problem.
 void require_supported(const Problem& problem, const Plan& plan);
 
-// As plan(), but without verdicts where they can be spared, and with a backend or Error(FOVEA_UNSUPPORTED).
+// As plan(), but it makes no verdicts that are not needed, and throws Error(FOVEA_UNSUPPORTED) if there is no backend.
 Plan planned(const Call& call);
 
 // Compiles (or reads) and loads what the call will need: before a CUDA graph captures it.
 void prepare(const Call& call);
 
-// Plans, requires that something serves, checks the workspace's size and runs.
+// Plans, requires a backend, checks the workspace's size and runs.
 void execute(const Call& call, void* workspace, std::size_t workspace_bytes);
 
 // Every backend's name, whether this build and machine have it, and why not.

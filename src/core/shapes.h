@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The way back from the text form: a fovea_problem whose tensors have the shapes, types and strides that a Problem
-// says, and no memory. What validate(..., shapes_only) makes of it can be planned and explained like any call.
+// From the text form back to a fovea_problem. Its tensors have the shapes, types and strides of a Problem, and no
+// memory. The Call that validate(..., shapes_only) makes of it can be planned and explained like any other.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How the library says no: one exception type, caught at the C ABI and turned into a status and a message.
+// How the library reports errors: one exception type, caught at the C ABI and turned into a status and a message.
 #pragma once
 
 #include <stdexcept>

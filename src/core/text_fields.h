@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A problem's line as words by key, and how what is wrong with one is said.
+// A problem's line as words by key, and the messages about wrong words.
 #pragma once
 
 #include <fmt/format.h>

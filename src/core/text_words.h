@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What print() and parse() of a problem's line share: the words for choices, and what a line leaves out because it
-// follows.
+// What print() and parse() of a problem's line share: the words for choices, and the parts that a line omits
+// because they follow from the others.
 #pragma once
 
 #include <algorithm>

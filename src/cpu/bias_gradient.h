@@ -19,7 +19,8 @@ class BiasGradientSums {
 
   explicit operator bool() const { return static_cast<bool>(grad_); }
 
-  // Zeros wherever tasks will add or may leave off; `zeros` is a row of them, zero_columns() long.
+  // Clears the memory that tasks will add to, and the elements that no task may write; `zeros` is a row of zeros,
+  // zero_columns() long.
   void clear(int threads, const Kernels& kernels, const void* zeros);
 
   i64 zero_columns() const { return grad_ && in_place_ ? keys_ : 0; }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the schedulers (forward.cpp, backward.cpp: compiled once, for any processor) and the kernels
-// (isa/kernels.cpp: compiled once for each instruction set) say to each other. A scheduler cuts a problem into
+// The interface between the schedulers (forward.cpp, backward.cpp: compiled once, for any processor) and the kernels
+// (isa/kernels.cpp: compiled once for each instruction set). A scheduler cuts a problem into
 // tasks, finds the rows of each in the caller's memory, and hands them to one table of functions, `Kernels`.
 //
 // Only aggregates and pointers: a function defined here would be emitted by every object that includes this, and
@@ -94,7 +94,7 @@ struct MergeTask {
   std::int64_t parts;
 };
 
-// The pass before the backward: for rows [row_begin, row_end) of one head, what the tiles need of each row.
+// The pass before the backward: values of each row that the tiles need, for rows [row_begin, row_end) of one head.
 struct PrepareTask {
   const Options* options;
   std::int64_t row_begin, row_end;
@@ -106,7 +106,7 @@ struct PrepareTask {
   double* grad_sink;  // this task's share of the sink's gradient; NULL: not computed
 };
 
-// A sum that several tasks add to, tile by tile, each in its turn: number n adds when *turn == n and leaves n + 1.
+// A sum that several tasks add to, tile by tile, in a fixed order: task n adds when *turn == n, then sets it to n + 1.
 enum class BiasSum : std::int32_t {
   kNone,   // not computed
   kStore,  // every element belongs to one task: stored

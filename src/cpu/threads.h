@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The threads of the CPU backend: one pool, made when a call first has work for more than one thread, kept until the
-// process ends. A call has the pool to itself; one that finds it taken (calls from several threads of the caller's)
-// does its work alone rather than wait. After fork() the child makes a pool of its own.
+// process ends. Only one call at a time uses the pool. A call that finds it in use (calls from several threads)
+// computes on its own thread instead of waiting. After fork() the child makes a pool of its own.
 #pragma once
 
 #include <cstdint>

@@ -104,8 +104,8 @@ HWY_INLINE RowTerms<T> terms_of_row(const HeadArgs& head, const SequenceArgs& se
   return terms;
 }
 
-// A bias or mask has rows far apart, each may be on another page, and nothing but the kernel sees them coming. It asks
-// for one row at a time, so that the requests spread over the arithmetic of a strip.
+// The rows of a bias or mask are far apart, often on different pages, and only the kernel knows which comes next. It
+// prefetches one row at a time, so that the requests spread over the arithmetic of a strip.
 HWY_INLINE void prefetch_terms(const HeadArgs& head, i64 row, i64 col, i64 cols) {
   const Matrix* terms[] = {&head.bias[0], &head.bias[1], &head.mask};
   for (const Matrix* m : terms) {
