@@ -548,7 +548,7 @@ def test_check_refuses():
     refused("check", "bf17", says=("bf17", "no row of the table", "no problem line"))
     refused("check", "--isa", "avx9", says=("avx9", "avx2"))
     refused("check", "--table", "half", says=("half", "full", "reduced"))
-    refused("check", "--backend", "cuda", code=UNSUPPORTED, says=("cuda", "computes on the CPU"))
+    refused("check", "--backend", "cuda", code=UNSUPPORTED, says=("cuda", "computes on the CPU", "tests/gpu/run.py"))
     refused("check", "--backend", "gpu", says=("gpu", "accepted: cpu"))
     refused("check", "--gradiens", says=("--gradiens", "--gradients"))
 
