@@ -136,3 +136,9 @@ def test_the_report_says_of_which_machine_it_is(tmp_path):
     text = machine(tmp_path)
     assert "fovea explain:\nfovea 0.1.0\nGPU 0 H200" in text and "commit: " in text and "PyTorch:" in text, text
     assert "fovea explain: FileNotFoundError" in machine(tmp_path / "nowhere")
+
+
+def test_text_of_pictures_is_text():
+    for name in ("gpu_dense", "gpu_short"):
+        picture = (ROOT / f"docs/images/{name}.svg").read_text()
+        assert "TFLOP/s</text>" in picture and ">FlashAttention-4</text>" in picture and "DejaVuSans-" not in picture, name
