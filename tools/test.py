@@ -313,18 +313,21 @@ def main():
         count = getattr(Runner(arguments), f"stage_{chosen[0]}")()
         arguments.child.write_text(json.dumps([count.passed, count.failed, count.skipped]))
         return 0
-    rows = [Row(name, seconds, cpu, Count(*counts)) for name, seconds, cpu, *counts
-            in (json.loads(arguments.after.read_text()) if arguments.after else [])]
+    before = json.loads(arguments.after.read_text()) if arguments.after else {"wall": 0, "stages": []}
+    start = time.monotonic()
+    rows = [Row(name, seconds, cpu, Count(*counts)) for name, seconds, cpu, *counts in before["stages"]]
     rows += run_stages(chosen, stages, arguments.lanes)
+    wall = before["wall"] + time.monotonic() - start
     if arguments.report:
-        arguments.report.write_text(json.dumps(
-            [[row.name, row.seconds, row.cpu, row.count.passed, row.count.failed, row.count.skipped] for row in rows]))
+        arguments.report.write_text(json.dumps({"wall": wall, "stages": [
+            [row.name, row.seconds, row.cpu, row.count.passed, row.count.failed, row.count.skipped] for row in rows]}))
     total = Count()
     print(f"\n{'stage':12}{'seconds':>8}{'CPU min':>9}{'passed':>8}{'failed':>8}{'skipped':>8}")
     for row in rows:
         total.add(row.count)
         print(f"{row.name:12}{row.seconds:8.0f}{row.cpu / 60:9.1f}{row.count.passed:8}{row.count.failed:8}{row.count.skipped:8}")
-    print(f"{'all':12}{sum(row.seconds for row in rows):8.0f}{sum(row.cpu for row in rows) / 60:9.1f}")
+    print(f"{'all':12}{wall:8.0f}{sum(row.cpu for row in rows) / 60:9.1f}"
+          + (f"    {arguments.lanes} stages at once" if arguments.lanes > 1 else ""))
     print(f"{total.passed} passed, {total.failed} failed, {total.skipped} skipped")
     return 1 if total.failed or not total.passed else 0
 
