@@ -119,11 +119,11 @@ def hide_refusals(app, what, name, item, options, signature, returns):
 def show_titles(app, doctree, name):
     """The text of a link that is a file's name becomes the title of that page."""
     for link in doctree.findall(nodes.reference):
-        text = link.astext()
-        page = posixpath.normpath(posixpath.join(posixpath.dirname(name), text))[: -len(".md")]
-        if text.endswith(".md") and link.get("refuri") and page in app.env.titles:
+        target = link.get("refuri", "").split("#")[0].removesuffix(".html")
+        page = posixpath.normpath(posixpath.join(posixpath.dirname(name), target))
+        if link.astext().endswith(".md") and page in app.env.titles:
             link.children = []
-            link += nodes.inline("", app.env.titles[page].astext())
+            link += nodes.inline("", f"“{app.env.titles[page].astext()}”")
 
 
 def setup(app):
