@@ -30,6 +30,7 @@ myst_enable_extensions = ["colon_fence", "deflist", "fieldlist"]
 myst_heading_anchors = 4
 nitpicky = False
 keep_warnings = True
+highlight_language = "none"
 
 # ---- Python ----
 
