@@ -141,9 +141,9 @@ typedef struct fovea_problem {
   const fovea_tensor* cu_seqlens_k;
   const fovea_tensor* seqused_q; /* (B), int32: only so many rows of each sequence exist */
   const fovea_tensor* seqused_k;
-  int64_t max_seqlen_q; /* packed: at least the longest; 0 on the CPU: the longest */
-  int64_t max_seqlen_k;
-  int64_t batch_outer; /* packed with a batch of two levels: B1, B = B1 * B2; 0: one level */
+  int64_t max_seqlen_q; /* packed: at least the longest sequence, with seqused its longest used part; */
+  int64_t max_seqlen_k; /*   0 on the CPU: the longest sequence */
+  int64_t batch_outer;  /* packed with a batch of two levels: B1, B = B1 * B2; 0: one level */
 
   /* The forward writes these; the backward reads both. */
   const fovea_tensor* out; /* (B, Sq, Hq, Dv) | (total_q, Hq, Dv), the type of q */

@@ -176,8 +176,8 @@ def attention(
         cu_seqlens_q: (B + 1,), int32 or int64: packed sequence b has the query rows cu_seqlens_q[b] to
             cu_seqlens_q[b + 1]. On the CPU a list will do, as for the three other arrays of lengths.
         cu_seqlens_k: The same of keys.
-        max_seqlen_q: The longest packed sequence, at least. None reads it from cu_seqlens_q, which is possible on the
-            CPU only.
+        max_seqlen_q: The longest packed sequence, at least; with seqused_q its longest used part. None reads it from
+            cu_seqlens_q, which is possible on the CPU only.
         max_seqlen_k: The same of keys.
         seqused_q: (B,), int32 (on the CPU also int64): only the first so many query rows of each sequence exist.
         seqused_k: The same of keys.

@@ -139,7 +139,8 @@ struct Side {
   std::int64_t longest = 0;
 };
 
-Side parse_side(const Fields& fields, std::string_view seqs_key, std::string_view total_key, std::string_view max_key) {
+Side parse_side(const Fields& fields, std::string_view seqs_key, std::string_view total_key, std::string_view max_key,
+                std::string_view used_key) {
   Side side;
   if (const auto text = fields.value(seqs_key)) {
     side.lengths = parse_lengths(seqs_key, *text);
@@ -153,7 +154,7 @@ Side parse_side(const Fields& fields, std::string_view seqs_key, std::string_vie
     }
     const std::int64_t longest = longest_of(side.lengths);
     side.longest = fields.count(max_key, longest);
-    if (side.longest < longest) {
+    if (side.longest < longest && !fields.has(used_key)) {
       refuse(max_key, *fields.value(max_key), fmt::format("at least the longest of {}, {}", seqs_key, longest));
     }
     return side;
@@ -206,8 +207,8 @@ void parse_lengths_of_problem(const Fields& fields, Problem& problem) {
   if (!packed_q) {
     missing("seqs_q", "seqs_q=LENGTHS, or total_q=N max_q=N, beside those of the keys");
   }
-  const Side q = parse_side(fields, "seqs_q", "total_q", "max_q");
-  const Side k = packed_k ? parse_side(fields, "seqs_k", "total_k", "max_k") : q;
+  const Side q = parse_side(fields, "seqs_q", "total_q", "max_q", "used_q");
+  const Side k = packed_k ? parse_side(fields, "seqs_k", "total_k", "max_k", "used_k") : q;
   if (!given("b")) {
     if (q.lengths.empty() && k.lengths.empty()) {
       missing("b", "b=N where neither seqs_q nor seqs_k says how many sequences there are");
@@ -241,7 +242,7 @@ void parse_used(const Fields& fields, std::string_view key, const Problem& probl
     refuse(key, *text, fmt::format("a length for each batch entry, {}", problem.batch()));
   }
   for (std::size_t b = 0; b < used.size(); ++b) {
-    const std::int64_t most = lengths.empty() ? longest : lengths[b];
+    const std::int64_t most = lengths.empty() ? longest : std::min(lengths[b], longest);
     if (used[b] > most || used[b] > std::numeric_limits<std::int32_t>::max()) {
       refuse(key, fmt::format("{} for batch entry {}", used[b], b),
              fmt::format("at most its length, {}, and what int32 holds", most));

@@ -157,13 +157,8 @@ void Validator::lengths() {
     rows.cu_k = lengths_view(*given_.cu_seqlens_k);
     problem_.lengths_q = cu_seqlens("cu_seqlens_q", rows.cu_q, "total_q", problem_.total_q);
     problem_.lengths_k = cu_seqlens("cu_seqlens_k", rows.cu_k, "total_k", problem_.total_k);
-    problem_.seqlen_q = longest("max_seqlen_q", given_.max_seqlen_q, "cu_seqlens_q", rows.cu_q, problem_.lengths_q);
-    problem_.seqlen_k = longest("max_seqlen_k", given_.max_seqlen_k, "cu_seqlens_k", rows.cu_k, problem_.lengths_k);
     rows.is_packed = true;
   }
-  // max_seqlen may be any number from the longest sequence up: no sequence is longer than what holds them all.
-  rows.limit_q = std::min(problem_.seqlen_q, rows.rows_q);
-  rows.limit_k = std::min(problem_.seqlen_k, rows.rows_k);
   problem_.has_used_q = given_.seqused_q != nullptr;
   problem_.has_used_k = given_.seqused_k != nullptr;
   if (problem_.has_used_q) {
@@ -172,6 +167,17 @@ void Validator::lengths() {
   if (problem_.has_used_k) {
     rows.used_k = seqused("seqused_k", *given_.seqused_k, problem_.lengths_k, problem_.seqlen_k, problem_.used_k);
   }
+  if (problem_.packed) {
+    const char* of_q = problem_.has_used_q ? "seqused_q" : "cu_seqlens_q";
+    const char* of_k = problem_.has_used_k ? "seqused_k" : "cu_seqlens_k";
+    problem_.seqlen_q =
+        longest("max_seqlen_q", given_.max_seqlen_q, of_q, rows.cu_q, problem_.lengths_q, problem_.used_q);
+    problem_.seqlen_k =
+        longest("max_seqlen_k", given_.max_seqlen_k, of_k, rows.cu_k, problem_.lengths_k, problem_.used_k);
+  }
+  // max_seqlen may be any number from the longest sequence up: no sequence is longer than what holds them all.
+  rows.limit_q = std::min(problem_.seqlen_q, rows.rows_q);
+  rows.limit_k = std::min(problem_.seqlen_k, rows.rows_k);
   if (problem_.dropout > 0) {
     constexpr std::int64_t kMostWithDropout = std::int64_t{1} << 32;
     for (const auto& [name, length] : {std::pair('q', rows.limit_q), std::pair('k', rows.limit_k)}) {
@@ -204,18 +210,20 @@ Ints Validator::cu_seqlens(const char* name, const math::Lengths& cu, const char
   return lengths;
 }
 
-std::int64_t Validator::longest(const char* name, std::int64_t given, const char* cu_name, const math::Lengths& cu,
-                                const Ints& lengths) const {
+// Where rows are used in part, the longest used part is enough, which is what callers with a cache know.
+std::int64_t Validator::longest(const char* name, std::int64_t given, const char* of, const math::Lengths& cu,
+                                const Ints& lengths, const Ints& used) const {
   if (given < 0) {
     refuse("{}: {}; accepted: at least the longest sequence", name, given);
   }
-  const std::int64_t found = lengths.empty() ? 0 : *std::max_element(lengths.begin(), lengths.end());
-  const std::int64_t length = given != 0 ? given : found;
+  const auto most = [](const Ints& n) { return n.empty() ? 0 : *std::max_element(n.begin(), n.end()); };
+  const std::int64_t length = given != 0 ? given : most(lengths);
+  const std::int64_t found = most(used.empty() ? lengths : used);
   if (length == 0 && (!cu || !readable()) && problem_.batch() > 0) {
-    refuse("{}: 0; accepted: at least the longest sequence, as {} cannot be read here", name, cu_name);
+    refuse("{}: 0; accepted: at least the longest sequence, as {} cannot be read here", name, of);
   }
   if (length < found) {
-    refuse("{}: {}; accepted: at least the longest sequence of {}, {}", name, given, cu_name, found);
+    refuse("{}: {}; accepted: at least the longest sequence of {}, {}", name, given, of, found);
   }
   const std::int64_t heads = std::max(problem_.heads_q, problem_.heads_k);
   const std::int64_t columns = std::max(problem_.head_dim, problem_.head_dim_v);

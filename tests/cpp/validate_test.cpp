@@ -363,7 +363,13 @@ std::vector<Refusal> refusals_of_packed() {
        [](auto& a) { a.template data<std::int64_t>("cu_seqlens_k")[2] = 9; }},
       {"max_seqlen_q",
        {"2", "at least the longest sequence of cu_seqlens_q, 3"},
-       [](auto& a) { a.problem.max_seqlen_q = 2; }},
+       [](auto& a) {
+         a.problem.max_seqlen_q = 2;
+         a.problem.seqused_q = nullptr;
+       }},
+      {"max_seqlen_q",
+       {"1", "at least the longest sequence of seqused_q, 2"},
+       [](auto& a) { a.problem.max_seqlen_q = 1; }},
       {"max_seqlen_k", {"-5", "at least"}, [](auto& a) { a.problem.max_seqlen_k = -5; }},
       {"max_seqlen_k",
        {"140737488355329", "at most 2^50 rows in 2 sequences of 4 heads"},

@@ -1030,6 +1030,36 @@ def test_arrays_of_another_device_than_the_current_one():
     assert seen == [1] and memory.current == 0
 
 
+def test_the_longest_used_length_is_enough():
+    """max_seqlen may be the longest used length, which is less than the longest span of cu_seqlens: that is what callers
+    with a cache know. Biases are then as small."""
+    ends_q, ends_k, used_q, used_k = [0, 9, 16, 20], [0, 12, 20, 31], [4, 5, 3], [7, 2, 6]
+    q, k, v = normal(20, HQ, D, seed=1), normal(31, HK, D, seed=2), normal(31, HK, DV, seed=3)
+    bias = normal(1, HQ, 12, 12, seed=4)
+    options = dict(cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, seqused_q=used_q, seqused_k=used_k, causal=True,
+                   align="bottom_right")  # fmt: skip
+    results = []
+    for longest_q, longest_k in ((9, 12), (5, 7)):
+        given = dict(max_seqlen_q=longest_q, max_seqlen_k=longest_k, bias=bias[..., :longest_q, :longest_k])
+        out, lse = fovea.attention(q, k, v, return_lse=True, **options, **given)
+        grads = fovea.attention_backward(np.ones_like(out), q, k, v, out, lse, **options, **given)
+        results.append([out, lse, grads.q, grads.k, grads.v, grads.bias[..., :5, :7]])
+    for whole, used in zip(*results):
+        close(used, whole)
+    for changes, said in (
+        (dict(max_seqlen_q=4), "max_seqlen_q: 4; accepted: at least the longest sequence of seqused_q, 5"),
+        (dict(max_seqlen_k=6), "max_seqlen_k: 6; accepted: at least the longest sequence of seqused_k, 7"),
+        (dict(max_seqlen_k=11, seqused_k=None), "max_seqlen_k: 11; accepted: at least the longest sequence of cu_seqlens_k, 12"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            fovea.attention(q, k, v, **{**options, **changes})
+    line = fovea.explain(q, k, v, max_seqlen_q=5, max_seqlen_k=7, **options).splitlines()[0].removeprefix("problem: ")
+    assert " max_q=5 " in line and " max_k=7 " in line
+    assert fovea.explain(line).splitlines()[0].removeprefix("problem: ") == line
+    with pytest.raises(ValueError, match="used_k: '7 for batch entry 0'; accepted: at most its length, 6"):
+        fovea.explain(line.replace("max_k=7", "max_k=6"))
+
+
 def test_fovea_torch_without_pytorch():
     """Importing fovea imports no PyTorch, and where there is none, fovea.torch says so."""
     said = run(

@@ -87,8 +87,7 @@ class Checker {
   explicit Checker(std::int64_t batch) : batch_(batch) {}
 
   // Lengths of the sequences by cu_seqlens, or `rows` for each.
-  std::vector<std::int64_t> boundaries(char side, const std::vector<std::int64_t>* cu, std::int64_t rows,
-                                       std::int64_t longest) const {
+  std::vector<std::int64_t> boundaries(char side, const std::vector<std::int64_t>* cu, std::int64_t rows) const {
     std::vector<std::int64_t> lengths(static_cast<std::size_t>(batch_), rows);
     if (cu == nullptr) {
       return lengths;
@@ -106,23 +105,21 @@ class Checker {
       if (values[b + 1] > rows) {
         refuse("cu_seqlens_{}: {} at index {}; accepted: at most total_{}, {}", side, values[b + 1], b + 1, side, rows);
       }
-      if (lengths[b] > longest) {
-        refuse("max_seqlen_{}: {}; accepted: at least the longest sequence of cu_seqlens_{}, {}", side, longest, side,
-               lengths[b]);
-      }
     }
     return lengths;
   }
 
-  void used(char side, const std::vector<std::int64_t>* used, const std::vector<std::int64_t>& lengths) const {
-    if (used == nullptr) {
-      return;
-    }
-    const std::vector<std::int64_t>& values = *used;
+  void used(char side, const std::vector<std::int64_t>* used, const std::vector<std::int64_t>& lengths,
+            std::int64_t longest) const {
+    const std::vector<std::int64_t>& values = used == nullptr ? lengths : *used;
     for (std::size_t b = 0; b < lengths.size(); ++b) {
       if (values[b] < 0 || values[b] > lengths[b]) {
         refuse("seqused_{}: {} at index {}; accepted: 0 to the length of that sequence, {}", side, values[b], b,
                lengths[b]);
+      }
+      if (values[b] > longest) {
+        refuse("max_seqlen_{}: {}; accepted: at least the longest sequence of {}_{}, {}", side, longest,
+               used == nullptr ? "cu_seqlens" : "seqused", side, values[b]);
       }
     }
   }
@@ -187,8 +184,9 @@ void check_arguments(const Call& call, const jit::Driver& driver) {
   lengths.wait();
   const auto found = [&](int number) { return number < 0 ? nullptr : &lengths[number]; };
   const Checker checker(rows.batch());
-  checker.used('q', found(used_q), checker.boundaries('q', found(cu_q), rows.rows_q, call.problem.seqlen_q));
-  checker.used('k', found(used_k), checker.boundaries('k', found(cu_k), rows.rows_k, call.problem.seqlen_k));
+  const Problem& p = call.problem;
+  checker.used('q', found(used_q), checker.boundaries('q', found(cu_q), rows.rows_q), p.seqlen_q);
+  checker.used('k', found(used_k), checker.boundaries('k', found(cu_k), rows.rows_k), p.seqlen_k);
 }
 
 }  // namespace fovea::cuda
