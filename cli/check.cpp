@@ -13,8 +13,8 @@
 #include "check/run.h"
 #include "commands.h"
 #include "core/nearest.h"
-#include "core/plan.h"
 #include "cpu/cpu.h"
+#include "dispatch/plan.h"
 #include "fault.h"
 #include "progress.h"
 

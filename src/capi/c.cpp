@@ -11,12 +11,12 @@
 #include <string>
 #include <string_view>
 
-#include "core/plan.h"
 #include "core/problem.h"
 #include "core/shapes.h"
 #include "core/validate.h"
 #include "cpu/cpu.h"
 #include "cuda/cuda.h"
+#include "dispatch/plan.h"
 #include "fovea/c.h"
 
 namespace fovea {

@@ -17,7 +17,7 @@
 #include "check/cases.h"
 #include "check/materialise.h"
 #include "check/tolerance.h"
-#include "core/plan.h"
+#include "dispatch/plan.h"
 
 namespace fovea::check {
 

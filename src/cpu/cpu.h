@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The CPU backend as core/plan.cpp sees it.
+// The CPU backend as dispatch/plan.cpp sees it.
 #pragma once
 
 #include <cstddef>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "core/problem.h"
@@ -19,6 +20,14 @@ struct Plan {
   std::size_t workspace = 0;
   std::string summary;  // a line for explain(): instruction set, threads, tiles
 };
+
+// The fields of a problem that this backend knows (core/fields.h): what it computes, or refuses itself.
+inline constexpr std::string_view kKnownFields[] = {
+    "direction",  "batch1",     "batch2",        "heads_q", "heads_k",  "seqlen_q",    "seqlen_k",
+    "head_dim",   "head_dim_v", "type",          "packed",  "total_q",  "total_k",     "has_used_q",
+    "has_used_k", "scale",      "softcap",       "causal",  "top_left", "window_left", "window_right",
+    "bias",       "bias2",      "mask",          "alibi",   "sink",     "dropout",     "rng",
+    "seed",       "offset",     "deterministic", "lse",     "grad_lse", "need"};
 
 // Throws Error(FOVEA_UNSUPPORTED) if FOVEA_CPU_ISA forces what the machine has not.
 Plan plan(const Call& call);

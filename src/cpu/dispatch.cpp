@@ -11,6 +11,7 @@
 #include <cpuid.h>
 #endif
 
+#include "core/fields.h"
 #include "cpu/schedule.h"
 
 namespace fovea::cpu {
@@ -100,6 +101,8 @@ std::vector<Isa> instruction_sets() {
 }
 
 Plan plan(const Call& call) {
+  static const FieldNames unknown = unknown_fields<Problem>(kKnownFields);
+  refuse_fields(call.problem, unknown);
   const bool forward = call.problem.direction == Direction::kForward;
   const Kernels& kernels = kernels_for(call.problem.type);
   const i64 parallelism = forward ? forward_parallelism(call) : backward_parallelism(call);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The CUDA backend as core/plan.cpp sees it.
+// The CUDA backend as dispatch/plan.cpp sees it.
 //
 //     Call ──> plan: which kernels, in which order, on how many blocks; where what lies in the workspace
 //          ──> kernels, compiled or read and loaded, once
@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "core/problem.h"
@@ -69,6 +70,14 @@ struct Plan {
   std::vector<Launch> launches;
   std::string summary;  // a line for explain(): kernels, tiles, what is prepared
 };
+
+// The fields of a problem that this backend's plans know (core/fields.h): what it computes, or refuses itself.
+inline constexpr std::string_view kKnownFields[] = {
+    "direction",  "batch1",     "batch2",        "heads_q", "heads_k",  "seqlen_q",    "seqlen_k",
+    "head_dim",   "head_dim_v", "type",          "packed",  "total_q",  "total_k",     "has_used_q",
+    "has_used_k", "scale",      "softcap",       "causal",  "top_left", "window_left", "window_right",
+    "bias",       "bias2",      "mask",          "alibi",   "sink",     "dropout",     "rng",
+    "seed",       "offset",     "deterministic", "lse",     "grad_lse", "need"};
 
 // Throws Error(FOVEA_UNSUPPORTED) where the problem is of a type that CUDA devices are not served in, whichever it is.
 void require_type(const Problem& problem);

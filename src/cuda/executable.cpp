@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Plans are kept by everything that they depend on: shapes, strides, types, options, the alignment of addresses and the
-// device, packed into a row of numbers. A lookup is a hash of about a kilobyte.
+// device, packed into a row of numbers. Which fields that are core/fields.h says. A lookup is a hash of half a
+// kilobyte.
 #include "cuda/executable.h"
 
 #include <fmt/format.h>
@@ -12,6 +13,7 @@
 #include <shared_mutex>
 #include <unordered_map>
 
+#include "core/fields.h"
 #include "cuda/config/print.h"
 #include "cuda/jit/nvrtc.h"
 
@@ -21,39 +23,30 @@ namespace {
 class Key {
  public:
   explicit Key(const Call& call, int device) {
-    const Problem& p = call.problem;
-    const math::Rows& rows = call.rows;
     add(device);
-    add(exponent_scales(p) ? 1 : 0);
-    add(static_cast<std::int64_t>(p.direction) | static_cast<std::int64_t>(p.type) << 8 | std::int64_t{p.packed} << 16 |
-        std::int64_t{p.has_used_q} << 17 | std::int64_t{p.has_used_k} << 18 | std::int64_t{p.causal} << 19 |
-        std::int64_t{p.top_left} << 20 | std::int64_t{p.softcap > 0} << 21 | std::int64_t{p.sink} << 22 |
-        std::int64_t{call.dropout.active()} << 23 | static_cast<std::int64_t>(p.rng) << 24 |
-        std::int64_t{p.deterministic} << 28 | std::int64_t{p.lse} << 29 | std::int64_t{p.grad_lse} << 30 |
-        std::int64_t{p.need.q} << 31 | std::int64_t{p.need.k} << 32 | std::int64_t{p.need.v} << 33 |
-        std::int64_t{p.need.bias} << 34 | std::int64_t{p.need.bias2} << 35 | std::int64_t{p.need.sink} << 36 |
-        static_cast<std::int64_t>(p.alibi) << 37 | std::int64_t{call.dropout.threshold > 0x7c00} << 40);
-    for (const std::int64_t number : {p.batch1, p.batch2, p.heads_q, p.heads_k, p.seqlen_q, p.seqlen_k, p.head_dim,
-                                      p.head_dim_v, p.window_left, p.window_right, rows.rows_q, rows.rows_k}) {
-      add(number);
-    }
-    for (const PlaneTraits* traits : {&p.bias, &p.bias2, &p.mask}) {
-      const Extents& e = traits->extents;
-      add(static_cast<std::int64_t>(traits->type) | std::int64_t{e.batch1} << 8 | std::int64_t{e.batch2} << 9 |
-          std::int64_t{e.head} << 10 | std::int64_t{e.query} << 11 | std::int64_t{e.key} << 12);
-    }
-    std::int64_t alignments = 0;
-    for (const View* view : {&call.q, &call.k, &call.v, &call.bias, &call.bias2, &call.mask, &call.out, &call.grad_out,
-                             &call.grad_q, &call.grad_k, &call.grad_v, &call.grad_bias, &call.grad_bias2}) {
-      alignments = alignments << 4 | static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(view->data) % 16);
-      const math::Strides& s = view->strides;
-      if (*view) {
+    for_each_field(call.problem, [&](const char*, const auto& field, auto role) {
+      if constexpr (role() == Role::kPlan) {
+        value(field);
+      }
+    });
+    // Of numbers what a plan knows of them.
+    value(exponent_scales(call.problem));
+    value(call.problem.softcap > 0);
+    value(call.dropout.active());
+    value(call.dropout.threshold > 0x7c00);
+    for_each_view(call, [&](const char*, const View& view, Role role) {
+      if (role != Role::kPlan) {
+        return;
+      }
+      bits(reinterpret_cast<std::uintptr_t>(view.data) % 16, 4);
+      if (view) {
+        const math::Strides& s = view.strides;
         for (const std::int64_t stride : {s.batch1, s.batch2, s.head, s.row, s.col}) {
           add(stride);
         }
       }
-    }
-    add(alignments);
+    });
+    add(static_cast<std::int64_t>(small_));
   }
 
   std::size_t hash() const {
@@ -70,10 +63,43 @@ class Key {
   }
 
  private:
-  void add(std::int64_t number) { numbers_[count_++] = number; }
+  void add(std::int64_t number) { numbers_.at(count_++) = number; }
+
+  // Numbers of a few bits share a word.
+  void bits(std::uint64_t value, int count) {
+    constexpr int kWord = 64;
+    if (used_ + count > kWord) {
+      add(static_cast<std::int64_t>(small_));
+      small_ = 0;
+      used_ = 0;
+    }
+    small_ = small_ << count | value;
+    used_ += count;
+  }
+  void value(std::int64_t number) { add(number); }
+  void value(bool is) { bits(is ? 1 : 0, 1); }
+  template <class E>
+  requires std::is_enum_v<E>
+  void value(E which) { bits(static_cast<std::uint8_t>(which), 8); }
+  void value(const PlaneTraits& traits) {
+    const auto& [type, extents] = traits;
+    const auto& [batch1, batch2, head, query, key] = extents;
+    value(type);
+    for (const bool has : {batch1, batch2, head, query, key}) {
+      value(has);
+    }
+  }
+  void value(const Need& need) {
+    const auto& [q, k, v, bias, bias2, sink] = need;
+    for (const bool needed : {q, k, v, bias, bias2, sink}) {
+      value(needed);
+    }
+  }
 
   std::array<std::int64_t, 96> numbers_;
   std::size_t count_ = 0;
+  std::uint64_t small_ = 0;
+  int used_ = 0;  // bits of it
 };
 
 struct HashOfKey {

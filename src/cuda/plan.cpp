@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "core/clear_rows.h"
+#include "core/fields.h"
 #include "cuda/config/packed_heads.h"
 #include "cuda/device/generic/sizes.h"
 #include "cuda/planner.h"
@@ -223,6 +224,8 @@ void require_type(const Problem& problem) {
 }
 
 Plan plan_for(const Call& call, const Target& target) {
+  static const FieldNames unknown = unknown_fields<Problem>(kKnownFields);
+  refuse_fields(call.problem, unknown);
   require_type(call.problem);
   if (packs_heads(call)) {
     const Call packed = with_packed_heads(call);
@@ -244,10 +247,11 @@ std::vector<Kernel> kernels_for(const Call& call, const Target& target) {
   // The same with every address off by an element; nothing is read there.
   alignas(16) static char place[16];
   Call moved = call;
-  for (View* view : {&moved.q, &moved.k, &moved.v, &moved.bias, &moved.bias2, &moved.out, &moved.grad_out,
-                     &moved.grad_q, &moved.grad_k, &moved.grad_v, &moved.grad_bias, &moved.grad_bias2}) {
-    view->data = place + size_of(view->type);
-  }
+  for_each_view(moved, [](const char*, View& view, Role role) {
+    if (role == Role::kPlan) {
+      view.data = place + size_of(view.type);
+    }
+  });
   add(moved);
   return kernels;
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Which backend serves a problem: verdicts and their order, a backend by its name and by FOVEA_BACKEND, the workspace.
-#include "core/plan.h"
+#include "dispatch/plan.h"
 
 #include <gtest/gtest.h>
 

@@ -3,6 +3,7 @@
 licence and begins by saying what it is; src/math needs no header.
 """
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -100,6 +101,39 @@ def test_folders_are_read_by_what_does_not_throw():
     """The iterator of a range-based `for` throws where reading on fails."""
     names = [name for name in tracked("src/*.h", "src/*.cpp", "cli/*.h", "cli/*.cpp") if "directory_iterator" in code_of(ROOT / name)]
     assert names == ["src/cuda/jit/folder.h"]
+
+
+def includes_of(name):
+    """The tracked files that a source includes, by its own folder, by src and by src/cuda/device."""
+    found = re.findall(r'^\s*#\s*include\s+"([^"]+)"', (ROOT / name).read_text(), re.MULTILINE)
+    for text in found:
+        for base in (Path(name).parent, Path("src"), Path("src/cuda/device")):
+            path = Path(os.path.normpath(base / text))
+            if (ROOT / path).exists():
+                yield str(path)
+                break
+
+
+def folder_of(name):
+    """cuda and its folders are apart; what lies below those is one."""
+    return "/".join(Path(name).parent.parts[1:3])
+
+
+def test_folders_depend_on_one_another_one_way():
+    """No folder of src includes one that includes it, over however many others: what is below knows nothing of what is above."""
+    below = {}
+    for name in tracked("src/*.h", "src/*.cpp", "src/*.cuh"):
+        below.setdefault(folder_of(name), set()).update(map(folder_of, includes_of(name)))
+    below = {folder: its - {folder} for folder, its in below.items()}
+    assert below["math"] == set() and below["core"] == {"math"} and below["cuda/device"] == {"math"}
+    assert below["cuda/jit"] == {"core"}, "run-time compilation knows nothing of attention"
+    order = []
+    while below:
+        free = sorted(folder for folder, its in below.items() if its <= set(order))
+        assert free, f"folders in a circle: {below}"
+        order += free
+        below = {folder: its for folder, its in below.items() if folder not in order}
+    assert order.index("dispatch") > max(order.index(name) for name in ("cpu", "cuda", "reference"))
 
 
 SOURCES = ("*.h", "*.cpp", "*.cuh", "*.c", "*.py", "*.pyi", "*.sh", "*.cmake", "*CMakeLists.txt", "Makefile", "*.map")

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <string_view>
 
+#include "core/fields.h"
 #include "cuda/launch/launcher.h"
 
 namespace fovea::cuda {
@@ -139,24 +140,7 @@ void check_places(const Call& call, const jit::Driver& driver) {
              call.device_index);
     }
   };
-  check("q", call.q.data);
-  check("k", call.k.data);
-  check("v", call.v.data);
-  check("bias", call.bias.data);
-  check("bias2", call.bias2.data);
-  check("mask", call.mask.data);
-  check("alibi_slopes", call.alibi_slopes.data);
-  check("sink", call.sink.data);
-  check("out", call.out.data);
-  check("lse", call.lse.data);
-  check("grad_out", call.grad_out.data);
-  check("grad_lse", call.grad_lse.data);
-  check("grad_q", call.grad_q.data);
-  check("grad_k", call.grad_k.data);
-  check("grad_v", call.grad_v.data);
-  check("grad_bias", call.grad_bias.data);
-  check("grad_bias2", call.grad_bias2.data);
-  check("grad_sink", call.grad_sink.data);
+  for_each_view(call, [&](const char* name, const View& view, Role) { check(name, view.data); });
   check("cu_seqlens_q", call.rows.cu_q.data);
   check("cu_seqlens_k", call.rows.cu_k.data);
   check("seqused_q", call.rows.used_q.data);

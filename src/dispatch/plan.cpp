@@ -3,7 +3,7 @@
 // plan(): each backend, in the order of kBackends, gives a Verdict, and the first that can compute the problem is
 // taken. If a backend is named (fovea_problem::backend, else FOVEA_BACKEND), only that one is considered. The reference
 // is taken only if it is named. A problem of one device is never moved to another.
-#include "core/plan.h"
+#include "dispatch/plan.h"
 
 #include <fmt/format.h>
 
