@@ -55,6 +55,7 @@ constexpr Variable kVariables[] = {
     {"FOVEA_CACHE_MAX_MB", "how much is kept there"},
     {"FOVEA_PRECOMPILED_DIR", "kernels compiled ahead of time"},
     {"FOVEA_NVRTC", "NVRTC's file or folder"},
+    {"FOVEA_KERNEL_TEXT", "development: a folder src whose kernels are compiled instead of the library's"},
     {"FOVEA_LOG", "jit: a line for each kernel compiled or read"},
     {"FOVEA_DUMP", "a folder for the text of compiled kernels"},
     {"FOVEA_LIBRARY", "the libfovea.so that Python loads", file_that_is_there},

@@ -129,6 +129,7 @@ constexpr Judge kJudges[] = {
        const jit::Cache checked(value, jit::Cache::Access::kReadOnly, 0, "FOVEA_PRECOMPILED_DIR");
      }},
     {"FOVEA_NVRTC", [](const std::string&) { nvrtc_of(jit::NvrtcSearch::from_environment()); }},
+    {"FOVEA_KERNEL_TEXT", [](const std::string& value) { jit::read_text(value); }},
     {"FOVEA_DUMP", [](const std::string& value) { require_room_for("FOVEA_DUMP", value); }},
 };
 

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <fstream>
 #include <set>
 #include <thread>
@@ -184,6 +185,56 @@ TEST(JitKernels, TheEnvironmentSetsEverything) {
   const Variable verbose("FOVEA_LOG", "verbose");
   EXPECT_EQ(refusal([] { Settings::from_environment(); }, FOVEA_INVALID_ARGUMENT),
             "FOVEA_LOG: 'verbose'; accepted: jit, or not set");
+}
+
+TEST(JitKernels, TextOfAFolderIsThatOfTheLibrary) {
+  // Every file under both of its names, as the build embeds them.
+  const std::vector<TextFile> read = read_text(FOVEA_SOURCE_DIR "/src");
+  EXPECT_EQ(read.size(), embedded_files().size());
+  for (const TextFile& embedded : embedded_files()) {
+    const auto same =
+        std::find_if(read.begin(), read.end(), [&](const TextFile& f) { return f.name == embedded.name; });
+    ASSERT_NE(same, read.end()) << embedded.name;
+    EXPECT_EQ(same->text, embedded.text) << embedded.name;
+  }
+}
+
+TEST(JitKernels, TextOfAFolderIsCompiledAndAPartOfTheKey) {
+  const Folder folder;
+  namespace fs = std::filesystem;
+  fs::create_directories(folder / "src/math");
+  fs::create_directories(folder / "src/cuda/device/below");
+  const auto write = [&](const std::string& name, const std::string& text) { std::ofstream(folder / name) << text; };
+  write("src/math/numbers.h", "constexpr int kFactor = 3;\n");
+  write("src/cuda/device/below/toy.cuh",
+        "#include \"numbers.h\"\nstruct Toy { int n = 0; };\n"
+        "template <Toy T> __global__ void toy(float* x) { x[threadIdx.x] *= kFactor + T.n; }\n");
+  Settings settings = tiny_settings(folder / "cache");
+  const Request request{"below/toy.cuh", "toy", "Toy{.n = 1}", "sm_80", {}};
+  const std::vector<TextFile> text = read_text(folder / "src");
+  settings.text = text;
+  Jit first(settings);
+  const std::string key = first.key_of(request);
+  const std::string code = first.binary(request)->cubin;
+  EXPECT_EQ(first.counts().compiled, 1);
+  write("src/math/numbers.h", "constexpr int kFactor = 5;\n");
+  const std::vector<TextFile> edited = read_text(folder / "src");
+  settings.text = edited;
+  Jit second(settings);
+  EXPECT_NE(second.key_of(request), key);
+  EXPECT_NE(second.binary(request)->cubin, code);
+  EXPECT_EQ(second.counts().compiled, 1);
+}
+
+TEST(JitKernels, TheFolderOfTextIsThatOfTheEnvironment) {
+  const Variable folder("FOVEA_KERNEL_TEXT", FOVEA_SOURCE_DIR "/src");
+  EXPECT_NE(Settings::from_environment().text.data(), embedded_files().data());
+  const Variable none("FOVEA_KERNEL_TEXT", nullptr);
+  EXPECT_EQ(Settings::from_environment().text.data(), embedded_files().data());
+  EXPECT_EQ(
+      refusal([] { read_text("/nowhere"); }, FOVEA_INVALID_ARGUMENT),
+      "FOVEA_KERNEL_TEXT: '/nowhere' has no math/ with the text of kernels; accepted: the folder src of a checkout of "
+      "fovea, or a copy");
 }
 
 TEST(JitKernels, LogAndDumpShowWhatHappens) {

@@ -663,6 +663,7 @@ def test_explain_the_machine():
         ("FOVEA_CACHE_MAX_MB", "1GB", "'1GB'; accepted: a number of megabytes"),
         ("FOVEA_PRECOMPILED_DIR", "/nowhere", ".*/nowhere: No such file or directory"),
         ("FOVEA_NVRTC", "/nowhere/libnvrtc.so", "'/nowhere/libnvrtc.so': no such file or folder; accepted: .*libnvrtc.so"),
+        ("FOVEA_KERNEL_TEXT", "/nowhere", "'/nowhere' has no math/ with the text of kernels; accepted: the folder src"),
         ("FOVEA_LOG", "all", "'all'; accepted: jit, or not set"),
         ("FOVEA_DUMP", "/proc/version/dump", ".*/proc/version is no folder"),
         ("FOVEA_LIBRARY", "/nowhere", "'/nowhere': no such file"),

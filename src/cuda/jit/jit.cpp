@@ -86,6 +86,7 @@ Settings Settings::from_environment() {
   }
   settings.cache_bytes = cache_size_from_environment();
   settings.nvrtc = NvrtcSearch::from_environment();
+  settings.text = text_from_environment();
   settings.log = log_from_environment();
   settings.dump = environment("FOVEA_DUMP");
   return settings;
