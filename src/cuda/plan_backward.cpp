@@ -139,7 +139,7 @@ void Planner::backward() {
       kernels_ += fmt::format(", a block of keys in {} parts", parts);
     }
   } else if (work.dkv || work.column_sum) {
-    const Kernel kernel = taken(sm80_backward(features, plan_.target, work));
+    const Kernel kernel = taken(generic_backward(features, plan_.target, work));
     add(Step::kBackward, kernel, backward_blocks(call_, kernel));
   }
   const bool row_sum = any(Gradient::kRows) && !hopper.kernel.spec.row_sum;
@@ -148,7 +148,7 @@ void Planner::backward() {
     serves(hopper);  // says why where a generic kernel is asked
   }
   if (dq_alone || row_sum) {
-    const Kernel kernel = taken(sm80_backward_dq(features, plan_.target, dq_alone, row_sum));
+    const Kernel kernel = taken(generic_backward_dq(features, plan_.target, dq_alone, row_sum));
     add(Step::kBackwardDq, kernel, backward_dq_blocks(call_, kernel));
   }
   if (!hopper.kernel.spec.dbias_store || hopper.why_not != nullptr) {
@@ -262,7 +262,7 @@ void Planner::bias(Gradient gradient, const PlaneTraits& traits, int which) {
       bias_for_hopper(choice, shared, which);
       return;
     }
-    const Kernel kernel = taken(sm80_bias_gradient(plan_.operands.features, plan_.target, type));
+    const Kernel kernel = taken(generic_bias_gradient(plan_.operands.features, plan_.target, type));
     const std::int64_t blocks = planes * bias_gradient_blocks(queries, keys, kernel);
     const int chunks = bias_gradient_chunks(blocks, std::max<std::int64_t>(list, 1), kernel.spec, plan_.target);
     if (chunks > 1) {

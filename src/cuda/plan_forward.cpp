@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "cuda/config/sm80_forward.h"
+#include "cuda/config/generic_forward.h"
 #include "cuda/config/sm90_forward.h"
 #include "cuda/device/sm90/forward_sizes.h"
 #include "cuda/planner.h"
@@ -31,8 +31,8 @@ void Planner::forward() {
   plan_.operands = operands_of(call_, plan_.workspace);
   check_bias_rows();
   operands();
-  for (const Choice& choice :
-       {sm80_forward(call_, plan_.operands, plan_.target), sm80_wide_forward(call_, plan_.operands, plan_.target)}) {
+  for (const Choice& choice : {generic_forward(call_, plan_.operands, plan_.target),
+                               generic_wide_forward(call_, plan_.operands, plan_.target)}) {
     if (serves(choice)) {
       forward(choice.kernel);
       say(choice.kernel);

@@ -7,7 +7,7 @@
 #include <string>
 #include <string_view>
 
-#include "cuda/config/sm80_backward.h"
+#include "cuda/config/generic_backward.h"
 #include "cuda/config/sm90_bias_gradient.h"
 #include "cuda/cuda.h"
 

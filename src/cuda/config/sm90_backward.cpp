@@ -127,10 +127,10 @@ bool in_same_step(const Call& call, const Spec& spec, bool ordered) {
 std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool ordered) {
   const int widest = std::max(spec.d, spec.dv);
   if (in_clusters(spec)) {
-    return {{2, 1, 64, 2, 2}};
+    return {{.groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 2}};
   }
   if (is_wide(spec)) {
-    return {{2, 1, 64, 2, 2, false, false, true}};
+    return {{.groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 2, .halves = true}};
   }
   const bool bias = spec.bias != BiasTile::kNone;
   const bool rows = spec.query_term || spec.row_sum;
@@ -139,75 +139,96 @@ std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool orde
   const bool three = widest <= 64 && !much && !spec.key_term;
   if (sm90_outer_bytes(spec) > 0) {
     if (ordered) {
-      return {{2, 1, 64, 2, 2, true, false, false, 2}, {2, 1, 64, 2, 2, true}, {2, 1, 64, 1, 2, true}};
+      return {{.groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 2, .bulk = true, .outer = 2},
+              {.groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 2, .bulk = true},
+              {.groups = 2, .tiles = 1, .step = 64, .stages = 1, .planes = 2, .bulk = true}};
     }
-    return {{2, 1, 64, 2, 3, false, false, false, 2}, {2, 1, 64, 2, 2, false, false, false, 2}, {2, 1, 64, 2, 2}};
+    return {{.groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 3, .outer = 2},
+            {.groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 2, .outer = 2},
+            {.groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 2}};
   }
   // One block has all keys.
   if (spec.dq && !spec.ragged) {
     constexpr int kLittle = 32;
     const auto keys = [&](int groups, int tiles) { return seqlen_k <= 64 * groups * tiles; };
     if (widest > 64 && keys(2, 1)) {
-      return {{2, 1, 64, 2, 3}, {2, 1, 64, 2, 2}};
+      return {{.groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 3},
+              {.groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 2}};
     }
     if (widest <= 64 && keys(2, 1) && !much && !bias && !rows) {
-      return {{2, 1, 128, 2, 2}};
+      return {{.groups = 2, .tiles = 1, .step = 128, .stages = 2, .planes = 2}};
     }
     if (widest <= 64 && keys(2, 1)) {
-      return {{2, 1, 64, 3, 3}};
+      return {{.groups = 2, .tiles = 1, .step = 64, .stages = 3, .planes = 3}};
     }
     if (three && keys(3, 1)) {  // ptxas would serialise delayed products of a bias or a term of queries (C7512)
-      return {{3, 1, 64, 4, 3, false, !bias && !rows}};
+      return {{.groups = 3, .tiles = 1, .step = 64, .stages = 4, .planes = 3, .delay = !bias && !rows}};
     }
     if (widest <= 64 && !much && !rows && keys(2, 2)) {
-      return {{2, 2, 64, 2, 2}};
+      return {{.groups = 2, .tiles = 2, .step = 64, .stages = 2, .planes = 2}};
     }
     if (widest <= kLittle && !much && keys(3, 2)) {
-      return {{3, 2, 64, 2, 3}};
+      return {{.groups = 3, .tiles = 2, .step = 64, .stages = 2, .planes = 3}};
     }
   }
   // Sums in order leave in bulk.
   if (ordered) {
     if (widest <= 64 && !much) {
-      return {{3, 1, 64, 3, 2, true}, {2, 1, 64, 2, 2, true}};
+      return {{.groups = 3, .tiles = 1, .step = 64, .stages = 3, .planes = 2, .bulk = true},
+              {.groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 2, .bulk = true}};
     }
-    return {{2, 1, 64, 2, 2, true}};
+    return {{.groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 2, .bulk = true}};
   }
   if (!spec.dkv && widest > 64 && !bias && !much) {  // no sums of dk and dv: registers for a third warpgroup
-    return {{3, 1, 64, 2, 2}, {2, 1, 64, 2, 2}};
+    return {{.groups = 3, .tiles = 1, .step = 64, .stages = 2, .planes = 2},
+            {.groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 2}};
   }
   if (widest <= 64) {
     if (spec.mask && spec.dropout == DropoutRule::kNone && !spec.softcap && !bias && !rows) {
-      return {{2, 1, 128, 2, 2, true}, {2, 1, 64, 3, 3}};
+      return {{.groups = 2, .tiles = 1, .step = 128, .stages = 2, .planes = 2, .bulk = true},
+              {.groups = 2, .tiles = 1, .step = 64, .stages = 3, .planes = 3}};
     }
     if (much) {
-      return {{2, 1, 64, 3, 3, true}, {2, 1, 64, 3, 3}};
+      return {{.groups = 2, .tiles = 1, .step = 64, .stages = 3, .planes = 3, .bulk = true},
+              {.groups = 2, .tiles = 1, .step = 64, .stages = 3, .planes = 3}};
     }
     if (spec.dbias_store) {
-      return {{3, 1, 64, 4, 3}, {2, 1, 64, 3, 3}};
+      return {{.groups = 3, .tiles = 1, .step = 64, .stages = 4, .planes = 3},
+              {.groups = 2, .tiles = 1, .step = 64, .stages = 3, .planes = 3}};
     }
     if (bias && three && !rows && !spec.banded && !spec.ragged && !spec.alibi && !spec.column_sum) {
-      return {{3, 1, 64, 3, 3, true}, {3, 1, 64, 3, 2, true}, {2, 1, 64, 3, 3, true}, {2, 1, 64, 3, 3}};
+      return {{.groups = 3, .tiles = 1, .step = 64, .stages = 3, .planes = 3, .bulk = true},
+              {.groups = 3, .tiles = 1, .step = 64, .stages = 3, .planes = 2, .bulk = true},
+              {.groups = 2, .tiles = 1, .step = 64, .stages = 3, .planes = 3, .bulk = true},
+              {.groups = 2, .tiles = 1, .step = 64, .stages = 3, .planes = 3}};
     }
     if (bias) {
-      return {{2, 1, 64, 3, 3, true}, {2, 1, 64, 3, 3}};
+      return {{.groups = 2, .tiles = 1, .step = 64, .stages = 3, .planes = 3, .bulk = true},
+              {.groups = 2, .tiles = 1, .step = 64, .stages = 3, .planes = 3}};
     }
     if (rows && (spec.banded || spec.alibi || spec.key_term)) {  // three warpgroups have too few registers
-      return {{2, 1, 64, 3, 3, true}, {2, 1, 64, 3, 3}};
+      return {{.groups = 2, .tiles = 1, .step = 64, .stages = 3, .planes = 3, .bulk = true},
+              {.groups = 2, .tiles = 1, .step = 64, .stages = 3, .planes = 3}};
     }
     if (spec.banded && three) {
-      return {{3, 1, 64, 3, 2, true}, {2, 1, 64, 3, 3}};
+      return {{.groups = 3, .tiles = 1, .step = 64, .stages = 3, .planes = 2, .bulk = true},
+              {.groups = 2, .tiles = 1, .step = 64, .stages = 3, .planes = 3}};
     }
     if (spec.banded && spec.ragged && spec.column_sum) {  // 128 queries a step would spill
-      return {{2, 1, 64, 3, 3, true}, {2, 1, 64, 3, 3}};
+      return {{.groups = 2, .tiles = 1, .step = 64, .stages = 3, .planes = 3, .bulk = true},
+              {.groups = 2, .tiles = 1, .step = 64, .stages = 3, .planes = 3}};
     }
-    return {{2, 1, 128, 2, 2, true}, {2, 1, 64, 3, 3}};
+    return {{.groups = 2, .tiles = 1, .step = 128, .stages = 2, .planes = 2, .bulk = true},
+            {.groups = 2, .tiles = 1, .step = 64, .stages = 3, .planes = 3}};
   }
   constexpr int kMiddle = 80;
   if (spec.dbias_store || widest <= kMiddle) {
-    return {{2, 1, 64, 2, 3}, {2, 1, 64, 2, 2}};
+    return {{.groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 3},
+            {.groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 2}};
   }
-  return {{2, 1, 64, 2, 2, true}, {2, 1, 64, 2, 3}, {2, 1, 64, 2, 2}};
+  return {{.groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 2, .bulk = true},
+          {.groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 3},
+          {.groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 2}};
 }
 
 // Whether who comes first to rows of dq_sum stores there: nobody need clear them, but whoever comes meanwhile waits.
@@ -310,7 +331,8 @@ bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, cons
   spec.dbias_store = wants.dbias_store && spec.dq && !is_wide(spec);
   std::vector<Tiles> all = candidates(spec, call.rows.limit_k, is_ordered);
   if (in_same_step(call, spec, is_ordered)) {
-    constexpr Tiles kSameStep{2, 1, 64, 2, 2, true, false, true, 1, true};
+    constexpr Tiles kSameStep{
+        .groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 2, .bulk = true, .halves = true, .same_step = true};
     all.insert(all.begin(), kSameStep);
   }
   for (const Tiles& tiles : all) {

@@ -3,9 +3,9 @@
 // Which problems the backward for Hopper serves, and with which tiles: pure functions of a problem and a target.
 #pragma once
 
+#include "cuda/config/generic_backward.h"
 #include "cuda/config/kernel.h"
 #include "cuda/config/operands.h"
-#include "cuda/config/sm80_backward.h"
 #include "cuda/config/target.h"
 
 namespace fovea::cuda {

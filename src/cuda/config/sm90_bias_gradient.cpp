@@ -32,14 +32,21 @@ int features_of(const Spec& s) {
 std::int64_t tiles_of(std::int64_t length, std::int64_t size) { return (length + size - 1) / size; }
 
 std::vector<Tiles> candidates(const Spec& s, const BiasList& list) {
-  constexpr Tiles kLast[] = {
-      {2, 128, 4, 1, 2}, {2, 128, 3, 1, 1}, {2, 128, 2, 1, 1}, {2, 64, 2, 1, 1}, {1, 64, 2, 1, 1}};
-  constexpr Tiles kNarrow[] = {{2, 64, 4, 2, 2}, {2, 64, 4, 1, 2}, {2, 64, 2, 1, 1}, {1, 64, 2, 1, 1}};
+  constexpr Tiles kLast[] = {{.groups = 2, .step = 128, .stages = 4, .planes = 1, .buffers = 2},
+                             {.groups = 2, .step = 128, .stages = 3, .planes = 1, .buffers = 1},
+                             {.groups = 2, .step = 128, .stages = 2, .planes = 1, .buffers = 1},
+                             {.groups = 2, .step = 64, .stages = 2, .planes = 1, .buffers = 1},
+                             {.groups = 1, .step = 64, .stages = 2, .planes = 1, .buffers = 1}};
+  constexpr Tiles kNarrow[] = {{.groups = 2, .step = 64, .stages = 4, .planes = 2, .buffers = 2},
+                               {.groups = 2, .step = 64, .stages = 4, .planes = 1, .buffers = 2},
+                               {.groups = 2, .step = 64, .stages = 2, .planes = 1, .buffers = 1},
+                               {.groups = 1, .step = 64, .stages = 2, .planes = 1, .buffers = 1}};
   const int widest = std::max(s.d, s.dv);
   std::vector<Tiles> all;
   const bool by_entry = s.mask || s.key_term || s.query_term || s.bias2 != BiasTile::kNone;
   if (s.dropout == DropoutRule::kFovea && s.bias != BiasTile::kFp32 && !by_entry) {
-    all = {{2, 128, 4, 2, 2}, {2, 128, 3, 1, 2}};
+    all = {{.groups = 2, .step = 128, .stages = 4, .planes = 2, .buffers = 2},
+           {.groups = 2, .step = 128, .stages = 3, .planes = 1, .buffers = 2}};
   }
   // 128 keys a tile would spill; or compile for 1.4 instead of 0.9 s, where nobody has asked for speed.
   const bool long_text = s.banded && s.ragged && s.bias2 != BiasTile::kNone;
@@ -54,16 +61,16 @@ std::vector<Tiles> candidates(const Spec& s, const BiasList& list) {
   const bool three = tiles_of(list.queries, 192) * 192 * 8 <= tiles_of(list.queries, 128) * 128 * 9;
   if (features_of(s) == int{s.key_term} && three) {
     if (widest <= 32) {
-      all.push_back({3, 128, 6, 2, 2});
+      all.push_back({.groups = 3, .step = 128, .stages = 6, .planes = 2, .buffers = 2});
     }
     if (widest <= 64) {
-      all.push_back({3, 128, 4, 1, 2});
+      all.push_back({.groups = 3, .step = 128, .stages = 4, .planes = 1, .buffers = 2});
     }
     if (widest <= 80) {
-      all.push_back({3, 128, 3, 1, 2});
+      all.push_back({.groups = 3, .step = 128, .stages = 3, .planes = 1, .buffers = 2});
     }
     if (widest > 96 && widest <= 128) {
-      all.push_back({3, 128, 2, 1, 2});
+      all.push_back({.groups = 3, .step = 128, .stages = 2, .planes = 1, .buffers = 2});
     }
   }
   for (const Tiles& tiles : kLast) {

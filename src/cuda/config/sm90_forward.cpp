@@ -80,53 +80,72 @@ std::vector<Tiles> candidates(const Spec& spec) {
                             !spec.query_term && spec.bias2 == BiasTile::kNone && spec.bias != BiasTile::kFp32;
   if (widest <= 64) {
     if (half && narrow_terms) {
-      return {{2, 128, 2, 2, 2}, {2, 128, 2, 1, 2}, {2, 64, 2, 1, 2}};
+      return {{.groups = 2, .step = 128, .stages = 2, .q_buffers = 2, .planes = 2},
+              {.groups = 2, .step = 128, .stages = 2, .q_buffers = 1, .planes = 2},
+              {.groups = 2, .step = 64, .stages = 2, .q_buffers = 1, .planes = 2}};
     }
     if (half) {
-      return {{2, 64, 2, 2, 2}, {2, 64, 2, 1, 2}};
+      return {{.groups = 2, .step = 64, .stages = 2, .q_buffers = 2, .planes = 2},
+              {.groups = 2, .step = 64, .stages = 2, .q_buffers = 1, .planes = 2}};
     }
     if (spec.mask && features == 1) {
-      return {{3, 128, 3, 2, 2}};
+      return {{.groups = 3, .step = 128, .stages = 3, .q_buffers = 2, .planes = 2}};
     }
     if (features > int{biases} || spec.bias2 != BiasTile::kNone || (spec.ragged && spec.left_edge)) {
-      return {{2, 128, 3, 2, 2}, {2, 128, 2, 2, 2}, {2, 128, 2, 1, 2}, {2, 64, 2, 1, 2}};
+      return {{.groups = 2, .step = 128, .stages = 3, .q_buffers = 2, .planes = 2},
+              {.groups = 2, .step = 128, .stages = 2, .q_buffers = 2, .planes = 2},
+              {.groups = 2, .step = 128, .stages = 2, .q_buffers = 1, .planes = 2},
+              {.groups = 2, .step = 64, .stages = 2, .q_buffers = 1, .planes = 2}};
     }
     if (spec.bias == BiasTile::kFp32) {
-      return {{3, 64, 3, 1, 3}, {2, 64, 2, 1, 2}};
+      return {{.groups = 3, .step = 64, .stages = 3, .q_buffers = 1, .planes = 3},
+              {.groups = 2, .step = 64, .stages = 2, .q_buffers = 1, .planes = 2}};
     }
     if (biases && widest <= 32) {
-      return {{3, 128, 3, 2, 3}, {3, 128, 2, 2, 2}, {2, 128, 2, 1, 2}};
+      return {{.groups = 3, .step = 128, .stages = 3, .q_buffers = 2, .planes = 3},
+              {.groups = 3, .step = 128, .stages = 2, .q_buffers = 2, .planes = 2},
+              {.groups = 2, .step = 128, .stages = 2, .q_buffers = 1, .planes = 2}};
     }
     if (biases) {
-      return {{3, 128, 2, 1, 2}, {2, 128, 2, 1, 2}};
+      return {{.groups = 3, .step = 128, .stages = 2, .q_buffers = 1, .planes = 2},
+              {.groups = 2, .step = 128, .stages = 2, .q_buffers = 1, .planes = 2}};
     }
-    return {{3, 128, 3, 2, 2}};
+    return {{.groups = 3, .step = 128, .stages = 3, .q_buffers = 2, .planes = 2}};
   }
   if (widest <= 128) {
     if (widest == 96 && features == 0 && !spec.ragged && !spec.left_edge) {
-      return {{3, 112, 2, 2, 2}};
+      return {{.groups = 3, .step = 112, .stages = 2, .q_buffers = 2, .planes = 2}};
     }
     if (half || spec.bias2 != BiasTile::kNone) {
-      return {{2, 64, 2, 2, 2}, {2, 64, 2, 1, 2}, {2, 64, 2, 1, 1}};
+      return {{.groups = 2, .step = 64, .stages = 2, .q_buffers = 2, .planes = 2},
+              {.groups = 2, .step = 64, .stages = 2, .q_buffers = 1, .planes = 2},
+              {.groups = 2, .step = 64, .stages = 2, .q_buffers = 1, .planes = 1}};
     }
-    return {{2, 128, 2, 2, 2}, {2, 128, 2, 1, 2}, {2, 64, 2, 1, 2}};
+    return {{.groups = 2, .step = 128, .stages = 2, .q_buffers = 2, .planes = 2},
+            {.groups = 2, .step = 128, .stages = 2, .q_buffers = 1, .planes = 2},
+            {.groups = 2, .step = 64, .stages = 2, .q_buffers = 1, .planes = 2}};
   }
   if (widest > 192 && half) {
-    return {{2, 32, 2, 1, 2}, {2, 32, 1, 1, 1}};
+    return {{.groups = 2, .step = 32, .stages = 2, .q_buffers = 1, .planes = 2},
+            {.groups = 2, .step = 32, .stages = 1, .q_buffers = 1, .planes = 1}};
   }
   if (features > 0) {
-    return {{2, 64, 2, 1, 2}, {2, 64, 2, 1, 1}, {2, 64, 1, 1, 1}};
+    return {{.groups = 2, .step = 64, .stages = 2, .q_buffers = 1, .planes = 2},
+            {.groups = 2, .step = 64, .stages = 2, .q_buffers = 1, .planes = 1},
+            {.groups = 2, .step = 64, .stages = 1, .q_buffers = 1, .planes = 1}};
   }
   if (spec.dv <= 128) {
-    return {{2, 128, 2, 1, 2}, {2, 64, 2, 1, 2}};
+    return {{.groups = 2, .step = 128, .stages = 2, .q_buffers = 1, .planes = 2},
+            {.groups = 2, .step = 64, .stages = 2, .q_buffers = 1, .planes = 2}};
   }
   if (widest <= 160) {  // up to 144 panels of 64 leave no room for 128 keys
-    return {{2, 128, 2, 1, 2}, {2, 96, 2, 1, 2}};
+    return {{.groups = 2, .step = 128, .stages = 2, .q_buffers = 1, .planes = 2},
+            {.groups = 2, .step = 96, .stages = 2, .q_buffers = 1, .planes = 2}};
   }
   if (widest <= 192) {
-    return {{2, 96, 2, 1, 2}};
+    return {{.groups = 2, .step = 96, .stages = 2, .q_buffers = 1, .planes = 2}};
   }
-  return {{2, 80, 2, 1, 2}};
+  return {{.groups = 2, .step = 80, .stages = 2, .q_buffers = 1, .planes = 2}};
 }
 
 // Short sequences: blocks of one warpgroup that computes, several a multiprocessor, so that one's waits are another's
@@ -168,7 +187,7 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
   spec.often = spec.dropout == DropoutRule::kFovea && call.dropout.threshold > kMostOfHalves;
   std::vector<Tiles> all = candidates(spec);
   if (is_short(call, spec)) {
-    all.insert(all.begin(), {1, 64, 2, 2, 2});
+    all.insert(all.begin(), {.groups = 1, .step = 64, .stages = 2, .q_buffers = 2, .planes = 2});
   }
   for (const Tiles& tiles : all) {
     const bool small = tiles.groups == 1;
@@ -220,7 +239,7 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
     if (!target.holds(sizes.bytes, sizes.ctas)) {
       continue;
     }
-    // sm80_forward can share the keys of a row among blocks.
+    // generic_forward can share the keys of a row among blocks.
     constexpr std::int64_t kManyKeys = 2048;
     if (sm90_order(call, operands, spec).tiles * 2 <= target.multiprocessors && call.rows.limit_k >= kManyKeys) {
       choice.why_not = "few queries and many keys, which are split";

@@ -66,7 +66,7 @@ class Launcher {
   void sm90_backward(std::size_t number);
   void sm90_backward_parts(std::size_t number);
 
-  // sm80_forward.cpp, sm80_backward.cpp
+  // generic_forward.cpp, generic_backward.cpp
   void forward(std::size_t number);
   void backward_arguments();
   void backward_prepare(std::size_t number);

@@ -2,7 +2,7 @@
 //
 // Candidates in order of preference; the first that fits the shared memory is taken. The figures were found by
 // measuring on an H200 (bench/results).
-#include "cuda/config/sm80_backward.h"
+#include "cuda/config/generic_backward.h"
 
 #include <algorithm>
 #include <string_view>
@@ -17,7 +17,7 @@ struct Tiles {
   int warps;
   int tiles;
   int step;
-  int part;
+  int part = 0;
   int ctas;
   int grid_s = 1;
   int grid_o = 1;
@@ -86,32 +86,43 @@ Work work_of(const Spec& s) {
   return features >= kMany || wide_bias ? Work::kMuch : features > 0 ? Work::kSome : Work::kPlain;
 }
 
-// ---- warps, tiles, step, part, ctas | grid_s, grid_o, grid_q | stages | delay ----
+// ---- tiles of each kernel, the preferred first ----
 
 std::vector<Tiles> narrow_candidates(const Spec& s) {
   const Work work = work_of(s);
   if (s.type == Type::kFp32) {
     const int part = work == Work::kMuch || s.softcap ? 16 : 32;
     if (work == Work::kMuch && s.d % 64 == 0) {
-      return {{4, 1, 16, 16, 2, 1, 1, 1}, {4, 1, 16, 16, 1, 1, 1, 1}, {2, 1, 16, 16, 1, 1, 1, 1}};
+      return {{.warps = 4, .tiles = 1, .step = 16, .part = 16, .ctas = 2},
+              {.warps = 4, .tiles = 1, .step = 16, .part = 16, .ctas = 1},
+              {.warps = 2, .tiles = 1, .step = 16, .part = 16, .ctas = 1}};
     }
-    return {{4, 1, 32, part, 2, 1, 1, 2}, {4, 1, 32, 16, 1, 1, 1, 2}, {2, 1, 16, 16, 1, 1, 1, 1}};
+    return {{.warps = 4, .tiles = 1, .step = 32, .part = part, .ctas = 2, .grid_q = 2},
+            {.warps = 4, .tiles = 1, .step = 32, .part = 16, .ctas = 1, .grid_q = 2},
+            {.warps = 2, .tiles = 1, .step = 16, .part = 16, .ctas = 1}};
   }
   const int grid_q = s.d % 32 == 0 ? 2 : 4;
   std::vector<Tiles> candidates;
   if (work == Work::kMuch) {
-    candidates = {
-        {4, 1, 64, 32, 2, 1, 1, grid_q, 2, true}, {4, 1, 64, 32, 2, 1, 1, grid_q}, {4, 1, 64, 32, 1, 1, 1, grid_q}};
+    candidates = {{.warps = 4, .tiles = 1, .step = 64, .part = 32, .ctas = 2, .grid_q = grid_q, .delay = true},
+                  {.warps = 4, .tiles = 1, .step = 64, .part = 32, .ctas = 2, .grid_q = grid_q},
+                  {.warps = 4, .tiles = 1, .step = 64, .part = 32, .ctas = 1, .grid_q = grid_q}};
   } else {
     // From 9.0 on sums leave by fewer instructions, and a bias or dropout alone finds registers for the larger part.
     const bool one = s.arch >= 90 && features_of(s) == 1 && (has_bias(s) || s.dropout != DropoutRule::kNone);
     const int part = work == Work::kPlain || one ? 32 : 16;
     const int step = s.dq ? 64 : 32;
-    candidates = {{4, 2, step, part, 2, 1, 1, step == 64 ? grid_q : 1, 2, true},
-                  {4, 2, step, part, 2, 1, 1, step == 64 ? grid_q : 1},
-                  {4, 2, step, part, 1, 1, 1, step == 64 ? grid_q : 1}};
+    candidates = {{.warps = 4,
+                   .tiles = 2,
+                   .step = step,
+                   .part = part,
+                   .ctas = 2,
+                   .grid_q = step == 64 ? grid_q : 1,
+                   .delay = true},
+                  {.warps = 4, .tiles = 2, .step = step, .part = part, .ctas = 2, .grid_q = step == 64 ? grid_q : 1},
+                  {.warps = 4, .tiles = 2, .step = step, .part = part, .ctas = 1, .grid_q = step == 64 ? grid_q : 1}};
   }
-  candidates.push_back({2, 1, 32, 16, 1, 1, 1, 2});
+  candidates.push_back({.warps = 2, .tiles = 1, .step = 32, .part = 16, .ctas = 1, .grid_q = 2});
   return candidates;
 }
 
@@ -120,42 +131,60 @@ std::vector<Tiles> wide_candidates(const Spec& s) {
   const auto both = [&](int step) { return s.d % step == 0 && s.dv % step == 0; };
   if (s.type == Type::kFp32) {
     if (widest <= 128) {
-      const Tiles best = both(64) ? Tiles{8, 1, 32, 16, 1, 4, 4, 2} : Tiles{8, 1, 64, 32, 1, 4, 4, 4};
-      std::vector<Tiles> candidates = {best, {4, 1, 32, 16, 1, 2, 2, 2}};
+      const Tiles best =
+          both(64)
+              ? Tiles{.warps = 8, .tiles = 1, .step = 32, .part = 16, .ctas = 1, .grid_s = 4, .grid_o = 4, .grid_q = 2}
+              : Tiles{.warps = 8, .tiles = 1, .step = 64, .part = 32, .ctas = 1, .grid_s = 4, .grid_o = 4, .grid_q = 4};
+      std::vector<Tiles> candidates = {
+          best, {.warps = 4, .tiles = 1, .step = 32, .part = 16, .ctas = 1, .grid_s = 2, .grid_o = 2, .grid_q = 2}};
       if (both(64)) {
-        candidates.push_back({4, 1, 16, 16, 1, 2, 2, 1});
+        candidates.push_back({.warps = 4, .tiles = 1, .step = 16, .part = 16, .ctas = 1, .grid_s = 2, .grid_o = 2});
       }
-      candidates.push_back({2, 1, 16, 16, 1, 1, 1, 1});
+      candidates.push_back({.warps = 2, .tiles = 1, .step = 16, .part = 16, .ctas = 1});
       return candidates;
     }
     if (widest <= 256) {
       if (both(64)) {
-        return {{8, 1, 32, 16, 1, 2, 2, 2}, {4, 1, 16, 16, 1, 1, 1, 1}};
+        return {{.warps = 8, .tiles = 1, .step = 32, .part = 16, .ctas = 1, .grid_s = 2, .grid_o = 2, .grid_q = 2},
+                {.warps = 4, .tiles = 1, .step = 16, .part = 16, .ctas = 1}};
       }
-      return {{4, 1, 32, 16, 1, 2, 2, 2}, {2, 1, 16, 16, 1, 1, 1, 1}};
+      return {{.warps = 4, .tiles = 1, .step = 32, .part = 16, .ctas = 1, .grid_s = 2, .grid_o = 2, .grid_q = 2},
+              {.warps = 2, .tiles = 1, .step = 16, .part = 16, .ctas = 1}};
     }
-    return {{8, 1, 16, 16, 1, 1, 1, 1}};
+    return {{.warps = 8, .tiles = 1, .step = 16, .part = 16, .ctas = 1}};
   }
   if (widest <= 128) {
     if (!both(32)) {
-      return {{4, 2, 64, 32, 2, 2, 4, 4}, {4, 2, 64, 32, 1, 2, 4, 4}, {2, 2, 32, 16, 1, 1, 2, 2}};
+      return {{.warps = 4, .tiles = 2, .step = 64, .part = 32, .ctas = 2, .grid_s = 2, .grid_o = 4, .grid_q = 4},
+              {.warps = 4, .tiles = 2, .step = 64, .part = 32, .ctas = 1, .grid_s = 2, .grid_o = 4, .grid_q = 4},
+              {.warps = 2, .tiles = 2, .step = 32, .part = 16, .ctas = 1, .grid_o = 2, .grid_q = 2}};
     }
     const int grid_q = widest <= 96 ? 4 : 2;
     if (work_of(s) == Work::kMuch) {
-      return {{8, 1, 64, 32, 1, 4, 4, 4}, {4, 2, 32, 16, 1, 2, 2, 2}, {2, 1, 16, 16, 1, 1, 1, 1}};
+      return {{.warps = 8, .tiles = 1, .step = 64, .part = 32, .ctas = 1, .grid_s = 4, .grid_o = 4, .grid_q = 4},
+              {.warps = 4, .tiles = 2, .step = 32, .part = 16, .ctas = 1, .grid_s = 2, .grid_o = 2, .grid_q = 2},
+              {.warps = 2, .tiles = 1, .step = 16, .part = 16, .ctas = 1}};
     }
-    return {{4, 2, 64, 32, 2, 2, 2, grid_q}, {8, 2, 64, 32, 1, 4, 4, 4}, {4, 2, 32, 16, 1, 2, 2, 2}};
+    return {{.warps = 4, .tiles = 2, .step = 64, .part = 32, .ctas = 2, .grid_s = 2, .grid_o = 2, .grid_q = grid_q},
+            {.warps = 8, .tiles = 2, .step = 64, .part = 32, .ctas = 1, .grid_s = 4, .grid_o = 4, .grid_q = 4},
+            {.warps = 4, .tiles = 2, .step = 32, .part = 16, .ctas = 1, .grid_s = 2, .grid_o = 2, .grid_q = 2}};
   }
   if (widest <= 256) {
-    const Tiles best = work_of(s) == Work::kMuch ? Tiles{8, 1, 64, 32, 1, 4, 4, 4}
-                       : s.d == s.dv && both(64) ? Tiles{8, 2, 64, 16, 1, 2, 2, 2}
-                                                 : Tiles{8, 2, 64, 16, 1, 2, 4, 4};
+    const Tiles best =
+        work_of(s) == Work::kMuch
+            ? Tiles{.warps = 8, .tiles = 1, .step = 64, .part = 32, .ctas = 1, .grid_s = 4, .grid_o = 4, .grid_q = 4}
+        : s.d == s.dv && both(64)
+            ? Tiles{.warps = 8, .tiles = 2, .step = 64, .part = 16, .ctas = 1, .grid_s = 2, .grid_o = 2, .grid_q = 2}
+            : Tiles{.warps = 8, .tiles = 2, .step = 64, .part = 16, .ctas = 1, .grid_s = 2, .grid_o = 4, .grid_q = 4};
     if (both(64)) {
-      return {best, {4, 1, 32, 16, 1, 2, 2, 2}, {4, 1, 16, 16, 1, 2, 2, 1}};
+      return {best,
+              {.warps = 4, .tiles = 1, .step = 32, .part = 16, .ctas = 1, .grid_s = 2, .grid_o = 2, .grid_q = 2},
+              {.warps = 4, .tiles = 1, .step = 16, .part = 16, .ctas = 1, .grid_s = 2, .grid_o = 2}};
     }
-    return {best, {4, 1, 32, 16, 1, 2, 2, 2}};
+    return {best, {.warps = 4, .tiles = 1, .step = 32, .part = 16, .ctas = 1, .grid_s = 2, .grid_o = 2, .grid_q = 2}};
   }
-  return {{8, 1, 32, 8, 1, 2, 2, 1}, {8, 1, 16, 8, 1, 2, 2, 1}};
+  return {{.warps = 8, .tiles = 1, .step = 32, .part = 8, .ctas = 1, .grid_s = 2, .grid_o = 2},
+          {.warps = 8, .tiles = 1, .step = 16, .part = 8, .ctas = 1, .grid_s = 2, .grid_o = 2}};
 }
 
 std::vector<Tiles> dq_candidates(const Spec& s) {
@@ -163,44 +192,66 @@ std::vector<Tiles> dq_candidates(const Spec& s) {
   if (s.type == Type::kFp32) {
     // Blocks that share the columns.
     const int share = s.d > 256 ? 4 : s.d > 128 && work_of(s) != Work::kPlain ? 2 : 1;
-    return {{4, 1, 32, 0, 2, 1, share}, {4, 1, 32, 0, 1, 1, share},       {4, 1, 16, 0, 1, 1, share},
-            {2, 1, 16, 0, 1, 1, share}, {2, 1, 16, 0, 1, 1, share, 1, 1}, {1, 1, 16, 0, 1, 1, share, 1, 1}};
+    return {{.warps = 4, .tiles = 1, .step = 32, .ctas = 2, .grid_o = share},
+            {.warps = 4, .tiles = 1, .step = 32, .ctas = 1, .grid_o = share},
+            {.warps = 4, .tiles = 1, .step = 16, .ctas = 1, .grid_o = share},
+            {.warps = 2, .tiles = 1, .step = 16, .ctas = 1, .grid_o = share},
+            {.warps = 2, .tiles = 1, .step = 16, .ctas = 1, .grid_o = share, .stages = 1},
+            {.warps = 1, .tiles = 1, .step = 16, .ctas = 1, .grid_o = share, .stages = 1}};
   }
   const Work work = work_of(s);
   if (widest <= 64 && work == Work::kPlain) {
-    return {{4, 2, 64, 0, 2}, {4, 2, 32, 0, 2}, {4, 2, 32, 0, 1}, {4, 1, 32, 0, 1}};
+    return {{.warps = 4, .tiles = 2, .step = 64, .ctas = 2},
+            {.warps = 4, .tiles = 2, .step = 32, .ctas = 2},
+            {.warps = 4, .tiles = 2, .step = 32, .ctas = 1},
+            {.warps = 4, .tiles = 1, .step = 32, .ctas = 1}};
   }
   if (widest <= 64) {
-    return {{4, 2, 32, 0, 2}, {4, 2, 32, 0, 1}, {4, 1, 32, 0, 1}};
+    return {{.warps = 4, .tiles = 2, .step = 32, .ctas = 2},
+            {.warps = 4, .tiles = 2, .step = 32, .ctas = 1},
+            {.warps = 4, .tiles = 1, .step = 32, .ctas = 1}};
   }
   if (widest <= 128 && work == Work::kMuch) {
-    return {{4, 1, 32, 0, 2}, {4, 1, 32, 0, 1}, {4, 1, 16, 0, 1}};
+    return {{.warps = 4, .tiles = 1, .step = 32, .ctas = 2},
+            {.warps = 4, .tiles = 1, .step = 32, .ctas = 1},
+            {.warps = 4, .tiles = 1, .step = 16, .ctas = 1}};
   }
   if (widest <= 128) {
-    return {{4, 2, 32, 0, 2}, {4, 2, 32, 0, 1}, {4, 1, 32, 0, 1}, {4, 1, 16, 0, 1}};
+    return {{.warps = 4, .tiles = 2, .step = 32, .ctas = 2},
+            {.warps = 4, .tiles = 2, .step = 32, .ctas = 1},
+            {.warps = 4, .tiles = 1, .step = 32, .ctas = 1},
+            {.warps = 4, .tiles = 1, .step = 16, .ctas = 1}};
   }
   const int share = s.d > 256 ? 2 : 1;
-  return {{4, 1, 32, 0, 1, 1, share},
-          {4, 1, 16, 0, 1, 1, share},
-          {2, 1, 16, 0, 1, 1, share},
-          {2, 1, 16, 0, 1, 1, share, 1, 1}};
+  return {{.warps = 4, .tiles = 1, .step = 32, .ctas = 1, .grid_o = share},
+          {.warps = 4, .tiles = 1, .step = 16, .ctas = 1, .grid_o = share},
+          {.warps = 2, .tiles = 1, .step = 16, .ctas = 1, .grid_o = share},
+          {.warps = 2, .tiles = 1, .step = 16, .ctas = 1, .grid_o = share, .stages = 1}};
 }
 
 std::vector<Tiles> bias_gradient_candidates(const Spec& s) {
   const int widest = std::max(s.d, s.dv);
-  const std::vector<Tiles> last = {{4, 1, 32, 16, 1, 2, 1, 1, 1},
-                                   {2, 1, 32, 16, 1, 2, 1, 1, 2},
-                                   {2, 1, 16, 16, 1, 2, 1, 1, 1},
-                                   {1, 1, 16, 16, 1, 1, 1, 1, 1}};
+  const std::vector<Tiles> last = {
+      {.warps = 4, .tiles = 1, .step = 32, .part = 16, .ctas = 1, .grid_s = 2, .stages = 1},
+      {.warps = 2, .tiles = 1, .step = 32, .part = 16, .ctas = 1, .grid_s = 2},
+      {.warps = 2, .tiles = 1, .step = 16, .part = 16, .ctas = 1, .grid_s = 2, .stages = 1},
+      {.warps = 1, .tiles = 1, .step = 16, .part = 16, .ctas = 1, .stages = 1}};
   std::vector<Tiles> candidates;
   if (s.type == Type::kFp32) {
-    candidates = {{4, 1, 32, 32, 1, 4}, {4, 1, 32, 32, 1, 4, 1, 1, 1}};
+    candidates = {{.warps = 4, .tiles = 1, .step = 32, .part = 32, .ctas = 1, .grid_s = 4},
+                  {.warps = 4, .tiles = 1, .step = 32, .part = 32, .ctas = 1, .grid_s = 4, .stages = 1}};
   } else if (widest <= 32) {
-    candidates = {{4, 2, 64, 32, 3, 4}, {4, 2, 64, 32, 2, 4}, {4, 2, 64, 32, 1, 4}, {4, 1, 32, 32, 1, 4}};
+    candidates = {{.warps = 4, .tiles = 2, .step = 64, .part = 32, .ctas = 3, .grid_s = 4},
+                  {.warps = 4, .tiles = 2, .step = 64, .part = 32, .ctas = 2, .grid_s = 4},
+                  {.warps = 4, .tiles = 2, .step = 64, .part = 32, .ctas = 1, .grid_s = 4},
+                  {.warps = 4, .tiles = 1, .step = 32, .part = 32, .ctas = 1, .grid_s = 4}};
   } else if (widest <= 64) {
-    candidates = {{4, 2, 128, 64, 1, 2}, {4, 2, 64, 32, 1, 4}, {4, 1, 32, 32, 1, 4}};
+    candidates = {{.warps = 4, .tiles = 2, .step = 128, .part = 64, .ctas = 1, .grid_s = 2},
+                  {.warps = 4, .tiles = 2, .step = 64, .part = 32, .ctas = 1, .grid_s = 4},
+                  {.warps = 4, .tiles = 1, .step = 32, .part = 32, .ctas = 1, .grid_s = 4}};
   } else if (widest <= 128) {
-    candidates = {{4, 2, 128, 64, 1, 2, 1, 1, 1}, {4, 1, 64, 32, 1, 2, 1, 1, 1}};
+    candidates = {{.warps = 4, .tiles = 2, .step = 128, .part = 64, .ctas = 1, .grid_s = 2, .stages = 1},
+                  {.warps = 4, .tiles = 1, .step = 64, .part = 32, .ctas = 1, .grid_s = 2, .stages = 1}};
   }
   // The large tiles leave registers for a bias of 16 bits alone.
   const bool bias_alone = work_of(s) == Work::kSome && features_of(s) == 1 && has_bias(s);
@@ -216,7 +267,8 @@ Choice chunked(const char* name, const Spec& features, const Target& target, int
   Spec spec = features;
   spec.d = 64;
   spec.dv = spec.type == Type::kFp32 ? 128 : 256;
-  std::vector<Tiles> candidates = {{4, 1, 32, 0, 1}, {2, 1, 16, 0, 1}};
+  std::vector<Tiles> candidates = {{.warps = 4, .tiles = 1, .step = 32, .ctas = 1},
+                                   {.warps = 2, .tiles = 1, .step = 16, .ctas = 1}};
   constexpr int kMany = 5;
   if (spec.type == Type::kFp32 && target.capability >= 100 && features_of(spec) >= kMany) {
     candidates.erase(candidates.begin());  // ptxas spills there, and does not for GPUs before
@@ -259,7 +311,7 @@ bool backward_adds_dq(const Spec& features, const Target& target, bool column_su
   return resident_backward(spec, target).why_not == nullptr;
 }
 
-Choice sm80_backward(const Spec& features, const Target& target, const BackwardWants& wants) {
+Choice generic_backward(const Spec& features, const Target& target, const BackwardWants& wants) {
   Spec spec = padded(features);
   spec.arch = target.capability;
   spec.dq = wants.dq;
@@ -273,7 +325,7 @@ Choice sm80_backward(const Spec& features, const Target& target, const BackwardW
                  [](const Spec& s) { return chunked_backward_shared_bytes(s, true); });
 }
 
-Choice sm80_backward_dq(const Spec& features, const Target& target, bool dq, bool row_sum) {
+Choice generic_backward_dq(const Spec& features, const Target& target, bool dq, bool row_sum) {
   Spec spec = padded(features);
   spec.arch = target.capability;
   spec.dq = dq;
@@ -289,7 +341,7 @@ Choice sm80_backward_dq(const Spec& features, const Target& target, bool dq, boo
                  [](const Spec& s) { return chunked_backward_shared_bytes(s, false); });
 }
 
-Choice sm80_bias_gradient(const Spec& features, const Target& target, BiasTile type) {
+Choice generic_bias_gradient(const Spec& features, const Target& target, BiasTile type) {
   Spec spec = padded(features);
   spec.arch = target.capability;
   spec.grad_bias = type;

@@ -23,15 +23,15 @@ struct BackwardWants {
 // Whether there is a kernel that makes dq together with dk and dv. Otherwise dq takes a kernel of its own.
 bool backward_adds_dq(const Spec& features, const Target& target, bool column_sum);
 
-// dk, dv (and dq by atomics): sm80_backward up to head dimensions of 64, sm80_wide_backward up to 512, beyond
-// sm80_chunked_backward, which has no dq.
-Choice sm80_backward(const Spec& features, const Target& target, const BackwardWants& wants);
+// dk, dv (and dq by atomics): generic_backward up to head dimensions of 64, generic_wide_backward up to 512, beyond
+// generic_chunked_backward, which has no dq.
+Choice generic_backward(const Spec& features, const Target& target, const BackwardWants& wants);
 
 // dq without atomics, sums of dS over keys, or both.
-Choice sm80_backward_dq(const Spec& features, const Target& target, bool dq, bool row_sum);
+Choice generic_backward_dq(const Spec& features, const Target& target, bool dq, bool row_sum);
 
 // The gradient of a bias with queries and keys, of this type.
-Choice sm80_bias_gradient(const Spec& features, const Target& target, BiasTile type);
+Choice generic_bias_gradient(const Spec& features, const Target& target, BiasTile type);
 
 // Blocks of their grids. For a bias gradient: of one plane and one chunk.
 std::int64_t backward_blocks(const Call& call, const Kernel& kernel);

@@ -2,7 +2,7 @@
 //
 // Tile sizes of the generic forward. The figures were found by measuring on an H200 (bench/results); what a device has
 // not the shared memory for goes to the next candidate.
-#include "cuda/config/sm80_forward.h"
+#include "cuda/config/generic_forward.h"
 
 #include <algorithm>
 #include <string_view>
@@ -29,38 +29,60 @@ std::vector<Tiles> candidates(const Spec& spec) {
   const bool dropout = spec.dropout != DropoutRule::kNone;
   if (spec.type == Type::kFp32) {
     if (widest <= 64) {
-      return {{4, 1, 64, 2}, {4, 1, 32, 2}, {4, 1, 32, 1}};
+      return {{.warps = 4, .tiles = 1, .step = 64, .ctas = 2},
+              {.warps = 4, .tiles = 1, .step = 32, .ctas = 2},
+              {.warps = 4, .tiles = 1, .step = 32, .ctas = 1}};
     }
     // A bias takes the registers of half of the keys.
-    const Tiles narrow{4, 1, 16, 1};
-    return bias ? std::vector<Tiles>{narrow} : std::vector<Tiles>{{4, 1, 32, 1}, narrow};
+    const Tiles narrow{.warps = 4, .tiles = 1, .step = 16, .ctas = 1};
+    return bias ? std::vector<Tiles>{narrow}
+                : std::vector<Tiles>{{.warps = 4, .tiles = 1, .step = 32, .ctas = 1}, narrow};
   }
   if (widest <= 32) {
     // Three blocks a multiprocessor leave 168 registers a thread: Q stays in them where nothing else is done.
     if (dropout) {
-      return {{4, 2, 64, 2, true}, {4, 2, 32, 2, true}, {4, 1, 32, 1}};
+      return {{.warps = 4, .tiles = 2, .step = 64, .ctas = 2, .resident = true},
+              {.warps = 4, .tiles = 2, .step = 32, .ctas = 2, .resident = true},
+              {.warps = 4, .tiles = 1, .step = 32, .ctas = 1}};
     }
     const bool plain = !bias && !natural_scores(spec) && !spec.mask && !spec.key_term && !spec.ragged;
-    return {{4, 2, 64, 3, plain}, {4, 2, 64, 2, true}, {4, 2, 32, 2, true}, {4, 1, 32, 1}};
+    return {{.warps = 4, .tiles = 2, .step = 64, .ctas = 3, .resident = plain},
+            {.warps = 4, .tiles = 2, .step = 64, .ctas = 2, .resident = true},
+            {.warps = 4, .tiles = 2, .step = 32, .ctas = 2, .resident = true},
+            {.warps = 4, .tiles = 1, .step = 32, .ctas = 1}};
   }
   if (widest <= 64) {
     // Words made early and a lazy maximum overlap better with the products where there is dropout; masks take the time
     // that a maximum at every step would.
     const bool lazy = dropout || spec.mask || spec.key_mask;
-    return {{4, 2, 64, 2, true, lazy, dropout}, {4, 2, 32, 2, true, lazy, dropout}, {4, 2, 32, 1}, {4, 1, 32, 1}};
+    return {{.warps = 4, .tiles = 2, .step = 64, .ctas = 2, .resident = true, .lazy = lazy, .early = dropout},
+            {.warps = 4, .tiles = 2, .step = 32, .ctas = 2, .resident = true, .lazy = lazy, .early = dropout},
+            {.warps = 4, .tiles = 2, .step = 32, .ctas = 1},
+            {.warps = 4, .tiles = 1, .step = 32, .ctas = 1}};
   }
   if (widest <= 128) {
     const bool lazy = !(bias && spec.dropout == DropoutRule::kTorchMemEfficient);  // both leave no registers for it
-    const Tiles narrow{4, 2, 32, 2, false, lazy};
+    const Tiles narrow{.warps = 4, .tiles = 2, .step = 32, .ctas = 2, .lazy = lazy};
     if (bias || spec.dropout == DropoutRule::kTorchMemEfficient) {
-      return {narrow, {4, 2, 32, 1, false, true}, {4, 1, 32, 1, false, true}, {4, 1, 16, 1, false, true}};
+      return {narrow,
+              {.warps = 4, .tiles = 2, .step = 32, .ctas = 1, .lazy = true},
+              {.warps = 4, .tiles = 1, .step = 32, .ctas = 1, .lazy = true},
+              {.warps = 4, .tiles = 1, .step = 16, .ctas = 1, .lazy = true}};
     }
-    return {{4, 2, 64, 2, false, true, dropout}, narrow, {4, 2, 32, 1, false, true}, {4, 1, 32, 1, false, true}};
+    return {{.warps = 4, .tiles = 2, .step = 64, .ctas = 2, .lazy = true, .early = dropout},
+            narrow,
+            {.warps = 4, .tiles = 2, .step = 32, .ctas = 1, .lazy = true},
+            {.warps = 4, .tiles = 1, .step = 32, .ctas = 1, .lazy = true}};
   }
   if (dropout) {  // which with 64 keys would spill hundreds of bytes
-    return {{8, 1, 32, 1}, {4, 1, 32, 1}, {4, 1, 16, 1}};
+    return {{.warps = 8, .tiles = 1, .step = 32, .ctas = 1},
+            {.warps = 4, .tiles = 1, .step = 32, .ctas = 1},
+            {.warps = 4, .tiles = 1, .step = 16, .ctas = 1}};
   }
-  return {{8, 1, 64, 1}, {8, 1, 32, 1}, {4, 1, 32, 1}, {4, 1, 16, 1}};
+  return {{.warps = 8, .tiles = 1, .step = 64, .ctas = 1},
+          {.warps = 8, .tiles = 1, .step = 32, .ctas = 1},
+          {.warps = 4, .tiles = 1, .step = 32, .ctas = 1},
+          {.warps = 4, .tiles = 1, .step = 16, .ctas = 1}};
 }
 
 struct WideTiles {
@@ -75,14 +97,21 @@ struct WideTiles {
 std::vector<WideTiles> wide_candidates(const Spec& spec) {
   if (spec.type == Type::kFp32) {
     if (spec.d <= 256 && spec.dv <= 256) {
-      return {{8, 32, 4, 2, 256, 256}, {8, 32, 4, 2, 64, 256}};
+      return {{.warps = 8, .step = 32, .grid_s = 4, .grid_o = 2, .part = 256, .columns = 256},
+              {.warps = 8, .step = 32, .grid_s = 4, .grid_o = 2, .part = 64, .columns = 256}};
     }
-    return {{8, 32, 4, 2, 128, 256}, {8, 32, 4, 2, 64, 256}};
+    return {{.warps = 8, .step = 32, .grid_s = 4, .grid_o = 2, .part = 128, .columns = 256},
+            {.warps = 8, .step = 32, .grid_s = 4, .grid_o = 2, .part = 64, .columns = 256}};
   }
   if (spec.d <= 512) {
-    return {{8, 64, 4, 2, 512}, {8, 32, 4, 2, 512}, {8, 32, 4, 2, 256}, {8, 32, 4, 2, 256, 256}};
+    return {{.warps = 8, .step = 64, .grid_s = 4, .grid_o = 2, .part = 512},
+            {.warps = 8, .step = 32, .grid_s = 4, .grid_o = 2, .part = 512},
+            {.warps = 8, .step = 32, .grid_s = 4, .grid_o = 2, .part = 256},
+            {.warps = 8, .step = 32, .grid_s = 4, .grid_o = 2, .part = 256, .columns = 256}};
   }
-  return {{8, 64, 4, 2, 256}, {8, 32, 4, 2, 256}, {8, 32, 4, 2, 256, 256}};
+  return {{.warps = 8, .step = 64, .grid_s = 4, .grid_o = 2, .part = 256},
+          {.warps = 8, .step = 32, .grid_s = 4, .grid_o = 2, .part = 256},
+          {.warps = 8, .step = 32, .grid_s = 4, .grid_o = 2, .part = 256, .columns = 256}};
 }
 
 // What both kernels are compiled for but their tiles.
@@ -97,7 +126,7 @@ Spec features_of(const Operands& operands, const Target& target) {
 
 }  // namespace
 
-Choice sm80_forward(const Call& call, const Operands& operands, const Target& target) {
+Choice generic_forward(const Call& call, const Operands& operands, const Target& target) {
   Choice choice;
   Kernel& kernel = choice.kernel;
   kernel.file = "generic/forward.cuh";
@@ -128,7 +157,7 @@ Choice sm80_forward(const Call& call, const Operands& operands, const Target& ta
   return choice;
 }
 
-Choice sm80_wide_forward(const Call&, const Operands& operands, const Target& target) {
+Choice generic_wide_forward(const Call&, const Operands& operands, const Target& target) {
   Choice choice;
   Kernel& kernel = choice.kernel;
   kernel.file = "generic/wide_forward.cuh";
