@@ -19,6 +19,9 @@
 #include "core/problem.h"
 #include "cuda/config/kernel.h"
 #include "cuda/config/operands.h"
+#include "cuda/config/sm90_backward.h"
+#include "cuda/config/sm90_forward.h"
+#include "cuda/config/sm90_small_backward.h"
 #include "cuda/config/target.h"
 #include "cuda/config/workspace.h"
 
@@ -68,7 +71,12 @@ struct Plan {
   Operands operands;
   Workspace workspace;
   std::vector<Launch> launches;
-  std::string summary;  // a line for explain(): kernels, tiles, what is prepared
+  // In which order the blocks of these kernels take their work: decided with the grid, and told to the kernel.
+  Sm90Order forward_order;   // kSm90Forward
+  Sm90KeyOrder key_order;    // kSm90Backward
+  SmallOrder small_order;    // kSm90SmallBackward
+  bool packs_heads = false;  // the plan is of with_packed_heads(call)
+  std::string summary;       // a line for explain(): kernels, tiles, what is prepared
 };
 
 // The fields of a problem that this backend's plans know (core/fields.h): what it computes, or refuses itself.

@@ -229,7 +229,9 @@ Plan plan_for(const Call& call, const Target& target) {
   require_type(call.problem);
   if (packs_heads(call)) {
     const Call packed = with_packed_heads(call);
-    return Planner(packed, target).run();
+    Plan plan = Planner(packed, target).run();
+    plan.packs_heads = true;
+    return plan;
   }
   return Planner(call, target).run();
 }

@@ -134,6 +134,7 @@ void Planner::backward() {
   add(Step::kBackwardPrepare, preparing, heads * pads);
   if (hopper.why_not == nullptr) {
     const Kernel kernel = taken(hopper);
+    plan_.key_order = sm90_key_order(call_, kernel.spec, plan_.target);
     add(Step::kSm90Backward, kernel, sm90_backward_blocks(call_, kernel.spec, plan_.target), 1, 0, parts);
     if (parts > 1) {
       kernels_ += fmt::format(", a block of keys in {} parts", parts);
@@ -287,7 +288,7 @@ void Planner::bias_sum(BiasTile type, std::int64_t blocks, int which, int chunks
 // Everything in one launch, but for the sum of a bias's gradient.
 void Planner::small_backward(const Choice& choice) {
   const Kernel kernel = taken(choice);
-  const SmallOrder order = sm90_small_order(call_, kernel.spec, plan_.target);
+  const SmallOrder& order = plan_.small_order = sm90_small_order(call_, kernel.spec, plan_.target);
   add(Step::kSm90SmallBackward, kernel, order.planes * order.blocks);
   if (kernel.spec.grad_bias != BiasTile::kNone) {
     constexpr std::int64_t kNumbers = std::int64_t{kSmallRows} * kSmallRows;

@@ -43,7 +43,7 @@ void Planner::forward() {
 }
 
 void Planner::forward_for_hopper(Kernel kernel) {
-  const Sm90Order order = sm90_order(call_, plan_.operands, kernel.spec);
+  const Sm90Order& order = plan_.forward_order = sm90_order(call_, plan_.operands, kernel.spec);
   if (sm90_is_scheduled(order, kernel.spec, plan_.target)) {
     plan_.workspace.add(Region::kSchedule, sm90_schedule_bytes(order));
     Kernel schedule;

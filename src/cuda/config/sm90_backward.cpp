@@ -461,6 +461,14 @@ std::int64_t sm90_backward_last_turn(const Call& call, const Spec& spec, const T
   return fills ? heads : std::max<std::int64_t>(heads - kLastHeads, 0);
 }
 
+Sm90KeyOrder sm90_key_order(const Call& call, const Spec& spec, const Target& target) {
+  return {.key_blocks = sm90_backward_key_blocks(call, spec),
+          .head_rows = sm90_backward_head_rows(call, spec),
+          .items = sm90_backward_items(call, spec),
+          .heads_in_turn = sm90_backward_heads_in_turn(call, spec, target),
+          .last_turn = sm90_backward_last_turn(call, spec, target)};
+}
+
 bool sm90_backward_counts(const Call& call, const Spec& spec, const Target& target) {
   const std::int64_t items = sm90_backward_items(call, spec) * sm90_backward_parts(call, spec, target);
   return spec.ordered || (!in_clusters(spec) && items > target.multiprocessors);

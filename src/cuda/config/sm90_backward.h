@@ -22,6 +22,15 @@ std::int64_t sm90_backward_items(const Call& call, const Spec& spec);
 std::int64_t sm90_backward_blocks(const Call& call, const Spec& spec, const Target& target);
 // In how many parts a block of keys is, each of them a block's own: more than 1 with Spec::key_parts alone.
 int sm90_backward_parts(const Call& call, const Spec& spec, const Target& target);
+// What the kernel's arguments say of that. `parts` of them is a launch's.
+struct Sm90KeyOrder {
+  std::int64_t key_blocks = 0;
+  std::int64_t head_rows = 0;
+  std::int64_t items = 0;
+  std::int64_t heads_in_turn = 1;
+  std::int64_t last_turn = 0;
+};
+Sm90KeyOrder sm90_key_order(const Call& call, const Spec& spec, const Target& target);
 bool sm90_backward_counts(const Call& call, const Spec& spec, const Target& target);
 // What sm90_backward_mask writes: 64 queries a row.
 Box sm90_backward_mask_box(const Box& words);

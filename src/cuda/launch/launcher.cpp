@@ -175,7 +175,7 @@ void run(const Call& call, Executable& executable, void* workspace) {
     executable.load(scope);
   }
   check_arguments(call, driver);
-  if (packs_heads(call)) {
+  if (executable.plan().packs_heads) {
     const Call packed = with_packed_heads(call);
     Launcher(packed, executable, workspace).run();
   } else {

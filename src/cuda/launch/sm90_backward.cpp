@@ -63,10 +63,11 @@ void Launcher::sm90_backward(std::size_t number) {
   if (spec.mask) {
     args.mask = {region<u32>(Region::kMaskTiles), sm90_backward_mask_box(plan_.operands.mask_box).strides()};
   }
-  args.key_blocks = static_cast<int>(sm90_backward_key_blocks(call_, spec));
-  args.blocks = static_cast<int>(sm90_backward_items(call_, spec)) * plan_.launches[number].pieces;
-  args.heads_in_turn = static_cast<int>(sm90_backward_heads_in_turn(call_, spec, plan_.target));
-  args.last_turn = static_cast<int>(sm90_backward_last_turn(call_, spec, plan_.target));
+  const Sm90KeyOrder& order = plan_.key_order;
+  args.key_blocks = static_cast<int>(order.key_blocks);
+  args.blocks = static_cast<int>(order.items) * plan_.launches[number].pieces;
+  args.heads_in_turn = static_cast<int>(order.heads_in_turn);
+  args.last_turn = static_cast<int>(order.last_turn);
   args.heads_k = static_cast<int>(rows.heads_k);
   args.group = static_cast<int>(rows.heads_q / std::max<std::int64_t>(rows.heads_k, 1));
   args.batch2 = static_cast<int>(rows.batch2);
@@ -85,7 +86,7 @@ KeyParts Launcher::key_parts(const Launch& step) const {
   KeyParts parts;
   if (spec.key_parts) {
     parts.count = step.pieces;
-    parts.head_rows = static_cast<int>(sm90_backward_head_rows(call_, spec));
+    parts.head_rows = static_cast<int>(plan_.key_order.head_rows);
     parts.rows = call_.rows.batch() * call_.rows.heads_k * parts.head_rows;
     parts.dk = region<float>(Region::kKeySums);
     if (parts.dk != nullptr) {

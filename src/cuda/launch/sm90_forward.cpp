@@ -26,8 +26,7 @@ void Launcher::sm90_schedule(std::size_t number) {
 void Launcher::sm90_forward(std::size_t number) {
   const Spec& spec = plan_.launches[number].kernel.spec;
   const math::Rows& rows = call_.rows;
-  const Operands& operands = plan_.operands;
-  const Sm90Order order = sm90_order(call_, operands, spec);
+  const Sm90Order& order = plan_.forward_order;
   const int tile = sm90_forward_sizes(spec).rows;
   const auto type = spec.type == Type::kBf16 ? jit::cu::TensorMapType::kBfloat16 : jit::cu::TensorMapType::kFloat16;
   const i64 batch1 = rows.packed() ? 1 : rows.batch1;

@@ -17,7 +17,7 @@ void Launcher::sm90_small_backward(std::size_t number) {
   const Launch& step = plan_.launches[number];
   const Spec& spec = step.kernel.spec;
   const math::Rows& rows = call_.rows;
-  const SmallOrder order = sm90_small_order(call_, spec, plan_.target);
+  const SmallOrder& order = plan_.small_order;
   const auto type = spec.type == Type::kBf16 ? jit::cu::TensorMapType::kBfloat16 : jit::cu::TensorMapType::kFloat16;
   Sm90SmallBackwardArgs args;
   const auto mapped = [&](const Tensor& tensor, i64 columns, int padded, i64 count) {
