@@ -14,7 +14,7 @@ WAIT = "const long long begun = clock64(); while (clock64() - begun < 20000) {}"
 
 
 def hopper(body, *parameters, **options):
-    return run(body, *parameters, hopper=True, files=("ptx/sm90.cuh", "ptx/wgmma.cuh", "tile/tile.cuh"), **options)
+    return run(body, *parameters, hopper=True, files=("ptx/sm90.cuh", "ptx/wgmma.cuh", "tile/panels.h", "tile/tile.cuh"), **options)
 
 
 # ---- barriers ----

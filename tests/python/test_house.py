@@ -40,11 +40,11 @@ KERNEL_LINES, HEADER_LINES = 450, 300
 LONGER = {
     "src/cuda/device/score/scores.cuh": 662,
     "src/cuda/device/generic/backward_step.cuh": 578,
-    "src/cuda/device/sm90/backward.cuh": 620,
+    "src/cuda/device/sm90/backward.cuh": 585,
     "src/cuda/device/sm90/backward_copy.cuh": 347,
     "src/cuda/device/score/sm90_backward_scores.cuh": 429,
     "src/cuda/device/sm90/forward_copy.cuh": 330,
-    "src/cuda/device/sm90/forward.cuh": 522,
+    "src/cuda/device/sm90/forward.cuh": 512,
     "src/cuda/device/score/sm90_softmax.cuh": 322,
 }
 

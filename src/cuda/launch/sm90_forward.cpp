@@ -33,7 +33,7 @@ void Launcher::sm90_forward(std::size_t number) {
   const i64 batch2 = rows.packed() ? 1 : rows.batch2;
   Sm90ForwardArgs args;
   const auto numbers = [&](const Tensor& tensor, i64 columns, int padded, i64 count, i64 heads, int box) {
-    return Mapped{tensor, type, columns, count, heads, batch2, batch1, sm90_forward_panel(padded), box};
+    return Mapped{tensor, type, columns, count, heads, batch2, batch1, wide_panel_columns(padded), box};
   };
   encode(driver_, args.q, args.has_q, numbers(args_.q, args_.head_dim, spec.d, rows.rows_q, rows.heads_q, tile));
   encode(driver_, args.k, args.has_k, numbers(args_.k, args_.head_dim, spec.d, rows.rows_k, rows.heads_k, spec.step));

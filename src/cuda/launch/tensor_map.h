@@ -7,14 +7,12 @@
 
 #include "cuda/device/args.h"
 #include "cuda/device/sm90/args.h"
+#include "cuda/device/tile/panels.h"
 #include "cuda/jit/driver.h"
 
 namespace fovea::cuda {
 
 static_assert(sizeof(TensorMap) == sizeof(jit::cu::TensorMap));
-
-// Columns of a panel, as wgmma.cuh has them.
-constexpr int panel_columns(int columns) { return columns % 64 == 0 ? 64 : columns % 32 == 0 ? 32 : 16; }
 
 // A tensor by rows of `columns`, its box a panel.
 struct Mapped {

@@ -38,10 +38,8 @@ __device__ __forceinline__ void pin(float (&d)[kCount]) {
 }
 
 // ---- tiles and their descriptors (section "Shared Memory Matrix Layout") ----
-// A tile is cut into panels of 64, 32 or 16 columns, whose rows of 128, 64 or 32 bytes the hardware swizzles: chunks of
-// 16 bytes are exchanged by the row, and a pattern repeats after 8 rows.
-
-constexpr int panel_columns(int columns) { return columns % 64 == 0 ? 64 : columns % 32 == 0 ? 32 : 16; }
+// The hardware swizzles rows of 128, 64 or 32 bytes: chunks of 16 bytes are exchanged by the row, and a pattern repeats
+// after 8 rows.
 
 // Where a chunk of a panel's row lies.
 template <int kRowBytes>

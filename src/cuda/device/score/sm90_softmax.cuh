@@ -56,7 +56,7 @@ struct Sm90Softmax {
   // S of this warp's 16 rows once more, without the rest of its warpgroup: rare, and slow beside wgmma. `row`: as
   // ldmatrix takes it.
   __device__ __forceinline__ void form(u32 q, int row, u32 k, int lane) {
-    constexpr int kPanel = sm90_forward_panel(S.d);
+    constexpr int kPanel = wide_panel_columns(S.d);
     constexpr int kRows = sm90_forward_sizes(S).rows;
 #pragma unroll
     for (int i = 0; i < S.step / 2; ++i) {

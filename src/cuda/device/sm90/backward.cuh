@@ -36,6 +36,7 @@
 #include "cuda/device/sm90/backward_args.h"
 #include "cuda/device/sm90/backward_copy.cuh"
 #include "cuda/device/sm90/backward_sizes.h"
+#include "cuda/device/tile/shared.cuh"
 #include "cuda/device/work/sm90_key_block.cuh"
 #include "math/band.h"
 #include "math/softmax.h"
@@ -58,8 +59,8 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   constexpr int P = M / kParts;
   constexpr int kPanelD = sm90_backward_panel_d(S);
   constexpr int kPanelV = sm90_backward_panel_v(S);
-  constexpr int kPanelsD = sm90_panels(D, kPanelD);
-  constexpr int kPanelsV = sm90_panels(V, kPanelV);
+  constexpr int kPanelsD = panels_of(D, kPanelD);
+  constexpr int kPanelsV = panels_of(V, kPanelV);
   constexpr int kRowD = kPanelD * 2;  // bytes
   constexpr int kRowV = kPanelV * 2;
   constexpr bool kBias = sm90_bias_in_place(S);
@@ -161,19 +162,20 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   Ring<S.planes> ring_grads;
   Ring<S.q_buffers> ring_outer;
 
-  // Descriptors, of which only the low word moves. Rows: the inner dimension runs along them; inside: it is the rows.
-  constexpr u32 kHighD = descriptor_high(kRowD);
-  constexpr u32 kHighV = descriptor_high(kRowV);
-  constexpr u32 kHighGrads = descriptor_high(128);
-  const u32 k_rows = descriptor_low(base + kSizes.k_at + c * kBlocks * 64 * kRowD, 16);
-  const u32 v_rows = descriptor_low(base + kSizes.v_at + c * kBlocks * 64 * kRowV, 16);
-  const u32 q_rows = descriptor_low(base + kSizes.q_at, 16);
-  const u32 o_rows = descriptor_low(base + kSizes.grad_out_at, 16);
-  const u32 q_inside = descriptor_low(base + kSizes.q_at, M * kRowD);
-  const u32 o_inside = descriptor_low(base + kSizes.grad_out_at, M * kRowV);
-  const u32 k_inside =
-      descriptor_low(base + kSizes.k_at + (S.halves ? c * (D / 2 / kPanelD) * kKeys * kRowD : 0), kKeys * kRowD);
-  const u32 grads_rows = descriptor_low(base + kSizes.grads_at + (M == 128 ? c * 64 * 128 : 0), 16);
+  // Operands. rows: a product's inner dimension is the tile's columns; inside: it is the tile's rows.
+  const SharedTile<kKeys, D, kPanelD> k_tile{base + kSizes.k_at};
+  const SharedTile<kKeys, V, kPanelV> v_tile{base + kSizes.v_at};
+  const SharedTile<M, D, kPanelD> q_tile{base + kSizes.q_at};
+  const SharedTile<M, V, kPanelV> grad_out_tile{base + kSizes.grad_out_at};
+  const SharedTile<M, kKeys, 64> grads_tile{base + kSizes.grads_at};
+  const auto k_rows = k_tile.along_columns(c * kBlocks * 64);
+  const auto v_rows = v_tile.along_columns(c * kBlocks * 64);
+  const auto q_rows = q_tile.along_columns();
+  const auto o_rows = grad_out_tile.along_columns();
+  const auto q_inside = q_tile.along_rows();
+  const auto o_inside = grad_out_tile.along_rows();
+  const auto k_inside = k_tile.along_rows(S.halves ? c * (D / 2 / kPanelD) : 0);
+  const auto grads_rows = grads_tile.along_columns(M == 128 ? c * 64 : 0);
   // Where this lane's 16 bytes of a transposed 16 x 16 fragment lie in a panel of dS (ldmatrix and stmatrix alike).
   const u32 fragment = swizzled<128>(lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2);
 
@@ -218,12 +220,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
     };
     const auto multiply_dq = [&](const Ring<S.planes>& grads, float(&dq)[kColumns / 2]) {
       wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < kKeys / 16; ++k) {
-        wgmma_shared<kType, true>(
-            dq, descriptor(grads_rows + grads.buffer() * (kSizes.grads / 16) + k / 4 * (M * 8) + k % 4 * 2, kHighGrads),
-            descriptor(k_inside + k * kRowD, kHighD), k > 0);
-      }
+      multiply<kType, kKeys>(dq, grads_rows.buffer(grads.buffer(), kSizes.grads), k_inside);
       wgmma_commit();
     };
     const auto send_dq = [&](float(&dq)[kColumns / 2], int row) {
@@ -405,33 +402,9 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
         float s[P / 2];
         float dp[P / 2];
         wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < D / 16; ++k) {
-          constexpr int kInPanel = kPanelD / 16;
-          const u64 q = descriptor(
-              q_rows + q_now + part * (P * kRowD / 16) + k / kInPanel * (M * kRowD / 16) + k % kInPanel * 2, kHighD);
-          if (k < kHeldK) {
-            wgmma_registers<kType, false>(s, k_held[k < kHeldK ? k : 0], q, k > 0);
-          } else {
-            wgmma_shared<kType>(
-                s, descriptor(k_rows + (f * 64 + k / kInPanel * kKeys) * (kRowD / 16) + k % kInPanel * 2, kHighD), q,
-                k > 0);
-          }
-        }
+        multiply<kType, D, kHeldK>(s, k_held, k_rows.row(f * 64), q_rows.moved(q_now).row(part * P));
         wgmma_commit();
-#pragma unroll
-        for (int k = 0; k < V / 16; ++k) {
-          constexpr int kInPanel = kPanelV / 16;
-          const u64 grad_out = descriptor(
-              o_rows + o_now + part * (P * kRowV / 16) + k / kInPanel * (M * kRowV / 16) + k % kInPanel * 2, kHighV);
-          if (k < kHeldV) {
-            wgmma_registers<kType, false>(dp, v_held[k < kHeldV ? k : 0], grad_out, k > 0);
-          } else {
-            wgmma_shared<kType>(
-                dp, descriptor(v_rows + (f * 64 + k / kInPanel * kKeys) * (kRowV / 16) + k % kInPanel * 2, kHighV),
-                grad_out, k > 0);
-          }
-        }
+        multiply<kType, V, kHeldV>(dp, v_held, v_rows.row(f * 64), o_rows.moved(o_now).row(part * P));
         wgmma_commit();
         if (!kSkip && i == 0) {
           clear_dead();
@@ -476,11 +449,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
           }
           scores[f].clear_hidden(weights);
           wgmma_fence();
-#pragma unroll
-          for (int k = 0; k < P / 16; ++k) {
-            wgmma_registers<kType>(dv[f], weights + 4 * k,
-                                   descriptor(o_inside + o_now + (part * P / 16 + k) * kRowV, kHighV));
-          }
+          multiply_add<kType, P>(dv[f], weights, o_inside, o_now, part * P / 16);
           wgmma_commit();
         }
         if constexpr (S.dq) {
@@ -499,11 +468,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
           multiply_dq(ring_grads, dq);
         }
         if constexpr (S.dkv) {
-#pragma unroll
-          for (int k = 0; k < P / 16; ++k) {
-            wgmma_registers<kType>(dk[f], grads + 4 * k,
-                                   descriptor(q_inside + q_now + (part * P / 16 + k) * kRowD, kHighD));
-          }
+          multiply_add<kType, P>(dk[f], grads, q_inside, q_now, part * P / 16);
           wgmma_commit();
         }
         if constexpr (S.same_step) {

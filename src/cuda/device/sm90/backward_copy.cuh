@@ -27,8 +27,8 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
   constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);
   constexpr int kPanelD = sm90_backward_panel_d(S);
   constexpr int kPanelV = sm90_backward_panel_v(S);
-  constexpr int kPanelsD = sm90_panels(S.d, kPanelD);
-  constexpr int kPanelsV = sm90_panels(S.dv, kPanelV);
+  constexpr int kPanelsD = panels_of(S.d, kPanelD);
+  constexpr int kPanelsV = panels_of(S.dv, kPanelV);
   constexpr int kRowBytes = (kPanelsD * kPanelD + kPanelsV * kPanelV) * 2;
   constexpr int kGroupKeys = S.tiles * 64;
   const u32 blocks = u32(m.blocks);

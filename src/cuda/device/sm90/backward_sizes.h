@@ -7,6 +7,7 @@
 
 #include "cuda/device/generic/sizes.h"
 #include "cuda/device/spec.h"
+#include "cuda/device/tile/panels.h"
 
 namespace fovea::cuda {
 
@@ -18,17 +19,11 @@ constexpr int sm90_outer_bytes(const Spec& s) {
 
 // Where dK and dV take most registers the scores of a step are made in two parts.
 constexpr int sm90_step_parts(const Spec& s) { return s.d + s.dv > 256 ? 2 : 1; }
-// Columns of a panel. Those of 16 are slow: rather a wide one that is not full, whose rest costs memory; but where each
-// warpgroup sums half of dQ's columns, panels of Q and K divide these.
-constexpr int sm90_dividing_panel(int columns) { return columns % 64 == 0 ? 64 : columns % 32 == 0 ? 32 : 16; }
-constexpr int sm90_backward_panel(int columns) {
-  return columns % 32 != 0 && columns > 32 ? 64 : sm90_dividing_panel(columns);
-}
+// Columns of a panel of Q and K. Where each warpgroup sums half of dQ's columns, panels divide these.
 constexpr int sm90_backward_panel_d(const Spec& s) {
-  return s.halves ? sm90_dividing_panel(s.d / 2) : sm90_backward_panel(s.d);
+  return s.halves ? panel_columns(s.d / 2) : wide_panel_columns(s.d);
 }
-constexpr int sm90_backward_panel_v(const Spec& s) { return sm90_backward_panel(s.dv); }
-constexpr int sm90_panels(int columns, int panel) { return (columns + panel - 1) / panel; }
+constexpr int sm90_backward_panel_v(const Spec& s) { return wide_panel_columns(s.dv); }
 
 // Spec: q_buffers are those of biases that do not lie in the place of dS; warps (a multiple of 4) compute; a warpgroup
 // has tiles * 64 keys, a step `step` queries; stages are the buffers of Q and dO, planes those of dS.
@@ -53,8 +48,8 @@ constexpr Sm90BackwardSizes sm90_backward_sizes(const Spec& s) {
   x.groups = s.warps / 4;
   x.threads = 128 * (x.groups + 1);
   x.keys = 16 * s.warps * s.tiles;
-  const int d = sm90_panels(s.d, sm90_backward_panel_d(s)) * sm90_backward_panel_d(s);
-  const int dv = sm90_panels(s.dv, sm90_backward_panel_v(s)) * sm90_backward_panel_v(s);
+  const int d = panels_of(s.d, sm90_backward_panel_d(s)) * sm90_backward_panel_d(s);
+  const int dv = panels_of(s.dv, sm90_backward_panel_v(s)) * sm90_backward_panel_v(s);
   x.k = whole(x.keys * d * kNumber);
   x.v = whole(x.keys * dv * kNumber);
   x.q = whole(s.step * d * kNumber);

@@ -26,6 +26,7 @@
 #include "cuda/device/score/sm90_scores.cuh"
 #include "cuda/device/sm90/bias_gradient_copy.cuh"
 #include "cuda/device/sm90/bias_gradient_output.cuh"
+#include "cuda/device/tile/shared.cuh"
 
 namespace fovea::cuda {
 
@@ -88,7 +89,6 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
   constexpr int kParts = kSizes.parts;
   constexpr int kPart = kSizes.part;  // keys of a product
   constexpr int kColumns = kPart / 8;
-  constexpr int kUnit = kSizes.unit / 16;  // as descriptors count
   constexpr int kTileBytes = kSizes.tile;
   constexpr int kEntryBytes = kSizes.entry;
   constexpr u32 kTileAt = kSizes.tile_at;
@@ -173,21 +173,15 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
   Ring<S.q_buffers> ring_entry;
   const u32 low = descriptor_low(base, 16);
 
-  // (+)= rows times keys of a unit, 64 keys.
+  // Rows times keys of a unit, 64 keys.
   const auto issue = [&](auto& to, u32 unit, int part, auto columns) {
     constexpr int kWidth = columns;
     constexpr int kPanel = panel_columns(kWidth);
-    constexpr int kBlocks = kPanel / 16;
-    constexpr u32 kHigh = descriptor_high(kPanel * 2);
-    const u32 rows = low + unit * kUnit + group * (64 * kPanel * 2 / 16);
-    const u32 keys = low + unit * kUnit + kRows * kWidth * 2 / 16 + part * (kPart * kPanel * 2 / 16);
+    const SharedOperand<Inner::kColumns, kRows, kPanel> queries{low};
+    const SharedOperand<Inner::kColumns, S.step, kPanel> keys{low};
     wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kWidth / 16; ++k) {
-      const u32 in_panel = k % kBlocks * 2;
-      wgmma_shared<S.type>(to, descriptor(rows + k / kBlocks * (kRows * kPanel * 2 / 16) + in_panel, kHigh),
-                           descriptor(keys + k / kBlocks * (S.step * kPanel * 2 / 16) + in_panel, kHigh), k > 0);
-    }
+    multiply<S.type, kWidth>(to, queries.buffer(unit, kSizes.unit).row(group * 64),
+                             keys.buffer(unit, kSizes.unit).buffer(1, kRows * kWidth * 2).row(part * kPart));
     wgmma_commit();
   };
 

@@ -21,6 +21,7 @@
 #include "cuda/device/score/sm90_softmax.cuh"
 #include "cuda/device/sm90/forward_copy.cuh"
 #include "cuda/device/sm90/forward_output.cuh"
+#include "cuda/device/tile/shared.cuh"
 #include "math/band.h"
 
 namespace fovea::cuda {
@@ -33,8 +34,8 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
   constexpr int kGroups = kSizes.groups;
   constexpr int kRows = kSizes.rows;
   constexpr int kStep = S.step;
-  constexpr int kPanelK = sm90_forward_panel(S.d);
-  constexpr int kPanelV = sm90_forward_panel(S.dv);
+  constexpr int kPanelK = wide_panel_columns(S.d);
+  constexpr int kPanelV = wide_panel_columns(S.dv);
   constexpr bool kPlanes = sm90_has_planes(S);
   constexpr bool kDropout = S.dropout != DropoutRule::kNone;
   constexpr bool kHides = sm90_hides(S);  // K has 16 more columns, which warps of the warpgroup that copies make
@@ -159,12 +160,10 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
     }
   };
 
-  const u32 q_low = descriptor_low(base + kSizes.q_at + c * 64 * kPanelK * 2, 16);
-  const u32 k_low = descriptor_low(base + kSizes.k_at, 16);
-  const u32 v_low = descriptor_low(base + kSizes.v_at, kStep * kPanelV * 2);
-  const u32 zeros_low = descriptor_low(base + kSizes.zeros_at, 16 * kPanelV * 2);
-  constexpr u32 kHighK = descriptor_high(kPanelK * 2);
-  constexpr u32 kHighV = descriptor_high(kPanelV * 2);
+  const auto q_rows = SharedTile<kRows, S.d, kPanelK>{base + kSizes.q_at}.along_columns(c * 64);
+  const auto k_rows = SharedTile<kStep, S.d, kPanelK>{base + kSizes.k_at}.along_columns();
+  const auto v_inside = SharedTile<kStep, S.dv, kPanelV>{base + kSizes.v_at}.along_rows();
+  const auto zeros_inside = SharedTile<16, S.dv, kPanelV>{base + kSizes.zeros_at}.along_rows();
   const int fragment_row = warp * 16 + lane % 16;  // of this warpgroup's 64, as ldmatrix and stmatrix take it
   const int fragment_half = lane / 16;
 
@@ -189,7 +188,9 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
   Sm90Softmax<S> softmax;
   Sm90Inputs<S> inputs(base, c * 64 + warp * 16 + g, c * 64 + fragment_row, fragment_half, t);
   float o[S.dv / 2];
-  u32 q[S.resident ? S.d / 4 : 1];  // Q as the A operand: S then reads K alone from shared memory
+  // Q as the A operand: S then reads K alone from shared memory.
+  constexpr int kHeld = S.resident ? S.d / 16 : 0;
+  u32 q_held[kHeld > 0 ? kHeld : 1][4];
 
   while (true) {
     // ---- which tile ----
@@ -205,14 +206,14 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
     const math::Interval<int> steps = sm90_steps<S>(tile, band, tile.row, kRows);
     const int top = tile.row + c * 64;
     const int row0 = top + warp * 16 + g;
-    const u32 q_now = q_low + ring_q.buffer() * (kSizes.q / 16);
+    const auto q_now = q_rows.buffer(ring_q.buffer(), kSizes.q);
     if constexpr (S.resident) {
       constexpr int kBlocks = kPanelK / 16;
 #pragma unroll
       for (int k = 0; k < S.d / 16; ++k) {
         const u32 panel = base + kSizes.q_at + ring_q.buffer() * kSizes.q + k / kBlocks * (kRows * kPanelK * 2);
         const int chunk = k % kBlocks * 2 + fragment_half;
-        ldmatrix(*reinterpret_cast<u32(*)[4]>(q + 4 * k), panel + swizzled<kPanelK * 2>(c * 64 + fragment_row, chunk));
+        ldmatrix(q_held[k], panel + swizzled<kPanelK * 2>(c * 64 + fragment_row, chunk));
       }
     }
     if constexpr (kDropout) {
@@ -225,35 +226,24 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
       if constexpr (kHides) {
         wait_prepared();
       }
-      const u32 k_now = k_low + ring_k.buffer() * (kSizes.k / 16);
-      constexpr int kBlocks = kPanelK / 16;
       wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < S.d / 16; ++k) {
-        const u32 in_panel = k % kBlocks * 2;
-        const u64 keys = descriptor(k_now + k / kBlocks * (kStep * kPanelK * 2 / 16) + in_panel, kHighK);
-        if constexpr (S.resident) {
-          wgmma_registers<S.type, false>(softmax.s, q + 4 * k, keys, k > 0);
-        } else {
-          const u32 queries = q_now + k / kBlocks * (kRows * kPanelK * 2 / 16) + in_panel;
-          wgmma_shared<S.type>(softmax.s, descriptor(queries, kHighK), keys, k > 0);
-        }
-      }
+      const auto k_now = k_rows.buffer(ring_k.buffer(), kSizes.k);
+      multiply<S.type, S.d, kHeld>(softmax.s, q_held, q_now, k_now);
       if constexpr (kHides) {
-        const u32 hide_now = descriptor_low(base + kSizes.hide_at + ring_prepared.buffer() * kSizes.hide, 16);
-        const u32 ones_low = descriptor_low(base + kSizes.ones_at, 16);
-        wgmma_shared<S.type>(softmax.s, descriptor(ones_low, descriptor_high(32)),
-                             descriptor(hide_now, descriptor_high(32)), true);
+        const SharedTile<kStep, 16, 16> hide{base + kSizes.hide_at + ring_prepared.buffer() * kSizes.hide};
+        const SharedTile<64, 16, 16> ones{base + kSizes.ones_at};
+        multiply_add<S.type, 16>(softmax.s, ones.along_columns(), hide.along_columns());
       }
       wgmma_commit();
     };
     const auto issue_output = [&](bool first = false) {
-      const u32 v_now = first ? zeros_low : v_low + ring_v.buffer() * (kSizes.v / 16);
-      const u32 v_next = first ? 0 : 16 * kPanelV * 2 / 16;
+      // Of the tile of zeros, which has 16 rows, every instruction takes the same.
+      const u32 v_now = first ? zeros_inside.low : v_inside.buffer(ring_v.buffer(), kSizes.v).low;
+      const u32 v_next = first ? 0 : v_inside.kRowBytes;
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < kStep / 16; ++k) {
-        wgmma_registers<S.type>(o, softmax.p + 4 * k, descriptor(v_now + k * v_next, kHighV));
+        wgmma_registers<S.type>(o, softmax.p + 4 * k, descriptor(v_now + k * v_next, descriptor_high(kPanelV * 2)));
       }
       wgmma_commit();
     };

@@ -176,8 +176,8 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
                                                   volatile Sm90Tile* tiles, const Sm90Barriers& barriers) {
   constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
   constexpr int kRows = kSizes.rows;
-  constexpr int kPanelK = sm90_forward_panel(S.d);
-  constexpr int kPanelV = sm90_forward_panel(S.dv);
+  constexpr int kPanelK = wide_panel_columns(S.d);
+  constexpr int kPanelV = wide_panel_columns(S.dv);
   constexpr int kPlaneBytes = kSizes.bias + kSizes.bias2;
   Ring<S.stages> ring_k, ring_v;
   Ring<S.planes> ring_planes;

@@ -17,7 +17,7 @@ inline constexpr int kSm90AllBarrier = 7;    // of all that compute
 // Rows of V from `live` on, in all panels; a warpgroup's barrier is to follow.
 template <Spec S>
 __device__ __forceinline__ void sm90_clear_values(u32 to, int live, int thread) {
-  constexpr int kPanel = sm90_forward_panel(S.dv);
+  constexpr int kPanel = wide_panel_columns(S.dv);
   constexpr int kChunks = sm90_forward_panels(S.dv) * (kPanel / 8);
   for (int i = thread; i < (S.step - live) * kChunks; i += 128) {
     const int row = live + i / kChunks;
@@ -48,7 +48,7 @@ __device__ __forceinline__ bool sm90_forward_store(const Args& a, const Sm90Forw
                                                    u32 place, int c, int thread, const float (&o)[S.dv / 2],
                                                    const float (&factor)[2]) {
   constexpr int kRows = sm90_forward_sizes(S).rows;
-  constexpr int kPanel = sm90_forward_panel(S.dv);
+  constexpr int kPanel = wide_panel_columns(S.dv);
   constexpr int kBlocks = kPanel / 16;
   const int own_barrier = kSm90GroupBarrier + c;
   const int top = tile.row + c * 64;
@@ -58,7 +58,7 @@ __device__ __forceinline__ bool sm90_forward_store(const Args& a, const Sm90Forw
     return pack<S.type>(o[4 * j + 2 * x] * factor[x], o[4 * j + 2 * x + 1] * factor[x]);
   };
   // Rows of O lie where this warp's own rows of Q do, if the panels of both are as wide.
-  if constexpr (sm90_forward_panel(S.d) != kPanel) {
+  if constexpr (wide_panel_columns(S.d) != kPanel) {
     sync(kSm90AllBarrier, 128 * sm90_forward_sizes(S).groups);
   }
 #pragma unroll

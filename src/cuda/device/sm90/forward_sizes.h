@@ -7,6 +7,7 @@
 
 #include "cuda/device/generic/sizes.h"
 #include "cuda/device/spec.h"
+#include "cuda/device/tile/panels.h"
 
 namespace fovea::cuda {
 
@@ -47,14 +48,8 @@ struct Sm90ForwardSizes {
   int bytes;  // all of it
 };
 
-// Columns of a panel of q, k, v and out. Panels of 16 are slow: rather a wide one that is not full, whose rest costs
-// shared memory alone.
-constexpr int sm90_forward_panel(int columns) {
-  return columns == 16 ? 16 : columns % 64 != 0 && columns % 32 == 0 ? 32 : 64;
-}
-constexpr int sm90_forward_panels(int columns) {
-  return (columns + sm90_forward_panel(columns) - 1) / sm90_forward_panel(columns);
-}
+// Panels of q, k, v and out.
+constexpr int sm90_forward_panels(int columns) { return panels_of(columns, wide_panel_columns(columns)); }
 
 constexpr Sm90ForwardSizes sm90_forward_sizes(const Spec& s) {
   constexpr int kNumber = 2;  // bytes
@@ -65,8 +60,8 @@ constexpr Sm90ForwardSizes sm90_forward_sizes(const Spec& s) {
   x.threads = 128 * (x.groups + 1);
   x.rows = 16 * s.warps;
   x.ctas = x.groups == 1 ? s.ctas : 1;
-  const int d = sm90_forward_panels(s.d) * sm90_forward_panel(s.d);
-  const int dv = sm90_forward_panels(s.dv) * sm90_forward_panel(s.dv);
+  const int d = sm90_forward_panels(s.d) * wide_panel_columns(s.d);
+  const int dv = sm90_forward_panels(s.dv) * wide_panel_columns(s.dv);
   x.q = whole(x.rows * (d > dv ? d : dv) * kNumber);  // of O, too
   x.k = whole(s.step * d * kNumber);
   x.v = whole(s.step * dv * kNumber);

@@ -20,6 +20,7 @@
 #include "cuda/device/sm90/forward_copy.cuh"
 #include "cuda/device/sm90/small_backward_sizes.h"
 #include "cuda/device/tile/accumulator.cuh"
+#include "cuda/device/tile/shared.cuh"
 #include "math/band.h"
 #include "math/score.h"
 #include "math/softmax.h"
@@ -57,8 +58,6 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
   constexpr int kRegisters = kGroups == 4 ? 112 : kGroups == 3 ? 160 : 232;
   constexpr bool kBias = S.bias != BiasTile::kNone;
   constexpr bool kSum = S.grad_bias != BiasTile::kNone;
-  constexpr int kRowD = D * 2;  // bytes
-  constexpr int kRowV = V * 2;
   static_assert(kGroups >= 2 && kGroups <= 4);
   static_assert(kType != Type::kFp32 && (D == 16 || D == 32 || D == 64) && (V == 16 || V == 32 || V == 64));
   static_assert(!S.softcap && !S.ragged && S.bias2 == BiasTile::kNone && !S.mask && !S.key_term && !S.query_term);
@@ -122,11 +121,9 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
   const u32 part = base + c * kSizes.part;
   const u32 grads = part + kSizes.grads_at;
   const u32 rows = base + kSizes.rows_at + c * kSizes.rows;
-  constexpr u32 kHighD = descriptor_high(kRowD);
-  constexpr u32 kHighV = descriptor_high(kRowV);
-  constexpr u32 kHighGrads = descriptor_high(128);
-  const u32 low = descriptor_low(part, 16);
-  const u32 grads_rows = descriptor_low(grads, 16);
+  // Of buffer 0: K, Q, V, dO and O, one after the other.
+  const auto keys_first = SharedTile<kSmallRows, D, D>{part}.along_columns();
+  const auto grads_rows = SharedTile<kSmallRows, kSmallRows, 64>{grads}.along_columns();
   const u32 fragment = grads + swizzled<128>(lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2);
   const math::Band<int> band = math::Band<int>::make(int(a.rows.rows_q), int(a.rows.rows_k), a.causal, a.window_left,
                                                      a.window_right, a.top_left);
@@ -216,11 +213,10 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
   for (u32 n = number + c; n < u32(m.list); n += workers) {
     const SmallEntry now = next;
     const u32 barrier = full(c, ring.buffer());
-    const u32 head = ring.buffer() * (kSizes.head / 16);  // as descriptors count
-    const u32 k_at = low + head;
-    const u32 q_at = k_at + kSizes.q / 16;
-    const u32 v_at = q_at + kSizes.q / 16;
-    const u32 o_at = v_at + kSizes.v / 16;
+    const auto k_rows = keys_first.buffer(ring.buffer(), kSizes.head);
+    const auto q_rows = k_rows.buffer(1, kSizes.q);
+    const SharedOperand<Inner::kColumns, kSmallRows, V> v_rows{q_rows.buffer(1, kSizes.q).low};
+    const auto o_rows = v_rows.buffer(1, kSizes.v);
     const u32 row = rows + flip * (kSmallRows * 8);
     if constexpr (kBias && S.bias != BiasTile::kFp32) {
 #pragma unroll
@@ -232,15 +228,9 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
     float s[32];
     float dp[32];
     wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < D / 16; ++k) {
-      wgmma_shared<kType>(s, descriptor(k_at + k * 2, kHighD), descriptor(q_at + k * 2, kHighD), k > 0);
-    }
+    multiply<kType, D>(s, k_rows, q_rows);
     wgmma_commit();
-#pragma unroll
-    for (int k = 0; k < V / 16; ++k) {
-      wgmma_shared<kType>(dp, descriptor(v_at + k * 2, kHighV), descriptor(o_at + k * 2, kHighV), k > 0);
-    }
+    multiply<kType, V>(dp, v_rows, o_rows);
     wgmma_commit();
 
     if (leaving != 0 && thread == 0) {  // the gradients of the head before have left its tiles
@@ -347,23 +337,13 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
       dk[i] = 0;
     }
     wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      wgmma_registers<kType>(dv, weights + 4 * k, descriptor(o_at + k * kRowV, kHighV));
-    }
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      wgmma_registers<kType>(dk, ds + 4 * k, descriptor(q_at + k * kRowD, kHighD));
-    }
+    multiply_add<kType, kSmallRows>(dv, weights, o_rows.turned());
+    multiply_add<kType, kSmallRows>(dk, ds, q_rows.turned());
     wgmma_commit();
     fence_async();
     sync(1 + c, 128);
     wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      wgmma_shared<kType, true>(dq, descriptor(grads_rows + k * 2, kHighGrads), descriptor(k_at + k * kRowD, kHighD),
-                                k > 0);
-    }
+    multiply<kType, kSmallRows>(dq, grads_rows, k_rows.turned());
     wgmma_commit();
     wgmma_wait<0>();
     pin(dq);

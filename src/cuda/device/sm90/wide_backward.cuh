@@ -33,6 +33,7 @@
 #include "cuda/device/sm90/backward_args.h"
 #include "cuda/device/sm90/backward_sizes.h"
 #include "cuda/device/sm90/wide_backward_copy.cuh"
+#include "cuda/device/tile/shared.cuh"
 #include "cuda/device/work/sm90_key_block.cuh"
 #include "math/band.h"
 #include "math/softmax.h"
@@ -135,24 +136,26 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
   Ring<2> ring_grads;  // of P and dS
 
   // Rows: the inner dimension runs along them; inside: it is the rows; halves are this warpgroup's, or this block's.
-  constexpr u32 kHighD = descriptor_high(kRowD);
-  constexpr u32 kHighV = descriptor_high(kRowV);
-  constexpr u32 kHighTile = descriptor_high(128);
-  const u32 k_rows = descriptor_low(base + kSizes.k_at, 16);
-  const u32 v_rows = descriptor_low(base + kSizes.v_at, 16);
-  const u32 q_rows = descriptor_low(base + kSizes.q_at + c * kPart * kRowD, 16);
-  const u32 o_rows = descriptor_low(base + kSizes.grad_out_at + c * kPart * kRowV, 16);
-  const u32 q_inside = descriptor_low(base + kSizes.q_at + c * (D / 2 / kPanelD) * M * kRowD, M * kRowD);
-  const u32 o_inside = descriptor_low(base + kSizes.grad_out_at + c * (V / 2 / kPanelV) * M * kRowV, M * kRowV);
+  const SharedTile<kKeys, D, kPanelD> k_tile{base + kSizes.k_at};
+  const SharedTile<kKeys, V, kPanelV> v_tile{base + kSizes.v_at};
+  const SharedTile<kKeys, 2 * sm90_dq_columns(D), kPanelD> k_other_tile{base + kSizes.k_other_at};
+  const SharedTile<M, D, kPanelD> q_tile{base + kSizes.q_at};
+  const SharedTile<M, V, kPanelV> grad_out_tile{base + kSizes.grad_out_at};
+  const auto k_rows = k_tile.along_columns();
+  const auto v_rows = v_tile.along_columns();
+  const auto q_rows = q_tile.along_columns(c * kPart);
+  const auto o_rows = grad_out_tile.along_columns(c * kPart);
+  const auto q_inside = q_tile.along_rows(c * (D / 2 / kPanelD));
+  const auto o_inside = grad_out_tile.along_rows(c * (V / 2 / kPanelV));
   constexpr int kColumns = sm90_dq_columns(D);
   const int column = (2 * rank + c) * kColumns;  // the first of dQ
   const bool has_dq = S.dq && column < D;
-  const u32 k_own = descriptor_low(base + kSizes.k_at + column / kPanelD * kKeys * kRowD, kKeys * kRowD);
-  const u32 k_other = descriptor_low(base + kSizes.k_other_at + c * kColumns / kPanelD * kKeys * kRowD, kKeys * kRowD);
-  const u32 k_first = rank == 0 ? k_own : k_other;  // in the order of the keys
-  const u32 k_second = rank == 0 ? k_other : k_own;
-  const u32 weights = descriptor_low(base + kSizes.weights_at, 16);
-  const u32 grads = descriptor_low(base + kSizes.grads_at, 16);
+  const auto k_own = k_tile.along_rows(column / kPanelD);
+  const auto k_other = k_other_tile.along_rows(c * kColumns / kPanelD);
+  const JoinedOperands<kKeys, SharedOperand<Inner::kRows, kKeys, kPanelD>> k_both{rank == 0 ? k_own : k_other,
+                                                                                  rank == 0 ? k_other : k_own};
+  const auto weights = SharedTile<M, kKeys, 64>{base + kSizes.weights_at}.along_columns();
+  const auto grads = SharedTile<M, kKeys, 64>{base + kSizes.grads_at}.along_columns();
   // Where this lane's 16 bytes of a transposed 16 x 16 fragment lie in this warpgroup's part of a tile.
   const u32 fragment = c * kPart * 128 + swizzled<128>(lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2);
 
@@ -169,12 +172,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
     if (!has_dq) {
       return;
     }
-#pragma unroll
-    for (int k = 0; k < 2 * kKeys / 16; ++k) {
-      wgmma_shared<kType, true>(
-          dq, descriptor(grads + (2 * tile.buffer() + k / 4) * (kSizes.tile / 16) + k % 4 * 2, kHighTile),
-          descriptor((k < 4 ? k_first : k_second) + k % 4 * kRowD, kHighD), k > 0);
-    }
+    multiply<kType, 2 * kKeys>(dq, grads.buffer(2 * tile.buffer(), kSizes.tile), k_both);
   };
   u32 adding = 0;  // parity of may_add
   const auto add_dq = [&](const Ring<2>& tile, int row) {
@@ -257,21 +255,10 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
     float s[kPart / 2];
     float dp[kPart / 2];
     wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < D / 16; ++k) {
-      constexpr int kInPanel = kPanelD / 16;
-      wgmma_shared<kType>(s, descriptor(k_rows + k / kInPanel * (kKeys * kRowD / 16) + k % kInPanel * 2, kHighD),
-                          descriptor(q_rows + q_now + k / kInPanel * (M * kRowD / 16) + k % kInPanel * 2, kHighD),
-                          k > 0);
-    }
+    multiply<kType, D>(s, k_rows, q_rows, q_now);
     wgmma_commit();
     barrier_wait(barriers.grad_out_full(), turn);
-#pragma unroll
-    for (int k = 0; k < V / 16; ++k) {
-      constexpr int kInPanel = kPanelV / 16;
-      wgmma_shared<kType>(dp, descriptor(v_rows + k / kInPanel * (kKeys * kRowV / 16) + k % kInPanel * 2, kHighV),
-                          descriptor(o_rows + k / kInPanel * (M * kRowV / 16) + k % kInPanel * 2, kHighV), k > 0);
-    }
+    multiply<kType, V>(dp, v_rows, o_rows);
     wgmma_commit();
     if constexpr (S.dq) {
       if (n > 0) {
@@ -330,19 +317,10 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
     }
     // dV, dK.
     wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < M / 16; ++k) {
-      wgmma_shared<kType, true, true>(
-          dv, descriptor(weights + ring_grads.buffer() * (kSizes.tile / 16) + k * 128, kHighTile),
-          descriptor(o_inside + k * kRowV, kHighV), 1);
-    }
+    multiply_add<kType, M>(dv, weights.buffer(ring_grads.buffer(), kSizes.tile).turned(), o_inside);
     wgmma_commit();
-#pragma unroll
-    for (int k = 0; k < M / 16; ++k) {
-      wgmma_shared<kType, true, true>(
-          dk, descriptor(grads + (2 * ring_grads.buffer() + rank) * (kSizes.tile / 16) + k * 128, kHighTile),
-          descriptor(q_inside + q_now + k * kRowD, kHighD), 1);
-    }
+    multiply_add<kType, M>(dk, grads.buffer(2 * ring_grads.buffer() + rank, kSizes.tile).turned(),
+                           q_inside.moved(q_now));
     wgmma_commit();
     if constexpr (S.dq) {
       wgmma_wait<2>();
