@@ -11,6 +11,7 @@
 #define FOVEA_CUDA_DEVICE_GENERIC_BACKWARD_STEP_CUH
 
 #include "cuda/device/generic/backward_sizes.h"
+#include "cuda/device/score/dropout.cuh"
 #include "cuda/device/score/scores.cuh"
 #include "cuda/device/tile/products.cuh"
 

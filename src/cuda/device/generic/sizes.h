@@ -15,7 +15,7 @@ constexpr int element_bytes(Type type) { return type == Type::kFp32 ? 4 : 2; }
 constexpr int bias_bytes(BiasTile bias) { return bias == BiasTile::kNone ? 0 : bias == BiasTile::kFp32 ? 4 : 2; }
 
 // What the scores of a tile need beyond q and k: biases, mask words, and the vector along the columns, which are keys
-// in S (forward) and queries in S transposed (ScoreInputs in score/scores.cuh).
+// in S (forward) and queries in S transposed (ScoreInputs in score/inputs.cuh).
 constexpr int score_input_bytes(const Spec& s, int queries, int keys, bool transposed) {
   const int words = keys >= 32 ? keys / 32 : 1;
   const bool vector = transposed ? s.query_term : s.key_term;

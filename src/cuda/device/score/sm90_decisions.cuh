@@ -9,6 +9,7 @@
 #ifndef FOVEA_CUDA_DEVICE_SCORE_SM90_DECISIONS_CUH
 #define FOVEA_CUDA_DEVICE_SCORE_SM90_DECISIONS_CUH
 
+#include "cuda/device/score/dropout.cuh"
 #include "cuda/device/score/sm90_scores.cuh"
 #include "cuda/device/sm90/forward_copy.cuh"
 #include "math/band.h"

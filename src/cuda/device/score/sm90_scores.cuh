@@ -17,12 +17,6 @@
 
 namespace fovea::cuda {
 
-// A number that is known when the kernel is compiled, as an argument.
-template <int kValue>
-struct Constant {
-  constexpr operator int() const { return kValue; }
-};
-
 // ---- scores ----
 
 // A float for math/'s softcap: approximate powers and reciprocals, two units in the last place.

@@ -36,6 +36,8 @@
 #include "cuda/device/sm90/backward_args.h"
 #include "cuda/device/sm90/backward_copy.cuh"
 #include "cuda/device/sm90/backward_sizes.h"
+#include "cuda/device/tile/accumulator.cuh"
+#include "cuda/device/tile/pipe.cuh"
 #include "cuda/device/tile/shared.cuh"
 #include "cuda/device/work/sm90_key_block.cuh"
 #include "math/band.h"
@@ -286,7 +288,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
           zero_rows<kKeys, kRowD, kPanelsD, kGroups * 128>(base + kSizes.k_at, live, threadIdx.x - 128);
           zero_rows<kKeys, kRowV, kPanelsV, kGroups * 128>(base + kSizes.v_at, live, threadIdx.x - 128);
           fence_async();
-          sync(4, kGroups * 128);
+          sync(kCleared, kGroups * 128);
         }
       }
     }
@@ -351,7 +353,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
           zero_rows<M, kRowV, kPanelsV, kGroups * 128>(base + kSizes.grad_out_at + ring_q.buffer() * kSizes.grad_out,
                                                        live, consumer);
           fence_async();
-          sync(4, kGroups * 128);
+          sync(kCleared, kGroups * 128);
         }
       }
       const auto clear_dead = [&] {
@@ -464,7 +466,8 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
         float dq[S.same_step ? kColumns / 2 : 1];
         if constexpr (S.same_step) {
           fence_async();
-          sync(5, kGroups * 128);  // dS is there, all of it, and who comes here has read that of the step before
+          sync(kGradsThere,
+               kGroups * 128);  // dS is there, all of it, and who comes here has read that of the step before
           multiply_dq(ring_grads, dq);
         }
         if constexpr (S.dkv) {

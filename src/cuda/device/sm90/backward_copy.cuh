@@ -9,8 +9,8 @@
 #include "cuda/device/ptx/wgmma.cuh"
 #include "cuda/device/sm90/backward_args.h"
 #include "cuda/device/sm90/backward_sizes.h"
-#include "cuda/device/sm90/forward_copy.cuh"
 #include "cuda/device/sm90/forward_sizes.h"
+#include "cuda/device/tile/pipe.cuh"
 #include "cuda/device/work/sm90_key_block.cuh"
 
 namespace fovea::cuda {

@@ -11,7 +11,7 @@
 #include "cuda/device/generic/bias_gradient.cuh"
 #include "cuda/device/ptx/wgmma.cuh"
 #include "cuda/device/sm90/bias_gradient_sizes.h"
-#include "cuda/device/sm90/forward_copy.cuh"
+#include "cuda/device/tile/pipe.cuh"
 
 namespace fovea::cuda {
 

@@ -104,21 +104,21 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
   Ring<S.q_buffers> ring_q;
   Ring<kSm90PreparedBuffers> ring_prepared;
 
-  // Turns: barrier 1 + c is this warpgroup's, passed on by the one before it.
+  // Turns: each warpgroup passes the turn on to the next.
   constexpr bool kTurns = S.turns;
-  const int own_barrier = kSm90GroupBarrier + c;
+  const int own_barrier = kForwardGroup[c];
   const auto turn_wait = [&] {
     if constexpr (kTurns) {
-      sync(1 + c, 256);
+      sync(kForwardTurn[c], 256);
     }
   };
   const auto turn_pass = [&] {
     if constexpr (kTurns) {
-      arrive(1 + (c + 1 == kGroups ? 0 : c + 1), 256);
+      arrive(kForwardTurn[c + 1 == kGroups ? 0 : c + 1], 256);
     }
   };
   if (kTurns && c == kGroups - 1) {
-    arrive(1, 256);
+    arrive(kForwardTurn[0], 256);
   }
   const auto leave_k = [&] {
     if (leader) {
@@ -500,7 +500,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
     ring_q.next();
   }
   if (kTurns && c == 0) {
-    sync(1, 256);  // the last turn that was passed
+    sync(kForwardTurn[0], 256);  // the last turn that was passed
   }
   if (thread == 0) {
     bulk_wait_read();

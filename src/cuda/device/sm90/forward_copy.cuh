@@ -9,19 +9,11 @@
 #include "cuda/device/ptx/sm90.cuh"
 #include "cuda/device/ptx/wgmma.cuh"
 #include "cuda/device/sm90/forward_sizes.h"
+#include "cuda/device/tile/pipe.cuh"
 #include "math/band.h"
 #include "math/rows.h"
 
 namespace fovea::cuda {
-
-// A ring of buffers: which one, and the parity of its barriers, in one register.
-template <int kBuffers>
-struct Ring {
-  u32 at = 0;
-  __device__ __forceinline__ u32 buffer() const { return at >> 1; }
-  __device__ __forceinline__ u32 parity() const { return at & 1; }
-  __device__ __forceinline__ void next() { at = at >= 2 * kBuffers - 2 ? (at & 1) ^ 1 : at + 2; }
-};
 
 // For each ring, buffer by buffer: full and empty.
 struct Sm90Barriers {

@@ -11,8 +11,11 @@
 
 namespace fovea::cuda {
 
-inline constexpr int kSm90GroupBarrier = 4;  // of the first warpgroup that computes
-inline constexpr int kSm90AllBarrier = 7;    // of all that compute
+// Named barriers of sm90_forward.
+inline constexpr NamedBarriers kForwardTurn{1, 3};   // of each warpgroup that computes: its turn to issue products
+inline constexpr NamedBarriers kForwardGroup{4, 3};  // of each of them: its own threads
+inline constexpr NamedBarriers kForwardGroups{7};    // of all that compute
+static_assert(are_apart({kForwardTurn, kForwardGroup, kForwardGroups}));
 
 // Rows of V from `live` on, in all panels; a warpgroup's barrier is to follow.
 template <Spec S>
@@ -50,7 +53,7 @@ __device__ __forceinline__ bool sm90_forward_store(const Args& a, const Sm90Forw
   constexpr int kRows = sm90_forward_sizes(S).rows;
   constexpr int kPanel = wide_panel_columns(S.dv);
   constexpr int kBlocks = kPanel / 16;
-  const int own_barrier = kSm90GroupBarrier + c;
+  const int own_barrier = kForwardGroup[c];
   const int top = tile.row + c * 64;
   const int fragment_row = c * 64 + thread / 32 * 16 + thread % 16;  // as stmatrix takes it
   const int fragment_half = thread % 32 / 16;
@@ -59,7 +62,7 @@ __device__ __forceinline__ bool sm90_forward_store(const Args& a, const Sm90Forw
   };
   // Rows of O lie where this warp's own rows of Q do, if the panels of both are as wide.
   if constexpr (wide_panel_columns(S.d) != kPanel) {
-    sync(kSm90AllBarrier, 128 * sm90_forward_sizes(S).groups);
+    sync(kForwardGroups, 128 * sm90_forward_sizes(S).groups);
   }
 #pragma unroll
   for (int k = 0; k < S.dv / 16; ++k) {

@@ -17,15 +17,19 @@
 #include "cuda/device/ptx/sm90.cuh"
 #include "cuda/device/ptx/wgmma.cuh"
 #include "cuda/device/score/sm90_scores.cuh"
-#include "cuda/device/sm90/forward_copy.cuh"
 #include "cuda/device/sm90/small_backward_sizes.h"
 #include "cuda/device/tile/accumulator.cuh"
+#include "cuda/device/tile/pipe.cuh"
 #include "cuda/device/tile/shared.cuh"
 #include "math/band.h"
 #include "math/score.h"
 #include "math/softmax.h"
 
 namespace fovea::cuda {
+
+// Named barriers: each warpgroup that computes has its own.
+inline constexpr NamedBarriers kSmallGroup{1, 4};
+static_assert(are_apart({kSmallGroup}));
 
 // Entry n of a plane's list.
 struct SmallEntry {
@@ -277,7 +281,7 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
       next = SmallEntry::make(a, m, plane, n + workers);
       load_rows(next);
     }
-    sync(1 + c, 128);
+    sync(kSmallGroup[c], 128);
     flip ^= 1;
 
     // ---- P and dS ----
@@ -341,7 +345,7 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
     multiply_add<kType, kSmallRows>(dk, ds, q_rows.turned());
     wgmma_commit();
     fence_async();
-    sync(1 + c, 128);
+    sync(kSmallGroup[c], 128);
     wgmma_fence();
     multiply<kType, kSmallRows>(dq, grads_rows, k_rows.turned());
     wgmma_commit();
@@ -349,7 +353,7 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
     pin(dq);
     pin(dk);
     pin(dv);
-    sync(1 + c, 128);  // nobody reads this head's tiles any more
+    sync(kSmallGroup[c], 128);  // nobody reads this head's tiles any more
     if (m.store_tensors) {
       // By TMA, through the places of Q, K and V.
       const u32 q_place = part + ring.buffer() * kSizes.head + kSizes.q;
@@ -369,7 +373,7 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
       leave(k_place, Constant<D>{}, dk, a.scale);
       leave(v_place, Constant<V>{}, dv, 1.f);
       fence_async();
-      sync(1 + c, 128);
+      sync(kSmallGroup[c], 128);
       if (thread == 0) {
         const auto send = [&](const Tensor& to, const TensorMap& map, const Has& has, u32 place) {
           if (to.data != nullptr) {

@@ -220,7 +220,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
           zero_rows<kKeys, kRowD, 2 * kColumns / kPanelD, kThreads>(base + kSizes.k_other_at, other, consumer);
         }
         fence_async();
-        sync(2, kThreads);
+        sync(kCleared, kThreads);
       }
     }
   }
@@ -248,7 +248,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
         zero_rows<M, kRowD, D / kPanelD, kThreads>(base + kSizes.q_at + ring_q.buffer() * kSizes.q, live, consumer);
         zero_rows<M, kRowV, V / kPanelV, kThreads>(base + kSizes.grad_out_at, live, consumer);
         fence_async();
-        sync(2, kThreads);
+        sync(kCleared, kThreads);
       }
     }
     // S, dP, and dQ of the step before.
@@ -309,7 +309,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
                      grad_words[4 * k + 3]);
     }
     fence_async();
-    sync(1, kThreads);
+    sync(kGradsThere, kThreads);
     if (S.dq && threadIdx.x == 128) {
       const u32 full = barriers.grads_full(ring_grads.buffer());
       barrier_expect(full, kSizes.tile);

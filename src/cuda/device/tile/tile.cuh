@@ -16,6 +16,12 @@
 
 namespace fovea::cuda {
 
+// A number that is known when the kernel is compiled, as an argument.
+template <int kValue>
+struct Constant {
+  constexpr operator int() const { return kValue; }
+};
+
 // ---- where a block is ----
 
 // A thread's place in its block. The warp is known to be uniform to the compiler.

@@ -5,6 +5,7 @@
 #ifndef FOVEA_CUDA_DEVICE_WORK_FORWARD_BLOCK_CUH
 #define FOVEA_CUDA_DEVICE_WORK_FORWARD_BLOCK_CUH
 
+#include "cuda/device/score/dropout.cuh"
 #include "cuda/device/score/scores.cuh"
 
 namespace fovea::cuda {

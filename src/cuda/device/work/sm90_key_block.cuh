@@ -13,6 +13,7 @@
 #include "cuda/device/sm90/backward_args.h"
 #include "cuda/device/sm90/backward_sizes.h"
 #include "cuda/device/sm90/forward_sizes.h"
+#include "cuda/device/tile/pipe.cuh"
 #include "cuda/device/tile/tile.cuh"
 #include "math/band.h"
 #include "math/rows.h"
@@ -187,6 +188,11 @@ __device__ __forceinline__ u32 sm90_take_block(u32 base, const Sm90BackwardBarri
   return number;
 }
 
+// Named barriers of the threads that compute, in sm90_backward and sm90_wide_backward.
+inline constexpr NamedBarriers kCleared{4};     // rows that must be 0 in a tile are
+inline constexpr NamedBarriers kGradsThere{5};  // dS of a step is in shared memory
+static_assert(are_apart({kCleared, kGradsThere}));
+
 // Rows from `live` on of a tile of kRows, in panels of kRowBytes a row. Chunks are exchanged within rows alone.
 template <int kRows, int kRowBytes, int kPanels, int kThreads>
 __device__ __forceinline__ void zero_rows(u32 tile, int live, int thread) {
@@ -222,7 +228,7 @@ __device__ __forceinline__ void zero_dead_rows(u32 tile, u32 lse) {
         }
       }
       fence_async();
-      sync(4, kThreads);
+      sync(kCleared, kThreads);
     }
   }
 }

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the warps of a block wait for each other with on Hopper.
+//
+//   Ring            a ring of buffers: which one is next, and the parity of its barriers
+//   NamedBarriers   barriers of bar.sync, which have numbers; each kernel lists its own, and no two may share one
+#ifndef FOVEA_CUDA_DEVICE_TILE_PIPE_CUH
+#define FOVEA_CUDA_DEVICE_TILE_PIPE_CUH
+
+#include "cuda/device/ptx/sm90.cuh"
+
+namespace fovea::cuda {
+
+// Both numbers in one register.
+template <int kBuffers>
+struct Ring {
+  u32 at = 0;
+  __device__ __forceinline__ u32 buffer() const { return at >> 1; }
+  __device__ __forceinline__ u32 parity() const { return at & 1; }
+  __device__ __forceinline__ void next() { at = at >= 2 * kBuffers - 2 ? (at & 1) ^ 1 : at + 2; }
+};
+
+// Numbers first ... first + count - 1 of the 16 that a block has. Number 0 is that of sync() without arguments.
+struct NamedBarriers {
+  int first;
+  int count = 1;
+  constexpr int operator[](int i) const { return first + i; }
+  constexpr operator int() const { return first; }
+};
+
+// Whether no two of a kernel's barriers have the same number.
+template <int kCount>
+constexpr bool are_apart(const NamedBarriers (&all)[kCount]) {
+  for (int i = 0; i < kCount; ++i) {
+    if (all[i].first < 1 || all[i].count < 1 || all[i].first + all[i].count > 16) {
+      return false;
+    }
+    for (int j = 0; j < i; ++j) {
+      if (all[i].first < all[j].first + all[j].count && all[j].first < all[i].first + all[i].count) {
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_TILE_PIPE_CUH
