@@ -31,6 +31,7 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
   constexpr int kPanelsV = panels_of(S.dv, kPanelV);
   constexpr int kRowBytes = (kPanelsD * kPanelD + kPanelsV * kPanelV) * 2;
   constexpr int kGroupKeys = S.tiles * 64;
+  static_assert(sizeof(Sm90Loads) <= kSm90LoadsBytes);
   const u32 blocks = u32(m.blocks);
   // Who waits for another must have begun later: in order every number is a ticket.
   const auto take = [&] {

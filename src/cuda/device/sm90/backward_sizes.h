@@ -8,6 +8,7 @@
 #include "cuda/device/generic/sizes.h"
 #include "cuda/device/spec.h"
 #include "cuda/device/tile/panels.h"
+#include "cuda/device/tile/plan.h"
 
 namespace fovea::cuda {
 
@@ -40,39 +41,71 @@ struct Sm90BackwardSizes {
   int bytes;  // all of it
 };
 
+inline constexpr int kSm90LoadsBytes = 64;  // of what the thread that copies keeps
+
+// Where its barriers lie, from the first on, and the number of the block of keys among them. A ring has at most four
+// buffers.
+struct Sm90BackwardBarrierPlan {
+  int kv_full, q_full, q_empty, bias_full, grads_full, grads_empty, leaving_full, leaving_empty, kv_empty, number;
+  int outer_full, outer_empty, bytes;
+
+  static constexpr Sm90BackwardBarrierPlan make() {
+    constexpr int kMostBuffers = 4;
+    constexpr int kMostGroups = 3;
+    constexpr int kMostOuter = 2;
+    SharedPlan plan;
+    Sm90BackwardBarrierPlan x{};
+    x.kv_full = plan.barriers(1);
+    x.q_full = plan.barriers(kMostBuffers);
+    x.q_empty = plan.barriers(kMostBuffers);
+    x.bias_full = plan.barriers(kMostBuffers);
+    x.grads_full = plan.barriers(kMostBuffers);
+    x.grads_empty = plan.barriers(kMostBuffers);
+    x.leaving_full = plan.barriers(kMostGroups);
+    x.leaving_empty = plan.barriers(kMostGroups);
+    x.kv_empty = plan.barriers(1);
+    x.number = plan.take(1, 4);
+    x.outer_full = plan.barriers(kMostOuter);
+    x.outer_empty = plan.barriers(kMostOuter);
+    x.bytes = plan.bytes;
+    return x;
+  }
+};
+inline constexpr Sm90BackwardBarrierPlan kSm90BackwardBarriers = Sm90BackwardBarrierPlan::make();
+
 constexpr Sm90BackwardSizes sm90_backward_sizes(const Spec& s) {
   constexpr int kNumber = 2;  // bytes
-  // A tile's panels begin where their swizzle does.
-  constexpr auto whole = [](int bytes) { return (bytes + 1023) / 1024 * 1024; };
   Sm90BackwardSizes x{};
   x.groups = s.warps / 4;
   x.threads = 128 * (x.groups + 1);
   x.keys = 16 * s.warps * s.tiles;
   const int d = panels_of(s.d, sm90_backward_panel_d(s)) * sm90_backward_panel_d(s);
   const int dv = panels_of(s.dv, sm90_backward_panel_v(s)) * sm90_backward_panel_v(s);
-  x.k = whole(x.keys * d * kNumber);
-  x.v = whole(x.keys * dv * kNumber);
-  x.q = whole(s.step * d * kNumber);
-  x.grad_out = whole(s.step * dv * kNumber);
+  x.k = whole_patterns(x.keys * d * kNumber);
+  x.v = whole_patterns(x.keys * dv * kNumber);
+  x.q = whole_patterns(s.step * d * kNumber);
+  x.grad_out = whole_patterns(s.step * dv * kNumber);
   x.grads = s.step * x.keys * kNumber;
   x.leaving = s.dq && s.bulk ? 64 * (s.halves ? s.d / 2 : s.d) * 4 : 0;
   x.rows = s.step * 4;
-  x.v_at = x.k_at + x.k;
-  x.q_at = x.v_at + x.v;
-  x.grad_out_at = x.q_at + s.stages * x.q;
-  x.grads_at = x.grad_out_at + s.stages * x.grad_out;
-  x.leaving_at = x.grads_at + s.planes * x.grads;
   x.outer = sm90_bias_in_place(s) ? 0 : s.step * x.keys * bias_bytes(s.bias);
   x.outer2 = s.step * x.keys * bias_bytes(s.bias2);
-  x.outer_at = x.leaving_at + x.groups * x.leaving;
-  x.outer2_at = x.outer_at + s.q_buffers * x.outer;
-  x.lse_at = x.outer2_at + s.q_buffers * x.outer2;
-  x.delta_at = x.lse_at + s.stages * x.rows;
-  x.terms_at = x.delta_at + s.stages * x.rows;
-  x.barriers_at = x.terms_at + (s.query_term ? s.stages * x.rows : 0);
-  x.number_at = x.barriers_at + 224;
-  x.loads_at = x.barriers_at + 288;
-  x.bytes = x.barriers_at + 352;
+  SharedPlan plan;
+  x.k_at = plan.take(1, x.k);
+  x.v_at = plan.take(1, x.v);
+  x.q_at = plan.take(s.stages, x.q);
+  x.grad_out_at = plan.take(s.stages, x.grad_out);
+  x.grads_at = plan.take(s.planes, x.grads);
+  x.leaving_at = plan.take(x.groups, x.leaving);
+  x.outer_at = plan.take(s.q_buffers, x.outer);
+  x.outer2_at = plan.take(s.q_buffers, x.outer2);
+  x.lse_at = plan.take(s.stages, x.rows);
+  x.delta_at = plan.take(s.stages, x.rows);
+  x.terms_at = plan.take(s.query_term ? s.stages : 0, x.rows);
+  x.barriers_at = plan.take(1, kSm90BackwardBarriers.bytes);
+  x.number_at = x.barriers_at + kSm90BackwardBarriers.number;
+  x.loads_at = plan.take(1, kSm90LoadsBytes, 32);
+  x.bytes = plan.bytes;
   return x;
 }
 
@@ -107,16 +140,18 @@ constexpr Sm90WideBackwardSizes sm90_wide_backward_sizes(const Spec& s) {
   x.grad_out = s.step * s.dv * kNumber;
   x.tile = s.step * kKeys * kNumber;
   x.rows = s.step * 4;
-  x.v_at = x.k_at + x.k;
-  x.k_other_at = x.v_at + x.v;
-  x.q_at = x.k_other_at + x.k_other;
-  x.grad_out_at = x.q_at + s.stages * x.q;
-  x.weights_at = x.grad_out_at + x.grad_out;
-  x.grads_at = x.weights_at + 2 * x.tile;
-  x.lse_at = x.grads_at + 4 * x.tile;
-  x.delta_at = x.lse_at + s.stages * x.rows;
-  x.barriers_at = x.delta_at + s.stages * x.rows;
-  x.bytes = x.barriers_at + 256;
+  SharedPlan plan;
+  x.k_at = plan.take(1, x.k);
+  x.v_at = plan.take(1, x.v);
+  x.k_other_at = plan.take(1, x.k_other);
+  x.q_at = plan.take(s.stages, x.q);
+  x.grad_out_at = plan.take(1, x.grad_out);
+  x.weights_at = plan.take(2, x.tile);
+  x.grads_at = plan.take(4, x.tile);
+  x.lse_at = plan.take(s.stages, x.rows);
+  x.delta_at = plan.take(s.stages, x.rows);
+  x.barriers_at = plan.take(1, 256);
+  x.bytes = plan.bytes;
   return x;
 }
 

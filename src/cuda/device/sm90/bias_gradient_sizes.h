@@ -12,6 +12,7 @@
 #include "cuda/device/generic/sizes.h"
 #include "cuda/device/sm90/args.h"
 #include "cuda/device/spec.h"
+#include "cuda/device/tile/plan.h"
 #include "math/small_cap.h"
 
 namespace fovea::cuda {
@@ -52,7 +53,6 @@ struct Sm90BiasGradientSizes {
 };
 
 constexpr Sm90BiasGradientSizes sm90_bias_gradient_sizes(const Spec& s) {
-  constexpr auto whole = [](int bytes) { return (bytes + 1023) / 1024 * 1024; };
   Sm90BiasGradientSizes x{};
   x.groups = s.warps / 4;
   x.threads = 128 * (x.groups + 1);
@@ -60,16 +60,18 @@ constexpr Sm90BiasGradientSizes sm90_bias_gradient_sizes(const Spec& s) {
   x.part = s.part;
   x.parts = s.step / s.part;
   x.vector_buffers = (s.stages + 1) / 2;
-  x.unit = whole((x.rows + s.step) * (s.d > s.dv ? s.d : s.dv) * 2);
+  x.unit = whole_patterns((x.rows + s.step) * (s.d > s.dv ? s.d : s.dv) * 2);
   x.vectors = x.rows * 8;
   x.tile = score_input_bytes(bias_of_tile(s), x.rows, s.part, false);
   x.entry = (score_input_bytes(scores_of_entry(s), x.rows, s.part, false) + 127) / 128 * 128;
-  x.tile_at = s.stages * x.unit;
-  x.entry_at = x.tile_at + s.planes * x.parts * x.tile;
-  x.vectors_at = x.entry_at + s.q_buffers * x.parts * x.entry;
-  x.barriers_at = x.vectors_at + x.vector_buffers * x.vectors;
-  x.numbers_at = x.barriers_at + 16 * (s.stages + s.planes + s.q_buffers + kBiasTileNumbers);
-  x.bytes = x.numbers_at + 4 * kBiasTileNumbers;
+  SharedPlan plan;
+  plan.take(s.stages, x.unit);
+  x.tile_at = plan.take(s.planes * x.parts, x.tile);
+  x.entry_at = plan.take(s.q_buffers * x.parts, x.entry);
+  x.vectors_at = plan.take(x.vector_buffers, x.vectors);
+  x.barriers_at = plan.barriers(2 * (s.stages + s.planes + s.q_buffers + kBiasTileNumbers));
+  x.numbers_at = plan.take(kBiasTileNumbers, 4);
+  x.bytes = plan.bytes;
   return x;
 }
 

@@ -176,6 +176,7 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
   Ring<S.q_buffers> ring_q;
   const int count = S.ragged ? m.schedule->row_tiles * m.heads : m.tiles;
   // A tile's number is decoded while those before it are computed; divisions, and the list in global memory, take long.
+  static_assert((S.q_buffers + 1) * sizeof(Sm90Tile) <= kSm90TilesBytes);
   volatile Sm90Tile& later = tiles[S.q_buffers];
   const auto decode = [&](int number) {
     if (number < count) {

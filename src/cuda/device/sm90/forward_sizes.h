@@ -8,6 +8,7 @@
 #include "cuda/device/generic/sizes.h"
 #include "cuda/device/spec.h"
 #include "cuda/device/tile/panels.h"
+#include "cuda/device/tile/plan.h"
 
 namespace fovea::cuda {
 
@@ -35,6 +36,9 @@ constexpr bool sm90_peels(const Spec& s) {
 // this one ends. It takes many instructions.
 constexpr bool sm90_stores_directly(const Spec& s) { return s.q_buffers == 1 && sm90_peels(s); }
 
+// Of the tiles whose Q is in shared memory, and of the next one.
+inline constexpr int kSm90TilesBytes = 256;
+
 struct Sm90ForwardSizes {
   int groups;   // warpgroups that compute
   int threads;  // with the one that copies
@@ -53,8 +57,6 @@ constexpr int sm90_forward_panels(int columns) { return panels_of(columns, wide_
 
 constexpr Sm90ForwardSizes sm90_forward_sizes(const Spec& s) {
   constexpr int kNumber = 2;  // bytes
-  // A tile's panels begin where their swizzle does.
-  constexpr auto whole = [](int bytes) { return (bytes + 1023) / 1024 * 1024; };
   Sm90ForwardSizes x{};
   x.groups = s.warps / 4;
   x.threads = 128 * (x.groups + 1);
@@ -62,25 +64,29 @@ constexpr Sm90ForwardSizes sm90_forward_sizes(const Spec& s) {
   x.ctas = x.groups == 1 ? s.ctas : 1;
   const int d = sm90_forward_panels(s.d) * wide_panel_columns(s.d);
   const int dv = sm90_forward_panels(s.dv) * wide_panel_columns(s.dv);
-  x.q = whole(x.rows * (d > dv ? d : dv) * kNumber);  // of O, too
-  x.k = whole(s.step * d * kNumber);
-  x.v = whole(s.step * dv * kNumber);
+  x.q = whole_patterns(x.rows * (d > dv ? d : dv) * kNumber);  // of O, too
+  x.k = whole_patterns(s.step * d * kNumber);
+  x.v = whole_patterns(s.step * dv * kNumber);
   x.bias = x.rows * s.step * bias_bytes(s.bias);
   x.bias2 = x.rows * s.step * bias_bytes(s.bias2);
   x.key_term = s.key_term ? s.step * 4 : 0;
   constexpr int kHideColumns = 16;
-  x.hide = sm90_hides(s) ? whole(s.step * kHideColumns * kNumber) : 0;
-  x.k_at = x.q_at + s.q_buffers * x.q;
-  x.v_at = x.k_at + s.stages * x.k;
-  x.hide_at = x.v_at + s.stages * x.v;
-  x.ones_at = x.hide_at + kSm90PreparedBuffers * x.hide;
-  x.zeros_at = x.ones_at + (x.hide > 0 ? 64 * kHideColumns * kNumber : 0);
-  x.bias_at = x.zeros_at + (sm90_peels(s) ? 0 : whole(16 * dv * kNumber));
-  x.bias2_at = x.bias_at + s.planes * x.bias;
-  x.key_term_at = x.bias2_at + s.planes * x.bias2;
-  x.tiles_at = x.key_term_at + s.planes * x.key_term;
-  x.barriers_at = x.tiles_at + 256;
-  x.bytes = x.barriers_at + 320;
+  x.hide = sm90_hides(s) ? whole_patterns(s.step * kHideColumns * kNumber) : 0;
+  constexpr int kRings = 5;
+  constexpr int kMostBuffers = 4;  // of a ring: Sm90Barriers has room for as many
+  SharedPlan plan;
+  x.q_at = plan.take(s.q_buffers, x.q);
+  x.k_at = plan.take(s.stages, x.k);
+  x.v_at = plan.take(s.stages, x.v);
+  x.hide_at = plan.take(kSm90PreparedBuffers, x.hide);
+  x.ones_at = plan.take(x.hide > 0 ? 64 : 0, kHideColumns * kNumber);
+  x.zeros_at = plan.take(sm90_peels(s) ? 0 : 1, whole_patterns(16 * dv * kNumber));
+  x.bias_at = plan.take(s.planes, x.bias);
+  x.bias2_at = plan.take(s.planes, x.bias2);
+  x.key_term_at = plan.take(s.planes, x.key_term);
+  x.tiles_at = plan.take(1, kSm90TilesBytes);
+  x.barriers_at = plan.barriers(2 * kRings * kMostBuffers);
+  x.bytes = plan.bytes;
   return x;
 }
 

@@ -10,6 +10,7 @@
 
 #include "cuda/device/sm90/args.h"
 #include "cuda/device/spec.h"
+#include "cuda/device/tile/plan.h"
 
 namespace fovea::cuda {
 
@@ -38,11 +39,15 @@ constexpr Sm90SmallBackwardSizes sm90_small_backward_sizes(const Spec& s) {
   x.head = 2 * x.q + 3 * x.v;
   x.grads = kSmallRows * kSmallRows * 2;
   x.rows = 2 * 2 * kSmallRows * 4;
-  x.grads_at = s.stages * x.head;
-  x.part = x.grads_at + x.grads;
-  x.rows_at = x.groups * x.part;
-  x.barriers_at = x.rows_at + x.groups * x.rows;
-  x.bytes = x.barriers_at + x.groups * s.stages * 16;
+  SharedPlan part;
+  part.take(s.stages, x.head);
+  x.grads_at = part.take(1, x.grads);
+  x.part = part.bytes;
+  SharedPlan plan;
+  plan.take(x.groups, x.part);
+  x.rows_at = plan.take(x.groups, x.rows);
+  x.barriers_at = plan.barriers(2 * x.groups * s.stages);
+  x.bytes = plan.bytes;
   return x;
 }
 

@@ -154,17 +154,19 @@ struct Sm90KeyBlock {
 
 struct Sm90BackwardBarriers {
   u32 at;
-  __device__ __forceinline__ u32 kv_full() const { return at; }
-  __device__ __forceinline__ u32 q_full(int i) const { return at + 8 + 8 * i; }
-  __device__ __forceinline__ u32 q_empty(int i) const { return at + 40 + 8 * i; }
-  __device__ __forceinline__ u32 bias_full(int i) const { return at + 72 + 8 * i; }
-  __device__ __forceinline__ u32 grads_full(int i) const { return at + 104 + 8 * i; }
-  __device__ __forceinline__ u32 grads_empty(int i) const { return at + 136 + 8 * i; }
-  __device__ __forceinline__ u32 leaving_full(int i) const { return at + 168 + 8 * i; }
-  __device__ __forceinline__ u32 leaving_empty(int i) const { return at + 192 + 8 * i; }
-  __device__ __forceinline__ u32 kv_empty() const { return at + 216; }
-  __device__ __forceinline__ u32 outer_full(int i) const { return at + 232 + 8 * i; }  // biases outside of dS
-  __device__ __forceinline__ u32 outer_empty(int i) const { return at + 248 + 8 * i; }
+  __device__ __forceinline__ u32 kv_full() const { return at + kSm90BackwardBarriers.kv_full; }
+  __device__ __forceinline__ u32 q_full(int i) const { return at + kSm90BackwardBarriers.q_full + 8 * i; }
+  __device__ __forceinline__ u32 q_empty(int i) const { return at + kSm90BackwardBarriers.q_empty + 8 * i; }
+  __device__ __forceinline__ u32 bias_full(int i) const { return at + kSm90BackwardBarriers.bias_full + 8 * i; }
+  __device__ __forceinline__ u32 grads_full(int i) const { return at + kSm90BackwardBarriers.grads_full + 8 * i; }
+  __device__ __forceinline__ u32 grads_empty(int i) const { return at + kSm90BackwardBarriers.grads_empty + 8 * i; }
+  __device__ __forceinline__ u32 leaving_full(int i) const { return at + kSm90BackwardBarriers.leaving_full + 8 * i; }
+  __device__ __forceinline__ u32 leaving_empty(int i) const { return at + kSm90BackwardBarriers.leaving_empty + 8 * i; }
+  __device__ __forceinline__ u32 kv_empty() const { return at + kSm90BackwardBarriers.kv_empty; }
+  __device__ __forceinline__ u32 outer_full(int i) const {
+    return at + kSm90BackwardBarriers.outer_full + 8 * i;
+  }  // biases outside dS
+  __device__ __forceinline__ u32 outer_empty(int i) const { return at + kSm90BackwardBarriers.outer_empty + 8 * i; }
 };
 
 // Whoever is not the thread that copies K and V learns from it which keys are next; `phase` changes each time.
