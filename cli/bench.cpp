@@ -14,12 +14,12 @@
 #include <nlohmann/json.hpp>
 
 #include "buffers.h"
+#include "capi/machine.h"
 #include "check/run.h"
 #include "commands.h"
 #include "cpu/cpu.h"
 #include "fault.h"
 #include "io/file.h"
-#include "machine.h"
 #include "progress.h"
 #include "work.h"
 

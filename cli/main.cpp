@@ -18,12 +18,12 @@
 #include <string>
 #include <vector>
 
+#include "capi/machine.h"
 #include "commands.h"
 #include "core/nearest.h"
 #include "core/status.h"
 #include "core/text.h"
 #include "fault.h"
-#include "machine.h"
 
 namespace fovea::cli {
 namespace {

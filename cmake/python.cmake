@@ -1,4 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# What a Python wheel holds besides python/fovea: the shared library beside it, as one file (wheels have no links).
+# What a Python wheel holds besides python/fovea: the shared library beside it, as one file (wheels have no links, so its
+# name has no version), the headers, the command if it was built, and the licences of what is linked into them.
+set_target_properties(fovea PROPERTIES VERSION "" SOVERSION "")
 install(FILES $<TARGET_FILE:fovea> DESTINATION fovea RENAME libfovea${CMAKE_SHARED_LIBRARY_SUFFIX} COMPONENT python)
+install(FILES include/fovea/c.h include/fovea/attention.h DESTINATION fovea/include/fovea COMPONENT python)
+if(FOVEA_COMMAND)
+  install(PROGRAMS $<TARGET_FILE:fovea_cli> DESTINATION fovea/bin COMPONENT python)
+endif()
+set(FOVEA_LICENSES "" CACHE PATH "A folder with the licences of what is linked statically, for the wheel")
+if(FOVEA_LICENSES)
+  install(DIRECTORY ${FOVEA_LICENSES}/ DESTINATION ${SKBUILD_METADATA_DIR}/licenses COMPONENT python)
+endif()

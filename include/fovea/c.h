@@ -206,10 +206,16 @@ FOVEA_API fovea_status fovea_describe(const fovea_problem* problem, fovea_direct
 /* One line for each backend: its name, a tab, "available" or why it is not. */
 FOVEA_API fovea_status fovea_backends(char* text, size_t capacity, size_t* needed);
 
-/* What a GPU call would use, for people: a line each for the driver, every GPU, NVRTC and the folder of compiled
- * kernels: its name, a tab, what it is or why it cannot be used. Then a line for each environment variable FOVEA_...
- * that has a value which the library does not accept: its name, a tab, the value and what is accepted. */
+/* What this machine is to fovea, for people: a line each for the version, the processor, instruction sets, threads,
+ * backends, the driver, every GPU, NVRTC (which one, and why that one), the folder of compiled kernels, and each
+ * environment variable FOVEA_...: a name, a tab, and what it is or why it cannot be used. A variable with a value that
+ * is not accepted is "REFUSED", then the value and what is accepted. */
 FOVEA_API fovea_status fovea_machine(char* text, size_t capacity, size_t* needed);
+
+/* Where NVRTC is looked for before all other places but FOVEA_NVRTC: absolute names of folders, separated by ':'. A
+ * folder has the library in it, or below it where NVIDIA's wheels (nvidia/cu13/lib, ...), a toolkit or conda put it.
+ * The Python package gives sys.path. Before the first call for a GPU; later ones change nothing. */
+FOVEA_API fovea_status fovea_set_nvrtc_folders(const char* folders);
 
 /* The dropout decisions as bytes, 1 = kept, (batch, heads, seqlen_q, seqlen_k) row-major, on the CPU. */
 FOVEA_API fovea_status fovea_dropout_mask(int64_t batch, int64_t heads, int64_t seqlen_q, int64_t seqlen_k, double p,

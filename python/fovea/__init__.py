@@ -29,6 +29,7 @@ from ._api import (
     set_num_threads,
     unpack,
 )
+from ._library import get_include
 from ._library import version as _version
 
 __version__ = _version()
@@ -53,6 +54,7 @@ __all__ = [
     "backends",
     "dropout_mask",
     "explain",
+    "get_include",
     "num_threads",
     "pack",
     "prepare",

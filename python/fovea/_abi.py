@@ -131,6 +131,7 @@ FUNCTIONS = {
     "fovea_describe": (ctypes.c_int, (_PROBLEM, ctypes.c_int, *_TEXT)),
     "fovea_backends": (ctypes.c_int, _TEXT),
     "fovea_machine": (ctypes.c_int, _TEXT),
+    "fovea_set_nvrtc_folders": (ctypes.c_int, (ctypes.c_char_p,)),
     "fovea_dropout_mask": (
         ctypes.c_int,
         (ctypes.c_int64,) * 4 + (ctypes.c_double, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int, ctypes.c_void_p),

@@ -609,7 +609,7 @@ def explain(*arguments: Any, direction: Optional[str] = None, arch: Optional[str
     """
     if not arguments:
         _refuse(options if arch is None else {"arch": arch, **options}, "explain() without a problem")
-        return _doctor()
+        return _machine()
     if len(arguments) == 1 and isinstance(arguments[0], str):
         _refuse(options, "a problem in one line says everything itself")
         return _explain_line(arguments[0], arch)
@@ -719,16 +719,9 @@ def _known(name: str, more: Sequence[str] = ()) -> None:
         raise TypeError(f"{name}: not an option; {_help.instead(name, (*_SHARED, *more))}")
 
 
-def _doctor() -> str:
-    lines = [f"fovea {_library.version()}", f"library   {_library.path}", f"threads   {num_threads()}"]
-    lines += [f"backend   {name}: {state}" for name, state in backends().items()]
-    facts = [line.split("\t", 1) for line in text(lib.fovea_machine).splitlines()]
-    refused = {name: why for name, why in facts if name.startswith("FOVEA_")}
-    lines += [f"{name:<9} {value}" for name, value in facts if name not in refused]
-    for name, value in sorted(os.environ.items()):
-        if name.startswith("FOVEA_"):
-            lines.append(f"REFUSED   {name}: {refused[name]}" if name in refused else f"set       {name}={value}")
-    return "\n".join(lines)
+def _machine() -> str:
+    facts = [("library", str(_library.path)), *(line.split("\t", 1) for line in text(lib.fovea_machine).splitlines())]
+    return "\n".join(f"{name:<21} {value}" for name, value in facts)
 
 
 # What forward and backward share, with its defaults: read from the one signature that states them.

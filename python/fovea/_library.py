@@ -47,8 +47,8 @@ def _find() -> Path:
     built = [place for place in (checkout / "build" / _FILE, editable) if place is not None and place.is_file()]
     if not built:
         raise ImportError(
-            f"fovea: its shared library is not at {beside} nor at {checkout / 'build' / _FILE}: run `make build` or `pip install -e .` "
-            f"in {checkout}, or set FOVEA_LIBRARY to where {_FILE} is"
+            f"fovea: its shared library is not at {beside} nor at {checkout / 'build' / _FILE}: run `make build` or "
+            f"`pip install -e .` in {checkout}, or set FOVEA_LIBRARY to where {_FILE} is"
         )
     return max(built, key=lambda place: place.stat().st_mtime)
 
@@ -82,8 +82,17 @@ def _load(path: Path) -> ctypes.CDLL:
     return library
 
 
+def nvrtc_folders() -> list[str]:
+    """Where Python finds packages, and so the wheels with NVRTC: environments that see others, --user and PYTHONPATH
+    included. And where conda puts it. The library looks there when it needs NVRTC, not now."""
+    folders = [os.path.abspath(folder) for folder in sys.path if folder]  # "": the current folder
+    folders += [prefix for prefix in (sys.prefix, sys.base_prefix) if os.path.isdir(os.path.join(prefix, "conda-meta"))]
+    return [folder for folder in dict.fromkeys(folders) if ":" not in folder]
+
+
 path = _find()
 lib = _load(path)
+lib.fovea_set_nvrtc_folders(os.fsencode(":".join(nvrtc_folders())))
 
 _EXCEPTIONS: dict[int, type[Exception]] = {
     _abi.INVALID_ARGUMENT: ValueError,
@@ -110,6 +119,22 @@ def text(function: Callable[..., int], *arguments: Any, tolerate: int = _abi.OK)
             check(status)
         if needed.value <= capacity:
             return buffer.value.decode().rstrip("\n")
+
+
+def get_include() -> str:
+    """The folder of the headers for C and C++: `-I` of it, then `#include <fovea/c.h>` or `<fovea/attention.h>`.
+
+    Returns:
+        An absolute path. In a checkout it is include/, in an installed package a folder inside of it. The library to
+        link with is libfovea.so; explain() prints where it is.
+
+    >>> import os, fovea
+    >>> sorted(os.listdir(os.path.join(fovea.get_include(), "fovea")))
+    ['attention.h', 'c.h']
+    """
+    package = Path(__file__).resolve().parent
+    folder = package / "include"
+    return str(folder if folder.is_dir() else package.parent.parent / "include")
 
 
 def version() -> str:

@@ -11,11 +11,12 @@
 #include <string>
 #include <string_view>
 
+#include "capi/machine.h"
 #include "core/problem.h"
 #include "core/shapes.h"
 #include "core/validate.h"
 #include "cpu/cpu.h"
-#include "cuda/cuda.h"
+#include "cuda/jit/nvrtc.h"
 #include "dispatch/plan.h"
 #include "fovea/c.h"
 
@@ -116,20 +117,6 @@ void explain(const Problem& problem, const char* architecture, char* text, std::
   call.problem = problem;
   explain(call, architecture == nullptr ? explained(call) : explained_for(call, architecture), "", text, capacity,
           needed);
-}
-
-// Of the environment variables that the library reads: those that are set to what it does not accept.
-std::vector<cuda::Fact> refused_variables() {
-  std::vector<cuda::Fact> refused = cuda::refused_variables();
-  try {
-    check_backend_of_environment();
-  } catch (const Error& error) {
-    refused.push_back(cuda::refusal("FOVEA_BACKEND", error.what()));
-  }
-  if (const std::string why = cpu::unavailable(); !why.empty()) {
-    refused.push_back(cuda::refusal("FOVEA_CPU_ISA", why));
-  }
-  return refused;
 }
 
 void dropout_mask(std::int64_t batch, std::int64_t heads, std::int64_t seqlen_q, std::int64_t seqlen_k, double p,
@@ -278,14 +265,12 @@ fovea_status fovea_backends(char* text, size_t capacity, size_t* needed) {
 fovea_status fovea_machine(char* text, size_t capacity, size_t* needed) {
   return guarded([&] {
     check_text(text, capacity);
-    std::string lines;
-    for (const std::vector<fovea::cuda::Fact>& facts : {fovea::cuda::machine(), fovea::refused_variables()}) {
-      for (const fovea::cuda::Fact& fact : facts) {
-        lines += fmt::format("{}\t{}\n", fact.name, fact.value);
-      }
-    }
-    fovea::write_text(lines, text, capacity, needed);
+    fovea::write_text(fovea::machine_text(), text, capacity, needed);
   });
+}
+
+fovea_status fovea_set_nvrtc_folders(const char* folders) {
+  return guarded([&] { fovea::cuda::jit::set_nvrtc_folders(&given(folders, "folders")); });
 }
 
 fovea_status fovea_dropout_mask(int64_t batch, int64_t heads, int64_t seqlen_q, int64_t seqlen_k, double p,

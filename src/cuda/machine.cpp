@@ -59,7 +59,7 @@ std::string nvrtc_of(jit::NvrtcSearch search) {
     search.driver_major = driver->major();
   }
   const jit::NvrtcFile file = jit::find_nvrtc(search);
-  return fmt::format("{}, {}", to_text(file.version), file.path);
+  return fmt::format("{}, {} ({})", to_text(file.version), file.path, file.found);
 }
 
 std::string cache_of() {

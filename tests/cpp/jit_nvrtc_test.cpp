@@ -51,8 +51,9 @@ void pretend(const fs::path& folder, const std::string& version) {
 
 NvrtcSearch only(const std::vector<std::string>& folders) {
   NvrtcSearch search;
-  search.folders = folders;
-  search.loaded = false;
+  for (const std::string& folder : folders) {
+    search.folders.push_back({folder, "the test"});
+  }
   search.loader = false;
   return search;
 }
@@ -83,16 +84,28 @@ TEST(JitNvrtc, NeverNewerThanTheDriverNorTooOld) {
   EXPECT_TRUE(contains(message, "pip install nvidia-cuda-nvrtc")) << message;
 }
 
-TEST(JitNvrtc, FoldersComeInOrderAndToolkitsAfterThem) {
+TEST(JitNvrtc, FoldersComeInOrder) {
   const Folder first;
   const Folder second;
   pretend(first.path(), "12.4");
   pretend(second.path() / "lib64", "13.0");
-  NvrtcSearch search = only({first.path().string()});
-  search.toolkits = {second.path().string()};
-  EXPECT_EQ(find_nvrtc(search).version, (Version{12, 4}));
-  search.folders = {};
-  EXPECT_EQ(find_nvrtc(search).version, (Version{13, 0}));
+  EXPECT_EQ(find_nvrtc(only({first.path().string(), second.path().string()})).version, (Version{12, 4}));
+  const NvrtcFile found = find_nvrtc(only({second.path().string(), first.path().string()}));
+  EXPECT_EQ(found.version, (Version{13, 0}));
+  EXPECT_EQ(found.found, "found by the test");
+  NvrtcSearch search = only({first.path().string(), second.path().string()});
+  search.least = {12, 8};
+  EXPECT_EQ(find_nvrtc(search).found, "found by the test; passed over: " +
+                                          fs::canonical(first / "libnvrtc.so.12").string() + " is 12.4: too old");
+}
+
+TEST(JitNvrtc, WheelsToolkitsAndCondaHaveTheirFolders) {
+  for (const char* below : {"nvidia/cuda_nvrtc/lib", "nvidia/cu14/lib", "torch/lib", "lib", "lib64",
+                            "targets/x86_64-linux/lib", "targets/sbsa-linux/lib"}) {
+    const Folder folder;
+    pretend(folder.path() / below, "13.0");
+    EXPECT_EQ(find_nvrtc(only({folder.path().string()})).version, (Version{13, 0})) << below;
+  }
 }
 
 TEST(JitNvrtc, ForcedMeansNothingElse) {
@@ -135,13 +148,29 @@ TEST(JitNvrtc, WhatCannotBeLoadedIsPassedOver) {
   EXPECT_TRUE(contains(refusal([] { Nvrtc("libm.so.6"); }, FOVEA_UNSUPPORTED), "not NVRTC"));
 }
 
-TEST(JitNvrtc, TheEnvironmentIsHeard) {
+TEST(JitNvrtc, TheOrderOfFolders) {
   const Variable forced("FOVEA_NVRTC", "/somewhere");
+  const Variable folders("FOVEA_NVRTC_FOLDERS", "/c:/d");
   const Variable home("CUDA_HOME", "/toolkit");
+  const Variable path("CUDA_PATH", nullptr);
+  const Variable conda("CONDA_PREFIX", "/conda");
+  const Variable loader("LD_LIBRARY_PATH", "/loader");
+  set_nvrtc_folders("/a::relative:/b");
   const NvrtcSearch search = NvrtcSearch::from_environment();
+  set_nvrtc_folders("");
   EXPECT_EQ(search.forced, "/somewhere");
-  EXPECT_EQ(search.toolkits.front(), "/toolkit");
-  EXPECT_EQ(search.toolkits.back(), "/usr/local/cuda");
+  std::vector<std::string> order;
+  for (const NvrtcFolder& folder : search.folders) {
+    if (folder.name != "where fovea is installed" && folder.name != "the system's libraries") {
+      order.push_back(folder.path + ", " + folder.name);
+    }
+  }
+  EXPECT_EQ(order,
+            (std::vector<std::string>{"/a, Python's path", "/b, Python's path", "/c, FOVEA_NVRTC_FOLDERS",
+                                      "/d, FOVEA_NVRTC_FOLDERS", "/toolkit, CUDA_HOME", "/conda, CONDA_PREFIX",
+                                      "/usr/local/cuda, the CUDA toolkit's usual folder", "/loader, LD_LIBRARY_PATH"}));
+  EXPECT_EQ(search.folders[4].name, "where fovea is installed");
+  EXPECT_EQ(search.folders.back().name, "the system's libraries");
 }
 
 // ---- the log: as recorded ----
@@ -396,12 +425,9 @@ TEST_F(JitCompile, TheFileTellsTheVersionWithoutBeingLoaded) {
   EXPECT_EQ(found.version, Nvrtc(found.path).version());
 }
 
-TEST_F(JitCompile, ALoadedLibraryIsPreferred) {
-  const Nvrtc& loaded = nvrtc();
-  NvrtcSearch search = only({});
-  search.loaded = true;
-  const NvrtcFile found = find_nvrtc(search);
-  EXPECT_EQ(fs::canonical(found.path), fs::canonical(loaded.path()));
+TEST_F(JitCompile, WhatIsLoadedIsNotLookedAt) {
+  nvrtc();
+  EXPECT_TRUE(contains(refusal([] { find_nvrtc(only({})); }, FOVEA_UNSUPPORTED), "none was found"));
 }
 
 }  // namespace

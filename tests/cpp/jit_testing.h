@@ -54,12 +54,12 @@ class Folder {
 inline jit::NvrtcSearch nvrtc_search() {
   jit::NvrtcSearch search = jit::NvrtcSearch::from_environment();
   if (const char* folder = std::getenv("FOVEA_SITE_PACKAGES"); folder != nullptr) {
-    search.folders.emplace_back(folder);
+    search.folders.insert(search.folders.begin(), {folder, "FOVEA_SITE_PACKAGES"});
   }
   std::error_code error;
   for (const fs::directory_entry& entry :
        fs::directory_iterator(fs::path(FOVEA_SOURCE_DIR) / ".venv/lib", error)) {  // "python3.11"
-    search.folders.push_back((entry.path() / "site-packages").string());
+    search.folders.insert(search.folders.begin(), {(entry.path() / "site-packages").string(), ".venv"});
   }
   return search;
 }

@@ -106,7 +106,8 @@ def test_contents(wheel):
     inside = {name for name in names if ".dist-info/" not in name}
     sources = {f"fovea/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*") if path.suffix in (".py", ".typed")}
     library = "libfovea.dylib" if sys.platform == "darwin" else "libfovea.so"
-    assert inside == {*sources, f"fovea/{library}"}
+    headers = {f"fovea/include/fovea/{name}" for name in ("c.h", "attention.h")}
+    assert inside == {*sources, *headers, f"fovea/{library}"}
     assert {"fovea/__init__.py", "fovea/py.typed", "fovea/torch/__init__.py"} <= sources
     assert any(name.endswith("LICENSE") for name in names)
 

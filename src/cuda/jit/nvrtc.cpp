@@ -4,13 +4,13 @@
 #include <dlfcn.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <link.h>
 
 #include <algorithm>
 #include <charconv>
 #include <cstdlib>
 #include <filesystem>
 #include <functional>
+#include <mutex>
 
 #include "core/status.h"
 #include "cuda/jit/folder.h"
@@ -91,10 +91,13 @@ void add_libraries(std::vector<std::string>& found, const fs::path& folder) {
   });
 }
 
-// What lies in a folder, and in the wheels below it if it is one of site-packages: each once, the newest first.
+// In a folder, and below it where a wheel (nvidia/cuda_nvrtc/lib, nvidia/cu13/lib; PyTorch has had a copy of its own),
+// a toolkit or conda puts it: each once, the newest first.
 std::vector<std::string> libraries_below(const fs::path& folder) {
   std::vector<std::string> found;
-  add_libraries(found, folder);
+  for (const char* below : {"", "torch/lib", "lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib"}) {
+    add_libraries(found, folder / below);
+  }
   for_each_entry(folder / "nvidia", [&](const fs::path& entry) {
     const std::string name = entry.filename().string();
     if (name == "cuda_nvrtc" ||
@@ -116,18 +119,15 @@ std::vector<std::string> libraries_below(const fs::path& folder) {
   return found;
 }
 
-std::vector<std::string> loaded_libraries() {
-  std::vector<std::string> found;
-  dl_iterate_phdr(
-      [](dl_phdr_info* info, std::size_t, void* result) {
-        const fs::path path = info->dlpi_name;
-        if (is_nvrtc(path.filename().string())) {
-          static_cast<std::vector<std::string>*>(result)->push_back(path.string());
-        }
-        return 0;
-      },
-      &found);
-  return found;
+// Of set_nvrtc_folders(). Never destroyed: a process may compile until its end.
+struct GivenFolders {
+  std::mutex mutex;
+  std::string folders;
+};
+
+GivenFolders& given_folders() {
+  static GivenFolders* const given = new GivenFolders;
+  return *given;
 }
 
 std::string loaded_from(const void* address) {
@@ -140,7 +140,7 @@ class Choice {
  public:
   explicit Choice(const NvrtcSearch& search) : search_(search) {}
 
-  void consider(const std::string& path) {
+  void consider(const std::string& path, std::string_view place) {
     if (found_ || std::find(seen_.begin(), seen_.end(), path) != seen_.end()) {
       return;
     }
@@ -163,13 +163,16 @@ class Choice {
       passed_over_.push_back(
           fmt::format("{} is {}: newer than the driver's CUDA {}", path, to_text(*version), search_.driver_major));
     } else {
-      found_ = NvrtcFile{real, *version};
+      found_ = NvrtcFile{real, *version, fmt::format("found by {}", place)};
+      if (!passed_over_.empty()) {
+        found_->found += fmt::format("; passed over: {}", fmt::join(passed_over_, "; "));
+      }
     }
   }
 
-  void consider(const std::vector<std::string>& paths) {
+  void consider(const std::vector<std::string>& paths, std::string_view place) {
     for (const std::string& path : paths) {
-      consider(path);
+      consider(path, place);
     }
   }
 
@@ -255,19 +258,42 @@ Version least_nvrtc_for(std::string_view architecture) {
   }
 }
 
+void set_nvrtc_folders(std::string_view folders) {
+  GivenFolders& given = given_folders();
+  const std::lock_guard<std::mutex> lock(given.mutex);
+  given.folders = folders;
+}
+
 NvrtcSearch NvrtcSearch::from_environment() {
   NvrtcSearch search;
   search.forced = environment("FOVEA_NVRTC");
-  const fs::path own = loaded_from(reinterpret_cast<const void*>(&least_nvrtc_for));
-  if (own.has_parent_path()) {
-    search.folders.push_back((own.parent_path() / "..").lexically_normal().string());
-  }
-  for (const char* variable : {"CUDA_HOME", "CUDA_PATH"}) {
-    if (std::string folder = environment(variable); !folder.empty()) {
-      search.toolkits.push_back(std::move(folder));
+  const auto add = [&](std::string_view folders, std::string_view name) {
+    while (!folders.empty()) {
+      const std::size_t end = std::min(folders.find(':'), folders.size());
+      const std::string_view folder = folders.substr(0, end);
+      if (folder.starts_with('/')) {  // others would depend on the current folder
+        search.folders.push_back({std::string(folder), std::string(name)});
+      }
+      folders.remove_prefix(std::min(end + 1, folders.size()));
     }
+  };
+  {
+    GivenFolders& given = given_folders();
+    const std::lock_guard<std::mutex> lock(given.mutex);
+    add(given.folders, "Python's path");
   }
-  search.toolkits.emplace_back("/usr/local/cuda");
+  add(environment("FOVEA_NVRTC_FOLDERS"), "FOVEA_NVRTC_FOLDERS");
+  std::error_code error;  // the name of a program may be relative
+  const fs::path own = fs::absolute(loaded_from(reinterpret_cast<const void*>(&least_nvrtc_for)), error);
+  if (!error && own.has_parent_path()) {
+    add((own.parent_path() / "..").lexically_normal().string(), "where fovea is installed");
+  }
+  for (const char* variable : {"CUDA_HOME", "CUDA_PATH", "CONDA_PREFIX"}) {
+    add(environment(variable), variable);
+  }
+  add("/usr/local/cuda", "the CUDA toolkit's usual folder");
+  add(environment("LD_LIBRARY_PATH"), "LD_LIBRARY_PATH");
+  add("/usr/lib64:/usr/lib/x86_64-linux-gnu:/usr/lib/aarch64-linux-gnu:/usr/lib", "the system's libraries");
   return search;
 }
 
@@ -276,27 +302,22 @@ NvrtcFile find_nvrtc(const NvrtcSearch& search) {
   if (!search.forced.empty()) {
     std::error_code error;
     if (fs::is_directory(search.forced, error)) {
-      choice.consider(libraries_below(search.forced));
+      choice.consider(libraries_below(search.forced), "FOVEA_NVRTC");
     } else {
-      choice.consider(search.forced);
+      choice.consider(search.forced, "FOVEA_NVRTC");
     }
     return choice.result();
   }
-  if (search.loaded) {
-    choice.consider(loaded_libraries());
-  }
-  for (const std::string& folder : search.folders) {
-    choice.consider(libraries_below(folder));
-  }
-  for (const std::string& toolkit : search.toolkits) {
-    for (const char* below : {"lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib"}) {
-      choice.consider(libraries_below(fs::path(toolkit) / below));
+  for (const NvrtcFolder& folder : search.folders) {
+    if (choice.done()) {
+      break;
     }
+    choice.consider(libraries_below(folder.path), folder.name);
   }
   if (search.loader && !choice.done()) {
     const int newest = search.driver_major != 0 ? search.driver_major : 13;
     for (int major = newest; major >= search.least.major; --major) {
-      choice.consider(fmt::format("libnvrtc.so.{}", major));
+      choice.consider(fmt::format("libnvrtc.so.{}", major), "the dynamic loader");
     }
   }
   return choice.result();

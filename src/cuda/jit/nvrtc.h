@@ -4,15 +4,18 @@
 // taken, and one call that turns text into machine code with a report of what the compiler made of it. No GPU is
 // needed.
 //
-// Candidates, in this order; the first that is new enough and not too new is taken, and an error lists them all:
+// Candidates, in this order; the first that is new enough and not too new is taken:
 //   1. FOVEA_NVRTC, a file or a folder; where it is set nothing else is looked at
-//   2. what is loaded already (PyTorch loads one)
-//   3. folders given by the caller, or known to it (site-packages): nvidia/cuda_nvrtc/lib and nvidia/cu*/lib of the
-//      pip wheels, or the folder itself
-//   4. the CUDA toolkit: CUDA_HOME, CUDA_PATH, /usr/local/cuda
-//   5. wherever the dynamic loader finds libnvrtc.so
+//   2. the folders of set_nvrtc_folders() (Python gives sys.path, and conda's prefix), then of FOVEA_NVRTC_FOLDERS
+//   3. the folder above the library's own: site-packages, for a program in C that links to the library of a wheel
+//   4. the CUDA toolkit and conda: CUDA_HOME, CUDA_PATH, CONDA_PREFIX, /usr/local/cuda
+//   5. LD_LIBRARY_PATH and the system's library folders
+//   6. whatever the dynamic loader says for the name libnvrtc.so.13 or .12
 // New enough: 12.4, or what first knew the architecture. Too new: a later major version than the driver's, which could
-// not load the code.
+// not load the code. Of several in one folder the newest is taken.
+//
+// What the process has loaded already is not looked at (but for step 6): the choice, and with it the names of the
+// entries in the cache, would depend on whether PyTorch was imported first.
 #pragma once
 
 #include <compare>
@@ -47,23 +50,29 @@ Version least_nvrtc_for(std::string_view architecture);
 
 // ---- finding it ----
 
+struct NvrtcFolder {
+  std::string path;  // the library is in it, or where a wheel, a toolkit or conda put it below it
+  std::string name;  // why it is looked at: "CUDA_HOME"
+};
+
 struct NvrtcSearch {
   std::string forced;                // a file or folder; empty: none
-  std::vector<std::string> folders;  // site-packages, or folders that hold the library itself
-  std::vector<std::string> toolkits;
-  bool loaded = true;       // among the objects of this process
-  bool loader = true;       // by the dynamic loader's path
-  int driver_major = 0;     // 0: no driver, so no limit
-  Version least = {12, 4};  // see least_nvrtc_for
+  std::vector<NvrtcFolder> folders;  // in order
+  bool loader = true;                // by the dynamic loader at the end
+  int driver_major = 0;              // 0: no driver, so no limit
+  Version least = {12, 4};           // see least_nvrtc_for
 
-  // FOVEA_NVRTC, the folder beside which this library lies (site-packages in a Python installation) and the toolkits'
-  // places; of the driver nothing.
+  // What the environment and set_nvrtc_folders() say; of the driver nothing.
   static NvrtcSearch from_environment();
 };
+
+// `folders` separated by ':', looked at before all others; "" is none. What was compiled or chosen before stays.
+void set_nvrtc_folders(std::string_view folders);
 
 struct NvrtcFile {
   std::string path;
   Version version;
+  std::string found;  // where it was found and what was passed over before, for people
 };
 
 // Throws Error(FOVEA_UNSUPPORTED) with every candidate, why it was passed over, and what to install; where FOVEA_NVRTC

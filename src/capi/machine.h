@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What this machine is to fovea.
+// What this machine is to fovea: what `fovea explain`, fovea.explain() and a bug report begin with.
 #pragma once
 
 #include <string>
 
-namespace fovea::cli {
+namespace fovea {
 
 struct Machine {
   std::string version;    // of the library
@@ -16,4 +16,7 @@ struct Machine {
 
 Machine this_machine();
 
-}  // namespace fovea::cli
+// The text of fovea_machine().
+std::string machine_text();
+
+}  // namespace fovea

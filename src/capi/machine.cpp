@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "capi/machine.h"
+
+#include <fmt/format.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include "core/nearest.h"
+#include "cpu/cpu.h"
+#include "cuda/cuda.h"
+#include "dispatch/plan.h"
+#include "fovea/c.h"
+
+namespace fovea {
+namespace {
+
+// What an environment variable that the library does not read itself may be; "" where it may.
+std::string file_that_is_there(const std::string& value) {
+  return std::filesystem::is_regular_file(value) ? "" : "no such file";
+}
+std::string folder_that_is_there(const std::string& value) {
+  return std::filesystem::is_directory(value) ? "" : "no such folder";
+}
+std::string number_or_all(const std::string& value) {
+  const bool number = value.find_first_not_of("0123456789") == value.npos;
+  return value == "all" || number ? "" : "accepted: a number, all";
+}
+std::string reduced(const std::string& value) { return value == "reduced" ? "" : "accepted: reduced, or not set"; }
+std::string cuda_cpu_or_compile(const std::string& value) {
+  return value == "cuda" || value == "cpu" || value == "compile" ? "" : "accepted: cuda, cpu, compile";
+}
+
+struct Variable {
+  const char* name;
+  const char* meaning;
+  std::string (*why_not)(const std::string& value) = nullptr;  // null: its reader says it, or all is accepted
+};
+constexpr Variable kVariables[] = {
+    {"FOVEA_BACKEND", "the backend that serves what names none itself"},
+    {"FOVEA_CPU_ISA", "the instruction set of the CPU backend"},
+    {"FOVEA_CHECK", "1: addresses, and lengths on a GPU, are checked by every call"},
+    {"FOVEA_KERNEL", "generic (or sm80), sm90: the newest family of GPU kernels that is taken"},
+    {"FOVEA_JIT", "jit, cache or off: whether kernels are compiled at run time"},
+    {"FOVEA_CACHE_DIR", "where compiled kernels are kept; none: nowhere"},
+    {"FOVEA_CACHE_MAX_MB", "how much is kept there"},
+    {"FOVEA_PRECOMPILED_DIR", "kernels compiled ahead of time"},
+    {"FOVEA_NVRTC", "NVRTC's file or folder"},
+    {"FOVEA_KERNEL_TEXT", "development: a folder src whose kernels are compiled instead of the library's"},
+    {"FOVEA_NVRTC_FOLDERS", "folders in which NVRTC is looked for; Python sets it for the command"},
+    {"FOVEA_LOG", "jit: a line for each kernel compiled or read"},
+    {"FOVEA_DUMP", "a folder for the text of compiled kernels"},
+    {"FOVEA_LIBRARY", "the libfovea.so that Python loads", file_that_is_there},
+    {"FOVEA_BUILD", "tests: the build folder that they use", folder_that_is_there},
+    {"FOVEA_CASES", "reduced: the smaller case table, in the C++ tests", reduced},
+    {"FOVEA_KERNELS", "how many GPU kernels the C++ tests compile; all: every one", number_or_all},
+    {"FOVEA_CODE_CACHE", "tools: where compilations, NVRTC and nvdisasm are kept"},
+    {"FOVEA_LONG", "tests in Python: those of some minutes, too"},
+    {"FOVEA_RANDOM", "tests of the GPU: how many random problems"},
+    {"FOVEA_SITE_PACKAGES", "tests in C++: where NVRTC's wheel lies", folder_that_is_there},
+    {"FOVEA_WHEELS", "tests/wheel: the folder with the wheels", folder_that_is_there},
+    {"FOVEA_TEST_DEVICE", "tests/gpu: cuda, cpu or compile", cuda_cpu_or_compile},
+};
+
+// Of the variables that the library reads: those that have a value which it does not accept, and why.
+std::map<std::string, std::string> refused_variables() {
+  std::vector<cuda::Fact> facts = cuda::refused_variables();
+  try {
+    check_backend_of_environment();
+  } catch (const Error& error) {
+    facts.push_back(cuda::refusal("FOVEA_BACKEND", error.what()));
+  }
+  if (const std::string why = cpu::unavailable(); !why.empty()) {
+    facts.push_back(cuda::refusal("FOVEA_CPU_ISA", why));
+  }
+  std::map<std::string, std::string> refused;
+  for (cuda::Fact& fact : facts) {
+    refused.emplace(std::move(fact.name), std::move(fact.value));
+  }
+  return refused;
+}
+
+std::string processor() {
+  std::ifstream file("/proc/cpuinfo");
+  for (std::string line; std::getline(file, line);) {
+    if (line.starts_with("model name")) {
+      const std::size_t begin = line.find_first_not_of(" \t", line.find(':') + 1);
+      if (begin != std::string::npos) {
+        return line.substr(begin);
+      }
+    }
+  }
+  return "an unnamed processor";
+}
+
+int allowed_cores() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 0;
+}
+
+}  // namespace
+
+Machine this_machine() {
+  Machine machine;
+  const int version = fovea_version();
+  machine.version = fmt::format("{}.{}.{}", version / 10000, version / 100 % 100, version % 100);
+  machine.processor = processor();
+  const char* forced = std::getenv("FOVEA_CPU_ISA");
+  for (const cpu::Isa& isa : cpu::instruction_sets()) {
+    if (isa.available && machine.isa.empty()) {
+      machine.isa = isa.name;
+    }
+  }
+  if (forced != nullptr && *forced != '\0') {
+    machine.isa = forced;
+  }
+  machine.threads = fovea_num_threads();
+  return machine;
+}
+
+std::string machine_text() {
+  const Machine machine = this_machine();
+  std::string text;
+  const auto line = [&](std::string_view what, std::string_view value) {
+    text += fmt::format("{}\t{}\n", what, value);
+  };
+  line("fovea", machine.version);
+  line("processor", machine.processor);
+  for (const cpu::Isa& isa : cpu::instruction_sets()) {
+    line("instruction set", fmt::format("{:<10} {}", isa.name,
+                                        !isa.available            ? "this machine has not got it"
+                                        : isa.name == machine.isa ? "in use"
+                                                                  : "available"));
+  }
+  line("threads", fmt::format("{} (the machine has {} cores, this process may use {}; a cgroup's quota counts too)",
+                              machine.threads, std::thread::hardware_concurrency(), allowed_cores()));
+  for (const Verdict& verdict : backends()) {
+    line("backend", fmt::format("{:<10} {}", verdict.backend, verdict.reason));
+  }
+  for (const cuda::Fact& fact : cuda::machine()) {
+    line(fact.name, fact.value);
+  }
+
+  const std::map<std::string, std::string> refused = refused_variables();
+  std::vector<std::string> known;
+  for (const Variable& variable : kVariables) {
+    known.emplace_back(variable.name);
+    const char* const set = std::getenv(variable.name);
+    const std::string value = set != nullptr ? set : "";
+    const std::string why = variable.why_not != nullptr && !value.empty() ? variable.why_not(value) : "";
+    if (const auto fault = refused.find(variable.name); fault != refused.end()) {
+      line(variable.name, "REFUSED    " + fault->second);
+    } else if (!why.empty()) {
+      line(variable.name, fmt::format("REFUSED    '{}': {}", value, why));
+    } else {
+      line(variable.name, fmt::format("{:<10} {}", set != nullptr ? value : "not set", variable.meaning));
+    }
+  }
+  for (char** entry = environ; *entry != nullptr; ++entry) {
+    const std::string variable(*entry, std::strcspn(*entry, "="));
+    if (variable.starts_with("FOVEA_") && std::find(known.begin(), known.end(), variable) == known.end()) {
+      line(variable, "is set, but nothing reads it" + hint(variable, known));
+    }
+  }
+  return text;
+}
+
+}  // namespace fovea
