@@ -86,6 +86,21 @@ docs:  ## the documentation site in docs/_build/html, without a warning or a dea
 	FOVEA_LIBRARY=$(abspath $(BUILD))/libfovea.so $(VENV_DOCS)/bin/sphinx-build -q -W --keep-going -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html: $$(find docs/_build/html -name '*.html' | wc -l) pages"
 
+# In an environment of its own, so that the compiler and the auditor are of one version each.
+.venv-wheels/.ready: tools/wheels.txt
+	$(PYTHON) -m venv .venv-wheels
+	.venv-wheels/bin/pip install -q --disable-pip-version-check -r $<
+	touch $@
+
+.PHONY: wheels release
+wheels: .venv-wheels/.ready  ## dist/: the source distribution and wheels for x86-64 and aarch64, checked (docs/release.md)
+	@tools/deps.sh build
+	.venv-wheels/bin/python tools/wheels.py --jobs $(JOBS)
+
+release: .venv-wheels/.ready $(VENV)/.ready  ## the same from a clean tree, twice, the bits compared, tested, with checksums
+	@tools/deps.sh build wheel
+	.venv-wheels/bin/python tools/release.py --jobs $(JOBS)
+
 .PHONY: bench
 bench:  ## fovea's CPU speed beside the best matrix product of this machine (quiet, please: nothing else running)
 	@tools/deps.sh build test bench
@@ -100,4 +115,4 @@ format:  ## clang-format over everything
 
 .PHONY: clean
 clean:  ## remove what was built
-	rm -rf build build-* $(VENV) $(VENV_DOCS) docs/_build
+	rm -rf build build-* $(VENV) $(VENV_DOCS) .venv-wheels docs/_build dist

@@ -10,6 +10,7 @@ declare -A packages=(
   [build]="g++ make cmake libhwy-dev libfmt-dev libcli11-dev nlohmann-json3-dev libeigen3-dev"
   [test]="git libgtest-dev python3 python3-venv clang clang-format clang-tidy libclang-rt-dev binutils"
   [docs]="doxygen chromium"
+  [wheel]="qemu-user libc6-arm64-cross"
   [bench]="libopenblas-dev libdnnl-dev"
 )
 

@@ -278,6 +278,14 @@ class Runner:
             count.add(self.pytest("tests/docs", python=python))
         return count
 
+    def stage_wheel(self):
+        """both wheels, built unless $FOVEA_WHEELS has them: in bare environments of the oldest and the newest Python,
+        beside PyTorch, and for aarch64 under qemu-user"""
+        folder = os.environ.get("FOVEA_WHEELS")
+        if not (self.run("tools/deps.sh", "wheel") and (folder or self.run("make", "--no-print-directory", "wheels"))):
+            return Count(0, 1)
+        return self.pytest("tests/wheel", "-s", env={"FOVEA_WHEELS": folder or ROOT / "dist"})
+
     def stage_demo(self):
         """the demo for a few steps, its gradients checked"""
         binary = self.build / "examples/train_lm/train_lm"
