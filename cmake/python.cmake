@@ -2,7 +2,8 @@
 #
 # What a Python wheel holds besides python/fovea: the shared library beside it, as one file (wheels have no links, so its
 # name has no version), the headers, the command if it was built, and the licences of what is linked into them.
-set_target_properties(fovea PROPERTIES VERSION "" SOVERSION "")
+set_property(TARGET fovea PROPERTY VERSION)
+set_property(TARGET fovea PROPERTY SOVERSION)
 install(FILES $<TARGET_FILE:fovea> DESTINATION fovea RENAME libfovea${CMAKE_SHARED_LIBRARY_SUFFIX} COMPONENT python)
 install(FILES include/fovea/c.h include/fovea/attention.h DESTINATION fovea/include/fovea COMPONENT python)
 if(FOVEA_COMMAND)
