@@ -382,7 +382,9 @@ TEST_F(DISABLED_PlayedCuda, ThreadsWaitForOneAnother) {
   const int before = loads();
   std::vector<std::thread> threads;
   std::atomic<int> failed = 0;
-  for (int i = 0; i < 8; ++i) {
+  constexpr int kThreads = 8;
+  threads.reserve(kThreads);
+  for (int i = 0; i < kThreads; ++i) {
     threads.emplace_back([&] {
       const Given given("bwd b=2 hq=4 sq=128 sk=128 d=40 fp16 alibi=h");
       for (int n = 0; n < 50; ++n) {
