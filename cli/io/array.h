@@ -22,10 +22,12 @@ struct Array {
 
 using Arrays = std::map<std::string, Array>;
 
+// A shape without elements may have dimensions of any size beside its 0: strides wrap there, and nothing reads them.
 inline std::vector<std::int64_t> row_major_strides(const std::vector<std::int64_t>& shape) {
   std::vector<std::int64_t> strides(shape.size(), 1);
   for (std::size_t d = shape.size(); d-- > 1;) {
-    strides[d - 1] = strides[d] * shape[d];
+    strides[d - 1] =
+        static_cast<std::int64_t>(static_cast<std::uint64_t>(strides[d]) * static_cast<std::uint64_t>(shape[d]));
   }
   return strides;
 }

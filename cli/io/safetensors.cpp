@@ -21,6 +21,7 @@ using Json = nlohmann::json;
 
 constexpr std::uint64_t kLongestHeader = 100'000'000;  // the format's own limit
 constexpr std::size_t kMostDimensions = 32;
+constexpr int kDeepest = 3;  // the header, an entry in it, and that entry's shape or data_offsets
 
 constexpr std::array<std::pair<std::string_view, fovea_dtype>, 7> kTypes = {{{"F32", FOVEA_FP32},
                                                                              {"F16", FOVEA_FP16},
@@ -37,11 +38,17 @@ struct Entry {
   std::uint64_t end = 0;
 };
 
-// The header; a name that stands twice would otherwise hide a tensor.
+// The header; a name that stands twice would otherwise hide a tensor. What is nested more deeply than the format nests
+// is refused while it is read: the parser keeps its own stack, but to print such a value takes the thread's.
 Json parse_header(const InputFile& file, const std::string& text) {
   std::set<std::string> names;
   std::string twice;
   const auto watch = [&](int depth, Json::parse_event_t event, Json& value) {
+    if (depth >= kDeepest &&
+        (event == Json::parse_event_t::array_start || event == Json::parse_event_t::object_start)) {
+      file.refuse(
+          fmt::format("not a .safetensors file: its header nests lists or objects more than {} deep", kDeepest));
+    }
     if (depth == 1 && event == Json::parse_event_t::key && !names.insert(value.get<std::string>()).second) {
       twice = value.get<std::string>();
     }
@@ -52,6 +59,8 @@ Json parse_header(const InputFile& file, const std::string& text) {
     header = Json::parse(text, watch);
   } catch (const Json::parse_error& error) {
     file.refuse(fmt::format("not a .safetensors file: its header is not JSON, from byte {} on", error.byte));
+  } catch (const Json::exception&) {  // JSON all the same, such as 1e999
+    file.refuse("not a .safetensors file: its header has a number that is too large for one of 64 bits");
   }
   if (!header.is_object()) {
     file.refuse("not a .safetensors file: its header is not a JSON object");

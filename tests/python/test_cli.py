@@ -412,7 +412,11 @@ HOSTILE_SAFETENSORS = {
     "not JSON": (pack(b"PK\3\4 something else"), "not JSON"),
     "not UTF-8": (pack(b'{"\xff\xfe": 1}'), "not JSON"),
     "a list": (pack([]), "not a JSON object"),
-    "deep": (pack(b"[" * 100000), "not JSON"),
+    "deep": (pack(b"[" * 100000), "nests lists or objects more than 3 deep"),
+    # Printed as a value, this would take the whole stack.
+    "a deep type": (pack(b'{"q": {"dtype": ' + b"[" * 200000 + b"]" * 200000 + b', "shape": [], "data_offsets": [0, 4]}}', b"\0" * 4),
+                    "nests lists or objects more than 3 deep"),
+    "beyond all numbers": (pack(b'{"q": {"dtype": "F32", "shape": [1e999], "data_offsets": [0, 8]}}'), "too large"),
     "entry is a number": (pack({"q": 1}), "dtype, shape and data_offsets"),
     "no shape": (pack({"q": {"dtype": "F32", "data_offsets": [0, 8]}}, b"\0" * 8), "dtype, shape and data_offsets"),
     "unknown type": (pack({"q": {**ONE, "dtype": "F8_E4M3"}}, b"\0" * 8), "BF16"),
