@@ -207,6 +207,26 @@ TEST(JitCache, AnEntryThatOthersCanWriteOrALinkIsNotRead) {
   EXPECT_FALSE(cache.load("key", k130));
 }
 
+// To open a FIFO waits until someone writes into it, unless one asks not to.
+TEST(JitCache, WhatIsNoFileUnderAnEntrysNameIsReplaced) {
+  const Folder folder;
+  const Cache cache = open_cache(folder);
+  cache.store("key", k130, example());
+  const std::string path = only_entry(cache);
+  for (const bool fifo : {true, false}) {
+    fs::remove(path);
+    ASSERT_EQ(fifo ? mkfifo(path.c_str(), 0600) : mkdir(path.c_str(), 0700), 0);
+    EXPECT_FALSE(cache.load("key", k130));
+    cache.store("key", k130, example());
+    EXPECT_TRUE(cache.load("key", k130));
+  }
+  fs::remove(path);
+  fs::create_directories(path + "/something");
+  EXPECT_FALSE(cache.load("key", k130));
+  const std::string message = refusal([&] { cache.store("key", k130, example()); }, FOVEA_INVALID_ARGUMENT);
+  EXPECT_TRUE(contains(message, path + ": Is a directory, which holds something: remove it")) << message;
+}
+
 // ---- where it cannot be ----
 
 TEST(JitCache, WhatIsNoFolderIsNamed) {

@@ -13,6 +13,7 @@
 #include <cerrno>
 #include <charconv>
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
@@ -217,7 +218,7 @@ std::string Cache::path_of(std::string_view key, Version nvrtc) const {
 }
 
 std::optional<Binary> Cache::read(const std::string& path, std::string_view key) const {
-  const File file(path, O_RDONLY);
+  const File file(path, O_RDONLY | O_NONBLOCK);  // a FIFO would wait for a writer for ever
   struct stat info {};
   if (!file.opened() || fstat(file.descriptor(), &info) != 0) {
     return std::nullopt;
@@ -232,7 +233,7 @@ std::optional<Binary> Cache::read(const std::string& path, std::string_view key)
     return binary;
   }
   if (!binary) {
-    unlink(path.c_str());  // may fail on a read-only disk: it is passed over again next time
+    std::remove(path.c_str());  // a file or an empty folder; may fail on a read-only disk: it is passed over next time
   } else if (const std::time_t now = std::time(nullptr); now - info.st_mtime > kTouch) {
     futimens(file.descriptor(), nullptr);  // may fail, too: then it looks older than it is
   }
@@ -277,7 +278,8 @@ void Cache::store(std::string_view key, Version nvrtc, const Binary& binary) con
       std::rename(temporary.c_str(), path.c_str()) != 0) {
     const int error = errno;
     unlink(temporary.c_str());
-    refuse(fmt::format("an entry cannot be written: {}", reason(error)));
+    refuse(fmt::format("an entry cannot be written: {}: {}{}", path, reason(error),
+                       error == EISDIR ? ", which holds something: remove it" : ""));
   }
   evict(path);
 }
