@@ -12,6 +12,7 @@
 #include "check/cases.h"
 #include "check/run.h"
 #include "commands.h"
+#include "core/environment.h"
 #include "core/nearest.h"
 #include "cpu/cpu.h"
 #include "dispatch/plan.h"
@@ -131,6 +132,7 @@ void run_check(const Settings& settings) {
     for (const std::string& isa : sets) {
       if (!isa.empty()) {
         setenv("FOVEA_CPU_ISA", isa.c_str(), 1);
+        read_environment_again();
       }
       report(isa.empty() ? "" : " on " + isa, trial->test(settings.backend));
       if (settings.gradients) {

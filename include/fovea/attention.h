@@ -453,10 +453,6 @@ void provide(Workspace& workspace, const Call& call) {
   }
 }
 
-inline bool any(const Gradients& grads) {
-  return grads.q || grads.k || grads.v || grads.bias || grads.bias2 || grads.sink;
-}
-
 }  // namespace detail
 
 // Computes the call; the workspace grows if it may. forward() is the same in one expression.
@@ -468,9 +464,6 @@ inline void run(const Forward& call, Workspace& workspace) {
 
 // Computes the gradients that the call has; backward() is the same in one expression.
 inline void run(const Backward& call, Workspace& workspace) {
-  if (!detail::any(call.grads)) {
-    detail::fail(FOVEA_INVALID_ARGUMENT, "grads: none given; accepted: one at least of q, k, v, bias, bias2, sink");
-  }
   detail::provide(workspace, call);
   const fovea_problem problem = detail::problem_of(call);
   detail::check(fovea_backward(&problem, workspace.data(), workspace.bytes()));

@@ -7,11 +7,15 @@
  *
  * One fovea_problem describes the operation for the forward, the backward, the workspace query and
  * explain. Rules that hold everywhere:
- *   - every struct begins with its own size in bytes (`sizeof`), which is how it may grow;
+ *   - every struct begins with its own size in bytes (`sizeof`) and grows at its end. A program compiled with an older
+ *     header passes shorter structs: what they lack is 0. One compiled with a newer header passes longer ones: they are
+ *     accepted where everything that this library does not know is 0, up to 4096 bytes;
  *   - what is zero means the default, a NULL tensor was not given, an unknown bit is refused;
  *   - nothing is written before everything has been checked;
  *   - no function prints, exits or aborts; whatever fails returns a status, and
- *     fovea_last_error() says in words which argument, what it was and what is accepted.
+ *     fovea_last_error() says in words which argument, what it was and what is accepted;
+ *   - the rounding mode and the flushing of denormals are the caller's. Floating-point exceptions are masked during a
+ *     call, and the caller's masks and flags are as before after it.
  */
 #ifndef FOVEA_C_H
 #define FOVEA_C_H
@@ -153,7 +157,7 @@ typedef struct fovea_problem {
   /* The backward reads these. */
   const fovea_tensor* grad_out; /* as out */
   const fovea_tensor* grad_lse; /* as lse; optional */
-  /* The backward writes those of these that are given, and only those. */
+  /* The backward writes those of these that are given, at least one, and only those. */
   const fovea_tensor* grad_q;
   const fovea_tensor* grad_k;
   const fovea_tensor* grad_v;
@@ -181,7 +185,7 @@ FOVEA_API fovea_status fovea_workspace(const fovea_problem* problem, fovea_direc
  * fovea_workspace() bytes; NULL if that is 0. No two concurrent calls may share one. */
 FOVEA_API fovea_status fovea_forward(const fovea_problem* problem, void* workspace, size_t workspace_bytes);
 
-/* Computes the gradients whose tensors are given. The workspace is as for fovea_forward(). */
+/* Computes the gradients whose tensors are given, at least one. The workspace is as for fovea_forward(). */
 FOVEA_API fovea_status fovea_backward(const fovea_problem* problem, void* workspace, size_t workspace_bytes);
 
 /* Which backend serves the problem and why each other one does not: text, ended by NUL, cut to

@@ -12,6 +12,7 @@
 #include <string_view>
 
 #include "capi/machine.h"
+#include "capi/masked_exceptions.h"
 #include "core/problem.h"
 #include "core/shapes.h"
 #include "core/validate.h"
@@ -37,6 +38,7 @@ fovea_status failed(fovea_status status, const char* what) noexcept {
 template <class Body>
 fovea_status guarded(Body body) noexcept {
   last_error.clear();
+  const MaskedExceptions masked;
   try {
     body();
     return FOVEA_OK;

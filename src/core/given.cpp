@@ -105,9 +105,6 @@ Arguments arguments_of(const fovea_problem& given, Direction direction) {
 }
 
 void struct_of(const char* name, const fovea_tensor& tensor) {
-  if (tensor.size != sizeof(fovea_tensor)) {
-    refuse("{}: size {}; accepted: sizeof(fovea_tensor), {}", name, tensor.size, sizeof(fovea_tensor));
-  }
   if ((tensor.flags & ~FOVEA_TENSOR_STRIDED) != 0) {
     refuse("{}: flags {:#x}; accepted: 0 or FOVEA_TENSOR_STRIDED", name, tensor.flags);
   }

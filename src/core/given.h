@@ -95,7 +95,7 @@ Arguments arguments_of(const fovea_problem& given, Direction direction);
 
 // ---- checks: each throws Error where it does not hold ----
 
-// The struct itself: size, flags, rank, dimensions.
+// The struct itself: flags, rank, dimensions.
 void struct_of(const char* name, const fovea_tensor& tensor);
 
 void type_of(const char* name, const fovea_tensor& tensor, std::initializer_list<DType> accepted,

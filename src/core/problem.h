@@ -11,6 +11,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -165,6 +166,9 @@ struct Call {
   View grad_q, grad_k, grad_v;
   View grad_bias, grad_bias2;  // strides 0 where the bias was given broadcast
   View grad_sink;
+  // On the CPU `rows` reads lengths from here, as they were when they were checked: another thread of the caller's may
+  // change its own meanwhile.
+  std::vector<std::shared_ptr<const std::vector<std::int64_t>>> lengths;
   void* stream = nullptr;
   int device_index = 0;
   const std::uint64_t* seed_ptr = nullptr;  // on a device, where they cannot be read here: added by the kernels

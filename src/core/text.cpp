@@ -116,13 +116,10 @@ Need parse_need(std::string_view text, const Problem& problem) {
     return possible;
   }
   Need need;
-  if (text == "none") {
-    return need;
-  }
   for (const std::string_view part : split(text, ',')) {
     const auto found = std::find_if(std::begin(kNeeds), std::end(kNeeds), [&](auto& n) { return n.second == part; });
     if (found == std::end(kNeeds)) {
-      refuse("need", part, "all, none, or some of q,k,v,bias,bias2,sink");
+      refuse("need", part, "all, or some of q,k,v,bias,bias2,sink");
     }
     if (!(possible.*(found->first))) {
       refuse("need", part, fmt::format("a gradient of what the problem has; it has no {}", part));

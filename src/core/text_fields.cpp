@@ -50,7 +50,7 @@ constexpr LineKey kKeys[] = {
     {"rng", "=fovea|torch_mem_efficient"},
     {"seed", "=N"},
     {"offset", "=N"},
-    {"need", "=all|none|q,k,v,bias,bias2,sink"},
+    {"need", "=all|q,k,v,bias,bias2,sink"},
     {"det", ""},
     {"clear", ""},
     {"lse", ""},

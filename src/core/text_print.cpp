@@ -48,7 +48,7 @@ std::string print_need(const Need& need) {
       text += fmt::format("{}{}", text.empty() ? "" : ",", name);
     }
   }
-  return text.empty() ? "none" : text;
+  return text;
 }
 
 }  // namespace

@@ -3,7 +3,8 @@
 // validate(): every argument of a fovea_problem is checked here, once, and what comes out is a Call that backends
 // trust. The steps stand in the order in which later ones need earlier ones:
 //
-//     header    sizes, flags, enums, what must be zero
+//     structs   sizes; those of other versions become this one's (structs.h)
+//     header    flags, enums, what must be zero
 //     options   scale, window, softcap, dropout
 //     shapes    q fixes batch, heads and lengths; k and v follow; cu_seqlens make it packed
 //     lengths   what cu_seqlens and seqused hold, where it can be read
@@ -23,6 +24,7 @@
 #include <utility>
 
 #include "core/layout.h"
+#include "core/structs.h"
 #include "core/validator.h"
 
 namespace fovea {
@@ -38,15 +40,12 @@ Call Validator::run() {
   memory();
   problem_.layout = layout_of(given_, problem_);
   seeds();
-  return call_;
+  return std::move(call_);
 }
 
 // ---- header ----
 
 void Validator::header() {
-  if (given_.size != sizeof(fovea_problem)) {
-    refuse("problem: size {}; accepted: sizeof(fovea_problem), {}", given_.size, sizeof(fovea_problem));
-  }
   constexpr std::uint32_t kKnown = FOVEA_CAUSAL | FOVEA_DETERMINISTIC | FOVEA_SCALE | FOVEA_WINDOW | FOVEA_CLEAR_ROWS;
   if ((given_.flags & ~kKnown) != 0) {
     refuse("flags: {:#x}; accepted: bits of {:#x}, FOVEA_CAUSAL, _DETERMINISTIC, _SCALE, _WINDOW, _CLEAR_ROWS",
@@ -159,10 +158,11 @@ void Validator::seeds() {
 // ---- the whole ----
 
 Call validate(const fovea_problem& problem, Direction direction, bool shapes_only) {
-  return Validator(problem, direction, shapes_only).run();
+  const Structs structs(problem, direction);
+  return Validator(structs.problem(), direction, shapes_only).run();
 }
 
-void check_workspace(const fovea_problem& problem, Direction direction, const void* workspace, std::size_t bytes) {
+void check_workspace(const fovea_problem& given, Direction direction, const void* workspace, std::size_t bytes) {
   if (workspace == nullptr && bytes > 0) {
     refuse("workspace: NULL with {} bytes; accepted: memory, or 0 bytes", bytes);
   }
@@ -174,6 +174,8 @@ void check_workspace(const fovea_problem& problem, Direction direction, const vo
   scratch.rank = 1;
   scratch.extent[0] = static_cast<std::int64_t>(std::min(bytes, static_cast<std::size_t>(kMost)));
   scratch.stride[0] = 1;
+  const Structs structs(given, direction);
+  const fovea_problem& problem = structs.problem();
   for (const Argument& argument : arguments_of(problem, direction)) {
     const fovea_tensor& tensor = *(problem.*argument.tensor);
     if (elements_of(tensor) > 0 && overlap(scratch, footprint_of(tensor))) {

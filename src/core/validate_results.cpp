@@ -84,6 +84,9 @@ void Validator::results() {
     call_.grad_sink = sink_view("grad_sink", *given_.grad_sink);
     problem_.need.sink = true;
   }
+  if (problem_.need == Need{}) {
+    refuse("gradients: none given; accepted: at least one of grad_q, grad_k, grad_v, grad_bias, grad_bias2, grad_sink");
+  }
 }
 
 View Validator::grad_plane(const char* name, const fovea_tensor& gradient, const char* of,

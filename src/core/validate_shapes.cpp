@@ -146,8 +146,19 @@ View Validator::rows_view(const fovea_tensor& tensor) const {
 
 // ---- lengths ----
 
+// Where they can be read, they are read once: what is checked is then what is computed with.
 math::Lengths Validator::lengths_view(const fovea_tensor& tensor) {
-  return {tensor.data, tensor.dtype == FOVEA_INT64, strides_of(tensor)[0]};
+  const math::Lengths given{tensor.data, tensor.dtype == FOVEA_INT64, strides_of(tensor)[0]};
+  if (!given || !readable()) {
+    return given;
+  }
+  Ints copy(static_cast<std::size_t>(tensor.shape[0]));
+  for (std::size_t n = 0; n < copy.size(); ++n) {
+    copy[n] = given[static_cast<std::int64_t>(n)];
+  }
+  copy.reserve(1);  // lengths are given where there is an address, also of a batch of none
+  call_.lengths.push_back(std::make_shared<const Ints>(std::move(copy)));
+  return {call_.lengths.back()->data(), true, 1};
 }
 
 void Validator::lengths() {
@@ -194,7 +205,7 @@ Ints Validator::cu_seqlens(const char* name, const math::Lengths& cu, const char
   if (!cu || !readable()) {
     return lengths;
   }
-  lengths.reserve(static_cast<std::size_t>(problem_.batch()));  // a batch beyond all memory is refused at once
+  lengths.reserve(static_cast<std::size_t>(problem_.batch()));
   if (cu[0] != 0) {
     refuse("{}: begins with {}; accepted: 0 first", name, cu[0]);
   }
@@ -235,7 +246,7 @@ std::int64_t Validator::longest(const char* name, std::int64_t given, const char
 }
 
 math::Lengths Validator::seqused(const char* name, const fovea_tensor& tensor, const Ints& lengths,
-                                 std::int64_t longest, Ints& values) const {
+                                 std::int64_t longest, Ints& values) {
   type_of(name, tensor, {DType::kInt32});
   shape_is(name, tensor, {problem_.batch()}, "(B)");
   storage(name, tensor);

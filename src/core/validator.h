@@ -39,13 +39,13 @@ class Validator {
   void dense_batch();
   void packed_batch();
   View rows_view(const fovea_tensor& tensor) const;
-  static math::Lengths lengths_view(const fovea_tensor& tensor);
+  math::Lengths lengths_view(const fovea_tensor& tensor);
   void lengths();
   Ints cu_seqlens(const char* name, const math::Lengths& cu, const char* total_name, std::int64_t total) const;
   std::int64_t longest(const char* name, std::int64_t given, const char* of, const math::Lengths& cu,
                        const Ints& lengths, const Ints& used) const;
   math::Lengths seqused(const char* name, const fovea_tensor& tensor, const Ints& lengths, std::int64_t longest,
-                        Ints& values) const;
+                        Ints& values);
 
   // ---- validate_planes.cpp ----
 

@@ -1,16 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Which kernels run: the best instruction set that was built and that this machine has, or the one that
-// FOVEA_CPU_ISA names. Read at every call: forcing is for tests, and costs a look into the environment.
+// FOVEA_CPU_ISA names.
 #include <fmt/format.h>
-
-#include <cstdlib>
-#include <string_view>
 
 #if FOVEA_X86
 #include <cpuid.h>
 #endif
 
+#include "core/environment.h"
 #include "core/fields.h"
 #include "cpu/schedule.h"
 
@@ -59,12 +57,11 @@ const Built* built(std::size_t& count) {
 const Kernels* tables() {
   std::size_t count = 0;
   const Built* all = built(count);
-  const char* forced = std::getenv("FOVEA_CPU_ISA");
-  const bool any = forced == nullptr || *forced == '\0';
+  const std::string& forced = environment().cpu_isa;
   std::string names;
   for (std::size_t n = 0; n < count; ++n) {
     const char* name = all[n].tables[0].name;
-    if (any ? all[n].available : std::string_view(forced) == name) {
+    if (forced.empty() ? all[n].available : forced == name) {
       if (!all[n].available) {
         throw Error(FOVEA_UNSUPPORTED,
                     fmt::format("FOVEA_CPU_ISA: '{}', which needs a processor with {}; accepted: what this machine has",
@@ -74,7 +71,7 @@ const Kernels* tables() {
     }
     names += fmt::format("{}{}", n > 0 ? ", " : "", name);
   }
-  throw Error(FOVEA_UNSUPPORTED, fmt::format("FOVEA_CPU_ISA: '{}'; accepted: {}", forced, names));
+  throw Error(FOVEA_INVALID_ARGUMENT, fmt::format("FOVEA_CPU_ISA: '{}'; accepted: {}", forced, names));
 }
 
 }  // namespace

@@ -9,10 +9,10 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <tuple>
 
 #include "core/clear_rows.h"
+#include "core/environment.h"
 #include "cpu/cpu.h"
 #include "cuda/cuda.h"
 #include "reference/reference.h"
@@ -34,8 +34,7 @@ struct Named {
 Named named_backend(const Problem& problem) {
   Named named{problem.backend, "backend"};
   if (named.name.empty()) {
-    const char* forced = std::getenv("FOVEA_BACKEND");
-    named = {forced != nullptr ? forced : "", "FOVEA_BACKEND"};
+    named = {environment().backend, "FOVEA_BACKEND"};
   }
   if (!named.name.empty() && std::find(std::begin(kBackends), std::end(kBackends), named.name) == std::end(kBackends)) {
     throw Error(FOVEA_INVALID_ARGUMENT,
@@ -99,7 +98,7 @@ void* aligned(void* workspace, std::uintptr_t alignment) {
 
 // A GPU's problem that names no backend has but one: found without asking the others, for calls of microseconds.
 std::shared_ptr<cuda::Executable> quickly_planned(const Call& call) {
-  if (call.problem.device != FOVEA_CUDA || !call.problem.backend.empty() || std::getenv("FOVEA_BACKEND") != nullptr) {
+  if (call.problem.device != FOVEA_CUDA || !call.problem.backend.empty() || !environment().backend.empty()) {
     return nullptr;
   }
   try {

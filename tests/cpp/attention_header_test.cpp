@@ -122,7 +122,8 @@ TEST(AttentionHeader, ABackwardWithoutGradientsIsRefused) {
                               fovea::tensor(s.v, s.rows), fovea::tensor(s.out, s.rows),
                               fovea::tensor(s.lse, s.statistics), {}, s.options);
             }),
-            "invalid argument: grads: none given; accepted: one at least of q, k, v, bias, bias2, sink");
+            "invalid argument: gradients: none given; accepted: at least one of grad_q, grad_k, grad_v, grad_bias, "
+            "grad_bias2, grad_sink");
 }
 
 TEST(AttentionHeader, BytesAreNotLengths) {

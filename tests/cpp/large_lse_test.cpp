@@ -12,6 +12,7 @@
 
 #include "check/run.h"
 #include "cpu/cpu.h"
+#include "environment_variable.h"
 
 namespace fovea::check {
 namespace {
@@ -78,11 +79,10 @@ TEST(LargeLogsumexp, TheBackwardGoesByTheLogsumexpThatItIsGiven) {
   expect_as_documented(result_of("reference"), "reference");
   for (const cpu::Isa& isa : cpu::instruction_sets()) {
     if (isa.available) {
-      setenv("FOVEA_CPU_ISA", isa.name.c_str(), 1);
+      const testing::EnvironmentVariable forced("FOVEA_CPU_ISA", isa.name);
       expect_as_documented(result_of("cpu"), isa.name);
     }
   }
-  unsetenv("FOVEA_CPU_ISA");
 }
 
 // A NaN in the logsumexp of a row reaches the keys that the row meets, and no other.

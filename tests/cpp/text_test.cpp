@@ -69,6 +69,7 @@ class RandomProblems {
     } else {
       p.grad_lse = coin();
       p.need = {coin(), coin(), coin(), p.bias && coin(), p.bias2 && coin(), p.sink && coin()};
+      p.need.q = p.need.q || p.need == Need{};  // one at least
     }
     p.device = pick({FOVEA_CPU, FOVEA_CUDA});
     p.backend = pick<std::string>({"", "", "reference", "cpu"});
@@ -235,7 +236,6 @@ TEST(Text, PrintsOnlyWhatIsNotDefault) {
       {"sq=3 d=4 window=-1,-1 scale=0.5", "fwd b=1 hq=1 sq=3 sk=3 d=4 fp32 scale=0.5"},
       {"bwd sq=3 d=4 need=all", "bwd b=1 hq=1 sq=3 sk=3 d=4 fp32"},
       {"bwd sq=3 d=4 bias=1,1,q,k need=q,k,v", "bwd b=1 hq=1 sq=3 sk=3 d=4 fp32 bias=1,1,q,k need=q,k,v"},
-      {"bwd sq=3 d=4 need=none", "bwd b=1 hq=1 sq=3 sk=3 d=4 fp32 need=none"},
       {"d=4 seqs_q=5,5,6", "fwd b=3 hq=1 d=4 fp32 seqs_q=5x2,6 seqs_k=5x2,6"},
       {"d=4 seqs_q=5,5,6 total_q=20 max_q=7 seqs_k=1x3",
        "fwd b=3 hq=1 d=4 fp32 seqs_q=5x2,6 total_q=20 max_q=7 seqs_k=1x3"},

@@ -11,6 +11,7 @@
 
 #include "arguments.h"
 #include "core/overlap.h"
+#include "core/plan.h"
 
 namespace fovea {
 namespace {
@@ -45,6 +46,9 @@ std::vector<Refusal> refusals_of_all() {
   const double kInfinity = std::numeric_limits<double>::infinity();
   return {
       {"problem", {"size 8", "sizeof(fovea_problem)"}, [](auto& a) { a.problem.size = 8; }},
+      {"problem", {"size 0", "sizeof(fovea_problem)"}, [](auto& a) { a.problem.size = 0; }},
+      {"problem", {"size 318", "a multiple of 8"}, [](auto& a) { a.problem.size = sizeof(a.problem) - 2; }},
+      {"problem", {"from 144 to 4096"}, [](auto& a) { a.problem.size = ~std::size_t{0} - 7; }},
       {"flags", {"0x80000001", "FOVEA_CAUSAL"}, [](auto& a) { a.problem.flags = 0x80000001u; }},
       {"align", {"2", "FOVEA_TOP_LEFT"}, [](auto& a) { a.problem.align = 2; }},
       {"rng", {"-1", "FOVEA_RNG_FOVEA"}, [](auto& a) { a.problem.rng = -1; }},
@@ -574,6 +578,102 @@ TEST(Validate, AForwardMayHoldTheBackwardsTensorsToo) {
   Arguments a(Rows::kDense, Direction::kBackward);
   a["grad_q"].size = 0;  // not this direction's matter
   EXPECT_EQ(fovea_forward(&a.problem, nullptr, 0), FOVEA_OK) << fovea_last_error();
+}
+
+// What a program passes that was compiled with a header whose problem ended sooner.
+TEST(Validate, AShorterProblemOfAnOlderHeader) {
+  struct Cut {
+    std::size_t size;
+    std::vector<const fovea_tensor * fovea_problem::*> lacking;
+  };
+  using P = fovea_problem;
+  for (const Cut& cut :
+       {Cut{offsetof(P, grad_sink), {&P::grad_sink}}, Cut{offsetof(P, grad_bias2), {&P::grad_sink, &P::grad_bias2}},
+        Cut{offsetof(P, grad_v), {&P::grad_sink, &P::grad_bias2, &P::grad_bias, &P::grad_v}}}) {
+    Arguments expected(Rows::kDense, Direction::kBackward);
+    Arguments older(Rows::kDense, Direction::kBackward);
+    for (const auto& member : cut.lacking) {
+      expected.problem.*member = nullptr;
+      older.problem.*member = reinterpret_cast<const fovea_tensor*>(0x10);  // whatever lies behind the shorter struct
+    }
+    older.problem.size = cut.size;
+    EXPECT_EQ(describe(older.problem, Direction::kBackward), describe(expected.problem, Direction::kBackward));
+    ASSERT_EQ(run(expected), FOVEA_OK) << fovea_last_error();
+    ASSERT_EQ(run(older), FOVEA_OK) << fovea_last_error();
+    EXPECT_TRUE(older.same_outputs_as(expected));
+  }
+  // A forward of a header that knew of no backward; and one that ends before what a forward needs.
+  Arguments forward(Rows::kDense, Direction::kForward);
+  forward.problem.size = offsetof(P, grad_out);
+  EXPECT_EQ(run(forward), FOVEA_OK) << fovea_last_error();
+  forward.problem.size = offsetof(P, out);
+  EXPECT_EQ(run(forward), FOVEA_INVALID_ARGUMENT);
+  EXPECT_EQ(std::string(fovea_last_error()).rfind("out: not given", 0), 0u) << fovea_last_error();
+}
+
+// What a program passes that was compiled with a header whose structs have a field more.
+TEST(Validate, LongerStructsOfANewerHeader) {
+  struct NewerProblem {
+    fovea_problem problem;
+    std::int64_t field = 0;
+  };
+  struct NewerTensor {
+    fovea_tensor tensor;
+    std::int64_t field = 0;
+  };
+  Arguments expected(Rows::kDense, Direction::kForward);
+  ASSERT_EQ(run(expected), FOVEA_OK) << fovea_last_error();
+  Arguments a(Rows::kDense, Direction::kForward);
+  NewerTensor k{a["k"]};
+  k.tensor.size = sizeof(k);
+  NewerProblem newer{a.problem};
+  newer.problem.size = sizeof(newer);
+  newer.problem.k = &k.tensor;
+  const auto refused = [&](const std::string& begin) {
+    EXPECT_EQ(fovea_forward(&newer.problem, nullptr, 0), FOVEA_UNSUPPORTED);
+    EXPECT_EQ(std::string(fovea_last_error()).rfind(begin, 0), 0u) << fovea_last_error();
+    EXPECT_TRUE(a.untouched());
+  };
+  newer.field = 1;
+  refused("problem: size 328 with 1 in byte 320, a field of a newer version");
+  newer.field = 0;
+  k.field = std::int64_t{5} << 56;
+  refused("k: size 120 with 5 in byte 119, a field of a newer version");
+  k.field = 0;
+  ASSERT_EQ(fovea_forward(&newer.problem, nullptr, 0), FOVEA_OK) << fovea_last_error();
+  EXPECT_TRUE(a.same_outputs_as(expected));
+}
+
+TEST(Validate, ABackwardOfNoGradientIsRefused) {
+  Arguments a(Rows::kDense, Direction::kBackward);
+  fovea_problem& p = a.problem;
+  p.grad_q = p.grad_k = p.grad_v = p.grad_bias = p.grad_bias2 = p.grad_sink = nullptr;
+  EXPECT_EQ(run(a), FOVEA_INVALID_ARGUMENT);
+  EXPECT_EQ(std::string(fovea_last_error()).rfind("gradients: none given; accepted: at least one of grad_q", 0), 0u);
+}
+
+// Another thread may change them while a call runs: what was checked is what is computed with.
+TEST(Validate, LengthsAreReadOnce) {
+  for (const char* const backend : {"cpu", "reference"}) {
+    for (const Rows rows : {Rows::kDense, Rows::kPacked}) {
+      for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
+        Arguments expected(rows, direction);
+        Arguments changed(rows, direction);
+        expected.problem.backend = changed.problem.backend = backend;
+        const Call call = validate(changed.problem, direction, false);
+        std::fill_n(changed.data<std::int32_t>("seqused_q"), 2, 1 << 20);
+        std::fill_n(changed.data<std::int32_t>("seqused_k"), 2, -7);
+        if (rows == Rows::kPacked) {
+          std::fill_n(changed.data<std::int32_t>("cu_seqlens_q"), 3, -(1 << 30));
+          std::fill_n(changed.data<std::int64_t>("cu_seqlens_k"), 3, std::int64_t{1} << 60);
+        }
+        std::vector<char> workspace(plan(call).workspace);
+        execute(call, workspace.data(), workspace.size());
+        execute(validate(expected.problem, direction, false), workspace.data(), workspace.size());
+        EXPECT_TRUE(changed.same_outputs_as(expected)) << backend;
+      }
+    }
+  }
 }
 
 TEST(Validate, BroadcastingIsNumPys) {

@@ -1278,6 +1278,16 @@ def test_fork_after_threads_were_used():
     assert outcome == [[0, 0, 0], True]
 
 
+def test_an_instruction_set_that_is_none():
+    done = subprocess.run(
+        [sys.executable, "-c", "import fovea, numpy; q = numpy.ones((1, 1, 1, 8)); fovea.attention(q, q, q)"],
+        env={**os.environ, "FOVEA_CPU_ISA": "junk"},
+        capture_output=True,
+        text=True,
+    )
+    assert "ValueError: FOVEA_CPU_ISA: 'junk'; accepted: " in done.stderr
+
+
 def test_only_numpy_is_imported():
     modules = run(
         "import json, sys, numpy\n"
