@@ -14,6 +14,7 @@
 #include <numbers>
 
 #include "core/element.h"
+#include "core/given.h"
 
 namespace fovea::check {
 namespace {
@@ -82,6 +83,14 @@ void for_each_index(const Tensor& tensor, F&& f) {
 Buffer::Buffer(std::size_t size) : memory_(size + 2 * kMargin + kAlignment), allowed_(memory_.size()), size_(size) {
   const auto address = reinterpret_cast<std::uintptr_t>(memory_.data()) + kMargin;
   data_ = memory_.data() + kMargin + (-address) % kAlignment;
+}
+
+Buffer Buffer::before_a_guard(std::size_t size) {
+  Buffer buffer;
+  buffer.guarded_ = std::make_unique<Guarded>(size);
+  buffer.size_ = size;
+  buffer.data_ = buffer.guarded_->end() - size;
+  return buffer;
 }
 
 void Buffer::fill_with_pattern() {
@@ -270,6 +279,15 @@ void Tensors::place(Tensor& tensor, int part) {
       poison(tensor);
     }
     tensor.buffer = shared;
+  } else if (tensor.kind == Tensor::Kind::kPlane && !tensor.output && elements_of(view) > 0) {
+    // A bias or mask is read by vectors of keys, of which the last may have fewer.
+    std::int64_t last = tensor.base;
+    for (int d = 0; d < rank; ++d) {
+      last += std::max<std::int64_t>(view.stride[d], 0) * (view.shape[d] - 1);
+    }
+    tensor.buffer =
+        std::make_shared<Buffer>(Buffer::before_a_guard(static_cast<std::size_t>(last + 1) * size_of(tensor.type())));
+    poison(tensor);
   } else {
     tensor.buffer = std::make_shared<Buffer>(size);
     poison(tensor);

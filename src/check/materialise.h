@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "check/cases.h"
+#include "check/guarded.h"
 #include "core/shapes.h"
 
 namespace fovea::check {
@@ -30,6 +31,8 @@ using Index = std::array<std::int64_t, FOVEA_MAX_RANK>;
 class Buffer {
  public:
   explicit Buffer(std::size_t size);
+  // Memory that ends where a page begins that nobody may touch: to read one byte past its end ends the process.
+  static Buffer before_a_guard(std::size_t size);
   Buffer(Buffer&&) = default;  // vectors keep their memory when moved
   Buffer& operator=(Buffer&&) = default;
 
@@ -44,10 +47,13 @@ class Buffer {
   bool changed(std::ptrdiff_t* where) const;
 
  private:
+  Buffer() = default;
+
+  std::unique_ptr<Guarded> guarded_;
   std::vector<std::uint8_t> memory_;
   std::vector<bool> allowed_;
-  std::size_t size_;
-  std::uint8_t* data_;
+  std::size_t size_ = 0;
+  std::uint8_t* data_ = nullptr;
 };
 
 struct Tensor {

@@ -21,20 +21,20 @@
 #include <thread>
 #include <vector>
 
+#include "check/guarded.h"
 #include "check/run.h"
 #include "core/element.h"
+#include "core/shapes.h"
 #include "cpu/cpu.h"
 #include "cpu/schedule.h"
+#include "environment_variable.h"
 
 namespace fovea {
 namespace {
 
-class ForcedIsa {
+class ForcedIsa : testing::EnvironmentVariable {
  public:
-  explicit ForcedIsa(const std::string& name) { setenv("FOVEA_CPU_ISA", name.c_str(), 1); }
-  ~ForcedIsa() { unsetenv("FOVEA_CPU_ISA"); }
-  ForcedIsa(const ForcedIsa&) = delete;
-  ForcedIsa& operator=(const ForcedIsa&) = delete;
+  explicit ForcedIsa(const std::string& name) : EnvironmentVariable("FOVEA_CPU_ISA", name) {}
 };
 
 std::vector<std::string> available_isas() {
@@ -282,6 +282,168 @@ TEST(CpuTest, DistancesBeyond32Bits) {
       }
     }
   }
+}
+
+// ---- keys in parts ----
+
+// Few queries against many keys: the keys are split over tasks, each leaves an unfinished state, and these are merged.
+TEST(CpuTest, KeysInParts) {
+  for (const auto& [line, values] :
+       {std::pair("bwd b=1 hq=2 hk=1 sq=3 sk=3000 d=64 bf16 sink dlse", check::Values::kNormal),
+        std::pair("bwd b=1 hq=1 sq=40 sk=2500 d=24 fp32 sink causal window=2000,0", check::Values::kLargeScores),
+        std::pair("bwd b=2 hq=2 sq=2 sk=2100 d=5 fp64 sink mask=b,1,1,k alibi=h", check::Values::kOneHot),
+        std::pair("bwd b=1 hq=2 sq=7 sk=2100 d=16 fp64 sink bias=1,h,q,k", check::Values::kMinusInfinity)}) {
+    check::Case c = case_of(line);
+    c.values = values;
+    const check::Trial trial(c);
+    Problem forward = c.problem;
+    forward.direction = Direction::kForward;
+    const Shapes shapes(forward);
+    EXPECT_GT(cpu::forward_parallelism(validate(shapes.get(), Direction::kForward, /*shapes_only=*/true)),
+              forward.batch() * forward.heads_k)
+        << line << ": keys are not split";
+    for (const std::string& isa : available_isas()) {
+      const ForcedIsa forced(isa);
+      const check::Outcome outcome = trial.test("cpu");
+      EXPECT_TRUE(outcome.passed()) << isa << ' ' << line << '\n' << check::to_text(outcome);
+    }
+  }
+}
+
+// The merge by itself: states of parts whose maxima rise and fall, of one without keys and of one whose keys are all
+// hidden. The sink goes into the first part alone.
+TEST(CpuTest, PartsAreMerged) {
+  constexpr std::int64_t kRows = 3;
+  constexpr std::int64_t kKeys = 76;
+  constexpr std::array<std::int64_t, 6> kEnds = {0, 16, 16, 48, 64, kKeys};  // of parts 16 to 48 are hidden
+  constexpr std::array<double, kRows> kSinks = {-1, 2, -std::numeric_limits<double>::infinity()};
+  std::mt19937_64 engine(5);
+  std::normal_distribution<double> normal;
+  std::array<double, kRows * kKeys> scores{};
+  std::array<double, kKeys> values{};
+  for (std::int64_t n = 0; n < kRows * kKeys; ++n) {
+    const std::int64_t key = n % kKeys;
+    scores[n] = key >= 16 && key < 48 ? -std::numeric_limits<double>::infinity()
+                                      : normal(engine) + (key < 16   ? 3
+                                                          : key < 64 ? 30
+                                                                     : 25);
+    values[key] = normal(engine);
+  }
+  for (const std::string& isa : available_isas()) {
+    const ForcedIsa forced(isa);
+    const cpu::Kernels& kernels = cpu::kernels_for(DType::kFp64);
+    const auto of = [](double* data, std::int64_t row) { return cpu::Matrix{data, FOVEA_FP64, row, 1}; };
+    for (std::int64_t row = 0; row < kRows; ++row) {
+      double zero = 0;  // q and k: scores are the bias
+      double out = 0;
+      double lse = 0;
+      const char* ran = "";
+      cpu::Options options{};
+      options.head_dim = options.head_dim_v = 1;
+      options.scale = options.keep_factor = 1;
+      options.block_rows = options.block_keys = 16;
+      options.ran = &ran;
+      cpu::ForwardHead head{};
+      head.head.q = of(&zero, 0);
+      head.head.bias[0] = of(scores.data() + row * kKeys, 0);
+      head.out = of(&out, 0);
+      head.lse = of(&lse, 0);
+      head.sink = kSinks[row];
+      cpu::ForwardTask task{};
+      task.options = &options;
+      task.sequence = {1, kKeys, -kKeys, kKeys, 0};
+      task.k = of(&zero, 0);
+      task.v = of(values.data(), 1);
+      task.heads = &head;
+      task.row_end = 1;
+      constexpr auto kAlignment = static_cast<std::size_t>(cpu::Arena::kAlignment);
+      const std::size_t partial = (kernels.forward_partial(options) + kAlignment - 1) / kAlignment * kAlignment;
+      constexpr std::size_t kParts = kEnds.size() - 1;
+      std::vector<char> memory(kernels.forward_scratch(options) + kParts * partial + kAlignment);
+      char* const partials = memory.data() + (-reinterpret_cast<std::uintptr_t>(memory.data())) % kAlignment;
+      char* const scratch = partials + kParts * partial;
+      for (std::size_t part = 0; part < kParts; ++part) {
+        task.key_begin = kEnds[part];
+        task.key_end = kEnds[part + 1];
+        task.first_keys = part == 0;
+        task.partial = partials + part * partial;
+        kernels.forward(task, scratch);
+      }
+      kernels.forward_merge({&options, task.sequence, &head, 0, 1, partials, partial, kParts}, scratch);
+      double sum = std::exp(kSinks[row]);
+      double expected = 0;
+      for (std::int64_t key = 0; key < kKeys; ++key) {
+        const double weight = std::exp(scores[row * kKeys + key]);
+        sum += weight;
+        expected += weight * values[key];
+      }
+      EXPECT_NEAR(lse, std::log(sum), 1e-13 * std::log(sum)) << isa << ' ' << row;
+      EXPECT_NEAR(out, expected / sum, 1e-12) << isa << ' ' << row;
+    }
+  }
+}
+
+// ---- sums of dq ----
+
+// In 16 bits dq is summed aside, for as many heads at once as go into 64 MiB. Each entry of the batch is computed by
+// itself, too, where all goes into one chunk. The workspace lies between two pages that nobody may touch.
+TEST(CpuTest, SumsOfDqInChunks) {
+  constexpr std::int64_t kEntries = 3;
+  constexpr std::int64_t kQueries = 28000;  // with kColumns 27 MiB of sums an entry
+  constexpr std::int64_t kKeys = 65;        // a block and a key
+  constexpr std::int64_t kColumns = 256;
+  const auto numbers = [](std::int64_t rows, std::uint32_t state) {
+    std::vector<std::uint16_t> all(static_cast<std::size_t>(kEntries * rows * kColumns));
+    for (std::uint16_t& number : all) {
+      state = state * 1664525 + 1013904223;
+      number = static_cast<std::uint16_t>(0x3E00 | (state >> 16 & 0x80FF));  // 1/8 to 1/2, of either sign
+    }
+    return all;
+  };
+  std::vector<std::uint16_t> q = numbers(kQueries, 1);
+  std::vector<std::uint16_t> k = numbers(kKeys, 2);
+  std::vector<std::uint16_t> v = numbers(kKeys, 3);
+  std::vector<std::uint16_t> out = numbers(kQueries, 4);
+  std::vector<std::uint16_t> grad_out = numbers(kQueries, 5);
+  std::vector<float> lse(static_cast<std::size_t>(kEntries * kQueries), 4.0F);
+  const auto dq_of = [&](std::int64_t first, std::int64_t entries) {
+    const auto tensor = [&](auto& memory, std::int64_t rows) {
+      return fovea_tensor{sizeof(fovea_tensor),        memory.data() + first * rows * kColumns, FOVEA_BF16, 4, 0, 0,
+                          {entries, rows, 1, kColumns}, {}};
+    };
+    std::vector<std::uint16_t> dq(static_cast<std::size_t>(kEntries * kQueries * kColumns));
+    const fovea_tensor all_q = tensor(q, kQueries);
+    const fovea_tensor all_k = tensor(k, kKeys);
+    const fovea_tensor all_v = tensor(v, kKeys);
+    const fovea_tensor all_out = tensor(out, kQueries);
+    const fovea_tensor all_grad_out = tensor(grad_out, kQueries);
+    const fovea_tensor all_dq = tensor(dq, kQueries);
+    const fovea_tensor all_lse{sizeof(fovea_tensor),  lse.data() + first * kQueries, FOVEA_FP32, 3, 0, 0,
+                               {entries, 1, kQueries}, {}};
+    fovea_problem problem{};
+    problem.size = sizeof(problem);
+    problem.q = &all_q;
+    problem.k = &all_k;
+    problem.v = &all_v;
+    problem.out = &all_out;
+    problem.lse = &all_lse;
+    problem.grad_out = &all_grad_out;
+    problem.grad_q = &all_dq;
+    std::size_t bytes = 0;
+    EXPECT_EQ(fovea_workspace(&problem, FOVEA_BACKWARD, &bytes), FOVEA_OK) << fovea_last_error();
+    const check::Guarded memory(bytes);
+    EXPECT_EQ(fovea_backward(&problem, memory.end() - bytes, bytes), FOVEA_OK) << fovea_last_error();
+    return dq;
+  };
+  const std::vector<std::uint16_t> together = dq_of(0, kEntries);
+  std::vector<std::uint16_t> alone(together.size());
+  for (std::int64_t entry = 0; entry < kEntries; ++entry) {
+    const std::vector<std::uint16_t> one = dq_of(entry, 1);
+    const auto at = static_cast<std::ptrdiff_t>(entry * kQueries * kColumns);
+    std::copy_n(one.begin() + at, kQueries * kColumns, alone.begin() + at);
+  }
+  EXPECT_TRUE(std::any_of(together.begin(), together.end(), [](std::uint16_t bits) { return (bits & 0x7FFF) != 0; }));
+  EXPECT_TRUE(together == alone);
 }
 
 // ---- threads ----

@@ -9,7 +9,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <map>
 #include <set>
@@ -20,6 +22,7 @@
 #include "core/shapes.h"
 #include "core/validate.h"
 #include "cuda/config/print.h"
+#include "cuda/device/args.h"
 #include "cuda/executable.h"
 
 namespace fovea {
@@ -48,6 +51,15 @@ struct Launched {
   void* stream;
 };
 
+struct Map {
+  void* address;
+  int type, swizzle;
+  unsigned rank, box[5];
+  std::uint64_t dims[5], strides[4];
+};
+
+class Given;
+
 class DISABLED_PlayedCuda : public ::testing::Test {
  protected:
   static void* library() {
@@ -61,6 +73,7 @@ class DISABLED_PlayedCuda : public ::testing::Test {
   static int& loads() { return variable<int>("fake_loads"); }
   static int& launches() { return variable<int>("fake_launches"); }
   static Launched* launched() { return &variable<Launched>("fake_launched"); }
+  static cuda::Args args_of(const Given& given, const char* kernel);
 };
 
 // A problem whose tensors lie nowhere.
@@ -273,6 +286,140 @@ TEST_F(DISABLED_PlayedCuda, CallsThatDifferInOneAddressLaunchWhatEachNeeds) {
     ASSERT_EQ(given.call(), FOVEA_OK) << fovea_last_error();
     EXPECT_EQ(launched_as(given.plan(), launched(), launches()), "") << moved;
     ++moved;
+  }
+}
+
+// ---- what a launch is handed ----
+
+// The Args of the latest launch of a kernel whose name has `kernel` in it.
+cuda::Args DISABLED_PlayedCuda::args_of(const Given& given, const char* kernel) {
+  static_assert(sizeof(cuda::Args) <= 4096);
+  variable<const char*>("fake_kept_kernel") = kernel;
+  variable<std::size_t>("fake_kept_bytes") = sizeof(cuda::Args);
+  auto& kept = variable<std::array<unsigned char, sizeof(cuda::Args)>>("fake_kept");
+  kept.fill(0xEE);
+  EXPECT_EQ(given.call(), FOVEA_OK) << fovea_last_error();
+  cuda::Args args;
+  std::memcpy(static_cast<void*>(&args), kept.data(), sizeof(args));
+  variable<const char*>("fake_kept_kernel") = nullptr;
+  return args;
+}
+
+// Strides by logical coordinates of a tensor of rows (batch, row, head, column), as the caller gave them.
+void expect_rows(const cuda::Tensor& got, const fovea_tensor* given, const char* name) {
+  ASSERT_NE(given, nullptr) << name;
+  EXPECT_EQ(got.data, given->data) << name;
+  std::array<std::int64_t, 5> strides{};
+  std::int64_t next = 1;
+  for (int d = given->rank - 1; d >= 0; --d) {
+    strides[d] = (given->flags & FOVEA_TENSOR_STRIDED) != 0 ? given->stride[d] : next;
+    next *= given->shape[d];
+  }
+  EXPECT_EQ(got.strides.batch1, strides[0]) << name;
+  EXPECT_EQ(got.strides.row, strides[1]) << name;
+  EXPECT_EQ(got.strides.head, strides[2]) << name;
+  EXPECT_EQ(got.strides.col, strides[3]) << name;
+}
+
+// Every number of the problem, where the kernel looks for it. All differ.
+TEST_F(DISABLED_PlayedCuda, ArgumentsAreWhatWasGiven) {
+  const std::string common =
+      " b=3 hq=6 hk=2 sq=320 sk=448 d=64 dv=128 layout=bhsd causal align=tl window=200,-1 scale=0.3 softcap=7 sink "
+      "alibi=h bias=b,h,q,k mask=b,h,q,k dropout=0.25 seed=41 offset=43 ";
+  for (const std::string type : {"bf16", "fp16"}) {
+    const Given given("fwd" + common + type + " lse");
+    const cuda::Args a = args_of(given, "_forward<");
+    const fovea_problem& raw = given.raw;
+    EXPECT_EQ(a.rows.batch1, 3);
+    EXPECT_EQ(a.rows.batch2, 1);
+    EXPECT_EQ(a.rows.heads_q, 6);
+    EXPECT_EQ(a.rows.heads_k, 2);
+    EXPECT_EQ(a.rows.rows_q, 320);
+    EXPECT_EQ(a.rows.rows_k, 448);
+    EXPECT_EQ(a.head_dim, 64);
+    EXPECT_EQ(a.head_dim_v, 128);
+    EXPECT_EQ(a.scale, 0.3F);
+    EXPECT_EQ(a.softcap, 7.0F);
+    EXPECT_TRUE(a.causal);
+    EXPECT_TRUE(a.top_left);
+    EXPECT_EQ(a.window_left, 200);
+    EXPECT_EQ(a.window_right, -1);
+    EXPECT_EQ(a.keep_scale, static_cast<float>(4.0 / 3));
+    EXPECT_EQ(a.drop_threshold, 65536u / 4);
+    EXPECT_EQ(a.seed.value, 41u);
+    EXPECT_EQ(a.seed.pointer, raw.seed_ptr);
+    EXPECT_EQ(a.offset.value, 43u);
+    EXPECT_EQ(a.offset.pointer, nullptr);
+    EXPECT_EQ(a.sink, raw.sink->data);
+    EXPECT_EQ(a.sink_stride, 1);
+    EXPECT_EQ(a.alibi_slopes.data, raw.alibi_slopes->data);
+    EXPECT_EQ(a.lse.data, raw.lse->data);
+    expect_rows(a.q, raw.q, "q");
+    expect_rows(a.k, raw.k, "k");
+    expect_rows(a.v, raw.v, "v");
+    expect_rows(a.out, raw.out, "out");
+    EXPECT_EQ(a.bias.data, raw.bias->data);
+    EXPECT_EQ(a.bias.strides.batch1, 6 * 320 * 448);
+    EXPECT_EQ(a.bias.strides.head, 320 * 448);
+    EXPECT_EQ(a.bias.strides.row, 448);
+  }
+  const Given given("bwd" + common + "bf16 dlse need=q,k,v,sink");
+  const cuda::Args a = args_of(given, "_backward<");
+  EXPECT_EQ(a.scale, 0.3F);
+  EXPECT_EQ(a.softcap, 7.0F);
+  EXPECT_EQ(a.keep_scale, static_cast<float>(4.0 / 3));
+  expect_rows(a.q, given.raw.q, "q");
+  expect_rows(a.k, given.raw.k, "k");
+  expect_rows(a.v, given.raw.v, "v");
+  expect_rows(a.grad_out, given.raw.grad_out, "grad_out");
+  expect_rows(a.grad_q, given.raw.grad_q, "grad_q");
+  expect_rows(a.grad_k, given.raw.grad_k, "grad_k");
+  expect_rows(a.grad_v, given.raw.grad_v, "grad_v");
+  EXPECT_EQ(a.grad_lse.data, given.raw.grad_lse->data);
+  EXPECT_EQ(a.grad_sink, given.raw.grad_sink->data);
+}
+
+// A tensor map of each operand: where it begins, how long its dimensions are and how far apart, and that what a
+// kernel copies at once is no more than 64 columns of one sequence's head.
+TEST_F(DISABLED_PlayedCuda, TensorMapsAreOfTheTensorsGiven) {
+  const Given given("fwd b=2x3 hq=8 hk=2 sq=320 sk=448 d=64 dv=128 bf16 bias=b1,h,q,k bias2=1,b2,1,q,k:fp32 lse");
+  const fovea_problem& raw = given.raw;
+  variable<int>("fake_maps") = 0;
+  ASSERT_EQ(given.call(), FOVEA_OK) << fovea_last_error();
+  struct Expected {
+    const char* name;
+    const fovea_tensor* tensor;
+    std::array<std::uint64_t, 5> dims;     // columns, rows, heads, the two levels of the batch
+    std::array<std::uint64_t, 4> strides;  // of all but columns, in bytes; 16 where there is one
+    bool planes = false;
+  };
+  const std::vector<Expected> expected = {
+      {"q", raw.q, {64, 320, 8, 3, 2}, {8 * 128, 128, 320 * 8 * 128, 3 * 320 * 8 * 128}},
+      {"k", raw.k, {64, 448, 2, 3, 2}, {2 * 128, 128, 448 * 2 * 128, 3 * 448 * 2 * 128}},
+      {"v", raw.v, {128, 448, 2, 3, 2}, {2 * 256, 256, 448 * 2 * 256, 3 * 448 * 2 * 256}},
+      {"out", raw.out, {128, 320, 8, 3, 2}, {8 * 256, 256, 320 * 8 * 256, 3 * 320 * 8 * 256}},
+      {"bias", raw.bias, {448, 320, 8, 1, 2}, {448 * 2, 320 * 448 * 2, 16, 8 * 320 * 448 * 2}, true},
+      {"bias2", raw.bias2, {448, 320, 1, 3, 1}, {448 * 4, 16, 320 * 448 * 4, 16}, true},
+  };
+  ASSERT_EQ(static_cast<std::size_t>(variable<int>("fake_maps")), expected.size());
+  for (const Expected& e : expected) {
+    const Map* found = nullptr;
+    for (std::size_t n = 0; n < expected.size(); ++n) {
+      const Map& map = (&variable<Map>("fake_map"))[n];
+      found = map.address == e.tensor->data ? &map : found;
+    }
+    ASSERT_NE(found, nullptr) << e.name << ": no map begins at it";
+    EXPECT_EQ(found->rank, 5u) << e.name;
+    for (std::size_t d = 0; d < 5; ++d) {
+      EXPECT_EQ(found->dims[d], e.dims[d]) << e.name << ' ' << d;
+      EXPECT_EQ(d > 0 ? found->strides[d - 1] : 0, d > 0 ? e.strides[d - 1] : 0) << e.name << ' ' << d;
+      EXPECT_TRUE(d < 2 || found->box[d] == 1) << e.name << ' ' << d;
+    }
+    const unsigned bytes = e.tensor->dtype == FOVEA_FP32 ? 4 : 2;
+    EXPECT_LE(found->box[0] * bytes, 128u) << e.name;  // what a row of a swizzled box has
+    EXPECT_EQ(e.dims[0] % found->box[0], 0u) << e.name;
+    EXPECT_EQ(found->type, bytes == 4 ? 7 : 9) << e.name;  // CU_TENSOR_MAP_DATA_TYPE_FLOAT32, _BFLOAT16
+    EXPECT_EQ(found->swizzle, found->box[0] * bytes == 128 ? 3 : found->box[0] * bytes == 64 ? 2 : 1) << e.name;
   }
 }
 

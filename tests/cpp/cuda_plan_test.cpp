@@ -202,6 +202,13 @@ TEST(CudaPlan, Golden) {
       "bwd b=8 hq=16 sq=2047 sk=2047 d=64 bf16 bias=1,h,q,k",
       "bwd b=4 hq=8 hk=1 sq=1254 sk=1254 d=40 fp16 causal",
       "bwd b=1 hq=4 hk=1 sq=1664 sk=1664 d=192 bf16",
+      "fwd b=2 hq=8 sq=2048 sk=2048 d=128 bf16 softcap=30 causal lse",
+      "fwd b=2 hq=8 sq=2048 sk=2048 d=128 bf16 softcap=30 bias=1,h,q,k lse",
+      "fwd b=2 hq=8 sq=2048 sk=2048 d=128 bf16 softcap=30 alibi=h dropout=0.1 lse",
+      "fwd b=2 hq=8 sq=2048 sk=2048 d=128 bf16 scale=-0.1 lse",
+      "bwd b=2 hq=8 sq=2048 sk=2048 d=128 bf16 scale=-0.1 causal",
+      "fwd b=2 hq=8 hk=2 sq=1 sk=100 d=64 bf16 causal align=tl",
+      "fwd b=2 hq=8 hk=2 sq=1 sk=100 d=64 bf16 causal",
   };
   std::string text;
   for (const char* architecture : {"sm_80", "sm_90", "sm_120"}) {

@@ -116,6 +116,16 @@ TEST(SoftmaxTest, DeadRowsInTheBackward) {
   EXPECT_EQ(grad_sink(-kInf, backward_reference(-kInf), 3.0), 0.0);
 }
 
+// By hand, as the reference and the CPU share these formulas: a lowered loss of the row's logsumexp raises delta, and a
+// larger sink takes weight from the keys.
+TEST(SoftmaxTest, SignsOfDeltaAndOfASinksGradient) {
+  EXPECT_EQ(delta(3.0, 0.0), 3.0);
+  EXPECT_EQ(delta(3.0, 2.0), 1.0);
+  EXPECT_EQ(delta(0.0, 2.0), -2.0);
+  EXPECT_NEAR(grad_sink(std::log(2.0), std::log(8.0), 3.0), -0.75, 1e-15);  // -p delta, p = 2 / 8
+  EXPECT_NEAR(grad_sink(std::log(2.0), std::log(8.0), -3.0), 0.75, 1e-15);
+}
+
 TEST(SoftmaxTest, Sink) {
   const double reference = reference_of(2.0);
   EXPECT_NEAR(logsumexp(reference, sum_with_sink(1.0, reference, 3.0)), 2 + std::log(1 + std::exp(1.0)), 1e-14);

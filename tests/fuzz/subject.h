@@ -10,11 +10,13 @@
 #include <string>
 #include <vector>
 
+#include "check/guarded.h"
 #include "core/problem.h"
-#include "guarded.h"
 #include "random.h"
 
 namespace fovea::fuzz {
+
+using check::Guarded;
 
 // A tensor of a fovea_problem, and where a subject keeps its elements.
 struct Slot {

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+import fovea
 from fovea.torch import attention
 from problem import parse
 from trial import Trial
@@ -62,6 +63,34 @@ def test_other_columns_in_out_than_in_q(dim, dim_v, options, device):
     torch.testing.assert_close(out[3:5].double(), right(q[3:5], k[3:5], v[3:5], allowed), rtol=0.02, atol=0.02)
     for _ in range(30):
         assert torch.equal(attention(q, k, v, **options), out)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dims", [64, 128])
+@pytest.mark.parametrize("by", ["products", "bias", "bias of 16 bits", "products, dropout", "bias, dropout"])
+@pytest.mark.parametrize("growth", [2, 6, 40, 95, 300])
+def test_scores_that_grow(growth, by, dims, dtype, device):
+    """By so much over every 128 keys, in every other row; in the others they fall. The reference that a row's weights are
+    relative to is left behind: a little, by more than a sum over a step may have, and by more than fp32 has."""
+    queries, keys, dropout_p = 200, 1500, 0.25
+    q, k, v = (normal(2, 2, n, dims, device=device, dtype=dtype, seed=n) for n in (queries, keys, keys + 1))
+    sign = 1 - 2 * (torch.arange(queries, device=device, dtype=torch.float32) % 2)
+    ramp = growth / 128 * torch.arange(keys, device=device, dtype=torch.float32)
+    options, bias = {}, torch.zeros(queries, keys, device=device)
+    if by.startswith("bias"):
+        bias = sign[:, None] * ramp
+        options["bias"] = bias = bias.to(dtype) if by == "bias of 16 bits" else bias
+    else:
+        q[..., 0] = 8 * sign
+        k[..., 0] = ramp / 8 * math.sqrt(dims)
+    keep = 1
+    if by.endswith("dropout"):
+        options.update(dropout_p=dropout_p, seed=7)
+        keep = torch.from_numpy(fovea.dropout_mask(2, 2, queries, keys, dropout_p, seed=7)).to(device) / (1 - dropout_p)
+    s = q.double() @ k.double().mT / math.sqrt(dims) + bias.double()
+    out, lse = attention(q, k, v, return_lse=True, **options)
+    torch.testing.assert_close(lse.double(), s.logsumexp(-1), rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(out.double(), (torch.softmax(s, -1) * keep) @ v.double(), rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("line", [

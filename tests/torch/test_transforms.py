@@ -386,6 +386,58 @@ def test_vmap(options, dims):
         torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-12)
 
 
+def _lengths(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+# Of a batch of 2 with 4 heads: what is mapped beside q (its slices' shape, or its values), in which dimension of it.
+MAPPED = {
+    "slopes of heads": {"alibi_slopes": ((4,), 0)},
+    "slopes of heads, last": {"alibi_slopes": ((4,), 1)},
+    "slopes of batch and heads": {"alibi_slopes": ((2, 4), 1)},
+    "sink": {"sink": ((4,), 1)},
+    "mask": {"mask": ((2, 4, 5, 5), 0)},
+    "mask of keys": {"mask": ((5,), 1)},
+    "mask of a sequence": {"mask": ((2, 1, 5, 5), 2)},
+    "used queries": {"seqused_q": (torch.stack([_lengths(5, 3), _lengths(0, 4), _lengths(2, 2)]), 0)},
+    "used keys": {"seqused_k": (torch.stack([_lengths(5, 3), _lengths(1, 4), _lengths(2, 5)], dim=1), 1)},
+    "second bias": {"bias2": ((4, 1, 5), 1)},
+    "several": {
+        "alibi_slopes": ((2, 4), 0),
+        "mask": ((4, 5, 5), 1),
+        "seqused_k": (torch.stack([_lengths(5, 3), _lengths(1, 4), _lengths(2, 5)]), 0),
+        "sink": ((4,), 0),
+    },
+}
+
+
+@pytest.mark.parametrize("q_is_mapped", [True, False], ids=["q", ""])
+@pytest.mark.parametrize("mapped", MAPPED.values(), ids=MAPPED)
+def test_vmap_of_other_tensors(mapped, q_is_mapped):
+    """Each of them has its slice in each call, and the gradients are those of the calls one by one."""
+    size = 3
+    q = torch.randn((size, 2, 4, 5, 8) if q_is_mapped else (2, 4, 5, 8), dtype=torch.float64, requires_grad=True)
+    tensors, dims = [q], [0 if q_is_mapped else None]
+    for name, (slices, dim) in mapped.items():
+        if isinstance(slices, torch.Tensor):
+            tensor = slices
+        else:
+            tensor = torch.randn((*slices[:dim], size, *slices[dim:]), dtype=torch.float64)
+            tensor = tensor > 0 if name == "mask" else tensor.requires_grad_(name != "alibi_slopes")
+        tensors.append(tensor)
+        dims.append(dim)
+    function = lambda q, *others: attention(  # noqa: E731
+        q, q, q, causal=True, align="bottom_right", **dict(zip(mapped, others)))
+    got = torch.vmap(function, in_dims=tuple(dims))(*tensors)
+    want = loop(function, tensors, dims, size)
+    torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-13)
+    weights = torch.randn_like(got)
+    differentiable = [tensor for tensor in tensors if tensor.requires_grad]
+    for x, y in zip(torch.autograd.grad((got * weights).sum(), differentiable),
+                    torch.autograd.grad((want * weights).sum(), differentiable)):
+        torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-12)
+
+
 def test_vmap_of_packed_and_of_two_levels():
     cu_seqlens = torch.tensor([0, 2, 5])
     q = torch.randn(3, 5, 2, 8, dtype=torch.float64)

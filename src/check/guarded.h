@@ -5,11 +5,11 @@
 
 #include <cstddef>
 
-namespace fovea::fuzz {
+namespace fovea::check {
 
 class Guarded {
  public:
-  explicit Guarded(std::size_t bytes);  // a multiple of the page size
+  explicit Guarded(std::size_t bytes);  // or more, up to a multiple of the page size
   ~Guarded();
   Guarded(const Guarded&) = delete;
   Guarded& operator=(const Guarded&) = delete;
@@ -23,4 +23,4 @@ class Guarded {
   std::size_t bytes_;
 };
 
-}  // namespace fovea::fuzz
+}  // namespace fovea::check
