@@ -8,7 +8,7 @@ set -euo pipefail
 
 declare -A packages=(
   [build]="g++ make cmake libhwy-dev libfmt-dev libcli11-dev nlohmann-json3-dev libeigen3-dev"
-  [test]="git libgtest-dev python3 python3-venv clang clang-format clang-tidy libclang-rt-dev binutils"
+  [test]="git libgtest-dev python3 python3-venv clang clang-format clang-tidy libclang-rt-dev binutils pkg-config abigail-tools"
   [docs]="doxygen chromium"
   [wheel]="qemu-user libc6-arm64-cross"
   [bench]="libopenblas-dev libdnnl-dev"
@@ -25,6 +25,8 @@ done
 have() {
   case "$1" in
     g++ | make | cmake | git | clang | clang-format | clang-tidy) command -v "$1" >/dev/null ;;
+    pkg-config) command -v pkg-config >/dev/null ;;
+    abigail-tools) command -v abidiff >/dev/null ;;
     binutils) command -v nm >/dev/null ;;
     doxygen | chromium) command -v "$1" >/dev/null ;;
     python3) command -v python3 >/dev/null ;;

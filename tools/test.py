@@ -28,7 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CLANG = ("-DCMAKE_CXX_COMPILER=clang++", "-DCMAKE_C_COMPILER=clang")
-NEEDS = {"asanfuzz": "asan"}  # a stage that uses what another has built
+NEEDS = {"asanfuzz": "asan", "readers": "asan"}  # a stage that uses what another has built
 # More memory than there is, is an error and not the end.
 ASAN = {"FOVEA_CASES": "reduced", "ASAN_OPTIONS": "allocator_may_return_null=1"}
 
@@ -53,21 +53,26 @@ class Runner:
 
     # ---- how things are run ----
 
-    def run(self, *command, env=None, cwd=ROOT):
-        """Runs a command with its output shown; true if it ended with 0."""
+    def run(self, *command, env=None, cwd=ROOT, seconds=None):
+        """Runs a command with its output shown; true if it ended with 0, and within so many seconds."""
         print("$", " ".join(str(part) for part in command), flush=True)
         merged = dict(os.environ, **{key: str(value) for key, value in (env or {}).items()})
-        return subprocess.run([str(part) for part in command], env=merged, cwd=cwd).returncode == 0
+        try:
+            return subprocess.run([str(part) for part in command], env=merged, cwd=cwd, timeout=seconds).returncode == 0
+        except subprocess.TimeoutExpired:
+            print(f"{command[0]}: killed, as it did not end within {seconds} s", flush=True)
+            return False
 
     def one(self, ok):
         return Count(1, 0) if ok else Count(0, 1)
 
-    def googletest(self, binary, env=None, filter="*"):
+    def googletest(self, binary, env=None, filter="*", seconds=None):
         # Where `make test` puts NVRTC's wheel, if there is no toolkit.
         env = {"FOVEA_SITE_PACKAGES": sysconfig.get_path("purelib"), **(env or {})}
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "report.json"
-            ok = self.run(binary, "--gtest_brief=1", f"--gtest_filter={filter}", f"--gtest_output=json:{report}", env=env)
+            ok = self.run(binary, "--gtest_brief=1", f"--gtest_filter={filter}", f"--gtest_output=json:{report}", env=env,
+                          seconds=seconds)
             if not report.exists():
                 print(f"{binary} ended without a report")
                 return Count(0, 1)
@@ -187,7 +192,8 @@ class Runner:
 
     def stage_cpp(self):
         """GoogleTest: the definition, the core, the case table on every instruction set"""
-        return self.googletest(self.build / "tests/cpp/fovea_tests")
+        # Threads that wait for one another for ever would otherwise be seen as nothing at all.
+        return self.googletest(self.build / "tests/cpp/fovea_tests", seconds=1800)
 
     def stage_python(self):
         """pytest: the oracle, the Python package, the command, the documentation's examples"""
@@ -253,6 +259,22 @@ class Runner:
         count.add(self.one(self.run(program, "--cuda", "--seconds", 10, env=environment)))
         return count
 
+    def stage_readers(self):
+        """libFuzzer, a minute each: problem lines, .npy and .safetensors files; by the second compiler, with sanitizers"""
+        build, corpora = ROOT / "build-asan", ROOT / "tests/fuzz/corpus"
+        names = sorted(path.name for path in corpora.iterdir())
+        if not self.cmake(build, "-DFOVEA_SANITIZE=address,undefined", *CLANG,
+                          targets=[f"fuzz_{name}" for name in names]):
+            return Count(0, 1)
+        count = Count()
+        for name in names:
+            with tempfile.TemporaryDirectory() as found:  # what it finds is kept there, the corpus is not changed
+                count.add(self.one(self.run(
+                    build / f"tests/fuzz/fuzz_{name}", f"-max_total_time={self.fuzz_seconds}", "-max_len=65536",
+                    "-timeout=20", "-verbosity=0", "-print_final_stats=1", f"-artifact_prefix={build}/{name}-",
+                    found, corpora / name, env={"ASAN_OPTIONS": "allocator_may_return_null=1"})))
+        return count
+
     def stage_clang(self):
         """the second compiler builds everything, optimised, and runs the tests in C++"""
         build = ROOT / "build-clang"
@@ -260,15 +282,52 @@ class Runner:
             return Count(0, 1)
         return self.googletest(build / "tests/cpp/fovea_tests")
 
+    def use(self, source, build, *options):
+        """Configures and builds a user's project, and runs what it makes."""
+        return (self.run("cmake", "-S", source, "-B", build, *options)
+                and self.run("cmake", "--build", build, f"-j{self.jobs}")
+                and self.run(build / "example") and self.run(build / "example_c"))
+
+    def use_installed(self, prefix, folder):
+        """By find_package, then by pkg-config."""
+        example = ROOT / "examples/installed"
+        count = self.one(self.use(example, folder / "by_cmake", f"-DCMAKE_PREFIX_PATH={prefix}"))
+        libraries = next(prefix.glob("**/pkgconfig"))
+        flags = subprocess.run(["pkg-config", "--cflags", "--libs", "fovea"], text=True, stdout=subprocess.PIPE,
+                               env={**os.environ, "PKG_CONFIG_PATH": str(libraries)}).stdout.split()
+        ok = bool(flags)
+        for compiler, file in (("g++", "main.cpp"), ("gcc", "main.c")):
+            program = folder / f"by_pkg_config_{compiler}"
+            ok = (ok and self.run(compiler, example / file, "-o", program, *flags)
+                  and self.run(program, env={"LD_LIBRARY_PATH": libraries.parent}))
+        count.add(self.one(ok))
+        return count
+
     def stage_installed(self):
-        """an installed copy, found by find_package(fovea) and used"""
+        """users' projects: with an installed copy, shared and static, by find_package and by pkg-config; with fovea as a
+        part of theirs, by add_subdirectory and FetchContent"""
         with tempfile.TemporaryDirectory() as folder:
-            prefix, build = Path(folder) / "prefix", Path(folder) / "build"
-            ok = (self.run("cmake", "--install", self.build, "--prefix", prefix)
-                  and self.run("cmake", "-S", ROOT / "examples/installed", "-B", build, f"-DCMAKE_PREFIX_PATH={prefix}")
-                  and self.run("cmake", "--build", build)
-                  and self.run(build / "example"))
-        return self.one(ok)
+            folder = Path(folder)
+            if not self.run("cmake", "--install", self.build, "--prefix", folder / "shared"):
+                return Count(0, 1)
+            count = self.use_installed(folder / "shared", folder)
+            build = ROOT / "build-embedded"  # static, as a user's project may say of all its libraries
+            for fetched in ("OFF", "ON"):
+                count.add(self.one(self.use(
+                    ROOT / "examples/embedded", build, f"-DFOVEA_FOLDER={ROOT}", f"-DFOVEA_FETCHED={fetched}",
+                    "-DBUILD_SHARED_LIBS=OFF", "-DFOVEA_INSTALL=ON", "-DCMAKE_BUILD_TYPE=Debug")))
+            if not self.run("cmake", "--install", build, "--prefix", folder / "static"):
+                count.failed += 1
+                return count
+            (folder / "with_static").mkdir()
+            count.add(self.use_installed(folder / "static", folder / "with_static"))
+            return count
+
+    def stage_abi(self):
+        """the C ABI beside the last release's, and that changes which break programs are found"""
+        count = self.one(self.run(sys.executable, ROOT / "tools/abi.py"))
+        count.add(self.one(self.run(sys.executable, ROOT / "tools/abi.py", "--test")))
+        return count
 
     def stage_docs(self):
         """the documentation site without a warning; every public name in it; a real browser searches and takes pictures"""

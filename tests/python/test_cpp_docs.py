@@ -3,6 +3,7 @@
 their CMake finds an installed copy of the library."""
 
 import re
+import shutil
 import subprocess
 
 import pytest
@@ -66,7 +67,7 @@ def prefix(tmp_path_factory):
 
 @pytest.mark.parametrize("text", [TEXT, README], ids=["cpp.md", "README.md"])
 def test_cmake_finds_an_installed_copy(text, prefix, tmp_path):
-    cmake, = blocks(text, "cmake")
+    cmake = blocks(text, "cmake")[0]
     assert "find_package(fovea" in cmake and "fovea::fovea" in cmake
     if "project(" not in cmake:  # lines for a project that is there
         cmake = ("cmake_minimum_required(VERSION 3.16)\nproject(mine LANGUAGES CXX)\nadd_executable(my_program main.cpp)\n"
@@ -76,3 +77,23 @@ def test_cmake_finds_an_installed_copy(text, prefix, tmp_path):
     run("cmake", "-S", tmp_path, "-B", tmp_path / "build", f"-DCMAKE_PREFIX_PATH={prefix}")
     run("cmake", "--build", tmp_path / "build")
     run(tmp_path / "build/my_program")
+
+
+def test_pkg_config_finds_an_installed_copy(prefix, tmp_path):
+    """By the line of cpp.md, from where the copy was moved to."""
+    moved = tmp_path / "moved"
+    shutil.copytree(prefix, moved, symlinks=True)
+    folder, = moved.glob("**/pkgconfig")
+    line, = re.findall(r"^g\+\+ main.cpp .*pkg-config.*$", TEXT, re.M)
+    (tmp_path / "main.cpp").write_text(blocks(TEXT, "cpp")[0])
+    run("bash", "-c", f"export PKG_CONFIG_PATH={folder} LD_LIBRARY_PATH={folder.parent}\n{line} && ./a.out", cwd=tmp_path)
+
+
+def test_ways_to_build_it_as_a_part_are_those_that_are_tested():
+    """tools/test.py installed builds examples/embedded in both ways."""
+    example = (ROOT / "examples/embedded/CMakeLists.txt").read_text()
+    _, part, fetched = blocks(TEXT, "cmake")
+    for block in (part, fetched):
+        for line in block.splitlines():
+            command = re.match(r"\w+\((?:fovea\b|FetchContent\b)?", line)[0]
+            assert command in example, line
