@@ -65,6 +65,20 @@ def test_other_columns_in_out_than_in_q(dim, dim_v, options, device):
         assert torch.equal(attention(q, k, v, **options), out)
 
 
+@pytest.mark.parametrize("line", [
+    "b=2 hq=8 hk=2 sq=1 sk=100 d=64 bf16 causal align=tl need=q,k,v",
+    "b=2 hq=8 hk=2 sq=1 sk=100 d=64 fp16 window=3,40 align=tl need=q,k,v",
+    "b=2 hq=8 hk=2 sq=1 sk=100 d=128 bf16 causal need=q,k,v",
+])  # fmt: skip
+def test_one_query_and_many_keys(line, device):
+    """Top left it meets the first key alone, bottom right all of them. The heads of a group become queries of one head
+    where nothing tells them apart, which top left a band does."""
+    p = parse(f"bwd {line}")
+    p.case_seed = 9
+    faults = Trial(p, device).test()
+    assert not faults, "\n".join(faults)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dims", [64, 128])
 @pytest.mark.parametrize("by", ["products", "bias", "bias of 16 bits", "products, dropout", "bias, dropout"])
@@ -73,7 +87,7 @@ def test_scores_that_grow(growth, by, dims, dtype, device):
     """By so much over every 128 keys, in every other row; in the others they fall. The reference that a row's weights are
     relative to is left behind: a little, by more than a sum over a step may have, and by more than fp32 has."""
     queries, keys, dropout_p = 200, 1500, 0.25
-    q, k, v = (normal(2, 2, n, dims, device=device, dtype=dtype, seed=n) for n in (queries, keys, keys + 1))
+    q, k, v = (normal(2, 2, n, dims, device=device, dtype=dtype, seed=s) for s, n in enumerate((queries, keys, keys)))
     sign = 1 - 2 * (torch.arange(queries, device=device, dtype=torch.float32) % 2)
     ramp = growth / 128 * torch.arange(keys, device=device, dtype=torch.float32)
     options, bias = {}, torch.zeros(queries, keys, device=device)
