@@ -11,7 +11,7 @@
 
 #include "arguments.h"
 #include "core/overlap.h"
-#include "core/plan.h"
+#include "dispatch/plan.h"
 
 namespace fovea {
 namespace {
