@@ -91,7 +91,7 @@ template <class C, class Visit>
 requires std::same_as<std::remove_const_t<C>, Call>
 constexpr void for_each_view(C& call, Visit visit) {
   auto& [problem, rows, dropout, q, k, v, bias, bias2, mask, alibi_slopes, sink, out, lse, grad_out, grad_lse, grad_q,
-         grad_k, grad_v, grad_bias, grad_bias2, grad_sink, stream, device_index, seed_ptr, offset_ptr] = call;
+         grad_k, grad_v, grad_bias, grad_bias2, grad_sink, lengths, stream, device_index, seed_ptr, offset_ptr] = call;
   visit("q", q, Of<Role::kPlan>{});
   visit("k", k, Of<Role::kPlan>{});
   visit("v", v, Of<Role::kPlan>{});
