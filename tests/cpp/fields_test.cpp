@@ -65,7 +65,7 @@ TEST(Fields, EveryViewOfACallIsVisited) {
   const Call call{};
   Adjacent adjacent;
   for_each_view(call, [&](const char* name, const View& view, Role) { adjacent(name, view); });
-  EXPECT_EQ(adjacent.end(), reinterpret_cast<std::uintptr_t>(&call.stream));
+  EXPECT_EQ(adjacent.end(), reinterpret_cast<std::uintptr_t>(&call.lengths));
 }
 
 TEST(Fields, BackendsKnowEveryField) {

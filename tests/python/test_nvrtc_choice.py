@@ -50,14 +50,26 @@ def packages(tmp_path):
     return folder
 
 
-def run(script_or_command, tmp_path, python=sys.executable, **variables):
+def numpy_alone(tmp_path):
+    """A folder of packages with NumPy and without the NVRTC of this environment."""
+    folder = tmp_path / "numpy alone"
+    if not folder.exists():
+        folder.mkdir()
+        for path in Path(sysconfig.get_path("purelib")).glob("numpy*"):
+            (folder / path.name).symlink_to(path)
+    return folder
+
+
+def run(script_or_command, tmp_path, python=None, **variables):
+    """By a Python that sees no packages but the ones given here, if none is named."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("FOVEA_", "CUDA_", "CONDA_"))}
-    path = [str(ROOT / "python"), sysconfig.get_path("purelib"), *filter(None, [variables.pop("path", None)])]
+    path = [str(ROOT / "python"), str(numpy_alone(tmp_path)), *filter(None, [variables.pop("path", None)])]
     environment |= {
         "PYTHONPATH": os.pathsep.join(path), "LD_LIBRARY_PATH": str(FAKE), "FOVEA_LIBRARY": str(BUILD / "libfovea.so"),
         "FOVEA_CACHE_DIR": str(tmp_path / "cache"), **variables,
     }  # fmt: skip
-    command = [python, *(["-c", script_or_command] if isinstance(script_or_command, str) else script_or_command)]
+    python = [sys.executable, "-S"] if python is None else [python]
+    command = [*python, *(["-c", script_or_command] if isinstance(script_or_command, str) else script_or_command)]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
