@@ -170,29 +170,48 @@ def test_pytorch_draws_the_same(device):
     assert torch.equal(ours != 0, out.transpose(1, 2) != 0)
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_pytorch_draws_the_same_in_the_backward_and_packed(packed, device):
-    """Rule torch_mem_efficient against PyTorch's own memory-efficient kernels by what they compute: the result and the
-    gradients of q, k and v, which another mask would make different by their own size."""
-    dim, rows = 64, ([40, 7, 64], [33, 50, 20])  # of the packed sequences, queries and keys
-    ends = [torch.tensor([0, *itertools.accumulate(n)], device=device, dtype=torch.int32) for n in rows]
-    normal = lambda n: torch.randn(*(1, n) if packed else (BATCH, n // 2), HEADS, dim, device=device, dtype=torch.float16)  # noqa: E731
-    q, grad_out, k, v = (normal(sum(n)) for n in (rows[0], rows[0], rows[1], rows[1]))
-    lengths = (*ends, max(rows[0]), max(rows[1])) if packed else (None, None, None, None)
-    torch.manual_seed(321)
-    out, lse, seed, offset, longest_q, longest_k = torch.ops.aten._efficient_attention_forward(
-        q, k, v, None, *lengths, 0.3, 0, True
-    )
-    theirs = torch.ops.aten._efficient_attention_backward(
-        grad_out, q, k, v, None, out, *lengths[:2], longest_q, longest_k, lse, 0.3, seed, offset, 0, False
-    )
-    leaves = [(x[0] if packed else x).detach().clone().requires_grad_() for x in (q, k, v)]
-    options = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), lengths)) if packed else {}
-    ours = attention(*leaves, layout="bshd", dropout_p=0.3, rng="torch_mem_efficient", seed=int(seed), offset=int(offset),
-                     **options)  # fmt: skip
-    grads = torch.autograd.grad(ours, leaves, grad_out[0] if packed else grad_out)
-    for name, x, y in zip(("out", "grad_q", "grad_k", "grad_v"), (ours, *grads), (out, *theirs)):
-        y = y[0] if packed else y
+def same_numbers(ours, theirs):
+    for name, x, y in zip(("out", "grad_q", "grad_k", "grad_v"), ours, theirs):
         torch.testing.assert_close(x, y, rtol=0.02, atol=0.03, msg=lambda text, name=name: f"{name}: {text}")
         assert y.abs().amax() > 0.2, f"{name}: too small for a difference to show"
+
+
+def ours_with_gradients(q, k, v, grad_out, seed, offset):
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves, layout="bshd", dropout_p=0.3, rng="torch_mem_efficient", seed=int(seed), offset=int(offset))
+    return out, *torch.autograd.grad(out, leaves, grad_out)
+
+
+@pytest.mark.cuda
+def test_pytorch_draws_the_same_in_the_backward(device):
+    """Rule torch_mem_efficient against PyTorch's own memory-efficient kernels by what they compute: the result and the
+    gradients of q, k and v, which another mask would make different by their own size."""
+    normal = lambda n: torch.randn(BATCH, n, HEADS, 64, device=device, dtype=torch.float16)  # noqa: E731
+    q, grad_out, k, v = normal(55), normal(55), normal(51), normal(51)
+    torch.manual_seed(321)
+    out, lse, seed, offset, longest_q, longest_k = torch.ops.aten._efficient_attention_forward(
+        q, k, v, None, None, None, None, None, 0.3, 0, True
+    )
+    theirs = torch.ops.aten._efficient_attention_backward(
+        grad_out, q, k, v, None, out, None, None, longest_q, longest_k, lse, 0.3, seed, offset, 0, False
+    )
+    same_numbers(ours_with_gradients(q, k, v, grad_out, seed, offset), (out, *theirs[:3]))
+
+
+@pytest.mark.cuda
+def test_every_packed_sequence_and_head_of_pytorch_draws_the_first_ones_mask(device):
+    """PyTorch's packed operator gives its kernel 0 for the longest keys. So a sequence and head draws what a call with
+    that sequence and head alone draws."""
+    rows = ([40, 7, 64], [33, 50, 20])  # queries and keys
+    ends = [torch.tensor([0, *itertools.accumulate(n)], device=device, dtype=torch.int32) for n in rows]
+    normal = lambda n: torch.randn(1, sum(n), HEADS, 64, device=device, dtype=torch.float16)  # noqa: E731
+    q, k, v = normal(rows[0]), normal(rows[1]), normal(rows[1])
+    torch.manual_seed(321)
+    out, _, seed, offset, *_ = torch.ops.aten._efficient_attention_forward(
+        q, k, v, None, *ends, max(rows[0]), max(rows[1]), 0.3, 0, True
+    )
+    for b, head in itertools.product(range(len(rows[0])), range(HEADS)):
+        of_q, of_k = (slice(int(end[b]), int(end[b + 1])) for end in ends)
+        one = [x[:, rows_of, head : head + 1] for x, rows_of in ((q, of_q), (k, of_k), (v, of_k), (out, of_q))]
+        ours, *_ = ours_with_gradients(*one, seed, offset)
+        same_numbers((ours,), (one[3],))
