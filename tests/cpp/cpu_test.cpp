@@ -408,8 +408,14 @@ TEST(CpuTest, SumsOfDqInChunks) {
   std::vector<float> lse(static_cast<std::size_t>(kEntries * kQueries), 4.0F);
   const auto dq_of = [&](std::int64_t first, std::int64_t entries) {
     const auto tensor = [&](auto& memory, std::int64_t rows) {
-      return fovea_tensor{sizeof(fovea_tensor),        memory.data() + first * rows * kColumns, FOVEA_BF16, 4, 0, 0,
-                          {entries, rows, 1, kColumns}, {}};
+      return fovea_tensor{sizeof(fovea_tensor),
+                          memory.data() + first * rows * kColumns,
+                          FOVEA_BF16,
+                          4,
+                          0,
+                          0,
+                          {entries, rows, 1, kColumns},
+                          {}};
     };
     std::vector<std::uint16_t> dq(static_cast<std::size_t>(kEntries * kQueries * kColumns));
     const fovea_tensor all_q = tensor(q, kQueries);
@@ -418,8 +424,8 @@ TEST(CpuTest, SumsOfDqInChunks) {
     const fovea_tensor all_out = tensor(out, kQueries);
     const fovea_tensor all_grad_out = tensor(grad_out, kQueries);
     const fovea_tensor all_dq = tensor(dq, kQueries);
-    const fovea_tensor all_lse{sizeof(fovea_tensor),  lse.data() + first * kQueries, FOVEA_FP32, 3, 0, 0,
-                               {entries, 1, kQueries}, {}};
+    const fovea_tensor all_lse{
+        sizeof(fovea_tensor), lse.data() + first * kQueries, FOVEA_FP32, 3, 0, 0, {entries, 1, kQueries}, {}};
     fovea_problem problem{};
     problem.size = sizeof(problem);
     problem.q = &all_q;
