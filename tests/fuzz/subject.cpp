@@ -380,10 +380,12 @@ void Subject::draw(Random& random, Direction direction) {
   if (random.once_in(4)) {
     add(random, "grad_lse", sums, statistics);
   }
-  const auto gradient = [&](const char* name, const fovea_tensor* of) {
+  bool is_any = false;
+  const auto gradient = [&](const char* name, const fovea_tensor* of, bool is_sure = false) {
     const bool is_stretched =
         of != nullptr && std::any_of(of->shape, of->shape + of->rank, [](auto dim) { return dim > kMostElements; });
-    if (of != nullptr && !is_stretched && !random.once_in(5)) {
+    if (of != nullptr && !is_stretched && (is_sure || !random.once_in(5))) {
+      is_any = true;
       add(random, name, static_cast<DType>(of->dtype), Ints(of->shape, of->shape + of->rank));
     }
   };
@@ -395,6 +397,13 @@ void Subject::draw(Random& random, Direction direction) {
   gradient("grad_bias", problem_.bias);
   gradient("grad_bias2", problem_.bias2);
   gradient("grad_sink", problem_.sink);
+  // A backward of no gradient is refused.
+  if (!is_any) {
+    gradient("grad_v", problem_.v, true);
+  }
+  if (!is_any && !wide) {
+    gradient("grad_q", problem_.q, true);
+  }
 }
 
 // ---- harm ----
