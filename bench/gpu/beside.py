@@ -29,7 +29,7 @@ class Library:
             raise ValueError(f"{path} is the library that is measured; accepted: another build's (to see how much "
                              "timings scatter: a copy of it)")  # fmt: skip
         self.path = path
-        self.lib = _library._load(path)
+        self.lib = _library._load(path, older=True)
         self.kept: dict = {}
 
     @contextlib.contextmanager

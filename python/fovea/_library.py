@@ -67,10 +67,13 @@ def _editable(checkout: Path) -> Optional[Path]:
     return None
 
 
-def _load(path: Path) -> ctypes.CDLL:
+def _load(path: Path, older: bool = False) -> ctypes.CDLL:
+    """`older`: functions that the library does not have yet are left out; a benchmark compares with such a one."""
     try:
         library = ctypes.CDLL(str(path))
         for name, (result, arguments) in _abi.FUNCTIONS.items():
+            if older and not hasattr(library, name):
+                continue
             function = getattr(library, name)
             function.restype = result
             function.argtypes = arguments

@@ -109,3 +109,15 @@ def test_version():
         re.search(rf"FOVEA_VERSION_{part} (\d+)", HEADER.read_text()).group(1) for part in ("MAJOR", "MINOR", "PATCH")
     ]
     assert _library.version() == ".".join(parts)
+
+
+def test_an_older_library_is_loaded_for_comparisons_alone(tmp_path):
+    """bench/gpu/run.py --beside measures builds of before, which lack functions of today."""
+    source, path = tmp_path / "older.c", tmp_path / "older.so"
+    source.write_text("int fovea_version(void) { return 100; }\n")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", path, source], check=True)
+    with pytest.raises(ImportError, match="cannot be used"):
+        _library._load(path)
+    older = _library._load(path, older=True)
+    assert older.fovea_version() == 100
+    assert not hasattr(older, "fovea_explain")
