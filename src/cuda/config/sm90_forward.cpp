@@ -219,7 +219,7 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
     const bool drops = spec.dropout != DropoutRule::kNone;
     const bool draws_last = drops && features == 1 && widest > 64;
     const bool waits = spec.warps != 8 || features == 0 || draws_last;
-    // Q in registers leaves shared memory a quarter fewer bytes to read at head_dim 128, and a softmax beside the own
+    // Q in registers spares shared memory a seventh of its traffic at head_dim 128, and a softmax beside the own
     // product then pays. Dropout's decisions would not fit beside it.
     spec.resident = spec.d == 128 && spec.dv == 128 && spec.step == 128 && !drops &&
                     features == int{spec.bias != BiasTile::kNone} && !few_keys;
