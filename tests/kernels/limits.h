@@ -22,13 +22,14 @@ inline int spilt(const Kernel& kernel) {
   const Spec& spec = kernel.spec;
   const std::string_view name = kernel.name;
   const bool drops = spec.dropout != DropoutRule::kNone;
-  if (name == "sm90_backward" && spec.bias != BiasTile::kNone && spec.key_term) {
+  if (name == "sm90_backward" && spec.bias != BiasTile::kNone && spec.key_term && spec.warps == 12 && spec.tiles == 2) {
     return kTwoBiases;
   }
   if (name == "sm90_backward" && spec.halves && !spec.same_step && drops) {
     return kHalvesWithDropout;
   }
-  if (name == "sm90_bias_gradient" && (drops || spec.bias == BiasTile::kFp32)) {
+  if (name == "sm90_bias_gradient" &&
+      ((drops && spec.d == 128 && !spec.banded && !spec.ragged) || spec.bias == BiasTile::kFp32)) {
     return kSummed;
   }
   return spec.same_step && (spec.banded || spec.bias != BiasTile::kNone) ? kByCopies : kUsual;
