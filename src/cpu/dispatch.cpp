@@ -4,12 +4,9 @@
 // FOVEA_CPU_ISA names.
 #include <fmt/format.h>
 
-#if FOVEA_X86
-#include <cpuid.h>
-#endif
-
 #include "core/environment.h"
 #include "core/fields.h"
+#include "cpu/processor.h"
 #include "cpu/schedule.h"
 
 namespace fovea::cpu {
@@ -22,26 +19,10 @@ struct Built {
 };
 
 #if FOVEA_X86
-// What __builtin_cpu_supports of clang 14 does not know.
-bool has(unsigned feature) {
-  unsigned eax = 0;
-  unsigned ebx = 0;
-  unsigned ecx = 0;
-  unsigned edx = 0;
-  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & feature) != 0;
-}
-
 const Built* built(std::size_t& count) {
-  // Each flag that src/CMakeLists.txt compiles with, as the compiler may use it anywhere.
-  const bool of_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has(bit_F16C) &&
-                       __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") && has(bit_PCLMUL) &&
-                       has(bit_AES);
-  static const Built all[] = {{avx512::kernels,
-                               of_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                                   __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
-                                   __builtin_cpu_supports("avx512vl"),
-                               "AVX-512 F, BW, CD, DQ and VL"},
-                              {avx2::kernels, of_avx2, "AVX2, FMA, F16C, BMI2, AES and PCLMUL"},
+  static const Cpuid processor = Cpuid::of_this_machine();
+  static const Built all[] = {{avx512::kernels, processor.avx512(), "AVX-512 F, BW, CD, DQ and VL"},
+                              {avx2::kernels, processor.avx2(), "AVX2, FMA, F16C, BMI, BMI2, AES and PCLMUL"},
                               {portable::kernels, true, ""}};
   count = std::size(all);
   return all;

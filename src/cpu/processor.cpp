@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpu/processor.h"
+
+#if FOVEA_X86
+#include <cpuid.h>
+
+namespace fovea::cpu {
+namespace {
+
+// Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, sections 13.1 to 13.3 and 15.2.
+constexpr std::uint64_t kSavesYmm = 0b110;        // XMM, and the upper halves of YMM
+constexpr std::uint64_t kSavesZmm = 0b1110'0110;  // those, mask registers, the upper halves of ZMM, ZMM16 to ZMM31
+
+template <class Bits>
+bool all_of(Bits bits, Bits wanted) {
+  return (bits & wanted) == wanted;
+}
+
+std::uint64_t read_xcr0() {
+  std::uint32_t low = 0;
+  std::uint32_t high = 0;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return static_cast<std::uint64_t>(high) << 32 | low;
+}
+
+}  // namespace
+
+Cpuid Cpuid::of_this_machine() {
+  Cpuid cpuid;
+  std::uint32_t eax = 0;
+  std::uint32_t ebx = 0;
+  std::uint32_t ecx = 0;
+  std::uint32_t edx = 0;
+  if (__get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0) {
+    cpuid.leaf1_ecx = ecx;
+  }
+  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0) {
+    cpuid.leaf7_ebx = ebx;
+  }
+  if ((cpuid.leaf1_ecx & bit_OSXSAVE) != 0) {  // else the instruction does not exist
+    cpuid.xcr0 = read_xcr0();
+  }
+  return cpuid;
+}
+
+bool Cpuid::avx2() const {
+  return all_of<std::uint64_t>(xcr0, kSavesYmm) &&
+         all_of<std::uint32_t>(leaf1_ecx, bit_OSXSAVE | bit_AVX | bit_FMA | bit_F16C | bit_PCLMUL | bit_AES) &&
+         all_of<std::uint32_t>(leaf7_ebx, bit_AVX2 | bit_BMI | bit_BMI2);
+}
+
+bool Cpuid::avx512() const {
+  return avx2() && all_of<std::uint64_t>(xcr0, kSavesZmm) &&
+         all_of<std::uint32_t>(leaf7_ebx, bit_AVX512F | bit_AVX512BW | bit_AVX512CD | bit_AVX512DQ | bit_AVX512VL);
+}
+
+}  // namespace fovea::cpu
+#endif
