@@ -105,8 +105,24 @@ class Arguments(NamedTuple):
 TENSORS = 14  # the first arguments are tensors
 DIFFERENTIABLE = ("q", "k", "v", "bias", "bias2", "sink")
 DIFFERENTIABLE_AT = tuple(Arguments._fields.index(name) for name in DIFFERENTIABLE)
+# Further arguments of the operators: where a call's rows stand in a larger problem, and which stream of dropout's random
+# numbers each head of each sequence has. Nothing computes them yet.
+PLANNED = (
+    "SymInt? position_q=None, SymInt? position_k=None, Tensor? positions_q=None, Tensor? positions_k=None, "
+    "Tensor? dropout_streams=None"
+)
+_PLANNED_NAMES = tuple(argument.split()[1].removesuffix("=None") for argument in PLANNED.split(", "))
 # How errors call the tensors of a forward, and after them those that only a backward has.
 NAMES = (*(name.removesuffix("_tensor") for name in Arguments._fields[:TENSORS]), "grad_out", "out", "lse", "grad_lse")
+
+
+def known(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The operator's arguments up to the last of Arguments. PyTorch leaves out the last ones that have their default."""
+    given = arguments[len(Arguments._fields) :]
+    for name, value in zip(_PLANNED_NAMES, given):
+        if value is not None:
+            raise NotImplementedError(f"{name}: given, and no backend of this version has it; accepted: None")
+    return arguments[: len(Arguments._fields)] if given else arguments
 
 
 # ---- results ----
@@ -489,13 +505,13 @@ def compute(arguments: tuple[Any, ...], with_lse: bool) -> tuple[Tensor, Optiona
 
 def forward(*arguments: Any) -> tuple[Tensor, Any]:
     """fovea::attention"""
-    return compute(arguments, with_lse=True)
+    return compute(known(arguments), with_lse=True)
 
 
 def backward(
     grad_out: Tensor, grad_lse: Optional[Tensor], out: Tensor, lse: Tensor, need: Sequence[bool], *arguments: Any
 ) -> list[Tensor]:
-    """fovea::attention_backward: the gradients of DIFFERENTIABLE for which `need` is true, in that order."""
+    """The gradients of DIFFERENTIABLE for which `need` is true, in that order."""
     a = Arguments._make(arguments)
     if grad_out.stride(-1) != 1 and grad_out.device.type != "cpu":
         grad_out = grad_out.contiguous()

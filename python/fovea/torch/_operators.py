@@ -2,10 +2,11 @@
 """The operators that are registered with PyTorch, and their autograd.
 
     fovea::attention            out and lse
-    fovea::attention_backward   the gradients for which `need` is true
+    fovea::attention_backward   six gradients, each an empty tensor where `need` is false
     fovea::seed                 one random number of the device's generator, which stays on the device
-    fovea::attention_backward_each
-                                the same gradients as six tensors, for batched gradients (is_grads_batched=True)
+
+Programs that torch.export and AOTInductor have saved name these operators, their arguments and the numbers of their
+results. So arguments are only ever added, at the end and with a default (docs/versions.md).
 
 They are registered with torch.library.Library.define and impl, and differentiated by one torch.autograd.Function:
 torch.library.custom_op with register_autograd does the same for several times the host time (docs/torch.md).
@@ -35,7 +36,7 @@ _ARGUMENTS = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor? seed_tensor, "
     "Tensor? offset_tensor, SymInt seed, SymInt offset, float? scale, bool causal, SymInt window_left, "
     "SymInt window_right, str? align, float softcap, float dropout_p, str rng, SymInt max_seqlen_q, "
-    "SymInt max_seqlen_k, SymInt batch_outer, str layout, int deterministic, str? backend"
+    "SymInt max_seqlen_k, SymInt batch_outer, str layout, int deterministic, str? backend, " + _call.PLANNED
 )
 _INDEX = _call.DIFFERENTIABLE_AT
 _SIX = operator.itemgetter(*_INDEX)
@@ -49,12 +50,8 @@ library.define(
 )
 library.define(
     f"attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, bool[] need, {_ARGUMENTS}) "
-    "-> Tensor[]",
+    f"-> ({', '.join(f'Tensor grad_{name}' for name in DIFFERENTIABLE)})",
     tags=(torch.Tag.pt2_compliant_tag,),
-)
-library.define(
-    f"attention_backward_each(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, bool[] need, {_ARGUMENTS}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 library.define(
     "seed(Tensor[] of) -> Tensor",
@@ -64,8 +61,6 @@ attention = torch.ops.fovea.attention.default
 attention_backward = torch.ops.fovea.attention_backward.default
 seed = torch.ops.fovea.seed.default
 
-attention_backward_each = torch.ops.fovea.attention_backward_each.default
-
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
@@ -74,18 +69,28 @@ def draw_seed(of: Sequence[Tensor]) -> Tensor:
     return torch.empty((), dtype=torch.int64, device=of[0].device).random_()
 
 
-def _backward_each(
+def _six(found: Sequence[Tensor], need: Sequence[bool], grad_out: Tensor) -> tuple[Tensor, ...]:
+    """The results of fovea::attention_backward. Empty tensors stand for gradients that are not needed: tracing and vmap
+    expect a tensor of each result."""
+    each = iter(found)
+    return tuple(next(each) if wanted else grad_out.new_empty(0) for wanted in need)
+
+
+def _backward(
     grad_out: Tensor, grad_lse: Optional[Tensor], out: Tensor, lse: Tensor, need: Sequence[bool], *arguments: Any
 ) -> tuple[Tensor, ...]:
-    """An empty tensor where no gradient is needed."""
-    found = iter(_call.backward(grad_out, grad_lse, out, lse, need, *arguments))
-    return tuple(next(found) if wanted else grad_out.new_empty(0) for wanted in need)
+    _need_six(need)
+    return _six(_call.backward(grad_out, grad_lse, out, lse, need, *_call.known(arguments)), need, grad_out)
+
+
+def _need_six(need: Sequence[bool]) -> None:
+    if len(need) != len(DIFFERENTIABLE):
+        raise ValueError(f"need: {len(need)} values; accepted: one for each of {', '.join(DIFFERENTIABLE)}")
 
 
 for _device in ("CPU", "CUDA"):
     library.impl("attention", _call.forward, _device)
-    library.impl("attention_backward", _call.backward, _device)
-    library.impl("attention_backward_each", _backward_each, _device)
+    library.impl("attention_backward", _backward, _device)
     library.impl("seed", draw_seed, _device)
 
 
@@ -93,16 +98,17 @@ for _device in ("CPU", "CUDA"):
 
 
 def _fake_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
-    a = Arguments(*arguments)
+    a = Arguments(*_call.known(arguments))
     _call.check_ranks(a)
     return _call.new_out(a, _call.out_layout(a)), _call.new_lse(a, _call.lse_shape(a))
 
 
 def _fake_backward(
     grad_out: Tensor, grad_lse: Optional[Tensor], out: Tensor, lse: Tensor, need: Sequence[bool], *arguments: Any
-) -> list[Tensor]:
-    a = Arguments(*arguments)
-    return [_call.new_grad(a, name, partial=False) for name, wanted in zip(DIFFERENTIABLE, need) if wanted]
+) -> tuple[Tensor, ...]:
+    _need_six(need)
+    a = Arguments(*_call.known(arguments))
+    return _six([_call.new_grad(a, name, partial=False) for name, wanted in zip(DIFFERENTIABLE, need) if wanted], need, grad_out)
 
 
 def _fake_seed(of: Sequence[Tensor]) -> Tensor:
@@ -176,9 +182,9 @@ class DirectAttention(torch.autograd.Function):
             or (grad_lse is not None and _has_no_memory(grad_lse))
         ):  # fmt: skip
             all_six = [*need, *[False] * (len(DIFFERENTIABLE) - len(need))]
-            found = _through_dispatcher(grad_out, grad_lse, out, lse, all_six, *tensors, *ctx.rest)
-        else:
-            found = _call.backward(grad_out, grad_lse, out, lse, need, *tensors, *ctx.rest)
+            six = _through_dispatcher(grad_out, grad_lse, out, lse, all_six, *tensors, *ctx.rest)
+            return (None, *[grad if wanted else None for grad, wanted in zip(six, need)])
+        found = _call.backward(grad_out, grad_lse, out, lse, need, *tensors, *ctx.rest)
         if len(found) == len(need):
             return (None, *found)
         each = iter(found)
@@ -201,24 +207,20 @@ def _gradients(ctx: Any, need: Sequence[bool], grad_out: Optional[Tensor], grad_
     *tensors, out, lse = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    found = iter(_through_dispatcher(grad_out, grad_lse, out, lse, need, *tensors, *ctx.options))
-    return [next(found) if wanted else None for wanted in need]
+    found = _through_dispatcher(grad_out, grad_lse, out, lse, need, *tensors, *ctx.options)
+    return [grad if wanted else None for grad, wanted in zip(found, need)]
 
 
 def _through_dispatcher(*arguments: Any) -> Any:
+    """The six results of fovea::attention_backward."""
     if torch.is_grad_enabled():  # create_graph=True
         return OnceDifferentiable.apply(*arguments)
     return _below(*arguments)
 
 
 def _below(*arguments: Any) -> Any:
-    """The list of gradients."""
-    grad_out, grad_lse, _, _, need = arguments[:5]
     with _below_autograd():
-        if not (_is_batched(grad_out) or (grad_lse is not None and _is_batched(grad_lse))):
-            return attention_backward(*arguments)
-        # PyTorch calls an operator once for each of a batch of gradients, but not one that returns a list.
-        return [grad for grad, wanted in zip(attention_backward_each(*arguments), need) if wanted]
+        return attention_backward(*arguments)
 
 
 class OnceDifferentiable(torch.autograd.Function):
@@ -228,7 +230,8 @@ class OnceDifferentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        return tuple(_below(*arguments))
+        six: tuple[Tensor, ...] = _below(*arguments)
+        return six
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -246,7 +249,11 @@ class OnceDifferentiable(torch.autograd.Function):
         raise NotImplementedError("fovea.torch.attention: forward-mode differentiation of a gradient; accepted: none")
 
 
-library.impl("attention", Attention.apply, "Autograd")
+def _differentiable_attention(*arguments: Any) -> Any:
+    return Attention.apply(*_call.known(arguments))
+
+
+library.impl("attention", _differentiable_attention, "Autograd")
 library.impl("attention_backward", _through_dispatcher, "Autograd")
 
 
@@ -311,16 +318,16 @@ def _pairs(a: Arguments) -> int:
 
 @register_flop_formula(torch.ops.fovea.attention, get_raw=True)
 def _(*arguments: Any, out_val: Any) -> int:
-    a = Arguments(*arguments)
+    a = Arguments(*_call.known(arguments))
     return 2 * _pairs(a) * (a.q.shape[-1] + a.v.shape[-1])
 
 
-@register_flop_formula((torch.ops.fovea.attention_backward, torch.ops.fovea.attention_backward_each), get_raw=True)
+@register_flop_formula(torch.ops.fovea.attention_backward, get_raw=True)
 def _(
     grad_out: Tensor, grad_lse: Optional[Tensor], out: Tensor, lse: Tensor, need: Sequence[bool], *arguments: Any,
     out_val: Any,
 ) -> int:  # fmt: skip
     """The scores and their gradients, then one product for each gradient of q, k and v."""
-    a = Arguments(*arguments)
+    a = Arguments(*_call.known(arguments))
     dim, dim_v = a.q.shape[-1], a.v.shape[-1]
     return 2 * _pairs(a) * (dim + dim_v + need[0] * dim + need[1] * dim + need[2] * dim_v)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import _operators
-from ._call import DIFFERENTIABLE, Arguments
+from ._call import DIFFERENTIABLE, Arguments, known
 
 _registry: Any = torch.library
 _PER_SEQUENCE = ("seqused_q", "seqused_k")
@@ -73,6 +73,8 @@ def _folded(size: int, dims: Any, a: Any, need: Sequence[bool]) -> Optional[Argu
 
 def _attention(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, ...]:
     size = info.batch_size
+    arguments = known(arguments)
+    in_dims = in_dims[: len(arguments)]
     folded = _folded(size, Arguments(*in_dims), Arguments(*arguments), ())
     if folded is not None:
         return _operators.attention(*folded), (0, 0)
@@ -82,22 +84,23 @@ def _attention(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[An
 
 def _backward(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, ...]:
     size = info.batch_size
-    in_dims = tuple(None if isinstance(dim, list) else dim for dim in in_dims)  # need: a list
+    arguments = (*arguments[:5], *known(arguments[5:]))
+    in_dims = tuple(None if isinstance(dim, list) else dim for dim in in_dims[: len(arguments)])  # need: a list
     given: Any = Arguments(*arguments[5:])
     *rows, need = arguments[:5]
     folded = _folded(size, Arguments(*in_dims[5:]), given, need)
     if folded is not None:
         rows = [_first(x, dim, size) for x, dim in zip(rows, in_dims)]
         grads = _operators.attention_backward(*rows, need, *folded)
-        wanted = [name for name, asked in zip(DIFFERENTIABLE, need) if asked]
-        shaped = []
-        for name, grad in zip(wanted, grads):
-            tensor, dim = getattr(given, name), getattr(Arguments(*in_dims[5:]), name)
-            shaped.append(grad.reshape(_first(tensor, dim, size).shape))
+        shaped = list(grads)
+        for index, (name, wanted) in enumerate(zip(DIFFERENTIABLE, need)):
+            if wanted:
+                tensor, dim = getattr(given, name), getattr(Arguments(*in_dims[5:]), name)
+                shaped[index] = grads[index].reshape(_first(tensor, dim, size).shape)
     else:
         results = [_operators.attention_backward(*one) for one in _slices(size, in_dims, arguments)]
-        shaped = [torch.stack(parts) for parts in zip(*results)]
-    return shaped, [0] * len(shaped)
+        shaped = [torch.stack(parts) if wanted else parts[0] for parts, wanted in zip(zip(*results), need)]
+    return tuple(shaped), tuple(0 if wanted else None for wanted in need)
 
 
 def _seed(info: Any, in_dims: tuple[Any, ...], of: Sequence[Tensor]) -> tuple[Any, ...]:
