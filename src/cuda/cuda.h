@@ -11,6 +11,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -19,51 +20,23 @@
 #include "core/problem.h"
 #include "cuda/config/kernel.h"
 #include "cuda/config/operands.h"
-#include "cuda/config/sm90_backward.h"
-#include "cuda/config/sm90_forward.h"
-#include "cuda/config/sm90_small_backward.h"
 #include "cuda/config/target.h"
 #include "cuda/config/workspace.h"
 
 namespace fovea::cuda {
 
-enum class Step {
-  kPack,
-  kUnpack,
-  kMask,
-  kTerm,
-  kClear,
-  kMeasure,
-  kSplit,
-  kClearRows,
-  kSm90Schedule,
-  kSm90Forward,
-  kForward,
-  kCombine,
-  kBackwardPrepare,
-  kSm90BackwardMask,
-  kSm90Backward,
-  kBackward,
-  kBackwardConvert,
-  kSm90BackwardParts,
-  kBackwardDq,
-  kBiasGradient,  // these have `which`: 0 for bias, 1 for bias2
-  kSm90BiasGradient,
-  kSm90SmallBackward,
-  kSmallBiasSum,
-  kBiasGradientSum,
-  kReduceColumns,
-  kReduceRows,
-  kReduceSink,
-};
+class Launcher;
+struct Launch;
+
+// Fills a kernel's arguments for one call and launches it: the file of src/cuda/kernels that planned the launch has it.
+using Start = std::function<void(const Launcher&, const Launch&)>;
 
 struct Launch {
-  Step step;
   Kernel kernel;
   std::int64_t blocks = 0;
   unsigned blocks_y = 1;
-  int which = 0;   // of the plan's packs, terms or biases: the first
   int pieces = 1;  // split keys; chunks of a bias gradient's list; parts of a block of keys
+  Start start;
 };
 
 struct Plan {
@@ -71,10 +44,7 @@ struct Plan {
   Operands operands;
   Workspace workspace;
   std::vector<Launch> launches;
-  // In which order the blocks of these kernels take their work: decided with the grid, and told to the kernel.
-  Sm90Order forward_order;   // kSm90Forward
-  Sm90KeyOrder key_order;    // kSm90Backward
-  SmallOrder small_order;    // kSm90SmallBackward
+  bool clears_rows = false;  // the first launch does, and calls that do not ask for it leave it out
   bool packs_heads = false;  // the plan is of with_packed_heads(call)
   std::string summary;       // a line for explain(): kernels, tiles, what is prepared
 };

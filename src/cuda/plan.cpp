@@ -7,13 +7,13 @@
 #include <cstdlib>
 #include <limits>
 #include <tuple>
+#include <utility>
 
-#include "core/clear_rows.h"
 #include "core/fields.h"
 #include "cuda/config/packed_heads.h"
 #include "cuda/device/generic/sizes.h"
+#include "cuda/kernels/prepare.h"
 #include "cuda/planner.h"
-#include "math/missing.h"
 
 namespace fovea::cuda {
 namespace {
@@ -55,6 +55,16 @@ bool Planner::serves(const Choice& choice) {
   return true;
 }
 
+Kernel Planner::taken(const Choice& choice) {
+  if (choice.why_not != nullptr) {
+    refuse(fmt::format("no backward kernel; {}: {}", choice.kernel.name, choice.why_not));
+  }
+  const Spec& spec = choice.kernel.spec;
+  kernels_ += fmt::format("{}{}, {} warps, {} rows a step", kernels_.empty() ? "" : "; ", choice.kernel.name,
+                          spec.warps, spec.step);
+  return choice.kernel;
+}
+
 std::int64_t Planner::striding_blocks(std::int64_t threads, const Target& target) {
   constexpr std::int64_t kThreads = 256;
   constexpr std::int64_t kBlocksAMultiprocessor = 16;
@@ -64,13 +74,13 @@ std::int64_t Planner::striding_blocks(std::int64_t threads, const Target& target
 
 Plan Planner::run() {
   check_limits();
-  clear_rows();
+  add_clear_rows(*this);
   if (call_.problem.direction == Direction::kForward) {
     forward();
   } else {
     plan_.operands = operands_of(call_, plan_.workspace);
     check_bias_rows();
-    operands();
+    add_preparation(*this);
     backward();
   }
   return std::move(plan_);
@@ -110,14 +120,6 @@ void Planner::check_limits() const {
   }
 }
 
-Kernel Planner::prepare(const char* name, const Spec& spec) {
-  Kernel kernel;
-  kernel.file = "around/prepare.cuh";
-  kernel.name = name;
-  kernel.spec = spec;
-  return kernel;
-}
-
 // Offsets in a tile have 32 bits (args.h), and so long a row stays as long where it is packed.
 void Planner::check_bias_rows() const {
   const Operands& operands = plan_.operands;
@@ -137,83 +139,12 @@ Spec Planner::small(Type type) const {
   return spec;
 }
 
-void Planner::add(Step step, const Kernel& kernel, std::int64_t blocks, unsigned blocks_y, int which, int pieces) {
+void Planner::add(const Kernel& kernel, std::int64_t blocks, Start start, unsigned blocks_y, int pieces) {
   if (blocks > kMostBlocks) {
     refuse(fmt::format("{}: {} blocks; served: at most {}", kernel.name, blocks, kMostBlocks));
   }
   if (blocks > 0) {
-    plan_.launches.push_back({step, kernel, blocks, blocks_y, which, pieces});
-  }
-}
-
-// Where sequences end is not known here: blocks for gaps that may turn out to be empty.
-void Planner::clear_rows() {
-  const std::size_t outputs = outputs_to_clear(call_).size();
-  if (outputs == 0) {
-    return;
-  }
-  Kernel kernel = prepare("clear_rows", small());
-  kernel.file = "around/clear_rows.cuh";
-  constexpr std::int64_t kMostParts = 64;
-  const std::int64_t gaps = math::gaps(call_.rows);
-  const std::int64_t enough = 4 * plan_.target.multiprocessors;
-  const std::int64_t parts = std::clamp<std::int64_t>(enough / std::max<std::int64_t>(gaps, 1), 1, kMostParts);
-  add(Step::kClearRows, kernel, std::min(gaps * parts, 4 * enough), static_cast<unsigned>(outputs), 0,
-      static_cast<int>(parts));
-}
-
-void Planner::operands() {
-  const Operands& operands = plan_.operands;
-  const Target& target = plan_.target;
-  std::string prepared;
-  const auto say = [&](std::string_view what) { prepared += fmt::format("{}{}", prepared.empty() ? "" : ", ", what); };
-  // Elements of one size go in one launch.
-  constexpr int kBytesOfAThread = 64;
-  for (std::size_t first = 0; first < operands.packs.size();) {
-    std::size_t last = first;
-    std::int64_t most = 0;
-    while (last < operands.packs.size() && last - first < 4 &&
-           operands.packs[last].element_bytes == operands.packs[first].element_bytes) {
-      most =
-          std::max(most, operands.packs[last].box.count() * operands.packs[last].element_bytes / kBytesOfAThread + 1);
-      say(fmt::format("{} packed", kRegionNames[static_cast<std::size_t>(operands.packs[last].to)]));
-      ++last;
-    }
-    add(Step::kPack,
-        prepare("prepare_pack", small(operands.packs[first].element_bytes == 4 ? Type::kFp32 : Type::kBf16)),
-        striding_blocks(most, target), static_cast<unsigned>(last - first), static_cast<int>(first));
-    first = last;
-  }
-  if (operands.mask_bits) {
-    say("mask as bits");
-    const Box& box = operands.mask_box;
-    if (operands.mask_by_lanes) {
-      Kernel mask = prepare("sm90_mask", small());
-      mask.file = "sm90/forward_mask.cuh";
-      constexpr std::int64_t kWordsOfAWarp = 64;
-      add(Step::kMask, mask,
-          striding_blocks(box.all_rows() * ((box.width + kWordsOfAWarp - 1) / kWordsOfAWarp) * 32, target));
-    } else {
-      add(Step::kMask, prepare("prepare_mask", small()), striding_blocks(box.all_rows() * (box.width + 31), target));
-    }
-  }
-  for (std::size_t i = 0; i < operands.terms.size(); ++i) {
-    say(kRegionNames[static_cast<std::size_t>(operands.terms[i].to)]);
-    add(Step::kTerm, prepare("prepare_term", small()), striding_blocks(operands.terms[i].box.count(), target), 1,
-        static_cast<int>(i));
-  }
-  if (operands.pairs) {
-    say("fp32 as pairs of fp16");
-    const unsigned tensors = call_.problem.direction == Direction::kBackward ? 4 : 3;
-    const math::Rows& rows = call_.rows;
-    const std::int64_t all = rows.batch() * std::max(rows.heads_q * rows.limit_q, rows.heads_k * rows.limit_k);
-    constexpr std::int64_t kThreadsARow = 16;
-    add(Step::kClear, prepare("prepare_clear", small()), 1);
-    add(Step::kMeasure, prepare("prepare_measure", small()), striding_blocks(all * 4, target), tensors);
-    add(Step::kSplit, prepare("prepare_split", small()), striding_blocks(all * kThreadsARow, target), tensors);
-  }
-  if (!prepared.empty()) {
-    plan_.summary = "; prepared: " + prepared;
+    plan_.launches.push_back({kernel, blocks, blocks_y, pieces, std::move(start)});
   }
 }
 

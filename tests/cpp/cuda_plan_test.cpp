@@ -15,8 +15,8 @@
 #include "core/validate.h"
 #include "cuda/config/packed_heads.h"
 #include "cuda/config/print.h"
-#include "cuda/config/sm90_backward.h"
 #include "cuda/executable.h"
+#include "cuda/kernels/sm90_backward.h"
 
 namespace fovea::cuda {
 namespace {
@@ -34,9 +34,10 @@ Plan plan_of_line(const std::string& text, const std::string& architecture = "sm
   return plan_for(Line(text).call, target_of(architecture));
 }
 
-const Launch* find(const Plan& plan, Step step) {
+// The first launch of a kernel of this name.
+const Launch* find(const Plan& plan, std::string_view kernel) {
   for (const Launch& launch : plan.launches) {
-    if (launch.step == step) {
+    if (launch.kernel.name == kernel) {
       return &launch;
     }
   }
@@ -320,7 +321,7 @@ TEST(CudaPlan, AlignedTensorsAreReadWhereTheyAre) {
 TEST(CudaPlan, OthersArePacked) {
   Line line("fwd b=2 hq=4 sq=128 sk=130 d=60 bf16 bias=1,h,q,k");
   const Plan plan = plan_for(line.call, target_of("sm_90"));
-  const Launch* pack = find(plan, Step::kPack);
+  const Launch* pack = find(plan, "prepare_pack");
   ASSERT_NE(pack, nullptr);
   EXPECT_EQ(pack->blocks_y, 4u);  // q, k, v, bias
   EXPECT_EQ(plan.operands.head_dim, 64);
@@ -374,7 +375,7 @@ TEST(CudaPlan, BiasesByWhatTheyReallyHave) {
 TEST(CudaPlan, AMaskOfKeysAloneLeavesTheScoresInTheirUnits) {
   const auto key_mask = [](const std::string& line) {
     const Plan plan = plan_for(Line(line).call, target_of("sm_80"));
-    return find(plan, Step::kForward)->kernel.spec.key_mask;
+    return find(plan, "generic_forward")->kernel.spec.key_mask;
   };
   EXPECT_TRUE(key_mask("fwd b=2 hq=4 sq=128 sk=128 d=64 bf16 mask=b,1,1,k"));
   EXPECT_FALSE(key_mask("fwd b=2 hq=4 sq=128 sk=128 d=64 bf16 bias=b,1,1,k"));
@@ -391,31 +392,31 @@ TEST(CudaPlan, MaskBits) {
 
 TEST(CudaPlan, OnlyWhatIsAskedForIsComputed) {
   const auto steps = [](const std::string& line) {
-    std::set<Step> steps;
+    std::set<std::string> steps;
     for (const Launch& launch : plan_of_line(line, "sm_80").launches) {
-      steps.insert(launch.step);
+      steps.insert(launch.kernel.name);
     }
     return steps;
   };
-  using Steps = std::set<Step>;
+  using Steps = std::set<std::string>;
   const std::string line = "bwd b=2 hq=4 sq=128 sk=128 d=64 bf16 sink bias=1,h,q,k bias2=b,1,1,k ";
-  EXPECT_EQ(steps(line + "need=q"), (Steps{Step::kTerm, Step::kBackwardPrepare, Step::kBackwardDq}));
-  EXPECT_EQ(steps(line + "need=k"), (Steps{Step::kTerm, Step::kBackwardPrepare, Step::kBackward}));
+  EXPECT_EQ(steps(line + "need=q"), (Steps{"prepare_term", "backward_prepare", "generic_backward_dq"}));
+  EXPECT_EQ(steps(line + "need=k"), (Steps{"prepare_term", "backward_prepare", "generic_backward"}));
   EXPECT_EQ(steps(line + "need=q,k"),
-            (Steps{Step::kTerm, Step::kBackwardPrepare, Step::kBackward, Step::kBackwardConvert}));
+            (Steps{"prepare_term", "backward_prepare", "generic_backward", "backward_convert"}));
   EXPECT_EQ(steps(line + "need=q,k det"),
-            (Steps{Step::kTerm, Step::kBackwardPrepare, Step::kBackward, Step::kBackwardDq}));
+            (Steps{"prepare_term", "backward_prepare", "generic_backward", "generic_backward_dq"}));
   EXPECT_EQ(steps(line + "need=bias2"),
-            (Steps{Step::kTerm, Step::kBackwardPrepare, Step::kBackward, Step::kReduceColumns}));
-  EXPECT_EQ(steps(line + "need=sink"), (Steps{Step::kTerm, Step::kBackwardPrepare, Step::kReduceSink}));
-  EXPECT_TRUE(steps(line + "need=bias").count(Step::kBiasGradient));
+            (Steps{"prepare_term", "backward_prepare", "generic_backward", "reduce_columns"}));
+  EXPECT_EQ(steps(line + "need=sink"), (Steps{"prepare_term", "backward_prepare", "reduce_sink"}));
+  EXPECT_TRUE(steps(line + "need=bias").count("generic_bias_gradient"));
 }
 
 TEST(CudaPlan, GradientsOfBiasesOnHopper) {
   const auto gradients = [](const std::string& line) {
     std::vector<Kernel> kernels;
     for (const Launch& launch : plan_of_line(line).launches) {
-      if (launch.step == Step::kSm90BiasGradient) {
+      if (launch.kernel.name == std::string_view("sm90_bias_gradient")) {
         kernels.push_back(launch.kernel);
       }
     }
@@ -445,27 +446,32 @@ TEST(CudaPlan, GradientsOfBiasesOnHopper) {
   // What nothing shares is dS.
   const std::string own = "bwd b=8 hq=4 sq=512 sk=512 d=64 bf16 bias=b,h,q,k ";
   EXPECT_TRUE(gradients(own).empty());
-  EXPECT_TRUE(find(plan_of_line(own), Step::kSm90Backward)->kernel.spec.dbias_store);
+  EXPECT_TRUE(find(plan_of_line(own), "sm90_backward")->kernel.spec.dbias_store);
   for (const char* feature : {"causal", "softcap=5", "used_k=9,9,9,9,9,9,9,9", "need=k,bias"}) {
     EXPECT_EQ(gradients(own + feature).size(), 1u) << feature;
   }
   // Short sequences.
   const Plan small = plan_of_line("bwd b=512 hq=4 sq=49 sk=49 d=32 bf16 bias=1,h,q,k");
-  EXPECT_TRUE(find(small, Step::kSm90SmallBackward) != nullptr && find(small, Step::kSmallBiasSum) != nullptr);
-  EXPECT_EQ(find(small, Step::kBackwardPrepare), nullptr);
+  EXPECT_TRUE(find(small, "sm90_small_backward") != nullptr && find(small, "small_bias_sum") != nullptr);
+  EXPECT_EQ(find(small, "backward_prepare"), nullptr);
   const std::string planes = "hq=4 sq=49 sk=49 d=32 bf16 bias=b1,1,h,q,k";  // whose sums take much memory
-  EXPECT_EQ(find(plan_of_line("bwd b=1000x40 " + planes), Step::kSm90SmallBackward), nullptr);
-  EXPECT_NE(find(plan_of_line("bwd b=10x40 " + planes), Step::kSm90SmallBackward), nullptr);
+  EXPECT_EQ(find(plan_of_line("bwd b=1000x40 " + planes), "sm90_small_backward"), nullptr);
+  EXPECT_NE(find(plan_of_line("bwd b=10x40 " + planes), "sm90_small_backward"), nullptr);
   for (const char* other : {"sk=65", "sk=49 hk=2", "sk=49 dropout=0.1", "sk=49 sink", "sk=49 bias2=b,1,1,k"}) {
-    EXPECT_EQ(find(plan_of_line(std::string("bwd b=512 hq=4 sq=49 d=32 bf16 bias=1,h,q,k ") + other),
-                   Step::kSm90SmallBackward),
-              nullptr)
+    EXPECT_EQ(
+        find(plan_of_line(std::string("bwd b=512 hq=4 sq=49 d=32 bf16 bias=1,h,q,k ") + other), "sm90_small_backward"),
+        nullptr)
         << other;
   }
 }
 
+// The launch of sm90_backward, or of sm90_wide_backward.
+const Launch* main_of(const Plan& plan) {
+  const Launch* const narrow = find(plan, "sm90_backward");
+  return narrow != nullptr ? narrow : find(plan, "sm90_wide_backward");
+}
+
 TEST(CudaPlan, FewBlocksOfKeysAreShared) {
-  const auto main_of = [](const Plan& plan) { return find(plan, Step::kSm90Backward); };
   const std::int64_t multiprocessors = target_of("sm_90").multiprocessors;
   for (const char* const line :
        {"bwd b=4 hq=8 hk=1 sq=1254 sk=1254 d=40 fp16 causal", "bwd b=1 hq=8 hk=1 sq=2048 sk=2048 d=128 bf16",
@@ -473,20 +479,21 @@ TEST(CudaPlan, FewBlocksOfKeysAreShared) {
         "bwd b=2 hq=8 hk=1 seqs_q=900,2000 seqs_k=900,2000 d=64 bf16 window=300,0 dropout=0.1"}) {
     const Plan plan = plan_of_line(line);
     const Launch* const main = main_of(plan);
-    const Launch* const after = find(plan, Step::kSm90BackwardParts);
+    const Launch* const after = find(plan, "sm90_backward_parts");
     ASSERT_TRUE(main != nullptr && after != nullptr) << line;
     EXPECT_TRUE(main->kernel.spec.key_parts) << line;
     EXPECT_GT(main->pieces, 1) << line;
     EXPECT_EQ(main->pieces, after->pieces) << line;
     EXPECT_GT(main->blocks, multiprocessors / 2) << line;
-    EXPECT_EQ(find(plan, Step::kBackwardConvert), nullptr) << line;
+    EXPECT_EQ(find(plan, "backward_convert"), nullptr) << line;
     EXPECT_NE(plan.summary.find(fmt::format("a block of keys in {} parts", main->pieces)), std::string::npos)
         << plan.summary;
     // Each part has sums of its own, of whole blocks of keys.
     const Call call = Line(line).call;
     const Spec& spec = main->kernel.spec;
     EXPECT_EQ(plan.workspace.size(Region::kKeySums), main->pieces * call.rows.batch() * call.rows.heads_k *
-                                                         sm90_backward_head_rows(call, spec) * (spec.d + spec.dv) * 4);
+                                                         sm90_key_order(call, spec, target_of("sm_90")).head_rows *
+                                                         (spec.d + spec.dv) * 4);
     EXPECT_EQ(after->kernel.spec.d, spec.d) << line;
     EXPECT_EQ(after->kernel.spec.dv, spec.dv) << line;
   }
@@ -504,11 +511,11 @@ TEST(CudaPlan, FewBlocksOfKeysAreShared) {
   const Plan dq = plan_of_line("bwd b=1 hq=8 hk=1 sq=2048 sk=2048 d=64 bf16 need=q");
   EXPECT_GT(main_of(dq)->pieces, 1);
   EXPECT_FALSE(dq.workspace.has(Region::kKeySums));
-  EXPECT_NE(find(dq, Step::kBackwardConvert), nullptr);
+  EXPECT_NE(find(dq, "backward_convert"), nullptr);
   const Plan direct = plan_of_line("bwd b=1 hq=8 sq=4096 sk=77 d=64 bf16");
   EXPECT_TRUE(main_of(direct)->kernel.spec.direct);
   EXPECT_GT(main_of(direct)->pieces, 1);
-  EXPECT_FALSE(find(direct, Step::kSm90BackwardParts)->kernel.spec.dq);
+  EXPECT_FALSE(find(direct, "sm90_backward_parts")->kernel.spec.dq);
 }
 
 // A part of a GPU may have any number of multiprocessors. What the parts leave is bounded by it, whatever the problem.
@@ -525,11 +532,11 @@ TEST(CudaPlan, PartsOfKeysOnAnyGpu) {
           "bwd b=2 hq=8 sq=4096 sk=4096 d=128 bf16 bias=1,h,q,k",
           "bwd b=1 hq=8 hk=1 sq=2048 sk=2048 d=128 bf16 need=k"}) {
       const Plan plan = plan_for(Line(line).call, target);
-      const Launch* const main = find(plan, Step::kSm90Backward);
+      const Launch* const main = main_of(plan);
       ASSERT_NE(main, nullptr) << line;
       const bool shared = main->kernel.spec.key_parts;
       EXPECT_EQ(main->pieces > 1, shared) << line << ", " << multiprocessors;
-      EXPECT_EQ(find(plan, Step::kSm90BackwardParts) != nullptr, shared) << line << ", " << multiprocessors;
+      EXPECT_EQ(find(plan, "sm90_backward_parts") != nullptr, shared) << line << ", " << multiprocessors;
       EXPECT_LE(plan.workspace.size(Region::kKeySums), 3 * multiprocessors * kMostBytesOfAPart)
           << line << ", " << multiprocessors;
     }
@@ -538,14 +545,14 @@ TEST(CudaPlan, PartsOfKeysOnAnyGpu) {
 
 TEST(CudaPlan, FewQueriesSplitTheKeys) {
   const Plan plan = plan_of_line("fwd b=1 hq=8 hk=1 sq=1 sk=32768 d=128 bf16 causal");
-  const Launch* forward = find(plan, Step::kForward);
-  const Launch* combine = find(plan, Step::kCombine);
+  const Launch* forward = find(plan, "generic_forward");
+  const Launch* combine = find(plan, "generic_combine");
   ASSERT_TRUE(forward != nullptr && combine != nullptr);
   EXPECT_TRUE(forward->kernel.spec.split);
   EXPECT_FALSE(forward->kernel.spec.banded);  // the last row meets every key
   EXPECT_GT(forward->pieces, 8);
   EXPECT_EQ(combine->pieces, forward->pieces);
-  EXPECT_EQ(find(plan_of_line("fwd b=8 hq=32 sq=4096 sk=4096 d=128 bf16"), Step::kCombine), nullptr);
+  EXPECT_EQ(find(plan_of_line("fwd b=8 hq=32 sq=4096 sk=4096 d=128 bf16"), "generic_combine"), nullptr);
 }
 
 // ---- Hopper ----
@@ -553,7 +560,8 @@ TEST(CudaPlan, FewQueriesSplitTheKeys) {
 std::string forward_of(const std::string& line, const std::string& architecture) {
   const Plan plan = plan_of_line("fwd " + line, architecture);
   for (const Launch& launch : plan.launches) {
-    if (launch.step == Step::kForward || launch.step == Step::kSm90Forward) {
+    const std::string_view name = launch.kernel.name;
+    if (name == "generic_forward" || name == "generic_wide_forward" || name == "sm90_forward") {
       return launch.kernel.name;
     }
   }
@@ -589,10 +597,10 @@ TEST(CudaPlan, HopperForwardTakesAllButThis) {
 }
 
 TEST(CudaPlan, HopperForwardCountsTilesOnlyWhereThereAreMany) {
-  EXPECT_EQ(find(plan_of_line("fwd b=1 hq=132 sq=128 sk=128 d=128 bf16"), Step::kSm90Schedule), nullptr);
+  EXPECT_EQ(find(plan_of_line("fwd b=1 hq=132 sq=128 sk=128 d=128 bf16"), "sm90_schedule"), nullptr);
   const Plan many = plan_of_line("fwd b=1 hq=133 sq=128 sk=128 d=128 bf16");
-  ASSERT_NE(find(many, Step::kSm90Schedule), nullptr);
-  EXPECT_EQ(find(many, Step::kSm90Forward)->blocks, 132);
+  ASSERT_NE(find(many, "sm90_schedule"), nullptr);
+  EXPECT_EQ(find(many, "sm90_forward")->blocks, 132);
   EXPECT_LE(many.workspace.bytes(), 256);
   // Of packed sequences there are at most total / rows + B row tiles, each 24 bytes.
   const Plan packed = plan_of_line("fwd b=4 hq=2 seqs_q=1,1,1,997 seqs_k=1,1,1,997 d=128 bf16");
@@ -640,7 +648,7 @@ TEST(CudaPlan, SequencesThatIntCannotCountAreRefused) {
 TEST(CudaPlan, NothingToComputeIsNoLaunch) {
   EXPECT_TRUE(plan_of_line("fwd b=0 hq=4 sq=128 sk=128 d=64 bf16").launches.empty());
   EXPECT_TRUE(plan_of_line("fwd b=2 hq=4 sq=0 sk=128 d=64 bf16").launches.empty());
-  EXPECT_NE(find(plan_of_line("bwd b=2 hq=4 sq=0 sk=128 d=64 bf16"), Step::kBackward), nullptr);  // zeros
+  EXPECT_NE(find(plan_of_line("bwd b=2 hq=4 sq=0 sk=128 d=64 bf16"), "generic_backward"), nullptr);  // zeros
 }
 
 TEST(CudaPlan, MoreHeadsThanAGridDimensionHas) {

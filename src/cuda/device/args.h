@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Args: what a kernel is called with, one struct for all kernels (under 4 KB, passed as a __grid_constant__). Filled
-// by src/cuda/launch. Read by the host and, without any header, by NVRTC.
+// by src/cuda/launch and src/cuda/kernels. Read by the host and, without any header, by NVRTC.
 //
 // Everything that a kernel copies by 16 bytes is aligned when it gets here: rows begin at multiples of 16 bytes, the
 // last dimension is contiguous. The launcher packs what the caller gave otherwise into the workspace

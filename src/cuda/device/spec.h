@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Spec: what a kernel is compiled for. The planner fills it (src/cuda/config), print() writes it as a template
+// Spec: what a kernel is compiled for. The planner fills it (src/cuda/kernels), print() writes it as a template
 // argument, the kernel takes it as its one template parameter. Everything else about a call is in Args.
 // Read by the host and, without any header, by NVRTC.
 #ifndef FOVEA_CUDA_DEVICE_SPEC_H

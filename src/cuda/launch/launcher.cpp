@@ -4,6 +4,8 @@
 #include <algorithm>
 
 #include "cuda/config/packed_heads.h"
+#include "cuda/device/generic/sizes.h"
+#include "math/softmax.h"
 
 namespace fovea::cuda {
 
@@ -53,110 +55,62 @@ Launcher::Launcher(const Call& call, const Executable& executable, void* workspa
   if (p.direction == Direction::kBackward) {
     backward_arguments();
   }
+  first_ = plan_.clears_rows && !p.clear_rows ? 1 : 0;
+}
+
+void Launcher::backward_arguments() {
+  Args& a = args_;
+  Spec spec = plan_.operands.features;
+  spec.natural = spec.natural || spec.type == Type::kFp32;
+  a.grad_out = tensor(plan_.operands.grad_out, call_.grad_out);
+  a.grad_lse = tensor(call_.grad_lse);
+  a.row_lse = region<float>(Region::kRowLse);
+  a.row_delta = region<float>(Region::kRowDelta);
+  a.row_term = region<float>(Region::kRowTerm);
+  a.dq_sum = region<float>(Region::kDqSum);
+  a.turns = region<u32>(Region::kTurns);
+  a.bias_tickets = region<u32>(Region::kSchedule);
+  a.grad_q = tensor(call_.grad_q);
+  a.grad_k = tensor(call_.grad_k);
+  a.grad_v = tensor(call_.grad_v);
+  a.lse_factor = natural_scores(spec) ? 1 : math::kLog2E;
+  a.row_sum = region<float>(Region::kRowSum);
+  a.sink_sum = region<float>(Region::kSinkSum);
+  a.grad_sink = static_cast<float*>(call_.grad_sink.data);
+  a.grad_sink_stride = call_.grad_sink.strides.head;
+  a.column_sum = region<float>(Region::kColumnSum);
+  a.column_pitch = call_.rows.limit_k;
 }
 
 Tensor Launcher::tensor(const Operand& operand, const View& view) const {
   return {operand.region == Region::kNone ? view.data : region<char>(operand.region), operand.strides};
 }
 
-void Launcher::run() {
-  // What clears rows is the first of a plan that has it: so prepared for everybody, and run for those who ask for it.
-  const bool may_clear = !plan_.launches.empty() && plan_.launches.front().step == Step::kClearRows;
-  first_ = may_clear && !call_.problem.clear_rows ? 1 : 0;
+void Launcher::run() const {
   for (std::size_t number = first_; number < plan_.launches.size(); ++number) {
-    switch (plan_.launches[number].step) {
-      case Step::kPack:
-        pack(number);
-        break;
-      case Step::kUnpack:
-        unpack(number);
-        break;
-      case Step::kMask:
-        mask(number);
-        break;
-      case Step::kTerm:
-        term(number);
-        break;
-      case Step::kClear:
-      case Step::kMeasure:
-      case Step::kSplit:
-        pairs(number);
-        break;
-      case Step::kClearRows:
-        clear_rows(number);
-        break;
-      case Step::kSm90Schedule:
-        sm90_schedule(number);
-        break;
-      case Step::kSm90Forward:
-        sm90_forward(number);
-        break;
-      case Step::kForward:
-      case Step::kCombine:
-        forward(number);
-        break;
-      case Step::kBackwardPrepare:
-        backward_prepare(number);
-        break;
-      case Step::kSm90BackwardMask:
-        sm90_backward_mask(number);
-        break;
-      case Step::kSm90Backward:
-        sm90_backward(number);
-        break;
-      case Step::kSm90BackwardParts:
-        sm90_backward_parts(number);
-        break;
-      case Step::kBackward:
-      case Step::kBackwardConvert:
-      case Step::kBackwardDq:
-      case Step::kReduceSink:
-        main(number, args_);
-        break;
-      case Step::kSm90SmallBackward:
-        sm90_small_backward(number);
-        break;
-      case Step::kSm90BiasGradient:
-        sm90_bias_gradient(number);
-        break;
-      case Step::kBiasGradient:
-      case Step::kBiasGradientSum:
-      case Step::kSmallBiasSum:
-      case Step::kReduceColumns:
-      case Step::kReduceRows:
-        bias_gradient(number);
-        break;
-    }
+    plan_.launches[number].start(*this, plan_.launches[number]);
   }
 }
 
-void Launcher::launch_with(std::size_t number, std::int64_t blocks, void* arguments) {
-  void* parameters[] = {arguments};
-  launch(number, blocks, parameters, may_overlap(number));
-}
-
-bool Launcher::may_overlap(std::size_t number) const {
+void Launcher::start(const Launch& launch, std::int64_t blocks, void** parameters) const {
   constexpr int kFirstInGraphs = 12030;  // programmatic launches go into graphs since CUDA 12.3
   constexpr int kFirstCapability = 90;
-  return number > first_ && plan_.target.capability >= kFirstCapability && driver_.version >= kFirstInGraphs;
+  const auto number = static_cast<std::size_t>(&launch - plan_.launches.data());
+  jit::Launch to;
+  to.grid = {static_cast<unsigned>(blocks), launch.blocks_y, 1};
+  to.block = {static_cast<unsigned>(launch.kernel.threads), 1, 1};
+  to.dynamic_shared = static_cast<unsigned>(launch.kernel.shared_bytes);
+  to.stream = static_cast<jit::cu::Stream>(call_.stream);
+  // The first of a call comes after work of others, which may not end when it begins.
+  to.programmatic = number > first_ && plan_.target.capability >= kFirstCapability && driver_.version >= kFirstInGraphs;
+  jit::launch(driver_, kernels_[number], to, parameters);
 }
 
-void Launcher::launch(std::size_t number, std::int64_t blocks, void** parameters, bool programmatic) {
-  const Launch& step = plan_.launches[number];
-  jit::Launch launch;
-  launch.grid = {static_cast<unsigned>(blocks), step.blocks_y, 1};
-  launch.block = {static_cast<unsigned>(step.kernel.threads), 1, 1};
-  launch.dynamic_shared = static_cast<unsigned>(step.kernel.shared_bytes);
-  launch.stream = static_cast<jit::cu::Stream>(call_.stream);
-  launch.programmatic = programmatic;
-  jit::launch(driver_, kernels_[number], launch, parameters);
-}
-
-void Launcher::main(std::size_t number, Args& args) {
+void Launcher::launch_in_pieces(const Launch& launch, Args args) const {
   constexpr std::int64_t kMostBlocks = (std::int64_t{1} << 31) - 1;
-  const std::int64_t blocks = plan_.launches[number].blocks;
-  for (args.first_block = 0; args.first_block < blocks; args.first_block += kMostBlocks) {
-    launch_with(number, std::min(blocks - args.first_block, kMostBlocks), &args);
+  void* parameters[] = {&args};
+  for (args.first_block = 0; args.first_block < launch.blocks; args.first_block += kMostBlocks) {
+    start(launch, std::min(launch.blocks - args.first_block, kMostBlocks), parameters);
   }
 }
 

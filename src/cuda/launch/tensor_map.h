@@ -7,6 +7,7 @@
 
 #include "cuda/device/args.h"
 #include "cuda/device/sm90/args.h"
+#include "cuda/device/spec.h"
 #include "cuda/device/tile/panels.h"
 #include "cuda/jit/driver.h"
 
@@ -51,6 +52,29 @@ inline jit::TensorMapShape shape_of(const Mapped& mapped, Has& has) {
                   : row_bytes == 64 ? jit::cu::TensorMapSwizzle::k64
                                     : jit::cu::TensorMapSwizzle::k32;
   return shape;
+}
+
+inline jit::cu::TensorMapType map_type(Type type) {
+  return type == Type::kBf16 ? jit::cu::TensorMapType::kBfloat16 : jit::cu::TensorMapType::kFloat16;
+}
+inline jit::cu::TensorMapType map_type(BiasTile type) {
+  return type == BiasTile::kBf16   ? jit::cu::TensorMapType::kBfloat16
+         : type == BiasTile::kFp16 ? jit::cu::TensorMapType::kFloat16
+                                   : jit::cu::TensorMapType::kFloat32;
+}
+
+// Rows of q, k, v, or what has such rows: in packed tensors sequences follow one another.
+inline Mapped map_of_rows(const math::Rows& rows, const Tensor& tensor, Type type, i64 columns, i64 count, i64 heads,
+                          int box_columns, int box_rows) {
+  const i64 batch2 = rows.packed() ? 1 : rows.batch2;
+  const i64 batch1 = rows.packed() ? 1 : rows.batch1;
+  return {tensor, map_type(type), columns, count, heads, batch2, batch1, box_columns, box_rows};
+}
+
+// Rows of a bias with queries and keys. A packed bias has no more of either than the longest sequences.
+inline Mapped map_of_bias(const math::Rows& rows, const Tensor& tensor, BiasTile type, int box_columns, int box_rows) {
+  return {tensor,      map_type(type), rows.limit_k, rows.limit_q, rows.heads_q,
+          rows.batch2, rows.batch1,    box_columns,  box_rows};
 }
 
 inline void encode(const jit::Driver& driver, TensorMap& to, Has& has, const Mapped& mapped) {

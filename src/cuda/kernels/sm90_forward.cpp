@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What sm90_forward serves, its tile sizes and the order of its tiles. The figures were found by measuring on an H200
-// (docs/design/spikes.md); what leaves no room in shared memory goes to the next candidate.
-#include "cuda/config/sm90_forward.h"
+// The figures were found by measuring on an H200 (docs/design/spikes.md); what leaves no room in shared memory goes to
+// the next candidate.
+#include "cuda/kernels/sm90_forward.h"
 #include "cuda/config/tensor_map_limits.h"
 
 #include <algorithm>
@@ -11,6 +11,10 @@
 #include "cuda/device/generic/sizes.h"
 #include "cuda/device/sm90/args.h"
 #include "cuda/device/sm90/forward_sizes.h"
+#include "cuda/launch/launcher.h"
+#include "cuda/launch/tensor_map.h"
+#include "math/band.h"
+#include "math/softmax.h"
 
 namespace fovea::cuda {
 namespace {
@@ -65,6 +69,15 @@ struct Tiles {
   int stages;
   int q_buffers;
   int planes;
+};
+
+// The order of the tiles of queries; of ragged sequences, at most so many.
+struct Order {
+  std::int64_t tiles = 0;  // of all heads
+  int row_tiles = 0;       // of a head
+  int heads_together = 1;
+  bool batch_inside = false;
+  std::int64_t listed = 0;  // row tiles in the list of ragged sequences
 };
 
 // From wide to narrow: the first that fits is taken.
@@ -165,6 +178,104 @@ bool is_short(const Call& call, const Spec& spec) {
                                             : rows.limit_q <= kQueries || tiles <= kFewTiles;
 }
 
+Order order_of(const Call& call, const Operands& operands, const Spec& spec) {
+  const math::Rows& rows = call.rows;
+  const std::int64_t tile = sm90_forward_sizes(spec).rows;
+  Order order;
+  order.row_tiles = static_cast<int>((rows.limit_q + tile - 1) / tile);
+  order.tiles = order.row_tiles * rows.batch() * rows.heads_q;
+  // K and V of heads whose tiles alternate should stay in half of the L2 of an H200.
+  constexpr std::int64_t kCached = std::int64_t{32} << 20;
+  const std::int64_t group = rows.heads_q / std::max<std::int64_t>(rows.heads_k, 1);  // 0 is legal
+  const std::int64_t fit = kCached / std::max<std::int64_t>(rows.limit_k * (spec.d + spec.dv) * 2, 1) * group;
+  const std::int64_t heads = spec.ragged ? rows.heads_q : rows.batch() * rows.heads_q;
+  if (spec.banded || spec.ragged) {
+    order.heads_together = static_cast<int>(std::clamp<std::int64_t>(fit, 1, std::max<std::int64_t>(heads, 1)));
+  }
+  if (spec.ragged) {
+    order.listed = rows.packed()
+                       ? std::min<std::int64_t>(rows.rows_q / tile + rows.batch(), order.row_tiles * rows.batch())
+                       : order.row_tiles * rows.batch();
+    order.tiles = order.listed * rows.heads_q;
+    return order;
+  }
+  // A bias that all of the batch shares is read once for it.
+  const bool shared = spec.bias != BiasTile::kNone && rows.batch() > 1 && operands.bias.strides.batch2 == 0 &&
+                      operands.bias.strides.batch1 == 0;
+  if (shared) {
+    order.batch_inside = true;
+    order.heads_together = static_cast<int>(rows.batch());
+  }
+  return order;
+}
+
+// The counter of tiles, then the list of ragged sequences.
+constexpr std::int64_t kListOffset = 16;
+
+void start_schedule(const Launcher& launcher, const Launch& launch) {
+  char* const memory = launcher.region<char>(Region::kSchedule);
+  Sm90ScheduleArgs args;
+  args.schedule = reinterpret_cast<Schedule*>(memory);
+  args.list = reinterpret_cast<ListedTile*>(memory + kListOffset);
+  launcher.launch(launch, launcher.args(), args);
+}
+
+// Tensor maps of q, k, v, out and the biases, and the order of the tiles.
+void start_forward(const Launcher& launcher, const Launch& launch, const Order& order) {
+  const Spec& spec = launch.kernel.spec;
+  const Args& common = launcher.args();
+  const math::Rows& rows = launcher.call().rows;
+  const int tile = sm90_forward_sizes(spec).rows;
+  Sm90ForwardArgs args;
+  const auto mapped = [&](const Tensor& tensor, i64 columns, int padded, i64 count, i64 heads, int box) {
+    return map_of_rows(rows, tensor, spec.type, columns, count, heads, wide_panel_columns(padded), box);
+  };
+  const auto map = [&](TensorMap& to, Has& has, const Mapped& what) { encode(launcher.driver(), to, has, what); };
+  map(args.q, args.has_q, mapped(common.q, common.head_dim, spec.d, rows.rows_q, rows.heads_q, tile));
+  map(args.k, args.has_k, mapped(common.k, common.head_dim, spec.d, rows.rows_k, rows.heads_k, spec.step));
+  map(args.v, args.has_v, mapped(common.v, common.head_dim_v, spec.dv, rows.rows_k, rows.heads_k, spec.step));
+  const auto bias = [&](TensorMap& to, Has& has, const Tensor& tensor, BiasTile type) {
+    if (type != BiasTile::kNone) {
+      map(to, has, map_of_bias(rows, tensor, type, sm90_bias_panel(spec, type), tile));
+    }
+  };
+  bias(args.bias, args.has_bias, common.bias, spec.bias);
+  bias(args.bias2, args.has_bias2, common.bias2, spec.bias2);
+
+  // A warpgroup stores its 64 rows.
+  constexpr int kGroupRows = 64;
+  const Mapped out = mapped(common.out, common.out_dim_v, spec.dv, rows.rows_q, rows.heads_q, kGroupRows);
+  args.store_tensor =
+      common.vector_stores && jit::why_no_tensor_map(out.tensor.data, shape_of(out, args.has_out)).empty();
+  if (args.store_tensor) {
+    map(args.out, args.has_out, out);
+  }
+
+  if (char* const memory = launcher.region<char>(Region::kSchedule); memory != nullptr) {
+    args.schedule = reinterpret_cast<Schedule*>(memory);
+    args.list = reinterpret_cast<const ListedTile*>(memory + kListOffset);
+  }
+  args.tiles = static_cast<int>(order.tiles);
+  args.row_tiles = order.row_tiles;
+  args.batch = static_cast<int>(rows.batch());
+  args.batch2 = static_cast<int>(rows.batch2);
+  args.heads = static_cast<int>(rows.heads_q);
+  args.group = static_cast<int>(rows.heads_q / std::max<std::int64_t>(rows.heads_k, 1));
+  args.heads_together = order.heads_together;
+  args.batch_inside = order.batch_inside;
+  args.inside = order.batch_inside ? args.batch : args.heads;
+  const auto band = math::Band<int>::make(0, 0, common.causal, common.window_left, common.window_right, false);
+  args.low = band.low;
+  args.high = band.high;
+  args.scale_of_cap = common.softcap > 0 ? common.scale / common.softcap : 0;
+  if (spec.softcap) {
+    const Problem& p = launcher.call().problem;
+    args.small_cap = math::SmallCap<float>::make(p.scale_or_default(), p.softcap);
+  }
+  args.scale_log2 = common.scale * math::kLog2E;
+  launcher.launch(launch, common, args);
+}
+
 }  // namespace
 
 Choice sm90_forward(const Call& call, const Operands& operands, const Target& target) {
@@ -241,7 +352,7 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
     }
     // generic_forward can share the keys of a row among blocks.
     constexpr std::int64_t kManyKeys = 2048;
-    if (sm90_order(call, operands, spec).tiles * 2 <= target.multiprocessors && call.rows.limit_k >= kManyKeys) {
+    if (order_of(call, operands, spec).tiles * 2 <= target.multiprocessors && call.rows.limit_k >= kManyKeys) {
       choice.why_not = "few queries and many keys, which are split";
     }
     return choice;
@@ -250,47 +361,23 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
   return choice;
 }
 
-Sm90Order sm90_order(const Call& call, const Operands& operands, const Spec& spec) {
-  const math::Rows& rows = call.rows;
-  const std::int64_t tile = sm90_forward_sizes(spec).rows;
-  Sm90Order order;
-  order.row_tiles = static_cast<int>((rows.limit_q + tile - 1) / tile);
-  order.tiles = order.row_tiles * rows.batch() * rows.heads_q;
-  // K and V of heads whose tiles alternate should stay in half of the L2 of an H200.
-  constexpr std::int64_t kCached = std::int64_t{32} << 20;
-  const std::int64_t group = rows.heads_q / std::max<std::int64_t>(rows.heads_k, 1);  // 0 is legal
-  const std::int64_t fit = kCached / std::max<std::int64_t>(rows.limit_k * (spec.d + spec.dv) * 2, 1) * group;
-  const std::int64_t heads = spec.ragged ? rows.heads_q : rows.batch() * rows.heads_q;
-  if (spec.banded || spec.ragged) {
-    order.heads_together = static_cast<int>(std::clamp<std::int64_t>(fit, 1, std::max<std::int64_t>(heads, 1)));
+void add_sm90_forward(Planner& planner, const Kernel& kernel) {
+  const Order order = order_of(planner.call(), planner.operands(), kernel.spec);
+  const std::int64_t room = std::int64_t{planner.target().multiprocessors} * sm90_forward_sizes(kernel.spec).ctas;
+  if (kernel.spec.ragged || order.tiles > room) {  // blocks take tiles from a counter
+    planner.workspace().add(Region::kSchedule,
+                            kListOffset + order.listed * static_cast<std::int64_t>(sizeof(ListedTile)));
+    Kernel schedule;
+    schedule.file = "sm90/schedule.cuh";
+    schedule.name = "sm90_schedule";
+    schedule.spec = planner.small();
+    schedule.spec.ragged = kernel.spec.ragged;
+    schedule.spec.warps = kernel.spec.warps;
+    schedule.threads = kSm90ScheduleThreads;
+    planner.add(schedule, std::min<std::int64_t>(order.tiles, 1), start_schedule);
   }
-  if (spec.ragged) {
-    order.listed = rows.packed()
-                       ? std::min<std::int64_t>(rows.rows_q / tile + rows.batch(), order.row_tiles * rows.batch())
-                       : order.row_tiles * rows.batch();
-    order.tiles = order.listed * rows.heads_q;
-    return order;
-  }
-  // A bias that all of the batch shares is read once for it.
-  const bool shared = spec.bias != BiasTile::kNone && rows.batch() > 1 && operands.bias.strides.batch2 == 0 &&
-                      operands.bias.strides.batch1 == 0;
-  if (shared) {
-    order.batch_inside = true;
-    order.heads_together = static_cast<int>(rows.batch());
-  }
-  return order;
-}
-
-std::int64_t sm90_forward_blocks(const Sm90Order& order, const Spec& spec, const Target& target) {
-  return std::min<std::int64_t>(order.tiles, target.multiprocessors * sm90_forward_sizes(spec).ctas);
-}
-
-bool sm90_is_scheduled(const Sm90Order& order, const Spec& spec, const Target& target) {
-  return spec.ragged || order.tiles > target.multiprocessors * sm90_forward_sizes(spec).ctas;
-}
-
-std::int64_t sm90_schedule_bytes(const Sm90Order& order) {
-  return kSm90ListOffset + order.listed * static_cast<std::int64_t>(sizeof(ListedTile));
+  planner.add(kernel, std::min(order.tiles, room),
+              [order](const Launcher& launcher, const Launch& launch) { start_forward(launcher, launch, order); });
 }
 
 }  // namespace fovea::cuda

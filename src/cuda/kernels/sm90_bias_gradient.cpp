@@ -2,7 +2,7 @@
 //
 // Candidates in order of preference; the first that fits the shared memory is taken. The figures were found by
 // measuring on an H200 (docs/design/spikes.md).
-#include "cuda/config/sm90_bias_gradient.h"
+#include "cuda/kernels/sm90_bias_gradient.h"
 #include "cuda/config/tensor_map_limits.h"
 
 #include <algorithm>
@@ -11,6 +11,9 @@
 
 #include "cuda/device/args.h"
 #include "cuda/device/sm90/bias_gradient_sizes.h"
+#include "cuda/kernels/backward_around.h"
+#include "cuda/launch/tensor_map.h"
+#include "math/softmax.h"
 
 namespace fovea::cuda {
 namespace {
@@ -105,6 +108,74 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
   return nullptr;
 }
 
+// Tiles of all planes.
+std::int64_t tiles_of_list(const BiasList& list, const Spec& spec) {
+  return list.planes * tiles_of(list.queries, sm90_bias_gradient_sizes(spec).rows) * tiles_of(list.keys, spec.step);
+}
+
+// Pieces that a plane's list is cut into.
+int chunks_of(const BiasList& list, const Spec& spec, const Target& target) {
+  // The fewest that leave little of the last wave empty; their sums are written and read again once.
+  constexpr std::int64_t kMostChunks = 64;
+  constexpr std::int64_t kMostBytes = std::int64_t{48} << 20;
+  constexpr double kFull = 0.95;
+  const std::int64_t tiles = tiles_of_list(list, spec);
+  const std::int64_t bytes = list.planes * list.queries * list.keys * std::int64_t{sizeof(float)};
+  std::int64_t most = std::min(kMostChunks, list.entries);
+  most = std::max<std::int64_t>(std::min(most, bytes > 0 ? kMostBytes / bytes : 1), 1);
+  int best = 1;
+  double best_fill = 0;
+  for (std::int64_t chunks = 1; chunks <= most; ++chunks) {
+    const std::int64_t waves = tiles_of(tiles * chunks, target.multiprocessors);
+    const double fill = static_cast<double>(tiles * chunks) /
+                        static_cast<double>(std::max<std::int64_t>(waves, 1) * target.multiprocessors);
+    if (fill > best_fill) {
+      best = static_cast<int>(chunks);
+      best_fill = fill;
+    }
+    if (fill >= kFull) {
+      break;
+    }
+  }
+  return best;
+}
+
+// Tensor maps of q, k, v and grad_out, and the tiles. again: those alone that the launch before has flagged.
+void start(const Launcher& launcher, const Launch& launch, int which, bool again, bool waits_first) {
+  const Spec& spec = launch.kernel.spec;
+  const Args& given = launcher.args();
+  const math::Rows& rows = launcher.call().rows;
+  const Sm90BiasGradientSizes sizes = sm90_bias_gradient_sizes(spec);
+  Args common = bias_gradient_args(launcher, which, launch.pieces);
+  if (which == 1) {  // as in Spec
+    std::swap(common.bias, common.bias2);
+  }
+  Sm90BiasGradientArgs args;
+  const auto map = [&](TensorMap& to, Has& has, const Tensor& tensor, i64 columns, int padded, i64 count, i64 heads,
+                       int box) {
+    encode(launcher.driver(), to, has,
+           map_of_rows(rows, tensor, spec.type, columns, count, heads, panel_columns(padded), box));
+  };
+  map(args.q, args.has_q, given.q, given.head_dim, spec.d, rows.rows_q, rows.heads_q, sizes.rows);
+  map(args.k, args.has_k, given.k, given.head_dim, spec.d, rows.rows_k, rows.heads_k, spec.step);
+  map(args.v, args.has_v, given.v, given.head_dim_v, spec.dv, rows.rows_k, rows.heads_k, spec.step);
+  map(args.grad_out, args.has_grad_out, given.grad_out, given.head_dim_v, spec.dv, rows.rows_q, rows.heads_q,
+      sizes.rows);
+  if (spec.softcap) {
+    const Problem& p = launcher.call().problem;
+    args.small_cap = math::SmallCap<float>::make(p.scale_or_default(), p.softcap);
+  }
+  const i64 heads = rows.batch() * rows.heads_q;
+  args.planes = static_cast<int>(common.bias_list > 0 ? heads / common.bias_list : 0);
+  args.tiles = static_cast<int>(tiles_of(common.bias_rows, sizes.rows) * tiles_of(common.bias_keys, spec.step) *
+                                args.planes * common.bias_chunks);
+  args.group = static_cast<int>(rows.heads_q / std::max<std::int64_t>(rows.heads_k, 1));
+  args.flags = launcher.region<u32>(which == 0 ? Region::kBiasFlags : Region::kBiasFlags2);
+  args.ticket = again ? nullptr : given.bias_tickets + which;
+  args.waits_first = again || waits_first;
+  launcher.launch(launch, common, args);
+}
+
 }  // namespace
 
 Choice sm90_bias_gradient(const Call& call, const Operands& operands, const Target& target, BiasTile type, int which,
@@ -158,40 +229,34 @@ Choice sm90_bias_gradient(const Call& call, const Operands& operands, const Targ
   return choice;
 }
 
-Kernel sm90_bias_gradient_inside(const Kernel& outside) {
-  Kernel kernel = outside;
-  kernel.spec.bias_outside = false;
-  return kernel;
-}
-
-std::int64_t sm90_bias_gradient_tiles(const BiasList& list, const Spec& spec) {
-  return list.planes * tiles_of(list.queries, sm90_bias_gradient_sizes(spec).rows) * tiles_of(list.keys, spec.step);
-}
-
-int sm90_bias_gradient_chunks(const BiasList& list, const Spec& spec, const Target& target) {
-  // The fewest that leave little of the last wave empty; their sums are written and read again once.
-  constexpr std::int64_t kMostChunks = 64;
-  constexpr std::int64_t kMostBytes = std::int64_t{48} << 20;
-  constexpr double kFull = 0.95;
-  const std::int64_t tiles = sm90_bias_gradient_tiles(list, spec);
-  const std::int64_t bytes = list.planes * list.queries * list.keys * std::int64_t{sizeof(float)};
-  std::int64_t most = std::min(kMostChunks, list.entries);
-  most = std::max<std::int64_t>(std::min(most, bytes > 0 ? kMostBytes / bytes : 1), 1);
-  int best = 1;
-  double best_fill = 0;
-  for (std::int64_t chunks = 1; chunks <= most; ++chunks) {
-    const std::int64_t waves = tiles_of(tiles * chunks, target.multiprocessors);
-    const double fill = static_cast<double>(tiles * chunks) /
-                        static_cast<double>(std::max<std::int64_t>(waves, 1) * target.multiprocessors);
-    if (fill > best_fill) {
-      best = static_cast<int>(chunks);
-      best_fill = fill;
-    }
-    if (fill >= kFull) {
-      break;
-    }
+void add_sm90_bias_gradient(Planner& planner, const Kernel& kernel, const BiasList& list, int which) {
+  const std::int64_t numbers = list.queries * list.keys;
+  const int chunks = chunks_of(list, kernel.spec, planner.target());
+  const std::int64_t tiles = tiles_of_list(list, kernel.spec) * chunks;
+  const std::int64_t blocks = std::min<std::int64_t>(tiles, planner.target().multiprocessors);
+  reserve_bias_sum(planner, which, chunks, list.planes * numbers);
+  constexpr std::int64_t kBiases = 2;
+  if (!planner.workspace().has(Region::kSchedule)) {
+    planner.workspace().add(Region::kSchedule, kBiases * std::int64_t{sizeof(u32)});
   }
-  return best;
+  const auto add = [&](const Kernel& one, bool again) {
+    const bool waits_first = planner.follows("backward_prepare");
+    planner.add(
+        one, blocks,
+        [which, again, waits_first](const Launcher& launcher, const Launch& launch) {
+          start(launcher, launch, which, again, waits_first);
+        },
+        1, chunks);
+  };
+  add(kernel, false);
+  if (kernel.spec.bias_outside) {
+    planner.workspace().add(which == 0 ? Region::kBiasFlags : Region::kBiasFlags2,
+                            tiles * kernel.spec.warps * std::int64_t{sizeof(u32)});
+    Kernel inside = kernel;
+    inside.spec.bias_outside = false;
+    add(inside, true);
+  }
+  add_bias_sum(planner, kernel.spec.grad_bias, which, chunks, list.planes, numbers);
 }
 
 }  // namespace fovea::cuda

@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Tile sizes of the generic forward. The figures were found by measuring on an H200 (bench/results); what a device has
-// not the shared memory for goes to the next candidate.
-#include "cuda/config/generic_forward.h"
+// The figures were found by measuring on an H200 (bench/results); what a device has not the shared memory for goes to
+// the next candidate.
+#include "cuda/kernels/generic_forward.h"
+
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <string_view>
 #include <vector>
 
 #include "cuda/device/generic/sizes.h"
+#include "cuda/launch/launcher.h"
 
 namespace fovea::cuda {
 namespace {
@@ -124,6 +127,24 @@ Spec features_of(const Operands& operands, const Target& target) {
   return spec;
 }
 
+// Blocks of either's grid: tiles of queries of every head, and pieces of O's columns.
+std::int64_t forward_blocks(const Call& call, const Kernel& kernel) {
+  const Spec& spec = kernel.spec;
+  const bool wide = std::string_view(kernel.name) == "generic_wide_forward";
+  const std::int64_t rows = wide ? wide_forward_rows(spec) : forward_rows(spec);
+  return (call.rows.limit_q + rows - 1) / rows * call.rows.batch() * call.rows.heads_q *
+         (wide ? wide_forward_chunks(spec) : 1);
+}
+
+// Of the forwards, and of what puts the parts of split keys together.
+void start(const Launcher& launcher, const Launch& launch) {
+  Args args = launcher.args();
+  args.splits = launch.pieces;
+  args.partial_out = launcher.region<float>(Region::kPartialOut);
+  args.partial_sum = launcher.region<float>(Region::kPartialSum);
+  launcher.launch_in_pieces(launch, args);
+}
+
 }  // namespace
 
 Choice generic_forward(const Call& call, const Operands& operands, const Target& target) {
@@ -184,12 +205,34 @@ Choice generic_wide_forward(const Call&, const Operands& operands, const Target&
   return choice;
 }
 
-std::int64_t forward_blocks(const Call& call, const Kernel& kernel) {
-  const Spec& spec = kernel.spec;
-  const bool wide = std::string_view(kernel.name) == "generic_wide_forward";
-  const std::int64_t rows = wide ? wide_forward_rows(spec) : forward_rows(spec);
-  return (call.rows.limit_q + rows - 1) / rows * call.rows.batch() * call.rows.heads_q *
-         (wide ? wide_forward_chunks(spec) : 1);
+// Where the queries alone keep too few multiprocessors busy, keys are split among blocks.
+void add_generic_forward(Planner& planner, const Kernel& kernel) {
+  constexpr std::int64_t kLeastSteps = 4;  // of a part
+  const math::Rows& rows = planner.call().rows;
+  const std::int64_t blocks = forward_blocks(planner.call(), kernel);
+  const std::int64_t room = std::int64_t{planner.target().multiprocessors} * kernel.spec.ctas;
+  const std::int64_t steps = rows.limit_k / kernel.spec.step;
+  const std::int64_t splits = blocks > 0 ? std::min(room / blocks, steps / kLeastSteps) : 1;
+  if (splits < 2) {
+    planner.add(kernel, blocks, start);
+    return;
+  }
+  Kernel splitting = kernel;
+  splitting.spec.split = true;
+  const std::int64_t all = splits * padded_rows(rows) * rows.heads_q;
+  planner.workspace().add(Region::kPartialOut, all * kernel.spec.dv * std::int64_t{sizeof(float)});
+  planner.workspace().add(Region::kPartialSum, all * 2 * std::int64_t{sizeof(float)});
+  Kernel combine;
+  combine.file = "generic/combine.cuh";
+  combine.name = "generic_combine";
+  combine.spec = planner.small(kernel.spec.type);
+  combine.spec.dv = kernel.spec.dv;
+  combine.spec.ragged = kernel.spec.ragged;
+  combine.threads = kCombineRows * 32;
+  planner.add(splitting, blocks * splits, start, 1, static_cast<int>(splits));
+  planner.add(combine, Planner::tiles_of(rows.limit_q, kCombineRows) * rows.batch() * rows.heads_q, start, 1,
+              static_cast<int>(splits));
+  planner.say(fmt::format("; keys in {} parts", splits));
 }
 
 }  // namespace fovea::cuda

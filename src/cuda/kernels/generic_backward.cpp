@@ -2,13 +2,14 @@
 //
 // Candidates in order of preference; the first that fits the shared memory is taken. The figures were found by
 // measuring on an H200 (bench/results).
-#include "cuda/config/generic_backward.h"
+#include "cuda/kernels/generic_backward.h"
 
 #include <algorithm>
 #include <string_view>
 #include <vector>
 
 #include "cuda/device/generic/backward_sizes.h"
+#include "cuda/kernels/backward_around.h"
 
 namespace fovea::cuda {
 namespace {
@@ -300,6 +301,51 @@ Choice resident_backward(const Spec& spec, const Target& target) {
                 wide_backward_shared_bytes);
 }
 
+// ---- blocks of the grids ----
+
+std::int64_t backward_blocks(const Call& call, const Kernel& kernel) {
+  const Spec& spec = kernel.spec;
+  const std::string_view name = kernel.name;
+  std::int64_t results = 1;  // blocks that share the columns of dK and dV
+  int keys = backward_keys(spec);
+  if (name == "generic_wide_backward") {
+    keys = wide_backward_keys(spec);
+  } else if (name == "generic_chunked_backward") {
+    results = tiles_of(chunked_columns(call.problem.head_dim), spec.dv) +
+              tiles_of(chunked_columns(call.problem.head_dim_v), spec.dv);
+  }
+  return tiles_of(call.rows.limit_k, keys) * call.rows.batch() * call.rows.heads_k * results;
+}
+
+std::int64_t backward_dq_blocks(const Call& call, const Kernel& kernel) {
+  const Spec& spec = kernel.spec;
+  const bool is_chunked = std::string_view(kernel.name) == "generic_chunked_backward_dq";
+  const std::int64_t results =
+      is_chunked ? tiles_of(chunked_columns(call.problem.head_dim), spec.dv) : std::int64_t{spec.grid_o};
+  return tiles_of(call.rows.limit_q, backward_dq_rows(spec)) * call.rows.batch() * call.rows.heads_q * results;
+}
+
+// Of one plane and one chunk.
+std::int64_t bias_gradient_blocks(std::int64_t bias_rows, std::int64_t bias_keys, const Kernel& kernel) {
+  const Spec& spec = kernel.spec;
+  const bool is_chunked = std::string_view(kernel.name) == "generic_chunked_bias_gradient";
+  const int rows = is_chunked ? chunked_backward_rows(spec) : bias_gradient_rows(spec);
+  return tiles_of(bias_rows, rows) * tiles_of(bias_keys, spec.step);
+}
+
+// Pieces that the list of a plane is cut into, so that every multiprocessor has work.
+int bias_gradient_chunks(std::int64_t blocks, std::int64_t list, const Spec& spec, const Target& target) {
+  // Three waves: a chunk's sums are written and read again once, which costs more than a ragged last wave.
+  constexpr std::int64_t kWaves = 3;
+  const std::int64_t wanted = kWaves * spec.ctas * target.multiprocessors;
+  if (blocks <= 0 || blocks >= wanted) {
+    return 1;
+  }
+  return static_cast<int>(std::clamp<std::int64_t>(wanted / blocks, 1, std::max<std::int64_t>(list, 1)));
+}
+
+void start(const Launcher& launcher, const Launch& launch) { launcher.launch_in_pieces(launch, launcher.args()); }
+
 }  // namespace
 
 bool backward_adds_dq(const Spec& features, const Target& target, bool column_sum) {
@@ -355,43 +401,26 @@ Choice generic_bias_gradient(const Spec& features, const Target& target, BiasTil
   return chunked("generic_chunked_bias_gradient", spec, target, chunked_bias_gradient_shared_bytes);
 }
 
-std::int64_t backward_blocks(const Call& call, const Kernel& kernel) {
-  const Spec& spec = kernel.spec;
-  const std::string_view name = kernel.name;
-  std::int64_t results = 1;  // blocks that share the columns of dK and dV
-  int keys = backward_keys(spec);
-  if (name == "generic_wide_backward") {
-    keys = wide_backward_keys(spec);
-  } else if (name == "generic_chunked_backward") {
-    results = tiles_of(chunked_columns(call.problem.head_dim), spec.dv) +
-              tiles_of(chunked_columns(call.problem.head_dim_v), spec.dv);
-  }
-  return tiles_of(call.rows.limit_k, keys) * call.rows.batch() * call.rows.heads_k * results;
+void add_generic_backward(Planner& planner, const Kernel& kernel) {
+  planner.add(kernel, backward_blocks(planner.call(), kernel), start);
 }
 
-std::int64_t backward_dq_blocks(const Call& call, const Kernel& kernel) {
-  const Spec& spec = kernel.spec;
-  const bool is_chunked = std::string_view(kernel.name) == "generic_chunked_backward_dq";
-  const std::int64_t results =
-      is_chunked ? tiles_of(chunked_columns(call.problem.head_dim), spec.dv) : std::int64_t{spec.grid_o};
-  return tiles_of(call.rows.limit_q, backward_dq_rows(spec)) * call.rows.batch() * call.rows.heads_q * results;
+void add_generic_backward_dq(Planner& planner, const Kernel& kernel) {
+  planner.add(kernel, backward_dq_blocks(planner.call(), kernel), start);
 }
 
-std::int64_t bias_gradient_blocks(std::int64_t bias_rows, std::int64_t bias_keys, const Kernel& kernel) {
-  const Spec& spec = kernel.spec;
-  const bool is_chunked = std::string_view(kernel.name) == "generic_chunked_bias_gradient";
-  const int rows = is_chunked ? chunked_backward_rows(spec) : bias_gradient_rows(spec);
-  return tiles_of(bias_rows, rows) * tiles_of(bias_keys, spec.step);
-}
-
-int bias_gradient_chunks(std::int64_t blocks, std::int64_t list, const Spec& spec, const Target& target) {
-  // Three waves: a chunk's sums are written and read again once, which costs more than a ragged last wave.
-  constexpr std::int64_t kWaves = 3;
-  const std::int64_t wanted = kWaves * spec.ctas * target.multiprocessors;
-  if (blocks <= 0 || blocks >= wanted) {
-    return 1;
-  }
-  return static_cast<int>(std::clamp<std::int64_t>(wanted / blocks, 1, std::max<std::int64_t>(list, 1)));
+void add_generic_bias_gradient(Planner& planner, const Kernel& kernel, const BiasList& list, int which) {
+  const std::int64_t blocks = list.planes * bias_gradient_blocks(list.queries, list.keys, kernel);
+  const int chunks = bias_gradient_chunks(blocks, list.entries, kernel.spec, planner.target());
+  const std::int64_t numbers = list.queries * list.keys;
+  reserve_bias_sum(planner, which, chunks, list.planes * numbers);
+  planner.add(
+      kernel, blocks * chunks,
+      [which](const Launcher& launcher, const Launch& launch) {
+        launcher.launch_in_pieces(launch, bias_gradient_args(launcher, which, launch.pieces));
+      },
+      1, chunks);
+  add_bias_sum(planner, kernel.spec.grad_bias, which, chunks, list.planes, numbers);
 }
 
 }  // namespace fovea::cuda

@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Tile sizes of the generic backward's kernels: pure functions of the features, the GPU's shared memory, and what is
-// wanted of the kernel.
+// The generic backward's kernels: tile sizes, from the features, the GPU's shared memory and what a kernel is wanted
+// for; and their launches.
 #pragma once
 
-#include "cuda/config/kernel.h"
-#include "cuda/config/operands.h"
-#include "cuda/config/target.h"
+#include "cuda/planner.h"
 
 namespace fovea::cuda {
 
@@ -33,12 +31,18 @@ Choice generic_backward_dq(const Spec& features, const Target& target, bool dq, 
 // The gradient of a bias with queries and keys, of this type.
 Choice generic_bias_gradient(const Spec& features, const Target& target, BiasTile type);
 
-// Blocks of their grids. For a bias gradient: of one plane and one chunk.
-std::int64_t backward_blocks(const Call& call, const Kernel& kernel);
-std::int64_t backward_dq_blocks(const Call& call, const Kernel& kernel);
-std::int64_t bias_gradient_blocks(std::int64_t bias_rows, std::int64_t bias_keys, const Kernel& kernel);
+// Their launches.
+void add_generic_backward(Planner& planner, const Kernel& kernel);
+void add_generic_backward_dq(Planner& planner, const Kernel& kernel);
 
-// Pieces that the list of a plane is cut into, so that every multiprocessor has work.
-int bias_gradient_chunks(std::int64_t blocks, std::int64_t list, const Spec& spec, const Target& target);
+// What a plane of a bias's gradient is the sum of.
+struct BiasList {
+  std::int64_t planes = 0;
+  std::int64_t entries = 0;  // (b, h) pairs that share a plane
+  std::int64_t queries = 0;
+  std::int64_t keys = 0;
+};
+// The gradient of bias (which = 0) or bias2 (1), and the sum of its list's chunks.
+void add_generic_bias_gradient(Planner& planner, const Kernel& kernel, const BiasList& list, int which);
 
 }  // namespace fovea::cuda

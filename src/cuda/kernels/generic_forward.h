@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Which of the generic forwards takes a problem, and with which tiles: pure functions of the problem and the target.
+// The generic forwards: which of them takes a problem, with which tiles, and their launches.
 #pragma once
 
-#include "cuda/config/kernel.h"
-#include "cuda/config/operands.h"
-#include "cuda/config/target.h"
+#include "cuda/planner.h"
 
 namespace fovea::cuda {
 
@@ -15,7 +13,7 @@ Choice generic_forward(const Call& call, const Operands& operands, const Target&
 // The generic forward with P in shared memory, for what the other has not the registers for: any head_dim.
 Choice generic_wide_forward(const Call& call, const Operands& operands, const Target& target);
 
-// Blocks of either's grid: tiles of queries of every head, and pieces of O's columns.
-std::int64_t forward_blocks(const Call& call, const Kernel& kernel);
+// The launch of either, and of what puts the parts of split keys together.
+void add_generic_forward(Planner& planner, const Kernel& kernel);
 
 }  // namespace fovea::cuda

@@ -1,17 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What sm90_backward serves and its tile sizes. The figures were found by measuring on an H200
-// (docs/design/spikes.md); what leaves no room in shared memory goes to the next candidate.
-#include "cuda/config/sm90_backward.h"
+// The figures were found by measuring on an H200 (docs/design/spikes.md); what leaves no room in shared memory goes to
+// the next candidate.
+#include "cuda/kernels/sm90_backward.h"
 #include "cuda/config/tensor_map_limits.h"
+
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
 #include "cuda/device/args.h"
+#include "cuda/device/sm90/backward_args.h"
 #include "cuda/device/sm90/backward_sizes.h"
+#include "cuda/device/sm90/forward_sizes.h"
+#include "cuda/launch/launcher.h"
+#include "cuda/launch/tensor_map.h"
 #include "math/band.h"
+#include "math/softmax.h"
 
 namespace fovea::cuda {
 namespace {
@@ -256,6 +263,16 @@ bool is_mask_alone(const Call& call, const Operands& operands, Spec spec) {
                      [](const Term& term) { return term.to == Region::kKeyTerm && term.biases.empty(); });
 }
 
+// Blocks of keys (sm90_wide_backward: of two blocks), of a head and of all heads.
+std::int64_t key_blocks_of(const Call& call, const Spec& spec) {
+  const std::int64_t keys = sm90_backward_sizes(spec).keys;
+  return (call.rows.limit_k + keys - 1) / keys;
+}
+
+std::int64_t items_of(const Call& call, const Spec& spec) {
+  return key_blocks_of(call, spec) * call.rows.batch() * call.rows.heads_k;
+}
+
 // Steps of a head's blocks of keys with sequences as long as they may be.
 struct StepsOfKeys {
   std::int64_t longest = 0;
@@ -290,7 +307,7 @@ int best_parts(const Call& call, const Spec& spec, const Target& target) {
   constexpr std::int64_t kMostParts = 64;
   constexpr std::int64_t kMostRounds = 3;  // which bounds the memory of sums, too
   const std::int64_t blocks = in_clusters(spec) ? target.multiprocessors / 2 : target.multiprocessors;
-  const std::int64_t items = sm90_backward_items(call, spec);
+  const std::int64_t items = items_of(call, spec);
   if (items == 0 || items >= blocks) {
     return 1;
   }
@@ -355,7 +372,7 @@ bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, cons
     if (spec.ordered && !spec.bulk && !clusters) {
       continue;
     }
-    if (spec.same_step && (spec.direct || sm90_backward_items(call, spec) < target.multiprocessors)) {
+    if (spec.same_step && (spec.direct || items_of(call, spec) < target.multiprocessors)) {
       continue;
     }
     kernel.threads = sm90_backward_sizes(spec).threads;
@@ -365,6 +382,119 @@ bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, cons
     }
   }
   return false;
+}
+
+// What sm90_backward_mask writes: 64 queries a row.
+Box mask_tiles(const Box& words) {
+  constexpr std::int64_t kQueries = 64;
+  Box box = words;
+  box.rows = (words.rows + 2 * kQueries - 1) / (2 * kQueries) * 2;
+  box.width = words.width * kQueries;
+  return box;
+}
+
+// ---- the order of the blocks ----
+
+// Key heads whose blocks are begun by turns, the longest first: 1 where all are as long.
+std::int64_t heads_in_turn(const Call& call, const Spec& spec, const Target& target) {
+  if (call.problem.window_left >= 0 || spec.ordered || spec.ragged || spec.stores_first) {
+    return 1;
+  }
+  constexpr std::int64_t kRounds = 2;  // 4: level; all heads by turns: up to 15% slower, they leave L2
+  const std::int64_t blocks = in_clusters(spec) ? target.multiprocessors / 2 : target.multiprocessors;
+  const std::int64_t heads = call.rows.batch() * call.rows.heads_k;
+  const std::int64_t wanted =
+      (kRounds * blocks + key_blocks_of(call, spec) - 1) / std::max<std::int64_t>(key_blocks_of(call, spec), 1);
+  const std::int64_t turns = std::max<std::int64_t>(heads / std::max<std::int64_t>(wanted, 1), 1);
+  return std::max<std::int64_t>((heads + turns - 1) / turns, 1);
+}
+
+// Under a causal mask the blocks of a head have unequal lengths. Where heads follow one another (stores_first), blocks
+// of the last heads, which run at the end, begin with the longest: a long block that begins last would run alone. All
+// heads in such an order would wait for one another's first sums.
+std::int64_t last_turn(const Call& call, const Spec& spec, const Target& target) {
+  const std::int64_t heads = call.rows.batch() * call.rows.heads_k;
+  if (!spec.banded || spec.left_edge || spec.ordered || spec.ragged || !spec.stores_first) {
+    return heads;
+  }
+  // Found by measuring on an H200: 8 are too few for short sequences; a head of more blocks fills the chip by itself.
+  constexpr std::int64_t kLastHeads = 16;
+  const bool fills = 2 * key_blocks_of(call, spec) > target.multiprocessors;
+  return fills ? heads : std::max<std::int64_t>(heads - kLastHeads, 0);
+}
+
+// ---- arguments ----
+
+void start_mask(const Launcher& launcher, const Launch& launch) {
+  launcher.launch(launch, MaskTilesArgs{launcher.region<u32>(Region::kMaskBits),
+                                        launcher.region<u32>(Region::kMaskTiles), launcher.operands().mask_box});
+}
+
+KeyParts key_parts(const Launcher& launcher, const Spec& spec, const Sm90KeyOrder& order) {
+  const math::Rows& rows = launcher.call().rows;
+  KeyParts parts;
+  if (order.parts > 1) {
+    parts.count = order.parts;
+    parts.head_rows = static_cast<int>(order.head_rows);
+    parts.rows = rows.batch() * rows.heads_k * parts.head_rows;
+    parts.dk = launcher.region<float>(Region::kKeySums);
+    if (parts.dk != nullptr) {
+      parts.dv = parts.dk + parts.count * parts.rows * spec.d;
+    }
+  }
+  return parts;
+}
+
+void start_backward(const Launcher& launcher, const Launch& launch, const Sm90KeyOrder& order) {
+  const Spec& spec = launch.kernel.spec;
+  const Args& common = launcher.args();
+  const Call& call = launcher.call();
+  const math::Rows& rows = call.rows;
+  Sm90BackwardArgs args;
+  const auto map = [&](TensorMap& to, Has& has, const Mapped& what) { encode(launcher.driver(), to, has, what); };
+  const auto of_rows = [&](TensorMap& to, Has& has, const Tensor& tensor, i64 columns, int panel, i64 count, i64 heads,
+                           int box) {
+    map(to, has, map_of_rows(rows, tensor, spec.type, columns, count, heads, panel, box));
+  };
+  const int group_keys = 64 * spec.tiles;
+  const bool wide = in_clusters(spec);
+  const int panel_d = wide ? sm90_wide_panel(spec.d) : sm90_backward_panel_d(spec);
+  const int panel_v = wide ? panel_columns(spec.dv / 2) : sm90_backward_panel_v(spec);
+  of_rows(args.q, args.has_q, common.q, common.head_dim, panel_d, rows.rows_q, rows.heads_q, spec.step);
+  of_rows(args.grad_out, args.has_grad_out, common.grad_out, common.head_dim_v, panel_v, rows.rows_q, rows.heads_q,
+          spec.step);
+  of_rows(args.k, args.has_k, common.k, common.head_dim, panel_d, rows.rows_k, rows.heads_k, group_keys);
+  of_rows(args.v, args.has_v, common.v, common.head_dim_v, panel_v, rows.rows_k, rows.heads_k, group_keys);
+  const auto of_bias = [&](TensorMap& to, Has& has, const Tensor& tensor, BiasTile type) {
+    if (type != BiasTile::kNone) {
+      map(to, has, map_of_bias(rows, tensor, type, bias_panel_columns(type), spec.step));
+    }
+  };
+  of_bias(args.bias, args.has_bias, common.bias, spec.bias);
+  of_bias(args.bias2, args.has_bias2, common.bias2, spec.bias2);
+  if (spec.dbias_store) {
+    constexpr int kPanel = 64;
+    const bool in_place = launcher.operands().grad_bias_pack >= 0;
+    map(args.grad_bias, args.has_grad_bias,
+        {in_place ? common.bias : Launcher::tensor(call.grad_bias), map_type(spec.type), call.problem.seqlen_k,
+         call.problem.seqlen_q, rows.heads_q, rows.batch2, rows.batch1, kPanel, spec.step});
+  }
+  if (spec.mask) {
+    args.mask = {launcher.region<u32>(Region::kMaskTiles), mask_tiles(launcher.operands().mask_box).strides()};
+  }
+  args.key_blocks = static_cast<int>(order.key_blocks);
+  args.blocks = static_cast<int>(order.items) * order.parts;
+  args.heads_in_turn = static_cast<int>(order.heads_in_turn);
+  args.last_turn = static_cast<int>(order.last_turn);
+  args.heads_k = static_cast<int>(rows.heads_k);
+  args.group = static_cast<int>(rows.heads_q / std::max<std::int64_t>(rows.heads_k, 1));
+  args.batch2 = static_cast<int>(rows.batch2);
+  const auto band = math::Band<int>::make(0, 0, common.causal, common.window_left, common.window_right, false);
+  args.low = band.low;
+  args.high = band.high;
+  args.scale_log2 = common.scale * math::kLog2E;
+  args.parts = key_parts(launcher, spec, order);
+  launcher.launch(launch, common, args);
 }
 
 }  // namespace
@@ -404,74 +534,73 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
   return choice;
 }
 
-Box sm90_backward_mask_box(const Box& words) {
-  constexpr std::int64_t kQueries = 64;
-  Box box = words;
-  box.rows = (words.rows + 2 * kQueries - 1) / (2 * kQueries) * 2;
-  box.width = words.width * kQueries;
-  return box;
-}
-
-std::int64_t sm90_backward_key_blocks(const Call& call, const Spec& spec) {
-  const std::int64_t keys = sm90_backward_sizes(spec).keys;
-  return (call.rows.limit_k + keys - 1) / keys;
-}
-
-std::int64_t sm90_backward_head_rows(const Call& call, const Spec& spec) {
-  return sm90_backward_key_blocks(call, spec) * sm90_backward_sizes(spec).keys;
-}
-
-std::int64_t sm90_backward_items(const Call& call, const Spec& spec) {
-  return sm90_backward_key_blocks(call, spec) * call.rows.batch() * call.rows.heads_k;
-}
-
-int sm90_backward_parts(const Call& call, const Spec& spec, const Target& target) {
-  return spec.key_parts ? best_parts(call, spec, target) : 1;
-}
-
-std::int64_t sm90_backward_blocks(const Call& call, const Spec& spec, const Target& target) {
-  const std::int64_t items = sm90_backward_items(call, spec) * sm90_backward_parts(call, spec, target);
-  return in_clusters(spec) ? 2 * items : std::min<std::int64_t>(items, target.multiprocessors);
-}
-
-std::int64_t sm90_backward_heads_in_turn(const Call& call, const Spec& spec, const Target& target) {
-  if (call.problem.window_left >= 0 || spec.ordered || spec.ragged || spec.stores_first) {
-    return 1;
-  }
-  constexpr std::int64_t kRounds = 2;  // 4: level; all heads by turns: up to 15% slower, they leave L2
-  const std::int64_t blocks = in_clusters(spec) ? target.multiprocessors / 2 : target.multiprocessors;
-  const std::int64_t heads = call.rows.batch() * call.rows.heads_k;
-  const std::int64_t wanted = (kRounds * blocks + sm90_backward_key_blocks(call, spec) - 1) /
-                              std::max<std::int64_t>(sm90_backward_key_blocks(call, spec), 1);
-  const std::int64_t turns = std::max<std::int64_t>(heads / std::max<std::int64_t>(wanted, 1), 1);
-  return std::max<std::int64_t>((heads + turns - 1) / turns, 1);
-}
-
-// Under a causal mask the blocks of a head have unequal lengths. Where heads follow one another (stores_first), blocks
-// of the last heads, which run at the end, begin with the longest: a long block that begins last would run alone. All
-// heads in such an order would wait for one another's first sums.
-std::int64_t sm90_backward_last_turn(const Call& call, const Spec& spec, const Target& target) {
-  const std::int64_t heads = call.rows.batch() * call.rows.heads_k;
-  if (!spec.banded || spec.left_edge || spec.ordered || spec.ragged || !spec.stores_first) {
-    return heads;
-  }
-  // Found by measuring on an H200: 8 are too few for short sequences; a head of more blocks fills the chip by itself.
-  constexpr std::int64_t kLastHeads = 16;
-  const bool fills = 2 * sm90_backward_key_blocks(call, spec) > target.multiprocessors;
-  return fills ? heads : std::max<std::int64_t>(heads - kLastHeads, 0);
-}
-
 Sm90KeyOrder sm90_key_order(const Call& call, const Spec& spec, const Target& target) {
-  return {.key_blocks = sm90_backward_key_blocks(call, spec),
-          .head_rows = sm90_backward_head_rows(call, spec),
-          .items = sm90_backward_items(call, spec),
-          .heads_in_turn = sm90_backward_heads_in_turn(call, spec, target),
-          .last_turn = sm90_backward_last_turn(call, spec, target)};
+  const std::int64_t key_blocks = key_blocks_of(call, spec);
+  return {.key_blocks = key_blocks,
+          .head_rows = key_blocks * sm90_backward_sizes(spec).keys,
+          .items = items_of(call, spec),
+          .parts = spec.key_parts ? best_parts(call, spec, target) : 1,
+          .heads_in_turn = heads_in_turn(call, spec, target),
+          .last_turn = last_turn(call, spec, target)};
 }
 
-bool sm90_backward_counts(const Call& call, const Spec& spec, const Target& target) {
-  const std::int64_t items = sm90_backward_items(call, spec) * sm90_backward_parts(call, spec, target);
-  return spec.ordered || (!in_clusters(spec) && items > target.multiprocessors);
+void reserve_sm90_backward(Planner& planner, const Spec& spec, const Sm90KeyOrder& order) {
+  const math::Rows& rows = planner.call().rows;
+  Workspace& workspace = planner.workspace();
+  if (order.parts > 1 && spec.dkv) {
+    workspace.add(Region::kKeySums, order.parts * rows.batch() * rows.heads_k * order.head_rows * (spec.d + spec.dv) *
+                                        std::int64_t{sizeof(float)});
+  }
+  // Blocks that take their keys from a counter, or add to dq in order.
+  const bool counts = !in_clusters(spec) && order.items * order.parts > planner.target().multiprocessors;
+  if (spec.stores_first || spec.ordered || counts) {
+    constexpr std::int64_t kRowsOfATurn = 64;
+    workspace.add(Region::kTurns, (1 + padded_rows(rows) * rows.heads_q / kRowsOfATurn) * std::int64_t{sizeof(u32)});
+  }
+}
+
+void add_sm90_backward_mask(Planner& planner) {
+  const Box& words = planner.operands().mask_box;
+  planner.workspace().add(Region::kMaskTiles, mask_tiles(words).count() * std::int64_t{sizeof(u32)});
+  Kernel kernel;
+  kernel.file = "sm90/backward_mask.cuh";
+  kernel.name = "sm90_backward_mask";
+  kernel.spec = planner.small();
+  constexpr std::int64_t kQueries = 64;
+  const std::int64_t threads = words.planes() * Planner::tiles_of(words.rows, kQueries) * words.width * 32;
+  planner.add(kernel, Planner::striding_blocks(threads, planner.target()), start_mask);
+}
+
+void add_sm90_backward(Planner& planner, const Kernel& kernel, const Sm90KeyOrder& order) {
+  const std::int64_t items = order.items * order.parts;
+  planner.add(
+      kernel, in_clusters(kernel.spec) ? 2 * items : std::min<std::int64_t>(items, planner.target().multiprocessors),
+      [order](const Launcher& launcher, const Launch& launch) { start_backward(launcher, launch, order); }, 1,
+      order.parts);
+  if (order.parts > 1) {
+    planner.say_kernel(fmt::format(", a block of keys in {} parts", order.parts));
+  }
+}
+
+void add_sm90_backward_parts(Planner& planner, const Spec& main, const Sm90KeyOrder& order,
+                             std::int64_t convert_blocks) {
+  const math::Rows& rows = planner.call().rows;
+  Kernel kernel;
+  kernel.file = "sm90/backward_parts.cuh";
+  kernel.name = "sm90_backward_parts";
+  kernel.spec = planner.small(main.type);
+  kernel.spec.d = main.d;
+  kernel.spec.dv = main.dv;
+  kernel.spec.dq = main.dq && !main.direct;
+  kernel.spec.stores_first = main.stores_first;
+  kernel.spec.same_step = main.same_step;  // how dq_sum lies
+  kernel.spec.key_parts = true;
+  const std::int64_t key_rows = rows.batch() * rows.heads_k * order.head_rows;
+  const std::int64_t blocks = sm90_parts_blocks(key_rows, main.d) + sm90_parts_blocks(key_rows, main.dv);
+  const auto start = [main, order](const Launcher& launcher, const Launch& launch) {
+    launcher.launch(launch, launcher.args(), key_parts(launcher, main, order));
+  };
+  planner.add(kernel, blocks + convert_blocks, start, 1, order.parts);
 }
 
 }  // namespace fovea::cuda
