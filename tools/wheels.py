@@ -266,6 +266,10 @@ def main():
     out.mkdir(parents=True, exist_ok=True)
     work.mkdir(parents=True, exist_ok=True)
     os.environ["SOURCE_DATE_EPOCH"] = epoch()
+    for scope in ("GLOBAL", "LOCAL"):  # zig keeps every object; what was built elsewhere must not decide about the bits
+        os.environ[f"ZIG_{scope}_CACHE_DIR"] = str(work / "zig-cache")
+    for scope in ("C", "CXX"):  # the scripts of compiler() are all alike to a compiler cache
+        os.environ.pop(f"CMAKE_{scope}_COMPILER_LAUNCHER", None)
     for old in [*out.glob("fovea_attention-*.whl"), *out.glob("fovea_attention-*.tar.gz")]:
         old.unlink()
     sdist = build_sdist(stage(work), out)

@@ -11,9 +11,11 @@ examples:
   bench/cpu/run.py                                  everything, a table
   bench/cpu/run.py --filter bias --rounds 5         some rows, more rounds
   bench/cpu/run.py --json bench/results/cpu.json    what the README's table is made from
+  bench/cpu/run.py --beside dist/libfovea.so        this build's speed over another's, by turns, one thread
 """
 
 import argparse
+import contextlib
 import datetime
 import os
 import re
@@ -27,8 +29,11 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tools")]
-import fovea  # noqa: E402
+import ml_dtypes  # noqa: E402
 import records  # noqa: E402
+
+import fovea  # noqa: E402
+from fovea import _api, _library, _problem  # noqa: E402
 
 CORE_TYPES = ["", "HASWELL", "ZEN", "SKYLAKEX", "COOPERLAKE", "SAPPHIRERAPIDS"]
 
@@ -86,16 +91,16 @@ class Case:
             np.testing.assert_allclose(self.out[0][0, i, 0].astype(np.float64), o, atol=tolerance)
             np.testing.assert_allclose(grads.q[0, i, 0].astype(np.float64), dq, atol=tolerance * 4)
 
-    def measure(self, seconds):
+    def measure(self, seconds, threads=None, clock=time.perf_counter):
         """Best seconds of one forward and of one backward within this round."""
-        fovea.set_num_threads(self.threads)
+        fovea.set_num_threads(self.threads if threads is None else threads)
         best = [float("inf"), float("inf")]
         end = time.perf_counter() + seconds
         while True:
             for which, call in enumerate((self.forward, self.backward)):
-                start = time.perf_counter()
+                start = clock()
                 call()
-                best[which] = min(best[which], time.perf_counter() - start)
+                best[which] = min(best[which], clock() - start)
             if time.perf_counter() > end:
                 fovea.set_num_threads(0)
                 return best
@@ -114,6 +119,56 @@ def cases():
     yield Case("S=2048 D=64, fp16", dtype=np.float16)
 
 
+def cases_beside():
+    """Rows of one thread for --beside: every type, head dimensions with and without a rest."""
+    for dtype in (np.float32, ml_dtypes.bfloat16, np.float16, np.float64):
+        for dim in (64, 128):
+            yield Case(f"S=1024 D={dim}, {np.dtype(dtype).name}", heads=4, seqlen=1024, dim=dim, dtype=dtype)
+    yield Case("S=1024 D=80, float32", heads=4, seqlen=1024, dim=80)
+    yield Case("S=1024 D=64 causal", heads=4, seqlen=1024, causal=True)
+    yield Case("S=1024 D=64, bias and its gradient", heads=4, seqlen=1024, bias=True)
+    yield Case("S=1024 D=64, dropout 0.1", heads=4, seqlen=1024, dropout_p=0.1, seed=1)
+
+
+@contextlib.contextmanager
+def called(library):
+    """Inside of it the package calls this library."""
+    modules, own = (_api, _library, _problem), _library.lib
+    try:
+        for module in modules:
+            module.lib = library
+        yield
+    finally:
+        for module in modules:
+            module.lib = own
+
+
+def beside(path, chosen, rounds, seconds):
+    """The other library's time over ours by turns, in the time of this one thread's processor: what else runs on the
+    machine counts less. Over 1, ours is faster."""
+    other = _library._load(path, older=True)
+    names = ("forward", "backward")
+    print(f"{path}: its time over that of {_library.path}, medians of {rounds} turns (least to most)")
+    rows = []
+    for case in chosen:
+        with called(other):
+            case.check()
+        case.check()
+        ratios = {name: [] for name in names}
+        for turn in range(rounds):
+            times = {}
+            for library in (other, _library.lib) if turn % 2 else (_library.lib, other):
+                with called(library):
+                    times[library] = case.measure(seconds, threads=1, clock=time.thread_time)
+            for which, name in enumerate(names):
+                ratios[name].append(times[other][which] / times[_library.lib][which])
+        rows.append({"name": case.name, **ratios})
+        print(f"{case.name:42}" + "  ".join(
+            f"{name} {statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})" for name, values in ratios.items()),
+            flush=True)  # fmt: skip
+    return rows
+
+
 def matmul(build, name, core_type, n, seconds):
     binary = build / f"bench/cpu/matmul_{name}"
     if not binary.exists():
@@ -130,11 +185,18 @@ def main():
     parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds (3)")
     parser.add_argument("--seconds", type=float, default=1.5, help="per case and round (1.5)")
     parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--beside", type=Path, metavar="LIBRARY", help="compare with another build's libfovea.so instead")
     arguments = parser.parse_args()
 
-    chosen = [case for case in cases() if arguments.filter in case.name]
+    all_cases = cases_beside if arguments.beside else cases
+    chosen = [case for case in all_cases() if arguments.filter in case.name]
     if not chosen:
-        parser.error(f"no case contains '{arguments.filter}'; there are: " + ", ".join(case.name for case in cases()))
+        parser.error(f"no case contains '{arguments.filter}'; there are: " + ", ".join(case.name for case in all_cases()))
+    if arguments.beside:
+        rows = beside(arguments.beside, chosen, arguments.rounds, arguments.seconds)
+        if arguments.json:
+            records.write(arguments.json, {"beside": str(arguments.beside), "rows": rows})
+        return
     size = 2048
     yardsticks = [("onednn", ""), *(("openblas", core_type) for core_type in CORE_TYPES)]
     rates, times = {}, {case.name: [] for case in chosen}
