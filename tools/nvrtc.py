@@ -75,26 +75,35 @@ def file_of(kernel):
     raise ValueError(f"no file of {DEVICE} defines a kernel {kernel}")
 
 
-def members():
-    """The fields of Spec, in order, with their types."""
-    body = re.search(r"struct Spec \{(.*?)\n\};", (DEVICE / "spec.h").read_text(), re.DOTALL).group(1)
-    return dict((name, kind) for kind, name in re.findall(r"^  (\w+) (\w+) = ", body, re.MULTILINE))
+def parts_of(kernel):
+    """The Spec that a kernel takes, and its parts: [(struct, {field: type}), ...], of one part what it is itself."""
+    name = re.search(rf"template <(\w+) S>\s*__global__[^;{{]*\b{kernel}\(", (DEVICE / file_of(kernel)).read_text()).group(1)
+    text = "".join(path.read_text() for path in sorted(DEVICE.rglob("spec.h")))
+
+    def fields(struct):
+        body = re.search(rf"struct {struct} \{{(.*?)\n\}};", text, re.DOTALL).group(1)
+        return {field: kind for kind, field in re.findall(r"^  (\w+) (\w+) = ", body, re.MULTILINE)}
+
+    bases = re.search(rf"struct {name} : ([\w, ]+) \{{", text)
+    return name, [(part, fields(part)) for part in (bases.group(1).split(", ") if bases else [name])]
 
 
-def spec_text(fields):
-    """A Spec as C++ text: {'d': 128, 'type': 'kFp16', 'lazy': True}."""
-    kinds = members()
-    unknown = set(fields) - set(kinds)
+def spec_text(kernel, fields):
+    """A kernel's Spec as C++ text: {'d': 128, 'type': 'kFp16', 'lazy': True}."""
+    name, parts = parts_of(kernel)
+    unknown = set(fields) - {field for _, kinds in parts for field in kinds}
     if unknown:
-        raise ValueError(f"Spec has no {', '.join(sorted(unknown))}")
+        raise ValueError(f"{name} has no {', '.join(sorted(unknown))}; it has "
+                         + ", ".join(field for _, kinds in parts for field in kinds))  # fmt: skip
 
-    def value(name):
-        given = str(fields[name])
-        if kinds[name] == "bool":
+    def value(kind, given):
+        if kind == "bool":
             return "true" if given.lower() in ("true", "1") else "false"
-        return given if kinds[name] == "int" else f"fovea::cuda::{kinds[name]}::{given.split('::')[-1]}"
+        return given if kind == "int" else f"fovea::cuda::{kind}::{given.split('::')[-1]}"
 
-    return "fovea::cuda::Spec{" + ", ".join(f".{name} = {value(name)}" for name in kinds if name in fields) + "}"
+    texts = ["{" + ", ".join(f".{field} = {value(kind, str(fields[field]))}" for field, kind in kinds.items()
+                             if field in fields) + "}" for _, kinds in parts]  # fmt: skip
+    return f"fovea::cuda::{name}" + (texts[0] if len(texts) == 1 else "{" + ", ".join(texts) + "}")
 
 
 class Built:
@@ -149,18 +158,18 @@ def build(kernel, arch, file=None, **fields):
     """One instance of a kernel; file: what is included, unless it is the file that defines the kernel."""
     fields["arch"] = int(re.match(r"\d+", str(arch)).group())
     text = f'#include "{file or file_of(kernel)}"\n'
-    return compile_text(text, f"fovea::cuda::{kernel}<{spec_text(fields)}>", arch)
+    return compile_text(text, f"fovea::cuda::{kernel}<{spec_text(kernel, fields)}>", arch)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kernel")
-    parser.add_argument("fields", nargs="*", help="field=value of Spec")
+    parser.add_argument("fields", nargs="*", help="field=value of the kernel's Spec")
     parser.add_argument("--file", help="what is included, unless it is the file that defines the kernel")
     parser.add_argument("--arch", default="80,90,120")
     parser.add_argument("--dump", metavar="PREFIX", help="write PREFIX.ARCH.cubin, .ptx")
     parser.add_argument("--log", action="store_true", help="print ptxas's log")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     fields = dict(x.split("=") for x in given.fields)
     bad = 0
     for arch in given.arch.split(","):

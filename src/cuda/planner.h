@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One call's plan as it is made. plan.cpp: limits, and what every file of kernels needs; plan_forward.cpp,
-// plan_backward.cpp: which candidates are considered in which order. The files of src/cuda/kernels add the launches of
+// One call's plan as it is made. plan/plan.cpp: limits, and what every file of kernels needs; plan/forward.cpp,
+// plan/backward.cpp: which candidates are considered in which order. The files of src/cuda/kernels add the launches of
 // their kernels, with the memory and the arguments of each.
 #pragma once
 
@@ -11,6 +11,15 @@
 #include "cuda/cuda.h"
 
 namespace fovea::cuda {
+
+// For the summary: warps, tiles of 16 rows a warp, and rows that the loop advances by (sm90_small_backward: it has
+// none, but rows of a tile).
+struct KernelSizes {
+  int warps = 0;
+  int tiles = 1;
+  int step = 64;
+};
+KernelSizes sizes_of(const Spec& spec);
 
 class Planner {
  public:
@@ -33,8 +42,8 @@ class Planner {
   // The kernel of a candidate of the backward, for the summary as well; refuses the call where it does not serve.
   Kernel taken(const Choice& choice);
 
-  // A Spec without features, for kernels around the main ones.
-  Spec small(Type type = Type::kBf16) const;
+  // For kernels before and after the main ones.
+  AroundSpec around(Type type = Type::kBf16) const;
   // Whether the last launch so far is of this kernel.
   bool follows(std::string_view kernel) const {
     return !plan_.launches.empty() && plan_.launches.back().kernel.name == kernel;

@@ -77,22 +77,28 @@ constexpr int fields_of() {
   }
 }
 
-TEST(CudaSpec, EveryFieldIsPrinted) {
+template <class Part>
+class CudaSpecPart : public ::testing::Test {};
+using Parts = ::testing::Types<Features, Gradients, AroundSpec, ForwardTiles, WideForwardTiles, BackwardTiles,
+                               Sm90ForwardTiles, Sm90BackwardTiles, Sm90BiasTiles, Sm90SmallTiles>;
+TYPED_TEST_SUITE(CudaSpecPart, Parts);
+
+TYPED_TEST(CudaSpecPart, EveryFieldIsPrinted) {
   int visited = 0;
   std::set<std::string> names;
-  for_each_field(Spec{}, [&](const char* name, const auto&, const auto&) {
+  for_each_field(TypeParam{}, [&](const char* name, const auto&, const auto&) {
     ++visited;
     names.insert(name);
   });
-  EXPECT_EQ(visited, fields_of<Spec>());
+  EXPECT_EQ(visited, fields_of<TypeParam>());
   EXPECT_EQ(names.size(), static_cast<std::size_t>(visited));
 }
 
-TEST(CudaSpec, FieldsArePrintedInTheOrderOfTheirDeclaration) {
+TYPED_TEST(CudaSpecPart, FieldsArePrintedInTheOrderOfTheirDeclaration) {
   // A designated initialiser in another order does not compile.
-  const Spec spec;
+  const TypeParam part;
   const void* before = nullptr;
-  for_each_field(spec, [&](const char* name, const auto& field, const auto&) {
+  for_each_field(part, [&](const char* name, const auto& field, const auto&) {
     EXPECT_LT(before, &field) << name;
     before = &field;
   });
@@ -129,8 +135,9 @@ TEST(CudaPlan, ABiasThatMoreHeadsShareThanAnIntCounts) {
 }
 
 TEST(CudaSpec, AsATemplateArgument) {
-  EXPECT_EQ(print(Spec{}), "fovea::cuda::Spec{}");
-  Spec spec;
+  EXPECT_EQ(print(AroundSpec{}), "fovea::cuda::AroundSpec{}");
+  EXPECT_EQ(print(ForwardSpec{}), "fovea::cuda::ForwardSpec{{}, {}}");
+  ForwardSpec spec;
   spec.arch = 90;
   spec.type = Type::kFp16;
   spec.d = 128;
@@ -138,8 +145,8 @@ TEST(CudaSpec, AsATemplateArgument) {
   spec.dropout = DropoutRule::kFovea;
   spec.lazy = true;
   EXPECT_EQ(print(spec),
-            "fovea::cuda::Spec{.arch = 90, .type = fovea::cuda::Type::kFp16, .d = 128, .bias = "
-            "fovea::cuda::BiasTile::kFp32, .dropout = fovea::cuda::DropoutRule::kFovea, .lazy = true}");
+            "fovea::cuda::ForwardSpec{{.arch = 90, .type = fovea::cuda::Type::kFp16, .d = 128, .bias = "
+            "fovea::cuda::BiasTile::kFp32, .dropout = fovea::cuda::DropoutRule::kFovea}, {.lazy = true}}");
 }
 
 // ---- targets ----
@@ -375,7 +382,7 @@ TEST(CudaPlan, BiasesByWhatTheyReallyHave) {
 TEST(CudaPlan, AMaskOfKeysAloneLeavesTheScoresInTheirUnits) {
   const auto key_mask = [](const std::string& line) {
     const Plan plan = plan_for(Line(line).call, target_of("sm_80"));
-    return find(plan, "generic_forward")->kernel.spec.key_mask;
+    return find(plan, "generic_forward")->kernel.as<ForwardSpec>().key_mask;
   };
   EXPECT_TRUE(key_mask("fwd b=2 hq=4 sq=128 sk=128 d=64 bf16 mask=b,1,1,k"));
   EXPECT_FALSE(key_mask("fwd b=2 hq=4 sq=128 sk=128 d=64 bf16 bias=b,1,1,k"));
@@ -425,28 +432,28 @@ TEST(CudaPlan, GradientsOfBiasesOnHopper) {
   // A bias that heads share is taken out of the sum, and tiles that overflow are computed again.
   const std::vector<Kernel> shared = gradients("bwd b=8 hq=4 sq=512 sk=512 d=64 bf16 bias=1,h,q,k");
   ASSERT_EQ(shared.size(), 2u);
-  EXPECT_TRUE(shared[0].spec.bias_outside);
-  EXPECT_FALSE(shared[1].spec.bias_outside);
-  EXPECT_EQ(shared[0].spec.warps, shared[1].spec.warps);
-  EXPECT_EQ(shared[0].spec.step, shared[1].spec.step);
+  EXPECT_TRUE(shared[0].as<Sm90BiasSpec>().bias_outside);
+  EXPECT_FALSE(shared[1].as<Sm90BiasSpec>().bias_outside);
+  EXPECT_EQ(shared[0].as<Sm90BiasSpec>().warps, shared[1].as<Sm90BiasSpec>().warps);
+  EXPECT_EQ(shared[0].as<Sm90BiasSpec>().step, shared[1].as<Sm90BiasSpec>().step);
   EXPECT_EQ(gradients("bwd b=8 hq=4 sq=512 sk=512 d=64 bf16 bias=1,h,q,k softcap=5").size(), 1u);
   EXPECT_EQ(gradients("bwd b=8 hq=4 sq=512 sk=512 d=64 bf16 bias=1,h,q,k bias2=b,1,1,k").size(), 2u);
   // The second bias takes the first one's place.
   const std::vector<Kernel> second =
       gradients("bwd b=8 hq=4 sq=512 sk=512 d=64 bf16 bias=b,1,q,k:fp32 bias2=1,h,q,k need=bias2");
   ASSERT_EQ(second.size(), 1u);
-  EXPECT_EQ(second[0].spec.bias, BiasTile::kBf16);
-  EXPECT_EQ(second[0].spec.bias2, BiasTile::kFp32);
+  EXPECT_EQ(second[0].as<Sm90BiasSpec>().bias, BiasTile::kBf16);
+  EXPECT_EQ(second[0].as<Sm90BiasSpec>().bias2, BiasTile::kFp32);
   // Packed sequences under a band, a second bias and two features more: 64 keys a tile, which compile sooner.
   const std::string longest =
       "bwd b=4 hq=2 d=64 bf16 seqs_q=100,50,0,17 seqs_k=100,50,0,17 bias=1,h,q,k bias2=b,h,q,k need=bias ";
-  EXPECT_EQ(gradients(longest + "causal alibi=h mask=b,1,1,k").at(0).spec.step, 64);
-  EXPECT_EQ(gradients(longest + "alibi=h mask=b,1,1,k").at(0).spec.step, 128);
-  EXPECT_EQ(gradients(longest + "causal alibi=h").at(0).spec.step, 128);
+  EXPECT_EQ(gradients(longest + "causal alibi=h mask=b,1,1,k").at(0).as<Sm90BiasSpec>().step, 64);
+  EXPECT_EQ(gradients(longest + "alibi=h mask=b,1,1,k").at(0).as<Sm90BiasSpec>().step, 128);
+  EXPECT_EQ(gradients(longest + "causal alibi=h").at(0).as<Sm90BiasSpec>().step, 128);
   // What nothing shares is dS.
   const std::string own = "bwd b=8 hq=4 sq=512 sk=512 d=64 bf16 bias=b,h,q,k ";
   EXPECT_TRUE(gradients(own).empty());
-  EXPECT_TRUE(find(plan_of_line(own), "sm90_backward")->kernel.spec.dbias_store);
+  EXPECT_TRUE(find(plan_of_line(own), "sm90_backward")->kernel.as<Sm90BackwardSpec>().dbias_store);
   for (const char* feature : {"causal", "softcap=5", "used_k=9,9,9,9,9,9,9,9", "need=k,bias"}) {
     EXPECT_EQ(gradients(own + feature).size(), 1u) << feature;
   }
@@ -481,7 +488,7 @@ TEST(CudaPlan, FewBlocksOfKeysAreShared) {
     const Launch* const main = main_of(plan);
     const Launch* const after = find(plan, "sm90_backward_parts");
     ASSERT_TRUE(main != nullptr && after != nullptr) << line;
-    EXPECT_TRUE(main->kernel.spec.key_parts) << line;
+    EXPECT_TRUE(main->kernel.as<Sm90BackwardSpec>().key_parts) << line;
     EXPECT_GT(main->pieces, 1) << line;
     EXPECT_EQ(main->pieces, after->pieces) << line;
     EXPECT_GT(main->blocks, multiprocessors / 2) << line;
@@ -490,12 +497,12 @@ TEST(CudaPlan, FewBlocksOfKeysAreShared) {
         << plan.summary;
     // Each part has sums of its own, of whole blocks of keys.
     const Call call = Line(line).call;
-    const Spec& spec = main->kernel.spec;
+    const auto& spec = main->kernel.as<Sm90BackwardSpec>();
     EXPECT_EQ(plan.workspace.size(Region::kKeySums), main->pieces * call.rows.batch() * call.rows.heads_k *
                                                          sm90_key_order(call, spec, target_of("sm_90")).head_rows *
                                                          (spec.d + spec.dv) * 4);
-    EXPECT_EQ(after->kernel.spec.d, spec.d) << line;
-    EXPECT_EQ(after->kernel.spec.dv, spec.dv) << line;
+    EXPECT_EQ(after->kernel.as<AroundSpec>().d, spec.d) << line;
+    EXPECT_EQ(after->kernel.as<AroundSpec>().dv, spec.dv) << line;
   }
   const Plan empty = plan_of_line("bwd b=0 hq=8 hk=1 sq=2048 sk=2048 d=64 bf16 causal");
   EXPECT_EQ(empty.summary.find("parts"), std::string::npos) << empty.summary;
@@ -503,7 +510,7 @@ TEST(CudaPlan, FewBlocksOfKeysAreShared) {
   for (const char* const line : {"bwd b=4 hq=32 sq=4096 sk=4096 d=64 bf16", "bwd b=1 hq=8 sq=128 sk=128 d=64 bf16",
                                  "bwd b=1 hq=8 hk=1 sq=2048 sk=2048 d=64 bf16 bias=1,h,1,k"}) {
     const Plan plan = plan_of_line(line);
-    EXPECT_FALSE(main_of(plan)->kernel.spec.key_parts) << line;
+    EXPECT_FALSE(main_of(plan)->kernel.as<Sm90BackwardSpec>().key_parts) << line;
     EXPECT_EQ(main_of(plan)->pieces, 1) << line;
     EXPECT_FALSE(plan.workspace.has(Region::kKeySums)) << line;
   }
@@ -513,9 +520,9 @@ TEST(CudaPlan, FewBlocksOfKeysAreShared) {
   EXPECT_FALSE(dq.workspace.has(Region::kKeySums));
   EXPECT_NE(find(dq, "backward_convert"), nullptr);
   const Plan direct = plan_of_line("bwd b=1 hq=8 sq=4096 sk=77 d=64 bf16");
-  EXPECT_TRUE(main_of(direct)->kernel.spec.direct);
+  EXPECT_TRUE(main_of(direct)->kernel.as<Sm90BackwardSpec>().direct);
   EXPECT_GT(main_of(direct)->pieces, 1);
-  EXPECT_FALSE(find(direct, "sm90_backward_parts")->kernel.spec.dq);
+  EXPECT_FALSE(find(direct, "sm90_backward_parts")->kernel.as<AroundSpec>().dq);
 }
 
 // A part of a GPU may have any number of multiprocessors. What the parts leave is bounded by it, whatever the problem.
@@ -534,7 +541,7 @@ TEST(CudaPlan, PartsOfKeysOnAnyGpu) {
       const Plan plan = plan_for(Line(line).call, target);
       const Launch* const main = main_of(plan);
       ASSERT_NE(main, nullptr) << line;
-      const bool shared = main->kernel.spec.key_parts;
+      const bool shared = main->kernel.as<Sm90BackwardSpec>().key_parts;
       EXPECT_EQ(main->pieces > 1, shared) << line << ", " << multiprocessors;
       EXPECT_EQ(find(plan, "sm90_backward_parts") != nullptr, shared) << line << ", " << multiprocessors;
       EXPECT_LE(plan.workspace.size(Region::kKeySums), 3 * multiprocessors * kMostBytesOfAPart)
@@ -548,8 +555,8 @@ TEST(CudaPlan, FewQueriesSplitTheKeys) {
   const Launch* forward = find(plan, "generic_forward");
   const Launch* combine = find(plan, "generic_combine");
   ASSERT_TRUE(forward != nullptr && combine != nullptr);
-  EXPECT_TRUE(forward->kernel.spec.split);
-  EXPECT_FALSE(forward->kernel.spec.banded);  // the last row meets every key
+  EXPECT_TRUE(forward->kernel.as<ForwardSpec>().split);
+  EXPECT_FALSE(forward->kernel.as<ForwardSpec>().banded);  // the last row meets every key
   EXPECT_GT(forward->pieces, 8);
   EXPECT_EQ(combine->pieces, forward->pieces);
   EXPECT_EQ(find(plan_of_line("fwd b=8 hq=32 sq=4096 sk=4096 d=128 bf16"), "generic_combine"), nullptr);
@@ -680,8 +687,10 @@ TEST(CudaPlan, EveryRowOnEveryArchitecture) {
         EXPECT_GT(launch.blocks, 0);
         EXPECT_LE(launch.kernel.shared_bytes, target.shared_per_block) << print(launch.kernel.spec);
         EXPECT_LE(launch.kernel.threads, 1024);
-        EXPECT_EQ(launch.kernel.spec.arch, target.capability) << launch.kernel.name;
-        EXPECT_TRUE(!launch.kernel.spec.key_parts || launch.pieces > 1) << launch.kernel.name;
+        std::visit([&](const auto& spec) { EXPECT_EQ(spec.arch, target.capability) << launch.kernel.name; },
+                   launch.kernel.spec);
+        const auto* const hopper = std::get_if<Sm90BackwardSpec>(&launch.kernel.spec);
+        EXPECT_TRUE(hopper == nullptr || !hopper->key_parts || launch.pieces > 1) << launch.kernel.name;
       }
     }
   }

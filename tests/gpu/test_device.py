@@ -303,7 +303,7 @@ def test_approximate_tanh():
 def test_keep_is_the_rule(transposed):
     """Decisions of a fragment against math/dropout.h's, element by element, for S and for S transposed."""
     got, want = poison(32, 2, 8, 4), poison(32, 2, 8, 4)
-    run(f"""constexpr Spec S{{.dropout = DropoutRule::kFovea}};
+    run(f"""constexpr Features S{{.dropout = DropoutRule::kFovea}};
         constexpr bool kTransposed = {str(transposed).lower()};
         Keep<S, kTransposed, 2, 8> keep;
         keep.head = math::DropoutHead::make(77, 5, 3); keep.limit = 20000u << 16;
@@ -332,7 +332,7 @@ def test_bias_reaches_its_scores(transposed, bias):
     tiles, columns = (2, 2) if transposed else (1, 8)
     got = poison(32, tiles, columns, 4)
     place = "32, 16, 32, 16" if transposed else "16, 0, 16, 0"
-    run(f"""constexpr Spec S{{.bias = BiasTile::{bias}}};
+    run(f"""constexpr Features S{{.bias = BiasTile::{bias}}};
         constexpr bool kTransposed = {str(transposed).lower()};
         using Inputs = ScoreInputs<S, kTransposed, 32, 64, 32>;
         load_tile<{layout}, 32, 32>(shared, p0, {64 * size}, 32, {64 * size}, lane);
@@ -355,7 +355,7 @@ def test_mask_bits_reach_their_scores(transposed):
     tiles, columns = (2, 2) if transposed else (1, 8)
     got = poison(32, tiles, columns, 4)
     place = "32, 16, 32, 16" if transposed else "16, 0, 16, 0"
-    run(f"""constexpr Spec S{{.mask = true}};
+    run(f"""constexpr Features S{{.mask = true}};
         constexpr bool kTransposed = {str(transposed).lower()};
         using Inputs = ScoreInputs<S, kTransposed, 32, 64, 32>;
         for (int i = lane; i < 64; i += 32) store_shared(shared + i * 4, u32(p0[i]));
@@ -384,7 +384,7 @@ def test_steps_that_masks_hide_or_leave_alone(keys, words, want):
     else:
         vector[:] = keys
     got = poison(32, dtype=torch.int32)
-    run("""constexpr Spec S{.mask = true, .key_term = true, .key_mask = true};
+    run("""constexpr Features S{.mask = true, .key_term = true, .key_mask = true};
         using Inputs = ScoreInputs<S, false, 32, 64, 32>;
         for (int i = lane; i < 64; i += 32) {
           store_shared(shared + Inputs::kMask + i * 4, u32(p0[i]));
@@ -400,7 +400,7 @@ def test_steps_that_masks_hide_or_leave_alone(keys, words, want):
 def test_edge_of_the_band(transposed):
     """Keys outside of a window and past the end, against Band::allowed."""
     got, want = poison(32, 2, 4, 4), poison(32, 2, 4, 4)
-    run(f"""constexpr Spec S{{.banded = true}};
+    run(f"""constexpr Features S{{.banded = true}};
         constexpr bool kTransposed = {str(transposed).lower()};
         const auto band = math::Band<int>::make(80, 75, false, 20, 9, false);
         const int row0 = 48, column0 = 56 / 16 * 16;

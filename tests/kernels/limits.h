@@ -19,20 +19,21 @@ inline int spilt(const Kernel& kernel) {
   constexpr int kTwoBiases = 384;          // MSA rows: a bias and a term of keys
   constexpr int kHalvesWithDropout = 272;  // D=192/128 and 160
   constexpr int kSummed = 288;             // the gradient of an fp32 bias, or with dropout at D=128
-  const Spec& spec = kernel.spec;
   const std::string_view name = kernel.name;
-  const bool drops = spec.dropout != DropoutRule::kNone;
-  if (name == "sm90_backward" && spec.bias != BiasTile::kNone && spec.key_term && spec.warps == 12 && spec.tiles == 2) {
-    return kTwoBiases;
+  if (const auto* s = std::get_if<Sm90BackwardSpec>(&kernel.spec); s != nullptr) {
+    if (name == "sm90_backward" && s->bias != BiasTile::kNone && s->key_term && s->warps == 12 && s->tiles == 2) {
+      return kTwoBiases;
+    }
+    if (name == "sm90_backward" && s->halves && !s->same_step && s->dropout != DropoutRule::kNone) {
+      return kHalvesWithDropout;
+    }
+    return s->same_step && (s->banded || s->bias != BiasTile::kNone) ? kByCopies : kUsual;
   }
-  if (name == "sm90_backward" && spec.halves && !spec.same_step && drops) {
-    return kHalvesWithDropout;
+  if (const auto* s = std::get_if<Sm90BiasSpec>(&kernel.spec); s != nullptr) {
+    const bool drops = s->dropout != DropoutRule::kNone && s->d == 128 && !s->banded && !s->ragged;
+    return drops || s->bias == BiasTile::kFp32 ? kSummed : kUsual;
   }
-  if (name == "sm90_bias_gradient" &&
-      ((drops && spec.d == 128 && !spec.banded && !spec.ragged) || spec.bias == BiasTile::kFp32)) {
-    return kSummed;
-  }
-  return spec.same_step && (spec.banded || spec.bias != BiasTile::kNone) ? kByCopies : kUsual;
+  return kUsual;
 }
 
 inline constexpr int kLocal = 160;  // bytes of local memory a thread
@@ -41,9 +42,16 @@ inline constexpr int kLocal = 160;  // bytes of local memory a thread
 // forward share a multiprocessor's registers among the warpgroups of one block.
 inline int registers(const Kernel& kernel) {
   constexpr int kOfMultiprocessor = 65536;
-  const std::string_view name = kernel.name;
-  const bool alone = name.starts_with("sm90_") && name != "sm90_forward";
-  return kOfMultiprocessor / (kernel.threads * (alone ? 1 : kernel.spec.ctas));
+  const int blocks = std::visit(
+      [&](const auto& spec) {
+        if constexpr (requires { spec.ctas; }) {
+          return spec.ctas;
+        }
+        const std::string_view name = kernel.name;
+        return name.starts_with("sm90_") || name == "generic_wide_forward" ? 1 : 2;
+      },
+      kernel.spec);
+  return kOfMultiprocessor / (kernel.threads * blocks);
 }
 
 }  // namespace fovea::cuda::limits

@@ -5,10 +5,17 @@
 
 #include <charconv>
 #include <string_view>
+#include <variant>
 
+#include "cuda/device/generic/spec.h"
+#include "cuda/device/sm90/spec.h"
 #include "cuda/device/spec.h"
 
 namespace fovea::cuda {
+
+// Each kernel has one of these.
+using Spec = std::variant<AroundSpec, ForwardSpec, WideForwardSpec, BackwardSpec, Sm90ForwardSpec, Sm90BackwardSpec,
+                          Sm90BiasSpec, Sm90SmallSpec>;
 
 struct Kernel {
   const char* file = "";  // of src/cuda/device
@@ -17,6 +24,12 @@ struct Kernel {
   int threads = 256;
   int shared_bytes = 0;           // dynamic
   bool one_architecture = false;  // needs code for this architecture alone: "sm_90a"
+
+  // Of the kind that it has.
+  template <class T>
+  const T& as() const {
+    return std::get<T>(spec);
+  }
 
   friend bool operator==(const Kernel& a, const Kernel& b) {
     return std::string_view(a.name) == b.name && a.spec == b.spec && a.shared_bytes == b.shared_bytes;

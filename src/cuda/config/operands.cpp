@@ -83,7 +83,7 @@ class Planner {
   Operands operands_;
 
   void features() {
-    Spec& spec = operands_.features;
+    Features& spec = operands_.features;
     spec.type = type_of(problem_.type);
     spec.d = static_cast<int>(std::max<std::int64_t>(round_up(problem_.head_dim, 16), 16));
     spec.dv = static_cast<int>(std::max<std::int64_t>(round_up(problem_.head_dim_v, 16), 16));
@@ -163,7 +163,7 @@ class Planner {
         of_queries = either(of_queries, extents);
       }
     };
-    Spec& spec = operands_.features;
+    Features& spec = operands_.features;
     sort(&Call::bias, problem_.bias, operands_.bias, Region::kBias, spec.bias);
     sort(&Call::bias2, problem_.bias2, operands_.bias2, Region::kBias2, spec.bias2);
     bool mask_of_keys = false;

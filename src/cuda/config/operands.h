@@ -41,7 +41,7 @@ struct Term {
 };
 
 struct Operands {
-  Spec features;  // with all features, and no configuration
+  Features features;
   int head_dim = 0;
   int head_dim_v = 0;
   Operand q, k, v, grad_out, bias, bias2, mask, key_term, query_term;

@@ -49,16 +49,44 @@ std::string value_of(DropoutRule rule) {
   return "";
 }
 
-}  // namespace
-
-std::string print(const Spec& spec) {
+template <class Part>
+std::string fields_of(const Part& part) {
   std::string fields;
-  for_each_field(spec, [&](std::string_view name, const auto& value, const auto& usual) {
+  for_each_field(part, [&](std::string_view name, const auto& value, const auto& usual) {
     if (value != usual) {
       fields += fmt::format("{}.{} = {}", fields.empty() ? "" : ", ", name, value_of(value));
     }
   });
-  return "fovea::cuda::Spec{" + fields + "}";
+  return "{" + fields + "}";
+}
+
+// The name of a Spec, and its bases in their order.
+std::string text_of(const AroundSpec& spec) { return "AroundSpec" + fields_of(spec); }
+
+template <class... Parts>
+std::string text_of(const char* name, const Parts&... parts) {
+  std::string text;
+  for (const std::string& part : {fields_of(parts)...}) {
+    text += (text.empty() ? "" : ", ") + part;
+  }
+  return fmt::format("{}{{{}}}", name, text);
+}
+std::string text_of(const ForwardSpec& s) { return text_of<Features, ForwardTiles>("ForwardSpec", s, s); }
+std::string text_of(const WideForwardSpec& s) { return text_of<Features, WideForwardTiles>("WideForwardSpec", s, s); }
+std::string text_of(const BackwardSpec& s) {
+  return text_of<Features, Gradients, BackwardTiles>("BackwardSpec", s, s, s);
+}
+std::string text_of(const Sm90ForwardSpec& s) { return text_of<Features, Sm90ForwardTiles>("Sm90ForwardSpec", s, s); }
+std::string text_of(const Sm90BackwardSpec& s) {
+  return text_of<Features, Gradients, Sm90BackwardTiles>("Sm90BackwardSpec", s, s, s);
+}
+std::string text_of(const Sm90BiasSpec& s) { return text_of<Features, Sm90BiasTiles>("Sm90BiasSpec", s, s); }
+std::string text_of(const Sm90SmallSpec& s) { return text_of<Features, Sm90SmallTiles>("Sm90SmallSpec", s, s); }
+
+}  // namespace
+
+std::string print(const Spec& spec) {
+  return "fovea::cuda::" + std::visit([](const auto& kind) { return text_of(kind); }, spec);
 }
 
 }  // namespace fovea::cuda

@@ -5,11 +5,11 @@
 
 #include <string>
 
-#include "cuda/device/spec.h"
+#include "cuda/config/kernel.h"
 
 namespace fovea::cuda {
 
-// A Spec as the text of a template argument: "fovea::cuda::Spec{.arch = 90, .d = 128}", what is not at its default.
+// "fovea::cuda::ForwardSpec{{.arch = 90, .d = 128}, {.step = 32}}": what is not at its default.
 std::string print(const Spec& spec);
 
 }  // namespace fovea::cuda

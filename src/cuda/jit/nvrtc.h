@@ -85,7 +85,7 @@ NvrtcFile find_nvrtc(const NvrtcSearch& search);
 struct Source {
   std::string text;                   // usually one #include
   std::span<const TextFile> headers;  // what it may include
-  std::string expression;             // the kernel: "fovea::forward<fovea::Spec{...}>"
+  std::string expression;             // the kernel: "fovea::forward<fovea::ForwardSpec{...}>"
   std::string architecture;           // "sm_90a"
   std::vector<std::string> options;   // beyond default_options()
 };

@@ -8,7 +8,7 @@
 namespace fovea::cuda {
 namespace {
 
-Kernel kernel_of(const char* file, const char* name, const Spec& spec) {
+Kernel kernel_of(const char* file, const char* name, const AroundSpec& spec) {
   Kernel kernel;
   kernel.file = file;
   kernel.name = name;
@@ -27,7 +27,7 @@ Start start_of_bias(int which) {
 void add_reduction(Planner& planner, const char* name, BiasTile type, int which, std::int64_t planes,
                    std::int64_t numbers) {
   constexpr std::int64_t kNumbers = 32;  // of a block
-  Spec spec = planner.small();
+  AroundSpec spec = planner.around();
   spec.grad_bias = type;
   planner.add(kernel_of("around/backward_reduce.cuh", name, spec), planes * Planner::tiles_of(numbers, kNumbers),
               start_of_bias(which));
@@ -35,7 +35,7 @@ void add_reduction(Planner& planner, const char* name, BiasTile type, int which,
 
 }  // namespace
 
-void add_backward_prepare(Planner& planner, const Spec& spec) {
+void add_backward_prepare(Planner& planner, const AroundSpec& spec) {
   const math::Rows& rows = planner.call().rows;
   Kernel kernel = kernel_of("around/backward_prepare.cuh", "backward_prepare", spec);
   kernel.threads = kBackwardPrepareThreads;
@@ -49,12 +49,12 @@ void add_backward_prepare(Planner& planner, const Spec& spec) {
               });
 }
 
-void add_backward_convert(Planner& planner, const Spec& spec, std::int64_t blocks) {
+void add_backward_convert(Planner& planner, const AroundSpec& spec, std::int64_t blocks) {
   planner.add(kernel_of("around/backward_prepare.cuh", "backward_convert", spec), blocks, start);
 }
 
 void add_reduce_sink(Planner& planner) {
-  planner.add(kernel_of("around/backward_reduce.cuh", "reduce_sink", planner.small()), planner.call().rows.heads_q,
+  planner.add(kernel_of("around/backward_reduce.cuh", "reduce_sink", planner.around()), planner.call().rows.heads_q,
               start);
 }
 
@@ -92,7 +92,7 @@ void reserve_bias_sum(Planner& planner, int which, int chunks, std::int64_t size
 void add_bias_sum(Planner& planner, BiasTile type, int which, int chunks, std::int64_t planes, std::int64_t numbers) {
   constexpr std::int64_t kNumbers = 256;  // of a block
   if (chunks > 1) {
-    Spec spec = planner.small();
+    AroundSpec spec = planner.around();
     spec.grad_bias = type;
     planner.add(kernel_of("generic/bias_gradient.cuh", "bias_gradient_sum", spec),
                 planes * Planner::tiles_of(numbers, kNumbers), start_of_bias(which), 1, chunks);

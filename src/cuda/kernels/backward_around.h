@@ -10,10 +10,10 @@
 namespace fovea::cuda {
 
 // logsumexp and <do, o> of every row. Spec: type, dq_columns as d, dv, stores_first.
-void add_backward_prepare(Planner& planner, const Spec& spec);
+void add_backward_prepare(Planner& planner, const AroundSpec& spec);
 
 // dq from its fp32 sums, kConvertRows rows a block.
-void add_backward_convert(Planner& planner, const Spec& spec, std::int64_t blocks);
+void add_backward_convert(Planner& planner, const AroundSpec& spec, std::int64_t blocks);
 
 void add_reduce_sink(Planner& planner);
 

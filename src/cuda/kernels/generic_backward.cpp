@@ -14,46 +14,21 @@
 namespace fovea::cuda {
 namespace {
 
-struct Tiles {
-  int warps;
-  int tiles;
-  int step;
-  int part = 0;
-  int ctas;
-  int grid_s = 1;
-  int grid_o = 1;
-  int grid_q = 1;
-  int stages = 2;
-  bool delay = false;
-};
+bool has_bias(const Features& spec) { return spec.bias != BiasTile::kNone || spec.bias2 != BiasTile::kNone; }
 
-bool has_bias(const Spec& spec) { return spec.bias != BiasTile::kNone || spec.bias2 != BiasTile::kNone; }
-
-void apply(Spec& spec, const Tiles& tiles) {
-  spec.warps = tiles.warps;
-  spec.tiles = tiles.tiles;
-  spec.step = tiles.step;
-  spec.part = tiles.part;
-  spec.ctas = tiles.ctas;
-  spec.grid_s = tiles.grid_s;
-  spec.grid_o = tiles.grid_o;
-  spec.grid_q = tiles.grid_q;
-  spec.stages = tiles.stages;
-  spec.delay = tiles.delay;
-}
-
-Choice choose(const char* name, const char* file, const Spec& base, const Target& target,
-              const std::vector<Tiles>& candidates, int (*shared_bytes)(const Spec&)) {
+Choice choose(const char* name, const char* file, const BackwardSpec& base, const Target& target,
+              const std::vector<BackwardTiles>& candidates, int (*shared_bytes)(const BackwardSpec&)) {
   Choice choice;
   Kernel& kernel = choice.kernel;
   kernel.name = name;
   kernel.file = file;
-  kernel.spec = base;
-  kernel.spec.arch = target.capability;
-  for (const Tiles& tiles : candidates) {
-    apply(kernel.spec, tiles);
+  auto& spec = kernel.spec.emplace<BackwardSpec>(base);
+  spec.arch = target.capability;
+  for (const BackwardTiles& tiles : candidates) {
+    static_cast<BackwardTiles&>(spec) = tiles;
+    spec.grad_bias = base.grad_bias;
     kernel.threads = tiles.warps * 32;
-    kernel.shared_bytes = shared_bytes(kernel.spec);
+    kernel.shared_bytes = shared_bytes(spec);
     if (target.holds(kernel.shared_bytes, tiles.ctas)) {
       return choice;
     }
@@ -63,8 +38,8 @@ Choice choose(const char* name, const char* file, const Spec& base, const Target
 }
 
 // Features of the backward's kernels: columns padded to what their grids divide; pairs in natural units.
-Spec padded(const Spec& features) {
-  Spec spec = features;
+BackwardSpec padded(const Features& features) {
+  BackwardSpec spec{features, {}, {}};
   spec.d = backward_columns(features.type, features.d, features.dv);
   spec.dv = backward_columns(features.type, features.dv, features.d);
   if (spec.type == Type::kFp32) {
@@ -75,12 +50,12 @@ Spec padded(const Spec& features) {
 
 // How much is done to a score beyond the formula of plain attention: it takes registers.
 enum class Work { kPlain, kSome, kMuch };
-int features_of(const Spec& s) {
+int features_of(const BackwardSpec& s) {
   return int{s.softcap} + int{s.alibi} + int{s.mask} + int{s.key_term} + int{s.query_term} +
          int{s.column_sum && std::max(s.d, s.dv) > 32} + int{s.bias != BiasTile::kNone} +
          int{s.bias2 != BiasTile::kNone} + int{s.dropout != DropoutRule::kNone};
 }
-Work work_of(const Spec& s) {
+Work work_of(const BackwardSpec& s) {
   const int features = features_of(s);
   const bool wide_bias = s.bias == BiasTile::kFp32 || s.bias2 == BiasTile::kFp32;
   constexpr int kMany = 3;
@@ -89,7 +64,7 @@ Work work_of(const Spec& s) {
 
 // ---- tiles of each kernel, the preferred first ----
 
-std::vector<Tiles> narrow_candidates(const Spec& s) {
+std::vector<BackwardTiles> narrow_candidates(const BackwardSpec& s) {
   const Work work = work_of(s);
   if (s.type == Type::kFp32) {
     const int part = work == Work::kMuch || s.softcap ? 16 : 32;
@@ -103,7 +78,7 @@ std::vector<Tiles> narrow_candidates(const Spec& s) {
             {.warps = 2, .tiles = 1, .step = 16, .part = 16, .ctas = 1}};
   }
   const int grid_q = s.d % 32 == 0 ? 2 : 4;
-  std::vector<Tiles> candidates;
+  std::vector<BackwardTiles> candidates;
   if (work == Work::kMuch) {
     candidates = {{.warps = 4, .tiles = 1, .step = 64, .part = 32, .ctas = 2, .grid_q = grid_q, .delay = true},
                   {.warps = 4, .tiles = 1, .step = 64, .part = 32, .ctas = 2, .grid_q = grid_q},
@@ -127,16 +102,24 @@ std::vector<Tiles> narrow_candidates(const Spec& s) {
   return candidates;
 }
 
-std::vector<Tiles> wide_candidates(const Spec& s) {
+std::vector<BackwardTiles> wide_candidates(const BackwardSpec& s) {
   const int widest = std::max(s.d, s.dv);
   const auto both = [&](int step) { return s.d % step == 0 && s.dv % step == 0; };
   if (s.type == Type::kFp32) {
     if (widest <= 128) {
-      const Tiles best =
+      const BackwardTiles best =
           both(64)
-              ? Tiles{.warps = 8, .tiles = 1, .step = 32, .part = 16, .ctas = 1, .grid_s = 4, .grid_o = 4, .grid_q = 2}
-              : Tiles{.warps = 8, .tiles = 1, .step = 64, .part = 32, .ctas = 1, .grid_s = 4, .grid_o = 4, .grid_q = 4};
-      std::vector<Tiles> candidates = {
+              ? BackwardTiles{.warps = 8,
+                              .tiles = 1,
+                              .step = 32,
+                              .part = 16,
+                              .ctas = 1,
+                              .grid_s = 4,
+                              .grid_o = 4,
+                              .grid_q = 2}
+              : BackwardTiles{
+                    .warps = 8, .tiles = 1, .step = 64, .part = 32, .ctas = 1, .grid_s = 4, .grid_o = 4, .grid_q = 4};
+      std::vector<BackwardTiles> candidates = {
           best, {.warps = 4, .tiles = 1, .step = 32, .part = 16, .ctas = 1, .grid_s = 2, .grid_o = 2, .grid_q = 2}};
       if (both(64)) {
         candidates.push_back({.warps = 4, .tiles = 1, .step = 16, .part = 16, .ctas = 1, .grid_s = 2, .grid_o = 2});
@@ -171,12 +154,26 @@ std::vector<Tiles> wide_candidates(const Spec& s) {
             {.warps = 4, .tiles = 2, .step = 32, .part = 16, .ctas = 1, .grid_s = 2, .grid_o = 2, .grid_q = 2}};
   }
   if (widest <= 256) {
-    const Tiles best =
-        work_of(s) == Work::kMuch
-            ? Tiles{.warps = 8, .tiles = 1, .step = 64, .part = 32, .ctas = 1, .grid_s = 4, .grid_o = 4, .grid_q = 4}
+    const BackwardTiles best =
+        work_of(s) == Work::kMuch ? BackwardTiles{.warps = 8,
+                                                  .tiles = 1,
+                                                  .step = 64,
+                                                  .part = 32,
+                                                  .ctas = 1,
+                                                  .grid_s = 4,
+                                                  .grid_o = 4,
+                                                  .grid_q = 4}
         : s.d == s.dv && both(64)
-            ? Tiles{.warps = 8, .tiles = 2, .step = 64, .part = 16, .ctas = 1, .grid_s = 2, .grid_o = 2, .grid_q = 2}
-            : Tiles{.warps = 8, .tiles = 2, .step = 64, .part = 16, .ctas = 1, .grid_s = 2, .grid_o = 4, .grid_q = 4};
+            ? BackwardTiles{.warps = 8,
+                            .tiles = 2,
+                            .step = 64,
+                            .part = 16,
+                            .ctas = 1,
+                            .grid_s = 2,
+                            .grid_o = 2,
+                            .grid_q = 2}
+            : BackwardTiles{
+                  .warps = 8, .tiles = 2, .step = 64, .part = 16, .ctas = 1, .grid_s = 2, .grid_o = 4, .grid_q = 4};
     if (both(64)) {
       return {best,
               {.warps = 4, .tiles = 1, .step = 32, .part = 16, .ctas = 1, .grid_s = 2, .grid_o = 2, .grid_q = 2},
@@ -188,7 +185,7 @@ std::vector<Tiles> wide_candidates(const Spec& s) {
           {.warps = 8, .tiles = 1, .step = 16, .part = 8, .ctas = 1, .grid_s = 2, .grid_o = 2}};
 }
 
-std::vector<Tiles> dq_candidates(const Spec& s) {
+std::vector<BackwardTiles> dq_candidates(const BackwardSpec& s) {
   const int widest = std::max(s.d, s.dv);
   if (s.type == Type::kFp32) {
     // Blocks that share the columns.
@@ -230,14 +227,14 @@ std::vector<Tiles> dq_candidates(const Spec& s) {
           {.warps = 2, .tiles = 1, .step = 16, .ctas = 1, .grid_o = share, .stages = 1}};
 }
 
-std::vector<Tiles> bias_gradient_candidates(const Spec& s) {
+std::vector<BackwardTiles> bias_gradient_candidates(const BackwardSpec& s) {
   const int widest = std::max(s.d, s.dv);
-  const std::vector<Tiles> last = {
+  const std::vector<BackwardTiles> last = {
       {.warps = 4, .tiles = 1, .step = 32, .part = 16, .ctas = 1, .grid_s = 2, .stages = 1},
       {.warps = 2, .tiles = 1, .step = 32, .part = 16, .ctas = 1, .grid_s = 2},
       {.warps = 2, .tiles = 1, .step = 16, .part = 16, .ctas = 1, .grid_s = 2, .stages = 1},
       {.warps = 1, .tiles = 1, .step = 16, .part = 16, .ctas = 1, .stages = 1}};
-  std::vector<Tiles> candidates;
+  std::vector<BackwardTiles> candidates;
   if (s.type == Type::kFp32) {
     candidates = {{.warps = 4, .tiles = 1, .step = 32, .part = 32, .ctas = 1, .grid_s = 4},
                   {.warps = 4, .tiles = 1, .step = 32, .part = 32, .ctas = 1, .grid_s = 4, .stages = 1}};
@@ -257,19 +254,20 @@ std::vector<Tiles> bias_gradient_candidates(const Spec& s) {
   // The large tiles leave registers for a bias of 16 bits alone.
   const bool bias_alone = work_of(s) == Work::kSome && features_of(s) == 1 && has_bias(s);
   if (!bias_alone) {
-    std::erase_if(candidates, [](const Tiles& tiles) { return tiles.step > 64 || tiles.ctas > 2; });
+    std::erase_if(candidates, [](const BackwardTiles& tiles) { return tiles.step > 64 || tiles.ctas > 2; });
   }
   candidates.insert(candidates.end(), last.begin(), last.end());
   return candidates;
 }
 
 // Any head dimension: columns of a phase and of a result take the place of those of a row.
-Choice chunked(const char* name, const Spec& features, const Target& target, int (*shared_bytes)(const Spec&)) {
-  Spec spec = features;
+Choice chunked(const char* name, const BackwardSpec& features, const Target& target,
+               int (*shared_bytes)(const BackwardSpec&)) {
+  BackwardSpec spec = features;
   spec.d = 64;
   spec.dv = spec.type == Type::kFp32 ? 128 : 256;
-  std::vector<Tiles> candidates = {{.warps = 4, .tiles = 1, .step = 32, .ctas = 1},
-                                   {.warps = 2, .tiles = 1, .step = 16, .ctas = 1}};
+  std::vector<BackwardTiles> candidates = {{.warps = 4, .tiles = 1, .step = 32, .ctas = 1},
+                                           {.warps = 2, .tiles = 1, .step = 16, .ctas = 1}};
   constexpr int kMany = 5;
   if (spec.type == Type::kFp32 && target.capability >= 100 && features_of(spec) >= kMany) {
     candidates.erase(candidates.begin());  // ptxas spills there, and does not for GPUs before
@@ -282,12 +280,12 @@ std::int64_t tiles_of(std::int64_t length, std::int64_t size) { return (length +
 // Args::head_dim of that many columns.
 std::int64_t chunked_columns(std::int64_t columns) { return tiles_of(columns, 8) * 8; }
 
-Choice resident_backward(const Spec& spec, const Target& target) {
+Choice resident_backward(const BackwardSpec& spec, const Target& target) {
   const int widest = std::max(spec.d, spec.dv);
   if (widest <= 64) {
-    std::vector<Tiles> candidates = narrow_candidates(spec);
+    std::vector<BackwardTiles> candidates = narrow_candidates(spec);
     if (!spec.dq) {
-      std::erase_if(candidates, [](const Tiles& tiles) { return tiles.delay; });
+      std::erase_if(candidates, [](const BackwardTiles& tiles) { return tiles.delay; });
     }
     return choose("generic_backward", "generic/backward.cuh", spec, target, candidates, backward_shared_bytes);
   }
@@ -304,7 +302,7 @@ Choice resident_backward(const Spec& spec, const Target& target) {
 // ---- blocks of the grids ----
 
 std::int64_t backward_blocks(const Call& call, const Kernel& kernel) {
-  const Spec& spec = kernel.spec;
+  const auto& spec = kernel.as<BackwardSpec>();
   const std::string_view name = kernel.name;
   std::int64_t results = 1;  // blocks that share the columns of dK and dV
   int keys = backward_keys(spec);
@@ -318,7 +316,7 @@ std::int64_t backward_blocks(const Call& call, const Kernel& kernel) {
 }
 
 std::int64_t backward_dq_blocks(const Call& call, const Kernel& kernel) {
-  const Spec& spec = kernel.spec;
+  const auto& spec = kernel.as<BackwardSpec>();
   const bool is_chunked = std::string_view(kernel.name) == "generic_chunked_backward_dq";
   const std::int64_t results =
       is_chunked ? tiles_of(chunked_columns(call.problem.head_dim), spec.dv) : std::int64_t{spec.grid_o};
@@ -327,14 +325,14 @@ std::int64_t backward_dq_blocks(const Call& call, const Kernel& kernel) {
 
 // Of one plane and one chunk.
 std::int64_t bias_gradient_blocks(std::int64_t bias_rows, std::int64_t bias_keys, const Kernel& kernel) {
-  const Spec& spec = kernel.spec;
+  const auto& spec = kernel.as<BackwardSpec>();
   const bool is_chunked = std::string_view(kernel.name) == "generic_chunked_bias_gradient";
   const int rows = is_chunked ? chunked_backward_rows(spec) : bias_gradient_rows(spec);
   return tiles_of(bias_rows, rows) * tiles_of(bias_keys, spec.step);
 }
 
 // Pieces that the list of a plane is cut into, so that every multiprocessor has work.
-int bias_gradient_chunks(std::int64_t blocks, std::int64_t list, const Spec& spec, const Target& target) {
+int bias_gradient_chunks(std::int64_t blocks, std::int64_t list, const BackwardSpec& spec, const Target& target) {
   // Three waves: a chunk's sums are written and read again once, which costs more than a ragged last wave.
   constexpr std::int64_t kWaves = 3;
   const std::int64_t wanted = kWaves * spec.ctas * target.multiprocessors;
@@ -348,8 +346,8 @@ void start(const Launcher& launcher, const Launch& launch) { launcher.launch_in_
 
 }  // namespace
 
-bool backward_adds_dq(const Spec& features, const Target& target, bool column_sum) {
-  Spec spec = padded(features);
+bool backward_adds_dq(const Features& features, const Target& target, bool column_sum) {
+  BackwardSpec spec = padded(features);
   spec.arch = target.capability;
   spec.dq = true;
   spec.dkv = true;
@@ -357,8 +355,8 @@ bool backward_adds_dq(const Spec& features, const Target& target, bool column_su
   return resident_backward(spec, target).why_not == nullptr;
 }
 
-Choice generic_backward(const Spec& features, const Target& target, const BackwardWants& wants) {
-  Spec spec = padded(features);
+Choice generic_backward(const Features& features, const Target& target, const BackwardWants& wants) {
+  BackwardSpec spec = padded(features);
   spec.arch = target.capability;
   spec.dq = wants.dq;
   spec.dkv = wants.dkv;
@@ -368,11 +366,11 @@ Choice generic_backward(const Spec& features, const Target& target, const Backwa
     return choice;
   }
   return chunked("generic_chunked_backward", spec, target,
-                 [](const Spec& s) { return chunked_backward_shared_bytes(s, true); });
+                 [](const BackwardSpec& s) { return chunked_backward_shared_bytes(s, true); });
 }
 
-Choice generic_backward_dq(const Spec& features, const Target& target, bool dq, bool row_sum) {
-  Spec spec = padded(features);
+Choice generic_backward_dq(const Features& features, const Target& target, bool dq, bool row_sum) {
+  BackwardSpec spec = padded(features);
   spec.arch = target.capability;
   spec.dq = dq;
   spec.row_sum = row_sum;
@@ -384,11 +382,11 @@ Choice generic_backward_dq(const Spec& features, const Target& target, bool dq, 
     }
   }
   return chunked("generic_chunked_backward_dq", spec, target,
-                 [](const Spec& s) { return chunked_backward_shared_bytes(s, false); });
+                 [](const BackwardSpec& s) { return chunked_backward_shared_bytes(s, false); });
 }
 
-Choice generic_bias_gradient(const Spec& features, const Target& target, BiasTile type) {
-  Spec spec = padded(features);
+Choice generic_bias_gradient(const Features& features, const Target& target, BiasTile type) {
+  BackwardSpec spec = padded(features);
   spec.arch = target.capability;
   spec.grad_bias = type;
   if (std::max(spec.d, spec.dv) <= kMostBackwardColumns) {
@@ -411,7 +409,7 @@ void add_generic_backward_dq(Planner& planner, const Kernel& kernel) {
 
 void add_generic_bias_gradient(Planner& planner, const Kernel& kernel, const BiasList& list, int which) {
   const std::int64_t blocks = list.planes * bias_gradient_blocks(list.queries, list.keys, kernel);
-  const int chunks = bias_gradient_chunks(blocks, list.entries, kernel.spec, planner.target());
+  const int chunks = bias_gradient_chunks(blocks, list.entries, kernel.as<BackwardSpec>(), planner.target());
   const std::int64_t numbers = list.queries * list.keys;
   reserve_bias_sum(planner, which, chunks, list.planes * numbers);
   planner.add(
@@ -420,7 +418,7 @@ void add_generic_bias_gradient(Planner& planner, const Kernel& kernel, const Bia
         launcher.launch_in_pieces(launch, bias_gradient_args(launcher, which, launch.pieces));
       },
       1, chunks);
-  add_bias_sum(planner, kernel.spec.grad_bias, which, chunks, list.planes, numbers);
+  add_bias_sum(planner, kernel.as<BackwardSpec>().grad_bias, which, chunks, list.planes, numbers);
 }
 
 }  // namespace fovea::cuda

@@ -19,17 +19,17 @@ struct BackwardWants {
 };
 
 // Whether there is a kernel that makes dq together with dk and dv. Otherwise dq takes a kernel of its own.
-bool backward_adds_dq(const Spec& features, const Target& target, bool column_sum);
+bool backward_adds_dq(const Features& features, const Target& target, bool column_sum);
 
 // dk, dv (and dq by atomics): generic_backward up to head dimensions of 64, generic_wide_backward up to 512, beyond
 // generic_chunked_backward, which has no dq.
-Choice generic_backward(const Spec& features, const Target& target, const BackwardWants& wants);
+Choice generic_backward(const Features& features, const Target& target, const BackwardWants& wants);
 
 // dq without atomics, sums of dS over keys, or both.
-Choice generic_backward_dq(const Spec& features, const Target& target, bool dq, bool row_sum);
+Choice generic_backward_dq(const Features& features, const Target& target, bool dq, bool row_sum);
 
 // The gradient of a bias with queries and keys, of this type.
-Choice generic_bias_gradient(const Spec& features, const Target& target, BiasTile type);
+Choice generic_bias_gradient(const Features& features, const Target& target, BiasTile type);
 
 // Their launches.
 void add_generic_backward(Planner& planner, const Kernel& kernel);

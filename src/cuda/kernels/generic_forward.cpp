@@ -16,17 +16,7 @@
 namespace fovea::cuda {
 namespace {
 
-struct Tiles {
-  int warps;
-  int tiles;
-  int step;
-  int ctas;
-  bool resident = false;
-  bool lazy = false;
-  bool early = false;
-};
-
-std::vector<Tiles> candidates(const Spec& spec) {
+std::vector<ForwardTiles> candidates(const Features& spec) {
   const int widest = std::max(spec.d, spec.dv);
   const bool bias = spec.bias != BiasTile::kNone || spec.bias2 != BiasTile::kNone;
   const bool dropout = spec.dropout != DropoutRule::kNone;
@@ -37,9 +27,9 @@ std::vector<Tiles> candidates(const Spec& spec) {
               {.warps = 4, .tiles = 1, .step = 32, .ctas = 1}};
     }
     // A bias takes the registers of half of the keys.
-    const Tiles narrow{.warps = 4, .tiles = 1, .step = 16, .ctas = 1};
-    return bias ? std::vector<Tiles>{narrow}
-                : std::vector<Tiles>{{.warps = 4, .tiles = 1, .step = 32, .ctas = 1}, narrow};
+    const ForwardTiles narrow{.warps = 4, .tiles = 1, .step = 16, .ctas = 1};
+    return bias ? std::vector<ForwardTiles>{narrow}
+                : std::vector<ForwardTiles>{{.warps = 4, .tiles = 1, .step = 32, .ctas = 1}, narrow};
   }
   if (widest <= 32) {
     // Three blocks a multiprocessor leave 168 registers a thread: Q stays in them where nothing else is done.
@@ -65,7 +55,7 @@ std::vector<Tiles> candidates(const Spec& spec) {
   }
   if (widest <= 128) {
     const bool lazy = !(bias && spec.dropout == DropoutRule::kTorchMemEfficient);  // both leave no registers for it
-    const Tiles narrow{.warps = 4, .tiles = 2, .step = 32, .ctas = 2, .lazy = lazy};
+    const ForwardTiles narrow{.warps = 4, .tiles = 2, .step = 32, .ctas = 2, .lazy = lazy};
     if (bias || spec.dropout == DropoutRule::kTorchMemEfficient) {
       return {narrow,
               {.warps = 4, .tiles = 2, .step = 32, .ctas = 1, .lazy = true},
@@ -88,16 +78,7 @@ std::vector<Tiles> candidates(const Spec& spec) {
           {.warps = 4, .tiles = 1, .step = 16, .ctas = 1}};
 }
 
-struct WideTiles {
-  int warps;
-  int step;
-  int grid_s;
-  int grid_o;
-  int part;  // columns of q and k at a time
-  int columns = 512;
-};
-
-std::vector<WideTiles> wide_candidates(const Spec& spec) {
+std::vector<WideForwardTiles> wide_candidates(const Features& spec) {
   if (spec.type == Type::kFp32) {
     if (spec.d <= 256 && spec.dv <= 256) {
       return {{.warps = 8, .step = 32, .grid_s = 4, .grid_o = 2, .part = 256, .columns = 256},
@@ -118,8 +99,8 @@ std::vector<WideTiles> wide_candidates(const Spec& spec) {
 }
 
 // What both kernels are compiled for but their tiles.
-Spec features_of(const Operands& operands, const Target& target) {
-  Spec spec = operands.features;
+Features features_of(const Operands& operands, const Target& target) {
+  Features spec = operands.features;
   spec.arch = target.capability;
   for (const Term& term : operands.terms) {
     spec.key_mask = spec.key_mask || (term.to == Region::kKeyTerm && term.biases.empty());
@@ -129,11 +110,10 @@ Spec features_of(const Operands& operands, const Target& target) {
 
 // Blocks of either's grid: tiles of queries of every head, and pieces of O's columns.
 std::int64_t forward_blocks(const Call& call, const Kernel& kernel) {
-  const Spec& spec = kernel.spec;
-  const bool wide = std::string_view(kernel.name) == "generic_wide_forward";
-  const std::int64_t rows = wide ? wide_forward_rows(spec) : forward_rows(spec);
+  const auto* const wide = std::get_if<WideForwardSpec>(&kernel.spec);
+  const std::int64_t rows = wide != nullptr ? wide_forward_rows(*wide) : forward_rows(kernel.as<ForwardSpec>());
   return (call.rows.limit_q + rows - 1) / rows * call.rows.batch() * call.rows.heads_q *
-         (wide ? wide_forward_chunks(spec) : 1);
+         (wide != nullptr ? wide_forward_chunks(*wide) : 1);
 }
 
 // Of the forwards, and of what puts the parts of split keys together.
@@ -145,6 +125,40 @@ void start(const Launcher& launcher, const Launch& launch) {
   launcher.launch_in_pieces(launch, args);
 }
 
+// Where the queries alone keep too few multiprocessors busy, keys are split among blocks. `ctas`: of a multiprocessor.
+template <class S>
+void add(Planner& planner, const Kernel& kernel, const S& spec, int ctas) {
+  constexpr std::int64_t kLeastSteps = 4;  // of a part
+  const math::Rows& rows = planner.call().rows;
+  const std::int64_t blocks = forward_blocks(planner.call(), kernel);
+  const std::int64_t room = std::int64_t{planner.target().multiprocessors} * ctas;
+  const std::int64_t steps = rows.limit_k / spec.step;
+  const std::int64_t splits = blocks > 0 ? std::min(room / blocks, steps / kLeastSteps) : 1;
+  if (splits < 2) {
+    planner.add(kernel, blocks, start);
+    return;
+  }
+  S split = spec;
+  split.split = true;
+  Kernel splitting = kernel;
+  splitting.spec = split;
+  const std::int64_t all = splits * padded_rows(rows) * rows.heads_q;
+  planner.workspace().add(Region::kPartialOut, all * spec.dv * std::int64_t{sizeof(float)});
+  planner.workspace().add(Region::kPartialSum, all * 2 * std::int64_t{sizeof(float)});
+  AroundSpec after = planner.around(spec.type);
+  after.dv = spec.dv;
+  after.ragged = spec.ragged;
+  Kernel combine;
+  combine.file = "generic/combine.cuh";
+  combine.name = "generic_combine";
+  combine.spec = after;
+  combine.threads = kCombineRows * 32;
+  planner.add(splitting, blocks * splits, start, 1, static_cast<int>(splits));
+  planner.add(combine, Planner::tiles_of(rows.limit_q, kCombineRows) * rows.batch() * rows.heads_q, start, 1,
+              static_cast<int>(splits));
+  planner.say(fmt::format("; keys in {} parts", splits));
+}
+
 }  // namespace
 
 Choice generic_forward(const Call& call, const Operands& operands, const Target& target) {
@@ -152,22 +166,16 @@ Choice generic_forward(const Call& call, const Operands& operands, const Target&
   Kernel& kernel = choice.kernel;
   kernel.file = "generic/forward.cuh";
   kernel.name = "generic_forward";
-  Spec& spec = kernel.spec;
-  spec = features_of(operands, target);
+  auto& spec = kernel.spec.emplace<ForwardSpec>(ForwardSpec{features_of(operands, target), {}});
   const int most = spec.type == Type::kFp32 ? 128 : 256;
   if (spec.d > most || spec.dv > most) {
     choice.why_not = "head_dim beyond what registers hold";
     return choice;
   }
-  for (const Tiles& tiles : candidates(spec)) {
-    spec.warps = tiles.warps;
+  for (const ForwardTiles& tiles : candidates(spec)) {
+    static_cast<ForwardTiles&>(spec) = tiles;
     // Few queries: half of the rows would stand idle.
     spec.tiles = call.rows.limit_q <= tiles.warps * 16 ? 1 : tiles.tiles;
-    spec.step = tiles.step;
-    spec.ctas = tiles.ctas;
-    spec.resident = tiles.resident;
-    spec.lazy = tiles.lazy;
-    spec.early = tiles.early;
     kernel.threads = spec.warps * 32;
     kernel.shared_bytes = forward_shared_bytes(spec);
     if (target.holds(kernel.shared_bytes, spec.ctas)) {
@@ -183,21 +191,12 @@ Choice generic_wide_forward(const Call&, const Operands& operands, const Target&
   Kernel& kernel = choice.kernel;
   kernel.file = "generic/wide_forward.cuh";
   kernel.name = "generic_wide_forward";
-  Spec& spec = kernel.spec;
-  spec = features_of(operands, target);
-  spec.tiles = 1;
-  spec.stages = 1;
-  spec.ctas = 1;
-  for (const WideTiles& tiles : wide_candidates(spec)) {
-    spec.warps = tiles.warps;
-    spec.step = tiles.step;
-    spec.grid_s = tiles.grid_s;
-    spec.grid_o = tiles.grid_o;
-    spec.part = tiles.part;
-    spec.columns = tiles.columns;
+  auto& spec = kernel.spec.emplace<WideForwardSpec>(WideForwardSpec{features_of(operands, target), {}});
+  for (const WideForwardTiles& tiles : wide_candidates(spec)) {
+    static_cast<WideForwardTiles&>(spec) = tiles;
     kernel.threads = spec.warps * 32;
     kernel.shared_bytes = wide_forward_shared_bytes(spec);
-    if (target.holds(kernel.shared_bytes, spec.ctas)) {
+    if (target.holds(kernel.shared_bytes, 1)) {
       return choice;
     }
   }
@@ -205,34 +204,12 @@ Choice generic_wide_forward(const Call&, const Operands& operands, const Target&
   return choice;
 }
 
-// Where the queries alone keep too few multiprocessors busy, keys are split among blocks.
 void add_generic_forward(Planner& planner, const Kernel& kernel) {
-  constexpr std::int64_t kLeastSteps = 4;  // of a part
-  const math::Rows& rows = planner.call().rows;
-  const std::int64_t blocks = forward_blocks(planner.call(), kernel);
-  const std::int64_t room = std::int64_t{planner.target().multiprocessors} * kernel.spec.ctas;
-  const std::int64_t steps = rows.limit_k / kernel.spec.step;
-  const std::int64_t splits = blocks > 0 ? std::min(room / blocks, steps / kLeastSteps) : 1;
-  if (splits < 2) {
-    planner.add(kernel, blocks, start);
-    return;
+  if (const auto* const wide = std::get_if<WideForwardSpec>(&kernel.spec)) {
+    add(planner, kernel, *wide, 1);
+  } else {
+    add(planner, kernel, kernel.as<ForwardSpec>(), kernel.as<ForwardSpec>().ctas);
   }
-  Kernel splitting = kernel;
-  splitting.spec.split = true;
-  const std::int64_t all = splits * padded_rows(rows) * rows.heads_q;
-  planner.workspace().add(Region::kPartialOut, all * kernel.spec.dv * std::int64_t{sizeof(float)});
-  planner.workspace().add(Region::kPartialSum, all * 2 * std::int64_t{sizeof(float)});
-  Kernel combine;
-  combine.file = "generic/combine.cuh";
-  combine.name = "generic_combine";
-  combine.spec = planner.small(kernel.spec.type);
-  combine.spec.dv = kernel.spec.dv;
-  combine.spec.ragged = kernel.spec.ragged;
-  combine.threads = kCombineRows * 32;
-  planner.add(splitting, blocks * splits, start, 1, static_cast<int>(splits));
-  planner.add(combine, Planner::tiles_of(rows.limit_q, kCombineRows) * rows.batch() * rows.heads_q, start, 1,
-              static_cast<int>(splits));
-  planner.say(fmt::format("; keys in {} parts", splits));
 }
 
 }  // namespace fovea::cuda

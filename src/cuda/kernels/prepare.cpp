@@ -16,7 +16,7 @@ namespace {
 
 Source source(const View& view) { return {view.data, view.strides}; }
 
-Kernel prepare(const char* name, const Spec& spec) {
+Kernel prepare(const char* name, const AroundSpec& spec) {
   Kernel kernel;
   kernel.file = "around/prepare.cuh";
   kernel.name = name;
@@ -40,13 +40,13 @@ void add_packs(Planner& planner, std::size_t first, std::size_t count) {
     }
     launcher.launch(launch, args);
   };
-  planner.add(prepare("prepare_pack", planner.small(packs[first].element_bytes == 4 ? Type::kFp32 : Type::kBf16)),
+  planner.add(prepare("prepare_pack", planner.around(packs[first].element_bytes == 4 ? Type::kFp32 : Type::kBf16)),
               Planner::striding_blocks(most, planner.target()), start, static_cast<unsigned>(count));
 }
 
 void add_mask(Planner& planner) {
   const Box& box = planner.operands().mask_box;
-  Kernel kernel = prepare("prepare_mask", planner.small());
+  Kernel kernel = prepare("prepare_mask", planner.around());
   std::int64_t threads = box.all_rows() * (box.width + 31);
   if (planner.operands().mask_by_lanes) {
     constexpr std::int64_t kWordsOfAWarp = 64;
@@ -88,7 +88,7 @@ void add_term(Planner& planner, std::size_t number) {
     args.columns = term.columns;
     launcher.launch(launch, args);
   };
-  planner.add(prepare("prepare_term", planner.small()),
+  planner.add(prepare("prepare_term", planner.around()),
               Planner::striding_blocks(planner.operands().terms[number].box.count(), planner.target()), start);
 }
 
@@ -117,9 +117,9 @@ void add_pairs(Planner& planner) {
   const std::int64_t all = rows.batch() * std::max(rows.heads_q * rows.limit_q, rows.heads_k * rows.limit_k);
   constexpr std::int64_t kThreadsARow = 16;
   const auto blocks = [&](std::int64_t threads) { return Planner::striding_blocks(threads, planner.target()); };
-  planner.add(prepare("prepare_clear", planner.small()), 1, start_pairs);
-  planner.add(prepare("prepare_measure", planner.small()), blocks(all * 4), start_pairs, tensors);
-  planner.add(prepare("prepare_split", planner.small()), blocks(all * kThreadsARow), start_pairs, tensors);
+  planner.add(prepare("prepare_clear", planner.around()), 1, start_pairs);
+  planner.add(prepare("prepare_measure", planner.around()), blocks(all * 4), start_pairs, tensors);
+  planner.add(prepare("prepare_split", planner.around()), blocks(all * kThreadsARow), start_pairs, tensors);
 }
 
 void start_clear_rows(const Launcher& launcher, const Launch& launch) {
@@ -148,7 +148,7 @@ void add_clear_rows(Planner& planner) {
   if (outputs == 0) {
     return;
   }
-  Kernel kernel = prepare("clear_rows", planner.small());
+  Kernel kernel = prepare("clear_rows", planner.around());
   kernel.file = "around/clear_rows.cuh";
   constexpr std::int64_t kMostParts = 64;
   const std::int64_t gaps = math::gaps(planner.call().rows);
@@ -195,7 +195,7 @@ void add_preparation(Planner& planner) {
 void add_unpack(Planner& planner) {
   const Problem& p = planner.call().problem;
   constexpr std::int64_t kNumbersOfAThread = 16;
-  planner.add(prepare("prepare_unpack", planner.small()),
+  planner.add(prepare("prepare_unpack", planner.around()),
               Planner::striding_blocks(p.batch() * p.heads_q * p.seqlen_q * p.seqlen_k / kNumbersOfAThread + 1,
                                        planner.target()),
               [](const Launcher& launcher, const Launch& launch) {

@@ -27,13 +27,13 @@ constexpr std::int64_t kMostBlocks = std::int64_t{1} << 30;
 constexpr int kWide = 128;
 constexpr int kWidest = 256;
 
-bool is_wide(const Spec& spec) { return std::max(spec.d, spec.dv) > kWide; }
+bool is_wide(const Features& spec) { return std::max(spec.d, spec.dv) > kWide; }
 
 constexpr int rounded(int columns, int grain) { return (columns + grain - 1) / grain * grain; }
 
 // Whether two blocks share the work (sm90_wide_backward): where dk and dv, or they and what a feature needs, are more
 // than the registers of one hold.
-bool in_clusters(const Spec& spec) {
+bool in_clusters(const Features& spec) {
   if (!is_wide(spec)) {
     return false;
   }
@@ -53,7 +53,7 @@ bool in_clusters(const Spec& spec) {
 const char* why_not(const Call& call, const Operands& operands, const Target& target, const BackwardWants& wants) {
   const Problem& p = call.problem;
   const math::Rows& rows = call.rows;
-  const Spec& spec = operands.features;
+  const Features& spec = operands.features;
   if (target.capability != 90) {
     return "compute capability other than 9.0";
   }
@@ -122,7 +122,7 @@ struct Tiles {
 
 // Whether dQ had better be computed in its own step, if blocks fill the chip: at head_dim 128, where registers allow,
 // without a band or with groups of heads under a causal mask (elsewhere level, or slower: docs/design/tried.md).
-bool in_same_step(const Call& call, const Spec& spec, bool ordered) {
+bool in_same_step(const Call& call, const Sm90BackwardSpec& spec, bool ordered) {
   const bool grouped = call.rows.heads_q > call.rows.heads_k;
   const bool much = spec.dropout != DropoutRule::kNone || spec.softcap || spec.mask || spec.key_term ||
                     spec.query_term || spec.alibi || spec.column_sum || spec.row_sum || sm90_outer_bytes(spec) > 0;
@@ -131,7 +131,7 @@ bool in_same_step(const Call& call, const Spec& spec, bool ordered) {
 }
 
 // From the best on: the first that fits is taken.
-std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool ordered) {
+std::vector<Tiles> candidates(const Sm90BackwardSpec& spec, std::int64_t seqlen_k, bool ordered) {
   const int widest = std::max(spec.d, spec.dv);
   if (in_clusters(spec)) {
     return {{.groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 2}};
@@ -241,7 +241,7 @@ std::vector<Tiles> candidates(const Spec& spec, std::int64_t seqlen_k, bool orde
 // Whether who comes first to rows of dq_sum stores there: nobody need clear them, but whoever comes meanwhile waits.
 // That pays where steps take long, or with few keys; not where grouped heads make blocks so long that they had better
 // begin by turns, the longest first.
-bool stores_first(const Call& call, const Spec& spec) {
+bool stores_first(const Call& call, const Sm90BackwardSpec& spec) {
   constexpr int kNarrow = 64;
   constexpr std::int64_t kFewKeys = 2048;
   if (spec.ordered || spec.left_edge || (spec.banded && spec.ragged)) {
@@ -256,7 +256,7 @@ bool stores_first(const Call& call, const Spec& spec) {
 
 // Whether the term of keys is a mask and nothing else is added to scores, which then stay dot products. All of the
 // kernels of the call have to agree on that.
-bool is_mask_alone(const Call& call, const Operands& operands, Spec spec) {
+bool is_mask_alone(const Call& call, const Operands& operands, Sm90BackwardSpec spec) {
   spec.key_mask = true;
   return spec.key_term && !natural_scores(spec) && (spec.dq || !call.problem.need.q) &&
          std::any_of(operands.terms.begin(), operands.terms.end(),
@@ -264,12 +264,12 @@ bool is_mask_alone(const Call& call, const Operands& operands, Spec spec) {
 }
 
 // Blocks of keys (sm90_wide_backward: of two blocks), of a head and of all heads.
-std::int64_t key_blocks_of(const Call& call, const Spec& spec) {
+std::int64_t key_blocks_of(const Call& call, const Sm90BackwardSpec& spec) {
   const std::int64_t keys = sm90_backward_sizes(spec).keys;
   return (call.rows.limit_k + keys - 1) / keys;
 }
 
-std::int64_t items_of(const Call& call, const Spec& spec) {
+std::int64_t items_of(const Call& call, const Sm90BackwardSpec& spec) {
   return key_blocks_of(call, spec) * call.rows.batch() * call.rows.heads_k;
 }
 
@@ -278,7 +278,7 @@ struct StepsOfKeys {
   std::int64_t longest = 0;
   std::int64_t all = 0;
 };
-StepsOfKeys steps_of_keys(const Call& call, const Spec& spec) {
+StepsOfKeys steps_of_keys(const Call& call, const Sm90BackwardSpec& spec) {
   const math::Rows& rows = call.rows;
   const Problem& p = call.problem;
   const std::int64_t keys = sm90_backward_sizes(spec).keys;
@@ -301,7 +301,7 @@ StepsOfKeys steps_of_keys(const Call& call, const Spec& spec) {
 // The parts of a block of keys that give the least time, by estimate, where there are fewer blocks of keys than
 // multiprocessors; 1 where nothing is gained. Counted in steps, of 2 to 3 us each: a part costs half of one to begin,
 // sums of parts cost one, two where there is no other launch to add them, and some 1 us a megabyte (measured).
-int best_parts(const Call& call, const Spec& spec, const Target& target) {
+int best_parts(const Call& call, const Sm90BackwardSpec& spec, const Target& target) {
   constexpr double kBegin = 0.5;
   constexpr double kBytesOfAStep = 3e6;
   constexpr std::int64_t kMostParts = 64;
@@ -338,7 +338,7 @@ int best_parts(const Call& call, const Spec& spec, const Target& target) {
 // The first candidate that fits, dq in order or not; false where none does.
 bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, const Target& target,
                 const BackwardWants& wants, bool is_ordered) {
-  Spec& spec = kernel.spec;
+  auto& spec = std::get<Sm90BackwardSpec>(kernel.spec);
   const bool clusters = in_clusters(spec);
   const bool has_dq = wants.dq && is_ordered == wants.ordered;
   spec.dq = has_dq;
@@ -358,7 +358,7 @@ bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, cons
     spec.step = tiles.step;
     spec.stages = tiles.stages;
     spec.planes = tiles.planes;
-    spec.q_buffers = tiles.outer;
+    spec.outer = tiles.outer;
     // Nothing need be added where one block has all keys.
     spec.direct = has_dq && !spec.ragged && !is_wide(spec) && call.rows.limit_k <= 64 * tiles.groups * tiles.tiles;
     spec.ordered = is_ordered && !spec.direct;
@@ -396,7 +396,7 @@ Box mask_tiles(const Box& words) {
 // ---- the order of the blocks ----
 
 // Key heads whose blocks are begun by turns, the longest first: 1 where all are as long.
-std::int64_t heads_in_turn(const Call& call, const Spec& spec, const Target& target) {
+std::int64_t heads_in_turn(const Call& call, const Sm90BackwardSpec& spec, const Target& target) {
   if (call.problem.window_left >= 0 || spec.ordered || spec.ragged || spec.stores_first) {
     return 1;
   }
@@ -412,7 +412,7 @@ std::int64_t heads_in_turn(const Call& call, const Spec& spec, const Target& tar
 // Under a causal mask the blocks of a head have unequal lengths. Where heads follow one another (stores_first), blocks
 // of the last heads, which run at the end, begin with the longest: a long block that begins last would run alone. All
 // heads in such an order would wait for one another's first sums.
-std::int64_t last_turn(const Call& call, const Spec& spec, const Target& target) {
+std::int64_t last_turn(const Call& call, const Sm90BackwardSpec& spec, const Target& target) {
   const std::int64_t heads = call.rows.batch() * call.rows.heads_k;
   if (!spec.banded || spec.left_edge || spec.ordered || spec.ragged || !spec.stores_first) {
     return heads;
@@ -430,7 +430,7 @@ void start_mask(const Launcher& launcher, const Launch& launch) {
                                         launcher.region<u32>(Region::kMaskTiles), launcher.operands().mask_box});
 }
 
-KeyParts key_parts(const Launcher& launcher, const Spec& spec, const Sm90KeyOrder& order) {
+KeyParts key_parts(const Launcher& launcher, const Sm90BackwardSpec& spec, const Sm90KeyOrder& order) {
   const math::Rows& rows = launcher.call().rows;
   KeyParts parts;
   if (order.parts > 1) {
@@ -446,7 +446,7 @@ KeyParts key_parts(const Launcher& launcher, const Spec& spec, const Sm90KeyOrde
 }
 
 void start_backward(const Launcher& launcher, const Launch& launch, const Sm90KeyOrder& order) {
-  const Spec& spec = launch.kernel.spec;
+  const auto& spec = launch.kernel.as<Sm90BackwardSpec>();
   const Args& common = launcher.args();
   const Call& call = launcher.call();
   const math::Rows& rows = call.rows;
@@ -505,8 +505,7 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
   kernel.file = "sm90/backward.cuh";
   kernel.name = "sm90_backward";
   kernel.one_architecture = true;
-  Spec& spec = kernel.spec;
-  spec = operands.features;
+  auto& spec = kernel.spec.emplace<Sm90BackwardSpec>(Sm90BackwardSpec{operands.features, {}, {}});
   spec.arch = target.capability;
   choice.why_not = why_not(call, operands, target, wants);
   if (choice.why_not != nullptr) {
@@ -534,7 +533,7 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
   return choice;
 }
 
-Sm90KeyOrder sm90_key_order(const Call& call, const Spec& spec, const Target& target) {
+Sm90KeyOrder sm90_key_order(const Call& call, const Sm90BackwardSpec& spec, const Target& target) {
   const std::int64_t key_blocks = key_blocks_of(call, spec);
   return {.key_blocks = key_blocks,
           .head_rows = key_blocks * sm90_backward_sizes(spec).keys,
@@ -544,7 +543,7 @@ Sm90KeyOrder sm90_key_order(const Call& call, const Spec& spec, const Target& ta
           .last_turn = last_turn(call, spec, target)};
 }
 
-void reserve_sm90_backward(Planner& planner, const Spec& spec, const Sm90KeyOrder& order) {
+void reserve_sm90_backward(Planner& planner, const Sm90BackwardSpec& spec, const Sm90KeyOrder& order) {
   const math::Rows& rows = planner.call().rows;
   Workspace& workspace = planner.workspace();
   if (order.parts > 1 && spec.dkv) {
@@ -565,7 +564,7 @@ void add_sm90_backward_mask(Planner& planner) {
   Kernel kernel;
   kernel.file = "sm90/backward_mask.cuh";
   kernel.name = "sm90_backward_mask";
-  kernel.spec = planner.small();
+  kernel.spec = planner.around();
   constexpr std::int64_t kQueries = 64;
   const std::int64_t threads = words.planes() * Planner::tiles_of(words.rows, kQueries) * words.width * 32;
   planner.add(kernel, Planner::striding_blocks(threads, planner.target()), start_mask);
@@ -574,7 +573,9 @@ void add_sm90_backward_mask(Planner& planner) {
 void add_sm90_backward(Planner& planner, const Kernel& kernel, const Sm90KeyOrder& order) {
   const std::int64_t items = order.items * order.parts;
   planner.add(
-      kernel, in_clusters(kernel.spec) ? 2 * items : std::min<std::int64_t>(items, planner.target().multiprocessors),
+      kernel,
+      in_clusters(kernel.as<Sm90BackwardSpec>()) ? 2 * items
+                                                 : std::min<std::int64_t>(items, planner.target().multiprocessors),
       [order](const Launcher& launcher, const Launch& launch) { start_backward(launcher, launch, order); }, 1,
       order.parts);
   if (order.parts > 1) {
@@ -582,19 +583,19 @@ void add_sm90_backward(Planner& planner, const Kernel& kernel, const Sm90KeyOrde
   }
 }
 
-void add_sm90_backward_parts(Planner& planner, const Spec& main, const Sm90KeyOrder& order,
+void add_sm90_backward_parts(Planner& planner, const Sm90BackwardSpec& main, const Sm90KeyOrder& order,
                              std::int64_t convert_blocks) {
   const math::Rows& rows = planner.call().rows;
   Kernel kernel;
   kernel.file = "sm90/backward_parts.cuh";
   kernel.name = "sm90_backward_parts";
-  kernel.spec = planner.small(main.type);
-  kernel.spec.d = main.d;
-  kernel.spec.dv = main.dv;
-  kernel.spec.dq = main.dq && !main.direct;
-  kernel.spec.stores_first = main.stores_first;
-  kernel.spec.same_step = main.same_step;  // how dq_sum lies
-  kernel.spec.key_parts = true;
+  AroundSpec spec = planner.around(main.type);
+  spec.d = main.d;
+  spec.dv = main.dv;
+  spec.dq = main.dq && !main.direct;
+  spec.stores_first = main.stores_first;
+  spec.same_step = main.same_step;  // how dq_sum lies
+  kernel.spec = spec;
   const std::int64_t key_rows = rows.batch() * rows.heads_k * order.head_rows;
   const std::int64_t blocks = sm90_parts_blocks(key_rows, main.d) + sm90_parts_blocks(key_rows, main.dv);
   const auto start = [main, order](const Launcher& launcher, const Launch& launch) {

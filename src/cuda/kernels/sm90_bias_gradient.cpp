@@ -27,14 +27,14 @@ struct Tiles {
 };
 
 // What takes registers beyond the bias itself.
-int features_of(const Spec& s) {
+int features_of(const Features& s) {
   return 2 * int{s.mask} + 2 * int{s.softcap} + int{s.alibi} + int{s.key_term} + int{s.query_term} +
          int{s.bias2 != BiasTile::kNone} + 2 * int{s.dropout != DropoutRule::kNone} + int{s.ragged};
 }
 
 std::int64_t tiles_of(std::int64_t length, std::int64_t size) { return (length + size - 1) / size; }
 
-std::vector<Tiles> candidates(const Spec& s, const BiasList& list) {
+std::vector<Tiles> candidates(const Features& s, const BiasList& list) {
   constexpr Tiles kLast[] = {{.groups = 2, .step = 128, .stages = 4, .planes = 1, .buffers = 2},
                              {.groups = 2, .step = 128, .stages = 3, .planes = 1, .buffers = 1},
                              {.groups = 2, .step = 128, .stages = 2, .planes = 1, .buffers = 1},
@@ -84,7 +84,7 @@ std::vector<Tiles> candidates(const Spec& s, const BiasList& list) {
 
 const char* why_not(const Call& call, const Operands& operands, const Target& target) {
   const math::Rows& rows = call.rows;
-  const Spec& spec = operands.features;
+  const Features& spec = operands.features;
   if (target.capability != 90) {
     return "compute capability other than 9.0";
   }
@@ -109,12 +109,12 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
 }
 
 // Tiles of all planes.
-std::int64_t tiles_of_list(const BiasList& list, const Spec& spec) {
+std::int64_t tiles_of_list(const BiasList& list, const Sm90BiasSpec& spec) {
   return list.planes * tiles_of(list.queries, sm90_bias_gradient_sizes(spec).rows) * tiles_of(list.keys, spec.step);
 }
 
 // Pieces that a plane's list is cut into.
-int chunks_of(const BiasList& list, const Spec& spec, const Target& target) {
+int chunks_of(const BiasList& list, const Sm90BiasSpec& spec, const Target& target) {
   // The fewest that leave little of the last wave empty; their sums are written and read again once.
   constexpr std::int64_t kMostChunks = 64;
   constexpr std::int64_t kMostBytes = std::int64_t{48} << 20;
@@ -142,7 +142,7 @@ int chunks_of(const BiasList& list, const Spec& spec, const Target& target) {
 
 // Tensor maps of q, k, v and grad_out, and the tiles. again: those alone that the launch before has flagged.
 void start(const Launcher& launcher, const Launch& launch, int which, bool again, bool waits_first) {
-  const Spec& spec = launch.kernel.spec;
+  const auto& spec = launch.kernel.as<Sm90BiasSpec>();
   const Args& given = launcher.args();
   const math::Rows& rows = launcher.call().rows;
   const Sm90BiasGradientSizes sizes = sm90_bias_gradient_sizes(spec);
@@ -185,8 +185,7 @@ Choice sm90_bias_gradient(const Call& call, const Operands& operands, const Targ
   kernel.file = "sm90/bias_gradient.cuh";
   kernel.name = "sm90_bias_gradient";
   kernel.one_architecture = true;
-  Spec& spec = kernel.spec;
-  spec = operands.features;
+  auto& spec = kernel.spec.emplace<Sm90BiasSpec>(Sm90BiasSpec{operands.features, {}});
   spec.arch = target.capability;
   spec.grad_bias = type;
   if (which == 1) {
@@ -206,8 +205,6 @@ Choice sm90_bias_gradient(const Call& call, const Operands& operands, const Targ
     choice.why_not = "2^24 tiles or more";
     return choice;
   }
-  spec.tiles = 1;
-  spec.part = 64;
   const bool plain = !spec.softcap && !spec.alibi && !spec.mask && spec.bias2 == BiasTile::kNone &&
                      spec.dropout == DropoutRule::kNone && !spec.ragged;
   spec.bias_outside = spec.bias != BiasTile::kNone && list.entries > 1 && plain;
@@ -216,8 +213,8 @@ Choice sm90_bias_gradient(const Call& call, const Operands& operands, const Targ
     spec.step = tiles.step;
     spec.stages = tiles.stages;
     spec.planes = spec.bias != BiasTile::kNone ? tiles.planes : 0;
-    spec.q_buffers = 0;
-    spec.q_buffers = sm90_bias_gradient_sizes(spec).entry > 0 ? std::max(tiles.buffers, 1) : 0;
+    spec.entries = 0;
+    spec.entries = sm90_bias_gradient_sizes(spec).entry > 0 ? std::max(tiles.buffers, 1) : 0;
     const Sm90BiasGradientSizes sizes = sm90_bias_gradient_sizes(spec);
     kernel.threads = sizes.threads;
     kernel.shared_bytes = sizes.bytes;
@@ -230,9 +227,10 @@ Choice sm90_bias_gradient(const Call& call, const Operands& operands, const Targ
 }
 
 void add_sm90_bias_gradient(Planner& planner, const Kernel& kernel, const BiasList& list, int which) {
+  const auto& spec = kernel.as<Sm90BiasSpec>();
   const std::int64_t numbers = list.queries * list.keys;
-  const int chunks = chunks_of(list, kernel.spec, planner.target());
-  const std::int64_t tiles = tiles_of_list(list, kernel.spec) * chunks;
+  const int chunks = chunks_of(list, spec, planner.target());
+  const std::int64_t tiles = tiles_of_list(list, spec) * chunks;
   const std::int64_t blocks = std::min<std::int64_t>(tiles, planner.target().multiprocessors);
   reserve_bias_sum(planner, which, chunks, list.planes * numbers);
   constexpr std::int64_t kBiases = 2;
@@ -249,14 +247,16 @@ void add_sm90_bias_gradient(Planner& planner, const Kernel& kernel, const BiasLi
         1, chunks);
   };
   add(kernel, false);
-  if (kernel.spec.bias_outside) {
+  if (spec.bias_outside) {
     planner.workspace().add(which == 0 ? Region::kBiasFlags : Region::kBiasFlags2,
-                            tiles * kernel.spec.warps * std::int64_t{sizeof(u32)});
+                            tiles * spec.warps * std::int64_t{sizeof(u32)});
+    Sm90BiasSpec with_bias = spec;
+    with_bias.bias_outside = false;
     Kernel inside = kernel;
-    inside.spec.bias_outside = false;
+    inside.spec = with_bias;
     add(inside, true);
   }
-  add_bias_sum(planner, kernel.spec.grad_bias, which, chunks, list.planes, numbers);
+  add_bias_sum(planner, spec.grad_bias, which, chunks, list.planes, numbers);
 }
 
 }  // namespace fovea::cuda

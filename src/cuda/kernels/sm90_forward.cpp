@@ -24,7 +24,7 @@ constexpr std::int64_t kMostTiles = std::int64_t{1} << 30;
 // What features take of the registers, roughly: from kManyFeatures on, steps of 64 keys spill nothing where steps of
 // 128 do, and beyond a head_dim of 192 steps of 32.
 constexpr int kManyFeatures = 3;
-int features_of(const Spec& s) {
+int features_of(const Features& s) {
   return int{s.mask} + int{s.dropout != DropoutRule::kNone} + 2 * int{s.softcap} + int{s.alibi} + int{s.key_term} +
          int{s.query_term} + int{s.bias != BiasTile::kNone} + int{s.bias2 != BiasTile::kNone};
 }
@@ -32,7 +32,7 @@ int features_of(const Spec& s) {
 const char* why_not(const Call& call, const Operands& operands, const Target& target) {
   const Problem& p = call.problem;
   const math::Rows& rows = call.rows;
-  const Spec& spec = operands.features;
+  const Features& spec = operands.features;
   constexpr int kBytes = 2;
   if (target.capability != 90) {
     return "compute capability other than 9.0";
@@ -81,7 +81,7 @@ struct Order {
 };
 
 // From wide to narrow: the first that fits is taken.
-std::vector<Tiles> candidates(const Spec& spec) {
+std::vector<Tiles> candidates(const Sm90ForwardSpec& spec) {
   const int widest = std::max(spec.d, spec.dv);
   const int features = features_of(spec);
   // The rule torch_mem_efficient has a word of decisions for 64 keys.
@@ -163,7 +163,7 @@ std::vector<Tiles> candidates(const Spec& spec) {
 
 // Short sequences: blocks of one warpgroup that computes, several a multiprocessor, so that one's waits are another's
 // work. On an H200 window attention of 49 queries takes half of the time, 16 heads of 512 queries 0.78.
-bool is_short(const Call& call, const Spec& spec) {
+bool is_short(const Call& call, const Features& spec) {
   constexpr int kWidest = 64;
   constexpr std::int64_t kQueries = 128;
   constexpr std::int64_t kKeys = 512;
@@ -178,7 +178,7 @@ bool is_short(const Call& call, const Spec& spec) {
                                             : rows.limit_q <= kQueries || tiles <= kFewTiles;
 }
 
-Order order_of(const Call& call, const Operands& operands, const Spec& spec) {
+Order order_of(const Call& call, const Operands& operands, const Sm90ForwardSpec& spec) {
   const math::Rows& rows = call.rows;
   const std::int64_t tile = sm90_forward_sizes(spec).rows;
   Order order;
@@ -222,7 +222,7 @@ void start_schedule(const Launcher& launcher, const Launch& launch) {
 
 // Tensor maps of q, k, v, out and the biases, and the order of the tiles.
 void start_forward(const Launcher& launcher, const Launch& launch, const Order& order) {
-  const Spec& spec = launch.kernel.spec;
+  const auto& spec = launch.kernel.as<Sm90ForwardSpec>();
   const Args& common = launcher.args();
   const math::Rows& rows = launcher.call().rows;
   const int tile = sm90_forward_sizes(spec).rows;
@@ -284,15 +284,13 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
   kernel.file = "sm90/forward.cuh";
   kernel.name = "sm90_forward";
   kernel.one_architecture = true;
-  Spec& spec = kernel.spec;
-  spec = operands.features;
+  auto& spec = kernel.spec.emplace<Sm90ForwardSpec>(Sm90ForwardSpec{operands.features, {}});
   spec.arch = target.capability;
   choice.why_not = why_not(call, operands, target);
   if (choice.why_not != nullptr) {
     return choice;
   }
   const Problem& p = call.problem;
-  spec.tiles = 1;
   spec.left_edge = spec.banded && p.window_left >= 0;
   constexpr std::uint32_t kMostOfHalves = 0x7c00;
   spec.often = spec.dropout == DropoutRule::kFovea && call.dropout.threshold > kMostOfHalves;
@@ -362,17 +360,19 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
 }
 
 void add_sm90_forward(Planner& planner, const Kernel& kernel) {
-  const Order order = order_of(planner.call(), planner.operands(), kernel.spec);
-  const std::int64_t room = std::int64_t{planner.target().multiprocessors} * sm90_forward_sizes(kernel.spec).ctas;
-  if (kernel.spec.ragged || order.tiles > room) {  // blocks take tiles from a counter
+  const auto& spec = kernel.as<Sm90ForwardSpec>();
+  const Order order = order_of(planner.call(), planner.operands(), spec);
+  const std::int64_t room = std::int64_t{planner.target().multiprocessors} * sm90_forward_sizes(spec).ctas;
+  if (spec.ragged || order.tiles > room) {  // blocks take tiles from a counter
     planner.workspace().add(Region::kSchedule,
                             kListOffset + order.listed * static_cast<std::int64_t>(sizeof(ListedTile)));
     Kernel schedule;
     schedule.file = "sm90/schedule.cuh";
     schedule.name = "sm90_schedule";
-    schedule.spec = planner.small();
-    schedule.spec.ragged = kernel.spec.ragged;
-    schedule.spec.warps = kernel.spec.warps;
+    AroundSpec before = planner.around();
+    before.ragged = spec.ragged;
+    before.warps = spec.warps;
+    schedule.spec = before;
     schedule.threads = kSm90ScheduleThreads;
     planner.add(schedule, std::min<std::int64_t>(order.tiles, 1), start_schedule);
   }

@@ -16,7 +16,7 @@ namespace {
 const char* why_not(const Call& call, const Operands& operands, const Target& target) {
   const Problem& p = call.problem;
   const math::Rows& rows = call.rows;
-  const Spec& s = operands.features;
+  const Features& s = operands.features;
   if (target.capability != 90) {
     return "compute capability other than 9.0";
   }
@@ -60,7 +60,7 @@ struct Order {
   std::int64_t workers = 1;   // warpgroups of a plane
   math::Strides is_of_plane;  // not 0 in the dimensions that planes differ in
 };
-Order order_of(const Call& call, const Spec& spec, const Target& target) {
+Order order_of(const Call& call, const Sm90SmallSpec& spec, const Target& target) {
   const Problem& p = call.problem;
   const std::int64_t groups = sm90_small_backward_sizes(spec).groups;
   Order order;
@@ -78,7 +78,7 @@ Order order_of(const Call& call, const Spec& spec, const Target& target) {
 
 // Tensor maps, and which heads share a bias.
 void start(const Launcher& launcher, const Launch& launch, const Order& order) {
-  const Spec& spec = launch.kernel.spec;
+  const auto& spec = launch.kernel.as<Sm90SmallSpec>();
   const Args& common = launcher.args();
   const math::Rows& rows = launcher.call().rows;
   Sm90SmallBackwardArgs args;
@@ -125,8 +125,7 @@ Choice sm90_small_backward(const Call& call, const Operands& operands, const Tar
   kernel.file = "sm90/small_backward.cuh";
   kernel.name = "sm90_small_backward";
   kernel.one_architecture = true;
-  Spec& spec = kernel.spec;
-  spec = operands.features;
+  auto& spec = kernel.spec.emplace<Sm90SmallSpec>(Sm90SmallSpec{operands.features, {}});
   spec.arch = target.capability;
   choice.why_not = why_not(call, operands, target);
   if (choice.why_not != nullptr) {
@@ -135,8 +134,6 @@ Choice sm90_small_backward(const Call& call, const Operands& operands, const Tar
   spec.d = one_panel(spec.d);
   spec.dv = one_panel(spec.dv);
   spec.natural = false;
-  spec.tiles = 1;
-  spec.step = kSmallRows;
   spec.grad_bias = call.problem.need.bias ? spec.bias : BiasTile::kNone;
   const bool narrow = std::max(spec.d, spec.dv) <= 32 && spec.bias != BiasTile::kFp32;
   if (narrow && spec.bias == BiasTile::kNone) {
@@ -168,10 +165,11 @@ Choice sm90_small_backward(const Call& call, const Operands& operands, const Tar
 }
 
 void add_sm90_small_backward(Planner& planner, const Kernel& kernel) {
-  const Order order = order_of(planner.call(), kernel.spec, planner.target());
+  const auto& spec = kernel.as<Sm90SmallSpec>();
+  const Order order = order_of(planner.call(), spec, planner.target());
   planner.add(kernel, order.planes * order.blocks,
               [order](const Launcher& launcher, const Launch& launch) { start(launcher, launch, order); });
-  if (kernel.spec.grad_bias == BiasTile::kNone) {
+  if (spec.grad_bias == BiasTile::kNone) {
     return;
   }
   constexpr std::int64_t kNumbers = std::int64_t{kSmallRows} * kSmallRows;
@@ -179,8 +177,9 @@ void add_sm90_small_backward(Planner& planner, const Kernel& kernel) {
   Kernel sum;
   sum.file = "sm90/small_bias_sum.cuh";
   sum.name = "small_bias_sum";
-  sum.spec = planner.small();
-  sum.spec.grad_bias = kernel.spec.grad_bias;
+  AroundSpec after = planner.around();
+  after.grad_bias = spec.grad_bias;
+  sum.spec = after;
   sum.threads = kSmallSumThreads;
   sum.one_architecture = true;
   planner.add(

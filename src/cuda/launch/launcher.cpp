@@ -60,7 +60,7 @@ Launcher::Launcher(const Call& call, const Executable& executable, void* workspa
 
 void Launcher::backward_arguments() {
   Args& a = args_;
-  Spec spec = plan_.operands.features;
+  Features spec = plan_.operands.features;
   spec.natural = spec.natural || spec.type == Type::kFp32;
   a.grad_out = tensor(plan_.operands.grad_out, call_.grad_out);
   a.grad_lse = tensor(call_.grad_lse);

@@ -32,8 +32,8 @@ namespace fovea::cuda {
 // ---- small things ----
 
 // Lengths are looked up, whether they differ or not: it costs nothing here.
-constexpr Spec with_lengths() {
-  Spec spec;
+constexpr AroundSpec with_lengths() {
+  AroundSpec spec;
   spec.ragged = true;
   return spec;
 }
@@ -79,7 +79,7 @@ __device__ __forceinline__ float dot8(const uint4& x, const uint4& y) {
   return sum;
 }
 
-template <Spec S>
+template <auto S>
 __device__ __forceinline__ float element(const char* data, i64 at) {
   if constexpr (S.type == Type::kFp32) {
     return reinterpret_cast<const float*>(data)[at];
@@ -88,7 +88,7 @@ __device__ __forceinline__ float element(const char* data, i64 at) {
   }
 }
 
-template <Spec S>
+template <AroundSpec S>
 __global__ void __launch_bounds__(kBackwardPrepareThreads, 6) backward_prepare(const __grid_constant__ Args a) {
   begin_kernel<S.arch>();
   constexpr int kLanes = S.dv <= 32 ? 4 : S.dv <= 64 ? 8 : 16;  // of a row
@@ -305,7 +305,7 @@ __device__ __forceinline__ void store_sums(const Thread& thread, const float4 (&
 }
 
 // dq_sum to dq: kConvertRows rows of one head. `before`: blocks of the launch that do something else.
-template <Spec S>
+template <auto S>
 __device__ __forceinline__ void convert_queries(const Args& a, u32 before) {
   constexpr int kPairs = S.d / 16;  // of blocks, in 16 rows
   const Thread thread;
@@ -337,7 +337,7 @@ __device__ __forceinline__ void convert_queries(const Args& a, u32 before) {
   }
 }
 
-template <Spec S>
+template <AroundSpec S>
 __global__ void __launch_bounds__(256) backward_convert(const __grid_constant__ Args a) {
   begin_kernel<S.arch>();
   convert_queries<S>(a, 0);

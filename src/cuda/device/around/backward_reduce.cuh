@@ -69,7 +69,7 @@ struct Shared {
 };
 
 // A warp of eight takes every eighth entry of a plane's list, a lane one column; then the eight are added in order.
-template <Spec S>
+template <AroundSpec S>
 __global__ void __launch_bounds__(256) reduce_columns(const __grid_constant__ Args a) {
   begin_kernel<S.arch>();
   __shared__ float partial[8][32];
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(256) reduce_columns(const __grid_constant__ Ar
 }
 
 // The same over row_sum; where the bias has one row for all queries, their sums are added, too.
-template <Spec S>
+template <AroundSpec S>
 __global__ void __launch_bounds__(256) reduce_rows(const __grid_constant__ Args a) {
   begin_kernel<S.arch>();
   __shared__ float partial[8][32];
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(256) reduce_rows(const __grid_constant__ Args 
   }
 }
 
-template <Spec S>
+template <AroundSpec S>
 __global__ void __launch_bounds__(256) reduce_sink(const __grid_constant__ Args a) {
   begin_kernel<S.arch>();
   __shared__ float scratch[8];

@@ -15,7 +15,7 @@ namespace fovea::cuda {
 
 inline constexpr int kClearRowsThreads = 256;
 
-template <Spec S>
+template <AroundSpec S>
 __global__ void __launch_bounds__(kClearRowsThreads) clear_rows(const __grid_constant__ ClearRowsArgs args) {
   begin_kernel<S.arch>();
   const ClearRowsJob& job = args.jobs[blockIdx.y];

@@ -154,7 +154,7 @@ __device__ __forceinline__ void pack_rows(const PackJob& job) {
 }
 
 // S.type says how large elements are: kFp32 is 4 bytes, anything else 2.
-template <Spec S>
+template <AroundSpec S>
 __global__ void __launch_bounds__(kPrepareThreads) prepare_pack(const __grid_constant__ PackArgs args) {
   begin_kernel<S.arch>();
   constexpr int kBytes = S.type == Type::kFp32 ? 4 : 2;
@@ -201,7 +201,7 @@ __device__ __forceinline__ void for_each_piece(const Box& box, u32 pieces, Visit
 
 // Words of a row in the tensor, a lane every 32nd, wherever its rows begin: two numbers are one store. Where they are
 // no word in the packed row, the first of them is the neighbouring lane's.
-template <Spec S>
+template <AroundSpec S>
 __global__ void __launch_bounds__(kPrepareThreads, 4) prepare_unpack(const __grid_constant__ UnpackArgs args) {
   begin_kernel<S.arch>();
   constexpr int kEach = 16;
@@ -249,7 +249,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 4) prepare_unpack(const __gri
 }
 
 // A warp makes 64 words of a row, a lane half a word of 16 keys at a time.
-template <Spec S>
+template <AroundSpec S>
 __global__ void __launch_bounds__(kPrepareThreads) prepare_mask(const __grid_constant__ MaskArgs args) {
   begin_kernel<S.arch>();
   constexpr int kKeys = 16;   // of a lane
@@ -295,7 +295,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_mask(const __grid_con
   });
 }
 
-template <Spec S>
+template <AroundSpec S>
 __global__ void __launch_bounds__(kPrepareThreads) prepare_term(const __grid_constant__ TermArgs args) {
   begin_kernel<S.arch>();
   const Box& box = args.box;
@@ -321,7 +321,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_term(const __grid_con
 
 // ---- fp32 as pairs of fp16 ----
 
-template <Spec S>
+template <AroundSpec S>
 __global__ void __launch_bounds__(kPrepareThreads) prepare_clear(const __grid_constant__ PairArgs args) {
   begin_kernel<S.arch>();
   const i64 total = size_place(args.rows, Size::kCount, 0, 0);
@@ -354,7 +354,7 @@ struct PairRows {
 };
 
 // A warp a row. What is not finite is left to itself: the scale is that of the rest.
-template <Spec S>
+template <AroundSpec S>
 __global__ void __launch_bounds__(kPrepareThreads) prepare_measure(const __grid_constant__ PairArgs args) {
   begin_kernel<S.arch>();
   constexpr int kRows = 64;
@@ -395,7 +395,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_measure(const __grid_
 }
 
 // Four elements a thread.
-template <Spec S>
+template <AroundSpec S>
 __global__ void __launch_bounds__(kPrepareThreads) prepare_split(const __grid_constant__ PairArgs args) {
   begin_kernel<S.arch>();
   constexpr int kRows = 16;

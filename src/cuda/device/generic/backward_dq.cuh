@@ -22,7 +22,7 @@
 
 namespace fovea::cuda {
 
-template <Spec S>
+template <BackwardSpec S>
 __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_backward_dq(const __grid_constant__ Args a) {
   begin_kernel<S.arch>();
   constexpr int D = S.d;

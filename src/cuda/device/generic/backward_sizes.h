@@ -6,7 +6,7 @@
 #define FOVEA_CUDA_DEVICE_GENERIC_BACKWARD_SIZES_H
 
 #include "cuda/device/generic/sizes.h"
-#include "cuda/device/spec.h"
+#include "cuda/device/generic/spec.h"
 
 namespace fovea::cuda {
 
@@ -30,14 +30,14 @@ constexpr int backward_columns(Type type, int columns, int others) {
 
 // ---- generic_backward: keys x queries of a step, K and V once ----
 
-constexpr int backward_keys(const Spec& s) { return s.warps * s.tiles * 16; }
+constexpr int backward_keys(const BackwardSpec& s) { return s.warps * s.tiles * 16; }
 
-constexpr int backward_stage_bytes(const Spec& s) {
+constexpr int backward_stage_bytes(const BackwardSpec& s) {
   const int keys = backward_keys(s);
   return s.step * (s.d + s.dv) * element_bytes(s.type) + row_vector_bytes(s.step) +
          score_input_bytes(s, s.step, keys, true);
 }
-constexpr int backward_shared_bytes(const Spec& s) {
+constexpr int backward_shared_bytes(const BackwardSpec& s) {
   const int keys = backward_keys(s);
   const int grads = s.dq ? keys * s.step * element_bytes(s.type) * (s.delay ? 2 : 1) : 0;
   return keys * (s.d + s.dv) * element_bytes(s.type) + grads + s.stages * backward_stage_bytes(s);
@@ -45,14 +45,14 @@ constexpr int backward_shared_bytes(const Spec& s) {
 
 // ---- generic_wide_backward ----
 
-constexpr int wide_backward_keys(const Spec& s) { return s.grid_s * s.tiles * 16; }
+constexpr int wide_backward_keys(const BackwardSpec& s) { return s.grid_s * s.tiles * 16; }
 
-constexpr int wide_backward_stage_bytes(const Spec& s) {
+constexpr int wide_backward_stage_bytes(const BackwardSpec& s) {
   const int keys = wide_backward_keys(s);
   return s.step * (s.d + s.dv) * element_bytes(s.type) + row_vector_bytes(s.step) +
          score_input_bytes(s, s.step, keys, true);
 }
-constexpr int wide_backward_shared_bytes(const Spec& s) {
+constexpr int wide_backward_shared_bytes(const BackwardSpec& s) {
   const int keys = wide_backward_keys(s);
   const int sums = s.column_sum ? keys * (s.step / s.part) * 4 : 0;
   return keys * (s.d + s.dv) * element_bytes(s.type) + 2 * keys * s.step * element_bytes(s.type) + sums +
@@ -61,9 +61,9 @@ constexpr int wide_backward_shared_bytes(const Spec& s) {
 
 // ---- generic_backward_dq: warps * tiles * 16 queries, `step` keys a step ----
 
-constexpr int backward_dq_rows(const Spec& s) { return s.warps * s.tiles * 16; }
+constexpr int backward_dq_rows(const BackwardSpec& s) { return s.warps * s.tiles * 16; }
 
-constexpr int backward_dq_shared_bytes(const Spec& s) {
+constexpr int backward_dq_shared_bytes(const BackwardSpec& s) {
   const int rows = backward_dq_rows(s);
   const int stage = s.step * (s.d + s.dv) * element_bytes(s.type) + score_input_bytes(s, rows, s.step, false);
   return rows * (s.d + s.dv) * element_bytes(s.type) + row_vector_bytes(rows) + s.stages * stage;
@@ -71,14 +71,14 @@ constexpr int backward_dq_shared_bytes(const Spec& s) {
 
 // ---- generic_bias_gradient: grid_s * tiles * 16 queries by `step` keys of one plane ----
 
-constexpr int bias_gradient_rows(const Spec& s) { return s.grid_s * s.tiles * 16; }
+constexpr int bias_gradient_rows(const BackwardSpec& s) { return s.grid_s * s.tiles * 16; }
 
 // Whether all entries of a plane's list have the same inputs: then they are copied once.
-constexpr bool bias_gradient_once(const Spec& s) {
+constexpr bool bias_gradient_once(const BackwardSpec& s) {
   return s.bias != BiasTile::kNone && s.bias2 == BiasTile::kNone && !s.mask && !s.key_term && !s.query_term &&
          !s.ragged;
 }
-constexpr int bias_gradient_shared_bytes(const Spec& s) {
+constexpr int bias_gradient_shared_bytes(const BackwardSpec& s) {
   const int rows = bias_gradient_rows(s);
   const int stage = (rows + s.step) * (s.d + s.dv) * element_bytes(s.type);
   const int inputs = score_input_bytes(s, rows, s.step, false) * (bias_gradient_once(s) ? 1 : 2);
@@ -91,17 +91,17 @@ constexpr int bias_gradient_shared_bytes(const Spec& s) {
 // result
 // --
 
-constexpr int chunked_backward_rows(const Spec& s) { return s.warps * s.tiles * 16; }
+constexpr int chunked_backward_rows(const BackwardSpec& s) { return s.warps * s.tiles * 16; }
 
 // One phase's tiles.
-constexpr int chunked_backward_buffer_bytes(const Spec& s) {
+constexpr int chunked_backward_buffer_bytes(const BackwardSpec& s) {
   const int products = (chunked_backward_rows(s) + s.step) * s.d * element_bytes(s.type);
   const int result = s.step * s.dv * element_bytes(s.type);
   const int leaving = chunked_backward_rows(s) * s.dv;  // half of what leaves through both buffers
   const int most = products > result ? products : result;
   return most > leaving ? most : leaving;
 }
-constexpr int chunked_backward_shared_bytes(const Spec& s, bool transposed) {
+constexpr int chunked_backward_shared_bytes(const BackwardSpec& s, bool transposed) {
   const int rows = chunked_backward_rows(s);
   const int queries = transposed ? s.step : rows;
   const int keys = transposed ? rows : s.step;
@@ -111,7 +111,7 @@ constexpr int chunked_backward_shared_bytes(const Spec& s, bool transposed) {
 
 // ---- generic_chunked_bias_gradient: warps * tiles * 16 queries by `step` keys ----
 
-constexpr int chunked_bias_gradient_shared_bytes(const Spec& s) {
+constexpr int chunked_bias_gradient_shared_bytes(const BackwardSpec& s) {
   const int rows = chunked_backward_rows(s);
   return 2 * (rows + s.step) * s.d * element_bytes(s.type) +
          2 * (row_vector_bytes(rows) + score_input_bytes(s, rows, s.step, false));

@@ -25,7 +25,7 @@ struct StepPlace {
   int tile;
 };
 
-template <Spec S>
+template <auto S>
 struct KeyBlock {
   Place place;
   u32 head_k, head0;  // the key head, its first query head
@@ -124,7 +124,7 @@ __device__ __forceinline__ void clear_dead_rows(u32 tile, u32 lse, const Thread&
   sync();
 }
 
-template <Spec S, int kKeys, int kThreads>
+template <auto S, int kKeys, int kThreads>
 struct StepLoader {
   static constexpr int M = S.step;
   static constexpr u32 kQueries = 0;
@@ -171,7 +171,7 @@ struct StepLoader {
 };
 
 // What dV is multiplied by where it leaves, and not P before: the factor may be beyond what fp16 holds.
-template <Spec S>
+template <auto S>
 __device__ __forceinline__ float keep_scale(const Args& a) {
   return S.dropout != DropoutRule::kNone ? a.keep_scale : 1.f;
 }
@@ -186,7 +186,7 @@ struct GradFactors {
   float q, k, v;    // what products for dQ, dK, dV are multiplied by
   float sum;        // dS to natural units
 
-  template <Spec S>
+  template <auto S>
   static __device__ __forceinline__ GradFactors make(const Args& a, u32 b, u32 head, u32 head_k,
                                                      bool natural_grads = false) {
     if constexpr (!is_pair(S.type)) {
@@ -220,7 +220,7 @@ struct GradFactors {
 // ---- scores ----
 
 // What changes with the query head.
-template <Spec S, bool kTransposed, int kTiles, int kColumns>
+template <auto S, bool kTransposed, int kTiles, int kColumns>
 struct HeadState {
   GradFactors factors;
   Scores<S, kTransposed, kTiles> scores;
@@ -242,7 +242,7 @@ struct HeadState {
 // the dot product over the scale (kByScore: by the score). sums, if kSums: dS by the score, added up along the rows.
 // The fragment begins at (tile_row, tile_column) of this step's tiles and at (row0, column0) of the sequence;
 // row_vectors, inputs: addresses in shared memory, the former of the first query of the tile.
-template <Spec S, bool kTransposed, bool kSums, bool kByScore, class Inputs, int kQueries, int kKeys, int kTiles,
+template <auto S, bool kTransposed, bool kSums, bool kByScore, class Inputs, int kQueries, int kKeys, int kTiles,
           int kColumns, class Head>
 __device__ __forceinline__ void grad_scores(float (&s)[kTiles][kColumns][4], float (&dp)[kTiles][kColumns][4],
                                             float (&sums)[kTiles][2], const Args& a, const Thread& thread, Head& head,
@@ -442,7 +442,7 @@ __device__ __forceinline__ void store_pairs(u32 tile, u32 lo_bytes, const float 
 }
 
 // dq[R][2 C] (+)= dS K for queries 16 (row_block + i) and columns 16 (column_block + j): dS lies as [key][query].
-template <Spec S, int R, int C, int kKeys, int kQueries>
+template <auto S, int R, int C, int kKeys, int kQueries>
 __device__ __forceinline__ void add_grad_query(float (&dq)[R][2 * C][4], u32 grads, int row_block, u32 keys,
                                                int column_block, int lane, float factor) {
   constexpr int kRowD = row_of_tile(S.type, S.d);

@@ -81,7 +81,7 @@ struct BiasBlock {
 };
 
 // Whether any query of the tile meets any of its keys.
-template <Spec S, int M, int N>
+template <auto S, int M, int N>
 __device__ __forceinline__ bool meets_tile(const Args& a, const Place& place, int m0, int n0) {
   if (m0 >= place.q_len || n0 >= place.k_len) {
     return false;
@@ -95,7 +95,7 @@ __device__ __forceinline__ bool meets_tile(const Args& a, const Place& place, in
 // A tile of sums, M x N numbers of a plane from (m0, n0) on; this warp's fragment begins at (row, column) of it.
 // Partial sums leave in fp32, the gradient in its type, through `result` in shared memory, which nobody else uses by
 // now.
-template <Spec S, int M, int N, int T, int kColumns>
+template <auto S, int M, int N, int T, int kColumns>
 __device__ __forceinline__ void store_bias_sums(const Args& a, const float (&sum)[T][kColumns][4], u32 result,
                                                 const Shared& shared, i64 plane, int chunk, int m0, int n0, int row,
                                                 int column, const Thread& thread) {
@@ -123,7 +123,7 @@ __device__ __forceinline__ void store_bias_sums(const Args& a, const float (&sum
   }
 }
 
-template <Spec S>
+template <BackwardSpec S>
 __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_bias_gradient(const __grid_constant__ Args a) {
   begin_kernel<S.arch>();
   constexpr int D = S.d;
@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_bias_gradient(co
 }
 
 // The chunks of every number, in order.
-template <Spec S>
+template <AroundSpec S>
 __global__ void __launch_bounds__(256) bias_gradient_sum(const __grid_constant__ Args a) {
   begin_kernel<S.arch>();
   const i64 size = i64(a.bias_rows) * a.bias_keys;

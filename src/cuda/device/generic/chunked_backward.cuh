@@ -27,7 +27,7 @@
 namespace fovea::cuda {
 
 // `columns` columns from `first` on of rows that have `head_dim` of them (rounded up to 8).
-template <Spec S, int kColumns, int kRows>
+template <auto S, int kColumns, int kRows>
 __device__ __forceinline__ void load_columns(u32 tile, const u16* from, i64 row_stride, int rows, int first,
                                              int head_dim, int other_dim, int thread) {
   constexpr int kThreads = S.warps * 32;
@@ -60,7 +60,7 @@ struct RowsOf {
 };
 
 // kTransposed: rows of the block are keys, steps are tiles of queries. Otherwise the reverse.
-template <Spec S, bool kTransposed>
+template <auto S, bool kTransposed>
 __device__ __forceinline__ void chunked_backward(const Args& a) {
   constexpr int C = S.d;   // columns of a phase
   constexpr int W = S.dv;  // columns of the result
@@ -295,19 +295,19 @@ __device__ __forceinline__ void chunked_backward(const Args& a) {
   }
 }
 
-template <Spec S>
+template <BackwardSpec S>
 __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_chunked_backward(const __grid_constant__ Args a) {
   begin_kernel<S.arch>();
   chunked_backward<S, true>(a);
 }
 
-template <Spec S>
+template <BackwardSpec S>
 __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_chunked_backward_dq(const __grid_constant__ Args a) {
   begin_kernel<S.arch>();
   chunked_backward<S, false>(a);
 }
 
-template <Spec S>
+template <BackwardSpec S>
 __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_chunked_bias_gradient(const __grid_constant__ Args a) {
   begin_kernel<S.arch>();
   constexpr int C = S.d;

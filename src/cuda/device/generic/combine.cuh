@@ -19,7 +19,7 @@
 
 namespace fovea::cuda {
 
-template <Spec S>
+template <AroundSpec S>
 __global__ void __launch_bounds__(kCombineRows * 32) generic_combine(const __grid_constant__ Args a) {
   begin_kernel<S.arch>();
   const Thread thread;

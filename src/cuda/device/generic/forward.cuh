@@ -25,7 +25,7 @@
 namespace fovea::cuda {
 
 // S = Q K^T with Q in registers.
-template <Spec S, int kTiles, int kColumns, class Lane, class Resident>
+template <auto S, int kTiles, int kColumns, class Lane, class Resident>
 __device__ __forceinline__ void multiply_resident(float (&s)[kTiles][kColumns][4], const Resident& q, u32 k,
                                                   const Lane& lanes_k) {
 #pragma unroll
@@ -43,7 +43,7 @@ __device__ __forceinline__ void multiply_resident(float (&s)[kTiles][kColumns][4
 }
 
 // O += P V.
-template <Spec S, int kTiles, int kColumns, int kColumnsOut, class Lane>
+template <auto S, int kTiles, int kColumns, int kColumnsOut, class Lane>
 __device__ __forceinline__ void multiply_values(float (&o)[kTiles][kColumnsOut][4],
                                                 const float (&p)[kTiles][kColumns][4], u32 v, const Lane& lanes) {
 #pragma unroll
@@ -65,13 +65,13 @@ __device__ __forceinline__ void multiply_values(float (&o)[kTiles][kColumnsOut][
 }
 
 // O = O * factor + P V for fp32: V is [hi | lo], kPart columns of O at a time.
-template <Spec S, int kTiles, int kColumns, int kColumnsOut, class Lane>
+template <auto S, int kTiles, int kColumns, int kColumnsOut, class Lane>
 __device__ __forceinline__ void multiply_values_fp32(float (&o)[kTiles][kColumnsOut][4],
                                                      const float (&p)[kTiles][kColumns][4],
                                                      const float (&factor)[kTiles][2], u32 v, const Lane& lanes) {
   constexpr Type kType = Type::kFp16;
   constexpr int kBlocks = kColumnsOut / 2;
-  constexpr int kPart = S.part / 16 < kBlocks ? S.part / 16 : kBlocks;  // blocks of 16 columns
+  constexpr int kPart = kBlocks < 4 ? kBlocks : 4;  // blocks of 16 columns
   u32 high_p[kColumns / 2][kTiles][4], low_p[kColumns / 2][kTiles][4];
 #pragma unroll
   for (int kk = 0; kk < kColumns / 2; ++kk) {
@@ -124,7 +124,7 @@ __device__ __forceinline__ void multiply_values_fp32(float (&o)[kTiles][kColumns
 
 // The running softmax of one row tile: scores become weights, the sum grows. `rescale` is what sums so far, and O, are
 // multiplied by (false: by 1).
-template <Spec S>
+template <auto S>
 struct Softmax {
   float top[2] = {-kInfinity, -kInfinity};  // the reference, in units of the scores
   float sum[2] = {};
@@ -194,7 +194,7 @@ struct Softmax {
   }
 };
 
-template <Spec S>
+template <ForwardSpec S>
 __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_forward(const __grid_constant__ Args a) {
   begin_kernel<S.arch>();
   // ---- sizes ----
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_forward(const __
   constexpr u32 kKBytes = kStep * S.d * kElement;
   constexpr u32 kVBytes = kStep * S.dv * kElement;
   constexpr u32 kStageBytes = kKBytes + kVBytes + Inputs::kBytes;
-  static_assert(S.stages == 2 && kQBytes + 2 * kStageBytes == forward_shared_bytes(S));
+  static_assert(kQBytes + 2 * kStageBytes == forward_shared_bytes(S));
   static_assert(S.d % 16 == 0 && S.dv % 16 == 0 && S.d <= 256 && S.dv <= 256 && kStep % 16 == 0);
   static_assert(!kPairs || (!S.resident && !S.lazy));
 

@@ -5,7 +5,7 @@
 #ifndef FOVEA_CUDA_DEVICE_GENERIC_SIZES_H
 #define FOVEA_CUDA_DEVICE_GENERIC_SIZES_H
 
-#include "cuda/device/spec.h"
+#include "cuda/device/generic/spec.h"
 
 namespace fovea::cuda {
 
@@ -16,7 +16,7 @@ constexpr int bias_bytes(BiasTile bias) { return bias == BiasTile::kNone ? 0 : b
 
 // What the scores of a tile need beyond q and k: biases, mask words, and the vector along the columns, which are keys
 // in S (forward) and queries in S transposed (ScoreInputs in score/inputs.cuh).
-constexpr int score_input_bytes(const Spec& s, int queries, int keys, bool transposed) {
+constexpr int score_input_bytes(const Features& s, int queries, int keys, bool transposed) {
   const int words = keys >= 32 ? keys / 32 : 1;
   const bool vector = transposed ? s.query_term : s.key_term;
   return queries * keys * (bias_bytes(s.bias) + bias_bytes(s.bias2)) + (s.mask ? queries * words * 4 : 0) +
@@ -24,49 +24,49 @@ constexpr int score_input_bytes(const Spec& s, int queries, int keys, bool trans
 }
 
 // Whether scores are in natural units; otherwise they stay dot products, and the exponent scales them.
-constexpr bool natural_scores(const Spec& s) {
+constexpr bool natural_scores(const Features& s) {
   const bool key_bias = s.key_term && (!s.key_mask || s.mask);  // with both the mask of keys is bits
   return s.natural || s.softcap || s.alibi || key_bias || s.query_term || s.bias != BiasTile::kNone ||
          s.bias2 != BiasTile::kNone;
 }
 
 // Whether a query may be kept from a key of its sequence, or from all of them: by what is added, or by a band.
-constexpr bool inputs_may_hide(const Spec& s) {
+constexpr bool inputs_may_hide(const Features& s) {
   return s.mask || s.key_term || s.query_term || s.bias != BiasTile::kNone || s.bias2 != BiasTile::kNone;
 }
-constexpr bool may_hide(const Spec& s) { return s.banded || inputs_may_hide(s); }
+constexpr bool may_hide(const Features& s) { return s.banded || inputs_may_hide(s); }
 
 // ---- generic_forward ----
 
-constexpr int forward_rows(const Spec& s) { return s.warps * s.tiles * 16; }
+constexpr int forward_rows(const ForwardSpec& s) { return s.warps * s.tiles * 16; }
 
-// Q once, then K, V and what the scores need for each stage. O leaves through the place of Q.
-constexpr int forward_shared_bytes(const Spec& s) {
+// Q once, then K, V and what the scores need for each of two stages. O leaves through the place of Q.
+constexpr int forward_shared_bytes(const ForwardSpec& s) {
   const int rows = forward_rows(s);
   const int widest = s.d > s.dv ? s.d : s.dv;
   const int stage = s.step * (s.d + s.dv) * element_bytes(s.type) + score_input_bytes(s, rows, s.step, false);
-  return rows * widest * element_bytes(s.type) + s.stages * stage;
+  return rows * widest * element_bytes(s.type) + 2 * stage;
 }
 
 // ---- generic_wide_forward ----
 // Warps form two grids: for S, grid_s of them along the queries and the rest along the keys; for O, grid_o along the
 // queries and the rest along the columns.
 
-constexpr int wide_forward_rows(const Spec& s) { return s.grid_s * s.tiles * 16; }
+constexpr int wide_forward_rows(const WideForwardSpec& s) { return s.grid_s * 16; }
 
 // Columns of q and k that lie in shared memory at a time.
-constexpr int wide_forward_part(const Spec& s) { return s.part < s.d ? s.part : s.d; }
+constexpr int wide_forward_part(const WideForwardSpec& s) { return s.part < s.d ? s.part : s.d; }
 
 // O in pieces of its columns, a block each.
-constexpr int wide_forward_chunks(const Spec& s) { return (s.dv + s.columns - 1) / s.columns; }
-constexpr int wide_forward_columns(const Spec& s) {
+constexpr int wide_forward_chunks(const WideForwardSpec& s) { return (s.dv + s.columns - 1) / s.columns; }
+constexpr int wide_forward_columns(const WideForwardSpec& s) {
   const int grid = s.warps / s.grid_o * 16;
   const int chunks = wide_forward_chunks(s);
   return ((s.dv + chunks - 1) / chunks + grid - 1) / grid * grid;
 }
 
 // Q, K, V, P, what the scores need, maxima and factors of rows. O leaves through the beginning.
-constexpr int wide_forward_shared_bytes(const Spec& s) {
+constexpr int wide_forward_shared_bytes(const WideForwardSpec& s) {
   const int rows = wide_forward_rows(s);
   const int element = element_bytes(s.type);
   const int part = wide_forward_part(s);

@@ -30,7 +30,7 @@ constexpr int blocks_at_once(int row_tiles, int blocks) {
   return best;
 }
 
-template <Spec S>
+template <BackwardSpec S>
 __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_wide_backward(const __grid_constant__ Args a) {
   begin_kernel<S.arch>();
   constexpr int D = S.d;

@@ -22,8 +22,8 @@
 
 namespace fovea::cuda {
 
-template <Spec S>
-__global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_wide_forward(const __grid_constant__ Args a) {
+template <WideForwardSpec S>
+__global__ void __launch_bounds__(S.warps * 32, 1) generic_wide_forward(const __grid_constant__ Args a) {
   begin_kernel<S.arch>();
   // ---- sizes ----
   constexpr bool kPairs = S.type == Type::kFp32;
@@ -37,13 +37,13 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_wide_forward(con
   constexpr int kChunks = wide_forward_chunks(S);
   constexpr int kOut = wide_forward_columns(S);  // columns of v and O of this block
   // S: this warp has kTiles row tiles and kKeys keys. O: kTilesOut row tiles and kColumnsOut columns.
-  constexpr int kTiles = S.tiles;
+  constexpr int kTiles = 1;
   constexpr int kWarpsS = S.warps / S.grid_s;
   constexpr int kKeys = kStep / kWarpsS;
   constexpr int kTilesOut = kRows / S.grid_o / 16;
   constexpr int kColumnsOut = kOut / (S.warps / S.grid_o);
   static_assert(kStep % (kWarpsS * 16) == 0 && kRows % (S.grid_o * 16) == 0 && kColumnsOut % 16 == 0);
-  static_assert(kPart % 16 == 0 && !S.resident && !S.lazy);
+  static_assert(kPart % 16 == 0);
   using TileK = Tile<kPart>;  // of Q, too
   using TileV = Tile<kOut>;
   using TileP = Tile<kStep>;

@@ -61,7 +61,7 @@ __device__ __forceinline__ float weight_of_difference(float score, float referen
 }
 
 // A score and its derivative by the dot product, in the arithmetic of Scalar.
-template <Spec S, class Scalar>
+template <auto S, class Scalar>
 __device__ __forceinline__ float score_of_dot(const math::Score<float>& score, float dot) {
   if constexpr (S.type == Type::kFp32) {
     return score.of_dot<S.softcap>(dot);
@@ -69,7 +69,7 @@ __device__ __forceinline__ float score_of_dot(const math::Score<float>& score, f
     return score.of_dot<S.softcap>(Scalar(dot)).x;
   }
 }
-template <Spec S, class Scalar>
+template <auto S, class Scalar>
 __device__ __forceinline__ float score_of_dot(const math::Score<float>& score, float dot, float& derivative) {
   if constexpr (S.type == Type::kFp32) {
     const math::Dual<float> s = score.of_dot_with_derivative<S.softcap>(dot, 1.f);

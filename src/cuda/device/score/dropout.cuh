@@ -11,12 +11,18 @@
 
 namespace fovea::cuda {
 
+// Whether random words are made before the scores that they are for: an option of forwards.
+template <auto S>
+inline constexpr bool kDrawsEarly = requires {
+  requires S.early;
+};
+
 // Decisions for a fragment of kTiles row tiles and kColumns tiles of 8 columns.
-template <Spec S, bool kTransposed, int kTiles, int kColumns>
+template <auto S, bool kTransposed, int kTiles, int kColumns>
 struct Keep {
   static constexpr bool kFovea = S.dropout == DropoutRule::kFovea;
   static constexpr bool kTorch = S.dropout == DropoutRule::kTorchMemEfficient;
-  static constexpr bool kEarly = kFovea && S.early;
+  static constexpr bool kEarly = kFovea && kDrawsEarly<S>;
   static_assert((kColumns & (kColumns - 1)) == 0);  // parts of a column's number have no bit in common
   static_assert(!kTorch || kColumns <= 8);          // a thread's decisions of a row tile are a word
 

@@ -20,7 +20,7 @@ struct Select<false, A, B> {
 };
 
 // For a tile of kQueries x kKeys; copied into the stage beside K and V (Q and dO).
-template <Spec S, bool kTransposed, int kQueries, int kKeys, int kThreads>
+template <auto S, bool kTransposed, int kQueries, int kKeys, int kThreads>
 struct ScoreInputs {
   static constexpr int kWords = kKeys >= 32 ? kKeys / 32 : 1;  // of the mask, a query
   static constexpr bool kHasVector = kTransposed ? S.query_term : S.key_term;

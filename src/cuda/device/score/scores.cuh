@@ -18,7 +18,7 @@
 namespace fovea::cuda {
 
 // What a thread keeps for the kTiles row tiles of its fragment.
-template <Spec S, bool kTransposed, int kTiles>
+template <auto S, bool kTransposed, int kTiles>
 struct Scores {
   static constexpr bool kHasRowTerm = kTransposed ? S.key_term : S.query_term;
 
@@ -326,7 +326,7 @@ struct Scores {
 };
 
 // -inf for keys outside of the band and past the end of the sequence. Only where a tile is not inside of both.
-template <Spec S, bool kTransposed, int kTiles, int kColumns>
+template <auto S, bool kTransposed, int kTiles, int kColumns>
 __device__ __forceinline__ void mask_edge(float (&s)[kTiles][kColumns][4], const Thread& thread,
                                           const math::Band<int>& band, int row0, int column0) {
   row0 = opaque(row0);

@@ -21,16 +21,16 @@
 namespace fovea::cuda {
 
 // Where queries behind the end of their sequence may have scores of NaN, which a logsumexp of infinity does not hide.
-template <Spec S>
+template <auto S>
 constexpr bool kMaskQueries = (S.ragged) && (S.bias != BiasTile::kNone || S.bias2 != BiasTile::kNone);
 
 // The scores of a part of a step.
-constexpr Spec sm90_part_of_step(Spec spec, int parts) {
+constexpr Sm90BackwardSpec sm90_part_of_step(Sm90BackwardSpec spec, int parts) {
   spec.step /= parts;
   return spec;
 }
 
-template <Spec S>
+template <auto S>
 struct Sm90BackwardScores {
   static constexpr int M = S.step;
   static constexpr bool kNatural = natural_scores(S);

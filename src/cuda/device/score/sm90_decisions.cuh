@@ -20,7 +20,7 @@ namespace fovea::cuda {
 
 // A mask of keys as 16 more columns of K, whose first is -inf for keys that are hidden. Beside 64 queries whose 16 more
 // columns are 1, 0, 0 ... the product hides them.
-template <Spec S>
+template <auto S>
 struct Sm90Hide {
   static __device__ __forceinline__ u32 number(u32 bf16, u32 fp16) { return S.type == Type::kBf16 ? bf16 : fp16; }
 
@@ -39,7 +39,7 @@ struct Sm90Hide {
 };
 
 // One of kSm90PreparingWarps warps.
-template <Spec S>
+template <auto S>
 __device__ __forceinline__ void sm90_forward_prepare(const Args& a, u32 base, const volatile Sm90Tile* tiles,
                                                      const Sm90Barriers& barriers, int warp, int lane) {
   constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
@@ -78,7 +78,7 @@ __device__ __forceinline__ void sm90_forward_prepare(const Args& a, u32 base, co
 // ---- dropout ----
 
 // Decisions of rule fovea for a tile: all ones or zeros for each half of P's words. They do not wait for S.
-template <Spec S>
+template <auto S>
 struct Sm90Dropout {
   math::DropoutHead head{};
   math::DropoutRow<Word> row{};
@@ -133,7 +133,7 @@ struct Sm90Dropout {
 
 // Decisions of rule torch_mem_efficient, a bit each: the generic kernels' (Keep), whose fragments are these
 // accumulators.
-template <Spec S>
+template <auto S>
 struct Sm90TorchDropout {
   Keep<S, false, 1, S.step / 8> keep;
   Thread thread;
@@ -183,7 +183,7 @@ struct Sm90NoDropout {
   __device__ __forceinline__ void draw(int, int) {}
   __device__ __forceinline__ u32 apply(int, u32 word) const { return word; }
 };
-template <Spec S>
+template <auto S>
 using Sm90Decisions =
     typename Select<S.dropout == DropoutRule::kFovea, Sm90Dropout<S>,
                     typename Select<S.dropout == DropoutRule::kNone, Sm90NoDropout, Sm90TorchDropout<S>>::Type>::Type;

@@ -31,7 +31,7 @@ struct Capped {
 };
 
 // What is added to this thread's scores, beside biases: constants of a tile of queries, words of a tile of keys.
-template <Spec S>
+template <auto S>
 struct Sm90Inputs {
   static constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
   static constexpr int kMaskRows = S.key_mask ? 1 : 2;  // of this thread

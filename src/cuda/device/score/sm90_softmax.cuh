@@ -25,7 +25,7 @@
 
 namespace fovea::cuda {
 
-template <Spec S>
+template <auto S>
 struct Sm90Softmax {
   static constexpr int kBlocks = S.step / 16;
   static constexpr bool kNatural = natural_scores(S);  // otherwise scores stay dot products

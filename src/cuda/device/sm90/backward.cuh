@@ -45,7 +45,7 @@
 
 namespace fovea::cuda {
 
-template <Spec S>
+template <Sm90BackwardSpec S>
 __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
     sm90_backward(const __grid_constant__ Args a, const __grid_constant__ Sm90BackwardArgs m) {
   // ---- sizes ----
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   static_assert(kParts == 1 || (kGroups == 2 && kBlocks == 1 && M == 64 && (S.halves || !S.dq) && !S.delay && !kOuter));
   static_assert(M == 64 || (M == 128 && kGroups == 2));
   static_assert(!S.halves || (kGroups == 2 && M == 64 && D % 32 == 0));
-  static_assert((!S.row_sum || !S.ordered) && (kParts == 1 || !S.query_term) && S.q_buffers <= 2);
+  static_assert((!S.row_sum || !S.ordered) && (kParts == 1 || !S.query_term) && S.outer <= 2);
   static_assert(!S.direct || (S.dq && !S.bulk && !S.ragged));
   static_assert(!S.key_parts || !S.column_sum);
   static_assert(!S.same_step || (S.halves && S.bulk && S.dkv && !kOuter && !S.delay && !S.direct && !S.dbias_store &&
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
       // Every warp that reads dS, and who stores it; without dQ every warp that has read the bias.
       barrier_init(barriers.grads_empty(i), (!S.dq ? S.warps : S.halves ? 8 : 4 * (M / 64)) + int{S.dbias_store});
     }
-    for (int i = 0; kOuter && i < S.q_buffers; ++i) {
+    for (int i = 0; kOuter && i < S.outer; ++i) {
       barrier_init(barriers.outer_full(i), 1);
       barrier_init(barriers.outer_empty(i), S.warps);
     }
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   const bool leader = lane == 0;
   Ring<S.stages> ring_q;
   Ring<S.planes> ring_grads;
-  Ring<S.q_buffers> ring_outer;
+  Ring<S.outer> ring_outer;
 
   // Operands. rows: a product's inner dimension is the tile's columns; inside: it is the tile's rows.
   const SharedTile<kKeys, D, kPanelD> k_tile{base + kSizes.k_at};

@@ -21,7 +21,7 @@ struct Sm90Loads {
   int b1, b2, q_begin, k_row, head_k, row0, begin, count, skipped;
 };
 
-template <Spec S>
+template <auto S>
 __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90BackwardArgs& m, u32 base,
                                                    volatile Sm90Loads* loads, const Sm90BackwardBarriers& barriers) {
   constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);
@@ -149,13 +149,13 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
   barrier_arrive(barriers.kv_full());
 }
 
-template <Spec S>
+template <auto S>
 __device__ __forceinline__ void sm90_backward_copy_bias(const Args& a, const Sm90BackwardArgs& m, u32 base,
                                                         const Sm90BackwardBarriers& barriers) {
   constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);
   constexpr int kOuter = kSizes.outer + kSizes.outer2;
   Ring<S.planes> ring;
-  Ring<S.q_buffers> ring_outer;
+  Ring<S.outer> ring_outer;
   u32 phase = 0;
 #pragma unroll 1
   for (u32 number = sm90_take_block<S>(base, barriers, phase); number != kNoBlock;
@@ -202,7 +202,7 @@ __device__ __forceinline__ void sm90_backward_copy_bias(const Args& a, const Sm9
 }
 
 // Tiles of dS leave as they are: the gradient of a bias that nothing shares.
-template <Spec S>
+template <auto S>
 __device__ __forceinline__ void sm90_backward_store_bias(const Args& a, const Sm90BackwardArgs& m, u32 base,
                                                          const Sm90BackwardBarriers& barriers) {
   constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);
@@ -246,7 +246,7 @@ __device__ __forceinline__ void sm90_backward_store_bias(const Args& a, const Sm
 //
 // Sums of another block are added to by the asynchronous proxy. Its stores happen before ours where we see its
 // release with an acquire, and a proxy fence comes between the acquire and our copy.
-template <Spec S>
+template <auto S>
 __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90BackwardArgs& m, u32 base,
                                                   const Sm90BackwardBarriers& barriers) {
   constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);

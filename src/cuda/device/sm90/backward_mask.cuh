@@ -16,7 +16,7 @@ namespace fovea::cuda {
 
 inline constexpr int kSm90BackwardMaskThreads = 256;
 
-template <Spec S>
+template <AroundSpec S>
 __global__ void __launch_bounds__(kSm90BackwardMaskThreads)
     sm90_backward_mask(const __grid_constant__ MaskTilesArgs args) {
   begin_kernel<S.arch>();

@@ -52,7 +52,7 @@ __device__ __forceinline__ void add_parts(const Args& a, const KeyParts& parts, 
                     row + thread.g, column, place.k_len, columns, a.vector_stores);
 }
 
-template <Spec S>
+template <AroundSpec S>
 __global__ void __launch_bounds__(256)
     sm90_backward_parts(const __grid_constant__ Args a, const __grid_constant__ KeyParts m) {
   begin_kernel<S.arch>();

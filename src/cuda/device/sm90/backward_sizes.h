@@ -6,28 +6,26 @@
 #define FOVEA_CUDA_DEVICE_SM90_BACKWARD_SIZES_H
 
 #include "cuda/device/generic/sizes.h"
-#include "cuda/device/spec.h"
+#include "cuda/device/sm90/spec.h"
 #include "cuda/device/tile/panels.h"
 #include "cuda/device/tile/plan.h"
 
 namespace fovea::cuda {
 
 // A bias of 16 bits lies in the place of dS; others have buffers of their own.
-constexpr bool sm90_bias_in_place(const Spec& s) { return s.bias == BiasTile::kBf16 || s.bias == BiasTile::kFp16; }
-constexpr int sm90_outer_bytes(const Spec& s) {
+constexpr bool sm90_bias_in_place(const Features& s) { return s.bias == BiasTile::kBf16 || s.bias == BiasTile::kFp16; }
+constexpr int sm90_outer_bytes(const Features& s) {
   return (sm90_bias_in_place(s) ? 0 : bias_bytes(s.bias)) + bias_bytes(s.bias2);
 }
 
 // Where dK and dV take most registers the scores of a step are made in two parts.
-constexpr int sm90_step_parts(const Spec& s) { return s.d + s.dv > 256 ? 2 : 1; }
+constexpr int sm90_step_parts(const Features& s) { return s.d + s.dv > 256 ? 2 : 1; }
 // Columns of a panel of Q and K. Where each warpgroup sums half of dQ's columns, panels divide these.
-constexpr int sm90_backward_panel_d(const Spec& s) {
+constexpr int sm90_backward_panel_d(const Sm90BackwardSpec& s) {
   return s.halves ? panel_columns(s.d / 2) : wide_panel_columns(s.d);
 }
-constexpr int sm90_backward_panel_v(const Spec& s) { return wide_panel_columns(s.dv); }
+constexpr int sm90_backward_panel_v(const Features& s) { return wide_panel_columns(s.dv); }
 
-// Spec: q_buffers are those of biases that do not lie in the place of dS; warps (a multiple of 4) compute; a warpgroup
-// has tiles * 64 keys, a step `step` queries; stages are the buffers of Q and dO, planes those of dS.
 struct Sm90BackwardSizes {
   int groups;   // warpgroups that compute
   int threads;  // with the one that copies
@@ -73,7 +71,7 @@ struct Sm90BackwardBarrierPlan {
 };
 inline constexpr Sm90BackwardBarrierPlan kSm90BackwardBarriers = Sm90BackwardBarrierPlan::make();
 
-constexpr Sm90BackwardSizes sm90_backward_sizes(const Spec& s) {
+constexpr Sm90BackwardSizes sm90_backward_sizes(const Sm90BackwardSpec& s) {
   constexpr int kNumber = 2;  // bytes
   Sm90BackwardSizes x{};
   x.groups = s.warps / 4;
@@ -97,8 +95,8 @@ constexpr Sm90BackwardSizes sm90_backward_sizes(const Spec& s) {
   x.grad_out_at = plan.take(s.stages, x.grad_out);
   x.grads_at = plan.take(s.planes, x.grads);
   x.leaving_at = plan.take(x.groups, x.leaving);
-  x.outer_at = plan.take(s.q_buffers, x.outer);
-  x.outer2_at = plan.take(s.q_buffers, x.outer2);
+  x.outer_at = plan.take(s.outer, x.outer);
+  x.outer2_at = plan.take(s.outer, x.outer2);
   x.lse_at = plan.take(s.stages, x.rows);
   x.delta_at = plan.take(s.stages, x.rows);
   x.terms_at = plan.take(s.query_term ? s.stages : 0, x.rows);
@@ -128,7 +126,7 @@ struct Sm90WideBackwardSizes {
   int bytes;  // all of it
 };
 
-constexpr Sm90WideBackwardSizes sm90_wide_backward_sizes(const Spec& s) {
+constexpr Sm90WideBackwardSizes sm90_wide_backward_sizes(const Sm90BackwardSpec& s) {
   constexpr int kNumber = 2;  // bytes
   constexpr int kKeys = kSm90WideKeys;
   Sm90WideBackwardSizes x{};

@@ -32,7 +32,7 @@
 namespace fovea::cuda {
 
 // The bias of a tile, for this warp's rows.
-template <Spec S>
+template <auto S>
 __device__ __forceinline__ void add_bias_of_tile(const Args& a, float (&s)[1][S.part / 8][4], const Thread& thread,
                                                  u32 inputs, int row) {
   Scores<bias_of_tile(S), false, 1>(a, {}, 0, 1.f)
@@ -41,7 +41,7 @@ __device__ __forceinline__ void add_bias_of_tile(const Args& a, float (&s)[1][S.
 
 // Dot products become scores. Those far under the cap, the usual ones, by the polynomial that takes fewest
 // instructions.
-template <Spec S>
+template <auto S>
 __device__ __forceinline__ void of_dots(const Scores<scores_of_entry(S), false, 1>& scores,
                                         float (&s)[1][S.part / 8][4], const math::SmallCap<float>& small) {
   if constexpr (S.softcap) {
@@ -72,19 +72,19 @@ __device__ __forceinline__ void of_dots(const Scores<scores_of_entry(S), false, 
 }
 
 // What else is added, for queries from row0 and keys from `key` on.
-template <Spec S>
+template <auto S>
 __device__ __forceinline__ void add_inputs_of_entry(const Scores<scores_of_entry(S), false, 1>& scores,
                                                     float (&s)[1][S.part / 8][4], const Thread& thread, u32 inputs,
                                                     int row, int row0, int key) {
   scores.template add<BiasEntryInputs<S>, S.part>(s, thread, inputs, row, 0, row0, key);
 }
 
-template <Spec S>
+template <Sm90BiasSpec S>
 __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
     sm90_bias_gradient(const __grid_constant__ Args a, const __grid_constant__ Sm90BiasGradientArgs m) {
   // ---- sizes ----
   constexpr Sm90BiasGradientSizes kSizes = sm90_bias_gradient_sizes(S);
-  constexpr Spec kEntry = scores_of_entry(S);
+  constexpr Sm90BiasSpec kEntry = scores_of_entry(S);
   constexpr int kGroups = kSizes.groups;
   constexpr int kRows = kSizes.rows;
   constexpr int kParts = kSizes.parts;
@@ -104,18 +104,18 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
   constexpr bool kMoves = kGroups > 1;   // a launch of two warpgroups has 255 registers already
   constexpr int kRegistersToCopy = kGroups == 3 ? 56 : kParts > 2 ? 40 : 88;
   constexpr int kRegisters = kGroups == 3 ? 152 : kParts > 2 ? 232 : 208;
-  static_assert(kGroups >= 1 && kGroups <= 3 && S.type != Type::kFp32 && S.tiles == 1);
+  static_assert(kGroups >= 1 && kGroups <= 3 && S.type != Type::kFp32);
   static_assert(S.step % kPart == 0 && S.stages >= 2 && (S.planes > 0) == kBias);
-  static_assert((S.q_buffers > 0) == (kSizes.entry > 0));
+  static_assert((S.entries > 0) == (kSizes.entry > 0));
   static_assert(kBias || !S.bias_outside);
 
   // ---- shared memory and barriers ----
   extern __shared__ __align__(1024) unsigned char memory[];
   const u32 base = shared_address(memory);
-  const Sm90BiasBarriers barriers{base + kSizes.barriers_at, S.stages, S.planes, S.q_buffers};
+  const Sm90BiasBarriers barriers{base + kSizes.barriers_at, S.stages, S.planes, S.entries};
   const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < S.stages + S.planes + S.q_buffers; ++i) {
+    for (int i = 0; i < S.stages + S.planes + S.entries; ++i) {
       barrier_init(barriers.full(i), i < S.stages ? 1 : kBiasCopyThreads);
       barrier_init(barriers.empty(i), S.warps);
     }
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
   Ring<S.stages> ring;
   Ring<kSizes.vector_buffers> ring_vectors;
   Ring<S.planes> ring_tile;
-  Ring<S.q_buffers> ring_entry;
+  Ring<S.entries> ring_entry;
   const u32 low = descriptor_low(base, 16);
 
   // Rows times keys of a unit, 64 keys.

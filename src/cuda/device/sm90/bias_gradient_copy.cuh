@@ -20,15 +20,15 @@ constexpr int kBiasCopyThreads = 64;
 
 struct Sm90BiasBarriers {
   u32 first;
-  int stages, planes, q_buffers;
+  int stages, planes, entries;
   __device__ __forceinline__ u32 full(int i) const { return first + 16 * i; }
   __device__ __forceinline__ u32 empty(int i) const { return first + 16 * i + 8; }
   __device__ __forceinline__ u32 tile_full(int i) const { return full(stages + i); }
   __device__ __forceinline__ u32 tile_empty(int i) const { return empty(stages + i); }
   __device__ __forceinline__ u32 entry_full(int i) const { return full(stages + planes + i); }
   __device__ __forceinline__ u32 entry_empty(int i) const { return empty(stages + planes + i); }
-  __device__ __forceinline__ u32 number_full(int i) const { return full(stages + planes + q_buffers + i); }
-  __device__ __forceinline__ u32 number_empty(int i) const { return empty(stages + planes + q_buffers + i); }
+  __device__ __forceinline__ u32 number_full(int i) const { return full(stages + planes + entries + i); }
+  __device__ __forceinline__ u32 number_empty(int i) const { return empty(stages + planes + entries + i); }
 };
 
 // A tile, and the entries begin ... end - 1 of its plane's list.
@@ -39,7 +39,7 @@ struct Sm90BiasTile {
     return Shared::make(a.rows, a.grad_bias.strides, plane);
   }
 
-  template <Spec S>
+  template <auto S>
   static __device__ __forceinline__ Sm90BiasTile make(const Args& a, const Sm90BiasGradientArgs& m, int number) {
     constexpr int kRows = sm90_bias_gradient_sizes(S).rows;
     const u32 tiles_k = (u32(a.bias_keys) + S.step - 1) / S.step;
@@ -72,7 +72,7 @@ struct Sm90BiasTile {
 
 // visit(entry, place) for the entries of a tile's list that meet it. Where lengths differ, by whole warps: each lane
 // looks up one entry, and the warp visits those that meet the tile.
-template <Spec S, class Visit>
+template <auto S, class Visit>
 __device__ __forceinline__ void for_each_entry(const Args& a, const Sm90BiasTile& tile, Visit visit) {
   constexpr int kRows = sm90_bias_gradient_sizes(S).rows;
   const Shared shared = tile.shared(a);
@@ -114,7 +114,7 @@ __device__ __forceinline__ void for_each_entry(const Args& a, const Sm90BiasTile
 // visit(tile, number) for this block's tiles, by whole warps. One warp (kTakes) takes their numbers and hands them on:
 // from a counter, as blocks begin when the main kernel leaves them their multiprocessors, and tiles take different
 // times; or, where tiles were flagged, every gridDim.x-th of all, but those that were not.
-template <Spec S, bool kTakes, class Visit>
+template <auto S, bool kTakes, class Visit>
 __device__ __forceinline__ void for_each_tile(const Args& a, const Sm90BiasGradientArgs& m, u32 base,
                                               const Sm90BiasBarriers& barriers, Visit visit) {
   Ring<kBiasTileNumbers> ring;
@@ -163,7 +163,7 @@ __device__ __forceinline__ void for_each_tile(const Args& a, const Sm90BiasGradi
 // ---- the warpgroup that copies ----
 
 // A warp, of which one lane copies every second unit: Q with K, or (kSecond) dO with V, logsumexp and delta.
-template <Spec S, bool kSecond>
+template <auto S, bool kSecond>
 __device__ __forceinline__ void sm90_bias_copy_rows(const Args& a, const Sm90BiasGradientArgs& m, u32 base,
                                                     const Sm90BiasBarriers& barriers) {
   constexpr Sm90BiasGradientSizes kSizes = sm90_bias_gradient_sizes(S);
@@ -217,15 +217,15 @@ __device__ __forceinline__ void sm90_bias_copy_rows(const Args& a, const Sm90Bia
   });
 }
 
-template <Spec S>
+template <auto S>
 using BiasTileInputs = ScoreInputs<bias_of_tile(S), false, sm90_bias_gradient_sizes(S).rows,
                                    sm90_bias_gradient_sizes(S).part, kBiasCopyThreads>;
-template <Spec S>
+template <auto S>
 using BiasEntryInputs = ScoreInputs<scores_of_entry(S), false, sm90_bias_gradient_sizes(S).rows,
                                     sm90_bias_gradient_sizes(S).part, kBiasCopyThreads>;
 
 // kBiasCopyThreads threads: the bias of a tile.
-template <Spec S>
+template <auto S>
 __device__ __forceinline__ void sm90_bias_copy_tile(const Args& a, const Sm90BiasTile& tile, u32 to, u32 full,
                                                     int thread) {
   constexpr Sm90BiasGradientSizes kSizes = sm90_bias_gradient_sizes(S);
@@ -244,14 +244,14 @@ __device__ __forceinline__ void sm90_bias_copy_tile(const Args& a, const Sm90Bia
   copy_arrive(full);
 }
 
-template <Spec S>
+template <auto S>
 __device__ __forceinline__ void sm90_bias_copy_inputs(const Args& a, const Sm90BiasGradientArgs& m, u32 base,
                                                       const Sm90BiasBarriers& barriers, int thread) {
   constexpr Sm90BiasGradientSizes kSizes = sm90_bias_gradient_sizes(S);
   constexpr int kTileBytes = kSizes.tile;
   constexpr int kEntryBytes = kSizes.entry;
   Ring<S.planes> ring_tile;
-  Ring<S.q_buffers> ring_entry;
+  Ring<S.entries> ring_entry;
   for_each_tile<S, false>(a, m, base, barriers, [&](const Sm90BiasTile& tile, int) {
     if constexpr (kTileBytes > 0) {
       const u32 buffer = ring_tile.buffer();

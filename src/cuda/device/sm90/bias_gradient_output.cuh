@@ -36,7 +36,7 @@ __device__ __forceinline__ void store_rows_by_words(u16* to, i64 row_stride, u32
 }
 
 // A warp's 16 rows of a part leave through `place` in shared memory, which is its own.
-template <Spec S, Type kAs>
+template <auto S, Type kAs>
 __device__ __forceinline__ void store_bias_part(const float (&sum)[1][S.part / 8][4], u32 place, u16* to,
                                                 const math::Strides& strides, int rows, int keys, bool vectors,
                                                 const Thread& thread) {
@@ -52,7 +52,7 @@ __device__ __forceinline__ void store_bias_part(const float (&sum)[1][S.part / 8
 
 // This warp's rows, from `row` of the tile on. Numbers of 16 bits go through its rows of the bias (tile_inputs), which
 // nobody needs any more.
-template <Spec S>
+template <auto S>
 __device__ __forceinline__ void store_sums(const Args& a, const Sm90BiasGradientArgs& m, const Sm90BiasTile& tile,
                                            const float (&sum)[S.step / S.part][1][S.part / 8][4], u32 tile_inputs,
                                            int row, const Thread& thread) {

@@ -2,24 +2,20 @@
 //
 // What sm90_bias_gradient takes for a Spec: warpgroups, threads, where what lies in shared memory. Asked by the planner
 // on the host and by the kernel itself, so that the two cannot disagree.
-//
-// Spec: warps (a multiple of 4) compute, 16 queries each; step is the keys of a tile, part those of a product; stages
-// are the buffers of Q with K and dO with V; planes those of the tile of the bias whose gradient it is (`bias`);
-// q_buffers those of whatever else is added to scores, entry by entry.
 #ifndef FOVEA_CUDA_DEVICE_SM90_BIAS_GRADIENT_SIZES_H
 #define FOVEA_CUDA_DEVICE_SM90_BIAS_GRADIENT_SIZES_H
 
 #include "cuda/device/generic/sizes.h"
 #include "cuda/device/sm90/args.h"
-#include "cuda/device/spec.h"
+#include "cuda/device/sm90/spec.h"
 #include "cuda/device/tile/plan.h"
 #include "math/small_cap.h"
 
 namespace fovea::cuda {
 
 // The bias alone, which stays for all entries of a list.
-constexpr Spec bias_of_tile(const Spec& s) {
-  Spec tile;
+constexpr Features bias_of_tile(const Features& s) {
+  Features tile;
   tile.type = s.type;
   tile.bias = s.bias;
   tile.natural = true;
@@ -27,8 +23,8 @@ constexpr Spec bias_of_tile(const Spec& s) {
 }
 
 // Everything else, which changes with the entry. Scores that the bias is added to are in natural units.
-constexpr Spec scores_of_entry(const Spec& s) {
-  Spec entry = s;
+constexpr Sm90BiasSpec scores_of_entry(const Sm90BiasSpec& s) {
+  Sm90BiasSpec entry = s;
   entry.bias = BiasTile::kNone;
   entry.natural = s.natural || !s.bias_outside;
   return entry;
@@ -52,7 +48,7 @@ struct Sm90BiasGradientSizes {
   int bytes;  // all of it
 };
 
-constexpr Sm90BiasGradientSizes sm90_bias_gradient_sizes(const Spec& s) {
+constexpr Sm90BiasGradientSizes sm90_bias_gradient_sizes(const Sm90BiasSpec& s) {
   Sm90BiasGradientSizes x{};
   x.groups = s.warps / 4;
   x.threads = 128 * (x.groups + 1);
@@ -67,9 +63,9 @@ constexpr Sm90BiasGradientSizes sm90_bias_gradient_sizes(const Spec& s) {
   SharedPlan plan;
   plan.take(s.stages, x.unit);
   x.tile_at = plan.take(s.planes * x.parts, x.tile);
-  x.entry_at = plan.take(s.q_buffers * x.parts, x.entry);
+  x.entry_at = plan.take(s.entries * x.parts, x.entry);
   x.vectors_at = plan.take(x.vector_buffers, x.vectors);
-  x.barriers_at = plan.barriers(2 * (s.stages + s.planes + s.q_buffers + kBiasTileNumbers));
+  x.barriers_at = plan.barriers(2 * (s.stages + s.planes + s.entries + kBiasTileNumbers));
   x.numbers_at = plan.take(kBiasTileNumbers, 4);
   x.bytes = plan.bytes;
   return x;

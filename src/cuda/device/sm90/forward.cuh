@@ -26,7 +26,7 @@
 
 namespace fovea::cuda {
 
-template <Spec S>
+template <Sm90ForwardSpec S>
 __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_sizes(S).ctas)
     sm90_forward(const __grid_constant__ Args a, const __grid_constant__ Sm90ForwardArgs m) {
   // ---- sizes ----
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
   constexpr int kRegistersToCopy = kHides && kNarrow ? 56 : kGroups < 3 && S.ctas < 4 ? 40 : 32;
   constexpr int kRegisters = sm90_forward_registers(S, kRegistersToCopy);
   static_assert(kGroups <= 3 && (kGroups > 1 || !S.turns));
-  static_assert(S.type != Type::kFp32 && !S.split);
+  static_assert(S.type != Type::kFp32);
   static_assert(S.d % 16 == 0 && S.dv % 16 == 0 && S.d <= 256 && S.dv <= 256 && kStep % 16 == 0);
   static_assert(S.stages <= 4 && S.planes <= 4 && S.q_buffers <= 4 && kPlanes == (S.planes > 0));
 

@@ -31,7 +31,7 @@ struct Sm90Barriers {
 
   // Full: who writes, and (the copying thread's) bytes. Empty: every warp that reads, and (Q) every warpgroup that
   // stores, or warp that no longer needs it.
-  template <Spec S>
+  template <auto S>
   __device__ __forceinline__ void init() const {
     constexpr int kGroups = sm90_forward_sizes(S).groups;
     constexpr int kPreparing = sm90_hides(S) ? kSm90PreparingWarps : 0;
@@ -81,7 +81,7 @@ __device__ __forceinline__ Sm90Tile sm90_read_tile(u32 tile) {
 
 // Tiles are numbered head by head, but for heads_together of them whose row tiles alternate; under a band the longest
 // first. Sequences of different lengths are numbered one after the other, each with all of its heads.
-template <Spec S>
+template <auto S>
 __device__ __forceinline__ Sm90Tile sm90_tile(const Args& a, const Sm90ForwardArgs& m, int number) {
   constexpr int kRows = sm90_forward_sizes(S).rows;
   Sm90Tile tile{};
@@ -123,7 +123,7 @@ __device__ __forceinline__ Sm90Tile sm90_tile(const Args& a, const Sm90ForwardAr
 }
 
 // Steps whose keys any of these rows of the tile meets.
-template <Spec S>
+template <auto S>
 __device__ __forceinline__ math::Interval<int> sm90_steps(const Sm90Tile& tile, const math::Band<int>& band, int row,
                                                           int rows) {
   const math::Interval<int> keys = band.keys_of_rows(row, min(row + rows, band.seqlen_q));
@@ -136,7 +136,7 @@ __device__ __forceinline__ math::Interval<int> sm90_steps(const Sm90Tile& tile, 
 }
 
 // Steps of the tile between which a mask of keys shows any.
-template <Spec S>
+template <auto S>
 __device__ __forceinline__ math::Interval<int> sm90_shown_steps(const Args& a, const Sm90Tile& tile) {
   constexpr u32 kBits = S.step < 128 ? (1u << S.step / 4) - 1 : ~0u;
   const u32* const words = static_cast<const u32*>(a.mask.data) + tile.offset(a.mask.strides, 0);
@@ -155,7 +155,7 @@ __device__ __forceinline__ math::Interval<int> sm90_shown_steps(const Args& a, c
   return steps;
 }
 
-template <Spec S>
+template <auto S>
 __device__ __forceinline__ math::Band<int> sm90_band(const Args& a, const Sm90ForwardArgs& m, const Sm90Tile& tile) {
   const int shift = S.banded && !a.top_left ? tile.k_len - tile.q_len : 0;
   return {tile.q_len, tile.k_len, shift + m.low, shift + m.high};
@@ -163,7 +163,7 @@ __device__ __forceinline__ math::Band<int> sm90_band(const Args& a, const Sm90Fo
 
 // ---- the warpgroup that copies: one thread of it ----
 
-template <Spec S>
+template <auto S>
 __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90ForwardArgs& m, u32 base,
                                                   volatile Sm90Tile* tiles, const Sm90Barriers& barriers) {
   constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);

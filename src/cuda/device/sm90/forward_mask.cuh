@@ -22,7 +22,7 @@ __device__ __forceinline__ u32 ones_of(u32 bytes) {
   return (((bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu) | bytes) >> 7 & 0x01010101u;
 }
 
-template <Spec S>
+template <AroundSpec S>
 __global__ void __launch_bounds__(kSm90MaskThreads) sm90_mask(const __grid_constant__ MaskArgs args) {
   begin_kernel<S.arch>();
   constexpr int kKeys = 16;   // of a lane

@@ -18,7 +18,7 @@ inline constexpr NamedBarriers kForwardGroups{7};    // of all that compute
 static_assert(are_apart({kForwardTurn, kForwardGroup, kForwardGroups}));
 
 // Rows of V from `live` on, in all panels; a warpgroup's barrier is to follow.
-template <Spec S>
+template <auto S>
 __device__ __forceinline__ void sm90_clear_values(u32 to, int live, int thread) {
   constexpr int kPanel = wide_panel_columns(S.dv);
   constexpr int kChunks = sm90_forward_panels(S.dv) * (kPanel / 8);
@@ -33,7 +33,7 @@ __device__ __forceinline__ void sm90_clear_values(u32 to, int live, int thread) 
 }
 
 // O times `factor` from registers, where rows of out may be written by 16 bytes.
-template <Spec S>
+template <auto S>
 __device__ __forceinline__ void sm90_forward_store_directly(const Args& a, const Sm90Tile& tile, int row, int t,
                                                             float (&o)[S.dv / 2], const float (&factor)[2]) {
 #pragma unroll
@@ -46,7 +46,7 @@ __device__ __forceinline__ void sm90_forward_store_directly(const Args& a, const
 
 // O times `factor`, of warpgroup c's rows, through `place`, the tile's buffer of Q. True: a tensor store that thread 0
 // has begun reads it yet. Otherwise the place is free.
-template <Spec S>
+template <auto S>
 __device__ __forceinline__ bool sm90_forward_store(const Args& a, const Sm90ForwardArgs& m, const Sm90Tile& tile,
                                                    u32 place, int c, int thread, const float (&o)[S.dv / 2],
                                                    const float (&factor)[2]) {

@@ -6,7 +6,7 @@
 #define FOVEA_CUDA_DEVICE_SM90_FORWARD_SIZES_H
 
 #include "cuda/device/generic/sizes.h"
-#include "cuda/device/spec.h"
+#include "cuda/device/sm90/spec.h"
 #include "cuda/device/tile/panels.h"
 #include "cuda/device/tile/plan.h"
 
@@ -15,17 +15,16 @@ namespace fovea::cuda {
 inline constexpr int kSm90ScheduleThreads = 256;
 
 // ---- sm90_forward ----
-// Spec: warps (a multiple of 4) compute, 16 queries each; step is the keys of a tile; stages the buffers of K and V.
 
 // A mask of keys that warps prepare which do not copy, as 16 more columns of K, and its buffers.
 inline constexpr int kSm90PreparingWarps = 3;
 inline constexpr int kSm90PreparedBuffers = 4;
-constexpr bool sm90_hides(const Spec& s) { return s.prepared && s.mask && s.key_mask && !natural_scores(s); }
+constexpr bool sm90_hides(const Sm90ForwardSpec& s) { return s.prepared && s.mask && s.key_mask && !natural_scores(s); }
 // Steps that a mask of keys hides at either end are passed over.
-constexpr bool sm90_skips(const Spec& s) { return s.mask && s.key_mask; }
+constexpr bool sm90_skips(const Sm90ForwardSpec& s) { return s.mask && s.key_mask; }
 // Whether the first step of a tile has code of its own. Otherwise it multiplies P by a tile of zeros: where many
 // features make the code of a step long, one copy of it compiles faster, and the tensor cores wait anyway.
-constexpr bool sm90_peels(const Spec& s) {
+constexpr bool sm90_peels(const Sm90ForwardSpec& s) {
   constexpr int kMany = 5;
   return 2 * int{s.softcap} + int{s.alibi} + int{s.key_term} + int{s.query_term} + int{s.mask} +
              int{s.bias != BiasTile::kNone} + int{s.bias2 != BiasTile::kNone} <
@@ -34,10 +33,13 @@ constexpr bool sm90_peels(const Spec& s) {
 
 // Whether O leaves from registers, not through the place of Q: with one buffer of Q the next tile's is loaded while
 // this one ends. It takes many instructions.
-constexpr bool sm90_stores_directly(const Spec& s) { return s.q_buffers == 1 && sm90_peels(s); }
+constexpr bool sm90_stores_directly(const Sm90ForwardSpec& s) { return s.q_buffers == 1 && sm90_peels(s); }
 
 // Of the tiles whose Q is in shared memory, and of the next one.
 inline constexpr int kSm90TilesBytes = 256;
+
+// Queries of a tile.
+constexpr int sm90_forward_rows(int warps) { return 16 * warps; }
 
 struct Sm90ForwardSizes {
   int groups;   // warpgroups that compute
@@ -55,12 +57,12 @@ struct Sm90ForwardSizes {
 // Panels of q, k, v and out.
 constexpr int sm90_forward_panels(int columns) { return panels_of(columns, wide_panel_columns(columns)); }
 
-constexpr Sm90ForwardSizes sm90_forward_sizes(const Spec& s) {
+constexpr Sm90ForwardSizes sm90_forward_sizes(const Sm90ForwardSpec& s) {
   constexpr int kNumber = 2;  // bytes
   Sm90ForwardSizes x{};
   x.groups = s.warps / 4;
   x.threads = 128 * (x.groups + 1);
-  x.rows = 16 * s.warps;
+  x.rows = sm90_forward_rows(s.warps);
   x.ctas = x.groups == 1 ? s.ctas : 1;
   const int d = sm90_forward_panels(s.d) * wide_panel_columns(s.d);
   const int dv = sm90_forward_panels(s.dv) * wide_panel_columns(s.dv);
@@ -91,7 +93,7 @@ constexpr Sm90ForwardSizes sm90_forward_sizes(const Spec& s) {
 }
 
 // Registers of a thread that computes, where those that copy have `others`: the rest of what a launch has.
-constexpr int sm90_forward_registers(const Spec& s, int others) {
+constexpr int sm90_forward_registers(const Sm90ForwardSpec& s, int others) {
   const Sm90ForwardSizes sizes = sm90_forward_sizes(s);
   constexpr int kOfMultiprocessor = 64 * 1024;
   const int launched = kOfMultiprocessor / (sizes.threads * sizes.ctas) / 8 * 8;
@@ -100,10 +102,12 @@ constexpr int sm90_forward_registers(const Spec& s, int others) {
 
 // Biases come in panels of 128 bytes a row; in sm90_forward's shortest steps, those of 16 bits, of 64.
 constexpr int bias_panel_columns(BiasTile bias) { return bias == BiasTile::kFp32 ? 32 : 64; }
-constexpr int sm90_bias_panel(const Spec& s, BiasTile bias) { return s.step < 64 ? 32 : bias_panel_columns(bias); }
+constexpr int sm90_bias_panel(const Sm90ForwardSpec& s, BiasTile bias) {
+  return s.step < 64 ? 32 : bias_panel_columns(bias);
+}
 
 // Something travels with K: biases, key terms.
-constexpr bool sm90_has_planes(const Spec& s) {
+constexpr bool sm90_has_planes(const Sm90ForwardSpec& s) {
   return s.bias != BiasTile::kNone || s.bias2 != BiasTile::kNone || s.key_term;
 }
 

@@ -16,10 +16,10 @@
 
 namespace fovea::cuda {
 
-template <Spec S>
+template <AroundSpec S>
 __global__ void __launch_bounds__(kSm90ScheduleThreads)
     sm90_schedule(const __grid_constant__ Args a, const __grid_constant__ Sm90ScheduleArgs to) {
-  constexpr int kRows = sm90_forward_sizes(S).rows;
+  constexpr int kRows = sm90_forward_rows(S.warps);
   constexpr int kClasses = 64;
   constexpr int kFew = 8;          // row tiles that a thread writes by itself
   constexpr int kLongMost = 1024;  // longer sequences, which the block writes together

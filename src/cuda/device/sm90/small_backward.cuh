@@ -48,7 +48,7 @@ struct SmallEntry {
   }
 };
 
-template <Spec S>
+template <Sm90SmallSpec S>
 __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
     sm90_small_backward(const __grid_constant__ Args a, const __grid_constant__ Sm90SmallBackwardArgs m) {
   // ---- sizes ----

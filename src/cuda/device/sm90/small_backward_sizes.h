@@ -3,13 +3,12 @@
 // What sm90_small_backward takes for a Spec: warpgroups, threads, where what lies in shared memory. Asked by the
 // planner on the host and by the kernel itself, so that the two cannot disagree.
 //
-// Spec: warps (a multiple of 4) compute, a head a warpgroup; stages are the heads that a warpgroup has in flight; d and
-// dv are 16, 32 or 64.
+// Of its Spec d and dv are 16, 32 or 64.
 #ifndef FOVEA_CUDA_DEVICE_SM90_SMALL_BACKWARD_SIZES_H
 #define FOVEA_CUDA_DEVICE_SM90_SMALL_BACKWARD_SIZES_H
 
 #include "cuda/device/sm90/args.h"
-#include "cuda/device/spec.h"
+#include "cuda/device/sm90/spec.h"
 #include "cuda/device/tile/plan.h"
 
 namespace fovea::cuda {
@@ -30,7 +29,7 @@ struct Sm90SmallBackwardSizes {
   int rows_at, barriers_at, bytes;
 };
 
-constexpr Sm90SmallBackwardSizes sm90_small_backward_sizes(const Spec& s) {
+constexpr Sm90SmallBackwardSizes sm90_small_backward_sizes(const Sm90SmallSpec& s) {
   Sm90SmallBackwardSizes x{};
   x.groups = s.warps / 4;
   x.threads = 128 * (x.groups + 1);

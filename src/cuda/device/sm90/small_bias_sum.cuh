@@ -11,7 +11,7 @@
 namespace fovea::cuda {
 
 // Adds a plane's sums, bias_chunks of them, in a fixed order: a warp of eight takes every eighth, a lane four numbers.
-template <Spec S>
+template <AroundSpec S>
 __global__ void __launch_bounds__(kSmallSumThreads) small_bias_sum(const __grid_constant__ Args a) {
   __shared__ float4 partial[8][32];
   begin_kernel<S.arch>();

@@ -40,7 +40,7 @@
 
 namespace fovea::cuda {
 
-template <Spec S>
+template <Sm90BackwardSpec S>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_sizes(S).threads, 1)
     sm90_wide_backward(const __grid_constant__ Args a, const __grid_constant__ Sm90BackwardArgs m) {
   // ---- sizes ----

@@ -27,7 +27,7 @@ struct Sm90WideBackwardBarriers {
   __device__ __forceinline__ u32 added() const { return at + 112; }
 };
 
-template <Spec S>
+template <auto S>
 __device__ __forceinline__ void sm90_wide_backward_copy(const Args& a, const Sm90BackwardArgs& m,
                                                         const Sm90KeyBlock<S>& block, int rank, u32 base,
                                                         const Sm90WideBackwardBarriers& barriers) {
@@ -98,7 +98,7 @@ __device__ __forceinline__ void sm90_wide_backward_copy(const Args& a, const Sm9
 
 // In order: waits until all of the clusters before have added to a step's queries, lets the warps of this block add,
 // and counts itself when they have. Nobody who computes waits for memory.
-template <Spec S>
+template <auto S>
 __device__ __forceinline__ void sm90_wide_backward_order(const Args& a, const Sm90KeyBlock<S>& block,
                                                          const Sm90WideBackwardBarriers& barriers) {
   u32 parity = 0;
@@ -120,7 +120,7 @@ __device__ __forceinline__ void sm90_wide_backward_order(const Args& a, const Sm
   }
 }
 
-template <Spec S>
+template <auto S>
 __device__ __forceinline__ void sm90_wide_backward_copy_bias(const Sm90BackwardArgs& m, const Sm90KeyBlock<S>& block,
                                                              int rank, u32 base,
                                                              const Sm90WideBackwardBarriers& barriers) {

@@ -41,12 +41,12 @@ struct Place {
   int q_len = 0, k_len = 0;
   i64 q_begin = 0, k_begin = 0;
 
-  template <Spec S>
+  template <auto S>
   static __device__ __forceinline__ Place make(const Args& a, u32 b) {
     const u32 batch2 = u32(a.rows.batch2);
     return make<S>(a, b / batch2, b % batch2);
   }
-  template <Spec S>
+  template <auto S>
   static __device__ __forceinline__ Place make(const Args& a, u32 b1, u32 b2) {
     const u32 b = b1 * u32(a.rows.batch2) + b2;
     Place place{b, b1, b2, int(a.rows.rows_q), int(a.rows.rows_k), 0, 0};
@@ -69,7 +69,7 @@ struct Place {
   __device__ __forceinline__ i64 key_rows(const math::Strides& s, u32 head) const {
     return plane(s, head) + k_begin * s.row;
   }
-  template <Spec S>
+  template <auto S>
   __device__ __forceinline__ math::Band<int> band(const Args& a) const {
     return math::Band<int>::make(q_len, k_len, a.causal, a.window_left, a.window_right, a.top_left);
   }

@@ -11,12 +11,12 @@
 namespace fovea::cuda {
 
 // P is multiplied by 2^kLift where it becomes a pair of fp16, so that small numbers keep their bits.
-template <Spec S>
+template <auto S>
 inline constexpr float kLift = S.type == Type::kFp32 ? 12 : 0;
 
 // A block has kRows queries of one head, with Spec::split a part of their keys, and one of kChunks pieces of O's
 // columns. Nothing is stored that is needed in the epilogue alone: there the block is made again.
-template <Spec S, int kRows, int kChunks = 1>
+template <auto S, int kRows, int kChunks = 1>
 struct ForwardBlock {
   Place place;
   u32 head;

@@ -20,7 +20,7 @@
 
 namespace fovea::cuda {
 
-template <Spec S>
+template <auto S>
 struct Sm90KeyBlock {
   Place place;
   int key0;           // the first key
@@ -171,7 +171,7 @@ struct Sm90BackwardBarriers {
 
 // Whoever is not the thread that copies K and V learns from it which keys are next; `phase` changes each time.
 constexpr u32 kNoBlock = ~u32(0);
-template <Spec S>
+template <auto S>
 __device__ __forceinline__ u32 sm90_await_block(u32 base, const Sm90BackwardBarriers& barriers, u32 phase) {
   barrier_wait(barriers.kv_full(), phase);
   u32 number = 0;
@@ -181,7 +181,7 @@ __device__ __forceinline__ u32 sm90_await_block(u32 base, const Sm90BackwardBarr
   return uniform(number);
 }
 // The same for a single thread, which then need not be waited for.
-template <Spec S>
+template <auto S>
 __device__ __forceinline__ u32 sm90_take_block(u32 base, const Sm90BackwardBarriers& barriers, u32& phase) {
   barrier_wait(barriers.kv_full(), phase);
   const u32 number = load_shared_word(base + sm90_backward_sizes(S).number_at);
@@ -209,7 +209,7 @@ __device__ __forceinline__ void zero_rows(u32 tile, int live, int thread) {
 
 // Such rows of dO, whose logsumexp in `lse` is infinite, become 0: P is 0 there, but 0 * inf is NaN. By all threads
 // that compute, who all find the same in `lse`.
-template <Spec S, int kRowBytes, int kPanels, int kThreads>
+template <auto S, int kRowBytes, int kPanels, int kThreads>
 __device__ __forceinline__ void zero_dead_rows(u32 tile, u32 lse) {
   if constexpr (may_hide(S) && S.dkv) {
     constexpr int kRows = S.step;

@@ -30,7 +30,7 @@ Gradient gradient_of(bool needed, const PlaneTraits& traits) {
 }
 
 // Whether the gradient of the first bias is dS itself: nothing is shared.
-bool is_ds(const Call& call, const Spec& features) {
+bool is_ds(const Call& call, const Features& features) {
   const Problem& p = call.problem;
   const Extents& e = p.bias.extents;
   const bool whole = (e.batch1 || p.batch1 == 1) && (e.batch2 || p.batch2 == 1) && (e.head || p.heads_q == 1);
@@ -54,7 +54,7 @@ int pack_for_ds(const Call& call, const Operands& operands) {
 }
 
 // And tiles of dS lie where its rows may be written by a tensor map.
-bool stores_bias(const Call& call, const Spec& features) {
+bool stores_bias(const Call& call, const Features& features) {
   const Problem& p = call.problem;
   const View& to = call.grad_bias;
   constexpr std::int64_t kNumbersOfAGrain = 8;
@@ -80,7 +80,7 @@ Choice backward_for_hopper(Planner& planner, BackwardWants wants) {
     choice.why_not = "FOVEA_KERNEL";
   }
   if (choice.why_not != nullptr) {
-    choice.kernel.spec = {};
+    choice.kernel.spec = Sm90BackwardSpec();
   }
   return choice;
 }
@@ -124,7 +124,7 @@ void Planner::backward() {
   }
   const Problem& p = call_.problem;
   const math::Rows& rows = call_.rows;
-  const Spec& features = plan_.operands.features;
+  const Features& features = plan_.operands.features;
   const Gradient gradients[] = {gradient_of(p.need.bias, p.bias), gradient_of(p.need.bias2, p.bias2)};
   const auto any = [&](Gradient which) { return gradients[0] == which || gradients[1] == which; };
 
@@ -144,7 +144,7 @@ void Planner::backward() {
   work.dbias_store = gradients[0] == Gradient::kPlane && (stores_bias(call_, features) || in_place);
   const Choice hopper = backward_for_hopper(*this, work);
   const bool is_hopper = hopper.why_not == nullptr;
-  const Spec& main = hopper.kernel.spec;  // without anything where it does not serve
+  const auto& main = hopper.kernel.as<Sm90BackwardSpec>();  // without anything where it does not serve
   plan_.operands.features.key_mask = main.key_mask;
   work.ordered = main.ordered;
   work.dq = work.dq || main.dq;
@@ -176,10 +176,10 @@ void Planner::backward() {
     memory.add(Region::kColumnSum, rows.batch() * rows.heads_q * rows.limit_k * kFloat);
   }
 
-  Spec spec = small(features.type);
+  AroundSpec spec = around(features.type);
   spec.d = dq_columns;
   spec.stores_first = main.stores_first;
-  Spec before = spec;
+  AroundSpec before = spec;
   before.dv = std::min(features.dv, before.dv);
   if (is_hopper && features.mask) {
     add_sm90_backward_mask(*this);

@@ -12,10 +12,10 @@ namespace fovea::cuda {
 
 void Planner::forward() {
   const auto say = [&](const Kernel& kernel) {
-    const Spec& spec = kernel.spec;
+    const KernelSizes sizes = sizes_of(kernel.spec);
     plan_.summary = fmt::format("{} for {}, {} warps of {} queries, {} keys a step{}{}", kernel.name,
-                                plan_.target.architecture(kernel.one_architecture), spec.warps, spec.tiles * 16,
-                                spec.step, plan_.summary, reasons_);
+                                plan_.target.architecture(kernel.one_architecture), sizes.warps, sizes.tiles * 16,
+                                sizes.step, plan_.summary, reasons_);
   };
   // The forward for Hopper takes masks in an order of its own.
   plan_.operands = operands_of(call_, plan_.workspace, true);

@@ -55,13 +55,31 @@ bool Planner::serves(const Choice& choice) {
   return true;
 }
 
+KernelSizes sizes_of(const Spec& spec) {
+  return std::visit(
+      [](const auto& kind) {
+        KernelSizes sizes;
+        if constexpr (requires { kind.warps; }) {
+          sizes.warps = kind.warps;
+        }
+        if constexpr (requires { kind.tiles; }) {
+          sizes.tiles = kind.tiles;
+        }
+        if constexpr (requires { kind.step; }) {
+          sizes.step = kind.step;
+        }
+        return sizes;
+      },
+      spec);
+}
+
 Kernel Planner::taken(const Choice& choice) {
   if (choice.why_not != nullptr) {
     refuse(fmt::format("no backward kernel; {}: {}", choice.kernel.name, choice.why_not));
   }
-  const Spec& spec = choice.kernel.spec;
+  const KernelSizes sizes = sizes_of(choice.kernel.spec);
   kernels_ += fmt::format("{}{}, {} warps, {} rows a step", kernels_.empty() ? "" : "; ", choice.kernel.name,
-                          spec.warps, spec.step);
+                          sizes.warps, sizes.step);
   return choice.kernel;
 }
 
@@ -132,8 +150,8 @@ void Planner::check_bias_rows() const {
   }
 }
 
-Spec Planner::small(Type type) const {
-  Spec spec;
+AroundSpec Planner::around(Type type) const {
+  AroundSpec spec;
   spec.arch = plan_.target.capability;
   spec.type = type;
   return spec;

@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The Specs of Hopper's kernels. Read by the host and, without any header, by NVRTC.
+#ifndef FOVEA_CUDA_DEVICE_SM90_SPEC_H
+#define FOVEA_CUDA_DEVICE_SM90_SPEC_H
+
+#include "cuda/device/spec.h"
+
+namespace fovea::cuda {
+
+// sm90_forward.
+struct Sm90ForwardTiles {
+  int warps = 8;           // that compute: four are a warpgroup of 64 queries
+  int step = 128;          // keys that the loop advances by
+  int stages = 2;          // buffers of K and V
+  int ctas = 1;            // blocks a multiprocessor that registers are limited for
+  int q_buffers = 1;       // of Q and O: 2, and the next tile's Q is there before this one ends
+  int planes = 0;          // buffers of biases and key terms
+  bool resident = false;   // Q stays in registers
+  int ahead = 0;           // blocks of 16 keys weighed before O of the step before is awaited: none, or all
+  bool left_edge = false;  // banded from the left as well: a window
+  bool turns = false;      // the warpgroups that compute take turns at issuing products
+  bool guess = false;      // the first reference of a row is any score of it
+  bool prepared = false;   // warps that do not copy make a mask of keys into columns of K, ahead
+  bool early = false;      // dropout's random words are made before a step's weights
+  bool often = false;      // dropout's threshold is over 0x7c00: about half of the numbers, or more, are dropped
+
+  friend constexpr bool operator==(const Sm90ForwardTiles&, const Sm90ForwardTiles&) = default;
+};
+template <class Visit>
+constexpr void for_each_field(const Sm90ForwardTiles& of, Visit visit) {
+  constexpr Sm90ForwardTiles usual;
+  visit("warps", of.warps, usual.warps);
+  visit("step", of.step, usual.step);
+  visit("stages", of.stages, usual.stages);
+  visit("ctas", of.ctas, usual.ctas);
+  visit("q_buffers", of.q_buffers, usual.q_buffers);
+  visit("planes", of.planes, usual.planes);
+  visit("resident", of.resident, usual.resident);
+  visit("ahead", of.ahead, usual.ahead);
+  visit("left_edge", of.left_edge, usual.left_edge);
+  visit("turns", of.turns, usual.turns);
+  visit("guess", of.guess, usual.guess);
+  visit("prepared", of.prepared, usual.prepared);
+  visit("early", of.early, usual.early);
+  visit("often", of.often, usual.often);
+}
+
+struct Sm90ForwardSpec : Features, Sm90ForwardTiles {
+  friend constexpr bool operator==(const Sm90ForwardSpec&, const Sm90ForwardSpec&) = default;
+};
+
+// sm90_backward and sm90_wide_backward.
+struct Sm90BackwardTiles {
+  int warps = 8;              // that compute: four are a warpgroup
+  int tiles = 1;              // of 64 keys a warpgroup
+  int step = 64;              // queries that the loop advances by
+  int stages = 2;             // buffers of Q and dO
+  int planes = 2;             // buffers of dS, where biases of 16 bits come to lie
+  int outer = 1;              // buffers of biases that lie elsewhere
+  bool left_edge = false;     // banded from the left as well: a window
+  bool delay = false;         // dQ of a step is computed during the next
+  bool bulk = false;          // dQ leaves through shared memory, in bulk
+  bool halves = false;        // each of two warpgroups takes half of dQ's columns, of every step
+  bool same_step = false;     // with halves: dQ of a step is computed in it, before dK
+  bool dbias_store = false;   // dS is the gradient of a bias that nothing shares, and is stored as it is
+  bool ordered = false;       // blocks of keys add to dQ in their order
+  bool direct = false;        // one block has all keys, and dQ is stored as it is
+  bool stores_first = false;  // the block that comes first to rows of dq_sum stores there, the others add
+  bool key_parts = false;     // several blocks share a block of keys, each with a part of its steps
+
+  friend constexpr bool operator==(const Sm90BackwardTiles&, const Sm90BackwardTiles&) = default;
+};
+template <class Visit>
+constexpr void for_each_field(const Sm90BackwardTiles& of, Visit visit) {
+  constexpr Sm90BackwardTiles usual;
+  visit("warps", of.warps, usual.warps);
+  visit("tiles", of.tiles, usual.tiles);
+  visit("step", of.step, usual.step);
+  visit("stages", of.stages, usual.stages);
+  visit("planes", of.planes, usual.planes);
+  visit("outer", of.outer, usual.outer);
+  visit("left_edge", of.left_edge, usual.left_edge);
+  visit("delay", of.delay, usual.delay);
+  visit("bulk", of.bulk, usual.bulk);
+  visit("halves", of.halves, usual.halves);
+  visit("same_step", of.same_step, usual.same_step);
+  visit("dbias_store", of.dbias_store, usual.dbias_store);
+  visit("ordered", of.ordered, usual.ordered);
+  visit("direct", of.direct, usual.direct);
+  visit("stores_first", of.stores_first, usual.stores_first);
+  visit("key_parts", of.key_parts, usual.key_parts);
+}
+
+struct Sm90BackwardSpec : Features, Gradients, Sm90BackwardTiles {
+  friend constexpr bool operator==(const Sm90BackwardSpec&, const Sm90BackwardSpec&) = default;
+};
+
+// sm90_bias_gradient.
+struct Sm90BiasTiles {
+  BiasTile grad_bias = BiasTile::kNone;  // the type that is written
+  int warps = 8;                         // that compute, 16 queries each
+  int step = 128;                        // keys of a tile
+  int part = 64;                         // keys of a product
+  int stages = 2;                        // buffers of Q with K and dO with V
+  int planes = 0;                        // buffers of the tile of the bias whose gradient it is, Features::bias
+  int entries = 0;            // buffers of whatever else is added to scores, which changes with the entry of the list
+  bool bias_outside = false;  // the bias is taken out of the sum over the list
+
+  friend constexpr bool operator==(const Sm90BiasTiles&, const Sm90BiasTiles&) = default;
+};
+template <class Visit>
+constexpr void for_each_field(const Sm90BiasTiles& of, Visit visit) {
+  constexpr Sm90BiasTiles usual;
+  visit("grad_bias", of.grad_bias, usual.grad_bias);
+  visit("warps", of.warps, usual.warps);
+  visit("step", of.step, usual.step);
+  visit("part", of.part, usual.part);
+  visit("stages", of.stages, usual.stages);
+  visit("planes", of.planes, usual.planes);
+  visit("entries", of.entries, usual.entries);
+  visit("bias_outside", of.bias_outside, usual.bias_outside);
+}
+
+struct Sm90BiasSpec : Features, Sm90BiasTiles {
+  friend constexpr bool operator==(const Sm90BiasSpec&, const Sm90BiasSpec&) = default;
+};
+
+// sm90_small_backward.
+struct Sm90SmallTiles {
+  BiasTile grad_bias = BiasTile::kNone;  // the type that is written: that of the bias, or none
+  int warps = 8;                         // that compute: four are a warpgroup, which has a head
+  int stages = 2;                        // heads that a warpgroup has in flight
+
+  friend constexpr bool operator==(const Sm90SmallTiles&, const Sm90SmallTiles&) = default;
+};
+template <class Visit>
+constexpr void for_each_field(const Sm90SmallTiles& of, Visit visit) {
+  constexpr Sm90SmallTiles usual;
+  visit("grad_bias", of.grad_bias, usual.grad_bias);
+  visit("warps", of.warps, usual.warps);
+  visit("stages", of.stages, usual.stages);
+}
+
+struct Sm90SmallSpec : Features, Sm90SmallTiles {
+  friend constexpr bool operator==(const Sm90SmallSpec&, const Sm90SmallSpec&) = default;
+};
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_SM90_SPEC_H
