@@ -104,7 +104,7 @@ def torch_host():
     data = json.loads((ROOT / "bench/results/torch_host.json").read_text())
     machine = data["machine"]
     rows = [
-        f"Microseconds of one call on float32 tensors of {data['shape']}; one thread, {machine['cpu']}, Python {machine['python']}, "
+        f"Microseconds of one call on {data['type']} tensors of {data['shape']}; one thread, {machine['cpu']}, Python {machine['python']}, "
         f"PyTorch {machine['torch']}. The least of {data['rounds']} interleaved batches of {data['calls']} calls on a shared machine, "
         f"{data['date']}, commit {data['commit']}; repeat with `bench/torch/host_time.py`.",
         "",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Callable, Iterator
 
 from fovea import _library
-from fovea.torch import _call
+from fovea.torch import _call, _fast
 
 TURNS = 3
 LOW = 0.98  # a row whose median ratio is under this is measured once more,
@@ -43,11 +43,13 @@ class Library:
             _library.lib = self.lib
             for name, value in mine.items():
                 setattr(_call, name, value)
+            _fast.load()
             yield
         finally:
             _library.lib = status_of
             for name, value in own.items():
                 setattr(_call, name, value)
+            _fast.load()
 
 
 def take_turns(turns: int, ours: Callable[[], dict], other: Callable[[], dict]) -> dict[str, list[float]]:

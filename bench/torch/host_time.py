@@ -3,20 +3,25 @@
 """The host time of one call of fovea.torch.attention beside PyTorch's scaled_dot_product_attention and beside the
 same operator made with torch.library.custom_op, on CPU tensors so small that computing takes next to nothing.
 
+With --device cuda: the host time of calls on a GPU, which returns before the GPU has computed, in bfloat16. The GPU is
+waited for between the batches, outside of what is timed.
+
 The rounds are interleaved: each measures every row once over a batch of calls. What is reported is a row's least
 batch, since whatever else runs on the machine only ever adds; one thread everywhere.
 
 examples:
   bench/torch/host_time.py                                        a table
   bench/torch/host_time.py --json bench/results/torch_host.json   what docs/torch.md's table is made from
+  bench/torch/host_time.py --device cuda                          on a GPU, less than a minute
 """
 
 import argparse
+import contextlib
 import datetime
+import os
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,9 +33,10 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa  # noqa: E4
 
 import fovea  # noqa: E402
 import records  # noqa: E402
-from fovea.torch import _call, _operators, attention  # noqa: E402
+from fovea.torch import _call, _fast, _operators, attention  # noqa: E402
 
-SHAPE = (1, 2, 8, 16)
+SHAPES = {"cpu": (1, 2, 8, 16), "cuda": (1, 8, 128, 64)}
+TYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 
 
 def custom_op():
@@ -45,13 +51,14 @@ def custom_op():
 
     def setup_context(ctx, inputs, output):
         ctx.save_for_backward(*inputs[: _call.TENSORS], *output)
-        ctx.options = inputs[_call.TENSORS :]
+        ctx.options = _call.known(inputs)[_call.TENSORS :]
+        ctx.inputs = len(inputs)
 
     def backward(ctx, grad_out, grad_lse):
         *tensors, out, lse = ctx.saved_tensors
         need = [ctx.needs_input_grad[index] for index in _operators._INDEX]
         found = iter(_call.backward(grad_out, grad_lse, out, lse, need, *tensors, *ctx.options))
-        grads = [None] * len(_call.Arguments._fields)
+        grads = [None] * ctx.inputs
         for index, wanted in zip(_operators._INDEX, need):
             if wanted:
                 grads[index] = next(found)
@@ -65,73 +72,106 @@ def arguments_of(q, k, v):
     return (q, k, v, *[None] * 11, 0, 0, None, False, -1, -1, None, 0.0, 0.0, "fovea", 0, 0, 0, "bhsd", 0, None)
 
 
-def rows():
-    """By name: a call without gradients, one whose result wants them, and the path that SDPA is held to."""
-    plain = [torch.randn(SHAPE) for _ in range(3)]
-    leaves = [torch.randn(SHAPE, requires_grad=True) for _ in range(3)]
-    array = [x.transpose(1, 2).contiguous().numpy() for x in plain]
-    by_custom_op = custom_op()
+@contextlib.contextmanager
+def fast(choice):
+    """fovea.torch as with this FOVEA_TORCH_FAST."""
+    before = os.environ.get("FOVEA_TORCH_FAST")
+    os.environ["FOVEA_TORCH_FAST"] = choice
+    _fast.load()
+    if choice != "0" and not _fast.fast_path().startswith("C"):
+        sys.exit(f"fovea.torch.fast_path(): {_fast.fast_path()}")
+    try:
+        yield
+    finally:
+        os.environ.pop("FOVEA_TORCH_FAST") if before is None else os.environ.update(FOVEA_TORCH_FAST=before)
+        _fast.load()
+
+
+def rows(device):
+    """By name: a call without gradients, one whose result wants them, and what is done around a batch of calls."""
+    make = lambda **options: torch.randn(SHAPES[device], dtype=TYPES[device], device=device, **options)  # noqa: E731
+    plain = [make() for _ in range(3)]
+    leaves = [make(requires_grad=True) for _ in range(3)]
     of = lambda call: (lambda: call(*plain), lambda: call(*leaves))  # noqa: E731
-    return {
-        "scaled_dot_product_attention": (*of(sdpa), None),
-        "scaled_dot_product_attention, its math path": (*of(sdpa), SDPBackend.MATH),
-        "**fovea.torch.attention**": (*of(attention), None),
-        "the same, through the dispatcher": (*of(lambda *qkv: _operators.attention(*arguments_of(*qkv))), None),
-        "the same, made by custom_op and register_autograd": (*of(lambda *qkv: by_custom_op(*arguments_of(*qkv))), None),
-        "fovea.attention, NumPy arrays": (lambda: fovea.attention(*array), None, None),
+    found = {
+        "scaled_dot_product_attention": (*of(sdpa), contextlib.nullcontext),
+        "**fovea.torch.attention**": (*of(attention), lambda: fast("1")),
+        "the same, tensors by their methods, as before PyTorch 2.14": (*of(attention), lambda: fast("methods")),
+        "the same, in Python": (*of(attention), lambda: fast("0")),
     }
+    if device == "cpu":
+        array = [x.transpose(1, 2).contiguous().numpy() for x in plain]
+        by_custom_op = custom_op()
+        found.update({
+            "scaled_dot_product_attention, its math path": (*of(sdpa), lambda: sdpa_kernel(SDPBackend.MATH)),
+            "fovea.torch.attention, through the dispatcher":
+                (*of(lambda *qkv: _operators.attention(*arguments_of(*qkv))), contextlib.nullcontext),
+            "fovea.torch.attention, made by custom_op and register_autograd":
+                (*of(lambda *qkv: by_custom_op(*arguments_of(*qkv))), contextlib.nullcontext),
+            "fovea.attention, NumPy arrays": (lambda: fovea.attention(*array), None, contextlib.nullcontext),
+        })  # fmt: skip
+    return found
 
 
-def batch(function, calls):
+def batch(function, calls, wait):
     for _ in range(calls):  # after another row's, caches have to be filled again
         function()
+    wait()
     start = time.perf_counter()
     for _ in range(calls):
         function()
-    return (time.perf_counter() - start) / calls * 1e6
+    took = (time.perf_counter() - start) / calls * 1e6
+    wait()
+    return took
 
 
-def with_backward(function):
+def with_backward(function, grad):
     def run():
         out = function()
-        (out[0] if isinstance(out, tuple) else out).backward(GRAD)
+        (out[0] if isinstance(out, tuple) else out).backward(grad)
 
     return run
 
 
-GRAD = torch.ones(SHAPE)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=SHAPES, default="cpu")
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--calls", type=int, default=10, help="in a batch: few, so that some batch is not interrupted")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("host_time.py: no CUDA device that PyTorch sees")
     torch.set_num_threads(1)
     fovea.set_num_threads(1)
 
-    table = rows()
+    table = rows(options.device)
+    grad = torch.ones(SHAPES[options.device], dtype=TYPES[options.device], device=options.device)
+    wait = torch.cuda.synchronize if options.device == "cuda" else lambda: None
     least = {name: [float("inf")] * 3 for name in table}
     for _ in range(options.rounds):
-        for name, (plain, leaf, path) in table.items():
-            functions = [plain, leaf, with_backward(leaf) if leaf else None]
-            for column, function in enumerate(functions):
-                if function is None:
-                    continue
-                with nullcontext() if path is None else sdpa_kernel(path):
-                    took = batch(function, options.calls)
-                least[name][column] = min(least[name][column], took)
-    for name, (forward, tracked, both) in least.items():
-        print(f"{name:52} {forward:8.1f} {tracked:8.1f} {both:8.1f}")
+        for name, (plain, leaf, around) in table.items():
+            functions = [plain, leaf, with_backward(leaf, grad) if leaf else None]
+            with around():
+                for column, function in enumerate(functions):
+                    if function is not None:
+                        least[name][column] = min(least[name][column], batch(function, options.calls, wait))
+    print(f"{'microseconds':64}       no    wants  and the\n{'':64} gradient gradient backward")
+    for name, columns in least.items():
+        print(f"{name:64}", *(f"{x:8.1f}" if x < 1e9 else "        " for x in columns))
     if options.json:
         cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?")
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
         data = {
-            "machine": {"cpu": cpu, "python": sys.version.split()[0], "torch": torch.__version__},
+            "machine": {
+                "cpu": cpu if options.device == "cpu" else f"{torch.cuda.get_device_name()}, {cpu}",
+                "python": sys.version.split()[0],
+                "torch": torch.__version__,
+            },
             "date": datetime.date.today().isoformat(),
             "commit": commit.stdout.strip(),
-            "shape": "x".join(map(str, SHAPE)),
+            "shape": "x".join(map(str, SHAPES[options.device])),
+            "type": str(TYPES[options.device]).removeprefix("torch."),
             "rounds": options.rounds,
             "calls": options.calls,
             "rows": [

@@ -25,3 +25,13 @@ def fresh_state():
     yield
     torch.use_deterministic_algorithms(False)
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def python_path():
+    """Calls are computed by Python: for tests that look into it."""
+    from fovea.torch import _fast
+
+    _fast.switch_off()
+    yield
+    _fast.load()

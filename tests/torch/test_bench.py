@@ -90,13 +90,14 @@ def test_a_row_that_is_slower_is_repeated():
     assert said == ["forward: 3 rows, median 0.980, least 0.980", "slower, under 0.99 in 5 more turns: 1", "  slow, forward: 0.980"]
 
 
-def test_each_build_is_called_in_its_turn(tmp_path):
+def test_each_build_is_called_in_its_turn(tmp_path, monkeypatch):
     """By copies of this build: fovea.torch calls the other inside of called() alone, and its problems are not mixed."""
+    import ctypes
     import shutil
 
     import fovea._library
     import torch
-    from fovea.torch import _call, attention
+    from fovea.torch import _call, _fast, attention
 
     sys.path.insert(0, str(BENCH))
     import beside
@@ -107,12 +108,32 @@ def test_each_build_is_called_in_its_turn(tmp_path):
     assert other.lib._handle != fovea._library.lib._handle
     own, kept = _call.lib, _call._kept
     x = torch.randn(1, 2, 16, 24, requires_grad=True)  # no other test's shape
+    seen = []  # calls of the other by C
+
+    def forward(problem, workspace, size):
+        seen.append(size)
+        return real(problem, workspace, size)
+
+    other.lib.fovea_forward.argtypes = None
+    kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    real, other.lib.fovea_forward = kind(ctypes.cast(other.lib.fovea_forward, ctypes.c_void_p).value), kind(forward)
+    with other.called():
+        attention(x, x, x)
+        # Twice where the workspace that C keeps was too small.
+        assert len(seen) in ((1, 2) if _fast.fast_path()[0] == "C" else (0,))
+    before = len(seen)
+    attention(x, x, x)
+    assert len(seen) == before
+    other = beside.Library(other.path)
+    monkeypatch.setenv("FOVEA_TORCH_FAST", "0")
     with other.called():
         assert _call.lib is other.lib and fovea._library.lib is other.lib
         by_other = torch.autograd.grad(attention(x, x, x).sum(), x)[0]
         assert other.kept and not set(other.kept) & set(kept)
     assert _call.lib is own and _call._kept is kept and fovea._library.lib is own
     assert torch.equal(torch.autograd.grad(attention(x, x, x).sum(), x)[0], by_other)
+    monkeypatch.undo()
+    _fast.load()
 
 
 @pytest.mark.parametrize("arguments, words", [

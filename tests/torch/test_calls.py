@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems that are kept from call to call: a call that finds one computes what it would have computed without."""
+"""Problems that Python keeps from call to call: a call that finds one computes what it would have computed without."""
 
 import random
 import subprocess
@@ -15,7 +15,7 @@ ROWS = cases.rows()
 
 
 @pytest.fixture(autouse=True)
-def nothing_kept():
+def nothing_kept(python_path):
     _call._kept.clear()
 
 

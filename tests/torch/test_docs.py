@@ -24,7 +24,7 @@ def test_readme():
 
 
 def test_docstring():
-    for module in (fovea.torch, fovea.torch._attention):
+    for module in (fovea.torch, fovea.torch._attention, fovea.torch._fast):
         result = doctest.testmod(module)
         assert result.failed == 0
-        assert result.attempted > 2
+        assert result.attempted >= 2

@@ -312,7 +312,7 @@ def flags_of_calls(monkeypatch, refuse_deterministic=False):
     return seen
 
 
-def test_deterministic_algorithms(monkeypatch):
+def test_deterministic_algorithms(monkeypatch, python_path):
     from fovea import _abi
 
     q = torch.randn(1, 2, 16, 8, requires_grad=True)
@@ -329,7 +329,7 @@ def test_deterministic_algorithms(monkeypatch):
     assert seen[6:] == [_abi.DETERMINISTIC] * 2
 
 
-def test_deterministic_warn_only(monkeypatch):
+def test_deterministic_warn_only(monkeypatch, python_path):
     """Where no backend is deterministic: refused, or computed with a warning."""
     q = torch.randn(1, 2, 16, 8)
     want = attention(q, q, q)

@@ -19,7 +19,9 @@ def test_mypy(tmp_path):
 
 def test_every_argument_has_a_type_and_a_line_in_the_docstring():
     function = fovea.torch.attention
-    assert set(_options.Options.__annotations__) == set(function.__kwdefaults__) - {"return_lse"}
+    parameters = inspect.signature(function).parameters.values()
+    keywords = {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+    assert set(_options.Options.__annotations__) == keywords - {"return_lse"}
     section = re.search(r"^Args:\n(.*?)\n\n", inspect.getdoc(function), re.DOTALL | re.MULTILINE).group(1)
     taken = [name for name in inspect.signature(function).parameters if name not in ("more", "unknown")]
     assert re.findall(r"^    (\w+): ", section, re.MULTILINE) == taken

@@ -11,6 +11,7 @@ docs/torch.md describes how it works together with the rest of PyTorch.
 # _attention.py   the function that users call: arguments, autocast, nested tensors, seeds
 # _operators.py   the operators fovea::attention, fovea::attention_backward and fovea::seed, and autograd around them
 # _vmap.py        their rules for torch.vmap
+# _fast.py        the same in C where it can be had: decides, loads it, and says which path calls take
 # _call.py        turns tensors into a fovea_problem of the C library, and calls it
 # _options.py     the types of the keywords
 
@@ -30,5 +31,6 @@ def _refuse_old(version: str) -> None:
 _refuse_old(torch.__version__)
 
 from ._attention import attention  # noqa: E402  (older versions lack what it imports)
+from ._fast import fast_path  # noqa: E402
 
-__all__ = ["attention"]
+__all__ = ["attention", "fast_path"]

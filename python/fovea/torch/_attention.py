@@ -8,6 +8,7 @@ torch.compile and torch.export trace this file, so it uses only what they can tr
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Optional, Union, overload
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from .. import _help
 from .._problem import WORD, flag, real, shape_text, window_side
-from . import _call, _operators, _vmap  # noqa: F401  (_vmap registers its rules)
+from . import _call, _fast, _operators, _vmap  # noqa: F401  (_vmap registers its rules)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -47,38 +48,7 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[Options]
 ) -> Union[Tensor, tuple[Tensor, Tensor]]: ...
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *more: NoReturn,
-    bias: Optional[Tensor] = None,
-    bias2: Optional[Tensor] = None,
-    mask: Optional[Tensor] = None,
-    scale: Optional[float] = None,
-    causal: bool = False,
-    window: tuple[int, int] = _UNBOUNDED,
-    align: Optional[Align] = None,
-    softcap: float = 0.0,
-    alibi_slopes: Optional[Tensor] = None,
-    sink: Optional[Tensor] = None,
-    dropout_p: float = 0.0,
-    seed: Union[int, Tensor, None] = None,
-    offset: Union[int, Tensor] = 0,
-    rng: Rng = "fovea",
-    cu_seqlens_q: Optional[Tensor] = None,
-    cu_seqlens_k: Optional[Tensor] = None,
-    max_seqlen_q: Optional[int] = None,
-    max_seqlen_k: Optional[int] = None,
-    seqused_q: Optional[Tensor] = None,
-    seqused_k: Optional[Tensor] = None,
-    batch_shape: Optional[Sequence[int]] = None,
-    layout: Layout = "bhsd",
-    deterministic: bool = False,
-    return_lse: bool = False,
-    backend: Optional[str] = None,
-    **unknown: NoReturn,
-) -> Any:
+def attention(q: Tensor, k: Tensor, v: Tensor, *more: NoReturn, **options: Any) -> Any:
     """Computes softmax(scale * q @ k.T + ...) @ v exactly, with every gradient, in memory linear in the lengths.
 
     It is differentiable in q, k, v, bias, bias2 and sink, through out and through lse. All tensors lie on one device,
@@ -150,6 +120,47 @@ def attention(
         >>> q.grad.shape
         torch.Size([1, 2, 4, 8])
     """
+    # The fast path returns None for what it leaves to Python. Compilers trace Python alone.
+    if not (torch.compiler.is_compiling() or more):
+        found = _fast.attention(q, k, v, options)
+        if found is not None:
+            return found
+    return _attention(q, k, v, *more, **options)
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *more: NoReturn,
+    bias: Optional[Tensor] = None,
+    bias2: Optional[Tensor] = None,
+    mask: Optional[Tensor] = None,
+    scale: Optional[float] = None,
+    causal: bool = False,
+    window: tuple[int, int] = _UNBOUNDED,
+    align: Optional[Align] = None,
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Tensor] = None,
+    sink: Optional[Tensor] = None,
+    dropout_p: float = 0.0,
+    seed: Union[int, Tensor, None] = None,
+    offset: Union[int, Tensor] = 0,
+    rng: Rng = "fovea",
+    cu_seqlens_q: Optional[Tensor] = None,
+    cu_seqlens_k: Optional[Tensor] = None,
+    max_seqlen_q: Optional[int] = None,
+    max_seqlen_k: Optional[int] = None,
+    seqused_q: Optional[Tensor] = None,
+    seqused_k: Optional[Tensor] = None,
+    batch_shape: Optional[Sequence[int]] = None,
+    layout: Layout = "bhsd",
+    deterministic: bool = False,
+    return_lse: bool = False,
+    backend: Optional[str] = None,
+    **unknown: NoReturn,
+) -> Any:
+    """attention() in Python. Its signature is that of attention(), whose keywords stay together for the fast path."""
     if more or unknown:
         raise _refuse_arguments(more, unknown)
     seed_tensor = offset_tensor = None
@@ -236,7 +247,10 @@ def _narrower(lengths: Tensor) -> Tensor:
 
 
 def _refuse_arguments(more: tuple[Any, ...], unknown: dict[str, Any]) -> TypeError:
-    return _help.refuse("attention", "q, k, v", more, unknown, attention.__kwdefaults__)
+    return _help.refuse("attention", "q, k, v", more, unknown, _attention.__kwdefaults__)
+
+
+attention.__signature__ = inspect.signature(_attention)  # type: ignore[attr-defined]
 
 
 def _check_tensors(tensors: tuple[Any, ...]) -> None:

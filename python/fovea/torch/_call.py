@@ -40,6 +40,7 @@ _CODES = {
     torch.int32: _abi.INT32,
     torch.int64: _abi.INT64,
 }
+TYPES = tuple(sorted(_CODES, key=lambda dtype: _CODES[dtype]))  # in the order of fovea_dtype
 _PROBLEM_SIZE = ctypes.sizeof(_abi.Problem)
 _TENSOR_SIZE = _abi.TENSOR.size
 _MEMORY = ctypes.c_char * (_PROBLEM_SIZE + _TENSOR_SIZE * len(_abi.INPUTS + _abi.RESULTS))

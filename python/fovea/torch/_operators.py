@@ -171,26 +171,33 @@ class DirectAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Optional[Tensor], grad_lse: Optional[Tensor] = None) -> tuple[Any, ...]:
-        need = ctx.needs_input_grad[1:]
-        if grad_out is None and grad_lse is None:
-            return (None,) * (1 + len(need))
         *tensors, out, lse = ctx.saved_tensors
-        if grad_out is None:
-            grad_out = torch.zeros_like(out)
-        if (
-            torch.is_grad_enabled() or is_watched() or not survey((grad_out, grad_lse))[0] or _has_no_memory(grad_out)
-            or (grad_lse is not None and _has_no_memory(grad_lse))
-        ):  # fmt: skip
-            all_six = [*need, *[False] * (len(DIFFERENTIABLE) - len(need))]
-            six = _through_dispatcher(grad_out, grad_lse, out, lse, all_six, *tensors, *ctx.rest)
-            return (None, *[grad if wanted else None for grad, wanted in zip(six, need)])
-        found = _call.backward(grad_out, grad_lse, out, lse, need, *tensors, *ctx.rest)
-        if len(found) == len(need):
-            return (None, *found)
-        each = iter(found)
-        return (None, *[next(each) if wanted else None for wanted in need])
+        return (None, *direct_gradients(ctx.needs_input_grad[1:], grad_out, grad_lse, out, lse, (*tensors, *ctx.rest)))
 
     jvp = Attention.jvp
+
+
+def direct_gradients(
+    need: Sequence[bool], grad_out: Optional[Tensor], grad_lse: Optional[Tensor], out: Tensor, lse: Tensor,
+    arguments: tuple[Any, ...],
+) -> Sequence[Optional[Tensor]]:  # fmt: skip
+    """The gradients of the first of DIFFERENTIABLE, for which `need` is given; None where it is false."""
+    if grad_out is None and grad_lse is None:
+        return (None,) * len(need)
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    if (
+        torch.is_grad_enabled() or is_watched() or not survey((grad_out, grad_lse))[0] or _has_no_memory(grad_out)
+        or (grad_lse is not None and _has_no_memory(grad_lse))
+    ):  # fmt: skip
+        all_six = [*need, *[False] * (len(DIFFERENTIABLE) - len(need))]
+        six = _through_dispatcher(grad_out, grad_lse, out, lse, all_six, *arguments)
+        return [grad if wanted else None for grad, wanted in zip(six, need)]
+    found = _call.backward(grad_out, grad_lse, out, lse, need, *arguments)
+    if len(found) == len(need):
+        return found
+    each = iter(found)
+    return [next(each) if wanted else None for wanted in need]
 
 
 def direct_attention(arguments: tuple[Any, ...], return_lse: bool) -> Any:

@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fast path: what C computes has the bits of what Python computes, it declines what it must not compute, and where
+it cannot be used Python takes over."""
+
+import gc
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import cases
+import fovea.torch
+from fovea.torch import _attention, _call, _fast, _operators, attention
+
+ROWS = cases.rows()
+WAYS = ("1", "methods")
+
+
+@pytest.fixture(autouse=True)
+def loaded_again():
+    yield
+    _fast.load()
+
+
+@pytest.fixture
+def way(request, monkeypatch):
+    """One of WAYS. Without the extension there is nothing to test, which is an error where it was to be built."""
+    monkeypatch.setenv("FOVEA_TORCH_FAST", request.param)
+    _fast.load()
+    assert _fast.fast_path().startswith("C, "), _fast.fast_path()
+    return request.param
+
+
+@pytest.fixture
+def in_python(monkeypatch):
+    """The calls that Python computed, forward or backward."""
+    seen = []
+    forward, backward = _attention._attention, _operators.direct_gradients
+    monkeypatch.setattr(_attention, "_attention", lambda *a, **o: (seen.append("forward"), forward(*a, **o))[1])
+    monkeypatch.setattr(_operators, "direct_gradients", lambda *a: (seen.append("backward"), backward(*a))[1])
+    return seen
+
+
+both = pytest.mark.parametrize("way", WAYS, indirect=True)
+
+
+def results(row, seed=1, dtype=torch.float32):
+    case = cases.make(row, dtype, seed)
+    inputs = {name: x.detach().requires_grad_() for name, x in case.inputs.items()}
+    options = {**case.options, **{name: x for name, x in inputs.items() if name not in ("q", "k", "v")}}
+    out, lse = attention(inputs["q"], inputs["k"], inputs["v"], return_lse=True, **options)
+    only = attention(inputs["q"], inputs["k"], inputs["v"], **options)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=dtype).reshape(out.shape)
+    loss = (out * weights).sum() + torch.where(lse.isfinite(), lse, 0).sum()
+    with torch.no_grad():
+        alone = attention(inputs["q"], inputs["k"], inputs["v"], **options)
+    grads = torch.autograd.grad(loss, list(inputs.values()))
+    return [out, lse, only, alone, *grads, *torch.autograd.grad((only * weights).sum(), list(inputs.values()))]
+
+
+@both
+def test_the_bits_of_python(way, in_python):
+    """The whole case table, forward and backward, with and without a gradient wanted."""
+    got = []
+    for row in ROWS:
+        in_python.clear()
+        got.append(results(row))
+        assert bool(in_python) == (row["rows"] == "packed_two_level"), cases.name_of(row)  # batch_shape
+    _fast.switch_off()
+    for row, ours in zip(ROWS, got):
+        for x, y in zip(ours, results(row)):
+            assert torch.equal(x, y) and x.dtype == y.dtype and x.stride() == y.stride(), cases.name_of(row)
+            assert x.requires_grad == y.requires_grad
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_ordinary_calls_stay_in_c(way, dtype, in_python):
+    """None of these is computed by Python."""
+    q, k, v = (torch.randn(2, 4, 5, 8, dtype=dtype, requires_grad=True) for _ in range(3))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    more = {
+        "bias": torch.randn(1, 4, 5, 5, requires_grad=True), "mask": torch.rand(2, 1, 5, 5) > 0.2,
+        "sink": torch.randn(4, dtype=wide, requires_grad=True), "softcap": 2.0, "scale": 0.3,
+    }  # fmt: skip
+    for options in ({}, {"causal": True}, more, {"dropout_p": 0.5}, {"dropout_p": 0.5, "seed": 2**63}, {"window": (2, 0)},
+                    {"layout": "bshd"}, {"return_lse": True}, {"deterministic": True, "align": "top_left", "scale": 1},
+                    {"bias": torch.randn(4, 5, 5, requires_grad=True).expand(2, 4, 5, 5)}):  # fmt: skip
+        out = attention(q, k, v, **options)
+        out = out[0] if isinstance(out, tuple) else out
+        out.sum().backward()
+        out.detach().sum()
+        with torch.no_grad():
+            attention(q, k, v, **options)
+        with torch.inference_mode():
+            attention(q, k, v, **options)
+    cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
+    rows = torch.randn(5, 2, 8, dtype=dtype, requires_grad=True)
+    attention(rows, rows, rows, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, causal=True).sum().backward()
+    if dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            attention(q, k, v).sum().backward()
+    assert in_python == []
+
+
+@both
+def test_seeds_are_those_of_python(way):
+    q = torch.randn(1, 2, 16, 8)
+    seen = []
+    for switch in (lambda: None, _fast.switch_off):
+        switch()
+        torch.manual_seed(4)
+        seen.append([attention(q, q, q, dropout_p=0.5) for _ in range(3)])
+    for x, y in zip(*seen):
+        assert torch.equal(x, y)
+    assert not torch.equal(seen[0][0], seen[0][1])
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+def _q(**options):
+    return torch.randn(1, 2, 4, 8, **options)
+
+
+DECLINED = {
+    "no tensor": ((None, _q(), _q()), {}),
+    "a subclass": ((_q().as_subclass(Tagged), _q(), _q()), {}),
+    "a sparse tensor": ((_q().to_sparse(), _q(), _q()), {}),
+    "a nested tensor": ((torch.nested.nested_tensor([torch.randn(2, 4, 8)]), _q(), _q()), {}),
+    "a pending negation": ((torch.randn(1, 2, 4, 8, dtype=torch.complex64).conj().imag, _q(), _q()), {}),
+    "a meta tensor": ((_q(device="meta"), _q(device="meta"), _q(device="meta")), {}),
+    "integers": ((torch.ones(1, 2, 4, 8, dtype=torch.int32),) * 3, {}),
+    "bytes": ((torch.ones(1, 2, 4, 8, dtype=torch.uint8),) * 3, {}),
+    "zeros without memory": ((torch._efficientzerotensor((1, 2, 4, 8)), _q(), _q()), {}),
+    "two dimensions": ((_q()[0, 0],) * 3, {}),
+    "six dimensions": ((_q()[None, None],) * 3, {}),
+    "another shape": ((_q(), _q()[..., :4], _q()), {}),
+    "an unknown keyword": ((_q(),) * 3, {"is_causal": True}),
+    "a number for causal": ((_q(),) * 3, {"causal": 1}),
+    "a mask of numbers": ((_q(),) * 3, {"mask": torch.ones(4, 4)}),
+    "slopes that learn": ((_q(),) * 3, {"alibi_slopes": torch.rand(2, requires_grad=True)}),
+    "slopes of 64 bits": ((_q(),) * 3, {"alibi_slopes": torch.rand(2, dtype=torch.float64)}),
+    "a sink of 16 bits": ((_q(),) * 3, {"sink": torch.rand(2).bfloat16()}),
+    "lengths of 64 bits": ((_q(),) * 3, {"seqused_k": torch.tensor([3])}),
+    "a window of three": ((_q(),) * 3, {"window": (1, 2, 3)}),
+    "a window on a wrong side": ((_q(),) * 3, {"window": (-2, 0)}),
+    "no alignment": ((_q(), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)), {"causal": True}),
+    "an alignment by another name": ((_q(),) * 3, {"align": "middle"}),
+    "a seed of 65 bits": ((_q(),) * 3, {"seed": 2**64}),
+    "a seed of two numbers": ((_q(),) * 3, {"seed": torch.tensor([1, 2])}),
+    "True as an offset": ((_q(),) * 3, {"offset": True}),
+    "no offset": ((_q(),) * 3, {"offset": None}),
+    "a backend": ((_q(),) * 3, {"backend": "reference"}),
+    "a shape of the batch": ((_q(),) * 3, {"batch_shape": (1, 1)}),
+    "a truth that is none": ((_q(),) * 3, {"return_lse": 1}),
+    "text for a scale": ((_q(),) * 3, {"scale": "1"}),
+    "a scale that is no number": ((_q(),) * 3, {"scale": float("nan")}),
+}
+
+
+@both
+@pytest.mark.parametrize("given, options", DECLINED.values(), ids=DECLINED)
+def test_declined(way, given, options, capfd):
+    """Python then computes or refuses them; nothing is left behind, and libtorch prints nothing."""
+    assert _fast.attention(*given, options) is None
+    assert capfd.readouterr() == ("", "")
+
+
+class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+WATCHERS = {
+    "a mode": Mode,
+    "the profiler": lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+    "forward mode": torch.autograd.forward_ad.dual_level,
+    "autocast to another type": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+@both
+@pytest.mark.parametrize("watcher", WATCHERS.values(), ids=WATCHERS)
+def test_declined_while_something_watches(way, watcher):
+    q = torch.randn(1, 2, 4, 8)
+    assert _fast.attention(q, q, q, {}) is not None
+    with watcher():
+        assert _fast.attention(q, q, q, {}) is None
+    assert _fast.attention(q, q, q, {}) is not None
+
+
+@both
+def test_declined_inside_of_transforms(way):
+    seen = []
+
+    def call(q):
+        seen.append(_fast.attention(q, q, q, {}))
+        return q.sum()
+
+    torch.vmap(call)(torch.randn(2, 1, 2, 4, 8))
+    torch.func.grad(call)(torch.randn(1, 2, 4, 8))
+    torch.jit.trace(lambda q: call(q), (torch.randn(1, 2, 4, 8),), check_trace=False)
+    assert seen == [None] * 3
+
+
+@both
+def test_declined_in_the_backward(way, in_python):
+    """Gradients that something has to see, or that lie nowhere."""
+    q = torch.randn(1, 2, 4, 8, requires_grad=True)
+    out = attention(q, q, q)
+    want = torch.autograd.grad(out, q, torch.ones_like(out), retain_graph=True)[0]
+    assert in_python == []
+    zeros = torch.autograd.grad(out, q, torch._efficientzerotensor(out.shape), retain_graph=True)[0]
+    assert not zeros.any() and in_python == ["backward"]
+    with Mode():
+        assert torch.equal(torch.autograd.grad(out, q, torch.ones_like(out), retain_graph=True)[0], want)
+    batched = torch.autograd.grad(out, q, torch.ones(2, *out.shape), is_grads_batched=True, retain_graph=True)[0]
+    assert torch.equal(batched[1], want) and len(in_python) == 3
+    twice = torch.autograd.grad(out, q, torch.ones_like(out), create_graph=True)[0]
+    assert torch.equal(twice, want) and len(in_python) == 4
+    with pytest.raises(NotImplementedError, match="double backward"):
+        twice.sum().backward()
+
+
+@both
+def test_an_exception_of_a_hook_goes_on(way, in_python):
+    q = torch.randn(1, 2, 4, 8, requires_grad=True)
+
+    def refuse(x):
+        raise LookupError("by a hook")
+
+    with torch.autograd.graph.saved_tensors_hooks(refuse, lambda x: x), pytest.raises(LookupError, match="by a hook"):
+        attention(q, q, q)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, refuse):
+        out = attention(q, q, q)
+    with pytest.raises(LookupError, match="by a hook"):
+        out.sum().backward()
+    assert in_python == []
+
+
+@both
+def test_the_graph_is_freed_once(way):
+    q = torch.randn(1, 2, 4, 8, requires_grad=True)
+    out = attention(q, q, q).sum()
+    out.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        out.backward()
+
+
+# ---- references and memory ----
+
+
+@both
+def test_references(way):
+    """After 100,000 calls nothing is held: no object more, and no memory."""
+    q, k, v = (torch.randn(1, 2, 8, 16, requires_grad=True) for _ in range(3))
+    bias, seed = torch.randn(1, 1, 8, 8, requires_grad=True), torch.tensor(3)
+    options = {"bias": bias, "causal": True, "dropout_p": 0.25, "seed": seed, "window": (3, 4), "return_lse": True}
+    declined = {"bias": bias, "causal": True, "window": (3, 4), "is_causal": 1}
+    held = [q, k, v, bias, seed, options, declined, *options.values(), torch.float32, None, (3, 4), _fast.FastAttention]
+
+    def calls(count):
+        for _ in range(count):
+            with torch.no_grad():
+                _fast.attention(q, k, v, options)
+            _fast.attention(q, k, v, declined)
+            out, lse = attention(q, k, v, **options)
+            torch.autograd.grad(out.sum() + lse.sum(), (q, v, bias))
+
+    calls(500)
+    gc.collect()
+    objects, references = len(gc.get_objects()), [sys.getrefcount(x) for x in held]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    calls(25_000)
+    gc.collect()
+    assert len(gc.get_objects()) - objects < 50
+    for x, before in zip(held, references):
+        assert abs(sys.getrefcount(x) - before) < 200, x
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 8 << 10  # KB; 100,000 tensors of 1 KB have 100 MB
+
+
+# ---- which path, and why ----
+
+
+def child(**environment):
+    """What fast_path() says in another process."""
+    code = "import torch, fovea.torch as t; q = torch.ones(1, 1, 2, 4); t.attention(q, q, q); print(t.fast_path())"
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True)
+    return done.stdout.strip() or done.stderr
+
+
+def test_the_environment_decides():
+    assert child(FOVEA_TORCH_FAST="0") == "Python, as FOVEA_TORCH_FAST is 0"
+    assert child(FOVEA_TORCH_FAST="methods") == "C, tensors by their methods, as FOVEA_TORCH_FAST is 'methods'"
+    assert "FOVEA_TORCH_FAST is 'yes'; accepted: 0, 1, methods" in child(FOVEA_TORCH_FAST="yes")
+
+
+def computes():
+    q = torch.randn(1, 2, 4, 8, requires_grad=True)
+    out = attention(q, q, q)
+    torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, q, q))
+    out.sum().backward()
+
+
+@pytest.fixture
+def extension(monkeypatch):
+    monkeypatch.delenv("FOVEA_TORCH_FAST", raising=False)
+    return _fast._extension()
+
+
+def test_without_any_one_of_libtorchs_functions(extension, monkeypatch):
+    """Tensors are then read by their methods."""
+    assert len(extension.STABLE) > 20
+    real = _fast._address
+    for name in extension.STABLE:
+        monkeypatch.setattr(_fast, "_address", lambda library, n, name=name: None if n == name else real(library, n))
+        _fast.load()
+        assert fovea.torch.fast_path() == f"C, tensors by their methods, as libtorch lacks {name}"
+        computes()
+
+
+def test_without_any_one_of_the_librarys_functions(extension, monkeypatch):
+    real = _fast._address
+    for name in ("fovea_forward", "fovea_backward", "fovea_workspace"):
+        monkeypatch.setattr(_fast, "_address", lambda library, n, name=name: None if n == name else real(library, n))
+        _fast.load()
+        assert fovea.torch.fast_path() == f"Python, as the fast path cannot be used: '{name}'"
+        computes()
+
+
+@pytest.mark.parametrize("name", _fast._OBJECTS)
+def test_without_any_one_of_pytorchs_names(extension, monkeypatch, name, in_python):
+    def absent():
+        raise AttributeError(f"module 'torch' has no attribute '{name}'")
+
+    monkeypatch.setitem(_fast._OBJECTS, name, absent)
+    _fast.load()
+    assert f"differs from what it knows: module 'torch' has no attribute '{name}'" in fovea.torch.fast_path()
+    computes()
+    assert in_python == ["forward", "backward"]
+
+
+def test_without_autograds_attributes(extension, monkeypatch):
+    class Base:
+        to_save = materialize_grads = needs_input_grad = None
+
+    monkeypatch.setattr(torch._C, "_FunctionBase", Base)
+    _fast.load()
+    assert "has no attribute 'saved_tensors'" in fovea.torch.fast_path()
+
+
+@pytest.mark.parametrize("why, change", {
+    "this Python has no global lock": lambda m: m.setattr(_fast.sysconfig, "get_config_var", lambda name: 1),
+    "it needs CPython 3.10 or newer": lambda m: m.setattr(_fast.sys, "version_info", (3, 9, 18)),
+    "is of another version than this package": lambda m: m.setattr(_fast._abi, "VERSION_MAJOR", 77),
+    "does not exist": lambda m: m.setattr(_fast._library, "path", _fast._library.path.with_name("elsewhere") / "x.so"),
+}.items())  # fmt: skip
+def test_where_it_cannot_be_loaded(extension, monkeypatch, why, change):
+    monkeypatch.setattr(_fast, "_EXTENSION", None)
+    with monkeypatch.context() as context:
+        change(context)
+        _fast.load()
+        assert fovea.torch.fast_path().startswith("Python, as the fast path cannot be used: ")
+        assert why in fovea.torch.fast_path()
+        computes()
+
+
+def test_the_types_are_in_the_order_of_c():
+    assert [_call._CODES[dtype] for dtype in _call.TYPES] == list(range(1, 8))
