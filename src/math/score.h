@@ -44,13 +44,14 @@ struct Score {
 
 // ---- softcap without tanh, for machines that have none that is fast and exact ----
 
-// tanh(x) for |x| up to kSmallTanh, to 1e-7 of it.
-inline constexpr float kSmallTanh = 0.6F;
+// tanh(x) for |x| up to kSmallTanh, to 1e-7 of it: a least squares fit of tanh(x) / x, weighted to an even error.
+inline constexpr float kSmallTanh = 0.7F;
 template <class T>
 constexpr T tanh_of_small(T x) {
   const T y = x * x;
-  return x * ((((y * T(0.0154687511F) + T(-0.0520966537F)) * y + T(0.133100644F)) * y + T(-0.333323032F)) * y +
-              T(0.99999994F));
+  const T p = (((y * T(-0.00515509024F) + T(0.0201116297F)) * y + T(-0.0535669774F)) * y + T(0.133292422F)) * y +
+              T(-0.333331972F);
+  return x + x * (y * p);
 }
 
 // tanh(x) = 1 - 2 / (1 + 2^(2 log2(e) x)): near 0 what is left of the difference is less exact.

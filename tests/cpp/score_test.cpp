@@ -75,7 +75,7 @@ TEST(ScoreTest, TanhWithoutTanh) {
   for (int n = -600; n <= 600; ++n) {
     const float x = kSmallTanh * static_cast<float>(n) / 600;
     const double right = std::tanh(double{x});
-    EXPECT_NEAR(tanh_of_small(x), right, 3e-7 * std::abs(right));
+    EXPECT_NEAR(tanh_of_small(x), right, 1.5e-7 * std::abs(right));
   }
   for (int n = -400; n <= 400; ++n) {
     const float x = static_cast<float>(n) * 0.05F;

@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # What the definition is made of: transcendental functions, Philox and dropout's numbers, softcap, ALiBi's distance.
 FORMULAS = {
-    "function": re.compile(r"(?<![\w.>])(?:std::|__builtin_)?(?:exp|exp2|expm1|log|log2|log1p|tanh)[fl]?\s*\((?!\s*\))"),
+    "function": re.compile(r"(?<![\w.>])(?:std::|__builtin_)?(?:(?:exp|exp2|expm1|log|log2|log1p|tanh)[fl]?|ex2|lg2|rcp)\s*\((?!\s*\))"),
+    "tanh": re.compile(r"0\.3333|0\.1333|0\.1327|2\.8853|tanh\.approx"),
     "Philox": re.compile(r"0x(?:D2511F53|CD9E8D57|D256D193|9E3779B9|BB67AE85|666F7665)", re.IGNORECASE),
     "dropout": re.compile(r"65536|0x10000\b|2\.328306"),
     "softcap": re.compile(r"softcap\w*\s*\*|/\s*\w*softcap|\*\s*\w*softcap(?!_?\))"),
@@ -28,11 +29,11 @@ ALLOWED = {
     ("src/check/materialise.cpp", "Philox"): "random numbers: SplitMix64 adds the golden ratio, as Philox does",
     ("src/check/run.cpp", "Philox"): "signs without a pattern, by the golden ratio",
     ("cli/buffers.cpp", "function"): "random numbers: Box and Muller's method",
-    ("src/cuda/device/score/approximation.cuh", "function"): "exp2 of a number that math's formulas take, by one "
-                                                             "instruction; and a second tanh, until there is one score "
-                                                             "layer",
-    ("src/cuda/device/score/sm90_scores.cuh", "function"): "exp2 of a number that math's formulas take, by one instruction",
-    ("src/cuda/device/score/sm90_softmax.cuh", "softcap"): "a second softcap, until there is one score layer",
+    ("src/cuda/device/ptx/sm80.cuh", "function"): "the instructions: ex2, lg2, rcp",
+    ("src/cuda/device/score/approximation.cuh", "function"): "the number that math's formulas take on a GPU: exp2 and the "
+                                                             "reciprocal by an instruction, tanh by math's two",
+    ("src/cuda/device/score/sm90_softmax.cuh", "function"): "weights of a row's end by instructions, until there is one "
+                                                            "score layer",
 }  # fmt: skip
 
 # Lines of a file with kernels, comments included, and of any other device header. Longer files are listed with the
@@ -82,6 +83,13 @@ def test_the_patterns_find_the_definition():
     """They would be of no use if they did not match where the formulas are."""
     found = set().union(*(strays(name) for name in tracked("src/math/*.h")))
     assert {formula for _, formula in found} == set(FORMULAS)
+
+
+def test_the_running_softmax_of_a_gpu_stands_in_three_files():
+    """The maximum of a row, which it is made with, is asked for nowhere else: until there is one score layer, no fourth."""
+    found = {name for name in tracked("src/cuda/device/*") if "quad_max(" in code_of(ROOT / name)}
+    assert found == {f"src/cuda/device/{name}" for name in
+                     ("tile/tile.cuh", "generic/forward.cuh", "generic/wide_forward.cuh", "score/sm90_softmax.cuh")}  # fmt: skip
 
 
 def test_math_includes_nothing_but_itself():

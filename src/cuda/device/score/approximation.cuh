@@ -17,11 +17,14 @@
 namespace fovea::cuda {
 
 // A float whose transcendental functions are the approximate instructions: what math/'s templates are given.
-// exp2: two units in the last place. tanh: an absolute error near 2^-22; kNearZero, for |x| up to kNear, a relative one
-// of 2^-23, by a polynomial (a least squares fit of tanh(x) / x, weighted to an even error).
-template <bool kNearZero>
+// exp2: two units in the last place. tanh: by kTanh.
+//   kByExp2    an absolute error near 2^-22
+//   kOfSmall   a relative one of 2^-23, for |x| up to math::kSmallTanh: fewer instructions
+//   kBoth      either, by x
+enum class TanhBy { kByExp2, kOfSmall, kBoth };
+
+template <TanhBy kTanh>
 struct ApproxFloat {
-  static constexpr float kNear = 0.7f;
   float x;
   __device__ __forceinline__ explicit ApproxFloat(float value) : x(value) {}
 
@@ -36,21 +39,21 @@ struct ApproxFloat {
   }
   friend __device__ __forceinline__ ApproxFloat operator*(ApproxFloat a, float b) { return ApproxFloat(a.x * b); }
   friend __device__ __forceinline__ ApproxFloat exp2(ApproxFloat a) { return ApproxFloat(ex2(a.x)); }
+  friend __device__ __forceinline__ ApproxFloat reciprocal(ApproxFloat a) { return ApproxFloat(rcp(a.x)); }
   friend __device__ __forceinline__ ApproxFloat tanh(ApproxFloat a) {
-    if constexpr (kNearZero) {
-      const float y = a.x * a.x;
-      float p = -0.00515509024f;
-      p = p * y + 0.0201116297f;
-      p = p * y - 0.0535669774f;
-      p = p * y + 0.133292422f;
-      p = p * y - 0.333331972f;
-      return ApproxFloat(a.x + a.x * (y * p));
+    if constexpr (kTanh == TanhBy::kOfSmall) {
+      return math::tanh_of_small(a);
+    } else if constexpr (kTanh == TanhBy::kByExp2) {
+      return math::tanh_by_exp2(a);
     } else {
-      return ApproxFloat(1.f - 2.f * rcp(1.f + ex2(a.x * (2 * math::kLog2E))));
+      const ApproxFloat small = math::tanh_of_small(a);
+      return fabsf(a.x) <= math::kSmallTanh ? small : math::tanh_by_exp2(a);
     }
   }
 };
-using Approx = ApproxFloat<false>;
+using Approx = ApproxFloat<TanhBy::kByExp2>;
+using ApproxOfSmall = ApproxFloat<TanhBy::kOfSmall>;
+using ApproxOfBoth = ApproxFloat<TanhBy::kBoth>;
 
 // Exponents of the kernels.
 __device__ __forceinline__ float weight_fused(float score, float unit, float reference_in_base_2) {

@@ -197,8 +197,8 @@ struct Scores {
           largest = fmaxf(largest, fabsf(dots[j][e]));
         }
       }
-      if (__all_sync(~0u, largest * fabsf(score.scale) * score.inverse_softcap <= ApproxFloat<true>::kNear)) {
-        compute(ApproxFloat<true>(0));
+      if (__all_sync(~0u, largest * fabsf(score.scale) * score.inverse_softcap <= math::kSmallTanh)) {
+        compute(ApproxOfSmall(0));
         return;
       }
     }

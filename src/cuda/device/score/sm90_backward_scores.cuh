@@ -404,8 +404,8 @@ struct Sm90BackwardScores {
       s[i] *= scale;
       largest = fmaxf(largest, fabsf(s[i]));
     }
-    if (__all_sync(~0u, largest * score.inverse_softcap <= ApproxFloat<true>::kNear)) {
-      cap_by<ApproxFloat<true>>(s);
+    if (__all_sync(~0u, largest * score.inverse_softcap <= math::kSmallTanh)) {
+      cap_by<ApproxOfSmall>(s);
     } else {
       cap_by<Approx>(s);
     }

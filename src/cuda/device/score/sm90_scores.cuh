@@ -19,17 +19,6 @@ namespace fovea::cuda {
 
 // ---- scores ----
 
-// A float for math/'s softcap: approximate powers and reciprocals, two units in the last place.
-struct Capped {
-  float x;
-  __device__ __forceinline__ explicit Capped(float value) : x(value) {}
-  friend __device__ __forceinline__ Capped operator+(Capped a, Capped b) { return Capped(a.x + b.x); }
-  friend __device__ __forceinline__ Capped operator-(Capped a, Capped b) { return Capped(a.x - b.x); }
-  friend __device__ __forceinline__ Capped operator*(Capped a, Capped b) { return Capped(a.x * b.x); }
-  friend __device__ __forceinline__ Capped exp2(Capped a) { return Capped(ex2(a.x)); }
-  friend __device__ __forceinline__ Capped reciprocal(Capped a) { return Capped(rcp(a.x)); }
-};
-
 // What is added to this thread's scores, beside biases: constants of a tile of queries, words of a tile of keys.
 template <auto S>
 struct Sm90Inputs {

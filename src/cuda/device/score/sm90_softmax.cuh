@@ -92,9 +92,7 @@ struct Sm90Softmax {
         if constexpr (kSmall) {
           made[i] = m.small_cap.of(s[i]);
         } else {
-          const float x = s[i] * m.scale_of_cap;
-          const float small = math::tanh_of_small(x);
-          made[i] = a.softcap * (fabsf(x) <= math::kSmallTanh ? small : math::tanh_by_exp2(Capped(x)).x);
+          made[i] = score_of_dot<S, ApproxOfBoth>({m.scale_of_cap, a.softcap, 1}, s[i]);
         }
       }
 #pragma unroll
