@@ -14,6 +14,9 @@ docs/torch.md describes how it works together with the rest of PyTorch.
 # _fast.py        the same in C where it can be had: decides, loads it, and says which path calls take
 # _call.py        turns tensors into a fovea_problem of the C library, and calls it
 # _options.py     the types of the keywords
+# _enable.py      enable(): fovea in the place of scaled_dot_product_attention
+# _sdpa.py        its arguments as those of attention()
+# _fastest.py     for which of its calls PyTorch is faster, by fastest.json
 
 try:
     import torch
@@ -31,6 +34,27 @@ def _refuse_old(version: str) -> None:
 _refuse_old(torch.__version__)
 
 from ._attention import attention  # noqa: E402  (older versions lack what it imports)
+from ._enable import (  # noqa: E402
+    SAVE_IN_CHECKPOINTS,
+    Stats,
+    disable,
+    enable,
+    enabled,
+    is_enabled,
+    reset_stats,
+    stats,
+)
 from ._fast import fast_path  # noqa: E402
 
-__all__ = ["attention", "fast_path"]
+__all__ = [
+    "SAVE_IN_CHECKPOINTS",
+    "Stats",
+    "attention",
+    "disable",
+    "enable",
+    "enabled",
+    "fast_path",
+    "is_enabled",
+    "reset_stats",
+    "stats",
+]

@@ -1,0 +1,576 @@
+# SPDX-License-Identifier: Apache-2.0
+"""enable(): fovea computes what programs ask of torch.nn.functional.scaled_dot_product_attention.
+
+PyTorch's operator aten::scaled_dot_product_attention is composite: it chooses a fused operator in C++, and has no kernel
+of its own for the CPU and for CUDA. enable() registers one there and under autograd. So every caller is reached, from
+Python, from C++ and from what torch.compile traces, and masks have their shape still. What fovea does not compute, or
+computes more slowly, goes back to the composite. _sdpa.py maps the arguments, _fastest.py knows what is slower.
+
+Private names of PyTorch that this file uses, each checked by tests/torch/test_enable.py: OpOverload.decompose,
+torch.library.Library._destroy, torch.nested._internal.ops.jagged_scaled_dot_product_attention, and the functions of
+torch._C that stand below the imports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import warnings
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Optional, TypedDict, Union
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
+
+from .. import _abi
+from .._library import lib, text, version
+from . import _call, _fastest, _operators, _sdpa
+from ._attention import attention
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Device = Literal["cuda", "cpu"]
+Prefer = Literal["fastest"]
+
+SAVE_IN_CHECKPOINTS = (torch.ops.fovea.attention.default,)
+"""The operators whose results a policy of selective checkpointing should keep, as it keeps those of PyTorch's own."""
+
+_DEVICES = ("cuda", "cpu")
+_PREFERENCES = ("fastest", None)
+_MOST_KEPT = 4096  # decisions
+
+_operator: Any = torch.ops.aten.scaled_dot_product_attention.default
+_composite: Any = _operator.decompose  # to call the operator again would come back here
+_library: Any = torch.library
+_transforms = torch._C._are_functorch_transforms_active
+_flash_allowed = torch._C._get_flash_sdp_enabled
+_efficient_allowed = torch._C._get_mem_efficient_sdp_enabled
+_cudnn_allowed = torch._C._get_cudnn_sdp_enabled
+
+_EAGER = (Tensor, torch.nn.Parameter)
+_TRACED = (FakeTensor, FunctionalTensor)
+
+# Reasons that are somebody's wish or mistake, and no limit of fovea: `strict` does not raise for them, nothing is warned of.
+_MATH = "only the math path is allowed (sdpa_kernel)"
+_SLOWER = "PyTorch's kernel is faster, as measured"
+_UNMEASURED = "not measured on this kind of device, where plain and causal attention stays with PyTorch"
+_WISHES = (_MATH, _SLOWER, _UNMEASURED, _sdpa.MALFORMED)
+
+
+class Stats(TypedDict):
+    """See stats()."""
+
+    served: int
+    traced: int
+    handed_back: dict[str, int]
+    problems: list[str]
+
+
+class _Settings(NamedTuple):
+    devices: tuple[str, ...]
+    prefer: Optional[str]
+    strict: bool
+
+
+class _State:
+    """What is in force in this process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.settings: Optional[_Settings] = None
+        self.library: Any = None
+        self.tag = ""
+        self.jagged: Any = None  # PyTorch's function
+        self.fastpath: Optional[bool] = None  # PyTorch's switch, as it was
+        self.decisions: dict[Any, _Decision] = {}
+        self.warned: set[str] = set()
+
+
+class _Counts:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.clear()
+
+    def clear(self) -> None:
+        self.served = 0
+        self.traced = 0
+        self.handed_back: dict[str, int] = {}
+        self.problems: dict[str, None] = {}
+
+
+class _Decision(NamedTuple):
+    """About a kind of call: how fovea computes it, or why it does not."""
+
+    form: Optional[_sdpa.Form]
+    why_not: str = ""
+    problems: tuple[str, ...] = ()
+
+
+_state = _State()
+_counts = _Counts()
+
+
+# ---- the kernel ----
+
+
+def _scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Optional[Tensor] = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: Optional[float] = None,
+    enable_gqa: bool = False,
+) -> Any:
+    traced = False
+    why = ""
+    for tensor in (query, key, value, attn_mask):
+        kind = type(tensor)
+        if kind not in _EAGER and tensor is not None:
+            traced = True
+            if kind not in _TRACED:
+                why = f"a tensor of the type {kind.__name__}"
+    if not why:
+        why = _why_not_now()
+    if not why:
+        if traced:
+            decision = _decide(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        else:
+            decision = _known(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        why = decision.why_not
+    if why:
+        _hand_back(why, query.device)
+        return _composite(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    with _counts.lock:
+        if traced:
+            _counts.traced += 1
+        else:
+            _counts.served += 1
+    form: Any = decision.form
+    q, k, v, mask = form.inputs(query, key, value, attn_mask)
+    bias = None
+    if mask is not None and mask.dtype is not torch.bool:
+        mask, bias = None, mask
+    return form.result(
+        attention(q, k, v, bias=bias, mask=mask, dropout_p=dropout_p, causal=is_causal, align="top_left", scale=scale)
+    )
+
+
+def _why_not_now() -> str:
+    """What stands against every call at this moment."""
+    if _transforms():
+        # An autograd.Function cannot be called where a transform's interpreter is at work already.
+        return "a transform of torch.func"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation"
+    if not (_flash_allowed() or _efficient_allowed() or _cudnn_allowed()):
+        return _MATH
+    return ""
+
+
+def _hand_back(why: str, device: torch.device) -> None:
+    with _counts.lock:
+        _counts.handed_back[why] = _counts.handed_back.get(why, 0) + 1
+    settings = _state.settings
+    if why in _WISHES or settings is None:
+        return
+    if settings.strict:
+        raise NotImplementedError(
+            f"scaled_dot_product_attention: {why}; fovea does not compute this. enable(strict=False) hands it back to PyTorch"
+        )
+    if device.type == "cuda" and why not in _state.warned:
+        _state.warned.add(why)
+        warnings.warn(
+            f"fovea.torch.enable: scaled_dot_product_attention is handed back to PyTorch: {why} (said once; "
+            "fovea.torch.stats() counts)", stacklevel=4,
+        )  # fmt: skip
+
+
+# ---- decisions ----
+
+
+def _learns(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor]) -> tuple[bool, ...]:
+    """Which gradients are wanted: of q, k, v and the mask."""
+    if not torch.is_grad_enabled():
+        return (False,) * 4
+    return q.requires_grad, k.requires_grad, v.requires_grad, mask is not None and mask.requires_grad
+
+
+def _known(
+    q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], dropout_p: float, is_causal: bool, scale: Optional[float],
+    enable_gqa: bool,
+) -> _Decision:  # fmt: skip
+    """The decision about calls of this kind, which is made for the first of them."""
+    kind = (
+        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, dropout_p, is_causal, scale,
+        enable_gqa, mask is not None and (mask.shape, mask.dtype, mask.device), _learns(q, k, v, mask), _order(),
+    )  # fmt: skip
+    decisions = _state.decisions
+    decision = decisions.get(kind)
+    if decision is None:
+        decision = _decide(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
+        if len(decisions) >= _MOST_KEPT:
+            decisions.clear()
+        decisions[kind] = decision
+        if decision.problems:
+            with _counts.lock:
+                _counts.problems.update(dict.fromkeys(decision.problems))
+    return decision
+
+
+def _order() -> int:
+    """The operator's argument `deterministic`."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return _call.ANY_ORDER
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    return _call.DETERMINISTIC_OR_WARN if warn_only else _call.DETERMINISTIC
+
+
+def _decide(
+    q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], dropout_p: float, is_causal: bool, scale: Optional[float],
+    enable_gqa: bool,
+) -> _Decision:  # fmt: skip
+    form = _sdpa.read(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
+    if isinstance(form, str):
+        return _Decision(None, form)
+    learns = _learns(q, k, v, mask)
+    settings = _state.settings
+    if settings is not None and settings.prefer == "fastest":
+        slower = _fastest.slower(q, k, v, mask, dropout_p, is_causal, any(learns), learns[3])
+        if slower is not False:
+            return _Decision(None, _SLOWER if slower else _UNMEASURED)
+    try:
+        return _Decision(form, "", _plan(form, q, k, v, mask, dropout_p, is_causal, scale, learns))
+    except NotImplementedError as error:
+        return _Decision(None, str(error).splitlines()[0])
+
+
+class _Shape:
+    """Of a tensor, what a problem that is planned and not computed needs to know."""
+
+    def __init__(self, like: Any, shape: Sequence[Any], strides: Sequence[Any]) -> None:
+        self.dtype = like.dtype
+        self.device = like.device
+        self.shape = torch.Size(_hint(n) for n in shape)
+        self._strides = tuple(_hint(n) for n in strides)
+
+    def stride(self) -> tuple[int, ...]:
+        return self._strides
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def data_ptr(self) -> int:
+        return 0
+
+
+def _hint(size: Any) -> int:
+    """The size for which a graph is traced; 8192 where PyTorch does not know one."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    return 8192 if hint is None else int(hint)
+
+
+def _plan(
+    form: _sdpa.Form, q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], dropout_p: float, is_causal: bool,
+    scale: Optional[float], learns: tuple[bool, ...],
+) -> tuple[str, ...]:  # fmt: skip
+    """The one-line forms of the forward and of the backward that may follow. Raises NotImplementedError if the library
+    refuses one of them: a backward that is refused after its forward would be too late."""
+    with torch.no_grad():
+        given = form.inputs(q, k, v, mask)
+    shaped: list[Any] = [None if x is None else _Shape(x, x.shape, x.stride()) for x in given]
+    bias: Any = None
+    if shaped[3] is not None and shaped[3].dtype is not torch.bool:
+        bias, shaped[3] = shaped[3], None
+    a: Any = _call.Arguments(
+        *shaped[:3], bias, None, shaped[3], *[None] * 8, 0, 0, float(scale) if isinstance(scale, float) else None,
+        is_causal, -1, -1, "top_left", 0.0, float(dropout_p), "fovea", 0, 0, 0, "bhsd", _order(), None,
+    )  # fmt: skip
+    lines = []
+    for direction in (_abi.FORWARD, _abi.BACKWARD) if any(learns) else (_abi.FORWARD,):
+        problem = _call._Problem(a)
+        out = _Shape(a.q, *_call.out_layout(a))
+        lse_shape = _call.lse_shape(a)
+        strides = [_sdpa._product(lse_shape[at + 1 :]) for at in range(len(lse_shape))]
+        lse = _Shape(a.q, lse_shape, strides)
+        lse.dtype = torch.float64 if a.q.dtype == torch.float64 else torch.float32
+        rows: Any = problem.set_rows
+        put: Any = problem.set
+        rows("out", out)
+        if any(learns):
+            put("lse", lse)
+        if direction == _abi.BACKWARD:
+            rows("grad_out", out)
+            for name, tensor, wanted in zip(("q", "k", "v", "bias"), (a.q, a.k, a.v, bias), learns):
+                if wanted:
+                    (put if name == "bias" else rows)(f"grad_{name}", _dense(tensor))
+        needed = _abi.ctypes.c_size_t()
+        status = int(lib.fovea_workspace(problem._pointer, direction, _abi.ctypes.byref(needed)))
+        if status != _abi.OK and not (status == _abi.UNSUPPORTED and a.deterministic == _call.DETERMINISTIC_OR_WARN):
+            problem._refuse(status)
+        lines.append(text(lib.fovea_describe, problem._pointer, direction))
+    return tuple(lines)
+
+
+def _dense(tensor: _Shape) -> _Shape:
+    """A gradient as it is allocated: without the strides of 0 of a tensor that is expanded."""
+    strides = [_sdpa._product(tensor.shape[at + 1 :]) for at in range(tensor.dim())]
+    return _Shape(tensor, tensor.shape, tensor.stride() if all(tensor.stride()) else strides)
+
+
+# ---- nested tensors ----
+
+
+def _jagged(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+            scale: Optional[float] = None, enable_gqa: bool = False) -> Any:  # fmt: skip
+    """In the place of PyTorch's function for nested tensors of layout torch.jagged, which reach no operator."""
+    theirs = _state.jagged
+    settings = _state.settings
+    if settings is None or torch.compiler.is_compiling():
+        return theirs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    why = _why_not_now() or _why_not_jagged(query, key, value, attn_mask, is_causal, enable_gqa)
+    if query.device.type not in settings.devices:
+        why = why or f"nested tensors on {query.device.type}, for which fovea is not enabled"
+    if why:
+        _hand_back(why, query.device)
+        return theirs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    out = attention(query, key, value, dropout_p=dropout_p, causal=is_causal, align="top_left", scale=scale)
+    with _counts.lock:
+        _counts.served += 1
+    return out
+
+
+def _why_not_jagged(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: bool, enable_gqa: bool) -> str:
+    jagged = torch.jagged
+    if not all(isinstance(x, Tensor) and x.is_nested and x.layout is jagged for x in (query, key, value)):
+        return _sdpa.MALFORMED
+    if attn_mask is not None:
+        return "nested tensors with a mask"
+    if any(x.dim() != 4 or x._ragged_idx != 2 for x in (query, key, value)):
+        return "nested tensors that are not of (B, H, j, D)"
+    if any(x.lengths() is not None for x in (query, key, value)):
+        return "nested tensors with gaps"
+    if value.offsets() is not key.offsets():
+        return "nested keys and values with offsets of their own"
+    if query.dtype not in _sdpa._FLOATS or key.dtype != query.dtype or value.dtype != query.dtype:
+        return _sdpa.MALFORMED
+    if query.dtype == torch.float64 and query.device.type != "cpu":
+        return "float64 on a GPU"
+    if query.shape[1] != key.shape[1] and not (enable_gqa and query.shape[1] % key.shape[1] == 0):
+        return _sdpa.MALFORMED
+    if key.shape[1] != value.shape[1]:
+        return "keys and values with different numbers of heads"
+    return ""
+
+
+# ---- switching ----
+
+
+def enable(
+    devices: Union[Device, Sequence[Device]] = ("cuda", "cpu"), prefer: Optional[Prefer] = "fastest", strict: bool = False
+) -> None:
+    """Makes fovea compute what programs ask of torch.nn.functional.scaled_dot_product_attention, forward and backward.
+
+    It is in force in this process, for every thread, until disable(). Calls that fovea does not compute go back to
+    PyTorch; stats() counts them with their reasons, and on CUDA each reason is warned of once. Compiled functions are
+    compiled anew. docs/enable.md says what is computed, what is handed back and what to look out for.
+
+    Args:
+        devices: Where: "cuda", "cpu" or both.
+        prefer: "fastest" hands a call back where measurements that come with fovea say that PyTorch's kernel is faster
+            for it. None computes all that fovea can.
+        strict: Raises NotImplementedError instead of handing a call back, except where `prefer` or
+            torch.nn.attention.sdpa_kernel asks for PyTorch and where PyTorch itself refuses the arguments.
+
+    Raises:
+        ValueError: A device or a preference is not accepted.
+        TypeError: `devices` is neither a name nor a sequence of names, or `strict` is no bool.
+        RuntimeError: It is called from code that torch.compile traces.
+
+    Example:
+        >>> import torch, fovea.torch
+        >>> fovea.torch.enable(prefer=None)
+        >>> q = k = v = torch.ones(1, 2, 4, 8)
+        >>> _ = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        >>> fovea.torch.stats()["served"]
+        1
+        >>> fovea.torch.disable()
+    """
+    settings = _settings(devices, prefer, strict)
+    _refuse_while_compiling("enable")
+    _put(settings)
+
+
+def disable() -> None:
+    """Makes PyTorch compute scaled_dot_product_attention itself again. Results that fovea computed keep fovea's backward.
+
+    Raises:
+        RuntimeError: It is called from code that torch.compile traces.
+    """
+    _refuse_while_compiling("disable")
+    _put(None)
+
+
+@contextlib.contextmanager
+def enabled(
+    devices: Union[Device, Sequence[Device]] = ("cuda", "cpu"), prefer: Optional[Prefer] = "fastest", strict: bool = False
+) -> Iterator[None]:
+    """A context in which enable() is in force, for the whole process; afterwards what was in force before is so again.
+
+    Args:
+        devices: See enable().
+        prefer: See enable().
+        strict: See enable().
+
+    Raises:
+        ValueError: See enable().
+        TypeError: See enable().
+        RuntimeError: See enable().
+    """
+    before = _state.settings
+    enable(devices, prefer, strict)
+    try:
+        yield
+    finally:
+        _put(before)
+
+
+def is_enabled() -> bool:
+    """Whether enable() is in force.
+
+    Returns:
+        True from enable() to disable().
+    """
+    return _state.settings is not None
+
+
+def stats() -> Stats:
+    """What became of the calls of scaled_dot_product_attention since the process began, or since reset_stats().
+
+    Returns:
+        A dict. "served": calls that fovea computed. "traced": calls that were put into a graph of torch.compile, whose
+        runs are not counted. "handed_back": by reason, calls that PyTorch computed. "problems": each kind of problem
+        that fovea computed, in the form that ``fovea explain`` and ``fovea precompile`` take.
+    """
+    with _counts.lock:
+        return {
+            "served": _counts.served,
+            "traced": _counts.traced,
+            "handed_back": dict(_counts.handed_back),
+            "problems": list(_counts.problems),
+        }
+
+
+def reset_stats() -> None:
+    """Sets what stats() counts to zero."""
+    with _counts.lock:
+        _counts.clear()
+    _state.decisions.clear()  # they hold which problems have been noted
+
+
+def _settings(devices: Any, prefer: Any, strict: Any) -> _Settings:
+    accepted = "'cuda', 'cpu' or both in a tuple"
+    if isinstance(devices, str):
+        devices = (devices,)
+    if not isinstance(devices, (tuple, list, set, frozenset)):
+        raise TypeError(f"devices: {devices!r}; accepted: {accepted}")
+    unknown = [name for name in devices if name not in _DEVICES]
+    if unknown or not devices:
+        raise ValueError(f"devices: {unknown[0] if unknown else devices!r}; accepted: {accepted}")
+    if prefer not in _PREFERENCES:
+        raise ValueError(f"prefer: {prefer!r}; accepted: {', '.join(map(repr, _PREFERENCES))}")
+    if not isinstance(strict, bool):
+        raise TypeError(f"strict: {strict!r}; accepted: True or False")
+    return _Settings(tuple(name for name in _DEVICES if name in devices), prefer, strict)
+
+
+def _refuse_while_compiling(name: str) -> Union[None, NoReturn]:
+    if torch.compiler.is_compiling():
+        raise RuntimeError(f"fovea.torch.{name}: called from code that torch.compile traces; accepted: before it")
+    return None
+
+
+def _put(settings: Optional[_Settings]) -> None:
+    with _state.lock:
+        if settings == _state.settings:
+            return
+        _take_away()
+        if settings is not None:
+            _set_up(settings)
+        # What was compiled before is not guarded on a registration.
+        dynamo = sys.modules.get("torch._dynamo")
+        if dynamo is not None and hasattr(dynamo, "reset"):
+            dynamo.reset()
+
+
+def _set_up(settings: _Settings) -> None:
+    _state.decisions = {}
+    _state.warned = set()
+    _state.settings = settings
+    library = _library.Library("aten", "IMPL")
+    for device in settings.devices:
+        for key in (device.upper(), f"Autograd{device.upper()}"):
+            library.impl("scaled_dot_product_attention", _scaled_dot_product_attention, key)
+    _state.library = library
+    _set_tag(settings)
+    nested = _nested_module()
+    if nested is not None:
+        _state.jagged = nested.jagged_scaled_dot_product_attention
+        nested.jagged_scaled_dot_product_attention = _jagged
+    if settings.prefer is None:
+        # nn.TransformerEncoderLayer and nn.MultiheadAttention compute all of themselves in C++ in inference, on the CPU
+        # without calling scaled_dot_product_attention.
+        _state.fastpath = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+
+
+def _take_away() -> None:
+    if _state.settings is None:
+        return
+    _state.library._destroy()
+    _state.library = None
+    config = torch.compiler.config
+    config.cache_key_tag = config.cache_key_tag.replace(_state.tag, "")
+    if _state.jagged is not None:
+        nested = _nested_module()
+        if nested.jagged_scaled_dot_product_attention is _jagged:
+            nested.jagged_scaled_dot_product_attention = _state.jagged
+        _state.jagged = None
+    if _state.fastpath is not None:
+        torch.backends.mha.set_fastpath_enabled(_state.fastpath)
+        _state.fastpath = None
+    _state.settings = None
+
+
+def _set_tag(settings: _Settings) -> None:
+    """PyTorch keeps compiled graphs on disk by a key that has what was traced: scaled_dot_product_attention as one node,
+    whoever computes it. So this adds to the key who does."""
+    config = torch.compiler.config
+    digest = zlib.crc32(_fastest.contents()) if settings.prefer is not None else 0
+    devices = "+".join(settings.devices)
+    _state.tag = f";fovea-{version()} {devices} prefer={settings.prefer}/{digest:08x} strict={settings.strict}"
+    config.cache_key_tag = config.cache_key_tag + _state.tag
+
+
+def _nested_module() -> Any:
+    """Where NestedTensor finds its attention; None if this version of PyTorch has it elsewhere."""
+    try:
+        from torch.nested._internal import ops
+    except ImportError:
+        return None
+    module: Any = ops
+    return module if hasattr(module, "jagged_scaled_dot_product_attention") else None
+
+
+if TYPE_CHECKING:
+    _checked: Callable[..., None] = enable

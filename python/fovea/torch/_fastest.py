@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""For which calls of scaled_dot_product_attention PyTorch's kernel is faster: a table of measurements.
+
+fastest.json has it. bench/torch/fastest.py measures it, on the CPU for each instruction set, on a GPU for its compute
+capability. A call is judged by the measured problem of its kind that is nearest to it. On a kind of device that was not
+measured, plain and causal calls stay with PyTorch, and fovea takes those with a mask, a bias or dropout and those of
+other ranks than four.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from .. import _api
+
+_FILE = Path(__file__).with_name("fastest.json")
+_NOISE = 1.03  # fovea is slower from here on
+
+Section = dict[tuple[str, str, bool], list[tuple[tuple[float, ...], float]]]
+
+
+@lru_cache(maxsize=None)
+def contents() -> bytes:
+    """The table's text."""
+    return _FILE.read_bytes()
+
+
+@lru_cache(maxsize=None)
+def _table() -> dict[str, Section]:
+    sections: dict[str, Section] = {}
+    for name, section in json.loads(contents())["sections"].items():
+        found: Section = {}
+        for row in section["rows"]:
+            at = position(row["batch"], row["heads"], row["sq"], row["sk"], row["d"])
+            key = (row["kind"], row["dtype"], row["backward"])
+            found.setdefault(key, []).append((at, row["fovea_us"] / row["pytorch_us"]))
+        sections[name] = found
+    return sections
+
+
+def position(batch: int, heads: int, sq: int, sk: int, d: int) -> tuple[float, ...]:
+    """Of a problem among others. What is near has about as much work in about the same proportions."""
+    return math.log2(batch * heads), math.log2(sq), math.log2(sk), math.log2(d)
+
+
+@lru_cache(maxsize=None)
+def section_of(device: torch.device) -> str:
+    """The name of a kind of device: "cpu avx512", "cuda 9.0"."""
+    if device.type == "cuda":
+        return "cuda {}.{}".format(*torch.cuda.get_device_capability(device))
+    lines = [line.split() for line in _api.explain().splitlines()]
+    used = next((line[2] for line in lines if line[:2] == ["instruction", "set"] and line[3:] == ["in", "use"]), "unknown")
+    return f"cpu {used}"
+
+
+def kind_of(
+    rank: int, mask: Optional[tuple[int, ...]], is_bool: bool, learned: bool, is_causal: bool, dropout: bool, equal: bool
+) -> str:
+    """Of a call: what decides which kernel PyTorch takes. `mask` is its shape, `equal` says that batches agree."""
+    if rank != 4 or not equal:
+        return "other rank"
+    if dropout:
+        return "dropout"
+    if mask is None:
+        return "causal" if is_causal else "plain"
+    if not is_bool:
+        return "learned bias" if learned else "bias"
+    return "mask" if mask[-2] != 1 else "mask of keys"
+
+
+def slower(
+    q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], dropout_p: float, is_causal: bool, backward: bool,
+    learned: bool,
+) -> Optional[bool]:  # fmt: skip
+    """Whether PyTorch is faster; None if that was not measured and is to be assumed."""
+    equal = q.dim() == k.dim() == v.dim() and q.shape[:-3] == k.shape[:-3] and k.shape[:-3] == v.shape[:-3]
+    kind = kind_of(
+        q.dim(), None if mask is None else tuple(mask.shape), mask is not None and mask.dtype is torch.bool, learned,
+        is_causal, dropout_p > 0, bool(equal),
+    )  # fmt: skip
+    section = _table().get(section_of(q.device))
+    if section is None:
+        return None if kind in ("plain", "causal") else False
+    dtype = "float32" if q.dtype in (torch.float32, torch.float64) else "bfloat16"
+    rows = section.get((kind, dtype, backward)) or section.get((kind, dtype, True)) or section.get((kind, dtype, False))
+    if not rows:
+        return None if kind in ("plain", "causal") else False
+    rank = q.dim()
+    heads = q.shape[-3] if rank > 3 else 1
+    batch = 1
+    for size in q.shape[: -3 if rank > 3 else -2]:
+        batch *= _size(size)
+    here = position(batch, _size(heads), _size(q.shape[-2]), _size(k.shape[-2]), _size(q.shape[-1]))
+    _, ratio = min(rows, key=lambda row: sum((x - y) ** 2 for x, y in zip(row[0], here)))
+    return ratio > _NOISE
+
+
+def _size(size: Any) -> int:
+    """The size for which a graph is traced. A decision about speed shall not add a guard."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    return 8192 if hint is None else int(hint)

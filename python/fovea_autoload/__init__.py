@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What PyTorch calls at the end of `import torch`: it honours FOVEA_TORCH, so that a program runs on fovea unedited.
+
+PyTorch calls every entry point of the group torch.backends. This one imports nothing of fovea unless FOVEA_TORCH is set.
+That is why it is a package of its own: an import of fovea.anything would load fovea's library.
+"""
+
+import os
+
+_ACCEPTED = "0, 1, or words of sdpa, cpu, cuda, prefer=none, strict, separated by commas"
+
+
+def load() -> None:
+    """Calls fovea.torch.enable() if FOVEA_TORCH says so.
+
+    Raises:
+        ValueError: FOVEA_TORCH has a word that is not accepted.
+    """
+    value = os.environ.get("FOVEA_TORCH", "")
+    if value in ("", "0"):
+        return
+    words = [word.strip() for word in value.split(",")]
+    unknown = [word for word in words if word not in ("1", "sdpa", "cpu", "cuda", "prefer=none", "strict")]
+    if unknown:
+        raise ValueError(f"FOVEA_TORCH={value}: {unknown[0]!r} is unknown; accepted: {_ACCEPTED}")
+    import fovea.torch
+
+    fovea.torch.enable(
+        devices=[name for name in ("cuda", "cpu") if name in words] or ("cuda", "cpu"),
+        prefer=None if "prefer=none" in words else "fastest",
+        strict="strict" in words,
+    )

@@ -1,0 +1,291 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Random calls of scaled_dot_product_attention with fovea.torch.enable() in force, beside PyTorch's math path.
+
+Each call is random in ranks, batches that broadcast, heads, masks, biases, gradients, autocast, inference mode and
+types; one in ten is malformed. A float64 result may differ by 1e-12 of its size. Any other may have twice the error that
+PyTorch has in the same type (the larger one of its math path and of the kernel that it takes), plus two units in the last
+place. PyTorch's math path keeps the weights for the backward; every fused kernel computes them again, from an output and
+a logsumexp that are rounded. Where PyTorch has no fused kernel for a call, the naive evaluation that does so
+(tests/torch/naive.py) may stand for PyTorch's error; the last line says how often it did. Gradients have the shapes of PyTorch's, and an exception is of the same kind.
+
+A bias that is broadcast over the keys has the gradient 0: terms that cancel. Its size is then the sum of their absolute
+values, since each has been rounded.
+
+examples:
+  tests/torch/fuzz_sdpa.py                         5,000 calls on the CPU
+  tests/torch/fuzz_sdpa.py --device cuda           the same on a GPU: some minutes of compiling kernels first
+  tests/torch/fuzz_sdpa.py --only 1234             one of them alone, described
+"""
+
+import argparse
+import os
+import random
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tests/torch")]
+if "FOVEA_BUILD" in os.environ:
+    os.environ.setdefault("FOVEA_LIBRARY", str(Path(os.environ["FOVEA_BUILD"]).resolve() / "libfovea.so"))
+
+import torch  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+from torch.nn.functional import scaled_dot_product_attention as sdpa  # noqa: E402
+
+import fovea.torch  # noqa: E402
+import naive  # noqa: E402
+
+TYPES = [torch.float64, torch.float64, torch.float32, torch.bfloat16, torch.float16]
+LENGTHS = [(5, 5), (4, 7), (7, 4), (1, 6), (33, 40)]
+DIMS = [(8, 8), (8, 8), (16, 16), (8, 24), (5, 3)]
+DIMS_ON_A_GPU = [(64, 64), (64, 64), (32, 32), (64, 32)]  # each is some kernels
+
+
+class Case:
+    """A random call. `make()` gives its tensors, the same each time."""
+
+    def __init__(self, seed, device):
+        r = random.Random(seed)
+        self.seed, self.device = seed, device
+        on_cpu = device == "cpu"
+        rank = r.choice([2, 3, 3, 4, 4, 4, 4, 4, 5, 5, 6, 7])
+        lead = [r.choice([1, 2, 3]) for _ in range(max(rank - 3, 1) if rank > 2 else 0)]
+        (self.sq, self.sk), (d, dv) = r.choice(LENGTHS), r.choice(DIMS if on_cpu else DIMS_ON_A_GPU)
+        heads_k, times = r.choice([1, 2]), r.choice([1, 1, 2])
+        self.gqa = rank > 3 and times > 1
+        heads_q = heads_k * times if self.gqa else heads_k
+        if rank > 3 and not self.gqa and r.random() < 0.1:
+            heads_q, heads_k = r.choice([(2, 1), (1, 2)])
+        self.gqa = self.gqa or (rank > 2 and r.random() < 0.05)
+
+        def shape(heads, rows, columns):
+            batch = [n if r.random() < 0.9 else 1 for n in lead] if r.random() < 0.25 else lead
+            whole = [*batch, *([heads] if rank > 3 else []), rows, columns]
+            return whole[r.randrange(len(whole) - 1) :] if r.random() < 0.04 else whole
+
+        self.shapes = [shape(heads_q, self.sq, d), shape(heads_k, self.sk, d), shape(heads_k, self.sk, dv)]
+        if heads_q != heads_k and not self.gqa:
+            heads_q = max(heads_q, heads_k)
+        self.dtype = r.choice(TYPES if on_cpu else TYPES[1:])
+        self.mask = self.mask_dtype = None
+        self.causal = r.random() < 0.25
+        if not self.causal and r.random() < 0.75:
+            full = [*lead, *([heads_q] if rank > 3 else []), self.sq, self.sk]
+            self.mask = [n if r.random() < 0.6 else 1 for n in full[len(full) - r.randint(2, len(full)) :]]
+            self.mask_dtype = r.choice([torch.bool, self.dtype, self.dtype, torch.float32])
+        self.scale = r.choice([None, None, 0.3, -0.5])
+        self.learns = [r.random() < 0.7 for _ in range(3)] + [r.random() < 0.7]
+        self.how = r.choice(["gradients"] * 4 + ["autocast"] * 2 + ["no_grad", "inference_mode", "strided"])
+        if self.dtype == torch.float16 and self.how == "autocast":
+            self.how = "gradients"
+        self.malformed = r.random() < 0.1
+        if self.malformed:
+            self.spoil(r)
+
+    def spoil(self, r):
+        which = r.choice(["mask type", "rank", "columns", "causal and mask", "heads", "mask rank", "mask shape"])
+        if which == "mask type":
+            self.mask, self.mask_dtype = [self.sq, self.sk], torch.int64
+        elif which == "rank":
+            self.shapes[r.randrange(3)] = [8]
+        elif which == "columns":
+            self.shapes[r.randrange(2)][-1] += 1
+        elif which == "causal and mask":
+            self.causal, self.mask, self.mask_dtype = True, [self.sq, self.sk], torch.bool
+        elif which == "heads" and len(self.shapes[0]) > 3:
+            self.shapes[0][-3] = 5
+            self.shapes[1][-3] = self.shapes[2][-3] = 3
+        elif which == "mask rank":
+            self.mask, self.mask_dtype = [self.sk], torch.bool
+        else:
+            self.mask, self.mask_dtype = [self.sq + 1, self.sk], torch.bool
+
+    def __str__(self):
+        names = ("shapes", "dtype", "mask", "mask_dtype", "causal", "scale", "gqa", "how", "learns", "malformed")
+        return f"case {self.seed}: " + ", ".join(f"{name}={getattr(self, name)}" for name in names)
+
+    def make(self):
+        generator = torch.Generator().manual_seed(self.seed)
+        tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in self.shapes]
+        tensors.append(None)
+        if self.mask is not None:
+            mask = torch.randn(self.mask, generator=generator, dtype=torch.float64)
+            tensors[3] = mask > -0.4 if self.mask_dtype == torch.bool else mask
+        dtypes = [self.dtype] * 3 + [self.mask_dtype]
+        made = []
+        for tensor, dtype, learns in zip(tensors, dtypes, self.learns):
+            if tensor is not None:
+                tensor = tensor.to(dtype).to(self.device)
+                if self.how == "strided" and tensor.dim() > 2:
+                    tensor = tensor.transpose(-2, -3).contiguous().transpose(-2, -3)
+                tensor.requires_grad_(learns and tensor.is_floating_point())
+            made.append(tensor)
+        return made
+
+    def run_naively(self):
+        """The same by tests/torch/naive.py, on the CPU."""
+        tensors = self.make()
+        for index, x in enumerate(tensors):
+            if x is not None and x.is_floating_point():
+                rounded = torch.bfloat16 if self.how == "autocast" and self.dtype != torch.float64 else x.dtype
+                tensors[index] = x.detach().cpu().to(rounded).requires_grad_(x.requires_grad)
+        q, k, v, mask = tensors
+        if max(x.dim() for x in (q, k, v)) < 4 and not self.gqa:  # no heads
+            q, k, v, mask = (x.unsqueeze(-3) if x is not None and x.dim() > 2 else x for x in (q, k, v, mask))
+        lead = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+        heads = 1 if q.dim() < 3 else max(x.shape[-3] for x in (q, k, v) if x.dim() > 2)
+        q, k, v = (x.expand(*lead, x.shape[-3] if self.gqa else heads, *x.shape[-2:]) for x in (q, k, v))
+        planes = {} if mask is None else {"mask" if mask.dtype == torch.bool else "bias": mask.cpu()}
+        out, _ = naive.attention(q, k, v, scale=self.scale, causal=self.causal, align="top_left", **planes)
+        weights = torch.cos(torch.arange(out.numel(), dtype=torch.float64)).to(out.dtype)
+        grads = []
+        if out.requires_grad and "_" not in self.how:
+            leaves = [x for x in tensors if x is not None and x.requires_grad]
+            grads = torch.autograd.grad((out * weights.view(out.shape)).sum(), leaves)
+        return [out.detach(), *grads]
+
+    def run(self, convert=None, math=False):
+        """out and the gradients of what learns. With `convert` in that type, of the numbers that this type has; sets
+        `cancelling`, the sum of the absolute values of what a gradient of the mask is the sum of."""
+        tensors = self.make()
+        self.cancelling = 0.0
+        if convert is not None:
+            rounded = torch.bfloat16 if self.how == "autocast" and self.dtype != torch.float64 else None
+            for index, x in enumerate(tensors):
+                if x is not None and x.is_floating_point():
+                    rounded_x = x.detach().to(rounded) if rounded else x.detach()
+                    tensors[index] = rounded_x.to(convert).requires_grad_(x.requires_grad)
+        q, k, v, mask = tensors
+        whole = None
+        if convert is not None and mask is not None and mask.requires_grad and mask.shape[-1] == 1:
+            mask = whole = mask.expand(*mask.shape[:-1], self.sk)
+        with ExitStack() as stack:
+            if self.how == "no_grad":
+                stack.enter_context(torch.no_grad())
+            elif self.how == "inference_mode":
+                stack.enter_context(torch.inference_mode())
+            elif self.how == "autocast" and convert is None:
+                stack.enter_context(torch.autocast(self.device, torch.bfloat16))
+            if math:
+                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            out = sdpa(q, k, v, attn_mask=mask, is_causal=self.causal, scale=self.scale, enable_gqa=self.gqa)
+        leaves = [x for x in tensors if x is not None and x.requires_grad]
+        grads = []
+        if out.requires_grad:
+            weights = torch.cos(torch.arange(out.numel(), dtype=torch.float64)).to(out.device).to(out.dtype)
+            loss = (out * weights.view(out.shape)).sum()
+            if whole is not None:
+                (terms,) = torch.autograd.grad(loss, whole, retain_graph=True)
+                self.cancelling = terms.abs().sum(-1).max().item()
+            grads = list(torch.autograd.grad(loss, leaves))
+        return [out.detach(), *grads]
+
+
+def kind_of_error(run):
+    try:
+        run()
+    except Exception as error:
+        return type(error)
+    return None
+
+
+def computed(case):
+    """What a call gives, or the error that it raises."""
+    try:
+        return case.run()
+    except Exception as error:
+        return error
+
+
+def check(case, ours):
+    """What is wrong with the results of this call, the empty text if nothing is, and whether the naive evaluation had to
+    stand for PyTorch's."""
+    with_naive = False
+    if case.malformed or isinstance(ours, Exception):
+        theirs = kind_of_error(case.run)
+        mine = type(ours) if isinstance(ours, Exception) else None
+        if theirs is not mine and not (theirs is None and case.malformed and case.device == "cpu"):
+            return f"raises {mine} ({ours if mine else ''}), PyTorch {theirs}", with_naive
+        return "", with_naive
+    theirs = [case.run(math=True), case.run()]
+    reference = case.run(torch.float64, math=True)
+    cancelling = case.cancelling
+    names = ["out", *(name for name, x in zip(("query", "key", "value", "mask"), case.make()) if x is not None and x.requires_grad)]
+    rounds = None
+    for at, (name, mine, want) in enumerate(zip(names, ours, reference)):
+        if mine.shape != want.shape or mine.dtype != theirs[0][at].dtype:
+            return f"{name}: {mine.shape} {mine.dtype}, PyTorch {want.shape} {theirs[0][at].dtype}", with_naive
+        size = max(want.abs().max().item(), cancelling if name == "mask" else 0.0)
+        error = (mine.double() - want).abs().max().item()
+        if mine.dtype == torch.float64:
+            allowed = 1e-12 * max(size, 1)
+        else:
+            unit = torch.finfo(torch.bfloat16 if case.how == "autocast" and case.dtype != torch.float64 else case.dtype).eps
+            unit = max(unit, torch.finfo(mine.dtype).eps)
+            of = lambda results: (results[at].double() - want.to(results[at].device)).abs().max().item()  # noqa: B023
+            allowed = 2 * max(of(results) for results in theirs) + 2 * unit * size
+            if error > allowed and name != "out":
+                rounds = rounds or case.run_naively()
+                want = want.cpu()
+                allowed = max(allowed, 2 * of(rounds) + 2 * unit * size)
+                with_naive = True
+        if not error <= allowed:
+            return f"{name}: error {error:.3g} of {allowed:.3g} allowed, size {size:.3g}", with_naive
+    return "", with_naive
+
+
+def run(device, cases, show=print):
+    """The failures, as texts, and how many calls fovea computed."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so small tensors gain nothing from more
+    try:
+        return _run(device, cases, show)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run(device, cases, show):
+    failures = []
+    fovea.torch.reset_stats()
+    done = by_naive = 0
+    while done < len(cases):  # some at a time, as every switch costs PyTorch's caches
+        some = [Case(seed, device) for seed in cases[done : done + 100]]
+        with fovea.torch.enabled(prefer=None):
+            ours = [computed(case) for case in some]
+        for case, mine in zip(some, ours):
+            wrong, with_naive = check(case, mine)
+            by_naive += with_naive
+            if wrong:
+                failures.append(f"{case}\n  {wrong}")
+                show(failures[-1])
+        done += len(some)
+        if done % 500 == 0 and done < len(cases):
+            show(f"{done} calls, {len(failures)} wrong")
+    stats = fovea.torch.stats()
+    served = stats["served"]
+    show(f"{len(cases)} calls on {device}: {len(failures)} wrong; fovea computed {served}")
+    for reason, count in sorted(stats["handed_back"].items(), key=lambda item: -item[1]):
+        show(f"  {count:5} handed back: {reason}")
+    show(f"  {by_naive:5} times the naive evaluation stood for PyTorch's")
+    return failures, served
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--count", type=int, default=5000, help="how many calls (5000)")
+    parser.add_argument("--first", type=int, default=0, help="the first seed (0)")
+    parser.add_argument("--only", type=int, metavar="SEED", help="one call")
+    options = parser.parse_args()
+    cases = range(options.first, options.first + options.count)
+    if options.only is not None:
+        cases = range(options.only, options.only + 1)
+        print(Case(options.only, options.device))
+    failures, served = run(options.device, cases)
+    return 1 if failures or not served else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

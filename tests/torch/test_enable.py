@@ -1,0 +1,683 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fovea.torch.enable(): switching, what is computed, what is handed back and why, what is counted. The fuzzer compares
+numbers with PyTorch's (fuzz_sdpa.py); test_enable_graphs.py has what compiles and exports."""
+
+import os
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+import fovea
+import fuzz_sdpa
+from fovea.torch import _call, _enable, _fastest, _sdpa, disable, enable, enabled, is_enabled, reset_stats, stats
+
+
+@pytest.fixture(autouse=True)
+def off():
+    reset_stats()
+    yield
+    disable()
+    reset_stats()
+    torch._C._set_deterministic_algorithms(False)
+
+
+def counted():
+    """(served, traced, handed back in all)"""
+    now = stats()
+    return now["served"], now["traced"], sum(now["handed_back"].values())
+
+
+def qkv(*shape, dtype=torch.float32, grad=True):
+    return [torch.randn(shape or (2, 4, 6, 8), dtype=dtype, requires_grad=grad) for _ in range(3)]
+
+
+def results(function, *leaves):
+    out = function()
+    return [out.detach(), *torch.autograd.grad(out.cos().sum(), leaves)]
+
+
+def close(got, want):
+    for x, y in zip(got, want):
+        assert x.shape == y.shape
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+# ---- switching ----
+
+
+def test_on_and_off():
+    q, k, v = qkv(grad=False)
+    want = sdpa(q, k, v)
+    assert not is_enabled() and counted() == (0, 0, 0)
+    enable(prefer=None)
+    assert is_enabled()
+    torch.testing.assert_close(sdpa(q, k, v), want)
+    assert counted() == (1, 0, 0)
+    enable(prefer=None)  # nothing changes
+    sdpa(q, k, v)
+    disable()
+    disable()
+    sdpa(q, k, v)
+    assert not is_enabled() and counted() == (2, 0, 0)
+    reset_stats()
+    assert stats() == {"served": 0, "traced": 0, "handed_back": {}, "problems": []}
+
+
+def test_contexts_restore_what_was_in_force():
+    q, k, v = qkv(grad=False)
+    with enabled(prefer=None):
+        with enabled(prefer=None, strict=True):
+            assert _enable._state.settings.strict
+            with pytest.raises(RuntimeError, match="inside"), enabled("cuda"):
+                raise RuntimeError("inside")
+            assert _enable._state.settings == (("cuda", "cpu"), None, True)
+        assert _enable._state.settings == (("cuda", "cpu"), None, False)
+        sdpa(q, k, v)
+    assert not is_enabled() and counted()[0] == 1
+
+
+def test_only_the_devices_that_are_named():
+    q, k, v = qkv(grad=False)
+    with enabled("cuda", prefer=None):
+        sdpa(q, k, v)
+    assert counted() == (0, 0, 0)
+    with enabled(["cpu"], prefer=None):
+        sdpa(q, k, v)
+    assert counted() == (1, 0, 0)
+
+
+@pytest.mark.parametrize("options, error, text", [
+    ({"devices": "tpu"}, ValueError, "devices: 'tpu'; accepted: 'cuda', 'cpu' or both"),
+    ({"devices": ()}, ValueError, r"devices: \(\); accepted"),
+    ({"devices": 1}, TypeError, "devices: 1; accepted"),
+    ({"prefer": "slowest"}, ValueError, "prefer: 'slowest'; accepted: 'fastest', None"),
+    ({"strict": 1}, TypeError, "strict: 1; accepted: True or False"),
+])  # fmt: skip
+def test_bad_input(options, error, text):
+    with pytest.raises(error, match=text):
+        enable(**options)
+    assert not is_enabled()
+
+
+def test_every_thread_is_served():
+    tensors = qkv()
+    want = results(lambda: sdpa(*tensors), *tensors)
+    enable(prefer=None)
+    failures = []
+
+    def work():
+        try:
+            for _ in range(50):
+                close(results(lambda: sdpa(*tensors), *tensors), want)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures and counted() == (200, 0, 0)
+
+
+def test_no_tag_and_no_switch_is_left_behind():
+    config = torch.compiler.config
+    before = config.cache_key_tag
+    with enabled(prefer=None):
+        assert not torch.backends.mha.get_fastpath_enabled()
+        config.cache_key_tag += ";of a user"
+    assert config.cache_key_tag == before + ";of a user"
+    config.cache_key_tag = before
+    assert torch.backends.mha.get_fastpath_enabled()
+    tags = set()
+    for options in ({}, {"prefer": None}, {"strict": True}, {"devices": "cpu"}):
+        with enabled(**options):
+            tags.add(config.cache_key_tag)
+            assert f"fovea-{fovea.__version__}" in config.cache_key_tag
+    assert len(tags) == 4 and before not in tags
+
+
+# ---- the private names of PyTorch that it uses ----
+
+
+def test_the_operator_is_composite_and_decomposes():
+    """OpOverload.decompose of PyTorch 2.9 to 2.15."""
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(_enable._operator.name(), "CompositeImplicitAutograd")
+    assert not torch._C._dispatch_has_kernel_for_dispatch_key(_enable._operator.name(), "AutogradCPU")
+    q, k, v = qkv(grad=False)
+    assert torch.equal(_enable._composite(q, k, v), sdpa(q, k, v))
+
+
+def test_a_library_can_be_destroyed():
+    """torch.library.Library._destroy of PyTorch 2.9 to 2.15."""
+    with enabled():
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(_enable._operator.name(), "AutogradCPU")
+    assert not torch._C._dispatch_has_kernel_for_dispatch_key(_enable._operator.name(), "AutogradCPU")
+
+
+def test_nested_attention_is_where_it_was():
+    """torch.nested._internal.ops.jagged_scaled_dot_product_attention of PyTorch 2.9 to 2.15; without it dense tensors
+    are computed all the same."""
+    assert _enable._nested_module() is not None
+
+
+def test_without_nested_attention(monkeypatch):
+    monkeypatch.setattr(_enable, "_nested_module", lambda: None)
+    with enabled(prefer=None):
+        sdpa(*qkv())
+    assert counted() == (1, 0, 0)
+
+
+# ---- what is computed: numbers are the fuzzer's part ----
+
+
+def test_fuzz():
+    """$FOVEA_RANDOM calls, or 400."""
+    failures, served = fuzz_sdpa.run("cpu", range(int(os.environ.get("FOVEA_RANDOM", 400))), show=lambda text: None)
+    assert not failures, "\n".join(failures)
+    assert served > 300 / 400 * stats()["served"] > 0 and set(stats()["handed_back"]) <= {_sdpa.MALFORMED}
+
+
+def test_the_fuzzer_finds_what_is_wrong(monkeypatch):
+    """A mask that is broadcast otherwise, and a scale that is lost."""
+    levels = _sdpa._levels
+    with monkeypatch.context() as patch:
+        patch.setattr(_sdpa, "_levels", lambda lead, mask_lead: levels(lead, mask_lead[::-1]))
+        assert fuzz_sdpa.run("cpu", range(200), show=lambda text: None)[0]
+    with monkeypatch.context() as patch:
+        attention = _enable.attention
+        patch.setattr(_enable, "attention", lambda *tensors, scale, **options: attention(*tensors, **options))
+        assert fuzz_sdpa.run("cpu", range(50), show=lambda text: None)[0]
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (4, 6, 8), (2, 4, 6, 8), (2, 3, 4, 6, 8), (2, 1, 3, 4, 6, 8)], ids=len)
+def test_dropout(shape):
+    """Each row of weights is dropped with the probability and scaled; a seed of PyTorch's governs it."""
+    q, k, v = (torch.zeros(shape), torch.zeros(shape), torch.eye(8)[:6].expand(*shape).clone().requires_grad_())
+    enable(prefer=None)
+    draws = []
+    for _ in range(60):
+        draws.append(sdpa(q, k, v, dropout_p=0.25).detach())
+    drawn = torch.stack(draws)[..., :6] * 6
+    assert ((drawn == 0) | (drawn - 1 / 0.75).abs().lt(1e-5)).all()
+    share = (drawn == 0).double().mean().item()
+    assert abs(share - 0.25) < 5 * (0.1875 / drawn.numel()) ** 0.5
+    torch.manual_seed(5)
+    first = sdpa(q, k, v, dropout_p=0.25)
+    torch.manual_seed(5)
+    assert torch.equal(sdpa(q, k, v, dropout_p=0.25), first)
+    assert counted() == (62, 0, 0)
+
+
+def test_the_layout_of_a_result():
+    """Heads are side by side, as in the results of PyTorch's fused kernels on CUDA, so joining them copies nothing. Its
+    math path has another layout: .view() of a result may fail where only that was taken, .reshape() does not."""
+    q, k, v = qkv(grad=False)
+    deep = sdpa(q[None], k[None], v[None])
+    enable(prefer=None)
+    out = sdpa(q, k, v)
+    assert out.transpose(1, 2).flatten(2).data_ptr() == out.data_ptr()
+    ours = sdpa(q[None], k[None], v[None])
+    assert deep.is_contiguous() and not ours.is_contiguous()
+    assert ours.transpose(2, 3).is_contiguous()
+    assert sdpa(q[0], k[0], v[0]).is_contiguous()  # three dimensions: no heads
+
+
+def test_a_bias_of_two_levels_is_not_copied(monkeypatch):
+    """Protein models: (B, N, H, S, D) with a bias of (B, 1, H, S, S)."""
+    seen = []
+    attention = _enable.attention
+    monkeypatch.setattr(_enable, "attention", lambda *x, **options: seen.append(options["bias"]) or attention(*x, **options))
+    q, k, v = qkv(2, 3, 4, 6, 8)
+    bias = torch.randn(2, 1, 4, 6, 6, requires_grad=True)
+    want = results(lambda: sdpa(q, k, v, bias), q, k, v, bias)
+    enable(prefer=None)
+    close(results(lambda: sdpa(q, k, v, bias), q, k, v, bias), want)
+    assert seen[0] is bias
+    six = [x[:, None] for x in (q, k, v)]
+    close(results(lambda: sdpa(*six, bias[:, None]).squeeze(1), q, k, v, bias), want)
+    assert seen[1].shape == (2, 1, 4, 6, 6) and seen[1].data_ptr() == bias.data_ptr()
+
+
+@pytest.mark.parametrize("key_padding", [False, True])
+def test_multihead_attention(key_padding):
+    layer = nn.MultiheadAttention(32, 4, batch_first=True)
+    x = torch.randn(2, 6, 32)
+    options = {"key_padding_mask": torch.tensor([[False] * 6, [False] * 4 + [True] * 2])} if key_padding else {}
+    leaves = list(layer.parameters())
+    want = results(lambda: layer(x, x, x, need_weights=False, **options)[0], *leaves)
+    enable(prefer=None)
+    close(results(lambda: layer(x, x, x, need_weights=False, **options)[0], *leaves), want)
+    assert counted() == (1, 0, 0)
+    layer(x, x, x, need_weights=True)  # makes the weights itself
+    assert counted() == (1, 0, 0)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_transformer_layers(training, gradients):
+    """In inference PyTorch computes an encoder's layer in C++, and on the CPU without asking for attention. With
+    prefer=None that path is switched off."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True), 2).train(training)
+    decoder = nn.TransformerDecoderLayer(32, 4, 64, 0.0, batch_first=True).train(training)
+    x, y = torch.randn(2, 6, 32), torch.randn(2, 5, 32)
+    causal = nn.Transformer.generate_square_subsequent_mask(5)
+
+    def run():
+        with torch.set_grad_enabled(gradients):
+            return decoder(y, encoder(x), tgt_mask=causal, tgt_is_causal=True)
+
+    leaves = [*encoder.parameters(), *decoder.parameters()] if gradients else []
+    want = results(run, *leaves) if gradients else [run()]
+    enable(prefer=None)
+    close(results(run, *leaves) if gradients else [run()], want)
+    assert counted() == (4, 0, 0)
+
+
+def test_the_causal_bias_objects():
+    from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+    q, k, v = qkv(grad=False)
+    q = q[:, :, :4].contiguous()
+    for bias in (causal_lower_right(4, 6), causal_upper_left(4, 6)):
+        want = sdpa(q, k, v, bias)
+        with enabled(prefer=None):
+            torch.testing.assert_close(sdpa(q, k, v, bias), want)
+    assert counted() == (2, 0, 0)
+
+
+def test_autocast():
+    """16 bits, as PyTorch's own; the gradient of a float32 leaf is float32."""
+    q, k, v = qkv()
+    bias = torch.randn(1, 4, 6, 6, requires_grad=True)
+
+    def run():
+        with torch.autocast("cpu", torch.bfloat16):
+            out = sdpa(q, k, v, bias)
+        return [out.detach(), *torch.autograd.grad(out.float().sum(), (q, k, v, bias))]
+
+    want = run()
+    enable(prefer=None)
+    for x, y in zip(run(), want):
+        assert x.dtype == y.dtype
+        torch.testing.assert_close(x, y, rtol=0.05, atol=0.05)
+    assert counted() == (1, 0, 0)
+
+
+# ---- nested tensors ----
+
+
+def nested(lengths, heads=4):
+    return torch.nested.nested_tensor([torch.randn(n, heads, 8) for n in lengths], layout=torch.jagged, requires_grad=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_jagged(causal):
+    leaf = nested([5, 9, 2])
+    x = leaf.transpose(1, 2)
+
+    def run():
+        out = sdpa(x, x, x, is_causal=causal, scale=0.3).transpose(1, 2).values()
+        (grad,) = torch.autograd.grad(out.cos().sum(), leaf)
+        return [out.detach(), grad.values()]
+
+    values = leaf.detach().values().requires_grad_()
+    parts = [part.transpose(0, 1) for part in values.split([5, 9, 2])]
+    one_by_one = torch.cat([sdpa(part, part, part, is_causal=causal, scale=0.3).transpose(0, 1) for part in parts])
+    want = [one_by_one.detach(), *torch.autograd.grad(one_by_one.cos().sum(), values)]
+    enable(prefer=None)
+    close(run(), want)
+    assert counted() == (1, 0, 0)
+    disable()
+    if not causal:  # PyTorch's own asks for a CUDA driver
+        close(run(), want)
+    assert counted() == (1, 0, 0)
+
+
+def test_jagged_that_is_handed_back():
+    x = nested([5, 9]).detach().transpose(1, 2)
+    y = nested([5, 9]).detach().transpose(1, 2)
+    want = sdpa(x, y, y)
+    enable(prefer=None)
+    assert sdpa(x, y, y).shape == want.shape
+    with sdpa_kernel(SDPBackend.MATH):
+        sdpa(x, y, y)
+    assert counted()[0] == 1 and stats()["handed_back"] == {_enable._MATH: 1}
+    with pytest.raises(ValueError):
+        sdpa(x, torch.randn(2, 4, 9, 8), y)
+    assert stats()["handed_back"][_sdpa.MALFORMED] == 1
+    with enabled("cuda", prefer=None):
+        sdpa(x, y, y)
+    assert stats()["handed_back"]["nested tensors on cpu, for which fovea is not enabled"] == 1
+
+
+# ---- what is handed back ----
+
+
+class Other(torch.Tensor):
+    pass
+
+
+def of_several_heads():
+    q = torch.randn(2, 4, 6, 8)
+    return sdpa(q, q[:, :2], q[:, :1], enable_gqa=True)
+
+
+def with_math():
+    q, k, v = qkv()
+    with sdpa_kernel(SDPBackend.MATH):
+        (first,) = torch.autograd.grad(sdpa(q, k, v).sum(), q, create_graph=True)
+    assert torch.autograd.grad(first.square().sum(), q)[0].abs().sum() > 0  # that is what it is for
+    return first
+
+
+def in_forward_mode():
+    q = torch.randn(2, 4, 6, 8)
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]), torch.autograd.forward_ad.dual_level():
+        return sdpa(torch.autograd.forward_ad.make_dual(q, q), q, q, attn_mask=torch.zeros(6, 6, requires_grad=True))
+
+
+HANDED_BACK = {
+    "a tensor of the type Other": lambda: sdpa(*(x.detach().as_subclass(Other) for x in qkv())),
+    "a transform of torch.func": lambda: torch.func.grad(lambda q: sdpa(q, q, q).sum())(torch.randn(2, 4, 6, 8)),
+    "forward-mode differentiation": in_forward_mode,
+    "empty tensors": lambda: sdpa(torch.randn(2, 4, 0, 8), *qkv()[1:]),
+    "a scale that is not finite": lambda: sdpa(*qkv(), scale=float("inf")),
+    "keys and values with different numbers of heads": of_several_heads,
+    "tensors of complex64": lambda: sdpa(*[torch.randn(2, 4, 6, 8, dtype=torch.complex64)] * 3),
+    _enable._MATH: with_math,
+    _sdpa.MALFORMED: lambda: sdpa(*qkv(), attn_mask=torch.ones(6, 6, dtype=torch.int64)),
+}
+
+
+@pytest.mark.parametrize("reason", HANDED_BACK, ids=str)
+def test_handed_back(reason):
+    """PyTorch gives what it gives without fovea, or raises what it raises; strict raises, but not for what somebody asked
+    for or did wrong."""
+    call = HANDED_BACK[reason]
+
+    def outcome():
+        torch.manual_seed(0)
+        try:
+            return call()
+        except Exception as error:
+            return type(error), str(error)
+
+    want = outcome()
+    enable(prefer=None)
+    got = outcome()
+    if isinstance(want, tuple):
+        assert got == want
+    else:
+        assert torch.equal(got.nan_to_num(), want.nan_to_num())
+    assert stats()["handed_back"] == {reason: 1} and counted()[:2] == (0, 0)
+    enable(prefer=None, strict=True)
+    if reason in _enable._WISHES:
+        assert type(outcome()) is type(want)
+    else:
+        with pytest.raises(NotImplementedError, match=f"scaled_dot_product_attention: {reason}; fovea does not compute this"):
+            call()
+
+
+def test_the_backward_is_planned_at_the_forward(monkeypatch):
+    """A backward that the library refuses is refused before the forward, when PyTorch can still compute both."""
+    tensors = qkv()
+    want = results(lambda: sdpa(*tensors), *tensors)
+    asked = []
+
+    class Library:
+        fovea_describe = _enable.lib.fovea_describe
+        workspace = _enable.lib.fovea_workspace
+
+        @classmethod
+        def fovea_workspace(cls, problem, direction, needed):
+            asked.append(direction)
+            refused = direction == fovea._abi.BACKWARD
+            return fovea._abi.UNSUPPORTED if refused else cls.workspace(problem, direction, needed)
+
+    def refuse(self, status):
+        raise NotImplementedError("no backward")
+
+    monkeypatch.setattr(_enable, "lib", Library)
+    monkeypatch.setattr(_call._Problem, "_refuse", refuse)
+    enable(prefer=None)
+    with torch.no_grad():
+        sdpa(*tensors)
+    assert counted() == (1, 0, 0)
+    close(results(lambda: sdpa(*tensors), *tensors), want)
+    assert stats()["handed_back"] == {"no backward": 1}
+    assert asked == [fovea._abi.FORWARD, fovea._abi.FORWARD, fovea._abi.BACKWARD]
+    results(lambda: sdpa(*tensors), *tensors)
+    assert len(asked) == 3 and stats()["handed_back"] == {"no backward": 2}  # once for each kind of problem
+
+
+def test_what_fovea_refuses_is_handed_back(monkeypatch):
+    """By the library itself: a backend that computes nothing here."""
+    q, k, v = qkv(grad=False)
+    want = sdpa(q, k, v)
+    problem = _call._Problem
+
+    class Named(problem):
+        def __init__(self, a):
+            super().__init__(a._replace(backend="cuda"))
+
+    monkeypatch.setattr(_call, "_Problem", Named)
+    enable(prefer=None)
+    assert torch.equal(sdpa(q, k, v), want)
+    (reason,) = stats()["handed_back"]
+    assert "cuda" in reason
+
+
+def test_said_once_on_cuda():
+    enable(prefer=None)
+    cuda = torch.device("cuda")
+    with pytest.warns(UserWarning, match="handed back to PyTorch: empty tensors .said once; fovea.torch.stats.. counts"):
+        _enable._hand_back("empty tensors", cuda)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _enable._hand_back("empty tensors", cuda)
+        _enable._hand_back(_enable._MATH, cuda)
+        _enable._hand_back("another", torch.device("cpu"))
+    assert stats()["handed_back"] == {"empty tensors": 2, _enable._MATH: 1, "another": 1}
+
+
+# ---- what PyTorch does faster ----
+
+
+def row(kind, ratio, **more):
+    place = {"batch": 2, "heads": 4, "sq": 6, "sk": 6, "d": 8, "dtype": "float32", "backward": False}
+    return {"kind": kind, "fovea_us": ratio, "pytorch_us": 1.0, **place, **more}
+
+
+@pytest.fixture
+def table(monkeypatch):
+    import json
+
+    def use(sections):
+        text = json.dumps({"sections": {name: {"rows": rows} for name, rows in sections.items()}}).encode()
+        monkeypatch.setattr(_fastest, "contents", lambda: text)
+        _fastest._table.cache_clear()
+
+    yield use
+    _fastest._table.cache_clear()
+
+
+def test_the_faster_one_computes(table):
+    here = _fastest.section_of(torch.device("cpu"))
+    table({here: [row("plain", 2.0), row("causal", 0.5), row("plain", 0.5, sk=4096), row("plain", 0.5, backward=True)]})
+    q, k, v = qkv(grad=False)
+    enable()
+    sdpa(q, k, v)
+    assert stats()["handed_back"] == {_enable._SLOWER: 1}
+    sdpa(q, k, v, is_causal=True)
+    assert counted() == (1, 0, 1)
+    long = torch.randn(2, 4, 2048, 8)
+    sdpa(q, long, long)  # the nearest problem is another one
+    sdpa(q.requires_grad_(), k, v)
+    assert counted() == (3, 0, 1)
+    enable(prefer=None)
+    sdpa(q.detach(), k, v)
+    assert counted() == (4, 0, 1)
+    enable(strict=True)
+    sdpa(q.detach(), k, v)  # a wish, which strict leaves alone
+    assert counted() == (4, 0, 2)
+
+
+def test_where_nothing_was_measured_plain_and_causal_calls_stay_with_pytorch(table):
+    """As on GPUs of compute capability 10 and 12, for which fovea has no kernels of their own."""
+    table({})
+    q, k, v = qkv(grad=False)
+    enable()
+    sdpa(q, k, v)
+    sdpa(q, k, v, is_causal=True)
+    assert stats()["handed_back"] == {_enable._UNMEASURED: 2}
+    sdpa(q, k, v, torch.zeros(6, 6))
+    sdpa(q, k, v, torch.ones(6, 6, dtype=torch.bool))
+    sdpa(q, k, v, dropout_p=0.1)
+    sdpa(q[None], k[None], v[None])
+    assert counted() == (4, 0, 2)
+
+
+def test_kinds():
+    kind = _fastest.kind_of
+    assert kind(4, None, False, False, False, False, True) == "plain"
+    assert kind(4, None, False, False, True, False, True) == "causal"
+    assert kind(4, (6, 6), True, False, False, False, True) == "mask"
+    assert kind(4, (2, 1, 1, 6), True, False, False, False, True) == "mask of keys"
+    assert kind(4, (6, 6), False, False, False, False, True) == "bias"
+    assert kind(4, (6, 6), False, True, False, False, True) == "learned bias"
+    assert kind(4, None, False, False, True, True, True) == "dropout"
+    assert kind(5, None, False, False, True, False, True) == kind(4, None, False, False, False, False, False) == "other rank"
+
+
+def test_the_table_that_fovea_has():
+    """Every section names its machine and its versions; every row is a kind that calls have."""
+    import json
+
+    sections = json.loads(_fastest.contents())["sections"]
+    assert {"cpu avx512", "cpu avx2", "cpu portable"} <= set(sections)
+    kinds = {"plain", "causal", "mask", "mask of keys", "bias", "learned bias", "dropout", "other rank"}
+    for name, section in sections.items():
+        assert {"machine", "pytorch", "fovea", "date"} <= set(section), name
+        assert {row["kind"] for row in section["rows"]} == kinds, name
+        assert all(row["fovea_us"] > 0 and row["pytorch_us"] > 0 for row in section["rows"])
+
+
+# ---- autograd, checkpoints, counters ----
+
+
+def test_a_forward_keeps_its_backward():
+    tensors = qkv()
+    want = results(lambda: sdpa(*tensors), *tensors)
+    enable(prefer=None)
+    ours = sdpa(*tensors)
+    disable()
+    theirs = sdpa(*tensors)
+    assert type(ours.grad_fn).__name__ == "DirectAttentionBackward"
+    first = torch.autograd.grad(ours.cos().sum(), tensors)
+    enable(prefer=None)
+    second = torch.autograd.grad(theirs.cos().sum(), tensors)
+    close(first, want[1:])
+    close(second, want[1:])
+    assert "fovea" not in type(theirs.grad_fn).__name__.lower() and "Direct" not in type(theirs.grad_fn).__name__
+
+
+def test_a_second_derivative_is_refused_by_name():
+    """A RuntimeError, as from PyTorch's fused kernels; its math path has one."""
+    q, k, v = qkv()
+    enable(prefer=None)
+    (first,) = torch.autograd.grad(sdpa(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        torch.autograd.grad(first.square().sum(), q)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_draws_the_same_mask(reentrant):
+    tensors = qkv()
+    enable(prefer=None)
+    call = lambda *x: sdpa(*x, dropout_p=0.5)  # noqa: E731
+    torch.manual_seed(3)
+    want = results(lambda: call(*tensors), *tensors)
+    torch.manual_seed(3)
+    out = checkpoint(call, *tensors, use_reentrant=reentrant)
+    out.cos().sum().backward()
+    assert all(torch.equal(x, y) for x, y in zip([out.detach(), *(x.grad for x in tensors)], want))
+    assert counted()[0] == 3
+
+
+def test_what_selective_checkpoints_save():
+    """With SAVE_IN_CHECKPOINTS in the policy attention is not computed again; without it it is."""
+    tensors = qkv()
+    enable(prefer=None)
+
+    def calls(saved):
+        policy = lambda ctx, op, *args, **kwargs: (  # noqa: E731
+            CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
+        )
+        times = []
+        compute = _call.compute
+
+        def count(*arguments, **options):
+            times.append(1)
+            return compute(*arguments, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_call, "compute", count)
+            out = checkpoint(lambda *x: sdpa(*x).sin(), *tensors, use_reentrant=False,
+                             context_fn=lambda: create_selective_checkpoint_contexts(policy))  # fmt: skip
+            grads = torch.autograd.grad(out.sum(), tensors)
+        return len(times), grads
+
+    often, want = calls(())
+    once, got = calls(fovea.torch.SAVE_IN_CHECKPOINTS)
+    assert (once, often) == (1, 2)
+    assert all(torch.equal(x, y) for x, y in zip(got, want))
+
+
+def test_floating_point_operations_are_counted():
+    def flops():
+        tensors = qkv(2, 4, 64, 32)
+        with FlopCounterMode(display=False) as counter:
+            sdpa(*tensors).sum().backward()
+        return counter.get_total_flops()
+
+    want = flops()
+    enable(prefer=None)
+    assert flops() == want > 0
+    assert counted() == (1, 0, 0)
+
+
+def test_problems_are_what_the_command_takes():
+    enable(prefer=None)
+    q, k, v = qkv()
+    bias = torch.randn(1, 4, 6, 6, requires_grad=True)
+    sdpa(q, k, v, bias)
+    sdpa(q, k, v, bias)
+    with torch.no_grad():
+        sdpa(q, k, v, is_causal=True)
+    sdpa(q.detach(), k, v)
+    lines = stats()["problems"]
+    assert [line.split()[0] for line in lines] == ["fwd", "bwd", "fwd", "fwd", "bwd"]
+    for line in lines:
+        assert "cpu: serves" in fovea.explain(line)
+    assert "need=k,v" in lines[4] and "bias=1,h,q,k" in lines[1] and "causal" in lines[2] and "lse" not in lines[2]
+    reset_stats()
+    sdpa(q, k, v, bias)
+    assert stats()["problems"] == lines[:2]
+
+
+def test_determinism_is_a_kind_of_its_own():
+    q, k, v = qkv(grad=False)
+    enable(prefer=None)
+    sdpa(q, k, v)
+    torch.use_deterministic_algorithms(True)
+    sdpa(q, k, v)
+    lines = stats()["problems"]
+    assert len(lines) == 2 and lines[1].endswith(" det")
