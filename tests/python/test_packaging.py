@@ -19,6 +19,7 @@ import pytest
 from conftest import BUILD, ROOT
 
 PACKAGE = ROOT / "python" / "fovea"
+AUTOLOAD = ROOT / "python" / "fovea_autoload"  # what PyTorch calls
 
 
 def header_version():
@@ -104,11 +105,15 @@ def test_name(wheel):
 def test_contents(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     inside = {name for name in names if ".dist-info/" not in name}
-    sources = {f"fovea/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*") if path.suffix in (".py", ".typed")}
+    kinds = (".py", ".typed", ".json")
+    sources = {
+        str(path.relative_to(PACKAGE.parent)) for folder in (PACKAGE, AUTOLOAD) for path in folder.rglob("*")
+        if path.suffix in kinds
+    }  # fmt: skip
     library = "libfovea.dylib" if sys.platform == "darwin" else "libfovea.so"
     headers = {f"fovea/include/fovea/{name}" for name in ("c.h", "attention.h")}
     assert inside == {*sources, *headers, f"fovea/{library}"}
-    assert {"fovea/__init__.py", "fovea/py.typed", "fovea/torch/__init__.py"} <= sources
+    assert {"fovea/__init__.py", "fovea/py.typed", "fovea/torch/__init__.py", "fovea/torch/fastest.json"} <= sources
     assert any(name.endswith("LICENSE") for name in names)
 
 
@@ -124,9 +129,25 @@ def test_metadata(wheel):
     assert [line.split()[1].partition(">")[0] for line in required] == ["numpy"]
 
 
+def what_pytorch_calls(environment):
+    """PyTorch loads and calls each entry point of this group. Without FOVEA_TORCH ours imports nothing of fovea."""
+    script = (
+        "import sys\n"
+        "from importlib.metadata import entry_points\n"
+        "found = [point for point in entry_points(group='torch.backends') if point.name == 'fovea']\n"
+        "found[0].load()()\n"
+        "print(len(found), sys.modules['fovea_autoload'].__file__, any(n.split('.')[0] == 'fovea' for n in sys.modules))\n"
+    )
+    assert "FOVEA_TORCH" not in os.environ
+    count, file, imported = run(environment.python, "-c", script, cwd=environment.folder).split()
+    assert (count, imported) == ("1", "False")
+    return Path(file).parent
+
+
 @pytest.mark.slow
 def test_installed(wheel, environment):
     environment.install(wheel)
+    assert what_pytorch_calls(environment) == environment.packages / "fovea_autoload"
     inside = environment.packages / "fovea"
     assert environment.computes() == (inside, inside / "libfovea.so")
 
@@ -153,6 +174,7 @@ def test_editable(environment, build_folder):
     environment.install(build_folder, "--editable", ROOT)
     package, library = environment.computes()
     assert package == PACKAGE
+    assert what_pytorch_calls(environment) == AUTOLOAD
     assert library == environment.packages / "fovea" / "libfovea.so"
 
 

@@ -30,12 +30,12 @@ sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tests/torch")]
 if "FOVEA_BUILD" in os.environ:
     os.environ.setdefault("FOVEA_LIBRARY", str(Path(os.environ["FOVEA_BUILD"]).resolve() / "libfovea.so"))
 
+import naive  # noqa: E402
 import torch  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention as sdpa  # noqa: E402
 
 import fovea.torch  # noqa: E402
-import naive  # noqa: E402
 
 TYPES = [torch.float64, torch.float64, torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = [(5, 5), (4, 7), (7, 4), (1, 6), (33, 40)]

@@ -6,6 +6,7 @@ import os
 import threading
 import warnings
 
+import fuzz_sdpa
 import pytest
 import torch
 from torch import nn
@@ -15,7 +16,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import fovea
-import fuzz_sdpa
 from fovea.torch import _call, _enable, _fastest, _sdpa, disable, enable, enabled, is_enabled, reset_stats, stats
 
 

@@ -11,13 +11,13 @@ import tempfile
 import pytest
 import torch
 import torch.multiprocessing
+from test_enable import close, counted, qkv, results
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from conftest import ROOT
 from fovea.torch import _enable, disable, enable, enabled, reset_stats, stats
-from test_enable import close, counted, qkv, results
 
 LONG = "FOVEA_LONG" in os.environ
 
@@ -292,8 +292,8 @@ class Model(nn.Module):
         self.bias = nn.ParameterList([torch.randn(2, 7, 7), torch.randn(2, 7, 7)])
 
     def forward(self, x):
-        for qkv, bias in zip(self.qkv, self.bias):
-            q, k, v = qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        for project, bias in zip(self.qkv, self.bias):
+            q, k, v = project(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
             x = x + sdpa(q, k, v, bias).transpose(1, 2).flatten(2)
         return x
 

@@ -28,3 +28,13 @@ def mistakes(q: Tensor) -> None:
     fovea.torch.attention(q, q, [1.0])  # type: ignore[call-overload]
     fovea.torch.attention(q, q, q, layout="sbhd")  # type: ignore[call-overload]
     fovea.torch.attention(q, q, q, scale="1")  # type: ignore[call-overload]
+
+
+def switches() -> None:
+    with fovea.torch.enabled(devices="cpu", prefer=None):
+        assert_type(fovea.torch.is_enabled(), bool)
+    fovea.torch.enable(devices=["cuda", "cpu"], strict=True)
+    assert_type(fovea.torch.stats()["handed_back"], dict[str, int])
+    assert_type(fovea.torch.stats()["problems"], list[str])
+    fovea.torch.enable(prefer="slowest")  # type: ignore[arg-type]
+    fovea.torch.enable(devices="tpu")  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """enable(): fovea computes what programs ask of torch.nn.functional.scaled_dot_product_attention.
 
-PyTorch's operator aten::scaled_dot_product_attention is composite: it chooses a fused operator in C++, and has no kernel
-of its own for the CPU and for CUDA. enable() registers one there and under autograd. So every caller is reached, from
+PyTorch's operator aten::scaled_dot_product_attention is composite: it chooses a fused operator in C++, and has no
+kernel of its own for the CPU and for CUDA. enable() registers one there and under autograd. So every caller is reached, from
 Python, from C++ and from what torch.compile traces, and masks have their shape still. What fovea does not compute, or
 computes more slowly, goes back to the composite. _sdpa.py maps the arguments, _fastest.py knows what is slower.
 
@@ -14,12 +14,13 @@ torch._C that stand below the imports.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import sys
 import threading
 import warnings
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Optional, TypedDict, Union
+from typing import Any, Literal, NamedTuple, Optional, TypedDict, Union
 
 import torch
 from torch import Tensor
@@ -29,11 +30,8 @@ from torch.autograd import forward_ad
 
 from .. import _abi
 from .._library import lib, text, version
-from . import _call, _fastest, _operators, _sdpa
+from . import _call, _fastest, _sdpa
 from ._attention import attention
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 Device = Literal["cuda", "cpu"]
 Prefer = Literal["fastest"]
@@ -46,7 +44,7 @@ _PREFERENCES = ("fastest", None)
 _MOST_KEPT = 4096  # decisions
 
 _operator: Any = torch.ops.aten.scaled_dot_product_attention.default
-_composite: Any = _operator.decompose  # to call the operator again would come back here
+_composite: Any = _operator.decompose  # PyTorch's own: to call the operator again would come back here
 _library: Any = torch.library
 _transforms = torch._C._are_functorch_transforms_active
 _flash_allowed = torch._C._get_flash_sdp_enabled
@@ -56,7 +54,8 @@ _cudnn_allowed = torch._C._get_cudnn_sdp_enabled
 _EAGER = (Tensor, torch.nn.Parameter)
 _TRACED = (FakeTensor, FunctionalTensor)
 
-# Reasons that are somebody's wish or mistake, and no limit of fovea: `strict` does not raise for them, nothing is warned of.
+# Reasons that are somebody's wish or mistake, and no limit of fovea: `strict` does not raise for them, and nothing is
+# warned of.
 _MATH = "only the math path is allowed (sdpa_kernel)"
 _SLOWER = "PyTorch's kernel is faster, as measured"
 _UNMEASURED = "not measured on this kind of device, where plain and causal attention stays with PyTorch"
@@ -184,7 +183,8 @@ def _hand_back(why: str, device: torch.device) -> None:
         return
     if settings.strict:
         raise NotImplementedError(
-            f"scaled_dot_product_attention: {why}; fovea does not compute this. enable(strict=False) hands it back to PyTorch"
+            f"scaled_dot_product_attention: {why}; fovea does not compute this. enable(strict=False) hands it back to "
+            "PyTorch"
         )
     if device.type == "cuda" and why not in _state.warned:
         _state.warned.add(why)
@@ -292,10 +292,10 @@ def _plan(
     bias: Any = None
     if shaped[3] is not None and shaped[3].dtype is not torch.bool:
         bias, shaped[3] = shaped[3], None
-    a: Any = _call.Arguments(
-        *shaped[:3], bias, None, shaped[3], *[None] * 8, 0, 0, float(scale) if isinstance(scale, float) else None,
-        is_causal, -1, -1, "top_left", 0.0, float(dropout_p), "fovea", 0, 0, 0, "bhsd", _order(), None,
-    )  # fmt: skip
+    number = float(scale) if isinstance(scale, float) else None
+    tensors = [*shaped[:3], bias, None, shaped[3], *[None] * (_call.TENSORS - 6)]
+    rest = [0, 0, number, is_causal, -1, -1, "top_left", 0.0, float(dropout_p), "fovea", 0, 0, 0, "bhsd", _order(), None]
+    a: Any = _call.Arguments._make([*tensors, *rest])
     lines = []
     for direction in (_abi.FORWARD, _abi.BACKWARD) if any(learns) else (_abi.FORWARD,):
         problem = _call._Problem(a)
@@ -314,8 +314,8 @@ def _plan(
             for name, tensor, wanted in zip(("q", "k", "v", "bias"), (a.q, a.k, a.v, bias), learns):
                 if wanted:
                     (put if name == "bias" else rows)(f"grad_{name}", _dense(tensor))
-        needed = _abi.ctypes.c_size_t()
-        status = int(lib.fovea_workspace(problem._pointer, direction, _abi.ctypes.byref(needed)))
+        needed = ctypes.c_size_t()
+        status = int(lib.fovea_workspace(problem._pointer, direction, ctypes.byref(needed)))
         if status != _abi.OK and not (status == _abi.UNSUPPORTED and a.deterministic == _call.DETERMINISTIC_OR_WARN):
             problem._refuse(status)
         lines.append(text(lib.fovea_describe, problem._pointer, direction))
@@ -377,7 +377,9 @@ def _why_not_jagged(query: Any, key: Any, value: Any, attn_mask: Any, is_causal:
 
 
 def enable(
-    devices: Union[Device, Sequence[Device]] = ("cuda", "cpu"), prefer: Optional[Prefer] = "fastest", strict: bool = False
+    devices: Union[Device, Sequence[Device]] = ("cuda", "cpu"),
+    prefer: Optional[Prefer] = "fastest",
+    strict: bool = False,
 ) -> None:
     """Makes fovea compute what programs ask of torch.nn.functional.scaled_dot_product_attention, forward and backward.
 
@@ -412,7 +414,9 @@ def enable(
 
 
 def disable() -> None:
-    """Makes PyTorch compute scaled_dot_product_attention itself again. Results that fovea computed keep fovea's backward.
+    """Makes PyTorch compute scaled_dot_product_attention itself again.
+
+    Results that fovea computed keep fovea's backward.
 
     Raises:
         RuntimeError: It is called from code that torch.compile traces.
@@ -423,7 +427,9 @@ def disable() -> None:
 
 @contextlib.contextmanager
 def enabled(
-    devices: Union[Device, Sequence[Device]] = ("cuda", "cpu"), prefer: Optional[Prefer] = "fastest", strict: bool = False
+    devices: Union[Device, Sequence[Device]] = ("cuda", "cpu"),
+    prefer: Optional[Prefer] = "fastest",
+    strict: bool = False,
 ) -> Iterator[None]:
     """A context in which enable() is in force, for the whole process; afterwards what was in force before is so again.
 
@@ -494,10 +500,9 @@ def _settings(devices: Any, prefer: Any, strict: Any) -> _Settings:
     return _Settings(tuple(name for name in _DEVICES if name in devices), prefer, strict)
 
 
-def _refuse_while_compiling(name: str) -> Union[None, NoReturn]:
+def _refuse_while_compiling(name: str) -> None:
     if torch.compiler.is_compiling():
         raise RuntimeError(f"fovea.torch.{name}: called from code that torch.compile traces; accepted: before it")
-    return None
 
 
 def _put(settings: Optional[_Settings]) -> None:
@@ -553,8 +558,8 @@ def _take_away() -> None:
 
 
 def _set_tag(settings: _Settings) -> None:
-    """PyTorch keeps compiled graphs on disk by a key that has what was traced: scaled_dot_product_attention as one node,
-    whoever computes it. So this adds to the key who does."""
+    """PyTorch keeps compiled graphs on disk by a key that has what was traced: scaled_dot_product_attention as one
+    node, whatever computes it. So this adds to the key what does."""
     config = torch.compiler.config
     digest = zlib.crc32(_fastest.contents()) if settings.prefer is not None else 0
     devices = "+".join(settings.devices)
@@ -571,6 +576,3 @@ def _nested_module() -> Any:
     module: Any = ops
     return module if hasattr(module, "jagged_scaled_dot_product_attention") else None
 
-
-if TYPE_CHECKING:
-    _checked: Callable[..., None] = enable

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, Optional
 
@@ -26,13 +26,13 @@ _NOISE = 1.03  # fovea is slower from here on
 Section = dict[tuple[str, str, bool], list[tuple[tuple[float, ...], float]]]
 
 
-@lru_cache(maxsize=None)
+@cache
 def contents() -> bytes:
     """The table's text."""
     return _FILE.read_bytes()
 
 
-@lru_cache(maxsize=None)
+@cache
 def _table() -> dict[str, Section]:
     sections: dict[str, Section] = {}
     for name, section in json.loads(contents())["sections"].items():
@@ -50,7 +50,7 @@ def position(batch: int, heads: int, sq: int, sk: int, d: int) -> tuple[float, .
     return math.log2(batch * heads), math.log2(sq), math.log2(sk), math.log2(d)
 
 
-@lru_cache(maxsize=None)
+@cache
 def section_of(device: torch.device) -> str:
     """The name of a kind of device: "cpu avx512", "cuda 9.0"."""
     if device.type == "cuda":
