@@ -580,13 +580,13 @@ def test_a_forward_keeps_its_backward():
     ours = sdpa(*tensors)
     disable()
     theirs = sdpa(*tensors)
-    assert type(ours.grad_fn).__name__ == "DirectAttentionBackward"
+    assert type(ours.grad_fn).__name__ in ("FastAttentionBackward", "DirectAttentionBackward")
     first = torch.autograd.grad(ours.cos().sum(), tensors)
     enable(prefer=None)
     second = torch.autograd.grad(theirs.cos().sum(), tensors)
     close(first, want[1:])
     close(second, want[1:])
-    assert "fovea" not in type(theirs.grad_fn).__name__.lower() and "Direct" not in type(theirs.grad_fn).__name__
+    assert type(theirs.grad_fn).__name__ not in ("FastAttentionBackward", "DirectAttentionBackward")
 
 
 def test_a_second_derivative_is_refused_by_name():
