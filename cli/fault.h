@@ -3,6 +3,7 @@
 // How the command says no, and what it then exits with.
 #pragma once
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -18,10 +19,16 @@ enum ExitCode : int {
 
 class Fault : public std::runtime_error {
  public:
-  Fault(ExitCode code, const std::string& message) : std::runtime_error(message), code_(code) {}
+  Fault(ExitCode code, const std::string& message) : std::runtime_error(printable(message)), code_(code) {}
   ExitCode code() const { return code_; }
 
  private:
+  // A name from a file may have a NUL, where what() would end.
+  static std::string printable(std::string message) {
+    std::replace(message.begin(), message.end(), '\0', '?');
+    return message;
+  }
+
   ExitCode code_;
 };
 

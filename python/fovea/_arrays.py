@@ -111,7 +111,7 @@ def read(name: str, array: Any, place: Optional[Place] = None) -> View:
             _refuse_place(name, "the CPU", place)
         if hasattr(array, "filled"):  # numpy.ma: the mask would be ignored
             raise TypeError(f"{name}: a masked array; accepted: the data here, and the mask as an array of its own")
-        return _of_numpy(name, array.view(np.ndarray) if isinstance(array, np.ndarray) else np.asarray(array))
+        return _of_numpy(name, array.view(np.ndarray) if isinstance(array, np.ndarray) else _of_interface(name, array))
     kind = type(array)
     if kind.__module__.partition(".")[0] == "jax" and kind.__name__.endswith("Tracer"):
         raise TypeError(
@@ -127,6 +127,16 @@ def read(name: str, array: Any, place: Optional[Place] = None) -> View:
 def _refuse_place(name: str, where: str, place: Optional[Place]) -> NoReturn:
     accepted = "the CPU" if place is None else f"CUDA device {place.index}"
     raise ValueError(f"{name}: lies on {where}; accepted: {accepted}, where q lies")
+
+
+def _of_interface(name: str, array: Any) -> np.ndarray:
+    try:
+        return np.asarray(array)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name}: a {type(array).__name__} whose __array_interface__ NumPy refuses: {error}; accepted: the address, "
+            "shape and type of an array"
+        ) from error
 
 
 def _of_numpy(name: str, array: np.ndarray) -> View:

@@ -265,7 +265,8 @@ class Problem:
         if options["backend"] is not None:
             if not isinstance(options["backend"], str):
                 raise TypeError(f"backend: {options['backend']!r}; accepted: a name that fovea.backends() has")
-            raw.backend = options["backend"].encode()
+            # C would end the name at a NUL, and has no text for half a surrogate pair: escaped, no backend has such a name.
+            raw.backend = options["backend"].encode(errors="backslashreplace").replace(b"\0", b"\\x00")
         if self._place is not None:
             raw.stream = self._place.stream
         elif options["stream"] is not None:
@@ -442,6 +443,10 @@ def _of_list(name: str, values: Any) -> np.ndarray[Any, Any]:
         array = np.asarray(values)
     except ValueError:  # rows of different lengths
         array = np.asarray(None)
+    if array.dtype.kind not in "bi" and all(isinstance(value, Integral) for value in values):
+        for index, value in enumerate(values):
+            if not -(2**63) <= value < 2**63:
+                raise ValueError(f"{name}: {value} at index {index}; accepted: integers of 64 bits")
     if array.dtype.kind not in "iuf" and array.size:
         raise TypeError(
             f"{name}: a {type(values).__name__} of other things than numbers; accepted: numbers, or an array"

@@ -36,6 +36,14 @@ class OnADevice:
         raise AssertionError("it was read")
 
 
+class Described:
+    """Memory as __array_interface__ describes it, which may be wrong."""
+
+    def __init__(self, **changes):
+        self.array = zeros(B, SQ, HQ, D)
+        self.__array_interface__ = {**self.array.__array_interface__, **changes}
+
+
 class Problem:
     """A legal problem with everything in it; a case changes one thing of it."""
 
@@ -115,6 +123,9 @@ unaligned = np.zeros(B * SQ * HQ * D * 4 + 1, np.uint8)[1:].view(np.float32).res
 BOTH = {
     "q, k, v": [
         (dict(q=None), TypeError, "q: a NoneType; accepted: an array"),
+        (dict(q=Described(shape=(B, -SQ, HQ, D))), ValueError, "q: a Described whose __array_interface__ NumPy refuses: neg.*; accepted"),
+        (dict(q=Described(strides=(4,))), ValueError, "q: a Described whose __array_interface__ NumPy refuses: mismatch.*; accepted"),
+        (dict(q=Described(typestr="junk")), ValueError, "q: a Described whose __array_interface__ NumPy refuses: .*; accepted"),
         (dict(q=[[1.0]]), TypeError, "q: a list; accepted: an array"),
         (dict(k="key"), TypeError, "k: a str; accepted: an array"),
         (dict(q=zeros(SQ, D)), ValueError, r"q: shape 6x8; accepted: \(B, S, H, D\) or \(B1, B2, S, H, D\)"),
@@ -214,6 +225,8 @@ BOTH = {
         (dict(layout="bhsd"), ValueError, "k: shape 2x9x2x8, 9 heads; accepted: a divisor of q's 6 heads"),
         (dict(backend="tpu"), ValueError, "backend: 'tpu'; accepted: cpu, cuda, reference"),
         (dict(backend=1), TypeError, "backend: 1; accepted: a name"),
+        (dict(backend="cpu\0"), ValueError, r"backend: 'cpu\\x00'; accepted: cpu, cuda, reference"),
+        (dict(backend="\udcff"), ValueError, r"backend: '\\udcff'; accepted: cpu, cuda, reference"),
         (dict(backend="cuda"), NotImplementedError, "no backend serves.*cuda: the tensors lie on the CPU"),
     ],
     "lengths, dense": [
@@ -224,6 +237,8 @@ BOTH = {
         (dict(seqused_q=np.array([1, 2**32 + 2])), ValueError, "seqused_q: 4294967298 at index 1; accepted: 0 to 2147483647"),
         (dict(seqused_k=[1, 10]), ValueError, "seqused_k: 10 at index 1; accepted: 0 to .* 9"),
         (dict(seqused_k=[1, "b"]), TypeError, "seqused_k: a list of other things than numbers; accepted: numbers"),
+        (dict(seqused_k=[1, 2**70]), ValueError, "seqused_k: 1180591620717411303424 at index 1; accepted: integers"),
+        (dict(seqused_k=[1, 2**63]), ValueError, "seqused_k: 9223372036854775808 at index 1; accepted: integers"),
         (dict(seqused_k=([1], [1, 2])), TypeError, "seqused_k: a tuple of other things than numbers; accepted"),
         (dict(max_seqlen_q=6), ValueError, "max_seqlen_q: 6 without cu_seqlens; accepted"),
         (dict(batch_shape=(1, 2)), ValueError, "batch_shape: given without cu_seqlens; accepted: None"),

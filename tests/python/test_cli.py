@@ -417,6 +417,7 @@ HOSTILE_SAFETENSORS = {
     "a deep type": (pack(b'{"q": {"dtype": ' + b"[" * 200000 + b"]" * 200000 + b', "shape": [], "data_offsets": [0, 4]}}', b"\0" * 4),
                     "nests lists or objects more than 3 deep"),
     "beyond all numbers": (pack(b'{"q": {"dtype": "F32", "shape": [1e999], "data_offsets": [0, 8]}}'), "too large"),
+    "a name with a NUL": (pack({"q\0r": 1}), "tensor 'q?r': its entry has not dtype"),
     "entry is a number": (pack({"q": 1}), "dtype, shape and data_offsets"),
     "no shape": (pack({"q": {"dtype": "F32", "data_offsets": [0, 8]}}, b"\0" * 8), "dtype, shape and data_offsets"),
     "unknown type": (pack({"q": {**ONE, "dtype": "F8_E4M3"}}, b"\0" * 8), "BF16"),
