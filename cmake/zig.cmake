@@ -23,4 +23,5 @@ set(CMAKE_FIND_ROOT_PATH_MODE_PACKAGE ONLY)
 
 # Stripped by the linker: `strip` knows this machine's processor alone.
 set(CMAKE_SHARED_LINKER_FLAGS_INIT -s)
+set(CMAKE_MODULE_LINKER_FLAGS_INIT -s)
 set(CMAKE_EXE_LINKER_FLAGS_INIT -s)

@@ -48,6 +48,7 @@ fovea.torch.attention(q, k, v, causal=True).sum().backward()
 ours = q.grad.clone(); q.grad = None
 torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
 assert torch.allclose(ours, q.grad, atol=1e-5)
+assert fovea.torch.fast_path().startswith("C, "), fovea.torch.fast_path()
 print("PyTorch", torch.__version__)
 """
 

@@ -134,7 +134,7 @@ def _extension() -> Any:
         return _EXTENSION
     path = _library.path.with_name(_FILE)
     if not path.is_file():
-        raise ImportError(f"{path} does not exist")
+        raise ImportError(f"{path} does not exist; a build makes it that finds a CPython with headers (python3-dev)")
     if sys.implementation.name != "cpython" or sys.version_info < _OLDEST:
         raise ImportError(f"it needs CPython {'.'.join(map(str, _OLDEST))} or newer")
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
