@@ -196,10 +196,10 @@ def gpu_dense():
     data, rows = gpu_rows("dense")
     peers = gpu_peers(rows)
     table = gpu_table(
-        gpu_head(data, rows) + " bf16, TFLOP/s of allowed pairs, forward / backward; 16,384 tokens and 2,048 columns in each cell. `of the "
-        "best known` compares with an estimate: cuDNN's speed here, times the ratio of the best of cuDNN, FlashAttention-3 and "
-        "FlashAttention-4 to cuDNN in runs of all three on another H200 (`bench/gpu/cases.py`).",
-        ["D", "S", "causal"], peers, ["fovea / best of the row", "of the best known"],
+        gpu_head(data, rows) + " bf16, TFLOP/s of allowed pairs, forward / backward; B * S = 16,384 and H * D = 2,048 in each row. "
+        "`fovea / estimated best` compares with an estimate of the best library's speed: cuDNN's speed in this run, times the best of cuDNN, "
+        "FlashAttention-3 and FlashAttention-4 over cuDNN in earlier runs of all three on another H200 (`bench/gpu/cases.py`).",
+        ["D", "S", "causal"], peers, ["fovea / best of the row", "fovea / estimated best"],
     )
     means = {}
     for row in rows:
@@ -243,7 +243,7 @@ def gpu_short():
     rows = [by_name[name] for name in SHORT]
     peers = gpu_peers(rows)
     table = gpu_table(
-        gpu_head(data, rows) + " bf16 where nothing else is said, TFLOP/s of allowed pairs, forward / backward.",
+        gpu_head(data, rows) + " bf16 unless the row names another type; TFLOP/s of allowed pairs, forward / backward.",
         ["problem"], peers,
     )
     for row in rows:
@@ -263,10 +263,10 @@ def gpu_features():
     peers = gpu_peers(rows)
     by_name = {row["name"]: row for row in data["rows"]}
     table = gpu_table(
-        gpu_head(data, rows) + " TFLOP/s of allowed pairs, forward / backward, or what the cell says; in brackets the MiB that our backward "
-        "allocates at its peak, gradients included. `of`: our speed as a part of our own on the row without the feature (in brackets its "
-        "target). `target`: the speed to be reached, and ours as a part of it.",
-        ["case"], peers, ["of", "target"],
+        gpu_head(data, rows) + " TFLOP/s of allowed pairs, forward / backward, unless the cell has another unit; in brackets the MiB that fovea's "
+        "backward allocates at its peak, gradients included. `with / without`: fovea's speed with the feature over fovea's speed without it "
+        "(in brackets the target of this ratio). `target`: the speed that was the aim, then fovea's speed over it.",
+        ["case"], peers, ["with / without", "target"],
     )
     for row in rows:
         beside = by_name.get(row["beside"])
@@ -286,9 +286,9 @@ def gpu_subsets():
         return ["Not measured yet."]
     by_name = {row["name"]: row for row in data["rows"]}
     table = [
-        gpu_head(data, rows) + " The time of a backward that computes a part of the gradients, as a part of the time of all of them.",
+        gpu_head(data, rows) + " The time of a backward that computes some of the gradients, and its ratio to the time of a backward that computes all.",
         "",
-        "| gradients | ms | of all | at most |",
+        "| gradients | ms | some / all | target, at most |",
         "| --- | --- | --- | --- |",
     ]
     for row in rows:
@@ -357,9 +357,9 @@ def gpu_patterns():
     by_name = {row["name"]: row for row in rows}
     table = [
         gpu_head(data, rows) + " A bias of every broadcast pattern with its gradient, B=8, H=16, D=64, bf16: TFLOP/s, forward / backward, "
-        "the MiB that the backward allocates, and both as a part of the speed without a bias (the target of the backward: 0.6).",
+        "in brackets the MiB that the backward allocates, and both speeds over those without a bias (the target of the backward: 0.6).",
         "",
-        "| bias | S=2048 | of none | S=2047 | of none |",
+        "| bias | S=2048 | with / without | S=2047 | with / without |",
         "| --- | --- | --- | --- | --- |",
     ]
     for name in dict.fromkeys(row["name"].split()[1] for row in rows):
@@ -372,7 +372,7 @@ def gpu_patterns():
     beside = [(row, by_name.get(row["beside"])) for row in rows]
     ratios = [(gpu_rate(row, "ours", 1) / gpu_rate(none, "ours", 1), row["name"]) for row, none in beside if none]
     least, slowest = min(ratios, default=(0, ""))
-    return [*table, "", f"The slowest backward: {slowest}, {least:.2f} of that without a bias."] if ratios else table
+    return [*table, "", f"The slowest backward: {slowest}, {least:.2f} of the speed without a bias."] if ratios else table
 
 
 def gpu_host_head(data, part):
@@ -388,7 +388,7 @@ def gpu_host():
     rows = ["Repeat with `bench/gpu/host.py`; medians.", ""]
     if "calls" in data:
         rows += [
-            f"One call through the C ABI, with other addresses than the call before ({gpu_host_head(data, 'calls')}):",
+            f"One call through the C ABI, with tensors at other addresses than in the previous call ({gpu_host_head(data, 'calls')}):",
             "", "| call | launches | us |", "| --- | --- | --- |",
             *(f"| {row['name']} | {row['launches']} | {row['microseconds']:.1f} |" for row in data["calls"]["rows"]), "",
         ]  # fmt: skip
