@@ -99,8 +99,9 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
   const int g = lane / 4;
   const int t = lane % 4;
   const bool leader = lane == 0;
-  Ring<S.stages> ring_k, ring_v;
-  Ring<S.planes> ring_planes;
+  Pipe<S.stages, Sm90Barriers::kK> k_pipe{barriers.first, leader};
+  Pipe<S.stages, Sm90Barriers::kV> v_pipe{barriers.first, leader};
+  Pipe<kPlanes ? S.planes : 0, Sm90Barriers::kPlanes> planes{barriers.first, leader};
   Ring<S.q_buffers> ring_q;
   Ring<kSm90PreparedBuffers> ring_prepared;
 
@@ -120,30 +121,6 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
   if (kTurns && c == kGroups - 1) {
     arrive(kForwardTurn[0], 256);
   }
-  const auto leave_k = [&] {
-    if (leader) {
-      barrier_arrive(barriers.k_empty(ring_k.buffer()));
-    }
-  };
-  const auto leave_v = [&] {
-    if (leader) {
-      barrier_arrive(barriers.v_empty(ring_v.buffer()));
-    }
-  };
-  const auto wait_planes = [&] {
-    if constexpr (kPlanes) {
-      barrier_wait(barriers.planes_full(ring_planes.buffer()), ring_planes.parity());
-    }
-  };
-  const auto next_planes = [&] {
-    if constexpr (kPlanes) {
-      if (leader) {
-        barrier_arrive(barriers.planes_empty(ring_planes.buffer()));
-      }
-      ring_planes.next();
-    }
-  };
-
   Sm90Decisions<S> dropout;
   const auto wait_prepared = [&] {
     if constexpr (kHides) {
@@ -227,7 +204,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
         wait_prepared();
       }
       wgmma_fence();
-      const auto k_now = k_rows.buffer(ring_k.buffer(), kSizes.k);
+      const auto k_now = k_rows.buffer(k_pipe.buffer(), kSizes.k);
       multiply<S.type, S.d, kHeld>(softmax.s, q_held, q_now, k_now);
       if constexpr (kHides) {
         const SharedTile<kStep, 16, 16> hide{base + kSizes.hide_at + ring_prepared.buffer() * kSizes.hide};
@@ -238,7 +215,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
     };
     const auto issue_output = [&](bool first = false) {
       // Of the tile of zeros, which has 16 rows, every instruction takes the same.
-      const u32 v_now = first ? zeros_inside.low : v_inside.buffer(ring_v.buffer(), kSizes.v).low;
+      const u32 v_now = first ? zeros_inside.low : v_inside.buffer(v_pipe.buffer(), kSizes.v).low;
       const u32 v_next = first ? 0 : v_inside.kRowBytes;
       wgmma_fence();
 #pragma unroll
@@ -258,14 +235,15 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
     softmax.start();
     for (int n = steps.end - 1; n >= own_end && n >= steps.begin; --n) {
       turn_wait();
-      barrier_wait(barriers.k_full(ring_k.buffer()), ring_k.parity());
-      leave_k();
-      ring_k.next();
-      wait_planes();
-      next_planes();
-      barrier_wait(barriers.v_full(ring_v.buffer()), ring_v.parity());
-      leave_v();
-      ring_v.next();
+      k_pipe.wait();
+      k_pipe.release();
+      k_pipe.next();
+      planes.wait();
+      planes.release();
+      planes.next();
+      v_pipe.wait();
+      v_pipe.release();
+      v_pipe.next();
       turn_pass();
       wait_prepared();
       next_prepared();
@@ -278,7 +256,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
       const float unit = softmax.kNatural ? math::kLog2E : m.scale_log2;
 
       const auto finish = [&](auto at_end, auto again) {
-        softmax.template finish<again, again || (kPeels && at_end)>(a, m, inputs, ring_planes.buffer(), n * kStep);
+        softmax.template finish<again, again || (kPeels && at_end)>(a, m, inputs, planes.buffer(), n * kStep);
         softmax.template mask<at_end>(band, top, row0, n * kStep, t);
       };
       // From the dot products of step n to P, or to what is left to settle().
@@ -291,7 +269,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
           wgmma_wait<0>();
           pin(o);
           if (!first) {
-            leave_v();
+            v_pipe.release();
           }
         };
         const auto make_p = [&] {
@@ -318,7 +296,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
             }
             left = Left::kMoving;
           }
-          leave_k();
+          k_pipe.release();
           softmax.sum[0] += part0;
           softmax.sum[1] += part1;
           if constexpr (!S.ahead) {
@@ -326,7 +304,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
           }
           return left;
         };
-        wait_planes();
+        planes.wait();
         finish(at_end, Constant<0>{});
         if (S.guess && first) {
           softmax.guess(a);
@@ -358,7 +336,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
           } else {
             if (left == Left::kAgain) {
               softmax.form(base + kSizes.q_at + ring_q.buffer() * kSizes.q, c * 64 + fragment_row,
-                           base + kSizes.k_at + ring_k.buffer() * kSizes.k, lane);
+                           base + kSizes.k_at + k_pipe.buffer() * kSizes.k, lane);
               finish(Constant<1>{}, Constant<1>{});
             }
             if constexpr (kHides) {  // a hidden key that holds NaN: the product cannot hide it
@@ -371,12 +349,13 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
             }
             softmax.exactly(a, o);
             careful = softmax.must_be_exact();
-            leave_k();
+            k_pipe.release();
           }
           softmax.convert(dropout);
         }
-        ring_k.next();
-        next_planes();
+        k_pipe.next();
+        planes.release();
+        planes.next();
       };
       const auto after_first = [&] {
         release_stored();
@@ -384,8 +363,8 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
         if constexpr (S.ragged) {
           const int live = band.seqlen_k - n * kStep;
           if (live < kStep) {
-            barrier_wait(barriers.v_full(ring_v.buffer()), ring_v.parity());
-            sm90_clear_values<S>(base + kSizes.v_at + ring_v.buffer() * kSizes.v, live, thread);
+            v_pipe.wait();
+            sm90_clear_values<S>(base + kSizes.v_at + v_pipe.buffer() * kSizes.v, live, thread);
             sync(own_barrier, 128);
           }
         }
@@ -397,7 +376,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
       bool first = true;
       Left left = Left::kNothing;
       if constexpr (kPeels) {
-        barrier_wait(barriers.k_full(ring_k.buffer()), ring_k.parity());
+        k_pipe.wait();
         turn_wait();
         issue_scores();
         turn_pass();
@@ -427,11 +406,11 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
           }
           --n;
         }
-        barrier_wait(barriers.k_full(ring_k.buffer()), ring_k.parity());
+        k_pipe.wait();
         turn_wait();
         issue_scores();
         if (!first) {
-          barrier_wait(barriers.v_full(ring_v.buffer()), ring_v.parity());
+          v_pipe.wait();
         }
         issue_output(first);
         turn_pass();
@@ -443,7 +422,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
         next_prepared();
         left = soften(Constant<!kPeels>{}, first);
         if (!first) {
-          ring_v.next();
+          v_pipe.next();
         }
         if (!kPeels && first) {
           after_first();
@@ -451,14 +430,14 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
         }
       }
       leave_q(direct);
-      barrier_wait(barriers.v_full(ring_v.buffer()), ring_v.parity());
+      v_pipe.wait();
       issue_output();
       softmax.sum[0] = quad_sum(softmax.sum[0]);
       softmax.sum[1] = quad_sum(softmax.sum[1]);
       wgmma_wait<0>();
       pin(o);
-      leave_v();
-      ring_v.next();
+      v_pipe.release();
+      v_pipe.next();
     } else {
       leave_q(direct);
       release_stored();

@@ -15,19 +15,19 @@
 
 namespace fovea::cuda {
 
-// For each ring, buffer by buffer: full and empty.
 struct Sm90Barriers {
+  static constexpr int kQ = 0, kK = 64, kV = 128, kPlanes = 192, kPrepared = 256;  // of a ring: full, then empty
   u32 first;
-  __device__ __forceinline__ u32 q_full(int i) const { return first + 8 * i; }
-  __device__ __forceinline__ u32 q_empty(int i) const { return first + 32 + 8 * i; }
-  __device__ __forceinline__ u32 k_full(int i) const { return first + 64 + 8 * i; }
-  __device__ __forceinline__ u32 k_empty(int i) const { return first + 96 + 8 * i; }
-  __device__ __forceinline__ u32 v_full(int i) const { return first + 128 + 8 * i; }
-  __device__ __forceinline__ u32 v_empty(int i) const { return first + 160 + 8 * i; }
-  __device__ __forceinline__ u32 planes_full(int i) const { return first + 192 + 8 * i; }
-  __device__ __forceinline__ u32 planes_empty(int i) const { return first + 224 + 8 * i; }
-  __device__ __forceinline__ u32 prepared_full(int i) const { return first + 256 + 8 * i; }
-  __device__ __forceinline__ u32 prepared_empty(int i) const { return first + 288 + 8 * i; }
+  __device__ __forceinline__ u32 q_full(int i) const { return first + kQ + 8 * i; }
+  __device__ __forceinline__ u32 q_empty(int i) const { return first + kQ + kPipeEmpty + 8 * i; }
+  __device__ __forceinline__ u32 k_full(int i) const { return first + kK + 8 * i; }
+  __device__ __forceinline__ u32 k_empty(int i) const { return first + kK + kPipeEmpty + 8 * i; }
+  __device__ __forceinline__ u32 v_full(int i) const { return first + kV + 8 * i; }
+  __device__ __forceinline__ u32 v_empty(int i) const { return first + kV + kPipeEmpty + 8 * i; }
+  __device__ __forceinline__ u32 planes_full(int i) const { return first + kPlanes + 8 * i; }
+  __device__ __forceinline__ u32 planes_empty(int i) const { return first + kPlanes + kPipeEmpty + 8 * i; }
+  __device__ __forceinline__ u32 prepared_full(int i) const { return first + kPrepared + 8 * i; }
+  __device__ __forceinline__ u32 prepared_empty(int i) const { return first + kPrepared + kPipeEmpty + 8 * i; }
 
   // Full: who writes, and (the copying thread's) bytes. Empty: every warp that reads, and (Q) every warpgroup that
   // stores, or warp that no longer needs it.

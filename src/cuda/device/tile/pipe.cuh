@@ -3,6 +3,7 @@
 // What the warps of a block wait for each other with on Hopper.
 //
 //   Ring            a ring of buffers: which one is next, and the parity of its barriers
+//   Pipe            a ring with its barriers, as a warp that reads has it
 //   NamedBarriers   barriers of bar.sync, which have numbers; each kernel lists its own, and no two may share one
 #ifndef FOVEA_CUDA_DEVICE_TILE_PIPE_CUH
 #define FOVEA_CUDA_DEVICE_TILE_PIPE_CUH
@@ -18,6 +19,35 @@ struct Ring {
   __device__ __forceinline__ u32 buffer() const { return at >> 1; }
   __device__ __forceinline__ u32 parity() const { return at & 1; }
   __device__ __forceinline__ void next() { at = at >= 2 * kBuffers - 2 ? (at & 1) ^ 1 : at + 2; }
+};
+
+// Barriers of a pipe of at most four buffers: 8 bytes each, first those for full, then those for empty.
+inline constexpr int kPipeEmpty = 32;
+
+// Its barriers begin kAt bytes behind `barriers`. Without buffers nothing is waited for.
+template <int kBuffers, int kAt>
+struct Pipe {
+  static_assert(kBuffers <= 4);
+  u32 barriers;
+  bool leader;  // of its warp, for which it releases
+  Ring<kBuffers> ring{};
+
+  __device__ __forceinline__ u32 buffer() const { return ring.buffer(); }
+  __device__ __forceinline__ void next() { ring.next(); }
+  // Until the buffer is full.
+  __device__ __forceinline__ void wait() const {
+    if constexpr (kBuffers > 0) {
+      barrier_wait(barriers + kAt + 8 * ring.buffer(), ring.parity());
+    }
+  }
+  // This warp has read the buffer.
+  __device__ __forceinline__ void release() const {
+    if constexpr (kBuffers > 0) {
+      if (leader) {
+        barrier_arrive(barriers + kAt + kPipeEmpty + 8 * ring.buffer());
+      }
+    }
+  }
 };
 
 // Numbers first ... first + count - 1 of the 16 that a block has. Number 0 is that of sync() without arguments.
