@@ -115,7 +115,7 @@ void require_cache(const std::string& folder) {
 
 struct Judge {
   const char* variable;
-  void (*require)(const std::string& value);  // throws what is wrong with it: whoever reads the variable, where he can
+  void (*require)(const std::string& value);  // throws what is wrong with the value, as the code that reads it does
 };
 constexpr Judge kJudges[] = {
     {"FOVEA_KERNEL", [](const std::string&) { kernel_family(); }},

@@ -32,7 +32,7 @@ constexpr std::string_view kMagic = "fovea kernel 1\n";  // the format's number
 constexpr std::string_view kSuffix = ".kernel";
 constexpr std::string_view kTemporary = ".tmp";
 constexpr std::uint64_t kLargest = std::uint64_t{1} << 28;  // of an entry, in bytes
-constexpr std::time_t kAbandoned = 3600;                    // seconds after which a temporary file is nobody's
+constexpr std::time_t kAbandoned = 3600;                    // seconds after which a temporary file counts as left
 constexpr std::time_t kTouch = 60;                          // seconds between two touches of an entry
 
 std::string reason(int error) { return std::strerror(error); }  // NOLINT(concurrency-mt-unsafe)

@@ -12,7 +12,7 @@
 // compile the same kernel at the same time write the same thing.
 //
 // The entries are code that will run. So the folder must belong to this user (or to root, where it is only read), and
-// nobody else may be able to write into it; it is made with mode 0700.
+// no other user may be able to write into it; it is made with mode 0700.
 //
 // The folder's size is bounded: after a write the entries that were not used for longest go (a read touches an entry).
 #pragma once

@@ -259,8 +259,8 @@ Place place_of(const Driver& driver, const void* pointer);
 // Whether work on the stream goes into a graph: then nothing may be loaded, allocated or waited for.
 bool is_capturing(const Driver& driver, cu::Stream stream);
 
-// While this lives, this thread may load code although another stream captures: in the usual mode that would end the
-// capture of whoever it is, whose graph nothing of this goes into.
+// While this lives, this thread may load code although another stream captures. In the usual mode loading would end
+// that capture; nothing of it goes into the graph.
 class BesideCaptures {
  public:
   explicit BesideCaptures(const Driver& driver);

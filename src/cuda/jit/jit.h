@@ -104,7 +104,7 @@ class Jit {
 
   Slot& slot(const std::string& key);
   const std::shared_ptr<const Binary>& fill(Slot& slot, const Request& request, const std::string& key);
-  // Machine code that is there, or who compiles it.
+  // Machine code that is there, or the thread that compiles it.
   struct Sought {
     std::optional<Binary> binary;
     int Counts::*count;

@@ -120,8 +120,8 @@ struct Tiles {
   bool same_step = false;
 };
 
-// Whether dQ had better be computed in its own step, if blocks fill the chip: at head_dim 128, where registers allow,
-// without a band or with groups of heads under a causal mask (elsewhere level, or slower: docs/design/tried.md).
+// Whether dQ is computed in its own step, if blocks fill the chip: at head_dim 128, where registers allow, without a
+// band or with groups of heads under a causal mask. Elsewhere that is no faster, or slower (docs/design/tried.md).
 bool in_same_step(const Call& call, const Sm90BackwardSpec& spec, bool ordered) {
   const bool grouped = call.rows.heads_q > call.rows.heads_k;
   const bool much = spec.dropout != DropoutRule::kNone || spec.softcap || spec.mask || spec.key_term ||
@@ -238,9 +238,9 @@ std::vector<Tiles> candidates(const Sm90BackwardSpec& spec, std::int64_t seqlen_
           {.groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 2}};
 }
 
-// Whether who comes first to rows of dq_sum stores there: nobody need clear them, but whoever comes meanwhile waits.
-// That pays where steps take long, or with few keys; not where grouped heads make blocks so long that they had better
-// begin by turns, the longest first.
+// Whether the block that comes first to rows of dq_sum stores there. Then nothing clears them before, but a block that
+// comes while another stores waits. That pays where steps take long, or with few keys. It does not where grouped heads
+// make blocks so long that heads should begin by turns, the longest block first.
 bool stores_first(const Call& call, const Sm90BackwardSpec& spec) {
   constexpr int kNarrow = 64;
   constexpr std::int64_t kFewKeys = 2048;

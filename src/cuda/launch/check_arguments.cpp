@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// FOVEA_CHECK=1: addresses are asked for where they lie, and lengths that lie on the device are read back and checked
-// before a call; this waits for the stream, once.
+// FOVEA_CHECK=1: before a call the driver is asked where each address lies, and lengths that lie on the device are read
+// back and checked; this waits for the stream, once.
 #include <fmt/format.h>
 
 #include <cstdlib>
@@ -31,7 +31,7 @@ template <class... T>
   throw Error(FOVEA_INVALID_ARGUMENT, fmt::format(format, std::forward<T>(arguments)...));
 }
 
-// Lengths that lie on the device: all are asked for first, and waited for together.
+// Lengths that lie on the device: all copies are started first, then awaited together.
 class Lengths {
  public:
   Lengths(const jit::Driver& driver, jit::cu::Stream stream) : driver_(driver), stream_(stream) {}

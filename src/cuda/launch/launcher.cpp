@@ -117,8 +117,8 @@ void Launcher::launch_in_pieces(const Launch& launch, Args args) const {
 void run(const Call& call, Executable& executable, void* workspace) {
   const jit::Driver& driver = jit::driver();
   const auto stream = static_cast<jit::cu::Stream>(call.stream);
-  // First of all: a thread may come without a context, as PyTorch's for the backward, and the default stream is then
-  // nobody's.
+  // First of all: a thread may come without a context, as PyTorch's for the backward does, and the default stream then
+  // belongs to no context.
   const jit::ContextScope scope(driver, executable.device().ordinal, stream);
   if (!executable.loaded(scope.context())) {
     if (jit::is_capturing(driver, stream)) {

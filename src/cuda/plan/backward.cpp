@@ -193,7 +193,7 @@ void Planner::backward() {
   const bool row_sum = any(Gradient::kRows) && !main.row_sum;
   const bool dq_alone = p.need.q && !work.dq;
   if (work.dkv || work.column_sum || dq_alone || row_sum) {
-    serves(hopper);  // says why where a generic kernel is asked
+    serves(hopper);  // the summary says why a generic kernel is used
   }
   if (dq_alone || row_sum) {
     add_generic_backward_dq(*this, taken(generic_backward_dq(features, plan_.target, dq_alone, row_sum)));

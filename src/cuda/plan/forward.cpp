@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The forward's plan: candidates are asked in order, and the first that serves is taken.
+// The forward's plan: candidates are considered in order, and the first that can compute the call is taken.
 #include <fmt/format.h>
 
 #include "cuda/kernels/generic_forward.h"

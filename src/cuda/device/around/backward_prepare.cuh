@@ -4,7 +4,7 @@
 //
 //   backward_prepare   per query: delta = <do, o> - dlse, the logsumexp as the products subtract it, both padded so
 //                      that tiles of rows never cross a sequence; partial sums of the sink's gradient; dq_sum set to
-//                      zero (but for stores_first: then where nobody stored it is zero for backward_convert)
+//                      zero (with stores_first not: rows that no block has stored are zero to backward_convert)
 //   backward_convert   dq_sum (fp32, in the order of the accumulators) to dq (sm90_backward_parts does it, too)
 //
 // Launches of 256 threads (backward_prepare: kBackwardPrepareThreads), no shared memory to be given. Spec: `type`, `d`

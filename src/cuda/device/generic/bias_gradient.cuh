@@ -93,8 +93,8 @@ __device__ __forceinline__ bool meets_tile(const Args& a, const Place& place, in
 }
 
 // A tile of sums, M x N numbers of a plane from (m0, n0) on; this warp's fragment begins at (row, column) of it.
-// Partial sums leave in fp32, the gradient in its type, through `result` in shared memory, which nobody else uses by
-// now.
+// Partial sums are stored in fp32, the gradient in its type, through `result` in shared memory, which nothing else uses
+// by now.
 template <auto S, int M, int N, int T, int kColumns>
 __device__ __forceinline__ void store_bias_sums(const Args& a, const float (&sum)[T][kColumns][4], u32 result,
                                                 const Shared& shared, i64 plane, int chunk, int m0, int n0, int row,

@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(S.warps * 32, 1) generic_wide_forward(const __
     for (int part = 0; part < kParts; ++part) {
       if (part > 0 || (kParts > 1 && n > steps.begin)) {
         if (part > 0) {
-          sync();  // everybody has read the part before
+          sync();  // all warps have read the part before
           load_k(n, part);
         }
         load_q(part);

@@ -27,8 +27,8 @@ __device__ __forceinline__ u32 block_index() {
   return index;
 }
 
-// No instruction: a value whose origin the compiler does not know, so that what is rarely made from it is made there
-// and not before a loop, where it would take registers.
+// No instruction: hides from the compiler where a value comes from. What is rarely computed from it is then computed
+// where it is used, and not hoisted before a loop, where it would take registers.
 __device__ __forceinline__ int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;

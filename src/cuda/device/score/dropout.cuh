@@ -115,8 +115,8 @@ struct Keep {
   }
 
   // Where four keys that begin at a multiple of four are one call's numbers (`shares`), they belong to kSharers
-  // neighbours along the keys: each makes its share of the calls, packs the decisions by who needs them, and all hand
-  // them round. Elsewhere each makes a call for every element of its own.
+  // neighbours along the keys: each makes its share of the calls, packs the decisions by the lane that needs them, and
+  // all exchange them. Elsewhere each makes a call for every element of its own.
   __device__ __forceinline__ u32 torch_bits(const Thread& thread, int row0, int column0, bool shares) const {
     constexpr int kSharers = kTransposed ? 4 : 2;
     constexpr int kStride = kTransposed ? 4 : 1;  // of lanes

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Which elements take part, but for the band: masks of keys, where three warps of sm90_forward's copying warpgroup,
-// which have nothing else to do, prepare them ahead; and dropout's decisions, which the warps that compute draw
-// between the powers of the softmax, where the pipes for integers have nothing to do, and mask P by.
+// Which elements take part, but for the band. Masks of keys: the three warps of sm90_forward's copying warpgroup that
+// copy nothing prepare them ahead. Dropout: the warps that compute draw the decisions between the powers of the
+// softmax, where the pipes for integers are idle, and mask P by them.
 //
 // Note: drawn by those three warps, ahead, as a bit an element, dropout at D=64 fell from 263 to 173 TFLOP/s: they do
 // not keep up with two warpgroups.

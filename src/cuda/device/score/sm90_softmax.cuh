@@ -154,7 +154,7 @@ struct Sm90Softmax {
     }
   }
 
-  // Forbidden elements become -inf. Each edge is asked for only where the rows of this warpgroup, 64 from `top` on,
+  // Forbidden elements become -inf. Each edge is looked for only where the rows of this warpgroup, 64 from `top` on,
   // meet it; `row` is this thread's first. Without a band only the first step (kAtEnd) meets the sequence's end.
   template <bool kAtEnd>
   __device__ __forceinline__ void mask(const math::Band<int>& band, int top, int row, int n0, int t) {

@@ -3,21 +3,22 @@
 // sm90_backward: dk, dv and dq of a call on Hopper, for numbers of 16 bits and head dimensions up to 192, of Q and V
 // together up to 320.
 //
-// A block owns the keys of its warpgroups, tiles * 64 each, of one key head, and walks over the queries that meet any
-// of them, `step` at a time, of all query heads that share the key head. Warpgroup 0 copies: K and V once, Q, dO and
-// the row vectors into a ring, a bias into the ring of dS. The others compute, and but for `same_step` meet at no
+// A block owns the keys of its warpgroups, tiles * 64 each, of one key head. It loops over the queries that attend to
+// any of them, `step` at a time, of all query heads that share the key head. Warpgroup 0 copies: K and V once, Q, dO
+// and the row vectors into a ring, a bias into the ring of dS. The others compute; but for `same_step` they have no
 // barrier of their own:
 //
 //     S^T = K Q^T, dP^T = V dO^T | P^T, dS^T in registers | dV += P^T dO, dK += dS^T Q | dQ of the step before
 //
-// P^T and dS^T are operands as they stand; where registers allow so are V and K. The ring of dS is used
-// in place: TMA writes the bias as [query][key], ldmatrix.trans hands it over in the layout of S^T, stmatrix.trans puts
-// dS where the bias was, and there it is an operand of dQ = dS K. Each step's dQ is one warpgroup's matter in turn (64
-// queries; of steps of 128 both have one), a step later, when everybody's dS has most likely arrived; or (`same_step`)
-// all wait for each other and each has half of dQ's columns, ahead of dK, beside whose product they leave. dQ is added
-// to dq_sum, in L2, in the order of the accumulators (backward_convert), by red instructions or in bulk through shared
-// memory, there (`ordered`) by one block of keys after the other. Where one block has all keys (`direct`) dQ is stored
-// as it is.
+// P^T and dS^T are operands of the next products from registers; where registers allow so are V and K. The ring of dS
+// is used in place: TMA writes the bias as [query][key], ldmatrix.trans reads it in the layout of S^T, stmatrix.trans
+// puts dS where the bias was, and there dS is an operand of dQ = dS K.
+// dQ of a step is computed a step later, when the dS of all warpgroups has most likely arrived: by one warpgroup for 64
+// queries, in turn (of steps of 128 queries each of two has 64). With `same_step` all warpgroups wait for each other
+// instead, and each computes half of dQ's columns in the step itself, before dK; dQ is stored while the product of dK
+// runs. dQ is added to dq_sum, in L2, in the order of the accumulators (backward_convert), by red instructions or in
+// bulk through shared memory; with `ordered` by one block of keys after the other; with `direct` one block has all keys
+// and stores dQ as it is.
 //
 // With dropout, P carries the decision in its sign: P >= 0 is kept. Where dK and dV take most registers, S and dP are
 // made in two parts of a step (sm90_step_parts).
@@ -108,7 +109,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
   if (threadIdx.x == 0) {
     barrier_init(barriers.kv_full(), 1);
-    // Whoever asks which keys are next.
+    // Every warp that is told which keys are next.
     barrier_init(barriers.kv_empty(), S.warps + int{kBias || kOuter} + int{S.bulk} + int{S.dbias_store});
     for (int i = 0; i < S.stages; ++i) {
       barrier_init(barriers.q_full(i), 1);
@@ -117,7 +118,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
     for (int i = 0; i < S.planes; ++i) {
       barrier_init(barriers.bias_full(i), 1);
       barrier_init(barriers.grads_full(i), S.warps);
-      // Every warp that reads dS, and who stores it; without dQ every warp that has read the bias.
+      // Every warp that reads dS, and the thread that stores it; without dQ every warp that has read the bias.
       barrier_init(barriers.grads_empty(i), (!S.dq ? S.warps : S.halves ? 8 : 4 * (M / 64)) + int{S.dbias_store});
     }
     for (int i = 0; kOuter && i < S.outer; ++i) {
@@ -466,8 +467,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
         float dq[S.same_step ? kColumns / 2 : 1];
         if constexpr (S.same_step) {
           fence_async();
-          sync(kGradsThere,
-               kGroups * 128);  // dS is there, all of it, and who comes here has read that of the step before
+          sync(kGradsThere, kGroups * 128);  // all of dS is there, and that of the step before has been read
           multiply_dq(ring_grads, dq);
         }
         if constexpr (S.dkv) {

@@ -33,7 +33,7 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
   constexpr int kGroupKeys = S.tiles * 64;
   static_assert(sizeof(Sm90Loads) <= kSm90LoadsBytes);
   const u32 blocks = u32(m.blocks);
-  // Who waits for another must have begun later: in order every number is a ticket.
+  // A block waits only for blocks that began before it: in order every number is a ticket.
   const auto take = [&] {
     if constexpr (S.ordered) {
       return atomicAdd(a.turns, 1u);
@@ -48,7 +48,7 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
   while (number < blocks) {
     const Sm90KeyBlock<S> block(a, m, number);
     if (block.outside()) {
-      // So are the other numbers up to the head's end (from the end: up to its last keys), which nobody need take.
+      // So are the other numbers up to the head's end (from the end: up to its last keys): no block takes them.
       constexpr bool kFromTheEnd = Sm90KeyBlock<S>::kFromTheEnd;
       const u32 parts = S.key_parts ? u32(m.parts.count) : 1;
       const u32 whole = number / parts;
@@ -142,7 +142,7 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
       }
     }
     phase ^= 1;
-    number = take();  // not sooner: whoever is free first shall have it
+    number = take();  // not sooner: the block that is free first takes it
   }
   barrier_wait(barriers.kv_empty(), phase);
   store_shared(base + kSizes.number_at, kNoBlock);

@@ -51,7 +51,7 @@ __device__ __forceinline__ void store_bias_part(const float (&sum)[1][S.part / 8
 }
 
 // This warp's rows, from `row` of the tile on. Numbers of 16 bits go through its rows of the bias (tile_inputs), which
-// nobody needs any more.
+// are no longer needed.
 template <auto S>
 __device__ __forceinline__ void store_sums(const Args& a, const Sm90BiasGradientArgs& m, const Sm90BiasTile& tile,
                                            const float (&sum)[S.step / S.part][1][S.part / 8][4], u32 tile_inputs,

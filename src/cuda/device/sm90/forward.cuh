@@ -12,9 +12,9 @@
 //     tensor cores   S(n-1) O(n)   S(n-2) O(n-1) ...      of one warpgroup; the gaps are another's products
 //     other units          softmax(n-1)   softmax(n-2)
 //
-// At the end O leaves by TMA through the buffer of Q that its tile no longer needs; the next tile's Q is in the other.
-// Where there is no other O leaves from registers, and the next Q comes while the last softmax's P meets V.
-// Steps run from the last key to the first: the edges of the band and of the sequence come first.
+// At the end O is stored by TMA through the buffer of Q that its tile no longer needs; the next tile's Q is in the
+// other buffer. Where there is one buffer alone, O is stored from registers, and the next Q is loaded during the last P
+// V. Steps run from the last key to the first: the edges of the band and of the sequence come first.
 #ifndef FOVEA_CUDA_DEVICE_SM90_FORWARD_CUH
 #define FOVEA_CUDA_DEVICE_SM90_FORWARD_CUH
 
@@ -251,8 +251,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
     float sink = -kInfinity;
     if (own_end > steps.begin) {
       int n = own_end - 1;
-      bool careful =
-          !S.guess;  // a warp's own matter: it takes the exact way, until references are fit for the quick one
+      bool careful = !S.guess;  // of this warp: it computes exactly until its references are fit for the fast path
       const float unit = softmax.kNatural ? math::kLog2E : m.scale_log2;
 
       const auto finish = [&](auto at_end, auto again) {
@@ -260,9 +259,10 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
         softmax.template mask<at_end>(band, top, row0, n * kStep, t);
       };
       // From the dot products of step n to P, or to what is left to settle().
-      // Note: a wait for products is the whole warpgroup's, so that its warps, each of which goes its own way, all pass
-      // one and the same. The vote keeps it behind the weights: with nothing but arithmetic before it ptxas moves it to
-      // the front, and no warpgroup does its softmax while its own product runs. Narrow heads want it there.
+      // Note: wgmma_wait is for a whole warpgroup. Its warps branch each by itself, so all of them must come to the
+      // same wait instruction. The vote keeps that behind the weights: with nothing but arithmetic before it ptxas
+      // moves the wait to the front, and no warpgroup does its softmax while its own product runs. For narrow heads the
+      // front is better.
       enum class Left { kNothing, kMoving, kExact, kAgain };
       const auto soften = [&](auto at_end, bool first) {
         const auto await_output = [&] {

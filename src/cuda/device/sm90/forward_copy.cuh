@@ -29,8 +29,8 @@ struct Sm90Barriers {
   __device__ __forceinline__ u32 prepared_full(int i) const { return first + kPrepared + 8 * i; }
   __device__ __forceinline__ u32 prepared_empty(int i) const { return first + kPrepared + kPipeEmpty + 8 * i; }
 
-  // Full: who writes, and (the copying thread's) bytes. Empty: every warp that reads, and (Q) every warpgroup that
-  // stores, or warp that no longer needs it.
+  // Full: the threads that write, and the bytes that the copying thread announces. Empty: every warp that reads, and
+  // for Q every warpgroup that stores O, or every warp that needs the buffer no longer.
   template <auto S>
   __device__ __forceinline__ void init() const {
     constexpr int kGroups = sm90_forward_sizes(S).groups;

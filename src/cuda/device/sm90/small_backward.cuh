@@ -243,7 +243,8 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
     }
 
     // ---- logsumexp and delta; dO and O are swizzled alike, so that chunks of 16 bytes pair up at equal places ----
-    // O of a row without keys is 0, so that <dO, O> is NaN where its dO is not finite: 0 of that is no part of dV.
+    // A row without keys has O = 0 and P = 0. Where its dO is not finite <dO, O> is NaN, and P dO would bring NaN to
+    // dV: such rows of dO become 0.
     constexpr bool kHides = kBias || S.banded;
     bool hurts = false;
     const u32 grad_out = part + ring.buffer() * kSizes.head + 2 * kSizes.q + kSizes.v;
@@ -353,7 +354,7 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
     pin(dq);
     pin(dk);
     pin(dv);
-    sync(kSmallGroup[c], 128);  // nobody reads this head's tiles any more
+    sync(kSmallGroup[c], 128);  // all warps have read this head's tiles
     if (m.store_tensors) {
       // By TMA, through the places of Q, K and V.
       const u32 q_place = part + ring.buffer() * kSizes.head + kSizes.q;

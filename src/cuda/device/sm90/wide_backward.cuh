@@ -71,7 +71,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
   begin_kernel<S.arch>();
   const int rank = int(uniform(cluster_rank()));
   u32 number = blockIdx.x / 2;
-  if constexpr (S.ordered) {  // who waits for another must have begun later: a ticket
+  if constexpr (S.ordered) {  // a cluster waits only for clusters that began before it: a ticket
     const u32 number_at = base + kSizes.barriers_at + 128;
     cluster_sync();
     if (rank == 0 && threadIdx.x == 0) {
@@ -166,7 +166,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
   // ---- dQ: a part of the columns, over the keys of both blocks ----
   float dq[kColumns / 2];
   const auto issue_dq = [&](const Ring<2>& tile) {
-    // Note: those who sum nothing wait, too, or a block without any dQ says that it has read what has not come yet.
+    // Note: warps that sum nothing wait, too. Otherwise a block without dQ would release a buffer that is not full yet.
     barrier_wait(barriers.grads_full(tile.buffer()), tile.parity());
     wgmma_fence();
     if (!has_dq) {

@@ -96,8 +96,8 @@ __device__ __forceinline__ void sm90_wide_backward_copy(const Args& a, const Sm9
   }
 }
 
-// In order: waits until all of the clusters before have added to a step's queries, lets the warps of this block add,
-// and counts itself when they have. Nobody who computes waits for memory.
+// In order: waits until all clusters before this one have added to a step's queries, lets the warps of this block add,
+// and counts this cluster when they have. So the warps that compute never wait for memory.
 template <auto S>
 __device__ __forceinline__ void sm90_wide_backward_order(const Args& a, const Sm90KeyBlock<S>& block,
                                                          const Sm90WideBackwardBarriers& barriers) {

@@ -15,7 +15,7 @@ template <auto S>
 inline constexpr float kLift = S.type == Type::kFp32 ? 12 : 0;
 
 // A block has kRows queries of one head, with Spec::split a part of their keys, and one of kChunks pieces of O's
-// columns. Nothing is stored that is needed in the epilogue alone: there the block is made again.
+// columns. What the epilogue alone needs is not kept in registers: there the block is constructed again.
 template <auto S, int kRows, int kChunks = 1>
 struct ForwardBlock {
   Place place;

@@ -42,7 +42,7 @@ struct Sm90KeyBlock {
   // Under a causal mask the first keys have the most queries. A few heads at a time begin with these and leave the
   // short blocks for the end, where they fill the chip evenly; all heads at once would not stay in L2.
   static constexpr bool kByTurns = S.banded && !S.ordered && !S.ragged;
-  // Without a band each begins elsewhere, so that every row of dq_sum soon has somebody who stores there.
+  // Without a band each block begins at other queries, so that every row of dq_sum is soon stored by some block.
   static constexpr bool kRotates = S.stores_first && !S.banded && !S.ordered && !S.key_parts;
 
   __device__ __forceinline__ Sm90KeyBlock(const Args& a, const Sm90BackwardArgs& m, u32 index) {
@@ -169,13 +169,13 @@ struct Sm90BackwardBarriers {
   __device__ __forceinline__ u32 outer_empty(int i) const { return at + kSm90BackwardBarriers.outer_empty + 8 * i; }
 };
 
-// Whoever is not the thread that copies K and V learns from it which keys are next; `phase` changes each time.
+// Tells every warp but the one that copies K and V which keys are next; `phase` changes each time.
 constexpr u32 kNoBlock = ~u32(0);
 template <auto S>
 __device__ __forceinline__ u32 sm90_await_block(u32 base, const Sm90BackwardBarriers& barriers, u32 phase) {
   barrier_wait(barriers.kv_full(), phase);
   u32 number = 0;
-  if (threadIdx.x % 32 == 0) {  // who says, too, that this warp needs it no more
+  if (threadIdx.x % 32 == 0) {  // this lane will also release the number for its warp
     number = load_shared_word(base + sm90_backward_sizes(S).number_at);
   }
   return uniform(number);
@@ -208,7 +208,7 @@ __device__ __forceinline__ void zero_rows(u32 tile, int live, int thread) {
 }
 
 // Such rows of dO, whose logsumexp in `lse` is infinite, become 0: P is 0 there, but 0 * inf is NaN. By all threads
-// that compute, who all find the same in `lse`.
+// that compute; all read the same `lse`.
 template <auto S, int kRowBytes, int kPanels, int kThreads>
 __device__ __forceinline__ void zero_dead_rows(u32 tile, u32 lse) {
   if constexpr (may_hide(S) && S.dkv) {
