@@ -75,9 +75,9 @@ def main():
         return
     out = ROOT / "dist"
     shutil.rmtree(out, ignore_errors=True)
-    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
-        built = build(out, Path(first), arguments.jobs)
-        again = build(Path(second) / "dist", Path(second) / "work", arguments.jobs)
+    with tempfile.TemporaryDirectory() as folder:  # what `make wheels` left may be used again; here everything is new
+        built = build(out, ROOT / "build-wheels", arguments.jobs)
+        again = build(Path(folder) / "dist", Path(folder) / "work", arguments.jobs)
     if built != again:
         different = [name for name in built if built[name] != again.get(name)]
         fail(f"built twice, the bits of {', '.join(different)} are not the same")

@@ -348,9 +348,10 @@ class Runner:
 
     def stage_wheel(self):
         """both wheels, built unless $FOVEA_WHEELS has them: in bare environments of the oldest and the newest Python,
-        beside PyTorch, and for aarch64 under qemu-user"""
+        beside PyTorch, and for aarch64 under qemu-user; the source distribution"""
         folder = os.environ.get("FOVEA_WHEELS")
-        if not (self.run("tools/deps.sh", "wheel") and (folder or self.run("make", "--no-print-directory", "wheels"))):
+        target = ".venv-wheels/.ready" if folder else "wheels"
+        if not (self.run("tools/deps.sh", "build", "wheel") and self.run("make", "--no-print-directory", f"JOBS={self.jobs}", target)):
             return Count(0, 1)
         return self.pytest("tests/wheel", "-s", env={"FOVEA_WHEELS": folder or ROOT / "dist"})
 
