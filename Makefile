@@ -62,7 +62,7 @@ test-torch:  ## fovea.torch, in an environment of its own with the newest PyTorc
 check: test check-rest  ## make test, then the other stages (docs/testing.md): lint, sanitizers, fuzzing, a second compiler, ...
 check-rest:
 	$(VENV)/bin/python tools/test.py --build $(BUILD) --jobs $(JOBS) --lanes 2 --after $(BUILD)/tests.json \
-	    tidy asan clang tsan torch lint kernels fuzz readers nvrtc abi installed demo docs
+	    tidy asan clang tsan torch wheel lint kernels fuzz readers nvrtc abi installed demo docs
 
 .PHONY: kernels
 kernels:  ## compile every GPU kernel that changed into tests/kernels/manifest.txt; goes on where it was stopped (no GPU)

@@ -52,6 +52,8 @@ if [ "$(id -u)" != 0 ]; then
 fi
 echo "deps: installing$missing"
 export DEBIAN_FRONTEND=noninteractive
+exec 9<"$0"
+flock 9  # stages of the tests run at once, and apt-get does not wait for another
 $as_root apt-get update -qq
 # shellcheck disable=SC2086
 $as_root apt-get install -y -qq --no-install-recommends $missing >/dev/null

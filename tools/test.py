@@ -28,7 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CLANG = ("-DCMAKE_CXX_COMPILER=clang++", "-DCMAKE_C_COMPILER=clang")
-NEEDS = {"asanfuzz": "asan", "readers": "asan"}  # a stage that uses what another has built
+NEEDS = {"asanfuzz": "asan", "readers": "asan", "wheel": "torch"}  # a stage that uses what another has built
 # More memory than there is, is an error and not the end.
 ASAN = {"FOVEA_CASES": "reduced", "ASAN_OPTIONS": "allocator_may_return_null=1"}
 
