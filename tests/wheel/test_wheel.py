@@ -168,7 +168,7 @@ def test_the_command(bare):
     first, second = (re.sub(r"(?m)^FOVEA_NVRTC_FOLDERS .*$", "", bare.run(*command, "explain"))
                      for command in (("fovea",), ("python", "-m", "fovea")))  # fmt: skip
     assert first == second
-    assert " failed" not in bare.run("fovea", "check", "fwd b=1 hq=2 sq=40 sk=40 d=32 fp32 causal")
+    assert "1 passed, 0 failed" in bare.run("fovea", "check", "fwd b=1 hq=2 sq=40 sk=40 d=32 fp32 causal")
     done = subprocess.run([bare.bin / "fovea", "explain", "fwd nonsense"], capture_output=True, text=True)
     assert done.returncode == 2, "the exit code of the command is passed on"
 
