@@ -58,6 +58,20 @@ test-torch:  ## fovea.torch, in an environment of its own with the newest PyTorc
 	cmake --build $(BUILD) -j$(JOBS) --target fovea
 	$(VENV_TORCH)/bin/python tools/test.py --build $(BUILD) torch
 
+# Models of other libraries, in an environment of their own: 6 GB, kept between runs.
+VENV_MODELS ?= .venv-models
+$(VENV_MODELS)/.ready: tests/models/requirements.txt
+	$(PYTHON) -m venv $(VENV_MODELS)
+	$(VENV_MODELS)/bin/pip install -q --disable-pip-version-check -r $<
+	touch $@
+
+.PHONY: test-models
+test-models:  ## models of timm, diffusers, transformers, litgpt and torchtune through fovea.torch.enable()
+	@tools/deps.sh build
+	@$(MAKE) --no-print-directory $(BUILD)/CMakeCache.txt $(VENV_MODELS)/.ready
+	cmake --build $(BUILD) -j$(JOBS) --target fovea
+	FOVEA_BUILD=$(BUILD) $(VENV_MODELS)/bin/python -m pytest -q -s -p no:cacheprovider tests/models
+
 .PHONY: check check-rest
 check: test check-rest  ## make test, then the other stages (docs/testing.md): lint, sanitizers, fuzzing, a second compiler, ...
 check-rest:

@@ -179,10 +179,12 @@ def test_without_nested_attention(monkeypatch):
 
 
 def test_fuzz():
-    """$FOVEA_RANDOM calls, or 400."""
-    failures, served = fuzz_sdpa.run("cpu", range(int(os.environ.get("FOVEA_RANDOM", 400))), show=lambda text: None)
+    """$FOVEA_RANDOM calls, or 1,500."""
+    count = int(os.environ.get("FOVEA_RANDOM", 1500))
+    failures, served = fuzz_sdpa.run("cpu", range(count), show=lambda text: None)
     assert not failures, "\n".join(failures)
-    assert served > 300 / 400 * stats()["served"] > 0 and set(stats()["handed_back"]) <= {_sdpa.MALFORMED}
+    assert served > 0.75 * count
+    assert set(stats()["handed_back"]) <= {_sdpa.MALFORMED, "keys and values with different numbers of heads"}
 
 
 def test_the_fuzzer_finds_what_is_wrong(monkeypatch):

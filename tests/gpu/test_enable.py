@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fovea.torch.enable() on CUDA tensors: numbers, what is handed back and warned of, autocast, graphs, determinism.
+tests/torch/fuzz_sdpa.py --device cuda compares random calls."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from fovea.torch import disable, enable, enabled, reset_stats, stats
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.fixture(autouse=True)
+def off(device):
+    reset_stats()
+    yield
+    disable()
+    reset_stats()
+    torch.use_deterministic_algorithms(False)
+
+
+def normal(*shape, device, dtype=torch.bfloat16, grad=True):
+    return torch.randn(*shape, device=device, dtype=dtype, requires_grad=grad)
+
+
+def qkv(device, shape=(2, 4, 130, 64), **options):
+    return [normal(*shape, device=device, **options) for _ in range(3)]
+
+
+def results(call, leaves):
+    out = call()
+    return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+
+def close(got, want, tolerance=0.03):
+    for x, y in zip(got, want):
+        assert x.shape == y.shape and x.dtype == y.dtype
+        torch.testing.assert_close(x.float(), y.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(130, 64), (4, 130, 64), (2, 4, 130, 64), (2, 3, 4, 130, 64), (2, 1, 3, 4, 130, 64)], ids=len)
+@pytest.mark.parametrize("how", ["plain", "causal", "bias"])
+def test_against_pytorch(how, shape, dtype, device):
+    q, k, v = qkv(device, shape, dtype=dtype)
+    options = {"is_causal": True} if how == "causal" else {}
+    leaves = [q, k, v]
+    if how == "bias":
+        options["attn_mask"] = normal(130, 130, device=device, dtype=dtype)
+        leaves.append(options["attn_mask"])
+    want = results(lambda: sdpa(q, k, v, **options), leaves)
+    enable(prefer=None)
+    close(results(lambda: sdpa(q, k, v, **options), leaves), want)
+    assert stats()["served"] == 1 and not stats()["handed_back"]
+
+
+def test_autocast(device):
+    q, k, v = qkv(device, dtype=torch.float32)
+    bias = normal(1, 4, 130, 130, device=device, dtype=torch.float32)
+
+    def run():
+        with torch.autocast("cuda", torch.bfloat16):
+            out = sdpa(q, k, v, bias)
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v, bias), torch.ones_like(out))]
+
+    want = run()
+    enable(prefer=None)
+    close(run(), want)
+    assert stats()["served"] == 1
+
+
+def test_what_is_handed_back_is_said_once(device):
+    q = torch.randn(2, 4, 8, 64, device=device, dtype=torch.float64)
+    want = sdpa(q, q, q)
+    enable(prefer=None)
+    with pytest.warns(UserWarning, match="handed back to PyTorch: float64 on a GPU"):
+        assert torch.equal(sdpa(q, q, q), want)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sdpa(q, q, q)
+    assert stats()["handed_back"] == {"float64 on a GPU": 2}
+
+
+def test_determinism(device):
+    """Both directions are planned for it at the forward; results are equal in every run."""
+    q, k, v = qkv(device)
+    bias = normal(1, 1, 130, 130, device=device)
+    enable(prefer=None)
+    torch.use_deterministic_algorithms(True)
+    first = results(lambda: sdpa(q, k, v, bias), [q, k, v, bias])
+    for x, y in zip(first, results(lambda: sdpa(q, k, v, bias), [q, k, v, bias])):
+        assert torch.equal(x, y)
+    assert stats()["served"] == 2 and all(line.endswith(" det") for line in stats()["problems"])
+
+
+def test_the_fast_path_of_an_encoder(device):
+    """prefer=None turns it off; with it PyTorch's C++ may or may not ask for attention: what counts is the number."""
+    layer = nn.TransformerEncoderLayer(256, 4, 512, 0.0, batch_first=True).to(device, torch.bfloat16).eval()
+    x = normal(2, 130, 256, device=device, grad=False)
+    with torch.inference_mode():
+        want = layer(x)
+        enable(prefer=None)
+        close([layer(x)], [want])
+    assert stats()["served"] == 1
+
+
+def test_nested_tensors(device):
+    parts = [torch.randn(n, 4, 64, device=device, dtype=torch.bfloat16) for n in (50, 130, 7)]
+    leaf = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+    x = leaf.transpose(1, 2)
+
+    def run():
+        out = sdpa(x, x, x, is_causal=True).transpose(1, 2).values()
+        return [out.detach(), torch.autograd.grad(out, leaf, torch.ones_like(out))[0].values()]
+
+    want = run()
+    enable(prefer=None)
+    close(run(), want)
+    assert stats()["served"] == 1
+
+
+def test_a_graph_of_a_training_step(device):
+    """Captured once, replayed with new numbers; what is captured has run once before, as PyTorch asks."""
+    q, k, v = qkv(device)
+    bias = normal(1, 4, 130, 130, device=device)
+    leaves = [q, k, v, bias]
+    enable(prefer=None)
+    results(lambda: sdpa(q, k, v, bias), leaves)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = results(lambda: sdpa(q, k, v, bias), leaves)
+    with torch.no_grad():
+        for x in leaves:
+            x.normal_()
+    graph.replay()
+    torch.cuda.synchronize()
+    disable()
+    close(captured, results(lambda: sdpa(q, k, v, bias), leaves), 0.05)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compile(mode, device):
+    tensors = qkv(device)
+    call = lambda *x: sdpa(*x, is_causal=True) * 2  # noqa: E731
+    want = results(lambda: call(*tensors), tensors)
+    enable(prefer=None)
+    compiled = torch.compile(call, mode=mode, fullgraph=True)
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        close([x.clone() for x in results(lambda: compiled(*tensors), tensors)], want)
+    assert stats()["traced"] >= 1 and stats()["served"] == 0
+
+
+def test_nothing_waits_for_the_device(device):
+    q, k, v = qkv(device)
+    bias = normal(1, 4, 130, 130, device=device)
+    enable(prefer=None)
+    step = lambda: results(lambda: sdpa(q, k, v, bias, dropout_p=0.1), [q, k, v, bias])  # noqa: E731
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_only_the_device_that_is_named(device):
+    q, k, v = qkv(device)
+    with enabled("cpu", prefer=None):
+        sdpa(q, k, v)
+    assert stats()["served"] == 0
