@@ -3,6 +3,7 @@
 same code, and that the check of the manifest fails where it should."""
 
 import copy
+import re
 import sys
 
 import pytest
@@ -11,6 +12,7 @@ from conftest import ROOT
 sys.path.insert(0, str(ROOT / "tools"))
 import kernels  # noqa: E402
 import machine_code  # noqa: E402
+import nvrtc  # noqa: E402
 import same_code  # noqa: E402
 from machine_code import Listing  # noqa: E402
 
@@ -149,3 +151,23 @@ def test_manifest(tmp_path, capsys, monkeypatch):
     assert kernels.refresh(these, dict(rows), kernels.current_of(these, rows), 1) == 1
     assert kernels.read() == rows
     assert "1 of 2 kernels are current" in capsys.readouterr().out
+
+
+def test_a_kernel_s_spec_from_the_command_line(monkeypatch, capsys):
+    """tools/nvrtc.py: what print() of the library writes, for every kernel that there is; options stand anywhere."""
+    golden = (ROOT / "tests/cpp/golden/cuda_plans.txt").read_text()
+    texts = dict.fromkeys(re.findall(r"^  (\w+)<(fovea::cuda::\w+\{.*\})> ", golden, re.MULTILINE))
+    assert len({kernel for kernel, _ in texts}) > 15
+    for kernel, text in texts:
+        assert nvrtc.spec_text(kernel, dict(re.findall(r"\.(\w+) = ([\w:]+)", text))) == text
+    for path in nvrtc.DEVICE.rglob("*.cuh"):
+        for kernel in re.findall(r"__global__[^;{]*?\b([a-z]\w+)\(const __grid_constant__", path.read_text()):
+            assert nvrtc.spec_text(kernel, {"arch": 90}).startswith("fovea::cuda::"), kernel
+    with pytest.raises(ValueError, match="ForwardSpec has no planes; it has arch, type, "):
+        nvrtc.spec_text("generic_forward", {"planes": 2})
+    built = []
+    monkeypatch.setattr(nvrtc, "build", lambda *given, **fields: built.append((given, fields)) or nvrtc.Built(b"", "", "", b"", 0))
+    monkeypatch.setattr(sys, "argv", ["nvrtc.py", "generic_forward", "--arch", "80", "d=128", "lazy=true"])
+    assert nvrtc.main() == 0
+    assert built == [(("generic_forward", "80", None), {"d": "128", "lazy": "true"})]
+    assert "generic_forward d=128 lazy=true" in capsys.readouterr().out
