@@ -229,15 +229,14 @@ void run(const Settings& settings) {
 
 void add_bench(CLI::App& app) {
   auto settings = std::make_shared<Settings>();
-  CLI::App* bench_app = app.add_subcommand("bench", "How fast this machine computes");
+  CLI::App* bench_app = app.add_subcommand("bench", "Measure the speed of the CPU backend on this machine");
   bench_app
-      ->add_option("filter", settings->filter,
-                   "Words of a row's line, all of which it must have; or a whole problem line")
+      ->add_option("filter", settings->filter, "Only rows whose line has all of these words; or a whole problem line")
       ->type_name("WORD");
-  bench_app->add_option("--json", settings->json, "The numbers as JSON to a file, or with '-' to standard output")
+  bench_app->add_option("--json", settings->json, "Write the numbers as JSON to a file; '-' is standard output")
       ->type_name("FILE");
-  bench_app->add_flag("--list", settings->list, "Only print the rows");
-  bench_app->add_flag("--force", settings->force, "Overwrite the JSON file if it is there");
+  bench_app->add_flag("--list", settings->list, "Print the rows and measure none");
+  bench_app->add_flag("--force", settings->force, "Overwrite an existing JSON file");
   bench_app->footer(
       "Every row is first checked against the reference (with at most 160 rows of queries and keys), then timed.\n"
       "Examples:\n"

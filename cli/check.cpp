@@ -161,7 +161,7 @@ std::string names_of_values() {
 
 void add_table(CLI::App& app, Settings& settings) {
   app.add_option("filter", settings.filter,
-                 "Words of a row's line, all of which it must have; a '!' before one forbids it")
+                 "Only rows whose line has all of these words; '!WORD' excludes rows that have WORD")
       ->type_name("WORD");
   app.add_option("--table", settings.table, "full, or reduced (each pair of values once)")
       ->check(CLI::IsMember({"full", "reduced"}))
@@ -172,15 +172,16 @@ void add_table(CLI::App& app, Settings& settings) {
 
 void add_check(CLI::App& app) {
   auto settings = std::make_shared<Settings>();
-  CLI::App* check_app = app.add_subcommand("check", "Compare the library on this machine with the fp64 reference");
+  CLI::App* check_app = app.add_subcommand("check", "Compare the CPU backend on this machine with the fp64 reference");
   add_table(*check_app, *settings);
-  check_app
-      ->add_option("--isa", settings->isa, "One instruction set, or all that this machine runs; the best by default")
+  check_app->add_option("--isa", settings->isa, "An instruction set, or all of this machine's; default: the best")
       ->type_name("NAME");
-  check_app->add_option("--backend", settings->backend, "One backend; the best by default")->type_name("NAME");
-  check_app->add_flag("--gradients", settings->gradients, "Also every gradient against finite differences, in fp64");
+  check_app->add_option("--backend", settings->backend, "A backend; default: cpu")->type_name("NAME");
+  check_app->add_flag("--gradients", settings->gradients,
+                      "Also compare every gradient with finite differences, in fp64");
   check_app->footer(
-      "Every row runs forward and backward. A row passes if the error of each output is at most twice that of a naive\n"
+      "Every row is computed forward and backward. A row passes if the error of each output is at most twice that of a "
+      "naive\n"
       "evaluation with the same roundings. Exit code 1 if a row fails. On a GPU: tests/gpu/run.py "
       "(docs/platforms.md).\n"
       "Examples:\n"
@@ -201,9 +202,9 @@ void add_cases(CLI::App& app) {
       "  fovea cases bf16 bias dropout\n"
       "  fovea cases values=one_hot '!causal'\n\n" +
       std::string(problem_line_help()) +
-      fmt::format(
-          "A row ends in values=, which is no word of the line: what its numbers are like. It is one of\n  {}\n",
-          names_of_values()));
+      fmt::format("A row ends in values=, which names the kind of numbers in its tensors and is not a word of the "
+                  "problem line:\n  {}\n",
+                  names_of_values()));
   cases_app->callback([settings] {
     for (const check::Case& c : chosen(*settings)) {
       fmt::print("{}\n", check::to_text(c));

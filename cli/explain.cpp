@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// fovea explain: which backend serves a problem and why the others do not, here or on a GPU of some architecture;
-// without a problem, what this machine has.
+// fovea explain: which backend computes a problem and why the others do not, here or on a GPU of some architecture.
+// Without a problem it describes this machine.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 namespace fovea::cli {
 namespace {
 
-// Whether a backend serves it. Without an architecture (null): on this machine.
+// Whether a backend can compute it: on this machine if `architecture` is null.
 bool explain_problem(const std::string& line, const char* architecture) {
   const auto explain = [&](char* text, std::size_t capacity, std::size_t* needed) {
     return architecture == nullptr ? fovea_explain_line(line.c_str(), text, capacity, needed)
@@ -55,11 +55,12 @@ void add_explain(CLI::App& app) {
   auto words = std::make_shared<std::vector<std::string>>();
   auto architectures = std::make_shared<std::vector<std::string>>();
   CLI::App* explain_app =
-      app.add_subcommand("explain", "Which backend serves a problem, and why not the others; or this machine");
-  explain_app->add_option("problem", *words, "A problem line; without one, what this machine has")->type_name("LINE");
+      app.add_subcommand("explain", "Print which backend computes a problem, and why the others do not");
+  explain_app->add_option("problem", *words, "A problem line; without one, describe this machine")->type_name("LINE");
   explain_app
-      ->add_option("-a,--arch", *architectures,
-                   "Instead of this machine a GPU of these architectures, which need not be there: sm_80, sm_90, ...")
+      ->add_option(
+          "-a,--arch", *architectures,
+          "Explain for GPUs of these architectures instead of this machine: sm_80, sm_90, ...; no GPU is needed")
       ->delimiter(',')
       ->allow_extra_args(false)
       ->type_name("ARCH");
@@ -69,7 +70,8 @@ void add_explain(CLI::App& app) {
       "  fovea explain --arch sm_90 'bwd b=8 hq=16 sq=2048 sk=2048 d=64 bf16 bias=1,h,q,k need=q,k,v,bias'\n"
       "  fovea explain 'fwd b=2 hq=32 hk=8 sq=4096 sk=4096 d=128 bf16 causal softcap=30'\n"
       "  FOVEA_CPU_ISA=avx2 fovea explain bwd b=1 hq=8 sq=512 sk=512 d=64 fp32 bias=1,h,q,k need=bias\n\n" +
-      std::string(problem_line_help()) + "Exit code 3 if no backend serves the problem.");
+      std::string(problem_line_help()) +
+      "In the output a backend \"serves\" a problem if it can compute it. Exit code 3 if no backend does.");
   explain_app->callback([words, architectures] {
     if (words->empty()) {
       if (!architectures->empty()) {

@@ -30,17 +30,17 @@ namespace {
 
 constexpr const char* kFooter =
     "Examples:\n"
-    "  fovea explain                                        what this machine has\n"
+    "  fovea explain                                        describes this machine\n"
     "  fovea explain 'fwd b=2 hq=8 sq=512 sk=512 d=64 bf16 causal'\n"
     "  fovea run inputs.safetensors -o outputs.safetensors -p causal\n"
     "  fovea check bf16 causal\n"
     "  fovea bench --json results.json\n"
-    "  fovea COMMAND --help                                 more, with examples\n"
+    "  fovea COMMAND --help                                 the options of a command, with examples\n"
     "Exit codes:\n"
     "  0  done\n"
     "  1  a check found a wrong result\n"
-    "  2  the command line, a problem line, a file or a tensor is not as it must be\n"
-    "  3  no backend here serves the problem\n"
+    "  2  the command line, a problem line, a file or a tensor is wrong; nothing was written\n"
+    "  3  no backend here can compute the problem\n"
     "  4  anything else: memory, a file that cannot be written, a fault of fovea's own";
 
 std::vector<std::string> accepted_options(const CLI::App& app) {

@@ -260,11 +260,13 @@ void run(const Settings& settings) {
 
 void add_precompile(CLI::App& app) {
   auto settings = std::make_shared<Settings>();
-  CLI::App* command = app.add_subcommand("precompile", "Compile a GPU's kernels for some problems, ahead of time");
-  command->add_option("problems", settings->lines, "Problem lines, each one argument; without fwd or bwd both")
+  CLI::App* command = app.add_subcommand("precompile", "Compile the GPU kernels of some problems ahead of time");
+  command
+      ->add_option("problems", settings->lines,
+                   "Problem lines, one in each argument; a line without fwd or bwd means both")
       ->type_name("LINE");
   command->add_option("-f,--file", settings->file, "A file of problem lines; '-' is standard input")->type_name("FILE");
-  command->add_flag("--table", settings->table, "The case table of `fovea check`, too");
+  command->add_flag("--table", settings->table, "Also the problems of `fovea cases`");
   CLI::Option* const arch = command
                                 ->add_option("-a,--arch", settings->architectures,
                                              "Architectures: sm_80, sm_90, ...; without one, this machine's GPUs")
@@ -273,22 +275,23 @@ void add_precompile(CLI::App& app) {
                                 ->type_name("ARCH");
   command
       ->add_option("-m,--multiprocessors", settings->multiprocessors,
-                   "With --arch: how many the GPU has; without it, some products of the architecture")
+                   "The GPU's number of multiprocessors; default: those of some products of the architecture")
       ->delimiter(',')
       ->allow_extra_args(false)
       ->check(CLI::Range(1, 1 << 16))
       ->needs(arch)
       ->type_name("N");
-  command->add_option("-j,--jobs", settings->jobs, "Kernels that are compiled at once; 0: as many as there are cores")
+  command
+      ->add_option("-j,--jobs", settings->jobs, "How many kernels are compiled at once; 0: as many as there are cores")
       ->check(CLI::Range(0, 1024))
       ->type_name("N");
-  command->add_flag("--list", settings->list, "Only print what would be compiled");
+  command->add_flag("--list", settings->list, "Print the kernels and compile none");
   command->footer(
-      "The kernels go where FOVEA_CACHE_DIR says (docs/jit.md). No GPU is needed, but NVRTC is.\n"
+      "The kernels are written to the folder FOVEA_CACHE_DIR (docs/jit.md). This needs NVRTC, and with --arch no GPU.\n"
       "Examples:\n"
       "  fovea precompile --arch sm_90 'b=2 hq=32 hk=8 sq=4096 sk=4096 d=128 bf16 causal'\n"
       "  FOVEA_CACHE_DIR=kernels fovea precompile --arch sm_80,sm_90 --file problems.txt\n"
-      "Exit code 3 if no kernel serves one of the problems; the others' are compiled all the same.");
+      "Exit code 3 if one of the problems is not supported; the kernels of the other problems are still compiled.");
   command->callback([settings] { run(*settings); });
 }
 

@@ -203,8 +203,8 @@ void run(const RunSettings& settings) {
 
 void add_run(CLI::App& app) {
   auto settings = std::make_shared<RunSettings>();
-  CLI::App* run_app = app.add_subcommand("run", "Attention of tensors in files, forward and backward");
-  run_app->add_option("file", settings->file, "A .safetensors that holds q, k, v and whatever else below is meant")
+  CLI::App* run_app = app.add_subcommand("run", "Compute attention of tensors in files, forward and backward");
+  run_app->add_option("file", settings->file, "A .safetensors file with q, k, v and any of the tensors below, by name")
       ->type_name("FILE");
   for (const Input& input : kInputs) {
     run_app
@@ -213,19 +213,19 @@ void add_run(CLI::App& app) {
             [settings, name = std::string(input.name)](const std::string& path) { settings->files[name] = path; },
             input.help)
         ->type_name("FILE")
-        ->group("Tensors, each of an .npy or .safetensors file of its own");
+        ->group("Tensors, each from its own .npy or .safetensors file");
   }
   run_app
       ->add_option("-o,--output", settings->output,
-                   "FILE.safetensors for all results, or a folder for an .npy file each: out, lse, grad_q, ...")
+                   "FILE.safetensors for all results, or a folder for one .npy file each: out, lse, grad_q, ...")
       ->required()
       ->type_name("PATH");
   run_app
       ->add_option("-p,--problem", settings->line,
-                   "Options, in the words of the problem line; what it says of shapes must agree with the tensors")
+                   "Options, as words of the problem line (below); shapes in it must agree with the tensors")
       ->type_name("LINE");
-  run_app->add_flag("--backward", settings->backward, "The gradients too, from grad_out (and grad_lse)");
-  run_app->add_flag("--force", settings->force, "Overwrite files that are there");
+  run_app->add_flag("--backward", settings->backward, "Also compute the gradients, from grad_out (and grad_lse)");
+  run_app->add_flag("--force", settings->force, "Overwrite existing files");
   run_app->footer(
       "Examples:\n"
       "  fovea run inputs.safetensors -o outputs.safetensors -p causal\n"
@@ -234,7 +234,7 @@ void add_run(CLI::App& app) {
       "need=q,k,v'\n"
       "  fovea run in.safetensors -o out.safetensors -p 'layout=bhsd dropout=0.1 seed=42'\n\n" +
       std::string(problem_line_help()) +
-      "For run, layout=bhsd says that the files hold B, H, S, D instead of B, S, H, D.");
+      "In run, layout=bhsd means that the tensors in the files are (B, H, S, D) instead of (B, S, H, D).");
   run_app->callback([settings] { run(*settings); });
 }
 

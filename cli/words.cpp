@@ -41,25 +41,26 @@ void refuse_gpu(std::string_view command, std::int32_t device, std::string_view 
 }
 
 std::string_view problem_line_help() {
-  return "The problem line is made of these words, each once, in any order:\n"
+  return "A problem line consists of these words, each at most once, in any order:\n"
          "  fwd bwd                          the direction\n"
          "  b=4 or b=2x2  hq=8  hk=2         batch (of one or two levels), query heads, key heads\n"
          "  sq=512  sk=512  d=64  dv=64      lengths and head dimensions\n"
          "  fp32 fp16 bf16 fp64              the type of q, k and v\n"
-         "  layout=bshd|bhsd|qkv3|strided    how rows and heads lie in memory\n"
-         "  skew=N                           elements by which tensors and rows are off their alignment\n"
-         "  seqs_q=128x3,77  seqs_k=...      packed sequences of their own lengths\n"
-         "  total_q=N  total_k=N             packed rows, where more than the sequences have\n"
-         "  max_q=N  max_k=N                 the longest sequence, where a bias or mask has room for more\n"
+         "  layout=bshd|bhsd|qkv3|strided    the order of rows and heads in memory\n"
+         "  skew=N                           elements by which tensors and rows are misaligned\n"
+         "  seqs_q=128x3,77  seqs_k=...      lengths of packed sequences: three of 128, one of 77\n"
+         "  total_q=N  total_k=N             number of packed rows, if larger than the sum of the lengths\n"
+         "  max_q=N  max_k=N                 max_seqlen, if larger than the longest sequence\n"
          "  used_q=...  used_k=...           how many rows of each sequence exist\n"
          "  causal  window=L,R  scale=X  softcap=X  alibi=h|b,h  sink\n"
-         "  align=br|tl                      where lengths differ: the last query meets the last key (br, the "
-         "default)\n"
-         "                                   or the first the first (tl, PyTorch's is_causal)\n"
-         "  bias=1,h,q,k[:TYPE]  bias2=...  mask=b,1,1,k        a 1 wherever it is broadcast\n"
+         "  align=br|tl                      if sq and sk differ: br aligns the last query with the last key\n"
+         "                                   (default), tl the first with the first (PyTorch's is_causal)\n"
+         "  bias=1,h,q,k[:TYPE]  bias2=...  mask=b,1,1,k        1: broadcast\n"
          "  dropout=P  seed=N  offset=N  rng=fovea|torch_mem_efficient\n"
-         "  need=q,k,v,bias,bias2,sink  det  lse  dlse  device=cpu|cuda  backend=NAME\n"
-         "  clear                            rows that no sequence owns get zeros\n";
+         "  need=q,k,v,bias,bias2,sink       the gradients that a bwd computes\n"
+         "  det  lse  dlse                   deterministic; a fwd returns lse; a bwd has a gradient of lse\n"
+         "  device=cpu|cuda  backend=NAME\n"
+         "  clear                            rows that belong to no sequence are set to 0 (lse: -inf)\n";
 }
 
 }  // namespace fovea::cli

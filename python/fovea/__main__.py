@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `fovea`, as `python -m fovea`: `python -m fovea --help` lists what it does.
+"""The command `fovea`, as `python -m fovea`: `python -m fovea --help` lists its subcommands.
 
-It is a program of its own, which wheels have beside the library. This module tells it where Python finds packages, so
-that it takes the same NVRTC as `import fovea`, and then becomes it.
+The command is a separate program, which wheels contain beside the library. This module passes it the folders in which
+Python finds packages, so that it takes the same NVRTC as `import fovea`, and then replaces this process by it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def _find() -> Path:
         if place.is_file():
             return place
     sys.exit(
-        f"fovea: its command is neither {places[0]} nor {places[1]}: in a checkout `make build` compiles it; pip does so "
-        "with `pip install . --config-settings=cmake.define.FOVEA_COMMAND=ON`; a wheel has it"
+        f"fovea: the command was not found at {places[0]} or {places[1]}: in a checkout `make build` compiles it; pip does so "
+        "with `pip install . --config-settings=cmake.define.FOVEA_COMMAND=ON`; wheels contain it"
     )
 
 

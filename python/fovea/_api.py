@@ -163,7 +163,7 @@ def attention(
         align: "bottom_right" makes shift = Sk - Sq, so that the last query meets the last key, as in FlashAttention.
             "top_left" makes shift = 0, as PyTorch's is_causal does. With causal, window or alibi_slopes it is
             required where Sq and Sk differ.
-        softcap: c > 0 replaces a score s by c * tanh(s / c); 0 does not.
+        softcap: c > 0 replaces a score s by c * tanh(s / c), before biases are added. 0: none.
         alibi_slopes: (Hq,), (B, Hq) or (B1, B2, Hq): adds -slope * abs(i + shift - j). float32; on the CPU a list or
             float64 is rounded to float32, unless q is float64. It has no gradient.
         sink: (Hq,): one more logit of each head in the softmax, without a value. float32; float64 with float64 q.
@@ -174,13 +174,13 @@ def attention(
         offset: Likewise. Another offset, like another seed, gives an unrelated mask.
         rng: "fovea", or "torch_mem_efficient" for the masks of PyTorch's memory-efficient kernel, bit for bit.
         cu_seqlens_q: (B + 1,), int32 or int64: packed sequence b has the query rows cu_seqlens_q[b] to
-            cu_seqlens_q[b + 1]. On the CPU a list will do, as for the three other arrays of lengths.
-        cu_seqlens_k: The same of keys.
-        max_seqlen_q: The longest packed sequence, at least; with seqused_q its longest used part. None reads it from
-            cu_seqlens_q, which is possible on the CPU only.
-        max_seqlen_k: The same of keys.
-        seqused_q: (B,), int32 (on the CPU also int64): only the first so many query rows of each sequence exist.
-        seqused_k: The same of keys.
+            cu_seqlens_q[b + 1]. On the CPU it may be a list, as may the three other arrays of lengths.
+        cu_seqlens_k: The same for the keys.
+        max_seqlen_q: At least the length of the longest packed sequence; with seqused_q at least the longest used length.
+            None reads it from cu_seqlens_q, which is possible on the CPU only.
+        max_seqlen_k: The same for the keys.
+        seqused_q: (B,), int32 (on the CPU also int64): how many query rows of each sequence exist, from its first row on.
+        seqused_k: The same for the keys.
         batch_shape: (B1, B2): makes the packed sequences a batch of two levels.
         layout: The order of dimensions of q, k, v and out: "bshd" is (B, S, H, D), "bhsd" is (B, H, S, D).
             fovea.torch.attention has the other default.
@@ -262,7 +262,7 @@ def attention_backward(
     """Computes the gradients of attention(q, k, v, ...) from that of its result.
 
     The keywords from bias on are those of attention(). They must have the values that they had in the forward:
-    nothing can check that here, and fovea.Attention makes it sure.
+    fovea cannot check that. An object of fovea.Attention keeps them equal.
 
     Args:
         grad_out: Gradient of out, of out's shape and type.
@@ -580,22 +580,21 @@ def explain(
     **options: Unpack[PlannedOptions],
 ) -> str: ...
 def explain(*arguments: Any, direction: Optional[str] = None, arch: Optional[str] = None, **options: Any) -> str:
-    """Says which backend computes a problem, with what, and why each other backend does not.
+    """Returns a text that names the backend and kernels of a problem, and why each other backend does not compute it.
 
-    It takes one of three things: nothing, one line of text, or q, k and v with the keywords of a call. Nothing is
-    computed.
+    It takes no argument, one problem line, or q, k and v with the keywords of a call. It computes no attention.
 
     Args:
-        *arguments: None: the text describes this machine, its backends, threads, GPUs, compiler and kernel cache. A
-            string: a problem in its one-line form, such as "fwd b=2 hq=8 sq=512 d=64 bf16 causal". Three arrays: q, k
-            and v of a call, whose shapes, types and strides count.
+        *arguments: No argument: the text describes this machine, its backends, threads, GPUs, compiler and kernel cache.
+            A string: a problem line, such as "fwd b=2 hq=8 sq=512 sk=512 d=64 bf16 causal". Three arrays: q, k and v
+            of a call, of which shapes, types and strides matter and values do not.
         direction: "forward" (the default) or "backward". need and grad_lse imply "backward".
-        arch: Plans for a GPU of this architecture, such as "sm_90", which need not be in this machine.
+        arch: Plans for a GPU of this architecture, such as "sm_90". This machine needs no such GPU.
         **options: The keywords of attention(), and need and grad_lse of attention_backward().
 
     Returns:
-        Lines of text. The first one, after "problem: ", is the problem's one-line form, which the command
-        ``fovea explain`` and a bug report take.
+        Lines of text. For a problem, the first line is "problem: " and the problem line, which the command
+        ``fovea explain`` accepts and a bug report needs.
 
     Raises:
         ValueError: As attention().
@@ -665,11 +664,11 @@ def prepare(
 ) -> None:
     """Compiles and loads the kernels of a call ahead of it, without computing.
 
-    Use it before a CUDA graph captures the call, or to spend the time before the first call. Kernels come from the
-    cache if they are there. On the CPU there is nothing to do.
+    Use it before a CUDA graph captures the call, or to compile before the first call. Kernels that are in the cache are
+    not compiled again. On the CPU there is nothing to do.
 
     Args:
-        q: As in the call, like k and v: shapes, types, strides and addresses count, numbers do not.
+        q: As in the call, like k and v: shapes, types, strides and addresses matter, values do not.
         k: As in the call.
         v: As in the call.
         direction: "forward" or "backward".

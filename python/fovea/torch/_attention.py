@@ -75,7 +75,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *more: NoReturn, **options: Any) 
         align: "bottom_right" makes shift = Sk - Sq, so that the last query meets the last key, as in FlashAttention.
             "top_left" makes shift = 0, as is_causal of scaled_dot_product_attention does. With causal, window or
             alibi_slopes it is required where Sq and Sk differ.
-        softcap: c > 0 replaces a score s by c * tanh(s / c); 0 does not.
+        softcap: c > 0 replaces a score s by c * tanh(s / c), before biases are added. 0: none.
         alibi_slopes: (Hq,), (B, Hq) or (B1, B2, Hq): adds -slope * abs(i + shift - j). It has no gradient. It is
             converted to float32, or to float64 with float64 q.
         sink: (Hq,): one more logit of each head in the softmax, without a value. float32 (float64 with float64 q) or 16
@@ -87,12 +87,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *more: NoReturn, **options: Any) 
         rng: "fovea", or "torch_mem_efficient" for the masks of PyTorch's memory-efficient kernel, bit for bit.
         cu_seqlens_q: (B + 1,), int32 or int64: packed sequence b has the query rows cu_seqlens_q[b] to
             cu_seqlens_q[b + 1].
-        cu_seqlens_k: The same of keys.
-        max_seqlen_q: The longest packed sequence, at least; with seqused_q its longest used part. None reads it from
-            cu_seqlens_q, which is possible on the CPU only.
-        max_seqlen_k: The same of keys.
-        seqused_q: (B,), int32 or int64: only the first so many query rows of each sequence exist.
-        seqused_k: The same of keys.
+        cu_seqlens_k: The same for the keys.
+        max_seqlen_q: At least the length of the longest packed sequence; with seqused_q at least the longest used length.
+            None reads it from cu_seqlens_q, which is possible on the CPU only.
+        max_seqlen_k: The same for the keys.
+        seqused_q: (B,), int32 or int64: how many query rows of each sequence exist, from its first row on.
+        seqused_k: The same for the keys.
         batch_shape: (B1, B2): makes the packed sequences a batch of two levels.
         layout: The order of dimensions of q, k, v and out: "bhsd" is (B, H, S, D), "bshd" is (B, S, H, D).
             fovea.attention has the other default.
