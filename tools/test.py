@@ -66,7 +66,8 @@ class Runner:
     def one(self, ok):
         return Count(1, 0) if ok else Count(0, 1)
 
-    def googletest(self, binary, env=None, filter="*", seconds=None):
+    # Threads that wait for one another for ever would otherwise be seen as nothing at all.
+    def googletest(self, binary, env=None, filter="*", seconds=2700):
         # Where `make test` puts NVRTC's wheel, if there is no toolkit.
         env = {"FOVEA_SITE_PACKAGES": sysconfig.get_path("purelib"), **(env or {})}
         with tempfile.TemporaryDirectory() as folder:
@@ -196,7 +197,6 @@ class Runner:
 
     def stage_cpp(self):
         """GoogleTest: the definition, the core, the case table on every instruction set"""
-        # Threads that wait for one another for ever would otherwise be seen as nothing at all.
         return self.googletest(self.build / "tests/cpp/fovea_tests", seconds=1800)
 
     def stage_python(self):

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // While it lives, no floating-point exception traps in this thread: softmax of a row without keys, a NaN among the
-// inputs or an underflow are ordinary here, and who unmasked exceptions would get SIGFPE. At its end the caller's masks
-// and flags are as they were. Rounding and denormals stay the caller's choice throughout.
+// inputs or an underflow are ordinary here, and a caller that unmasked exceptions would get SIGFPE. At its end the
+// caller's masks and flags are as they were. Rounding and denormals stay the caller's choice throughout.
 #pragma once
 
 #if defined(__x86_64__)

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The environment variables that choose who computes. They are read once, by the first call that needs one: getenv()
-// beside another thread's setenv() is undefined, and a program may have many threads that call fovea.
+// The environment variables that choose the backend and the instruction set. They are read once, by the first call that
+// needs one: getenv() beside another thread's setenv() is undefined, and a program may have many threads that call
+// fovea.
 #pragma once
 
 #include <string>

@@ -127,6 +127,18 @@ def test_options_are_described(name, inventory, index):
     assert sum(link.startswith("reference/options.html#") for link in links) == 2 * len(options())  # from either side of a pair
 
 
+def terms():
+    """Of the glossary: lines that begin at the margin within its block."""
+    (block,) = re.findall(r"^```{glossary}\n(.*?)^```", (ROOT / "docs/glossary.md").read_text(), re.S | re.M)
+    return [line for line in block.splitlines() if line and line[0] not in " :"]
+
+
+@pytest.mark.parametrize("term", terms())
+def test_terms_are_described(term, inventory, index):
+    assert len(terms()) > 30
+    assert ("std:term", term) in inventory and term in index
+
+
 def test_every_word_of_the_command_line_is_described(inventory, index):
     text = "".join(path.read_text() for path in (ROOT / "cli").glob("*.cpp"))
     words = set(re.findall(r"add_(?:option|flag)[^;]*?\"(?:-\w,)?(--[\w-]+)", text))

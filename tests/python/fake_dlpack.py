@@ -52,6 +52,7 @@ class FakeArray:
     versioned = False
     null_strides = False  # a contiguous tensor may leave them out
     offset = 0  # in bytes: data points so much too low, byte_offset makes up for it
+    lanes = 1
     device = (1, 0)
     on_drop = None  # what to call when a capsule is dropped
 
@@ -75,7 +76,7 @@ class FakeArray:
         tensor.ndim = array.ndim
         tensor.code = _TYPES[array.dtype.kind]
         tensor.bits = 8 * array.dtype.itemsize
-        tensor.lanes = 1
+        tensor.lanes = self.lanes
         shape = (ctypes.c_int64 * array.ndim)(*array.shape)
         tensor.shape = shape
         if not (self.null_strides and array.flags.c_contiguous):
@@ -100,6 +101,12 @@ class BareArray(FakeArray):
 
 class DeviceArray(FakeArray):
     device = (2, 0)  # CUDA
+
+
+class PairArray(FakeArray):
+    """Its elements are said to be pairs."""
+
+    lanes = 2
 
 
 class NegatedArray(FakeArray):

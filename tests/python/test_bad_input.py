@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import fovea
-from fake_dlpack import DeviceArray, FakeArray, GradArray, NegatedArray, VersionedArray
+from fake_dlpack import DeviceArray, FakeArray, GradArray, NegatedArray, PairArray, VersionedArray
 
 B, SQ, SK, HQ, HK, D, DV = 2, 6, 9, 4, 2, 8, 5
 SENTINEL = 7.0
@@ -126,6 +126,7 @@ BOTH = {
         (dict(q=Described(shape=(B, -SQ, HQ, D))), ValueError, "q: a Described whose __array_interface__ NumPy refuses: neg.*; accepted"),
         (dict(q=Described(strides=(4,))), ValueError, "q: a Described whose __array_interface__ NumPy refuses: mismatch.*; accepted"),
         (dict(q=Described(typestr="junk")), ValueError, "q: a Described whose __array_interface__ NumPy refuses: .*; accepted"),
+        (dict(k=PairArray(zeros(B, SK, HK, D))), TypeError, "k: float32x2; accepted: float32, float16, bfloat16 or float64"),
         (dict(q=[[1.0]]), TypeError, "q: a list; accepted: an array"),
         (dict(k="key"), TypeError, "k: a str; accepted: an array"),
         (dict(q=zeros(SQ, D)), ValueError, r"q: shape 6x8; accepted: \(B, S, H, D\) or \(B1, B2, S, H, D\)"),
