@@ -612,7 +612,8 @@ def test_floating_point_operations():
         flops(lambda f=f: f(x, x, x).sum().backward())
         for f in (attention, torch.nn.functional.scaled_dot_product_attention)
     )
-    assert ours == theirs > 0
+    assert ours == 2 * 2 * 4 * 7 * 7 * (8 + 8 + 5 * 8)
+    assert theirs in (ours, 0)  # 0: PyTorch 2.9 counts none of its kernel on the CPU
     learns = v.clone().requires_grad_()
     assert flops(lambda: attention(q, k, learns).sum().backward()) == dense * (2 * (8 + 5) + 5)
     packed, cu_seqlens = torch.randn(9, 4, 8), torch.tensor([0, 2, 9])
