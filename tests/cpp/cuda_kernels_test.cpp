@@ -88,13 +88,17 @@ std::vector<Job> sampled(const std::vector<Job>& all) {
   return some;
 }
 
-std::vector<std::string> faults_of(const jit::Report& report, const Job& job) {
+// The limits are those of NVRTC 13. Compilers before it spill more in the same kernels: of them twice as much is
+// accepted.
+std::vector<std::string> faults_of(const jit::Report& report, const Job& job, const jit::Version& version) {
+  constexpr int kFirstOfLimits = 13;
+  const int spilt = version.major < kFirstOfLimits ? 2 * job.spilt : job.spilt;
   std::vector<std::string> faults;
   if (report.registers > job.registers) {
     faults.push_back(fmt::format("{} registers a thread; its blocks have {}", report.registers, job.registers));
   }
-  if (report.spill_bytes > job.spilt) {
-    faults.push_back(fmt::format("{} bytes spilt; accepted: {}", report.spill_bytes, job.spilt));
+  if (report.spill_bytes > spilt) {
+    faults.push_back(fmt::format("{} bytes spilt; accepted: {}", report.spill_bytes, spilt));
   }
   if (const int local = std::max(report.stack_bytes, report.local_bytes); local > limits::kLocal) {
     faults.push_back(fmt::format("{} bytes of local memory; accepted: {}", local, limits::kLocal));
@@ -137,7 +141,7 @@ TEST_P(CudaKernels, CompileWithoutLosses) {
       const double start = seconds_of_this_thread();
       try {
         const auto binary = jit.binary(some[n].request);
-        faults = faults_of(binary->report, some[n]);
+        faults = faults_of(binary->report, some[n], version);
         spills = binary->report.spill_bytes > 0;
       } catch (const Error& error) {
         faults.emplace_back(error.what());
