@@ -381,16 +381,16 @@ def enable(
     prefer: Optional[Prefer] = "fastest",
     strict: bool = False,
 ) -> None:
-    """Makes fovea compute what programs ask of torch.nn.functional.scaled_dot_product_attention, forward and backward.
+    """Makes fovea compute calls of torch.nn.functional.scaled_dot_product_attention, forward and backward.
 
-    It is in force in this process, for every thread, until disable(). Calls that fovea does not compute go back to
-    PyTorch; stats() counts them with their reasons, and on CUDA each reason is warned of once. Compiled functions are
-    compiled anew. docs/enable.md says what is computed, what is handed back and what to look out for.
+    It applies to every thread of this process, until disable(). Calls that fovea does not compute go back to
+    PyTorch; stats() counts them with their reasons, and on CUDA fovea warns once for each reason. Compiled functions are
+    compiled again. docs/enable.md lists what is computed, what is handed back and what to look out for.
 
     Args:
-        devices: Where: "cuda", "cpu" or both.
+        devices: The devices whose calls fovea computes: "cuda", "cpu" or both.
         prefer: "fastest" hands a call back where measurements that come with fovea say that PyTorch's kernel is faster
-            for it. None computes all that fovea can.
+            for it. None: fovea computes every call that it can.
         strict: Raises NotImplementedError instead of handing a call back, except where `prefer` or
             torch.nn.attention.sdpa_kernel asks for PyTorch and where PyTorch itself refuses the arguments.
 
@@ -431,7 +431,7 @@ def enabled(
     prefer: Optional[Prefer] = "fastest",
     strict: bool = False,
 ) -> Iterator[None]:
-    """A context in which enable() is in force, for the whole process; afterwards what was in force before is so again.
+    """A context in which enable() applies, in every thread of the process. Its end restores the previous state.
 
     Args:
         devices: See enable().
@@ -461,7 +461,7 @@ def is_enabled() -> bool:
 
 
 def stats() -> Stats:
-    """What became of the calls of scaled_dot_product_attention since the process began, or since reset_stats().
+    """Counts the calls of scaled_dot_product_attention since the process began, or since reset_stats().
 
     Returns:
         A dict. "served": calls that fovea computed. "traced": calls that were put into a graph of torch.compile, whose
