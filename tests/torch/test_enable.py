@@ -650,10 +650,11 @@ def test_floating_point_operations_are_counted():
             sdpa(*tensors).sum().backward()
         return counter.get_total_flops()
 
-    want = flops()
+    theirs = flops()
     enable(prefer=None)
-    assert flops() == want > 0
-    assert counted() == (1, 0, 0)
+    assert flops() == 2 * 2 * 4 * 64 * 64 * (32 + 32 + 5 * 32)
+    assert theirs in (flops(), 0)  # 0: PyTorch 2.9 counts none of its kernel on the CPU
+    assert counted() == (2, 0, 0)
 
 
 def test_problems_are_what_the_command_takes():
