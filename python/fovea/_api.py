@@ -14,7 +14,7 @@ import numpy as np
 
 from . import _abi, _help, _library, _options
 from ._arrays import Maker, View, place_of, read
-from ._library import check, lib, text
+from ._library import check, encoded, lib, text
 from ._problem import (
     _RNG,
     DIFFERENTIABLE,
@@ -442,6 +442,8 @@ def pack(arrays: Iterable[Any]) -> tuple[Any, Any, int]:
         >>> packed.shape, cu_seqlens.tolist(), longest
         ((8, 2, 8), [0, 5, 8], 5)
     """
+    if not isinstance(arrays, Iterable):
+        raise TypeError(f"arrays: a {type(arrays).__name__}; accepted: a sequence of arrays")
     arrays = list(arrays)
     if not arrays:
         raise ValueError("arrays: an empty list; accepted: at least one array")
@@ -646,10 +648,10 @@ def explain(*arguments: Any, direction: Optional[str] = None, arch: Optional[str
 
 def _explain_line(line: str, arch: Optional[str]) -> str:
     if arch is None:
-        return text(lib.fovea_explain_line, line.encode(), tolerate=_abi.UNSUPPORTED)
+        return text(lib.fovea_explain_line, encoded(line), tolerate=_abi.UNSUPPORTED)
     if not isinstance(arch, str):
         raise TypeError(f"arch: {arch!r}; accepted: an architecture's name, such as 'sm_90'")
-    return text(lib.fovea_explain_for, line.encode(), arch.encode(), tolerate=_abi.UNSUPPORTED)
+    return text(lib.fovea_explain_for, encoded(line), encoded(arch), tolerate=_abi.UNSUPPORTED)
 
 
 def prepare(

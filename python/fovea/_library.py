@@ -111,6 +111,12 @@ def check(status: int) -> None:
         raise _EXCEPTIONS.get(status, RuntimeError)(lib.fovea_last_error().decode())
 
 
+def encoded(name: str) -> bytes:
+    """A name or line for C, which would end it at a NUL and has no text for half a surrogate pair: these are escaped, and
+    C refuses what they make."""
+    return name.encode(errors="backslashreplace").replace(b"\0", b"\\x00")
+
+
 def text(function: Callable[..., int], *arguments: Any, tolerate: int = _abi.OK) -> str:
     """The text that a function with arguments (..., text, capacity, needed) writes, even with the status `tolerate`."""
     needed = ctypes.c_size_t(4096)

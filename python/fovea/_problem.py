@@ -19,7 +19,7 @@ import numpy as np
 
 from . import _abi, _help
 from ._arrays import Fresh, Maker, Place, Shape, View, place_of, read
-from ._library import check, lib, text
+from ._library import check, encoded, lib, text
 
 _CODES = {
     "float32": _abi.FP32,
@@ -265,8 +265,7 @@ class Problem:
         if options["backend"] is not None:
             if not isinstance(options["backend"], str):
                 raise TypeError(f"backend: {options['backend']!r}; accepted: a name that fovea.backends() has")
-            # C would end the name at a NUL, and has no text for half a surrogate pair: escaped, no backend has such a name.
-            raw.backend = options["backend"].encode(errors="backslashreplace").replace(b"\0", b"\\x00")
+            raw.backend = encoded(options["backend"])
         if self._place is not None:
             raw.stream = self._place.stream
         elif options["stream"] is not None:

@@ -499,6 +499,8 @@ def test_pack():
         fovea.pack([zeros(2, 4, 8), zeros(3, 4, 8, dtype=half)])
     with pytest.raises(TypeError, match=r"arrays\[0\]: a list; accepted: an array"):
         fovea.pack([[1.0]])
+    with pytest.raises(TypeError, match="arrays: a int; accepted: a sequence of arrays"):
+        fovea.pack(5)
 
 
 @pytest.mark.parametrize(
@@ -574,6 +576,11 @@ def test_explain_arguments():
         fovea.explain(q, q, q, backward=True)
     with pytest.raises(ValueError, match="colour"):
         fovea.explain("fwd b=1 hq=1 sq=1 sk=1 d=4 fp32 colour=red")
+    for end in ("\0", "\0 junk", "\udcff"):
+        with pytest.raises(ValueError, match=r"^problem line: \\(x00|udcff)"):
+            fovea.explain("fwd sq=1 d=4 fp32 " + end)
+        with pytest.raises(ValueError, match=r"^architecture: 'sm_90\\.*'; accepted: sm_80"):
+            fovea.explain("fwd sq=1 d=4 bf16", arch="sm_90" + end)
 
 
 def test_bfloat16_without_ml_dtypes():

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .. import _abi, _help
-from .._library import check, lib
+from .._library import check, encoded, lib
 from .._problem import _ALIGN, _FLOATS, _RNG, _SWAP, _ZEROS, BOOL_ALONE, call_on_cpu, choose, heads_first, need_align
 
 # Values of the operator's argument `deterministic`.
@@ -258,7 +258,7 @@ class _Problem:
         raw.rng = choose("rng", a.rng, _RNG)
         raw.align = choose("align", a.align, _ALIGN)
         if a.backend is not None:
-            raw.backend = a.backend.encode()
+            raw.backend = encoded(a.backend)
         if not self._on_cpu:
             device = _DEVICES.get(self._device.type)
             if device is None:
