@@ -336,7 +336,10 @@ def _jagged(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: 
     """In the place of PyTorch's function for nested tensors of layout torch.jagged, which reach no operator."""
     theirs = _state.jagged
     settings = _state.settings
-    if settings is None or torch.compiler.is_compiling():
+    traced = torch.compiler.is_compiling() or any(
+        type(getattr(x, "_values", None)) in _TRACED for x in (query, key, value)
+    )
+    if settings is None or traced:
         return theirs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     why = _why_not_now() or _why_not_jagged(query, key, value, attn_mask, is_causal, enable_gqa)
     if query.device.type not in settings.devices:
