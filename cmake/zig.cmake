@@ -16,6 +16,10 @@ set(CMAKE_CXX_COMPILER ${FOVEA_ZIG}/c++)
 set(CMAKE_AR ${FOVEA_ZIG}/ar)
 set(CMAKE_RANLIB ${FOVEA_ZIG}/ranlib)
 
+# zig makes debug information, which the linker drops: a seventh of the time to compile.
+set(CMAKE_C_FLAGS_INIT -g0)
+set(CMAKE_CXX_FLAGS_INIT -g0)
+
 set(CMAKE_FIND_ROOT_PATH_MODE_PROGRAM NEVER)
 set(CMAKE_FIND_ROOT_PATH_MODE_INCLUDE ONLY)
 set(CMAKE_FIND_ROOT_PATH_MODE_LIBRARY ONLY)
