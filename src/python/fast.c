@@ -28,7 +28,7 @@
 #define OBJECTS(X) \
   X(Tensor) X(Parameter) X(strided) X(dtypes) X(modes) X(transforms) X(profiler) X(tracing) X(forward_ad) \
   X(any_autocast) X(autocast_enabled) X(autocast_dtype) X(grad_enabled) X(deterministic) X(warn_only) X(stream) \
-  X(draw_seed) X(apply) X(empty_like) X(zeros_like) X(empty_strided) X(on_devices)
+  X(draw_seed) X(apply) X(empty_like) X(zeros_like) X(empty_strided)
 
 typedef struct Opaque* Handle; /* AtenTensorHandle */
 
@@ -240,7 +240,7 @@ static int read_tensor(PyObject* object, View* x) {
   if (!(G.stable ? read_stable(object, x) : read_by_methods(object, x)) || x->type > kUint8) return 0;
   int64_t numbers = 1;
   for (int i = 0; i < x->rank; ++i) numbers *= x->shape[i];
-  return (x->data || numbers == 0) && (x->device == FOVEA_CPU || G.on_devices == Py_True);
+  return x->data || numbers == 0;
 }
 
 /* survey() in _operators.py. */

@@ -7,8 +7,7 @@ beginning. From PyTorch 2.14 on it reads and makes tensors by the stable C funct
 here; before that by the methods of tensors. Where it cannot be used, nothing else changes.
 
 The environment variable FOVEA_TORCH_FAST is read when fovea.torch is imported:
-    cpu       C for tensors on the CPU, Python for the others, as without it: C has not been run on a GPU yet
-    1         C for all tensors
+    1         C, as without it
     methods   the same, and tensors by their methods, as with PyTorch before 2.14
     0         Python alone
 """
@@ -32,7 +31,7 @@ from . import _call, _operators
 
 _FILE = "_fast.abi3.so"
 _OLDEST = (3, 10)  # Py_LIMITED_API in fast.c
-_CHOICES = ("cpu", "1", "methods", "0")
+_CHOICES = ("1", "methods", "0")
 _EXTENSION: Any = None
 _STARTED: Any = None  # the extension, once it is in use
 _WHY = ""
@@ -161,7 +160,6 @@ def _start(choice: str) -> tuple[Any, str]:
             objects[name] = find()
         except (AttributeError, KeyError) as error:
             raise ImportError(f"PyTorch {torch.__version__} differs from what it knows: {error}") from error
-    objects["on_devices"] = choice != "cpu"
     addresses = {name: _address(_library.lib, name) for name in ("fovea_forward", "fovea_backward", "fovea_workspace")}
     how = "tensors by their methods, as FOVEA_TORCH_FAST is 'methods'"
     if choice != "methods":
@@ -181,7 +179,7 @@ def load() -> None:
     """Decides which path calls take. Again after another library was put into _library.lib, which C then calls."""
     global attention, _STARTED, _WHY
     switch_off()
-    choice = os.environ.get("FOVEA_TORCH_FAST", "cpu")
+    choice = os.environ.get("FOVEA_TORCH_FAST", "1")
     if choice not in _CHOICES:
         raise ImportError(f"fovea: FOVEA_TORCH_FAST is {choice!r}; accepted: {', '.join(_CHOICES)}")
     if choice == "0":
@@ -192,7 +190,7 @@ def load() -> None:
     except (ImportError, KeyError, OSError) as error:
         _WHY = f"Python, as the fast path cannot be used: {error}"
         return
-    _WHY = f"C, {how}{'; Python on other devices than the CPU' if choice == 'cpu' else ''}"
+    _WHY = f"C, {how}"
     FastAttention.forward = staticmethod(_STARTED.forward)  # type: ignore[method-assign]
     attention = _STARTED.attention
 
