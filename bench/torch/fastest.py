@@ -155,8 +155,9 @@ def measure(device, rounds, batch_seconds):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         machine = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
         machine += ", one thread"
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return _fastest.section_of(where), {
-        "machine": machine, "pytorch": torch.__version__, "fovea": fovea.__version__,
+        "machine": machine, "pytorch": torch.__version__, "fovea": fovea.__version__, "commit": commit.stdout.strip(),
         "date": datetime.date.today().isoformat(), "rows": rows,
     }  # fmt: skip
 
