@@ -212,6 +212,9 @@ class Runner:
             print(f"{python}: no PyTorch there; `make test-torch` installs it")
             return Count(0, 1)
         count = self.pytest("tests/torch", env={"FOVEA_BUILD": self.build}, python=python)
+        # Tests for a GPU, to test them themselves.
+        paths = [f"tests/gpu/test_{name}.py" for name in ("dropout", "enable")]
+        count.add(self.pytest(*paths, env={"FOVEA_BUILD": self.build, "FOVEA_TEST_DEVICE": "cpu"}, python=python))
         # Again where the path in C is not the fastest one: in Python alone, and as with PyTorch before 2.14.
         paths = [f"tests/torch/test_{name}.py" for name in ("bad_input", "gradients", "transforms")]
         for choice in ("0", "methods"):

@@ -11,8 +11,6 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from fovea.torch import disable, enable, enabled, reset_stats, stats
 
-pytestmark = pytest.mark.cuda
-
 
 @pytest.fixture(autouse=True)
 def off(device):
@@ -58,6 +56,7 @@ def test_against_pytorch(how, shape, dtype, device):
     assert stats()["served"] == 1 and not stats()["handed_back"]
 
 
+@pytest.mark.cuda
 def test_autocast(device):
     q, k, v = qkv(device, dtype=torch.float32)
     bias = normal(1, 4, 130, 130, device=device, dtype=torch.float32)
@@ -73,6 +72,7 @@ def test_autocast(device):
     assert stats()["served"] == 1
 
 
+@pytest.mark.cuda
 def test_what_is_handed_back_is_said_once(device):
     q = torch.randn(2, 4, 8, 64, device=device, dtype=torch.float64)
     want = sdpa(q, q, q)
@@ -94,7 +94,7 @@ def test_determinism(device):
     first = results(lambda: sdpa(q, k, v, bias), [q, k, v, bias])
     for x, y in zip(first, results(lambda: sdpa(q, k, v, bias), [q, k, v, bias])):
         assert torch.equal(x, y)
-    assert stats()["served"] == 2 and all(line.endswith(" det") for line in stats()["problems"])
+    assert stats()["served"] == 2 and all("det" in line.split() for line in stats()["problems"])
 
 
 def test_the_fast_path_of_an_encoder(device):
@@ -108,6 +108,7 @@ def test_the_fast_path_of_an_encoder(device):
     assert stats()["served"] == 1
 
 
+@pytest.mark.cuda
 def test_nested_tensors(device):
     parts = [torch.randn(n, 4, 64, device=device, dtype=torch.bfloat16) for n in (50, 130, 7)]
     leaf = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
@@ -123,6 +124,7 @@ def test_nested_tensors(device):
     assert stats()["served"] == 1
 
 
+@pytest.mark.cuda
 def test_a_graph_of_a_training_step(device):
     """Captured once, replayed with new numbers; what is captured has run once before, as PyTorch asks."""
     q, k, v = qkv(device)
@@ -156,6 +158,7 @@ def test_compile(mode, device):
     assert stats()["traced"] >= 1 and stats()["served"] == 0
 
 
+@pytest.mark.cuda
 def test_nothing_waits_for_the_device(device):
     q, k, v = qkv(device)
     bias = normal(1, 4, 130, 130, device=device)
@@ -169,6 +172,7 @@ def test_nothing_waits_for_the_device(device):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.cuda
 def test_only_the_device_that_is_named(device):
     q, k, v = qkv(device)
     with enabled("cpu", prefer=None):

@@ -12,6 +12,11 @@ a logsumexp that are rounded. Where PyTorch has no fused kernel for a call, the 
 A bias that is broadcast over the keys has the gradient 0: terms that cancel. Its size is then the sum of their absolute
 values, since each has been rounded.
 
+On a GPU PyTorch's fused kernels refuse some calls that its math path computes, such as a bias that is broadcast over the
+keys, and fault in others, after which a process can use the GPU no more. So another process runs them, and is replaced
+after a fault. Such calls are compared with the math path alone; the last lines count them. fovea's calls are waited for
+one by one: a fault of fovea's ends the run, and the call is described.
+
 examples:
   tests/torch/fuzz_sdpa.py                         5,000 calls on the CPU
   tests/torch/fuzz_sdpa.py --device cuda           the same on a GPU: some minutes of compiling kernels first
@@ -19,9 +24,13 @@ examples:
 """
 
 import argparse
+import multiprocessing
 import os
 import random
 import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -183,33 +192,75 @@ class Case:
         return [out.detach(), *grads]
 
 
-def kind_of_error(run):
-    try:
-        run()
-    except Exception as error:
-        return type(error)
-    return None
+class Fault(Exception):
+    """After this error the process cannot use the GPU."""
 
 
 def computed(case):
     """What a call gives, or the error that it raises."""
+    error = None
     try:
-        return case.run()
-    except Exception as error:
-        return error
+        found = case.run()
+    except Exception as raised:
+        error = raised
+    if case.device == "cuda":
+        try:
+            torch.cuda.synchronize()
+        except Exception as fault:
+            error = Fault(str(fault).splitlines()[0])
+    return error or found
 
 
-def check(case, ours):
+def _in_worker(seed, device):
+    found = computed(Case(seed, device))
+    return found if isinstance(found, Exception) else [x.cpu() for x in found]
+
+
+class PyTorch:
+    """PyTorch's own results by the kernels that it takes: on a GPU from another process."""
+
+    def __init__(self, device, alone=False):
+        self.device, self.alone, self.pool, self.apart = device, alone or device == "cuda", None, {}
+
+    def results(self, case):
+        """Also an error that is raised. A Fault is one of PyTorch's kernels, as fovea is not enabled there."""
+        if not self.alone:
+            return computed(case)
+        self.pool = self.pool or ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        try:
+            found = self.pool.submit(_in_worker, case.seed, self.device).result()
+        except BrokenProcessPool as ended:
+            found = Fault(repr(ended))
+        if isinstance(found, Fault):
+            self.close()
+        return found
+
+    def note(self, case, error):
+        """That PyTorch's own kernel does not compute this call."""
+        text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        self.apart.setdefault(text, []).append(case.seed)
+
+    def close(self):
+        if self.pool is not None:
+            self.pool.shutdown(wait=False, cancel_futures=True)
+            self.pool = None
+
+
+def check(case, ours, pytorch):
     """What is wrong with the results of this call, the empty text if nothing is, and whether the naive evaluation had to
     stand for PyTorch's."""
     with_naive = False
+    theirs = pytorch.results(case)
     if case.malformed or isinstance(ours, Exception):
-        theirs = kind_of_error(case.run)
-        mine = type(ours) if isinstance(ours, Exception) else None
-        if theirs is not mine and not (theirs is None and case.malformed and case.device == "cpu"):
-            return f"raises {mine} ({ours if mine else ''}), PyTorch {theirs}", with_naive
+        kinds = [type(found) if isinstance(found, Exception) else None for found in (ours, theirs)]
+        if kinds[0] is not kinds[1] and not (kinds[1] is None and case.malformed and case.device == "cpu"):
+            return f"raises {kinds[0]} ({ours if kinds[0] else ''}), PyTorch {kinds[1]}", with_naive
         return "", with_naive
-    theirs = [case.run(math=True), case.run()]
+    if isinstance(theirs, Exception):
+        pytorch.note(case, theirs)
+        theirs = [case.run(math=True)]
+    else:
+        theirs = [case.run(math=True), theirs]
     reference = case.run(torch.float64, math=True)
     cancelling = case.cancelling
     names = ["out", *(name for name, x in zip(("query", "key", "value", "mask"), case.make()) if x is not None and x.requires_grad)]
@@ -224,11 +275,10 @@ def check(case, ours):
         else:
             unit = torch.finfo(torch.bfloat16 if case.how == "autocast" and case.dtype != torch.float64 else case.dtype).eps
             unit = max(unit, torch.finfo(mine.dtype).eps)
-            of = lambda results: (results[at].double() - want.to(results[at].device)).abs().max().item()  # noqa: B023
+            of = lambda results: (results[at].cpu().double() - want.cpu()).abs().max().item()  # noqa: B023
             allowed = 2 * max(of(results) for results in theirs) + 2 * unit * size
             if error > allowed and name != "out":
                 rounds = rounds or case.run_naively()
-                want = want.cpu()
                 allowed = max(allowed, 2 * of(rounds) + 2 * unit * size)
                 with_naive = True
         if not error <= allowed:
@@ -236,39 +286,53 @@ def check(case, ours):
     return "", with_naive
 
 
-def run(device, cases, show=print):
+def run(device, cases, show=print, seconds=float("inf")):
     """The failures, as texts, and how many calls fovea computed."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # so small tensors gain nothing from more
+    pytorch = PyTorch(device)
     try:
-        return _run(device, cases, show)
+        return _run(device, cases, show, time.monotonic() + seconds, pytorch)
     finally:
+        pytorch.close()
         torch.set_num_threads(threads)
 
 
-def _run(device, cases, show):
+def _run(device, cases, show, end, pytorch):
     failures = []
     fovea.torch.reset_stats()
     done = by_naive = 0
-    while done < len(cases):  # some at a time, as every switch costs PyTorch's caches
+    while done < len(cases) and time.monotonic() < end:  # some at a time, as every switch costs PyTorch's caches
         some = [Case(seed, device) for seed in cases[done : done + 100]]
+        ours = []
         with fovea.torch.enabled(prefer=None):
-            ours = [computed(case) for case in some]
+            for case in some:
+                if time.monotonic() > end:
+                    break
+                ours.append(computed(case))
+                if isinstance(ours[-1], Fault):
+                    show(f"{case}\n  FAULT of the device: {ours[-1]}")
+                    return [*failures, str(case)], fovea.torch.stats()["served"]
         for case, mine in zip(some, ours):
-            wrong, with_naive = check(case, mine)
+            try:
+                wrong, with_naive = check(case, mine, pytorch)
+            except Exception as error:
+                wrong, with_naive = f"cannot be compared: {type(error).__name__}: {error}", False
             by_naive += with_naive
             if wrong:
                 failures.append(f"{case}\n  {wrong}")
                 show(failures[-1])
-        done += len(some)
+        done += len(ours)
         if done % 500 == 0 and done < len(cases):
             show(f"{done} calls, {len(failures)} wrong")
     stats = fovea.torch.stats()
     served = stats["served"]
-    show(f"{len(cases)} calls on {device}: {len(failures)} wrong; fovea computed {served}")
+    show(f"{done} calls on {device}: {len(failures)} wrong; fovea computed {served}")
     for reason, count in sorted(stats["handed_back"].items(), key=lambda item: -item[1]):
         show(f"  {count:5} handed back: {reason}")
     show(f"  {by_naive:5} times the naive evaluation stood for PyTorch's")
+    for text, seeds in sorted(pytorch.apart.items()):
+        show(f"  {len(seeds):5} PyTorch's own kernel does not compute, such as {seeds[:3]}: {text}")
     return failures, served
 
 
@@ -277,13 +341,14 @@ def main():
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--count", type=int, default=5000, help="how many calls (5000)")
     parser.add_argument("--first", type=int, default=0, help="the first seed (0)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="end after this time (never)")
     parser.add_argument("--only", type=int, metavar="SEED", help="one call")
     options = parser.parse_args()
     cases = range(options.first, options.first + options.count)
     if options.only is not None:
         cases = range(options.only, options.only + 1)
         print(Case(options.only, options.device))
-    failures, served = run(options.device, cases)
+    failures, served = run(options.device, cases, seconds=options.seconds)
     return 1 if failures or not served else 0
 
 

@@ -187,6 +187,20 @@ def test_fuzz():
     assert set(stats()["handed_back"]) <= {_sdpa.MALFORMED, "keys and values with different numbers of heads"}
 
 
+def test_pytorchs_process_is_replaced_after_a_fault():
+    case = fuzz_sdpa.Case(0, "cpu")
+    pytorch = fuzz_sdpa.PyTorch("cpu", alone=True)
+    try:
+        want = fuzz_sdpa.computed(case)
+        for _ in range(2):
+            for x, y in zip(pytorch.results(case), want):
+                assert torch.equal(x, y)
+            ended = pytorch.pool.submit(os._exit, 1)
+            assert isinstance(ended.exception(), Exception) and isinstance(pytorch.results(case), fuzz_sdpa.Fault)
+    finally:
+        pytorch.close()
+
+
 def test_the_fuzzer_finds_what_is_wrong(monkeypatch):
     """A mask that is broadcast otherwise, and a scale that is lost."""
     levels = _sdpa._levels
@@ -564,7 +578,7 @@ def test_the_table_that_fovea_has():
     import json
 
     sections = json.loads(_fastest.contents())["sections"]
-    assert {"cpu avx512", "cpu avx2", "cpu portable"} <= set(sections)
+    assert {"cpu avx512", "cpu avx2", "cpu portable", "cuda 9.0"} <= set(sections)
     kinds = {"plain", "causal", "mask", "mask of keys", "bias", "learned bias", "dropout", "other rank"}
     for name, section in sections.items():
         assert {"machine", "pytorch", "fovea", "date"} <= set(section), name
