@@ -71,7 +71,7 @@ void add_explain(CLI::App& app) {
       "  fovea explain 'fwd b=2 hq=32 hk=8 sq=4096 sk=4096 d=128 bf16 causal softcap=30'\n"
       "  FOVEA_CPU_ISA=avx2 fovea explain bwd b=1 hq=8 sq=512 sk=512 d=64 fp32 bias=1,h,q,k need=bias\n\n" +
       std::string(problem_line_help()) +
-      "In the output a backend \"serves\" a problem if it can compute it. Exit code 3 if no backend does.");
+      "In the output the backend that is \"used\" computes the problem. Exit code 3 if no backend can.");
   explain_app->callback([words, architectures] {
     if (words->empty()) {
       if (!architectures->empty()) {
@@ -81,11 +81,11 @@ void add_explain(CLI::App& app) {
       return;
     }
     const std::string line = fmt::format("{}", fmt::join(*words, " "));
-    bool serves = !architectures->empty() || explain_problem(line, nullptr);
+    bool supported = !architectures->empty() || explain_problem(line, nullptr);
     for (const std::string& architecture : *architectures) {
-      serves = explain_problem(line, architecture.c_str()) && serves;
+      supported = explain_problem(line, architecture.c_str()) && supported;
     }
-    if (!serves) {
+    if (!supported) {
       throw Fault(kUnsupported, "");
     }
   });

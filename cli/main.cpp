@@ -5,7 +5,7 @@
 //     run.cpp       tensors from files, results to files     io/         .safetensors and .npy
 //     check.cpp     the case table against the reference     buffers     memory for a problem line
 //     bench.cpp     speed                                    work        calls and what they cost
-//     explain.cpp   which backend serves; the machine        words       the words of the problem line
+//     explain.cpp   which backend is used; the machine       words       the words of the problem line
 //     precompile.cpp  a GPU's kernels, ahead of time
 //
 // Results go to standard output, progress and errors to standard error. fault.h has the exit codes.

@@ -153,7 +153,7 @@ std::vector<cuda::Target> targets_of(const Settings& settings) {
 
 struct Work {
   std::vector<cuda::jit::Request> requests;
-  std::vector<std::string> refused;  // problems that no kernel serves, with the reason
+  std::vector<std::string> refused;  // problems that no kernel can compute, with the reason
 };
 
 Work work_of(const std::vector<Asked>& problems, const std::vector<cuda::Target>& targets) {
@@ -249,7 +249,7 @@ void run(const Settings& settings) {
   if (!work.refused.empty()) {
     constexpr std::size_t kShown = 10;
     const std::size_t shown = std::min(work.refused.size(), kShown);
-    throw Fault(kUnsupported, fmt::format("{} problems are not served{}:\n{}", work.refused.size(),
+    throw Fault(kUnsupported, fmt::format("{} problems cannot be computed{}:\n{}", work.refused.size(),
                                           shown < work.refused.size() ? fmt::format(", {} of them", shown) : "",
                                           fmt::join(work.refused.begin(),
                                                     work.refused.begin() + static_cast<std::ptrdiff_t>(shown), "\n")));

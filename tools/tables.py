@@ -61,15 +61,15 @@ def support():
     sys.path.insert(0, str(ROOT / "python"))
     import fovea
 
-    def served(direction, type_, options, extra):
+    def supported(direction, type_, options, extra):
         lines = [problem_line(direction, type_, one, extra) for one in options.split("|")]
-        return all(re.search(r"^cpu: serves: ", fovea.explain(line), re.M) for line in lines)
+        return all(re.search(r"^cpu: used: ", fovea.explain(line), re.M) for line in lines)
 
     rows = ["| on the CPU | " + " | ".join(f"{type_} forward / backward" for type_ in TYPES) + " |", "| --- " * (len(TYPES) + 1) + "|"]
     for name, options, extra in FEATURES:
         cells = []
         for type_ in TYPES:
-            answers = [served(direction, type_, options, extra) for direction in ("fwd", "bwd")]
+            answers = [supported(direction, type_, options, extra) for direction in ("fwd", "bwd")]
             cells.append(" / ".join("yes" if answer else "**no**" for answer in answers))
         rows.append(f"| {name} | " + " | ".join(cells) + " |")
     return rows

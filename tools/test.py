@@ -248,7 +248,7 @@ class Runner:
         return self.one(self.run(sys.executable, "tools/kernels.py", "--check", "--build", self.build, "--jobs", self.jobs))
 
     def stage_nvrtc(self):
-        """a sample of the GPU kernels with the oldest NVRTC that is served and with the newest on PyPI"""
+        """a sample of the GPU kernels with the oldest NVRTC that is supported and with the newest on PyPI"""
         count = Count()
         # 12.4 does not know sm_120.
         for wheel, architectures in (("nvidia-cuda-nvrtc-cu12==12.4.*", ("sm_80", "sm_90")),

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The same library from C: which backend would serve a problem.
+ * The same library from C: which backend would compute a problem.
  */
 #include <fovea/c.h>
 #include <stdio.h>

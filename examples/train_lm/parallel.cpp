@@ -15,7 +15,7 @@ class Pool {
  public:
   explicit Pool(int threads) {
     for (int i = 1; i < threads; ++i) {  // the caller is the first
-      workers_.emplace_back([this] { serve(); });
+      workers_.emplace_back([this] { work(); });
     }
   }
 
@@ -57,7 +57,7 @@ class Pool {
     }
   }
 
-  void serve() {
+  void work() {
     std::int64_t seen = 0;
     std::unique_lock lock(mutex_);
     while (true) {

@@ -9,8 +9,8 @@
 //                    fovea::tensor(v, {2, 128, 4, 64}), fovea::tensor(out, {2, 128, 4, 64}),
 //                    fovea::tensor(lse, {2, 4, 128}), options);
 //
-// Tensors are views: nothing is copied or kept after a call. Which shapes and types go where stands in fovea/c.h,
-// beside the fields of fovea_problem, which have the same names. Whatever fails throws fovea::Error.
+// Tensors are views: nothing is copied or kept after a call. fovea/c.h gives shapes and types, at the fields of
+// fovea_problem, which have the same names. Every failure throws fovea::Error.
 #ifndef FOVEA_ATTENTION_H
 #define FOVEA_ATTENTION_H
 
@@ -33,7 +33,7 @@ namespace fovea {
 // The version of this API, a part of every name that the linker sees.
 inline namespace api_v0 {
 
-// What a call ended with; what() says which argument, what it was and what is accepted.
+// A call's failure. what() names the argument, its value and what is accepted.
 class Error : public std::runtime_error {
  public:
   Error(fovea_status status, const std::string& message) : std::runtime_error(message), status_(status) {}
@@ -60,7 +60,7 @@ inline void check(fovea_status status) {
 
 // ---- element types ----
 
-// 16-bit floating-point numbers as they lie in memory: fovea reads and writes the bits, arithmetic is the caller's.
+// The bits of 16-bit floating-point numbers, without arithmetic.
 struct fp16 {
   std::uint16_t bits;
 };
@@ -91,8 +91,8 @@ struct DTypeOf<std::int64_t> : std::integral_constant<fovea_dtype, FOVEA_INT64> 
 
 // ---- tensors ----
 
-// A view of memory that is read. Strides count elements; without them the tensor is row-major contiguous. One that
-// is made from nothing stands for "not given".
+// A view of memory that is read. Strides count elements; without them the tensor is row-major contiguous. A
+// default-constructed Tensor is absent.
 class Tensor {
  public:
   using Dims = std::vector<std::int64_t>;
@@ -175,11 +175,11 @@ MutableTensor tensor(Container& container, const Tensor::Dims& shape) {
 
 // ---- options ----
 
-// Where the queries stand among the keys, for causal, window and ALiBi, if Sq and Sk differ.
+// The position of query i among the keys is i + shift: kBottomRight shift is Sk - Sq, kTopLeft 0.
 enum class Align : std::int32_t { kBottomRight = FOVEA_BOTTOM_RIGHT, kTopLeft = FOVEA_TOP_LEFT };
 // The rule that turns (seed, offset, b, h, i, j) into a dropout decision.
 enum class Rng : std::int32_t { kFovea = FOVEA_RNG_FOVEA, kTorchMemEfficient = FOVEA_RNG_TORCH_MEM_EFFICIENT };
-// Where the tensors lie.
+// The memory that holds the tensors.
 enum class Device : std::int32_t { kCpu = FOVEA_CPU, kCuda = FOVEA_CUDA };
 
 // Keys i + shift - left <= j <= i + shift + right; -1 is unbounded.
@@ -188,12 +188,12 @@ struct Window {
   std::int64_t right = -1;
 };
 
-// Everything but the tensors that are always there. The backward is given the forward's.
+// All options, and the optional tensors. Give the backward the options of its forward.
 struct Options {
   bool causal = false;
   Window window;
-  // Where causal, window and ALiBi start if Sq and Sk differ. Bottom-right, as in FlashAttention: the last query sees
-  // the last key. PyTorch's is_causal is kTopLeft: the first query sees the first key alone.
+  // Matters if Sq and Sk differ. Bottom-right, as in FlashAttention: the last query is aligned with the last key.
+  // PyTorch's is_causal is kTopLeft: the first query is aligned with the first key.
   Align align = Align::kBottomRight;
   std::optional<double> scale;  // none: 1 / sqrt(D)
   double softcap = 0;           // 0: none
@@ -222,14 +222,14 @@ struct Options {
   std::int64_t batch_outer = 0;
 
   bool deterministic = false;
-  bool clear_rows = false;  // rows that no sequence owns get 0, in lse -inf; else they are left as they are
-  std::string backend;      // "": the best
+  bool clear_rows = false;  // rows that belong to no sequence get 0, in lse -inf; else they are not written
+  std::string backend;      // "": fovea chooses
   Device device = Device::kCpu;
   std::int32_t device_index = 0;
   void* stream = nullptr;
 };
 
-// The gradients that a backward writes: those that are given, one at least.
+// The gradients that a backward computes: those whose tensors are given, at least one.
 struct Gradients {
   MutableTensor q = {};
   MutableTensor k = {};
@@ -264,7 +264,7 @@ struct Backward {
   Tensor grad_lse = {};  // optional
 };
 
-// Scratch memory: grown when a call needs more, kept until the object goes. One thread at a time.
+// Scratch memory: grown when a call needs more, kept until the object is destroyed. One thread at a time.
 class Workspace {
  public:
   Workspace() = default;
@@ -278,7 +278,7 @@ class Workspace {
       owned_.reset(new (std::nothrow) unsigned char[bytes]);
       if (owned_ == nullptr) {
         data_ = nullptr;
-        detail::fail(FOVEA_OUT_OF_MEMORY, "workspace: " + std::to_string(bytes) + " bytes are not to be had");
+        detail::fail(FOVEA_OUT_OF_MEMORY, "workspace: " + std::to_string(bytes) + " bytes cannot be allocated");
       }
       data_ = owned_.get();
       bytes_ = bytes;
@@ -392,15 +392,15 @@ std::size_t workspace(const Call& call) {
   return bytes;
 }
 
-// Compiles and loads the kernels that the call needs, so that the call itself never does: before a CUDA graph captures
-// it. The tensors' data may be null.
+// Compiles and loads the kernels that the call needs. Call it before a CUDA graph captures the call, or to compile
+// before the first call. The tensors' data may be null.
 template <class Call, class = decltype(detail::direction_of(std::declval<const Call&>()))>
 void prepare(const Call& call) {
   const fovea_problem problem = detail::problem_of(call);
   detail::check(fovea_prepare(&problem, detail::direction_of(call)));
 }
 
-// Which backend serves the call and why each other one does not. The tensors' data may be null.
+// Which backend is used for the call, and why each other one is not. The tensors' data may be null.
 template <class Call, class = decltype(detail::direction_of(std::declval<const Call&>()))>
 std::string explain(const Call& call) {
   const fovea_problem problem = detail::problem_of(call);
@@ -411,7 +411,7 @@ std::string explain(const Call& call) {
       FOVEA_UNSUPPORTED);
 }
 
-// Which backend serves a problem, given in its one-line text form.
+// Which backend is used for a problem, given in its one-line text form.
 inline std::string explain(const std::string& line) {
   return detail::text_of([&](char* text, std::size_t capacity,
                              std::size_t* needed) { return fovea_explain_line(line.c_str(), text, capacity, needed); },
@@ -438,7 +438,7 @@ std::string describe(const Call& call) {
 
 namespace detail {
 
-// A Workspace's own memory is the host's.
+// A Workspace that grows has memory of the host.
 template <class Call>
 void provide(Workspace& workspace, const Call& call) {
   const std::size_t bytes = fovea::workspace(call);
@@ -469,14 +469,14 @@ inline void run(const Backward& call, Workspace& workspace) {
   detail::check(fovea_backward(&problem, workspace.data(), workspace.bytes()));
 }
 
-// out, and lse if it is given, from q, k and v. Without a Workspace of the caller's the call allocates its own.
+// out, and lse if it is given, from q, k and v. Without a Workspace the call allocates one.
 inline void forward(const Tensor& q, const Tensor& k, const Tensor& v, const MutableTensor& out,
                     const MutableTensor& lse = {}, const Options& options = {}, Workspace* workspace = nullptr) {
   Workspace own;
   run(Forward{q, k, v, out, lse, options}, workspace != nullptr ? *workspace : own);
 }
 
-// The gradients whose tensors are given, from grad_out (and grad_lse) and what the forward read and wrote.
+// The gradients whose tensors are given, from grad_out (and grad_lse) and the forward's inputs and results.
 inline void backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
                      const Tensor& lse, const Gradients& grads, const Options& options = {},
                      const Tensor& grad_lse = {}, Workspace* workspace = nullptr) {
@@ -484,7 +484,7 @@ inline void backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, c
   run(Backward{grad_out, q, k, v, out, lse, grads, options, grad_lse}, workspace != nullptr ? *workspace : own);
 }
 
-// ---- the rest ----
+// ---- dropout mask, backends, machine, threads ----
 
 // The dropout decisions as bytes, 1 = kept; (batch, heads, seqlen_q, seqlen_k), row-major.
 inline std::vector<std::uint8_t> dropout_mask(std::int64_t batch, std::int64_t heads, std::int64_t seqlen_q,
@@ -506,7 +506,7 @@ inline std::string backends() {
       [](char* text, std::size_t capacity, std::size_t* needed) { return fovea_backends(text, capacity, needed); });
 }
 
-// What a GPU call would use, for people: one line each for the driver, every GPU, NVRTC and the kernel cache.
+// A description of this machine, as fovea_machine() writes it: processor, driver, GPUs, NVRTC, kernel cache, variables.
 inline std::string machine() {
   return detail::text_of(
       [](char* text, std::size_t capacity, std::size_t* needed) { return fovea_machine(text, capacity, needed); });

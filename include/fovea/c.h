@@ -8,12 +8,12 @@
  * One fovea_problem describes the operation for the forward, the backward, the workspace query and
  * explain. Rules that hold everywhere:
  *   - every struct begins with its own size in bytes (`sizeof`) and grows at its end. A program compiled with an older
- *     header passes shorter structs: what they lack is 0. One compiled with a newer header passes longer ones: they are
- *     accepted where everything that this library does not know is 0, up to 4096 bytes;
- *   - what is zero means the default, a NULL tensor was not given, an unknown bit is refused;
+ *     header passes shorter structs: the missing fields are taken as 0. One compiled with a newer header passes longer
+ *     ones, of at most 4096 bytes: they are accepted if all fields that this library does not know are 0;
+ *   - a field of 0 means its default, a NULL tensor is absent, an unknown flag bit is an error;
  *   - nothing is written before everything has been checked;
- *   - no function prints, exits or aborts; whatever fails returns a status, and
- *     fovea_last_error() says in words which argument, what it was and what is accepted;
+ *   - no function prints, exits or aborts; every failure returns a status, and
+ *     fovea_last_error() returns a text with the argument, its value and what is accepted;
  *   - the rounding mode and the flushing of denormals are the caller's. Floating-point exceptions are masked during a
  *     call, and the caller's masks and flags are as before after it.
  */
@@ -37,13 +37,13 @@
 extern "C" {
 #endif
 
-/* What a call can end with. */
+/* The result of a call. */
 typedef enum fovea_status {
   FOVEA_OK = 0,
   FOVEA_INVALID_ARGUMENT = 1, /* the values make no sense: Python's ValueError */
-  FOVEA_INVALID_TYPE = 2,     /* an element type that does not go here: Python's TypeError */
-  FOVEA_UNSUPPORTED = 3,      /* meaningful, but no backend does it here: NotImplementedError */
-  FOVEA_OUT_OF_MEMORY = 4,    /* memory or the caller's workspace is too small */
+  FOVEA_INVALID_TYPE = 2,     /* an element type that is not accepted: Python's TypeError */
+  FOVEA_UNSUPPORTED = 3,      /* valid, but no backend here can compute it: NotImplementedError */
+  FOVEA_OUT_OF_MEMORY = 4,    /* an allocation failed, or the caller's workspace is too small */
   FOVEA_DEVICE_ERROR = 5,     /* a device fault: RuntimeError */
   FOVEA_INTERNAL_ERROR = 6    /* a fault of fovea's own: please report it */
 } fovea_status;
@@ -59,11 +59,13 @@ typedef enum fovea_dtype {
   FOVEA_INT64 = 7
 } fovea_dtype;
 
-/* Which of the two computations a question is about. */
+/* The forward or the backward of a problem, for fovea_workspace(), fovea_explain(), fovea_describe() and
+ * fovea_prepare(). */
 typedef enum fovea_direction { FOVEA_FORWARD = 0, FOVEA_BACKWARD = 1 } fovea_direction;
 
-/* Where row i of the queries stands among the keys: shift = Sk - Sq, or 0. Used by causal, window and
- * ALiBi alike; with variable lengths per sequence, with seqused the used lengths. */
+/* The position of query i among the keys is i + shift: with FOVEA_BOTTOM_RIGHT shift = Sk - Sq, with FOVEA_TOP_LEFT 0.
+ * It is used by causal, window and ALiBi. With variable lengths Sk and Sq are those of each sequence, with seqused
+ * the used lengths. */
 typedef enum fovea_align { FOVEA_BOTTOM_RIGHT = 0, FOVEA_TOP_LEFT = 1 } fovea_align;
 
 /* The rule that turns (seed, offset, b, h, i, j) into a dropout decision. */
@@ -72,14 +74,14 @@ typedef enum fovea_rng {
   FOVEA_RNG_TORCH_MEM_EFFICIENT = 1 /* bit for bit PyTorch's memory-efficient kernel */
 } fovea_rng;
 
-/* Where the tensors lie. */
+/* The memory that holds the tensors. */
 typedef enum fovea_device { FOVEA_CPU = 0, FOVEA_CUDA = 1 } fovea_device;
 
 /* The largest number of dimensions of a tensor. */
 #define FOVEA_MAX_RANK 5
 
 /* fovea_tensor::flags */
-#define FOVEA_TENSOR_STRIDED 1u /* stride[] is meant; without it the tensor is row-major contiguous */
+#define FOVEA_TENSOR_STRIDED 1u /* stride[] is used; without the flag the tensor is row-major contiguous */
 
 /* A view of the caller's memory. Strides count elements, may be negative, and are 0 wherever an input is
  * broadcast. `data` may be NULL only where the tensor has no elements. */
@@ -96,17 +98,17 @@ typedef struct fovea_tensor {
 
 /* fovea_problem::flags */
 #define FOVEA_CAUSAL 1u        /* j <= i + shift */
-#define FOVEA_DETERMINISTIC 2u /* the same bits every run (on the CPU always) */
-#define FOVEA_SCALE 4u         /* `scale` is meant; without it 1 / sqrt(D) */
-#define FOVEA_WINDOW 8u        /* `window_left`, `window_right` are meant; without it unbounded */
-/* Rows of out, lse, grad_q, grad_k and grad_v that no sequence owns (cu_seqlens, seqused) become 0, in lse -inf.
- * Without it they are not written. */
+#define FOVEA_DETERMINISTIC 2u /* the same bits in every run (on the CPU always) */
+#define FOVEA_SCALE 4u         /* `scale` is used; without the flag 1 / sqrt(D) */
+#define FOVEA_WINDOW 8u        /* `window_left`, `window_right` are used; without the flag unbounded */
+/* Rows of out, lse, grad_q, grad_k and grad_v that belong to no sequence (cu_seqlens, seqused) become 0, in lse
+ * -inf. Without the flag they are not written. */
 #define FOVEA_CLEAR_ROWS 16u
 
 /* Shapes. Dense: q is (B, Sq, Hq, D), or (B1, B2, Sq, Hq, D) with a batch of two levels. Variable length:
  * cu_seqlens_q and cu_seqlens_k are given and q is packed, (total_q, Hq, D). "Broadcastable" is NumPy's
- * rule: shapes are aligned at the right, a missing dimension or a 1 is broadcast. The other layout that
- * people use, (B, H, S, D), is a matter of strides.
+ * rule: shapes are aligned at the right, a missing dimension or a 1 is broadcast. The other common layout,
+ * (B, H, S, D), is expressed by strides.
  * Limits: 2^50 elements and 2^50 bytes from the first to the last of a tensor, 2^32 heads, 2^32 for D and Dv; with
  * dropout sequences of at most 2^32. */
 typedef struct fovea_problem {
@@ -115,10 +117,10 @@ typedef struct fovea_problem {
   uint32_t flags;
   int32_t align;  /* fovea_align */
   int32_t rng;    /* fovea_rng */
-  int32_t device; /* fovea_device: where the pointers point */
+  int32_t device; /* fovea_device: the memory that holds the tensors */
   int32_t device_index;
   int32_t reserved;    /* 0 */
-  const char* backend; /* NULL: the best; else one that fovea_backends() names, and no other serves */
+  const char* backend; /* NULL: fovea chooses; else the only backend that may compute, as fovea_backends() names it */
   void* stream;        /* CUDA: the stream; CPU: NULL */
 
   double scale;         /* with FOVEA_SCALE: any finite number */
@@ -138,12 +140,13 @@ typedef struct fovea_problem {
   const fovea_tensor* bias;         /* broadcastable to (B, Hq, Sq, Sk), with two levels to (B1, B2, Hq, Sq, Sk);
                                        packed to (B, Hq, max_seqlen_q, max_seqlen_k), within each sequence */
   const fovea_tensor* bias2;        /* a second one, as bias */
-  const fovea_tensor* mask;         /* the shape as of bias, bool: not 0 takes part */
-  const fovea_tensor* alibi_slopes; /* (Hq), (B, Hq) or (B1, B2, Hq), fp32 (fp64 with fp64 q) */
+  const fovea_tensor* mask;         /* the shape as of bias, bool: not 0: the pair is allowed */
+  const fovea_tensor* alibi_slopes; /* (Hq), (B, Hq) or (B1, B2, Hq), fp32 (fp64 with fp64 q); it has no gradient.
+                                       slope * |i + shift - j| is subtracted from s_ij */
   const fovea_tensor* sink;         /* (Hq), fp32 (fp64 with fp64 q): one more logit, without a value */
   const fovea_tensor* cu_seqlens_q; /* (B + 1), int32 or int64: starts at 0, never decreases */
   const fovea_tensor* cu_seqlens_k;
-  const fovea_tensor* seqused_q; /* (B), int32: only so many rows of each sequence exist */
+  const fovea_tensor* seqused_q; /* (B), int32: the number of rows that each sequence has, from its first on */
   const fovea_tensor* seqused_k;
   int64_t max_seqlen_q; /* packed: at least the longest sequence, with seqused its longest used part; */
   int64_t max_seqlen_k; /*   0 on the CPU: the longest sequence */
@@ -157,19 +160,19 @@ typedef struct fovea_problem {
   /* The backward reads these. */
   const fovea_tensor* grad_out; /* as out */
   const fovea_tensor* grad_lse; /* as lse; optional */
-  /* The backward writes those of these that are given, at least one, and only those. */
-  const fovea_tensor* grad_q;
-  const fovea_tensor* grad_k;
-  const fovea_tensor* grad_v;
-  const fovea_tensor* grad_bias; /* the shape of the bias as given, its type */
-  const fovea_tensor* grad_bias2;
-  const fovea_tensor* grad_sink; /* (Hq) */
+  /* The backward computes the gradients whose tensors are given; at least one must be. */
+  const fovea_tensor* grad_q;     /* as q */
+  const fovea_tensor* grad_k;     /* as k */
+  const fovea_tensor* grad_v;     /* as v */
+  const fovea_tensor* grad_bias;  /* shape and type of the bias as given */
+  const fovea_tensor* grad_bias2; /* shape and type of bias2 as given */
+  const fovea_tensor* grad_sink;  /* as sink */
 } fovea_problem;
 
 /* The version of the library that is loaded: major * 10000 + minor * 100 + patch. */
 FOVEA_API int fovea_version(void);
 
-/* What went wrong in this thread's last call; "" if nothing did. Valid until the thread's next call. */
+/* The error of this thread's last call; "" if it succeeded. Valid until the thread's next call. */
 FOVEA_API const char* fovea_last_error(void);
 
 /* The name of a status: "ok", "invalid argument", ... */
@@ -177,8 +180,8 @@ FOVEA_API const char* fovea_status_name(fovea_status status);
 
 /* Bytes of scratch memory that the call needs: on the device of the tensors, any alignment. It depends on
  * shapes, strides, types, options, the number of threads and the longest sequence (max_seqlen_*, else what
- * cu_seqlens_* say), not on what else the tensors hold or where they lie; on a CUDA device also on which of the
- * tensors' addresses are multiples of 16 (NULL is). */
+ * cu_seqlens_* give). It does not depend on other values. On a CUDA device it also depends on which of the tensors'
+ * addresses are multiples of 16 bytes; NULL counts as a multiple. */
 FOVEA_API fovea_status fovea_workspace(const fovea_problem* problem, fovea_direction direction, size_t* bytes);
 
 /* Computes out (and lse, if it is given) from q, k, v and the options. `workspace` is the caller's, of at least
@@ -188,18 +191,18 @@ FOVEA_API fovea_status fovea_forward(const fovea_problem* problem, void* workspa
 /* Computes the gradients whose tensors are given, at least one. The workspace is as for fovea_forward(). */
 FOVEA_API fovea_status fovea_backward(const fovea_problem* problem, void* workspace, size_t workspace_bytes);
 
-/* Which backend serves the problem and why each other one does not: text, ended by NUL, cut to
- * `capacity` bytes; `*needed` (optional) gets the whole length and 1. The tensors' data may be NULL.
- * FOVEA_UNSUPPORTED if no backend serves it; the text says why all the same. */
+/* Writes which backend is used for the problem, and why each other one is not: text, ended by NUL, cut to
+ * `capacity` bytes. `*needed` (optional) is set to the length of the whole text plus 1. The tensors' data may be NULL.
+ * Returns FOVEA_UNSUPPORTED if no backend can compute the problem; the text then has the reasons. */
 FOVEA_API fovea_status fovea_explain(const fovea_problem* problem, fovea_direction direction, char* text,
                                      size_t capacity, size_t* needed);
 
 /* fovea_explain() for a problem in its one-line text form, such as
- * "fwd b=2 hq=32 hk=8 sq=4096 sk=4096 d=128 bf16 causal=br softcap=30". */
+ * "fwd b=2 hq=32 hk=8 sq=4096 sk=4096 d=128 bf16 causal align=br softcap=30". */
 FOVEA_API fovea_status fovea_explain_line(const char* line, char* text, size_t capacity, size_t* needed);
 
-/* fovea_explain() for a GPU of an architecture, such as "sm_90", which need not be there: what it would do with the
- * problem. Of several products of an architecture the largest is meant. The device that the line names is ignored. */
+/* fovea_explain() for a GPU of an architecture, such as "sm_90". The machine needs no such GPU. If an architecture has
+ * several products, the largest is assumed. The device that the line names is ignored. */
 FOVEA_API fovea_status fovea_explain_for(const char* line, const char* architecture, char* text, size_t capacity,
                                          size_t* needed);
 
@@ -210,31 +213,31 @@ FOVEA_API fovea_status fovea_describe(const fovea_problem* problem, fovea_direct
 /* One line for each backend: its name, a tab, "available" or why it is not. */
 FOVEA_API fovea_status fovea_backends(char* text, size_t capacity, size_t* needed);
 
-/* What this machine is to fovea, for people: a line each for the version, the processor, instruction sets, threads,
- * backends, the driver, every GPU, NVRTC (which one, and why that one), the folder of compiled kernels, and each
- * environment variable FOVEA_...: a name, a tab, and what it is or why it cannot be used. A variable with a value that
- * is not accepted is "REFUSED", then the value and what is accepted. */
+/* Writes a description of this machine. It has a line for each of: the version, the processor, instruction sets,
+ * threads, backends, the driver, every GPU, NVRTC (its path, and why it was chosen), the folder of compiled kernels,
+ * and each environment variable FOVEA_... A line is a name, a tab, and a value or the reason why it cannot be used. If
+ * the value of a variable is not accepted, it is "REFUSED", then the value and what is accepted. */
 FOVEA_API fovea_status fovea_machine(char* text, size_t capacity, size_t* needed);
 
-/* Where NVRTC is looked for before all other places but FOVEA_NVRTC: absolute names of folders, separated by ':'. A
- * folder has the library in it, or below it where NVIDIA's wheels (nvidia/cu13/lib, ...), a toolkit or conda put it.
- * The Python package gives sys.path. Before the first call for a GPU; later ones change nothing. */
+/* Sets the folders that are searched for NVRTC first, after FOVEA_NVRTC: absolute names, separated by ':'. The library
+ * is in a folder itself, or below it where NVIDIA's wheels (nvidia/cu13/lib, ...), a toolkit or conda put it. The
+ * Python package gives sys.path. Call it before the first call for a GPU; later calls have no effect. */
 FOVEA_API fovea_status fovea_set_nvrtc_folders(const char* folders);
 
 /* The dropout decisions as bytes, 1 = kept, (batch, heads, seqlen_q, seqlen_k) row-major, on the CPU. */
 FOVEA_API fovea_status fovea_dropout_mask(int64_t batch, int64_t heads, int64_t seqlen_q, int64_t seqlen_k, double p,
                                           uint64_t seed, uint64_t offset, fovea_rng rng, uint8_t* mask);
 
-/* Threads that a CPU call uses. n = 0: the least of the cores this process may use and its cgroup's quota,
- * which is also where it starts. No thread is made before the first call that has work for it. */
+/* Sets the number of threads that a CPU call uses, at most 4096. n = 0, the default: the smaller of the number of cores
+ * that this process may use and its cgroup's quota. A thread is created by the first call that has work for it. */
 FOVEA_API fovea_status fovea_set_num_threads(int n);
 
 /* The number of threads that a CPU call uses now. */
 FOVEA_API int fovea_num_threads(void);
 
-/* Compiles (or reads from the cache) and loads the kernels that the call needs, so that the call itself never does:
- * before a CUDA graph captures it, or to have the time spent before the first call. Nothing is computed; the tensors'
- * data may be NULL, which stands for an address that is a multiple of 16. On the CPU there is nothing to do. */
+/* Compiles (or reads from the cache) and loads the kernels that the call needs. Call it before a CUDA graph captures
+ * the call, or to compile before the first call. Nothing is computed. The tensors' data may be NULL, which counts as an
+ * address that is a multiple of 16. On the CPU it does nothing. */
 FOVEA_API fovea_status fovea_prepare(const fovea_problem* problem, fovea_direction direction);
 
 #ifdef __cplusplus

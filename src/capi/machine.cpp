@@ -43,31 +43,31 @@ std::string cuda_cpu_or_compile(const std::string& value) {
 struct Variable {
   const char* name;
   const char* meaning;
-  std::string (*why_not)(const std::string& value) = nullptr;  // null: its reader says it, or all is accepted
+  std::string (*why_not)(const std::string& value) = nullptr;  // null: its reader refuses it, or every value is accepted
 };
 constexpr Variable kVariables[] = {
-    {"FOVEA_BACKEND", "the backend that serves what names none itself"},
+    {"FOVEA_BACKEND", "the backend of problems that name none"},
     {"FOVEA_CPU_ISA", "the instruction set of the CPU backend"},
     {"FOVEA_CHECK", "1: addresses, and lengths on a GPU, are checked by every call"},
-    {"FOVEA_KERNEL", "generic (or sm80), sm90: the newest family of GPU kernels that is taken"},
+    {"FOVEA_KERNEL", "generic (or sm80), sm90: the newest family of GPU kernels that plans may use"},
     {"FOVEA_JIT", "jit, cache or off: whether kernels are compiled at run time"},
-    {"FOVEA_CACHE_DIR", "where compiled kernels are kept; none: nowhere"},
-    {"FOVEA_CACHE_MAX_MB", "how much is kept there"},
+    {"FOVEA_CACHE_DIR", "the folder of compiled kernels; none: they are not kept"},
+    {"FOVEA_CACHE_MAX_MB", "the largest size of that folder, in MB"},
     {"FOVEA_PRECOMPILED_DIR", "kernels compiled ahead of time"},
     {"FOVEA_NVRTC", "NVRTC's file or folder"},
     {"FOVEA_KERNEL_TEXT", "development: a folder src whose kernels are compiled instead of the library's"},
-    {"FOVEA_NVRTC_FOLDERS", "folders in which NVRTC is looked for; Python sets it for the command"},
+    {"FOVEA_NVRTC_FOLDERS", "folders that are searched for NVRTC; Python sets it for the command"},
     {"FOVEA_LOG", "jit: a line for each kernel compiled or read"},
-    {"FOVEA_DUMP", "a folder for the text of compiled kernels"},
+    {"FOVEA_DUMP", "a folder for text, PTX, machine code and log of compiled kernels"},
     {"FOVEA_LIBRARY", "the libfovea.so that Python loads", file_that_is_there},
     {"FOVEA_TORCH", "1: PyTorch programs run on fovea; TORCH_DEVICE_BACKEND_AUTOLOAD=0 would prevent it"},
     {"FOVEA_BUILD", "tests: the build folder that they use", folder_that_is_there},
     {"FOVEA_CASES", "reduced: the smaller case table, in the C++ tests", reduced},
     {"FOVEA_KERNELS", "how many GPU kernels the C++ tests compile; all: every one", number_or_all},
-    {"FOVEA_CODE_CACHE", "tools: where compilations, NVRTC and nvdisasm are kept"},
-    {"FOVEA_LONG", "tests in Python: those of some minutes, too"},
+    {"FOVEA_CODE_CACHE", "tools: the folder of compilations, NVRTC and nvdisasm"},
+    {"FOVEA_LONG", "tests in Python: also run those that take some minutes"},
     {"FOVEA_RANDOM", "tests of the GPU: how many random problems"},
-    {"FOVEA_SITE_PACKAGES", "tests in C++: where NVRTC's wheel lies", folder_that_is_there},
+    {"FOVEA_SITE_PACKAGES", "tests in C++: the folder that contains NVRTC's wheel", folder_that_is_there},
     {"FOVEA_WHEELS", "tests/wheel: the folder with the wheels", folder_that_is_there},
     {"FOVEA_TEST_DEVICE", "tests/gpu: cuda, cpu or compile", cuda_cpu_or_compile},
 };

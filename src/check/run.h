@@ -5,7 +5,7 @@
 //   test       forward and backward against the fp64 reference, outputs' surroundings untouched   Trial::test
 //   gradient   the case in fp64: every gradient against finite differences of the forward         gradient()
 //   bench      the time of one call                                                               bench()
-//   support    which backend serves it, and why not the others                                    support()
+//   support    which backend is used, and why not the others                                      support()
 #pragma once
 
 #include <map>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// FOVEA_CLEAR_ROWS: rows of the outputs that no sequence owns become zeros, -inf in lse.
+// FOVEA_CLEAR_ROWS: rows of the outputs that belong to no sequence become zeros, -inf in lse.
 #pragma once
 
 #include <vector>

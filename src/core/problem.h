@@ -119,7 +119,7 @@ struct Problem {
   std::uint64_t offset = 0;
 
   bool deterministic = false;
-  bool clear_rows = false;  // rows that no sequence owns get 0, in lse -inf
+  bool clear_rows = false;  // rows that belong to no sequence get 0, in lse -inf
   bool lse = false;         // forward: the logsumexp is a result
   bool grad_lse = false;    // backward: its gradient is given
   Need need;                // backward

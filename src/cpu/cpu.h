@@ -42,7 +42,8 @@ struct Isa {
 };
 std::vector<Isa> instruction_sets();
 
-// Why no call can be served: FOVEA_CPU_ISA forces what is not built or not on this machine; "" if nothing is amiss.
+// Why no call can be computed: FOVEA_CPU_ISA names an instruction set that was not built or that this machine lacks; ""
+// if calls can be computed.
 std::string unavailable();
 
 // 0 (or less): the least of affinity and cgroup quota.

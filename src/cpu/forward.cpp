@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The forward as tasks: one for each (batch entry, key head, block of rows). Rows run over the queries of all heads of
-// the group, so that what is packed of the keys serves the whole group. Where that gives too few tasks (few queries
+// the group, so that packed keys are used for the whole group. Where that gives too few tasks (few queries
 // against many keys), keys are split as well: each part leaves a partial state, and a second round merges the parts in
 // their order.
 #include "cpu/schedule.h"

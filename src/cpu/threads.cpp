@@ -141,7 +141,7 @@ class Pool {
   void grow(int workers) {
     while (static_cast<int>(workers_.size()) < workers) {
       try {
-        workers_.emplace_back([this, n = static_cast<int>(workers_.size()) + 1, seen = round_] { serve(n, seen); });
+        workers_.emplace_back([this, n = static_cast<int>(workers_.size()) + 1, seen = round_] { work(n, seen); });
       } catch (const std::system_error&) {
         return;
       }
@@ -149,7 +149,7 @@ class Pool {
     }
   }
 
-  void serve(int number, std::uint64_t seen) {
+  void work(int number, std::uint64_t seen) {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
       begin_.wait(lock, [&] { return round_ != seen; });

@@ -57,10 +57,10 @@ inline constexpr std::string_view kKnownFields[] = {
     "bias",       "bias2",      "mask",          "alibi",   "sink",     "dropout",     "rng",
     "seed",       "offset",     "deterministic", "lse",     "grad_lse", "need"};
 
-// Throws Error(FOVEA_UNSUPPORTED) where the problem is of a type that CUDA devices are not served in, whichever it is.
+// Throws Error(FOVEA_UNSUPPORTED) if no CUDA device can compute the problem's type.
 void require_type(const Problem& problem);
 
-// For a target, without a GPU. Throws Error(FOVEA_UNSUPPORTED) with the reason where no kernel serves the problem.
+// For a target, without a GPU. Throws Error(FOVEA_UNSUPPORTED) with the reason if no kernel can compute the problem.
 Plan plan_for(const Call& call, const Target& target);
 
 // FOVEA_KERNEL: the newest family of kernels that plans may take ("generic" or "sm80", "sm90"), for tests and for
@@ -91,7 +91,7 @@ void require_kernels(const Executable& executable);
 // In the direction of the call, on its stream. `workspace` is aligned to Workspace::kAlignment.
 void run(const Call& call, Executable& executable, void* workspace);
 
-// Why no call can be served: no driver, no GPU, no NVRTC; "" if nothing is amiss.
+// Why no call can be computed: no driver, no GPU, no NVRTC; "" if none of these is missing.
 std::string unavailable();
 
 // What there is, a name and a value each: GPUs, driver, NVRTC, kernel cache; or why it cannot be used.

@@ -202,7 +202,7 @@ std::shared_ptr<Executable> plan(const Call& call) {
   const jit::DeviceInfo& device = jit::device(ordinal);
   constexpr int kLeast = 80;
   if (device.capability() < kLeast) {
-    throw Error(FOVEA_UNSUPPORTED, fmt::format("{} has compute capability {}.{}; served: 8.0 or newer", device.name,
+    throw Error(FOVEA_UNSUPPORTED, fmt::format("{} has compute capability {}.{}; accepted: 8.0 or newer", device.name,
                                                device.major, device.minor));
   }
   return table().add(key, std::make_shared<Executable>(plan_for(call, target_of(device)), device));

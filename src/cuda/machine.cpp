@@ -69,7 +69,7 @@ std::string cache_of() {
   }
   std::error_code error;
   if (!fs::exists(folder, error)) {
-    return fmt::format("{}, which is not there yet", folder);
+    return fmt::format("{}, which does not exist yet", folder);
   }
   const jit::Cache checked(folder, jit::Cache::Access::kReadWrite, 0, "FOVEA_CACHE_DIR");
   std::uintmax_t bytes = 0;
@@ -113,11 +113,11 @@ void require_cache(const std::string& folder) {
   }
 }
 
-struct Judge {
+struct Checked {
   const char* variable;
   void (*require)(const std::string& value);  // throws what is wrong with the value, as the code that reads it does
 };
-constexpr Judge kJudges[] = {
+constexpr Checked kChecked[] = {
     {"FOVEA_KERNEL", [](const std::string&) { kernel_family(); }},
     {"FOVEA_CHECK", [](const std::string&) { checks_arguments(); }},
     {"FOVEA_JIT", [](const std::string&) { jit::mode_from_environment(); }},
@@ -153,15 +153,15 @@ Fact refusal(const std::string& variable, const std::string& why) {
 
 std::vector<Fact> refused_variables() {
   std::vector<Fact> refused;
-  for (const Judge& judge : kJudges) {
-    const char* const value = std::getenv(judge.variable);
+  for (const Checked& checked : kChecked) {
+    const char* const value = std::getenv(checked.variable);
     if (value == nullptr || *value == '\0') {
       continue;
     }
     try {
-      judge.require(value);
+      checked.require(value);
     } catch (const Error& error) {
-      refused.push_back(refusal(judge.variable, error.what()));
+      refused.push_back(refusal(checked.variable, error.what()));
     }
   }
   return refused;

@@ -38,8 +38,8 @@ class Planner {
   // Whether kernels of this one's family may be taken (FOVEA_KERNEL).
   static bool allowed(const Kernel& kernel);
   // Whether a candidate is taken; if not, the summary says why.
-  bool serves(const Choice& choice);
-  // The kernel of a candidate of the backward, for the summary as well; refuses the call where it does not serve.
+  bool can_compute(const Choice& choice);
+  // The kernel of a candidate of the backward, for the summary as well; refuses the call if it cannot compute it.
   Kernel taken(const Choice& choice);
 
   // For kernels before and after the main ones.

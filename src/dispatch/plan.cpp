@@ -43,7 +43,7 @@ Named named_backend(const Problem& problem) {
   return named;
 }
 
-// `plan` gets the backend's own plan where it serves.
+// `plan` gets the backend's own plan if it can compute the problem.
 Verdict verdict_of(std::string_view backend, const Call& call, const Named& named, Plan& plan) {
   Verdict verdict{std::string(backend), false, ""};
   if (!named.name.empty() && named.name != backend) {
@@ -53,8 +53,8 @@ Verdict verdict_of(std::string_view backend, const Call& call, const Named& name
   } else if (backend != "cuda" && call.problem.device != FOVEA_CPU) {
     verdict.reason = "the tensors lie on a CUDA device, and a problem is never moved";
   } else if (backend == "reference") {
-    verdict.serves = named.name == backend;
-    verdict.reason = verdict.serves ? "fp64 in plain loops" : "serves only where it is named: backend=reference";
+    verdict.used = named.name == backend;
+    verdict.reason = verdict.used ? "fp64 in plain loops" : "used only with backend=reference";
   } else {
     try {
       if (backend == "cuda") {
@@ -64,7 +64,7 @@ Verdict verdict_of(std::string_view backend, const Call& call, const Named& name
         plan.cpu = cpu::plan(call);
         verdict.reason = plan.cpu.summary;
       }
-      verdict.serves = true;
+      verdict.used = true;
     } catch (const Error& error) {
       if (error.status() != FOVEA_UNSUPPORTED) {
         throw;
@@ -118,7 +118,7 @@ Plan plan(const Call& call) {
   Plan plan;
   for (const std::string_view backend : kBackends) {
     plan.verdicts.push_back(verdict_of(backend, call, named, plan));
-    if (plan.verdicts.back().serves && !plan.supported()) {
+    if (plan.verdicts.back().used && !plan.supported()) {
       plan.backend = kind_of(backend);
     }
   }
@@ -137,7 +137,7 @@ Plan explained(const Call& call) {
       }
       plan.backend = BackendKind::kNone;
       for (Verdict& verdict : plan.verdicts) {
-        if (verdict.serves) {
+        if (verdict.used) {
           verdict = {verdict.backend, false, fmt::format("{}; {}", error.what(), verdict.reason)};
         }
       }
@@ -202,9 +202,9 @@ std::string to_text(const Problem& problem, const Plan& plan, const std::string&
   std::string text = fmt::format("problem: {}\n{}", print(problem), notes);
   bool taken = false;
   for (const Verdict& verdict : plan.verdicts) {
-    const bool takes = verdict.serves && !taken;
+    const bool takes = verdict.used && !taken;
     taken = taken || takes;
-    text += fmt::format("{}: {}: {}\n", verdict.backend, takes ? "serves" : "does not serve", verdict.reason);
+    text += fmt::format("{}: {}: {}\n", verdict.backend, takes ? "used" : "not used", verdict.reason);
   }
   if (plan.supported()) {
     text += fmt::format("workspace: {} bytes\n", plan.workspace);
@@ -220,7 +220,7 @@ void require_supported(const Problem& problem, const Plan& plan) {
   for (const Verdict& verdict : plan.verdicts) {
     reasons += fmt::format("; {}: {}", verdict.backend, verdict.reason);
   }
-  throw Error(FOVEA_UNSUPPORTED, fmt::format("no backend serves '{}'{}", print(problem), reasons));
+  throw Error(FOVEA_UNSUPPORTED, fmt::format("no backend can compute '{}'{}", print(problem), reasons));
 }
 
 Plan planned(const Call& call) {

@@ -24,16 +24,16 @@ enum class BackendKind { kNone, kCpu, kCuda, kReference };
 // One backend's answer to a problem.
 struct Verdict {
   std::string backend;  // "cpu", "cuda", "reference"
-  bool serves = false;
+  bool used = false;
   std::string reason;  // why not, or with what (instruction set, threads, tiles)
 };
 
 struct Plan {
   BackendKind backend = BackendKind::kNone;
   std::size_t workspace = 0;               // bytes, at any alignment
-  cpu::Plan cpu;                           // where the CPU serves: how
-  std::shared_ptr<cuda::Executable> cuda;  // where a GPU serves: how
-  std::vector<Verdict> verdicts;           // in the order of the backends; the first that serves was taken
+  cpu::Plan cpu;                           // how the CPU computes it, if used
+  std::shared_ptr<cuda::Executable> cuda;  // how a GPU computes it, if used
+  std::vector<Verdict> verdicts;           // in the order of the backends; the first with `used` computes
 
   bool supported() const { return backend != BackendKind::kNone; }
 };

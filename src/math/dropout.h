@@ -90,7 +90,7 @@ constexpr U dropout_fold(U index) {
   return ((index >> 4) << 3) + (index & U(7));
 }
 
-// The 64 bits of one call; x serves rows with bit 3 clear, y the others; each word's low half serves columns
+// The 64 bits of one call; x is for rows with bit 3 clear, y for the others; each word's low half is for columns
 // with bit 3 clear, its high half the others.
 template <class U>
 constexpr Words2<U> dropout_call(const DropoutHead& head, U folded_i, U folded_j) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Rows that no sequence owns: between a sequence's last row and the next one's first, and behind the last. They exist
-// where sequences are packed or only a part of their rows is used.
+// Rows that belong to no sequence: between a sequence's last row and the next one's first, and after the last. They
+// exist where sequences are packed or only a part of their rows is used.
 #ifndef FOVEA_MATH_MISSING_H
 #define FOVEA_MATH_MISSING_H
 

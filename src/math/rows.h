@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Where rows lie: dense or packed sequences, grouped heads and the two-level batch are coordinate systems, not
-// features. A kernel asks for the sequence of a batch entry and for offsets, and knows no more about them.
+// The addresses of rows: dense or packed sequences, grouped heads and the two-level batch are coordinate systems, not
+// features. A kernel uses only the sequence of a batch entry, and offsets.
 #ifndef FOVEA_MATH_ROWS_H
 #define FOVEA_MATH_ROWS_H
 

@@ -210,8 +210,8 @@ TEST(AttentionHeader, OnTheCpuThereIsNothingToPrepare) {
 }
 
 TEST(AttentionHeader, TheRest) {
-  EXPECT_NE(fovea::explain("bwd sq=4 d=4 backend=reference").find("reference: serves"), std::string::npos);
-  EXPECT_NE(fovea::explain("bwd sq=4 d=8 bf16", "sm_80").find("cuda: serves: for sm_80: "), std::string::npos);
+  EXPECT_NE(fovea::explain("bwd sq=4 d=4 backend=reference").find("reference: used"), std::string::npos);
+  EXPECT_NE(fovea::explain("bwd sq=4 d=8 bf16", "sm_80").find("cuda: used: for sm_80: "), std::string::npos);
   EXPECT_NE(fovea::backends().find("reference\tavailable\n"), std::string::npos);
   EXPECT_GE(fovea::num_threads(), 1);
   const std::vector<std::uint8_t> kept = fovea::dropout_mask(1, 2, 3, 4, 0, 1);

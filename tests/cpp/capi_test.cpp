@@ -120,12 +120,12 @@ TEST(CApi, ExplainForAGpuThatNeedNotBeThere) {
   char text[1024] = "";
   ASSERT_EQ(fovea_explain_for("fwd sq=64 d=64 bf16", "sm_90", text, sizeof(text), nullptr), FOVEA_OK);
   EXPECT_EQ(
-      std::string(text).rfind("problem: fwd b=1 hq=1 sq=64 sk=64 d=64 bf16 device=cuda\ncuda: serves: sm90_forward", 0),
+      std::string(text).rfind("problem: fwd b=1 hq=1 sq=64 sk=64 d=64 bf16 device=cuda\ncuda: used: sm90_forward", 0),
       0u)
       << text;
   EXPECT_EQ(fovea_explain_for("fwd sq=64 d=64 fp64 device=cpu", "sm_80", text, sizeof(text), nullptr),
             FOVEA_UNSUPPORTED);
-  EXPECT_NE(std::string(text).find("cuda: does not serve: q: fp64 on a CUDA device"), std::string::npos) << text;
+  EXPECT_NE(std::string(text).find("cuda: not used: q: fp64 on a CUDA device"), std::string::npos) << text;
   EXPECT_EQ(fovea_explain_for("fwd sq=64 d=64", "sm_12", text, sizeof(text), nullptr), FOVEA_INVALID_ARGUMENT);
   EXPECT_EQ(std::string(fovea_last_error()).rfind("architecture: 'sm_12'; accepted: sm_80, ", 0), 0u)
       << fovea_last_error();
@@ -137,13 +137,13 @@ TEST(CApi, ExplainForAGpuThatNeedNotBeThere) {
 TEST(CApi, ExplainSaysWhyEvenWhereNothingServes) {
   char text[1024] = "";
   EXPECT_EQ(fovea_explain_line("sq=1 d=1 device=cuda backend=cpu", text, sizeof(text), nullptr), FOVEA_UNSUPPORTED);
-  EXPECT_NE(std::string(text).find("cuda: does not serve: "), std::string::npos) << text;
+  EXPECT_NE(std::string(text).find("cuda: not used: "), std::string::npos) << text;
   EXPECT_NE(std::string(fovea_last_error()).find("; cuda: "), std::string::npos);
   std::size_t needed = 0;
   for (const char* const line :
        {"fwd b=1 hq=1 sq=2 sk=2 d=4 fp64 device=cuda", "bwd sq=2 d=4 fp64 device=cuda need=q"}) {
     EXPECT_EQ(fovea_explain_line(line, text, sizeof(text), &needed), FOVEA_UNSUPPORTED);
-    EXPECT_NE(std::string(text).find("\ncuda: does not serve: q: fp64 on a CUDA device; accepted: fp32, fp16, bf16"),
+    EXPECT_NE(std::string(text).find("\ncuda: not used: q: fp64 on a CUDA device; accepted: fp32, fp16, bf16"),
               std::string::npos)
         << text;
     EXPECT_EQ(needed, std::strlen(text) + 1);

@@ -140,7 +140,7 @@ TEST(CasesTest, EveryRowIsServedAndCanBeTimed) {
       Case one = c;
       one.problem.direction = direction;
       for (const Verdict& verdict : support(one, direction)) {
-        EXPECT_EQ(verdict.serves, verdict.backend == "cpu") << to_text(c) << ": " << verdict.reason;
+        EXPECT_EQ(verdict.used, verdict.backend == "cpu") << to_text(c) << ": " << verdict.reason;
       }
     }
   }

@@ -519,7 +519,7 @@ TEST_F(DISABLED_PlayedCuda, AnOldGpuIsNamed) {
   const Given given("fwd b=2 hq=4 sq=128 sk=128 d=64 bf16");
   launches() = 0;
   EXPECT_EQ(given.call(), FOVEA_UNSUPPORTED);
-  EXPECT_NE(std::string(fovea_last_error()).find("played has compute capability 7.0; served: 8.0 or newer"),
+  EXPECT_NE(std::string(fovea_last_error()).find("played has compute capability 7.0; accepted: 8.0 or newer"),
             std::string::npos)
       << fovea_last_error();
   EXPECT_EQ(launches(), 0);
@@ -660,7 +660,7 @@ std::string explained(const Given& given, fovea_status expected) {
 TEST_F(DISABLED_PlayedCuda, ExplainSaysWhoServes) {
   launches() = 0;
   const std::string text = explained(Given("fwd b=2 hq=4 sq=128 sk=128 d=64 bf16"), FOVEA_OK);
-  EXPECT_NE(text.find("\ncuda: serves: sm90_forward"), std::string::npos) << text;
+  EXPECT_NE(text.find("\ncuda: used: sm90_forward"), std::string::npos) << text;
   EXPECT_EQ(launches(), 0);
 }
 
@@ -670,8 +670,8 @@ TEST_F(DISABLED_PlayedCuda, WithNothingToCompileExplainSaysThatACallWouldFail) {
   const std::string why = fovea_last_error();
   EXPECT_EQ(why.rfind("FOVEA_JIT=off: no machine code of fovea::cuda::sm90_forward", 0), 0u) << why;
   const std::string text = explained(given, FOVEA_UNSUPPORTED);
-  EXPECT_NE(text.find("\ncuda: does not serve: " + why), std::string::npos) << text;
-  EXPECT_EQ(text.find(": serves"), std::string::npos) << text;
+  EXPECT_NE(text.find("\ncuda: not used: " + why), std::string::npos) << text;
+  EXPECT_EQ(text.find(": used"), std::string::npos) << text;
 }
 
 TEST_F(DISABLED_PlayedCuda, AWorkspaceThatIsTooSmall) {
@@ -694,7 +694,7 @@ TEST_F(DISABLED_PlayedCuda, BackendsAndExplain) {
   }
   ASSERT_EQ(fovea_explain_line("fwd b=2 hq=4 sq=128 sk=128 d=64 bf16 device=cuda", text, sizeof(text), nullptr),
             FOVEA_OK);
-  EXPECT_NE(std::string(text).find("cuda: serves: "), std::string::npos) << text;
+  EXPECT_NE(std::string(text).find("cuda: used: "), std::string::npos) << text;
   EXPECT_EQ(
       fovea_explain_line("fwd b=2 hq=4 sq=128 sk=128 d=64 bf16 device=cuda backend=cpu", text, sizeof(text), nullptr),
       FOVEA_UNSUPPORTED);

@@ -130,7 +130,7 @@ TEST(CudaPlan, ABiasThatMoreHeadsShareThanAnIntCounts) {
     ADD_FAILURE();
   } catch (const Error& error) {
     EXPECT_EQ(error.status(), FOVEA_UNSUPPORTED);
-    EXPECT_EQ(std::string(error.what()), "bias: a gradient that 2147483648 heads share; served: at most 2147483647");
+    EXPECT_EQ(std::string(error.what()), "bias: a gradient that 2147483648 heads share; accepted: at most 2147483647");
   }
 }
 
@@ -641,15 +641,15 @@ TEST(CudaPlan, SequencesThatIntCannotCountAreRefused) {
   };
   EXPECT_EQ(why_not("fwd b=1 hq=1 sq=16 sk=536870912 d=8 bf16 causal"), "");
   EXPECT_EQ(why_not("fwd b=1 hq=1 sq=16 sk=536870913 d=8 bf16 causal"),
-            "k: sequences of up to 536870913; served: at most 536870912 under a causal mask or a window");
+            "k: sequences of up to 536870913; accepted: at most 536870912 under a causal mask or a window");
   EXPECT_EQ(why_not("bwd b=1 hq=1 sq=16 sk=1073741824 d=8 bf16"), "");
   EXPECT_EQ(why_not("bwd b=1 hq=1 sq=1073741825 sk=16 d=8 bf16"),
-            "q: sequences of up to 1073741825; served: at most 1073741824");
+            "q: sequences of up to 1073741825; accepted: at most 1073741824");
   const std::string packed =
       "bwd b=1 hq=1 seqs_q=3 seqs_k=4 total_q=3 total_k=4 d=8 bf16 bias=1,1,1,k need=bias max_q=3 ";
   EXPECT_EQ(why_not(packed + "max_k=1073741824"), "");
   EXPECT_EQ(why_not(packed + "max_k=1073741825"),
-            "bias: a gradient with 1073741825 rows or columns; served: at most 1073741824");
+            "bias: a gradient with 1073741825 rows or columns; accepted: at most 1073741824");
 }
 
 TEST(CudaPlan, NothingToComputeIsNoLaunch) {

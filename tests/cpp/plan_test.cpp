@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Which backend serves a problem: verdicts and their order, a backend by its name and by FOVEA_BACKEND, the workspace.
+// Which backend is used for a problem: verdicts and their order, a backend by its name and by FOVEA_BACKEND, the
+// workspace.
 #include "dispatch/plan.h"
 
 #include <gtest/gtest.h>
@@ -50,11 +51,11 @@ TEST_F(Planning, TheCpuServesWhoNamesNone) {
   const Plan plan = plan_of("bwd sq=4 d=4");
   EXPECT_EQ(plan.backend, BackendKind::kCpu);
   ASSERT_EQ(plan.verdicts.size(), 3u);
-  EXPECT_TRUE(plan.verdicts[0].serves);
+  EXPECT_TRUE(plan.verdicts[0].used);
   EXPECT_EQ(plan.verdicts[0].reason, plan.cpu.summary);
   EXPECT_FALSE(reason_of(plan, "cpu").empty());
   EXPECT_EQ(reason_of(plan, "cuda"), "the tensors lie on the CPU, and a problem is never moved to a CUDA device");
-  EXPECT_EQ(reason_of(plan, "reference"), "serves only where it is named: backend=reference");
+  EXPECT_EQ(reason_of(plan, "reference"), "used only with backend=reference");
 }
 
 TEST_F(Planning, BackendsOfThisMachine) {
@@ -64,10 +65,10 @@ TEST_F(Planning, BackendsOfThisMachine) {
     return all.front();
   };
   EXPECT_EQ(of_cpu().backend, "cpu");
-  EXPECT_TRUE(of_cpu().serves);
+  EXPECT_TRUE(of_cpu().used);
   EXPECT_EQ(of_cpu().reason, "available");
   const Variable isa("FOVEA_CPU_ISA", "abacus");
-  EXPECT_FALSE(of_cpu().serves);
+  EXPECT_FALSE(of_cpu().used);
   EXPECT_EQ(of_cpu().reason, message_of("bwd sq=4 d=4"));
   EXPECT_NE(of_cpu().reason.find("abacus"), std::string::npos);
 }
@@ -132,9 +133,9 @@ TEST_F(Planning, TheTextOfExplain) {
   const Problem problem = parse("sq=4 d=4 backend=reference");
   EXPECT_EQ(to_text(problem, plan_of(print(problem))),
             "problem: fwd b=1 hq=1 sq=4 sk=4 d=4 fp32 backend=reference\n"
-            "cpu: does not serve: another backend is named: backend=reference\n"
-            "cuda: does not serve: another backend is named: backend=reference\n"
-            "reference: serves: fp64 in plain loops\n"
+            "cpu: not used: another backend is named: backend=reference\n"
+            "cuda: not used: another backend is named: backend=reference\n"
+            "reference: used: fp64 in plain loops\n"
             "workspace: 0 bytes\n");
 }
 

@@ -86,7 +86,7 @@ TEST(ScoreTest, TanhWithoutTanh) {
   EXPECT_TRUE(std::isnan(tanh_of_small(std::nanf(""))));
 }
 
-// Up to where it says that it serves, in fp32.
+// Up to its own limit, in fp32.
 void expect_small_cap(double scale, double softcap) {
   const SmallCap<float> cap = SmallCap<float>::make(scale, softcap);
   ASSERT_GT(cap.largest, 0);
@@ -105,7 +105,7 @@ TEST(ScoreTest, SmallCapIsTheSoftcapOfSmallScores) {
       expect_small_cap(scale, softcap);
     }
   }
-  // Where fp32 would not do it serves nothing, a score of 0 neither.
+  // Where fp32 is not exact enough it is not used, not even for a score of 0.
   for (const auto& [scale, softcap] : {std::pair(1.0, 1e30), std::pair(0.0, 30.0), std::pair(1e-30, 1.0)}) {
     EXPECT_LT(SmallCap<float>::make(scale, softcap).largest, 0);
   }

@@ -57,7 +57,7 @@ std::vector<Refusal> refusals_of_all() {
       {"reserved", {"3", "0"}, [](auto& a) { a.problem.reserved = 3; }},
       {"stream", {"0x10", "NULL"}, [](auto& a) { a.problem.stream = reinterpret_cast<void*>(0x10); }},
       {"backend", {"'fpga'", "cpu, cuda, reference"}, [](auto& a) { a.problem.backend = "fpga"; }},
-      {"no backend serves",
+      {"no backend can compute",
        {"never moved to a CUDA device"},
        [](auto& a) { a.problem.backend = "cuda"; },
        FOVEA_UNSUPPORTED},

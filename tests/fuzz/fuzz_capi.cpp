@@ -223,9 +223,9 @@ class Fuzzer {
 
   // ---- plans for a GPU ----
 
-  // What explain says of a problem that is served: that a kernel is named, where scores are computed.
+  // explain() of a problem that can be computed names a kernel, where scores are computed.
   void judge_plan(const std::string& what, std::string_view text) {
-    constexpr std::string_view kServes = "cuda: serves: ";
+    constexpr std::string_view kServes = "cuda: used: ";
     const std::size_t at = text.find(kServes);
     const std::string_view kernels =
         at == std::string_view::npos ? "" : text.substr(at + kServes.size(), text.find('\n', at) - at - kServes.size());
@@ -363,7 +363,7 @@ class Fuzzer {
     const fovea_status status = count(fovea_explain_line(line.c_str(), text.data(), text.size(), nullptr));
     if (status == FOVEA_OK) {
       judge_plan(line, text.data());
-    } else if (std::strstr(fovea_last_error(), "blocks; served: at most") == nullptr &&
+    } else if (std::strstr(fovea_last_error(), "blocks; accepted: at most") == nullptr &&
                std::strstr(fovea_last_error(), "at most 2^50") == nullptr) {  // there are limits
       say(fmt::format("'{}': {}", line, fovea_last_error()));
     }

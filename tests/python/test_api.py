@@ -899,10 +899,10 @@ def test_explain_for_a_gpu_that_need_not_be_there():
     text = fovea.explain(q, k, v, bias=BIAS.astype(np.float32), need="bias", arch="sm_90")
     first, second, *_ = text.splitlines()
     assert first.startswith(f"problem: bwd b={B} hq={HQ}") and "need=bias" in first and first.endswith("device=cuda")
-    assert second.startswith("cuda: serves: for sm_90: ") and "sm90_bias_gradient: fp32" in second
+    assert second.startswith("cuda: used: for sm_90: ") and "sm90_bias_gradient: fp32" in second
     assert fovea.explain(first.removeprefix("problem: "), arch="sm_90") == text
-    assert "cuda: serves: generic_forward for sm_80" in fovea.Attention().explain(q, k, v, arch="sm_80")
-    assert "cuda: does not serve: q: fp64 on a CUDA device" in fovea.explain("fwd sq=2 d=4 fp64", arch="sm_90")
+    assert "cuda: used: generic_forward for sm_80" in fovea.Attention().explain(q, k, v, arch="sm_80")
+    assert "cuda: not used: q: fp64 on a CUDA device" in fovea.explain("fwd sq=2 d=4 fp64", arch="sm_90")
     with pytest.raises(ValueError, match="architecture: 'sm_9'; accepted: sm_80, "):
         fovea.explain("fwd sq=2 d=4", arch="sm_9")
     with pytest.raises(TypeError, match="arch: 90; accepted: an architecture's name, such as 'sm_90'"):

@@ -228,7 +228,7 @@ BOTH = {
         (dict(backend=1), TypeError, "backend: 1; accepted: a name"),
         (dict(backend="cpu\0"), ValueError, r"backend: 'cpu\\x00'; accepted: cpu, cuda, reference"),
         (dict(backend="\udcff"), ValueError, r"backend: '\\udcff'; accepted: cpu, cuda, reference"),
-        (dict(backend="cuda"), NotImplementedError, "no backend serves.*cuda: the tensors lie on the CPU"),
+        (dict(backend="cuda"), NotImplementedError, "no backend can compute.*cuda: the tensors lie on the CPU"),
     ],
     "lengths, dense": [
         (dict(seqused_q=np.array([1, 7], np.int32)), ValueError, "seqused_q: 7 at index 1; accepted: 0 to .* 6"),
@@ -360,7 +360,7 @@ def test_packed(direction, changes, exception, text):
 
 @pytest.mark.parametrize("changes, exception, text", named(ALL_BOTH))
 def test_explain(changes, exception, text):
-    """explain refuses what attention refuses; what no backend serves it explains."""
+    """explain refuses what attention refuses; what no backend can compute it explains."""
     problem = Problem()
     problem.change(changes)
     with contextlib.ExitStack() as stack:
@@ -368,7 +368,7 @@ def test_explain(changes, exception, text):
             stack.enter_context(pytest.raises(exception, match=text))
         said = fovea.explain(problem.q, problem.k, problem.v, **problem.options)
     if "no backend" in text:
-        assert "cuda: does not serve: the tensors lie on the CPU" in said
+        assert "cuda: not used: the tensors lie on the CPU" in said
 
 
 def test_unknown_keywords():

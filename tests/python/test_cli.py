@@ -614,14 +614,14 @@ def test_bench_counts_flops_of_allowed_pairs_alone():
 
 def test_explain_a_problem():
     text = succeeds("explain", "fwd b=2 hq=4 sq=128 d=64 bf16 causal")
-    assert "problem: fwd b=2 hq=4 sq=128 sk=128 d=64 bf16 causal" in text and "cpu: serves" in text and "workspace" in text
+    assert "problem: fwd b=2 hq=4 sq=128 sk=128 d=64 bf16 causal" in text and "cpu: used" in text and "workspace" in text
     assert text == succeeds("explain", "fwd", "b=2", "hq=4", "sq=128", "d=64", "bf16", "causal")
     done = fovea("explain", "fwd b=1 sq=8 d=8 backend=cuda")
     assert done.returncode == UNSUPPORTED and "cuda" in done.stdout
     done = fovea("explain", "fwd device=cuda fp64 b=1 hq=1 sq=2 sk=2 d=4")
-    assert done.returncode == UNSUPPORTED and "cuda: does not serve: q: fp64 on a CUDA device" in done.stdout
+    assert done.returncode == UNSUPPORTED and "cuda: not used: q: fp64 on a CUDA device" in done.stdout
     forced = succeeds("explain", "fwd b=1 sq=8 d=8", env={"FOVEA_BACKEND": "reference"})
-    assert "reference: serves" in forced
+    assert "reference: used" in forced
 
 
 def test_explain_refuses():
@@ -635,7 +635,7 @@ def test_explain_refuses():
 def test_explain_for_a_gpu_that_need_not_be_there():
     line = "bwd b=2 hq=4 sq=512 sk=512 d=64 bf16 bias=1,h,q,k need=q,k,v,bias"
     text = succeeds("explain", "--arch", "sm_90", line)
-    assert text.startswith("problem: bwd b=2 hq=4 sq=512 sk=512 d=64 bf16 bias=1,h,q,k device=cuda\ncuda: serves: for sm_90: ")
+    assert text.startswith("problem: bwd b=2 hq=4 sq=512 sk=512 d=64 bf16 bias=1,h,q,k device=cuda\ncuda: used: for sm_90: ")
     assert "sm90_backward, " in text and re.search(r"^workspace: \d+ bytes$", text, re.M)
     both = succeeds("explain", "-a", "sm_80,sm_90", *line.split())
     assert both.endswith(text) and "sm90_backward: compute capability other than 9.0" in both
@@ -644,7 +644,7 @@ def test_explain_for_a_gpu_that_need_not_be_there():
     refused("explain", "--arch", "sm_90", says="--arch: without a problem")
     refused("explain", "--arch", "sm_90", line + " backend=cpu", says="backend=cpu: for a GPU's architecture; accepted: backend=cuda")
     done = fovea("explain", "--arch", "sm_90", "fwd b=1 hq=1 sq=2 d=4 fp64")
-    assert done.returncode == UNSUPPORTED and "cuda: does not serve: q: fp64 on a CUDA device" in done.stdout
+    assert done.returncode == UNSUPPORTED and "cuda: not used: q: fp64 on a CUDA device" in done.stdout
 
 
 def test_explain_the_machine():
@@ -851,7 +851,7 @@ def test_precompile_compiles_once(here):
     assert precompile(*line, folder=here / "kernels").startswith("2 kernels: 2 compiled, 0 were there; ")
     assert len(list((here / "kernels").glob("*.kernel"))) == 2
     assert precompile(*line, folder=here / "kernels").startswith("2 kernels: 0 compiled, 2 were there; ")
-    # The folder serves as it is where it came from elsewhere.
+    # The folder can be used as it is on another machine.
     again = precompile(*line, folder=here / "other", FOVEA_PRECOMPILED_DIR=str(here / "kernels"))
     assert again.startswith("2 kernels: 0 compiled, 2 were there; ")
 
@@ -866,10 +866,10 @@ def test_precompile_refuses_by_name(here):
     refused("precompile", "--arch", "sm_80", "--file", "nowhere", cwd=here, says="nowhere: cannot be read")
     refused("precompile", *line, env={"FOVEA_JIT": "off"}, says="FOVEA_JIT")
     refused("precompile", *line, env={"FOVEA_JIT": "", "FOVEA_CACHE_DIR": "none"}, says="FOVEA_CACHE_DIR")
-    # What no kernel serves is named, and the rest is there all the same.
+    # Problems that no kernel can compute are named; the others are compiled.
     wide = f"fwd {PLAIN}".replace("d=16", "d=100000")
     done = fovea("precompile", "--list", *line, wide)
-    assert done.returncode == UNSUPPORTED and "head_dim 100000; served: at most 65536" in done.stderr
+    assert done.returncode == UNSUPPORTED and "head_dim 100000; accepted: at most 65536" in done.stderr
     assert "generic_forward<" in done.stdout
     double = fovea("precompile", "--list", "--arch", "sm_80", f"fwd {PLAIN}".replace("bf16", "fp64"))
     assert double.returncode == UNSUPPORTED and "fp64; accepted on a GPU: fp32, fp16, bf16" in double.stderr

@@ -37,7 +37,7 @@ def test_the_program_and_the_pieces_that_go_on_from_it(tmp_path):
     numbers = re.fullmatch(r"out (\S+), d bias (\S+)", first).groups()
     assert all(float(number) != 0 for number in numbers)
     assert line == "fwd b=2 hq=4 sq=128 sk=128 d=64 fp32 causal bias=1,h,q,k lse"
-    assert any(entry.startswith("cpu: serves") for entry in explained)
+    assert any(entry.startswith("cpu: used") for entry in explained)
 
 
 def test_the_error_that_is_shown_is_the_one_that_is_thrown(tmp_path):

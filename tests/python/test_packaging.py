@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wheel: that it builds from this tree, serves every Python from 3.9, holds what it should and nothing else, and
+"""The wheel: that it builds from this tree, works with every Python from 3.9, contains what it should and nothing else, and
 works where nothing of the checkout is in sight."""
 
 import ast

@@ -64,6 +64,6 @@ def test_tables_are_those_that_the_command_writes():
 
 
 def test_the_table_of_support_asks_the_library():
-    """With a backend that serves nothing on the CPU, nothing is supported, and the table in the README is wrong."""
+    """With a backend that computes nothing on the CPU, nothing is supported, and the table in the README is wrong."""
     done = check_tables(FOVEA_BACKEND="cuda")
     assert done.returncode == 1 and "README.md: stale" in done.stdout, done.stdout + done.stderr

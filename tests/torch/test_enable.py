@@ -683,7 +683,7 @@ def test_problems_are_what_the_command_takes():
     lines = stats()["problems"]
     assert [line.split()[0] for line in lines] == ["fwd", "bwd", "fwd", "fwd", "bwd"]
     for line in lines:
-        assert "cpu: serves" in fovea.explain(line)
+        assert "cpu: used" in fovea.explain(line)
     assert "need=k,v" in lines[4] and "bias=1,h,q,k" in lines[1] and "causal" in lines[2] and "lse" not in lines[2]
     reset_stats()
     sdpa(q, k, v, bias)

@@ -67,7 +67,7 @@ def version_of(python):
 
 
 def pythons():
-    """The oldest and the newest that can be served: on the PATH, Debian's and pyenv's."""
+    """The oldest and the newest that can be used: on the PATH, Debian's and pyenv's."""
     names = [f"{folder}/python3.{minor}" for minor in range(9, 20) for folder in os.environ["PATH"].split(os.pathsep)]
     places = [*map(Path, names), *Path("~/.pyenv/versions").expanduser().glob("3.*/bin/python3"), Path(sys.executable)]
     found = {}
@@ -294,4 +294,4 @@ def test_the_library_on_aarch64(aarch64, tmp_path):
         [ZIG, "cc", "-target", "aarch64-linux-gnu.2.28", ROOT / "examples" / "installed" / "main.c", f"-I{aarch64}/include",
          f"-L{aarch64}", "-lfovea", f"-Wl,-rpath,{aarch64}", "-o", program], check=True,
     )  # fmt: skip
-    assert "cpu: serves" in under_qemu(program)
+    assert "cpu: used" in under_qemu(program)

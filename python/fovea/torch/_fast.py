@@ -114,7 +114,7 @@ _OBJECTS: dict[str, Callable[[], Any]] = {
 
 
 def _apply() -> Any:
-    """torch.autograd.Function.apply() without its part in Python, which serves torch.func and setup_context."""
+    """torch.autograd.Function.apply() without its part in Python, which is for torch.func and setup_context."""
     base: Any = torch._C._FunctionBase
     for name in ("to_save", "materialize_grads", "needs_input_grad", "saved_tensors"):
         getattr(base, name)

@@ -50,7 +50,7 @@ inline int family_of(std::string_view kernel) {
 // A candidate that was passed over, or taken, and why.
 struct Choice {
   Kernel kernel;
-  const char* why_not = nullptr;  // null: it serves
+  const char* why_not = nullptr;  // null: it can compute the call
 };
 
 }  // namespace fovea::cuda

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The backward for Hopper: which problems it serves, with which tiles, in which order its blocks take their keys, and
-// its launches.
+// The backward for Hopper: which problems it can compute, with which tiles, in which order its blocks take their keys,
+// and its launches.
 #pragma once
 
 #include "cuda/kernels/generic_backward.h"

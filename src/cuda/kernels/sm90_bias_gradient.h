@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Hopper's gradient of a bias with queries and keys: which problems it serves, with which tiles, and its launches.
+// Hopper's gradient of a bias with queries and keys: which problems it can compute, with which tiles, and its launches.
 #pragma once
 
 #include "cuda/kernels/generic_backward.h"

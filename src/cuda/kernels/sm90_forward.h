@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The forward for Hopper: which problems it serves, with which tiles, in which order its blocks take them, and its
+// The forward for Hopper: which problems it can compute, with which tiles, in which order its blocks take them, and its
 // launch.
 #pragma once
 

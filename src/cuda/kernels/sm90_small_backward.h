@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Hopper's backward for short sequences: which problems it serves, how its blocks share the work, and its launches.
+// Hopper's backward for short sequences: which problems it can compute, how its blocks share the work, and its
+// launches.
 #pragma once
 
 #include "cuda/planner.h"

@@ -104,7 +104,7 @@ void add_bias_gradient(Planner& planner, Gradient gradient, int which) {
   } else {
     const BiasList list{planes, planes > 0 ? p.batch() * p.heads_q / planes : 0, queries, keys};
     const Choice choice = sm90_bias_gradient(planner.call(), planner.operands(), planner.target(), type, which, list);
-    if (planner.serves(choice)) {
+    if (planner.can_compute(choice)) {
       add_sm90_bias_gradient(planner, planner.taken(choice), list, which);
     } else {
       const Choice generic = generic_bias_gradient(planner.operands().features, planner.target(), type);
@@ -144,7 +144,7 @@ void Planner::backward() {
   work.dbias_store = gradients[0] == Gradient::kPlane && (stores_bias(call_, features) || in_place);
   const Choice hopper = backward_for_hopper(*this, work);
   const bool is_hopper = hopper.why_not == nullptr;
-  const auto& main = hopper.kernel.as<Sm90BackwardSpec>();  // without anything where it does not serve
+  const auto& main = hopper.kernel.as<Sm90BackwardSpec>();  // empty if it cannot compute the call
   plan_.operands.features.key_mask = main.key_mask;
   work.ordered = main.ordered;
   work.dq = work.dq || main.dq;
@@ -193,7 +193,7 @@ void Planner::backward() {
   const bool row_sum = any(Gradient::kRows) && !main.row_sum;
   const bool dq_alone = p.need.q && !work.dq;
   if (work.dkv || work.column_sum || dq_alone || row_sum) {
-    serves(hopper);  // the summary says why a generic kernel is used
+    can_compute(hopper);  // the summary says why a generic kernel is used
   }
   if (dq_alone || row_sum) {
     add_generic_backward_dq(*this, taken(generic_backward_dq(features, plan_.target, dq_alone, row_sum)));

@@ -19,7 +19,7 @@ void Planner::forward() {
   };
   // The forward for Hopper takes masks in an order of its own.
   plan_.operands = operands_of(call_, plan_.workspace, true);
-  if (const Choice choice = sm90_forward(call_, plan_.operands, plan_.target); serves(choice)) {
+  if (const Choice choice = sm90_forward(call_, plan_.operands, plan_.target); can_compute(choice)) {
     add_preparation(*this);
     add_sm90_forward(*this, choice.kernel);
     say(choice.kernel);
@@ -31,7 +31,7 @@ void Planner::forward() {
   add_preparation(*this);
   for (const Choice& choice : {generic_forward(call_, plan_.operands, plan_.target),
                                generic_wide_forward(call_, plan_.operands, plan_.target)}) {
-    if (serves(choice)) {
+    if (can_compute(choice)) {
       add_generic_forward(*this, choice.kernel);
       say(choice.kernel);
       return;

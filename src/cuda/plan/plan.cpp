@@ -43,7 +43,7 @@ bool Planner::allowed(const Kernel& kernel) {
   return newest == nullptr || family_of(kernel.name) <= family_of(newest);
 }
 
-bool Planner::serves(const Choice& choice) {
+bool Planner::can_compute(const Choice& choice) {
   if (!allowed(choice.kernel)) {
     reasons_ += fmt::format("; {}: FOVEA_KERNEL={}", choice.kernel.name, kernel_family());
     return false;
@@ -110,7 +110,7 @@ void Planner::check_limits() const {
   for (const auto& [name, length] : {std::pair("q", call_.rows.limit_q), std::pair("k", call_.rows.limit_k)}) {
     const std::int64_t most = p.banded() ? kMostRowsOfBand : kMostRows;
     if (length > most) {
-      refuse(fmt::format("{}: sequences of up to {}; served: at most {}{}", name, length, most,
+      refuse(fmt::format("{}: sequences of up to {}; accepted: at most {}{}", name, length, most,
                          p.banded() ? " under a causal mask or a window" : ""));
     }
   }
@@ -119,7 +119,7 @@ void Planner::check_limits() const {
        {std::tuple("bias", p.need.bias, &p.bias), std::tuple("bias2", p.need.bias2, &p.bias2)}) {
     const std::int64_t longest = std::max(traits->extents.query ? p.seqlen_q : 0, traits->extents.key ? p.seqlen_k : 0);
     if (needed && longest > kMostRows) {
-      refuse(fmt::format("{}: a gradient with {} rows or columns; served: at most {}", name, longest, kMostRows));
+      refuse(fmt::format("{}: a gradient with {} rows or columns; accepted: at most {}", name, longest, kMostRows));
     }
   }
   // Those heads are counted in int.
@@ -127,13 +127,13 @@ void Planner::check_limits() const {
        {std::tuple("bias", p.need.bias, &p.bias), std::tuple("bias2", p.need.bias2, &p.bias2)}) {
     const std::int64_t sharing = p.batch() * p.heads_q / std::max<std::int64_t>(planes_of(p, traits->extents), 1);
     if (needed && sharing > std::numeric_limits<int>::max()) {
-      refuse(fmt::format("{}: a gradient that {} heads share; served: at most {}", name, sharing,
+      refuse(fmt::format("{}: a gradient that {} heads share; accepted: at most {}", name, sharing,
                          std::numeric_limits<int>::max()));
     }
   }
   for (const auto& [name, columns] : {std::pair("q", p.head_dim), std::pair("v", p.head_dim_v)}) {
     if (columns > kMostColumns) {
-      refuse(fmt::format("{}: head_dim {}; served: at most {}", name, columns, kMostColumns));
+      refuse(fmt::format("{}: head_dim {}; accepted: at most {}", name, columns, kMostColumns));
     }
   }
 }
@@ -145,7 +145,7 @@ void Planner::check_bias_rows() const {
                                             std::tuple("bias2", operands.features.bias2, &operands.bias2)}) {
     const std::int64_t bytes = operand->strides.row * bias_bytes(tile);
     if (call_.rows.limit_q > 1 && bytes >= kRowBytesLimit) {
-      refuse(fmt::format("{}: rows of {} bytes; served: less than {}", name, bytes, kRowBytesLimit));
+      refuse(fmt::format("{}: rows of {} bytes; accepted: less than {}", name, bytes, kRowBytesLimit));
     }
   }
 }
@@ -159,7 +159,7 @@ AroundSpec Planner::around(Type type) const {
 
 void Planner::add(const Kernel& kernel, std::int64_t blocks, Start start, unsigned blocks_y, int pieces) {
   if (blocks > kMostBlocks) {
-    refuse(fmt::format("{}: {} blocks; served: at most {}", kernel.name, blocks, kMostBlocks));
+    refuse(fmt::format("{}: {} blocks; accepted: at most {}", kernel.name, blocks, kMostBlocks));
   }
   if (blocks > 0) {
     plan_.launches.push_back({kernel, blocks, blocks_y, pieces, std::move(start)});
