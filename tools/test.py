@@ -204,7 +204,7 @@ class Runner:
         return self.pytest("tests/python", env={"FOVEA_BUILD": self.build})
 
     def stage_torch(self):
-        """pytest: fovea.torch, in .venv-torch, which is made if need be; a missing torch is a failure"""
+        """pytest: fovea.torch and fovea.integrations, in .venv-torch, which is made if need be; no torch is a failure"""
         venv = os.environ.get("VENV_TORCH", ".venv-torch")
         self.run("make", "--no-print-directory", f"{venv}/.ready")
         python = ROOT / venv / "bin/python"
@@ -215,6 +215,7 @@ class Runner:
         # Tests for a GPU, to test them themselves.
         paths = [f"tests/gpu/test_{name}.py" for name in ("dropout", "enable")]
         count.add(self.pytest(*paths, env={"FOVEA_BUILD": self.build, "FOVEA_TEST_DEVICE": "cpu"}, python=python))
+        count.add(self.pytest("tests/integrations", env={"FOVEA_BUILD": self.build}, python=python))
         # Again where the path in C is not the fastest one: in Python alone, and as with PyTorch before 2.14.
         paths = [f"tests/torch/test_{name}.py" for name in ("bad_input", "gradients", "transforms")]
         for choice in ("0", "methods"):

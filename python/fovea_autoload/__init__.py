@@ -7,11 +7,13 @@ That is why it is a package of its own: an import of fovea.anything would load f
 
 import os
 
-_ACCEPTED = "0, 1, or words of sdpa, cpu, cuda, prefer=none, strict, separated by commas"
+_WORDS = ("1", "sdpa", "cpu", "cuda", "prefer=none", "strict")
+_PACKAGES = ("flash_attn", "flash_attn_3", "flash_attn_4")
+_ACCEPTED = f"0, 1, or words of {', '.join((*_WORDS[1:], *_PACKAGES))}, separated by commas"
 
 
 def load() -> None:
-    """Calls fovea.torch.enable() if FOVEA_TORCH says so.
+    """Calls fovea.torch.enable() if FOVEA_TORCH says so, and makes the integrations known.
 
     Raises:
         ValueError: FOVEA_TORCH has a word that is not accepted.
@@ -20,9 +22,10 @@ def load() -> None:
     if value in ("", "0"):
         return
     words = [word.strip() for word in value.split(",")]
-    unknown = [word for word in words if word not in ("1", "sdpa", "cpu", "cuda", "prefer=none", "strict")]
+    unknown = [word for word in words if word not in _WORDS + _PACKAGES]
     if unknown:
         raise ValueError(f"FOVEA_TORCH={value}: {unknown[0]!r} is unknown; accepted: {_ACCEPTED}")
+    import fovea.integrations
     import fovea.torch
 
     fovea.torch.enable(
@@ -30,3 +33,4 @@ def load() -> None:
         prefer=None if "prefer=none" in words else "fastest",
         strict="strict" in words,
     )
+    fovea.integrations._set_up([name for name in _PACKAGES if name in words])

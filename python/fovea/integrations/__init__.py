@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fovea.integrations: programs that call another attention library, run on fovea.
+
+>>> import fovea.integrations
+>>> sorted(fovea.integrations.available())[:3]
+['flash_attn', 'flash_attn_3', 'flash_attn_4']
+
+Each integration maps the arguments of one library to those of fovea.torch.attention, and computes nothing itself. What
+it cannot map it refuses with NotImplementedError, by the argument's name. docs/integrations.md has a page for each.
+"""
+
+# _stand_in.py    modules in the place of a package that is not installed, with its metadata
+# _imports.py     something to do when a module has been imported
+# _counts.py      how many calls each integration computed
+# _flash.py       what the three versions of flash_attn share
+# _bert_padding.py, flash_attn.py, flash_attn_3.py, flash_attn_4.py, transformers.py
+#                 one for each library; none imports its library before it is used
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import Any
+
+from .. import torch as _torch  # noqa: F401  (its error where PyTorch is missing)
+from ._counts import Stats, reset_stats, stats
+from ._imports import after
+
+__all__ = ["Stats", "available", "install", "reset_stats", "stats", "uninstall"]
+
+_AVAILABLE = {
+    "flash_attn": "the package flash_attn 2.8, replaced",
+    "flash_attn_3": "the module flash_attn_interface (FlashAttention-3), replaced",
+    "flash_attn_4": "the package flash_attn.cute (FlashAttention-4), replaced",
+    "transformers": 'attn_implementation="fovea" of transformers, registered',
+}
+
+
+def available() -> dict[str, str]:
+    """The integrations that install() knows.
+
+    Returns:
+        For each name what it replaces, patches or registers.
+    """
+    return dict(_AVAILABLE)
+
+
+def install(*names: str, force: bool = False) -> None:
+    """Makes programs that call another library call fovea.
+
+    Call it before the program imports that library, and before it imports libraries that look for it (transformers,
+    diffusers and xformers look once). uninstall() takes it back.
+
+    Args:
+        names: Names that available() has.
+        force: Also replaces a library that is imported already. Modules that have imported its functions by name keep
+            them.
+
+    Raises:
+        ValueError: A name is unknown, or there is none.
+        RuntimeError: The library itself is imported already, and `force` is not set.
+        ImportError: The library that is to be patched is not installed.
+
+    Example:
+        >>> import fovea.integrations
+        >>> fovea.integrations.install("flash_attn")
+        >>> from flash_attn import flash_attn_func
+        >>> fovea.integrations.uninstall("flash_attn")
+    """
+    for module in _modules(names):
+        module._install(force)
+
+
+def uninstall(*names: str) -> None:
+    """Takes back what install() did. Functions that a program has imported keep working.
+
+    Args:
+        names: Names that available() has. One that is not installed is no error.
+
+    Raises:
+        ValueError: A name is unknown, or there is none.
+    """
+    for module in _modules(names):
+        module._uninstall()
+
+
+def _modules(names: tuple[str, ...]) -> list[Any]:
+    unknown = [name for name in names if name not in _AVAILABLE]
+    if unknown or not names:
+        raise ValueError(f"names: {unknown[0] if unknown else names!r}; accepted: {', '.join(sorted(_AVAILABLE))}")
+    return [importlib.import_module(f"{__name__}.{name}") for name in names]
+
+
+def _set_up(names: list[str]) -> None:
+    """For FOVEA_TORCH: the integrations that it names, and attn_implementation="fovea" if transformers is imported."""
+    if names:
+        install(*names)
+    after("transformers.modeling_utils", _register)
+
+
+def _register() -> None:
+    from . import transformers
+
+    try:
+        transformers.register()
+    except ImportError as error:
+        warnings.warn(f"FOVEA_TORCH: {error}", stacklevel=2)

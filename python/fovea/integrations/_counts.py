@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many calls each integration computed. Counting is safe where torch.compile traces."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, TypedDict
+
+import torch
+
+from ._imports import after
+
+
+class Stats(TypedDict):
+    """See stats()."""
+
+    served: int
+    traced: int
+    handed_back: dict[str, int]
+
+
+_lock = threading.Lock()
+_counts: dict[str, Stats] = {}
+
+
+def stats() -> dict[str, Stats]:
+    """Counts the calls of every integration since the process began, or since reset_stats().
+
+    Returns:
+        By the integration's name a dict. "served": calls that fovea computed. "traced": calls that were put into a
+        graph of torch.compile, whose runs are not counted. "handed_back": by reason, calls that the library itself
+        computed.
+    """
+    with _lock:
+        return {
+            name: {"served": own["served"], "traced": own["traced"], "handed_back": dict(own["handed_back"])}
+            for name, own in _counts.items()
+        }
+
+
+def reset_stats() -> None:
+    """Sets what stats() counts to zero."""
+    with _lock:
+        _counts.clear()
+
+
+def _of(name: str) -> Stats:
+    return _counts.setdefault(name, {"served": 0, "traced": 0, "handed_back": {}})
+
+
+def hand_back(name: str, why: str) -> None:
+    """Counts a call that the library itself computes."""
+    with _lock:
+        reasons = _of(name)["handed_back"]
+        reasons[why] = reasons.get(why, 0) + 1
+
+
+def _add(name: str, key: str) -> bool:
+    with _lock:
+        own: Any = _of(name)
+        own[key] += 1
+    return True
+
+
+def count(name: str) -> None:
+    """Counts a call that fovea computes."""
+    if torch.compiler.is_compiling():
+        _count_trace(name)
+    else:
+        _add(name, "served")
+
+
+def _count_trace(name: str) -> bool:
+    """torch.compile calls it once for each trace: a graph that changed a dict would be guarded by its contents."""
+    return _add(name, "traced")
+
+
+def _mark() -> None:
+    torch.compiler.assume_constant_result(_count_trace)  # type: ignore[no-untyped-call]
+
+
+# Marking it imports torch._dynamo, which takes a second, and of which nothing else here has need.
+after("torch._dynamo", _mark)

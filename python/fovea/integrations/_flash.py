@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the three versions of flash_attn share: (B, S, H, D), causal masks and windows at the bottom right, and forward
+and backward as functions of their own, which packages for several GPUs call."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NoReturn, Optional, Union
+
+import torch
+from torch import Tensor
+
+from ..torch import attention
+from . import _counts
+
+Window = tuple[Optional[int], Optional[int]]
+
+_operators: Any = torch.ops.fovea
+
+
+def refuse(function: str, argument: str, why: str, accepted: str) -> NoReturn:
+    raise NotImplementedError(f"{function}: {argument}: {why}; accepted: {accepted}")
+
+
+def refuse_given(function: str, **given: Any) -> None:
+    """Raises NotImplementedError for the first argument that is not None."""
+    for name, value in given.items():
+        if value is not None:
+            refuse(function, name, "given, and fovea has no such feature", "None")
+
+
+def refuse_chunk(function: str, attention_chunk: int) -> None:
+    if attention_chunk != 0:
+        refuse(function, "attention_chunk", f"{attention_chunk}, and fovea has no such mask", "0")
+
+
+def unbounded(window: Window) -> tuple[int, int]:
+    """A window as fovea has it: None and every negative number become -1."""
+    left, right = window
+    return _side(left), _side(right)
+
+
+def _side(side: Optional[int]) -> int:
+    return -1 if side is None or side < 0 else int(side)
+
+
+def number(length: Union[int, Tensor, None]) -> Optional[int]:
+    """A longest length, which programs also give as a tensor of one element."""
+    return int(length) if isinstance(length, Tensor) else length
+
+
+def slopes_of(alibi_slopes: Optional[Tensor], q: Tensor) -> Optional[Tensor]:
+    """In the type that fovea takes, and without a gradient, which flash_attn has not either."""
+    if alibi_slopes is None:
+        return None
+    return alibi_slopes.detach().to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+def compute(
+    integration: str, q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: Optional[float], causal: bool, window_size: Window,
+    softcap: Optional[float], return_lse: bool, alibi_slopes: Optional[Tensor] = None, **options: Any,
+) -> Any:  # fmt: skip
+    """fovea.torch.attention with the names and conventions that all versions share."""
+    _counts.count(integration)
+    return attention(
+        q, k, v, scale=softmax_scale, causal=bool(causal), window=unbounded(window_size), align="bottom_right",
+        softcap=max(softcap or 0.0, 0.0), alibi_slopes=slopes_of(alibi_slopes, q), layout="bshd", return_lse=return_lse,
+        **options,
+    )  # fmt: skip
+
+
+def append(cache: Tensor, new: Tensor, lengths: Tensor, rows: Optional[Tensor]) -> None:
+    """Writes `new`, (B, n, H, D), into the cache, behind the first lengths[b] keys of each sequence."""
+    steps = torch.arange(new.shape[1], device=new.device)
+    sequences = torch.arange(new.shape[0], device=new.device) if rows is None else rows.long()
+    cache[sequences[:, None], lengths.long()[:, None] + steps] = new.to(cache.dtype)
+
+
+@torch.no_grad()
+def with_cache(
+    integration: str, function: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Optional[Tensor], v: Optional[Tensor],
+    cache_seqlens: Union[int, Tensor, None], cache_batch_idx: Optional[Tensor], return_lse: bool, **options: Any,
+) -> Any:  # fmt: skip
+    """flash_attn_with_kvcache without pages, rotary embedding and padding at the left."""
+    batch = q.shape[0]
+    lengths = cache_seqlens
+    if isinstance(lengths, int):
+        lengths = torch.full((batch,), lengths, dtype=torch.int32, device=q.device)
+    if (k is None) != (v is None):
+        raise ValueError(f"{function}: {'k' if k is None else 'v'}: None; accepted: k and v, or neither")
+    if k is not None and v is not None:
+        if lengths is None:
+            raise ValueError(f"{function}: cache_seqlens: None with k; accepted: the lengths before k")
+        append(k_cache, k, lengths, cache_batch_idx)
+        append(v_cache, v, lengths, cache_batch_idx)
+        lengths = lengths + k.shape[1]
+    if cache_batch_idx is not None:
+        rows = cache_batch_idx.long()
+        k_cache, v_cache = k_cache[rows], v_cache[rows]
+    return compute(
+        integration, q, k_cache[:batch], v_cache[:batch], seqused_k=lengths, return_lse=return_lse, **options
+    )
+
+
+# ---- forward and backward as functions of their own ----
+
+
+def operator_arguments(
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: Optional[float], causal: bool, window_size: Window,
+    softcap: Optional[float], alibi_slopes: Optional[Tensor] = None, dropout_p: float = 0.0,
+    seed: Optional[Tensor] = None, cu_seqlens_q: Optional[Tensor] = None, cu_seqlens_k: Optional[Tensor] = None,
+    seqused_q: Optional[Tensor] = None, seqused_k: Optional[Tensor] = None, max_seqlen_q: Optional[int] = None,
+    max_seqlen_k: Optional[int] = None, deterministic: bool = False,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The arguments of the operators fovea::attention and fovea::attention_backward."""
+    slopes = slopes_of(alibi_slopes, q)
+    left, right = unbounded(window_size)
+    return (
+        q, k, v, None, None, None, slopes, None, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, seed, None, 0, 0,
+        softmax_scale, bool(causal), left, right, "bottom_right", max(softcap or 0.0, 0.0), float(dropout_p), "fovea",
+        max_seqlen_q or 0, max_seqlen_k or 0, 0, "bshd", int(deterministic), None,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def forward(integration: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """out and lse, which has -inf for rows without keys."""
+    _counts.count(integration)
+    out, lse = _operators.attention(*operator_arguments(q, k, v, **options))
+    return out, lse
+
+
+@torch.no_grad()
+def backward(
+    integration: str, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Optional[Tensor],
+    dk: Optional[Tensor], dv: Optional[Tensor], **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients, written into those of dq, dk and dv that are given."""
+    _counts.count(integration)
+    lse = lse.masked_fill(lse == math.inf, -math.inf)
+    need = [True, True, True, False, False, False]
+    found = _operators.attention_backward(dout, None, out, lse, need, *operator_arguments(q, k, v, **options))[:3]
+    for grad, into in zip(found, (dq, dk, dv)):
+        if into is not None:
+            into.copy_(grad)
+    return tuple(found)

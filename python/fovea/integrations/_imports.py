@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Something to do as soon as a module has been imported, without importing it."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import PathFinder
+from types import ModuleType
+from typing import Optional
+
+
+class _Watcher(importlib.abc.MetaPathFinder):
+    def __init__(self, module: str, then: Callable[[], None]) -> None:
+        self.module = module
+        self.then = then
+
+    def find_spec(
+        self, fullname: str, path: Optional[Sequence[str]], target: Optional[ModuleType] = None
+    ) -> Optional[importlib.machinery.ModuleSpec]:
+        if fullname != self.module:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        sys.meta_path.remove(self)
+        execute = spec.loader.exec_module
+
+        def execute_and_then(module: ModuleType) -> None:
+            execute(module)
+            self.then()
+
+        spec.loader.exec_module = execute_and_then  # type: ignore[method-assign]
+        return spec
+
+
+def after(module: str, then: Callable[[], None]) -> None:
+    """Calls `then` once: now if the module has been imported, otherwise when it has been."""
+    if module in sys.modules:
+        then()
+    else:
+        sys.meta_path.insert(0, _Watcher(module, then))

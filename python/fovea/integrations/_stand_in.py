@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules in the place of a package, and its metadata. Programs look for a package in three ways: they import it, they
+ask importlib.util.find_spec, and they ask importlib.metadata for its version and for the packages of a distribution."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.metadata
+import sys
+import threading
+import types
+from collections.abc import Iterable
+from typing import Any, Optional
+
+_lock = threading.RLock()
+
+
+class StandIn:
+    """One or more modules that belong to one distribution.
+
+    Args:
+        name: The integration's name.
+        distribution: The distribution's name in the metadata.
+        version: The version that is imitated.
+        modules: By full name what each module has. Parents that are missing are made.
+    """
+
+    def __init__(self, name: str, distribution: str, version: str, modules: dict[str, dict[str, Any]]) -> None:
+        self.name = name
+        self.distribution = distribution
+        self.version = version
+        self.modules = modules
+        self.top = next(iter(modules)).partition(".")[0]
+        self.made: list[str] = []
+        self.before: dict[str, types.ModuleType] = {}
+
+    def install(self, force: bool) -> None:
+        with _lock:
+            if self in _finder.stand_ins:
+                return
+            real = [name for name in self.modules if name in sys.modules and not _is_ours(sys.modules[name])]
+            if real and not force:
+                raise RuntimeError(
+                    f"install: {real[0]} is imported already, and is not fovea's; accepted: install({self.name!r}) before "
+                    "the import, or force=True"
+                )
+            for name, contents in self.modules.items():
+                self._put(name, contents)
+            _finder.stand_ins.append(self)
+            if _finder not in sys.meta_path:
+                sys.meta_path.insert(0, _finder)
+
+    def _put(self, name: str, contents: dict[str, Any]) -> None:
+        parent, _, last = name.rpartition(".")
+        if parent and not _is_ours(sys.modules.get(parent)):
+            self._put(parent, {})
+        module = sys.modules.get(name)
+        if module is None or not _is_ours(module):
+            if module is not None:
+                self.before[name] = module
+            module = types.ModuleType(name, f"{name} as fovea computes it; see fovea.integrations.")
+            module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+            module.__path__ = []
+            setattr(module, _MARK, f"{self.distribution} {self.version}")
+            sys.modules[name] = module
+            self.made.append(name)
+        module.__dict__.update(contents)
+        if parent:
+            setattr(sys.modules[parent], last, module)
+
+    def uninstall(self) -> None:
+        with _lock:
+            if self not in _finder.stand_ins:
+                return
+            _finder.stand_ins.remove(self)
+            kept = {name for other in _finder.stand_ins for name in _with_parents(other.modules)}
+            for name, contents in self.modules.items():
+                for key in contents:
+                    vars(sys.modules.get(name, types.ModuleType(""))).pop(key, None)
+            for name in reversed(self.made):
+                heir = next((other for other in _finder.stand_ins if name in _with_parents(other.modules)), None)
+                if heir is not None:
+                    heir.made.insert(0, name)
+                elif _is_ours(sys.modules.get(name)):
+                    del sys.modules[name]
+                    parent, _, last = name.rpartition(".")
+                    vars(sys.modules.get(parent, types.ModuleType(""))).pop(last, None)
+            sys.modules.update(self.before)
+            self.made, self.before = [], {}
+            if not _finder.stand_ins and _finder in sys.meta_path:
+                sys.meta_path.remove(_finder)
+
+
+_MARK = "__fovea__"
+
+
+def _is_ours(module: Optional[types.ModuleType]) -> bool:
+    return hasattr(module, _MARK)
+
+
+def _with_parents(names: Iterable[str]) -> set[str]:
+    found = set()
+    for name in names:
+        while name:
+            found.add(name)
+            name = name.rpartition(".")[0]
+    return found
+
+
+class _Distribution(importlib.metadata.Distribution):
+    def __init__(self, stand_in: StandIn) -> None:
+        self._stand_in = stand_in
+
+    def read_text(self, filename: str) -> Optional[str]:
+        if filename in ("METADATA", "PKG-INFO"):
+            return f"Metadata-Version: 2.1\nName: {self._stand_in.distribution}\nVersion: {self._stand_in.version}\n"
+        return f"{self._stand_in.top}\n" if filename == "top_level.txt" else None
+
+    def locate_file(self, path: Any) -> Any:
+        return path
+
+    @property
+    def files(self) -> None:
+        return None
+
+
+class _Finder(importlib.metadata.DistributionFinder):
+    """Answers for the metadata, and says what a stand-in does not have."""
+
+    def __init__(self) -> None:
+        self.stand_ins: list[StandIn] = []
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        parent = fullname.rpartition(".")[0]
+        if parent and _is_ours(sys.modules.get(parent)):
+            raise ModuleNotFoundError(
+                f"No module named {fullname!r}: fovea.integrations stands in for {getattr(sys.modules[parent], _MARK)}, "
+                "and has its attention alone; install the package itself for the rest, and patch its functions",
+                name=fullname,
+            )
+
+    def find_distributions(self, context: Any = importlib.metadata.DistributionFinder.Context()) -> Any:  # noqa: B008
+        wanted = None if context.name is None else _normal(context.name)
+        return [_Distribution(one) for one in self.stand_ins if wanted in (None, _normal(one.distribution))]
+
+
+def _normal(name: str) -> str:
+    return name.replace("_", "-").replace(".", "-").lower()
+
+
+_finder = _Finder()
+
+
+class Patches:
+    """Attributes of modules of an installed package that are replaced, and put back."""
+
+    def __init__(self) -> None:
+        self.before: list[tuple[Any, str, Any]] = []
+
+    def put(self, module: Any, name: str, function: Any) -> None:
+        self.before.append((module, name, getattr(module, name)))
+        setattr(module, name, function)
+
+    def undo(self) -> None:
+        while self.before:
+            module, name, function = self.before.pop()
+            setattr(module, name, function)

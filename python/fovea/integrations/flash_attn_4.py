@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions of FlashAttention-4, computed by fovea. install("flash_attn_4") puts them in the place of the package
+flash_attn.cute.
+
+They return (out, lse) always, and lse is None where neither a gradient nor return_lse needs it. docs/integrations/flash_attn.md
+has every argument.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Optional
+
+import torch
+from torch import Tensor
+
+from . import _flash
+from ._stand_in import StandIn
+
+__all__ = ["flash_attn_func", "flash_attn_varlen_func"]
+
+_NAME = "flash_attn_4"
+_VERSION = "4.0.0b36"  # is imitated
+
+
+def _compute(
+    q: Tensor, k: Tensor, v: Tensor, learnable_sink: Optional[Tensor], return_lse: bool, **options: Any
+) -> tuple[Tensor, Optional[Tensor]]:
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, learnable_sink) if x is not None)
+    found = _flash.compute(_NAME, q, k, v, sink=learnable_sink, return_lse=bool(return_lse) or learns, **options)
+    if not (return_lse or learns):
+        return found, None
+    out, lse = found
+    return out, lse if return_lse else lse.detach()
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Optional[Tensor] = None,
+    gather_kv_indices: Optional[Tensor] = None,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: tuple[Optional[int], Optional[int]] = (None, None),
+    learnable_sink: Optional[Tensor] = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: Optional[bool] = None,
+    deterministic: bool = False,
+    score_mod: Optional[Callable[..., Any]] = None,
+    score_mod_bwd: Optional[Callable[..., Any]] = None,
+    mask_mod: Optional[Callable[..., Any]] = None,
+    aux_tensors: Optional[list[Tensor]] = None,
+    aux_scalars: Optional[tuple[Any, ...]] = None,
+    block_sparse_tensors: Any = None,
+    block_sparse_tensors_bwd: Any = None,
+    return_lse: bool = False,
+) -> tuple[Tensor, Optional[Tensor]]:
+    """flash_attn.cute.flash_attn_func.
+
+    Args:
+        q: (B, Sq, Hq, D): float32, float16, bfloat16 or, on the CPU, float64.
+        k: (B, Sk, Hk, D). Hq is a multiple of Hk.
+        v: (B, Sk, Hk, Dv).
+        qv: Refused unless None.
+        gather_kv_indices: Refused unless None.
+        softmax_scale: None is 1 / sqrt(D).
+        causal: Aligned at the bottom right.
+        window_size: (left, right), inclusive, around i + Sk - Sq. None or negative: unbounded.
+        learnable_sink: (Hq,): one more logit of each head, without a value. It has a gradient.
+        softcap: 0 or less: none.
+        num_splits: Of no effect: fovea chooses it.
+        pack_gqa: Of no effect.
+        deterministic: The backward gives the same bits in every run.
+        score_mod: Refused unless None; a bias, softcap or slopes of fovea.torch.attention may do what it does.
+        score_mod_bwd: Refused unless None.
+        mask_mod: Refused unless None; a mask of fovea.torch.attention may do what it does.
+        aux_tensors: Refused unless None.
+        aux_scalars: Refused unless None.
+        block_sparse_tensors: Refused unless None.
+        block_sparse_tensors_bwd: Refused unless None.
+        return_lse: The logsumexp is wanted, and has a gradient.
+
+    Returns:
+        (out, lse): out is (B, Sq, Hq, Dv); lse is (B, Hq, Sq), float32, -inf for rows without keys. lse is None if
+        return_lse is not set and nothing has a gradient.
+
+    Raises:
+        NotImplementedError: An argument that is refused is given.
+        ValueError: A shape or a value is not accepted.
+        TypeError: A type is not accepted.
+    """
+    _flash.refuse_given(
+        "flash_attn_func", qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd,
+        mask_mod=mask_mod, aux_tensors=aux_tensors, aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors,
+        block_sparse_tensors_bwd=block_sparse_tensors_bwd,
+    )  # fmt: skip
+    return _compute(
+        q, k, v, learnable_sink, return_lse, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
+        softcap=softcap, deterministic=bool(deterministic),
+    )  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Optional[Tensor] = None,
+    cu_seqlens_q: Optional[Tensor] = None,
+    cu_seqlens_k: Optional[Tensor] = None,
+    max_seqlen_q: Optional[int] = None,
+    max_seqlen_k: Optional[int] = None,
+    min_seqlen_k: Optional[int] = None,
+    seqused_q: Optional[Tensor] = None,
+    seqused_k: Optional[Tensor] = None,
+    gather_kv_indices: Optional[Tensor] = None,
+    page_table: Optional[Tensor] = None,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: tuple[Optional[int], Optional[int]] = (None, None),
+    learnable_sink: Optional[Tensor] = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: Optional[bool] = None,
+    deterministic: bool = False,
+    score_mod: Optional[Callable[..., Any]] = None,
+    score_mod_bwd: Optional[Callable[..., Any]] = None,
+    mask_mod: Optional[Callable[..., Any]] = None,
+    block_sparse_tensors: Any = None,
+    aux_tensors: Optional[list[Tensor]] = None,
+    aux_scalars: Optional[tuple[Any, ...]] = None,
+    return_lse: bool = False,
+    scheduler_metadata: Any = None,
+    seqlen_k_per_split: Optional[int] = None,
+    disable_scheduler_metadata: bool = False,
+) -> tuple[Tensor, Optional[Tensor]]:
+    """flash_attn.cute.flash_attn_varlen_func: packed sequences, or a padded batch with lengths, on either side.
+
+    Args:
+        q: (total_q, Hq, D) with cu_seqlens_q, else (B, Sq, Hq, D).
+        k: (total_k, Hk, D) with cu_seqlens_k, else (B, Sk, Hk, D).
+        v: As k, with Dv.
+        qv: See flash_attn_func().
+        cu_seqlens_q: (B + 1,), int32: sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
+        cu_seqlens_k: The same for the keys.
+        max_seqlen_q: At least the longest length. None: the number of rows, which is a bound.
+        max_seqlen_k: The same for the keys.
+        min_seqlen_k: Of no effect.
+        seqused_q: (B,), int32: how many rows of each sequence exist. The others are 0 in out.
+        seqused_k: The same for the keys.
+        gather_kv_indices: See flash_attn_func().
+        page_table: Refused unless None: fovea has no paged keys and values.
+        softmax_scale: See flash_attn_func().
+        causal: See flash_attn_func().
+        window_size: See flash_attn_func().
+        learnable_sink: See flash_attn_func().
+        softcap: See flash_attn_func().
+        num_splits: Of no effect.
+        pack_gqa: Of no effect.
+        deterministic: See flash_attn_func().
+        score_mod: See flash_attn_func().
+        score_mod_bwd: See flash_attn_func().
+        mask_mod: See flash_attn_func().
+        block_sparse_tensors: See flash_attn_func().
+        aux_tensors: See flash_attn_func().
+        aux_scalars: See flash_attn_func().
+        return_lse: See flash_attn_func().
+        scheduler_metadata: Of no effect.
+        seqlen_k_per_split: Of no effect.
+        disable_scheduler_metadata: Of no effect.
+
+    Returns:
+        (out, lse): out has q's shape, with Dv; lse is (Hq, total_q), of a padded batch (B, Hq, Sq). lse is None if
+        return_lse is not set and nothing has a gradient.
+
+    Raises:
+        NotImplementedError: An argument that is refused is given.
+        ValueError: A shape or a value is not accepted.
+        TypeError: A type is not accepted.
+    """
+    _flash.refuse_given(
+        "flash_attn_varlen_func", qv=qv, gather_kv_indices=gather_kv_indices, page_table=page_table, score_mod=score_mod,
+        score_mod_bwd=score_mod_bwd, mask_mod=mask_mod, block_sparse_tensors=block_sparse_tensors,
+        aux_tensors=aux_tensors, aux_scalars=aux_scalars,
+    )  # fmt: skip
+    options = {
+        "softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap,
+        "deterministic": bool(deterministic), "seqused_q": seqused_q, "seqused_k": seqused_k,
+    }  # fmt: skip
+    if cu_seqlens_q is None and cu_seqlens_k is None:
+        return _compute(q, k, v, learnable_sink, return_lse, **options)
+    # One side may be a padded batch: its sequences lie at equal distances.
+    batch = q.shape
+    if cu_seqlens_q is None:
+        q, cu_seqlens_q, max_seqlen_q = q.flatten(0, 1), _equal_distances(q), q.shape[1]
+    if cu_seqlens_k is None:
+        cu_seqlens_k, max_seqlen_k = _equal_distances(k), k.shape[1]
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+    out, lse = _compute(
+        q, k, v, learnable_sink, return_lse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=_longest(max_seqlen_q, q), max_seqlen_k=_longest(max_seqlen_k, k), **options,
+    )  # fmt: skip
+    if len(batch) == 4:
+        out = out.view(*batch[:2], *out.shape[1:])
+        lse = None if lse is None else lse.view(-1, *batch[:2]).transpose(0, 1)
+    return out, lse
+
+
+def _equal_distances(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[0] + 1, dtype=torch.int32, device=x.device) * x.shape[1]
+
+
+def _longest(given: Optional[int], x: Tensor) -> int:
+    return x.shape[0] if given is None else int(given)
+
+
+_functions = {name: globals()[name] for name in __all__}
+_stand_in = StandIn(_NAME, "flash-attn-4", _VERSION, {
+    "flash_attn.cute": {**_functions, "__version__": _VERSION}, "flash_attn.cute.interface": _functions,
+})  # fmt: skip
+
+
+def _install(force: bool) -> None:
+    _stand_in.install(force)
+
+
+def _uninstall() -> None:
+    _stand_in.uninstall()

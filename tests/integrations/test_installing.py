@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stand-ins for packages: what programs find, what they do not, and that everything is put back."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import fovea.integrations
+from conftest import ROOT
+from fovea.integrations import _stand_in, available, install, stats, uninstall
+
+STAND_INS = {
+    "flash_attn": ("flash-attn", "2.8.4", ["flash_attn", "flash_attn.flash_attn_interface", "flash_attn.bert_padding"]),
+    "flash_attn_3": ("flash-attn-3", "3.0.0", ["flash_attn_interface"]),
+    "flash_attn_4": ("flash-attn-4", "4.0.0b36", ["flash_attn.cute", "flash_attn.cute.interface"]),
+}
+
+
+def theirs():
+    return {name for name in sys.modules if name.split(".")[0] in ("flash_attn", "flash_attn_interface")}
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+def test_a_program_finds_the_package(name):
+    distribution, version, modules = STAND_INS[name]
+    finders = list(sys.meta_path)
+    install(name)
+    install(name)  # again is no error
+    for module in modules:
+        assert importlib.util.find_spec(module) is not None
+        assert importlib.import_module(module) is sys.modules[module]
+        parent, _, last = module.rpartition(".")
+        assert not parent or getattr(sys.modules[parent], last) is sys.modules[module]
+    for spelled in (distribution, distribution.replace("-", "_")):
+        assert importlib.metadata.version(spelled) == version
+    top = modules[0].split(".")[0]
+    mapping = importlib.metadata.packages_distributions()
+    assert distribution in [found.replace("_", "-") for found in mapping[top]]
+    own = importlib.import_module(f"fovea.integrations.{name}")
+    for function in own.__all__:
+        assert getattr(sys.modules[modules[0]], function) is getattr(own, function)
+    uninstall(name)
+    uninstall(name)
+    assert theirs() == set() and sys.meta_path == finders
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version(distribution)
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(modules[0])
+
+
+@pytest.mark.parametrize("first, second", [("flash_attn", "flash_attn_4"), ("flash_attn_4", "flash_attn")])
+def test_two_that_share_a_package(first, second):
+    """Versions 2 and 4 are both in flash_attn. Either may go first."""
+    install(first)
+    install(second)
+    import flash_attn
+    import flash_attn.cute
+
+    assert flash_attn.__version__ == "2.8.4" and flash_attn.cute.__version__ == "4.0.0b36"
+    assert set(importlib.metadata.packages_distributions()["flash_attn"]) == {"flash-attn", "flash-attn-4"}
+    uninstall(first)
+    left = sys.modules["flash_attn"]
+    assert hasattr(left, "flash_attn_func") == (second == "flash_attn") and hasattr(left, "cute") == (second == "flash_attn_4")
+    uninstall(second)
+    assert theirs() == set()
+
+
+def test_what_it_does_not_have_is_said():
+    install("flash_attn")
+    for name in ("flash_attn.layers", "flash_attn.layers.rotary", "flash_attn.ops.triton"):
+        with pytest.raises(ModuleNotFoundError, match=r"fovea.integrations stands in for flash-attn 2.8.4.*install the package"):
+            importlib.import_module(name)
+
+
+def test_the_package_itself_is_not_replaced_without_a_word(tmp_path, monkeypatch):
+    (tmp_path / "flash_attn_interface.py").write_text("flash_attn_func = 'the real one'\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import flash_attn_interface as real
+
+    try:
+        with pytest.raises(RuntimeError, match=r"install: flash_attn_interface is imported already.*force=True"):
+            install("flash_attn_3")
+        assert sys.modules["flash_attn_interface"] is real
+        install("flash_attn_3", force=True)
+        assert callable(importlib.import_module("flash_attn_interface").flash_attn_func)
+        uninstall("flash_attn_3")
+        assert sys.modules["flash_attn_interface"] is real
+    finally:
+        sys.modules.pop("flash_attn_interface", None)
+
+
+def test_xformers_looks_before_the_stand_in_is_there(tmp_path, monkeypatch):
+    """It calls into whatever it can import as flash_attn."""
+    ops = tmp_path / "xformers" / "ops"
+    ops.mkdir(parents=True)
+    (tmp_path / "xformers" / "__init__.py").touch()
+    (ops / "__init__.py").write_text("try:\n    import flash_attn\nexcept ImportError:\n    flash_attn = None\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        install("flash_attn")
+        assert sys.modules["xformers.ops"].flash_attn is None
+        (ops / "__init__.py").write_text("raise OSError('broken')\n")
+        for name in ("xformers", "xformers.ops"):
+            del sys.modules[name]
+        uninstall("flash_attn")
+        install("flash_attn")
+    finally:
+        for name in ("xformers", "xformers.ops"):
+            sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("names", [(), ("flash_attn", "flash_attn_5"), ("FlashAttention",)])
+def test_unknown_names(names):
+    for function in (install, uninstall):
+        with pytest.raises(ValueError, match=r"names: .*; accepted: .*flash_attn, flash_attn_3, flash_attn_4"):
+            function(*names)
+    assert theirs() == set()
+
+
+def test_every_integration_says_what_it_is():
+    for name, text in available().items():
+        module = importlib.import_module(f"fovea.integrations.{name}")
+        assert text and module.__doc__ and callable(module._install) and callable(module._uninstall)
+
+
+def test_nothing_is_imported_before_it_is_used():
+    """Neither the other library nor PyTorch's compiler."""
+    script = (
+        "import sys, importlib, fovea.integrations\n"
+        "for name in fovea.integrations.available(): importlib.import_module(f'fovea.integrations.{name}')\n"
+        "print(*sorted({n.split('.')[0] for n in sys.modules} & {'transformers', 'flash_attn', 'xformers', 'deepspeed'}), "
+        "'torch._dynamo' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.split() == ["False"], done.stdout + done.stderr
+
+
+def test_counts():
+    install("flash_attn")
+    from flash_attn import flash_attn_func
+
+    q = torch.randn(1, 3, 2, 8)
+    flash_attn_func(q, q, q)
+    before = stats()
+    flash_attn_func(q, q, q)
+    assert before == {"flash_attn": {"served": 1, "traced": 0, "handed_back": {}}} and stats()["flash_attn"]["served"] == 2
+    fovea.integrations.reset_stats()
+    assert stats() == {}
+
+
+# ---- without an edited line ----
+
+PROGRAM = """
+import sys, torch
+before = [name for name in ("flash_attn", "transformers") if name in sys.modules]
+import transformers.modeling_utils
+print(*before, *sorted(transformers.modeling_utils.AttentionInterface.registered))
+"""
+INTERFACE = """
+class {name}:
+    registered = set()
+
+    @classmethod
+    def register(cls, name, function):
+        cls.registered.add(name)
+"""
+
+
+@pytest.mark.parametrize("value, printed", [("1", "fovea"), ("flash_attn,cpu", "flash_attn fovea"), ("0", "")])
+def test_the_environment_variable(tmp_path, value, printed):
+    """FOVEA_TORCH registers attn_implementation="fovea" when transformers is imported, not before, and installs stand-ins."""
+    info = tmp_path / "fovea_attention-0.0.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fovea-attention\nVersion: 0.0.0\n")
+    (info / "entry_points.txt").write_text("[torch.backends]\nfovea = fovea_autoload:load\n")
+    package = tmp_path / "transformers"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "modeling_utils.py").write_text(INTERFACE.format(name="AttentionInterface"))
+    (package / "masking_utils.py").write_text(INTERFACE.format(name="AttentionMaskInterface"))
+    path = os.pathsep.join([str(tmp_path), str(ROOT / "python")])
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env={**os.environ, "FOVEA_TORCH": value, "PYTHONPATH": path},
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == printed
+    # One without the interface is said, and the program goes on.
+    (package / "masking_utils.py").write_text("")
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env={**os.environ, "FOVEA_TORCH": value, "PYTHONPATH": path},
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert ("FOVEA_TORCH: fovea.integrations.transformers needs transformers from 4.53 on" in done.stderr) == (value != "0")
+
+
+def test_the_finder_answers_for_nothing_else():
+    install("flash_attn")
+    assert list(_stand_in._finder.find_distributions(importlib.metadata.DistributionFinder.Context(name="numpy"))) == []
+    assert importlib.metadata.version("torch").split("+")[0] == torch.__version__.split("+")[0]
