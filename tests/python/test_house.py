@@ -42,9 +42,8 @@ KERNEL_LINES, HEADER_LINES = 450, 300
 LONGER = {
     "src/cuda/device/score/scores.cuh": 360,
     "src/cuda/device/generic/backward_step.cuh": 579,
-    "src/cuda/device/sm90/backward.cuh": 588,
-    "src/cuda/device/sm90/backward_copy.cuh": 348,
-    "src/cuda/device/score/sm90_backward_scores.cuh": 429,
+    "src/cuda/device/sm90/backward_copy.cuh": 347,
+    "src/cuda/device/score/sm90_backward_scores.cuh": 427,
     "src/cuda/device/sm90/forward_copy.cuh": 323,
     "src/cuda/device/sm90/forward.cuh": 491,
     "src/cuda/device/score/sm90_softmax.cuh": 320,

@@ -20,16 +20,6 @@
 
 namespace fovea::cuda {
 
-// Where queries behind the end of their sequence may have scores of NaN, which a logsumexp of infinity does not hide.
-template <auto S>
-constexpr bool kMaskQueries = (S.ragged) && (S.bias != BiasTile::kNone || S.bias2 != BiasTile::kNone);
-
-// The scores of a part of a step.
-constexpr Sm90BackwardSpec sm90_part_of_step(Sm90BackwardSpec spec, int parts) {
-  spec.step /= parts;
-  return spec;
-}
-
 template <auto S>
 struct Sm90BackwardScores {
   static constexpr int M = S.step;
@@ -129,6 +119,14 @@ struct Sm90BackwardScores {
         }
       }
     }
+  }
+  // P^T as an operand for dV, of pairs of queries.
+  __device__ __forceinline__ void weights_of(u32 (&weights)[M / 4], const float (&p)[M / 2]) const {
+#pragma unroll
+    for (int j = 0; j < M / 4; ++j) {
+      weights[j] = kDropout ? pack_positive<S.type>(p[2 * j], p[2 * j + 1]) : pack<S.type>(p[2 * j], p[2 * j + 1]);
+    }
+    clear_hidden(weights);
   }
 
   // The random words of queries 16 k + 2 t + e and those 8 further.

@@ -26,6 +26,14 @@ constexpr int sm90_backward_panel_d(const Sm90BackwardSpec& s) {
 }
 constexpr int sm90_backward_panel_v(const Features& s) { return wide_panel_columns(s.dv); }
 
+constexpr Sm90BackwardSpec sm90_part_of_step(Sm90BackwardSpec spec, int parts) {
+  spec.step /= parts;
+  return spec;
+}
+// Where queries behind the end of their sequence may have scores of NaN, which a logsumexp of infinity does not hide.
+template <auto S>
+constexpr bool kMaskQueries = S.ragged && (S.bias != BiasTile::kNone || S.bias2 != BiasTile::kNone);
+
 struct Sm90BackwardSizes {
   int groups;   // warpgroups that compute
   int threads;  // with the one that copies
@@ -104,6 +112,71 @@ constexpr Sm90BackwardSizes sm90_backward_sizes(const Sm90BackwardSpec& s) {
   x.number_at = x.barriers_at + kSm90BackwardBarriers.number;
   x.loads_at = plan.take(1, kSm90LoadsBytes, 32);
   x.bytes = plan.bytes;
+  return x;
+}
+
+// What sm90_backward does by its Spec.
+struct Sm90BackwardChoices {
+  int threads;                               // that compute
+  int parts, part;                           // of a step's scores; queries of one
+  int panel_d, panel_v, panels_d, panels_v;  // columns of a panel of K and Q, of V and dO; how many
+  int row_d, row_v;                          // bytes of a panel's row
+  bool bias_in_place, outer, dropout;
+  // Products for dV and dK of one block of keys stay in flight during S and dP of the next, where registers allow.
+  bool overlaps;
+  // A block of keys that no query of the step meets is passed over. Elsewhere the branch makes ptxas wait for every
+  // product (C7512).
+  bool skips;
+  // Operands that stay in registers, by 16 columns of V and K: reading shared memory is what limits the products.
+  int held_v, held_k;
+  int registers, registers_to_copy;
+  bool dq_later;  // dQ of a step is computed during the next
+  bool valid;     // some kernel is compiled for these together
+};
+
+constexpr Sm90BackwardChoices sm90_backward_choices(const Sm90BackwardSpec& s) {
+  const Sm90BackwardSizes sizes = sm90_backward_sizes(s);
+  const bool two = sizes.groups == 2;
+  const int wider = s.d > s.dv ? s.d : s.dv;
+  Sm90BackwardChoices x{};
+  x.threads = sizes.groups * 128;
+  x.parts = sm90_step_parts(s);
+  x.part = s.step / x.parts;
+  x.panel_d = sm90_backward_panel_d(s);
+  x.panel_v = sm90_backward_panel_v(s);
+  x.row_d = x.panel_d * 2;
+  x.row_v = x.panel_v * 2;
+  x.panels_d = panels_of(s.d, x.panel_d);
+  x.panels_v = panels_of(s.dv, x.panel_v);
+  x.bias_in_place = sm90_bias_in_place(s);
+  x.outer = sm90_outer_bytes(s) > 0;
+  x.dropout = s.dropout != DropoutRule::kNone;
+  x.overlaps = two && (s.tiles * wider <= 96 || x.parts > 1);
+  x.skips = s.banded && !s.same_step && ((s.d <= 64 && s.tiles == 1) || (s.halves && x.parts == 1));
+  const bool much =
+      x.dropout || s.softcap || s.mask || s.key_term || s.query_term || s.alibi || x.bias_in_place || x.outer;
+  const bool holds =
+      two && s.tiles == 1 && x.parts == 1 && s.d == s.dv && !much && (s.step == 64 ? s.d > 64 && s.d <= 96 : s.d <= 32);
+  x.held_v = holds ? s.dv / 16 : 0;
+  x.held_k = holds && s.d <= 80 ? s.d / 16 : 0;
+  // What a launch of 3 (4) warpgroups has is 3 x 168 (4 x 128) registers: more would wait for ever.
+  // With 24 the threads that copy and add dQ spill; `most`, because what computes would be serialised with 232 (C7512).
+  const bool most = x.parts > 1 || (s.same_step && (s.banded || much));
+  x.registers = sizes.groups == 3 ? 160 : most ? 240 : 232;
+  x.registers_to_copy = sizes.groups == 3 ? 32 : most ? 24 : 40;
+  x.dq_later = s.dq && !s.same_step;
+  x.valid = (two || sizes.groups == 3) && s.type != Type::kFp32 && s.dropout != DropoutRule::kTorchMemEfficient &&
+            (s.dkv || s.dq) && s.d % 16 == 0 && s.dv % 16 == 0 && s.d + s.dv <= 320 &&
+            (x.parts == 1 ||
+             (two && s.tiles == 1 && s.step == 64 && (s.halves || !s.dq) && !s.delay && !x.outer && !s.query_term)) &&
+            (s.step == 64 || (s.step == 128 && two)) && (!s.halves || (two && s.step == 64 && s.d % 32 == 0)) &&
+            (!s.row_sum || !s.ordered) && s.outer <= 2 && (!s.direct || (s.dq && !s.bulk && !s.ragged)) &&
+            (!s.key_parts || !s.column_sum) &&
+            (!s.same_step || (s.halves && s.bulk && s.dkv && !x.outer && !s.delay && !s.direct && !s.dbias_store &&
+                              s.tiles == 1 && x.parts == 1 && s.planes >= 2)) &&
+            ((!s.bulk && !s.ordered) || (s.dq && s.halves == s.same_step && (s.bulk || !s.ordered))) &&
+            (!s.dbias_store || (s.dq && x.bias_in_place && !s.softcap && !s.banded && !s.ragged)) && s.stages <= 4 &&
+            s.planes <= 4;
   return x;
 }
 

@@ -324,23 +324,14 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
         }
       }
     }
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      stmatrix_trans(fragment + k * 2048, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3]);
-    }
+    store_transposed(fragment, ds);
 
     // ---- gradients ----
     float dv[V / 2];
     float dk[D / 2];
     float dq[D / 2];
-#pragma unroll
-    for (int i = 0; i < V / 2; ++i) {
-      dv[i] = 0;
-    }
-#pragma unroll
-    for (int i = 0; i < D / 2; ++i) {
-      dk[i] = 0;
-    }
+    set_zero(dv);
+    set_zero(dk);
     wgmma_fence();
     multiply_add<kType, kSmallRows>(dv, weights, o_rows.turned());
     multiply_add<kType, kSmallRows>(dk, ds, q_rows.turned());

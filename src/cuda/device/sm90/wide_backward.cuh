@@ -204,9 +204,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
   Ring<2> grads_before = ring_grads;
   int row_before = 0;
   u32 turn = 0;  // parity of the one buffer of dO
-  int head = block.head0 - 1;
-  int query = S.key_parts ? block.skipped * M : 0;
-  int end = 0;  // of the head's queries
+  auto step = block.walk();
   if (block.steps > 0) {
     barrier_wait(barriers.kv_full(), 0);
     if constexpr (S.ragged) {
@@ -226,29 +224,24 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
   }
 #pragma unroll 1
   for (int n = 0; n < block.steps; ++n) {
-    if (query >= end) {
-      ++head;
-      query = block.first + (S.key_parts ? query - end : 0);
-      end = block.first + block.count * M;
-      scores.begin_head(a, m, block.place, head, key);
+    if (block.begins_head(step)) {
+      block.begin_head(step);
+      scores.begin_head(a, m, block.place, step.head, key);
     }
     const u32 q_now = ring_q.buffer() * (kSizes.q / 16);
     const u32 lse = base + kSizes.lse_at + ring_q.buffer() * kSizes.rows + c * kPart * 4 + t * 8;
     const u32 delta = lse + (kSizes.delta_at - kSizes.lse_at);
     const u32 weights_at = base + kSizes.weights_at + ring_grads.buffer() * kSizes.tile + fragment;
     const u32 grads_tile = base + kSizes.grads_at + (2 * ring_grads.buffer() + rank) * kSizes.tile;
-    const int part = query + c * kPart;
-    scores.load_mask(m, query);
+    const int part = step.query + c * kPart;
+    scores.load_mask(m, step.query);
     barrier_wait(barriers.q_full(ring_q.buffer()), ring_q.parity());
     if constexpr (S.ragged) {
-      const int live = block.place.q_len - query;
+      const int live = block.place.q_len - step.query;
       if (live < M) {
         barrier_wait(barriers.grad_out_full(), turn);
-        const int consumer = threadIdx.x - 128;
-        zero_rows<M, kRowD, D / kPanelD, kThreads>(base + kSizes.q_at + ring_q.buffer() * kSizes.q, live, consumer);
-        zero_rows<M, kRowV, V / kPanelV, kThreads>(base + kSizes.grad_out_at, live, consumer);
-        fence_async();
-        sync(kCleared, kThreads);
+        zero_rows_behind<M, kRowD, D / kPanelD, kRowV, V / kPanelV, kThreads>(
+            base + kSizes.q_at + ring_q.buffer() * kSizes.q, base + kSizes.grad_out_at, live);
       }
     }
     // S, dP, and dQ of the step before.
@@ -281,7 +274,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
     scores.weigh(s, a, m, loaded, typename Scores::Outer(0, 0, 0, warp, g, t), grads_tile + fragment, lse, part, key,
                  t);
     const bool masked = scores.hide(s, part);
-    bool edge = key0 + kKeys > block.place.k_len || (kMaskQueries<S> && query + M > block.place.q_len);
+    bool edge = key0 + kKeys > block.place.k_len || (kMaskQueries<S> && step.query + M > block.place.q_len);
     if constexpr (S.banded) {
       edge = edge || block.band.tile(part, part + kPart, key0, key0 + kKeys) != math::TileClass::kFull;
     }
@@ -297,17 +290,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
       barrier_wait(barriers.grads_empty(ring_grads.buffer()), ring_grads.parity() ^ 1);
     }
     u32 words[kPart / 4];
-#pragma unroll
-    for (int i = 0; i < kPart / 4; ++i) {
-      words[i] = kDropout ? pack_positive<kType>(s[2 * i], s[2 * i + 1]) : pack<kType>(s[2 * i], s[2 * i + 1]);
-    }
-    scores.clear_hidden(words);
-#pragma unroll
-    for (int k = 0; k < kPart / 16; ++k) {
-      stmatrix_trans(weights_at + k * 2048, words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3]);
-      stmatrix_trans(grads_tile + fragment + k * 2048, grad_words[4 * k], grad_words[4 * k + 1], grad_words[4 * k + 2],
-                     grad_words[4 * k + 3]);
-    }
+    scores.weights_of(words, s);
+    store_transposed(weights_at, words);
+    store_transposed(grads_tile + fragment, grad_words);
     fence_async();
     sync(kGradsThere, kThreads);
     if (S.dq && threadIdx.x == 128) {
@@ -341,8 +326,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
       barrier_arrive(barriers.grads_empty(ring_grads.buffer()));
     }
     grads_before = ring_grads;
-    row_before = block.row0 + head * int(a.padded_rows) + query;
-    query += M;
+    row_before = block.row0 + step.head * int(a.padded_rows) + step.query;
+    block.next(step);
     turn ^= 1;
     ring_q.next();
     ring_grads.next();

@@ -65,33 +65,31 @@ __device__ __forceinline__ void sm90_wide_backward_copy(const Args& a, const Sm9
   }
   Ring<S.stages> ring;
   u32 turn = 1;  // parity of the one buffer of dO
+  auto step = block.walk();
 #pragma unroll 1
-  for (int i = 0; i < block.group; ++i) {
-    const int head = block.head0 + i;
-    const auto of_head = block.steps_of_head(i);
-    int query = of_head.query;
+  for (int n = 0; n < block.steps; ++n, block.next(step)) {
+    if (block.begins_head(step)) {
+      block.begin_head(step);
+    }
+    const u32 full = barriers.q_full(ring.buffer());
+    barrier_wait(barriers.q_empty(ring.buffer()), ring.parity() ^ 1);
+    barrier_expect(full, kSizes.q + 2 * kSizes.rows);
 #pragma unroll 1
-    for (int n = 0; n < of_head.count; ++n, query += S.step) {
-      const u32 full = barriers.q_full(ring.buffer());
-      barrier_wait(barriers.q_empty(ring.buffer()), ring.parity() ^ 1);
-      barrier_expect(full, kSizes.q + 2 * kSizes.rows);
+    for (int p = 0; p < S.d / kPanelD; ++p) {
+      tensor_load(base + kSizes.q_at + ring.buffer() * kSizes.q + p * S.step * kPanelD * 2, m.q, full,
+                  at(m.has_q, p * kPanelD, int(place.q_begin) + step.query, step.head));
+    }
+    const int row = block.row0 + step.head * int(a.padded_rows) + step.query;
+    bulk_load(base + kSizes.lse_at + ring.buffer() * kSizes.rows, a.row_lse + row, kSizes.rows, full);
+    bulk_load(base + kSizes.delta_at + ring.buffer() * kSizes.rows, a.row_delta + row, kSizes.rows, full);
+    ring.next();
+    barrier_wait(barriers.grad_out_empty(), turn);
+    turn ^= 1;
+    barrier_expect(barriers.grad_out_full(), kSizes.grad_out);
 #pragma unroll 1
-      for (int p = 0; p < S.d / kPanelD; ++p) {
-        tensor_load(base + kSizes.q_at + ring.buffer() * kSizes.q + p * S.step * kPanelD * 2, m.q, full,
-                    at(m.has_q, p * kPanelD, int(place.q_begin) + query, head));
-      }
-      const int row = block.row0 + head * int(a.padded_rows) + query;
-      bulk_load(base + kSizes.lse_at + ring.buffer() * kSizes.rows, a.row_lse + row, kSizes.rows, full);
-      bulk_load(base + kSizes.delta_at + ring.buffer() * kSizes.rows, a.row_delta + row, kSizes.rows, full);
-      ring.next();
-      barrier_wait(barriers.grad_out_empty(), turn);
-      turn ^= 1;
-      barrier_expect(barriers.grad_out_full(), kSizes.grad_out);
-#pragma unroll 1
-      for (int p = 0; p < S.dv / kPanelV; ++p) {
-        tensor_load(base + kSizes.grad_out_at + p * S.step * kPanelV * 2, m.grad_out, barriers.grad_out_full(),
-                    at(m.has_grad_out, p * kPanelV, int(place.q_begin) + query, head));
-      }
+    for (int p = 0; p < S.dv / kPanelV; ++p) {
+      tensor_load(base + kSizes.grad_out_at + p * S.step * kPanelV * 2, m.grad_out, barriers.grad_out_full(),
+                  at(m.has_grad_out, p * kPanelV, int(place.q_begin) + step.query, step.head));
     }
   }
 }
@@ -102,21 +100,20 @@ template <auto S>
 __device__ __forceinline__ void sm90_wide_backward_order(const Args& a, const Sm90KeyBlock<S>& block,
                                                          const Sm90WideBackwardBarriers& barriers) {
   u32 parity = 0;
+  auto step = block.walk();
 #pragma unroll 1
-  for (int i = 0; i < block.group; ++i) {
-    const auto of_head = block.steps_of_head(i);
-    int query = of_head.query;
-#pragma unroll 1
-    for (int n = 0; n < of_head.count; ++n, query += S.step) {
-      u32* const done = a.turns + 1 + (block.row0 + (block.head0 + i) * int(a.padded_rows) + query) / 64;
-      const u32 before = block.blocks_before(query) * 2;  // blocks of a cluster
-      while (load_acquire(done) < before) {               // more only where sequences overlap by mistake
-      }
-      barrier_arrive(barriers.may_add());
-      barrier_wait(barriers.added(), parity);
-      parity ^= 1;
-      add_release(done, 1);
+  for (int n = 0; n < block.steps; ++n, block.next(step)) {
+    if (block.begins_head(step)) {
+      block.begin_head(step);
     }
+    u32* const done = a.turns + 1 + (block.row0 + step.head * int(a.padded_rows) + step.query) / 64;
+    const u32 before = block.blocks_before(step.query) * 2;  // blocks of a cluster
+    while (load_acquire(done) < before) {                    // more only where sequences overlap by mistake
+    }
+    barrier_arrive(barriers.may_add());
+    barrier_wait(barriers.added(), parity);
+    parity ^= 1;
+    add_release(done, 1);
   }
 }
 
@@ -126,20 +123,19 @@ __device__ __forceinline__ void sm90_wide_backward_copy_bias(const Sm90BackwardA
                                                              const Sm90WideBackwardBarriers& barriers) {
   constexpr Sm90WideBackwardSizes kSizes = sm90_wide_backward_sizes(S);
   Ring<2> ring;
+  auto step = block.walk();
 #pragma unroll 1
-  for (int i = 0; i < block.group; ++i) {
-    const auto of_head = block.steps_of_head(i);
-    int query = of_head.query;
-#pragma unroll 1
-    for (int n = 0; n < of_head.count; ++n, query += S.step) {
-      const u32 full = barriers.bias_full(ring.buffer());
-      barrier_wait(barriers.grads_empty(ring.buffer()), ring.parity() ^ 1);
-      barrier_expect(full, kSizes.tile);
-      tensor_load(base + kSizes.grads_at + (2 * ring.buffer() + rank) * kSizes.tile, m.bias, full,
-                  {block.key0 + rank * kSm90WideKeys, query, (block.head0 + i) * m.has_bias.head,
-                   int(block.place.b2) * m.has_bias.batch2, int(block.place.b1) * m.has_bias.batch1});
-      ring.next();
+  for (int n = 0; n < block.steps; ++n, block.next(step)) {
+    if (block.begins_head(step)) {
+      block.begin_head(step);
     }
+    const u32 full = barriers.bias_full(ring.buffer());
+    barrier_wait(barriers.grads_empty(ring.buffer()), ring.parity() ^ 1);
+    barrier_expect(full, kSizes.tile);
+    tensor_load(base + kSizes.grads_at + (2 * ring.buffer() + rank) * kSizes.tile, m.bias, full,
+                {block.key0 + rank * kSm90WideKeys, step.query, step.head * m.has_bias.head,
+                 int(block.place.b2) * m.has_bias.batch2, int(block.place.b1) * m.has_bias.batch1});
+    ring.next();
   }
 }
 

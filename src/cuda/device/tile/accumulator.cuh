@@ -4,9 +4,28 @@
 #ifndef FOVEA_CUDA_DEVICE_TILE_ACCUMULATOR_CUH
 #define FOVEA_CUDA_DEVICE_TILE_ACCUMULATOR_CUH
 
+#include "cuda/device/ptx/sm90.cuh"
 #include "cuda/device/tile/tile.cuh"
 
 namespace fovea::cuda {
+
+template <int kCount>
+__device__ __forceinline__ void set_zero(float (&x)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    x[i] = 0;
+  }
+}
+
+// Pairs of 16 bits, 16 rows of an accumulator, transposed to a panel of 64 columns in shared memory; to: where this
+// lane's 16 bytes of the first 16 x 16 numbers lie.
+template <int kCount>
+__device__ __forceinline__ void store_transposed(u32 to, const u32 (&pairs)[kCount]) {
+#pragma unroll
+  for (int k = 0; k < kCount / 4; ++k) {
+    stmatrix_trans(to + k * 2048, pairs[4 * k], pairs[4 * k + 1], pairs[4 * k + 2], pairs[4 * k + 3]);
+  }
+}
 
 // A warp's 16 rows of an accumulator, from this thread's row `first` of `rows`. The four lanes that hold a row's pairs
 // of columns transpose blocks of 8 columns among themselves, so that 16 bytes leave at a time; every lane comes here.

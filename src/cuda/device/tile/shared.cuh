@@ -78,6 +78,17 @@ struct SharedTile {
   }
 };
 
+// The first kHeld times 16 columns of a tile's 16 rows from `first` on, as an operand in registers. lane: of the warp.
+template <int kHeld, int kRows, int kPanel, int kRegisters>
+__device__ __forceinline__ void hold_rows(u32 (&held)[kRegisters][4], u32 tile, int first, int lane) {
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+    constexpr int kInPanel = kPanel / 16;
+    ldmatrix(held[k], tile + k / kInPanel * (kRows * kPanel * 2) +
+                          swizzled<kPanel * 2>(first + lane % 16, k % kInPanel * 2 + lane / 16));
+  }
+}
+
 // Of b, moved by `by` times 16 bytes.
 template <Type kType, int kInner, int kCount, class A, class B>
 __device__ __forceinline__ void multiply(float (&d)[kCount], const A& a, const B& b, u32 by = 0) {

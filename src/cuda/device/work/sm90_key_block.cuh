@@ -11,6 +11,7 @@
 
 #include "cuda/device/ptx/sm90.cuh"
 #include "cuda/device/sm90/backward_args.h"
+#include "cuda/device/sm90/backward_barriers.cuh"
 #include "cuda/device/sm90/backward_sizes.h"
 #include "cuda/device/sm90/forward_sizes.h"
 #include "cuda/device/tile/pipe.cuh"
@@ -138,6 +139,33 @@ struct Sm90KeyBlock {
     return kRotates && query == count * S.step ? 0 : query;
   }
 
+  // The steps of all heads, one head's after the other's, as all warps walk over them:
+  //   for (Walk at = walk(); n < steps; ++n, next(at)) { if (begins_head(at)) { begin_head(at); } ... }
+  // left: this step and those after it of this head.
+  struct Walk {
+    int head, query, left;
+  };
+  __device__ __forceinline__ Walk walk() const { return {head0 - 1, 0, S.key_parts ? -skipped : 0}; }
+  static __device__ __forceinline__ bool begins_head(const Walk& at) {
+    return S.key_parts ? at.left <= 0 : at.left == 0;
+  }
+  static __device__ __forceinline__ void begin_head(Walk& at, int begin, int count) {
+    ++at.head;
+    if constexpr (S.key_parts) {
+      at.left += count;
+      at.query = begin + (count - at.left) * S.step;
+    } else {
+      at.query = begin;
+      at.left = count;
+    }
+  }
+  static __device__ __forceinline__ void next(Walk& at, int count) {
+    at.query = after(at.query, S.step, count);
+    --at.left;
+  }
+  __device__ __forceinline__ void begin_head(Walk& at) const { begin_head(at, begin, count); }
+  __device__ __forceinline__ void next(Walk& at) const { next(at, count); }
+
   __device__ __forceinline__ bool outside() const { return key0 >= place.k_len; }
 
   // In order: how many blocks add to the dQ of a step's queries before this one.
@@ -150,23 +178,6 @@ struct Sm90KeyBlock {
       return u32(key0) / keys;
     }
   }
-};
-
-struct Sm90BackwardBarriers {
-  u32 at;
-  __device__ __forceinline__ u32 kv_full() const { return at + kSm90BackwardBarriers.kv_full; }
-  __device__ __forceinline__ u32 q_full(int i) const { return at + kSm90BackwardBarriers.q_full + 8 * i; }
-  __device__ __forceinline__ u32 q_empty(int i) const { return at + kSm90BackwardBarriers.q_empty + 8 * i; }
-  __device__ __forceinline__ u32 bias_full(int i) const { return at + kSm90BackwardBarriers.bias_full + 8 * i; }
-  __device__ __forceinline__ u32 grads_full(int i) const { return at + kSm90BackwardBarriers.grads_full + 8 * i; }
-  __device__ __forceinline__ u32 grads_empty(int i) const { return at + kSm90BackwardBarriers.grads_empty + 8 * i; }
-  __device__ __forceinline__ u32 leaving_full(int i) const { return at + kSm90BackwardBarriers.leaving_full + 8 * i; }
-  __device__ __forceinline__ u32 leaving_empty(int i) const { return at + kSm90BackwardBarriers.leaving_empty + 8 * i; }
-  __device__ __forceinline__ u32 kv_empty() const { return at + kSm90BackwardBarriers.kv_empty; }
-  __device__ __forceinline__ u32 outer_full(int i) const {
-    return at + kSm90BackwardBarriers.outer_full + 8 * i;
-  }  // biases outside dS
-  __device__ __forceinline__ u32 outer_empty(int i) const { return at + kSm90BackwardBarriers.outer_empty + 8 * i; }
 };
 
 // Tells every warp but the one that copies K and V which keys are next; `phase` changes each time.
@@ -204,6 +215,18 @@ __device__ __forceinline__ void zero_rows(u32 tile, int live, int thread) {
     const int panel = i / dead;
     store_shared(tile + panel * kRows * kRowBytes + max(live, 0) * kRowBytes + (i - panel * dead) * 16,
                  uint4{0, 0, 0, 0});
+  }
+}
+
+// Of two tiles, by all threads that compute: K with V, or Q with dO.
+template <int kRows, int kRowD, int kPanelsD, int kRowV, int kPanelsV, int kThreads>
+__device__ __forceinline__ void zero_rows_behind(u32 tile_d, u32 tile_v, int live) {
+  if (live < kRows) {
+    const int consumer = threadIdx.x - 128;
+    zero_rows<kRows, kRowD, kPanelsD, kThreads>(tile_d, live, consumer);
+    zero_rows<kRows, kRowV, kPanelsV, kThreads>(tile_v, live, consumer);
+    fence_async();
+    sync(kCleared, kThreads);
   }
 }
 

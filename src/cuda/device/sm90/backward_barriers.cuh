@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The barriers of sm90_backward in shared memory: for each ring of buffers those for full, then those for empty.
+#ifndef FOVEA_CUDA_DEVICE_SM90_BACKWARD_BARRIERS_CUH
+#define FOVEA_CUDA_DEVICE_SM90_BACKWARD_BARRIERS_CUH
+
+#include "cuda/device/ptx/sm90.cuh"
+#include "cuda/device/sm90/backward_sizes.h"
+
+namespace fovea::cuda {
+
+struct Sm90BackwardBarriers {
+  u32 at;
+
+  template <auto S>
+  __device__ __forceinline__ void init() const {
+    constexpr bool kBias = sm90_bias_in_place(S);
+    constexpr bool kOuter = sm90_outer_bytes(S) > 0;
+    barrier_init(kv_full(), 1);
+    // Every warp that is told which keys are next.
+    barrier_init(kv_empty(), S.warps + int{kBias || kOuter} + int{S.bulk} + int{S.dbias_store});
+    for (int i = 0; i < S.stages; ++i) {
+      barrier_init(q_full(i), 1);
+      barrier_init(q_empty(i), S.warps * 32);
+    }
+    for (int i = 0; i < S.planes; ++i) {
+      barrier_init(bias_full(i), 1);
+      barrier_init(grads_full(i), S.warps);
+      // Every warp that reads dS, and the thread that stores it; without dQ every warp that has read the bias.
+      barrier_init(grads_empty(i), (!S.dq ? S.warps : S.halves ? 8 : 4 * (S.step / 64)) + int{S.dbias_store});
+    }
+    for (int i = 0; kOuter && i < S.outer; ++i) {
+      barrier_init(outer_full(i), 1);
+      barrier_init(outer_empty(i), S.warps);
+    }
+    for (int i = 0; S.bulk && i < S.warps / 4; ++i) {
+      barrier_init(leaving_full(i), 4);
+      barrier_init(leaving_empty(i), 1);
+    }
+    barrier_init_fence();
+  }
+
+  __device__ __forceinline__ u32 kv_full() const { return at + kSm90BackwardBarriers.kv_full; }
+  __device__ __forceinline__ u32 q_full(int i) const { return at + kSm90BackwardBarriers.q_full + 8 * i; }
+  __device__ __forceinline__ u32 q_empty(int i) const { return at + kSm90BackwardBarriers.q_empty + 8 * i; }
+  __device__ __forceinline__ u32 bias_full(int i) const { return at + kSm90BackwardBarriers.bias_full + 8 * i; }
+  __device__ __forceinline__ u32 grads_full(int i) const { return at + kSm90BackwardBarriers.grads_full + 8 * i; }
+  __device__ __forceinline__ u32 grads_empty(int i) const { return at + kSm90BackwardBarriers.grads_empty + 8 * i; }
+  __device__ __forceinline__ u32 leaving_full(int i) const { return at + kSm90BackwardBarriers.leaving_full + 8 * i; }
+  __device__ __forceinline__ u32 leaving_empty(int i) const { return at + kSm90BackwardBarriers.leaving_empty + 8 * i; }
+  __device__ __forceinline__ u32 kv_empty() const { return at + kSm90BackwardBarriers.kv_empty; }
+  __device__ __forceinline__ u32 outer_full(int i) const {
+    return at + kSm90BackwardBarriers.outer_full + 8 * i;
+  }  // biases outside dS
+  __device__ __forceinline__ u32 outer_empty(int i) const { return at + kSm90BackwardBarriers.outer_empty + 8 * i; }
+};
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_SM90_BACKWARD_BARRIERS_CUH
