@@ -7,7 +7,7 @@ That is why it is a package of its own: an import of fovea.anything would load f
 
 import os
 
-_WORDS = ("1", "sdpa", "cpu", "cuda", "prefer=none", "strict")
+_WORDS = ("1", "sdpa", "cpu", "cuda", "prefer=none", "strict", "operators")
 _PACKAGES = ("flash_attn", "flash_attn_3", "flash_attn_4")
 _ACCEPTED = f"0, 1, or words of {', '.join((*_WORDS[1:], *_PACKAGES))}, separated by commas"
 
@@ -32,5 +32,6 @@ def load() -> None:
         devices=[name for name in ("cuda", "cpu") if name in words] or ("cuda", "cpu"),
         prefer=None if "prefer=none" in words else "fastest",
         strict="strict" in words,
+        operators="operators" in words,
     )
     fovea.integrations._set_up([name for name in _PACKAGES if name in words])

@@ -67,7 +67,7 @@ def test_on_and_off():
     sdpa(q, k, v)
     assert not is_enabled() and counted() == (2, 0, 0)
     reset_stats()
-    assert stats() == {"served": 0, "traced": 0, "handed_back": {}, "problems": []}
+    assert stats() == {"served": 0, "traced": 0, "handed_back": {}, "problems": [], "operators": {}}
 
 
 def test_contexts_restore_what_was_in_force():
@@ -77,8 +77,8 @@ def test_contexts_restore_what_was_in_force():
             assert _enable._state.settings.strict
             with pytest.raises(RuntimeError, match="inside"), enabled("cuda"):
                 raise RuntimeError("inside")
-            assert _enable._state.settings == (("cuda", "cpu"), None, True)
-        assert _enable._state.settings == (("cuda", "cpu"), None, False)
+            assert _enable._state.settings == (("cuda", "cpu"), None, True, False)
+        assert _enable._state.settings == (("cuda", "cpu"), None, False, False)
         sdpa(q, k, v)
     assert not is_enabled() and counted()[0] == 1
 

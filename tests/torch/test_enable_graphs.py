@@ -397,8 +397,8 @@ def run_program(folder, **variables):
 @pytest.mark.parametrize("value, printed", [
     (None, ["False True"]),
     ("0", ["False True"]),
-    ("1", ["True True", "True 1 ('cuda', 'cpu') fastest False"]),
-    ("sdpa,cpu,prefer=none,strict", ["True True", "True 1 ('cpu',) None True"]),
+    ("1", ["True True", "True 1 ('cuda', 'cpu') fastest False False"]),
+    ("sdpa,cpu,prefer=none,strict", ["True True", "True 1 ('cpu',) None True False"]),
 ])  # fmt: skip
 def test_a_program_without_an_edited_line(tmp_path, value, printed):
     """Nothing of fovea is imported unless FOVEA_TORCH says so."""

@@ -12,7 +12,7 @@ from typing_check import assert_typed
 
 
 def test_mypy(tmp_path):
-    files = sorted((ROOT / "python" / "fovea" / "torch").glob("*.py"))
+    files = sorted((ROOT / "python" / "fovea" / "torch").rglob("*.py"))
     assert len(files) > 4
     assert_typed(tmp_path / "mypy", *files, ROOT / "tests" / "torch" / "typed_user.py")
 

@@ -36,5 +36,8 @@ def switches() -> None:
     fovea.torch.enable(devices=["cuda", "cpu"], strict=True)
     assert_type(fovea.torch.stats()["handed_back"], dict[str, int])
     assert_type(fovea.torch.stats()["problems"], list[str])
+    fovea.torch.enable(operators=True)
+    assert_type(fovea.torch.stats()["operators"], dict[str, int])
+    assert_type(fovea.torch.aten.owners(), dict[str, str])
     fovea.torch.enable(prefer="slowest")  # type: ignore[arg-type]
     fovea.torch.enable(devices="tpu")  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ docs/torch.md describes how it works together with the rest of PyTorch.
 # _options.py     the types of the keywords
 # _enable.py      enable(): fovea in the place of scaled_dot_product_attention
 # _sdpa.py        its arguments as those of attention()
+# aten/           PyTorch's operators of fused attention, computed by fovea
 # _fastest.py     for which of its calls PyTorch is faster, by fastest.json
 
 try:
@@ -33,6 +34,7 @@ def _refuse_old(version: str) -> None:
 
 _refuse_old(torch.__version__)
 
+from . import aten  # noqa: E402
 from ._attention import attention  # noqa: E402  (older versions lack what it imports)
 from ._enable import (  # noqa: E402
     SAVE_IN_CHECKPOINTS,
@@ -49,6 +51,7 @@ from ._fast import fast_path  # noqa: E402
 __all__ = [
     "SAVE_IN_CHECKPOINTS",
     "Stats",
+    "aten",
     "attention",
     "disable",
     "enable",

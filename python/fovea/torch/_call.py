@@ -31,6 +31,14 @@ ANY_ORDER = 0
 DETERMINISTIC = 1
 DETERMINISTIC_OR_WARN = 2  # torch.use_deterministic_algorithms(True, warn_only=True)
 
+
+def order() -> int:
+    """That argument, as PyTorch's switch says."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return ANY_ORDER
+    return DETERMINISTIC_OR_WARN if torch.is_deterministic_algorithms_warn_only_enabled() else DETERMINISTIC
+
+
 _CODES = {
     torch.float32: _abi.FP32,
     torch.float16: _abi.FP16,

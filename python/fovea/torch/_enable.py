@@ -32,6 +32,8 @@ from .. import _abi
 from .._library import lib, text, version
 from . import _call, _fastest, _sdpa
 from ._attention import attention
+from .aten import _owners
+from .aten._register import OPERATORS
 
 Device = Literal["cuda", "cpu"]
 Prefer = Literal["fastest"]
@@ -69,12 +71,14 @@ class Stats(TypedDict):
     traced: int
     handed_back: dict[str, int]
     problems: list[str]
+    operators: dict[str, int]
 
 
 class _Settings(NamedTuple):
     devices: tuple[str, ...]
     prefer: Optional[str]
     strict: bool
+    operators: bool
 
 
 class _State:
@@ -101,6 +105,7 @@ class _Counts:
         self.traced = 0
         self.handed_back: dict[str, int] = {}
         self.problems: dict[str, None] = {}
+        self.operators: dict[str, int] = {}
 
 
 class _Decision(NamedTuple):
@@ -147,6 +152,9 @@ def _scaled_dot_product_attention(
         why = decision.why_not
     if why:
         _hand_back(why, query.device)
+        if why in _WISHES:  # for PyTorch's kernels: those that the composite calls are its own as well
+            with _owners.left_to_pytorch():
+                return _composite(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         return _composite(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     with _counts.lock:
         if traced:
@@ -175,23 +183,61 @@ def _why_not_now() -> str:
     return ""
 
 
-def _hand_back(why: str, device: torch.device) -> None:
+def _hand_back(why: str, device: torch.device, name: str = "scaled_dot_product_attention") -> None:
+    """Counts a call, of an operator by its name, and warns of it, or raises if `strict` is in force."""
+    reason = f"{name}: {why}" if name in OPERATORS else why
     with _counts.lock:
-        _counts.handed_back[why] = _counts.handed_back.get(why, 0) + 1
+        _counts.handed_back[reason] = _counts.handed_back.get(reason, 0) + 1
     settings = _state.settings
     if why in _WISHES or settings is None:
         return
     if settings.strict:
         raise NotImplementedError(
-            f"scaled_dot_product_attention: {why}; fovea does not compute this. enable(strict=False) hands it back to "
-            "PyTorch"
+            f"{name}: {why}; fovea does not compute this. enable(strict=False) hands it back to PyTorch"
         )
-    if device.type == "cuda" and why not in _state.warned:
-        _state.warned.add(why)
+    if device.type == "cuda" and reason not in _state.warned:
+        _state.warned.add(reason)
         warnings.warn(
-            f"fovea.torch.enable: scaled_dot_product_attention is handed back to PyTorch: {why} (said once; "
+            f"fovea.torch.enable: {name} is handed back to PyTorch: {why} (said once; "
             "fovea.torch.stats() counts)", stacklevel=4,
         )  # fmt: skip
+
+
+# ---- the operators below it ----
+
+_OWNER = "enable(operators=True)"
+_slower: dict[Any, bool] = {}
+
+
+def _why_not_operator(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Of a dense call on a GPU: whether PyTorch's kernel is faster."""
+    settings = _state.settings
+    if settings is None or settings.prefer is None or not args[0].is_cuda:
+        return ""
+    given = OPERATORS[name].bind(args, kwargs)
+    if given.get("cum_seq_q") is not None or given.get("cu_seqlens_q") is not None:
+        return ""
+    q, k, v = given["query"], given["key"], given["value"]
+    if not name.startswith(("_scaled", "_cudnn")):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    bias = given.get("attn_bias", given.get("bias"))
+    learned = given.get("bias_requires_grad", given.get("grad_input_mask", (False,) * 4)[3])
+    backward = name.endswith("backward") or any(x.requires_grad for x in (q, k, v))
+    causal = bool(given.get("is_causal", given.get("custom_mask_type")))
+    kind = (q.shape, k.shape, v.shape, q.dtype, q.device, None if bias is None else bias.shape, given["dropout_p"] > 0,
+            causal, backward, learned)  # fmt: skip
+    slower = _slower.get(kind)
+    if slower is None:
+        if len(_slower) >= _MOST_KEPT:
+            _slower.clear()
+        found = _fastest.slower(q, k, v, bias, given["dropout_p"], causal, backward, bool(learned))
+        slower = _slower[kind] = found is not False
+    return _SLOWER if slower else ""
+
+
+def _count_operator(name: str) -> None:
+    with _counts.lock:
+        _counts.operators[name] = _counts.operators.get(name, 0) + 1
 
 
 # ---- decisions ----
@@ -211,7 +257,7 @@ def _known(
     """The decision about calls of this kind, which is made for the first of them."""
     kind = (
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, dropout_p, is_causal, scale,
-        enable_gqa, mask is not None and (mask.shape, mask.dtype, mask.device), _learns(q, k, v, mask), _order(),
+        enable_gqa, mask is not None and (mask.shape, mask.dtype, mask.device), _learns(q, k, v, mask), _call.order(),
     )  # fmt: skip
     decisions = _state.decisions
     decision = decisions.get(kind)
@@ -224,14 +270,6 @@ def _known(
             with _counts.lock:
                 _counts.problems.update(dict.fromkeys(decision.problems))
     return decision
-
-
-def _order() -> int:
-    """The operator's argument `deterministic`."""
-    if not torch.are_deterministic_algorithms_enabled():
-        return _call.ANY_ORDER
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    return _call.DETERMINISTIC_OR_WARN if warn_only else _call.DETERMINISTIC
 
 
 def _decide(
@@ -294,7 +332,7 @@ def _plan(
         bias, shaped[3] = shaped[3], None
     number = float(scale) if isinstance(scale, float) else None
     tensors = [*shaped[:3], bias, None, shaped[3], *[None] * (_call.TENSORS - 6)]
-    rest = [0, 0, number, is_causal, -1, -1, "top_left", 0.0, float(dropout_p), "fovea", 0, 0, 0, "bhsd", _order(), None]
+    rest = [0, 0, number, is_causal, -1, -1, "top_left", 0.0, float(dropout_p), "fovea", 0, 0, 0, "bhsd", _call.order(), None]
     a: Any = _call.Arguments._make([*tensors, *rest])
     lines = []
     for direction in (_abi.FORWARD, _abi.BACKWARD) if any(learns) else (_abi.FORWARD,):
@@ -383,6 +421,7 @@ def enable(
     devices: Union[Device, Sequence[Device]] = ("cuda", "cpu"),
     prefer: Optional[Prefer] = "fastest",
     strict: bool = False,
+    operators: bool = False,
 ) -> None:
     """Makes fovea compute calls of torch.nn.functional.scaled_dot_product_attention, forward and backward.
 
@@ -396,10 +435,12 @@ def enable(
             for it. None: fovea computes every call that it can.
         strict: Raises NotImplementedError instead of handing a call back, except where `prefer` or
             torch.nn.attention.sdpa_kernel asks for PyTorch and where PyTorch itself refuses the arguments.
+        operators: Also puts the operators of fovea.torch.aten in the place of PyTorch's, for programs that call those
+            themselves (docs/operators.md).
 
     Raises:
         ValueError: A device or a preference is not accepted.
-        TypeError: `devices` is neither a name nor a sequence of names, or `strict` is no bool.
+        TypeError: `devices` is neither a name nor a sequence of names, or `strict` or `operators` is no bool.
         RuntimeError: It is called from code that torch.compile traces.
 
     Example:
@@ -411,7 +452,7 @@ def enable(
         1
         >>> fovea.torch.disable()
     """
-    settings = _settings(devices, prefer, strict)
+    settings = _settings(devices, prefer, strict, operators)
     _refuse_while_compiling("enable")
     _put(settings)
 
@@ -433,6 +474,7 @@ def enabled(
     devices: Union[Device, Sequence[Device]] = ("cuda", "cpu"),
     prefer: Optional[Prefer] = "fastest",
     strict: bool = False,
+    operators: bool = False,
 ) -> Iterator[None]:
     """A context in which enable() applies, in every thread of the process. Its end restores the previous state.
 
@@ -440,6 +482,7 @@ def enabled(
         devices: See enable().
         prefer: See enable().
         strict: See enable().
+        operators: See enable().
 
     Raises:
         ValueError: See enable().
@@ -447,7 +490,7 @@ def enabled(
         RuntimeError: See enable().
     """
     before = _state.settings
-    enable(devices, prefer, strict)
+    enable(devices, prefer, strict, operators)
     try:
         yield
     finally:
@@ -469,7 +512,8 @@ def stats() -> Stats:
     Returns:
         A dict. "served": calls that fovea computed. "traced": calls that were put into a graph of torch.compile, whose
         runs are not counted. "handed_back": by reason, calls that PyTorch computed. "problems": each kind of problem
-        that fovea computed, in the form that ``fovea explain`` and ``fovea precompile`` take.
+        that fovea computed, in the form that ``fovea explain`` and ``fovea precompile`` take. "operators": by name, calls of
+        PyTorch's operators that fovea computed for enable(operators=True); reasons about them begin with the name.
     """
     with _counts.lock:
         return {
@@ -477,6 +521,7 @@ def stats() -> Stats:
             "traced": _counts.traced,
             "handed_back": dict(_counts.handed_back),
             "problems": list(_counts.problems),
+            "operators": dict(_counts.operators),
         }
 
 
@@ -487,7 +532,7 @@ def reset_stats() -> None:
     _state.decisions.clear()  # they hold which problems have been noted
 
 
-def _settings(devices: Any, prefer: Any, strict: Any) -> _Settings:
+def _settings(devices: Any, prefer: Any, strict: Any, operators: Any) -> _Settings:
     accepted = "'cuda', 'cpu' or both in a tuple"
     if isinstance(devices, str):
         devices = (devices,)
@@ -498,9 +543,10 @@ def _settings(devices: Any, prefer: Any, strict: Any) -> _Settings:
         raise ValueError(f"devices: {unknown[0] if unknown else devices!r}; accepted: {accepted}")
     if prefer not in _PREFERENCES:
         raise ValueError(f"prefer: {prefer!r}; accepted: {', '.join(map(repr, _PREFERENCES))}")
-    if not isinstance(strict, bool):
-        raise TypeError(f"strict: {strict!r}; accepted: True or False")
-    return _Settings(tuple(name for name in _DEVICES if name in devices), prefer, strict)
+    for name, value in (("strict", strict), ("operators", operators)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: {value!r}; accepted: True or False")
+    return _Settings(tuple(name for name in _DEVICES if name in devices), prefer, strict, operators)
 
 
 def _refuse_while_compiling(name: str) -> None:
@@ -530,6 +576,9 @@ def _set_up(settings: _Settings) -> None:
         for key in (device.upper(), f"Autograd{device.upper()}"):
             library.impl("scaled_dot_product_attention", _scaled_dot_product_attention, key)
     _state.library = library
+    if settings.operators:
+        owner = _owners.Owner(_OWNER, _why_not_operator, _count_operator, lambda name, why, device: _hand_back(why, device, name))
+        _owners.take(owner, OPERATORS, settings.devices)
     _set_tag(settings)
     nested = _nested_module()
     if nested is not None:
@@ -547,6 +596,7 @@ def _take_away() -> None:
         return
     _state.library._destroy()
     _state.library = None
+    _owners.release(_OWNER)
     config = torch.compiler.config
     config.cache_key_tag = config.cache_key_tag.replace(_state.tag, "")
     if _state.jagged is not None:
@@ -567,6 +617,8 @@ def _set_tag(settings: _Settings) -> None:
     digest = zlib.crc32(_fastest.contents()) if settings.prefer is not None else 0
     devices = "+".join(settings.devices)
     _state.tag = f";fovea-{version()} {devices} prefer={settings.prefer}/{digest:08x} strict={settings.strict}"
+    if settings.operators:
+        _state.tag += " operators"
     config.cache_key_tag = config.cache_key_tag + _state.tag
 
 

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of PyTorch's operators fovea computes, and for whom: one registry of kernels in PyTorch's place.
+
+There are two owners: enable(operators=True), and the implementation "fovea" of torch.nn.attention.activate_flash_attention_impl.
+Each operator is registered once for a device. It belongs to the owner that took it first, and then to the other one, if that has
+taken it as well: so either may release its operators first. What fovea does not compute, and what the owner leaves to
+PyTorch, is computed by the kernel that was there before.
+
+Private names of PyTorch that this file uses: torch.library.Library._destroy. torch.library.get_kernel is missing in old
+versions; then there is nothing to hand a call back to, and it raises fovea's error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any, Callable, NamedTuple, Optional
+
+import torch
+
+from ._register import OPERATORS
+
+_torch_library: Any = torch.library
+
+
+class Owner(NamedTuple):
+    """Of operators. `why_not` may leave a call to PyTorch, by operator, arguments and keywords; "" computes it."""
+
+    name: str
+    why_not: Callable[[str, tuple[Any, ...], dict[str, Any]], str]
+    served: Callable[[str], None]  # a call that fovea computed
+    hand_back: Callable[[str, str, torch.device], None]  # one that PyTorch computes, and why; it may raise
+
+
+class _Place(NamedTuple):
+    library: Any
+    theirs: Any  # PyTorch's kernel; None where there was none
+
+
+_lock = threading.RLock()
+_taken: dict[str, tuple[Owner, frozenset[tuple[str, str]]]] = {}  # by the owner's name: operators and keys
+_places: dict[tuple[str, str], _Place] = {}
+_here = threading.local()
+
+
+def exists(name: str) -> bool:
+    """Whether this version of PyTorch has the operator."""
+    return hasattr(torch.ops.aten, name)
+
+
+def owners() -> dict[str, str]:
+    """The operators of PyTorch that fovea computes now.
+
+    Returns:
+        By the operator's name, the name of its owner: "enable(operators=True)" or "activate_flash_attention_impl('fovea')".
+
+    >>> import fovea.torch
+    >>> fovea.torch.aten.owners()
+    {}
+    """
+    with _lock:
+        return {name: _owner(name).name for name in OPERATORS if any(place[0] == name for place in _places)}
+
+
+def take(owner: Owner, names: Iterable[str], devices: Iterable[str]) -> None:
+    """Puts fovea's kernels in PyTorch's place."""
+    wanted = frozenset((name, device.upper()) for name in names if exists(name) for device in devices)
+    with _lock:
+        _taken[owner.name] = owner, wanted
+        _settle()
+
+
+def release(name: str) -> None:
+    """Takes away those of an owner which no other has taken."""
+    with _lock:
+        _taken.pop(name, None)
+        _settle()
+
+
+def _settle() -> None:
+    wanted = {place for _, places in _taken.values() for place in places}
+    for place in [place for place in _places if place not in wanted]:
+        _places.pop(place).library._destroy()
+    for place in sorted(wanted - _places.keys()):
+        name, key = place
+        theirs = _kernel_of_pytorch(name, key)
+        library = _torch_library.Library("aten", "IMPL")
+        library.impl(name, _kernel(name, theirs), key, with_keyset=True)
+        _places[place] = _Place(library, theirs)
+
+
+def _kernel_of_pytorch(name: str, key: str) -> Any:
+    get_kernel = getattr(_torch_library, "get_kernel", None)
+    if get_kernel is None:
+        return None
+    try:
+        return get_kernel(f"aten::{name}", key)
+    except RuntimeError:
+        return None
+
+
+def _owner(name: str) -> Owner:
+    return next(owner for owner, places in _taken.values() if any(place[0] == name for place in places))
+
+
+@contextlib.contextmanager
+def left_to_pytorch() -> Iterator[None]:
+    """In this thread PyTorch's kernels compute what they call, too."""
+    before = getattr(_here, "theirs", False)
+    _here.theirs = True
+    try:
+        yield
+    finally:
+        _here.theirs = before
+
+
+def _kernel(name: str, theirs: Any) -> Callable[..., Any]:
+    operator = OPERATORS[name]
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if theirs is not None and getattr(_here, "theirs", False):
+            return theirs.call_boxed(keys, *args, **kwargs)
+        owner = _owner(name)
+        why = "" if theirs is None else owner.why_not(name, args, kwargs)
+        refusal: Optional[Exception] = None
+        if not why:
+            try:
+                results = operator.compute(*args, **kwargs)
+            except (NotImplementedError, ValueError, TypeError) as error:
+                if theirs is None:
+                    raise
+                refusal = error
+                why = str(error).splitlines()[0] if isinstance(error, NotImplementedError) else "arguments that fovea refuses"
+            else:
+                owner.served(name)
+                return results
+        owner.hand_back(name, why, next(x for x in args if isinstance(x, torch.Tensor)).device)
+        try:
+            with left_to_pytorch():
+                return theirs.call_boxed(keys, *args, **kwargs)
+        except RuntimeError as error:
+            raise error from refusal
+
+    return kernel
