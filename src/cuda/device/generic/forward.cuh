@@ -19,6 +19,7 @@
 #ifndef FOVEA_CUDA_DEVICE_GENERIC_FORWARD_CUH
 #define FOVEA_CUDA_DEVICE_GENERIC_FORWARD_CUH
 
+#include "cuda/device/score/softmax.cuh"
 #include "cuda/device/tile/products.cuh"
 #include "cuda/device/work/forward_block.cuh"
 
@@ -122,77 +123,9 @@ __device__ __forceinline__ void multiply_values_fp32(float (&o)[kTiles][kColumns
   }
 }
 
-// The running softmax of one row tile: scores become weights, the sum grows. `rescale` is what sums so far, and O, are
-// multiplied by (false: by 1).
+// Of one row tile.
 template <auto S>
-struct Softmax {
-  float top[2] = {-kInfinity, -kInfinity};  // the reference, in units of the scores
-  float sum[2] = {};
-
-  template <int kColumns>
-  __device__ __forceinline__ bool step(float (&s)[kColumns][4], float unit, float (&factor)[2]) {
-    float next[2];
-    for (int x = 0; x < 2; ++x) {
-      float y = s[0][2 * x];
-      for (int j = 0; j < kColumns; ++j) {
-        y = fmaxf(y, fmaxf(s[j][2 * x], s[j][2 * x + 1]));
-      }
-      next[x] = fmaxf(quad_max(y), top[x]);
-    }
-    bool rescale = true;
-    if constexpr (S.lazy) {
-      // Weights up to 2^8 are as good as weights up to 1.
-      rescale = __any_sync(~0u, (next[0] - top[0]) * unit > 8.f || (next[1] - top[1]) * unit > 8.f);
-      if (!rescale) {
-        next[0] = top[0];
-        next[1] = top[1];
-      }
-    }
-    const float base[2] = {math::reference_of(next[0]), math::reference_of(next[1])};
-    float scaled[2] = {base[0] * unit, base[1] * unit};
-    if constexpr (S.type == Type::kFp32) {
-      for (int x = 0; x < 2; ++x) {
-        factor[x] = weight_of_difference(top[x], base[x], unit);
-        sum[x] *= factor[x];
-        top[x] = next[x];
-      }
-      for (int j = 0; j < kColumns; ++j) {
-        for (int e = 0; e < 4; ++e) {
-          s[j][e] = weight_of_difference(s[j][e], base[e >> 1], unit, kLift<S>);
-        }
-      }
-    } else {
-      if (rescale) {
-        for (int x = 0; x < 2; ++x) {
-          factor[x] = weight_of_difference(top[x], base[x], unit);
-          sum[x] *= factor[x];
-          top[x] = next[x];
-        }
-      }
-      // Scores may be huge, and then a fused multiply-add alone would lose the difference.
-      if (fmaxf(fabsf(scaled[0]), fabsf(scaled[1])) > math::kLargestFusedReference) {
-        for (int j = 0; j < kColumns; ++j) {
-          for (int e = 0; e < 4; ++e) {
-            s[j][e] -= base[e >> 1];
-          }
-        }
-        scaled[0] = 0;
-        scaled[1] = 0;
-      }
-      for (int j = 0; j < kColumns; ++j) {
-        for (int e = 0; e < 4; ++e) {
-          s[j][e] = weight_fused(s[j][e], unit, scaled[e >> 1]);
-        }
-      }
-    }
-    for (int j = 0; j < kColumns; ++j) {
-      for (int e = 0; e < 4; ++e) {
-        sum[e >> 1] += s[j][e];
-      }
-    }
-    return rescale;
-  }
-};
+using Softmax = RunningSoftmax<S.type == Type::kFp32 ? Weights::kByDifference : Weights::kFused, S.lazy, int(kLift<S>)>;
 
 template <ForwardSpec S>
 __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_forward(const __grid_constant__ Args a) {

@@ -17,6 +17,7 @@
 #ifndef FOVEA_CUDA_DEVICE_GENERIC_WIDE_FORWARD_CUH
 #define FOVEA_CUDA_DEVICE_GENERIC_WIDE_FORWARD_CUH
 
+#include "cuda/device/score/softmax.cuh"
 #include "cuda/device/tile/products.cuh"
 #include "cuda/device/work/forward_block.cuh"
 
@@ -141,12 +142,7 @@ __global__ void __launch_bounds__(S.warps * 32, 1) generic_wide_forward(const __
     keep.start_rows(m0 + row_s, g);
   }
   float o[kTilesOut][kColumnsOut / 8][4] = {};
-  float top[kTiles][2];
-  float sum[kTiles][2] = {};
-#pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-    top[i][0] = top[i][1] = -kInfinity;
-  }
+  RunningSoftmax<Weights::kByDifference, false, int(kLift<S>)> softmax[kTiles];
   const HalfLane<kPart, kRows> lanes(thread.lane);
   const HalfLane<kPart, kStep> lanes_k(thread.lane, true);
   const typename TileP::Lane lanes_p(shared_p + row_o * TileP::kRowBytes, thread.lane);
@@ -186,13 +182,9 @@ __global__ void __launch_bounds__(S.warps * 32, 1) generic_wide_forward(const __
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
       for (int x = 0; x < 2; ++x) {
-        float y = s[i][0][2 * x];
-        for (int j = 0; j < kKeys / 8; ++j) {
-          y = fmaxf(y, fmaxf(s[i][j][2 * x], s[i][j][2 * x + 1]));
-        }
-        y = quad_max(y);
+        const float largest = largest_of_row(s[i], x, s[i][0][2 * x]);
         if (t == 0) {
-          store_shared(shared_max + ((row_s + i * 16 + g + x * 8) * kWarpsS + warp_s) * 4, y);
+          store_shared(shared_max + ((row_s + i * 16 + g + x * 8) * kWarpsS + warp_s) * 4, largest);
         }
       }
     }
@@ -211,24 +203,17 @@ __global__ void __launch_bounds__(S.warps * 32, 1) generic_wide_forward(const __
       float base[2];
       for (int x = 0; x < 2; ++x) {
         const int row = row_s + i * 16 + g + x * 8;
-        float next = top[i][x];
+        float next = softmax[i].top[x];
         for (int w = 0; w < kWarpsS; ++w) {
           next = fmaxf(next, load_shared(shared_max + (row * kWarpsS + w) * 4));
         }
         base[x] = math::reference_of(next);
-        const float factor = weight_of_difference(top[i][x], base[x], unit);
-        top[i][x] = next;
-        sum[i][x] *= factor;
+        const float factor = softmax[i].raise(x, next, base[x], unit);
         if (t == 0 && warp_s == 0) {
           store_shared(shared_factor + row * 4, factor);
         }
       }
-      for (int j = 0; j < kKeys / 8; ++j) {
-        for (int e = 0; e < 4; ++e) {
-          s[i][j][e] = weight_of_difference(s[i][j][e], base[e >> 1], unit, kLift<S>);
-          sum[i][e >> 1] += s[i][j][e];
-        }
-      }
+      softmax[i].weigh(s[i], base, unit);
       if constexpr (S.dropout != DropoutRule::kNone) {
 #pragma unroll
         for (int jj = 0; jj < kKeys / 16; ++jj) {
@@ -345,7 +330,7 @@ __global__ void __launch_bounds__(S.warps * 32, 1) generic_wide_forward(const __
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
     for (int x = 0; x < 2; ++x) {
-      const float mine = quad_sum(sum[i][x]);
+      const float mine = quad_sum(softmax[i].sum[x]);
       if (t == 0) {
         store_shared(shared_max + ((row_s + i * 16 + g + x * 8) * kWarpsS + warp_s) * 4, mine);
       }
@@ -360,7 +345,7 @@ __global__ void __launch_bounds__(S.warps * 32, 1) generic_wide_forward(const __
       for (int w = 0; w < kWarpsS; ++w) {
         all += load_shared(shared_max + (r * kWarpsS + w) * 4);
       }
-      const auto end = here.finish(a, all, top[i][x]);
+      const auto end = here.finish(a, all, softmax[i].top[x]);
       if (t == 0 && warp_s == 0) {
         store_shared(shared_factor + r * 4, end.factor);
         if (r < rows && here.chunk == 0) {

@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The running softmax of all forwards: rows whose keys come in steps. A fragment has two rows of a thread, 8 columns a
+// block, as the tensor cores lay it out; the four lanes of a quad share a row.
+//
+//   fragment_of       an accumulator of a warpgroup as such a fragment
+//   largest_of_row    its maximum
+//   RunningSoftmax    the maxima so far and the sums of weights relative to them: raise() where maxima rise, weigh()
+//                     turns scores into weights, step() does both
+#ifndef FOVEA_CUDA_DEVICE_SCORE_SOFTMAX_CUH
+#define FOVEA_CUDA_DEVICE_SCORE_SOFTMAX_CUH
+
+#include "cuda/device/score/approximation.cuh"
+#include "cuda/device/tile/tile.cuh"
+#include "math/softmax.h"
+
+namespace fovea::cuda {
+
+template <int kCount>
+__device__ __forceinline__ float (&fragment_of(float (&x)[kCount]))[kCount / 4][4] {
+  return reinterpret_cast<float(&)[kCount / 4][4]>(x);
+}
+
+// The largest of row x (0 or 1) of a fragment, and of `start`.
+template <int kColumns>
+__device__ __forceinline__ float largest_of_row(const float (&s)[kColumns][4], int x, float start) {
+#pragma unroll
+  for (int j = 0; j < kColumns; ++j) {
+    start = fmaxf(start, fmaxf(s[j][2 * x], s[j][2 * x + 1]));
+  }
+  return quad_max(start);
+}
+
+template <int kColumns>
+__device__ __forceinline__ void scale_row(float (&s)[kColumns][4], int x, float factor) {
+#pragma unroll
+  for (int j = 0; j < kColumns; ++j) {
+    s[j][2 * x] *= factor;
+    s[j][2 * x + 1] *= factor;
+  }
+}
+
+// How weights are made of differences to the maximum: by one fused multiply-add unless the maximum is huge, or always
+// by a subtraction first.
+enum class Weights { kFused, kByDifference };
+
+// kLift: weights are multiplied by 2^kLift.
+template <Weights kWeights, bool kLazy = false, int kLift = 0>
+struct RunningSoftmax {
+  float top[2] = {-kInfinity, -kInfinity};  // in units of the scores
+  float sum[2] = {};
+
+  // The maximum of row x becomes `next`, and weights relative to `base`. What its sum so far, and O, are multiplied by;
+  // the sum is.
+  __device__ __forceinline__ float raise(int x, float next, float base, float unit) {
+    const float factor = weight_of_difference(top[x], base, unit);
+    sum[x] *= factor;
+    top[x] = next;
+    return factor;
+  }
+
+  // Scores become weights, which are added up.
+  template <int kColumns>
+  __device__ __forceinline__ void weigh(float (&s)[kColumns][4], const float (&base)[2], float unit) {
+    if constexpr (kWeights == Weights::kByDifference) {
+      for (int j = 0; j < kColumns; ++j) {
+        for (int e = 0; e < 4; ++e) {
+          s[j][e] = weight_of_difference(s[j][e], base[e >> 1], unit, kLift);
+        }
+      }
+    } else {
+      // Scores may be huge, and then a fused multiply-add alone would lose the difference.
+      float scaled[2] = {base[0] * unit, base[1] * unit};
+      if (fmaxf(fabsf(scaled[0]), fabsf(scaled[1])) > math::kLargestFusedReference) {
+        for (int j = 0; j < kColumns; ++j) {
+          for (int e = 0; e < 4; ++e) {
+            s[j][e] -= base[e >> 1];
+          }
+        }
+        scaled[0] = 0;
+        scaled[1] = 0;
+      }
+      for (int j = 0; j < kColumns; ++j) {
+        for (int e = 0; e < 4; ++e) {
+          s[j][e] = weight_fused(s[j][e], unit, scaled[e >> 1]);
+        }
+      }
+    }
+    for (int j = 0; j < kColumns; ++j) {
+      for (int e = 0; e < 4; ++e) {
+        sum[e >> 1] += s[j][e];
+      }
+    }
+  }
+
+  // Both. false: no maximum has risen enough to matter (kLazy: weights up to 2^8 are as good as weights up to 1), and
+  // the factors are 1.
+  template <int kColumns>
+  __device__ __forceinline__ bool step(float (&s)[kColumns][4], float unit, float (&factor)[2]) {
+    float next[2];
+    for (int x = 0; x < 2; ++x) {
+      next[x] = fmaxf(largest_of_row(s, x, s[0][2 * x]), top[x]);
+    }
+    bool rises = true;
+    if constexpr (kLazy) {
+      rises = __any_sync(~0u, (next[0] - top[0]) * unit > 8.f || (next[1] - top[1]) * unit > 8.f);
+      if (!rises) {
+        next[0] = top[0];
+        next[1] = top[1];
+      }
+    }
+    const float base[2] = {math::reference_of(next[0]), math::reference_of(next[1])};
+    if (rises) {
+      for (int x = 0; x < 2; ++x) {
+        factor[x] = raise(x, next[x], base[x], unit);
+      }
+    }
+    weigh(s, base, unit);
+    return rises;
+  }
+};
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_SCORE_SOFTMAX_CUH
