@@ -46,7 +46,6 @@ LONGER = {
     "src/cuda/device/score/sm90_backward_scores.cuh": 427,
     "src/cuda/device/sm90/forward_copy.cuh": 323,
     "src/cuda/device/sm90/forward.cuh": 491,
-    "src/cuda/device/score/sm90_softmax.cuh": 320,
 }
 
 
@@ -84,11 +83,11 @@ def test_the_patterns_find_the_definition():
     assert {formula for _, formula in found} == set(FORMULAS)
 
 
-def test_the_running_softmax_of_a_gpu_stands_in_three_files():
-    """The maximum of a row, which it is made with, is asked for nowhere else: until there is one score layer, no fourth."""
+def test_the_running_softmax_of_a_gpu_stands_once():
+    """The maximum of a row, which it is made with, is formed in score/softmax.cuh; sm90_softmax guesses a first one."""
     found = {name for name in tracked("src/cuda/device/*") if "quad_max(" in code_of(ROOT / name)}
     assert found == {f"src/cuda/device/{name}" for name in
-                     ("tile/tile.cuh", "generic/forward.cuh", "generic/wide_forward.cuh", "score/sm90_softmax.cuh")}  # fmt: skip
+                     ("tile/tile.cuh", "score/softmax.cuh", "score/sm90_softmax.cuh")}  # fmt: skip
 
 
 def test_math_includes_nothing_but_itself():

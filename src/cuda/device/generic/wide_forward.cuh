@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(S.warps * 32, 1) generic_wide_forward(const __
           next = fmaxf(next, load_shared(shared_max + (row * kWarpsS + w) * 4));
         }
         base[x] = math::reference_of(next);
-        const float factor = softmax[i].raise(x, next, base[x], unit);
+        const float factor = raise(softmax[i].top[x], softmax[i].sum[x], next, base[x], unit);
         if (t == 0 && warp_s == 0) {
           store_shared(shared_factor + row * 4, factor);
         }

@@ -20,6 +20,7 @@
 
 #include "cuda/device/score/sm90_decisions.cuh"
 #include "cuda/device/score/sm90_scores.cuh"
+#include "cuda/device/score/softmax.cuh"
 #include "math/band.h"
 #include "math/softmax.h"
 
@@ -47,9 +48,7 @@ struct Sm90Softmax {
     return __any_sync(~0u, !(fabsf(reference[0]) < kLargestQuick) || !(fabsf(reference[1]) < kLargestQuick));
   }
 
-  static __device__ __forceinline__ float rest(float x) {
-    return fabsf(x) < kLargestQuick ? fmaf(x, math::kLog2E, -(x * math::kLog2E)) : 0.f;
-  }
+  static __device__ __forceinline__ float rest(float x) { return fabsf(x) < kLargestQuick ? rest_of_log2(x) : 0.f; }
 
   // ---- from dot products to scores ----
 
@@ -222,26 +221,13 @@ struct Sm90Softmax {
   __device__ __forceinline__ void move_references(float (&o)[kCount]) {
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
-      float m = 1;
-#pragma unroll
-      for (int j = 0; j < S.step / 8; ++j) {
-        m = fmaxf(m, fmaxf(s[4 * j + 2 * x], s[4 * j + 2 * x + 1]));
-      }
-      m = quad_max(m);
+      const float m = largest_of_row(fragment_of(s), x, 1.f);
       const float before = reference[x] * math::kLog2E;
       reference[x] += lg2(m) * (1 / math::kLog2E);
       const float factor = ex2(before - reference[x] * math::kLog2E);
       sum[x] *= factor;
-#pragma unroll
-      for (int j = 0; j < S.step / 8; ++j) {
-        s[4 * j + 2 * x] *= factor;
-        s[4 * j + 2 * x + 1] *= factor;
-      }
-#pragma unroll
-      for (int i = 0; i < kCount / 4; ++i) {
-        o[4 * i + 2 * x] *= factor;
-        o[4 * i + 2 * x + 1] *= factor;
-      }
+      scale_row(fragment_of(s), x, factor);
+      scale_row(fragment_of(o), x, factor);
     }
   }
 
@@ -251,22 +237,11 @@ struct Sm90Softmax {
   __device__ __forceinline__ void exactly(const Args& a, float (&o)[kCount]) {
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
-      float m = reference[x];
-#pragma unroll
-      for (int j = 0; j < S.step / 8; ++j) {
-        if constexpr (!kNatural) {
-          s[4 * j + 2 * x] *= a.scale;
-          s[4 * j + 2 * x + 1] *= a.scale;
-        }
-        m = fmaxf(m, fmaxf(s[4 * j + 2 * x], s[4 * j + 2 * x + 1]));
-      }
-      m = quad_max(m);
-      const float base = math::reference_of(m);
+      const float next = largest_of_row<!kNatural>(fragment_of(s), x, reference[x], a.scale);
+      const float base = math::reference_of(next);
       const float lift = rest(base);
-      const float factor = reference[x] == -kInfinity
-                               ? 0.f
-                               : weight_of_difference(reference[x], base, math::kLog2E, lift - rest(reference[x]));
-      reference[x] = m;
+      const float factor = raise(reference[x], sum[x], next, base, math::kLog2E,
+                                 reference[x] == -kInfinity ? 0.f : lift - rest(reference[x]));
       float parts[2] = {};
 #pragma unroll
       for (int j = 0; j < S.step / 8; ++j) {
@@ -277,12 +252,8 @@ struct Sm90Softmax {
           parts[e] += weight;
         }
       }
-      sum[x] = sum[x] * factor + (parts[0] + parts[1]);
-#pragma unroll
-      for (int i = 0; i < kCount / 4; ++i) {
-        o[4 * i + 2 * x] *= factor;
-        o[4 * i + 2 * x + 1] *= factor;
-      }
+      sum[x] += parts[0] + parts[1];
+      scale_row(fragment_of(o), x, factor);
     }
   }
 

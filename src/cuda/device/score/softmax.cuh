@@ -21,11 +21,15 @@ __device__ __forceinline__ float (&fragment_of(float (&x)[kCount]))[kCount / 4][
   return reinterpret_cast<float(&)[kCount / 4][4]>(x);
 }
 
-// The largest of row x (0 or 1) of a fragment, and of `start`.
-template <int kColumns>
-__device__ __forceinline__ float largest_of_row(const float (&s)[kColumns][4], int x, float start) {
+// The largest of row x (0 or 1) of a fragment, and of `start`. kScales: it is multiplied by `scale` before.
+template <bool kScales = false, int kColumns>
+__device__ __forceinline__ float largest_of_row(float (&s)[kColumns][4], int x, float start, float scale = 1) {
 #pragma unroll
   for (int j = 0; j < kColumns; ++j) {
+    if constexpr (kScales) {
+      s[j][2 * x] *= scale;
+      s[j][2 * x + 1] *= scale;
+    }
     start = fmaxf(start, fmaxf(s[j][2 * x], s[j][2 * x + 1]));
   }
   return quad_max(start);
@@ -40,6 +44,18 @@ __device__ __forceinline__ void scale_row(float (&s)[kColumns][4], int x, float 
   }
 }
 
+// What the rounding of x * log2(e) leaves out.
+__device__ __forceinline__ float rest_of_log2(float x) { return fmaf(x, math::kLog2E, -(x * math::kLog2E)); }
+
+// The maximum of a row becomes `next`, and weights relative to `base` (reference_of(next)). What its sum so far, and O,
+// are multiplied by; the sum is. lift: from the row's earlier weights to these, if they are made in another way, too.
+__device__ __forceinline__ float raise(float& top, float& sum, float next, float base, float unit, float lift = 0) {
+  const float factor = weight_of_difference(top, base, unit, lift);
+  sum *= factor;
+  top = next;
+  return factor;
+}
+
 // How weights are made of differences to the maximum: by one fused multiply-add unless the maximum is huge, or always
 // by a subtraction first.
 enum class Weights { kFused, kByDifference };
@@ -49,15 +65,6 @@ template <Weights kWeights, bool kLazy = false, int kLift = 0>
 struct RunningSoftmax {
   float top[2] = {-kInfinity, -kInfinity};  // in units of the scores
   float sum[2] = {};
-
-  // The maximum of row x becomes `next`, and weights relative to `base`. What its sum so far, and O, are multiplied by;
-  // the sum is.
-  __device__ __forceinline__ float raise(int x, float next, float base, float unit) {
-    const float factor = weight_of_difference(top[x], base, unit);
-    sum[x] *= factor;
-    top[x] = next;
-    return factor;
-  }
 
   // Scores become weights, which are added up.
   template <int kColumns>
@@ -112,7 +119,7 @@ struct RunningSoftmax {
     const float base[2] = {math::reference_of(next[0]), math::reference_of(next[1])};
     if (rises) {
       for (int x = 0; x < 2; ++x) {
-        factor[x] = raise(x, next[x], base[x], unit);
+        factor[x] = raise(top[x], sum[x], next[x], base[x], unit);
       }
     }
     weigh(s, base, unit);
