@@ -61,6 +61,45 @@ def test_blocks_that_fill_the_chip(line, device):
     check(f"bwd {line}", 9, device)
 
 
+# With more blocks of keys than multiprocessors the main kernel makes dq of its own sums, and begins with the longest of
+# several sequences.
+MANY = [
+    *(f"b=9 hq=8 sq=400 sk=330 d={d} {kind} need=q,k,v"
+      for d in (64, 96, 128) for kind in ("bf16 causal", "fp16 causal=tl", "bf16 window=60,0", "bf16 softcap=2 alibi=h det")),
+    "b=9 hq=16 sq=400 sk=200 d=128 bf16 causal need=q,k,v",  # queries that meet no key
+    "b=9 hq=16 sq=700 sk=130 d=64 bf16 causal window=20,0 need=q,k,v",
+    "b=9 hq=16 hk=4 sq=300 sk=300 d=64 bf16 causal need=q,k,v",
+    "b=9 hq=16 sq=300 sk=300 d=64 bf16 layout=strided need=q,k,v",
+    "b=9 hq=16 sq=300 sk=300 d=72 bf16 causal need=q,k,v",
+    "b=9 hq=16 sq=300 sk=300 d=60 bf16 causal need=q,k,v",  # dq that 16-byte stores cannot write
+    "b=9 hq=16 sq=300 sk=300 d=64 bf16 causal need=q",
+    "b=9 hq=16 sq=300 sk=300 d=64 bf16 mask=b,1,q,k sink need=q,k,v,sink",
+    "b=9 hq=16 sq=300 sk=300 d=64 fp16 mask=b,1,1,k bias=1,h,1,k need=q,k,v,bias",
+    "b=9 hq=16 sq=300 sk=300 d=128 bf16 used_q=300,0,17,128,64,65,1,200,299 used_k=0,300,1,64,200,17,129,300,5 causal need=q,k,v",
+    *(f"b=14 hq={hq} hk=8 d={d} bf16 seqs_q=100,0,300,17,1,64,128,500,0,65,90,33,400,12 seqs_k=100,7,300,0,1,64,130,500,3,65,80,33,200,12"
+      f"{kind} need=q,k,v" for hq, d in ((8, 64), (16, 128), (8, 256)) for kind in (" causal", "", " window=70,0", " causal det"))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", MANY)
+def test_many_blocks(line, device):
+    check(f"bwd {line}", 10, device)
+
+
+@pytest.mark.cuda
+def test_many_blocks_with_other_work_beside(device):
+    """No warp waits for a block that cannot begin: another kernel has the device meanwhile."""
+    p = parse("bwd b=9 hq=16 sq=512 sk=512 d=128 bf16 causal need=q,k,v")
+    other = torch.cuda.Stream(device)
+    x = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+    with torch.cuda.stream(other):
+        for _ in range(50):
+            x = (x @ x).clamp(-1, 1)
+    faults = Trial(p, device).test()
+    torch.cuda.synchronize()
+    assert not faults, "\n".join(faults)
+
+
 SQ, SK, SEEN = 150, 300, 100  # keys from SEEN on are hidden
 
 

@@ -301,6 +301,23 @@ def test_a_count_that_blocks_hand_on():
     assert count.item() == 64 and torch.equal(sums, want)
 
 
+def test_sums_of_many_blocks_are_there_when_all_are_counted():
+    """Bulk additions, a fence, a relaxed count; the last block waits for all and reads past its L1."""
+    count, sums, got = torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.zeros(128, device=DEVICE), torch.zeros(128, device=DEVICE)
+    hopper("""u32* const count = reinterpret_cast<u32*>(p0);
+        for (int i = lane; i < 128; i += 32) store_shared(shared + i * 4, float(block_index() + i));
+        fence_async(); __syncwarp();
+        if (lane == 0) { bulk_add(p1, shared, 512); bulk_commit(); bulk_wait(); fence_device(); add_relaxed(count, 1); }
+        if (block_index() == 99) {
+          while (load_relaxed(count) < 100) {
+          }
+          fence_device();
+          const float4 x = load_summed(p1 + lane * 4);
+          p2[lane * 4] = x.x; p2[lane * 4 + 1] = x.y; p2[lane * 4 + 2] = x.z; p2[lane * 4 + 3] = x.w;
+        }""", count, sums, got, shared=512, blocks=100)  # fmt: skip
+    assert torch.equal(got, 4950 + 100 * torch.arange(128, device=DEVICE).float())
+
+
 def test_what_threads_wrote_is_copied_behind_the_fence():
     """To global memory, from where a bulk copy takes it."""
     place, got = poison(32, 64, dtype=torch.int32), poison(32, 64, dtype=torch.int32)

@@ -42,7 +42,7 @@ KERNEL_LINES, HEADER_LINES = 450, 300
 LONGER = {
     "src/cuda/device/score/scores.cuh": 360,
     "src/cuda/device/generic/backward_step.cuh": 579,
-    "src/cuda/device/sm90/backward_copy.cuh": 347,
+    "src/cuda/device/sm90/backward_copy.cuh": 349,
     "src/cuda/device/score/sm90_backward_scores.cuh": 427,
     "src/cuda/device/sm90/forward_copy.cuh": 323,
     "src/cuda/device/sm90/forward.cuh": 491,

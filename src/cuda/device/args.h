@@ -109,6 +109,19 @@ constexpr i64 size_place(const math::Rows& rows, Size which, i64 b, i64 head) {
   return i64(which) * rows.batch() * rows.heads_q + b * (of_keys ? rows.heads_k : rows.heads_q) + head;
 }
 
+// What lies behind the turns, for sm90_backward.
+struct BehindTurns {
+  u32* taken;  // converts: tiles of 64 rows that some warp converts
+  u32* added;  // converts: for 64 rows of dq_sum how many blocks have added to them
+  u32* order;  // longest_first: batch entries, the one with the most queries first
+  static constexpr i64 turns(i64 padded_rows, i64 heads) { return padded_rows * heads / 64; }
+  static constexpr i64 size(i64 turns, i64 batch) { return 2 + 2 * turns + batch; }  // with the turns and their ticket
+  constexpr explicit BehindTurns(const Args& a)
+      : taken(a.turns + 1 + turns(a.padded_rows, a.rows.heads_q)),
+        added(taken + 1),
+        order(added + turns(a.padded_rows, a.rows.heads_q)) {}
+};
+
 // What a tile's rows may be apart, so that offsets in a tile have 32 bits.
 constexpr i64 kRowBytesLimit = i64(1) << 24;
 

@@ -94,6 +94,8 @@ struct AroundSpec {
   bool dq = false;                       // sm90_backward_parts: dq is converted as well
   bool stores_first = false;             // as in Sm90BackwardTiles
   bool same_step = false;                // likewise
+  int converted = 0;                     // backward_prepare: queries of a step where sm90_backward converts, else 0
+  bool longest_first = false;            // as in Sm90BackwardTiles
 
   friend constexpr bool operator==(const AroundSpec&, const AroundSpec&) = default;
 };
@@ -110,6 +112,8 @@ constexpr void for_each_field(const AroundSpec& of, Visit visit) {
   visit("dq", of.dq, usual.dq);
   visit("stores_first", of.stores_first, usual.stores_first);
   visit("same_step", of.same_step, usual.same_step);
+  visit("converted", of.converted, usual.converted);
+  visit("longest_first", of.longest_first, usual.longest_first);
 }
 
 }  // namespace fovea::cuda

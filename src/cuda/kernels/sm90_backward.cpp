@@ -24,6 +24,7 @@ namespace fovea::cuda {
 namespace {
 
 constexpr std::int64_t kMostBlocks = std::int64_t{1} << 30;
+constexpr std::int64_t kMostEntries = std::int64_t{1} << 16;  // that are ordered: each is compared with all
 constexpr int kWide = 128;
 constexpr int kWidest = 256;
 
@@ -335,6 +336,18 @@ int best_parts(const Call& call, const Sm90BackwardSpec& spec, const Target& tar
   return best;
 }
 
+// Whether the kernel converts dq itself. A block takes blocks of keys from a counter then, so that no warp waits for a
+// block that has not begun. Elsewhere a launch of its own is as fast, or faster (docs/design/tried.md).
+bool converts_dq(const Call& call, const Operands& operands, const Sm90BackwardSpec& spec, const Target& target) {
+  constexpr int kNarrow = 64;
+  constexpr std::int64_t kShort = 2048;
+  const bool grouped = call.rows.heads_q > call.rows.heads_k;
+  const bool gains = (spec.banded && !grouped) || std::max(spec.d, spec.dv) <= kNarrow || call.rows.limit_q <= kShort;
+  return gains && spec.bulk && !spec.key_parts && operands.vector_stores &&
+         items_of(call, spec) > target.multiprocessors && spec.bias == BiasTile::kNone && sm90_outer_bytes(spec) == 0 &&
+         spec.dropout == DropoutRule::kNone;
+}
+
 // The first candidate that fits, dq in order or not; false where none does.
 bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, const Target& target,
                 const BackwardWants& wants, bool is_ordered) {
@@ -365,6 +378,10 @@ bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, cons
     spec.bulk = has_dq && tiles.bulk && !spec.direct;
     spec.key_parts = !spec.column_sum && best_parts(call, spec, target) > 1;
     spec.stores_first = spec.bulk && stores_first(call, spec);
+    spec.converts = converts_dq(call, operands, spec, target);
+    // Of sequences of different lengths a long one that is begun last would run alone.
+    spec.longest_first = spec.ragged && call.rows.batch() > 1 && call.rows.batch() < kMostEntries &&
+                         items_of(call, spec) > target.multiprocessors;
     spec.key_mask = is_mask_alone(call, operands, spec);
     spec.delay = has_dq && tiles.delay;
     spec.halves = has_dq && tiles.halves;
@@ -552,9 +569,9 @@ void reserve_sm90_backward(Planner& planner, const Sm90BackwardSpec& spec, const
   }
   // Blocks that take their keys from a counter, or add to dq in order.
   const bool counts = !in_clusters(spec) && order.items * order.parts > planner.target().multiprocessors;
-  if (spec.stores_first || spec.ordered || counts) {
-    constexpr std::int64_t kRowsOfATurn = 64;
-    workspace.add(Region::kTurns, (1 + padded_rows(rows) * rows.heads_q / kRowsOfATurn) * std::int64_t{sizeof(u32)});
+  if (spec.stores_first || spec.ordered || spec.converts || spec.longest_first || counts) {
+    const std::int64_t turns = BehindTurns::turns(padded_rows(rows), rows.heads_q);
+    workspace.add(Region::kTurns, BehindTurns::size(turns, rows.batch()) * std::int64_t{sizeof(u32)});
   }
 }
 

@@ -181,6 +181,8 @@ void Planner::backward() {
   spec.stores_first = main.stores_first;
   AroundSpec before = spec;
   before.dv = std::min(features.dv, before.dv);
+  before.converted = main.converts ? main.step : 0;
+  before.longest_first = main.longest_first;
   if (is_hopper && features.mask) {
     add_sm90_backward_mask(*this);
   }
@@ -205,7 +207,8 @@ void Planner::backward() {
     add_unpack(*this);
   }
   add_bias_gradient(*this, gradients[1], 1);
-  const std::int64_t convert_blocks = sums_dq ? rows.batch() * rows.heads_q * tiles_of(rows.limit_q, kConvertRows) : 0;
+  const bool converts = sums_dq && !main.converts;
+  const std::int64_t convert_blocks = converts ? rows.batch() * rows.heads_q * tiles_of(rows.limit_q, kConvertRows) : 0;
   if (order.parts > 1 && main.dkv) {
     add_sm90_backward_parts(*this, main, order, convert_blocks);
   } else {

@@ -4,12 +4,14 @@
 //
 //   backward_prepare   per query: delta = <do, o> - dlse, the logsumexp as the products subtract it, both padded so
 //                      that tiles of rows never cross a sequence; partial sums of the sink's gradient; dq_sum set to
-//                      zero (with stores_first not: rows that no block has stored are zero to backward_convert)
-//   backward_convert   dq_sum (fp32, in the order of the accumulators) to dq (sm90_backward_parts does it, too)
+//                      zero (with stores_first not: rows that no block has stored are zero to backward_convert);
+//                      numbers that sm90_backward's blocks share (Args::turns, BehindTurns)
+//   backward_convert   dq_sum (fp32, in the order of the accumulators) to dq (sm90_backward_parts and sm90_backward
+//                      do it, too)
 //
 // Launches of 256 threads (backward_prepare: kBackwardPrepareThreads), no shared memory to be given. Spec: `type`, `d`
 // (convert: fp32's dq_sum has scale in it already), `dv` (prepare: up to 32, or more), `stores_first`, `same_step`
-// (convert: how dq_sum lies). Blocks and what of Args beyond the call's own tensors:
+// (convert: how dq_sum lies), `converted`, `longest_first`. Blocks and what of Args beyond the call's own tensors:
 //   backward_prepare   batch * heads_q * ceil(limit_q / 128): head_dim_v (of `out`, real), out, grad_out (fp32: both as
 //                      the caller gave them), lse, grad_lse, row_lse, row_delta, padded_rows, lse_factor; where wanted:
 //                      dq_sum with Spec::d, turns, row_sum (set to zero, too), row_term, sink and sink_sum; fp32:
@@ -21,10 +23,12 @@
 
 #include "cuda/device/args.h"
 #include "cuda/device/around/backward_reduce.cuh"
+#include "cuda/device/around/convert.cuh"
 #include "cuda/device/generic/backward_sizes.h"
 #include "cuda/device/ptx/sm80.cuh"
 #include "cuda/device/spec.h"
 #include "cuda/device/tile/tile.cuh"
+#include "math/band.h"
 #include "math/softmax.h"
 
 namespace fovea::cuda {
@@ -58,13 +62,6 @@ struct RowBlock {
   }
 };
 
-// Element `index` of four, which is known at run time only.
-__device__ __forceinline__ u32 pick(const u32 (&x)[4], int index) {
-  const u32 low = (index & 1) != 0 ? x[1] : x[0];
-  const u32 high = (index & 1) != 0 ? x[3] : x[2];
-  return (index & 2) != 0 ? high : low;
-}
-
 // ---- before ----
 
 template <Type kType>
@@ -88,6 +85,39 @@ __device__ __forceinline__ float element(const char* data, i64 at) {
   }
 }
 
+// dq of kRowPad queries from `first` on, where no block ever adds: steps that meet no key.
+template <AroundSpec S>
+__device__ __forceinline__ void clear_unmet(const Args& a, const Place& place, u32 head, int first) {
+  const auto band =
+      math::Band<int>::make(place.q_len, place.k_len, a.causal, a.window_left, a.window_right, a.top_left);
+#pragma unroll 1
+  for (int at = first; at < min(first + kRowPad, place.q_len); at += S.converted) {
+    const int end = min(at + S.converted, place.q_len);
+    if (!band.keys_of_rows(at, end).empty()) {
+      continue;
+    }
+    u16* const to = static_cast<u16*>(a.grad_q.data) + place.query_rows(a.grad_q.strides, head);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < (end - at) * a.out_dim; i += kBackwardPrepareThreads) {
+      to[(at + i / a.out_dim) * a.grad_q.strides.row + i % a.out_dim * a.grad_q.strides.col] = 0;
+    }
+  }
+}
+
+// Where this batch entry stands among all, ordered by their numbers of queries, the largest first.
+__device__ __forceinline__ void write_order(const Args& a, const Place& place, float* scratch) {
+  int before = 0;
+#pragma unroll 1
+  for (u32 other = threadIdx.x; other < u32(a.rows.batch()); other += kBackwardPrepareThreads) {
+    const int queries = int(a.rows.sequence(other).q_len);
+    before += int(queries > place.q_len || (queries == place.q_len && other < place.b));
+  }
+  const float rank = sum_of_block<kBackwardPrepareThreads>(float(before), scratch);
+  if (threadIdx.x == 0) {
+    BehindTurns(a).order[int(rank)] = place.b;
+  }
+}
+
 template <AroundSpec S>
 __global__ void __launch_bounds__(kBackwardPrepareThreads, 6) backward_prepare(const __grid_constant__ Args a) {
   begin_kernel<S.arch>();
@@ -103,6 +133,12 @@ __global__ void __launch_bounds__(kBackwardPrepareThreads, 6) backward_prepare(c
   const Place& place = block.place;
   const i64 first = row_of_head(a, place.b, block.head, place.queries()) + block.first;  // of the padded vectors
   const bool inside = block.first < place.q_len;
+  if constexpr (S.longest_first) {
+    if (block.head == 0 && block.first == 0) {
+      write_order(a, place, scratch);
+      sync();
+    }
+  }
 
   // Rows kPass apart. All that is read of them is on its way before anything waits: dot products' first 16 bytes, and
   // in a row's first lane its logsumexp.
@@ -174,6 +210,17 @@ __global__ void __launch_bounds__(kBackwardPrepareThreads, 6) backward_prepare(c
       }
       if (a.first_block + blockIdx.x == 0 && threadIdx.x == 0) {
         a.turns[0] = 0;
+        if constexpr (S.converted > 0) {
+          *BehindTurns(a).taken = 0;
+        }
+      }
+    }
+    if constexpr (S.converted > 0) {
+      if (at_once == 0 && inside) {
+        if (threadIdx.x < kRowPad / 64) {
+          BehindTurns(a).added[first / 64 + threadIdx.x] = 0;
+        }
+        clear_unmet<S>(a, place, block.head, block.first);
       }
     }
     if (at_once == 0 && a.bias_tickets != nullptr && a.first_block + blockIdx.x == 0 && threadIdx.x < 2) {
@@ -249,91 +296,18 @@ __global__ void __launch_bounds__(kBackwardPrepareThreads, 6) backward_prepare(c
 
 // ---- after ----
 
-// Sums in fp32 lie as accumulators: of each 16 x 8 block, lane by lane the four values of rows g, g + 8 of lane 4 g +
-// t, columns 2t, 2t + 1. A warp's 16 x 16 of them, two such blocks, go to rows `row` and row + 8 of a result, from
-// `column` on; `at` is where its row 0 lies.
-template <Type kType>
-__device__ __forceinline__ void store_sums(const Thread& thread, const float4 (&x)[2], const Tensor& result, i64 at,
-                                           int row, int column, int rows, int columns, bool vectors) {
-  if (kType != Type::kFp32 && vectors) {
-    // Four pieces of 16 bytes, block j of row g + 8 half: lane t gets the one with 2 j + half = t.
-    const u32 pieces[4] = {pack<kType>(x[0].x, x[0].y), pack<kType>(x[0].z, x[0].w), pack<kType>(x[1].x, x[1].y),
-                           pack<kType>(x[1].z, x[1].w)};
-    u32 words[4] = {};
-#pragma unroll
-    for (int other = 0; other < 4; ++other) {
-      const u32 received = __shfl_xor_sync(~0u, pick(pieces, thread.t ^ other), other);
-#pragma unroll
-      for (int t = 0; t < 4; ++t) {
-        words[t] = (thread.t ^ other) == t ? received : words[t];
-      }
-    }
-    const int at_row = row + (thread.t & 1) * 8;
-    const int at_column = column + (thread.t >> 1) * 8;
-    if (at_row < rows && at_column < columns) {
-      store_global(static_cast<u16*>(result.data) + at + at_row * result.strides.row + at_column,
-                   {words[0], words[1], words[2], words[3]});
-    }
-    return;
-  }
-#pragma unroll
-  for (int j = 0; j < 2; ++j) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int at_row = row + half * 8;
-      const int at_column = column + j * 8 + thread.t * 2;
-      const i64 to = at + at_row * result.strides.row;
-      const float2 pair = half == 0 ? float2{x[j].x, x[j].y} : float2{x[j].z, x[j].w};
-      if (at_row >= rows) {
-        continue;
-      }
-      if (kType == Type::kFp32 && vectors && at_column < columns) {
-        *reinterpret_cast<float2*>(static_cast<float*>(result.data) + to + at_column) = pair;
-        continue;
-      }
-      constexpr BiasTile kAs = kType == Type::kBf16   ? BiasTile::kBf16
-                               : kType == Type::kFp16 ? BiasTile::kFp16
-                                                      : BiasTile::kFp32;
-      if (at_column < columns) {
-        store_element(result.data, to + at_column * result.strides.col, kAs, pair.x);
-      }
-      if (at_column + 1 < columns) {
-        store_element(result.data, to + (at_column + 1) * result.strides.col, kAs, pair.y);
-      }
-    }
-  }
-}
-
 // dq_sum to dq: kConvertRows rows of one head. `before`: blocks of the launch that do something else.
 template <auto S>
 __device__ __forceinline__ void convert_queries(const Args& a, u32 before) {
-  constexpr int kPairs = S.d / 16;  // of blocks, in 16 rows
   const Thread thread;
   const RowBlock<kConvertRows> block(a, before);
   const Place& place = block.place;
   const i64 first = row_of_head(a, place.b, block.head, place.queries()) + block.first;
-  const float* const sums = a.dq_sum + first * S.d + thread.lane * 4;
   const bool stored = !S.stores_first || (block.first < place.q_len && a.turns[1 + first / kConvertRows] != 0);
   const i64 to = place.query_rows(a.grad_q.strides, block.head);
-  const float scale = S.type == Type::kFp32 ? 1.f : a.scale;
 #pragma unroll 2
-  for (int n = thread.warp; n < kConvertRows / 16 * kPairs; n += 8) {
-    const int row = block.first + n / kPairs * 16 + thread.g;
-    const int column = n % kPairs * 16;
-    if (row - thread.g >= place.q_len || column >= a.out_dim) {
-      continue;
-    }
-    float4 x[2];
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      // same_step: the left half of the columns of all rows, then the right one
-      constexpr int kHalf = kPairs / 2;
-      const int place_of =
-          S.same_step ? (n % kPairs / kHalf * (kConvertRows / 16) + n / kPairs) * kHalf + n % kHalf : n;
-      x[j] = stored ? *reinterpret_cast<const float4*>(sums + (place_of * 2 + j) * 128) : float4{};
-      x[j] = {x[j].x * scale, x[j].y * scale, x[j].z * scale, x[j].w * scale};
-    }
-    store_sums<S.type>(thread, x, a.grad_q, to, row, column, place.q_len, a.out_dim, a.vector_stores);
+  for (int n = thread.warp; n < kConvertPieces<S>; n += 8) {
+    convert_sums<S, 1>(thread, a, a.dq_sum + first * S.d, stored, to, block.first, place.q_len, a.vector_stores, n);
   }
 }
 

@@ -227,6 +227,16 @@ __device__ __forceinline__ void store_global(void* to, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+// ld.global.cg: past L1, what other blocks have added up in L2.
+__device__ __forceinline__ float4 load_summed(const float* from) {
+  float4 x;
+  asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "l"(from)
+               : "memory");
+  return x;
+}
+
 // red.global.add (Parallel Synchronization: red): four neighbouring floats added in L2: one instruction from 9.0 on,
 // four before.
 template <int kArch>

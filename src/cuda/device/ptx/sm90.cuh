@@ -154,8 +154,19 @@ __device__ __forceinline__ u32 load_acquire(const u32* from) {
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
   return value;
 }
+__device__ __forceinline__ u32 load_relaxed(const u32* from) {
+  u32 value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
 __device__ __forceinline__ void add_release(u32* to, u32 value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+// fence.acq_rel (Parallel Synchronization: membar): before a relaxed addition a release, after a relaxed load an acquire.
+__device__ __forceinline__ void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+// red.relaxed (Parallel Synchronization: red).
+__device__ __forceinline__ void add_relaxed(u32* to, u32 value) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 // fence.proxy.async: of all memory.
 __device__ __forceinline__ void fence_async_all() { asm volatile("fence.proxy.async;" ::: "memory"); }

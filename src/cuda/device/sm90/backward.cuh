@@ -25,6 +25,7 @@
 //
 // A block stays for the whole call and takes key blocks from a counter, batch * heads_k * ceil(limit_k / keys) of them:
 // Q and dO of the next are on their way while one ends. Where there are as many blocks as key blocks each has its own.
+// With `converts` dq_sum becomes dq here (backward_convert.cuh).
 // With `key_parts` several blocks share a block of keys: each takes a range of its steps and leaves fp32 sums of dK and
 // dV. backward_prepare comes before (with a mask of queries and keys sm90_backward_mask, too), backward_convert after;
 // where there are sums of parts sm90_backward_parts, which adds them and converts dq.
@@ -35,6 +36,7 @@
 #include "cuda/device/ptx/wgmma.cuh"
 #include "cuda/device/score/sm90_backward_scores.cuh"
 #include "cuda/device/sm90/backward_args.h"
+#include "cuda/device/sm90/backward_convert.cuh"
 #include "cuda/device/sm90/backward_copy.cuh"
 #include "cuda/device/sm90/backward_output.cuh"
 #include "cuda/device/sm90/backward_sizes.h"
@@ -100,6 +102,11 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
     }
     if (S.dbias_store && warp == 3 && threadIdx.x == 96) {
       sm90_backward_store_bias<S>(a, m, base, barriers);
+    }
+    if constexpr (S.converts) {
+      if (kHow.batch_to_convert > 0 && (warp == 1 || warp == 3)) {
+        sm90_backward_convert<S, kHow.batch_to_convert>(a, m);
+      }
     }
     return;
   }
@@ -424,6 +431,9 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
     // Made anew: the block need not stay in registers.
     sm90_backward_store<S>(a, m, Sm90KeyBlock<S>(a, m, u32(opaque(int(number)))), scores, dk, dv, c, step.head, warp,
                            lane);
+  }
+  if constexpr (S.converts) {
+    sm90_backward_convert<S, 2>(a, m);
   }
 }
 

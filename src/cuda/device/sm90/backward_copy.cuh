@@ -8,6 +8,7 @@
 #include "cuda/device/ptx/sm90.cuh"
 #include "cuda/device/ptx/wgmma.cuh"
 #include "cuda/device/sm90/backward_args.h"
+#include "cuda/device/sm90/backward_convert.cuh"
 #include "cuda/device/sm90/backward_sizes.h"
 #include "cuda/device/sm90/forward_sizes.h"
 #include "cuda/device/tile/pipe.cuh"
@@ -338,6 +339,7 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90Backw
     if (place_before >= 0) {
       barrier_arrive(barriers.leaving_empty(place_before));
     }
+    sm90_backward_count<S>(a, block);
   }
   bulk_wait();
 }

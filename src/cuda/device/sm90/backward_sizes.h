@@ -130,8 +130,9 @@ struct Sm90BackwardChoices {
   // Operands that stay in registers, by 16 columns of V and K: reading shared memory is what limits the products.
   int held_v, held_k;
   int registers, registers_to_copy;
-  bool dq_later;  // dQ of a step is computed during the next
-  bool valid;     // some kernel is compiled for these together
+  int batch_to_convert;  // pieces of dq_sum that idle warps of the copying warpgroup read at once; 0: they have no part
+  bool dq_later;         // dQ of a step is computed during the next
+  bool valid;            // some kernel is compiled for these together
 };
 
 constexpr Sm90BackwardChoices sm90_backward_choices(const Sm90BackwardSpec& s) {
@@ -164,6 +165,7 @@ constexpr Sm90BackwardChoices sm90_backward_choices(const Sm90BackwardSpec& s) {
   const bool most = x.parts > 1 || (s.same_step && (s.banded || much));
   x.registers = sizes.groups == 3 ? 160 : most ? 240 : 232;
   x.registers_to_copy = sizes.groups == 3 ? 32 : most ? 24 : 40;
+  x.batch_to_convert = !s.converts || most ? 0 : sizes.groups == 3 ? 1 : 2;
   x.dq_later = s.dq && !s.same_step;
   x.valid = (two || sizes.groups == 3) && s.type != Type::kFp32 && s.dropout != DropoutRule::kTorchMemEfficient &&
             (s.dkv || s.dq) && s.d % 16 == 0 && s.dv % 16 == 0 && s.d + s.dv <= 320 &&
@@ -175,6 +177,7 @@ constexpr Sm90BackwardChoices sm90_backward_choices(const Sm90BackwardSpec& s) {
             (!s.same_step || (s.halves && s.bulk && s.dkv && !x.outer && !s.delay && !s.direct && !s.dbias_store &&
                               s.tiles == 1 && x.parts == 1 && s.planes >= 2)) &&
             ((!s.bulk && !s.ordered) || (s.dq && s.halves == s.same_step && (s.bulk || !s.ordered))) &&
+            (!s.converts || (s.bulk && !x.bias_in_place && !x.outer && !s.key_parts)) &&
             (!s.dbias_store || (s.dq && x.bias_in_place && !s.softcap && !s.banded && !s.ragged)) && s.stages <= 4 &&
             s.planes <= 4;
   return x;

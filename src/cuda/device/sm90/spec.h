@@ -52,22 +52,24 @@ struct Sm90ForwardSpec : Features, Sm90ForwardTiles {
 
 // sm90_backward and sm90_wide_backward.
 struct Sm90BackwardTiles {
-  int warps = 8;              // that compute: four are a warpgroup
-  int tiles = 1;              // of 64 keys a warpgroup
-  int step = 64;              // queries that the loop advances by
-  int stages = 2;             // buffers of Q and dO
-  int planes = 2;             // buffers of dS, where biases of 16 bits come to lie
-  int outer = 1;              // buffers of biases that lie elsewhere
-  bool left_edge = false;     // banded from the left as well: a window
-  bool delay = false;         // dQ of a step is computed during the next
-  bool bulk = false;          // dQ leaves through shared memory, in bulk
-  bool halves = false;        // each of two warpgroups takes half of dQ's columns, of every step
-  bool same_step = false;     // with halves: dQ of a step is computed in it, before dK
-  bool dbias_store = false;   // dS is the gradient of a bias that nothing shares, and is stored as it is
-  bool ordered = false;       // blocks of keys add to dQ in their order
-  bool direct = false;        // one block has all keys, and dQ is stored as it is
-  bool stores_first = false;  // the block that comes first to rows of dq_sum stores there, the others add
-  bool key_parts = false;     // several blocks share a block of keys, each with a part of its steps
+  int warps = 8;               // that compute: four are a warpgroup
+  int tiles = 1;               // of 64 keys a warpgroup
+  int step = 64;               // queries that the loop advances by
+  int stages = 2;              // buffers of Q and dO
+  int planes = 2;              // buffers of dS, where biases of 16 bits come to lie
+  int outer = 1;               // buffers of biases that lie elsewhere
+  bool left_edge = false;      // banded from the left as well: a window
+  bool delay = false;          // dQ of a step is computed during the next
+  bool bulk = false;           // dQ leaves through shared memory, in bulk
+  bool halves = false;         // each of two warpgroups takes half of dQ's columns, of every step
+  bool same_step = false;      // with halves: dQ of a step is computed in it, before dK
+  bool dbias_store = false;    // dS is the gradient of a bias that nothing shares, and is stored as it is
+  bool ordered = false;        // blocks of keys add to dQ in their order
+  bool direct = false;         // one block has all keys, and dQ is stored as it is
+  bool stores_first = false;   // the block that comes first to rows of dq_sum stores there, the others add
+  bool converts = false;       // warps that do not compute make dq of rows of dq_sum that all blocks have added to
+  bool longest_first = false;  // batch entries are begun in BehindTurns::order
+  bool key_parts = false;      // several blocks share a block of keys, each with a part of its steps
 
   friend constexpr bool operator==(const Sm90BackwardTiles&, const Sm90BackwardTiles&) = default;
 };
@@ -89,6 +91,8 @@ constexpr void for_each_field(const Sm90BackwardTiles& of, Visit visit) {
   visit("ordered", of.ordered, usual.ordered);
   visit("direct", of.direct, usual.direct);
   visit("stores_first", of.stores_first, usual.stores_first);
+  visit("converts", of.converts, usual.converts);
+  visit("longest_first", of.longest_first, usual.longest_first);
   visit("key_parts", of.key_parts, usual.key_parts);
 }
 

@@ -74,15 +74,15 @@ struct Sm90KeyBlock {
       own = u32(m.key_blocks) - 1 - own;
     }
     key0 = int(own) * keys;
-    const u32 b = head_of_batch / u32(m.heads_k);
-    head_k = int(head_of_batch - b * u32(m.heads_k));
+    const u32 entry = head_of_batch / u32(m.heads_k);
+    const u32 b = S.longest_first ? BehindTurns(a).order[entry] : entry;
+    head_k = int(head_of_batch - entry * u32(m.heads_k));
     group = m.group;
     head0 = head_k * group;
     const u32 b1 = b / u32(m.batch2);
     place = Place::make<S>(a, b1, b - b1 * u32(m.batch2));
     row0 = int(padded_row(a.rows, b, {place.q_begin, place.q_len, 0, 0}));
-    const int shift = S.banded ? place.shift(a) : 0;
-    band = {place.q_len, place.k_len, shift + m.low, shift + m.high};
+    band = band_of(a, m, place);
     math::Interval<int> queries{0, place.q_len};
     if constexpr (S.banded) {
       if (!outside() && !S.direct) {
@@ -167,6 +167,23 @@ struct Sm90KeyBlock {
   __device__ __forceinline__ void next(Walk& at) const { next(at, count); }
 
   __device__ __forceinline__ bool outside() const { return key0 >= place.k_len; }
+
+  static __device__ __forceinline__ math::Band<int> band_of(const Args& a, const Sm90BackwardArgs& m,
+                                                            const Place& place) {
+    const int shift = S.banded ? place.shift(a) : 0;
+    return {place.q_len, place.k_len, shift + m.low, shift + m.high};
+  }
+
+  // How many blocks add to the dQ of this query's step.
+  static __device__ __forceinline__ u32 adders(const Place& place, const math::Band<int>& band, int query) {
+    constexpr int keys = sm90_backward_sizes(S).keys;
+    math::Interval<int> met{0, place.k_len};
+    if constexpr (S.banded) {
+      const int begin = query / S.step * S.step;
+      met = band.keys_of_rows(begin, min(begin + S.step, place.q_len));
+    }
+    return met.empty() ? 0 : u32((met.end - 1) / keys - met.begin / keys + 1);
+  }
 
   // In order: how many blocks add to the dQ of a step's queries before this one.
   __device__ __forceinline__ u32 blocks_before(int query) const {
