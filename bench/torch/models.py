@@ -1,0 +1,174 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Times a training step of models of transformers on a GPU: forward and backward in bf16 (on the CPU fp32), without an optimizer, with
+attn_implementation "eager", "sdpa" and "fovea". Models are random and have a few layers of the sizes that their families
+have. Each row has the median time of a step, the most memory, the loss, and how far its gradient is from that of "eager".
+
+examples:
+  bench/torch/models.py                         every model: a minute and a half on an H200, most of it for compiling kernels
+  bench/torch/models.py mistral t5 --steps 10
+  bench/torch/models.py --size small --device cpu llama    whether it runs at all
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "python"))
+if "FOVEA_BUILD" in os.environ:
+    os.environ.setdefault("FOVEA_LIBRARY", str(Path(os.environ["FOVEA_BUILD"]).resolve() / "libfovea.so"))
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+IMPLEMENTATIONS = ("eager", "sdpa", "fovea")
+VOCABULARY = 8192  # small: what is measured is not the embedding
+
+
+def decoder(heads, heads_k, dim, layers, **more):
+    width = heads * dim
+    return {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers, "num_attention_heads": heads,
+            "num_key_value_heads": heads_k, "head_dim": dim, "vocab_size": VOCABULARY, "max_position_embeddings": 16384,
+            "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False, **more}
+
+
+# name: (class, configuration, its arguments, {size: (batch, length)}); in "small" numbers of heads are those of "medium".
+MODELS = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", decoder(16, 4, 128, 4), {"large": (4, 4096), "medium": (2, 4096), "small": (1, 128)}),
+    "mistral": ("MistralForCausalLM", "MistralConfig", decoder(16, 4, 128, 4, sliding_window=1024),
+                {"large": (2, 8192), "medium": (1, 8192), "small": (1, 128)}),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config",
+               decoder(8, 4, 256, 4, sliding_window=1024, query_pre_attn_scalar=256, attn_logit_softcapping=50.0),
+               {"large": (2, 4096), "medium": (2, 4096), "small": (1, 128)}),
+    "gpt_oss": ("GptOssForCausalLM", "GptOssConfig",
+                decoder(32, 4, 64, 4, sliding_window=128, intermediate_size=2048, num_local_experts=4, num_experts_per_tok=2,
+                        rope_parameters={"rope_type": "default", "rope_theta": 150000.0}),
+                {"large": (2, 4096), "medium": (1, 4096), "small": (1, 128)}),
+    "bert": ("BertForMaskedLM", "BertConfig",
+             {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+              "vocab_size": VOCABULARY}, {"large": (64, 512), "medium": (32, 512), "small": (2, 128)}),
+    "t5": ("T5ForConditionalGeneration", "T5Config",
+           {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12, "vocab_size": VOCABULARY,
+            "decoder_start_token_id": 0}, {"large": (16, 1024), "medium": (8, 1024), "small": (1, 128)}),
+    "vit": ("ViTForImageClassification", "ViTConfig", {}, {"large": (128, 224), "medium": (64, 224), "small": (1, 224)}),
+}  # fmt: skip
+
+
+def inputs(name, batch, length, device):
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    if name == "vit":
+        return {"pixel_values": torch.randn(batch, 3, length, length, generator=generator).to(device, torch.bfloat16 if device == "cuda" else None),
+                "labels": torch.zeros(batch, dtype=torch.long, device=device)}
+    ids = torch.randint(3, VOCABULARY, (batch, length), generator=generator).to(device)
+    given = {"input_ids": ids, "labels": ids}
+    if name == "bert":  # half of the rows are padded
+        given["attention_mask"] = (torch.arange(length, device=device) < torch.where(
+            torch.arange(batch, device=device) % 2 == 0, length, length * 5 // 8)[:, None]).long()  # fmt: skip
+    if name == "t5":
+        given["labels"] = ids[:, : length // 4].contiguous()
+    return given
+
+
+def measure(name, implementation, size, device, steps):
+    """A row, and the gradients of a step without dropout."""
+    import torch
+    import transformers
+
+    import fovea.integrations
+
+    kind, config, arguments, sizes = MODELS[name]
+    cuda = device == "cuda"
+    if size == "small":
+        layers = "num_layers" if name == "t5" else "num_hidden_layers"
+        arguments = {**arguments, layers: 2}
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = getattr(transformers, kind)._from_config(
+            getattr(transformers, config)(**arguments), attn_implementation=implementation)
+    model = model.to(torch.bfloat16 if cuda else torch.float32)
+    given = inputs(name, *sizes[size], device)
+    wait = torch.cuda.synchronize if cuda else (lambda: None)
+
+    def step():
+        model.zero_grad(set_to_none=True)
+        loss = model(**given).loss
+        loss.backward()
+        return loss
+
+    fovea.integrations.reset_stats()
+    model.eval()
+    loss = step().item()
+    grads = torch.cat([p.grad.flatten()[:100_000].float() for p in model.parameters() if p.grad is not None])
+    model.train()
+    step()
+    wait()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        step()
+        wait()
+        times.append((time.perf_counter() - begin) * 1e3)
+    row = {"model": name, "implementation": implementation, "ms": round(statistics.median(times), 2), "best": round(min(times), 2),
+           "GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None, "loss": round(loss, 4),
+           "calls": fovea.integrations.stats().get("transformers", {}).get("served", 0)}
+    return row, grads
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", help=f"of {', '.join(MODELS)}; default: all")
+    parser.add_argument("--size", choices=("large", "medium", "small"), default="medium")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--steps", type=int, default=7, help="steps that are timed (default 7)")
+    parser.add_argument("--seconds", type=float, default=600, help="begin no further row after so many seconds")
+    parser.add_argument("--json", type=Path, help="write the rows here as well")
+    arguments = parser.parse_args()
+    unknown = [name for name in arguments.models if name not in MODELS]
+    if unknown:
+        parser.error(f"unknown model {unknown[0]}; there are {', '.join(MODELS)}")
+    import torch
+
+    import fovea.integrations
+
+    fovea.integrations.install("transformers")
+    rows, begin = [], time.monotonic()
+    for name in arguments.models or MODELS:
+        first = None
+        for implementation in IMPLEMENTATIONS:
+            if time.monotonic() - begin > arguments.seconds:
+                print(f"{name} {implementation}: left out, {arguments.seconds:g} s are over", flush=True)
+                continue
+            grads = None
+            try:
+                row, grads = measure(name, implementation, arguments.size, arguments.device, arguments.steps)
+                if first is None:
+                    first = grads
+                row["gradient"] = f"{((grads - first).norm() / first.norm()).item():.2e}"
+            except (torch.OutOfMemoryError, ValueError, NotImplementedError, RuntimeError) as error:
+                row = {"model": name, "implementation": implementation, "error": f"{type(error).__name__}: {str(error)[:160]}"}
+            rows.append(row)
+            print(" ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+            del grads
+            gc.collect()
+            with contextlib.suppress(Exception):
+                torch.cuda.empty_cache()
+    if arguments.json:
+        arguments.json.write_text(json.dumps({
+            "device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu", "torch": torch.__version__,
+            "size": arguments.size, "rows": rows}, indent=1) + "\n")  # fmt: skip
+    failed = [row for row in rows if row["implementation"] == "fovea" and ("error" in row or not row["calls"])]
+    print(f"{len(rows)} rows in {time.monotonic() - begin:.0f} s; fovea failed or computed nothing: {[r['model'] for r in failed]}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""attn_implementation="fovea": tiny random models of transformers, each beside "eager" and "sdpa": results and every
+parameter's gradient, plain, padded on either side and packed, and the calls that fovea computed counted.
+
+With FOVEA_TEST_DEVICE=cuda they run on a GPU, with FOVEA_TEST_DTYPE=bfloat16 in another type.
+"""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "python"))
+if "FOVEA_BUILD" in os.environ:
+    os.environ.setdefault("FOVEA_LIBRARY", str(Path(os.environ["FOVEA_BUILD"]).resolve() / "libfovea.so"))
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from transformers import masking_utils  # noqa: E402
+
+import fovea.integrations  # noqa: E402
+from fovea.integrations import transformers as ours  # noqa: E402
+
+DEVICE = os.environ.get("FOVEA_TEST_DEVICE", "cpu")
+DTYPE = getattr(torch, os.environ.get("FOVEA_TEST_DTYPE", "float32"))
+LENGTH = 20
+
+ours.register()
+
+DECODER = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+           "vocab_size": 99, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+ENCODER = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99,
+           "max_position_embeddings": 256, "pad_token_id": 0}
+VISION = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
+          "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+          "first_k_dense_replace": 1}
+ALL = ("plain", "right", "left", "packed")
+PADDED = ("plain", "right", "left")
+
+# name: (class, configuration, its arguments, calls of attention in a step, variants)
+MODELS = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", DECODER, 4, ALL),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {**DECODER, **SLIDING}, 4, ALL),
+    "qwen2_moe": ("Qwen2MoeForCausalLM", "Qwen2MoeConfig", {**DECODER, **SLIDING, **QWEN_EXPERTS}, 4, ALL),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**DECODER, "head_dim": 16}, 4, ALL),
+    "mistral": ("MistralForCausalLM", "MistralConfig", {**DECODER, "sliding_window": 5}, 4, ALL),
+    "phimoe": ("PhimoeForCausalLM", "PhimoeConfig", {**DECODER, "sliding_window": 5, **EXPERTS, "num_experts_per_tok": 2}, 4, ALL),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**DECODER, "head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 16,
+                                                     "attn_logit_softcapping": 2.0}, 4, ALL),
+    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**DECODER, "head_dim": 16, "sliding_window": 5,
+                                                         "query_pre_attn_scalar": 16}, 4, ALL),
+    "gpt_oss": ("GptOssForCausalLM", "GptOssConfig", {**DECODER, "head_dim": 16, "sliding_window": 5, **EXPERTS}, 4, ALL),
+    "llama4": ("Llama4ForCausalLM", "Llama4TextConfig", {**DECODER, "head_dim": 16, "attention_chunk_size": 8,
+                                                         "intermediate_size_mlp": 96, **EXPERTS}, 4, ALL),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", {**DECODER, **LATENT}, 4, ALL),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 99, "n_positions": 256,
+                                               "bos_token_id": 1, "eos_token_id": 2}, 2, PADDED),
+    "bert": ("BertForMaskedLM", "BertConfig", ENCODER, 2, PADDED),
+    "modernbert": ("ModernBertForMaskedLM", "ModernBertConfig", {**ENCODER, "local_attention": 8, "global_attn_every_n_layers": 2}, 2, PADDED),
+    "t5": ("T5ForConditionalGeneration", "T5Config", {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4,
+                                                      "vocab_size": 99, "decoder_start_token_id": 0, "dropout_rate": 0.0}, 6,
+           ("plain", "right")),
+    "vit": ("ViTForImageClassification", "ViTConfig", VISION, 2, ("plain",)),
+    "swin": ("SwinForImageClassification", "SwinConfig", {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2],
+                                                          "num_heads": [2, 4], "window_size": 4}, 4, ("plain",)),
+    "clip": ("CLIPModel", "CLIPConfig", {
+        "text_config": {**ENCODER, "projection_dim": 32, "eos_token_id": 2, "bos_token_id": 1},
+        "vision_config": {**VISION, "projection_dim": 32}, "projection_dim": 32}, 4, ("plain",)),
+    "beit": ("BeitForImageClassification", "BeitConfig", {**VISION, "use_relative_position_bias": True}, 2, ("plain",)),
+    "doge": ("DogeForCausalLM", "DogeConfig", {**DECODER, "sliding_window": 5}, 4, ALL),
+}  # fmt: skip
+
+
+def model_of(name, implementation, dtype=DTYPE, **more):
+    kind, config, arguments, _, _ = MODELS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)._from_config(
+        getattr(transformers, config)(**arguments, **more), attn_implementation=implementation)
+    model = model.float().train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for attribute in ("attention_dropout", "dropout"):
+            if isinstance(getattr(module, attribute, None), float):
+                setattr(module, attribute, 0.0)
+    model.config.layerdrop = 0.0
+    model.config.use_cache = False
+    torch.manual_seed(5)
+    for parameter in model.parameters():  # so that sinks, tables of positions and the like are not 0
+        parameter.data.add_(torch.randn(parameter.shape) * 0.05)
+    return model.to(DEVICE, dtype)
+
+
+def inputs_of(name, variant):
+    """Arguments of the model, and which of its results count: those of padding do not."""
+    generator = torch.Generator().manual_seed(1)
+    pixels = torch.randn(3, 3, 32, 32, generator=generator)
+    if name in ("vit", "swin", "beit"):
+        return {"pixel_values": pixels}, None
+    ids = torch.randint(3, 99, (3, LENGTH), generator=generator)
+    mask = torch.ones(3, LENGTH, dtype=torch.long)
+    if variant == "packed":
+        positions = torch.cat([torch.arange(7), torch.arange(9), torch.arange(4)])[None]
+        return {"input_ids": ids[:1], "position_ids": positions}, None
+    keep = mask.bool()
+    if variant == "right":
+        mask[1, 13:] = 0
+        keep = mask.bool()
+    elif variant == "left":
+        mask[1, :7] = 0
+        keep = mask.bool()
+    arguments = {"input_ids": ids, "attention_mask": mask}
+    if name == "t5":
+        arguments["labels"] = torch.randint(3, 99, (3, 11), generator=generator)
+        keep = None
+    if name == "clip":
+        arguments.update(pixel_values=pixels, return_loss=True)
+        keep = None
+    return arguments, keep
+
+
+def step(model, arguments, keep):
+    arguments = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+    if "pixel_values" in arguments:
+        arguments["pixel_values"] = arguments["pixel_values"].to(next(model.parameters()).dtype)
+    out = model(**arguments)
+    out = getattr(out, "logits", None) if getattr(out, "logits", None) is not None else out.logits_per_text
+    out = out if keep is None else out[keep.to(DEVICE)]
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(DEVICE, out.dtype)
+    (out * weights).mean().backward()
+    return {"out": out.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
+
+
+def error(got, want):
+    """Of each, relative to its largest element, or to a thousandth of the largest of all: some gradients are 0."""
+    floor = 1e-3 * max(x.abs().max().item() for x in want.values())
+    return {n: ((got[n].double() - x.double()).abs().max() / max(x.abs().max().item(), floor)).item() for n, x in want.items()}
+
+
+@pytest.mark.parametrize("name, variant", [(name, variant) for name in MODELS for variant in MODELS[name][4]])
+def test_model(name, variant):
+    arguments, keep = inputs_of(name, variant)
+    exact = step(model_of(name, "eager", torch.float32), arguments, keep)
+    fovea.integrations.reset_stats()
+    got = step(model_of(name, "fovea"), arguments, keep)
+    seen = fovea.integrations.stats()
+    assert seen == {"transformers": {"served": MODELS[name][3], "traced": 0, "handed_back": {}}}
+    assert got.keys() == exact.keys()
+    mine = error(got, exact)
+    allowed = dict.fromkeys(exact, 1e-4)
+    if DTYPE != torch.float32:  # as close to eager in float32 as eager in this type is
+        theirs = error(step(model_of(name, "eager"), arguments, keep), exact)
+        middle = sorted(theirs.values())[len(theirs) // 2]
+        allowed = {parameter: 3 * max(theirs[parameter], middle) for parameter in exact}
+    for parameter in exact:
+        assert mine[parameter] <= allowed[parameter], f"{parameter}: {mine[parameter]:.3g} of {allowed[parameter]:.3g}"
+    print(f"{name}, {variant}: {len(exact)} tensors, the largest error {max(mine.values()):.2g} of {max(allowed.values()):.2g}")
+
+
+# ---- the mask function ----
+
+
+def mask_of(name, variant, **more):
+    """The masks that the layers get."""
+    found = []
+    model = model_of(name, "fovea", **more)
+    real = ours._attention
+
+    def look(module, query, key, value, attention_mask, *rest, **options):
+        found.append(attention_mask)
+        return real(module, query, key, value, attention_mask, *rest, **options)
+
+    transformers.modeling_utils.AttentionInterface.register("fovea", look)
+    try:
+        arguments, keep = inputs_of(name, variant)
+        step(model, arguments, keep)
+    finally:
+        ours.register()
+    return found
+
+
+@pytest.mark.parametrize("name, variant, patterns", [
+    ("llama", "plain", {(True, -1, False, False)}),
+    ("llama", "right", {(True, -1, True, False)}),
+    ("llama", "packed", {(True, -1, False, True)}),
+    ("qwen2", "plain", {(True, -1, False, False), (True, 5, False, False)}),
+    ("mistral", "left", {(True, 5, True, False)}),
+    ("bert", "right", {(False, -1, True, False)}),
+    ("modernbert", "plain", {(False, -1, False, False), (False, 4, False, False)}),
+])  # fmt: skip
+def test_patterns(name, variant, patterns):
+    """No mask is made: the layers get the pattern, in a view of no more memory than the padding."""
+    found = mask_of(name, variant)
+    seen = set()
+    for mask in found:
+        assert mask.dim() == 5 and mask.stride(4) == 0 and mask.untyped_storage().nbytes() <= 3 * LENGTH * 8
+        pattern, padded = ours._read(mask)
+        seen.add((pattern.causal, pattern.window, padded, pattern.documents is not None))
+    assert seen == patterns
+
+
+@pytest.mark.parametrize("name", ["llama4", "doge", "beit"])
+def test_masks_in_full(name):
+    """Chunks are no pattern that fovea has; some models change their masks."""
+    masks = [mask for mask in mask_of(name, "plain") if mask is not None]
+    assert any(mask.dim() == 4 for mask in masks)
+
+
+def test_without_the_mask_function_it_is_wrong():
+    """The attention function alone would get no mask at all."""
+    arguments, keep = inputs_of("mistral", "right")
+    want = step(model_of("mistral", "eager"), arguments, keep)
+    mapping = transformers.masking_utils.AttentionMaskInterface._global_mapping
+    taken = mapping.pop("fovea")
+    try:
+        got = step(model_of("mistral", "fovea"), arguments, keep)
+    finally:
+        mapping["fovea"] = taken
+    assert error(got, want)["out"] > 0.01
+
+
+def test_a_mask_that_a_model_changed_is_refused():
+    mask = torch.ones((), dtype=torch.bool).expand(2, 1, 1, 9, ours._coded(ours._Pattern(True, -1), False))
+    q = torch.randn(2, 2, 9, 8)
+    for changed in (1.0 - mask.float(), mask & torch.ones(9, mask.shape[4], dtype=torch.bool).tril(), mask.expand(2, 3, 1, 9, -1)):
+        with pytest.raises(NotImplementedError, match="this model changed a mask that fovea made"):
+            ours._attention(None, q, q, q, changed)
+    copied = mask.contiguous()
+    assert torch.equal(ours._attention(None, q, q, q, copied)[0], ours._attention(None, q, q, q, mask)[0])
+
+
+@pytest.mark.parametrize("kind, config, arguments", [
+    ("MptForCausalLM", "MptConfig", {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 99, "max_seq_len": 256}),
+    ("BloomForCausalLM", "BloomConfig", {"hidden_size": 64, "n_head": 4, "n_layer": 2, "vocab_size": 99}),
+])  # fmt: skip
+def test_models_that_compute_attention_themselves(kind, config, arguments):
+    model = getattr(transformers, kind)._from_config(getattr(transformers, config)(**arguments), attn_implementation="fovea")
+    with pytest.raises(NotImplementedError, match=r'computes attention by itself.*accepted: attn_implementation="eager"'):
+        model(input_ids=torch.arange(8)[None])
+
+
+MODELING = sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"))
+MAKES_MASKS = re.compile(r"\bcreate_\w*mask\w*\(|\bcreate_masks_for_generate\(")
+
+
+def test_every_modeling_file():
+    """A model that makes masks by transformers' functions either calls the interface, holds a model that does, or is refused:
+    nothing else may get a descriptor."""
+    kinds = {"calls": 0, "holds": 0, "refused": 0}
+    for path in MODELING:
+        text = path.read_text()
+        if "masking_utils" not in text or not MAKES_MASKS.search(text):
+            continue
+        kind = "calls" if "ALL_ATTENTION_FUNCTIONS" in text else "holds" if "_supports_attention_backend = True" in text else "refused"
+        kinds[kind] += 1
+        if kind == "holds":  # nothing that weights keys may be in it
+            assert "softmax(" not in text and "torch.matmul(" not in text, path
+    print(f"{len(MODELING)} modeling files: {kinds}")
+    assert kinds["calls"] > 200 and 0 < kinds["holds"] < 12 and kinds["refused"] > 20
+
+
+@pytest.mark.parametrize("name", [
+    "causal_mask_function", "bidirectional_mask_function", "sliding_window_causal_mask_function", "prepare_padding_mask",
+    "sliding_window_bidirectional_mask_function", "packed_sequence_compatibility_function", "sdpa_mask"])
+def test_private_names(name):
+    """Of masking_utils, as of transformers 5.23."""
+    assert callable(getattr(masking_utils, name))
+
+
+def test_patterns_by_name():
+    """What the names of closures are read for."""
+    documents = torch.zeros(1, 4, dtype=torch.long)
+    window = masking_utils.sliding_window_causal_mask_function(7)
+    both = masking_utils.packed_sequence_compatibility_function(window, documents, documents)
+    read = lambda function: ours._pattern(function, masking_utils)  # noqa: E731
+    assert read(window) == (True, 7, None)
+    assert read(masking_utils.sliding_window_bidirectional_mask_function(7)) == (False, 7, None)
+    assert read(both)[:2] == (True, 7) and read(both).documents is documents
+    chunked = masking_utils.chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.long))
+    for other in (chunked, masking_utils.or_masks(window, chunked), lambda *_: True,
+                  masking_utils.and_masks(chunked, masking_utils.causal_mask_function)):
+        assert read(other) is None
+
+
+# ---- what programs do ----
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_generation(name, cache):
+    """The same tokens as eager, with a padded batch."""
+    model = model_of(name, "eager").eval()
+    model.generation_config.eos_token_id = None
+    ids = torch.randint(3, 99, (2, 12), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    found = {}
+    for implementation in ("eager", "fovea"):
+        model.set_attn_implementation(implementation)
+        fovea.integrations.reset_stats()
+        with torch.no_grad():
+            found[implementation] = model.generate(
+                ids, attention_mask=mask, max_new_tokens=10, do_sample=False, cache_implementation=cache, disable_compile=True,
+                use_cache=True, return_dict_in_generate=True, output_logits=True)
+    assert fovea.integrations.stats()["transformers"]["served"] == 40
+    assert torch.equal(found["eager"].sequences, found["fovea"].sequences)
+    for one, other in zip(found["eager"].logits, found["fovea"].logits):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 if DTYPE == torch.float32 else 0.1)
+
+
+@pytest.mark.parametrize("variant", ALL)
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_compiled(name, variant):
+    """One graph, with fovea's operator in it."""
+    arguments, keep = inputs_of(name, variant)
+    want = step(model_of(name, "fovea"), arguments, keep)
+    torch._dynamo.reset()
+    model = model_of(name, "fovea")
+    fovea.integrations.reset_stats()
+    got = step(torch.compile(model, backend="aot_eager", fullgraph=True), arguments, keep)
+    assert fovea.integrations.stats()["transformers"] == {"served": 0, "traced": 4, "handed_back": {}}
+    got = {n.removeprefix("_orig_mod."): x for n, x in got.items()}
+    assert max(error(got, want).values()) < (1e-4 if DTYPE == torch.float32 else 0.05)
+
+
+def test_packed_by_keywords():
+    """cu_seq_lens_q and so on, as a collator for flash_attention gives them."""
+    arguments, _ = inputs_of("mistral", "packed")
+    want = step(model_of("mistral", "eager"), arguments, None)
+    offsets = torch.tensor([0, 7, 16, 20], dtype=torch.int32, device=DEVICE)
+    fovea.integrations.reset_stats()
+    got = step(model_of("mistral", "fovea"), {
+        **arguments, "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 9, "max_length_k": 9}, None)
+    assert fovea.integrations.stats()["transformers"]["served"] == 4
+    assert max(error(got, want).values()) < (1e-4 if DTYPE == torch.float32 else 0.1)
+
+
+def test_attention_weights_are_warned_of(monkeypatch):
+    monkeypatch.setattr(ours, "_warned", False)
+    arguments, _ = inputs_of("bert", "plain")
+    model = model_of("bert", "fovea")
+    with pytest.warns(UserWarning, match=r'returns no attention weights.*"eager"'):
+        model(**{n: x.to(DEVICE) for n, x in arguments.items()}, output_attentions=True)
+
+
+def test_what_is_refused_by_name():
+    q = torch.randn(1, 2, 4, 8)
+    for name, value in (("cache", object()), ("head_mask", q)):
+        with pytest.raises(NotImplementedError, match=f"^{name}: "):
+            ours._attention(None, q, q, q, None, **{name: value})
+    with pytest.raises(NotImplementedError, match="attention_mask: 2 dimensions"):
+        ours._attention(None, q, q, q, torch.ones(1, 4, dtype=torch.bool))
