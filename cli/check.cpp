@@ -1,16 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// fovea check: the case table on this machine, every row forward and backward against the fp64 reference.
+// fovea check: the case table on this machine, every row forward and backward against the fp64 reference; on a GPU, see
+// check_gpu.cpp.
 // fovea cases: its rows.
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cstdlib>
 #include <memory>
 #include <optional>
 
 #include "check/cases.h"
 #include "check/run.h"
+#include "check_gpu.h"
 #include "commands.h"
 #include "core/environment.h"
 #include "core/nearest.h"
@@ -28,6 +31,8 @@ struct Settings {
   std::string isa;
   std::string backend;
   bool gradients = false;
+  std::string device = "cpu";
+  GpuSettings gpu;
 };
 
 std::vector<std::string> words_of_all(const std::vector<std::string>& arguments) {
@@ -104,9 +109,47 @@ void known_backend(const std::string& asked) {
   }
 }
 
+// "cuda" or "cuda:1"; false: "cpu".
+bool is_gpu(const std::string& device, int& ordinal) {
+  if (device == "cpu") {
+    return false;
+  }
+  constexpr std::string_view kCuda = "cuda";
+  std::string_view number = device;
+  bool good = number.starts_with(kCuda);
+  if (good && number.size() > kCuda.size()) {
+    number.remove_prefix(kCuda.size() + 1);
+    const auto [end, error] = std::from_chars(number.data(), number.data() + number.size(), ordinal);
+    good = device[kCuda.size()] == ':' && error == std::errc() && end == number.data() + number.size() && ordinal >= 0;
+  }
+  if (!good) {
+    throw Fault(kBadInput, fmt::format("--device {}: accepted: cpu, cuda, cuda:N with the number of a GPU", device));
+  }
+  return true;
+}
+
 void run_check(const Settings& settings) {
   const std::vector<check::Case> rows = chosen(settings);
   const Problem& first = rows.front().problem;
+  GpuSettings gpu = settings.gpu;
+  if (is_gpu(settings.device, gpu.ordinal)) {
+    const bool other = !settings.backend.empty() && settings.backend != "cuda";
+    if (!settings.isa.empty() || settings.gradients || other) {
+      throw Fault(kBadInput, fmt::format("{}: only for the CPU; --device {} compares each row with the fp64 reference",
+                                         other                ? "--backend " + settings.backend
+                                         : settings.gradients ? "--gradients"
+                                                              : "--isa",
+                                         settings.device));
+    }
+    gpu.arguments =
+        fmt::format("--device {} --table {} {}", settings.device, settings.table, fmt::join(settings.filter, " "));
+    return check_on_gpu(gpu, rows);
+  }
+  if (gpu.seconds > 0 || !gpu.report.empty() || gpu.jobs > 0) {
+    throw Fault(kBadInput, fmt::format("{}: only with --device cuda", gpu.seconds > 0 ? "--seconds"
+                                                                      : gpu.jobs > 0  ? "--jobs"
+                                                                                      : "--report"));
+  }
   refuse_gpu("check", first.device, settings.backend.empty() ? first.backend : settings.backend);
   known_backend(settings.backend);
   const std::vector<std::string> sets = instruction_sets(settings.isa);
@@ -172,22 +215,51 @@ void add_table(CLI::App& app, Settings& settings) {
 
 void add_check(CLI::App& app) {
   auto settings = std::make_shared<Settings>();
-  CLI::App* check_app = app.add_subcommand("check", "Compare the CPU backend on this machine with the fp64 reference");
+  CLI::App* check_app =
+      app.add_subcommand("check", "Compare the results of this machine's CPU or GPU with the fp64 reference");
   add_table(*check_app, *settings);
   check_app->add_option("--isa", settings->isa, "An instruction set, or all of this machine's; default: the best")
       ->type_name("NAME");
   check_app->add_option("--backend", settings->backend, "A backend; default: cpu")->type_name("NAME");
   check_app->add_flag("--gradients", settings->gradients,
                       "Also compare every gradient with finite differences, in fp64");
+  check_app->add_option("--device", settings->device, "cpu, cuda, or cuda:N for the GPU with this number")
+      ->type_name("DEVICE")
+      ->capture_default_str();
+  check_app
+      ->add_option("--report", settings->gpu.report,
+                   "With --device cuda: write the result to a file that you can send (docs/platforms.md)")
+      ->type_name("FILE");
+  check_app
+      ->add_option("--seconds", settings->gpu.seconds,
+                   "With --device cuda: begin no row after so many seconds; the rows come in a random order")
+      ->check(CLI::PositiveNumber)
+      ->type_name("N");
+  check_app
+      ->add_option("--limit", settings->gpu.row_seconds,
+                   "With --device cuda: the check ends if a call on the GPU takes longer than so many seconds")
+      ->check(CLI::PositiveNumber)
+      ->type_name("N")
+      ->capture_default_str();
+  check_app
+      ->add_option("-j,--jobs", settings->gpu.jobs,
+                   "With --device cuda: how many kernels are compiled at once; default: as many as there are cores")
+      ->check(CLI::Range(1, 1024))
+      ->type_name("N");
   check_app->footer(
       "Every row is computed forward and backward. A row passes if the error of each output is at most twice that of a "
       "naive\n"
-      "evaluation with the same roundings. Exit code 1 if a row fails. On a GPU: tests/gpu/run.py "
-      "(docs/platforms.md).\n"
+      "evaluation with the same roundings. Exit code 1 if a row fails.\n"
+      "On a GPU the kernels are compiled first (NVRTC, docs/install.md); without a cache the whole table takes some "
+      "minutes on\n"
+      "16 cores. The report has the GPU, the driver, NVRTC, the counts, the largest errors, and the line of each row "
+      "that "
+      "failed.\n"
       "Examples:\n"
       "  fovea check                              the whole table\n"
       "  fovea check bf16 causal '!dropout'       some of it\n"
       "  fovea check --isa all --table reduced    every instruction set\n"
+      "  fovea check --device cuda --report report.txt\n"
       "  fovea check 'bwd b=2 hq=4 hk=2 sq=100 sk=77 d=80 fp16 causal'   a problem of your own");
   check_app->callback([settings] { run_check(*settings); });
 }

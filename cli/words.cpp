@@ -34,8 +34,8 @@ bool matches(std::string_view line, const std::vector<std::string>& filter) {
 void refuse_gpu(std::string_view command, std::int32_t device, std::string_view backend) {
   if (device == FOVEA_CUDA || backend == "cuda") {
     throw Fault(kUnsupported,
-                fmt::format("{}: fovea {} computes on the CPU. For a GPU: fovea explain and fovea precompile; "
-                            "tests/gpu/run.py checks and bench/gpu/run.py measures (docs/platforms.md)",
+                fmt::format("{}: fovea {} computes on the CPU. For a GPU: fovea check --device cuda, fovea explain "
+                            "and fovea precompile; bench/gpu/run.py measures (docs/platforms.md)",
                             device == FOVEA_CUDA ? "device=cuda" : "backend=cuda", command));
   }
 }

@@ -93,6 +93,8 @@ Buffer Buffer::before_a_guard(std::size_t size) {
   return buffer;
 }
 
+std::span<std::uint8_t> Buffer::all() { return guarded_ != nullptr ? std::span(data_, size_) : std::span(memory_); }
+
 void Buffer::fill_with_pattern() {
   for (std::size_t n = 0; n < memory_.size(); ++n) {
     memory_[n] = pattern(n);
@@ -198,7 +200,7 @@ void Tensors::add(std::string_view name, Tensor::Kind kind, bool output, const f
   if (shape == nullptr) {
     return;
   }
-  tensors_.push_back({name, kind, output, *shape, nullptr, 0, {}});
+  tensors_.push_back({name, kind, output, member, *shape, nullptr, 0, {}});
   Tensor& tensor = tensors_.back();
   const bool lengths = tensor.type() == DType::kInt32 || tensor.type() == DType::kInt64;
   std::vector<std::int64_t> values;

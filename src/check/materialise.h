@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -38,6 +39,8 @@ class Buffer {
 
   std::uint8_t* data() { return data_; }
   std::size_t size() const { return size_; }
+  // With the margins.
+  std::span<std::uint8_t> all();
 
   // Fills every byte, margins included, with a pattern, and forbids all writes ...
   void fill_with_pattern();
@@ -69,6 +72,7 @@ struct Tensor {
   std::string_view name;
   Kind kind;
   bool output;
+  const fovea_tensor* fovea_problem::*member;
   fovea_tensor view;
   std::shared_ptr<Buffer> buffer;
   std::int64_t base;                   // the element of the buffer that index 0, 0, ... is
@@ -89,6 +93,7 @@ class Tensors {
   // For both directions; it points into this object.
   const fovea_problem& problem() const { return problem_; }
 
+  const std::deque<Tensor>& all() const { return tensors_; }
   const Tensor* find(std::string_view name) const;
   // The tensors that a direction writes.
   std::vector<const Tensor*> outputs(Direction direction) const;

@@ -4,6 +4,7 @@
 // Keys and columns are summed from the last to the first.
 #include "check/naive.h"
 
+#include <cmath>
 #include <limits>
 
 #include "reference/head.h"
@@ -37,6 +38,8 @@ void round_all(DType type, std::vector<T>& values) {
 template <class T>
 class Noise {
  public:
+  explicit Noise(int draw) : state_(1 + static_cast<std::uint64_t>(draw) * 0x9E3779B97F4A7C15) {}
+
   // 1 or -1.
   T sign() {
     state_ = state_ * 6364136223846793005 + 1442695040888963407;  // Knuth's MMIX
@@ -50,7 +53,7 @@ class Noise {
 
  private:
   static constexpr T kUnits = sizeof(T) == 8 ? 2 : 1;
-  std::uint64_t state_ = 1;
+  std::uint64_t state_;
 };
 
 // A dot product from the last term to the first, and the sum of its terms' magnitudes.
@@ -70,6 +73,7 @@ struct Dot {
 template <class T>
 struct Naive {
   const Call& call;
+  const Arithmetic arithmetic;
   Noise<T> noise;
   const DType type = call.problem.type;
   const i64 head_dim = call.problem.head_dim;
@@ -100,7 +104,7 @@ struct Naive {
     for (i64 j = s.k_len - 1; j >= 0; --j) {
       if (head.allowed(i, j)) {
         const Dot<T> dot(q, k.data() + j * head_dim, head_dim);
-        scores[j] = head.score(i, j, noise.of_sum(dot.sum, dot.size)).value;
+        scores[j] = score(head, i, j, dot).value;
         maximum = math::max(maximum, scores[j]);
       }
     }
@@ -124,6 +128,23 @@ struct Naive {
     if (call.lse) {
       write_rows(call, call.lse, b, h, s.q_begin + i, 1, 1, &lse);
     }
+  }
+
+  // head.score(), with the errors of this evaluation.
+  math::Dual<T> score(const Head<T>& head, i64 i, i64 j, const Dot<T>& dot) {
+    const bool gpu = arithmetic == Arithmetic::kGpu;
+    const bool tensor_cores = gpu && size_of(type) == 2;
+    const T cut = tensor_cores ? noise.units(T(0.5), dot.sum) * static_cast<T>((head_dim + 15) / 16) : T(0);
+    math::Dual<T> s = head.score(i, j, noise.of_sum(dot.sum, dot.size) - cut);
+    const auto softcap = static_cast<T>(call.problem.softcap);
+    const auto scale = static_cast<T>(call.problem.scale_or_default());
+    if (gpu && softcap > 0 && scale != 0) {
+      const T square = math::max(T(0), 1 - s.derivative / scale);  // of the tanh
+      const T error = noise.sign() * noise.units(1, 1);
+      s.value += error * softcap * std::sqrt(square);
+      s.derivative -= error * 2 * square * scale;
+    }
+    return s;
   }
 
   void backward() {
@@ -196,13 +217,13 @@ struct Naive {
         continue;
       }
       const Dot<T> dot(q.data(), k.data() + j * head_dim, head_dim);
-      const auto score = head.score(i, j, noise.of_sum(dot.sum, dot.size));
-      const T p = noise.of_function(math::probability(score.value, lse));
+      const math::Dual<T> s_ij = score(head, i, j, dot);
+      const T p = noise.of_function(math::probability(s_ij.value, lse));
       const T keep = head.keep(i, j);
       const Dot<T> value_dot(grad_out.data(), v.data() + j * head_dim_v, head_dim_v);
       const T dp = keep * (value_dot.sum - sign * noise.units(1, value_dot.size));
       const T ds = math::grad_score<true>(p, dp, delta);
-      const T ds_of_dot = rounded(type, ds * score.derivative);
+      const T ds_of_dot = rounded(type, ds * s_ij.derivative);
       add_scaled(grad_v.data() + j * head_dim_v, keep != 0 ? rounded(type, p * keep) : T(0), grad_out.data(),
                  head_dim_v);
       add_scaled(grad_q.data(), ds_of_dot, k.data() + j * head_dim, head_dim);
@@ -224,12 +245,20 @@ struct Naive {
 
 }  // namespace
 
-void naive_forward(const Call& call) {
-  call.problem.type == DType::kFp64 ? Naive<double>{call, {}}.forward() : Naive<float>{call, {}}.forward();
+void naive_forward(const Call& call, Arithmetic arithmetic, int draw) {
+  if (call.problem.type == DType::kFp64) {
+    Naive<double>{call, arithmetic, Noise<double>(draw)}.forward();
+  } else {
+    Naive<float>{call, arithmetic, Noise<float>(draw)}.forward();
+  }
 }
 
-void naive_backward(const Call& call) {
-  call.problem.type == DType::kFp64 ? Naive<double>{call, {}}.backward() : Naive<float>{call, {}}.backward();
+void naive_backward(const Call& call, Arithmetic arithmetic, int draw) {
+  if (call.problem.type == DType::kFp64) {
+    Naive<double>{call, arithmetic, Noise<double>(draw)}.backward();
+  } else {
+    Naive<float>{call, arithmetic, Noise<float>(draw)}.backward();
+  }
 }
 
 }  // namespace fovea::check

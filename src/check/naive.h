@@ -10,14 +10,20 @@
 // a dot product half a unit in the last place of the sum of its terms' magnitudes (one rounding), to an exp one unit.
 // In fp64 they are twice that, because the reference has the same precision and errs as well. dp and delta get one
 // unit with opposite signs: where they cancel, only their rounding errors remain.
+//
+// On a GPU, a score of 16-bit numbers is a sum of tensor cores, which cut off what is beyond the sum's last place at
+// each 16 terms, towards zero: it is smaller by half a unit of the sum for each 16 terms. A softcap's tanh errs by one
+// unit.
 #pragma once
 
+#include "check/tolerance.h"
 #include "core/problem.h"
 
 namespace fovea::check {
 
 // The call's outputs are views of doubles; what is written there are values that the outputs' own types have.
-void naive_forward(const Call& call);
-void naive_backward(const Call& call);
+// `draw` chooses the signs of the errors.
+void naive_forward(const Call& call, Arithmetic arithmetic = Arithmetic::kCpu, int draw = 0);
+void naive_backward(const Call& call, Arithmetic arithmetic = Arithmetic::kCpu, int draw = 0);
 
 }  // namespace fovea::check

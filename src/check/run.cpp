@@ -34,7 +34,6 @@ constexpr Slot kOutputs[] = {{"out", &Call::out},
                              {"grad_sink", &Call::grad_sink}};
 
 std::string run(const Tensors& tensors, Direction direction, const std::string& backend) {
-  tensors.prepare(direction);
   call_library(tensors.problem(), direction, backend);
   return tensors.trespass(direction);
 }
@@ -157,10 +156,11 @@ void call_library(const fovea_problem& problem, Direction direction, const std::
   }
 }
 
-Trial::Trial(const Case& c) : case_(c), tensors_(case_) {
-  judge(Direction::kForward);
+Trial::Trial(const Case& c, Arithmetic arithmetic)
+    : case_(c), arithmetic_(arithmetic), tensors_(case_), naive_(draws(arithmetic)) {
+  compute_reference(Direction::kForward);
   give_saved();
-  judge(Direction::kBackward);
+  compute_reference(Direction::kBackward);
 }
 
 Call Trial::wide_call(Direction direction, Wide& wide) const {
@@ -177,15 +177,12 @@ Call Trial::wide_call(Direction direction, Wide& wide) const {
   return call;
 }
 
-void Trial::judge(Direction direction) {
-  const Call by_reference = wide_call(direction, reference_);
-  const Call by_naive = wide_call(direction, naive_);
-  if (direction == Direction::kForward) {
-    reference::forward(by_reference);
-    naive_forward(by_naive);
-  } else {
-    reference::backward(by_reference);
-    naive_backward(by_naive);
+void Trial::compute_reference(Direction direction) {
+  const bool forward = direction == Direction::kForward;
+  (forward ? reference::forward : reference::backward)(wide_call(direction, reference_));
+  for (std::size_t draw = 0; draw < naive_.size(); ++draw) {
+    const auto naive = forward ? naive_forward : naive_backward;
+    naive(wide_call(direction, naive_[draw]), arithmetic_, static_cast<int>(draw));
   }
 }
 
@@ -199,22 +196,35 @@ void Trial::give_saved() const {
 }
 
 Outcome Trial::test(const std::string& backend) const {
+  return test([&](const Tensors& tensors, Direction direction) { return run(tensors, direction, backend); });
+}
+
+Outcome Trial::test(const Run& run) const {
   Outcome outcome;
   try {
     for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
       if (direction == Direction::kBackward) {
         give_saved();
       }
-      outcome.error = run(tensors_, direction, backend);
+      tensors_.prepare(direction);
+      outcome.error = run(tensors_, direction);
       if (!outcome.error.empty()) {
         return outcome;
       }
       for (const Tensor* tensor : tensors_.outputs(direction)) {
-        outcome.deviations.push_back(compare(*tensor, reference_.at(tensor), naive_.at(tensor)));
+        std::vector<const Values64*> naive;
+        for (const Wide& draw : naive_) {
+          naive.push_back(&draw.at(tensor));
+        }
+        outcome.deviations.push_back(compare(*tensor, reference_.at(tensor), naive, arithmetic_));
       }
     }
+  } catch (const Error& error) {
+    outcome.error = error.what();
+    outcome.status = error.status();
   } catch (const std::exception& exception) {
     outcome.error = exception.what();
+    outcome.status = FOVEA_INTERNAL_ERROR;
   }
   return outcome;
 }
@@ -239,9 +249,12 @@ Outcome gradient(const Case& given, const std::string& backend) {
   const Tensors tensors(c);
   Outcome outcome;
   try {
-    outcome.error = run(tensors, Direction::kForward, backend);
-    if (outcome.error.empty()) {
-      outcome.error = run(tensors, Direction::kBackward, backend);
+    for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
+      tensors.prepare(direction);
+      outcome.error = run(tensors, direction, backend);
+      if (!outcome.error.empty()) {
+        return outcome;
+      }
     }
     const Tensor& out = *tensors.find("out");
     const Tensor& lse = *tensors.find("lse");

@@ -8,6 +8,7 @@
 //   support    which backend is used, and why not the others                                      support()
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -22,7 +23,8 @@
 namespace fovea::check {
 
 struct Outcome {
-  std::string error;  // what went wrong before there was something to compare; "" if nothing did
+  std::string error;               // what went wrong before there was something to compare; "" if nothing did
+  fovea_status status = FOVEA_OK;  // that the library ended with
   std::vector<Deviation> deviations;
   bool passed() const;
 };
@@ -32,9 +34,12 @@ std::string to_text(const Outcome& outcome);
 // A case with its memory and its right results: made once, tested on each instruction set.
 class Trial {
  public:
-  explicit Trial(const Case& c);
+  explicit Trial(const Case& c, Arithmetic arithmetic = Arithmetic::kCpu);
 
-  // backend: "" is the best, as everywhere.
+  // One direction on tensors that are prepared for it; returns a forbidden write, or "".
+  using Run = std::function<std::string(const Tensors& tensors, Direction direction)>;
+  Outcome test(const Run& run) const;
+  // On the CPU. backend: "" is the best, as everywhere.
   Outcome test(const std::string& backend) const;
   // The same run without comparing: the bytes of every output of both directions, one after another.
   std::vector<std::uint8_t> bytes(const std::string& backend) const;
@@ -42,14 +47,15 @@ class Trial {
  private:
   using Wide = std::map<const Tensor*, std::vector<double>>;
 
-  void judge(Direction direction);
+  void compute_reference(Direction direction);
   Call wide_call(Direction direction, Wide& wide) const;
   void give_saved() const;
 
   Case case_;
+  Arithmetic arithmetic_;
   Tensors tensors_;
   Wide reference_;
-  Wide naive_;
+  std::vector<Wide> naive_;  // a draw each
 };
 
 // Throws Error with fovea_last_error().

@@ -24,6 +24,9 @@ struct Precision {
 };
 constexpr double kTerms = 32;
 
+// Dropout and scale multiply what is flushed, the least normal number.
+constexpr double kFlushed = 16 * 0x1p-126;
+
 Precision precision_of(DType type) {
   switch (type) {
     case DType::kFp16:
@@ -57,12 +60,21 @@ std::string to_text(const Deviation& d) {
                      d.max_allowed, d.mean_error, d.mean_allowed);
 }
 
-Deviation compare(const Tensor& actual, const std::vector<double>& reference, const std::vector<double>& naive) {
+double share_of_allowed(const Deviation& d) {
+  if (!d.mismatch.empty()) {
+    return std::numeric_limits<double>::infinity();
+  }
+  const auto ratio = [](double error, double allowed) { return error > 0 ? error / allowed : 0; };
+  return std::max(ratio(d.max_error, d.max_allowed), ratio(d.mean_error, d.mean_allowed));
+}
+
+Deviation compare(const Tensor& actual, const Values64& reference, const std::vector<const Values64*>& naive,
+                  Arithmetic arithmetic) {
   const DType type = actual.type();
   Deviation d;
   d.tensor = actual.name;
   double naive_max = 0;
-  double naive_sum = 0;
+  std::vector<double> naive_sums(naive.size());
   double size_max = 0;
   double size_sum = 0;
   double error_sum = 0;
@@ -84,16 +96,23 @@ Deviation compare(const Tensor& actual, const std::vector<double>& reference, co
       continue;
     }
     const double error = std::abs(is - reference[element]);
-    const double naive_error = std::isfinite(naive[element]) ? std::abs(naive[element] - reference[element]) : 0;
+    for (std::size_t draw = 0; draw < naive.size(); ++draw) {
+      const double value = (*naive[draw])[element];
+      const double naive_error = std::isfinite(value) ? std::abs(value - reference[element]) : 0;
+      naive_max = std::max(naive_max, naive_error);
+      naive_sums[draw] += naive_error;
+    }
     d.max_error = std::max(d.max_error, error);
-    naive_max = std::max(naive_max, naive_error);
     size_max = std::max(size_max, std::abs(reference[element]));
     error_sum += error;
-    naive_sum += naive_error;
     size_sum += std::abs(reference[element]);
     ++count;
   }
-  const Precision precision = precision_of(type);
+  Precision precision = precision_of(type);
+  if (arithmetic == Arithmetic::kGpu && type != DType::kFp16) {
+    precision.least = kFlushed;
+  }
+  const double naive_sum = *std::max_element(naive_sums.begin(), naive_sums.end());
   const double mean = count > 0 ? 1.0 / static_cast<double>(count) : 0;
   d.mean_error = error_sum * mean;
   d.max_allowed = 2 * naive_max + kUnits * (precision.unit * size_max + precision.least);

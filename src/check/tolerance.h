@@ -7,6 +7,10 @@
 // naive.h says what the naive evaluation is. The absolute term is kUnits units in the last place of the output's
 // type at the size of its largest (mean) element: a naive evaluation may be right by luck. Where the reference is
 // infinite or NaN, the result has to be the same.
+//
+// On a GPU two things differ. Its exponentials and tensor cores flush denormal fp32 numbers to zero, so an error of
+// kFlushed is always allowed (fp16 has a larger one already). And the naive evaluation has the errors of tensor cores
+// and of tanh by exp2 (naive.h). These are pseudo-random, so the worst of kDraws evaluations counts.
 #pragma once
 
 #include <string>
@@ -15,6 +19,11 @@
 #include "check/materialise.h"
 
 namespace fovea::check {
+
+enum class Arithmetic { kCpu, kGpu };
+
+// Of naive evaluations.
+constexpr int draws(Arithmetic arithmetic) { return arithmetic == Arithmetic::kGpu ? 3 : 1; }
 
 struct Deviation {
   std::string tensor;
@@ -27,7 +36,12 @@ struct Deviation {
 };
 std::string to_text(const Deviation& deviation);
 
-// `reference` and `naive` hold the value of every element of the tensor's buffer.
-Deviation compare(const Tensor& actual, const std::vector<double>& reference, const std::vector<double>& naive);
+// The largest of the two ratios of an error to the allowed error; infinite where there is a mismatch.
+double share_of_allowed(const Deviation& deviation);
+
+// `reference` and each of `naive` hold the value of every element of the tensor's buffer.
+using Values64 = std::vector<double>;
+Deviation compare(const Tensor& actual, const Values64& reference, const std::vector<const Values64*>& naive,
+                  Arithmetic arithmetic = Arithmetic::kCpu);
 
 }  // namespace fovea::check

@@ -108,6 +108,9 @@ COMPARE(thread_exchange_capture_mode, cuThreadExchangeStreamCaptureMode, 10010);
 COMPARE(stream_get_context, cuStreamGetCtx, 9020);
 COMPARE(stream_synchronize, cuStreamSynchronize, 2000);
 COMPARE(copy_to_host, cuMemcpyDtoHAsync, 3020);
+COMPARE(copy_to_device, cuMemcpyHtoDAsync, 3020);
+COMPARE(allocate, cuMemAlloc, 3020);
+COMPARE(free, cuMemFree, 3020);
 
 static_assert(SameFunction<cu::GetProcAddress, PFN_cuGetProcAddress_v12000>::value());
 

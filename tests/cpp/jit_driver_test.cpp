@@ -169,6 +169,9 @@ Driver fake_functions() {
   };
   d.stream_synchronize = [](cu::Stream) -> cu::Result { return cu::kSuccess; };
   d.copy_to_host = [](void*, cu::DevicePointer, std::size_t, cu::Stream) -> cu::Result { return cu::kSuccess; };
+  d.copy_to_device = [](cu::DevicePointer, const void*, std::size_t, cu::Stream) -> cu::Result { return cu::kSuccess; };
+  d.allocate = [](cu::DevicePointer*, std::size_t) -> cu::Result { return cu::kSuccess; };
+  d.free = [](cu::DevicePointer) -> cu::Result { return cu::kSuccess; };
   return d;
 }
 

@@ -553,9 +553,78 @@ def test_check_refuses():
     refused("check", "bf17", says=("bf17", "no row of the table", "no problem line"))
     refused("check", "--isa", "avx9", says=("avx9", "avx2"))
     refused("check", "--table", "half", says=("half", "full", "reduced"))
-    refused("check", "--backend", "cuda", code=UNSUPPORTED, says=("cuda", "computes on the CPU", "tests/gpu/run.py"))
+    refused("check", "--backend", "cuda", code=UNSUPPORTED, says=("cuda", "computes on the CPU", "fovea check --device cuda"))
     refused("check", "--backend", "gpu", says=("gpu", "accepted: cpu"))
     refused("check", "--gradiens", says=("--gradiens", "--gradients"))
+    refused("check", "--seconds", "5", says=("--seconds", "only with --device cuda"))
+    refused("check", "--report", "r.txt", says=("--report", "only with --device cuda"))
+    refused("check", "--device", "gpu", says=("--device gpu", "cpu, cuda, cuda:N"))
+    refused("check", "--device", "cuda:x", says=("--device cuda:x", "cpu, cuda, cuda:N"))
+    refused("check", "--device", "cuda", "--isa", "avx2", says=("--isa", "only for the CPU"))
+    refused("check", "--device", "cuda", "--gradients", says=("--gradients", "only for the CPU"))
+    refused("check", "--device", "cuda", "--backend", "cpu", says=("--backend cpu", "only for the CPU"))
+
+
+FAKE = BUILD / "tests" / "cpp" / "fake"
+
+
+def check_on_a_fake_gpu(*arguments, **env):
+    """With the driver and the NVRTC of tests/cpp/fake: kernels are launched, and compute nothing."""
+    played = {"LD_LIBRARY_PATH": str(FAKE), "FOVEA_NVRTC": str(FAKE / "libnvrtc.so.13"), "FOVEA_CACHE_DIR": "none"}
+    return fovea("check", "--device", "cuda", *arguments, env={**played, "FOVEA_KERNEL": "", **env})
+
+
+def test_check_on_a_gpu_reports(tmp_path):
+    line = "bwd b=2 hq=4 hk=2 sq=20 sk=33 d=24 fp16 causal"
+    done = check_on_a_fake_gpu(line, "--report", tmp_path / "report.txt", HOME=str(FAKE.parent))
+    assert done.returncode == CHECK_FAILED and done.stderr == "", (done.stdout, done.stderr)  # nothing is computed
+    report = (tmp_path / "report.txt").read_text()
+    for text in (done.stdout, report):
+        assert f"FAILED {line} values=normal\n  out: element 0 of" in text
+        assert "\n  grad_v: element" in text
+        assert "1 of 1 rows: 0 passed, 1 failed, 0 skipped; " in text
+        for known in ("fovea: ", "driver: CUDA 13.0", "GPU: 0: played, compute capability 9.0, 132", "NVRTC: 13.0, ~/fake/",
+                      "found by FOVEA_NVRTC"):
+            assert known in text, known
+        assert float(re.search(r"(?m)^  out +(\S+)  bwd", text).group(1)) > 1  # the largest error, divided by the allowed one
+        assert str(FAKE) not in text  # the home folder is "~"
+    assert f"arguments: --device cuda --table full {line}\n" in report
+    assert "checked: GPU 0: played, compute capability 9.0, 132 multiprocessors" in report
+    assert re.search(r"(?m)^date: \d{4}-\d\d-\d\d \d\d:\d\d UTC$", report)
+    again = check_on_a_fake_gpu(line, "--report", tmp_path / "report.txt")
+    assert again.returncode == BAD_INPUT and "report.txt" in again.stderr and again.stdout == ""
+    other = check_on_a_fake_gpu(line, FAKE_CAPABILITY="8")
+    assert "FAILED" in other.stdout and "compute capability 8.0" in other.stdout
+
+
+def test_check_on_a_gpu_ends_in_time():
+    done = check_on_a_fake_gpu("--seconds", "0.5", "--jobs", "2")
+    reached, rows, left = map(int, re.search(r"(\d+) of (\d+) rows: .*; (\d+) not reached \(--seconds 0.5\)", done.stdout).groups())
+    assert 0 < reached < rows and reached + left == rows and rows > 500
+
+
+def test_check_on_a_gpu_stops_after_a_fault():
+    done = check_on_a_fake_gpu("--table", "reduced", FAKE_FAULT="700")
+    assert done.returncode == CHECK_FAILED
+    assert done.stdout.count("FAILED bwd") == 1 and "cuMemcpyDtoHAsync: PLAYED_ERROR 700" in done.stdout
+    assert re.search(r"1 of \d+ rows: 0 passed, 1 failed, 0 skipped; \d+ not reached \(after a fault of the device", done.stdout)
+
+
+def test_check_on_a_gpu_ends_where_a_kernel_does_not(tmp_path):
+    done = check_on_a_fake_gpu("--table", "reduced", "--limit", "1", "--report", tmp_path / "r.txt", FAKE_SECONDS="100")
+    assert done.returncode == CHECK_FAILED
+    for text in (done.stdout, (tmp_path / "r.txt").read_text()):
+        assert text.count("FAILED bwd") == 1 and "did not end within 1 s" in text
+    assert re.search(r"not reached \(a kernel did not end\)", (tmp_path / "r.txt").read_text())
+
+
+def test_check_without_a_gpu_that_can_compute():
+    done = check_on_a_fake_gpu("bwd b=1 hq=1 sq=8 sk=8 d=8 fp32", FAKE_CAPABILITY="7")
+    assert done.returncode == UNSUPPORTED and "compute capability 7.0; accepted: 8.0 or newer" in done.stdout + done.stderr
+    refused("check", "--device", "cuda:7", "bf16", env={"LD_LIBRARY_PATH": str(FAKE), "FOVEA_NVRTC": str(FAKE / "libnvrtc.so.13")},
+            says=("7 was given", "0 to 1 are there"))
+    if "no NVIDIA driver" in fovea("explain").stdout:
+        refused("check", "--device", "cuda", code=UNSUPPORTED, says="no NVIDIA driver")
 
 
 def test_cases_are_problem_lines():

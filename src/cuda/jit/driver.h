@@ -151,6 +151,10 @@ struct Driver {
   cu::Result (*stream_get_context)(cu::Stream stream, cu::Context* context);
   cu::Result (*stream_synchronize)(cu::Stream stream);
   cu::Result (*copy_to_host)(void* to, cu::DevicePointer from, std::size_t bytes, cu::Stream stream);
+  // For src/check alone: the library allocates and fills no memory of a device.
+  cu::Result (*copy_to_device)(cu::DevicePointer to, const void* from, std::size_t bytes, cu::Stream stream);
+  cu::Result (*allocate)(cu::DevicePointer* memory, std::size_t bytes);
+  cu::Result (*free)(cu::DevicePointer memory);
 };
 
 // visit(pointer, name, version) for every function: the version is that of the interface declared above.
@@ -185,6 +189,9 @@ void for_each_function(Driver& driver, Visit visit) {
   visit(driver.stream_get_context, "cuStreamGetCtx", 9020);
   visit(driver.stream_synchronize, "cuStreamSynchronize", 2000);
   visit(driver.copy_to_host, "cuMemcpyDtoHAsync", 3020);
+  visit(driver.copy_to_device, "cuMemcpyHtoDAsync", 3020);
+  visit(driver.allocate, "cuMemAlloc", 3020);
+  visit(driver.free, "cuMemFree", 3020);
 }
 
 // The driver of this machine, initialised. Throws Error(FOVEA_UNSUPPORTED) where there is none, it is too old or sees

@@ -6,6 +6,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 /* What the test sets and reads. */
 int fake_capturing = 0;
@@ -28,6 +29,10 @@ struct {
 const char* fake_kept_kernel = 0;
 size_t fake_kept_bytes = 0;
 unsigned char fake_kept[4096];
+/* Memory of a device, which is the host's here: how many allocations live, how many bytes were copied each way. */
+int fake_allocations = 0;
+uint64_t fake_bytes_up = 0, fake_bytes_down = 0;
+int fake_result_of_copy = 0; /* of copies to the host: a fault of a kernel is seen there */
 int fake_maps = 0;
 struct tensor_map { /* what one was encoded from */
   void* address;
@@ -201,11 +206,35 @@ static int places(unsigned count, const int* attributes, void** values, uint64_t
 static int copy_to_host(void* to, uint64_t from, size_t bytes, void* stream) {
   (void)stream;
   memcpy(to, (const void*)(uintptr_t)from, bytes); /* of what the test put there */
+  __atomic_add_fetch(&fake_bytes_down, bytes, __ATOMIC_RELAXED);
+  return getenv("FAKE_FAULT") != NULL ? atoi(getenv("FAKE_FAULT")) : fake_result_of_copy;
+}
+static int copy_to_device(uint64_t to, const void* from, size_t bytes, void* stream) {
+  (void)stream;
+  memcpy((void*)(uintptr_t)to, from, bytes);
+  __atomic_add_fetch(&fake_bytes_up, bytes, __ATOMIC_RELAXED);
+  return 0;
+}
+static int allocate(uint64_t* memory, size_t bytes) {
+  void* begin = NULL;
+  if (posix_memalign(&begin, 256, bytes) != 0) {
+    begin = NULL;
+  }
+  *memory = (uint64_t)(uintptr_t)begin;
+  __atomic_add_fetch(&fake_allocations, begin != NULL, __ATOMIC_RELAXED);
+  return begin != NULL ? 0 : 2; /* CUDA_ERROR_OUT_OF_MEMORY */
+}
+static int free_memory(uint64_t memory) {
+  free((void*)(uintptr_t)memory);
+  __atomic_sub_fetch(&fake_allocations, 1, __ATOMIC_RELAXED);
   return 0;
 }
 static int synchronise(void* stream) {
   (void)stream;
   ++fake_synchronised;
+  if (getenv("FAKE_SECONDS") != NULL) { /* a kernel that does not end */
+    sleep((unsigned)atoi(getenv("FAKE_SECONDS")));
+  }
   return 0;
 }
 static int error_text(int error, const char** text) {
@@ -242,6 +271,9 @@ int cuGetProcAddress_v2(const char* name, void** function, int cuda_version, uin
       {"cuThreadExchangeStreamCaptureMode", exchange_capture_mode},
       {"cuStreamGetCtx", context_of_stream},
       {"cuMemcpyDtoHAsync", copy_to_host},
+      {"cuMemcpyHtoDAsync", copy_to_device},
+      {"cuMemAlloc", allocate},
+      {"cuMemFree", free_memory},
       {"cuStreamSynchronize", synchronise},
       {"cuGetErrorName", error_text},
       {"cuGetErrorString", error_text},
