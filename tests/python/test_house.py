@@ -45,7 +45,6 @@ LONGER = {
     "src/cuda/device/sm90/backward_copy.cuh": 349,
     "src/cuda/device/score/sm90_backward_scores.cuh": 427,
     "src/cuda/device/sm90/forward_copy.cuh": 323,
-    "src/cuda/device/sm90/forward.cuh": 491,
 }
 
 

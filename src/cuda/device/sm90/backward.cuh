@@ -214,8 +214,9 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
     u32 k_held[kHow.held_k > 0 ? kHow.held_k : 1][4];
     if constexpr (kHow.held_v > 0) {
       if (block.steps > 0) {
-        hold_rows<kHow.held_v, kKeys, kPanelV>(v_held, base + kSizes.v_at, c * 64 + warp * 16, lane);
-        hold_rows<kHow.held_k, kKeys, kPanelD>(k_held, base + kSizes.k_at, c * 64 + warp * 16, lane);
+        const int row = c * 64 + warp * 16 + lane % 16;
+        hold_rows<kHow.held_v, kKeys, kPanelV>(v_held, base + kSizes.v_at, row, lane / 16);
+        hold_rows<kHow.held_k, kKeys, kPanelD>(k_held, base + kSizes.k_at, row, lane / 16);
       }
     }
 #pragma unroll 1

@@ -21,10 +21,48 @@
 #include "cuda/device/score/sm90_softmax.cuh"
 #include "cuda/device/sm90/forward_copy.cuh"
 #include "cuda/device/sm90/forward_output.cuh"
+#include "cuda/device/sm90/forward_step.cuh"
+#include "cuda/device/tile/accumulator.cuh"
 #include "cuda/device/tile/shared.cuh"
 #include "math/band.h"
 
 namespace fovea::cuda {
+
+// Tiles that stay as they are: zeros as the first V, ones beside Q for what hides keys.
+template <auto S>
+__device__ __forceinline__ void sm90_forward_constants(u32 base) {
+  constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
+  constexpr bool kPeels = sm90_peels(S);
+  constexpr bool kHides = sm90_hides(S);
+  constexpr int kPanelV = wide_panel_columns(S.dv);
+  if constexpr (!kPeels) {
+    for (int i = int(threadIdx.x) * 16; i < 16 * sm90_forward_panels(S.dv) * kPanelV * 2; i += int(blockDim.x) * 16) {
+      store_shared(base + kSizes.zeros_at + i, uint4{0, 0, 0, 0});
+    }
+    fence_async();
+  }
+  if constexpr (kHides) {
+    if (threadIdx.x < 128) {
+      Sm90Hide<S>::ones(base + kSizes.ones_at, int(threadIdx.x));
+      fence_async();
+    }
+  }
+}
+
+// The warpgroup that copies: one thread, and where masks of keys are prepared the other warps.
+template <auto S>
+__device__ __forceinline__ void sm90_forward_move(const Args& a, const Sm90ForwardArgs& m, u32 base,
+                                                  volatile Sm90Tile* tiles, const Sm90Barriers& barriers) {
+  if constexpr (sm90_hides(S)) {
+    if (const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0); warp > 0) {
+      sm90_forward_prepare<S>(a, base, tiles, barriers, warp - 1, int(threadIdx.x % 32));
+      return;
+    }
+  }
+  if (threadIdx.x == 0) {
+    sm90_forward_copy<S>(a, m, base, tiles, barriers);
+  }
+}
 
 template <Sm90ForwardSpec S>
 __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_sizes(S).ctas)
@@ -61,32 +99,13 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
     barriers.init<S>();
     barrier_init_fence();
   }
-  if constexpr (!kPeels) {
-    for (int i = int(threadIdx.x) * 16; i < 16 * sm90_forward_panels(S.dv) * kPanelV * 2; i += int(blockDim.x) * 16) {
-      store_shared(base + kSizes.zeros_at + i, uint4{0, 0, 0, 0});
-    }
-    fence_async();
-  }
-  if constexpr (kHides) {
-    if (threadIdx.x < 128) {
-      Sm90Hide<S>::ones(base + kSizes.ones_at, int(threadIdx.x));
-      fence_async();
-    }
-  }
+  sm90_forward_constants<S>(base);
   sync();
   wait_for_kernels_before();
 
   if (warpgroup == 0) {
     fewer_registers<kRegistersToCopy>();
-    if constexpr (kHides) {
-      if (const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0); warp > 0) {
-        sm90_forward_prepare<S>(a, base, tiles, barriers, warp - 1, int(threadIdx.x % 32));
-        return;
-      }
-    }
-    if (threadIdx.x == 0) {
-      sm90_forward_copy<S>(a, m, base, tiles, barriers);
-    }
+    sm90_forward_move<S>(a, m, base, tiles, barriers);
     return;
   }
 
@@ -102,8 +121,8 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
   Pipe<S.stages, Sm90Barriers::kK> k_pipe{barriers.first, leader};
   Pipe<S.stages, Sm90Barriers::kV> v_pipe{barriers.first, leader};
   Pipe<kPlanes ? S.planes : 0, Sm90Barriers::kPlanes> planes{barriers.first, leader};
-  Ring<S.q_buffers> ring_q;
-  Ring<kSm90PreparedBuffers> ring_prepared;
+  Pipe<S.q_buffers, Sm90Barriers::kQ> q_pipe{barriers.first, leader};
+  Pipe<kHides ? kSm90PreparedBuffers : 0, Sm90Barriers::kPrepared> prepared{barriers.first, leader};
 
   // Turns: each warpgroup passes the turn on to the next.
   constexpr bool kTurns = S.turns;
@@ -122,18 +141,11 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
     arrive(kForwardTurn[0], 256);
   }
   Sm90Decisions<S> dropout;
-  const auto wait_prepared = [&] {
-    if constexpr (kHides) {
-      barrier_wait(barriers.prepared_full(ring_prepared.buffer()), ring_prepared.parity());
-    }
-  };
   const auto next_prepared = [&] {
     if constexpr (kHides) {
       __syncwarp();
-      if (leader) {
-        barrier_arrive(barriers.prepared_empty(ring_prepared.buffer()));
-      }
-      ring_prepared.next();
+      prepared.release();
+      prepared.next();
     }
   };
 
@@ -149,8 +161,8 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
   const auto leave_q = [&](bool now) {
     if constexpr (kDirect) {
       __syncwarp();
-      if (leader && now) {
-        barrier_arrive(barriers.q_empty(ring_q.buffer()));
+      if (now) {
+        q_pipe.release();
       }
     }
   };
@@ -171,24 +183,22 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
 
   while (true) {
     // ---- which tile ----
-    barrier_wait(barriers.q_full(ring_q.buffer()), ring_q.parity());
-    const Sm90Tile tile = sm90_read_tile(base + kSizes.tiles_at + ring_q.buffer() * u32(sizeof(Sm90Tile)));
+    q_pipe.wait();
+    const Sm90Tile tile = sm90_read_tile(base + kSizes.tiles_at + q_pipe.buffer() * u32(sizeof(Sm90Tile)));
     if (tile.b < 0) {
       break;
     }
-    if (leader) {  // the tile is read; Q itself is not yet
-      barrier_arrive(barriers.q_empty(ring_q.buffer()));
-    }
+    q_pipe.release();  // the tile is read; Q itself is not yet
     const math::Band<int> band = sm90_band<S>(a, m, tile);
     const math::Interval<int> steps = sm90_steps<S>(tile, band, tile.row, kRows);
     const int top = tile.row + c * 64;
     const int row0 = top + warp * 16 + g;
-    const auto q_now = q_rows.buffer(ring_q.buffer(), kSizes.q);
+    const auto q_now = q_rows.buffer(q_pipe.buffer(), kSizes.q);
     if constexpr (S.resident) {
       constexpr int kBlocks = kPanelK / 16;
 #pragma unroll
       for (int k = 0; k < S.d / 16; ++k) {
-        const u32 panel = base + kSizes.q_at + ring_q.buffer() * kSizes.q + k / kBlocks * (kRows * kPanelK * 2);
+        const u32 panel = base + kSizes.q_at + q_pipe.buffer() * kSizes.q + k / kBlocks * (kRows * kPanelK * 2);
         const int chunk = k % kBlocks * 2 + fragment_half;
         ldmatrix(q_held[k], panel + swizzled<kPanelK * 2>(c * 64 + fragment_row, chunk));
       }
@@ -200,14 +210,12 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
 
     // ---- products ----
     const auto issue_scores = [&] {
-      if constexpr (kHides) {
-        wait_prepared();
-      }
+      prepared.wait();
       wgmma_fence();
       const auto k_now = k_rows.buffer(k_pipe.buffer(), kSizes.k);
       multiply<S.type, S.d, kHeld>(softmax.s, q_held, q_now, k_now);
       if constexpr (kHides) {
-        const SharedTile<kStep, 16, 16> hide{base + kSizes.hide_at + ring_prepared.buffer() * kSizes.hide};
+        const SharedTile<kStep, 16, 16> hide{base + kSizes.hide_at + prepared.buffer() * kSizes.hide};
         const SharedTile<64, 16, 16> ones{base + kSizes.ones_at};
         multiply_add<S.type, 16>(softmax.s, ones.along_columns(), hide.along_columns());
       }
@@ -245,118 +253,19 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
       v_pipe.release();
       v_pipe.next();
       turn_pass();
-      wait_prepared();
+      prepared.wait();
       next_prepared();
     }
     float sink = -kInfinity;
     if (own_end > steps.begin) {
       int n = own_end - 1;
-      bool careful = !S.guess;  // of this warp: it computes exactly until its references are fit for the fast path
+      bool careful = !S.guess;
       const float unit = softmax.kNatural ? math::kLog2E : m.scale_log2;
 
-      const auto finish = [&](auto at_end, auto again) {
-        softmax.template finish<again, again || (kPeels && at_end)>(a, m, inputs, planes.buffer(), n * kStep);
-        softmax.template mask<at_end>(band, top, row0, n * kStep, t);
-      };
-      // From the dot products of step n to P, or to what is left to settle().
-      // Note: wgmma_wait is for a whole warpgroup. Its warps branch each by itself, so all of them must come to the
-      // same wait instruction. The vote keeps that behind the weights: with nothing but arithmetic before it ptxas
-      // moves the wait to the front, and no warpgroup does its softmax while its own product runs. For narrow heads the
-      // front is better.
-      enum class Left { kNothing, kMoving, kExact, kAgain };
-      const auto soften = [&](auto at_end, bool first) {
-        const auto await_output = [&] {
-          wgmma_wait<0>();
-          pin(o);
-          if (!first) {
-            v_pipe.release();
-          }
-        };
-        const auto make_p = [&] {
-          if constexpr (!S.early) {
-            dropout.draw(n * kStep, t);
-          }
-          softmax.convert(dropout);
-        };
-        const auto weigh = [&] {
-          if (careful) {
-            return Left::kExact;
-          }
-          if constexpr (S.early && S.ahead) {
-            dropout.draw(n * kStep, t);  // between the powers
-          }
-          float parts[4] = {};  // of the rows' sums over the step
-          softmax.weigh(unit, parts);
-          const float part0 = parts[0] + parts[1];
-          const float part1 = parts[2] + parts[3];
-          Left left = Left::kNothing;
-          if (__any_sync(~0u, !(part0 < softmax.kLargestPart) || !(part1 < softmax.kLargestPart))) {
-            if (__any_sync(~0u, !(part0 + part1 < softmax.kLargestSum))) {
-              return Left::kAgain;
-            }
-            left = Left::kMoving;
-          }
-          k_pipe.release();
-          softmax.sum[0] += part0;
-          softmax.sum[1] += part1;
-          if constexpr (!S.ahead) {
-            make_p();
-          }
-          return left;
-        };
-        planes.wait();
-        finish(at_end, Constant<0>{});
-        if (S.guess && first) {
-          softmax.guess(a);
-          careful = softmax.must_be_exact();
-          if (careful) {
-            softmax.start();
-          }
-        }
-        if constexpr (!S.ahead) {
-          if (S.early && !careful) {
-            dropout.draw(n * kStep, t);
-          }
-          await_output();
-        }
-        const Left left = weigh();
-        if constexpr (S.ahead) {
-          await_output();
-          if (left == Left::kNothing || left == Left::kMoving) {
-            make_p();
-          }
-        }
-        return left;
-      };
-      // What is rare, and long: here once for all steps.
-      const auto settle = [&](Left left) {
-        if (left != Left::kNothing) {
-          if (left == Left::kMoving) {
-            softmax.move_references(o);
-          } else {
-            if (left == Left::kAgain) {
-              softmax.form(base + kSizes.q_at + ring_q.buffer() * kSizes.q, c * 64 + fragment_row,
-                           base + kSizes.k_at + k_pipe.buffer() * kSizes.k, lane);
-              finish(Constant<1>{}, Constant<1>{});
-            }
-            if constexpr (kHides) {  // a hidden key that holds NaN: the product cannot hide it
-              inputs.find_words(a, tile, band, row0, t);
-              inputs.load_words(n * kStep);
-              inputs.hide(softmax.s);
-            }
-            if (!S.early || left == Left::kExact) {
-              dropout.draw(n * kStep, t);
-            }
-            softmax.exactly(a, o);
-            careful = softmax.must_be_exact();
-            k_pipe.release();
-          }
-          softmax.convert(dropout);
-        }
-        k_pipe.next();
-        planes.release();
-        planes.next();
-      };
+      using Step = Sm90ForwardStep<S>;
+      using Left = typename Step::Left;
+      Step step{a,      m,    tile, band, softmax, inputs,       dropout, k_pipe, v_pipe, planes, o,
+                q_pipe, base, c,    top,  row0,    fragment_row, lane,    t,      unit,   n,      careful};
       const auto after_first = [&] {
         release_stored();
         // 0 * NaN is NaN: what lies behind the sequence's end must not be there. Every warpgroup writes the same zeros.
@@ -369,10 +278,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
           }
         }
       };
-#pragma unroll
-      for (int i = 0; i < S.dv / 2; ++i) {
-        o[i] = 0;
-      }
+      set_zero(o);
       bool first = true;
       Left left = Left::kNothing;
       if constexpr (kPeels) {
@@ -386,7 +292,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
         wgmma_wait<0>();
         pin(softmax.s);
         next_prepared();
-        left = soften(Constant<1>{}, true);
+        left = step.template soften<true>(true);
         after_first();
         first = false;
       } else {
@@ -400,7 +306,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
 #pragma unroll 1
       while (true) {
         if (kPeels || !first) {
-          settle(left);
+          step.settle(left);
           if (n == steps.begin) {
             break;
           }
@@ -420,7 +326,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
         wgmma_wait<1>();
         pin(softmax.s);
         next_prepared();
-        left = soften(Constant<!kPeels>{}, first);
+        left = step.template soften<!kPeels>(first);
         if (!first) {
           v_pipe.next();
         }
@@ -441,10 +347,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
     } else {
       leave_q(direct);
       release_stored();
-#pragma unroll
-      for (int i = 0; i < S.dv / 2; ++i) {
-        o[i] = 0;
-      }
+      set_zero(o);
     }
 
     // ---- the end of the rows ----
@@ -452,31 +355,23 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
       sink = a.sink[tile.head * a.sink_stride];
     }
     float factor[2];
-#pragma unroll
-    for (int x = 0; x < 2; ++x) {
-      float logsumexp;
-      softmax.end(x, sink, kDropout ? a.keep_scale : 1.f, factor[x], logsumexp);
-      const int row = row0 + 8 * x;
-      if (a.lse.data != nullptr && t == 0 && row < tile.q_len) {
-        static_cast<float*>(a.lse.data)[tile.offset(a.lse.strides, tile.q_begin + row)] = logsumexp;
-      }
-    }
+    sm90_forward_end_rows<S>(a, tile, softmax, sink, row0, t, factor);
     if (direct) {
       sm90_forward_store_directly<S>(a, tile, row0, t, o, factor);
     } else {
       const bool leaving =
-          sm90_forward_store<S>(a, m, tile, base + kSizes.q_at + ring_q.buffer() * kSizes.q, c, thread, o, factor);
+          sm90_forward_store<S>(a, m, tile, base + kSizes.q_at + q_pipe.buffer() * kSizes.q, c, thread, o, factor);
       if (leaving && S.q_buffers > 1) {
-        stored = int(ring_q.buffer());
+        stored = int(q_pipe.buffer());
       } else if (thread == 0) {
         bulk_wait_read();
         if constexpr (!kDirect) {
-          barrier_arrive(barriers.q_empty(ring_q.buffer()));
+          barrier_arrive(barriers.q_empty(q_pipe.buffer()));
         }
       }
       leave_q(true);
     }
-    ring_q.next();
+    q_pipe.next();
   }
   if (kTurns && c == 0) {
     sync(kForwardTurn[0], 256);  // the last turn that was passed

@@ -11,6 +11,21 @@
 
 namespace fovea::cuda {
 
+// The end of this thread's rows: what their O is multiplied by, and their logsumexp, which is stored.
+template <auto S>
+__device__ __forceinline__ void sm90_forward_end_rows(const Args& a, const Sm90Tile& tile, Sm90Softmax<S>& softmax,
+                                                      float sink, int row0, int t, float (&factor)[2]) {
+#pragma unroll
+  for (int x = 0; x < 2; ++x) {
+    float logsumexp;
+    softmax.end(x, sink, S.dropout != DropoutRule::kNone ? a.keep_scale : 1.f, factor[x], logsumexp);
+    const int row = row0 + 8 * x;
+    if (a.lse.data != nullptr && t == 0 && row < tile.q_len) {
+      static_cast<float*>(a.lse.data)[tile.offset(a.lse.strides, tile.q_begin + row)] = logsumexp;
+    }
+  }
+}
+
 // Named barriers of sm90_forward.
 inline constexpr NamedBarriers kForwardTurn{1, 3};   // of each warpgroup that computes: its turn to issue products
 inline constexpr NamedBarriers kForwardGroup{4, 3};  // of each of them: its own threads

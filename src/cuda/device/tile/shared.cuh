@@ -78,14 +78,14 @@ struct SharedTile {
   }
 };
 
-// The first kHeld times 16 columns of a tile's 16 rows from `first` on, as an operand in registers. lane: of the warp.
+// The first kHeld times 16 columns of 16 rows of a tile, as an operand in registers. row, half: of this lane, as
+// ldmatrix takes them.
 template <int kHeld, int kRows, int kPanel, int kRegisters>
-__device__ __forceinline__ void hold_rows(u32 (&held)[kRegisters][4], u32 tile, int first, int lane) {
+__device__ __forceinline__ void hold_rows(u32 (&held)[kRegisters][4], u32 tile, int row, int half) {
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
     constexpr int kInPanel = kPanel / 16;
-    ldmatrix(held[k], tile + k / kInPanel * (kRows * kPanel * 2) +
-                          swizzled<kPanel * 2>(first + lane % 16, k % kInPanel * 2 + lane / 16));
+    ldmatrix(held[k], tile + k / kInPanel * (kRows * kPanel * 2) + swizzled<kPanel * 2>(row, k % kInPanel * 2 + half));
   }
 }
 

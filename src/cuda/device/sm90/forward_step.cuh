@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A step of a warpgroup of sm90_forward between its two products: from the dot products of 64 queries and S.step keys
+// to P as the operand of the next.
+#ifndef FOVEA_CUDA_DEVICE_SM90_FORWARD_STEP_CUH
+#define FOVEA_CUDA_DEVICE_SM90_FORWARD_STEP_CUH
+
+#include "cuda/device/ptx/wgmma.cuh"
+#include "cuda/device/score/sm90_softmax.cuh"
+#include "cuda/device/sm90/forward_copy.cuh"
+#include "cuda/device/sm90/forward_sizes.h"
+#include "cuda/device/tile/pipe.cuh"
+
+namespace fovea::cuda {
+
+// Everything that a step reads and changes lies in the kernel.
+template <auto S>
+struct Sm90ForwardStep {
+  static constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
+  static constexpr bool kPeels = sm90_peels(S);
+  static constexpr bool kHides = sm90_hides(S);
+
+  const Args& a;
+  const Sm90ForwardArgs& m;
+  const Sm90Tile& tile;
+  const math::Band<int>& band;
+  Sm90Softmax<S>& softmax;
+  Sm90Inputs<S>& inputs;
+  Sm90Decisions<S>& dropout;
+  Pipe<S.stages, Sm90Barriers::kK>& k_pipe;
+  Pipe<S.stages, Sm90Barriers::kV>& v_pipe;
+  Pipe<sm90_has_planes(S) ? S.planes : 0, Sm90Barriers::kPlanes>& planes;
+  float (&o)[S.dv / 2];
+  Pipe<S.q_buffers, Sm90Barriers::kQ>& q_pipe;
+  const u32& base;
+  const int &c, &top, &row0, &fragment_row, &lane,
+      &t;  // rows: the warpgroup's first, this thread's first, and for ldmatrix
+  const float& unit;
+  int& n;         // of the step
+  bool& careful;  // of this warp: it computes exactly until its references are fit for the fast path
+
+  // What is left to settle() of a step.
+  enum class Left { kNothing, kMoving, kExact, kAgain };
+
+  template <bool kAtEnd, bool kAgain>
+  __device__ __forceinline__ void finish() {
+    softmax.template finish<kAgain, kAgain || (kPeels && kAtEnd)>(a, m, inputs, planes.buffer(), n * S.step);
+    softmax.template mask<kAtEnd>(band, top, row0, n * S.step, t);
+  }
+  // From the dot products of step n to P, or to what is left to settle().
+  // Note: wgmma_wait is for a whole warpgroup. Its warps branch each by itself, so all of them must come to the
+  // same wait instruction. The vote keeps that behind the weights: with nothing but arithmetic before it ptxas
+  // moves the wait to the front, and no warpgroup does its softmax while its own product runs. For narrow heads the
+  // front is better.
+  template <bool kAtEnd>
+  __device__ __forceinline__ Left soften(bool first) {
+    const auto await_output = [&] {
+      wgmma_wait<0>();
+      pin(o);
+      if (!first) {
+        v_pipe.release();
+      }
+    };
+    const auto make_p = [&] {
+      if constexpr (!S.early) {
+        dropout.draw(n * S.step, t);
+      }
+      softmax.convert(dropout);
+    };
+    const auto weigh = [&] {
+      if (careful) {
+        return Left::kExact;
+      }
+      if constexpr (S.early && S.ahead) {
+        dropout.draw(n * S.step, t);  // between the powers
+      }
+      float parts[4] = {};  // of the rows' sums over the step
+      softmax.weigh(unit, parts);
+      const float part0 = parts[0] + parts[1];
+      const float part1 = parts[2] + parts[3];
+      Left left = Left::kNothing;
+      if (__any_sync(~0u, !(part0 < softmax.kLargestPart) || !(part1 < softmax.kLargestPart))) {
+        if (__any_sync(~0u, !(part0 + part1 < softmax.kLargestSum))) {
+          return Left::kAgain;
+        }
+        left = Left::kMoving;
+      }
+      k_pipe.release();
+      softmax.sum[0] += part0;
+      softmax.sum[1] += part1;
+      if constexpr (!S.ahead) {
+        make_p();
+      }
+      return left;
+    };
+    planes.wait();
+    finish<kAtEnd, false>();
+    if (S.guess && first) {
+      softmax.guess(a);
+      careful = softmax.must_be_exact();
+      if (careful) {
+        softmax.start();
+      }
+    }
+    if constexpr (!S.ahead) {
+      if (S.early && !careful) {
+        dropout.draw(n * S.step, t);
+      }
+      await_output();
+    }
+    const Left left = weigh();
+    if constexpr (S.ahead) {
+      await_output();
+      if (left == Left::kNothing || left == Left::kMoving) {
+        make_p();
+      }
+    }
+    return left;
+  }
+  // What is rare, and long: here once for all steps.
+  __device__ __forceinline__ void settle(Left left) {
+    if (left != Left::kNothing) {
+      if (left == Left::kMoving) {
+        softmax.move_references(o);
+      } else {
+        if (left == Left::kAgain) {
+          softmax.form(base + kSizes.q_at + q_pipe.buffer() * kSizes.q, c * 64 + fragment_row,
+                       base + kSizes.k_at + k_pipe.buffer() * kSizes.k, lane);
+          finish<true, true>();
+        }
+        if constexpr (kHides) {  // a hidden key that holds NaN: the product cannot hide it
+          inputs.find_words(a, tile, band, row0, t);
+          inputs.load_words(n * S.step);
+          inputs.hide(softmax.s);
+        }
+        if (!S.early || left == Left::kExact) {
+          dropout.draw(n * S.step, t);
+        }
+        softmax.exactly(a, o);
+        careful = softmax.must_be_exact();
+        k_pipe.release();
+      }
+      softmax.convert(dropout);
+    }
+    k_pipe.next();
+    planes.release();
+    planes.next();
+  }
+};
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_SM90_FORWARD_STEP_CUH
