@@ -66,7 +66,7 @@ $(VENV_MODELS)/.ready: tests/models/requirements.txt
 	touch $@
 
 .PHONY: test-models
-test-models:  ## models of timm, diffusers, transformers, litgpt and torchtune through fovea.torch.enable()
+test-models:  ## models of timm, diffusers, transformers, litgpt and torchtune by enable() and attn_implementation="fovea"
 	@tools/deps.sh build
 	@$(MAKE) --no-print-directory $(BUILD)/CMakeCache.txt $(VENV_MODELS)/.ready
 	cmake --build $(BUILD) -j$(JOBS) --target fovea

@@ -22,8 +22,11 @@ def all_of(path):
 
 
 def python_names():
-    for package in ("fovea", "fovea.torch"):
-        for name in all_of(ROOT / "python" / package.replace(".", "/") / "__init__.py"):
+    folder = ROOT / "python" / "fovea"
+    integrations = [path for path in (folder / "integrations").glob("*.py") if not path.name.startswith("_")]
+    for path in (folder / "__init__.py", *folder.glob("*/__init__.py"), *integrations):
+        package = ".".join(path.relative_to(ROOT / "python").with_suffix("").parts).removesuffix(".__init__")
+        for name in all_of(path):
             yield f"{package}.{name}"
 
 
@@ -50,7 +53,8 @@ def cpp_names():
 
 def test_the_lists_of_names_are_what_they_should_be():
     """A pattern that finds nothing would prove nothing."""
-    assert {"fovea.attention", "fovea.torch.attention", "fovea.Attention"} <= set(python_names())
+    assert {"fovea.attention", "fovea.torch.attention", "fovea.Attention", "fovea.integrations.install",
+            "fovea.integrations.flash_attn.flash_attn_func"} <= set(python_names())
     assert {"fovea_forward", "fovea_problem", "FOVEA_BF16", "FOVEA_CAUSAL", "fovea_status"} <= set(c_names()) and len(set(c_names())) > 50
     assert {"fovea_problem.bias", "fovea_tensor.stride", "fovea_problem.grad_sink"} <= set(c_fields())
     assert {"Tensor", "Options", "forward", "run", "explain", "dropout_mask", "num_threads", "tensor", "Align"} <= set(cpp_names())
