@@ -72,7 +72,6 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   constexpr int kRowV = kPanelV * 2;
   constexpr bool kBias = kHow.bias_in_place;
   constexpr bool kOuter = kHow.outer;
-  constexpr bool kDropout = kHow.dropout;
   constexpr bool kLater = kHow.dq_later;
   constexpr int kColumns = S.halves ? D / 2 : D;  // of a job of dQ
   static_assert(kHow.valid && kRowPad % M == 0);
@@ -103,8 +102,8 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
     if (S.dbias_store && warp == 3 && threadIdx.x == 96) {
       sm90_backward_store_bias<S>(a, m, base, barriers);
     }
-    if constexpr (S.converts) {
-      if (kHow.batch_to_convert > 0 && (warp == 1 || warp == 3)) {
+    if constexpr (kHow.batch_to_convert > 0) {
+      if (warp == 1 || warp == 3) {
         sm90_backward_convert<S, kHow.batch_to_convert>(a, m);
       }
     }
