@@ -99,9 +99,9 @@ def as_good(name, ours, theirs, right):
     assert error <= 2 * their_error + 2 * unit * size + 1e-6, f"{name}: error {error:.3g}, PyTorch's {their_error:.3g}, size {size:.3g}"
 
 
-def all_as_good(ours, theirs, right):
+def all_as_good(ours, theirs, right, which="ours"):
     for name, *three in zip(("out", "logsumexp", "grad_q", "grad_k", "grad_v", "grad_bias"), ours, theirs, right):
-        as_good(name, *three)
+        as_good(f"{which}: {name}", *three)
 
 
 def padded_bias(batch, heads, sq, sk, device, dtype):
@@ -131,11 +131,17 @@ def test_scaled_efficient(sq, sk, causal, with_bias, kind, dtype, device):
                 grad_out, q, k, v, bias, results[0], results[1], results[2], results[3], 0.0, mask, causal
             )
             same_layouts(grads[name], grads["ours"], f"{name}, {mask}")
-        rows = [slice(None), slice(None), slice(0, sq)]
-        want = [theirs[0], theirs[1][tuple(rows)], *(x for x in grads["theirs"] if x is not None)]
+        # PyTorch does not write those parts of the bias's gradient that a causal mask hides whole blocks of.
+        hidden = torch.ones(sq, sk, dtype=torch.bool, device=device).triu(1) if causal else torch.zeros((), dtype=torch.bool, device=device)
+        for name in grads:
+            if grads[name][3] is not None:
+                if name.startswith("ours"):
+                    assert not grads[name][3].masked_select(hidden).any(), name
+                grads[name] = (*grads[name][:3], grads[name][3].masked_fill(hidden, 0))
+        want = [theirs[0], theirs[1][:, :, :sq], *(x for x in grads["theirs"] if x is not None)]
         for name in grads:
             first = ours if name.startswith("ours") else theirs
-            all_as_good([first[0], first[1][tuple(rows)], *(x for x in grads[name] if x is not None)], want, right)
+            all_as_good([first[0], first[1][:, :, :sq], *(x for x in grads[name] if x is not None)], want, right, name)
 
 
 @pytest.mark.parametrize("kind, window", [(0, 0), (1, 0), (2, 0), (1, 17), (2, 17)])
@@ -357,6 +363,10 @@ def test_dropout_numbers(with_bias, device):
     right = formula(q, k, v, grad_out, bias, causal=True, keep=keep.to(device), p=p)
     given = (grad_out, q, k, v, bias, *theirs, p, [True, True, True, with_bias], True)
     grads = [[x for x in getattr(op, f"{name}_backward")(*given) if x is not None] for op in (aten, PYTORCH)]
+    if with_bias:
+        hidden = torch.ones(sq, sk, dtype=torch.bool, device=device).triu(1)
+        assert not grads[0][3].masked_select(hidden).any()
+        grads[1][3] = grads[1][3].masked_fill(hidden, 0)
     all_as_good(*([x[0], x[1][:, :, :sq], *y] for x, y in zip((ours, theirs), grads)), right)
     on_device = tuple(x.to(device) for x in theirs[2:4])
     again = getattr(aten, f"{name}_backward")(grad_out, q, k, v, bias, *theirs[:2], *on_device, *given[9:])
@@ -365,7 +375,8 @@ def test_dropout_numbers(with_bias, device):
 
 @pytest.mark.parametrize("sequences, heads", [(1, 1), (3, 2)])
 def test_dropout_packed(sequences, heads, device, record_property):
-    """The forward's decisions are PyTorch's; the gradient is that of the forward."""
+    """The forward's decisions are PyTorch's; the gradient is that of the forward. PyTorch's backward draws other numbers than its
+    forward where there are several sequences or heads: that is printed, and not asked for."""
     p = 0.4
     lengths = [40, 64, 9][:sequences]
     ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=device)

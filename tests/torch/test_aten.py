@@ -243,6 +243,9 @@ def test_packed(heads_k, causal, family):
             q, k, v, None, *ends, 40, 33, True, 0.0, causal
         )
         assert torch.equal(cum_q, ends[0]) and torch.equal(cum_k, ends[1]) and lse.shape == (49, 4, 1)
+        into = torch.full_like(out, float("nan"))
+        again = aten._cudnn_attention_forward_no_dropout_inplace(into, q, k, v, *ends, 40, 33, causal)
+        assert torch.equal(into, out) and torch.equal(again, lse)
         grads = aten._cudnn_attention_backward(
             grad_out, q, k, v, out, lse, seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, causal
         )

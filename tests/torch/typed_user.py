@@ -18,6 +18,8 @@ class Block(torch.nn.Module):
         assert_type(attention(q, q, q, dropout_p=0.1, seed=q, return_lse=False), Tensor)
         assert_type(attention(q, q, q, return_lse=flag), Union[Tensor, tuple[Tensor, Tensor]])
         assert_type(attention(q, q, q, return_lse=True), tuple[Tensor, Tensor])
+        assert_type(fovea.torch.attention_qkv(q, 2, layout="bshd"), Tensor)
+        assert_type(fovea.torch.attention_qkv(q, 2, return_lse=True), tuple[Tensor, Tensor])
         out, _lse = attention(q, q, q, layout="bshd", align="top_left", return_lse=True)
         return out
 

@@ -35,7 +35,7 @@ def _refuse_old(version: str) -> None:
 _refuse_old(torch.__version__)
 
 from . import aten  # noqa: E402
-from ._attention import attention  # noqa: E402  (older versions lack what it imports)
+from ._attention import attention, attention_qkv  # noqa: E402  (older versions lack what it imports)
 from ._enable import (  # noqa: E402
     SAVE_IN_CHECKPOINTS,
     Stats,
@@ -53,6 +53,7 @@ __all__ = [
     "Stats",
     "aten",
     "attention",
+    "attention_qkv",
     "disable",
     "enable",
     "enabled",

@@ -158,9 +158,11 @@ def _attention(
     deterministic: bool = False,
     return_lse: bool = False,
     backend: Optional[str] = None,
+    _packed: Any = None,
     **unknown: NoReturn,
 ) -> Any:
-    """attention() in Python. Its signature is that of attention(), whose keywords stay together for the fast path."""
+    """attention() in Python. Its signature is that of attention(), whose keywords stay together for the fast path. `_packed` is
+    attention_qkv()'s: the tensor and the dimension that q, k and v are views of."""
     if more or unknown:
         raise _refuse_arguments(more, unknown)
     seed_tensor = offset_tensor = None
@@ -216,6 +218,7 @@ def _attention(
     options = _options(scale, causal, window, align, softcap, dropout_p, rng, max_seqlen_q, max_seqlen_k,
                        0 if batch_shape is None else _batch_outer(batch_shape, cu_seqlens_q, cu_seqlens_k),
                        layout, deterministic, backend)  # fmt: skip
+    of_packed = q
     if _any_autocast() and not q.is_meta and torch.is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q, k, v)
         tensors = (q, k, v, *tensors[3:])
@@ -227,6 +230,8 @@ def _attention(
     arguments = (*tensors, seed, offset, *options)
     if direct:
         if learns and torch.is_grad_enabled():
+            if _packed is not None and q is of_packed:
+                return _operators.packed_attention(arguments, return_lse, *_packed)
             return _operators.direct_attention(arguments, return_lse)
         out, lse = _call.compute(arguments, return_lse)
     elif not compiling and torch._C._are_functorch_transforms_active() and not _operators.functionalizes():
@@ -247,10 +252,62 @@ def _narrower(lengths: Tensor) -> Tensor:
 
 
 def _refuse_arguments(more: tuple[Any, ...], unknown: dict[str, Any]) -> TypeError:
-    return _help.refuse("attention", "q, k, v", more, unknown, _attention.__kwdefaults__)
+    return _help.refuse("attention", "q, k, v", more, unknown, _OPTIONS)
 
 
-attention.__signature__ = inspect.signature(_attention)  # type: ignore[attr-defined]
+_OPTIONS = {name: value for name, value in (_attention.__kwdefaults__ or {}).items() if name != "_packed"}
+_signature = inspect.signature(_attention)
+attention.__signature__ = _signature.replace(  # type: ignore[attr-defined]
+    parameters=[parameter for name, parameter in _signature.parameters.items() if name != "_packed"]
+)
+
+
+@overload
+def attention_qkv(qkv: Tensor, dim: int, *, return_lse: Literal[False] = False, **options: Unpack[Options]) -> Tensor: ...
+@overload
+def attention_qkv(
+    qkv: Tensor, dim: int, *, return_lse: Literal[True], **options: Unpack[Options]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_qkv(
+    qkv: Tensor, dim: int, *, return_lse: bool, **options: Unpack[Options]
+) -> Union[Tensor, tuple[Tensor, Tensor]]: ...
+def attention_qkv(qkv: Tensor, dim: int, **options: Any) -> Any:
+    """attention() of q, k and v that lie in one tensor, whose gradient is one tensor, too.
+
+    It equals attention(*qkv.unbind(dim), **options). With that, PyTorch copies three gradients together; this has them written
+    where they belong. Under torch.compile, torch.func and the like, and under autocast to another type, they are copied.
+
+    Args:
+        qkv: q, k and v along the dimension `dim`, such as (B, S, 3, H, D) with dim=2 and layout="bshd", or packed
+            (total, 3, H, D) with dim=1 and cu_seqlens.
+        dim: The dimension of qkv that has q, k and v.
+        **options: Those of attention().
+
+    Returns:
+        What attention() returns.
+
+    Raises:
+        ValueError: `dim` is no dimension of 3, or see attention().
+        TypeError: See attention().
+        NotImplementedError: See attention().
+        MemoryError: See attention().
+
+    Example:
+        >>> import torch, fovea.torch
+        >>> qkv = torch.randn(1, 4, 3, 2, 8, requires_grad=True)                     # batch, sequence, 3, heads, D
+        >>> fovea.torch.attention_qkv(qkv, 2, layout="bshd", causal=True).sum().backward()
+        >>> qkv.grad.shape
+        torch.Size([1, 4, 3, 2, 8])
+    """
+    if not isinstance(qkv, Tensor):
+        raise TypeError(f"qkv: a {type(qkv).__name__}; accepted: a torch.Tensor")
+    if not isinstance(dim, int) or not -qkv.dim() <= dim < qkv.dim() or qkv.shape[dim] != 3:
+        raise ValueError(f"dim: {dim!r}, of qkv of shape {shape_text(qkv.shape)}; accepted: a dimension of 3, for q, k and v")
+    q, k, v = qkv.unbind(dim)
+    if torch.compiler.is_compiling() or not (qkv.requires_grad and torch.is_grad_enabled()):
+        return attention(q, k, v, **options)
+    return _attention(q, k, v, _packed=(qkv, dim), **options)
 
 
 def _check_tensors(tensors: tuple[Any, ...]) -> None:

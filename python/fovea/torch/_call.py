@@ -518,13 +518,15 @@ def forward(*arguments: Any) -> tuple[Tensor, Any]:
 
 
 def backward(
-    grad_out: Tensor, grad_lse: Optional[Tensor], out: Tensor, lse: Tensor, need: Sequence[bool], *arguments: Any
-) -> list[Tensor]:
-    """The gradients of DIFFERENTIABLE for which `need` is true, in that order."""
+    grad_out: Tensor, grad_lse: Optional[Tensor], out: Tensor, lse: Tensor, need: Sequence[bool], *arguments: Any,
+    into: Sequence[Tensor] = (),
+) -> list[Tensor]:  # fmt: skip
+    """The gradients of DIFFERENTIABLE for which `need` is true, in that order. The first of them are written into `into`."""
     a = Arguments._make(arguments)
     if grad_out.stride(-1) != 1 and grad_out.device.type != "cpu":
         grad_out = grad_out.contiguous()
-    there, key = _look(tuple(need), a, (*arguments[:TENSORS], grad_out, out, lse, grad_lse))
+    kind = (tuple(need), *(tensor.stride() for tensor in into)) if into else tuple(need)
+    there, key = _look(kind, a, (*arguments[:TENSORS], grad_out, out, lse, grad_lse))
     pool = _pool(key)
     problem: Any = _taken(pool)
     is_new = problem is None
@@ -536,19 +538,19 @@ def backward(
         if grad_lse is not None:
             problem.set("grad_lse", grad_lse)
     if is_new:
-        grads = []
+        grads: list[Tensor] = []
         for name, index, wanted in zip(DIFFERENTIABLE, DIFFERENTIABLE_AT, need):
             if wanted:
-                grad = new_grad(a, name, problem.partial)
+                grad = into[len(grads)] if len(grads) < len(into) else new_grad(a, name, problem.partial)
                 put = problem.set_rows if name in ("q", "k", "v") else problem.set
                 put(f"grad_{name}", grad)
                 grads.append(grad)
                 may_keep = not problem.partial or name in ("q", "k", "v")
                 problem.grads.append((index, name, (tuple(grad.shape), grad.stride()) if may_keep else None))
     else:
-        grads = [
+        grads = list(into) + [
             arguments[index].new_empty_strided(*layout) if layout else new_grad(a, name, problem.partial)
-            for index, name, layout in problem.grads
+            for index, name, layout in problem.grads[len(into) :]
         ]
     problem.place(a, there + grads)
     if problem.run(_abi.BACKWARD, a.deterministic == DETERMINISTIC_OR_WARN):

@@ -177,11 +177,50 @@ class DirectAttention(torch.autograd.Function):
     jvp = Attention.jvp
 
 
+class PackedAttention(torch.autograd.Function):
+    """DirectAttention for q, k and v that are views of one tensor, whose gradient is one tensor, too: with three, PyTorch would
+    copy them together."""
+
+    @staticmethod
+    def forward(ctx: Any, given: tuple[tuple[Any, ...], bool, int], qkv: Tensor, *_: Optional[Tensor]) -> Any:
+        arguments, return_lse, dim = given
+        out, lse = _call.compute(arguments, with_lse=True)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(qkv, *arguments[3:TENSORS], out, lse)
+        ctx.rest = arguments[TENSORS:]
+        ctx.dim = dim
+        return (out, lse) if return_lse else out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Optional[Tensor], grad_lse: Optional[Tensor] = None) -> tuple[Any, ...]:
+        qkv, *tensors, out, lse = ctx.saved_tensors
+        packed = torch.empty_like(qkv)
+        into = packed.unbind(ctx.dim)
+        if into[0].stride(-1) != 1 and into[0].device.type != "cpu":
+            into = ()
+        need = (True, True, True, *ctx.needs_input_grad[2:])
+        arguments = (*qkv.unbind(ctx.dim), *tensors, *ctx.rest)
+        grads = direct_gradients(need, grad_out, grad_lse, out, lse, arguments, into)
+        if grads[0] is None:
+            return (None,) * len(ctx.needs_input_grad)
+        if not into or grads[0] is not into[0]:
+            packed = torch.stack(list(grads[:3]), ctx.dim)  # type: ignore[arg-type]
+        return (None, packed if ctx.needs_input_grad[1] else None, *grads[3:])
+
+    jvp = Attention.jvp
+
+
+def packed_attention(arguments: tuple[Any, ...], return_lse: bool, qkv: Tensor, dim: int) -> Any:
+    """direct_attention() for q, k and v that qkv.unbind(dim) has made."""
+    return PackedAttention.apply((arguments, return_lse, dim), qkv, *_SIX(arguments)[3:])
+
+
 def direct_gradients(
     need: Sequence[bool], grad_out: Optional[Tensor], grad_lse: Optional[Tensor], out: Tensor, lse: Tensor,
-    arguments: tuple[Any, ...],
+    arguments: tuple[Any, ...], into: Sequence[Tensor] = (),
 ) -> Sequence[Optional[Tensor]]:  # fmt: skip
-    """The gradients of the first of DIFFERENTIABLE, for which `need` is given; None where it is false."""
+    """The gradients of the first of DIFFERENTIABLE, for which `need` is given; None where it is false. The first of them are
+    `into`, unless something watches."""
     if grad_out is None and grad_lse is None:
         return (None,) * len(need)
     if grad_out is None:
@@ -193,7 +232,7 @@ def direct_gradients(
         all_six = [*need, *[False] * (len(DIFFERENTIABLE) - len(need))]
         six = _through_dispatcher(grad_out, grad_lse, out, lse, all_six, *arguments)
         return [grad if wanted else None for grad, wanted in zip(six, need)]
-    found = _call.backward(grad_out, grad_lse, out, lse, need, *arguments)
+    found = _call.backward(grad_out, grad_lse, out, lse, need, *arguments, into=into)
     if len(found) == len(need):
         return found
     each = iter(found)

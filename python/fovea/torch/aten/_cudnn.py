@@ -102,14 +102,47 @@ def _cudnn_attention_forward(
     is_causal: bool = False, return_debug_mask: bool = False, *, scale: Optional[float] = None,
     seqused_k: Optional[Tensor] = None, block_table: Optional[Tensor] = None,
 ) -> Result:  # fmt: skip
+    results = _results(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, compute_log_sumexp)
+    _forward_into(
+        results[0], results[1], query, key, value, attn_bias, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, scale,
+        seqused_k, block_table,
+    )  # fmt: skip
+    return results
+
+
+def _forward_into(
+    out: Tensor, logsumexp: Optional[Tensor], query: Tensor, key: Tensor, value: Tensor, attn_bias: Optional[Tensor],
+    cum_seq_q: Optional[Tensor], cum_seq_k: Optional[Tensor], max_q: Any, max_k: Any, dropout_p: float, is_causal: bool,
+    scale: Optional[float], seqused_k: Optional[Tensor], block_table: Optional[Tensor],
+) -> None:  # fmt: skip
     _compute.refuse_given(block_table=block_table)
     a = _arguments(
         query, key, value, attn_bias, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, scale, seqused_k
     )
-    results = _results(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, compute_log_sumexp)
     with _named():
-        _compute.forward(a, results[0], _rows(results[1], a.packed) if compute_log_sumexp else None)
-    return results
+        _compute.forward(a, out, None if logsumexp is None else _rows(logsumexp, a.packed))
+
+
+def _fake_inplace(out: Tensor, query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return torch.empty((*query.shape[:-1], 1), dtype=torch.float32, device=query.device)
+
+
+@operator(
+    "(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor cum_seq_q, Tensor? cum_seq_k, SymInt max_q, "
+    "SymInt max_k, bool is_causal=False, *, float? scale=None, Tensor? seqused_k=None, Tensor? block_table=None) -> "
+    "Tensor logsumexp",
+    _fake_inplace,
+)  # fmt: skip
+def _cudnn_attention_forward_no_dropout_inplace(
+    out: Tensor, query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor, cum_seq_k: Optional[Tensor], max_q: Any,
+    max_k: Any, is_causal: bool = False, *, scale: Optional[float] = None, seqused_k: Optional[Tensor] = None,
+    block_table: Optional[Tensor] = None,
+) -> Tensor:  # fmt: skip
+    logsumexp = _fake_inplace(out, query)
+    _forward_into(
+        out, logsumexp, query, key, value, None, cum_seq_q, cum_seq_k, max_q, max_k, 0.0, is_causal, scale, seqused_k, block_table
+    )
+    return logsumexp
 
 
 def _rows(logsumexp: Tensor, packed: bool) -> Tensor:
