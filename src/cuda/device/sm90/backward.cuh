@@ -40,6 +40,7 @@
 #include "cuda/device/sm90/backward_copy.cuh"
 #include "cuda/device/sm90/backward_output.cuh"
 #include "cuda/device/sm90/backward_sizes.h"
+#include "cuda/device/sm90/backward_step.cuh"
 #include "cuda/device/tile/accumulator.cuh"
 #include "cuda/device/tile/pipe.cuh"
 #include "cuda/device/tile/shared.cuh"
@@ -160,42 +161,9 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
       set_zero(dv[f]);
     }
 
-    // ---- dQ ----
-    // Of the step whose dS lies in `grads`, from row `row` of dq_sum (`direct`: of the head) on. pending: dV and dK of
-    // this warpgroup's own step are in flight, whose Q is then released.
     int head_before = 0;
-    const auto my_turn = [&](int turn) { return S.halves || M == 128 || turn == c; };
-    const auto finish_step = [&] {
-#pragma unroll
-      for (int f = 0; f < kBlocks; ++f) {
-        pin(dk[f]);
-        pin(dv[f]);
-      }
-      barrier_arrive(barriers.q_empty(ring_q.buffer()));  // all lanes: each has read row vectors
-    };
-    const auto multiply_dq = [&](const Ring<S.planes>& grads, float(&dq)[kColumns / 2]) {
-      wgmma_fence();
-      multiply<kType, kKeys>(dq, grads_rows.buffer(grads.buffer(), kSizes.grads), k_inside);
-      wgmma_commit();
-    };
-    const auto send_dq = [&](float(&dq)[kColumns / 2], int row) {
-      sm90_backward_send_dq<S>(a, base, barriers, block.place, dq, head_before, row, left, c, warp, lane);
-    };
-    const auto add_dq = [&](const Ring<S.planes>& grads, int row, bool pending) {
-      float dq[kColumns / 2];
-      barrier_wait(barriers.grads_full(grads.buffer()), grads.parity());
-      multiply_dq(grads, dq);
-      if (pending) {
-        wgmma_wait<1>();
-        finish_step();
-      }
-      wgmma_wait<0>();
-      pin(dq);
-      if (leader) {
-        barrier_arrive(barriers.grads_empty(grads.buffer()));
-      }
-      send_dq(dq, row);
-    };
+    Sm90BackwardStep<S> work{a,          block,       barriers, k_inside, grads_rows, dk,   dv,   ring_q,
+                             ring_grads, head_before, left,     base,     c,          warp, lane, leader};
 
     // ---- the steps ----
     Ring<S.planes> grads_before = ring_grads;
@@ -250,16 +218,9 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
             base + kSizes.q_at + ring_q.buffer() * kSizes.q,
             base + kSizes.grad_out_at + ring_q.buffer() * kSizes.grad_out, block.place.q_len - step.query);
       }
-      const auto clear_dead = [&] {
-        if (block.may_be_dead) {
-          zero_dead_rows<S, kRowV, kPanelsV, kGroups * 128>(
-              base + kSizes.grad_out_at + ring_q.buffer() * kSizes.grad_out,
-              base + kSizes.lse_at + ring_q.buffer() * kSizes.rows);
-        }
-      };
-      if constexpr (kHow.skips) {  // one barrier for all warpgroups, whatever their own keys meet; else behind the
-                                   // products
-        clear_dead();
+      // One barrier for all warpgroups, whatever their own keys meet; else behind the products.
+      if constexpr (kHow.skips) {
+        work.clear_dead();
       }
 #pragma unroll
       for (int i = 0; i < kBlocks * kParts; ++i) {
@@ -270,21 +231,12 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
         const u32 panel = tile + (c * kBlocks + f) * M * 128 + part * P * 128 + fragment;
         const u32 lse_here = lse + part * P * 4;
         const u32 delta_here = delta + part * P * 4;
-        const auto await_tile = [&] {
-          if (i == 0) {
-            if constexpr (kBias) {
-              barrier_wait(barriers.bias_full(ring_grads.buffer()), ring_grads.parity());
-            } else if constexpr (kLater) {
-              barrier_wait(barriers.grads_empty(ring_grads.buffer()), ring_grads.parity() ^ 1);
-            }
-          }
-        };
         math::TileClass kind = math::TileClass::kFull;
         if constexpr (S.banded) {
           kind = block.band.tile(first, first + P, key, key + 64);
         }
         if (kHow.skips && kind == math::TileClass::kEmpty) {
-          await_tile();
+          work.await_tile(i);
           if (kOuter && i == 0) {
             barrier_wait(barriers.outer_full(ring_outer.buffer()), ring_outer.parity());
           }
@@ -304,9 +256,9 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
         multiply<kType, V, kHow.held_v>(dp, v_held, v_rows.row(f * 64), o_rows.moved(o_now).row(part * P));
         wgmma_commit();
         if (!kHow.skips && i == 0) {
-          clear_dead();
+          work.clear_dead();
         }
-        await_tile();
+        work.await_tile(i);
         typename Scores::Loaded loaded;
         loaded.load(panel, lse_here, 0);
         wgmma_wait<1>();
@@ -356,7 +308,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
         if constexpr (S.same_step) {
           fence_async();
           sync(kGradsThere, kGroups * 128);  // all of dS is there, and that of the step before has been read
-          multiply_dq(ring_grads, dq);
+          work.multiply_dq(ring_grads, dq);
         }
         if constexpr (S.dkv) {
           multiply_add<kType, P>(dk[f], grads, q_inside, q_now, part * P / 16);
@@ -368,7 +320,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
           if (kBias && leader) {
             barrier_arrive(barriers.grads_empty(ring_grads.buffer()));
           }
-          send_dq(dq, block.row0 + step.head * int(a.padded_rows) + step.query);
+          work.send_dq(dq, block.row0 + step.head * int(a.padded_rows) + step.query);
         }
         if (!kHow.overlaps && i + 1 < kBlocks * kParts) {
           wgmma_wait<0>();
@@ -384,31 +336,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
         ring_outer.next();
       }
       const int row_now = S.direct ? step.query : block.row0 + step.head * int(a.padded_rows) + step.query;
-      if constexpr (kLater) {
-        fence_async();
-        __syncwarp();
-        if (leader) {
-          barrier_arrive(barriers.grads_full(ring_grads.buffer()));
-        }
-        if (S.delay && n > 0 && my_turn(turn_before)) {
-          add_dq(grads_before, row_before, true);
-        } else {
-          wgmma_wait<0>();
-          finish_step();
-          if (!S.delay && n > 0 && my_turn(turn_before)) {
-            add_dq(grads_before, row_before, false);
-          }
-        }
-      } else {
-        wgmma_wait<0>();
-        finish_step();
-        if (kBias && !S.same_step) {
-          __syncwarp();
-          if (leader) {
-            barrier_arrive(barriers.grads_empty(ring_grads.buffer()));
-          }
-        }
-      }
+      work.end(n, grads_before, row_before, turn_before);
       grads_before = ring_grads;
       row_before = row_now;
       head_before = step.head;
@@ -419,8 +347,8 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
       ring_grads.next();
     }
     if constexpr (kLater) {
-      if (block.steps > 0 && my_turn(turn_before)) {
-        add_dq(grads_before, row_before, false);
+      if (block.steps > 0 && work.my_turn(turn_before)) {
+        work.add_dq(grads_before, row_before, false);
       }
     }
     __syncwarp();

@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The end of a step in sm90_backward, and dQ of the step before.
+#ifndef FOVEA_CUDA_DEVICE_SM90_BACKWARD_STEP_CUH
+#define FOVEA_CUDA_DEVICE_SM90_BACKWARD_STEP_CUH
+
+#include "cuda/device/ptx/sm90.cuh"
+#include "cuda/device/ptx/wgmma.cuh"
+#include "cuda/device/sm90/backward_output.cuh"
+#include "cuda/device/tile/pipe.cuh"
+#include "cuda/device/tile/shared.cuh"
+#include "cuda/device/work/sm90_key_block.cuh"
+
+namespace fovea::cuda {
+
+// Everything that it reads and changes lies in the kernel.
+template <Sm90BackwardSpec S>
+struct Sm90BackwardStep {
+  static constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);
+  static constexpr Sm90BackwardChoices kHow = sm90_backward_choices(S);
+  static constexpr int kColumns = S.halves ? S.d / 2 : S.d;  // of a product of dQ
+
+  const Args& a;
+  const Sm90KeyBlock<S>& block;
+  const Sm90BackwardBarriers& barriers;
+  const SharedOperand<Inner::kRows, kSizes.keys, kHow.panel_d>& k_inside;
+  const SharedOperand<Inner::kColumns, S.step, 64>& grads_rows;
+  float (&dk)[S.tiles][S.d / 2];
+  float (&dv)[S.tiles][S.dv / 2];
+  Ring<S.stages>& ring_q;
+  Ring<S.planes>& ring_grads;
+  int& head_before;  // whose dQ is to be computed
+  u32& left;         // parity of what leaves through shared memory
+  const u32& base;
+  const int &c, &warp, &lane;
+  const bool& leader;
+
+  // dQ of the step whose dS lies in `grads`, from row `row` of dq_sum (`direct`: of the head) on. pending: dV and dK of
+  // this warpgroup's own step are in flight, whose Q is then released.
+  __device__ __forceinline__ bool my_turn(int turn) const { return S.halves || S.step == 128 || turn == c; }
+  __device__ __forceinline__ void finish_step() {
+#pragma unroll
+    for (int f = 0; f < S.tiles; ++f) {
+      pin(dk[f]);
+      pin(dv[f]);
+    }
+    barrier_arrive(barriers.q_empty(ring_q.buffer()));  // all lanes: each has read row vectors
+  }
+  __device__ __forceinline__ void multiply_dq(const Ring<S.planes>& grads, float (&dq)[kColumns / 2]) {
+    wgmma_fence();
+    multiply<S.type, kSizes.keys>(dq, grads_rows.buffer(grads.buffer(), kSizes.grads), k_inside);
+    wgmma_commit();
+  }
+  __device__ __forceinline__ void send_dq(float (&dq)[kColumns / 2], int row) {
+    sm90_backward_send_dq<S>(a, base, barriers, block.place, dq, head_before, row, left, c, warp, lane);
+  }
+  __device__ __forceinline__ void add_dq(const Ring<S.planes>& grads, int row, bool pending) {
+    float dq[kColumns / 2];
+    barrier_wait(barriers.grads_full(grads.buffer()), grads.parity());
+    multiply_dq(grads, dq);
+    if (pending) {
+      wgmma_wait<1>();
+      finish_step();
+    }
+    wgmma_wait<0>();
+    pin(dq);
+    if (leader) {
+      barrier_arrive(barriers.grads_empty(grads.buffer()));
+    }
+    send_dq(dq, row);
+  }
+
+  __device__ __forceinline__ void clear_dead() {
+    if (block.may_be_dead) {
+      zero_dead_rows<S, kHow.row_v, kHow.panels_v, kHow.threads>(
+          base + kSizes.grad_out_at + ring_q.buffer() * kSizes.grad_out,
+          base + kSizes.lse_at + ring_q.buffer() * kSizes.rows);
+    }
+  }
+  __device__ __forceinline__ void await_tile(int i) {
+    if (i == 0) {
+      if constexpr (kHow.bias_in_place) {
+        barrier_wait(barriers.bias_full(ring_grads.buffer()), ring_grads.parity());
+      } else if constexpr (kHow.dq_later) {
+        barrier_wait(barriers.grads_empty(ring_grads.buffer()), ring_grads.parity() ^ 1);
+      }
+    }
+  }
+
+  // The end of step n: dV and dK are awaited, and dQ of the step before is computed if it is this warpgroup's turn.
+  __device__ __forceinline__ void end(const int& n, const Ring<S.planes>& grads_before, const int& row_before,
+                                      const int& turn_before) {
+    if constexpr (kHow.dq_later) {
+      fence_async();
+      __syncwarp();
+      if (leader) {
+        barrier_arrive(barriers.grads_full(ring_grads.buffer()));
+      }
+      if (S.delay && n > 0 && my_turn(turn_before)) {
+        add_dq(grads_before, row_before, true);
+      } else {
+        wgmma_wait<0>();
+        finish_step();
+        if (!S.delay && n > 0 && my_turn(turn_before)) {
+          add_dq(grads_before, row_before, false);
+        }
+      }
+    } else {
+      wgmma_wait<0>();
+      finish_step();
+      if (kHow.bias_in_place && !S.same_step) {
+        __syncwarp();
+        if (leader) {
+          barrier_arrive(barriers.grads_empty(ring_grads.buffer()));
+        }
+      }
+    }
+  }
+};
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_SM90_BACKWARD_STEP_CUH
