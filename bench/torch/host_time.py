@@ -32,6 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention as sdpa  # noqa: E402
 
 import fovea  # noqa: E402
+import fovea.torch  # noqa: E402
 import records  # noqa: E402
 from fovea.torch import _call, _fast, _operators, attention  # noqa: E402
 
@@ -87,6 +88,12 @@ def fast(choice):
         _fast.load()
 
 
+@contextlib.contextmanager
+def through_enable():
+    with fast("1"), fovea.torch.enabled(prefer=None):
+        yield
+
+
 def rows(device):
     """By name: a call without gradients, one whose result wants them, and what is done around a batch of calls."""
     make = lambda **options: torch.randn(SHAPES[device], dtype=TYPES[device], device=device, **options)  # noqa: E731
@@ -96,7 +103,8 @@ def rows(device):
     found = {
         "scaled_dot_product_attention": (*of(sdpa), contextlib.nullcontext),
         "**fovea.torch.attention**": (*of(attention), lambda: fast("1")),
-        "the same, tensors by their methods, as before PyTorch 2.14": (*of(attention), lambda: fast("methods")),
+        "the same, through enable()": (*of(sdpa), through_enable),
+        "the same, tensors by their methods": (*of(attention), lambda: fast("methods")),
         "the same, in Python": (*of(attention), lambda: fast("0")),
     }
     if device == "cpu":

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The fast path of fovea.torch: from Python's arguments to the C ABI and back without Python code in between, for
  * CPython's limited API. It needs no header of PyTorch and links neither PyTorch nor libfovea: start() gets the
- * addresses of what it calls. From PyTorch 2.14 on tensors are read and made by the stable C functions of libtorch,
- * before that by Python's methods.
+ * addresses of what it calls. Tensors are read by DLPack's exchange API, which PyTorch 2.11 has, and made by C
+ * functions of libtorch. Python's methods do either where these are missing.
  *
  * It computes the calls that it understands entirely and declines every other one by returning None: then Python
  * computes the same call from the beginning, which is also how every error gets its text. So it may decline, but must
@@ -28,7 +28,11 @@
 #define OBJECTS(X) \
   X(Tensor) X(Parameter) X(strided) X(dtypes) X(modes) X(transforms) X(profiler) X(tracing) X(forward_ad) \
   X(any_autocast) X(autocast_enabled) X(autocast_dtype) X(grad_enabled) X(deterministic) X(warn_only) X(stream) \
-  X(draw_seed) X(apply) X(empty_like) X(zeros_like) X(empty_strided)
+  X(draw_seed) X(apply) X(node) X(backward) X(compiling) X(empty_like) X(zeros_like) X(empty_strided) X(exchange) \
+  X(flash_allowed) X(efficient_allowed) X(cudnn_allowed)
+
+/* What enable() gives to connect(): fovea.torch._enable has them. */
+#define CONNECTIONS(X) X(state) X(decide) X(give_back) X(in_python)
 
 typedef struct Opaque* Handle; /* AtenTensorHandle */
 
@@ -38,32 +42,24 @@ typedef struct Opaque* Handle; /* AtenTensorHandle */
   X(fovea_backward, fovea_status, (const fovea_problem*, void*, size_t)) \
   X(fovea_workspace, fovea_status, (const fovea_problem*, fovea_direction, size_t*))
 
-/* and libtorch's: all of them, or Python's methods instead. */
-#define STABLE(X) \
-  X(torch_tensor_from_pyobject, int32_t, (void*, Handle*)) \
+/* of libtorch one that makes an object of a tensor: stable from PyTorch 2.14 on; before that THPVariable_Wrap(const
+ * at::TensorBase&) of C++, whose argument is an address like a handle, */
+#define WRAPPERS(X) \
   X(torch_tensor_to_pyobject, int32_t, (Handle, void*, void**)) \
-  X(torch_has_storage, int32_t, (Handle, _Bool*)) \
-  X(aoti_torch_get_layout, int32_t, (Handle, int32_t*)) \
-  X(aoti_torch_get_dim, int32_t, (Handle, int64_t*)) \
-  X(aoti_torch_get_sizes, int32_t, (Handle, int64_t**)) \
-  X(aoti_torch_get_strides, int32_t, (Handle, int64_t**)) \
-  X(aoti_torch_get_dtype, int32_t, (Handle, int32_t*)) \
-  X(aoti_torch_get_device_type, int32_t, (Handle, int32_t*)) \
-  X(aoti_torch_get_device_index, int32_t, (Handle, int32_t*)) \
+  X(THPVariable_Wrap, PyObject*, (Handle))
+
+/* and these: all of them, or Python's methods instead. */
+#define STABLE(X) \
   X(aoti_torch_get_data_ptr, int32_t, (Handle, void**)) \
   X(aoti_torch_empty_strided, int32_t, \
     (int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, Handle*)) \
   X(aoti_torch_delete_tensor_object, int32_t, (Handle)) \
-  X(aoti_torch_layout_strided, int32_t, (void)) \
   X(aoti_torch_device_type_cpu, int32_t, (void)) \
   X(aoti_torch_device_type_cuda, int32_t, (void)) \
   X(aoti_torch_dtype_float32, int32_t, (void)) \
   X(aoti_torch_dtype_float16, int32_t, (void)) \
   X(aoti_torch_dtype_bfloat16, int32_t, (void)) \
   X(aoti_torch_dtype_float64, int32_t, (void)) \
-  X(aoti_torch_dtype_bool, int32_t, (void)) \
-  X(aoti_torch_dtype_int32, int32_t, (void)) \
-  X(aoti_torch_dtype_int64, int32_t, (void)) \
   X(aoti_torch_dtype_uint8, int32_t, (void))
 
 /* Names of keywords and attributes, as Python's interned strings. The first ones are the tensors of a call, in the
@@ -74,7 +70,7 @@ typedef struct Opaque* Handle; /* AtenTensorHandle */
   X(max_seqlen_q) X(max_seqlen_k) X(batch_shape) X(layout) X(deterministic) X(backend) X(return_lse) \
   X(_current_level) X(requires_grad) X(is_nested) X(is_neg) X(shape) X(stride) X(dtype) X(data_ptr) X(is_cpu) \
   X(is_cuda) X(get_device) X(device) X(new_empty_strided) X(contiguous) X(to_save) X(materialize_grads) X(call) \
-  X(needs_input_grad) X(cpu) X(cuda)
+  X(needs_input_grad) X(saved_tensors) X(cpu) X(cuda) X(enable_gqa) X(decisions)
 /* clang-format on */
 
 enum {
@@ -86,17 +82,43 @@ enum {
 enum { kTensors = 14, kFields = k_seqused_k + 1, kGrads = 6, kCodes = FOVEA_INT64 + 1, kUint8 = kCodes };
 static const int kDifferentiable[kGrads] = {k_q, k_k, k_v, k_bias, k_bias2, k_sink};
 
+/* Of DLPack 1.3 what is called: https://dmlc.github.io/dlpack/latest/c_api.html */
+typedef struct DlTensor {
+  void* data;
+  struct {
+    int32_t type, index;
+  } device;
+  int32_t rank;
+  struct {
+    uint8_t code, bits;
+    uint16_t lanes;
+  } dtype;
+  int64_t *shape, *stride;
+  uint64_t byte_offset;
+} DlTensor;
+typedef struct Exchange {
+  struct {
+    uint32_t major, minor;
+  } version;
+  void *previous, *allocate, *from_object, *to_object;
+  int (*read)(void* object, DlTensor* tensor); /* what it gives is the object's */
+} Exchange;
+enum { kDlCpu = 1, kDlCuda = 2, kDlInt = 0, kDlUint = 1, kDlFloat = 2, kDlBfloat = 4, kDlBool = 6 };
+
 /* clang-format off */
 /* NOLINTBEGIN(bugprone-macro-parentheses): names and types */
 static struct {
 #define OBJECT(name) PyObject* name;
 #define FUNCTION(name, result, arguments) result(*name) arguments;
-  OBJECTS(OBJECT) LIBRARY(FUNCTION) STABLE(FUNCTION)
+  OBJECTS(OBJECT) CONNECTIONS(OBJECT) LIBRARY(FUNCTION) WRAPPERS(FUNCTION) STABLE(FUNCTION)
 #undef OBJECT
 #undef FUNCTION
   PyObject* names[kNames];
-  int stable, layout, cpu, cuda;
-  int32_t types[kUint8 + 1]; /* PyTorch's number of each type of fovea, and of uint8 */
+  PyObject* zero; /* 0.0 */
+  const Exchange* dlpack; /* NULL: tensors are read by methods */
+  int stable, cpu, cuda;  /* 0: tensors are made by methods */
+  int32_t types[kUint8 + 1]; /* PyTorch's number of each type of results, and of uint8 */
+  long long served; /* calls of sdpa() that it has computed */
   pthread_key_t scratch;
 } G;
 /* NOLINTEND(bugprone-macro-parentheses) */
@@ -172,30 +194,45 @@ static int is_watched(void) {
 
 /* ---- tensors ---- */
 
-static int read_stable(PyObject* object, View* x) {
-  Handle tensor = NULL;
-  if (G.torch_tensor_from_pyobject(object, &tensor) != 0) return 0;
-  _Bool stored = 0;
-  int32_t layout = 0, type = 0, device = 0;
-  int64_t rank = 0, *shape = NULL, *stride = NULL;
-  int read = 0;
-  if (G.torch_has_storage(tensor, &stored) == 0 && stored && G.aoti_torch_get_layout(tensor, &layout) == 0 &&
-      layout == G.layout && G.aoti_torch_get_dim(tensor, &rank) == 0 && rank <= FOVEA_MAX_RANK &&
-      G.aoti_torch_get_dtype(tensor, &type) == 0 && G.aoti_torch_get_device_type(tensor, &device) == 0 &&
-      (device == G.cpu || device == G.cuda) && G.aoti_torch_get_device_index(tensor, &x->index) == 0 &&
-      G.aoti_torch_get_sizes(tensor, &shape) == 0 && G.aoti_torch_get_strides(tensor, &stride) == 0 &&
-      G.aoti_torch_get_data_ptr(tensor, &x->data) == 0) {
-    x->rank = (int32_t)rank;
-    x->device = device == G.cpu ? FOVEA_CPU : FOVEA_CUDA;
-    for (x->type = 1; x->type <= kUint8 && G.types[x->type] != type;) ++x->type;
-    for (int64_t i = 0; i < rank; ++i) {
-      x->shape[i] = shape[i];
-      x->stride[i] = stride[i];
-    }
-    read = 1;
+static int type_of(uint8_t code, uint8_t bits) {
+  switch (code << 8 | bits) {
+    case kDlFloat << 8 | 32:
+      return FOVEA_FP32;
+    case kDlFloat << 8 | 16:
+      return FOVEA_FP16;
+    case kDlBfloat << 8 | 16:
+      return FOVEA_BF16;
+    case kDlFloat << 8 | 64:
+      return FOVEA_FP64;
+    case kDlBool << 8 | 8:
+      return FOVEA_BOOL;
+    case kDlInt << 8 | 32:
+      return FOVEA_INT32;
+    case kDlInt << 8 | 64:
+      return FOVEA_INT64;
+    case kDlUint << 8 | 8:
+      return kUint8;
+    default:
+      return kUint8 + 1;
   }
-  G.aoti_torch_delete_tensor_object(tensor);
-  return read;
+}
+
+/* A tensor without memory, such as a sparse one, raises an exception. */
+static int read_by_dlpack(PyObject* object, View* x) {
+  DlTensor tensor;
+  if (G.dlpack->read(object, &tensor) != 0 || tensor.rank > FOVEA_MAX_RANK || tensor.dtype.lanes != 1 ||
+      (tensor.device.type != kDlCpu && tensor.device.type != kDlCuda))
+    return 0;
+  x->data = (char*)tensor.data + tensor.byte_offset;
+  x->type = type_of(tensor.dtype.code, tensor.dtype.bits);
+  x->rank = tensor.rank;
+  x->device = tensor.device.type == kDlCpu ? FOVEA_CPU : FOVEA_CUDA;
+  x->index = tensor.device.type == kDlCpu ? -1 : tensor.device.index;
+  for (int i = 0; i < tensor.rank; ++i) {
+    x->shape[i] = tensor.shape[i];
+    x->stride[i] = tensor.stride[i];
+  }
+  return 1;
 }
 
 /* The rank, or -1. Takes the reference. */
@@ -206,6 +243,14 @@ static Py_ssize_t read_dims(PyObject* tuple, int64_t* dims) {
   for (Py_ssize_t i = 0; i < rank; ++i) dims[i] = PyLong_AsLongLong(PyTuple_GetItem(tuple, i));
   Py_DECREF(tuple);
   return PyErr_Occurred() ? -1 : rank;
+}
+
+static int address_of(PyObject* tensor, void** data) {
+  PyObject* address = method(tensor, k_data_ptr);
+  if (!address) return 0;
+  *data = PyLong_AsVoidPtr(address);
+  Py_DECREF(address);
+  return !PyErr_Occurred();
 }
 
 static int read_by_methods(PyObject* object, View* x) {
@@ -225,11 +270,7 @@ static int read_by_methods(PyObject* object, View* x) {
     x->device = FOVEA_CUDA;
     Py_DECREF(index);
   }
-  PyObject* address = method(object, k_data_ptr);
-  if (!address) return 0;
-  x->data = PyLong_AsVoidPtr(address);
-  Py_DECREF(address);
-  return !PyErr_Occurred();
+  return address_of(object, &x->data);
 }
 
 /* A dense tensor of PyTorch's own type. Gradients may be zeros that lie nowhere. */
@@ -237,7 +278,7 @@ static int read_tensor(PyObject* object, View* x) {
   PyObject* type = (PyObject*)Py_TYPE(object);
   if (type != G.Tensor && type != G.Parameter) return 0;
   x->object = object;
-  if (!(G.stable ? read_stable(object, x) : read_by_methods(object, x)) || x->type > kUint8) return 0;
+  if (!(G.dlpack ? read_by_dlpack(object, x) : read_by_methods(object, x)) || x->type > kUint8) return 0;
   int64_t numbers = 1;
   for (int i = 0; i < x->rank; ++i) numbers *= x->shape[i];
   return x->data || numbers == 0;
@@ -248,7 +289,7 @@ static int read_plain(PyObject* object, View* x, int* learns) {
   PyObject* type = (PyObject*)Py_TYPE(object);
   if (type != G.Tensor && type != G.Parameter) return 0;
   if (attribute(object, k_is_nested) != 0 || is_true(method(object, k_is_neg)) != 0) return 0;
-  if (!G.stable) {
+  if (!G.dlpack) {
     PyObject* layout = PyObject_GetAttr(object, G.names[k_layout]);
     Py_XDECREF(layout);
     if (layout != G.strided) return 0;
@@ -270,33 +311,47 @@ static PyObject* dims_tuple(int rank, const int64_t* dims) {
   return tuple;
 }
 
+/* Empty tensors of types that q does not have, by type and device: naming both takes longer than all the rest of making
+ * a tensor. Borrowed. */
+enum { kDevices = 65 };
+static PyObject* model_of(const View* like, const View* x) {
+  static PyObject* models[kUint8 + 1][kDevices];
+  if (x->type == like->type) return like->object;
+  if (like->index + 1 >= kDevices) return NULL;
+  PyObject** model = &models[x->type][like->index + 1];
+  if (*model) return *model;
+  PyObject* device = PyObject_GetAttr(like->object, G.names[k_device]);
+  PyObject* options = device ? PyDict_New() : NULL;
+  PyObject* arguments = Py_BuildValue("((i)(i))", 0, 1);
+  if (options && arguments && PyDict_SetItem(options, G.names[k_device], device) == 0 &&
+      PyDict_SetItem(options, G.names[k_dtype], PyTuple_GetItem(G.dtypes, x->type - 1)) == 0)
+    *model = PyObject_Call(G.empty_strided, arguments, options);
+  Py_XDECREF(arguments);
+  Py_XDECREF(options);
+  Py_XDECREF(device);
+  return *model;
+}
+
 static PyObject* new_by_methods(const View* like, const View* x) {
   PyObject* result = NULL;
-  PyObject* shape = dims_tuple(x->rank, x->shape);
-  PyObject* stride = dims_tuple(x->rank, x->stride);
-  if (shape && stride) {
-    if (x->type == like->type) {
-      result = PyObject_CallMethodObjArgs(like->object, G.names[k_new_empty_strided], shape, stride, (PyObject*)NULL);
-    } else {
-      PyObject* device = PyObject_GetAttr(like->object, G.names[k_device]);
-      PyObject* options = device ? PyDict_New() : NULL;
-      PyObject* arguments = PyTuple_Pack(2, shape, stride);
-      if (options && arguments && PyDict_SetItem(options, G.names[k_device], device) == 0 &&
-          PyDict_SetItem(options, G.names[k_dtype], PyTuple_GetItem(G.dtypes, x->type - 1)) == 0)
-        result = PyObject_Call(G.empty_strided, arguments, options);
-      Py_XDECREF(arguments);
-      Py_XDECREF(options);
-      Py_XDECREF(device);
-    }
-  }
+  PyObject* model = model_of(like, x);
+  PyObject* shape = model ? dims_tuple(x->rank, x->shape) : NULL;
+  PyObject* stride = shape ? dims_tuple(x->rank, x->stride) : NULL;
+  if (stride) result = PyObject_CallMethodObjArgs(model, G.names[k_new_empty_strided], shape, stride, (PyObject*)NULL);
   Py_XDECREF(shape);
   Py_XDECREF(stride);
   return result;
 }
 
-static PyObject* new_stable(const View* like, View* x) {
+static PyObject* object_of(Handle tensor) {
+  if (!G.torch_tensor_to_pyobject) return G.THPVariable_Wrap(tensor);
+  void* object = NULL;
+  return G.torch_tensor_to_pyobject(tensor, NULL, &object) == 0 ? object : NULL;
+}
+
+/* New memory of x's type, shape and strides, on the device of another tensor; sets x's address. */
+static Handle new_handle(const View* like, View* x) {
   Handle tensor = NULL;
-  void* result = NULL;
   int32_t failed;
   if (like->device == FOVEA_CPU) {
     failed = G.aoti_torch_empty_strided(x->rank, x->shape, x->stride, G.types[x->type], G.cpu, like->index, &tensor);
@@ -307,22 +362,22 @@ static PyObject* new_stable(const View* like, View* x) {
     Py_END_ALLOW_THREADS
   }
   if (failed) return NULL;
-  if (G.aoti_torch_get_data_ptr(tensor, &x->data) != 0 || G.torch_tensor_to_pyobject(tensor, NULL, &result) != 0)
-    result = NULL;
+  if (G.aoti_torch_get_data_ptr(tensor, &x->data) == 0) return tensor;
   G.aoti_torch_delete_tensor_object(tensor);
-  return result;
+  return NULL;
 }
 
 /* A new tensor of x's type, shape and strides, on the device of another one. */
 static PyObject* new_tensor(const View* like, View* x) {
   x->device = like->device;
   x->index = like->index;
-  x->object = G.stable ? new_stable(like, x) : new_by_methods(like, x);
-  if (x->object && !G.stable) {
-    PyObject* address = method(x->object, k_data_ptr);
-    x->data = address ? PyLong_AsVoidPtr(address) : NULL;
-    Py_XDECREF(address);
-    if (PyErr_Occurred()) Py_CLEAR(x->object);
+  if (G.stable) {
+    Handle tensor = new_handle(like, x);
+    x->object = tensor ? object_of(tensor) : NULL;
+    if (tensor) G.aoti_torch_delete_tensor_object(tensor);
+  } else {
+    x->object = new_by_methods(like, x);
+    if (x->object && !address_of(x->object, &x->data)) Py_CLEAR(x->object);
   }
   return x->object;
 }
@@ -568,10 +623,12 @@ static fovea_status compute_on_device(const Call* call, fovea_direction directio
     }
     /* From PyTorch's allocator, which knows streams and the memory pools of graphs. */
     View workspace = {.type = kUint8, .rank = 1, .shape = {(int64_t)needed}, .stride = {1}};
-    PyObject* owner = new_tensor(&call->tensors[k_q], &workspace);
-    if (!owner) return FOVEA_OUT_OF_MEMORY;
+    Handle handle = G.stable ? new_handle(&call->tensors[k_q], &workspace) : NULL;
+    PyObject* owner = G.stable ? NULL : new_tensor(&call->tensors[k_q], &workspace);
+    if (!handle && !owner) return FOVEA_OUT_OF_MEMORY;
     Py_BEGIN_ALLOW_THREADS status = function(problem, workspace.data, needed);
-    Py_END_ALLOW_THREADS Py_DECREF(owner);
+    Py_END_ALLOW_THREADS Py_XDECREF(owner);
+    if (handle) G.aoti_torch_delete_tensor_object(handle);
   }
   return status;
 }
@@ -672,13 +729,37 @@ static int read_option(int name, PyObject* value, Options* o, int* return_lse) {
   }
 }
 
-/* Reads q, k, v and the dictionary of keywords. Returns 0 where Python has to look. */
-static int read_call(PyObject* const* qkv, PyObject* keywords, Call* call, int* learns, int* return_lse) {
-  Options* o = &call->options;
+/* torch.use_deterministic_algorithms(): 1 if it is on, -1 where Python has to look. */
+static int deterministic(void) {
+  const int on = ask(G.deterministic);
+  return on > 0 && ask(G.warn_only) != 0 ? -1 : on;
+}
+
+/* Whether Python need not cast q, k and v. */
+static int agrees_with_autocast(const Call* call) {
+  const int autocast = ask(G.any_autocast);
+  if (autocast <= 0) return autocast == 0;
+  PyObject* device = G.names[call->tensors[k_q].device == FOVEA_CPU ? k_cpu : k_cuda];
+  const int enabled = is_true(PyObject_CallFunctionObjArgs(G.autocast_enabled, device, (PyObject*)NULL));
+  if (enabled <= 0) return enabled == 0;
+  PyObject* type = PyObject_CallFunctionObjArgs(G.autocast_dtype, device, (PyObject*)NULL);
+  Py_XDECREF(type);
+  for (int name = k_q; name <= k_v; ++name)
+    if (PyTuple_GetItem(G.dtypes, call->tensors[name].type - 1) != type) return 0;
+  return 1;
+}
+
+static void clear_options(Options* o) {
   memset(o, 0, sizeof *o);
   o->align = -1;
   o->swapped = 1;
   o->window_left = o->window_right = -1;
+}
+
+/* Reads q, k, v and the dictionary of keywords. Returns 0 where Python has to look. */
+static int read_call(PyObject* const* qkv, PyObject* keywords, Call* call, int* learns, int* return_lse) {
+  Options* o = &call->options;
+  clear_options(o);
   PyObject* given[kTensors] = {qkv[0], qkv[1], qkv[2]};
   PyObject *key, *value, *seed = Py_None;
   Py_ssize_t at = 0;
@@ -728,24 +809,11 @@ static int read_call(PyObject* const* qkv, PyObject* keywords, Call* call, int* 
     if (!o->packed && rows_of(call, k_q) != rows_of(call, k_k)) return 0;
   }
   if (!(o->flags & FOVEA_DETERMINISTIC)) {
-    const int deterministic = ask(G.deterministic);
-    if (deterministic < 0 || (deterministic && ask(G.warn_only) != 0)) return 0;
-    if (deterministic) o->flags |= FOVEA_DETERMINISTIC;
+    const int on = deterministic();
+    if (on < 0) return 0;
+    if (on) o->flags |= FOVEA_DETERMINISTIC;
   }
-  const int autocast = ask(G.any_autocast);
-  if (autocast < 0) return 0;
-  if (autocast) {
-    PyObject* device = G.names[call->tensors[k_q].device == FOVEA_CPU ? k_cpu : k_cuda];
-    const int enabled = is_true(PyObject_CallFunctionObjArgs(G.autocast_enabled, device, (PyObject*)NULL));
-    if (enabled < 0) return 0;
-    if (enabled) { /* Python casts what has another type */
-      PyObject* type = PyObject_CallFunctionObjArgs(G.autocast_dtype, device, (PyObject*)NULL);
-      Py_XDECREF(type);
-      for (int name = k_q; name <= k_v; ++name)
-        if (PyTuple_GetItem(G.dtypes, call->tensors[name].type - 1) != type) return 0;
-    }
-  }
-  if (is_watched()) return 0;
+  if (!agrees_with_autocast(call) || is_watched()) return 0;
   return drawn ? 2 : 1;
 }
 
@@ -807,6 +875,53 @@ static PyObject* differentiable(const Call* call, PyObject* out, PyObject* lse, 
   return found;
 }
 
+/* The result of what has been read, or None. `drawn`: with a new seed. */
+static PyObject* forward(Call* call, int drawn, int learns, int return_lse) {
+  PyObject* seed = NULL;
+  if (drawn) {
+    PyObject* of = PyTuple_Pack(1, call->tensors[k_q].object);
+    seed = of ? PyObject_CallFunctionObjArgs(G.draw_seed, of, (PyObject*)NULL) : NULL;
+    Py_XDECREF(of);
+    if (!seed) return NULL;
+    if (!read_tensor(seed, &call->tensors[k_seed])) {
+      Py_DECREF(seed);
+      return decline();
+    }
+    call->options.given |= 1u << k_seed;
+  }
+  View out, lse;
+  PyObject *found = NULL, *new_out = NULL, *new_lse = NULL;
+  int computed = 0;
+  if (build(call)) {
+    result_layouts(call, &out, &lse);
+    new_out = new_tensor(&call->tensors[k_q], &out);
+    const int with_lse = learns || return_lse;
+    if (new_out && with_lse) new_lse = new_tensor(&call->tensors[k_q], &lse);
+    if (new_out && (new_lse || !with_lse)) {
+      put(call, &call->problem.out, &out, 1);
+      if (with_lse) put(call, &call->problem.lse, &lse, 0);
+      computed = compute(call, FOVEA_FORWARD);
+      if (computed) {
+        if (return_lse) {
+          found = PyTuple_Pack(2, new_out, new_lse);
+        } else {
+          Py_INCREF(new_out);
+          found = new_out;
+        }
+        if (found && learns) {
+          PyObject* result = differentiable(call, new_out, new_lse, found);
+          Py_DECREF(found);
+          found = result;
+        }
+      }
+    }
+  }
+  Py_XDECREF(new_out);
+  Py_XDECREF(new_lse);
+  Py_XDECREF(seed);
+  return computed ? found : decline();
+}
+
 /* attention(q, k, v, keywords): the result, or None. */
 static PyObject* fast_attention(PyObject* module, PyObject* const* arguments, Py_ssize_t count) {
   (void)module;
@@ -820,49 +935,159 @@ static PyObject* fast_attention(PyObject* module, PyObject* const* arguments, Py
     if (enabled < 0) return decline();
     learns = enabled;
   }
-  PyObject* seed = NULL;
-  if (read == 2) {
-    PyObject* of = PyTuple_Pack(1, arguments[0]);
-    seed = of ? PyObject_CallFunctionObjArgs(G.draw_seed, of, (PyObject*)NULL) : NULL;
-    Py_XDECREF(of);
-    if (!seed) return NULL;
-    if (!read_tensor(seed, &call.tensors[k_seed])) {
-      Py_DECREF(seed);
-      return decline();
-    }
-    call.options.given |= 1u << k_seed;
+  return forward(&call, read == 2, learns, return_lse);
+}
+
+/* ---- scaled_dot_product_attention, where enable() is in force ---- */
+
+/* A call as PyTorch has it: its arguments, those that were left out too, in the order of the operator. */
+enum { kQuery, kKey, kValue, kMask, kDropout, kCausal, kScale, kGqa, kSdpa };
+
+/* Of a call what decides how it is computed, as bytes: a key of _enable._state.decisions. */
+typedef struct Kind {
+  double dropout_p, scale;
+  int32_t causal, gqa, scaled, deterministic, learns; /* learns: a bit for each tensor */
+  int32_t count;                                      /* of words */
+  int64_t words[4 * (4 + FOVEA_MAX_RANK)];            /* of each tensor type, rank, device, its number and shape */
+} Kind;
+
+/* Reads q, k, v and the mask, which is a bias if it has numbers. Returns 0 where Python has to look. */
+static int read_sdpa(PyObject* const* given, Call* call, Kind* kind) {
+  Options* o = &call->options;
+  clear_options(o);
+  memset(kind, 0, offsetof(Kind, words));
+  for (int at = kQuery; at <= kMask; ++at) {
+    if (given[at] == Py_None) continue;
+    View x;
+    int wants = 0;
+    if (!read_plain(given[at], &x, &wants)) return 0;
+    kind->learns |= wants << at;
+    const int64_t words[] = {at << 8 | x.type, x.rank, x.device, x.index};
+    memcpy(kind->words + kind->count, words, sizeof words);
+    memcpy(kind->words + kind->count + 4, x.shape, (size_t)x.rank * sizeof *x.shape);
+    kind->count += 4 + x.rank;
+    const int name = at != kMask ? at : x.type == FOVEA_BOOL ? k_mask : k_bias;
+    call->tensors[name] = x;
+    o->given |= 1u << name;
   }
-  View out, lse;
-  PyObject *found = NULL, *new_out = NULL, *new_lse = NULL;
-  int computed = 0;
-  if (build(&call)) {
-    result_layouts(&call, &out, &lse);
-    new_out = new_tensor(&call.tensors[k_q], &out);
-    const int with_lse = learns || return_lse;
-    if (new_out && with_lse) new_lse = new_tensor(&call.tensors[k_q], &lse);
-    if (new_out && (new_lse || !with_lse)) {
-      put(&call, &call.problem.out, &out, 1);
-      if (with_lse) put(&call, &call.problem.lse, &lse, 0);
-      computed = compute(&call, FOVEA_FORWARD);
-      if (computed) {
-        if (return_lse) {
-          found = PyTuple_Pack(2, new_out, new_lse);
-        } else {
-          Py_INCREF(new_out);
-          found = new_out;
-        }
-        if (found && learns) {
-          PyObject* result = differentiable(&call, new_out, new_lse, found);
-          Py_DECREF(found);
-          found = result;
-        }
-      }
-    }
+  for (int at = kCausal; at <= kGqa; at += kGqa - kCausal)
+    if (given[at] != Py_True && given[at] != Py_False) return 0;
+  kind->causal = given[kCausal] == Py_True;
+  kind->gqa = given[kGqa] == Py_True;
+  kind->scaled = given[kScale] != Py_None;
+  if (!read_number(given[kDropout], &kind->dropout_p)) return 0;
+  if (kind->scaled && !read_number(given[kScale], &kind->scale)) return 0;
+  kind->deterministic = deterministic();
+  if (kind->deterministic < 0 || is_watched() || !agrees_with_autocast(call)) return 0;
+  if (kind->learns) {
+    const int enabled = grad_enabled();
+    if (enabled < 0) return 0;
+    if (!enabled) kind->learns = 0;
   }
-  Py_XDECREF(new_out);
-  Py_XDECREF(new_lse);
-  Py_XDECREF(seed);
-  return computed ? found : decline();
+  o->align = FOVEA_TOP_LEFT;
+  o->dropout_p = kind->dropout_p;
+  o->scale = kind->scale;
+  if (kind->causal) o->flags |= FOVEA_CAUSAL;
+  if (kind->scaled) o->flags |= FOVEA_SCALE;
+  if (kind->deterministic) o->flags |= FOVEA_DETERMINISTIC;
+  return ask(G.flash_allowed) == 1 || ask(G.efficient_allowed) == 1 || ask(G.cudnn_allowed) == 1;
+}
+
+/* What _enable has decided about calls of this kind: a new reference to True, if they are computed as they are, to the
+ * reason why PyTorch computes them, or to False, if Python has to look. */
+static PyObject* decision(PyObject* const* given, const Kind* kind) {
+  PyObject* decisions = PyObject_GetAttr(G.state, G.names[k_decisions]);
+  PyObject* key = PyBytes_FromStringAndSize(
+      (const char*)kind, (Py_ssize_t)(offsetof(Kind, words) + (size_t)kind->count * sizeof *kind->words));
+  PyObject* found = decisions && key ? PyDict_GetItemWithError(decisions, key) : NULL;
+  Py_XINCREF(found);
+  if (!found && decisions && key && !PyErr_Occurred()) {
+    PyObject* arguments = PyTuple_New(kSdpa);
+    for (int at = 0; arguments && at < kSdpa; ++at) {
+      Py_INCREF(given[at]);
+      PyTuple_SetItem(arguments, at, given[at]);
+    }
+    found = arguments ? PyObject_Call(G.decide, arguments, NULL) : NULL;
+    Py_XDECREF(arguments);
+    if (found && PyDict_SetItem(decisions, key, found) != 0) Py_CLEAR(found);
+  }
+  Py_XDECREF(key);
+  Py_XDECREF(decisions);
+  return found;
+}
+
+/* sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False): the kernel
+ * that enable() registers. */
+static PyObject* fast_sdpa(PyObject* module, PyObject* const* arguments, Py_ssize_t count, PyObject* keywords) {
+  (void)module;
+  const Py_ssize_t named = keywords ? PyTuple_Size(keywords) : 0;
+  PyObject* given[kSdpa] = {NULL, NULL, NULL, Py_None, G.zero, Py_False, Py_None, Py_False};
+  int known = count >= kMask && count <= kScale;
+  for (Py_ssize_t at = 0; known && at < count; ++at) given[at] = arguments[at];
+  for (Py_ssize_t at = 0; known && at < named; ++at) {
+    PyObject* name = PyTuple_GetItem(keywords, at);
+    const int is_scale = PyUnicode_Compare(name, G.names[k_scale]) == 0;
+    known = is_scale || PyUnicode_Compare(name, G.names[k_enable_gqa]) == 0;
+    if (known) given[is_scale ? kScale : kGqa] = arguments[count + at];
+  }
+  Call call;
+  Kind kind;
+  PyObject* result = NULL;
+  if (known && read_sdpa(given, &call, &kind)) {
+    PyObject* how = decision(given, &kind);
+    if (!how) return NULL;
+    if (how == Py_True) {
+      ++G.served; /* before an exception, by which checkpoints end what they compute again */
+      result = forward(&call, kind.dropout_p != 0, kind.learns != 0, 0);
+      if (result == Py_None) --G.served;
+    } else if (how != Py_False) {
+      result = PyObject_CallFunctionObjArgs(G.give_back, how, given[0], given[1], given[2], given[3], given[4],
+                                            given[5], given[6], given[7], (PyObject*)NULL);
+      Py_DECREF(how);
+      return result;
+    }
+    const int declined = how == Py_False || result == Py_None;
+    Py_DECREF(how);
+    if (!declined) return result;
+    Py_XDECREF(result);
+  }
+  PyErr_Clear();
+  PyObject* all = PyTuple_New(count);
+  PyObject* options = all ? PyDict_New() : NULL;
+  for (Py_ssize_t at = 0; options && at < count; ++at) {
+    Py_INCREF(arguments[at]);
+    PyTuple_SetItem(all, at, arguments[at]);
+  }
+  for (Py_ssize_t at = 0; options && at < named; ++at)
+    if (PyDict_SetItem(options, PyTuple_GetItem(keywords, at), arguments[count + at]) != 0) Py_CLEAR(options);
+  result = options ? PyObject_Call(G.in_python, all, options) : NULL;
+  Py_XDECREF(options);
+  Py_XDECREF(all);
+  return result;
+}
+
+/* connect(state, decide, give_back, in_python): before sdpa() is called. */
+static PyObject* fast_connect(PyObject* module, PyObject* const* arguments, Py_ssize_t count) {
+  (void)module;
+  PyObject** slots[] = {&G.state, &G.decide, &G.give_back, &G.in_python};
+  if (count != sizeof slots / sizeof *slots) {
+    PyErr_SetString(PyExc_TypeError, "connect: accepted: four arguments");
+    return NULL;
+  }
+  for (int at = 0; at < count; ++at) {
+    Py_INCREF(arguments[at]);
+    Py_XDECREF(*slots[at]);
+    *slots[at] = arguments[at];
+  }
+  Py_RETURN_NONE;
+}
+
+/* served(reset): how many calls sdpa() has computed since the last reset. */
+static PyObject* fast_served(PyObject* module, PyObject* reset) {
+  (void)module;
+  PyObject* number = PyLong_FromLongLong(G.served);
+  if (number && reset == Py_True) G.served = 0;
+  return number;
 }
 
 /* forward(ctx, token, ...): torch.autograd.Function's, after everything is computed. */
@@ -935,18 +1160,16 @@ static int gradients(Call* call, PyObject* saved, View* grad_out, View* grad_lse
   return compute(call, FOVEA_BACKWARD) ? (int)count : 0;
 }
 
-/* backward(ctx, ctx.saved_tensors, grad_out, grad_lse or None): the gradients of forward()'s arguments, or None. */
-static PyObject* fast_backward(PyObject* module, PyObject* const* arguments, Py_ssize_t count) {
-  (void)module;
-  if (count != 4) return decline();
-  PyObject *ctx = arguments[0], *saved = arguments[1], *given = arguments[2];
+/* The gradients of forward()'s arguments, or None. */
+static PyObject* backward(PyObject* ctx, PyObject* saved, PyObject* given, PyObject* given_lse) {
   Call call;
   View grad_out, grad_lse;
   int learns = 0;
-  if (given == Py_None || grad_enabled() != 0 || is_watched() || !read_plain(given, &grad_out, &learns))
+  if (given == Py_None || ask(G.compiling) != 0 || grad_enabled() != 0 || is_watched() ||
+      !read_plain(given, &grad_out, &learns))
     return decline();
-  const int with_lse = arguments[3] != Py_None;
-  if (with_lse && !read_plain(arguments[3], &grad_lse, &learns)) return decline();
+  const int with_lse = given_lse != Py_None;
+  if (with_lse && !read_plain(given_lse, &grad_lse, &learns)) return decline();
   PyObject* moved = NULL;
   if (grad_out.device != FOVEA_CPU && grad_out.rank > 0 && grad_out.stride[grad_out.rank - 1] != 1) {
     moved = method(given, k_contiguous);
@@ -982,6 +1205,27 @@ static PyObject* fast_backward(PyObject* module, PyObject* const* arguments, Py_
   return result ? result : decline();
 }
 
+/* apply(ctx, grad_out, grad_lse, if there is one): what the engine calls of a node of the graph. Python's apply() does
+ * nothing else than to look for backward() and to call it. */
+static PyObject* fast_apply(PyObject* ctx, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 1 && count != 2) {
+    PyErr_SetString(PyExc_TypeError, "fovea's fast path: accepted: the gradients of out, or of out and lse");
+    return NULL;
+  }
+  PyObject* saved = PyObject_GetAttr(ctx, G.names[k_saved_tensors]); /* once: hooks see it */
+  if (!saved) return NULL;
+  PyObject* given_lse = count == 2 ? arguments[1] : Py_None;
+  PyObject* found = backward(ctx, saved, arguments[0], given_lse);
+  if (found == Py_None) {
+    Py_DECREF(found);
+    found = PyObject_CallFunctionObjArgs(G.backward, ctx, saved, arguments[0], given_lse, (PyObject*)NULL);
+  }
+  Py_DECREF(saved);
+  return found;
+}
+
+static PyMethodDef apply_method = {"apply", (PyCFunction)(void (*)(void))fast_apply, METH_FASTCALL, NULL};
+
 /* unpack(bytes): which tensors a call has, and the operator's arguments from the seed on. */
 static PyObject* fast_unpack(PyObject* module, PyObject* bytes) {
   (void)module;
@@ -1009,7 +1253,8 @@ static int take_address(PyObject* addresses, const char* name, void* function) {
   return address != NULL;
 }
 
-/* start(objects, addresses): whether libtorch's stable functions are used. Called before everything else. */
+/* start(objects, addresses): whether DLPack's exchange API reads tensors, and whether libtorch's stable functions make
+ * them. Called before everything else. */
 static PyObject* fast_start(PyObject* module, PyObject* const* arguments, Py_ssize_t count) {
   (void)module;
   if (count != 2 || !PyDict_Check(arguments[0]) || !PyDict_Check(arguments[1])) {
@@ -1029,35 +1274,43 @@ static PyObject* fast_start(PyObject* module, PyObject* const* arguments, Py_ssi
   if (!take_address(arguments[1], #name, &G.name)) return PyErr_Format(PyExc_KeyError, "%s", #name);
   LIBRARY(FUNCTION)
 #undef FUNCTION
-  int stable = 1;
+  int stable = take_address(arguments[1], "torch_tensor_to_pyobject", &G.torch_tensor_to_pyobject);
+  stable |= take_address(arguments[1], "THPVariable_Wrap", &G.THPVariable_Wrap);
 #define FUNCTION(name, result, types) stable &= take_address(arguments[1], #name, &G.name);
   STABLE(FUNCTION)
 #undef FUNCTION
   if (PyErr_Occurred()) return NULL;
+  G.dlpack = NULL;
+  if (G.exchange != Py_None) {
+    const Exchange* exchange = PyCapsule_GetPointer(G.exchange, "dlpack_exchange_api");
+    if (!exchange) return NULL;
+    if (exchange->version.major == 1 && exchange->read) G.dlpack = exchange;
+  }
   if (stable) {
-    G.layout = G.aoti_torch_layout_strided();
     G.cpu = G.aoti_torch_device_type_cpu();
     G.cuda = G.aoti_torch_device_type_cuda();
     G.types[FOVEA_FP32] = G.aoti_torch_dtype_float32();
     G.types[FOVEA_FP16] = G.aoti_torch_dtype_float16();
     G.types[FOVEA_BF16] = G.aoti_torch_dtype_bfloat16();
     G.types[FOVEA_FP64] = G.aoti_torch_dtype_float64();
-    G.types[FOVEA_BOOL] = G.aoti_torch_dtype_bool();
-    G.types[FOVEA_INT32] = G.aoti_torch_dtype_int32();
-    G.types[FOVEA_INT64] = G.aoti_torch_dtype_int64();
     G.types[kUint8] = G.aoti_torch_dtype_uint8();
   }
   G.stable = stable;
   memset(sizes, 0, sizeof sizes); /* perhaps of another library */
-  return PyBool_FromLong(stable);
+  PyObject* apply = PyDescr_NewMethod((PyTypeObject*)G.node, &apply_method);
+  const int failed = apply ? PyObject_SetAttrString(G.node, "apply", apply) : -1;
+  Py_XDECREF(apply);
+  return failed ? NULL : Py_BuildValue("(OO)", G.dlpack ? Py_True : Py_False, stable ? Py_True : Py_False);
 }
 
 static PyMethodDef functions[] = {
     {"start", (PyCFunction)(void (*)(void))fast_start, METH_FASTCALL, NULL},
     {"attention", (PyCFunction)(void (*)(void))fast_attention, METH_FASTCALL, NULL},
     {"forward", (PyCFunction)(void (*)(void))fast_forward, METH_FASTCALL, NULL},
-    {"backward", (PyCFunction)(void (*)(void))fast_backward, METH_FASTCALL, NULL},
     {"unpack", fast_unpack, METH_O, NULL},
+    {"sdpa", (PyCFunction)(void (*)(void))fast_sdpa, METH_FASTCALL | METH_KEYWORDS, NULL},
+    {"connect", (PyCFunction)(void (*)(void))fast_connect, METH_FASTCALL, NULL},
+    {"served", fast_served, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -1076,6 +1329,8 @@ PyMODINIT_FUNC PyInit__fast(void) {
 #undef NAME
   };
   if (pthread_key_create(&G.scratch, free_scratch) != 0) return PyErr_NoMemory();
+  G.zero = PyFloat_FromDouble(0);
+  if (!G.zero) return NULL;
   for (int i = 0; i < kNames; ++i) {
     G.names[i] = PyUnicode_InternFromString(texts[i]);
     if (!G.names[i]) return NULL;

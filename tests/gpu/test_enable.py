@@ -77,8 +77,9 @@ def test_what_is_handed_back_is_said_once(device):
     q = torch.randn(2, 4, 8, 64, device=device, dtype=torch.float64)
     want = sdpa(q, q, q)
     enable(prefer=None)
-    with pytest.warns(UserWarning, match="handed back to PyTorch: float64 on a GPU"):
+    with pytest.warns(UserWarning, match="handed back to PyTorch: float64 on a GPU") as said:
         assert torch.equal(sdpa(q, q, q), want)
+    assert said[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sdpa(q, q, q)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import fovea
-from fovea.torch import _call, _enable, _fastest, _sdpa, disable, enable, enabled, is_enabled, reset_stats, stats
+from fovea.torch import _call, _enable, _fast, _fastest, _sdpa, disable, enable, enabled, is_enabled, reset_stats, stats
 
 
 @pytest.fixture(autouse=True)
@@ -250,6 +250,7 @@ def test_a_bias_of_two_levels_is_not_copied(monkeypatch):
     """Protein models: (B, N, H, S, D) with a bias of (B, 1, H, S, S)."""
     seen = []
     attention = _enable.attention
+    monkeypatch.setattr(_fast, "sdpa", None)
     monkeypatch.setattr(_enable, "attention", lambda *x, **options: seen.append(options["bias"]) or attention(*x, **options))
     q, k, v = qkv(2, 3, 4, 6, 8)
     bias = torch.randn(2, 1, 4, 6, 6, requires_grad=True)

@@ -2,21 +2,25 @@
 """The fast path: what C computes has the bits of what Python computes, it declines what it must not compute, and where
 it cannot be used Python takes over."""
 
+import ctypes
 import gc
 import os
+import re
 import resource
 import subprocess
 import sys
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import cases
 import fovea.torch
-from fovea.torch import _attention, _call, _fast, _operators, attention
+from fovea.torch import _attention, _call, _enable, _fast, _operators, _sdpa, attention, disable, enable, reset_stats, stats
 
 ROWS = cases.rows()
-WAYS = ("1", "methods")
+WAYS = ("1", "exchange alone", "methods")
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +32,9 @@ def loaded_again():
 @pytest.fixture
 def way(request, monkeypatch):
     """One of WAYS. Without the extension there is nothing to test, which is an error where it was to be built."""
-    monkeypatch.setenv("FOVEA_TORCH_FAST", request.param)
+    monkeypatch.setenv("FOVEA_TORCH_FAST", "methods" if request.param == "methods" else "1")
+    if request.param == "exchange alone":
+        without(monkeypatch, "aoti_torch_empty_strided")
     _fast.load()
     assert _fast.fast_path().startswith("C, "), _fast.fast_path()
     return request.param
@@ -284,6 +290,202 @@ def test_references(way):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 8 << 10  # KB; 100,000 tensors of 1 KB have 100 MB
 
 
+# ---- scaled_dot_product_attention through enable() ----
+
+
+@pytest.fixture
+def python_kernel(monkeypatch):
+    """How many calls the kernel in Python got."""
+    seen = []
+    kernel = _enable._scaled_dot_product_attention
+    monkeypatch.setattr(_enable, "_scaled_dot_product_attention", lambda *a, **o: (seen.append(a), kernel(*a, **o))[1])
+    yield seen
+    disable()
+    reset_stats()
+
+
+def sdpa_calls():
+    """Calls that C computes, by name."""
+    make = lambda *shape, **o: torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape)), **o)  # noqa: E731
+    q, k, v = (make(2, 4, 6, 8).requires_grad_() for _ in range(3))
+    few = make(2, 2, 6, 8).requires_grad_()
+    bias = make(1, 4, 6, 6).requires_grad_()
+    five = make(2, 3, 4, 6, 8).requires_grad_()
+    half = q.detach().bfloat16().requires_grad_()
+    return {
+        "plain": ((q, k, v), {}),
+        "causal": ((q, k, v), {"is_causal": True}),
+        "mask": ((q, k, v, torch.rand(2, 1, 1, 6) < 0.7), {}),
+        "bias": ((q, k, v, bias), {}),
+        "bias of another type": ((half, half, half, bias), {}),
+        "scale": ((q, k, v), {"scale": 0.3}),
+        "grouped": ((q, few, few), {"enable_gqa": True}),
+        "five dimensions": ((five, five, five), {}),
+        "float64": ((q.detach().double(),) * 3, {}),
+        "dropout": ((q, k, v), {"dropout_p": 0.5}),
+    }
+
+
+@both
+@pytest.mark.parametrize("name", sdpa_calls())
+def test_sdpa(way, name, python_kernel):
+    """C computes it, with the bits of Python, and says so."""
+    tensors, options = sdpa_calls()[name]
+    leaves = [x for x in tensors if x.requires_grad]
+
+    def run():
+        torch.manual_seed(7)
+        out = sdpa(*tensors, **options)
+        with torch.inference_mode():
+            again = sdpa(*tensors, **options)
+        grads = torch.autograd.grad(out.cos().sum(), leaves) if leaves else ()
+        return [out, again, *grads]
+
+    enable(prefer=None)
+    got = run()
+    assert python_kernel == [] and _fast.served() == stats()["served"] == 2
+    problems = stats()["problems"]
+    assert len(problems) == 1 + bool(leaves) + (0 if not leaves else 1)  # inference has no lse
+    disable()
+    reset_stats()
+    assert _fast.served() == 0
+    _fast.switch_off()
+    enable(prefer=None)
+    for x, y in zip(got, run()):
+        assert torch.equal(x, y) and x.stride() == y.stride() and x.dtype == y.dtype
+    assert len(python_kernel) == stats()["served"] == 2 and stats()["problems"] == problems
+
+
+SDPA_IN_PYTHON = {
+    "three dimensions": lambda: sdpa(*(torch.randn(4, 6, 8) for _ in range(3))),
+    "batches that broadcast": lambda: sdpa(torch.randn(2, 4, 6, 8), torch.randn(1, 4, 6, 8), torch.randn(1, 4, 6, 8)),
+    "a mode": lambda: under(Mode()),
+    "the profiler": lambda: under(WATCHERS["the profiler"]()),
+    "a subclass": lambda: sdpa(*(torch.randn(1, 2, 4, 8).as_subclass(Tagged),) * 3),
+    "a pending negation": lambda: sdpa(*(torch.randn(1, 2, 4, 8, dtype=torch.complex64).conj().imag,) * 3),
+    "warn_only": lambda: deterministic_or_warn(),
+}
+
+
+def under(context):
+    with context:
+        return sdpa(*(torch.randn(1, 2, 4, 8),) * 3)
+
+
+def deterministic_or_warn():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return sdpa(*(torch.randn(1, 2, 4, 8),) * 3)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@both
+@pytest.mark.parametrize("call", SDPA_IN_PYTHON.values(), ids=SDPA_IN_PYTHON)
+def test_sdpa_in_python(way, call, python_kernel):
+    enable(prefer=None)
+    for _ in range(2):  # the second time the decision is known
+        call()
+    assert len(python_kernel) == 2 and _fast.served() == 0
+
+
+@both
+def test_sdpa_is_handed_back_from_c(way, python_kernel):
+    """With the same reasons, and within the same limits, as from Python."""
+    q = torch.randn(2, 4, 6, 8, requires_grad=True)
+    wide = torch.randn(2, 4, 6, 0)
+    with pytest.raises(RuntimeError) as said:
+        sdpa(q, q[..., :4], q)
+    want = sdpa(q, q, q)
+    enable(prefer=None)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=re.escape(str(said.value))):
+            sdpa(q, q[..., :4], q)
+        sdpa(wide, wide, q)
+        with sdpa_kernel(SDPBackend.MATH):
+            sdpa(q, q, q)
+    assert stats()["handed_back"] == {_sdpa.MALFORMED: 2, "empty tensors": 2, _enable._MATH: 2}
+    assert len(python_kernel) == 2  # those of the math path
+    enable(prefer=None, strict=True)
+    with pytest.raises(NotImplementedError, match="scaled_dot_product_attention: empty tensors"):
+        sdpa(wide, wide, q)
+    enable(prefer="fastest")
+    _enable._fastest.slower, slower = lambda *a: True, _enable._fastest.slower
+    try:
+        assert torch.equal(sdpa(q, q, q), want)
+    finally:
+        _enable._fastest.slower = slower
+    assert stats()["handed_back"][_enable._SLOWER] == 1 and len(python_kernel) == 2
+
+
+@both
+def test_a_kind_of_call_is_known_by_all_that_decides(way, python_kernel, monkeypatch):
+    """Each of these is decided anew, and only once."""
+    q, k = torch.randn(2, 4, 6, 8), torch.randn(2, 4, 7, 8)
+    learns = q.detach().requires_grad_()
+    mask = torch.ones(6, 6, dtype=torch.bool)
+    calls = [
+        lambda: sdpa(q, q, q), lambda: sdpa(q, k, k), lambda: sdpa(learns, q, q), lambda: sdpa(q, learns, q),
+        lambda: sdpa(q, q, learns), lambda: sdpa(q, q, q, mask), lambda: sdpa(q, q, q, mask[:1]),
+        lambda: sdpa(q, q, q, mask.float()), lambda: sdpa(q, q, q, is_causal=True), lambda: sdpa(q, q, q, scale=0.5),
+        lambda: sdpa(q, q, q, scale=0.25), lambda: sdpa(q, q, q, dropout_p=0.5), lambda: sdpa(q, q, q, enable_gqa=True),
+        lambda: sdpa(q.double(), q.double(), q.double()), lambda: sdpa(q[:1], q[:1], q[:1]),
+        lambda: sdpa(q[None], q[None], q[None]), lambda: sdpa(q, q, q[..., :4]),
+    ]  # fmt: skip
+    decided = []
+    real = _enable._decide
+    monkeypatch.setattr(_enable, "_decide", lambda *a: (decided.append(a), real(*a))[1])
+    enable(prefer=None)
+    for _ in range(2):
+        for call in calls:
+            call()
+    assert len(decided) == len(calls)
+    with torch.no_grad():
+        sdpa(learns, q, q)
+    assert len(decided) == len(calls)  # like one that does not learn
+    torch.use_deterministic_algorithms(True)
+    try:
+        sdpa(q, q, q)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(decided) == len(calls) + 1
+    assert _fast.served() == 2 * len(calls) + 2 and python_kernel == []
+
+
+@pytest.mark.parametrize("way", ["1", "methods"], indirect=True)
+def test_references_of_sdpa(way, request):
+    request.addfinalizer(disable)
+    q, k, v = (torch.randn(1, 2, 8, 16, requires_grad=True) for _ in range(3))
+    bias, wide = torch.randn(1, 1, 8, 8, requires_grad=True), torch.randn(1, 2, 8, 0)
+    enable(prefer=None)
+    held = [q, k, v, bias, wide, torch.float32, None, True, 0.5, _enable._state, _enable._for_c, _enable._give_back]
+
+    def calls(count):
+        for _ in range(count):
+            torch.autograd.grad(sdpa(q, k, v, bias, scale=0.5).sum(), (q, v, bias))
+            sdpa(q[0], k[0], v[0])  # Python's
+            sdpa(wide, wide, v)  # PyTorch's
+
+    calls(500)
+    gc.collect()
+    objects, references = len(gc.get_objects()), [sys.getrefcount(x) for x in held]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    calls(3_000)
+    gc.collect()
+    assert len(gc.get_objects()) - objects < 50
+    for x, before in zip(held, references):
+        assert abs(sys.getrefcount(x) - before) < 200, x
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 4 << 10
+
+
+def test_enable_without_c(monkeypatch, python_kernel):
+    monkeypatch.setenv("FOVEA_TORCH_FAST", "0")
+    _fast.load()
+    enable(prefer=None)
+    sdpa(*(torch.randn(1, 2, 4, 8),) * 3)
+    assert len(python_kernel) == 1 and stats()["served"] == 1 and _fast.served() == 0
+
+
 # ---- which path, and why ----
 
 
@@ -295,9 +497,10 @@ def child(**environment):
 
 
 def test_the_environment_decides():
-    assert child(FOVEA_TORCH_FAST="1").startswith("C, tensors by ")
+    assert child(FOVEA_TORCH_FAST="1").startswith("C, tensors read by ")
     assert child(FOVEA_TORCH_FAST="0") == "Python, as FOVEA_TORCH_FAST is 0"
-    assert child(FOVEA_TORCH_FAST="methods") == "C, tensors by their methods, as FOVEA_TORCH_FAST is 'methods'"
+    methods = "C, tensors read by methods and made by methods, as FOVEA_TORCH_FAST is 'methods'"
+    assert child(FOVEA_TORCH_FAST="methods") == methods
     assert "FOVEA_TORCH_FAST is 'yes'; accepted: 1, methods, 0" in child(FOVEA_TORCH_FAST="yes")
 
 
@@ -316,17 +519,54 @@ def extension(monkeypatch):
 
 
 def test_without_any_one_of_libtorchs_functions(extension, monkeypatch):
-    """Tensors are then read by their methods."""
-    assert len(extension.STABLE) > 20
+    """Tensors are then made by their methods."""
+    assert len(extension.STABLE) > 8
     real = _fast._address
-    has_all = fovea.torch.fast_path().startswith("C, tensors by the stable")
-    assert has_all == (tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14))
+    assert fovea.torch.fast_path().endswith(" made by C functions of libtorch")
     for name in extension.STABLE:
         monkeypatch.setattr(_fast, "_address", lambda library, n, name=name: None if n == name else real(library, n))
         _fast.load()
-        assert fovea.torch.fast_path().startswith("C, tensors by their methods, as libtorch lacks ")
-        assert f"lacks {name}" in fovea.torch.fast_path() or not has_all
+        assert fovea.torch.fast_path().endswith(f" and made by methods, as libtorch lacks {name}")
         computes()
+
+
+def without(monkeypatch, *names):
+    real = _fast._address
+    monkeypatch.setattr(_fast, "_address", lambda library, name: None if name in names else real(library, name))
+    _fast.load()
+
+
+def test_without_a_function_that_makes_objects(extension, monkeypatch):
+    """PyTorch before 2.14 has one of C++ instead of the stable one."""
+    wrappers = [name for name in _fast._WRAPPERS if _fast._address(ctypes.CDLL(torch._C.__file__), name) is not None]
+    assert _fast._WRAPPERS[1] in wrappers or _fast._WRAPPERS[2] in wrappers
+    for count in range(1, len(wrappers)):
+        without(monkeypatch, *wrappers[:count])
+        assert fovea.torch.fast_path().endswith(" made by C functions of libtorch")
+        computes()
+    without(monkeypatch, *wrappers)
+    assert fovea.torch.fast_path().endswith(f" made by methods, as libtorch lacks {_fast._WRAPPERS[0]}")
+    computes()
+
+
+def test_without_dlpacks_exchange(extension, monkeypatch):
+    monkeypatch.setitem(_fast._OBJECTS, "exchange", lambda: None)
+    _fast.load()
+    assert fovea.torch.fast_path().startswith("C, tensors read by methods and made by ")
+    computes()
+
+
+def test_with_an_exchange_of_another_version(extension, monkeypatch):
+    """Its functions are not called."""
+    table = (ctypes.c_uint64 * 8)(2)
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    name = ctypes.create_string_buffer(b"dlpack_exchange_api")
+    monkeypatch.setitem(_fast._OBJECTS, "exchange", lambda: new(table, name, None))
+    _fast.load()
+    assert fovea.torch.fast_path().startswith("C, tensors read by methods and made by ")
+    computes()
+    _fast.load()
 
 
 def test_without_any_one_of_the_librarys_functions(extension, monkeypatch):

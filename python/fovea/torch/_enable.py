@@ -30,7 +30,7 @@ from torch.autograd import forward_ad
 
 from .. import _abi
 from .._library import lib, text, version
-from . import _call, _fastest, _sdpa
+from . import _call, _fast, _fastest, _sdpa
 from ._attention import attention
 from .aten import _owners
 from .aten._register import OPERATORS
@@ -91,7 +91,7 @@ class _State:
         self.tag = ""
         self.jagged: Any = None  # PyTorch's function
         self.fastpath: Optional[bool] = None  # PyTorch's switch, as it was
-        self.decisions: dict[Any, _Decision] = {}
+        self.decisions: dict[Any, Any] = {}  # by _known()'s keys _Decision, by C's what _for_c() gives
         self.warned: set[str] = set()
 
 
@@ -171,6 +171,22 @@ def _scaled_dot_product_attention(
     )
 
 
+def _give_back(
+    why: str, q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], dropout_p: float, is_causal: bool,
+    scale: Optional[float], enable_gqa: bool,
+) -> Any:  # fmt: skip
+    """For C."""
+    _hand_back(why, q.device)
+    return _composite(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _for_c(*call: Any) -> Union[bool, str]:
+    """The decision about a kind of call as C needs it: True if it is computed as it is, False if tensors have to be
+    reshaped, which Python does, or the reason why not."""
+    decision = _known(*call)
+    return decision.why_not or (decision.form is not None and decision.form.batch is None)
+
+
 def _why_not_now() -> str:
     """What stands against every call at this moment."""
     if _transforms():
@@ -199,7 +215,7 @@ def _hand_back(why: str, device: torch.device, name: str = "scaled_dot_product_a
         _state.warned.add(reason)
         warnings.warn(
             f"fovea.torch.enable: {name} is handed back to PyTorch: {why} (said once; "
-            "fovea.torch.stats() counts)", stacklevel=4,
+            "fovea.torch.stats() counts)", stacklevel=3,
         )  # fmt: skip
 
 
@@ -517,7 +533,7 @@ def stats() -> Stats:
     """
     with _counts.lock:
         return {
-            "served": _counts.served,
+            "served": _counts.served + _fast.served(),
             "traced": _counts.traced,
             "handed_back": dict(_counts.handed_back),
             "problems": list(_counts.problems),
@@ -529,6 +545,7 @@ def reset_stats() -> None:
     """Sets what stats() counts to zero."""
     with _counts.lock:
         _counts.clear()
+        _fast.served(reset=True)
     _state.decisions.clear()  # they hold which problems have been noted
 
 
@@ -572,9 +589,10 @@ def _set_up(settings: _Settings) -> None:
     _state.warned = set()
     _state.settings = settings
     library = _library.Library("aten", "IMPL")
+    kernel = _fast.connect(_state, _for_c, _give_back, _scaled_dot_product_attention)
     for device in settings.devices:
         for key in (device.upper(), f"Autograd{device.upper()}"):
-            library.impl("scaled_dot_product_attention", _scaled_dot_product_attention, key)
+            library.impl("scaled_dot_product_attention", kernel, key)
     _state.library = library
     if settings.operators:
         owner = _owners.Owner(_OWNER, _why_not_operator, _count_operator, lambda name, why, device: _hand_back(why, device, name))

@@ -3,12 +3,12 @@
 
 src/python/fast.c is an extension for CPython's limited API, in the file _fast.abi3.so beside the shared library. It
 computes ordinary calls of plain tensors, and declines all others, which the code in Python then computes from the
-beginning. From PyTorch 2.14 on it reads and makes tensors by the stable C functions of libtorch, which are looked up
-here; before that by the methods of tensors. Where it cannot be used, nothing else changes.
+beginning. It reads tensors by DLPack's exchange API, which PyTorch 2.11 has, and makes them by C functions of libtorch, which
+are looked up here; without these it uses the methods of tensors. Where it cannot be used, nothing else changes.
 
 The environment variable FOVEA_TORCH_FAST is read when fovea.torch is imported:
     1         C, as without it
-    methods   the same, and tensors by their methods, as with PyTorch before 2.14
+    methods   the same, and tensors are read and made by methods, as with PyTorch 2.9
     0         Python alone
 """
 
@@ -20,6 +20,7 @@ import importlib.util
 import os
 import sys
 import sysconfig
+from collections.abc import Sequence
 from typing import Any, Callable, Optional
 
 import torch
@@ -32,6 +33,9 @@ from . import _call, _operators
 _FILE = "_fast.abi3.so"
 _OLDEST = (3, 10)  # Py_LIMITED_API in fast.c
 _CHOICES = ("1", "methods", "0")
+# What makes an object of a tensor: a stable function of PyTorch 2.14 and newer, or THPVariable_Wrap of C++, which takes
+# a const at::TensorBase& or, by the address of a copy, an at::TensorBase.
+_WRAPPERS = ("torch_tensor_to_pyobject", "_Z16THPVariable_WrapRKN2at10TensorBaseE", "_Z16THPVariable_WrapN2at10TensorBaseE")
 _EXTENSION: Any = None
 _STARTED: Any = None  # the extension, once it is in use
 _WHY = ""
@@ -43,12 +47,26 @@ def _declined(q: Any, k: Any, v: Any, keywords: dict[str, Any]) -> Any:
 
 
 attention: Callable[..., Any] = _declined
+sdpa: Optional[Callable[..., Any]] = None  # C's kernel of scaled_dot_product_attention, for enable()
 
 
 def switch_off() -> None:
     """For tests of the path in Python."""
-    global attention
-    attention = _declined
+    global attention, sdpa
+    attention, sdpa = _declined, None
+
+
+def connect(state: Any, decide: Callable[..., Any], give_back: Callable[..., Any], in_python: Callable[..., Any]) -> Any:
+    """The kernel of scaled_dot_product_attention that enable() registers: C's, connected with _enable.py, or Python's."""
+    if sdpa is None:
+        return in_python
+    _STARTED.connect(state, decide, give_back, in_python)
+    return sdpa
+
+
+def served(reset: bool = False) -> int:
+    """How many calls of scaled_dot_product_attention C has computed since the last reset."""
+    return 0 if _EXTENSION is None else int(_EXTENSION.served(reset))
 
 
 def fast_path() -> str:
@@ -70,13 +88,13 @@ class FastAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Optional[Tensor], grad_lse: Optional[Tensor] = None) -> tuple[Any, ...]:
-        if grad_out is None and grad_lse is None:
-            return (None,) * len(ctx.needs_input_grad)
-        saved = ctx.saved_tensors  # once: hooks see it
-        if not torch.compiler.is_compiling():
-            found: Optional[tuple[Any, ...]] = _STARTED.backward(ctx, saved, grad_out, grad_lse)
-            if found is not None:
-                return found
+        """For compiled autograd. The engine calls apply(), which is C's."""
+        return FastAttention.in_python(ctx, ctx.saved_tensors, grad_out, grad_lse)
+
+    @staticmethod
+    def in_python(
+        ctx: Any, saved: Sequence[Tensor], grad_out: Optional[Tensor], grad_lse: Optional[Tensor]
+    ) -> tuple[Any, ...]:
         given, rest = _STARTED.unpack(ctx.call)
         *there, out, lse = saved
         each = iter(there)
@@ -107,9 +125,16 @@ _OBJECTS: dict[str, Callable[[], Any]] = {
     "stream": lambda: _call._current_stream,
     "draw_seed": lambda: _operators.draw_seed,
     "apply": lambda: _apply(),
+    "node": lambda: _node(),
+    "backward": lambda: FastAttention.in_python,
+    "compiling": lambda: torch.compiler.is_compiling,
     "empty_like": lambda: torch.empty_like,
     "zeros_like": lambda: torch.zeros_like,
     "empty_strided": lambda: torch.empty_strided,
+    "flash_allowed": lambda: torch._C._get_flash_sdp_enabled,
+    "efficient_allowed": lambda: torch._C._get_mem_efficient_sdp_enabled,
+    "cudnn_allowed": lambda: torch._C._get_cudnn_sdp_enabled,
+    "exchange": lambda: getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
 }
 
 
@@ -119,6 +144,13 @@ def _apply() -> Any:
     for name in ("to_save", "materialize_grads", "needs_input_grad", "saved_tensors"):
         getattr(base, name)
     return base.__dict__["apply"].__get__(None, FastAttention)
+
+
+def _node() -> Any:
+    """The class of FastAttention's nodes, whose apply() the engine calls."""
+    node: Any = FastAttention._backward_cls
+    node.apply  # noqa: B018
+    return node
 
 
 def _address(library: Any, name: str) -> Optional[int]:
@@ -161,23 +193,27 @@ def _start(choice: str) -> tuple[Any, str]:
         except (AttributeError, KeyError) as error:
             raise ImportError(f"PyTorch {torch.__version__} differs from what it knows: {error}") from error
     addresses = {name: _address(_library.lib, name) for name in ("fovea_forward", "fovea_backward", "fovea_workspace")}
-    how = "tensors by their methods, as FOVEA_TORCH_FAST is 'methods'"
-    if choice != "methods":
+    why = "as FOVEA_TORCH_FAST is 'methods'"
+    if choice == "methods":
+        objects["exchange"] = None
+    else:
         libtorch = ctypes.CDLL(torch._C.__file__, mode=os.RTLD_NOLOAD)
         found = {name: _address(libtorch, name) for name in extension.STABLE}
+        wrapper = next((name for name in _WRAPPERS if _address(libtorch, name) is not None), _WRAPPERS[0])
+        found[wrapper if wrapper == _WRAPPERS[0] else "THPVariable_Wrap"] = _address(libtorch, wrapper)
         missing = [name for name, address in found.items() if address is None]
-        how = "tensors by the stable C functions of libtorch"
-        if missing:
-            how = f"tensors by their methods, as libtorch lacks {missing[0]}"
-        else:
+        why = f"as libtorch lacks {missing[0]}" if missing else ""
+        if not missing:
             addresses.update(found)
-    extension.start(objects, {name: address for name, address in addresses.items() if address is not None})
-    return extension, how
+    by_exchange, by_stable = extension.start(objects, {name: at for name, at in addresses.items() if at is not None})
+    read = "read by DLPack's exchange API" if by_exchange else "read by methods"
+    made = "made by C functions of libtorch" if by_stable else f"made by methods, {why}"
+    return extension, f"tensors {read} and {made}"
 
 
 def load() -> None:
     """Decides which path calls take. Again after another library was put into _library.lib, which C then calls."""
-    global attention, _STARTED, _WHY
+    global attention, sdpa, _STARTED, _WHY
     switch_off()
     choice = os.environ.get("FOVEA_TORCH_FAST", "1")
     if choice not in _CHOICES:
@@ -192,7 +228,7 @@ def load() -> None:
         return
     _WHY = f"C, {how}"
     FastAttention.forward = staticmethod(_STARTED.forward)  # type: ignore[method-assign]
-    attention = _STARTED.attention
+    attention, sdpa = _STARTED.attention, _STARTED.sdpa
 
 
 load()
