@@ -121,12 +121,14 @@ class GpuCheck {
       throw Error(FOVEA_UNSUPPORTED, why);
     }
     machine_ = machine_lines();
-    fmt::print("{}checked: GPU {}: {}\nrows: {}, forward and backward; kernels that are not in the cache are compiled\n",
-               machine_, gpu_.info().ordinal, gpu_.info().name, rows_.size());
+    fmt::print(
+        "{}checked: GPU {}: {}\nrows: {}, forward and backward; kernels that are not in the cache are compiled\n",
+        machine_, gpu_.info().ordinal, gpu_.info().name, rows_.size());
     std::fflush(stdout);
     const int cores = static_cast<int>(std::max(std::thread::hardware_concurrency(), 1u));
     const int jobs = settings_.jobs > 0 ? settings_.jobs : cores;
     std::vector<std::thread> threads;
+    threads.reserve(static_cast<std::size_t>(jobs));
     running_ = jobs;
     for (int n = 0; n < jobs; ++n) {
       threads.emplace_back([this] { work(); });

@@ -134,7 +134,8 @@ struct Naive {
   math::Dual<T> score(const Head<T>& head, i64 i, i64 j, const Dot<T>& dot) {
     const bool gpu = arithmetic == Arithmetic::kGpu;
     const bool tensor_cores = gpu && size_of(type) == 2;
-    const T cut = tensor_cores ? noise.units(T(0.5), dot.sum) * static_cast<T>((head_dim + 15) / 16) : T(0);
+    const i64 steps = (head_dim + 15) / 16;
+    const T cut = tensor_cores ? noise.units(T(0.5) * static_cast<T>(steps), dot.sum) : T(0);
     math::Dual<T> s = head.score(i, j, noise.of_sum(dot.sum, dot.size) - cut);
     const auto softcap = static_cast<T>(call.problem.softcap);
     const auto scale = static_cast<T>(call.problem.scale_or_default());

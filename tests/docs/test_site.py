@@ -2,6 +2,7 @@
 """The site has every public name in its reference and in its index, its links lead somewhere, and a browser finds things."""
 
 import ast
+import html
 import re
 import struct
 import urllib.parse
@@ -180,6 +181,14 @@ def test_every_page_is_reached_from_the_contents():
             links = (urllib.parse.urlsplit(link).path for link in parse(page).links)
             waiting += [target for target in ((page.parent / link).resolve() for link in links if link.endswith(".html")) if target.exists()]
     assert {str(page.relative_to(SITE)) for page in PAGES if page not in seen} == set()
+
+
+def test_code_of_the_install_page_needs_no_scrolling():
+    """A block of code on a wide screen shows 100 characters of a line."""
+    blocks = re.findall(r"<pre>(.*?)</pre>", (SITE / "install.html").read_text(), re.S)
+    lines = [html.unescape(re.sub(r"<[^>]*>", "", line)) for block in blocks for line in block.splitlines()]
+    assert len(lines) > 10
+    assert [line for line in lines if len(line) > 100] == []
 
 
 # ---- the browser ----
