@@ -64,7 +64,7 @@ def test_the_lists_of_names_are_what_they_should_be():
 
 @pytest.mark.parametrize("name", sorted(set(python_names())))
 def test_python_names_are_described(name, inventory, index):
-    assert {(f"py:{role}", name) for role in ("function", "class", "data")} & inventory, name
+    assert {(f"py:{role}", name) for role in ("function", "class", "data", "module")} & inventory, name
     assert name.rsplit(".", 1)[1] in index
 
 
