@@ -9,7 +9,7 @@ import fovea.integrations
 from conftest import ROOT
 
 
-@pytest.mark.parametrize("page, least", [("integrations", 7), ("integrations/flash_attn", 4)])
+@pytest.mark.parametrize("page, least", [("integrations", 7), ("integrations/flash_attn", 4), ("integrations/triangle", 10)])
 def test_docs(page, least):
     result = doctest.testfile(str(ROOT / f"docs/{page}.md"), module_relative=False, optionflags=doctest.ELLIPSIS)
     assert result.failed == 0
