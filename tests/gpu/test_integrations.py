@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of flash_attn on CUDA tensors, in bf16, against the formula in float64, with gradients."""
+"""The functions of flash_attn, cuEquivariance and DeepSpeed4Science on CUDA tensors, in bf16, against formulas in float64,
+with gradients."""
 
 import itertools
 import math
@@ -14,7 +15,7 @@ sys.path.append(str(ROOT / "tests" / "torch"))
 
 import fovea.integrations  # noqa: E402
 import naive  # noqa: E402
-from fovea.integrations import flash_attn, flash_attn_3, flash_attn_4  # noqa: E402
+from fovea.integrations import evoformer, flash_attn, flash_attn_3, flash_attn_4, triangle  # noqa: E402
 
 LENGTHS_Q, LENGTHS_K = [130, 0, 77, 256], [200, 64, 77, 100]
 
@@ -134,3 +135,31 @@ def test_padding(device):
     rows, indices, cu_seqlens, longest, _ = _bert_padding.unpad_input(x, mask)
     assert torch.equal(rows, x[mask]) and cu_seqlens.tolist() == [0, 40, 40, 53] and longest == 40
     assert torch.equal(_bert_padding.pad_input(rows, indices, 3, 40), torch.where(mask[..., None, None], x, 0))
+
+
+@pytest.mark.parametrize("how", ["mask", "lengths", "exact"])
+def test_triangle_attention(how, device):
+    """(B, N, H, S, D) with a bias of (B, 1, H, S, S), a row of which has no key at all."""
+    leaves = leaves_of(device, *[(2, 24, 4, 72, 32)] * 3, (2, 1, 4, 72, 72))
+    exact = exact_of(leaves)
+    lengths = torch.randint(1, 73, (2, 24, 1, 1, 1), dtype=torch.int32)
+    lengths[0, 0] = 0
+    mask = torch.arange(72) < lengths
+    options = {"kv_lengths": lengths.to(device)} if how == "lengths" else {"mask": mask.to(device), "exact": how == "exact"}
+    out = triangle.triangle_attention(*leaves, **options)
+    s = exact[0] @ exact[1].transpose(-1, -2) / math.sqrt(32) + exact[3] + torch.where(mask, 0.0, -1e9)
+    want = s.softmax(-1) @ exact[2]
+    alive = mask.any(-1, keepdim=True)
+    if how == "exact":
+        assert (out[0, 0].double().cpu() - want[0, 0]).abs().max() < 0.02
+    else:
+        assert (out[0, 0] == 0).all()
+    check(out * alive.to(device), leaves, want * alive, exact)
+
+
+def test_evoformer(device):
+    leaves = leaves_of(device, *[(1, 24, 72, 4, 32)] * 3, (1, 24, 1, 1, 72), (1, 1, 4, 72, 72))
+    exact = exact_of(leaves)
+    out = evoformer.DS4Sci_EvoformerAttention(*leaves[:3], leaves[3:])
+    s = torch.einsum("bnqhd,bnkhd->bnhqk", *exact[:2]) / math.sqrt(32) + exact[3] + exact[4]
+    check(out, leaves, torch.einsum("bnhqk,bnkhd->bnqhd", s.softmax(-1), exact[2]), exact)
