@@ -38,7 +38,7 @@ ALLOWED = {
 
 # Lines of a file with kernels, comments included, and of any other device header. Longer files are listed with the
 # length that they may have at most: one that becomes shorter gets a smaller number here.
-KERNEL_LINES, HEADER_LINES = 450, 300
+KERNEL_LINES, HEADER_LINES, KERNEL_FUNCTION_LINES = 450, 300, 320
 LONGER = {
     "src/cuda/device/score/scores.cuh": 360,
     "src/cuda/device/generic/backward_step.cuh": 579,
@@ -178,6 +178,17 @@ def test_sizes_of_device_files():
             over[name] = text.count("\n")
     assert {name: lines for name, lines in over.items() if lines > LONGER.get(name, 0)} == {}, "too long for one sitting"
     assert set(LONGER) - set(over) == set(), "short enough now: not to be listed any more"
+
+
+def test_lengths_of_kernels():
+    """A kernel's own function; what it calls has a name."""
+    lengths = {}
+    for name in tracked("src/cuda/device/*.cuh"):
+        text = (ROOT / name).read_text()
+        for found in re.finditer(r"^__global__.*?^}$", text, re.MULTILINE | re.DOTALL):
+            lengths[name] = max(lengths.get(name, 0), found.group().count("\n") + 1)
+    assert len(lengths) > 20
+    assert {name: lines for name, lines in lengths.items() if lines > KERNEL_FUNCTION_LINES} == {}
 
 
 @pytest.mark.parametrize("header, tests", [

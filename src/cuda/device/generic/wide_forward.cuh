@@ -23,12 +23,88 @@
 
 namespace fovea::cuda {
 
+// O = O * factor + P V, both operands in shared memory. kVHalf, kPHalf: from the high parts of pairs to the low ones.
+template <WideForwardSpec S, int kOut, u32 kVHalf, u32 kPHalf, int kTilesOut, int kBlocks, class Lane>
+__device__ __forceinline__ void add_values(float (&o)[kTilesOut][kBlocks][4], const float (&factor)[kTilesOut][2],
+                                           const Lane& lanes_p, const u32& shared_v, const int& column_o,
+                                           const Thread& thread) {
+  constexpr Type kType = S.type == Type::kBf16 ? Type::kBf16 : Type::kFp16;
+  constexpr int kStep = S.step;
+  constexpr int kColumnsOut = kBlocks * 8;
+  using TileV = Tile<kOut>;
+  if constexpr (S.type == Type::kFp32) {
+#pragma unroll
+    for (int j = 0; j < kColumnsOut / 16; ++j) {
+      float fresh[kTilesOut][2][4] = {};
+      const u32 at = shared_v + TileV::offset(thread.lane & 15, column_o / 8 + j * 2 + (thread.lane >> 4));
+#pragma unroll
+      for (int kk = 0; kk < kStep / 16; ++kk) {
+        u32 high_v[4], low_v[4];
+        ldmatrix_trans(high_v, at + kk * 16 * TileV::kRowBytes);
+        ldmatrix_trans(low_v, at + kk * 16 * TileV::kRowBytes + kVHalf);
+        for (int i = 0; i < kTilesOut; ++i) {
+          u32 high_p[4], low_p[4];
+          ldmatrix(low_p, lanes_p.at(i * 16, kk) + kPHalf);
+          mma<kType>(fresh[i][0], low_p, high_v[0], high_v[1]);
+          mma<kType>(fresh[i][1], low_p, high_v[2], high_v[3]);
+          ldmatrix(high_p, lanes_p.at(i * 16, kk));
+          mma<kType>(fresh[i][0], high_p, low_v[0], low_v[1]);
+          mma<kType>(fresh[i][1], high_p, low_v[2], low_v[3]);
+        }
+      }
+#pragma unroll
+      for (int kk = 0; kk < kStep / 16; ++kk) {
+        u32 high_v[4];
+        ldmatrix_trans(high_v, at + kk * 16 * TileV::kRowBytes);
+        for (int i = 0; i < kTilesOut; ++i) {
+          u32 high_p[4];
+          ldmatrix(high_p, lanes_p.at(i * 16, kk));
+          mma<kType>(fresh[i][0], high_p, high_v[0], high_v[1]);
+          mma<kType>(fresh[i][1], high_p, high_v[2], high_v[3]);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kTilesOut; ++i) {
+        for (int e = 0; e < 8; ++e) {
+          float& to = o[i][2 * j + (e >> 2)][e & 3];
+          to = to * factor[i][e >> 1 & 1] + fresh[i][e >> 2][e & 3];
+        }
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kTilesOut; ++i) {
+      for (int j = 0; j < kColumnsOut / 8; ++j) {
+        for (int e = 0; e < 4; ++e) {
+          o[i][j][e] *= factor[i][e >> 1];
+        }
+      }
+    }
+#pragma unroll
+    for (int kk = 0; kk < kStep / 16; ++kk) {
+      u32 p[kTilesOut][4];
+      for (int i = 0; i < kTilesOut; ++i) {
+        ldmatrix(p[i], lanes_p.at(i * 16, kk));
+      }
+#pragma unroll
+      for (int j = 0; j < kColumnsOut / 16; ++j) {
+        u32 b[4];
+        ldmatrix_trans(
+            b, shared_v + TileV::offset(kk * 16 + (thread.lane & 15), column_o / 8 + j * 2 + (thread.lane >> 4)));
+        for (int i = 0; i < kTilesOut; ++i) {
+          mma<kType>(o[i][2 * j], p[i], b[0], b[1]);
+          mma<kType>(o[i][2 * j + 1], p[i], b[2], b[3]);
+        }
+      }
+    }
+  }
+}
+
 template <WideForwardSpec S>
 __global__ void __launch_bounds__(S.warps * 32, 1) generic_wide_forward(const __grid_constant__ Args a) {
   begin_kernel<S.arch>();
   // ---- sizes ----
   constexpr bool kPairs = S.type == Type::kFp32;
-  constexpr Type kType = S.type == Type::kBf16 ? Type::kBf16 : Type::kFp16;  // of the products
   constexpr int kElement = element_bytes(S.type);
   constexpr int kThreads = S.warps * 32;
   constexpr int kRows = wide_forward_rows(S);
@@ -249,72 +325,7 @@ __global__ void __launch_bounds__(S.warps * 32, 1) generic_wide_forward(const __
         factor[i][x] = load_shared(shared_factor + (row_o + i * 16 + g + x * 8) * 4);
       }
     }
-    if constexpr (kPairs) {
-#pragma unroll
-      for (int j = 0; j < kColumnsOut / 16; ++j) {
-        float fresh[kTilesOut][2][4] = {};
-        const u32 at = shared_v + TileV::offset(thread.lane & 15, column_o / 8 + j * 2 + (thread.lane >> 4));
-#pragma unroll
-        for (int kk = 0; kk < kStep / 16; ++kk) {
-          u32 high_v[4], low_v[4];
-          ldmatrix_trans(high_v, at + kk * 16 * TileV::kRowBytes);
-          ldmatrix_trans(low_v, at + kk * 16 * TileV::kRowBytes + kVHalf);
-          for (int i = 0; i < kTilesOut; ++i) {
-            u32 high_p[4], low_p[4];
-            ldmatrix(low_p, lanes_p.at(i * 16, kk) + kPHalf);
-            mma<kType>(fresh[i][0], low_p, high_v[0], high_v[1]);
-            mma<kType>(fresh[i][1], low_p, high_v[2], high_v[3]);
-            ldmatrix(high_p, lanes_p.at(i * 16, kk));
-            mma<kType>(fresh[i][0], high_p, low_v[0], low_v[1]);
-            mma<kType>(fresh[i][1], high_p, low_v[2], low_v[3]);
-          }
-        }
-#pragma unroll
-        for (int kk = 0; kk < kStep / 16; ++kk) {
-          u32 high_v[4];
-          ldmatrix_trans(high_v, at + kk * 16 * TileV::kRowBytes);
-          for (int i = 0; i < kTilesOut; ++i) {
-            u32 high_p[4];
-            ldmatrix(high_p, lanes_p.at(i * 16, kk));
-            mma<kType>(fresh[i][0], high_p, high_v[0], high_v[1]);
-            mma<kType>(fresh[i][1], high_p, high_v[2], high_v[3]);
-          }
-        }
-#pragma unroll
-        for (int i = 0; i < kTilesOut; ++i) {
-          for (int e = 0; e < 8; ++e) {
-            float& to = o[i][2 * j + (e >> 2)][e & 3];
-            to = to * factor[i][e >> 1 & 1] + fresh[i][e >> 2][e & 3];
-          }
-        }
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kTilesOut; ++i) {
-        for (int j = 0; j < kColumnsOut / 8; ++j) {
-          for (int e = 0; e < 4; ++e) {
-            o[i][j][e] *= factor[i][e >> 1];
-          }
-        }
-      }
-#pragma unroll
-      for (int kk = 0; kk < kStep / 16; ++kk) {
-        u32 p[kTilesOut][4];
-        for (int i = 0; i < kTilesOut; ++i) {
-          ldmatrix(p[i], lanes_p.at(i * 16, kk));
-        }
-#pragma unroll
-        for (int j = 0; j < kColumnsOut / 16; ++j) {
-          u32 b[4];
-          ldmatrix_trans(
-              b, shared_v + TileV::offset(kk * 16 + (thread.lane & 15), column_o / 8 + j * 2 + (thread.lane >> 4)));
-          for (int i = 0; i < kTilesOut; ++i) {
-            mma<kType>(o[i][2 * j], p[i], b[0], b[1]);
-            mma<kType>(o[i][2 * j + 1], p[i], b[2], b[3]);
-          }
-        }
-      }
-    }
+    add_values<S, kOut, kVHalf, kPHalf>(o, factor, lanes_p, shared_v, column_o, thread);
     sync();
     if (n + 1 < steps.end) {
       load_v(n + 1);

@@ -115,15 +115,7 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
   const Sm90BiasBarriers barriers{base + kSizes.barriers_at, S.stages, S.planes, S.entries};
   const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < S.stages + S.planes + S.entries; ++i) {
-      barrier_init(barriers.full(i), i < S.stages ? 1 : kBiasCopyThreads);
-      barrier_init(barriers.empty(i), S.warps);
-    }
-    for (int i = 0; i < kBiasTileNumbers; ++i) {
-      barrier_init(barriers.number_full(i), 1);
-      barrier_init(barriers.number_empty(i), S.warps + 3);  // and those that copy, but the one that takes them
-    }
-    barrier_init_fence();
+    barriers.init(S.warps);
   }
   sync();
   // Of the main kernel nothing is read here: where that comes before, this one starts on multiprocessors that have

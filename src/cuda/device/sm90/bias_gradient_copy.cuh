@@ -29,6 +29,18 @@ struct Sm90BiasBarriers {
   __device__ __forceinline__ u32 entry_empty(int i) const { return empty(stages + planes + i); }
   __device__ __forceinline__ u32 number_full(int i) const { return full(stages + planes + entries + i); }
   __device__ __forceinline__ u32 number_empty(int i) const { return empty(stages + planes + entries + i); }
+
+  __device__ __forceinline__ void init(int warps) const {
+    for (int i = 0; i < stages + planes + entries; ++i) {
+      barrier_init(full(i), i < stages ? 1 : kBiasCopyThreads);
+      barrier_init(empty(i), warps);
+    }
+    for (int i = 0; i < kBiasTileNumbers; ++i) {
+      barrier_init(number_full(i), 1);
+      barrier_init(number_empty(i), warps + 3);  // and those that copy, but the one that takes them
+    }
+    barrier_init_fence();
+  }
 };
 
 // A tile, and the entries begin ... end - 1 of its plane's list.

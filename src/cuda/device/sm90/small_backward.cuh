@@ -48,6 +48,65 @@ struct SmallEntry {
   }
 };
 
+// The barrier of a full buffer of a warpgroup; that of an empty one lies 8 bytes behind it.
+template <Sm90SmallSpec S>
+__device__ __forceinline__ u32 small_full(u32 base, int group, u32 slot) {
+  return base + sm90_small_backward_sizes(S).barriers_at + (group * S.stages + slot) * 16;
+}
+
+// The warpgroup that copies, a warp for each of those that compute: K, Q, V, dO and O of a head to one buffer.
+template <Sm90SmallSpec S>
+__device__ __forceinline__ void sm90_small_copy(const Args& a, const Sm90SmallBackwardArgs& m, u32 base, u32 plane,
+                                                u32 number, u32 workers) {
+  constexpr Sm90SmallBackwardSizes kSizes = sm90_small_backward_sizes(S);
+  constexpr int kGroups = kSizes.groups;
+  const int group = __shfl_sync(~0u, int(threadIdx.x / 32), 0);
+  if (group < kGroups && threadIdx.x % 32 == 0) {
+    Ring<S.stages> ring;
+    for (u32 n = number + group; n < u32(m.list); n += workers) {
+      const SmallEntry e = SmallEntry::make(a, m, plane, n);
+      const u32 at = base + group * kSizes.part + ring.buffer() * kSizes.head;
+      const u32 barrier = small_full<S>(base, group, ring.buffer());
+      const auto place = [&](const Has& has) {
+        return Coordinates{0, 0, e.head * has.head, e.b2 * has.batch2, e.b1 * has.batch1};
+      };
+      barrier_wait(barrier + 8, ring.parity() ^ 1);
+      barrier_expect(barrier, kSizes.head);
+      tensor_load(at, m.k, barrier, place(m.has_k));
+      tensor_load(at + kSizes.q, m.q, barrier, place(m.has_q));
+      tensor_load(at + 2 * kSizes.q, m.v, barrier, place(m.has_v));
+      tensor_load(at + 2 * kSizes.q + kSizes.v, m.grad_out, barrier, place(m.has_grad_out));
+      tensor_load(at + 2 * kSizes.q + 2 * kSizes.v, m.out, barrier, place(m.has_out));
+      ring.next();
+    }
+  }
+}
+
+// The bias of this thread's 32 elements, of fp32 or as pairs of 16 bits.
+template <Sm90SmallSpec S, int kFloats, int kPairs>
+__device__ __forceinline__ void load_small_bias(const Args& a, const SmallEntry& e, float (&bias)[kFloats],
+                                                u32 (&pairs)[kPairs], const math::Band<int>& band, const int& key0,
+                                                const int& query0) {
+  const math::Strides& s = a.bias.strides;
+  const i64 first = e.b1 * s.batch1 + e.b2 * s.batch2 + e.head * s.head;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const int key = key0 + (i & 1) * 8;
+    const int query = query0 + i / 2 * 8;
+    const i64 at = first + query * s.row + key;
+    const bool in0 = key < band.seqlen_k && query < band.seqlen_q;
+    const bool in1 = key < band.seqlen_k && query + 1 < band.seqlen_q;
+    if constexpr (S.bias == BiasTile::kFp32) {
+      bias[2 * i] = in0 ? static_cast<const float*>(a.bias.data)[at] : 0.f;
+      bias[2 * i + 1] = in1 ? static_cast<const float*>(a.bias.data)[at + s.row] : 0.f;
+    } else {
+      const u32 x = in0 ? static_cast<const u16*>(a.bias.data)[at] : 0;
+      const u32 y = in1 ? static_cast<const u16*>(a.bias.data)[at + s.row] : 0;
+      pairs[i] = x | y << 16;
+    }
+  }
+}
+
 template <Sm90SmallSpec S>
 __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
     sm90_small_backward(const __grid_constant__ Args a, const __grid_constant__ Sm90SmallBackwardArgs m) {
@@ -58,7 +117,7 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
   constexpr int V = S.dv;
   constexpr int kGroups = kSizes.groups;
   // What a launch of 3 (4, 5) warpgroups has is 3 x 168 (4 x 128, 5 x 96) registers: more would wait for ever.
-  constexpr int kRegistersToCopy = kGroups == 4 ? 32 : kGroups == 3 ? 32 : 40;
+  constexpr int kRegistersToCopy = kGroups > 2 ? 32 : 40;
   constexpr int kRegisters = kGroups == 4 ? 112 : kGroups == 3 ? 160 : 232;
   constexpr bool kBias = S.bias != BiasTile::kNone;
   constexpr bool kSum = S.grad_bias != BiasTile::kNone;
@@ -71,11 +130,10 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
   extern __shared__ __align__(1024) unsigned char memory[];
   const u32 base = shared_address(memory);
   const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
-  const auto full = [&](int group, u32 slot) { return base + kSizes.barriers_at + (group * S.stages + slot) * 16; };
   if (threadIdx.x == 0) {
     for (int i = 0; i < kGroups * S.stages; ++i) {
-      barrier_init(full(0, i), 1);
-      barrier_init(full(0, i) + 8, 1);
+      barrier_init(small_full<S>(base, 0, i), 1);
+      barrier_init(small_full<S>(base, 0, i) + 8, 1);
     }
     barrier_init_fence();
   }
@@ -86,29 +144,9 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
   const u32 number = blockIdx.x % blocks * kGroups;  // of the block's first warpgroup among those of the plane
   const u32 workers = blocks * kGroups;
 
-  // ---- the warpgroup that copies ----
   if (warpgroup == 0) {
     fewer_registers<kRegistersToCopy>();
-    const int group = __shfl_sync(~0u, int(threadIdx.x / 32), 0);
-    if (group < kGroups && threadIdx.x % 32 == 0) {
-      Ring<S.stages> ring;
-      for (u32 n = number + group; n < u32(m.list); n += workers) {
-        const SmallEntry e = SmallEntry::make(a, m, plane, n);
-        const u32 at = base + group * kSizes.part + ring.buffer() * kSizes.head;
-        const u32 barrier = full(group, ring.buffer());
-        const auto place = [&](const Has& has) {
-          return Coordinates{0, 0, e.head * has.head, e.b2 * has.batch2, e.b1 * has.batch1};
-        };
-        barrier_wait(barrier + 8, ring.parity() ^ 1);
-        barrier_expect(barrier, kSizes.head);
-        tensor_load(at, m.k, barrier, place(m.has_k));
-        tensor_load(at + kSizes.q, m.q, barrier, place(m.has_q));
-        tensor_load(at + 2 * kSizes.q, m.v, barrier, place(m.has_v));
-        tensor_load(at + 2 * kSizes.q + kSizes.v, m.grad_out, barrier, place(m.has_grad_out));
-        tensor_load(at + 2 * kSizes.q + 2 * kSizes.v, m.out, barrier, place(m.has_out));
-        ring.next();
-      }
-    }
+    sm90_small_copy<S>(a, m, base, plane, number, workers);
     return;
   }
 
@@ -138,25 +176,7 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
   u32 pairs[kBias && S.bias != BiasTile::kFp32 ? 16 : 1];
   constexpr Type kBiasType = S.bias == BiasTile::kFp16 ? Type::kFp16 : Type::kBf16;
   if constexpr (kBias) {
-    const SmallEntry e = SmallEntry::make(a, m, plane, 0);
-    const math::Strides& s = a.bias.strides;
-    const i64 first = e.b1 * s.batch1 + e.b2 * s.batch2 + e.head * s.head;
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const int key = key0 + (i & 1) * 8;
-      const int query = query0 + i / 2 * 8;
-      const i64 at = first + query * s.row + key;
-      const bool in0 = key < band.seqlen_k && query < band.seqlen_q;
-      const bool in1 = key < band.seqlen_k && query + 1 < band.seqlen_q;
-      if constexpr (S.bias == BiasTile::kFp32) {
-        bias[2 * i] = in0 ? static_cast<const float*>(a.bias.data)[at] : 0.f;
-        bias[2 * i + 1] = in1 ? static_cast<const float*>(a.bias.data)[at + s.row] : 0.f;
-      } else {
-        const u32 x = in0 ? static_cast<const u16*>(a.bias.data)[at] : 0;
-        const u32 y = in1 ? static_cast<const u16*>(a.bias.data)[at + s.row] : 0;
-        pairs[i] = x | y << 16;
-      }
-    }
+    load_small_bias<S>(a, SmallEntry::make(a, m, plane, 0), bias, pairs, band, key0, query0);
   }
   const auto bias_of = [&](int i) {  // of element i
     if constexpr (!kBias) {
@@ -216,7 +236,7 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
 #pragma unroll 1
   for (u32 n = number + c; n < u32(m.list); n += workers) {
     const SmallEntry now = next;
-    const u32 barrier = full(c, ring.buffer());
+    const u32 barrier = small_full<S>(base, c, ring.buffer());
     const auto k_rows = keys_first.buffer(ring.buffer(), kSizes.head);
     const auto q_rows = k_rows.buffer(1, kSizes.q);
     const SharedOperand<Inner::kColumns, kSmallRows, V> v_rows{q_rows.buffer(1, kSizes.q).low};

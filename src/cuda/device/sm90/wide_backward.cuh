@@ -92,19 +92,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
   const Sm90WideBackwardBarriers barriers{base + kSizes.barriers_at};
   const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
   if (threadIdx.x == 0) {
-    barrier_init(barriers.kv_full(), 1);
-    barrier_init(barriers.grad_out_full(), 1);
-    barrier_init(barriers.grad_out_empty(), 8);
-    barrier_init(barriers.may_add(), 1);
-    barrier_init(barriers.added(), 8);
-    for (int i = 0; i < 2; ++i) {
-      barrier_init(barriers.q_full(i), 1);
-      barrier_init(barriers.q_empty(i), 8 * 32);
-      barrier_init(barriers.bias_full(i), 1);
-      barrier_init(barriers.grads_full(i), 1);
-      barrier_init(barriers.grads_empty(i), S.dq ? 16 : 8);  // warps of both blocks
-    }
-    barrier_init_fence();
+    barriers.init(S.dq);
   }
   cluster_sync();
 

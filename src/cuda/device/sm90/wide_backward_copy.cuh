@@ -15,6 +15,23 @@ namespace fovea::cuda {
 
 struct Sm90WideBackwardBarriers {
   u32 at;
+
+  __device__ __forceinline__ void init(bool has_dq) const {
+    barrier_init(kv_full(), 1);
+    barrier_init(grad_out_full(), 1);
+    barrier_init(grad_out_empty(), 8);
+    barrier_init(may_add(), 1);
+    barrier_init(added(), 8);
+    for (int i = 0; i < 2; ++i) {
+      barrier_init(q_full(i), 1);
+      barrier_init(q_empty(i), 8 * 32);
+      barrier_init(bias_full(i), 1);
+      barrier_init(grads_full(i), 1);
+      barrier_init(grads_empty(i), has_dq ? 16 : 8);  // warps of both blocks
+    }
+    barrier_init_fence();
+  }
+
   __device__ __forceinline__ u32 kv_full() const { return at; }
   __device__ __forceinline__ u32 grad_out_full() const { return at + 8; }
   __device__ __forceinline__ u32 grad_out_empty() const { return at + 16; }
