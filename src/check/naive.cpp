@@ -38,7 +38,7 @@ void round_all(DType type, std::vector<T>& values) {
 template <class T>
 class Noise {
  public:
-  explicit Noise(int draw) : state_(1 + static_cast<std::uint64_t>(draw) * 0x9E3779B97F4A7C15) {}
+  explicit Noise(int draw) : state_(1 + static_cast<std::uint64_t>(draw) * 0xD1342543DE82EF95) {}
 
   // 1 or -1.
   T sign() {

@@ -27,6 +27,7 @@ ALLOWED = {
     ("src/cpu/isa/simd.h", "function"): "exp and tanh of a vector, which the formulas call by name",
     ("src/check/materialise.cpp", "function"): "random numbers: Box and Muller's method",
     ("src/check/materialise.cpp", "Philox"): "random numbers: SplitMix64 adds the golden ratio, as Philox does",
+    ("src/check/naive.cpp", "softcap"): "the error of a score whose tanh errs by one unit",
     ("src/check/run.cpp", "Philox"): "signs without a pattern, by the golden ratio",
     ("cli/buffers.cpp", "function"): "random numbers: Box and Muller's method",
     ("src/cuda/device/ptx/sm80.cuh", "function"): "the instructions: ex2, lg2, rcp",
