@@ -28,12 +28,12 @@ _exact = False
 def set_exact(exact: bool) -> None:
     """Chooses what queries get that have no key at all.
 
-    cuequivariance adds -1e9 to masked scores, so that such a query gets the mean of all values. fovea's masks give 0. All other
+    cuequivariance gives masked scores -1e9, so that such a query gets the mean of all values. fovea's masks give 0. All other
     rows are equal, and so are all gradients if such rows do not reach the loss.
 
     Args:
         exact: True gives such rows the mean of all values, with a second bias in the place of the mask, which takes longer. In
-            float32 and 16 bits gradients through such rows are too large, by up to the number of keys, because a logsumexp of
+            float32 and 16 bits the gradients through such rows are too large, by up to the number of keys, because a logsumexp of
             -1e9 has no room for its logarithm. They do not matter where the gradient of these rows' results is 0.
     """
     global _exact
