@@ -44,7 +44,7 @@ std::vector<std::string> words_of_all(const std::vector<std::string>& arguments)
   return words;
 }
 
-// The rows that the filter leaves; or, where it leaves none but is a whole problem line, that problem.
+// The rows that match the filter. If none does and the filter is a problem line, that problem.
 std::vector<check::Case> chosen(const Settings& settings) {
   const std::vector<std::string> filter = words_of_all(settings.filter);
   std::vector<check::Case> rows;
@@ -68,7 +68,7 @@ std::vector<check::Case> chosen(const Settings& settings) {
                                        "own: {}",
                                        line, error.what()));
   }
-  // A check runs both directions: a forward becomes the backward that asks for every gradient.
+  // A check runs both directions: a forward becomes the backward that computes every gradient.
   if (c.problem.direction == Direction::kForward) {
     c.problem.direction = Direction::kBackward;
     c.problem.lse = false;
@@ -78,34 +78,34 @@ std::vector<check::Case> chosen(const Settings& settings) {
   return {c};
 }
 
-std::vector<std::string> instruction_sets(const std::string& asked) {
+std::vector<std::string> instruction_sets(const std::string& name) {
   std::vector<std::string> available;
   for (const cpu::Isa& isa : cpu::instruction_sets()) {
     if (isa.available) {
       available.push_back(isa.name);
     }
   }
-  if (asked == "all") {
+  if (name == "all") {
     return available;
   }
-  if (!asked.empty() && std::find(available.begin(), available.end(), asked) == available.end()) {
+  if (!name.empty() && std::find(available.begin(), available.end(), name) == available.end()) {
     available.emplace_back("all");
-    throw Fault(kBadInput, fmt::format("--isa {}: not one that this machine runs{}", asked, hint(asked, available)));
+    throw Fault(kBadInput, fmt::format("--isa {}: not one that this machine runs{}", name, hint(name, available)));
   }
-  return {asked};
+  return {name};
 }
 
-// Refused once, not with every row; a GPU's is refused before.
-void known_backend(const std::string& asked) {
+// An error once, not with every row. A GPU's backend was refused before.
+void known_backend(const std::string& name) {
   std::vector<std::string> names;
   for (const Verdict& verdict : backends()) {
     if (verdict.backend != "cuda") {
       names.push_back(verdict.backend);
     }
   }
-  if (!asked.empty() && std::find(names.begin(), names.end(), asked) == names.end()) {
+  if (!name.empty() && std::find(names.begin(), names.end(), name) == names.end()) {
     throw Fault(kBadInput,
-                fmt::format("--backend {}: accepted: {}{}", asked, fmt::join(names, ", "), hint(asked, names)));
+                fmt::format("--backend {}: accepted: {}{}", name, fmt::join(names, ", "), hint(name, names)));
   }
 }
 

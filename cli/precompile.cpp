@@ -35,7 +35,7 @@ struct Settings {
   bool list = false;
 };
 
-struct Asked {
+struct Given {
   Problem problem;
   std::string where;  // it was read, for messages: "problems.txt:3: "
 };
@@ -51,7 +51,7 @@ void naming(const std::string& where, const Work& work) {
 }
 
 // A line without fwd or bwd stands for both.
-void add_line(std::vector<Asked>& problems, const std::string& line, const std::string& where) {
+void add_line(std::vector<Given>& problems, const std::string& line, const std::string& where) {
   const std::vector<std::string> words = words_of(line);
   if (words.empty() || words.front().starts_with('#')) {
     return;
@@ -73,8 +73,8 @@ void add_line(std::vector<Asked>& problems, const std::string& line, const std::
   }
 }
 
-std::vector<Asked> problems_of(const Settings& settings) {
-  std::vector<Asked> problems;
+std::vector<Given> problems_of(const Settings& settings) {
+  std::vector<Given> problems;
   for (std::size_t n = 0; n < settings.lines.size(); ++n) {
     add_line(problems, settings.lines[n], settings.lines.size() > 1 ? fmt::format("problem {}: ", n + 1) : "");
   }
@@ -156,21 +156,21 @@ struct Work {
   std::vector<std::string> refused;  // problems that no kernel can compute, with the reason
 };
 
-Work work_of(const std::vector<Asked>& problems, const std::vector<cuda::Target>& targets) {
+Work work_of(const std::vector<Given>& problems, const std::vector<cuda::Target>& targets) {
   Work work;
   std::set<std::string> known;
-  for (const Asked& asked : problems) {
-    Problem problem = asked.problem;
+  for (const Given& given : problems) {
+    Problem problem = given.problem;
     if (problem.type == DType::kFp64) {
       work.refused.push_back(
-          fmt::format("{}{}: fp64; accepted on a GPU: fp32, fp16, bf16", asked.where, print(problem)));
+          fmt::format("{}{}: fp64; accepted on a GPU: fp32, fp16, bf16", given.where, print(problem)));
       continue;
     }
     problem.device = FOVEA_CUDA;
     problem.backend.clear();
     const Shapes shapes(problem);
     Call call;
-    naming(asked.where, [&] { call = validate(shapes.get(), problem.direction, /*shapes_only=*/true); });
+    naming(given.where, [&] { call = validate(shapes.get(), problem.direction, /*shapes_only=*/true); });
     for (const cuda::Target& target : targets) {
       try {
         for (const cuda::Kernel& kernel : cuda::kernels_for(call, target)) {
@@ -184,7 +184,7 @@ Work work_of(const std::vector<Asked>& problems, const std::vector<cuda::Target>
           throw;
         }
         work.refused.push_back(
-            fmt::format("{}{} for {}: {}", asked.where, print(problem), target.architecture(), error.what()));
+            fmt::format("{}{} for {}: {}", given.where, print(problem), target.architecture(), error.what()));
       }
     }
   }

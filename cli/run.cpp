@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// fovea run: tensors from files, one forward and, when asked, one backward, results to files.
+// fovea run: tensors from files, one forward, with --backward one backward, results to files.
 //
 //   1. Read    every tensor by its name, from one .safetensors or from a file each.
 //   2. Settle  what the tensors say about the problem is turned into its line; the user's line adds options to it, and
@@ -146,7 +146,7 @@ std::string text_of_speed(double flops, double seconds) {
   return flops < kFewestFlops ? "" : fmt::format(", {:.1f} GFLOP/s of allowed pairs", 1e-9 * flops / seconds);
 }
 
-// What the line leaves to defaults that somebody may not expect.
+// Defaults of the line that may be unexpected.
 void print_notes(const Problem& p, const std::string& line) {
   const std::vector<std::string> words = words_of(line);
   const bool aligned = std::any_of(words.begin(), words.end(), [](const std::string& word) {

@@ -4,7 +4,7 @@
 
     tools/abi.py            compares with tests/abi/fovea.abi; ends with 1 where programs that were compiled before would break
     tools/abi.py --write    writes that file anew: part of a release
-    tools/abi.py --test     plants changes in c.h, one after the other, and says whether each is judged as it should be
+    tools/abi.py --test     plants changes in c.h, one after the other, and says whether each is found
 
 What may change: structs grow at their end (each says its own size), functions and numbers of enums are added.
 """
@@ -95,7 +95,7 @@ def compare(header: str) -> tuple[bool, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="the ABI of now becomes that of the last release")
-    parser.add_argument("--test", action="store_true", help="whether planted changes are judged as they should be")
+    parser.add_argument("--test", action="store_true", help="whether planted changes are found")
     arguments = parser.parse_args()
     header = (ROOT / "include/fovea/c.h").read_text()
     if arguments.write:

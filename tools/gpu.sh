@@ -41,7 +41,7 @@ bench() {
 }
 
 # Tool by tool: a fault is a line of compute-sanitizer's own, and the exit status. Only our kernels are looked at, but by
-# initcheck, which has to see who writes what. Each tensor gets an allocation of its own, so that bounds are those of
+# initcheck, which has to see every write. Each tensor gets an allocation of its own, so that bounds are those of
 # tensors; SANITIZE_FAST=1 does without. The kernels are compiled before, on all cores.
 sanitize() {
   local failed=0 tool log filter memory=(PYTORCH_NO_CUDA_MEMORY_CACHING=1)

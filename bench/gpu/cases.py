@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of the GPU benchmark: a case says what is computed, not by whom."""
+"""The rows of the GPU benchmark: a case says what is computed, not which library computes it."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ struct Progress {
   double attention_share = 0;   // of the time of training
 };
 
-// What a run is asked now and then; it may be silent.
+// Called now and then during a run; it may do nothing.
 using Report = std::function<void(const Progress&)>;
 
 struct Run {

@@ -6,7 +6,7 @@
 namespace fovea {
 namespace {
 
-// Who forgot to set a size says any number: no more of a struct is read than this.
+// A size that was not set may be any number: no more of a struct is read than this.
 constexpr std::size_t kLongest = 4096;
 
 // `least` is as much of the struct as every version of it has.

@@ -79,7 +79,7 @@ BackendKind kind_of(std::string_view backend) {
   return backend == "cpu" ? BackendKind::kCpu : backend == "cuda" ? BackendKind::kCuda : BackendKind::kReference;
 }
 
-// With room to begin at a multiple of what the backend wants.
+// With room for the alignment that the backend needs.
 std::size_t workspace_of(const cuda::Plan& plan) {
   const auto bytes = static_cast<std::size_t>(plan.workspace.bytes());
   return bytes > 0 ? bytes + cuda::Workspace::kAlignment - 1 : 0;
@@ -96,7 +96,7 @@ void* aligned(void* workspace, std::uintptr_t alignment) {
   return static_cast<char*>(workspace) + (-reinterpret_cast<std::uintptr_t>(workspace)) % alignment;
 }
 
-// A GPU's problem that names no backend has but one: found without asking the others, for calls of microseconds.
+// A GPU's problem that names no backend has only one backend. It is found without the others' verdicts, because a call takes microseconds.
 std::shared_ptr<cuda::Executable> quickly_planned(const Call& call) {
   if (call.problem.device != FOVEA_CUDA || !call.problem.backend.empty() || !environment().backend.empty()) {
     return nullptr;
@@ -107,7 +107,7 @@ std::shared_ptr<cuda::Executable> quickly_planned(const Call& call) {
     if (error.status() != FOVEA_UNSUPPORTED) {
       throw;
     }
-    return nullptr;  // the long way says what every backend thinks of it
+    return nullptr;  // plan() gives every backend's reason
   }
 }
 

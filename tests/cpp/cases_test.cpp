@@ -440,7 +440,7 @@ TEST(CasesTest, NothingTrapsWithinACall) {
   }
 }
 
-// Threads of the pool compute as the caller would, who may have asked for denormals to be flushed.
+// Threads of the pool compute as the caller's thread would, which may flush denormals.
 TEST(CasesTest, MxcsrOfTheCallerHoldsInEveryThread) {
   Case c;
   c.problem = parse("bwd b=4 hq=4 sq=70 sk=70 d=32");

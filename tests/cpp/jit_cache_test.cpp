@@ -289,7 +289,7 @@ TEST(JitCache, AFolderThatCannotBeWrittenIsReadAndNamed) {
            refuses([&] { cache.store("new", k130, example()); }, "Permission denied");
   };
   const bool root = geteuid() == 0;
-  if (root) {  // who may do everything: the folder is given away, and so is the process
+  if (root) {  // root may do everything, so the folder and the process get another user
     const uid_t nobody = 65534;
     chmod(folder.path().c_str(), 0755);
     ASSERT_EQ(chown(only_entry(cache).c_str(), nobody, nobody), 0);

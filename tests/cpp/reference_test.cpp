@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The reference by standards of its own: every gradient against finite differences in fp64, over a table in which
-// every pair of features occurs. (Its values are judged by tests/oracle.py, in Python.)
+// every pair of features occurs. (tests/oracle.py, in Python, checks its values.)
 #include <gtest/gtest.h>
 
 #include "check/run.h"

@@ -235,7 +235,7 @@ class Fuzzer {
     }
   }
 
-  // The longest of the sequences, as who calls has to say it for a device.
+  // The length of the longest sequence, which a caller must give for a device.
   static std::int64_t longest(const fovea_tensor& cu_seqlens) {
     std::int64_t most = 0;
     for (std::int64_t n = 0; n + 1 < cu_seqlens.shape[0]; ++n) {
@@ -422,7 +422,7 @@ class Fuzzer {
     const bool is_right = std::all_of(shape.begin(), shape.end(), [](std::int64_t n) { return n >= 0 && n < 10; });
     if (!is_right && std::find(shape.begin(), shape.end(), 0) == shape.end() && shape[0] > 0 && shape[1] > 0 &&
         shape[2] > 0 && shape[3] > 0) {
-      return;  // it may be right, for who has so much memory
+      return;  // it may be right on a machine with so much memory
     }
     unsigned char* end = workspace_.end();
     const auto status =

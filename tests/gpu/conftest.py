@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(config, items):
 def pytest_runtest_protocol(item):
     path = item.config.getoption("--report")
     if path:
-        path.with_suffix(".at").write_text(item.nodeid)  # who it was, should the process not survive it
+        path.with_suffix(".at").write_text(item.nodeid)  # which test it was, if the process does not survive it
 
 
 @pytest.hookimpl(wrapper=True)
@@ -102,7 +102,7 @@ def fresh_state():
 
 def pytest_report_header(config):
     if torch is None:
-        return "no test runs: PyTorch is the judge of the GPU tests, and it is not installed here"
+        return "no test runs: the GPU tests compare with PyTorch, which is not installed here"
     if NAME == "cuda" and torch.cuda.is_available():
         return f"GPU: {torch.cuda.get_device_name(0)}; PyTorch {torch.__version__}; {time.strftime('%H:%M:%S')}"
     return f"device: {NAME}; CUDA available: {torch.cuda.is_available()}"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention and its gradients as plain formulas on padded tensors, written down from docs/semantics.md.
 
-Two evaluations: in fp64, the judge; and the naive one in the roundings that a backend has (P and dS in the type of q,
+Two evaluations: the reference, in fp64; and the naive one in the roundings that a backend has (P and dS in the type of q,
 sums in fp32), which the tolerance is made of. So that the naive one is never right by luck, it is given the errors
 that another order of summation could have made: of a dot product half a unit in the last place of the sum of its terms' magnitudes, of an
-exponential or tanh one of its own (in fp64, where the judge errs as well, twice that), with random signs; the worst of a few
+exponential or tanh one of its own (in fp64, where the reference errs as well, twice that), with random signs; the worst of a few
 draws counts. dp and delta err by one unit, against each other: where they cancel, all that is left is their rounding.
 On a GPU sums of 16-bit numbers are formed by tensor cores, which cut off what is beyond the sum's last place at each 16
 terms, always towards 0.
@@ -178,7 +178,7 @@ _PRECISION = {
     torch.float16: (2.0**-10, 2.0**-24),
     torch.bfloat16: (2.0**-7, 2.0**-133),
     torch.float32: (2.0**-23, 32 * 2.0**-149),
-    torch.float64: (2.0**-45, 32 * 5e-324),  # on the CPU: there the judge is no better than what it judges
+    torch.float64: (2.0**-45, 32 * 5e-324),  # on the CPU: there the reference has the same precision
 }
 # A GPU's exponentials and tensor cores make 0 of what is smaller than fp32's normal numbers; dropout multiplies that.
 _FLUSHED = 16 * 2.0**-126

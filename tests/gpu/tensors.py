@@ -334,7 +334,7 @@ class Tensors:
     # ---- sentinels ----
 
     def prepare(self, backward: bool) -> None:
-        """Makes a direction's outputs ready to be judged."""
+        """Prepares a direction's outputs for the comparison."""
         self._allowed: dict[int, tuple[Tensor, torch.Tensor]] = {}
         for t in self.outputs(backward):
             key = t.buffer.data_ptr()

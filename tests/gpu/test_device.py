@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device layer, one small kernel for each wrapper of ptx/sm80.cuh and each part of tile/tile.cuh and of score/, compiled
-by NVRTC and judged by PyTorch. What these are wrong about, every kernel is wrong about.
+by NVRTC and compared with PyTorch. An error in one of them is an error of every kernel.
 """
 
 import math

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes past what 16, 31 and 32 bits count: batch times heads over 65,535, tensors past 2^31 elements (judged on
+"""Sizes past what 16, 31 and 32 bits count: batch times heads over 65,535, tensors past 2^31 elements (compared on
 sampled rows), offsets past 2^31 by strides alone."""
 
 import math

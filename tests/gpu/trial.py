@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One problem, made, computed and judged: what every test of this folder that has a problem line goes through."""
+"""One problem: its tensors, the call and the comparison, for every test of this folder that has a problem line."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ DRAWS = 3
 
 
 class Trial:
-    """A problem with its memory and what is right for it. The backward of everyone reads the same out and lse: the
-    judge's, rounded to their types."""
+    """A problem with its memory and what is right for it. Every backward reads the same out and lse: the
+    reference's, rounded to their types."""
 
     def __init__(self, p: Problem, device: torch.device, backend: str = "") -> None:
         self.problem = p

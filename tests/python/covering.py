@@ -17,7 +17,7 @@ def covered_by(features, row):
 
 def covering(features, legal=lambda row: True):
     """Greedy and deterministic: each row starts from the first pair still missing and then takes, feature by
-    feature, the value that adds most missing pairs. `legal` judges a row in part (a dict of some features)."""
+    feature, the value that adds most missing pairs. `legal` says whether a row in part (a dict of some features) may be completed."""
     missing = pairs_of(features, legal)
     rows = []
     while missing:

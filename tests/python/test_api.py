@@ -2,7 +2,7 @@
 """fovea's Python package: every option against plain NumPy formulas, every way to pass arrays in and out.
 
 Most of it is in float64, where a right answer is right to eleven digits. What the numbers of each type come to is
-judged by the case table of the C++ tests; here it is the keywords, layouts and libraries that are under test.
+checked by the case table of the C++ tests; here it is the keywords, layouts and libraries that are under test.
 """
 
 import contextlib

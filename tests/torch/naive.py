@@ -82,7 +82,7 @@ def assert_as_good_as_naive(name, actual, reference, naive, through=None):
     assert torch.equal(actual[~finite], reference[~finite]), name
     if not finite.any():
         return
-    if dtype == torch.float64:  # the reference is no better than what it judges
+    if dtype == torch.float64:  # the reference has the same precision
         torch.testing.assert_close(actual, reference, rtol=1e-11, atol=1e-13, msg=lambda text: f"{name}: {text}")
         return
     error = (actual - reference)[finite].abs()

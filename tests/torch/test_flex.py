@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What docs/torch.md says to who comes from FlexAttention: each score_mod and mask_mod there beside the options here."""
+"""What docs/torch.md says about FlexAttention: each score_mod and mask_mod there beside the options here."""
 
 import pytest
 import torch

@@ -515,7 +515,7 @@ def test_torch_func_jvp_is_refused_by_name():
         torch.func.jvp(lambda q: attention(q, q, q), (q,), (q,))
 
 
-# ---- who watches ----
+# ---- what records ----
 
 
 def test_the_profiler_sees_the_operator():

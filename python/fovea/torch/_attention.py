@@ -275,7 +275,7 @@ def attention_qkv(
 def attention_qkv(qkv: Tensor, dim: int, **options: Any) -> Any:
     """attention() of q, k and v that lie in one tensor, whose gradient is one tensor, too.
 
-    It equals attention(*qkv.unbind(dim), **options). With that, PyTorch copies three gradients together; this has them written
+    It equals ``attention(*qkv.unbind(dim), **options)``. With that, PyTorch copies three gradients together; this has them written
     where they belong. Under torch.compile, torch.func and the like, and under autocast to another type, they are copied.
 
     Args:

@@ -2,7 +2,7 @@
 """For which calls of scaled_dot_product_attention PyTorch's kernel is faster: a table of measurements.
 
 fastest.json has it. bench/torch/fastest.py measures it, on the CPU for each instruction set, on a GPU for its compute
-capability. A call is judged by the measured problem of its kind that is nearest to it. On a kind of device that was not
+capability. The decision for a call is that of the nearest measured problem of its kind. On a kind of device that was not
 measured, plain and causal calls stay with PyTorch, and fovea takes those with a mask, a bias or dropout and those of
 other ranks than four.
 """

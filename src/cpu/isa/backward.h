@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The backward of one block of keys: it owns dk and dv of its keys and walks over the blocks of queries that meet
+// The backward of one block of keys: it computes dk and dv of its keys and loops over the blocks of queries that meet
 // them, for every head of the group. Five products a tile, P computed once:
 //
 //     S  = Q K^T      dP = dO V^T        strip by strip; then p and ds row by row, in L1
