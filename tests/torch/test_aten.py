@@ -12,6 +12,7 @@ import naive
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch.utils.flop_counter import FlopCounterMode
 
 import fovea
 from fovea.torch import aten, disable, enable, enabled, reset_stats, stats
@@ -475,6 +476,23 @@ def test_autograd_of_some():
     assert k.grad is not None and q.grad is None
     with pytest.raises(NotImplementedError, match="alibi_slopes: given with a gradient"):
         aten._flash_attention_forward(*swap(q, k, v), None, None, 6, 6, 0.0, True, False, alibi_slopes=torch.ones(2))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_flops(name):
+    """As PyTorch counts its own operators, forward and backward."""
+    if "_cudnn_attention_forward" == name:
+        pytest.skip("PyTorch has no formula for it")
+    counts = []
+    for namespace in (torch.ops.fovea, PYTORCH):
+        leaves = [torch.empty(2, 3, 6, 8, device="meta", requires_grad=True) for _ in range(3)]
+        leaves.append(torch.empty(2, 3, 6, 6, device="meta"))
+        with FlopCounterMode(display=False) as counter, pytest.MonkeyPatch.context() as patch:
+            if namespace is PYTORCH:
+                patch.setattr(__name__ + ".aten", PYTORCH)
+            CALLS[name](*leaves).sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
 
 
 # ---- errors ----

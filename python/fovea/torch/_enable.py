@@ -152,7 +152,7 @@ def _scaled_dot_product_attention(
         why = decision.why_not
     if why:
         _hand_back(why, query.device)
-        if why in _WISHES:  # for PyTorch's kernels: those that the composite calls are its own as well
+        if why in _WISHES and _owners.in_force():  # the kernels that the composite calls are PyTorch's as well
             with _owners.left_to_pytorch():
                 return _composite(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         return _composite(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)

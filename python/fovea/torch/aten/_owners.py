@@ -60,7 +60,12 @@ def owners() -> dict[str, str]:
     {}
     """
     with _lock:
-        return {name: _owner(name).name for name in OPERATORS if any(place[0] == name for place in _places)}
+        return {name: _owner(name).name for name in OPERATORS if name in {place[0] for place in _places}}
+
+
+def in_force() -> bool:
+    """Whether fovea computes one."""
+    return bool(_places)
 
 
 def take(owner: Owner, names: Iterable[str], devices: Iterable[str]) -> None:
@@ -101,7 +106,7 @@ def _kernel_of_pytorch(name: str, key: str) -> Any:
 
 
 def _owner(name: str) -> Owner:
-    return next(owner for owner, places in _taken.values() if any(place[0] == name for place in places))
+    return next(owner for owner, places in _taken.values() if name in {place[0] for place in places})
 
 
 @contextlib.contextmanager

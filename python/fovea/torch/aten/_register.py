@@ -12,6 +12,7 @@ from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry
 
 from .. import _operators
 
@@ -50,6 +51,9 @@ def operator(
         registry.register_fake(f"fovea::{name}", fake, lib=library)
         found = Operator(name, compute, getattr(torch.ops.fovea, name).default, inspect.signature(compute))
         OPERATORS[name] = found
+        formula = flop_registry.get(getattr(torch.ops.aten, name, None))
+        if formula is not None:
+            flop_registry[getattr(torch.ops.fovea, name)] = formula
         if backward is not None and saved is not None:
             library.impl(name, _differentiable(found, backward, saved), "Autograd")
         return compute

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pytest plugin for pytorch_tests.py: fovea is enabled while PyTorch's tests run, and counts are written at the end."""
+
+import json
+import os
+
+import fovea.torch
+from fovea.torch.aten import _owners
+
+COUNTS = {"handed_back": {}, "operators": {}}
+
+
+def count(kind, name):
+    COUNTS[kind][name] = COUNTS[kind].get(name, 0) + 1
+
+
+def pytest_configure(config):
+    options = json.loads(os.environ["FOVEA_TEST_ENABLE"])
+    if options is None:
+        return
+    if not options.pop("only_operators"):
+        fovea.torch.enable(**options)
+        return
+    owner = _owners.Owner("PyTorch's tests", lambda *_: "", lambda name: count("operators", name),
+                          lambda name, why, device: count("handed_back", f"{name}: {why}"))  # fmt: skip
+    _owners.take(owner, [name for name in fovea.torch.aten.__all__ if name.startswith("_")], options["devices"])
+
+
+def pytest_collection_modifyitems(items):
+    """Of each test, which has many parameters, every N-th."""
+    functions = {}
+    for item in items:
+        functions.setdefault(getattr(item, "originalname", item.name).split("_batch_size")[0], []).append(item)
+    items[:] = [item for found in functions.values() for item in found[:: int(os.environ["FOVEA_TEST_SAMPLE"])]]
+
+
+def pytest_unconfigure(config):
+    stats = {name: x for name, x in fovea.torch.stats().items() if name != "problems"}
+    if any(COUNTS.values()):
+        stats = COUNTS
+    with open(os.environ["FOVEA_TEST_STATS"], "w") as file:
+        json.dump(stats, file)
