@@ -55,6 +55,36 @@ using Approx = ApproxFloat<TanhBy::kByExp2>;
 using ApproxOfSmall = ApproxFloat<TanhBy::kOfSmall>;
 using ApproxOfBoth = ApproxFloat<TanhBy::kBoth>;
 
+// The largest magnitude of a fragment. fmaxf passes over a NaN, which stays one by any tanh.
+template <int kColumns>
+__device__ __forceinline__ float largest_magnitude(const float (&x)[kColumns][4]) {
+  float largest = 0;
+#pragma unroll
+  for (int j = 0; j < kColumns; ++j) {
+    for (int e = 0; e < 4; ++e) {
+      largest = fmaxf(largest, fabsf(x[j][e]));
+    }
+  }
+  return largest;
+}
+
+// compute(scalar) with the tanh for scores that are at most `largest` times the cap. Scores far under the cap, the
+// usual ones, take the one that is both cheaper and better.
+template <class Compute>
+__device__ __forceinline__ void choose_tanh(float largest, Compute compute) {
+  if (__all_sync(~0u, largest <= math::kSmallTanh)) {
+    compute(ApproxOfSmall(0));
+  } else {
+    compute(Approx(0));
+  }
+}
+
+// A term that is added to a score. -inf is a mask: it hides what else was added, NaN included. kMask: others are 0.
+template <bool kMask = false>
+__device__ __forceinline__ float with_term(float s, float term) {
+  return term == -kInfinity ? -kInfinity : kMask ? s : s + term;
+}
+
 // Exponents of the kernels.
 __device__ __forceinline__ float weight_fused(float score, float unit, float reference_in_base_2) {
   return math::weight_base_2(Approx(score), Approx(unit), Approx(reference_in_base_2)).x;

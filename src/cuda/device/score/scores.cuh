@@ -62,7 +62,7 @@ struct Scores {
     if constexpr (natural_scores(S)) {
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
-        choose_tanh(s[i], [&](auto scalar) {
+        choose(s[i], [&](auto scalar) {
 #pragma unroll
           for (int j = 0; j < kColumns; ++j) {
             for (int e = 0; e < 4; ++e) {
@@ -81,7 +81,7 @@ struct Scores {
     const math::Score<float> of_scaled{1, score.softcap, score.inverse_softcap};
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
-      choose_tanh(s[i], [&](auto scalar) {
+      choose(s[i], [&](auto scalar) {
 #pragma unroll
         for (int j = 0; j < kColumns; ++j) {
           for (int e = 0; e < 4; ++e) {
@@ -162,7 +162,7 @@ struct Scores {
       for (int i = 0; i < kTiles; ++i) {
         for (int j = 0; j < kColumns; ++j) {
           for (int e = 0; e < 4; ++e) {
-            s[i][j][e] = with_term<false>(s[i][j][e], row_term[i][e >> 1]);
+            s[i][j][e] = with_term(s[i][j][e], row_term[i][e >> 1]);
           }
         }
       }
@@ -185,30 +185,13 @@ struct Scores {
   }
 
  private:
-  // compute(scalar) with the tanh that serves these dot products. Scores far under the cap, the usual ones, take the
-  // one that is both cheaper and better.
   template <int kColumns, class Compute>
-  __device__ __forceinline__ void choose_tanh(const float (&dots)[kColumns][4], Compute compute) const {
+  __device__ __forceinline__ void choose(const float (&dots)[kColumns][4], Compute compute) const {
     if constexpr (S.softcap && S.type != Type::kFp32) {
-      float largest = 0;
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j) {
-        for (int e = 0; e < 4; ++e) {
-          largest = fmaxf(largest, fabsf(dots[j][e]));
-        }
-      }
-      if (__all_sync(~0u, largest * fabsf(score.scale) * score.inverse_softcap <= math::kSmallTanh)) {
-        compute(ApproxOfSmall(0));
-        return;
-      }
+      choose_tanh(largest_magnitude(dots) * fabsf(score.scale) * score.inverse_softcap, compute);
+    } else {
+      compute(Approx(0));
     }
-    compute(Approx(0));
-  }
-
-  // A term of -inf is a mask: it hides what else was added, NaN included. kMask: the others are 0.
-  template <bool kMask>
-  static __device__ __forceinline__ float with_term(float s, float term) {
-    return term == -kInfinity ? -kInfinity : kMask ? s : s + term;
   }
 
   template <BiasTile kBiasType, int kKeys, int kColumns>

@@ -12,6 +12,7 @@
 
 #include "cuda/device/score/scores.cuh"
 #include "cuda/device/score/sm90_scores.cuh"
+#include "cuda/device/score/softmax.cuh"
 #include "cuda/device/sm90/backward_args.h"
 #include "cuda/device/tile/accumulator.cuh"
 #include "cuda/device/work/sm90_key_block.cuh"
@@ -396,17 +397,12 @@ struct Sm90BackwardScores {
  private:
   // Dot products become capped scores; their derivatives by the scaled dot products are kept.
   __device__ __forceinline__ void cap(float (&s)[M / 2], float scale) {
-    float largest = 0;
 #pragma unroll
     for (int i = 0; i < M / 2; ++i) {
       s[i] *= scale;
-      largest = fmaxf(largest, fabsf(s[i]));
     }
-    if (__all_sync(~0u, largest * score.inverse_softcap <= math::kSmallTanh)) {
-      cap_by<ApproxOfSmall>(s);
-    } else {
-      cap_by<Approx>(s);
-    }
+    choose_tanh(largest_magnitude(fragment_of(s)) * score.inverse_softcap,
+                [&](auto scalar) { cap_by<decltype(scalar)>(s); });
   }
   template <class Scalar>
   __device__ __forceinline__ void cap_by(float (&s)[M / 2]) {

@@ -180,9 +180,8 @@ struct Sm90Inputs {
           second += math::alibi(fabsf(distance + 1), slope);
         }
         if constexpr (S.query_term) {
-          // -inf is a mask: it hides what else was added, NaN included.
-          first = query_terms[y] == -kInfinity ? -kInfinity : first + query_terms[y];
-          second = query_terms[y] == -kInfinity ? -kInfinity : second + query_terms[y];
+          first = with_term(first, query_terms[y]);
+          second = with_term(second, query_terms[y]);
         }
       }
     }

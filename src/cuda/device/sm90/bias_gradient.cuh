@@ -45,13 +45,7 @@ template <auto S>
 __device__ __forceinline__ void of_dots(const Scores<scores_of_entry(S), false, 1>& scores,
                                         float (&s)[1][S.part / 8][4], const math::SmallCap<float>& small) {
   if constexpr (S.softcap) {
-    float largest = 0;
-#pragma unroll
-    for (int j = 0; j < S.part / 8; ++j) {
-      for (int e = 0; e < 4; ++e) {
-        largest = fmaxf(largest, fabsf(s[0][j][e]));
-      }
-    }
+    const float largest = largest_magnitude(s[0]);
     const auto by = [&](auto score_of) {
 #pragma unroll
       for (int j = 0; j < S.part / 8; ++j) {
@@ -60,7 +54,6 @@ __device__ __forceinline__ void of_dots(const Scores<scores_of_entry(S), false, 
         }
       }
     };
-    // fmaxf passes over a NaN; either way it stays one.
     if (__all_sync(~0u, largest <= small.largest)) {
       by([&](float dot) { return small.of(dot); });
     } else {
