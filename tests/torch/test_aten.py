@@ -69,7 +69,7 @@ def test_schemas(name):
     assert [text(x) for x in ours.arguments if x.name in known] == [text(x) for x in theirs.arguments]
     assert all(x.kwarg_only and x.default_value is None for x in more)
     assert [(x.name, str(x.type)) for x in ours.returns] == [(x.name, str(x.type)) for x in theirs.returns]
-    if torch.__version__ >= "2.15":
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15):
         assert str(ours).replace("fovea::", "aten::") == str(theirs)
 
 
@@ -355,6 +355,8 @@ def meta(x):
 
 def compare_layouts(name, args, kwargs=None, without=()):
     """Ours, traced and computed, and PyTorch's meta function; `without` are results for which that one makes a tensor and none is returned."""
+    if not _owners.exists(name):
+        return  # an older PyTorch
     kwargs = kwargs or {}
     traced = layout(getattr(aten, name)(*map(meta, args), **kwargs))
     theirs = layout(getattr(PYTORCH, name)(*map(meta, args), **kwargs))
@@ -380,8 +382,7 @@ def test_layouts(sizes):
             compare_layouts("_scaled_dot_product_efficient_attention", (q, k, v, bias, True, 0.0, causal))
             compare_layouts("_scaled_dot_product_efficient_attention", (q, k, v, None, False))
             compare_layouts("_scaled_dot_product_flash_attention", (q, k, v, 0.0, causal))
-            if hasattr(PYTORCH._scaled_dot_product_cudnn_attention, "default"):
-                compare_layouts("_scaled_dot_product_cudnn_attention", (q, k, v, bias, True, 0.0, causal))
+            compare_layouts("_scaled_dot_product_cudnn_attention", (q, k, v, bias, True, 0.0, causal))
         rest = (lse, seed, seed, 0.0)
         for mask in ([True] * 4, [True, True, True, False], [False] * 4):
             compare_layouts("_scaled_dot_product_efficient_attention_backward", (grad, q, k, v, bias, grad, *rest, mask))
