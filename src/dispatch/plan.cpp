@@ -96,7 +96,8 @@ void* aligned(void* workspace, std::uintptr_t alignment) {
   return static_cast<char*>(workspace) + (-reinterpret_cast<std::uintptr_t>(workspace)) % alignment;
 }
 
-// A GPU's problem that names no backend has only one backend. It is found without the others' verdicts, because a call takes microseconds.
+// A GPU's problem that names no backend has only one. It is found without the others' verdicts: a call takes
+// microseconds.
 std::shared_ptr<cuda::Executable> quickly_planned(const Call& call) {
   if (call.problem.device != FOVEA_CUDA || !call.problem.backend.empty() || !environment().backend.empty()) {
     return nullptr;

@@ -134,7 +134,7 @@ TEST(CApi, ExplainForAGpuThatNeedNotBeThere) {
   EXPECT_EQ(std::string(fovea_last_error()).rfind("backend=cpu: ", 0), 0u) << fovea_last_error();
 }
 
-TEST(CApi, ExplainSaysWhyEvenWhereNothingServes) {
+TEST(CApi, ExplainSaysWhyNoBackendCanCompute) {
   char text[1024] = "";
   EXPECT_EQ(fovea_explain_line("sq=1 d=1 device=cuda backend=cpu", text, sizeof(text), nullptr), FOVEA_UNSUPPORTED);
   EXPECT_NE(std::string(text).find("cuda: not used: "), std::string::npos) << text;

@@ -136,7 +136,7 @@ TEST(CasesTest, LinesAreUniqueAndSayTheProblem) {
 }
 
 // The modes that compute nothing to compare. What a row's arithmetic is, by hand.
-TEST(CasesTest, EveryRowIsServedAndCanBeTimed) {
+TEST(CasesTest, EveryRowIsComputedByTheCpuAndCanBeTimed) {
   const Environment unforced("FOVEA_BACKEND", "");
   for (const Case& c : cases(Table::kFull)) {
     for (const Direction direction : {Direction::kForward, Direction::kBackward}) {

@@ -657,7 +657,7 @@ std::string explained(const Given& given, fovea_status expected) {
   return text;
 }
 
-TEST_F(DISABLED_PlayedCuda, ExplainSaysWhoServes) {
+TEST_F(DISABLED_PlayedCuda, ExplainSaysWhichBackendIsUsed) {
   launches() = 0;
   const std::string text = explained(Given("fwd b=2 hq=4 sq=128 sk=128 d=64 bf16"), FOVEA_OK);
   EXPECT_NE(text.find("\ncuda: used: sm90_forward"), std::string::npos) << text;

@@ -47,7 +47,7 @@ std::string message_of(const std::string& line) {
   }
 }
 
-TEST_F(Planning, TheCpuServesWhoNamesNone) {
+TEST_F(Planning, ProblemsThatNameNoBackendAreTheCpus) {
   const Plan plan = plan_of("bwd sq=4 d=4");
   EXPECT_EQ(plan.backend, BackendKind::kCpu);
   ASSERT_EQ(plan.verdicts.size(), 3u);

@@ -225,10 +225,10 @@ class Fuzzer {
 
   // explain() of a problem that can be computed names a kernel, where scores are computed.
   void judge_plan(const std::string& what, std::string_view text) {
-    constexpr std::string_view kServes = "cuda: used: ";
-    const std::size_t at = text.find(kServes);
+    constexpr std::string_view kUsed = "cuda: used: ";
+    const std::size_t at = text.find(kUsed);
     const std::string_view kernels =
-        at == std::string_view::npos ? "" : text.substr(at + kServes.size(), text.find('\n', at) - at - kServes.size());
+        at == std::string_view::npos ? "" : text.substr(at + kUsed.size(), text.find('\n', at) - at - kUsed.size());
     if (kernels.find("generic_") == std::string_view::npos && kernels.find("sm90_") == std::string_view::npos &&
         what.find("need=sink") == std::string::npos && what.find(" hq=0 ") == std::string::npos) {
       say(fmt::format("a plan without a kernel: '{}' ({})", kernels, what));
