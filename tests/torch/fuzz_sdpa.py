@@ -12,8 +12,8 @@ a logsumexp that are rounded. Where PyTorch has no fused kernel for a call, the 
 A bias that is broadcast over the keys has the gradient 0: terms that cancel. Its size is then the sum of their absolute
 values, since each has been rounded.
 
-On a GPU PyTorch's fused kernels refuse some calls that its math path computes, such as a bias that is broadcast over the
-keys, and fault in others, after which a process can use the GPU no more. So another process runs them, and is replaced
+On a GPU PyTorch's fused kernels refuse some calls that its math path computes, such as a bias of another type, and with
+PyTorch 2.11 they fault with some masks that are broadcast over the keys, after which a process can use the GPU no more. So another process runs them, and is replaced
 after a fault. Such calls are compared with the math path alone; the last lines count them. fovea's calls are waited for
 one by one: a fault of fovea's ends the run, and the call is described.
 
