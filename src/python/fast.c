@@ -29,7 +29,7 @@
   X(Tensor) X(Parameter) X(strided) X(dtypes) X(modes) X(transforms) X(profiler) X(tracing) X(forward_ad) \
   X(any_autocast) X(autocast_enabled) X(autocast_dtype) X(grad_enabled) X(deterministic) X(warn_only) X(stream) \
   X(draw_seed) X(apply) X(node) X(backward) X(compiling) X(empty_like) X(zeros_like) X(empty_strided) X(exchange) \
-  X(flash_allowed) X(efficient_allowed) X(cudnn_allowed)
+  X(flash_allowed) X(efficient_allowed) X(cudnn_allowed) X(begin_backward)
 
 /* What enable() gives to connect(): fovea.torch._enable has them. */
 #define CONNECTIONS(X) X(state) X(decide) X(give_back) X(in_python)
@@ -154,6 +154,7 @@ typedef struct Call {
   fovea_problem problem;
   fovea_tensor memory[kFields + 10]; /* what the problem points to */
   int used;
+  int learns; /* of a forward: a backward is likely to follow */
 } Call;
 
 /* Whether calling this returned True, False (0) or something else, or failed (-1). */
@@ -606,6 +607,34 @@ static uint64_t hash_of(const Call* call, fovea_direction direction) {
   return hash;
 }
 
+/* The tensors that are given, and out and lse if they are not NULL. */
+static PyObject* tensors_of(const Call* call, PyObject* out, PyObject* lse) {
+  PyObject* there[kTensors + 2];
+  int count = 0;
+  for (int name = 0; name < kTensors; ++name)
+    if (has(call, name)) there[count++] = call->tensors[name].object;
+  if (out) there[count++] = out;
+  if (lse) there[count++] = lse;
+  PyObject* tuple = PyTuple_New(count);
+  for (int i = 0; tuple && i < count; ++i) {
+    Py_INCREF(there[i]);
+    PyTuple_SetItem(tuple, i, there[i]);
+  }
+  return tuple;
+}
+
+/* begin_backward() in _ahead.py, for the first call of a kind. */
+static void begin_backward(const Call* call) {
+  PyObject* saved = tensors_of(call, NULL, NULL);
+  PyObject* options = PyBytes_FromStringAndSize((const char*)&call->options, sizeof call->options);
+  PyObject* done =
+      saved && options ? PyObject_CallFunctionObjArgs(G.begin_backward, saved, options, (PyObject*)NULL) : NULL;
+  Py_XDECREF(done);
+  Py_XDECREF(options);
+  Py_XDECREF(saved);
+  PyErr_Clear();
+}
+
 static fovea_status compute_on_device(const Call* call, fovea_direction direction) {
   const fovea_problem* problem = &call->problem;
   fovea_status (*function)(const fovea_problem*, void*, size_t) =
@@ -616,6 +645,7 @@ static fovea_status compute_on_device(const Call* call, fovea_direction directio
   for (int attempt = 0; attempt < 2 && status == FOVEA_OUT_OF_MEMORY; ++attempt, known = 0) {
     size_t needed = sizes[hash % kSizes].bytes;
     if (!known) {
+      if (direction == FOVEA_FORWARD && call->learns) begin_backward(call);
       Py_BEGIN_ALLOW_THREADS status = G.fovea_workspace(problem, direction, &needed);
       Py_END_ALLOW_THREADS if (status != FOVEA_OK) return status;
       sizes[hash % kSizes].hash = hash;
@@ -846,17 +876,7 @@ static void result_layouts(const Call* call, View* out, View* lse) {
 
 /* What the backward needs goes through autograd's apply() as one argument; forward() takes it apart. */
 static PyObject* differentiable(const Call* call, PyObject* out, PyObject* lse, PyObject* result) {
-  PyObject* saved[kTensors + 2];
-  int count = 0;
-  for (int name = 0; name < kTensors; ++name)
-    if (has(call, name)) saved[count++] = call->tensors[name].object;
-  saved[count++] = out;
-  saved[count++] = lse;
-  PyObject* to_save = PyTuple_New(count);
-  for (int i = 0; to_save && i < count; ++i) {
-    Py_INCREF(saved[i]);
-    PyTuple_SetItem(to_save, i, saved[i]);
-  }
+  PyObject* to_save = tensors_of(call, out, lse);
   PyObject* options = PyBytes_FromStringAndSize((const char*)&call->options, sizeof call->options);
   PyObject* token = to_save && options ? PyTuple_Pack(3, to_save, options, result) : NULL;
   Py_XDECREF(to_save);
@@ -877,6 +897,7 @@ static PyObject* differentiable(const Call* call, PyObject* out, PyObject* lse, 
 
 /* The result of what has been read, or None. `drawn`: with a new seed. */
 static PyObject* forward(Call* call, int drawn, int learns, int return_lse) {
+  call->learns = learns;
   PyObject* seed = NULL;
   if (drawn) {
     PyObject* of = PyTuple_Pack(1, call->tensors[k_q].object);

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """fovea.torch on CUDA tensors: autograd, streams, graphs, seeds, devices, torch.compile, and that nothing waits."""
 
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -139,6 +142,34 @@ def test_first_call_in_a_capture_is_named_or_works(device):
         return
     graph.replay()
     assert torch.equal(out, attention(q, k, v, softcap=3.0))
+
+
+AHEAD = """
+import sys, threading, time, torch, fovea.torch
+
+q, k, v = (torch.randn(2, 4, 512, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+with torch.no_grad():
+    fovea.torch.attention(q, k, v, causal=True)
+assert threading.active_count() == 1
+print("--", file=sys.stderr, flush=True)
+out = fovea.torch.attention(q, k, v, causal=True)
+while threading.active_count() > 1:
+    time.sleep(0.01)
+print("--", file=sys.stderr, flush=True)
+out.sum().backward()
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.parametrize("how", ["1", "0"], ids=["C", "Python"])
+def test_a_forward_begins_with_the_kernels_of_its_backward(how, device):
+    """The forward compiles them, the backward finds them all; without a gradient wanted nothing is begun."""
+    env = {**os.environ, "FOVEA_TORCH_FAST": how, "FOVEA_LOG": "jit", "FOVEA_CACHE_DIR": "none"}
+    done = subprocess.run([sys.executable, "-c", AHEAD], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    alone, forward, backward = done.stderr.split("--\n")
+    assert "_forward" in alone and "_backward" not in alone, done.stderr
+    assert "_backward" in forward and "compiled" not in backward, done.stderr
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -4,6 +4,9 @@ carries its index, its current stream and addresses as they are. What the librar
 
 import ctypes
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -100,3 +103,69 @@ def test_the_same_lengths_of_64_bits_stay_the_same(device, monkeypatch):
 def test_the_same_lengths_on_a_device_need_no_alignment(device):
     q, lengths = OnDevice(torch.randn(6, 2, 16)), OnDevice(torch.tensor([0, 2, 6]))
     _call._need_no_align(arguments(q, causal=True, cu_seqlens_q=lengths, cu_seqlens_k=lengths))
+
+
+# ---- the backward's kernels, compiled while its forward runs ----
+
+AHEAD = """
+import sys, threading, time, torch
+from fovea.torch import _ahead, _call
+from test_cuda import OnDevice, arguments
+
+OnDevice.device = torch.device("cuda", 0)
+_call._current_stream = lambda index: 0
+
+def call(batch, learns=(True, True, True), **changes):
+    make = lambda wants: OnDevice(torch.randn(batch, 4, 128, 64, dtype=torch.bfloat16, requires_grad=wants))
+    q, k, v = map(make, learns)
+    _ahead.begin_backward(arguments(q)._replace(k=k, v=v, align="top_left", **changes))
+    return threading.active_count()
+
+def wait():
+    while threading.active_count() > 1:
+        time.sleep(0.01)
+    print("--", flush=True, file=sys.stderr)
+
+assert call(2) == 2 and threading.enumerate()[1].name == "fovea: kernels of a backward"
+wait()
+assert call(3) == 1  # of that kind
+assert call(2, causal=True) == 2
+wait()
+call(2, (False, True, True))
+wait()
+call(2, seed_tensor=OnDevice(torch.tensor(3)), backend="cpu")  # refused: the backward would say so
+wait()
+call(2, layout="bhds")
+wait()
+call(2, softcap=2.0)  # the end of the process waits for it
+"""
+
+
+@pytest.mark.skipif("cuda" in os.environ.get("FOVEA_BACKEND", ""), reason="a backend is forced")
+def test_kernels_of_a_backward_begin_ahead():
+    """With the driver and the NVRTC that tests/cpp/fake plays."""
+    library = Path(fovea._library.path)
+    fake = library.parent / "tests" / "cpp" / "fake"
+    env = {"LD_LIBRARY_PATH": str(fake), "FOVEA_NVRTC": str(fake / "libnvrtc.so.13"), "FOVEA_CACHE_DIR": "none",
+           "FOVEA_LOG": "jit", "FOVEA_LIBRARY": str(library), "FOVEA_JIT": "jit"}  # fmt: skip
+    paths = os.pathsep.join([str(Path(fovea.__file__).parents[1]), str(Path(__file__).parent)])
+    done = subprocess.run([sys.executable, "-c", AHEAD], env={**os.environ, "PYTHONPATH": paths, **env}, capture_output=True,
+                          text=True)  # fmt: skip
+    assert done.returncode == 0 and not done.stdout, done.stderr
+    parts = done.stderr.split("--\n")
+    plain, causal, less, backend, layout, last = (part.count("fovea: jit: compiled") for part in parts)
+    assert plain >= 2 and causal >= 1 and less >= 1 and last >= 1 and backend == layout == 0, done.stderr
+    assert "_backward" in parts[0] and "_forward" not in done.stderr
+    assert ".banded = true" in parts[1] and ".dq = true" not in parts[2]
+
+
+def test_only_the_first_forward_of_a_kind_begins_them(device):
+    """It is called before the library, which refuses this problem here."""
+    q = torch.randn(1, 2, 8, 16)
+    seen = []
+    with pytest.raises(NotImplementedError):
+        _call.compute(tuple(arguments(OnDevice(q))), True, seen.append)
+    assert len(seen) == 1
+    for _ in range(2):
+        _call.compute(tuple(arguments(q)), True, seen.append)
+    assert len(seen) == 1  # on the CPU nothing is compiled

@@ -484,8 +484,10 @@ def _lengths(a: Arguments, side: str) -> list[int]:
 # ---- the calls ----
 
 
-def compute(arguments: tuple[Any, ...], with_lse: bool) -> tuple[Tensor, Optional[Tensor]]:
-    """The forward."""
+def compute(
+    arguments: tuple[Any, ...], with_lse: bool, first: Optional[Callable[[tuple[Any, ...]], None]] = None
+) -> tuple[Tensor, Optional[Tensor]]:
+    """The forward. `first` is called before the first one of its kind on a device."""
     a = Arguments._make(arguments)
     there, key = _look(with_lse, a, arguments[:TENSORS])
     pool = _pool(key)
@@ -506,6 +508,8 @@ def compute(arguments: tuple[Any, ...], with_lse: bool) -> tuple[Tensor, Optiona
         if with_lse:
             problem.set("lse", lse)
             problem.lse_model = lse.new_empty(0)  # a tensor of this type and device: saying them takes a microsecond
+        if first is not None and not problem._on_cpu:
+            first(arguments)
     problem.place(a, there)
     if problem.run(_abi.FORWARD, a.deterministic == DETERMINISTIC_OR_WARN):
         pool.append(problem)

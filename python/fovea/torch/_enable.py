@@ -30,7 +30,7 @@ from torch.autograd import forward_ad
 
 from .. import _abi
 from .._library import lib, text, version
-from . import _call, _fast, _fastest, _sdpa
+from . import _ahead, _call, _fast, _fastest, _sdpa
 from ._attention import attention
 from .aten import _owners
 from .aten._register import OPERATORS
@@ -307,33 +307,6 @@ def _decide(
         return _Decision(None, str(error).splitlines()[0])
 
 
-class _Shape:
-    """Of a tensor, what a problem that is planned and not computed needs to know."""
-
-    def __init__(self, like: Any, shape: Sequence[Any], strides: Sequence[Any]) -> None:
-        self.dtype = like.dtype
-        self.device = like.device
-        self.shape = torch.Size(_hint(n) for n in shape)
-        self._strides = tuple(_hint(n) for n in strides)
-
-    def stride(self) -> tuple[int, ...]:
-        return self._strides
-
-    def dim(self) -> int:
-        return len(self.shape)
-
-    def data_ptr(self) -> int:
-        return 0
-
-
-def _hint(size: Any) -> int:
-    """The size for which a graph is traced; 8192 where PyTorch does not know one."""
-    if isinstance(size, int):
-        return size
-    hint = size.node.hint
-    return 8192 if hint is None else int(hint)
-
-
 def _plan(
     form: _sdpa.Form, q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], dropout_p: float, is_causal: bool,
     scale: Optional[float], learns: tuple[bool, ...],
@@ -342,7 +315,7 @@ def _plan(
     refuses one of them: a backward that is refused after its forward would be too late."""
     with torch.no_grad():
         given = form.inputs(q, k, v, mask)
-    shaped: list[Any] = [None if x is None else _Shape(x, x.shape, x.stride()) for x in given]
+    shaped = [_ahead.of(x) for x in given]
     bias: Any = None
     if shaped[3] is not None and shaped[3].dtype is not torch.bool:
         bias, shaped[3] = shaped[3], None
@@ -352,34 +325,13 @@ def _plan(
     a: Any = _call.Arguments._make([*tensors, *rest])
     lines = []
     for direction in (_abi.FORWARD, _abi.BACKWARD) if any(learns) else (_abi.FORWARD,):
-        problem = _call._Problem(a)
-        out = _Shape(a.q, *_call.out_layout(a))
-        lse_shape = _call.lse_shape(a)
-        strides = [_sdpa._product(lse_shape[at + 1 :]) for at in range(len(lse_shape))]
-        lse = _Shape(a.q, lse_shape, strides)
-        lse.dtype = torch.float64 if a.q.dtype == torch.float64 else torch.float32
-        rows: Any = problem.set_rows
-        put: Any = problem.set
-        rows("out", out)
-        if any(learns):
-            put("lse", lse)
-        if direction == _abi.BACKWARD:
-            rows("grad_out", out)
-            for name, tensor, wanted in zip(("q", "k", "v", "bias"), (a.q, a.k, a.v, bias), learns):
-                if wanted:
-                    (put if name == "bias" else rows)(f"grad_{name}", _dense(tensor))
+        problem = _ahead.problem_of(a, direction, learns)
         needed = ctypes.c_size_t()
         status = int(lib.fovea_workspace(problem._pointer, direction, ctypes.byref(needed)))
         if status != _abi.OK and not (status == _abi.UNSUPPORTED and a.deterministic == _call.DETERMINISTIC_OR_WARN):
             problem._refuse(status)
         lines.append(text(lib.fovea_describe, problem._pointer, direction))
     return tuple(lines)
-
-
-def _dense(tensor: _Shape) -> _Shape:
-    """A gradient as it is allocated: without the strides of 0 of a tensor that is expanded."""
-    strides = [_sdpa._product(tensor.shape[at + 1 :]) for at in range(tensor.dim())]
-    return _Shape(tensor, tensor.shape, tensor.stride() if all(tensor.stride()) else strides)
 
 
 # ---- nested tensors ----

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import _abi, _library
-from . import _call, _operators
+from . import _ahead, _call, _operators
 
 _FILE = "_fast.abi3.so"
 _OLDEST = (3, 10)  # Py_LIMITED_API in fast.c
@@ -95,14 +95,19 @@ class FastAttention(torch.autograd.Function):
     def in_python(
         ctx: Any, saved: Sequence[Tensor], grad_out: Optional[Tensor], grad_lse: Optional[Tensor]
     ) -> tuple[Any, ...]:
-        given, rest = _STARTED.unpack(ctx.call)
         *there, out, lse = saved
-        each = iter(there)
-        tensors = [next(each) if given >> index & 1 else None for index in range(_call.TENSORS)]
         need = ctx.needs_input_grad[1:]
-        return (None, *_operators.direct_gradients(need, grad_out, grad_lse, out, lse, (*tensors, *rest)))
+        return (None, *_operators.direct_gradients(need, grad_out, grad_lse, out, lse, _arguments(there, ctx.call)))
 
     jvp = _operators.Attention.jvp
+
+
+def _arguments(there: Sequence[Tensor], call: bytes) -> tuple[Any, ...]:
+    """The operator's, of the tensors that C was given and of what else it keeps of a call."""
+    given, rest = _STARTED.unpack(call)
+    each = iter(there)
+    tensors = [next(each) if given >> index & 1 else None for index in range(_call.TENSORS)]
+    return (*tensors, *rest)
 
 
 # What C calls, by the names it has there. Most are private: any of them may be missing in a version of PyTorch.
@@ -134,6 +139,7 @@ _OBJECTS: dict[str, Callable[[], Any]] = {
     "flash_allowed": lambda: torch._C._get_flash_sdp_enabled,
     "efficient_allowed": lambda: torch._C._get_mem_efficient_sdp_enabled,
     "cudnn_allowed": lambda: torch._C._get_cudnn_sdp_enabled,
+    "begin_backward": lambda: lambda there, call: _ahead.begin_backward(_arguments(there, call)),
     "exchange": lambda: getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
 }
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import _api
+from ._ahead import hint
 
 _FILE = Path(__file__).with_name("fastest.json")
 _NOISE = 1.03  # fovea is slower from here on
@@ -96,15 +97,7 @@ def slower(
     heads = q.shape[-3] if rank > 3 else 1
     batch = 1
     for size in q.shape[: -3 if rank > 3 else -2]:
-        batch *= _size(size)
-    here = position(batch, _size(heads), _size(q.shape[-2]), _size(k.shape[-2]), _size(q.shape[-1]))
+        batch *= hint(size)
+    here = position(batch, hint(heads), hint(q.shape[-2]), hint(k.shape[-2]), hint(q.shape[-1]))
     _, ratio = min(rows, key=lambda row: sum((x - y) ** 2 for x, y in zip(row[0], here)))
     return ratio > _NOISE
-
-
-def _size(size: Any) -> int:
-    """The size for which a graph is traced. A decision about speed shall not add a guard."""
-    if isinstance(size, int):
-        return size
-    hint = size.node.hint
-    return 8192 if hint is None else int(hint)

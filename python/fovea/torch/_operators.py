@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
-from . import _call
+from . import _ahead, _call
 from ._call import DIFFERENTIABLE, TENSORS, Arguments
 
 _ARGUMENTS = (
@@ -160,7 +160,7 @@ class DirectAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, given: tuple[tuple[Any, ...], bool], *_: Optional[Tensor]) -> Any:
         arguments, return_lse = given
-        out, lse = _call.compute(arguments, with_lse=True)
+        out, lse = _call.compute(arguments, with_lse=True, first=_ahead.begin_backward)
         ctx.set_materialize_grads(False)
         last = TENSORS
         while arguments[last - 1] is None:
