@@ -13,6 +13,7 @@ import os
 import re
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -100,13 +101,13 @@ def cpu(short=False):
     return rows
 
 
-def torch_host():
-    data = json.loads((ROOT / "bench/results/torch_host.json").read_text())
+def torch_host(name="torch_host", arguments=""):
+    data = json.loads((ROOT / f"bench/results/{name}.json").read_text())
     machine = data["machine"]
     rows = [
         f"Microseconds of one call on {data['type']} tensors of {data['shape']}; one thread, {machine['cpu']}, Python {machine['python']}, "
         f"PyTorch {machine['torch']}. The least of {data['rounds']} interleaved batches of {data['calls']} calls on a shared machine, "
-        f"{data['date']}, commit {data['commit']}; repeat with `bench/torch/host_time.py`.",
+        f"{data['date']}, commit {data['commit']}; repeat with `bench/torch/host_time.py{arguments}`.",
         "",
         "| | no gradient wanted | gradient wanted | and the backward |",
         "| --- | --- | --- | --- |",
@@ -422,6 +423,7 @@ TABLES = {
     "cpu": cpu,
     "cpu_short": lambda: cpu(short=True),
     "torch_host": torch_host,
+    "torch_host_gpu": partial(torch_host, "torch_host_gpu", " --device cuda"),
     "gpu_dense": gpu_dense,
     "gpu_short": gpu_short,
     "gpu_features": gpu_features,
