@@ -17,7 +17,8 @@
 #ifndef FOVEA_CUDA_DEVICE_GENERIC_BACKWARD_CUH
 #define FOVEA_CUDA_DEVICE_GENERIC_BACKWARD_CUH
 
-#include "cuda/device/generic/backward_step.cuh"
+#include "cuda/device/generic/backward_output.cuh"
+#include "cuda/device/generic/grad_scores.cuh"
 
 namespace fovea::cuda {
 
@@ -209,30 +210,14 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_backward(const _
     const int left = same.place.k_len - first_key;
     const i64 to_k = same.place.key_rows(a.grad_k.strides, same.head_k) + first_key * a.grad_k.strides.row;
     const i64 to_v = same.place.key_rows(a.grad_v.strides, same.head_k) + first_key * a.grad_v.strides.row;
-    if constexpr (is_pair(kType)) {
-      store_fragment32<D>(my_keys, dk, thread);
-      store_fragment32<V>(my_values, dv, thread);
-      __syncwarp();
-      if (a.grad_k.data != nullptr) {
-        store_rows<Tile32<D>, 4, T * 16>(static_cast<float*>(a.grad_k.data) + to_k, a.grad_k.strides, my_keys, left,
-                                         a.out_dim, a.vector_stores, thread.lane);
-      }
-      if (a.grad_v.data != nullptr) {
-        store_rows<Tile32<V>, 4, T * 16>(static_cast<float*>(a.grad_v.data) + to_v, a.grad_v.strides, my_values, left,
-                                         a.out_dim_v, a.vector_stores, thread.lane);
-      }
-    } else {
-      store_fragment<kType, kRowD>(my_keys, dk, a.scale, thread);
-      store_fragment<kType, kRowV>(my_values, dv, keep_scale<S>(a), thread);
-      __syncwarp();
-      if (a.grad_k.data != nullptr) {
-        store_rows<Tile<kRowD>, 2, T * 16>(static_cast<u16*>(a.grad_k.data) + to_k, a.grad_k.strides, my_keys, left,
-                                           a.out_dim, a.vector_stores, thread.lane);
-      }
-      if (a.grad_v.data != nullptr) {
-        store_rows<Tile<kRowV>, 2, T * 16>(static_cast<u16*>(a.grad_v.data) + to_v, a.grad_v.strides, my_values, left,
-                                           a.out_dim_v, a.vector_stores, thread.lane);
-      }
+    put_gradient<kType, D>(my_keys, dk, a.scale, thread);
+    put_gradient<kType, V>(my_values, dv, keep_scale<S>(a), thread);
+    __syncwarp();
+    if (a.grad_k.data != nullptr) {
+      store_gradient<kType, D, T * 16>(a.grad_k, to_k, my_keys, left, a.out_dim, a.vector_stores, thread.lane);
+    }
+    if (a.grad_v.data != nullptr) {
+      store_gradient<kType, V, T * 16>(a.grad_v, to_v, my_values, left, a.out_dim_v, a.vector_stores, thread.lane);
     }
   }
 }

@@ -18,7 +18,8 @@
 #ifndef FOVEA_CUDA_DEVICE_GENERIC_BACKWARD_DQ_CUH
 #define FOVEA_CUDA_DEVICE_GENERIC_BACKWARD_DQ_CUH
 
-#include "cuda/device/generic/backward_step.cuh"
+#include "cuda/device/generic/backward_output.cuh"
+#include "cuda/device/generic/grad_scores.cuh"
 
 namespace fovea::cuda {
 
@@ -185,19 +186,10 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_backward_dq(cons
   const int left = place.q_len - row0;
   const i64 to = place.query_rows(a.grad_q.strides, h) + row0 * a.grad_q.strides.row;
   constexpr int kColumns = C * 16;
-  if constexpr (is_pair(kType)) {
-    store_fragment32<kColumns>(my_queries, dq, thread);
-    __syncwarp();
-    store_rows<Tile32<kColumns>, 4, T * 16>(
-        static_cast<float*>(a.grad_q.data) + to + first_column * 16 * a.grad_q.strides.col, a.grad_q.strides,
-        my_queries, left, a.out_dim - first_column * 16, a.vector_stores, thread.lane);
-  } else {
-    store_fragment<kType, kColumns>(my_queries, dq, a.scale, thread);
-    __syncwarp();
-    store_rows<Tile<kColumns>, 2, T * 16>(
-        static_cast<u16*>(a.grad_q.data) + to + first_column * 16 * a.grad_q.strides.col, a.grad_q.strides, my_queries,
-        left, a.out_dim - first_column * 16, a.vector_stores, thread.lane);
-  }
+  put_gradient<kType, kColumns>(my_queries, dq, a.scale, thread);
+  __syncwarp();
+  store_gradient<kType, kColumns, T * 16>(a.grad_q, to + first_column * 16 * a.grad_q.strides.col, my_queries, left,
+                                          a.out_dim - first_column * 16, a.vector_stores, thread.lane);
 }
 
 }  // namespace fovea::cuda

@@ -21,7 +21,8 @@
 #define FOVEA_CUDA_DEVICE_GENERIC_BIAS_GRADIENT_CUH
 
 #include "cuda/device/around/backward_reduce.cuh"
-#include "cuda/device/generic/backward_step.cuh"
+#include "cuda/device/generic/backward_output.cuh"
+#include "cuda/device/generic/grad_scores.cuh"
 
 namespace fovea::cuda {
 

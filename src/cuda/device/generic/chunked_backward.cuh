@@ -21,8 +21,9 @@
 #ifndef FOVEA_CUDA_DEVICE_GENERIC_CHUNKED_BACKWARD_CUH
 #define FOVEA_CUDA_DEVICE_GENERIC_CHUNKED_BACKWARD_CUH
 
-#include "cuda/device/generic/backward_step.cuh"
+#include "cuda/device/generic/backward_output.cuh"
 #include "cuda/device/generic/bias_gradient.cuh"
+#include "cuda/device/generic/grad_scores.cuh"
 
 namespace fovea::cuda {
 
@@ -278,21 +279,11 @@ __device__ __forceinline__ void chunked_backward(const Args& a) {
   if (to.data == nullptr || (!kTransposed && !S.dq)) {
     return;
   }
-  if constexpr (is_pair(kType)) {
-    static_assert(N * W * 4 <= 2 * kBufferBytes);
-    const u32 tile = buffers + thread.warp * T * 16 * W * 4;
-    store_fragment32<W>(tile, sum, thread);
-    __syncwarp();
-    store_rows<Tile32<W>, 4, T * 16>(static_cast<float*>(to.data) + at, to.strides, tile, left, columns,
-                                     a.vector_stores, thread.lane);
-  } else {
-    static_assert(N * W * 2 <= 2 * kBufferBytes);
-    const u32 tile = buffers + thread.warp * T * 16 * W * 2;
-    store_fragment<kType, W>(tile, sum, of_v ? keep_scale<S>(a) : a.scale, thread);
-    __syncwarp();
-    store_rows<Tile<W>, 2, T * 16>(static_cast<u16*>(to.data) + at, to.strides, tile, left, columns, a.vector_stores,
-                                   thread.lane);
-  }
+  static_assert(N * W * element_bytes(kType) <= 2 * kBufferBytes);
+  const u32 tile = buffers + thread.warp * T * 16 * W * element_bytes(kType);
+  put_gradient<kType, W>(tile, sum, of_v ? keep_scale<S>(a) : a.scale, thread);
+  __syncwarp();
+  store_gradient<kType, W, T * 16>(to, at, tile, left, columns, a.vector_stores, thread.lane);
 }
 
 template <BackwardSpec S>

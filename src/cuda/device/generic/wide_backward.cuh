@@ -17,7 +17,8 @@
 #ifndef FOVEA_CUDA_DEVICE_GENERIC_WIDE_BACKWARD_CUH
 #define FOVEA_CUDA_DEVICE_GENERIC_WIDE_BACKWARD_CUH
 
-#include "cuda/device/generic/backward_step.cuh"
+#include "cuda/device/generic/backward_output.cuh"
+#include "cuda/device/generic/grad_scores.cuh"
 
 namespace fovea::cuda {
 
@@ -252,31 +253,15 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_wide_backward(co
     const int left = same.place.k_len - same.n0;
     const i64 to_k = same.place.key_rows(a.grad_k.strides, same.head_k) + same.n0 * a.grad_k.strides.row;
     const i64 to_v = same.place.key_rows(a.grad_v.strides, same.head_k) + same.n0 * a.grad_v.strides.row;
-    if constexpr (is_pair(kType)) {
-      store_fragment32<D>(keys, dk, thread, row_warp * TO * 16, column_warp * CD * 2);
-      store_fragment32<V>(values, dv, thread, row_warp * TO * 16, column_warp * CV * 2);
-      sync();
-      if (a.grad_k.data != nullptr) {
-        store_rows<Tile32<D>, 4, N, S.warps * 32>(static_cast<float*>(a.grad_k.data) + to_k, a.grad_k.strides, keys,
-                                                  left, a.out_dim, a.vector_stores, thread.index);
-      }
-      if (a.grad_v.data != nullptr) {
-        store_rows<Tile32<V>, 4, N, S.warps * 32>(static_cast<float*>(a.grad_v.data) + to_v, a.grad_v.strides, values,
-                                                  left, a.out_dim_v, a.vector_stores, thread.index);
-      }
-    } else {
-      store_fragment<kType, kRowD>(keys + row_warp * TO * 16 * kRowD * 2, dk, a.scale, thread, column_warp * CD * 2);
-      store_fragment<kType, kRowV>(values + row_warp * TO * 16 * kRowV * 2, dv, keep_scale<S>(a), thread,
-                                   column_warp * CV * 2);
-      sync();
-      if (a.grad_k.data != nullptr) {
-        store_rows<Tile<kRowD>, 2, N, S.warps * 32>(static_cast<u16*>(a.grad_k.data) + to_k, a.grad_k.strides, keys,
-                                                    left, a.out_dim, a.vector_stores, thread.index);
-      }
-      if (a.grad_v.data != nullptr) {
-        store_rows<Tile<kRowV>, 2, N, S.warps * 32>(static_cast<u16*>(a.grad_v.data) + to_v, a.grad_v.strides, values,
-                                                    left, a.out_dim_v, a.vector_stores, thread.index);
-      }
+    put_gradient<kType, D>(keys, dk, a.scale, thread, row_warp * TO * 16, column_warp * CD * 2);
+    put_gradient<kType, V>(values, dv, keep_scale<S>(a), thread, row_warp * TO * 16, column_warp * CV * 2);
+    sync();
+    if (a.grad_k.data != nullptr) {
+      store_gradient<kType, D, N, S.warps * 32>(a.grad_k, to_k, keys, left, a.out_dim, a.vector_stores, thread.index);
+    }
+    if (a.grad_v.data != nullptr) {
+      store_gradient<kType, V, N, S.warps * 32>(a.grad_v, to_v, values, left, a.out_dim_v, a.vector_stores,
+                                                thread.index);
     }
   }
 }

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What leaves the registers of the generic backward: gradients through shared memory or directly, sums of dS.
+#ifndef FOVEA_CUDA_DEVICE_GENERIC_BACKWARD_OUTPUT_CUH
+#define FOVEA_CUDA_DEVICE_GENERIC_BACKWARD_OUTPUT_CUH
+
+#include "cuda/device/tile/products.cuh"
+#include "cuda/device/tile/tile.cuh"
+
+namespace fovea::cuda {
+
+// An accumulator times a factor, rounded, to a tile of 16-bit numbers from its (0, 0) on.
+template <Type kType, int kRow, int kTiles, int kColumns>
+__device__ __forceinline__ void store_fragment(u32 tile, const float (&x)[kTiles][kColumns][4], float factor,
+                                               const Thread& thread, int chunk = 0) {
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        store_shared(tile + Tile<kRow>::offset(i * 16 + thread.g + half * 8, chunk + j) + thread.t * 4,
+                     pack<kType>(x[i][j][2 * half] * factor, x[i][j][2 * half + 1] * factor));
+      }
+    }
+  }
+}
+
+// The same in fp32, as it is, to a tile of 32-bit numbers from (row, chunk of 8 columns) on.
+template <int kRow, int kTiles, int kColumns>
+__device__ __forceinline__ void store_fragment32(u32 tile, const float (&x)[kTiles][kColumns][4], const Thread& thread,
+                                                 int row = 0, int chunk = 0) {
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) {
+        store_shared(tile +
+                         Tile32<kRow>::offset(row + i * 16 + thread.g + half * 8, (chunk + j) * 2 + (thread.t >> 1)) +
+                         (thread.t & 1) * 8,
+                     float2{x[i][j][2 * half], x[i][j][2 * half + 1]});
+      }
+    }
+  }
+}
+
+// A gradient on its way out, in two parts with a barrier between them: times `factor` (pairs: as it is) to a tile of
+// kColumns numbers a row in shared memory, from (row, chunk of 8 columns) on, and kRows of it to the tensor, from
+// element `at` on. left, columns: what is left of both there; kThreads: that store.
+template <Type kType, int kColumns, int kTiles, int kChunks>
+__device__ __forceinline__ void put_gradient(u32 tile, const float (&x)[kTiles][kChunks][4], float factor,
+                                             const Thread& thread, int row = 0, int chunk = 0) {
+  if constexpr (is_pair(kType)) {
+    store_fragment32<kColumns>(tile, x, thread, row, chunk);
+  } else {
+    store_fragment<kType, kColumns>(tile + row * kColumns * 2, x, factor, thread, chunk);
+  }
+}
+template <Type kType, int kColumns, int kRows, int kThreads = 32>
+__device__ __forceinline__ void store_gradient(const Tensor& to, i64 at, u32 tile, int left, int columns, bool vectors,
+                                               int thread) {
+  if constexpr (is_pair(kType)) {
+    store_rows<Tile32<kColumns>, 4, kRows, kThreads>(static_cast<float*>(to.data) + at, to.strides, tile, left, columns,
+                                                     vectors, thread);
+  } else {
+    store_rows<Tile<kColumns>, 2, kRows, kThreads>(static_cast<u16*>(to.data) + at, to.strides, tile, left, columns,
+                                                   vectors, thread);
+  }
+}
+
+// Sums along the rows of a fragment of S transposed, over the queries of a head; they begin anew. key0: its first key.
+template <int kTiles>
+__device__ __forceinline__ void store_column_sums(const Args& a, const Place& place, u32 head, int key0,
+                                                  float (&sums)[kTiles][2], float factor, const Thread& thread,
+                                                  bool stores = true) {
+  float* const to = a.column_sum + (i64(place.b) * a.rows.heads_q + head) * a.column_pitch;
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int x = 0; x < 2; ++x) {
+      const int key = key0 + i * 16 + thread.g + x * 8;
+      const float sum = quad_sum(sums[i][x]) * factor;
+      if (thread.t == 0 && key < place.k_len && stores) {
+        to[key] = sum;
+      }
+      sums[i][x] = 0;
+    }
+  }
+}
+
+// Sums along the rows of a fragment, of all its rows: vectors of rows are padded.
+template <int kTiles>
+__device__ __forceinline__ void store_row_sums(float* to, const float (&sums)[kTiles][2], float factor,
+                                               const Thread& thread) {
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int x = 0; x < 2; ++x) {
+      const float sum = quad_sum(sums[i][x]) * factor;
+      if (thread.t == 0) {
+        to[i * 16 + thread.g + x * 8] = sum;
+      }
+    }
+  }
+}
+
+// An accumulator of fp32 to rows; row and column: of the fragment's first element in `to`.
+template <int kTiles, int kColumns>
+__device__ __forceinline__ void store_floats(const float (&x)[kTiles][kColumns][4], float* to,
+                                             const math::Strides& strides, int row, int column, int rows, int columns,
+                                             bool vectors, const Thread& thread) {
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = row + i * 16 + thread.g + half * 8;
+      if (r >= rows) {
+        continue;
+      }
+      float* const at = to + r * strides.row;
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) {
+        const int c = column + j * 8 + thread.t * 2;
+        if (vectors && c + 1 < columns) {
+          *reinterpret_cast<float2*>(at + c) = {x[i][j][2 * half], x[i][j][2 * half + 1]};
+        } else {
+          if (c < columns) {
+            at[c * strides.col] = x[i][j][2 * half];
+          }
+          if (c + 1 < columns) {
+            at[(c + 1) * strides.col] = x[i][j][2 * half + 1];
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_GENERIC_BACKWARD_OUTPUT_CUH
