@@ -42,9 +42,7 @@ ALLOWED = {
 KERNEL_LINES, HEADER_LINES, KERNEL_FUNCTION_LINES = 450, 300, 320
 LONGER = {
     "src/cuda/device/score/scores.cuh": 343,
-    "src/cuda/device/sm90/backward_copy.cuh": 349,
     "src/cuda/device/score/sm90_backward_scores.cuh": 423,
-    "src/cuda/device/sm90/forward_copy.cuh": 323,
 }
 
 

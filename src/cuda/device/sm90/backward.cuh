@@ -35,6 +35,7 @@
 #include "cuda/device/ptx/sm90.cuh"
 #include "cuda/device/ptx/wgmma.cuh"
 #include "cuda/device/score/sm90_backward_scores.cuh"
+#include "cuda/device/sm90/backward_add.cuh"
 #include "cuda/device/sm90/backward_args.h"
 #include "cuda/device/sm90/backward_convert.cuh"
 #include "cuda/device/sm90/backward_copy.cuh"

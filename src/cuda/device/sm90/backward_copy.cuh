@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The warpgroup of sm90_backward that copies: by TMA one thread for K, V, Q, dO and row vectors and one for biases into
-// rings of buffers, one for dQ, and one for dS, on their way out.
+// rings of buffers, and one for dS on its way out. One more adds dQ (sm90/backward_add.cuh).
 #ifndef FOVEA_CUDA_DEVICE_SM90_BACKWARD_COPY_CUH
 #define FOVEA_CUDA_DEVICE_SM90_BACKWARD_COPY_CUH
 
 #include "cuda/device/ptx/sm90.cuh"
 #include "cuda/device/ptx/wgmma.cuh"
 #include "cuda/device/sm90/backward_args.h"
-#include "cuda/device/sm90/backward_convert.cuh"
 #include "cuda/device/sm90/backward_sizes.h"
 #include "cuda/device/sm90/forward_sizes.h"
 #include "cuda/device/tile/pipe.cuh"
@@ -232,116 +231,6 @@ __device__ __forceinline__ void sm90_backward_store_bias(const Args& a, const Sm
       ring.next();
     }
   }
-}
-
-// Adds dQ to dq_sum, 64 queries at a time (`halves`: half of the columns, then the other half), as the warpgroups hand
-// them over. The number at turn_of() says how far the 64 queries are.
-//
-// ordered: it counts the blocks of keys that have added. A block waits until all blocks that come before it and meet
-// the queries have added their sums, and counts itself when its own sums have arrived.
-//
-// stores_first: dq_sum is not cleared before. 0: nothing is there; 1: a block stores; 2: its sums have arrived. The
-// block that changes 0 to 1 stores, and a block that finds 1 waits for 2, then adds. This cannot deadlock: a block that
-// has changed a 0 to 1 stores and waits for its own warpgroups only, before it looks at the next number.
-//
-// Sums of another block are added to by the asynchronous proxy. Its stores happen before ours where we see its
-// release with an acquire, and a proxy fence comes between the acquire and our copy.
-template <auto S>
-__device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90BackwardArgs& m, u32 base,
-                                                  const Sm90BackwardBarriers& barriers) {
-  constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);
-  constexpr int kParts = S.step / 64;
-  constexpr int kHalves = S.halves ? 2 : 1;  // of the columns, one after the other in dq_sum
-  u32 parity = 0;                            // a bit for each place that sums leave from
-  u32 phase = 0;
-#pragma unroll 1
-  for (u32 number = sm90_take_block<S>(base, barriers, phase); number != kNoBlock;
-       number = sm90_take_block<S>(base, barriers, phase)) {
-    const Sm90KeyBlock<S> block(a, m, number);
-    int place = 0;
-    int place_before = -1;
-    const auto turn_of = [&](int i, int query) {
-      return a.turns + 1 + (block.row0 + (block.head0 + i) * int(a.padded_rows) + query) / 64;
-    };
-    // Whether rows have been stored is looked up a step ahead, while this thread would wait anyway: most have.
-    u32 ahead = 2;
-    const auto look_up = [&](const u32* turn) {
-      ahead = load_acquire(turn);
-      fence_async_all();
-    };
-    if (S.stores_first && !S.ordered && block.steps > 0) {
-      look_up(turn_of(0, block.steps_of_head(0).query));
-    }
-#pragma unroll 1
-    for (int i = 0; i < block.group; ++i) {
-      const auto of_head = block.steps_of_head(i);
-      int query = of_head.query;
-#pragma unroll 1
-      for (int n = of_head.count * kParts - 1; n >= 0; --n, query = block.after(query, 64, block.count)) {
-        const int row = block.row0 + (block.head0 + i) * int(a.padded_rows) + query;
-        u32* const turn = turn_of(i, query);
-        u32 before = ahead;
-#pragma unroll 1
-        for (int half = 0; half < kHalves; ++half) {
-          barrier_wait(barriers.leaving_full(place), parity >> place & 1);
-          parity ^= 1u << place;
-          if constexpr (S.stores_first && !S.ordered) {
-            if (half == 0 && before != 2) {
-              before = atomicCAS(turn, 0u, 1u);
-              while (before != 0 && load_acquire(turn) != 2) {
-              }
-              fence_async_all();
-            }
-          }
-          if constexpr (S.ordered) {
-            if (half == 0) {
-              before = block.blocks_before(query);
-              while (load_acquire(turn) < before) {  // more only where sequences overlap by mistake
-              }
-              fence_async_all();
-            }
-          }
-          const bool last = half + 1 == kHalves;
-          const u32 from = base + kSizes.leaving_at + place * kSizes.leaving;
-          float* const to = a.dq_sum + i64(row) * S.d + half * 32 * S.d;
-          const bool store = S.stores_first && before == 0;
-          if (store) {
-            bulk_store(to, from, kSizes.leaving);
-          } else {
-            bulk_add(to, from, kSizes.leaving);
-          }
-          bulk_commit();
-          if constexpr (S.ordered) {
-            bulk_wait();
-            barrier_arrive(barriers.leaving_empty(place));
-            if (last) {
-              add_release(turn, 1);
-            }
-          } else {
-            if (store && last) {
-              bulk_wait();
-              add_release(turn, 1);
-            }
-            bulk_wait_read<1>();
-            if (place_before >= 0) {
-              barrier_arrive(barriers.leaving_empty(place_before));
-            }
-            place_before = place;
-            if (S.stores_first && last && (n > 0 || i + 1 < block.group)) {
-              look_up(n > 0 ? turn_of(i, block.after(query, 64, block.count)) : turn_of(i + 1, block.begin));
-            }
-          }
-          place = place + 1 == kSizes.groups ? 0 : place + 1;
-        }
-      }
-    }
-    bulk_wait_read();
-    if (place_before >= 0) {
-      barrier_arrive(barriers.leaving_empty(place_before));
-    }
-    sm90_backward_count<S>(a, block);
-  }
-  bulk_wait();
 }
 
 }  // namespace fovea::cuda

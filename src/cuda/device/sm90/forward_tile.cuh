@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What all warps of sm90_forward share: its barriers, and a tile of queries with the steps of keys that it meets.
+#ifndef FOVEA_CUDA_DEVICE_SM90_FORWARD_TILE_CUH
+#define FOVEA_CUDA_DEVICE_SM90_FORWARD_TILE_CUH
+
+#include "cuda/device/ptx/sm90.cuh"
+#include "cuda/device/sm90/forward_sizes.h"
+#include "cuda/device/tile/pipe.cuh"
+#include "math/band.h"
+#include "math/rows.h"
+
+namespace fovea::cuda {
+
+struct Sm90Barriers {
+  static constexpr int kQ = 0, kK = 64, kV = 128, kPlanes = 192, kPrepared = 256;  // of a ring: full, then empty
+  u32 first;
+  __device__ __forceinline__ u32 q_full(int i) const { return first + kQ + 8 * i; }
+  __device__ __forceinline__ u32 q_empty(int i) const { return first + kQ + kPipeEmpty + 8 * i; }
+  __device__ __forceinline__ u32 k_full(int i) const { return first + kK + 8 * i; }
+  __device__ __forceinline__ u32 k_empty(int i) const { return first + kK + kPipeEmpty + 8 * i; }
+  __device__ __forceinline__ u32 v_full(int i) const { return first + kV + 8 * i; }
+  __device__ __forceinline__ u32 v_empty(int i) const { return first + kV + kPipeEmpty + 8 * i; }
+  __device__ __forceinline__ u32 planes_full(int i) const { return first + kPlanes + 8 * i; }
+  __device__ __forceinline__ u32 planes_empty(int i) const { return first + kPlanes + kPipeEmpty + 8 * i; }
+  __device__ __forceinline__ u32 prepared_full(int i) const { return first + kPrepared + 8 * i; }
+  __device__ __forceinline__ u32 prepared_empty(int i) const { return first + kPrepared + kPipeEmpty + 8 * i; }
+
+  // Full: the threads that write, and the bytes that the copying thread announces. Empty: every warp that reads, and
+  // for Q every warpgroup that stores O, or every warp that needs the buffer no longer.
+  template <auto S>
+  __device__ __forceinline__ void init() const {
+    constexpr int kGroups = sm90_forward_sizes(S).groups;
+    constexpr int kPreparing = sm90_hides(S) ? kSm90PreparingWarps : 0;
+    const auto ring = [](int buffers, u32 full, u32 empty, int writers, int readers) {
+      for (int i = 0; i < buffers; ++i) {
+        barrier_init(full + 8 * i, writers);
+        barrier_init(empty + 8 * i, readers);
+      }
+    };
+    ring(S.q_buffers, q_full(0), q_empty(0), 1, (sm90_stores_directly(S) ? 8 : 5) * kGroups + 32 * kPreparing);
+    ring(S.stages, k_full(0), k_empty(0), 1, 4 * kGroups);
+    ring(S.stages, v_full(0), v_empty(0), 1, 4 * kGroups);
+    ring(S.planes, planes_full(0), planes_empty(0), 1, 4 * kGroups);
+    if constexpr (kPreparing > 0) {
+      ring(kSm90PreparedBuffers, prepared_full(0), prepared_empty(0), kPreparing, 4 * kGroups);
+    }
+  }
+};
+
+// A tile of queries of one head; b < 0: there are no more.
+struct Sm90Tile {
+  int row, head, b;
+  int q_begin, q_len, k_begin, k_len;
+  int head_k, b1, b2;
+  int first_step, end_step;  // with a mask of keys: its steps, without those that are hidden at either end
+
+  __device__ __forceinline__ i64 offset(const math::Strides& strides, int at) const {
+    return b1 * strides.batch1 + b2 * strides.batch2 + head * strides.head + at * strides.row;
+  }
+};
+
+// What lies beside Q. One lane reads, the one that arrives for its warp.
+__device__ __forceinline__ Sm90Tile sm90_read_tile(u32 tile) {
+  constexpr int kWords = int(sizeof(Sm90Tile)) / 4;
+  int words[kWords];
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    u32 x = 0;
+    if (threadIdx.x % 32 == 0) {
+      x = load_shared_word(tile + 4 * i);
+    }
+    words[i] = int(__shfl_sync(~0u, x, 0));
+  }
+  return {words[0], words[1], words[2], words[3], words[4],  words[5],
+          words[6], words[7], words[8], words[9], words[10], words[11]};
+}
+
+// Tiles are numbered head by head, but for heads_together of them whose row tiles alternate; under a band the longest
+// first. Sequences of different lengths are numbered one after the other, each with all of its heads.
+template <auto S>
+__device__ __forceinline__ Sm90Tile sm90_tile(const Args& a, const Sm90ForwardArgs& m, int number) {
+  constexpr int kRows = sm90_forward_sizes(S).rows;
+  Sm90Tile tile{};
+  u32 in_group = u32(number);
+  // Opaque, or the reciprocals that divisions take would be made once and kept.
+  u32 row_tiles = u32(opaque(m.row_tiles));
+  u32 all = u32(m.heads) * u32(m.batch);
+  tile.q_len = int(a.rows.rows_q);
+  tile.k_len = int(a.rows.rows_k);
+  if constexpr (S.ragged) {
+    const ListedTile listed = m.list[in_group / u32(opaque(m.heads))];
+    tile.b = listed.b;
+    tile.q_begin = listed.q_begin;
+    tile.q_len = listed.q_len;
+    tile.k_begin = listed.k_begin;
+    tile.k_len = listed.k_len;
+    in_group -= u32(listed.first) * u32(m.heads);
+    row_tiles = u32(tile.q_len + kRows - 1) / u32(kRows);
+    all = u32(m.heads);
+  }
+  u32 alternating = u32(opaque(m.heads_together));
+  const u32 group = in_group / (row_tiles * alternating);
+  in_group -= group * (row_tiles * alternating);
+  const u32 first_bh = group * alternating;
+  alternating = min(alternating, all - first_bh);
+  const u32 row = in_group / alternating;
+  const u32 bh = first_bh + in_group - row * alternating;
+  tile.row = int(S.banded ? row_tiles - 1 - row : row) * kRows;
+  if constexpr (S.ragged) {
+    tile.head = int(bh);
+  } else {
+    const u32 inside = u32(opaque(m.inside));
+    const u32 outer = bh / inside;
+    const u32 inner = bh - outer * inside;
+    tile.head = int(m.batch_inside ? outer : inner);
+    tile.b = int(m.batch_inside ? inner : outer);
+  }
+  return tile;
+}
+
+// Steps whose keys any of these rows of the tile meets.
+template <auto S>
+__device__ __forceinline__ math::Interval<int> sm90_steps(const Sm90Tile& tile, const math::Band<int>& band, int row,
+                                                          int rows) {
+  const math::Interval<int> keys = band.keys_of_rows(row, min(row + rows, band.seqlen_q));
+  math::Interval<int> steps{S.left_edge ? keys.begin / S.step : 0,
+                            ((S.banded ? keys.end : band.seqlen_k) + S.step - 1) / S.step};
+  if constexpr (sm90_skips(S)) {
+    steps = {max(steps.begin, tile.first_step), min(steps.end, tile.end_step)};
+  }
+  return steps;
+}
+
+// Steps of the tile between which a mask of keys shows any.
+template <auto S>
+__device__ __forceinline__ math::Interval<int> sm90_shown_steps(const Args& a, const Sm90Tile& tile) {
+  constexpr u32 kBits = S.step < 128 ? (1u << S.step / 4) - 1 : ~0u;
+  const u32* const words = static_cast<const u32*>(a.mask.data) + tile.offset(a.mask.strides, 0);
+  const auto hidden = [&](int step) {
+    const int key = step * S.step;
+    const uint4 x = __ldg(reinterpret_cast<const uint4*>(words + key / 128 * 4));
+    return ((x.x | x.y | x.z | x.w) >> key % 128 / 4 & kBits) == 0;
+  };
+  math::Interval<int> steps{0, (tile.k_len + S.step - 1) / S.step};
+  while (steps.end > steps.begin && hidden(steps.end - 1)) {
+    --steps.end;
+  }
+  while (steps.begin < steps.end && hidden(steps.begin)) {
+    ++steps.begin;
+  }
+  return steps;
+}
+
+template <auto S>
+__device__ __forceinline__ math::Band<int> sm90_band(const Args& a, const Sm90ForwardArgs& m, const Sm90Tile& tile) {
+  const int shift = S.banded && !a.top_left ? tile.k_len - tile.q_len : 0;
+  return {tile.q_len, tile.k_len, shift + m.low, shift + m.high};
+}
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_SM90_FORWARD_TILE_CUH
