@@ -454,6 +454,7 @@ def test_a_kind_of_call_is_known_by_all_that_decides(way, python_kernel, monkeyp
 
 @pytest.mark.parametrize("way", ["1", "methods"], indirect=True)
 def test_references_of_sdpa(way, request):
+    request.addfinalizer(reset_stats)
     request.addfinalizer(disable)
     q, k, v = (torch.randn(1, 2, 8, 16, requires_grad=True) for _ in range(3))
     bias, wide = torch.randn(1, 1, 8, 8, requires_grad=True), torch.randn(1, 2, 8, 0)
