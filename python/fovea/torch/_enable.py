@@ -151,11 +151,7 @@ def _scaled_dot_product_attention(
             decision = _known(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         why = decision.why_not
     if why:
-        _hand_back(why, query.device)
-        if why in _WISHES and _owners.in_force():  # the kernels that the composite calls are PyTorch's as well
-            with _owners.left_to_pytorch():
-                return _composite(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        return _composite(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return _give_back(why, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     with _counts.lock:
         if traced:
             _counts.traced += 1
@@ -175,8 +171,11 @@ def _give_back(
     why: str, q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], dropout_p: float, is_causal: bool,
     scale: Optional[float], enable_gqa: bool,
 ) -> Any:  # fmt: skip
-    """For C."""
+    """PyTorch's result. C calls this as well."""
     _hand_back(why, q.device)
+    if why in _WISHES and _owners.in_force():  # the kernels that the composite calls are PyTorch's as well
+        with _owners.left_to_pytorch():
+            return _composite(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     return _composite(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
