@@ -61,9 +61,10 @@ std::string machine_lines() {
   for (std::string line; std::getline(machine, line);) {
     const std::string name = line.substr(0, line.find('\t'));
     const std::string value = line.substr(std::min(line.find('\t') + 1, line.size()));
-    const bool variable = name.starts_with("FOVEA_") && !value.starts_with("not set");
-    if (variable || name == "fovea" || name == "processor" || name == "driver" || name == "GPU" || name == "NVRTC" ||
-        name == "CUDA_VISIBLE_DEVICES") {
+    if (const char* const set = std::getenv(name.c_str()); name.starts_with("FOVEA_") && set != nullptr) {
+      lines += fmt::format("{}: {}\n", name, value.starts_with("REFUSED") ? value : std::string(set));
+    } else if (name == "fovea" || name == "processor" || name == "driver" || name == "GPU" || name == "NVRTC" ||
+               name == "CUDA_VISIBLE_DEVICES") {
       lines += fmt::format("{}: {}\n", name, value);
     }
   }

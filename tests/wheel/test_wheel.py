@@ -218,6 +218,18 @@ def test_licences(bare):
         assert words in text, part
 
 
+@pytest.mark.parametrize("arch", ["x86_64", "aarch64"])
+def test_no_path_of_the_build_is_in_it(arch):
+    """`make release` builds in two folders and compares the bits. A path that came from a build would make them differ."""
+    known = rb"/(?:proc|sys|lib|lib64|usr/lib|usr/lib64|usr/local|usr/share|\.cache)/"
+    with zipfile.ZipFile(the_wheel(arch)) as archive:
+        for name in archive.namelist():
+            paths = re.findall(rb'(?<![\w./"<+*-])/(?:[\w.+-]+/)+[\w.+-]+', archive.read(name))
+            assert [path for path in paths if not re.match(known, path + b"/")] == [], name
+            if name == "fovea/libfovea.so":
+                assert b"/proc/cpuinfo" in paths  # the pattern finds what there is
+
+
 def test_beside_pytorch(tmp_path):
     """In an environment that sees the one with PyTorch."""
     if not (TORCH / "bin" / "python").exists():
