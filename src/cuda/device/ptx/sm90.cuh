@@ -162,7 +162,7 @@ __device__ __forceinline__ u32 load_relaxed(const u32* from) {
 __device__ __forceinline__ void add_release(u32* to, u32 value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
-// fence.acq_rel (Parallel Synchronization: membar): before a relaxed addition a release, after a relaxed load an acquire.
+// fence.acq_rel (Parallel Synchronization: membar): releases before a relaxed addition, acquires after a relaxed load.
 __device__ __forceinline__ void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 // red.relaxed (Parallel Synchronization: red).
 __device__ __forceinline__ void add_relaxed(u32* to, u32 value) {
