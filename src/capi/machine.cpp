@@ -43,7 +43,8 @@ std::string cuda_cpu_or_compile(const std::string& value) {
 struct Variable {
   const char* name;
   const char* meaning;
-  std::string (*why_not)(const std::string& value) = nullptr;  // null: the code that reads it refuses it, or nothing does
+  // Null: the code that reads the variable refuses wrong values, or every value is accepted.
+  std::string (*why_not)(const std::string& value) = nullptr;
 };
 constexpr Variable kVariables[] = {
     {"FOVEA_BACKEND", "the backend of problems that name none"},
