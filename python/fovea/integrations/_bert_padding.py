@@ -55,7 +55,7 @@ def unpad_input_for_concatenated_sequences(
         attention_mask_in_length: (B, S), int: the lengths of the sequences of each row, then zeros.
 
     Returns:
-        As unpad_input(), without its last result; a sequence each has its place in cu_seqlens.
+        As unpad_input(), without its last result; each sequence has its own entry in cu_seqlens.
     """
     rows = attention_mask_in_length.sum(-1)
     exists = torch.arange(attention_mask_in_length.shape[1], device=rows.device) < rows[:, None]

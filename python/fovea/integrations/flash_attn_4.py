@@ -79,7 +79,7 @@ def flash_attn_func(
         aux_scalars: Refused unless None.
         block_sparse_tensors: Refused unless None.
         block_sparse_tensors_bwd: Refused unless None.
-        return_lse: The logsumexp is wanted, and has a gradient.
+        return_lse: Always returns the logsumexp, and makes it differentiable.
 
     Returns:
         (out, lse): out is (B, Sq, Hq, Dv); lse is (B, Hq, Sq), float32, -inf for rows without keys. lse is None if

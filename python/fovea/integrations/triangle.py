@@ -26,7 +26,7 @@ _exact = False
 
 
 def set_exact(exact: bool) -> None:
-    """Chooses what queries get that have no key at all.
+    """Chooses the result of queries all of whose keys are masked.
 
     cuequivariance gives masked scores -1e9, so that such a query gets the mean of all values. fovea's masks give 0. All other
     rows are equal, and so are all gradients if such rows do not reach the loss.
@@ -157,7 +157,7 @@ def attention_pair_bias(
         w_ln_z: (Z,) or None: weight of the norm of pair_repr.
         b_ln_z: (Z,) or None.
         inf: With set_exact(True) -inf is added to the scores of masked keys.
-        eps: Of the norms.
+        eps: Added to the variance in the norms.
         attn_scale: Factor of the scores; None is 1 / sqrt(D).
         return_z_proj: Also returns the bias.
         is_cached_z_proj: pair_repr is the bias itself.

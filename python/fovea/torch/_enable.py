@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""enable(): fovea computes what programs ask of torch.nn.functional.scaled_dot_product_attention.
+"""enable(): fovea computes the calls of torch.nn.functional.scaled_dot_product_attention.
 
 PyTorch's operator aten::scaled_dot_product_attention is composite: it chooses a fused operator in C++, and has no
 kernel of its own for the CPU and for CUDA. enable() registers one there and under autograd. So every caller is reached, from
@@ -402,8 +402,8 @@ def enable(
             for it. None: fovea computes every call that it can.
         strict: Raises NotImplementedError instead of handing a call back, except where `prefer` or
             torch.nn.attention.sdpa_kernel asks for PyTorch and where PyTorch itself refuses the arguments.
-        operators: Also puts the operators of fovea.torch.aten in the place of PyTorch's, for programs that call those
-            themselves (docs/operators.md).
+        operators: Also puts the operators of fovea.torch.aten in the place of PyTorch's, for programs that call
+            PyTorch's fused operators directly (docs/operators.md).
 
     Raises:
         ValueError: A device or a preference is not accepted.

@@ -8,8 +8,8 @@
 >>> out.shape, logsumexp.shape
 (torch.Size([1, 4, 2, 8]), torch.Size([1, 2, 32]))
 
-Each is an operator of PyTorch, torch.ops.fovea.<name>, with the schema of torch.ops.aten.<name>. enable(operators=True) puts them in
-the place of those. docs/operators.md says what is equal, and what is not.
+Each is an operator of PyTorch, torch.ops.fovea.<name>, with the schema of torch.ops.aten.<name>. enable(operators=True) puts them
+in the place of PyTorch's. docs/operators.md says what is equal, and what is not.
 """
 
 # _efficient.py   the memory-efficient operators: PyTorch's dropout bit for bit

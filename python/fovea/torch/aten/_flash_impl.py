@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The implementation "fovea" of PyTorch's flash operators, for torch.nn.attention.activate_flash_attention_impl("fovea").
 
-PyTorch 2.10 and newer have a registry of such implementations. Where it is missing, nothing is registered.
+Newer versions of PyTorch have a registry of such implementations (2.9 does not, 2.11 does). Where it is missing, nothing is registered.
 """
 
 from __future__ import annotations
