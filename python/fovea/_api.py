@@ -5,7 +5,6 @@ addresses, shapes and strides. The C library computes; docs/semantics.md defines
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Optional, TypeVar, Union, overload

@@ -2,7 +2,6 @@
 """A pytest plugin for pytorch_tests.py: fovea is enabled while PyTorch's tests run, and counts are written at the end."""
 
 import json
-import os
 
 import fovea.torch
 from fovea.torch.aten import _owners
@@ -14,8 +13,14 @@ def count(kind, name):
     COUNTS[kind][name] = COUNTS[kind].get(name, 0) + 1
 
 
+def pytest_addoption(parser):
+    parser.addoption("--fovea-enable", type=json.loads, help="arguments of enable() as JSON, or null")
+    parser.addoption("--fovea-counts", help="the file for the counts")
+    parser.addoption("--fovea-sample", type=int, help="of each test every N-th combination of its parameters")
+
+
 def pytest_configure(config):
-    options = json.loads(os.environ["FOVEA_TEST_ENABLE"])
+    options = config.getoption("--fovea-enable")
     if options is None:
         return
     if not options.pop("only_operators"):
@@ -26,17 +31,17 @@ def pytest_configure(config):
     _owners.take(owner, [name for name in fovea.torch.aten.__all__ if name.startswith("_")], options["devices"])
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Of each test, which has many parameters, every N-th."""
     functions = {}
     for item in items:
         functions.setdefault(getattr(item, "originalname", item.name).split("_batch_size")[0], []).append(item)
-    items[:] = [item for found in functions.values() for item in found[:: int(os.environ["FOVEA_TEST_SAMPLE"])]]
+    items[:] = [item for found in functions.values() for item in found[:: config.getoption("--fovea-sample")]]
 
 
 def pytest_unconfigure(config):
     stats = {name: x for name, x in fovea.torch.stats().items() if name != "problems"}
     if any(COUNTS.values()):
         stats = COUNTS
-    with open(os.environ["FOVEA_TEST_STATS"], "w") as file:
+    with open(config.getoption("--fovea-counts"), "w") as file:
         json.dump(stats, file)

@@ -30,15 +30,15 @@ def outcomes(path, options, arguments, sample, seconds):
     with tempfile.TemporaryDirectory() as folder:
         report, counts = Path(folder, "report.xml"), Path(folder, "stats.json")
         env = {
-            **os.environ, "FOVEA_TEST_ENABLE": json.dumps(options), "FOVEA_TEST_STATS": str(counts),
-            "FOVEA_TEST_SAMPLE": str(sample),
+            **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), str(ROOT / "python"), os.environ.get("PYTHONPATH")])),
         }  # fmt: skip
         if "FOVEA_BUILD" in env:
             env.setdefault("FOVEA_LIBRARY", str(Path(env["FOVEA_BUILD"]).resolve() / "libfovea.so"))
         command = [
             sys.executable, "-m", "pytest", str(path), "-q", "-p", "pytorch_plugin", "-p", "no:cacheprovider", "--tb=line", "--no-header",
-            f"--junitxml={report}", "--rootdir", str(path.parent), *arguments,
+            f"--junitxml={report}", "--rootdir", str(path.parent), f"--fovea-enable={json.dumps(options)}",
+            f"--fovea-counts={counts}", f"--fovea-sample={sample}", *arguments,
         ]  # fmt: skip
         begun = time.time()
         try:

@@ -73,7 +73,6 @@ class StandIn:
             if self not in _finder.stand_ins:
                 return
             _finder.stand_ins.remove(self)
-            kept = {name for other in _finder.stand_ins for name in _with_parents(other.modules)}
             for name, contents in self.modules.items():
                 for key in contents:
                     vars(sys.modules.get(name, types.ModuleType(""))).pop(key, None)

@@ -183,7 +183,7 @@ def _extension() -> Any:
     extension = importlib.util.module_from_spec(spec)
     loader.exec_module(extension)
     theirs = (_abi.VERSION_MAJOR, ctypes.sizeof(_abi.Problem))
-    if (extension.VERSION, extension.PROBLEM) != theirs:
+    if theirs != (extension.VERSION, extension.PROBLEM):
         raise ImportError(f"{path} is of another version than this package")
     _EXTENSION = extension
     return extension

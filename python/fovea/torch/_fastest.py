@@ -13,7 +13,7 @@ import json
 import math
 from functools import cache
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
