@@ -63,10 +63,11 @@ VENV_MODELS ?= .venv-models
 $(VENV_MODELS)/.ready: tests/models/requirements.txt
 	$(PYTHON) -m venv $(VENV_MODELS)
 	$(VENV_MODELS)/bin/pip install -q --disable-pip-version-check -r $<
+	$(VENV_MODELS)/bin/pip install -q --disable-pip-version-check --no-deps xformers==0.0.35  # it pins another PyTorch
 	touch $@
 
 .PHONY: test-models
-test-models:  ## models of timm, diffusers, transformers, litgpt and torchtune by enable() and attn_implementation="fovea"
+test-models:  ## models of timm, diffusers, transformers, litgpt and torchtune; the integrations with the libraries themselves
 	@tools/deps.sh build
 	@$(MAKE) --no-print-directory $(BUILD)/CMakeCache.txt $(VENV_MODELS)/.ready
 	cmake --build $(BUILD) -j$(JOBS) --target fovea

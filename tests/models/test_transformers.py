@@ -36,7 +36,7 @@ DECODER = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "
 ENCODER = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99,
            "max_position_embeddings": 256, "pad_token_id": 0}
 VISION = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}
-EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}  # all of them: in 16 bits rounding would choose others
 QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
 SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
 LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
@@ -52,7 +52,7 @@ MODELS = {
     "qwen2_moe": ("Qwen2MoeForCausalLM", "Qwen2MoeConfig", {**DECODER, **SLIDING, **QWEN_EXPERTS}, 4, ALL),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**DECODER, "head_dim": 16}, 4, ALL),
     "mistral": ("MistralForCausalLM", "MistralConfig", {**DECODER, "sliding_window": 5}, 4, ALL),
-    "phimoe": ("PhimoeForCausalLM", "PhimoeConfig", {**DECODER, "sliding_window": 5, **EXPERTS, "num_experts_per_tok": 2}, 4, ALL),
+    "phimoe": ("PhimoeForCausalLM", "PhimoeConfig", {**DECODER, "sliding_window": 5, **EXPERTS}, 4, ALL),
     "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**DECODER, "head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 16,
                                                      "attn_logit_softcapping": 2.0}, 4, ALL),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**DECODER, "head_dim": 16, "sliding_window": 5,

@@ -13,8 +13,8 @@ it cannot map it refuses with NotImplementedError, by the argument's name. docs/
 # _imports.py     something to do when a module has been imported
 # _counts.py      how many calls each integration computed
 # _flash.py       what the three versions of flash_attn share
-# _bert_padding.py, flash_attn.py, flash_attn_3.py, flash_attn_4.py, evoformer.py, triangle.py, transformers.py
-#                 one for each library; none imports its library before it is used
+# _bert_padding.py, flash_attn.py, flash_attn_3.py, flash_attn_4.py, evoformer.py, triangle.py, xformers.py,
+# transformers.py one for each library; none imports its library before it is used
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ _AVAILABLE = {
     "flash_attn_4": "the package flash_attn.cute (FlashAttention-4), replaced",
     "transformers": 'attn_implementation="fovea" of transformers, registered',
     "triangle": "cuequivariance_torch.triangle_attention, replaced, or patched where the package is installed",
+    "xformers": "xformers.ops.memory_efficient_attention, patched where xFormers is installed",
 }
 
 

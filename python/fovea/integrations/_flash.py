@@ -110,14 +110,15 @@ def operator_arguments(
     softcap: Optional[float], alibi_slopes: Optional[Tensor] = None, dropout_p: float = 0.0,
     seed: Optional[Tensor] = None, cu_seqlens_q: Optional[Tensor] = None, cu_seqlens_k: Optional[Tensor] = None,
     seqused_q: Optional[Tensor] = None, seqused_k: Optional[Tensor] = None, max_seqlen_q: Optional[int] = None,
-    max_seqlen_k: Optional[int] = None, deterministic: bool = False,
+    max_seqlen_k: Optional[int] = None, deterministic: bool = False, bias: Optional[Tensor] = None,
+    align: str = "bottom_right",
 ) -> tuple[Any, ...]:  # fmt: skip
     """The arguments of the operators fovea::attention and fovea::attention_backward."""
     slopes = slopes_of(alibi_slopes, q)
     left, right = unbounded(window_size)
     return (
-        q, k, v, None, None, None, slopes, None, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, seed, None, 0, 0,
-        softmax_scale, bool(causal), left, right, "bottom_right", max(softcap or 0.0, 0.0), float(dropout_p), "fovea",
+        q, k, v, bias, None, None, slopes, None, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, seed, None, 0, 0,
+        softmax_scale, bool(causal), left, right, align, max(softcap or 0.0, 0.0), float(dropout_p), "fovea",
         max_seqlen_q or 0, max_seqlen_k or 0, 0, "bshd", int(deterministic), None,
     )  # fmt: skip
 
@@ -131,16 +132,25 @@ def forward(integration: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -
 
 
 @torch.no_grad()
+def gradients(
+    integration: str, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **options: Any
+) -> tuple[Tensor, ...]:
+    """Those of q, k and v."""
+    _counts.count(integration)
+    need = [True, True, True, False, False, False]
+    found: tuple[Tensor, ...] = _operators.attention_backward(
+        dout, None, out, lse, need, *operator_arguments(q, k, v, **options)
+    )
+    return found[:3]
+
+
+@torch.no_grad()
 def backward(
     integration: str, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Optional[Tensor],
     dk: Optional[Tensor], dv: Optional[Tensor], **options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients, written into those of dq, dk and dv that are given."""
-    _counts.count(integration)
+) -> None:  # fmt: skip
+    """The gradients, written into those of dq, dk and dv that are given. `lse` may have +inf for rows without keys."""
     lse = lse.masked_fill(lse == math.inf, -math.inf)
-    need = [True, True, True, False, False, False]
-    found = _operators.attention_backward(dout, None, out, lse, need, *operator_arguments(q, k, v, **options))[:3]
-    for grad, into in zip(found, (dq, dk, dv)):
+    for grad, into in zip(gradients(integration, dout, q, k, v, out, lse, **options), (dq, dk, dv)):
         if into is not None:
             into.copy_(grad)
-    return tuple(found)
