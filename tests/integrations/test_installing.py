@@ -134,7 +134,7 @@ def test_nothing_is_imported_before_it_is_used():
     script = (
         "import sys, importlib, fovea.integrations\n"
         "for name in fovea.integrations.available(): importlib.import_module(f'fovea.integrations.{name}')\n"
-        "print(*sorted({n.split('.')[0] for n in sys.modules} & {'transformers', 'flash_attn', 'xformers', 'deepspeed'}), "
+        "print(*sorted({n.split('.')[0] for n in sys.modules} & {'transformers', 'diffusers', 'flash_attn', 'xformers', 'deepspeed'}), "
         "'torch._dynamo' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

@@ -2,7 +2,7 @@
 """fovea.integrations: programs that call another attention library, run on fovea.
 
 >>> import fovea.integrations
->>> sorted(fovea.integrations.available())[1:4]
+>>> sorted(fovea.integrations.available())[2:5]
 ['flash_attn', 'flash_attn_3', 'flash_attn_4']
 
 Each integration maps the arguments of one library to those of fovea.torch.attention, and computes nothing itself. What
@@ -14,7 +14,7 @@ it cannot map it refuses with NotImplementedError, by the argument's name. docs/
 # _counts.py      how many calls each integration computed
 # _flash.py       what the three versions of flash_attn share
 # _bert_padding.py, flash_attn.py, flash_attn_3.py, flash_attn_4.py, evoformer.py, triangle.py, xformers.py,
-# transformers.py one for each library; none imports its library before it is used
+# transformers.py, diffusers.py one for each library; none imports its library before it is used
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from ._imports import after
 __all__ = ["Stats", "available", "install", "reset_stats", "stats", "uninstall"]
 
 _AVAILABLE = {
+    "diffusers": 'set_attention_backend("fovea") of diffusers, registered',
     "evoformer": "deepspeed.ops.deepspeed4science.DS4Sci_EvoformerAttention, patched where DeepSpeed is installed",
     "flash_attn": "the package flash_attn 2.8, replaced",
     "flash_attn_3": "the module flash_attn_interface (FlashAttention-3), replaced",
