@@ -82,14 +82,14 @@ def _attention(
             attn_mask = attn_mask[:, None, None, :]
         options["mask" if attn_mask.dtype == torch.bool else "bias"] = attn_mask
     _counts.count(_NAME)
-    found = attention(
-        query, key, value, causal=is_causal, align="top_left", dropout_p=dropout_p, scale=scale, layout="bshd",
-        return_lse=return_lse, **options,
-    )  # fmt: skip
-    if not return_lse:
-        out: Tensor = found
-        return out
-    return found[0], found[1].transpose(1, 2)
+    options.update(causal=is_causal, align="top_left", dropout_p=dropout_p, scale=scale, layout="bshd")
+    out: Tensor
+    lse: Tensor
+    if return_lse:
+        out, lse = attention(query, key, value, return_lse=True, **options)
+        return out, lse.transpose(1, 2)
+    out = attention(query, key, value, **options)
+    return out
 
 
 # ---- for fovea.integrations.install() ----
