@@ -187,10 +187,10 @@ def check(kernels, rows, current, jobs, most, agree, seed):
 
     faults.clear()
 
-    def judge(key, facts, error):
+    def check_row(key, facts, error):
         faults.extend([error] if error else [f"{' '.join(key)}: {fault}" for fault in kernels.faults(key, facts)])
 
-    compile_keys(kernels, taken, jobs, True, judge)
+    compile_keys(kernels, taken, jobs, True, check_row)
     print(f"without a current row: {len(stale)}; {len(taken)} of them compiled, {len(stale) - len(taken)} left "
           "(make kernels compiles all)" if stale else "every kernel has a current row")  # fmt: skip
     failed += report("kernels without a current row", faults)

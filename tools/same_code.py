@@ -155,11 +155,11 @@ def main():
         for pair in partner[one]:
             left, right = results.get((0, pair[0])), results.get((1, pair[1]))
             if left and right:
-                judge(pair, left, right)
+                check_pair(pair, left, right)
         if sys.stderr.isatty():
             print(f"\r{len(results)} of {len(wanted)} compiled", end="", file=sys.stderr)
 
-    def judge(pair, left, right):
+    def check_pair(pair, left, right):
         ratios.append(right["seconds"] / max(left["seconds"], 0.001))
         facts = ("registers", "spills", "stack", "losses")
         if left["code"] == right["code"] and all(left[fact] == right[fact] for fact in facts):

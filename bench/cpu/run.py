@@ -11,7 +11,7 @@ examples:
   bench/cpu/run.py                                  everything, a table
   bench/cpu/run.py --filter bias --rounds 5         some rows, more rounds
   bench/cpu/run.py --json bench/results/cpu.json    what the README's table is made from
-  bench/cpu/run.py --beside dist/libfovea.so        this build's speed over another's, by turns, one thread
+  bench/cpu/run.py --beside dist/libfovea.so        this build's speed over another's, alternately, one thread
 """
 
 import argparse
@@ -144,7 +144,7 @@ def called(library):
 
 
 def beside(path, chosen, rounds, seconds):
-    """The other library's time over ours by turns, in the time of this one thread's processor: what else runs on the
+    """The other library's time over ours, alternately, in the time of this one thread's processor: what else runs on the
     machine counts less. Over 1, ours is faster."""
     other = _library._load(path, older=True)
     names = ("forward", "backward")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two builds of fovea in one process, measured by turns: run.py --beside OLD.so.
+"""Two builds of fovea in one process, measured alternately: run.py --beside OLD.so.
 
 Both libraries get the same inputs at the same addresses, and the same Python calls them, so the library alone differs. A
 ratio is the other build's time over ours in one turn: over 1, ours is faster. The order within a turn alternates.

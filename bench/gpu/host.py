@@ -130,7 +130,7 @@ def measure_compiles(program: Path, known: list[dict], find: bool) -> list[dict]
 
 
 def measure_torch() -> list[dict]:
-    """Forward, forward of leaves, backward. Each call has tensors of its own; contenders take turns."""
+    """Forward, forward of leaves, backward. Each call has tensors of its own; contenders alternate."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention as sdpa

@@ -3,7 +3,7 @@
 """fovea's GPU speed beside its peers, in one run on one device.
 
 Each case is checked first, ours and FlexAttention (sampled heads against fp64), then timed: forward and backward apart,
-medians of three runs in which the contenders take turns, N(0, 1) inputs in as many copies as outgrow the L2 cache. FLOPs
+medians of three runs in which the contenders alternate, N(0, 1) inputs in as many copies as outgrow the L2 cache. FLOPs
 are those of allowed (query, key) pairs. `refused` means that a contender has no kernel for the case. Numbers are recorded,
 never asserted.
 
@@ -56,7 +56,7 @@ PATIENCE = 25  # seconds
 # ---- check ----
 
 
-class Judge:
+class Reference:
     """A case in fp64, a few (batch entry, head) at a time."""
 
     def __init__(self, case: Case, x: Inputs) -> None:
@@ -169,22 +169,22 @@ def check(case: Case, x: Inputs, name: str = "ours") -> str:
         if not error <= tolerance * (right.abs().max().item() + least):
             worst = worst or f"{what} off by {error:.3g} of {right.abs().max().item():.3g}"
 
-    judge = Judge(case, x)
+    reference = Reference(case, x)
     for b in sorted({0, case.entries - 1}):
         for h in sorted({0, case.hq - 1}):
-            at = lambda t, head=h: judge.rows(t, [b], head)  # noqa: B023, E731
+            at = lambda t, head=h: reference.rows(t, [b], head)  # noqa: B023, E731
             q = at(x.q).requires_grad_()
-            k, v = (at(t, h // judge.group).requires_grad_() for t in (x.k, x.v))
-            s, allowed = judge.scores(q, k, [b], h)
-            right = (judge.probabilities(s, allowed, h) * judge.keep(s.detach(), [b], h)) @ v
+            k, v = (at(t, h // reference.group).requires_grad_() for t in (x.k, x.v))
+            s, allowed = reference.scores(q, k, [b], h)
+            right = (reference.probabilities(s, allowed, h) * reference.keep(s.detach(), [b], h)) @ v
             compare(f"out[{b}, {h}]", at(out), right)
             truth = dict(zip("qkv", torch.autograd.grad(right, (q, k, v), at(x.grad_out)) if grads else ()))
             for name in truth:
-                if name in grads and (name == "q" or judge.group == 1):
+                if name in grads and (name == "q" or reference.group == 1):
                     compare(f"grad_{name}[{b}, {h}]", at(grads[name]), truth[name])
     for name in ("bias", "bias2"):
         if name in grads:
-            right, size = judge.bias_gradient(getattr(x, name))
+            right, size = reference.bias_gradient(getattr(x, name))
             last = grads[name].flatten(0, -3)[-1]
             compare(f"grad_{name}", last, right, 0.1 * size.max().item())
     return worst
@@ -226,7 +226,7 @@ def timed(calls: list, count: int) -> float:
 
 
 def graphed(calls: list, times: int, stream: torch.cuda.Stream) -> object:
-    """The calls by turns, so many times, in one CUDA graph, on the stream that they were warmed up on: autograd remembers
+    """The calls alternately, so many times, in one CUDA graph, on the stream that they were warmed up on: autograd remembers
     streams."""
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -509,7 +509,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], metavar="NAME", choices=tuple(CONTENDERS),
                         help="contenders besides ours; some of: %(choices)s")  # fmt: skip
     parser.add_argument("--beside", type=Path, metavar="OLD.so",
-                        help="measure this build by turns with another build's libfovea.so, and nothing else: prints the "
+                        help="measure this build alternately with another build's libfovea.so, and nothing else: prints the "
                         f"other's time over ours; rows under {beside.LOW} are repeated in {beside.AGAIN} more turns. Python, "
                         "inputs and addresses are the same; results are not checked")  # fmt: skip
     parser.add_argument("--each", type=float, default=0.03, help="seconds of one timing (0.03)")
@@ -686,7 +686,7 @@ def save(path: Path, about: dict, rows: list[dict]) -> None:
 
 
 def best_peer(row: dict, way: int, device: bool) -> tuple[float, str] | None:
-    """(TFLOP/s, who)"""
+    """(TFLOP/s, the library)"""
     rates = [(rate(row, name, way, device) or 0, name) for name in row["results"] if name != "ours"]
     return max(rates) if any(r for r, _ in rates) else None
 

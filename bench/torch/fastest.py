@@ -5,7 +5,7 @@ computed by fovea beside PyTorch's own, for each kind of call, type and size. Bo
 enable(), so that they are what a program sees. With --write it puts a section for this device into
 python/fovea/torch/fastest.json; the other sections stay.
 
-The two are measured by turns; what is reported is the least batch, since whatever else runs only ever adds. On the CPU
+The two are measured alternately; what is reported is the least batch, since whatever else runs only ever adds. On the CPU
 each has one thread, as both divide their work over threads, and on a shared machine threads mostly wait for one another.
 There is a section for each instruction set: with --isa avx2 both libraries are told to take no newer one.
 
@@ -110,7 +110,7 @@ def measure(device, rounds, batch_seconds):
     turn = {"pytorch": False}
     _fastest.slower = lambda *arguments: turn["pytorch"]
     fovea.torch.enable()
-    decided = {False: {}, True: {}}  # decisions are kept by kind of call, here by turns
+    decided = {False: {}, True: {}}  # decisions are kept by kind of call; here they alternate
 
     def by(pytorch):
         turn["pytorch"] = pytorch

@@ -48,8 +48,9 @@ Run train(Model<float>& model, const Corpus& corpus, const TrainConfig& config, 
 // Nats a held-out byte, over all of them.
 double held_out_loss(Model<float>& model, const Corpus& corpus);
 
-// Seconds that one training step takes, of several networks: the medians of rounds that take turns. Naive attention
-// is not charged for its dropout masks: the library makes them for it, element by element, as none would in earnest.
+// Seconds that one training step takes, of several networks: the medians of rounds in which the networks alternate.
+// Naive attention is not charged for its dropout masks: the library makes them for it, element by element, as none
+// would in earnest.
 struct StepTime {
   double seconds = 0;
   double last_loss = 0;

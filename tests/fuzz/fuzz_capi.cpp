@@ -224,7 +224,7 @@ class Fuzzer {
   // ---- plans for a GPU ----
 
   // explain() of a problem that can be computed names a kernel, where scores are computed.
-  void judge_plan(const std::string& what, std::string_view text) {
+  void check_plan(const std::string& what, std::string_view text) {
     constexpr std::string_view kUsed = "cuda: used: ";
     const std::size_t at = text.find(kUsed);
     const std::string_view kernels =
@@ -284,7 +284,7 @@ class Fuzzer {
     if (planned != FOVEA_OK) {
       return;
     }
-    judge_plan(text.data(), text.data());
+    check_plan(text.data(), text.data());
     const fovea_status prepared = count(fovea_prepare(&problem, which));
     const bool forward = direction == Direction::kForward;
     const fovea_status ran =
@@ -362,7 +362,7 @@ class Fuzzer {
     std::array<char, 8192> text{};
     const fovea_status status = count(fovea_explain_line(line.c_str(), text.data(), text.size(), nullptr));
     if (status == FOVEA_OK) {
-      judge_plan(line, text.data());
+      check_plan(line, text.data());
     } else if (std::strstr(fovea_last_error(), "blocks; accepted: at most") == nullptr &&
                std::strstr(fovea_last_error(), "at most 2^50") == nullptr) {  // there are limits
       say(fmt::format("'{}': {}", line, fovea_last_error()));

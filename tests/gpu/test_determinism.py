@@ -19,7 +19,7 @@ LINES = [
 ]
 
 
-LONGER = [  # enough blocks that they take turns
+LONGER = [  # more blocks than run at once
     "bwd b=600 hq=4 sq=49 sk=49 d=32 bf16 bias=1,h,q,k need=q,k,v,bias det",
     "bwd b=3 hq=8 sq=300 sk=300 d=64 bf16 bias=b,h,q,k need=q,k,v,bias det",
     "bwd b=2 hq=8 hk=2 sq=300 sk=430 d=128 bf16 causal bias=b,1,q,k sink need=q,k,v,bias,sink det",

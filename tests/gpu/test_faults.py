@@ -215,7 +215,7 @@ thread = threading.Thread(target=work)
 thread.start()
 thread.join()
 torch.cuda.synchronize()
-print("FAULTS", trial.judge(True))
+print("FAULTS", trial.faults(True))
 """)  # fmt: skip
     assert "REFUSED" not in said and "FAULTS []" in said, said
 

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.alone, pytest.mark.cuda]
 HALF = 2**31
 
 
-def judged(q, k, v, grad_out, bias=None, window=None):
+def expected(q, k, v, grad_out, bias=None, window=None):
     """out and gradients in fp64, by autograd; (..., S, D)."""
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
     b = None if bias is None else bias.detach().double().requires_grad_()
@@ -43,7 +43,7 @@ def test_many_heads(batch, heads, with_bias, device):
     grad_out = torch.randn_like(out)
     out.backward(grad_out)
     found = [out, q.grad, k.grad, v.grad, *([] if bias is None else [bias.grad])]
-    for name, actual, right in zip(("out", "q", "k", "v", "bias"), found, judged(q, k, v, grad_out, bias)):
+    for name, actual, right in zip(("out", "q", "k", "v", "bias"), found, expected(q, k, v, grad_out, bias)):
         close(actual, right, name)
 
 
@@ -57,13 +57,13 @@ def test_many_sequences(deterministic, device):
     grad_out = torch.randn_like(out)
     out.backward(grad_out)
     each = lambda x: x.detach().reshape(count, length, 2, 16).transpose(1, 2)  # noqa: E731
-    right = judged(each(q), each(k), each(v), each(grad_out))
+    right = expected(each(q), each(k), each(v), each(grad_out))
     for name, actual, one in zip(("out", "q", "k", "v"), (out, q.grad, k.grad, v.grad), right):
         close(each(actual), one, name)
 
 
 def test_tensors_past_2_to_31_elements(device):
-    """q, k, v, out and every gradient; a window keeps it quick. Judged: the first and the last rows of some heads."""
+    """q, k, v, out and every gradient; a window keeps it quick. Compared: the first and the last rows of some heads."""
     rows, heads, dim, left = 65_600, 257, 128, 63
     assert rows * heads * dim > HALF
     q, k, v = (torch.empty(1, rows, heads, dim, device=device, dtype=torch.bfloat16).normal_() for _ in range(3))
@@ -77,7 +77,7 @@ def test_tensors_past_2_to_31_elements(device):
     for head in (0, 128, heads - 1):
         for first in (0, 33_000, rows - 400):
             part = lambda x: x.detach()[0, first : first + 400, head]  # noqa: B023, E731
-            right = judged(part(q), part(k), part(v), part(grad_out), window=window)
+            right = expected(part(q), part(k), part(v), part(grad_out), window=window)
             # Rows near the piece's ends meet others outside of it.
             queries = slice(left if first else 0, None)
             keys = slice(left if first else 0, None if first + 400 == rows else 400 - left)
@@ -97,7 +97,7 @@ def test_bias_past_2_to_31_elements(dtype, device):
     out.backward(grad_out)
     for head in (0, 16, heads - 1):
         one = lambda x: x.detach()[0, head]  # noqa: B023, E731
-        right = judged(one(q), one(k), one(v), one(grad_out), one(bias))
+        right = expected(one(q), one(k), one(v), one(grad_out), one(bias))
         found = [one(out), one(q.grad), one(k.grad), one(v.grad), one(bias.grad)]
         for name, actual, truth in zip(("out", "q", "k", "v", "bias"), found, right):
             close(actual, truth, f"{name}, head {head}")
@@ -118,5 +118,5 @@ def test_offsets_past_2_to_31_by_strides(device):
         out = attention(q, k, v)
         grad_out = torch.randn_like(out)
         grads = torch.autograd.grad(out, (q, k, v), grad_out)
-        for name, actual, right in zip(("out", "q", "k", "v"), (out, *grads), judged(q, k, v, grad_out)):
+        for name, actual, right in zip(("out", "q", "k", "v"), (out, *grads), expected(q, k, v, grad_out)):
             close(actual, right, f"{name}, strides {strides}")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What other attention kernels get wrong without a word, as cases. Each line names whose fault it was, as far as known;
-all go through the same judgement as the case table."""
+all are compared as those of the case table."""
 
 import math
 
@@ -111,7 +111,7 @@ def test_dead_rows_whose_gradients_are_not_finite(line, device, monkeypatch):
     trial = Trial(p, device)
     trial.prepare(True)
     trial.run(True)
-    faults = trial.judge(True)
+    faults = trial.faults(True)
     assert not faults, "\n".join([p.line(), *faults])
 
 

@@ -134,7 +134,7 @@ def test_larger_forward(seed, device, record_property):
     trial = Trial(p, device)
     trial.prepare(False)
     trial.run(False)
-    faults = trial.judge(False)
+    faults = trial.faults(False)
     outputs = trial.tensors.outputs(False)
     first = [t.buffer.clone() for t in outputs]
     for _ in range(10):

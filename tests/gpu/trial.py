@@ -21,14 +21,14 @@ class Trial:
         self.problem = p
         self.tensors = Tensors(p, device)
         self.call = Call(self.tensors, backend)
-        judge = Formula(self.tensors, naive=False)
+        reference = Formula(self.tensors, naive=False)
         draws = [Formula(self.tensors, naive=True, draw=draw) for draw in range(DRAWS)]
-        self.saved = judge.forward()
+        self.saved = reference.forward()
         forwards = [naive.forward() for naive in draws]
         self.right = {name: (x, [naive[name] for naive in forwards]) for name, x in self.saved.items()}
         self._give_saved()
         backwards = [naive.backward() for naive in draws]
-        for name, x in judge.backward().items():
+        for name, x in reference.backward().items():
             self.right[f"grad_{name}"] = x, [naive[name] for naive in backwards]
 
     def _give_saved(self) -> None:
@@ -44,7 +44,7 @@ class Trial:
     def run(self, backward: bool) -> None:
         self.call.run(backward)
 
-    def judge(self, backward: bool) -> list[str]:
+    def faults(self, backward: bool) -> list[str]:
         """What is wrong; one wait for the device."""
         numbers, names = [], []
         for t in self.tensors.outputs(backward):
@@ -72,7 +72,7 @@ class Trial:
             try:
                 self.prepare(backward)
                 self.run(backward)
-                faults += [f"{way}: {fault}" for fault in self.judge(backward)]
+                faults += [f"{way}: {fault}" for fault in self.faults(backward)]
             except (NotImplementedError, ValueError, MemoryError) as error:  # a fault of the device goes on up
                 faults.append(f"{way}: {type(error).__name__}: {error}")
         return faults
@@ -99,7 +99,7 @@ class Trial:
             for _ in range(2):  # the second replay finds a workspace that was used
                 self.tensors.prepare(backward)
                 graph.replay()
-            faults += [f"captured {way}: {fault}" for fault in self.judge(backward)]
+            faults += [f"captured {way}: {fault}" for fault in self.faults(backward)]
         return faults
 
 

@@ -747,7 +747,7 @@ def test_explain_the_machine():
         ("FOVEA_TEST_DEVICE", "gpu", "'gpu': accepted: cuda, cpu, compile"),
     ],
 )
-def test_explain_judges_variables(name, value, why):
+def test_explain_checks_variables(name, value, why):
     text = succeeds("explain", env={name: value})
     assert re.search(rf"^{name} +REFUSED +{why}", text, re.M), text
     assert text.count("REFUSED") == 1

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """fovea.torch.aten on the CPU: schemas, numbers against the formula (naive.py), sizes and strides against PyTorch's meta
-functions, dropout's bits, autograd, tracing, and who owns PyTorch's operators. tests/gpu/test_aten.py compares with PyTorch's
+functions, dropout's bits, autograd, tracing, and which of PyTorch's operators fovea computes. tests/gpu/test_aten.py compares with PyTorch's
 own kernels."""
 
 import itertools
@@ -90,7 +90,7 @@ def formula(q, k, v, grad_out, options, bias=None):
     return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad_out.to(out.dtype))]
 
 
-def judge(got, q, k, v, grad_out, options, bias=None):
+def compare(got, q, k, v, grad_out, options, bias=None):
     """`got`: out, lse, grad_q, grad_k, grad_v and perhaps grad_bias."""
     reference = formula(*(x.double() for x in (q, k, v, grad_out)), options, None if bias is None else bias.double())
     rough = formula(q, k, v, grad_out, options, bias)
@@ -126,7 +126,7 @@ def test_efficient(sq, sk, dim_v, dtype, mask):
         )  # fmt: skip
         got = [out.transpose(1, 2), lse[:, :, :sq], *swap(*grads), *((grad_bias,) if with_bias else ())]
         assert (grad_bias is not None) == with_bias
-        judge(got, q, k, v, grad_out, {**MASKS[mask], "scale": 0.4}, given)
+        compare(got, q, k, v, grad_out, {**MASKS[mask], "scale": 0.4}, given)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -153,7 +153,7 @@ def test_scaled(family, causal, dtype):
             assert lse.shape == (2, 4, sq, 1)
             lse = lse.squeeze(-1)
     options = {"causal": causal, "align": "bottom_right" if family == "flash" else "top_left"}
-    judge([out, lse, *grads], q, k, v, grad_out, options, bias)
+    compare([out, lse, *grads], q, k, v, grad_out, options, bias)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -167,7 +167,7 @@ def test_flash(causal, left, right, dtype):
     assert state.shape == (2,) and state.dtype == torch.uint64 and unused.shape == () and debug.shape == (0,)
     grads = aten._flash_attention_backward(grad_, q_, k_, v_, out, lse, None, None, 12, 15, 0.0, causal, state, unused, **sizes)
     window = tuple(-1 if size is None else size for size in (left, right))
-    judge([out.transpose(1, 2), lse, *swap(*grads)], q, k, v, grad_out, {"causal": causal, "window": window, "scale": 0.3})
+    compare([out.transpose(1, 2), lse, *swap(*grads)], q, k, v, grad_out, {"causal": causal, "window": window, "scale": 0.3})
     into = torch.full_like(out, float("nan"))
     again = aten._flash_attention_forward_no_dropout_inplace(into, q_, k_, v_, None, None, 12, 15, 0.0, causal, False, **sizes)
     assert torch.equal(into, out) and torch.equal(again, lse)
@@ -201,7 +201,7 @@ def packed(heads_k=4, dtype=torch.float32):
     return (q, k, v, grad_out), ends, parts
 
 
-def judge_packed(out, lse_of, grads, ends, parts, options):
+def compare_packed(out, lse_of, grads, ends, parts, options):
     for b, (q, k, v, grad_out) in enumerate(parts):
         rows, keys = slice(ends[0][b], ends[0][b + 1]), slice(ends[1][b], ends[1][b + 1])
         if rows.start == rows.stop:
@@ -209,7 +209,7 @@ def judge_packed(out, lse_of, grads, ends, parts, options):
             continue
         got = [out[rows], *(grad[at] for grad, at in zip(grads, (rows, keys, keys)))]
         out_, *grads_ = (x.transpose(0, 1) for x in got)
-        judge([out_, lse_of(b, rows), *grads_], q, k, v, grad_out, options)
+        compare([out_, lse_of(b, rows), *grads_], q, k, v, grad_out, options)
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -227,7 +227,7 @@ def test_efficient_packed(dtype, mask):
         *one(grad_out, q, k, v), None, out, *ends, 40, 33, lse, 0.0, seed, offset, kind, False, window_size=window
     )
     assert none is None
-    judge_packed(out[0], lambda b, rows: lse[b, :, : rows.stop - rows.start], [grad[0] for grad in grads], ends, parts, MASKS[mask])
+    compare_packed(out[0], lambda b, rows: lse[b, :, : rows.stop - rows.start], [grad[0] for grad in grads], ends, parts, MASKS[mask])
 
 
 @pytest.mark.parametrize("family", ["flash", "cudnn"])
@@ -252,7 +252,7 @@ def test_packed(heads_k, causal, family):
         )
         lse = lse.squeeze(-1).transpose(0, 1)
     options = {"causal": causal, "align": "bottom_right" if family == "flash" else "top_left"}
-    judge_packed(out, lambda b, rows: lse[:, rows], grads, ends, parts, options)
+    compare_packed(out, lambda b, rows: lse[:, rows], grads, ends, parts, options)
 
 
 def test_efficient_packed_with_used_lengths():

@@ -45,7 +45,7 @@ def test_host_time_in_pytorch_needs_no_program(tmp_path):
     assert said["torch"].returncode == 1 and "no CUDA device that PyTorch sees" in said["torch"].stderr, said["torch"]
 
 
-# ---- two builds by turns ----
+# ---- two builds alternately ----
 
 
 def scripted(seconds):
