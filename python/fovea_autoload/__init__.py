@@ -5,9 +5,10 @@ PyTorch calls every entry point of the group torch.backends. This one imports no
 That is why it is a package of its own: an import of fovea.anything would load fovea's library.
 """
 
+import atexit
 import os
 
-_WORDS = ("1", "sdpa", "cpu", "cuda", "prefer=none", "strict", "operators")
+_WORDS = ("1", "sdpa", "cpu", "cuda", "prefer=none", "strict", "operators", "stats")
 _PACKAGES = ("flash_attn", "flash_attn_3", "flash_attn_4")
 _ACCEPTED = f"0, 1, or words of {', '.join((*_WORDS[1:], *_PACKAGES))}, separated by commas"
 
@@ -34,4 +35,6 @@ def load() -> None:
         strict="strict" in words,
         operators="operators" in words,
     )
+    if "stats" in words:
+        atexit.register(fovea.torch._enable.print_stats)
     fovea.integrations._set_up([name for name in _PACKAGES if name in words])

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import sys
 import threading
 import warnings
@@ -490,6 +491,16 @@ def stats() -> Stats:
             "problems": list(_counts.problems),
             "operators": dict(_counts.operators),
         }
+
+
+def print_stats() -> None:
+    """Prints stats() on standard error: at the end of a program, if FOVEA_TORCH has the word stats."""
+    found = stats()
+    lines = [f"process {os.getpid()}: {found['served']} calls of scaled_dot_product_attention computed by fovea, "
+             f"{found['traced']} traced"]  # fmt: skip
+    lines += [f"{count} calls of {name} computed by fovea" for name, count in found["operators"].items()]
+    lines += [f"{count} calls handed back to PyTorch: {why}" for why, count in found["handed_back"].items()]
+    print(*(f"fovea.torch: {line}" for line in lines), sep="\n", file=sys.stderr)
 
 
 def reset_stats() -> None:
