@@ -305,11 +305,13 @@ def test_dropout_of_the_memory_efficient_kernel(p):
     assert seeds[0] != seeds[1]
 
 
-def test_dropout_of_packed_sequences():
+@pytest.mark.parametrize("heads_k", [4, 2, 1])
+def test_dropout_of_packed_sequences(heads_k):
     """As PyTorch's kernel numbers them: every head of every sequence begins with the same random number. The gradient is the forward's."""
-    p, heads, dim = 0.4, 3, 8
+    p, heads, dim = 0.4, 4, 8
     ends = torch.tensor([0, 6, 9, 17], dtype=torch.int32)
-    q, k, v, grad_out = (normal(1, 17, heads, dim) for _ in range(4))
+    q, grad_out = normal(1, 17, heads, dim), normal(1, 17, heads, dim)
+    k, v = normal(1, 17, heads_k, dim), normal(1, 17, heads_k, dim)
     out, lse, seed, offset, *longest = aten._efficient_attention_forward(q, k, v, None, ends, ends, 8, 8, p, 1, True)
     *grads, _ = aten._efficient_attention_backward(
         grad_out, q, k, v, None, out, ends, ends, *longest, lse, p, seed, offset, 1, False
@@ -512,6 +514,8 @@ def test_flops(name):
      ValueError, "bias: given with cu_seqlens_q"),
     (lambda q: aten._efficient_attention_forward(q, q, q, None, torch.tensor([0, 6]), torch.tensor([0, 6]), None, None, 0.0, 0),
      ValueError, "max_seqlen_q: None; accepted"),
+    (lambda q: aten._efficient_attention_forward(q.repeat(1, 1, 2, 1)[:, :, :3], q, q, None, *[torch.tensor([0, 6])] * 2, 6, 6, 0.5, 0), ValueError,
+     "key: shape 1x6x2x8; accepted: a number of heads that divides query's 3"),
     (lambda q: aten._efficient_attention_forward(q, q, q, None, None, None, None, None, 0.0, 0, seqlen_k=torch.tensor([3])), ValueError,
      "seqlen_k: given without cu_seqlens_k"),
     (lambda q: aten._scaled_dot_product_efficient_attention(q, q, q, torch.ones(5), False), ValueError, "attn_bias: shape"),

@@ -116,17 +116,22 @@ def _gather(logsumexp: Tensor, rows: _Rows) -> Tensor:
 
 
 class _Piece(NamedTuple):
-    """One head of one sequence: its rows of the packed tensors, and its place in logsumexp."""
+    """One head of one sequence: its rows of the packed tensors, and its place in logsumexp. Heads of a group share `head_k`."""
 
     q: slice
     k: slice
     sequence: int
     head: int
+    head_k: int
 
     def queries(self, tensor: Tensor) -> Tensor:
         return tensor[:, self.q, self.head : self.head + 1]
 
     def keys(self, tensor: Tensor) -> Tensor:
+        return tensor[:, self.k, self.head_k : self.head_k + 1]
+
+    def own_keys(self, tensor: Tensor) -> Tensor:
+        """Of a tensor that has every query head's keys."""
         return tensor[:, self.k, self.head : self.head + 1]
 
     def lse(self, tensor: Tensor) -> Tensor:
@@ -139,15 +144,22 @@ def _pieces(
     """With dropout every head of every sequence draws the same random numbers: each is a call of its own."""
     if _compute.capturing(query):
         raise NotImplementedError("dropout_p: not 0 with packed sequences while a CUDA graph is captured; accepted: 0")
-    if query.shape[2] != key.shape[2]:
-        raise NotImplementedError("dropout_p: not 0 with packed sequences and grouped heads; accepted: as many key heads as query heads")
+    group = _group(query, key)
     ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     used = [end - begin for begin, end in zip(ends_k, ends_k[1:])] if seqlen_k is None else seqlen_k.tolist()
     for sequence, (begin, end) in enumerate(zip(ends_q, ends_q[1:])):
         if end > begin:
             first = ends_k[sequence]
             for head in range(query.shape[2]):
-                yield _Piece(slice(begin, end), slice(first, first + used[sequence]), sequence, head)
+                yield _Piece(slice(begin, end), slice(first, first + used[sequence]), sequence, head, head // group)
+
+
+def _group(query: Tensor, key: Tensor) -> int:
+    """How many query heads have the same keys."""
+    heads, heads_k = query.shape[2], key.shape[2]
+    if heads_k == 0 or heads % heads_k:
+        raise refuse("key", _compute.shape(key), f"a number of heads that divides query's {heads}")
+    return int(heads // heads_k)
 
 
 # ---- the operators ----
@@ -291,12 +303,20 @@ def _backward(
             a = _compute.arguments(query, key, value, bias=bias, **options)
             _compute.backward(a, grad_out, out, logsumexp[:, :, : query.shape[1]], grads)
         elif dropout_p:
-            for grad in grads.values():
+            # Of keys and values each query head has a gradient of its own, which are then summed.
+            shared = _group(query, key) > 1
+            own = {
+                name: grad.new_empty((*grad.shape[:2], query.shape[2], grad.shape[3])) if shared and name != "q" else grad
+                for name, grad in grads.items()
+            }
+            for grad in own.values():
                 grad.zero_()
             for piece in _pieces(query, key, cu_seqlens_q, cu_seqlens_k, None):
                 a = _compute.arguments(piece.queries(query), piece.keys(key), piece.keys(value), **options)
-                parts = {"q": piece.queries(grads["q"]), "k": piece.keys(grads["k"]), "v": piece.keys(grads["v"])}
+                parts = {"q": piece.queries(own["q"]), "k": piece.own_keys(own["k"]), "v": piece.own_keys(own["v"])}
                 _compute.backward(a, piece.queries(grad_out), piece.queries(out), piece.lse(logsumexp), parts)
+            for name in ("k", "v") if shared else ():
+                grads[name].copy_(own[name].unflatten(2, (key.shape[2], -1)).sum(3))
         else:
             a = _compute.arguments(
                 query[0], key[0], value[0], cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
