@@ -51,6 +51,13 @@ $(VENV_TORCH)/.ready: tests/requirements.txt
 	    echo "pip install torch: $$((SECONDS - start)) s, $$(du -sh $(VENV_TORCH) | cut -f1)"
 	touch $@
 
+# The oldest PyTorch that is supported (docs/versions.md), in an environment of its own: 7 GB, kept likewise.
+export VENV_TORCH_OLDEST ?= .venv-torch-oldest
+$(VENV_TORCH_OLDEST)/.ready: tests/requirements.txt
+	$(PYTHON) -m venv $(VENV_TORCH_OLDEST)
+	$(VENV_TORCH_OLDEST)/bin/pip install -q --disable-pip-version-check 'torch==2.9.*' pytest numpy $$(grep '^mypy==' $<)
+	touch $@
+
 .PHONY: test-torch
 test-torch:  ## fovea.torch, in an environment of its own with the newest PyTorch; the last line counts the tests
 	@tools/deps.sh build
@@ -77,7 +84,7 @@ test-models:  ## models of timm, diffusers, transformers, litgpt and torchtune; 
 check: test check-rest  ## make test, then the other stages (docs/testing.md): lint, sanitizers, fuzzing, a second compiler, ...
 check-rest:
 	$(VENV)/bin/python tools/test.py --build $(BUILD) --jobs $(JOBS) --lanes 2 --after $(BUILD)/tests.json \
-	    tidy asan clang tsan torch wheel lint kernels fuzz readers nvrtc abi installed demo docs
+	    tidy asan clang tsan torch torch_oldest wheel lint kernels fuzz readers nvrtc abi installed demo docs
 
 .PHONY: kernels
 kernels:  ## compile every GPU kernel that changed into tests/kernels/manifest.txt; goes on where it was stopped (no GPU)

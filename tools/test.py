@@ -222,6 +222,12 @@ class Runner:
             count.add(self.pytest(*paths, env={"FOVEA_BUILD": self.build, "FOVEA_TORCH_FAST": choice}, python=python))
         return count
 
+    def stage_torch_oldest(self):
+        """pytest: fovea.torch with the oldest PyTorch that is supported, in .venv-torch-oldest, which is made if need be"""
+        venv = os.environ.get("VENV_TORCH_OLDEST", ".venv-torch-oldest")
+        self.run("make", "--no-print-directory", f"{venv}/.ready")
+        return self.pytest("tests/torch", env={"FOVEA_BUILD": self.build}, python=ROOT / venv / "bin/python")
+
     def stage_asan(self):
         """the second compiler builds everything, with AddressSanitizer and UndefinedBehaviorSanitizer: a reduced case
         table, all other tests in C++"""
