@@ -2,6 +2,7 @@
 """The fast path: what C computes has the bits of what Python computes, it declines what it must not compute, and where
 it cannot be used Python takes over."""
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -182,8 +183,21 @@ class Mode(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@contextlib.contextmanager
+def nvtx():
+    """torch.autograd.profiler.emit_nvtx(), which needs a GPU only to wait for it."""
+    profiler = torch.autograd.profiler
+    config = profiler.ProfilerConfig(profiler.ProfilerState.NVTX, *[False] * 5, torch._C._profiler._ExperimentalConfig())
+    torch._C._autograd._enable_profiler(config, set())
+    try:
+        yield
+    finally:
+        torch._C._autograd._disable_profiler()
+
+
 WATCHERS = {
     "a mode": Mode,
+    "ranges of NVTX": nvtx,
     "the profiler": lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
     "forward mode": torch.autograd.forward_ad.dual_level,
     "autocast to another type": lambda: torch.autocast("cpu", torch.bfloat16),
