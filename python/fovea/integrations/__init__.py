@@ -14,7 +14,7 @@ it cannot map it refuses with NotImplementedError, by the argument's name. docs/
 # _counts.py      how many calls each integration computed
 # _flash.py       what the three versions of flash_attn share
 # _bert_padding.py, flash_attn.py, flash_attn_3.py, flash_attn_4.py, evoformer.py, triangle.py, xformers.py,
-# transformers.py, diffusers.py one for each library; none imports its library before it is used
+# transformers.py, diffusers.py, megatron.py one for each library; none imports its library before it is used
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ _AVAILABLE = {
     "flash_attn": "the package flash_attn 2.8, replaced",
     "flash_attn_3": "the module flash_attn_interface (FlashAttention-3), replaced",
     "flash_attn_4": "the package flash_attn.cute (FlashAttention-4), replaced",
+    "megatron": "the core_attention of Megatron-Core's specifications, patched where it is installed",
     "transformers": 'attn_implementation="fovea" of transformers, registered',
     "triangle": "cuequivariance_torch.triangle_attention, replaced, or patched where the package is installed",
     "xformers": "xformers.ops.memory_efficient_attention, patched where xFormers is installed",
