@@ -62,6 +62,7 @@ constexpr Variable kVariables[] = {
     {"FOVEA_DUMP", "a folder for text, PTX, machine code and log of compiled kernels"},
     {"FOVEA_LIBRARY", "the libfovea.so that Python loads", file_that_is_there},
     {"FOVEA_TORCH", "1: PyTorch programs run on fovea; TORCH_DEVICE_BACKEND_AUTOLOAD=0 would prevent it"},
+    {"FOVEA_CHECK_RANKS", "1: the ranks of context_parallel compare their arguments before they move anything"},
     {"FOVEA_BUILD", "tests: the build folder that they use", folder_that_is_there},
     {"FOVEA_CASES", "reduced: the smaller case table, in the C++ tests", reduced},
     {"FOVEA_KERNELS", "how many GPU kernels the C++ tests compile; all: every one", number_or_all},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples of docs/torch.md, docs/enable.md, docs/operators.md, docs/coming.md, README.md and the package's docstring run, and print what they say."""
+"""The examples of docs/torch.md, docs/enable.md, docs/operators.md, docs/several-gpus.md, docs/coming.md, README.md and the package's docstring run, and print what they say."""
 
 import doctest
 
@@ -10,7 +10,7 @@ from conftest import ROOT
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("page, least", [("torch", 20), ("coming", 15), ("enable", 8), ("operators", 8)])
+@pytest.mark.parametrize("page, least", [("torch", 20), ("coming", 15), ("enable", 8), ("operators", 8), ("several-gpus", 8)])
 def test_docs(page, least):
     fovea.torch.reset_stats()
     result = doctest.testfile(str(ROOT / f"docs/{page}.md"), module_relative=False, optionflags=doctest.ELLIPSIS)
@@ -26,7 +26,7 @@ def test_readme():
 
 def test_docstring():
     fovea.torch.reset_stats()
-    for module in (fovea.torch, fovea.torch._attention, fovea.torch._fast, fovea.torch._enable):
+    for module in (fovea.torch, fovea.torch._attention, fovea.torch._fast, fovea.torch._enable, fovea.torch._parallel, fovea.torch._rows):
         result = doctest.testmod(module)
         assert result.failed == 0
         assert result.attempted >= 2

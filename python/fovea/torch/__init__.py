@@ -16,6 +16,8 @@ docs/torch.md describes how it works together with the rest of PyTorch.
 # _options.py     the types of the keywords
 # _enable.py      enable(): fovea in the place of scaled_dot_product_attention
 # _sdpa.py        its arguments as those of attention()
+# _parallel.py    context_parallel(): sequences whose rows lie on several ranks
+# _rows.py        which rows each rank has, and the collectives that move them
 # aten/           PyTorch's operators of fused attention, computed by fovea
 # _fastest.py     for which of its calls PyTorch is faster, by fastest.json
 
@@ -47,16 +49,22 @@ from ._enable import (  # noqa: E402
     stats,
 )
 from ._fast import fast_path  # noqa: E402
+from ._parallel import context_parallel, explain_context_parallel  # noqa: E402
+from ._rows import Piece, Rows  # noqa: E402
 
 __all__ = [
     "SAVE_IN_CHECKPOINTS",
+    "Piece",
+    "Rows",
     "Stats",
     "aten",
     "attention",
     "attention_qkv",
+    "context_parallel",
     "disable",
     "enable",
     "enabled",
+    "explain_context_parallel",
     "fast_path",
     "is_enabled",
     "reset_stats",

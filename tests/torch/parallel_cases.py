@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""context_parallel's cases: small problems in which every pair of feature values occurs that today's calls can compute, each compared
+with one process that has all rows. Ranks run these functions (ranks.py)."""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from covering import covering
+from fovea.torch import Rows, attention, context_parallel, explain_context_parallel
+
+# The first value of each is the plain one. The numbers of key heads are multiples of the ranks; "one" is one key head.
+FEATURES = {
+    "move": ["keys", "heads"],
+    "kind": ["zigzag", "contiguous", "packed"],
+    "length": [70, 20, 0],  # with blocks of 8: uneven; empty ranks; no rows at all
+    "dtype": ["float32", "bfloat16", "float64"],
+    "heads": ["equal", "grouped", "one"],
+    "batch": ["one", "two"],  # levels
+    "causal": [True, False],
+    "window": [(-1, -1), (9, 0), (5, 3), (-1, 4), (11, -1)],
+    "softcap": [0.0, 1.5],
+    "bias": ["", "h,q,k", "1,q,k", "b,h,q,k", "h,1,k", "b,1,1,k"],
+    "bias2": ["", "h,1,k", "1,q,k"],
+    "mask": ["", "b,1,1,k", "h,q,k", "dead"],
+    "alibi": ["", "h", "bh"],
+    "sink": [False, True],
+    "used": ["", "same", "k"],
+    "dropout": [None, "fovea", "torch_mem_efficient"],
+    "layout": ["bhsd", "bshd"],
+    "lse": [False, True],  # whether it has a gradient
+}
+PLAIN = {name: values[0] for name, values in FEATURES.items()}
+DOCUMENTS = [3, 41, 0, 8, 18]  # of packed rows
+
+
+def legal(row):
+    """Whether a row can be computed. Every other one is refused by name (test_refusals)."""
+    r = {**PLAIN, **row}
+    planes = [r[name] for name in ("bias", "bias2", "mask")]
+    ends_at_row = r["causal"] or r["window"][1] == 0
+    band = r["causal"] or r["window"] != (-1, -1)
+    if r["kind"] == "packed" and (r["length"] != 70 or r["layout"] != "bhsd" or r["used"]):
+        return False
+    if r["batch"] == "two" and (r["alibi"] == "bh" or any(p.startswith("b,") for p in planes)):
+        return False  # shapes that these tests do not make
+    if r["move"] == "heads":
+        if r["dropout"] == "torch_mem_efficient" and r["used"] and r["kind"] != "packed":
+            return False
+        return r["heads"] != "one" and not (r["dropout"] and r["batch"] == "two")
+    if r["dropout"] or (r["alibi"] and not ends_at_row):
+        return False
+    if r["kind"] == "packed":
+        return not (band and not ends_at_row) and not any("q" in p or p == "dead" for p in planes)
+    if r["used"] and band:
+        return r["used"] == "same" and ends_at_row
+    return not (r["used"] == "k" and r["alibi"])
+
+
+def table():
+    return covering(FEATURES, legal)
+
+
+def name_of(row):
+    return " ".join(f"{name}={value}" for name, value in row.items() if value != PLAIN[name]) or "plain"
+
+
+def heads_of(row, ranks):
+    return {"equal": (ranks, ranks), "grouped": (4 * ranks, 2 * ranks), "one": (3, 1)}[row["heads"]]
+
+
+def make(row, ranks, dtype):
+    """The whole problem: q, k, v and options, the same on every rank."""
+    torch.manual_seed(1)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    normal = lambda *shape: torch.randn(*shape, dtype=torch.float64).to(torch.bfloat16).to(dtype)  # noqa: E731
+    heads, heads_k = heads_of(row, ranks)
+    packed = row["kind"] == "packed"
+    batch = {"one": (2,), "two": (2, 3)}[row["batch"]]
+    options = {name: row[name] for name in ("causal", "window", "softcap")}
+    if packed:
+        length, total = max(DOCUMENTS), sum(DOCUMENTS)
+        ends = torch.tensor([0, *DOCUMENTS]).cumsum(0).int()
+        options.update(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=length, max_seqlen_k=length)
+        entries = len(DOCUMENTS)
+        if row["batch"] == "two":
+            options["batch_shape"] = (1, entries)
+        q, k, v = normal(total, heads, 8), normal(total, heads_k, 8), normal(total, heads_k, 6)
+    else:
+        length = row["length"]
+        entries = 6 if row["batch"] == "two" else 2
+        q, k, v = (normal(*batch, h, length, d) for h, d in ((heads, 8), (heads_k, 8), (heads_k, 6)))
+        if row["layout"] == "bshd":
+            q, k, v = (x.transpose(-2, -3).contiguous() for x in (q, k, v))
+            options["layout"] = "bshd"
+
+    def plane(spec):
+        sizes = {"b": entries, "h": heads, "q": length, "k": length}
+        return [sizes.get(name, 1) for name in spec.split(",")]
+
+    for name in ("bias", "bias2"):
+        if row[name]:
+            options[name] = normal(*plane(row[name]))
+    if row["mask"] == "dead":
+        options["mask"] = torch.rand(length, length) < 0.7
+        options["mask"][::3] = False
+    elif row["mask"]:
+        options["mask"] = torch.rand(plane(row["mask"])) < 0.7
+    if row["alibi"]:
+        options["alibi_slopes"] = torch.rand((heads,) if row["alibi"] == "h" else (entries, heads), dtype=wide)
+    if row["sink"]:
+        options["sink"] = normal(heads).to(wide)
+    if row["used"]:
+        used = torch.randint(0, length + 1, (entries,), dtype=torch.int32)
+        options["seqused_k"] = used
+        if row["used"] == "same":
+            options["seqused_q"] = used
+    if not row["causal"] or row["used"] == "k":
+        options["align"] = "bottom_right"
+    if row["dropout"]:
+        options.update(rng=row["dropout"], dropout_p=0.25, seed=7, offset=3)
+    return q, k, v, options
+
+
+def plan(row, group):
+    if row["kind"] == "packed":
+        return Rows.packed(torch.tensor([0, *DOCUMENTS]).cumsum(0), group, block=8)
+    return getattr(Rows, row["kind"])(row["length"], group, block=8)
+
+
+INPUTS = ("q", "k", "v", "bias", "bias2", "sink")
+
+
+def run(function, q, k, v, options, grad_out, grad_lse, **more):
+    """out, lse and the gradients by name."""
+    leaves = {name: x.clone().requires_grad_() for name, x in {"q": q, "k": k, "v": v, **options}.items() if name in INPUTS}
+    given = {**options, **{name: x for name, x in leaves.items() if name not in "qkv"}}
+    out, lse = function(leaves["q"], leaves["k"], leaves["v"], return_lse=True, **given, **more)
+    torch.autograd.backward([out] + [lse] * (grad_lse is not None), [grad_out] + [grad_lse] * (grad_lse is not None))
+    return {"out": out.detach(), "lse": lse.detach(), **{name: x.grad for name, x in leaves.items()}}
+
+
+def check(group, row):
+    """One case: what has to be equal, bit for bit, and what is summed over ranks, against fp64."""
+    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    dtype = getattr(torch, row["dtype"])
+    q, k, v, options = make(row, n, dtype)
+    packed = row["kind"] == "packed"
+    at, heads_at = (0, 1) if packed else (-3, -2) if row["layout"] == "bshd" else (-2, -3)
+    lse_at = -1
+    heads = q.shape[heads_at]
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    shape = [*q.shape[:-1], v.shape[-1]]
+    grad_out = torch.randn(shape, dtype=torch.float64).to(dtype)
+    lse_shape = (heads, q.shape[0]) if packed else [*q.shape[:-3], heads, q.shape[at]]
+    grad_lse = torch.randn(lse_shape, dtype=torch.float64).to(wide) if row["lse"] else None
+    want = run(attention, q, k, v, options, grad_out, grad_lse)
+
+    rows = plan(row, group)
+    assert rows.count == rows.counts[rank] and sum(rows.counts) == rows.total
+    take = lambda x, dim: rows.take(x, dim)  # noqa: E731
+    mine = {name: x for name, x in options.items() if name not in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")}
+
+    def part(name, x):
+        """What this rank has of a bias or mask, or of its gradient."""
+        if x.dim() < 2 or x.shape[-2] == 1:
+            return x
+        if row["move"] == "keys":
+            return take(x, -2)
+        each = heads // n
+        return x if x.dim() < 3 or x.shape[-3] == 1 else x.narrow(-3, rank * each, each)
+
+    for name in ("bias", "bias2", "mask"):
+        if name in mine:
+            mine[name] = part(name, mine[name])
+    local = [take(x, at) for x in (q, k, v)]
+    got = run(context_parallel, *local, mine, take(grad_out, at), None if grad_lse is None else take(grad_lse, lse_at),
+              rows=rows, move=row["move"])  # fmt: skip
+
+    summed = set()
+    wrong = []  # raised at the end: other ranks wait for this one's collectives
+    for name, x in got.items():
+        whole = want[name]
+        if name in ("out", "q"):
+            wrong += _same(name, x, take(whole, at))
+        elif name == "lse":
+            wrong += _same(name, x, take(whole, lse_at))
+        elif name in "kv":
+            if row["move"] == "heads":
+                wrong += _same(name, x, take(whole, at))
+            else:
+                summed.add(name)
+        elif name == "sink":
+            summed.add(name)
+        elif whole.shape[-2] != 1 and (row["move"] == "keys" or (whole.dim() >= 3 and whole.shape[-3] != 1)):
+            wrong += _same(name, x, part(name, whole))
+        else:
+            summed.add(name)
+    up = lambda x: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x  # noqa: E731
+    exact = run(attention, up(q), up(k), up(v), {name: up(x) for name, x in options.items()}, up(grad_out), up(grad_lse))
+    for name in sorted(summed):
+        x = got[name].double()
+        if name in "kv":
+            wrong += _within(name, x, take(want[name], at), take(exact[name], at), dtype)
+        else:
+            dist.all_reduce(x, group=group)  # as the gradient of a parameter is
+            wrong += _within(name, x, want[name], exact[name], options[name].dtype)
+    assert not wrong, "\n".join(wrong)
+
+
+def _same(name, got, want):
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return [f"{name}: {got.shape} {got.dtype}, {want.shape} {want.dtype}"]
+    if torch.equal(got, want):
+        return []
+    return [f"{name}: {(got != want).sum()} of {got.numel()} differ, by up to {(got.double() - want.double()).abs().max():.3g}"]
+
+
+def _within(name, got, one, exact, dtype):
+    """The error of what is summed over ranks, in the mean square: at most twice one call's, and some roundings of its size. Of fp64
+    nothing more exact is known."""
+    if exact.numel() == 0:
+        return []
+    error, of_one = ((x.double() - exact).square().mean().sqrt().item() for x in (got, one))
+    size = exact.square().mean().sqrt().item()
+    if error <= 2 * of_one + torch.finfo(dtype).eps * size * (8 if dtype == torch.float64 else 0.5):
+        return []
+    return [f"{name}: error {error:.3g}, of one call {of_one:.3g}, size {size:.3g}"]
+
+
+# ---- single cases ----
+
+
+def refused(group, kind, length, options, shape, error, text):
+    """Every rank refuses a call, with an error that names it."""
+    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    rows = getattr(Rows, kind)(length, group, block=8)
+    made = {name: value(rank, n) if callable(value) else value for name, value in options.items()}
+    q, k, v = (torch.randn(*(rows.count if size == "rows" else size for size in shape)) for _ in range(3))
+    try:
+        context_parallel(q, k, v, rows=rows, **made)
+    except error as found:
+        assert str(found).startswith(f"rank {rank} of {n}: ") and text in str(found), str(found)
+    else:
+        raise AssertionError(f"computed; expected: {text}")
+
+
+def compared(group, case):
+    """With FOVEA_CHECK_RANKS=1 all ranks raise where one of them is different, and can go on after it."""
+    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    rows = Rows.zigzag(40, group, block=8)
+    q, k, v = (torch.randn(1, n, rows.count, 8) for _ in range(3))
+    options = {"softcap": {"scale": 2.0 + (rank == 1)}, "shape": {}, "error": {"align": "left" if rank == 1 else None}}[case]
+    if case == "shape" and rank == 1:
+        q = q.double()
+        k, v = k.double(), v.double()
+    os.environ["FOVEA_CHECK_RANKS"] = "1"
+    try:
+        context_parallel(q, k, v, rows=rows, **options)
+    except ValueError as error:
+        text = str(error)
+    else:
+        raise AssertionError("computed")
+    finally:
+        del os.environ["FOVEA_CHECK_RANKS"]
+    assert text.startswith(f"rank {rank} of {n}: "), text
+    wanted = {"softcap": "rank 1 has scale=3.0", "shape": "rank 1 has k=float64", "error": "align: 'left'"}[case]
+    assert wanted in text, text
+    os.environ["FOVEA_CHECK_RANKS"] = "1"
+    try:
+        q = q.float()
+        out = context_parallel(q, q, q, rows=rows, causal=True)
+    finally:
+        del os.environ["FOVEA_CHECK_RANKS"]
+    assert out.shape == q.shape
+
+
+def drawn_seed(group):
+    """seed=None: one mask for all ranks, and generators that stay in step."""
+    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    rows = Rows.contiguous(24, group, block=8)
+    torch.manual_seed(5 + rank)
+    q, k = (torch.randn(1, n, 24, 8) for _ in range(2))
+    dist.broadcast(q, 0, group=group)
+    dist.broadcast(k, 0, group=group)
+    v = torch.eye(24).expand(1, n, 24, 24)
+    torch.manual_seed(11 + rank)
+    outs = [context_parallel(*(rows.take(x, 2) for x in (q, k, v)), rows=rows, dropout_p=0.5) for _ in range(2)]
+    state = torch.get_rng_state()
+    torch.manual_seed(11)
+    wants = [attention(q, k, v, dropout_p=0.5) for _ in range(2)]
+    if rank == 0:
+        assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(*wants)
+    for out, want in zip(outs, wants):
+        assert torch.equal(out, rows.take(want, 2))
+
+
+def taken_and_given(group):
+    """rows.take and rows.give are adjoint, for every kind and type."""
+    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    for rows in (Rows.zigzag(37, group, block=4), Rows.contiguous(9, group, block=4), plan({"kind": "packed"}, group)):
+        for dtype in (torch.float64, torch.bfloat16):
+            x = torch.randn(2, rows.total, 3, dtype=torch.float64).to(dtype).requires_grad_()
+            mine = rows.take(x, 1)
+            assert torch.equal(mine, x[:, rows.index]) and rows.positions.shape == (rows.count,)
+            local = mine.detach().requires_grad_()
+            whole = rows.give(local, -2)
+            assert torch.equal(whole, x)
+            grads = [torch.randn(x.shape, dtype=torch.float64).to(dtype) for _ in range(n)]  # of each rank
+            whole.backward(grads[rank])
+            want = rows.take(sum(grad.to(torch.float64 if dtype == torch.float64 else torch.float32) for grad in grads), 1).to(dtype)
+            torch.testing.assert_close(local.grad, want)
+            (mine.double() * 2).sum().backward()
+            mask = torch.zeros(rows.total)
+            mask[rows.index] = 2
+            assert torch.equal(x.grad, mask[None, :, None].expand(x.shape).to(dtype))
+    for call, text in ((lambda: rows.take(x[:, :5], 1), "take: 5 rows"), (lambda: rows.give(x[:, :, :2], 2), "give: 2 rows")):
+        try:
+            call()
+        except ValueError as error:
+            assert str(error).startswith(f"rank {rank} of {n}: {text}"), str(error)
+        else:
+            raise AssertionError(text)
+
+
+def surroundings(group):
+    """Autocast, sinks of 16 bits, checkpointing, torch.compile with a break, a DeviceMesh: the same results as without them."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.utils.checkpoint import checkpoint
+
+    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    rows = Rows.zigzag(48, DeviceMesh.from_group(group, "cpu"), block=8)
+    assert (rows.rank, rows.ranks) == (rank, n)
+    q, k, v = (torch.randn(1, 2 * n, 48, 8) for _ in range(3))
+    sink = torch.randn(2 * n).bfloat16()
+    for move in ("keys", "heads"):
+
+        def found(wrap, move=move):
+            leaves = [rows.take(x, 2).detach().requires_grad_() for x in (q, k, v)] + [sink.clone().requires_grad_()]
+            out = wrap(lambda q, k, v, sink: context_parallel(q, k, v, rows=rows, move=move, causal=True, sink=sink), *leaves)
+            out.float().square().sum().backward()
+            return [out.detach(), *(x.grad for x in leaves)]
+
+        plain = found(lambda f, *x: f(*x))
+        assert plain[-1].dtype == torch.bfloat16
+        for wrap in (lambda f, *x: checkpoint(f, *x, use_reentrant=False), lambda f, *x: torch.compile(f, backend="eager")(*x)):
+            assert all(torch.equal(a, b) for a, b in zip(plain, found(wrap)))
+        with torch.autocast("cpu", torch.bfloat16):
+            low = found(lambda f, *x: f(*x))
+        assert low[0].dtype == torch.bfloat16 and low[1].dtype == torch.float32
+        torch.testing.assert_close(low[0].float(), plain[0], atol=0.05, rtol=0.05)
+
+
+def many_groups(group, byte_limit):
+    """The number of groups of heads changes no bit of out, dq and a bias's gradient."""
+    from fovea.torch import _parallel
+
+    rows = Rows.zigzag(40, group, block=8)
+    heads = 6
+    inputs = [torch.randn(2, h, 40, 8) for h in (2 * heads, heads, heads)]
+    bias = torch.randn(2, 2 * heads, 40, 40)
+    grad = torch.randn(2, 2 * heads, 40, 8)
+    found = []
+    usual = _parallel.BUFFER_BYTES
+    try:
+        for limit in (usual, byte_limit):
+            _parallel.BUFFER_BYTES = limit
+            leaves = [rows.take(x, 2).detach().requires_grad_() for x in (*inputs, bias)]
+            text = explain_context_parallel(*leaves[:3], rows=rows, move="keys", bias=leaves[3], causal=True)
+            out = context_parallel(*leaves[:3], rows=rows, move="keys", bias=leaves[3], causal=True)
+            out.backward(rows.take(grad, 2))
+            found.append((text, [out.detach(), *(x.grad for x in leaves)]))
+    finally:
+        _parallel.BUFFER_BYTES = usual
+    assert "groups of heads: 2;" in found[0][0] and "groups of heads: 6;" in found[1][0], found
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1]))
+
+
+def same_twice(group):
+    rows = Rows.zigzag(70, group, block=8)
+    q, k, v = (rows.take(torch.randn(1, 2, 70, 8), 2) for _ in range(3))
+
+    def found():
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        context_parallel(*leaves, rows=rows, causal=True, deterministic=True).sum().backward()
+        return [x.grad for x in leaves]
+
+    assert all(torch.equal(a, b) for a, b in zip(found(), found()))

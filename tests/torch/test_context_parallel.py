@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""context_parallel over 2, 3 and 4 processes with gloo: the bits of one process where they are promised."""
+
+import datetime
+import itertools
+import os
+import random
+import tempfile
+from pathlib import Path
+
+import parallel_cases
+import pytest
+import torch
+import torch.multiprocessing
+from ranks import Ranks
+
+from fovea.torch import Rows, context_parallel, explain_context_parallel
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    ranks = Ranks()
+    yield ranks
+    ranks.close()
+
+
+TABLE = parallel_cases.table()
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("row", TABLE, ids=parallel_cases.name_of)
+def test_one_process(ranks, n, row):
+    ranks.run(n, parallel_cases.check, row)
+
+
+@pytest.mark.parametrize("row", TABLE[::4], ids=parallel_cases.name_of)
+def test_one_rank(ranks, row):
+    """A group of one rank computes what attention() does."""
+    ranks.run(1, parallel_cases.check, row)
+
+
+SHAPE = (1, 4, "rows", 8)
+PACKED = ("rows", 4, 8)
+BIAS = torch.zeros(1, 4, 40, 40)
+
+
+@pytest.mark.parametrize("kind, length, options, shape, error, text", [
+    ("zigzag", 40, {"dropout_p": 0.1, "move": "keys"}, SHAPE, NotImplementedError, "dropout_p: 0.1, with move='keys'"),
+    ("zigzag", 40, {"dropout_p": 0.1}, (1, 3, "rows", 8), NotImplementedError, "no movement computes this: dropout_p: 0.1"),
+    ("zigzag", 40, {"dropout_p": 0.1}, (1, 2, 4, "rows", 8), NotImplementedError, "a call has no third level"),
+    ("zigzag", 40, {"alibi_slopes": torch.ones(4), "move": "keys"}, SHAPE, NotImplementedError, "alibi_slopes: given without causal"),
+    ("zigzag", 40, {"move": "heads"}, (1, 3, "rows", 8), NotImplementedError, "k: 3 heads, with move='heads' over 2 ranks"),
+    ("zigzag", 40, {"seqused_k": torch.tensor([3]), "causal": True, "move": "keys"}, SHAPE, NotImplementedError,
+     "seqused_q and seqused_k: not the same tensor"),
+    ("packed", [0, 30, 40], {"window": (3, 3), "move": "keys"}, PACKED, NotImplementedError, "window: (3, 3), with move='keys' and packed"),
+    ("packed", [0, 30, 40], {"bias": BIAS, "move": "keys"}, PACKED, NotImplementedError, "bias: has queries"),
+    ("packed", [0, 30, 40], {"seqused_k": torch.tensor([3, 4]), "move": "keys"}, PACKED, NotImplementedError, "seqused_k: given"),
+    ("zigzag", 40, {"rng": "torch_mem_efficient", "dropout_p": 0.5, "seqused_k": torch.tensor([3])}, SHAPE, NotImplementedError,
+     "rng: 'torch_mem_efficient', with move='heads' and seqused_k"),
+    ("packed", [0, 30, 40], {"cu_seqlens_q": torch.tensor([0, 40])}, PACKED, ValueError, "cu_seqlens_q: given"),
+    ("zigzag", 40, {"bias": BIAS}, SHAPE, ValueError, "bias: shape 1x4x40x40; accepted with move='keys'"),
+    ("zigzag", 40, {"sink": torch.zeros(3), "move": "keys"}, SHAPE, ValueError, "sink: shape 3; accepted: 4 heads"),
+    ("zigzag", 40, {"move": "rings"}, SHAPE, ValueError, "move: 'rings'; accepted: None, 'keys', 'heads'"),
+    ("zigzag", 40, {}, (1, 4, 7, 8), ValueError, "q: 7 rows; accepted: "),
+    ("zigzag", 40, {"is_causal": True}, SHAPE, TypeError, "is_causal: not an option"),
+    ("zigzag", 40, {"batch_shape": (1, 1)}, SHAPE, ValueError, "batch_shape: given; accepted: None"),
+    ("zigzag", 40, {"align": "left"}, SHAPE, ValueError, "align: 'left'"),
+    ("zigzag", 40, {"softcap": -1.0}, SHAPE, ValueError, "softcap"),
+])  # fmt: skip
+def test_refusals(ranks, kind, length, options, shape, error, text):
+    ranks.run(2, parallel_cases.refused, kind, length, options, shape, error, text)
+
+
+@pytest.mark.parametrize("case", ["softcap", "shape", "error"])
+def test_ranks_are_compared(ranks, case):
+    ranks.run(3, parallel_cases.compared, case)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_seed_is_drawn_once(ranks, n):
+    ranks.run(n, parallel_cases.drawn_seed)
+
+
+@pytest.mark.parametrize("n", [1, 3, 4])
+def test_take_and_give(ranks, n):
+    ranks.run(n, parallel_cases.taken_and_given)
+
+
+def test_surroundings(ranks):
+    ranks.run(2, parallel_cases.surroundings)
+
+
+def test_groups_of_heads(ranks):
+    ranks.run(2, parallel_cases.many_groups, 40 * 2 * 16 * 4)
+
+
+def test_deterministic(ranks):
+    ranks.run(4, parallel_cases.same_twice)
+
+
+def left_alone(rank, folder):
+    """Rank 1 goes away. Rank 0 gets an error that names it and what it waited for."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=20)
+    )
+    rows = Rows.zigzag(40, block=8)
+    if rank == 1:
+        os._exit(0)
+    q = torch.randn(1, 2, rows.count, 8)
+    try:
+        context_parallel(q, q, q, rows=rows, move="keys")
+    except RuntimeError as error:
+        Path(folder, "error").write_text(str(error))
+    os._exit(0)
+
+
+def test_a_rank_that_is_gone():
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.start_processes(left_alone, args=(folder,), nprocs=2, start_method="spawn")
+        text = Path(folder, "error").read_text()
+    assert text.startswith("rank 0 of 2: keys and values: the collective failed: ") and "FOVEA_CHECK_RANKS=1" in text
+
+
+# ---- plans, without processes ----
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize("length", [0, 1, 100, 8192, 131072, 131073])
+def test_every_row_has_one_rank(n, length):
+    plans = [Rows.zigzag(length, n), Rows.contiguous(length, n), Rows.packed([0, length // 3, length // 3, length], n)]
+    for rows in plans:
+        seen = {b: [] for b in range(len(rows.lengths))}
+        for pieces in rows.pieces:
+            for piece in pieces:
+                seen[piece.sequence].append((piece.start, piece.start + piece.rows))
+                assert piece.rows > 0 and piece.start % 128 == 0
+            assert all(sum(p.sequence == b for p in pieces) <= 2 for b in seen)
+        for b, ranges in seen.items():
+            ends = [0, *itertools.chain.from_iterable(sorted(ranges)), rows.lengths[b]]
+            assert ends[::2] == ends[1::2]  # each begins where the one before it ends
+
+
+def pairs(rows, causal, left, right):
+    """By counting."""
+    found = []
+    for pieces in rows.pieces:
+        count = 0
+        for piece in pieces:
+            length = rows.lengths[piece.sequence]
+            for i in range(piece.start, piece.start + piece.rows):
+                last = i if causal else length - 1 if right < 0 else min(length - 1, i + right)
+                count += last - (0 if left < 0 else max(0, i - left)) + 1
+        found.append(count)
+    return max(found) * len(found) / sum(found)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (100, 0), (300, 7), (-1, 20), (5000, -1), (20, 5000)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_balance_counts_pairs(window, causal):
+    for rows in (Rows.zigzag(1000, 3, block=16), Rows.contiguous(777, 4, block=16), Rows.packed([0, 700, 710, 1500], 3, block=16)):
+        assert rows.balance(causal, window) == pytest.approx(pairs(rows, causal, *window))
+
+
+@pytest.mark.parametrize("n", [2, 4, 8, 16, 32, 64])
+def test_balance_of_one_sequence(n):
+    for length in (131072, 1 << 20):
+        assert Rows.zigzag(length, n).balance() == 1.0
+        assert Rows.contiguous(length, n).balance(causal=False) == 1.0
+        assert max(Rows.zigzag(length, n).counts) == length // n
+        assert Rows.contiguous(length, n).balance(window=(4095, 0)) < 1.05
+    assert Rows.contiguous(131072, n).balance() > 1.4  # what zigzag is for
+    rows = Rows.zigzag(131072 - 5000, n)  # no multiple of anything
+    assert rows.balance() < 1.13 and max(rows.counts) <= 131072 // n
+
+
+def documents(total, seed):
+    """Lengths from 1k to 64k, of which short ones are the most."""
+    draw, lengths = random.Random(seed), []
+    while sum(lengths) < total:
+        lengths.append(min(total - sum(lengths), 65536, int(1024 * draw.paretovariate(1.0))))
+    return lengths
+
+
+@pytest.mark.parametrize("n", [2, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize("seed", range(3))
+def test_balance_of_documents(n, seed):
+    lengths = documents(131072, seed)
+    rows = Rows.packed([0, *itertools.accumulate(lengths)], n)
+    busiest, fullest = rows.balance(), max(rows.counts) * n / sum(lengths)
+    assert max(busiest, fullest) < (1.1 if n <= 8 else 1.25)
+
+
+def test_explain_needs_no_group():
+    q, k = torch.empty(1, 32, 65536, 128, dtype=torch.bfloat16, device="meta"), torch.empty(1, 8, 65536, 128, dtype=torch.bfloat16, device="meta")
+    text = explain_context_parallel(q, k, k, rows=Rows.zigzag(131072, 2), causal=True)
+    assert text.splitlines()[1].startswith("move: keys, as the first group's ")
+    assert "groups of heads: 2; each gathers 268435456 bytes" in text
+    assert f"received in the forward: {65536 * 2 * 8 * 128 * 2} bytes" in text
+    text = explain_context_parallel(q, k, k, rows=Rows.contiguous(131072, 2), causal=True)
+    assert "move: heads, as the rows are unbalanced for keys, 1.50" in text
+    with pytest.raises(ValueError, match="without a group"):
+        context_parallel(q, k, k, rows=Rows.zigzag(131072, 2))
