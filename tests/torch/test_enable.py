@@ -2,6 +2,7 @@
 """fovea.torch.enable(): switching, what is computed, what is handed back and why, what is counted. The fuzzer compares
 numbers with PyTorch's (fuzz_sdpa.py); test_enable_graphs.py has what compiles and exports."""
 
+import inspect
 import os
 import threading
 import warnings
@@ -136,12 +137,14 @@ def test_no_tag_and_no_switch_is_left_behind():
     assert config.cache_key_tag == before + ";of a user"
     config.cache_key_tag = before
     assert torch.backends.mha.get_fastpath_enabled()
-    tags = set()
-    for options in ({}, {"prefer": None}, {"strict": True}, {"devices": "cpu"}):
+    tags = {before}
+    others = {"devices": "cpu", "prefer": None, "strict": True, "operators": True}
+    assert set(others) == set(inspect.signature(enable).parameters)
+    for options in ({}, *({name: value} for name, value in others.items())):
         with enabled(**options):
             tags.add(config.cache_key_tag)
             assert f"fovea-{fovea.__version__}" in config.cache_key_tag
-    assert len(tags) == 4 and before not in tags
+    assert len(tags) == 2 + len(others)
 
 
 # ---- the private names of PyTorch that it uses ----
@@ -503,6 +506,9 @@ def test_said_once_on_cuda():
         _enable._hand_back(_enable._MATH, cuda)
         _enable._hand_back("another", torch.device("cpu"))
     assert stats()["handed_back"] == {"empty tensors": 2, _enable._MATH: 1, "another": 1}
+    enable(strict=True)
+    with pytest.warns(UserWarning, match="not measured on this kind of device, .* unless prefer=None .said once"):
+        _enable._hand_back(_enable._UNMEASURED, cuda)
 
 
 # ---- what PyTorch does faster ----

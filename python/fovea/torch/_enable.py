@@ -57,11 +57,11 @@ _cudnn_allowed = torch._C._get_cudnn_sdp_enabled
 _EAGER = (Tensor, torch.nn.Parameter)
 _TRACED = (FakeTensor, FunctionalTensor)
 
-# Reasons that are somebody's wish or mistake, and no limit of fovea: `strict` does not raise for them, and nothing is
-# warned of.
+# Reasons that are somebody's wish or mistake, and no limit of fovea: `strict` does not raise for them, and only of
+# _UNMEASURED is warned, because a user of such a device may expect otherwise.
 _MATH = "only the math path is allowed (sdpa_kernel)"
 _SLOWER = "PyTorch's kernel is faster, as measured"
-_UNMEASURED = "not measured on this kind of device, where plain and causal attention stays with PyTorch"
+_UNMEASURED = "not measured on this kind of device, where plain and causal attention stays with PyTorch unless prefer=None"
 _WISHES = (_MATH, _SLOWER, _UNMEASURED, _sdpa.MALFORMED)
 
 
@@ -205,9 +205,9 @@ def _hand_back(why: str, device: torch.device, name: str = "scaled_dot_product_a
     with _counts.lock:
         _counts.handed_back[reason] = _counts.handed_back.get(reason, 0) + 1
     settings = _state.settings
-    if why in _WISHES or settings is None:
+    if settings is None or (why in _WISHES and why != _UNMEASURED):
         return
-    if settings.strict:
+    if settings.strict and why not in _WISHES:
         raise NotImplementedError(
             f"{name}: {why}; fovea does not compute this. enable(strict=False) hands it back to PyTorch"
         )
