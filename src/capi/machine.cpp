@@ -63,6 +63,10 @@ constexpr Variable kVariables[] = {
     {"FOVEA_LIBRARY", "the libfovea.so that Python loads", file_that_is_there},
     {"FOVEA_TORCH", "1: PyTorch programs run on fovea; TORCH_DEVICE_BACKEND_AUTOLOAD=0 would prevent it"},
     {"FOVEA_CHECK_RANKS", "1: the ranks of context_parallel compare their arguments before they move anything"},
+    {"FOVEA_TORCH_FAST", "1, methods or 0: how fovea.torch calls the library"},
+};
+// Of tests and tools: printed only where they are set.
+constexpr Variable kVariablesOfTests[] = {
     {"FOVEA_BUILD", "tests: the build folder that they use", folder_that_is_there},
     {"FOVEA_CASES", "reduced: the smaller case table, in the C++ tests", reduced},
     {"FOVEA_KERNELS", "how many GPU kernels the C++ tests compile; all: every one", number_or_all},
@@ -72,6 +76,10 @@ constexpr Variable kVariables[] = {
     {"FOVEA_SITE_PACKAGES", "tests in C++: the folder that contains NVRTC's wheel", folder_that_is_there},
     {"FOVEA_WHEELS", "tests/wheel: the folder with the wheels", folder_that_is_there},
     {"FOVEA_TEST_DEVICE", "tests/gpu: cuda, cpu or compile", cuda_cpu_or_compile},
+    {"FOVEA_TEST_DTYPE", "tests/models: the type of transformers' models"},
+    {"FOVEA_BENCH_DEVICE", "the benchmark of a GPU: cpu checks small problems without one"},
+    {"FOVEA_SANITIZE", "tests/gpu: only the rows for compute-sanitizer"},
+    {"FOVEA_WRITE_GOLDEN", "tests in C++: write the golden plans"},
 };
 
 // Of the variables that the library reads: those that have a value which it does not accept, and why.
@@ -156,9 +164,7 @@ std::string machine_text() {
 
   const std::map<std::string, std::string> refused = refused_variables();
   std::vector<std::string> known;
-  for (const Variable& variable : kVariables) {
-    known.emplace_back(variable.name);
-    const char* const set = std::getenv(variable.name);
+  const auto describe = [&](const Variable& variable, const char* set) {
     const std::string value = set != nullptr ? set : "";
     const std::string why = variable.why_not != nullptr && !value.empty() ? variable.why_not(value) : "";
     if (const auto fault = refused.find(variable.name); fault != refused.end()) {
@@ -167,6 +173,16 @@ std::string machine_text() {
       line(variable.name, fmt::format("REFUSED    '{}': {}", value, why));
     } else {
       line(variable.name, fmt::format("{:<10} {}", set != nullptr ? value : "not set", variable.meaning));
+    }
+  };
+  for (const Variable& variable : kVariables) {
+    known.emplace_back(variable.name);
+    describe(variable, std::getenv(variable.name));
+  }
+  for (const Variable& variable : kVariablesOfTests) {
+    known.emplace_back(variable.name);
+    if (const char* const set = std::getenv(variable.name); set != nullptr) {
+      describe(variable, set);
     }
   }
   for (char** entry = environ; *entry != nullptr; ++entry) {

@@ -760,11 +760,19 @@ def test_explain_knows_every_variable_that_the_library_reads():
     assert len(read) > 5
     documented = {name for path in (ROOT / "docs").glob("*.md") for name in re.findall(r"^\| `(FOVEA_\w+)", path.read_text(), re.M)}
     assert len(documented) > 10
-    read |= documented
+    reference = set(re.findall(r"\{envvar\} (FOVEA_\w+)", (ROOT / "docs/reference/environment.md").read_text()))
+    assert len(reference) > 20
+    read |= documented | reference
     text = succeeds("explain", env={name: "" for name in read if name not in ("FOVEA_CPU_ISA", "FOVEA_BACKEND")})
     assert "nothing reads it" not in text
     for name in read:
         assert re.search(rf"^{name} ", text, re.M), name
+
+
+def test_explain_leaves_out_variables_of_tests_that_are_not_set():
+    text = succeeds("explain", env={"FOVEA_LONG": "1"})
+    assert re.search(r"^FOVEA_LONG +1 +tests in Python", text, re.M) and re.search(r"^FOVEA_JIT +not set", text, re.M)
+    assert not re.search(r"^FOVEA_\w+ +not set +(tests|tools|reduced)", text, re.M)
 
 
 # ---- the command itself ----
