@@ -83,12 +83,12 @@ Plan plan(const Call& call) {
   refuse_fields(call.problem, unknown);
   const bool forward = call.problem.direction == Direction::kForward;
   const Kernels& kernels = kernels_for(call.problem.type);
-  const i64 parallelism = forward ? forward_parallelism(call) : backward_parallelism(call);
-  const Tiles tiles = forward ? forward_tiles(call) : backward_tiles(call);
+  const i64 parallelism = forward ? forward_parallelism(call, num_threads()) : backward_parallelism(call);
   Plan plan;
   plan.isa = kernels.name;
   plan.threads = static_cast<int>(std::clamp<i64>(parallelism, 1, num_threads()));
   plan.workspace = forward ? forward_workspace(call, plan.threads) : backward_workspace(call, plan.threads);
+  const Tiles tiles = forward ? forward_tiles(call, plan.threads) : backward_tiles(call);
   plan.summary = fmt::format("{}, {} thread{}, tiles of {} queries x {} keys", plan.isa, plan.threads,
                              plan.threads == 1 ? "" : "s", tiles.rows, tiles.keys);
   return plan;

@@ -17,13 +17,13 @@ class Forward {
         options_(options_of(call)),
         group_(call.rows.heads_k > 0 ? call.rows.heads_q / call.rows.heads_k : 0),
         threads_(threads) {
-    const Tiles tiles = forward_tiles(call);
-    options_.block_rows = tiles.rows;
-    options_.block_keys = tiles.keys;
-    const i64 blocks = blocks_of(call.rows.limit_q);
-    const i64 units = call.rows.batch() * call.rows.heads_k * blocks;
-    parts_ = parts_of(units);
-    parallelism_ = units * parts_;
+    // Whether keys are split changes bits, and is for the problem alone to decide; how many rows a task has is not.
+    use(forward_tiles_for(call, kEnoughTasks));
+    parts_ = parts_of(units());
+    if (parts_ == 1) {
+      use(forward_tiles_for(call, kEnoughTasksOfThread * threads));
+    }
+    parallelism_ = units() * parts_;
 
     Arena arena(workspace);
     tickets_ = Tickets(arena, call.rows.batch());
@@ -36,6 +36,7 @@ class Forward {
   }
 
   i64 parallelism() const { return parallelism_; }
+  Tiles tiles() const { return {options_.block_rows, options_.block_keys}; }
   std::size_t bytes() const { return bytes_; }
 
   void run() {
@@ -51,17 +52,26 @@ class Forward {
     return ceil_div(static_cast<i64>(bytes), Arena::kAlignment) * Arena::kAlignment;
   }
 
+  static constexpr i64 kEnoughTasks = 32;
+  static constexpr i64 kEnoughTasksOfThread = 8;
+
+  void use(const Tiles& tiles) {
+    options_.block_rows = tiles.rows;
+    options_.block_keys = tiles.keys;
+  }
+
+  i64 units() const { return call_.rows.batch() * call_.rows.heads_k * blocks_of(call_.rows.limit_q); }
+
   i64 blocks_of(i64 q_len) const { return ceil_div(group_ * q_len, options_.block_rows); }
 
   // Into how many parts keys are split, for a problem with so many tasks otherwise.
   i64 parts_of(i64 units) const {
-    constexpr i64 kEnoughTasks = 16;
-    constexpr i64 kLeastBlocks = 4;  // of a part
-    if (units == 0 || units >= kEnoughTasks) {
+    if (units == 0 || units >= kEnoughTasks / 2) {
       return 1;
     }
+    const i64 least_blocks = std::min<i64>(4, 1024 / options_.block_keys);  // of a part
     const i64 key_blocks = ceil_div(call_.rows.limit_k, options_.block_keys);
-    return std::max<i64>(std::min(key_blocks / kLeastBlocks, 2 * kEnoughTasks / units), 1);
+    return std::max<i64>(std::min(key_blocks / least_blocks, kEnoughTasks / units), 1);
   }
 
   // What a ticket stands for. Blocks come in falling order: under a causal mask the last is the longest.
@@ -145,7 +155,9 @@ class Forward {
 
 }  // namespace
 
-i64 forward_parallelism(const Call& call) { return Forward(call, 1, nullptr).parallelism(); }
+i64 forward_parallelism(const Call& call, int threads) { return Forward(call, threads, nullptr).parallelism(); }
+
+Tiles forward_tiles(const Call& call, int threads) { return Forward(call, threads, nullptr).tiles(); }
 
 std::size_t forward_workspace(const Call& call, int threads) { return Forward(call, threads, nullptr).bytes(); }
 

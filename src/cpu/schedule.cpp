@@ -62,20 +62,21 @@ std::uint32_t lowest_kept_word(float p) {
 
 const char* last_isa() { return __atomic_load_n(&ran, __ATOMIC_RELAXED); }
 
-Tiles forward_tiles(const Call& call) {
+Tiles forward_tiles_for(const Call& call, i64 enough_tasks) {
   const Problem& problem = call.problem;
   // More rows share the packing of a block of keys; fewer give more tasks. 48 rows are strips of 12 and groups of 16.
+  // Rows and their output pass through the cache once a block of keys: they may take half as much again as its
+  // operands.
   constexpr i64 kStep = 48;
-  constexpr i64 kEnoughTasks = 32;
-  const i64 most = fitting(row_bytes(problem), kStep, kStep, 4 * kStep);
+  const i64 most = fitting(row_bytes(problem) * 2 / 3, kStep, kStep, 8 * kStep);
   const i64 group = problem.heads_k > 0 ? problem.heads_q / problem.heads_k : 0;
   const i64 rows = std::max<i64>(group * call.rows.limit_q, 1);
   i64 tile = std::min(most, ceil_div(rows, 16) * 16);
-  while (tile > 2 * kStep && problem.batch() * problem.heads_k * ceil_div(rows, tile) < kEnoughTasks) {
+  while (tile > 2 * kStep && problem.batch() * problem.heads_k * ceil_div(rows, tile) < enough_tasks) {
     tile -= kStep;
   }
   const i64 keys = std::max<i64>(ceil_div(call.rows.limit_k, 16) * 16, 16);
-  return {tile, std::min(fitting(row_bytes(problem), 16, 32, 256), keys)};
+  return {tile, std::min(fitting(row_bytes(problem), 16, 32, 512), keys)};
 }
 
 Tiles backward_tiles(const Call& call) {

@@ -27,12 +27,13 @@ const Kernels& kernels_for(DType type);
 // The instruction set that the latest kernel ran with, as the kernel itself says; "" before the first.
 const char* last_isa();
 
-// Rows and keys of a forward task's block, of a backward tile: pure functions of the problem.
+// Rows and keys of a forward task's block, fewer rows where there would not be so many tasks; of a backward tile. Every
+// row has its bits whatever rows are with it, so that the number of threads may choose the rows of the forward.
 struct Tiles {
   i64 rows;
   i64 keys;
 };
-Tiles forward_tiles(const Call& call);
+Tiles forward_tiles_for(const Call& call, i64 enough_tasks);
 Tiles backward_tiles(const Call& call);
 
 // Options but for the tiles.
@@ -85,8 +86,9 @@ class Tickets {
   i64* ends_ = nullptr;
 };
 
-// The two directions' parts of plan(): the most tasks that run at once, and the memory for so many threads.
-i64 forward_parallelism(const Call& call);
+// The two directions' parts of plan(): the most tasks that run at once, the tiles, and the memory for so many threads.
+i64 forward_parallelism(const Call& call, int threads);
+Tiles forward_tiles(const Call& call, int threads);
 std::size_t forward_workspace(const Call& call, int threads);
 i64 backward_parallelism(const Call& call);
 std::size_t backward_workspace(const Call& call, int threads);

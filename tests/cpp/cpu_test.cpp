@@ -231,6 +231,61 @@ TEST(CpuTest, Exponential) {
   }
 }
 
+// Two keys with scores m and m - x, values 0 and 1: out = w / (1 + w) with w = exp(-x). Scores are exact in fp32. A
+// reference m of 2000 is past what one multiply-add is used for, and a bias makes scores of the dot products first. The
+// difference is rounded once more, in base 2: of exp(-x) that is a relative error of x units.
+TEST(CpuTest, WeightsOfTheForward) {
+  for (const char* type : {"fp32", "fp64"}) {
+    for (const char* more : {"", " mask=1,1,q,k", " bias=1,1,q,k"}) {
+      const bool single = std::string(type) == "fp32";
+      const std::string line = std::string("fwd b=1 hq=1 sq=4000 sk=2 d=2 dv=1 scale=1 lse ") + type + more;
+      const check::Case c = case_of(line);
+      for (const double m : {0.0, 700.0, -700.0, 2000.0, -2000.0}) {
+        const check::Tensors tensors(c);
+        const auto set = [&](const char* name, const std::vector<double>& values) {
+          const check::Tensor& tensor = *tensors.find(name);
+          for (std::size_t n = 0; n < tensor.existing.size(); ++n) {
+            tensor.set(tensor.existing[n], values[n % values.size()]);
+          }
+        };
+        std::vector<double> q;
+        for (int n = 0; n < 4000; ++n) {
+          q.insert(q.end(), {1, n < 3900 ? n / 64.0 : n * 1000.0});  // from 95 (fp64: 708) on the weight is 0
+        }
+        set("q", q);
+        set("k", {m, 0, m, -1});
+        set("v", {0, 1});
+        if (tensors.find("mask") != nullptr) {
+          set("mask", {1});
+        } else if (tensors.find("bias") != nullptr) {
+          set("bias", {0});
+        }
+        for (const std::string& isa : available_isas()) {
+          const ForcedIsa forced(isa);
+          run(tensors, Direction::kForward);
+          const check::Tensor& out = *tensors.find("out");
+          const check::Tensor& lse = *tensors.find("lse");
+          double worst = 0;
+          double worst_lse = 0;
+          for (std::size_t n = 0; n < out.existing.size(); ++n) {
+            const double w = std::exp(-q[2 * n + 1]);
+            const double got = out.get(out.existing[n]);
+            if (n >= 3900) {
+              EXPECT_EQ(got, 0) << isa << ' ' << line;
+            } else {
+              worst = std::max(worst, std::abs(got * (1 + w) / w - 1) / (2 + q[2 * n + 1]));
+            }
+            worst_lse =
+                std::max(worst_lse, std::abs(lse.get(lse.existing[n]) - (m + std::log1p(w))) / (1 + std::abs(m)));
+          }
+          EXPECT_LT(worst, single ? 0x1p-23 : 0x1p-52) << isa << ' ' << line << " m=" << m;
+          EXPECT_LT(worst_lse, 2 * (single ? 0x1p-23 : 0x1p-52)) << isa << ' ' << line << " m=" << m;
+        }
+      }
+    }
+  }
+}
+
 // ---- distances ----
 
 // ALiBi's |i + shift - j| where it is beyond 32 bits: the task of one query and two keys, without the 3 * 2^30 keys
@@ -299,7 +354,7 @@ TEST(CpuTest, KeysInParts) {
     Problem forward = c.problem;
     forward.direction = Direction::kForward;
     const Shapes shapes(forward);
-    EXPECT_GT(cpu::forward_parallelism(validate(shapes.get(), Direction::kForward, /*shapes_only=*/true)),
+    EXPECT_GT(cpu::forward_parallelism(validate(shapes.get(), Direction::kForward, /*shapes_only=*/true), 2),
               forward.batch() * forward.heads_k)
         << line << ": keys are not split";
     for (const std::string& isa : available_isas()) {

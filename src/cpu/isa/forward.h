@@ -89,8 +89,9 @@ math::Interval<i64> keys_of_strip(const ForwardTask& task, i64 begin, i64 end, i
 template <class T>
 HWY_INLINE void soften_row(const math::Score<T>& score, const RowTerms<T>& terms, const u8* keep, i64 cols, T* s,
                            T& running_max, T* running_sum, T* o, i64 value_cols) {
+  const bool dots = keeps_dots(score, terms);
   const T before = running_max;
-  const T after = math::max(score_row(score, terms, cols, s), before);
+  const T after = math::max(score_row(score, terms, dots, cols, s), before);
   Simd<T> sum = Simd<T>::load(running_sum);
   if (after != before) {
     const Simd<T> factor = math::correction(Simd<T>(before), Simd<T>(after));
@@ -100,7 +101,7 @@ HWY_INLINE void soften_row(const math::Score<T>& score, const RowTerms<T>& terms
     }
     running_max = after;
   }
-  weigh_row(math::reference_of(after), keep, cols, s, sum).store(running_sum);
+  weigh_row(score, dots, math::reference_of(after), keep, cols, s, sum).store(running_sum);
 }
 
 // What adds to a row of the strip to come.
@@ -114,7 +115,7 @@ HWY_INLINE void prefetch_terms(const ForwardTask& task, i64 number, i64 col, i64
 
 template <class T>
 void forward_block(const ForwardTask& task, const ForwardTiles<T>& tiles, const ForwardState<T>& state, i64 key,
-                   i64 key_end) {
+                   i64 key_end, i64 key_last) {
   const Options& options = *task.options;
   const SequenceArgs& sequence = task.sequence;
   const i64 rows = task.row_end - task.row_begin;
@@ -131,7 +132,7 @@ void forward_block(const ForwardTask& task, const ForwardTiles<T>& tiles, const 
     });
   }
 
-  for (i64 row = 0; row < rows; row += kBlockRows) {
+  for (i64 row = 0, next = key_end; row < rows; row += kBlockRows) {
     const i64 strip = math::min(i64(kBlockRows), rows - row);
     const math::Interval<i64> keys = keys_of_strip<T>(task, row, row + strip, key, key_end);
     if (keys.empty()) {
@@ -147,6 +148,10 @@ void forward_block(const ForwardTask& task, const ForwardTiles<T>& tiles, const 
     for (i64 r = 0; r < strip; ++r) {
       const i64 number = task.row_begin + row + r;
       prefetch_terms(task, number + kBlockRows, key + col, cols);
+      for (const i64 end = key_end + (key_last - key_end) * (row + r + 1) / rows; next < end; ++next) {
+        prefetch_row<2>(task.k, next, 0, options.head_dim);
+        prefetch_row<2>(task.v, next, 0, options.head_dim_v);
+      }
       const RowTerms<T> terms = terms_of_row(task.heads[number / sequence.q_len].head, sequence,
                                              number % sequence.q_len, key + col, cols, tiles.buffers);
       const u8* keep = drops ? tiles.keep + (row + r) * tiles.keep_stride + col / 8 : nullptr;
@@ -223,8 +228,10 @@ void forward(const ForwardTask& task, void* scratch) {
   fill(tiles.q + rows * tiles.ld_q, (round_up(rows, 4) - rows) * tiles.ld_q, T(0));
   fill(state.o, round_up(rows, 4) * tiles.ld_v, T(0));
 
-  for (i64 key = keys.begin / 16 * 16; key < keys.end; key += options.block_keys) {
-    forward_block(task, tiles, state, key, math::min(key + options.block_keys, keys.end));
+  // Blocks end where they end for every task, so that a row has the same bits whatever rows are with it.
+  for (i64 key = keys.begin / 16 * 16, end; key < keys.end; key = end) {
+    end = math::min((key / options.block_keys + 1) * options.block_keys, keys.end);
+    forward_block(task, tiles, state, key, end, math::min(end + options.block_keys, keys.end));
   }
   if (task.partial == nullptr) {
     finish_rows(task, state, tiles.q);  // q is no longer needed

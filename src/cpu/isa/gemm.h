@@ -17,14 +17,6 @@
 
 namespace fovea::cpu::FOVEA_ISA {
 
-// The block of C is an array, which stays in registers if every loop over it is unrolled. GCC unrolls by itself. Clang
-// has a limit that 12 rows exceed; each sum then goes through memory, at half the speed.
-#ifdef __clang__
-#define FOVEA_UNROLL _Pragma("clang loop unroll(full)")
-#else
-#define FOVEA_UNROLL
-#endif
-
 inline constexpr bool kManyRegisters = HWY_TARGET == HWY_AVX3 || HWY_ARCH_ARM_A64;
 inline constexpr int kBlockRows = kManyRegisters ? 12 : 4;
 inline constexpr int kBlockVectors = kManyRegisters ? 2 : 3;

@@ -51,11 +51,6 @@ struct RowBuffers {
 };
 
 template <class T>
-constexpr i32 native_type() {
-  return sizeof(T) == 4 ? FOVEA_FP32 : FOVEA_FP64;
-}
-
-template <class T>
 const T* bias_row(const Matrix& bias, i64 row, i64 col, i64 cols, i64 k_len, T* buffer) {
   if (bias.type == native_type<T>() && bias.col == 1 && col + cols <= k_len) {
     return reinterpret_cast<const T*>(address(bias, row, col));
@@ -176,31 +171,72 @@ HWY_INLINE void with_work(const math::Score<T>& score, Work work, Function funct
 
 // ---- forward ----
 
-// Dot products to scores, in place; the largest of them.
+// Whether a row of the forward keeps its dot products: weigh_row scales them, which saves a pass. Where the band ends
+// within the row must not matter: rows have the same bits whatever strip they are in.
+template <class T>
+HWY_INLINE bool keeps_dots(const math::Score<T>& score, const RowTerms<T>& terms) {
+  return !(score.softcap > 0) && score.scale != T(0) && terms.bias[0] == nullptr && terms.bias[1] == nullptr &&
+         !terms.alibi;
+}
+
+// Dot products to scores, in place unless they are kept; the largest score.
 template <bool kSoftcap, Work kWork, class T>
-T score_row(const math::Score<T>& score, const RowTerms<T>& terms, i64 cols, T* row) {
-  Simd<T> largest(T(-kInfinity));
-  for (i64 c = 0; c < cols; c += lanes<T>()) {
-    const Simd<T> s = score_at<kSoftcap, kWork>(score, terms, c, Simd<T>::load(row + c)).score.value;
-    largest = max(s, largest);
-    s.store(row + c);
+T score_row(const math::Score<T>& score, const RowTerms<T>& terms, bool keeps_dots, i64 cols, T* row) {
+  constexpr int kChains = 4;  // a maximum waits for the one before it
+  Simd<T> largest[kChains];
+  for (Simd<T>& one : largest) {
+    one = Simd<T>(T(-kInfinity));
   }
-  return max_of_lanes(largest);
+  const Simd<T> hidden(score.scale < T(0) ? T(kInfinity) : T(-kInfinity));  // the dot product of score -inf
+  const auto next = [&](i64 c, Simd<T>& one) HWY_ATTR {
+    const Simd<T> dot = Simd<T>::load(row + c);
+    const Scored<T> scored = score_at<kSoftcap, kWork>(score, terms, c, dot);
+    one = max(scored.score.value, one);
+    if (!keeps_dots) {
+      scored.score.value.store(row + c);
+    } else if constexpr (kWork == Work::kMask) {
+      select(scored.allowed, dot, hidden).store(row + c);
+    }
+  };
+  i64 c = 0;
+  for (; c + kChains * lanes<T>() <= cols; c += kChains * lanes<T>()) {
+    FOVEA_UNROLL
+    for (int n = 0; n < kChains; ++n) {
+      next(c + n * lanes<T>(), largest[n]);
+    }
+  }
+  for (; c < cols; c += lanes<T>()) {
+    next(c, largest[0]);
+  }
+  return max_of_lanes(max(max(largest[0], largest[1]), max(largest[2], largest[3])));
 }
 
 template <class T>
-T score_row(const math::Score<T>& score, const RowTerms<T>& terms, i64 cols, T* row) {
+T score_row(const math::Score<T>& score, const RowTerms<T>& terms, bool keeps_dots, i64 cols, T* row) {
   T largest;
-  with_work(score, terms.work(cols),
-            [&]<bool kSoftcap, Work kWork>() { largest = score_row<kSoftcap, kWork>(score, terms, cols, row); });
+  with_work(score, terms.work(cols), [&]<bool kSoftcap, Work kWork>() {
+    largest = score_row<kSoftcap, kWork>(score, terms, keeps_dots, cols, row);
+  });
   return largest;
 }
 
-// Scores to weights, in place, those that dropout drops to 0. Returns `sum` with all weights added, dropped or not.
-template <class T>
-Simd<T> weigh_row(T reference, const u8* keep, i64 cols, T* row, Simd<T> sum) {
+// How weights are made of a row: by one multiply-add of its dot products, or of the difference of score and reference.
+enum class Weighing { kFused, kScaled, kScores };
+
+// Weights, in place, those that dropout drops to 0. Returns `sum` with all weights added, dropped or not.
+template <Weighing kWeighing, class T>
+HWY_INLINE Simd<T> weigh_row(T scale, T reference, const u8* keep, i64 cols, T* row, Simd<T> sum) {
+  constexpr T kLog2E = ExpConstants<T>::kLog2e;
+  const Simd<T> unit(kWeighing == Weighing::kFused ? scale * kLog2E : kLog2E);
+  const Simd<T> subtracted(kWeighing == Weighing::kFused ? reference * kLog2E : reference);
   for (i64 c = 0; c < cols; c += lanes<T>()) {
-    Simd<T> p = math::weight(Simd<T>::load(row + c), Simd<T>(reference));
+    Simd<T> p = Simd<T>::load(row + c);
+    if constexpr (kWeighing == Weighing::kFused) {
+      p = exp2(fma(p, unit, -subtracted));  // math::weight_base_2
+    } else {
+      const Simd<T> score = kWeighing == Weighing::kScaled ? p * Simd<T>(scale) : p;
+      p = exp2((score - subtracted) * unit);  // math::weight_base_2_of_difference
+    }
     sum = sum + p;
     if (keep != nullptr) {
       p = select(bits_at<T>(keep, c), p, Simd<T>(T(0)));
@@ -208,6 +244,19 @@ Simd<T> weigh_row(T reference, const u8* keep, i64 cols, T* row, Simd<T> sum) {
     p.store(row + c);
   }
   return sum;
+}
+
+template <class T>
+Simd<T> weigh_row(const math::Score<T>& score, bool dots, T reference, const u8* keep, i64 cols, T* row, Simd<T> sum) {
+  constexpr bool kFuses = HWY_NATIVE_FMA;  // otherwise the product would be rounded, by more than the difference
+  constexpr T kLargest = kFuses ? T(math::kLargestFusedReference) / ExpConstants<T>::kLog2e : T(0);
+  if (!dots) {
+    return weigh_row<Weighing::kScores>(score.scale, reference, keep, cols, row, sum);
+  }
+  if (math::abs(reference) <= kLargest) {
+    return weigh_row<Weighing::kFused>(score.scale, reference, keep, cols, row, sum);
+  }
+  return weigh_row<Weighing::kScaled>(score.scale, reference, keep, cols, row, sum);
 }
 
 // ---- backward ----

@@ -29,6 +29,11 @@ constexpr i64 leading(i64 cols) {
 
 // ---- the caller's rows ----
 
+template <class T>
+constexpr i32 native_type() {
+  return sizeof(T) == 4 ? FOVEA_FP32 : FOVEA_FP64;
+}
+
 constexpr i64 element_size(i32 type) {
   return type == FOVEA_FP64 ? 8 : type == FOVEA_FP32 ? 4 : type == FOVEA_BOOL ? 1 : 2;
 }
@@ -106,6 +111,7 @@ void fill(T* to, i64 count, T value) {
 // Asks for the cache lines of a row's columns.
 // Note: always inlined, like whatever calls it. g++ takes a function that only prefetches for one without effect and
 // drops calls of it.
+template <int kLocality = 3>
 HWY_INLINE void prefetch_row(const Matrix& m, i64 row, i64 col, i64 cols, bool to_write = false) {
   constexpr i64 kLine = 64;
   if (m.col != 1 || cols == 0) {
@@ -114,7 +120,7 @@ HWY_INLINE void prefetch_row(const Matrix& m, i64 row, i64 col, i64 cols, bool t
   const u8* begin = address(m, row, col);
   const u8* end = begin + cols * element_size(m.type);
   for (const u8* line = begin; line < end; line += kLine) {
-    to_write ? __builtin_prefetch(line, 1) : __builtin_prefetch(line, 0);
+    to_write ? __builtin_prefetch(line, 1) : __builtin_prefetch(line, 0, kLocality);
   }
 }
 
@@ -200,6 +206,10 @@ template <class T>
 void load_transposed(const Matrix& m, i64 row, i64 rows, i64 cols, T* buffer, i64 ld, T* to, i64 ld_to) {
   for (i64 r = 0; r < rows; r += lanes<T>()) {
     const i64 some = math::min(lanes<T>(), rows - r);
+    if (some == lanes<T>() && m.col == 1 && m.type == native_type<T>() && cols == padded<T>(cols)) {
+      transpose_tile(reinterpret_cast<const T*>(address(m, row + r, 0)), m.row, some, cols, to + r, ld_to);
+      continue;
+    }
     for (i64 next = r + some; next < math::min(r + some + kRowsAhead, rows); ++next) {
       prefetch_row(m, row + next, 0, cols);
     }
