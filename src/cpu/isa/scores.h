@@ -232,10 +232,10 @@ HWY_INLINE Simd<T> weigh_row(T scale, T reference, const u8* keep, i64 cols, T* 
   for (i64 c = 0; c < cols; c += lanes<T>()) {
     Simd<T> p = Simd<T>::load(row + c);
     if constexpr (kWeighing == Weighing::kFused) {
-      p = exp2(fma(p, unit, -subtracted));  // math::weight_base_2
+      p = math::weight_base_2_by_fma(p, unit, subtracted);
     } else {
       const Simd<T> score = kWeighing == Weighing::kScaled ? p * Simd<T>(scale) : p;
-      p = exp2((score - subtracted) * unit);  // math::weight_base_2_of_difference
+      p = math::weight_base_2_of_difference(score, subtracted, unit);
     }
     sum = sum + p;
     if (keep != nullptr) {
