@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of flash_attn, cuEquivariance and DeepSpeed4Science on CUDA tensors, in bf16, against formulas in float64,
+"""The functions of flash_attn, cuEquivariance, DeepSpeed4Science, xFormers and Megatron-Core on CUDA tensors, in bf16, against formulas in float64,
 with gradients."""
 
+import enum
 import itertools
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ sys.path.append(str(ROOT / "tests" / "torch"))
 
 import fovea.integrations  # noqa: E402
 import naive  # noqa: E402
-from fovea.integrations import evoformer, flash_attn, flash_attn_3, flash_attn_4, triangle  # noqa: E402
+from fovea.integrations import evoformer, flash_attn, flash_attn_3, flash_attn_4, megatron, triangle, xformers  # noqa: E402
 
 LENGTHS_Q, LENGTHS_K = [130, 0, 77, 256], [200, 64, 77, 100]
 
@@ -163,3 +165,69 @@ def test_evoformer(device):
     out = evoformer.DS4Sci_EvoformerAttention(*leaves[:3], leaves[3:])
     s = torch.einsum("bnqhd,bnkhd->bnhqk", *exact[:2]) / math.sqrt(32) + exact[3] + exact[4]
     check(out, leaves, torch.einsum("bnhqk,bnkhd->bnqhd", s.softmax(-1), exact[2]), exact)
+
+
+def alone(exact, spans_q, spans_k, lengths_q, lengths_k, **options):
+    """Each packed sequence by itself, (S, H, D); rows of padding are 0."""
+    outs = []
+    for q, k, v, rows, keys in zip(*(x.split(spans) for x, spans in zip(exact, (spans_q, spans_k, spans_k))), lengths_q, lengths_k):
+        one = formula((q[None, :rows], k[None, :keys], v[None, :keys]), (-1, -1), **options)[0][0]
+        outs.append(torch.nn.functional.pad(one, (0, 0, 0, 0, 0, q.shape[0] - rows)))
+    return torch.cat(outs)
+
+
+def test_xformers(device):
+    """Keys with padding between them, and the backward as a function of its own; parts that are merged."""
+    spans = [256, 64, 80, 128]
+    bias = type("BlockDiagonalCausalWithOffsetPaddedKeysMask", (), {})()
+    bias.q_seqinfo = SimpleNamespace(seqstart=offsets(LENGTHS_Q, device), max_seqlen=256)
+    bias.k_seqinfo = SimpleNamespace(seqstart=offsets(spans, device), max_seqlen=256,
+                                     seqlen=torch.tensor(LENGTHS_K, dtype=torch.int32, device=device))  # fmt: skip
+    leaves = leaves_of(device, (1, sum(LENGTHS_Q), 4, 64), (1, sum(spans), 2, 64), (1, sum(spans), 2, 64))
+    exact = exact_of(leaves)
+    want = alone([x[0] for x in exact], LENGTHS_Q, spans, LENGTHS_Q, LENGTHS_K, causal=True)[None]
+    check(xformers.memory_efficient_attention(*leaves, bias), leaves, want, exact)
+    out, lse = xformers.memory_efficient_attention_forward_requires_grad(*leaves, bias)
+    weights = torch.randn_like(want)
+    found = xformers.memory_efficient_attention_backward(weights.to(out), out, lse, *leaves, bias)
+    for one, other in zip(found, torch.autograd.grad((want * weights).sum(), exact)):
+        assert (one.double().cpu() - other).abs().max() <= 0.02 * other.abs().max()
+
+    leaves = leaves_of(device, (2, 130, 2, 64), (2, 200, 2, 64), (2, 200, 2, 64))
+    exact = exact_of(leaves)
+    q, k, v = leaves
+    parts = [xformers.memory_efficient_attention_partial(q, k[:, at], v[:, at]) for at in (slice(0, 70), slice(70, 200))]
+    merged, lse = xformers.merge_attentions(*zip(*parts))
+    want, want_lse = formula(exact, (-1, -1))
+    check(merged, leaves, want, exact, (lse, want_lse))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_megatron(packed, device):
+    """Four sequences side by side as one of all their heads, with a learned sink; packed with padding; with a bias."""
+    kinds = enum.Enum("kinds", "causal")
+    configuration = SimpleNamespace(
+        attention_dropout=0.0, num_attention_heads=4, tensor_model_parallel_size=1, softmax_type="learnable", params_dtype=torch.bfloat16,
+        perform_initialization=True, init_method=torch.nn.init.normal_, sequence_parallel=False,
+    )  # fmt: skip
+    core = megatron.CoreAttention(configuration, 1, kinds.causal, "self")
+    sink = core.softmax_offset
+    exact_sink = sink.detach().double().cpu().requires_grad_()
+    if packed:
+        spans, lengths = [256, 64, 80, 128], [200, 64, 77, 100]
+        leaves = leaves_of(device, (sum(spans), 4, 64), (sum(spans), 2, 64), (sum(spans), 2, 64))
+        exact = exact_of(leaves)
+        starts = offsets(lengths, device)
+        params = SimpleNamespace(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=256, max_seqlen_kv=256,
+                                 cu_seqlens_q_padded=offsets(spans, device), cu_seqlens_kv_padded=offsets(spans, device))  # fmt: skip
+        want = alone(exact, spans, spans, lengths, lengths, causal=True, sink=exact_sink).flatten(1)
+        check(core(*leaves, None, packed_seq_params=params), [*leaves, sink], want, [*exact, exact_sink])
+        return
+    leaves = leaves_of(device, (130, 4, 4, 64), (130, 4, 2, 64), (130, 4, 2, 64), (1, 4, 130, 130))
+    exact = exact_of(leaves)
+    for given in (3, 4):
+        bias = leaves[3] if given == 4 else None
+        out = formula([x.transpose(0, 1) for x in exact[:3]], (-1, -1), causal=True, sink=exact_sink,
+                      bias=exact[3] if given == 4 else None)[0]  # fmt: skip
+        got = core(*leaves[:3], None, attention_bias=bias)
+        check(got, [*leaves[:given], sink], out.transpose(0, 1).flatten(2), [*exact[:given], exact_sink])

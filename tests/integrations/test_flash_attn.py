@@ -12,6 +12,7 @@ import torch
 import fovea.integrations
 import naive
 from fovea.integrations import _bert_padding, flash_attn, flash_attn_3, flash_attn_4
+from fovea.torch import attention_qkv
 
 VERSIONS = {"flash_attn": flash_attn, "flash_attn_3": flash_attn_3, "flash_attn_4": flash_attn_4}
 
@@ -181,6 +182,16 @@ def test_results():
     assert not flash_attn.flash_attn_func(q, k, v, alibi_slopes=torch.rand(4, requires_grad=True)).isnan().any()
 
 
+def nodes(out):
+    """Names of the steps of a backward."""
+    found, left = [], [out.grad_fn]
+    while left:
+        node = left.pop()
+        found.append(node.name())
+        left += [after for after, _ in node.next_functions if after is not None]
+    return sorted(found)
+
+
 def test_packed_tensors(computed):
     """qkv and kv as one tensor, whose gradient is one tensor."""
     qkv = torch.randn(2, 6, 3, 4, 8, dtype=torch.float64, requires_grad=True)
@@ -241,6 +252,17 @@ def test_varlen(version, causal, window, computed):
     assert lse.shape == (4, sum(LENGTHS_Q))
     compare(out, want, leaves, (lse, want_lse))
     computed(version, 1)
+
+
+def test_the_gradient_of_a_packed_tensor_is_written_as_one():
+    """Not three that are then copied together, which is what unbind() before attention() gives."""
+    qkv = torch.randn(2, 6, 3, 4, 8, dtype=torch.float64, requires_grad=True)
+    want = nodes(attention_qkv(qkv, 2, layout="bshd", causal=True))
+    assert want != nodes(flash_attn.flash_attn_func(*qkv.unbind(2), causal=True))
+    for function in (flash_attn.flash_attn_qkvpacked_func, flash_attn_3.flash_attn_qkvpacked_func):
+        assert nodes(function(qkv, causal=True)) == want
+    packed = qkv[0].detach().requires_grad_()
+    assert nodes(flash_attn.flash_attn_varlen_qkvpacked_func(packed, offsets([6]), 6, causal=True)) == want
 
 
 def test_varlen_packed_tensors(computed):
@@ -382,6 +404,7 @@ REFUSED = {
                    "flash_attn_with_kvcache": ["rotary_cos", "rotary_sin", "cache_leftpad", "block_table"]},
     "flash_attn_3": {
         "flash_attn_func": ["qv", "q_descale", "k_descale", "v_descale", "attention_chunk"],
+        "flash_attn_qkvpacked_func": ["q_descale", "k_descale", "v_descale", "attention_chunk"],
         "flash_attn_varlen_func": ["qv", "q_descale", "k_descale", "v_descale", "attention_chunk"],
         "flash_attn_with_kvcache": ["qv", "rotary_cos", "rotary_sin", "cache_leftpad", "page_table", "cu_seqlens_q",
                                     "cu_seqlens_k_new", "rotary_seqlens", "q_descale", "k_descale", "v_descale", "attention_chunk"],
@@ -400,6 +423,8 @@ REFUSED = {
 def test_refused_by_name(version, function, argument):
     q = torch.randn(1, 4, 2, 8)
     arguments = [q, q, q]
+    if function == "flash_attn_qkvpacked_func":
+        arguments = [torch.randn(1, 4, 3, 2, 8)]
     if function == "flash_attn_varlen_func" and version != "flash_attn_4":
         arguments = [q[0], q[0], q[0], offsets([4]), offsets([4]), 4, 4]
     value = 2 if argument == "attention_chunk" else torch.ones(1)

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Optional, Union
 import torch
 from torch import Tensor
 
-from ..torch import attention
+from ..torch import attention, attention_qkv
 from . import _counts
 
 Window = tuple[Optional[int], Optional[int]]
@@ -56,17 +56,27 @@ def slopes_of(alibi_slopes: Optional[Tensor], q: Tensor) -> Optional[Tensor]:
     return alibi_slopes.detach().to(torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
-def compute(
-    integration: str, q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: Optional[float], causal: bool, window_size: Window,
-    softcap: Optional[float], return_lse: bool, alibi_slopes: Optional[Tensor] = None, **options: Any,
-) -> Any:  # fmt: skip
-    """fovea.torch.attention with the names and conventions that all versions share."""
+def mapped(
+    q: Tensor, *, softmax_scale: Optional[float], causal: bool, window_size: Window, softcap: Optional[float], return_lse: bool,
+    alibi_slopes: Optional[Tensor] = None, **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """fovea's options of the names and conventions that all versions share."""
+    return {
+        "scale": softmax_scale, "causal": bool(causal), "window": unbounded(window_size), "align": "bottom_right",
+        "softcap": max(softcap or 0.0, 0.0), "alibi_slopes": slopes_of(alibi_slopes, q), "layout": "bshd",
+        "return_lse": return_lse, **options,
+    }  # fmt: skip
+
+
+def compute(integration: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     _counts.count(integration)
-    return attention(
-        q, k, v, scale=softmax_scale, causal=bool(causal), window=unbounded(window_size), align="bottom_right",
-        softcap=max(softcap or 0.0, 0.0), alibi_slopes=slopes_of(alibi_slopes, q), layout="bshd", return_lse=return_lse,
-        **options,
-    )  # fmt: skip
+    return attention(q, k, v, **mapped(q, **options))
+
+
+def compute_qkv(integration: str, qkv: Tensor, **options: Any) -> Any:
+    """(..., 3, H, D): its gradient is written as one tensor."""
+    _counts.count(integration)
+    return attention_qkv(qkv, -3, **mapped(qkv, **options))
 
 
 def append(cache: Tensor, new: Tensor, lengths: Tensor, rows: Optional[Tensor]) -> None:

@@ -117,10 +117,11 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """flash_attn.flash_attn_qkvpacked_func: qkv is (B, S, 3, H, D). The rest is as in flash_attn_func()."""
-    q, k, v = qkv.unbind(-3)
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
+    found = _flash.compute_qkv(
+        _NAME, qkv, dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+        alibi_slopes=alibi_slopes, deterministic=bool(deterministic), return_lse=bool(return_attn_probs),
+    )  # fmt: skip
+    return _result(found, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -217,11 +218,13 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """flash_attn.flash_attn_varlen_qkvpacked_func: qkv is (total, 3, H, D). The rest is as in flash_attn_varlen_func()."""
-    q, k, v = qkv.unbind(-3)
-    return flash_attn_varlen_func(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap,
-        alibi_slopes, deterministic, return_attn_probs,
+    longest = _flash.number(max_seqlen)
+    found = _flash.compute_qkv(
+        _NAME, qkv, dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+        alibi_slopes=alibi_slopes, deterministic=bool(deterministic), return_lse=bool(return_attn_probs), cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest,
     )  # fmt: skip
+    return _result(found, return_attn_probs)
 
 
 def flash_attn_with_kvcache(

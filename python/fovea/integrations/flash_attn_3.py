@@ -116,20 +116,22 @@ def flash_attn_qkvpacked_func(
         NotImplementedError: An argument that is refused is given.
         ValueError: A shape or a value is not accepted.
     """
+    _flash.refuse_given("flash_attn_qkvpacked_func", q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    _flash.refuse_chunk("flash_attn_qkvpacked_func", attention_chunk)
+    options: dict[str, Any] = {
+        "softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap,
+        "deterministic": bool(deterministic), "return_lse": bool(return_attn_probs),
+    }  # fmt: skip
     if qkv.dim() == 5:
-        q, k, v = qkv.unbind(-3)
-    else:
-        heads = qkv.shape[-2]
-        if num_heads_q is None or not 0 < num_heads_q < heads or (heads - num_heads_q) % 2:
-            raise ValueError(
-                f"num_heads_q: {num_heads_q} with a qkv of {heads} heads; accepted: Hq, where Hq + 2 * Hk = {heads}"
-            )
-        each = (heads - num_heads_q) // 2
-        q, k, v = qkv.split_with_sizes([num_heads_q, each, each], dim=-2)
-    return flash_attn_func(
-        q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap,
-        deterministic=deterministic, return_attn_probs=return_attn_probs,
-    )  # fmt: skip
+        return _flash.compute_qkv(_NAME, qkv, **options)
+    heads = qkv.shape[-2]
+    if num_heads_q is None or not 0 < num_heads_q < heads or (heads - num_heads_q) % 2:
+        raise ValueError(
+            f"num_heads_q: {num_heads_q} with a qkv of {heads} heads; accepted: Hq, where Hq + 2 * Hk = {heads}"
+        )
+    each = (heads - num_heads_q) // 2
+    q, k, v = qkv.split_with_sizes([num_heads_q, each, each], dim=-2)
+    return _flash.compute(_NAME, q, k, v, **options)
 
 
 def flash_attn_varlen_func(
