@@ -35,3 +35,13 @@ def python_path():
     _fast.switch_off()
     yield
     _fast.load()
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """Processes of a group (ranks.py), which tests of several files share."""
+    from ranks import Ranks
+
+    ranks = Ranks()
+    yield ranks
+    ranks.close()

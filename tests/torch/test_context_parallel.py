@@ -12,16 +12,8 @@ import parallel_cases
 import pytest
 import torch
 import torch.multiprocessing
-from ranks import Ranks
 
 from fovea.torch import Rows, context_parallel, explain_context_parallel
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    ranks = Ranks()
-    yield ranks
-    ranks.close()
 
 
 TABLE = parallel_cases.table()

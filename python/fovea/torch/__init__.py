@@ -18,6 +18,8 @@ docs/torch.md describes how it works together with the rest of PyTorch.
 # _sdpa.py        its arguments as those of attention()
 # _parallel.py    context_parallel(): sequences whose rows lie on several ranks
 # _rows.py        which rows each rank has, and the collectives that move them
+# _dtensor.py     DTensor's rules for the operators
+# _pytorch_cp.py  register_with_pytorch(): PyTorch's own context parallelism
 # aten/           PyTorch's operators of fused attention, computed by fovea
 # _fastest.py     for which of its calls PyTorch is faster, by fastest.json
 
@@ -50,6 +52,7 @@ from ._enable import (  # noqa: E402
 )
 from ._fast import fast_path  # noqa: E402
 from ._parallel import context_parallel, explain_context_parallel  # noqa: E402
+from ._pytorch_cp import register_with_pytorch  # noqa: E402
 from ._rows import Piece, Rows  # noqa: E402
 
 __all__ = [
@@ -67,6 +70,7 @@ __all__ = [
     "explain_context_parallel",
     "fast_path",
     "is_enabled",
+    "register_with_pytorch",
     "reset_stats",
     "stats",
 ]

@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
-from . import _ahead, _call
+from . import _ahead, _call, _dtensor
 from ._call import DIFFERENTIABLE, TENSORS, Arguments
 
 _ARGUMENTS = (
@@ -296,6 +296,7 @@ class OnceDifferentiable(torch.autograd.Function):
 
 
 def _differentiable_attention(*arguments: Any) -> Any:
+    _dtensor.ready()
     return Attention.apply(*_call.known(arguments))
 
 

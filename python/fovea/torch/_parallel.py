@@ -123,7 +123,7 @@ def explain_context_parallel(
         TypeError: See context_parallel().
         NotImplementedError: See context_parallel().
     """
-    call = _prepare(q, k, v, rows, move, dict(options))
+    call = prepare(q, k, v, rows, move, dict(options))
     s = call.sizes
     lines = [
         repr(rows),
@@ -149,7 +149,7 @@ def _compute(q: Tensor, k: Tensor, v: Tensor, rows: Any, move: Any, return_lse: 
     wrong: Optional[Exception] = None
     call: Any = None
     try:
-        call = _prepare(q, k, v, rows, move, options)
+        call = prepare(q, k, v, rows, move, options)
     except Exception as error:
         if os.environ.get(_CHECK, "0") != "1" or rows.ranks == 1:
             raise _of_rank(rows, error) from None
@@ -200,7 +200,7 @@ class Call(NamedTuple):
         return of.shape[self.heads_dim]
 
 
-def _prepare(q: Any, k: Any, v: Any, rows: Rows, move: Any, given: dict[str, Any]) -> Call:
+def prepare(q: Any, k: Any, v: Any, rows: Rows, move: Any, given: dict[str, Any]) -> Call:
     unknown = {name: value for name, value in given.items() if name not in _attention._OPTIONS}
     if unknown:
         raise _help.refuse("context_parallel", "q, k, v", (), unknown, [*_attention._OPTIONS, "rows", "move"])
@@ -631,7 +631,7 @@ class _Keys(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Any) -> Any:
         call = call._replace(q=tensors[0], k=tensors[1], v=tensors[2], options={**call.options, **dict(zip(_NAMED[3:], tensors[3:]))})
-        out, lse = _keys_forward(call)
+        out, lse = keys_forward(call)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, out, lse)
         ctx.call = call._replace(q=None, k=None, v=None, options={**call.options, **dict.fromkeys(_NAMED[3:])})  # type: ignore[arg-type]
@@ -647,7 +647,7 @@ class _Keys(torch.autograd.Function):
         call = ctx.call
         call = call._replace(q=tensors[0], k=tensors[1], v=tensors[2], options={**call.options, **dict(zip(_NAMED[3:], tensors[3:]))})
         with _saying_rank(call.rows):
-            return (None, *_keys_backward(call, need, grad_out, grad_lse, out, lse))
+            return (None, *keys_backward(call, need, grad_out, grad_lse, out, lse))
 
 
 class Part(NamedTuple):
@@ -803,7 +803,7 @@ def _groups_ahead(call: Call) -> Iterator[_Group]:
         yield group
 
 
-def _keys_forward(call: Call) -> tuple[Tensor, Tensor]:
+def keys_forward(call: Call) -> tuple[Tensor, Tensor]:
     packed = {"cu_seqlens_q": call.q} if call.rows.kind == "packed" else {}
     whole = _arguments(call.q, call.k, call.v, call.options, **packed)
     out = _call.new_out(whole, _call.out_layout(whole))
@@ -839,7 +839,7 @@ def _check_planes(call: Call) -> None:
             raise ValueError(f"{name}: shape {shape_text(x.shape)}; accepted: {heads} heads, those of q on every rank")
 
 
-def _keys_backward(
+def keys_backward(
     call: Call, need: Any, grad_out: Tensor, grad_lse: Optional[Tensor], out: Tensor, lse: Tensor
 ) -> list[Optional[Tensor]]:
     o, rows = call.options, call.rows

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DTensor's rules for fovea::attention and fovea::attention_backward (docs/several-gpus.md).
+
+How q is sharded over a dimension of the mesh decides: along the batch, the heads, or the rows, where k and v are then gathered. What
+else is sharded has to fit to that or to be whole, in which case it is cut without communication. So the placements of a call are those
+of q, and DTensor has nothing to choose. What these rules do not have is refused by name: DTensor would gather the operands and compute
+everything on every rank.
+
+The rules are registered by the first call that finds torch.distributed.tensor imported, as importing it takes half a second.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Optional
+
+from . import _call
+from ._call import DIFFERENTIABLE, TENSORS, Arguments
+
+_ready = False
+
+
+def ready() -> None:
+    """Registers the rules, once there can be a DTensor."""
+    if not _ready and "torch.distributed.tensor" in sys.modules:
+        _register()
+
+
+def _register() -> None:
+    global _ready
+    _ready = True
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.experimental import register_sharding
+
+    from ._operators import attention, attention_backward
+
+    rule: Any = register_sharding
+    rule(attention)(_forward)
+    rule(attention_backward)(_backward)
+    # What a decision is kept for has to include `need`, on which the results of the backward depend, and every option.
+    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    for op, first in ((attention, TENSORS), (attention_backward, 4)):
+        propagator.register_op_strategy(op, propagator.op_strategy_funcs[op], RuntimeSchemaInfo(first, needs_pytree=True))
+
+
+class Placed:
+    """Where tensors and results lie if q is sharded in one of the ways. None stands for Replicate()."""
+
+    def __init__(self, tensors: dict[str, Optional[int]], out: Optional[int], lse: Optional[int]) -> None:
+        self.tensors = tensors  # the dimension along which each tensor is sharded
+        self.out = out
+        self.lse = lse
+
+
+def _forward(*arguments: Any) -> list[Any]:
+    a = Arguments(*_call.known(arguments))
+    rest: list[Any] = [None] * (len(arguments) - TENSORS)
+    return [([_shard(w.out), _shard(w.lse)], [*_inputs(a, w), *rest]) for w in _ways(a)]
+
+
+def _backward(grad_out: Any, grad_lse: Any, out: Any, lse: Any, need: Sequence[bool], *arguments: Any) -> list[Any]:
+    from torch.distributed.tensor import Partial
+
+    a = Arguments(*_call.known(arguments))
+    rest: list[Any] = [None] * (len(arguments) - TENSORS)
+    found = []
+    for w in _ways(a):
+        grads = []
+        for name, wanted in zip(DIFFERENTIABLE, need):
+            at = w.tensors.get(name)
+            # What is whole on every rank gets a part of its gradient on each, unless every rank computes all.
+            grads.append(Partial() if wanted and at is None and w.out is not None else _shard(at if wanted else None))
+        mine = [_shard(w.out), None if grad_lse is None else _shard(w.lse), _shard(w.out), _shard(w.lse), None]
+        found.append((grads, [*mine, *_inputs(a, w), *rest]))
+    return found
+
+
+def _shard(at: Optional[int]) -> Any:
+    from torch.distributed.tensor import Replicate, Shard
+
+    return Replicate() if at is None else Shard(at)
+
+
+def _inputs(a: Arguments, w: Placed) -> list[Any]:
+    return [None if x is None else _shard(w.tensors[name]) for name, x in zip(Arguments._fields[:TENSORS], a)]
+
+
+def _ways(a: Arguments) -> list[Placed]:
+    """The ways in which a call is computed over the dimensions of the mesh."""
+    q: Any = a.q
+    levels = 0 if a.packed else len(q.shape) - 3
+    heads = levels if a.heads_first else len(q.shape) - 2
+    rows = len(q.shape) - 2 if a.heads_first else len(q.shape) - 3
+    names = {level: "batch" for level in range(levels)}
+    names.update({heads: "heads", rows: "rows"})
+    shards: dict[Optional[int], int] = {}  # of q's dimensions, by how many ranks each is shared
+    placements = [_dimension("q", p) for p in q.placements]
+    for size, at in zip(q.mesh.shape, placements):
+        shards[at] = shards.get(at, 1) * size
+    ways: dict[Optional[int], Placed] = {}
+    for at, ranks in shards.items():
+        if at is None:
+            ways[at] = Placed(dict.fromkeys(Arguments._fields[:TENSORS]), None, None)
+            continue
+        what = names.get(at, "head dimension")
+        why_not = _why_not(a, what, ranks, at, levels)
+        if why_not:
+            raise NotImplementedError(
+                f"q: sharded along its {what} (dimension {at}) over {ranks} ranks: {why_not}; accepted: another placement, such as "
+                f"q.redistribute(placements=[Shard({heads})]), or fovea.torch.context_parallel with local tensors"
+            )
+        ways[at] = _way(a, what, at, heads, rows, levels)
+    # Others fit to q, or are whole and cut without communication.
+    for name, x in zip(Arguments._fields[:TENSORS], a):
+        if x is None or name == "q":
+            continue
+        tensor: Any = x
+        for number, (of_q, placement) in enumerate(zip(placements, tensor.placements)):
+            given, wanted = _dimension(name, placement), ways[of_q].tensors[name]
+            gathered = name in ("k", "v") and of_q == rows and given == rows
+            if given is not None and given != wanted and not gathered:
+                raise NotImplementedError(
+                    f"{name}: sharded along dimension {given} over dimension {number} of the mesh, where q is "
+                    f"{'whole' if of_q is None else f'sharded along its {names[of_q]}'}: it would be gathered, and work repeated on every rank; "
+                    f"accepted: {'Replicate()' if wanted is None else f'Shard({wanted}) or Replicate()'}"
+                )
+    return list(ways.values())
+
+
+def _dimension(name: str, placement: Any) -> Optional[int]:
+    """The dimension of a Shard; None for what is whole or a sum that DTensor will form."""
+    if not placement.is_shard() and not type(placement).__name__.endswith("Shard"):
+        return None
+    if type(placement).__name__ != "Shard":
+        raise NotImplementedError(f"{name}: placement {placement}; accepted: Shard, Replicate, Partial")
+    return int(placement.dim)
+
+
+def _why_not(a: Arguments, what: str, ranks: int, at: int, levels: int) -> str:
+    if what == "head dimension":
+        return "a score needs all of it"
+    if what != "rows" and a.dropout_p:
+        return f"dropout_p is {a.dropout_p}, and the ranks would draw equal masks"
+    if what == "batch":
+        if a.q.shape[at] < ranks:
+            return f"its size is {a.q.shape[at]}"
+        if levels == 2 and (a.seqused_q is not None or a.seqused_k is not None):
+            return "seqused has one dimension for both levels"
+        if a.alibi_slopes is not None and len(a.alibi_slopes.shape) not in (1, levels + 1):
+            return "alibi_slopes have one dimension for both levels"
+    elif what == "heads":
+        heads = a.k.shape[at]
+        if heads % ranks:
+            return f"k has {heads} heads, no multiple of the ranks"
+    elif a.packed:
+        return "packed sequences have other rows on each rank"
+    else:
+        if a.q.shape[at] < ranks:
+            return f"its size is {a.q.shape[at]}"
+        given = {"causal": a.causal, "window": a.window_left != -1 or a.window_right != -1, "alibi_slopes": a.alibi_slopes is not None,
+                 "dropout_p": a.dropout_p != 0, "seqused_q": a.seqused_q is not None}  # fmt: skip
+        for name, is_there in given.items():
+            if is_there:
+                return f"{name} depends on the numbers of the rows, which a rank's call does not have"
+    return ""
+
+
+def _way(a: Arguments, what: str, at: int, heads: int, rows: int, levels: int) -> Placed:
+    # Biases and masks have the dimensions (batch levels, heads, rows, keys), counted from the end.
+    plane = {"heads": -3, "rows": -2}.get(what, at - levels - 3)
+    tensors: dict[str, Optional[int]] = dict.fromkeys(Arguments._fields[:TENSORS])
+    tensors["q"] = at
+    if what != "rows":
+        tensors["k"] = tensors["v"] = at
+    for name in ("bias", "bias2", "mask"):
+        x = getattr(a, name)
+        if x is not None and len(x.shape) >= -plane and x.shape[plane] != 1:
+            tensors[name] = len(x.shape) + plane
+    slopes = a.alibi_slopes
+    if what == "heads":
+        tensors["sink"] = 0
+        if slopes is not None:
+            tensors["alibi_slopes"] = len(slopes.shape) - 1
+    elif what == "batch":
+        tensors["seqused_q"] = tensors["seqused_k"] = 0
+        if slopes is not None and len(slopes.shape) > 1:
+            tensors["alibi_slopes"] = at
+    # lse has the layout (batch levels, heads, rows) always.
+    return Placed(tensors, at, {"heads": levels, "rows": levels + 1}.get(what, at))

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""register_with_pytorch: PyTorch's own context parallelism with fovea::attention as an operator that it knows.
+
+While PyTorch's context parallelism is on, it replaces operators in DTensor's dispatcher from a table. All of that is private to
+PyTorch, so it is accepted for versions with which it was tested.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _call, _parallel
+from ._call import DIFFERENTIABLE, Arguments
+from ._rows import Rows
+
+_TESTED = ((2, 15),)
+_MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
+_plans: dict[Any, Rows] = {}
+_MOST_PLANS = 64
+
+
+def register_with_pytorch() -> None:
+    """Makes PyTorch's context parallelism compute fovea.torch.attention().
+
+    PyTorch wraps a module whose inputs are q, k and v, by ``parallelize_module(module, mesh, _ContextParallel(seq_dim=2,
+    attention_type=_ContextParallel.AttentionType.SDPA))``, with its head-tail load balancer or without one. In such a module a call of
+    attention() is then computed as context_parallel(move="keys") does, with what that can compute. ``torch.distributed.tensor.experimental.
+    context_parallel()`` itself replaces scaled_dot_product_attention only.
+
+    Raises:
+        NotImplementedError: This version of PyTorch is not one that was tested.
+    """
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if version not in _TESTED:
+        accepted = ", ".join(".".join(map(str, tested)) for tested in _TESTED)
+        raise NotImplementedError(
+            f"register_with_pytorch: PyTorch {torch.__version__}, whose context parallelism is private; accepted: {accepted}; "
+            "fovea.torch.context_parallel() needs no registration"
+        )
+    from ._operators import attention, attention_backward
+
+    theirs: Any = importlib.import_module(_MODULE)
+    theirs.custom_ops[attention] = _forward
+    theirs.custom_ops[attention_backward] = _backward
+
+
+def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    call, wrap = _call_of(_call.known(args))
+    out, lse = _parallel.keys_forward(call)
+    rows = call.rows_dim + out.dim()
+    return wrap(out, rows), wrap(lse, lse.dim() - 1)
+
+
+def _backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    grad_out, grad_lse, out, lse, need, *rest = args
+    given = _call.known(tuple(rest))
+    call, wrap = _call_of(given, dict(zip(DIFFERENTIABLE, need)))
+    rows = call.rows_dim + out.dim()
+    local: list[Any] = [None if x is None else _local(x, at) for x, at in ((grad_out, rows), (grad_lse, lse.dim() - 1), (out, rows), (lse, lse.dim() - 1))]
+    grads: Any = _parallel.keys_backward(call, need, *local)
+    results = []
+    for name, grad, at in zip(DIFFERENTIABLE, grads, _call.DIFFERENTIABLE_AT):
+        if grad is None:
+            results.append(wrap(local[0].new_empty(0), None))
+        elif name in ("q", "k", "v"):
+            results.append(wrap(grad, rows))
+        else:
+            results.append(wrap(grad, grad.dim() - 2) if _is_distributed(given[at]) else grad)
+    return tuple(results)
+
+
+def _is_distributed(x: Any) -> bool:
+    return isinstance(x, Tensor) and hasattr(x, "device_mesh")
+
+
+def _local(x: Any, rows: int) -> Tensor:
+    """This rank's rows of a tensor; what is whole, whole."""
+    if not _is_distributed(x):
+        tensor: Tensor = x
+        return tensor
+    from torch.distributed.tensor import Replicate, Shard
+
+    if x.placements == (Replicate(),) or rows >= x.dim():
+        x = x.redistribute(placements=[Shard(rows)]) if rows < x.dim() and x.shape[rows] != 1 else x
+    elif x.placements != (Shard(rows),):
+        x = x.redistribute(placements=[Shard(rows)])
+    local: Tensor = x._local_tensor
+    return local
+
+
+def _call_of(given: tuple[Any, ...], wants: Any = None) -> tuple[_parallel.Call, Any]:
+    """The call, and what makes a DTensor of its results."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    a = Arguments(*given)
+    q: Any = a.q
+    rows_at = q.dim() - 2 if a.heads_first else q.dim() - 3
+    for name in ("q", "k", "v"):
+        x: Any = getattr(a, name)
+        if not _is_distributed(x) or x.placements != (Shard(rows_at),):
+            where = x.placements if _is_distributed(x) else "no DTensor"
+            raise NotImplementedError(
+                f"{name}: {where}, while PyTorch's context parallelism is on; accepted: Shard({rows_at}) on a mesh of one dimension, its rows"
+            )
+    mesh = q.device_mesh
+    theirs: Any = importlib.import_module(_MODULE)
+    kind = "zigzag" if theirs._cp_options.enable_load_balance else "contiguous"
+    key = (kind, q.shape[rows_at], mesh)
+    if key not in _plans:
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        _plans[key] = getattr(Rows, kind)(q.shape[rows_at], mesh, block=1)
+    options: dict[str, Any] = {
+        name: getattr(a, name) for name in ("scale", "causal", "softcap", "dropout_p", "rng", "layout", "backend", "alibi_slopes", "sink")
+    }
+    options.update(window=(a.window_left, a.window_right), deterministic=bool(a.deterministic), seed=a.seed)
+    for name in ("seqused_q", "seqused_k", "alibi_slopes", "sink"):
+        x = getattr(a, name)
+        options[name] = x.full_tensor() if _is_distributed(x) else x
+    for name in ("bias", "bias2", "mask"):
+        x = getattr(a, name)
+        options[name] = None if x is None else _local(x, x.dim() - 2)
+    k: Any = a.k
+    v: Any = a.v
+    call = _parallel.prepare(q._local_tensor, k._local_tensor, v._local_tensor, _plans[key], "keys", options)
+    for name in ("bias", "bias2"):
+        plane = options[name]
+        if wants and wants[name] and (plane.dim() < 3 or plane.shape[-3] == 1):
+            call = call._replace(groups=1)  # its gradient is summed over all heads
+
+    def wrap(local: Tensor, rows: Any) -> Any:
+        if rows is None:
+            return DTensor.from_local(local, mesh, [Replicate()], run_check=False)
+        shape = list(local.shape)
+        shape[rows] = call.rows.total
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(local, mesh, [Shard(rows)], run_check=False, shape=torch.Size(shape), stride=stride)
+
+    return call, wrap

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DTensor's rules for fovea::attention: ranks run these functions (ranks.py) and compare with one process."""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from fovea.torch import attention
+
+B, HQ, HK, S, D = 4, 8, 4, 24, 8
+
+
+def problem(layout="bhsd", batch=(B,), heads=(HQ, HK), **shapes):
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(*batch, h, S, D) for h in (heads[0], heads[1], heads[1]))
+    if layout == "bshd":
+        q, k, v = (x.transpose(-2, -3).contiguous() for x in (q, k, v))
+    return q, k, v, {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+OPTIONS = {
+    "plain": (problem, {}, {}),
+    "causal": (problem, {"bias": (1, HQ, S, S), "sink": (HQ,)}, {"causal": True}),
+    "wide": (problem, {"bias": (B, 1, S, S), "bias2": (HQ, 1, S), "mask": (B, 1, 1, S)}, {"softcap": 1.5}),
+    "banded": (problem, {"alibi_slopes": (B, HQ), "bias": (S,)}, {"window": (5, 2)}),
+    "bshd": (lambda **s: problem("bshd", **s), {"bias": (1, HQ, S, S), "sink": (HQ,)}, {}),
+    "levels": (lambda **s: problem(batch=(2, 4), **s), {"bias": (2, 1, HQ, S, S), "mask": (2, 4, 1, 1, S)}, {}),
+}
+
+
+def check(group, case, dimension, whole=()):
+    """q is sharded along `dimension`, the others as the rule wants them, or whole if they are in `whole`."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    compare(mesh, case, [dimension], whole)
+
+
+def compare(mesh, case, dimensions, whole=(), compiled=False):
+    from fovea.torch import _call, _dtensor
+
+    make, shapes, options = OPTIONS[case]
+    q, k, v, more = make(**shapes)
+    if "mask" in more:
+        more["mask"] = more["mask"] > -1
+    inputs = {"q": q, "k": k, "v": v, **more}
+    learn = [name for name in inputs if name not in ("mask", "alibi_slopes")]
+
+    def run(tensors, grad_out, grad_lse):
+        leaves = {name: x.detach().requires_grad_(name in learn) for name, x in tensors.items()}
+        layout = "bshd" if case == "bshd" else "bhsd"
+
+        def call(q, k, v, more):
+            return attention(q, k, v, return_lse=True, layout=layout, **more, **options)
+
+        f = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
+        rest = {name: x for name, x in leaves.items() if name not in "qkv"}
+        out, lse = f(leaves["q"], leaves["k"], leaves["v"], rest)
+        torch.autograd.backward([out, lse], [grad_out(out), grad_lse(lse)])
+        return out.detach(), lse.detach(), {name: leaves[name].grad for name in learn}
+
+    made = {}
+
+    def drawn(name):
+        def grad(x):
+            made[name] = torch.randn(x.shape)
+            return made[name]
+
+        return grad
+
+    out, lse, grads = run(inputs, drawn("out"), drawn("lse"))
+
+    rank = len(q.shape)
+    heads, rows, levels = (rank - 2, rank - 3, rank - 3) if case == "bshd" else (rank - 3, rank - 2, rank - 3)
+    named = dict.fromkeys(_call.Arguments._fields)
+    named.update(inputs, layout="bshd" if case == "bshd" else "bhsd")
+    ways = []
+    for at in dimensions:
+        what = "heads" if at == heads else "rows" if at == rows else "batch"
+        ways.append(_dtensor._way(_call.Arguments(**named), what, at, heads, rows, levels))
+    placed = {}
+    for name, x in inputs.items():
+        wanted = [way.tensors[name] for way in ways]
+        if name in "kv":
+            wanted = [at if at == rows else to for at, to in zip(dimensions, wanted)]
+        placed[name] = distribute_tensor(x, mesh, [Replicate() if to is None or name in whole else Shard(to) for to in wanted])
+    grad = lambda name: lambda x: distribute_tensor(made[name], mesh, x.placements)  # noqa: E731
+    # torch.compile compiles nothing under a dispatch mode.
+    with contextlib.nullcontext() if compiled else CommDebugMode() as comm:
+        got, got_lse, got_grads = run(placed, grad("out"), grad("lse"))
+    assert got.placements == tuple(Shard(way.out) for way in ways), got.placements
+    assert torch.equal(got.full_tensor(), out) and torch.equal(got_lse.full_tensor(), lse)
+    if rows not in dimensions and not compiled:
+        counted = {str(name): n for name, n in comm.get_comm_counts().items()}
+        assert not any("gather" in name for name in counted), counted
+    for name, grad_whole in grads.items():
+        x = got_grads[name]
+        if any(p.is_partial() for p in x.placements) or (name in "kv" and rows in dimensions):
+            torch.testing.assert_close(x.full_tensor(), grad_whole, rtol=1e-5, atol=1e-5)
+        else:
+            assert torch.equal(x.full_tensor(), grad_whole), name
+
+
+def two_dimensions(group, compiled):
+    """Batch and heads over a mesh of 2 x 2."""
+    compare(init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")), "causal", [0, 1], compiled=compiled)
+
+
+def kept_decisions(group):
+    """DTensor keeps decisions. Another option, or another set of gradients, is another decision."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    q, k, v, _ = problem()
+    rows = [distribute_tensor(x, mesh, [Shard(2)]) for x in (q, k, v)]
+    attention(*rows)
+    refuses(lambda: attention(*rows, causal=True), "causal depends on the numbers of the rows")
+    attention(*rows)
+    heads = [distribute_tensor(x, mesh, [Shard(1)]) for x in (q, k, v)]
+    for learns in ((0,), (0, 1, 2), (1,), (2, 0)):
+        leaves = [x.detach().requires_grad_(i in learns) for i, x in enumerate(heads)]
+        attention(*leaves).sum().backward()
+        whole = [x.detach().requires_grad_(i in learns) for i, x in enumerate((q, k, v))]
+        attention(*whole).sum().backward()
+        for x, y in zip(leaves, whole):
+            assert (x.grad is None) == (y.grad is None)
+            assert x.grad is None or torch.equal(x.grad.full_tensor(), y.grad)
+
+
+def refuses(call, text):
+    try:
+        call()
+    except Exception as error:
+        assert text in str(error), str(error)
+    else:
+        raise AssertionError(f"computed; expected: {text}")
+
+
+def refusals(group):
+    mesh = DeviceMesh.from_group(group, "cpu")
+    n = dist.get_world_size(group)
+    q, k, v, more = problem(heads=(6, 3), bias=(1, 6, S, S), sink=(6,))
+
+    def on(*placements, **options):
+        tensors = {name: distribute_tensor(x, mesh, [p]) for (name, x), p in zip((("q", q), ("k", k), ("v", v)), placements)}
+        options = {name: distribute_tensor(more[name], mesh, [x]) if name in more else x for name, x in options.items()}
+        return lambda: attention(**tensors, **options)
+
+    one = Shard(1)
+    refuses(on(one, one, one), f"q: sharded along its heads (dimension 1) over {n} ranks: k has 3 heads, no multiple of the ranks")
+    refuses(on(Shard(3), Replicate(), Replicate()), "a score needs all of it")
+    refuses(on(*[Shard(2)] * 3, window=(3, 3)), "window depends on the numbers of the rows")
+    refuses(on(*[Shard(2)] * 3, dropout_p=0.5, seed=1), "dropout_p depends on")
+    refuses(on(*[Shard(0)] * 3, dropout_p=0.5, seed=1), "dropout_p is 0.5, and the ranks would draw equal masks")
+    refuses(on(Shard(0), Shard(2), Shard(0)), "k: sharded along dimension 2 over dimension 0 of the mesh, where q is sharded along its batch")
+    refuses(on(Replicate(), Shard(0), Shard(0)), "k: sharded along dimension 0 over dimension 0 of the mesh, where q is whole")
+    refuses(on(*[Shard(0)] * 3, bias=Shard(1)), "bias: sharded along dimension 1")
+    refuses(on(*[Shard(0)] * 3, bias=Shard(1)), "accepted: Replicate()")
+    small = [distribute_tensor(x[:1], mesh, [Replicate()]).redistribute(placements=[Shard(0)]) for x in (q, k, v)]
+    refuses(lambda: attention(*small), "its size is 1")
+    whole = [distribute_tensor(x, mesh, [Replicate()]) for x in (q, k, v)]
+    out = attention(*whole, causal=True, dropout_p=0.5, seed=1)
+    assert out.placements == (Replicate(),) and torch.equal(out.to_local(), attention(q, k, v, causal=True, dropout_p=0.5, seed=1))
+    half = DTensor.from_local(q / n, mesh, [Partial()])  # a sum that has to be formed
+    assert attention(half, *whole[1:]).placements == (Replicate(),)
+    with torch.inference_mode():
+        ours = [distribute_tensor(x, mesh, [Shard(0)]) for x in (q, k, v)]
+        assert torch.equal(attention(*ours).full_tensor(), attention(q, k, v))
+
+
+class Inner(torch.nn.Module):
+    def __init__(self, options):
+        super().__init__()
+        self.options = options
+
+    def forward(self, q, k, v, bias=None):
+        return attention(q, k, v, bias=bias, **self.options)
+
+
+def within_pytorchs(group, balanced, options, with_bias):
+    """A module within PyTorch's own context parallelism: out, dq and the bias's gradient have the bits of one process."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
+    from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    import fovea.torch
+
+    fovea.torch.register_with_pytorch()
+    n = dist.get_world_size(group)
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("context",))
+    length = 8 * n
+    whole = [torch.randn(2, h, length, D) for h in (4, 2, 2)] + ([torch.randn(1, 4, length, length)] if with_bias else [])
+    grad = torch.randn(2, 4, length, D)
+    leaves = [x.clone().requires_grad_() for x in whole]
+    out = Inner(options)(*leaves)
+    out.backward(grad)
+    balancer = _HeadTailLoadBalancer(length, n, "cpu") if balanced else None
+    shard = lambda tensors: theirs._context_parallel_shard(mesh, tensors, [2] * len(tensors), balancer)  # noqa: E731
+    *mine, local_grad = shard([*whole, grad])
+    mine = [x.clone().requires_grad_() for x in mine]
+    kind = theirs._ContextParallel(seq_dim=2, attention_type=theirs._ContextParallel.AttentionType.SDPA)
+    model = parallelize_module(Inner(options), mesh, kind)
+    theirs._enable_context_parallel_dispatcher()
+    try:
+        got = model(*mine)
+        got.backward(local_grad)
+        if not with_bias:
+            try:
+                parallelize_module(Inner({"dropout_p": 0.5, "seed": 1}), mesh, kind)(*mine)
+            except NotImplementedError as error:
+                assert "dropout_p: 0.5, with move='keys'" in str(error)
+            else:
+                raise AssertionError("dropout was computed")
+    finally:
+        theirs._disable_context_parallel_dispatcher()
+    want, *grads = shard([out.detach(), *(x.grad for x in leaves)])
+    assert torch.equal(got, want)
+    for name, x, y in zip(("q", "k", "v", "bias"), mine, grads):
+        if name in "kv":
+            torch.testing.assert_close(x.grad, y, rtol=1e-5, atol=1e-5)
+        else:
+            assert torch.equal(x.grad, y), name

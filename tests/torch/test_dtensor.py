@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DTensors in fovea.torch.attention: batch, heads and rows over 2 to 4 processes with gloo, beside one process."""
+
+import dtensor_cases
+import pytest
+
+import fovea.torch
+
+
+@pytest.mark.parametrize("case, dimension", [
+    ("plain", 0), ("plain", 1), ("plain", 2), ("causal", 0), ("causal", 1), ("wide", 0), ("wide", 1), ("wide", 2), ("banded", 0),
+    ("banded", 1), ("bshd", 0), ("bshd", 1), ("bshd", 2), ("levels", 0), ("levels", 1), ("levels", 2), ("levels", 3),
+])  # fmt: skip
+@pytest.mark.parametrize("n", [2, 4])
+def test_one_process(ranks, n, case, dimension):
+    if n == 4 and (case, dimension) == ("levels", 0):
+        n = 2  # that level has two entries
+    ranks.run(n, dtensor_cases.check, case, dimension)
+
+
+def test_rows_that_do_not_divide(ranks):
+    ranks.run(3, dtensor_cases.check, "wide", 2)
+
+
+def test_what_is_whole_is_cut(ranks):
+    ranks.run(2, dtensor_cases.check, "causal", 1, ("k", "v", "bias", "sink"))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_two_dimensions(ranks, compiled):
+    ranks.run(4, dtensor_cases.two_dimensions, compiled)
+
+
+def test_kept_decisions(ranks):
+    ranks.run(2, dtensor_cases.kept_decisions)
+
+
+def test_refusals(ranks):
+    ranks.run(2, dtensor_cases.refusals)
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("options, with_bias", [({"causal": True}, False), ({"softcap": 2.0, "window": (9, 3)}, True)])
+def test_pytorchs_context_parallel(ranks, n, balanced, options, with_bias):
+    ranks.run(n, dtensor_cases.within_pytorchs, balanced, options, with_bias)
+
+
+def test_other_versions_of_pytorch_are_refused(monkeypatch):
+    monkeypatch.setattr("torch.__version__", "2.16.0")
+    with pytest.raises(NotImplementedError, match=r"PyTorch 2\.16\.0, whose context parallelism is private; accepted: 2\.15"):
+        fovea.torch.register_with_pytorch()
