@@ -9,9 +9,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def assert_typed(cache, *paths):
+def assert_typed(cache, *paths, options=()):
     """mypy has nothing to say. `cache` is a folder that calls may share."""
-    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", f"--cache-dir={cache}", *map(str, paths)]
+    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", f"--cache-dir={cache}", *options, *map(str, paths)]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "MYPYPATH": str(ROOT / "python")}
     )

@@ -24,7 +24,7 @@ def inputs(sk=SK, heads_k=H):
 
 
 ROWS = {
-    "bias": (lambda s, b, h, i, j: s + BIAS[0, h, i, j], None, {"bias": BIAS}),
+    "bias": (lambda s, b, h, i, j: s + BIAS[0][h, i, j], None, {"bias": BIAS}),
     "table": (lambda s, b, h, i, j: s + TABLE[h, i - j + SK], None, {"bias": TABLE[:, OFFSETS].unsqueeze(0)}),
     "slopes": (lambda s, b, h, i, j: s - SLOPES[h] * (i - j).abs(), None, {"alibi_slopes": SLOPES, "align": "top_left"}),
     "softcap": (lambda s, b, h, i, j: 3 * torch.tanh(s / 3), None, {"softcap": 3.0}),

@@ -5,6 +5,8 @@ the arguments of the signature."""
 import inspect
 import re
 
+import torch
+
 import fovea.torch
 from conftest import ROOT
 from fovea.torch import _options
@@ -14,7 +16,10 @@ from typing_check import assert_typed
 def test_mypy(tmp_path):
     files = sorted((ROOT / "python" / "fovea" / "torch").rglob("*.py"))
     assert len(files) > 4
-    assert_typed(tmp_path / "mypy", *files, ROOT / "tests" / "torch" / "typed_user.py")
+    # In PyTorch 2.9 and 2.10 the function that every operator is called by has no types.
+    untyped = getattr(torch.autograd.Function.apply, "__annotations__", None) == {}
+    options = ["--allow-untyped-calls"] if untyped else []
+    assert_typed(tmp_path / "mypy", *files, ROOT / "tests" / "torch" / "typed_user.py", options=options)
 
 
 def test_every_argument_has_a_type_and_a_line_in_the_docstring():
