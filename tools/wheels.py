@@ -230,7 +230,9 @@ def check(wheel, arch):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         symbols = set((ROOT / "src/capi/symbols.txt").read_text().split())
-        for name, exports in (("fovea/libfovea.so", symbols), ("fovea/_fast.abi3.so", {"PyInit__fast"}), ("fovea/bin/fovea", None)):
+        handlers = {f"fovea_xla_{direction}_{device}" for direction in ("forward", "backward") for device in ("cpu", "cuda")}
+        for name, exports in (("fovea/libfovea.so", symbols), ("fovea/_fast.abi3.so", {"PyInit__fast"}),
+                              ("fovea/_xla.so", {"fovea_xla_connect", *handlers}), ("fovea/bin/fovea", None)):
             if name not in names:
                 fail(f"{wheel.name}: {name} is missing")
             elf = ELFFile(io.BytesIO(archive.read(name)))
