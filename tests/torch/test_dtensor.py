@@ -3,8 +3,10 @@
 
 import dtensor_cases
 import pytest
+import torch
 
 import fovea.torch
+from fovea.torch import _pytorch_cp
 
 
 @pytest.mark.parametrize("case, dimension", [
@@ -39,6 +41,8 @@ def test_refusals(ranks):
     ranks.run(2, dtensor_cases.refusals)
 
 
+@pytest.mark.skipif(tuple(map(int, torch.__version__.split(".")[:2])) not in _pytorch_cp._TESTED,
+                    reason=f"register_with_pytorch() refuses PyTorch {torch.__version__}")
 @pytest.mark.parametrize("balanced", [False, True])
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("options, with_bias", [({"causal": True}, False), ({"softcap": 2.0, "window": (9, 3)}, True)])
