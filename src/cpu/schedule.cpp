@@ -84,7 +84,7 @@ Tiles backward_tiles(const Call& call) {
   const i64 rows = std::max<i64>(ceil_div(call.rows.limit_q, 16) * 16, 16);
   const i64 keys = std::max<i64>(ceil_div(call.rows.limit_k, 16) * 16, 16);
   return {std::min(fitting(2 * row_bytes(problem), 48, 48, 96), rows),
-          std::min(fitting(2 * row_bytes(problem), 16, 32, 128), keys)};
+          std::min(fitting(row_bytes(problem), 16, 32, 256), keys)};
 }
 
 Options options_of(const Call& call) {

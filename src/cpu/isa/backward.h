@@ -134,6 +134,20 @@ struct Tile {
     }
   }
 
+  // What the rest of this tile and the next one read of far memory, while a row is computed: into the second level.
+  HWY_INLINE void prefetch_ahead(i64 i) const {
+    const Options& o = options();
+    if (o.need_q && task.key_block > 0) {
+      const Matrix sum{head.sum_q, native_type<T>(), head.sum_q_stride, 1};
+      prefetch_row<2>(sum, i, 0, o.head_dim);
+    }
+    const i64 next = i + o.block_rows;
+    if (next < task.sequence.q_len) {
+      prefetch_row<2>(head.head.q, next, 0, o.head_dim);
+      prefetch_row<2>(head.grad_out, next, 0, o.head_dim_v);
+    }
+  }
+
   // P and dS of the whole tile, zeros where nothing is computed.
   void scores() const {
     const Options& o = options();
@@ -163,6 +177,7 @@ struct Tile {
       for (i64 r = 0; r < strip; ++r) {
         const i64 i = first + r;
         prefetch(i + kBlockRows);
+        prefetch_ahead(i);
         T* p_row = p + r * tiles.ld_s;
         T* ds_row = needs_ds() ? ds + r * tiles.ld_s : nullptr;
         T* ds_bias = ds_bias_row(i);
