@@ -9,13 +9,13 @@ import pytest
 
 import fovea.integrations
 from conftest import ROOT
-from typing_check import assert_typed
+from typing_check import CACHE, assert_typed
 
 
-def test_mypy(tmp_path):
+def test_mypy():
     files = sorted((ROOT / "python" / "fovea" / "integrations").glob("*.py"))
     assert len(files) > 4
-    assert_typed(tmp_path / "mypy", *files, ROOT / "python" / "fovea_autoload" / "__init__.py")
+    assert_typed(CACHE, *files, ROOT / "python" / "fovea_autoload" / "__init__.py")
 
 
 def functions():

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+# What mypy knows of PyTorch takes it 14 s: tests/torch and tests/integrations share it, and the next run has it.
+CACHE = Path(os.environ.get("FOVEA_BUILD", ROOT / "build")).resolve() / f"mypy{Path(sys.prefix).name}"
 
 
 def assert_typed(cache, *paths, options=()):

@@ -10,16 +10,16 @@ import torch
 import fovea.torch
 from conftest import ROOT
 from fovea.torch import _options
-from typing_check import assert_typed
+from typing_check import CACHE, assert_typed
 
 
-def test_mypy(tmp_path):
+def test_mypy():
     files = sorted((ROOT / "python" / "fovea" / "torch").rglob("*.py"))
     assert len(files) > 4
     # In PyTorch 2.9 and 2.10 the function that every operator is called by has no types.
     untyped = getattr(torch.autograd.Function.apply, "__annotations__", None) == {}
     options = ["--allow-untyped-calls"] if untyped else []
-    assert_typed(tmp_path / "mypy", *files, ROOT / "tests" / "torch" / "typed_user.py", options=options)
+    assert_typed(CACHE, *files, ROOT / "tests" / "torch" / "typed_user.py", options=options)
 
 
 def test_every_argument_has_a_type_and_a_line_in_the_docstring():
