@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the backward for Hopper needs of memory, its arguments and its launches.
+#include "cuda/kernels/sm90_backward.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "cuda/device/args.h"
+#include "cuda/device/sm90/backward_args.h"
+#include "cuda/device/sm90/backward_sizes.h"
+#include "cuda/device/sm90/forward_sizes.h"
+#include "cuda/launch/launcher.h"
+#include "cuda/launch/tensor_map.h"
+#include "math/band.h"
+#include "math/softmax.h"
+
+namespace fovea::cuda {
+namespace {
+
+// What sm90_backward_mask writes: 64 queries a row.
+Box mask_tiles(const Box& words) {
+  constexpr std::int64_t kQueries = 64;
+  Box box = words;
+  box.rows = (words.rows + 2 * kQueries - 1) / (2 * kQueries) * 2;
+  box.width = words.width * kQueries;
+  return box;
+}
+
+void start_mask(const Launcher& launcher, const Launch& launch) {
+  launcher.launch(launch, MaskTilesArgs{launcher.region<u32>(Region::kMaskBits),
+                                        launcher.region<u32>(Region::kMaskTiles), launcher.operands().mask_box});
+}
+
+KeyParts key_parts(const Launcher& launcher, const Sm90BackwardSpec& spec, const Sm90KeyOrder& order) {
+  const math::Rows& rows = launcher.call().rows;
+  KeyParts parts;
+  if (order.parts > 1) {
+    parts.count = order.parts;
+    parts.head_rows = static_cast<int>(order.head_rows);
+    parts.rows = rows.batch() * rows.heads_k * parts.head_rows;
+    parts.dk = launcher.region<float>(Region::kKeySums);
+    if (parts.dk != nullptr) {
+      parts.dv = parts.dk + parts.count * parts.rows * spec.d;
+    }
+  }
+  return parts;
+}
+
+void start_backward(const Launcher& launcher, const Launch& launch, const Sm90KeyOrder& order) {
+  const auto& spec = launch.kernel.as<Sm90BackwardSpec>();
+  const Args& common = launcher.args();
+  const Call& call = launcher.call();
+  const math::Rows& rows = call.rows;
+  Sm90BackwardArgs args;
+  const auto map = [&](TensorMap& to, Has& has, const Mapped& what) { encode(launcher.driver(), to, has, what); };
+  const auto of_rows = [&](TensorMap& to, Has& has, const Tensor& tensor, i64 columns, int panel, i64 count, i64 heads,
+                           int box) {
+    map(to, has, map_of_rows(rows, tensor, spec.type, columns, count, heads, panel, box));
+  };
+  const int group_keys = 64 * spec.tiles;
+  const bool wide = sm90_in_clusters(spec);
+  const int panel_d = wide ? sm90_wide_panel(spec.d) : sm90_backward_panel_d(spec);
+  const int panel_v = wide ? panel_columns(spec.dv / 2) : sm90_backward_panel_v(spec);
+  of_rows(args.q, args.has_q, common.q, common.head_dim, panel_d, rows.rows_q, rows.heads_q, spec.step);
+  of_rows(args.grad_out, args.has_grad_out, common.grad_out, common.head_dim_v, panel_v, rows.rows_q, rows.heads_q,
+          spec.step);
+  of_rows(args.k, args.has_k, common.k, common.head_dim, panel_d, rows.rows_k, rows.heads_k, group_keys);
+  of_rows(args.v, args.has_v, common.v, common.head_dim_v, panel_v, rows.rows_k, rows.heads_k, group_keys);
+  const auto of_bias = [&](TensorMap& to, Has& has, const Tensor& tensor, BiasTile type) {
+    if (type != BiasTile::kNone) {
+      map(to, has, map_of_bias(rows, tensor, type, bias_panel_columns(type), spec.step));
+    }
+  };
+  of_bias(args.bias, args.has_bias, common.bias, spec.bias);
+  of_bias(args.bias2, args.has_bias2, common.bias2, spec.bias2);
+  if (spec.dbias_store) {
+    constexpr int kPanel = 64;
+    const bool in_place = launcher.operands().grad_bias_pack >= 0;
+    map(args.grad_bias, args.has_grad_bias,
+        {in_place ? common.bias : Launcher::tensor(call.grad_bias), map_type(spec.type), call.problem.seqlen_k,
+         call.problem.seqlen_q, rows.heads_q, rows.batch2, rows.batch1, kPanel, spec.step});
+  }
+  if (spec.mask) {
+    args.mask = {launcher.region<u32>(Region::kMaskTiles), mask_tiles(launcher.operands().mask_box).strides()};
+  }
+  args.key_blocks = static_cast<int>(order.key_blocks);
+  args.blocks = static_cast<int>(order.items) * order.parts;
+  args.heads_in_turn = static_cast<int>(order.heads_in_turn);
+  args.last_turn = static_cast<int>(order.last_turn);
+  args.heads_k = static_cast<int>(rows.heads_k);
+  args.group = static_cast<int>(rows.heads_q / std::max<std::int64_t>(rows.heads_k, 1));
+  args.batch2 = static_cast<int>(rows.batch2);
+  const auto band = math::Band<int>::make(0, 0, common.causal, common.window_left, common.window_right, false);
+  args.low = band.low;
+  args.high = band.high;
+  args.scale_log2 = common.scale * math::kLog2E;
+  args.parts = key_parts(launcher, spec, order);
+  launcher.launch(launch, common, args);
+}
+
+}  // namespace
+
+void reserve_sm90_backward(Planner& planner, const Sm90BackwardSpec& spec, const Sm90KeyOrder& order) {
+  const math::Rows& rows = planner.call().rows;
+  Workspace& workspace = planner.workspace();
+  if (order.parts > 1 && spec.dkv) {
+    workspace.add(Region::kKeySums, order.parts * rows.batch() * rows.heads_k * order.head_rows * (spec.d + spec.dv) *
+                                        std::int64_t{sizeof(float)});
+  }
+  // Blocks that take their keys from a counter, or add to dq in order.
+  const bool counts = !sm90_in_clusters(spec) && order.items * order.parts > planner.target().multiprocessors;
+  if (spec.stores_first || spec.ordered || spec.converts || spec.longest_first || counts) {
+    const std::int64_t turns = BehindTurns::turns(padded_rows(rows), rows.heads_q);
+    workspace.add(Region::kTurns, BehindTurns::size(turns, rows.batch()) * std::int64_t{sizeof(u32)});
+  }
+}
+
+void add_sm90_backward_mask(Planner& planner) {
+  const Box& words = planner.operands().mask_box;
+  planner.workspace().add(Region::kMaskTiles, mask_tiles(words).count() * std::int64_t{sizeof(u32)});
+  Kernel kernel;
+  kernel.file = "sm90/backward_mask.cuh";
+  kernel.name = "sm90_backward_mask";
+  kernel.spec = planner.around();
+  constexpr std::int64_t kQueries = 64;
+  const std::int64_t threads = words.planes() * Planner::tiles_of(words.rows, kQueries) * words.width * 32;
+  planner.add(kernel, Planner::striding_blocks(threads, planner.target()), start_mask);
+}
+
+void add_sm90_backward(Planner& planner, const Kernel& kernel, const Sm90KeyOrder& order) {
+  const std::int64_t items = order.items * order.parts;
+  planner.add(
+      kernel,
+      sm90_in_clusters(kernel.as<Sm90BackwardSpec>()) ? 2 * items
+                                                      : std::min<std::int64_t>(items, planner.target().multiprocessors),
+      [order](const Launcher& launcher, const Launch& launch) { start_backward(launcher, launch, order); }, 1,
+      order.parts);
+  if (order.parts > 1) {
+    planner.say_kernel(fmt::format(", a block of keys in {} parts", order.parts));
+  }
+}
+
+void add_sm90_backward_parts(Planner& planner, const Sm90BackwardSpec& main, const Sm90KeyOrder& order,
+                             std::int64_t convert_blocks) {
+  const math::Rows& rows = planner.call().rows;
+  Kernel kernel;
+  kernel.file = "sm90/backward_parts.cuh";
+  kernel.name = "sm90_backward_parts";
+  AroundSpec spec = planner.around(main.type);
+  spec.d = main.d;
+  spec.dv = main.dv;
+  spec.dq = main.dq && !main.direct;
+  spec.stores_first = main.stores_first;
+  spec.same_step = main.same_step;  // how dq_sum lies
+  kernel.spec = spec;
+  const std::int64_t key_rows = rows.batch() * rows.heads_k * order.head_rows;
+  const std::int64_t blocks = sm90_parts_blocks(key_rows, main.d) + sm90_parts_blocks(key_rows, main.dv);
+  const auto start = [main, order](const Launcher& launcher, const Launch& launch) {
+    launcher.launch(launch, launcher.args(), key_parts(launcher, main, order));
+  };
+  planner.add(kernel, blocks + convert_blocks, start, 1, order.parts);
+}
+
+}  // namespace fovea::cuda

@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Figures found by measuring on an H200 (docs/design/spikes.md).
+#include "cuda/kernels/sm90_backward_order.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "cuda/device/sm90/backward_sizes.h"
+#include "math/band.h"
+
+namespace fovea::cuda {
+
+bool sm90_is_wide(const Features& spec) { return std::max(spec.d, spec.dv) > kSm90Wide; }
+
+bool sm90_in_clusters(const Features& spec) {
+  if (!sm90_is_wide(spec)) {
+    return false;
+  }
+  constexpr int kGrain = 32;
+  constexpr int kWidestOfOne = 192;
+  constexpr int kMostOfOne = 320;
+  const int d = rounded(spec.d, kGrain);
+  const bool dropout = spec.dropout != DropoutRule::kNone;
+  // Roughly what features take of registers.
+  const int features = (dropout ? 3 : 0) + (spec.softcap ? 2 : 0) + (spec.mask ? 2 : 0) + (spec.alibi ? 1 : 0) +
+                       (spec.key_term ? 1 : 0) + (dropout && spec.ragged ? 1 : 0);
+  constexpr int kMostFeatures = 3;
+  return std::max(d, spec.dv) > kWidestOfOne || d + spec.dv > kMostOfOne || spec.bias != BiasTile::kNone ||
+         features > kMostFeatures;
+}
+
+namespace {
+
+std::int64_t key_blocks_of(const Call& call, const Sm90BackwardSpec& spec) {
+  const std::int64_t keys = sm90_backward_sizes(spec).keys;
+  return (call.rows.limit_k + keys - 1) / keys;
+}
+
+}  // namespace
+
+std::int64_t sm90_items(const Call& call, const Sm90BackwardSpec& spec) {
+  return key_blocks_of(call, spec) * call.rows.batch() * call.rows.heads_k;
+}
+
+namespace {
+
+// Steps of a head's blocks of keys with sequences as long as they may be.
+struct StepsOfKeys {
+  std::int64_t longest = 0;
+  std::int64_t all = 0;
+};
+StepsOfKeys steps_of_keys(const Call& call, const Sm90BackwardSpec& spec) {
+  const math::Rows& rows = call.rows;
+  const Problem& p = call.problem;
+  const std::int64_t keys = sm90_backward_sizes(spec).keys;
+  const auto band =
+      math::Band<std::int64_t>::make(rows.limit_q, rows.limit_k, p.causal, p.window_left, p.window_right, p.top_left);
+  StepsOfKeys steps;
+  for (std::int64_t key = 0; key < rows.limit_k; key += keys) {
+    math::Interval<std::int64_t> queries{0, rows.limit_q};
+    if (spec.banded && !spec.direct) {
+      queries = band.queries_of_keys(key, std::min(key + keys, rows.limit_k));
+    }
+    const std::int64_t count = queries.steps_from(queries.first_step(spec.step), spec.step);
+    steps.longest = std::max(steps.longest, count);
+    steps.all += count;
+  }
+  const std::int64_t group = rows.heads_q / std::max<std::int64_t>(rows.heads_k, 1);
+  return {steps.longest * group, steps.all * group};
+}
+
+}  // namespace
+
+// Counted in steps, of 2 to 3 us each: a part costs half of one to begin,
+// sums of parts cost one, two where there is no other launch to add them, and some 1 us a megabyte (measured).
+int sm90_best_parts(const Call& call, const Sm90BackwardSpec& spec, const Target& target) {
+  constexpr double kBegin = 0.5;
+  constexpr double kBytesOfAStep = 3e6;
+  constexpr std::int64_t kMostParts = 64;
+  constexpr std::int64_t kMostRounds = 3;  // which bounds the memory of sums, too
+  const std::int64_t blocks = sm90_in_clusters(spec) ? target.multiprocessors / 2 : target.multiprocessors;
+  const std::int64_t items = sm90_items(call, spec);
+  if (items == 0 || items >= blocks) {
+    return 1;
+  }
+  const StepsOfKeys steps = steps_of_keys(call, spec);
+  // Blocks of different length fill the chip from the longest on; others in rounds.
+  const bool by_turns = spec.banded && !spec.ordered && !spec.ragged;
+  const double heads = static_cast<double>(call.rows.batch() * call.rows.heads_k);
+  const double bytes = spec.dkv ? 4.0 * sm90_backward_sizes(spec).keys * (spec.d + spec.dv) : 0;
+  const double launches = !spec.dkv ? 0 : spec.direct ? 2 : 1;
+  const auto time = [&](int parts) {
+    const std::int64_t all = items * parts;
+    const std::int64_t rounds = (all + blocks - 1) / blocks;
+    const double longest = std::ceil(static_cast<double>(steps.longest) / parts) + kBegin;
+    const double mean =
+        (heads * static_cast<double>(steps.all) + static_cast<double>(all) * kBegin) / static_cast<double>(blocks);
+    const double summing = parts > 1 ? launches + static_cast<double>(all) * bytes / kBytesOfAStep : 0;
+    return summing + (by_turns ? std::max(longest, mean + (rounds > 1 ? longest / 4 : 0))
+                               : static_cast<double>(rounds) * longest);
+  };
+  const std::int64_t most = std::min({kMostParts, kMostRounds * blocks / items, steps.longest});
+  int best = 1;
+  for (int parts = 2; parts <= most; ++parts) {
+    best = time(parts) < time(best) ? parts : best;
+  }
+  return best;
+}
+
+namespace {
+
+// Key heads whose blocks are begun by turns, the longest first: 1 where all are as long.
+std::int64_t heads_in_turn(const Call& call, const Sm90BackwardSpec& spec, const Target& target) {
+  if (call.problem.window_left >= 0 || spec.ordered || spec.ragged || spec.stores_first) {
+    return 1;
+  }
+  constexpr std::int64_t kRounds = 2;  // 4: level; all heads by turns: up to 15% slower, they leave L2
+  const std::int64_t blocks = sm90_in_clusters(spec) ? target.multiprocessors / 2 : target.multiprocessors;
+  const std::int64_t heads = call.rows.batch() * call.rows.heads_k;
+  const std::int64_t wanted =
+      (kRounds * blocks + key_blocks_of(call, spec) - 1) / std::max<std::int64_t>(key_blocks_of(call, spec), 1);
+  const std::int64_t turns = std::max<std::int64_t>(heads / std::max<std::int64_t>(wanted, 1), 1);
+  return std::max<std::int64_t>((heads + turns - 1) / turns, 1);
+}
+
+// Under a causal mask the blocks of a head have unequal lengths. Where heads follow one another (stores_first), blocks
+// of the last heads, which run at the end, begin with the longest: a long block that begins last would run alone. All
+// heads in such an order would wait for one another's first sums.
+std::int64_t last_turn(const Call& call, const Sm90BackwardSpec& spec, const Target& target) {
+  const std::int64_t heads = call.rows.batch() * call.rows.heads_k;
+  if (!spec.banded || spec.left_edge || spec.ordered || spec.ragged || !spec.stores_first) {
+    return heads;
+  }
+  // Found by measuring on an H200: 8 are too few for short sequences; a head of more blocks fills the chip by itself.
+  constexpr std::int64_t kLastHeads = 16;
+  const bool fills = 2 * key_blocks_of(call, spec) > target.multiprocessors;
+  return fills ? heads : std::max<std::int64_t>(heads - kLastHeads, 0);
+}
+
+}  // namespace
+
+Sm90KeyOrder sm90_key_order(const Call& call, const Sm90BackwardSpec& spec, const Target& target) {
+  const std::int64_t key_blocks = key_blocks_of(call, spec);
+  return {.key_blocks = key_blocks,
+          .head_rows = key_blocks * sm90_backward_sizes(spec).keys,
+          .items = sm90_items(call, spec),
+          .parts = spec.key_parts ? sm90_best_parts(call, spec, target) : 1,
+          .heads_in_turn = heads_in_turn(call, spec, target),
+          .last_turn = last_turn(call, spec, target)};
+}
+
+}  // namespace fovea::cuda
