@@ -4,6 +4,7 @@ Doxygen and Breathe, the comments of the C and C++ headers. `make docs` builds i
 """
 
 import importlib.machinery
+import importlib.util
 import os
 import posixpath
 import re
@@ -43,10 +44,9 @@ napoleon_use_ivar = True
 python_use_unqualified_type_names = True
 maximum_signature_line_length = 80
 
-try:
-    import torch  # noqa: F401
-except ImportError:
-    # fovea.torch is documented without PyTorch, of which this much is looked at when it is imported.
+MISSING = [name for name in ("torch", "jax") if importlib.util.find_spec(name) is None]
+if MISSING:
+    # fovea.torch and fovea.jax are documented without PyTorch and JAX, of which this much is looked at when they are imported.
     class Stub(types.ModuleType):
         __path__ = []
         __version__ = "99.0"
@@ -57,11 +57,11 @@ except ImportError:
             return mock.MagicMock(name=f"{self.__name__}.{name}")
 
     class Finder:
-        """Any torch.x.y can be imported."""
+        """Any torch.x.y or jax.x.y can be imported."""
 
         @staticmethod
         def find_spec(name, path=None, target=None):
-            return importlib.machinery.ModuleSpec(name, Finder) if name.split(".")[0] == "torch" else None
+            return importlib.machinery.ModuleSpec(name, Finder) if name.split(".")[0] in MISSING else None
 
         @staticmethod
         def create_module(spec):
@@ -72,12 +72,20 @@ except ImportError:
             pass
 
     sys.meta_path.append(Finder)
+if "torch" in MISSING:
     os.environ["FOVEA_TORCH_FAST"] = "0"  # the path in C takes nothing of a stub
     import torch
     import torch.autograd
+    import torch.nn
 
     torch.Tensor = type("Tensor", (), {"__module__": "torch"})
     torch.autograd.Function = type("Function", (), {"apply": None})
+    torch.nn.Module = type("Module", (), {"__module__": "torch.nn"})
+    torch.no_grad = lambda: lambda function: function
+if "jax" in MISSING:
+    import jax
+
+    jax.Array = type("Array", (), {"__module__": "jax"})
 
 # ---- C and C++ ----
 
