@@ -71,6 +71,8 @@ $(VENV_MODELS)/.ready: tests/models/requirements.txt
 	$(PYTHON) -m venv $(VENV_MODELS)
 	$(VENV_MODELS)/bin/pip install -q --disable-pip-version-check -r $<
 	$(VENV_MODELS)/bin/pip install -q --disable-pip-version-check --no-deps xformers==0.0.35  # it pins another PyTorch
+	# torchtitan wants a torchao that torchtune does not run with: a folder of its own.
+	$(VENV_MODELS)/bin/pip install -q --disable-pip-version-check --no-deps --target $(VENV_MODELS)/torchtitan torchtitan==0.3.0 torchao==0.17.0
 	touch $@
 
 .PHONY: test-models
