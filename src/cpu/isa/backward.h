@@ -7,11 +7,10 @@
 //     dV += P^T dO    dK += dS^T Q       sums of this block, in L2
 //     dQ  = dS K                         a tile, added to the sum of its queries
 //
-// Sums that other tasks add to as well (dq; the gradient of a bias that is broadcast; dk and dv where the walk is
-// split) are added to in turn: contributions to a tile have numbers 0, 1, 2, ..., and number n waits until its counter
-// says n. Numbers grow with the tickets under which tasks are taken, so a task waits only for tasks that run already,
-// and since all of them walk in the same direction they follow each other like a pipeline. The result has the same
-// bits for any number of threads. Only an addition happens within a turn; the products come before.
+// Sums to which other tasks add too (dq; a broadcast bias's gradient; dk and dv where the walk is split) have an order:
+// contributions to a tile are numbered 0, 1, 2, ..., and number n waits until the tile's counter is n. Numbers grow
+// with the tickets under which tasks are taken, so a task waits for running tasks only, and all walk in the same
+// direction, like a pipeline. The result has the same bits for any number of threads. Products come before the wait.
 #pragma once
 
 #include "cpu/isa/gemm.h"
@@ -105,8 +104,7 @@ struct Tile {
     }
   }
 
-  // Where the scores' gradient of a row goes: straight into the gradient of a bias that is stored as it comes, else
-  // into a tile. NULL: nowhere.
+  // Where a row of dS is written for a bias: into its gradient if that is stored as it comes, or a tile; or NULL.
   T* ds_bias_row(i64 i) const {
     if (!options().need_bias) {
       return nullptr;
@@ -136,15 +134,12 @@ struct Tile {
 
   // What the rest of this tile and the next one read of far memory, while a row is computed: into the second level.
   HWY_INLINE void prefetch_ahead(i64 i) const {
-    const Options& o = options();
-    if (o.need_q && task.key_block > 0) {
-      const Matrix sum{head.sum_q, native_type<T>(), head.sum_q_stride, 1};
-      prefetch_row<2>(sum, i, 0, o.head_dim);
+    if (options().need_q && task.key_block > 0) {
+      prefetch_row<2>(Matrix{head.sum_q, native_type<T>(), head.sum_q_stride, 1}, i, 0, options().head_dim);
     }
-    const i64 next = i + o.block_rows;
-    if (next < task.sequence.q_len) {
-      prefetch_row<2>(head.head.q, next, 0, o.head_dim);
-      prefetch_row<2>(head.grad_out, next, 0, o.head_dim_v);
+    if (const i64 next = i + options().block_rows; next < task.sequence.q_len) {
+      prefetch_row<2>(head.head.q, next, 0, options().head_dim);
+      prefetch_row<2>(head.grad_out, next, 0, options().head_dim_v);
     }
   }
 
