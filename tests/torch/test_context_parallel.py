@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """context_parallel over 2, 3 and 4 processes with gloo: the bits of one process where they are promised."""
 
+import contextlib
 import datetime
+import importlib.util
+import io
 import itertools
 import os
 import random
+import re
+import socket
 import tempfile
 from pathlib import Path
 
@@ -13,8 +18,8 @@ import pytest
 import torch
 import torch.multiprocessing
 
+from conftest import ROOT
 from fovea.torch import Rows, context_parallel, explain_context_parallel
-
 
 TABLE = parallel_cases.table()
 
@@ -23,6 +28,13 @@ TABLE = parallel_cases.table()
 @pytest.mark.parametrize("row", TABLE, ids=parallel_cases.name_of)
 def test_one_process(ranks, n, row):
     ranks.run(n, parallel_cases.check, row)
+
+
+@pytest.mark.parametrize("heads, length, window, bits", [
+    (16, 1200, (-1, -1), True), (2, 1300, (300, 0), False), (1, 3000, (-1, -1), False),
+])  # fmt: skip
+def test_several_blocks_of_keys(ranks, heads, length, window, bits):
+    ranks.run(2, parallel_cases.long, heads, length, window, bits)
 
 
 @pytest.mark.parametrize("row", TABLE[::4], ids=parallel_cases.name_of)
@@ -112,6 +124,55 @@ def test_a_rank_that_is_gone():
         torch.multiprocessing.start_processes(left_alone, args=(folder,), nprocs=2, start_method="spawn")
         text = Path(folder, "error").read_text()
     assert text.startswith("rank 0 of 2: keys and values: the collective failed: ") and "FOVEA_CHECK_RANKS=1" in text
+
+
+# ---- the example ----
+
+SMALL = ["--length", "600", "--steps", "4", "--layers", "1"]
+
+
+def example(*arguments):
+    spec = importlib.util.spec_from_file_location("train", ROOT / "examples/several_gpus/train.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        module.main([*SMALL, *arguments])
+    return said.getvalue()
+
+
+def as_a_rank(rank, ports, folder):
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+    for port, arguments in zip(ports, WAYS):
+        os.environ["MASTER_PORT"] = str(port)
+        said = example(*arguments)
+        if rank == 0:
+            Path(folder, str(port)).write_text(said)
+
+
+WAYS = [["--wrap", "ddp", "--move", "keys"], ["--wrap", "fsdp", "--move", "heads"]]
+
+
+def losses(said):
+    return [float(loss) for loss in re.findall(r"loss ([\d.]+)", said)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compares processes on a CPU")
+def test_example(tmp_path):
+    """A model trained over two processes, with the gradients of DDP and of FSDP, has the losses of one process."""
+    alone = losses(example())
+    assert len(alone) == 4 and alone[-1] < alone[0]
+    ports = []
+    for _ in WAYS:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            ports.append(free.getsockname()[1])
+    torch.multiprocessing.start_processes(as_a_rank, args=(ports, str(tmp_path)), nprocs=2, start_method="spawn")
+    for port, move in zip(ports, ("keys", "heads")):
+        said = (tmp_path / str(port)).read_text()
+        assert f"move: {move}," in said
+        assert losses(said) == pytest.approx(alone, rel=1e-5)
 
 
 # ---- plans, without processes ----

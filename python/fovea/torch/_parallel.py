@@ -60,7 +60,7 @@ def context_parallel(
     """Computes attention() of sequences whose rows lie on the ranks of a group; each rank has and gets its own rows.
 
     Every rank of the group calls it with equal options. On a CPU out, lse and the gradients of q and of biases with queries have the
-    bits of one process; gradients of k and v are summed over ranks in fp32. Gradients are those of the sum of the ranks' losses: what every
+    bits of one process, with the exceptions that docs/several-gpus.md names; gradients of k and v are summed over ranks in fp32. Gradients are those of the sum of the ranks' losses: what every
     rank has whole (sink, biases without queries) gets this rank's part, to be summed over the ranks like any parameter's gradient.
 
     With move="keys" the keys and values are gathered. A bias or mask with queries has this rank's rows and all keys, in natural
