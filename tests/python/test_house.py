@@ -46,6 +46,7 @@ LONGER = {
 }
 LONGER_ON_THE_HOST = {
     "src/check/materialise.cpp": 465,
+    "src/cpu/isa/backward.h": 470,
     "src/cuda/jit/driver.h": 358,
     "src/python/fast.c": 1375,
 }
@@ -194,6 +195,22 @@ def test_sizes_of_device_files():
             over[name] = text.count("\n")
     assert {name: lines for name, lines in over.items() if lines > LONGER.get(name, 0)} == {}, "too long for one sitting"
     assert set(LONGER) - set(over) == set(), "short enough now: not to be listed any more"
+
+
+def test_every_option_of_a_kernel_is_in_the_table():
+    """docs/design/options.md names each field of a kernel's tiles that is on or off, and no other."""
+    specs = {"ForwardTiles": "generic_forward", "WideForwardTiles": "generic_wide_forward", "BackwardTiles": "generic_backward",
+             "Sm90ForwardTiles": "sm90_forward", "Sm90BackwardTiles": "sm90_backward", "Sm90BiasTiles": "sm90_bias_gradient",
+             "Sm90SmallTiles": "sm90_small_backward"}  # fmt: skip
+    options = set()
+    for name in ("generic/spec.h", "sm90/spec.h"):
+        for tiles, body in re.findall(r"^struct (\w+Tiles) \{(.*?)^\};", (ROOT / "src/cuda/device" / name).read_text(),
+                                      re.MULTILINE | re.DOTALL):  # fmt: skip
+            options |= {(specs[tiles], field) for field in re.findall(r"^  bool (\w+) = ", body, re.MULTILINE)}
+    rows = re.findall(r"^\| (`.*?) \| `(\w+)` \|", (ROOT / "docs/design/options.md").read_text(), re.MULTILINE)
+    listed = {(kernel, option) for kernels, option in rows for kernel in re.findall(r"`(\w+)`", kernels)}
+    assert len(options) > 20
+    assert {(kernel, option) for kernel, option in listed if kernel != "sm90_wide_backward"} == options
 
 
 def test_lengths_of_kernels():
