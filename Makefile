@@ -65,6 +65,20 @@ test-torch:  ## fovea.torch, in an environment of its own with the newest PyTorc
 	cmake --build $(BUILD) -j$(JOBS) --target fovea
 	$(VENV_TORCH)/bin/python tools/test.py --build $(BUILD) torch
 
+# JAX's own environment: 0.9 GB, kept between runs.
+VENV_JAX ?= .venv-jax
+$(VENV_JAX)/.ready: tests/jax/requirements.txt
+	$(PYTHON) -m venv $(VENV_JAX)
+	$(VENV_JAX)/bin/pip install -q --disable-pip-version-check -r $<
+	touch $@
+
+.PHONY: test-jax
+test-jax:  ## fovea.jax on the CPU, in an environment of its own; the last line counts the tests
+	@tools/deps.sh build
+	@$(MAKE) --no-print-directory $(BUILD)/CMakeCache.txt $(VENV_JAX)/.ready
+	cmake --build $(BUILD) -j$(JOBS) --target fovea
+	$(VENV_JAX)/bin/python tools/test.py --build $(BUILD) jax
+
 # Models of other libraries, in an environment of their own: 6 GB, kept between runs.
 VENV_MODELS ?= .venv-models
 $(VENV_MODELS)/.ready: tests/models/requirements.txt
@@ -86,7 +100,7 @@ test-models:  ## models of timm, diffusers, transformers, litgpt and torchtune; 
 check: test check-rest  ## make test, then the other stages (docs/testing.md): lint, sanitizers, fuzzing, a second compiler, ...
 check-rest:
 	$(VENV)/bin/python tools/test.py --build $(BUILD) --jobs $(JOBS) --lanes 2 --after $(BUILD)/tests.json \
-	    tidy asan clang tsan torch torch_oldest wheel lint kernels fuzz readers nvrtc abi installed demo docs
+	    tidy asan clang tsan torch torch_oldest jax wheel lint kernels fuzz readers nvrtc abi installed demo docs
 
 .PHONY: kernels
 kernels:  ## compile every GPU kernel that changed into tests/kernels/manifest.txt; goes on where it was stopped (no GPU)

@@ -222,6 +222,16 @@ class Runner:
             count.add(self.pytest(*paths, env={"FOVEA_BUILD": self.build, "FOVEA_TORCH_FAST": choice}, python=python))
         return count
 
+    def stage_jax(self):
+        """pytest: fovea.jax on four devices of the CPU, in .venv-jax, which is made if need be; no JAX is a failure"""
+        venv = os.environ.get("VENV_JAX", ".venv-jax")
+        self.run("make", "--no-print-directory", f"{venv}/.ready")
+        python = ROOT / venv / "bin/python"
+        if not python.exists() or not self.run(python, "-c", "import jax; print('JAX', jax.__version__)"):
+            print(f"{python}: no JAX there; `make test-jax` installs it")
+            return Count(0, 1)
+        return self.pytest("tests/jax", env={"FOVEA_BUILD": self.build}, python=python)
+
     def stage_torch_oldest(self):
         """pytest: fovea.torch with the oldest PyTorch that is supported, in .venv-torch-oldest, which is made if need be"""
         venv = os.environ.get("VENV_TORCH_OLDEST", ".venv-torch-oldest")

@@ -54,7 +54,7 @@ def cpp_names():
 
 def test_the_lists_of_names_are_what_they_should_be():
     """A pattern that finds nothing would prove nothing."""
-    assert {"fovea.attention", "fovea.torch.attention", "fovea.Attention", "fovea.integrations.install",
+    assert {"fovea.attention", "fovea.torch.attention", "fovea.Attention", "fovea.integrations.install", "fovea.jax.attention",
             "fovea.integrations.flash_attn.flash_attn_func"} <= set(python_names())
     assert {"fovea_forward", "fovea_problem", "FOVEA_BF16", "FOVEA_CAUSAL", "fovea_status"} <= set(c_names()) and len(set(c_names())) > 50
     assert {"fovea_problem.bias", "fovea_tensor.stride", "fovea_problem.grad_sink"} <= set(c_fields())

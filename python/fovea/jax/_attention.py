@@ -9,29 +9,35 @@ runs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Optional, Union, overload
+from typing import TYPE_CHECKING, Any, Literal, Optional, Union, overload
 
 import jax
 import jax.numpy as jnp
 
 from .. import _abi
-from .._options import Align, Layout
+from .._api import backends
 from .._problem import (
     _ALIGN, _SWAP, _integer, _length, _window, choose, flag, need_align, real, shape_text,
 )  # fmt: skip
 from . import _primitives
 from ._call import SEED, Call
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .._options import Align, Layout
+    from ._options import Options
+
 _HALVES = ("bfloat16", "float16")
 
 
 @overload
-def attention(q: Any, k: Any, v: Any, *, return_lse: Literal[False] = False, **options: Any) -> jax.Array: ...
+def attention(q: Any, k: Any, v: Any, *, return_lse: Literal[False] = False, **options: Unpack[Options]) -> jax.Array: ...
 @overload
-def attention(q: Any, k: Any, v: Any, *, return_lse: Literal[True], **options: Any) -> tuple[jax.Array, jax.Array]: ...
+def attention(q: Any, k: Any, v: Any, *, return_lse: Literal[True], **options: Unpack[Options]) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def attention(
-    q: Any, k: Any, v: Any, *, return_lse: bool, **options: Any
+    q: Any, k: Any, v: Any, *, return_lse: bool, **options: Unpack[Options]
 ) -> Union[jax.Array, tuple[jax.Array, jax.Array]]: ...
 def attention(
     q: Any,
@@ -149,8 +155,8 @@ def attention(
                 f"dropout_key: None with dropout_p={probability:g}; accepted: a key of jax.random, another one for each call"
             )
         arrays[SEED] = _words(dropout_key)
-    if backend is not None and not isinstance(backend, str):
-        raise TypeError(f"backend: {backend!r}; accepted: a name that fovea.backends() has")
+    if backend is not None:
+        choose("backend", backend, backends())
     left, right = _window(window)
     call = Call(
         direction=_abi.FORWARD,

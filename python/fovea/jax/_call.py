@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import _abi, _help
 from .._library import check, lib, text
-from .._problem import _ACCEPTED, _ALIGN, _CODES, _FLOATS, _ROWS, DIFFERENTIABLE, heads_first, shape_text
+from .._problem import _ACCEPTED, _ALIGN, _CODES, _FLOATS, _ROWS, heads_first, shape_text
 
 Shape = tuple[int, ...]
 Aval = tuple[Shape, str]  # a shape and the name of an element type
@@ -135,6 +135,9 @@ class Problem:
         raw.dropout_p = call.dropout_p
         raw.max_seqlen_q = call.max_seqlen_q
         raw.max_seqlen_k = call.max_seqlen_k
+        if device is None and call.packed:  # on the CPU the call reads them from cu_seqlens
+            raw.max_seqlen_q = call.max_seqlen_q or _longest(avals, "q", -2)
+            raw.max_seqlen_k = call.max_seqlen_k or _longest(avals, "k", -1)
         raw.batch_outer = call.batch_outer
         if call.backend is not None:
             raw.backend = call.backend.encode()
@@ -183,6 +186,9 @@ class Problem:
             raise
 
 
-def differentiable(call: Call) -> tuple[str, ...]:
-    """The names of the operands that have a gradient."""
-    return tuple(name for name in DIFFERENTIABLE if name in call.given)
+def _longest(avals: Mapping[str, Aval], side: str, dim: int) -> int:
+    """A length that the longest sequence may have: the one that biases and masks are for, else that of all rows."""
+    planes = [avals[name][0] for name in ("bias", "bias2", "mask") if name in avals]
+    found = max((shape[dim] for shape in planes if len(shape) >= -dim), default=1)
+    return found if found > 1 else avals[side][0][0]
+

@@ -14,12 +14,14 @@ from typing import Any, Callable, Optional
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from ._call import SEED, Call, Shape
 
 Factors = tuple[Optional[str], ...]  # of each dimension: "b" or "c", a level of the batch, "h", heads, or None
-_ROWS_OF = {"q": "h", "out": "h", "k": "k", "v": "k"}
+_spec: Any = jax.sharding.PartitionSpec
+_psum: Any = jax.lax.psum
+_ROWS = ("q", "k", "v", "out")
 
 
 class Split:
@@ -41,7 +43,7 @@ class Split:
         heads, rank = "h", len(shape)
         if name == SEED or kind.startswith("cu_seqlens"):
             found: Factors = (None,) * rank
-        elif kind in _ROWS_OF:
+        elif kind in _ROWS:
             if kind in ("k", "v"):
                 heads = "h" if self.key_heads > 1 or self.query_heads == 1 else ""
             rows = (heads or None, None, None) if self._call.heads_first else (None, heads or None, None)
@@ -97,7 +99,7 @@ class Split:
 
     def sharding(self, mesh: Any, axes: Mapping[str, tuple[str, ...]], name: str, shape: Shape) -> NamedSharding:
         """The sharding of a tensor."""
-        return NamedSharding(mesh, PartitionSpec(*(axes.get(factor or "") for factor in self.of(name, shape))))
+        return NamedSharding(mesh, _spec(*(axes.get(factor or "") for factor in self.of(name, shape))))
 
 
 def define(function: Any, of_call: Callable[..., tuple[Any, ...]]) -> None:
@@ -129,7 +131,7 @@ def define(function: Any, of_call: Callable[..., tuple[Any, ...]]) -> None:
             found = []
             for factors, part in zip(into, of_call(call, *parts)):
                 shared = [axis for factor, names in axes.items() if factor not in factors for axis in names]
-                found.append(jax.lax.psum(part, tuple(shared)) if shared else part)
+                found.append(_psum(part, tuple(shared)) if shared else part)
             return tuple(found)
 
         def of(names: Sequence[str], tensors: Sequence[Any]) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src import dispatch as _dispatch
-from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental import custom_partitioning as _partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -31,6 +31,15 @@ from ._call import Aval, Call, Problem
 
 _FILE = "_xla.so"
 _TARGETS = {_abi.FORWARD: "fovea_forward", _abi.BACKWARD: "fovea_backward"}
+
+
+if not hasattr(jax, "ffi"):
+    raise ImportError(f"fovea.jax: JAX {jax.__version__}; accepted: 0.5.0 or newer, which has jax.ffi")
+# JAX has no types of these.
+_pycapsule: Any = jax.ffi.pycapsule
+_spec: Any = jax.sharding.PartitionSpec
+_aval: Any = jax.core.ShapedArray
+_custom_partitioning: Any = _partitioning.custom_partitioning
 
 
 def _register() -> None:
@@ -45,14 +54,10 @@ def _register() -> None:
     for direction in ("forward", "backward"):
         for device, platform in (("cpu", "cpu"), ("cuda", "CUDA")):
             function = getattr(handlers, f"fovea_xla_{direction}_{device}")
-            jax.ffi.register_ffi_target(f"fovea_{direction}", jax.ffi.pycapsule(function), platform=platform)
+            jax.ffi.register_ffi_target(f"fovea_{direction}", _pycapsule(function), platform=platform)
 
 
-if not hasattr(jax, "ffi"):
-    raise ImportError(f"fovea.jax: JAX {jax.__version__}; accepted: 0.5.0 or newer, which has jax.ffi")
 _register()
-
-_aval: Any = jax.core.ShapedArray
 
 
 def avals_of(call: Call, operands: Sequence[Any]) -> dict[str, Aval]:
@@ -74,7 +79,7 @@ def _abstract(*operands: Any, call: Call) -> list[Any]:
 
 
 def _replicated(sharding: Any, rank: int) -> Any:
-    return sharding.update(spec=jax.sharding.PartitionSpec(*(None,) * rank))
+    return sharding.update(spec=_spec(*(None,) * rank))
 
 
 def varying(aval: Any) -> frozenset[str]:
@@ -90,7 +95,7 @@ def _dtype(name: str) -> Any:
 
 # ---- one device ----
 
-call_p = Primitive("fovea_call")
+call_p: Any = Primitive("fovea_call")
 call_p.multiple_results = True
 call_p.def_abstract_eval(_abstract)
 
@@ -124,10 +129,10 @@ def _of_call(call: Call, *operands: Any) -> tuple[Any, ...]:
     return tuple(call_p.bind(*operands, call=call))
 
 
-_partitioned: Any = custom_partitioning(_of_call, static_argnums=(0,))
+_partitioned: Any = _custom_partitioning(_of_call, static_argnums=(0,))
 _partition.define(_partitioned, _of_call)
 
-attention_p = Primitive("fovea_attention")
+attention_p: Any = Primitive("fovea_attention")
 attention_p.multiple_results = True
 attention_p.def_abstract_eval(_abstract)
 
