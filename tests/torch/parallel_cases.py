@@ -355,7 +355,7 @@ def surroundings(group):
 
 def many_groups(group, byte_limit):
     """The number of groups of heads changes no bit of out, dq and a bias's gradient."""
-    from fovea.torch import _parallel
+    from fovea.torch import _parallel_call
 
     rows = Rows.zigzag(40, group, block=8)
     heads = 6
@@ -363,17 +363,17 @@ def many_groups(group, byte_limit):
     bias = torch.randn(2, 2 * heads, 40, 40)
     grad = torch.randn(2, 2 * heads, 40, 8)
     found = []
-    usual = _parallel.BUFFER_BYTES
+    usual = _parallel_call.BUFFER_BYTES
     try:
         for limit in (usual, byte_limit):
-            _parallel.BUFFER_BYTES = limit
+            _parallel_call.BUFFER_BYTES = limit
             leaves = [rows.take(x, 2).detach().requires_grad_() for x in (*inputs, bias)]
             text = explain_context_parallel(*leaves[:3], rows=rows, move="keys", bias=leaves[3], causal=True)
             out = context_parallel(*leaves[:3], rows=rows, move="keys", bias=leaves[3], causal=True)
             out.backward(rows.take(grad, 2))
             found.append((text, [out.detach(), *(x.grad for x in leaves)]))
     finally:
-        _parallel.BUFFER_BYTES = usual
+        _parallel_call.BUFFER_BYTES = usual
     assert "groups of heads: 2;" in found[0][0] and "groups of heads: 6;" in found[1][0], found
     assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1]))
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _call, _parallel
+from . import _call, _parallel_call, _parallel_keys
 from ._call import DIFFERENTIABLE, Arguments
 from ._rows import Rows
 
@@ -50,7 +50,7 @@ def register_with_pytorch() -> None:
 
 def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     call, wrap = _call_of(_call.known(args))
-    out, lse = _parallel.keys_forward(call)
+    out, lse = _parallel_keys.keys_forward(call)
     rows = call.rows_dim + out.dim()
     return wrap(out, rows), wrap(lse, lse.dim() - 1)
 
@@ -61,7 +61,7 @@ def _backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     call, wrap = _call_of(given, dict(zip(DIFFERENTIABLE, need)))
     rows = call.rows_dim + out.dim()
     local: list[Any] = [None if x is None else _local(x, at) for x, at in ((grad_out, rows), (grad_lse, lse.dim() - 1), (out, rows), (lse, lse.dim() - 1))]
-    grads: Any = _parallel.keys_backward(call, need, *local)
+    grads: Any = _parallel_keys.keys_backward(call, need, *local)
     results = []
     for name, grad, at in zip(DIFFERENTIABLE, grads, _call.DIFFERENTIABLE_AT):
         if grad is None:
@@ -92,7 +92,7 @@ def _local(x: Any, rows: int) -> Tensor:
     return local
 
 
-def _call_of(given: tuple[Any, ...], wants: Any = None) -> tuple[_parallel.Call, Any]:
+def _call_of(given: tuple[Any, ...], wants: Any = None) -> tuple[_parallel_call.Call, Any]:
     """The call, and what makes a DTensor of its results."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -126,7 +126,7 @@ def _call_of(given: tuple[Any, ...], wants: Any = None) -> tuple[_parallel.Call,
         options[name] = None if x is None else _local(x, x.dim() - 2)
     k: Any = a.k
     v: Any = a.v
-    call = _parallel.prepare(q._local_tensor, k._local_tensor, v._local_tensor, _plans[key], "keys", options)
+    call = _parallel_call.prepare(q._local_tensor, k._local_tensor, v._local_tensor, _plans[key], "keys", options)
     for name in ("bias", "bias2"):
         plane = options[name]
         if wants and wants[name] and (plane.dim() < 3 or plane.shape[-3] == 1):

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What context_parallel is asked for: its arguments, checked; what each movement can compute, and which one is chosen."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import _help
+from .._problem import shape_text
+from . import _attention, _call, _operators, _rows
+from ._call import Arguments
+from ._rows import Rows
+
+_MOVES = (None, "keys", "heads")
+_OF_ROWS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")  # Rows has them
+_CHECKED = ("scale", "causal", "window", "align", "softcap", "dropout_p", "rng")
+PLANES = ("bias", "bias2", "mask")
+BUFFER_BYTES = 2**30  # of the gathered keys and values of one group of heads, where more groups can make it smaller
+
+
+class Sizes(NamedTuple):
+    """Bytes that a rank receives, and of its buffers."""
+
+    gathered_bytes: int
+    exposed_bytes: int
+    scattered_bytes: int
+    group_bytes: int
+    exchanged_bytes: int
+
+
+class Call(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    rows: Rows
+    options: dict[str, Any]  # all of attention()'s, checked, but return_lse
+    rows_dim: int  # of q, k, v and out, from the end
+    heads_dim: int
+    move: str
+    reason: str
+    groups: int  # of heads, with move="keys"
+    balance: float
+    sizes: Sizes
+
+    @property
+    def rank(self) -> int:
+        return self.rows.rank or 0
+
+    def heads(self, of: Tensor) -> int:
+        return of.shape[self.heads_dim]
+
+
+def prepare(q: Any, k: Any, v: Any, rows: Rows, move: Any, given: dict[str, Any]) -> Call:
+    unknown = {name: value for name, value in given.items() if name not in _attention._OPTIONS}
+    if unknown:
+        raise _help.refuse("context_parallel", "q, k, v", (), unknown, [*_attention._OPTIONS, "rows", "move"])
+    o = {**_attention._OPTIONS, **given}
+    o.pop("return_lse")
+    if move not in _MOVES:
+        raise ValueError(f"move: {move!r}; accepted: {', '.join(repr(name) for name in _MOVES)}")
+    for name in _OF_ROWS:
+        if o.pop(name) is not None:
+            raise ValueError(f"{name}: given; accepted: None, rows={rows!r} has the lengths; Rows.packed is made of cu_seqlens")
+    tensors = {"q": q, "k": k, "v": v, **{name: o[name] for name in _call.NAMES[3:12] if name in o}}
+    for name, tensor in tensors.items():
+        if tensor is not None and isinstance(tensor, Tensor) and not _operators.survey((tensor,))[0]:
+            kind = type(tensor).__name__ if type(tensor) is not Tensor else f"tensor of layout {tensor.layout}"
+            raise TypeError(f"{name}: a {kind}; accepted: a dense torch.Tensor with this rank's rows, such as x.to_local()")
+    _attention._check_tensors((q, k, v, *(o.get(name) for name in _call.NAMES[3:12])))
+    packed = rows.kind == "packed"
+    if o["batch_shape"] is not None and not packed:
+        raise ValueError("batch_shape: given; accepted: None, five dimensions say it, unless rows are packed")
+    layout = o["layout"]
+    if layout not in _attention._LAYOUTS:
+        _attention._refuse_choice("layout", layout, _attention._LAYOUTS)
+    rows_dim, heads_dim = (-3, -2) if packed or layout == "bshd" else (-2, -3)
+    _call.check_ranks(arguments_of(q, k, v, {}, layout=layout, cu_seqlens_q=q if packed else None))
+    mine = rows.counts[rows.rank or 0]
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.shape[rows_dim] != mine:
+            raise ValueError(f"{name}: {x.shape[rows_dim]} rows; accepted: {mine}, this rank's of {rows!r}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name}: {short(x.dtype)}; accepted: {short(q.dtype)}, which q has")
+    heads_q, heads_k = q.shape[heads_dim], k.shape[heads_dim]
+    if heads_k == 0 or heads_q % heads_k or v.shape[heads_dim] != heads_k:
+        raise ValueError(
+            f"heads: {heads_q} of q, {heads_k} of k, {v.shape[heads_dim]} of v; accepted: those of k and v are equal and divide those of q"
+        )
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"k: head dimension {k.shape[-1]}; accepted: {q.shape[-1]}, which q has")
+    if not q.is_meta and torch.is_autocast_enabled(q.device.type):
+        q, k, v = _attention._autocast(q, k, v)
+    for name in ("sink", "alibi_slopes"):  # under autograd, so that the gradient has the type that was given
+        tensor = o[name]
+        if tensor is not None and tensor.dtype in (_attention._HALVES if name == "sink" else _attention._CONVERTED_SLOPES):
+            o[name] = _attention._wider(tensor, q)
+    if o["alibi_slopes"] is not None and o["alibi_slopes"].requires_grad and torch.is_grad_enabled():
+        raise ValueError("alibi_slopes: requires_grad, and it has no gradient; accepted: alibi_slopes.detach()")
+    numbers: Any = [*(o[name] for name in _CHECKED), None, None, 0, layout, o["deterministic"], o["backend"]]
+    checked = _attention._options(*numbers)
+    o.update(scale=checked[0], causal=checked[1], window=checked[2:4], softcap=checked[5], dropout_p=checked[6])
+
+    no_keys, no_heads = _why_not_keys(rows, o), _why_not_heads(q, k, rows, o, heads_dim)
+    of_row = {name: x.shape[:rows_dim].numel() * x.shape[rows_dim + 1 :].numel() for name, x in (("q", q), ("k", k), ("v", v))}
+    groups = _groups(q, k, rows, o, heads_dim, (of_row["k"] + of_row["v"]) * rows.total * q.element_size())
+    sizes = _sizes(of_row, q, v, rows, groups)
+    balance = rows.balance(o["causal"], o["window"])
+    move, reason = _choose(rows, move, no_keys, no_heads, sizes, balance, o)
+    call = Call(q, k, v, rows, o, rows_dim, heads_dim, move, reason, groups, balance, sizes)
+    if move == "keys":
+        _check_planes(call)
+    return call
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def has_queries(plane: Optional[Tensor]) -> bool:
+    """Whether a bias or mask has rows, instead of being broadcast over them."""
+    return plane is not None and plane.dim() >= 2 and plane.shape[-2] != 1
+
+
+def has_band(o: dict[str, Any]) -> bool:
+    return bool(o["causal"] or o["window"] != (-1, -1))
+
+
+def ends_at_row(o: dict[str, Any]) -> bool:
+    """Whether a query meets no key behind itself."""
+    return bool(o["causal"] or o["window"][1] == 0)
+
+
+def _why_not_keys(rows: Rows, o: dict[str, Any]) -> str:
+    """Why a call for a piece cannot say this; empty if it can."""
+    packed = rows.kind == "packed"
+    if o["dropout_p"] != 0:
+        return f"dropout_p: {o['dropout_p']}, with move='keys': dropout's mask depends on a row's number within its call"
+    if o["alibi_slopes"] is not None and not ends_at_row(o):
+        return "alibi_slopes: given without causal, with move='keys': a call with keys behind its rows cannot say their distances"
+    if packed:
+        if has_band(o) and not ends_at_row(o):
+            return f"window: {tuple(o['window'])}, with move='keys' and packed rows: sequences would need shifts of their own"
+        for name in PLANES:
+            if has_queries(o[name]):
+                return f"{name}: has queries, with move='keys' and packed rows: the sequences' pieces begin at different rows of it"
+        for name in ("seqused_q", "seqused_k"):
+            if o[name] is not None:
+                return f"{name}: given, with move='keys' and packed rows; Rows.packed of the used lengths has the same meaning"
+    elif o["seqused_q"] is not None or o["seqused_k"] is not None:
+        if (has_band(o) or o["alibi_slopes"] is not None) and not _same_lengths(o["seqused_q"], o["seqused_k"]):
+            return (
+                "seqused_q and seqused_k: not the same tensor, with move='keys' and a causal mask, a window or ALiBi: a call needs "
+                "equal lengths of both"
+            )
+        if has_band(o) and not ends_at_row(o):
+            return f"window: {tuple(o['window'])}, with move='keys' and seqused: sequences would need shifts of their own"
+    return ""
+
+
+def _same_lengths(a: Optional[Tensor], b: Optional[Tensor]) -> bool:
+    if a is None or b is None or a is b:
+        return a is b
+    return a.device.type == "cpu" and torch.equal(a.long(), b.long())
+
+
+def _why_not_heads(q: Tensor, k: Tensor, rows: Rows, o: dict[str, Any], heads_dim: int) -> str:
+    heads = k.shape[heads_dim]
+    if heads % rows.ranks:
+        return f"k: {heads} heads, with move='heads' over {rows.ranks} ranks: not a multiple"
+    if o["dropout_p"] != 0 and (q.dim() == 5 or o["batch_shape"] is not None):
+        return f"dropout_p: {o['dropout_p']}, with move='heads' and a batch of two levels: a call has no third level for the ranks"
+    if o["dropout_p"] != 0 and o["rng"] != "fovea" and o["seqused_k"] is not None and rows.kind != "packed":
+        return f"rng: {o['rng']!r}, with move='heads' and seqused_k: packed calls count the pairs of used lengths only"
+    return ""
+
+
+def _groups(q: Tensor, k: Tensor, rows: Rows, o: dict[str, Any], heads_dim: int, all_bytes: int) -> int:
+    """How many groups of key heads are gathered one after the other: the fewest whose buffers are small enough, and at least two, so
+    that one is gathered while another is computed. One if a bias sums its gradient over all heads."""
+    heads = k.shape[heads_dim]
+    for name in ("bias", "bias2"):
+        plane = o[name]
+        if plane is not None and plane.requires_grad and (plane.dim() < 3 or plane.shape[-3] == 1) and q.shape[heads_dim] > 1:
+            return 1
+    for groups in range(min(2, heads), heads):
+        if heads % groups == 0 and all_bytes // groups <= BUFFER_BYTES:
+            return groups
+    return heads
+
+
+def _sizes(of_row: dict[str, int], q: Tensor, v: Tensor, rows: Rows, groups: int) -> Sizes:
+    """Of the rank that has the most rows; `of_row` are the elements of a row."""
+    item, most = q.element_size(), max(rows.counts)
+    of_keys, of_out = of_row["k"] + of_row["v"], of_row["q"] // max(1, q.shape[-1]) * v.shape[-1]
+    gathered = (rows.ranks - 1) * most * of_keys
+    return Sizes(
+        gathered_bytes=gathered * item,
+        exposed_bytes=gathered * item // groups,
+        scattered_bytes=gathered * torch.finfo(_rows.wide(q.dtype)).bits // 8,
+        group_bytes=rows.total * of_keys // groups * item,
+        exchanged_bytes=(of_row["q"] + of_keys + of_out) * most * item * (rows.ranks - 1) // rows.ranks,
+    )
+
+
+def _choose(
+    rows: Rows, move: Any, no_keys: str, no_heads: str, sizes: Sizes, balance: float, o: dict[str, Any]
+) -> tuple[str, str]:  # fmt: skip
+    """The movement, and why. Every rank decides from the same numbers."""
+    if rows.ranks == 1:
+        return "none", "there is one rank"
+    if move == "keys" and no_keys:
+        raise NotImplementedError(f"{no_keys}; accepted: {_instead('heads', no_heads)}")
+    if move == "heads" and no_heads:
+        raise NotImplementedError(f"{no_heads}; accepted: {_instead('keys', no_keys)}")
+    if move is not None:
+        return move, "it was given"
+    if no_keys and no_heads:
+        raise NotImplementedError(f"no movement computes this: {no_keys}; and {no_heads}")
+    if no_keys:
+        return "heads", f"keys cannot: {no_keys}"
+    if no_heads:
+        return "keys", f"heads cannot: {no_heads}"
+    planes = [name for name in PLANES if has_queries(o[name])]
+    if planes:
+        return "keys", f"{planes[0]} has queries, which are this rank's rows"
+    if balance > 1.2:
+        return "heads", f"the rows are unbalanced for keys, {balance:.2f}"
+    if not _one_node(rows):
+        return "keys", "the ranks are on several nodes"
+    if sizes.exchanged_bytes < sizes.exposed_bytes:
+        return "heads", f"a rank receives fewer bytes, {sizes.exchanged_bytes}, than keys would wait for, {sizes.exposed_bytes}"
+    return "keys", f"the first group's {sizes.exposed_bytes} bytes are no more than the {sizes.exchanged_bytes} of heads"
+
+
+def _instead(move: str, why_not: str) -> str:
+    return f"move={move!r}" if not why_not else f"other options, as move={move!r} cannot either: {why_not}"
+
+
+def _one_node(rows: Rows) -> bool:
+    """As torchrun says. Without it, one node is assumed."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    if local <= 0 or rows.group is None:
+        return True
+    return len({dist.get_global_rank(rows.group, r) // local for r in range(rows.ranks)}) == 1
+
+
+def _check_planes(call: Call) -> None:
+    """Sizes that slices would otherwise hide or report as those of a part."""
+    mine, total = call.rows.counts[call.rank], call.rows.total if call.rows.kind != "packed" else call.rows.longest
+    heads = call.heads(call.q)
+    for name in PLANES:
+        plane = call.options[name]
+        if plane is None:
+            continue
+        sizes = (plane.shape[-3:] if plane.dim() >= 3 else (1,) * (3 - plane.dim()) + tuple(plane.shape))
+        if sizes[0] not in (1, heads) or sizes[1] not in (1, mine) or sizes[2] not in (1, total):
+            raise ValueError(
+                f"{name}: shape {shape_text(plane.shape)}; accepted with move='keys': broadcastable to (B, {heads}, {mine}, "
+                f"{total}): all heads, this rank's rows, all keys"
+            )
+    for name in ("sink", "alibi_slopes"):
+        x = call.options[name]
+        if x is not None and (x.dim() == 0 or x.shape[-1] != heads):
+            raise ValueError(f"{name}: shape {shape_text(x.shape)}; accepted: {heads} heads, those of q on every rank")
+
+
+def arguments_of(q: Any, k: Any, v: Any, o: dict[str, Any], **more: Any) -> Arguments:
+    """The operator's arguments for a call within a rank."""
+    named: dict[str, Any] = dict.fromkeys(Arguments._fields[: _call.TENSORS])
+    named.update({name: o.get(name) for name in ("bias", "bias2", "mask", "alibi_slopes", "sink", "seqused_q", "seqused_k")})
+    named.update(q=q, k=k, v=v, seed=0, offset=0, scale=o.get("scale"), causal=bool(o.get("causal")), align="bottom_right",
+                 softcap=o.get("softcap", 0.0), dropout_p=0.0, rng="fovea", max_seqlen_q=0, max_seqlen_k=0, batch_outer=0,
+                 layout=o.get("layout", "bhsd"), backend=o.get("backend"),
+                 deterministic=_call.DETERMINISTIC if o.get("deterministic") else _call.order())  # fmt: skip
+    named["window_left"], named["window_right"] = o.get("window", (-1, -1))
+    named.update(more)
+    return Arguments(**named)
+
+
+# ---- errors ----
+
+
+def of_rank(rows: Rows, error: Exception) -> Exception:
+    text = str(error)
+    if not text.startswith("rank "):
+        error.args = (f"{_rows._name(rows)}: {text}",)
+    return error
+
+
+@contextlib.contextmanager
+def saying_rank(rows: Rows) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError, NotImplementedError, MemoryError) as error:
+        of_rank(rows, error)
+        raise

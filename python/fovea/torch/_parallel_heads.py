@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""context_parallel with move="heads": an all-to-all gives each rank all rows of some heads, another one brings the results back. What
+lies between them is an ordinary, differentiable call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import _attention, _operators, _rows
+from ._parallel_call import PLANES, Call, has_queries
+from ._rows import Rows
+
+
+def by_heads(call: Call) -> tuple[Tensor, Tensor]:
+    rows, o = call.rows, dict(call.options)
+    o["seed"] = _seed(call)
+    there = (call.heads_dim, call.rows_dim)
+    q, k, v = _ToHeads.apply(rows, "q, k and v to heads", (there,) * 3, call.q, call.k, call.v)
+    mine = call.heads(call.q) // rows.ranks
+    first = call.rank * mine
+    if o["sink"] is not None:
+        o["sink"] = o["sink"].narrow(0, first, mine)
+    if o["alibi_slopes"] is not None:
+        o["alibi_slopes"] = o["alibi_slopes"].narrow(-1, first, mine)
+    for name in PLANES:
+        plane = o[name]
+        if plane is not None and not has_queries(plane) and plane.dim() >= 3 and plane.shape[-3] != 1:
+            o[name] = plane.narrow(-3, first, mine)
+    if rows.kind == "packed":
+        ends = torch.tensor(rows.first, dtype=torch.int32)
+        o.update(max_seqlen_q=rows.longest, max_seqlen_k=rows.longest)
+        if o["dropout_p"] == 0:
+            ends = ends.to(q.device)
+            out, lse = _attention.attention(q, k, v, return_lse=True, cu_seqlens_q=ends, cu_seqlens_k=ends, **o)
+        else:
+            out, lse = _among_empty(call, [q, k, v], ends, o)
+    elif o["dropout_p"] == 0:
+        out, lse = _attention.attention(q, k, v, return_lse=True, **o)
+    else:
+        ends = torch.arange(q.shape[0] + 1, dtype=torch.int32) * rows.total
+        packed = [_packs(x, call.heads_dim) for x in (q, k, v)]
+        o.update(max_seqlen_q=rows.total, max_seqlen_k=rows.total)
+        out, lse = _among_empty(call, packed, ends, o)
+        shape = (q.shape[0], rows.total)
+        out = out.view(*shape, *out.shape[1:])
+        out = out.transpose(1, 2) if call.heads_dim == -3 else out
+        lse = lse.view(-1, *shape).transpose(0, 1)
+    (out,) = _ToRows.apply(rows, "out to rows", (there,), out)
+    (lse,) = _ToRows.apply(rows, "lse to rows", ((-2, -1),), lse)
+    return out, lse
+
+
+def _packs(x: Tensor, heads_dim: int) -> Tensor:
+    """(B * S, H, D) of a dense tensor."""
+    return (x.transpose(1, 2) if heads_dim == -3 else x).flatten(0, 1)
+
+
+def _among_empty(call: Call, operands: list[Tensor], ends: Tensor, o: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """A packed call with dropout for some heads of all. Dropout's stream of head h of sequence b is b * Hq + h. Here b has become
+    b * ranks + rank among `ranks` times as many sequences, of which those of the other ranks are empty, and Hq is Hq / ranks."""
+    q, k, v = operands
+    ranks, rank, batch = call.rows.ranks, call.rank, ends.numel() - 1
+    starts = torch.empty(batch, ranks, dtype=torch.int32)
+    starts[:, : rank + 1] = ends[:-1, None]
+    starts[:, rank + 1 :] = ends[1:, None]
+    among = torch.cat([starts.flatten(), ends[-1:]]).to(q.device)
+    o = dict(o, batch_shape=(batch, ranks), cu_seqlens_q=among, cu_seqlens_k=among, layout="bhsd")
+    for name in PLANES:
+        if o[name] is not None and o[name].dim() >= 4:
+            o[name] = o[name].unsqueeze(-4)  # broadcast over the ranks
+    if o["alibi_slopes"] is not None and o["alibi_slopes"].dim() == 2:
+        o["alibi_slopes"] = o["alibi_slopes"].unsqueeze(1).expand(batch, ranks, -1)
+    same = o["seqused_q"] is o["seqused_k"]
+    for name in ("seqused_q", "seqused_k"):
+        if o[name] is not None:
+            used = o[name].new_zeros(batch, ranks)
+            used[:, rank] = o[name]
+            o[name] = o["seqused_q"] if same and name == "seqused_k" else used.flatten()
+    out, lse = _attention.attention(q, k, v, return_lse=True, **o)
+    return out, lse
+
+
+def _seed(call: Call) -> Any:
+    """The first rank's, if one has to be drawn. Every rank draws, so that their generators stay in step."""
+    if call.options["seed"] is not None or call.options["dropout_p"] == 0:
+        return call.options["seed"]
+    return _rows.broadcast_first(call.rows, _operators.draw_seed([call.q]), "the seed of dropout")
+
+
+class _ToHeads(torch.autograd.Function):
+    """This rank's rows of all heads, to all rows of this rank's heads. `dims` are the dimensions of heads and rows of each tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Rows, what: str, dims: Any, *tensors: Tensor) -> Any:
+        ctx.given = rows, what, dims
+        return _to_heads(rows, what, dims, tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        rows, what, dims = ctx.given
+        return (None, None, None, *_to_rows(rows, f"the gradient of {what}", dims, grads))
+
+
+class _ToRows(torch.autograd.Function):
+    """The way back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Rows, what: str, dims: Any, *tensors: Tensor) -> Any:
+        ctx.given = rows, what, dims
+        return _to_rows(rows, what, dims, tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        rows, what, dims = ctx.given
+        return (None, None, None, *_to_heads(rows, f"the gradient of {what}", dims, grads))
+
+
+def _to_heads(rows: Rows, what: str, dims: Any, tensors: Any) -> tuple[Tensor, ...]:
+    """One exchange for all tensors: of each row, the elements of all tensors one after the other."""
+    parts, shapes = [], []
+    for x, (heads, at) in zip(tensors, dims):
+        heads, at = heads + x.dim(), at + x.dim()
+        split = x.unflatten(heads, (rows.ranks, x.shape[heads] // rows.ranks))
+        first = split.movedim((heads, at + (at > heads)), (0, 1))
+        shapes.append(first.shape[2:])
+        parts.append(first.reshape(rows.ranks, rows.count, first.shape[2:].numel()))
+    whole: Any = _rows.exchange_to_heads(rows, torch.cat(parts, 2), what)
+    found = whole.split([part.shape[2] for part in parts], 1)
+    return tuple(y.unflatten(1, shape).movedim(0, at + 1 + len(shape)) for y, shape, (_, at) in zip(found, shapes, dims))
+
+
+def _to_rows(rows: Rows, what: str, dims: Any, tensors: Any) -> tuple[Tensor, ...]:
+    parts, shapes = [], []
+    for y, (_, at) in zip(tensors, dims):
+        first = y.movedim(at, 0)
+        shapes.append(first.shape[1:])
+        parts.append(first.reshape(rows.total, first.shape[1:].numel()))
+    local: Any = _rows.exchange_to_rows(rows, torch.cat(parts, 1), what)
+    found = local.split([part.shape[1] for part in parts], 2)
+    results = []
+    for x, shape, (heads, at) in zip(found, shapes, dims):
+        size = len(shape) + 1  # dimensions of the result
+        heads, at = heads + size, at + size
+        split = x.unflatten(2, shape).movedim((0, 1), (heads, at + (at > heads)))
+        results.append(split.flatten(heads, heads + 1))
+    return tuple(results)

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""context_parallel with move="keys": each rank keeps its rows of q and gathers the keys and values of all rows, some heads at a time.
+
+The call for a piece of its rows is an ordinary one with the keys up to the end that the piece sees: with bottom-right alignment the
+shift is the piece's position. The gradients are formed by the same calls. Those of the keys are summed over pieces and ranks in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import _attention, _call, _rows
+from ._call import Arguments
+from ._parallel_call import PLANES, Call, arguments_of, ends_at_row, has_band, has_queries, saying_rank
+from ._rows import Piece
+
+
+def by_keys(call: Call) -> tuple[Tensor, Tensor]:
+    o = call.options
+    out, lse = _Keys.apply(call._replace(q=None, k=None, v=None), call.q, call.k, call.v, o["bias"], o["bias2"], o["sink"])  # type: ignore[arg-type]
+    return out, lse
+
+
+_NAMED = ("q", "k", "v", "bias", "bias2", "sink")
+
+
+class _Keys(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: Any) -> Any:
+        call = call._replace(q=tensors[0], k=tensors[1], v=tensors[2], options={**call.options, **dict(zip(_NAMED[3:], tensors[3:]))})
+        out, lse = keys_forward(call)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, out, lse)
+        ctx.call = call._replace(q=None, k=None, v=None, options={**call.options, **dict.fromkeys(_NAMED[3:])})  # type: ignore[arg-type]
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Optional[Tensor], grad_lse: Optional[Tensor]) -> tuple[Any, ...]:
+        *tensors, out, lse = ctx.saved_tensors
+        need = ctx.needs_input_grad[1:]
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        call = ctx.call
+        call = call._replace(q=tensors[0], k=tensors[1], v=tensors[2], options={**call.options, **dict(zip(_NAMED[3:], tensors[3:]))})
+        with saying_rank(call.rows):
+            return (None, *keys_backward(call, need, grad_out, grad_lse, out, lse))
+
+
+class Part(NamedTuple):
+    """What one call computes: some adjacent rows of this rank, of some heads."""
+
+    first: int  # of this rank's rows
+    rows: int
+    end: int  # the keys that it has, of dense rows
+    options: dict[str, Any]
+
+
+def _parts(call: Call) -> list[Part]:
+    """One for each piece of a dense rank; for packed rows one for the first pieces of all sequences, and one for the second ones."""
+    return _packed_parts(call) if call.rows.kind == "packed" else [_dense_part(call, piece, at) for piece, at in _with_places(call.rows.mine)]
+
+
+def _with_places(pieces: tuple[Piece, ...]) -> Iterator[tuple[Piece, int]]:
+    at = 0
+    for piece in pieces:
+        yield piece, at
+        at += piece.rows
+
+
+def _dense_part(call: Call, piece: Piece, at: int) -> Part:
+    o, total = call.options, call.rows.total
+    left, right = o["window"]
+    more: dict[str, Any] = {}
+    stop = piece.start + piece.rows
+    end = stop if ends_at_row(o) else total if right < 0 else min(total, stop + right)
+    if has_band(o) and not o["causal"]:
+        # With keys behind the piece's last row, bottom-right alignment shifts the band by their number. The window takes it back.
+        more = {"window_left": left if left < 0 else left + end - stop, "window_right": right if right < 0 else right - (end - stop)}
+    used_q, used_k = o["seqused_q"], o["seqused_k"]
+    if used_q is not None:
+        used_q = (used_q.long() - piece.start).clamp(0, piece.rows).int()
+    if used_k is not None:
+        # With a band the piece's last used row meets the key of its own number.
+        used_k = used_q + piece.start if ends_at_row(o) else used_k.long().clamp(0, total).int()
+    more.update(seqused_q=used_q, seqused_k=used_k)
+    return Part(at, piece.rows, end, more)
+
+
+def _packed_parts(call: Call) -> list[Part]:
+    rows, device = call.rows, call.q.device
+
+    def made() -> list[Any]:
+        seen: set[int] = set()
+        numbers: list[list[tuple[Piece, int]]] = [[], []]
+        for piece, at in _with_places(rows.mine):
+            numbers[piece.sequence in seen].append((piece, at))
+            seen.add(piece.sequence)
+        found = []
+        for pieces in numbers:
+            if pieces:
+                lengths, stops = [0] * len(rows.lengths), [0] * len(rows.lengths)
+                for piece, _ in pieces:
+                    lengths[piece.sequence], stops[piece.sequence] = piece.rows, piece.start + piece.rows
+                ends = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
+                whole = torch.tensor([n if length else 0 for n, length in zip(rows.lengths, lengths)], dtype=torch.int32, device=device)
+                stop = torch.tensor(stops, dtype=torch.int32, device=device)
+                found.append((pieces[0][1], sum(lengths), max(lengths), ends, stop, whole))
+        return [torch.tensor(rows.first, dtype=torch.int32, device=device), found]
+
+    keys, found = rows._cached(("packed parts", device), made)
+    shape = call.options["batch_shape"]
+    outer = 0 if shape is None else _attention._batch_outer(shape, keys, keys)
+    return [
+        Part(first, count, rows.total, {
+            "cu_seqlens_q": ends, "cu_seqlens_k": keys, "seqused_k": stop if ends_at_row(call.options) else whole,
+            "max_seqlen_q": longest, "max_seqlen_k": rows.longest, "batch_outer": outer,
+        })
+        for first, count, longest, ends, stop, whole in found
+    ]  # fmt: skip
+
+
+class _Group:
+    """The operands of one group of heads."""
+
+    def __init__(self, call: Call, number: int) -> None:
+        self.call = call
+        self.queries = call.heads(call.q) // call.groups
+        self.keys = call.heads(call.k) // call.groups
+        self.first_query = number * self.queries
+        self.first_key = number * self.keys
+        self.pending: Any = None
+        self.shapes: list[Any] = []
+
+    def start(self) -> _Group:
+        """Begins to gather its keys and values: of each row those of k, then those of v."""
+        call = self.call
+        parts = []
+        for x in (call.k, call.v):
+            first = x.narrow(call.heads_dim, self.first_key, self.keys).movedim(call.rows_dim, 0)
+            self.shapes.append(first.shape[1:])
+            parts.append(first.reshape(call.rows.count, first.shape[1:].numel()))
+        self.pending = _rows.start_gather(call.rows, torch.cat(parts, 1), "keys and values")
+        return self
+
+    def gathered(self) -> tuple[Tensor, Tensor]:
+        whole = _rows.end_gather(self.pending)
+        self.pending = None
+        k, v = self.split(whole)
+        return k, v
+
+    def split(self, whole: Any) -> list[Tensor]:
+        """k and v, or their gradients, with all dimensions."""
+        parts = whole.split([shape.numel() for shape in self.shapes], 1)
+        return [part.unflatten(1, shape).movedim(0, self.call.rows_dim) for part, shape in zip(parts, self.shapes)]
+
+    def of_queries(self, x: Optional[Tensor], part: Part, heads_dim: int, rows_dim: int) -> Any:
+        """This group's heads and this part's rows; those that are broadcast, whole."""
+        if x is None:
+            return None
+        if x.dim() >= -heads_dim and x.shape[heads_dim] != 1:
+            x = x.narrow(heads_dim, self.first_query, self.queries)
+        if x.dim() >= -rows_dim and x.shape[rows_dim] != 1:
+            x = x.narrow(rows_dim, part.first, part.rows)
+        return x
+
+    def plane(self, x: Optional[Tensor], part: Part) -> Any:
+        x = self.of_queries(x, part, -3, -2)
+        if x is not None and x.dim() >= 1 and x.shape[-1] != 1 and self.call.rows.kind != "packed":
+            x = x.narrow(-1, 0, part.end)
+        return x
+
+    def of_heads(self, x: Optional[Tensor]) -> Any:
+        return None if x is None else x.narrow(-1, self.first_query, self.queries)
+
+    def arguments(self, part: Part, k: Tensor, v: Tensor) -> Arguments:
+        call, o = self.call, self.call.options
+        q = self.of_queries_alone(call.q, part)
+        if call.rows.kind != "packed":
+            k, v = (x.narrow(call.rows_dim, 0, part.end) for x in (k, v))
+        planes = {name: self.plane(o[name], part) for name in PLANES}
+        slopes, sink = self.of_heads(o["alibi_slopes"]), self.of_heads(o["sink"])
+        return arguments_of(q, k, v, o, **planes, alibi_slopes=slopes, sink=sink, **part.options)
+
+    def of_queries_alone(self, x: Tensor, part: Part) -> Tensor:
+        """The same of q, out or their gradients, which are never broadcast."""
+        call = self.call
+        return x.narrow(call.heads_dim, self.first_query, self.queries).narrow(call.rows_dim, part.first, part.rows)
+
+    def of_lse(self, x: Tensor, part: Part) -> Tensor:
+        return x.narrow(-2, self.first_query, self.queries).narrow(-1, part.first, part.rows)
+
+
+def _groups_ahead(call: Call) -> Iterator[_Group]:
+    """The groups of heads. The next one's gather is started before one is computed."""
+    following: Optional[_Group] = _Group(call, 0).start()
+    for number in range(call.groups):
+        group: Any = following
+        following = _Group(call, number + 1).start() if number + 1 < call.groups else None
+        yield group
+
+
+def keys_forward(call: Call) -> tuple[Tensor, Tensor]:
+    packed = {"cu_seqlens_q": call.q} if call.rows.kind == "packed" else {}
+    whole = arguments_of(call.q, call.k, call.v, call.options, **packed)
+    out = _call.new_out(whole, _call.out_layout(whole))
+    lse = _call.new_lse(whole, _call.lse_shape(whole))
+    parts = _parts(call)
+    for group in _groups_ahead(call):
+        k, v = group.gathered()
+        for part in parts:
+            found, found_lse = _call.compute(group.arguments(part, k, v), with_lse=True)
+            group.of_queries_alone(out, part).copy_(found)
+            assert found_lse is not None
+            group.of_lse(lse, part).copy_(found_lse)
+    return out, lse
+
+
+def keys_backward(
+    call: Call, need: Any, grad_out: Tensor, grad_lse: Optional[Tensor], out: Tensor, lse: Tensor
+) -> list[Optional[Tensor]]:
+    o, rows = call.options, call.rows
+    wants = dict(zip(_NAMED, need))
+    sums = _rows.wide(call.q.dtype)
+    grad_q = torch.empty_like(call.q) if wants["q"] else None
+    # Of biases and the sink: what parts write each once, and what is summed over them.
+    written: dict[str, Tensor] = {}
+    summed: dict[str, Tensor] = {}
+    for name in _NAMED[3:]:
+        if wants[name]:
+            if name != "sink" and has_queries(o[name]):
+                written[name] = torch.zeros_like(o[name])
+            else:
+                summed[name] = torch.zeros_like(o[name], dtype=_rows.wide(o[name].dtype))
+    of_keys = wants["k"] or wants["v"]
+    parts = _parts(call)
+    scattered = []
+    # A broadcast over heads is summed over groups, too; _groups() avoids that where it would cost bits.
+    for group in _groups_ahead(call):
+        k, v = group.gathered()
+        if of_keys:
+            total = torch.zeros(rows.total, sum(shape.numel() for shape in group.shapes), dtype=sums, device=call.q.device)
+            grads_of_keys = group.split(total)
+        for part in parts:
+            arguments = group.arguments(part, k, v)
+            found = iter(_call.backward(
+                group.of_queries_alone(grad_out, part), None if grad_lse is None else group.of_lse(grad_lse, part).contiguous(),
+                group.of_queries_alone(out, part), group.of_lse(lse, part).contiguous(), list(need), *arguments,
+            ))  # fmt: skip
+            if grad_q is not None:
+                group.of_queries_alone(grad_q, part).copy_(next(found))
+            for index, name in enumerate(("k", "v")):
+                if wants[name]:
+                    into = grads_of_keys[index]
+                    (into if rows.kind == "packed" else into.narrow(call.rows_dim, 0, part.end)).add_(next(found))
+            for name in _NAMED[3:]:
+                if wants[name]:
+                    grad = next(found)
+                    if name in written:
+                        group.plane(written[name], part).add_(grad)
+                    elif name == "sink":
+                        group.of_heads(summed[name]).add_(grad)
+                    else:
+                        group.plane(summed[name], part).add_(grad)
+        if of_keys:
+            scattered.append((group, _rows.start_scatter(rows, total, "the gradients of keys and values")))
+    grads: dict[str, Any] = {"q": grad_q, **written}
+    grads.update({name: total.to(o[name].dtype) for name, total in summed.items()})
+    for name, like in (("k", call.k), ("v", call.v)):
+        grads[name] = torch.empty_like(like) if wants[name] else None
+    for group, pending in scattered:
+        mine = _rows.end_scatter(pending)
+        for name, found_grad in zip("kv", group.split(mine)):
+            if wants[name]:
+                grads[name].narrow(call.heads_dim, group.first_key, group.keys).copy_(found_grad)
+    return [grads.get(name) for name in _NAMED]
