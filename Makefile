@@ -87,10 +87,13 @@ $(VENV_MODELS)/.ready: tests/models/requirements.txt
 	$(VENV_MODELS)/bin/pip install -q --disable-pip-version-check --no-deps xformers==0.0.35  # it pins another PyTorch
 	# torchtitan wants a torchao that torchtune does not run with: a folder of its own.
 	$(VENV_MODELS)/bin/pip install -q --disable-pip-version-check --no-deps --target $(VENV_MODELS)/torchtitan torchtitan==0.3.0 torchao==0.17.0
+	# Of these the modules of triangle attention alone, without what else they need (CUDA, chemistry).
+	$(VENV_MODELS)/bin/pip install -q --disable-pip-version-check --no-deps --target $(VENV_MODELS)/proteins boltz==2.2.1 protenix==2.0.0 \
+	    openfold3==0.5.0 absl-py==2.5.1 biotite==1.6.0 biotraj==1.2.2 einops==0.8.2 gemmi==0.7.5 ml_collections==1.1.0 optree==0.20.0 scipy==1.17.1
 	touch $@
 
 .PHONY: test-models
-test-models:  ## models of timm, diffusers, transformers, litgpt and torchtune; the integrations with the libraries themselves
+test-models:  ## the integrations with the libraries themselves: models of transformers, diffusers, Megatron, Boltz and others
 	@tools/deps.sh build
 	@$(MAKE) --no-print-directory $(BUILD)/CMakeCache.txt $(VENV_MODELS)/.ready
 	cmake --build $(BUILD) -j$(JOBS) --target fovea

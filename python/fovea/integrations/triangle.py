@@ -78,7 +78,7 @@ def triangle_attention(
         exact: See set_exact(), whose choice None takes. cuequivariance has no such argument.
 
     Returns:
-        out, (B, N, H, Q, D). With return_aux (out, lse, None): lse is (B, N, H, Q), float32. In the place of None
+        out, (B, N, H, Q, D), also where q has four dimensions. With return_aux (out, lse, None): lse is (B, N, H, Q), float32. In the place of None
         cuequivariance has the largest score of each row, which fovea does not compute.
 
     Raises:
@@ -92,15 +92,16 @@ def triangle_attention(
     options: dict[str, Any] = _masked(mask, q, -1e9, exact)
     if kv_lengths is not None:
         options["seqused_k"] = kv_lengths.reshape(-1).clamp(max=k.shape[-2])
-    four = q.dim() == 4
-    if four:
-        q, k, v, bias = (x.unsqueeze(0) for x in (q, k, v, bias))
-        options.update({name: x.unsqueeze(0) for name, x in options.items() if name != "seqused_k"})
+    q, k, v, bias = (_five(x) for x in (q, k, v, bias))
+    options = {name: x if name == "seqused_k" else _five(x) for name, x in options.items()}
     _counts.count(_NAME)
     out, lse = attention(q, k, v, bias=bias, scale=scale, return_lse=True, **options)
-    if four:
-        out, lse = out[0], lse[0]
     return (out, lse, None) if return_aux else out
+
+
+def _five(x: Tensor) -> Tensor:
+    """Dimensions of 1 in front, as cuequivariance puts them there: each tensor for itself, and its results keep them."""
+    return x[(None,) * (5 - x.dim())] if x.dim() < 5 else x
 
 
 def attention_pair_bias(
