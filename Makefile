@@ -5,6 +5,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory  # and those that CMake starts
 JOBS ?= $(shell nproc)
 BUILD ?= build
 PYTHON ?= python3
