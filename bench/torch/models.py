@@ -46,7 +46,7 @@ MODELS = {
                decoder(8, 4, 256, 4, sliding_window=1024, query_pre_attn_scalar=256, attn_logit_softcapping=50.0),
                {"large": (2, 4096), "medium": (2, 4096), "small": (1, 128)}),
     "gpt_oss": ("GptOssForCausalLM", "GptOssConfig",
-                decoder(32, 4, 64, 4, sliding_window=128, intermediate_size=2048, num_local_experts=2, num_experts_per_tok=2,
+                decoder(32, 4, 64, 4, sliding_window=128, intermediate_size=2048, num_local_experts=4, num_experts_per_tok=2,
                         rope_parameters={"rope_type": "default", "rope_theta": 150000.0}),
                 {"large": (2, 4096), "medium": (1, 4096), "small": (1, 128)}),
     "bert": ("BertForMaskedLM", "BertConfig",

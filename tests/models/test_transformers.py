@@ -148,6 +148,8 @@ def error(got, want):
 
 @pytest.mark.parametrize("name, variant", [(name, variant) for name in MODELS for variant in MODELS[name][4]])
 def test_model(name, variant):
+    if name == "phimoe" and DTYPE != torch.float32:
+        pytest.skip("Phi-MoE's weights of experts jump at a threshold, which rounding crosses: test_what_chooses_experts")
     arguments, keep = inputs_of(name, variant)
     exact = step(model_of(name, "eager", torch.float32), arguments, keep)
     fovea.integrations.reset_stats()
@@ -167,40 +169,42 @@ def test_model(name, variant):
 
 
 @pytest.mark.parametrize("variant", ALL)
-@pytest.mark.parametrize("experts, chosen", [(2, 1), (4, 2)])
-def test_what_chooses_experts(experts, chosen, variant):
-    """GPT-OSS with a choice, in bf16. One token that gets another expert than in float32, as two scores are nearly equal, moves
-    the result by ten times what rounding does, with eager as well. So the layers are compared up to the first such token: the
-    input of each router is as close to float32 as eager's, and a result that is not has such a token before it."""
-    arguments, keep = inputs_of("gpt_oss", variant)
+@pytest.mark.parametrize("name, experts, chosen", [("gpt_oss", 2, 1), ("gpt_oss", 4, 2), ("phimoe", 2, 2)])
+def test_what_chooses_experts(name, experts, chosen, variant):
+    """Models with a choice, in bf16. One token that gets another expert than in float32, as two scores are nearly equal, moves
+    the result by ten times what rounding does, with eager as well; so does one whose weights cross Phi-MoE's threshold. So the
+    layers are compared up to the first such token: the input of each router is as close to float32 as eager's, and a result that
+    is not has such a token before it."""
+    arguments, keep = inputs_of(name, variant)
 
     def run(implementation, dtype):
-        model = model_of("gpt_oss", implementation, dtype, num_local_experts=experts, num_experts_per_tok=chosen)
+        model = model_of(name, implementation, dtype, num_local_experts=experts, num_experts_per_tok=chosen)
         hidden, choices = [], []
 
         def look(module, given, results):
+            _, weights, indices = results
             hidden.append(given[0].detach().double().flatten(0, -2))
-            choices.append(next(x for x in results if x.dtype == torch.int64).sort(-1)[0].flatten(0, -2))
+            choices.append(torch.zeros(len(weights), experts, device=DEVICE).scatter(1, indices, weights.detach().float()))
 
         for module in model.modules():
-            if type(module).__name__ == "GptOssTopKRouter":
+            if type(module).__name__ in ("GptOssTopKRouter", "PhimoeTopKRouter"):
                 module.register_forward_hook(look)
         out = step(model, arguments, keep)
-        assert len(hidden) == MODELS["gpt_oss"][3]
+        assert len(hidden) == MODELS[name][3]
         real = torch.ones(len(hidden[0]), dtype=torch.bool) if keep is None else keep.flatten()
         real = real.to(DEVICE)
         return out, [x[real] for x in hidden], [x[real] for x in choices]
 
     exact, exact_hidden, exact_choices = run("eager", torch.float32)
-    runs = {name: run(name, torch.bfloat16) for name in ("eager", "fovea")}
-    others = {name: [int((x != y).any(-1).sum()) for x, y in zip(found[2], exact_choices)] for name, found in runs.items()}
-    before = {name: next((at for at, count in enumerate(counts) if count), len(counts)) for name, counts in others.items()}
+    runs = {how: run(how, torch.bfloat16) for how in ("eager", "fovea")}
+    others = {how: [int(((x - y).abs() > 0.1).any(-1).sum()) for x, y in zip(found[2], exact_choices)] for how, found in runs.items()}
+    before = {how: next((at for at, count in enumerate(counts) if count), len(counts)) for how, counts in others.items()}
     for at in range(min(min(before.values()) + 1, len(exact_hidden))):
-        mine, theirs = ((runs[name][1][at] - exact_hidden[at]).abs().max() for name in ("fovea", "eager"))
+        mine, theirs = ((runs[how][1][at] - exact_hidden[at]).abs().max() for how in ("fovea", "eager"))
         assert mine <= 3 * theirs, f"layer {at}: {mine:.3g} of {3 * theirs:.3g}"
-    mine, theirs = (error(runs[name][0], exact)["out"] for name in ("fovea", "eager"))
+    mine, theirs = (error(runs[how][0], exact)["out"] for how in ("fovea", "eager"))
     assert mine <= 0.1 or before["fovea"] < len(exact_hidden), f"{mine:.3g}, and every token has its experts"
-    print(f"{variant}, {chosen} of {experts}: tokens of each layer with other experts {others}, errors {mine:.2g}, eager's {theirs:.2g}")
+    print(f"{name}, {variant}, {chosen} of {experts}: tokens of each layer with other experts {others}, errors {mine:.2g}, eager's {theirs:.2g}")
 
 
 # ---- the mask function ----
