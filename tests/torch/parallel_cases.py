@@ -403,3 +403,57 @@ def long(group, heads, length, window, bits):
         local = [rows.take(x[name], 2) for x in (want, exact)]
         wrong += _same(name, got[name], local[0]) if bits and name not in "kv" else _within(name, got[name].double(), *local, torch.float32)
     assert not wrong, "\n".join(wrong)
+
+
+def two_dimensions(group, kind, shape, options):
+    """Heads and keys over a mesh: the bits of one process."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if len(shape) == 3:  # two groups that compute the same
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "keys", "heads"))["keys", "heads"]
+        shape = shape[1:]
+    else:
+        mesh = init_device_mesh("cpu", shape)
+    row = {**PLAIN, "kind": kind, "heads": "grouped", **options}
+    q, k, v, options = make(row, 2, torch.float32)
+    packed = kind == "packed"
+    rows = plan(row, mesh)
+    assert sum(rows.counts) == rows.total and rows.ranks == mesh.size() and rows.rank == dist.get_rank() % rows.ranks
+    at, heads_at = (0, 1) if packed else (-2, -3)
+    take = rows.take
+    each = q.shape[heads_at] // shape[1]
+
+    def part(x):
+        if x.dim() < 2 or x.shape[-2] == 1:
+            return x
+        return rows.over_keys.take(x, -2).narrow(-3, rows.over_heads.rank * each, each)
+
+    grad_out = torch.randn(*q.shape[:-1], v.shape[-1])
+    grad_lse = torch.randn((q.shape[1], q.shape[0]) if packed else q.shape[:-1])
+    want = run(attention, q, k, v, options, grad_out, grad_lse)
+    up = lambda x: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x  # noqa: E731
+    exact = run(attention, up(q), up(k), up(v), {name: up(x) for name, x in options.items()}, up(grad_out), up(grad_lse))
+    mine = {name: part(x) if name in ("bias", "mask") else x for name, x in options.items() if "_seqlen" not in name and "cu_" not in name}
+    got = run(context_parallel, *(take(x, at) for x in (q, k, v)), mine, take(grad_out, at), take(grad_lse, -1), rows=rows)
+    assert torch.equal(rows.give(take(q, at), at), q)
+    wrong = []
+    for name, x in got.items():
+        if name in ("out", "q"):
+            wrong += _same(name, x, take(want[name], at))
+        elif name == "lse":
+            wrong += _same(name, x, take(want[name], -1))
+        elif name in "kv":
+            wrong += _within(name, x, take(want[name], at), take(exact[name], at), torch.float32)
+        elif name == "bias" and x.shape[-2] != 1:
+            wrong += _same(name, x, part(want[name]))
+        else:
+            dist.all_reduce(x, group=rows.group)
+            wrong += _within(name, x, want[name], exact[name], torch.float32)
+    assert not wrong, "\n".join(wrong)
+    for bad, text in (({"dropout_p": 0.1}, "dropout_p: 0.1"), ({"move": "keys"}, "move: 'keys', with rows of a mesh")):
+        try:
+            context_parallel(*(take(x, at) for x in (q, k, v)), rows=rows, **bad)
+        except (NotImplementedError, ValueError) as error:
+            assert text in str(error), str(error)
+        else:
+            raise AssertionError(text)

@@ -98,6 +98,18 @@ def test_groups_of_heads(ranks):
     ranks.run(2, parallel_cases.many_groups, 40 * 2 * 16 * 4)
 
 
+@pytest.mark.parametrize("kind, shape, options", [
+    ("zigzag", (2, 2), {"causal": True, "bias": "h,q,k", "sink": True, "alibi": "bh"}),
+    ("zigzag", (2, 2), {"causal": True, "length": 20, "mask": "h,q,k", "softcap": 1.5}),
+    ("contiguous", (2, 2), {"causal": False, "window": (5, 3), "bias": "h,1,k"}),
+    ("packed", (2, 2), {"causal": True, "alibi": "bh", "bias": "h,1,k"}),
+    ("zigzag", (2, 1, 2), {"causal": True, "used": "same"}),
+    ("zigzag", (1, 4), {"causal": False, "bias": "h,q,k"}),
+])  # fmt: skip
+def test_mesh_of_two_dimensions(ranks, kind, shape, options):
+    ranks.run(4, parallel_cases.two_dimensions, kind, shape, options)
+
+
 def test_deterministic(ranks):
     ranks.run(4, parallel_cases.same_twice)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import _attention, _rows
 from ._parallel_call import PLANES, Call, of_rank, prepare, saying_rank, short
-from ._parallel_heads import by_heads
+from ._parallel_heads import by_heads, by_heads_then_keys
 from ._parallel_keys import by_keys
 from ._rows import Rows
 
@@ -62,7 +62,8 @@ def context_parallel(
             (rows.count, Hq, D).
         k: The same rows of the keys.
         v: The same rows of the values.
-        rows: Which rows each rank has.
+        rows: Which rows each rank has. With those of a mesh of two dimensions a bias or mask with queries has the rows of
+            rows.over_keys.mine and Hq / (ranks of the second dimension) heads, or one.
         move: "keys", "heads", or None to choose; explain_context_parallel() prints the choice and its reason.
         return_lse: Also returns this rank's rows of the logsumexp, differentiable.
         **options: Those of attention(). cu_seqlens and max_seqlen are not given: rows has the lengths. seqused has those of
@@ -167,7 +168,7 @@ def _line(call: Call) -> str:
     for name, value in call.options.items():
         if isinstance(value, Tensor):
             shape = [str(n) for n in value.shape]
-            if name in PLANES and call.move == "keys" and len(shape) >= 2:
+            if name in PLANES and call.move != "heads" and len(shape) >= 2:
                 shape[-2] = "rows"
             word = f" {int(value)}" if name in ("seed", "offset") else ""
             value = f"{short(value.dtype)} {'x'.join(shape)}{' with gradient' if value.requires_grad else ''}{word}"
@@ -206,4 +207,4 @@ def _alone(call: Call) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-_MOVERS = {"none": _alone, "keys": by_keys, "heads": by_heads}
+_MOVERS = {"none": _alone, "keys": by_keys, "heads": by_heads, "both": by_heads_then_keys}

@@ -172,8 +172,9 @@ def _same_lengths(a: Optional[Tensor], b: Optional[Tensor]) -> bool:
 
 def _why_not_heads(q: Tensor, k: Tensor, rows: Rows, o: dict[str, Any], heads_dim: int) -> str:
     heads = k.shape[heads_dim]
-    if heads % rows.ranks:
-        return f"k: {heads} heads, with move='heads' over {rows.ranks} ranks: not a multiple"
+    ranks = rows.ranks if rows.over_heads is None else rows.over_heads.ranks
+    if heads % ranks:
+        return f"k: {heads} heads, with move='heads' over {ranks} ranks: not a multiple"
     if o["dropout_p"] != 0 and (q.dim() == 5 or o["batch_shape"] is not None):
         return f"dropout_p: {o['dropout_p']}, with move='heads' and a batch of two levels: a call has no third level for the ranks"
     if o["dropout_p"] != 0 and o["rng"] != "fovea" and o["seqused_k"] is not None and rows.kind != "packed":
@@ -213,6 +214,12 @@ def _choose(
     rows: Rows, move: Any, no_keys: str, no_heads: str, sizes: Sizes, balance: float, o: dict[str, Any]
 ) -> tuple[str, str]:  # fmt: skip
     """The movement, and why. Every rank decides from the same numbers."""
+    if rows.over_keys is not None:
+        if move is not None:
+            raise ValueError(f"move: {move!r}, with rows of a mesh of two dimensions; accepted: None")
+        if no_keys or no_heads:
+            raise NotImplementedError(f"{no_keys or no_heads}; accepted: rows of a mesh of one dimension, or other options")
+        return "both", "the mesh has two dimensions: heads move along the second one, keys along the first"
     if rows.ranks == 1:
         return "none", "there is one rank"
     if move == "keys" and no_keys:

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import _attention, _operators, _rows
-from ._parallel_call import PLANES, Call, has_queries
+from ._parallel_call import PLANES, Call, has_queries, prepare
+from ._parallel_keys import by_keys
 from ._rows import Rows
 
 
@@ -20,16 +21,7 @@ def by_heads(call: Call) -> tuple[Tensor, Tensor]:
     o["seed"] = _seed(call)
     there = (call.heads_dim, call.rows_dim)
     q, k, v = _ToHeads.apply(rows, "q, k and v to heads", (there,) * 3, call.q, call.k, call.v)
-    mine = call.heads(call.q) // rows.ranks
-    first = call.rank * mine
-    if o["sink"] is not None:
-        o["sink"] = o["sink"].narrow(0, first, mine)
-    if o["alibi_slopes"] is not None:
-        o["alibi_slopes"] = o["alibi_slopes"].narrow(-1, first, mine)
-    for name in PLANES:
-        plane = o[name]
-        if plane is not None and not has_queries(plane) and plane.dim() >= 3 and plane.shape[-3] != 1:
-            o[name] = plane.narrow(-3, first, mine)
+    _own_heads(o, call.heads(call.q) // rows.ranks, rows)
     if rows.kind == "packed":
         ends = torch.tensor(rows.first, dtype=torch.int32)
         o.update(max_seqlen_q=rows.longest, max_seqlen_k=rows.longest)
@@ -52,6 +44,34 @@ def by_heads(call: Call) -> tuple[Tensor, Tensor]:
     (out,) = _ToRows.apply(rows, "out to rows", (there,), out)
     (lse,) = _ToRows.apply(rows, "lse to rows", ((-2, -1),), lse)
     return out, lse
+
+
+def by_heads_then_keys(call: Call) -> tuple[Tensor, Tensor]:
+    """Over a mesh of two dimensions: heads along the second one, and within them keys along the first."""
+    inner: Any = call.rows.over_heads
+    o = dict(call.options)
+    there = (call.heads_dim, call.rows_dim)
+    q, k, v = _ToHeads.apply(inner, "q, k and v to heads", (there,) * 3, call.q, call.k, call.v)
+    _own_heads(o, call.heads(call.q) // inner.ranks, inner)
+    keys: Any = call.rows.over_keys
+    within = prepare(q, k, v, keys, None if keys.ranks == 1 else "keys", o)
+    out, lse = by_keys(within)
+    (out,) = _ToRows.apply(inner, "out to rows", (there,), out)
+    (lse,) = _ToRows.apply(inner, "lse to rows", ((-2, -1),), lse)
+    return out, lse
+
+
+def _own_heads(o: dict[str, Any], heads: int, rows: Rows) -> None:
+    """Cuts what every rank has of all heads."""
+    first = (rows.rank or 0) * heads
+    if o["sink"] is not None:
+        o["sink"] = o["sink"].narrow(0, first, heads)
+    if o["alibi_slopes"] is not None:
+        o["alibi_slopes"] = o["alibi_slopes"].narrow(-1, first, heads)
+    for name in PLANES:
+        plane = o[name]
+        if plane is not None and not has_queries(plane) and plane.dim() >= 3 and plane.shape[-3] != 1:
+            o[name] = plane.narrow(-3, first, heads)
 
 
 def _packs(x: Tensor, heads_dim: int) -> Tensor:

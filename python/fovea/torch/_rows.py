@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn, Optional, Union
 
 import torch
@@ -32,7 +32,8 @@ class Rows:
     ``zigzag``, ``contiguous`` and ``packed`` make one. Make it once for each length, or for each batch of packed sequences, and give
     it to all layers. Every rank of the group makes the same one. Queries, keys and values of a call have the same rows.
 
-    ``group`` is a process group, a DeviceMesh of one dimension, or None for all ranks. A number plans for so many ranks without a
+    ``group`` is a process group, a DeviceMesh, or None for all ranks. A mesh of two dimensions moves keys over its first one and heads over
+    its second one, whose ranks are neighbours: ranks along the second share the rows that one rank of the first has. A number plans for so many ranks without a
     group: ``pieces``, ``counts`` and ``balance`` can be read from it.
 
     Attributes:
@@ -44,6 +45,8 @@ class Rows:
         pieces (tuple): The pieces of each rank, in the order in which they lie in its memory. A piece is (sequence, start, rows).
         counts (tuple[int, ...]): The number of rows of each rank. It may be 0.
         longest (int): The length of the longest sequence.
+        over_keys (Rows | None): Of a mesh of two dimensions: the plan over its first one. None otherwise.
+        over_heads (Rows | None): The plan that shares out the rows of this rank's place there over the second one.
 
     Example:
         >>> from fovea.torch import Rows
@@ -54,13 +57,16 @@ class Rows:
         1.0
     """
 
-    def __init__(self, kind: str, lengths: Sequence[int], pieces: Sequence[Sequence[Piece]], group: Any) -> None:
+    def __init__(self, kind: str, lengths: Sequence[int], pieces: Sequence[Sequence[Piece]], group: Any, ordered: bool = False) -> None:
         self.kind = kind
         self.lengths = tuple(lengths)
         self.total = sum(lengths)
         self.longest = max(lengths, default=0)
         self.ranks = len(pieces)
-        self.pieces = tuple(_in_memory_order(mine) for mine in pieces)
+        self.pieces = tuple(tuple(mine) if ordered else _in_memory_order(mine) for mine in pieces)
+        # Of a mesh of two dimensions: the plan over its first one, and the one that shares out the rows of this rank's place there.
+        self.over_keys: Optional[Rows] = None
+        self.over_heads: Optional[Rows] = None
         self.counts = tuple(sum(piece.rows for piece in mine) for mine in self.pieces)
         self.group = None if isinstance(group, int) else group
         self.rank: Optional[int] = None if isinstance(group, int) else dist.get_rank(group)
@@ -86,6 +92,8 @@ class Rows:
             ValueError: A length or a block is not accepted.
             RuntimeError: torch.distributed is not initialised.
         """
+        if _is_mesh(group):
+            return _over_mesh(lambda part: cls.zigzag(seqlen, part, block=block), group, block)
         group, ranks = _group(group)
         length = _number("seqlen", seqlen, 0)
         return cls("zigzag", (length,), _zigzag(0, length, range(ranks), ranks, _number("block", block, 1)), group)
@@ -96,6 +104,8 @@ class Rows:
 
         Arguments, result and errors are those of zigzag.
         """
+        if _is_mesh(group):
+            return _over_mesh(lambda part: cls.contiguous(seqlen, part, block=block), group, block)
         group, ranks = _group(group)
         length = _number("seqlen", seqlen, 0)
         ends = _cuts(length, ranks, _number("block", block, 1))
@@ -119,6 +129,8 @@ class Rows:
             ValueError: cu_seqlens do not begin at 0 or decrease, or a block is not accepted.
             RuntimeError: torch.distributed is not initialised.
         """
+        if _is_mesh(group):
+            return _over_mesh(lambda part: cls.packed(cu_seqlens, part, block=block), group, block)
         group, ranks = _group(group)
         ends = [_number("cu_seqlens", n, 0) for n in (cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)]
         lengths = [b - a for a, b in zip(ends, ends[1:])]
@@ -270,7 +282,7 @@ def _group(group: Any) -> tuple[Any, int]:
         raise RuntimeError("Rows: torch.distributed is not initialised; call torch.distributed.init_process_group() first")
     if hasattr(group, "get_group"):
         if group.ndim != 1:
-            raise ValueError(f"group: a DeviceMesh of {group.ndim} dimensions; accepted: one dimension, such as mesh['context']")
+            raise ValueError(f"group: a DeviceMesh of {group.ndim} dimensions; accepted: one or two, such as mesh['context']")
         group = group.get_group()
     if group is None:
         group = dist.group.WORLD
@@ -278,6 +290,42 @@ def _group(group: Any) -> tuple[Any, int]:
     if rank < 0:
         raise ValueError("group: this process is not in it; accepted: a group of which it is a member")
     return group, dist.get_world_size(group)
+
+
+def _is_mesh(group: Any) -> bool:
+    return hasattr(group, "get_group") and group.ndim == 2
+
+
+def _over_mesh(plan: Callable[[Any], Rows], mesh: Any, block: int) -> Rows:
+    """The plan over the first dimension, with each rank's rows shared out, in their order, over the second one."""
+    first = plan(mesh.get_group(0))
+    members = mesh.shape[1]
+    pieces: list[list[Piece]] = []
+    for mine, count in zip(first.pieces, first.counts):
+        ends = _cuts(count, members, block)
+        for start, stop in zip(ends, ends[1:]):
+            parts, at = [], 0
+            for piece in mine:
+                begin, end = max(start, at), min(stop, at + piece.rows)
+                if begin < end:
+                    parts.append(Piece(piece.sequence, piece.start + begin - at, end - begin))
+                at += piece.rows
+            pieces.append(parts)
+    if mesh.size() == dist.get_world_size():
+        whole: Any = dist.group.WORLD
+    elif mesh.mesh_dim_names:
+        whole = mesh._flatten().get_group()
+    else:
+        raise ValueError("group: a DeviceMesh of some of the ranks, without names; accepted: one with mesh_dim_names")
+    rows = Rows(first.kind, first.lengths, pieces, whole, ordered=True)
+    place = first._rank() * members + dist.get_rank(mesh.get_group(1))
+    if rows.rank != place:
+        raise ValueError(f"group: a DeviceMesh whose ranks are {mesh.mesh.tolist()}; accepted: ranks in rising order")
+    ends = _cuts(first.count, members, block)
+    shares = [[Piece(0, start, stop - start)] for start, stop in zip(ends, ends[1:])]
+    rows.over_keys = first
+    rows.over_heads = Rows("contiguous", (first.count,), shares, mesh.get_group(1))
+    return rows
 
 
 def _number(name: str, value: Any, least: int) -> int:
