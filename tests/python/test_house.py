@@ -46,7 +46,6 @@ LONGER = {
 }
 LONGER_ON_THE_HOST = {
     "src/check/materialise.cpp": 465,
-    "src/cpu/isa/backward.h": 470,
     "src/cuda/jit/driver.h": 358,
     "src/python/fast.c": 1375,
 }
