@@ -118,6 +118,24 @@ def torch_host(name="torch_host", arguments=""):
     return rows
 
 
+def torch_steps():
+    data = json.loads((ROOT / "bench/results/torch_steps.json").read_text())
+    names = {"llama": "Llama, 16/4 heads, D=128", "bert": "BERT-base, half of the rows padded, dropout 0.1", "vit": "ViT-B"}
+    rows = [
+        f"A training step (bf16, forward and backward, no optimizer), PyTorch and `enable()` in turns; {data['device']}, PyTorch {data['torch']}, "
+        f"transformers {data['transformers']}, {data['date']}, commit {data['commit']}; repeat with `bench/torch/steps.py`.",
+        "",
+        "| model | PyTorch, ms | with `enable()` | ratio | calls computed by fovea |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in data["rows"]:
+        length = f"{row['length']} x {row['length']} pixels" if row["model"] == "vit" else f"S={row['length']}"
+        calls = f"{row['served']} of {row['served'] + sum(row['handed_back'].values()) // row['steps']}"
+        rows.append(f"| {names[row['model']]}, {row['layers']} layers, B={row['batch']}, {length} | {row['pytorch_ms']:.1f} | {row['fovea_ms']:.1f} | "
+                    f"{row['ratio']:.3f} | {calls} |")  # fmt: skip
+    return rows
+
+
 # ---- the GPU: bench/gpu/run.py ----
 
 PEERS = ["mem-efficient", "FlashAttention-2", "cuDNN", "FlexAttention", "FlashAttention-4", "cuEquivariance"]
@@ -424,6 +442,7 @@ TABLES = {
     "cpu_short": lambda: cpu(short=True),
     "torch_host": torch_host,
     "torch_host_gpu": partial(torch_host, "torch_host_gpu", " --device cuda"),
+    "torch_steps": torch_steps,
     "gpu_dense": gpu_dense,
     "gpu_short": gpu_short,
     "gpu_features": gpu_features,

@@ -7,19 +7,22 @@ of the ratios of neighbouring steps.
 
 examples:
   bench/torch/steps.py                             Llama, BERT and ViT: less than a minute on an H200
+  bench/torch/steps.py --json bench/results/torch_steps.json   what docs/enable.md's table is made from
   bench/torch/steps.py --prefer none bert          fovea computes every call that it can
   bench/torch/steps.py --size small --device cpu   whether it runs at all
 """
 
 import argparse
+import datetime
 import gc
-import json
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "bench/torch"), str(ROOT / "tools")]
 
 from models import MODELS, inputs  # noqa: E402  (it sets the environment for the imports below)
 
@@ -27,6 +30,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 import fovea.torch  # noqa: E402
+import records  # noqa: E402
 
 NAMES = ("llama", "bert", "vit")
 LAYERS = {"llama": 8}  # more than models.py has, whose "eager" needs the memory
@@ -66,7 +70,8 @@ def measure(name, options, seconds):
         pairs.append((step(), enabled()))
     seen = fovea.torch.stats()
     return {
-        "model": name, "prefer": options.prefer, "steps": len(pairs),
+        "model": name, "layers": arguments.get("num_hidden_layers", model.config.num_hidden_layers),
+        "batch": sizes[options.size][0], "length": sizes[options.size][1], "prefer": options.prefer, "steps": len(pairs),
         "pytorch_ms": round(statistics.median(pair[0] for pair in pairs), 2),
         "fovea_ms": round(statistics.median(pair[1] for pair in pairs), 2),
         "ratio": round(statistics.median(pair[1] / pair[0] for pair in pairs), 3),
@@ -97,9 +102,11 @@ def main():
         if options.device == "cuda":
             torch.cuda.empty_cache()
     if options.json:
-        options.json.write_text(json.dumps({
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+        records.write(options.json, {
             "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu", "torch": torch.__version__,
-            "transformers": transformers.__version__, "size": options.size, "rows": rows}, indent=1) + "\n")  # fmt: skip
+            "transformers": transformers.__version__, "date": datetime.date.today().isoformat(), "commit": commit.stdout.strip(),
+            "size": options.size, "rows": rows})  # fmt: skip
     bad = [row["model"] for row in rows if row["served"] == 0 and not row["handed_back"]]
     return f"no call of scaled_dot_product_attention was seen: {bad}" if bad else 0
 
