@@ -127,6 +127,20 @@ TEST(CasesTest, TheReducedTableHasEveryPair) {
   EXPECT_LT(cases(Table::kReduced).size(), 120u);
 }
 
+TEST(CasesTest, WhatARowChoosesIsInItsLine) {
+  // A feature that a row chooses and that its line does not have would be covered by name alone.
+  for (const Case& c : cases(Table::kReduced)) {
+    for (std::size_t f = 0; f < features().size() && !c.choice.empty(); ++f) {
+      const auto& [name, values] = features()[f];
+      const std::string value(values[static_cast<std::size_t>(c.choice[f])]);
+      if (values[0].empty() && !value.empty()) {
+        const std::string word = name == "used" ? "used_" : name == "bias" ? "bias=" : value.substr(0, value.find('='));
+        EXPECT_NE(print(c.problem).find(" " + word), std::string::npos) << name << ": " << print(c.problem);
+      }
+    }
+  }
+}
+
 TEST(CasesTest, LinesAreUniqueAndSayTheProblem) {
   std::set<std::string> lines;
   for (const Case& c : cases(Table::kFull)) {

@@ -11,6 +11,7 @@
 #include <sstream>
 
 #include "check/cases.h"
+#include "core/fields.h"
 #include "core/shapes.h"
 #include "core/validate.h"
 #include "cuda/config/packed_heads.h"
@@ -285,6 +286,24 @@ TEST(CudaPlan, WhatHopperLeaves) {
 }
 
 // The heads that read one key head are the queries of one head, where nothing tells them apart.
+TEST(CudaPlan, EveryFieldHasBeenConsideredWhereHeadsAreComputedAsQueries) {
+  // A term that tells the heads of a group, or a query from others, apart must stop packs_heads(), which would compute
+  // it for the wrong query or head.
+  const std::set<std::string> stops = {"direction",  "seqlen_q",    "packed",   "total_q", "total_k",
+                                       "has_used_q", "window_left", "top_left", "alibi",   "sink",
+                                       "dropout",    "rng",         "seed",     "offset"};
+  const std::set<std::string> same_for_all = {"batch1",       "batch2", "heads_q",  "heads_k",    "seqlen_k",
+                                              "head_dim",     "type",   "scale",    "softcap",    "head_dim_v",
+                                              "bias",         "bias2",  "mask",     "causal",     "lse",
+                                              "window_right", "need",   "grad_lse", "has_used_k", "deterministic"};
+  const Problem usual;
+  for_each_field(usual, [&](const std::string& name, const auto&, Role role) {
+    const bool matters = role == Role::kPlan || role == Role::kNumber;
+    EXPECT_EQ(matters, stops.count(name) + same_for_all.count(name) == 1)
+        << name << ": may heads of a group that have it be computed as queries of one head (config/packed_heads.cpp)?";
+  });
+}
+
 TEST(CudaPlan, OneQueryOfGroupedHeads) {
   const std::string packed = "b=2 hq=2 hk=2 sq=4 sk=4096 d=128 bf16";
   const std::string one = "b=2 hq=8 hk=2 sq=1 sk=4096 d=128 bf16";
