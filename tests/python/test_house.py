@@ -196,6 +196,19 @@ def test_sizes_of_device_files():
     assert set(LONGER) - set(over) == set(), "short enough now: not to be listed any more"
 
 
+@pytest.mark.parametrize("page", ["docs/hacking.md", "docs/cuda.md"])
+def test_what_a_page_for_developers_names_exists(page):
+    """Files, by the end of their paths, and functions, by a name that the sources have. 10.0 is hacking.md's example."""
+    text = (ROOT / page).read_text()
+    names = tracked()
+    files = {name for name in re.findall(r"`((?:[\w.-]+/)*[\w-]+\.(?:h|cpp|cuh|c|py|txt|sh|md))`", text) if "sm100" not in name}
+    assert len(files) > 5
+    assert {name for name in files if not any(f"/{one}".endswith(f"/{name}") for one in names)} == set()
+    sources = "".join((ROOT / name).read_text() for name in names if re.match(r"(src|tools|tests/cpp)/.*\.(h|cpp|cuh|py)$", name))
+    functions = set(re.findall(r"`(\w+)\(\)`", text))
+    assert {name for name in functions if not re.search(rf"\b{name}\(", sources)} == set()
+
+
 def test_every_option_of_a_kernel_is_in_the_table():
     """docs/design/options.md names each field of a kernel's tiles that is on or off, and no other."""
     specs = {"ForwardTiles": "generic_forward", "WideForwardTiles": "generic_wide_forward", "BackwardTiles": "generic_backward",
