@@ -101,7 +101,7 @@ test-models:  ## the integrations with the libraries themselves: models of trans
 	FOVEA_BUILD=$(BUILD) $(VENV_MODELS)/bin/python -m pytest -q -s -p no:cacheprovider tests/models
 
 .PHONY: check check-rest
-check: test check-rest  ## make test, then the other stages (docs/testing.md): lint, sanitizers, fuzzing, a second compiler, ...
+check: test check-rest  ## make test, then the other stages, more than an hour of CPU (docs/testing.md): lint, sanitizers, fuzzing, ...
 check-rest:
 	$(VENV)/bin/python tools/test.py --build $(BUILD) --jobs $(JOBS) --lanes 2 --after $(BUILD)/tests.json \
 	    tidy asan clang tsan torch torch_oldest jax wheel lint kernels fuzz readers nvrtc abi installed demo docs
