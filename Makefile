@@ -77,7 +77,7 @@ $(VENV_JAX)/.ready: tests/jax/requirements.txt
 test-jax:  ## fovea.jax on the CPU, in an environment of its own; the last line counts the tests
 	@tools/deps.sh build
 	@$(MAKE) --no-print-directory $(BUILD)/CMakeCache.txt $(VENV_JAX)/.ready
-	cmake --build $(BUILD) -j$(JOBS) --target fovea
+	cmake --build $(BUILD) -j$(JOBS) --target fovea fovea_fake_cuda fovea_fake_nvrtc
 	$(VENV_JAX)/bin/python tools/test.py --build $(BUILD) jax
 
 # Models of other libraries, in an environment of their own: 6 GB, kept between runs.

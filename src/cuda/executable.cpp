@@ -46,6 +46,11 @@ class Key {
         }
       }
     });
+    // Before a call (fovea_workspace, fovea_prepare) lengths may lack an address. Then they count as absent where it is
+    // planned which rows are cleared, and that plan is not the call's.
+    for (const math::Lengths* lengths : {&call.rows.cu_q, &call.rows.cu_k, &call.rows.used_q, &call.rows.used_k}) {
+      value(static_cast<bool>(*lengths));
+    }
     add(static_cast<std::int64_t>(small_));
   }
 

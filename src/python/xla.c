@@ -30,7 +30,7 @@ typedef enum Integer {
 enum { kScale, kSoftcap, kDropout, kNumbers };
 enum { kLongestName = 64 };
 
-/* fovea_problem's tensors in its order. The first kRows... of `rows` have a row for each query or key. */
+/* fovea_problem's tensors in its order. */
 #define TENSOR(name) offsetof(fovea_problem, name)
 static const size_t kTensors[] = {TENSOR(q),
                                   TENSOR(k),
@@ -182,8 +182,7 @@ static int read_all(fovea_problem* problem, fovea_tensor* tensors, const XlaBuff
       return 0;
     }
     read(&tensors[n], buffer, swapped);
-    const fovea_tensor* tensor = &tensors[n];
-    memcpy((char*)problem + kTensors[n], &tensor, sizeof tensor);
+    *(const fovea_tensor**)(void*)((char*)problem + kTensors[n]) = &tensors[n];
   }
   return 1;
 }

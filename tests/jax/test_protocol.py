@@ -4,8 +4,11 @@
 import ctypes
 import doctest
 import inspect
+import os
 import re
 import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import pytest
@@ -101,6 +104,19 @@ def test_handlers_answer_with_a_version_that_xla_knows():
         handlers.fovea_xla_forward_cuda.restype = pointer
         assert handlers.fovea_xla_forward_cuda(ctypes.byref(frame)) is None
         assert (metadata.major, metadata.minor, metadata.traits) == (0, minor, 1)
+
+
+def test_lengths_on_a_gpu_are_planned_as_they_are_computed():
+    """A plan made while JAX lowers, when lengths have no values yet, clears the rows that no sequence has. The fake driver of
+    tests/cpp counts launches."""
+    fake = Path(os.environ.get("FOVEA_BUILD", ROOT / "build")).resolve() / "tests/cpp/fake"
+    assert (fake / "libcuda.so.1").exists(), "cmake --build build --target fovea_fake_cuda fovea_fake_nvrtc"
+    environment = {"LD_LIBRARY_PATH": str(fake), "FOVEA_NVRTC": str(fake / "libnvrtc.so.13"), "FOVEA_CACHE_DIR": "none"}
+    program = [sys.executable, str(ROOT / "tests/jax/launches.py")]
+    done = subprocess.run(program, capture_output=True, text=True, env={**os.environ, **environment})
+    assert done.returncode == 0, done.stderr
+    plain, lowered, without_address = map(int, done.stdout.split())
+    assert plain == lowered == without_address >= 2
 
 
 def test_order_of_integers():

@@ -20,6 +20,7 @@ SEED = "seed"  # four words of 32 bits: seed and offset
 TENSORS = _abi.INPUTS + _abi.RESULTS
 _PROBLEM_SIZE = ctypes.sizeof(_abi.Problem)
 _ZEROS = (0,) * _abi.MAX_RANK
+_ADDRESS = 4096  # of no memory: nothing is read before a call
 
 
 class Call(NamedTuple):
@@ -125,6 +126,7 @@ class Problem:
 
     def __init__(self, call: Call, avals: Mapping[str, Aval], device: Optional[int] = None) -> None:
         self._call = call
+        self._on_cuda = device is not None
         self._kept: list[Any] = []
         raw = self.raw = _abi.Problem(_PROBLEM_SIZE)
         raw.flags = call.flags()
@@ -159,7 +161,9 @@ class Problem:
         if name in _ROWS:
             shape = self._call.rows_first(shape)
         padding = _ZEROS[rank:]
-        packed = _abi.TENSOR.pack(_abi.TENSOR.size, 0, code, rank, 0, 0, *shape, *padding, *_ZEROS)
+        # So that the kernels are prepared that clear rows: lengths without an address count as absent.
+        address = _ADDRESS if self._on_cuda and name.startswith(("cu_seqlens", "seqused")) else 0
+        packed = _abi.TENSOR.pack(_abi.TENSOR.size, address, code, rank, 0, 0, *shape, *padding, *_ZEROS)
         memory = ctypes.create_string_buffer(packed, _abi.TENSOR.size)
         self._kept.append(memory)
         setattr(self.raw, name, ctypes.addressof(memory))
