@@ -191,12 +191,10 @@ class Case:
                 self.cancelling["mask"] = terms.abs().sum(-1).max().item()
             grads = list(torch.autograd.grad(loss, leaves))
             if convert is not None:
-                # A score's gradient is P times a difference of two sums of products of a row of `weights` and one of v.
-                scale = abs(self.scale) if self.scale else q.shape[-1] ** -0.5
-                score = 2 * scale * (weights.view(out.shape).norm(dim=-1).max() * v.detach().norm(dim=-1).max()).item()
+                scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
                 of = {"query": k, "key": q}
                 for name, grad in zip((name for name, x in zip(NAMES, tensors) if x is not None and x.requires_grad), grads):
-                    terms = score * of[name].detach().abs().max().item() if name in of else 0.0
+                    terms = naive.size_of_terms(weights.view(out.shape), v, of[name], scale) if name in of else 0.0
                     if grad.abs().max().item() < 1e-12 * terms:
                         self.cancelling[name] = terms
         return [out.detach(), *grads]
