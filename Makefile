@@ -66,7 +66,7 @@ test-torch:  ## fovea.torch, in an environment of its own with the newest PyTorc
 	cmake --build $(BUILD) -j$(JOBS) --target fovea
 	$(VENV_TORCH)/bin/python tools/test.py --build $(BUILD) torch
 
-# JAX's own environment: 0.9 GB, kept between runs.
+# JAX's own environment: 0.8 GB, kept between runs.
 VENV_JAX ?= .venv-jax
 $(VENV_JAX)/.ready: tests/jax/requirements.txt
 	$(PYTHON) -m venv $(VENV_JAX)
