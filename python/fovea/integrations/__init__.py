@@ -10,7 +10,6 @@ it cannot map it refuses with NotImplementedError, by the argument's name. docs/
 """
 
 # _stand_in.py    modules in the place of a package that is not installed, with its metadata
-# _imports.py     something to do when a module has been imported
 # _counts.py      how many calls each integration computed
 # _flash.py       what the three versions of flash_attn share
 # _bert_padding.py, flash_attn.py, flash_attn_3.py, flash_attn_4.py, evoformer.py, triangle.py, xformers.py,
@@ -24,7 +23,7 @@ from typing import Any
 
 from .. import torch as _torch  # noqa: F401  (its error where PyTorch is missing)
 from ._counts import Stats, reset_stats, stats
-from ._imports import after
+from .._imports import after
 
 __all__ = ["Stats", "available", "install", "reset_stats", "stats", "uninstall"]
 

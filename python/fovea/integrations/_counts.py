@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from ._imports import after
+from .._imports import after
 
 
 class Stats(TypedDict):

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._imports import after
 from . import _attention, _rows
 from ._parallel_call import PLANES, Call, of_rank, prepare, saying_rank, short
 from ._parallel_heads import by_heads, by_heads_then_keys
@@ -151,8 +152,18 @@ def _compute(q: Tensor, k: Tensor, v: Tensor, rows: Any, move: Any, return_lse: 
     return (out, lse) if return_lse else out
 
 
-_disable: Any = torch.compiler.disable
-_outside_graphs = _disable(_compute)  # a compiled function has a break there
+_outside_graphs: Any = _compute
+
+
+def _mark() -> None:
+    """A compiled function has a break there. Marking it imports torch._dynamo, which takes a second: only programs that compile
+    need it."""
+    global _outside_graphs
+    disable: Any = torch.compiler.disable
+    _outside_graphs = disable(_compute)
+
+
+after("torch._dynamo", _mark)
 
 
 # ---- errors ----
