@@ -232,7 +232,7 @@ TEST(CpuTest, Exponential) {
 }
 
 // Two keys with scores m and m - x, values 0 and 1: out = w / (1 + w) with w = exp(-x). Scores are exact in fp32. A
-// reference m of 2000 is past what one multiply-add is used for, and a bias makes scores of the dot products first. The
+// bias makes scores of the dot products first; without one they are scaled as weights are made. The
 // difference is rounded once more, in base 2: of exp(-x) that is a relative error of x units.
 TEST(CpuTest, WeightsOfTheForward) {
   for (const char* type : {"fp32", "fp64"}) {
@@ -282,6 +282,32 @@ TEST(CpuTest, WeightsOfTheForward) {
           EXPECT_LT(worst_lse, 2 * (single ? 0x1p-23 : 0x1p-52)) << isa << ' ' << line << " m=" << m;
         }
       }
+    }
+  }
+}
+
+// A row of one key is that key's value, to the last bit, and nothing flows back to its query.
+TEST(CpuTest, RowsOfOneKey) {
+  for (const char* type : {"fp32", "fp64"}) {
+    const check::Case c = case_of(std::string("bwd b=1 hq=3 hk=3 sq=200 sk=200 d=24 window=0,0 ") + type);
+    const check::Tensors tensors(c);
+    const check::Tensor& v = *tensors.find("v");
+    const check::Tensor& out = *tensors.find("out");
+    const check::Tensor& grad_q = *tensors.find("grad_q");
+    for (const std::string& isa : available_isas()) {
+      const ForcedIsa forced(isa);
+      run(tensors, Direction::kForward);
+      int others = 0;
+      for (std::size_t n = 0; n < out.existing.size(); ++n) {
+        others += out.get(out.existing[n]) == v.get(v.existing[n]) ? 0 : 1;
+      }
+      EXPECT_EQ(others, 0) << isa << ' ' << type;
+      run(tensors, Direction::kBackward);
+      int gradients = 0;
+      for (const std::int64_t e : grad_q.existing) {
+        gradients += std::abs(grad_q.get(e)) < (type[2] == '3' ? 1e-5 : 1e-14) ? 0 : 1;
+      }
+      EXPECT_EQ(gradients, 0) << isa << ' ' << type;
     }
   }
 }

@@ -220,23 +220,16 @@ T score_row(const math::Score<T>& score, const RowTerms<T>& terms, bool keeps_do
   return largest;
 }
 
-// How weights are made of a row: by one multiply-add of its dot products, or of the difference of score and reference.
-enum class Weighing { kFused, kScaled, kScores };
-
-// Weights, in place, those that dropout drops to 0. Returns `sum` with all weights added, dropped or not.
-template <Weighing kWeighing, class T>
+// Weights, in place, those that dropout drops to 0. Returns `sum` with all weights added, dropped or not. Dot products
+// are scaled and the reference is subtracted as the backward does it: the weight of the largest score is 1 exactly, so
+// that a row of a single key has its value and its logsumexp to the last bit.
+template <bool kDots, class T>
 HWY_INLINE Simd<T> weigh_row(T scale, T reference, const u8* keep, i64 cols, T* row, Simd<T> sum) {
-  constexpr T kLog2E = ExpConstants<T>::kLog2e;
-  const Simd<T> unit(kWeighing == Weighing::kFused ? scale * kLog2E : kLog2E);
-  const Simd<T> subtracted(kWeighing == Weighing::kFused ? reference * kLog2E : reference);
+  const Simd<T> unit(ExpConstants<T>::kLog2e);
   for (i64 c = 0; c < cols; c += lanes<T>()) {
     Simd<T> p = Simd<T>::load(row + c);
-    if constexpr (kWeighing == Weighing::kFused) {
-      p = math::weight_base_2_by_fma(p, unit, subtracted);
-    } else {
-      const Simd<T> score = kWeighing == Weighing::kScaled ? p * Simd<T>(scale) : p;
-      p = math::weight_base_2_of_difference(score, subtracted, unit);
-    }
+    const Simd<T> score = kDots ? p * Simd<T>(scale) : p;
+    p = math::weight_base_2_of_difference(score, Simd<T>(reference), unit);
     sum = sum + p;
     if (keep != nullptr) {
       p = select(bits_at<T>(keep, c), p, Simd<T>(T(0)));
@@ -248,15 +241,8 @@ HWY_INLINE Simd<T> weigh_row(T scale, T reference, const u8* keep, i64 cols, T* 
 
 template <class T>
 Simd<T> weigh_row(const math::Score<T>& score, bool dots, T reference, const u8* keep, i64 cols, T* row, Simd<T> sum) {
-  constexpr bool kFuses = HWY_NATIVE_FMA;  // otherwise the product would be rounded, by more than the difference
-  constexpr T kLargest = kFuses ? T(math::kLargestFusedReference) / ExpConstants<T>::kLog2e : T(0);
-  if (!dots) {
-    return weigh_row<Weighing::kScores>(score.scale, reference, keep, cols, row, sum);
-  }
-  if (math::abs(reference) <= kLargest) {
-    return weigh_row<Weighing::kFused>(score.scale, reference, keep, cols, row, sum);
-  }
-  return weigh_row<Weighing::kScaled>(score.scale, reference, keep, cols, row, sum);
+  return dots ? weigh_row<true>(score.scale, reference, keep, cols, row, sum)
+              : weigh_row<false>(score.scale, reference, keep, cols, row, sum);
 }
 
 // ---- backward ----
