@@ -83,10 +83,11 @@ Plan plan(const Call& call) {
   refuse_fields(call.problem, unknown);
   const bool forward = call.problem.direction == Direction::kForward;
   const Kernels& kernels = kernels_for(call.problem.type);
-  const i64 parallelism = forward ? forward_parallelism(call, num_threads()) : backward_parallelism(call);
+  const int most_threads = num_threads();
+  const i64 parallelism = forward ? forward_parallelism(call, most_threads) : backward_parallelism(call);
   Plan plan;
   plan.isa = kernels.name;
-  plan.threads = static_cast<int>(std::clamp<i64>(parallelism, 1, num_threads()));
+  plan.threads = static_cast<int>(std::clamp<i64>(parallelism, 1, most_threads));
   plan.workspace = forward ? forward_workspace(call, plan.threads) : backward_workspace(call, plan.threads);
   const Tiles tiles = forward ? forward_tiles(call, plan.threads) : backward_tiles(call);
   plan.summary = fmt::format("{}, {} thread{}, tiles of {} queries x {} keys", plan.isa, plan.threads,

@@ -231,8 +231,7 @@ TEST(CpuTest, Exponential) {
   }
 }
 
-// Two keys with scores m and m - x, values 0 and 1: out = w / (1 + w) with w = exp(-x). Scores are exact in fp32. A
-// bias makes scores of the dot products first; without one they are scaled as weights are made. The
+// Two keys with scores m and m - x, values 0 and 1: out = w / (1 + w) with w = exp(-x). Scores are exact in fp32. The
 // difference is rounded once more, in base 2: of exp(-x) that is a relative error of x units.
 TEST(CpuTest, WeightsOfTheForward) {
   for (const char* type : {"fp32", "fp64"}) {

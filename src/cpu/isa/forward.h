@@ -89,9 +89,8 @@ math::Interval<i64> keys_of_strip(const ForwardTask& task, i64 begin, i64 end, i
 template <class T>
 HWY_INLINE void soften_row(const math::Score<T>& score, const RowTerms<T>& terms, const u8* keep, i64 cols, T* s,
                            T& running_max, T* running_sum, T* o, i64 value_cols) {
-  const bool dots = keeps_dots(score, terms);
   const T before = running_max;
-  const T after = math::max(score_row(score, terms, dots, cols, s), before);
+  const T after = math::max(score_row(score, terms, cols, s), before);
   Simd<T> sum = Simd<T>::load(running_sum);
   if (after != before) {
     const Simd<T> factor = math::correction(Simd<T>(before), Simd<T>(after));
@@ -101,7 +100,7 @@ HWY_INLINE void soften_row(const math::Score<T>& score, const RowTerms<T>& terms
     }
     running_max = after;
   }
-  weigh_row(score, dots, math::reference_of(after), keep, cols, s, sum).store(running_sum);
+  weigh_row(math::reference_of(after), keep, cols, s, sum).store(running_sum);
 }
 
 // What adds to a row of the strip to come.

@@ -171,32 +171,18 @@ HWY_INLINE void with_work(const math::Score<T>& score, Work work, Function funct
 
 // ---- forward ----
 
-// Whether a row of the forward keeps its dot products: weigh_row scales them, which saves a pass. Where the band ends
-// within the row must not matter: rows have the same bits whatever strip they are in.
-template <class T>
-HWY_INLINE bool keeps_dots(const math::Score<T>& score, const RowTerms<T>& terms) {
-  return !(score.softcap > 0) && score.scale != T(0) && terms.bias[0] == nullptr && terms.bias[1] == nullptr &&
-         !terms.alibi;
-}
-
-// Dot products to scores, in place unless they are kept; the largest score.
+// Dot products to scores, in place; the largest of them.
 template <bool kSoftcap, Work kWork, class T>
-T score_row(const math::Score<T>& score, const RowTerms<T>& terms, bool keeps_dots, i64 cols, T* row) {
+T score_row(const math::Score<T>& score, const RowTerms<T>& terms, i64 cols, T* row) {
   constexpr int kChains = 4;  // a maximum waits for the one before it
   Simd<T> largest[kChains];
   for (Simd<T>& one : largest) {
     one = Simd<T>(T(-kInfinity));
   }
-  const Simd<T> hidden(score.scale < T(0) ? T(kInfinity) : T(-kInfinity));  // the dot product of score -inf
   const auto next = [&](i64 c, Simd<T>& one) HWY_ATTR {
-    const Simd<T> dot = Simd<T>::load(row + c);
-    const Scored<T> scored = score_at<kSoftcap, kWork>(score, terms, c, dot);
-    one = max(scored.score.value, one);
-    if (!keeps_dots) {
-      scored.score.value.store(row + c);
-    } else if constexpr (kWork == Work::kMask) {
-      select(scored.allowed, dot, hidden).store(row + c);
-    }
+    const Simd<T> s = score_at<kSoftcap, kWork>(score, terms, c, Simd<T>::load(row + c)).score.value;
+    one = max(s, one);
+    s.store(row + c);
   };
   i64 c = 0;
   for (; c + kChains * lanes<T>() <= cols; c += kChains * lanes<T>()) {
@@ -212,24 +198,20 @@ T score_row(const math::Score<T>& score, const RowTerms<T>& terms, bool keeps_do
 }
 
 template <class T>
-T score_row(const math::Score<T>& score, const RowTerms<T>& terms, bool keeps_dots, i64 cols, T* row) {
+T score_row(const math::Score<T>& score, const RowTerms<T>& terms, i64 cols, T* row) {
   T largest;
-  with_work(score, terms.work(cols), [&]<bool kSoftcap, Work kWork>() {
-    largest = score_row<kSoftcap, kWork>(score, terms, keeps_dots, cols, row);
-  });
+  with_work(score, terms.work(cols),
+            [&]<bool kSoftcap, Work kWork>() { largest = score_row<kSoftcap, kWork>(score, terms, cols, row); });
   return largest;
 }
 
-// Weights, in place, those that dropout drops to 0. Returns `sum` with all weights added, dropped or not. Dot products
-// are scaled and the reference is subtracted as the backward does it: the weight of the largest score is 1 exactly, so
-// that a row of a single key has its value and its logsumexp to the last bit.
-template <bool kDots, class T>
-HWY_INLINE Simd<T> weigh_row(T scale, T reference, const u8* keep, i64 cols, T* row, Simd<T> sum) {
+// Scores to weights, in place, those that dropout drops to 0. Returns `sum` with all weights added, dropped or not. The
+// weight of the largest score is 1 exactly: a row of a single key has its value and its logsumexp to the last bit.
+template <class T>
+Simd<T> weigh_row(T reference, const u8* keep, i64 cols, T* row, Simd<T> sum) {
   const Simd<T> unit(ExpConstants<T>::kLog2e);
   for (i64 c = 0; c < cols; c += lanes<T>()) {
-    Simd<T> p = Simd<T>::load(row + c);
-    const Simd<T> score = kDots ? p * Simd<T>(scale) : p;
-    p = math::weight_base_2_of_difference(score, Simd<T>(reference), unit);
+    Simd<T> p = math::weight_base_2_of_difference(Simd<T>::load(row + c), Simd<T>(reference), unit);
     sum = sum + p;
     if (keep != nullptr) {
       p = select(bits_at<T>(keep, c), p, Simd<T>(T(0)));
@@ -237,12 +219,6 @@ HWY_INLINE Simd<T> weigh_row(T scale, T reference, const u8* keep, i64 cols, T* 
     p.store(row + c);
   }
   return sum;
-}
-
-template <class T>
-Simd<T> weigh_row(const math::Score<T>& score, bool dots, T reference, const u8* keep, i64 cols, T* row, Simd<T> sum) {
-  return dots ? weigh_row<true>(score.scale, reference, keep, cols, row, sum)
-              : weigh_row<false>(score.scale, reference, keep, cols, row, sum);
 }
 
 // ---- backward ----
