@@ -203,13 +203,20 @@ class Runner:
         """pytest: the oracle, the Python package, the command, the documentation's examples"""
         return self.pytest("tests/python", env={"FOVEA_BUILD": self.build})
 
-    def stage_torch(self):
-        """pytest: fovea.torch and fovea.integrations, in .venv-torch, which is made if need be; no torch is a failure"""
-        venv = os.environ.get("VENV_TORCH", ".venv-torch")
+    def environment(self, variable, folder, package):
+        """The Python of an environment that make builds if need be; None, which is a failure, if it lacks the package."""
+        venv = os.environ.get(variable, folder)
         self.run("make", "--no-print-directory", f"{venv}/.ready")
         python = ROOT / venv / "bin/python"
-        if not python.exists() or not self.run(python, "-c", "import torch; print('PyTorch', torch.__version__)"):
-            print(f"{python}: no PyTorch there; `make test-torch` installs it")
+        if python.exists() and self.run(python, "-c", f"import {package}; print('{package}', {package}.__version__)"):
+            return python
+        print(f"{python}: no {package} there; `make {venv}/.ready` installs it")
+        return None
+
+    def stage_torch(self):
+        """pytest: fovea.torch and fovea.integrations, in .venv-torch, which is made if need be; no torch is a failure"""
+        python = self.environment("VENV_TORCH", ".venv-torch", "torch")
+        if python is None:
             return Count(0, 1)
         count = self.pytest("tests/torch", env={"FOVEA_BUILD": self.build}, python=python)
         # Tests for a GPU, to test them themselves.
@@ -224,19 +231,17 @@ class Runner:
 
     def stage_jax(self):
         """pytest: fovea.jax on four devices of the CPU, in .venv-jax, which is made if need be; no JAX is a failure"""
-        venv = os.environ.get("VENV_JAX", ".venv-jax")
-        self.run("make", "--no-print-directory", f"{venv}/.ready")
-        python = ROOT / venv / "bin/python"
-        if not python.exists() or not self.run(python, "-c", "import jax; print('JAX', jax.__version__)"):
-            print(f"{python}: no JAX there; `make test-jax` installs it")
+        python = self.environment("VENV_JAX", ".venv-jax", "jax")
+        if python is None:
             return Count(0, 1)
         return self.pytest("tests/jax", env={"FOVEA_BUILD": self.build}, python=python)
 
     def stage_torch_oldest(self):
         """pytest: fovea.torch with the oldest PyTorch that is supported, in .venv-torch-oldest, which is made if need be"""
-        venv = os.environ.get("VENV_TORCH_OLDEST", ".venv-torch-oldest")
-        self.run("make", "--no-print-directory", f"{venv}/.ready")
-        return self.pytest("tests/torch", env={"FOVEA_BUILD": self.build}, python=ROOT / venv / "bin/python")
+        python = self.environment("VENV_TORCH_OLDEST", ".venv-torch-oldest", "torch")
+        if python is None:
+            return Count(0, 1)
+        return self.pytest("tests/torch", env={"FOVEA_BUILD": self.build}, python=python)
 
     def stage_asan(self):
         """the second compiler builds everything, with AddressSanitizer and UndefinedBehaviorSanitizer: a reduced case
