@@ -2,11 +2,15 @@
 """A pytest plugin for pytorch_tests.py: fovea is enabled while PyTorch's tests run, and counts are written at the end."""
 
 import json
+import time
+
+import pytest
 
 import fovea.torch
 from fovea.torch.aten import _owners
 
 COUNTS = {"handed_back": {}, "operators": {}}
+LATE = "no time left"
 
 
 def count(kind, name):
@@ -17,9 +21,11 @@ def pytest_addoption(parser):
     parser.addoption("--fovea-enable", type=json.loads, help="arguments of enable() as JSON, or null")
     parser.addoption("--fovea-counts", help="the file for the counts")
     parser.addoption("--fovea-sample", type=int, help="of each test every N-th combination of its parameters")
+    parser.addoption("--fovea-seconds", type=float, help="tests that have not begun by then are skipped")
 
 
 def pytest_configure(config):
+    config.fovea_end = time.monotonic() + config.getoption("--fovea-seconds")
     options = config.getoption("--fovea-enable")
     if options is None:
         return
@@ -37,6 +43,11 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         functions.setdefault(getattr(item, "originalname", item.name).split("_batch_size")[0], []).append(item)
     items[:] = [item for found in functions.values() for item in found[:: config.getoption("--fovea-sample")]]
+
+
+def pytest_runtest_setup(item):
+    if time.monotonic() > item.config.fovea_end:
+        pytest.skip(LATE)
 
 
 def pytest_unconfigure(config):
