@@ -76,13 +76,15 @@ def file_of(kernel):
 
 
 def parts_of(kernel):
-    """The Spec that a kernel takes, and its parts: [(struct, {field: type}), ...], of one part what it is itself."""
+    """The Spec that a kernel takes, and its parts: [(struct, {field: type}), ...], of one part what it is itself. A
+    field that is a struct itself has a dict of its fields for a type."""
     name = re.search(rf"template <(\w+) S>\s*__global__[^;{{]*\b{kernel}\(", (DEVICE / file_of(kernel)).read_text()).group(1)
-    text = "".join(path.read_text() for path in sorted(DEVICE.rglob("spec.h")))
+    text = "".join(path.read_text() for path in [*sorted(DEVICE.rglob("spec.h")), DEVICE / "score" / "position_terms.h"])
 
     def fields(struct):
         body = re.search(rf"struct {struct} \{{(.*?)\n\}};", text, re.DOTALL).group(1)
-        return {field: kind for kind, field in re.findall(r"^  (\w+) (\w+) = ", body, re.MULTILINE)}
+        return {field: kind if default else fields(kind)
+                for kind, field, default in re.findall(r"^  (\w+) (\w+)(?:;|( = ))", body, re.MULTILINE)}  # fmt: skip
 
     bases = re.search(rf"struct {name} : ([\w, ]+) \{{", text)
     return name, [(part, fields(part)) for part in (bases.group(1).split(", ") if bases else [name])]
@@ -91,18 +93,26 @@ def parts_of(kernel):
 def spec_text(kernel, fields):
     """A kernel's Spec as C++ text: {'d': 128, 'type': 'kFp16', 'lazy': True}."""
     name, parts = parts_of(kernel)
-    unknown = set(fields) - {field for _, kinds in parts for field in kinds}
+
+    def names(kinds):
+        return [name for field, kind in kinds.items() for name in (names(kind) if isinstance(kind, dict) else [field])]
+
+    known = [field for _, kinds in parts for field in names(kinds)]
+    unknown = set(fields) - set(known)
     if unknown:
-        raise ValueError(f"{name} has no {', '.join(sorted(unknown))}; it has "
-                         + ", ".join(field for _, kinds in parts for field in kinds))  # fmt: skip
+        raise ValueError(f"{name} has no {', '.join(sorted(unknown))}; it has {', '.join(known)}")
 
     def value(kind, given):
         if kind == "bool":
             return "true" if given.lower() in ("true", "1") else "false"
         return given if kind == "int" else f"fovea::cuda::{kind}::{given.split('::')[-1]}"
 
-    texts = ["{" + ", ".join(f".{field} = {value(kind, str(fields[field]))}" for field, kind in kinds.items()
-                             if field in fields) + "}" for _, kinds in parts]  # fmt: skip
+    def written(kinds):
+        return "{" + ", ".join(f".{field} = " + (written(kind) if isinstance(kind, dict) else value(kind, str(fields[field])))
+                               for field, kind in kinds.items()
+                               if any(name in fields for name in names({field: kind}))) + "}"  # fmt: skip
+
+    texts = [written(kinds) for _, kinds in parts]
     return f"fovea::cuda::{name}" + (texts[0] if len(texts) == 1 else "{" + ", ".join(texts) + "}")
 
 

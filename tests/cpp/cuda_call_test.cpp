@@ -352,7 +352,7 @@ TEST_F(DISABLED_PlayedCuda, ArgumentsAreWhatWasGiven) {
     EXPECT_EQ(a.offset.pointer, nullptr);
     EXPECT_EQ(a.sink, raw.sink->data);
     EXPECT_EQ(a.sink_stride, 1);
-    EXPECT_EQ(a.alibi_slopes.data, raw.alibi_slopes->data);
+    EXPECT_EQ(a.positions.alibi_slopes.data, raw.alibi_slopes->data);
     EXPECT_EQ(a.lse.data, raw.lse->data);
     expect_rows(a.q, raw.q, "q");
     expect_rows(a.k, raw.k, "k");

@@ -80,8 +80,8 @@ constexpr int fields_of() {
 
 template <class Part>
 class CudaSpecPart : public ::testing::Test {};
-using Parts = ::testing::Types<Features, Gradients, AroundSpec, ForwardTiles, WideForwardTiles, BackwardTiles,
-                               Sm90ForwardTiles, Sm90BackwardTiles, Sm90BiasTiles, Sm90SmallTiles>;
+using Parts = ::testing::Types<Features, PositionTerms, Gradients, AroundSpec, ForwardTiles, WideForwardTiles,
+                               BackwardTiles, Sm90ForwardTiles, Sm90BackwardTiles, Sm90BiasTiles, Sm90SmallTiles>;
 TYPED_TEST_SUITE(CudaSpecPart, Parts);
 
 TYPED_TEST(CudaSpecPart, EveryFieldIsPrinted) {

@@ -103,7 +103,7 @@ class Planner {
     }
     spec.softcap = problem_.softcap > 0;
     spec.natural = !exponent_scales(problem_);
-    spec.alibi = problem_.alibi != Alibi::kNone;
+    spec.positions.alibi = problem_.alibi != Alibi::kNone;
     spec.dropout = !call_.dropout.active()                  ? DropoutRule::kNone
                    : call_.dropout.rng == math::Rng::kFovea ? DropoutRule::kFovea
                                                             : DropoutRule::kTorchMemEfficient;

@@ -50,6 +50,10 @@ std::string value_of(DropoutRule rule) {
 }
 
 template <class Part>
+std::string fields_of(const Part& part);
+std::string value_of(const PositionTerms& terms) { return fields_of(terms); }
+
+template <class Part>
 std::string fields_of(const Part& part) {
   std::string fields;
   for_each_field(part, [&](std::string_view name, const auto& value, const auto& usual) {

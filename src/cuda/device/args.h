@@ -10,6 +10,8 @@
 #ifndef FOVEA_CUDA_DEVICE_ARGS_H
 #define FOVEA_CUDA_DEVICE_ARGS_H
 
+#include "cuda/device/score/position_terms.h"
+#include "cuda/device/tensor.h"
 #include "math/dropout.h"
 #include "math/rows.h"
 
@@ -19,12 +21,6 @@ using math::i32;
 using math::i64;
 using math::u32;
 using math::u64;
-
-// A tensor by logical coordinates (math::Rows::offset); strides in elements, 0 where it is broadcast or absent.
-struct Tensor {
-  void* data = nullptr;
-  math::Strides strides;
-};
 
 // A random number's parameters: the call's value, plus what lies on the device (CUDA graphs, PyTorch's generator).
 struct Seed {
@@ -48,13 +44,13 @@ struct Args {
   i64 window_right = -1;
 
   Tensor q, k, v;
-  Tensor out;           // any strides; by elements where rows are not aligned or columns are apart
-  Tensor lse;           // fp32: batch1, batch2, head, row; data may be null in the forward
-  Tensor bias, bias2;   // with BiasTile: queries x keys, rows aligned to 16 bytes
-  Tensor mask;          // with Spec::mask: words of 32 keys, bit j % 32 of word j / 32; `row` strides in words
-  Tensor key_term;      // with Spec::key_term: fp32, by head and key (`col` is the key, contiguous); -inf: not allowed
-  Tensor query_term;    // with Spec::query_term: fp32, by head and query (`row`)
-  Tensor alibi_slopes;  // fp32: batch1, batch2, head
+  Tensor out;          // any strides; by elements where rows are not aligned or columns are apart
+  Tensor lse;          // fp32: batch1, batch2, head, row; data may be null in the forward
+  Tensor bias, bias2;  // with BiasTile: queries x keys, rows aligned to 16 bytes
+  Tensor mask;         // with Spec::mask: words of 32 keys, bit j % 32 of word j / 32; `row` strides in words
+  Tensor key_term;     // with Spec::key_term: fp32, by head and key (`col` is the key, contiguous); -inf: not allowed
+  Tensor query_term;   // with Spec::query_term: fp32, by head and query (`row`)
+  PositionArgs positions;
   const float* sink = nullptr;
   i64 sink_stride = 0;
 

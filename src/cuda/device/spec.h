@@ -7,6 +7,8 @@
 #ifndef FOVEA_CUDA_DEVICE_SPEC_H
 #define FOVEA_CUDA_DEVICE_SPEC_H
 
+#include "cuda/device/score/position_terms.h"
+
 namespace fovea::cuda {
 
 // Of q, k, v and whatever has their type. fp32 travels through the tensor cores as pairs of fp16 (docs/cuda.md).
@@ -36,7 +38,7 @@ struct Features {
   bool key_term = false;    // added a key: biases and masks that are broadcast over queries
   bool key_mask = false;    // key_term is 0 or -inf everywhere, a mask alone; with `mask`: its bits are of keys
   bool query_term = false;  // added a query: biases and masks that are broadcast over keys
-  bool alibi = false;
+  PositionTerms positions;
   DropoutRule dropout = DropoutRule::kNone;
   bool natural = false;  // scores are scaled at once: for a scale that is not positive, under 2^-100 or over 2^20;
                          // others, to which nothing is added, the exponent scales
@@ -59,7 +61,7 @@ constexpr void for_each_field(const Features& of, Visit visit) {
   visit("key_term", of.key_term, usual.key_term);
   visit("key_mask", of.key_mask, usual.key_mask);
   visit("query_term", of.query_term, usual.query_term);
-  visit("alibi", of.alibi, usual.alibi);
+  visit("positions", of.positions, usual.positions);
   visit("dropout", of.dropout, usual.dropout);
   visit("natural", of.natural, usual.natural);
 }

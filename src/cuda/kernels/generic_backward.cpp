@@ -51,7 +51,7 @@ BackwardSpec padded(const Features& features) {
 // How much is done to a score beyond the formula of plain attention: it takes registers.
 enum class Work { kPlain, kSome, kMuch };
 int features_of(const BackwardSpec& s) {
-  return int{s.softcap} + int{s.alibi} + int{s.mask} + int{s.key_term} + int{s.query_term} +
+  return int{s.softcap} + s.positions.count() + int{s.mask} + int{s.key_term} + int{s.query_term} +
          int{s.column_sum && std::max(s.d, s.dv) > 32} + int{s.bias != BiasTile::kNone} +
          int{s.bias2 != BiasTile::kNone} + int{s.dropout != DropoutRule::kNone};
 }

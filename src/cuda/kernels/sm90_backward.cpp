@@ -92,7 +92,8 @@ struct Tiles {
 bool in_same_step(const Call& call, const Sm90BackwardSpec& spec, bool ordered) {
   const bool grouped = call.rows.heads_q > call.rows.heads_k;
   const bool much = spec.dropout != DropoutRule::kNone || spec.softcap || spec.mask || spec.key_term ||
-                    spec.query_term || spec.alibi || spec.column_sum || spec.row_sum || sm90_outer_bytes(spec) > 0;
+                    spec.query_term || bool(spec.positions) || spec.column_sum || spec.row_sum ||
+                    sm90_outer_bytes(spec) > 0;
   return spec.dq && spec.dkv && spec.d == kSm90Wide && spec.dv == kSm90Wide && !ordered && !much && !spec.ragged &&
          !spec.dbias_store && (!spec.banded || (grouped && !spec.left_edge && spec.bias == BiasTile::kNone));
 }
@@ -170,7 +171,7 @@ std::vector<Tiles> candidates(const Sm90BackwardSpec& spec, std::int64_t seqlen_
       return {{.groups = 3, .tiles = 1, .step = 64, .stages = 4, .planes = 3},
               {.groups = 2, .tiles = 1, .step = 64, .stages = 3, .planes = 3}};
     }
-    if (bias && three && !rows && !spec.banded && !spec.ragged && !spec.alibi && !spec.column_sum) {
+    if (bias && three && !rows && !spec.banded && !spec.ragged && !spec.positions && !spec.column_sum) {
       return {{.groups = 3, .tiles = 1, .step = 64, .stages = 3, .planes = 3, .bulk = true},
               {.groups = 3, .tiles = 1, .step = 64, .stages = 3, .planes = 2, .bulk = true},
               {.groups = 2, .tiles = 1, .step = 64, .stages = 3, .planes = 3, .bulk = true},
@@ -180,7 +181,7 @@ std::vector<Tiles> candidates(const Sm90BackwardSpec& spec, std::int64_t seqlen_
       return {{.groups = 2, .tiles = 1, .step = 64, .stages = 3, .planes = 3, .bulk = true},
               {.groups = 2, .tiles = 1, .step = 64, .stages = 3, .planes = 3}};
     }
-    if (rows && (spec.banded || spec.alibi || spec.key_term)) {  // three warpgroups have too few registers
+    if (rows && (spec.banded || bool(spec.positions) || spec.key_term)) {  // three warpgroups have too few registers
       return {{.groups = 2, .tiles = 1, .step = 64, .stages = 3, .planes = 3, .bulk = true},
               {.groups = 2, .tiles = 1, .step = 64, .stages = 3, .planes = 3}};
     }

@@ -23,7 +23,7 @@ bool sm90_in_clusters(const Features& spec) {
   const int d = rounded(spec.d, kGrain);
   const bool dropout = spec.dropout != DropoutRule::kNone;
   // Roughly what features take of registers.
-  const int features = (dropout ? 3 : 0) + (spec.softcap ? 2 : 0) + (spec.mask ? 2 : 0) + (spec.alibi ? 1 : 0) +
+  const int features = (dropout ? 3 : 0) + (spec.softcap ? 2 : 0) + (spec.mask ? 2 : 0) + spec.positions.count() +
                        (spec.key_term ? 1 : 0) + (dropout && spec.ragged ? 1 : 0);
   constexpr int kMostFeatures = 3;
   return std::max(d, spec.dv) > kWidestOfOne || d + spec.dv > kMostOfOne || spec.bias != BiasTile::kNone ||

@@ -28,7 +28,7 @@ struct Tiles {
 
 // What takes registers beyond the bias itself.
 int features_of(const Features& s) {
-  return 2 * int{s.mask} + 2 * int{s.softcap} + int{s.alibi} + int{s.key_term} + int{s.query_term} +
+  return 2 * int{s.mask} + 2 * int{s.softcap} + s.positions.count() + int{s.key_term} + int{s.query_term} +
          int{s.bias2 != BiasTile::kNone} + 2 * int{s.dropout != DropoutRule::kNone} + int{s.ragged};
 }
 
@@ -205,7 +205,7 @@ Choice sm90_bias_gradient(const Call& call, const Operands& operands, const Targ
     choice.why_not = "2^24 tiles or more";
     return choice;
   }
-  const bool plain = !spec.softcap && !spec.alibi && !spec.mask && spec.bias2 == BiasTile::kNone &&
+  const bool plain = !spec.softcap && !spec.positions && !spec.mask && spec.bias2 == BiasTile::kNone &&
                      spec.dropout == DropoutRule::kNone && !spec.ragged;
   spec.bias_outside = spec.bias != BiasTile::kNone && list.entries > 1 && plain;
   for (const Tiles& tiles : candidates(spec, list)) {

@@ -25,8 +25,8 @@ constexpr std::int64_t kMostTiles = std::int64_t{1} << 30;
 // 128 do, and beyond a head_dim of 192 steps of 32.
 constexpr int kManyFeatures = 3;
 int features_of(const Features& s) {
-  return int{s.mask} + int{s.dropout != DropoutRule::kNone} + 2 * int{s.softcap} + int{s.alibi} + int{s.key_term} +
-         int{s.query_term} + int{s.bias != BiasTile::kNone} + int{s.bias2 != BiasTile::kNone};
+  return int{s.mask} + int{s.dropout != DropoutRule::kNone} + 2 * int{s.softcap} + s.positions.count() +
+         int{s.key_term} + int{s.query_term} + int{s.bias != BiasTile::kNone} + int{s.bias2 != BiasTile::kNone};
 }
 
 const char* why_not(const Call& call, const Operands& operands, const Target& target) {

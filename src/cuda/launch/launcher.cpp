@@ -40,7 +40,7 @@ Launcher::Launcher(const Call& call, const Executable& executable, void* workspa
   a.mask = tensor(operands.mask, call.mask);
   a.key_term = tensor(operands.key_term, {});
   a.query_term = tensor(operands.query_term, {});
-  a.alibi_slopes = tensor(call.alibi_slopes);
+  a.positions.alibi_slopes = tensor(call.alibi_slopes);
   a.sink = static_cast<const float*>(call.sink.data);
   a.sink_stride = call.sink.strides.head;
   a.rng = call.dropout.rng;

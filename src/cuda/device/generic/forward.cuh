@@ -19,6 +19,7 @@
 #ifndef FOVEA_CUDA_DEVICE_GENERIC_FORWARD_CUH
 #define FOVEA_CUDA_DEVICE_GENERIC_FORWARD_CUH
 
+#include "cuda/device/score/mask_edge.cuh"
 #include "cuda/device/score/softmax.cuh"
 #include "cuda/device/tile/products.cuh"
 #include "cuda/device/work/forward_block.cuh"

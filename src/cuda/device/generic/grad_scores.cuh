@@ -11,6 +11,7 @@
 
 #include "cuda/device/generic/backward_step.cuh"
 #include "cuda/device/score/dropout.cuh"
+#include "cuda/device/score/mask_edge.cuh"
 #include "cuda/device/score/scores.cuh"
 #include "cuda/device/tile/products.cuh"
 

@@ -26,7 +26,7 @@ constexpr int score_input_bytes(const Features& s, int queries, int keys, bool t
 // Whether scores are in natural units; otherwise they stay dot products, and the exponent scales them.
 constexpr bool natural_scores(const Features& s) {
   const bool key_bias = s.key_term && (!s.key_mask || s.mask);  // with both the mask of keys is bits
-  return s.natural || s.softcap || s.alibi || key_bias || s.query_term || s.bias != BiasTile::kNone ||
+  return s.natural || s.softcap || bool(s.positions) || key_bias || s.query_term || s.bias != BiasTile::kNone ||
          s.bias2 != BiasTile::kNone;
 }
 

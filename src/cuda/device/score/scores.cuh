@@ -4,7 +4,6 @@
 // rows are keys). The formulas are math/'s; here is what a thread of a tensor core's fragment needs for them:
 //
 //   Scores        scale, softcap with its derivative, biases, key and query terms, ALiBi, mask bits
-//   mask_edge     hides keys outside of the band or past the sequence's end
 //
 // Where nothing is added to them scores stay dot products, and the exponent scales them; elsewhere they are in natural
 // units (natural_scores). A fragment's rows and columns begin at multiples of 16 of queries and keys.
@@ -13,17 +12,17 @@
 
 #include "cuda/device/score/approximation.cuh"
 #include "cuda/device/score/inputs.cuh"
-#include "math/band.h"
 
 namespace fovea::cuda {
 
 // What a thread keeps for the kTiles row tiles of its fragment.
 template <auto S, bool kTransposed, int kTiles>
 struct Scores {
+  using Positions = PositionScores<S.positions, kTransposed>;
   static constexpr bool kHasRowTerm = kTransposed ? S.key_term : S.query_term;
 
   math::Score<float> score;
-  float slope = 0;
+  Positions positions{};
   int shift = 0;
   float row_term[kTiles][2] = {};
 
@@ -35,9 +34,7 @@ struct Scores {
     if constexpr (S.softcap) {
       score.inverse_softcap = 1 / a.softcap;
     }
-    if constexpr (S.alibi) {
-      slope = static_cast<const float*>(a.alibi_slopes.data)[place.plane(a.alibi_slopes.strides, head)];
-    }
+    positions.start(a.positions, place, head);
   }
 
   // The term that runs along the rows; again wherever head or rows change.
@@ -140,18 +137,17 @@ struct Scores {
     if constexpr (S.bias2 != BiasTile::kNone) {
       add_bias<S.bias2, kKeys>(s, thread, inputs + Inputs::kBias2, tile_row, tile_column);
     }
-    if constexpr (S.alibi) {
+    if constexpr (bool(S.positions)) {
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
         for (int x = 0; x < 2; ++x) {
           const int row = row0 + i * 16 + g + x * 8;
           const int column = column0 + t * 2;
-          // j - (i + shift), or its opposite: exact while under 2^24.
-          const float distance = float(kTransposed ? column + shift - row : column - row - shift);
+          const typename Positions::Pair first(kTransposed ? column : row, kTransposed ? row : column, shift);
           for (int j = 0; j < kColumns; ++j) {
             for (int e = 0; e < 2; ++e) {
-              // fabsf: an operand's modifier, which alibi's own is not.
-              s[i][j][2 * x + e] += math::alibi(fabsf(distance + float(j * 8 + e)), slope);
+              const int n = j * 8 + e;
+              s[i][j][2 * x + e] += positions.of(kTransposed ? first.further(n, 0) : first.further(0, n));
             }
           }
         }
@@ -307,36 +303,6 @@ struct Scores {
     }
   }
 };
-
-// -inf for keys outside of the band and past the end of the sequence. Only where a tile is not inside of both.
-template <auto S, bool kTransposed, int kTiles, int kColumns>
-__device__ __forceinline__ void mask_edge(float (&s)[kTiles][kColumns][4], const Thread& thread,
-                                          const math::Band<int>& band, int row0, int column0) {
-  row0 = opaque(row0);
-#pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-    for (int x = 0; x < 2; ++x) {
-      const int row = row0 + i * 16 + thread.g + x * 8;
-      const int first = column0 + thread.t * 2;
-      math::Interval<int> in{0, kTransposed ? 1 << 30 : band.seqlen_k};
-      if constexpr (S.banded) {
-        in = kTransposed ? band.queries_of(row) : band.keys_of(row);
-      }
-      if (kTransposed && row >= band.seqlen_k) {
-        in = {1 << 30, 1 << 30};
-      }
-      const int begin = in.begin - first;
-      const int end = in.end - first;
-      for (int j = 0; j < kColumns; ++j) {
-        for (int e = 0; e < 2; ++e) {
-          if ((!(kTransposed && !S.banded) && j * 8 + e >= end) || ((kTransposed || S.banded) && j * 8 + e < begin)) {
-            s[i][j][2 * x + e] = -kInfinity;
-          }
-        }
-      }
-    }
-  }
-}
 
 }  // namespace fovea::cuda
 

@@ -27,14 +27,15 @@ struct Sm90Inputs {
   static_assert(!S.mask || S.step == 32 || S.step == 64 || S.step == 128);
   static_assert((S.bias == BiasTile::kNone && S.bias2 == BiasTile::kNone) || S.step == 32 || S.step % 64 == 0);
   static constexpr int kPanel = sm90_bias_panel(S, BiasTile::kBf16);  // of a bias of 16 bits
+  using Positions = PositionScores<S.positions, false>;
 
   u32 base;                    // of shared memory
   u32 bias_row, bias_swizzle;  // this lane's place for ldmatrix in a panel
   int wide_row, wide_chunk;    // and in one of fp32
   u32 wide_half;
   u32 key_term;  // of this lane's first column
-  float slope = 0;
-  int diagonal = 0;  // ALiBi: the key that stands where this thread's first row does
+  Positions positions{};
+  typename Positions::Row position;  // this thread's first row, for keys from its first column on
   float query_terms[2] = {};
   const u32* mask_rows[kMaskRows] = {};  // this thread's words of 128 keys each, as sm90_mask writes them
   u32 words[kMaskRows];                  // of a tile of keys, a bit for each of this thread's columns
@@ -52,9 +53,9 @@ struct Sm90Inputs {
   // row: this thread's first, of the sequence.
   __device__ __forceinline__ void start(const Args& a, const Sm90Tile& tile, const math::Band<int>& band, int row,
                                         int t) {
-    if constexpr (S.alibi) {
-      slope = static_cast<const float*>(a.alibi_slopes.data)[tile.offset(a.alibi_slopes.strides, 0)];
-      diagonal = row + (a.top_left ? 0 : tile.k_len - tile.q_len) - 2 * t;
+    positions.start(a.positions, tile, 0);
+    if constexpr (bool(S.positions)) {
+      position = {row, 2 * t, a.top_left ? 0 : tile.k_len - tile.q_len};
     }
     if constexpr (!sm90_hides(S)) {
       find_words(a, tile, band, row, t);
@@ -174,10 +175,10 @@ struct Sm90Inputs {
           first += term.x;
           second += term.y;
         }
-        if constexpr (S.alibi) {
-          const float distance = float(n0 - diagonal) + float(column - 8 * y);
-          first += math::alibi(fabsf(distance), slope);  // an operand's modifier, which alibi's own is not
-          second += math::alibi(fabsf(distance + 1), slope);
+        if constexpr (bool(S.positions)) {
+          const auto pair = typename Positions::Pair(position, n0).further(8 * y, column);
+          first += positions.of(pair);
+          second += positions.of(pair.further(0, 1));
         }
         if constexpr (S.query_term) {
           first = with_term(first, query_terms[y]);

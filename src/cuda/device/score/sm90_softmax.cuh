@@ -140,7 +140,7 @@ struct Sm90Softmax {
         s[i] *= a.scale;
       }
     }
-    if constexpr (sm90_has_planes(S) || S.alibi || S.query_term) {
+    if constexpr (sm90_has_planes(S) || bool(S.positions) || S.query_term) {
       if (!kFused || !added) {
 #pragma unroll
         for (int k = 0; k < kBlocks; ++k) {

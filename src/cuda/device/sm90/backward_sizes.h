@@ -155,7 +155,7 @@ constexpr Sm90BackwardChoices sm90_backward_choices(const Sm90BackwardSpec& s) {
   x.overlaps = two && (s.tiles * wider <= 96 || x.parts > 1);
   x.skips = s.banded && !s.same_step && ((s.d <= 64 && s.tiles == 1) || (s.halves && x.parts == 1));
   const bool much =
-      x.dropout || s.softcap || s.mask || s.key_term || s.query_term || s.alibi || x.bias_in_place || x.outer;
+      x.dropout || s.softcap || s.mask || s.key_term || s.query_term || bool(s.positions) || x.bias_in_place || x.outer;
   const bool holds =
       two && s.tiles == 1 && x.parts == 1 && s.d == s.dv && !much && (s.step == 64 ? s.d > 64 && s.d <= 96 : s.d <= 32);
   x.held_v = holds ? s.dv / 16 : 0;

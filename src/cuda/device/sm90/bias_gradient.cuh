@@ -24,6 +24,7 @@
 #define FOVEA_CUDA_DEVICE_SM90_BIAS_GRADIENT_CUH
 
 #include "cuda/device/score/dropout.cuh"
+#include "cuda/device/score/mask_edge.cuh"
 #include "cuda/device/score/sm90_scores.cuh"
 #include "cuda/device/sm90/bias_gradient_copy.cuh"
 #include "cuda/device/sm90/bias_gradient_output.cuh"

@@ -26,7 +26,7 @@ constexpr bool sm90_skips(const Sm90ForwardSpec& s) { return s.mask && s.key_mas
 // features make the code of a step long, one copy of it compiles faster, and the tensor cores wait anyway.
 constexpr bool sm90_peels(const Sm90ForwardSpec& s) {
   constexpr int kMany = 5;
-  return 2 * int{s.softcap} + int{s.alibi} + int{s.key_term} + int{s.query_term} + int{s.mask} +
+  return 2 * int{s.softcap} + s.positions.count() + int{s.key_term} + int{s.query_term} + int{s.mask} +
              int{s.bias != BiasTile::kNone} + int{s.bias2 != BiasTile::kNone} <
          kMany;
 }

@@ -58,6 +58,9 @@ struct Sm90Tile {
   __device__ __forceinline__ i64 offset(const math::Strides& strides, int at) const {
     return b1 * strides.batch1 + b2 * strides.batch2 + head * strides.head + at * strides.row;
   }
+  __device__ __forceinline__ i64 plane(const math::Strides& strides, int of_head) const {
+    return b1 * strides.batch1 + b2 * strides.batch2 + of_head * strides.head;
+  }
 };
 
 // What lies beside Q. One lane reads, the one that arrives for its warp.

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// mask_edge: what lies outside of the band, or past the end of the sequence, for a fragment of S or of S transposed.
+#ifndef FOVEA_CUDA_DEVICE_SCORE_MASK_EDGE_CUH
+#define FOVEA_CUDA_DEVICE_SCORE_MASK_EDGE_CUH
+
+#include "cuda/device/tile/tile.cuh"
+#include "math/band.h"
+
+namespace fovea::cuda {
+
+// -inf for keys outside of the band and past the end of the sequence. Only where a tile is not inside of both.
+template <auto S, bool kTransposed, int kTiles, int kColumns>
+__device__ __forceinline__ void mask_edge(float (&s)[kTiles][kColumns][4], const Thread& thread,
+                                          const math::Band<int>& band, int row0, int column0) {
+  row0 = opaque(row0);
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+    for (int x = 0; x < 2; ++x) {
+      const int row = row0 + i * 16 + thread.g + x * 8;
+      const int first = column0 + thread.t * 2;
+      math::Interval<int> in{0, kTransposed ? 1 << 30 : band.seqlen_k};
+      if constexpr (S.banded) {
+        in = kTransposed ? band.queries_of(row) : band.keys_of(row);
+      }
+      if (kTransposed && row >= band.seqlen_k) {
+        in = {1 << 30, 1 << 30};
+      }
+      const int begin = in.begin - first;
+      const int end = in.end - first;
+      for (int j = 0; j < kColumns; ++j) {
+        for (int e = 0; e < 2; ++e) {
+          if ((!(kTransposed && !S.banded) && j * 8 + e >= end) || ((kTransposed || S.banded) && j * 8 + e < begin)) {
+            s[i][j][2 * x + e] = -kInfinity;
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_SCORE_MASK_EDGE_CUH

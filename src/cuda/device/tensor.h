@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A tensor as kernels are given it. Read by the host and, without any header, by NVRTC.
+#ifndef FOVEA_CUDA_DEVICE_TENSOR_H
+#define FOVEA_CUDA_DEVICE_TENSOR_H
+
+#include "math/rows.h"
+
+namespace fovea::cuda {
+
+// By logical coordinates (math::Rows::offset); strides in elements, 0 where it is broadcast or absent.
+struct Tensor {
+  void* data = nullptr;
+  math::Strides strides;
+};
+
+}  // namespace fovea::cuda
+
+#endif  // FOVEA_CUDA_DEVICE_TENSOR_H
