@@ -8,7 +8,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+import fovea.torch
 from fovea.torch import attention
 
 B, HQ, HK, S, D = 4, 8, 4, 24, 8
@@ -181,9 +184,6 @@ def within_pytorchs(group, balanced, options, with_bias):
     """A module within PyTorch's own context parallelism: out, dq and the bias's gradient have the bits of one process."""
     from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
     from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    import fovea.torch
 
     fovea.torch.register_with_pytorch()
     n = dist.get_world_size(group)
@@ -220,3 +220,136 @@ def within_pytorchs(group, balanced, options, with_bias):
             torch.testing.assert_close(x.grad, y, rtol=1e-5, atol=1e-5)
         else:
             assert torch.equal(x.grad, y), name
+
+
+# ---- through enable() ----
+
+SDPA = {
+    "plain": (None, {}),
+    "causal": (None, {"is_causal": True}),
+    "bias": ((1, HQ, S, S), {}),
+    "mask of keys": ((B, 1, 1, S), {}),
+}
+
+
+def through_sdpa(group, case, dimension, batch=B, compiled=False):
+    """scaled_dot_product_attention of DTensors has the bits of attention() in one process."""
+    shape, options = SDPA[case]
+    q, k, v, _ = problem(batch=(batch,))
+    inputs = [q, k, v] + ([] if shape is None else [torch.randn([batch if n == B else n for n in shape])])
+    if case == "mask of keys":
+        inputs[3] = inputs[3] > -1
+    learn = [i for i, x in enumerate(inputs) if x.is_floating_point()]
+    grad = torch.randn(batch, HQ, S, D)
+
+    def run(f, tensors, grad):
+        leaves = [x.detach().requires_grad_(i in learn) for i, x in enumerate(tensors)]
+        out = f(*leaves)
+        return out.detach(), torch.autograd.grad(out, [leaves[i] for i in learn], grad)
+
+    def theirs(q, k, v, mask=None):
+        return sdpa(q, k, v, mask, enable_gqa=True, **options)
+
+    def ours(q, k, v, mask=None):
+        name = "mask" if case == "mask of keys" else "bias"
+        return attention(q, k, v, **{name: mask}, causal="is_causal" in options)
+
+    want, grads = run(ours, inputs, grad)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    placed = []
+    for at, x in enumerate(inputs):
+        whole = x.shape[dimension] == 1 or (dimension == 2 and at in (1, 2))
+        placed.append(distribute_tensor(x, mesh, [Replicate() if whole else Shard(dimension)]))
+    fovea.torch.reset_stats()
+    with fovea.torch.enabled(prefer=None):
+        f = torch.compile(theirs, backend="aot_eager", fullgraph=True) if compiled else theirs
+        got, got_grads = run(f, placed, distribute_tensor(grad, mesh, [Shard(dimension)]))
+    stats = fovea.torch.stats()
+    assert stats["handed_back"] == {} and (stats["traced"] > 0 if compiled else stats["served"] == 1), stats
+    assert got.placements == (Shard(dimension),) and torch.equal(got.full_tensor(), want)
+    for i, x, y in zip(learn, got_grads, grads):
+        exact = not x.placements[0].is_partial()
+        torch.testing.assert_close(x.full_tensor(), y, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-5, msg=f"gradient {i}")
+    return stats["problems"]
+
+
+def handed_back(group):
+    """What the rules do not have is PyTorch's, on every rank, and said. PyTorch has no rules for its own kernels on a CPU."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    q, k, v, _ = problem(heads=(6, 3))
+    placed = lambda at: [distribute_tensor(x, mesh, [Shard(at)]) for x in (q, k, v)]  # noqa: E731
+    calls = {
+        "DTensors: q: sharded along its heads (dimension 1) over 2 ranks: k has 3 heads, no multiple of the ranks":
+            lambda: sdpa(*placed(1), enable_gqa=True),
+        "DTensors: q: sharded along its rows (dimension 2) over 2 ranks: causal depends on the numbers of the rows, which a "
+        "rank's call does not have": lambda: sdpa(*placed(2), is_causal=True, enable_gqa=True),
+        "DTensors with dropout, whose masks would be equal or unrelated on the ranks":
+            lambda: sdpa(*placed(0), dropout_p=0.5, enable_gqa=True),
+        "DTensors of other than four or five dimensions, or whose batches or heads broadcast":
+            lambda: sdpa(*(distribute_tensor(q[0], mesh, [Shard(0)]) for _ in range(3))),
+        "DTensors beside plain tensors": lambda: sdpa(*placed(0)[:2], v, enable_gqa=True),
+    }  # fmt: skip
+    for reason, call in calls.items():
+        seen = []
+        composite = fovea.torch._enable._composite
+        fovea.torch._enable._composite = lambda *a, **o: seen.append(a)  # noqa: B023
+        fovea.torch.reset_stats()
+        try:
+            with fovea.torch.enabled(prefer=None):
+                call()
+        except RuntimeError:  # None is no result of an operator
+            pass
+        finally:
+            fovea.torch._enable._composite = composite
+        assert fovea.torch.stats()["handed_back"] == {reason: 1} and len(seen) == 1, fovea.torch.stats()
+    fovea.torch.reset_stats()
+    with fovea.torch.enabled(prefer="fastest"):  # every rank asks about the largest part
+        fovea.torch._enable._fastest.slower, slower = lambda *a: True, fovea.torch._enable._fastest.slower
+        try:
+            with contextlib.suppress(NotImplementedError):
+                sdpa(*placed(0), enable_gqa=True)
+        finally:
+            fovea.torch._enable._fastest.slower = slower
+    assert fovea.torch.stats()["handed_back"] == {"PyTorch's kernel is faster, as measured": 1}
+    fovea.torch.reset_stats()
+
+
+class Block(torch.nn.Module):
+    """Attention as models write it, for plain tensors and for DTensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (torch.nn.Linear(HQ * D, n * D, bias=False) for n in (HQ, HK, HK, HQ))
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (-1, D)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return self.o(sdpa(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2))
+
+
+def parallel_model(group, way):
+    """A model whose weights, or whose batch, lie on several ranks: numbers and gradients of one process with PyTorch's kernels."""
+    torch.manual_seed(2)
+    plain, spread = Block(), Block()
+    spread.load_state_dict(plain.state_dict())
+    x = torch.randn(B, S, HQ * D)
+    want = plain(x)
+    want.square().sum().backward()
+    mesh = DeviceMesh.from_group(group, "cpu")
+    if way == "weights":
+        columns = {name: ColwiseParallel(use_local_output=False) for name in "qkv"}
+        parallelize_module(spread, mesh, {**columns, "o": RowwiseParallel(use_local_output=False)})
+        given = x
+    else:
+        for module in spread.children():
+            module.weight = torch.nn.Parameter(distribute_tensor(module.weight.detach(), mesh, [Replicate()]))
+        given = distribute_tensor(x, mesh, [Shard(0)])
+    fovea.torch.reset_stats()
+    with fovea.torch.enabled(prefer=None):
+        out = spread(given)
+        out.square().sum().backward()
+    stats = fovea.torch.stats()
+    assert stats["served"] == 1 and stats["handed_back"] == {}, stats
+    torch.testing.assert_close(out.full_tensor(), want, rtol=1e-5, atol=1e-5)
+    for name, parameter in spread.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), plain.get_parameter(name).grad, rtol=1e-4, atol=1e-4, msg=name)
+    return stats["problems"]

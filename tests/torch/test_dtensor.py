@@ -41,6 +41,35 @@ def test_refusals(ranks):
     ranks.run(2, dtensor_cases.refusals)
 
 
+@pytest.mark.parametrize("case, dimension", [
+    ("plain", 0), ("plain", 1), ("plain", 2), ("causal", 0), ("causal", 1), ("bias", 0), ("bias", 1), ("bias", 2),
+    ("mask of keys", 0), ("mask of keys", 1), ("mask of keys", 2),
+])  # fmt: skip
+def test_through_enable(ranks, case, dimension):
+    ranks.run(2, dtensor_cases.through_sdpa, case, dimension)
+
+
+def test_through_enable_compiled(ranks):
+    ranks.run(2, dtensor_cases.through_sdpa, "causal", 1, dtensor_cases.B, True)
+
+
+@pytest.mark.parametrize("n, batch", [(2, 5), (4, 5)])
+def test_every_rank_decides_alike(ranks, n, batch):
+    """Parts that are not equal, and a rank without any: all ask about the largest part."""
+    told = ranks.run(n, dtensor_cases.through_sdpa, "plain", 0, batch)
+    assert all(problems == told[0] for problems in told) and f" b={-(-batch // n)} " in told[0][0], told
+
+
+def test_what_enable_hands_back(ranks):
+    ranks.run(2, dtensor_cases.handed_back)
+
+
+@pytest.mark.parametrize("way, problem", [("weights", "b=4 hq=4 hk=2 "), ("batch", "b=2 hq=8 hk=4 ")])
+def test_a_model_through_enable(ranks, way, problem):
+    for problems in ranks.run(2, dtensor_cases.parallel_model, way):
+        assert all(problem in line for line in problems), problems
+
+
 @pytest.mark.skipif(tuple(map(int, torch.__version__.split(".")[:2])) not in _pytorch_cp._TESTED,
                     reason=f"register_with_pytorch() refuses PyTorch {torch.__version__}")
 @pytest.mark.parametrize("balanced", [False, True])

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """fovea.torch.enable() with what traces, compiles, exports and distributes programs."""
 
-import contextlib
 import io
 import json
 import os
@@ -346,29 +345,6 @@ def test_two_processes(kind):
     for name, parameter in model.named_parameters():
         assert parameter.grad.abs().max() > 0
         torch.testing.assert_close(result["grads"][name], parameter.grad, rtol=1e-5, atol=1e-6)
-
-
-def test_distributed_tensors_are_pytorchs(tmp_path):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        tensors = qkv(grad=False)
-        mesh = init_device_mesh("cpu", (1,))
-        sharded = [distribute_tensor(x, mesh, [Shard(1)]) for x in tensors]
-        want = sdpa(*tensors)
-        try:
-            sdpa(*sharded)
-            outcome = contextlib.nullcontext()
-        except NotImplementedError as error:  # PyTorch 2.9, on the CPU
-            outcome = pytest.raises(NotImplementedError, match=re.escape(str(error).splitlines()[0]))
-        enable(prefer=None)
-        with outcome:
-            close([sdpa(*sharded).full_tensor()], [want])
-        assert stats()["handed_back"]["a tensor of the type DTensor"] == 1
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 # ---- without an edited line ----

@@ -15,7 +15,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Optional
 
-from . import _call
+import torch
+
+from . import _ahead, _call
 from ._call import DIFFERENTIABLE, TENSORS, Arguments
 
 _ready = False
@@ -46,6 +48,53 @@ def _register() -> None:
         propagator.register_op_strategy(op, propagator.op_strategy_funcs[op], RuntimeSchemaInfo(first, needs_pytree=True))
 
 
+def is_one(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor. Without importing what defines them."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and type(tensor) is module.DTensor
+
+
+def in_pytorchs_ring() -> bool:
+    """Whether PyTorch's context parallelism is in force, which takes DTensors apart in PyTorch's fused operators."""
+    module = sys.modules.get("torch.distributed.tensor")
+    handlers = getattr(module.DTensor._op_dispatcher, "_custom_op_handlers", {}) if module is not None else {}
+    return torch.ops.aten._scaled_dot_product_flash_attention.default in handlers
+
+
+def local_shapes(a: Any) -> list[Any]:
+    """What the tensors of a call on DTensors are on a rank that has the most of each, so that all ranks decide alike.
+
+    Raises:
+        NotImplementedError: The call has no rule.
+    """
+    specs = a._make([None if x is None else x._spec if at < TENSORS else x for at, x in enumerate(a)])
+    if any(x is not None and x.mesh != specs.q.mesh for x in specs[:TENSORS]):
+        raise NotImplementedError("DTensors of several meshes")
+    ways = _ways(specs)
+    found: list[Any] = []
+    for name, tensor, spec in zip(Arguments._fields, a[:TENSORS], specs):
+        if tensor is None:
+            found.append(None)
+            continue
+        shape = list(tensor.shape)
+        for ranks, placement in zip(spec.mesh.shape, specs.q.placements):
+            at = ways[_dimension("q", placement)].tensors[name]
+            if at is not None:
+                shape[at] = -(-shape[at] // ranks)
+        found.append(_ahead.Shape(tensor, shape, _strides_like(tensor.stride(), shape)))
+    return found
+
+
+def _strides_like(strides: Sequence[int], shape: Sequence[int]) -> list[int]:
+    """Strides of a dense tensor whose dimensions lie in the same order. One that is expanded stays so."""
+    found, step = [0] * len(shape), 1
+    for at in sorted(range(len(shape)), key=lambda at: (strides[at], -at)):
+        if strides[at]:
+            found[at] = step
+            step *= shape[at]
+    return found
+
+
 class Placed:
     """Where tensors and results lie if q is sharded in one of the ways. None stands for Replicate()."""
 
@@ -58,7 +107,7 @@ class Placed:
 def _forward(*arguments: Any) -> list[Any]:
     a = Arguments(*_call.known(arguments))
     rest: list[Any] = [None] * (len(arguments) - TENSORS)
-    return [([_shard(w.out), _shard(w.lse)], [*_inputs(a, w), *rest]) for w in _ways(a)]
+    return [([_shard(w.out), _shard(w.lse)], [*_inputs(a, w), *rest]) for w in _ways(a).values()]
 
 
 def _backward(grad_out: Any, grad_lse: Any, out: Any, lse: Any, need: Sequence[bool], *arguments: Any) -> list[Any]:
@@ -67,7 +116,7 @@ def _backward(grad_out: Any, grad_lse: Any, out: Any, lse: Any, need: Sequence[b
     a = Arguments(*_call.known(arguments))
     rest: list[Any] = [None] * (len(arguments) - TENSORS)
     found = []
-    for w in _ways(a):
+    for w in _ways(a).values():
         grads = []
         for name, wanted in zip(DIFFERENTIABLE, need):
             at = w.tensors.get(name)
@@ -88,8 +137,8 @@ def _inputs(a: Arguments, w: Placed) -> list[Any]:
     return [None if x is None else _shard(w.tensors[name]) for name, x in zip(Arguments._fields[:TENSORS], a)]
 
 
-def _ways(a: Arguments) -> list[Placed]:
-    """The ways in which a call is computed over the dimensions of the mesh."""
+def _ways(a: Arguments) -> dict[Optional[int], Placed]:
+    """The ways in which a call is computed over the dimensions of the mesh, by q's dimension that is sharded over one."""
     q: Any = a.q
     levels = 0 if a.packed else len(q.shape) - 3
     heads = levels if a.heads_first else len(q.shape) - 2
@@ -127,7 +176,7 @@ def _ways(a: Arguments) -> list[Placed]:
                     f"{'whole' if of_q is None else f'sharded along its {names[of_q]}'}: it would be gathered, and work repeated on every rank; "
                     f"accepted: {'Replicate()' if wanted is None else f'Shard({wanted}) or Replicate()'}"
                 )
-    return list(ways.values())
+    return ways
 
 
 def _dimension(name: str, placement: Any) -> Optional[int]:

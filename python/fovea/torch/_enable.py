@@ -31,7 +31,7 @@ from torch.autograd import forward_ad
 
 from .. import _abi
 from .._library import lib, text, version
-from . import _ahead, _call, _fast, _fastest, _sdpa
+from . import _ahead, _call, _dtensor, _fast, _fastest, _sdpa
 from ._attention import attention
 from .aten import _owners
 from .aten._register import OPERATORS
@@ -135,18 +135,26 @@ def _scaled_dot_product_attention(
     scale: Optional[float] = None,
     enable_gqa: bool = False,
 ) -> Any:
-    traced = False
+    traced = distributed = False
     why = ""
+    tensor: Any
     for tensor in (query, key, value, attn_mask):
         kind = type(tensor)
         if kind not in _EAGER and tensor is not None:
+            if _dtensor.is_one(tensor):
+                distributed = True
+                kind = type(tensor._local_tensor)
+                if kind in _EAGER:
+                    continue
             traced = True
             if kind not in _TRACED:
                 why = f"a tensor of the type {kind.__name__}"
     if not why:
         why = _why_not_now()
     if not why:
-        if traced:
+        if distributed:
+            decision = _known_distributed(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, traced)
+        elif traced:
             decision = _decide(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         else:
             decision = _known(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -275,27 +283,70 @@ def _known(
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, dropout_p, is_causal, scale,
         enable_gqa, mask is not None and (mask.shape, mask.dtype, mask.device), _learns(q, k, v, mask), _call.order(),
     )  # fmt: skip
-    decisions = _state.decisions
-    decision = decisions.get(kind)
+    decision: Optional[_Decision] = _state.decisions.get(kind)
     if decision is None:
         decision = _decide(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
-        if len(decisions) >= _MOST_KEPT:
-            decisions.clear()
-        decisions[kind] = decision
-        if decision.problems:
-            with _counts.lock:
-                _counts.problems.update(dict.fromkeys(decision.problems))
+        _keep(kind, decision)
     return decision
+
+
+def _known_distributed(
+    q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_causal: bool, scale: Optional[float], enable_gqa: bool,
+    traced: bool,
+) -> _Decision:  # fmt: skip
+    """The decision about a call on DTensors, which is that of all ranks."""
+    if _dtensor.in_pytorchs_ring():
+        return _Decision(None, "DTensors within PyTorch's context parallelism")
+    if not all(x is None or _dtensor.is_one(x) for x in (q, k, v, mask)):
+        return _Decision(None, "DTensors beside plain tensors")
+    kind = (
+        "distributed", q._spec, k._spec, v._spec, mask is not None and mask._spec, dropout_p, is_causal, scale, enable_gqa,
+        _learns(q, k, v, mask), _call.order(),
+    )  # fmt: skip
+    decision: Optional[_Decision] = None if traced else _state.decisions.get(kind)
+    if decision is None:
+        decision = _decide_distributed(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
+        if not traced:
+            _keep(kind, decision)
+    return decision
+
+
+def _keep(kind: Any, decision: _Decision) -> None:
+    if len(_state.decisions) >= _MOST_KEPT:
+        _state.decisions.clear()
+    _state.decisions[kind] = decision
+    if decision.problems:
+        with _counts.lock:
+            _counts.problems.update(dict.fromkeys(decision.problems))
+
+
+def _decide_distributed(
+    q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_causal: bool, scale: Optional[float], enable_gqa: bool
+) -> _Decision:
+    form = _sdpa.read(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
+    if isinstance(form, str):
+        return _Decision(None, form)
+    if form.batch is not None:
+        return _Decision(None, "DTensors of other than four or five dimensions, or whose batches or heads broadcast")
+    if dropout_p:
+        return _Decision(None, "DTensors with dropout, whose masks would be equal or unrelated on the ranks")
+    try:
+        shapes = _dtensor.local_shapes(_arguments(q, k, v, mask, dropout_p, is_causal, scale))
+    except NotImplementedError as error:
+        return _Decision(None, "DTensors: " + str(error).split("; accepted")[0])
+    q_, k_, v_, bias_, _, mask_ = shapes[:6]
+    return _decide(q_, k_, v_, mask_ if bias_ is None else bias_, dropout_p, is_causal, scale, enable_gqa, _learns(q, k, v, mask))
 
 
 def _decide(
     q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], dropout_p: float, is_causal: bool, scale: Optional[float],
-    enable_gqa: bool,
+    enable_gqa: bool, learns: Optional[tuple[bool, ...]] = None,
 ) -> _Decision:  # fmt: skip
     form = _sdpa.read(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
     if isinstance(form, str):
         return _Decision(None, form)
-    learns = _learns(q, k, v, mask)
+    if learns is None:
+        learns = _learns(q, k, v, mask)
     settings = _state.settings
     if settings is not None and settings.prefer == "fastest":
         slower = _fastest.slower(q, k, v, mask, dropout_p, is_causal, any(learns), learns[3])
@@ -316,13 +367,7 @@ def _plan(
     with torch.no_grad():
         given = form.inputs(q, k, v, mask)
     shaped = [_ahead.of(x) for x in given]
-    bias: Any = None
-    if shaped[3] is not None and shaped[3].dtype is not torch.bool:
-        bias, shaped[3] = shaped[3], None
-    number = float(scale) if isinstance(scale, float) else None
-    tensors = [*shaped[:3], bias, None, shaped[3], *[None] * (_call.TENSORS - 6)]
-    rest = [0, 0, number, is_causal, -1, -1, "top_left", 0.0, float(dropout_p), "fovea", 0, 0, 0, "bhsd", _call.order(), None]
-    a: Any = _call.Arguments._make([*tensors, *rest])
+    a = _arguments(shaped[0], shaped[1], shaped[2], shaped[3], dropout_p, is_causal, scale)
     lines = []
     for direction in (_abi.FORWARD, _abi.BACKWARD) if any(learns) else (_abi.FORWARD,):
         problem = _ahead.problem_of(a, direction, learns)
@@ -332,6 +377,17 @@ def _plan(
             problem._refuse(status)
         lines.append(text(lib.fovea_describe, problem._pointer, direction))
     return tuple(lines)
+
+
+def _arguments(q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_causal: bool, scale: Optional[float]) -> Any:
+    """Those of the operator."""
+    bias = None
+    if mask is not None and mask.dtype is not torch.bool:
+        mask, bias = None, mask
+    number = float(scale) if isinstance(scale, float) else None
+    tensors = [q, k, v, bias, None, mask, *[None] * (_call.TENSORS - 6)]
+    rest = [0, 0, number, is_causal, -1, -1, "top_left", 0.0, float(dropout_p), "fovea", 0, 0, 0, "bhsd", _call.order(), None]
+    return _call.Arguments._make([*tensors, *rest])
 
 
 # ---- nested tensors ----
