@@ -13,55 +13,74 @@ namespace fovea::cpu {
 namespace {
 
 struct Built {
-  const Kernels* tables;  // by type of accumulation
+  const char* name;
+  const Kernels* fp32;
+  const Kernels* fp64;
+  const Kernels* bf16;
   bool available;
   const char* needs;
+
+  const Kernels& operator[](DType type) const {
+    return *(type == DType::kFp64 ? fp64 : type == DType::kBf16 ? bf16 : fp32);  // fp16 is computed in fp32
+  }
 };
 
-#if FOVEA_X86
-const Built* built(std::size_t& count) {
-  static const Cpuid processor = Cpuid::of_this_machine();
-  static const Built all[] = {{avx512::kernels, processor.avx512(), "AVX-512 F, BW, CD, DQ and VL"},
-                              {avx2::kernels, processor.avx2(), "AVX2, FMA, F16C, BMI, BMI2, AES and PCLMUL"},
-                              {portable::kernels, true, ""}};
-  count = std::size(all);
-  return all;
+Built vectors(const char* name, const Kernels (&tables)[2], bool available, const char* needs) {
+  return {name, &tables[0], &tables[1], &tables[0], available, needs};
 }
-#else
-const Built* built(std::size_t& count) {
-  static const Built all[] = {{portable::kernels, true, ""}};
-  count = std::size(all);
-  return all;
+
+#if FOVEA_X86
+// A matrix unit for bf16, and AVX-512 for everything else.
+Built amx_with(const char* name, const Kernels& bf16, bool available) {
+  return {name, &avx512::kernels[0], &avx512::kernels[1], &bf16, available, "AMX's tiles of bf16 and AVX-512"};
 }
 #endif
 
-const Kernels* tables() {
-  std::size_t count = 0;
-  const Built* all = built(count);
+std::vector<Built> find_built() {
+  std::vector<Built> all;
+#if FOVEA_X86
+  const Cpuid processor = Cpuid::of_this_machine();
+  all.push_back(vectors("avx512", avx512::kernels, processor.avx512(), "AVX-512 F, BW, CD, DQ and VL"));
+  all.push_back(amx_with("amx", amx::bf16_kernels, processor.amx() && ask_for_amx()));
+  if (&amx_emulated::bf16_kernels != nullptr) {
+    all.push_back(amx_with("amx_emulated", amx_emulated::bf16_kernels, processor.avx512()));
+  }
+  all.push_back(vectors("avx2", avx2::kernels, processor.avx2(), "AVX2, FMA, F16C, BMI, BMI2, AES and PCLMUL"));
+#endif
+  all.push_back(vectors("portable", portable::kernels, true, ""));
+  return all;
+}
+
+// Best first.
+const std::vector<Built>& built() {
+  static const std::vector<Built> all = find_built();
+  return all;
+}
+
+const Built& chosen() {
   const std::string& forced = environment().cpu_isa;
   std::string names;
-  for (std::size_t n = 0; n < count; ++n) {
-    const char* name = all[n].tables[0].name;
-    if (forced.empty() ? all[n].available : forced == name) {
-      if (!all[n].available) {
+  for (const Built& one : built()) {
+    if (forced.empty() ? one.available : forced == one.name) {
+      if (!one.available) {
         throw Error(FOVEA_UNSUPPORTED,
                     fmt::format("FOVEA_CPU_ISA: '{}', which needs a processor with {}; accepted: what this machine has",
-                                name, all[n].needs));
+                                one.name, one.needs));
       }
-      return all[n].tables;
+      return one;
     }
-    names += fmt::format("{}{}", n > 0 ? ", " : "", name);
+    names += fmt::format("{}{}", names.empty() ? "" : ", ", one.name);
   }
   throw Error(FOVEA_INVALID_ARGUMENT, fmt::format("FOVEA_CPU_ISA: '{}'; accepted: {}", forced, names));
 }
 
 }  // namespace
 
-const Kernels& kernels_for(DType type) { return tables()[type == DType::kFp64 ? 1 : 0]; }
+const Kernels& kernels_for(DType type) { return chosen()[type]; }
 
 std::string unavailable() {
   try {
-    tables();
+    chosen();
     return "";
   } catch (const Error& error) {
     return error.what();
@@ -69,11 +88,9 @@ std::string unavailable() {
 }
 
 std::vector<Isa> instruction_sets() {
-  std::size_t count = 0;
-  const Built* all = built(count);
   std::vector<Isa> sets;
-  for (std::size_t n = 0; n < count; ++n) {
-    sets.push_back({all[n].tables[0].name, all[n].available});
+  for (const Built& one : built()) {
+    sets.push_back({one.name, one.available});
   }
   return sets;
 }

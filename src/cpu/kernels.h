@@ -151,9 +151,21 @@ struct BackwardTask {
   std::uint32_t parts;
 };
 
+// How problems are cut into tiles: the bytes of an element of an operand; of what rows and keys are multiples where
+// there is more than one tile; how many there are at most.
+struct Shape {
+  std::int64_t element;
+  std::int64_t row_step;
+  std::int64_t key_step;
+  std::int64_t forward_keys;
+  std::int64_t backward_rows;
+  std::int64_t backward_keys;
+};
+
 struct Kernels {
   const char* name;
   std::int64_t lanes;  // elements of a vector
+  Shape shape;
   std::size_t (*forward_scratch)(const Options& options);
   std::size_t (*forward_partial)(const Options& options);
   void (*forward)(const ForwardTask& task, void* scratch);
@@ -167,7 +179,8 @@ struct Kernels {
   void (*store)(const void* from, std::int64_t stride, const Matrix& to, std::int64_t rows, std::int64_t cols);
 };
 
-// Two tables for each instruction set: [0] computes in fp32, [1] in fp64.
+// Two tables for each instruction set: [0] computes in fp32, [1] in fp64; one for bf16 where a matrix unit multiplies
+// it.
 namespace portable {
 extern const Kernels kernels[2];
 }
@@ -176,6 +189,13 @@ extern const Kernels kernels[2];
 }
 namespace avx512 {
 extern const Kernels kernels[2];
+}
+namespace amx {
+extern const Kernels bf16_kernels;
+}
+// AMX by vectors, which tests link: NULL elsewhere.
+namespace amx_emulated {
+extern const Kernels bf16_kernels __attribute__((weak));
 }
 
 }  // namespace fovea::cpu

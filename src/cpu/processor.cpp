@@ -3,13 +3,19 @@
 
 #if FOVEA_X86
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 namespace fovea::cpu {
 namespace {
 
-// Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, sections 13.1 to 13.3 and 15.2.
+// Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, sections 13.1 to 13.3, 15.2 and 18.2.
 constexpr std::uint64_t kSavesYmm = 0b110;        // XMM, and the upper halves of YMM
 constexpr std::uint64_t kSavesZmm = 0b1110'0110;  // those, mask registers, the upper halves of ZMM, ZMM16 to ZMM31
+
+constexpr std::uint64_t kSavesTiles = 0b110'0000'0000'0000'0000;  // AMX's configuration and data
+constexpr std::uint32_t kAmxBf16 = std::uint32_t{1} << 22;
+constexpr std::uint32_t kAmxTile = std::uint32_t{1} << 24;
 
 template <class Bits>
 bool all_of(Bits bits, Bits wanted) {
@@ -36,6 +42,7 @@ Cpuid Cpuid::of_this_machine() {
   }
   if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0) {
     cpuid.leaf7_ebx = ebx;
+    cpuid.leaf7_edx = edx;
   }
   if ((cpuid.leaf1_ecx & bit_OSXSAVE) != 0) {  // else the instruction does not exist
     cpuid.xcr0 = read_xcr0();
@@ -52,6 +59,20 @@ bool Cpuid::avx2() const {
 bool Cpuid::avx512() const {
   return avx2() && all_of<std::uint64_t>(xcr0, kSavesZmm) &&
          all_of<std::uint32_t>(leaf7_ebx, bit_AVX512F | bit_AVX512BW | bit_AVX512CD | bit_AVX512DQ | bit_AVX512VL);
+}
+
+bool Cpuid::amx() const {
+  return avx512() && all_of<std::uint64_t>(xcr0, kSavesTiles) && all_of<std::uint32_t>(leaf7_edx, kAmxTile | kAmxBf16);
+}
+
+bool ask_for_amx() {
+#if defined(__linux__)
+  constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM of Linux's asm/prctl.h
+  constexpr long kTileData = 18;               // the number of the data's state, as in XCR0
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
 }
 
 }  // namespace fovea::cpu

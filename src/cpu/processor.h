@@ -13,6 +13,7 @@ namespace fovea::cpu {
 struct Cpuid {
   std::uint32_t leaf1_ecx = 0;
   std::uint32_t leaf7_ebx = 0;
+  std::uint32_t leaf7_edx = 0;
   std::uint64_t xcr0 = 0;  // which registers the operating system saves; 0 without OSXSAVE
 
   static Cpuid of_this_machine();
@@ -21,6 +22,11 @@ struct Cpuid {
   // anywhere; and that the operating system saves the registers.
   [[nodiscard]] bool avx2() const;
   [[nodiscard]] bool avx512() const;
+  [[nodiscard]] bool amx() const;  // tiles and products of bf16
 };
+
+// Linux lets a process use the data of AMX's registers only if it asks, since it then saves 8 KiB more for each thread:
+// whether it may. Says no where signals have stacks too small for that.
+bool ask_for_amx();
 
 }  // namespace fovea::cpu

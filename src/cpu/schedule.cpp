@@ -16,8 +16,8 @@ i64 fitting(i64 bytes_each, i64 step, i64 least, i64 most) {
   return std::clamp(kOperandBytes / std::max<i64>(bytes_each, 1) / step * step, least, most);
 }
 
-i64 row_bytes(const Problem& problem) {
-  return (problem.head_dim + problem.head_dim_v) * (problem.type == DType::kFp64 ? 8 : 4);
+i64 row_bytes(const Problem& problem, const Shape& shape) {
+  return (problem.head_dim + problem.head_dim_v) * shape.element;
 }
 
 Matrix matrix(const Call& call, const View& view, i64 b, i64 head, i64 row) {
@@ -64,27 +64,28 @@ const char* last_isa() { return __atomic_load_n(&ran, __ATOMIC_RELAXED); }
 
 Tiles forward_tiles_for(const Call& call, i64 enough_tasks) {
   const Problem& problem = call.problem;
-  // More rows share the packing of a block of keys; fewer give more tasks. 48 rows are strips of 12 and groups of 16.
-  // Rows and their output pass through the cache once a block of keys: they may take half as much again as its
-  // operands.
-  constexpr i64 kStep = 48;
-  const i64 most = fitting(row_bytes(problem) * 2 / 3, kStep, kStep, 8 * kStep);
+  const Shape& shape = kernels_for(problem.type).shape;
+  // More rows share the packing of a block of keys; fewer give more tasks. Rows and their output pass through the cache
+  // once a block of keys: they may take half as much again as its operands.
+  const i64 step = shape.row_step;
+  const i64 most = fitting(row_bytes(problem, shape) * 2 / 3, step, step, 384 / step * step);
   const i64 group = problem.heads_k > 0 ? problem.heads_q / problem.heads_k : 0;
   const i64 rows = std::max<i64>(group * call.rows.limit_q, 1);
   i64 tile = std::min(most, ceil_div(rows, 16) * 16);
-  while (tile > 2 * kStep && problem.batch() * problem.heads_k * ceil_div(rows, tile) < enough_tasks) {
-    tile -= kStep;
+  while (tile > 96 && problem.batch() * problem.heads_k * ceil_div(rows, tile) < enough_tasks) {
+    tile -= step;
   }
   const i64 keys = std::max<i64>(ceil_div(call.rows.limit_k, 16) * 16, 16);
-  return {tile, std::min(fitting(row_bytes(problem), 16, 32, 512), keys)};
+  return {tile, std::min(fitting(row_bytes(problem, shape), shape.key_step, 32, shape.forward_keys), keys)};
 }
 
 Tiles backward_tiles(const Call& call) {
   const Problem& problem = call.problem;
+  const Shape& shape = kernels_for(problem.type).shape;
   const i64 rows = std::max<i64>(ceil_div(call.rows.limit_q, 16) * 16, 16);
   const i64 keys = std::max<i64>(ceil_div(call.rows.limit_k, 16) * 16, 16);
-  return {std::min(fitting(2 * row_bytes(problem), 48, 48, 96), rows),
-          std::min(fitting(row_bytes(problem), 16, 32, 256), keys)};
+  return {std::min(fitting(2 * row_bytes(problem, shape), shape.row_step, shape.row_step, shape.backward_rows), rows),
+          std::min(fitting(row_bytes(problem, shape), shape.key_step, 32, shape.backward_keys), keys)};
 }
 
 Options options_of(const Call& call) {

@@ -323,6 +323,9 @@ TEST(CpuTest, DistancesBeyond32Bits) {
       for (const std::string& isa : available_isas()) {
         const ForcedIsa forced(isa);
         const cpu::Kernels& kernels = cpu::kernels_for(type);
+        if (isa != kernels.name) {
+          continue;  // a matrix unit, which leaves this type to another instruction set
+        }
         std::array<double, 2> zeros{};  // q, k and v
         double out = 1;
         double lse = 1;

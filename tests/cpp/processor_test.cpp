@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <fstream>
+#include <map>
 #include <set>
 #include <sstream>
 #include <string>
@@ -25,11 +26,13 @@ constexpr std::uint32_t bit(int n) { return std::uint32_t{1} << static_cast<unsi
 const std::vector<int> kLeaf1 = {1, 12, 25, 27, 28, 29};   // PCLMULQDQ, FMA, AES, OSXSAVE, AVX, F16C
 const std::vector<int> kLeaf7 = {3, 5, 8};                 // BMI, AVX2, BMI2
 const std::vector<int> kLeaf7Wide = {16, 17, 28, 30, 31};  // AVX-512 F, DQ, CD, BW, VL
-Cpuid everything() { return {~std::uint32_t{0}, ~std::uint32_t{0}, 0xff}; }
+const std::vector<int> kLeaf7Tiles = {22, 24};             // of edx: AMX-BF16, AMX-TILE
+Cpuid everything() { return {~std::uint32_t{0}, ~std::uint32_t{0}, ~std::uint32_t{0}, 0x600ff}; }
 
 TEST(Processor, EachFeatureIsNeeded) {
   EXPECT_TRUE(everything().avx2());
   EXPECT_TRUE(everything().avx512());
+  EXPECT_TRUE(everything().amx());
   EXPECT_FALSE(Cpuid().avx2());
   EXPECT_FALSE(Cpuid().avx512());
   Cpuid least;
@@ -57,6 +60,16 @@ TEST(Processor, EachFeatureIsNeeded) {
   EXPECT_FALSE(least.avx512()) << "ZMM registers are not saved";
   least.xcr0 = 0xe7;
   EXPECT_TRUE(least.avx512()) << "nothing else is needed";
+  for (const int n : kLeaf7Tiles) {
+    Cpuid without = everything();
+    without.leaf7_edx &= ~bit(n);
+    EXPECT_TRUE(without.avx512());
+    EXPECT_FALSE(without.amx()) << "leaf 7, edx, bit " << n;
+    least.leaf7_edx |= bit(n);
+  }
+  EXPECT_FALSE(least.amx()) << "tiles are not saved";
+  least.xcr0 = 0x600e7;
+  EXPECT_TRUE(least.amx()) << "nothing else is needed";
 }
 
 // An operating system that does not save a register must not be shown an instruction that uses it.
@@ -70,7 +83,13 @@ TEST(Processor, TheOperatingSystemSavesTheRegisters) {
     Cpuid without = everything();
     without.xcr0 &= ~std::uint64_t{bit(n)};
     EXPECT_TRUE(without.avx2());
-    EXPECT_FALSE(without.avx512()) << "XCR0, bit " << n;
+    EXPECT_FALSE(without.avx512() || without.amx()) << "XCR0, bit " << n;
+  }
+  for (const int n : {17, 18}) {  // AMX's configuration and data
+    Cpuid without = everything();
+    without.xcr0 &= ~std::uint64_t{bit(n)};
+    EXPECT_TRUE(without.avx512());
+    EXPECT_FALSE(without.amx()) << "XCR0, bit " << n;
   }
 }
 
@@ -92,14 +111,18 @@ TEST(Processor, AgreesWithLinux) {
   };
   const bool avx2 = all({"avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "pclmulqdq", "aes"});
   const bool avx512 = avx2 && all({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"});
+  const bool amx = avx512 && all({"amx_tile", "amx_bf16"});
   const Cpuid cpuid = Cpuid::of_this_machine();
   EXPECT_EQ(cpuid.avx2(), avx2);
   EXPECT_EQ(cpuid.avx512(), avx512);
-  const std::vector<Isa> sets = instruction_sets();
-  ASSERT_EQ(sets.size(), 3U);
-  EXPECT_EQ(sets[0].available, avx512) << sets[0].name;
-  EXPECT_EQ(sets[1].available, avx2) << sets[1].name;
-  EXPECT_TRUE(sets[2].available) << sets[2].name;
+  EXPECT_EQ(cpuid.amx(), amx);
+  const std::map<std::string, bool> expected = {
+      {"amx", amx}, {"amx_emulated", avx512}, {"avx512", avx512}, {"avx2", avx2}, {"portable", true}};
+  std::map<std::string, bool> sets;
+  for (const Isa& set : instruction_sets()) {
+    sets[set.name] = set.available;
+  }
+  EXPECT_EQ(sets, expected);
 }
 
 }  // namespace

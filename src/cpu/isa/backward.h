@@ -13,54 +13,34 @@
 // direction, like a pipeline. The result has the same bits for any number of threads. Products come before the wait.
 #pragma once
 
-#include "cpu/isa/gemm.h"
+#include "cpu/isa/backward_operands.h"
 #include "cpu/isa/scores.h"
 
 namespace fovea::cpu::FOVEA_ISA {
 
-template <class T>
+template <class Operands>
 struct BackwardTiles {
-  i64 ld_q, ld_v, ld_s;  // of tiles with head_dim, head_dim_v and block_keys columns
-  T* dk;
-  T* dv;
-  T* k;
-  T* k_transposed;
-  T* v_transposed;
-  T* q;
-  T* grad_out;
-  T* p;
-  T* ds;
+  using T = typename Operands::Number;
+
+  Operands operands;
   T* ds_bias;
   T* dq;
   T* sums_by_key;  // of ds, for a bias that is broadcast over queries
-  T* v_rows;       // a vector's worth of values, before they are transposed
   u8* keep;
   i64 keep_stride;
   RowBuffers<T> buffers;
 
   BackwardTiles(Arena& arena, const Options& options)
-      : ld_q(leading<T>(options.head_dim)),
-        ld_v(leading<T>(options.head_dim_v)),
-        ld_s(leading<T>(options.block_keys)),
-        dk(arena.take<T>(padded_keys(options) * ld_q)),
-        dv(arena.take<T>(padded_keys(options) * ld_v)),
-        k(arena.take<T>(padded_keys(options) * ld_q)),
-        k_transposed(arena.take<T>(padded<T>(options.head_dim) * ld_s)),
-        v_transposed(arena.take<T>(padded<T>(options.head_dim_v) * ld_s)),
-        q(arena.take<T>(round_up(options.block_rows, 4) * ld_q)),
-        grad_out(arena.take<T>(round_up(options.block_rows, 4) * ld_v)),
-        p(arena.take<T>(round_up(options.block_rows, 4) * ld_s)),
-        ds(arena.take<T>(round_up(options.block_rows, 4) * ld_s)),
-        ds_bias(arena.take<T>(options.need_bias ? round_up(options.block_rows, 4) * ld_s : 0)),
-        dq(arena.take<T>(round_up(options.block_rows, 4) * ld_q)),
-        sums_by_key(arena.take<T>(2 * ld_s)),
-        v_rows(arena.take<T>(lanes<T>() * ld_v)),
+      : operands(arena, options),
+        ds_bias(arena.take<T>(options.need_bias ? all_rows(options) * operands.ld_s : 0)),
+        dq(arena.take<T>(all_rows(options) * operands.ld_q)),
+        sums_by_key(arena.take<T>(2 * operands.ld_s)),
         keep(
             arena.take<u8>(options.dropping == Dropping::kNone ? 0 : options.block_rows * bit_row(options.block_keys))),
         keep_stride(bit_row(options.block_keys)),
-        buffers(arena, options.block_keys) {}
+        buffers(arena, Operands::padded_keys(options.block_keys)) {}
 
-  static i64 padded_keys(const Options& options) { return round_up(padded<T>(options.block_keys), 4); }
+  static i64 all_rows(const Options& options) { return round_up(options.block_rows, Operands::kRowStep); }
 };
 
 // Zeros wherever columns [begin, end) of a row leave off.
@@ -70,12 +50,27 @@ HWY_INLINE void clear_outside(T* row, i64 begin, i64 end, i64 cols) {
   fill(row + end, math::max(cols - end, i64(0)), T(0));
 }
 
-// One task's view of its tile: query block by key block.
+// to = a + b; only `count` elements are touched.
 template <class T>
+void add(const T* a, const T* b, i64 count, T* to) {
+  i64 n = 0;
+  for (; n + lanes<T>() <= count; n += lanes<T>()) {
+    (Simd<T>::load(a + n) + Simd<T>::load(b + n)).store(to + n);
+  }
+  for (; n < count; ++n) {
+    to[n] = a[n] + b[n];
+  }
+}
+
+// One task's view of its tile: query block by key block.
+template <class Operands>
 struct Tile {
+  using T = typename Operands::Number;
+
   const BackwardTask& task;
   const BackwardHead& head;
-  const BackwardTiles<T>& tiles;
+  const BackwardTiles<Operands>& tiles;
+  typename Operands::Unit& unit;
   math::Band<i64> band;
   i64 key, key_end;  // keys
   i64 row, row_end;  // queries
@@ -87,18 +82,7 @@ struct Tile {
 
   void load() const {
     const Options& o = options();
-    load_tile(head.head.q, row, rows(), o.head_dim, tiles.q, tiles.ld_q);
-    load_tile(head.grad_out, row, rows(), o.head_dim_v, tiles.grad_out, tiles.ld_v);
-    const i64 missing = round_up(rows(), 4) - rows();
-    fill(tiles.q + rows() * tiles.ld_q, missing * tiles.ld_q, T(0));
-    fill(tiles.grad_out + rows() * tiles.ld_v, missing * tiles.ld_v, T(0));
-    // Nothing comes through a dead row, not even NaN.
-    const T* reference = static_cast<const T*>(head.reference);
-    for (i64 i = row; i < row_end; ++i) {
-      if (reference[i] == T(kInfinity)) {
-        fill(tiles.grad_out + (i - row) * tiles.ld_v, padded<T>(o.head_dim_v), T(0));
-      }
-    }
+    tiles.operands.load_queries(head, o, row, rows(), static_cast<const T*>(head.reference) + row);
     if (o.dropping != Dropping::kNone) {
       keep_bits(o, head.head, row, rows(), key, keys(), tiles.keep, tiles.keep_stride);
     }
@@ -111,7 +95,7 @@ struct Tile {
     }
     const BiasGradient* direct = direct_bias();
     return direct != nullptr ? reinterpret_cast<T*>(address(direct->sum, i, key))
-                             : tiles.ds_bias + (i - row) * tiles.ld_s;
+                             : tiles.ds_bias + (i - row) * tiles.operands.ld_s;
   }
 
   const BiasGradient* direct_bias() const {
@@ -149,32 +133,25 @@ struct Tile {
     const math::Score<T> score = math::Score<T>::make(o.scale, o.softcap);
     const T* reference = static_cast<const T*>(head.reference);
     const T* delta = static_cast<const T*>(head.delta);
-    const i64 all_cols = padded<T>(keys());
+    const Operands& operands = tiles.operands;
+    const i64 all_cols = Operands::padded_keys(keys());
     const bool streams = direct_bias() != nullptr;
-    for (i64 first = row; first < row_end; first += kBlockRows) {
-      const i64 strip = math::min(i64(kBlockRows), row_end - first);
+    for (i64 first = row; first < row_end; first += Operands::kStrip) {
+      const i64 strip = math::min(Operands::kStrip, row_end - first);
       const math::Interval<i64> met = band.keys_of_rows(first, first + strip);
       const i64 begin = math::max(met.begin, key) - key;
       const i64 end = math::min(met.end, key_end) - key;
-      const i64 col = begin < end ? begin / 16 * 16 : 0;
-      const i64 cols = begin < end ? padded<T>(end - col) : 0;
-      T* p = tiles.p + (first - row) * tiles.ld_s;
-      T* ds = tiles.ds + (first - row) * tiles.ld_s;
+      const i64 col = begin < end ? begin / Operands::kKeyStep * Operands::kKeyStep : 0;
+      const i64 cols = begin < end ? Operands::padded_keys(end - col) : 0;
       if (cols > 0) {
-        gemm_rows<Lhs::kByRows, T>(strip, cols, o.head_dim, {tiles.q + (first - row) * tiles.ld_q, tiles.ld_q},
-                                   {tiles.k_transposed + col, tiles.ld_s}, p + col, tiles.ld_s, false);
-        if (needs_ds()) {
-          gemm_rows<Lhs::kByRows, T>(strip, cols, o.head_dim_v,
-                                     {tiles.grad_out + (first - row) * tiles.ld_v, tiles.ld_v},
-                                     {tiles.v_transposed + col, tiles.ld_s}, ds + col, tiles.ld_s, false);
-        }
+        operands.begin_strip(unit, o, first - row, strip, col, cols, needs_ds());
       }
       for (i64 r = 0; r < strip; ++r) {
         const i64 i = first + r;
-        prefetch(i + kBlockRows);
+        prefetch(i + Operands::kStrip);
         prefetch_ahead(i);
-        T* p_row = p + r * tiles.ld_s;
-        T* ds_row = needs_ds() ? ds + r * tiles.ld_s : nullptr;
+        T* p_row = operands.p_row(i - row);
+        T* ds_row = needs_ds() ? operands.ds_row(i - row) : nullptr;
         T* ds_bias = ds_bias_row(i);
         if (cols > 0) {
           const RowTerms<T> terms = terms_of_row(head.head, task.sequence, i, key + col, cols, tiles.buffers);
@@ -193,30 +170,19 @@ struct Tile {
           clear_outside(ds_bias, col, col + cols, all_cols);
         }
       }
+      operands.end_strip(first - row, strip, all_cols, needs_ds());
     }
   }
 
   // dV += P^T dO and dK += dS^T Q, each strip of keys with the queries that meet it.
   void add_to_keys() const {
-    const Options& o = options();
-    for (i64 first = key; first < key_end; first += kBlockRows) {
-      const i64 strip = math::min(i64(kBlockRows), key_end - first);
+    for (i64 first = key; first < key_end; first += Operands::kStrip) {
+      const i64 strip = math::min(Operands::kStrip, key_end - first);
       const math::Interval<i64> met = band.queries_of_keys(first, first + strip);
-      const i64 begin = math::max(met.begin, row) - row;
+      const i64 begin = (math::max(met.begin, row) - row) / Operands::kDepthStep * Operands::kDepthStep;
       const i64 depth = math::min(met.end, row_end) - row - begin;
-      if (depth <= 0) {
-        continue;
-      }
-      const i64 col = first - key;
-      if (o.need_v) {
-        gemm_rows<Lhs::kByColumns, T>(
-            strip, padded<T>(o.head_dim_v), depth, {tiles.p + begin * tiles.ld_s + col, tiles.ld_s},
-            {tiles.grad_out + begin * tiles.ld_v, tiles.ld_v}, tiles.dv + col * tiles.ld_v, tiles.ld_v, true);
-      }
-      if (o.need_k) {
-        gemm_rows<Lhs::kByColumns, T>(
-            strip, padded<T>(o.head_dim), depth, {tiles.ds + begin * tiles.ld_s + col, tiles.ld_s},
-            {tiles.q + begin * tiles.ld_q, tiles.ld_q}, tiles.dk + col * tiles.ld_q, tiles.ld_q, true);
+      if (depth > 0) {
+        tiles.operands.add_to_keys(unit, options(), first - key, strip, begin, depth);
       }
     }
   }
@@ -224,16 +190,12 @@ struct Tile {
   // dQ = dS K, added to the sum of these queries in the order of the key blocks; the last block rounds it.
   void add_to_queries(i64 block) const {
     const Options& o = options();
-    const i64 cols = padded<T>(o.head_dim);
-    for (i64 first = row; first < row_end; first += kBlockRows) {
-      const i64 strip = math::min(i64(kBlockRows), row_end - first);
+    for (i64 first = row; first < row_end; first += Operands::kStrip) {
+      const i64 strip = math::min(Operands::kStrip, row_end - first);
       const math::Interval<i64> met = band.keys_of_rows(first, first + strip);
-      const i64 begin = math::max(met.begin, key) - key;
+      const i64 begin = (math::max(met.begin, key) - key) / Operands::kDepthStep * Operands::kDepthStep;
       const i64 depth = math::max(math::min(met.end, key_end) - key - begin, i64(0));
-      const i64 at = first - row;
-      gemm_rows<Lhs::kByRows, T>(strip, cols, depth, {tiles.ds + at * tiles.ld_s + begin, tiles.ld_s},
-                                 {tiles.k + begin * tiles.ld_q, tiles.ld_q}, tiles.dq + at * tiles.ld_q, tiles.ld_q,
-                                 false);
+      tiles.operands.form_dq(unit, o, first - row, strip, begin, depth, tiles.dq);
     }
 
     const math::Interval<i64> keys_met = band.keys_of_rows(row, row_end);
@@ -243,7 +205,7 @@ struct Tile {
     o.wait_for(head.turns_q + block, number);
     for (i64 i = row; i < row_end; ++i) {
       T* sum = static_cast<T*>(head.sum_q) + i * head.sum_q_stride;
-      T* mine = tiles.dq + (i - row) * tiles.ld_q;
+      T* mine = tiles.dq + (i - row) * tiles.operands.ld_q;
       if (number > 0) {
         add(sum, mine, o.head_dim, mine);
       }
@@ -256,24 +218,13 @@ struct Tile {
     __atomic_store_n(head.turns_q + block, number + 1, __ATOMIC_RELEASE);
   }
 
-  // to = a + b; only `count` elements are touched.
-  static void add(const T* a, const T* b, i64 count, T* to) {
-    i64 n = 0;
-    for (; n + lanes<T>() <= count; n += lanes<T>()) {
-      (Simd<T>::load(a + n) + Simd<T>::load(b + n)).store(to + n);
-    }
-    for (; n < count; ++n) {
-      to[n] = a[n] + b[n];
-    }
-  }
-
   // The gradient of one bias: this tile's ds, reduced over what the bias is broadcast over. `number` is its place
   // among the contributions to these queries.
   void add_to_bias(const BiasGradient& bias, i64 block, u32 number, T* sums_by_key) const {
     const T* ds = tiles.ds_bias;
     if (bias.over_queries) {
       for (i64 r = 0; r < rows(); ++r) {
-        add(sums_by_key, ds + r * tiles.ld_s, keys(), sums_by_key);
+        add(sums_by_key, ds + r * tiles.operands.ld_s, keys(), sums_by_key);
       }
       return;
     }
@@ -282,7 +233,7 @@ struct Tile {
     }
     if (bias.how == BiasSum::kStore) {
       for (i64 r = 0; r < rows(); ++r) {
-        store_row(ds + r * tiles.ld_s, bias.sum, row + r, key, keys());
+        store_row(ds + r * tiles.operands.ld_s, bias.sum, row + r, key, keys());
       }
       return;
     }
@@ -290,9 +241,9 @@ struct Tile {
     options().wait_for(turn, number);
     for (i64 r = 0; r < rows(); ++r) {
       if (bias.over_keys) {
-        add_strided(bias.sum, row + r, 0, 1, sum_of_row(ds + r * tiles.ld_s));
+        add_strided(bias.sum, row + r, 0, 1, sum_of_row(ds + r * tiles.operands.ld_s));
       } else {
-        add_strided(bias.sum, row + r, key, keys(), ds + r * tiles.ld_s);
+        add_strided(bias.sum, row + r, key, keys(), ds + r * tiles.operands.ld_s);
       }
     }
     __atomic_store_n(turn, number + 1, __ATOMIC_RELEASE);
@@ -335,10 +286,10 @@ struct Tile {
   }
 };
 
-template <class T>
+template <class Operands>
 size_t backward_scratch(const Options& options) {
   Arena arena(nullptr);
-  const BackwardTiles<T> tiles(arena, options);
+  const BackwardTiles<Operands> tiles(arena, options);
   return arena.used();
 }
 
@@ -360,7 +311,7 @@ void finish_keys(const BackwardTask& task, i64 key, i64 keys, i64 cols, T* mine,
     T* row = mine + r * ld;
     T* sum_row = sum == nullptr ? nullptr : sum + r * padded<T>(cols);
     if (task.part > 0) {
-      Tile<T>::add(sum_row, row, cols, row);
+      add(sum_row, row, cols, row);
     }
     if (task.part + 1 < task.parts) {
       convert_out(row, sum_row, cols);
@@ -370,23 +321,21 @@ void finish_keys(const BackwardTask& task, i64 key, i64 keys, i64 cols, T* mine,
   }
 }
 
-template <class T>
+template <class Operands>
 void backward(const BackwardTask& task, void* scratch) {
+  using T = typename Operands::Number;
   const Options& options = *task.options;
   const SequenceArgs& sequence = task.sequence;
   Arena arena(scratch);
-  const BackwardTiles<T> tiles(arena, options);
+  const BackwardTiles<Operands> tiles(arena, options);
+  const Operands& operands = tiles.operands;
+  typename Operands::Unit unit;
   const math::Band<i64> band{sequence.q_len, sequence.k_len, sequence.band_low, sequence.band_high};
   const i64 key = task.key_block * options.block_keys;
   const i64 key_end = math::min(key + options.block_keys, sequence.k_len);
   const i64 keys = key_end - key;
 
-  load_tile(task.k, key, keys, options.head_dim, tiles.k, tiles.ld_q);
-  fill(tiles.k + keys * tiles.ld_q, (padded<T>(keys) - keys) * tiles.ld_q, T(0));
-  transpose_tile(tiles.k, tiles.ld_q, padded<T>(keys), padded<T>(options.head_dim), tiles.k_transposed, tiles.ld_s);
-  load_transposed(task.v, key, keys, options.head_dim_v, tiles.v_rows, tiles.ld_v, tiles.v_transposed, tiles.ld_s);
-  fill(tiles.dk, BackwardTiles<T>::padded_keys(options) * tiles.ld_q, T(0));
-  fill(tiles.dv, BackwardTiles<T>::padded_keys(options) * tiles.ld_v, T(0));
+  operands.load_keys(task, key, keys);
 
   const math::Interval<i64> met = band.queries_of_keys(key, key_end);
   const i64 first_block = met.begin / options.block_rows;
@@ -396,11 +345,12 @@ void backward(const BackwardTask& task, void* scratch) {
     const BackwardHead& head = task.heads[step / blocks];
     const i64 block = first_block + step % blocks;
     const i64 row = block * options.block_rows;
-    const Tile<T> tile{task, head, tiles, band, key, key_end, row, math::min(row + options.block_rows, sequence.q_len)};
+    const Tile<Operands> tile{
+        task, head, tiles, unit, band, key, key_end, row, math::min(row + options.block_rows, sequence.q_len)};
     const bool begins = step == task.walk_begin || step % blocks == 0;
     const bool ends = step + 1 == task.walk_end || (step + 1) % blocks == 0;
 
-    for (i64 i = row; i < row + kBlockRows; ++i) {
+    for (i64 i = row; i < row + Operands::kStrip; ++i) {
       tile.prefetch(i);
     }
     tile.load();
@@ -414,9 +364,9 @@ void backward(const BackwardTask& task, void* scratch) {
       if (bias.how == BiasSum::kNone) {
         continue;
       }
-      T* sums_by_key = tiles.sums_by_key + n * tiles.ld_s;
+      T* sums_by_key = tiles.sums_by_key + n * operands.ld_s;
       if (begins) {
-        fill(sums_by_key, tiles.ld_s, T(0));
+        fill(sums_by_key, operands.ld_s, T(0));
       }
       tile.add_to_bias(bias, block,
                        bias.turns != nullptr && !bias.over_queries ? bias.numbers[step - task.walk_begin] : 0,
@@ -435,11 +385,11 @@ void backward(const BackwardTask& task, void* scratch) {
       options.wait_for(task.turn_kv, task.part);
     }
     if (options.need_k) {
-      finish_keys(task, key, keys, options.head_dim, tiles.dk, tiles.ld_q, sum, task.grad_k);
+      finish_keys(task, key, keys, options.head_dim, operands.dk_rows(options), operands.ld_q, sum, task.grad_k);
     }
     if (options.need_v) {
       T* sum_v = sum == nullptr ? nullptr : sum + options.block_keys * padded<T>(options.head_dim);
-      finish_keys(task, key, keys, options.head_dim_v, tiles.dv, tiles.ld_v, sum_v, task.grad_v);
+      finish_keys(task, key, keys, options.head_dim_v, operands.dv_rows(options), operands.ld_v, sum_v, task.grad_v);
     }
     if (sum != nullptr) {
       __atomic_store_n(task.turn_kv, task.part + 1, __ATOMIC_RELEASE);

@@ -13,7 +13,7 @@
 // follow the band. Rows of several heads share a strip, so that grouped heads with few queries fill it.
 #pragma once
 
-#include "cpu/isa/gemm.h"
+#include "cpu/isa/forward_operands.h"
 #include "cpu/isa/scores.h"
 
 namespace fovea::cpu::FOVEA_ISA {
@@ -26,36 +26,30 @@ struct ForwardState {
   T* sum;  // weights relative to it, a vector a row
 
   ForwardState(Arena& arena, const Options& options)
-      : o(arena.take<T>(round_up(options.block_rows, 4) * leading<T>(options.head_dim_v))),
+      : o(arena.take<T>(round_up(options.block_rows, 32) * leading<T>(options.head_dim_v))),
         max(arena.take<T>(options.block_rows)),
         sum(arena.take<T>(options.block_rows * lanes<T>())) {}
 };
 
-template <class T>
+template <class Operands>
 struct ForwardTiles {
-  i64 ld_q, ld_v, ld_s;
-  T* q;
-  T* k_rows;  // a vector's worth of keys, before they are transposed
-  T* k;       // transposed: head_dim rows
-  T* v;
+  using T = typename Operands::Number;
+
+  Operands operands;
   T* s;
+  T* lse;
   u8* keep;
   i64 keep_stride;
   RowBuffers<T> buffers;
 
   ForwardTiles(Arena& arena, const Options& options)
-      : ld_q(leading<T>(options.head_dim)),
-        ld_v(leading<T>(options.head_dim_v)),
-        ld_s(leading<T>(options.block_keys)),
-        q(arena.take<T>(round_up(options.block_rows, 4) * ld_q)),
-        k_rows(arena.take<T>(lanes<T>() * ld_q)),
-        k(arena.take<T>(padded<T>(options.head_dim) * ld_s)),
-        v(arena.take<T>(options.block_keys * ld_v)),
-        s(arena.take<T>(kBlockRows * ld_s)),
+      : operands(arena, options),
+        s(arena.take<T>(Operands::kStrip * operands.ld_s)),
+        lse(arena.take<T>(options.block_rows)),
         keep(
             arena.take<u8>(options.dropping == Dropping::kNone ? 0 : options.block_rows * bit_row(options.block_keys))),
         keep_stride(bit_row(options.block_keys)),
-        buffers(arena, options.block_keys) {}
+        buffers(arena, Operands::padded_keys(options.block_keys)) {}
 };
 
 // Calls visit(head, first query, end, number of its first row within the task) for each head that the rows touch.
@@ -86,7 +80,7 @@ math::Interval<i64> keys_of_strip(const ForwardTask& task, i64 begin, i64 end, i
 }
 
 // One row of a strip: scores to weights, with what came before scaled to the new maximum.
-template <class T>
+template <class Weight, class T>
 HWY_INLINE void soften_row(const math::Score<T>& score, const RowTerms<T>& terms, const u8* keep, i64 cols, T* s,
                            T& running_max, T* running_sum, T* o, i64 value_cols) {
   const T before = running_max;
@@ -100,7 +94,7 @@ HWY_INLINE void soften_row(const math::Score<T>& score, const RowTerms<T>& terms
     }
     running_max = after;
   }
-  weigh_row(math::reference_of(after), keep, cols, s, sum).store(running_sum);
+  weigh_row(math::reference_of(after), keep, cols, s, reinterpret_cast<Weight*>(s), sum).store(running_sum);
 }
 
 // What adds to a row of the strip to come.
@@ -112,9 +106,10 @@ HWY_INLINE void prefetch_terms(const ForwardTask& task, i64 number, i64 col, i64
   }
 }
 
-template <class T>
-void forward_block(const ForwardTask& task, const ForwardTiles<T>& tiles, const ForwardState<T>& state, i64 key,
-                   i64 key_end, i64 key_last) {
+template <class Operands, class T>
+void forward_block(const ForwardTask& task, const ForwardTiles<Operands>& tiles, const ForwardState<T>& state,
+                   typename Operands::Unit& unit, i64 key, i64 key_end, i64 key_last) {
+  const Operands& operands = tiles.operands;
   const Options& options = *task.options;
   const SequenceArgs& sequence = task.sequence;
   const i64 rows = task.row_end - task.row_begin;
@@ -122,8 +117,7 @@ void forward_block(const ForwardTask& task, const ForwardTiles<T>& tiles, const 
   const math::Score<T> score = math::Score<T>::make(options.scale, options.softcap);
   const bool drops = options.dropping != Dropping::kNone;
 
-  load_transposed(task.k, key, key_end - key, options.head_dim, tiles.k_rows, tiles.ld_q, tiles.k, tiles.ld_s);
-  load_tile(task.v, key, key_end - key, options.head_dim_v, tiles.v, tiles.ld_v);
+  operands.load_keys(task, key, key_end - key);
   if (drops) {
     for_each_head(task, [&](const ForwardHead& head, i64 begin, i64 end, i64 first) {
       keep_bits(options, head.head, begin, end - begin, key, key_end - key, tiles.keep + first * tiles.keep_stride,
@@ -131,22 +125,21 @@ void forward_block(const ForwardTask& task, const ForwardTiles<T>& tiles, const 
     });
   }
 
-  for (i64 row = 0, next = key_end; row < rows; row += kBlockRows) {
-    const i64 strip = math::min(i64(kBlockRows), rows - row);
+  for (i64 row = 0, next = key_end; row < rows; row += Operands::kStrip) {
+    const i64 strip = math::min(Operands::kStrip, rows - row);
     const math::Interval<i64> keys = keys_of_strip<T>(task, row, row + strip, key, key_end);
     if (keys.empty()) {
       continue;
     }
-    const i64 col = (keys.begin - key) / 16 * 16;
+    const i64 col = (keys.begin - key) / Operands::kKeyStep * Operands::kKeyStep;
     const i64 depth = keys.end - key - col;
-    const i64 cols = padded<T>(depth);
-    T* o = state.o + row * tiles.ld_v;
+    const i64 cols = Operands::padded_keys(depth);
+    T* o = state.o + row * operands.ld_v;
 
-    gemm_rows<Lhs::kByRows, T>(strip, cols, options.head_dim, {tiles.q + row * tiles.ld_q, tiles.ld_q},
-                               {tiles.k + col, tiles.ld_s}, tiles.s, tiles.ld_s, false);
+    operands.scores(unit, options, row, strip, col, cols, tiles.s);
     for (i64 r = 0; r < strip; ++r) {
       const i64 number = task.row_begin + row + r;
-      prefetch_terms(task, number + kBlockRows, key + col, cols);
+      prefetch_terms(task, number + Operands::kStrip, key + col, cols);
       for (const i64 end = key_end + (key_last - key_end) * (row + r + 1) / rows; next < end; ++next) {
         prefetch_row<2>(task.k, next, 0, options.head_dim);
         prefetch_row<2>(task.v, next, 0, options.head_dim_v);
@@ -154,11 +147,10 @@ void forward_block(const ForwardTask& task, const ForwardTiles<T>& tiles, const 
       const RowTerms<T> terms = terms_of_row(task.heads[number / sequence.q_len].head, sequence,
                                              number % sequence.q_len, key + col, cols, tiles.buffers);
       const u8* keep = drops ? tiles.keep + (row + r) * tiles.keep_stride + col / 8 : nullptr;
-      soften_row(score, terms, keep, cols, tiles.s + r * tiles.ld_s, state.max[row + r],
-                 state.sum + (row + r) * lanes<T>(), o + r * tiles.ld_v, value_cols);
+      soften_row<typename Operands::Weight>(score, terms, keep, cols, tiles.s + r * operands.ld_s, state.max[row + r],
+                                            state.sum + (row + r) * lanes<T>(), o + r * operands.ld_v, value_cols);
     }
-    gemm_rows<Lhs::kByRows, T>(strip, value_cols, depth, {tiles.s, tiles.ld_s},
-                               {tiles.v + col * tiles.ld_v, tiles.ld_v}, o, tiles.ld_v, true);
+    operands.add_values(unit, options, strip, col, depth, tiles.s, o);
   }
 }
 
@@ -185,11 +177,11 @@ void finish_rows(const Task& task, const ForwardState<T>& state, T* lse) {
   });
 }
 
-template <class T>
+template <class Operands>
 size_t forward_scratch(const Options& options) {
   Arena arena(nullptr);
-  const ForwardState<T> state(arena, options);
-  const ForwardTiles<T> tiles(arena, options);
+  const ForwardState<typename Operands::Number> state(arena, options);
+  const ForwardTiles<Operands> tiles(arena, options);
   return arena.used();
 }
 
@@ -200,19 +192,22 @@ size_t forward_partial(const Options& options) {
   return arena.used();
 }
 
-template <class T>
+template <class Operands>
 void forward(const ForwardTask& task, void* scratch) {
+  using T = typename Operands::Number;
   const Options& options = *task.options;
   Arena arena(scratch);
   Arena partial(task.partial);
   const ForwardState<T> state(task.partial != nullptr ? partial : arena, options);
-  const ForwardTiles<T> tiles(arena, options);
+  const ForwardTiles<Operands> tiles(arena, options);
+  const Operands& operands = tiles.operands;
+  typename Operands::Unit unit;
   const i64 rows = task.row_end - task.row_begin;
   const math::Band<i64> band{task.sequence.q_len, task.sequence.k_len, task.sequence.band_low, task.sequence.band_high};
 
   math::Interval<i64> keys{task.key_end, task.key_begin};
   for_each_head(task, [&](const ForwardHead& head, i64 begin, i64 end, i64 first) {
-    load_tile(head.head.q, begin, end - begin, options.head_dim, tiles.q + first * tiles.ld_q, tiles.ld_q);
+    operands.load_queries(head.head.q, begin, end, options.head_dim, first);
     const T sink = task.first_keys ? static_cast<T>(head.sink) : T(-kInfinity);
     for (i64 row = first; row < first + end - begin; ++row) {
       state.max[row] = sink;
@@ -224,16 +219,16 @@ void forward(const ForwardTask& task, void* scratch) {
     keys = {math::min(keys.begin, math::max(met.begin, task.key_begin)),
             math::max(keys.end, math::min(met.end, task.key_end))};
   });
-  fill(tiles.q + rows * tiles.ld_q, (round_up(rows, 4) - rows) * tiles.ld_q, T(0));
-  fill(state.o, round_up(rows, 4) * tiles.ld_v, T(0));
+  operands.clear_queries(rows);
+  fill(state.o, round_up(rows, Operands::kRowStep) * operands.ld_v, T(0));
 
   // Blocks end where they end for every task, so that a row has the same bits whatever rows are with it.
-  for (i64 key = keys.begin / 16 * 16, end; key < keys.end; key = end) {
+  for (i64 key = keys.begin / Operands::kKeyStep * Operands::kKeyStep, end; key < keys.end; key = end) {
     end = math::min((key / options.block_keys + 1) * options.block_keys, keys.end);
-    forward_block(task, tiles, state, key, end, math::min(end + options.block_keys, keys.end));
+    forward_block(task, tiles, state, unit, key, end, math::min(end + options.block_keys, keys.end));
   }
   if (task.partial == nullptr) {
-    finish_rows(task, state, tiles.q);  // q is no longer needed
+    finish_rows(task, state, tiles.lse);
   }
 }
 

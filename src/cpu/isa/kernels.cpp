@@ -17,16 +17,16 @@ namespace {
 
 constexpr char kName[] = FOVEA_NAME_OF(FOVEA_ISA);
 
-template <class T>
+template <class Operands>
 void run_forward(const ForwardTask& task, void* scratch) {
   __atomic_store_n(task.options->ran, static_cast<const char*>(kName), __ATOMIC_RELAXED);
-  forward<T>(task, scratch);
+  forward<Operands>(task, scratch);
 }
 
-template <class T>
+template <class Operands>
 void run_backward(const BackwardTask& task, void* scratch) {
   __atomic_store_n(task.options->ran, static_cast<const char*>(kName), __ATOMIC_RELAXED);
-  backward<T>(task, scratch);
+  backward<Operands>(task, scratch);
 }
 
 template <class T>
@@ -36,14 +36,32 @@ void store(const void* from, i64 stride, const Matrix& to, i64 rows, i64 cols) {
   }
 }
 
-template <class T>
-constexpr Kernels table() {
-  return {kName,      lanes<T>(),          forward_scratch<T>, forward_partial<T>, run_forward<T>,  forward_merge<T>,
-          prepare<T>, backward_scratch<T>, sum_q_stride<T>,    sum_kv<T>,          run_backward<T>, store<T>};
+template <class ForwardOperands, class BackwardOperands>
+constexpr Kernels table(const Shape& shape) {
+  using T = typename ForwardOperands::Number;
+  return {kName,
+          lanes<T>(),
+          shape,
+          forward_scratch<ForwardOperands>,
+          forward_partial<T>,
+          run_forward<ForwardOperands>,
+          forward_merge<T>,
+          prepare<BackwardOperands>,
+          backward_scratch<BackwardOperands>,
+          sum_q_stride<T>,
+          sum_kv<T>,
+          run_backward<BackwardOperands>,
+          store<T>};
 }
 
 }  // namespace
 
-const Kernels kernels[2] = {table<float>(), table<double>()};
+#ifdef FOVEA_MATRIX_UNIT
+const Kernels bf16_kernels = table<UnitForward, UnitBackward>({2, 32, 32, 256, 256, 256});
+#else
+// 48 rows are strips of 12 and groups of 16.
+const Kernels kernels[2] = {table<VectorForward<float>, VectorBackward<float> >({4, 48, 16, 512, 96, 256}),
+                            table<VectorForward<double>, VectorBackward<double> >({8, 48, 16, 512, 96, 256})};
+#endif
 
 }  // namespace fovea::cpu::FOVEA_ISA

@@ -205,10 +205,11 @@ T score_row(const math::Score<T>& score, const RowTerms<T>& terms, i64 cols, T* 
   return largest;
 }
 
-// Scores to weights, in place, those that dropout drops to 0. Returns `sum` with all weights added, dropped or not. The
-// weight of the largest score is 1 exactly: a row of a single key has its value and its logsumexp to the last bit.
-template <class T>
-Simd<T> weigh_row(T reference, const u8* keep, i64 cols, T* row, Simd<T> sum) {
+// Scores to weights, which may lie where the scores were, those that dropout drops to 0. Returns `sum` with all weights
+// added, dropped or not. The weight of the largest score is 1 exactly: a row of a single key has its value and its
+// logsumexp to the last bit.
+template <class T, class Weight>
+Simd<T> weigh_row(T reference, const u8* keep, i64 cols, const T* row, Weight* to, Simd<T> sum) {
   const Simd<T> unit(ExpConstants<T>::kLog2e);
   for (i64 c = 0; c < cols; c += lanes<T>()) {
     Simd<T> p = math::weight_base_2_of_difference(Simd<T>::load(row + c), Simd<T>(reference), unit);
@@ -216,7 +217,7 @@ Simd<T> weigh_row(T reference, const u8* keep, i64 cols, T* row, Simd<T> sum) {
     if (keep != nullptr) {
       p = select(bits_at<T>(keep, c), p, Simd<T>(T(0)));
     }
-    p.store(row + c);
+    store_as(p, to + c);
   }
   return sum;
 }

@@ -1,0 +1,268 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the five products of a backward tile read and write: VectorBackward by vectors of T, from the caller's type
+// converted to T; UnitBackward by a matrix unit (AMX), in bf16. Rows of P and dS are formed in fp32 (fp64), strip by
+// strip, between begin_strip() and end_strip().
+#pragma once
+
+#include "cpu/isa/gemm.h"
+#include "cpu/isa/tile.h"
+#ifdef FOVEA_MATRIX_UNIT
+#include "cpu/isa/matrix_unit.h"
+#endif
+
+namespace fovea::cpu::FOVEA_ISA {
+
+template <class T>
+struct VectorBackward {
+  using Number = T;
+  struct Unit {};
+  static constexpr i64 kStrip = kBlockRows;
+  static constexpr i64 kRowStep = 4;
+  static constexpr i64 kKeyStep = 16;
+  static constexpr i64 kDepthStep = 1;  // where the queries or keys begin that are summed over
+  static constexpr i64 padded_keys(i64 keys) { return padded<T>(keys); }
+
+  i64 ld_q, ld_v, ld_s;  // of tiles with head_dim, head_dim_v and block_keys columns
+  T* dk;
+  T* dv;
+  T* k;
+  T* k_transposed;
+  T* v_transposed;
+  T* q;
+  T* grad_out;
+  T* p;
+  T* ds;
+  T* v_rows;  // a vector's worth of values, before they are transposed
+
+  VectorBackward(Arena& arena, const Options& options)
+      : ld_q(leading<T>(options.head_dim)),
+        ld_v(leading<T>(options.head_dim_v)),
+        ld_s(leading<T>(options.block_keys)),
+        dk(arena.take<T>(all_keys(options) * ld_q)),
+        dv(arena.take<T>(all_keys(options) * ld_v)),
+        k(arena.take<T>(all_keys(options) * ld_q)),
+        k_transposed(arena.take<T>(padded<T>(options.head_dim) * ld_s)),
+        v_transposed(arena.take<T>(padded<T>(options.head_dim_v) * ld_s)),
+        q(arena.take<T>(round_up(options.block_rows, kRowStep) * ld_q)),
+        grad_out(arena.take<T>(round_up(options.block_rows, kRowStep) * ld_v)),
+        p(arena.take<T>(round_up(options.block_rows, kRowStep) * ld_s)),
+        ds(arena.take<T>(round_up(options.block_rows, kRowStep) * ld_s)),
+        v_rows(arena.take<T>(lanes<T>() * ld_v)) {}
+
+  static i64 all_keys(const Options& options) { return round_up(padded<T>(options.block_keys), kRowStep); }
+
+  // K and V of the block, and zeros for the sums of dk and dv.
+  void load_keys(const BackwardTask& task, i64 key, i64 keys) const {
+    const Options& options = *task.options;
+    load_tile(task.k, key, keys, options.head_dim, k, ld_q);
+    fill(k + keys * ld_q, (padded<T>(keys) - keys) * ld_q, T(0));
+    transpose_tile(k, ld_q, padded<T>(keys), padded<T>(options.head_dim), k_transposed, ld_s);
+    load_transposed(task.v, key, keys, options.head_dim_v, v_rows, ld_v, v_transposed, ld_s);
+    fill(dk, all_keys(options) * ld_q, T(0));
+    fill(dv, all_keys(options) * ld_v, T(0));
+  }
+
+  // Nothing comes through a dead row, whose reference is infinite: not even NaN.
+  void load_queries(const BackwardHead& head, const Options& options, i64 row, i64 rows, const T* reference) const {
+    load_tile(head.head.q, row, rows, options.head_dim, q, ld_q);
+    load_tile(head.grad_out, row, rows, options.head_dim_v, grad_out, ld_v);
+    const i64 missing = round_up(rows, kRowStep) - rows;
+    fill(q + rows * ld_q, missing * ld_q, T(0));
+    fill(grad_out + rows * ld_v, missing * ld_v, T(0));
+    for (i64 r = 0; r < rows; ++r) {
+      if (reference[r] == T(kInfinity)) {
+        fill(grad_out + r * ld_v, padded<T>(options.head_dim_v), T(0));
+      }
+    }
+  }
+
+  // Dot products of queries [at, at + strip) of the tile and columns [col, col + cols): with keys, of grad_out with
+  // values.
+  void begin_strip(Unit&, const Options& options, i64 at, i64 strip, i64 col, i64 cols, bool needs_ds) const {
+    gemm_rows<Lhs::kByRows, T>(strip, cols, options.head_dim, {q + at * ld_q, ld_q}, {k_transposed + col, ld_s},
+                               p_row(at) + col, ld_s, false);
+    if (needs_ds) {
+      gemm_rows<Lhs::kByRows, T>(strip, cols, options.head_dim_v, {grad_out + at * ld_v, ld_v},
+                                 {v_transposed + col, ld_s}, ds_row(at) + col, ld_s, false);
+    }
+  }
+  T* p_row(i64 r) const { return p + r * ld_s; }
+  T* ds_row(i64 r) const { return ds + r * ld_s; }
+  void end_strip(i64, i64, i64, bool) const {}
+
+  // dV += P^T dO and dK += dS^T Q for keys [col, col + strip) and `depth` queries from `begin` on.
+  void add_to_keys(Unit&, const Options& options, i64 col, i64 strip, i64 begin, i64 depth) const {
+    if (options.need_v) {
+      gemm_rows<Lhs::kByColumns, T>(strip, padded<T>(options.head_dim_v), depth, {p + begin * ld_s + col, ld_s},
+                                    {grad_out + begin * ld_v, ld_v}, dv + col * ld_v, ld_v, true);
+    }
+    if (options.need_k) {
+      gemm_rows<Lhs::kByColumns, T>(strip, padded<T>(options.head_dim), depth, {ds + begin * ld_s + col, ld_s},
+                                    {q + begin * ld_q, ld_q}, dk + col * ld_q, ld_q, true);
+    }
+  }
+
+  // dQ = dS K for queries [at, at + strip) and `depth` keys from `begin` on.
+  void form_dq(Unit&, const Options& options, i64 at, i64 strip, i64 begin, i64 depth, T* dq) const {
+    gemm_rows<Lhs::kByRows, T>(strip, padded<T>(options.head_dim), depth, {ds + at * ld_s + begin, ld_s},
+                               {k + begin * ld_q, ld_q}, dq + at * ld_q, ld_q, false);
+  }
+
+  // The sums as rows, ld_q and ld_v apart.
+  T* dk_rows(const Options&) const { return dk; }
+  T* dv_rows(const Options&) const { return dv; }
+};
+
+#ifdef FOVEA_MATRIX_UNIT
+// dV^T = dO^T P and dK^T = Q^T dS: what is transposed is the smaller operand, and two rows of P make a row of pairs.
+struct UnitBackward {
+  using Number = float;
+  using Unit = MatrixUnit;
+  static constexpr i64 kStrip = 2 * kUnitRows;
+  static constexpr i64 kRowStep = 2 * kUnitRows;
+  static constexpr i64 kKeyStep = kUnitDepth;
+  static constexpr i64 kDepthStep = kUnitDepth;
+  static constexpr i64 padded_keys(i64 keys) { return round_up(keys, kUnitDepth); }
+
+  i64 ld_q, ld_v, ld_s, ld_r;  // with head_dim, head_dim_v, block_keys columns, half of block_rows; in words of 32 bits
+  float* dk;                   // transposed
+  float* dv;
+  u32* k_pairs;
+  u32* k_transposed;  // pairs of a key's numbers
+  u32* v_transposed;
+  u16* q;
+  u16* grad_out;
+  u32* q_transposed;  // pairs of queries
+  u32* grad_out_transposed;
+  float* p;  // a strip
+  float* ds;
+  u32* p_pairs;
+  u32* ds_pairs;
+  u16* ds_rows;
+  u32* words;  // a tile on its way into another form
+
+  UnitBackward(Arena& arena, const Options& options)
+      : ld_q(leading<float>(round_up(options.head_dim, kUnitDepth))),
+        ld_v(leading<float>(round_up(options.head_dim_v, kUnitDepth))),
+        ld_s(leading<float>(padded_keys(options.block_keys))),
+        ld_r(leading<float>(all_rows(options) / 2)),
+        dk(arena.take<float>(padded<float>(options.head_dim) * ld_s)),
+        dv(arena.take<float>(padded<float>(options.head_dim_v) * ld_s)),
+        k_pairs(arena.take<u32>(padded_keys(options.block_keys) / 2 * ld_q)),
+        k_transposed(arena.take<u32>(round_up(options.head_dim, kUnitDepth) / 2 * ld_s)),
+        v_transposed(arena.take<u32>(round_up(options.head_dim_v, kUnitDepth) / 2 * ld_s)),
+        q(arena.take<u16>(all_rows(options) * ld_q)),
+        grad_out(arena.take<u16>(all_rows(options) * ld_v)),
+        q_transposed(arena.take<u32>(padded<float>(options.head_dim) * ld_r)),
+        grad_out_transposed(arena.take<u32>(padded<float>(options.head_dim_v) * ld_r)),
+        p(arena.take<float>(kStrip * ld_s)),
+        ds(arena.take<float>(kStrip * ld_s)),
+        p_pairs(arena.take<u32>(all_rows(options) / 2 * ld_s)),
+        ds_pairs(arena.take<u32>(all_rows(options) / 2 * ld_s)),
+        ds_rows(arena.take<u16>(all_rows(options) * ld_s)),
+        words(arena.take<u32>(math::max(padded_keys(options.block_keys), all_rows(options)) * math::max(ld_q, ld_v))) {}
+
+  static i64 all_rows(const Options& options) { return round_up(options.block_rows, kRowStep); }
+
+  void load_keys(const BackwardTask& task, i64 key, i64 keys) const {
+    const Options& options = *task.options;
+    u16* rows = reinterpret_cast<u16*>(words);
+    const i64 all = padded_keys(keys);
+    const i64 dim = round_up(options.head_dim, kUnitDepth);
+    copy_rows(task.k, key, keys, options.head_dim, rows, ld_q, dim, all);
+    transpose_words(rows, ld_q / 2, all, dim / 2, k_transposed, ld_s);
+    pair_rows(rows, ld_q, all, padded<float>(options.head_dim), k_pairs, ld_q);
+    const i64 dim_v = round_up(options.head_dim_v, kUnitDepth);
+    copy_rows(task.v, key, keys, options.head_dim_v, rows, ld_v, dim_v, all);
+    transpose_words(rows, ld_v / 2, all, dim_v / 2, v_transposed, ld_s);
+    fill(dk, padded<float>(options.head_dim) * ld_s, 0.0f);
+    fill(dv, padded<float>(options.head_dim_v) * ld_s, 0.0f);
+  }
+
+  void load_queries(const BackwardHead& head, const Options& options, i64 row, i64 rows, const float* reference) const {
+    const i64 all = round_up(rows, kRowStep);
+    const i64 dim = round_up(options.head_dim, kUnitDepth);
+    const i64 dim_v = round_up(options.head_dim_v, kUnitDepth);
+    copy_rows(head.head.q, row, rows, options.head_dim, q, ld_q, dim, all);
+    copy_rows(head.grad_out, row, rows, options.head_dim_v, grad_out, ld_v, dim_v, all);
+    for (i64 r = 0; r < rows; ++r) {
+      if (reference[r] == float(kInfinity)) {
+        fill(grad_out + r * ld_v, dim_v, u16(0));
+      }
+    }
+    if (options.need_k) {
+      pair_rows(q, ld_q, all, padded<float>(dim), words, ld_q);
+      transpose_words(words, ld_q, all / 2, padded<float>(options.head_dim), q_transposed, ld_r);
+    }
+    if (options.need_v) {
+      pair_rows(grad_out, ld_v, all, padded<float>(dim_v), words, ld_v);
+      transpose_words(words, ld_v, all / 2, padded<float>(options.head_dim_v), grad_out_transposed, ld_r);
+    }
+  }
+
+  void begin_strip(Unit& unit, const Options& options, i64 at, i64 strip, i64 col, i64 cols, bool needs_ds) const {
+    const i64 rows = round_up(strip, kUnitRows);
+    unit_product(unit, rows, cols, round_up(options.head_dim, kUnitDepth), {q + at * ld_q, ld_q},
+                 {k_transposed + col, ld_s}, p + col, ld_s, false);
+    if (needs_ds) {
+      unit_product(unit, rows, cols, round_up(options.head_dim_v, kUnitDepth), {grad_out + at * ld_v, ld_v},
+                   {v_transposed + col, ld_s}, ds + col, ld_s, false);
+    }
+  }
+  float* p_row(i64 r) const { return p + r % kStrip * ld_s; }
+  float* ds_row(i64 r) const { return ds + r % kStrip * ld_s; }
+
+  // Rounds the strip. Rows up to a whole strip are 0.
+  void end_strip(i64 at, i64 strip, i64 cols, bool needs_ds) const {
+    for (i64 r = strip; r < kStrip; ++r) {
+      fill(p + r * ld_s, cols, 0.0f);
+      fill(ds + r * ld_s, needs_ds ? cols : 0, 0.0f);
+    }
+    const U32 d;
+    for (i64 r = 0; r < kStrip; r += 2) {
+      const i64 line = (at + r) / 2 * ld_s;
+      for (i64 c = 0; c < cols; c += lanes<float>()) {
+        const float* from = p + r * ld_s + c;
+        hn::StoreU(round_pair(Simd<float>::load(from), Simd<float>::load(from + ld_s)).pairs, d, p_pairs + line + c);
+      }
+      for (i64 c = 0; needs_ds && c < cols; c += lanes<float>()) {
+        const float* from = ds + r * ld_s + c;
+        const RoundedPair rounded = round_pair(Simd<float>::load(from), Simd<float>::load(from + ld_s));
+        hn::StoreU(rounded.pairs, d, ds_pairs + line + c);
+        hn::StoreU(rounded.first, U16(), ds_rows + (at + r) * ld_s + c);
+        hn::StoreU(rounded.second, U16(), ds_rows + (at + r + 1) * ld_s + c);
+      }
+    }
+  }
+
+  void add_to_keys(Unit& unit, const Options& options, i64 col, i64 strip, i64 begin, i64 depth) const {
+    const i64 keys = round_up(strip, kUnitRows);
+    const i64 queries = round_up(depth, kUnitDepth);
+    if (options.need_v) {
+      unit_product(unit, padded<float>(options.head_dim_v), keys, queries,
+                   {reinterpret_cast<const u16*>(grad_out_transposed) + begin, 2 * ld_r},
+                   {p_pairs + begin / 2 * ld_s + col, ld_s}, dv + col, ld_s, true);
+    }
+    if (options.need_k) {
+      unit_product(unit, padded<float>(options.head_dim), keys, queries,
+                   {reinterpret_cast<const u16*>(q_transposed) + begin, 2 * ld_r},
+                   {ds_pairs + begin / 2 * ld_s + col, ld_s}, dk + col, ld_s, true);
+    }
+  }
+
+  void form_dq(Unit& unit, const Options& options, i64 at, i64 strip, i64 begin, i64 depth, float* dq) const {
+    unit_product(unit, round_up(strip, kUnitRows), padded<float>(options.head_dim), padded_keys(depth),
+                 {ds_rows + at * ld_s + begin, ld_s}, {k_pairs + begin / 2 * ld_q, ld_q}, dq + at * ld_q, ld_q, false);
+  }
+
+  float* dk_rows(const Options& options) const { return rows_of(dk, options.head_dim, ld_q, options); }
+  float* dv_rows(const Options& options) const { return rows_of(dv, options.head_dim_v, ld_v, options); }
+  float* rows_of(const float* transposed, i64 cols, i64 ld, const Options& options) const {
+    transpose_words(transposed, ld_s, padded<float>(cols), padded_keys(options.block_keys), words, ld);
+    return reinterpret_cast<float*>(words);
+  }
+};
+#endif
+
+}  // namespace fovea::cpu::FOVEA_ISA
