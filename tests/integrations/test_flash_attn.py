@@ -433,6 +433,23 @@ def test_refused_by_name(version, function, argument):
     assert fovea.integrations.stats() == {}
 
 
+def test_negative_sides_of_version_4():
+    """There they move the window off the diagonal, unless nothing of it is left: then there is none."""
+    q, k, v = inputs(7, 7)
+    for window, causal in (((-1, -1), False), ((3, -4), False), ((-1, 5), True)):
+        out, _ = flash_attn_4.flash_attn_func(q, k, v, window_size=window, causal=causal)
+        torch.testing.assert_close(out, formula(q, k, v, causal=causal)[0])
+    out, _ = flash_attn_4.flash_attn_func(q, k, v, window_size=(2, -1), causal=True)  # causal: the right side is 0
+    torch.testing.assert_close(out, formula(q, k, v, (2, 0))[0])
+    fovea.integrations.reset_stats()
+    for window in ((None, -2), (-2, None), (3, -1), (-1, 1)):
+        with pytest.raises(NotImplementedError, match="^flash_attn_func: window_size: .* leaves the diagonal out"):
+            flash_attn_4.flash_attn_func(q, k, v, window_size=window)
+    with pytest.raises(NotImplementedError, match="^flash_attn_varlen_func: window_size: "):
+        flash_attn_4.flash_attn_varlen_func(q, k, v, window_size=(None, -1))
+    assert fovea.integrations.stats() == {}
+
+
 # ---- bert_padding ----
 
 

@@ -22,6 +22,16 @@ _NAME = "flash_attn_4"
 _VERSION = "4.0.0b36"  # is imitated
 
 
+def _sides(function: str, causal: bool, window: _flash.Window) -> _flash.Window:
+    """FlashAttention-4's rule: a negative side moves the window off the diagonal, unless it leaves nothing of it: then there is no window."""
+    left, right = window[0], 0 if causal else window[1]
+    if left is not None and right is not None and left + right < 0:
+        return None, None
+    if (left or 0) < 0 or (right or 0) < 0:
+        _flash.refuse(function, "window_size", f"({left}, {right}), which leaves the diagonal out", "None, or at least 0")
+    return left, right
+
+
 def _compute(
     q: Tensor, k: Tensor, v: Tensor, learnable_sink: Optional[Tensor], return_lse: bool, **options: Any
 ) -> tuple[Tensor, Optional[Tensor]]:
@@ -66,7 +76,8 @@ def flash_attn_func(
         gather_kv_indices: Refused unless None.
         softmax_scale: None is 1 / sqrt(D).
         causal: Aligned at the bottom right.
-        window_size: (left, right), inclusive, around i + Sk - Sq. None or negative: unbounded.
+        window_size: (left, right), inclusive, around i + Sk - Sq. None: unbounded. Both are unbounded if left + right < 0; other
+            negative sides are refused.
         learnable_sink: (Hq,): one more logit of each head, without a value. It has a gradient.
         softcap: 0 or less: none.
         num_splits: Of no effect: fovea chooses it.
@@ -96,8 +107,8 @@ def flash_attn_func(
         block_sparse_tensors_bwd=block_sparse_tensors_bwd,
     )  # fmt: skip
     return _compute(
-        q, k, v, learnable_sink, return_lse, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
-        softcap=softcap, deterministic=bool(deterministic),
+        q, k, v, learnable_sink, return_lse, softmax_scale=softmax_scale, causal=causal,
+        window_size=_sides("flash_attn_func", causal, window_size), softcap=softcap, deterministic=bool(deterministic),
     )  # fmt: skip
 
 
@@ -184,8 +195,8 @@ def flash_attn_varlen_func(
         aux_tensors=aux_tensors, aux_scalars=aux_scalars,
     )  # fmt: skip
     options = {
-        "softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap,
-        "deterministic": bool(deterministic), "seqused_q": seqused_q, "seqused_k": seqused_k,
+        "softmax_scale": softmax_scale, "causal": causal, "softcap": softcap,
+        "window_size": _sides("flash_attn_varlen_func", causal, window_size), "deterministic": bool(deterministic), "seqused_q": seqused_q, "seqused_k": seqused_k,
     }  # fmt: skip
     if cu_seqlens_q is None and cu_seqlens_k is None:
         return _compute(q, k, v, learnable_sink, return_lse, **options)
