@@ -8,14 +8,23 @@ time for a small jitted call, and the geometric mean of the ratios. What fails s
 """
 
 import argparse
-import json
+import concurrent.futures
+import datetime
 import math
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
 import fovea.jax
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tools"))
+
+import records  # noqa: E402
 
 TOKENS, HEADS = 16384, 16
 
@@ -55,15 +64,22 @@ def compiled(attention, causal, with_bias, training):
     return jax.jit(train)
 
 
-def row(kind, d, s, training):
-    """Milliseconds of theirs and of ours."""
+def arguments_of(kind, d, s, training, make):
     keys = jax.random.split(jax.random.key(0), 5)
-    shape = (TOKENS // s, s, HEADS, d)
-    q, k, v, grad_out = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys[:4])
-    with_bias = kind == "bias"
-    bias = jax.random.normal(keys[4], (1, HEADS, s, s), jnp.bfloat16) if with_bias else None
-    arguments = (q, k, v, bias, grad_out) if training else (q, k, v, bias)
-    both = [compiled(attention, kind == "causal", with_bias, training) for attention in (theirs, ours)]
+    q, k, v, grad_out = (make(key, (TOKENS // s, s, HEADS, d)) for key in keys[:4])
+    bias = make(keys[4], (1, HEADS, s, s)) if kind == "bias" else None
+    return (q, k, v, bias, grad_out) if training else (q, k, v, bias)
+
+
+def both_compiled(kind, d, s, training):
+    """theirs and ours, of XLA."""
+    shapes = arguments_of(kind, d, s, training, lambda _, shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+    return [compiled(attention, kind == "causal", kind == "bias", training).lower(*shapes).compile() for attention in (theirs, ours)]
+
+
+def row(kind, d, s, training, both):
+    """Milliseconds of theirs and of ours."""
+    arguments = arguments_of(kind, d, s, training, lambda key, shape: jax.random.normal(key, shape, jnp.bfloat16))
     times = [[], []]
     for order in ((0, 1), (1, 0)):
         for which in order:
@@ -89,37 +105,47 @@ def host_us(attention):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600, help="no new row is begun after so many (600)")
-    parser.add_argument("--json", help="where the rows go")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="of the sequences (1024 to 8192)")
+    parser.add_argument("--json", type=Path, help="where the rows go")
     arguments = parser.parse_args()
     start = time.monotonic()
     rows, device = [], jax.devices()[0]
     print(f"JAX {jax.__version__}, {device.device_kind}, {TOKENS} tokens, {HEADS} heads, bfloat16, ms")
+    host = {}
     for attention in (theirs, ours):
         try:
-            print(f"host time of a jitted call: {attention.__name__} {host_us(attention):.1f} us", flush=True)
+            host[attention.__name__] = round(host_us(attention), 1)
+            print(f"host time of a jitted call: {attention.__name__} {host[attention.__name__]:.1f} us", flush=True)
         except Exception as error:
             print(f"host time: {attention.__name__}: {type(error).__name__}: {str(error)[:200]}", flush=True)
     print(f"{'':8}{'D':>5}{'S':>7}{'':>10}{'cuDNN':>10}{'fovea':>10}{'times':>8}")
-    for s in (4096, 1024, 8192, 2048):
-        for d in (64, 128):
-            for kind in ("plain", "causal", "bias"):
-                for training in (True, False):
-                    if time.monotonic() - start > arguments.seconds:
-                        continue
-                    name = f"{kind:8}{d:5}{s:7}{'fwd+bwd' if training else 'fwd':>10}"
-                    try:
-                        before, now = row(kind, d, s, training)
-                        rows.append({"kind": kind, "d": d, "s": s, "training": training, "theirs": before, "ours": now})
-                        print(f"{name}{before:10.3f}{now:10.3f}{before / now:8.2f}", flush=True)
-                    except Exception as error:
-                        print(f"{name} {type(error).__name__}: {str(error)[:160]!r}", flush=True)
+    problems = [(kind, d, s, training) for s in arguments.lengths for d in (64, 128)
+                for kind in ("plain", "causal", "bias") for training in (True, False)]  # fmt: skip
+    # XLA and cuDNN compile on several of the host's threads, before anything is timed.
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        compiling = {problem: pool.submit(both_compiled, *problem) for problem in problems}
+    print(f"compiled after {time.monotonic() - start:.0f} s", flush=True)
+    for problem in problems:
+        if time.monotonic() - start > arguments.seconds:
+            print(f"left out, {arguments.seconds:g} s are over: {problem}")
+            continue
+        kind, d, s, training = problem
+        name = f"{kind:8}{d:5}{s:7}{'fwd+bwd' if training else 'fwd':>10}"
+        try:
+            before, now = row(*problem, compiling[problem].result())
+            rows.append({"kind": kind, "d": d, "s": s, "training": training, "theirs": round(before, 4), "ours": round(now, 4)})
+            print(f"{name}{before:10.3f}{now:10.3f}{before / now:8.2f}", flush=True)
+        except Exception as error:
+            print(f"{name} {type(error).__name__}: {str(error)[:160]!r}", flush=True)
     if rows:
         ratios = [row["theirs"] / row["ours"] for row in rows]
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
         print(f"{len(rows)} rows: times the speed of cuDNN {min(ratios):.2f} to {max(ratios):.2f}, geometric mean {mean:.2f}")
     if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump({"device": device.device_kind, "jax": jax.__version__, "rows": rows}, file, indent=1)
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        records.write(arguments.json, {
+            "device": device.device_kind, "jax": jax.__version__, "date": datetime.date.today().isoformat(), "commit": commit,
+            "tokens": TOKENS, "heads": HEADS, "host_us": host, "rows": rows})  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,33 +1,38 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Times a training step of models of transformers on a GPU: forward and backward in bf16 (on the CPU fp32), without an optimizer, with
-attn_implementation "eager", "sdpa" and "fovea". Models are random and have a few layers of the sizes that their families
-have. Each row has the median time of a step, the most memory, the loss, and how far its gradient is from that of "eager".
+attn_implementation "eager", "sdpa" and "fovea". Models are random and have layers of the sizes that their families have. Each row
+has the median time of a step, the most memory, the loss, and how far its gradient is from that of "eager". The steps of "sdpa"
+and "fovea" are taken in turns, so that whatever else changes the speed of the machine concerns both.
 
 examples:
-  bench/torch/models.py                         every model: a minute and a half on an H200, most of it for compiling kernels
+  bench/torch/models.py                         every model: a minute and a half on an H200, a part of it for compiling kernels
+  bench/torch/models.py --size large --json bench/results/models.json      the table of the README; "eager" of Mistral takes 128 GiB
   bench/torch/models.py mistral t5 --steps 10
   bench/torch/models.py --size small --device cpu llama    whether it runs at all
 """
 
 import argparse
 import contextlib
+import datetime
 import gc
-import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "python"))
+sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tools")]
 if "FOVEA_BUILD" in os.environ:
     os.environ.setdefault("FOVEA_LIBRARY", str(Path(os.environ["FOVEA_BUILD"]).resolve() / "libfovea.so"))
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 IMPLEMENTATIONS = ("eager", "sdpa", "fovea")
+TURNS = ("sdpa", "fovea")
 VOCABULARY = 8192  # small: what is measured is not the embedding
+LARGE_LAYERS = 8  # of decoders in "large"
 
 
 def decoder(heads, heads_k, dim, layers, **more):
@@ -37,7 +42,7 @@ def decoder(heads, heads_k, dim, layers, **more):
             "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False, **more}
 
 
-# name: (class, configuration, its arguments, {size: (batch, length)}); in "small" numbers of heads are those of "medium".
+# name: (class, configuration, its arguments, {size: (batch, length)}). Decoders have 4 layers in "medium", all models 2 in "small".
 MODELS = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", decoder(16, 4, 128, 4), {"large": (4, 4096), "medium": (2, 4096), "small": (1, 128)}),
     "mistral": ("MistralForCausalLM", "MistralConfig", decoder(16, 4, 128, 4, sliding_window=1024),
@@ -76,51 +81,108 @@ def inputs(name, batch, length, device):
     return given
 
 
-def measure(name, implementation, size, device, steps):
-    """A row, and the gradients of a step without dropout."""
-    import torch
-    import transformers
-
-    import fovea.integrations
-
-    kind, config, arguments, sizes = MODELS[name]
-    cuda = device == "cuda"
+def arguments_of(name, size):
+    """Of the configuration."""
+    arguments = MODELS[name][2]
     if size == "small":
-        layers = "num_layers" if name == "t5" else "num_hidden_layers"
-        arguments = {**arguments, layers: 2}
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = getattr(transformers, kind)._from_config(
-            getattr(transformers, config)(**arguments), attn_implementation=implementation)
-    model = model.to(torch.bfloat16 if cuda else torch.float32)
-    given = inputs(name, *sizes[size], device)
-    wait = torch.cuda.synchronize if cuda else (lambda: None)
+        return {**arguments, "num_layers" if name == "t5" else "num_hidden_layers": 2}
+    return {**arguments, "num_hidden_layers": LARGE_LAYERS} if size == "large" and "head_dim" in arguments else arguments
 
-    def step():
-        model.zero_grad(set_to_none=True)
-        loss = model(**given).loss
-        loss.backward()
-        return loss
 
-    fovea.integrations.reset_stats()
-    model.eval()
-    loss = step().item()
-    grads = torch.cat([p.grad.flatten()[:100_000].float() for p in model.parameters() if p.grad is not None])
-    model.train()
-    step()
-    wait()
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(steps):
+class Steps:
+    """The training steps of one model."""
+
+    def __init__(self, name, size, device):
+        import torch
+        import transformers
+
+        kind, config, _, sizes = MODELS[name]
+        self.cuda = device == "cuda"
+        self.wait = torch.cuda.synchronize if self.cuda else (lambda: None)
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = getattr(transformers, kind)._from_config(getattr(transformers, config)(**arguments_of(name, size)))
+        self.model = model.to(torch.bfloat16 if self.cuda else torch.float32)
+        self.given = inputs(name, *sizes[size], device)
+        self.about = {"model": name, "layers": model.config.num_hidden_layers, "batch": sizes[size][0], "length": sizes[size][1]}
+
+    def step(self):
+        self.model.zero_grad(set_to_none=True)
+        self.wait()
         begin = time.perf_counter()
-        step()
-        wait()
-        times.append((time.perf_counter() - begin) * 1e3)
-    row = {"model": name, "implementation": implementation, "ms": round(statistics.median(times), 2), "best": round(min(times), 2),
-           "GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None, "loss": round(loss, 4),
-           "calls": fovea.integrations.stats().get("transformers", {}).get("served", 0)}
-    return row, grads
+        loss = self.model(**self.given).loss
+        loss.backward()
+        self.wait()
+        return (time.perf_counter() - begin) * 1e3, loss
+
+    def first(self, implementation):
+        """A row without its time, and the gradients of a step without dropout. Kernels are compiled here."""
+        import torch
+
+        import fovea.integrations
+
+        self.model.set_attn_implementation(implementation)
+        fovea.integrations.reset_stats()
+        self.model.eval()
+        loss = self.step()[1].item()
+        grads = torch.cat([p.grad.flatten()[:100_000].float() for p in self.model.parameters() if p.grad is not None])
+        calls = fovea.integrations.stats().get("transformers", {}).get("served", 0)
+        self.model.train()
+        self.step()
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        self.step()
+        memory = round(torch.cuda.max_memory_allocated() / 2**30, 2) if self.cuda else None
+        return {**self.about, "implementation": implementation, "GiB": memory, "loss": round(loss, 4), "calls": calls}, grads
+
+    def times(self, implementations, steps):
+        """Milliseconds of each step by implementation, which take turns."""
+        found = {name: [] for name in implementations}
+        for _ in range(steps):
+            for name in implementations:
+                if len(implementations) > 1:
+                    self.model.set_attn_implementation(name)
+                found[name].append(self.step()[0])
+        return found
+
+
+def clean():
+    import torch
+
+    gc.collect()
+    with contextlib.suppress(Exception):
+        torch.cuda.empty_cache()
+
+
+def measure(name, size, device, steps, seconds_left):
+    """Its rows."""
+    import torch
+
+    model = Steps(name, size, device)
+    rows, exact = {}, None
+    for implementation in IMPLEMENTATIONS:
+        try:
+            if seconds_left() <= 0:
+                raise TimeoutError("left out, the time is over")
+            row, grads = model.first(implementation)
+            if exact is None:
+                exact = grads
+            row["gradient"] = f"{((grads - exact).norm() / exact.norm()).item():.2e}"
+            if implementation not in TURNS:
+                row["times"] = model.times([implementation], steps)[implementation]
+        except (torch.OutOfMemoryError, ValueError, NotImplementedError, RuntimeError, TimeoutError) as error:
+            row = {**model.about, "implementation": implementation, "error": f"{type(error).__name__}: {str(error)[:160]}"}
+        rows[implementation] = row
+        model.model.zero_grad(set_to_none=True)
+        grads = None
+        clean()
+    for implementation, times in model.times([one for one in TURNS if "error" not in rows[one]], steps).items():
+        rows[implementation]["times"] = times
+    for row in rows.values():
+        if "times" in row:
+            times = row.pop("times")
+            row.update(steps=len(times), ms=round(statistics.median(times), 2), best=round(min(times), 2))
+    return list(rows.values())
 
 
 def main():
@@ -136,35 +198,25 @@ def main():
     if unknown:
         parser.error(f"unknown model {unknown[0]}; there are {', '.join(MODELS)}")
     import torch
+    import transformers
 
     import fovea.integrations
+    import records
 
     fovea.integrations.install("transformers")
     rows, begin = [], time.monotonic()
     for name in arguments.models or MODELS:
-        first = None
-        for implementation in IMPLEMENTATIONS:
-            if time.monotonic() - begin > arguments.seconds:
-                print(f"{name} {implementation}: left out, {arguments.seconds:g} s are over", flush=True)
-                continue
-            grads = None
-            try:
-                row, grads = measure(name, implementation, arguments.size, arguments.device, arguments.steps)
-                if first is None:
-                    first = grads
-                row["gradient"] = f"{((grads - first).norm() / first.norm()).item():.2e}"
-            except (torch.OutOfMemoryError, ValueError, NotImplementedError, RuntimeError) as error:
-                row = {"model": name, "implementation": implementation, "error": f"{type(error).__name__}: {str(error)[:160]}"}
-            rows.append(row)
+        found = measure(name, arguments.size, arguments.device, arguments.steps, lambda: arguments.seconds - time.monotonic() + begin)
+        rows += found
+        clean()
+        for row in found:
             print(" ".join(f"{key}={value}" for key, value in row.items()), flush=True)
-            del grads
-            gc.collect()
-            with contextlib.suppress(Exception):
-                torch.cuda.empty_cache()
-    if arguments.json:
-        arguments.json.write_text(json.dumps({
-            "device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu", "torch": torch.__version__,
-            "size": arguments.size, "rows": rows}, indent=1) + "\n")  # fmt: skip
+        if arguments.json:  # after each model, so that what was measured is there whatever comes
+            commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+            records.write(arguments.json, {
+                "device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu", "torch": torch.__version__,
+                "transformers": transformers.__version__, "date": datetime.date.today().isoformat(), "commit": commit.stdout.strip(),
+                "size": arguments.size, "rows": rows})  # fmt: skip
     failed = [row for row in rows if row["implementation"] == "fovea" and ("error" in row or not row["calls"])]
     print(f"{len(rows)} rows in {time.monotonic() - begin:.0f} s; fovea failed or computed nothing: {[r['model'] for r in failed]}")
     return 1 if failed else 0
