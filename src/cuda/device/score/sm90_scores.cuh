@@ -53,7 +53,7 @@ struct Sm90Inputs {
   // row: this thread's first, of the sequence.
   __device__ __forceinline__ void start(const Args& a, const Sm90Tile& tile, const math::Band<int>& band, int row,
                                         int t) {
-    positions.start(a.positions, tile, 0);
+    positions.start(a.positions, tile, tile.head);
     if constexpr (bool(S.positions)) {
       position = {row, 2 * t, a.top_left ? 0 : tile.k_len - tile.q_len};
     }
