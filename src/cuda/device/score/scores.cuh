@@ -132,10 +132,10 @@ struct Scores {
     const int g = thread.g;
     const int t = thread.t;
     if constexpr (S.bias != BiasTile::kNone) {
-      add_bias<S.bias, kKeys>(s, thread, inputs + Inputs::kBias, tile_row, tile_column);
+      add_bias<S.bias, kTransposed, kKeys>(s, thread, inputs + Inputs::kBias, tile_row, tile_column);
     }
     if constexpr (S.bias2 != BiasTile::kNone) {
-      add_bias<S.bias2, kKeys>(s, thread, inputs + Inputs::kBias2, tile_row, tile_column);
+      add_bias<S.bias2, kTransposed, kKeys>(s, thread, inputs + Inputs::kBias2, tile_row, tile_column);
     }
     if constexpr (bool(S.positions)) {
 #pragma unroll
@@ -176,7 +176,8 @@ struct Scores {
       }
     }
     if (S.mask && masked) {
-      mask_bits<Inputs>(s, thread, inputs + Inputs::kMask, tile_row, tile_column, kTransposed ? row0 : column0);
+      mask_bits<Inputs, kTransposed>(s, thread, inputs + Inputs::kMask, tile_row, tile_column,
+                                     kTransposed ? row0 : column0);
     }
   }
 
@@ -187,119 +188,6 @@ struct Scores {
       choose_tanh(largest_magnitude(dots) * fabsf(score.scale) * score.inverse_softcap, compute);
     } else {
       compute(Approx(0));
-    }
-  }
-
-  template <BiasTile kBiasType, int kKeys, int kColumns>
-  static __device__ __forceinline__ void add_bias(float (&s)[kTiles][kColumns][4], const Thread& thread, u32 bias,
-                                                  int tile_row, int tile_column) {
-    const int lane = thread.lane;
-    const int g = thread.g;
-    const int t = thread.t;
-    if constexpr (kBiasType == BiasTile::kFp32 && !kTransposed) {
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-        for (int x = 0; x < 2; ++x) {
-          for (int j = 0; j < kColumns; ++j) {
-            const u32 chunk = tile_column / 4 + j * 2 + (t >> 1);
-            const float2 b =
-                load_shared2(bias + Tile32<kKeys>::offset(tile_row + i * 16 + x * 8 + g, chunk) + (t & 1) * 8);
-            s[i][j][2 * x] += b.x;
-            s[i][j][2 * x + 1] += b.y;
-          }
-        }
-      }
-    } else if constexpr (kBiasType == BiasTile::kFp32) {
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-        for (int e = 0; e < 4; ++e) {
-          const int key = tile_row + i * 16 + (e >> 1) * 8 + g;
-          const u32 first = bias + tile_column * Tile32<kKeys>::kRowBytes +
-                            Tile32<kKeys>::offset(t * 2 + (e & 1), key / 4) + key % 4 * 4;
-          for (int j = 0; j < kColumns; ++j) {
-            s[i][j][e] += load_shared(first + j * 8 * Tile32<kKeys>::kRowBytes);
-          }
-        }
-      }
-    } else {
-      constexpr Type kType = kBiasType == BiasTile::kBf16 ? Type::kBf16 : Type::kFp16;
-      const typename Tile<kKeys>::Lane lanes(bias, lane);  // of whole rows of the tile
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-        for (int jj = 0; jj < (kColumns + 1) / 2; ++jj) {
-          u32 r[4];
-          if constexpr (kTransposed) {
-            constexpr int kRows = kColumns == 1 ? 7 : 15;  // one column tile alone: its eight rows, twice
-            const u32 chunk = tile_row / 8 + i * 2 + (lane >> 4);
-            ldmatrix_trans(
-                r, bias + Tile<kKeys>::offset(lane & kRows, chunk) + (tile_column + jj * 16) * Tile<kKeys>::kRowBytes);
-          } else if constexpr (kColumns * 8 == kKeys) {
-            ldmatrix(r, lanes.at(0, jj) + (tile_row + i * 16) * Tile<kKeys>::kRowBytes);
-          } else {
-            const u32 chunk = tile_column / 8 + jj * 2 + (lane >> 4);
-            ldmatrix(r, bias + Tile<kKeys>::offset(tile_row + i * 16 + (lane & 15), chunk));
-          }
-#pragma unroll
-          for (int n = 0; n < 4; ++n) {
-            // Matrices come in the order (0, 0) (1, 0) (0, 1) (1, 1) of the tile's rows and columns.
-            if (kTransposed && 2 * jj + (n & 1) >= kColumns) {
-              continue;  // one column tile alone: the other half of a block is not asked for
-            }
-            float* const pair =
-                kTransposed ? &s[i][2 * jj + (n & 1)][(n >> 1) * 2] : &s[i][2 * jj + (n >> 1)][(n & 1) * 2];
-            pair[0] += low<kType>(r[n]);
-            pair[1] += high<kType>(r[n]);
-          }
-        }
-      }
-    }
-  }
-
-  // key0: the fragment's first key in the sequence.
-  template <class Inputs, int kColumns>
-  static __device__ __forceinline__ void mask_bits(float (&s)[kTiles][kColumns][4], const Thread& thread, u32 words,
-                                                   int tile_row, int tile_column, int key0) {
-    constexpr int kWords = Inputs::kWords;
-    const int g = thread.g;
-    const int t = thread.t;
-    if constexpr (kTransposed) {
-      // Keys of the fragment begin at bit `first` of a word and stay in it, or are whole words.
-      const int first = kTiles % 2 == 0 && kWords > 1 ? 0 : key0 & 31;
-      const int word = kWords > 1 ? tile_row / 32 : 0;
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j) {
-        for (int e = 0; e < 2; ++e) {
-          const u32 query = words + ((tile_column + j * 8 + t * 2 + e) * kWords + word) * 4;
-#pragma unroll
-          for (int w = 0; w < (kTiles + 1) / 2; ++w) {
-            const u32 bits = load_shared_word(query + w * 4) >> (first + g);
-            for (int n = 0; n < 4 && w * 2 + n / 2 < kTiles; ++n) {
-              if ((bits >> n * 8 & 1) == 0) {
-                s[w * 2 + n / 2][j][n % 2 * 2 + e] = -kInfinity;
-              }
-            }
-          }
-        }
-      }
-    } else {
-      constexpr int kColumnWords = (kColumns + 3) / 4;
-      const int first = kColumns % 4 == 0 && kWords > 1 ? 0 : key0 & 31;
-      const int word = kWords > 1 ? tile_column / 32 : 0;
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-        for (int x = 0; x < 2; ++x) {
-          const u32 query = words + ((tile_row + i * 16 + x * 8 + g) * kWords + word) * 4;
-#pragma unroll
-          for (int w = 0; w < kColumnWords; ++w) {
-            const u32 bits = load_shared_word(query + w * 4) >> (first + t * 2);
-            for (int n = 0; n < 8 && w * 4 + n / 2 < kColumns; ++n) {
-              if ((bits >> (n / 2 * 8 + n % 2) & 1) == 0) {
-                s[i][w * 4 + n / 2][2 * x + n % 2] = -kInfinity;
-              }
-            }
-          }
-        }
-      }
     }
   }
 };
