@@ -62,12 +62,6 @@ constexpr T weight_base_2(T score, T unit, T reference_in_base_2) {
   return exp2(score * unit - reference_in_base_2);
 }
 
-// The same for types whose products are rounded unless fma() is called.
-template <class T>
-constexpr T weight_base_2_by_fma(T score, T unit, T reference_in_base_2) {
-  return exp2(fma(score, unit, -reference_in_base_2));
-}
-
 // Where a reference (in base 2) is larger, weights are made by the next forms.
 inline constexpr float kLargestFusedReference = 1024;
 
