@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times a training step of models of transformers on a GPU: forward and backward in bf16 (on the CPU fp32), without an optimizer, with
 attn_implementation "eager", "sdpa" and "fovea". Models are random and have layers of the sizes that their families have. Each row
-has the median time of a step, the most memory, the loss, and how far its gradient is from that of "eager". The steps of "sdpa"
-and "fovea" are taken in turns, so that whatever else changes the speed of the machine concerns both.
+has the median time of a step, the time that the GPU was busy in one, the most memory, the loss, and how far its gradient is from
+that of "eager". The steps of "sdpa" and "fovea" are taken in turns, so that whatever else changes the speed of the machine
+concerns both. Where the GPU is busy for less than a step takes, the step waits for the host.
 
 examples:
   bench/torch/models.py                         every model: a minute and a half on an H200, a part of it for compiling kernels
@@ -145,6 +146,19 @@ class Steps:
                 found[name].append(self.step()[0])
         return found
 
+    def busy_ms(self, implementation):
+        """Milliseconds of a step in which the GPU computes or copies; None where the profiler cannot see it."""
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        if not self.cuda:
+            return None
+        self.model.set_attn_implementation(implementation)
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            self.step()
+        spent = sum(e.time_range.elapsed_us() for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA)
+        return round(spent / 1e3, 2) or None
+
 
 def clean():
     import torch
@@ -169,7 +183,7 @@ def measure(name, size, device, steps, seconds_left):
                 exact = grads
             row["gradient"] = f"{((grads - exact).norm() / exact.norm()).item():.2e}"
             if implementation not in TURNS:
-                row["times"] = model.times([implementation], steps)[implementation]
+                row["times"], row["busy_ms"] = model.times([implementation], steps)[implementation], model.busy_ms(implementation)
         except (torch.OutOfMemoryError, ValueError, NotImplementedError, RuntimeError, TimeoutError) as error:
             row = {**model.about, "implementation": implementation, "error": f"{type(error).__name__}: {str(error)[:160]}"}
         rows[implementation] = row
@@ -177,7 +191,7 @@ def measure(name, size, device, steps, seconds_left):
         grads = None
         clean()
     for implementation, times in model.times([one for one in TURNS if "error" not in rows[one]], steps).items():
-        rows[implementation]["times"] = times
+        rows[implementation].update(times=times, busy_ms=model.busy_ms(implementation))
     for row in rows.values():
         if "times" in row:
             times = row.pop("times")
