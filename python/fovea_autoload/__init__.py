@@ -8,7 +8,7 @@ That is why it is a package of its own: an import of fovea.anything would load f
 import atexit
 import os
 
-_WORDS = ("1", "sdpa", "cpu", "cuda", "prefer=none", "strict", "operators", "stats")
+_WORDS = ("1", "sdpa", "cpu", "cuda", "prefer=none", "prefer=fastest", "strict", "operators", "stats")
 _PACKAGES = ("flash_attn", "flash_attn_3", "flash_attn_4")
 _ACCEPTED = f"0, 1, or words of {', '.join((*_WORDS[1:], *_PACKAGES))}, separated by commas"
 
@@ -22,7 +22,7 @@ def load() -> None:
     value = os.environ.get("FOVEA_TORCH", "")
     if value in ("", "0"):
         return
-    words = [word.strip() for word in value.split(",")]
+    words = [word.strip().lower() for word in value.split(",")]
     unknown = [word for word in words if word not in _WORDS + _PACKAGES]
     if unknown:
         raise ValueError(f"FOVEA_TORCH={value}: {unknown[0]!r} is unknown; accepted: {_ACCEPTED}")

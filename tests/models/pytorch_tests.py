@@ -31,7 +31,7 @@ PATIENCE = 60  # seconds for the last test, and for reading the tests
 
 
 def outcomes(path, options, arguments, sample, seconds):
-    """By the test's name: "passed", "failed", "skipped", "late", and the first line of what a failure said. And fovea's counts."""
+    """By the test's name: "passed", "failed", "skipped", "late", and the beginning of what a failure said. And fovea's counts."""
     with tempfile.TemporaryDirectory() as folder:
         report, counts = Path(folder, "report.xml"), Path(folder, "stats.json")
         env = {
@@ -58,7 +58,7 @@ def outcomes(path, options, arguments, sample, seconds):
             skipped = case.find("skipped")
             late = skipped is not None and LATE in (skipped.get("message") or "")
             kind = "failed" if bad is not None else "late" if late else "skipped" if skipped is not None else "passed"
-            said = "" if bad is None else (bad.get("message") or bad.text or "").strip().splitlines()[0][:200]
+            said = "" if bad is None else " ".join((bad.get("message") or bad.text or "").split())[:300]
             found[f"{case.get('classname', '').rsplit('.', 1)[-1]}::{case.get('name')}"] = kind, said
         print(f"{path.name}, {'without fovea' if options is None else f'with enable({options})'}: {len(found)} tests, "
               f"{sum(kind == 'passed' for kind, _ in found.values())} passed, "

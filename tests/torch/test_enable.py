@@ -214,6 +214,34 @@ def test_the_fuzzer_finds_what_is_wrong(monkeypatch):
         attention = _enable.attention
         patch.setattr(_enable, "attention", lambda *tensors, scale, **options: attention(*tensors, **options))
         assert fuzz_sdpa.run("cpu", range(50), show=lambda text: None)[0]
+    case = next(case for seed in range(300) if (case := fuzz_sdpa.Case(seed, "cpu")).dtype == torch.float32 and not case.malformed
+                and case.how == "gradients" and case.learns[0])  # fmt: skip
+    pytorch = fuzz_sdpa.PyTorch("cpu")
+    with enabled(prefer=None):
+        mine = fuzz_sdpa.computed(case)
+    assert fuzz_sdpa.check(case, mine, pytorch) == ("", False, False)
+    mine[1] = mine[1] * (1 + 1e-5)  # once: a matter of chance
+    wrong, _, again = fuzz_sdpa.check(case, mine, pytorch)
+    assert again and not wrong
+    with monkeypatch.context() as patch:  # in every draw
+        patch.setattr(_enable, "attention", lambda q, *more, **options: attention(q + 1e-5 * (q - q.detach()), *more, **options))
+        _enable._fast.switch_off()
+        with enabled(prefer=None):
+            mine = fuzz_sdpa.computed(case)
+        wrong, _, again = fuzz_sdpa.check(case, mine, pytorch)
+        _enable._fast.load()
+    assert again and wrong.startswith("query: error"), wrong
+
+
+def test_a_mask_of_more_dimensions_than_the_scores():
+    """PyTorch adds it in place, and refuses."""
+    q, k, v, mask = torch.randn(7, 8), torch.randn(4, 8), torch.randn(2, 4, 8), torch.randn(1, 7, 4)
+    with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
+        sdpa(q, k, v, mask)
+    enable(prefer=None)
+    with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
+        sdpa(q, k, v, mask)
+    assert stats()["handed_back"] == {_sdpa.MALFORMED: 1}
 
 
 @pytest.mark.parametrize("shape", [(6, 8), (4, 6, 8), (2, 4, 6, 8), (2, 3, 4, 6, 8), (2, 1, 3, 4, 6, 8)], ids=len)

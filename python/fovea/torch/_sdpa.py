@@ -119,7 +119,7 @@ def read(
     if isinstance(scale, float) and not math.isfinite(scale):
         return "a scale that is not finite"
     rank = max(q.dim(), k.dim(), v.dim())
-    if min(q.dim(), k.dim(), v.dim()) < 2 or (mask is not None and not 2 <= mask.dim() <= rank):
+    if min(q.dim(), k.dim(), v.dim()) < 2 or (mask is not None and not 2 <= mask.dim() <= max(q.dim(), k.dim())):
         return MALFORMED
     if q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
         return MALFORMED
