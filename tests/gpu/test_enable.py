@@ -191,3 +191,27 @@ def test_only_the_device_that_is_named(device):
     with enabled("cpu", prefer=None):
         sdpa(q, k, v)
     assert stats()["served"] == 0
+
+
+@pytest.mark.cuda
+def test_distributed_tensors(device, tmp_path):
+    """A mesh of one GPU: the rules, and the placements of results and gradients. tests/torch/test_dtensor.py has several ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    q, k, v = qkv(device)
+    bias = normal(1, 4, 130, 130, device=device)
+    leaves = [q, k, v, bias]
+    want = results(lambda: sdpa(q, k, v, bias), leaves)
+    torch.distributed.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cuda", (1,))
+        placed = [distribute_tensor(x.detach(), mesh, [Shard(1)]).requires_grad_() for x in (q, k, v)]
+        placed.append(distribute_tensor(bias.detach(), mesh, [Replicate()]).requires_grad_())
+        enable(prefer=None)
+        found = results(lambda: sdpa(*placed), placed)
+        assert stats()["served"] == 1 and not stats()["handed_back"]
+        assert [x.placements for x in found[:4]] == [(Shard(1),)] * 4
+        close([x.full_tensor() for x in found], want)
+    finally:
+        torch.distributed.destroy_process_group()
