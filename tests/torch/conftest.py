@@ -27,6 +27,19 @@ def fresh_state():
     torch.set_default_dtype(torch.float32)
 
 
+def restore_flash_impl():
+    """PyTorch's own flash operators again. PyTorch 2.10 can activate an implementation, and has no function that restores its own."""
+    attention = torch.nn.attention
+    if hasattr(attention, "restore_flash_attention_impl"):
+        attention.restore_flash_attention_impl()
+        return
+    registry = attention._registry
+    for handle in registry._FLASH_ATTENTION_HANDLES.values():
+        handle.remove()
+    registry._FLASH_ATTENTION_HANDLES.clear()
+    registry._FLASH_ATTENTION_ACTIVE = None
+
+
 @pytest.fixture
 def python_path():
     """Calls are computed by Python: for tests that look into it."""
