@@ -300,7 +300,7 @@ def test_references(way):
     gc.collect()
     assert len(gc.get_objects()) - objects < 50
     for x, before in zip(held, references):
-        assert abs(sys.getrefcount(x) - before) < 200, x
+        assert abs(sys.getrefcount(x) - before) < 2500, x  # one in ten calls; None's changes by some hundreds with the rest of the process
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 8 << 10  # KB; 100,000 tensors of 1 KB have 100 MB
 
 
@@ -489,7 +489,7 @@ def test_references_of_sdpa(way, request):
     gc.collect()
     assert len(gc.get_objects()) - objects < 50
     for x, before in zip(held, references):
-        assert abs(sys.getrefcount(x) - before) < 200, x
+        assert abs(sys.getrefcount(x) - before) < 2500, x  # one in ten calls; None's changes by some hundreds with the rest of the process
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 4 << 10
 
 
