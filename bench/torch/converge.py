@@ -4,7 +4,7 @@
 compares the losses. In bf16 under autocast, AdamW, bytes of the texts of this repository.
 
     gpt   a GPT of 6 layers: causal, no dropout; fovea through fovea.torch.enable(prefer=None)
-    t5    a T5 of transformers, 4 layers: the learned bias with its gradient, dropout 0.1; attn_implementation="fovea". Dropout's
+    t5    a T5 of transformers, 3 layers: the learned bias with its gradient, dropout 0.1; attn_implementation="fovea". Dropout's
           masks differ, so a second run of "sdpa" with another seed for them shows what that alone changes
 
 examples:
@@ -93,7 +93,7 @@ class Training:
 
             self.source, self.target = (64, 16) if small else (512, 128)
             sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4} if small else {
-                "d_model": 512, "d_kv": 64, "d_ff": 1024, "num_layers": 4, "num_heads": 8}  # fmt: skip
+                "d_model": 512, "d_kv": 64, "d_ff": 1024, "num_layers": 3, "num_heads": 8}  # fmt: skip
             config = transformers.T5Config(**sizes, vocab_size=259, dropout_rate=0.1, decoder_start_token_id=0, use_cache=False)
             self.model = transformers.T5ForConditionalGeneration(config)
         self.model.to(options.device)
@@ -114,7 +114,8 @@ class Training:
             return self.model(input_ids=rows[:, : self.source], labels=rows[:, self.source :].contiguous()).loss
 
     def run(self, steps):
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3 if self.name == "t5" else 6e-4, betas=(0.9, 0.95))
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3 if self.name == "t5" else 6e-4, betas=(0.9, 0.95),
+                                      fused=self.options.device == "cuda")
         warm = max(1, steps // 20)
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda n: min((n + 1) / warm, max(0.1, 1 - 0.9 * (n - warm) / max(1, steps - warm))))
