@@ -136,6 +136,120 @@ def torch_steps():
     return rows
 
 
+MODELS = {
+    "mistral": "Mistral, window 1024, D=128, 16/4 heads", "gpt_oss": "GPT-OSS, sinks, window 128 in every other layer, D=64, 32/4 heads",
+    "gemma2": "Gemma 2, softcap, window 1024 in every other layer, D=256, 8/4 heads",
+    "t5": "T5-base, encoder and decoder, learned bias, dropout 0.1", "bert": "BERT-base, half of the rows padded, dropout 0.1",
+    "llama": "Llama, D=128, 16/4 heads", "vit": "ViT-B",
+}  # fmt: skip
+
+
+def result(name):
+    path = ROOT / f"bench/results/{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def measured(data):
+    """When and where; rows that were measured again later have a date and a commit of their own."""
+    dates = sorted({(row.get("date", data["date"]), row.get("commit", data["commit"])) for row in data["rows"]})
+    return ", ".join(f"{day} at {commit}" for day, commit in dates)
+
+
+def models(short=False):
+    data = result("models")
+    rows = [
+        "A training step of models of transformers (bf16, forward and backward, no optimizer), by `attn_implementation`: median and most memory; "
+        f"{data['device']}, PyTorch {data['torch']}, transformers {data['transformers']}, {measured(data)}; repeat with "
+        "`bench/torch/models.py --size large`.",
+        "",
+        "| model | eager | sdpa | fovea | times the speed of eager | of sdpa |" + ("" if short else " GPU busy, ms: eager / sdpa / fovea |"),
+        "| --- | --- | --- | --- | --- | --- |" + ("" if short else " --- |"),
+    ]
+    for name, title in MODELS.items():
+        by = {row["implementation"]: row for row in data["rows"] if row["model"] == name}
+        if "fovea" not in by:
+            continue
+        ours = by["fovea"]
+        cell = lambda row: "refused" if "ms" not in row else f"{row['ms']:.1f} ms, {row['GiB']:.1f} GiB"  # noqa: E731
+        times = lambda row: f"{row['ms'] / ours['ms']:.2f}" if "ms" in row else ""  # noqa: B023, E731
+        length = {"vit": f"{ours['length']} x {ours['length']} pixels", "t5": f"S={ours['length']} and {ours['length'] // 4}"}.get(name, f"S={ours['length']}")
+        line = (f"| {title}, {ours['layers']} layers, B={ours['batch']}, {length} | {cell(by['eager'])} | {cell(by['sdpa'])} | **{cell(ours)}** | "
+                f"{times(by['eager'])} | {times(by['sdpa'])} |")  # fmt: skip
+        if not short:
+            busy = [by[which].get("busy_ms") for which in ("eager", "sdpa", "fovea")]
+            line += " " + (" / ".join(f"{x:.1f}" if x else "–" for x in busy) if any(busy) else "") + " |"
+        rows.append(line)
+    return rows
+
+
+def jax():
+    data = result("jax")
+    ratios = [row["theirs"] / row["ours"] for row in data["rows"]]
+    names = {"plain": "plain", "causal": "causal", "bias": "a bias, its gradient"}
+    lengths = sorted({row["s"] for row in data["rows"]})
+    rows = [
+        f"`fovea.jax` beside `jax.nn.dot_product_attention(implementation=\"cudnn\")`: bfloat16, {data['tokens']:,} tokens, {data['heads']} heads, ms (cuDNN / fovea: "
+        f"times its speed). {data['device']}, JAX {data['jax']}, {measured(data)}; repeat with `bench/gpu/jax_peers.py`. {len(ratios)} rows: "
+        f"{min(ratios):.2f} to {max(ratios):.2f}, geometric mean {math.exp(sum(map(math.log, ratios)) / len(ratios)):.2f}. The host's time for a small "
+        f"jitted call: {data['host_us']['theirs']:.0f} us, fovea {data['host_us']['ours']:.0f} us.",
+        "",
+        "| | D | | " + " | ".join(f"S={s}" for s in lengths) + " |",
+        "| --- | --- | --- |" + " --- |" * len(lengths),
+    ]
+    for kind in names:
+        for d in sorted({row["d"] for row in data["rows"]}):
+            for training in (True, False):
+                cells = []
+                for s in lengths:
+                    row = next((r for r in data["rows"] if (r["kind"], r["d"], r["training"], r["s"]) == (kind, d, training, s)), None)
+                    cells.append(f"{row['theirs']:.2f} / {row['ours']:.2f}: **{row['theirs'] / row['ours']:.2f}**" if row else "")
+                rows.append(f"| {names[kind]} | {d} | {'forward and backward' if training else 'forward'} | " + " | ".join(cells) + " |")
+    return rows
+
+
+def triangle():
+    data = result("triangle")
+    if data is None:
+        return ["Not measured yet."]
+    rows = [
+        "`triangle_attention` of (1, N, 4, N, 32) in bf16, a bias of (1, 1, 4, N, N) in float32 with its gradient; forward / backward in ms, in brackets the MiB that "
+        f"the backward allocates. {data['device']}, PyTorch {data['torch']}, cuEquivariance {data['cuequivariance']}, {measured(data)}; repeat with "
+        "`bench/torch/triangle.py`.",
+        "",
+        "| N | mask of keys | SDPA, the bias expanded | cuEquivariance | fovea in its place | times the speed of cuEquivariance, forward and backward |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for n, mask in dict.fromkeys((row["n"], row["mask"]) for row in data["rows"]):
+        by = {row["name"]: row for row in data["rows"] if (row["n"], row["mask"]) == (n, mask)}
+        cells, both = [], {}
+        for name in ("sdpa", "cuEquivariance", "fovea"):
+            row = by.get(name, {})
+            if "forward_ms" in row:
+                both[name] = row["forward_ms"] + row["backward_ms"]
+                cells.append(f"{row['forward_ms']:.2f} / {row['backward_ms']:.2f} [{row['backward_mib']}]")
+            else:
+                cells.append("–")
+        ratio = f"{both['cuEquivariance'] / both['fovea']:.2f}" if "cuEquivariance" in both and "fovea" in both else ""
+        rows.append(f"| {n} | {'yes' if mask else 'no'} | {cells[0]} | {cells[1]} | **{cells[2]}** | {ratio} |")
+    return rows
+
+
+def training():
+    data = result("training")
+    if data is None:
+        return ["Not measured yet."]
+    names = {"gpt": "GPT, 6 layers, causal", "t5": "T5, 3 and 3 layers, learned bias, dropout 0.1"}
+    rows = [
+        f"Loss (nats a byte) of two small models, {data['rows'][0]['steps']:,} steps from the same weights on the same batches; {data['device']}, PyTorch {data['torch']}, "
+        f"{measured(data)}; repeat with `bench/torch/converge.py`.",
+        "",
+        f"| model | attention | first step | last {5 * data['point']} steps | held-out text |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    rows += [f"| {names[row['model']]} | {row['run']} | {row['first']:.4f} | {row['last']:.4f} | {row['held_out']:.4f} |" for row in data["rows"]]
+    return rows
+
+
 # ---- the GPU: bench/gpu/run.py ----
 
 PEERS = ["mem-efficient", "FlashAttention-2", "cuDNN", "FlexAttention", "FlashAttention-4", "cuEquivariance"]
@@ -443,6 +557,11 @@ TABLES = {
     "torch_host": torch_host,
     "torch_host_gpu": partial(torch_host, "torch_host_gpu", " --device cuda"),
     "torch_steps": torch_steps,
+    "models": models,
+    "models_short": partial(models, short=True),
+    "jax": jax,
+    "triangle": triangle,
+    "training": training,
     "gpu_dense": gpu_dense,
     "gpu_short": gpu_short,
     "gpu_features": gpu_features,
