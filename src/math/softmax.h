@@ -65,13 +65,7 @@ constexpr T weight_base_2(T score, T unit, T reference_in_base_2) {
 // Where a reference (in base 2) is larger, weights are made by the next forms.
 inline constexpr float kLargestFusedReference = 1024;
 
-// weight() for any score: subtracted before it is scaled.
-template <class T>
-constexpr T weight_base_2_of_difference(T score, T reference, T unit) {
-  return exp2((score - reference) * unit);
-}
-
-// lift: the weight is multiplied by 2^lift.
+// weight() times 2^lift for any score: subtracted before it is scaled.
 template <class T>
 constexpr T weight_base_2_of_difference(T score, T reference, T unit, T lift) {
   return exp2((score - reference) * unit + lift);

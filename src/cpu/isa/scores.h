@@ -210,9 +210,8 @@ T score_row(const math::Score<T>& score, const RowTerms<T>& terms, i64 cols, T* 
 // logsumexp to the last bit.
 template <class T, class Weight>
 Simd<T> weigh_row(T reference, const u8* keep, i64 cols, const T* row, Weight* to, Simd<T> sum) {
-  const Simd<T> unit(ExpConstants<T>::kLog2e);
   for (i64 c = 0; c < cols; c += lanes<T>()) {
-    Simd<T> p = math::weight_base_2_of_difference(Simd<T>::load(row + c), Simd<T>(reference), unit);
+    Simd<T> p = exp_of_negative(Simd<T>::load(row + c) - Simd<T>(reference));
     sum = sum + p;
     if (keep != nullptr) {
       p = select(bits_at<T>(keep, c), p, Simd<T>(T(0)));

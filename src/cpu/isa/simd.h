@@ -5,8 +5,8 @@
 // vector alike. A thin coat over Google Highway, which is used header-only and by static dispatch.
 //
 // exp: x = n ln 2 + r with |r| <= ln 2 / 2, e^r - 1 by a polynomial, 2^n put into the exponent's bits. Within 2 ulp;
-// exp(-inf) = 0, NaN stays, results below the normal range are 0, and nothing touches the control register. exp2 is for
-// weights, which are never above 1: x = n + r with |r| <= 1/2, 2^r by a polynomial, a quarter fewer instructions.
+// exp(-inf) = 0, NaN stays, results below the normal range are 0, and nothing touches the control register.
+// exp_of_negative is for weights, which are never above 1, with a quarter fewer instructions.
 #pragma once
 
 // Where there are no vector instructions to count on, Highway emulates vectors of 128 bits in plain C++, which it
@@ -144,7 +144,7 @@ struct ExpConstants<float> {
   static constexpr int kTerms = 5;
   static constexpr float kSeries[kTerms] = {0.5f, 0.1666657031f, 0.04166654497f, 0.008364380337f, 0.001392768463f};
   // 2^r: the relative error is 2e-9 at most.
-  static constexpr float kLowestPower = -126.0f;
+  static constexpr float kLowestPower = -87.33f;  // a little above the normal range's end
   static constexpr float kRoundAndBias = kRound + 127.0f;
   static constexpr int kPowerTerms = 7;
   static constexpr float kPowerSeries[kPowerTerms] = {1.0f,         0.6931472029f,   0.2402264791f,   0.05550332471f,
@@ -168,7 +168,7 @@ struct ExpConstants<double> {
                                              1.0 / 720,       1.0 / 5040,       1.0 / 40320.0,     1.0 / 362880.0,
                                              1.0 / 3628800.0, 1.0 / 39916800.0, 1.0 / 479001600.0, 1.0 / 6227020800.0};
   // Taylor's: (ln 2)^k / k!.
-  static constexpr double kLowestPower = -1022.0;
+  static constexpr double kLowestPower = -708.39;
   static constexpr double kRoundAndBias = kRound + 1023.0;
   static constexpr int kPowerTerms = 14;
   static constexpr double kPowerSeries[kPowerTerms] = {1.0,
@@ -220,12 +220,14 @@ HWY_INLINE Simd<T> exp(Simd<T> x) {
   return fma(parts.rest, Simd<T>(T(2)), Simd<T>(T(2))) * parts.half_power;
 }
 
-// 2^x for x < 128 (fp64: 1024).
+// e^x for x <= 0: x log2(e) = n + r with |r| <= 1/2, of which only r is rounded, and 2^r by a polynomial. log2(e) is
+// rounded, for which the result is off by a quarter of a unit in the last place for each unit of x.
 template <class T>
-HWY_INLINE Simd<T> exp2(Simd<T> x) {
+HWY_INLINE Simd<T> exp_of_negative(Simd<T> x) {
   using C = ExpConstants<T>;
-  const Simd<T> shifted = x + Simd<T>(C::kRoundAndBias);  // n and the exponent's bias in the low bits
-  const Simd<T> r = x - (shifted - Simd<T>(C::kRoundAndBias));
+  const Simd<T> shifted = fma(x, Simd<T>(C::kLog2e), Simd<T>(C::kRoundAndBias));  // n and the exponent's bias: low bits
+  const Simd<T> n = shifted - Simd<T>(C::kRoundAndBias);
+  const Simd<T> r = fma(x, Simd<T>(C::kLog2e), -n);
   Simd<T> series(C::kPowerSeries[C::kPowerTerms - 1]);
   for (int k = C::kPowerTerms - 2; k >= 0; --k) {
     series = fma(series, r, Simd<T>(C::kPowerSeries[k]));
