@@ -15,6 +15,7 @@
 
 #include "check/naive.h"
 #include "core/element.h"
+#include "cpu/cpu.h"
 #include "reference/reference.h"
 
 namespace fovea::check {
@@ -201,6 +202,8 @@ Outcome Trial::test(const std::string& backend) const {
 
 Outcome Trial::test(const Run& run) const {
   Outcome outcome;
+  const bool unit = arithmetic_ == Arithmetic::kCpu && cpu::has_matrix_unit(case_.problem.type);
+  const Arithmetic arithmetic = unit ? Arithmetic::kCpuWithMatrixUnit : arithmetic_;
   try {
     for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
       if (direction == Direction::kBackward) {
@@ -216,7 +219,7 @@ Outcome Trial::test(const Run& run) const {
         for (const Wide& draw : naive_) {
           naive.push_back(&draw.at(tensor));
         }
-        outcome.deviations.push_back(compare(*tensor, reference_.at(tensor), naive, arithmetic_));
+        outcome.deviations.push_back(compare(*tensor, reference_.at(tensor), naive, arithmetic));
       }
     }
   } catch (const Error& error) {

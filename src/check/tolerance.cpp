@@ -109,7 +109,7 @@ Deviation compare(const Tensor& actual, const Values64& reference, const std::ve
     ++count;
   }
   Precision precision = precision_of(type);
-  if (arithmetic == Arithmetic::kGpu && type != DType::kFp16) {
+  if (type != DType::kFp16 && arithmetic != Arithmetic::kCpu) {
     precision.least = kFlushed;
   }
   const double naive_sum = *std::max_element(naive_sums.begin(), naive_sums.end());

@@ -11,6 +11,8 @@
 // On a GPU two things differ. Its exponentials and tensor cores flush denormal fp32 numbers to zero, so an error of
 // kFlushed is always allowed (fp16 has a larger one already). And the naive evaluation has the errors of tensor cores
 // and of tanh by exp2 (naive.h). These are pseudo-random, so the worst of kDraws evaluations counts.
+//
+// A CPU's matrix unit takes denormal operands for 0, so there kFlushed is allowed as well.
 #pragma once
 
 #include <string>
@@ -20,7 +22,7 @@
 
 namespace fovea::check {
 
-enum class Arithmetic { kCpu, kGpu };
+enum class Arithmetic { kCpu, kCpuWithMatrixUnit, kGpu };
 
 // Of naive evaluations.
 constexpr int draws(Arithmetic arithmetic) { return arithmetic == Arithmetic::kGpu ? 3 : 1; }

@@ -42,6 +42,9 @@ struct Isa {
 };
 std::vector<Isa> instruction_sets();
 
+// Whether this type is multiplied by a matrix unit, which takes denormal numbers for 0.
+bool has_matrix_unit(DType type);
+
 // Why no call can be computed: FOVEA_CPU_ISA names an instruction set that was not built or that this machine lacks; ""
 // if calls can be computed.
 std::string unavailable();

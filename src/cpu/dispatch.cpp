@@ -32,7 +32,8 @@ Built vectors(const char* name, const Kernels (&tables)[2], bool available, cons
 #if FOVEA_X86
 // A matrix unit for bf16, and AVX-512 for everything else.
 Built amx_with(const char* name, const Kernels& bf16, bool available) {
-  return {name, &avx512::kernels[0], &avx512::kernels[1], &bf16, available, "AMX's tiles of bf16 and AVX-512"};
+  return {name,  &avx512::kernels[0], &avx512::kernels[1],
+          &bf16, available,           "AMX's tiles of bf16, AVX-512 and AVX512-BF16"};
 }
 #endif
 
@@ -77,6 +78,11 @@ const Built& chosen() {
 }  // namespace
 
 const Kernels& kernels_for(DType type) { return chosen()[type]; }
+
+bool has_matrix_unit(DType type) {
+  const Built& built = chosen();
+  return &built[type] != built.fp32 && &built[type] != built.fp64;
+}
 
 std::string unavailable() {
   try {

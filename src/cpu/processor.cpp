@@ -14,6 +14,7 @@ constexpr std::uint64_t kSavesYmm = 0b110;        // XMM, and the upper halves o
 constexpr std::uint64_t kSavesZmm = 0b1110'0110;  // those, mask registers, the upper halves of ZMM, ZMM16 to ZMM31
 
 constexpr std::uint64_t kSavesTiles = 0b110'0000'0000'0000'0000;  // AMX's configuration and data
+constexpr std::uint32_t kAvx512Bf16 = std::uint32_t{1} << 5;
 constexpr std::uint32_t kAmxBf16 = std::uint32_t{1} << 22;
 constexpr std::uint32_t kAmxTile = std::uint32_t{1} << 24;
 
@@ -44,6 +45,9 @@ Cpuid Cpuid::of_this_machine() {
     cpuid.leaf7_ebx = ebx;
     cpuid.leaf7_edx = edx;
   }
+  if (__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0) {
+    cpuid.leaf7_1_eax = eax;
+  }
   if ((cpuid.leaf1_ecx & bit_OSXSAVE) != 0) {  // else the instruction does not exist
     cpuid.xcr0 = read_xcr0();
   }
@@ -62,7 +66,8 @@ bool Cpuid::avx512() const {
 }
 
 bool Cpuid::amx() const {
-  return avx512() && all_of<std::uint64_t>(xcr0, kSavesTiles) && all_of<std::uint32_t>(leaf7_edx, kAmxTile | kAmxBf16);
+  return avx512() && all_of<std::uint64_t>(xcr0, kSavesTiles) && all_of<std::uint32_t>(leaf7_1_eax, kAvx512Bf16) &&
+         all_of<std::uint32_t>(leaf7_edx, kAmxTile | kAmxBf16);
 }
 
 bool ask_for_amx() {

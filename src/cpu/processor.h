@@ -14,6 +14,7 @@ struct Cpuid {
   std::uint32_t leaf1_ecx = 0;
   std::uint32_t leaf7_ebx = 0;
   std::uint32_t leaf7_edx = 0;
+  std::uint32_t leaf7_1_eax = 0;
   std::uint64_t xcr0 = 0;  // which registers the operating system saves; 0 without OSXSAVE
 
   static Cpuid of_this_machine();

@@ -27,7 +27,7 @@ const std::vector<int> kLeaf1 = {1, 12, 25, 27, 28, 29};   // PCLMULQDQ, FMA, AE
 const std::vector<int> kLeaf7 = {3, 5, 8};                 // BMI, AVX2, BMI2
 const std::vector<int> kLeaf7Wide = {16, 17, 28, 30, 31};  // AVX-512 F, DQ, CD, BW, VL
 const std::vector<int> kLeaf7Tiles = {22, 24};             // of edx: AMX-BF16, AMX-TILE
-Cpuid everything() { return {~std::uint32_t{0}, ~std::uint32_t{0}, ~std::uint32_t{0}, 0x600ff}; }
+Cpuid everything() { return {~std::uint32_t{0}, ~std::uint32_t{0}, ~std::uint32_t{0}, ~std::uint32_t{0}, 0x600ff}; }
 
 TEST(Processor, EachFeatureIsNeeded) {
   EXPECT_TRUE(everything().avx2());
@@ -67,6 +67,10 @@ TEST(Processor, EachFeatureIsNeeded) {
     EXPECT_FALSE(without.amx()) << "leaf 7, edx, bit " << n;
     least.leaf7_edx |= bit(n);
   }
+  Cpuid without = everything();
+  without.leaf7_1_eax &= ~bit(5);
+  EXPECT_FALSE(without.amx()) << "AVX512-BF16";
+  least.leaf7_1_eax = bit(5);
   EXPECT_FALSE(least.amx()) << "tiles are not saved";
   least.xcr0 = 0x600e7;
   EXPECT_TRUE(least.amx()) << "nothing else is needed";
@@ -111,7 +115,7 @@ TEST(Processor, AgreesWithLinux) {
   };
   const bool avx2 = all({"avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "pclmulqdq", "aes"});
   const bool avx512 = avx2 && all({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"});
-  const bool amx = avx512 && all({"amx_tile", "amx_bf16"});
+  const bool amx = avx512 && all({"avx512_bf16", "amx_tile", "amx_bf16"});
   const Cpuid cpuid = Cpuid::of_this_machine();
   EXPECT_EQ(cpuid.avx2(), avx2);
   EXPECT_EQ(cpuid.avx512(), avx512);

@@ -219,19 +219,16 @@ struct UnitBackward {
       fill(p + r * ld_s, cols, 0.0f);
       fill(ds + r * ld_s, needs_ds ? cols : 0, 0.0f);
     }
-    const U32 d;
     for (i64 r = 0; r < kStrip; r += 2) {
       const i64 line = (at + r) / 2 * ld_s;
       for (i64 c = 0; c < cols; c += lanes<float>()) {
         const float* from = p + r * ld_s + c;
-        hn::StoreU(round_pair(Simd<float>::load(from), Simd<float>::load(from + ld_s)).pairs, d, p_pairs + line + c);
+        round_pair(Simd<float>::load(from), Simd<float>::load(from + ld_s), p_pairs + line + c, nullptr, 0);
       }
       for (i64 c = 0; needs_ds && c < cols; c += lanes<float>()) {
         const float* from = ds + r * ld_s + c;
-        const RoundedPair rounded = round_pair(Simd<float>::load(from), Simd<float>::load(from + ld_s));
-        hn::StoreU(rounded.pairs, d, ds_pairs + line + c);
-        hn::StoreU(rounded.first, U16(), ds_rows + (at + r) * ld_s + c);
-        hn::StoreU(rounded.second, U16(), ds_rows + (at + r + 1) * ld_s + c);
+        round_pair(Simd<float>::load(from), Simd<float>::load(from + ld_s), ds_pairs + line + c,
+                   ds_rows + (at + r) * ld_s + c, ld_s);
       }
     }
   }

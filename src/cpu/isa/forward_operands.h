@@ -100,10 +100,22 @@ struct UnitForward {
     const i64 width = padded<float>(options.head_dim_v);
     for (i64 n = 0; n < keys; n += kUnitDepth) {
       const i64 some = math::min(kUnitDepth, keys - n);
-      copy_rows(task.k, key + n, some, options.head_dim, rows, 2 * ld_q, padded_dim(options), kUnitDepth);
-      transpose_words(rows, ld_q, kUnitDepth, padded_dim(options) / 2, k + n, ld_s);
-      copy_rows(task.v, key + n, some, options.head_dim_v, rows, 2 * ld_v, width, kUnitDepth);
-      pair_rows(rows, 2 * ld_v, kUnitDepth, width, v + n / 2 * ld_v, ld_v);
+      for (i64 next = n + some; next < math::min(n + some + kUnitDepth, keys); ++next) {
+        prefetch_row(task.k, key + next, 0, options.head_dim);
+        prefetch_row(task.v, key + next, 0, options.head_dim_v);
+      }
+      if (const u16* in_place = rows_in_place(task.k, key + n, some, options.head_dim)) {
+        transpose_words(in_place, task.k.row / 2, kUnitDepth, padded_dim(options) / 2, k + n, ld_s);
+      } else {
+        copy_rows(task.k, key + n, some, options.head_dim, rows, 2 * ld_q, padded_dim(options), kUnitDepth);
+        transpose_words(rows, ld_q, kUnitDepth, padded_dim(options) / 2, k + n, ld_s);
+      }
+      if (const u16* in_place = rows_in_place(task.v, key + n, some, options.head_dim_v)) {
+        pair_rows(in_place, task.v.row, kUnitDepth, width, v + n / 2 * ld_v, ld_v);
+      } else {
+        copy_rows(task.v, key + n, some, options.head_dim_v, rows, 2 * ld_v, width, kUnitDepth);
+        pair_rows(rows, 2 * ld_v, kUnitDepth, width, v + n / 2 * ld_v, ld_v);
+      }
     }
   }
 

@@ -197,16 +197,27 @@ inline void unit_product(MatrixUnit& unit, i64 rows, i64 cols, i64 depth, Bf16Ro
 
 // ---- bf16 ----
 
-// Two rows of fp32 to bf16: as pairs, and each as a row.
-struct RoundedPair {
-  hn::Vec<U32> pairs;
-  hn::Vec<U16> first, second;
-};
-
-HWY_INLINE RoundedPair round_pair(Simd<float> first, Simd<float> second) {
+// Two rows of fp32 to bf16: as pairs and, if `rows` is not NULL, each as a row, the second one `ld` behind the first.
+HWY_INLINE void round_pair(Simd<float> first, Simd<float> second, u32* pairs, u16* rows, i64 ld) {
+#ifdef __AVX512BF16__
+  const auto both = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second.raw.raw, first.raw.raw));
+  alignas(64) static constexpr u16 kInterleaved[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                       8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  _mm512_storeu_si512(pairs, _mm512_permutexvar_epi16(_mm512_load_si512(kInterleaved), both));
+  if (rows != nullptr) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(rows), _mm512_castsi512_si256(both));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(rows + ld), _mm512_extracti64x4_epi64(both, 1));
+  }
+#else
+  const U32 d;
   const auto low = float_to_bfloat16(first.raw);
   const auto high = float_to_bfloat16(second.raw);
-  return {hn::Or(low, hn::ShiftLeft<16>(high)), hn::TruncateTo(U16(), low), hn::TruncateTo(U16(), high)};
+  hn::StoreU(hn::Or(low, hn::ShiftLeft<16>(high)), d, pairs);
+  if (rows != nullptr) {
+    hn::StoreU(hn::TruncateTo(U16(), low), U16(), rows);
+    hn::StoreU(hn::TruncateTo(U16(), high), U16(), rows + ld);
+  }
+#endif
 }
 
 // Rows of 16-bit numbers, copied, with zeros to the right up to `width` and below up to `height`.
@@ -229,6 +240,13 @@ inline void copy_rows(const Matrix& m, i64 row, i64 rows, i64 cols, u16* to, i64
   for (i64 r = rows; r < height; ++r) {
     fill(to + r * ld, width, u16(0));
   }
+}
+
+// Where whole rows of bf16 can be read as they are: no padding, words of 32 bits.
+HWY_INLINE const u16* rows_in_place(const Matrix& m, i64 row, i64 rows, i64 cols) {
+  return m.col == 1 && rows == kUnitDepth && cols % kUnitDepth == 0 && m.row % 2 == 0
+             ? reinterpret_cast<const u16*>(address(m, row, 0))
+             : nullptr;
 }
 
 // Pairs of rows; `rows` is even, `cols` a multiple of 16.
