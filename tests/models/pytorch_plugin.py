@@ -21,11 +21,10 @@ def pytest_addoption(parser):
     parser.addoption("--fovea-enable", type=json.loads, help="arguments of enable() as JSON, or null")
     parser.addoption("--fovea-counts", help="the file for the counts")
     parser.addoption("--fovea-sample", type=int, help="of each test every N-th combination of its parameters")
-    parser.addoption("--fovea-seconds", type=float, help="tests that have not begun by then are skipped")
+    parser.addoption("--fovea-seconds", type=float, help="tests that have not begun so long after they were collected are skipped")
 
 
 def pytest_configure(config):
-    config.fovea_end = time.monotonic() + config.getoption("--fovea-seconds")
     options = config.getoption("--fovea-enable")
     if options is None:
         return
@@ -42,6 +41,7 @@ def pytest_collection_modifyitems(config, items):
     functions = {}
     for item in items:
         functions.setdefault(getattr(item, "originalname", item.name).split("_batch_size")[0], []).append(item)
+    config.fovea_end = time.monotonic() + config.getoption("--fovea-seconds")
     items[:] = [item for found in functions.values() for item in found[:: config.getoption("--fovea-sample")]]
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 LATE = "no time left"  # of the plugin
-PATIENCE = 60  # seconds for the last test, and for reading the tests
+PATIENCE = 120  # seconds for reading the tests, and for the last one
 
 
 def outcomes(path, options, arguments, sample, seconds):
@@ -76,7 +76,7 @@ def main():
     parser.add_argument("--only-operators", action="store_true", help="the operators alone: scaled_dot_product_attention chooses among them")
     parser.add_argument("--sample", type=int, default=1, help="of each test every N-th combination of its parameters")
     parser.add_argument("-k", help="pytest's: only tests whose names match")
-    parser.add_argument("--seconds", type=int, default=7200, help="tests that have not begun by then are left out (7200)")
+    parser.add_argument("--seconds", type=int, default=7200, help="tests that have not begun so long after they were collected are left out (7200)")
     given = parser.parse_args()
     explained = json.loads((HERE / "pytorch_differences.json").read_text())
     arguments = ["-k", given.k] if given.k else []
