@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// mask_edge: what lies outside of the band, or past the end of the sequence, for a fragment of S or of S transposed.
+// What lies outside of the band, or past the end of the sequence.
+//
+//   hide_outside   of a row of a fragment, what is outside of an interval
+//   mask_edge      for a fragment of S or of S transposed
 #ifndef FOVEA_CUDA_DEVICE_SCORE_MASK_EDGE_CUH
 #define FOVEA_CUDA_DEVICE_SCORE_MASK_EDGE_CUH
 
@@ -8,6 +11,21 @@
 #include "math/band.h"
 
 namespace fovea::cuda {
+
+// In row x (0 or 1) of a fragment, numbers outside of [begin, end) become `value`: of this thread's, whose first is
+// number 0. kBegin, kEnd: which ends there are.
+template <bool kBegin, bool kEnd, int kColumns>
+__device__ __forceinline__ void hide_outside(float (&s)[kColumns][4], int x, int begin, int end, float value) {
+#pragma unroll
+  for (int j = 0; j < kColumns; ++j) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      if ((kEnd && j * 8 + e >= end) || (kBegin && j * 8 + e < begin)) {
+        s[j][2 * x + e] = value;
+      }
+    }
+  }
+}
 
 // -inf for keys outside of the band and past the end of the sequence. Only where a tile is not inside of both.
 template <auto S, bool kTransposed, int kTiles, int kColumns>
@@ -28,13 +46,7 @@ __device__ __forceinline__ void mask_edge(float (&s)[kTiles][kColumns][4], const
       }
       const int begin = in.begin - first;
       const int end = in.end - first;
-      for (int j = 0; j < kColumns; ++j) {
-        for (int e = 0; e < 2; ++e) {
-          if ((!(kTransposed && !S.banded) && j * 8 + e >= end) || ((kTransposed || S.banded) && j * 8 + e < begin)) {
-            s[i][j][2 * x + e] = -kInfinity;
-          }
-        }
-      }
+      hide_outside<kTransposed || S.banded, !kTransposed || S.banded>(s[i], x, begin, end, -kInfinity);
     }
   }
 }

@@ -11,6 +11,7 @@
 #define FOVEA_CUDA_DEVICE_SCORE_SM90_BACKWARD_SCORES_CUH
 
 #include "cuda/device/score/dropout.cuh"
+#include "cuda/device/score/mask_edge.cuh"
 #include "cuda/device/score/sm90_backward_gradients.cuh"
 #include "cuda/device/score/sm90_backward_inputs.cuh"
 #include "cuda/device/score/sm90_scores.cuh"
@@ -216,15 +217,7 @@ struct Sm90BackwardScores : Sm90BackwardGradients<S> {
       }
       const int begin = hidden ? 1 << 30 : in.begin - query - 2 * t;
       const int end = in.end - query - 2 * t;
-#pragma unroll
-      for (int n = 0; n < M / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          if (8 * n + e < begin || ((kMaskQueries<S> || S.left_edge) && 8 * n + e >= end)) {
-            s[4 * n + 2 * r + e] = 0;
-          }
-        }
-      }
+      hide_outside<true, kMaskQueries<S> || S.left_edge>(fragment_of(s), r, begin, end, 0);
     }
   }
 
