@@ -69,6 +69,18 @@ def custom_op():
     return op
 
 
+class Nothing(torch.autograd.Function):
+    """Computes nothing: what autograd takes of a call and its backward."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        return q.view_as(q)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, grad, grad
+
+
 def arguments_of(q, k, v):
     return (q, k, v, *[None] * 11, 0, 0, None, False, -1, -1, None, 0.0, 0.0, "fovea", 0, 0, 0, "bhsd", 0, None)
 
@@ -106,6 +118,7 @@ def rows(device):
         "the same, through enable()": (*of(sdpa), through_enable),
         "the same, tensors by their methods": (*of(attention), lambda: fast("methods")),
         "the same, in Python": (*of(attention), lambda: fast("0")),
+        "a torch.autograd.Function that computes nothing": (None, of(Nothing.apply)[1], contextlib.nullcontext),
     }
     if device == "cpu":
         array = [x.transpose(1, 2).contiguous().numpy() for x in plain]

@@ -303,6 +303,16 @@ def handed_back(group):
             fovea.torch._enable._composite = composite
         assert fovea.torch.stats()["handed_back"] == {reason: 1} and len(seen) == 1, fovea.torch.stats()
     fovea.torch.reset_stats()
+    dispatcher = DTensor._op_dispatcher
+    before, ring = dispatcher._custom_op_handlers, torch.ops.aten._scaled_dot_product_flash_attention.default
+    dispatcher._custom_op_handlers = {**before, ring: None}  # as PyTorch's context_parallel does
+    try:
+        with fovea.torch.enabled(prefer=None), contextlib.suppress(NotImplementedError):
+            sdpa(*placed(2), enable_gqa=True)
+    finally:
+        dispatcher._custom_op_handlers = before
+    assert fovea.torch.stats()["handed_back"] == {"DTensors within PyTorch's context parallelism": 1}
+    fovea.torch.reset_stats()
     with fovea.torch.enabled(prefer="fastest"):  # every rank asks about the largest part
         fovea.torch._enable._fastest.slower, slower = lambda *a: True, fovea.torch._enable._fastest.slower
         try:
