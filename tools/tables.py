@@ -208,9 +208,10 @@ def jax():
 
 
 def triangle():
+    """From the rows of bench/gpu/run.py until bench/torch/triangle.py, which goes through the stand-in, was run."""
     data = result("triangle")
     if data is None:
-        return ["Not measured yet."]
+        return triangle_of_gpu_rows()
     rows = [
         "`triangle_attention` of (1, N, 4, N, 32) in bf16, a bias of (1, 1, 4, N, N) in float32 with its gradient; forward / backward in ms, in brackets the MiB that "
         f"the backward allocates. {data['device']}, PyTorch {data['torch']}, cuEquivariance {data['cuequivariance']}, {measured(data)}; repeat with "
@@ -232,6 +233,23 @@ def triangle():
         ratio = f"{both['cuEquivariance'] / both['fovea']:.2f}" if "cuEquivariance" in both and "fovea" in both else ""
         rows.append(f"| {n} | {'yes' if mask else 'no'} | {cells[0]} | {cells[1]} | **{cells[2]}** | {ratio} |")
     return rows
+
+
+def triangle_of_gpu_rows():
+    data, rows = gpu_rows("features")
+    rows = [row for row in rows if row["name"].startswith("triangle") and gpu_cell(row, "cuEquivariance")]
+    table = [
+        gpu_head(data, rows) + " `fovea.torch.attention`, which the integration calls, beside cuEquivariance's kernels: bf16, a bias with its gradient, TFLOP/s, "
+        "forward / backward. `bench/torch/triangle.py` measures both through `triangle_attention`, with and without a mask; it was not run yet.",
+        "",
+        "| | fovea | cuEquivariance | times its speed, forward and backward together |",
+        "| --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        both = {name: sum(row["results"][name][way] for way in WAYS) for name in ("ours", "cuEquivariance")}
+        table.append(f"| {row['name'].removeprefix('triangle ')} | **{gpu_cell(row, 'ours')}** | {gpu_cell(row, 'cuEquivariance')} | "
+                     f"{both['cuEquivariance'] / both['ours']:.2f} |")  # fmt: skip
+    return table
 
 
 def training():

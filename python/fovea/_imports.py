@@ -7,7 +7,6 @@ import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
-from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import Optional
 
@@ -20,17 +19,23 @@ class _Watcher(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Optional[Sequence[str]], target: Optional[ModuleType] = None
     ) -> Optional[importlib.machinery.ModuleSpec]:
-        if fullname != self.module:
+        if fullname != self.module or self not in sys.meta_path:
             return None
-        spec = PathFinder.find_spec(fullname, path, target)
+        # Whoever else watches the module comes after this one. The watch ends when it is imported: many programs only look for it.
+        spec = None
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                break
         if spec is None or spec.loader is None:
             return None
-        sys.meta_path.remove(self)
         execute = spec.loader.exec_module
 
         def execute_and_then(module: ModuleType) -> None:
             execute(module)
-            self.then()
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self.then()
 
         spec.loader.exec_module = execute_and_then  # type: ignore[method-assign]
         return spec

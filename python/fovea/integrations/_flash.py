@@ -10,12 +10,13 @@ from typing import Any, NoReturn, Optional, Union
 import torch
 from torch import Tensor
 
+from ..torch import _operators as _torch_operators
 from ..torch import attention, attention_qkv
 from . import _counts
 
 Window = tuple[Optional[int], Optional[int]]
 
-_operators: Any = torch.ops.fovea
+_operators: Any = _torch_operators.operators
 
 
 def refuse(function: str, argument: str, why: str, accepted: str) -> NoReturn:
@@ -77,6 +78,11 @@ def compute_qkv(integration: str, qkv: Tensor, **options: Any) -> Any:
     """(..., 3, H, D): its gradient is written as one tensor."""
     _counts.count(integration)
     return attention_qkv(qkv, -3, **mapped(qkv, **options))
+
+
+def new_seed(q: Tensor) -> Any:
+    """One random number of the device's generator."""
+    return _operators.seed([q])
 
 
 def append(cache: Tensor, new: Tensor, lengths: Tensor, rows: Optional[Tensor]) -> None:

@@ -305,7 +305,7 @@ def _new_seed(dropout_p: float, q: Tensor) -> Tensor:
     """In the place of flash_attn's rng_state, (2,): the seed, and a number that nothing reads."""
     state = torch.zeros(2, dtype=torch.int64, device=q.device)
     if dropout_p != 0:
-        state[0] = torch.ops.fovea.seed([q])
+        state[0] = _flash.new_seed(q)
     return state
 
 

@@ -31,7 +31,7 @@ from torch.autograd import forward_ad
 
 from .. import _abi
 from .._library import lib, text, version
-from . import _ahead, _call, _dtensor, _fast, _fastest, _sdpa
+from . import _ahead, _call, _dtensor, _fast, _fastest, _operators, _sdpa
 from ._attention import attention
 from .aten import _owners
 from .aten._register import OPERATORS
@@ -39,7 +39,7 @@ from .aten._register import OPERATORS
 Device = Literal["cuda", "cpu"]
 Prefer = Literal["fastest"]
 
-SAVE_IN_CHECKPOINTS = (torch.ops.fovea.attention.default,)
+SAVE_IN_CHECKPOINTS = (_operators.attention,)
 """The operators whose results a policy of selective checkpointing should keep, as it keeps those of PyTorch's own."""
 
 _DEVICES = ("cuda", "cpu")

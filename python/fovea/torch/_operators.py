@@ -43,7 +43,10 @@ _SIX = operator.itemgetter(*_INDEX)
 _NO_GRADS = (None,) * len(Arguments._fields)
 
 _registry: Any = torch.library  # PyTorch types these functions in part, and otherwise in each version
-library = _registry.Library("fovea", "DEF")
+# A copy of the package within another one has operators of its own, so that two versions may be in one process.
+_PACKAGE = __name__.rpartition(".torch.")[0]
+NAMESPACE = _PACKAGE.replace(".", "_")
+library = _registry.Library(NAMESPACE, "DEF")
 library.define(
     f"attention({_ARGUMENTS}) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
@@ -57,9 +60,10 @@ library.define(
     "seed(Tensor[] of) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded),
 )
-attention = torch.ops.fovea.attention.default
-attention_backward = torch.ops.fovea.attention_backward.default
-seed = torch.ops.fovea.seed.default
+operators: Any = getattr(torch.ops, NAMESPACE)
+attention = operators.attention.default
+attention_backward = operators.attention_backward.default
+seed = operators.seed.default
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 
@@ -116,7 +120,7 @@ def _fake_seed(of: Sequence[Tensor]) -> Tensor:
 
 
 for _name, _fake in (("attention", _fake_attention), ("attention_backward", _fake_backward), ("seed", _fake_seed)):
-    _registry.register_fake(f"fovea::{_name}", _fake, lib=library)
+    _registry.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=library)
 
 
 # ---- autograd ----
@@ -363,13 +367,13 @@ def _pairs(a: Arguments) -> int:
     return heads * int((cu_seqlens_q.diff() * cu_seqlens_k.diff()).sum())
 
 
-@register_flop_formula(torch.ops.fovea.attention, get_raw=True)
+@register_flop_formula(operators.attention, get_raw=True)
 def _(*arguments: Any, out_val: Any) -> int:
     a = Arguments(*_call.known(arguments))
     return 2 * _pairs(a) * (a.q.shape[-1] + a.v.shape[-1])
 
 
-@register_flop_formula(torch.ops.fovea.attention_backward, get_raw=True)
+@register_flop_formula(operators.attention_backward, get_raw=True)
 def _(
     grad_out: Tensor, grad_lse: Optional[Tensor], out: Tensor, lse: Tensor, need: Sequence[bool], *arguments: Any,
     out_val: Any,

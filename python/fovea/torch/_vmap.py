@@ -114,4 +114,4 @@ def _seed(info: Any, in_dims: tuple[Any, ...], of: Sequence[Tensor]) -> tuple[An
 
 
 for _name, _rule in (("attention", _attention), ("attention_backward", _backward), ("seed", _seed)):
-    _registry.register_vmap(f"fovea::{_name}", _rule, lib=_operators.library)
+    _registry.register_vmap(f"{_operators.NAMESPACE}::{_name}", _rule, lib=_operators.library)

@@ -48,12 +48,12 @@ def operator(
         for device in ("CPU", "CUDA"):
             library.impl(name, compute, device)
         registry: Any = torch.library
-        registry.register_fake(f"fovea::{name}", fake, lib=library)
-        found = Operator(name, compute, getattr(torch.ops.fovea, name).default, inspect.signature(compute))
+        registry.register_fake(f"{_operators.NAMESPACE}::{name}", fake, lib=library)
+        found = Operator(name, compute, getattr(_operators.operators, name).default, inspect.signature(compute))
         OPERATORS[name] = found
         formula = flop_registry.get(getattr(torch.ops.aten, name, None))
         if formula is not None:
-            flop_registry[getattr(torch.ops.fovea, name)] = formula
+            flop_registry[getattr(_operators.operators, name)] = formula
         if backward is not None and saved is not None:
             library.impl(name, _differentiable(found, backward, saved), "Autograd")
         return compute
