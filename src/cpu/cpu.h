@@ -15,7 +15,7 @@ namespace fovea::cpu {
 // What one call will use: the instruction set, the number of threads, the workspace. A pure function of the
 // problem, the machine, FOVEA_CPU_ISA and set_num_threads().
 struct Plan {
-  std::string isa;  // "avx512", "avx2", "portable", ...
+  std::string isa;  // "amx", "avx512", "avx2", "portable"
   int threads = 1;
   std::size_t workspace = 0;
   std::string summary;  // a line for explain(): instruction set, threads, tiles

@@ -41,8 +41,8 @@ std::vector<Built> find_built() {
   std::vector<Built> all;
 #if FOVEA_X86
   const Cpuid processor = Cpuid::of_this_machine();
-  all.push_back(vectors("avx512", avx512::kernels, processor.avx512(), "AVX-512 F, BW, CD, DQ and VL"));
   all.push_back(amx_with("amx", amx::bf16_kernels, processor.amx() && ask_for_amx()));
+  all.push_back(vectors("avx512", avx512::kernels, processor.avx512(), "AVX-512 F, BW, CD, DQ and VL"));
   if (&amx_emulated::bf16_kernels != nullptr) {
     all.push_back(amx_with("amx_emulated", amx_emulated::bf16_kernels, processor.avx512()));
   }

@@ -122,7 +122,7 @@ def test_backward(bare):
     bare.run("python", "-c", FIRST_RESULT + BACKWARD)
 
 
-@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "amx"])
 def test_every_instruction_set(bare, isa):
     done = subprocess.run(
         [bare.bin / "python", "-c", FIRST_RESULT + BACKWARD],

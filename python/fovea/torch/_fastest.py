@@ -52,13 +52,13 @@ def position(batch: int, heads: int, sq: int, sk: int, d: int) -> tuple[float, .
 
 
 @cache
-def section_of(device: torch.device) -> str:
-    """The name of a kind of device: "cpu avx512", "cuda 9.0"."""
+def section_of(device: torch.device, is_bf16: bool = False) -> str:
+    """The name of a kind of device: "cpu avx512", "cuda 9.0"; "cpu amx" for bf16 alone, which AMX multiplies."""
     if device.type == "cuda":
         return "cuda {}.{}".format(*torch.cuda.get_device_capability(device))
     lines = [line.split() for line in _api.explain().splitlines()]
     used = next((line[2] for line in lines if line[:2] == ["instruction", "set"] and line[3:] == ["in", "use"]), "unknown")
-    return f"cpu {used}"
+    return "cpu avx512" if used == "amx" and not is_bf16 else f"cpu {used}"
 
 
 def kind_of(
@@ -86,7 +86,7 @@ def slower(
         q.dim(), None if mask is None else tuple(mask.shape), mask is not None and mask.dtype is torch.bool, learned,
         is_causal, dropout_p > 0, bool(equal),
     )  # fmt: skip
-    section = _table().get(section_of(q.device))
+    section = _table().get(section_of(q.device, q.dtype is torch.bfloat16))
     if section is None:
         return None if kind in ("plain", "causal") else False
     dtype = "float32" if q.dtype in (torch.float32, torch.float64) else "bfloat16"

@@ -1,0 +1,151 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""fovea's CPU speed beside scaled_dot_product_attention of PyTorch and PyTorch's matrix product, within each instruction set.
+
+Each instruction set is a process of its own, in which PyTorch and its libraries keep to that set as well. Calls alternate; what
+is reported are medians over the rounds. With one thread (the default) it is the processor time of that thread, which other work
+on the machine disturbs less; with more threads it is wall time. FLOPs are those of allowed (query, key) pairs: 4 D per pair
+forward, 10 D backward. Needs PyTorch. Numbers are recorded, never asserted.
+
+examples:
+  bench/cpu/pytorch.py                                          a table
+  bench/cpu/pytorch.py --isa amx --threads 2 --filter bf16      some rows, on two threads
+  bench/cpu/pytorch.py --json bench/results/cpu_pytorch.json    what the table of docs/performance.md is made from
+"""
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tools"), str(ROOT / "bench/torch")]
+import records  # noqa: E402
+from fastest import WITHIN  # noqa: E402
+
+N = 2048  # of the matrix product
+
+
+def rows():
+    """name, type, batch, query heads, key heads, queries, keys, head dimension, options; no backward with one query"""
+    for dim in (64, 128):
+        for length in (1024, 2048):
+            for causal in (False, True):
+                name = f"S={length} D={dim}{' causal' if causal else ''}"
+                yield name, "float32", 1, 4, 4, length, length, dim, {"causal": causal}
+    yield "S=2048 D=64, bf16", "bfloat16", 1, 4, 4, 2048, 2048, 64, {}
+    yield "S=2048 D=128, bf16", "bfloat16", 1, 4, 4, 2048, 2048, 128, {}
+    yield "S=1024 D=64, bias and its gradient", "float32", 1, 4, 4, 1024, 1024, 64, {"bias": True}
+    yield "S=1024 D=64, dropout 0.1", "float32", 1, 4, 4, 1024, 1024, 64, {"dropout": 0.1}
+    yield "S=1024 D=64, 8 query heads, 2 key heads", "float32", 1, 8, 2, 1024, 1024, 64, {}
+    yield "S=1024 D=40", "float32", 1, 4, 4, 1024, 1024, 40, {}
+    yield "S=1024 D=80", "float32", 1, 4, 4, 1024, 1024, 80, {}
+    yield "S=64 D=64, B=16", "float32", 16, 8, 8, 64, 64, 64, {}
+    yield "one query, 4096 keys, D=128", "float32", 1, 8, 8, 1, 4096, 128, {}
+    yield "one query, 65536 keys, D=128", "float32", 1, 8, 8, 1, 65536, 128, {}
+
+
+def medians(functions, rounds, clock):
+    times = [[] for _ in functions]
+    for number in range(rounds + 1):
+        for function, taken in zip(functions, times):
+            start = clock()
+            function()
+            if number > 0:  # the first warms up
+                taken.append(clock() - start)
+    return [statistics.median(taken) for taken in times]
+
+
+def measure(isa, threads, rounds, words):
+    """In this process: one JSON object a line, the matrix product's rate first."""
+    import torch
+
+    import fovea
+    import fovea.torch
+
+    torch.manual_seed(0)
+    torch.set_num_threads(threads)
+    fovea.set_num_threads(threads)
+    clock = time.thread_time if threads == 1 else time.perf_counter
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    a, b = torch.randn(N, N), torch.randn(N, N)
+    (product,) = medians([lambda: a @ b], rounds, clock)
+    print(json.dumps({"isa": isa, "torch": torch.__version__, "matmul": 2 * N**3 / product * 1e-9}), flush=True)
+    for name, dtype, batch, heads, heads_k, sq, sk, dim, options in rows():
+        if not all(word in name for word in words):
+            continue
+        shapes = [(batch, heads, sq, dim), (batch, heads_k, sk, dim), (batch, heads_k, sk, dim)]
+        q, k, v = (torch.randn(shape, dtype=getattr(torch, dtype)) for shape in shapes)
+        bias = torch.randn(1, heads, sq, sk) if options.get("bias") else None
+        grad = torch.randn_like(q)
+        causal, dropout = options.get("causal", False), options.get("dropout", 0.0)
+        inputs = [q, k, v] if bias is None else [q, k, v, bias]
+
+        def ours():
+            more = {"dropout_p": dropout, "seed": 1} if dropout else {}
+            return fovea.torch.attention(q, k, v, bias=bias, causal=causal, **more)
+
+        def theirs():
+            return sdpa(q, k, v, bias, dropout, causal, enable_gqa=heads != heads_k)
+
+        pairs = batch * heads * (sq * (sq + 1) / 2 if causal else sq * sk)
+        row = {"isa": isa, "name": name}
+        with torch.no_grad():
+            seconds = medians([ours, theirs], rounds, clock)
+        row["forward"] = [4e-9 * pairs * dim / x for x in seconds]
+        row["gigabytes_per_second"] = 1e-9 * (k.nbytes + v.nbytes) / seconds[0]
+        if sq > 1:
+            for tensor in inputs:
+                tensor.requires_grad_()
+            outs = ours(), theirs()
+            seconds = medians([lambda out=out: torch.autograd.grad(out, inputs, grad, retain_graph=True) for out in outs], rounds, clock)
+            row["backward"] = [1e-8 * pairs * dim / x for x in seconds]
+        print(json.dumps(row), flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--isa", action="append", metavar="NAME", help="an instruction set (default: avx512 and avx2); can be repeated")
+    parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=7, help="default: %(default)s")
+    parser.add_argument("--filter", action="append", default=[], metavar="WORD", help="only rows with all of these words")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was measured")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        return measure(arguments.isa[0], arguments.threads, arguments.rounds, arguments.filter)
+    machines, found = [], []
+    for isa in arguments.isa or ["avx512", "avx2"]:
+        command = [sys.executable, __file__, "--child", "--isa", isa, "--threads", str(arguments.threads), "--rounds", str(arguments.rounds)]
+        for word in arguments.filter:
+            command += ["--filter", word]
+        environment = {**os.environ, **WITHIN.get(isa, {}), "FOVEA_CPU_ISA": isa, "OMP_NUM_THREADS": str(arguments.threads)}
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
+            for line in child.stdout:
+                row = json.loads(line)
+                (machines if "matmul" in row else found).append(row)
+                if "matmul" in row:
+                    print(f"{isa}, PyTorch {row['torch']}; matrix product {row['matmul']:.0f} GFLOP/s", flush=True)
+                    continue
+                cells = [f"{which} {row[which][0]:6.1f} / {row[which][1]:6.1f} = {row[which][0] / row[which][1]:5.2f}"
+                         for which in ("forward", "backward") if which in row]  # fmt: skip
+                print(f"  {row['name']:42}{'   '.join(cells)}", flush=True)
+        if child.returncode != 0:
+            sys.exit(f"{isa}: the measuring process ended with {child.returncode}")
+    if arguments.json:
+        model = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "unknown")
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        records.write(arguments.json, {
+            "date": datetime.date.today().isoformat(), "commit": commit, "rounds": arguments.rounds, "cpu": model,
+            "threads": arguments.threads, "instruction_sets": machines, "rows": found,
+        })  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
