@@ -108,7 +108,8 @@ def test_each_build_is_called_in_its_turn(tmp_path, monkeypatch):
     assert other.lib._handle != fovea._library.lib._handle
     own, kept = _call.lib, _call._kept
     x = torch.randn(1, 2, 16, 24, requires_grad=True)  # no other test's shape
-    seen = []  # calls of the other by C
+    problems = lambda kept: {id(problem) for each in kept.values() for problem in each}  # noqa: E731
+    seen = []  # calls of the other
 
     def forward(problem, workspace, size):
         seen.append(size)
@@ -119,8 +120,7 @@ def test_each_build_is_called_in_its_turn(tmp_path, monkeypatch):
     real, other.lib.fovea_forward = kind(ctypes.cast(other.lib.fovea_forward, ctypes.c_void_p).value), kind(forward)
     with other.called():
         attention(x, x, x)
-        # Twice where the workspace that C keeps was too small.
-        assert len(seen) in ((1, 2) if _fast.fast_path()[0] == "C" else (0,))
+        assert len(seen) in (1, 2)  # twice where the workspace that is kept was too small
     before = len(seen)
     attention(x, x, x)
     assert len(seen) == before
@@ -129,7 +129,7 @@ def test_each_build_is_called_in_its_turn(tmp_path, monkeypatch):
     with other.called():
         assert _call.lib is other.lib and fovea._library.lib is other.lib
         by_other = torch.autograd.grad(attention(x, x, x).sum(), x)[0]
-        assert other.kept and not set(other.kept) & set(kept)
+        assert other.kept and not problems(other.kept) & problems(kept)
     assert _call.lib is own and _call._kept is kept and fovea._library.lib is own
     assert torch.equal(torch.autograd.grad(attention(x, x, x).sum(), x)[0], by_other)
     monkeypatch.undo()
