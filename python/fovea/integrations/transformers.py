@@ -146,6 +146,8 @@ def _mask(
     if mask_function is None:
         mask_function = masking.causal_mask_function
     _refuse_models_of_their_own(config)
+    if attention_mask is not None and attention_mask.dim() == 5:
+        return attention_mask  # of generate(): the model asks again, where masks of four dimensions do not come here
     pattern = _pattern(mask_function, masking)
     dense = pattern is None or getattr(config, "model_type", None) in _CHANGE_MASKS
     if pattern is not None and not dense:
