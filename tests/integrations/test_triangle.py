@@ -128,6 +128,8 @@ def test_triangle_attention_with_lengths(computed):
     computed("triangle", 3)
     with pytest.raises(ValueError, match="kv_lengths: given with mask"):
         triangle.triangle_attention(q, k, v, bias, mask, kv_lengths=lengths)
+    with pytest.raises(TypeError, match="bias: None; accepted: "):
+        triangle.triangle_attention(q, k, v, None)
 
 
 def pair_bias_formula(single, pair, mask, p, rms=False, scale=None):

@@ -85,6 +85,8 @@ def triangle_attention(
         ValueError: A shape or a value is not accepted; mask and kv_lengths are both given.
         TypeError: A type is not accepted.
     """
+    if bias is None:
+        raise TypeError("triangle_attention: bias: None; accepted: (B, 1, H, Q, K)")
     if mask is not None and kv_lengths is not None:
         raise ValueError("kv_lengths: given with mask; accepted: one of them")
     if kv_lengths is not None and (_exact if exact is None else exact):
