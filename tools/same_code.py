@@ -5,6 +5,7 @@
     tools/same_code.py --save /tmp/before.gz                    what the plans of build/ compile now
     tools/same_code.py --old /tmp/before.gz                     after an edit and a build: what differs
     tools/same_code.py --old ../main/build --filter sm90_backward --all
+    tools/same_code.py --old /tmp/before.gz --spec alibi        kernels with one field alone
     tools/same_code.py --old /tmp/before.gz --line 'bwd b=4 hq=16 sq=4096 sk=4096 d=128 bf16' --arch sm_90
 
 Kernels are those that plans take for the case table, the golden plans, the GPU benchmark's rows and
@@ -22,6 +23,7 @@ Exit code 1 if a kernel is different (with --strict also where only the opcodes 
 import argparse
 import difflib
 import random
+import re
 import statistics
 import sys
 from collections import Counter, defaultdict
@@ -101,6 +103,7 @@ def main():
     parser.add_argument("--save", metavar="FILE.gz", help="keep what the plans of --new compile, text and all, and end")
     parser.add_argument("--arch", default="sm_80,sm_90", help="architectures (sm_80,sm_90; sm_90a's kernels are sm_90's)")
     parser.add_argument("--filter", default="", metavar="TEXT", help="kernels whose name has this (either name)")
+    parser.add_argument("--spec", default="", metavar="REGEX", help="kernels whose Spec matches: 'alibi.*dropout'")
     parser.add_argument("--line", action="append", help="this problem alone, instead of all; may be repeated")
     parser.add_argument("--sample", type=int, default=40, metavar="N", help="how many are compiled (40)")
     parser.add_argument("--all", action="store_true", help="compile all whose text changed")
@@ -127,6 +130,10 @@ def main():
     if not pairs:
         raise SystemExit(f"no kernel's name has '{given.filter}'; there are: "
                          + ", ".join(sorted({new.name(b) for b in range(len(new.kernels))})))
+    specs = {(a, b): old.kernels[a]["argument"] + "\n" + new.kernels[b]["argument"] for a, b in pairs}
+    pairs = {pair: uses for pair, uses in pairs.items() if re.search(given.spec, specs[pair])}
+    if not pairs:
+        raise SystemExit(f"no kernel's Spec matches '{given.spec}'; one of them is {next(iter(specs.values()))}")
     same_text = [pair for pair in pairs if old.key(pair[0]) == new.key(pair[1])]
     changed = {pair: uses for pair, uses in pairs.items() if old.key(pair[0]) != new.key(pair[1])}
     name_of = lambda pair: f"{new.kernels[pair[1]]['architecture']} {new.name(pair[1])}"  # noqa: E731

@@ -98,10 +98,10 @@ def test_kernels_are_paired_by_problem_and_place():
 
 
 def test_same_code(tmp_path, capsys, monkeypatch):
-    def compared(**texts):
+    def compared(*more, **texts):
         old, new = tmp_path / "old.gz", tmp_path / "new.gz"
         listed().save(old), listed(**texts).save(new)
-        monkeypatch.setattr(sys, "argv", ["same_code.py", "--old", str(old), "--new", str(new), "--jobs", "1"])
+        monkeypatch.setattr(sys, "argv", ["same_code.py", "--old", str(old), "--new", str(new), "--jobs", "1", *more])
         return same_code.main(), capsys.readouterr().out
 
     code, said = compared(tiny=TINY.replace("i < N", "i < N + 0"))
@@ -112,6 +112,10 @@ def test_same_code(tmp_path, capsys, monkeypatch):
     assert code == 1 and "2 different" in said and "+MUFU.RCP" in said.replace("+ ", "+"), said
     code, said = compared(common=COMMON.replace("5 * x", "5 * y"))
     assert code == 1 and "does not compile" in said and '"y" is undefined' in said, said
+    code, said = compared("--spec", "^2", common=COMMON.replace("5 * x", "2 / x"))  # the argument of `other`
+    assert code == 1 and "1 pairs of kernels" in said and "different: sm_80 other" in said, said
+    with pytest.raises(SystemExit, match="no kernel's Spec matches 'softcap'"):
+        compared("--spec", "softcap")
 
 
 def test_manifest(tmp_path, capsys, monkeypatch):
