@@ -10,7 +10,7 @@ forward, 10 D backward. Needs PyTorch. Numbers are recorded, never asserted.
 examples:
   bench/cpu/pytorch.py                                          a table
   bench/cpu/pytorch.py --isa amx --threads 2 --filter bf16      some rows, on two threads
-  bench/cpu/pytorch.py --json bench/results/cpu_pytorch.json    what the table of docs/performance.md is made from
+  bench/cpu/pytorch.py --rounds 3 --isa avx512                  what docs/performance.md has
 """
 
 import argparse
