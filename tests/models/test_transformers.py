@@ -361,8 +361,8 @@ def test_generation(name, cache):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 if DTYPE == torch.float32 else 0.1)
 
 
-@pytest.mark.parametrize("name, variant", [(name, variant) for name in MODELS
-                                           for variant in (MODELS[name][4] if name in ("llama", "qwen2") else MODELS[name][4][:1])])  # fmt: skip
+@pytest.mark.parametrize("variant", ALL)
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_compiled(name, variant):
     """One graph, with fovea's operator in it."""
     arguments, keep = inputs_of(name, variant)
