@@ -289,39 +289,39 @@ def handed_back(group):
             lambda: sdpa(*(distribute_tensor(q[0], mesh, [Shard(0)]) for _ in range(3))),
         "DTensors beside plain tensors": lambda: sdpa(*placed(0)[:2], v, enable_gqa=True),
     }  # fmt: skip
-    for reason, call in calls.items():
+    def counted(call, prefer=None):
+        """What is handed back. PyTorch itself searches a placement for each of its operators, for half a minute."""
         seen = []
         composite = fovea.torch._enable._composite
-        fovea.torch._enable._composite = lambda *a, **o: seen.append(a)  # noqa: B023
+        fovea.torch._enable._composite = lambda *a, **o: seen.append(a)
         fovea.torch.reset_stats()
         try:
-            with fovea.torch.enabled(prefer=None):
+            with fovea.torch.enabled(prefer=prefer), contextlib.suppress(RuntimeError):  # None is no result of an operator
                 call()
-        except RuntimeError:  # None is no result of an operator
-            pass
         finally:
             fovea.torch._enable._composite = composite
-        assert fovea.torch.stats()["handed_back"] == {reason: 1} and len(seen) == 1, fovea.torch.stats()
-    fovea.torch.reset_stats()
+        found = fovea.torch.stats()["handed_back"]
+        fovea.torch.reset_stats()
+        assert len(seen) == 1
+        return found
+
+    for reason, call in calls.items():
+        assert counted(call) == {reason: 1}, reason
     dispatcher = DTensor._op_dispatcher
     before, ring = dispatcher._custom_op_handlers, torch.ops.aten._scaled_dot_product_flash_attention.default
     dispatcher._custom_op_handlers = {**before, ring: None}  # as PyTorch's context_parallel does
     try:
-        with fovea.torch.enabled(prefer=None), contextlib.suppress(NotImplementedError):
-            sdpa(*placed(2), enable_gqa=True)
+        assert counted(lambda: sdpa(*placed(2), enable_gqa=True)) == {"DTensors within PyTorch's context parallelism": 1}
     finally:
         dispatcher._custom_op_handlers = before
-    assert fovea.torch.stats()["handed_back"] == {"DTensors within PyTorch's context parallelism": 1}
-    fovea.torch.reset_stats()
-    with fovea.torch.enabled(prefer="fastest"):  # every rank asks about the largest part
-        fovea.torch._enable._fastest.slower, slower = lambda *a: True, fovea.torch._enable._fastest.slower
-        try:
-            with contextlib.suppress(NotImplementedError):
-                sdpa(*placed(0), enable_gqa=True)
-        finally:
-            fovea.torch._enable._fastest.slower = slower
-    assert fovea.torch.stats()["handed_back"] == {"PyTorch's kernel is faster, as measured": 1}
-    fovea.torch.reset_stats()
+    asked = []  # about the part of a rank
+    fastest = fovea.torch._enable._fastest
+    fastest.slower, slower = lambda q, *more: asked.append(tuple(q.shape)) or True, fastest.slower
+    try:
+        found = counted(lambda: sdpa(*placed(0), enable_gqa=True), "fastest")
+    finally:
+        fastest.slower = slower
+    assert found == {"PyTorch's kernel is faster, as measured": 1} and asked == [(B // 2, 6, S, D)], (found, asked)
 
 
 class Block(torch.nn.Module):
