@@ -53,12 +53,13 @@ def position(batch: int, heads: int, sq: int, sk: int, d: int) -> tuple[float, .
 
 @cache
 def section_of(device: torch.device, is_bf16: bool = False) -> str:
-    """The name of a kind of device: "cpu avx512", "cuda 9.0"; "cpu amx" for bf16 alone, which AMX multiplies."""
+    """The name of a kind of device: "cpu avx512", "cuda 9.0"; "cpu amx" for bf16 where the processor has AMX, which PyTorch uses."""
     if device.type == "cuda":
         return "cuda {}.{}".format(*torch.cuda.get_device_capability(device))
     lines = [line.split() for line in _api.explain().splitlines()]
     used = next((line[2] for line in lines if line[:2] == ["instruction", "set"] and line[3:] == ["in", "use"]), "unknown")
-    return "cpu avx512" if used == "amx" and not is_bf16 else f"cpu {used}"
+    has_amx = any(line[:3] == ["instruction", "set", "amx"] and line[3:] in (["in", "use"], ["available"]) for line in lines)
+    return "cpu amx" if has_amx and is_bf16 else "cpu avx512" if used == "amx" else f"cpu {used}"
 
 
 def kind_of(
