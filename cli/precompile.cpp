@@ -96,7 +96,7 @@ std::vector<Given> problems_of(const Settings& settings) {
   if (settings.table) {
     for (const check::Case& c : check::cases(check::Table::kFull)) {
       Problem problem = c.problem;
-      if (problem.type == DType::kFp64) {
+      if (problem.type == DType::kFp64 || check::is_part(problem)) {
         continue;  // the CPU's
       }
       problems.push_back({problem, ""});

@@ -27,9 +27,9 @@ std::string key_of(const std::string& word) {
 
 // What a line says for the tensors themselves to confirm; all else it says is a choice.
 bool is_about_tensors(const std::string& key) {
-  constexpr std::array<const char*, 20> kKeys = {"b",      "hq",     "hk",     "sq",      "sk",      "d",     "dv",
-                                                 "type",   "seqs_q", "seqs_k", "total_q", "total_k", "max_q", "max_k",
-                                                 "used_q", "used_k", "alibi",  "sink",    "bias",    "bias2"};
+  constexpr std::array<const char*, 23> kKeys = {
+      "b",     "hq",    "hk",     "sq",     "sk",    "d",    "dv",   "type",  "seqs_q", "seqs_k", "total_q", "total_k",
+      "max_q", "max_k", "used_q", "used_k", "alibi", "sink", "bias", "bias2", "pos_q",  "pos_k",  "streams"};
   return std::find(kKeys.begin(), kKeys.end(), key) != kKeys.end() || key == "mask" || key == "dlse";
 }
 
@@ -57,6 +57,9 @@ FileCall::FileCall(Arrays inputs, const RunSettings& settings) : inputs_(std::mo
     if (found != inputs_.end()) {
       problem_.*input.member = view(found->first, found->second);
     }
+  }
+  if (problem_.positions_q != nullptr || problem_.positions_k != nullptr) {
+    problem_.flags |= FOVEA_POSITIONS;
   }
   add_output("out", &fovea_problem::out, shape_of_out());
   add_output("lse", &fovea_problem::lse, shape_of_lse());
@@ -158,7 +161,8 @@ void FileCall::agree(const RunSettings& settings) {
 void FileCall::apply() {
   const Problem& p = settled_;
   problem_.flags = (p.causal ? FOVEA_CAUSAL : 0U) | (p.deterministic ? FOVEA_DETERMINISTIC : 0U) |
-                   (p.scale ? FOVEA_SCALE : 0U) | (p.clear_rows ? FOVEA_CLEAR_ROWS : 0U) | FOVEA_WINDOW;
+                   (p.scale ? FOVEA_SCALE : 0U) | (p.clear_rows ? FOVEA_CLEAR_ROWS : 0U) |
+                   (p.positions ? FOVEA_POSITIONS : 0U) | FOVEA_WINDOW;
   problem_.align = p.top_left ? FOVEA_TOP_LEFT : FOVEA_BOTTOM_RIGHT;
   problem_.rng = static_cast<std::int32_t>(p.rng);
   problem_.device = p.device;
@@ -166,6 +170,8 @@ void FileCall::apply() {
   problem_.scale = p.scale.value_or(0);
   problem_.window_left = p.window_left;
   problem_.window_right = p.window_right;
+  problem_.position_q = p.position_q;
+  problem_.position_k = p.position_k;
   problem_.softcap = p.softcap;
   problem_.dropout_p = p.dropout;
   problem_.seed = p.seed;

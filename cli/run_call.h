@@ -24,7 +24,7 @@ struct Input {
   const char* help;
   bool is_rows;  // (B, S, H, D), to which layout= applies
 };
-inline constexpr std::array<Input, 14> kInputs = {{
+inline constexpr std::array<Input, 17> kInputs = {{
     {"q", &fovea_problem::q, "B, Sq, Hq, D; packed: total_q, Hq, D", true},
     {"k", &fovea_problem::k, "B, Sk, Hk, D", true},
     {"v", &fovea_problem::v, "B, Sk, Hk, Dv", true},
@@ -37,6 +37,9 @@ inline constexpr std::array<Input, 14> kInputs = {{
     {"cu_seqlens_k", &fovea_problem::cu_seqlens_k, "B + 1", false},
     {"seqused_q", &fovea_problem::seqused_q, "B", false},
     {"seqused_k", &fovea_problem::seqused_k, "B", false},
+    {"positions_q", &fovea_problem::positions_q, "B, int64: positions of each sequence's first query", false},
+    {"positions_k", &fovea_problem::positions_k, "B, int64", false},
+    {"dropout_streams", &fovea_problem::dropout_streams, "broadcastable to B, Hq, int64", false},
     {"grad_out", &fovea_problem::grad_out, "as out; with --backward", true},
     {"grad_lse", &fovea_problem::grad_lse, "as lse; with --backward, optional", false},
 }};

@@ -56,7 +56,7 @@ def head_words(seed, offset, n):
 
 
 def dropout_value(seed, offset, n, i, j):
-    """u(i, j) of the rule `fovea`, 16 bits; n = b * Hq + h."""
+    """u(i, j) of the rule `fovea`, 16 bits; n is the head's stream, i and j are positions."""
     k0, k1, w0, w1 = head_words(seed, offset, n)
     folded_i = (i >> 4) * 8 + (i & 7)
     folded_j = (j >> 4) * 8 + (j & 7)
@@ -98,7 +98,8 @@ class Problem:
     def __init__(self, q, k, v, *, bias=None, bias2=None, mask=None, scale=None, causal=False, window=(-1, -1),
                  align="bottom_right", softcap=0.0, alibi_slopes=None, sink=None, dropout_p=0.0, seed=0, offset=0,
                  rng="fovea", cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
-                 seqused_q=None, seqused_k=None, batch_shape=None):
+                 seqused_q=None, seqused_k=None, batch_shape=None, position_q=None, position_k=None, positions_q=None,
+                 positions_k=None, dropout_streams=None):
         double = lambda x: None if x is None else np.asarray(x).astype(np.float64)
         self.q, self.k, self.v = double(q), double(k), double(v)
         self.packed = cu_seqlens_q is not None
@@ -124,6 +125,15 @@ class Problem:
         self.slopes = double(alibi_slopes)
         self.sink = double(sink)
         self.dropout_p, self.seed, self.offset, self.rng = dropout_p, seed, offset, rng
+        entries = math.prod(self.batch)
+        given = [x is not None for x in (position_q, position_k, positions_q, positions_k)]
+        first = lambda one, each: [(one or 0) + int(n) for n in (np.zeros(entries) if each is None else each)]
+        self.first_q, self.first_k = first(position_q, positions_q), first(position_k, positions_k)
+        self.shifted = any(given)
+        streams = np.arange(entries * self.heads) if dropout_streams is None else dropout_streams
+        if dropout_streams is not None:
+            streams = np.broadcast_to(streams, (*self.batch, self.heads))
+        self.streams = streams.reshape(entries, self.heads)
 
     def entries(self):
         """(index of the batch entry among all, its index in each level)."""
@@ -148,8 +158,13 @@ class Problem:
     def lse_row(self, index, head, row):
         return (head, row) if self.packed else (*index, head, row)
 
-    def allowed(self, index, h, i, j, nq, nk):
-        shift = nk - nq if self.align == "bottom_right" else 0
+    def shift(self, b, nq, nk):
+        if self.shifted:
+            return self.first_q[b] - self.first_k[b]
+        return nk - nq if self.align == "bottom_right" else 0
+
+    def allowed(self, b, index, h, i, j, nq, nk):
+        shift = self.shift(b, nq, nk)
         left, right = self.window
         return ((self.mask is None or bool(self.mask[(*index, h, i, j)]))
                 and (not self.causal or j <= i + shift)
@@ -159,7 +174,7 @@ class Problem:
     def score(self, b, index, h, i, j, lengths):
         """s_ij and its derivative by <q_i, k_j>."""
         q0, nq, k0, nk = lengths
-        shift = nk - nq if self.align == "bottom_right" else 0
+        shift = self.shift(b, nq, nk)
         q_i = self.q[self.row(index, h, q0 + i)]
         k_j = self.k[self.row(index, h // (self.heads // self.heads_k), k0 + j)]
         s = self.scale * float(q_i @ k_j)
@@ -183,8 +198,9 @@ class Problem:
             return 1.0
         factor = keep_factor(self.dropout_p, self.rng)
         row = nk if self.packed else self.rows_k
-        kept = factor != 0 and keeps(self.dropout_p, self.seed, self.offset, self.rng, b * self.heads + h, i, j,
-                                     self.rows_q * self.rows_k, row)
+        n = int(self.streams[b, h]) % 2**64
+        kept = factor != 0 and keeps(self.dropout_p, self.seed, self.offset, self.rng, n, self.first_q[b] + i,
+                                     self.first_k[b] + j, self.rows_q * self.rows_k, row)
         return factor if kept else 0.0
 
 
@@ -199,7 +215,7 @@ def forward(q, k, v, *, fill=0.0, **options):
             h_k = h // (problem.heads // problem.heads_k)
             for i in range(nq):
                 scores = {j: problem.score(b, index, h, i, j, lengths)[0] for j in range(nk)
-                          if problem.allowed(index, h, i, j, nq, nk)}
+                          if problem.allowed(b, index, h, i, j, nq, nk)}
                 logits = list(scores.values()) + ([problem.sink[h]] if problem.sink is not None else [])
                 top = max(logits, default=-math.inf)
                 o_i = np.zeros(problem.v.shape[-1])
@@ -254,7 +270,7 @@ def backward(grad_out, q, k, v, out, lse, *, grad_lse=None, fill=0.0, **options)
                 if grad_lse is not None:
                     delta -= grad_lse[problem.lse_row(index, h, q0 + i)]
                 for j in range(nk):
-                    if not problem.allowed(index, h, i, j, nq, nk):
+                    if not problem.allowed(b, index, h, i, j, nq, nk):
                         continue
                     at_j = problem.row(index, h_k, k0 + j)
                     s, derivative = problem.score(b, index, h, i, j, lengths)

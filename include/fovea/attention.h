@@ -221,6 +221,14 @@ struct Options {
   std::int64_t max_seqlen_k = 0;
   std::int64_t batch_outer = 0;
 
+  // If one of the four is given, rows have positions of a larger problem, of which the call computes a part (fovea/c.h,
+  // position_q), and align is left at its default.
+  std::optional<std::int64_t> position_q;
+  std::optional<std::int64_t> position_k;
+  Tensor positions_q;
+  Tensor positions_k;
+  Tensor dropout_streams;
+
   bool deterministic = false;
   bool clear_rows = false;  // rows that belong to no sequence get 0, in lse -inf; else they are not written
   std::string backend;      // "": fovea chooses
@@ -329,6 +337,14 @@ inline fovea_problem problem_of(const Options& options) {
   problem.max_seqlen_q = options.max_seqlen_q;
   problem.max_seqlen_k = options.max_seqlen_k;
   problem.batch_outer = options.batch_outer;
+  if (options.position_q || options.position_k || options.positions_q || options.positions_k) {
+    problem.flags |= FOVEA_POSITIONS;
+  }
+  problem.position_q = options.position_q.value_or(0);
+  problem.position_k = options.position_k.value_or(0);
+  problem.positions_q = options.positions_q.get();
+  problem.positions_k = options.positions_k.get();
+  problem.dropout_streams = options.dropout_streams.get();
   return problem;
 }
 

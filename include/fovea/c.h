@@ -65,7 +65,7 @@ typedef enum fovea_direction { FOVEA_FORWARD = 0, FOVEA_BACKWARD = 1 } fovea_dir
 
 /* The position of query i among the keys is i + shift: with FOVEA_BOTTOM_RIGHT shift = Sk - Sq, with FOVEA_TOP_LEFT 0.
  * It is used by causal, window and ALiBi. With variable lengths Sk and Sq are those of each sequence, with seqused
- * the used lengths. */
+ * the used lengths. FOVEA_POSITIONS gives another shift. */
 typedef enum fovea_align { FOVEA_BOTTOM_RIGHT = 0, FOVEA_TOP_LEFT = 1 } fovea_align;
 
 /* The rule that turns (seed, offset, b, h, i, j) into a dropout decision. */
@@ -104,6 +104,9 @@ typedef struct fovea_tensor {
 /* Rows of out, lse, grad_q, grad_k and grad_v that belong to no sequence (cu_seqlens, seqused) become 0, in lse
  * -inf. Without the flag they are not written. */
 #define FOVEA_CLEAR_ROWS 16u
+/* `position_q`, `position_k`, `positions_q` and `positions_k` are used; `align` must have its default. Without the flag
+ * `align` says where queries are among the keys, and dropout counts rows and columns from 0. */
+#define FOVEA_POSITIONS 32u
 
 /* Shapes. Dense: q is (B, Sq, Hq, D), or (B1, B2, Sq, Hq, D) with a batch of two levels. Variable length:
  * cu_seqlens_q and cu_seqlens_k are given and q is packed, (total_q, Hq, D). "Broadcastable" is NumPy's
@@ -167,6 +170,20 @@ typedef struct fovea_problem {
   const fovea_tensor* grad_bias;  /* shape and type of the bias as given */
   const fovea_tensor* grad_bias2; /* shape and type of bias2 as given */
   const fovea_tensor* grad_sink;  /* as sink */
+
+  /* With FOVEA_POSITIONS: where rows are in a larger problem of which this call computes a part. In sequence b, query i
+   * has position position_q + positions_q[b] + i and key j has position position_k + positions_k[b] + j. Causal,
+   * window and ALiBi then use shift = the position of query 0 minus that of key 0. Dropout decides about a pair by its
+   * positions. Biases and masks have the rows and columns of this call. Each position of a first row is under 2^40 in
+   * size. With dropout it is a multiple of 16, 0 or more, all positions are under 2^32, and rng is FOVEA_RNG_FOVEA.
+   * FOVEA_UNSUPPORTED on a CUDA device, and so are dropout_streams: its kernels do not have them yet. */
+  int64_t position_q;
+  int64_t position_k;
+  const fovea_tensor* positions_q; /* (B), int64; optional: 0 */
+  const fovea_tensor* positions_k; /* the same for keys */
+  /* The number n of the stream of random numbers that dropout has for a head of a batch entry. Broadcastable to
+   * (B, Hq), with two levels to (B1, B2, Hq), int64; optional: b * Hq + h. */
+  const fovea_tensor* dropout_streams;
 } fovea_problem;
 
 /* The version of the library that is loaded: major * 10000 + minor * 100 + patch. */

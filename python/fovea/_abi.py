@@ -48,14 +48,15 @@ DETERMINISTIC = 2
 SCALE = 4
 WINDOW = 8
 CLEAR_ROWS = 16
+POSITIONS = 32
 
 
-# fovea_tensor: size, data, dtype, rank, flags, reserved, shape, stride. A call has up to 22 of them, and packing one
+# fovea_tensor: size, data, dtype, rank, flags, reserved, shape, stride. A call has up to 25 of them, and packing one
 # takes an eighth of the time of making a ctypes structure (0.2 against 1.6 microseconds).
 TENSOR = struct.Struct(f"@NPiiII{MAX_RANK}q{MAX_RANK}q")
 
 
-# The fields of fovea_problem that are `const fovea_tensor*`, in its order.
+# The fields of fovea_problem that are `const fovea_tensor*`, in its order: INPUTS, RESULTS, SHARDS.
 INPUTS = (
     "q",
     "k",
@@ -82,6 +83,7 @@ RESULTS = (
     "grad_bias2",
     "grad_sink",
 )
+SHARDS = ("positions_q", "positions_k", "dropout_streams")
 
 
 class Problem(ctypes.Structure):
@@ -111,6 +113,9 @@ class Problem(ctypes.Structure):
         ("max_seqlen_k", ctypes.c_int64),
         ("batch_outer", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in RESULTS),
+        ("position_q", ctypes.c_int64),
+        ("position_k", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in SHARDS),
     ]
 
 

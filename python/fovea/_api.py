@@ -131,6 +131,11 @@ def attention(
     seqused_q: Any = None,
     seqused_k: Any = None,
     batch_shape: Optional[Sequence[int]] = None,
+    position_q: Optional[int] = None,
+    position_k: Optional[int] = None,
+    positions_q: Any = None,
+    positions_k: Any = None,
+    dropout_streams: Any = None,
     layout: Layout = "bshd",
     deterministic: bool = False,
     return_lse: bool = False,
@@ -161,7 +166,7 @@ def attention(
             unbounded.
         align: "bottom_right" makes shift = Sk - Sq, so that the last query meets the last key, as in FlashAttention.
             "top_left" makes shift = 0, as PyTorch's is_causal does. With causal, window or alibi_slopes it is
-            required where Sq and Sk differ.
+            required where Sq and Sk differ, unless positions are given.
         softcap: c > 0 replaces a score s by c * tanh(s / c), before biases are added. 0: none.
         alibi_slopes: (Hq,), (B, Hq) or (B1, B2, Hq): adds -slope * abs(i + shift - j). float32; on the CPU a list or
             float64 is rounded to float32, unless q is float64. It has no gradient.
@@ -181,6 +186,14 @@ def attention(
         seqused_q: (B,), int32 (on the CPU also int64): how many query rows of each sequence exist, from its first row on.
         seqused_k: The same for the keys.
         batch_shape: (B1, B2): makes the packed sequences a batch of two levels.
+        position_q: The position of query 0 in a larger problem, of which this call computes a part. If one of the four
+            positions is given, those that are not count as 0, shift is the position of query 0 minus that of key 0, and
+            dropout decides about a pair by its positions. align is then left out. With dropout a multiple of 16.
+        position_k: The position of key 0, likewise.
+        positions_q: (B,), int64: a number for each sequence that is added to position_q. On the CPU it may be a list.
+        positions_k: The same for the keys.
+        dropout_streams: The number of each head's stream of random numbers for dropout, int64. It broadcasts to (B, Hq),
+            with two levels to (B1, B2, Hq). None: b * Hq + h.
         layout: The order of dimensions of q, k, v and out: "bshd" is (B, S, H, D), "bhsd" is (B, H, S, D).
             fovea.torch.attention has the other default.
         deterministic: The same inputs give the same bits in every run. On the CPU they always do.
@@ -252,6 +265,11 @@ def attention_backward(
     seqused_q: Any = None,
     seqused_k: Any = None,
     batch_shape: Optional[Sequence[int]] = None,
+    position_q: Optional[int] = None,
+    position_k: Optional[int] = None,
+    positions_q: Any = None,
+    positions_k: Any = None,
+    dropout_streams: Any = None,
     layout: Layout = "bshd",
     deterministic: bool = False,
     backend: Optional[str] = None,
@@ -296,6 +314,11 @@ def attention_backward(
         seqused_q: See attention().
         seqused_k: See attention().
         batch_shape: See attention().
+        position_q: See attention().
+        position_k: See attention().
+        positions_q: See attention().
+        positions_k: See attention().
+        dropout_streams: See attention().
         layout: See attention().
         deterministic: See attention().
         backend: See attention().

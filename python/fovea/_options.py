@@ -30,6 +30,11 @@ class CallOptions(TypedDict, total=False):
     max_seqlen_q: Optional[int]
     max_seqlen_k: Optional[int]
     batch_shape: Optional[Sequence[int]]
+    position_q: Optional[int]
+    position_k: Optional[int]
+    positions_q: Any
+    positions_k: Any
+    dropout_streams: Any
     stream: Optional[int]
 
 

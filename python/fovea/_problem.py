@@ -42,6 +42,9 @@ _ACCEPTED = {
     "cu_seqlens_k": "int32 or int64",
     "seqused_q": "int32",
     "seqused_k": "int32",
+    "positions_q": "int64",
+    "positions_k": "int64",
+    "dropout_streams": "int64",
 }
 _ALIGN = {"bottom_right": _abi.BOTTOM_RIGHT, "top_left": _abi.TOP_LEFT, None: _abi.BOTTOM_RIGHT}
 _RNG = {"fovea": _abi.RNG_FOVEA, "torch_mem_efficient": _abi.RNG_TORCH_MEM_EFFICIENT}
@@ -50,13 +53,13 @@ _SWAP = {"bshd": False, "bhsd": True}
 DIFFERENTIABLE = ("q", "k", "v", "bias", "bias2", "sink")
 _OPTIONAL = ("bias", "bias2", "mask", "alibi_slopes", "sink")
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
-_SMALL = frozenset((*_LENGTHS, "alibi_slopes"))  # on the CPU these are converted from other types
+_SMALL = frozenset((*_LENGTHS, *_abi.SHARDS, "alibi_slopes"))  # on the CPU these are converted from other types
 # Tensors with a row for each query or key: `layout` is the order of their dimensions.
 _ROWS = frozenset(("q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v"))
 
 _PROBLEM_SIZE = ctypes.sizeof(_abi.Problem)
 _TENSOR_SIZE = _abi.TENSOR.size
-_TENSORS = ctypes.c_char * (_TENSOR_SIZE * len(_abi.INPUTS + _abi.RESULTS))
+_TENSORS = ctypes.c_char * (_TENSOR_SIZE * len(_abi.INPUTS + _abi.RESULTS + _abi.SHARDS))
 _ZEROS = (0,) * _abi.MAX_RANK
 
 
@@ -130,7 +133,7 @@ class Problem:
 
         for name, array in (("q", q), ("k", k), ("v", v)):
             self._set(name, self._ranked(name, read(name, array, place)))
-        for name in (*_OPTIONAL, *_LENGTHS):
+        for name in (*_OPTIONAL, *_LENGTHS, *_abi.SHARDS):
             array = options[name]
             if array is not None:
                 small = place is None and name in _SMALL
@@ -250,6 +253,12 @@ class Problem:
             flags |= _abi.WINDOW
             raw.window_left = left
             raw.window_right = right
+        for name in ("position_q", "position_k"):
+            if options[name] is not None:
+                flags |= _abi.POSITIONS
+                setattr(raw, name, _integer(name, options[name]))
+        if raw.positions_q or raw.positions_k:
+            flags |= _abi.POSITIONS
         raw.flags = flags
         raw.align = choose("align", options["align"], _ALIGN)
         raw.softcap = real("softcap", options["softcap"])
@@ -283,6 +292,8 @@ class Problem:
     def _need_no_align(self) -> None:
         """Refuses a missing alignment, unless queries and keys have the same lengths."""
         raw = self.raw
+        if raw.flags & _abi.POSITIONS:
+            return
         if raw.flags & _abi.CAUSAL:
             what = "causal"
         elif raw.flags & _abi.WINDOW:

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The generator of the case table: the features, what excludes what, the greedy covering, and how a row becomes a
-// problem line.
+// The generator of the case table: the features, what excludes what, and how a row becomes a problem line. covering.h
+// chooses the rows.
 #include "check/cases.h"
 
 #include <fmt/format.h>
@@ -10,6 +10,8 @@
 #include <cstdlib>
 #include <iterator>
 #include <utility>
+
+#include "check/covering.h"
 
 namespace fovea::check {
 namespace {
@@ -61,8 +63,12 @@ enum Id {
   kNeed,
   kGradLse,
   kDeterministic,
-  kFamily
+  kFamily,
+  kShifted,
+  kStreams
 };
+
+static_assert(kStreams + 1 - kShifted == kCoveredByPairs);
 
 std::vector<Feature> make_features() {
   std::vector<Feature> all = {
@@ -91,9 +97,11 @@ std::vector<Feature> make_features() {
       {"grad_lse", {"", "dlse"}},
       {"deterministic", {"", "det"}},
       {"values", {}},
+      {"shifted", {"", "pos=64,32", "pos=-7,5", "pos_q"}},  // pos_q: positions of each sequence, of queries and keys
+      {"streams", {"", "streams=b,h", "streams=1,h"}},
   };
   for (const auto& [value, name] : kValues) {
-    all.back().values.push_back(name);
+    all[kFamily].values.push_back(name);
   }
   return all;
 }
@@ -101,164 +109,6 @@ std::vector<Feature> make_features() {
 std::string_view chosen(const std::vector<int>& choice, Id id) {
   return choice[id] < 0 ? "?" : features()[id].values[static_cast<std::size_t>(choice[id])];
 }
-
-// ---- the covering ----
-
-// A set of (value, value, value), each a value of another feature, numbered through all features.
-class Triples {
- public:
-  Triples() {
-    int count = 0;
-    for (const Feature& feature : features()) {
-      first_.push_back(count);
-      count += static_cast<int>(feature.values.size());
-    }
-    count_ = count;
-    bits_.resize(static_cast<std::size_t>(count) * count * count);
-  }
-  std::vector<bool>::reference at(int feature1, int value1, int feature2, int value2, int feature3, int value3) {
-    const int a = first_[feature1] + value1;
-    const int b = first_[feature2] + value2;
-    const int c = first_[feature3] + value3;
-    return bits_[(static_cast<std::size_t>(a) * count_ + b) * count_ + c];
-  }
-
- private:
-  std::vector<int> first_;
-  int count_ = 0;
-  std::vector<bool> bits_;
-};
-
-// Calls f(s, a, b) for every structural feature s and pair a < b of others; all three differ. Pairs alone, where
-// the table is reduced, are the triples whose structural feature is not looked at: s == a.
-template <class F>
-void for_each_goal(Table table, F&& f) {
-  const int count = static_cast<int>(features().size());
-  for (int a = 0; a < count; ++a) {
-    for (int b = a + 1; b < count; ++b) {
-      if (table == Table::kReduced) {
-        f(a, a, b);
-        continue;
-      }
-      for (int s = 0; s < kStructural; ++s) {
-        if (s != a && s != b) {
-          f(s, a, b);
-        }
-      }
-    }
-  }
-}
-
-class Covering {
- public:
-  explicit Covering(Table table) : table_(table) {
-    if (table == Table::kFull) {
-      cross_structural(std::vector<int>(features().size(), -1), 0);
-    }
-    for_each_goal(table_, [&](int s, int a, int b) {
-      for_each_value(s, a, b, [&](int vs, int va, int vb) {
-        std::vector<int> choice(features().size(), -1);
-        choice[s] = vs;
-        choice[a] = va;
-        choice[b] = vb;
-        if (legal(choice) && !covered_.at(s, vs, a, va, b, vb)) {
-          complete(choice);
-        }
-      });
-    });
-  }
-
-  std::vector<std::vector<int>> rows;
-
- private:
-  template <class F>
-  void for_each_value(int s, int a, int b, F&& f) const {
-    const auto count = [](int feature) { return static_cast<int>(features()[feature].values.size()); };
-    for (int va = 0; va < count(a); ++va) {
-      for (int vb = 0; vb < count(b); ++vb) {
-        for (int vs = s == a ? va : 0; vs < (s == a ? va + 1 : count(s)); ++vs) {
-          f(vs, va, vb);
-        }
-      }
-    }
-  }
-
-  void cross_structural(std::vector<int> choice, int feature) {
-    if (feature == kStructural) {
-      complete(std::move(choice));
-      return;
-    }
-    for (int value = 0; value < static_cast<int>(features()[feature].values.size()); ++value) {
-      choice[feature] = value;
-      if (legal(choice)) {
-        cross_structural(choice, feature + 1);
-      }
-    }
-  }
-
-  // Takes, feature by feature, the legal value that adds most goals; ties go round, so that none is favoured.
-  void complete(std::vector<int> choice) {
-    const int count = static_cast<int>(features().size());
-    // Features that others depend on are chosen late in the list, so start at a place that moves from row to row.
-    for (int step = 0; step < count; ++step) {
-      const int feature = (step + static_cast<int>(rows.size())) % count;
-      if (choice[feature] >= 0) {
-        continue;
-      }
-      const int values = static_cast<int>(features()[feature].values.size());
-      int best = -1;
-      int best_gain = -1;
-      for (int n = 0; n < values; ++n) {
-        std::vector<int> with = choice;
-        with[feature] = (n + static_cast<int>(rows.size())) % values;
-        if (legal(with)) {
-          const int gained = gain(with, feature);
-          if (gained > best_gain) {
-            best = with[feature];
-            best_gain = gained;
-          }
-        }
-      }
-      choice[feature] = best;
-    }
-    for_each_goal(table_, [&](int s, int a, int b) { covered_.at(s, choice[s], a, choice[a], b, choice[b]) = true; });
-    rows.push_back(std::move(choice));
-  }
-
-  int gain(const std::vector<int>& choice, int feature) {
-    int gained = 0;
-    const int count = static_cast<int>(features().size());
-    const auto look = [&](int s, int a, int b) {
-      gained +=
-          !covered_.at(s, choice[s], std::min(a, b), choice[std::min(a, b)], std::max(a, b), choice[std::max(a, b)]);
-    };
-    for (int other = 0; other < count; ++other) {
-      if (other == feature || choice[other] < 0) {
-        continue;
-      }
-      if (table_ == Table::kReduced) {
-        look(std::min(feature, other), feature, other);
-        continue;
-      }
-      for (int s = 0; s < kStructural; ++s) {
-        if (s != feature && s != other && choice[s] >= 0) {
-          look(s, feature, other);
-        }
-      }
-      if (feature < kStructural) {
-        for (int third = other + 1; third < count; ++third) {
-          if (third != feature && choice[third] >= 0) {
-            look(feature, other, third);
-          }
-        }
-      }
-    }
-    return gained;
-  }
-
-  Table table_;
-  Triples covered_;
-};
 
 // ---- from a row to a problem ----
 
@@ -322,10 +172,18 @@ std::string line_of(const std::vector<int>& choice) {
     }
   }
   for (const Id id : {kMemory, kCausal, kWindow, kAlign, kScale, kSoftcap, kBias2, kMask, kAlibi, kSink, kDropout,
-                      kGradLse, kDeterministic}) {
+                      kStreams, kGradLse, kDeterministic}) {
     if (!text(id).empty()) {
       line += fmt::format(" {}", text(id));
     }
+  }
+  if (text(kShifted) == "pos_q") {
+    constexpr std::int64_t kQueries[] = {32, 0, 160, 16};
+    constexpr std::int64_t kKeys[] = {16, 48, 0, 16};
+    line += fmt::format(" pos=48,16 pos_q={} pos_k={}", fmt::join(kQueries, kQueries + batch, ","),
+                        fmt::join(kKeys, kKeys + batch, ","));
+  } else if (!text(kShifted).empty()) {
+    line += fmt::format(" {}", text(kShifted));
   }
   if (!text(kBias).empty()) {
     line += fmt::format(" bias={}:{}", text(kBias), text(kBiasType));
@@ -380,6 +238,17 @@ bool legal(const std::vector<int>& choice) {
   if (is(kNeed, "bias2,sink") && (is(kBias2, "") || is(kSink, ""))) {
     return false;
   }
+  // Positions align queries and keys, and with dropout they are multiples of 16 and of rule fovea.
+  if (!open(kShifted) && !is(kShifted, "")) {
+    const bool is_unaligned = is(kShifted, "pos=-7,5");
+    const bool has_dropout = has(kDropout, "dropout") || has(kStreams, "streams");
+    if (is(kAlign, "align=tl") || has(kDropout, "torch") || (is_unaligned && has_dropout)) {
+      return false;
+    }
+  }
+  if (has(kStreams, "streams") && is(kDropout, "")) {
+    return false;
+  }
   // Families that need a bias or a mask to lie in.
   const bool bias_by_query = open_or(kBias, has(kBias, "q"));
   const bool mask_by_query = open_or(kMask, has(kMask, "q"));
@@ -411,14 +280,17 @@ Table table_of_environment() {
 const std::vector<Case>& cases(Table table) {
   const auto make = [](Table which) {
     std::vector<Case> all;
-    for (std::vector<int>& choice : Covering(which).rows) {
+    const auto add = [&](const std::vector<int>& choice) {
       Case c;
       c.problem = parse(line_of(choice));
       c.values = kValues[choice[kFamily]].first;
       c.seed = all.size() + 1;
-      c.choice = std::move(choice);
+      c.choice = choice;
       all.push_back(std::move(c));
-    }
+    };
+    Covering covering(which);
+    std::for_each(covering.rows.begin(), covering.rows.end(), add);
+    const auto before = static_cast<std::ptrdiff_t>(covering.rows.size());
     if (which == Table::kFull) {
       for (const auto& [line, values] : kLongMasks) {
         Case c;
@@ -428,6 +300,8 @@ const std::vector<Case>& cases(Table table) {
         all.push_back(std::move(c));
       }
     }
+    covering.cover_pairs();
+    std::for_each(covering.rows.begin() + before, covering.rows.end(), add);
     return all;
   };
   static const std::vector<Case> full = make(Table::kFull);

@@ -6,7 +6,9 @@
 //
 // A row chooses one value of each feature. The first kStructural features (type, head dims, memory, rows) are
 // crossed with one another in full; the others fill in greedily whatever (pair of values, structural value) is
-// still missing. tests/cpp/cases_test.cpp computes the coverage from the rows, and does not take it on trust.
+// still missing. The last kCoveredByPairs (positions, streams of dropout) change the band, ALiBi and dropout alone: the
+// rows that have them come behind the others and cover pairs of values. tests/cpp/cases_test.cpp computes the coverage
+// from the rows, and does not take it on trust.
 #pragma once
 
 #include <cstdint>
@@ -39,6 +41,9 @@ struct Case {
   std::vector<int> choice;  // the value of each feature; empty if the case is not of the covering
 };
 
+// Whether it has positions or streams of dropout, which no kernel of a GPU has yet.
+inline bool is_part(const Problem& problem) { return problem.positions || bool(problem.streams); }
+
 // The problem's line and what the values are like, "bwd b=2 ... values=one_hot": what filters are matched against.
 std::string to_text(const Case& c);
 
@@ -47,7 +52,8 @@ struct Feature {
   std::vector<std::string_view> values;
 };
 const std::vector<Feature>& features();
-inline constexpr int kStructural = 4;  // so many of the first features are crossed in full
+inline constexpr int kStructural = 4;      // so many of the first features are crossed in full
+inline constexpr int kCoveredByPairs = 2;  // so many of the last meet each value of another feature once
 
 // Whether a row may choose so; -1 is a feature that is not chosen yet. What is legal in part can be completed.
 bool legal(const std::vector<int>& choice);

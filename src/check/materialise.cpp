@@ -13,6 +13,7 @@
 #include <limits>
 #include <numbers>
 
+#include "check/numbers.h"
 #include "core/element.h"
 #include "core/given.h"
 
@@ -21,32 +22,6 @@ namespace {
 
 constexpr std::size_t kMargin = 256;
 constexpr std::size_t kAlignment = 64;
-
-std::uint64_t mix(std::uint64_t x) {  // the finaliser of SplitMix64
-  x += 0x9E3779B97F4A7C15;
-  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
-  x = (x ^ (x >> 27)) * 0x94D049BB133111EB;
-  return x ^ (x >> 31);
-}
-
-std::uint8_t pattern(std::size_t place) { return static_cast<std::uint8_t>(mix(place / 8) >> place % 8 * 8); }
-
-class Random {
- public:
-  Random(std::uint64_t seed, std::string_view name) : state_(seed) {
-    for (const char letter : name) {
-      state_ = mix(state_ ^ static_cast<std::uint8_t>(letter));
-    }
-  }
-  double uniform() { return (static_cast<double>(mix(state_++) >> 11) + 0.5) * 0x1p-53; }  // in (0, 1)
-  double normal() {
-    const double radius = std::sqrt(-2 * std::log(uniform()));
-    return radius * std::cos(2 * std::numbers::pi * uniform());
-  }
-
- private:
-  std::uint64_t state_;
-};
 
 double lowest_of(DType type) {
   switch (type) {
@@ -164,8 +139,7 @@ std::int64_t plane_element(const Problem& p, const Tensor& plane, std::int64_t b
 
 bool takes_part(const Problem& p, const Tensor* mask, std::int64_t b, std::int64_t h, std::int64_t i, std::int64_t j) {
   const math::Sequence s = sequence_of(p, b);
-  return p.band(s.q_len, s.k_len).allowed(i, j) &&
-         (mask == nullptr || mask->get(plane_element(p, *mask, b, h, i, j)) != 0);
+  return p.band(b, s).allowed(i, j) && (mask == nullptr || mask->get(plane_element(p, *mask, b, h, i, j)) != 0);
 }
 
 Tensors::Tensors(const Case& c) : case_(c), shapes_(c.problem), problem_(shapes_.get()) {
@@ -182,6 +156,9 @@ Tensors::Tensors(const Case& c) : case_(c), shapes_(c.problem), problem_(shapes_
   add("cu_seqlens_k", Kind::kVector, false, &fovea_problem::cu_seqlens_k);
   add("seqused_q", Kind::kVector, false, &fovea_problem::seqused_q);
   add("seqused_k", Kind::kVector, false, &fovea_problem::seqused_k);
+  add("positions_q", Kind::kVector, false, &fovea_problem::positions_q);
+  add("positions_k", Kind::kVector, false, &fovea_problem::positions_k);
+  add("dropout_streams", Kind::kVector, false, &fovea_problem::dropout_streams);
   add("out", Kind::kQueries, true, &fovea_problem::out);
   add("lse", Kind::kStatistics, true, &fovea_problem::lse);
   add("grad_out", Kind::kQueries, false, &fovea_problem::grad_out);
@@ -202,14 +179,19 @@ void Tensors::add(std::string_view name, Tensor::Kind kind, bool output, const f
   }
   tensors_.push_back({name, kind, output, member, *shape, nullptr, 0, {}});
   Tensor& tensor = tensors_.back();
-  const bool lengths = tensor.type() == DType::kInt32 || tensor.type() == DType::kInt64;
+  const bool integers = tensor.type() == DType::kInt32 || tensor.type() == DType::kInt64;
   std::vector<std::int64_t> values;
-  if (lengths) {  // Shapes has them; cu_seqlens come in either type
+  if (name == "dropout_streams") {  // any numbers
+    Random random(case_.seed, name);
+    for (std::int64_t n = 0; n < elements_of(*shape); ++n) {
+      values.push_back(random.word());
+    }
+  } else if (integers) {  // Shapes has them; cu_seqlens come in either type
     for (std::int64_t n = 0; n < shape->shape[0]; ++n) {
       values.push_back(tensor.type() == DType::kInt32 ? static_cast<const std::int32_t*>(shape->data)[n]
                                                       : static_cast<const std::int64_t*>(shape->data)[n]);
     }
-    if (case_.seed % 2 == 0) {
+    if (case_.seed % 2 == 0 && name.starts_with("cu_seqlens")) {
       tensor.view.dtype = FOVEA_INT32;
     }
   }
@@ -227,7 +209,7 @@ void Tensors::add(std::string_view name, Tensor::Kind kind, bool output, const f
       reinterpret_cast<std::int64_t*>(tensor.buffer->data())[element] = values[n];
     }
   }
-  if (!output && !lengths) {
+  if (!output && !integers) {
     fill(tensor);
   }
 }

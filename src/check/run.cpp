@@ -284,8 +284,9 @@ double flops(const Problem& problem, Direction direction) {
     const auto length = [b](bool has_used, const auto& used, const auto& lengths, std::int64_t dense) {
       return has_used && !used.empty() ? used[b] : lengths.empty() ? dense : lengths[b];
     };
-    const auto band = problem.band(length(problem.has_used_q, problem.used_q, problem.lengths_q, problem.seqlen_q),
-                                   length(problem.has_used_k, problem.used_k, problem.lengths_k, problem.seqlen_k));
+    const math::Sequence sequence{0, length(problem.has_used_q, problem.used_q, problem.lengths_q, problem.seqlen_q), 0,
+                                  length(problem.has_used_k, problem.used_k, problem.lengths_k, problem.seqlen_k)};
+    const auto band = problem.band(b, sequence);
     for (std::int64_t i = 0; i < band.seqlen_q; ++i) {
       pairs += static_cast<double>(band.keys_of(i).size());
     }

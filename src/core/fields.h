@@ -37,7 +37,8 @@ requires std::same_as<std::remove_const_t<P>, Problem>
 constexpr void for_each_field(P& problem, Visit visit) {
   auto& [direction, batch1, batch2, two_level, heads_q, heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v, type, layout,
          skew, packed, lengths_q, lengths_k, total_q, total_k, has_used_q, has_used_k, used_q, used_k, scale, softcap,
-         causal, top_left, window_left, window_right, bias, bias2, mask, alibi, sink, dropout, rng, seed, offset,
+         causal, top_left, window_left, window_right, positions, position_q, position_k, has_positions_q,
+         has_positions_k, positions_q, positions_k, bias, bias2, mask, alibi, sink, dropout, rng, seed, offset, streams,
          deterministic, clear_rows, lse, grad_lse, need, device, backend] = problem;
   visit("direction", direction, Of<Role::kPlan>{});
   visit("batch1", batch1, Of<Role::kPlan>{});
@@ -67,6 +68,13 @@ constexpr void for_each_field(P& problem, Visit visit) {
   visit("top_left", top_left, Of<Role::kPlan>{});
   visit("window_left", window_left, Of<Role::kPlan>{});
   visit("window_right", window_right, Of<Role::kPlan>{});
+  visit("positions", positions, Of<Role::kPlan>{});
+  visit("position_q", position_q, Of<Role::kNumber>{});
+  visit("position_k", position_k, Of<Role::kNumber>{});
+  visit("has_positions_q", has_positions_q, Of<Role::kPlan>{});
+  visit("has_positions_k", has_positions_k, Of<Role::kPlan>{});
+  visit("positions_q", positions_q, Of<Role::kLengths>{});
+  visit("positions_k", positions_k, Of<Role::kLengths>{});
   visit("bias", bias, Of<Role::kPlan>{});
   visit("bias2", bias2, Of<Role::kPlan>{});
   visit("mask", mask, Of<Role::kPlan>{});
@@ -76,6 +84,7 @@ constexpr void for_each_field(P& problem, Visit visit) {
   visit("rng", rng, Of<Role::kPlan>{});
   visit("seed", seed, Of<Role::kNumber>{});
   visit("offset", offset, Of<Role::kNumber>{});
+  visit("dropout_streams", streams, Of<Role::kPlan>{});
   visit("deterministic", deterministic, Of<Role::kPlan>{});
   visit("clear_rows", clear_rows, Of<Role::kCaller>{});
   visit("lse", lse, Of<Role::kPlan>{});
@@ -90,8 +99,9 @@ constexpr void for_each_field(P& problem, Visit visit) {
 template <class C, class Visit>
 requires std::same_as<std::remove_const_t<C>, Call>
 constexpr void for_each_view(C& call, Visit visit) {
-  auto& [problem, rows, dropout, q, k, v, bias, bias2, mask, alibi_slopes, sink, out, lse, grad_out, grad_lse, grad_q,
-         grad_k, grad_v, grad_bias, grad_bias2, grad_sink, lengths, stream, device_index, seed_ptr, offset_ptr] = call;
+  auto& [problem, rows, positions_q, positions_k, dropout, q, k, v, bias, bias2, mask, alibi_slopes, sink, streams, out,
+         lse, grad_out, grad_lse, grad_q, grad_k, grad_v, grad_bias, grad_bias2, grad_sink, lengths, stream,
+         device_index, seed_ptr, offset_ptr] = call;
   visit("q", q, Of<Role::kPlan>{});
   visit("k", k, Of<Role::kPlan>{});
   visit("v", v, Of<Role::kPlan>{});
@@ -100,6 +110,7 @@ constexpr void for_each_view(C& call, Visit visit) {
   visit("mask", mask, Of<Role::kPlan>{});
   visit("alibi_slopes", alibi_slopes, Of<Role::kNumber>{});
   visit("sink", sink, Of<Role::kNumber>{});
+  visit("dropout_streams", streams, Of<Role::kNumber>{});
   visit("out", out, Of<Role::kPlan>{});
   visit("lse", lse, Of<Role::kNumber>{});
   visit("grad_out", grad_out, Of<Role::kPlan>{});

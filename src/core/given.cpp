@@ -23,6 +23,9 @@ constexpr Argument kInputs[] = {
     {"cu_seqlens_k", &fovea_problem::cu_seqlens_k, false},
     {"seqused_q", &fovea_problem::seqused_q, false},
     {"seqused_k", &fovea_problem::seqused_k, false},
+    {"positions_q", &fovea_problem::positions_q, false},
+    {"positions_k", &fovea_problem::positions_k, false},
+    {"dropout_streams", &fovea_problem::dropout_streams, false},
 };
 constexpr Argument kForwardResults[] = {
     {"out", &fovea_problem::out, true},

@@ -89,7 +89,7 @@ struct Argument {
 };
 
 // Those that a direction uses and that are given.
-inline constexpr std::size_t kMostArguments = 24;
+inline constexpr std::size_t kMostArguments = 28;
 using Arguments = Few<Argument, kMostArguments>;
 Arguments arguments_of(const fovea_problem& given, Direction direction);
 

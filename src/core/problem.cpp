@@ -5,6 +5,7 @@
 #include "core/problem.h"
 
 #include <cmath>
+#include <cstring>
 
 namespace fovea {
 
@@ -58,8 +59,42 @@ double Problem::scale_or_default() const {
 
 math::Score<double> Problem::score() const { return math::Score<double>::make(scale_or_default(), softcap); }
 
-math::Band<math::i64> Problem::band(std::int64_t queries, std::int64_t keys) const {
-  return math::Band<math::i64>::make(queries, keys, causal, window_left, window_right, top_left);
+std::int64_t Problem::first_query(std::int64_t b) const {
+  return position_q + (positions_q.empty() ? 0 : positions_q[static_cast<std::size_t>(b)]);
+}
+
+std::int64_t Problem::first_key(std::int64_t b) const {
+  return position_k + (positions_k.empty() ? 0 : positions_k[static_cast<std::size_t>(b)]);
+}
+
+std::int64_t Problem::shift(std::int64_t b, const math::Sequence& sequence) const {
+  if (positions) {
+    return first_query(b) - first_key(b);
+  }
+  return top_left ? 0 : sequence.k_len - sequence.q_len;
+}
+
+math::Band<math::i64> Problem::band(std::int64_t b, const math::Sequence& sequence) const {
+  const auto make = [&](bool no_shift) {
+    return math::Band<math::i64>::make(sequence.q_len, sequence.k_len, causal, window_left, window_right, no_shift);
+  };
+  if (!positions) {
+    return make(top_left);
+  }
+  math::Band<math::i64> band = make(true);
+  band.low += shift(b, sequence);
+  band.high += shift(b, sequence);
+  return band;
+}
+
+std::uint64_t Call::dropout_stream(std::int64_t b, std::int64_t head) const {
+  if (streams && streams.data != nullptr) {
+    std::int64_t number = 0;
+    std::memcpy(&number, static_cast<const std::int64_t*>(streams.data) + rows.offset(streams.strides, b, head, 0),
+                sizeof(number));
+    return static_cast<std::uint64_t>(number);
+  }
+  return static_cast<std::uint64_t>(b) * static_cast<std::uint64_t>(problem.heads_q) + static_cast<std::uint64_t>(head);
 }
 
 math::DropoutOfHead Call::dropout_of_head(std::int64_t b, std::int64_t head) const {

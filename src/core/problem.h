@@ -108,6 +108,13 @@ struct Problem {
   bool top_left = false;
   std::int64_t window_left = -1;  // -1: unbounded
   std::int64_t window_right = -1;
+  bool positions = false;       // rows and keys have positions of a larger problem: shift is the difference of ...
+  std::int64_t position_q = 0;  // ... those of query 0 and of key 0
+  std::int64_t position_k = 0;
+  bool has_positions_q = false;  // positions_q is given, to be added ...
+  bool has_positions_k = false;
+  std::vector<std::int64_t> positions_q;  // ... with these values, where they can be read
+  std::vector<std::int64_t> positions_k;
   PlaneTraits bias;
   PlaneTraits bias2;
   PlaneTraits mask;
@@ -117,6 +124,7 @@ struct Problem {
   math::Rng rng = math::Rng::kFovea;
   std::uint64_t seed = 0;
   std::uint64_t offset = 0;
+  PlaneTraits streams;  // the numbers of dropout's streams are given, over batch1, batch2 and head
 
   bool deterministic = false;
   bool clear_rows = false;  // rows that belong to no sequence get 0, in lse -inf
@@ -131,8 +139,12 @@ struct Problem {
   // 1 / sqrt(head_dim) by default (1 where head_dim is 0).
   double scale_or_default() const;
   math::Score<double> score() const;
-  // The band of a sequence with these (used) lengths.
-  math::Band<math::i64> band(std::int64_t queries, std::int64_t keys) const;
+  // The positions of query 0 and key 0 of batch entry b, where they can be read; 0 without positions.
+  std::int64_t first_query(std::int64_t b) const;
+  std::int64_t first_key(std::int64_t b) const;
+  // What aligns the queries of batch entry b, which has these (used) lengths, with its keys; and the band.
+  std::int64_t shift(std::int64_t b, const math::Sequence& sequence) const;
+  math::Band<math::i64> band(std::int64_t b, const math::Sequence& sequence) const;
   bool banded() const { return causal || window_left >= 0 || window_right >= 0; }
 
   friend bool operator==(const Problem&, const Problem&) = default;
@@ -153,13 +165,15 @@ struct View {
 struct Call {
   Problem problem;
   math::Rows rows;
-  math::Dropout dropout;  // with seed_ptr and offset_ptr read and added, where that can be done here
+  math::Lengths positions_q, positions_k;  // on a device, where the Problem has not their values
+  math::Dropout dropout;                   // with seed_ptr and offset_ptr read and added, where that can be done here
 
   View q, k, v;       // row, col = sequence row, head_dim; head = query head (q, out) or key head (k, v)
   View bias, bias2;   // row, col = query, key within the sequence
   View mask;          // the same
   View alibi_slopes;  // batch1, batch2, head
   View sink;          // head
+  View streams;       // int64: batch1, batch2, head
   View out;
   View lse;  // batch1, batch2, head, row
   View grad_out, grad_lse;
@@ -175,10 +189,7 @@ struct Call {
   const std::uint64_t* offset_ptr = nullptr;
 
   // The number that the dropout of (b, query head h) is keyed on.
-  std::uint64_t dropout_stream(std::int64_t b, std::int64_t head) const {
-    return static_cast<std::uint64_t>(b) * static_cast<std::uint64_t>(problem.heads_q) +
-           static_cast<std::uint64_t>(head);
-  }
+  std::uint64_t dropout_stream(std::int64_t b, std::int64_t head) const;
   math::DropoutOfHead dropout_of_head(std::int64_t b, std::int64_t head) const;
 };
 

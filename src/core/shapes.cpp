@@ -101,11 +101,16 @@ const fovea_tensor* Shapes::seqused(const Ints& used) {
   return add(DType::kInt32, {problem_.batch()}, used.empty() ? nullptr : used_.back().data());
 }
 
+const fovea_tensor* Shapes::positions(const Ints& values) {
+  return add(DType::kInt64, {problem_.batch()}, values.empty() ? nullptr : values.data());
+}
+
 Shapes::Shapes(const Problem& problem) : problem_(problem) {
   const Problem& p = problem;
   given_.size = sizeof(given_);
   given_.flags = (p.causal ? FOVEA_CAUSAL : 0) | (p.deterministic ? FOVEA_DETERMINISTIC : 0) |
-                 (p.scale ? FOVEA_SCALE : 0) | (p.clear_rows ? FOVEA_CLEAR_ROWS : 0) | FOVEA_WINDOW;
+                 (p.scale ? FOVEA_SCALE : 0) | (p.clear_rows ? FOVEA_CLEAR_ROWS : 0) |
+                 (p.positions ? FOVEA_POSITIONS : 0) | FOVEA_WINDOW;
   given_.align = p.top_left ? FOVEA_TOP_LEFT : FOVEA_BOTTOM_RIGHT;
   given_.rng = static_cast<std::int32_t>(p.rng);
   given_.device = p.device;
@@ -113,6 +118,8 @@ Shapes::Shapes(const Problem& problem) : problem_(problem) {
   given_.scale = p.scale.value_or(0);
   given_.window_left = p.window_left;
   given_.window_right = p.window_right;
+  given_.position_q = p.position_q;
+  given_.position_k = p.position_k;
   given_.softcap = p.softcap;
   given_.dropout_p = p.dropout;
   given_.seed = p.seed;
@@ -151,6 +158,17 @@ Shapes::Shapes(const Problem& problem) : problem_(problem) {
   }
   given_.seqused_q = p.has_used_q ? seqused(p.used_q) : nullptr;
   given_.seqused_k = p.has_used_k ? seqused(p.used_k) : nullptr;
+  given_.positions_q = p.has_positions_q ? positions(p.positions_q) : nullptr;
+  given_.positions_k = p.has_positions_k ? positions(p.positions_k) : nullptr;
+  if (p.streams) {
+    const Extents& has = p.streams.extents;
+    Ints shape{has.batch1 ? p.batch1 : 1};
+    if (p.two_level) {
+      shape.push_back(has.batch2 ? p.batch2 : 1);
+    }
+    shape.push_back(has.head ? p.heads_q : 1);
+    given_.dropout_streams = add(DType::kInt64, shape);
+  }
 
   const bool backward = p.direction == Direction::kBackward;
   given_.out = out();

@@ -28,6 +28,7 @@ class Shapes {
   const fovea_tensor* plane(const PlaneTraits& traits);
   const fovea_tensor* cu_seqlens(const Ints& lengths);
   const fovea_tensor* seqused(const Ints& used);
+  const fovea_tensor* positions(const Ints& values);
   Ints batch() const;
 
   const Problem& problem_;

@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <tuple>
 #include <utility>
 
 #include "core/problem.h"
@@ -41,12 +42,19 @@ std::vector<std::string_view> split(std::string_view text, char separator) {
   }
 }
 
+// As validate() accepts them.
+std::int64_t parse_position(std::string_view key, std::string_view text) {
+  constexpr std::int64_t kMost = (std::int64_t{1} << 40) - 1;
+  return parse_number<std::int64_t>(key, text, -kMost, kMost, "integers under 2^40 in size");
+}
+
 // "128x3,77"
-std::vector<std::int64_t> parse_lengths(std::string_view key, std::string_view text) {
+std::vector<std::int64_t> parse_lengths(std::string_view key, std::string_view text,
+                                        std::int64_t (*parse_one)(std::string_view, std::string_view) = parse_count) {
   std::vector<std::int64_t> lengths;
   for (const std::string_view part : split(text, ',')) {
     const std::size_t cross = part.find('x');
-    const std::int64_t length = parse_count(key, part.substr(0, cross));
+    const std::int64_t length = parse_one(key, part.substr(0, cross));
     const std::int64_t times = cross == part.npos ? 1 : parse_count(key, part.substr(cross + 1));
     if (times < 1 || times > kMostSequences - static_cast<std::int64_t>(lengths.size())) {
       refuse(key, part, fmt::format("LENGTHxTIMES, at most {} sequences", kMostSequences));
@@ -56,10 +64,12 @@ std::vector<std::int64_t> parse_lengths(std::string_view key, std::string_view t
   return lengths;
 }
 
-Extents parse_extents(std::string_view key, std::string_view text, bool two_level) {
-  constexpr std::string_view kOneLevel = "(b|1),(h|1),(q|1),(k|1)";
-  constexpr std::string_view kTwoLevels = "(b1|1),(b2|1),(h|1),(q|1),(k|1) or (b|b1|b2|1),(h|1),(q|1),(k|1)";
-  const std::string_view accepted = two_level ? kTwoLevels : kOneLevel;
+// of_pairs: with a query and a key behind batch and head.
+Extents parse_extents(std::string_view key, std::string_view text, bool two_level, bool of_pairs = true) {
+  const std::string_view pairs = of_pairs ? ",(q|1),(k|1)" : "";
+  const std::string accepted = two_level ? fmt::format("(b1|1),(b2|1),(h|1){0} or (b|b1|b2|1),(h|1){0}", pairs)
+                                         : fmt::format("(b|1),(h|1){}", pairs);
+  const std::size_t one_level = of_pairs ? 4 : 2;
   std::vector<std::string_view> parts = split(text, ',');
   const auto take = [&](std::string_view letter) {
     const std::string_view part = parts.front();
@@ -70,22 +80,24 @@ Extents parse_extents(std::string_view key, std::string_view text, bool two_leve
     return part == letter;
   };
   Extents extents;
-  if (parts.size() == 5 && two_level) {
+  if (parts.size() == one_level + 1 && two_level) {
     extents.batch1 = take("b1");
     extents.batch2 = take("b2");
-  } else if (parts.size() == 4 && two_level && (parts.front() == "b1" || parts.front() == "b2")) {
+  } else if (parts.size() == one_level && two_level && (parts.front() == "b1" || parts.front() == "b2")) {
     extents.batch1 = parts.front() == "b1";
     extents.batch2 = !extents.batch1;
     parts.erase(parts.begin());
-  } else if (parts.size() == 4) {
+  } else if (parts.size() == one_level) {
     extents.batch1 = take("b");
     extents.batch2 = two_level && extents.batch1;
   } else {
     refuse(key, text, accepted);
   }
   extents.head = take("h");
-  extents.query = take("q");
-  extents.key = take("k");
+  if (of_pairs) {
+    extents.query = take("q");
+    extents.key = take("k");
+  }
   return extents;
 }
 
@@ -247,6 +259,28 @@ void parse_used(const Fields& fields, std::string_view key, const Problem& probl
   }
 }
 
+void parse_positions(const Fields& fields, Problem& problem) {
+  if (const auto text = fields.value("pos")) {
+    const auto parts = split(*text, ',');
+    if (parts.size() != 2) {
+      refuse("pos", *text, "Q,K, the positions of query 0 and key 0");
+    }
+    problem.position_q = parse_position("pos", parts[0]);
+    problem.position_k = parse_position("pos", parts[1]);
+  }
+  for (const auto& [key, has, values] : {std::tuple("pos_q", &problem.has_positions_q, &problem.positions_q),
+                                         std::tuple("pos_k", &problem.has_positions_k, &problem.positions_k)}) {
+    *has = fields.has(key);
+    if (const auto text = fields.optional_value(key)) {
+      *values = parse_lengths(key, *text, parse_position);
+      if (static_cast<std::int64_t>(values->size()) != problem.batch()) {
+        refuse(key, *text, fmt::format("a position for each batch entry, {}", problem.batch()));
+      }
+    }
+  }
+  problem.positions = fields.has("pos") || problem.has_positions_q || problem.has_positions_k;
+}
+
 PlaneTraits parse_plane(const Fields& fields, std::string_view key, const Problem& problem) {
   PlaneTraits plane;
   if (const auto text = fields.value(key)) {
@@ -308,6 +342,7 @@ Problem parse(std::string_view line) {
     p.window_left = side(parts[0]);
     p.window_right = side(parts[1]);
   }
+  parse_positions(fields, p);
 
   constexpr double kMost = std::numeric_limits<double>::max();
   if (const auto text = fields.value("scale")) {
@@ -336,6 +371,9 @@ Problem parse(std::string_view line) {
       *number = parse_number<std::uint64_t>(key, *text, 0, std::numeric_limits<std::uint64_t>::max(),
                                             "an integer of 64 bits, decimal or 0x...");
     }
+  }
+  if (const auto text = fields.value("streams")) {
+    p.streams = {DType::kInt64, parse_extents("streams", *text, p.two_level, /*of_pairs=*/false)};
   }
 
   const bool backward = p.direction == Direction::kBackward;

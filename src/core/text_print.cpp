@@ -27,12 +27,18 @@ std::string print_lengths(const std::vector<std::int64_t>& lengths) {
   return text;
 }
 
-// "b,h,q,k"; with a batch of two levels "b1,b2,h,q,k", a 1 wherever it is broadcast.
+std::string_view name(bool present, std::string_view letter) { return present ? letter : std::string_view("1"); }
+
+// "b"; with a batch of two levels "b1,b2", a 1 wherever it is broadcast.
+std::string print_batch(const Extents& extents, bool two_level) {
+  return two_level ? fmt::format("{},{}", name(extents.batch1, "b1"), name(extents.batch2, "b2"))
+                   : std::string(name(extents.batch1, "b"));
+}
+
+// The same with ",h,q,k".
 std::string print_extents(const Extents& extents, bool two_level) {
-  const auto name = [](bool present, std::string_view letter) { return present ? letter : std::string_view("1"); };
-  const std::string batch = two_level ? fmt::format("{},{}", name(extents.batch1, "b1"), name(extents.batch2, "b2"))
-                                      : std::string(name(extents.batch1, "b"));
-  return fmt::format("{},{},{},{}", batch, name(extents.head, "h"), name(extents.query, "q"), name(extents.key, "k"));
+  return fmt::format("{},{},{},{}", print_batch(extents, two_level), name(extents.head, "h"), name(extents.query, "q"),
+                     name(extents.key, "k"));
 }
 
 template <class T, std::size_t kCount>
@@ -113,6 +119,11 @@ std::string print(const Problem& p) {
   if (p.window_left != -1 || p.window_right != -1) {
     word("window={},{}", p.window_left, p.window_right);
   }
+  if (p.positions) {
+    word("pos={},{}", p.position_q, p.position_k);
+  }
+  used("pos_q", p.has_positions_q, p.positions_q);
+  used("pos_k", p.has_positions_k, p.positions_k);
   if (p.scale) {
     word("scale={}", *p.scale);
   }
@@ -147,6 +158,9 @@ std::string print(const Problem& p) {
   }
   if (p.offset != 0) {
     word("offset={}", p.offset);
+  }
+  if (p.streams) {
+    word("streams={},{}", print_batch(p.streams.extents, p.two_level), p.streams.extents.head ? "h" : "1");
   }
   if (p.direction == Direction::kBackward && p.need != every_need(p)) {
     word("need={}", print_need(p.need));

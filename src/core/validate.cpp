@@ -8,8 +8,10 @@
 //     options   scale, window, softcap, dropout
 //     shapes    q fixes batch, heads and lengths; k and v follow; cu_seqlens make it packed
 //     lengths   what cu_seqlens and seqused hold, where it can be read
+//     positions where rows and keys are in a larger problem
 //     planes    bias, bias2 and mask, by NumPy's broadcasting
 //     vectors   alibi_slopes, sink
+//     streams   dropout_streams
 //     results   out, lse, and the backward's gradients
 //     memory    no output overlaps itself or anything else that is used
 //
@@ -34,8 +36,10 @@ Call Validator::run() {
   options();
   shapes();
   lengths();
+  positions();
   planes();
   vectors();
+  streams();
   results();
   memory();
   problem_.layout = layout_of(given_, problem_);
@@ -46,10 +50,12 @@ Call Validator::run() {
 // ---- header ----
 
 void Validator::header() {
-  constexpr std::uint32_t kKnown = FOVEA_CAUSAL | FOVEA_DETERMINISTIC | FOVEA_SCALE | FOVEA_WINDOW | FOVEA_CLEAR_ROWS;
+  constexpr std::uint32_t kKnown =
+      FOVEA_CAUSAL | FOVEA_DETERMINISTIC | FOVEA_SCALE | FOVEA_WINDOW | FOVEA_CLEAR_ROWS | FOVEA_POSITIONS;
   if ((given_.flags & ~kKnown) != 0) {
-    refuse("flags: {:#x}; accepted: bits of {:#x}, FOVEA_CAUSAL, _DETERMINISTIC, _SCALE, _WINDOW, _CLEAR_ROWS",
-           given_.flags, kKnown);
+    refuse(
+        "flags: {:#x}; accepted: bits of {:#x}, FOVEA_CAUSAL, _DETERMINISTIC, _SCALE, _WINDOW, _CLEAR_ROWS, _POSITIONS",
+        given_.flags, kKnown);
   }
   if (given_.align != FOVEA_BOTTOM_RIGHT && given_.align != FOVEA_TOP_LEFT) {
     refuse("align: {}; accepted: FOVEA_BOTTOM_RIGHT (0) or FOVEA_TOP_LEFT (1)", given_.align);

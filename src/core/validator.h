@@ -4,6 +4,7 @@
 //
 //     validate.cpp          header, options, seeds; the order of all steps
 //     validate_shapes.cpp   shapes and lengths
+//     validate_positions.cpp  positions, and the streams of dropout
 //     validate_planes.cpp   what is added to scores: bias, bias2, mask, alibi_slopes, sink
 //     validate_results.cpp  out, lse, gradients; the memory of what is written
 #pragma once
@@ -12,6 +13,9 @@
 #include "core/problem.h"
 
 namespace fovea {
+
+// Positions of first rows, where `values`, if there are any, are added to `first`. rows: the most of a sequence.
+void check_positions(char side, std::int64_t first, const Ints& values, bool dropout, std::int64_t rows);
 
 class Validator {
  public:
@@ -46,6 +50,13 @@ class Validator {
                        const Ints& lengths, const Ints& used) const;
   math::Lengths seqused(const char* name, const fovea_tensor& tensor, const Ints& lengths, std::int64_t longest,
                         Ints& values);
+
+  // ---- validate_positions.cpp ----
+
+  void positions();
+  void without_positions() const;
+  math::Lengths position_tensor(const char* name, const fovea_tensor* tensor, Ints& values);
+  void streams();
 
   // ---- validate_planes.cpp ----
 

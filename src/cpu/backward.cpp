@@ -133,9 +133,7 @@ class Backward {
     return rows.packed() ? head * rows.rows_q + sequence.q_begin : (b * rows.heads_q + head) * rows.rows_q;
   }
 
-  math::Band<i64> band_of(const math::Sequence& sequence) const {
-    return call_.problem.band(sequence.q_len, sequence.k_len);
-  }
+  math::Band<i64> band_of(i64 b, const math::Sequence& sequence) const { return call_.problem.band(b, sequence); }
 
   void prepare(int thread, i64 ticket) {
     const Tickets::Place place = query_tickets_[ticket];
@@ -155,7 +153,7 @@ class Backward {
     task.delta = delta_ + row_base(sequence, place.b, head) * element_;
     task.grad_sink = call_.grad_sink ? sink_shares_ + ticket : nullptr;
     kernels_.prepare(task, scratch_ + scratch_bytes_ * thread);
-    if (options_.need_q && band_of(sequence).keys_of_rows(task.row_begin, task.row_end).empty()) {
+    if (options_.need_q && band_of(place.b, sequence).keys_of_rows(task.row_begin, task.row_end).empty()) {
       kernels_.store(zeros_, 0, rows_at(call_, call_.grad_q, place.b, head, sequence.q_begin + task.row_begin),
                      task.row_end - task.row_begin, call_.problem.head_dim);
     }
@@ -182,7 +180,8 @@ class Backward {
               0,
               0};
     const i64 key = unit.key_block * tiles_.keys;
-    const math::Interval<i64> met = band_of(sequence).queries_of_keys(key, std::min(key + tiles_.keys, sequence.k_len));
+    const math::Interval<i64> met =
+        band_of(place.b, sequence).queries_of_keys(key, std::min(key + tiles_.keys, sequence.k_len));
     if (!met.empty()) {
       unit.first_block = met.begin / tiles_.rows;
       unit.blocks = ceil_div(met.end, tiles_.rows) - unit.first_block;

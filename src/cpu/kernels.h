@@ -61,6 +61,8 @@ struct HeadArgs {
   std::uint32_t drop_words[4];  // fovea: the words of this head
   std::uint64_t drop_base;      // torch: its first number
   std::uint64_t drop_stride;    //   and how many a row has
+  std::uint32_t drop_row;       // fovea: the positions of row 0 and column 0, multiples of 16
+  std::uint32_t drop_column;
 };
 
 struct ForwardHead {

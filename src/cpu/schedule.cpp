@@ -110,9 +110,8 @@ Options options_of(const Call& call) {
 
 SequenceArgs sequence_args(const Call& call, i64 b) {
   const math::Sequence sequence = call.rows.sequence(b);
-  const math::Band<i64> band = call.problem.band(sequence.q_len, sequence.k_len);
-  return {sequence.q_len, sequence.k_len, band.low, band.high,
-          call.problem.top_left ? 0 : sequence.k_len - sequence.q_len};
+  const math::Band<i64> band = call.problem.band(b, sequence);
+  return {sequence.q_len, sequence.k_len, band.low, band.high, call.problem.shift(b, sequence)};
 }
 
 Matrix rows_at(const Call& call, const View& view, i64 b, i64 head, i64 begin) {
@@ -145,6 +144,8 @@ HeadArgs head_args(const Call& call, i64 b, i64 head, i64 q_begin) {
     args.drop_words[3] = dropout.head.w1;
     args.drop_base = dropout.base;
     args.drop_stride = dropout.row_stride;
+    args.drop_row = static_cast<std::uint32_t>(call.problem.first_query(b));
+    args.drop_column = static_cast<std::uint32_t>(call.problem.first_key(b));
   }
   return args;
 }

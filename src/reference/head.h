@@ -64,10 +64,12 @@ class Head {
         b_(b),
         h_(h),
         sequence_(call.rows.sequence(b)),
-        band_(call.problem.band(sequence_.q_len, sequence_.k_len)),
+        band_(call.problem.band(b, sequence_)),
         score_(math::Score<T>::make(call.problem.scale_or_default(), call.problem.softcap)),
         dropout_(call.dropout_of_head(b, h)),
-        shift_(call.problem.top_left ? 0 : sequence_.k_len - sequence_.q_len),
+        shift_(call.problem.shift(b, sequence_)),
+        first_query_(call.problem.first_query(b)),
+        first_key_(call.problem.first_key(b)),
         slope_(call.alibi_slopes ? at(call.alibi_slopes, 0, 0) : 0),
         sink_(call.sink ? at(call.sink, 0, 0) : -math::Limits<T>::infinity()) {}
 
@@ -95,7 +97,8 @@ class Head {
   // keep / (1 - p_drop): 0 where the element is dropped.
   T keep(i64 i, i64 j) const {
     const math::Dropout& dropout = call_.dropout;
-    const bool kept = !dropout.keeps_nothing() && (!dropout.active() || dropout_.keep(i, j));
+    const bool kept =
+        !dropout.keeps_nothing() && (!dropout.active() || dropout_.keep(first_query_ + i, first_key_ + j));
     return kept ? static_cast<T>(dropout.factor()) : T(0);
   }
 
@@ -113,6 +116,8 @@ class Head {
   math::Score<T> score_;
   math::DropoutOfHead dropout_;
   i64 shift_;
+  i64 first_query_;  // the positions of query 0 and key 0, by which rule fovea decides
+  i64 first_key_;
   T slope_;
   T sink_;
 };

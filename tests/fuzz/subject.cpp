@@ -81,6 +81,9 @@ Subject::Subject() {
   slot("cu_seqlens_k", &fovea_problem::cu_seqlens_k, -1);
   slot("seqused_q", &fovea_problem::seqused_q, -1);
   slot("seqused_k", &fovea_problem::seqused_k, -1);
+  slot("positions_q", &fovea_problem::positions_q, -1);
+  slot("positions_k", &fovea_problem::positions_k, -1);
+  slot("dropout_streams", &fovea_problem::dropout_streams, -1);
   slot("out", &fovea_problem::out, FOVEA_FORWARD);
   slot("lse", &fovea_problem::lse, FOVEA_FORWARD);
   slot("grad_out", &fovea_problem::grad_out, -1);
@@ -204,17 +207,45 @@ void Subject::add_plane(Random& random, const char* name, DType type, const Ints
   }
 }
 
-void Subject::add_lengths(Random& random, const char* name, DType type, const Ints& values) {
+// next() gives the elements in logical order.
+template <class Next>
+void Subject::add_integers(Random& random, const char* name, DType type, const Ints& shape, Next next) {
   Slot& s = slot(name);
-  lay_out(random, s, type, {static_cast<std::int64_t>(values.size())}, true);
-  std::size_t at = 0;
+  lay_out(random, s, type, shape, true);
   for_each_element(s.tensor, [&](std::int64_t offset) {
+    const auto value = static_cast<std::int64_t>(next());
     if (type == DType::kInt32) {
-      static_cast<std::int32_t*>(s.tensor.data)[offset] = static_cast<std::int32_t>(values[at++]);
+      static_cast<std::int32_t*>(s.tensor.data)[offset] = static_cast<std::int32_t>(value);
     } else {
-      static_cast<std::int64_t*>(s.tensor.data)[offset] = values[at++];
+      static_cast<std::int64_t*>(s.tensor.data)[offset] = value;
     }
   });
+}
+
+void Subject::add_lengths(Random& random, const char* name, DType type, const Ints& values) {
+  std::size_t at = 0;
+  add_integers(random, name, type, {static_cast<std::int64_t>(values.size())}, [&] { return values[at++]; });
+}
+
+// Near 0, near 2^31 in size, or as large as they may be; with dropout multiples of 16 from 0 on.
+void Subject::draw_positions(Random& random, std::int64_t batch) {
+  const bool dropout = problem_.dropout_p > 0;
+  problem_.flags |= FOVEA_POSITIONS;
+  problem_.align = FOVEA_BOTTOM_RIGHT;
+  problem_.rng = dropout ? FOVEA_RNG_FOVEA : problem_.rng;
+  const std::int64_t large = std::int64_t{1} << (dropout ? 31 : 39);
+  const std::int64_t centre = random.pick<std::int64_t>({0, 0, std::int64_t{1} << 31, large - 1000});
+  const auto position = [&](std::int64_t around) {
+    const std::int64_t near = around + random.between(-40, 40);
+    return dropout ? std::max<std::int64_t>(near / 16 * 16, 0) : random.once_in(8) ? -near : near;
+  };
+  problem_.position_q = position(centre);
+  problem_.position_k = position(random.once_in(8) ? 0 : centre);
+  for (const char* name : {"positions_q", "positions_k"}) {
+    if (random.once_in(2)) {
+      add_integers(random, name, DType::kInt64, {batch}, [&] { return position(0); });
+    }
+  }
 }
 
 Subject::Ints Subject::draw_lengths(Random& random, std::int64_t batch, std::int64_t longest) {
@@ -334,6 +365,19 @@ void Subject::draw(Random& random, Direction direction) {
   };
   used("seqused_q", longest_q);
   used("seqused_k", longest_k);
+  if (random.once_in(4)) {
+    draw_positions(random, batch);
+  }
+  if (random.once_in(6)) {
+    Ints shape = two_level ? Ints{batch1, batch2, heads_q} : Ints{batch, heads_q};
+    if (packed && two_level && problem_.batch_outer == 0) {
+      shape = {batch, heads_q};
+    }
+    for (std::int64_t& dim : shape) {
+      dim = random.once_in(3) ? 1 : dim;
+    }
+    add_integers(random, "dropout_streams", DType::kInt64, shape, [&] { return random.next(); });
+  }
 
   const auto rows = [&](std::int64_t count, std::int64_t heads, std::int64_t columns) {
     Ints shape = prefix;
@@ -364,6 +408,8 @@ void Subject::draw(Random& random, Direction direction) {
   }
   if (random.once_in(4)) {
     add(random, "alibi_slopes", sums, random.once_in(2) ? Ints{heads_q} : Ints{batch, heads_q});
+    constexpr std::int64_t kExact = 1 << 16;  // slope * distance, in fp32
+    comparable_ = comparable_ && std::abs(problem_.position_q - problem_.position_k) < kExact;
   }
   if (random.once_in(4)) {
     add(random, "sink", sums, {heads_q});
@@ -430,7 +476,7 @@ void Subject::spoil(Random& random) {
   Slot& other = slots_[random.next() % slots_.size()];
   fovea_tensor& tensor = any.tensor;
   const auto dim = static_cast<std::size_t>(random.between(0, FOVEA_MAX_RANK - 1));
-  const std::int64_t way = random.between(0, 27);
+  const std::int64_t way = random.between(0, 28);
   if (way <= 15) {
     comparable_ = false;  // what lies between the elements is NaN
   }
@@ -487,7 +533,8 @@ void Subject::spoil(Random& random) {
     case 16:
     case 17:
     case 18: {
-      Slot& lengths = slot(random.pick({"cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"}));
+      Slot& lengths =
+          slot(random.pick({"cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "positions_q", "positions_k"}));
       const std::ptrdiff_t bytes = lengths.used_end - lengths.used_begin;
       const std::ptrdiff_t width = random.pick<std::ptrdiff_t>({4, 8});
       if (problem_.*lengths.member == &lengths.tensor && bytes >= width) {
@@ -529,6 +576,10 @@ void Subject::spoil(Random& random) {
       problem_.flags ^= 1u << random.between(0, 31);
       problem_.size += random.once_in(4) ? 8 : 0;
       problem_.backend = random.pick<const char*>({nullptr, "", "cpu", "cuda", "nothing"});
+      break;
+    case 28:
+      (random.once_in(2) ? problem_.position_q : problem_.position_k) = integer();
+      problem_.flags |= random.once_in(2) ? FOVEA_POSITIONS : 0;
       break;
     case 27: {  // numbers that are no numbers
       if (any.used_end > any.used_begin && static_cast<DType>(tensor.dtype) <= DType::kFp64) {
@@ -577,7 +628,8 @@ Subject::Span Subject::span_of(const Slot& slot) const {
 
 bool Subject::in_memory(bool lengths_only) const {
   return std::all_of(slots_.begin(), slots_.end(), [&](const Slot& slot) {
-    const bool is_lengths = std::strncmp(slot.name, "cu_", 3) == 0 || std::strncmp(slot.name, "seqused", 7) == 0;
+    const bool is_lengths = std::strncmp(slot.name, "cu_", 3) == 0 || std::strncmp(slot.name, "seqused", 7) == 0 ||
+                            std::strncmp(slot.name, "positions", 9) == 0;
     return !is_used(slot) || (lengths_only && !is_lengths) || span_of(slot).exists;
   });
 }

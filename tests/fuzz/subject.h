@@ -84,6 +84,9 @@ class Subject {
   void fill(Random& random, Slot& slot, double special);
   void add(Random& random, const char* name, DType type, const Ints& shape, double special = 0);
   void add_plane(Random& random, const char* name, DType type, const Ints& scores);
+  template <class Next>
+  void add_integers(Random& random, const char* name, DType type, const Ints& shape, Next next);
+  void draw_positions(Random& random, std::int64_t batch);
   void add_lengths(Random& random, const char* name, DType type, const Ints& values);
   // Gives a dimension of an input that is 1 another length, in no more memory than before.
   void stretch(const char* name, int dim, std::int64_t length);

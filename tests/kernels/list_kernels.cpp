@@ -117,7 +117,7 @@ void run(const std::vector<std::string>& architectures, bool table) {
   }
   for (const check::Case& c : table ? check::cases(check::Table::kFull) : std::vector<check::Case>()) {
     Problem problem = c.problem;
-    if (problem.type == DType::kFp64) {
+    if (problem.type == DType::kFp64 || check::is_part(problem)) {
       continue;  // the CPU's
     }
     problems.push_back(problem);

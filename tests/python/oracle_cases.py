@@ -20,6 +20,8 @@ FEATURES = {
     "causal": [False, True],
     "window": [(-1, -1), (2, 1), (-1, 1), (2, -1), (0, 0)],
     "align": ["bottom_right", "top_left"],
+    "shifted": ["", "one", "each", "both"],
+    "streams": ["", "bh", "1h", "b1"],
     "scale": [None, -0.7, 0.0],
     "softcap": [0.0, 1.5],
     "bias": ["", "b1,b2,h,q,k", "b1,1,h,q,k", "1,b2,1,q,1", "1,1,h,1,k"],
@@ -36,8 +38,14 @@ FEATURES = {
 PLAIN = {name: values[0] for name, values in FEATURES.items()}
 
 
+def legal(row):
+    """With positions: no other alignment, no dropout by PyTorch's rule. `row` may lack features."""
+    torch_rule = (row.get("dropout") or ("",))[0] == "torch_mem_efficient"
+    return not row.get("shifted") or (row.get("align") != "top_left" and not torch_rule)
+
+
 def pairwise():
-    return covering(FEATURES)
+    return covering(FEATURES, legal)
 
 
 def singles():
@@ -68,8 +76,12 @@ def plane_shape(spec, batch, heads, rows_q, rows_k):
     return (*first, *(n if name != "1" else 1 for name, n in ((h, heads), (q, rows_q), (k, rows_k))))
 
 
-def make(row, seed=0):
-    """(q, k, v, options, grad_out, grad_lse) of a row of FEATURES."""
+SIZES = {"square": (5, 5), "short": (3, 19), "long": (18, 3), "two_level": (3, 4)}
+LENGTHS = ([3, 0, 5, 2], [4, 3, 0, 6])
+
+
+def make(row, seed=0, sizes=None, lengths=None):
+    """(q, k, v, options, grad_out, grad_lse) of a row of FEATURES. `sizes` and `lengths` are in place of SIZES and LENGTHS."""
     rng = np.random.default_rng(seed)
     element = TYPES[row["type"]]
     wide = np.float64 if row["type"] == "fp64" else np.float32
@@ -79,7 +91,7 @@ def make(row, seed=0):
     options = {}
 
     if row["rows"].startswith("packed"):
-        lengths_q, lengths_k = [3, 0, 5, 2], [4, 3, 0, 6]
+        lengths_q, lengths_k = lengths or LENGTHS
         batch = (2, 2) if row["rows"] == "packed_two_level" else (4,)
         extra = 2 if row["rows"] == "packed_padded" else 0
         options["cu_seqlens_q"] = np.cumsum([0, *lengths_q]).astype(np.int32)
@@ -91,7 +103,7 @@ def make(row, seed=0):
         shape_q, shape_k = (sum(lengths_q) + extra,), (sum(lengths_k) + extra,)
     else:
         batch = (2, 2) if row["rows"] == "two_level" else (2,)
-        rows_q, rows_k = {"square": (5, 5), "short": (3, 19), "long": (18, 3), "two_level": (3, 4)}[row["rows"]]
+        rows_q, rows_k = (sizes or SIZES)[row["rows"]]
         lengths_q, lengths_k = rows_q, rows_k
         shape_q, shape_k = (*batch, rows_q), (*batch, rows_k)
     entries = int(np.prod(batch))
@@ -102,6 +114,15 @@ def make(row, seed=0):
     if "k" in row["used"]:
         options["seqused_k"] = np.minimum([3, 2, 0, 5][:entries], lengths_k).astype(np.int32)
     options.update(causal=row["causal"], window=row["window"], align=row["align"], softcap=row["softcap"])
+    unit = 16 if row["dropout"] else 1  # with dropout positions are multiples of 16
+    if row["shifted"] in ("one", "both"):
+        options.update(position_q=3 * unit, position_k=unit)
+    if row["shifted"] in ("each", "both"):
+        options["positions_q"] = (np.array([1, 0, 5, 2])[:entries] * unit)[:: -1 if lay is strided else 1]
+        options["positions_k"] = np.array([2, 1, 0, 2])[:entries] * unit
+    if row["streams"]:
+        shape = {"bh": (*batch, heads), "1h": (heads,), "b1": (*batch, 1)}[row["streams"]]
+        options["dropout_streams"] = lay(rng.integers(-2**63, 2**63, shape))
     if row["scale"] is not None:
         options["scale"] = row["scale"]
     bias_type = element if row["bias_type"] == "own" else TYPES[row["bias_type"]]

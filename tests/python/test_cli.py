@@ -604,7 +604,7 @@ def test_check_on_a_gpu_ends_in_time():
 
 
 def test_check_on_a_gpu_stops_after_a_fault():
-    done = check_on_a_fake_gpu("--table", "reduced", FAKE_FAULT="700")
+    done = check_on_a_fake_gpu("!pos", "!streams", "--table", "reduced", FAKE_FAULT="700")  # rows that a GPU computes
     assert done.returncode == CHECK_FAILED
     assert done.stdout.count("FAILED bwd") == 1 and "cuMemcpyDtoHAsync: PLAYED_ERROR 700" in done.stdout
     assert re.search(r"1 of \d+ rows: 0 passed, 1 failed, 0 skipped; \d+ not reached \(after a fault of the device", done.stdout)

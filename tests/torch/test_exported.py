@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators' schemas: programs that an earlier version saved run with this one, and what is planned is refused by name."""
+"""The operators' schemas: programs that an earlier version saved run with this one, and arguments that were added have defaults."""
 
 import platform
 
@@ -44,61 +44,25 @@ def test_a_package_of_an_earlier_version(version):
     check(load(torch._inductor.aoti_load_package, kept_programs.KEPT / version / "package.pt2"))
 
 
-# ---- arguments that are planned ----
+# ---- arguments that were added ----
 
 
-def arguments(q, **planned):
-    """Of fovea::attention."""
-    return (q, q, q, *[None] * 11, 0, 0, None, False, -1, -1, None, 0.0, 0.0, "fovea", 0, 0, 0, "bhsd", 0, None), planned
+def arguments(q):
+    """Of fovea::attention, as the first version had them."""
+    return (q, q, q, *[None] * 11, 0, 0, None, False, -1, -1, None, 0.0, 0.0, "fovea", 0, 0, 0, "bhsd", 0, None)
 
 
-PLANNED = {
-    "position_q": 0,
-    "position_k": 16,
-    "positions_q": torch.zeros(1, dtype=torch.int64),
-    "positions_k": torch.zeros(1, dtype=torch.int64),
-    "dropout_streams": torch.zeros(1, 2, dtype=torch.int64),
-}
-
-
-def test_the_schema_has_what_is_planned():
+def test_arguments_that_were_added_have_defaults():
     last = _operators.attention._schema.arguments[len(_call.Arguments._fields) :]
-    assert {argument.name: argument.default_value for argument in last} == dict.fromkeys(PLANNED)
+    assert [argument.name for argument in last] == list(_call.Shard._fields)
+    assert all(argument.default_value is None for argument in last)
     results = _operators.attention_backward._schema.returns
     assert [result.name for result in results] == [f"grad_{name}" for name in _call.DIFFERENTIABLE]
 
 
-@pytest.mark.parametrize("where", ["eager", "autograd", "fake", "compile", "vmap"])
-@pytest.mark.parametrize("name", PLANNED)
-def test_what_is_planned_is_refused(name, where):
-    q = torch.randn(1, 2, 4, 8, requires_grad=where == "autograd")
-    planned = {name: PLANNED[name]}
-    if where == "fake":
-        q = q.to("meta")
-        planned = {key: x.to("meta") if isinstance(x, torch.Tensor) else x for key, x in planned.items()}
-
-    def call(q):
-        given, more = arguments(q, **planned)
-        return torch.ops.fovea.attention(*given, **more)
-
-    run = {"compile": torch.compile(call, fullgraph=True, backend="aot_eager"), "vmap": torch.vmap(call)}.get(where, call)
-    with pytest.raises(Exception, match=f"{name}: given, and no backend of this version has it; accepted: None"):
-        run(q[None] if where == "vmap" else q)
-
-
-@pytest.mark.parametrize("name", PLANNED)
-def test_what_is_planned_is_refused_in_the_backward(name):
-    q = torch.randn(1, 2, 4, 8)
-    out, lse = attention(q, q, q, return_lse=True)
-    given, planned = arguments(q, **{name: PLANNED[name]})
-    with pytest.raises(NotImplementedError, match=f"{name}: given"):
-        torch.ops.fovea.attention_backward(out, None, out, lse, [True] * 3 + [False] * 3, *given, **planned)
-
-
-def test_planned_arguments_of_none_are_accepted():
+def test_arguments_of_none_are_accepted():
     q = torch.randn(1, 2, 4, 8, requires_grad=True)
-    given, planned = arguments(q, **dict.fromkeys(PLANNED))
-    out, _ = torch.ops.fovea.attention(*given, **planned)
+    out, _ = torch.ops.fovea.attention(*arguments(q), **dict.fromkeys(_call.Shard._fields))
     out.sum().backward()
     other = q.detach().clone().requires_grad_()
     attention(other, other, other).sum().backward()
@@ -108,7 +72,7 @@ def test_planned_arguments_of_none_are_accepted():
 def test_six_gradients():
     q = torch.randn(1, 2, 4, 8)
     out, lse = attention(q, q, q, return_lse=True)
-    given, _ = arguments(q)
+    given = arguments(q)
     grads = torch.ops.fovea.attention_backward(out, None, out, lse, [True, False, True, False, False, False], *given)
     assert [tuple(x.shape) for x in grads] == [q.shape, (0,), q.shape, (0,), (0,), (0,)]
     with pytest.raises(ValueError, match="need: 2 values; accepted: one for each of q, k, v, bias, bias2, sink"):

@@ -74,7 +74,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *more: NoReturn, **options: Any) 
             unbounded.
         align: "bottom_right" makes shift = Sk - Sq, so that the last query meets the last key, as in FlashAttention.
             "top_left" makes shift = 0, as is_causal of scaled_dot_product_attention does. With causal, window or
-            alibi_slopes it is required where Sq and Sk differ.
+            alibi_slopes it is required where Sq and Sk differ, unless positions are given.
         softcap: c > 0 replaces a score s by c * tanh(s / c), before biases are added. 0: none.
         alibi_slopes: (Hq,), (B, Hq) or (B1, B2, Hq): adds -slope * abs(i + shift - j). It has no gradient. It is
             converted to float32, or to float64 with float64 q.
@@ -94,6 +94,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *more: NoReturn, **options: Any) 
         seqused_q: (B,), int32 or int64: how many query rows of each sequence exist, from its first row on.
         seqused_k: The same for the keys.
         batch_shape: (B1, B2): makes the packed sequences a batch of two levels.
+        position_q: The position of query 0 in a larger problem, of which this call computes a part. If one of the four
+            positions is given, those that are not count as 0, shift is the position of query 0 minus that of key 0, and
+            dropout decides about a pair by its positions. align is then left out. With dropout a multiple of 16.
+        position_k: The position of key 0, likewise.
+        positions_q: (B,), int64: a number for each sequence that is added to position_q.
+        positions_k: The same for the keys.
+        dropout_streams: The number of each head's stream of random numbers for dropout, int64. It broadcasts to (B, Hq),
+            with two levels to (B1, B2, Hq). None: b * Hq + h.
         layout: The order of dimensions of q, k, v and out: "bhsd" is (B, H, S, D), "bshd" is (B, S, H, D).
             fovea.attention has the other default.
         deterministic: The same inputs give the same bits in every run. torch.use_deterministic_algorithms(True) turns
@@ -154,6 +162,11 @@ def _attention(
     seqused_q: Optional[Tensor] = None,
     seqused_k: Optional[Tensor] = None,
     batch_shape: Optional[Sequence[int]] = None,
+    position_q: Optional[int] = None,
+    position_k: Optional[int] = None,
+    positions_q: Optional[Tensor] = None,
+    positions_k: Optional[Tensor] = None,
+    dropout_streams: Optional[Tensor] = None,
     layout: Layout = "bhsd",
     deterministic: bool = False,
     return_lse: bool = False,
@@ -195,14 +208,19 @@ def _attention(
 
     tensors = (q, k, v, bias, bias2, mask, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                seed_tensor, offset_tensor)  # fmt: skip
+    given = (position_q, position_k, positions_q, positions_k, dropout_streams)
+    is_shard = any(one is not None for one in given)
+    shard = _shard(given, q) if is_shard else ()
     compiling = torch.compiler.is_compiling()
     plain = learns = False
     if not (compiling or q is None or k is None or v is None):
-        plain, learns = _operators.survey(tensors)
+        plain, learns = _operators.survey((*tensors, *shard[2:]) if is_shard else tensors)
     if not plain or q.is_meta:
         plain = False
         _check_tensors(tensors)
         if q.is_nested:
+            if is_shard:
+                raise NotImplementedError("position_q, positions_q, dropout_streams: given with nested tensors; accepted: None")
             return _nested(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, layout, return_lse,
                            bias=bias, bias2=bias2, mask=mask, scale=scale, causal=causal, window=window, align=align,
                            softcap=softcap, alibi_slopes=alibi_slopes, sink=sink, dropout_p=dropout_p,
@@ -227,7 +245,7 @@ def _attention(
     if drawn:
         draw = _operators.draw_seed if direct else _operators.seed
         tensors = (*tensors[:12], draw([x for x in tensors if x is not None]), offset_tensor)
-    arguments = (*tensors, seed, offset, *options)
+    arguments = (*tensors, seed, offset, *options, *shard)
     if direct:
         if learns and torch.is_grad_enabled():
             if _packed is not None and q is of_packed:
@@ -239,6 +257,18 @@ def _attention(
     else:
         out, lse = _operators.attention(*arguments)
     return (out, lse) if return_lse else out
+
+
+def _shard(given: tuple[Any, ...], q: Any) -> tuple[Any, ...]:
+    """position_q, position_k, positions_q, positions_k, dropout_streams."""
+    names = _call.Shard._fields
+    numbers = [None if one is None else _integer(name, one) for name, one in zip(names, given[:2])]
+    for name, one in zip(names[2:], given[2:]):
+        if one is not None and not isinstance(one, Tensor):
+            raise TypeError(f"{name}: a {type(one).__name__}; accepted: a torch.Tensor of int64")
+        if one is not None and isinstance(q, Tensor) and one.device != q.device:
+            raise ValueError(f"{name}: on {one.device}; accepted: {q.device}, where q lies")
+    return (*numbers, *given[2:])
 
 
 def _wider(tensor: Tensor, q: Any) -> Tensor:

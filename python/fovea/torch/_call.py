@@ -51,7 +51,7 @@ _CODES = {
 TYPES = tuple(sorted(_CODES, key=lambda dtype: _CODES[dtype]))  # in the order of fovea_dtype
 _PROBLEM_SIZE = ctypes.sizeof(_abi.Problem)
 _TENSOR_SIZE = _abi.TENSOR.size
-_MEMORY = ctypes.c_char * (_PROBLEM_SIZE + _TENSOR_SIZE * len(_abi.INPUTS + _abi.RESULTS))
+_MEMORY = ctypes.c_char * (_PROBLEM_SIZE + _TENSOR_SIZE * len(_abi.INPUTS + _abi.RESULTS + _abi.SHARDS))
 # A problem's memory as words of 64 bits, in which these are numbers of words.
 _WORD = 8
 _DATA = ctypes.sizeof(ctypes.c_size_t) // _WORD  # of fovea_tensor
@@ -114,24 +114,53 @@ class Arguments(NamedTuple):
 TENSORS = 14  # the first arguments are tensors
 DIFFERENTIABLE = ("q", "k", "v", "bias", "bias2", "sink")
 DIFFERENTIABLE_AT = tuple(Arguments._fields.index(name) for name in DIFFERENTIABLE)
-# Further arguments of the operators: where a call's rows stand in a larger problem, and which stream of dropout's random
-# numbers each head of each sequence has. Nothing computes them yet.
-PLANNED = (
+# Further arguments of the operators, which most calls leave out.
+MORE = (
     "SymInt? position_q=None, SymInt? position_k=None, Tensor? positions_q=None, Tensor? positions_k=None, "
     "Tensor? dropout_streams=None"
 )
-_PLANNED_NAMES = tuple(argument.split()[1].removesuffix("=None") for argument in PLANNED.split(", "))
 # How errors call the tensors of a forward, and after them those that only a backward has.
 NAMES = (*(name.removesuffix("_tensor") for name in Arguments._fields[:TENSORS]), "grad_out", "out", "lse", "grad_lse")
 
 
-def known(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The operator's arguments up to the last of Arguments. PyTorch leaves out the last ones that have their default."""
-    given = arguments[len(Arguments._fields) :]
-    for name, value in zip(_PLANNED_NAMES, given):
+class Shard(NamedTuple):
+    """The arguments of MORE: where a call's rows are in a larger problem, and which streams of random numbers its heads have."""
+
+    position_q: Optional[int] = None
+    position_k: Optional[int] = None
+    positions_q: Optional[Tensor] = None
+    positions_k: Optional[Tensor] = None
+    dropout_streams: Optional[Tensor] = None
+
+    @property
+    def has_positions(self) -> bool:
+        return any(given is not None for given in self[:4])
+
+
+_COUNT = len(Arguments._fields)
+
+
+def split(arguments: tuple[Any, ...]) -> tuple[Arguments, Optional[Shard]]:
+    """The operator's arguments by name. PyTorch leaves out the last ones that have their default."""
+    if len(arguments) == _COUNT:
+        return Arguments._make(arguments), None
+    more = arguments[_COUNT:]
+    shard = Shard(*more) if any(given is not None for given in more) else None
+    return Arguments._make(arguments[:_COUNT]), shard
+
+
+def shortest(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The operator's arguments, without those of MORE or with all of them."""
+    a, shard = split(arguments)
+    return arguments[:_COUNT] if shard is None else (*a, *shard)
+
+
+def known(arguments: tuple[Any, ...], where: str) -> tuple[Any, ...]:
+    """The operator's arguments without those of MORE, which are refused."""
+    for name, value in zip(Shard._fields, arguments[_COUNT:]):
         if value is not None:
-            raise NotImplementedError(f"{name}: given, and no backend of this version has it; accepted: None")
-    return arguments[: len(Arguments._fields)] if given else arguments
+            raise NotImplementedError(f"{name}: given, {where}; accepted: None")
+    return arguments[:_COUNT]
 
 
 # ---- results ----
@@ -274,6 +303,20 @@ class _Problem:
             raw.device = device
             raw.device_index = self._device.index
 
+    def set_shard(self, shard: Optional[Shard]) -> None:
+        """After the tensors that _look() has before these."""
+        if shard is None:
+            return
+        raw = self.raw
+        if shard.has_positions:
+            raw.flags |= _abi.POSITIONS
+            raw.position_q = shard.position_q or 0
+            raw.position_k = shard.position_k or 0
+        for name in _abi.SHARDS:
+            tensor = getattr(shard, name)
+            if tensor is not None:
+                self.set(name, tensor)
+
     def set(self, name: str, tensor: Tensor) -> None:
         rank = tensor.dim()
         if rank > _abi.MAX_RANK:
@@ -303,6 +346,7 @@ class _Problem:
                 accepted = BOOL_ALONE
             else:
                 accepted = "int32 or int64" if name.startswith(("cu_seqlens", "seqused")) else _FLOATS
+                accepted = "int64" if name in _abi.SHARDS else accepted
             raise TypeError(f"{name}: {_type(tensor)}; accepted: {accepted}")
         at = self._used
         self._used = at + _TENSOR_SIZE
@@ -412,8 +456,11 @@ def _taken(pool: list[_Problem]) -> Optional[_Problem]:
         return None
 
 
-def _look(kind: Any, a: Arguments, tensors: Iterable[Optional[Tensor]]) -> tuple[list[Tensor], Key]:
-    """The tensors that are not None, and the key of their problem. Refuses tensors of another device than q's."""
+def _look(
+    kind: Any, a: Arguments, tensors: Iterable[Optional[Tensor]], shard: Optional[Shard] = None
+) -> tuple[list[Tensor], Key]:
+    """The tensors that are not None, those of the shard last, and the key of their problem. Refuses tensors of another
+    device than q's."""
     device = a.q.device
     there: list[Tensor] = []
     key = [kind, device, a[TENSORS + 2 :]]
@@ -427,6 +474,14 @@ def _look(kind: Any, a: Arguments, tensors: Iterable[Optional[Tensor]]) -> tuple
             raise ValueError(f"{name}: on {tensor.device}; accepted: {device}, where q lies")
         there.append(tensor)
         key += (absent, tensor.dtype, tensor.shape, tensor.stride())
+    if shard is not None:
+        key += ("shard", shard.position_q, shard.position_k)
+        for name, given in zip(_abi.SHARDS, shard[2:]):
+            if given is not None:
+                if given.device != device:
+                    raise ValueError(f"{name}: on {given.device}; accepted: {device}, where q lies")
+                there.append(given)
+                key += (name, given.dtype, given.shape, given.stride())
     return there, tuple(key)
 
 
@@ -488,14 +543,15 @@ def compute(
     arguments: tuple[Any, ...], with_lse: bool, first: Optional[Callable[[tuple[Any, ...]], None]] = None
 ) -> tuple[Tensor, Optional[Tensor]]:
     """The forward. `first` is called before the first one of its kind on a device."""
-    a = Arguments._make(arguments)
-    there, key = _look(with_lse, a, arguments[:TENSORS])
+    a, shard = split(arguments)
+    there, key = _look(with_lse, a, arguments[:TENSORS], shard)
     pool = _pool(key)
     problem: Any = _taken(pool)
     is_new = problem is None
     if is_new:
         problem = _Problem(a)
-    if a.align is None and (is_new or problem.partial):
+        problem.set_shard(shard)
+    if a.align is None and (is_new or problem.partial) and not (shard is not None and shard.has_positions):
         _need_no_align(a, problem.raw)
     out = new_out(a, problem.out_layout)
     there.append(out)
@@ -508,7 +564,7 @@ def compute(
         if with_lse:
             problem.set("lse", lse)
             problem.lse_model = lse.new_empty(0)  # a tensor of this type and device: saying them takes a microsecond
-        if first is not None and not problem._on_cpu:
+        if first is not None and shard is None and not problem._on_cpu:
             first(arguments)
     problem.place(a, there)
     if problem.run(_abi.FORWARD, a.deterministic == DETERMINISTIC_OR_WARN):
@@ -518,7 +574,7 @@ def compute(
 
 def forward(*arguments: Any) -> tuple[Tensor, Any]:
     """fovea::attention"""
-    return compute(known(arguments), with_lse=True)
+    return compute(arguments, with_lse=True)
 
 
 def backward(
@@ -526,11 +582,11 @@ def backward(
     into: Sequence[Tensor] = (),
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of DIFFERENTIABLE for which `need` is true, in that order. The first of them are written into `into`."""
-    a = Arguments._make(arguments)
+    a, shard = split(arguments)
     if grad_out.stride(-1) != 1 and grad_out.device.type != "cpu":
         grad_out = grad_out.contiguous()
     kind = (tuple(need), *(tensor.stride() for tensor in into)) if into else tuple(need)
-    there, key = _look(kind, a, (*arguments[:TENSORS], grad_out, out, lse, grad_lse))
+    there, key = _look(kind, a, (*arguments[:TENSORS], grad_out, out, lse, grad_lse), shard)
     pool = _pool(key)
     problem: Any = _taken(pool)
     is_new = problem is None
@@ -541,6 +597,7 @@ def backward(
         problem.set("lse", lse)
         if grad_lse is not None:
             problem.set("grad_lse", grad_lse)
+        problem.set_shard(shard)
     if is_new:
         grads: list[Tensor] = []
         for name, index, wanted in zip(DIFFERENTIABLE, DIFFERENTIABLE_AT, need):

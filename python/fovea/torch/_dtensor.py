@@ -105,7 +105,7 @@ class Placed:
 
 
 def _forward(*arguments: Any) -> list[Any]:
-    a = Arguments(*_call.known(arguments))
+    a = Arguments(*_call.known(arguments, "with DTensors"))
     rest: list[Any] = [None] * (len(arguments) - TENSORS)
     return [([_shard(w.out), _shard(w.lse)], [*_inputs(a, w), *rest]) for w in _ways(a).values()]
 
@@ -113,7 +113,7 @@ def _forward(*arguments: Any) -> list[Any]:
 def _backward(grad_out: Any, grad_lse: Any, out: Any, lse: Any, need: Sequence[bool], *arguments: Any) -> list[Any]:
     from torch.distributed.tensor import Partial
 
-    a = Arguments(*_call.known(arguments))
+    a = Arguments(*_call.known(arguments, "with DTensors"))
     rest: list[Any] = [None] * (len(arguments) - TENSORS)
     found = []
     for w in _ways(a).values():

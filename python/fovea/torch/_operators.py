@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
+from .. import _abi
 from . import _ahead, _call, _dtensor
 from ._call import DIFFERENTIABLE, TENSORS, Arguments
 
@@ -36,11 +37,11 @@ _ARGUMENTS = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor? seed_tensor, "
     "Tensor? offset_tensor, SymInt seed, SymInt offset, float? scale, bool causal, SymInt window_left, "
     "SymInt window_right, str? align, float softcap, float dropout_p, str rng, SymInt max_seqlen_q, "
-    "SymInt max_seqlen_k, SymInt batch_outer, str layout, int deterministic, str? backend, " + _call.PLANNED
+    "SymInt max_seqlen_k, SymInt batch_outer, str layout, int deterministic, str? backend, " + _call.MORE
 )
 _INDEX = _call.DIFFERENTIABLE_AT
 _SIX = operator.itemgetter(*_INDEX)
-_NO_GRADS = (None,) * len(Arguments._fields)
+_SHARDS = len(_abi.SHARDS)  # tensors, the last arguments where they are given
 
 _registry: Any = torch.library  # PyTorch types these functions in part, and otherwise in each version
 # A copy of the package within another one has operators of its own, so that two versions may be in one process.
@@ -84,7 +85,7 @@ def _backward(
     grad_out: Tensor, grad_lse: Optional[Tensor], out: Tensor, lse: Tensor, need: Sequence[bool], *arguments: Any
 ) -> tuple[Tensor, ...]:
     _need_six(need)
-    return _six(_call.backward(grad_out, grad_lse, out, lse, need, *_call.known(arguments)), need, grad_out)
+    return _six(_call.backward(grad_out, grad_lse, out, lse, need, *arguments), need, grad_out)
 
 
 def _need_six(need: Sequence[bool]) -> None:
@@ -102,7 +103,7 @@ for _device in ("CPU", "CUDA"):
 
 
 def _fake_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
-    a = Arguments(*_call.known(arguments))
+    a = _call.split(arguments)[0]
     _call.check_ranks(a)
     return _call.new_out(a, _call.out_layout(a)), _call.new_lse(a, _call.lse_shape(a))
 
@@ -111,7 +112,7 @@ def _fake_backward(
     grad_out: Tensor, grad_lse: Optional[Tensor], out: Tensor, lse: Tensor, need: Sequence[bool], *arguments: Any
 ) -> tuple[Tensor, ...]:
     _need_six(need)
-    a = Arguments(*_call.known(arguments))
+    a = _call.split(arguments)[0]
     return _six([_call.new_grad(a, name, partial=False) for name, wanted in zip(DIFFERENTIABLE, need) if wanted], need, grad_out)
 
 
@@ -140,13 +141,16 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[:TENSORS], *output)
-        ctx.options = inputs[TENSORS:]
+        options, shard = inputs[TENSORS:-_SHARDS], inputs[-_SHARDS:]
+        if len(inputs) == len(Arguments._fields):
+            options, shard = inputs[TENSORS:], ()
+        ctx.save_for_backward(*inputs[:TENSORS], *shard, *output)
+        ctx.options = options
 
     @staticmethod
     def backward(ctx: Any, grad_out: Optional[Tensor], grad_lse: Optional[Tensor]) -> tuple[Any, ...]:
         need = list(_SIX(ctx.needs_input_grad))
-        grads: list[Optional[Tensor]] = list(_NO_GRADS)
+        grads: list[Optional[Tensor]] = [None] * len(ctx.needs_input_grad)
         for index, grad in zip(_INDEX, _gradients(ctx, need, grad_out, grad_lse)):
             grads[index] = grad
         return tuple(grads)
@@ -257,7 +261,8 @@ def _gradients(ctx: Any, need: Sequence[bool], grad_out: Optional[Tensor], grad_
     *tensors, out, lse = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    found = _through_dispatcher(grad_out, grad_lse, out, lse, need, *tensors, *ctx.options)
+    tensors, shard = tensors[:TENSORS], tensors[TENSORS:]
+    found = _through_dispatcher(grad_out, grad_lse, out, lse, need, *tensors, *ctx.options, *shard)
     return [grad if wanted else None for grad, wanted in zip(found, need)]
 
 
@@ -301,7 +306,7 @@ class OnceDifferentiable(torch.autograd.Function):
 
 def _differentiable_attention(*arguments: Any) -> Any:
     _dtensor.ready()
-    return Attention.apply(*_call.known(arguments))
+    return Attention.apply(*_call.shortest(arguments))
 
 
 library.impl("attention", _differentiable_attention, "Autograd")
@@ -369,7 +374,7 @@ def _pairs(a: Arguments) -> int:
 
 @register_flop_formula(operators.attention, get_raw=True)
 def _(*arguments: Any, out_val: Any) -> int:
-    a = Arguments(*_call.known(arguments))
+    a = _call.split(arguments)[0]
     return 2 * _pairs(a) * (a.q.shape[-1] + a.v.shape[-1])
 
 
@@ -379,6 +384,6 @@ def _(
     out_val: Any,
 ) -> int:  # fmt: skip
     """The scores and their gradients, then one product for each gradient of q, k and v."""
-    a = Arguments(*_call.known(arguments))
+    a = _call.split(arguments)[0]
     dim, dim_v = a.q.shape[-1], a.v.shape[-1]
     return 2 * _pairs(a) * (dim + dim_v + need[0] * dim + need[1] * dim + need[2] * dim_v)

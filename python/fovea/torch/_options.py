@@ -35,6 +35,11 @@ class Options(TypedDict, total=False):
     seqused_q: Optional[Tensor]
     seqused_k: Optional[Tensor]
     batch_shape: Optional[Sequence[int]]
+    position_q: Optional[int]
+    position_k: Optional[int]
+    positions_q: Optional[Tensor]
+    positions_k: Optional[Tensor]
+    dropout_streams: Optional[Tensor]
     layout: Layout
     deterministic: bool
     backend: Optional[str]

@@ -49,7 +49,7 @@ def register_with_pytorch() -> None:
 
 
 def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    call, wrap = _call_of(_call.known(args))
+    call, wrap = _call_of(_call.known(args, "under PyTorch's context_parallel"))
     out, lse = _parallel_keys.keys_forward(call)
     rows = call.rows_dim + out.dim()
     return wrap(out, rows), wrap(lse, lse.dim() - 1)
@@ -57,7 +57,7 @@ def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad_out, grad_lse, out, lse, need, *rest = args
-    given = _call.known(tuple(rest))
+    given = _call.known(tuple(rest), "under PyTorch's context_parallel")
     call, wrap = _call_of(given, dict(zip(DIFFERENTIABLE, need)))
     rows = call.rows_dim + out.dim()
     local: list[Any] = [None if x is None else _local(x, at) for x, at in ((grad_out, rows), (grad_lse, lse.dim() - 1), (out, rows), (lse, lse.dim() - 1))]

@@ -73,7 +73,7 @@ def _folded(size: int, dims: Any, a: Any, need: Sequence[bool]) -> Optional[Argu
 
 def _attention(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, ...]:
     size = info.batch_size
-    arguments = known(arguments)
+    arguments = known(arguments, "under torch.vmap")
     in_dims = in_dims[: len(arguments)]
     folded = _folded(size, Arguments(*in_dims), Arguments(*arguments), ())
     if folded is not None:
@@ -84,7 +84,7 @@ def _attention(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[An
 
 def _backward(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, ...]:
     size = info.batch_size
-    arguments = (*arguments[:5], *known(arguments[5:]))
+    arguments = (*arguments[:5], *known(arguments[5:], "under torch.vmap"))
     in_dims = tuple(None if isinstance(dim, list) else dim for dim in in_dims[: len(arguments)])  # need: a list
     given: Any = Arguments(*arguments[5:])
     *rows, need = arguments[:5]

@@ -46,7 +46,7 @@ inline void keep_bits_fovea(const Options& options, const HeadArgs& head, i64 ro
                             u8* bits, i64 stride) {
   const math::DropoutHead words{head.drop_words[0], head.drop_words[1], head.drop_words[2], head.drop_words[3]};
   const Simd<u32> threshold(options.drop_below << 16);
-  const u32 folded_col = math::dropout_fold(static_cast<u32>(col));
+  const u32 folded_col = math::dropout_fold(head.drop_column + static_cast<u32>(col));
   for (i64 group = row / 16 * 16; group < row + rows; group += 16) {
     for (i64 upper = group; upper < group + 8; ++upper) {
       const i64 lower = upper + 8;  // shares its calls
@@ -55,7 +55,7 @@ inline void keep_bits_fovea(const Options& options, const HeadArgs& head, i64 ro
       if (upper_bits == nullptr && lower_bits == nullptr) {
         continue;
       }
-      const Simd<u32> folded_row(math::dropout_fold(static_cast<u32>(upper)));
+      const Simd<u32> folded_row(math::dropout_fold(head.drop_row + static_cast<u32>(upper)));
       for (i64 n = 0; n < (cols + 15) / 16 * 8; n += lanes<u32>()) {
         const Simd<u32> columns = Simd<u32>::iota(folded_col + static_cast<u32>(n));
         const math::Words2<Simd<u32>> call = math::dropout_call(words, folded_row, columns);
