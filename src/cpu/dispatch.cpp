@@ -43,7 +43,8 @@ std::vector<Built> find_built() {
   const Cpuid processor = Cpuid::of_this_machine();
   all.push_back(vectors("avx512", avx512::kernels, processor.avx512(), "AVX-512 F, BW, CD, DQ and VL"));
   // After it, so only where it is asked for: on a processor with AMX no whole run of the tests has been made yet.
-  const bool asked = environment().cpu_isa == "amx";  // others keep the process as it is: tiles make signals' stacks larger
+  // Asking makes the stacks of signals larger, so other processes stay as they are.
+  const bool asked = environment().cpu_isa == "amx";
   all.push_back(amx_with("amx", amx::bf16_kernels, processor.amx() && (!asked || ask_for_amx())));
   if (&amx_emulated::bf16_kernels != nullptr) {
     all.push_back(amx_with("amx_emulated", amx_emulated::bf16_kernels, processor.avx512()));
