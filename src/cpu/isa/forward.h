@@ -222,8 +222,10 @@ void forward(const ForwardTask& task, void* scratch) {
   operands.clear_queries(rows);
   fill(state.o, round_up(rows, Operands::kRowStep) * operands.ld_v, T(0));
 
-  // Blocks end where they end for every task, so that a row has the same bits whatever rows are with it.
-  for (i64 key = keys.begin / Operands::kKeyStep * Operands::kKeyStep, end; key < keys.end; key = end) {
+  // Blocks end where they end for every task, so that a row has the same bits whatever rows are with it. Without keys
+  // (a part behind the end of a short sequence), rounding down would begin with another part's.
+  const i64 first_key = keys.empty() ? keys.end : keys.begin / Operands::kKeyStep * Operands::kKeyStep;
+  for (i64 key = first_key, end; key < keys.end; key = end) {
     end = math::min((key / options.block_keys + 1) * options.block_keys, keys.end);
     forward_block(task, tiles, state, unit, key, end, math::min(end + options.block_keys, keys.end));
   }
