@@ -115,6 +115,7 @@ class Forward {
     task.k = rows_at(call_, call_.k, unit.b, unit.head_k, unit.sequence.k_begin);
     task.v = rows_at(call_, call_.v, unit.b, unit.head_k, unit.sequence.k_begin);
     task.heads = heads_of(unit, thread);
+    task.all_rows = group_ * unit.sequence.q_len;
     task.row_begin = unit.row_begin;
     task.row_end = unit.row_end;
     task.key_begin = std::min(unit.part * blocks * options_.block_keys, unit.sequence.k_len);

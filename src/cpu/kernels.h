@@ -79,6 +79,7 @@ struct ForwardTask {
   SequenceArgs sequence;
   Matrix k, v;
   const ForwardHead* heads;  // of the group; only those that the rows touch are filled
+  std::int64_t all_rows;     // of the batch entry and key head
   std::int64_t row_begin, row_end;
   std::int64_t key_begin, key_end;
   bool first_keys;  // these keys begin the row: the sink joins here

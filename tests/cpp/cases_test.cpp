@@ -253,6 +253,19 @@ INSTANTIATE_TEST_SUITE_P(
         "mask=b,h,q,k dropout=0.2 rng=torch_mem_efficient",
         "bwd b=2 hq=1 sq=300 sk=300 d=64 dropout=0.5 seed=3 alibi=b,h softcap=5 bias=1,1,q,k det"));
 
+// Up to 8 rows of a key head read K and V in place, where rows are at least a vector long: at, below and above these
+// limits, lengths that are whole vectors of one instruction set only, keys around blocks and halves of them.
+INSTANTIATE_TEST_SUITE_P(
+    FewRows, CasesBesideTheTable,
+    ::testing::Values("bwd b=2 hq=2 sq=1 sk=700 d=64 dlse", "bwd b=1 hq=8 hk=1 sq=1 sk=515 d=64 dv=128",
+                      "bwd b=1 hq=9 hk=1 sq=1 sk=515 d=64", "bwd b=1 hq=2 hk=1 sq=3 sk=333 d=40 dv=72 causal",
+                      "bwd b=1 hq=1 sq=2 sk=37 d=17 dv=16", "bwd b=1 hq=1 sq=1 sk=37 d=15 dv=31",
+                      "bwd b=3 hq=1 sq=1 sk=1030 d=33 dv=9 fp64 bias=1,h,q,k", "bwd b=1 hq=4 hk=2 sq=2 sk=99 d=24 fp16",
+                      "bwd b=2 hq=4 hk=1 sq=1 sk=1500 d=80 bf16 used_k=1,1400 causal",
+                      "bwd b=1 hq=4 hk=1 sq=2 sk=300 d=96 dv=200 bf16 window=70,20 sink",
+                      "bwd b=2 hq=2 seqs_q=1,3 seqs_k=40,17 d=64 bf16 mask=b,1,1,k dropout=0.2",
+                      "bwd b=1 hq=1 sq=4 sk=260 d=260 softcap=5 alibi=h"));
+
 // ---- which kernels ran ----
 
 TEST(CasesTest, TheInstructionSetThatIsForcedRuns) {

@@ -14,6 +14,7 @@
 #pragma once
 
 #include "cpu/isa/forward_operands.h"
+#include "cpu/isa/forward_rows.h"
 #include "cpu/isa/scores.h"
 
 namespace fovea::cpu::FOVEA_ISA {
@@ -117,7 +118,7 @@ void forward_block(const ForwardTask& task, const ForwardTiles<Operands>& tiles,
   const math::Score<T> score = math::Score<T>::make(options.scale, options.softcap);
   const bool drops = options.dropping != Dropping::kNone;
 
-  operands.load_keys(task, key, key_end - key);
+  operands.load_keys(unit, task, key, key_end - key);
   if (drops) {
     for_each_head(task, [&](const ForwardHead& head, i64 begin, i64 end, i64 first) {
       keep_bits(options, head.head, begin, end - begin, key, key_end - key, tiles.keep + first * tiles.keep_stride,
@@ -140,7 +141,8 @@ void forward_block(const ForwardTask& task, const ForwardTiles<Operands>& tiles,
     for (i64 r = 0; r < strip; ++r) {
       const i64 number = task.row_begin + row + r;
       prefetch_terms(task, number + Operands::kStrip, key + col, cols);
-      for (const i64 end = key_end + (key_last - key_end) * (row + r + 1) / rows; next < end; ++next) {
+      for (const i64 end = key_end + (key_last - key_end) * (row + r + 1) / rows; Operands::kPacks && next < end;
+           ++next) {
         prefetch_row<2>(task.k, next, 0, options.head_dim);
         prefetch_row<2>(task.v, next, 0, options.head_dim_v);
       }
@@ -178,7 +180,7 @@ void finish_rows(const Task& task, const ForwardState<T>& state, T* lse) {
 }
 
 template <class Operands>
-size_t forward_scratch(const Options& options) {
+size_t scratch_of_forward(const Options& options) {
   Arena arena(nullptr);
   const ForwardState<typename Operands::Number> state(arena, options);
   const ForwardTiles<Operands> tiles(arena, options);

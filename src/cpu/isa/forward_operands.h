@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Q, K and V of a forward task as its two products read them: VectorForward by vectors of T, from the caller's type
-// converted to T; UnitForward by a matrix unit (AMX), in bf16.
+// converted to T; UnitForward by a matrix unit (AMX), in bf16. A few rows: isa/forward_rows.h.
 #pragma once
 
 #include "cpu/isa/gemm.h"
@@ -20,6 +20,7 @@ struct VectorForward {
   static constexpr i64 kStrip = kBlockRows;  // rows of a product
   static constexpr i64 kRowStep = 4;         // products round rows up to this
   static constexpr i64 kKeyStep = 16;        // where a strip's keys begin, from 0
+  static constexpr bool kPacks = true;       // K and V, a block at a time
   static constexpr i64 padded_keys(i64 keys) { return padded<T>(keys); }
 
   i64 ld_q, ld_v, ld_s;
@@ -43,7 +44,7 @@ struct VectorForward {
   }
   void clear_queries(i64 rows) const { fill(q + rows * ld_q, (round_up(rows, kRowStep) - rows) * ld_q, T(0)); }
 
-  void load_keys(const ForwardTask& task, i64 key, i64 keys) const {
+  void load_keys(Unit&, const ForwardTask& task, i64 key, i64 keys) const {
     const Options& options = *task.options;
     load_transposed(task.k, key, keys, options.head_dim, k_rows, ld_q, k, ld_s);
     load_tile(task.v, key, keys, options.head_dim_v, v, ld_v);
@@ -69,6 +70,7 @@ struct UnitForward {
   static constexpr i64 kStrip = 2 * kUnitRows;
   static constexpr i64 kRowStep = 2 * kUnitRows;
   static constexpr i64 kKeyStep = kUnitDepth;
+  static constexpr bool kPacks = true;
   static constexpr i64 padded_keys(i64 keys) { return round_up(keys, kUnitDepth); }
   static constexpr i64 padded_dim(const Options& options) { return round_up(options.head_dim, kUnitDepth); }
 
@@ -95,7 +97,7 @@ struct UnitForward {
     fill(q + count * 2 * ld_q, (round_up(count, kRowStep) - count) * 2 * ld_q, u16(0));
   }
 
-  void load_keys(const ForwardTask& task, i64 key, i64 keys) const {
+  void load_keys(Unit&, const ForwardTask& task, i64 key, i64 keys) const {
     const Options& options = *task.options;
     const i64 width = padded<float>(options.head_dim_v);
     for (i64 n = 0; n < keys; n += kUnitDepth) {

@@ -20,7 +20,15 @@ constexpr char kName[] = FOVEA_NAME_OF(FOVEA_ISA);
 template <class Operands>
 void run_forward(const ForwardTask& task, void* scratch) {
   __atomic_store_n(task.options->ran, static_cast<const char*>(kName), __ATOMIC_RELAXED);
-  forward<Operands>(task, scratch);
+  using Rows = RowsForward<typename Operands::Number>;
+  Rows::takes(task) ? forward<Rows>(task, scratch) : forward<Operands>(task, scratch);
+}
+
+template <class Operands>
+size_t forward_scratch(const Options& options) {
+  const size_t blocks = scratch_of_forward<Operands>(options);
+  const size_t rows = scratch_of_forward<RowsForward<typename Operands::Number>>(options);
+  return blocks < rows ? rows : blocks;
 }
 
 template <class Operands>
@@ -60,8 +68,8 @@ constexpr Kernels table(const Shape& shape) {
 const Kernels bf16_kernels = table<UnitForward, UnitBackward>({2, 32, 32, 256, 256, 256});
 #else
 // 48 rows are strips of 12 and groups of 16.
-const Kernels kernels[2] = {table<VectorForward<float>, VectorBackward<float> >({4, 48, 16, 512, 96, 256}),
-                            table<VectorForward<double>, VectorBackward<double> >({8, 48, 16, 512, 96, 256})};
+const Kernels kernels[2] = {table<VectorForward<float>, VectorBackward<float>>({4, 48, 16, 512, 96, 256}),
+                            table<VectorForward<double>, VectorBackward<double>>({8, 48, 16, 512, 96, 256})};
 #endif
 
 }  // namespace fovea::cpu::FOVEA_ISA
