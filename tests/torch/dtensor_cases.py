@@ -12,14 +12,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import fovea.torch
-from fovea.torch import attention
+from fovea.torch import _call, attention
 
 B, HQ, HK, S, D = 4, 8, 4, 24, 8
+LONG = 64  # rows of a case with dropout, whose parts are multiples of 16 rows
 
 
-def problem(layout="bhsd", batch=(B,), heads=(HQ, HK), **shapes):
+def problem(layout="bhsd", batch=(B,), heads=(HQ, HK), rows=(S, S), **shapes):
     torch.manual_seed(1)
-    q, k, v = (torch.randn(*batch, h, S, D) for h in (heads[0], heads[1], heads[1]))
+    q, k, v = (torch.randn(*batch, h, n, D) for h, n in ((heads[0], rows[0]), (heads[1], rows[1]), (heads[1], rows[1])))
     if layout == "bshd":
         q, k, v = (x.transpose(-2, -3).contiguous() for x in (q, k, v))
     return q, k, v, {name: torch.randn(shape) for name, shape in shapes.items()}
@@ -31,14 +32,19 @@ OPTIONS = {
     "wide": (problem, {"bias": (B, 1, S, S), "bias2": (HQ, 1, S), "mask": (B, 1, 1, S)}, {"softcap": 1.5}),
     "banded": (problem, {"alibi_slopes": (B, HQ), "bias": (S,)}, {"window": (5, 2)}),
     "bshd": (lambda **s: problem("bshd", **s), {"bias": (1, HQ, S, S), "sink": (HQ,)}, {}),
+    "short": (lambda **s: problem(rows=(S, 40), **s), {"alibi_slopes": (HQ,)}, {"causal": True, "align": "bottom_right"}),
+    "long": (lambda **s: problem(rows=(40, S), **s), {}, {"window": (9, 3), "align": "top_left"}),
+    "placed": (problem, {"bias": (B, 1, S, S)}, {"causal": True, "position_q": 5, "position_k": 3}),
+    "dropout": (lambda **s: problem(rows=(LONG, LONG), **s), {"bias": (1, HQ, LONG, LONG)}, {"causal": True, "dropout_p": 0.4, "seed": 3}),
+    "dropout levels": (lambda **s: problem(batch=(2, 4), rows=(LONG, S), **s), {}, {"dropout_p": 0.4, "seed": 3, "position_q": 16}),
     "levels": (lambda **s: problem(batch=(2, 4), **s), {"bias": (2, 1, HQ, S, S), "mask": (2, 4, 1, 1, S)}, {}),
 }
 
 
-def check(group, case, dimension, whole=()):
+def check(group, case, dimension, whole=(), compiled=False):
     """q is sharded along `dimension`, the others as the rule wants them, or whole if they are in `whole`."""
     mesh = DeviceMesh.from_group(group, "cpu")
-    compare(mesh, case, [dimension], whole)
+    compare(mesh, case, [dimension], whole, compiled)
 
 
 def compare(mesh, case, dimensions, whole=(), compiled=False):
@@ -117,7 +123,8 @@ def kept_decisions(group):
     q, k, v, _ = problem()
     rows = [distribute_tensor(x, mesh, [Shard(2)]) for x in (q, k, v)]
     attention(*rows)
-    refuses(lambda: attention(*rows, causal=True), "causal depends on the numbers of the rows")
+    refuses(lambda: attention(*rows, dropout_p=0.5, seed=1), "dropout decides about 16 rows together")
+    attention(*rows, causal=True)
     attention(*rows)
     heads = [distribute_tensor(x, mesh, [Shard(1)]) for x in (q, k, v)]
     for learns in ((0,), (0, 1, 2), (1,), (2, 0)):
@@ -152,9 +159,18 @@ def refusals(group):
     one = Shard(1)
     refuses(on(one, one, one), f"q: sharded along its heads (dimension 1) over {n} ranks: k has 3 heads, no multiple of the ranks")
     refuses(on(Shard(3), Replicate(), Replicate()), "a score needs all of it")
-    refuses(on(*[Shard(2)] * 3, window=(3, 3)), "window depends on the numbers of the rows")
-    refuses(on(*[Shard(2)] * 3, dropout_p=0.5, seed=1), "dropout_p depends on")
-    refuses(on(*[Shard(0)] * 3, dropout_p=0.5, seed=1), "dropout_p is 0.5, and the ranks would draw equal masks")
+    refuses(on(*[Shard(2)] * 3, dropout_p=0.5, seed=1), "dropout decides about 16 rows together, and a rank has 12")
+    refuses(on(*[Shard(2)] * 3, dropout_p=0.5, seed=1, rng="torch_mem_efficient"), "rng is 'torch_mem_efficient', and a row's")
+    refuses(on(*[Shard(0)] * 3, dropout_p=0.5), "seed: None with dropout_p=0.5 and DTensors; accepted: an integer")
+    each = distribute_tensor(torch.zeros(B, dtype=torch.int64), mesh, [Replicate()])
+    refuses(on(*[Shard(2)] * 3, causal=True, positions_q=each), "positions_q: given with DTensors whose rows are sharded")
+    refuses(on(*[Shard(2)] * 3, causal=True, align="bottom_right", seqused_k=each.int()), "seqused_k: given with DTensors whose rows are sharded")
+    known, _call.has_positions = _call.has_positions, lambda device_type: False
+    try:
+        refuses(on(*[Shard(2)] * 3, window=(3, 3)), "window depends on the numbers of the rows")
+        refuses(on(*[Shard(0)] * 3, dropout_p=0.5, seed=1), "dropout_p: 0.5, with q sharded along dimension 0, and the ranks would draw")
+    finally:
+        _call.has_positions = known
     refuses(on(Shard(0), Shard(2), Shard(0)), "k: sharded along dimension 2 over dimension 0 of the mesh, where q is sharded along its batch")
     refuses(on(Replicate(), Shard(0), Shard(0)), "k: sharded along dimension 0 over dimension 0 of the mesh, where q is whole")
     refuses(on(*[Shard(0)] * 3, bias=Shard(1)), "bias: sharded along dimension 1")
@@ -188,7 +204,7 @@ def within_pytorchs(group, balanced, options, with_bias):
     fovea.torch.register_with_pytorch()
     n = dist.get_world_size(group)
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("context",))
-    length = 8 * n
+    length = 32 * n  # two pieces a rank, of 16 rows
     whole = [torch.randn(2, h, length, D) for h in (4, 2, 2)] + ([torch.randn(1, 4, length, length)] if with_bias else [])
     grad = torch.randn(2, 4, length, D)
     leaves = [x.clone().requires_grad_() for x in whole]
@@ -206,9 +222,9 @@ def within_pytorchs(group, balanced, options, with_bias):
         got.backward(local_grad)
         if not with_bias:
             try:
-                parallelize_module(Inner({"dropout_p": 0.5, "seed": 1}), mesh, kind)(*mine)
+                parallelize_module(Inner({"dropout_p": 0.5, "seed": 1, "rng": "torch_mem_efficient"}), mesh, kind)(*mine)
             except NotImplementedError as error:
-                assert "dropout_p: 0.5, with move='keys'" in str(error)
+                assert "rng: 'torch_mem_efficient', with move='keys'" in str(error)
             else:
                 raise AssertionError("dropout was computed")
     finally:
@@ -281,8 +297,6 @@ def handed_back(group):
     calls = {
         "DTensors: q: sharded along its heads (dimension 1) over 2 ranks: k has 3 heads, no multiple of the ranks":
             lambda: sdpa(*placed(1), enable_gqa=True),
-        "DTensors: q: sharded along its rows (dimension 2) over 2 ranks: causal depends on the numbers of the rows, which a "
-        "rank's call does not have": lambda: sdpa(*placed(2), is_causal=True, enable_gqa=True),
         "DTensors with dropout, whose masks would be equal or unrelated on the ranks":
             lambda: sdpa(*placed(0), dropout_p=0.5, enable_gqa=True),
         "DTensors of other than four or five dimensions, or whose batches or heads broadcast":

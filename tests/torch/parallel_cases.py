@@ -2,13 +2,15 @@
 """context_parallel's cases: small problems in which every pair of feature values occurs that today's calls can compute, each compared
 with one process that has all rows. Ranks run these functions (ranks.py)."""
 
+import contextlib
 import os
 
 import torch
 import torch.distributed as dist
 
 from covering import covering
-from fovea.torch import Rows, attention, context_parallel, explain_context_parallel
+import fovea
+from fovea.torch import Rows, _call, attention, context_parallel, explain_context_parallel
 
 # The first value of each is the plain one. The numbers of key heads are multiples of the ranks; "one" is one key head.
 FEATURES = {
@@ -27,6 +29,8 @@ FEATURES = {
     "alibi": ["", "h", "bh"],
     "sink": [False, True],
     "used": ["", "same", "k"],
+    "align": [None, "bottom_right", "top_left"],
+    "position": ["", "number", "each"],
     "dropout": [None, "fovea", "torch_mem_efficient"],
     "layout": ["bhsd", "bshd"],
     "lse": [False, True],  # whether it has a gradient
@@ -39,20 +43,38 @@ def legal(row):
     """Whether a row can be computed. Every other one is refused by name (test_refusals)."""
     r = {**PLAIN, **row}
     planes = [r[name] for name in ("bias", "bias2", "mask")]
-    ends_at_row = r["causal"] or r["window"][1] == 0
-    band = r["causal"] or r["window"] != (-1, -1)
-    if r["kind"] == "packed" and (r["length"] != 70 or r["layout"] != "bhsd" or r["used"]):
+    banded = r["causal"] or r["window"] != (-1, -1) or r["alibi"]
+    if r["kind"] == "packed" and (r["length"] != 70 or r["layout"] != "bhsd"):
         return False
     if r["batch"] == "two" and (r["alibi"] == "bh" or any(p.startswith("b,") for p in planes)):
         return False  # shapes that these tests do not make
+    if r["position"] and (r["align"] or r["dropout"] == "torch_mem_efficient"):
+        return False  # attention() refuses it
+    if r["used"] == "k" and banded and not (r["align"] or r["position"]):
+        return False  # so it does here
+    if r["move"] == "heads":
+        return r["heads"] != "one"
+    if r["dropout"] and r["used"] == "k" and banded and r["align"] == "bottom_right":
+        return False
+    return r["dropout"] != "torch_mem_efficient"
+
+
+def legal_without_positions(row):
+    """The same for kernels without positions."""
+    r = {**PLAIN, **row}
+    planes = [r[name] for name in ("bias", "bias2", "mask")]
+    ends_at_row = r["causal"] or r["window"][1] == 0
+    band = r["causal"] or r["window"] != (-1, -1)
+    if not legal(row) or r["position"]:
+        return False
     if r["move"] == "heads":
         if r["dropout"] == "torch_mem_efficient" and r["used"] and r["kind"] != "packed":
             return False
-        return r["heads"] != "one" and not (r["dropout"] and r["batch"] == "two")
+        return not (r["dropout"] and r["batch"] == "two")
     if r["dropout"] or (r["alibi"] and not ends_at_row):
         return False
     if r["kind"] == "packed":
-        return not (band and not ends_at_row) and not any("q" in p or p == "dead" for p in planes)
+        return not r["used"] and not (band and not ends_at_row) and not any("q" in p or p == "dead" for p in planes)
     if r["used"] and band:
         return r["used"] == "same" and ends_at_row
     return not (r["used"] == "k" and r["alibi"])
@@ -60,6 +82,26 @@ def legal(row):
 
 def table():
     return covering(FEATURES, legal)
+
+
+def table_without_positions():
+    """Fewer rows: kernels without positions are computed for as context_parallel did before there were positions."""
+    return covering(FEATURES, legal_without_positions)[::4]
+
+
+@contextlib.contextmanager
+def without_positions():
+    known = _call.has_positions
+    _call.has_positions = lambda device_type: False
+    try:
+        yield
+    finally:
+        _call.has_positions = known
+
+
+def check_without_positions(group, row):
+    with without_positions():
+        check(group, row)
 
 
 def name_of(row):
@@ -113,20 +155,27 @@ def make(row, ranks, dtype):
         options["sink"] = normal(heads).to(wide)
     if row["used"]:
         used = torch.randint(0, length + 1, (entries,), dtype=torch.int32)
+        if packed:
+            used = used.minimum(torch.tensor(DOCUMENTS)).int()
         options["seqused_k"] = used
         if row["used"] == "same":
             options["seqused_q"] = used
-    if not row["causal"] or row["used"] == "k":
-        options["align"] = "bottom_right"
+    options["align"] = row["align"]
+    if row["position"]:
+        options.update(position_q=32, position_k=16)
+    if row["position"] == "each":
+        options["positions_q"] = torch.randint(0, 3, (entries,)) * 16
+        options["positions_k"] = torch.randint(0, 3, (entries,)) * 16
     if row["dropout"]:
         options.update(rng=row["dropout"], dropout_p=0.25, seed=7, offset=3)
     return q, k, v, options
 
 
 def plan(row, group):
+    block = 16 if row.get("dropout") else 8
     if row["kind"] == "packed":
-        return Rows.packed(torch.tensor([0, *DOCUMENTS]).cumsum(0), group, block=8)
-    return getattr(Rows, row["kind"])(row["length"], group, block=8)
+        return Rows.packed(torch.tensor([0, *DOCUMENTS]).cumsum(0), group, block=block)
+    return getattr(Rows, row["kind"])(row["length"], group, block=block)
 
 
 INPUTS = ("q", "k", "v", "bias", "bias2", "sink")
@@ -167,7 +216,7 @@ def check(group, row):
         if x.dim() < 2 or x.shape[-2] == 1:
             return x
         if row["move"] == "keys":
-            return take(x, -2)
+            return x if packed else take(x, -2)
         each = heads // n
         return x if x.dim() < 3 or x.shape[-3] == 1 else x.narrow(-3, rank * each, each)
 
@@ -193,7 +242,7 @@ def check(group, row):
                 summed.add(name)
         elif name == "sink":
             summed.add(name)
-        elif whole.shape[-2] != 1 and (row["move"] == "keys" or (whole.dim() >= 3 and whole.shape[-3] != 1)):
+        elif whole.shape[-2] != 1 and ((row["move"] == "keys" and not packed) or (row["move"] == "heads" and whole.dim() >= 3 and whole.shape[-3] != 1)):
             wrong += _same(name, x, part(name, whole))
         else:
             summed.add(name)
@@ -205,6 +254,8 @@ def check(group, row):
             wrong += _within(name, x, take(want[name], at), take(exact[name], at), dtype)
         else:
             dist.all_reduce(x, group=group)  # as the gradient of a parameter is
+            if row["move"] == "keys" and packed and row.get(name) == "b,h,q,k":  # each rank has its own rows and zeros
+                wrong += _same(name, x.to(want[name].dtype), want[name])
             wrong += _within(name, x, want[name], exact[name], options[name].dtype)
     assert not wrong, "\n".join(wrong)
 
@@ -230,6 +281,34 @@ def _within(name, got, one, exact, dtype):
 
 
 # ---- single cases ----
+
+
+def masks_of_dropout(group):
+    """The mask of dropout over any number of ranks is that of one device, bit for bit. With equal scores and the identity for values,
+    out is not 0 where a pair is kept."""
+    n = dist.get_world_size(group)
+    length, dropout = 70, {"dropout_p": 0.3, "seed": 2**40 + 5, "offset": 11}
+    kept = torch.from_numpy(fovea.dropout_mask(2, n, length, length, 0.3, seed=2**40 + 5, offset=11))
+    assert 0.65 < kept.float().mean() < 0.75
+    eye = torch.eye(length).expand(2, n, length, length)
+    for move in ("keys", "heads"):
+        for rows in (Rows.zigzag(length, group, block=16), Rows.contiguous(length, group, block=16)):
+            zeros = torch.zeros(2, n, rows.count, 8)
+            out = context_parallel(zeros, zeros, rows.take(eye, 2), rows=rows, move=move, **dropout)
+            assert torch.equal(out != 0, rows.take(kept, 2)), (move, rows)
+    if n == 4:
+        from torch.distributed.device_mesh import DeviceMesh
+
+        for kind in ("zigzag", "contiguous"):
+            rows = getattr(Rows, kind)(length, DeviceMesh("cpu", [[0, 1], [2, 3]]), block=16)
+            zeros = torch.zeros(2, n, rows.count, 8)
+            out = context_parallel(zeros, zeros, rows.take(eye, 2), rows=rows, **dropout)
+            assert torch.equal(out != 0, rows.take(kept, 2)), rows
+
+
+def refused_without_positions(group, *case):
+    with without_positions():
+        refused(group, *case)
 
 
 def refused(group, kind, length, options, shape, error, text):
@@ -279,14 +358,14 @@ def compared(group, case):
 def drawn_seed(group):
     """seed=None: one mask for all ranks, and generators that stay in step."""
     n, rank = dist.get_world_size(group), dist.get_rank(group)
-    rows = Rows.contiguous(24, group, block=8)
+    rows = Rows.contiguous(40, group, block=16)
     torch.manual_seed(5 + rank)
-    q, k = (torch.randn(1, n, 24, 8) for _ in range(2))
+    q, k = (torch.randn(1, n, 40, 8) for _ in range(2))
     dist.broadcast(q, 0, group=group)
     dist.broadcast(k, 0, group=group)
-    v = torch.eye(24).expand(1, n, 24, 24)
+    v = torch.eye(40).expand(1, n, 40, 40)
     torch.manual_seed(11 + rank)
-    outs = [context_parallel(*(rows.take(x, 2) for x in (q, k, v)), rows=rows, dropout_p=0.5) for _ in range(2)]
+    outs = [context_parallel(*(rows.take(x, 2) for x in (q, k, v)), rows=rows, dropout_p=0.5, move=move) for move in ("keys", "heads")]
     state = torch.get_rng_state()
     torch.manual_seed(11)
     wants = [attention(q, k, v, dropout_p=0.5) for _ in range(2)]
@@ -450,7 +529,8 @@ def two_dimensions(group, kind, shape, options):
             dist.all_reduce(x, group=rows.group)
             wrong += _within(name, x, want[name], exact[name], torch.float32)
     assert not wrong, "\n".join(wrong)
-    for bad, text in (({"dropout_p": 0.1}, "dropout_p: 0.1"), ({"move": "keys"}, "move: 'keys', with rows of a mesh")):
+    torch_rule = {"dropout_p": 0.1, "rng": "torch_mem_efficient"}
+    for bad, text in ((torch_rule, "rng: 'torch_mem_efficient', with move='keys'"), ({"move": "keys"}, "move: 'keys', with rows of a mesh")):
         try:
             context_parallel(*(take(x, at) for x in (q, k, v)), rows=rows, **bad)
         except (NotImplementedError, ValueError) as error:

@@ -30,6 +30,17 @@ def test_one_process(ranks, n, row):
     ranks.run(n, parallel_cases.check, row)
 
 
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("row", parallel_cases.table_without_positions(), ids=parallel_cases.name_of)
+def test_kernels_without_positions(ranks, n, row):
+    ranks.run(n, parallel_cases.check_without_positions, row)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_masks_of_dropout(ranks, n):
+    ranks.run(n, parallel_cases.masks_of_dropout)
+
+
 @pytest.mark.parametrize("heads, length, window, bits", [
     (16, 1200, (-1, -1), True), (2, 1300, (300, 0), False), (1, 3000, (-1, -1), False),
 ])  # fmt: skip
@@ -49,18 +60,15 @@ BIAS = torch.zeros(1, 4, 40, 40)
 
 
 @pytest.mark.parametrize("kind, length, options, shape, error, text", [
-    ("zigzag", 40, {"dropout_p": 0.1, "move": "keys"}, SHAPE, NotImplementedError, "dropout_p: 0.1, with move='keys'"),
-    ("zigzag", 40, {"dropout_p": 0.1}, (1, 3, "rows", 8), NotImplementedError, "no movement computes this: dropout_p: 0.1"),
-    ("zigzag", 40, {"dropout_p": 0.1}, (1, 2, 4, "rows", 8), NotImplementedError, "a call has no third level"),
-    ("zigzag", 40, {"alibi_slopes": torch.ones(4), "move": "keys"}, SHAPE, NotImplementedError, "alibi_slopes: given without causal"),
+    ("zigzag", 40, {"dropout_p": 0.1, "move": "keys"}, SHAPE, NotImplementedError, "dropout_p: 0.1, with move='keys' and a piece that begins"),
+    ("zigzag", 40, {"dropout_p": 0.1, "rng": "torch_mem_efficient"}, (1, 3, "rows", 8), NotImplementedError,
+     "no movement computes this: rng: 'torch_mem_efficient', with move='keys'"),
+    ("contiguous", 32, {"dropout_p": 0.1, "seqused_k": torch.tensor([3]), "align": "bottom_right", "causal": True, "move": "keys"}, SHAPE,
+     NotImplementedError, "seqused_q and seqused_k: not the same tensor, with dropout"),
     ("zigzag", 40, {"move": "heads"}, (1, 3, "rows", 8), NotImplementedError, "k: 3 heads, with move='heads' over 2 ranks"),
-    ("zigzag", 40, {"seqused_k": torch.tensor([3]), "causal": True, "move": "keys"}, SHAPE, NotImplementedError,
-     "seqused_q and seqused_k: not the same tensor"),
-    ("packed", [0, 30, 40], {"window": (3, 3), "move": "keys"}, PACKED, NotImplementedError, "window: (3, 3), with move='keys' and packed"),
-    ("packed", [0, 30, 40], {"bias": BIAS, "move": "keys"}, PACKED, NotImplementedError, "bias: has queries"),
-    ("packed", [0, 30, 40], {"seqused_k": torch.tensor([3, 4]), "move": "keys"}, PACKED, NotImplementedError, "seqused_k: given"),
-    ("zigzag", 40, {"rng": "torch_mem_efficient", "dropout_p": 0.5, "seqused_k": torch.tensor([3])}, SHAPE, NotImplementedError,
-     "rng: 'torch_mem_efficient', with move='heads' and seqused_k"),
+    ("zigzag", 40, {"seqused_k": torch.tensor([3]), "causal": True}, SHAPE, ValueError, "align: None with causal, other lengths"),
+    ("contiguous", 32, {"position_q": 8, "dropout_p": 0.1, "move": "keys"}, SHAPE, ValueError, "; accepted with dropout: a multiple of 16"),
+    ("packed", [0, 30, 40], {"bias": BIAS[..., :20], "move": "keys"}, PACKED, ValueError, "the rows and keys of whole sequences"),
     ("packed", [0, 30, 40], {"cu_seqlens_q": torch.tensor([0, 40])}, PACKED, ValueError, "cu_seqlens_q: given"),
     ("zigzag", 40, {"bias": BIAS}, SHAPE, ValueError, "bias: shape 1x4x40x40; accepted with move='keys'"),
     ("zigzag", 40, {"sink": torch.zeros(3), "move": "keys"}, SHAPE, ValueError, "sink: shape 3; accepted: 4 heads"),
@@ -73,6 +81,25 @@ BIAS = torch.zeros(1, 4, 40, 40)
 ])  # fmt: skip
 def test_refusals(ranks, kind, length, options, shape, error, text):
     ranks.run(2, parallel_cases.refused, kind, length, options, shape, error, text)
+
+
+@pytest.mark.parametrize("kind, length, options, shape, error, text", [
+    ("zigzag", 40, {"dropout_p": 0.1, "move": "keys"}, SHAPE, NotImplementedError, "dropout_p: 0.1, with move='keys'"),
+    ("zigzag", 40, {"dropout_p": 0.1}, (1, 3, "rows", 8), NotImplementedError, "no movement computes this: dropout_p: 0.1"),
+    ("zigzag", 40, {"dropout_p": 0.1}, (1, 2, 4, "rows", 8), NotImplementedError, "a call has no third level"),
+    ("zigzag", 40, {"alibi_slopes": torch.ones(4), "move": "keys"}, SHAPE, NotImplementedError, "alibi_slopes: given without causal"),
+    ("zigzag", 40, {"move": "heads"}, (1, 3, "rows", 8), NotImplementedError, "k: 3 heads, with move='heads' over 2 ranks"),
+    ("zigzag", 40, {"seqused_k": torch.tensor([3]), "causal": True, "align": "top_left", "move": "keys"}, SHAPE, NotImplementedError,
+     "seqused_q and seqused_k: not the same tensor"),
+    ("packed", [0, 30, 40], {"window": (3, 3), "move": "keys"}, PACKED, NotImplementedError, "window: (3, 3), with move='keys' and packed"),
+    ("packed", [0, 30, 40], {"bias": BIAS, "move": "keys"}, PACKED, NotImplementedError, "bias: has queries"),
+    ("packed", [0, 30, 40], {"seqused_k": torch.tensor([3, 4]), "move": "keys"}, PACKED, NotImplementedError, "seqused_k: given"),
+    ("zigzag", 40, {"rng": "torch_mem_efficient", "dropout_p": 0.5, "seqused_k": torch.tensor([3])}, SHAPE, NotImplementedError,
+     "rng: 'torch_mem_efficient', with move='heads' and seqused_k"),
+    ("zigzag", 40, {"position_q": 16, "move": "keys"}, SHAPE, NotImplementedError, "position_q: given, with move='keys'"),
+])  # fmt: skip
+def test_refusals_without_positions(ranks, kind, length, options, shape, error, text):
+    ranks.run(2, parallel_cases.refused_without_positions, kind, length, options, shape, error, text)
 
 
 @pytest.mark.parametrize("case", ["softcap", "shape", "error"])
@@ -105,6 +132,8 @@ def test_groups_of_heads(ranks):
     ("packed", (2, 2), {"causal": True, "alibi": "bh", "bias": "h,1,k"}),
     ("zigzag", (2, 1, 2), {"causal": True, "used": "same"}),
     ("zigzag", (1, 4), {"causal": False, "bias": "h,q,k"}),
+    ("zigzag", (2, 2), {"causal": True, "dropout": "fovea", "bias": "h,q,k", "window": (5, 3), "align": "top_left"}),
+    ("packed", (2, 2), {"causal": False, "dropout": "fovea", "alibi": "h", "batch": "two"}),
 ])  # fmt: skip
 def test_mesh_of_two_dimensions(ranks, kind, shape, options):
     ranks.run(4, parallel_cases.two_dimensions, kind, shape, options)

@@ -12,6 +12,8 @@ from fovea.torch import _pytorch_cp
 @pytest.mark.parametrize("case, dimension", [
     ("plain", 0), ("plain", 1), ("plain", 2), ("causal", 0), ("causal", 1), ("wide", 0), ("wide", 1), ("wide", 2), ("banded", 0),
     ("banded", 1), ("bshd", 0), ("bshd", 1), ("bshd", 2), ("levels", 0), ("levels", 1), ("levels", 2), ("levels", 3),
+    ("causal", 2), ("banded", 2), ("short", 2), ("long", 2), ("placed", 2), ("placed", 0), ("dropout", 0), ("dropout", 1), ("dropout", 2),
+    ("dropout levels", 1), ("dropout levels", 2), ("dropout levels", 3),
 ])  # fmt: skip
 @pytest.mark.parametrize("n", [2, 4])
 def test_one_process(ranks, n, case, dimension):
@@ -22,6 +24,10 @@ def test_one_process(ranks, n, case, dimension):
 
 def test_rows_that_do_not_divide(ranks):
     ranks.run(3, dtensor_cases.check, "wide", 2)
+
+
+def test_causal_rows_compiled(ranks):
+    ranks.run(2, dtensor_cases.check, "causal", 2, (), True)
 
 
 def test_what_is_whole_is_cut(ranks):
@@ -42,7 +48,7 @@ def test_refusals(ranks):
 
 
 @pytest.mark.parametrize("case, dimension", [
-    ("plain", 0), ("plain", 1), ("plain", 2), ("causal", 0), ("causal", 1), ("bias", 0), ("bias", 1), ("bias", 2),
+    ("plain", 0), ("plain", 1), ("plain", 2), ("causal", 0), ("causal", 1), ("bias", 0), ("bias", 1), ("bias", 2), ("causal", 2),
     ("mask of keys", 0), ("mask of keys", 1), ("mask of keys", 2),
 ])  # fmt: skip
 def test_through_enable(ranks, case, dimension):
@@ -74,7 +80,9 @@ def test_a_model_through_enable(ranks, way, problem):
                     reason=f"register_with_pytorch() refuses PyTorch {torch.__version__}")
 @pytest.mark.parametrize("balanced", [False, True])
 @pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("options, with_bias", [({"causal": True}, False), ({"softcap": 2.0, "window": (9, 3)}, True)])
+@pytest.mark.parametrize("options, with_bias", [
+    ({"causal": True}, False), ({"softcap": 2.0, "window": (9, 3), "dropout_p": 0.3, "seed": 1}, True),
+])
 def test_pytorchs_context_parallel(ranks, n, balanced, options, with_bias):
     ranks.run(n, dtensor_cases.within_pytorchs, balanced, options, with_bias)
 

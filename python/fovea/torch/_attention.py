@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import _help
 from .._problem import WORD, flag, real, shape_text, window_side
-from . import _call, _fast, _operators, _vmap  # noqa: F401  (_vmap registers its rules)
+from . import _call, _dtensor, _fast, _operators, _vmap  # noqa: F401  (_vmap registers its rules)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -242,10 +242,18 @@ def _attention(
         tensors = (q, k, v, *tensors[3:])
 
     direct = plain and not _operators.is_watched()
-    if drawn:
+    if drawn and not _dtensor.is_one(q):
         draw = _operators.draw_seed if direct else _operators.seed
         tensors = (*tensors[:12], draw([x for x in tensors if x is not None]), offset_tensor)
-    arguments = (*tensors, seed, offset, *options, *shard)
+    if not plain and _dtensor.is_one(q):
+        if drawn:
+            raise NotImplementedError(
+                f"seed: None with dropout_p={dropout_p} and DTensors; accepted: an integer, the same on every rank"
+            )
+        whole: Any = (*tensors, seed, offset, *options)
+        arguments = _call.shortest(_dtensor.with_places(_call.Arguments._make(whole), _call.Shard(*shard)))
+    else:
+        arguments = (*tensors, seed, offset, *options, *shard)
     if direct:
         if learns and torch.is_grad_enabled():
             if _packed is not None and q is of_packed:

@@ -15,6 +15,7 @@ writes its addresses, seeds and stream into it. The library checks every call.
 from __future__ import annotations
 
 import ctypes
+import functools
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Callable, NamedTuple, NoReturn, Optional
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .. import _abi, _help
-from .._library import check, encoded, lib
+from .._library import check, encoded, lib, text
 from .._problem import _ALIGN, _FLOATS, _RNG, _SWAP, _ZEROS, BOOL_ALONE, call_on_cpu, choose, heads_first, need_align
 
 # Values of the operator's argument `deterministic`.
@@ -135,6 +136,18 @@ class Shard(NamedTuple):
     @property
     def has_positions(self) -> bool:
         return any(given is not None for given in self[:4])
+
+
+@functools.cache
+def has_positions(device_type: str) -> bool:
+    """Whether the library's kernels for a type of device have positions and streams of dropout."""
+    if device_type != "cuda":
+        return True
+    try:
+        text(lib.fovea_explain_for, b"fwd b=1 hq=1 sq=16 sk=16 d=64 bf16 pos=16,0", b"sm_90")
+    except NotImplementedError:
+        return False
+    return True
 
 
 _COUNT = len(Arguments._fields)

@@ -3,7 +3,8 @@
 
 How q is sharded over a dimension of the mesh decides: along the batch, the heads, or the rows, where k and v are then gathered. What
 else is sharded has to fit to that or to be whole, in which case it is cut without communication. So the placements of a call are those
-of q, and DTensor has nothing to choose. What these rules do not have is refused by name: DTensor would gather the operands and compute
+of q, and DTensor has nothing to choose. with_places() adds to a call what tells a rank which rows and heads it has: positions and
+streams of dropout. What these rules do not have is refused by name: DTensor would gather the operands and compute
 everything on every rank.
 
 The rules are registered by the first call that finds torch.distributed.tensor imported, as importing it takes half a second.
@@ -18,7 +19,8 @@ from typing import Any, Optional
 import torch
 
 from . import _ahead, _call
-from ._call import DIFFERENTIABLE, TENSORS, Arguments
+from .._problem import need_align
+from ._call import DIFFERENTIABLE, TENSORS, Arguments, Shard
 
 _ready = False
 
@@ -70,7 +72,7 @@ def local_shapes(a: Any) -> list[Any]:
     specs = a._make([None if x is None else x._spec if at < TENSORS else x for at, x in enumerate(a)])
     if any(x is not None and x.mesh != specs.q.mesh for x in specs[:TENSORS]):
         raise NotImplementedError("DTensors of several meshes")
-    ways = _ways(specs)
+    ways = _ways(specs, _call.has_positions(a.q.device.type))
     found: list[Any] = []
     for name, tensor, spec in zip(Arguments._fields, a[:TENSORS], specs):
         if tensor is None:
@@ -95,35 +97,119 @@ def _strides_like(strides: Sequence[int], shape: Sequence[int]) -> list[int]:
     return found
 
 
+def with_places(a: Any, given: Shard) -> tuple[Any, ...]:
+    """The operator's arguments for DTensors, with positions and streams. positions_q has an entry for each rank and sequence, so that each rank has its own.
+
+    Raises:
+        NotImplementedError: They cannot be said.
+        ValueError: The alignment is missing.
+    """
+    # In a compiled graph kernels refuse what they do not have.
+    if not torch.compiler.is_compiling() and (in_pytorchs_ring() or not _call.has_positions(a.q.device.type)):
+        return (*a, *given)
+    levels, heads, rows = _dimensions(a)
+    sharded = [_dimension("q", placement) for placement in a.q.placements]
+    streams = given.dropout_streams
+    if a.dropout_p and streams is None and any(at is not None and at != rows for at in sharded):
+        entries = a.q.shape[:levels] if not a.packed else [(a.cu_seqlens_k if a.cu_seqlens_q is None else a.cu_seqlens_q).shape[0] - 1]
+        count = a.q.shape[heads]
+        for size in entries:
+            count = count * size
+        streams = _whole(torch.arange(count, device=a.q.device.type).view(*entries, a.q.shape[heads]), a.q.device_mesh)
+    banded = a.causal or a.window_left != -1 or a.window_right != -1 or a.alibi_slopes is not None
+    if a.packed or rows not in sharded or not (banded or a.dropout_p):
+        return (*a, *given._replace(dropout_streams=streams))
+    for name in ("positions_q", "positions_k"):
+        if getattr(given, name) is not None:
+            raise NotImplementedError(f"{name}: given with DTensors whose rows are sharded; accepted: None, or the number position_{name[-1]}")
+    first, first_k = given.position_q or 0, given.position_k or 0
+    if not given.has_positions and banded:
+        sq, sk = a.q.shape[rows], a.k.shape[rows]
+        if a.align is None and sq != sk:
+            raise ValueError(need_align("causal" if a.causal else "window", f"Sq={sq} and Sk={sk}"))
+        if a.align == "bottom_right" and sq != sk:
+            if a.dropout_p:
+                raise NotImplementedError(
+                    f"align: 'bottom_right' with Sq={sq}, Sk={sk}, dropout and DTensors whose rows are sharded; accepted: positions"
+                )
+            first = sk - sq
+        if a.seqused_k is not None and a.align != "top_left":
+            raise NotImplementedError(
+                "seqused_k: given with DTensors whose rows are sharded and a causal mask, a window or ALiBi; accepted: align='top_left' or positions"
+            )
+        a = a._replace(align=None)
+    start, here = 0, a.q.shape[rows]  # of this rank's rows
+    mesh = a.q.device_mesh
+    for at, ranks, place in zip(sharded, mesh.shape, mesh.get_coordinate()):
+        if at == rows:
+            chunk = -(-here // ranks)
+            offset = min(place * chunk, here)
+            start, here = start + offset, min(chunk, here - offset)
+    most = 1  # sequences of the rank that has the most
+    for level in range(levels):
+        size = a.q.shape[level]
+        for at, ranks in zip(sharded, mesh.shape):
+            size = -(-size // ranks) if at == level else size
+        most = most * size
+    from torch.distributed.tensor import DTensor, Shard as Along
+
+    local = torch.full((a.q.to_local().shape[:levels].numel(),), start, device=a.q.device.type)
+    each = DTensor.from_local(local, mesh, [Along(0)] * mesh.ndim, run_check=False, shape=torch.Size([most * mesh.size()]), stride=(1,))
+    return (*a, first, first_k, each, None, streams)
+
+
+def _whole(tensor: Any, mesh: Any) -> Any:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
 class Placed:
     """Where tensors and results lie if q is sharded in one of the ways. None stands for Replicate()."""
 
-    def __init__(self, tensors: dict[str, Optional[int]], out: Optional[int], lse: Optional[int]) -> None:
+    def __init__(
+        self, tensors: dict[str, Optional[int]], out: Optional[int], lse: Optional[int], streams: Optional[int] = None,
+        sequences: Optional[int] = None,
+    ) -> None:  # fmt: skip
         self.tensors = tensors  # the dimension along which each tensor is sharded
         self.out = out
         self.lse = lse
+        self.streams = streams  # from the end
+        self.sequences = sequences  # of what has one number for each sequence
 
 
 def _forward(*arguments: Any) -> list[Any]:
-    a = Arguments(*_call.known(arguments, "with DTensors"))
-    rest: list[Any] = [None] * (len(arguments) - TENSORS)
-    return [([_shard(w.out), _shard(w.lse)], [*_inputs(a, w), *rest]) for w in _ways(a).values()]
+    a, shard, ways = _read(arguments)
+    return [([_shard(w.out), _shard(w.lse)], _inputs(a, shard, w, len(arguments))) for w in ways]
+
+
+def _read(arguments: tuple[Any, ...]) -> tuple[Arguments, Shard, list[Placed]]:
+    a, given = _call.split(arguments)
+    shard = given or Shard()
+    ways = _ways(a, shard.positions_q is not None)
+    if a.dropout_p and shard.dropout_streams is None:
+        _, _, rows = _dimensions(a)
+        for at in ways:
+            if at is not None and at != rows:
+                raise NotImplementedError(
+                    f"dropout_p: {a.dropout_p}, with q sharded along dimension {at}, and the ranks would draw equal masks; accepted: 0"
+                )
+    return a, shard, list(ways.values())
 
 
 def _backward(grad_out: Any, grad_lse: Any, out: Any, lse: Any, need: Sequence[bool], *arguments: Any) -> list[Any]:
     from torch.distributed.tensor import Partial
 
-    a = Arguments(*_call.known(arguments, "with DTensors"))
-    rest: list[Any] = [None] * (len(arguments) - TENSORS)
+    a, shard, ways = _read(arguments)
     found = []
-    for w in _ways(a).values():
+    for w in ways:
         grads = []
         for name, wanted in zip(DIFFERENTIABLE, need):
             at = w.tensors.get(name)
             # What is whole on every rank gets a part of its gradient on each, unless every rank computes all.
             grads.append(Partial() if wanted and at is None and w.out is not None else _shard(at if wanted else None))
         mine = [_shard(w.out), None if grad_lse is None else _shard(w.lse), _shard(w.out), _shard(w.lse), None]
-        found.append((grads, [*mine, *_inputs(a, w), *rest]))
+        found.append((grads, [*mine, *_inputs(a, shard, w, len(arguments))]))
     return found
 
 
@@ -133,16 +219,32 @@ def _shard(at: Optional[int]) -> Any:
     return Replicate() if at is None else Shard(at)
 
 
-def _inputs(a: Arguments, w: Placed) -> list[Any]:
-    return [None if x is None else _shard(w.tensors[name]) for name, x in zip(Arguments._fields[:TENSORS], a)]
+def _inputs(a: Arguments, shard: Shard, w: Placed, count: int) -> list[Any]:
+    found: list[Any] = [None if x is None else _shard(w.tensors[name]) for name, x in zip(Arguments._fields[:TENSORS], a)]
+    found += [None] * (count - TENSORS)
+    if count > len(a):
+        streams: Any = shard.dropout_streams
+        along = None if streams is None or w.streams is None else len(streams.shape) + w.streams
+        if along is not None and (along < 0 or streams.shape[along] == 1):
+            along = None
+        for number, tensor, at in ((2, shard.positions_q, 0), (3, shard.positions_k, w.sequences), (4, streams, along)):
+            if tensor is not None:
+                found[len(a) + number] = _shard(at)
+    return found
 
 
-def _ways(a: Arguments) -> dict[Optional[int], Placed]:
-    """The ways in which a call is computed over the dimensions of the mesh, by q's dimension that is sharded over one."""
+def _dimensions(a: Any) -> tuple[int, int, int]:
+    """Of q: the number of the batch's levels, the dimension of the heads and that of the rows."""
+    rank = len(a.q.shape)
+    levels = 0 if a.packed else rank - 3
+    return levels, levels if a.heads_first else rank - 2, rank - 2 if a.heads_first else rank - 3
+
+
+def _ways(a: Arguments, positioned: bool) -> dict[Optional[int], Placed]:
+    """The ways in which a call is computed over the dimensions of the mesh, by q's dimension that is sharded over one. `positioned`: each
+    rank's rows have positions."""
     q: Any = a.q
-    levels = 0 if a.packed else len(q.shape) - 3
-    heads = levels if a.heads_first else len(q.shape) - 2
-    rows = len(q.shape) - 2 if a.heads_first else len(q.shape) - 3
+    levels, heads, rows = _dimensions(a)
     names = {level: "batch" for level in range(levels)}
     names.update({heads: "heads", rows: "rows"})
     shards: dict[Optional[int], int] = {}  # of q's dimensions, by how many ranks each is shared
@@ -155,7 +257,7 @@ def _ways(a: Arguments) -> dict[Optional[int], Placed]:
             ways[at] = Placed(dict.fromkeys(Arguments._fields[:TENSORS]), None, None)
             continue
         what = names.get(at, "head dimension")
-        why_not = _why_not(a, what, ranks, at, levels)
+        why_not = _why_not(a, what, ranks, at, levels, positioned)
         if why_not:
             raise NotImplementedError(
                 f"q: sharded along its {what} (dimension {at}) over {ranks} ranks: {why_not}; accepted: another placement, such as "
@@ -188,11 +290,9 @@ def _dimension(name: str, placement: Any) -> Optional[int]:
     return int(placement.dim)
 
 
-def _why_not(a: Arguments, what: str, ranks: int, at: int, levels: int) -> str:
+def _why_not(a: Arguments, what: str, ranks: int, at: int, levels: int, positioned: bool) -> str:
     if what == "head dimension":
         return "a score needs all of it"
-    if what != "rows" and a.dropout_p:
-        return f"dropout_p is {a.dropout_p}, and the ranks would draw equal masks"
     if what == "batch":
         if a.q.shape[at] < ranks:
             return f"its size is {a.q.shape[at]}"
@@ -210,9 +310,20 @@ def _why_not(a: Arguments, what: str, ranks: int, at: int, levels: int) -> str:
         if a.q.shape[at] < ranks:
             return f"its size is {a.q.shape[at]}"
         given = {"causal": a.causal, "window": a.window_left != -1 or a.window_right != -1, "alibi_slopes": a.alibi_slopes is not None,
-                 "dropout_p": a.dropout_p != 0, "seqused_q": a.seqused_q is not None}  # fmt: skip
+                 "dropout_p": a.dropout_p != 0}  # fmt: skip
+        if a.seqused_q is not None:
+            return "seqused_q has the lengths of whole sequences"
+        if a.dropout_p and positioned:
+            if a.rng != "fovea":
+                return f"rng is {a.rng!r}, and a row's random numbers depend on all rows"
+            here = a.q.shape[at]
+            for size, placement in zip(a.q.mesh.shape, a.q.placements):  # type: ignore[attr-defined]
+                if _dimension("q", placement) == at:
+                    here = -(-here // size)
+                    if here % 16:
+                        return f"dropout decides about 16 rows together, and a rank has {here}"
         for name, is_there in given.items():
-            if is_there:
+            if is_there and not positioned:
                 return f"{name} depends on the numbers of the rows, which a rank's call does not have"
     return ""
 
@@ -238,4 +349,6 @@ def _way(a: Arguments, what: str, at: int, heads: int, rows: int, levels: int) -
         if slopes is not None and len(slopes.shape) > 1:
             tensors["alibi_slopes"] = at
     # lse has the layout (batch levels, heads, rows) always.
-    return Placed(tensors, at, {"heads": levels, "rows": levels + 1}.get(what, at))
+    lse = {"heads": levels, "rows": levels + 1}.get(what, at)
+    streams = {"heads": -1, "rows": None}.get(what, at - levels - 1)
+    return Placed(tensors, at, lse, streams, 0 if what == "batch" else None)

@@ -54,9 +54,9 @@ def context_parallel(
     rank has whole (sink, biases without queries) gets this rank's part, to be summed over the ranks like any parameter's gradient.
 
     With move="keys" the keys and values are gathered. A bias or mask with queries has this rank's rows and all keys, in natural
-    order. It cannot compute dropout, and ALiBi only with causal or a window whose right side is 0. With move="heads" an
-    all-to-all gives each rank all rows of some heads. The number of key heads is a multiple of the number of ranks. A bias or mask with queries has
-    all rows, and this rank's Hq / ranks heads or one. Dropout's mask is that of one device.
+    order; with packed rows it is whole. With move="heads" an all-to-all gives each rank all rows of some heads. The number of key
+    heads is a multiple of the number of ranks. A bias or mask with queries has all rows, and this rank's Hq / ranks heads or one.
+    Dropout's mask is that of one device. With move="keys" the pieces then begin at multiples of 16 rows.
 
     Args:
         q: This rank's rows of the queries, (B, Hq, rows.count, D) or another shape of attention(). With Rows.packed

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _help
-from .._problem import shape_text
+from .._problem import need_align, shape_text
 from . import _attention, _call, _operators, _rows
 from ._call import Arguments
 from ._rows import Rows
@@ -48,6 +48,7 @@ class Call(NamedTuple):
     groups: int  # of heads, with move="keys"
     balance: float
     sizes: Sizes
+    positioned: bool  # whether the device's kernels have positions and streams of dropout
 
     @property
     def rank(self) -> int:
@@ -107,13 +108,17 @@ def prepare(q: Any, k: Any, v: Any, rows: Rows, move: Any, given: dict[str, Any]
     checked = _attention._options(*numbers)
     o.update(scale=checked[0], causal=checked[1], window=checked[2:4], softcap=checked[5], dropout_p=checked[6])
 
-    no_keys, no_heads = _why_not_keys(rows, o), _why_not_heads(q, k, rows, o, heads_dim)
+    _check_align(rows, o)
+
+    positioned = _call.has_positions(q.device.type)
+    no_keys = _why_not_keys(rows.over_keys or rows, o) if positioned else _why_not_keys_without_positions(rows, o)
+    no_heads = _why_not_heads(q, k, rows, o, heads_dim, positioned)
     of_row = {name: x.shape[:rows_dim].numel() * x.shape[rows_dim + 1 :].numel() for name, x in (("q", q), ("k", k), ("v", v))}
     groups = _groups(q, k, rows, o, heads_dim, (of_row["k"] + of_row["v"]) * rows.total * q.element_size())
     sizes = _sizes(of_row, q, v, rows, groups)
     balance = rows.balance(o["causal"], o["window"])
     move, reason = _choose(rows, move, no_keys, no_heads, sizes, balance, o)
-    call = Call(q, k, v, rows, o, rows_dim, heads_dim, move, reason, groups, balance, sizes)
+    call = Call(q, k, v, rows, o, rows_dim, heads_dim, move, reason, groups, balance, sizes, positioned)
     if move == "keys":
         _check_planes(call)
     return call
@@ -137,9 +142,64 @@ def ends_at_row(o: dict[str, Any]) -> bool:
     return bool(o["causal"] or o["window"][1] == 0)
 
 
+def is_positional(o: dict[str, Any]) -> bool:
+    """Whether results depend on where queries and keys are."""
+    return has_band(o) or o["alibi_slopes"] is not None or o["dropout_p"] != 0
+
+
+def has_positions(o: dict[str, Any]) -> bool:
+    return any(o[name] is not None for name in _call.Shard._fields[:4])
+
+
+def moves_by_lengths(o: dict[str, Any]) -> bool:
+    """Whether the sequences' lengths give each a shift of its own."""
+    if not (has_band(o) or o["alibi_slopes"] is not None) or o["align"] != "bottom_right" or has_positions(o):
+        return False
+    return not _same_lengths(o["seqused_q"], o["seqused_k"])
+
+
+def _check_align(rows: Rows, o: dict[str, Any]) -> None:
+    """As attention() does, which has the whole lengths."""
+    used_q, used_k = o["seqused_q"], o["seqused_k"]
+    if o["align"] is not None or has_positions(o) or not (has_band(o) or o["alibi_slopes"] is not None) or used_q is used_k:
+        return
+    if (used_k if used_q is None else used_q).device.type == "cpu":
+        each = [list(rows.lengths) if used is None else used.tolist() for used in (used_q, used_k)]
+        if rows.kind != "packed":
+            each = [one * (1 if used is not None else len(other)) for one, used, other in zip(each, (used_q, used_k), each[::-1])]
+        if each[0] == each[1]:
+            return
+    what = "causal" if o["causal"] else "window" if has_band(o) else "alibi_slopes"
+    raise ValueError(need_align(what, "other lengths of seqused_q than of seqused_k"))
+
+
 def _why_not_keys(rows: Rows, o: dict[str, Any]) -> str:
     """Why a call for a piece cannot say this; empty if it can."""
+    if o["dropout_p"] == 0:
+        return ""
+    if o["rng"] != "fovea":
+        return f"rng: {o['rng']!r}, with move='keys': a row's random numbers depend on all rows and keys"
+    for mine in rows.pieces:
+        for piece in mine:
+            if piece.start % 16:
+                return (
+                    f"dropout_p: {o['dropout_p']}, with move='keys' and a piece that begins at row {piece.start}: dropout decides about 16 "
+                    "rows together; Rows with a block that is a multiple of 16 have such pieces"
+                )
+    if moves_by_lengths(o):
+        return (
+            "seqused_q and seqused_k: not the same tensor, with dropout, align='bottom_right' and a causal mask, a window or ALiBi, with "
+            "move='keys': the mask of dropout would be moved, too"
+        )
+    return ""
+
+
+def _why_not_keys_without_positions(rows: Rows, o: dict[str, Any]) -> str:
+    """The same where kernels have no positions."""
     packed = rows.kind == "packed"
+    for name in _call.Shard._fields:
+        if o[name] is not None:
+            return f"{name}: given, with move='keys', which kernels of this device do not have"
     if o["dropout_p"] != 0:
         return f"dropout_p: {o['dropout_p']}, with move='keys': dropout's mask depends on a row's number within its call"
     if o["alibi_slopes"] is not None and not ends_at_row(o):
@@ -170,11 +230,13 @@ def _same_lengths(a: Optional[Tensor], b: Optional[Tensor]) -> bool:
     return a.device.type == "cpu" and torch.equal(a.long(), b.long())
 
 
-def _why_not_heads(q: Tensor, k: Tensor, rows: Rows, o: dict[str, Any], heads_dim: int) -> str:
+def _why_not_heads(q: Tensor, k: Tensor, rows: Rows, o: dict[str, Any], heads_dim: int, positioned: bool) -> str:
     heads = k.shape[heads_dim]
     ranks = rows.ranks if rows.over_heads is None else rows.over_heads.ranks
     if heads % ranks:
         return f"k: {heads} heads, with move='heads' over {ranks} ranks: not a multiple"
+    if positioned:
+        return ""
     if o["dropout_p"] != 0 and (q.dim() == 5 or o["batch_shape"] is not None):
         return f"dropout_p: {o['dropout_p']}, with move='heads' and a batch of two levels: a call has no third level for the ranks"
     if o["dropout_p"] != 0 and o["rng"] != "fovea" and o["seqused_k"] is not None and rows.kind != "packed":
@@ -260,7 +322,9 @@ def _one_node(rows: Rows) -> bool:
 
 def _check_planes(call: Call) -> None:
     """Sizes that slices would otherwise hide or report as those of a part."""
-    mine, total = call.rows.counts[call.rank], call.rows.total if call.rows.kind != "packed" else call.rows.longest
+    packed = call.rows.kind == "packed"
+    mine, total = (call.rows.longest,) * 2 if packed else (call.rows.counts[call.rank], call.rows.total)
+    which = "the rows and keys of whole sequences" if packed else "this rank's rows, all keys"
     heads = call.heads(call.q)
     for name in PLANES:
         plane = call.options[name]
@@ -270,7 +334,7 @@ def _check_planes(call: Call) -> None:
         if sizes[0] not in (1, heads) or sizes[1] not in (1, mine) or sizes[2] not in (1, total):
             raise ValueError(
                 f"{name}: shape {shape_text(plane.shape)}; accepted with move='keys': broadcastable to (B, {heads}, {mine}, "
-                f"{total}): all heads, this rank's rows, all keys"
+                f"{total}): all heads, {which}"
             )
     for name in ("sink", "alibi_slopes"):
         x = call.options[name]
@@ -282,13 +346,41 @@ def arguments_of(q: Any, k: Any, v: Any, o: dict[str, Any], **more: Any) -> Argu
     """The operator's arguments for a call within a rank."""
     named: dict[str, Any] = dict.fromkeys(Arguments._fields[: _call.TENSORS])
     named.update({name: o.get(name) for name in ("bias", "bias2", "mask", "alibi_slopes", "sink", "seqused_q", "seqused_k")})
-    named.update(q=q, k=k, v=v, seed=0, offset=0, scale=o.get("scale"), causal=bool(o.get("causal")), align="bottom_right",
-                 softcap=o.get("softcap", 0.0), dropout_p=0.0, rng="fovea", max_seqlen_q=0, max_seqlen_k=0, batch_outer=0,
-                 layout=o.get("layout", "bhsd"), backend=o.get("backend"),
+    for name in ("seed", "offset"):
+        given = o.get(name)
+        named[name] = 0 if given is None or isinstance(given, Tensor) else _attention._word(name, given)
+        named[f"{name}_tensor"] = given if isinstance(given, Tensor) else None
+    named.update(q=q, k=k, v=v, scale=o.get("scale"), causal=bool(o.get("causal")), align="bottom_right",
+                 softcap=o.get("softcap", 0.0), dropout_p=o.get("dropout_p", 0.0), rng=o.get("rng", "fovea"), max_seqlen_q=0,
+                 max_seqlen_k=0, batch_outer=0, layout=o.get("layout", "bhsd"), backend=o.get("backend"),
                  deterministic=_call.DETERMINISTIC if o.get("deterministic") else _call.order())  # fmt: skip
     named["window_left"], named["window_right"] = o.get("window", (-1, -1))
     named.update(more)
     return Arguments(**named)
+
+
+def streams_of(entries: tuple[int, ...], heads: int, o: dict[str, Any], first: int, count: int, device: Any) -> Optional[Tensor]:
+    """The streams of dropout of some of a call's heads."""
+    streams: Optional[Tensor] = o["dropout_streams"]
+    if streams is None:
+        if o["dropout_p"] == 0 or count == heads:
+            return None
+        streams = torch.arange(torch.Size(entries).numel() * heads, device=device).view(*entries, heads)
+    return streams if streams.shape[-1] == 1 else streams.narrow(-1, first, count)
+
+
+def entries_of(call: Call) -> tuple[int, ...]:
+    """The batch entries, in one level or two."""
+    if call.rows.kind != "packed":
+        return tuple(call.q.shape[:-3])
+    return tuple(call.options["batch_shape"] or (len(call.rows.lengths),))
+
+
+def draw_seed(call: Call) -> Any:
+    """The first rank's, if one has to be drawn. Every rank draws, so that their generators stay in step."""
+    if call.options["seed"] is not None or call.options["dropout_p"] == 0:
+        return call.options["seed"]
+    return _rows.broadcast_first(call.rows, _operators.draw_seed([call.q]), "the seed of dropout")
 
 
 # ---- errors ----

@@ -10,27 +10,28 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import _attention, _operators, _rows
-from ._parallel_call import PLANES, Call, has_queries, prepare
+from . import _attention, _rows
+from ._parallel_call import PLANES, Call, draw_seed, entries_of, has_queries, prepare, streams_of
 from ._parallel_keys import by_keys
 from ._rows import Rows
 
 
 def by_heads(call: Call) -> tuple[Tensor, Tensor]:
     rows, o = call.rows, dict(call.options)
-    o["seed"] = _seed(call)
+    o["seed"] = draw_seed(call)
     there = (call.heads_dim, call.rows_dim)
     q, k, v = _ToHeads.apply(rows, "q, k and v to heads", (there,) * 3, call.q, call.k, call.v)
-    _own_heads(o, call.heads(call.q) // rows.ranks, rows)
+    _own_heads(call, o, rows)
+    direct = call.positioned or o["dropout_p"] == 0
     if rows.kind == "packed":
         ends = torch.tensor(rows.first, dtype=torch.int32)
         o.update(max_seqlen_q=rows.longest, max_seqlen_k=rows.longest)
-        if o["dropout_p"] == 0:
+        if direct:
             ends = ends.to(q.device)
             out, lse = _attention.attention(q, k, v, return_lse=True, cu_seqlens_q=ends, cu_seqlens_k=ends, **o)
         else:
             out, lse = _among_empty(call, [q, k, v], ends, o)
-    elif o["dropout_p"] == 0:
+    elif direct:
         out, lse = _attention.attention(q, k, v, return_lse=True, **o)
     else:
         ends = torch.arange(q.shape[0] + 1, dtype=torch.int32) * rows.total
@@ -50,9 +51,10 @@ def by_heads_then_keys(call: Call) -> tuple[Tensor, Tensor]:
     """Over a mesh of two dimensions: heads along the second one, and within them keys along the first."""
     inner: Any = call.rows.over_heads
     o = dict(call.options)
+    o["seed"] = draw_seed(call)
     there = (call.heads_dim, call.rows_dim)
     q, k, v = _ToHeads.apply(inner, "q, k and v to heads", (there,) * 3, call.q, call.k, call.v)
-    _own_heads(o, call.heads(call.q) // inner.ranks, inner)
+    _own_heads(call, o, inner)
     keys: Any = call.rows.over_keys
     within = prepare(q, k, v, keys, None if keys.ranks == 1 else "keys", o)
     out, lse = by_keys(within)
@@ -61,9 +63,12 @@ def by_heads_then_keys(call: Call) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _own_heads(o: dict[str, Any], heads: int, rows: Rows) -> None:
+def _own_heads(call: Call, o: dict[str, Any], rows: Rows) -> None:
     """Cuts what every rank has of all heads."""
+    heads = call.heads(call.q) // rows.ranks
     first = (rows.rank or 0) * heads
+    if call.positioned:
+        o["dropout_streams"] = streams_of(entries_of(call), call.heads(call.q), o, first, heads, call.q.device)
     if o["sink"] is not None:
         o["sink"] = o["sink"].narrow(0, first, heads)
     if o["alibi_slopes"] is not None:
@@ -80,7 +85,7 @@ def _packs(x: Tensor, heads_dim: int) -> Tensor:
 
 
 def _among_empty(call: Call, operands: list[Tensor], ends: Tensor, o: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """A packed call with dropout for some heads of all. Dropout's stream of head h of sequence b is b * Hq + h. Here b has become
+    """A packed call with dropout for some heads of all, by kernels without streams of dropout. The stream of head h of sequence b is b * Hq + h. Here b has become
     b * ranks + rank among `ranks` times as many sequences, of which those of the other ranks are empty, and Hq is Hq / ranks."""
     q, k, v = operands
     ranks, rank, batch = call.rows.ranks, call.rank, ends.numel() - 1
@@ -102,13 +107,6 @@ def _among_empty(call: Call, operands: list[Tensor], ends: Tensor, o: dict[str, 
             o[name] = o["seqused_q"] if same and name == "seqused_k" else used.flatten()
     out, lse = _attention.attention(q, k, v, return_lse=True, **o)
     return out, lse
-
-
-def _seed(call: Call) -> Any:
-    """The first rank's, if one has to be drawn. Every rank draws, so that their generators stay in step."""
-    if call.options["seed"] is not None or call.options["dropout_p"] == 0:
-        return call.options["seed"]
-    return _rows.broadcast_first(call.rows, _operators.draw_seed([call.q]), "the seed of dropout")
 
 
 class _ToHeads(torch.autograd.Function):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """context_parallel with move="keys": each rank keeps its rows of q and gathers the keys and values of all rows, some heads at a time.
 
-The call for a piece of its rows is an ordinary one with the keys up to the end that the piece sees: with bottom-right alignment the
-shift is the piece's position. The gradients are formed by the same calls. Those of the keys are summed over pieces and ranks in fp32.
+The call for a piece of its rows is an ordinary one with the piece's position and the keys up to the end that the piece sees. Where
+kernels have no positions, bottom-right alignment makes the shift the piece's position, for less. The gradients are formed by the same
+calls. Those of the keys are summed over pieces and ranks in fp32.
 """
 
 from __future__ import annotations
@@ -15,13 +16,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import _attention, _call, _rows
-from ._call import Arguments
-from ._parallel_call import PLANES, Call, arguments_of, ends_at_row, has_band, has_queries, saying_rank
+from ._call import Shard
+from ._parallel_call import (
+    PLANES, Call, arguments_of, draw_seed, ends_at_row, entries_of, has_band, has_positions, has_queries, is_positional, moves_by_lengths,
+    saying_rank, streams_of,
+)  # fmt: skip
 from ._rows import Piece
 
 
 def by_keys(call: Call) -> tuple[Tensor, Tensor]:
     o = call.options
+    call = call._replace(options={**o, "seed": draw_seed(call)})
     out, lse = _Keys.apply(call._replace(q=None, k=None, v=None), call.q, call.k, call.v, o["bias"], o["bias2"], o["sink"])  # type: ignore[arg-type]
     return out, lse
 
@@ -59,11 +64,17 @@ class Part(NamedTuple):
     rows: int
     end: int  # the keys that it has, of dense rows
     options: dict[str, Any]
+    shard: Shard = Shard()
+    starts: Optional[Tensor] = None  # of packed rows: the position of each sequence's first row
+    longest: int = 0  # of packed rows: the most of a sequence
 
 
 def _parts(call: Call) -> list[Part]:
     """One for each piece of a dense rank; for packed rows one for the first pieces of all sequences, and one for the second ones."""
-    return _packed_parts(call) if call.rows.kind == "packed" else [_dense_part(call, piece, at) for piece, at in _with_places(call.rows.mine)]
+    if call.rows.kind == "packed":
+        return _packed_parts(call)
+    make = _dense_part if call.positioned else _dense_part_without_positions
+    return [make(call, piece, at) for piece, at in _with_places(call.rows.mine)]
 
 
 def _with_places(pieces: tuple[Piece, ...]) -> Iterator[tuple[Piece, int]]:
@@ -73,7 +84,37 @@ def _with_places(pieces: tuple[Piece, ...]) -> Iterator[tuple[Piece, int]]:
         at += piece.rows
 
 
+def _shard(call: Call, start: int, starts: Optional[Tensor]) -> Shard:
+    """Where a part's rows are, by a number or for each sequence. Its streams are those of a group of heads."""
+    o = call.options
+    if not is_positional(o):
+        return Shard()
+    each_q, each_k = o["positions_q"], o["positions_k"]
+    if moves_by_lengths(o):
+        whole = torch.tensor(call.rows.lengths, device=call.q.device)
+        lengths = [whole if used is None else torch.minimum(used.long(), whole) for used in (o["seqused_q"], o["seqused_k"])]
+        each_q = lengths[1] - lengths[0]
+    if starts is not None:
+        each_q = starts if each_q is None else starts + each_q
+    return Shard((o["position_q"] or 0) + start, o["position_k"] or 0, each_q, each_k)
+
+
 def _dense_part(call: Call, piece: Piece, at: int) -> Part:
+    o, total = call.options, call.rows.total
+    right = 0 if o["causal"] else o["window"][1]
+    shard = _shard(call, piece.start, None)
+    end = total
+    if right >= 0 and shard.positions_q is None and shard.positions_k is None:
+        end = max(0, min(total, piece.rows + (shard.position_q or 0) - (shard.position_k or 0) + right))
+    used_q, used_k = o["seqused_q"], o["seqused_k"]
+    if used_q is not None:
+        used_q = (used_q.long() - piece.start).clamp(0, piece.rows).int()
+    if used_k is not None:
+        used_k = used_k.long().clamp(0, end).int()
+    return Part(at, piece.rows, end, {"seqused_q": used_q, "seqused_k": used_k}, shard)
+
+
+def _dense_part_without_positions(call: Call, piece: Piece, at: int) -> Part:
     o, total = call.options, call.rows.total
     left, right = o["window"]
     more: dict[str, Any] = {}
@@ -110,19 +151,24 @@ def _packed_parts(call: Call) -> list[Part]:
                 ends = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
                 whole = torch.tensor([n if length else 0 for n, length in zip(rows.lengths, lengths)], dtype=torch.int32, device=device)
                 stop = torch.tensor(stops, dtype=torch.int32, device=device)
-                found.append((pieces[0][1], sum(lengths), max(lengths), ends, stop, whole))
+                starts = torch.tensor([n - rows_ for n, rows_ in zip(stops, lengths)], device=device)
+                found.append((pieces[0][1], sum(lengths), max(lengths), ends, stop, whole, starts))
         return [torch.tensor(rows.first, dtype=torch.int32, device=device), found]
 
     keys, found = rows._cached(("packed parts", device), made)
-    shape = call.options["batch_shape"]
+    o = call.options
+    shape = o["batch_shape"]
     outer = 0 if shape is None else _attention._batch_outer(shape, keys, keys)
-    return [
-        Part(first, count, rows.total, {
-            "cu_seqlens_q": ends, "cu_seqlens_k": keys, "seqused_k": stop if ends_at_row(call.options) else whole,
-            "max_seqlen_q": longest, "max_seqlen_k": rows.longest, "batch_outer": outer,
-        })
-        for first, count, longest, ends, stop, whole in found
-    ]  # fmt: skip
+    parts = []
+    for first, count, longest, ends, stop, whole, starts in found:
+        more = {"cu_seqlens_q": ends, "cu_seqlens_k": keys, "max_seqlen_q": longest, "max_seqlen_k": rows.longest, "batch_outer": outer}
+        if call.positioned:
+            if o["seqused_q"] is not None:
+                more["seqused_q"] = torch.minimum((o["seqused_q"].long() - starts).clamp_min(0), ends.diff()).int()
+        else:
+            more["seqused_k"] = stop if ends_at_row(o) else whole
+        parts.append(Part(first, count, rows.total, more, _shard(call, 0, starts) if call.positioned else Shard(), starts, longest))
+    return parts
 
 
 class _Group:
@@ -170,22 +216,51 @@ class _Group:
         return x
 
     def plane(self, x: Optional[Tensor], part: Part) -> Any:
+        """A view; of packed rows with queries a copy."""
+        if has_queries(x) and self.call.rows.kind == "packed":
+            whole, index = self.rows_of_entries(x, part)
+            rows = whole[index].movedim(-1, 1)
+            return rows.view(*entries_of(self.call), *rows.shape[1:])
         x = self.of_queries(x, part, -3, -2)
         if x is not None and x.dim() >= 1 and x.shape[-1] != 1 and self.call.rows.kind != "packed":
             x = x.narrow(-1, 0, part.end)
         return x
 
+    def add_plane(self, into: Tensor, part: Part, grad: Tensor) -> None:
+        """Adds the gradient of what plane() returns."""
+        if has_queries(into) and self.call.rows.kind == "packed":
+            whole, index = self.rows_of_entries(into, part)
+            whole.index_put_(index, grad.flatten(0, -4).movedim(1, -1).to(into.dtype), accumulate=True)
+        else:
+            self.plane(into, part).add_(grad)
+
+    def rows_of_entries(self, x: Any, part: Part) -> tuple[Tensor, tuple[Any, ...]]:
+        """The plane of packed rows with this group's heads last, and an index of it: (sequences, rows, keys, heads) of this part's rows."""
+        entries, starts = entries_of(self.call), part.starts
+        assert starts is not None
+        x = x[(None,) * (len(entries) + 3 - x.dim())]
+        rows = (starts[:, None] + torch.arange(part.longest, device=starts.device)).clamp_max(x.shape[-2] - 1)
+        numbers = torch.unravel_index(torch.arange(starts.shape[0], device=starts.device), entries)
+        levels = [number[:, None] if size != 1 else torch.zeros_like(rows) for number, size in zip(numbers, x.shape)]
+        heads = x if x.shape[-3] == 1 else x.narrow(-3, self.first_query, self.queries)
+        return heads.movedim(-3, -1), (*levels, rows)
+
     def of_heads(self, x: Optional[Tensor]) -> Any:
         return None if x is None else x.narrow(-1, self.first_query, self.queries)
 
-    def arguments(self, part: Part, k: Tensor, v: Tensor) -> Arguments:
+    def arguments(self, part: Part, k: Tensor, v: Tensor) -> tuple[Any, ...]:
         call, o = self.call, self.call.options
         q = self.of_queries_alone(call.q, part)
         if call.rows.kind != "packed":
             k, v = (x.narrow(call.rows_dim, 0, part.end) for x in (k, v))
         planes = {name: self.plane(o[name], part) for name in PLANES}
         slopes, sink = self.of_heads(o["alibi_slopes"]), self.of_heads(o["sink"])
-        return arguments_of(q, k, v, o, **planes, alibi_slopes=slopes, sink=sink, **part.options)
+        arguments = arguments_of(q, k, v, o, **planes, alibi_slopes=slopes, sink=sink, **part.options)
+        shard = part.shard
+        if call.positioned:
+            streams = streams_of(entries_of(call), call.heads(call.q), o, self.first_query, self.queries, q.device)
+            shard = shard._replace(dropout_streams=streams)
+        return arguments if all(given is None for given in shard) else (*arguments, *shard)
 
     def of_queries_alone(self, x: Tensor, part: Part) -> Tensor:
         """The same of q, out or their gradients, which are never broadcast."""
@@ -233,7 +308,7 @@ def keys_backward(
     summed: dict[str, Tensor] = {}
     for name in _NAMED[3:]:
         if wants[name]:
-            if name != "sink" and has_queries(o[name]):
+            if name != "sink" and has_queries(o[name]) and rows.kind != "packed":
                 written[name] = torch.zeros_like(o[name])
             else:
                 summed[name] = torch.zeros_like(o[name], dtype=_rows.wide(o[name].dtype))
@@ -266,7 +341,7 @@ def keys_backward(
                     elif name == "sink":
                         group.of_heads(summed[name]).add_(grad)
                     else:
-                        group.plane(summed[name], part).add_(grad)
+                        group.add_plane(summed[name], part, grad)
         if of_keys:
             scattered.append((group, _rows.start_scatter(rows, total, "the gradients of keys and values")))
     grads: dict[str, Any] = {"q": grad_q, **written}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import _call, _parallel_call, _parallel_keys
-from ._call import DIFFERENTIABLE, Arguments
+from ._call import DIFFERENTIABLE
 from ._rows import Rows
 
 _TESTED = ((2, 15),)
@@ -49,7 +49,7 @@ def register_with_pytorch() -> None:
 
 
 def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    call, wrap = _call_of(_call.known(args, "under PyTorch's context_parallel"))
+    call, wrap = _call_of(args)
     out, lse = _parallel_keys.keys_forward(call)
     rows = call.rows_dim + out.dim()
     return wrap(out, rows), wrap(lse, lse.dim() - 1)
@@ -57,7 +57,7 @@ def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad_out, grad_lse, out, lse, need, *rest = args
-    given = _call.known(tuple(rest), "under PyTorch's context_parallel")
+    given = tuple(rest)
     call, wrap = _call_of(given, dict(zip(DIFFERENTIABLE, need)))
     rows = call.rows_dim + out.dim()
     local: list[Any] = [None if x is None else _local(x, at) for x, at in ((grad_out, rows), (grad_lse, lse.dim() - 1), (out, rows), (lse, lse.dim() - 1))]
@@ -96,7 +96,7 @@ def _call_of(given: tuple[Any, ...], wants: Any = None) -> tuple[_parallel_call.
     """The call, and what makes a DTensor of its results."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    a = Arguments(*given)
+    a, shard = _call.split(given)
     q: Any = a.q
     rows_at = q.dim() - 2 if a.heads_first else q.dim() - 3
     for name in ("q", "k", "v"):
@@ -117,10 +117,11 @@ def _call_of(given: tuple[Any, ...], wants: Any = None) -> tuple[_parallel_call.
     options: dict[str, Any] = {
         name: getattr(a, name) for name in ("scale", "causal", "softcap", "dropout_p", "rng", "layout", "backend", "alibi_slopes", "sink")
     }
-    options.update(window=(a.window_left, a.window_right), deterministic=bool(a.deterministic), seed=a.seed)
-    for name in ("seqused_q", "seqused_k", "alibi_slopes", "sink"):
-        x = getattr(a, name)
-        options[name] = x.full_tensor() if _is_distributed(x) else x
+    options.update(window=(a.window_left, a.window_right), deterministic=bool(a.deterministic), align=a.align)
+    whole = {name: getattr(a, name) for name in ("seqused_q", "seqused_k", "alibi_slopes", "sink")}
+    whole.update(seed=a.seed if a.seed_tensor is None else a.seed_tensor, offset=a.offset if a.offset_tensor is None else a.offset_tensor)
+    whole.update({} if shard is None else shard._asdict())
+    options.update({name: x.full_tensor() if _is_distributed(x) else x for name, x in whole.items()})
     for name in ("bias", "bias2", "mask"):
         x = getattr(a, name)
         options[name] = None if x is None else _local(x, x.dim() - 2)
