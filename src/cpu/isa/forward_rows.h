@@ -98,9 +98,6 @@ struct RowsForward {
     with_type(unit.task->v.type, [&](auto* type) HWY_ATTR {
       for (i64 c = 0; c < depth; c += kKeys) {
         const i64 keys = math::min(kKeys, depth - c);
-        for (i64 key = unit.key + col + c; key < unit.key + col + c + keys; ++key) {
-          prefetch_ahead(unit, unit.task->v, key, options.head_dim_v);
-        }
         strip == 1 ? add_keys<1, 8>(unit, options, col + c, keys, p + c, o, type)
                    : add_keys<kStrip, kManyRegisters ? 4 : 2>(unit, options, col + c, keys, p + c, o, type);
       }
@@ -194,6 +191,9 @@ struct RowsForward {
     for (; c + kVectors * kLanes <= whole; c += kVectors * kLanes) {
       add_columns<kRows, kVectors>(unit, col, keys, p, o, c, 0, type);
     }
+    for (; c + kVectors / 2 * kLanes <= whole; c += kVectors / 2 * kLanes) {
+      add_columns<kRows, kVectors / 2>(unit, col, keys, p, o, c, 0, type);
+    }
     for (; c < whole; c += kLanes) {
       add_columns<kRows, 1>(unit, col, keys, p, o, c, 0, type);
     }
@@ -214,7 +214,11 @@ struct RowsForward {
       }
     }
     for (i64 c = 0; c < keys; ++c) {
-      const Element* v = row_of<Element>(unit.task->v, unit.key + col + c) + column;
+      const i64 key = unit.key + col + c;
+      if (column == 0) {
+        prefetch_ahead(unit, unit.task->v, key, unit.task->options->head_dim_v);
+      }
+      const Element* v = row_of<Element>(unit.task->v, key) + column;
       FOVEA_UNROLL
       for (int n = 0; n < kVectors; ++n) {
         const Simd<T> numbers = load_as(v + n * kLanes, T());
