@@ -26,6 +26,8 @@ using math::u64;
 struct Seed {
   u64 value = 0;
   const u64* pointer = nullptr;
+
+  constexpr u64 now() const { return value + (pointer != nullptr ? *pointer : 0); }  // on the device
 };
 
 struct Args {

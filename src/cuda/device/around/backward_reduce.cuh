@@ -66,92 +66,77 @@ struct Shared {
     return (b1 + x / n2) * rows.batch2 + b2 + x % n2;
   }
   __device__ i64 head(i64 n) const { return h + n % heads; }
+  // Where the plane begins in the gradient.
+  __device__ i64 offset(const math::Strides& s) const { return b1 * s.batch1 + b2 * s.batch2 + h * s.head; }
 };
 
-// A warp of eight takes every eighth entry of a plane's list, a lane one column; then the eight are added in order.
-template <AroundSpec S>
-__global__ void __launch_bounds__(256) reduce_columns(const __grid_constant__ Args a) {
-  begin_kernel<S.arch>();
+// Sums of a plane, 32 neighbouring numbers of it from `first` on, `count` in all: number i to element `to` + i *
+// `stride`. A warp of eight takes every eighth entry of the plane's list, a lane one number, and of(b, head, number) is
+// what an entry has of it; then the eight are added in order.
+template <AroundSpec S, class Of>
+__device__ __forceinline__ void reduce_plane(const Args& a, const Shared& shared, i64 first, i64 count, i64 to,
+                                             i64 stride, Of of) {
   __shared__ float partial[8][32];
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
-  const i64 tiles = (a.bias_keys + 31) / 32;
-  const i64 block = a.first_block + blockIdx.x;
-  const i64 plane = block / tiles;
-  const i64 key = block % tiles * 32 + lane;
-  const Shared shared = Shared::make(a.rows, a.grad_bias.strides, plane);
+  const i64 number = first + lane;
   float sum = 0;
   for (i64 n = warp; n < shared.count(); n += 8) {
-    const i64 b = shared.batch(n, a.rows);
-    if (key < a.rows.sequence(b).k_len) {
-      sum += a.column_sum[(b * a.rows.heads_q + shared.head(n)) * a.column_pitch + key];
-    }
+    sum += of(shared.batch(n, a.rows), shared.head(n), number);
   }
   partial[warp][lane] = sum;
   sync();
-  if (warp == 0 && key < a.bias_keys) {
+  if (warp == 0 && number < count) {
     sum = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       sum += partial[i][lane];
     }
-    const math::Strides& s = a.grad_bias.strides;
-    store_element(a.grad_bias.data, shared.b1 * s.batch1 + shared.b2 * s.batch2 + shared.h * s.head + key * s.col,
-                  S.grad_bias, sum);
+    store_element(a.grad_bias.data, to + number * stride, S.grad_bias, sum);
   }
+}
+
+template <AroundSpec S>
+__global__ void __launch_bounds__(256) reduce_columns(const __grid_constant__ Args a) {
+  begin_kernel<S.arch>();
+  const math::Strides& s = a.grad_bias.strides;
+  const i64 tiles = (a.bias_keys + 31) / 32;
+  const i64 block = a.first_block + blockIdx.x;
+  const Shared shared = Shared::make(a.rows, s, block / tiles);
+  reduce_plane<S>(a, shared, block % tiles * 32, a.bias_keys, shared.offset(s), s.col, [&](i64 b, i64 head, i64 key) {
+    return key < a.rows.sequence(b).k_len ? a.column_sum[(b * a.rows.heads_q + head) * a.column_pitch + key] : 0.f;
+  });
 }
 
 // The same over row_sum; where the bias has one row for all queries, their sums are added, too.
 template <AroundSpec S>
 __global__ void __launch_bounds__(256) reduce_rows(const __grid_constant__ Args a) {
   begin_kernel<S.arch>();
-  __shared__ float partial[8][32];
-  __shared__ float scratch[8];
   const math::Strides& s = a.grad_bias.strides;
+  const i64 tiles = s.row == 0 ? 1 : (a.bias_rows + 31) / 32;
   const i64 block = a.first_block + blockIdx.x;
-  if (s.row == 0) {
-    const Shared shared = Shared::make(a.rows, s, block);
-    float sum = 0;
-    for (i64 n = threadIdx.x / 32; n < shared.count(); n += 8) {  // a warp an entry
-      const i64 b = shared.batch(n, a.rows);
+  const Shared shared = Shared::make(a.rows, s, block / tiles);
+  if (s.row != 0) {
+    reduce_plane<S>(a, shared, block % tiles * 32, a.bias_rows, shared.offset(s), s.row, [&](i64 b, i64 head, i64 row) {
       const math::Sequence sequence = a.rows.sequence(b);
-      const float* rows = a.row_sum + row_of_head(a, b, shared.head(n), sequence);
-#pragma unroll 16
-      for (int i = threadIdx.x % 32; i < int(sequence.q_len); i += 32) {
-        sum += rows[i];
-      }
-    }
-    sum = sum_of_block(sum, scratch);
-    if (threadIdx.x == 0) {
-      store_element(a.grad_bias.data, shared.b1 * s.batch1 + shared.b2 * s.batch2 + shared.h * s.head, S.grad_bias,
-                    sum);
-    }
+      return row < sequence.q_len ? a.row_sum[row_of_head(a, b, head, sequence) + row] : 0.f;
+    });
     return;
   }
-  const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
-  const i64 tiles = (a.bias_rows + 31) / 32;
-  const i64 plane = block / tiles;
-  const i64 row = block % tiles * 32 + lane;
-  const Shared shared = Shared::make(a.rows, s, plane);
+  __shared__ float scratch[8];
   float sum = 0;
-  for (i64 n = warp; n < shared.count(); n += 8) {
+  for (i64 n = threadIdx.x / 32; n < shared.count(); n += 8) {  // a warp an entry
     const i64 b = shared.batch(n, a.rows);
     const math::Sequence sequence = a.rows.sequence(b);
-    if (row < sequence.q_len) {
-      sum += a.row_sum[row_of_head(a, b, shared.head(n), sequence) + row];
+    const float* rows = a.row_sum + row_of_head(a, b, shared.head(n), sequence);
+#pragma unroll 16
+    for (int i = threadIdx.x % 32; i < int(sequence.q_len); i += 32) {
+      sum += rows[i];
     }
   }
-  partial[warp][lane] = sum;
-  sync();
-  if (warp == 0 && row < a.bias_rows) {
-    sum = 0;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      sum += partial[i][lane];
-    }
-    store_element(a.grad_bias.data, shared.b1 * s.batch1 + shared.b2 * s.batch2 + shared.h * s.head + row * s.row,
-                  S.grad_bias, sum);
+  sum = sum_of_block(sum, scratch);
+  if (threadIdx.x == 0) {
+    store_element(a.grad_bias.data, shared.offset(s), S.grad_bias, sum);
   }
 }
 

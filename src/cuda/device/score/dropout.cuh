@@ -17,6 +17,13 @@ inline constexpr bool kDrawsEarly = requires {
   requires S.early;
 };
 
+// The keys of rule fovea, of query head `head` of sequence b.
+__device__ __forceinline__ math::DropoutHead dropout_head(const Args& a, u32 b, u32 head) {
+  const u64 offset = a.offset.now();
+  const math::DropoutHead made = math::DropoutHead::make(a.seed.now(), offset, u64(b) * u64(a.rows.heads_q) + head);
+  return {uniform(made.k0), uniform(made.k1), uniform(made.w0), uniform(made.w1)};
+}
+
 // Decisions for a fragment of kTiles row tiles and kColumns tiles of 8 columns.
 template <auto S, bool kTransposed, int kTiles, int kColumns>
 struct Keep {
@@ -35,15 +42,14 @@ struct Keep {
   u32 bits[kTorch ? kTiles : 1];
 
   __device__ __forceinline__ void start(const Args& a, const Place& place, u32 query_head) {
-    const u64 n = u64(place.b) * u64(a.rows.heads_q) + query_head;
-    const u64 offset = a.offset.value + (a.offset.pointer != nullptr ? *a.offset.pointer : 0);
-    seed = a.seed.value + (a.seed.pointer != nullptr ? *a.seed.pointer : 0);
     if constexpr (kFovea) {
-      const math::DropoutHead made = math::DropoutHead::make(seed, offset, n);
-      head = {uniform(made.k0), uniform(made.k1), uniform(made.w0), uniform(made.w1)};
+      head = dropout_head(a, place.b, query_head);
       limit = a.drop_threshold << 16;  // a threshold of 65536 becomes 0: the factor is 0 then
     }
     if constexpr (kTorch) {
+      const u64 n = u64(place.b) * u64(a.rows.heads_q) + query_head;
+      const u64 offset = a.offset.now();
+      seed = a.seed.now();
       const math::Dropout dropout{math::Rng::kTorchMemEfficient, 0, a.drop_p, seed, offset};
       const u64 stride = a.rows.packed() ? place.k_len : a.rows.rows_k;
       base = math::DropoutOfHead{dropout, {}, offset + n * u64(a.dropout_plane), stride}.base;

@@ -10,6 +10,7 @@
 #ifndef FOVEA_CUDA_DEVICE_SCORE_SM90_BACKWARD_SCORES_CUH
 #define FOVEA_CUDA_DEVICE_SCORE_SM90_BACKWARD_SCORES_CUH
 
+#include "cuda/device/score/dropout.cuh"
 #include "cuda/device/score/mask_edge.cuh"
 #include "cuda/device/score/sm90_backward_gradients.cuh"
 #include "cuda/device/score/sm90_backward_inputs.cuh"
@@ -17,7 +18,6 @@
 #include "cuda/device/score/softmax.cuh"
 #include "cuda/device/sm90/backward_args.h"
 #include "cuda/device/tile/accumulator.cuh"
-#include "math/dropout.h"
 #include "math/score.h"
 
 namespace fovea::cuda {
@@ -67,11 +67,7 @@ struct Sm90BackwardScores : Sm90BackwardGradients<S> {
                    threadIdx.x % 32;
     }
     if constexpr (kDropout) {
-      const u64 seed = a.seed.value + (a.seed.pointer != nullptr ? *a.seed.pointer : 0);
-      const u64 offset = a.offset.value + (a.offset.pointer != nullptr ? *a.offset.pointer : 0);
-      const math::DropoutHead made =
-          math::DropoutHead::make(seed, offset, u64(place.b) * u64(a.rows.heads_q) + u64(head));
-      random = {uniform(made.k0), uniform(made.k1), uniform(made.w0), uniform(made.w1)};
+      random = dropout_head(a, place.b, head);
       threshold = a.drop_threshold;
     }
     this->clear();

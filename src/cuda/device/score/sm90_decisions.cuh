@@ -86,11 +86,7 @@ struct Sm90Dropout {
   u32 keep[S.step / 4];
 
   __device__ __forceinline__ void start(const Args& a, int b, int query_head, int, int first_row) {
-    const i64 n = i64(b) * a.rows.heads_q + query_head;
-    const u64 seed = a.seed.value + (a.seed.pointer != nullptr ? *a.seed.pointer : 0);
-    const u64 offset = a.offset.value + (a.offset.pointer != nullptr ? *a.offset.pointer : 0);
-    const math::DropoutHead made = math::DropoutHead::make(seed, offset, u64(n));
-    head = {uniform(made.k0), uniform(made.k1), uniform(made.w0), uniform(made.w1)};
+    head = dropout_head(a, u32(b), u32(query_head));
     row = math::dropout_row<Word>(head, Word(math::dropout_fold(u32(first_row))));
     threshold = (a.drop_threshold & 0xffff) * 0x10001u;  // 65536 keeps what it likes: the factor is 0 then
   }
