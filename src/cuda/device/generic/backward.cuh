@@ -160,14 +160,8 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_backward(const _
         if constexpr (is_pair(kType) && !S.dq) {
           lowered = lift_small<false>(a, s, dp);
         }
-#pragma unroll
-        for (int i = 0; i < T; ++i) {
-#pragma unroll
-          for (int kk = 0; kk < P / 16; ++kk) {
-            make_operand(p_operand[i][kk], s[i], kk);
-            make_operand(ds_operand[i][kk], dp[i], kk);
-          }
-        }
+        make_operands(p_operand, s);
+        make_operands(ds_operand, dp);
       }
       if constexpr (S.dq) {
         store_operands<kType, M>(grads_to, N * M * 2, ds_operand, thread.warp * T * 16, part / 16, thread);
@@ -195,12 +189,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_backward(const _
     sync();
   }
   if constexpr (S.column_sum) {
-    // Of the last head, or where there is no step zeros for all.
-    const bool some = block.steps > 0;
-#pragma unroll 1
-    for (int i = some ? block.group - 1 : 0; i < block.group; ++i) {
-      store_sums(block.head0 + i, some ? head.factors.sum : 0);
-    }
+    block.end_sums(head.factors.sum, store_sums);
   }
 
   // dk, dv through the K and V tiles, each warp its own rows.

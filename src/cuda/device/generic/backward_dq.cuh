@@ -153,13 +153,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_backward_dq(cons
       if constexpr (is_pair(kType)) {
         lowered = lift_small<false>(a, s, dp);
       }
-#pragma unroll
-      for (int i = 0; i < T; ++i) {
-#pragma unroll
-        for (int kk = 0; kk < N / 16; ++kk) {
-          make_operand(ds[i][kk], dp[i], kk);
-        }
-      }
+      make_operands(ds, dp);
     }
     if constexpr (S.dq) {
       add_columns<kType, T, 2 * C, N / 16>(

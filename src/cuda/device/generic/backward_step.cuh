@@ -72,6 +72,16 @@ struct KeyBlock {
   }
   __device__ __forceinline__ int query(const StepPlace& at) const { return (first + at.tile) * S.step; }
   __device__ __forceinline__ bool begins_head(const StepPlace& at) const { return at.tile == start; }
+  // The end of sums over a head's queries: store(head, factor) for the last head or, where there is no step, with a
+  // factor of 0 for all.
+  template <class Store>
+  __device__ __forceinline__ void end_sums(float factor, Store store) const {
+    const bool some = steps > 0;
+#pragma unroll 1
+    for (int i = some ? group - 1 : 0; i < group; ++i) {
+      store(head0 + i, some ? factor : 0);
+    }
+  }
 
   // All copies of K and V, N rows each.
   template <int N>

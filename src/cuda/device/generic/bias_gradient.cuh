@@ -103,7 +103,7 @@ __device__ __forceinline__ void store_bias_sums(const Args& a, const float (&sum
   const int rows = a.bias_rows - m0;
   const int keys = a.bias_keys - n0;
   const math::Strides& to = a.grad_bias.strides;
-  const i64 at = shared.b1 * to.batch1 + shared.b2 * to.batch2 + shared.h * to.head + m0 * to.row + n0 * to.col;
+  const i64 at = shared.offset(to) + m0 * to.row + n0 * to.col;
   if (S.grad_bias == BiasTile::kFp32 || a.bias_chunks > 1) {
     const i64 planes = Shared::planes(a.rows, to);
     const bool partial = a.bias_chunks > 1;
@@ -121,6 +121,22 @@ __device__ __forceinline__ void store_bias_sums(const Args& a, const float (&sum
     store_fragment<kAs, N>(result + row * N * 2, sum, 1.f, thread, column / 8);
     sync();
     store_rows<Tile<N>, 2, M, S.warps * 32>(first, to, result, rows, keys, vectors, thread.index);
+  }
+}
+
+// To sums from column tile `first` on.
+template <int kTiles, int kAll, int kColumns>
+__device__ __forceinline__ void add_fragment(float (&sum)[kTiles][kAll][4], const float (&x)[kTiles][kColumns][4],
+                                             int first = 0) {
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        sum[i][first + j][e] += x[i][j][e];
+      }
+    }
   }
 }
 
@@ -263,16 +279,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_bias_gradient(co
                           (S.banded && band.tile(m0 + row, m0 + row + T * 16, key, key + P) != math::TileClass::kFull);
         grad_scores<S, false, false, true, Inputs, M, N>(s, dp, unused, a, thread, head, band, edge, vectors, scores,
                                                          row, column + part, m0 + row, key);
-#pragma unroll
-        for (int i = 0; i < T; ++i) {
-#pragma unroll
-          for (int j = 0; j < P / 8; ++j) {
-#pragma unroll
-            for (int x = 0; x < 4; ++x) {
-              sum[i][part / 8 + j][x] += dp[i][j][x];
-            }
-          }
-        }
+        add_fragment(sum, dp, part / 8);
       }
     }
   }
@@ -301,10 +308,8 @@ __global__ void __launch_bounds__(256) bias_gradient_sum(const __grid_constant__
   for (int chunk = 0; chunk < a.bias_chunks; ++chunk) {
     sum += a.bias_sum[(chunk * planes + plane) * size + n];
   }
-  store_element(a.grad_bias.data,
-                shared.b1 * s.batch1 + shared.b2 * s.batch2 + shared.h * s.head + n / a.bias_keys * s.row +
-                    n % a.bias_keys * s.col,
-                S.grad_bias, sum);
+  store_element(a.grad_bias.data, shared.offset(s) + n / a.bias_keys * s.row + n % a.bias_keys * s.col, S.grad_bias,
+                sum);
 }
 
 }  // namespace fovea::cuda

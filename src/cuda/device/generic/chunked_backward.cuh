@@ -225,16 +225,10 @@ __device__ __forceinline__ void chunked_backward(const Args& a) {
       lowered = lift_small<false>(a, s, dp);
     }
     Operand<kType> operands[T][M / 16];
-#pragma unroll
-    for (int i = 0; i < T; ++i) {
-#pragma unroll
-      for (int kk = 0; kk < M / 16; ++kk) {
-        if (of_v) {
-          make_operand(operands[i][kk], s[i], kk);
-        } else {
-          make_operand(operands[i][kk], dp[i], kk);
-        }
-      }
+    if (of_v) {
+      make_operands(operands, s);
+    } else {
+      make_operands(operands, dp);
     }
     const u32 moving = buffers + buffer * kBufferBytes;
     if constexpr (kTransposed && may_hide(S)) {
@@ -256,12 +250,7 @@ __device__ __forceinline__ void chunked_backward(const Args& a) {
   copy_wait<0>();
   sync();
   if constexpr (kTransposed && S.column_sum) {
-    // Of the last head, or where there is no step zeros for all.
-    const bool some = block.steps > 0;
-#pragma unroll 1
-    for (int i = some ? block.group - 1 : 0; i < block.group; ++i) {
-      store_sums(block.head0 + i, some ? head.factors.sum : 0);
-    }
+    block.end_sums(head.factors.sum, store_sums);
   }
 
   if constexpr (!kTransposed && S.row_sum) {
@@ -402,16 +391,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_chunked_bias_gra
     const u32 inputs = step_inputs + (visit & 1) * kStepBytes;
     grad_scores<S, false, false, true, Inputs, M, N>(s, dp, unused, a, thread, head, band, edge, inputs, inputs + M * 8,
                                                      thread.warp * T * 16, 0, row0, n0);
-#pragma unroll
-    for (int i = 0; i < T; ++i) {
-#pragma unroll
-      for (int j = 0; j < N / 8; ++j) {
-#pragma unroll
-        for (int x = 0; x < 4; ++x) {
-          sum[i][j][x] += dp[i][j][x];
-        }
-      }
-    }
+    add_fragment(sum, dp);
     now = after;
   }
   copy_wait<0>();

@@ -191,6 +191,18 @@ __device__ __forceinline__ void make_operand(Operand<kType>& to, const float (&s
   }
 }
 
+template <Type kType, int kTiles, int kBlocks, int kColumns>
+__device__ __forceinline__ void make_operands(Operand<kType> (&to)[kTiles][kBlocks],
+                                              const float (&s)[kTiles][kColumns][4]) {
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int kk = 0; kk < kBlocks; ++kk) {
+      make_operand(to[i][kk], s[i], kk);
+    }
+  }
+}
+
 // Operands of kTiles x kBlocks to shared memory, rows as they are, from (row, column block) on; lo lies lo_bytes
 // further.
 template <Type kType, int kColumns, int kTiles, int kBlocks>

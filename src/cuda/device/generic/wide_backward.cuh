@@ -239,12 +239,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_wide_backward(co
   copy_wait<0>();
   sync();
   if constexpr (S.column_sum) {
-    // Of the last head, or where there is no step zeros for all.
-    const bool some = block.steps > 0;
-#pragma unroll 1
-    for (int i = some ? block.group - 1 : 0; i < block.group; ++i) {
-      store_sums(block.head0 + i, some ? head.factors.sum : 0);
-    }
+    block.end_sums(head.factors.sum, store_sums);
   }
 
   // dk, dv through the K and V tiles.

@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kSmallSumThreads) small_bias_sum(const __grid_
   const int query = place / 128 * 8 + thread % 4 * 2;
   const math::Strides& s = a.grad_bias.strides;
   const Shared shared = Shared::make(a.rows, s, plane);
-  const i64 first = shared.b1 * s.batch1 + shared.b2 * s.batch2 + shared.h * s.head;
+  const i64 first = shared.offset(s);
   const float all[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
