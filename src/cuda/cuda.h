@@ -50,12 +50,46 @@ struct Plan {
 };
 
 // The fields of a problem that this backend's plans know (core/fields.h): what it computes, or refuses itself.
-inline constexpr std::string_view kKnownFields[] = {
-    "direction",  "batch1",     "batch2",        "heads_q", "heads_k",  "seqlen_q",    "seqlen_k",
-    "head_dim",   "head_dim_v", "type",          "packed",  "total_q",  "total_k",     "has_used_q",
-    "has_used_k", "scale",      "softcap",       "causal",  "top_left", "window_left", "window_right",
-    "bias",       "bias2",      "mask",          "alibi",   "sink",     "dropout",     "rng",
-    "seed",       "offset",     "deterministic", "lse",     "grad_lse", "need"};
+inline constexpr std::string_view kKnownFields[] = {"direction",
+                                                    "batch1",
+                                                    "batch2",
+                                                    "heads_q",
+                                                    "heads_k",
+                                                    "seqlen_q",
+                                                    "seqlen_k",
+                                                    "head_dim",
+                                                    "head_dim_v",
+                                                    "type",
+                                                    "packed",
+                                                    "total_q",
+                                                    "total_k",
+                                                    "has_used_q",
+                                                    "has_used_k",
+                                                    "scale",
+                                                    "softcap",
+                                                    "causal",
+                                                    "top_left",
+                                                    "window_left",
+                                                    "window_right",
+                                                    "positions",
+                                                    "position_q",
+                                                    "position_k",
+                                                    "has_positions_q",
+                                                    "has_positions_k",
+                                                    "bias",
+                                                    "bias2",
+                                                    "mask",
+                                                    "alibi",
+                                                    "sink",
+                                                    "dropout",
+                                                    "rng",
+                                                    "seed",
+                                                    "offset",
+                                                    "dropout_streams",
+                                                    "deterministic",
+                                                    "lse",
+                                                    "grad_lse",
+                                                    "need"};
 
 // Throws Error(FOVEA_UNSUPPORTED) if no CUDA device can compute the problem's type.
 void require_type(const Problem& problem);

@@ -54,6 +54,18 @@ struct Band {
     return {seqlen_q, seqlen_k, shift - reach_left, shift + reach_right};
   }
 
+  // A shift and sides of a window of any size: what no sequence reaches is clamped.
+  static constexpr Band of_any_shift(Int seqlen_q, Int seqlen_k, bool causal, i64 left, i64 right, i64 shift) {
+    constexpr i64 kFar = i64(1) << 61;  // the sum of two fits
+    constexpr i64 kMost = i64(kUnbounded);
+    const auto within = [](i64 number, i64 most) { return min(max(number, -most), most); };
+    shift = within(shift, kFar);
+    right = causal ? 0 : right;
+    const i64 low = left < 0 ? -kMost : within(shift - min(left, kFar), kMost);
+    const i64 high = right < 0 ? kMost : within(shift + min(right, kFar), kMost);
+    return {seqlen_q, seqlen_k, Int(low), Int(high)};
+  }
+
   constexpr bool allowed(Int i, Int j) const { return keys_of(i).contains(j); }
 
   // The keys that query i meets.

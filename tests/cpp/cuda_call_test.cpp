@@ -98,6 +98,9 @@ class Given {
                                         &raw.cu_seqlens_k,
                                         &raw.seqused_q,
                                         &raw.seqused_k,
+                                        &raw.positions_q,
+                                        &raw.positions_k,
+                                        &raw.dropout_streams,
                                         &raw.out,
                                         &raw.lse,
                                         &raw.grad_out,
@@ -227,6 +230,8 @@ TEST_F(DISABLED_PlayedCuda, CallsThatDifferInOneFieldLaunchWhatEachNeeds) {
         "fwd b=2 hq=4 sq=1 sk=160 d=64 bf16 causal alibi=h align=tl"}},
       {"window_left", {"fwd " + dense + " window=-1,7", "fwd " + dense + " window=5,7"}},
       {"window_right", {"fwd " + dense + " window=-1,-1", "fwd " + dense + " window=-1,7"}},
+      {"positions", {"fwd " + dense + " causal", "fwd " + dense + " causal pos=64,0"}},
+      {"dropout_streams", {"bwd " + dense + " dropout=0.1", "bwd " + dense + " dropout=0.1 streams=b,h"}},
       {"bias", {"fwd " + dense, "fwd " + dense + " bias=1,h,q,k"}},
       {"bias2", {"fwd " + dense + " bias=1,h,q,k", "fwd " + dense + " bias=1,h,q,k bias2=b,1,1,k"}},
       {"mask", {"fwd " + dense, "fwd " + dense + " mask=b,1,q,k"}},
@@ -243,19 +248,10 @@ TEST_F(DISABLED_PlayedCuda, CallsThatDifferInOneFieldLaunchWhatEachNeeds) {
       {"dropout", {"fwd " + dense + " dropout=0.1", "fwd " + dense + " dropout=0.9"}},
   };
   // Fields that a plan may depend on and none does today, and numbers that only kernels read.
-  const std::set<std::string> alike = {"lse", "grad_lse", "seed", "offset"};
-  const std::set<std::string> refused = {"positions",       "position_q",      "position_k",
-                                         "has_positions_q", "has_positions_k", "dropout_streams"};
-  for (const char* given : {" pos=64,0", " pos_q", " dropout=0.1 streams=b,h"}) {
-    const Given part("fwd " + dense + given);
-    EXPECT_EQ(part.call(), FOVEA_UNSUPPORTED);
-    EXPECT_NE(std::string(fovea_last_error()).find("this backend does not know it"), std::string::npos);
-  }
+  const std::set<std::string> alike = {"lse",        "grad_lse",        "seed",           "offset", "position_q",
+                                       "position_k", "has_positions_q", "has_positions_k"};
   const Problem usual;
   for_each_field(usual, [&](const char* name, const auto&, Role role) {
-    if (refused.count(name) == 1) {
-      return;
-    }
     const bool matters = role == Role::kPlan || role == Role::kNumber;
     EXPECT_EQ(matters, pairs.count(name) + alike.count(name) == 1)
         << name << ": two problems that differ in it, please";

@@ -218,6 +218,11 @@ TEST(CudaPlan, Golden) {
       "bwd b=2 hq=8 sq=2048 sk=2048 d=128 bf16 scale=-0.1 causal",
       "fwd b=2 hq=8 hk=2 sq=1 sk=100 d=64 bf16 causal align=tl",
       "fwd b=2 hq=8 hk=2 sq=1 sk=100 d=64 bf16 causal",
+      "fwd b=2 hq=32 hk=8 sq=2048 sk=4096 d=128 bf16 causal pos=2048,0 lse",
+      "fwd b=2 hq=32 hk=8 sq=2048 sk=4096 d=128 bf16 pos=2048,0",
+      "bwd b=2 hq=32 hk=8 sq=2048 sk=4096 d=128 bf16 causal pos=2048,0 dropout=0.1 streams=b,h",
+      "bwd b=2 hq=8 sq=2048 sk=4096 d=64 bf16 alibi=h pos_q pos_k bias=1,h,q,k",
+      "bwd b=2 hq=8 sq=2048 sk=4096 d=64 fp16 dropout=0.1 streams=1,h",
   };
   std::string text;
   for (const char* architecture : {"sm_80", "sm_90", "sm_120"}) {
@@ -289,9 +294,26 @@ TEST(CudaPlan, WhatHopperLeaves) {
 TEST(CudaPlan, EveryFieldHasBeenConsideredWhereHeadsAreComputedAsQueries) {
   // A term that tells the heads of a group, or a query from others, apart must stop packs_heads(), which would compute
   // it for the wrong query or head.
-  const std::set<std::string> stops = {"direction",  "seqlen_q",    "packed",   "total_q", "total_k",
-                                       "has_used_q", "window_left", "top_left", "alibi",   "sink",
-                                       "dropout",    "rng",         "seed",     "offset"};
+  const std::set<std::string> stops = {"direction",
+                                       "seqlen_q",
+                                       "packed",
+                                       "total_q",
+                                       "total_k",
+                                       "has_used_q",
+                                       "window_left",
+                                       "top_left",
+                                       "alibi",
+                                       "sink",
+                                       "dropout",
+                                       "rng",
+                                       "seed",
+                                       "offset",
+                                       "positions",
+                                       "position_q",
+                                       "position_k",
+                                       "has_positions_q",
+                                       "has_positions_k",
+                                       "dropout_streams"};
   const std::set<std::string> same_for_all = {"batch1",       "batch2", "heads_q",  "heads_k",    "seqlen_k",
                                               "head_dim",     "type",   "scale",    "softcap",    "head_dim_v",
                                               "bias",         "bias2",  "mask",     "causal",     "lse",
@@ -327,7 +349,7 @@ TEST(CudaPlan, OneQueryOfGroupedHeads) {
     EXPECT_EQ(kernels(one + text), kernels(packed + plain)) << text;
   }
   for (const char* other : {" sink", " alibi=h", " dropout=0.1", " bias=1,h,1,k", " mask=b,h,1,k", " window=5,0",
-                            " causal align=tl", " used_q=1,0"}) {
+                            " causal align=tl", " causal pos=4095,0", " used_q=1,0"}) {
     EXPECT_FALSE(packs_heads(Line("fwd " + one + other).call)) << other;
   }
   const Line line("fwd " + one + " lse");

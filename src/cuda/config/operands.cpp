@@ -97,7 +97,7 @@ class Planner {
     spec.ragged = problem_.packed || problem_.has_used_q || problem_.has_used_k;
     spec.banded = problem_.banded();
     // One query at the bottom right meets every key.
-    const bool last_row = !spec.ragged && problem_.seqlen_q == 1 && !problem_.top_left;
+    const bool last_row = !spec.ragged && problem_.seqlen_q == 1 && !problem_.top_left && !problem_.positions;
     if (spec.banded && last_row && problem_.window_left < 0) {
       spec.banded = false;
     }
@@ -107,6 +107,9 @@ class Planner {
     spec.dropout = !call_.dropout.active()                  ? DropoutRule::kNone
                    : call_.dropout.rng == math::Rng::kFovea ? DropoutRule::kFovea
                                                             : DropoutRule::kTorchMemEfficient;
+    const bool drops = spec.dropout != DropoutRule::kNone;
+    spec.shifted =
+        (problem_.positions && (spec.banded || bool(spec.positions) || drops)) || (problem_.streams && drops);
   }
 
   // q, k, v or do of 16 bits.

@@ -12,7 +12,7 @@ bool packs_heads(const Call& call) {
     return false;
   }
   // One query at the bottom right meets every key.
-  const bool meets_every_key = !p.banded() || (!p.top_left && p.window_left < 0);
+  const bool meets_every_key = !p.banded() || (!p.top_left && !p.positions && p.window_left < 0);
   const auto by_head = [](const PlaneTraits& traits, const View& view) {
     return traits && traits.extents.head && view.strides.head != 0;
   };

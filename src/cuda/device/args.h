@@ -11,6 +11,7 @@
 #define FOVEA_CUDA_DEVICE_ARGS_H
 
 #include "cuda/device/score/position_terms.h"
+#include "cuda/device/shard.h"
 #include "cuda/device/tensor.h"
 #include "math/dropout.h"
 #include "math/rows.h"
@@ -98,6 +99,8 @@ struct Args {
 
   // ---- fp32 as pairs of fp16 ----
   u32* sizes = nullptr;  // [7][b][head]: bits of the largest |q|, |k|, |v|, |do|, row norms of v, do; |delta|
+
+  ShardArgs shard;  // the last: where all else lies does not depend on it
 };
 
 // Where a number of Args::sizes lies; k and v count their own heads.

@@ -39,6 +39,7 @@ struct Features {
   bool key_mask = false;    // key_term is 0 or -inf everywhere, a mask alone; with `mask`: its bits are of keys
   bool query_term = false;  // added a query: biases and masks that are broadcast over keys
   PositionTerms positions;
+  bool shifted = false;  // rows have positions of a larger problem (shard.h), and a band, a term or dropout reads them
   DropoutRule dropout = DropoutRule::kNone;
   bool natural = false;  // scores are scaled at once: for a scale that is not positive, under 2^-100 or over 2^20;
                          // others, to which nothing is added, the exponent scales
@@ -62,6 +63,7 @@ constexpr void for_each_field(const Features& of, Visit visit) {
   visit("key_mask", of.key_mask, usual.key_mask);
   visit("query_term", of.query_term, usual.query_term);
   visit("positions", of.positions, usual.positions);
+  visit("shifted", of.shifted, usual.shifted);
   visit("dropout", of.dropout, usual.dropout);
   visit("natural", of.natural, usual.natural);
 }
@@ -98,6 +100,7 @@ struct AroundSpec {
   bool same_step = false;                // likewise
   int converted = 0;                     // backward_prepare: queries of a step where sm90_backward converts, else 0
   bool longest_first = false;            // as in Sm90BackwardTiles
+  bool shifted = false;                  // backward_prepare: as in Features, where a step's band is looked at
 
   friend constexpr bool operator==(const AroundSpec&, const AroundSpec&) = default;
 };
@@ -116,6 +119,7 @@ constexpr void for_each_field(const AroundSpec& of, Visit visit) {
   visit("same_step", of.same_step, usual.same_step);
   visit("converted", of.converted, usual.converted);
   visit("longest_first", of.longest_first, usual.longest_first);
+  visit("shifted", of.shifted, usual.shifted);
 }
 
 }  // namespace fovea::cuda

@@ -29,8 +29,8 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
   if (s.ragged || rows.heads_q != rows.heads_k) {
     return "lengths that differ, or heads in groups";
   }
-  if (s.softcap || bool(s.positions) || s.mask || s.key_term || s.query_term || s.bias2 != BiasTile::kNone ||
-      s.dropout != DropoutRule::kNone) {
+  if (s.softcap || bool(s.positions) || s.shifted || s.mask || s.key_term || s.query_term ||
+      s.bias2 != BiasTile::kNone || s.dropout != DropoutRule::kNone) {
     return "more than one bias";
   }
   if (p.need.sink || p.need.bias2 || (p.need.bias && s.bias == BiasTile::kNone)) {

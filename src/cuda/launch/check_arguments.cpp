@@ -6,8 +6,10 @@
 
 #include <cstdlib>
 #include <string_view>
+#include <tuple>
 
 #include "core/fields.h"
+#include "core/validator.h"
 #include "cuda/launch/launcher.h"
 
 namespace fovea::cuda {
@@ -25,11 +27,6 @@ bool checks_arguments() {
 }
 
 namespace {
-
-template <class... T>
-[[noreturn]] void refuse(fmt::format_string<T...> format, T&&... arguments) {
-  throw Error(FOVEA_INVALID_ARGUMENT, fmt::format(format, std::forward<T>(arguments)...));
-}
 
 // Lengths that lie on the device: all copies are started first, then awaited together.
 class Lengths {
@@ -145,6 +142,8 @@ void check_places(const Call& call, const jit::Driver& driver) {
   check("cu_seqlens_k", call.rows.cu_k.data);
   check("seqused_q", call.rows.used_q.data);
   check("seqused_k", call.rows.used_k.data);
+  check("positions_q", call.positions_q.data);
+  check("positions_k", call.positions_k.data);
   check("seed", call.seed_ptr);
   check("offset", call.offset_ptr);
 }
@@ -157,7 +156,7 @@ void check_arguments(const Call& call, const jit::Driver& driver) {
     return;
   }
   check_places(call, driver);
-  if (!(rows.cu_q || rows.used_q || rows.used_k) || rows.batch() == 0) {
+  if (!(rows.cu_q || rows.used_q || rows.used_k || call.positions_q || call.positions_k) || rows.batch() == 0) {
     return;
   }
   Lengths lengths(driver, static_cast<jit::cu::Stream>(call.stream));
@@ -165,12 +164,20 @@ void check_arguments(const Call& call, const jit::Driver& driver) {
   const int cu_k = lengths.ask(rows.cu_k, rows.batch() + 1);
   const int used_q = lengths.ask(rows.used_q, rows.batch());
   const int used_k = lengths.ask(rows.used_k, rows.batch());
+  const int positions_q = lengths.ask(call.positions_q, rows.batch());
+  const int positions_k = lengths.ask(call.positions_k, rows.batch());
   lengths.wait();
   const auto found = [&](int number) { return number < 0 ? nullptr : &lengths[number]; };
   const Checker checker(rows.batch());
   const Problem& p = call.problem;
   checker.used('q', found(used_q), checker.boundaries('q', found(cu_q), rows.rows_q), p.seqlen_q);
   checker.used('k', found(used_k), checker.boundaries('k', found(cu_k), rows.rows_k), p.seqlen_k);
+  for (const auto& [side, number, first, most] : {std::tuple('q', positions_q, p.position_q, rows.limit_q),
+                                                  std::tuple('k', positions_k, p.position_k, rows.limit_k)}) {
+    if (number >= 0) {
+      check_positions(side, first, lengths[number], p.dropout > 0, most);
+    }
+  }
 }
 
 }  // namespace fovea::cuda

@@ -52,6 +52,12 @@ Launcher::Launcher(const Call& call, const Executable& executable, void* workspa
   a.dropout_plane = static_cast<i64>(static_cast<u64>(p.seqlen_q) * static_cast<u64>(p.seqlen_k));
   a.padded_rows = padded_rows(call.rows);
   a.sizes = region<u32>(Region::kSizes);
+  a.shard.has_positions = p.positions;
+  a.shard.position_q = p.position_q;
+  a.shard.position_k = p.position_k;
+  a.shard.positions_q = call.positions_q;
+  a.shard.positions_k = call.positions_k;
+  a.shard.streams = tensor(call.streams);
   if (p.direction == Direction::kBackward) {
     backward_arguments();
   }

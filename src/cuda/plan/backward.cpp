@@ -183,6 +183,7 @@ void Planner::backward() {
   before.dv = std::min(features.dv, before.dv);
   before.converted = main.converts ? main.step : 0;
   before.longest_first = main.longest_first;
+  before.shifted = main.converts && features.shifted;
   if (is_hopper && features.mask) {
     add_sm90_backward_mask(*this);
   }

@@ -88,8 +88,7 @@ __device__ __forceinline__ float element(const char* data, i64 at) {
 // dq of kRowPad queries from `first` on, where no block ever adds: steps that meet no key.
 template <AroundSpec S>
 __device__ __forceinline__ void clear_unmet(const Args& a, const Place& place, u32 head, int first) {
-  const auto band =
-      math::Band<int>::make(place.q_len, place.k_len, a.causal, a.window_left, a.window_right, a.top_left);
+  const auto band = place.template band<S>(a);
 #pragma unroll 1
   for (int at = first; at < min(first + kRowPad, place.q_len); at += S.converted) {
     const int end = min(at + S.converted, place.q_len);

@@ -18,9 +18,10 @@ inline constexpr bool kDrawsEarly = requires {
 };
 
 // The keys of rule fovea, of query head `head` of sequence b.
+template <auto S>
 __device__ __forceinline__ math::DropoutHead dropout_head(const Args& a, u32 b, u32 head) {
   const u64 offset = a.offset.now();
-  const math::DropoutHead made = math::DropoutHead::make(a.seed.now(), offset, u64(b) * u64(a.rows.heads_q) + head);
+  const math::DropoutHead made = math::DropoutHead::make(a.seed.now(), offset, dropout_stream<S>(a, b, head));
   return {uniform(made.k0), uniform(made.k1), uniform(made.w0), uniform(made.w1)};
 }
 
@@ -35,6 +36,7 @@ struct Keep {
 
   math::DropoutHead head{};
   u32 limit = 0;
+  u32 folded_row = 0, folded_column = 0;  // shifted: of the positions of the first row and column
   math::DropoutRow<u32> rows[kTransposed ? 1 : kTiles];
   math::Words2<u32> words[kEarly ? kTiles : 1][kEarly ? kColumns : 1];
   u64 seed = 0, base = 0, row_stride = 0;
@@ -43,11 +45,17 @@ struct Keep {
 
   __device__ __forceinline__ void start(const Args& a, const Place& place, u32 query_head) {
     if constexpr (kFovea) {
-      head = dropout_head(a, place.b, query_head);
+      head = dropout_head<S>(a, place.b, query_head);
+      if constexpr (S.shifted) {
+        const u32 query = a.shard.folded_query(place.b);
+        const u32 key = a.shard.folded_key(place.b);
+        folded_row = kTransposed ? key : query;
+        folded_column = kTransposed ? query : key;
+      }
       limit = a.drop_threshold << 16;  // a threshold of 65536 becomes 0: the factor is 0 then
     }
     if constexpr (kTorch) {
-      const u64 n = u64(place.b) * u64(a.rows.heads_q) + query_head;
+      const u64 n = dropout_stream<S>(a, place.b, query_head);
       const u64 offset = a.offset.now();
       seed = a.seed.now();
       const math::Dropout dropout{math::Rng::kTorchMemEfficient, 0, a.drop_p, seed, offset};
@@ -63,7 +71,11 @@ struct Keep {
     if constexpr (kFovea && !kTransposed) {
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
-        rows[i] = math::dropout_row<u32>(head, math::dropout_fold(u32(row0 + i * 16 + g)));
+        u32 row = math::dropout_fold(u32(row0 + i * 16 + g));
+        if constexpr (S.shifted) {
+          row += folded_row;
+        }
+        rows[i] = math::dropout_row<u32>(head, row);
       }
     }
   }
@@ -165,9 +177,16 @@ struct Keep {
   // The call of this thread's row of row tile i and column 16 jj + 2 t + e.
   __device__ __forceinline__ math::Words2<u32> call(const Thread& thread, int i, int jj, int e, int row0,
                                                     int column0) const {
-    const u32 column = (u32(column0) / 2 + thread.t * 2) ^ u32(jj * 8 + e);
+    u32 column = (u32(column0) / 2 + thread.t * 2) ^ u32(jj * 8 + e);
+    if constexpr (S.shifted) {
+      column += folded_column;
+    }
     if constexpr (kTransposed) {
-      return math::dropout_call<u32>(head, column, math::dropout_fold(u32(row0 + i * 16 + thread.g)));
+      u32 row = math::dropout_fold(u32(row0 + i * 16 + thread.g));
+      if constexpr (S.shifted) {
+        row += folded_row;
+      }
+      return math::dropout_call<u32>(head, column, row);
     } else {
       return math::dropout_call<u32>(head, rows[i], column);
     }

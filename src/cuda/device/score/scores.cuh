@@ -30,7 +30,7 @@ struct Scores {
   // scale: of the call, for fp32 together with the powers of two of q and k. row0: the fragment's first row in the
   // sequence.
   __device__ __forceinline__ Scores(const Args& a, const Place& place, u32 head, float scale)
-      : score{scale, a.softcap, 0}, shift(place.shift(a)) {
+      : score{scale, a.softcap, 0}, shift(place.template shift<S>(a)) {
     if constexpr (S.softcap) {
       score.inverse_softcap = 1 / a.softcap;
     }

@@ -39,6 +39,7 @@ struct Sm90BackwardScores : Sm90BackwardGradients<S> {
   Positions positions;
   int shift;
   math::DropoutHead random;
+  u32 folded_query, folded_key;  // of the positions of the first ones
   u32 threshold;
   const u32* mask_words;  // of this lane and its warp's keys, of the first 64 queries
   // Of a step.
@@ -52,7 +53,7 @@ struct Sm90BackwardScores : Sm90BackwardGradients<S> {
     }
     positions.start(a.positions, place, head);
     if constexpr (bool(S.positions)) {
-      shift = place.shift(a);
+      shift = place.template shift<S>(a);
     }
     if constexpr (S.key_term) {
       const float* const from = static_cast<const float*>(a.key_term.data) + place.plane(a.key_term.strides, head);
@@ -67,7 +68,11 @@ struct Sm90BackwardScores : Sm90BackwardGradients<S> {
                    threadIdx.x % 32;
     }
     if constexpr (kDropout) {
-      random = dropout_head(a, place.b, head);
+      random = dropout_head<S>(a, place.b, head);
+      if constexpr (S.shifted) {
+        folded_query = a.shard.folded_query(place.b);
+        folded_key = a.shard.folded_key(place.b);
+      }
       threshold = a.drop_threshold;
     }
     this->clear();
@@ -84,6 +89,10 @@ struct Sm90BackwardScores : Sm90BackwardGradients<S> {
 
   // The random words of queries 16 k + 2 t + e and those 8 further.
   __device__ __forceinline__ math::Words2<Word> call(int query, int key, int t, int k, int e) const {
+    if constexpr (S.shifted) {
+      return math::dropout_call<Word>(random, Word(folded_query + u32(query) / 2 + 8 * k + 2 * t + e),
+                                      Word(folded_key + math::dropout_fold(u32(key))));
+    }
     return math::dropout_call<Word>(random, Word(u32(query) / 2 + 8 * k + 2 * t + e),
                                     Word(math::dropout_fold(u32(key))));
   }

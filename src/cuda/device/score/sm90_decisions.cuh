@@ -82,12 +82,18 @@ template <auto S>
 struct Sm90Dropout {
   math::DropoutHead head{};
   math::DropoutRow<Word> row{};
-  u32 threshold = 0;  // in both halves
+  u32 threshold = 0;   // in both halves
+  u32 folded_key = 0;  // shifted: of the position of key 0
   u32 keep[S.step / 4];
 
   __device__ __forceinline__ void start(const Args& a, int b, int query_head, int, int first_row) {
-    head = dropout_head(a, u32(b), u32(query_head));
-    row = math::dropout_row<Word>(head, Word(math::dropout_fold(u32(first_row))));
+    head = dropout_head<S>(a, u32(b), u32(query_head));
+    u32 folded_row = math::dropout_fold(u32(first_row));
+    if constexpr (S.shifted) {
+      folded_row += a.shard.folded_query(u32(b));
+      folded_key = a.shard.folded_key(u32(b));
+    }
+    row = math::dropout_row<Word>(head, Word(folded_row));
     threshold = (a.drop_threshold & 0xffff) * 0x10001u;  // 65536 keeps what it likes: the factor is 0 then
   }
 
@@ -111,7 +117,10 @@ struct Sm90Dropout {
   __device__ __forceinline__ void draw(int n0, int t) {
 #pragma unroll
     for (int k = 0; k < S.step / 16; ++k) {
-      const u32 column = u32(n0) / 2 + 8 * k + 2 * t;  // dropout_fold of this lane's first column
+      u32 column = u32(n0) / 2 + 8 * k + 2 * t;  // dropout_fold of this lane's first column
+      if constexpr (S.shifted) {
+        column += folded_key;
+      }
       const math::Words2<Word> a = math::dropout_call<Word>(head, row, Word(column));
       const math::Words2<Word> b = math::dropout_call<Word>(head, row, Word(column + 1));
       keep[4 * k] = kept(__byte_perm(a.x.bits, b.x.bits, 0x5410));

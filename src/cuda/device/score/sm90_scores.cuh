@@ -55,7 +55,7 @@ struct Sm90Inputs {
                                         int t) {
     positions.start(a.positions, tile, tile.head);
     if constexpr (bool(S.positions)) {
-      position = {row, 2 * t, a.top_left ? 0 : tile.k_len - tile.q_len};
+      position = {row, 2 * t, shift_of<S>(a, u32(tile.b), tile.q_len, tile.k_len)};
     }
     if constexpr (!sm90_hides(S)) {
       find_words(a, tile, band, row, t);

@@ -157,6 +157,9 @@ __device__ __forceinline__ math::Interval<int> sm90_shown_steps(const Args& a, c
 
 template <auto S>
 __device__ __forceinline__ math::Band<int> sm90_band(const Args& a, const Sm90ForwardArgs& m, const Sm90Tile& tile) {
+  if constexpr (S.banded && S.shifted) {
+    return shifted_band<S>(a, u32(tile.b), tile.q_len, tile.k_len);
+  }
   const int shift = S.banded && !a.top_left ? tile.k_len - tile.q_len : 0;
   return {tile.q_len, tile.k_len, shift + m.low, shift + m.high};
 }

@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
   static_assert(kGroups >= 2 && kGroups <= 4);
   static_assert(kType != Type::kFp32 && (D == 16 || D == 32 || D == 64) && (V == 16 || V == 32 || V == 64));
   static_assert(!S.softcap && !S.ragged && S.bias2 == BiasTile::kNone && !S.mask && !S.key_term && !S.query_term);
-  static_assert(!S.positions && S.dropout == DropoutRule::kNone && (kBias || !kSum));
+  static_assert(!S.positions && !S.shifted && S.dropout == DropoutRule::kNone && (kBias || !kSum));
 
   // ---- shared memory and barriers ----
   extern __shared__ __align__(1024) unsigned char memory[];

@@ -71,11 +71,17 @@ struct Place {
   }
   template <auto S>
   __device__ __forceinline__ math::Band<int> band(const Args& a) const {
+    if constexpr (S.shifted) {
+      return shifted_band<S>(a, b, q_len, k_len);
+    }
     return math::Band<int>::make(q_len, k_len, a.causal, a.window_left, a.window_right, a.top_left);
   }
   __device__ __forceinline__ math::Sequence queries() const { return {q_begin, q_len, 0, 0}; }
   // What aligns queries with keys: query i stands at key i + shift.
-  __device__ __forceinline__ int shift(const Args& a) const { return a.top_left ? 0 : k_len - q_len; }
+  template <auto S>
+  __device__ __forceinline__ int shift(const Args& a) const {
+    return shift_of<S>(a, b, q_len, k_len);
+  }
 };
 
 // ---- layouts ----

@@ -170,7 +170,10 @@ struct Sm90KeyBlock {
 
   static __device__ __forceinline__ math::Band<int> band_of(const Args& a, const Sm90BackwardArgs& m,
                                                             const Place& place) {
-    const int shift = S.banded ? place.shift(a) : 0;
+    if constexpr (S.banded && S.shifted) {
+      return shifted_band<S>(a, place.b, place.q_len, place.k_len);
+    }
+    const int shift = S.banded ? place.template shift<S>(a) : 0;
     return {place.q_len, place.k_len, shift + m.low, shift + m.high};
   }
 
