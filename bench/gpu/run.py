@@ -114,8 +114,8 @@ class Reference:
         if not p:
             return 1.0
         rows, keys = s.shape[-2:]
-        kept = [dropout.kept("fovea", p, 1, 0, 1, 1, rows, keys, None, s.device, first=b * self.case.hq + head)[0, 0] for b in entries]
-        return torch.stack(kept).double() * dropout.factor("fovea", p)
+        streams = torch.tensor([[b * self.case.hq + head] for b in entries], device=s.device)
+        return dropout.kept("fovea", p, 1, 0, streams, rows, keys, None)[:, 0].double() * dropout.factor("fovea", p)
 
     def probabilities(self, s: torch.Tensor, allowed: torch.Tensor, head: int) -> torch.Tensor:
         s = s.masked_fill(~allowed, -math.inf)

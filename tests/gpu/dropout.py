@@ -29,21 +29,27 @@ def philox4x32(counter: tuple, key: tuple) -> tuple:
     return c0, c1, c2, c3
 
 
-def kept(rng: str, p: float, seed: int, offset: int, batch: int, heads: int, sq: int, sk: int, row_stride: torch.Tensor,
-         device: torch.device, first: int = 0) -> torch.Tensor:  # fmt: skip
-    """(batch, heads, sq, sk), true is kept. `row_stride` (torch_mem_efficient): a row's elements in each batch entry;
-    `first`: b * heads + h of the first of them, where they are a part of more."""
+def kept(rng: str, p: float, seed: int, offset: int, streams: torch.Tensor, sq: int, sk: int, row_stride: torch.Tensor | None,
+         first_q: torch.Tensor | None = None, first_k: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
+    """(batch, heads, sq, sk), true is kept. `streams`: int64 (batch, heads), without any of their own b * heads + h;
+    `row_stride` (torch_mem_efficient): a row's elements in each batch entry; `first_q`, `first_k`: int64 (batch,), the
+    positions of row and column 0."""
     seed, offset = seed % 2**64, offset % 2**64
-    n = (first + torch.arange(batch * heads, device=device)).reshape(batch, heads, 1, 1)
-    i = torch.arange(sq, device=device)[:, None]
-    j = torch.arange(sk, device=device)[None, :]
+    batch, heads = streams.shape
+    n = streams[:, :, None, None]
+    i = torch.arange(sq, device=n.device)[:, None]
+    j = torch.arange(sk, device=n.device)[None, :]
+    if first_q is not None:
+        i = i + first_q[:, None, None, None]
+    if first_k is not None:
+        j = j + first_k[:, None, None, None]
     if rng == "fovea":
         threshold = int(p * 65536 + 0.5)
         word = lambda x: torch.full_like(n, x)  # noqa: E731
         low, high = _words(offset)
         k0, k1, w0, w1 = philox4x32((word(low), word(high), n & _LOW, n >> 32 & _LOW ^ 0x666F7665), _words(seed))
         fold = lambda x: (x >> 4) * 8 + (x & 7)  # noqa: E731
-        x, y = (fold(i) ^ w0).expand(batch, heads, sq, sk), fold(j) ^ w1
+        x, y = (fold(i) ^ w0).expand(batch, heads, sq, sk), (fold(j) ^ w1).expand(batch, heads, sq, sk)
         for r in range(8):
             high, low = _multiply(x, 0xD256D193)
             x, y = high ^ y ^ ((k0 if r % 2 == 0 else k1) + r * 0x9E3779B9 & _LOW), low
@@ -57,7 +63,7 @@ def kept(rng: str, p: float, seed: int, offset: int, batch: int, heads: int, sq:
     lane = number & 3
     word = torch.where(lane < 2, torch.where(lane == 0, words[0], words[1]), torch.where(lane == 2, words[2], words[3]))
     uniform = word.float() * 2.0**-32 + 2.0**-33
-    return uniform > torch.tensor(p, dtype=torch.float32, device=device)
+    return uniform > torch.tensor(p, dtype=torch.float32, device=n.device)
 
 
 def factor(rng: str, p: float) -> float:

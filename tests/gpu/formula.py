@@ -124,7 +124,7 @@ class Formula:
                 s = s + t.plane(name).to(self.wide)
         if p.alibi:
             slopes = t["alibi_slopes"].values().to(self.wide).expand(p.batch_size, p.hq)[:, :, None, None]
-            shift = 0 if p.top_left else (t.len_k - t.len_q)[:, None, None, None]
+            shift = t.shift()[:, None, None, None]
             i = torch.arange(p.sq, device=self.device)[:, None]
             j = torch.arange(p.sk, device=self.device)
             s = s - slopes * (i + shift - j).abs().to(self.wide)
@@ -141,7 +141,7 @@ class Formula:
         if p.dropout == 0:
             return 1.0
         row = self.t.len_k if p.packed else torch.full_like(self.t.len_k, p.rows_k)
-        kept = dropout.kept(p.rng, p.dropout, p.seed, p.offset, p.batch_size, p.hq, p.sq, p.sk, row, self.device)
+        kept = dropout.kept(p.rng, p.dropout, p.seed, p.offset, self.t.streams(), p.sq, p.sk, row, self.t.first("q"), self.t.first("k"))
         return kept.to(self.wide) * dropout.factor(p.rng, p.dropout)
 
     def _of_group(self, x: Tensor) -> Tensor:

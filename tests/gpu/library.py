@@ -12,7 +12,7 @@ from fovea import _abi
 from fovea._library import check, lib
 from tensors import CODES, MARGIN, Tensors, pattern
 
-_ALL = (*_abi.INPUTS, *_abi.RESULTS)
+_ALL = (*_abi.INPUTS, *_abi.RESULTS, *_abi.SHARDS)
 
 
 class Call:
@@ -45,6 +45,9 @@ class Call:
         raw.flags = flags
         raw.align = _abi.TOP_LEFT if p.top_left else _abi.BOTTOM_RIGHT
         raw.window_left, raw.window_right = p.window
+        if p.has_positions:
+            raw.flags |= _abi.POSITIONS
+            raw.position_q, raw.position_k = p.position or (0, 0)
         raw.softcap = p.softcap
         raw.dropout_p = p.dropout
         raw.rng = _abi.RNG_FOVEA if p.rng == "fovea" else _abi.RNG_TORCH_MEM_EFFICIENT

@@ -41,6 +41,9 @@ class Problem:
     causal: bool = False
     top_left: bool = False
     window: tuple = (-1, -1)
+    position: tuple | None = None  # of query 0 and key 0
+    positions_q: list | None = None  # added to these, by batch entry
+    positions_k: list | None = None
     scale: float | None = None
     softcap: float = 0.0
     alibi: str = ""  # "", "h" or "b,h"
@@ -52,6 +55,7 @@ class Problem:
     rng: str = "fovea"
     seed: int = 0
     offset: int = 0
+    streams: Plane | None = None  # (batch 1, batch 2, head)
     need: tuple = ("q", "k", "v")
     det: bool = False
     dlse: bool = False
@@ -82,6 +86,15 @@ class Problem:
             return self.scale
         return 1 / math.sqrt(self.d) if self.d else 1.0
 
+    @property
+    def has_positions(self) -> bool:
+        return any(x is not None for x in (self.position, self.positions_q, self.positions_k))
+
+    def first_positions(self, side: str) -> list:
+        """Of the first row of each sequence; with has_positions."""
+        first = (self.position or (0, 0))["qk".index(side)]
+        return [first + at for at in getattr(self, f"positions_{side}") or [0] * self.batch_size]
+
     def lengths(self, side: str) -> list:
         """Of each sequence: as packed, no more than is used."""
         packed, used = (self.seqs_q, self.used_q) if side == "q" else (self.seqs_k, self.used_k)
@@ -107,6 +120,10 @@ class Problem:
                 words.append(f"used_{side}=" + ",".join(map(str, used)))
         words += ["causal"] * self.causal + ["align=tl"] * self.top_left
         words += [f"window={self.window[0]},{self.window[1]}"] * (self.window != (-1, -1))
+        words += ["pos={},{}".format(*self.position)] if self.position is not None else []
+        for side in "qk":
+            at = getattr(self, f"positions_{side}")
+            words += [f"pos_{side}=" + ",".join(map(str, at))] if at is not None else []
         words += [f"scale={self.scale}"] * (self.scale is not None) + [f"softcap={self.softcap}"] * (self.softcap != 0)
         words += [f"alibi={self.alibi}"] * (self.alibi != "") + ["sink"] * self.sink
         for name in ("bias", "bias2", "mask"):
@@ -115,6 +132,7 @@ class Problem:
                 words.append(f"{name}={self._extents(plane)}" + (f":{plane.type}" if name != "mask" else ""))
         if self.dropout:
             words += [f"dropout={self.dropout}", f"rng={self.rng}", f"seed={self.seed}", f"offset={self.offset}"]
+            words += [f"streams={self._extents(self.streams)}"] if self.streams is not None else []
         words += ["need=" + ",".join(self.need)] + ["det"] * self.det + ["dlse"] * self.dlse
         return " ".join([*words, f"values={self.values}"])
 
@@ -171,6 +189,11 @@ def parse(line: str) -> Problem:
     p.top_left = words.get("align", words.get("causal")) == "tl"
     if "window" in words:
         p.window = tuple(map(int, words["window"].split(",")))
+    if "pos" in words:
+        p.position = tuple(map(int, words["pos"].split(",")))
+    for side in "qk":
+        if words.get(f"pos_{side}"):
+            setattr(p, f"positions_{side}", _lengths(words[f"pos_{side}"]))
     p.scale = float(words["scale"]) if "scale" in words else None
     p.softcap = float(words.get("softcap", 0))
     p.alibi = words.get("alibi", "")
@@ -184,6 +207,9 @@ def parse(line: str) -> Problem:
     p.rng = words.get("rng", "fovea")
     p.seed = int(words.get("seed", "0"), 0)
     p.offset = int(words.get("offset", "0"), 0)
+    if "streams" in words:
+        *batch, head = (name != "1" for name in words["streams"].split(","))
+        p.streams = Plane((*batch, *(False,) * (2 - len(batch)), head), "int64")
     need = words.get("need", "all")
     if need == "all":
         there = ("q", "k", "v", *(n for n in ("bias", "bias2", "sink") if getattr(p, n)))
@@ -200,6 +226,6 @@ def parse(line: str) -> Problem:
 
 _KEYS = set(
     "bwd fwd b hq hk sq sk d dv fp32 fp16 bf16 fp64 layout skew seqs_q seqs_k total_q total_k max_q max_k used_q used_k "
-    "causal align window scale softcap alibi sink bias bias2 mask dropout rng seed offset need det lse dlse values".split()
+    "causal align window pos pos_q pos_k scale softcap alibi sink bias bias2 mask dropout rng seed offset streams need det lse dlse values".split()
 )
 

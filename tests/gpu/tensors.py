@@ -123,6 +123,12 @@ class Tensors:
                 self._add(f"cu_seqlens_{side}", VECTOR, lengths, (p.batch_size + 1,), [*begins(seqs), sum(seqs)])
             if used is not None:
                 self._add(f"seqused_{side}", VECTOR, "int32", (p.batch_size,), used)
+            at = getattr(p, f"positions_{side}")
+            if at is not None:
+                self._add(f"positions_{side}", VECTOR, "int64", (p.batch_size,), at)
+        if p.streams is not None:
+            present = p.streams.extents if len(p.batch) == 2 else (p.streams.extents[0], p.streams.extents[2])
+            self._add("dropout_streams", VECTOR, "int64", tuple(n if has else 1 for n, has in zip((*p.batch, p.hq), present)))
         self._add("out", QUERIES, p.type, (*rows_q, p.dv), output=True)
         self._add("lse", STATISTICS, sums, statistics, output=True)
         self._add("grad_out", QUERIES, p.type, (*rows_q, p.dv))
@@ -235,6 +241,8 @@ class Tensors:
         uniform = lambda: torch.rand(t.shape, generator=generator, device=self.device)  # noqa: E731
         if t.name == "mask":
             return uniform() < 0.7
+        if t.name == "dropout_streams":  # any numbers
+            return torch.randint(-(2**62), 2**62, t.shape, generator=generator, device=self.device)
         if t.name == "alibi_slopes":
             return uniform() / 4
         values = torch.randn(t.shape, generator=generator, device=self.device, dtype=torch.float64)
@@ -315,11 +323,28 @@ class Tensors:
         t = self[name]
         return t.buffer[t.index.expand(full)].reshape(p.batch_size, *full[len(p.batch) :])
 
+    def first(self, side: str) -> torch.Tensor:
+        """The position of row 0 of each sequence: (B,); 0 without positions."""
+        p = self.problem
+        return torch.tensor(p.first_positions(side) if p.has_positions else [0] * p.batch_size, device=self.device)
+
+    def shift(self) -> torch.Tensor:
+        """What aligns query 0 of each sequence with its keys: (B,)."""
+        if self.problem.has_positions:
+            return self.first("q") - self.first("k")
+        return torch.zeros_like(self.len_k) if self.problem.top_left else self.len_k - self.len_q
+
+    def streams(self) -> torch.Tensor:
+        """Of dropout, of each head: (B, Hq)."""
+        p = self.problem
+        if "dropout_streams" not in self:
+            return torch.arange(p.batch_size * p.hq, device=self.device).reshape(p.batch_size, p.hq)
+        return self["dropout_streams"].values().expand(*p.batch, p.hq).reshape(p.batch_size, p.hq)
+
     def allowed(self) -> torch.Tensor:
         """Which pairs take part: (B, 1 or H, Sq, Sk)."""
         p = self.problem
-        shift = 0 if p.top_left else self.len_k - self.len_q
-        i = torch.arange(p.sq, device=self.device)[None, :, None] + (shift if p.top_left else shift[:, None, None])
+        i = torch.arange(p.sq, device=self.device)[None, :, None] + self.shift()[:, None, None]
         j = torch.arange(p.sk, device=self.device)[None, None, :]
         allowed = self.rows_exist_q[:, :, None] & self.rows_exist_k[:, None, :]
         if p.causal:
