@@ -89,6 +89,9 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
         tile.row = here.row;
         tile.q_len = here.q_len;
         tile.k_len = here.k_len;
+        if constexpr (S.shifted) {
+          tile.b = here.b;  // whose positions they are
+        }
         steps = sm90_steps<S>(tile, sm90_band<S>(a, m, tile), tile.row, kRows);
       }
       const auto at = [&](const Has& has, int column, int row, int head) {
