@@ -147,7 +147,8 @@ def probabilities(name, arguments, options, seed):
         longest, p = [q.shape[1], k.shape[1]], rest[0]
         q, k = q.flatten(0, 1), k.flatten(0, 1)
     batch, heads = len(offsets[0]) - 1, q.shape[1]
-    keep = dropout.kept("fovea", p, seed, 0, batch, heads, *longest, torch.zeros(batch, dtype=torch.long, device=q.device), q.device)
+    streams = torch.arange(batch * heads, device=q.device).reshape(batch, heads)
+    keep = dropout.kept("fovea", p, seed, 0, streams, *longest, None)
     left, right = (int(side) for side in options.get("window_size", (-1, -1)))
     if options.get("causal"):
         right = 0
