@@ -33,6 +33,7 @@ from torch.nn import functional  # noqa: E402
 import fovea.integrations  # noqa: E402
 import fovea.torch  # noqa: E402
 import records  # noqa: E402
+from models import set_implementation  # noqa: E402
 
 RUNS = {"gpt": ("sdpa", "fovea"), "t5": ("sdpa", "fovea", "sdpa, another seed")}
 POINT = 20  # steps that a point of a curve averages
@@ -145,7 +146,7 @@ def train(name, run, options):
     fovea.torch.reset_stats()
     fovea.integrations.reset_stats()
     if name == "t5":
-        training.model.set_attn_implementation("fovea" if run == "fovea" else "sdpa")
+        set_implementation(training.model, "fovea" if run == "fovea" else "sdpa")
         losses, held_out, seconds = training.run(options.steps)
         calls = fovea.integrations.stats().get("transformers", {}).get("served", 0)
     elif run == "fovea":

@@ -90,6 +90,13 @@ def arguments_of(name, size):
     return {**arguments, "num_hidden_layers": LARGE_LAYERS} if size == "large" and "head_dim" in arguments else arguments
 
 
+def set_implementation(model, name):
+    """Of attention. The model's own function does not reach T5's encoder and decoder, which have copies of the configuration."""
+    for module in model.modules():
+        if hasattr(module, "set_attn_implementation"):
+            module.set_attn_implementation(name)
+
+
 class Steps:
     """The training steps of one model."""
 
@@ -122,7 +129,7 @@ class Steps:
 
         import fovea.integrations
 
-        self.model.set_attn_implementation(implementation)
+        set_implementation(self.model, implementation)
         fovea.integrations.reset_stats()
         self.model.eval()
         loss = self.step()[1].item()
@@ -142,7 +149,7 @@ class Steps:
         for _ in range(steps):
             for name in implementations:
                 if len(implementations) > 1:
-                    self.model.set_attn_implementation(name)
+                    set_implementation(self.model, name)
                 found[name].append(self.step()[0])
         return found
 
@@ -153,7 +160,7 @@ class Steps:
 
         if not self.cuda:
             return None
-        self.model.set_attn_implementation(implementation)
+        set_implementation(self.model, implementation)
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
             self.step()
         spent = sum(e.time_range.elapsed_us() for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA)

@@ -67,7 +67,7 @@ class TensorMap:
                ones, 0, swizzle, 0, 0)  # fmt: skip
 
 
-def run(body, *parameters, threads=32, blocks=1, cluster=1, times=1, shared=0, files=("score/scores.cuh", "score/dropout.cuh"), before="", hopper=False):
+def run(body, *parameters, threads=32, blocks=1, cluster=1, times=1, shared=0, files=("score/scores.cuh", "score/mask_edge.cuh", "score/dropout.cuh"), before="", hopper=False):
     """A kernel with this body; its parameters p0, p1, ... are pointers to tensors' elements, or maps of tensors.
     Launched several times, each launch may begin before the one before it has ended. hopper: with what 9.0 alone has."""
     if hopper and architecture() != 90:
