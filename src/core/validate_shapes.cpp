@@ -181,10 +181,10 @@ void Validator::lengths() {
   if (problem_.packed) {
     const char* of_q = problem_.has_used_q ? "seqused_q" : "cu_seqlens_q";
     const char* of_k = problem_.has_used_k ? "seqused_k" : "cu_seqlens_k";
-    problem_.seqlen_q =
-        longest("max_seqlen_q", given_.max_seqlen_q, of_q, rows.cu_q, problem_.lengths_q, problem_.used_q);
-    problem_.seqlen_k =
-        longest("max_seqlen_k", given_.max_seqlen_k, of_k, rows.cu_k, problem_.lengths_k, problem_.used_k);
+    problem_.seqlen_q = longest("max_seqlen_q", given_.max_seqlen_q, of_q, problem_.total_q, rows.cu_q,
+                                problem_.lengths_q, problem_.used_q);
+    problem_.seqlen_k = longest("max_seqlen_k", given_.max_seqlen_k, of_k, problem_.total_k, rows.cu_k,
+                                problem_.lengths_k, problem_.used_k);
   }
   // max_seqlen may be any number from the longest sequence up: no sequence is longer than what holds them all.
   rows.limit_q = std::min(problem_.seqlen_q, rows.rows_q);
@@ -221,16 +221,17 @@ Ints Validator::cu_seqlens(const char* name, const math::Lengths& cu, const char
   return lengths;
 }
 
-// Where rows are used in part, the longest used part is enough, which is what callers with a cache know.
-std::int64_t Validator::longest(const char* name, std::int64_t given, const char* of, const math::Lengths& cu,
-                                const Ints& lengths, const Ints& used) const {
+// Where rows are used in part, the longest used part is enough, which is what callers with a cache know. Where there
+// are no rows at all, nothing is longer than 0.
+std::int64_t Validator::longest(const char* name, std::int64_t given, const char* of, std::int64_t total,
+                                const math::Lengths& cu, const Ints& lengths, const Ints& used) const {
   if (given < 0) {
     refuse("{}: {}; accepted: at least the longest sequence", name, given);
   }
   const auto most = [](const Ints& n) { return n.empty() ? 0 : *std::max_element(n.begin(), n.end()); };
   const std::int64_t length = given != 0 ? given : most(lengths);
   const std::int64_t found = most(used.empty() ? lengths : used);
-  if (length == 0 && (!cu || !readable()) && problem_.batch() > 0) {
+  if (length == 0 && total > 0 && (!cu || !readable()) && problem_.batch() > 0) {
     refuse("{}: 0; accepted: at least the longest sequence, as {} cannot be read here", name, of);
   }
   if (length < found) {

@@ -46,8 +46,8 @@ class Validator {
   math::Lengths lengths_view(const fovea_tensor& tensor);
   void lengths();
   Ints cu_seqlens(const char* name, const math::Lengths& cu, const char* total_name, std::int64_t total) const;
-  std::int64_t longest(const char* name, std::int64_t given, const char* of, const math::Lengths& cu,
-                       const Ints& lengths, const Ints& used) const;
+  std::int64_t longest(const char* name, std::int64_t given, const char* of, std::int64_t total,
+                       const math::Lengths& cu, const Ints& lengths, const Ints& used) const;
   math::Lengths seqused(const char* name, const fovea_tensor& tensor, const Ints& lengths, std::int64_t longest,
                         Ints& values);
 

@@ -798,6 +798,9 @@ TEST(Validate, LengthsThatCannotBeReadNeedTheirMaximum) {
   a["cu_seqlens_k"].data = nullptr;
   a.problem.seqused_q = a.problem.seqused_k = nullptr;
   EXPECT_EQ(describe(a.problem, Direction::kForward).rfind("max_seqlen_q: 0", 0), 0u);
+  a["q"].shape[0] = a["out"].shape[0] = a["lse"].shape[1] = 0;  // without rows the longest sequence has none
+  EXPECT_EQ(describe(a.problem, Direction::kForward).rfind("max_seqlen_k: 0", 0), 0u);
+  a["q"].shape[0] = a["out"].shape[0] = a["lse"].shape[1] = 5;
   a.problem.max_seqlen_q = 3;
   a.problem.max_seqlen_k = 5;
   EXPECT_EQ(describe(a.problem, Direction::kForward),

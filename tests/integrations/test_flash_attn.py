@@ -441,13 +441,34 @@ def test_negative_sides_of_version_4():
         torch.testing.assert_close(out, formula(q, k, v, causal=causal)[0])
     out, _ = flash_attn_4.flash_attn_func(q, k, v, window_size=(2, -1), causal=True)  # causal: the right side is 0
     torch.testing.assert_close(out, formula(q, k, v, (2, 0))[0])
-    fovea.integrations.reset_stats()
-    for window in ((None, -2), (-2, None), (3, -1), (-1, 1)):
-        with pytest.raises(NotImplementedError, match="^flash_attn_func: window_size: .* leaves the diagonal out"):
-            flash_attn_4.flash_attn_func(q, k, v, window_size=window)
-    with pytest.raises(NotImplementedError, match="^flash_attn_varlen_func: window_size: "):
-        flash_attn_4.flash_attn_varlen_func(q, k, v, window_size=(None, -1))
-    assert fovea.integrations.stats() == {}
+
+
+@pytest.mark.parametrize("window", [(None, -2), (-2, None), (3, -1), (-1, 1), (2, -2), (-1, 3)], ids=str)
+def test_windows_of_version_4_beside_the_diagonal(window):
+    left, right = window
+
+    def formula_of(q, k, v):
+        shift = k.shape[1] - q.shape[1]
+        distance = torch.arange(k.shape[1]) - torch.arange(q.shape[1])[:, None] - shift
+        allowed = torch.ones_like(distance, dtype=torch.bool)
+        allowed = allowed if left is None else allowed & (distance >= -left)
+        allowed = allowed if right is None else allowed & (distance <= right)
+        q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
+        scores = (q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)) / q.shape[-1] ** 0.5
+        weights = torch.softmax(scores.masked_fill(~allowed, -math.inf), -1).nan_to_num()  # rows without keys are 0
+        return (weights @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)).transpose(1, 2)
+
+    q, k, v = inputs(7, 9)
+    out, _ = flash_attn_4.flash_attn_func(q, k, v, window_size=window)
+    torch.testing.assert_close(out, formula_of(q, k, v))
+    assert not torch.equal(out, flash_attn_4.flash_attn_func(q, k, v)[0])
+    padded, _ = flash_attn_4.flash_attn_varlen_func(q, k, v, window_size=window)
+    assert torch.equal(padded, out)
+    rows_q, rows_k = [3, 0, 4], [5, 2, 2]
+    packed, _ = flash_attn_4.flash_attn_varlen_func(
+        q[0], k[0], v[0], cu_seqlens_q=offsets(rows_q), cu_seqlens_k=offsets(rows_k), max_seqlen_q=4, max_seqlen_k=5, window_size=window)  # fmt: skip
+    parts = zip(q[0].split(rows_q), k[0].split(rows_k), v[0].split(rows_k))
+    torch.testing.assert_close(packed, torch.cat([formula_of(*(x[None] for x in part))[0] for part in parts]))
 
 
 # ---- bert_padding ----

@@ -8,7 +8,7 @@ has every argument.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, Union
 
 import torch
 from torch import Tensor
@@ -22,14 +22,28 @@ _NAME = "flash_attn_4"
 _VERSION = "4.0.0b36"  # is imitated
 
 
-def _sides(function: str, causal: bool, window: _flash.Window) -> _flash.Window:
-    """FlashAttention-4's rule: a negative side moves the window off the diagonal, unless it leaves nothing of it: then there is no window."""
+def _placed(causal: bool, window: _flash.Window, align: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """FlashAttention-4's rule: a negative side moves the window off the diagonal, unless it leaves nothing of it: then there is no
+    window. A moved window is one with another shift; `align` makes the positions that give the usual one."""
     left, right = window[0], 0 if causal else window[1]
     if left is not None and right is not None and left + right < 0:
-        return None, None
-    if (left or 0) < 0 or (right or 0) < 0:
-        _flash.refuse(function, "window_size", f"({left}, {right}), which leaves the diagonal out", "None, or at least 0")
-    return left, right
+        return {"window_size": (None, None)}
+    if right is not None and right < 0:
+        moved, left, right = right, None if left is None else left + right, 0
+    elif left is not None and left < 0:
+        moved, left, right = -left, 0, None if right is None else left + right
+    else:
+        return {"window_size": (left, right)}
+    positions = align()
+    positions["position_q"] = positions.get("position_q", 0) + moved
+    return {"window_size": (left, right), "align": None, **positions}
+
+
+def _lengths(x: Tensor, cu_seqlens: Optional[Tensor], seqused: Optional[Tensor]) -> Union[int, Tensor]:
+    """Of the sequences; one number where all are as long."""
+    if seqused is not None:
+        return seqused.long()
+    return x.shape[1] if cu_seqlens is None else cu_seqlens.diff().long()
 
 
 def _compute(
@@ -76,8 +90,8 @@ def flash_attn_func(
         gather_kv_indices: Refused unless None.
         softmax_scale: None is 1 / sqrt(D).
         causal: Aligned at the bottom right.
-        window_size: (left, right), inclusive, around i + Sk - Sq. None: unbounded. Both are unbounded if left + right < 0; other
-            negative sides are refused.
+        window_size: (left, right), inclusive, around i + Sk - Sq. None: unbounded. Both are unbounded if left + right < 0; another
+            negative side leaves the diagonal out.
         learnable_sink: (Hq,): one more logit of each head, without a value. It has a gradient.
         softcap: 0 or less: none.
         num_splits: Of no effect: fovea chooses it.
@@ -107,8 +121,8 @@ def flash_attn_func(
         block_sparse_tensors_bwd=block_sparse_tensors_bwd,
     )  # fmt: skip
     return _compute(
-        q, k, v, learnable_sink, return_lse, softmax_scale=softmax_scale, causal=causal,
-        window_size=_sides("flash_attn_func", causal, window_size), softcap=softcap, deterministic=bool(deterministic),
+        q, k, v, learnable_sink, return_lse, softmax_scale=softmax_scale, causal=causal, softcap=softcap, deterministic=bool(deterministic),
+        **_placed(causal, window_size, lambda: {"position_q": k.shape[1] - q.shape[1]}),
     )  # fmt: skip
 
 
@@ -194,9 +208,14 @@ def flash_attn_varlen_func(
         score_mod_bwd=score_mod_bwd, mask_mod=mask_mod, block_sparse_tensors=block_sparse_tensors,
         aux_tensors=aux_tensors, aux_scalars=aux_scalars,
     )  # fmt: skip
+
+    def aligned() -> dict[str, Any]:
+        shift = _lengths(k, cu_seqlens_k, seqused_k) - _lengths(q, cu_seqlens_q, seqused_q)
+        return {"positions_q": shift} if isinstance(shift, Tensor) else {"position_q": shift}
+
     options = {
-        "softmax_scale": softmax_scale, "causal": causal, "softcap": softcap,
-        "window_size": _sides("flash_attn_varlen_func", causal, window_size), "deterministic": bool(deterministic), "seqused_q": seqused_q, "seqused_k": seqused_k,
+        "softmax_scale": softmax_scale, "causal": causal, "softcap": softcap, "deterministic": bool(deterministic),
+        "seqused_q": seqused_q, "seqused_k": seqused_k, **_placed(causal, window_size, aligned),
     }  # fmt: skip
     if cu_seqlens_q is None and cu_seqlens_k is None:
         return _compute(q, k, v, learnable_sink, return_lse, **options)
