@@ -208,10 +208,7 @@ def jax():
 
 
 def triangle():
-    """From the rows of bench/gpu/run.py until bench/torch/triangle.py, which goes through the stand-in, was run."""
     data = result("triangle")
-    if data is None:
-        return triangle_of_gpu_rows()
     rows = [
         "`triangle_attention` of (1, N, 4, N, 32) in bf16, a bias of (1, 1, 4, N, N) in float32 with its gradient; forward / backward in ms, in brackets the MiB that "
         f"the backward allocates. {data['device']}, PyTorch {data['torch']}, cuEquivariance {data['cuequivariance']}, {measured(data)}; repeat with "
@@ -235,36 +232,19 @@ def triangle():
     return rows
 
 
-def triangle_of_gpu_rows():
-    data, rows = gpu_rows("features")
-    rows = [row for row in rows if row["name"].startswith("triangle") and gpu_cell(row, "cuEquivariance")]
-    table = [
-        gpu_head(data, rows) + " `fovea.torch.attention`, which the integration calls, beside cuEquivariance's kernels: bf16, a bias with its gradient, TFLOP/s, "
-        "forward / backward. `bench/torch/triangle.py` measures both through `triangle_attention`, with and without a mask; it was not run yet.",
-        "",
-        "| | fovea | cuEquivariance | times its speed, forward and backward together |",
-        "| --- | --- | --- | --- |",
-    ]
-    for row in rows:
-        both = {name: sum(row["results"][name][way] for way in WAYS) for name in ("ours", "cuEquivariance")}
-        table.append(f"| {row['name'].removeprefix('triangle ')} | **{gpu_cell(row, 'ours')}** | {gpu_cell(row, 'cuEquivariance')} | "
-                     f"{both['cuEquivariance'] / both['ours']:.2f} |")  # fmt: skip
-    return table
-
-
 def training():
     data = result("training")
     if data is None:
         return ["Not measured yet."]
     names = {"gpt": "GPT, 6 layers, causal", "t5": "T5, 3 and 3 layers, learned bias, dropout 0.1"}
     rows = [
-        f"Loss (nats a byte) of two small models, {data['rows'][0]['steps']:,} steps from the same weights on the same batches; {data['device']}, PyTorch {data['torch']}, "
+        f"Loss (nats a byte) of two small models, from the same weights on the same batches; {data['device']}, PyTorch {data['torch']}, "
         f"{measured(data)}; repeat with `bench/torch/converge.py`.",
         "",
-        f"| model | attention | first step | last {5 * data['point']} steps | held-out text |",
-        "| --- | --- | --- | --- | --- |",
+        f"| model | attention | steps | first step | last {5 * data['point']} steps | held-out text |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
-    rows += [f"| {names[row['model']]} | {row['run']} | {row['first']:.4f} | {row['last']:.4f} | {row['held_out']:.4f} |" for row in data["rows"]]
+    rows += [f"| {names[row['model']]} | {row['run']} | {row['steps']:,} | {row['first']:.4f} | {row['last']:.4f} | {row['held_out']:.4f} |" for row in data["rows"]]
     return rows
 
 
