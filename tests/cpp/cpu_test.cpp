@@ -379,8 +379,8 @@ TEST(CpuTest, KeysInParts) {
         std::pair("bwd b=1 hq=1 sq=40 sk=2500 d=24 fp32 sink causal window=2000,0", check::Values::kLargeScores),
         std::pair("bwd b=2 hq=2 sq=2 sk=2100 d=5 fp64 sink mask=b,1,1,k alibi=h", check::Values::kOneHot),
         std::pair("bwd b=1 hq=2 sq=7 sk=2100 d=16 fp64 sink bias=1,h,q,k", check::Values::kMinusInfinity),
-        std::pair("bwd b=3 hq=1 sq=9 sk=1500 d=80 bf16 used_k=1,20,1400", check::Values::kNormal),
-        std::pair("bwd b=3 hq=4 hk=1 sq=1 sk=1500 d=80 fp32 used_k=1,20,1400", check::Values::kNormal)}) {
+        std::pair("bwd b=3 hq=1 sq=9 sk=2200 d=80 bf16 used_k=1,20,2100", check::Values::kNormal),
+        std::pair("bwd b=3 hq=4 hk=1 sq=1 sk=2200 d=80 fp32 used_k=1,20,2100", check::Values::kNormal)}) {
     check::Case c = case_of(line);
     c.values = values;
     const check::Trial trial(c);

@@ -17,6 +17,11 @@ struct Bfloat16 {
   u16 bits;
 };
 
+template <class A, class B>
+inline constexpr bool kSameType = false;
+template <class A>
+inline constexpr bool kSameType<A, A> = true;
+
 using F32 = Tag<float>;
 using U32 = Tag<u32>;
 using U16 = hn::Rebind<uint16_t, F32>;
@@ -100,10 +105,18 @@ HWY_INLINE void store_as(Simd<float> value, Bfloat16* to) {
 }
 HWY_INLINE void store_as(Simd<double> value, double* to) { value.store(to); }
 
-template <class A, class B>
-inline constexpr bool kSameType = false;
-template <class A>
-inline constexpr bool kSameType<A, A> = true;
+// Two vectors, side by side.
+template <class T, class To>
+HWY_INLINE void store_as(Simd<T> first, Simd<T> second, To* to) {
+#ifdef __AVX512BF16__
+  if constexpr (sizeof(To) == 2 && !kSameType<To, Half>) {
+    _mm512_storeu_si512(to, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second.raw.raw, first.raw.raw)));
+    return;
+  }
+#endif
+  store_as(first, to);
+  store_as(second, to + lanes<T>());
+}
 
 // Rows of any length: what is left after whole vectors goes by masks where a masked access cannot fault, else through
 // a buffer.

@@ -45,7 +45,7 @@ struct ForwardTiles {
 
   ForwardTiles(Arena& arena, const Options& options)
       : operands(arena, options),
-        s(arena.take<T>(Operands::kStrip * operands.ld_s)),
+        s(arena.take<T>((Operands::kPiece > 0 ? 2 : 1) * Operands::kStrip * operands.ld_s)),
         lse(arena.take<T>(options.block_rows)),
         keep(
             arena.take<u8>(options.dropping == Dropping::kNone ? 0 : options.block_rows * bit_row(options.block_keys))),
@@ -107,6 +107,14 @@ HWY_INLINE void prefetch_terms(const ForwardTask& task, i64 number, i64 col, i64
   }
 }
 
+// Rows that go through the products together, and the keys that they meet: columns [col, col + depth) of a block.
+template <class T>
+struct Strip {
+  i64 row, rows;
+  i64 col, depth, cols;  // cols: depth as products round it up; 0: no keys
+  T* s;
+};
+
 template <class Operands, class T>
 void forward_block(const ForwardTask& task, const ForwardTiles<Operands>& tiles, const ForwardState<T>& state,
                    typename Operands::Unit& unit, i64 key, i64 key_end, i64 key_last) {
@@ -126,33 +134,83 @@ void forward_block(const ForwardTask& task, const ForwardTiles<Operands>& tiles,
     });
   }
 
-  for (i64 row = 0, next = key_end; row < rows; row += Operands::kStrip) {
-    const i64 strip = math::min(Operands::kStrip, rows - row);
-    const math::Interval<i64> keys = keys_of_strip<T>(task, row, row + strip, key, key_end);
-    if (keys.empty()) {
-      continue;
-    }
-    const i64 col = (keys.begin - key) / Operands::kKeyStep * Operands::kKeyStep;
-    const i64 depth = keys.end - key - col;
-    const i64 cols = Operands::padded_keys(depth);
-    T* o = state.o + row * operands.ld_v;
-
-    operands.scores(unit, options, row, strip, col, cols, tiles.s);
-    for (i64 r = 0; r < strip; ++r) {
-      const i64 number = task.row_begin + row + r;
-      prefetch_terms(task, number + Operands::kStrip, key + col, cols);
-      for (const i64 end = key_end + (key_last - key_end) * (row + r + 1) / rows; Operands::kPacks && next < end;
-           ++next) {
-        prefetch_row<2>(task.k, next, 0, options.head_dim);
-        prefetch_row<2>(task.v, next, 0, options.head_dim_v);
+  // The first strip from `row` on that meets keys.
+  const auto strip_from = [&](i64 row, T* s) {
+    for (; row < rows; row += Operands::kStrip) {
+      const i64 strip = math::min(Operands::kStrip, rows - row);
+      const math::Interval<i64> keys = keys_of_strip<T>(task, row, row + strip, key, key_end);
+      if (!keys.empty()) {
+        const i64 col = (keys.begin - key) / Operands::kKeyStep * Operands::kKeyStep;
+        const i64 depth = keys.end - key - col;
+        return Strip<T>{row, strip, col, depth, Operands::padded_keys(depth), s};
       }
-      const RowTerms<T> terms = terms_of_row(task.heads[number / sequence.q_len].head, sequence,
-                                             number % sequence.q_len, key + col, cols, tiles.buffers);
-      const u8* keep = drops ? tiles.keep + (row + r) * tiles.keep_stride + col / 8 : nullptr;
-      soften_row<typename Operands::Weight>(score, terms, keep, cols, tiles.s + r * operands.ld_s, state.max[row + r],
-                                            state.sum + (row + r) * lanes<T>(), o + r * operands.ld_v, value_cols);
     }
-    operands.add_values(unit, options, strip, col, depth, tiles.s, o);
+    return Strip<T>{rows, 0, 0, 0, 0, s};
+  };
+  i64 next_key = key_end;
+  const auto soften = [&](const Strip<T>& strip, i64 r) {
+    const i64 row = strip.row + r;
+    const i64 number = task.row_begin + row;
+    prefetch_terms(task, number + Operands::kStrip, key + strip.col, strip.cols);
+    for (const i64 end = key_end + (key_last - key_end) * (row + 1) / rows; Operands::kPacks && next_key < end;
+         ++next_key) {
+      prefetch_row<2>(task.k, next_key, 0, options.head_dim);
+      prefetch_row<2>(task.v, next_key, 0, options.head_dim_v);
+    }
+    const RowTerms<T> terms = terms_of_row(task.heads[number / sequence.q_len].head, sequence, number % sequence.q_len,
+                                           key + strip.col, strip.cols, tiles.buffers);
+    const u8* keep = drops ? tiles.keep + row * tiles.keep_stride + strip.col / 8 : nullptr;
+    soften_row<typename Operands::Weight>(score, terms, keep, strip.cols, strip.s + r * operands.ld_s, state.max[row],
+                                          state.sum + row * lanes<T>(), state.o + row * operands.ld_v, value_cols);
+  };
+  const auto scores = [&](const Strip<T>& strip, i64 from, i64 cols) {
+    operands.scores(unit, options, strip.row, strip.rows, strip.col + from, cols, strip.s + from);
+  };
+  const auto add_values = [&](const Strip<T>& strip, i64 from, i64 cols) {
+    operands.add_values(unit, options, strip.rows, strip.col, strip.depth, strip.s, state.o + strip.row * operands.ld_v,
+                        from, cols);
+  };
+
+  Strip<T> strip = strip_from(0, tiles.s);
+  if constexpr (Operands::kPiece == 0) {
+    for (; strip.cols > 0; strip = strip_from(strip.row + Operands::kStrip, tiles.s)) {
+      scores(strip, 0, strip.cols);
+      for (i64 r = 0; r < strip.rows; ++r) {
+        soften(strip, r);
+      }
+      add_values(strip, 0, value_cols);
+    }
+  } else {
+    // The unit works beside the vectors: between rows of a strip there are pieces of the products of the strips before
+    // and after it.
+    T* const buffers[2] = {tiles.s, tiles.s + Operands::kStrip * operands.ld_s};
+    Strip<T> before{};
+    for (i64 from = 0; from < strip.cols; from += Operands::kPiece) {
+      scores(strip, from, math::min(Operands::kPiece, strip.cols - from));
+    }
+    for (i64 number = 0; strip.cols > 0; ++number) {
+      const Strip<T> next = strip_from(strip.row + Operands::kStrip, buffers[(number + 1) % 2]);
+      const i64 value_pieces = before.cols > 0 ? (value_cols + Operands::kPiece - 1) / Operands::kPiece : 0;
+      const i64 pieces = value_pieces + (next.cols + Operands::kPiece - 1) / Operands::kPiece;
+      i64 piece = 0;
+      for (i64 r = 0; r < strip.rows; ++r) {
+        soften(strip, r);
+        for (; piece < pieces * (r + 1) / strip.rows; ++piece) {
+          if (piece < value_pieces) {
+            const i64 from = piece * Operands::kPiece;
+            add_values(before, from, math::min(Operands::kPiece, value_cols - from));
+          } else {
+            const i64 from = (piece - value_pieces) * Operands::kPiece;
+            scores(next, from, math::min(Operands::kPiece, next.cols - from));
+          }
+        }
+      }
+      before = strip;
+      strip = next;
+    }
+    if (before.cols > 0) {
+      add_values(before, 0, value_cols);
+    }
   }
 }
 

@@ -21,6 +21,7 @@ struct VectorForward {
   static constexpr i64 kRowStep = 4;         // products round rows up to this
   static constexpr i64 kKeyStep = 16;        // where a strip's keys begin, from 0
   static constexpr bool kPacks = true;       // K and V, a block at a time
+  static constexpr i64 kPiece = 0;           // columns of a piece of a product, where products run beside vectors
   static constexpr i64 padded_keys(i64 keys) { return padded<T>(keys); }
 
   i64 ld_q, ld_v, ld_s;
@@ -55,10 +56,9 @@ struct VectorForward {
     gemm_rows<Lhs::kByRows, T>(strip, cols, options.head_dim, {q + row * ld_q, ld_q}, {k + col, ld_s}, s, ld_s, false);
   }
 
-  // O += P V; P lies where S was.
-  void add_values(Unit&, const Options& options, i64 strip, i64 col, i64 depth, const T* p, T* o) const {
-    gemm_rows<Lhs::kByRows, T>(strip, padded<T>(options.head_dim_v), depth, {p, ld_s}, {v + col * ld_v, ld_v}, o, ld_v,
-                               true);
+  // O += P V in columns [from, from + cols); P lies where S was.
+  void add_values(Unit&, const Options&, i64 strip, i64 col, i64 depth, const T* p, T* o, i64 from, i64 cols) const {
+    gemm_rows<Lhs::kByRows, T>(strip, cols, depth, {p, ld_s}, {v + col * ld_v + from, ld_v}, o + from, ld_v, true);
   }
 };
 
@@ -71,6 +71,7 @@ struct UnitForward {
   static constexpr i64 kRowStep = 2 * kUnitRows;
   static constexpr i64 kKeyStep = kUnitDepth;
   static constexpr bool kPacks = true;
+  static constexpr i64 kPiece = 32;
   static constexpr i64 padded_keys(i64 keys) { return round_up(keys, kUnitDepth); }
   static constexpr i64 padded_dim(const Options& options) { return round_up(options.head_dim, kUnitDepth); }
 
@@ -126,9 +127,10 @@ struct UnitForward {
                  {k + col, ld_s}, s, ld_s, false);
   }
 
-  void add_values(Unit& unit, const Options& options, i64 strip, i64 col, i64 depth, const float* p, float* o) const {
-    unit_product(unit, round_up(strip, kUnitRows), padded<float>(options.head_dim_v), padded_keys(depth),
-                 {reinterpret_cast<const u16*>(p), 2 * ld_s}, {v + col / 2 * ld_v, ld_v}, o, ld_v, true);
+  void add_values(Unit& unit, const Options&, i64 strip, i64 col, i64 depth, const float* p, float* o, i64 from,
+                  i64 cols) const {
+    unit_product(unit, round_up(strip, kUnitRows), cols, padded_keys(depth),
+                 {reinterpret_cast<const u16*>(p), 2 * ld_s}, {v + col / 2 * ld_v + from, ld_v}, o + from, ld_v, true);
   }
 };
 #endif

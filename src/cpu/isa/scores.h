@@ -210,13 +210,18 @@ T score_row(const math::Score<T>& score, const RowTerms<T>& terms, i64 cols, T* 
 // logsumexp to the last bit.
 template <class T, class Weight>
 Simd<T> weigh_row(T reference, const u8* keep, i64 cols, const T* row, Weight* to, Simd<T> sum) {
-  for (i64 c = 0; c < cols; c += lanes<T>()) {
+  const auto weight = [&](i64 c) HWY_ATTR {
     Simd<T> p = exp_of_negative(Simd<T>::load(row + c) - Simd<T>(reference));
     sum = sum + p;
-    if (keep != nullptr) {
-      p = select(bits_at<T>(keep, c), p, Simd<T>(T(0)));
-    }
-    store_as(p, to + c);
+    return keep != nullptr ? select(bits_at<T>(keep, c), p, Simd<T>(T(0))) : p;
+  };
+  i64 c = 0;
+  for (; c + 2 * lanes<T>() <= cols; c += 2 * lanes<T>()) {
+    const Simd<T> first = weight(c);
+    store_as(first, weight(c + lanes<T>()), to + c);
+  }
+  for (; c < cols; c += lanes<T>()) {
+    store_as(weight(c), to + c);
   }
   return sum;
 }

@@ -144,7 +144,7 @@ struct ExpConstants<float> {
   static constexpr int kTerms = 5;
   static constexpr float kSeries[kTerms] = {0.5f, 0.1666657031f, 0.04166654497f, 0.008364380337f, 0.001392768463f};
   // 2^r: the relative error is 2e-9 at most.
-  static constexpr float kLowestPower = -87.33f;  // a little above the normal range's end
+  static constexpr float kLowestPower = -88.0f;  // its exponent's bits are 0
   static constexpr float kRoundAndBias = kRound + 127.0f;
   static constexpr int kPowerTerms = 7;
   static constexpr float kPowerSeries[kPowerTerms] = {1.0f,         0.6931472029f,   0.2402264791f,   0.05550332471f,
@@ -168,7 +168,7 @@ struct ExpConstants<double> {
                                              1.0 / 720,       1.0 / 5040,       1.0 / 40320.0,     1.0 / 362880.0,
                                              1.0 / 3628800.0, 1.0 / 39916800.0, 1.0 / 479001600.0, 1.0 / 6227020800.0};
   // Taylor's: (ln 2)^k / k!.
-  static constexpr double kLowestPower = -708.39;
+  static constexpr double kLowestPower = -709.1;
   static constexpr double kRoundAndBias = kRound + 1023.0;
   static constexpr int kPowerTerms = 14;
   static constexpr double kPowerSeries[kPowerTerms] = {1.0,
@@ -225,6 +225,7 @@ HWY_INLINE Simd<T> exp(Simd<T> x) {
 template <class T>
 HWY_INLINE Simd<T> exp_of_negative(Simd<T> x) {
   using C = ExpConstants<T>;
+  x = max(Simd<T>(C::kLowestPower), x);
   const Simd<T> shifted = fma(x, Simd<T>(C::kLog2e), Simd<T>(C::kRoundAndBias));  // n and the exponent's bias: low bits
   const Simd<T> n = shifted - Simd<T>(C::kRoundAndBias);
   const Simd<T> r = fma(x, Simd<T>(C::kLog2e), -n);
@@ -234,7 +235,7 @@ HWY_INLINE Simd<T> exp_of_negative(Simd<T> x) {
   }
   const Tag<typename C::Bits> bits;
   const Simd<T> power = hn::BitCast(Tag<T>(), hn::ShiftLeft<C::kMantissa>(hn::BitCast(bits, shifted.raw)));
-  return hn::IfThenZeroElse(x < Simd<T>(C::kLowestPower), (series * power).raw);
+  return series * power;
 }
 
 // With E = e^2|x| - 1: E / (E + 2), which keeps its relative precision near 0, and 1 - 2 / (E + 2) from one half on,
