@@ -8,11 +8,13 @@ ratio is the other build's time over ours in one turn: over 1, ours is faster. T
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import re
 import statistics
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
-from fovea import _library
+from fovea import _abi, _library
 from fovea.torch import _call, _fast
 
 TURNS = 3
@@ -31,19 +33,30 @@ class Library:
         self.path = path
         self.lib = _library._load(path, older=True)
         self.kept: dict = {}
+        self.size = self._problem_size()
+
+    def _problem_size(self) -> int:
+        """Fields were added at the end of fovea_problem, and a library refuses a longer one than its own: then its message says how long."""
+        problem, needed = _abi.Problem(ctypes.sizeof(_abi.Problem)), ctypes.c_size_t()
+        self.lib.fovea_workspace(ctypes.byref(problem), 0, ctypes.byref(needed))
+        said = re.search(r"sizeof\(fovea_problem\), (\d+)", self.lib.fovea_last_error().decode())
+        return int(said[1]) if said else problem.size
 
     @contextlib.contextmanager
     def called(self) -> Iterator[None]:
         """Inside of it fovea.torch calls this library. Problems that fovea.torch keeps remember how much workspace they
         need, which a library decides: each library has its own."""
-        mine = {"lib": self.lib, "_kept": self.kept}
+        mine = {"lib": self.lib, "_kept": self.kept, "_PROBLEM_SIZE": self.size}
         own = {name: getattr(_call, name) for name in mine}
         status_of = _library.lib
         try:
             _library.lib = self.lib
             for name, value in mine.items():
                 setattr(_call, name, value)
-            _fast.load()
+            if self.size == own["_PROBLEM_SIZE"]:
+                _fast.load()
+            else:
+                _fast.switch_off()  # it has the size of its own
             yield
         finally:
             _library.lib = status_of
