@@ -612,6 +612,26 @@ TEST_F(DISABLED_PlayedCuda, LengthsAreReadWhereThatIsAskedFor) {
   EXPECT_EQ(given.call(), FOVEA_OK) << fovea_last_error();
 }
 
+TEST_F(DISABLED_PlayedCuda, PositionsAreReadWhereThatIsAskedFor) {
+  Given given("fwd b=2 hq=1 sq=32 sk=48 d=64 bf16 causal pos=16,0 pos_q=32,0 pos_k=16,48 dropout=0.1");
+  std::int64_t positions_q[] = {32, 0};
+  std::int64_t positions_k[] = {16, 48};
+  const_cast<fovea_tensor*>(given.raw.positions_q)->data = positions_q;
+  const_cast<fovea_tensor*>(given.raw.positions_k)->data = positions_k;
+  EXPECT_EQ(given.call(), FOVEA_OK) << fovea_last_error();
+  const auto refused = [&](const std::string& message) {
+    EXPECT_EQ(given.call(), FOVEA_INVALID_ARGUMENT);
+    EXPECT_EQ(std::string(fovea_last_error()).rfind(message, 0), 0u) << fovea_last_error();
+  };
+  positions_q[1] = 7;
+  refused("position_q + positions_q[1]: 23; accepted with dropout: a multiple of 16");
+  positions_q[1] = -32;
+  refused("position_q + positions_q[1]: -16 with up to 32 rows; accepted with dropout: positions of 0");
+  positions_q[1] = 0;
+  positions_k[0] = std::int64_t{1} << 40;
+  refused("positions_k: 1099511627776 at index 0, added to 0; accepted: under 2^40");
+}
+
 TEST_F(DISABLED_PlayedCuda, MemoryOfTheHostIsNamedWhereThatIsAskedFor) {
   Given given("bwd b=2 hq=4 sq=128 sk=128 d=64 bf16 bias=1,h,q,k:fp32 need=q,bias");
   EXPECT_EQ(given.call(), FOVEA_OK) << fovea_last_error();

@@ -318,13 +318,8 @@ TEST(CudaPlan, EveryFieldHasBeenConsideredWhereHeadsAreComputedAsQueries) {
                                               "head_dim",     "type",   "scale",    "softcap",    "head_dim_v",
                                               "bias",         "bias2",  "mask",     "causal",     "lse",
                                               "window_right", "need",   "grad_lse", "has_used_k", "deterministic"};
-  const std::set<std::string> refused = {"positions",       "position_q",      "position_k",
-                                         "has_positions_q", "has_positions_k", "dropout_streams"};
   const Problem usual;
   for_each_field(usual, [&](const std::string& name, const auto&, Role role) {
-    if (refused.count(name) == 1) {
-      return;
-    }
     const bool matters = role == Role::kPlan || role == Role::kNumber;
     EXPECT_EQ(matters, stops.count(name) + same_for_all.count(name) == 1)
         << name << ": may heads of a group that have it be computed as queries of one head (config/packed_heads.cpp)?";
