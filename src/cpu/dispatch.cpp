@@ -42,10 +42,8 @@ std::vector<Built> find_built() {
 #if FOVEA_X86
   const Cpuid processor = Cpuid::of_this_machine();
   all.push_back(vectors("avx512", avx512::kernels, processor.avx512(), "AVX-512 F, BW, CD, DQ and VL"));
-  // After it, so only where it is asked for: on a processor with AMX no whole run of the tests has been made yet.
-  // Asking makes the stacks of signals larger, so other processes stay as they are.
-  const bool asked = environment().cpu_isa == "amx";
-  all.push_back(amx_with("amx", amx::bf16_kernels, processor.amx() && (!asked || ask_for_amx())));
+  // After it, so only where it is named: on a processor with AMX no whole run of the tests has been made yet.
+  all.push_back(amx_with("amx", amx::bf16_kernels, processor.amx()));
   if (&amx_emulated::bf16_kernels != nullptr) {
     all.push_back(amx_with("amx_emulated", amx_emulated::bf16_kernels, processor.avx512()));
   }
@@ -80,7 +78,20 @@ const Built& chosen() {
 
 }  // namespace
 
-const Kernels& kernels_for(DType type) { return chosen()[type]; }
+const Kernels& kernels_for(DType type) {
+  const Built& built = chosen();
+#if FOVEA_X86
+  // Permission makes the signal frames of the whole process larger, so it is requested by the first problem in bf16.
+  if (&built[type] == &amx::bf16_kernels) {
+    static const bool permitted = ask_for_amx();
+    if (!permitted) {
+      throw Error(FOVEA_UNSUPPORTED,
+                  "FOVEA_CPU_ISA: 'amx', whose tiles the operating system does not let this process use");
+    }
+  }
+#endif
+  return built[type];
+}
 
 bool has_matrix_unit(DType type) {
   const Built& built = chosen();

@@ -48,9 +48,8 @@ class MatrixUnit {
           const U32 d;
           const u32 a = registers_[kA].row[m][k];
           const auto b = hn::LoadU(d, registers_[kB].row[k] + n);
-          even = fma(Simd<float>(bits_to_float(a << 16)), Simd<float>(hn::BitCast(F32(), hn::ShiftLeft<16>(b))), even);
-          odd = fma(Simd<float>(bits_to_float(a & 0xFFFF0000u)),
-                    Simd<float>(hn::BitCast(F32(), hn::And(b, hn::Set(d, 0xFFFF0000u)))), odd);
+          even = fma(number(hn::Set(d, a << 16)), number(hn::ShiftLeft<16>(b)), even);
+          odd = fma(number(hn::Set(d, a & kHigh)), number(hn::And(b, hn::Set(d, kHigh))), odd);
         }
         float* c = reinterpret_cast<float*>(registers_[kC].row[m]) + n;
         (Simd<float>::load(c) + (even + odd)).store(c);
@@ -59,10 +58,11 @@ class MatrixUnit {
   }
 
  private:
-  static float bits_to_float(u32 bits) {
-    float value;
-    __builtin_memcpy(&value, &bits, 4);
-    return value;
+  static constexpr u32 kHigh = 0xFFFF0000u;
+
+  static HWY_INLINE Simd<float> number(hn::Vec<U32> bits) {
+    const Simd<float> value = hn::BitCast(F32(), bits);
+    return select(abs(value) < Simd<float>(0x1p-126f), Simd<float>(0.0f), value);
   }
 
   struct Register {
