@@ -101,6 +101,41 @@ def cpu(short=False):
     return rows
 
 
+N_MATMUL = 2048  # of bench/cpu/pytorch.py
+CPU_PEERS_SHORT = ("S=2048 D=128", "S=2048 D=128 causal", "S=2048 D=64", "S=2048 D=128, bf16", "S=1024 D=64, bias and its gradient",
+                   "S=1024 D=64, dropout 0.1", "one query, 65536 keys, D=128", "one query, 65536 keys, D=128, bf16")  # fmt: skip
+
+
+def cpu_peers(name="cpu_pytorch", short=False):
+    """fovea's speed, PyTorch's and their ratio; a pair of columns for each instruction set."""
+    data = json.loads((ROOT / f"bench/results/{name}.json").read_text())
+    sets = [one["isa"] for one in data["instruction_sets"]]
+    threads = "one thread, processor time" if data["threads"] == 1 else f"{data['threads']} threads"
+    products = ", ".join(f"{one['matmul']:.0f} with {one['isa']}" for one in data["instruction_sets"])
+    rows = [
+        f"{data['cpu']}, {threads}; PyTorch {data['instruction_sets'][0]['torch']} in the same process, within the same instruction set. "
+        f"fovea / PyTorch in GFLOP/s of allowed pairs, and fovea's speed as a multiple of PyTorch's; PyTorch's {N_MATMUL}³ matrix product in fp32: "
+        f"{products}. Medians of {data['rounds']} alternating calls on a machine busy with other work, {data['date']}, "
+        f"commit {data['commit']}; repeat with `bench/cpu/pytorch.py{''.join(f' --isa {isa}' for isa in sets)} --rounds {data['rounds']}"
+        f"{' --threads ' + str(data['threads']) if data['threads'] > 1 else ''}`.",
+        "",
+        "| problem | " + " | ".join(f"{isa} {which}" for isa in sets for which in ("forward", "backward")) + " |",
+        "| --- |" + " --- |" * 2 * len(sets),
+    ]
+    found = {(row["isa"], row["name"]): row for row in data["rows"]}
+    for problem in dict.fromkeys(row["name"] for row in data["rows"]):
+        if short and problem not in CPU_PEERS_SHORT:
+            continue
+        cells = []
+        for isa in sets:
+            for which in ("forward", "backward"):
+                speeds = found.get((isa, problem), {}).get(which)
+                cells.append("" if speeds is None else "{:.{n}f} / {:.{n}f} = {:.2f}".format(
+                    *speeds, speeds[0] / speeds[1], n=0 if min(speeds) >= 20 else 1))  # fmt: skip
+        rows.append(f"| {problem} | " + " | ".join(cells) + " |")
+    return rows
+
+
 def torch_host(name="torch_host", arguments=""):
     data = json.loads((ROOT / f"bench/results/{name}.json").read_text())
     machine = data["machine"]
@@ -552,6 +587,9 @@ TABLES = {
     "support": support,
     "cpu": cpu,
     "cpu_short": lambda: cpu(short=True),
+    "cpu_peers": cpu_peers,
+    "cpu_peers_short": partial(cpu_peers, short=True),
+    "cpu_peers_amx": partial(cpu_peers, "cpu_pytorch_amx"),
     "torch_host": torch_host,
     "torch_host_gpu": partial(torch_host, "torch_host_gpu", " --device cuda"),
     "torch_steps": torch_steps,
