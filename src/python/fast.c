@@ -29,7 +29,7 @@
   X(Tensor) X(Parameter) X(strided) X(dtypes) X(modes) X(transforms) X(profiler) X(tracing) X(forward_ad) \
   X(any_autocast) X(autocast_enabled) X(autocast_dtype) X(grad_enabled) X(deterministic) X(warn_only) X(stream) \
   X(draw_seed) X(apply) X(node) X(backward) X(compiling) X(empty_like) X(zeros_like) X(empty_strided) X(exchange) \
-  X(flash_allowed) X(efficient_allowed) X(cudnn_allowed) X(begin_backward)
+  X(backend_order) X(math_allowed) X(flash_allowed) X(efficient_allowed) X(cudnn_allowed) X(begin_backward)
 
 /* What enable() gives to connect(): fovea.torch._enable has them. */
 #define CONNECTIONS(X) X(state) X(decide) X(give_back) X(in_python)
@@ -154,7 +154,8 @@ typedef struct Call {
   fovea_problem problem;
   fovea_tensor memory[kFields + 10]; /* what the problem points to */
   int used;
-  int learns; /* of a forward: a backward is likely to follow */
+  int learns;   /* of a forward: a backward is likely to follow */
+  int computed; /* the library has */
 } Call;
 
 /* Whether calling this returned True, False (0) or something else, or failed (-1). */
@@ -898,6 +899,7 @@ static PyObject* differentiable(const Call* call, PyObject* out, PyObject* lse, 
 /* The result of what has been read, or None. `drawn`: with a new seed. */
 static PyObject* forward(Call* call, int drawn, int learns, int return_lse) {
   call->learns = learns;
+  call->computed = 0;
   PyObject* seed = NULL;
   if (drawn) {
     PyObject* of = PyTuple_Pack(1, call->tensors[k_q].object);
@@ -912,7 +914,6 @@ static PyObject* forward(Call* call, int drawn, int learns, int return_lse) {
   }
   View out, lse;
   PyObject *found = NULL, *new_out = NULL, *new_lse = NULL;
-  int computed = 0;
   if (build(call)) {
     result_layouts(call, &out, &lse);
     new_out = new_tensor(&call->tensors[k_q], &out);
@@ -921,8 +922,8 @@ static PyObject* forward(Call* call, int drawn, int learns, int return_lse) {
     if (new_out && (new_lse || !with_lse)) {
       put(call, &call->problem.out, &out, 1);
       if (with_lse) put(call, &call->problem.lse, &lse, 0);
-      computed = compute(call, FOVEA_FORWARD);
-      if (computed) {
+      call->computed = compute(call, FOVEA_FORWARD);
+      if (call->computed) {
         if (return_lse) {
           found = PyTuple_Pack(2, new_out, new_lse);
         } else {
@@ -940,7 +941,7 @@ static PyObject* forward(Call* call, int drawn, int learns, int return_lse) {
   Py_XDECREF(new_out);
   Py_XDECREF(new_lse);
   Py_XDECREF(seed);
-  return computed ? found : decline();
+  return call->computed ? found : decline();
 }
 
 /* attention(q, k, v, keywords): the result, or None. */
@@ -971,6 +972,22 @@ typedef struct Kind {
   int32_t count;                                      /* of words */
   int64_t words[4 * (4 + FOVEA_MAX_RANK)];            /* of each tensor type, rank, device, its number and shape */
 } Kind;
+
+/* Whether a fused kernel is the first that is allowed, in the order in which PyTorch tries its backends:
+ * _math_comes_first() in _enable.py. */
+static int fused_comes_first(void) {
+  PyObject* order = PyObject_CallNoArgs(G.backend_order);
+  PyObject* allowed[] = {G.math_allowed, G.flash_allowed, G.efficient_allowed, G.cudnn_allowed}; /* by SDPBackend */
+  const Py_ssize_t count = order && PyList_Check(order) ? PyList_Size(order) : 0;
+  long backend = 0;
+  int found = 0;
+  for (Py_ssize_t at = 0; !found && at < count; ++at) {
+    backend = PyLong_AsLong(PyList_GetItem(order, at));
+    if (backend >= 0 && backend < (long)(sizeof allowed / sizeof *allowed)) found = ask(allowed[backend]) == 1;
+  }
+  Py_XDECREF(order);
+  return found && backend != 0;
+}
 
 /* Reads q, k, v and the mask, which is a bias if it has numbers. Returns 0 where Python has to look. */
 static int read_sdpa(PyObject* const* given, Call* call, Kind* kind) {
@@ -1011,7 +1028,7 @@ static int read_sdpa(PyObject* const* given, Call* call, Kind* kind) {
   if (kind->causal) o->flags |= FOVEA_CAUSAL;
   if (kind->scaled) o->flags |= FOVEA_SCALE;
   if (kind->deterministic) o->flags |= FOVEA_DETERMINISTIC;
-  return ask(G.flash_allowed) == 1 || ask(G.efficient_allowed) == 1 || ask(G.cudnn_allowed) == 1;
+  return fused_comes_first();
 }
 
 /* What _enable has decided about calls of this kind: a new reference to True, if they are computed as they are, to the
@@ -1058,9 +1075,8 @@ static PyObject* fast_sdpa(PyObject* module, PyObject* const* arguments, Py_ssiz
     PyObject* how = decision(given, &kind);
     if (!how) return NULL;
     if (how == Py_True) {
-      ++G.served; /* before an exception, by which checkpoints end what they compute again */
       result = forward(&call, kind.dropout_p != 0, kind.learns != 0, 0);
-      if (result == Py_None) --G.served;
+      G.served += call.computed; /* after an exception as well, by which checkpoints end what they compute again */
     } else if (how != Py_False) {
       result = PyObject_CallFunctionObjArgs(G.give_back, how, given[0], given[1], given[2], given[3], given[4],
                                             given[5], given[6], given[7], (PyObject*)NULL);

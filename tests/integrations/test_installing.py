@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import fovea.integrations
 from conftest import ROOT
@@ -151,7 +152,12 @@ def test_counts():
     flash_attn_func(q, q, q)
     assert before == {"flash_attn": {"served": 1, "traced": 0, "handed_back": {}}} and stats()["flash_attn"]["served"] == 2
     fovea.integrations.reset_stats()
-    assert stats() == {}
+    with pytest.raises(ValueError, match="alibi_slopes"):
+        flash_attn_func(q, q, q, alibi_slopes=torch.ones(3))
+    assert stats() == {}  # a call that raises is not counted
+    q.requires_grad_()
+    checkpoint(flash_attn_func, q, q, q, use_reentrant=False).sum().backward()
+    assert stats()["flash_attn"]["served"] == 2  # both times it is computed
 
 
 # ---- without an edited line ----

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import fovea
-from fovea.torch import _call, _enable, _fast, _fastest, _sdpa, disable, enable, enabled, is_enabled, reset_stats, stats
+from fovea.torch import _call, _enable, _fast, _fastest, _operators, _sdpa, disable, enable, enabled, is_enabled, reset_stats, stats
 
 
 @pytest.fixture(autouse=True)
@@ -445,6 +445,52 @@ HANDED_BACK = {
 }
 
 
+MATH, FLASH, EFFICIENT, CUDNN = (
+    SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)  # fmt: skip
+
+
+@pytest.fixture(params=["C", "Python"])
+def either_path(request):
+    return request.getfixturevalue("python_path") if request.param == "Python" else None
+
+
+@pytest.mark.parametrize("backends, in_this_order, ours", [
+    ([MATH, FLASH], True, False), ([MATH, FLASH], False, True), ([FLASH, MATH], True, True), ([EFFICIENT, MATH], True, True),
+    ([CUDNN, MATH], True, True), ([MATH, CUDNN], True, False), ([MATH, EFFICIENT, CUDNN], True, False), ([CUDNN], False, True),
+])  # fmt: skip
+def test_the_first_backend_that_is_allowed_decides(backends, in_this_order, ours, either_path):
+    """sdpa_kernel(set_priority=True) gives an order. Without it PyTorch's own holds, which depends on the device."""
+    q, k, v = qkv()
+    enable(prefer=None)
+    for _ in range(2):  # the second time the decision is known
+        with sdpa_kernel(backends, set_priority=in_this_order):
+            sdpa(q, k, v)
+    assert (counted()[0], stats()["handed_back"]) == ((2, {}) if ours else (0, {_enable._MATH: 2}))
+    sdpa(q, k, v)
+    assert counted()[0] == (3 if ours else 1)
+
+
+def test_a_call_that_raises_is_not_counted(either_path, monkeypatch):
+    def draw(*_):
+        raise MemoryError("of a test")
+
+    q, k, v = qkv()
+    monkeypatch.setattr(_operators, "draw_seed", draw)
+    if _fast.sdpa is not None:
+        _fast.load()  # C calls it as well
+    try:
+        enable(prefer=None)
+        with pytest.raises(MemoryError, match="of a test"):
+            sdpa(q, k, v, dropout_p=0.5)
+        assert counted() == (0, 0, 0)
+        sdpa(q, k, v)
+        assert counted() == (1, 0, 0)
+    finally:
+        monkeypatch.undo()
+        if _fast.sdpa is not None:
+            _fast.load()
+
+
 @pytest.mark.parametrize("reason", HANDED_BACK, ids=str)
 def test_handed_back(reason):
     """PyTorch gives what it gives without fovea, or raises what it raises; strict raises, but not for what somebody asked
@@ -650,7 +696,7 @@ def test_a_second_derivative_is_refused_by_name():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_draws_the_same_mask(reentrant):
+def test_checkpointing_draws_the_same_mask(reentrant, either_path):
     tensors = qkv()
     enable(prefer=None)
     call = lambda *x: sdpa(*x, dropout_p=0.5)  # noqa: E731

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypedDict
 
 import torch
 
 from .._imports import after
+from ..torch._enable import Counted
 
 
 class Stats(TypedDict):
@@ -62,12 +65,13 @@ def _add(name: str, key: str) -> bool:
     return True
 
 
-def count(name: str) -> None:
-    """Counts a call that fovea computes."""
+def call(name: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """The result of fovea's function. The call is counted if fovea computes it."""
     if torch.compiler.is_compiling():
         _count_trace(name)
-    else:
-        _add(name, "served")
+        return function(*arguments, **options)
+    with Counted(partial(_add, name, "served")):
+        return function(*arguments, **options)
 
 
 def _count_trace(name: str) -> bool:

@@ -70,14 +70,12 @@ def mapped(
 
 
 def compute(integration: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    _counts.count(integration)
-    return attention(q, k, v, **mapped(q, **options))
+    return _counts.call(integration, attention, q, k, v, **mapped(q, **options))
 
 
 def compute_qkv(integration: str, qkv: Tensor, **options: Any) -> Any:
     """(..., 3, H, D): its gradient is written as one tensor."""
-    _counts.count(integration)
-    return attention_qkv(qkv, -3, **mapped(qkv, **options))
+    return _counts.call(integration, attention_qkv, qkv, -3, **mapped(qkv, **options))
 
 
 def new_seed(q: Tensor) -> Any:
@@ -142,8 +140,7 @@ def operator_arguments(
 @torch.no_grad()
 def forward(integration: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """out and lse, which has -inf for rows without keys."""
-    _counts.count(integration)
-    out, lse = _operators.attention(*operator_arguments(q, k, v, **options))
+    out, lse = _counts.call(integration, _operators.attention, *operator_arguments(q, k, v, **options))
     return out, lse
 
 
@@ -152,10 +149,9 @@ def gradients(
     integration: str, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **options: Any
 ) -> tuple[Tensor, ...]:
     """Those of q, k and v."""
-    _counts.count(integration)
     need = [True, True, True, False, False, False]
-    found: tuple[Tensor, ...] = _operators.attention_backward(
-        dout, None, out, lse, need, *operator_arguments(q, k, v, **options)
+    found: tuple[Tensor, ...] = _counts.call(
+        integration, _operators.attention_backward, dout, None, out, lse, need, *operator_arguments(q, k, v, **options)
     )
     return found[:3]
 

@@ -81,14 +81,13 @@ def _attention(
         if attn_mask.dim() == 2 and attn_mask.shape == (query.shape[0], key.shape[1]):  # one row of keys for each sequence
             attn_mask = attn_mask[:, None, None, :]
         options["mask" if attn_mask.dtype == torch.bool else "bias"] = attn_mask
-    _counts.count(_NAME)
     options.update(causal=is_causal, align="top_left", dropout_p=dropout_p, scale=scale, layout="bshd")
     out: Tensor
     lse: Tensor
     if return_lse:
-        out, lse = attention(query, key, value, return_lse=True, **options)
+        out, lse = _counts.call(_NAME, attention, query, key, value, return_lse=True, **options)
         return out, lse.transpose(1, 2)
-    out = attention(query, key, value, **options)
+    out = _counts.call(_NAME, attention, query, key, value, **options)
     return out
 
 

@@ -204,9 +204,8 @@ class CoreAttention(torch.nn.Module):
         return None if offset is None else offset.to(query.device)
 
     def _compute(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        _counts.count(_NAME)
         with self._generator(options["dropout_p"]):
-            out: Tensor = attention(q, k, v, **options)
+            out: Tensor = _counts.call(_NAME, attention, q, k, v, **options)
         return out
 
     def _generator(self, dropout_p: float) -> contextlib.AbstractContextManager[Any]:

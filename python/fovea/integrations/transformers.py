@@ -86,11 +86,12 @@ class _Pattern(NamedTuple):
 
 
 def _coded(pattern: _Pattern, padded: bool) -> int:
-    return 1 + int(padded) + 2 * int(pattern.causal) + 4 * (pattern.window + 1)
+    # At least 2: a dimension of 1 has any stride where torch.compile traces.
+    return 2 + int(padded) + 2 * int(pattern.causal) + 4 * (pattern.window + 1)
 
 
 def _decoded(n: int) -> tuple[_Pattern, bool]:
-    code = n - 1
+    code = n - 2
     return _Pattern(bool(code // 2 % 2), code // 4 - 1), bool(code % 2)
 
 
@@ -268,10 +269,9 @@ def _attention(
     else:
         mask = attention_mask[..., : key.shape[2]]
         options["mask" if mask.dtype == torch.bool else "bias"] = mask
-    _counts.count(_NAME)
     if position_bias is not None:
         options["bias2" if "bias" in options else "bias"] = position_bias[..., : key.shape[2]]
-    out: Tensor = attention(query, key, value, **options)
+    out: Tensor = _counts.call(_NAME, attention, query, key, value, **options)
     return out.transpose(1, 2), None
 
 
@@ -308,12 +308,11 @@ def _lengths(mask: Tensor) -> tuple[Tensor, Tensor, int, int]:
 
 def _packed(query: Tensor, key: Tensor, value: Tensor, lengths: Any, options: dict[str, Any]) -> tuple[Tensor, None]:
     """The batch and the sequences in one row of packed sequences."""
-    _counts.count(_NAME)
     batch, heads, rows, _ = query.shape
     cu_seqlens_q, cu_seqlens_k, longest_q, longest_k = lengths
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    out: Tensor = attention(
-        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
+    out: Tensor = _counts.call(
+        _NAME, attention, q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
         max_seqlen_q=q.shape[0] if longest_q is None else int(longest_q),
         max_seqlen_k=k.shape[0] if longest_k is None else int(longest_k), **options,
     )  # fmt: skip

@@ -96,8 +96,7 @@ def triangle_attention(
         options["seqused_k"] = kv_lengths.reshape(-1).clamp(max=k.shape[-2])
     q, k, v, bias = (_five(x) for x in (q, k, v, bias))
     options = {name: x if name == "seqused_k" else _five(x) for name, x in options.items()}
-    _counts.count(_NAME)
-    out, lse = attention(q, k, v, bias=bias, scale=scale, return_lse=True, **options)
+    out, lse = _counts.call(_NAME, attention, q, k, v, bias=bias, scale=scale, return_lse=True, **options)
     return (out, lse, None) if return_aux else out
 
 
@@ -209,10 +208,9 @@ def attention_pair_bias(
     keys = None
     if mask is not None:
         keys = mask.reshape(batch, -1, 1, 1, rows)  # (B, 1 or M, 1, 1, S)
-    _counts.count(_NAME)
     q, k, v = (x.view(batch, each, rows, num_heads, -1) for x in (q, k, v))
     options: dict[str, Any] = _masked(keys, q, -inf, None)
-    out: Tensor = attention(q, k, v, bias=z.unsqueeze(1), scale=attn_scale, layout="bshd", **options)
+    out: Tensor = _counts.call(_NAME, attention, q, k, v, bias=z.unsqueeze(1), scale=attn_scale, layout="bshd", **options)
     out = out.view(single.shape[0], rows, -1)
     out = linear(out * linear(single, w_proj_g, b_proj_g).sigmoid(), w_proj_o, b_proj_o)
     return out, z if return_z_proj else None

@@ -132,9 +132,8 @@ def _compute(
         q, k, v = q[0], k[0], v[0]
     else:
         options["layout"] = "bshd"
-    _counts.count(_NAME)
     out: Tensor
-    out, lse = attention(q, k, v, dropout_p=p, scale=scale, return_lse=True, **options)
+    out, lse = _counts.call(_NAME, attention, q, k, v, dropout_p=p, scale=scale, return_lse=True, **options)
     out = out.reshape(*query.shape[:-1], value.shape[-1])
     if packed:
         lse = lse.unsqueeze(0)

@@ -20,7 +20,7 @@ import sys
 import threading
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Optional, TypedDict, Union
 
 import torch
@@ -28,6 +28,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend
 
 from .. import _abi
 from .._library import lib, text, version
@@ -50,16 +51,20 @@ _operator: Any = torch.ops.aten.scaled_dot_product_attention.default
 _composite: Any = _operator.decompose  # PyTorch's own: to call the operator again would come back here
 _library: Any = torch.library
 _transforms = torch._C._are_functorch_transforms_active
-_flash_allowed = torch._C._get_flash_sdp_enabled
-_efficient_allowed = torch._C._get_mem_efficient_sdp_enabled
-_cudnn_allowed = torch._C._get_cudnn_sdp_enabled
+_order = torch._C._get_sdp_priority_order
+_allowed = {
+    SDPBackend.MATH.value: torch._C._get_math_sdp_enabled,
+    SDPBackend.FLASH_ATTENTION.value: torch._C._get_flash_sdp_enabled,
+    SDPBackend.EFFICIENT_ATTENTION.value: torch._C._get_mem_efficient_sdp_enabled,
+    SDPBackend.CUDNN_ATTENTION.value: torch._C._get_cudnn_sdp_enabled,
+}
 
 _EAGER = (Tensor, torch.nn.Parameter)
 _TRACED = (FakeTensor, FunctionalTensor)
 
 # Reasons that are somebody's wish or mistake, and no limit of fovea: `strict` does not raise for them, and only of
 # _UNMEASURED is warned, because a user of such a device may expect otherwise.
-_MATH = "only the math path is allowed (sdpa_kernel)"
+_MATH = "the math path comes first (sdpa_kernel)"
 _SLOWER = "PyTorch's kernel is faster, as measured"
 _UNMEASURED = "not measured on this kind of device, where plain and causal attention stays with PyTorch unless prefer=None"
 _WISHES = (_MATH, _SLOWER, _UNMEASURED, _sdpa.MALFORMED)
@@ -107,6 +112,21 @@ class _Counts:
         self.handed_back: dict[str, int] = {}
         self.problems: dict[str, None] = {}
         self.operators: dict[str, int] = {}
+
+
+class Counted:
+    """A block with one call, which is counted if fovea computes it."""
+
+    def __init__(self, count: Callable[[], object]) -> None:
+        self._count = count
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Optional[type], *_: object) -> None:
+        # Checkpoints end by this exception what they compute again: after all of it has been computed.
+        if kind is None or kind.__name__ == "_StopRecomputationError":
+            self._count()
 
 
 class _Decision(NamedTuple):
@@ -161,19 +181,14 @@ def _scaled_dot_product_attention(
         why = decision.why_not
     if why:
         return _give_back(why, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    with _counts.lock:
-        if traced:
-            _counts.traced += 1
-        else:
-            _counts.served += 1
     form: Any = decision.form
     q, k, v, mask = form.inputs(query, key, value, attn_mask)
     bias = None
     if mask is not None and mask.dtype is not torch.bool:
         mask, bias = None, mask
-    return form.result(
-        attention(q, k, v, bias=bias, mask=mask, dropout_p=dropout_p, causal=is_causal, align="top_left", scale=scale)
-    )
+    with Counted(_count_traced if traced else _count_served):
+        out = attention(q, k, v, bias=bias, mask=mask, dropout_p=dropout_p, causal=is_causal, align="top_left", scale=scale)
+    return form.result(out)
 
 
 def _give_back(
@@ -202,9 +217,23 @@ def _why_not_now() -> str:
         return "a transform of torch.func"
     if forward_ad._current_level >= 0:
         return "forward-mode differentiation"
-    if not (_flash_allowed() or _efficient_allowed() or _cudnn_allowed()):
-        return _MATH
-    return ""
+    return _MATH if _math_comes_first() else ""
+
+
+def _math_comes_first() -> bool:
+    """Whether the math path is the first that is allowed, in the order in which PyTorch tries its backends, or none is."""
+    first = next((backend for backend in _order() if backend in _allowed and _allowed[backend]()), SDPBackend.MATH.value)
+    return bool(first == SDPBackend.MATH.value)
+
+
+def _count_served() -> None:
+    with _counts.lock:
+        _counts.served += 1
+
+
+def _count_traced() -> None:
+    with _counts.lock:
+        _counts.traced += 1
 
 
 def _hand_back(why: str, device: torch.device, name: str = "scaled_dot_product_attention") -> None:
@@ -409,10 +438,8 @@ def _jagged(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: 
     if why:
         _hand_back(why, query.device)
         return theirs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    out = attention(query, key, value, dropout_p=dropout_p, causal=is_causal, align="top_left", scale=scale)
-    with _counts.lock:
-        _counts.served += 1
-    return out
+    with Counted(_count_served):
+        return attention(query, key, value, dropout_p=dropout_p, causal=is_causal, align="top_left", scale=scale)
 
 
 def _why_not_jagged(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: bool, enable_gqa: bool) -> str:

@@ -136,6 +136,8 @@ _OBJECTS: dict[str, Callable[[], Any]] = {
     "empty_like": lambda: torch.empty_like,
     "zeros_like": lambda: torch.zeros_like,
     "empty_strided": lambda: torch.empty_strided,
+    "backend_order": lambda: torch._C._get_sdp_priority_order,
+    "math_allowed": lambda: torch._C._get_math_sdp_enabled,
     "flash_allowed": lambda: torch._C._get_flash_sdp_enabled,
     "efficient_allowed": lambda: torch._C._get_mem_efficient_sdp_enabled,
     "cudnn_allowed": lambda: torch._C._get_cudnn_sdp_enabled,
