@@ -176,6 +176,12 @@ class {name}:
     def register(cls, name, function):
         cls.registered.add(name)
 """
+MASKS = """
+def causal_mask_function(): ...
+def bidirectional_mask_function(): ...
+def prepare_padding_mask(): ...
+def sdpa_mask(batch_size, q_length): ...
+"""
 
 
 @pytest.mark.parametrize("value, printed", [("1", "fovea"), ("flash_attn,cpu", "flash_attn fovea"), ("0", "")])
@@ -189,18 +195,22 @@ def test_the_environment_variable(tmp_path, value, printed):
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "modeling_utils.py").write_text(INTERFACE.format(name="AttentionInterface"))
-    (package / "masking_utils.py").write_text(INTERFACE.format(name="AttentionMaskInterface"))
+    (package / "masking_utils.py").write_text(INTERFACE.format(name="AttentionMaskInterface") + MASKS)
     path = os.pathsep.join([str(tmp_path), str(ROOT / "python")])
     done = subprocess.run([sys.executable, "-c", PROGRAM], env={**os.environ, "FOVEA_TORCH": value, "PYTHONPATH": path},
                           capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == printed
-    # One without the interface is said, and the program goes on.
-    (package / "masking_utils.py").write_text("")
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env={**os.environ, "FOVEA_TORCH": value, "PYTHONPATH": path},
-                          capture_output=True, text=True)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert ("FOVEA_TORCH: fovea.integrations.transformers needs transformers from 4.53 on" in done.stderr) == (value != "0")
+    # One without the interface is said, and the program goes on; so is one of before 5.4, and one without a name that is used.
+    for text in ("", MASKS, INTERFACE.format(name="AttentionMaskInterface") + MASKS.replace("q_length", "cache_position"),
+                 INTERFACE.format(name="AttentionMaskInterface") + MASKS.replace("prepare_padding_mask", "another")):  # fmt: skip
+        (package / "masking_utils.py").write_text(text)
+        done = subprocess.run([sys.executable, "-c", PROGRAM], env={**os.environ, "FOVEA_TORCH": value, "PYTHONPATH": path},
+                              capture_output=True, text=True)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert ("FOVEA_TORCH: fovea.integrations.transformers needs transformers from 5.4 on" in done.stderr) == (value != "0")
+        if value == "0":
+            break
 
 
 def test_the_finder_answers_for_nothing_else():

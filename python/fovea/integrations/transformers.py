@@ -16,11 +16,13 @@ without padding. docs/integrations/transformers.md has every argument and every 
 #
 # Private names of transformers that this file uses, each checked by tests/models/test_transformers.py: in masking_utils the
 # names of the functions that mask functions are made by and of their variables (sliding_window, packed_sequence_mask,
-# mask_function), and prepare_padding_mask. Where one of them is another, the mask is made in full, which is slower.
+# mask_function). Where one of them is another, the mask is made in full, which is slower. Without one of _NEEDED register()
+# raises an error.
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 import warnings
 from collections.abc import Callable
@@ -37,6 +39,9 @@ __all__ = ["register"]
 _NAME = "transformers"
 _IMPLEMENTATION = "fovea"
 
+# Of masking_utils.
+_NEEDED = ("causal_mask_function", "bidirectional_mask_function", "prepare_padding_mask", "sdpa_mask")
+
 # Models that change the masks that they get, by the type in their configuration: they get masks in full.
 _CHANGE_MASKS = ("beit", "data2vec-vision", "doge")
 
@@ -52,7 +57,7 @@ def register(name: str = _IMPLEMENTATION) -> None:
         name: The name under which it is registered.
 
     Raises:
-        ImportError: transformers is not installed, or is older than its attention interface (4.53).
+        ImportError: transformers is not installed, is older than 5.4, or has changed what this file uses.
 
     Example:
         >>> import fovea.integrations.transformers
@@ -63,8 +68,12 @@ def register(name: str = _IMPLEMENTATION) -> None:
         modeling: Any = importlib.import_module("transformers.modeling_utils")
         masking: Any = importlib.import_module("transformers.masking_utils")
         interfaces = modeling.AttentionInterface, masking.AttentionMaskInterface
+        for needed in _NEEDED:
+            getattr(masking, needed)
+        if "q_length" not in inspect.signature(masking.sdpa_mask).parameters:
+            raise ImportError("its mask functions take a cache_position")
     except (ImportError, AttributeError) as error:
-        raise ImportError(f"fovea.integrations.transformers needs transformers from 4.53 on: {error}") from error
+        raise ImportError(f"fovea.integrations.transformers needs transformers from 5.4 on: {error}") from error
     for interface, function in zip(interfaces, (_attention, _mask)):
         interface.register(name, function)
 
