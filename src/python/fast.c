@@ -154,8 +154,7 @@ typedef struct Call {
   fovea_problem problem;
   fovea_tensor memory[kFields + 10]; /* what the problem points to */
   int used;
-  int learns;   /* of a forward: a backward is likely to follow */
-  int computed; /* the library has */
+  int learns, computed; /* of a forward: a backward is likely to follow; the library has done it */
 } Call;
 
 /* Whether calling this returned True, False (0) or something else, or failed (-1). */
@@ -608,6 +607,15 @@ static uint64_t hash_of(const Call* call, fovea_direction direction) {
   return hash;
 }
 
+static PyObject* tuple_of(PyObject* const* objects, Py_ssize_t count) {
+  PyObject* tuple = PyTuple_New(count);
+  for (Py_ssize_t at = 0; tuple && at < count; ++at) {
+    Py_INCREF(objects[at]);
+    PyTuple_SetItem(tuple, at, objects[at]);
+  }
+  return tuple;
+}
+
 /* The tensors that are given, and out and lse if they are not NULL. */
 static PyObject* tensors_of(const Call* call, PyObject* out, PyObject* lse) {
   PyObject* there[kTensors + 2];
@@ -616,12 +624,7 @@ static PyObject* tensors_of(const Call* call, PyObject* out, PyObject* lse) {
     if (has(call, name)) there[count++] = call->tensors[name].object;
   if (out) there[count++] = out;
   if (lse) there[count++] = lse;
-  PyObject* tuple = PyTuple_New(count);
-  for (int i = 0; tuple && i < count; ++i) {
-    Py_INCREF(there[i]);
-    PyTuple_SetItem(tuple, i, there[i]);
-  }
-  return tuple;
+  return tuple_of(there, count);
 }
 
 /* begin_backward() in _ahead.py, for the first call of a kind. */
@@ -883,16 +886,14 @@ static PyObject* differentiable(const Call* call, PyObject* out, PyObject* lse, 
   Py_XDECREF(to_save);
   Py_XDECREF(options);
   if (!token) return NULL;
-  PyObject* more[kGrads];
+  PyObject* more[1 + kGrads] = {token};
   for (int i = 0; i < kGrads; ++i)
-    more[i] = has(call, kDifferentiable[i]) ? call->tensors[kDifferentiable[i]].object : Py_None;
-  const int few = more[3] == Py_None && more[4] == Py_None && more[5] == Py_None;
-  PyObject* arguments = few ? PyTuple_Pack(4, token, more[0], more[1], more[2])
-                            : PyTuple_Pack(7, token, more[0], more[1], more[2], more[3], more[4], more[5]);
+    more[1 + i] = has(call, kDifferentiable[i]) ? call->tensors[kDifferentiable[i]].object : Py_None;
+  const int few = more[4] == Py_None && more[5] == Py_None && more[6] == Py_None;
+  PyObject* arguments = tuple_of(more, few ? 4 : 7);
   Py_DECREF(token);
-  if (!arguments) return NULL;
-  PyObject* found = PyObject_Call(G.apply, arguments, NULL);
-  Py_DECREF(arguments);
+  PyObject* found = arguments ? PyObject_Call(G.apply, arguments, NULL) : NULL;
+  Py_XDECREF(arguments);
   return found;
 }
 
@@ -973,20 +974,18 @@ typedef struct Kind {
   int64_t words[4 * (4 + FOVEA_MAX_RANK)];            /* of each tensor type, rank, device, its number and shape */
 } Kind;
 
-/* Whether a fused kernel is the first that is allowed, in the order in which PyTorch tries its backends:
- * _math_comes_first() in _enable.py. */
+/* Whether a fused kernel is the first that is allowed: _math_comes_first() in _enable.py. */
 static int fused_comes_first(void) {
-  PyObject* order = PyObject_CallNoArgs(G.backend_order);
   PyObject* allowed[] = {G.math_allowed, G.flash_allowed, G.efficient_allowed, G.cudnn_allowed}; /* by SDPBackend */
+  PyObject* order = PyObject_CallNoArgs(G.backend_order);
   const Py_ssize_t count = order && PyList_Check(order) ? PyList_Size(order) : 0;
-  long backend = 0;
-  int found = 0;
-  for (Py_ssize_t at = 0; !found && at < count; ++at) {
-    backend = PyLong_AsLong(PyList_GetItem(order, at));
-    if (backend >= 0 && backend < (long)(sizeof allowed / sizeof *allowed)) found = ask(allowed[backend]) == 1;
+  long first = -1;
+  for (Py_ssize_t at = 0; first < 0 && at < count; ++at) {
+    const long backend = PyLong_AsLong(PyList_GetItem(order, at));
+    if (backend >= 0 && backend < 4 && ask(allowed[backend]) == 1) first = backend;
   }
   Py_XDECREF(order);
-  return found && backend != 0;
+  return first > 0;
 }
 
 /* Reads q, k, v and the mask, which is a bias if it has numbers. Returns 0 where Python has to look. */
@@ -1040,11 +1039,7 @@ static PyObject* decision(PyObject* const* given, const Kind* kind) {
   PyObject* found = decisions && key ? PyDict_GetItemWithError(decisions, key) : NULL;
   Py_XINCREF(found);
   if (!found && decisions && key && !PyErr_Occurred()) {
-    PyObject* arguments = PyTuple_New(kSdpa);
-    for (int at = 0; arguments && at < kSdpa; ++at) {
-      Py_INCREF(given[at]);
-      PyTuple_SetItem(arguments, at, given[at]);
-    }
+    PyObject* arguments = tuple_of(given, kSdpa);
     found = arguments ? PyObject_Call(G.decide, arguments, NULL) : NULL;
     Py_XDECREF(arguments);
     if (found && PyDict_SetItem(decisions, key, found) != 0) Py_CLEAR(found);
@@ -1089,12 +1084,8 @@ static PyObject* fast_sdpa(PyObject* module, PyObject* const* arguments, Py_ssiz
     Py_XDECREF(result);
   }
   PyErr_Clear();
-  PyObject* all = PyTuple_New(count);
+  PyObject* all = tuple_of(arguments, count);
   PyObject* options = all ? PyDict_New() : NULL;
-  for (Py_ssize_t at = 0; options && at < count; ++at) {
-    Py_INCREF(arguments[at]);
-    PyTuple_SetItem(all, at, arguments[at]);
-  }
   for (Py_ssize_t at = 0; options && at < named; ++at)
     if (PyDict_SetItem(options, PyTuple_GetItem(keywords, at), arguments[count + at]) != 0) Py_CLEAR(options);
   result = options ? PyObject_Call(G.in_python, all, options) : NULL;
@@ -1225,16 +1216,9 @@ static PyObject* backward(PyObject* ctx, PyObject* saved, PyObject* given, PyObj
     if (PyTuple_Size(saved) == there)
       found = gradients(&call, saved, &grad_out, with_lse ? &grad_lse : NULL, need, grads);
   }
-  PyObject* result = found ? PyTuple_New(found + 1) : NULL;
-  if (result) {
-    Py_INCREF(Py_None);
-    PyTuple_SetItem(result, 0, Py_None);
-    for (int i = 0; i < found; ++i) {
-      PyObject* grad = grads[i] ? grads[i] : Py_None;
-      Py_INCREF(grad);
-      PyTuple_SetItem(result, i + 1, grad);
-    }
-  }
+  PyObject* all[1 + kGrads] = {Py_None};
+  for (int i = 0; i < found; ++i) all[1 + i] = grads[i] ? grads[i] : Py_None;
+  PyObject* result = found ? tuple_of(all, found + 1) : NULL;
   for (int i = 0; i < kGrads; ++i) Py_XDECREF(grads[i]);
   Py_XDECREF(need);
   Py_XDECREF(options);
