@@ -21,7 +21,7 @@ class _Watcher(importlib.abc.MetaPathFinder):
     ) -> Optional[importlib.machinery.ModuleSpec]:
         if fullname != self.module or self not in sys.meta_path:
             return None
-        # Whoever else watches the module comes after this one. The watch ends when it is imported: many programs only look for it.
+        # Other watchers of the module are asked next. The watch ends when the module is imported: many programs only look for it.
         spec = None
         for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
             spec = finder.find_spec(fullname, path, target)

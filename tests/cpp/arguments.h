@@ -136,4 +136,10 @@ class Arguments {
   std::vector<std::string> outputs_;
 };
 
+// The call, without a workspace.
+inline fovea_status run(Arguments& a) {
+  return a.direction() == Direction::kForward ? fovea_forward(&a.problem, nullptr, 0)
+                                              : fovea_backward(&a.problem, nullptr, 0);
+}
+
 }  // namespace fovea::testing

@@ -15,12 +15,8 @@ namespace fovea {
 namespace {
 
 using testing::Arguments;
+using testing::run;
 using Rows = Arguments::Rows;
-
-fovea_status run(Arguments& a) {
-  return a.direction() == Direction::kForward ? fovea_forward(&a.problem, nullptr, 0)
-                                              : fovea_backward(&a.problem, nullptr, 0);
-}
 
 std::string describe(const fovea_problem& problem) {
   char text[1024];

@@ -137,7 +137,7 @@ def split(name, arguments):
 @torch.no_grad()
 def probabilities(name, arguments, options, seed):
     """(B, H, Sq, Sk) of exp(score - largest score), negative where dropped."""
-    q, k, v, rest = split(name, arguments)
+    q, k, _, rest = split(name, arguments)
     if "varlen" in name:
         if "qkvpacked" in name:
             rest = (rest[0], *rest)[:2] + (rest[1], *rest[1:])
@@ -166,7 +166,7 @@ def probabilities(name, arguments, options, seed):
         if right >= 0:
             scores.masked_fill_(-distance > right, -math.inf)
         out[b, :, : q1 - q0, : k1 - k0] = torch.exp(scores - scores.amax(-1, keepdim=True)).nan_to_num(0)
-    return torch.where(keep, out, -out.clamp(min=1e-30)).to(v.dtype if v.dtype == torch.float32 else torch.float32)
+    return torch.where(keep, out, -out.clamp(min=1e-30))
 
 
 # ---- which tests run, and what becomes of them ----

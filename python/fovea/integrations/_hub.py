@@ -4,18 +4,14 @@ signatures to learn what they take: attn_implementation="owner/name" of such a r
 
 from __future__ import annotations
 
-import math
 from typing import Any, Optional
 
 from torch import Tensor
 
 from . import _flash
+from .flash_attn import _result
 
 _NAME = "hub"
-
-
-def _result(found: Any, return_attn_probs: bool) -> Any:
-    return (found[0], found[1].masked_fill(found[1] == -math.inf, math.inf), None) if return_attn_probs else found
 
 
 def flash_attn_func(
