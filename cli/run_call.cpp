@@ -146,6 +146,11 @@ void FileCall::agree(const RunSettings& settings) {
     line = with_word(line, word);
   }
   settled_ = parse(line);
+  if (settled_.wide != Results{} || settled_.accumulate != Results{}) {
+    throw Fault(
+        kBadInput,
+        "problem line: wide and add; accepted: lines without them, as files are written anew, in the inputs' types");
+  }
   refuse_gpu("run", settled_.device, settled_.backend);
   line_ = line;
   apply();

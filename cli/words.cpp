@@ -61,6 +61,8 @@ std::string_view problem_line_help() {
          "  dropout=P  seed=N  offset=N  rng=fovea|torch_mem_efficient\n"
          "  streams=b,h                      dropout_streams is given, by batch and head; 1: broadcast\n"
          "  need=q,k,v,bias,bias2,sink       the gradients that a bwd computes\n"
+         "  wide=out,q,k,v,bias,bias2        results of fp32 beside inputs of 16 bits\n"
+         "  add=out,q,k,v,bias,bias2,sink    results that are combined with what their memory holds\n"
          "  det  lse  dlse                   deterministic; a fwd returns lse; a bwd has a gradient of lse\n"
          "  device=cpu|cuda  backend=NAME\n"
          "  clear                            rows that belong to no sequence are set to 0 (lse: -inf)\n";

@@ -245,6 +245,7 @@ struct Gradients {
   MutableTensor bias = {};
   MutableTensor bias2 = {};
   MutableTensor sink = {};
+  std::uint64_t accumulate = 0;  // bits FOVEA_ACCUMULATE_GRAD_*: gradients that are added to what their tensors hold
 };
 
 // ---- calls ----
@@ -257,6 +258,8 @@ struct Forward {
   MutableTensor out = {};
   MutableTensor lse = {};  // optional: the logsumexp, which a backward needs
   Options options = {};
+  // out and lse hold the result over other keys, and get the result over those and these (FOVEA_ACCUMULATE_OUT).
+  bool accumulate = false;
 };
 
 // A backward call: to be run, prepared or explained. q, k, v, out, lse and the options are those of the forward.
@@ -359,6 +362,7 @@ inline fovea_problem problem_of(const Forward& call) {
   problem.v = call.v.get();
   problem.out = call.out.get();
   problem.lse = call.lse.get();
+  problem.accumulate = call.accumulate ? FOVEA_ACCUMULATE_OUT : 0;
   return problem;
 }
 
@@ -377,6 +381,7 @@ inline fovea_problem problem_of(const Backward& call) {
   problem.grad_bias = call.grads.bias.get();
   problem.grad_bias2 = call.grads.bias2.get();
   problem.grad_sink = call.grads.sink.get();
+  problem.accumulate = call.grads.accumulate;
   return problem;
 }
 

@@ -108,6 +108,15 @@ typedef struct fovea_tensor {
  * `align` says where queries are among the keys, and dropout counts rows and columns from 0. */
 #define FOVEA_POSITIONS 32u
 
+/* Bits of fovea_problem::accumulate. */
+#define FOVEA_ACCUMULATE_OUT 1u
+#define FOVEA_ACCUMULATE_GRAD_Q 2u
+#define FOVEA_ACCUMULATE_GRAD_K 4u
+#define FOVEA_ACCUMULATE_GRAD_V 8u
+#define FOVEA_ACCUMULATE_GRAD_BIAS 16u
+#define FOVEA_ACCUMULATE_GRAD_BIAS2 32u
+#define FOVEA_ACCUMULATE_GRAD_SINK 64u
+
 /* Shapes. Dense: q is (B, Sq, Hq, D), or (B1, B2, Sq, Hq, D) with a batch of two levels. Variable length:
  * cu_seqlens_q and cu_seqlens_k are given and q is packed, (total_q, Hq, D). "Broadcastable" is NumPy's
  * rule: shapes are aligned at the right, a missing dimension or a 1 is broadcast. The other common layout,
@@ -156,27 +165,26 @@ typedef struct fovea_problem {
   int64_t batch_outer;  /* packed with a batch of two levels: B1, B = B1 * B2; 0: one level */
 
   /* The forward writes these; the backward reads both. */
-  const fovea_tensor* out; /* (B, Sq, Hq, Dv) | (total_q, Hq, Dv), the type of q */
+  const fovea_tensor* out; /* (B, Sq, Hq, Dv) | (total_q, Hq, Dv), the type of q, or fp32 with a q of 16 bits */
   const fovea_tensor* lse; /* (B, Hq, Sq) | (B1, B2, Hq, Sq) | (Hq, total_q): natural logarithm, fp32
                               (fp64 with fp64 q); optional in the forward */
 
   /* The backward reads these. */
-  const fovea_tensor* grad_out; /* as out */
+  const fovea_tensor* grad_out; /* as out, the type of q */
   const fovea_tensor* grad_lse; /* as lse; optional */
   /* The backward computes the gradients whose tensors are given; at least one must be. */
-  const fovea_tensor* grad_q;     /* as q */
-  const fovea_tensor* grad_k;     /* as k */
-  const fovea_tensor* grad_v;     /* as v */
-  const fovea_tensor* grad_bias;  /* shape and type of the bias as given */
-  const fovea_tensor* grad_bias2; /* shape and type of bias2 as given */
+  const fovea_tensor* grad_q;     /* as q, or fp32 with a q of 16 bits */
+  const fovea_tensor* grad_k;     /* the same */
+  const fovea_tensor* grad_v;     /* the same */
+  const fovea_tensor* grad_bias;  /* shape and type of the bias as given, or fp32 with one of 16 bits */
+  const fovea_tensor* grad_bias2; /* the same */
   const fovea_tensor* grad_sink;  /* as sink */
 
   /* With FOVEA_POSITIONS: where rows are in a larger problem of which this call computes a part. In sequence b, query i
    * has position position_q + positions_q[b] + i and key j has position position_k + positions_k[b] + j. Causal,
    * window and ALiBi then use shift = the position of query 0 minus that of key 0. Dropout decides about a pair by its
    * positions. Biases and masks have the rows and columns of this call. Each position of a first row is under 2^40 in
-   * size. With dropout it is a multiple of 16, 0 or more, all positions are under 2^32, and rng is FOVEA_RNG_FOVEA.
-   * FOVEA_UNSUPPORTED on a CUDA device, and so are dropout_streams: its kernels do not have them yet. */
+   * size. With dropout it is a multiple of 16, 0 or more, all positions are under 2^32, and rng is FOVEA_RNG_FOVEA. */
   int64_t position_q;
   int64_t position_k;
   const fovea_tensor* positions_q; /* (B), int64; optional: 0 */
@@ -184,6 +192,11 @@ typedef struct fovea_problem {
   /* The number n of the stream of random numbers that dropout has for a head of a batch entry. Broadcastable to
    * (B, Hq), with two levels to (B1, B2, Hq), int64; optional: b * Hq + h. */
   const fovea_tensor* dropout_streams;
+  /* Results that are combined with what their tensors hold, bits FOVEA_ACCUMULATE_*. A gradient is added to it. With
+   * FOVEA_ACCUMULATE_OUT, out and lse (required) hold the result over other keys, 0 and -inf where a row has had none,
+   * and get the result over those keys and these. Such results are fp32 or fp64, and rows of them that belong to no
+   * sequence are kept. FOVEA_UNSUPPORTED on a CUDA device: its kernels do not have it yet. */
+  uint64_t accumulate;
 } fovea_problem;
 
 /* The version of the library that is loaded: major * 10000 + minor * 100 + patch. */

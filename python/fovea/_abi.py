@@ -116,6 +116,7 @@ class Problem(ctypes.Structure):
         ("position_q", ctypes.c_int64),
         ("position_k", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in SHARDS),
+        ("accumulate", ctypes.c_uint64),
     ]
 
 

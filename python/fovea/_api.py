@@ -19,6 +19,7 @@ from ._problem import (
     DIFFERENTIABLE,
     Problem,
     choose,
+    flag,
     need_seed,
     needed,
     real,
@@ -85,6 +86,8 @@ def attention(
     *,
     return_lse: Literal[False] = False,
     out: Optional[Array] = None,
+    lse: Any = None,
+    accumulate: bool = False,
     **options: Unpack[Options],
 ) -> Array: ...
 @overload
@@ -95,16 +98,20 @@ def attention(
     *,
     return_lse: Literal[True],
     out: Optional[NumPyArray] = None,
+    lse: Any = None,
+    accumulate: bool = False,
     **options: Unpack[Options],
 ) -> tuple[NumPyArray, NDArray[np.floating[Any]]]: ...
 @overload
 def attention(
-    q: Array, k: Any, v: Any, *, return_lse: Literal[True], out: Optional[Array] = None, **options: Unpack[Options]
-) -> tuple[Array, Array]: ...
+    q: Array, k: Any, v: Any, *, return_lse: Literal[True], out: Optional[Array] = None, lse: Any = None,
+    accumulate: bool = False, **options: Unpack[Options],
+) -> tuple[Array, Array]: ...  # fmt: skip
 @overload
 def attention(
-    q: Array, k: Any, v: Any, *, return_lse: bool, out: Optional[Array] = None, **options: Unpack[Options]
-) -> Union[Array, tuple[Array, Any]]: ...
+    q: Array, k: Any, v: Any, *, return_lse: bool, out: Optional[Array] = None, lse: Any = None, accumulate: bool = False,
+    **options: Unpack[Options],
+) -> Union[Array, tuple[Array, Any]]: ...  # fmt: skip
 def attention(
     q: Any,
     k: Any,
@@ -140,6 +147,8 @@ def attention(
     deterministic: bool = False,
     return_lse: bool = False,
     out: Any = None,
+    lse: Any = None,
+    accumulate: bool = False,
     backend: Optional[str] = None,
     stream: Optional[int] = None,
     **unknown: NoReturn,
@@ -198,7 +207,10 @@ def attention(
             fovea.torch.attention has the other default.
         deterministic: The same inputs give the same bits in every run. On the CPU they always do.
         return_lse: Also returns the logsumexp of each query's scores, which the backward needs.
-        out: An array to write the result into.
+        out: An array to write the result into, of q's type, or float32 where that has 16 bits.
+        lse: An array to write the logsumexp into.
+        accumulate: out and lse, float32 or float64, hold the result over other keys, and get that over those keys and these. A
+            row without keys has 0 and -inf there. A sink takes part in one of the calls.
         backend: A name from fovea.backends(); None takes the best that can compute the problem.
         stream: The address of the CUDA stream to compute on; None takes the current stream of q's library.
 
@@ -227,10 +239,16 @@ def attention(
         fresh = problem.new("out")
     else:
         problem.into("out", out)
-    lse = problem.new("lse") if return_lse else None
+    if accumulate and (out is None or lse is None):
+        raise ValueError(f"{'out' if out is None else 'lse'}: None with accumulate; accepted: the array of a result over other keys")
+    made = problem.new("lse") if return_lse and lse is None else None
+    if lse is not None:
+        problem.into("lse", lse)
+    if flag("accumulate", accumulate):
+        problem.raw.accumulate = 1  # FOVEA_ACCUMULATE_OUT
     problem.run(_abi.FORWARD)
     result = fresh.result() if out is None else out
-    return result if lse is None else (result, lse.result())
+    return (result, lse if made is None else made.result()) if return_lse else result
 
 
 def attention_backward(
@@ -244,6 +262,7 @@ def attention_backward(
     grad_lse: Any = None,
     need: Union[str, Iterable[str], None] = None,
     grads_out: Union[Mapping[str, Any], Gradients, None] = None,
+    accumulate: Union[str, Iterable[str]] = (),
     bias: Any = None,
     bias2: Any = None,
     mask: Any = None,
@@ -292,7 +311,8 @@ def attention_backward(
         need: Which gradients to compute: names out of "q", "k", "v", "bias", "bias2" and "sink", as a list or separated
             by commas. None computes that of every input that was given.
         grads_out: Arrays to write gradients into, by those names. They may be views of one array, such as a packed
-            tensor of q, k and v.
+            tensor of q, k and v, and float32 where the input has 16 bits.
+        accumulate: Names of grads_out, as in need. These gradients are added to what the arrays hold, float32 or float64.
         bias: This and all that follow: as in attention().
         bias2: See attention().
         mask: See attention().
@@ -364,6 +384,10 @@ def attention_backward(
             problem.into(f"grad_{name}", into[name])
         else:
             fresh[name] = problem.new(f"grad_{name}")
+    for name in accumulate.split(",") if isinstance(accumulate, str) and accumulate else accumulate:
+        if name not in into:
+            raise ValueError(f"accumulate: {name!r}; accepted: names of grads_out, {', '.join(into) or 'which is not given'}")
+        problem.raw.accumulate |= 2 << DIFFERENTIABLE.index(name)  # FOVEA_ACCUMULATE_GRAD_Q and those behind it
     problem.run(_abi.BACKWARD)
     return Gradients(**into, **{name: array.result() for name, array in fresh.items()})
 
@@ -749,7 +773,7 @@ def _machine() -> str:
 
 # What forward and backward share, with its defaults: read from the one signature that states them.
 _SHARED: dict[str, Any] = {
-    name: default for name, default in (attention.__kwdefaults__ or {}).items() if name not in ("return_lse", "out")
+    name: default for name, default in (attention.__kwdefaults__ or {}).items() if name not in ("return_lse", "out", "lse", "accumulate")
 }
 _TENSORS = frozenset(_options.CallOptions.__annotations__)
 

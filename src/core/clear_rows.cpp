@@ -30,7 +30,8 @@ std::vector<RowOutput> outputs_to_clear(const Call& call) {
   for (const RowOutput& output : all) {
     const bool is_written = forward == (output.view == &call.out || output.view == &call.lse);
     const bool has_elements = output.heads > 0 && output.columns > 0;
-    if (is_written && has_elements && *output.view && math::may_miss_rows(call.rows, output.of_keys)) {
+    const bool is_kept = output.view->accumulate || (output.is_lse && p.accumulate.out);
+    if (is_written && !is_kept && has_elements && *output.view && math::may_miss_rows(call.rows, output.of_keys)) {
       outputs.push_back(output);
     }
   }

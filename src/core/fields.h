@@ -39,7 +39,7 @@ constexpr void for_each_field(P& problem, Visit visit) {
          skew, packed, lengths_q, lengths_k, total_q, total_k, has_used_q, has_used_k, used_q, used_k, scale, softcap,
          causal, top_left, window_left, window_right, positions, position_q, position_k, has_positions_q,
          has_positions_k, positions_q, positions_k, bias, bias2, mask, alibi, sink, dropout, rng, seed, offset, streams,
-         deterministic, clear_rows, lse, grad_lse, need, device, backend] = problem;
+         deterministic, clear_rows, lse, grad_lse, need, wide, accumulate, device, backend] = problem;
   visit("direction", direction, Of<Role::kPlan>{});
   visit("batch1", batch1, Of<Role::kPlan>{});
   visit("batch2", batch2, Of<Role::kPlan>{});
@@ -90,6 +90,8 @@ constexpr void for_each_field(P& problem, Visit visit) {
   visit("lse", lse, Of<Role::kPlan>{});
   visit("grad_lse", grad_lse, Of<Role::kPlan>{});
   visit("need", need, Of<Role::kPlan>{});
+  visit("wide", wide, Of<Role::kPlan>{});
+  visit("accumulate", accumulate, Of<Role::kPlan>{});
   visit("device", device, Of<Role::kCaller>{});
   visit("backend", backend, Of<Role::kCaller>{});
 }

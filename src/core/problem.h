@@ -77,6 +77,18 @@ struct Need {
   friend bool operator==(const Need&, const Need&) = default;
 };
 
+// Some of a call's results.
+struct Results {
+  bool out = false;
+  bool q = false;  // the gradient of q ...
+  bool k = false;
+  bool v = false;
+  bool bias = false;
+  bool bias2 = false;
+  bool sink = false;
+  friend bool operator==(const Results&, const Results&) = default;
+};
+
 struct Problem {
   Direction direction = Direction::kForward;
   std::int64_t batch1 = 1;
@@ -131,6 +143,8 @@ struct Problem {
   bool lse = false;         // forward: the logsumexp is a result
   bool grad_lse = false;    // backward: its gradient is given
   Need need;                // backward
+  Results wide;  // those that are fp32 where their inputs have 16 bits; `out` in a backward as well, which reads it
+  Results accumulate;  // those that are combined with what their memory holds
 
   fovea_device device = FOVEA_CPU;
   std::string backend;  // "": the best
@@ -159,6 +173,7 @@ struct View {
   void* data = nullptr;
   DType type = DType::kNone;
   math::Strides strides;
+  bool accumulate = false;  // a result that is combined with what is there
   explicit operator bool() const { return type != DType::kNone; }
 };
 

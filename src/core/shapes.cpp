@@ -38,11 +38,12 @@ Shapes::Ints Shapes::batch() const {
   return problem_.two_level ? Ints{problem_.batch1, problem_.batch2} : Ints{problem_.batch1};
 }
 
-const fovea_tensor* Shapes::rows(std::int64_t rows, std::int64_t heads, std::int64_t columns, bool one_of_three) {
+const fovea_tensor* Shapes::rows(std::int64_t rows, std::int64_t heads, std::int64_t columns, bool one_of_three,
+                                 bool wide) {
   const Problem& p = problem_;
   Ints shape = p.packed ? Ints{} : batch();
   shape.insert(shape.end(), {rows, heads, columns});
-  add(p.type, shape);
+  add(wide ? DType::kFp32 : p.type, shape);
   fovea_tensor& tensor = tensors_.back();
   if (p.layout == Layout::kBshd || (p.layout == Layout::kQkv3 && !one_of_three)) {
     return &tensor;
@@ -69,7 +70,7 @@ const fovea_tensor* Shapes::rows(std::int64_t rows, std::int64_t heads, std::int
   return &tensor;
 }
 
-const fovea_tensor* Shapes::plane(const PlaneTraits& traits) {
+const fovea_tensor* Shapes::plane(const PlaneTraits& traits, bool wide) {
   if (!traits) {
     return nullptr;
   }
@@ -80,7 +81,7 @@ const fovea_tensor* Shapes::plane(const PlaneTraits& traits) {
   }
   shape.insert(shape.end(),
                {has.head ? problem_.heads_q : 1, has.query ? problem_.seqlen_q : 1, has.key ? problem_.seqlen_k : 1});
-  return add(traits.type, shape);
+  return add(wide ? DType::kFp32 : traits.type, shape);
 }
 
 const fovea_tensor* Shapes::cu_seqlens(const Ints& lengths) {
@@ -124,13 +125,19 @@ Shapes::Shapes(const Problem& problem) : problem_(problem) {
   given_.dropout_p = p.dropout;
   given_.seed = p.seed;
   given_.offset = p.offset;
+  const auto bit = [](bool is_set, std::uint64_t value) { return is_set ? value : 0; };
+  const Results& added = p.accumulate;
+  given_.accumulate = bit(added.out, FOVEA_ACCUMULATE_OUT) | bit(added.q, FOVEA_ACCUMULATE_GRAD_Q) |
+                      bit(added.k, FOVEA_ACCUMULATE_GRAD_K) | bit(added.v, FOVEA_ACCUMULATE_GRAD_V) |
+                      bit(added.bias, FOVEA_ACCUMULATE_GRAD_BIAS) | bit(added.bias2, FOVEA_ACCUMULATE_GRAD_BIAS2) |
+                      bit(added.sink, FOVEA_ACCUMULATE_GRAD_SINK);
 
   const std::int64_t rows_q = p.packed ? p.total_q : p.seqlen_q;
   const std::int64_t rows_k = p.packed ? p.total_k : p.seqlen_k;
-  const auto q = [&] { return rows(rows_q, p.heads_q, p.head_dim, true); };
-  const auto k = [&] { return rows(rows_k, p.heads_k, p.head_dim, true); };
-  const auto v = [&] { return rows(rows_k, p.heads_k, p.head_dim_v, true); };
-  const auto out = [&] { return rows(rows_q, p.heads_q, p.head_dim_v, false); };
+  const auto q = [&](bool wide = false) { return rows(rows_q, p.heads_q, p.head_dim, true, wide); };
+  const auto k = [&](bool wide = false) { return rows(rows_k, p.heads_k, p.head_dim, true, wide); };
+  const auto v = [&](bool wide = false) { return rows(rows_k, p.heads_k, p.head_dim_v, true, wide); };
+  const auto out = [&](bool wide = false) { return rows(rows_q, p.heads_q, p.head_dim_v, false, wide); };
   const DType sums = p.type == DType::kFp64 ? DType::kFp64 : DType::kFp32;
   const auto lse = [&] {
     Ints shape = p.packed ? Ints{} : batch();
@@ -171,16 +178,16 @@ Shapes::Shapes(const Problem& problem) : problem_(problem) {
   }
 
   const bool backward = p.direction == Direction::kBackward;
-  given_.out = out();
+  given_.out = out(p.wide.out);
   given_.lse = backward || p.lse ? lse() : nullptr;
   if (backward) {
     given_.grad_out = out();
     given_.grad_lse = p.grad_lse ? lse() : nullptr;
-    given_.grad_q = p.need.q ? q() : nullptr;
-    given_.grad_k = p.need.k ? k() : nullptr;
-    given_.grad_v = p.need.v ? v() : nullptr;
-    given_.grad_bias = p.need.bias ? plane(p.bias) : nullptr;
-    given_.grad_bias2 = p.need.bias2 ? plane(p.bias2) : nullptr;
+    given_.grad_q = p.need.q ? q(p.wide.q) : nullptr;
+    given_.grad_k = p.need.k ? k(p.wide.k) : nullptr;
+    given_.grad_v = p.need.v ? v(p.wide.v) : nullptr;
+    given_.grad_bias = p.need.bias ? plane(p.bias, p.wide.bias) : nullptr;
+    given_.grad_bias2 = p.need.bias2 ? plane(p.bias2, p.wide.bias2) : nullptr;
     given_.grad_sink = p.need.sink ? sink() : nullptr;
   }
 }

@@ -24,8 +24,9 @@ class Shapes {
   using Ints = std::vector<std::int64_t>;
 
   const fovea_tensor* add(DType type, const Ints& shape, const void* data = nullptr);
-  const fovea_tensor* rows(std::int64_t rows, std::int64_t heads, std::int64_t columns, bool one_of_three);
-  const fovea_tensor* plane(const PlaneTraits& traits);
+  const fovea_tensor* rows(std::int64_t rows, std::int64_t heads, std::int64_t columns, bool one_of_three,
+                           bool wide = false);
+  const fovea_tensor* plane(const PlaneTraits& traits, bool wide = false);
   const fovea_tensor* cu_seqlens(const Ints& lengths);
   const fovea_tensor* seqused(const Ints& used);
   const fovea_tensor* positions(const Ints& values);

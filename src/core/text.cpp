@@ -141,6 +141,21 @@ Need parse_need(std::string_view text, const Problem& problem) {
   return need;
 }
 
+Results parse_results(const Fields& fields, std::string_view key, const Results& possible, std::string_view which) {
+  Results results;
+  if (const auto text = fields.value(key)) {
+    for (const std::string_view part : split(*text, ',')) {
+      const auto found =
+          std::find_if(std::begin(kResults), std::end(kResults), [&](auto& n) { return n.second == part; });
+      if (found == std::end(kResults) || !(possible.*(found->first))) {
+        refuse(key, part, fmt::format("some of out,q,k,v,bias,bias2,sink: {}", which));
+      }
+      results.*(found->first) = true;
+    }
+  }
+  return results;
+}
+
 // The side of the queries or of the keys in a packed problem.
 struct Side {
   std::vector<std::int64_t> lengths;
@@ -392,6 +407,9 @@ Problem parse(std::string_view line) {
   if (p.grad_lse && !backward) {
     refuse("dlse", "fwd dlse", "only with bwd");
   }
+  p.wide = parse_results(fields, "wide", can_be_wide(p), "those that this line has, where their inputs have 16 bits");
+  p.accumulate = parse_results(fields, "add", can_accumulate(p),
+                               "results of this line that do not have 16 bits; out with fwd and lse");
   if (const auto text = fields.value("device")) {
     p.device = parse_choice("device", *text, kDevices);
   }

@@ -55,6 +55,8 @@ constexpr LineKey kKeys[] = {
     {"offset", "=N"},
     {"streams", "=b|b1|b2|1,h|1"},
     {"need", "=all|q,k,v,bias,bias2,sink"},
+    {"wide", "=out,q,k,v,bias,bias2"},
+    {"add", "=out,q,k,v,bias,bias2,sink"},
     {"det", ""},
     {"clear", ""},
     {"lse", ""},

@@ -47,10 +47,11 @@ std::string_view print_choice(T value, const std::pair<T, std::string_view> (&ch
       ->second;
 }
 
-std::string print_need(const Need& need) {
+template <class Some, std::size_t kCount>
+std::string print_some(const Some& some, const std::pair<bool Some::*, std::string_view> (&names)[kCount]) {
   std::string text;
-  for (const auto& [member, name] : kNeeds) {
-    if (need.*member) {
+  for (const auto& [member, name] : names) {
+    if (some.*member) {
       text += fmt::format("{}{}", text.empty() ? "" : ",", name);
     }
   }
@@ -163,7 +164,12 @@ std::string print(const Problem& p) {
     word("streams={},{}", print_batch(p.streams.extents, p.two_level), p.streams.extents.head ? "h" : "1");
   }
   if (p.direction == Direction::kBackward && p.need != every_need(p)) {
-    word("need={}", print_need(p.need));
+    word("need={}", print_some(p.need, kNeeds));
+  }
+  for (const auto& [key, results] : {std::pair("wide", &p.wide), std::pair("add", &p.accumulate)}) {
+    if (*results != Results{}) {
+      word("{}={}", key, print_some(*results, kResults));
+    }
   }
   if (p.deterministic) {
     word("det");

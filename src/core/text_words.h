@@ -27,6 +27,41 @@ inline constexpr std::pair<bool Need::*, std::string_view> kNeeds[] = {{&Need::q
                                                                        {&Need::v, "v"},         {&Need::bias, "bias"},
                                                                        {&Need::bias2, "bias2"}, {&Need::sink, "sink"}};
 
+inline constexpr std::pair<bool Results::*, std::string_view> kResults[] = {
+    {&Results::out, "out"},   {&Results::q, "q"},         {&Results::k, "k"},      {&Results::v, "v"},
+    {&Results::bias, "bias"}, {&Results::bias2, "bias2"}, {&Results::sink, "sink"}};
+
+// The results that a problem has; `out` also of a backward, which reads it.
+inline Results results_of(const Problem& p) {
+  const Need& need = p.need;
+  return {true, need.q, need.k, need.v, need.bias, need.bias2, need.sink};
+}
+
+// Those that can be fp32 beside inputs of 16 bits.
+inline Results can_be_wide(const Problem& p) {
+  Results results = results_of(p);
+  const bool short_rows = size_of(p.type) == 2;
+  results.out = short_rows;
+  results.q = results.q && short_rows;
+  results.k = results.k && short_rows;
+  results.v = results.v && short_rows;
+  results.bias = results.bias && size_of(p.bias.type) == 2;
+  results.bias2 = results.bias2 && size_of(p.bias2.type) == 2;
+  results.sink = false;
+  return results;
+}
+
+// Those that can be combined with what their memory holds: results of this direction that have no 16 bits.
+inline Results can_accumulate(const Problem& p) {
+  Results results = results_of(p);
+  const Results short_ones = can_be_wide(p);
+  for (const auto& [member, name] : kResults) {
+    results.*member = results.*member && (!(short_ones.*member) || p.wide.*member);
+  }
+  results.out = results.out && p.direction == Direction::kForward && p.lse;
+  return results;
+}
+
 // Every gradient that this problem has: what a backward computes unless its line names some.
 inline Need every_need(const Problem& problem) {
   return {true, true, true, bool(problem.bias), bool(problem.bias2), problem.sink};

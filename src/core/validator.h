@@ -68,11 +68,14 @@ class Validator {
 
   // ---- validate_results.cpp ----
 
+  // `wide`: fp32 is accepted where q has 16 bits, and said there.
   View like(const char* name, const fovea_tensor& tensor, const fovea_tensor& model, std::int64_t last,
-            const char* names) const;
+            const char* names, bool* wide) const;
   View lse_view(const char* name, const fovea_tensor& tensor) const;
   void results();
-  View grad_plane(const char* name, const fovea_tensor& gradient, const char* of, const fovea_tensor* tensor) const;
+  View grad_plane(const char* name, const fovea_tensor& gradient, const char* of, const fovea_tensor* tensor,
+                  bool& wide) const;
+  void accumulate();
   void memory() const;
 
   const fovea_problem& given_;

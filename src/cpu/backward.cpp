@@ -32,7 +32,8 @@ class Backward {
     options_.block_rows = tiles_.rows;
     options_.block_keys = tiles_.keys;
     element_ = call.problem.type == DType::kFp64 ? 8 : 4;
-    sum_is_grad_q_ = size_of(call.grad_q.type) == static_cast<std::size_t>(element_) && call.grad_q.strides.col == 1;
+    sum_is_grad_q_ = size_of(call.grad_q.type) == static_cast<std::size_t>(element_) && call.grad_q.strides.col == 1 &&
+                     !call.grad_q.accumulate;
     sum_q_stride_ = kernels_.sum_q_stride(options_);
     const i64 pairs = rows.batch() * rows.heads_k;
     const i64 units = pairs * ceil_div(rows.limit_k, tiles_.keys);
@@ -280,7 +281,9 @@ class Backward {
           sum += shares[block];
         }
       }
-      store(call_.grad_sink.data, call_.grad_sink.type, head * call_.grad_sink.strides.head, sum);
+      const View& view = call_.grad_sink;
+      const double before = view.accumulate ? load(view.data, view.type, head * view.strides.head) : 0;
+      store(view.data, view.type, head * view.strides.head, before + sum);
     }
   }
 

@@ -16,10 +16,10 @@ BiasGradientSums::BiasGradientSums(const Call& call, const View& grad, const Pla
                       (!extents_.head && rows.heads_q > 1) || !extents_.query || !extents_.key;
   how_ = shared ? BiasSum::kAdd : BiasSum::kStore;
   const DType sum_type = call.problem.type == DType::kFp64 ? DType::kFp64 : DType::kFp32;
-  in_place_ = how_ == BiasSum::kStore || grad_.type == sum_type;
+  in_place_ = how_ == BiasSum::kStore || (grad_.type == sum_type && !grad_.accumulate);
   const bool every_pair =
       !call.problem.banded() && !rows.packed() && !rows.used_q && !rows.used_k && rows.batch() > 0 && rows.heads_q > 0;
-  needs_clearing_ = shared || !every_pair;
+  needs_clearing_ = (shared || !every_pair) && !(in_place_ && grad_.accumulate);
   over_queries_ = !extents_.query;
   over_keys_ = !extents_.key;
   element_ = static_cast<i64>(size_of(sum_type));
@@ -62,14 +62,14 @@ Matrix BiasGradientSums::plane_matrix(i64 plane) const {
   if (data != nullptr) {  // without elements there may be no memory, and then no offset either
     data += (b1 * s.batch1 + b2 * s.batch2 + head * s.head) * static_cast<i64>(size_of(grad_.type));
   }
-  return {data, static_cast<std::int32_t>(grad_.type), s.row, s.col};
+  return {data, static_cast<std::int32_t>(grad_.type), s.row, s.col, grad_.accumulate};
 }
 
 Matrix BiasGradientSums::sum_matrix(i64 plane) const {
   if (in_place_) {
     return plane_matrix(plane);
   }
-  return {sums_ + plane * queries_ * keys_ * element_, 0, over_queries_ ? 0 : keys_, over_keys_ ? 0 : 1};
+  return {sums_ + plane * queries_ * keys_ * element_, 0, over_queries_ ? 0 : keys_, over_keys_ ? 0 : 1, false};
 }
 
 void BiasGradientSums::clear(int threads, const Kernels& kernels, const void* zeros) {

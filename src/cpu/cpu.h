@@ -61,7 +61,9 @@ inline constexpr std::string_view kKnownFields[] = {"direction",
                                                     "deterministic",
                                                     "lse",
                                                     "grad_lse",
-                                                    "need"};
+                                                    "need",
+                                                    "wide",
+                                                    "accumulate"};
 
 // Throws Error(FOVEA_UNSUPPORTED) if FOVEA_CPU_ISA forces what the machine has not.
 Plan plan(const Call& call);

@@ -19,6 +19,7 @@ struct Matrix {
   std::int32_t type;
   std::int64_t row;
   std::int64_t col;
+  bool add = false;  // what is stored is added to what is there; of ForwardHead::out: merged with it by lse
 };
 
 enum class Dropping : std::int32_t { kNone, kFovea, kTorch, kEverything };

@@ -29,7 +29,7 @@ Matrix matrix(const Call& call, const View& view, i64 b, i64 head, i64 row) {
   if (data != nullptr) {
     data += call.rows.offset(view.strides, b, head, row) * static_cast<i64>(size_of(view.type));
   }
-  return {data, static_cast<std::int32_t>(view.type), view.strides.row, view.strides.col};
+  return {data, static_cast<std::int32_t>(view.type), view.strides.row, view.strides.col, view.accumulate};
 }
 
 Dropping dropping_of(const math::Dropout& dropout) {

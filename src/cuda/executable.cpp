@@ -94,6 +94,12 @@ class Key {
       value(has);
     }
   }
+  void value(const Results& results) {
+    const auto& [out, q, k, v, bias, bias2, sink] = results;
+    for (const bool has : {out, q, k, v, bias, bias2, sink}) {
+      value(has);
+    }
+  }
   void value(const Need& need) {
     const auto& [q, k, v, bias, bias2, sink] = need;
     for (const bool needed : {q, k, v, bias, bias2, sink}) {

@@ -78,7 +78,7 @@ void backward(const Call& call) {
   grad_bias.write();
   grad_bias2.write();
   for (i64 h = 0; call.grad_sink && h < call.rows.heads_q; ++h) {
-    store(call.grad_sink.data, call.grad_sink.type, h * call.grad_sink.strides.head, grad_sink[h]);
+    put(call.grad_sink, h * call.grad_sink.strides.head, grad_sink[h]);
   }
 }
 

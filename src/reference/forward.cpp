@@ -7,6 +7,7 @@
 //
 // exp is taken relative to the row's maximum, so that no score overflows. Rows that do not exist (beyond seqused,
 // past the last cu_seqlens) are left as they are.
+#include "core/merge.h"
 #include "reference/head.h"
 #include "reference/reference.h"
 
@@ -46,11 +47,23 @@ double forward_row(const Head<double>& head, i64 i, const double* q, const std::
   return math::logsumexp(reference, sum);
 }
 
+// `out` and its logsumexp become what is to be written over the result that is there. Returns the new logsumexp.
+double merge_row(const Call& call, i64 b, i64 h, i64 row, double lse, std::vector<double>& out) {
+  const auto before = read_rows<double>(call, call.out, b, h, row, 1, static_cast<i64>(out.size()));
+  const Merge<double> merged = merge(read_rows<double>(call, call.lse, b, h, row, 1, 1)[0], lse);
+  for (std::size_t d = 0; d < out.size(); ++d) {
+    out[d] = out[d] * merged.of_new + before[d] * merged.of_old;
+  }
+  return merged.lse;
+}
+
 }  // namespace
 
 void forward(const Call& call) {
   const i64 head_dim = call.problem.head_dim;
   const i64 head_dim_v = call.problem.head_dim_v;
+  View stored = call.out;  // merged before
+  stored.accumulate = false;
   for (i64 b = 0; b < call.rows.batch(); ++b) {
     for (i64 h = 0; h < call.rows.heads_q; ++h) {
       const Head<double> head(call, b, h);
@@ -62,8 +75,11 @@ void forward(const Call& call) {
       std::vector<double> scores(static_cast<std::size_t>(sequence.k_len));
       std::vector<double> out;
       for (i64 i = 0; i < sequence.q_len; ++i) {
-        const double lse = forward_row(head, i, q.data() + i * head_dim, k, v, head_dim, head_dim_v, scores, out);
-        write_rows(call, call.out, b, h, sequence.q_begin + i, 1, head_dim_v, out.data());
+        double lse = forward_row(head, i, q.data() + i * head_dim, k, v, head_dim, head_dim_v, scores, out);
+        if (call.out.accumulate) {
+          lse = merge_row(call, b, h, sequence.q_begin + i, lse, out);
+        }
+        write_rows(call, stored, b, h, sequence.q_begin + i, 1, head_dim_v, out.data());
         if (call.lse) {
           write_rows(call, call.lse, b, h, sequence.q_begin + i, 1, 1, &lse);
         }

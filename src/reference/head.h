@@ -29,13 +29,19 @@ std::vector<T> read_rows(const Call& call, const View& view, i64 b, i64 head, i6
   return values;
 }
 
-// The inverse: each element is rounded once.
+// Adds to what is there, or stores: rounded once.
+inline void put(const View& view, i64 element, double value) {
+  const double before = view.accumulate ? load(view.data, view.type, element) : 0;
+  store(view.data, view.type, element, before + value);
+}
+
+// The inverse of read_rows.
 template <class T>
 void write_rows(const Call& call, const View& view, i64 b, i64 head, i64 begin, i64 count, i64 width, const T* values) {
   for (i64 row = 0; row < count; ++row) {
     const i64 base = call.rows.offset(view.strides, b, head, begin + row);
     for (i64 col = 0; col < width; ++col) {
-      store(view.data, view.type, base + col * view.strides.col, values[row * width + col]);
+      put(view, base + col * view.strides.col, values[row * width + col]);
     }
   }
 }
@@ -156,7 +162,7 @@ class BiasGradient {
       const i64 h = (rest /= queries_) % heads_;
       const i64 b2 = (rest /= heads_) % batch2_;
       const i64 b1 = rest / batch2_;
-      store(view_.data, view_.type, b1 * s.batch1 + b2 * s.batch2 + h * s.head + i * s.row + j * s.col, sums_[n]);
+      put(view_, b1 * s.batch1 + b2 * s.batch2 + h * s.head + i * s.row + j * s.col, sums_[n]);
     }
   }
 

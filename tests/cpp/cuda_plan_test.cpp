@@ -314,10 +314,10 @@ TEST(CudaPlan, EveryFieldHasBeenConsideredWhereHeadsAreComputedAsQueries) {
                                        "has_positions_q",
                                        "has_positions_k",
                                        "dropout_streams"};
-  const std::set<std::string> same_for_all = {"batch1",       "batch2", "heads_q",  "heads_k",    "seqlen_k",
-                                              "head_dim",     "type",   "scale",    "softcap",    "head_dim_v",
-                                              "bias",         "bias2",  "mask",     "causal",     "lse",
-                                              "window_right", "need",   "grad_lse", "has_used_k", "deterministic"};
+  const std::set<std::string> same_for_all = {
+      "batch1",  "batch2",     "heads_q",    "heads_k",       "seqlen_k", "head_dim",  "type", "scale",
+      "softcap", "head_dim_v", "bias",       "bias2",         "mask",     "causal",    "lse",  "window_right",
+      "need",    "grad_lse",   "has_used_k", "deterministic", "wide",     "accumulate"};
   const Problem usual;
   for_each_field(usual, [&](const std::string& name, const auto&, Role role) {
     const bool matters = role == Role::kPlan || role == Role::kNumber;

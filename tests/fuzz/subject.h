@@ -87,6 +87,7 @@ class Subject {
   template <class Next>
   void add_integers(Random& random, const char* name, DType type, const Ints& shape, Next next);
   void draw_positions(Random& random, std::int64_t batch);
+  void accumulate(Random& random, DType type, std::uint64_t bit);
   void add_lengths(Random& random, const char* name, DType type, const Ints& values);
   // Gives a dimension of an input that is 1 another length, in no more memory than before.
   void stretch(const char* name, int dim, std::int64_t length);

@@ -164,9 +164,27 @@ def check(row, seed, along):
                        "queries": name == "q" or (name.startswith("bias") and whole_grad.shape[1] > 1), "keys": False}[along]
                 if own:
                     assert np.array_equal(grad, whole_grad[place]), f"grad_{name}: {heads} {rows}"
+        if along == "queries":
+            check_sums(part, parts, whole_out, whole_lse, sums)
         for name, total in sums.items():
             close(f"grad_{name}", whole_grads[name].dtype.name, total, whole_grads[name], size[name] * max(len(parts), 2))
     return True
+
+
+def check_sums(part, parts, out, lse, sums):
+    """Gradients that calls add to fp32 (fp64) arrays are the sums of the parts' own, before those are rounded."""
+    into = {name: np.zeros(total.shape, np.float64 if out.dtype == np.float64 else np.float32) for name, total in sums.items() if name in "kv"}
+    for heads, rows, keys in parts:
+        options = part.options_of(heads, rows, keys)
+        grad_lse = None if part.grad_lse is None else part.grad_lse[None, heads, rows]
+        found = fovea.attention_backward(
+            part.grad_out[None, rows, heads], part.q[None, rows, heads], part.k[None, keys], part.v[None, keys], out[None, rows, heads],
+            lse[None, heads, rows], grad_lse=grad_lse, need="k,v", grads_out={name: total[None] for name, total in into.items()},
+            accumulate="k,v", **options)
+        assert found.q is None and (found.k.size == 0 or np.shares_memory(found.k, into["k"]))
+    for name, total in into.items():
+        size = float(np.max(np.abs(sums[name]), initial=1))
+        close(f"accumulated grad_{name}", part.k.dtype.name, total, sums[name], size * max(len(parts), 2))
 
 
 def merge(part, parts, out, lse, element):
@@ -183,6 +201,25 @@ def merge(part, parts, out, lse, element):
     # Of 16 bits each part is rounded; kept weights of dropout are larger than 1.
     close("out", element, merged, out, 8 * float(np.max(np.abs(part.v.astype(np.float64)), initial=1)))
     close("lse", lse.dtype.name, top[finite] + np.log(total[finite]), lse[finite], float(np.max(np.abs(lse[finite]), initial=1)))
+    accumulate(part, parts, out, lse, element)
+
+
+def accumulate(part, parts, out, lse, element):
+    """The same by calls that accumulate into one result, of fp32 where out has 16 bits: equal up to out's own rounding."""
+    wide = np.float64 if out.dtype == np.float64 else np.float32
+    into, sums = np.zeros((1, *out.shape), wide), np.full((1, *lse.shape), -np.inf, wide)
+    for n, (heads, rows, keys) in enumerate(parts):
+        options = part.options_of(heads, rows, keys)
+        if n > 0:
+            options.pop("sink", None)
+        heads_k = part.heads_k(heads)
+        fovea.attention(part.q[None, rows, heads], part.k[None, keys, heads_k], part.v[None, keys, heads_k], out=into, lse=sums,
+                        accumulate=True, **options)
+    finite = np.isfinite(lse.astype(np.float64))
+    assert np.array_equal(finite, np.isfinite(sums[0]))
+    size = float(np.max(np.abs(part.v.astype(np.float64)), initial=1))
+    close("accumulated out", element, into[0], out, 4 * size)
+    close("accumulated lse", lse.dtype.name, sums[0][finite], lse[finite], float(np.max(np.abs(lse[finite]), initial=1)))
 
 
 @pytest.mark.parametrize("along", ["heads", "queries", "keys"])
@@ -195,6 +232,26 @@ def test_any_cut_is_the_whole(along):
         except AssertionError as error:
             raise AssertionError(f"{oracle_cases.name_of(row)}, seed {seed}: {error}") from None
     assert checked > len(rows) / 3
+
+
+def test_accumulate_refuses():
+    q = np.ones((1, 4, 2, 8), np.float32)
+    half = q.astype(np.float16)
+    out, lse = np.zeros_like(q), np.full((1, 2, 4), -np.inf, np.float32)
+    grads = {"grad_out": q, "q": q, "k": q, "v": q, "out": out, "lse": lse}
+    for call, text in (
+        (lambda: fovea.attention(q, q, q, accumulate=True), "out: None with accumulate"),
+        (lambda: fovea.attention(q, q, q, out=out, accumulate=True), "lse: None with accumulate"),
+        (lambda: fovea.attention(half, half, half, out=half.copy(), lse=lse, accumulate=True), "accumulate: out, which is fp16; accepted"),
+        (lambda: fovea.attention_backward(**grads, accumulate="k"), "accumulate: 'k'; accepted: names of grads_out, which is not given"),
+        (lambda: fovea.attention_backward(**grads, grads_out={"v": out.copy()}, accumulate=["k"]), "accumulate: 'k'; accepted: names of grads_out, v"),
+    ):
+        with pytest.raises(ValueError) as raised:
+            call()
+        assert str(raised.value).startswith(text), raised.value
+    with pytest.raises(TypeError, match="out: fp64; accepted: fp16, fp32, the type of q or fp32"):
+        fovea.attention(half, half, half, out=q.astype(np.float64))
+    assert not out.any() and np.isinf(lse).all()
 
 
 def test_a_wrong_position_is_seen():

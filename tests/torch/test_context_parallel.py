@@ -72,7 +72,9 @@ BIAS = torch.zeros(1, 4, 40, 40)
     ("packed", [0, 30, 40], {"cu_seqlens_q": torch.tensor([0, 40])}, PACKED, ValueError, "cu_seqlens_q: given"),
     ("zigzag", 40, {"bias": BIAS}, SHAPE, ValueError, "bias: shape 1x4x40x40; accepted with move='keys'"),
     ("zigzag", 40, {"sink": torch.zeros(3), "move": "keys"}, SHAPE, ValueError, "sink: shape 3; accepted: 4 heads"),
-    ("zigzag", 40, {"move": "rings"}, SHAPE, ValueError, "move: 'rings'; accepted: None, 'keys', 'heads'"),
+    ("packed", [0, 30, 40], {"bias": BIAS[:1, :, :1, :30], "move": "ring"}, PACKED, NotImplementedError, "bias: given, with move='ring'"),
+    ("zigzag", 40, {"dropout_p": 0.1, "move": "ring"}, SHAPE, NotImplementedError, "dropout_p: 0.1, with move='ring' and a piece"),
+    ("zigzag", 40, {"move": "rings"}, SHAPE, ValueError, "move: 'rings'; accepted: None, 'keys', 'heads', 'ring'"),
     ("zigzag", 40, {}, (1, 4, 7, 8), ValueError, "q: 7 rows; accepted: "),
     ("zigzag", 40, {"is_causal": True}, SHAPE, TypeError, "is_causal: not an option"),
     ("zigzag", 40, {"batch_shape": (1, 1)}, SHAPE, ValueError, "batch_shape: given; accepted: None"),
@@ -97,6 +99,7 @@ def test_refusals(ranks, kind, length, options, shape, error, text):
     ("zigzag", 40, {"rng": "torch_mem_efficient", "dropout_p": 0.5, "seqused_k": torch.tensor([3])}, SHAPE, NotImplementedError,
      "rng: 'torch_mem_efficient', with move='heads' and seqused_k"),
     ("zigzag", 40, {"position_q": 16, "move": "keys"}, SHAPE, NotImplementedError, "position_q: given, with move='keys'"),
+    ("zigzag", 40, {"move": "ring"}, SHAPE, NotImplementedError, "move: 'ring', which needs positions"),
 ])  # fmt: skip
 def test_refusals_without_positions(ranks, kind, length, options, shape, error, text):
     ranks.run(2, parallel_cases.refused_without_positions, kind, length, options, shape, error, text)
@@ -291,6 +294,8 @@ def test_explain_needs_no_group():
     assert text.splitlines()[1].startswith("move: keys, as the first group's ")
     assert "groups of heads: 2; each gathers 268435456 bytes" in text
     assert f"received in the forward: {65536 * 2 * 8 * 128 * 2} bytes" in text
+    text = explain_context_parallel(q, k, k, rows=Rows.zigzag(131072, 2), move="ring", causal=True)
+    assert "steps: 2; each receives 268435456 bytes" in text and "1073741824 bytes of gradients in float32" in text
     text = explain_context_parallel(q, k, k, rows=Rows.contiguous(131072, 2), causal=True)
     assert "move: heads, as the rows are unbalanced for keys, 1.50" in text
     with pytest.raises(ValueError, match="without a group"):

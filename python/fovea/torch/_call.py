@@ -139,15 +139,22 @@ class Shard(NamedTuple):
 
 
 @functools.cache
-def has_positions(device_type: str) -> bool:
-    """Whether the library's kernels for a type of device have positions and streams of dropout."""
-    if device_type != "cuda":
-        return True
+def _on_gpu(line: bytes) -> bool:
     try:
-        text(lib.fovea_explain_for, b"fwd b=1 hq=1 sq=16 sk=16 d=64 bf16 pos=16,0", b"sm_90")
+        text(lib.fovea_explain_for, line, b"sm_90")
     except NotImplementedError:
         return False
     return True
+
+
+def has_positions(device_type: str) -> bool:
+    """Whether the library's kernels for a type of device have positions and streams of dropout."""
+    return device_type != "cuda" or _on_gpu(b"fwd b=1 hq=1 sq=16 sk=16 d=64 bf16 pos=16,0")
+
+
+def has_sums(device_type: str) -> bool:
+    """Whether they add fp32 gradients to what is there."""
+    return device_type != "cuda" or _on_gpu(b"bwd b=1 hq=1 sq=16 sk=16 d=64 bf16 need=k,v wide=k,v add=k,v")
 
 
 _COUNT = len(Arguments._fields)
@@ -585,6 +592,19 @@ def compute(
     return out, lse
 
 
+def merge(arguments: tuple[Any, ...], out: Tensor, lse: Tensor) -> None:
+    """The forward of a result over other keys, out and lse, which become that over those keys and these."""
+    a, shard = split(arguments)
+    there, _ = _look("merge", a, arguments[:TENSORS], shard)
+    problem = _Problem(a)
+    problem.set_shard(shard)
+    problem.set_rows("out", out)
+    problem.set("lse", lse)
+    problem.raw.accumulate = 1  # FOVEA_ACCUMULATE_OUT
+    problem.place(a, [*there, out, lse])
+    problem.run(_abi.FORWARD, a.deterministic == DETERMINISTIC_OR_WARN)
+
+
 def forward(*arguments: Any) -> tuple[Tensor, Any]:
     """fovea::attention"""
     return compute(arguments, with_lse=True)
@@ -592,13 +612,17 @@ def forward(*arguments: Any) -> tuple[Tensor, Any]:
 
 def backward(
     grad_out: Tensor, grad_lse: Optional[Tensor], out: Tensor, lse: Tensor, need: Sequence[bool], *arguments: Any,
-    into: Sequence[Tensor] = (),
+    into: Sequence[Tensor] = (), sums: Optional[dict[str, Tensor]] = None,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients of DIFFERENTIABLE for which `need` is true, in that order. The first of them are written into `into`."""
+    """The gradients of DIFFERENTIABLE for which `need` is true, in that order. The first of them are written into `into`. Those of
+    `sums` are added to its tensors, of fp32 or fp64."""
+    sums = sums or {}
     a, shard = split(arguments)
     if grad_out.stride(-1) != 1 and grad_out.device.type != "cpu":
         grad_out = grad_out.contiguous()
-    kind = (tuple(need), *(tensor.stride() for tensor in into)) if into else tuple(need)
+    kind: Any = (tuple(need), *(tensor.stride() for tensor in into)) if into else tuple(need)
+    if sums:
+        kind = (*kind, *((name, tensor.dtype, tensor.stride()) for name, tensor in sums.items()))
     there, key = _look(kind, a, (*arguments[:TENSORS], grad_out, out, lse, grad_lse), shard)
     pool = _pool(key)
     problem: Any = _taken(pool)
@@ -615,7 +639,10 @@ def backward(
         grads: list[Tensor] = []
         for name, index, wanted in zip(DIFFERENTIABLE, DIFFERENTIABLE_AT, need):
             if wanted:
-                grad = into[len(grads)] if len(grads) < len(into) else new_grad(a, name, problem.partial)
+                known = into[len(grads)] if len(grads) < len(into) else sums.get(name)
+                grad = new_grad(a, name, problem.partial) if known is None else known
+                if name in sums:
+                    problem.raw.accumulate |= 2 << DIFFERENTIABLE.index(name)  # FOVEA_ACCUMULATE_GRAD_Q and those behind it
                 put = problem.set_rows if name in ("q", "k", "v") else problem.set
                 put(f"grad_{name}", grad)
                 grads.append(grad)
@@ -623,7 +650,8 @@ def backward(
                 problem.grads.append((index, name, (tuple(grad.shape), grad.stride()) if may_keep else None))
     else:
         grads = list(into) + [
-            arguments[index].new_empty_strided(*layout) if layout else new_grad(a, name, problem.partial)
+            sums[name] if name in sums
+            else arguments[index].new_empty_strided(*layout) if layout else new_grad(a, name, problem.partial)
             for index, name, layout in problem.grads[len(into) :]
         ]
     problem.place(a, there + grads)

@@ -19,6 +19,7 @@ from . import _attention, _rows
 from ._parallel_call import PLANES, Call, of_rank, prepare, saying_rank, short
 from ._parallel_heads import by_heads, by_heads_then_keys
 from ._parallel_keys import by_keys
+from ._parallel_ring import by_ring
 from ._rows import Rows
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from ._options import Options
 
-Move = Literal["keys", "heads"]
+Move = Literal["keys", "heads", "ring"]
 _CHECK = "FOVEA_CHECK_RANKS"
 
 
@@ -56,7 +57,9 @@ def context_parallel(
     With move="keys" the keys and values are gathered. A bias or mask with queries has this rank's rows and all keys, in natural
     order; with packed rows it is whole. With move="heads" an all-to-all gives each rank all rows of some heads. The number of key
     heads is a multiple of the number of ranks. A bias or mask with queries has all rows, and this rank's Hq / ranks heads or one.
-    Dropout's mask is that of one device. With move="keys" the pieces then begin at multiples of 16 rows.
+    Dropout's mask is that of one device. With move="keys" the pieces then begin at multiples of 16 rows. With move="ring" the keys go
+    round the ranks, for keys that do not fit: arguments are those of "keys", and out, lse and all gradients are sums in fp32 over
+    the keys of the ranks, so not the bits of one process. Packed rows then have no biases and masks.
 
     Args:
         q: This rank's rows of the queries, (B, Hq, rows.count, D) or another shape of attention(). With Rows.packed
@@ -65,7 +68,7 @@ def context_parallel(
         v: The same rows of the values.
         rows: Which rows each rank has. With those of a mesh of two dimensions a bias or mask with queries has the rows of
             rows.over_keys.mine and Hq / (ranks of the second dimension) heads, or one.
-        move: "keys", "heads", or None to choose; explain_context_parallel() prints the choice and its reason.
+        move: "keys", "heads", "ring", or None to choose one of the first two; explain_context_parallel() prints the choice and its reason.
         return_lse: Also returns this rank's rows of the logsumexp, differentiable.
         **options: Those of attention(). cu_seqlens and max_seqlen are not given: rows has the lengths. seqused has those of
             whole sequences. sink, alibi_slopes and biases without queries are whole on every rank. seed=None draws a
@@ -130,6 +133,14 @@ def explain_context_parallel(
         ]
     elif call.move == "heads":
         lines += [f"received in the forward: {s.exchanged_bytes} bytes; in the backward: the same"]
+    elif call.move == "ring":
+        step = s.gathered_bytes // max(1, rows.ranks - 1)
+        lines += [
+            f"pairs of the busiest rank over the mean: {call.balance:.3f}",
+            f"steps: {rows.ranks}; each receives {step} bytes of keys and values, of which two ranks' exist at once",
+            f"received in the forward: {s.gathered_bytes} bytes",
+            f"received in the backward: the same, and {s.ring_bytes} bytes of gradients in {short(_rows.wide(q.dtype))}",
+        ]
     return "\n".join(lines)
 
 
@@ -218,4 +229,4 @@ def _alone(call: Call) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-_MOVERS = {"none": _alone, "keys": by_keys, "heads": by_heads, "both": by_heads_then_keys}
+_MOVERS = {"none": _alone, "keys": by_keys, "heads": by_heads, "ring": by_ring, "both": by_heads_then_keys}

@@ -18,7 +18,7 @@ from . import _attention, _call, _operators, _rows
 from ._call import Arguments
 from ._rows import Rows
 
-_MOVES = (None, "keys", "heads")
+_MOVES = (None, "keys", "heads", "ring")
 _OF_ROWS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")  # Rows has them
 _CHECKED = ("scale", "causal", "window", "align", "softcap", "dropout_p", "rng")
 PLANES = ("bias", "bias2", "mask")
@@ -33,6 +33,7 @@ class Sizes(NamedTuple):
     scattered_bytes: int
     group_bytes: int
     exchanged_bytes: int
+    ring_bytes: int
 
 
 class Call(NamedTuple):
@@ -117,9 +118,13 @@ def prepare(q: Any, k: Any, v: Any, rows: Rows, move: Any, given: dict[str, Any]
     groups = _groups(q, k, rows, o, heads_dim, (of_row["k"] + of_row["v"]) * rows.total * q.element_size())
     sizes = _sizes(of_row, q, v, rows, groups)
     balance = rows.balance(o["causal"], o["window"])
+    if move == "ring" and rows.ranks > 1:
+        why_not = no_keys or _why_not_ring(rows, o, positioned and _call.has_sums(q.device.type))
+        if why_not:
+            raise NotImplementedError(f"{why_not.replace(_KEYS, _RING)}; accepted: move='keys' or 'heads', where they can compute it")
     move, reason = _choose(rows, move, no_keys, no_heads, sizes, balance, o)
     call = Call(q, k, v, rows, o, rows_dim, heads_dim, move, reason, groups, balance, sizes, positioned)
-    if move == "keys":
+    if move in ("keys", "ring"):
         _check_planes(call)
     return call
 
@@ -156,6 +161,18 @@ def moves_by_lengths(o: dict[str, Any]) -> bool:
     if not (has_band(o) or o["alibi_slopes"] is not None) or o["align"] != "bottom_right" or has_positions(o):
         return False
     return not _same_lengths(o["seqused_q"], o["seqused_k"])
+
+
+_KEYS, _RING = "move='keys'", "move='ring'"
+
+
+def _why_not_ring(rows: Rows, o: dict[str, Any], has_sums: bool) -> str:
+    if not has_sums:
+        return "move: 'ring', which needs positions and accumulation, which kernels of this device do not have"
+    for name in PLANES:
+        if rows.kind == "packed" and o[name] is not None:
+            return f"{name}: given, with move='ring' and packed rows: the sequences' pieces begin at different keys of it"
+    return ""
 
 
 def _check_align(rows: Rows, o: dict[str, Any]) -> None:
@@ -268,6 +285,7 @@ def _sizes(of_row: dict[str, int], q: Tensor, v: Tensor, rows: Rows, groups: int
         exposed_bytes=gathered * item // groups,
         scattered_bytes=gathered * torch.finfo(_rows.wide(q.dtype)).bits // 8,
         group_bytes=rows.total * of_keys // groups * item,
+        ring_bytes=rows.ranks * most * of_keys * torch.finfo(_rows.wide(q.dtype)).bits // 8,
         exchanged_bytes=(of_row["q"] + of_keys + of_out) * most * item * (rows.ranks - 1) // rows.ranks,
     )
 
@@ -333,7 +351,7 @@ def _check_planes(call: Call) -> None:
         sizes = (plane.shape[-3:] if plane.dim() >= 3 else (1,) * (3 - plane.dim()) + tuple(plane.shape))
         if sizes[0] not in (1, heads) or sizes[1] not in (1, mine) or sizes[2] not in (1, total):
             raise ValueError(
-                f"{name}: shape {shape_text(plane.shape)}; accepted with move='keys': broadcastable to (B, {heads}, {mine}, "
+                f"{name}: shape {shape_text(plane.shape)}; accepted with move={call.move!r}: broadcastable to (B, {heads}, {mine}, "
                 f"{total}): all heads, {which}"
             )
     for name in ("sink", "alibi_slopes"):

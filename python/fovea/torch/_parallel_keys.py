@@ -21,7 +21,7 @@ from ._parallel_call import (
     PLANES, Call, arguments_of, draw_seed, ends_at_row, entries_of, has_band, has_positions, has_queries, is_positional, moves_by_lengths,
     saying_rank, streams_of,
 )  # fmt: skip
-from ._rows import Piece
+from ._rows import Piece, Rows
 
 
 def by_keys(call: Call) -> tuple[Tensor, Tensor]:
@@ -31,17 +31,17 @@ def by_keys(call: Call) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-_NAMED = ("q", "k", "v", "bias", "bias2", "sink")
+NAMED = ("q", "k", "v", "bias", "bias2", "sink")
 
 
 class _Keys(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Any) -> Any:
-        call = call._replace(q=tensors[0], k=tensors[1], v=tensors[2], options={**call.options, **dict(zip(_NAMED[3:], tensors[3:]))})
+        call = call._replace(q=tensors[0], k=tensors[1], v=tensors[2], options={**call.options, **dict(zip(NAMED[3:], tensors[3:]))})
         out, lse = keys_forward(call)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, out, lse)
-        ctx.call = call._replace(q=None, k=None, v=None, options={**call.options, **dict.fromkeys(_NAMED[3:])})  # type: ignore[arg-type]
+        ctx.call = call._replace(q=None, k=None, v=None, options={**call.options, **dict.fromkeys(NAMED[3:])})  # type: ignore[arg-type]
         return out, lse
 
     @staticmethod
@@ -52,7 +52,7 @@ class _Keys(torch.autograd.Function):
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         call = ctx.call
-        call = call._replace(q=tensors[0], k=tensors[1], v=tensors[2], options={**call.options, **dict(zip(_NAMED[3:], tensors[3:]))})
+        call = call._replace(q=tensors[0], k=tensors[1], v=tensors[2], options={**call.options, **dict(zip(NAMED[3:], tensors[3:]))})
         with saying_rank(call.rows):
             return (None, *keys_backward(call, need, grad_out, grad_lse, out, lse))
 
@@ -74,17 +74,17 @@ def _parts(call: Call) -> list[Part]:
     if call.rows.kind == "packed":
         return _packed_parts(call)
     make = _dense_part if call.positioned else _dense_part_without_positions
-    return [make(call, piece, at) for piece, at in _with_places(call.rows.mine)]
+    return [make(call, piece, at) for piece, at in with_places(call.rows.mine)]
 
 
-def _with_places(pieces: tuple[Piece, ...]) -> Iterator[tuple[Piece, int]]:
+def with_places(pieces: tuple[Piece, ...]) -> Iterator[tuple[Piece, int]]:
     at = 0
     for piece in pieces:
         yield piece, at
         at += piece.rows
 
 
-def _shard(call: Call, start: int, starts: Optional[Tensor]) -> Shard:
+def positions_of(call: Call, start: int, starts: Optional[Tensor]) -> Shard:
     """Where a part's rows are, by a number or for each sequence. Its streams are those of a group of heads."""
     o = call.options
     if not is_positional(o):
@@ -102,7 +102,7 @@ def _shard(call: Call, start: int, starts: Optional[Tensor]) -> Shard:
 def _dense_part(call: Call, piece: Piece, at: int) -> Part:
     o, total = call.options, call.rows.total
     right = 0 if o["causal"] else o["window"][1]
-    shard = _shard(call, piece.start, None)
+    shard = positions_of(call, piece.start, None)
     end = total
     if right >= 0 and shard.positions_q is None and shard.positions_k is None:
         end = max(0, min(total, piece.rows + (shard.position_q or 0) - (shard.position_k or 0) + right))
@@ -133,13 +133,23 @@ def _dense_part_without_positions(call: Call, piece: Piece, at: int) -> Part:
     return Part(at, piece.rows, end, more)
 
 
-def _packed_parts(call: Call) -> list[Part]:
-    rows, device = call.rows, call.q.device
+class Numbers(NamedTuple):
+    """One piece of each sequence that a rank has, of packed rows: the first ones or the second ones."""
 
-    def made() -> list[Any]:
+    first: int  # of the rank's rows
+    rows: int
+    longest: int
+    ends: Tensor  # cu_seqlens
+    stops: Tensor  # of each sequence, the end of the piece
+    whole: Tensor  # its length; 0 without a piece
+    starts: Tensor
+
+
+def packed_numbers(rows: Rows, rank: int, device: Any) -> list[Numbers]:
+    def made() -> list[Numbers]:
         seen: set[int] = set()
         numbers: list[list[tuple[Piece, int]]] = [[], []]
-        for piece, at in _with_places(rows.mine):
+        for piece, at in with_places(rows.pieces[rank]):
             numbers[piece.sequence in seen].append((piece, at))
             seen.add(piece.sequence)
         found = []
@@ -151,23 +161,29 @@ def _packed_parts(call: Call) -> list[Part]:
                 ends = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
                 whole = torch.tensor([n if length else 0 for n, length in zip(rows.lengths, lengths)], dtype=torch.int32, device=device)
                 stop = torch.tensor(stops, dtype=torch.int32, device=device)
-                starts = torch.tensor([n - rows_ for n, rows_ in zip(stops, lengths)], device=device)
-                found.append((pieces[0][1], sum(lengths), max(lengths), ends, stop, whole, starts))
-        return [torch.tensor(rows.first, dtype=torch.int32, device=device), found]
+                starts = torch.tensor([end - length for end, length in zip(stops, lengths)], device=device)
+                found.append(Numbers(pieces[0][1], sum(lengths), max(lengths), ends, stop, whole, starts))
+        return found
 
-    keys, found = rows._cached(("packed parts", device), made)
-    o = call.options
+    known: list[Numbers] = rows._cached(("packed numbers", rank, device), made)
+    return known
+
+
+def _packed_parts(call: Call) -> list[Part]:
+    rows, device, o = call.rows, call.q.device, call.options
+    keys = rows._cached(("packed keys", device), lambda: torch.tensor(rows.first, dtype=torch.int32, device=device))
     shape = o["batch_shape"]
     outer = 0 if shape is None else _attention._batch_outer(shape, keys, keys)
     parts = []
-    for first, count, longest, ends, stop, whole, starts in found:
-        more = {"cu_seqlens_q": ends, "cu_seqlens_k": keys, "max_seqlen_q": longest, "max_seqlen_k": rows.longest, "batch_outer": outer}
+    for n in packed_numbers(rows, call.rank, device):
+        more = {"cu_seqlens_q": n.ends, "cu_seqlens_k": keys, "max_seqlen_q": n.longest, "max_seqlen_k": rows.longest, "batch_outer": outer}
         if call.positioned:
             if o["seqused_q"] is not None:
-                more["seqused_q"] = torch.minimum((o["seqused_q"].long() - starts).clamp_min(0), ends.diff()).int()
+                more["seqused_q"] = torch.minimum((o["seqused_q"].long() - n.starts).clamp_min(0), n.ends.diff()).int()
         else:
-            more["seqused_k"] = stop if ends_at_row(o) else whole
-        parts.append(Part(first, count, rows.total, more, _shard(call, 0, starts) if call.positioned else Shard(), starts, longest))
+            more["seqused_k"] = n.stops if ends_at_row(o) else n.whole
+        shard = positions_of(call, 0, n.starts) if call.positioned else Shard()
+        parts.append(Part(n.first, n.rows, rows.total, more, shard, n.starts, n.longest))
     return parts
 
 
@@ -300,13 +316,13 @@ def keys_backward(
     call: Call, need: Any, grad_out: Tensor, grad_lse: Optional[Tensor], out: Tensor, lse: Tensor
 ) -> list[Optional[Tensor]]:
     o, rows = call.options, call.rows
-    wants = dict(zip(_NAMED, need))
+    wants = dict(zip(NAMED, need))
     sums = _rows.wide(call.q.dtype)
     grad_q = torch.empty_like(call.q) if wants["q"] else None
     # Of biases and the sink: what parts write each once, and what is summed over them.
     written: dict[str, Tensor] = {}
     summed: dict[str, Tensor] = {}
-    for name in _NAMED[3:]:
+    for name in NAMED[3:]:
         if wants[name]:
             if name != "sink" and has_queries(o[name]) and rows.kind != "packed":
                 written[name] = torch.zeros_like(o[name])
@@ -323,17 +339,24 @@ def keys_backward(
             grads_of_keys = group.split(total)
         for part in parts:
             arguments = group.arguments(part, k, v)
+            into: dict[str, Tensor] = {}
+            if of_keys and _call.has_sums(call.q.device.type):
+                whole = rows.kind == "packed"
+                views = (x if whole else x.narrow(call.rows_dim, 0, part.end) for x in grads_of_keys)
+                into = {name: view for name, view in zip("kv", views) if wants[name]}
             found = iter(_call.backward(
                 group.of_queries_alone(grad_out, part), None if grad_lse is None else group.of_lse(grad_lse, part).contiguous(),
                 group.of_queries_alone(out, part), group.of_lse(lse, part).contiguous(), list(need), *arguments,
+                sums=into,
             ))  # fmt: skip
             if grad_q is not None:
                 group.of_queries_alone(grad_q, part).copy_(next(found))
             for index, name in enumerate(("k", "v")):
-                if wants[name]:
-                    into = grads_of_keys[index]
-                    (into if rows.kind == "packed" else into.narrow(call.rows_dim, 0, part.end)).add_(next(found))
-            for name in _NAMED[3:]:
+                grad = next(found) if wants[name] else None
+                if grad is not None and name not in into:
+                    total_of = grads_of_keys[index]
+                    (total_of if rows.kind == "packed" else total_of.narrow(call.rows_dim, 0, part.end)).add_(grad)
+            for name in NAMED[3:]:
                 if wants[name]:
                     grad = next(found)
                     if name in written:
@@ -353,4 +376,4 @@ def keys_backward(
         for name, found_grad in zip("kv", group.split(mine)):
             if wants[name]:
                 grads[name].narrow(call.heads_dim, group.first_key, group.keys).copy_(found_grad)
-    return [grads.get(name) for name in _NAMED]
+    return [grads.get(name) for name in NAMED]

@@ -454,6 +454,35 @@ def start_gather(rows: Rows, local: Tensor, what: str) -> Pending:
     return Pending(rows, what, work, found)
 
 
+def padded(rows: Rows, local: Tensor) -> Tensor:
+    """(count, F) with as many rows as the rank that has the most."""
+    found = local.new_zeros(max(rows.counts), local.shape[1])
+    found[: local.shape[0]] = local
+    return found
+
+
+def start_round(rows: Rows, tensor: Tensor, what: str, tag: int) -> Pending:
+    """Begins to send a tensor to the next rank, and to receive that of the one before."""
+    found = torch.empty_like(tensor)
+    group: Any = rows.group
+    after, before = (dist.get_global_rank(group, ((rows.rank or 0) + by) % rows.ranks) for by in (1, -1))
+    with naming(rows, what):
+        sent = dist.P2POp(dist.isend, tensor, after, group, tag)
+        works = dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, found, before, group, tag)])
+    return Pending(rows, what, _All(works, tensor), found)
+
+
+class _All(NamedTuple):
+    """Several works as one, and what is sent, which has to stay until it is."""
+
+    works: Any
+    sent: Tensor
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
 def end_gather(pending: Pending) -> Tensor:
     """(total, F), in natural order."""
     found = pending.wait()

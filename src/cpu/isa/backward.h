@@ -102,7 +102,7 @@ struct Tile {
     for (int n = 0; n < 2; ++n) {
       const BiasGradient& bias = head.bias[n];
       if (bias.how == BiasSum::kStore && head.bias[1 - n].how == BiasSum::kNone && bias.sum.col == 1 &&
-          bias.sum.type == native_type<T>() && keys() % lanes<T>() == 0) {
+          bias.sum.type == native_type<T>() && !bias.sum.add && keys() % lanes<T>() == 0) {
         return &bias;
       }
     }
@@ -119,7 +119,7 @@ struct Tile {
   // What the rest of this tile and the next one read of far memory, while a row is computed: into the second level.
   HWY_INLINE void prefetch_ahead(i64 i) const {
     if (options().need_q && task.key_block > 0) {
-      prefetch_row<2>(Matrix{head.sum_q, native_type<T>(), head.sum_q_stride, 1}, i, 0, options().head_dim);
+      prefetch_row<2>(Matrix{head.sum_q, native_type<T>(), head.sum_q_stride, 1, false}, i, 0, options().head_dim);
     }
     if (const i64 next = i + options().block_rows; next < task.sequence.q_len) {
       prefetch_row<2>(head.head.q, next, 0, options().head_dim);

@@ -13,6 +13,7 @@
 // follow the band. Rows of several heads share a strip, so that grouped heads with few queries fill it.
 #pragma once
 
+#include "core/merge.h"
 #include "cpu/isa/forward_operands.h"
 #include "cpu/isa/forward_rows.h"
 #include "cpu/isa/scores.h"
@@ -214,6 +215,23 @@ void forward_block(const ForwardTask& task, const ForwardTiles<Operands>& tiles,
   }
 }
 
+// A finished row becomes what is to be stored over the result that is there. Returns the new logsumexp.
+template <class T>
+T merge_row(const ForwardHead& head, i64 i, i64 cols, T lse, T* o) {
+  T before = 0;
+  load_row(head.lse, 0, i, 1, &before);
+  const Merge<T> merged = merge(before, lse);
+  T chunk[kChunk];
+  for (i64 c = 0; c < cols; c += kChunk) {
+    const i64 some = math::min(kChunk, cols - c);
+    load_row(head.out, i, c, some, chunk);
+    for (i64 n = 0; n < some; ++n) {
+      o[c + n] = o[c + n] * merged.of_new + chunk[n] * merged.of_old;
+    }
+  }
+  return merged.lse;
+}
+
 // Divides by the sums, rounds and stores.
 template <class T, class Task>
 void finish_rows(const Task& task, const ForwardState<T>& state, T* lse) {
@@ -228,8 +246,13 @@ void finish_rows(const Task& task, const ForwardState<T>& state, T* lse) {
       for (i64 c = 0; c < options.head_dim_v; c += lanes<T>()) {
         (Simd<T>::load(o + c) * factor).store(o + c);
       }
-      store_row(o, head.out, i, 0, options.head_dim_v);
       lse[i - begin] = math::logsumexp(math::reference_of(state.max[row]), sum);
+      Matrix out = head.out;
+      if (out.add) {
+        lse[i - begin] = merge_row(head, i, options.head_dim_v, lse[i - begin], o);
+        out.add = false;
+      }
+      store_row(o, out, i, 0, options.head_dim_v);
     }
     if (head.lse.type != 0) {
       store_row(lse, head.lse, 0, begin, end - begin);

@@ -83,9 +83,24 @@ void load_row(const Matrix& m, i64 row, i64 col, i64 count, T* to) {
   }
 }
 
+// Adds, if `m` says so.
 template <class T>
 void store_row(const T* from, const Matrix& m, i64 row, i64 col, i64 count) {
   if (count == 0) {
+    return;
+  }
+  if (m.add) {
+    Matrix plain = m;
+    plain.add = false;
+    T chunk[kChunk];
+    for (i64 n = 0; n < count; n += kChunk) {
+      const i64 some = math::min(kChunk, count - n);
+      load_row(m, row, col + n, some, chunk);
+      for (i64 i = 0; i < some; ++i) {
+        chunk[i] += from[n + i];
+      }
+      store_row(chunk, plain, row, col + n, some);
+    }
     return;
   }
   if (m.col == 1) {

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""context_parallel with move="ring": keys and values go round the ranks, one rank's at a time, so that no rank ever has all of them.
+
+Each step computes this rank's rows over the keys of one rank, by calls with the positions of both. out and lse are accumulated, out in
+fp32 (fp64). In the backward the gradients of a rank's keys go round with them, in fp32, and come back to it as whole sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import _attention, _call, _rows
+from ._call import Shard
+from ._parallel_call import PLANES, Call, arguments_of, draw_seed, is_positional, saying_rank
+from ._parallel_keys import NAMED, packed_numbers, positions_of, with_places
+
+
+def by_ring(call: Call) -> tuple[Tensor, Tensor]:
+    o = call.options
+    call = call._replace(options={**o, "seed": draw_seed(call)})
+    out, lse = _Ring.apply(call, call.q, call.k, call.v, o["bias"], o["bias2"], o["sink"])
+    return out, lse
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: Any) -> Any:
+        call = _with(call, tensors)
+        out, lse = _forward(call)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, out, lse)
+        ctx.call = _with(call, (None,) * len(NAMED))
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Optional[Tensor], grad_lse: Optional[Tensor]) -> tuple[Any, ...]:
+        *tensors, out, lse = ctx.saved_tensors
+        call = _with(ctx.call, tensors)
+        with saying_rank(call.rows):
+            return (None, *_backward(call, ctx.needs_input_grad[1:], torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, out, lse))
+
+
+def _with(call: Call, tensors: Any) -> Call:
+    """The call with other tensors in place of those that have gradients."""
+    return call._replace(q=tensors[0], k=tensors[1], v=tensors[2], options={**call.options, **dict(zip(NAMED[3:], tensors[3:]))})
+
+
+class Side(NamedTuple):
+    """Adjacent rows of one rank that a call takes: a piece; of packed rows one piece of each sequence."""
+
+    first: int  # of that rank's rows
+    rows: int
+    start: int  # the position of the first row
+    starts: Optional[Tensor] = None  # of packed rows: of each sequence's first row
+    ends: Optional[Tensor] = None  # of packed rows: cu_seqlens
+    longest: int = 0
+
+
+def _sides(call: Call, rank: int) -> list[Side]:
+    rows = call.rows
+    if rows.kind != "packed":
+        return [Side(at, piece.rows, piece.start) for piece, at in with_places(rows.pieces[rank])]
+    return [Side(n.first, n.rows, 0, n.starts, n.ends, n.longest) for n in packed_numbers(rows, rank, call.q.device)]
+
+
+class _Pair:
+    """One call: some rows of this rank and some keys of one rank."""
+
+    def __init__(self, call: Call, queries: Side, keys: Side) -> None:
+        self.call = call
+        self.queries = queries
+        self.keys = keys
+        given = positions_of(call, queries.start, queries.starts)
+        self.shard = Shard(dropout_streams=call.options["dropout_streams"])
+        if is_positional(call.options):
+            each_k = given.positions_k
+            if keys.starts is not None:
+                each_k = keys.starts if each_k is None else keys.starts + each_k
+            self.shard = given._replace(position_k=(given.position_k or 0) + keys.start, positions_k=each_k, dropout_streams=self.shard[4])
+
+    def is_empty(self) -> bool:
+        """Whether the band has no pair, where that is known on the host."""
+        o, s = self.call.options, self.shard
+        if not is_positional(o) or s.positions_q is not None or s.positions_k is not None:
+            return False
+        left, right = o["window"]
+        right = 0 if o["causal"] else right
+        first = (s.position_q or 0) - (s.position_k or 0)  # of query 0, among these keys
+        return (right >= 0 and first + self.queries.rows - 1 + right < 0) or (left >= 0 and first - left >= self.keys.rows)
+
+    def rows(self, x: Tensor, dim: int) -> Tensor:
+        return x.narrow(dim, self.queries.first, self.queries.rows)
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        return x.narrow(self.call.rows_dim, self.keys.first, self.keys.rows)
+
+    def plane(self, x: Any) -> Any:
+        if x is not None and x.dim() >= 2 and x.shape[-2] != 1:
+            x = self.rows(x, -2)
+        if x is not None and x.dim() >= 1 and x.shape[-1] != 1:
+            x = x.narrow(-1, self.keys.start, self.keys.rows)
+        return x
+
+    def arguments(self, k: Tensor, v: Tensor, with_sink: bool) -> tuple[Any, ...]:
+        call, o, queries, keys = self.call, self.call.options, self.queries, self.keys
+        more: dict[str, Any] = {name: self.plane(o[name]) for name in PLANES}
+        more["sink"] = o["sink"] if with_sink else None
+        for name, side in (("seqused_q", queries), ("seqused_k", keys)):
+            if o[name] is not None:
+                used = (o[name].long() - (side.start if side.starts is None else side.starts)).clamp_min(0)
+                more[name] = used.clamp_max(side.rows).int() if side.ends is None else torch.minimum(used, side.ends.diff()).int()
+        if queries.ends is not None and keys.ends is not None:
+            shape = o["batch_shape"]
+            outer = 0 if shape is None else _attention._batch_outer(shape, keys.ends, keys.ends)
+            more.update(cu_seqlens_q=queries.ends, cu_seqlens_k=keys.ends, max_seqlen_q=queries.longest, max_seqlen_k=keys.longest,
+                        batch_outer=outer)  # fmt: skip
+        arguments = arguments_of(self.rows(call.q, call.rows_dim), self.of_keys(k), self.of_keys(v), {**o, "sink": None}, **more)
+        return arguments if all(given is None for given in self.shard) else (*arguments, *self.shard)
+
+
+def _steps(call: Call) -> Iterator[tuple[int, Tensor, Tensor, list[_Pair]]]:
+    """The number of each step, the keys and values that this rank has in it, and its calls. The next ones are on their way meanwhile."""
+    rows, shapes, parts = call.rows, [], []
+    for x in (call.k, call.v):
+        first = x.movedim(call.rows_dim, 0)
+        shapes.append(first.shape[1:])
+        parts.append(first.reshape(rows.count, first.shape[1:].numel()))
+    here = _rows.padded(rows, torch.cat(parts, 1))
+    mine = _sides(call, call.rank)
+    for step in range(rows.ranks):
+        owner = (call.rank - step) % rows.ranks
+        pending = _rows.start_round(rows, here, "keys and values", 0) if step + 1 < rows.ranks else None
+        k, v = _split(call, here, shapes)
+        pairs = [_Pair(call, queries, keys) for queries in mine for keys in _sides(call, owner)]
+        yield step, k, v, pairs
+        if pending is not None:
+            here = pending.wait()
+
+
+def _split(call: Call, whole: Any, shapes: list[Any]) -> tuple[Tensor, Tensor]:
+    k, v = whole.split([shape.numel() for shape in shapes], 1)
+    return k.unflatten(1, shapes[0]).movedim(0, call.rows_dim), v.unflatten(1, shapes[1]).movedim(0, call.rows_dim)
+
+
+def _forward(call: Call) -> tuple[Tensor, Tensor]:
+    rows, sink = call.rows, call.options["sink"]
+    packed = {"cu_seqlens_q": call.q} if rows.kind == "packed" else {}
+    whole = arguments_of(call.q, call.k, call.v, call.options, **packed)
+    shape, strides = _call.out_layout(whole)
+    out = torch.empty_strided(shape, strides, dtype=_rows.wide(call.q.dtype), device=call.q.device).zero_()
+    lse = _call.new_lse(whole, _call.lse_shape(whole)).fill_(-torch.inf)
+    if sink is not None:  # a logit without a value: where results begin
+        lse.copy_(sink[:, None].expand_as(lse))
+    for _, k, v, pairs in _steps(call):
+        for pair in pairs:
+            if not pair.is_empty():
+                _call.merge(pair.arguments(k, v, False), pair.rows(out, call.rows_dim), pair.rows(lse, -1))
+    if call.options["seqused_q"] is not None and sink is not None:
+        _clear(call, lse)
+    return out.to(call.q.dtype), lse
+
+
+def _clear(call: Call, lse: Tensor) -> None:
+    """Rows that no sequence has begin with the sink, too."""
+    used, rows = call.options["seqused_q"].long(), call.rows
+    device = lse.device
+    if rows.kind == "packed":
+        sequence = torch.cat([torch.full((piece.rows,), piece.sequence) for piece in rows.mine] or [torch.empty(0).long()]).to(device)
+        lse[:, rows.positions.to(device) >= used[sequence]] = -torch.inf
+    else:
+        missing = rows.positions.to(device) >= used[:, None]
+        lse.masked_fill_(missing.view(*lse.shape[:-2], 1, lse.shape[-1]), -torch.inf)
+
+
+def _backward(call: Call, need: Any, grad_out: Tensor, grad_lse: Optional[Tensor], out: Tensor, lse: Tensor) -> list[Optional[Tensor]]:
+    rows, o = call.rows, call.options
+    wants = dict(zip(NAMED, need))
+    given = {"q": call.q, **{name: o[name] for name in NAMED[3:]}}
+    totals = {
+        name: torch.zeros(x.shape, dtype=_rows.wide(x.dtype), device=x.device) for name, x in given.items() if wants[name]
+    }
+    of_keys = wants["k"] or wants["v"]
+    pending: Any = None
+    for step, k, v, pairs in _steps(call):
+        shapes = [x.movedim(call.rows_dim, 0).shape[1:] for x in (k, v)]
+        sums = torch.zeros(max(rows.counts), sum(shape.numel() for shape in shapes), dtype=_rows.wide(call.q.dtype), device=call.q.device)
+        grads_of_keys = dict(zip("kv", _split(call, sums, shapes)))
+        with_sink = wants["sink"] and step == 0
+        done = set()
+        for pair in pairs:
+            # A row's share of the sink's gradient is that of all keys: one call has it.
+            sink_here = with_sink and pair.queries.first not in done
+            if pair.is_empty() and not sink_here:
+                continue
+            done.add(pair.queries.first)
+            into = {name: pair.of_keys(x) for name, x in grads_of_keys.items() if wants[name]}
+            for name, total in totals.items():
+                if name == "q":
+                    into[name] = pair.rows(total, call.rows_dim)
+                elif name != "sink":
+                    into[name] = pair.plane(total)
+                elif sink_here:
+                    into[name] = total
+            _call.backward(
+                pair.rows(grad_out, call.rows_dim), None if grad_lse is None else pair.rows(grad_lse, -1).contiguous(),
+                pair.rows(out, call.rows_dim), pair.rows(lse, -1).contiguous(), [name in into for name in NAMED],
+                *pair.arguments(k, v, sink_here), sums=into,
+            )  # fmt: skip
+        if of_keys:
+            if pending is not None:
+                sums += pending.wait()  # what the ranks before had for these keys
+            pending = _rows.start_round(rows, sums, "the gradients of keys and values", 1)
+    grads: dict[str, Any] = {name: total.to(given[name].dtype) for name, total in totals.items()}
+    if of_keys:
+        mine = pending.wait()[: rows.count]
+        for name, like, found in zip("kv", (call.k, call.v), _split(call, mine, shapes)):
+            grads[name] = torch.empty_like(like).copy_(found) if wants[name] else None
+    return [grads.get(name) for name in NAMED]
