@@ -25,6 +25,7 @@
 #include <cstring>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "fovea/c.h"
 #include "subject.h"
@@ -123,7 +124,10 @@ class Fuzzer {
     const Direction direction = random.once_in(2) ? Direction::kForward : Direction::kBackward;
     subject_.draw(random, direction);
     if (direction == Direction::kBackward) {
+      const std::uint64_t accumulate =
+          std::exchange(subject_.problem().accumulate, 0);  // gradients, which a forward has not
       call(random, Direction::kForward, /*is_right=*/true);
+      subject_.problem().accumulate = accumulate;
     }
     const bool is_right = random.once_in(2);
     for (std::int64_t i = is_right ? 0 : random.between(1, 3); i > 0; --i) {
