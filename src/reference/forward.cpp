@@ -7,7 +7,7 @@
 //
 // exp is taken relative to the row's maximum, so that no score overflows. Rows that do not exist (beyond seqused,
 // past the last cu_seqlens) are left as they are.
-#include "core/merge.h"
+#include "math/merge.h"
 #include "reference/head.h"
 #include "reference/reference.h"
 
@@ -50,7 +50,7 @@ double forward_row(const Head<double>& head, i64 i, const double* q, const std::
 // `out` and its logsumexp become what is to be written over the result that is there. Returns the new logsumexp.
 double merge_row(const Call& call, i64 b, i64 h, i64 row, double lse, std::vector<double>& out) {
   const auto before = read_rows<double>(call, call.out, b, h, row, 1, static_cast<i64>(out.size()));
-  const Merge<double> merged = merge(read_rows<double>(call, call.lse, b, h, row, 1, 1)[0], lse);
+  const math::Merge<double> merged = math::merge(read_rows<double>(call, call.lse, b, h, row, 1, 1)[0], lse);
   for (std::size_t d = 0; d < out.size(); ++d) {
     out[d] = out[d] * merged.of_new + before[d] * merged.of_old;
   }

@@ -13,8 +13,8 @@
 #include "check/materialise.h"
 #include "check/run.h"
 #include "core/element.h"
-#include "core/merge.h"
 #include "core/text_words.h"
+#include "math/merge.h"
 
 namespace fovea::check {
 namespace {
@@ -134,7 +134,7 @@ void check_forward(const Case& c, const Tensors& plain, const std::string& backe
   std::size_t n = 0;
   for_each_row([&](std::int64_t at, std::int64_t at_lse) {
     const Row& row = rows[n++];
-    const Merge<double> merged = merge(row.old_lse, row.lse);
+    const math::Merge<double> merged = math::merge(row.old_lse, row.lse);
     const double found = element(views.lse, at_lse);
     // The difference of two logsumexps has their error.
     const double size = std::max(

@@ -13,10 +13,10 @@
 // follow the band. Rows of several heads share a strip, so that grouped heads with few queries fill it.
 #pragma once
 
-#include "core/merge.h"
 #include "cpu/isa/forward_operands.h"
 #include "cpu/isa/forward_rows.h"
 #include "cpu/isa/scores.h"
+#include "math/merge.h"
 
 namespace fovea::cpu::FOVEA_ISA {
 
@@ -220,7 +220,7 @@ template <class T>
 T merge_row(const ForwardHead& head, i64 i, i64 cols, T lse, T* o) {
   T before = 0;
   load_row(head.lse, 0, i, 1, &before);
-  const Merge<T> merged = merge(before, lse);
+  const math::Merge<T> merged = math::merge(before, lse);
   T chunk[kChunk];
   for (i64 c = 0; c < cols; c += kChunk) {
     const i64 some = math::min(kChunk, cols - c);

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Results over some keys and over others, merged by their logsumexp: what accumulating into out means.
-#pragma once
+#ifndef FOVEA_MATH_MERGE_H
+#define FOVEA_MATH_MERGE_H
 
-#include "math/softmax.h"
+#include "softmax.h"
 
-namespace fovea {
+namespace fovea::math {
 inline namespace FOVEA_ISA {
 
 template <class T>
@@ -18,13 +19,15 @@ struct Merge {
 // A row without keys has the logsumexp -inf and the result 0, also merged with another one.
 template <class T>
 constexpr Merge<T> merge(T lse_old, T lse_new) {
-  const T reference = math::reference_of(math::max(lse_old, lse_new));
-  const T old_weight = math::weight(lse_old, reference);
-  const T new_weight = math::weight(lse_new, reference);
+  const T reference = reference_of(max(lse_old, lse_new));
+  const T old_weight = weight(lse_old, reference);
+  const T new_weight = weight(lse_new, reference);
   const T sum = old_weight + new_weight;
-  const T inverse = math::inverse_of_sum(sum);
-  return {math::logsumexp(reference, sum), old_weight * inverse, new_weight * inverse};
+  const T inverse = inverse_of_sum(sum);
+  return {logsumexp(reference, sum), old_weight * inverse, new_weight * inverse};
 }
 
 }  // namespace FOVEA_ISA
-}  // namespace fovea
+}  // namespace fovea::math
+
+#endif  // FOVEA_MATH_MERGE_H
