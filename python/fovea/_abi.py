@@ -50,6 +50,10 @@ WINDOW = 8
 CLEAR_ROWS = 16
 POSITIONS = 32
 
+# fovea_problem::accumulate
+ACCUMULATE_OUT = 1
+ACCUMULATE_GRADS = {"q": 2, "k": 4, "v": 8, "bias": 16, "bias2": 32, "sink": 64}
+
 
 # fovea_tensor: size, data, dtype, rank, flags, reserved, shape, stride. A call has up to 25 of them, and packing one
 # takes an eighth of the time of making a ctypes structure (0.2 against 1.6 microseconds).

@@ -245,7 +245,7 @@ def attention(
     if lse is not None:
         problem.into("lse", lse)
     if flag("accumulate", accumulate):
-        problem.raw.accumulate = 1  # FOVEA_ACCUMULATE_OUT
+        problem.raw.accumulate = _abi.ACCUMULATE_OUT
     problem.run(_abi.FORWARD)
     result = fresh.result() if out is None else out
     return (result, lse if made is None else made.result()) if return_lse else result
@@ -387,7 +387,7 @@ def attention_backward(
     for name in accumulate.split(",") if isinstance(accumulate, str) and accumulate else accumulate:
         if name not in into:
             raise ValueError(f"accumulate: {name!r}; accepted: names of grads_out, {', '.join(into) or 'which is not given'}")
-        problem.raw.accumulate |= 2 << DIFFERENTIABLE.index(name)  # FOVEA_ACCUMULATE_GRAD_Q and those behind it
+        problem.raw.accumulate |= _abi.ACCUMULATE_GRADS[name]
     problem.run(_abi.BACKWARD)
     return Gradients(**into, **{name: array.result() for name, array in fresh.items()})
 

@@ -22,8 +22,11 @@ CONSTANTS = {
         "OK", "INVALID_ARGUMENT", "INVALID_TYPE", "UNSUPPORTED", "OUT_OF_MEMORY", "DEVICE_ERROR", "INTERNAL_ERROR",
         "FP32", "FP16", "BF16", "FP64", "BOOL", "INT32", "INT64", "FORWARD", "BACKWARD", "BOTTOM_RIGHT", "TOP_LEFT",
         "RNG_FOVEA", "RNG_TORCH_MEM_EFFICIENT", "MAX_RANK", "TENSOR_STRIDED", "CAUSAL", "DETERMINISTIC", "SCALE",
-        "WINDOW", "VERSION_MAJOR")},
+        "WINDOW", "CLEAR_ROWS", "POSITIONS", "ACCUMULATE_OUT", "VERSION_MAJOR")},
 }  # fmt: skip
+
+
+GRADS = {f"FOVEA_ACCUMULATE_GRAD_{name.upper()}": bit for name, bit in _abi.ACCUMULATE_GRADS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +41,7 @@ def c_says(tmp_path_factory):
             lines.append(
                 f'printf("{name}.{field} %zu %zu\\n", offsetof({name}, {field}), sizeof((({name}*)0)->{field}));'
             )
-    for constant in CONSTANTS:
+    for constant in (*CONSTANTS, *GRADS):
         lines.append(f'printf("{constant} 0 %lld\\n", (long long){constant});')
     folder = tmp_path_factory.mktemp("abi")
     source, program = folder / "abi.c", folder / "abi"
@@ -95,6 +98,8 @@ def test_no_field_is_missing(name):
 def test_constants(c_says):
     for c_name, name in CONSTANTS.items():
         assert getattr(_abi, name) == c_says[c_name][1], name
+    for c_name, bit in GRADS.items():
+        assert bit == c_says[c_name][1], c_name
 
 
 def test_every_function_is_declared():
