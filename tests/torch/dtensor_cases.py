@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import fovea.torch
-from fovea.torch import _call, attention
+from fovea.torch import _dtensor, attention
 
 B, HQ, HK, S, D = 4, 8, 4, 24, 8
 LONG = 64  # rows of a case with dropout, whose parts are multiples of 16 rows
@@ -48,7 +48,7 @@ def check(group, case, dimension, whole=(), compiled=False):
 
 
 def compare(mesh, case, dimensions, whole=(), compiled=False):
-    from fovea.torch import _call, _dtensor
+    from fovea.torch import _call
 
     make, shapes, options = OPTIONS[case]
     q, k, v, more = make(**shapes)
@@ -165,12 +165,12 @@ def refusals(group):
     each = distribute_tensor(torch.zeros(B, dtype=torch.int64), mesh, [Replicate()])
     refuses(on(*[Shard(2)] * 3, causal=True, positions_q=each), "positions_q: given with DTensors whose rows are sharded")
     refuses(on(*[Shard(2)] * 3, causal=True, align="bottom_right", seqused_k=each.int()), "seqused_k: given with DTensors whose rows are sharded")
-    known, _call.has_positions = _call.has_positions, lambda device_type: False
+    known, _dtensor.in_pytorchs_ring = _dtensor.in_pytorchs_ring, lambda: True  # there calls get no positions
     try:
         refuses(on(*[Shard(2)] * 3, window=(3, 3)), "window depends on the numbers of the rows")
         refuses(on(*[Shard(0)] * 3, dropout_p=0.5, seed=1), "dropout_p: 0.5, with q sharded along dimension 0, and the ranks would draw")
     finally:
-        _call.has_positions = known
+        _dtensor.in_pytorchs_ring = known
     refuses(on(Shard(0), Shard(2), Shard(0)), "k: sharded along dimension 2 over dimension 0 of the mesh, where q is sharded along its batch")
     refuses(on(Replicate(), Shard(0), Shard(0)), "k: sharded along dimension 0 over dimension 0 of the mesh, where q is whole")
     refuses(on(*[Shard(0)] * 3, bias=Shard(1)), "bias: sharded along dimension 1")

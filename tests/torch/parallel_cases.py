@@ -2,7 +2,6 @@
 """context_parallel's cases: small problems in which every pair of feature values occurs that today's calls can compute, each compared
 with one process that has all rows. Ranks run these functions (ranks.py)."""
 
-import contextlib
 import os
 
 import torch
@@ -10,7 +9,7 @@ import torch.distributed as dist
 
 from covering import covering
 import fovea
-from fovea.torch import Rows, _call, attention, context_parallel, explain_context_parallel
+from fovea.torch import Rows, attention, context_parallel, explain_context_parallel
 
 # The first value of each is the plain one. The numbers of key heads are multiples of the ranks; "one" is one key head.
 FEATURES = {
@@ -61,49 +60,8 @@ def legal(row):
     return r["dropout"] != "torch_mem_efficient"
 
 
-def legal_without_positions(row):
-    """The same for kernels without positions."""
-    r = {**PLAIN, **row}
-    planes = [r[name] for name in ("bias", "bias2", "mask")]
-    ends_at_row = r["causal"] or r["window"][1] == 0
-    band = r["causal"] or r["window"] != (-1, -1)
-    if not legal(row) or r["position"] or r["move"] == "ring":
-        return False
-    if r["move"] == "heads":
-        if r["dropout"] == "torch_mem_efficient" and r["used"] and r["kind"] != "packed":
-            return False
-        return not (r["dropout"] and r["batch"] == "two")
-    if r["dropout"] or (r["alibi"] and not ends_at_row):
-        return False
-    if r["kind"] == "packed":
-        return not r["used"] and not (band and not ends_at_row) and not any("q" in p or p == "dead" for p in planes)
-    if r["used"] and band:
-        return r["used"] == "same" and ends_at_row
-    return not (r["used"] == "k" and r["alibi"])
-
-
 def table():
     return covering(FEATURES, legal)
-
-
-def table_without_positions():
-    """Fewer rows: kernels without positions are computed for as context_parallel did before there were positions."""
-    return covering(FEATURES, legal_without_positions)[::4]
-
-
-@contextlib.contextmanager
-def without_positions():
-    known = _call.has_positions
-    _call.has_positions = lambda device_type: False
-    try:
-        yield
-    finally:
-        _call.has_positions = known
-
-
-def check_without_positions(group, row):
-    with without_positions():
-        check(group, row)
 
 
 def name_of(row):
@@ -316,11 +274,6 @@ def masks_of_dropout(group):
             zeros = torch.zeros(2, n, rows.count, 8)
             out = context_parallel(zeros, zeros, rows.take(eye, 2), rows=rows, **dropout)
             assert torch.equal(out != 0, rows.take(kept, 2)), rows
-
-
-def refused_without_positions(group, *case):
-    with without_positions():
-        refused(group, *case)
 
 
 def refused(group, kind, length, options, shape, error, text):

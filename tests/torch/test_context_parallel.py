@@ -30,12 +30,6 @@ def test_one_process(ranks, n, row):
     ranks.run(n, parallel_cases.check, row)
 
 
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("row", parallel_cases.table_without_positions(), ids=parallel_cases.name_of)
-def test_kernels_without_positions(ranks, n, row):
-    ranks.run(n, parallel_cases.check_without_positions, row)
-
-
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_masks_of_dropout(ranks, n):
     ranks.run(n, parallel_cases.masks_of_dropout)
@@ -83,26 +77,6 @@ BIAS = torch.zeros(1, 4, 40, 40)
 ])  # fmt: skip
 def test_refusals(ranks, kind, length, options, shape, error, text):
     ranks.run(2, parallel_cases.refused, kind, length, options, shape, error, text)
-
-
-@pytest.mark.parametrize("kind, length, options, shape, error, text", [
-    ("zigzag", 40, {"dropout_p": 0.1, "move": "keys"}, SHAPE, NotImplementedError, "dropout_p: 0.1, with move='keys'"),
-    ("zigzag", 40, {"dropout_p": 0.1}, (1, 3, "rows", 8), NotImplementedError, "no movement computes this: dropout_p: 0.1"),
-    ("zigzag", 40, {"dropout_p": 0.1}, (1, 2, 4, "rows", 8), NotImplementedError, "a call has no third level"),
-    ("zigzag", 40, {"alibi_slopes": torch.ones(4), "move": "keys"}, SHAPE, NotImplementedError, "alibi_slopes: given without causal"),
-    ("zigzag", 40, {"move": "heads"}, (1, 3, "rows", 8), NotImplementedError, "k: 3 heads, with move='heads' over 2 ranks"),
-    ("zigzag", 40, {"seqused_k": torch.tensor([3]), "causal": True, "align": "top_left", "move": "keys"}, SHAPE, NotImplementedError,
-     "seqused_q and seqused_k: not the same tensor"),
-    ("packed", [0, 30, 40], {"window": (3, 3), "move": "keys"}, PACKED, NotImplementedError, "window: (3, 3), with move='keys' and packed"),
-    ("packed", [0, 30, 40], {"bias": BIAS, "move": "keys"}, PACKED, NotImplementedError, "bias: has queries"),
-    ("packed", [0, 30, 40], {"seqused_k": torch.tensor([3, 4]), "move": "keys"}, PACKED, NotImplementedError, "seqused_k: given"),
-    ("zigzag", 40, {"rng": "torch_mem_efficient", "dropout_p": 0.5, "seqused_k": torch.tensor([3])}, SHAPE, NotImplementedError,
-     "rng: 'torch_mem_efficient', with move='heads' and seqused_k"),
-    ("zigzag", 40, {"position_q": 16, "move": "keys"}, SHAPE, NotImplementedError, "position_q: given, with move='keys'"),
-    ("zigzag", 40, {"move": "ring"}, SHAPE, NotImplementedError, "move: 'ring', which needs positions"),
-])  # fmt: skip
-def test_refusals_without_positions(ranks, kind, length, options, shape, error, text):
-    ranks.run(2, parallel_cases.refused_without_positions, kind, length, options, shape, error, text)
 
 
 @pytest.mark.parametrize("case", ["softcap", "shape", "error"])

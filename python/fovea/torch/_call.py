@@ -138,23 +138,18 @@ class Shard(NamedTuple):
         return any(given is not None for given in self[:4])
 
 
+def has_sums(device_type: str) -> bool:
+    """Whether the library's kernels for a type of device add fp32 gradients to what is there."""
+    return device_type != "cuda" or _gpu_has_sums()
+
+
 @functools.cache
-def _on_gpu(line: bytes) -> bool:
+def _gpu_has_sums() -> bool:
     try:
-        text(lib.fovea_explain_for, line, b"sm_90")
+        text(lib.fovea_explain_for, b"bwd b=1 hq=1 sq=16 sk=16 d=64 bf16 need=k,v wide=k,v add=k,v", b"sm_90")
     except NotImplementedError:
         return False
     return True
-
-
-def has_positions(device_type: str) -> bool:
-    """Whether the library's kernels for a type of device have positions and streams of dropout."""
-    return device_type != "cuda" or _on_gpu(b"fwd b=1 hq=1 sq=16 sk=16 d=64 bf16 pos=16,0")
-
-
-def has_sums(device_type: str) -> bool:
-    """Whether they add fp32 gradients to what is there."""
-    return device_type != "cuda" or _on_gpu(b"bwd b=1 hq=1 sq=16 sk=16 d=64 bf16 need=k,v wide=k,v add=k,v")
 
 
 _COUNT = len(Arguments._fields)
@@ -600,7 +595,7 @@ def merge(arguments: tuple[Any, ...], out: Tensor, lse: Tensor) -> None:
     problem.set_shard(shard)
     problem.set_rows("out", out)
     problem.set("lse", lse)
-    problem.raw.accumulate = 1  # FOVEA_ACCUMULATE_OUT
+    problem.raw.accumulate = _abi.ACCUMULATE_OUT
     problem.place(a, [*there, out, lse])
     problem.run(_abi.FORWARD, a.deterministic == DETERMINISTIC_OR_WARN)
 
@@ -642,7 +637,7 @@ def backward(
                 known = into[len(grads)] if len(grads) < len(into) else sums.get(name)
                 grad = new_grad(a, name, problem.partial) if known is None else known
                 if name in sums:
-                    problem.raw.accumulate |= 2 << DIFFERENTIABLE.index(name)  # FOVEA_ACCUMULATE_GRAD_Q and those behind it
+                    problem.raw.accumulate |= _abi.ACCUMULATE_GRADS[name]
                 put = problem.set_rows if name in ("q", "k", "v") else problem.set
                 put(f"grad_{name}", grad)
                 grads.append(grad)

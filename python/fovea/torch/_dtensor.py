@@ -72,7 +72,7 @@ def local_shapes(a: Any) -> list[Any]:
     specs = a._make([None if x is None else x._spec if at < TENSORS else x for at, x in enumerate(a)])
     if any(x is not None and x.mesh != specs.q.mesh for x in specs[:TENSORS]):
         raise NotImplementedError("DTensors of several meshes")
-    ways = _ways(specs, _call.has_positions(a.q.device.type))
+    ways = _ways(specs, True)
     found: list[Any] = []
     for name, tensor, spec in zip(Arguments._fields, a[:TENSORS], specs):
         if tensor is None:
@@ -104,8 +104,7 @@ def with_places(a: Any, given: Shard) -> tuple[Any, ...]:
         NotImplementedError: They cannot be said.
         ValueError: The alignment is missing.
     """
-    # In a compiled graph kernels refuse what they do not have.
-    if not torch.compiler.is_compiling() and (in_pytorchs_ring() or not _call.has_positions(a.q.device.type)):
+    if not torch.compiler.is_compiling() and in_pytorchs_ring():
         return (*a, *given)
     levels, heads, rows = _dimensions(a)
     sharded = [_dimension("q", placement) for placement in a.q.placements]

@@ -49,7 +49,6 @@ class Call(NamedTuple):
     groups: int  # of heads, with move="keys"
     balance: float
     sizes: Sizes
-    positioned: bool  # whether the device's kernels have positions and streams of dropout
 
     @property
     def rank(self) -> int:
@@ -111,19 +110,17 @@ def prepare(q: Any, k: Any, v: Any, rows: Rows, move: Any, given: dict[str, Any]
 
     _check_align(rows, o)
 
-    positioned = _call.has_positions(q.device.type)
-    no_keys = _why_not_keys(rows.over_keys or rows, o) if positioned else _why_not_keys_without_positions(rows, o)
-    no_heads = _why_not_heads(q, k, rows, o, heads_dim, positioned)
+    no_keys, no_heads = _why_not_keys(rows.over_keys or rows, o), _why_not_heads(k, rows, heads_dim)
     of_row = {name: x.shape[:rows_dim].numel() * x.shape[rows_dim + 1 :].numel() for name, x in (("q", q), ("k", k), ("v", v))}
     groups = _groups(q, k, rows, o, heads_dim, (of_row["k"] + of_row["v"]) * rows.total * q.element_size())
     sizes = _sizes(of_row, q, v, rows, groups)
     balance = rows.balance(o["causal"], o["window"])
     if move == "ring" and rows.ranks > 1:
-        why_not = no_keys or _why_not_ring(rows, o, positioned and _call.has_sums(q.device.type))
+        why_not = no_keys or _why_not_ring(rows, o, q.device.type)
         if why_not:
             raise NotImplementedError(f"{why_not.replace(_KEYS, _RING)}; accepted: move='keys' or 'heads', where they can compute it")
     move, reason = _choose(rows, move, no_keys, no_heads, sizes, balance, o)
-    call = Call(q, k, v, rows, o, rows_dim, heads_dim, move, reason, groups, balance, sizes, positioned)
+    call = Call(q, k, v, rows, o, rows_dim, heads_dim, move, reason, groups, balance, sizes)
     if move in ("keys", "ring"):
         _check_planes(call)
     return call
@@ -140,11 +137,6 @@ def has_queries(plane: Optional[Tensor]) -> bool:
 
 def has_band(o: dict[str, Any]) -> bool:
     return bool(o["causal"] or o["window"] != (-1, -1))
-
-
-def ends_at_row(o: dict[str, Any]) -> bool:
-    """Whether a query meets no key behind itself."""
-    return bool(o["causal"] or o["window"][1] == 0)
 
 
 def is_positional(o: dict[str, Any]) -> bool:
@@ -166,9 +158,9 @@ def moves_by_lengths(o: dict[str, Any]) -> bool:
 _KEYS, _RING = "move='keys'", "move='ring'"
 
 
-def _why_not_ring(rows: Rows, o: dict[str, Any], has_sums: bool) -> str:
-    if not has_sums:
-        return "move: 'ring', which needs positions and accumulation, which kernels of this device do not have"
+def _why_not_ring(rows: Rows, o: dict[str, Any], device_type: str) -> str:
+    if not _call.has_sums(device_type):
+        return f"move: 'ring', with results that are accumulated, which kernels of {device_type} do not do"
     for name in PLANES:
         if rows.kind == "packed" and o[name] is not None:
             return f"{name}: given, with move='ring' and packed rows: the sequences' pieces begin at different keys of it"
@@ -211,54 +203,16 @@ def _why_not_keys(rows: Rows, o: dict[str, Any]) -> str:
     return ""
 
 
-def _why_not_keys_without_positions(rows: Rows, o: dict[str, Any]) -> str:
-    """The same where kernels have no positions."""
-    packed = rows.kind == "packed"
-    for name in _call.Shard._fields:
-        if o[name] is not None:
-            return f"{name}: given, with move='keys', which kernels of this device do not have"
-    if o["dropout_p"] != 0:
-        return f"dropout_p: {o['dropout_p']}, with move='keys': dropout's mask depends on a row's number within its call"
-    if o["alibi_slopes"] is not None and not ends_at_row(o):
-        return "alibi_slopes: given without causal, with move='keys': a call with keys behind its rows cannot say their distances"
-    if packed:
-        if has_band(o) and not ends_at_row(o):
-            return f"window: {tuple(o['window'])}, with move='keys' and packed rows: sequences would need shifts of their own"
-        for name in PLANES:
-            if has_queries(o[name]):
-                return f"{name}: has queries, with move='keys' and packed rows: the sequences' pieces begin at different rows of it"
-        for name in ("seqused_q", "seqused_k"):
-            if o[name] is not None:
-                return f"{name}: given, with move='keys' and packed rows; Rows.packed of the used lengths has the same meaning"
-    elif o["seqused_q"] is not None or o["seqused_k"] is not None:
-        if (has_band(o) or o["alibi_slopes"] is not None) and not _same_lengths(o["seqused_q"], o["seqused_k"]):
-            return (
-                "seqused_q and seqused_k: not the same tensor, with move='keys' and a causal mask, a window or ALiBi: a call needs "
-                "equal lengths of both"
-            )
-        if has_band(o) and not ends_at_row(o):
-            return f"window: {tuple(o['window'])}, with move='keys' and seqused: sequences would need shifts of their own"
-    return ""
-
-
 def _same_lengths(a: Optional[Tensor], b: Optional[Tensor]) -> bool:
     if a is None or b is None or a is b:
         return a is b
     return a.device.type == "cpu" and torch.equal(a.long(), b.long())
 
 
-def _why_not_heads(q: Tensor, k: Tensor, rows: Rows, o: dict[str, Any], heads_dim: int, positioned: bool) -> str:
+def _why_not_heads(k: Tensor, rows: Rows, heads_dim: int) -> str:
     heads = k.shape[heads_dim]
     ranks = rows.ranks if rows.over_heads is None else rows.over_heads.ranks
-    if heads % ranks:
-        return f"k: {heads} heads, with move='heads' over {ranks} ranks: not a multiple"
-    if positioned:
-        return ""
-    if o["dropout_p"] != 0 and (q.dim() == 5 or o["batch_shape"] is not None):
-        return f"dropout_p: {o['dropout_p']}, with move='heads' and a batch of two levels: a call has no third level for the ranks"
-    if o["dropout_p"] != 0 and o["rng"] != "fovea" and o["seqused_k"] is not None and rows.kind != "packed":
-        return f"rng: {o['rng']!r}, with move='heads' and seqused_k: packed calls count the pairs of used lengths only"
-    return ""
+    return f"k: {heads} heads, with move='heads' over {ranks} ranks: not a multiple" if heads % ranks else ""
 
 
 def _groups(q: Tensor, k: Tensor, rows: Rows, o: dict[str, Any], heads_dim: int, all_bytes: int) -> int:

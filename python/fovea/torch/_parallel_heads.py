@@ -22,26 +22,10 @@ def by_heads(call: Call) -> tuple[Tensor, Tensor]:
     there = (call.heads_dim, call.rows_dim)
     q, k, v = _ToHeads.apply(rows, "q, k and v to heads", (there,) * 3, call.q, call.k, call.v)
     _own_heads(call, o, rows)
-    direct = call.positioned or o["dropout_p"] == 0
     if rows.kind == "packed":
-        ends = torch.tensor(rows.first, dtype=torch.int32)
-        o.update(max_seqlen_q=rows.longest, max_seqlen_k=rows.longest)
-        if direct:
-            ends = ends.to(q.device)
-            out, lse = _attention.attention(q, k, v, return_lse=True, cu_seqlens_q=ends, cu_seqlens_k=ends, **o)
-        else:
-            out, lse = _among_empty(call, [q, k, v], ends, o)
-    elif direct:
-        out, lse = _attention.attention(q, k, v, return_lse=True, **o)
-    else:
-        ends = torch.arange(q.shape[0] + 1, dtype=torch.int32) * rows.total
-        packed = [_packs(x, call.heads_dim) for x in (q, k, v)]
-        o.update(max_seqlen_q=rows.total, max_seqlen_k=rows.total)
-        out, lse = _among_empty(call, packed, ends, o)
-        shape = (q.shape[0], rows.total)
-        out = out.view(*shape, *out.shape[1:])
-        out = out.transpose(1, 2) if call.heads_dim == -3 else out
-        lse = lse.view(-1, *shape).transpose(0, 1)
+        ends = torch.tensor(rows.first, dtype=torch.int32, device=q.device)
+        o.update(max_seqlen_q=rows.longest, max_seqlen_k=rows.longest, cu_seqlens_q=ends, cu_seqlens_k=ends)
+    out, lse = _attention.attention(q, k, v, return_lse=True, **o)
     (out,) = _ToRows.apply(rows, "out to rows", (there,), out)
     (lse,) = _ToRows.apply(rows, "lse to rows", ((-2, -1),), lse)
     return out, lse
@@ -67,8 +51,7 @@ def _own_heads(call: Call, o: dict[str, Any], rows: Rows) -> None:
     """Cuts what every rank has of all heads."""
     heads = call.heads(call.q) // rows.ranks
     first = (rows.rank or 0) * heads
-    if call.positioned:
-        o["dropout_streams"] = streams_of(entries_of(call), call.heads(call.q), o, first, heads, call.q.device)
+    o["dropout_streams"] = streams_of(entries_of(call), call.heads(call.q), o, first, heads, call.q.device)
     if o["sink"] is not None:
         o["sink"] = o["sink"].narrow(0, first, heads)
     if o["alibi_slopes"] is not None:
@@ -77,36 +60,6 @@ def _own_heads(call: Call, o: dict[str, Any], rows: Rows) -> None:
         plane = o[name]
         if plane is not None and not has_queries(plane) and plane.dim() >= 3 and plane.shape[-3] != 1:
             o[name] = plane.narrow(-3, first, heads)
-
-
-def _packs(x: Tensor, heads_dim: int) -> Tensor:
-    """(B * S, H, D) of a dense tensor."""
-    return (x.transpose(1, 2) if heads_dim == -3 else x).flatten(0, 1)
-
-
-def _among_empty(call: Call, operands: list[Tensor], ends: Tensor, o: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """A packed call with dropout for some heads of all, by kernels without streams of dropout. The stream of head h of sequence b is b * Hq + h. Here b has become
-    b * ranks + rank among `ranks` times as many sequences, of which those of the other ranks are empty, and Hq is Hq / ranks."""
-    q, k, v = operands
-    ranks, rank, batch = call.rows.ranks, call.rank, ends.numel() - 1
-    starts = torch.empty(batch, ranks, dtype=torch.int32)
-    starts[:, : rank + 1] = ends[:-1, None]
-    starts[:, rank + 1 :] = ends[1:, None]
-    among = torch.cat([starts.flatten(), ends[-1:]]).to(q.device)
-    o = dict(o, batch_shape=(batch, ranks), cu_seqlens_q=among, cu_seqlens_k=among, layout="bhsd")
-    for name in PLANES:
-        if o[name] is not None and o[name].dim() >= 4:
-            o[name] = o[name].unsqueeze(-4)  # broadcast over the ranks
-    if o["alibi_slopes"] is not None and o["alibi_slopes"].dim() == 2:
-        o["alibi_slopes"] = o["alibi_slopes"].unsqueeze(1).expand(batch, ranks, -1)
-    same = o["seqused_q"] is o["seqused_k"]
-    for name in ("seqused_q", "seqused_k"):
-        if o[name] is not None:
-            used = o[name].new_zeros(batch, ranks)
-            used[:, rank] = o[name]
-            o[name] = o["seqused_q"] if same and name == "seqused_k" else used.flatten()
-    out, lse = _attention.attention(q, k, v, return_lse=True, **o)
-    return out, lse
 
 
 class _ToHeads(torch.autograd.Function):

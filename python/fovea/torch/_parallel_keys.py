@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """context_parallel with move="keys": each rank keeps its rows of q and gathers the keys and values of all rows, some heads at a time.
 
-The call for a piece of its rows is an ordinary one with the piece's position and the keys up to the end that the piece sees. Where
-kernels have no positions, bottom-right alignment makes the shift the piece's position, for less. The gradients are formed by the same
-calls. Those of the keys are summed over pieces and ranks in fp32.
+The call for a piece of its rows is an ordinary one with the piece's position and the keys up to the end that the piece sees. The
+gradients are formed by the same calls. Those of the keys are summed over pieces and ranks in fp32.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from torch.autograd.function import once_differentiable
 from . import _attention, _call, _rows
 from ._call import Shard
 from ._parallel_call import (
-    PLANES, Call, arguments_of, draw_seed, ends_at_row, entries_of, has_band, has_positions, has_queries, is_positional, moves_by_lengths,
-    saying_rank, streams_of,
+    PLANES, Call, arguments_of, draw_seed, entries_of, has_queries, is_positional, moves_by_lengths, saying_rank, streams_of,
 )  # fmt: skip
 from ._rows import Piece, Rows
 
@@ -73,8 +71,7 @@ def _parts(call: Call) -> list[Part]:
     """One for each piece of a dense rank; for packed rows one for the first pieces of all sequences, and one for the second ones."""
     if call.rows.kind == "packed":
         return _packed_parts(call)
-    make = _dense_part if call.positioned else _dense_part_without_positions
-    return [make(call, piece, at) for piece, at in with_places(call.rows.mine)]
+    return [_dense_part(call, piece, at) for piece, at in with_places(call.rows.mine)]
 
 
 def with_places(pieces: tuple[Piece, ...]) -> Iterator[tuple[Piece, int]]:
@@ -114,25 +111,6 @@ def _dense_part(call: Call, piece: Piece, at: int) -> Part:
     return Part(at, piece.rows, end, {"seqused_q": used_q, "seqused_k": used_k}, shard)
 
 
-def _dense_part_without_positions(call: Call, piece: Piece, at: int) -> Part:
-    o, total = call.options, call.rows.total
-    left, right = o["window"]
-    more: dict[str, Any] = {}
-    stop = piece.start + piece.rows
-    end = stop if ends_at_row(o) else total if right < 0 else min(total, stop + right)
-    if has_band(o) and not o["causal"]:
-        # With keys behind the piece's last row, bottom-right alignment shifts the band by their number. The window takes it back.
-        more = {"window_left": left if left < 0 else left + end - stop, "window_right": right if right < 0 else right - (end - stop)}
-    used_q, used_k = o["seqused_q"], o["seqused_k"]
-    if used_q is not None:
-        used_q = (used_q.long() - piece.start).clamp(0, piece.rows).int()
-    if used_k is not None:
-        # With a band the piece's last used row meets the key of its own number.
-        used_k = used_q + piece.start if ends_at_row(o) else used_k.long().clamp(0, total).int()
-    more.update(seqused_q=used_q, seqused_k=used_k)
-    return Part(at, piece.rows, end, more)
-
-
 class Numbers(NamedTuple):
     """One piece of each sequence that a rank has, of packed rows: the first ones or the second ones."""
 
@@ -140,9 +118,7 @@ class Numbers(NamedTuple):
     rows: int
     longest: int
     ends: Tensor  # cu_seqlens
-    stops: Tensor  # of each sequence, the end of the piece
-    whole: Tensor  # its length; 0 without a piece
-    starts: Tensor
+    starts: Tensor  # the position of each sequence's first row
 
 
 def packed_numbers(rows: Rows, rank: int, device: Any) -> list[Numbers]:
@@ -155,14 +131,11 @@ def packed_numbers(rows: Rows, rank: int, device: Any) -> list[Numbers]:
         found = []
         for pieces in numbers:
             if pieces:
-                lengths, stops = [0] * len(rows.lengths), [0] * len(rows.lengths)
+                lengths, starts = [0] * len(rows.lengths), [0] * len(rows.lengths)
                 for piece, _ in pieces:
-                    lengths[piece.sequence], stops[piece.sequence] = piece.rows, piece.start + piece.rows
+                    lengths[piece.sequence], starts[piece.sequence] = piece.rows, piece.start
                 ends = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
-                whole = torch.tensor([n if length else 0 for n, length in zip(rows.lengths, lengths)], dtype=torch.int32, device=device)
-                stop = torch.tensor(stops, dtype=torch.int32, device=device)
-                starts = torch.tensor([end - length for end, length in zip(stops, lengths)], device=device)
-                found.append(Numbers(pieces[0][1], sum(lengths), max(lengths), ends, stop, whole, starts))
+                found.append(Numbers(pieces[0][1], sum(lengths), max(lengths), ends, torch.tensor(starts, device=device)))
         return found
 
     known: list[Numbers] = rows._cached(("packed numbers", rank, device), made)
@@ -177,13 +150,9 @@ def _packed_parts(call: Call) -> list[Part]:
     parts = []
     for n in packed_numbers(rows, call.rank, device):
         more = {"cu_seqlens_q": n.ends, "cu_seqlens_k": keys, "max_seqlen_q": n.longest, "max_seqlen_k": rows.longest, "batch_outer": outer}
-        if call.positioned:
-            if o["seqused_q"] is not None:
-                more["seqused_q"] = torch.minimum((o["seqused_q"].long() - n.starts).clamp_min(0), n.ends.diff()).int()
-        else:
-            more["seqused_k"] = n.stops if ends_at_row(o) else n.whole
-        shard = positions_of(call, 0, n.starts) if call.positioned else Shard()
-        parts.append(Part(n.first, n.rows, rows.total, more, shard, n.starts, n.longest))
+        if o["seqused_q"] is not None:
+            more["seqused_q"] = torch.minimum((o["seqused_q"].long() - n.starts).clamp_min(0), n.ends.diff()).int()
+        parts.append(Part(n.first, n.rows, rows.total, more, positions_of(call, 0, n.starts), n.starts, n.longest))
     return parts
 
 
@@ -272,10 +241,8 @@ class _Group:
         planes = {name: self.plane(o[name], part) for name in PLANES}
         slopes, sink = self.of_heads(o["alibi_slopes"]), self.of_heads(o["sink"])
         arguments = arguments_of(q, k, v, o, **planes, alibi_slopes=slopes, sink=sink, **part.options)
-        shard = part.shard
-        if call.positioned:
-            streams = streams_of(entries_of(call), call.heads(call.q), o, self.first_query, self.queries, q.device)
-            shard = shard._replace(dropout_streams=streams)
+        streams = streams_of(entries_of(call), call.heads(call.q), o, self.first_query, self.queries, q.device)
+        shard = part.shard._replace(dropout_streams=streams)
         return arguments if all(given is None for given in shard) else (*arguments, *shard)
 
     def of_queries_alone(self, x: Tensor, part: Part) -> Tensor:
