@@ -48,15 +48,15 @@ struct Gradient {
   const char* name;
   Member member;
   const char* of;
-  bool Need::*need;
+  bool Results::*need;
 };
 inline constexpr std::array<Gradient, 6> kGradients = {{
-    {"grad_q", &fovea_problem::grad_q, "q", &Need::q},
-    {"grad_k", &fovea_problem::grad_k, "k", &Need::k},
-    {"grad_v", &fovea_problem::grad_v, "v", &Need::v},
-    {"grad_bias", &fovea_problem::grad_bias, "bias", &Need::bias},
-    {"grad_bias2", &fovea_problem::grad_bias2, "bias2", &Need::bias2},
-    {"grad_sink", &fovea_problem::grad_sink, "sink", &Need::sink},
+    {"grad_q", &fovea_problem::grad_q, "q", &Results::q},
+    {"grad_k", &fovea_problem::grad_k, "k", &Results::k},
+    {"grad_v", &fovea_problem::grad_v, "v", &Results::v},
+    {"grad_bias", &fovea_problem::grad_bias, "bias", &Results::bias},
+    {"grad_bias2", &fovea_problem::grad_bias2, "bias2", &Results::bias2},
+    {"grad_sink", &fovea_problem::grad_sink, "sink", &Results::sink},
 }};
 
 struct RunSettings {

@@ -66,17 +66,6 @@ struct PlaneTraits {
 
 enum class Alibi { kNone, kPerHead, kPerBatchAndHead };
 
-// The gradients that a backward computes.
-struct Need {
-  bool q = false;
-  bool k = false;
-  bool v = false;
-  bool bias = false;
-  bool bias2 = false;
-  bool sink = false;
-  friend bool operator==(const Need&, const Need&) = default;
-};
-
 // Some of a call's results.
 struct Results {
   bool out = false;
@@ -142,7 +131,7 @@ struct Problem {
   bool clear_rows = false;  // rows that belong to no sequence get 0, in lse -inf
   bool lse = false;         // forward: the logsumexp is a result
   bool grad_lse = false;    // backward: its gradient is given
-  Need need;                // backward
+  Results need;             // backward: the gradients that it computes
   Results wide;  // those that are fp32 where their inputs have 16 bits; `out` in a backward as well, which reads it
   Results accumulate;  // those that are combined with what their memory holds
 

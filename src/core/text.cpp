@@ -122,15 +122,15 @@ T parse_choice(std::string_view key, std::string_view text, const std::pair<T, s
   refuse(key, text, accepted);
 }
 
-Need parse_need(std::string_view text, const Problem& problem) {
-  const Need possible = every_need(problem);
+Results parse_need(std::string_view text, const Problem& problem) {
+  const Results possible = every_need(problem);
   if (text == "all") {
     return possible;
   }
-  Need need;
+  Results need;
   for (const std::string_view part : split(text, ',')) {
-    const auto found = std::find_if(std::begin(kNeeds), std::end(kNeeds), [&](auto& n) { return n.second == part; });
-    if (found == std::end(kNeeds)) {
+    const auto found = std::find_if(kNeeds.begin(), kNeeds.end(), [&](auto& n) { return n.second == part; });
+    if (found == kNeeds.end()) {
       refuse("need", part, "all, or some of q,k,v,bias,bias2,sink");
     }
     if (!(possible.*(found->first))) {

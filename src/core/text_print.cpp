@@ -47,10 +47,9 @@ std::string_view print_choice(T value, const std::pair<T, std::string_view> (&ch
       ->second;
 }
 
-template <class Some, std::size_t kCount>
-std::string print_some(const Some& some, const std::pair<bool Some::*, std::string_view> (&names)[kCount]) {
+std::string print_some(const Results& some) {
   std::string text;
-  for (const auto& [member, name] : names) {
+  for (const auto& [member, name] : kResults) {
     if (some.*member) {
       text += fmt::format("{}{}", text.empty() ? "" : ",", name);
     }
@@ -164,11 +163,11 @@ std::string print(const Problem& p) {
     word("streams={},{}", print_batch(p.streams.extents, p.two_level), p.streams.extents.head ? "h" : "1");
   }
   if (p.direction == Direction::kBackward && p.need != every_need(p)) {
-    word("need={}", print_some(p.need, kNeeds));
+    word("need={}", print_some(p.need));
   }
   for (const auto& [key, results] : {std::pair("wide", &p.wide), std::pair("add", &p.accumulate)}) {
     if (*results != Results{}) {
-      word("{}={}", key, print_some(*results, kResults));
+      word("{}={}", key, print_some(*results));
     }
   }
   if (p.deterministic) {

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -23,18 +24,16 @@ inline constexpr std::pair<fovea_device, std::string_view> kDevices[] = {{FOVEA_
 inline constexpr std::pair<bool, std::string_view> kAlignments[] = {{false, "br"}, {true, "tl"}};
 inline constexpr std::pair<Alibi, std::string_view> kAlibis[] = {{Alibi::kPerHead, "h"},
                                                                  {Alibi::kPerBatchAndHead, "b,h"}};
-inline constexpr std::pair<bool Need::*, std::string_view> kNeeds[] = {{&Need::q, "q"},         {&Need::k, "k"},
-                                                                       {&Need::v, "v"},         {&Need::bias, "bias"},
-                                                                       {&Need::bias2, "bias2"}, {&Need::sink, "sink"}};
-
 inline constexpr std::pair<bool Results::*, std::string_view> kResults[] = {
     {&Results::out, "out"},   {&Results::q, "q"},         {&Results::k, "k"},      {&Results::v, "v"},
     {&Results::bias, "bias"}, {&Results::bias2, "bias2"}, {&Results::sink, "sink"}};
+inline constexpr auto kNeeds = std::span(kResults).subspan<1>();  // the gradients
 
 // The results that a problem has; `out` also of a backward, which reads it.
 inline Results results_of(const Problem& p) {
-  const Need& need = p.need;
-  return {true, need.q, need.k, need.v, need.bias, need.bias2, need.sink};
+  Results results = p.need;
+  results.out = true;
+  return results;
 }
 
 // Those that can be fp32 beside inputs of 16 bits.
@@ -63,8 +62,8 @@ inline Results can_accumulate(const Problem& p) {
 }
 
 // Every gradient that this problem has: what a backward computes unless its line names some.
-inline Need every_need(const Problem& problem) {
-  return {true, true, true, bool(problem.bias), bool(problem.bias2), problem.sink};
+inline Results every_need(const Problem& problem) {
+  return {false, true, true, true, bool(problem.bias), bool(problem.bias2), problem.sink};
 }
 
 // The sum, or none where it does not fit.

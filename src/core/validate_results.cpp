@@ -92,7 +92,7 @@ void Validator::results() {
     call_.grad_sink = sink_view("grad_sink", *given_.grad_sink);
     problem_.need.sink = true;
   }
-  if (problem_.need == Need{}) {
+  if (problem_.need == Results{}) {
     refuse("gradients: none given; accepted: at least one of grad_q, grad_k, grad_v, grad_bias, grad_bias2, grad_sink");
   }
   accumulate();

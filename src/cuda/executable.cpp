@@ -100,12 +100,6 @@ class Key {
       value(has);
     }
   }
-  void value(const Need& need) {
-    const auto& [q, k, v, bias, bias2, sink] = need;
-    for (const bool needed : {q, k, v, bias, bias2, sink}) {
-      value(needed);
-    }
-  }
 
   std::array<std::int64_t, 96> numbers_;
   std::size_t count_ = 0;

@@ -68,8 +68,8 @@ class RandomProblems {
       p.lse = coin();
     } else {
       p.grad_lse = coin();
-      p.need = {coin(), coin(), coin(), p.bias && coin(), p.bias2 && coin(), p.sink && coin()};
-      p.need.q = p.need.q || p.need == Need{};  // one at least
+      p.need = {false, coin(), coin(), coin(), p.bias && coin(), p.bias2 && coin(), p.sink && coin()};
+      p.need.q = p.need.q || p.need == Results{};  // one at least
     }
     p.device = pick({FOVEA_CPU, FOVEA_CUDA});
     p.backend = pick<std::string>({"", "", "reference", "cpu"});
@@ -217,7 +217,7 @@ TEST(Text, TheSpecificationsLine) {
   EXPECT_EQ(p.bias2, (PlaneTraits{DType::kBf16, {true, true, false, false, true}}));
   EXPECT_EQ(p.mask, (PlaneTraits{DType::kBool, {true, false, false, false, true}}));
   EXPECT_EQ(p.dropout, 0.1);
-  EXPECT_EQ(p.need, (Need{true, true, true, true, false, false}));
+  EXPECT_EQ(p.need, (Results{false, true, true, true, true, false, false}));
   EXPECT_TRUE(p.deterministic);
   EXPECT_TRUE(p.grad_lse);
   EXPECT_EQ(print(p),
