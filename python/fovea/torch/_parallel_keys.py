@@ -7,7 +7,7 @@ gradients are formed by the same calls. Those of the keys are summed over pieces
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -25,21 +25,37 @@ from ._rows import Piece, Rows
 def by_keys(call: Call) -> tuple[Tensor, Tensor]:
     o = call.options
     call = call._replace(options={**o, "seed": draw_seed(call)})
-    out, lse = _Keys.apply(call._replace(q=None, k=None, v=None), call.q, call.k, call.v, o["bias"], o["bias2"], o["sink"])  # type: ignore[arg-type]
+    out, lse = _Keys.apply(call, call.q, call.k, call.v, o["bias"], o["bias2"], o["sink"])
     return out, lse
 
 
 NAMED = ("q", "k", "v", "bias", "bias2", "sink")
 
 
+def with_tensors(call: Call, tensors: Any) -> Call:
+    """The call with other tensors in place of those that have gradients."""
+    return call._replace(q=tensors[0], k=tensors[1], v=tensors[2], options={**call.options, **dict(zip(NAMED[3:], tensors[3:]))})
+
+
+def joined(tensors: Iterable[Tensor], rows_dim: int, rows: int) -> tuple[Tensor, list[torch.Size]]:
+    """Of each row those of k, then those of v, and what split() needs."""
+    first = [x.movedim(rows_dim, 0) for x in tensors]
+    return torch.cat([x.reshape(rows, x.shape[1:].numel()) for x in first], 1), [x.shape[1:] for x in first]
+
+
+def split(whole: Any, rows_dim: int, shapes: list[torch.Size]) -> list[Tensor]:
+    """k and v, or their gradients, with all dimensions."""
+    parts = whole.split([shape.numel() for shape in shapes], 1)
+    return [part.unflatten(1, shape).movedim(0, rows_dim) for part, shape in zip(parts, shapes)]
+
+
 class _Keys(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Any) -> Any:
-        call = call._replace(q=tensors[0], k=tensors[1], v=tensors[2], options={**call.options, **dict(zip(NAMED[3:], tensors[3:]))})
-        out, lse = keys_forward(call)
+        out, lse = keys_forward(with_tensors(call, tensors))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, out, lse)
-        ctx.call = call._replace(q=None, k=None, v=None, options={**call.options, **dict.fromkeys(NAMED[3:])})  # type: ignore[arg-type]
+        ctx.call = with_tensors(call, (None,) * len(NAMED))
         return out, lse
 
     @staticmethod
@@ -49,8 +65,7 @@ class _Keys(torch.autograd.Function):
         need = ctx.needs_input_grad[1:]
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        call = ctx.call
-        call = call._replace(q=tensors[0], k=tensors[1], v=tensors[2], options={**call.options, **dict(zip(NAMED[3:], tensors[3:]))})
+        call = with_tensors(ctx.call, tensors)
         with saying_rank(call.rows):
             return (None, *keys_backward(call, need, grad_out, grad_lse, out, lse))
 
@@ -166,17 +181,14 @@ class _Group:
         self.first_query = number * self.queries
         self.first_key = number * self.keys
         self.pending: Any = None
-        self.shapes: list[Any] = []
+        self.shapes: list[torch.Size] = []
 
     def start(self) -> _Group:
-        """Begins to gather its keys and values: of each row those of k, then those of v."""
+        """Begins to gather its keys and values."""
         call = self.call
-        parts = []
-        for x in (call.k, call.v):
-            first = x.narrow(call.heads_dim, self.first_key, self.keys).movedim(call.rows_dim, 0)
-            self.shapes.append(first.shape[1:])
-            parts.append(first.reshape(call.rows.count, first.shape[1:].numel()))
-        self.pending = _rows.start_gather(call.rows, torch.cat(parts, 1), "keys and values")
+        mine = (x.narrow(call.heads_dim, self.first_key, self.keys) for x in (call.k, call.v))
+        here, self.shapes = joined(mine, call.rows_dim, call.rows.count)
+        self.pending = _rows.start_gather(call.rows, here, "keys and values")
         return self
 
     def gathered(self) -> tuple[Tensor, Tensor]:
@@ -186,9 +198,7 @@ class _Group:
         return k, v
 
     def split(self, whole: Any) -> list[Tensor]:
-        """k and v, or their gradients, with all dimensions."""
-        parts = whole.split([shape.numel() for shape in self.shapes], 1)
-        return [part.unflatten(1, shape).movedim(0, self.call.rows_dim) for part, shape in zip(parts, self.shapes)]
+        return split(whole, self.call.rows_dim, self.shapes)
 
     def of_queries(self, x: Optional[Tensor], part: Part, heads_dim: int, rows_dim: int) -> Any:
         """This group's heads and this part's rows; those that are broadcast, whole."""

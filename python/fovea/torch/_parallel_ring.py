@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from . import _attention, _call, _rows
 from ._call import Shard
 from ._parallel_call import PLANES, Call, arguments_of, draw_seed, is_positional, saying_rank
-from ._parallel_keys import NAMED, packed_numbers, positions_of, with_places
+from ._parallel_keys import NAMED, joined, packed_numbers, positions_of, split, with_places, with_tensors
 
 
 def by_ring(call: Call) -> tuple[Tensor, Tensor]:
@@ -30,25 +30,20 @@ def by_ring(call: Call) -> tuple[Tensor, Tensor]:
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Any) -> Any:
-        call = _with(call, tensors)
+        call = with_tensors(call, tensors)
         out, lse = _forward(call)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, out, lse)
-        ctx.call = _with(call, (None,) * len(NAMED))
+        ctx.call = with_tensors(call, (None,) * len(NAMED))
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Optional[Tensor], grad_lse: Optional[Tensor]) -> tuple[Any, ...]:
         *tensors, out, lse = ctx.saved_tensors
-        call = _with(ctx.call, tensors)
+        call = with_tensors(ctx.call, tensors)
         with saying_rank(call.rows):
             return (None, *_backward(call, ctx.needs_input_grad[1:], torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, out, lse))
-
-
-def _with(call: Call, tensors: Any) -> Call:
-    """The call with other tensors in place of those that have gradients."""
-    return call._replace(q=tensors[0], k=tensors[1], v=tensors[2], options={**call.options, **dict(zip(NAMED[3:], tensors[3:]))})
 
 
 class Side(NamedTuple):
@@ -126,26 +121,18 @@ class _Pair:
 
 def _steps(call: Call) -> Iterator[tuple[int, Tensor, Tensor, list[_Pair]]]:
     """The number of each step, the keys and values that this rank has in it, and its calls. The next ones are on their way meanwhile."""
-    rows, shapes, parts = call.rows, [], []
-    for x in (call.k, call.v):
-        first = x.movedim(call.rows_dim, 0)
-        shapes.append(first.shape[1:])
-        parts.append(first.reshape(rows.count, first.shape[1:].numel()))
-    here = _rows.padded(rows, torch.cat(parts, 1))
+    rows = call.rows
+    here, shapes = joined((call.k, call.v), call.rows_dim, rows.count)
+    here = _rows.padded(rows, here)
     mine = _sides(call, call.rank)
     for step in range(rows.ranks):
         owner = (call.rank - step) % rows.ranks
         pending = _rows.start_round(rows, here, "keys and values", 0) if step + 1 < rows.ranks else None
-        k, v = _split(call, here, shapes)
+        k, v = split(here, call.rows_dim, shapes)
         pairs = [_Pair(call, queries, keys) for queries in mine for keys in _sides(call, owner)]
         yield step, k, v, pairs
         if pending is not None:
             here = pending.wait()
-
-
-def _split(call: Call, whole: Any, shapes: list[Any]) -> tuple[Tensor, Tensor]:
-    k, v = whole.split([shape.numel() for shape in shapes], 1)
-    return k.unflatten(1, shapes[0]).movedim(0, call.rows_dim), v.unflatten(1, shapes[1]).movedim(0, call.rows_dim)
 
 
 def _forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -190,7 +177,7 @@ def _backward(call: Call, need: Any, grad_out: Tensor, grad_lse: Optional[Tensor
     for step, k, v, pairs in _steps(call):
         shapes = [x.movedim(call.rows_dim, 0).shape[1:] for x in (k, v)]
         sums = torch.zeros(max(rows.counts), sum(shape.numel() for shape in shapes), dtype=_rows.wide(call.q.dtype), device=call.q.device)
-        grads_of_keys = dict(zip("kv", _split(call, sums, shapes)))
+        grads_of_keys = dict(zip("kv", split(sums, call.rows_dim, shapes)))
         with_sink = wants["sink"] and step == 0
         done = set()
         for pair in pairs:
@@ -219,6 +206,6 @@ def _backward(call: Call, need: Any, grad_out: Tensor, grad_lse: Optional[Tensor
     grads: dict[str, Any] = {name: total.to(given[name].dtype) for name, total in totals.items()}
     if of_keys:
         mine = pending.wait()[: rows.count]
-        for name, like, found in zip("kv", (call.k, call.v), _split(call, mine, shapes)):
+        for name, like, found in zip("kv", (call.k, call.v), split(mine, call.rows_dim, shapes)):
             grads[name] = torch.empty_like(like).copy_(found) if wants[name] else None
     return [grads.get(name) for name in NAMED]
