@@ -117,8 +117,10 @@ def test_no_variable_is_described_that_nobody_reads(inventory):
 
 
 def options():
+    """Those that every call shares, and one that each direction has for its own results."""
     path = ROOT / "python/fovea/_options.py"
-    return sorted(node.target.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.AnnAssign))
+    shared = [node.target.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.AnnAssign)]
+    return sorted([*shared, "accumulate"])
 
 
 @pytest.mark.parametrize("name", options())
