@@ -80,12 +80,23 @@ test-jax:  ## fovea.jax on the CPU, in an environment of its own; the last line 
 	cmake --build $(BUILD) -j$(JOBS) --target fovea fovea_fake_cuda fovea_fake_nvrtc
 	$(VENV_JAX)/bin/python tools/test.py --build $(BUILD) jax
 
+# The libraries of a part of tests/models, beside PyTorch's environment, which stays without them: tests need it so.
+VENV_INTEGRATIONS ?= .venv-integrations
+XFORMERS := xformers==0.0.35
+$(VENV_INTEGRATIONS)/.ready: tests/models/requirements.txt $(VENV_TORCH)/.ready
+	$(PYTHON) -m venv $(VENV_INTEGRATIONS)
+	$(VENV_TORCH)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	    >"$$($(VENV_INTEGRATIONS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth"
+	$(VENV_INTEGRATIONS)/bin/pip install -q --disable-pip-version-check $$(grep -E '^(accelerate|diffusers|kernels|transformers)==' $<)
+	$(VENV_INTEGRATIONS)/bin/pip install -q --disable-pip-version-check --no-deps $$(grep '^megatron-core==' $<) $(XFORMERS)
+	touch $@
+
 # Models of other libraries, in an environment of their own: 6 GB, kept between runs.
 VENV_MODELS ?= .venv-models
 $(VENV_MODELS)/.ready: tests/models/requirements.txt
 	$(PYTHON) -m venv $(VENV_MODELS)
 	$(VENV_MODELS)/bin/pip install -q --disable-pip-version-check -r $<
-	$(VENV_MODELS)/bin/pip install -q --disable-pip-version-check --no-deps xformers==0.0.35  # it pins another PyTorch
+	$(VENV_MODELS)/bin/pip install -q --disable-pip-version-check --no-deps $(XFORMERS)  # it pins another PyTorch
 	# torchtitan wants a torchao that torchtune does not run with: a folder of its own.
 	$(VENV_MODELS)/bin/pip install -q --disable-pip-version-check --no-deps --target $(VENV_MODELS)/torchtitan torchtitan==0.3.0 torchao==0.17.0
 	# Of these the modules of triangle attention alone, without what else they need (CUDA, chemistry).
@@ -104,7 +115,7 @@ test-models:  ## the integrations with the libraries themselves: models of trans
 check: test check-rest  ## make test, then the other stages, more than an hour of CPU (docs/testing.md): lint, sanitizers, fuzzing, ...
 check-rest:
 	$(VENV)/bin/python tools/test.py --build $(BUILD) --jobs $(JOBS) --lanes 2 --after $(BUILD)/tests.json \
-	    tidy asan clang tsan torch torch_oldest jax wheel lint kernels fuzz readers nvrtc abi installed demo docs
+	    tidy asan clang tsan torch torch_python models torch_oldest jax wheel lint kernels fuzz readers nvrtc abi installed demo docs
 
 .PHONY: kernels
 kernels:  ## compile every GPU kernel that changed into tests/kernels/manifest.txt; goes on where it was stopped (no GPU)

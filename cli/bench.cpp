@@ -71,10 +71,8 @@ struct Row {
 check::Case in_small(const Problem& problem) {
   check::Case c;
   Problem& p = c.problem;
-  p = problem;
-  p.direction = Direction::kBackward;
-  p.lse = false;
-  p.need = {true, true, true, bool(p.bias), bool(p.bias2), p.sink};
+  p = backward_of(problem);
+  p.need = every_gradient(p);
   const std::int64_t group = p.heads_k > 0 ? p.heads_q / p.heads_k : 1;
   p.heads_k = std::min(p.heads_k, kMostHeadsWhenChecked);
   p.heads_q = p.heads_k * group;

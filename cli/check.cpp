@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cstdio>
 #include <cstdlib>
 #include <memory>
 #include <optional>
@@ -28,6 +29,8 @@ namespace {
 struct Settings {
   std::vector<std::string> filter;
   std::string table = "full";
+  std::uint64_t random = 0;  // so many problems drawn at random, in place of the table
+  std::uint64_t seed = 1;    // of the first
   std::string isa;
   std::string backend;
   bool gradients = false;
@@ -48,14 +51,27 @@ std::vector<std::string> words_of_all(const std::vector<std::string>& arguments)
 std::vector<check::Case> chosen(const Settings& settings) {
   const std::vector<std::string> filter = words_of_all(settings.filter);
   std::vector<check::Case> rows;
-  for (const check::Case& c :
-       check::cases(settings.table == "reduced" ? check::Table::kReduced : check::Table::kFull)) {
+  const auto add = [&](const check::Case& c) {
     if (matches(check::to_text(c), filter)) {
       rows.push_back(c);
+    }
+  };
+  if (settings.random > 0) {
+    for (std::uint64_t n = 0; n < settings.random; ++n) {
+      add(check::random_case(settings.seed + n));
+    }
+  } else {
+    for (const check::Case& c :
+         check::cases(settings.table == "reduced" ? check::Table::kReduced : check::Table::kFull)) {
+      add(c);
     }
   }
   if (!rows.empty()) {
     return rows;
+  }
+  if (settings.random > 0) {
+    throw Fault(kBadInput,
+                fmt::format("'{}': none of the {} problems has these words", fmt::join(filter, " "), settings.random));
   }
   std::string line = fmt::format("{}", fmt::join(filter, " "));
   const bool has_direction =
@@ -68,14 +84,14 @@ std::vector<check::Case> chosen(const Settings& settings) {
                                        "own: {}",
                                        line, error.what()));
   }
-  // A check runs both directions: a forward becomes the backward that computes every gradient.
-  if (c.problem.direction == Direction::kForward) {
-    c.problem.direction = Direction::kBackward;
-    c.problem.lse = false;
-    c.problem.need = {true, true, true, bool(c.problem.bias), bool(c.problem.bias2), c.problem.sink};
-  }
+  c.problem = backward_of(c.problem);  // a check runs both directions
   c.seed = 1;
   return {c};
+}
+
+// How a problem that was drawn is drawn again.
+std::string again(const Settings& settings, const check::Case& c) {
+  return settings.random == 0 ? "" : fmt::format(" (--random 1 --seed {})", c.seed);
 }
 
 std::vector<std::string> instruction_sets(const std::string& name) {
@@ -141,8 +157,10 @@ void run_check(const Settings& settings) {
                                                               : "--isa",
                                          settings.device));
     }
-    gpu.arguments =
-        fmt::format("--device {} --table {} {}", settings.device, settings.table, fmt::join(settings.filter, " "));
+    const std::string rows_of = settings.random > 0
+                                    ? fmt::format("--random {} --seed {}", settings.random, settings.seed)
+                                    : fmt::format("--table {}", settings.table);
+    gpu.arguments = fmt::format("--device {} {} {}", settings.device, rows_of, fmt::join(settings.filter, " "));
     return check_on_gpu(gpu, rows);
   }
   if (gpu.seconds > 0 || !gpu.report.empty() || gpu.jobs > 0) {
@@ -163,7 +181,8 @@ void run_check(const Settings& settings) {
       if (!outcome.passed()) {
         progress.finish();
         ++failed;
-        fmt::print("FAILED{} {}\n{}\n", what, check::to_text(c), check::to_text(outcome));
+        fmt::print("FAILED{} {}{}\n{}\n", what, check::to_text(c), again(settings, c), check::to_text(outcome));
+        std::fflush(stdout);  // a file shows it at once, too
       }
     };
     std::optional<check::Trial> trial;
@@ -206,8 +225,19 @@ void add_table(CLI::App& app, Settings& settings) {
   app.add_option("filter", settings.filter,
                  "Only rows whose line has all of these words; '!WORD' excludes rows that have WORD")
       ->type_name("WORD");
-  app.add_option("--table", settings.table, "full, or reduced (each pair of values once)")
-      ->check(CLI::IsMember({"full", "reduced"}))
+  CLI::Option* table = app.add_option("--table", settings.table, "full, or reduced (each pair of values once)")
+                           ->check(CLI::IsMember({"full", "reduced"}))
+                           ->capture_default_str();
+  CLI::Option* random =
+      app.add_option("--random", settings.random,
+                     "In place of the table, so many problems with features and sizes drawn at random")
+          ->check(CLI::Range(1, 1'000'000))
+          ->excludes(table)
+          ->type_name("N");
+  app.add_option("--seed", settings.seed, "Of the first of them; the next have the next numbers")
+      ->needs(random)
+      ->check(CLI::NonNegativeNumber)
+      ->type_name("N")
       ->capture_default_str();
 }
 
@@ -259,6 +289,7 @@ void add_check(CLI::App& app) {
       "  fovea check                              the whole table\n"
       "  fovea check bf16 causal '!dropout'       some of it\n"
       "  fovea check --isa all --table reduced    every instruction set\n"
+      "  fovea check --random 500 --seed 7        500 problems that are not in the table\n"
       "  fovea check --device cuda --report report.txt\n"
       "  fovea check 'bwd b=2 hq=4 hk=2 sq=100 sk=77 d=80 fp16 causal'   a problem of your own");
   check_app->callback([settings] { run_check(*settings); });

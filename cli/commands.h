@@ -18,6 +18,7 @@ void add_cases(CLI::App& app);
 void add_bench(CLI::App& app);
 void add_explain(CLI::App& app);
 void add_precompile(CLI::App& app);
+void add_rows(CLI::App& app);
 
 // A line's words.
 std::vector<std::string> words_of(std::string_view line);

@@ -7,6 +7,7 @@
 //     bench.cpp     speed                                    work        calls and what they cost
 //     explain.cpp   which backend is used; the machine       words       the words of the problem line
 //     precompile.cpp  a GPU's kernels, ahead of time
+//     rows.cpp      which rows each of several GPUs has
 //
 // Results go to standard output, progress and errors to standard error. fault.h has the exit codes.
 #include <fmt/format.h>
@@ -35,6 +36,7 @@ constexpr const char* kFooter =
     "  fovea run inputs.safetensors -o outputs.safetensors -p causal\n"
     "  fovea check bf16 causal\n"
     "  fovea bench --json results.json\n"
+    "  fovea rows s=131072 causal ranks=8\n"
     "  fovea COMMAND --help                                 the options of a command, with examples\n"
     "Exit codes:\n"
     "  0  done\n"
@@ -108,6 +110,7 @@ int run(int argc, char** argv) {
   add_bench(app);
   add_explain(app);
   add_precompile(app);
+  add_rows(app);
   if (argc <= 1) {
     fmt::print("{}", app.help());
     return kBadInput;

@@ -95,16 +95,11 @@ std::vector<Given> problems_of(const Settings& settings) {
   }
   if (settings.table) {
     for (const check::Case& c : check::cases(check::Table::kFull)) {
-      Problem problem = c.problem;
-      if (problem.type == DType::kFp64 || check::is_part(problem)) {
+      if (c.problem.type == DType::kFp64) {
         continue;  // the CPU's
       }
-      problems.push_back({problem, ""});
-      problem.direction = Direction::kForward;
-      problem.need = {};
-      problem.grad_lse = false;
-      problem.lse = true;
-      problems.push_back({problem, ""});
+      problems.push_back({c.problem, ""});
+      problems.push_back({check::forward_of(c.problem), ""});
     }
   }
   if (problems.empty()) {

@@ -18,7 +18,7 @@ double expected_seconds(const Problem& problem, Direction direction) {
   small.seqlen_q = small.seqlen_k = 256;
   small.heads_q = small.heads_k = 2;
   small.backend = problem.backend;
-  small.need = {true, true, true, false, false, false};
+  small.need = every_gradient(small);
   Buffers buffers(small, 1);
   buffers.forward();
   Caller call(buffers.problem(), direction);

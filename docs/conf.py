@@ -92,7 +92,7 @@ if "jax" in MISSING:
 breathe_projects = {"fovea": str(HERE / "_build/doxygen/xml")}
 breathe_default_project = "fovea"
 breathe_default_members = ("members", "undoc-members")
-breathe_domain_by_file_pattern = {"*/c.h": "c", "*/attention.h": "cpp"}
+breathe_domain_by_file_pattern = {"*/c.h": "c", "*/attention.h": "cpp", "*/parallel*.h": "cpp"}
 breathe_show_include = False
 breathe_show_define_initializer = True
 breathe_show_enumvalue_initializer = True

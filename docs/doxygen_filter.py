@@ -16,7 +16,7 @@ def c(text: str) -> str:
 
 def cpp(text: str) -> str:
     # The inline namespace is a part of symbols, not of what users write.
-    text = re.sub(r"// [^\n]*\ninline namespace \w+ {\n(.*)}  // namespace api_v\d+\n", r"\1", text, flags=re.S)
+    text = re.sub(r"(// [^\n]*\n)?inline namespace \w+ {\n|}  // namespace api_v\d+\n", "", text)
     text = re.sub(r"template <class Call, class = decltype[^\n]*", "template <class Call>", text)
     lines = []
     for line in text.splitlines():

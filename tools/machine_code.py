@@ -148,8 +148,8 @@ def stripped(text):
     token = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])'", re.DOTALL)
     text = token.sub(lambda found: found[0] if found[0][0] in "\"'" else " ", text)
     text = "\n".join(filter(None, (re.sub(r"\s+", " ", line).strip() for line in text.splitlines())))
-    guard = re.match(r"#ifndef (\w+)\n#define \1\n(.*)#endif\Z", text, re.DOTALL)
-    return guard[2] if guard else text
+    guard = re.match(r"#ifndef (\w+)\n#define \1\n(.*)#endif\Z|#pragma once\n(.*)", text, re.DOTALL)
+    return guard[guard.lastindex] if guard else text
 
 
 def joined(text):

@@ -5,7 +5,8 @@
     tools/nvrtc.py generic_forward d=128 dv=128 lazy=true                       for 8.0, 9.0 and 12.0
     tools/nvrtc.py generic_forward --arch 90 --dump /tmp/x d=64 bias=kBf16      with PTX and machine code
 
-prints registers, spills, stack and seconds, and fails where something was spilt. `build` is what tests import.
+prints registers, spills, stack, seconds and products that ptxas serialised (C7512), and fails where there are such, or
+something was spilt. `build` is what tests import.
 """
 
 import argparse
@@ -135,8 +136,9 @@ class Built:
                        if re.search(r"Performance Loss|serialized|setmaxnreg' ignored", line)]
 
     def __str__(self):
+        losses = f", serialised or ignored: {', '.join(self.losses)}" if self.losses else ""
         return (f"{self.registers} registers, {self.spills} bytes spilt, {self.stack} of stack, "
-                f"{len(self.cubin)} of code, {self.seconds:.2f} s")
+                f"{len(self.cubin)} of code, {self.seconds:.2f} s{losses}")
 
 
 def compile_text(text, expression, arch, options=(), files=None, base=OPTIONS):
@@ -190,7 +192,7 @@ def main():
         if given.dump:
             Path(f"{given.dump}.{arch}.cubin").write_bytes(built.cubin)
             Path(f"{given.dump}.{arch}.ptx").write_bytes(built.ptx)
-        bad += built.spills > 0 or built.stack > 0
+        bad += built.spills > 0 or built.stack > 0 or bool(built.losses)
     return 1 if bad else 0
 
 

@@ -1,10 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the files of bench/results are written: JSON with one row a line, so that a diff shows which rows changed."""
+"""How the files of bench/results are written: JSON with one row a line, so that a diff shows which rows changed; and what each
+says about where it comes from."""
 
 from __future__ import annotations
 
+import datetime
 import json
+import platform
+import subprocess
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def when(commit: str = "") -> dict[str, str]:
+    """{"date", "commit"} of a measurement: today, and this checkout's unless another is named; "" where it is no checkout."""
+    if not commit:
+        said = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+        commit = said.stdout.strip()
+    return {"date": datetime.date.today().isoformat(), "commit": commit}
+
+
+def processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def text(data: dict) -> str:

@@ -111,7 +111,8 @@ def cpu_peers(name="cpu_pytorch", short=False):
     data = json.loads((ROOT / f"bench/results/{name}.json").read_text())
     sets = [one["isa"] for one in data["instruction_sets"]]
     threads = "one thread, processor time" if data["threads"] == 1 else f"{data['threads']} threads"
-    products = ", ".join(f"{one['matmul']:.0f} with {one['isa']}" for one in data["instruction_sets"])
+    in_bf16 = lambda one: f" (bf16: {one['matmul_bf16']:.0f})" if "matmul_bf16" in one else ""  # noqa: E731
+    products = ", ".join(f"{one['matmul']:.0f}{in_bf16(one)} with {one['isa']}" for one in data["instruction_sets"])
     rows = [
         f"{data['cpu']}, {threads}; PyTorch {data['instruction_sets'][0]['torch']} in the same process, within the same instruction set. "
         f"fovea / PyTorch in GFLOP/s of allowed pairs, and fovea's speed as a multiple of PyTorch's; PyTorch's {N_MATMUL}³ matrix product in fp32: "
@@ -184,17 +185,28 @@ def result(name):
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def measured(data):
-    """When and where; rows that were measured again later have a date and a commit of their own."""
-    dates = sorted({(row.get("date", data["date"]), row.get("commit", data["commit"])) for row in data["rows"]})
-    return ", ".join(f"{day} at {commit}" for day, commit in dates)
+def measured(data, rows, name=None):
+    """When and at which commits: rows that were measured again later have a date and a commit of their own. Where there are
+    several commits, each with what `name` calls its rows."""
+    names = {}  # by day and commit, in their order and each once
+    for row in rows:
+        day, commit = row.get("date", data.get("date")), row.get("commit", data.get("commit"))
+        names.setdefault(day, {}).setdefault(commit, {})[name(row) if name else ""] = None
+    several = sum(map(len, names.values())) > 1 and name
+
+    def of_day(commits):
+        texts = [commit + (f" ({', '.join(commits[commit])})" if several else "") for commit in sorted(commits)]
+        return f"commit{'s' * (len(texts) > 1)} {' and '.join(filter(None, (', '.join(texts[:-1]), texts[-1])))}"
+
+    return "; ".join(f"{day}, {of_day(names[day])}" for day in sorted(names))
 
 
 def models(short=False):
     data = result("models")
+    short_title = lambda row: MODELS[row["model"]].partition(",")[0]  # noqa: E731
     rows = [
         "A training step of models of transformers (bf16, forward and backward, no optimizer), by `attn_implementation`: median and most memory; "
-        f"{data['device']}, PyTorch {data['torch']}, transformers {data['transformers']}, {measured(data)}; repeat with "
+        f"{data['device']}, PyTorch {data['torch']}, transformers {data['transformers']}, {measured(data, data['rows'], short_title)}; repeat with "
         "`bench/torch/models.py --size large`.",
         "",
         "| model | eager | sdpa | fovea | times the speed of eager | of sdpa |" + ("" if short else " GPU busy, ms: eager / sdpa / fovea |"),
@@ -224,7 +236,7 @@ def jax():
     lengths = sorted({row["s"] for row in data["rows"]})
     rows = [
         f"`fovea.jax` beside `jax.nn.dot_product_attention(implementation=\"cudnn\")`: bfloat16, {data['tokens']:,} tokens, {data['heads']} heads, ms (cuDNN / fovea: "
-        f"times its speed). {data['device']}, JAX {data['jax']}, {measured(data)}; repeat with `bench/gpu/jax_peers.py`. {len(ratios)} rows: "
+        f"times its speed). {data['device']}, JAX {data['jax']}, {measured(data, data['rows'])}; repeat with `bench/gpu/jax_peers.py`. {len(ratios)} rows: "
         f"{min(ratios):.2f} to {max(ratios):.2f}, geometric mean {math.exp(sum(map(math.log, ratios)) / len(ratios)):.2f}. The host's time for a small "
         f"jitted call: {data['host_us']['theirs']:.0f} us, fovea {data['host_us']['ours']:.0f} us.",
         "",
@@ -246,7 +258,7 @@ def triangle():
     data = result("triangle")
     rows = [
         "`triangle_attention` of (1, N, 4, N, 32) in bf16, a bias of (1, 1, 4, N, N) in float32 with its gradient; forward / backward in ms, in brackets the MiB that "
-        f"the backward allocates. {data['device']}, PyTorch {data['torch']}, cuEquivariance {data['cuequivariance']}, {measured(data)}; repeat with "
+        f"the backward allocates. {data['device']}, PyTorch {data['torch']}, cuEquivariance {data['cuequivariance']}, {measured(data, data['rows'])}; repeat with "
         "`bench/torch/triangle.py`.",
         "",
         "| N | mask of keys | SDPA, the bias expanded | cuEquivariance | fovea in its place | times the speed of cuEquivariance, forward and backward |",
@@ -274,7 +286,7 @@ def training():
     names = {"gpt": "GPT, 6 layers, causal", "t5": "T5, 3 and 3 layers, learned bias, dropout 0.1"}
     rows = [
         f"Loss (nats a byte) of two small models, from the same weights on the same batches; {data['device']}, PyTorch {data['torch']}, "
-        f"{measured(data)}; repeat with `bench/torch/converge.py`.",
+        f"{measured(data, data['rows'])}; repeat with `bench/torch/converge.py`.",
         "",
         f"| model | attention | steps | first step | last {5 * data['point']} steps | held-out text |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -340,11 +352,9 @@ def gpu_head(data, rows):
     """What was measured, and how to repeat it: only --all measures those that compile for seconds a row."""
     slow = any(row["results"].get(name, {}).get(way) for row in rows for name in SLOW_TO_COMPILE for way in WAYS)
     machine = data["machine"]
-    dates = sorted({(row["date"], row["commit"]) for row in rows})
-    measured = ", ".join(f"{day} at {commit}" for day, commit in dates)
     return (
         f"{machine['gpu']}; PyTorch {machine['torch']}, CUDA {machine['cuda']}, cuDNN {machine['cudnn']}. Medians of {data['runs']} "
-        f"interleaved runs, {measured}; repeat with `tools/gpu.sh bench{' --all' if slow else ''}`."
+        f"interleaved runs, {measured(data, rows)}; repeat with `tools/gpu.sh bench{' --all' if slow else ''}`."
     )
 
 
@@ -543,7 +553,7 @@ def gpu_patterns():
 
 def gpu_host_head(data, part):
     machine, day, commit = data[part]["machine"], data[part]["date"], data[part]["commit"]
-    return f"{machine['cpu']}" + (f", {machine['gpu']}" if machine.get("gpu", "none") != "none" else "") + f"; {day} at {commit}"
+    return f"{machine['cpu']}" + (f", {machine['gpu']}" if machine.get("gpu", "none") != "none" else "") + f"; {day}, commit {commit}"
 
 
 def gpu_host():
@@ -589,6 +599,7 @@ TABLES = {
     "cpu_short": lambda: cpu(short=True),
     "cpu_peers": cpu_peers,
     "cpu_peers_short": partial(cpu_peers, short=True),
+    "cpu_peers_intel": partial(cpu_peers, "cpu_pytorch_intel"),
     "cpu_peers_amx": partial(cpu_peers, "cpu_pytorch_amx"),
     "torch_host": torch_host,
     "torch_host_gpu": partial(torch_host, "torch_host_gpu", " --device cuda"),

@@ -28,7 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CLANG = ("-DCMAKE_CXX_COMPILER=clang++", "-DCMAKE_C_COMPILER=clang")
-NEEDS = {"asanfuzz": "asan", "readers": "asan", "wheel": "torch"}  # a stage that uses what another has built
+NEEDS = {"asanfuzz": "asan", "readers": "asan", "wheel": "torch", "models": "torch"}  # a stage that uses what another has built
 # More memory than there is, is an error and not the end.
 ASAN = {"FOVEA_CASES": "reduced", "ASAN_OPTIONS": "allocator_may_return_null=1"}
 
@@ -122,7 +122,7 @@ class Runner:
         for entry in commands:
             file = Path(entry["file"])
             if any(file.is_relative_to(ROOT / name) for name in folders) and not file.is_relative_to(self.build):
-                for option in (" -static-libgcc", " -Wno-restrict"):  # GCC's alone
+                for option in (" -static-libgcc", " -Wno-restrict", " -fno-schedule-insns"):  # GCC's alone
                     entry["command"] = entry["command"].replace(option, "")
                 unique.setdefault(entry["file"], entry)
         if not unique:
@@ -224,10 +224,28 @@ class Runner:
         count.add(self.pytest(*paths, env={"FOVEA_BUILD": self.build, "FOVEA_TEST_DEVICE": "cpu"}, python=python))
         count.add(self.pytest("tests/integrations", env={"FOVEA_BUILD": self.build}, python=python))
         # Again where the path in C is not the fastest one: in Python alone, and as with PyTorch before 2.14.
-        paths = [f"tests/torch/test_{name}.py" for name in ("bad_input", "gradients", "transforms")]
-        for choice in ("0", "methods"):
-            count.add(self.pytest(*paths, env={"FOVEA_BUILD": self.build, "FOVEA_TORCH_FAST": choice}, python=python))
+        names = ["bad_input", "gradients", "transforms"]
+        for choice, more in (("0", ["enable", "sdpa", "calls", "qkv"]), ("methods", [])):
+            paths = [f"tests/torch/test_{name}.py" for name in names + more]
+            env = {"FOVEA_BUILD": self.build, "FOVEA_TORCH_FAST": choice, "FOVEA_RANDOM": "60"}
+            count.add(self.pytest(*paths, env=env, python=python))
         return count
+
+    def stage_torch_python(self):
+        """pytest: all of fovea.torch's tests again with FOVEA_TORCH_FAST=0, in the environment of the stage torch"""
+        python = self.environment("VENV_TORCH", ".venv-torch", "torch")
+        if python is None:
+            return Count(0, 1)
+        return self.pytest("tests/torch", env={"FOVEA_BUILD": self.build, "FOVEA_TORCH_FAST": "0"}, python=python)
+
+    def stage_models(self):
+        """pytest: fovea.integrations with transformers, diffusers, Megatron-Core and xFormers themselves, in
+        .venv-integrations, which is made if need be and takes PyTorch from .venv-torch"""
+        python = self.environment("VENV_INTEGRATIONS", ".venv-integrations", "transformers")
+        if python is None:
+            return Count(0, 1)
+        paths = [f"tests/models/test_{name}.py" for name in ("transformers", "diffusers", "megatron", "xformers", "hub", "programs")]
+        return self.pytest(*paths, env={"FOVEA_BUILD": self.build}, python=python)
 
     def stage_jax(self):
         """pytest: fovea.jax on four devices of the CPU, in .venv-jax, which is made if need be; no JAX is a failure"""
@@ -286,9 +304,11 @@ class Runner:
         return count
 
     def stage_fuzz(self):
-        """random and hostile calls of the C ABI, then ten seconds of them for a GPU whose driver and compiler are played"""
+        """random and hostile calls of the C ABI, then twenty seconds of them without products of bf16, where bf16 is compared, too, and
+        ten for a GPU whose driver and compiler are played"""
         program, played = self.build / "tests/fuzz/fuzz_capi", self.build / "tests/cpp/fake"
         count = self.one(self.run(program, "--seconds", self.fuzz_seconds))
+        count.add(self.one(self.run(program, "--seconds", 20, env={"FOVEA_CPU_ISA": "portable"})))
         environment = {"LD_LIBRARY_PATH": played, "FOVEA_NVRTC": played / "libnvrtc.so.13", "FOVEA_CACHE_DIR": "none"}
         count.add(self.one(self.run(program, "--cuda", "--seconds", 10, env=environment)))
         return count

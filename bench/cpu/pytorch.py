@@ -5,16 +5,16 @@
 Each instruction set is a process of its own, in which PyTorch and its libraries keep to that set as well. Calls alternate; what
 is reported are medians over the rounds. With one thread (the default) it is the processor time of that thread, which other work
 on the machine disturbs less; with more threads it is wall time. FLOPs are those of allowed (query, key) pairs: 4 D per pair
-forward, 10 D backward. Needs PyTorch. Numbers are recorded, never asserted.
+forward, 10 D backward. Of packed sequences PyTorch computes one after the other, which on a CPU is faster than its nested
+tensors. Needs PyTorch. Numbers are recorded, never asserted.
 
 examples:
   bench/cpu/pytorch.py                                          a table
   bench/cpu/pytorch.py --isa amx --threads 2 --filter bf16      some rows, on two threads
-  bench/cpu/pytorch.py --rounds 3 --isa avx512                  what docs/performance.md has
+  bench/cpu/pytorch.py --isa avx512_bf16 --isa avx2 --rounds 5  what docs/performance.md has
 """
 
 import argparse
-import datetime
 import json
 import os
 import statistics
@@ -30,7 +30,8 @@ from fastest import WITHIN  # noqa: E402
 
 N = 2048  # of the matrix product
 # Without AMX in PyTorch's libraries, which would take it for bf16.
-LIMITS = WITHIN | {"avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "MKL_ENABLE_INSTRUCTIONS": "AVX512_E3"}}
+LIMITS = WITHIN | {"avx512": WITHIN["avx512_bf16"]}
+PACKED = [32 * n for n in range(1, 17)]  # lengths of sequences
 
 
 def rows():
@@ -48,6 +49,7 @@ def rows():
     yield "S=1024 D=64, 8 query heads, 2 key heads", "float32", 1, 8, 2, 1024, 1024, 64, {}
     yield "S=1024 D=40", "float32", 1, 4, 4, 1024, 1024, 40, {}
     yield "S=1024 D=80", "float32", 1, 4, 4, 1024, 1024, 80, {}
+    yield "packed: 16 sequences of 32 to 512, D=64", "float32", 1, 4, 4, sum(PACKED), sum(PACKED), 64, {"packed": True}
     yield "S=64 D=64, B=16", "float32", 16, 8, 8, 64, 64, 64, {}
     yield "one query, 4096 keys, D=128", "float32", 1, 8, 8, 1, 4096, 128, {}
     yield "one query, 65536 keys, D=128", "float32", 1, 8, 8, 1, 65536, 128, {}
@@ -79,12 +81,20 @@ def measure(isa, threads, rounds, words):
     clock = time.thread_time if threads == 1 else time.perf_counter
     sdpa = torch.nn.functional.scaled_dot_product_attention
     a, b = torch.randn(N, N), torch.randn(N, N)
-    (product,) = medians([lambda: a @ b], rounds, clock)
-    print(json.dumps({"isa": isa, "torch": torch.__version__, "matmul": 2 * N**3 / product * 1e-9}), flush=True)
+    products = {"matmul": lambda: a @ b}
+    if isa not in ("avx2", "portable"):  # there PyTorch's product in bf16 takes minutes
+        a16, b16 = a.bfloat16(), b.bfloat16()
+        products["matmul_bf16"] = lambda: a16 @ b16
+    rates = {name: 2e-9 * N**3 / taken for name, taken in zip(products, medians(list(products.values()), rounds, clock))}
+    print(json.dumps({"isa": isa, "torch": torch.__version__, **rates}), flush=True)
     for name, dtype, batch, heads, heads_k, sq, sk, dim, options in rows():
         if not all(word in name for word in words):
             continue
+        packed = options.get("packed", False)
         shapes = [(batch, heads, sq, dim), (batch, heads_k, sk, dim), (batch, heads_k, sk, dim)]
+        if packed:  # (total, H, D)
+            shapes = [(sq, heads, dim)] * 3
+            lengths = torch.tensor([0, *PACKED]).cumsum(0).int()
         q, k, v = (torch.randn(shape, dtype=getattr(torch, dtype)) for shape in shapes)
         bias = torch.randn(1, heads, sq, sk) if options.get("bias") else None
         grad = torch.randn_like(q)
@@ -93,12 +103,19 @@ def measure(isa, threads, rounds, words):
 
         def ours():
             more = {"dropout_p": dropout, "seed": 1} if dropout else {}
+            if packed:
+                more = {"cu_seqlens_q": lengths, "cu_seqlens_k": lengths, "max_seqlen_q": max(PACKED), "max_seqlen_k": max(PACKED)}
             return fovea.torch.attention(q, k, v, bias=bias, causal=causal, **more)
 
         def theirs():
+            if packed:
+                each = (x.transpose(0, 1).split(PACKED, 1) for x in (q, k, v))
+                return torch.cat([sdpa(*one).transpose(0, 1) for one in zip(*each)])
             return sdpa(q, k, v, bias, dropout, causal, enable_gqa=heads != heads_k)
 
         pairs = batch * heads * (sq * (sq + 1) / 2 if causal else sq * sk)
+        if packed:
+            pairs = heads * sum(n * n for n in PACKED)
         row = {"isa": isa, "name": name}
         with torch.no_grad():
             seconds = medians([ours, theirs], rounds, clock)
@@ -122,6 +139,8 @@ def main():
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was measured")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if not any(all(word in row[0] for word in arguments.filter) for row in rows()):
+        parser.error(f"--filter: no row has the words {' '.join(arguments.filter)}")
     if arguments.child:
         return measure(arguments.isa[0], arguments.threads, arguments.rounds, arguments.filter)
     machines, found = [], []
@@ -135,7 +154,8 @@ def main():
                 row = json.loads(line)
                 (machines if "matmul" in row else found).append(row)
                 if "matmul" in row:
-                    print(f"{isa}, PyTorch {row['torch']}; matrix product {row['matmul']:.0f} GFLOP/s", flush=True)
+                    in_bf16 = f", in bf16 {row['matmul_bf16']:.0f}" if "matmul_bf16" in row else ""
+                    print(f"{isa}, PyTorch {row['torch']}; matrix product {row['matmul']:.0f} GFLOP/s{in_bf16}", flush=True)
                     continue
                 cells = [f"{which} {row[which][0]:6.1f} / {row[which][1]:6.1f} = {row[which][0] / row[which][1]:5.2f}"
                          for which in ("forward", "backward") if which in row]  # fmt: skip
@@ -143,10 +163,8 @@ def main():
         if child.returncode != 0:
             sys.exit(f"{isa}: the measuring process ended with {child.returncode}")
     if arguments.json:
-        model = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "unknown")
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
         records.write(arguments.json, {
-            "date": datetime.date.today().isoformat(), "commit": commit, "rounds": arguments.rounds, "cpu": model,
+            **records.when(), "rounds": arguments.rounds, "cpu": records.processor(),
             "threads": arguments.threads, "instruction_sets": machines, "rows": found,
         })  # fmt: skip
     return 0

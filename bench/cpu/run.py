@@ -16,7 +16,6 @@ examples:
 
 import argparse
 import contextlib
-import datetime
 import os
 import re
 import statistics
@@ -216,15 +215,13 @@ def main():
     if not products:
         sys.exit("no matrix product to compare with: run `make bench`, which installs OpenBLAS and oneDNN and builds them")
     best = max(products, key=products.get)
-    model = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "unknown")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     flops = {case.name: case.flops for case in chosen}
     rows = [{"name": name,
              "forward": statistics.median(flops[name] / f * 1e-9 for f, _ in values),
              "backward": statistics.median(2.5 * flops[name] / b * 1e-9 for _, b in values)} for name, values in times.items()]
     isa = re.search(r"avx512|avx2|portable|neon", fovea.explain("fwd sq=64 sk=64 d=64"))[0]
-    result = {"date": datetime.date.today().isoformat(), "commit": commit, "rounds": arguments.rounds,
-              "machine": {"cpu": model, "threads": fovea.num_threads(), "isa": isa},
+    result = {**records.when(), "rounds": arguments.rounds,
+              "machine": {"cpu": records.processor(), "threads": fovea.num_threads(), "isa": isa},
               "matmul": {"n": size, "all": products, "best": {"name": best, "gflops": products[best]}}, "rows": rows}
     for name, rate in products.items():
         print(f"{name:42}{rate:8.0f}")

@@ -16,7 +16,6 @@ examples:
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import re
@@ -174,8 +173,7 @@ def measure_torch() -> list[dict]:
 
 
 def machine() -> dict:
-    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?")
-    about = {"cpu": cpu, "cores": len(os.sched_getaffinity(0)), "python": sys.version.split()[0]}
+    about = {"cpu": records.processor(), "cores": len(os.sched_getaffinity(0)), "python": sys.version.split()[0]}
     try:
         import torch
 
@@ -206,7 +204,6 @@ def main() -> int:
         if found:
             os.environ["FOVEA_NVRTC"] = found
     data = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     known = data.get("compiles", {}).get("rows", [])
     measures = {
         "calls": lambda: measure_calls(options.program),
@@ -219,8 +216,7 @@ def main() -> int:
             continue
         data[part] = {
             "machine": machine(),
-            "date": datetime.date.today().isoformat(),
-            "commit": options.commit or commit.stdout.strip(),
+            **records.when(options.commit),
             "rows": measure(),
         }
         if options.json:

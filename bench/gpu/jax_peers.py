@@ -9,9 +9,7 @@ time for a small jitted call, and the geometric mean of the ratios. What fails s
 
 import argparse
 import concurrent.futures
-import datetime
 import math
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -142,9 +140,8 @@ def main():
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
         print(f"{len(rows)} rows: times the speed of cuDNN {min(ratios):.2f} to {max(ratios):.2f}, geometric mean {mean:.2f}")
     if arguments.json:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
         records.write(arguments.json, {
-            "device": device.device_kind, "jax": jax.__version__, "date": datetime.date.today().isoformat(), "commit": commit,
+            "device": device.device_kind, "jax": jax.__version__, **records.when(),
             "tokens": TOKENS, "heads": HEADS, "host_us": host, "rows": rows})  # fmt: skip
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
 import math
 import os
@@ -477,7 +476,6 @@ def matmul_rate(n: int = 8192) -> float:
 
 def machine(given: str) -> dict:
     properties = torch.cuda.get_device_properties(0)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return {
         "gpu": properties.name,
         "multiprocessors": properties.multi_processor_count,
@@ -487,8 +485,7 @@ def machine(given: str) -> dict:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "fovea": fovea.__version__,
-        "commit": given or commit.stdout.strip(),
-        "date": datetime.date.today().isoformat(),
+        **records.when(given),
     }
 
 

@@ -13,9 +13,7 @@ examples:
 """
 
 import argparse
-import datetime
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -181,10 +179,9 @@ def main():
             print(" ".join(f"{key}={value}" for key, value in rows[-1].items() if key != "losses"), flush=True)
             print("   ", " ".join(f"{x:.3f}" for x in rows[-1]["losses"][:: max(1, len(rows[-1]["losses"]) // 10)]), flush=True)
             if options.json:  # after each run, so that what was measured is there whatever comes
-                commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
                 records.write(options.json, {
                     "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu", "torch": torch.__version__,
-                    "date": datetime.date.today().isoformat(), "commit": commit.stdout.strip(), "point": POINT, "rows": rows})  # fmt: skip
+                    **records.when(), "point": POINT, "rows": rows})  # fmt: skip
     return f"fovea computed nothing: {rows}" if any(row["run"] == "fovea" and not row["calls"] for row in rows) else 0
 
 

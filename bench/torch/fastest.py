@@ -7,25 +7,29 @@ python/fovea/torch/fastest.json; the other sections stay.
 
 The two are measured alternately; what is reported is the least batch, since whatever else runs only ever adds. On the CPU
 each has one thread, as both divide their work over threads, and on a shared machine threads mostly wait for one another.
-There is a section for each instruction set: with --isa avx2 both libraries are told to take no newer one.
+There is a section for each instruction set: with --isa avx2 both libraries are told to take no newer one. Some only multiply bf16
+otherwise than an older one; these sections have bf16 alone, and the older one's section has the other types.
 
 examples:
   bench/torch/fastest.py                                    the table of this machine's CPU, printed
   bench/torch/fastest.py --isa avx512 --isa avx2 --isa portable --write
+  bench/torch/fastest.py --isa avx512_bf16 --write          bf16 alone: a processor that has its products, AMD since Zen 4
   bench/torch/fastest.py --device cuda --write              under 3 minutes, most of them for compiling kernels
 """
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import records  # noqa: E402
+
 TABLE = ROOT / "python/fovea/torch/fastest.json"
 KINDS = ("plain", "causal", "mask of keys", "mask", "bias", "learned bias", "dropout", "other rank")
 # batch, heads, queries, keys, head dimension
@@ -37,6 +41,9 @@ SIZES = {
 }  # fmt: skip
 # What makes the other libraries of this process keep to an instruction set.
 WITHIN = {
+    "avx512_bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "MKL_ENABLE_INSTRUCTIONS": "AVX512_E3"},  # no AMX
+    "neon_bf16": {},
+    "neon": {},
     "avx512": {},
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     "portable": {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"},
@@ -45,8 +52,8 @@ LONGEST_ROW = 2.0  # seconds, after which two rounds are enough
 LARGEST_MASK = 2**29  # elements: the larger ones do not fit
 
 
-def rows_of(device):
-    for dtype in ("float32", "bfloat16"):
+def rows_of(device, dtypes):
+    for dtype in dtypes:
         for size in SIZES[device]:
             for kind in KINDS:
                 if device == "cuda" and dtype == "float32" and size[4] == 128:
@@ -117,7 +124,9 @@ def measure(device, rounds, batch_seconds):
         _enable._state.decisions = decided[pytorch]
 
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
-    todo = list(rows_of(device))
+    used = next((name for name, in_use in _fastest.instruction_sets().items() if in_use), "unknown")
+    bf16_alone = device == "cpu" and used in _fastest.FOR_BF16
+    todo = list(rows_of(device, ("bfloat16",) if bf16_alone else ("float32", "bfloat16")))
     rows = []
     begin = time.monotonic()
     for number, (kind, dtype, backward, size) in enumerate(todo):
@@ -149,16 +158,10 @@ def measure(device, rounds, batch_seconds):
     served = fovea.torch.stats()["served"]
     assert served, "fovea computed nothing"
     where = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
-    if device == "cuda":
-        machine = torch.cuda.get_device_name()
-    else:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        machine = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-        machine += ", one thread"
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return _fastest.section_of(where), {
-        "machine": machine, "pytorch": torch.__version__, "fovea": fovea.__version__, "commit": commit.stdout.strip(),
-        "date": datetime.date.today().isoformat(), "rows": rows,
+    machine = torch.cuda.get_device_name() if device == "cuda" else f"{records.processor()}, one thread"
+    return f"cpu {used}" if bf16_alone else _fastest.section_of(where), {
+        "machine": machine, "pytorch": torch.__version__, "fovea": fovea.__version__, **records.when(),
+        "rows": rows,
     }  # fmt: skip
 
 

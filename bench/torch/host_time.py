@@ -17,9 +17,7 @@ examples:
 
 import argparse
 import contextlib
-import datetime
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -181,16 +179,14 @@ def main():
     for name, columns in least.items():
         print(f"{name:64}", *(f"{x:8.1f}" if x < 1e9 else "        " for x in columns))
     if options.json:
-        cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?")
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+        cpu = records.processor()
         data = {
             "machine": {
                 "cpu": cpu if options.device == "cpu" else f"{torch.cuda.get_device_name()}, {cpu}",
                 "python": sys.version.split()[0],
                 "torch": torch.__version__,
             },
-            "date": datetime.date.today().isoformat(),
-            "commit": commit.stdout.strip(),
+            **records.when(),
             "shape": "x".join(map(str, SHAPES[options.device])),
             "type": str(TYPES[options.device]).removeprefix("torch."),
             "rounds": options.rounds,

@@ -15,11 +15,9 @@ examples:
 
 import argparse
 import contextlib
-import datetime
 import gc
 import os
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -233,10 +231,9 @@ def main():
         for row in found:
             print(" ".join(f"{key}={value}" for key, value in row.items()), flush=True)
         if arguments.json:  # after each model, so that what was measured is there whatever comes
-            commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
             records.write(arguments.json, {
                 "device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu", "torch": torch.__version__,
-                "transformers": transformers.__version__, "date": datetime.date.today().isoformat(), "commit": commit.stdout.strip(),
+                "transformers": transformers.__version__, **records.when(),
                 "size": arguments.size, "rows": rows})  # fmt: skip
     failed = [row for row in rows if row["implementation"] == "fovea" and ("error" in row or not row["calls"])]
     print(f"{len(rows)} rows in {time.monotonic() - begin:.0f} s; fovea failed or computed nothing: {[r['model'] for r in failed]}")

@@ -13,10 +13,8 @@ examples:
 """
 
 import argparse
-import datetime
 import gc
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -102,10 +100,9 @@ def main():
         if options.device == "cuda":
             torch.cuda.empty_cache()
     if options.json:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
         records.write(options.json, {
             "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu", "torch": torch.__version__,
-            "transformers": transformers.__version__, "date": datetime.date.today().isoformat(), "commit": commit.stdout.strip(),
+            "transformers": transformers.__version__, **records.when(),
             "size": options.size, "rows": rows})  # fmt: skip
     bad = [row["model"] for row in rows if row["served"] == 0 and not row["handed_back"]]
     return f"no call of scaled_dot_product_attention was seen: {bad}" if bad else 0

@@ -11,11 +11,9 @@ examples:
 """
 
 import argparse
-import datetime
 import importlib.metadata
 import os
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -124,10 +122,9 @@ def main():
     seen = fovea.integrations.stats().get("triangle", {})
     print(f"calls of the stand-in that fovea computed: {seen.get('served', 0)}")
     if options.json:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
         records.write(options.json, {
             "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu", "torch": torch.__version__,
-            "cuequivariance": version, "date": datetime.date.today().isoformat(), "commit": commit, "rows": rows})  # fmt: skip
+            "cuequivariance": version, **records.when(), "rows": rows})  # fmt: skip
     return any(row["name"] == "fovea" and "error" in row for row in rows) or not seen.get("served")
 
 

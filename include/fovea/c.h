@@ -195,9 +195,46 @@ typedef struct fovea_problem {
   /* Results that are combined with what their tensors hold, bits FOVEA_ACCUMULATE_*. A gradient is added to it. With
    * FOVEA_ACCUMULATE_OUT, out and lse (required) hold the result over other keys, 0 and -inf where a row has had none,
    * and get the result over those keys and these. Such results are fp32 or fp64, and rows of them that belong to no
-   * sequence are kept. FOVEA_UNSUPPORTED on a CUDA device: its kernels do not have it yet. */
+   * sequence are kept. */
   uint64_t accumulate;
 } fovea_problem;
+
+/* How fovea_rows shares out rows. */
+typedef enum fovea_rows_kind {
+  FOVEA_ROWS_ZIGZAG = 0,     /* one sequence: each rank has a piece from the front and one from the back */
+  FOVEA_ROWS_CONTIGUOUS = 1, /* one sequence: each rank has one piece, in the order of the ranks */
+  FOVEA_ROWS_PACKED = 2      /* sequences one after the other: long ones are cut, short ones given whole */
+} fovea_rows_kind;
+
+/* A plan of which rows of a sequence, or of packed sequences, each rank of a group has: what is asked, and the memory
+ * that fovea_rows_plan() fills. A piece is a range of adjacent rows of one sequence. A rank has at most two pieces of
+ * each sequence. Its rows lie in its memory piece by piece: first the first piece of every sequence, then the second
+ * ones. Results that are NULL are not written; an array of a number for each rank has ranks * head_ranks of them. */
+typedef struct fovea_rows {
+  size_t size; /* sizeof(fovea_rows) */
+
+  int32_t kind;   /* fovea_rows_kind */
+  uint32_t flags; /* FOVEA_CAUSAL and FOVEA_WINDOW, for pairs and balance */
+  int64_t ranks;  /* at least 1 */
+  /* 0 and 1: ranks exchange keys alone. n: the rows of each of `ranks` are shared out, in their order, among n ranks
+   * that exchange heads; rank r * n + m has part m of those of r, and computes all of them for its heads.
+   * ranks * head_ranks is at most 65536. */
+  int64_t head_ranks;
+  int64_t block;          /* 0: 128. Pieces begin at multiples of so many rows; dropout needs a multiple of 16 */
+  int64_t sequences;      /* the number of lengths, at most 2^31; 1 unless kind is FOVEA_ROWS_PACKED */
+  const int64_t* lengths; /* (sequences): rows of each, 0 or more; at most 2^31 in all */
+  int64_t window_left;    /* with FOVEA_WINDOW: as in fovea_problem, with a shift of 0 */
+  int64_t window_right;
+
+  int64_t* rows;          /* for each rank: the number of its rows, which may be 0 */
+  int64_t* pairs;         /* for each rank: pairs of a query that it computes and a key that causal and window allow */
+  int64_t* sends;         /* for each rank: rows of keys that it gives to each other rank if keys are gathered */
+  int64_t* receives;      /* for each rank: rows of keys that it gets then, from all other ranks */
+  int64_t* piece_counts;  /* for each rank: the number of its pieces */
+  int64_t* pieces;        /* (piece_capacity, 3): sequence, first row within it, number of rows; rank after rank */
+  int64_t piece_capacity; /* with `pieces`: for how many it has memory */
+  double* balance;        /* one number: the largest of `pairs` over their mean. 1 is perfect, or no pairs at all */
+} fovea_rows;
 
 /* The version of the library that is loaded: major * 10000 + minor * 100 + patch. */
 FOVEA_API int fovea_version(void);
@@ -259,7 +296,8 @@ FOVEA_API fovea_status fovea_dropout_mask(int64_t batch, int64_t heads, int64_t 
                                           uint64_t seed, uint64_t offset, fovea_rng rng, uint8_t* mask);
 
 /* Sets the number of threads that a CPU call uses, at most 4096. n = 0, the default: the smaller of the number of cores
- * that this process may use and its cgroup's quota. A thread is created by the first call that has work for it. */
+ * that this process may use and its cgroup's quota. A thread is created by the first call that has work for it. In a
+ * process with PyTorch a call computes on PyTorch's threads, and n = 0 is not more than PyTorch uses. */
 FOVEA_API fovea_status fovea_set_num_threads(int n);
 
 /* The number of threads that a CPU call uses now. */
@@ -269,6 +307,11 @@ FOVEA_API int fovea_num_threads(void);
  * the call, or to compile before the first call. Nothing is computed. The tensors' data may be NULL, which counts as an
  * address that is a multiple of 16. On the CPU it does nothing. */
 FOVEA_API fovea_status fovea_prepare(const fovea_problem* problem, fovea_direction direction);
+
+/* Shares out rows among ranks: fills the arrays that `rows` has. `*needed` (optional) is set to the number of pieces of
+ * all ranks. The plan depends on what is asked alone, so every rank makes the same one. If piece_capacity is too small,
+ * the call is FOVEA_INVALID_ARGUMENT, *needed is set, and nothing else is written. */
+FOVEA_API fovea_status fovea_rows_plan(const fovea_rows* rows, int64_t* needed);
 
 #ifdef __cplusplus
 }

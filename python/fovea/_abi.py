@@ -50,6 +50,11 @@ WINDOW = 8
 CLEAR_ROWS = 16
 POSITIONS = 32
 
+# fovea_rows_kind
+ROWS_ZIGZAG = 0
+ROWS_CONTIGUOUS = 1
+ROWS_PACKED = 2
+
 # fovea_problem::accumulate
 ACCUMULATE_OUT = 1
 ACCUMULATE_GRADS = {"q": 2, "k": 4, "v": 8, "bias": 16, "bias2": 32, "sink": 64}
@@ -124,6 +129,26 @@ class Problem(ctypes.Structure):
     ]
 
 
+class Rows(ctypes.Structure):
+    """fovea_rows. Pointers are addresses here, too."""
+
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("kind", ctypes.c_int32),
+        ("flags", ctypes.c_uint32),
+        ("ranks", ctypes.c_int64),
+        ("head_ranks", ctypes.c_int64),
+        ("block", ctypes.c_int64),
+        ("sequences", ctypes.c_int64),
+        ("lengths", ctypes.c_void_p),
+        ("window_left", ctypes.c_int64),
+        ("window_right", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("rows", "pairs", "sends", "receives", "piece_counts", "pieces")),
+        ("piece_capacity", ctypes.c_int64),
+        ("balance", ctypes.c_void_p),
+    ]
+
+
 _PROBLEM = ctypes.POINTER(Problem)
 _TEXT = (ctypes.c_char_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_size_t))  # text, capacity, needed
 
@@ -149,4 +174,5 @@ FUNCTIONS = {
     "fovea_set_num_threads": (ctypes.c_int, (ctypes.c_int,)),
     "fovea_num_threads": (ctypes.c_int, ()),
     "fovea_prepare": (ctypes.c_int, (_PROBLEM, ctypes.c_int)),
+    "fovea_rows_plan": (ctypes.c_int, (ctypes.POINTER(Rows), ctypes.POINTER(ctypes.c_int64))),
 }

@@ -577,7 +577,8 @@ def set_num_threads(n: int) -> None:
     """Sets how many threads a call on the CPU uses.
 
     Args:
-        n: The number of threads. 0, the initial state, means as many as this process may use.
+        n: The number of threads. 0, the initial state, means as many as this process may use. In a process with PyTorch
+            it means not more than PyTorch uses, and its threads do the work.
 
     Raises:
         ValueError: n is out of its range.

@@ -138,8 +138,8 @@ def get_include() -> str:
         link with is libfovea.so; explain() prints where it is.
 
     >>> import os, fovea
-    >>> sorted(os.listdir(os.path.join(fovea.get_include(), "fovea")))
-    ['attention.h', 'c.h']
+    >>> sorted(name for name in os.listdir(os.path.join(fovea.get_include(), "fovea")) if name.endswith(".h"))
+    ['attention.h', 'c.h', 'parallel.h', 'parallel_nccl.h']
     """
     package = Path(__file__).resolve().parent
     folder = package / "include"

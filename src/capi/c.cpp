@@ -15,6 +15,7 @@
 #include "capi/masked_exceptions.h"
 #include "core/problem.h"
 #include "core/shapes.h"
+#include "core/share_rows.h"
 #include "core/validate.h"
 #include "cpu/cpu.h"
 #include "cuda/jit/nvrtc.h"
@@ -285,6 +286,10 @@ fovea_status fovea_prepare(const fovea_problem* problem, fovea_direction directi
   return guarded([&] {
     fovea::prepare(fovea::validate(given(problem, "problem"), fovea::direction_of(direction), /*shapes_only=*/true));
   });
+}
+
+fovea_status fovea_rows_plan(const fovea_rows* rows, int64_t* needed) {
+  return guarded([&] { fovea::share_rows(given(rows, "rows"), needed); });
 }
 
 fovea_status fovea_set_num_threads(int n) {

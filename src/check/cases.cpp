@@ -9,9 +9,12 @@
 #include <algorithm>
 #include <cstdlib>
 #include <iterator>
+#include <map>
+#include <random>
 #include <utility>
 
 #include "check/covering.h"
+#include "core/text_words.h"
 
 namespace fovea::check {
 namespace {
@@ -65,10 +68,11 @@ enum Id {
   kDeterministic,
   kFamily,
   kShifted,
-  kStreams
+  kStreams,
+  kResults
 };
 
-static_assert(kStreams + 1 - kShifted == kCoveredByPairs);
+static_assert(kResults + 1 - kShifted == kCoveredByPairs);
 
 std::vector<Feature> make_features() {
   std::vector<Feature> all = {
@@ -99,6 +103,7 @@ std::vector<Feature> make_features() {
       {"values", {}},
       {"shifted", {"", "pos=64,32", "pos=-7,5", "pos_q"}},  // pos_q: positions of each sequence, of queries and keys
       {"streams", {"", "streams=b,h", "streams=1,h"}},
+      {"results", {"", "fp32", "k,v added", "all added"}},  // fp32: of 16-bit inputs; added ones are of fp32, too
   };
   for (const auto& [value, name] : kValues) {
     all[kFamily].values.push_back(name);
@@ -134,8 +139,12 @@ std::vector<std::int64_t> used_lengths(const std::vector<std::int64_t>& lengths,
   return used;
 }
 
-std::string line_of(const std::vector<int>& choice) {
-  const auto text = [&](Id id) { return chosen(choice, id); };
+// `words`: what stands in a row in place of the chosen values of some features.
+std::string line_of(const std::vector<int>& choice, const std::map<Id, std::string>& words = {}) {
+  const auto text = [&](Id id) -> std::string_view {
+    const auto found = words.find(id);
+    return found == words.end() ? chosen(choice, id) : found->second;
+  };
   const std::string_view rows = text(kRows);
   const bool packed = rows.starts_with("packed");
   const bool two_level = rows.ends_with("two-level");
@@ -192,10 +201,48 @@ std::string line_of(const std::vector<int>& choice) {
   return line;
 }
 
+// Which results are of fp32 beside inputs of 16 bits, and which are combined with what is there.
+void choose_results(Problem& p, std::string_view which) {
+  if (which.empty()) {
+    return;
+  }
+  const auto chosen_of = [&](const Results& all) {
+    Results some;
+    some.k = all.k;
+    some.v = all.v;
+    return which == "k,v added" ? some : all;
+  };
+  p.wide = chosen_of(line::can_be_wide(p));
+  if (which != "fp32") {
+    p.accumulate = chosen_of(line::can_accumulate(p));
+  }
+}
+
+Case case_of(const std::vector<int>& choice, const std::string& line) {
+  Case c;
+  c.problem = parse(line);
+  choose_results(c.problem, chosen(choice, kResults));
+  c.values = kValues[choice[kFamily]].first;
+  return c;
+}
+
 }  // namespace
 
 std::string_view name_of(Values values) {
   return std::find_if(std::begin(kValues), std::end(kValues), [&](const auto& v) { return v.first == values; })->second;
+}
+
+Problem forward_of(const Problem& row) {
+  Problem forward = row;
+  forward.direction = Direction::kForward;
+  forward.need = {};
+  forward.grad_lse = false;
+  forward.lse = true;
+  forward.wide = {};
+  forward.wide.out = row.wide.out;
+  forward.accumulate = {};
+  forward.accumulate.out = row.accumulate != Results{} && (size_of(row.type) > 2 || row.wide.out);
+  return forward;
 }
 
 std::string to_text(const Case& c) { return fmt::format("{} values={}", print(c.problem), name_of(c.values)); }
@@ -249,6 +296,16 @@ bool legal(const std::vector<int>& choice) {
   if (has(kStreams, "streams") && is(kDropout, "")) {
     return false;
   }
+  // Results that there are; gradients of one tensor have one type.
+  if (is(kResults, "fp32") && (!open_or(kType, is(kType, "bf16") || is(kType, "fp16")) || is(kBiasType, "fp64"))) {
+    return false;
+  }
+  if (is(kResults, "k,v added") && !open_or(kNeed, is(kNeed, "all") || is(kNeed, "k,v"))) {
+    return false;
+  }
+  if (!open(kResults) && !is(kResults, "") && is(kMemory, "layout=qkv3")) {
+    return false;
+  }
   // Families that need a bias or a mask to lie in.
   const bool bias_by_query = open_or(kBias, has(kBias, "q"));
   const bool mask_by_query = open_or(kMask, has(kMask, "q"));
@@ -281,9 +338,7 @@ const std::vector<Case>& cases(Table table) {
   const auto make = [](Table which) {
     std::vector<Case> all;
     const auto add = [&](const std::vector<int>& choice) {
-      Case c;
-      c.problem = parse(line_of(choice));
-      c.values = kValues[choice[kFamily]].first;
+      Case c = case_of(choice, line_of(choice));
       c.seed = all.size() + 1;
       c.choice = choice;
       all.push_back(std::move(c));
@@ -307,6 +362,45 @@ const std::vector<Case>& cases(Table table) {
   static const std::vector<Case> full = make(Table::kFull);
   static const std::vector<Case> reduced = make(Table::kReduced);
   return table == Table::kFull ? full : reduced;
+}
+
+Case random_case(std::uint64_t seed) {
+  std::mt19937_64 random(seed);
+  const auto below = [&](std::uint64_t count) { return static_cast<std::int64_t>(random() % count); };
+  std::vector<int> choice;
+  do {
+    choice.clear();
+    for (const Feature& feature : features()) {  // half of them as the first value has it: mostly not there
+      choice.push_back(below(2) == 0 ? 0 : static_cast<int>(below(feature.values.size())));
+    }
+  } while (!legal(choice));
+  constexpr std::int64_t kLongest[] = {4, 40, 140, 300};
+  constexpr std::int64_t kMostKeys = 700;  // more than two blocks of a kernel
+  constexpr std::int64_t kWidest[] = {20, 136, 136, 300};
+  const std::int64_t longest = kLongest[below(std::size(kLongest))];
+  const std::int64_t widest = kWidest[below(std::size(kWidest))];
+  const auto width = [&] {
+    const std::int64_t columns = 1 + below(static_cast<std::uint64_t>(widest));
+    return below(2) == 0 ? columns : (columns + 7) / 8 * 8;
+  };
+  const auto length = [&](std::int64_t most) {
+    return below(30) == 0 ? 0 : 1 + below(static_cast<std::uint64_t>(most));
+  };
+  const std::int64_t sq = length(longest);
+  const bool square = below(3) == 0 || chosen(choice, kMemory) == "layout=qkv3";
+  const std::int64_t sk = square ? sq : length(below(8) == 0 ? kMostKeys : longest);
+  const std::int64_t d = width();
+  std::map<Id, std::string> words = {{kSize, fmt::format("{}x{}", sq, sk)}, {kHeadDim, fmt::format("d={}", d)}};
+  if (below(2) == 0 && chosen(choice, kMemory) != "layout=qkv3") {
+    words[kHeadDim] += fmt::format(" dv={}", width());
+  }
+  if (!chosen(choice, kWindow).empty()) {
+    const auto keys = static_cast<std::uint64_t>(sk) + 2;
+    words[kWindow] = fmt::format("window={},{}", below(keys) - 1, below(keys) - 1);
+  }
+  Case c = case_of(choice, line_of(choice, words));
+  c.seed = seed;
+  return c;
 }
 
 }  // namespace fovea::check

@@ -6,9 +6,9 @@
 //
 // A row chooses one value of each feature. The first kStructural features (type, head dims, memory, rows) are
 // crossed with one another in full; the others fill in greedily whatever (pair of values, structural value) is
-// still missing. The last kCoveredByPairs (positions, streams of dropout) change the band, ALiBi and dropout alone: the
-// rows that have them come behind the others and cover pairs of values. tests/cpp/cases_test.cpp computes the coverage
-// from the rows, and does not take it on trust.
+// still missing. The last kCoveredByPairs (positions, streams of dropout, types of results and what is added) change
+// the band, ALiBi and dropout alone, or how results are stored: the rows that have them come behind the others and
+// cover pairs of values. tests/cpp/cases_test.cpp computes the coverage from the rows, and does not take it on trust.
 #pragma once
 
 #include <cstdint>
@@ -41,8 +41,8 @@ struct Case {
   std::vector<int> choice;  // the value of each feature; empty if the case is not of the covering
 };
 
-// Whether it has positions or streams of dropout, which no kernel of a GPU has yet.
-inline bool is_part(const Problem& problem) { return problem.positions || bool(problem.streams); }
+// The forward of a row, with the logsumexp. Where gradients are added, it is merged into an out that has no 16 bits.
+Problem forward_of(const Problem& row);
 
 // The problem's line and what the values are like, "bwd b=2 ... values=one_hot": what filters are matched against.
 std::string to_text(const Case& c);
@@ -53,7 +53,7 @@ struct Feature {
 };
 const std::vector<Feature>& features();
 inline constexpr int kStructural = 4;      // so many of the first features are crossed in full
-inline constexpr int kCoveredByPairs = 2;  // so many of the last meet each value of another feature once
+inline constexpr int kCoveredByPairs = 3;  // so many of the last meet each value of another feature once
 
 // Whether a row may choose so; -1 is a feature that is not chosen yet. What is legal in part can be completed.
 bool legal(const std::vector<int>& choice);
@@ -62,6 +62,9 @@ enum class Table {
   kFull,
   kReduced  // pairs of values alone, for sanitizers and emulators
 };
+
+// Features, sizes and numbers drawn by the seed: what no row of the table has.
+Case random_case(std::uint64_t seed);
 
 // kReduced where the environment variable FOVEA_CASES is "reduced".
 Table table_of_environment();

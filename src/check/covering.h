@@ -63,7 +63,8 @@ class Covering {
  public:
   explicit Covering(Table table) : table_(table) {
     if (table == Table::kFull) {
-      cross_structural(nothing_chosen(), 0);
+      std::vector<int> choice = nothing_chosen();
+      cross_structural(choice, 0);
     }
     cover();
   }
@@ -114,9 +115,9 @@ class Covering {
     }
   }
 
-  void cross_structural(std::vector<int> choice, int feature) {
+  void cross_structural(std::vector<int>& choice, int feature) {
     if (feature == kStructural) {
-      complete(std::move(choice));
+      complete(choice);
       return;
     }
     for (int value = 0; value < static_cast<int>(features()[feature].values.size()); ++value) {
@@ -125,6 +126,7 @@ class Covering {
         cross_structural(choice, feature + 1);
       }
     }
+    choice[feature] = -1;
   }
 
   // Takes, feature by feature, the legal value that adds most goals; ties go round, so that none is favoured.

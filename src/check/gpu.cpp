@@ -89,7 +89,7 @@ std::string Gpu::run(const Tensors& tensors, Direction direction, const Watch& w
   const std::vector<Region> regions = regions_of(tensors, direction, workspace);
   workspace = (workspace + kAlignment - 1) / kAlignment * kAlignment + 1;  // any alignment is accepted
 
-  fovea_problem problem = tensors.problem();
+  fovea_problem problem = tensors.problem(direction);
   problem.device = FOVEA_CUDA;
   problem.device_index = info_.ordinal;
   problem.backend = nullptr;

@@ -20,9 +20,6 @@
 namespace fovea::check {
 namespace {
 
-constexpr std::size_t kMargin = 256;
-constexpr std::size_t kAlignment = 64;
-
 double lowest_of(DType type) {
   switch (type) {
     case DType::kFp16:
@@ -54,43 +51,6 @@ void for_each_index(const Tensor& tensor, F&& f) {
 }
 
 }  // namespace
-
-Buffer::Buffer(std::size_t size) : memory_(size + 2 * kMargin + kAlignment), allowed_(memory_.size()), size_(size) {
-  const auto address = reinterpret_cast<std::uintptr_t>(memory_.data()) + kMargin;
-  data_ = memory_.data() + kMargin + (-address) % kAlignment;
-}
-
-Buffer Buffer::before_a_guard(std::size_t size) {
-  Buffer buffer;
-  buffer.guarded_ = std::make_unique<Guarded>(size);
-  buffer.size_ = size;
-  buffer.data_ = buffer.guarded_->end() - size;
-  return buffer;
-}
-
-std::span<std::uint8_t> Buffer::all() { return guarded_ != nullptr ? std::span(data_, size_) : std::span(memory_); }
-
-void Buffer::fill_with_pattern() {
-  for (std::size_t n = 0; n < memory_.size(); ++n) {
-    memory_[n] = pattern(n);
-  }
-  allowed_.assign(memory_.size(), false);
-}
-
-void Buffer::allow(std::size_t offset, std::size_t count) {
-  const auto begin = allowed_.begin() + (data_ - memory_.data()) + static_cast<std::ptrdiff_t>(offset);
-  std::fill(begin, begin + static_cast<std::ptrdiff_t>(count), true);
-}
-
-bool Buffer::changed(std::ptrdiff_t* where) const {
-  for (std::size_t n = 0; n < memory_.size(); ++n) {
-    if (!allowed_[n] && memory_[n] != pattern(n)) {
-      *where = memory_.data() + n - data_;
-      return true;
-    }
-  }
-  return false;
-}
 
 std::int64_t Tensor::element(const Index& index) const {
   std::int64_t at = base;
@@ -411,6 +371,33 @@ const Tensor* Tensors::find(std::string_view name) const {
   return found == tensors_.end() ? nullptr : &*found;
 }
 
+fovea_problem Tensors::problem(Direction direction) const {
+  fovea_problem problem = problem_;
+  if (direction == Direction::kForward) {
+    problem.accumulate = is_added(*find("out"), direction) ? FOVEA_ACCUMULATE_OUT : 0;
+  }
+  return problem;
+}
+
+bool Tensors::is_added(const Tensor& tensor, Direction direction) const {
+  const Results& added = case_.problem.accumulate;
+  if (direction == Direction::kForward) {
+    return (tensor.name == "out" || tensor.name == "lse") && forward_of(case_.problem).accumulate.out;
+  }
+  return (tensor.name == "grad_q" && added.q) || (tensor.name == "grad_k" && added.k) ||
+         (tensor.name == "grad_v" && added.v) || (tensor.name == "grad_bias" && added.bias) ||
+         (tensor.name == "grad_bias2" && added.bias2) || (tensor.name == "grad_sink" && added.sink);
+}
+
+std::vector<double> Tensors::before(const Tensor& tensor) const {
+  Random random(case_.seed, tensor.name);
+  std::vector<double> numbers;
+  for (std::size_t n = 0; n < tensor.existing.size(); ++n) {
+    numbers.push_back(static_cast<float>(random.normal()));
+  }
+  return numbers;
+}
+
 std::vector<const Tensor*> Tensors::outputs(Direction direction) const {
   std::vector<const Tensor*> found;
   for (const Tensor& tensor : tensors_) {
@@ -429,6 +416,12 @@ void Tensors::prepare(Direction direction) const {
     const std::size_t size = size_of(tensor->type());
     for (const std::int64_t element : tensor->existing) {
       tensor->buffer->allow(static_cast<std::size_t>(element) * size, size);
+    }
+    if (is_added(*tensor, direction)) {
+      const std::vector<double> numbers = before(*tensor);
+      for (std::size_t n = 0; n < numbers.size(); ++n) {
+        tensor->set(tensor->existing[n], numbers[n]);
+      }
     }
   }
 }

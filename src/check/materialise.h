@@ -90,15 +90,20 @@ class Tensors {
   Tensors(const Tensors&) = delete;
   Tensors& operator=(const Tensors&) = delete;
 
-  // For both directions; it points into this object.
-  const fovea_problem& problem() const { return problem_; }
+  // It points into this object. A forward has the gradients, too. Where gradients are added to what is there, the
+  // forward's out and lse are merged with what is there if they have no 16 bits.
+  fovea_problem problem(Direction direction) const;
 
   const std::deque<Tensor>& all() const { return tensors_; }
   const Tensor* find(std::string_view name) const;
   // The tensors that a direction writes.
   std::vector<const Tensor*> outputs(Direction direction) const;
 
-  // Fills the direction's outputs with the pattern ...
+  // Whether a direction combines an output with what is there, and that: a number for each element that exists.
+  bool is_added(const Tensor& tensor, Direction direction) const;
+  std::vector<double> before(const Tensor& tensor) const;
+
+  // Fills the direction's outputs with the pattern, those that are added with what is there before ...
   void prepare(Direction direction) const;
   // ... and describes a forbidden write; "" if there was none.
   std::string trespass(Direction direction) const;

@@ -16,6 +16,8 @@ using math::i64;
 using reference::add_scaled;
 using reference::BiasGradient;
 using reference::Head;
+using reference::merge_row;
+using reference::put;
 using reference::read_rows;
 using reference::write_rows;
 
@@ -41,10 +43,9 @@ class Noise {
   explicit Noise(int draw) : state_(1 + static_cast<std::uint64_t>(draw) * 0xD1342543DE82EF95) {}
 
   // 1 or -1.
-  T sign() {
-    state_ = state_ * 6364136223846793005 + 1442695040888963407;  // Knuth's MMIX
-    return (state_ >> 63) != 0 ? T(1) : T(-1);
-  }
+  T sign() { return (next() >> 63) != 0 ? T(1) : T(-1); }
+
+  T uniform() { return static_cast<T>(static_cast<double>(next() >> 11) * 0x1p-53); }
 
   static T units(T count, T size) { return count * std::numeric_limits<T>::epsilon() * size; }
 
@@ -52,6 +53,8 @@ class Noise {
   T of_function(T value) { return value * (1 + sign() * units(kUnits, 1)); }  // infinities stay
 
  private:
+  std::uint64_t next() { return state_ = state_ * 6364136223846793005 + 1442695040888963407; }  // Knuth's MMIX
+
   static constexpr T kUnits = sizeof(T) == 8 ? 2 : 1;
   std::uint64_t state_;
 };
@@ -78,6 +81,16 @@ struct Naive {
   const DType type = call.problem.type;
   const i64 head_dim = call.problem.head_dim;
   const i64 head_dim_v = call.problem.head_dim_v;
+
+  // Of out, or of the gradient of q, k or v.
+  DType type_of(bool wide) const { return wide ? DType::kFp32 : type; }
+
+  // Kernels round P and dS before or after they are multiplied with what a row or a call has in common, or do not round
+  // them. A result that is `wide` shows which: there a row of P or dS is rounded at any scale, so that a weight of 1
+  // errs as well.
+  T scale_of_rounding(bool wide) { return wide ? 1 - noise.uniform() / 2 : T(1); }
+
+  T rounded_at(T scale, T value) const { return rounded(type, value * scale) / scale; }
 
   void forward() {
     for (i64 b = 0; b < call.rows.batch(); ++b) {
@@ -109,22 +122,29 @@ struct Naive {
       }
     }
     const T reference = math::reference_of(maximum);
+    // Relative to the maximum the largest weight is 1, which no type rounds; kernels of GPUs take other references.
+    const T scale = scale_of_rounding(call.problem.wide.out);
     T sum = 0;
     for (i64 j = s.k_len - 1; j >= 0; --j) {
       if (head.allowed(i, j)) {
         const T p = noise.of_function(math::weight(scores[j], reference));
         sum += p;
-        add_scaled(out.data(), rounded(type, p) * head.keep(i, j), v.data() + j * head_dim_v, head_dim_v);
+        add_scaled(out.data(), rounded_at(scale, p) * head.keep(i, j), v.data() + j * head_dim_v, head_dim_v);
       }
     }
     sum = math::sum_with_sink(sum, reference, head.sink());
     for (T& element : out) {
-      element = rounded(type, element * math::inverse_of_sum(sum));
+      element = rounded(type_of(call.problem.wide.out), element * math::inverse_of_sum(sum));
     }
     const T lse_exactly = math::logsumexp(reference, sum);
-    const T lse = sum == T(0) ? lse_exactly
-                              : noise.of_sum(lse_exactly, math::abs(reference) + math::abs(lse_exactly - reference));
-    write_rows(call, call.out, b, h, s.q_begin + i, 1, head_dim_v, out.data());
+    T lse = sum == T(0) ? lse_exactly
+                        : noise.of_sum(lse_exactly, math::abs(reference) + math::abs(lse_exactly - reference));
+    View stored = call.out;
+    if (stored.accumulate) {
+      lse = merge_row(call, b, h, s.q_begin + i, lse, out);
+      stored.accumulate = false;
+    }
+    write_rows(call, stored, b, h, s.q_begin + i, 1, head_dim_v, out.data());
     if (call.lse) {
       write_rows(call, call.lse, b, h, s.q_begin + i, 1, 1, &lse);
     }
@@ -169,8 +189,8 @@ struct Naive {
             grad_sink_size[h] += share.size;
           }
         }
-        round_all(type, grad_k);
-        round_all(type, grad_v);
+        round_all(type_of(call.problem.wide.k), grad_k);
+        round_all(type_of(call.problem.wide.v), grad_v);
         if (call.grad_k) {
           write_rows(call, call.grad_k, b, h_k, s.k_begin, s.k_len, head_dim, grad_k.data());
         }
@@ -179,13 +199,13 @@ struct Naive {
         }
       }
     }
-    round_all(call.problem.bias.type, grad_bias.sums());
+    const auto of_bias = [](const PlaneTraits& bias, bool wide) { return wide ? DType::kFp32 : bias.type; };
+    round_all(of_bias(call.problem.bias, call.problem.wide.bias), grad_bias.sums());
     grad_bias.write();
-    round_all(call.problem.bias2.type, grad_bias2.sums());
+    round_all(of_bias(call.problem.bias2, call.problem.wide.bias2), grad_bias2.sums());
     grad_bias2.write();
     for (i64 h = 0; call.grad_sink && h < call.rows.heads_q; ++h) {
-      store(call.grad_sink.data, call.grad_sink.type, h * call.grad_sink.strides.head,
-            noise.of_sum(grad_sink[h], grad_sink_size[h]));
+      put(call.grad_sink, h * call.grad_sink.strides.head, noise.of_sum(grad_sink[h], grad_sink_size[h]));
     }
   }
 
@@ -212,6 +232,8 @@ struct Naive {
     // hide what they are off by.
     const T sign = noise.sign();
     const T delta = math::delta(out_dot.sum + sign * noise.units(1, out_dot.size), grad_lse);
+    const T scale_ds = scale_of_rounding(call.problem.wide.q || call.problem.wide.k);
+    const T scale_p = scale_of_rounding(call.problem.wide.v);
     std::vector<T> grad_q(q.size());
     for (i64 j = s.k_len - 1; j >= 0 && !dead; --j) {
       if (!head.allowed(i, j)) {
@@ -224,15 +246,15 @@ struct Naive {
       const Dot<T> value_dot(grad_out.data(), v.data() + j * head_dim_v, head_dim_v);
       const T dp = keep * (value_dot.sum - sign * noise.units(1, value_dot.size));
       const T ds = math::grad_score<true>(p, dp, delta);
-      const T ds_of_dot = rounded(type, ds * s_ij.derivative);
-      add_scaled(grad_v.data() + j * head_dim_v, keep != 0 ? rounded(type, p * keep) : T(0), grad_out.data(),
+      const T ds_of_dot = rounded_at(scale_ds, ds * s_ij.derivative);
+      add_scaled(grad_v.data() + j * head_dim_v, keep != 0 ? rounded_at(scale_p, p * keep) : T(0), grad_out.data(),
                  head_dim_v);
       add_scaled(grad_q.data(), ds_of_dot, k.data() + j * head_dim, head_dim);
       add_scaled(grad_k.data() + j * head_dim, ds_of_dot, q.data(), head_dim);
       grad_bias.add(b, h, i, j, ds);
       grad_bias2.add(b, h, i, j, ds);
     }
-    round_all(type, grad_q);
+    round_all(type_of(call.problem.wide.q), grad_q);
     if (call.grad_q) {
       write_rows(call, call.grad_q, b, h, row, 1, head_dim, grad_q.data());
     }

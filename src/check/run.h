@@ -48,6 +48,9 @@ class Trial {
   using Wide = std::map<const Tensor*, std::vector<double>>;
 
   void compute_reference(Direction direction);
+  // Naive evaluation number `draw`, into `wide`.
+  void evaluate(Direction direction, int draw, Wide& wide) const;
+  Deviation compare_with(const std::vector<Wide>& naive, const Tensor& tensor) const;
   Call wide_call(Direction direction, Wide& wide) const;
   void give_saved() const;
 

@@ -5,12 +5,13 @@
 //     error against the fp64 reference  <=  2 * (the naive evaluation's error)  +  a small absolute term
 //
 // naive.h says what the naive evaluation is. The absolute term is kUnits units in the last place of the output's
-// type at the size of its largest (mean) element: a naive evaluation may be right by luck. Where the reference is
-// infinite or NaN, the result has to be the same.
+// type at the size of its largest (mean) element: a naive evaluation may be right by luck. The naive evaluation's
+// errors are pseudo-random, and a small problem has few of them, so the worst of kDraws evaluations counts; where that
+// is not enough, the worst of kMoreDraws others. Where the reference is infinite or NaN, the result has to be the same.
 //
 // On a GPU two things differ. Its exponentials and tensor cores flush denormal fp32 numbers to zero, so an error of
 // kFlushed is always allowed (fp16 has a larger one already). And the naive evaluation has the errors of tensor cores
-// and of tanh by exp2 (naive.h). These are pseudo-random, so the worst of kDraws evaluations counts.
+// and of tanh by exp2 (naive.h).
 //
 // A CPU's matrix unit takes denormal operands for 0, so there kFlushed is allowed as well.
 #pragma once
@@ -24,8 +25,9 @@ namespace fovea::check {
 
 enum class Arithmetic { kCpu, kCpuWithMatrixUnit, kGpu };
 
-// Of naive evaluations.
-constexpr int draws(Arithmetic arithmetic) { return arithmetic == Arithmetic::kGpu ? 3 : 1; }
+// Naive evaluations of a problem.
+constexpr int kDraws = 3;
+constexpr int kMoreDraws = 30;
 
 struct Deviation {
   std::string tensor;

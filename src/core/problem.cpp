@@ -87,6 +87,25 @@ math::Band<math::i64> Problem::band(std::int64_t b, const math::Sequence& sequen
   return band;
 }
 
+Results every_gradient(const Problem& problem) {
+  Results all;
+  all.q = all.k = all.v = true;
+  all.bias = bool(problem.bias);
+  all.bias2 = bool(problem.bias2);
+  all.sink = problem.sink;
+  return all;
+}
+
+Problem backward_of(Problem problem) {
+  if (problem.direction == Direction::kForward) {
+    problem.direction = Direction::kBackward;
+    problem.lse = false;
+    problem.accumulate = {};
+    problem.need = every_gradient(problem);
+  }
+  return problem;
+}
+
 std::uint64_t Call::dropout_stream(std::int64_t b, std::int64_t head) const {
   if (streams && streams.data != nullptr) {
     std::int64_t number = 0;

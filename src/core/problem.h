@@ -153,6 +153,12 @@ struct Problem {
   friend bool operator==(const Problem&, const Problem&) = default;
 };
 
+// Every gradient that a problem has: what a backward computes unless its line names some.
+Results every_gradient(const Problem& problem);
+
+// The backward of a problem that computes every gradient; a backward is its own.
+Problem backward_of(Problem problem);
+
 // The one-line text form. parse() throws Error naming the key; parse(print(p)) == p.
 std::string print(const Problem& problem);
 Problem parse(std::string_view line);

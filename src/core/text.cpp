@@ -123,7 +123,7 @@ T parse_choice(std::string_view key, std::string_view text, const std::pair<T, s
 }
 
 Results parse_need(std::string_view text, const Problem& problem) {
-  const Results possible = every_need(problem);
+  const Results possible = every_gradient(problem);
   if (text == "all") {
     return possible;
   }

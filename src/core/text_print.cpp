@@ -162,7 +162,7 @@ std::string print(const Problem& p) {
   if (p.streams) {
     word("streams={},{}", print_batch(p.streams.extents, p.two_level), p.streams.extents.head ? "h" : "1");
   }
-  if (p.direction == Direction::kBackward && p.need != every_need(p)) {
+  if (p.direction == Direction::kBackward && p.need != every_gradient(p)) {
     word("need={}", print_some(p.need));
   }
   for (const auto& [key, results] : {std::pair("wide", &p.wide), std::pair("add", &p.accumulate)}) {

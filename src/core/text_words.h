@@ -61,11 +61,6 @@ inline Results can_accumulate(const Problem& p) {
   return results;
 }
 
-// Every gradient that this problem has: what a backward computes unless its line names some.
-inline Results every_need(const Problem& problem) {
-  return {false, true, true, true, bool(problem.bias), bool(problem.bias2), problem.sink};
-}
-
 // The sum, or none where it does not fit.
 inline std::optional<std::int64_t> sum_of(const std::vector<std::int64_t>& lengths) {
   std::int64_t sum = 0;

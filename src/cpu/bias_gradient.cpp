@@ -32,13 +32,12 @@ BiasGradientSums::BiasGradientSums(const Call& call, const View& grad, const Pla
   query_blocks_ = over_queries_ ? 1 : ceil_div(rows.limit_q, tiles.rows);
   key_blocks_ = over_keys_ ? 1 : ceil_div(rows.limit_k, tiles.keys);
 
-  const i64 planes = planes1_ * planes2_ * planes_head_;
   if (!in_place_) {
-    sums_ = arena.take<char>(planes * queries_ * keys_ * element_);
+    sums_ = arena.take<char>(planes() * queries_ * keys_ * element_);
   }
   if (how_ == BiasSum::kAdd) {
-    turns_ = arena.take<std::uint32_t>(planes * key_blocks_ * query_blocks_);
-    numbers_ = arena.take<std::uint32_t>(planes * key_blocks_ * query_blocks_);
+    turns_ = arena.take<std::uint32_t>(planes() * key_blocks_ * query_blocks_);
+    numbers_ = arena.take<std::uint32_t>(planes() * key_blocks_ * query_blocks_);
     walks_ = arena.take<std::uint32_t>(steps_ * threads);
   }
 }
@@ -53,14 +52,14 @@ i64 BiasGradientSums::counter_of(i64 b, i64 head, i64 key_block) const {
   return (plane_of(b, head) * key_blocks_ + (over_keys_ ? 0 : key_block)) * query_blocks_;
 }
 
-Matrix BiasGradientSums::plane_matrix(i64 plane) const {
+Matrix BiasGradientSums::plane_matrix(i64 plane, i64 first_row) const {
   const math::Strides& s = grad_.strides;
   const i64 head = plane % planes_head_;
   const i64 b2 = plane / planes_head_ % planes2_;
   const i64 b1 = plane / planes_head_ / planes2_;
   char* data = static_cast<char*>(grad_.data);
   if (data != nullptr) {  // without elements there may be no memory, and then no offset either
-    data += (b1 * s.batch1 + b2 * s.batch2 + head * s.head) * static_cast<i64>(size_of(grad_.type));
+    data += (b1 * s.batch1 + b2 * s.batch2 + head * s.head + first_row * s.row) * static_cast<i64>(size_of(grad_.type));
   }
   return {data, static_cast<std::int32_t>(grad_.type), s.row, s.col, grad_.accumulate};
 }
@@ -73,9 +72,8 @@ Matrix BiasGradientSums::sum_matrix(i64 plane) const {
 }
 
 void BiasGradientSums::clear(int threads, const Kernels& kernels, const void* zeros) {
-  const i64 planes = planes1_ * planes2_ * planes_head_;
   if (how_ == BiasSum::kAdd) {
-    const auto counters = static_cast<std::size_t>(planes * key_blocks_ * query_blocks_);
+    const auto counters = static_cast<std::size_t>(planes() * key_blocks_ * query_blocks_);
     std::fill_n(turns_, counters, 0u);
     std::fill_n(numbers_, counters, 0u);
   }
@@ -83,14 +81,12 @@ void BiasGradientSums::clear(int threads, const Kernels& kernels, const void* ze
     return;
   }
   const i64 tasks = ceil_div(queries_, kRowsATask);
-  for_each_task(threads, planes * tasks, [&](int, i64 number) {
+  for_each_task(threads, planes() * tasks, [&](int, i64 number) {
     const i64 plane = number / tasks;
     const i64 first = number % tasks * kRowsATask;
     const i64 rows = std::min(kRowsATask, queries_ - first);
     if (in_place_) {
-      Matrix matrix = plane_matrix(plane);
-      matrix.data = static_cast<char*>(matrix.data) + first * matrix.row * static_cast<i64>(size_of(grad_.type));
-      kernels.store(zeros, 0, matrix, rows, keys_);
+      kernels.store(zeros, 0, plane_matrix(plane, first), rows, keys_);
     } else {
       std::memset(sums_ + (plane * queries_ + first) * keys_ * element_, 0,
                   static_cast<std::size_t>(rows * keys_ * element_));
@@ -131,12 +127,10 @@ void BiasGradientSums::finish(int threads, const Kernels& kernels) {
     return;
   }
   const i64 tasks = ceil_div(queries_, kRowsATask);
-  for_each_task(threads, planes1_ * planes2_ * planes_head_ * tasks, [&](int, i64 number) {
+  for_each_task(threads, planes() * tasks, [&](int, i64 number) {
     const i64 plane = number / tasks;
     const i64 first = number % tasks * kRowsATask;
-    Matrix matrix = plane_matrix(plane);
-    matrix.data = static_cast<char*>(matrix.data) + first * matrix.row * static_cast<i64>(size_of(grad_.type));
-    kernels.store(sums_ + (plane * queries_ + first) * keys_ * element_, keys_, matrix,
+    kernels.store(sums_ + (plane * queries_ + first) * keys_ * element_, keys_, plane_matrix(plane, first),
                   std::min(kRowsATask, queries_ - first), keys_);
   });
 }

@@ -39,7 +39,8 @@ class BiasGradientSums {
 
   i64 plane_of(i64 b, i64 head) const;
   i64 counter_of(i64 b, i64 head, i64 key_block) const;
-  Matrix plane_matrix(i64 plane) const;
+  i64 planes() const { return planes1_ * planes2_ * planes_head_; }
+  Matrix plane_matrix(i64 plane, i64 first_row = 0) const;
   Matrix sum_matrix(i64 plane) const;
 
   const Call* call_ = nullptr;

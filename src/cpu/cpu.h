@@ -13,9 +13,9 @@
 namespace fovea::cpu {
 
 // What one call will use: the instruction set, the number of threads, the workspace. A pure function of the
-// problem, the machine, FOVEA_CPU_ISA and set_num_threads().
+// problem, the machine, FOVEA_CPU_ISA, set_num_threads() and, in a process with PyTorch, its number of threads.
 struct Plan {
-  std::string isa;  // "amx", "avx512", "avx2", "portable"
+  std::string isa;  // "avx512", "neon"
   int threads = 1;
   std::size_t workspace = 0;
   std::string summary;  // a line for explain(): instruction set, threads, tiles
@@ -85,7 +85,7 @@ bool has_matrix_unit(DType type);
 // if calls can be computed.
 std::string unavailable();
 
-// 0 (or less): the least of affinity and cgroup quota.
+// 0 (or less): the least of affinity and cgroup quota, and of PyTorch's threads where PyTorch is in the process.
 void set_num_threads(int n);
 int num_threads();
 

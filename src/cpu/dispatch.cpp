@@ -29,27 +29,37 @@ Built vectors(const char* name, const Kernels (&tables)[2], bool available, cons
   return {name, &tables[0], &tables[1], &tables[0], available, needs};
 }
 
-#if FOVEA_X86
-// A matrix unit for bf16, and AVX-512 for everything else.
-Built amx_with(const char* name, const Kernels& bf16, bool available) {
-  return {name,  &avx512::kernels[0], &avx512::kernels[1],
-          &bf16, available,           "AMX's tiles of bf16, AVX-512 and AVX512-BF16"};
+// Products of bf16 by one object, everything else by another.
+Built with_bf16(Built others, const char* name, const Kernels& bf16, bool available, const char* needs) {
+  return {name, others.fp32, others.fp64, &bf16, available, needs};
 }
-#endif
 
 std::vector<Built> find_built() {
   std::vector<Built> all;
 #if FOVEA_X86
   const Cpuid processor = Cpuid::of_this_machine();
-  all.push_back(vectors("avx512", avx512::kernels, processor.avx512(), "AVX-512 F, BW, CD, DQ and VL"));
-  // After it, so only where it is named: on a processor with AMX no whole run of the tests has been made yet.
-  all.push_back(amx_with("amx", amx::bf16_kernels, processor.amx()));
+  constexpr const char* kAvx512 = "AVX-512 F, BW, CD, DQ and VL";
+  const Built avx512 = vectors("avx512", avx512::kernels, processor.avx512(), kAvx512);
+  all.push_back(
+      with_bf16(avx512, "amx", amx::bf16_kernels, processor.amx(), "AMX's tiles of bf16, AVX-512 and AVX512-BF16"));
+  const Built avx512_bf16 =
+      with_bf16(avx512, "avx512_bf16", avx512_bf16::bf16_kernels, processor.avx512_bf16(), "AVX512-BF16 and AVX-512");
+  const bool is_fast = processor.has_fast_bf16();
+  all.push_back(is_fast ? avx512_bf16 : avx512);
+  all.push_back(is_fast ? avx512 : avx512_bf16);
   if (&amx_emulated::bf16_kernels != nullptr) {
-    all.push_back(amx_with("amx_emulated", amx_emulated::bf16_kernels, processor.avx512()));
+    all.push_back(with_bf16(avx512, "amx_emulated", amx_emulated::bf16_kernels, processor.avx512(), kAvx512));
   }
   all.push_back(vectors("avx2", avx2::kernels, processor.avx2(), "AVX2, FMA, F16C, BMI, BMI2, AES and PCLMUL"));
 #endif
+#if FOVEA_ARM
+  const Built neon = vectors("neon", neon::kernels, true, "");
+  all.push_back(with_bf16(neon, "neon_bf16", neon_bf16::bf16_kernels, Hwcap::of_this_machine().neon_bf16(),
+                          "Armv8.2 and its products of bf16 (FEAT_BF16)"));
+  all.push_back(neon);
+#else
   all.push_back(vectors("portable", portable::kernels, true, ""));
+#endif
   return all;
 }
 
@@ -84,6 +94,9 @@ const Kernels& kernels_for(DType type) {
   // Permission makes the signal frames of the whole process larger, so it is requested by the first problem in bf16.
   if (&built[type] == &amx::bf16_kernels) {
     static const bool permitted = ask_for_amx();
+    if (!permitted && environment().cpu_isa.empty()) {
+      return *built.fp32;  // of AVX-512
+    }
     if (!permitted) {
       throw Error(FOVEA_UNSUPPORTED,
                   "FOVEA_CPU_ISA: 'amx', whose tiles the operating system does not let this process use");
@@ -95,7 +108,8 @@ const Kernels& kernels_for(DType type) {
 
 bool has_matrix_unit(DType type) {
   const Built& built = chosen();
-  return &built[type] != built.fp32 && &built[type] != built.fp64;
+  const Kernels& kernels = kernels_for(type);
+  return &kernels != built.fp32 && &kernels != built.fp64;
 }
 
 std::string unavailable() {

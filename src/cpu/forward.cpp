@@ -27,7 +27,7 @@ class Forward {
 
     Arena arena(workspace);
     tickets_ = Tickets(arena, call.rows.batch());
-    scratch_bytes_ = aligned_size(kernels_.forward_scratch(options_));
+    scratch_bytes_ = static_cast<i64>(kernels_.forward_scratch(options_));
     scratch_ = arena.take<char>(scratch_bytes_ * threads);
     head_memory_ = arena.take<ForwardHead>(group_ * threads);
     partial_bytes_ = kernels_.forward_partial(options_);
@@ -48,10 +48,6 @@ class Forward {
   }
 
  private:
-  static i64 aligned_size(std::size_t bytes) {
-    return ceil_div(static_cast<i64>(bytes), Arena::kAlignment) * Arena::kAlignment;
-  }
-
   static constexpr i64 kEnoughTasks = 32;
   static constexpr i64 kEnoughTasksOfThread = 8;
 

@@ -170,6 +170,7 @@ struct Kernels {
   const char* name;
   std::int64_t lanes;  // elements of a vector
   Shape shape;
+  // Sizes in bytes are multiples of Arena::kAlignment.
   std::size_t (*forward_scratch)(const Options& options);
   std::size_t (*forward_partial)(const Options& options);
   void (*forward)(const ForwardTask& task, void* scratch);
@@ -194,7 +195,16 @@ extern const Kernels kernels[2];
 namespace avx512 {
 extern const Kernels kernels[2];
 }
+namespace avx512_bf16 {
+extern const Kernels bf16_kernels;
+}
 namespace amx {
+extern const Kernels bf16_kernels;
+}
+namespace neon {
+extern const Kernels kernels[2];
+}
+namespace neon_bf16 {
 extern const Kernels bf16_kernels;
 }
 // AMX by vectors, which tests link: NULL elsewhere.

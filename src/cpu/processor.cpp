@@ -5,8 +5,31 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif FOVEA_ARM
+#include <sys/auxv.h>
+#endif
 
 namespace fovea::cpu {
+namespace {
+
+template <class Bits>
+bool all_of(Bits bits, Bits wanted) {
+  return (bits & wanted) == wanted;
+}
+
+// The bits of Linux's asm/hwcap.h for aarch64.
+constexpr std::uint64_t kArmv82 = 0b1'0001'1000'0010;  // ASIMD, CRC32, ATOMICS, ASIMDRDM
+constexpr std::uint64_t kHwcap2Bf16 = std::uint64_t{1} << 14;
+
+}  // namespace
+
+bool Hwcap::neon_bf16() const { return all_of(hwcap, kArmv82) && all_of(hwcap2, kHwcap2Bf16); }
+
+#if FOVEA_ARM
+Hwcap Hwcap::of_this_machine() { return {getauxval(AT_HWCAP), getauxval(AT_HWCAP2)}; }
+#endif
+
+#if FOVEA_X86
 namespace {
 
 // Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, sections 13.1 to 13.3, 15.2 and 18.2.
@@ -17,11 +40,6 @@ constexpr std::uint64_t kSavesTiles = 0b110'0000'0000'0000'0000;  // AMX's confi
 constexpr std::uint32_t kAvx512Bf16 = std::uint32_t{1} << 5;
 constexpr std::uint32_t kAmxBf16 = std::uint32_t{1} << 22;
 constexpr std::uint32_t kAmxTile = std::uint32_t{1} << 24;
-
-template <class Bits>
-bool all_of(Bits bits, Bits wanted) {
-  return (bits & wanted) == wanted;
-}
 
 std::uint64_t read_xcr0() {
   std::uint32_t low = 0;
@@ -38,6 +56,9 @@ Cpuid Cpuid::of_this_machine() {
   std::uint32_t ebx = 0;
   std::uint32_t ecx = 0;
   std::uint32_t edx = 0;
+  if (__get_cpuid(0, &eax, &ebx, &ecx, &edx) != 0) {
+    cpuid.leaf0_ebx = ebx;
+  }
   if (__get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0) {
     cpuid.leaf1_ecx = ecx;
   }
@@ -65,8 +86,12 @@ bool Cpuid::avx512() const {
          all_of<std::uint32_t>(leaf7_ebx, bit_AVX512F | bit_AVX512BW | bit_AVX512CD | bit_AVX512DQ | bit_AVX512VL);
 }
 
+bool Cpuid::avx512_bf16() const { return avx512() && all_of<std::uint32_t>(leaf7_1_eax, kAvx512Bf16); }
+
+bool Cpuid::has_fast_bf16() const { return avx512_bf16() && leaf0_ebx == signature_AMD_ebx; }
+
 bool Cpuid::amx() const {
-  return avx512() && all_of<std::uint64_t>(xcr0, kSavesTiles) && all_of<std::uint32_t>(leaf7_1_eax, kAvx512Bf16) &&
+  return avx512_bf16() && all_of<std::uint64_t>(xcr0, kSavesTiles) &&
          all_of<std::uint32_t>(leaf7_edx, kAmxTile | kAmxBf16);
 }
 
@@ -80,5 +105,5 @@ bool ask_for_amx() {
 #endif
 }
 
-}  // namespace fovea::cpu
 #endif
+}  // namespace fovea::cpu

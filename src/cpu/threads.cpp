@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "cpu/cpu.h"
+#include "cpu/pytorch_threads.h"
 
 namespace fovea::cpu {
 namespace {
@@ -109,7 +110,7 @@ std::optional<double> cgroup_quota() {
   return least;
 }
 
-std::atomic<int> chosen_threads{0};  // 0: available_threads()
+std::atomic<int> chosen_threads{0};  // 0: available_threads(), and no more than PyTorch has
 
 class Pool {
  public:
@@ -118,6 +119,9 @@ class Pool {
     const std::unique_lock<std::mutex> mine(busy_, std::try_to_lock);
     if (!mine) {
       return false;
+    }
+    if (run_on_pytorch_threads(threads, work, context)) {
+      return true;
     }
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -215,7 +219,8 @@ int num_threads() {
     return chosen;
   }
   static const int available = available_threads();
-  return available;
+  const int pytorchs = pytorch_threads();
+  return pytorchs > 0 ? std::min(pytorchs, available) : available;
 }
 
 void run_on_threads(int threads, void (*work)(void* context, int thread), void* context) {

@@ -89,7 +89,9 @@ inline constexpr std::string_view kKnownFields[] = {"direction",
                                                     "deterministic",
                                                     "lse",
                                                     "grad_lse",
-                                                    "need"};
+                                                    "need",
+                                                    "wide",
+                                                    "accumulate"};
 
 // Throws Error(FOVEA_UNSUPPORTED) if no CUDA device can compute the problem's type.
 void require_type(const Problem& problem);

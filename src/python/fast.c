@@ -29,7 +29,8 @@
   X(Tensor) X(Parameter) X(strided) X(dtypes) X(modes) X(transforms) X(profiler) X(tracing) X(forward_ad) \
   X(any_autocast) X(autocast_enabled) X(autocast_dtype) X(grad_enabled) X(deterministic) X(warn_only) X(stream) \
   X(draw_seed) X(apply) X(node) X(backward) X(compiling) X(empty_like) X(zeros_like) X(empty_strided) X(exchange) \
-  X(backend_order) X(math_allowed) X(flash_allowed) X(efficient_allowed) X(cudnn_allowed) X(begin_backward)
+  X(backend_order) X(math_allowed) X(flash_allowed) X(efficient_allowed) X(cudnn_allowed) X(begin_backward) \
+  X(stop)
 
 /* What enable() gives to connect(): fovea.torch._enable has them. */
 #define CONNECTIONS(X) X(state) X(decide) X(give_back) X(in_python)
@@ -627,8 +628,16 @@ static PyObject* tensors_of(const Call* call, PyObject* out, PyObject* lse) {
   return tuple_of(there, count);
 }
 
-/* begin_backward() in _ahead.py, for the first call of a kind. */
-static void begin_backward(const Call* call) {
+/* Whether Python may compute the call: not after a KeyboardInterrupt or another exception that is no Exception, which
+ * goes on. All others are those of reading and computing, which Python meets again. */
+static int may_decline(void) {
+  const int may = !PyErr_Occurred() || PyErr_ExceptionMatches(PyExc_Exception);
+  if (may) PyErr_Clear();
+  return may;
+}
+
+/* begin_backward() in _ahead.py, for the first call of a kind. Returns 0 after an exception that goes on. */
+static int begin_backward(const Call* call) {
   PyObject* saved = tensors_of(call, NULL, NULL);
   PyObject* options = PyBytes_FromStringAndSize((const char*)&call->options, sizeof call->options);
   PyObject* done =
@@ -636,7 +645,7 @@ static void begin_backward(const Call* call) {
   Py_XDECREF(done);
   Py_XDECREF(options);
   Py_XDECREF(saved);
-  PyErr_Clear();
+  return may_decline();
 }
 
 static fovea_status compute_on_device(const Call* call, fovea_direction direction) {
@@ -649,7 +658,7 @@ static fovea_status compute_on_device(const Call* call, fovea_direction directio
   for (int attempt = 0; attempt < 2 && status == FOVEA_OUT_OF_MEMORY; ++attempt, known = 0) {
     size_t needed = sizes[hash % kSizes].bytes;
     if (!known) {
-      if (direction == FOVEA_FORWARD && call->learns) begin_backward(call);
+      if (direction == FOVEA_FORWARD && call->learns && !begin_backward(call)) return FOVEA_OUT_OF_MEMORY;
       Py_BEGIN_ALLOW_THREADS status = G.fovea_workspace(problem, direction, &needed);
       Py_END_ALLOW_THREADS if (status != FOVEA_OK) return status;
       sizes[hash % kSizes].hash = hash;
@@ -681,10 +690,7 @@ static int compute(const Call* call, fovea_direction direction) {
 /* ---- Python's arguments ---- */
 
 /* "Python shall compute this call." */
-static PyObject* decline(void) {
-  PyErr_Clear();
-  Py_RETURN_NONE;
-}
+static PyObject* decline(void) { return may_decline() ? Py_NewRef(Py_None) : NULL; }
 
 static int read_number(PyObject* value, double* number) {
   if (!PyFloat_CheckExact(value) && !PyLong_CheckExact(value)) return 0;
@@ -925,12 +931,7 @@ static PyObject* forward(Call* call, int drawn, int learns, int return_lse) {
       if (with_lse) put(call, &call->problem.lse, &lse, 0);
       call->computed = compute(call, FOVEA_FORWARD);
       if (call->computed) {
-        if (return_lse) {
-          found = PyTuple_Pack(2, new_out, new_lse);
-        } else {
-          Py_INCREF(new_out);
-          found = new_out;
-        }
+        found = return_lse ? PyTuple_Pack(2, new_out, new_lse) : Py_NewRef(new_out);
         if (found && learns) {
           PyObject* result = differentiable(call, new_out, new_lse, found);
           Py_DECREF(found);
@@ -1071,7 +1072,8 @@ static PyObject* fast_sdpa(PyObject* module, PyObject* const* arguments, Py_ssiz
     if (!how) return NULL;
     if (how == Py_True) {
       result = forward(&call, kind.dropout_p != 0, kind.learns != 0, 0);
-      G.served += call.computed; /* after an exception as well, by which checkpoints end what they compute again */
+      /* Counted in _enable.py; `stop` is the exception by which checkpoints end what they compute again. */
+      G.served += call.computed && (result || PyErr_ExceptionMatches(G.stop));
     } else if (how != Py_False) {
       result = PyObject_CallFunctionObjArgs(G.give_back, how, given[0], given[1], given[2], given[3], given[4],
                                             given[5], given[6], given[7], (PyObject*)NULL);
@@ -1083,7 +1085,7 @@ static PyObject* fast_sdpa(PyObject* module, PyObject* const* arguments, Py_ssiz
     if (!declined) return result;
     Py_XDECREF(result);
   }
-  PyErr_Clear();
+  if (!may_decline()) return NULL;
   PyObject* all = tuple_of(arguments, count);
   PyObject* options = all ? PyDict_New() : NULL;
   for (Py_ssize_t at = 0; options && at < named; ++at)
@@ -1130,9 +1132,7 @@ static PyObject* fast_forward(PyObject* module, PyObject* const* arguments, Py_s
       PyObject_SetAttr(ctx, G.names[k_call], PyTuple_GetItem(token, 1)) != 0 ||
       PyObject_SetAttr(ctx, G.names[k_materialize_grads], Py_False) != 0)
     return NULL;
-  PyObject* result = PyTuple_GetItem(token, 2);
-  Py_XINCREF(result);
-  return result;
+  return Py_XNewRef(PyTuple_GetItem(token, 2));
 }
 
 static int read_options(PyObject* bytes, Options* options) {
@@ -1256,9 +1256,8 @@ static PyObject* fast_unpack(PyObject* module, PyObject* bytes) {
     return NULL;
   }
   const char* aligns[] = {NULL, "bottom_right", "top_left"};
-  PyObject* scale = o.flags & FOVEA_SCALE ? PyFloat_FromDouble(o.scale) : Py_None;
+  PyObject* scale = o.flags & FOVEA_SCALE ? PyFloat_FromDouble(o.scale) : Py_NewRef(Py_None);
   if (!scale) return NULL;
-  if (scale == Py_None) Py_INCREF(scale);
   return Py_BuildValue("I(LLNOLLzddsLLLsiO)", o.given, (long long)o.seed, (long long)o.offset, scale,
                        o.flags & FOVEA_CAUSAL ? Py_True : Py_False, (long long)o.window_left, (long long)o.window_right,
                        aligns[o.align + 1], o.softcap, o.dropout_p, o.rng ? "torch_mem_efficient" : "fovea",

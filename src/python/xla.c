@@ -6,7 +6,8 @@
  *
  * Attributes: `integers` (the order is that of `Integer` below), `numbers` (scale, softcap, dropout_p) and `backend`, a
  * name or "". Arguments are those of kTensors whose bits are set in kGiven, in that order; then, if kSeed is set, four
- * words of 32 bits: seed and offset. Results likewise, by the bits of kResults; on CUDA devices then the workspace. */
+ * words of 32 bits: seed and offset. A number of dropout_streams is two words of 32 bits, in a last dimension of their
+ * own. Results likewise, by the bits of kResults; on CUDA devices then the workspace. */
 #include "python/xla_ffi.h"
 
 #include <fovea/c.h>
@@ -53,9 +54,10 @@ static const size_t kTensors[] = {TENSOR(q),
                                   TENSOR(grad_v),
                                   TENSOR(grad_bias),
                                   TENSOR(grad_bias2),
-                                  TENSOR(grad_sink)};
+                                  TENSOR(grad_sink),
+                                  TENSOR(dropout_streams)};
 #undef TENSOR
-enum { kTensorCount = sizeof kTensors / sizeof *kTensors };
+enum { kTensorCount = sizeof kTensors / sizeof *kTensors, kStreams = kTensorCount - 1 };
 /* q, k, v, out, grad_out, grad_q, grad_k, grad_v: with kHeadsFirst their dimensions are (..., H, S, D). */
 static const int64_t kRows = 1 | 2 | 4 | 1 << 12 | 1 << 14 | 1 << 16 | 1 << 17 | 1 << 18;
 
@@ -167,8 +169,19 @@ static void read(fovea_tensor* tensor, const XlaBuffer* buffer, int heads_first)
   }
 }
 
+/* Numbers of 64 bits, each of two words; false if the last dimension is not that of the words. */
+static int join_words(fovea_tensor* tensor) {
+  const int32_t last = tensor->rank - 1;
+  if (last < 0 || tensor->shape[last] != 2) {
+    return 0;
+  }
+  tensor->rank = last;
+  tensor->dtype = FOVEA_INT64;
+  return 1;
+}
+
 /* Reads the tensors whose bits are set in `which` into `tensors`, which the problem then points to; false if there are
- * not so many, or one has another rank than a tensor can have. */
+ * not so many, or one has another shape than it can have. */
 static int read_all(fovea_problem* problem, fovea_tensor* tensors, const XlaBuffers* from, int64_t which,
                     int heads_first) {
   int64_t at = 0;
@@ -182,6 +195,9 @@ static int read_all(fovea_problem* problem, fovea_tensor* tensors, const XlaBuff
       return 0;
     }
     read(&tensors[n], buffer, swapped);
+    if (n == kStreams && !join_words(&tensors[n])) {
+      return 0;
+    }
     *(const fovea_tensor**)(void*)((char*)problem + kTensors[n]) = &tensors[n];
   }
   return 1;
@@ -262,7 +278,7 @@ static XlaError* handle(const XlaCallFrame* frame, fovea_direction direction, in
   problem.size = sizeof problem;
   if (!read_all(&problem, tensors, &frame->arguments, integer[kGiven], integer[kHeadsFirst] != 0) ||
       !read_all(&problem, tensors, &frame->results, integer[kResults], integer[kHeadsFirst] != 0)) {
-    return refuse(frame, kXlaInvalidArgument, "fovea: a tensor of another rank than fovea.jax makes");
+    return refuse(frame, kXlaInvalidArgument, "fovea: a tensor of another shape than fovea.jax makes");
   }
   if (integer[kSeed] != 0) {
     const XlaBuffer* words = frame->arguments.items[arguments - 1];

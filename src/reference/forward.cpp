@@ -47,16 +47,6 @@ double forward_row(const Head<double>& head, i64 i, const double* q, const std::
   return math::logsumexp(reference, sum);
 }
 
-// `out` and its logsumexp become what is to be written over the result that is there. Returns the new logsumexp.
-double merge_row(const Call& call, i64 b, i64 h, i64 row, double lse, std::vector<double>& out) {
-  const auto before = read_rows<double>(call, call.out, b, h, row, 1, static_cast<i64>(out.size()));
-  const math::Merge<double> merged = math::merge(read_rows<double>(call, call.lse, b, h, row, 1, 1)[0], lse);
-  for (std::size_t d = 0; d < out.size(); ++d) {
-    out[d] = out[d] * merged.of_new + before[d] * merged.of_old;
-  }
-  return merged.lse;
-}
-
 }  // namespace
 
 void forward(const Call& call) {

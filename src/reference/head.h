@@ -9,6 +9,7 @@
 
 #include "core/element.h"
 #include "core/problem.h"
+#include "math/merge.h"
 #include "math/softmax.h"
 
 namespace fovea::reference {
@@ -27,6 +28,17 @@ std::vector<T> read_rows(const Call& call, const View& view, i64 b, i64 head, i6
     }
   }
   return values;
+}
+
+// `out` and its logsumexp become what is to be written over the result that is there. Returns the new logsumexp.
+template <class T>
+T merge_row(const Call& call, i64 b, i64 h, i64 row, T lse, std::vector<T>& out) {
+  const auto before = read_rows<T>(call, call.out, b, h, row, 1, static_cast<i64>(out.size()));
+  const math::Merge<T> merged = math::merge(read_rows<T>(call, call.lse, b, h, row, 1, 1)[0], lse);
+  for (std::size_t d = 0; d < out.size(); ++d) {
+    out[d] = out[d] * merged.of_new + before[d] * merged.of_old;
+  }
+  return merged.lse;
 }
 
 // Adds to what is there, or stores: rounded once.

@@ -49,17 +49,11 @@ std::vector<Job> jobs_for(const std::string& architecture) {
   };
   for (const check::Case& c : check::cases(check::Table::kFull)) {
     for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
-      Problem problem = c.problem;
-      if (problem.type == DType::kFp64 || check::is_part(problem)) {
+      Problem problem = direction == Direction::kForward ? check::forward_of(c.problem) : c.problem;
+      if (problem.type == DType::kFp64) {
         continue;
       }
       problem.device = FOVEA_CUDA;
-      if (direction == Direction::kForward) {
-        problem.direction = direction;
-        problem.need = {};
-        problem.grad_lse = false;
-        problem.lse = true;
-      }
       add(problem);
     }
   }

@@ -68,11 +68,8 @@ TEST(Fields, EveryViewOfACallIsVisited) {
   EXPECT_EQ(adjacent.end(), reinterpret_cast<std::uintptr_t>(&call.lengths));
 }
 
-// Those that no kernel of a GPU has yet: a problem that gives one is refused there.
-const FieldNames kNotOnGpu = {"wide", "accumulate"};
-
 TEST(Fields, BackendsKnowEveryField) {
-  EXPECT_EQ(unknown_fields<Problem>(cuda::kKnownFields), kNotOnGpu);
+  EXPECT_EQ(unknown_fields<Problem>(cuda::kKnownFields), FieldNames{});
   EXPECT_EQ(unknown_fields<Problem>(cpu::kKnownFields), FieldNames{});
 }
 

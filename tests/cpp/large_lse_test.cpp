@@ -49,8 +49,8 @@ Result result_of(const std::string& backend) {
   each("v", [](auto j, auto) { return static_cast<double>(j); });
   each("bias", [](auto i, auto) { return kBias[i]; });
   each("grad_out", [](auto i, auto column) { return i == column ? 1.0 : 0.0; });
-  call_library(tensors.problem(), Direction::kForward, backend);
-  call_library(tensors.problem(), Direction::kBackward, backend);
+  call_library(tensors.problem(Direction::kForward), Direction::kForward, backend);
+  call_library(tensors.problem(Direction::kBackward), Direction::kBackward, backend);
   Result result{};
   for (std::int64_t i = 0; i < kRows; ++i) {
     result.out[i] = tensors.find("out")->get(tensors.find("out")->element({0, i, 0, 0}));
@@ -99,9 +99,9 @@ TEST(LargeLogsumexp, NanStaysWithThePairsThatTakePart) {
         mask.set(e, 1);
       }
       mask.set(mask.element({0, 0, 1, 7}), 0);
-      call_library(tensors.problem(), Direction::kForward, backend);
+      call_library(tensors.problem(Direction::kForward), Direction::kForward, backend);
       tensors.find("lse")->set(tensors.find("lse")->element({0, 0, 1}), std::numeric_limits<double>::quiet_NaN());
-      call_library(tensors.problem(), Direction::kBackward, backend);
+      call_library(tensors.problem(Direction::kBackward), Direction::kBackward, backend);
       for (std::int64_t j = 0; j < 20; ++j) {
         const bool is_nan = std::isnan(grad_v.get(grad_v.element({0, j, 0, 0})));
         EXPECT_EQ(is_nan, j != 7 && c.problem.dropout == 0) << backend << ", key " << j << ": " << line;

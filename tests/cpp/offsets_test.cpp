@@ -128,7 +128,7 @@ TEST_P(OffsetsTest, TheSameBitsAsInSmallTensors) {
   const Tensors tensors(c);
   for (const char* backend : {"cpu", "reference"}) {
     for (const std::int64_t sign : {1, -1}) {
-      FarProblem far(tensors.problem(), GetParam().dimension, sign);
+      FarProblem far(tensors.problem(Direction::kBackward), GetParam().dimension, sign);
       if (!far.ok) {
         std::printf("no address space for %s\n", GetParam().line);
         FAIL() << "mmap refused a mapping without reserve";
@@ -145,7 +145,7 @@ TEST_P(OffsetsTest, TheSameBitsAsInSmallTensors) {
       for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
         tensors.prepare(direction);
         far.copy(true);  // inputs, and the pattern of the outputs
-        call_library(tensors.problem(), direction, backend);
+        call_library(tensors.problem(direction), direction, backend);
         const auto expected = outputs(direction);
         call_library(far.problem, direction, backend);
         tensors.prepare(direction);
@@ -175,7 +175,7 @@ TEST(OffsetsTest, RowNumbersBeyond32Bits) {
   c.problem = parse("bwd b=4097 hq=1 seqs_q=0x4096,5 seqs_k=0x4096,6 used_q=0x4096,5 used_k=0x4096,6 d=2 causal dlse");
   const Tensors tensors(c);
   for (const char* backend : {"cpu", "reference"}) {
-    fovea_problem far = tensors.problem();
+    fovea_problem far = tensors.problem(Direction::kForward);
     std::deque<Mapping> mappings;
     std::deque<fovea_tensor> views;
     const auto add = [&](const fovea_tensor* fovea_problem::*member) {
@@ -219,7 +219,7 @@ TEST(OffsetsTest, RowNumbersBeyond32Bits) {
     far.max_seqlen_q = far.max_seqlen_k = 0;
     far.backend = backend;
     for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
-      call_library(tensors.problem(), direction, backend);
+      call_library(tensors.problem(direction), direction, backend);
       std::size_t bytes = 0;
       ASSERT_EQ(fovea_workspace(&far, static_cast<fovea_direction>(direction), &bytes), FOVEA_OK);
       const Mapping workspace(bytes + 1);  // sparse as well: it grows with the rows
@@ -227,7 +227,7 @@ TEST(OffsetsTest, RowNumbersBeyond32Bits) {
       const auto function = direction == Direction::kForward ? fovea_forward : fovea_backward;
       ASSERT_EQ(function(&far, workspace.data(), bytes), FOVEA_OK) << fovea_last_error();
       const auto same = [&](const fovea_tensor* fovea_problem::*member) {
-        const fovea_tensor& near = *(tensors.problem().*member);
+        const fovea_tensor& near = *(tensors.problem(direction).*member);
         const std::int64_t width = near.rank == 2 ? 1 : near.shape[2];
         const std::int64_t rows = near.shape[near.rank == 2 ? 1 : 0];
         const float* a = static_cast<const float*>(near.data);

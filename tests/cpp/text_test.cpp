@@ -226,6 +226,17 @@ TEST(Text, TheSpecificationsLine) {
             "need=q,k,v,bias det dlse");
 }
 
+TEST(Text, TheBackwardOfAForward) {
+  const std::string problem = "b=2 hq=4 sq=9 sk=8 d=16 bf16 bias=1,h,q,k sink align=tl";
+  const std::string backward = print(parse("bwd wide=out " + problem));
+  EXPECT_EQ(print(backward_of(parse("fwd lse wide=out add=out " + problem))), backward);
+  EXPECT_EQ(print(backward_of(parse("fwd wide=out " + problem))), backward);
+  const std::string some = print(parse("bwd need=q " + problem));
+  EXPECT_EQ(print(backward_of(parse(some))), some);
+  const Problem all = backward_of(parse("fwd b=1 sq=2 d=4 bias=1,1,q,k bias2=1,1,1,k"));
+  EXPECT_EQ(all.need, (Results{false, true, true, true, true, true, false}));
+}
+
 TEST(Text, PrintsOnlyWhatIsNotDefault) {
   const std::pair<const char*, const char*> kLines[] = {
       {"sq=3 d=4", "fwd b=1 hq=1 sq=3 sk=3 d=4 fp32"},

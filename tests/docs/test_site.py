@@ -47,9 +47,10 @@ def c_fields():
 
 
 def cpp_names():
-    header = re.sub(r"namespace detail {.*?}  // namespace detail", "", (ROOT / "include/fovea/attention.h").read_text(), flags=re.S)
-    yield from re.findall(r"^(?:class|struct|enum class) (\w+)[ :{;]", header, re.M)
-    yield from re.findall(r"^(?:inline )?[\w:<>]+ (\w+)\(.*[{,}]$", header, re.M)
+    for file, namespace in (("attention", ""), ("parallel", "parallel::"), ("parallel_nccl", "parallel::")):
+        header = re.sub(r"namespace detail {.*?}  // namespace detail", "", (ROOT / f"include/fovea/{file}.h").read_text(), flags=re.S)
+        for pattern in (r"^(?:class|struct|enum class) (\w+)[ :{;]", r"^(?:inline )?[\w:<>]+ (\w+)\(.*[{,}]$"):
+            yield from (namespace + name for name in re.findall(pattern, header, re.M))
 
 
 def test_the_lists_of_names_are_what_they_should_be():
@@ -58,7 +59,8 @@ def test_the_lists_of_names_are_what_they_should_be():
             "fovea.integrations.flash_attn.flash_attn_func"} <= set(python_names())
     assert {"fovea_forward", "fovea_problem", "FOVEA_BF16", "FOVEA_CAUSAL", "fovea_status"} <= set(c_names()) and len(set(c_names())) > 50
     assert {"fovea_problem.bias", "fovea_tensor.stride", "fovea_problem.grad_sink"} <= set(c_fields())
-    assert {"Tensor", "Options", "forward", "run", "explain", "dropout_mask", "num_threads", "tensor", "Align"} <= set(cpp_names())
+    assert {"Tensor", "Options", "forward", "run", "explain", "dropout_mask", "num_threads", "tensor", "Align", "parallel::Rows", "parallel::Collectives", "parallel::run",
+            "parallel::workspace", "parallel::nccl_collectives", "parallel::Move", "parallel::Piece"} <= set(cpp_names())
     assert "check_size" not in set(cpp_names())
 
 
@@ -82,7 +84,8 @@ def test_c_fields_are_described(name, inventory):
 @pytest.mark.parametrize("name", sorted(set(cpp_names())))
 def test_cpp_names_are_described(name, inventory, index):
     page = " ".join(parse(SITE / "reference/cpp.html").words)
-    assert re.search(rf"\b{name}\b", page) and re.search(rf"\b{name}\b", index), name
+    short = name.rsplit("::", 1)[-1]
+    assert re.search(rf"\b{short}\b", page) and re.search(rf"\b{short}\b", index), name
     assert any(role.startswith("cpp:") and full.startswith(f"fovea::{name}") for role, full in inventory), name
 
 

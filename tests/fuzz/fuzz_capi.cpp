@@ -23,9 +23,12 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
+#include <numeric>
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "fovea/c.h"
 #include "subject.h"
@@ -84,6 +87,9 @@ class Fuzzer {
         break;
       case 1:
         mask(random);
+        break;
+      case 2:
+        rows(random);
         break;
       default:
         calls(random);
@@ -434,6 +440,84 @@ class Fuzzer {
                                  static_cast<fovea_rng>(random.between(0, 1)), end - elements));
     if (is_right && status != FOVEA_OK) {
       say(fmt::format("a right mask was refused: {}", fovea_last_error()));
+    }
+  }
+
+  // Plans of rows: right ones have every row once, refused ones write nothing.
+  void rows(Random& random) {
+    std::vector<std::int64_t> lengths;
+    for (std::int64_t n = random.once_in(2) ? 1 : random.between(0, 20); n > 0; --n) {
+      lengths.push_back(random.between(0, random.pick({3, 300, 20000})));
+    }
+    if (lengths.size() == 1 && random.once_in(4)) {
+      lengths[0] = (std::int64_t{1} << 31) - lengths[0];  // as many as there may be, and pairs of nearly 2^62
+    }
+    fovea_rows asked{};
+    asked.size = sizeof(asked);
+    asked.sequences = static_cast<std::int64_t>(lengths.size());
+    asked.kind = asked.sequences == 1 ? static_cast<std::int32_t>(random.between(0, 2)) : FOVEA_ROWS_PACKED;
+    asked.flags = random.pick({0u, FOVEA_CAUSAL, FOVEA_WINDOW, FOVEA_CAUSAL | FOVEA_WINDOW});
+    asked.ranks = random.between(1, random.pick({3, 70}));
+    asked.head_ranks = random.between(0, 4);
+    asked.block = random.pick<std::int64_t>({0, 1, 16, 128, 1 << 20});
+    asked.lengths = lengths.data();
+    asked.window_left = random.between(-1, 400);
+    asked.window_right = random.between(-1, 400);
+    const std::int64_t ranks = asked.ranks * std::max<std::int64_t>(1, asked.head_ranks);
+    const std::int64_t most = 2 * asked.sequences * ranks;
+    if (random.once_in(3)) {  // spoilt; no more memory is needed than for what is right
+      const std::int64_t strange = random.pick<std::int64_t>({-1, 0, -(std::int64_t{1} << 40), INT64_MIN, INT64_MAX});
+      std::int64_t* const fields[] = {&asked.ranks,     &asked.head_ranks,  &asked.block,
+                                      &asked.sequences, &asked.window_left, &asked.window_right};
+      switch (random.between(0, 3)) {
+        case 0:
+          *fields[random.next() % std::size(fields)] = strange;
+          break;
+        case 1:
+          asked.kind = static_cast<std::int32_t>(random.next());
+          break;
+        case 2:
+          asked.flags = static_cast<std::uint32_t>(random.next());
+          break;
+        default:
+          if (!lengths.empty()) {
+            lengths[random.next() % lengths.size()] = strange;
+          }
+      }
+    }
+    constexpr std::int64_t kUnwritten = 0x5A5A5A5A5A5A5A5A;
+    const auto counted = static_cast<std::size_t>(ranks), pieces = static_cast<std::size_t>(3 * most);
+    auto* const end = reinterpret_cast<std::int64_t*>(workspace_.end());  // a page that nothing may touch
+    std::int64_t* const first = end - (5 * counted + pieces + 1);
+    std::fill(first, end, kUnwritten);
+    asked.rows = first;
+    asked.pairs = first + counted;
+    asked.sends = first + 2 * counted;
+    asked.receives = first + 3 * counted;
+    asked.piece_counts = first + 4 * counted;
+    asked.balance = reinterpret_cast<double*>(first + 5 * counted);
+    asked.pieces = end - pieces;
+    asked.piece_capacity = most;
+    const bool is_spoilt_in_size =
+        asked.ranks * std::max<std::int64_t>(1, std::min<std::int64_t>(asked.head_ranks, 99)) != ranks;
+    if (is_spoilt_in_size && asked.ranks > 0 && asked.ranks <= 65536) {
+      return;  // right, for other arrays than these
+    }
+    if (count(fovea_rows_plan(&asked, nullptr)) != FOVEA_OK) {
+      if (std::any_of(first, end, [](std::int64_t number) { return number != kUnwritten; })) {
+        say("a refused plan of rows wrote something");
+      }
+      return;
+    }
+    const std::int64_t of_ranks = std::accumulate(asked.rows, asked.rows + ranks, std::int64_t{0});
+    std::int64_t of_pieces = 0;
+    const std::int64_t planned = std::accumulate(asked.piece_counts, asked.piece_counts + ranks, std::int64_t{0});
+    for (std::int64_t n = 0; n < planned; ++n) {
+      of_pieces += asked.pieces[3 * n + 2];
+    }
+    const std::int64_t now = std::accumulate(lengths.begin(), lengths.begin() + asked.sequences, std::int64_t{0});
+    if (of_ranks != now || of_pieces != now || !(*asked.balance >= 1)) {
+      say(fmt::format("a plan of {} rows has {}, its pieces {}; balance {}", now, of_ranks, of_pieces, *asked.balance));
     }
   }
 

@@ -44,7 +44,7 @@ class Subject {
   fovea_problem& problem() { return problem_; }
   Direction direction() const { return direction_; }
   // Whether the numbers are such that two backends must agree: no infinities, no extreme scales.
-  bool comparable() const { return comparable_; }
+  bool comparable() const;
   void set_incomparable() { comparable_ = false; }
 
   // Whether every tensor that the direction uses lies in memory that exists (NULL data does too: it is refused).

@@ -29,6 +29,7 @@ except ImportError:
     collect_ignore_glob = ["test_*.py"]
 
 NAME = os.environ.get("FOVEA_TEST_DEVICE", "cuda")
+KEPT = 4 << 30  # bytes of the device's memory that a process may keep from one test to the next
 STICKY = 70  # exit code: a fault of the device that every later call of the process would see
 
 
@@ -98,6 +99,8 @@ def fresh_state():
     torch.manual_seed(0)  # nothing is collected without PyTorch
     yield
     torch.use_deterministic_algorithms(False)
+    if NAME == "cuda" and torch.cuda.memory_reserved() > KEPT:
+        torch.cuda.empty_cache()  # the processes of run.py share the device
 
 
 def pytest_report_header(config):

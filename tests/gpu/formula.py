@@ -51,8 +51,9 @@ class Formula:
         reference = torch.where(maximum == -math.inf, 0.0, maximum)
         weight = self._of_function(torch.exp(s - reference))
         total = weight.sum(-1, keepdim=True) + torch.exp(sink - reference)
-        out = (self._round(weight) * self.keep) @ self.v
-        out = self._round(torch.where(total == 0, 0.0, out / total))
+        # Relative to the maximum of a row its largest weight is 1, which no type rounds; kernels take other references.
+        out = (self._round_rows(weight, "out") * self.keep) @ self.v
+        out = self._round(torch.where(total == 0, 0.0, out / total), "out")
         exactly = reference + torch.log(total)
         lse = self._of_sum(exactly, reference.abs() + (exactly - reference).abs())
         return {"out": out, "lse": torch.where(total == 0, -math.inf, lse).squeeze(-1)}
@@ -77,18 +78,18 @@ class Formula:
         dp = torch.where(self.keep == 0, 0.0, dp * self.keep) if torch.is_tensor(self.keep) else dp * self.keep
         there = alive & self.allowed
         ds = torch.where(there, probability * (dp - delta), 0.0)
-        ds_of_dot = self._round(torch.where(there, ds * derivative, 0.0))
+        ds_of_dot = self._round_rows(torch.where(there, ds * derivative, 0.0), "grad_q", "grad_k")
         found = {}
         if "q" in p.need:
-            found["q"] = self._round(ds_of_dot @ self.k)
+            found["q"] = self._round(ds_of_dot @ self.k, "grad_q")
         if "k" in p.need:
-            found["k"] = self._round(self._of_group(ds_of_dot.transpose(-1, -2) @ self.q))
+            found["k"] = self._round(self._of_group(ds_of_dot.transpose(-1, -2) @ self.q), "grad_k")
         if "v" in p.need:
-            weight = self._round(torch.where(there, probability * self.keep, 0.0))
-            found["v"] = self._round(self._of_group(weight.transpose(-1, -2) @ grad_out))
+            weight = self._round_rows(torch.where(there, probability * self.keep, 0.0), "grad_v")
+            found["v"] = self._round(self._of_group(weight.transpose(-1, -2) @ grad_out), "grad_v")
         for name in ("bias", "bias2"):
             if name in p.need:
-                found[name] = self._round(self._of_plane(ds, t[name].shape), DTYPES[t[name].type])
+                found[name] = self._round(self._of_plane(ds, t[name].shape), f"grad_{name}")
         if "sink" in p.need:
             p_sink = torch.where(alive, torch.exp(self._sink() - lse), 0.0)
             share = -(p_sink * delta)
@@ -96,6 +97,27 @@ class Formula:
             exist = t.rows_exist_q[:, None, :, None]
             total, size = (torch.where(exist, x, 0.0).sum((0, 2, 3)) for x in (share, size))
             found["sink"] = self._of_sum(total, size)
+        return found
+
+    # ---- results that are combined with what is there ----
+
+    def combined(self, found: dict[str, Tensor], backward: bool) -> dict[str, Tensor]:
+        """forward()'s results, or backward()'s, as the call leaves them."""
+        t = self.t
+        if not backward and self.p.adds(False):
+            out, lse = (t.padded_of(name, t.before(name)).to(self.wide) for name in ("out", "lse"))
+            reference = torch.maximum(lse, found["lse"])
+            reference = torch.where(reference == -math.inf, 0.0, reference)
+            weights = [torch.exp(x - reference) for x in (lse, found["lse"])]
+            total = sum(weights)
+            both = weights[0].unsqueeze(-1) * out + weights[1].unsqueeze(-1) * found["out"]
+            found = {
+                "out": torch.where(total.unsqueeze(-1) == 0, 0.0, both / total.unsqueeze(-1)),
+                "lse": torch.where(total == 0, -math.inf, reference + torch.log(total)),
+            }
+        for name in self.p.adds(True) if backward else ():
+            before = t.before(f"grad_{name}").to(self.wide)
+            found[name] = found[name] + (t.padded_of(f"grad_{name}", before) if name in "qkv" else before.reshape(found[name].shape))
         return found
 
     # ---- parts ----
@@ -156,8 +178,17 @@ class Formula:
 
     # ---- roundings and errors of the naive evaluation ----
 
-    def _round(self, x: Tensor, type_: torch.dtype | None = None) -> Tensor:
-        return x.to(type_ or self.type).to(self.wide) if self.naive else x
+    def _round(self, x: Tensor, result: str = "") -> Tensor:
+        """To the type of q, or to that of a result."""
+        return x.to(DTYPES[self.t[result].type] if result else self.type).to(self.wide) if self.naive else x
+
+    def _round_rows(self, x: Tensor, *results: str) -> Tensor:
+        """Of P or dS. Kernels round it before or after it is multiplied with what a row or a call has in common, and results wider than
+        q show which: there rows are rounded at any scale."""
+        if not self.naive or all(self.t[name].type == self.p.type for name in results if name in self.t):
+            return self._round(x)
+        scale = 1 - torch.rand((*x.shape[:-1], 1), generator=self.generator, device=self.device, dtype=x.dtype) / 2
+        return self._round(x * scale) / scale
 
     def _signs(self, shape: tuple) -> Tensor | float:
         if not self.naive:

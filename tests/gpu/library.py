@@ -65,11 +65,16 @@ class Call:
     def workspace(self, backward: bool) -> tuple[torch.Tensor, int]:
         """(memory with a margin on either side, the bytes asked for); full of NaN."""
         if backward not in self._workspaces:
+            self._accumulate(backward)
             needed = ctypes.c_size_t()
             check(lib.fovea_workspace(ctypes.byref(self.raw), int(backward), ctypes.byref(needed)))
             memory = pattern(needed.value + 2 * MARGIN, 1, self.device)
             self._workspaces[backward] = memory, needed.value
         return self._workspaces[backward]
+
+    def _accumulate(self, backward: bool) -> None:
+        adds = self.tensors.problem.adds(backward)
+        self.raw.accumulate = sum(_abi.ACCUMULATE_GRADS[name] for name in adds) if backward else _abi.ACCUMULATE_OUT * bool(adds)
 
     def prepare(self, backward: bool) -> None:
         self.tensors.prepare(backward)
@@ -79,6 +84,7 @@ class Call:
     def run(self, backward: bool) -> None:
         """On PyTorch's current stream; nothing else is allocated or waited for."""
         memory, needed = self.workspace(backward)
+        self._accumulate(backward)
         if self.device.type == "cuda":
             self.raw.stream = torch.cuda.current_stream(self.device).cuda_stream
         function = lib.fovea_backward if backward else lib.fovea_forward

@@ -57,6 +57,8 @@ class Problem:
     offset: int = 0
     streams: Plane | None = None  # (batch 1, batch 2, head)
     need: tuple = ("q", "k", "v")
+    wide: tuple = ()  # results of fp32 beside inputs of 16 bits; out of both directions
+    add: tuple = ()  # gradients that are added to what is there
     det: bool = False
     dlse: bool = False
     values: str = "normal"
@@ -79,6 +81,12 @@ class Problem:
     @property
     def rows_k(self) -> int:
         return self.total_k if self.packed else self.sk
+
+    def adds(self, backward: bool) -> tuple:
+        """What a direction combines with what is there. The forward of a line that adds gradients merges its out, if that is of fp32."""
+        if backward:
+            return self.add
+        return ("out",) if self.add and (self.type not in ("bf16", "fp16") or "out" in self.wide) else ()
 
     @property
     def scale_or_default(self) -> float:
@@ -134,6 +142,7 @@ class Problem:
             words += [f"dropout={self.dropout}", f"rng={self.rng}", f"seed={self.seed}", f"offset={self.offset}"]
             words += [f"streams={self._extents(self.streams)}"] if self.streams is not None else []
         words += ["need=" + ",".join(self.need)] + ["det"] * self.det + ["dlse"] * self.dlse
+        words += [f"{key}=" + ",".join(names) for key, names in (("wide", self.wide), ("add", self.add)) if names]
         return " ".join([*words, f"values={self.values}"])
 
     def _extents(self, plane: Plane) -> str:
@@ -216,6 +225,7 @@ def parse(line: str) -> Problem:
         p.need = there
     else:
         p.need = tuple(name for name in need.split(",") if name and name != "none")
+    p.wide, p.add = (tuple(words[key].split(",")) if key in words else () for key in ("wide", "add"))
     p.det = "det" in words
     p.dlse = "dlse" in words
     p.values = words.get("values", "normal")
@@ -226,6 +236,6 @@ def parse(line: str) -> Problem:
 
 _KEYS = set(
     "bwd fwd b hq hk sq sk d dv fp32 fp16 bf16 fp64 layout skew seqs_q seqs_k total_q total_k max_q max_k used_q used_k "
-    "causal align window pos pos_q pos_k scale softcap alibi sink bias bias2 mask dropout rng seed offset streams need det lse dlse values".split()
+    "causal align window pos pos_q pos_k scale softcap alibi sink bias bias2 mask dropout rng seed offset streams need det lse dlse wide add values".split()
 )
 

@@ -90,7 +90,7 @@ class Tensors:
         self.problem = p
         self.device = torch.device(device)
         self.all: dict[str, Tensor] = {}
-        self._of_qkv: dict[bool, torch.Tensor] = {}
+        self._of_qkv: dict[tuple[bool, str], torch.Tensor] = {}
         arange = lambda n: torch.arange(n, device=self.device)  # noqa: E731
         self.len_q, self.len_k = (torch.tensor(p.lengths(side), device=self.device) for side in "qk")
         begins = lambda seqs: [sum(seqs[:b]) for b in range(len(seqs))]  # noqa: E731
@@ -129,14 +129,14 @@ class Tensors:
         if p.streams is not None:
             present = p.streams.extents if len(p.batch) == 2 else (p.streams.extents[0], p.streams.extents[2])
             self._add("dropout_streams", VECTOR, "int64", tuple(n if has else 1 for n, has in zip((*p.batch, p.hq), present)))
-        self._add("out", QUERIES, p.type, (*rows_q, p.dv), output=True)
+        self._add("out", QUERIES, "fp32" if "out" in p.wide else p.type, (*rows_q, p.dv), output=True)
         self._add("lse", STATISTICS, sums, statistics, output=True)
         self._add("grad_out", QUERIES, p.type, (*rows_q, p.dv))
         if p.dlse:
             self._add("grad_lse", STATISTICS, sums, statistics)
         for name in p.need:
             of = self.all[name]
-            self._add(f"grad_{name}", of.kind, of.type, of.shape, output=True)
+            self._add(f"grad_{name}", of.kind, "fp32" if name in p.wide else of.type, of.shape, output=True)
         self._fill_family()
 
     def __getitem__(self, name: str) -> Tensor:
@@ -187,12 +187,12 @@ class Tensors:
             base += max(shape[d] - 1, 0) * strides[d]
             strides[d] = -strides[d]
 
-        if one_tensor and output in self._of_qkv:
-            buffer, fresh = self._of_qkv[output], False
+        if one_tensor and (output, type_) in self._of_qkv:
+            buffer, fresh = self._of_qkv[output, type_], False
         else:
             buffer, fresh = torch.empty(stride + p.skew + 2 * margin, dtype=dtype, device=self.device), True
             if one_tensor:
-                self._of_qkv[output] = buffer
+                self._of_qkv[output, type_] = buffer
         index = torch.full(shape, base, device=self.device)
         for d in range(rank):
             along = torch.arange(shape[d], device=self.device) * strides[d]
@@ -263,6 +263,17 @@ class Tensors:
             values = torch.where(uniform() < 1 / 3, huge, values)
         return values
 
+    def before(self, name: str) -> torch.Tensor:
+        """What an output holds that a call combines with its result: of its shape. lse is -inf in every fifth row, and out 0 there."""
+        t = self[name]
+        values = self._numbers(t)
+        rows = torch.arange(t.shape[-3 if name == "out" else -1], device=self.device) % 5 == 0
+        if name == "out":
+            values = torch.where(rows[:, None, None], 0.0, values)
+        elif name == "lse":
+            values = torch.where(rows, -math.inf, 2 * values)
+        return values.to(t.buffer.dtype)
+
     def _fill_family(self) -> None:
         """What depends on coordinates."""
         p = self.problem
@@ -310,6 +321,14 @@ class Tensors:
         t = self[name]
         index, exist = self._padded_index(t)
         return torch.where(exist, t.buffer[index], 0)
+
+    def padded_of(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """Other values of a tensor's shape."""
+        t = self[name]
+        index, exist = self._padded_index(t)
+        buffer = torch.zeros(t.buffer.shape, dtype=values.dtype, device=self.device)
+        buffer[t.index] = values
+        return torch.where(exist, buffer[index], 0)
 
     def write_padded(self, name: str, values: torch.Tensor) -> None:
         t = self[name]
@@ -360,6 +379,7 @@ class Tensors:
 
     def prepare(self, backward: bool) -> None:
         """Prepares a direction's outputs for the comparison."""
+        adds = [f"grad_{name}" for name in self.problem.adds(True)] if backward else ["out", "lse"] * bool(self.problem.adds(False))
         self._allowed: dict[int, tuple[Tensor, torch.Tensor]] = {}
         for t in self.outputs(backward):
             key = t.buffer.data_ptr()
@@ -369,7 +389,7 @@ class Tensors:
                 self._allowed[key] = (t, torch.zeros(t.buffer.numel(), dtype=torch.bool, device=self.device))
             at = t.index[t.existing]
             self._allowed[key][1][at] = True
-            t.buffer[at] = math.nan
+            t.buffer[at] = self.before(t.name)[t.existing] if t.name in adds else math.nan
 
     def trespass(self) -> list[tuple[str, torch.Tensor]]:
         """(output, how many elements were written that must not be), the numbers on the device."""

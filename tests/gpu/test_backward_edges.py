@@ -71,19 +71,63 @@ MANY = [
     "b=9 hq=16 hk=4 sq=300 sk=300 d=64 bf16 causal need=q,k,v",
     "b=9 hq=16 sq=300 sk=300 d=64 bf16 layout=strided need=q,k,v",
     "b=9 hq=16 sq=300 sk=300 d=72 bf16 causal need=q,k,v",
+    *(f"b=9 hq={hq} sq=400 sk=330 d={d} {kind} need=q,k,v" for hq, d, kind in (
+        (8, 72, "bf16"), (8, 80, "fp16 causal=tl"), (8, 80, "bf16 window=60,0"), (8, 80, "bf16 softcap=2 alibi=h"), (16, 80, "bf16 causal sink"))),
+    "b=9 hq=16 sq=400 sk=200 d=80 bf16 causal need=q,k,v",  # queries that meet no key
+    "b=9 hq=16 sq=300 sk=300 d=80 bf16 used_q=300,0,17,128,64,65,1,200,299 used_k=0,300,1,64,200,17,129,300,5 causal need=q,k,v",
+    *(f"b=9 hq=16 sq=300 sk=300 d={d} dv={dv} {kind} need=q,k,v"  # computed with 128 columns of Q and K
+      for d, dv, kind in ((112, 128, "bf16 causal"), (104, 128, "fp16"), (112, 120, "bf16 softcap=2 alibi=h causal det"))),
     "b=9 hq=16 sq=300 sk=300 d=60 bf16 causal need=q,k,v",  # dq that 16-byte stores cannot write
     "b=9 hq=16 sq=300 sk=300 d=64 bf16 causal need=q",
     "b=9 hq=16 sq=300 sk=300 d=64 bf16 mask=b,1,q,k sink need=q,k,v,sink",
     "b=9 hq=16 sq=300 sk=300 d=64 fp16 mask=b,1,1,k bias=1,h,1,k need=q,k,v,bias",
     "b=9 hq=16 sq=300 sk=300 d=128 bf16 used_q=300,0,17,128,64,65,1,200,299 used_k=0,300,1,64,200,17,129,300,5 causal need=q,k,v",
     *(f"b=14 hq={hq} hk=8 d={d} bf16 seqs_q=100,0,300,17,1,64,128,500,0,65,90,33,400,12 seqs_k=100,7,300,0,1,64,130,500,3,65,80,33,200,12"
-      f"{kind} need=q,k,v" for hq, d in ((8, 64), (16, 128), (8, 256)) for kind in (" causal", "", " window=70,0", " causal det"))
+      f"{kind} need=q,k,v" for hq, d in ((8, 64), (8, 80), (16, 128), (8, 256)) for kind in (" causal", "", " window=70,0", " causal det"))
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("line", MANY)
 def test_many_blocks(line, device):
     check(f"bwd {line}", 10, device)
+
+
+# dS is made of P as rounded for a product: by the other warpgroup of a cluster that stays for several blocks of keys
+# (D=256), by the same one (D=192 with Dv=128).
+WIDE = [
+    *(f"b=9 hq=8 sq={sq} sk={sk} d={d} dv={dv} {kind} need=q,k,v" for d, dv in ((256, 256), (192, 128), (208, 160)) for sq, sk, kind in (
+        (400, 330, "bf16 causal"), (330, 400, "fp16 causal=tl"), (400, 330, "bf16 window=60,0"), (333, 517, "bf16"), (400, 200, "bf16 causal"))),
+    "b=1 hq=8 sq=2100 sk=2100 d=256 bf16 causal need=q,k,v",
+    "b=3 hq=8 hk=2 sq=300 sk=700 d=256 bf16 causal need=q,k,v",
+    "b=9 hq=8 sq=300 sk=300 d=256 bf16 used_q=300,0,17,128,64,65,1,200,299 used_k=0,300,1,64,200,17,129,300,5 causal need=q,k,v",
+    *(f"b=2 hq=5 sq=300 sk=321 d={d} dv={dv} fp16 causal need=q,k,v values={family}"
+      for d, dv in ((256, 256), (192, 128)) for family in ("one_hot", "huge", "denormal", "large_scores")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", WIDE)
+def test_gradients_of_rounded_weights(line, device):
+    check(f"bwd {line}", 14, device)
+
+
+# Long blocks of keys, whose dk and dv leave by tensor stores.
+LONG = [
+    "b=1 hq=6 sq=8192 sk=8192 d=128 bf16 causal need=q,k,v",
+    "b=1 hq=6 sq=8196 sk=8300 d=128 fp16 causal=tl need=q,k,v",
+    "b=1 hq=3 sq=8400 sk=8193 d=128 bf16 causal need=q,k,v",
+    "b=1x3 hq=2 sq=8200 sk=8207 d=96 dv=128 bf16 causal need=q,k,v",
+    "b=2 hq=3 sq=8207 sk=8296 d=120 dv=128 bf16 causal layout=bhsd need=q,k,v",
+    "b=2 hq=3 sq=8193 sk=8193 d=128 bf16 causal layout=strided need=q,k,v",
+    "b=1 hq=6 sq=8192 sk=8192 d=128 bf16 causal layout=qkv3 need=q,k,v",
+    "b=2 hq=3 sq=8192 sk=8192 d=128 dv=88 fp16 causal need=q,k,v",
+    *(f"b=1 hq=5 sq=8192 sk=8192 d=128 bf16 causal need={need}" for need in ("q,k", "q,v")),
+    *(f"b=1 hq=5 sq=8192 sk=8196 d=128 bf16 causal need=q,k,v values={family}" for family in ("one_hot", "huge", "denormal")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", LONG)
+def test_long_blocks_of_keys(line, device):
+    check(f"bwd {line}", 13, device)
 
 
 @pytest.mark.cuda

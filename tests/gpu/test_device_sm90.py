@@ -207,6 +207,28 @@ def test_tensor_load(dtype, box, at):
     assert torch.equal(got, boxed(tensor, column, row, head, batch2, batch1, box, rows))
 
 
+def test_tensor_prefetch():
+    """It changes nothing that is read, and a place behind the tensor is no fault."""
+    storage, tensor, mapped = tensor_and_map(torch.bfloat16, 72, 64, 16)
+    tensor.copy_(normal(*tensor.shape))
+    kept = storage.clone()
+    got = poison(16, 64, dtype=torch.bfloat16)
+    hopper(f"""if (lane == 0) {{
+          barrier_init(shared, 1); barrier_init_fence(); barrier_expect(shared, {16 * 64 * 2});
+          tensor_prefetch(p0, Coordinates{{8, 3, 2, 0, 1}});
+          tensor_prefetch(p0, Coordinates{{8, 60, 2, 0, 1}});
+          tensor_load(shared + 1024, p0, shared, Coordinates{{8, 3, 2, 0, 1}});
+        }}
+        __syncwarp();
+        barrier_wait(shared, 0);
+        for (int i = lane; i < {16 * 64}; i += 32) {{
+          const int row = i / 64, byte = i % 64 * 2;
+          p1[i] = u16(load_shared_half(shared + 1024 + swizzled<128>(row, byte / 16) + byte % 16));
+        }}""", mapped, got, shared=1024 + 16 * 64 * 2)  # fmt: skip
+    assert torch.equal(got, boxed(tensor, 8, 3, 2, 0, 1, 64, 16))
+    assert torch.equal(storage.view(torch.uint8), kept.view(torch.uint8))
+
+
 @pytest.mark.parametrize("box, wait", [
     (64, "bulk_wait()"), (32, "bulk_wait<0>()"), (16, "bulk_wait_read()"), (64, "bulk_wait_read<0>()"),
 ])  # fmt: skip

@@ -23,12 +23,12 @@ class Trial:
         self.call = Call(self.tensors, backend)
         reference = Formula(self.tensors, naive=False)
         draws = [Formula(self.tensors, naive=True, draw=draw) for draw in range(DRAWS)]
-        self.saved = reference.forward()
-        forwards = [naive.forward() for naive in draws]
+        self.saved = reference.combined(reference.forward(), False)
+        forwards = [naive.combined(naive.forward(), False) for naive in draws]
         self.right = {name: (x, [naive[name] for naive in forwards]) for name, x in self.saved.items()}
         self._give_saved()
-        backwards = [naive.backward() for naive in draws]
-        for name, x in reference.backward().items():
+        backwards = [naive.combined(naive.backward(), True) for naive in draws]
+        for name, x in reference.combined(reference.backward(), True).items():
             self.right[f"grad_{name}"] = x, [naive[name] for naive in backwards]
 
     def _give_saved(self) -> None:

@@ -223,17 +223,23 @@ def test_specifications_are_patched(monkeypatch):
     with pytest.raises(ImportError, match="install: megatron-core is not installed"):
         install("megatron")
     provider = type("LocalSpecProvider", (), {"core_attention": lambda self: "theirs"})
-    for name in ("megatron", "megatron.core", "megatron.core.models", "megatron.core.models.backends"):
+    contents = {
+        "megatron.core.models.backends": {"LocalSpecProvider": provider},
+        "megatron.core.transformer.dot_product_attention": {"DotProductAttention": CoreAttention},
+        "megatron.core.transformer.utils": {"make_sharded_tensors_for_checkpoint": lambda tp_group, dp_cp_group: None},
+        "megatron.core.tensor_parallel.random": {"get_cuda_rng_tracker": lambda: None},
+    }
+    for name in {".".join(path.split(".")[:n]) for path in contents for n in range(1, 5)}:
         module = types.ModuleType(name)
         module.__path__ = []
         module.__spec__ = types.SimpleNamespace(name=name, submodule_search_locations=[])
+        vars(module).update(contents.get(name, {}))
         monkeypatch.setitem(sys.modules, name, module)
-    sys.modules["megatron.core.models.backends"].LocalSpecProvider = provider
     install("megatron")
     install("megatron")
     assert provider().core_attention() is megatron.CoreAttention
     uninstall("megatron")
     assert provider().core_attention() == "theirs"
     del sys.modules["megatron.core.models.backends"].LocalSpecProvider
-    with pytest.raises(ImportError, match="LocalSpecProvider is not there"):
+    with pytest.raises(ImportError, match="needs megatron-core from 0.16 on: megatron.core.models.backends has no LocalSpecProvider"):
         install("megatron")

@@ -16,6 +16,7 @@ import pytest
 import fovea
 import fovea.jax
 from conftest import ROOT
+from fovea._library import lib, text
 from fovea.jax import _call, _options
 from typing_check import assert_typed
 
@@ -128,6 +129,14 @@ def test_order_of_integers():
     assert len(found) == len(written) and found == {
         "kGiven": 7, "kResults": 1 << 12, "kSeed": 1, "kFlags": 1 | 8, "kAlign": 1, "kLeft": 3, "kRight": 4, "kMaxQ": 11,
         "kMaxK": 12, "kOuter": 13, "kHeadsFirst": 1}  # fmt: skip
+
+
+def test_streams_are_numbers_of_64_bits():
+    """JAX has words of 32 bits for them."""
+    call = _call.Call(0, ("q", "k", "v", "seed"), ("out",), False, -1, -1, None, None, 0.0, 0.5, 0, 0, 0, False, False, None).with_streams()
+    rows = ((2, 7, 4, 8), "float32")
+    problem = _call.Problem(call, {"q": rows, "k": rows, "v": rows, "dropout_streams": ((2, 4, 2), "uint32")})
+    assert "streams=b,h" in text(lib.fovea_describe, ctypes.byref(problem.raw), call.direction)
 
 
 def test_mypy(tmp_path):

@@ -236,21 +236,6 @@ def test_two_levels_and_packed_are_split():
     assert "all-gather" not in packed_function.lower(split).compile().as_text()
 
 
-def test_dropout_of_sharded_arrays():
-    """Every device has a mask of its own, the same in forward and backward."""
-    mesh = mesh_of((4,), ("x",))
-    q = jnp.zeros((4, 8, 1, 8))
-    v = jnp.broadcast_to(jnp.eye(8)[None, :, None], q.shape)
-    split = [jax.device_put(x, NamedSharding(mesh, P("x"))) for x in (q, v)]
-    function = jax.jit(lambda q, v: jax.vjp(lambda v: attention(q, q, v, dropout_p=0.5, dropout_key=jax.random.key(2)), v)[0::1])
-    out = function(*split)[0]
-    masks = {np.asarray(x != 0).tobytes() for x in out}
-    assert len(masks) == 4
-    grad = jax.jit(jax.grad(lambda v, w: (attention(split[0], split[0], v, dropout_p=0.5, dropout_key=jax.random.key(2)) * w).sum()))
-    weights = normal(1, *v.shape)
-    close(grad(split[1], weights), jnp.einsum("bqhk,bqhd->bkhd", out, weights))
-
-
 @pytest.mark.parametrize("check", [True, False])
 def test_shard_map(check):
     mesh = mesh_of((4,), ("x",))

@@ -116,16 +116,11 @@ void run(const std::vector<std::string>& architectures, bool table) {
     }
   }
   for (const check::Case& c : table ? check::cases(check::Table::kFull) : std::vector<check::Case>()) {
-    Problem problem = c.problem;
-    if (problem.type == DType::kFp64 || check::is_part(problem)) {
+    if (c.problem.type == DType::kFp64) {
       continue;  // the CPU's
     }
-    problems.push_back(problem);
-    problem.direction = Direction::kForward;
-    problem.need = {};
-    problem.grad_lse = false;
-    problem.lse = true;
-    problems.push_back(problem);
+    problems.push_back(c.problem);
+    problems.push_back(check::forward_of(c.problem));
   }
   List list;
   for (const std::string& architecture : architectures) {

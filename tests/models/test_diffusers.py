@@ -9,15 +9,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "python"))
+sys.path[:0] = [str(ROOT / name) for name in ("python", "tests/models")]
 if "FOVEA_BUILD" in os.environ:
     os.environ.setdefault("FOVEA_LIBRARY", str(Path(os.environ["FOVEA_BUILD"]).resolve() / "libfovea.so"))
 
 import diffusers  # noqa: E402
 import torch  # noqa: E402
+from diffusers.models import attention_dispatch as dispatch  # noqa: E402
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn  # noqa: E402
 
 import fovea.integrations  # noqa: E402
+from fovea.integrations import diffusers as ours  # noqa: E402
+from without import taken_away  # noqa: E402
 
 DEVICE = os.environ.get("FOVEA_TEST_DEVICE", "cpu")
 
@@ -178,7 +181,32 @@ def test_what_is_refused():
         dispatch_attention_fn(q, k, v, backend="fovea", parallel_config=object())
     with pytest.raises(TypeError, match="bias"):
         dispatch_attention_fn(q, k, v, torch.ones(2, 7, dtype=torch.int64, device=DEVICE), backend="fovea")
-    computed(1)
+    computed(0)
+
+
+# Python's enumerations do not work without their tables, so these cannot be taken away.
+TAKEN = [needed for needed in ours._NEEDED if not needed.name.endswith("_")]
+
+
+@pytest.mark.parametrize("needed", TAKEN, ids=lambda needed: needed.name)
+def test_without_a_name_it_is_not_registered(needed, monkeypatch):
+    fovea.integrations.uninstall("diffusers")
+    if needed.name == "AttentionBackendName.NATIVE":  # which Python's enumerations do not let go
+        monkeypatch.setattr(dispatch, "AttentionBackendName", type("Names", (), {}))
+    else:
+        taken_away(needed, monkeypatch)
+    with pytest.raises(ImportError, match=f"needs diffusers from 0.35 on: {needed.module} has no {needed.name}$"):
+        ours.register()
+    monkeypatch.undo()
+    assert "fovea" not in {x.value for x in AttentionBackendName}
+
+
+def test_with_another_signature_it_is_not_registered(monkeypatch):
+    fovea.integrations.uninstall("diffusers")
+    monkeypatch.setattr(dispatch._AttentionBackendRegistry, "register", lambda name, checks: None)
+    with pytest.raises(ImportError, match="_AttentionBackendRegistry.register has no parameter backend$"):
+        ours.register()
+    assert "fovea" not in {x.value for x in AttentionBackendName}
 
 
 def test_uninstalled():

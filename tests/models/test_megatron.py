@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "python"))
+sys.path[:0] = [str(ROOT / name) for name in ("python", "tests/models")]
 if "FOVEA_BUILD" in os.environ:
     os.environ.setdefault("FOVEA_LIBRARY", str(Path(os.environ["FOVEA_BUILD"]).resolve() / "libfovea.so"))
 
@@ -30,6 +30,8 @@ with warnings.catch_warnings():
     from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 
 import fovea.integrations  # noqa: E402
+from fovea.integrations import megatron as integration  # noqa: E402
+from without import taken_away  # noqa: E402
 from fovea.integrations.megatron import CoreAttention  # noqa: E402
 
 DEVICE = os.environ.get("FOVEA_TEST_DEVICE", "cpu")
@@ -155,6 +157,28 @@ def test_install():
     assert isinstance(gpt(None).decoder.layers[0].self_attention.core_attention, CoreAttention)
     fovea.integrations.uninstall("megatron")
     assert isinstance(gpt(None).decoder.layers[0].self_attention.core_attention, DotProductAttention)
+
+
+@pytest.mark.parametrize("needed", integration._NEEDED, ids=lambda needed: needed.name)
+def test_without_a_name_nothing_is_patched(needed, monkeypatch):
+    """Nor where a function lacks a parameter that fovea gives it, as before 0.16."""
+    changes = [taken_away]
+    if needed.parameters:
+        changes.append(lambda needed, patch: patch.setattr(sys.modules[needed.module], needed.name, lambda state_dict, prefix: None))
+    for change, why in zip(changes, (f"has no {needed.name}$", f"{needed.name} has no parameter {needed.parameters[:1] and needed.parameters[0]}$")):
+        with monkeypatch.context() as patch:
+            change(needed, patch)
+            with pytest.raises(ImportError, match=f"needs megatron-core from 0.16 on: {needed.module}[ .]{why}"):
+                fovea.integrations.install("megatron")
+        assert isinstance(gpt(None).decoder.layers[0].self_attention.core_attention, DotProductAttention)
+
+
+@pytest.mark.parametrize("method", ["__init__", "forward"])
+def test_an_argument_that_fovea_does_not_know(method, monkeypatch):
+    """Megatron would hand it to CoreAttention."""
+    monkeypatch.setattr(DotProductAttention, method, lambda self, query, new_argument=None: None)
+    with pytest.raises(ImportError, match="has a parameter (query|new_argument), which fovea does not know$"):
+        fovea.integrations.install("megatron")
 
 
 def test_distributed_checkpoints_of_learned_sinks():

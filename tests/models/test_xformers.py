@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "python"))
+sys.path[:0] = [str(ROOT / name) for name in ("python", "tests/models")]
 if "FOVEA_BUILD" in os.environ:
     os.environ.setdefault("FOVEA_LIBRARY", str(Path(os.environ["FOVEA_BUILD"]).resolve() / "libfovea.so"))
 
@@ -19,6 +19,7 @@ from xformers.ops.fmha import attn_bias as classes  # noqa: E402
 
 import fovea.integrations  # noqa: E402
 from fovea.integrations import xformers as ours  # noqa: E402
+from without import taken_away  # noqa: E402
 
 Q, K, USED = [3, 5, 2], [4, 6, 6], [4, 5, 6]
 both = classes.BlockDiagonalMask.from_seqlens
@@ -75,3 +76,46 @@ def test_every_class_is_known_or_paged():
     unknown = names - set(ours._READERS) - {"AttentionBias"}
     assert {name for name in unknown if not name.startswith("Paged")} == set()
     assert {type(bias).__name__ for bias, _, _ in BIASES} == set(ours._READERS)
+
+
+@pytest.mark.parametrize("needed", ours._NEEDED, ids=lambda needed: f"{needed.module}.{needed.name}")
+def test_without_a_name_nothing_is_patched(needed, monkeypatch):
+    own = fmha.memory_efficient_attention_forward
+    taken_away(needed, monkeypatch)
+    with pytest.raises(ImportError, match=f"needs xFormers as of 0.0.35: {needed.module} has no {needed.name}$"):
+        fovea.integrations.install("xformers")
+    monkeypatch.undo()
+    assert fmha.memory_efficient_attention_forward is own
+
+
+@pytest.mark.parametrize("bias, sq, sk", BIASES, ids=lambda x: type(x).__name__ if not isinstance(x, int) else "")
+def test_classes_with_another_name(bias, sq, sk):
+    """A class whose attributes have other names is refused, each of them: lengths that are not found do not count as full."""
+    q = torch.zeros(1, sq, 1, 8)
+    asked = []
+
+    class Asked:
+        def __init__(self, inner, path=""):
+            self.inner, self.path = inner, path
+
+        def __getattr__(self, name):
+            asked.append(f"{self.path}{name}")
+            value = getattr(self.inner, name)
+            return Asked(value, f"{self.path}{name}.") if name.endswith("_seqinfo") else value
+
+    reader = ours._READERS[type(bias).__name__]
+    reader(Asked(bias), q)
+
+    class Lacks(Asked):
+        def __getattr__(self, name):
+            if f"{self.path}{name}" == lacking:
+                raise AttributeError(f"no {name}")
+            value = getattr(self.inner, name)
+            return Lacks(value, f"{self.path}{name}.") if name.endswith("_seqinfo") else value
+
+    Lacks.__name__ = type(bias).__name__
+    for lacking in asked:
+        with pytest.raises(NotImplementedError, match=f"^attn_bias: {type(bias).__name__} as fovea does not know it: no "):
+            ours._options(Lacks(bias), q)
+    with_lengths = "PaddedKeys" in type(bias).__name__ or "GappyKeys" in type(bias).__name__
+    assert ("k_seqinfo.seqlen" in asked) == with_lengths

@@ -15,14 +15,16 @@ from fovea import _abi, _library
 HEADER = ROOT / "include" / "fovea" / "c.h"
 TENSOR_FIELDS = ("size", "data", "dtype", "rank", "flags", "reserved", "shape", "stride")
 PROBLEM_FIELDS = tuple(field for field, *_ in _abi.Problem._fields_)
-STRUCTS = {"fovea_tensor": TENSOR_FIELDS, "fovea_problem": PROBLEM_FIELDS}
+ROWS_FIELDS = tuple(field for field, *_ in _abi.Rows._fields_)
+STRUCTS = {"fovea_tensor": TENSOR_FIELDS, "fovea_problem": PROBLEM_FIELDS, "fovea_rows": ROWS_FIELDS}
 # Constants of c.h by the names that _abi.py gives them.
 CONSTANTS = {
     **{f"FOVEA_{name}": name for name in (
         "OK", "INVALID_ARGUMENT", "INVALID_TYPE", "UNSUPPORTED", "OUT_OF_MEMORY", "DEVICE_ERROR", "INTERNAL_ERROR",
         "FP32", "FP16", "BF16", "FP64", "BOOL", "INT32", "INT64", "FORWARD", "BACKWARD", "BOTTOM_RIGHT", "TOP_LEFT",
         "RNG_FOVEA", "RNG_TORCH_MEM_EFFICIENT", "MAX_RANK", "TENSOR_STRIDED", "CAUSAL", "DETERMINISTIC", "SCALE",
-        "WINDOW", "CLEAR_ROWS", "POSITIONS", "ACCUMULATE_OUT", "VERSION_MAJOR")},
+        "WINDOW", "CLEAR_ROWS", "POSITIONS", "ACCUMULATE_OUT", "VERSION_MAJOR", "ROWS_ZIGZAG", "ROWS_CONTIGUOUS",
+        "ROWS_PACKED")},
 }  # fmt: skip
 
 
@@ -67,11 +69,13 @@ def c_says(tmp_path_factory):
     return {name: (int(first), int(second)) for name, first, second in map(str.split, output.splitlines())}
 
 
-def test_problem(c_says):
-    assert ctypes.sizeof(_abi.Problem) == c_says["fovea_problem"][1]
-    for field in PROBLEM_FIELDS:
-        descriptor = getattr(_abi.Problem, field)
-        assert (descriptor.offset, descriptor.size) == c_says[f"fovea_problem.{field}"], field
+@pytest.mark.parametrize("struct", ["Problem", "Rows"])
+def test_structs_with_fields(c_says, struct):
+    kind, name = getattr(_abi, struct), f"fovea_{struct.lower()}"
+    assert ctypes.sizeof(kind) == c_says[name][1]
+    for field in STRUCTS[name]:
+        descriptor = getattr(kind, field)
+        assert (descriptor.offset, descriptor.size) == c_says[f"{name}.{field}"], field
 
 
 def test_tensor(c_says):

@@ -534,6 +534,20 @@ def test_check_some_rows():
     assert passed > 0 and failed == 0
 
 
+def test_check_random_problems():
+    lines = succeeds("cases", "--random", "40", "--seed", "3").splitlines()
+    assert len(set(lines)) == 40
+    assert lines == succeeds("cases", "--random", "40", "--seed", "3").splitlines()
+    assert lines[10:] == succeeds("cases", "--random", "30", "--seed", "13").splitlines()
+    table = set(succeeds("cases").splitlines())
+    assert not table & set(lines), "these are no rows of the table"
+    for word in ("causal", "bias", "dropout", "seqs_q", "dv=", "window="):
+        assert any(word in line for line in lines), word
+    text = succeeds("check", "--random", "40", "--seed", "3", "causal")
+    count = sum(" causal" in line for line in lines)
+    assert count > 3 and f"{count} rows" in text and f"{count} passed, 0 failed" in text
+
+
 def test_check_every_instruction_set():
     text = succeeds("check", "bwd b=2 hq=4 hk=2 sq=50 sk=33 d=24 fp32 causal bias=1,h,q,k dropout=0.2 seed=5", "--isa", "all",
                     "--gradients")
@@ -553,6 +567,11 @@ def test_check_refuses():
     refused("check", "bf17", says=("bf17", "no row of the table", "no problem line"))
     refused("check", "--isa", "avx9", says=("avx9", "avx2"))
     refused("check", "--table", "half", says=("half", "full", "reduced"))
+    refused("check", "--random", "0", says=("--random", "1", "1000000"))
+    refused("check", "--random", "5", "--table", "reduced", says=("--random", "--table"))
+    refused("check", "--seed", "5", says=("--seed", "--random"))
+    refused("check", "--random", "2", "--seed", "-1", says=("--seed", "-1"))
+    refused("check", "--random", "2", "bf17", says=("bf17", "none of the 2 problems"))
     refused("check", "--backend", "cuda", code=UNSUPPORTED, says=("cuda", "computes on the CPU", "fovea check --device cuda"))
     refused("check", "--backend", "gpu", says=("gpu", "accepted: cpu"))
     refused("check", "--gradiens", says=("--gradiens", "--gradients"))
@@ -597,6 +616,13 @@ def test_check_on_a_gpu_reports(tmp_path):
     assert "FAILED" in other.stdout and "compute capability 8.0" in other.stdout
 
 
+def test_check_of_a_forward_compares_every_gradient():
+    done = check_on_a_fake_gpu("fwd b=1 hq=2 sq=20 sk=33 d=24 fp16 bias=1,h,q,k bias2=b,1,1,k sink")
+    assert done.returncode == CHECK_FAILED  # nothing is computed
+    for name in ("out", "lse", "grad_q", "grad_k", "grad_v", "grad_bias", "grad_bias2", "grad_sink"):
+        assert re.search(rf"(?m)^  {name}: ", done.stdout), (name, done.stdout)
+
+
 def test_check_on_a_gpu_ends_in_time():
     done = check_on_a_fake_gpu("--seconds", "0.5", "--jobs", "2")
     reached, rows, left = map(int, re.search(r"(\d+) of (\d+) rows: .*; (\d+) not reached \(--seconds 0.5\)", done.stdout).groups())
@@ -604,7 +630,7 @@ def test_check_on_a_gpu_ends_in_time():
 
 
 def test_check_on_a_gpu_stops_after_a_fault():
-    done = check_on_a_fake_gpu("!pos", "!streams", "--table", "reduced", FAKE_FAULT="700")  # rows that a GPU computes
+    done = check_on_a_fake_gpu("--table", "reduced", FAKE_FAULT="700")
     assert done.returncode == CHECK_FAILED
     assert done.stdout.count("FAILED bwd") == 1 and "cuMemcpyDtoHAsync: PLAYED_ERROR 700" in done.stdout
     assert re.search(r"1 of \d+ rows: 0 passed, 1 failed, 0 skipped; \d+ not reached \(after a fault of the device", done.stdout)
@@ -779,11 +805,11 @@ def test_explain_leaves_out_variables_of_tests_that_are_not_set():
 
 
 def test_help_has_examples_at_every_level():
-    for command in ([], ["run"], ["check"], ["cases"], ["bench"], ["explain"]):
+    for command in ([], ["run"], ["check"], ["cases"], ["bench"], ["explain"], ["rows"]):
         text = succeeds(*command, "--help")
         assert "Examples:" in text and "fovea" in text.split("Examples:")[1], command
     top = succeeds("--help")
-    for command in ("run", "check", "cases", "bench", "explain"):
+    for command in ("run", "check", "cases", "bench", "explain", "rows"):
         assert command in top
     assert "Exit codes:" in top
 
@@ -819,7 +845,7 @@ def run_examples(here, lines):
 
 def test_help_examples_are_accepted(here):
     lines = []
-    for command in ("run", "explain", "cases"):
+    for command in ("run", "explain", "cases", "rows"):
         examples = succeeds(command, "--help").split("Examples:")[1].split("\n\n")[0]
         lines += examples.strip().splitlines()
     assert len(lines) >= 8
@@ -832,6 +858,56 @@ def test_examples_of_the_documentation_are_accepted(here):
     assert len(lines) >= 12
     # Those that take long are for people.
     run_examples(here, [line for line in lines if not line.startswith("fovea bench") and line != "fovea check"])
+
+
+def test_rows():
+    """The text of the documentation, and which words it is made of."""
+    shown, = re.findall(r"prints\n\n```text\n(zigzag: .*?)```", (ROOT / "docs/cli.md").read_text(), re.S)
+    assert succeeds("rows", "s=1000 causal ranks=2") == shown == succeeds("rows", "ranks=2", "causal", "s=1000")
+    eight = succeeds("rows", "s=131072 causal ranks=8")
+    assert "balance: 1.000 in pairs, 1.000 in rows" in eight and "    7      16384        1073750016      1.000      16384     114688  57344..73728" in eight
+    contiguous = succeeds("rows", "s=131072 causal ranks=8 contiguous")
+    assert contiguous.startswith("contiguous: ") and "balance: 1.875" in contiguous and "hint: zigzag" in contiguous
+    assert succeeds("rows", "s=1000 window=10,-1 ranks=2").startswith("contiguous: ")
+    assert succeeds("rows", "s=1000 causal window=100,0 ranks=2 zigzag").startswith("zigzag: ")
+    packed = succeeds("rows", "seqs=3000,100x9,0 causal ranks=2 block=16")
+    assert packed.startswith("packed: 3900 rows of 11 sequences over 2 ranks; pieces begin at multiples of 16 rows\n") and "#0:0..752 #1:0..100" in packed
+    assert "and 1 more" in packed
+    mesh = succeeds("rows", "s=4096 causal ranks=2x4")
+    assert "over 8 ranks (2 for keys x 4 for heads)" in mesh and "balance: 1.000 in pairs" in mesh
+    assert "balance: 1.000" in succeeds("rows", "s=0 ranks=3")
+
+
+def test_rows_refuses():
+    for line, says in (
+        ("s=10", "no ranks=; accepted: ranks=N, or ranks=KxH"),
+        ("ranks=2", "neither s= and seqs=; accepted: s=LENGTH"),
+        ("s=10 seqs=3 ranks=2", "both s= and seqs=; accepted: s=LENGTH"),
+        ("s=ten ranks=2", "s=ten; accepted: s=0 or more, an integer"),
+        ("s=-1 ranks=2", "s=-1; accepted: s=0 or more"),
+        ("s=10 ranks=0", "ranks=0; accepted: ranks=1 or more"),
+        ("s=10 ranks=2x3x4", "ranks=2x3x4; accepted: ranks=N, or ranks=KxH"),
+        ("s=10 ranks=99999", "ranks: 99999; accepted: 1 to 65536"),
+        ("s=9999999999 ranks=2", "lengths: 9999999999 at place 0; accepted: "),
+        ("s=10 ranks=2 block=0", "block=0; accepted: block=1 or more"),
+        ("s=10 ranks=2 window=3", "window=3; accepted: window=LEFT,RIGHT"),
+        ("s=10 ranks=2 window=-2,3", "window=-2; accepted: window=-1 or more"),
+        ("s=10 ranks=2 causal=br", "causal=br; accepted: causal"),
+        ("s ranks=2", "s; accepted: s=, with a value"),
+        ("s=10 s=11 ranks=2", "s=11; accepted: s once"),
+        ("s=10 ranks=2 zigzag contiguous", "more than one of them"),
+        ("s=10 ranks=2 packed", "packed, with s=; accepted: packed with seqs="),
+        ("seqs=10 ranks=2 zigzag", "seqs=, with zigzag or contiguous; accepted: "),
+        ("seqs=10x0 ranks=2", "seqs=0; accepted: seqs=1 or more"),
+        ("seqs=1x5000000 ranks=2", "LENGTHxTIMES, at most 4194304 sequences"),
+        ("s=10 rank=2", "'rank=2' is no word of a line of rows; did you mean ranks?"),
+        ("xyzzy", "accepted: s, seqs, ranks, causal, window, zigzag, contiguous, packed, block"),
+    ):
+        refused("rows", line, says=says)
+    refused("rows", says="rows")
+    listed = succeeds("rows", "--help").split("words, each at most once, in any order:")[1]
+    for word in ("s=", "seqs=", "ranks=", "causal", "window=", "zigzag", "contiguous", "packed", "block="):
+        assert f"\n  {word}" in listed or f"  {word}" in listed
 
 
 def test_version():

@@ -52,6 +52,14 @@ def test_the_error_that_is_shown_is_the_one_that_is_thrown(tmp_path):
     assert done.returncode == 1 and done.stderr == shown + "\n"
 
 
+def test_the_program_of_several_ranks(tmp_path):
+    program, = (block for block in blocks(TEXT, r"c\+\+") if "fovea/parallel.h" in block)
+    (tmp_path / "main.cpp").write_text(program)
+    run("g++", "-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}/include", tmp_path / "main.cpp", f"-L{BUILD}", "-lfovea",
+        f"-Wl,-rpath,{BUILD}", "-o", tmp_path / "main")
+    assert run(tmp_path / "main").startswith("out 0.1, d v 29.9")
+
+
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)\)", TEXT))))
 def test_links_lead_somewhere(link):
     assert (ROOT / "docs" / link).exists()

@@ -105,7 +105,9 @@ def test_math_includes_nothing_but_itself():
 
 
 def test_the_cpu_is_asked_for_what_its_kernels_are_compiled_with():
-    flags = re.findall(r"-m([\w-]+)", "".join(re.findall(r"set\(FOVEA_ISA_FLAGS_\w+ [^)]*\)", (ROOT / "src/CMakeLists.txt").read_text())))
+    text = "".join(re.findall(r"set\(FOVEA_ISA_FLAGS_\w+ [^)]*\)", (ROOT / "src/CMakeLists.txt").read_text()))
+    assert set(re.findall(r"-m(?:cpu|arch)=(\S+)", text)) == {"generic+bf16", "armv8.2-a+bf16"}  # Hwcap::neon_bf16() asks for both
+    flags = re.findall(r"-m([\w-]+)[ )]", text)
     text = (ROOT / "src/cpu/processor.cpp").read_text()
     asked = [*re.findall(r"bit_(\w+)", text), *(name.upper() for name in re.findall(r"uint32_t k(\w+) = std::uint32_t\{1\}", text))]
     assert len(flags) > 8

@@ -175,3 +175,14 @@ def test_a_kernel_s_spec_from_the_command_line(monkeypatch, capsys):
     assert nvrtc.main() == 0
     assert built == [(("generic_forward", "80", None), {"d": "128", "lazy": "true"})]
     assert "generic_forward d=128 lazy=true" in capsys.readouterr().out
+
+
+def test_serialised_products_of_a_kernel_are_printed(monkeypatch, capsys):
+    """tools/nvrtc.py: what ptxas says of wgmma is in the line and in the exit code."""
+    log = ("ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized due to insufficient register resources\n"
+           "ptxas info    : Used 168 registers, used 1 barriers\n")  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["nvrtc.py", "sm90_backward", "--arch", "90a", "d=112"])
+    for text, code in ((log, 1), (log.splitlines(keepends=True)[1], 0)):
+        monkeypatch.setattr(nvrtc, "build", lambda *given, text=text, **fields: nvrtc.Built(b"", "", text, b"", 0))
+        assert nvrtc.main() == code
+        assert ("serialised or ignored: C7512" in capsys.readouterr().out) == bool(code)

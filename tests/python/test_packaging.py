@@ -111,7 +111,7 @@ def test_contents(wheel):
         if path.suffix in kinds
     }  # fmt: skip
     library = "libfovea.dylib" if sys.platform == "darwin" else "libfovea.so"
-    headers = {f"fovea/include/fovea/{name}" for name in ("c.h", "attention.h")}
+    headers = {f"fovea/{path.relative_to(ROOT)}" for path in (ROOT / "include/fovea").rglob("*.h")}
     assert inside == {*sources, *headers, f"fovea/{library}", "fovea/_fast.abi3.so", "fovea/_xla.so"}
     assert {"fovea/__init__.py", "fovea/py.typed", "fovea/torch/__init__.py", "fovea/torch/fastest.json"} <= sources
     assert any(name.endswith("LICENSE") for name in names)

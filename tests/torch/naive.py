@@ -72,12 +72,13 @@ def unit(dtype):
 
 
 def assert_as_good_as_naive(name, actual, reference, naive, through=None):
-    """The specification's rule, in the maximum and in the mean: at most twice the naive evaluation's error, plus two
-    units in the last place at the size of the largest (mean) element: of the result's own type, or, for a sum of few
-    terms that were each rounded before, of the type `through`. What is infinite has to be so exactly."""
+    """The specification's rule, in the maximum and in the mean: at most twice the naive evaluation's error (of several, the
+    largest), plus two units in the last place at the size of the largest (mean) element: of the result's own type, or, for a
+    sum of few terms that were each rounded before, of the type `through`. What is infinite has to be so exactly."""
     assert actual.shape == reference.shape, name
     dtype = actual.dtype
-    actual, reference, naive = (x.detach().double() for x in (actual, reference, naive))
+    several = naive if isinstance(naive, (list, tuple)) else [naive]
+    actual, reference, *several = (x.detach().double() for x in (actual, reference, *several))
     finite = reference.isfinite()
     assert torch.equal(actual[~finite], reference[~finite]), name
     if not finite.any():
@@ -86,9 +87,9 @@ def assert_as_good_as_naive(name, actual, reference, naive, through=None):
         torch.testing.assert_close(actual, reference, rtol=1e-11, atol=1e-13, msg=lambda text: f"{name}: {text}")
         return
     error = (actual - reference)[finite].abs()
-    theirs = (naive - reference)[finite].abs()
+    theirs = [(x - reference)[finite].abs() for x in several]
     size = reference[finite].abs()
     for what in ("max", "mean"):
         of = lambda x: getattr(x, what)().item()  # noqa: B023
-        allowed = 2 * of(theirs) + 2 * (max(unit(dtype), unit(through or dtype)) * of(size) + torch.finfo(dtype).tiny)
+        allowed = 2 * max(map(of, theirs)) + 2 * (max(unit(dtype), unit(through or dtype)) * of(size) + torch.finfo(dtype).tiny)
         assert of(error) <= allowed, f"{name}: {what} error {of(error):.3g} of {allowed:.3g} allowed"

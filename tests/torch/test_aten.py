@@ -91,10 +91,20 @@ def formula(q, k, v, grad_out, options, bias=None):
     return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad_out.to(out.dtype))]
 
 
+def in_other_orders(q, k, v, grad_out, options, bias):
+    """formula() once for each order in which columns are summed: a result of a few terms is right by luck in one of them."""
+    for seed in range(8):
+        order = torch.Generator().manual_seed(seed)
+        of_q, of_v = (torch.randperm(x.shape[-1], generator=order) for x in (q, v))
+        found = formula(q[..., of_q], k[..., of_q], v[..., of_v], grad_out[..., of_v], options, bias)
+        back = {0: of_v, 2: of_q, 3: of_q, 4: of_v}  # out and the gradients of q, k and v have columns
+        yield [x[..., back[n].argsort()] if n in back else x for n, x in enumerate(found)]
+
+
 def compare(got, q, k, v, grad_out, options, bias=None):
     """`got`: out, lse, grad_q, grad_k, grad_v and perhaps grad_bias."""
     reference = formula(*(x.double() for x in (q, k, v, grad_out)), options, None if bias is None else bias.double())
-    rough = formula(q, k, v, grad_out, options, bias)
+    rough = list(zip(*in_other_orders(q, k, v, grad_out, options, bias)))
     names = ("out", "lse", "grad_q", "grad_k", "grad_v", "grad_bias")
     assert len(got) <= len(reference)
     for name, x, right, roughly in zip(names, got, reference, rough):
@@ -483,6 +493,28 @@ def test_autograd_of_some():
 
 
 @pytest.mark.parametrize("name", CALLS)
+def test_a_second_derivative_is_refused_by_name(name):
+    """As by PyTorch's own, and not lost. First ones have the same numbers with create_graph=True."""
+    leaves = [normal(2, 6, 6, 8, grad=True) for _ in range(3)]
+    out = CALLS[name](*leaves, torch.zeros(2, 6, 6, 6))
+    want = torch.autograd.grad(out.cos().sum(), leaves, retain_graph=True)
+    got = torch.autograd.grad(out.cos().sum(), leaves, create_graph=True)
+    for x, y in zip(got, want):
+        assert torch.equal(x, y)
+    with pytest.raises(NotImplementedError, match=r"^_\w+_backward: differentiated; accepted: first derivatives"):
+        torch.autograd.grad(got[0].square().sum(), leaves[2])
+
+
+def test_what_writes_into_an_argument_has_no_derivative():
+    q = normal(1, 6, 2, 8, grad=True)
+    out = torch.empty(1, 6, 2, 8)
+    lse = aten._flash_attention_forward_no_dropout_inplace(out, q, q, q, None, None, 6, 6, 0.0, True, False)
+    torch.testing.assert_close(out, aten._flash_attention_forward(q, q, q, None, None, 6, 6, 0.0, True, False)[0].detach())
+    with pytest.raises(NotImplementedError, match="_no_dropout_inplace: differentiated; accepted"):
+        lse.sum().backward()
+
+
+@pytest.mark.parametrize("name", CALLS)
 def test_flops(name):
     """As PyTorch counts its own operators, forward and backward."""
     if "_cudnn_attention_forward" == name:
@@ -533,6 +565,18 @@ def test_flops(name):
 def test_errors(call, error, text):
     with pytest.raises(error, match=text):
         call(normal(1, 6, 2, 8))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dropout_p, change", [(0.5, lambda q: q[..., :7]), (0.5, lambda q: q.double()), (1.5, lambda q: q),
+                                               (0.5, lambda q: q[:, :, :0])])  # fmt: skip
+def test_what_is_refused_draws_nothing(packed, dropout_p, change):
+    q = normal(1, 6, 2, 8)
+    ends = [torch.tensor([0, 2, 6])] * 2 if packed else [None] * 2
+    before = torch.get_rng_state()
+    with pytest.raises((ValueError, TypeError)):
+        aten._efficient_attention_forward(q, change(q), q, None, *ends, 4, 4, dropout_p, 0)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 # ---- in PyTorch's place ----
@@ -687,6 +731,36 @@ def test_owners(first, undone):
     assert aten.owners() == {}
     with pytest.raises(NotImplementedError):
         run()
+
+
+@needs_impl
+def test_each_device_has_an_owner_of_its_own():
+    """enable() that names CUDA alone neither counts nor judges the CPU's calls."""
+    from torch.nn import attention
+
+    enable("cuda", prefer=None, operators=True, strict=True)
+    attention.activate_flash_attention_impl("fovea")
+    assert aten.owners()["_flash_attention_forward"] == f"{IMPL}, enable(operators=True)"
+    run()
+    q = normal(1, 2, 6, 8)
+    with pytest.raises(NotImplementedError, match="dropout_p: 0.1, and FlashAttention's random numbers cannot be drawn"):
+        PYTORCH._scaled_dot_product_flash_attention(q, q, q, 0.1)
+    assert not stats()["operators"] and not stats()["handed_back"]
+    restore_flash_impl()
+
+
+@pytest.mark.parametrize("with_theirs", [True, False])
+def test_a_call_while_another_thread_releases_the_operator(with_theirs, theirs, monkeypatch):
+    """PyTorch's kernel computes it; where there is none, fovea."""
+    if not with_theirs:
+        monkeypatch.setattr(_owners, "_kernel_of_pytorch", lambda name, key: None)
+    q = normal(1, 2, 6, 8)
+    enable("cpu", prefer=None, operators=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(_owners, "_taken", {})
+        out = PYTORCH._scaled_dot_product_flash_attention(q, q, q)[0]
+    torch.testing.assert_close(out, naive.attention(q, q, q)[0])
+    assert theirs.calls == with_theirs and not stats()["operators"]
 
 
 def test_without_the_registry():

@@ -2,7 +2,6 @@
 """context_parallel over 2, 3 and 4 processes with gloo: the bits of one process where they are promised."""
 
 import contextlib
-import datetime
 import importlib.util
 import io
 import itertools
@@ -10,7 +9,6 @@ import os
 import random
 import re
 import socket
-import tempfile
 from pathlib import Path
 
 import parallel_cases
@@ -120,37 +118,16 @@ def test_deterministic(ranks):
     ranks.run(4, parallel_cases.same_twice)
 
 
-def left_alone(rank, folder):
-    """Rank 1 goes away. Rank 0 gets an error that names it and what it waited for."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=20)
-    )
-    rows = Rows.zigzag(40, block=8)
-    if rank == 1:
-        os._exit(0)
-    q = torch.randn(1, 2, rows.count, 8)
-    try:
-        context_parallel(q, q, q, rows=rows, move="keys")
-    except RuntimeError as error:
-        Path(folder, "error").write_text(str(error))
-    os._exit(0)
-
-
-def test_a_rank_that_is_gone():
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.start_processes(left_alone, args=(folder,), nprocs=2, start_method="spawn")
-        text = Path(folder, "error").read_text()
-    assert text.startswith("rank 0 of 2: keys and values: the collective failed: ") and "FOVEA_CHECK_RANKS=1" in text
-
-
 # ---- the example ----
 
 SMALL = ["--length", "600", "--steps", "4", "--layers", "1"]
 
 
-def example(*arguments):
-    spec = importlib.util.spec_from_file_location("train", ROOT / "examples/several_gpus/train.py")
+TRAIN = ROOT / "examples/several_gpus/train.py"
+
+
+def example(*arguments, path=TRAIN):
+    spec = importlib.util.spec_from_file_location("train", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     said = io.StringIO()
@@ -159,38 +136,60 @@ def example(*arguments):
     return said.getvalue()
 
 
-def as_a_rank(rank, ports, folder):
+def as_a_rank(rank, ranks, ports, folder):
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
-    for port, arguments in zip(ports, WAYS):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1")
+    for number, (port, arguments) in enumerate(zip(ports, WAYS[ranks])):
         os.environ["MASTER_PORT"] = str(port)
         said = example(*arguments)
         if rank == 0:
-            Path(folder, str(port)).write_text(said)
+            Path(folder, f"{ranks}-{number}").write_text(said)
 
 
-WAYS = [["--wrap", "ddp", "--move", "keys"], ["--wrap", "fsdp", "--move", "heads"]]
+# How many processes run it with which arguments.
+WAYS = {
+    2: [["--wrap", "ddp", "--move", "keys"], ["--wrap", "fsdp", "--move", "heads"], ["--context", "1"]],
+    4: [["--context", "2", "--wrap", "fsdp"], ["--context", "2", "--wrap", "ddp", "--move", "ring"]],
+}
 
 
 def losses(said):
     return [float(loss) for loss in re.findall(r"loss ([\d.]+)", said)]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="compares processes on a CPU")
-def test_example(tmp_path):
-    """A model trained over two processes, with the gradients of DDP and of FSDP, has the losses of one process."""
-    alone = losses(example())
-    assert len(alone) == 4 and alone[-1] < alone[0]
+def by_processes(ranks, folder):
     ports = []
-    for _ in WAYS:
+    for _ in WAYS[ranks]:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             ports.append(free.getsockname()[1])
-    torch.multiprocessing.start_processes(as_a_rank, args=(ports, str(tmp_path)), nprocs=2, start_method="spawn")
-    for port, move in zip(ports, ("keys", "heads")):
-        said = (tmp_path / str(port)).read_text()
-        assert f"move: {move}," in said
-        assert losses(said) == pytest.approx(alone, rel=1e-5)
+    torch.multiprocessing.start_processes(as_a_rank, args=(ranks, ports, str(folder)), nprocs=ranks, start_method="spawn")
+    return [losses((folder / f"{ranks}-{number}").read_text()) for number in range(len(WAYS[ranks]))]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compares processes on a CPU")
+def test_example(tmp_path):
+    """A model trained over processes, with the gradients of DDP and of FSDP, has the losses of one process for each sequence. And the
+    lines that make it context parallel are two: without them it is a program for one rank, with the same losses."""
+    alone = losses(example())
+    assert len(alone) == 4 and alone[-1] < alone[0]
+    lines = TRAIN.read_text().splitlines(keepends=True)
+    ordinary = [line for line in lines if not line.endswith("  # several ranks\n")]
+    assert len(ordinary) == len(lines) - 2
+    (tmp_path / "ordinary.py").write_text("".join(ordinary))
+    assert losses(example(path=tmp_path / "ordinary.py")) == alone
+
+    ddp, fsdp, data_parallel = by_processes(2, tmp_path)
+    assert ddp == pytest.approx(alone, rel=1e-5) and fsdp == pytest.approx(alone, rel=1e-5)
+    assert data_parallel[0] != alone[0]  # of two sequences
+    for found in by_processes(4, tmp_path):
+        assert found == pytest.approx(data_parallel, rel=1e-5)
+
+
+def test_example_refuses_a_context_that_does_not_divide(capsys):
+    with pytest.raises(SystemExit):
+        example("--context", "3")
+    assert "--context: 3; accepted: a divisor of the 1 ranks" in capsys.readouterr().err
 
 
 # ---- plans, without processes ----

@@ -9,10 +9,17 @@ import fovea.torch
 from conftest import ROOT
 
 
+@pytest.fixture(autouse=True)
+def counts_of_its_own():
+    """Examples print how many calls were served: neither they nor the tests after them count those of others."""
+    fovea.torch.reset_stats()
+    yield
+    fovea.torch.reset_stats()
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("page, least", [("torch", 20), ("coming", 15), ("enable", 8), ("operators", 8), ("several-gpus", 8)])
 def test_docs(page, least):
-    fovea.torch.reset_stats()
     result = doctest.testfile(str(ROOT / f"docs/{page}.md"), module_relative=False, optionflags=doctest.ELLIPSIS)
     assert result.failed == 0
     assert result.attempted > least
@@ -25,7 +32,6 @@ def test_readme():
 
 
 def test_docstring():
-    fovea.torch.reset_stats()
     for module in (fovea.torch, fovea.torch._attention, fovea.torch._fast, fovea.torch._enable, fovea.torch._parallel, fovea.torch._rows):
         result = doctest.testmod(module)
         assert result.failed == 0

@@ -4,6 +4,7 @@ numbers with PyTorch's (fuzz_sdpa.py); test_enable_graphs.py has what compiles a
 
 import inspect
 import os
+import re
 import threading
 import warnings
 
@@ -147,6 +148,79 @@ def test_no_tag_and_no_switch_is_left_behind():
     assert len(tags) == 2 + len(others)
 
 
+class Library(torch.library.Library):
+    """Calls `then` after each registration and after each that is taken away."""
+
+    then = None
+
+    def impl(self, *arguments, **options):
+        super().impl(*arguments, **options)
+        Library.then()
+
+    def _destroy(self):
+        super()._destroy()
+        if Library.then is not None:
+            Library.then()
+
+
+def test_a_call_while_it_is_switched_keeps_its_gradient(monkeypatch):
+    """Another thread may call between two registrations."""
+    tensors = qkv()
+    want = results(lambda: sdpa(*tensors), *tensors)
+    calls = []
+
+    def call():
+        calls.append(close(results(lambda: sdpa(*tensors), *tensors), want))
+
+    monkeypatch.setattr(Library, "then", staticmethod(call))
+    monkeypatch.setattr(_enable, "_library", Library)
+    monkeypatch.setattr(Library, "Library", Library, raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        enable("cpu", prefer=None)
+        disable()
+    assert len(calls) == 4
+
+
+@pytest.mark.parametrize("first", [None, {"prefer": None}])
+@pytest.mark.parametrize("at", ["Library", "take", "_nested_module", "set_fastpath_enabled"])
+def test_an_exception_while_it_is_switched_leaves_what_was_in_force(first, at, monkeypatch):
+    tensors = qkv(grad=False)
+    tag = torch.compiler.config.cache_key_tag
+    nested_attention = _enable._nested_module().jagged_scaled_dot_product_attention
+    if first is not None:
+        enable(**first)
+    before = _enable._state.settings, torch.compiler.config.cache_key_tag, torch.backends.mha.get_fastpath_enabled()
+    calls = []
+
+    def interrupted(*arguments, **options):
+        calls.append(at)
+        raise KeyboardInterrupt
+
+    def fail_once(place, name):
+        real = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *a, **o: (real if calls else interrupted)(*a, **o))
+
+    if at == "Library":
+        monkeypatch.setattr(Library, "then", staticmethod(lambda: None if calls else interrupted()))
+        monkeypatch.setattr(_enable, "_library", Library)
+        monkeypatch.setattr(Library, "Library", Library, raising=False)
+    else:
+        fail_once({"take": _enable._owners, "_nested_module": _enable}.get(at, torch.backends.mha), at)
+    with pytest.raises(KeyboardInterrupt), enabled("cpu", prefer=None, strict=True, operators=True):
+        pass
+    assert calls and not fovea.torch.aten.owners()
+    assert (_enable._state.settings, torch.compiler.config.cache_key_tag, torch.backends.mha.get_fastpath_enabled()) == before
+    sdpa(*tensors)
+    assert counted()[0] == (first is not None)
+    enable(prefer=None, strict=True)
+    disable()
+    sdpa(*tensors)
+    assert not is_enabled() and counted()[0] == (first is not None)
+    assert torch.compiler.config.cache_key_tag == tag and torch.backends.mha.get_fastpath_enabled()
+    assert _enable._nested_module().jagged_scaled_dot_product_attention is nested_attention
+
+
 # ---- the private names of PyTorch that it uses ----
 
 
@@ -169,6 +243,12 @@ def test_nested_attention_is_where_it_was():
     """torch.nested._internal.ops.jagged_scaled_dot_product_attention of PyTorch 2.9 to 2.15; without it dense tensors
     are computed all the same."""
     assert _enable._nested_module() is not None
+
+
+def test_dynamo_knows_what_it_shall_not_trace():
+    """_dynamo_marked_constant of PyTorch 2.9 to 2.15."""
+    marked = torch.compiler.assume_constant_result(lambda: 1)
+    assert vars(marked) == {"_dynamo_marked_constant": True} == vars(_enable._count_compiled)
 
 
 def test_without_nested_attention(monkeypatch):
@@ -242,6 +322,34 @@ def test_a_mask_of_more_dimensions_than_the_scores():
     with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
         sdpa(q, k, v, mask)
     assert stats()["handed_back"] == {_sdpa.MALFORMED: 1}
+
+
+@pytest.mark.parametrize("rank", [4, 5])
+def test_gradients_of_rows_that_a_large_finite_number_masks(rank):
+    """docs/semantics.md: lse in fp32 loses log(n) where every key of a row has -1e9, so the row's gradients are n times too large, as
+    those of PyTorch's fused kernel for four dimensions. For five, where PyTorch takes its math path, that is a difference. A mask
+    of -inf, or of bool, has none."""
+    tensors = qkv(*(1, 2, 4, 6, 8)[-rank:])
+    tensors = [x[:1].detach().requires_grad_() for x in tensors]
+    grad_out = torch.zeros_like(tensors[0])
+    grad_out[..., 1, :] = torch.randn(8)  # the loss looks at the row alone
+
+    def gradients(number):
+        mask = torch.zeros(6, 6)
+        mask[1] = number
+        out = sdpa(*tensors, attn_mask=mask)
+        return [out.detach()[..., 1, :], *torch.autograd.grad(out, tensors, grad_out)]
+
+    with sdpa_kernel(SDPBackend.MATH):
+        right = gradients(-1e9)
+    theirs = gradients(-1e9)
+    enable(prefer=None)
+    ours = gradients(-1e9)
+    close(ours[:1], right[:1])
+    close(ours[1:], [6 * x for x in right[1:]])
+    close(theirs[1:], [(6 if rank == 4 else 1) * x for x in right[1:]])
+    assert not any(x.any() for x in gradients(-torch.inf))
+    assert counted() == (2, 0, 0)
 
 
 @pytest.mark.parametrize("shape", [(6, 8), (4, 6, 8), (2, 4, 6, 8), (2, 3, 4, 6, 8), (2, 1, 3, 4, 6, 8)], ids=len)
@@ -401,9 +509,134 @@ def test_jagged_that_is_handed_back():
     with pytest.raises(ValueError):
         sdpa(x, torch.randn(2, 4, 9, 8), y)
     assert stats()["handed_back"][_sdpa.MALFORMED] == 1
-    with enabled("cuda", prefer=None):
-        sdpa(x, y, y)
-    assert stats()["handed_back"]["nested tensors on cpu, for which fovea is not enabled"] == 1
+
+
+def own_offsets():
+    """Which PyTorch computes on the CPU, and fovea does not."""
+    leaf = nested([3, 4]).detach()
+    other = torch.nested.nested_tensor_from_jagged(leaf.values().clone(), leaf.offsets().clone())
+    return nested([5, 9]).detach().transpose(1, 2), leaf.transpose(1, 2), other.transpose(1, 2)
+
+
+def test_jagged_and_strict():
+    """NestedTensor takes a NotImplementedError for a function that it has not got, and calls the next one. Devices that are not
+    named are PyTorch's."""
+    given = own_offsets()
+    x, y, _ = given
+    enable(prefer=None, strict=True)
+    with pytest.raises(RuntimeError, match="nested keys and values with offsets of their own; fovea does not"):
+        sdpa(*given)
+    sdpa(x, y, y)
+    assert counted() == (1, 0, 1)
+    reset_stats()
+    enable("cuda", prefer=None, strict=True)
+    sdpa(*given)
+    assert counted() == (0, 0, 0)
+
+
+def jagged_of(lengths, heads=4, dim=8, offsets=None):
+    values = torch.randn(sum(lengths), heads, dim)
+    offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0)]) if offsets is None else offsets
+    return torch.nested.nested_tensor_from_jagged(values, offsets).transpose(1, 2)
+
+
+def jagged_three(**of_key):
+    """Of which one part is wrong."""
+    key = jagged_of(**{"lengths": [5, 9], **of_key})
+    return jagged_of([5, 9]), key, key
+
+
+LIKE_PYTORCH = {
+    "a scale that is not finite": lambda: sdpa(*jagged_three(), scale=float("inf")),
+    "a scale that is no number": lambda: sdpa(*jagged_three(), scale=float("nan")),
+    "a scale beyond fp32": lambda: sdpa(*jagged_three(), scale=1e39),
+    "dropout of 2": lambda: sdpa(*jagged_three(), dropout_p=2.0),
+    "another batch": lambda: sdpa(*jagged_three(lengths=[5, 9, 2])),
+    "another head dimension": lambda: sdpa(*jagged_three(dim=6)),
+    "no heads": lambda: sdpa(*jagged_three(heads=0), enable_gqa=True),
+}
+
+
+@pytest.mark.parametrize("call", LIKE_PYTORCH.values(), ids=LIKE_PYTORCH)
+def test_jagged_arguments_that_fovea_refuses_are_pytorchs(call):
+    def outcome():
+        torch.manual_seed(0)
+        try:
+            return call().values().nan_to_num()
+        except Exception as error:
+            return type(error), str(error)
+
+    want = outcome()
+    enable(prefer=None)
+    got = outcome()
+    assert torch.equal(got, want) if isinstance(want, torch.Tensor) else got == want
+    assert counted() == (0, 0, 1)
+
+
+def test_jagged_is_planned(monkeypatch):
+    """Both directions, at the forward, once for each kind of call; what fovea refuses is handed back."""
+    x = jagged_of([5, 9])
+    leaf = nested([5, 9])
+    enable(prefer=None)
+    sdpa(x, x, x)
+    for _ in range(2):
+        sdpa(*[leaf.transpose(1, 2)] * 3)
+    lines = stats()["problems"]
+    assert [line.split()[0] for line in lines] == ["fwd", "fwd", "bwd"] and "lse" in lines[1]
+    for line in lines:
+        assert "total_q=14 max_q=9 total_k=14" in line and "cpu: used" in fovea.explain(line)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert sdpa(x, x, x).dtype is torch.bfloat16
+    assert "bf16" in stats()["problems"][3] and counted() == (4, 0, 0)
+
+    def refuse(a, learns):
+        if any(learns):
+            raise NotImplementedError("no backward")
+        return ()
+
+    monkeypatch.setattr(_enable, "_plan", refuse)
+    enable(prefer=None, strict=True)
+    sdpa(x, x, x)
+    with pytest.raises(RuntimeError, match="no backward; fovea does not compute this"):
+        sdpa(*[leaf.transpose(1, 2)] * 3)
+
+
+def test_jagged_calls_are_measured_as_dense_ones(table):
+    """Where nothing was measured plain and causal ones stay with PyTorch. Its CPU has no fused kernel of them, so where something was
+    measured its calls without one count."""
+    x = jagged_of([5, 9])
+    table({})
+    enable()
+    sdpa(x, x, x)
+    assert stats()["handed_back"] == {_enable._UNMEASURED: 1}
+    sdpa(x, x, x, dropout_p=0.5)
+    assert counted() == (1, 0, 1)
+    table({_fastest.section_of(torch.device("cpu")): [row("plain", 2.0), row("other rank", 0.5)]})
+    reset_stats()
+    sdpa(x, x, x)
+    assert counted() == (1, 0, 0)
+    table({_fastest.section_of(torch.device("cpu")): [row("other rank", 2.0)]})
+    reset_stats()
+    sdpa(x, x, x)
+    assert stats()["handed_back"] == {_enable._SLOWER: 1}
+
+
+def test_who_keeps_the_function_for_nested_tensors_may_call_it_later(monkeypatch):
+    ops = _enable._nested_module()
+    theirs = ops.jagged_scaled_dot_product_attention
+    given = own_offsets()
+    want = theirs(*given).values()
+    monkeypatch.setattr(ops, "jagged_scaled_dot_product_attention", theirs)  # to have it back in the end
+    enable(prefer=None)
+    kept = ops.jagged_scaled_dot_product_attention
+    other = ops.jagged_scaled_dot_product_attention = lambda *x: kept(*x)
+    disable()
+    assert torch.equal(kept(*given).values(), want) and torch.equal(sdpa(*given).values(), want)
+    enable(prefer=None)
+    assert torch.equal(sdpa(*given).values(), want)  # by ours, by the one that was put there, and by PyTorch's
+    assert counted() == (0, 0, 1)
+    disable()
+    assert ops.jagged_scaled_dot_product_attention is other
 
 
 # ---- what is handed back ----
@@ -438,6 +671,7 @@ HANDED_BACK = {
     "forward-mode differentiation": in_forward_mode,
     "empty tensors": lambda: sdpa(torch.randn(2, 4, 0, 8), *qkv()[1:]),
     "a scale that is not finite": lambda: sdpa(*qkv(), scale=float("inf")),
+    "scale: 1e+39; accepted: a finite number, at most 3.4028234663852886e+38 in size where sums are fp32": lambda: sdpa(*qkv(), scale=1e39),
     "keys and values with different numbers of heads": of_several_heads,
     "tensors of complex64": lambda: sdpa(*[torch.randn(2, 4, 6, 8, dtype=torch.complex64)] * 3),
     _enable._MATH: with_math,
@@ -491,6 +725,17 @@ def test_a_call_that_raises_is_not_counted(either_path, monkeypatch):
             _fast.load()
 
 
+def test_a_call_whose_result_could_not_be_kept_is_not_counted(either_path):
+    def refuse(tensor):
+        raise LookupError("of a test")
+
+    tensors = qkv()
+    enable(prefer=None)
+    with pytest.raises(LookupError, match="of a test"), torch.autograd.graph.saved_tensors_hooks(refuse, lambda x: x):
+        sdpa(*tensors)
+    assert counted() == (0, 0, 0)
+
+
 @pytest.mark.parametrize("reason", HANDED_BACK, ids=str)
 def test_handed_back(reason):
     """PyTorch gives what it gives without fovea, or raises what it raises; strict raises, but not for what somebody asked
@@ -516,7 +761,7 @@ def test_handed_back(reason):
     if reason in _enable._WISHES:
         assert type(outcome()) is type(want)
     else:
-        with pytest.raises(NotImplementedError, match=f"scaled_dot_product_attention: {reason}; fovea does not compute this"):
+        with pytest.raises(NotImplementedError, match=re.escape(f"scaled_dot_product_attention: {reason}; fovea does not")):
             call()
 
 
@@ -640,6 +885,39 @@ def test_where_nothing_was_measured_plain_and_causal_calls_stay_with_pytorch(tab
     sdpa(q, k, v, dropout_p=0.1)
     sdpa(q[None], k[None], v[None])
     assert counted() == (4, 0, 2)
+
+
+@pytest.mark.parametrize("there, used, other, bf16", [
+    (("amx", "avx512_bf16", "avx512"), "amx", "cpu avx512", "cpu amx"),
+    (("amx", "avx512_bf16", "avx512"), "avx512", "cpu avx512", "cpu amx"),  # which PyTorch uses
+    (("avx512_bf16", "avx512", "avx2"), "avx512_bf16", "cpu avx512", "cpu avx512_bf16"),
+    (("avx512_bf16", "avx512", "avx2"), "avx512", "cpu avx512", "cpu avx512"),
+    (("neon_bf16", "neon"), "neon_bf16", "cpu neon", "cpu neon_bf16"),
+    (("avx2", "portable"), "avx2", "cpu avx2", "cpu avx2"),
+])  # fmt: skip
+def test_bf16_may_have_a_section_of_its_own(there, used, other, bf16, table, monkeypatch):
+    """Where products of bf16 have instructions of their own. Without that section plain and causal calls of bf16 stay with PyTorch,
+    and float32 has its rows all the same."""
+    monkeypatch.setattr(_fastest._api, "explain", lambda: "\n".join(
+        f"instruction set  {name}  {'in use' if name == used else 'available'}" for name in there
+    ) + "\ninstruction set  avx1024  this machine has not got it")  # fmt: skip
+    cpu = torch.device("cpu")
+
+    def clear():
+        _fastest.instruction_sets.cache_clear()
+        _fastest.section_of.cache_clear()
+
+    clear()
+    try:
+        assert (_fastest.section_of(cpu), _fastest.section_of(cpu, True)) == (other, bf16)
+        table({other: [row("plain", 0.5)]})
+        assert _fastest.slower(*qkv(), None, 0.0, False, False, False) is False
+        of_bf16 = (*qkv(dtype=torch.bfloat16), None, 0.0, False, False, False)
+        assert _fastest.slower(*of_bf16) is None
+        table({other: [row("plain", 0.5)], bf16: [row("plain", 2.0, dtype="bfloat16")]})
+        assert _fastest.slower(*of_bf16) is True
+    finally:
+        clear()
 
 
 def test_kinds():
@@ -769,6 +1047,14 @@ def test_problems_are_what_the_command_takes():
     reset_stats()
     sdpa(q, k, v, bias)
     assert stats()["problems"] == lines[:2]
+
+
+def test_problems_are_bounded(monkeypatch):
+    monkeypatch.setattr(_enable, "_MOST_KEPT", 3)
+    enable(prefer=None)
+    for rows in range(2, 9):
+        sdpa(*qkv(1, 1, rows, 8, grad=False))
+    assert [f"sq={rows} " in line for rows, line in zip((2, 3, 4), stats()["problems"])] == [True] * 3 and counted()[0] == 7
 
 
 def test_determinism_is_a_kind_of_its_own():

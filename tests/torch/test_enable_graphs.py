@@ -75,6 +75,20 @@ def test_traces_are_counted_and_runs_are_not():
     assert counted() == once
 
 
+def test_problems_of_graphs():
+    """Those that `fovea precompile` needs, as in eager mode; with dynamic shapes those of the sizes of the trace."""
+    tensors = qkv()
+    enable(prefer=None)
+    sdpa(*tensors)
+    want = stats()["problems"]
+    assert len(want) == 2
+    for options in ({}, {"dynamic": True}):
+        reset_stats()
+        torch._dynamo.reset()
+        torch.compile(lambda *x: sdpa(*x), fullgraph=True, backend="aot_eager", **options)(*tensors)
+        assert counted()[0] == 0 and stats()["problems"] == want
+
+
 def test_switching_compiles_anew():
     """A compiled function is not guarded on what computes attention."""
     graphs = []
@@ -149,6 +163,11 @@ def test_nested_tensors_in_compiled_code_are_pytorchs():
     enable(prefer=None)
     got = torch.compile(call, backend="aot_eager")(leaf)
     close([got.values()], [want])
+    served, traced, _ = counted()
+    assert served == traced == 0 and stats()["handed_back"].keys() == {_enable._COMPILED}
+    enable(prefer=None, strict=True)
+    with pytest.raises(RuntimeError, match=f"{_enable._COMPILED}; fovea does not compute this"):
+        torch.compile(call, backend="aot_eager")(leaf)
 
 
 # ---- compile caches ----

@@ -432,6 +432,42 @@ def test_sdpa_is_handed_back_from_c(way, python_kernel):
     assert stats()["handed_back"][_enable._SLOWER] == 1 and len(python_kernel) == 2
 
 
+INTERRUPTED = {
+    "a forward": ("warn_only", lambda q: attention(q, q, q)),
+    "a backward": ("compiling", lambda q: torch.autograd.grad(attention(q, q, q).sum(), q)),
+    "a call of PyTorch's": ("warn_only", lambda q: sdpa(q, q, q)),
+}
+
+
+@both
+@pytest.mark.parametrize("name, call", INTERRUPTED.values(), ids=INTERRUPTED)
+def test_an_interrupt_goes_on(way, name, call, monkeypatch):
+    """Python computes a call again after an exception, but not after one that shall end the program: here of what C asks."""
+    q = torch.randn(1, 2, 4, 8, requires_grad=True)
+    real = _fast._OBJECTS[name]()
+    raised = []
+
+    def once():
+        if not raised:
+            raised.append(error)
+            raise error
+        return real()
+
+    monkeypatch.setitem(_fast._OBJECTS, name, lambda: once)
+    _fast.load()
+    enable(prefer=None)
+    torch.use_deterministic_algorithms(name == "warn_only", warn_only=True)
+    for error in (KeyboardInterrupt("of a test"), SystemExit("of a test")):
+        raised.clear()
+        with pytest.raises(type(error), match="of a test"):
+            call(q)
+    error = LookupError("of a test")
+    raised.clear()
+    call(q)
+    assert raised
+    disable()
+
+
 @both
 def test_a_kind_of_call_is_known_by_all_that_decides(way, python_kernel, monkeypatch):
     """Each of these is decided anew, and only once."""

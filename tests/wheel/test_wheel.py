@@ -122,7 +122,7 @@ def test_backward(bare):
     bare.run("python", "-c", FIRST_RESULT + BACKWARD)
 
 
-@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "amx"])
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "avx512_bf16", "amx"])
 def test_every_instruction_set(bare, isa):
     done = subprocess.run(
         [bare.bin / "python", "-c", FIRST_RESULT + BACKWARD],
@@ -285,19 +285,39 @@ def aarch64(tmp_path_factory):
     return folder / "fovea"
 
 
-def under_qemu(program, *arguments):
-    done = subprocess.run([QEMU, "-L", SYSROOT, program, *arguments], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout
+def under_qemu(program, *arguments, cpu="max", status=0):
+    done = subprocess.run([QEMU, "-cpu", cpu, "-L", SYSROOT, program, *arguments], capture_output=True, text=True)
+    assert done.returncode == status, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout + done.stderr
 
 
-def test_the_case_table_on_aarch64(aarch64):
-    """The command's own check against its fp64 reference: the reduced case table, forward and backward."""
+@pytest.fixture(scope="module")
+def command(aarch64):
     command = aarch64 / "bin" / "fovea"
     command.chmod(0o755)
-    (passed, failed) = map(int, re.search(r"^(\d+) passed, (\d+) failed", under_qemu(command, "check", "--table", "reduced"), re.M).groups())
-    print(f"\naarch64: {passed} rows of the reduced case table")
-    assert passed > 50 and not failed
+    return command
+
+
+def check_under_qemu(command, *arguments, cpu="max"):
+    text = under_qemu(command, "check", "--table", "reduced", *arguments, cpu=cpu)
+    passed, failed = map(int, re.search(r"^(\d+) passed, (\d+) failed", text, re.M).groups())
+    print(f"\naarch64, {cpu}: {passed} rows of the reduced case table: {' '.join(arguments) or 'all'}")
+    assert not failed
+    return passed
+
+
+def test_the_case_table_on_aarch64(command):
+    """The command's own check against its fp64 reference: the reduced case table, forward and backward, with products of
+    bf16 (FEAT_BF16), then the rows in bf16 without."""
+    assert check_under_qemu(command) > 50
+    assert check_under_qemu(command, "--isa", "neon", "bf16") > 10
+
+
+def test_a_processor_without_bf16_products(command):
+    """Nothing runs there that it has not; they are refused where they are asked for."""
+    assert re.search(r"^instruction set +neon +in use$", under_qemu(command, "explain", cpu="cortex-a72"), re.M)
+    assert check_under_qemu(command, "bf16", cpu="cortex-a72") > 10
+    assert "neon_bf16" in under_qemu(command, "check", "--isa", "neon_bf16", cpu="cortex-a72", status=2)
 
 
 def test_the_library_on_aarch64(aarch64, tmp_path):

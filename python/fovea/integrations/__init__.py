@@ -11,6 +11,7 @@ it cannot map it refuses with NotImplementedError, by the argument's name. docs/
 
 # _stand_in.py    modules in the place of a package that is not installed, with its metadata
 # _counts.py      how many calls each integration computed
+# _needs.py       names of other libraries that may be missing
 # _flash.py       what the three versions of flash_attn share
 # _bert_padding.py, flash_attn.py, flash_attn_3.py, flash_attn_4.py, evoformer.py, triangle.py, xformers.py,
 # transformers.py, diffusers.py, megatron.py one for each library; none imports its library before it is used

@@ -7,9 +7,9 @@
 docs/integrations/diffusers.md has every argument.
 """
 
-# Private names of diffusers that this file uses, each checked by tests/models/test_diffusers.py with version 0.42.1:
-# _AttentionBackendRegistry with its _active_backend, and the checks. A name of a backend is a member of the enumeration
-# AttentionBackendName, which Python does not extend: the member is added to its tables.
+# The names of diffusers that this file uses, most of them private, are those of _NEEDED; register() raises an ImportError
+# without one of them. A name of a backend is a member of the enumeration AttentionBackendName, which Python does not
+# extend: the member is added to its tables.
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from ..torch import attention
-from . import _counts, _flash
+from . import _counts, _flash, _needs
+from ._needs import Needed
 
 __all__ = ["register"]
 
@@ -29,6 +30,14 @@ _NAME = "diffusers"
 _BACKEND = "fovea"
 _MEMBER = "FOVEA"
 _MODULE = "diffusers.models.attention_dispatch"
+_VERSIONS = "diffusers from 0.35 on"
+_CHECKS = ("_check_device", "_check_shape", "_check_attn_mask_or_causal")
+_NEEDED = (
+    *(Needed(_MODULE, name) for name in _CHECKS),
+    *(Needed(_MODULE, f"AttentionBackendName.{name}") for name in ("NATIVE", "_member_map_", "_member_names_", "_value2member_map_")),
+    Needed(_MODULE, "_AttentionBackendRegistry.register", ("backend", "constraints")),
+    Needed(_MODULE, "_AttentionBackendRegistry._active_backend"),
+)
 
 
 def register() -> None:
@@ -45,20 +54,17 @@ def register() -> None:
         >>> fovea.integrations.diffusers.register()  # doctest: +SKIP
         >>> pipe.transformer.set_attention_backend("fovea")  # doctest: +SKIP
     """
-    try:
-        dispatch: Any = importlib.import_module(_MODULE)
-        names, registry = dispatch.AttentionBackendName, dispatch._AttentionBackendRegistry
-        checks = [dispatch._check_device, dispatch._check_shape, dispatch._check_attn_mask_or_causal]
-        tables = names._member_map_, names._member_names_, names._value2member_map_
-    except (ImportError, AttributeError) as error:
-        raise ImportError(f"fovea.integrations.diffusers needs diffusers from 0.35 on: {error}") from error
-    if _BACKEND not in tables[2]:
+    _needs.require(_NAME, _VERSIONS, _NEEDED)
+    dispatch: Any = importlib.import_module(_MODULE)
+    names: Any = dispatch.AttentionBackendName
+    if _BACKEND not in names._value2member_map_:
         member = str.__new__(names, _BACKEND)
         member._name_, member._value_ = _MEMBER, _BACKEND
         setattr(names, _MEMBER, member)
-        tables[0][_MEMBER] = tables[2][_BACKEND] = member
-        tables[1].append(_MEMBER)
-    registry.register(names(_BACKEND), constraints=checks)(_attention)
+        names._member_map_[_MEMBER] = names._value2member_map_[_BACKEND] = member
+        names._member_names_.append(_MEMBER)
+    checks = [getattr(dispatch, name) for name in _CHECKS]
+    dispatch._AttentionBackendRegistry.register(names(_BACKEND), constraints=checks)(_attention)
 
 
 def _attention(
@@ -109,5 +115,5 @@ def _uninstall() -> None:
     type.__delattr__(names, _MEMBER)
     registry = dispatch._AttentionBackendRegistry
     if registry._active_backend == member:
-        registry.set_active_backend(names.NATIVE)
+        registry._active_backend = names.NATIVE  # before 0.36 there is no function that sets it
     # The function stays in the registry's tables: models on which the backend is set keep working.

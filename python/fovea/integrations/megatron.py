@@ -8,9 +8,9 @@ install("megatron") makes it the core_attention of Megatron's own specifications
 by install() and where a learned sink is saved, and nowhere else. docs/integrations/megatron.md has every argument.
 """
 
-# Private or changing names of Megatron-Core that this file uses, each checked by tests/models/test_megatron.py with version
-# 0.16.1: LocalSpecProvider and TESpecProvider with their core_attention(), make_sharded_tensors_for_checkpoint(),
-# get_cuda_rng_tracker(). Of a configuration it reads the attributes that are named below.
+# The names of Megatron-Core that this file uses and that may change are those of _NEEDED, and the arguments that its own
+# DotProductAttention takes: Megatron hands CoreAttention the same. install() raises an ImportError where one is another. Of a
+# configuration this file reads the attributes that are named below.
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from ..torch import attention
-from . import _counts, _flash
+from . import _counts, _flash, _needs
+from ._needs import Needed
 from ._stand_in import Patches
 
 __all__ = ["CoreAttention"]
@@ -244,10 +245,16 @@ def _side_by_side(x: Tensor) -> bool:
 
 # ---- in Megatron's specifications ----
 
-_PROVIDERS = {
-    "megatron.core.models.backends": "LocalSpecProvider",
-    "megatron.core.extensions.transformer_engine_spec_provider": "TESpecProvider",
-}
+_VERSIONS = "megatron-core from 0.16 on"
+_LOCAL = Needed("megatron.core.models.backends", "LocalSpecProvider.core_attention")
+_ENGINE = Needed("megatron.core.extensions.transformer_engine_spec_provider", "TESpecProvider.core_attention")
+_OWN = Needed("megatron.core.transformer.dot_product_attention", "DotProductAttention.forward")
+_NEEDED = (
+    _LOCAL,
+    _OWN,
+    Needed("megatron.core.transformer.utils", "make_sharded_tensors_for_checkpoint", ("tp_group", "dp_cp_group")),
+    Needed("megatron.core.tensor_parallel.random", "get_cuda_rng_tracker"),
+)
 _patches = Patches()
 
 
@@ -262,14 +269,18 @@ def _install(force: bool) -> None:
         raise ImportError(
             "install: megatron-core is not installed; accepted: the package, or the class fovea.integrations.megatron.CoreAttention"
         )
-    for module, name in _PROVIDERS.items():
-        try:
-            provider = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            if module.startswith("megatron.core.extensions"):  # without Transformer Engine
-                continue
-            raise ImportError(f"install: {module}.{name} is not there: {error}; accepted: megatron-core from 0.13 on") from error
-        _patches.put(provider, "core_attention", _core_attention)
+    _needs.require(_NAME, _VERSIONS, _NEEDED)
+    own: Any = importlib.import_module(_OWN.module)
+    for method in ("__init__", "forward"):
+        _needs.require_known(_NAME, _VERSIONS, getattr(own.DotProductAttention, method), getattr(CoreAttention, method))
+    providers = [_LOCAL]
+    with contextlib.suppress(ImportError):  # without Transformer Engine
+        importlib.import_module(_ENGINE.module)
+        providers.append(_ENGINE)
+    _needs.require(_NAME, _VERSIONS, providers)
+    for provider in providers:
+        name, _, method = provider.name.partition(".")
+        _patches.put(getattr(importlib.import_module(provider.module), name), method, _core_attention)
 
 
 def _uninstall() -> None:

@@ -17,12 +17,11 @@ without padding. docs/integrations/transformers.md has every argument and every 
 # Private names of transformers that this file uses, each checked by tests/models/test_transformers.py: in masking_utils the
 # names of the functions that mask functions are made by and of their variables (sliding_window, packed_sequence_mask,
 # mask_function). Where one of them is another, the mask is made in full, which is slower. Without one of _NEEDED register()
-# raises an error.
+# raises an ImportError.
 
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
 import warnings
 from collections.abc import Callable
@@ -32,15 +31,24 @@ import torch
 from torch import Tensor
 
 from ..torch import attention
-from . import _counts
+from . import _counts, _needs
+from ._needs import Needed
 
 __all__ = ["register"]
 
 _NAME = "transformers"
 _IMPLEMENTATION = "fovea"
 
-# Of masking_utils.
-_NEEDED = ("causal_mask_function", "bidirectional_mask_function", "prepare_padding_mask", "sdpa_mask")
+_MASKING = "transformers.masking_utils"
+_VERSIONS = "transformers from 5.4 on"
+_NEEDED = (
+    Needed("transformers.modeling_utils", "AttentionInterface.register", by_position=2),
+    Needed(_MASKING, "AttentionMaskInterface.register", by_position=2),
+    Needed(_MASKING, "causal_mask_function"),
+    Needed(_MASKING, "bidirectional_mask_function"),
+    Needed(_MASKING, "prepare_padding_mask"),
+    Needed(_MASKING, "sdpa_mask", ("q_length",)),  # before 5.4 it took a cache_position
+)
 
 # Models that change the masks that they get, by the type in their configuration: they get masks in full.
 _CHANGE_MASKS = ("beit", "data2vec-vision", "doge")
@@ -64,18 +72,11 @@ def register(name: str = _IMPLEMENTATION) -> None:
         >>> fovea.integrations.transformers.register()  # doctest: +SKIP
         >>> model = LlamaForCausalLM.from_pretrained(path, attn_implementation="fovea")  # doctest: +SKIP
     """
-    try:
-        modeling: Any = importlib.import_module("transformers.modeling_utils")
-        masking: Any = importlib.import_module("transformers.masking_utils")
-        interfaces = modeling.AttentionInterface, masking.AttentionMaskInterface
-        for needed in _NEEDED:
-            getattr(masking, needed)
-        if "q_length" not in inspect.signature(masking.sdpa_mask).parameters:
-            raise ImportError("its mask functions take a cache_position")
-    except (ImportError, AttributeError) as error:
-        raise ImportError(f"fovea.integrations.transformers needs transformers from 5.4 on: {error}") from error
-    for interface, function in zip(interfaces, (_attention, _mask)):
-        interface.register(name, function)
+    _needs.require(_NAME, _VERSIONS, _NEEDED)
+    modeling: Any = importlib.import_module("transformers.modeling_utils")
+    masking: Any = importlib.import_module(_MASKING)
+    modeling.AttentionInterface.register(name, _attention)
+    masking.AttentionMaskInterface.register(name, _mask)
 
 
 # ---- masks ----
@@ -152,7 +153,7 @@ def _mask(
     **kwargs: Any,
 ) -> Tensor:
     """A pattern's descriptor, or a bool mask of (B, 1, Sq, Sk)."""
-    masking: Any = sys.modules["transformers.masking_utils"]
+    masking: Any = sys.modules[_MASKING]
     if mask_function is None:
         mask_function = masking.causal_mask_function
     _refuse_models_of_their_own(config)
@@ -350,7 +351,7 @@ def _install(force: bool) -> None:
 
 def _uninstall() -> None:
     modeling: Any = sys.modules.get("transformers.modeling_utils")
-    masking: Any = sys.modules.get("transformers.masking_utils")
+    masking: Any = sys.modules.get(_MASKING)
     for interface in (getattr(modeling, "AttentionInterface", None), getattr(masking, "AttentionMaskInterface", None)):
         if interface is not None:
             interface._global_mapping.pop(_IMPLEMENTATION, None)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ..torch import attention
-from . import _counts, _flash
+from . import _counts, _flash, _needs
+from ._needs import Needed
 from ._stand_in import Patches
 
 __all__ = [
@@ -50,8 +51,8 @@ def _sides(bias: Any, q: Tensor) -> dict[str, Any]:
     return {"window": (bias.window_left, bias.window_right), "align": "bottom_right"}
 
 
-def _packed(of: Callable[[Any, Tensor], dict[str, Any]]) -> Callable[[Any, Tensor], dict[str, Any]]:
-    """Sequences one after the other; where keys have gaps or padding between them, also how many exist."""
+def _packed(of: Callable[[Any, Tensor], dict[str, Any]], used: bool = False) -> Callable[[Any, Tensor], dict[str, Any]]:
+    """Sequences one after the other; `used`: keys have gaps or padding between them, and say how many exist."""
 
     def read(bias: Any, q: Tensor) -> dict[str, Any]:
         queries, keys = bias.q_seqinfo, bias.k_seqinfo
@@ -59,7 +60,7 @@ def _packed(of: Callable[[Any, Tensor], dict[str, Any]]) -> Callable[[Any, Tenso
             "cu_seqlens_q": queries.seqstart.to(q.device), "cu_seqlens_k": keys.seqstart.to(q.device),
             "max_seqlen_q": int(queries.max_seqlen), "max_seqlen_k": int(keys.max_seqlen), **of(bias, q),
         }  # fmt: skip
-        if hasattr(keys, "seqlen"):
+        if used:
             options["seqused_k"] = keys.seqlen.to(q.device)
         return options
 
@@ -77,12 +78,12 @@ _READERS: dict[str, Callable[[Any, Tensor], dict[str, Any]]] = {
     "BlockDiagonalCausalFromBottomRightMask": _packed(_plain(_BOTTOM_RIGHT)),
     "BlockDiagonalCausalLocalAttentionMask": _packed(_sized(_TOP_LEFT)),
     "BlockDiagonalCausalLocalAttentionFromBottomRightMask": _packed(_sized(_BOTTOM_RIGHT)),
-    "BlockDiagonalPaddedKeysMask": _packed(_plain({})),
-    "BlockDiagonalCausalWithOffsetPaddedKeysMask": _packed(_plain(_BOTTOM_RIGHT)),
-    "BlockDiagonalLocalAttentionPaddedKeysMask": _packed(_sides),
-    "BlockDiagonalCausalLocalAttentionPaddedKeysMask": _packed(_sized(_BOTTOM_RIGHT)),
-    "BlockDiagonalGappyKeysMask": _packed(_plain({})),
-    "BlockDiagonalCausalWithOffsetGappyKeysMask": _packed(_plain(_BOTTOM_RIGHT)),
+    "BlockDiagonalPaddedKeysMask": _packed(_plain({}), used=True),
+    "BlockDiagonalCausalWithOffsetPaddedKeysMask": _packed(_plain(_BOTTOM_RIGHT), used=True),
+    "BlockDiagonalLocalAttentionPaddedKeysMask": _packed(_sides, used=True),
+    "BlockDiagonalCausalLocalAttentionPaddedKeysMask": _packed(_sized(_BOTTOM_RIGHT), used=True),
+    "BlockDiagonalGappyKeysMask": _packed(_plain({}), used=True),
+    "BlockDiagonalCausalWithOffsetGappyKeysMask": _packed(_plain(_BOTTOM_RIGHT), used=True),
 }
 
 
@@ -99,7 +100,10 @@ def _options(attn_bias: Any, query: Tensor) -> dict[str, Any]:
         raise NotImplementedError(
             f"attn_bias: {name}, which fovea does not have; accepted: a tensor, None, {', '.join(sorted(_READERS))}"
         )
-    return reader(attn_bias, query)
+    try:
+        return reader(attn_bias, query)
+    except AttributeError as error:  # a private name of another version
+        raise NotImplementedError(f"attn_bias: {name} as fovea does not know it: {error}; accepted: that of xFormers 0.0.35") from error
 
 
 # ---- layouts ----
@@ -341,6 +345,9 @@ def merge_attentions(
 
 # ---- in the package ----
 
+_MODULE = "xformers.ops.fmha"
+_VERSIONS = "xFormers as of 0.0.35"
+_NEEDED = (Needed("xformers.ops", "memory_efficient_attention"), *(Needed(_MODULE, name) for name in __all__))
 _functions: dict[str, Callable[..., Any]] = {name: globals()[name] for name in __all__}
 _patches = Patches()
 
@@ -353,7 +360,8 @@ def _install(force: bool) -> None:
             "install: xformers is not installed; accepted: the package, or calls of the functions in "
             "fovea.integrations.xformers"
         )
-    for name in ("xformers.ops", "xformers.ops.fmha"):
+    _needs.require(_NAME, _VERSIONS, _NEEDED)
+    for name in ("xformers.ops", _MODULE):
         module = importlib.import_module(name)
         for function in __all__:
             if hasattr(module, function):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """fovea for JAX: exact fused attention with every gradient, under jit, grad, vmap, remat and shard_map.
 
-attention() is the whole operator, dot_product_attention() has the arguments of jax.nn.dot_product_attention, and
+attention() is the operator, dot_product_attention() has the arguments of jax.nn.dot_product_attention, and
 flax_attention() those of flax's attention functions. docs/jax.md describes them argument by argument.
 
 >>> import jax, fovea.jax

@@ -100,7 +100,8 @@ def attention(
             bits; its gradient has its type.
         dropout_p: Probability in [0, 1] with which each attention weight is dropped.
         dropout_key: A key of jax.random, which decides the mask of dropout: its first two words are the seed and the
-            following ones, if it has four, the offset. Required with dropout_p > 0. Split it for each call.
+            following ones, if it has four, the offset. Required with dropout_p > 0. Split it for each call. The mask does not
+            depend on how arrays are sharded; within shard_map each part is a call of its own.
         cu_seqlens_q: (B + 1,), int32 or int64: packed sequence b has the query rows cu_seqlens_q[b] to
             cu_seqlens_q[b + 1].
         cu_seqlens_k: The same for the keys.

@@ -17,7 +17,8 @@ Shape = tuple[int, ...]
 Aval = tuple[Shape, str]  # a shape and the name of an element type
 
 SEED = "seed"  # four words of 32 bits: seed and offset
-TENSORS = _abi.INPUTS + _abi.RESULTS
+STREAMS = "dropout_streams"  # two words of 32 bits for each number, which need no 64-bit types of JAX: the low one first
+TENSORS = (*_abi.INPUTS, *_abi.RESULTS, STREAMS)
 _PROBLEM_SIZE = ctypes.sizeof(_abi.Problem)
 _ZEROS = (0,) * _abi.MAX_RANK
 _ADDRESS = 4096  # of no memory: nothing is read before a call
@@ -57,7 +58,18 @@ class Call(NamedTuple):
         results = tuple(f"grad_{name}" for name in need)
         return self._replace(direction=_abi.BACKWARD, given=given, results=results)
 
+    def with_streams(self) -> Call:
+        """This call with the numbers of dropout's streams as one more operand, before the seed."""
+        return self._replace(given=(*self.given[:-1], STREAMS, SEED))
+
     # ---- shapes ----
+
+    def entries(self, shapes: Mapping[str, Shape]) -> Shape:
+        """The batch's levels: (B,) or (B1, B2)."""
+        if not self.packed:
+            return shapes["q"][:-3]
+        batch = shapes["cu_seqlens_q" if "cu_seqlens_q" in self.given else "cu_seqlens_k"][0] - 1
+        return (self.batch_outer, batch // self.batch_outer) if self.batch_outer else (batch,)
 
     def rows_first(self, shape: Shape) -> Shape:
         """The shape (..., S, H, D) of a tensor of rows, or the reverse."""
@@ -149,7 +161,10 @@ class Problem:
         tensors = {name: avals[name] for name in call.given if name != SEED}
         tensors.update(zip(call.results, call.results_of(avals)))
         for name, (shape, dtype) in tensors.items():
-            self._set(name, shape, dtype)
+            if name == STREAMS:
+                self._set(name, shape[:-1], "int64")
+            else:
+                self._set(name, shape, dtype)
 
     def _set(self, name: str, shape: Shape, dtype: str) -> None:
         code = _CODES.get(dtype)

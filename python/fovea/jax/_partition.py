@@ -4,6 +4,9 @@
 Rows and head dimensions are gathered where they are sharded: a row of scores needs all keys. With packed sequences
 heads alone are split, because a sequence may lie anywhere. A gradient of something that the devices share, such as
 a bias without a batch, is summed over them.
+
+Dropout has one device's mask, however a call is split. A forward and its backward may be split in different ways, as when each has
+a jit of its own, and both need the same mask. So the heads of a part keep the numbers that their streams have in the whole.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ class Split:
         self._call = call
         q = shapes["q"]
         self.query_heads, self.key_heads = (call.rows_first(shapes[name])[-2] for name in ("q", "k"))
+        self.entries = call.entries(shapes)
         has_lengths = "seqused_q" in call.given or "seqused_k" in call.given
         levels = len(q) - 3
         slopes = len(shapes.get("alibi_slopes", ()))
@@ -97,6 +101,18 @@ class Split:
                     taken.update(names)
         return found
 
+    def streams(self, mesh: Any, axes: Mapping[str, tuple[str, ...]]) -> Any:
+        """The numbers of dropout's streams on one device: those that the heads of its part have in the whole."""
+        whole = (*self.entries, self.query_heads)
+        part = jnp.arange(math.prod(whole), dtype=jnp.uint32).reshape(whole)  # in the order of those that are not given
+        for dim, factor in enumerate((*(self.levels or (None,) * len(self.entries)), "h")):
+            names = axes.get(factor or "")
+            if names:
+                size = whole[dim] // math.prod(mesh.shape[axis] for axis in names)
+                part = jax.lax.dynamic_slice_in_dim(part, jax.lax.axis_index(names) * size, size, dim)
+        # The high words are 0: with 2^32 heads an lse would have 16 GB for each query.
+        return jnp.stack([part, jnp.zeros_like(part)], -1)
+
     def sharding(self, mesh: Any, axes: Mapping[str, tuple[str, ...]], name: str, shape: Shape) -> NamedSharding:
         """The sharding of a tensor."""
         return NamedSharding(mesh, _spec(*(axes.get(factor or "") for factor in self.of(name, shape))))
@@ -120,16 +136,15 @@ def define(function: Any, of_call: Callable[..., tuple[Any, ...]]) -> None:
     def partition(call: Call, mesh: Any, operands: Sequence[Any], results: Sequence[Any]) -> Any:
         split = split_of(call, operands)
         axes = split.axes(mesh, [*zip(call.given, operands), *zip(call.results, results)])
-        all_axes = [axis for names in axes.values() for axis in names]
         into = [split.of(name, x.shape) for name, x in zip(call.results, results)]
 
         def on_one(*parts: Any) -> tuple[Any, ...]:
-            if SEED in call.given and all_axes:
-                # The part's heads and batch count from 0: another offset makes its mask unrelated to those of others.
-                index = jax.lax.axis_index(tuple(all_axes)).astype(jnp.uint32)
-                parts = (*parts[:-1], parts[-1].at[2].add(index))
+            of_part = call
+            if SEED in call.given and axes:
+                of_part = call.with_streams()
+                parts = (*parts[:-1], split.streams(mesh, axes), parts[-1])
             found = []
-            for factors, part in zip(into, of_call(call, *parts)):
+            for factors, part in zip(into, of_call(of_part, *parts)):
                 shared = [axis for factor, names in axes.items() if factor not in factors for axis in names]
                 found.append(_psum(part, tuple(shared)) if shared else part)
             return tuple(found)

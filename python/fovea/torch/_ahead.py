@@ -50,6 +50,10 @@ def hint(size: Any) -> int:
     return 8192 if known is None else int(known)
 
 
+def has_known_sizes(tensor: Any) -> bool:
+    return all(isinstance(size, int) or size.node.hint is not None for size in tensor.shape)
+
+
 def of(tensor: Any) -> Any:
     return None if tensor is None else Shape(tensor, tensor.shape, tensor.stride())
 

@@ -15,7 +15,6 @@ writes its addresses, seeds and stream into it. The library checks every call.
 from __future__ import annotations
 
 import ctypes
-import functools
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Callable, NamedTuple, NoReturn, Optional
@@ -136,20 +135,6 @@ class Shard(NamedTuple):
     @property
     def has_positions(self) -> bool:
         return any(given is not None for given in self[:4])
-
-
-def has_sums(device_type: str) -> bool:
-    """Whether the library's kernels for a type of device add fp32 gradients to what is there."""
-    return device_type != "cuda" or _gpu_has_sums()
-
-
-@functools.cache
-def _gpu_has_sums() -> bool:
-    try:
-        text(lib.fovea_explain_for, b"bwd b=1 hq=1 sq=16 sk=16 d=64 bf16 need=k,v wide=k,v add=k,v", b"sm_90")
-    except NotImplementedError:
-        return False
-    return True
 
 
 _COUNT = len(Arguments._fields)

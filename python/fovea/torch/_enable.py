@@ -7,8 +7,8 @@ Python, from C++ and from what torch.compile traces, and masks have their shape 
 computes more slowly, goes back to the composite. _sdpa.py maps the arguments, _fastest.py knows what is slower.
 
 Private names of PyTorch that this file uses, each checked by tests/torch/test_enable.py: OpOverload.decompose,
-torch.library.Library._destroy, torch.nested._internal.ops.jagged_scaled_dot_product_attention, and the functions of
-torch._C that stand below the imports.
+torch.library.Library._destroy, torch.nested._internal.ops.jagged_scaled_dot_product_attention, _dynamo_marked_constant of
+functions, _values, _ragged_idx and _get_max_seqlen of nested tensors, and the functions of torch._C that stand below the imports.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import threading
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, Optional, TypedDict, Union
 
 import torch
@@ -33,7 +34,7 @@ from torch.nn.attention import SDPBackend
 from .. import _abi
 from .._library import lib, text, version
 from . import _ahead, _call, _dtensor, _fast, _fastest, _operators, _sdpa
-from ._attention import attention
+from ._attention import _autocast, attention
 from .aten import _owners
 from .aten._register import OPERATORS
 
@@ -43,9 +44,10 @@ Prefer = Literal["fastest"]
 SAVE_IN_CHECKPOINTS = (_operators.attention,)
 """The operators whose results a policy of selective checkpointing should keep, as it keeps those of PyTorch's own."""
 
+_NAME = "scaled_dot_product_attention"
 _DEVICES = ("cuda", "cpu")
 _PREFERENCES = ("fastest", None)
-_MOST_KEPT = 4096  # decisions
+_MOST_KEPT = 4096  # decisions, and problems for stats()
 
 _operator: Any = torch.ops.aten.scaled_dot_product_attention.default
 _composite: Any = _operator.decompose  # PyTorch's own: to call the operator again would come back here
@@ -93,9 +95,10 @@ class _State:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.settings: Optional[_Settings] = None
-        self.library: Any = None
+        self.libraries: list[Any] = []
         self.tag = ""
-        self.jagged: Any = None  # PyTorch's function
+        self.jagged: Any = None  # what stands in the place of PyTorch's function for nested tensors,
+        self.jagged_theirs: Any = None  # which this is
         self.fastpath: Optional[bool] = None  # PyTorch's switch, as it was
         self.decisions: dict[Any, Any] = {}  # by _known()'s keys _Decision, by C's what _for_c() gives
         self.warned: set[str] = set()
@@ -179,6 +182,8 @@ def _scaled_dot_product_attention(
         else:
             decision = _known(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         why = decision.why_not
+        if traced and all(x is None or _ahead.has_known_sizes(x) for x in (query, key, value, attn_mask)):
+            _note(decision.problems)
     if why:
         return _give_back(why, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     form: Any = decision.form
@@ -197,10 +202,13 @@ def _give_back(
 ) -> Any:  # fmt: skip
     """PyTorch's result. C calls this as well."""
     _hand_back(why, q.device)
-    if why in _WISHES and _owners.in_force():  # the kernels that the composite calls are PyTorch's as well
-        with _owners.left_to_pytorch():
-            return _composite(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    return _composite(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    with _by_pytorch(why):
+        return _composite(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _by_pytorch(why: str) -> AbstractContextManager[None]:
+    """For what PyTorch computes because of a wish: the operators that it calls are PyTorch's as well."""
+    return _owners.left_to_pytorch() if why in _WISHES and _owners.in_force() else contextlib.nullcontext()
 
 
 def _for_c(*call: Any) -> Union[bool, str]:
@@ -236,18 +244,32 @@ def _count_traced() -> None:
         _counts.traced += 1
 
 
-def _hand_back(why: str, device: torch.device, name: str = "scaled_dot_product_attention") -> None:
-    """Counts a call, of an operator by its name, and warns of it, or raises if `strict` is in force."""
-    reason = f"{name}: {why}" if name in OPERATORS else why
+def _count_handed_back(reason: str) -> None:
     with _counts.lock:
         _counts.handed_back[reason] = _counts.handed_back.get(reason, 0) + 1
+
+
+def _note(problems: tuple[str, ...]) -> None:
+    """For stats(), which has the first _MOST_KEPT of them."""
+    with _counts.lock:
+        for line in problems:
+            if len(_counts.problems) < _MOST_KEPT:
+                _counts.problems[line] = None
+
+
+def _refusal(why: str, name: str = _NAME) -> str:
+    return f"{name}: {why}; fovea does not compute this. enable(strict=False) hands it back to PyTorch"
+
+
+def _hand_back(why: str, device: torch.device, name: str = _NAME) -> None:
+    """Counts a call, of an operator by its name, and warns of it, or raises if `strict` is in force."""
+    reason = f"{name}: {why}" if name in OPERATORS else why
+    _count_handed_back(reason)
     settings = _state.settings
     if settings is None or (why in _WISHES and why != _UNMEASURED):
         return
     if settings.strict and why not in _WISHES:
-        raise NotImplementedError(
-            f"{name}: {why}; fovea does not compute this. enable(strict=False) hands it back to PyTorch"
-        )
+        raise NotImplementedError(_refusal(why, name))
     if device.type == "cuda" and reason not in _state.warned:
         _state.warned.add(reason)
         warnings.warn(
@@ -344,9 +366,7 @@ def _keep(kind: Any, decision: _Decision) -> None:
     if len(_state.decisions) >= _MOST_KEPT:
         _state.decisions.clear()
     _state.decisions[kind] = decision
-    if decision.problems:
-        with _counts.lock:
-            _counts.problems.update(dict.fromkeys(decision.problems))
+    _note(decision.problems)
 
 
 def _decide_distributed(
@@ -376,27 +396,36 @@ def _decide(
         return _Decision(None, form)
     if learns is None:
         learns = _learns(q, k, v, mask)
+    why = _why_not_fastest(q, k, v, mask, dropout_p, is_causal, any(learns), learns[3])
+    if why:
+        return _Decision(None, why)
+    with torch.no_grad():
+        given = form.inputs(q, k, v, mask)
+    q_, k_, v_, mask_ = (_ahead.of(x) for x in given)
+    return _planned(form, _arguments(q_, k_, v_, mask_, dropout_p, is_causal, scale), learns)
+
+
+def _why_not_fastest(*call: Any) -> str:
+    """Whether `prefer` leaves a call to PyTorch: the arguments are those of _fastest.slower()."""
     settings = _state.settings
-    if settings is not None and settings.prefer == "fastest":
-        slower = _fastest.slower(q, k, v, mask, dropout_p, is_causal, any(learns), learns[3])
-        if slower is not False:
-            return _Decision(None, _SLOWER if slower else _UNMEASURED)
+    if settings is None or settings.prefer != "fastest":
+        return ""
+    slower = _fastest.slower(*call)
+    return "" if slower is False else _SLOWER if slower else _UNMEASURED
+
+
+def _planned(form: Optional[_sdpa.Form], a: Any, learns: tuple[bool, ...]) -> _Decision:
+    """The decision for these arguments, whose tensors are shapes. A backward that the library refused after its forward would
+    be too late."""
     try:
-        return _Decision(form, "", _plan(form, q, k, v, mask, dropout_p, is_causal, scale, learns))
-    except NotImplementedError as error:
+        return _Decision(form, "", _plan(a, learns))
+    except (NotImplementedError, ValueError) as error:  # ValueError: a scale that is too large for fp32
         return _Decision(None, str(error).splitlines()[0])
 
 
-def _plan(
-    form: _sdpa.Form, q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], dropout_p: float, is_causal: bool,
-    scale: Optional[float], learns: tuple[bool, ...],
-) -> tuple[str, ...]:  # fmt: skip
-    """The one-line forms of the forward and of the backward that may follow. Raises NotImplementedError if the library
-    refuses one of them: a backward that is refused after its forward would be too late."""
-    with torch.no_grad():
-        given = form.inputs(q, k, v, mask)
-    shaped = [_ahead.of(x) for x in given]
-    a = _arguments(shaped[0], shaped[1], shaped[2], shaped[3], dropout_p, is_causal, scale)
+def _plan(a: Any, learns: tuple[bool, ...]) -> tuple[str, ...]:
+    """The one-line forms of the forward and of the backward that may follow. Raises an error if the library refuses one of
+    them."""
     lines = []
     for direction in (_abi.FORWARD, _abi.BACKWARD) if any(learns) else (_abi.FORWARD,):
         problem = _ahead.problem_of(a, direction, learns)
@@ -421,48 +450,114 @@ def _arguments(q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_causal: b
 
 # ---- nested tensors ----
 
-
-def _jagged(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
-            scale: Optional[float] = None, enable_gqa: bool = False) -> Any:  # fmt: skip
-    """In the place of PyTorch's function for nested tensors of layout torch.jagged, which reach no operator."""
-    theirs = _state.jagged
-    settings = _state.settings
-    traced = torch.compiler.is_compiling() or any(
-        type(getattr(x, "_values", None)) in _TRACED for x in (query, key, value)
-    )
-    if settings is None or traced:
-        return theirs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    why = _why_not_now() or _why_not_jagged(query, key, value, attn_mask, is_causal, enable_gqa)
-    if query.device.type not in settings.devices:
-        why = why or f"nested tensors on {query.device.type}, for which fovea is not enabled"
-    if why:
-        _hand_back(why, query.device)
-        return theirs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    with Counted(_count_served):
-        return attention(query, key, value, dropout_p=dropout_p, causal=is_causal, align="top_left", scale=scale)
+_COMPILED = "nested tensors in compiled code"
 
 
-def _why_not_jagged(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: bool, enable_gqa: bool) -> str:
-    jagged = torch.jagged
-    if not all(isinstance(x, Tensor) and x.is_nested and x.layout is jagged for x in (query, key, value)):
+def _count_compiled() -> None:
+    _count_handed_back(_COMPILED)
+
+
+# As torch.compiler.assume_constant_result() does, which imports torch._dynamo: where Dynamo would trace it, and put guards on the
+# counts, it calls it.
+_count_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _in_the_place_of(theirs: Any) -> Any:
+    """For nested tensors of layout torch.jagged, which reach no operator. `theirs` is PyTorch's function, which is kept here
+    because somebody may keep this one for longer than it is in force."""
+
+    def jagged_scaled_dot_product_attention(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+        scale: Optional[float] = None, enable_gqa: bool = False,
+    ) -> Any:  # fmt: skip
+        settings = _state.settings
+        in_force = _state.jagged is jagged_scaled_dot_product_attention
+        if settings is None or not in_force or query.device.type not in settings.devices:
+            return theirs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if torch.compiler.is_compiling() or any(type(getattr(x, "_values", None)) in _TRACED for x in (query, key, value)):
+            _count_compiled()
+            if settings.strict:
+                raise RuntimeError(_refusal(_COMPILED))
+            return theirs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        why = _why_not_now() or _why_not_jagged(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if not why:
+            if torch.is_autocast_enabled(query.device.type):
+                query, key, value = _autocast(query, key, value)
+            why = _known_jagged(query, key, value, dropout_p, is_causal, scale).why_not
+        if why:
+            try:
+                _hand_back(why, query.device)
+            except NotImplementedError as error:
+                # NestedTensor would take that for a function that it has not got, and call the next one.
+                raise RuntimeError(*error.args) from None
+            with _by_pytorch(why):
+                return theirs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        with Counted(_count_served):
+            return attention(query, key, value, dropout_p=dropout_p, causal=is_causal, align="top_left", scale=scale)
+
+    return jagged_scaled_dot_product_attention
+
+
+def _why_not_jagged(
+    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, is_causal: bool, scale: Any, enable_gqa: bool
+) -> str:
+    all_three = (query, key, value)
+    if not all(isinstance(x, Tensor) and x.is_nested and x.layout is torch.jagged for x in all_three):
         return _sdpa.MALFORMED
     if attn_mask is not None:
         return "nested tensors with a mask"
-    if any(x.dim() != 4 or x._ragged_idx != 2 for x in (query, key, value)):
+    q, k, v = rows = [x._values for x in all_three]  # an attribute of a nested tensor takes microseconds, of these it does not
+    if any(x._ragged_idx != 2 for x in all_three) or any(x.dim() != 3 for x in rows):
         return "nested tensors that are not of (B, H, j, D)"
-    if any(x.lengths() is not None for x in (query, key, value)):
+    if any(x.lengths() is not None for x in all_three):
         return "nested tensors with gaps"
+    if q.dtype not in _sdpa.FLOATS or any(x.dtype != q.dtype or x.device != q.device for x in rows):
+        return _sdpa.MALFORMED
+    if q.dtype == torch.float64 and q.device.type != "cpu":
+        return "float64 on a GPU"
+    ends = query.offsets().shape  # one more than the sequences
+    if key.offsets().shape != ends or value.offsets().shape != ends or q.shape[2] != k.shape[2]:
+        return _sdpa.MALFORMED
+    if any(x.numel() == 0 for x in rows):
+        return "empty tensors"
     if value.offsets() is not key.offsets():
         return "nested keys and values with offsets of their own"
-    if query.dtype not in _sdpa._FLOATS or key.dtype != query.dtype or value.dtype != query.dtype:
+    if q.shape[0] != k.shape[0] and not (enable_gqa and q.shape[0] % k.shape[0] == 0):
         return _sdpa.MALFORMED
-    if query.dtype == torch.float64 and query.device.type != "cpu":
-        return "float64 on a GPU"
-    if query.shape[1] != key.shape[1] and not (enable_gqa and query.shape[1] % key.shape[1] == 0):
-        return _sdpa.MALFORMED
-    if key.shape[1] != value.shape[1]:
+    if k.shape[0] != v.shape[0]:
         return "keys and values with different numbers of heads"
-    return ""
+    return _sdpa.why_not_numbers(dropout_p, scale) or ""
+
+
+def _known_jagged(query: Any, key: Any, value: Any, dropout_p: float, is_causal: bool, scale: Any) -> _Decision:
+    """The decision about such tensors, by their rows: (H, all sequences' lengths together, D)."""
+    q, k, v = query._values, key._values, value._values
+    learns = _learns(query, key, value, None)
+    kind = (
+        "jagged", query.shape[0], q.shape, k.shape, v.shape, q.dtype, q.device, dropout_p, is_causal, scale, learns, _call.order(),
+    )  # fmt: skip
+    decision: Optional[_Decision] = _state.decisions.get(kind)
+    if decision is None:
+        decision = _decide_jagged(query, key, value, dropout_p, is_causal, scale, learns)
+        _keep(kind, decision)
+    return decision
+
+
+def _decide_jagged(
+    query: Any, key: Any, value: Any, dropout_p: float, is_causal: bool, scale: Any, learns: tuple[bool, ...]
+) -> _Decision:
+    rows = [x._values for x in (query, key, value)]
+    batch = query.shape[0]
+    about = [_ahead.Shape(x, (batch, x.shape[0], max(1, x.shape[1] // batch), x.shape[2]), ()) for x in rows]
+    why = _why_not_fastest(*about, None, dropout_p, is_causal, any(learns), False, True)
+    if why:
+        return _Decision(None, why)
+    q, k, v = (_ahead.of(x.transpose(0, 1)) for x in rows)
+    a = _arguments(q, k, v, None, dropout_p, is_causal, scale)._replace(
+        cu_seqlens_q=_ahead.of(query.offsets()), cu_seqlens_k=_ahead.of(key.offsets()),
+        max_seqlen_q=query._get_max_seqlen(), max_seqlen_k=key._get_max_seqlen(),
+    )  # fmt: skip
+    return _planned(None, a, learns)
 
 
 # ---- switching ----
@@ -484,7 +579,7 @@ def enable(
         devices: The devices whose calls fovea computes: "cuda", "cpu" or both.
         prefer: "fastest" hands a call back where measurements that come with fovea say that PyTorch's kernel is faster
             for it. None: fovea computes every call that it can.
-        strict: Raises NotImplementedError instead of handing a call back, except where `prefer` or
+        strict: Raises NotImplementedError (of nested tensors RuntimeError) instead of handing a call back, except where `prefer` or
             torch.nn.attention.sdpa_kernel asks for PyTorch and where PyTorch itself refuses the arguments.
         operators: Also puts the operators of fovea.torch.aten in the place of PyTorch's, for programs that call
             PyTorch's fused operators directly (docs/operators.md).
@@ -561,10 +656,11 @@ def stats() -> Stats:
     """Counts the calls of scaled_dot_product_attention since the process began, or since reset_stats().
 
     Returns:
-        A dict. "served": calls that fovea computed. "traced": calls that were put into a graph of torch.compile, whose
-        runs are not counted. "handed_back": by reason, calls that PyTorch computed. "problems": each kind of problem
-        that fovea computed, in the form that ``fovea explain`` and ``fovea precompile`` take. "operators": by name, calls of
-        PyTorch's operators that fovea computed for enable(operators=True); reasons about them begin with the name.
+        A dict. "served": calls that fovea computed. "traced": calls that were put into a graph of torch.compile, which traces a
+        call several times; the graph's runs are not counted. "handed_back": by reason, calls that PyTorch computed. "problems": each
+        kind of problem that fovea computed or traced, at most 4096, in the form that ``fovea explain`` and ``fovea precompile`` take.
+        "operators": by name, calls of PyTorch's operators that fovea computed for enable(operators=True); reasons about them begin
+        with the name.
     """
     with _counts.lock:
         return {
@@ -618,35 +714,51 @@ def _refuse_while_compiling(name: str) -> None:
 
 def _put(settings: Optional[_Settings]) -> None:
     with _state.lock:
-        if settings == _state.settings:
+        before = _state.settings
+        if settings == before:
             return
-        _take_away()
+        try:
+            _switch(settings)
+        except BaseException:
+            _switch(before)
+            raise
+        finally:
+            # What was compiled before is not guarded on a registration.
+            dynamo = sys.modules.get("torch._dynamo")
+            if dynamo is not None and hasattr(dynamo, "reset"):
+                dynamo.reset()
+
+
+def _switch(settings: Optional[_Settings]) -> None:
+    """Nothing is in force after an exception."""
+    _take_away()
+    try:
         if settings is not None:
             _set_up(settings)
-        # What was compiled before is not guarded on a registration.
-        dynamo = sys.modules.get("torch._dynamo")
-        if dynamo is not None and hasattr(dynamo, "reset"):
-            dynamo.reset()
+    except BaseException:
+        _take_away()
+        raise
 
 
 def _set_up(settings: _Settings) -> None:
     _state.decisions = {}
     _state.warned = set()
     _state.settings = settings
-    library = _library.Library("aten", "IMPL")
     kernel = _fast.connect(_state, _for_c, _give_back, _scaled_dot_product_attention)
-    for device in settings.devices:
-        for key in (device.upper(), f"Autograd{device.upper()}"):
-            library.impl("scaled_dot_product_attention", kernel, key)
-    _state.library = library
+    # Autograd's are there first and leave last: another thread's call that found the device's alone would lose its gradient.
+    for prefix in ("Autograd", ""):
+        library = _library.Library("aten", "IMPL")
+        _state.libraries.append(library)
+        for device in settings.devices:
+            library.impl("scaled_dot_product_attention", kernel, prefix + device.upper())
     if settings.operators:
         owner = _owners.Owner(_OWNER, _why_not_operator, _count_operator, lambda name, why, device: _hand_back(why, device, name))
         _owners.take(owner, OPERATORS, settings.devices)
     _set_tag(settings)
     nested = _nested_module()
     if nested is not None:
-        _state.jagged = nested.jagged_scaled_dot_product_attention
-        nested.jagged_scaled_dot_product_attention = _jagged
+        _state.jagged_theirs = nested.jagged_scaled_dot_product_attention
+        _state.jagged = nested.jagged_scaled_dot_product_attention = _in_the_place_of(_state.jagged_theirs)
     if settings.prefer is None:
         # nn.TransformerEncoderLayer and nn.MultiheadAttention compute all of themselves in C++ in inference, on the CPU
         # without calling scaled_dot_product_attention.
@@ -655,17 +767,17 @@ def _set_up(settings: _Settings) -> None:
 
 
 def _take_away() -> None:
-    if _state.settings is None:
-        return
-    _state.library._destroy()
-    _state.library = None
+    """Of what _set_up() has put there, even if an exception ended it."""
+    while _state.libraries:
+        _state.libraries.pop()._destroy()
     _owners.release(_OWNER)
     config = torch.compiler.config
     config.cache_key_tag = config.cache_key_tag.replace(_state.tag, "")
+    _state.tag = ""
     if _state.jagged is not None:
         nested = _nested_module()
-        if nested.jagged_scaled_dot_product_attention is _jagged:
-            nested.jagged_scaled_dot_product_attention = _state.jagged
+        if nested.jagged_scaled_dot_product_attention is _state.jagged:  # nobody has put another one there
+            nested.jagged_scaled_dot_product_attention = _state.jagged_theirs
         _state.jagged = None
     if _state.fastpath is not None:
         torch.backends.mha.set_fastpath_enabled(_state.fastpath)

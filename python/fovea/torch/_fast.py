@@ -26,6 +26,7 @@ from typing import Any, Callable, Optional
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils import checkpoint
 
 from .. import _abi, _library
 from . import _ahead, _call, _operators
@@ -142,6 +143,7 @@ _OBJECTS: dict[str, Callable[[], Any]] = {
     "efficient_allowed": lambda: torch._C._get_mem_efficient_sdp_enabled,
     "cudnn_allowed": lambda: torch._C._get_cudnn_sdp_enabled,
     "begin_backward": lambda: lambda there, call: _ahead.begin_backward(_arguments(there, call)),
+    "stop": lambda: getattr(checkpoint, "_StopRecomputationError", ()),
     "exchange": lambda: getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
 }
 

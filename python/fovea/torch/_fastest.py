@@ -3,8 +3,8 @@
 
 fastest.json has it. bench/torch/fastest.py measures it, on the CPU for each instruction set, on a GPU for its compute
 capability. The decision for a call is that of the nearest measured problem of its kind. On a kind of device that was not
-measured, plain and causal calls stay with PyTorch, and fovea takes those with a mask, a bias or dropout and those of
-other ranks than four.
+measured, plain and causal calls stay with PyTorch, nested tensors too, and fovea takes those with a mask, a bias or dropout
+and those of other ranks than four.
 """
 
 from __future__ import annotations
@@ -51,15 +51,31 @@ def position(batch: int, heads: int, sq: int, sk: int, d: int) -> tuple[float, .
     return math.log2(batch * heads), math.log2(sq), math.log2(sk), math.log2(d)
 
 
+FOR_BF16 = {"amx": "avx512", "avx512_bf16": "avx512", "neon_bf16": "neon"}
+"""Instruction sets that only multiply bf16 otherwise than another one: their sections have rows of bf16 alone."""
+
+
+@cache
+def instruction_sets() -> dict[str, bool]:
+    """Those that this machine has, and which of them is in use."""
+    lines = [line.split() for line in _api.explain().splitlines()]
+    return {
+        line[2]: line[3:] == ["in", "use"]
+        for line in lines if line[:2] == ["instruction", "set"] and line[3:] in (["in", "use"], ["available"])
+    }  # fmt: skip
+
+
 @cache
 def section_of(device: torch.device, is_bf16: bool = False) -> str:
-    """The name of a kind of device: "cpu avx512", "cuda 9.0"; "cpu amx" for bf16 where the processor has AMX, which PyTorch uses."""
+    """The name of a kind of device: "cpu avx512", "cuda 9.0". For bf16 that of the products: "cpu avx512_bf16", and "cpu amx" where
+    the processor has AMX, which PyTorch uses."""
     if device.type == "cuda":
         return "cuda {}.{}".format(*torch.cuda.get_device_capability(device))
-    lines = [line.split() for line in _api.explain().splitlines()]
-    used = next((line[2] for line in lines if line[:2] == ["instruction", "set"] and line[3:] == ["in", "use"]), "unknown")
-    has_amx = any(line[:3] == ["instruction", "set", "amx"] and line[3:] in (["in", "use"], ["available"]) for line in lines)
-    return "cpu amx" if has_amx and is_bf16 else "cpu avx512" if used == "amx" else f"cpu {used}"
+    there = instruction_sets()
+    used = next((name for name, in_use in there.items() if in_use), "unknown")
+    if is_bf16:
+        return "cpu amx" if "amx" in there else f"cpu {used}"
+    return f"cpu {FOR_BF16.get(used, used)}"
 
 
 def kind_of(
@@ -79,9 +95,10 @@ def kind_of(
 
 def slower(
     q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], dropout_p: float, is_causal: bool, backward: bool,
-    learned: bool,
+    learned: bool, nested: bool = False,
 ) -> Optional[bool]:  # fmt: skip
-    """Whether PyTorch is faster; None if that was not measured and is to be assumed."""
+    """Whether PyTorch is faster; None if that was not measured and is to be assumed. `nested`: the sizes are about those of a
+    batch of sequences of several lengths."""
     equal = q.dim() == k.dim() == v.dim() and q.shape[:-3] == k.shape[:-3] and k.shape[:-3] == v.shape[:-3]
     kind = kind_of(
         q.dim(), None if mask is None else tuple(mask.shape), mask is not None and mask.dtype is torch.bool, learned,
@@ -90,6 +107,8 @@ def slower(
     section = _table().get(section_of(q.device, q.dtype is torch.bfloat16))
     if section is None:
         return None if kind in ("plain", "causal") else False
+    if nested and q.device.type == "cpu":
+        kind = "other rank"  # of these, too, PyTorch's CPU has no fused kernel: five times as long as for dense tensors
     dtype = "float32" if q.dtype in (torch.float32, torch.float64) else "bfloat16"
     rows = section.get((kind, dtype, backward)) or section.get((kind, dtype, True)) or section.get((kind, dtype, False))
     if not rows:

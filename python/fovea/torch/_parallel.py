@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._imports import after
-from . import _attention, _rows
+from . import _attention, _parallel_memory, _rows
 from ._parallel_call import PLANES, Call, of_rank, prepare, saying_rank, short
 from ._parallel_heads import by_heads, by_heads_then_keys
 from ._parallel_keys import by_keys
+from ._parallel_operators import in_graph
 from ._parallel_ring import by_ring
 from ._rows import Rows
 
@@ -93,6 +94,8 @@ def context_parallel(
         torch.Size([1, 2, 6, 8])
         >>> torch.distributed.destroy_process_group()
     """
+    if torch.compiler.is_compiling() and isinstance(rows, Rows) and rows.kind != "packed":
+        return in_graph(q, k, v, rows, move, return_lse, options)
     return _outside_graphs(q, k, v, rows, move, return_lse, options)
 
 
@@ -127,7 +130,7 @@ def explain_context_parallel(
     if call.move == "keys":
         lines += [
             f"pairs of the busiest rank over the mean: {call.balance:.3f}",
-            f"groups of heads: {call.groups}; each gathers {s.group_bytes} bytes of keys and values, of which two groups exist at once",
+            f"groups of heads: {call.groups}; each gathers {s.group_bytes} bytes of keys and values",
             f"received in the forward: {s.gathered_bytes} bytes, of which {s.exposed_bytes} before the first call",
             f"received in the backward: the same, and {s.scattered_bytes} bytes of gradients in {short(_rows.wide(q.dtype))}",
         ]
@@ -137,11 +140,11 @@ def explain_context_parallel(
         step = s.gathered_bytes // max(1, rows.ranks - 1)
         lines += [
             f"pairs of the busiest rank over the mean: {call.balance:.3f}",
-            f"steps: {rows.ranks}; each receives {step} bytes of keys and values, of which two ranks' exist at once",
+            f"steps: {rows.ranks}; each receives {step} bytes of keys and values",
             f"received in the forward: {s.gathered_bytes} bytes",
             f"received in the backward: the same, and {s.ring_bytes} bytes of gradients in {short(_rows.wide(q.dtype))}",
         ]
-    return "\n".join(lines)
+    return "\n".join(lines + _parallel_memory.lines(call))
 
 
 def _compute(q: Tensor, k: Tensor, v: Tensor, rows: Any, move: Any, return_lse: bool, options: dict[str, Any]) -> Any:
@@ -159,7 +162,7 @@ def _compute(q: Tensor, k: Tensor, v: Tensor, rows: Any, move: Any, return_lse: 
     if os.environ.get(_CHECK, "0") == "1":
         _compare(rows, None if call is None else _line(call), wrong)
     with saying_rank(rows):
-        out, lse = _MOVERS[call.move](call)
+        out, lse = MOVERS[call.move](call)
     return (out, lse) if return_lse else out
 
 
@@ -167,8 +170,8 @@ _outside_graphs: Any = _compute
 
 
 def _mark() -> None:
-    """A compiled function has a break there. Marking it imports torch._dynamo, which takes a second: only programs that compile
-    need it."""
+    """With packed rows a compiled function has a break there: a graph has one plan, and each batch of packed rows another one. Marking
+    it imports torch._dynamo, which takes a second: only programs that compile need it."""
     global _outside_graphs
     disable: Any = torch.compiler.disable
     _outside_graphs = disable(_compute)
@@ -229,4 +232,4 @@ def _alone(call: Call) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-_MOVERS = {"none": _alone, "keys": by_keys, "heads": by_heads, "ring": by_ring, "both": by_heads_then_keys}
+MOVERS = {"none": _alone, "keys": by_keys, "heads": by_heads, "ring": by_ring, "both": by_heads_then_keys}

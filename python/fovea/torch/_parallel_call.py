@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Optional
@@ -49,6 +50,7 @@ class Call(NamedTuple):
     groups: int  # of heads, with move="keys"
     balance: float
     sizes: Sizes
+    through: Any = None  # in a graph: what it does by operators (_parallel_operators.py)
 
     @property
     def rank(self) -> int:
@@ -58,7 +60,7 @@ class Call(NamedTuple):
         return of.shape[self.heads_dim]
 
 
-def prepare(q: Any, k: Any, v: Any, rows: Rows, move: Any, given: dict[str, Any]) -> Call:
+def prepare(q: Any, k: Any, v: Any, rows: Rows, move: Any, given: dict[str, Any], through: Any = None) -> Call:
     unknown = {name: value for name, value in given.items() if name not in _attention._OPTIONS}
     if unknown:
         raise _help.refuse("context_parallel", "q, k, v", (), unknown, [*_attention._OPTIONS, "rows", "move"])
@@ -71,7 +73,7 @@ def prepare(q: Any, k: Any, v: Any, rows: Rows, move: Any, given: dict[str, Any]
             raise ValueError(f"{name}: given; accepted: None, rows={rows!r} has the lengths; Rows.packed is made of cu_seqlens")
     tensors = {"q": q, "k": k, "v": v, **{name: o[name] for name in _call.NAMES[3:12] if name in o}}
     for name, tensor in tensors.items():
-        if tensor is not None and isinstance(tensor, Tensor) and not _operators.survey((tensor,))[0]:
+        if through is None and isinstance(tensor, Tensor) and not _operators.survey((tensor,))[0]:
             kind = type(tensor).__name__ if type(tensor) is not Tensor else f"tensor of layout {tensor.layout}"
             raise TypeError(f"{name}: a {kind}; accepted: a dense torch.Tensor with this rank's rows, such as x.to_local()")
     _attention._check_tensors((q, k, v, *(o.get(name) for name in _call.NAMES[3:12])))
@@ -108,21 +110,23 @@ def prepare(q: Any, k: Any, v: Any, rows: Rows, move: Any, given: dict[str, Any]
     checked = _attention._options(*numbers)
     o.update(scale=checked[0], causal=checked[1], window=checked[2:4], softcap=checked[5], dropout_p=checked[6])
 
-    _check_align(rows, o)
+    if through is None:  # in a graph lengths have no values; the operators check them
+        _check_align(rows, o)
 
     no_keys, no_heads = _why_not_keys(rows.over_keys or rows, o), _why_not_heads(k, rows, heads_dim)
-    of_row = {name: x.shape[:rows_dim].numel() * x.shape[rows_dim + 1 :].numel() for name, x in (("q", q), ("k", k), ("v", v))}
+    # Not torch.Size.numel(), which needs numbers where a graph has symbols.
+    of_row = {name: math.prod((*x.shape[:rows_dim], *x.shape[rows_dim + 1 :])) for name, x in (("q", q), ("k", k), ("v", v))}
     groups = _groups(q, k, rows, o, heads_dim, (of_row["k"] + of_row["v"]) * rows.total * q.element_size())
     sizes = _sizes(of_row, q, v, rows, groups)
     balance = rows.balance(o["causal"], o["window"])
     if move == "ring" and rows.ranks > 1:
-        why_not = no_keys or _why_not_ring(rows, o, q.device.type)
+        why_not = no_keys or _why_not_ring(rows, o)
         if why_not:
             raise NotImplementedError(f"{why_not.replace(_KEYS, _RING)}; accepted: move='keys' or 'heads', where they can compute it")
     move, reason = _choose(rows, move, no_keys, no_heads, sizes, balance, o)
-    call = Call(q, k, v, rows, o, rows_dim, heads_dim, move, reason, groups, balance, sizes)
-    if move in ("keys", "ring"):
-        _check_planes(call)
+    call = Call(q, k, v, rows, o, rows_dim, heads_dim, move, reason, groups, balance, sizes, through)
+    if move != "none":
+        _check_sizes(call)
     return call
 
 
@@ -133,6 +137,11 @@ def short(dtype: torch.dtype) -> str:
 def has_queries(plane: Optional[Tensor]) -> bool:
     """Whether a bias or mask has rows, instead of being broadcast over them."""
     return plane is not None and plane.dim() >= 2 and plane.shape[-2] != 1
+
+
+def _may_have_queries(rows: Rows, plane: Optional[Tensor]) -> bool:
+    """has_queries() as every rank sees it: a rank with one row cannot tell its row from one that is broadcast."""
+    return has_queries(plane) or (plane is not None and plane.dim() >= 2 and rows.kind != "packed" and 1 in rows.counts)
 
 
 def has_band(o: dict[str, Any]) -> bool:
@@ -158,9 +167,7 @@ def moves_by_lengths(o: dict[str, Any]) -> bool:
 _KEYS, _RING = "move='keys'", "move='ring'"
 
 
-def _why_not_ring(rows: Rows, o: dict[str, Any], device_type: str) -> str:
-    if not _call.has_sums(device_type):
-        return f"move: 'ring', with results that are accumulated, which kernels of {device_type} do not do"
+def _why_not_ring(rows: Rows, o: dict[str, Any]) -> str:
     for name in PLANES:
         if rows.kind == "packed" and o[name] is not None:
             return f"{name}: given, with move='ring' and packed rows: the sequences' pieces begin at different keys of it"
@@ -206,7 +213,7 @@ def _why_not_keys(rows: Rows, o: dict[str, Any]) -> str:
 def _same_lengths(a: Optional[Tensor], b: Optional[Tensor]) -> bool:
     if a is None or b is None or a is b:
         return a is b
-    return a.device.type == "cpu" and torch.equal(a.long(), b.long())
+    return type(a) is type(b) is Tensor and a.device.type == "cpu" and torch.equal(a.long(), b.long())
 
 
 def _why_not_heads(k: Tensor, rows: Rows, heads_dim: int) -> str:
@@ -268,7 +275,7 @@ def _choose(
         return "heads", f"keys cannot: {no_keys}"
     if no_heads:
         return "keys", f"heads cannot: {no_heads}"
-    planes = [name for name in PLANES if has_queries(o[name])]
+    planes = [name for name in PLANES if _may_have_queries(rows, o[name])]
     if planes:
         return "keys", f"{planes[0]} has queries, which are this rank's rows"
     if balance > 1.2:
@@ -292,26 +299,39 @@ def _one_node(rows: Rows) -> bool:
     return len({dist.get_global_rank(rows.group, r) // local for r in range(rows.ranks)}) == 1
 
 
-def _check_planes(call: Call) -> None:
-    """Sizes that slices would otherwise hide or report as those of a part."""
-    packed = call.rows.kind == "packed"
-    mine, total = (call.rows.longest,) * 2 if packed else (call.rows.counts[call.rank], call.rows.total)
-    which = "the rows and keys of whole sequences" if packed else "this rank's rows, all keys"
-    heads = call.heads(call.q)
+def _check_sizes(call: Call) -> None:
+    """Sizes that slices would otherwise hide or report as those of a part. Every rank checks them before the first collective: if one
+    rank refuses them later, the others wait for it."""
+    rows, o = call.rows, call.options
+    packed, heads, entries = rows.kind == "packed", call.heads(call.q), entries_of(call)
+    over_heads = rows.over_heads if call.move == "both" else rows if call.move == "heads" else None
+    over_keys = rows.over_keys if call.move == "both" else None if call.move == "heads" else rows
+    own_heads = heads if over_heads is None else heads // over_heads.ranks
+    keys = rows.longest if packed else rows.total
+    queries = keys if packed or over_keys is None else over_keys.counts[over_keys.rank or 0]
+    which = "the rows and keys of whole sequences" if packed else f"{'all' if over_keys is None else 'these'} rows, all keys"
     for name in PLANES:
-        plane = call.options[name]
+        plane = o[name]
         if plane is None:
             continue
-        sizes = (plane.shape[-3:] if plane.dim() >= 3 else (1,) * (3 - plane.dim()) + tuple(plane.shape))
-        if sizes[0] not in (1, heads) or sizes[1] not in (1, mine) or sizes[2] not in (1, total):
+        levels = tuple(plane.shape[:-3])
+        sizes = (1,) * (3 - plane.dim()) + tuple(plane.shape[-3:])
+        fits = sizes[1] == queries and sizes[0] in (1, own_heads) or sizes[1] == 1 and sizes[0] in (1, heads)
+        fits &= sizes[2] in (1, keys) and len(levels) <= len(entries)
+        if not fits or any(n not in (1, m) for n, m in zip(levels[::-1], entries[::-1])):
+            whose = "all heads" if own_heads == heads else f"this rank's {own_heads} heads; of all {heads} heads without queries"
+            wanted = ", ".join(map(str, (*entries, own_heads, queries, keys)))
             raise ValueError(
-                f"{name}: shape {shape_text(plane.shape)}; accepted with move={call.move!r}: broadcastable to (B, {heads}, {mine}, "
-                f"{total}): all heads, {which}"
+                f"{name}: shape {shape_text(plane.shape)}; accepted with move={call.move!r}: broadcastable to ({wanted}): {which}, {whose}"
             )
-    for name in ("sink", "alibi_slopes"):
-        x = call.options[name]
-        if x is not None and (x.dim() == 0 or x.shape[-1] != heads):
+    for name in ("sink", "alibi_slopes", "dropout_streams"):
+        x = o[name]
+        if x is not None and (x.dim() == 0 or x.shape[-1] not in ((1, heads) if name == "dropout_streams" else (heads,))):
             raise ValueError(f"{name}: shape {shape_text(x.shape)}; accepted: {heads} heads, those of q on every rank")
+    for name in ("seqused_q", "seqused_k"):
+        x, count = o[name], math.prod(entries)
+        if x is not None and x.shape != (count,):
+            raise ValueError(f"{name}: shape {shape_text(x.shape)}; accepted: (B), {count}")
 
 
 def arguments_of(q: Any, k: Any, v: Any, o: dict[str, Any], **more: Any) -> Arguments:
@@ -337,7 +357,7 @@ def streams_of(entries: tuple[int, ...], heads: int, o: dict[str, Any], first: i
     if streams is None:
         if o["dropout_p"] == 0 or count == heads:
             return None
-        streams = torch.arange(torch.Size(entries).numel() * heads, device=device).view(*entries, heads)
+        streams = torch.arange(math.prod(entries) * heads, device=device).view(*entries, heads)
     return streams if streams.shape[-1] == 1 else streams.narrow(-1, first, count)
 
 
@@ -352,6 +372,8 @@ def draw_seed(call: Call) -> Any:
     """The first rank's, if one has to be drawn. Every rank draws, so that their generators stay in step."""
     if call.options["seed"] is not None or call.options["dropout_p"] == 0:
         return call.options["seed"]
+    if call.through is not None:
+        return call.through.draw_seed(call)
     return _rows.broadcast_first(call.rows, _operators.draw_seed([call.q]), "the seed of dropout")
 
 

@@ -7,7 +7,7 @@ gradients are formed by the same calls. Those of the keys are summed over pieces
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -23,24 +23,41 @@ from ._rows import Piece, Rows
 
 
 def by_keys(call: Call) -> tuple[Tensor, Tensor]:
-    o = call.options
-    call = call._replace(options={**o, "seed": draw_seed(call)})
-    out, lse = _Keys.apply(call, call.q, call.k, call.v, o["bias"], o["bias2"], o["sink"])
-    return out, lse
+    call = call._replace(options={**call.options, "seed": draw_seed(call)})
+    return differentiable(call, "keys", keys_forward, keys_backward)
 
 
 NAMED = ("q", "k", "v", "bias", "bias2", "sink")
 
 
-def with_tensors(call: Call, tensors: Any) -> Call:
-    """The call with other tensors in place of those that have gradients."""
-    return call._replace(q=tensors[0], k=tensors[1], v=tensors[2], options={**call.options, **dict(zip(NAMED[3:], tensors[3:]))})
+def differentiable(call: Call, way: str, forward: Any, backward: Any) -> tuple[Tensor, Tensor]:
+    """out and lse, by the two functions that compute a call and its gradients."""
+    o = call.options
+    if call.through is not None:
+        forward, backward = call.through.ways(way)
+    out, lse = _Moved.apply(call, forward, backward, call.q, call.k, call.v, o["bias"], o["bias2"], o["sink"])
+    return out, lse
 
 
-def joined(tensors: Iterable[Tensor], rows_dim: int, rows: int) -> tuple[Tensor, list[torch.Size]]:
-    """Of each row those of k, then those of v, and what split() needs."""
-    first = [x.movedim(rows_dim, 0) for x in tensors]
-    return torch.cat([x.reshape(rows, x.shape[1:].numel()) for x in first], 1), [x.shape[1:] for x in first]
+def _with_tensors(call: Call, tensors: Any, others: dict[str, Optional[Tensor]]) -> Call:
+    """The call with other tensors in place of those that have gradients, and some in place of others."""
+    named = dict(zip(NAMED[3:], tensors[3:]))
+    return call._replace(q=tensors[0], k=tensors[1], v=tensors[2], options={**call.options, **named, **others})
+
+
+def shapes_of(tensors: Iterable[Tensor], rows_dim: int) -> list[torch.Size]:
+    """Of a row."""
+    return [x.movedim(rows_dim, 0).shape[1:] for x in tensors]
+
+
+def width(shapes: list[torch.Size]) -> int:
+    return sum(shape.numel() for shape in shapes)
+
+
+def put(whole: Tensor, rows_dim: int, tensors: Sequence[Tensor]) -> None:
+    """Copies tensors so that each row has the elements of the first one, then those of the next one."""
+    for room, x in zip(split(whole, rows_dim, shapes_of(tensors, rows_dim)), tensors):
+        room.copy_(x)
 
 
 def split(whole: Any, rows_dim: int, shapes: list[torch.Size]) -> list[Tensor]:
@@ -49,25 +66,29 @@ def split(whole: Any, rows_dim: int, shapes: list[torch.Size]) -> list[Tensor]:
     return [part.unflatten(1, shape).movedim(0, rows_dim) for part, shape in zip(parts, shapes)]
 
 
-class _Keys(torch.autograd.Function):
+class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Any) -> Any:
-        out, lse = keys_forward(with_tensors(call, tensors))
+    def forward(ctx: Any, call: Call, forward: Any, backward: Any, *tensors: Any) -> Any:
+        others = {name: x for name, x in call.options.items() if isinstance(x, Tensor) and name not in NAMED}
+        out, lse = forward(_with_tensors(call, tensors, {}))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, out, lse)
-        ctx.call = with_tensors(call, (None,) * len(NAMED))
+        # All of the call's tensors, so that PyTorch refuses a backward after one of them was changed in place.
+        ctx.save_for_backward(*tensors, out, lse, *others.values())
+        ctx.others = list(others)
+        ctx.call = _with_tensors(call, (None,) * len(NAMED), dict.fromkeys(others))
+        ctx.gradients = backward
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Optional[Tensor], grad_lse: Optional[Tensor]) -> tuple[Any, ...]:
-        *tensors, out, lse = ctx.saved_tensors
-        need = ctx.needs_input_grad[1:]
+        saved = ctx.saved_tensors
+        tensors, (out, lse), others = saved[: len(NAMED)], saved[len(NAMED) :][:2], saved[len(NAMED) + 2 :]
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        call = with_tensors(ctx.call, tensors)
+        call = _with_tensors(ctx.call, tensors, dict(zip(ctx.others, others)))
         with saying_rank(call.rows):
-            return (None, *keys_backward(call, need, grad_out, grad_lse, out, lse))
+            return (None, None, None, *ctx.gradients(call, ctx.needs_input_grad[3:], grad_out, grad_lse, out, lse))
 
 
 class Part(NamedTuple):
@@ -86,7 +107,12 @@ def _parts(call: Call) -> list[Part]:
     """One for each piece of a dense rank; for packed rows one for the first pieces of all sequences, and one for the second ones."""
     if call.rows.kind == "packed":
         return _packed_parts(call)
-    return [_dense_part(call, piece, at) for piece, at in with_places(call.rows.mine)]
+    return [_dense_part(call, piece, at) for piece, at in with_places(some(call.rows.mine))]
+
+
+def some(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    """A rank without rows has a call, too. It computes nothing, but refuses what those of the other ranks refuse: nobody waits for it."""
+    return pieces or (Piece(0, 0, 0),)
 
 
 def with_places(pieces: tuple[Piece, ...]) -> Iterator[tuple[Piece, int]]:
@@ -140,7 +166,7 @@ def packed_numbers(rows: Rows, rank: int, device: Any) -> list[Numbers]:
     def made() -> list[Numbers]:
         seen: set[int] = set()
         numbers: list[list[tuple[Piece, int]]] = [[], []]
-        for piece, at in with_places(rows.pieces[rank]):
+        for piece, at in with_places(some(rows.pieces[rank]) if rows.lengths else ()):
             numbers[piece.sequence in seen].append((piece, at))
             seen.add(piece.sequence)
         found = []
@@ -181,21 +207,24 @@ class _Group:
         self.first_query = number * self.queries
         self.first_key = number * self.keys
         self.pending: Any = None
-        self.shapes: list[torch.Size] = []
+        self.gathered: list[Tensor] = []  # k and v
 
     def start(self) -> _Group:
         """Begins to gather its keys and values."""
         call = self.call
-        mine = (x.narrow(call.heads_dim, self.first_key, self.keys) for x in (call.k, call.v))
-        here, self.shapes = joined(mine, call.rows_dim, call.rows.count)
-        self.pending = _rows.start_gather(call.rows, here, "keys and values")
+        mine = [self.of_keys(x) for x in (call.k, call.v)]
+        self.shapes = shapes_of(mine, call.rows_dim)
+        whole = _rows.by_ranks(call.rows, width(self.shapes), call.k)
+        put(_rows.of_this_rank(call.rows, whole)[: call.rows.count], call.rows_dim, mine)
+        self.pending = _rows.start_gather(call.rows, whole, "keys and values")
         return self
 
-    def gathered(self) -> tuple[Tensor, Tensor]:
-        whole = _rows.end_gather(self.pending)
+    def end(self) -> None:
+        self.gathered = self.split(_rows.end_gather(self.pending))
         self.pending = None
-        k, v = self.split(whole)
-        return k, v
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        return x.narrow(self.call.heads_dim, self.first_key, self.keys)
 
     def split(self, whole: Any) -> list[Tensor]:
         return split(whole, self.call.rows_dim, self.shapes)
@@ -243,9 +272,10 @@ class _Group:
     def of_heads(self, x: Optional[Tensor]) -> Any:
         return None if x is None else x.narrow(-1, self.first_query, self.queries)
 
-    def arguments(self, part: Part, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    def arguments(self, part: Part) -> tuple[Any, ...]:
         call, o = self.call, self.call.options
         q = self.of_queries_alone(call.q, part)
+        k, v = self.gathered
         if call.rows.kind != "packed":
             k, v = (x.narrow(call.rows_dim, 0, part.end) for x in (k, v))
         planes = {name: self.plane(o[name], part) for name in PLANES}
@@ -265,12 +295,15 @@ class _Group:
 
 
 def _groups_ahead(call: Call) -> Iterator[_Group]:
-    """The groups of heads. The next one's gather is started before one is computed."""
-    following: Optional[_Group] = _Group(call, 0).start()
-    for number in range(call.groups):
-        group: Any = following
-        following = _Group(call, number + 1).start() if number + 1 < call.groups else None
+    """The groups of heads. The next one's gather is started before one is computed, but only when this one's is done and put in order:
+    so there are never more than two groups' keys and values."""
+    group = _Group(call, 0).start()
+    for number in range(1, call.groups + 1):
+        group.end()
+        following = _Group(call, number).start() if number < call.groups else group
         yield group
+        group.gathered = []
+        group = following
 
 
 def keys_forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -280,12 +313,12 @@ def keys_forward(call: Call) -> tuple[Tensor, Tensor]:
     lse = _call.new_lse(whole, _call.lse_shape(whole))
     parts = _parts(call)
     for group in _groups_ahead(call):
-        k, v = group.gathered()
         for part in parts:
-            found, found_lse = _call.compute(group.arguments(part, k, v), with_lse=True)
+            found, found_lse = _call.compute(group.arguments(part), with_lse=True)
             group.of_queries_alone(out, part).copy_(found)
             assert found_lse is not None
             group.of_lse(lse, part).copy_(found_lse)
+            del found, found_lse  # before the next ones are made
     return out, lse
 
 
@@ -294,63 +327,60 @@ def keys_backward(
 ) -> list[Optional[Tensor]]:
     o, rows = call.options, call.rows
     wants = dict(zip(NAMED, need))
-    sums = _rows.wide(call.q.dtype)
-    grad_q = torch.empty_like(call.q) if wants["q"] else None
+    grads: dict[str, Tensor] = {}
+    for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
+        if wants[name]:  # kernels of a GPU write where the columns of a row are adjacent
+            adjacent = x.stride(-1) == 1 or x.device.type == "cpu"
+            grads[name] = torch.empty_like(x, memory_format=torch.preserve_format if adjacent else torch.contiguous_format)
     # Of biases and the sink: what parts write each once, and what is summed over them.
-    written: dict[str, Tensor] = {}
     summed: dict[str, Tensor] = {}
     for name in NAMED[3:]:
         if wants[name]:
             if name != "sink" and has_queries(o[name]) and rows.kind != "packed":
-                written[name] = torch.zeros_like(o[name])
+                grads[name] = torch.zeros_like(o[name])
             else:
                 summed[name] = torch.zeros_like(o[name], dtype=_rows.wide(o[name].dtype))
-    of_keys = wants["k"] or wants["v"]
+
+    def add(group: _Group, part: Part, of_keys: list[Tensor]) -> None:
+        """A part's gradients."""
+        if rows.kind != "packed":
+            of_keys = [x.narrow(call.rows_dim, 0, part.end) for x in of_keys]
+        into = [group.of_queries_alone(grads["q"], part)] if wants["q"] else []
+        sums = {name: x for name, x in zip("kv", of_keys) if wants[name]}
+        found = _call.backward(
+            group.of_queries_alone(grad_out, part), None if grad_lse is None else group.of_lse(grad_lse, part).contiguous(),
+            group.of_queries_alone(out, part), group.of_lse(lse, part).contiguous(), list(need), *group.arguments(part),
+            into=into, sums=sums,
+        )  # fmt: skip
+        for name, grad in zip([name for name in NAMED[3:] if wants[name]], found[len(into) + len(sums) :]):
+            if name in grads:
+                group.plane(grads[name], part).add_(grad)
+            elif name == "sink":
+                group.of_heads(summed[name]).add_(grad)
+            else:
+                group.add_plane(summed[name], part, grad)
+
+    def end(group: _Group, pending: _rows.Pending) -> None:
+        for name, grad in zip("kv", group.split(_rows.end_scatter(pending))):
+            if wants[name]:
+                group.of_keys(grads[name]).copy_(grad)
+
     parts = _parts(call)
-    scattered = []
+    before: Any = None
     # A broadcast over heads is summed over groups, too; _groups() avoids that where it would cost bits.
     for group in _groups_ahead(call):
-        k, v = group.gathered()
-        if of_keys:
-            total = torch.zeros(rows.total, sum(shape.numel() for shape in group.shapes), dtype=sums, device=call.q.device)
-            grads_of_keys = group.split(total)
+        if not (wants["k"] or wants["v"]):
+            for part in parts:
+                add(group, part, [])
+            continue
+        total = _rows.by_ranks(rows, width(group.shapes), call.q, _rows.wide(call.q.dtype)).zero_()
         for part in parts:
-            arguments = group.arguments(part, k, v)
-            into: dict[str, Tensor] = {}
-            if of_keys and _call.has_sums(call.q.device.type):
-                whole = rows.kind == "packed"
-                views = (x if whole else x.narrow(call.rows_dim, 0, part.end) for x in grads_of_keys)
-                into = {name: view for name, view in zip("kv", views) if wants[name]}
-            found = iter(_call.backward(
-                group.of_queries_alone(grad_out, part), None if grad_lse is None else group.of_lse(grad_lse, part).contiguous(),
-                group.of_queries_alone(out, part), group.of_lse(lse, part).contiguous(), list(need), *arguments,
-                sums=into,
-            ))  # fmt: skip
-            if grad_q is not None:
-                group.of_queries_alone(grad_q, part).copy_(next(found))
-            for index, name in enumerate(("k", "v")):
-                grad = next(found) if wants[name] else None
-                if grad is not None and name not in into:
-                    total_of = grads_of_keys[index]
-                    (total_of if rows.kind == "packed" else total_of.narrow(call.rows_dim, 0, part.end)).add_(grad)
-            for name in NAMED[3:]:
-                if wants[name]:
-                    grad = next(found)
-                    if name in written:
-                        group.plane(written[name], part).add_(grad)
-                    elif name == "sink":
-                        group.of_heads(summed[name]).add_(grad)
-                    else:
-                        group.add_plane(summed[name], part, grad)
-        if of_keys:
-            scattered.append((group, _rows.start_scatter(rows, total, "the gradients of keys and values")))
-    grads: dict[str, Any] = {"q": grad_q, **written}
-    grads.update({name: total.to(o[name].dtype) for name, total in summed.items()})
-    for name, like in (("k", call.k), ("v", call.v)):
-        grads[name] = torch.empty_like(like) if wants[name] else None
-    for group, pending in scattered:
-        mine = _rows.end_scatter(pending)
-        for name, found_grad in zip("kv", group.split(mine)):
-            if wants[name]:
-                grads[name].narrow(call.heads_dim, group.first_key, group.keys).copy_(found_grad)
-    return [grads.get(name) for name in NAMED]
+            add(group, part, group.split(total[: rows.total]))
+        if before is not None:  # no more than two groups' sums
+            end(*before)
+            before = None
+        before = group, _rows.start_scatter(rows, total, "the gradients of keys and values", own=True)
+        del total
+    if before is not None:
+        end(*before)
+    return [grads[name] if name in grads else summed[name].to(o[name].dtype) if name in summed else None for name in NAMED]

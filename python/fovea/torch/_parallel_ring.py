@@ -12,38 +12,16 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import _attention, _call, _rows
 from ._call import Shard
-from ._parallel_call import PLANES, Call, arguments_of, draw_seed, is_positional, saying_rank
-from ._parallel_keys import NAMED, joined, packed_numbers, positions_of, split, with_places, with_tensors
+from ._parallel_call import PLANES, Call, arguments_of, draw_seed, is_positional
+from ._parallel_keys import NAMED, differentiable, packed_numbers, positions_of, put, shapes_of, some, split, width, with_places
 
 
 def by_ring(call: Call) -> tuple[Tensor, Tensor]:
-    o = call.options
-    call = call._replace(options={**o, "seed": draw_seed(call)})
-    out, lse = _Ring.apply(call, call.q, call.k, call.v, o["bias"], o["bias2"], o["sink"])
-    return out, lse
-
-
-class _Ring(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Any) -> Any:
-        call = with_tensors(call, tensors)
-        out, lse = _forward(call)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, out, lse)
-        ctx.call = with_tensors(call, (None,) * len(NAMED))
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Optional[Tensor], grad_lse: Optional[Tensor]) -> tuple[Any, ...]:
-        *tensors, out, lse = ctx.saved_tensors
-        call = with_tensors(ctx.call, tensors)
-        with saying_rank(call.rows):
-            return (None, *_backward(call, ctx.needs_input_grad[1:], torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, out, lse))
+    call = call._replace(options={**call.options, "seed": draw_seed(call)})
+    return differentiable(call, "ring", ring_forward, ring_backward)
 
 
 class Side(NamedTuple):
@@ -60,7 +38,7 @@ class Side(NamedTuple):
 def _sides(call: Call, rank: int) -> list[Side]:
     rows = call.rows
     if rows.kind != "packed":
-        return [Side(at, piece.rows, piece.start) for piece, at in with_places(rows.pieces[rank])]
+        return [Side(at, piece.rows, piece.start) for piece, at in with_places(some(rows.pieces[rank]))]
     return [Side(n.first, n.rows, 0, n.starts, n.ends, n.longest) for n in packed_numbers(rows, rank, call.q.device)]
 
 
@@ -119,23 +97,26 @@ class _Pair:
         return arguments if all(given is None for given in self.shard) else (*arguments, *self.shard)
 
 
-def _steps(call: Call) -> Iterator[tuple[int, Tensor, Tensor, list[_Pair]]]:
+def _steps(call: Call) -> Iterator[tuple[int, list[Tensor], list[_Pair]]]:
     """The number of each step, the keys and values that this rank has in it, and its calls. The next ones are on their way meanwhile."""
     rows = call.rows
-    here, shapes = joined((call.k, call.v), call.rows_dim, rows.count)
-    here = _rows.padded(rows, here)
+    shapes = shapes_of((call.k, call.v), call.rows_dim)
+    here = call.k.new_empty(max(rows.counts), width(shapes))
+    put(here[: rows.count], call.rows_dim, (call.k, call.v))
     mine = _sides(call, call.rank)
     for step in range(rows.ranks):
         owner = (call.rank - step) % rows.ranks
         pending = _rows.start_round(rows, here, "keys and values", 0) if step + 1 < rows.ranks else None
-        k, v = split(here, call.rows_dim, shapes)
         pairs = [_Pair(call, queries, keys) for queries in mine for keys in _sides(call, owner)]
-        yield step, k, v, pairs
-        if pending is not None:
-            here = pending.wait()
+        try:
+            yield step, split(here, call.rows_dim, shapes), pairs
+        finally:  # after an error, too: what is on its way would meet the group's next calls
+            if pending is not None:
+                here = pending.wait()
+                pending = None  # it has what was sent
 
 
-def _forward(call: Call) -> tuple[Tensor, Tensor]:
+def ring_forward(call: Call) -> tuple[Tensor, Tensor]:
     rows, sink = call.rows, call.options["sink"]
     packed = {"cu_seqlens_q": call.q} if rows.kind == "packed" else {}
     whole = arguments_of(call.q, call.k, call.v, call.options, **packed)
@@ -144,10 +125,11 @@ def _forward(call: Call) -> tuple[Tensor, Tensor]:
     lse = _call.new_lse(whole, _call.lse_shape(whole)).fill_(-torch.inf)
     if sink is not None:  # a logit without a value: where results begin
         lse.copy_(sink[:, None].expand_as(lse))
-    for _, k, v, pairs in _steps(call):
+    for _, (k, v), pairs in _steps(call):
         for pair in pairs:
             if not pair.is_empty():
                 _call.merge(pair.arguments(k, v, False), pair.rows(out, call.rows_dim), pair.rows(lse, -1))
+        del k, v  # before the next ones come
     if call.options["seqused_q"] is not None and sink is not None:
         _clear(call, lse)
     return out.to(call.q.dtype), lse
@@ -165,44 +147,49 @@ def _clear(call: Call, lse: Tensor) -> None:
         lse.masked_fill_(missing.view(*lse.shape[:-2], 1, lse.shape[-1]), -torch.inf)
 
 
-def _backward(call: Call, need: Any, grad_out: Tensor, grad_lse: Optional[Tensor], out: Tensor, lse: Tensor) -> list[Optional[Tensor]]:
+def ring_backward(
+    call: Call, need: Any, grad_out: Tensor, grad_lse: Optional[Tensor], out: Tensor, lse: Tensor
+) -> list[Optional[Tensor]]:
     rows, o = call.rows, call.options
     wants = dict(zip(NAMED, need))
     given = {"q": call.q, **{name: o[name] for name in NAMED[3:]}}
     totals = {
         name: torch.zeros(x.shape, dtype=_rows.wide(x.dtype), device=x.device) for name, x in given.items() if wants[name]
     }
+
+    def add(pair: _Pair, k: Tensor, v: Tensor, of_keys: Any, with_sink: bool) -> None:
+        into = {name: pair.of_keys(x) for name, x in zip("kv", of_keys) if wants[name]}
+        for name, total in totals.items():
+            if name == "q":
+                into[name] = pair.rows(total, call.rows_dim)
+            elif name != "sink":
+                into[name] = pair.plane(total)
+            elif with_sink:
+                into[name] = total
+        _call.backward(
+            pair.rows(grad_out, call.rows_dim), None if grad_lse is None else pair.rows(grad_lse, -1).contiguous(),
+            pair.rows(out, call.rows_dim), pair.rows(lse, -1).contiguous(), [name in into for name in NAMED],
+            *pair.arguments(k, v, with_sink), sums=into,
+        )  # fmt: skip
+
     of_keys = wants["k"] or wants["v"]
+    shapes = shapes_of((call.k, call.v), call.rows_dim)
     pending: Any = None
-    for step, k, v, pairs in _steps(call):
-        shapes = [x.movedim(call.rows_dim, 0).shape[1:] for x in (k, v)]
-        sums = torch.zeros(max(rows.counts), sum(shape.numel() for shape in shapes), dtype=_rows.wide(call.q.dtype), device=call.q.device)
-        grads_of_keys = dict(zip("kv", split(sums, call.rows_dim, shapes)))
-        with_sink = wants["sink"] and step == 0
+    for step, (k, v), pairs in _steps(call):
+        sums = call.q.new_zeros(max(rows.counts), width(shapes), dtype=_rows.wide(call.q.dtype))
         done = set()
         for pair in pairs:
             # A row's share of the sink's gradient is that of all keys: one call has it.
-            sink_here = with_sink and pair.queries.first not in done
-            if pair.is_empty() and not sink_here:
-                continue
-            done.add(pair.queries.first)
-            into = {name: pair.of_keys(x) for name, x in grads_of_keys.items() if wants[name]}
-            for name, total in totals.items():
-                if name == "q":
-                    into[name] = pair.rows(total, call.rows_dim)
-                elif name != "sink":
-                    into[name] = pair.plane(total)
-                elif sink_here:
-                    into[name] = total
-            _call.backward(
-                pair.rows(grad_out, call.rows_dim), None if grad_lse is None else pair.rows(grad_lse, -1).contiguous(),
-                pair.rows(out, call.rows_dim), pair.rows(lse, -1).contiguous(), [name in into for name in NAMED],
-                *pair.arguments(k, v, sink_here), sums=into,
-            )  # fmt: skip
+            with_sink = wants["sink"] and step == 0 and pair.queries.first not in done
+            if with_sink or not pair.is_empty():
+                done.add(pair.queries.first)
+                add(pair, k, v, split(sums, call.rows_dim, shapes), with_sink)
         if of_keys:
             if pending is not None:
                 sums += pending.wait()  # what the ranks before had for these keys
+                pending = None
             pending = _rows.start_round(rows, sums, "the gradients of keys and values", 1)
+        del k, v, sums  # before the next ones are made
     grads: dict[str, Any] = {name: total.to(given[name].dtype) for name, total in totals.items()}
     if of_keys:
         mine = pending.wait()[: rows.count]

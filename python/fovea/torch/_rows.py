@@ -9,13 +9,20 @@ Everything about a plan is known on the host. No length is read from a device af
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import itertools
+import json
 import operator
+import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn, Optional, Union
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from .. import _abi, _library
 
 
 class Piece(NamedTuple):
@@ -57,17 +64,20 @@ class Rows:
         1.0
     """
 
-    def __init__(self, kind: str, lengths: Sequence[int], pieces: Sequence[Sequence[Piece]], group: Any, ordered: bool = False) -> None:
+    def __init__(self, kind: str, lengths: Sequence[int], group: Any, ranks: int, block: int, head_ranks: int = 1) -> None:
+        self._asked = (kind, tuple(lengths), ranks, head_ranks, block)
+        plan = _plan(*self._asked)
         self.kind = kind
         self.lengths = tuple(lengths)
         self.total = sum(lengths)
         self.longest = max(lengths, default=0)
-        self.ranks = len(pieces)
-        self.pieces = tuple(tuple(mine) if ordered else _in_memory_order(mine) for mine in pieces)
+        self.ranks = ranks * head_ranks
+        self.pieces = plan.pieces
         # Of a mesh of two dimensions: the plan over its first one, and the one that shares out the rows of this rank's place there.
         self.over_keys: Optional[Rows] = None
         self.over_heads: Optional[Rows] = None
-        self.counts = tuple(sum(piece.rows for piece in mine) for mine in self.pieces)
+        self.part_of: Optional[Rows] = None  # of these two: the plan over both, by whose ranks errors are named
+        self.counts = plan.counts
         self.group = None if isinstance(group, int) else group
         self.rank: Optional[int] = None if isinstance(group, int) else dist.get_rank(group)
         first = [0]
@@ -75,6 +85,7 @@ class Rows:
             first.append(first[-1] + length)
         self.first = tuple(first)  # of each sequence, among the rows of all
         self._tensors: dict[Any, Any] = {}
+        self._name_groups(self.group)
 
     @classmethod
     def zigzag(cls, seqlen: int, group: Any = None, *, block: int = 128) -> Rows:
@@ -95,8 +106,7 @@ class Rows:
         if _is_mesh(group):
             return _over_mesh(lambda part: cls.zigzag(seqlen, part, block=block), group, block)
         group, ranks = _group(group)
-        length = _number("seqlen", seqlen, 0)
-        return cls("zigzag", (length,), _zigzag(0, length, range(ranks), ranks, _number("block", block, 1)), group)
+        return cls("zigzag", (_number("seqlen", seqlen, 0),), group, ranks, _number("block", block, 1))
 
     @classmethod
     def contiguous(cls, seqlen: int, group: Any = None, *, block: int = 128) -> Rows:
@@ -107,10 +117,7 @@ class Rows:
         if _is_mesh(group):
             return _over_mesh(lambda part: cls.contiguous(seqlen, part, block=block), group, block)
         group, ranks = _group(group)
-        length = _number("seqlen", seqlen, 0)
-        ends = _cuts(length, ranks, _number("block", block, 1))
-        pieces = [[Piece(0, ends[r], ends[r + 1] - ends[r])] for r in range(ranks)]
-        return cls("contiguous", (length,), pieces, group)
+        return cls("contiguous", (_number("seqlen", seqlen, 0),), group, ranks, _number("block", block, 1))
 
     @classmethod
     def packed(cls, cu_seqlens: Union[Tensor, Sequence[int]], group: Any = None, *, block: int = 128) -> Rows:
@@ -136,7 +143,7 @@ class Rows:
         lengths = [b - a for a, b in zip(ends, ends[1:])]
         if not ends or ends[0] != 0 or min(lengths, default=0) < 0:
             raise ValueError(f"cu_seqlens: {ends}; accepted: B + 1 numbers from 0 on that never decrease")
-        return cls("packed", lengths, _packed(lengths, ranks, _number("block", block, 1)), group)
+        return cls("packed", lengths, group, ranks, _number("block", block, 1))
 
     def __repr__(self) -> str:
         what = f"{len(self.lengths)} sequences of {self.total} rows" if self.kind == "packed" else f"{self.total} rows"
@@ -176,13 +183,8 @@ class Rows:
         Returns:
             float: At least 1.0.
         """
-        left, right = window
-        if causal:
-            right = 0
-        pairs = [
-            sum(_pairs(piece.start, piece.rows, self.lengths[piece.sequence], left, right) for piece in mine) for mine in self.pieces
-        ]
-        return max(pairs) * len(pairs) / sum(pairs) if sum(pairs) else 1.0
+        found: float = self._cached(("balance", causal, window), lambda: _balance(*self._asked, causal, window))
+        return found
 
     def take(self, x: Tensor, dim: int) -> Tensor:
         """This rank's rows of a tensor that every rank has whole. Nothing is communicated.
@@ -234,6 +236,15 @@ class Rows:
 
     # ---- for the code of this package ----
 
+    def _name_groups(self, *groups: Any) -> None:
+        """`handle` names this plan in a graph. PyTorch keeps compiled graphs for other processes, by their text: so it also has what the
+        graph of a call depends on, the rank first of all."""
+        names = [group.group_name for group in groups if group is not None]
+        more = (self.rank, os.environ.get("LOCAL_WORLD_SIZE"), _library.version())
+        self.handle = json.dumps([*self._asked, names, *more])
+        if names:
+            _known[self.handle] = self
+
     def _rank(self) -> int:
         if self.rank is None:
             raise ValueError(f"{self!r} is a plan without a group; accepted: one made with a process group, or with None for all ranks")
@@ -265,13 +276,85 @@ class Rows:
         found: Tensor = self._cached(("where", device, stride), made)
         return found
 
+    def _in_order(self, stride: Optional[int] = None) -> bool:
+        """Whether rows that lie one rank after the other, as _where() says, are in natural order."""
+        found: bool = self._cached(("in order", stride), lambda: torch.equal(self._where("cpu", stride), torch.arange(self.total)))
+        return found
+
     def _cached(self, key: Any, make: Any) -> Any:
         if key not in self._tensors:
-            self._tensors[key] = make()
+            with torch.inference_mode(False):  # a tensor that is made in inference mode could not be used in training later
+                self._tensors[key] = make()
         return self._tensors[key]
 
 
+_known: weakref.WeakValueDictionary[str, Rows] = weakref.WeakValueDictionary()
+
+
+def of_handle(handle: str) -> Rows:
+    """The plan that a graph names. It is made again where it is gone, or where the graph is from another process."""
+    found = _known.get(handle)
+    if found is None:
+        kind, lengths, ranks, head_ranks, block, names, *_ = json.loads(handle)
+        c10d: Any = dist.distributed_c10d
+        groups = [c10d._resolve_process_group(name) for name in names]
+        if len(groups) > 1:
+            return _over_groups(Rows(kind, lengths, groups[1], ranks, block), *groups)
+        found = Rows(kind, lengths, groups[0], ranks, block)
+    return found
+
+
 # ---- plans ----
+
+
+class _Plan(NamedTuple):
+    pieces: tuple[tuple[Piece, ...], ...]
+    counts: tuple[int, ...]
+
+
+_KINDS = {"zigzag": _abi.ROWS_ZIGZAG, "contiguous": _abi.ROWS_CONTIGUOUS, "packed": _abi.ROWS_PACKED}
+
+
+def _plan(kind: str, lengths: Sequence[int], ranks: int, head_ranks: int, block: int) -> _Plan:
+    """By the library, whose planner C, C++ and the command have, too."""
+    asked = _asked(kind, lengths, ranks, head_ranks, block)
+    needed = _planned(asked, lengths)
+    array: Any = ctypes.c_int64 * (ranks * head_ranks)
+    rows, piece_counts, numbers = array(), array(), (ctypes.c_int64 * (3 * needed))()
+    asked.rows, asked.piece_counts = ctypes.addressof(rows), ctypes.addressof(piece_counts)
+    asked.pieces, asked.piece_capacity = ctypes.addressof(numbers), needed
+    _planned(asked, lengths)
+    pieces = map(Piece._make, zip(*[iter(numbers)] * 3))
+    return _Plan(tuple(tuple(itertools.islice(pieces, count)) for count in piece_counts), tuple(rows))
+
+
+def _balance(
+    kind: str, lengths: Sequence[int], ranks: int, head_ranks: int, block: int, causal: bool, window: tuple[int, int]
+) -> float:  # fmt: skip
+    balance = ctypes.c_double()
+    asked = _asked(kind, lengths, ranks, head_ranks, block)
+    asked.flags = _abi.WINDOW | (_abi.CAUSAL if causal else 0)
+    asked.window_left, asked.window_right = (min(max(side, -(2**62)), 2**62) for side in window)
+    asked.balance = ctypes.addressof(balance)
+    _planned(asked, lengths)
+    return balance.value
+
+
+def _asked(kind: str, lengths: Sequence[int], ranks: int, head_ranks: int, block: int) -> _abi.Rows:
+    for name, number in (("ranks", ranks), ("block", block), ("rows", max(lengths, default=0))):
+        if number >= 2**63:  # which ctypes would cut
+            raise ValueError(f"{name}: {number}; accepted: at most 2^31")
+    return _abi.Rows(
+        size=ctypes.sizeof(_abi.Rows), kind=_KINDS[kind], ranks=ranks, head_ranks=head_ranks, block=block, sequences=len(lengths)
+    )
+
+
+def _planned(asked: _abi.Rows, lengths: Sequence[int]) -> int:
+    """Fills the arrays of what is asked. Returns the number of pieces."""
+    given, needed = (ctypes.c_int64 * len(lengths))(*lengths), ctypes.c_int64()
+    asked.lengths = ctypes.addressof(given)
+    _library.check(_library.lib.fovea_rows_plan(ctypes.byref(asked), ctypes.byref(needed)))
+    return needed.value
 
 
 def _group(group: Any) -> tuple[Any, int]:
@@ -300,31 +383,25 @@ def _over_mesh(plan: Callable[[Any], Rows], mesh: Any, block: int) -> Rows:
     """The plan over the first dimension, with each rank's rows shared out, in their order, over the second one."""
     first = plan(mesh.get_group(0))
     members = mesh.shape[1]
-    pieces: list[list[Piece]] = []
-    for mine, count in zip(first.pieces, first.counts):
-        ends = _cuts(count, members, block)
-        for start, stop in zip(ends, ends[1:]):
-            parts, at = [], 0
-            for piece in mine:
-                begin, end = max(start, at), min(stop, at + piece.rows)
-                if begin < end:
-                    parts.append(Piece(piece.sequence, piece.start + begin - at, end - begin))
-                at += piece.rows
-            pieces.append(parts)
     if mesh.size() == dist.get_world_size():
         whole: Any = dist.group.WORLD
     elif mesh.mesh_dim_names:
         whole = mesh._flatten().get_group()
     else:
         raise ValueError("group: a DeviceMesh of some of the ranks, without names; accepted: one with mesh_dim_names")
-    rows = Rows(first.kind, first.lengths, pieces, whole, ordered=True)
-    place = first._rank() * members + dist.get_rank(mesh.get_group(1))
-    if rows.rank != place:
+    rows = _over_groups(first, whole, mesh.get_group(0), mesh.get_group(1))
+    if rows.rank != first._rank() * members + dist.get_rank(mesh.get_group(1)):
         raise ValueError(f"group: a DeviceMesh whose ranks are {mesh.mesh.tolist()}; accepted: ranks in rising order")
-    ends = _cuts(first.count, members, block)
-    shares = [[Piece(0, start, stop - start)] for start, stop in zip(ends, ends[1:])]
+    return rows
+
+
+def _over_groups(first: Rows, whole: Any, keys: Any, heads: Any) -> Rows:
+    block, members = first._asked[-1], dist.get_world_size(heads)
+    rows = Rows(first.kind, first.lengths, whole, first.ranks, block, members)
     rows.over_keys = first
-    rows.over_heads = Rows("contiguous", (first.count,), shares, mesh.get_group(1))
+    rows.over_heads = Rows("contiguous", (first.count,), heads, members, block)
+    first.part_of = rows.over_heads.part_of = rows
+    rows._name_groups(whole, keys, heads)
     return rows
 
 
@@ -338,73 +415,10 @@ def _number(name: str, value: Any, least: int) -> int:
     return number
 
 
-def _pairs(start: int, rows: int, length: int, left: int = -1, right: int = 0) -> int:
-    """Pairs of a piece: row i meets the keys from i - left to i + right that exist; -1 is unbounded."""
-    stop = start + rows
-    behind = length if right < 0 else right
-    before = length if left < 0 else left
-    clipped = min(max(length - 1 - behind, start), stop)  # from here on the last key ends the range
-    last = (start + clipped - 1) * (clipped - start) // 2 + behind * (clipped - start) + (length - 1) * (stop - clipped)
-    inner = min(max(before, start), stop)  # from here on the window begins it
-    first = (inner + stop - 1) * (stop - inner) // 2 - before * (stop - inner)
-    return last - first + rows
-
-
-def _cuts(length: int, parts: int, block: int) -> list[int]:
-    """Where so many parts of a sequence begin and end, all but the last at multiples of a block."""
-    blocks = -(-length // block)
-    return [min(length, block * (part * blocks // parts)) for part in range(parts + 1)]
-
-
-def _zigzag(sequence: int, length: int, members: Sequence[int], ranks: int, block: int) -> list[list[Piece]]:
-    """The pieces of each rank if these ranks share a sequence."""
-    pieces: list[list[Piece]] = [[] for _ in range(ranks)]
-    ends = _cuts(length, 2 * len(members), block)
-    for number, rank in enumerate(members):
-        for part in (number, 2 * len(members) - 1 - number):
-            pieces[rank].append(Piece(sequence, ends[part], ends[part + 1] - ends[part]))
-    return pieces
-
-
-def _packed(lengths: Sequence[int], ranks: int, block: int) -> list[list[Piece]]:
-    """Longest first, each sequence to the ranks that have the least so far. One of more than a quarter of a rank's share of the rows is
-    cut for as many ranks as have two blocks of it."""
-    pieces: list[list[Piece]] = [[] for _ in range(ranks)]
-    share = max(1.0, sum(lengths) / ranks), max(1.0, sum(_pairs(0, length, length) for length in lengths) / ranks)
-    load = [[0.0, 0.0] for _ in range(ranks)]  # rows and pairs, each as a part of a rank's share
-    for sequence in sorted(range(len(lengths)), key=lambda b: -lengths[b]):
-        length = lengths[sequence]
-        if length == 0:
-            continue
-        cut = 4 * length > share[0]
-        wanted = min(ranks, max(1, -(-length // block) // 2)) if cut else 1
-        members = sorted(range(ranks), key=lambda r: (max(load[r]), sum(load[r]), r))[:wanted]
-        given = [[Piece(sequence, 0, length)] if r == members[0] else [] for r in range(ranks)]
-        if wanted > 1:
-            given = _zigzag(sequence, length, sorted(members), ranks, block)
-        for rank, found in enumerate(given):
-            pieces[rank] += found
-            load[rank][0] += sum(piece.rows for piece in found) / share[0]
-            load[rank][1] += sum(_pairs(piece.start, piece.rows, length) for piece in found) / share[1]
-    return pieces
-
-
-def _in_memory_order(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """First the first piece of each sequence, then the second ones. Pieces that touch are one, empty ones are none."""
-    merged: list[Piece] = []
-    for piece in sorted(piece for piece in pieces if piece.rows):
-        last = merged[-1] if merged else None
-        if last and last.sequence == piece.sequence and last.start + last.rows == piece.start:
-            merged[-1] = Piece(last.sequence, last.start, last.rows + piece.rows)
-        else:
-            merged.append(piece)
-    first = {piece.sequence: piece for piece in reversed(merged)}
-    return (*(p for p in merged if first[p.sequence] is p), *(p for p in merged if first[p.sequence] is not p))
-
-
 # ---- collectives ----
 
 def _name(rows: Rows) -> str:
+    rows = rows.part_of or rows
     return f"rank {rows.rank} of {rows.ranks}"
 
 
@@ -439,26 +453,25 @@ class Pending(NamedTuple):
         return self.result
 
 
-def start_gather(rows: Rows, local: Tensor, what: str) -> Pending:
-    """(count, F) of this rank: begins to gather those of all ranks, each padded to the largest number of rows."""
-    if rows.ranks == 1:
-        return Pending(rows, what, None, local)
+def by_ranks(rows: Rows, width: int, like: Tensor, dtype: Optional[torch.dtype] = None) -> Tensor:
+    """Memory for the rows of all ranks, one rank after the other, each with as many as the rank that has the most. Collectives work in
+    it, so that no rank has its own rows twice."""
+    return like.new_empty(rows.ranks * max(rows.counts), width, dtype=dtype)
+
+
+def of_this_rank(rows: Rows, whole: Tensor) -> Tensor:
+    """This rank's place in by_ranks()."""
     most = max(rows.counts)
-    send = local
-    if local.shape[0] != most or not local.is_contiguous():
-        send = local.new_empty(most, local.shape[1])
-        send[: local.shape[0]] = local
-    found = send.new_empty(rows.ranks * most, local.shape[1])
-    with naming(rows, what):
-        work = dist.all_gather_into_tensor(found, send, group=rows.group, async_op=True)
-    return Pending(rows, what, work, found)
+    return whole.narrow(0, (rows.rank or 0) * most, most)
 
 
-def padded(rows: Rows, local: Tensor) -> Tensor:
-    """(count, F) with as many rows as the rank that has the most."""
-    found = local.new_zeros(max(rows.counts), local.shape[1])
-    found[: local.shape[0]] = local
-    return found
+def start_gather(rows: Rows, whole: Tensor, what: str) -> Pending:
+    """by_ranks() with this rank's rows in their place: begins to gather those of the others."""
+    work: Any = None
+    if rows.ranks > 1:
+        with naming(rows, what):
+            work = dist.all_gather_into_tensor(whole, of_this_rank(rows, whole), group=rows.group, async_op=True)
+    return Pending(rows, what, work, whole)
 
 
 def start_round(rows: Rows, tensor: Tensor, what: str, tag: int) -> Pending:
@@ -485,22 +498,28 @@ class _All(NamedTuple):
 
 def end_gather(pending: Pending) -> Tensor:
     """(total, F), in natural order."""
-    found = pending.wait()
-    rows = pending.rows
-    return found.index_select(0, rows._where(found.device, max(rows.counts)))
+    return natural(pending.rows, pending.wait(), max(pending.rows.counts))
 
 
-def start_scatter(rows: Rows, whole: Tensor, what: str) -> Pending:
-    """(total, F), each rank's part of a sum: begins to form the sum over the ranks, of which each gets its own rows."""
+def natural(rows: Rows, found: Tensor, stride: Optional[int] = None) -> Tensor:
+    """(total, F) in natural order, of rows that lie one rank after the other. A copy, where they do not lie so already."""
+    if rows._in_order(stride):
+        return found.narrow(0, 0, rows.total)
+    return found.index_select(0, rows._where(found.device, stride))
+
+
+def start_scatter(rows: Rows, whole: Tensor, what: str, own: bool = False) -> Pending:
+    """(total, F), each rank's part of a sum: begins to form the sum over the ranks, of which each gets its own rows. `own`: `whole` is
+    by_ranks(), with the sum's rows first, and may be overwritten."""
     most = max(rows.counts)
-    padded = whole.new_zeros(rows.ranks * most, whole.shape[1])
-    padded.index_copy_(0, rows._where(whole.device, most), whole)
-    if rows.ranks == 1:
-        return Pending(rows, what, None, padded)
-    found = whole.new_empty(most, whole.shape[1])
-    with naming(rows, what):
-        work = dist.reduce_scatter_tensor(found, padded, group=rows.group, async_op=True)
-    return Pending(rows, what, work, found)
+    ranked = whole
+    if not own or not rows._in_order(most):
+        ranked = by_ranks(rows, whole.shape[1], whole).index_copy_(0, rows._where(whole.device, most), whole[: rows.total])
+    mine, work = of_this_rank(rows, ranked), None
+    if rows.ranks > 1:
+        with naming(rows, what):
+            work = dist.reduce_scatter_tensor(mine, ranked, group=rows.group, async_op=True)
+    return Pending(rows, what, work, mine)
 
 
 def end_scatter(pending: Pending) -> Tensor:
@@ -508,23 +527,31 @@ def end_scatter(pending: Pending) -> Tensor:
     return pending.wait()[: pending.rows.count]
 
 
-def exchange_to_heads(rows: Rows, local: Tensor, what: str) -> Tensor:
-    """(ranks, count, F), this rank's rows of every rank's heads: returns (total, F), all rows of this rank's heads."""
-    found = local.new_empty(rows.total, local.shape[2])
-    _exchange(rows, found, local.flatten(0, 1), rows.counts, [local.shape[1]] * rows.ranks, what)
-    return found.index_select(0, rows._where(found.device))
+def rank_by_rank(rows: Rows, room: Tensor, whole: Tensor) -> None:
+    """The way back: copies rows in natural order into memory where they lie one rank after the other."""
+    if rows._in_order():
+        room.copy_(whole)
+    else:
+        room.index_copy_(0, rows._where(room.device), whole)
 
 
-def exchange_to_rows(rows: Rows, whole: Tensor, what: str) -> Tensor:
-    """The way back."""
-    found = whole.new_empty(rows.ranks * rows.count, whole.shape[1])
-    _exchange(rows, found, whole.index_select(0, rows._order(whole.device)), [rows.count] * rows.ranks, rows.counts, what)
-    return found.view(rows.ranks, rows.count, whole.shape[1])
+def exchange_to_heads(rows: Rows, send: Tensor, what: str) -> Tensor:
+    """(ranks, count, F), this rank's rows of every rank's heads: returns (total, F), all rows of this rank's heads, rank by rank."""
+    found = send.new_empty(rows.total, send.shape[2])
+    _exchange(rows, found, send.flatten(0, 1), rows.counts, [rows.count] * rows.ranks, what)
+    return found
+
+
+def exchange_to_rows(rows: Rows, send: Tensor, what: str) -> Tensor:
+    """The way back, from (total, F) rank by rank."""
+    found = send.new_empty(rows.ranks * rows.count, send.shape[1])
+    _exchange(rows, found, send, [rows.count] * rows.ranks, rows.counts, what)
+    return found.view(rows.ranks, rows.count, send.shape[1])
 
 
 def _exchange(rows: Rows, found: Tensor, send: Tensor, receives: Sequence[int], sends: Sequence[int], what: str) -> None:
     with naming(rows, what):
-        dist.all_to_all_single(found, send.contiguous(), list(receives), list(sends), group=rows.group)
+        dist.all_to_all_single(found, send, list(receives), list(sends), group=rows.group)
 
 
 def broadcast_first(rows: Rows, tensor: Tensor, what: str) -> Tensor:
@@ -545,7 +572,9 @@ class _Give(torch.autograd.Function):
     def forward(ctx: Any, rows: Rows, x: Tensor, dim: int) -> Tensor:
         ctx.rows, ctx.dim, ctx.dtype = rows, dim, x.dtype
         first = x.movedim(dim, 0)
-        whole = end_gather(start_gather(rows, first.reshape(rows.count, _size(first)), "give"))
+        ranked = by_ranks(rows, _size(first), first)
+        of_this_rank(rows, ranked)[: rows.count].view(first.shape).copy_(first)
+        whole = end_gather(start_gather(rows, ranked, "give"))
         return whole.view(rows.total, *first.shape[1:]).movedim(0, dim)
 
     @staticmethod

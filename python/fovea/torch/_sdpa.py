@@ -22,7 +22,7 @@ from torch import Tensor
 
 Shape = tuple[Any, ...]  # of int, or torch.SymInt while tracing
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MALFORMED = "arguments that PyTorch refuses"  # of whatever kind: its error says it
 
 
@@ -90,7 +90,7 @@ def _broadcast(*shapes: Shape) -> Optional[Shape]:
 
 
 def _types(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor]) -> Optional[str]:
-    if q.dtype not in _FLOATS:
+    if q.dtype not in FLOATS:
         return f"tensors of {str(q.dtype).removeprefix('torch.')}"
     if k.dtype != q.dtype or v.dtype != q.dtype:
         return MALFORMED
@@ -104,6 +104,14 @@ def _types(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor]) -> Optional[
     return None
 
 
+def why_not_numbers(dropout_p: Any, scale: Any) -> Optional[str]:
+    if not 0 <= dropout_p <= 1:
+        return MALFORMED
+    if isinstance(scale, float) and not math.isfinite(scale):
+        return "a scale that is not finite"
+    return None
+
+
 def read(
     q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], dropout_p: Any, is_causal: bool, scale: Any,
     enable_gqa: bool,
@@ -114,10 +122,9 @@ def read(
         return why
     if mask is not None and is_causal:
         return MALFORMED
-    if not 0 <= dropout_p <= 1:
-        return MALFORMED
-    if isinstance(scale, float) and not math.isfinite(scale):
-        return "a scale that is not finite"
+    why = why_not_numbers(dropout_p, scale)
+    if why is not None:
+        return why
     rank = max(q.dim(), k.dim(), v.dim())
     if min(q.dim(), k.dim(), v.dim()) < 2 or (mask is not None and not 2 <= mask.dim() <= max(q.dim(), k.dim())):
         return MALFORMED

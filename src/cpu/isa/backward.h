@@ -88,7 +88,8 @@ struct Tile {
     }
   }
 
-  // Where a row of dS is written for a bias: into its gradient if that is stored as it comes, or a tile; or NULL.
+  // Where a row of dS is written for a bias, padded_keys(keys()) numbers: into its gradient if that is stored as it
+  // comes, or a tile; or NULL.
   T* ds_bias_row(i64 i) const {
     if (!options().need_bias) {
       return nullptr;
@@ -102,7 +103,7 @@ struct Tile {
     for (int n = 0; n < 2; ++n) {
       const BiasGradient& bias = head.bias[n];
       if (bias.how == BiasSum::kStore && head.bias[1 - n].how == BiasSum::kNone && bias.sum.col == 1 &&
-          bias.sum.type == native_type<T>() && !bias.sum.add && keys() % lanes<T>() == 0) {
+          bias.sum.type == native_type<T>() && !bias.sum.add && keys() == Operands::padded_keys(keys())) {
         return &bias;
       }
     }
@@ -330,7 +331,7 @@ void backward(const BackwardTask& task, void* scratch) {
   const BackwardTiles<Operands> tiles(arena, options);
   const Operands& operands = tiles.operands;
   typename Operands::Unit unit;
-  const math::Band<i64> band{sequence.q_len, sequence.k_len, sequence.band_low, sequence.band_high};
+  const math::Band<i64> band = band_of(sequence);
   const i64 key = task.key_block * options.block_keys;
   const i64 key_end = math::min(key + options.block_keys, sequence.k_len);
   const i64 keys = key_end - key;

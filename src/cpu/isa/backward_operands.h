@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What the five products of a backward tile read and write: VectorBackward by vectors of T, from the caller's type
-// converted to T; UnitBackward by a matrix unit (AMX), in bf16. Rows of P and dS are formed in fp32 (fp64), strip by
-// strip, between begin_strip() and end_strip().
+// converted to T; UnitBackward by a matrix unit (AMX, VDPBF16PS, BFMMLA), in bf16. Rows of P and dS are formed in fp32
+// (fp64), strip by strip, between begin_strip() and end_strip().
 #pragma once
 
 #include "cpu/isa/gemm.h"
@@ -13,6 +13,17 @@
 
 namespace fovea::cpu::FOVEA_ISA {
 
+// A dot product, lane by lane, in the order of these products' sums.
+template <class T>
+class VectorDot {
+ public:
+  HWY_INLINE void add(Simd<T> a, Simd<T> b) { sum_ = fma(a, b, sum_); }
+  HWY_INLINE Simd<T> total() const { return sum_; }
+
+ private:
+  Simd<T> sum_{T(0)};
+};
+
 template <class T>
 struct VectorBackward {
   using Number = T;
@@ -21,6 +32,7 @@ struct VectorBackward {
   static constexpr i64 kRowStep = 4;
   static constexpr i64 kKeyStep = 16;
   static constexpr i64 kDepthStep = 1;  // where the queries or keys begin that are summed over
+  using Dot = VectorDot<T>;
   static constexpr i64 padded_keys(i64 keys) { return padded<T>(keys); }
 
   i64 ld_q, ld_v, ld_s;  // of tiles with head_dim, head_dim_v and block_keys columns
@@ -115,67 +127,70 @@ struct VectorBackward {
 };
 
 #ifdef FOVEA_MATRIX_UNIT
-// dV^T = dO^T P and dK^T = Q^T dS: what is transposed is the smaller operand, and two rows of P make a row of pairs.
+// dV^T = dO^T P and dK^T = Q^T dS: what is transposed is the smaller operand, and rows of P are interleaved.
 struct UnitBackward {
   using Number = float;
   using Unit = MatrixUnit;
-  static constexpr i64 kStrip = 2 * kUnitRows;
-  static constexpr i64 kRowStep = 2 * kUnitRows;
+  static constexpr i64 kStrip = kUnitStrip;
+  static constexpr i64 kRowStep = kUnitStrip;
   static constexpr i64 kKeyStep = kUnitDepth;
   static constexpr i64 kDepthStep = kUnitDepth;
+  using Dot = UnitDot;
   static constexpr i64 padded_keys(i64 keys) { return round_up(keys, kUnitDepth); }
 
-  i64 ld_q, ld_v, ld_s, ld_r;  // with head_dim, head_dim_v, block_keys columns, half of block_rows; in words of 32 bits
-  float* dk;                   // transposed
+  i64 ld_q, ld_v, ld_s;  // of tiles with head_dim, head_dim_v and block_keys columns
+  i64 ld_r;              // of tiles with block_rows columns, in words
+  float* dk;             // transposed
   float* dv;
-  u32* k_pairs;
-  u32* k_transposed;  // pairs of a key's numbers
-  u32* v_transposed;
+  Word* k_words;       // interleaved
+  Word* k_transposed;  // a key's numbers as words
+  Word* v_transposed;
   u16* q;
   u16* grad_out;
-  u32* q_transposed;  // pairs of queries
-  u32* grad_out_transposed;
+  Word* q_transposed;  // the rows are interleaved, then transposed
+  Word* grad_out_transposed;
   float* p;  // a strip
   float* ds;
-  u32* p_pairs;
-  u32* ds_pairs;
+  Word* p_words;  // interleaved
+  Word* ds_words;
   u16* ds_rows;
-  u32* words;  // a tile on its way into another form
+  float* buffer;  // a tile on its way into another form
 
   UnitBackward(Arena& arena, const Options& options)
       : ld_q(leading<float>(round_up(options.head_dim, kUnitDepth))),
         ld_v(leading<float>(round_up(options.head_dim_v, kUnitDepth))),
         ld_s(leading<float>(padded_keys(options.block_keys))),
-        ld_r(leading<float>(all_rows(options) / 2)),
+        ld_r(leading<float>(all_rows(options) / kTerms)),
         dk(arena.take<float>(padded<float>(options.head_dim) * ld_s)),
         dv(arena.take<float>(padded<float>(options.head_dim_v) * ld_s)),
-        k_pairs(arena.take<u32>(padded_keys(options.block_keys) / 2 * ld_q)),
-        k_transposed(arena.take<u32>(round_up(options.head_dim, kUnitDepth) / 2 * ld_s)),
-        v_transposed(arena.take<u32>(round_up(options.head_dim_v, kUnitDepth) / 2 * ld_s)),
+        k_words(arena.take<Word>(padded_keys(options.block_keys) / kTerms * ld_q)),
+        k_transposed(arena.take<Word>(round_up(options.head_dim, kUnitDepth) / kTerms * ld_s)),
+        v_transposed(arena.take<Word>(round_up(options.head_dim_v, kUnitDepth) / kTerms * ld_s)),
         q(arena.take<u16>(all_rows(options) * ld_q)),
         grad_out(arena.take<u16>(all_rows(options) * ld_v)),
-        q_transposed(arena.take<u32>(padded<float>(options.head_dim) * ld_r)),
-        grad_out_transposed(arena.take<u32>(padded<float>(options.head_dim_v) * ld_r)),
+        q_transposed(arena.take<Word>(padded<float>(options.head_dim) * ld_r)),
+        grad_out_transposed(arena.take<Word>(padded<float>(options.head_dim_v) * ld_r)),
         p(arena.take<float>(kStrip * ld_s)),
         ds(arena.take<float>(kStrip * ld_s)),
-        p_pairs(arena.take<u32>(all_rows(options) / 2 * ld_s)),
-        ds_pairs(arena.take<u32>(all_rows(options) / 2 * ld_s)),
+        p_words(arena.take<Word>(all_rows(options) / kTerms * ld_s)),
+        ds_words(arena.take<Word>(all_rows(options) / kTerms * ld_s)),
         ds_rows(arena.take<u16>(all_rows(options) * ld_s)),
-        words(arena.take<u32>(math::max(padded_keys(options.block_keys), all_rows(options)) * math::max(ld_q, ld_v))) {}
+        buffer(
+            arena.take<float>(math::max(padded_keys(options.block_keys), all_rows(options)) * math::max(ld_q, ld_v))) {}
 
   static i64 all_rows(const Options& options) { return round_up(options.block_rows, kRowStep); }
 
   void load_keys(const BackwardTask& task, i64 key, i64 keys) const {
     const Options& options = *task.options;
-    u16* rows = reinterpret_cast<u16*>(words);
+    u16* rows = reinterpret_cast<u16*>(buffer);
     const i64 all = padded_keys(keys);
     const i64 dim = round_up(options.head_dim, kUnitDepth);
     copy_rows(task.k, key, keys, options.head_dim, rows, ld_q, dim, all);
-    transpose_words(rows, ld_q / 2, all, dim / 2, k_transposed, ld_s);
-    pair_rows(rows, ld_q, all, padded<float>(options.head_dim), k_pairs, ld_q);
+    transpose_words(rows, ld_q / kTerms, all, dim / kTerms, k_transposed, ld_s);
+    interleave_rows(rows, ld_q, all, padded<float>(options.head_dim), k_words, ld_q);
     const i64 dim_v = round_up(options.head_dim_v, kUnitDepth);
     copy_rows(task.v, key, keys, options.head_dim_v, rows, ld_v, dim_v, all);
-    transpose_words(rows, ld_v / 2, all, dim_v / 2, v_transposed, ld_s);
+    transpose_words(rows, ld_v / kTerms, all, dim_v / kTerms, v_transposed, ld_s);
     fill(dk, padded<float>(options.head_dim) * ld_s, 0.0f);
     fill(dv, padded<float>(options.head_dim_v) * ld_s, 0.0f);
   }
@@ -191,13 +206,14 @@ struct UnitBackward {
         fill(grad_out + r * ld_v, dim_v, u16(0));
       }
     }
+    Word* interleaved = reinterpret_cast<Word*>(buffer);
     if (options.need_k) {
-      pair_rows(q, ld_q, all, padded<float>(dim), words, ld_q);
-      transpose_words(words, ld_q, all / 2, padded<float>(options.head_dim), q_transposed, ld_r);
+      interleave_rows(q, ld_q, all, padded<float>(dim), interleaved, ld_q);
+      transpose_words(interleaved, ld_q, all / kTerms, padded<float>(options.head_dim), q_transposed, ld_r);
     }
     if (options.need_v) {
-      pair_rows(grad_out, ld_v, all, padded<float>(dim_v), words, ld_v);
-      transpose_words(words, ld_v, all / 2, padded<float>(options.head_dim_v), grad_out_transposed, ld_r);
+      interleave_rows(grad_out, ld_v, all, padded<float>(dim_v), interleaved, ld_v);
+      transpose_words(interleaved, ld_v, all / kTerms, padded<float>(options.head_dim_v), grad_out_transposed, ld_r);
     }
   }
 
@@ -219,16 +235,13 @@ struct UnitBackward {
       fill(p + r * ld_s, cols, 0.0f);
       fill(ds + r * ld_s, needs_ds ? cols : 0, 0.0f);
     }
-    for (i64 r = 0; r < kStrip; r += 2) {
-      const i64 line = (at + r) / 2 * ld_s;
+    for (i64 r = 0; r < kStrip; r += kTerms) {
+      const i64 line = (at + r) / kTerms * ld_s;
       for (i64 c = 0; c < cols; c += lanes<float>()) {
-        const float* from = p + r * ld_s + c;
-        round_pair(Simd<float>::load(from), Simd<float>::load(from + ld_s), p_pairs + line + c, nullptr, 0);
+        round_rows(p + r * ld_s + c, ld_s, p_words + line + c, nullptr, 0);
       }
       for (i64 c = 0; needs_ds && c < cols; c += lanes<float>()) {
-        const float* from = ds + r * ld_s + c;
-        round_pair(Simd<float>::load(from), Simd<float>::load(from + ld_s), ds_pairs + line + c,
-                   ds_rows + (at + r) * ld_s + c, ld_s);
+        round_rows(ds + r * ld_s + c, ld_s, ds_words + line + c, ds_rows + (at + r) * ld_s + c, ld_s);
       }
     }
   }
@@ -238,26 +251,27 @@ struct UnitBackward {
     const i64 queries = round_up(depth, kUnitDepth);
     if (options.need_v) {
       unit_product(unit, padded<float>(options.head_dim_v), keys, queries,
-                   {reinterpret_cast<const u16*>(grad_out_transposed) + begin, 2 * ld_r},
-                   {p_pairs + begin / 2 * ld_s + col, ld_s}, dv + col, ld_s, true);
+                   {reinterpret_cast<const u16*>(grad_out_transposed) + begin, kTerms * ld_r},
+                   {p_words + begin / kTerms * ld_s + col, ld_s}, dv + col, ld_s, true);
     }
     if (options.need_k) {
       unit_product(unit, padded<float>(options.head_dim), keys, queries,
-                   {reinterpret_cast<const u16*>(q_transposed) + begin, 2 * ld_r},
-                   {ds_pairs + begin / 2 * ld_s + col, ld_s}, dk + col, ld_s, true);
+                   {reinterpret_cast<const u16*>(q_transposed) + begin, kTerms * ld_r},
+                   {ds_words + begin / kTerms * ld_s + col, ld_s}, dk + col, ld_s, true);
     }
   }
 
   void form_dq(Unit& unit, const Options& options, i64 at, i64 strip, i64 begin, i64 depth, float* dq) const {
     unit_product(unit, round_up(strip, kUnitRows), padded<float>(options.head_dim), padded_keys(depth),
-                 {ds_rows + at * ld_s + begin, ld_s}, {k_pairs + begin / 2 * ld_q, ld_q}, dq + at * ld_q, ld_q, false);
+                 {ds_rows + at * ld_s + begin, ld_s}, {k_words + begin / kTerms * ld_q, ld_q}, dq + at * ld_q, ld_q,
+                 false);
   }
 
   float* dk_rows(const Options& options) const { return rows_of(dk, options.head_dim, ld_q, options); }
   float* dv_rows(const Options& options) const { return rows_of(dv, options.head_dim_v, ld_v, options); }
   float* rows_of(const float* transposed, i64 cols, i64 ld, const Options& options) const {
-    transpose_words(transposed, ld_s, padded<float>(cols), padded_keys(options.block_keys), words, ld);
-    return reinterpret_cast<float*>(words);
+    transpose_tile(transposed, ld_s, padded<float>(cols), padded_keys(options.block_keys), buffer, ld);
+    return buffer;
   }
 };
 #endif

@@ -99,6 +99,8 @@ HWY_INLINE void store_as(Simd<float> value, Half* to) {
 HWY_INLINE void store_as(Simd<float> value, Bfloat16* to) {
 #ifdef __AVX512BF16__  // with a matrix unit, which like this instruction takes denormals for 0
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(value.raw.raw)));
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  vst1_u16(reinterpret_cast<u16*>(to), vreinterpret_u16_bf16(vcvt_bf16_f32(value.raw.raw)));
 #else
   hn::StoreU(hn::TruncateTo(U16(), float_to_bfloat16(value.raw)), U16(), reinterpret_cast<uint16_t*>(to));
 #endif
@@ -109,7 +111,7 @@ HWY_INLINE void store_as(Simd<double> value, double* to) { value.store(to); }
 template <class T, class To>
 HWY_INLINE void store_as(Simd<T> first, Simd<T> second, To* to) {
 #ifdef __AVX512BF16__
-  if constexpr (sizeof(To) == 2 && !kSameType<To, Half>) {
+  if constexpr (kSameType<To, Bfloat16>) {
     _mm512_storeu_si512(to, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second.raw.raw, first.raw.raw)));
     return;
   }

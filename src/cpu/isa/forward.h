@@ -15,23 +15,10 @@
 
 #include "cpu/isa/forward_operands.h"
 #include "cpu/isa/forward_rows.h"
+#include "cpu/isa/forward_state.h"
 #include "cpu/isa/scores.h"
-#include "math/merge.h"
 
 namespace fovea::cpu::FOVEA_ISA {
-
-// What one task computes on. O, m and l are what a part of a split row leaves for forward_merge.
-template <class T>
-struct ForwardState {
-  T* o;    // rows of the unfinished output
-  T* max;  // the running maximum, by row
-  T* sum;  // weights relative to it, a vector a row
-
-  ForwardState(Arena& arena, const Options& options)
-      : o(arena.take<T>(round_up(options.block_rows, 32) * leading<T>(options.head_dim_v))),
-        max(arena.take<T>(options.block_rows)),
-        sum(arena.take<T>(options.block_rows * lanes<T>())) {}
-};
 
 template <class Operands>
 struct ForwardTiles {
@@ -54,29 +41,31 @@ struct ForwardTiles {
         buffers(arena, Operands::padded_keys(options.block_keys)) {}
 };
 
-// Calls visit(head, first query, end, number of its first row within the task) for each head that the rows touch.
-template <class Task, class Visit>
-HWY_INLINE void for_each_head(const Task& task, Visit visit) {
-  const i64 q_len = task.sequence.q_len;
-  for (i64 row = task.row_begin; row < task.row_end;) {
-    const i64 head = row / q_len;
-    const i64 end = math::min(task.row_end, (head + 1) * q_len);
-    visit(task.heads[head], row - head * q_len, end - head * q_len, row - task.row_begin);
-    row = end;
-  }
-}
+// The query and, within the group, the head of a row.
+struct RowPlace {
+  i64 head, query;
 
-// The keys that rows [begin, end) of a task meet, within [first, last).
-template <class T>
-math::Interval<i64> keys_of_strip(const ForwardTask& task, i64 begin, i64 end, i64 first, i64 last) {
-  const SequenceArgs& sequence = task.sequence;
-  const math::Band<i64> band{sequence.q_len, sequence.k_len, sequence.band_low, sequence.band_high};
+  static RowPlace of(i64 row, i64 q_len) { return {row / q_len, row % q_len}; }
+  // Divisions take tens of cycles: none within a head.
+  RowPlace after(i64 rows, i64 q_len) const {
+    const i64 later = query + rows;
+    return later < q_len ? RowPlace{head, later} : RowPlace{head + later / q_len, later % q_len};
+  }
+};
+
+// The keys that `rows` rows from `place` on meet, within [first, last).
+HWY_INLINE math::Interval<i64> keys_of_strip(const SequenceArgs& sequence, RowPlace place, i64 rows, i64 first,
+                                             i64 last) {
+  const math::Band<i64> band = band_of(sequence);
   math::Interval<i64> keys{last, first};
-  for (i64 row = begin; row < end; ++row) {
-    const math::Interval<i64> one = band.keys_of((task.row_begin + row) % sequence.q_len);
-    if (!one.empty()) {
-      keys = {math::min(keys.begin, one.begin), math::max(keys.end, one.end)};
+  while (rows > 0) {
+    const i64 some = math::min(rows, sequence.q_len - place.query);
+    const math::Interval<i64> met = band.keys_of_rows(place.query, place.query + some);
+    if (!met.empty()) {
+      keys = {math::min(keys.begin, met.begin), math::max(keys.end, met.end)};
     }
+    place = {place.head + 1, 0};
+    rows -= some;
   }
   return {math::max(keys.begin, first), math::min(keys.end, last)};
 }
@@ -88,7 +77,9 @@ HWY_INLINE void soften_row(const math::Score<T>& score, const RowTerms<T>& terms
   const T before = running_max;
   const T after = math::max(score_row(score, terms, cols, s), before);
   Simd<T> sum = Simd<T>::load(running_sum);
-  if (after != before) {
+  if (after != before && before == T(-kInfinity)) {
+    running_max = after;  // nothing was summed yet
+  } else if (after != before) {
     const Simd<T> factor = math::correction(Simd<T>(before), Simd<T>(after));
     sum = sum * factor;
     for (i64 c = 0; c < value_cols; c += lanes<T>()) {
@@ -99,18 +90,10 @@ HWY_INLINE void soften_row(const math::Score<T>& score, const RowTerms<T>& terms
   weigh_row(math::reference_of(after), keep, cols, s, reinterpret_cast<Weight*>(s), sum).store(running_sum);
 }
 
-// What adds to a row of the strip to come.
-HWY_INLINE void prefetch_terms(const ForwardTask& task, i64 number, i64 col, i64 cols) {
-  if (number < task.row_end) {
-    const SequenceArgs& sequence = task.sequence;
-    const HeadArgs& head = task.heads[number / sequence.q_len].head;
-    prefetch_terms(head, number % sequence.q_len, col, math::min(cols, sequence.k_len - col));
-  }
-}
-
 // Rows that go through the products together, and the keys that they meet: columns [col, col + depth) of a block.
 template <class T>
 struct Strip {
+  RowPlace place;  // of its first row
   i64 row, rows;
   i64 col, depth, cols;  // cols: depth as products round it up; 0: no keys
   T* s;
@@ -139,27 +122,36 @@ void forward_block(const ForwardTask& task, const ForwardTiles<Operands>& tiles,
   const auto strip_from = [&](i64 row, T* s) {
     for (; row < rows; row += Operands::kStrip) {
       const i64 strip = math::min(Operands::kStrip, rows - row);
-      const math::Interval<i64> keys = keys_of_strip<T>(task, row, row + strip, key, key_end);
+      const RowPlace place = RowPlace::of(task.row_begin + row, sequence.q_len);
+      const math::Interval<i64> keys = keys_of_strip(sequence, place, strip, key, key_end);
       if (!keys.empty()) {
         const i64 col = (keys.begin - key) / Operands::kKeyStep * Operands::kKeyStep;
         const i64 depth = keys.end - key - col;
-        return Strip<T>{row, strip, col, depth, Operands::padded_keys(depth), s};
+        return Strip<T>{place, row, strip, col, depth, Operands::padded_keys(depth), s};
       }
     }
-    return Strip<T>{rows, 0, 0, 0, 0, s};
+    return Strip<T>{{}, rows, 0, 0, 0, 0, s};
   };
   i64 next_key = key_end;
   const auto soften = [&](const Strip<T>& strip, i64 r) {
     const i64 row = strip.row + r;
-    const i64 number = task.row_begin + row;
-    prefetch_terms(task, number + Operands::kStrip, key + strip.col, strip.cols);
-    for (const i64 end = key_end + (key_last - key_end) * (row + 1) / rows; Operands::kPacks && next_key < end;
-         ++next_key) {
-      prefetch_row<2>(task.k, next_key, 0, options.head_dim);
-      prefetch_row<2>(task.v, next_key, 0, options.head_dim_v);
+    const RowPlace place = strip.place.after(r, sequence.q_len);
+    const ForwardHead& head = task.heads[place.head];
+    if (row + Operands::kStrip < rows) {
+      const RowPlace later = place.after(Operands::kStrip, sequence.q_len);
+      prefetch_terms(task.heads[later.head].head, later.query, key + strip.col,
+                     math::min(strip.cols, sequence.k_len - key - strip.col));
     }
-    const RowTerms<T> terms = terms_of_row(task.heads[number / sequence.q_len].head, sequence, number % sequence.q_len,
-                                           key + strip.col, strip.cols, tiles.buffers);
+    if (Operands::kPacks && key_end < key_last) {
+      for (const i64 end = key_end + (key_last - key_end) * (row + 1) / rows; next_key < end; ++next_key) {
+        prefetch_row<2>(task.k, next_key, 0, options.head_dim);
+        prefetch_row<2>(task.v, next_key, 0, options.head_dim_v);
+      }
+    } else if (Operands::kPacks) {  // the last block: soon the row is stored
+      prefetch_row(head.out, place.query, 0, options.head_dim_v, true);
+    }
+    const RowTerms<T> terms =
+        terms_of_row(head.head, sequence, place.query, key + strip.col, strip.cols, tiles.buffers);
     const u8* keep = drops ? tiles.keep + row * tiles.keep_stride + strip.col / 8 : nullptr;
     soften_row<typename Operands::Weight>(score, terms, keep, strip.cols, strip.s + r * operands.ld_s, state.max[row],
                                           state.sum + row * lanes<T>(), state.o + row * operands.ld_v, value_cols);
@@ -215,63 +207,11 @@ void forward_block(const ForwardTask& task, const ForwardTiles<Operands>& tiles,
   }
 }
 
-// A finished row becomes what is to be stored over the result that is there. Returns the new logsumexp.
-template <class T>
-T merge_row(const ForwardHead& head, i64 i, i64 cols, T lse, T* o) {
-  T before = 0;
-  load_row(head.lse, 0, i, 1, &before);
-  const math::Merge<T> merged = math::merge(before, lse);
-  T chunk[kChunk];
-  for (i64 c = 0; c < cols; c += kChunk) {
-    const i64 some = math::min(kChunk, cols - c);
-    load_row(head.out, i, c, some, chunk);
-    for (i64 n = 0; n < some; ++n) {
-      o[c + n] = o[c + n] * merged.of_new + chunk[n] * merged.of_old;
-    }
-  }
-  return merged.lse;
-}
-
-// Divides by the sums, rounds and stores.
-template <class T, class Task>
-void finish_rows(const Task& task, const ForwardState<T>& state, T* lse) {
-  const Options& options = *task.options;
-  const i64 ld = leading<T>(options.head_dim_v);
-  for_each_head(task, [&](const ForwardHead& head, i64 begin, i64 end, i64 first) {
-    for (i64 i = begin; i < end; ++i) {
-      const i64 row = first + i - begin;
-      const T sum = sum_of_lanes(Simd<T>::load(state.sum + row * lanes<T>()));
-      const Simd<T> factor(math::inverse_of_sum(sum) * static_cast<T>(options.keep_factor));
-      T* o = state.o + row * ld;
-      for (i64 c = 0; c < options.head_dim_v; c += lanes<T>()) {
-        (Simd<T>::load(o + c) * factor).store(o + c);
-      }
-      lse[i - begin] = math::logsumexp(math::reference_of(state.max[row]), sum);
-      Matrix out = head.out;
-      if (out.add) {
-        lse[i - begin] = merge_row(head, i, options.head_dim_v, lse[i - begin], o);
-        out.add = false;
-      }
-      store_row(o, out, i, 0, options.head_dim_v);
-    }
-    if (head.lse.type != 0) {
-      store_row(lse, head.lse, 0, begin, end - begin);
-    }
-  });
-}
-
 template <class Operands>
 size_t scratch_of_forward(const Options& options) {
   Arena arena(nullptr);
   const ForwardState<typename Operands::Number> state(arena, options);
   const ForwardTiles<Operands> tiles(arena, options);
-  return arena.used();
-}
-
-template <class T>
-size_t forward_partial(const Options& options) {
-  Arena arena(nullptr);
-  const ForwardState<T> state(arena, options);
   return arena.used();
 }
 
@@ -286,11 +226,11 @@ void forward(const ForwardTask& task, void* scratch) {
   const Operands& operands = tiles.operands;
   typename Operands::Unit unit;
   const i64 rows = task.row_end - task.row_begin;
-  const math::Band<i64> band{task.sequence.q_len, task.sequence.k_len, task.sequence.band_low, task.sequence.band_high};
+  const math::Band<i64> band = band_of(task.sequence);
 
   math::Interval<i64> keys{task.key_end, task.key_begin};
   for_each_head(task, [&](const ForwardHead& head, i64 begin, i64 end, i64 first) {
-    operands.load_queries(head.head.q, begin, end, options.head_dim, first);
+    operands.load_queries(unit, task, head.head.q, begin, end, first);
     const T sink = task.first_keys ? static_cast<T>(head.sink) : T(-kInfinity);
     for (i64 row = first; row < first + end - begin; ++row) {
       state.max[row] = sink;
@@ -302,7 +242,6 @@ void forward(const ForwardTask& task, void* scratch) {
     keys = {math::min(keys.begin, math::max(met.begin, task.key_begin)),
             math::max(keys.end, math::min(met.end, task.key_end))};
   });
-  operands.clear_queries(rows);
   fill(state.o, round_up(rows, Operands::kRowStep) * operands.ld_v, T(0));
 
   // Blocks end where they end for every task, so that a row has the same bits whatever rows are with it. Without keys
@@ -315,39 +254,6 @@ void forward(const ForwardTask& task, void* scratch) {
   if (task.partial == nullptr) {
     finish_rows(task, state, tiles.lse);
   }
-}
-
-// The parts of each row in their order, relative to the largest maximum.
-template <class T>
-void forward_merge(const MergeTask& task, void* scratch) {
-  const Options& options = *task.options;
-  const i64 rows = task.row_end - task.row_begin;
-  const i64 ld = leading<T>(options.head_dim_v);
-  const i64 value_cols = padded<T>(options.head_dim_v);
-  Arena arena(scratch);
-  const ForwardState<T> state(arena, options);
-  T* lse = arena.take<T>(options.block_rows);
-  for (i64 row = 0; row < rows; ++row) {
-    T largest = T(-kInfinity);
-    for (i64 part = 0; part < task.parts; ++part) {
-      Arena memory(static_cast<u8*>(const_cast<void*>(task.partials)) + part * i64(task.partial_bytes));
-      largest = math::max(largest, ForwardState<T>(memory, options).max[row]);
-    }
-    Simd<T> sum(T(0));
-    fill(state.o + row * ld, value_cols, T(0));
-    for (i64 part = 0; part < task.parts; ++part) {
-      Arena memory(static_cast<u8*>(const_cast<void*>(task.partials)) + part * i64(task.partial_bytes));
-      const ForwardState<T> one(memory, options);
-      const Simd<T> factor = math::correction(Simd<T>(one.max[row]), Simd<T>(largest));
-      sum = fma(Simd<T>::load(one.sum + row * lanes<T>()), factor, sum);
-      for (i64 c = row * ld; c < row * ld + value_cols; c += lanes<T>()) {
-        fma(Simd<T>::load(one.o + c), factor, Simd<T>::load(state.o + c)).store(state.o + c);
-      }
-    }
-    state.max[row] = largest;
-    sum.store(state.sum + row * lanes<T>());
-  }
-  finish_rows(task, state, lse);
 }
 
 }  // namespace fovea::cpu::FOVEA_ISA

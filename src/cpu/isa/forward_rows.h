@@ -76,10 +76,11 @@ struct RowsForward {
         ld_s(leading<T>(options.block_keys)),
         q(arena.take<T>(round_up(options.block_rows, kRowStep) * ld_q)) {}
 
-  void load_queries(const Matrix& m, i64 begin, i64 end, i64 cols, i64 first) const {
-    load_tile(m, begin, end - begin, cols, q + first * ld_q, ld_q);
+  void load_queries(Unit&, const ForwardTask& task, const Matrix& m, i64 begin, i64 end, i64 first) const {
+    const i64 rows = task.row_end - task.row_begin;
+    load_tile(m, begin, end - begin, task.options->head_dim, q + first * ld_q, ld_q);
+    fill(q + rows * ld_q, (round_up(rows, kRowStep) - rows) * ld_q, T(0));
   }
-  void clear_queries(i64 rows) const { fill(q + rows * ld_q, (round_up(rows, kRowStep) - rows) * ld_q, T(0)); }
   void load_keys(Unit& unit, const ForwardTask& task, i64 key, i64 keys) const { unit = {&task, key, keys}; }
 
   void scores(Unit& unit, const Options& options, i64 row, i64 strip, i64 col, i64 cols, T* s) const {

@@ -10,6 +10,8 @@
 // 3. On Zen 4 every shape from 8 x 2 to 4 x 4 reaches the same speed, packed panels or not (the adds and multiplies
 // are the limit, not the loads), so B is used as it lies and 12 x 2 is taken for processors with twice the units.
 //
+// C is of the operands' type T or, where they are words of several numbers, of their products' (isa/dpbf16.h).
+//
 // Note: rows are rounded up to 4 and columns to a vector. Buffers are padded accordingly.
 #pragma once
 
@@ -27,17 +29,19 @@ template <class T>
 struct Operand {
   const T* data;
   i64 stride;  // the leading dimension
+
+  HWY_INLINE Operand from_row(i64 row) const { return {data + row * stride, stride}; }
 };
 
-template <Lhs kLhs, int kRows, int kVectors, class T>
-HWY_NOINLINE void gemm_block(i64 depth, Operand<T> a, Operand<T> b, T* c, i64 ldc, bool accumulate) {
+template <Lhs kLhs, int kRows, int kVectors, class T, class Sum>
+HWY_NOINLINE void gemm_block(i64 depth, Operand<T> a, Operand<T> b, Sum* c, i64 ldc, bool accumulate) {
   constexpr i64 kLanes = lanes<T>();
-  Simd<T> sum[kRows][kVectors];
+  Simd<Sum> sum[kRows][kVectors];
   FOVEA_UNROLL
   for (int i = 0; i < kRows; ++i) {
     FOVEA_UNROLL
     for (int v = 0; v < kVectors; ++v) {
-      sum[i][v] = accumulate ? Simd<T>::load(c + i * ldc + v * kLanes) : Simd<T>(T(0));
+      sum[i][v] = accumulate ? Simd<Sum>::load(c + i * ldc + v * kLanes) : Simd<Sum>(Sum(0));
     }
   }
   const i64 lda = a.stride;
@@ -73,13 +77,25 @@ HWY_NOINLINE void gemm_block(i64 depth, Operand<T> a, Operand<T> b, T* c, i64 ld
 }
 
 // All columns of a strip of kRows rows.
-template <Lhs kLhs, int kRows, class T>
-void gemm_strip(i64 cols, i64 depth, Operand<T> a, Operand<T> b, T* c, i64 ldc, bool accumulate) {
+template <Lhs kLhs, int kRows, class T, class Sum>
+void gemm_strip(i64 cols, i64 depth, Operand<T> a, Operand<T> b, Sum* c, i64 ldc, bool accumulate) {
   constexpr i64 kLanes = lanes<T>();
   constexpr i64 kWidth = kBlockVectors * kLanes;
+  // Three vectors at the end are not two and one, which loads more than it multiplies.
+  const i64 wide = kManyRegisters && cols % kWidth == kLanes && cols > kLanes ? cols - 3 * kLanes : cols;
   i64 col = 0;
-  for (; col + kWidth <= cols; col += kWidth) {
+  for (; col + kWidth <= wide; col += kWidth) {
     gemm_block<kLhs, kRows, kBlockVectors, T>(depth, a, {b.data + col, b.stride}, c + col, ldc, accumulate);
+  }
+  if (kManyRegisters && wide < cols) {
+    constexpr int kUpper = math::min(kRows, 8);
+    gemm_block<kLhs, kUpper, 3, T>(depth, a, {b.data + col, b.stride}, c + col, ldc, accumulate);
+    if constexpr (kRows > kUpper) {
+      const Operand<T> lower{a.data + (kLhs == Lhs::kByRows ? kUpper * a.stride : kUpper), a.stride};
+      gemm_block<kLhs, kRows - kUpper, 3, T>(depth, lower, {b.data + col, b.stride}, c + kUpper * ldc + col, ldc,
+                                             accumulate);
+    }
+    return;
   }
   if (kBlockVectors > 2 && col + 2 * kLanes <= cols) {
     gemm_block<kLhs, kRows, 2, T>(depth, a, {b.data + col, b.stride}, c + col, ldc, accumulate);
@@ -91,8 +107,8 @@ void gemm_strip(i64 cols, i64 depth, Operand<T> a, Operand<T> b, T* c, i64 ldc, 
 }
 
 // rows <= kBlockRows.
-template <Lhs kLhs, class T>
-void gemm_rows(i64 rows, i64 cols, i64 depth, Operand<T> a, Operand<T> b, T* c, i64 ldc, bool accumulate) {
+template <Lhs kLhs, class T, class Sum>
+void gemm_rows(i64 rows, i64 cols, i64 depth, Operand<T> a, Operand<T> b, Sum* c, i64 ldc, bool accumulate) {
   if (kBlockRows >= 12 && rows > 8) {
     gemm_strip<kLhs, 12, T>(cols, depth, a, b, c, ldc, accumulate);
   } else if (kBlockRows >= 12 && rows > 4) {

@@ -9,10 +9,9 @@
 
 namespace fovea::cpu::FOVEA_ISA {
 
-// <do_i, o_i> of a vector's worth of rows, lane by lane and column by column: summed exactly as the products sum dP, so
-// that dp - delta is 0, not a rounding error, where a row has one key: kDepth terms at a time, even and odd ones apart,
-// or one after the other if kDepth is 1.
-template <class T, i64 kDepth>
+// <do_i, o_i> of a vector's worth of rows, lane by lane and column by column: summed by `Dot` exactly as the products
+// sum dP, so that dp - delta is 0, not a rounding error, where a row has one key.
+template <class T, class Dot>
 struct RowDots {
   i64 ld;
   T* rows;
@@ -28,23 +27,11 @@ struct RowDots {
   Simd<T> dot(const Matrix& a, const Matrix& b, i64 row, i64 count, i64 cols) const {
     load_transposed(a, row, count, cols, rows, ld, out, lanes<T>());
     load_transposed(b, row, count, cols, rows, ld, grad_out, lanes<T>());
-    const auto add_column = [&](i64 c, Simd<T> sum) HWY_ATTR {
-      return fma(Simd<T>::load(grad_out + c * lanes<T>()), Simd<T>::load(out + c * lanes<T>()), sum);
-    };
-    Simd<T> sum(T(0));
-    for (i64 c = 0; c < cols;) {
-      if constexpr (kDepth == 1) {
-        sum = add_column(c++, sum);
-      } else {
-        Simd<T> even(T(0));
-        Simd<T> odd(T(0));
-        for (const i64 end = math::min(c + kDepth, cols); c < end; ++c) {
-          (c % 2 == 0 ? even : odd) = add_column(c, c % 2 == 0 ? even : odd);
-        }
-        sum = sum + (even + odd);
-      }
+    Dot dot;
+    for (i64 c = 0; c < cols; ++c) {
+      dot.add(Simd<T>::load(grad_out + c * lanes<T>()), Simd<T>::load(out + c * lanes<T>()));
     }
-    return sum;
+    return dot.total();
   }
 };
 
@@ -54,7 +41,7 @@ void prepare(const PrepareTask& task, void* scratch) {
   const Options& options = *task.options;
   const i64 rows = task.row_end - task.row_begin;
   Arena arena(scratch);
-  const RowDots<T, Operands::kDepthStep> dots(arena, options.head_dim_v);
+  const RowDots<T, typename Operands::Dot> dots(arena, options.head_dim_v);
   T* dot = arena.take<T>(padded<T>(options.block_rows));
   T* grad_lse = arena.take<T>(options.block_rows);
   T* reference = static_cast<T*>(task.reference) + task.row_begin;

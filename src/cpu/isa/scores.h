@@ -13,6 +13,10 @@
 
 namespace fovea::cpu::FOVEA_ISA {
 
+HWY_INLINE math::Band<i64> band_of(const SequenceArgs& sequence) {
+  return {sequence.q_len, sequence.k_len, sequence.band_low, sequence.band_high};
+}
+
 // ---- the terms of a row ----
 
 // What a row of scores needs beside scale and softcap: nothing; biases or ALiBi; a choice of elements as well.
@@ -81,8 +85,7 @@ inline const u8* mask_row(const Matrix& mask, i64 row, i64 col, i64 cols, i64 k_
 template <class T>
 HWY_INLINE RowTerms<T> terms_of_row(const HeadArgs& head, const SequenceArgs& sequence, i64 row, i64 col, i64 cols,
                                     const RowBuffers<T>& buffers) {
-  const math::Band<i64> band{sequence.q_len, sequence.k_len, sequence.band_low, sequence.band_high};
-  const math::Interval<i64> keys = band.keys_of(row);
+  const math::Interval<i64> keys = band_of(sequence).keys_of(row);
   RowTerms<T> terms;
   for (int n = 0; n < 2; ++n) {
     terms.bias[n] =

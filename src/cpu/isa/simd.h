@@ -12,20 +12,34 @@
 // Where there are no vector instructions to count on, Highway emulates vectors of 128 bits in plain C++, which it
 // refuses to g++ before 12.3 for a fault in recognising products of 16-bit integers: none are formed here.
 #define HWY_BROKEN_EMU128 0
+#include <hwy/base.h>
+#ifdef __aarch64__
+// Until 1.0.5 Highway's functions for NEON are compiled for processors with AES, which it uses in few of them. g++
+// inlines no such function into one for every processor. The flags of this object alone decide.
+#undef HWY_PUSH_ATTRIBUTES
+#undef HWY_POP_ATTRIBUTES
+#define HWY_PUSH_ATTRIBUTES(targets)
+#define HWY_POP_ATTRIBUTES
+#endif
 #include <hwy/cache_control.h>
 #include <hwy/highway.h>
+#ifdef __aarch64__
+#undef HWY_ATTR
+#define HWY_ATTR
+#endif
 
 #include "math/dropout.h"
 #include "math/scalar.h"
 
 namespace fovea::cpu::FOVEA_ISA {
 
-// An array stays in registers if every loop over it is unrolled. GCC unrolls by itself. Clang has a limit that the 12
-// rows of a product exceed; each sum then goes through memory, at half the speed.
-#ifdef __clang__
+// An array stays in registers if every loop over it is unrolled early enough. Left alone, GCC does that too late: on
+// x86-64 the sums of a product go to the stack and back around its inner loop, on aarch64 in every round of it. Clang
+// has a limit that the 12 rows of a product exceed, and each sum then goes through memory, at half the speed.
+#if defined(__clang__)
 #define FOVEA_UNROLL _Pragma("clang loop unroll(full)")
 #else
-#define FOVEA_UNROLL
+#define FOVEA_UNROLL _Pragma("GCC unroll 16")
 #endif
 
 namespace hn = hwy::HWY_NAMESPACE;

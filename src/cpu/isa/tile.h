@@ -42,6 +42,12 @@ HWY_INLINE u8* address(const Matrix& m, i64 row, i64 col) {
   return static_cast<u8*>(m.data) + (row * m.row + col * m.col) * element_size(m.type);
 }
 
+// Whether rows follow one another without gaps, in the type of computation.
+template <class T>
+HWY_INLINE bool is_dense(const Matrix& m, i64 cols) {
+  return m.type == native_type<T>() && m.col == 1 && m.row == cols;
+}
+
 // Moves elements between strided and contiguous memory.
 template <bool kGather, class Element>
 void move_elements(void* strided, i64 stride, void* contiguous, i64 count) {

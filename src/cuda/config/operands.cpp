@@ -246,6 +246,19 @@ bool exponent_scales(const Problem& problem) {
   return scale >= 0x1p-100 && scale <= 0x1p20;
 }
 
+Results fp32_results(const Problem& problem) {
+  const Results& wide = problem.wide;
+  const Results& adds = problem.accumulate;
+  const bool forward = problem.direction == Direction::kForward;
+  return {forward && (wide.out || adds.out),
+          wide.q || adds.q,
+          wide.k || adds.k,
+          wide.v || adds.v,
+          adds.bias,
+          adds.bias2,
+          adds.sink};
+}
+
 std::int64_t planes_of(const Problem& problem, const Extents& extents) {
   return (extents.batch1 ? problem.batch1 : 1) * (extents.batch2 ? problem.batch2 : 1) *
          (extents.head ? problem.heads_q : 1);

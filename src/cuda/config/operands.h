@@ -59,6 +59,10 @@ struct Operands {
 // so large that a row's reference, rounded, is off by more than a weight can be.
 bool exponent_scales(const Problem& problem);
 
+// The results that Features::fp32_results is for: of fp32 where q has 16 bits, or added to what is there. Of biases and
+// the sink those that are added: their gradients have types of their own.
+Results fp32_results(const Problem& problem);
+
 // The types as kernels name them. Throw Error(FOVEA_UNSUPPORTED) for one that no kernel has.
 Type type_of(DType type);
 BiasTile tile_of(DType type);

@@ -7,8 +7,7 @@
 // last dimension is contiguous. The launcher packs what the caller gave otherwise into the workspace
 // (around/prepare.cuh). Rows of tiles (q, k, v, do, biases) are 0 to kRowBytesLimit - 1 bytes apart; key_term and
 // query_term are contiguous along keys and queries, and their planes are aligned to 16 bytes.
-#ifndef FOVEA_CUDA_DEVICE_ARGS_H
-#define FOVEA_CUDA_DEVICE_ARGS_H
+#pragma once
 
 #include "cuda/device/score/position_terms.h"
 #include "cuda/device/shard.h"
@@ -29,6 +28,15 @@ struct Seed {
   const u64* pointer = nullptr;
 
   constexpr u64 now() const { return value + (pointer != nullptr ? *pointer : 0); }  // on the device
+};
+
+// How a kernel with Features::fp32_results stores a result.
+struct Result {
+  bool fp32 : 1 = false;  // whatever the type of q
+  bool adds : 1 = false;  // what is there is added; out is merged with it by the logsumexp
+};
+struct ResultArgs {
+  Result out, q, k, v;  // of the backward: q, k, v are gradients, and out is read
 };
 
 struct Args {
@@ -83,6 +91,7 @@ struct Args {
   u32* turns = nullptr;
   Tensor grad_q, grad_k, grad_v;
   float lse_factor = 1;       // backward_prepare: row_lse in units of the scores (1) or of their powers of 2 (log2 e)
+  ResultArgs results;         // of the forward, too
   float* row_sum = nullptr;   // sums of dS over keys, as row_lse lies: gradients of biases that are broadcast over keys
   float* sink_sum = nullptr;  // [head][b][pad of rows]: partial sums of the sink's gradient
   float* grad_sink = nullptr;
@@ -147,5 +156,3 @@ constexpr i64 padded_rows(const math::Rows& rows) {
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_ARGS_H

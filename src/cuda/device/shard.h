@@ -2,8 +2,7 @@
 //
 // Where the rows of a call are in a larger problem (positions), and which streams of random numbers its heads have:
 // kernels of Features::shifted read it, others do not. Read by the host and by NVRTC.
-#ifndef FOVEA_CUDA_DEVICE_SHARD_H
-#define FOVEA_CUDA_DEVICE_SHARD_H
+#pragma once
 
 #include "cuda/device/tensor.h"
 #include "math/band.h"
@@ -72,5 +71,3 @@ __device__ __forceinline__ u64 dropout_stream(const auto& a, u32 b, u32 head) {
 #endif
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SHARD_H

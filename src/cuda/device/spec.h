@@ -4,8 +4,7 @@
 // It is made of the features of the problem and of the kernel's tiles (generic/spec.h, sm90/spec.h). The planner fills
 // it (src/cuda/kernels), print() writes it as a template argument. Everything else about a call is in Args. What
 // several kernels share takes any Spec: template <auto S>. Read by the host and, without any header, by NVRTC.
-#ifndef FOVEA_CUDA_DEVICE_SPEC_H
-#define FOVEA_CUDA_DEVICE_SPEC_H
+#pragma once
 
 #include "cuda/device/score/position_terms.h"
 
@@ -19,9 +18,6 @@ enum class Type : int { kBf16, kFp16, kFp32 };
 enum class BiasTile : int { kNone, kBf16, kFp16, kFp32 };
 
 enum class DropoutRule : int { kNone, kFovea, kTorchMemEfficient };
-
-// for_each_field(spec, visit) calls visit(name, value, value by default) for every field, in the order in which they
-// are declared: the one in which a compiler takes designated initialisers. A new field goes there, too.
 
 // Of the problem: what every kernel that forms scores has.
 struct Features {
@@ -41,32 +37,15 @@ struct Features {
   PositionTerms positions;
   bool shifted = false;  // rows have positions of a larger problem (shard.h), and a band, a term or dropout reads them
   DropoutRule dropout = DropoutRule::kNone;
-  bool natural = false;  // scores are scaled at once: for a scale that is not positive, under 2^-100 or over 2^20;
-                         // others, to which nothing is added, the exponent scales
+  bool natural = false;       // scores are scaled at once: for a scale that is not positive, under 2^-100 or over 2^20;
+                              // others, to which nothing is added, the exponent scales
+  bool fp32_results = false;  // this kernel has results of fp32 where q has 16 bits, or adds them to what is there:
+                              // ResultArgs says which; the gradient of a bias: it is added
 
   friend constexpr bool operator==(const Features&, const Features&) = default;
 };
-template <class Visit>
-constexpr void for_each_field(const Features& of, Visit visit) {
-  constexpr Features usual;
-  visit("arch", of.arch, usual.arch);
-  visit("type", of.type, usual.type);
-  visit("d", of.d, usual.d);
-  visit("dv", of.dv, usual.dv);
-  visit("banded", of.banded, usual.banded);
-  visit("ragged", of.ragged, usual.ragged);
-  visit("softcap", of.softcap, usual.softcap);
-  visit("bias", of.bias, usual.bias);
-  visit("bias2", of.bias2, usual.bias2);
-  visit("mask", of.mask, usual.mask);
-  visit("key_term", of.key_term, usual.key_term);
-  visit("key_mask", of.key_mask, usual.key_mask);
-  visit("query_term", of.query_term, usual.query_term);
-  visit("positions", of.positions, usual.positions);
-  visit("shifted", of.shifted, usual.shifted);
-  visit("dropout", of.dropout, usual.dropout);
-  visit("natural", of.natural, usual.natural);
-}
+FOVEA_FIELDS(Features, arch, type, d, dv, banded, ragged, softcap, bias, bias2, mask, key_term, key_mask, query_term,
+             positions, shifted, dropout, natural, fp32_results)
 
 // What a kernel of the backward computes.
 struct Gradients {
@@ -77,14 +56,7 @@ struct Gradients {
 
   friend constexpr bool operator==(const Gradients&, const Gradients&) = default;
 };
-template <class Visit>
-constexpr void for_each_field(const Gradients& of, Visit visit) {
-  constexpr Gradients usual;
-  visit("dq", of.dq, usual.dq);
-  visit("dkv", of.dkv, usual.dkv);
-  visit("column_sum", of.column_sum, usual.column_sum);
-  visit("row_sum", of.row_sum, usual.row_sum);
-}
+FOVEA_FIELDS(Gradients, dq, dkv, column_sum, row_sum)
 
 // Kernels before and after the main ones: what of the main kernel, or of the problem, they depend on.
 struct AroundSpec {
@@ -101,27 +73,11 @@ struct AroundSpec {
   int converted = 0;                     // backward_prepare: queries of a step where sm90_backward converts, else 0
   bool longest_first = false;            // as in Sm90BackwardTiles
   bool shifted = false;                  // backward_prepare: as in Features, where a step's band is looked at
+  bool fp32_results = false;             // as in Features; backward_prepare: out is of fp32
 
   friend constexpr bool operator==(const AroundSpec&, const AroundSpec&) = default;
 };
-template <class Visit>
-constexpr void for_each_field(const AroundSpec& of, Visit visit) {
-  constexpr AroundSpec usual;
-  visit("arch", of.arch, usual.arch);
-  visit("type", of.type, usual.type);
-  visit("d", of.d, usual.d);
-  visit("dv", of.dv, usual.dv);
-  visit("ragged", of.ragged, usual.ragged);
-  visit("grad_bias", of.grad_bias, usual.grad_bias);
-  visit("warps", of.warps, usual.warps);
-  visit("dq", of.dq, usual.dq);
-  visit("stores_first", of.stores_first, usual.stores_first);
-  visit("same_step", of.same_step, usual.same_step);
-  visit("converted", of.converted, usual.converted);
-  visit("longest_first", of.longest_first, usual.longest_first);
-  visit("shifted", of.shifted, usual.shifted);
-}
+FOVEA_FIELDS(AroundSpec, arch, type, d, dv, ragged, grad_bias, warps, dq, stores_first, same_step, converted,
+             longest_first, shifted, fp32_results)
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SPEC_H

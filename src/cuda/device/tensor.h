@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // A tensor as kernels are given it. Read by the host and, without any header, by NVRTC.
-#ifndef FOVEA_CUDA_DEVICE_TENSOR_H
-#define FOVEA_CUDA_DEVICE_TENSOR_H
+#pragma once
 
 #include "math/rows.h"
 
@@ -15,5 +14,3 @@ struct Tensor {
 };
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_TENSOR_H

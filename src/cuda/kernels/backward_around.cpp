@@ -24,11 +24,18 @@ Start start_of_bias(int which) {
   };
 }
 
+// Whether the gradient of bias (which = 0) or bias2 is added to what is there.
+bool adds_bias(const Planner& planner, int which) {
+  const Results results = fp32_results(planner.call().problem);
+  return which == 0 ? results.bias : results.bias2;
+}
+
 void add_reduction(Planner& planner, const char* name, BiasTile type, int which, std::int64_t planes,
                    std::int64_t numbers) {
   constexpr std::int64_t kNumbers = 32;  // of a block
   AroundSpec spec = planner.around();
   spec.grad_bias = type;
+  spec.fp32_results = adds_bias(planner, which);
   planner.add(kernel_of("around/backward_reduce.cuh", name, spec), planes * Planner::tiles_of(numbers, kNumbers),
               start_of_bias(which));
 }
@@ -54,8 +61,9 @@ void add_backward_convert(Planner& planner, const AroundSpec& spec, std::int64_t
 }
 
 void add_reduce_sink(Planner& planner) {
-  planner.add(kernel_of("around/backward_reduce.cuh", "reduce_sink", planner.around()), planner.call().rows.heads_q,
-              start);
+  AroundSpec spec = planner.around();
+  spec.fp32_results = fp32_results(planner.call().problem).sink;
+  planner.add(kernel_of("around/backward_reduce.cuh", "reduce_sink", spec), planner.call().rows.heads_q, start);
 }
 
 void add_reduce_columns(Planner& planner, BiasTile type, int which, std::int64_t planes, std::int64_t keys) {
@@ -94,6 +102,7 @@ void add_bias_sum(Planner& planner, BiasTile type, int which, int chunks, std::i
   if (chunks > 1) {
     AroundSpec spec = planner.around();
     spec.grad_bias = type;
+    spec.fp32_results = adds_bias(planner, which);
     planner.add(kernel_of("generic/bias_gradient.cuh", "bias_gradient_sum", spec),
                 planes * Planner::tiles_of(numbers, kNumbers), start_of_bias(which), 1, chunks);
   }

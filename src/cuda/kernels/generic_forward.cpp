@@ -126,6 +126,8 @@ void start(const Launcher& launcher, const Launch& launch) {
 }
 
 // Where the queries alone keep too few multiprocessors busy, keys are split among blocks. `ctas`: of a multiprocessor.
+// An out of fp32 where q has 16 bits, or one that is merged, is stored by generic_combine, of one part where keys are
+// not split: blocks of generic_wide_forward share rows, so that none of them could replace a logsumexp.
 template <class S>
 void add(Planner& planner, const Kernel& kernel, const S& spec, int ctas) {
   constexpr std::int64_t kLeastSteps = 4;  // of a part
@@ -133,11 +135,13 @@ void add(Planner& planner, const Kernel& kernel, const S& spec, int ctas) {
   const std::int64_t blocks = forward_blocks(planner.call(), kernel);
   const std::int64_t room = std::int64_t{planner.target().multiprocessors} * ctas;
   const std::int64_t steps = rows.limit_k / spec.step;
-  const std::int64_t splits = blocks > 0 ? std::min(room / blocks, steps / kLeastSteps) : 1;
-  if (splits < 2) {
+  const bool combines = fp32_results(planner.call().problem).out;
+  std::int64_t splits = blocks > 0 ? std::min(room / blocks, steps / kLeastSteps) : 1;
+  if (splits < 2 && !combines) {
     planner.add(kernel, blocks, start);
     return;
   }
+  splits = std::max<std::int64_t>(splits, 1);
   S split = spec;
   split.split = true;
   Kernel splitting = kernel;
@@ -148,6 +152,7 @@ void add(Planner& planner, const Kernel& kernel, const S& spec, int ctas) {
   AroundSpec after = planner.around(spec.type);
   after.dv = spec.dv;
   after.ragged = spec.ragged;
+  after.fp32_results = combines;
   Kernel combine;
   combine.file = "generic/combine.cuh";
   combine.name = "generic_combine";
@@ -156,7 +161,12 @@ void add(Planner& planner, const Kernel& kernel, const S& spec, int ctas) {
   planner.add(splitting, blocks * splits, start, 1, static_cast<int>(splits));
   planner.add(combine, Planner::tiles_of(rows.limit_q, kCombineRows) * rows.batch() * rows.heads_q, start, 1,
               static_cast<int>(splits));
-  planner.say(fmt::format("; keys in {} parts", splits));
+  if (splits > 1) {
+    planner.say(fmt::format("; keys in {} parts", splits));
+  }
+  if (combines) {
+    planner.say("; out by generic_combine");
+  }
 }
 
 }  // namespace

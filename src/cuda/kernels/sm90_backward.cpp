@@ -98,6 +98,13 @@ bool in_same_step(const Call& call, const Sm90BackwardSpec& spec, bool ordered) 
          !spec.dbias_store && (!spec.banded || (grouped && !spec.left_edge && spec.bias == BiasTile::kNone));
 }
 
+// Whether one warpgroup makes P and the other dS. Products of 64 queries take less of shared memory than those of 32,
+// but dS is made of P as rounded. Without a band that was no faster from 8,192 queries on (docs/design/tried.md).
+bool has_roles(const Call& call, const Sm90BackwardSpec& spec) {
+  constexpr std::int64_t kLong = 8192;
+  return sm90_can_have_roles(spec) && (spec.banded || call.rows.limit_q < kLong);
+}
+
 // From the best on: the first that fits is taken.
 std::vector<Tiles> candidates(const Sm90BackwardSpec& spec, std::int64_t seqlen_k, bool ordered) {
   const int widest = std::max(spec.d, spec.dv);
@@ -235,12 +242,31 @@ bool is_mask_alone(const Call& call, const Operands& operands, Sm90BackwardSpec 
 // block that has not begun. Elsewhere a launch of its own is as fast, or faster (docs/design/tried.md).
 bool converts_dq(const Call& call, const Operands& operands, const Sm90BackwardSpec& spec, const Target& target) {
   constexpr int kNarrow = 64;
+  constexpr int kMiddle = 80;  // whose sums leave by red instructions
   constexpr std::int64_t kShort = 2048;
+  const int widest = std::max(spec.d, spec.dv);
   const bool grouped = call.rows.heads_q > call.rows.heads_k;
-  const bool gains = (spec.banded && !grouped) || std::max(spec.d, spec.dv) <= kNarrow || call.rows.limit_q <= kShort;
-  return gains && spec.bulk && !spec.key_parts && operands.vector_stores &&
+  const bool is_short = call.rows.limit_q <= kShort;
+  const bool of_bulk = spec.bulk && ((spec.banded && !grouped) || widest <= kNarrow || is_short);
+  const bool of_others = spec.dq && spec.dkv && !spec.direct && widest > kNarrow && widest <= kMiddle && is_short;
+  return (of_bulk || of_others) && !spec.key_parts && operands.vector_stores &&
          sm90_items(call, spec) > target.multiprocessors && spec.bias == BiasTile::kNone &&
-         sm90_outer_bytes(spec) == 0 && spec.dropout == DropoutRule::kNone;
+         sm90_outer_bytes(spec) == 0 && spec.dropout == DropoutRule::kNone && !fp32_results(call.problem).q;
+}
+
+// Whether dK and dV leave by tensor stores: where that was faster, with long blocks of keys.
+bool stores_tiles(const Call& call, const Operands& operands, const Sm90BackwardSpec& spec) {
+  constexpr std::int64_t kLong = 8192;
+  const bool grouped = call.rows.heads_q > call.rows.heads_k;
+  const bool gains = call.rows.limit_k >= kLong && call.rows.limit_q >= kLong && !grouped && spec.banded &&
+                     std::max(spec.d, spec.dv) == kSm90Wide;
+  const bool more = spec.ragged || spec.left_edge || spec.ordered || spec.dropout != DropoutRule::kNone ||
+                    spec.softcap || spec.mask || spec.key_term || spec.query_term || bool(spec.positions) ||
+                    spec.shifted || spec.fp32_results || spec.column_sum || spec.row_sum ||
+                    spec.bias != BiasTile::kNone || sm90_outer_bytes(spec) > 0;
+  const auto has_map = [&](const View& to) { return !to || has_row_map(to.strides, call.rows.rows_k); };
+  return gains && !more && spec.dq && spec.dkv && !spec.key_parts && spec.warps == 8 && operands.vector_stores &&
+         has_map(call.grad_k) && has_map(call.grad_v);
 }
 
 // The first candidate that fits, dq in order or not; false where none does.
@@ -277,7 +303,12 @@ bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, cons
     // Of sequences of different lengths a long one that is begun last would run alone.
     spec.longest_first = spec.ragged && call.rows.batch() > 1 && call.rows.batch() < kMostEntries &&
                          sm90_items(call, spec) > target.multiprocessors;
+    // Other results leave by the kernels that put sums together.
+    const Results fp32 = fp32_results(call.problem);
+    spec.fp32_results = (spec.dkv && !spec.key_parts && (fp32.k || fp32.v)) || (spec.direct && fp32.q);
     spec.key_mask = is_mask_alone(call, operands, spec);
+    spec.roles = clusters && has_roles(call, spec);
+    spec.tile_stores = !clusters && stores_tiles(call, operands, spec);
     spec.delay = has_dq && tiles.delay;
     spec.halves = has_dq && tiles.halves;
     spec.same_step = tiles.same_step;
@@ -320,6 +351,8 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
   } else if (sm90_is_wide(spec)) {
     constexpr int kGrain = 32;  // each warpgroup sums half of dQ's columns
     spec.d = rounded(spec.d, kGrain);
+  } else if (spec.d == 112 && spec.dv == kSm90Wide) {
+    spec.d = kSm90Wide;  // ptxas serialises products of 112 columns beside those of 128 (C7512)
   }
   spec.left_edge = spec.banded && call.problem.window_left >= 0;
   // In order the sums of one block leave in bulk. Where there is no room for that dq is another kernel's.

@@ -68,6 +68,16 @@ void start_backward(const Launcher& launcher, const Launch& launch, const Sm90Ke
           spec.step);
   of_rows(args.k, args.has_k, common.k, common.head_dim, panel_d, rows.rows_k, rows.heads_k, group_keys);
   of_rows(args.v, args.has_v, common.v, common.head_dim_v, panel_v, rows.rows_k, rows.heads_k, group_keys);
+  if (spec.tile_stores) {
+    constexpr int kWarpRows = 16;
+    const auto of_result = [&](TensorMap& to, Has& has, const Tensor& tensor, i64 columns, int panel) {
+      if (tensor.data != nullptr) {
+        of_rows(to, has, tensor, columns, panel, rows.rows_k, rows.heads_k, kWarpRows);
+      }
+    };
+    of_result(args.grad_k, args.has_grad_k, common.grad_k, common.out_dim, panel_d);
+    of_result(args.grad_v, args.has_grad_v, common.grad_v, common.out_dim_v, panel_v);
+  }
   const auto of_bias = [&](TensorMap& to, Has& has, const Tensor& tensor, BiasTile type) {
     if (type != BiasTile::kNone) {
       map(to, has, map_of_bias(rows, tensor, type, bias_panel_columns(type), spec.step));
@@ -154,6 +164,8 @@ void add_sm90_backward_parts(Planner& planner, const Sm90BackwardSpec& main, con
   spec.dq = main.dq && !main.direct;
   spec.stores_first = main.stores_first;
   spec.same_step = main.same_step;  // how dq_sum lies
+  const Results fp32 = fp32_results(planner.call().problem);
+  spec.fp32_results = fp32.k || fp32.v || (spec.dq && fp32.q);
   kernel.spec = spec;
   const std::int64_t key_rows = rows.batch() * rows.heads_k * order.head_rows;
   const std::int64_t blocks = sm90_parts_blocks(key_rows, main.d) + sm90_parts_blocks(key_rows, main.dv);

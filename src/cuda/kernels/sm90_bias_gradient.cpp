@@ -207,7 +207,10 @@ Choice sm90_bias_gradient(const Call& call, const Operands& operands, const Targ
   }
   const bool plain = !spec.softcap && !spec.positions && !spec.mask && spec.bias2 == BiasTile::kNone &&
                      spec.dropout == DropoutRule::kNone && !spec.ragged;
-  spec.bias_outside = spec.bias != BiasTile::kNone && list.entries > 1 && plain;
+  const Results fp32 = fp32_results(call.problem);
+  spec.fp32_results = which == 0 ? fp32.bias : fp32.bias2;
+  // Tiles that are computed again would be added twice.
+  spec.bias_outside = spec.bias != BiasTile::kNone && list.entries > 1 && plain && !spec.fp32_results;
   for (const Tiles& tiles : candidates(spec, list)) {
     spec.warps = 4 * tiles.groups;
     spec.step = tiles.step;
@@ -226,10 +229,12 @@ Choice sm90_bias_gradient(const Call& call, const Operands& operands, const Targ
   return choice;
 }
 
-void add_sm90_bias_gradient(Planner& planner, const Kernel& kernel, const BiasList& list, int which) {
-  const auto& spec = kernel.as<Sm90BiasSpec>();
+void add_sm90_bias_gradient(Planner& planner, const Kernel& chosen, const BiasList& list, int which) {
+  Kernel kernel = chosen;
+  auto& spec = std::get<Sm90BiasSpec>(kernel.spec);
   const std::int64_t numbers = list.queries * list.keys;
   const int chunks = chunks_of(list, spec, planner.target());
+  spec.fp32_results = spec.fp32_results && chunks == 1;  // of more, bias_gradient_sum stores the result
   const std::int64_t tiles = tiles_of_list(list, spec) * chunks;
   const std::int64_t blocks = std::min<std::int64_t>(tiles, planner.target().multiprocessors);
   reserve_bias_sum(planner, which, chunks, list.planes * numbers);

@@ -245,8 +245,8 @@ void start_forward(const Launcher& launcher, const Launch& launch, const Order& 
   // A warpgroup stores its 64 rows.
   constexpr int kGroupRows = 64;
   const Mapped out = mapped(common.out, common.out_dim_v, spec.dv, rows.rows_q, rows.heads_q, kGroupRows);
-  args.store_tensor =
-      common.vector_stores && jit::why_no_tensor_map(out.tensor.data, shape_of(out, args.has_out)).empty();
+  args.store_tensor = common.vector_stores && !spec.fp32_results &&
+                      jit::why_no_tensor_map(out.tensor.data, shape_of(out, args.has_out)).empty();
   if (args.store_tensor) {
     map(args.out, args.has_out, out);
   }
@@ -286,6 +286,7 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
   kernel.one_architecture = true;
   auto& spec = kernel.spec.emplace<Sm90ForwardSpec>(Sm90ForwardSpec{operands.features, {}});
   spec.arch = target.capability;
+  spec.fp32_results = fp32_results(call.problem).out;
   choice.why_not = why_not(call, operands, target);
   if (choice.why_not != nullptr) {
     return choice;

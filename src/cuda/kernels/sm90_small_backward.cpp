@@ -33,6 +33,9 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
       s.bias2 != BiasTile::kNone || s.dropout != DropoutRule::kNone) {
     return "more than one bias";
   }
+  if (p.wide != Results{} || p.accumulate != Results{}) {
+    return "results of fp32, or added to what is there";
+  }
   if (p.need.sink || p.need.bias2 || (p.need.bias && s.bias == BiasTile::kNone)) {
     return "gradients of a sink, or of a bias without queries or keys";
   }

@@ -58,6 +58,8 @@ Launcher::Launcher(const Call& call, const Executable& executable, void* workspa
   a.shard.positions_q = call.positions_q;
   a.shard.positions_k = call.positions_k;
   a.shard.streams = tensor(call.streams);
+  const auto result = [](const View& view) { return Result{view.type == DType::kFp32, view.accumulate}; };
+  a.results = {result(call.out), result(call.grad_q), result(call.grad_k), result(call.grad_v)};
   if (p.direction == Direction::kBackward) {
     backward_arguments();
   }

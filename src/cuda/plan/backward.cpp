@@ -36,7 +36,8 @@ bool is_ds(const Call& call, const Features& features) {
   const bool whole = (e.batch1 || p.batch1 == 1) && (e.batch2 || p.batch2 == 1) && (e.head || p.heads_q == 1);
   const bool same = (features.bias == BiasTile::kBf16 && features.type == Type::kBf16) ||
                     (features.bias == BiasTile::kFp16 && features.type == Type::kFp16);
-  return whole && same && !features.softcap && !features.banded && !features.ragged;
+  return whole && same && !features.softcap && !features.banded && !features.ragged && !p.wide.bias &&
+         !p.accumulate.bias;
 }
 
 // The number of the bias's pack, where dS may go in its place, every tile after it was read: no later kernel may need
@@ -85,6 +86,12 @@ Choice backward_for_hopper(Planner& planner, BackwardWants wants) {
   return choice;
 }
 
+// Of a kernel that stores results, those of fp32_results() or not.
+Features storing(Features features, bool fp32_results) {
+  features.fp32_results = fp32_results;
+  return features;
+}
+
 // The gradient of bias (which = 0) or bias2 (1).
 void add_bias_gradient(Planner& planner, Gradient gradient, int which) {
   if (gradient == Gradient::kNone) {
@@ -93,7 +100,7 @@ void add_bias_gradient(Planner& planner, Gradient gradient, int which) {
   const Problem& p = planner.call().problem;
   const PlaneTraits& traits = which == 0 ? p.bias : p.bias2;
   const Extents& e = traits.extents;
-  const BiasTile type = tile_of(traits.type);
+  const BiasTile type = tile_of((which == 0 ? planner.call().grad_bias : planner.call().grad_bias2).type);
   const std::int64_t planes = planes_of(p, e);
   const std::int64_t queries = e.query ? p.seqlen_q : 1;
   const std::int64_t keys = e.key ? p.seqlen_k : 1;
@@ -107,7 +114,9 @@ void add_bias_gradient(Planner& planner, Gradient gradient, int which) {
     if (planner.can_compute(choice)) {
       add_sm90_bias_gradient(planner, planner.taken(choice), list, which);
     } else {
-      const Choice generic = generic_bias_gradient(planner.operands().features, planner.target(), type);
+      const Results fp32 = fp32_results(p);
+      const Choice generic = generic_bias_gradient(
+          storing(planner.operands().features, which == 0 ? fp32.bias : fp32.bias2), planner.target(), type);
       add_generic_bias_gradient(planner, planner.taken(generic), list, which);
     }
   }
@@ -127,6 +136,8 @@ void Planner::backward() {
   const Features& features = plan_.operands.features;
   const Gradient gradients[] = {gradient_of(p.need.bias, p.bias), gradient_of(p.need.bias2, p.bias2)};
   const auto any = [&](Gradient which) { return gradients[0] == which || gradients[1] == which; };
+
+  const Results fp32 = fp32_results(p);
 
   BackwardWants work;
   work.dkv = p.need.k || p.need.v;
@@ -184,6 +195,7 @@ void Planner::backward() {
   before.converted = main.converts ? main.step : 0;
   before.longest_first = main.longest_first;
   before.shifted = main.converts && features.shifted;
+  before.fp32_results = p.wide.out;
   if (is_hopper && features.mask) {
     add_sm90_backward_mask(*this);
   }
@@ -191,7 +203,7 @@ void Planner::backward() {
   if (is_hopper) {
     add_sm90_backward(*this, taken(hopper), order);
   } else if (work.dkv || work.column_sum) {
-    add_generic_backward(*this, taken(generic_backward(features, plan_.target, work)));
+    add_generic_backward(*this, taken(generic_backward(storing(features, fp32.k || fp32.v), plan_.target, work)));
   }
   const bool row_sum = any(Gradient::kRows) && !main.row_sum;
   const bool dq_alone = p.need.q && !work.dq;
@@ -199,7 +211,8 @@ void Planner::backward() {
     can_compute(hopper);  // the summary says why a generic kernel is used
   }
   if (dq_alone || row_sum) {
-    add_generic_backward_dq(*this, taken(generic_backward_dq(features, plan_.target, dq_alone, row_sum)));
+    add_generic_backward_dq(
+        *this, taken(generic_backward_dq(storing(features, dq_alone && fp32.q), plan_.target, dq_alone, row_sum)));
   }
   if (!main.dbias_store) {
     add_bias_gradient(*this, gradients[0], 0);
@@ -214,6 +227,7 @@ void Planner::backward() {
     add_sm90_backward_parts(*this, main, order, convert_blocks);
   } else {
     spec.same_step = main.same_step;  // how dq_sum lies
+    spec.fp32_results = fp32.q;
     add_backward_convert(*this, spec, convert_blocks);
   }
   if (p.need.sink) {

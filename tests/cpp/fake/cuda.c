@@ -150,6 +150,16 @@ static int kernel_attribute(int* value) {
 static int encode_tensor_map(void* map, int type, unsigned rank, void* address, const uint64_t* dims,
                              const uint64_t* strides, const unsigned* box, const unsigned* steps, int interleave,
                              int swizzle, int promotion, int fill) {
+  for (unsigned n = 0; n < rank; ++n) {
+    const int is_stride = n + 1 < rank;
+    if (dims[n] - 1 >= 1ull << 32 || box[n] - 1 >= 256 ||
+        (is_stride && (strides[n] % 16 != 0 || strides[n] >= 1ull << 40))) {
+      return 1; /* CUDA_ERROR_INVALID_VALUE */
+    }
+  }
+  if ((uintptr_t)address % 16 != 0 || rank - 1 >= 5) {
+    return 1;
+  }
   const int number = __atomic_fetch_add(&fake_maps, 1, __ATOMIC_RELAXED) % 256;
   struct tensor_map* kept = &fake_map[number];
   kept->address = address;
@@ -166,7 +176,15 @@ static int encode_tensor_map(void* map, int type, unsigned rank, void* address, 
   memset(map, 0, 128);
   return 0;
 }
+/* A number of blocks or threads that no driver takes. */
+static int is_out_of(unsigned x, unsigned y, unsigned z, unsigned most_x, unsigned most_yz) {
+  return x - 1 >= most_x || y - 1 >= most_yz || z - 1 >= most_yz;
+}
 static int launch(const struct config* config, void* function, void** parameters, void** extra) {
+  if (is_out_of(config->grid_x, config->grid_y, config->grid_z, 0x7FFFFFFF, 65535) ||
+      is_out_of(config->block_x, config->block_y, config->block_z, 1024, 1024) || config->shared_bytes > 227 * 1024) {
+    return 1; /* CUDA_ERROR_INVALID_VALUE */
+  }
   if (fake_kept_kernel != NULL && strstr(function, fake_kept_kernel) != NULL) {
     memcpy(fake_kept, parameters[0], fake_kept_bytes);
   }

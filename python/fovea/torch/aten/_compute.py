@@ -9,6 +9,7 @@ of PyTorch's generator, and PyTorch's names in errors.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Optional
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ... import _abi
+from ..._library import lib
 from .. import _call
 
 RESULTS = ("q", "k", "v", "bias")  # whose gradients there are
@@ -46,6 +48,15 @@ def forward(a: _call.Arguments, out: Tensor, lse: Optional[Tensor]) -> None:
         out.copy_(target)
     if lse is not None and wide is not None and wide is not lse:
         lse.copy_(wide)
+
+
+def check(a: _call.Arguments, out: Tensor) -> None:
+    """Raises what forward() would raise, and computes nothing: before random numbers are drawn, which nobody gives back."""
+    problem: Any = _call._Problem(a)
+    problem.set_rows("out", out)
+    status = int(lib.fovea_workspace(problem._pointer, _abi.FORWARD, ctypes.byref(ctypes.c_size_t())))
+    if status != _abi.OK:
+        problem._refuse(status)
 
 
 def backward(a: _call.Arguments, grad_out: Tensor, out: Tensor, lse: Tensor, grads: dict[str, Tensor]) -> None:

@@ -12,7 +12,7 @@ The backward here draws those of the forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -225,12 +225,20 @@ def _efficient_attention_forward(
     longest = _lengths(query, key, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
     out = query.new_empty((*query.shape[:-1], value.shape[-1]))
     logsumexp = _new_logsumexp(query, cu_seqlens_q, longest[0], compute_log_sumexp)
-    if dropout_p:
-        seed, offset = _compute.draw(query, query.shape[0] * query.shape[2] * query.shape[1] * key.shape[1])
-    else:
-        seed, offset = _compute.no_numbers(query, dropout_p)
-    options = {"scale": scale, **mask, **_compute.random_numbers(query, dropout_p, seed, offset)}
+    options = {"scale": scale, **mask}
+    pieces: Sequence[_Piece] = ()
+    seed, offset = _compute.no_numbers(query, dropout_p)
     with named(seqused_k="seqlen_k"):
+        if dropout_p:
+            if cu_seqlens_q is None or cu_seqlens_k is None:
+                _compute.check(_compute.arguments(query, key, value, bias=bias, dropout_p=dropout_p, **options), out)
+            else:
+                pieces = list(_pieces(query, key, cu_seqlens_q, cu_seqlens_k, seqlen_k))
+                for piece in pieces[:1]:
+                    of_piece = piece.queries(query), piece.keys(key), piece.keys(value)
+                    _compute.check(_compute.arguments(*of_piece, dropout_p=dropout_p, **options), piece.queries(out))
+            seed, offset = _compute.draw(query, query.shape[0] * query.shape[2] * query.shape[1] * key.shape[1])
+            options.update(_compute.random_numbers(query, dropout_p, seed, offset))
         if cu_seqlens_q is None or cu_seqlens_k is None:
             rows = query.shape[1]
             lse = logsumexp[:, :, :rows] if compute_log_sumexp else None
@@ -240,7 +248,7 @@ def _efficient_attention_forward(
         elif dropout_p:
             out.zero_()
             logsumexp.fill_(float("inf"))
-            for piece in _pieces(query, key, cu_seqlens_q, cu_seqlens_k, seqlen_k):
+            for piece in pieces:
                 a = _compute.arguments(piece.queries(query), piece.keys(key), piece.keys(value), **options)
                 _compute.forward(a, piece.queries(out), piece.lse(logsumexp) if compute_log_sumexp else None)
         else:

@@ -2,8 +2,8 @@
 """Which of PyTorch's operators fovea computes, and for whom: one registry of kernels in PyTorch's place.
 
 There are two owners: enable(operators=True), and the implementation "fovea" of torch.nn.attention.activate_flash_attention_impl.
-Each operator is registered once for a device. It belongs to the owner that took it first, and then to the other one, if that has
-taken it as well: so either may release its operators first. What fovea does not compute, and what the owner leaves to
+Each operator is registered once for a device. There it belongs to the owner that took it first, and then to the other one, if that
+has taken it as well: so either may release its operators first. What fovea does not compute, and what the owner leaves to
 PyTorch, is computed by the kernel that was there before.
 
 Private names of PyTorch that this file uses: torch.library.Library._destroy. torch.library.get_kernel is missing in old
@@ -34,14 +34,11 @@ class Owner(NamedTuple):
     hand_back: Callable[[str, str, torch.device], None]  # one that PyTorch computes, and why; it may raise
 
 
-class _Place(NamedTuple):
-    library: Any
-    theirs: Any  # PyTorch's kernel; None where there was none
-
+Place = tuple[str, str]  # operator and key
 
 _lock = threading.RLock()
-_taken: dict[str, tuple[Owner, frozenset[tuple[str, str]]]] = {}  # by the owner's name: operators and keys
-_places: dict[tuple[str, str], _Place] = {}
+_taken: dict[str, tuple[Owner, frozenset[Place]]] = {}  # by the owner's name
+_places: dict[Place, Any] = {}  # the libraries that registered a kernel there
 _here = threading.local()
 
 
@@ -54,14 +51,16 @@ def owners() -> dict[str, str]:
     """The operators of PyTorch that fovea computes now.
 
     Returns:
-        By the operator's name, the name of its owner: "enable(operators=True)" or "activate_flash_attention_impl('fovea')".
+        By the operator's name, the name of its owner: "enable(operators=True)" or "activate_flash_attention_impl('fovea')"; both,
+        with a comma between, where the CPU's and CUDA's kernel have different ones.
 
     >>> import fovea.torch
     >>> fovea.torch.aten.owners()
     {}
     """
     with _lock:
-        return {name: _owner(name).name for name in OPERATORS if name in {place[0] for place in _places}}
+        found = {name: [_owner(place) for place in sorted(_places) if place[0] == name] for name in OPERATORS}
+        return {name: ", ".join(dict.fromkeys(owner.name for owner in there if owner)) for name, there in found.items() if there}
 
 
 def in_force() -> bool:
@@ -87,15 +86,14 @@ def release(name: str) -> None:
 def _settle() -> None:
     wanted = {place for _, places in _taken.values() for place in places}
     for place in [place for place in _places if place not in wanted]:
-        _places.pop(place).library._destroy()
+        _places.pop(place)._destroy()
     for place in sorted(wanted - _places.keys()):
         name, key = place
         theirs = _kernel_of_pytorch(name, key)
-        library = _torch_library.Library("aten", "IMPL")
+        _places[place] = library = _torch_library.Library("aten", "IMPL")
         with warnings.catch_warnings():  # what the caller asked for
             warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
-            library.impl(name, _kernel(name, theirs), key, with_keyset=True)
-        _places[place] = _Place(library, theirs)
+            library.impl(name, _kernel(place, theirs), key, with_keyset=True)
 
 
 def _kernel_of_pytorch(name: str, key: str) -> Any:
@@ -108,8 +106,9 @@ def _kernel_of_pytorch(name: str, key: str) -> Any:
         return None
 
 
-def _owner(name: str) -> Owner:
-    return next(owner for owner, places in _taken.values() if name in {place[0] for place in places})
+def _owner(place: Place) -> Optional[Owner]:
+    """None while another thread releases it."""
+    return next((owner for owner, places in tuple(_taken.values()) if place in places), None)
 
 
 @contextlib.contextmanager
@@ -123,13 +122,17 @@ def left_to_pytorch() -> Iterator[None]:
         _here.theirs = before
 
 
-def _kernel(name: str, theirs: Any) -> Callable[..., Any]:
+def _kernel(place: Place, theirs: Any) -> Callable[..., Any]:
+    """`theirs` is PyTorch's kernel, None where there was none."""
+    name = place[0]
     operator = OPERATORS[name]
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if theirs is not None and getattr(_here, "theirs", False):
+        owner = _owner(place)
+        if theirs is not None and (owner is None or getattr(_here, "theirs", False)):
             return theirs.call_boxed(keys, *args, **kwargs)
-        owner = _owner(name)
+        if owner is None:
+            return operator.compute(*args, **kwargs)
         why = "" if theirs is None else owner.why_not(name, args, kwargs)
         refusal: Optional[Exception] = None
         if not why:

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operators of this package as operators of PyTorch: fovea::<name>, with PyTorch's schema, fake functions, and autograd.
 
-@operator(schema, fake, backward, saved) makes one of a function that computes it; `draws` says that it draws random numbers. Autograd is one torch.autograd.Function
-for all: `saved` says which arguments of the operator `backward` follow from a forward's arguments and results.
+@operator(schema, fake, backward, saved) makes one of a function that computes it; `draws` says that it draws random numbers.
+Autograd is one torch.autograd.Function for all forwards: `saved` says which arguments of the operator `backward` follow from a
+forward's arguments and results. Whatever else is differentiated raises an error.
 """
 
 from __future__ import annotations
 
 import inspect
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, Callable, NamedTuple, NoReturn, Optional
 
 import torch
 from torch import Tensor
@@ -54,21 +55,22 @@ def operator(
         formula = flop_registry.get(getattr(torch.ops.aten, name, None))
         if formula is not None:
             flop_registry[getattr(_operators.operators, name)] = formula
-        if backward is not None and saved is not None:
-            library.impl(name, _differentiable(found, backward, saved), "Autograd")
+        library.impl(name, _differentiable(found, backward, saved), "Autograd")
         return compute
 
     return register
 
 
-def _differentiable(forward: Operator, backward: str, saved: Saved) -> Callable[..., Any]:
+def _differentiable(forward: Operator, backward: Optional[str], saved: Optional[Saved]) -> Callable[..., Any]:
     """The kernel for autograd."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = forward.bind(args, kwargs)
         learns = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given.values())
-        if learns:
+        if learns and backward is not None:
             return _Differentiable.apply(forward, backward, saved, *given.values())
+        if learns:
+            return _WithoutDerivative.apply(forward, *given.values())
         with _below_autograd():
             return forward.overload(*args, **kwargs)
 
@@ -103,3 +105,20 @@ class _Differentiable(torch.autograd.Function):
             grads = dict(zip(("query", "key", "value", bias), found))
         wanted = zip(ctx.inputs, ctx.needs_input_grad[3:])
         return (None, None, None, *(grads.get(name) if need else None for name, need in wanted))
+
+
+class _WithoutDerivative(torch.autograd.Function):
+    """An operator that has no backward, such as a backward with create_graph=True. Only differentiating it is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: Operator, *values: Any) -> Any:
+        ctx.operator = operator.name
+        with _below_autograd():
+            return operator.overload(**dict(zip(operator.signature.parameters, values)))
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{ctx.operator}: differentiated; accepted: first derivatives of a forward that does not write into its arguments, or "
+            "torch.nn.functional.scaled_dot_product_attention with its math backend where second ones are needed"
+        )

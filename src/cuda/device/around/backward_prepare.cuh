@@ -18,8 +18,7 @@
 //                      sizes, whose last part it writes
 //   backward_convert   batch * heads_q * ceil(limit_q / kConvertRows): dq_sum, padded_rows, grad_q, out_dim,
 //                      vector_stores, scale; stores_first: turns
-#ifndef FOVEA_CUDA_DEVICE_AROUND_BACKWARD_PREPARE_CUH
-#define FOVEA_CUDA_DEVICE_AROUND_BACKWARD_PREPARE_CUH
+#pragma once
 
 #include "cuda/device/args.h"
 #include "cuda/device/around/backward_reduce.cuh"
@@ -65,23 +64,11 @@ struct RowBlock {
 // ---- before ----
 
 template <Type kType>
-__device__ __forceinline__ float dot8(const uint4& x, const uint4& y) {
-  const u32 xs[4] = {x.x, x.y, x.z, x.w};
-  const u32 ys[4] = {y.x, y.y, y.z, y.w};
-  float sum = 0;
-#pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    sum += low<kType>(xs[e]) * low<kType>(ys[e]) + high<kType>(xs[e]) * high<kType>(ys[e]);
-  }
-  return sum;
-}
-
-template <auto S>
 __device__ __forceinline__ float element(const char* data, i64 at) {
-  if constexpr (S.type == Type::kFp32) {
+  if constexpr (kType == Type::kFp32) {
     return reinterpret_cast<const float*>(data)[at];
   } else {
-    return low<S.type>(reinterpret_cast<const u16*>(data)[at]);
+    return low<kType>(reinterpret_cast<const u16*>(data)[at]);
   }
 }
 
@@ -126,6 +113,8 @@ __global__ void __launch_bounds__(kBackwardPrepareThreads, 6) backward_prepare(c
   constexpr int kPasses = kRowPad / kPass < 4 ? kRowPad / kPass : 4;  // at once
   constexpr int kRows = kPass * kPasses;
   constexpr int kBytes = S.type == Type::kFp32 ? 4 : 2;
+  constexpr Type kOut = S.fp32_results ? Type::kFp32 : S.type;
+  constexpr int kOutBytes = kOut == Type::kFp32 ? 4 : 2;
   __shared__ float scratch[8];
 
   const RowBlock<kRowPad> block(a);
@@ -145,12 +134,14 @@ __global__ void __launch_bounds__(kBackwardPrepareThreads, 6) backward_prepare(c
   const int mine = threadIdx.x / kLanes;
   int at_once = 0;  // the first of the rows at once, in the block
   const auto row_of_pass = [&](int pass) { return block.first + at_once + pass * kPass + mine; };
-  const i64 out_row = a.out.strides.row * kBytes;
+  const i64 out_row = a.out.strides.row * kOutBytes;
   const i64 grad_row = a.grad_out.strides.row * kBytes;
-  const char* const out = static_cast<const char*>(a.out.data) + place.query_rows(a.out.strides, block.head) * kBytes;
+  const char* const out =
+      static_cast<const char*>(a.out.data) + place.query_rows(a.out.strides, block.head) * kOutBytes;
   const char* const grad =
       static_cast<const char*>(a.grad_out.data) + place.query_rows(a.grad_out.strides, block.head) * kBytes;
-  const bool vectors = kBytes == 2 && a.head_dim_v % 8 == 0 && a.out.strides.col == 1 && a.grad_out.strides.col == 1 &&
+  const bool vectors = kBytes == 2 && kOutBytes == 2 && a.head_dim_v % 8 == 0 && a.out.strides.col == 1 &&
+                       a.grad_out.strides.col == 1 &&
                        ((reinterpret_cast<u64>(out) | reinterpret_cast<u64>(grad) | out_row | grad_row) & 15) == 0;
   uint4 outs[kPasses];
   uint4 grads[kPasses];
@@ -245,8 +236,8 @@ __global__ void __launch_bounds__(kBackwardPrepareThreads, 6) backward_prepare(c
         const i64 row = opaque(row_of_pass(pass));
 #pragma unroll 4
         for (int d = lane; row < place.q_len && d < a.head_dim_v; d += kLanes) {
-          sums[pass] += element<S>(out + row * out_row, d * a.out.strides.col) *
-                        element<S>(grad + row * grad_row, d * a.grad_out.strides.col);
+          sums[pass] += element<kOut>(out + row * out_row, d * a.out.strides.col) *
+                        element<S.type>(grad + row * grad_row, d * a.grad_out.strides.col);
         }
       }
     }
@@ -317,5 +308,3 @@ __global__ void __launch_bounds__(256) backward_convert(const __grid_constant__ 
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_AROUND_BACKWARD_PREPARE_CUH

@@ -6,15 +6,14 @@
 //   reduce_rows        row_sum to the gradient of a bias that is broadcast over keys (and queries)
 //   reduce_sink        sink_sum to the gradient of the sink
 //
-// Launches of 256 threads, no shared memory to be given. Spec: `grad_bias` (reduce_columns, reduce_rows). Blocks and
-// what of Args beyond the call's own tensors:
+// Launches of 256 threads, no shared memory to be given. Spec: `grad_bias` (reduce_columns, reduce_rows),
+// `fp32_results` (added to what is there). Blocks and what of Args beyond the call's own tensors:
 //   reduce_columns     planes * ceil(bias_keys / 32): grad_bias, bias_keys, column_sum, column_pitch
 //   reduce_rows        planes * ceil(bias_rows / 32): grad_bias, bias_rows, row_sum, padded_rows
 //   reduce_sink        heads_q: sink_sum, grad_sink, grad_sink_stride
 // planes: batch1, batch2 and heads of the gradient, 1 where grad_bias has stride 0 (summed over).
 // Sums are made in a fixed order: two runs give the same bits.
-#ifndef FOVEA_CUDA_DEVICE_AROUND_BACKWARD_REDUCE_CUH
-#define FOVEA_CUDA_DEVICE_AROUND_BACKWARD_REDUCE_CUH
+#pragma once
 
 #include "cuda/device/args.h"
 #include "cuda/device/ptx/sm80.cuh"
@@ -43,6 +42,15 @@ __device__ __forceinline__ void store_element(void* data, i64 at, BiasTile type,
     static_cast<u16*>(data)[at] =
         static_cast<u16>(type == BiasTile::kBf16 ? pack<Type::kBf16>(x, 0.f) : pack<Type::kFp16>(x, 0.f));
   }
+}
+
+// A number of a bias's gradient.
+template <AroundSpec S>
+__device__ __forceinline__ void store_sum(const Args& a, i64 at, float sum) {
+  if constexpr (S.fp32_results) {
+    sum += static_cast<const float*>(a.grad_bias.data)[at];
+  }
+  store_element(a.grad_bias.data, at, S.grad_bias, sum);
 }
 
 // Entries that a plane of a bias gradient sums over: (b, h) by number, b outside, h inside.
@@ -92,7 +100,7 @@ __device__ __forceinline__ void reduce_plane(const Args& a, const Shared& shared
     for (int i = 0; i < 8; ++i) {
       sum += partial[i][lane];
     }
-    store_element(a.grad_bias.data, to + number * stride, S.grad_bias, sum);
+    store_sum<S>(a, to + number * stride, sum);
   }
 }
 
@@ -136,7 +144,7 @@ __global__ void __launch_bounds__(256) reduce_rows(const __grid_constant__ Args 
   }
   sum = sum_of_block(sum, scratch);
   if (threadIdx.x == 0) {
-    store_element(a.grad_bias.data, shared.offset(s), S.grad_bias, sum);
+    store_sum<S>(a, shared.offset(s), sum);
   }
 }
 
@@ -152,10 +160,11 @@ __global__ void __launch_bounds__(256) reduce_sink(const __grid_constant__ Args 
   }
   sum = sum_of_block(sum, scratch);
   if (threadIdx.x == 0) {
+    if constexpr (S.fp32_results) {
+      sum += a.grad_sink[h * a.grad_sink_stride];
+    }
     a.grad_sink[h * a.grad_sink_stride] = sum;
   }
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_AROUND_BACKWARD_REDUCE_CUH

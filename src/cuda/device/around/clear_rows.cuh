@@ -3,8 +3,7 @@
 // clear_rows: rows of outputs that no sequence owns get zeros, those of lse -inf. Where sequences end lies on the
 // device, so a block looks whether there is anything to do: most have nothing. Neighbouring threads write neighbouring
 // columns.
-#ifndef FOVEA_CUDA_DEVICE_AROUND_CLEAR_ROWS_CUH
-#define FOVEA_CUDA_DEVICE_AROUND_CLEAR_ROWS_CUH
+#pragma once
 
 #include "cuda/device/args.h"
 #include "cuda/device/around/clear_rows_args.h"
@@ -39,5 +38,3 @@ __global__ void __launch_bounds__(kClearRowsThreads) clear_rows(const __grid_con
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_AROUND_CLEAR_ROWS_CUH

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What clear_rows (around/clear_rows.cuh) is called with. Read by the host and, without any header, by NVRTC.
-#ifndef FOVEA_CUDA_DEVICE_AROUND_CLEAR_ROWS_ARGS_H
-#define FOVEA_CUDA_DEVICE_AROUND_CLEAR_ROWS_ARGS_H
+#pragma once
 
 #include "math/missing.h"
 
@@ -25,5 +24,3 @@ struct ClearRowsArgs {
 };
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_AROUND_CLEAR_ROWS_ARGS_H

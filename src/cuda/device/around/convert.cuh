@@ -4,14 +4,13 @@
 //
 //   store_sums         a warp's 16 x 16 sums to rows of a result
 //   convert_sums       such a piece of 64 rows of dq_sum to dq
-#ifndef FOVEA_CUDA_DEVICE_AROUND_CONVERT_CUH
-#define FOVEA_CUDA_DEVICE_AROUND_CONVERT_CUH
+#pragma once
 
 #include "cuda/device/args.h"
 #include "cuda/device/around/backward_reduce.cuh"
 #include "cuda/device/generic/backward_sizes.h"
 #include "cuda/device/ptx/sm80.cuh"
-#include "cuda/device/tile/tile.cuh"
+#include "cuda/device/tile/result.cuh"
 
 namespace fovea::cuda {
 
@@ -34,10 +33,17 @@ __device__ __forceinline__ void transpose(u32 (&x)[4], int t) {
 
 // Sums in fp32 lie as accumulators: of each 16 x 8 block, lane by lane the four values of rows g, g + 8 of lane 4 g +
 // t, columns 2t, 2t + 1. A warp's 16 x 16 of them, two such blocks, go to rows `row` and row + 8 of a result, from
-// `column` on; `at` is where its row 0 lies.
-template <Type kType>
-__device__ __forceinline__ void store_sums(const Thread& thread, const float4 (&x)[2], const Tensor& result, i64 at,
-                                           int row, int column, int rows, int columns, bool vectors) {
+// `column` on; `at` is where its row 0 lies. how: with Spec::fp32_results.
+template <auto S>
+__device__ __forceinline__ void store_sums(const Thread& thread, const float4 (&x)[2], const Tensor& result, Result how,
+                                           i64 at, int row, int column, int rows, int columns, bool vectors) {
+  constexpr Type kType = S.type;
+  if constexpr (S.fp32_results) {
+    const float flat[8] = {x[0].x, x[0].y, x[0].z, x[0].w, x[1].x, x[1].y, x[1].z, x[1].w};
+    store_result<kType>(result, at + column * result.strides.col, how, flat, 1.f, row, rows, columns - column,
+                        thread.t);
+    return;
+  }
   if (kType != Type::kFp32 && vectors) {
     // Four pieces of 16 bytes, block j of row g + 8 half: lane t gets the one with 2 j + half = t.
     u32 words[4] = {pack<kType>(x[0].x, x[0].y), pack<kType>(x[0].z, x[0].w), pack<kType>(x[1].x, x[1].y),
@@ -114,11 +120,9 @@ __device__ __forceinline__ void convert_sums(const Thread& thread, const Args& a
     for (float4& y : x[i]) {
       y = {y.x * scale, y.y * scale, y.z * scale, y.w * scale};
     }
-    store_sums<S.type>(thread, x[i], a.grad_q, to, first + at / kPairs * 16 + thread.g, at % kPairs * 16, rows,
-                       a.out_dim, vectors);
+    store_sums<S>(thread, x[i], a.grad_q, a.results.q, to, first + at / kPairs * 16 + thread.g, at % kPairs * 16, rows,
+                  a.out_dim, vectors);
   }
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_AROUND_CONVERT_CUH

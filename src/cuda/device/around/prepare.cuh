@@ -11,8 +11,7 @@
 //                     fp32 into pairs of fp16: the largest number of each head, by which it is then scaled
 //
 // Grids are of any size: every kernel walks over its work with a stride.
-#ifndef FOVEA_CUDA_DEVICE_AROUND_PREPARE_CUH
-#define FOVEA_CUDA_DEVICE_AROUND_PREPARE_CUH
+#pragma once
 
 #include "cuda/device/args.h"
 #include "cuda/device/around/prepare_args.h"
@@ -442,5 +441,3 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_split(const __grid_co
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_AROUND_PREPARE_CUH

@@ -2,8 +2,7 @@
 //
 // What the kernels of around/prepare.cuh are called with, where that is not Args. Read by the host and, without any
 // header, by NVRTC.
-#ifndef FOVEA_CUDA_DEVICE_AROUND_PREPARE_ARGS_H
-#define FOVEA_CUDA_DEVICE_AROUND_PREPARE_ARGS_H
+#pragma once
 
 #include "math/rows.h"
 
@@ -97,5 +96,3 @@ struct PairArgs {
 };
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_AROUND_PREPARE_ARGS_H

@@ -14,8 +14,7 @@
 // begin at different query tiles, so that their sums do not meet.
 //
 // Blocks: batch * heads_k * ceil(limit_k / keys), of warps * 32 threads.
-#ifndef FOVEA_CUDA_DEVICE_GENERIC_BACKWARD_CUH
-#define FOVEA_CUDA_DEVICE_GENERIC_BACKWARD_CUH
+#pragma once
 
 #include "cuda/device/generic/backward_output.cuh"
 #include "cuda/device/generic/grad_scores.cuh"
@@ -142,8 +141,8 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_backward(const _
         kind = block.band.tile(m0 + part, m0 + part + P, key0, key0 + T * 16);
         if (kind == math::TileClass::kEmpty) {
           if constexpr (S.dq) {
-            const Operand<kType> zero[T][P / 16] = {};
-            store_operands<kType, M>(grads_to, N * M * 2, zero, thread.warp * T * 16, part / 16, thread);
+            const float zero[T][P / 8][4] = {};
+            store_pairs<kType, M>(grads_to, N * M * 2, zero, thread.warp * T * 16, part / 8, thread);
           }
           continue;
         }
@@ -160,11 +159,11 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_backward(const _
         if constexpr (is_pair(kType) && !S.dq) {
           lowered = lift_small<false>(a, s, dp);
         }
+        if constexpr (S.dq) {
+          store_pairs<kType, M>(grads_to, N * M * 2, dp, thread.warp * T * 16, part / 8, thread);
+        }
         make_operands(p_operand, s);
         make_operands(ds_operand, dp);
-      }
-      if constexpr (S.dq) {
-        store_operands<kType, M>(grads_to, N * M * 2, ds_operand, thread.warp * T * 16, part / 16, thread);
       }
       if constexpr (S.dkv) {
         add_columns<kType, T, V / 8, P / 16>(
@@ -199,18 +198,18 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_backward(const _
     const int left = same.place.k_len - first_key;
     const i64 to_k = same.place.key_rows(a.grad_k.strides, same.head_k) + first_key * a.grad_k.strides.row;
     const i64 to_v = same.place.key_rows(a.grad_v.strides, same.head_k) + first_key * a.grad_v.strides.row;
-    put_gradient<kType, D>(my_keys, dk, a.scale, thread);
-    put_gradient<kType, V>(my_values, dv, keep_scale<S>(a), thread);
+    put_gradient<S, D>(my_keys, dk, a.scale, thread);
+    put_gradient<S, V>(my_values, dv, keep_scale<S>(a), thread);
     __syncwarp();
     if (a.grad_k.data != nullptr) {
-      store_gradient<kType, D, T * 16>(a.grad_k, to_k, my_keys, left, a.out_dim, a.vector_stores, thread.lane);
+      store_gradient<S, D, T * 16>(a.grad_k, to_k, my_keys, a.results.k, dk, a.scale, left, a.out_dim, a.vector_stores,
+                                   thread);
     }
     if (a.grad_v.data != nullptr) {
-      store_gradient<kType, V, T * 16>(a.grad_v, to_v, my_values, left, a.out_dim_v, a.vector_stores, thread.lane);
+      store_gradient<S, V, T * 16>(a.grad_v, to_v, my_values, a.results.v, dv, keep_scale<S>(a), left, a.out_dim_v,
+                                   a.vector_stores, thread);
     }
   }
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_GENERIC_BACKWARD_CUH

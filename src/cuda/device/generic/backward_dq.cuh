@@ -9,17 +9,16 @@
 //
 //   wait for step n | barrier | copies of n + 1 start | S = Q K^T, dP = dO V^T, dS, dQ += dS K
 //
-// With Spec::row_sum the sums of dS over keys go to Args::row_sum, for the gradients of biases without keys (in exact
-// numbers they are dlse and the sink's part alone, but not with an out that was rounded); without Spec::dq nothing
-// else.
+// With Spec::row_sum the sums of dS over keys go to Args::row_sum, for the gradients of biases without keys; without
+// Spec::dq nothing else. (In exact numbers they are dlse and the sink's part alone, but out is rounded.)
 //
 // Where dQ is wider than registers hold, grid_o blocks share its columns, each with all of S.
 // Blocks: batch * heads_q * ceil(limit_q / queries) * grid_o, of warps * 32 threads.
-#ifndef FOVEA_CUDA_DEVICE_GENERIC_BACKWARD_DQ_CUH
-#define FOVEA_CUDA_DEVICE_GENERIC_BACKWARD_DQ_CUH
+#pragma once
 
 #include "cuda/device/generic/backward_output.cuh"
 #include "cuda/device/generic/grad_scores.cuh"
+#include "cuda/device/work/query_block.cuh"
 
 namespace fovea::cuda {
 
@@ -50,32 +49,18 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_backward_dq(cons
   const u32 stages = row_vectors + M * 8;
   const Thread thread;
 
-  // Place: columns of a tile of queries of a head. Under a causal band the last tiles have most to do: they come first.
-  const u32 tiles = (u32(a.rows.limit_q) + M - 1) / M;
-  u64 index = a.first_block + blockIdx.x;
-  const int first_column = int(index % S.grid_o) * C;
-  index /= S.grid_o;
-  const u32 head_of_batch = u32(index / tiles);
-  const int tile = int(S.banded ? tiles - 1 - index % tiles : index % tiles);
-  const u32 heads = u32(a.rows.heads_q);
-  const u32 b = head_of_batch / heads;
-  const u32 h = head_of_batch % heads;
-  const u32 head_k = h / (heads / u32(a.rows.heads_k));
-  const Place place = Place::make<S>(a, b);
-  const int m0 = tile * M;
+  const QueryBlock<S, M, S.grid_o> block(a);
+  const Place& place = block.place;
+  const int first_column = block.chunk * C;
+  const u32 h = block.head;
+  const u32 head_k = block.head_k(a);
+  const int m0 = block.m0;
   if (m0 >= place.q_len) {
     return;
   }
   const int row0 = m0 + thread.warp * T * 16;
-
-  // Keys: of the block, and of this warp.
   const math::Band<int> band = place.band<S>(a);
-  math::Interval<int> keys{0, place.k_len};
-  if constexpr (S.banded) {
-    keys = band.keys_of_rows(m0, min(m0 + M, place.q_len));
-  }
-  const int first = keys.begin / N;
-  const int last = keys.empty() ? first : (keys.end + N - 1) / N;
+  const auto [first, last] = block.template steps<N>(a, band);
 
   const u16* const k = static_cast<const u16*>(a.k.data) + place.key_rows(a.k.strides, head_k);
   const u16* const v = static_cast<const u16*>(a.v.data) + place.key_rows(a.v.strides, head_k);
@@ -180,12 +165,10 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_backward_dq(cons
   const int left = place.q_len - row0;
   const i64 to = place.query_rows(a.grad_q.strides, h) + row0 * a.grad_q.strides.row;
   constexpr int kColumns = C * 16;
-  put_gradient<kType, kColumns>(my_queries, dq, a.scale, thread);
+  put_gradient<S, kColumns>(my_queries, dq, a.scale, thread);
   __syncwarp();
-  store_gradient<kType, kColumns, T * 16>(a.grad_q, to + first_column * 16 * a.grad_q.strides.col, my_queries, left,
-                                          a.out_dim - first_column * 16, a.vector_stores, thread.lane);
+  store_gradient<S, kColumns, T * 16>(a.grad_q, to + first_column * 16 * a.grad_q.strides.col, my_queries, a.results.q,
+                                      dq, a.scale, left, a.out_dim - first_column * 16, a.vector_stores, thread);
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_GENERIC_BACKWARD_DQ_CUH

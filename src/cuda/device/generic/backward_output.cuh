@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What leaves the registers of the generic backward: gradients through shared memory or directly, sums of dS.
-#ifndef FOVEA_CUDA_DEVICE_GENERIC_BACKWARD_OUTPUT_CUH
-#define FOVEA_CUDA_DEVICE_GENERIC_BACKWARD_OUTPUT_CUH
+#pragma once
 
 #include "cuda/device/tile/products.cuh"
+#include "cuda/device/tile/result.cuh"
 #include "cuda/device/tile/tile.cuh"
 
 namespace fovea::cuda {
@@ -47,25 +47,36 @@ __device__ __forceinline__ void store_fragment32(u32 tile, const float (&x)[kTil
 
 // A gradient on its way out, in two parts with a barrier between them: times `factor` (pairs: as it is) to a tile of
 // kColumns numbers a row in shared memory, from (row, chunk of 8 columns) on, and kRows of it to the tensor, from
-// element `at` on. left, columns: what is left of both there; kThreads: that store.
-template <Type kType, int kColumns, int kTiles, int kChunks>
+// element `at` on. left, columns: what is left of both there; kThreads: that store. With Spec::fp32_results it goes
+// straight there in the second part, from this warp's registers, as `how` says.
+template <auto S, int kColumns, int kTiles, int kChunks>
 __device__ __forceinline__ void put_gradient(u32 tile, const float (&x)[kTiles][kChunks][4], float factor,
                                              const Thread& thread, int row = 0, int chunk = 0) {
-  if constexpr (is_pair(kType)) {
+  constexpr Type kType = S.type;
+  if constexpr (S.fp32_results) {
+    return;
+  } else if constexpr (is_pair(kType)) {
     store_fragment32<kColumns>(tile, x, thread, row, chunk);
   } else {
     store_fragment<kType, kColumns>(tile + row * kColumns * 2, x, factor, thread, chunk);
   }
 }
-template <Type kType, int kColumns, int kRows, int kThreads = 32>
-__device__ __forceinline__ void store_gradient(const Tensor& to, i64 at, u32 tile, int left, int columns, bool vectors,
-                                               int thread) {
-  if constexpr (is_pair(kType)) {
+template <auto S, int kColumns, int kRows, int kThreads = 32, int kTiles, int kChunks>
+__device__ __forceinline__ void store_gradient(const Tensor& to, i64 at, u32 tile, Result how,
+                                               const float (&x)[kTiles][kChunks][4], float factor, int left,
+                                               int columns, bool vectors, const Thread& thread, int row = 0,
+                                               int chunk = 0) {
+  constexpr Type kType = S.type;
+  const int number = kThreads == 32 ? thread.lane : thread.index;
+  if constexpr (S.fp32_results) {
+    store_result<kType>(to, at + row * to.strides.row + chunk * 8 * to.strides.col, how, x,
+                        is_pair(kType) ? 1.f : factor, left - row, columns - chunk * 8, thread);
+  } else if constexpr (is_pair(kType)) {
     store_rows<Tile32<kColumns>, 4, kRows, kThreads>(static_cast<float*>(to.data) + at, to.strides, tile, left, columns,
-                                                     vectors, thread);
+                                                     vectors, number);
   } else {
     store_rows<Tile<kColumns>, 2, kRows, kThreads>(static_cast<u16*>(to.data) + at, to.strides, tile, left, columns,
-                                                   vectors, thread);
+                                                   vectors, number);
   }
 }
 
@@ -138,5 +149,3 @@ __device__ __forceinline__ void store_floats(const float (&x)[kTiles][kColumns][
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_GENERIC_BACKWARD_OUTPUT_CUH

@@ -2,8 +2,7 @@
 //
 // What the kernels of the backward take for a Spec: keys and queries of a block, bytes of shared memory. Asked by the
 // planner on the host and by the kernels themselves, so that the two cannot disagree.
-#ifndef FOVEA_CUDA_DEVICE_GENERIC_BACKWARD_SIZES_H
-#define FOVEA_CUDA_DEVICE_GENERIC_BACKWARD_SIZES_H
+#pragma once
 
 #include "cuda/device/generic/sizes.h"
 #include "cuda/device/generic/spec.h"
@@ -32,31 +31,26 @@ constexpr int backward_columns(Type type, int columns, int others) {
 
 constexpr int backward_keys(const BackwardSpec& s) { return s.warps * s.tiles * 16; }
 
-constexpr int backward_stage_bytes(const BackwardSpec& s) {
-  const int keys = backward_keys(s);
+// A step's Q, dO, row vectors and what its scores need; of either kernel.
+constexpr int backward_stage_bytes(const BackwardSpec& s, int keys) {
   return s.step * (s.d + s.dv) * element_bytes(s.type) + row_vector_bytes(s.step) +
          score_input_bytes(s, s.step, keys, true);
 }
 constexpr int backward_shared_bytes(const BackwardSpec& s) {
   const int keys = backward_keys(s);
   const int grads = s.dq ? keys * s.step * element_bytes(s.type) * (s.delay ? 2 : 1) : 0;
-  return keys * (s.d + s.dv) * element_bytes(s.type) + grads + s.stages * backward_stage_bytes(s);
+  return keys * (s.d + s.dv) * element_bytes(s.type) + grads + s.stages * backward_stage_bytes(s, keys);
 }
 
 // ---- generic_wide_backward ----
 
 constexpr int wide_backward_keys(const BackwardSpec& s) { return s.grid_s * s.tiles * 16; }
 
-constexpr int wide_backward_stage_bytes(const BackwardSpec& s) {
-  const int keys = wide_backward_keys(s);
-  return s.step * (s.d + s.dv) * element_bytes(s.type) + row_vector_bytes(s.step) +
-         score_input_bytes(s, s.step, keys, true);
-}
 constexpr int wide_backward_shared_bytes(const BackwardSpec& s) {
   const int keys = wide_backward_keys(s);
   const int sums = s.column_sum ? keys * (s.step / s.part) * 4 : 0;
   return keys * (s.d + s.dv) * element_bytes(s.type) + 2 * keys * s.step * element_bytes(s.type) + sums +
-         s.stages * wide_backward_stage_bytes(s);
+         s.stages * backward_stage_bytes(s, keys);
 }
 
 // ---- generic_backward_dq: warps * tiles * 16 queries, `step` keys a step ----
@@ -87,9 +81,8 @@ constexpr int bias_gradient_shared_bytes(const BackwardSpec& s) {
   return work > result ? work : result;
 }
 
-// ---- generic_chunked_backward, generic_chunked_backward_dq: rows by `step`; Spec::d columns at a time, Spec::dv of a
-// result
-// --
+// ---- generic_chunked_backward, generic_chunked_backward_dq ----
+// Rows by `step`; Spec::d columns at a time, Spec::dv of a result.
 
 constexpr int chunked_backward_rows(const BackwardSpec& s) { return s.warps * s.tiles * 16; }
 
@@ -118,5 +111,3 @@ constexpr int chunked_bias_gradient_shared_bytes(const BackwardSpec& s) {
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_GENERIC_BACKWARD_SIZES_H

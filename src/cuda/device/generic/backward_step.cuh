@@ -5,8 +5,7 @@
 //   KeyBlock      which keys a block owns, which query tiles of which heads it walks over
 //   StepLoader    copies of one step: Q, dO, row vectors, what the scores need
 //   GradFactors   fp32: the powers of two that its pairs travel with
-#ifndef FOVEA_CUDA_DEVICE_GENERIC_BACKWARD_STEP_CUH
-#define FOVEA_CUDA_DEVICE_GENERIC_BACKWARD_STEP_CUH
+#pragma once
 
 #include "cuda/device/generic/backward_sizes.h"
 #include "cuda/device/score/inputs.cuh"
@@ -225,5 +224,3 @@ struct GradFactors {
 };
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_GENERIC_BACKWARD_STEP_CUH

@@ -17,8 +17,7 @@
 //
 // Blocks: planes * bias_chunks * ceil(bias_rows / queries) * ceil(bias_keys / keys), of warps * 32 threads;
 // bias_gradient_sum: planes * ceil(bias_rows * bias_keys / 256), of 256.
-#ifndef FOVEA_CUDA_DEVICE_GENERIC_BIAS_GRADIENT_CUH
-#define FOVEA_CUDA_DEVICE_GENERIC_BIAS_GRADIENT_CUH
+#pragma once
 
 #include "cuda/device/around/backward_reduce.cuh"
 #include "cuda/device/generic/backward_output.cuh"
@@ -104,7 +103,10 @@ __device__ __forceinline__ void store_bias_sums(const Args& a, const float (&sum
   const int keys = a.bias_keys - n0;
   const math::Strides& to = a.grad_bias.strides;
   const i64 at = shared.offset(to) + m0 * to.row + n0 * to.col;
-  if (S.grad_bias == BiasTile::kFp32 || a.bias_chunks > 1) {
+  if (S.fp32_results && a.bias_chunks == 1) {
+    store_result<Type::kFp32>(a.grad_bias, at + row * to.row + column * to.col, {true, true}, sum, 1.f, rows - row,
+                              keys - column, thread);
+  } else if (S.grad_bias == BiasTile::kFp32 || a.bias_chunks > 1) {
     const i64 planes = Shared::planes(a.rows, to);
     const bool partial = a.bias_chunks > 1;
     float* const first = partial ? a.bias_sum + ((chunk * planes + plane) * a.bias_rows + m0) * a.bias_keys + n0
@@ -126,18 +128,9 @@ __device__ __forceinline__ void store_bias_sums(const Args& a, const float (&sum
 
 // To sums from column tile `first` on.
 template <int kTiles, int kAll, int kColumns>
-__device__ __forceinline__ void add_fragment(float (&sum)[kTiles][kAll][4], const float (&x)[kTiles][kColumns][4],
+__device__ __forceinline__ void add_fragment(float (&sum)[kTiles][kAll][4], float (&x)[kTiles][kColumns][4],
                                              int first = 0) {
-#pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-    for (int j = 0; j < kColumns; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        sum[i][first + j][e] += x[i][j][e];
-      }
-    }
-  }
+  each(x, [&](float y, int i, int j, int e) { sum[i][first + j][e] += y; });
 }
 
 template <BackwardSpec S>
@@ -308,10 +301,7 @@ __global__ void __launch_bounds__(256) bias_gradient_sum(const __grid_constant__
   for (int chunk = 0; chunk < a.bias_chunks; ++chunk) {
     sum += a.bias_sum[(chunk * planes + plane) * size + n];
   }
-  store_element(a.grad_bias.data, shared.offset(s) + n / a.bias_keys * s.row + n % a.bias_keys * s.col, S.grad_bias,
-                sum);
+  store_sum<S>(a, shared.offset(s) + n / a.bias_keys * s.row + n % a.bias_keys * s.col, sum);
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_GENERIC_BIAS_GRADIENT_CUH

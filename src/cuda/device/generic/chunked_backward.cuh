@@ -18,8 +18,7 @@
 // Blocks: of keys, batch * heads_k * ceil(limit_k / rows) * (ceil(head_dim / Spec::dv) + ceil(head_dim_v / Spec::dv)),
 // of queries batch * heads_q * ceil(limit_q / rows) * ceil(head_dim / Spec::dv), of a bias as generic_bias_gradient has
 // them; of warps * 32 threads.
-#ifndef FOVEA_CUDA_DEVICE_GENERIC_CHUNKED_BACKWARD_CUH
-#define FOVEA_CUDA_DEVICE_GENERIC_CHUNKED_BACKWARD_CUH
+#pragma once
 
 #include "cuda/device/generic/backward_output.cuh"
 #include "cuda/device/generic/bias_gradient.cuh"
@@ -270,9 +269,11 @@ __device__ __forceinline__ void chunked_backward(const Args& a) {
   }
   static_assert(N * W * element_bytes(kType) <= 2 * kBufferBytes);
   const u32 tile = buffers + thread.warp * T * 16 * W * element_bytes(kType);
-  put_gradient<kType, W>(tile, sum, of_v ? keep_scale<S>(a) : a.scale, thread);
+  const Result how = !kTransposed ? a.results.q : of_v ? a.results.v : a.results.k;
+  const float factor = of_v ? keep_scale<S>(a) : a.scale;
+  put_gradient<S, W>(tile, sum, factor, thread);
   __syncwarp();
-  store_gradient<kType, W, T * 16>(to, at, tile, left, columns, a.vector_stores, thread.lane);
+  store_gradient<S, W, T * 16>(to, at, tile, how, sum, factor, left, columns, a.vector_stores, thread);
 }
 
 template <BackwardSpec S>
@@ -400,5 +401,3 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_chunked_bias_gra
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_GENERIC_CHUNKED_BACKWARD_CUH

@@ -10,11 +10,10 @@
 //
 // in the order of the parts, whatever came first: the same bits in every run. A warp has one row of one head; lanes
 // run along its columns. Parts that met no key have reference_p = -inf, sum_p = 0 and o_p = 0.
-#ifndef FOVEA_CUDA_DEVICE_GENERIC_COMBINE_CUH
-#define FOVEA_CUDA_DEVICE_GENERIC_COMBINE_CUH
+#pragma once
 
 #include "cuda/device/generic/sizes.h"
-#include "cuda/device/tile/tile.cuh"
+#include "cuda/device/tile/result.cuh"
 #include "math/softmax.h"
 
 namespace fovea::cuda {
@@ -55,13 +54,21 @@ __global__ void __launch_bounds__(kCombineRows * 32) generic_combine(const __gri
   if (a.sink != nullptr) {
     sum = math::sum_with_sink(sum, reference, a.sink[head * a.sink_stride]);
   }
-  const float inverse = math::inverse_of_sum(sum);
-  if (thread.lane == 0 && a.lse.data != nullptr) {
+  float inverse = math::inverse_of_sum(sum);
+  float there = 0;  // what the O that is there is multiplied by
+  if (S.fp32_results && a.results.out.adds) {
+    float* const lse =
+        static_cast<float*>(a.lse.data) + place.query_rows(a.lse.strides, head) + row * a.lse.strides.row;
+    const math::Merge<float> merged = merge_row(lse, math::logsumexp(reference, sum), true, thread.lane == 0);
+    inverse *= merged.of_new;
+    there = merged.of_old;
+  } else if (thread.lane == 0 && a.lse.data != nullptr) {
     static_cast<float*>(a.lse.data)[place.query_rows(a.lse.strides, head) + row * a.lse.strides.row] =
         math::logsumexp(reference, sum);
   }
 
-  constexpr int kElement = S.type == Type::kFp32 ? 4 : 2;
+  constexpr bool kFp32 = S.type == Type::kFp32 || S.fp32_results;
+  constexpr int kElement = kFp32 ? 4 : 2;
   char* const out =
       static_cast<char*>(a.out.data) + (place.query_rows(a.out.strides, head) + row * a.out.strides.row) * kElement;
   for (int column = thread.lane * 4; column < a.out_dim_v; column += 128) {
@@ -71,8 +78,16 @@ __global__ void __launch_bounds__(kCombineRows * 32) generic_combine(const __gri
       const float4 x = *reinterpret_cast<const float4*>(part_out + p * out_stride + column);
       o = {o.x + weight * x.x, o.y + weight * x.y, o.z + weight * x.z, o.w + weight * x.w};
     }
-    if constexpr (S.type == Type::kFp32) {
+    if constexpr (kFp32) {
       float* const to = reinterpret_cast<float*>(out) + column * a.out.strides.col;
+      if (S.fp32_results && a.results.out.adds) {
+        float x[4] = {};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          x[e] = column + e < a.out_dim_v ? to[e * a.out.strides.col] * there : 0.f;
+        }
+        o = {o.x + x[0], o.y + x[1], o.z + x[2], o.w + x[3]};
+      }
       if (a.vector_stores) {
         *reinterpret_cast<float4*>(to) = o;
       } else {
@@ -103,5 +118,3 @@ __global__ void __launch_bounds__(kCombineRows * 32) generic_combine(const __gri
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_GENERIC_COMBINE_CUH

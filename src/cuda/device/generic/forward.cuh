@@ -16,8 +16,7 @@
 //
 // fp32 travels as pairs of fp16, each product three times (tile/products.cuh). The tensor core truncates as it adds, so
 // the small products go first and no chain is longer than a step: O += P V is added outside of it.
-#ifndef FOVEA_CUDA_DEVICE_GENERIC_FORWARD_CUH
-#define FOVEA_CUDA_DEVICE_GENERIC_FORWARD_CUH
+#pragma once
 
 #include "cuda/device/score/mask_edge.cuh"
 #include "cuda/device/score/softmax.cuh"
@@ -25,46 +24,6 @@
 #include "cuda/device/work/forward_block.cuh"
 
 namespace fovea::cuda {
-
-// S = Q K^T with Q in registers.
-template <auto S, int kTiles, int kColumns, class Lane, class Resident>
-__device__ __forceinline__ void multiply_resident(float (&s)[kTiles][kColumns][4], const Resident& q, u32 k,
-                                                  const Lane& lanes_k) {
-#pragma unroll
-  for (int kk = 0; kk < S.d / 16; ++kk) {
-#pragma unroll
-    for (int j = 0; j < kColumns / 2; ++j) {
-      u32 b[4];
-      ldmatrix(b, k + lanes_k.at(j * 16, kk));
-      for (int i = 0; i < kTiles; ++i) {
-        mma<S.type>(s[i][2 * j], q[i][kk], b[0], b[1]);
-        mma<S.type>(s[i][2 * j + 1], q[i][kk], b[2], b[3]);
-      }
-    }
-  }
-}
-
-// O += P V.
-template <auto S, int kTiles, int kColumns, int kColumnsOut, class Lane>
-__device__ __forceinline__ void multiply_values(float (&o)[kTiles][kColumnsOut][4],
-                                                const float (&p)[kTiles][kColumns][4], u32 v, const Lane& lanes) {
-#pragma unroll
-  for (int kk = 0; kk < kColumns / 2; ++kk) {
-    u32 a[kTiles][4];
-    for (int i = 0; i < kTiles; ++i) {
-      operand<S.type>(a[i], p[i], kk);
-    }
-#pragma unroll
-    for (int j = 0; j < kColumnsOut / 2; ++j) {
-      u32 b[4];
-      ldmatrix_trans(b, v + lanes.at(kk * 16, j));
-      for (int i = 0; i < kTiles; ++i) {
-        mma<S.type>(o[i][2 * j], a[i], b[0], b[1]);
-        mma<S.type>(o[i][2 * j + 1], a[i], b[2], b[3]);
-      }
-    }
-  }
-}
 
 // O = O * factor + P V for fp32: V is [hi | lo], kPart columns of O at a time.
 template <auto S, int kTiles, int kColumns, int kColumnsOut, class Lane>
@@ -218,7 +177,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_forward(const __
   const typename TileK::Lane lanes_k(0, thread.lane, true);
   const typename TileV::Lane lanes_v(0, thread.lane);
   const u32 my_q = shared_q + thread.warp * kTiles * 16 * TileK::kRowBytes;
-  u32 resident[S.resident ? kTiles : 1][S.resident ? S.d / 16 : 1][4];
+  u32 resident[S.resident ? S.d / 16 : 1][kTiles][4];
 
   // ---- the loop ----
   for (int n = first; n < last; ++n) {
@@ -232,7 +191,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_forward(const __
       if (n == first) {
         for (int i = 0; i < kTiles; ++i) {
           for (int kk = 0; kk < S.d / 16; ++kk) {
-            ldmatrix(resident[i][kk], my_q + lanes.at(i * 16, kk));
+            ldmatrix(resident[kk][i], my_q + lanes.at(i * 16, kk));
           }
         }
       }
@@ -259,7 +218,10 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_forward(const __
 
     float s[kTiles][kColumns][4] = {};
     if constexpr (S.resident) {
-      multiply_resident<S>(s, resident, shared_k, lanes_k);
+#pragma unroll
+      for (int kk = 0; kk < S.d / 16; ++kk) {
+        add_block<S.type>(s, resident[kk], shared_k, lanes_k, kk);
+      }
     } else {
       add_rows_by_rows<S.type, S.d>(s, my_q, lanes, shared_k, lanes_k);
     }
@@ -274,11 +236,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_forward(const __
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
       if (softmax[i].step(s[i], unit, factor[i]) && !kPairs) {
-        for (int j = 0; j < kColumnsOut; ++j) {
-          for (int e = 0; e < 4; ++e) {
-            o[i][j][e] *= factor[i][e >> 1];
-          }
-        }
+        each(o[i], [&](float& x, int, int e) { x *= factor[i][e >> 1]; });
       }
       if constexpr (S.dropout != DropoutRule::kNone) {
 #pragma unroll
@@ -294,7 +252,13 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_forward(const __
     if constexpr (kPairs) {
       multiply_values_fp32<S>(o, s, factor, shared_v, lanes_v);
     } else {
-      multiply_values<S>(o, s, shared_v, lanes_v);
+      const auto weights = [&](int i, int kk) {
+        Operand<S.type> p;
+        operand<S.type>(p.hi, s[i], kk);
+        return p;
+      };
+      add_columns<S.type, kTiles, kColumnsOut, kColumns / 2>(
+          o, weights, [&](int kk, int j) { return shared_v + lanes_v.at(kk * 16, j); });
     }
   }
   copy_wait<0>();
@@ -355,5 +319,3 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_forward(const __
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_GENERIC_FORWARD_CUH

@@ -5,9 +5,9 @@
 //   HeadState     what changes with the query head: slopes, terms, dropout's words, factors
 //   grad_scores   dot products S, dP to P (as dV needs it) and dS, in registers
 //   lift_small    fp32: where P and dS of a step are too small for pairs of fp16
-//   operands      P and dS as operands of the next products, from registers or through shared memory
-#ifndef FOVEA_CUDA_DEVICE_GENERIC_GRAD_SCORES_CUH
-#define FOVEA_CUDA_DEVICE_GENERIC_GRAD_SCORES_CUH
+//   make_operands, store_pairs, add_grad_query
+//                 P and dS as operands of the next products, from registers or through shared memory
+#pragma once
 
 #include "cuda/device/generic/backward_step.cuh"
 #include "cuda/device/score/dropout.cuh"
@@ -156,25 +156,13 @@ __device__ __forceinline__ float lift_small(const Args& a, float (&s)[kTiles][kC
     return 1;
   }
   float largest = 0;
-#pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-    for (int j = 0; j < kColumns; ++j) {
-      for (int e = 0; e < 4; ++e) {
-        largest = fmaxf(largest, fmaxf(s[i][j][e], fabsf(dp[i][j][e])));
-      }
-    }
-  }
+  each(s, [&](float p, int i, int j, int e) { largest = fmaxf(largest, fmaxf(p, fabsf(dp[i][j][e]))); });
   const int lift = small_lift<kBlock>(largest);
   const float factor = power_of_two(lift);
-#pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-    for (int j = 0; j < kColumns; ++j) {
-      for (int e = 0; e < 4; ++e) {
-        s[i][j][e] *= factor;
-        dp[i][j][e] *= factor;
-      }
-    }
-  }
+  each(s, [&](float& p, int i, int j, int e) {
+    p *= factor;
+    dp[i][j][e] *= factor;
+  });
   return power_of_two(-lift);
 }
 __device__ __forceinline__ float lift_of_others(const Args& a) {
@@ -203,30 +191,7 @@ __device__ __forceinline__ void make_operands(Operand<kType> (&to)[kTiles][kBloc
   }
 }
 
-// Operands of kTiles x kBlocks to shared memory, rows as they are, from (row, column block) on; lo lies lo_bytes
-// further.
-template <Type kType, int kColumns, int kTiles, int kBlocks>
-__device__ __forceinline__ void store_operands(u32 tile, u32 lo_bytes, const Operand<kType> (&from)[kTiles][kBlocks],
-                                               int row, int block, const Thread& thread) {
-#pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-    for (int kk = 0; kk < kBlocks; ++kk) {
-#pragma unroll
-      for (int x = 0; x < 4; ++x) {
-        const u32 at = tile +
-                       Tile<kColumns>::offset(row + i * 16 + thread.g + (x & 1) * 8, (block + kk) * 2 + (x >> 1)) +
-                       thread.t * 4;
-        store_shared(at, from[i][kk].hi[x]);
-        if constexpr (is_pair(kType)) {
-          store_shared(at + lo_bytes, from[i][kk].lo[x]);
-        }
-      }
-    }
-  }
-}
-
-// The same from a fragment of fp32, from (row, chunk of 8 columns) on.
+// A fragment, rounded, to shared memory, from (row, chunk of 8 columns) on. Pairs: lo lies lo_bytes further.
 template <Type kType, int kColumns, int kTiles, int kChunks>
 __device__ __forceinline__ void store_pairs(u32 tile, u32 lo_bytes, const float (&x)[kTiles][kChunks][4], int row,
                                             int chunk, const Thread& thread) {
@@ -279,5 +244,3 @@ __device__ __forceinline__ void add_grad_query(float (&dq)[R][2 * C][4], u32 gra
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_GENERIC_GRAD_SCORES_CUH

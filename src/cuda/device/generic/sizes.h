@@ -2,8 +2,7 @@
 //
 // What the generic kernels take for a Spec: rows and keys of a block, threads, bytes of shared memory. Asked by the
 // planner on the host and by the kernels themselves, so that the two cannot disagree.
-#ifndef FOVEA_CUDA_DEVICE_GENERIC_SIZES_H
-#define FOVEA_CUDA_DEVICE_GENERIC_SIZES_H
+#pragma once
 
 #include "cuda/device/generic/spec.h"
 
@@ -82,5 +81,3 @@ constexpr int wide_forward_shared_bytes(const WideForwardSpec& s) {
 constexpr int kCombineRows = 4;  // rows of a block, a warp each; its grid is tiles of them by heads
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_GENERIC_SIZES_H

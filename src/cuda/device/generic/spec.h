@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The Specs of the generic kernels. Read by the host and, without any header, by NVRTC.
-#ifndef FOVEA_CUDA_DEVICE_GENERIC_SPEC_H
-#define FOVEA_CUDA_DEVICE_GENERIC_SPEC_H
+#pragma once
 
 #include "cuda/device/spec.h"
 
@@ -21,18 +20,7 @@ struct ForwardTiles {
 
   friend constexpr bool operator==(const ForwardTiles&, const ForwardTiles&) = default;
 };
-template <class Visit>
-constexpr void for_each_field(const ForwardTiles& of, Visit visit) {
-  constexpr ForwardTiles usual;
-  visit("warps", of.warps, usual.warps);
-  visit("tiles", of.tiles, usual.tiles);
-  visit("step", of.step, usual.step);
-  visit("ctas", of.ctas, usual.ctas);
-  visit("resident", of.resident, usual.resident);
-  visit("lazy", of.lazy, usual.lazy);
-  visit("early", of.early, usual.early);
-  visit("split", of.split, usual.split);
-}
+FOVEA_FIELDS(ForwardTiles, warps, tiles, step, ctas, resident, lazy, early, split)
 
 struct ForwardSpec : Features, ForwardTiles {
   friend constexpr bool operator==(const ForwardSpec&, const ForwardSpec&) = default;
@@ -50,17 +38,7 @@ struct WideForwardTiles {
 
   friend constexpr bool operator==(const WideForwardTiles&, const WideForwardTiles&) = default;
 };
-template <class Visit>
-constexpr void for_each_field(const WideForwardTiles& of, Visit visit) {
-  constexpr WideForwardTiles usual;
-  visit("warps", of.warps, usual.warps);
-  visit("step", of.step, usual.step);
-  visit("grid_s", of.grid_s, usual.grid_s);
-  visit("grid_o", of.grid_o, usual.grid_o);
-  visit("part", of.part, usual.part);
-  visit("columns", of.columns, usual.columns);
-  visit("split", of.split, usual.split);
-}
+FOVEA_FIELDS(WideForwardTiles, warps, step, grid_s, grid_o, part, columns, split)
 
 struct WideForwardSpec : Features, WideForwardTiles {
   friend constexpr bool operator==(const WideForwardSpec&, const WideForwardSpec&) = default;
@@ -83,26 +61,10 @@ struct BackwardTiles {
 
   friend constexpr bool operator==(const BackwardTiles&, const BackwardTiles&) = default;
 };
-template <class Visit>
-constexpr void for_each_field(const BackwardTiles& of, Visit visit) {
-  constexpr BackwardTiles usual;
-  visit("warps", of.warps, usual.warps);
-  visit("tiles", of.tiles, usual.tiles);
-  visit("step", of.step, usual.step);
-  visit("part", of.part, usual.part);
-  visit("ctas", of.ctas, usual.ctas);
-  visit("grid_s", of.grid_s, usual.grid_s);
-  visit("grid_o", of.grid_o, usual.grid_o);
-  visit("grid_q", of.grid_q, usual.grid_q);
-  visit("stages", of.stages, usual.stages);
-  visit("delay", of.delay, usual.delay);
-  visit("grad_bias", of.grad_bias, usual.grad_bias);
-}
+FOVEA_FIELDS(BackwardTiles, warps, tiles, step, part, ctas, grid_s, grid_o, grid_q, stages, delay, grad_bias)
 
 struct BackwardSpec : Features, Gradients, BackwardTiles {
   friend constexpr bool operator==(const BackwardSpec&, const BackwardSpec&) = default;
 };
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_GENERIC_SPEC_H

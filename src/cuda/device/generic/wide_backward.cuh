@@ -14,8 +14,7 @@
 //   dQ       grid_q warps along the queries, the rest along the columns; added to dq_sum as in generic/backward.cuh
 //
 // Blocks: batch * heads_k * ceil(limit_k / keys), of warps * 32 threads.
-#ifndef FOVEA_CUDA_DEVICE_GENERIC_WIDE_BACKWARD_CUH
-#define FOVEA_CUDA_DEVICE_GENERIC_WIDE_BACKWARD_CUH
+#pragma once
 
 #include "cuda/device/generic/backward_output.cuh"
 #include "cuda/device/generic/grad_scores.cuh"
@@ -248,19 +247,21 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_wide_backward(co
     const int left = same.place.k_len - same.n0;
     const i64 to_k = same.place.key_rows(a.grad_k.strides, same.head_k) + same.n0 * a.grad_k.strides.row;
     const i64 to_v = same.place.key_rows(a.grad_v.strides, same.head_k) + same.n0 * a.grad_v.strides.row;
-    put_gradient<kType, D>(keys, dk, a.scale, thread, row_warp * TO * 16, column_warp * CD * 2);
-    put_gradient<kType, V>(values, dv, keep_scale<S>(a), thread, row_warp * TO * 16, column_warp * CV * 2);
+    const int row = row_warp * TO * 16;  // of this warp's part
+    const int chunk_k = column_warp * CD * 2;
+    const int chunk_v = column_warp * CV * 2;
+    put_gradient<S, D>(keys, dk, a.scale, thread, row, chunk_k);
+    put_gradient<S, V>(values, dv, keep_scale<S>(a), thread, row, chunk_v);
     sync();
     if (a.grad_k.data != nullptr) {
-      store_gradient<kType, D, N, S.warps * 32>(a.grad_k, to_k, keys, left, a.out_dim, a.vector_stores, thread.index);
+      store_gradient<S, D, N, S.warps * 32>(a.grad_k, to_k, keys, a.results.k, dk, a.scale, left, a.out_dim,
+                                            a.vector_stores, thread, row, chunk_k);
     }
     if (a.grad_v.data != nullptr) {
-      store_gradient<kType, V, N, S.warps * 32>(a.grad_v, to_v, values, left, a.out_dim_v, a.vector_stores,
-                                                thread.index);
+      store_gradient<S, V, N, S.warps * 32>(a.grad_v, to_v, values, a.results.v, dv, keep_scale<S>(a), left,
+                                            a.out_dim_v, a.vector_stores, thread, row, chunk_v);
     }
   }
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_GENERIC_WIDE_BACKWARD_CUH

@@ -14,8 +14,7 @@
 // step: slower, but of any width. Where v is wider than 512, each piece of O's columns is a block of its own.
 //
 // fp32 as pairs of fp16: high and low parts are tiles of their own, high first; small products have their own sums.
-#ifndef FOVEA_CUDA_DEVICE_GENERIC_WIDE_FORWARD_CUH
-#define FOVEA_CUDA_DEVICE_GENERIC_WIDE_FORWARD_CUH
+#pragma once
 
 #include "cuda/device/score/mask_edge.cuh"
 #include "cuda/device/score/softmax.cuh"
@@ -73,31 +72,15 @@ __device__ __forceinline__ void add_values(float (&o)[kTilesOut][kBlocks][4], co
       }
     }
   } else {
-#pragma unroll
-    for (int i = 0; i < kTilesOut; ++i) {
-      for (int j = 0; j < kColumnsOut / 8; ++j) {
-        for (int e = 0; e < 4; ++e) {
-          o[i][j][e] *= factor[i][e >> 1];
-        }
-      }
-    }
-#pragma unroll
-    for (int kk = 0; kk < kStep / 16; ++kk) {
-      u32 p[kTilesOut][4];
-      for (int i = 0; i < kTilesOut; ++i) {
-        ldmatrix(p[i], lanes_p.at(i * 16, kk));
-      }
-#pragma unroll
-      for (int j = 0; j < kColumnsOut / 16; ++j) {
-        u32 b[4];
-        ldmatrix_trans(
-            b, shared_v + TileV::offset(kk * 16 + (thread.lane & 15), column_o / 8 + j * 2 + (thread.lane >> 4)));
-        for (int i = 0; i < kTilesOut; ++i) {
-          mma<kType>(o[i][2 * j], p[i], b[0], b[1]);
-          mma<kType>(o[i][2 * j + 1], p[i], b[2], b[3]);
-        }
-      }
-    }
+    each(o, [&](float& x, int i, int, int e) { x *= factor[i][e >> 1]; });
+    const auto weights = [&](int i, int kk) {
+      Operand<kType> p;
+      ldmatrix(p.hi, lanes_p.at(i * 16, kk));
+      return p;
+    };
+    add_columns<kType, kTilesOut, kBlocks, kStep / 16>(o, weights, [&](int kk, int j) {
+      return shared_v + TileV::offset(kk * 16 + (thread.lane & 15), column_o / 8 + j * 2 + (thread.lane >> 4));
+    });
   }
 }
 
@@ -412,5 +395,3 @@ __global__ void __launch_bounds__(S.warps * 32, 1) generic_wide_forward(const __
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_GENERIC_WIDE_FORWARD_CUH

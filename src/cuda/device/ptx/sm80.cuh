@@ -4,8 +4,7 @@
 // and nothing more. Named are the instruction and its section in the PTX ISA manual. NVRTC compiles this text as it
 // stands: there is no header but our own. Reads and writes of shared memory are volatile, so that their order stays,
 // and barriers alone clobber memory. tests/gpu/test_device.py has a test of each.
-#ifndef FOVEA_CUDA_DEVICE_PTX_SM80_CUH
-#define FOVEA_CUDA_DEVICE_PTX_SM80_CUH
+#pragma once
 
 #include "cuda/device/args.h"
 #include "cuda/device/spec.h"
@@ -253,5 +252,3 @@ __device__ __forceinline__ void reduce4(float* to, const float (&v)[4]) {
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_PTX_SM80_CUH

@@ -3,8 +3,7 @@
 // Wrappers of the PTX instructions that Hopper (compute capability 9.0) has beyond ptx/sm80.cuh, but for wgmma
 // (ptx/wgmma.cuh): barriers in shared memory, tensor copies, registers that move between warpgroups. One instruction
 // each; named are the instruction and its section in the PTX ISA manual.
-#ifndef FOVEA_CUDA_DEVICE_PTX_SM90_CUH
-#define FOVEA_CUDA_DEVICE_PTX_SM90_CUH
+#pragma once
 
 #include "cuda/device/ptx/sm80.cuh"
 #include "cuda/device/sm90/args.h"
@@ -105,6 +104,12 @@ __device__ __forceinline__ void tensor_load(u32 to, const TensorMap& map, u32 ba
       "[%2];" ::"r"(to),
       "l"(&map), "r"(barrier), "r"(at.column), "r"(at.row), "r"(at.head), "r"(at.batch2), "r"(at.batch1)
       : "memory");
+}
+// cp.async.bulk.prefetch.tensor (Data Movement: cp.async.bulk.prefetch.tensor): a box into L2.
+__device__ __forceinline__ void tensor_prefetch(const TensorMap& map, const Coordinates& at) {
+  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];" ::"l"(&map), "r"(at.column),
+               "r"(at.row), "r"(at.head), "r"(at.batch2), "r"(at.batch1)
+               : "memory");
 }
 // The other way; what lies outside of the tensor is not written.
 __device__ __forceinline__ void tensor_store(const TensorMap& map, u32 from, const Coordinates& at) {
@@ -237,5 +242,3 @@ __device__ __forceinline__ u32 halves_at_least(u32 x, u32 threshold) {
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_PTX_SM90_CUH

@@ -13,8 +13,7 @@
 //
 // An instruction's text names every register of d, so the text is put together by macros: FOVEA_NAMES_r is the list of
 // r names, FOVEA_PLACES_r the operands that they stand for.
-#ifndef FOVEA_CUDA_DEVICE_PTX_WGMMA_CUH
-#define FOVEA_CUDA_DEVICE_PTX_WGMMA_CUH
+#pragma once
 
 #include "cuda/device/ptx/sm80.cuh"
 
@@ -155,5 +154,3 @@ FOVEA_WGMMA(256, 128, "%128", "%129", "%130", "%131", "%132", "%133")
 // clang-format on
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_PTX_WGMMA_CUH

@@ -6,8 +6,7 @@
 //   ApproxFloat      a float with these functions, as math/'s templates take it
 //   weight_...       P of a score
 //   score_of_dot     a score, and its derivative, of a dot product
-#ifndef FOVEA_CUDA_DEVICE_SCORE_APPROXIMATION_CUH
-#define FOVEA_CUDA_DEVICE_SCORE_APPROXIMATION_CUH
+#pragma once
 
 #include "cuda/device/generic/sizes.h"
 #include "cuda/device/tile/tile.cuh"
@@ -57,14 +56,9 @@ using ApproxOfBoth = ApproxFloat<TanhBy::kBoth>;
 
 // The largest magnitude of a fragment. fmaxf passes over a NaN, which stays one by any tanh.
 template <int kColumns>
-__device__ __forceinline__ float largest_magnitude(const float (&x)[kColumns][4]) {
+__device__ __forceinline__ float largest_magnitude(float (&x)[kColumns][4]) {
   float largest = 0;
-#pragma unroll
-  for (int j = 0; j < kColumns; ++j) {
-    for (int e = 0; e < 4; ++e) {
-      largest = fmaxf(largest, fabsf(x[j][e]));
-    }
-  }
+  each(x, [&](float y, int, int) { largest = fmaxf(largest, fabsf(y)); });
   return largest;
 }
 
@@ -116,5 +110,3 @@ __device__ __forceinline__ float score_of_dot(const math::Score<float>& score, f
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SCORE_APPROXIMATION_CUH

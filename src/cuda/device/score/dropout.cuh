@@ -3,8 +3,7 @@
 // Keep: dropout's decisions for a fragment of the generic kernels and of sm90_bias_gradient, by fovea's rule or by the
 // rule of PyTorch's memory-efficient kernels. A fragment's rows and columns begin at multiples of 16 of queries and
 // keys.
-#ifndef FOVEA_CUDA_DEVICE_SCORE_DROPOUT_CUH
-#define FOVEA_CUDA_DEVICE_SCORE_DROPOUT_CUH
+#pragma once
 
 #include "cuda/device/tile/tile.cuh"
 #include "math/dropout.h"
@@ -194,5 +193,3 @@ struct Keep {
 };
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SCORE_DROPOUT_CUH

@@ -6,8 +6,7 @@
 //   ScoreInputs   where they lie in a stage, and their copies
 //   add_bias      from there to a fragment of S, or of S transposed
 //   mask_bits     the same for bits of a mask
-#ifndef FOVEA_CUDA_DEVICE_SCORE_INPUTS_CUH
-#define FOVEA_CUDA_DEVICE_SCORE_INPUTS_CUH
+#pragma once
 
 #include "cuda/device/generic/sizes.h"
 #include "cuda/device/tile/tile.cuh"
@@ -203,5 +202,3 @@ __device__ __forceinline__ void mask_bits(float (&s)[kTiles][kColumns][4], const
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SCORE_INPUTS_CUH

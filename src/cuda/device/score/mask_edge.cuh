@@ -4,8 +4,7 @@
 //
 //   hide_outside   of a row of a fragment, what is outside of an interval
 //   mask_edge      for a fragment of S or of S transposed
-#ifndef FOVEA_CUDA_DEVICE_SCORE_MASK_EDGE_CUH
-#define FOVEA_CUDA_DEVICE_SCORE_MASK_EDGE_CUH
+#pragma once
 
 #include "cuda/device/tile/tile.cuh"
 #include "math/band.h"
@@ -52,5 +51,3 @@ __device__ __forceinline__ void mask_edge(float (&s)[kTiles][kColumns][4], const
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SCORE_MASK_EDGE_CUH

@@ -8,9 +8,9 @@
 //   PositionScores   what a thread keeps of them for a head, and what they add to a score
 //
 // Read by the host and by NVRTC.
-#ifndef FOVEA_CUDA_DEVICE_SCORE_POSITION_TERMS_H
-#define FOVEA_CUDA_DEVICE_SCORE_POSITION_TERMS_H
+#pragma once
 
+#include "cuda/device/fields.h"
 #include "cuda/device/tensor.h"
 #include "math/score.h"
 
@@ -23,11 +23,7 @@ struct PositionTerms {
   constexpr explicit operator bool() const { return count() > 0; }
   friend constexpr bool operator==(const PositionTerms&, const PositionTerms&) = default;
 };
-template <class Visit>
-constexpr void for_each_field(const PositionTerms& of, Visit visit) {
-  constexpr PositionTerms usual;
-  visit("alibi", of.alibi, usual.alibi);
-}
+FOVEA_FIELDS(PositionTerms, alibi)
 
 struct PositionArgs {
   Tensor alibi_slopes;  // fp32: batch1, batch2, head
@@ -88,5 +84,3 @@ struct PositionScores {
 #endif
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SCORE_POSITION_TERMS_H

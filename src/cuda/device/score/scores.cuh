@@ -7,8 +7,7 @@
 //
 // Where nothing is added to them scores stay dot products, and the exponent scales them; elsewhere they are in natural
 // units (natural_scores). A fragment's rows and columns begin at multiples of 16 of queries and keys.
-#ifndef FOVEA_CUDA_DEVICE_SCORE_SCORES_CUH
-#define FOVEA_CUDA_DEVICE_SCORE_SCORES_CUH
+#pragma once
 
 #include "cuda/device/score/approximation.cuh"
 #include "cuda/device/score/inputs.cuh"
@@ -60,12 +59,7 @@ struct Scores {
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
         choose(s[i], [&](auto scalar) {
-#pragma unroll
-          for (int j = 0; j < kColumns; ++j) {
-            for (int e = 0; e < 4; ++e) {
-              s[i][j][e] = score_of_dot<S, decltype(scalar)>(score, s[i][j][e]);
-            }
-          }
+          each(s[i], [&](float& x, int, int) { x = score_of_dot<S, decltype(scalar)>(score, x); });
         });
       }
     }
@@ -79,12 +73,9 @@ struct Scores {
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
       choose(s[i], [&](auto scalar) {
-#pragma unroll
-        for (int j = 0; j < kColumns; ++j) {
-          for (int e = 0; e < 4; ++e) {
-            s[i][j][e] = score_of_dot<S, decltype(scalar)>(of_scaled, s[i][j][e] * score.scale, derivative[i][j][e]);
-          }
-        }
+        each(s[i], [&](float& x, int j, int e) {
+          x = score_of_dot<S, decltype(scalar)>(of_scaled, x * score.scale, derivative[i][j][e]);
+        });
       });
     }
   }
@@ -154,14 +145,7 @@ struct Scores {
       }
     }
     if constexpr (kHasRowTerm) {
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-        for (int j = 0; j < kColumns; ++j) {
-          for (int e = 0; e < 4; ++e) {
-            s[i][j][e] = with_term(s[i][j][e], row_term[i][e >> 1]);
-          }
-        }
-      }
+      each(s, [&](float& x, int i, int, int e) { x = with_term(x, row_term[i][e >> 1]); });
     }
     if (Inputs::kHasVector && (masked || !S.key_mask)) {
 #pragma unroll
@@ -183,7 +167,7 @@ struct Scores {
 
  private:
   template <int kColumns, class Compute>
-  __device__ __forceinline__ void choose(const float (&dots)[kColumns][4], Compute compute) const {
+  __device__ __forceinline__ void choose(float (&dots)[kColumns][4], Compute compute) const {
     if constexpr (S.softcap && S.type != Type::kFp32) {
       choose_tanh(largest_magnitude(dots) * fabsf(score.scale) * score.inverse_softcap, compute);
     } else {
@@ -193,5 +177,3 @@ struct Scores {
 };
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SCORE_SCORES_CUH

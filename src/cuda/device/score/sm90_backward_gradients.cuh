@@ -2,8 +2,7 @@
 //
 // dS of sm90_backward from P and dP, and its sums: those over queries, of each key, are kept until a head ends; those
 // over keys leave at once.
-#ifndef FOVEA_CUDA_DEVICE_SCORE_SM90_BACKWARD_GRADIENTS_CUH
-#define FOVEA_CUDA_DEVICE_SCORE_SM90_BACKWARD_GRADIENTS_CUH
+#pragma once
 
 #include "cuda/device/score/scores.cuh"
 #include "cuda/device/score/sm90_backward_inputs.cuh"
@@ -151,5 +150,3 @@ struct Sm90BackwardGradients {
 };
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SCORE_SM90_BACKWARD_GRADIENTS_CUH

@@ -5,8 +5,7 @@
 //
 //   Sm90BackwardLoaded   of 16 queries ahead: biases in the place of dS, row vectors, query terms
 //   Sm90OuterBias        biases that lie elsewhere
-#ifndef FOVEA_CUDA_DEVICE_SCORE_SM90_BACKWARD_INPUTS_CUH
-#define FOVEA_CUDA_DEVICE_SCORE_SM90_BACKWARD_INPUTS_CUH
+#pragma once
 
 #include "cuda/device/ptx/sm90.cuh"
 #include "cuda/device/sm90/backward_sizes.h"
@@ -60,5 +59,3 @@ struct Sm90OuterBias {
 };
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SCORE_SM90_BACKWARD_INPUTS_CUH

@@ -7,8 +7,7 @@
 //   Sm90BackwardGradients   from there on: dS (sm90_backward_gradients.cuh)
 //
 // What is read from shared memory is loaded 16 queries ahead, the first of it while products run.
-#ifndef FOVEA_CUDA_DEVICE_SCORE_SM90_BACKWARD_SCORES_CUH
-#define FOVEA_CUDA_DEVICE_SCORE_SM90_BACKWARD_SCORES_CUH
+#pragma once
 
 #include "cuda/device/score/dropout.cuh"
 #include "cuda/device/score/mask_edge.cuh"
@@ -254,6 +253,25 @@ struct Sm90BackwardScores : Sm90BackwardGradients<S> {
   }
 };
 
-}  // namespace fovea::cuda
+// dS from dP and from P as packed for a product, 16 queries at a time. delta: of the first query.
+template <Sm90BackwardSpec S, int kCount, int kWords>
+__device__ __forceinline__ void gradients_of_packed(u32 (&grads)[kWords], const u32 (&weights)[kWords],
+                                                    float (&dp)[kCount], const Args& a, u32 delta, bool hidden) {
+  static_assert(kCount == 2 * kWords && kCount % 8 == 0);
+#pragma unroll
+  for (int k = 0; k < kCount / 8; ++k) {
+    Sm90BackwardScores<sm90_part_of_step(S, S.step / 16)> scores;
+    typename decltype(scores)::Loaded loaded;
+    loaded.load_delta(delta + k * 64, 0);
+    float p[8];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      p[2 * i] = low<S.type>(weights[4 * k + i]);
+      p[2 * i + 1] = high<S.type>(weights[4 * k + i]);
+    }
+    scores.gradients(*reinterpret_cast<u32(*)[4]>(grads + 4 * k), p, *reinterpret_cast<float(*)[8]>(dp + 8 * k), a,
+                     loaded, delta, 0, hidden);
+  }
+}
 
-#endif  // FOVEA_CUDA_DEVICE_SCORE_SM90_BACKWARD_SCORES_CUH
+}  // namespace fovea::cuda

@@ -6,8 +6,7 @@
 //
 // Note: drawn by those three warps, ahead, as a bit an element, dropout at D=64 fell from 263 to 173 TFLOP/s: they do
 // not keep up with two warpgroups.
-#ifndef FOVEA_CUDA_DEVICE_SCORE_SM90_DECISIONS_CUH
-#define FOVEA_CUDA_DEVICE_SCORE_SM90_DECISIONS_CUH
+#pragma once
 
 #include "cuda/device/score/dropout.cuh"
 #include "cuda/device/score/sm90_scores.cuh"
@@ -194,5 +193,3 @@ using Sm90Decisions =
                     typename Select<S.dropout == DropoutRule::kNone, Sm90NoDropout, Sm90TorchDropout<S>>::Type>::Type;
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SCORE_SM90_DECISIONS_CUH

@@ -4,8 +4,7 @@
 // has two rows.
 //
 //   Sm90Inputs         biases and key terms from shared memory, ALiBi, query terms, mask words from global memory
-#ifndef FOVEA_CUDA_DEVICE_SCORE_SM90_SCORES_CUH
-#define FOVEA_CUDA_DEVICE_SCORE_SM90_SCORES_CUH
+#pragma once
 
 #include "cuda/device/ptx/sm90.cuh"
 #include "cuda/device/ptx/wgmma.cuh"
@@ -207,5 +206,3 @@ __device__ __forceinline__ void mul_wide(Word a, u32 b, Word& high, Word& low) {
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SCORE_SM90_SCORES_CUH

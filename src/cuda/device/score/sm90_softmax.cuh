@@ -15,8 +15,7 @@
 // Note: references are natural logarithms (times log2 e a bias of -3.4e38 would overflow). The quick way rounds
 // reference * log2(e), the same for all of a row; what the rounding leaves out is carried (rest) wherever weights of
 // both ways, or the logsumexp, meet.
-#ifndef FOVEA_CUDA_DEVICE_SCORE_SM90_SOFTMAX_CUH
-#define FOVEA_CUDA_DEVICE_SCORE_SM90_SOFTMAX_CUH
+#pragma once
 
 #include "cuda/device/score/sm90_decisions.cuh"
 #include "cuda/device/score/sm90_scores.cuh"
@@ -287,5 +286,3 @@ struct Sm90Softmax {
 };
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SCORE_SM90_SOFTMAX_CUH

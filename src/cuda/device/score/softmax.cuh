@@ -7,8 +7,7 @@
 //   largest_of_row    its maximum
 //   RunningSoftmax    the maxima so far and the sums of weights relative to them: raise() where maxima rise, weigh()
 //                     turns scores into weights, step() does both
-#ifndef FOVEA_CUDA_DEVICE_SCORE_SOFTMAX_CUH
-#define FOVEA_CUDA_DEVICE_SCORE_SOFTMAX_CUH
+#pragma once
 
 #include "cuda/device/score/approximation.cuh"
 #include "cuda/device/tile/tile.cuh"
@@ -70,34 +69,18 @@ struct RunningSoftmax {
   template <int kColumns>
   __device__ __forceinline__ void weigh(float (&s)[kColumns][4], const float (&base)[2], float unit) {
     if constexpr (kWeights == Weights::kByDifference) {
-      for (int j = 0; j < kColumns; ++j) {
-        for (int e = 0; e < 4; ++e) {
-          s[j][e] = weight_of_difference(s[j][e], base[e >> 1], unit, kLift);
-        }
-      }
+      each(s, [&](float& x, int, int e) { x = weight_of_difference(x, base[e >> 1], unit, kLift); });
     } else {
       // Scores may be huge, and then a fused multiply-add alone would lose the difference.
       float scaled[2] = {base[0] * unit, base[1] * unit};
       if (fmaxf(fabsf(scaled[0]), fabsf(scaled[1])) > math::kLargestFusedReference) {
-        for (int j = 0; j < kColumns; ++j) {
-          for (int e = 0; e < 4; ++e) {
-            s[j][e] -= base[e >> 1];
-          }
-        }
+        each(s, [&](float& x, int, int e) { x -= base[e >> 1]; });
         scaled[0] = 0;
         scaled[1] = 0;
       }
-      for (int j = 0; j < kColumns; ++j) {
-        for (int e = 0; e < 4; ++e) {
-          s[j][e] = weight_fused(s[j][e], unit, scaled[e >> 1]);
-        }
-      }
+      each(s, [&](float& x, int, int e) { x = weight_fused(x, unit, scaled[e >> 1]); });
     }
-    for (int j = 0; j < kColumns; ++j) {
-      for (int e = 0; e < 4; ++e) {
-        sum[e >> 1] += s[j][e];
-      }
-    }
+    each(s, [&](float x, int, int e) { sum[e >> 1] += x; });
   }
 
   // Both. false: no maximum has risen enough to matter (kLazy: weights up to 2^8 are as good as weights up to 1), and
@@ -128,5 +111,3 @@ struct RunningSoftmax {
 };
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SCORE_SOFTMAX_CUH

@@ -2,8 +2,7 @@
 //
 // What the kernels for Hopper are called with beside Args: tensor maps, and the order in which tiles are computed.
 // Read by the host and, without any header, by NVRTC.
-#ifndef FOVEA_CUDA_DEVICE_SM90_ARGS_H
-#define FOVEA_CUDA_DEVICE_SM90_ARGS_H
+#pragma once
 
 #include "math/rows.h"
 #include "math/small_cap.h"
@@ -62,5 +61,3 @@ struct Sm90ForwardArgs {
 };
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SM90_ARGS_H

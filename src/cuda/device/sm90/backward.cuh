@@ -21,16 +21,16 @@
 // and stores dQ as it is.
 //
 // With dropout, P carries the decision in its sign: P >= 0 is kept. Where dK and dV take most registers, S and dP are
-// made in two parts of a step (sm90_step_parts).
+// made in two parts of a step (sm90_step_parts), or dP behind P, and dS of P as rounded (sm90_packs).
 //
 // A block stays for the whole call and takes key blocks from a counter, batch * heads_k * ceil(limit_k / keys) of them:
 // Q and dO of the next are on their way while one ends. Where there are as many blocks as key blocks each has its own.
 // With `converts` dq_sum becomes dq here (backward_convert.cuh).
+// With `tile_stores` dK and dV leave by tensor stores from where K and V were, and which keys are next is known before.
 // With `key_parts` several blocks share a block of keys: each takes a range of its steps and leaves fp32 sums of dK and
 // dV. backward_prepare comes before (with a mask of queries and keys sm90_backward_mask, too), backward_convert after;
 // where there are sums of parts sm90_backward_parts, which adds them and converts dq.
-#ifndef FOVEA_CUDA_DEVICE_SM90_BACKWARD_CUH
-#define FOVEA_CUDA_DEVICE_SM90_BACKWARD_CUH
+#pragma once
 
 #include "cuda/device/ptx/sm90.cuh"
 #include "cuda/device/ptx/wgmma.cuh"
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
     barriers.template init<S>();
   }
   sync();
-  begin_kernel<S.arch>();
+  sm90_begin_backward<S>();
 
   if (warpgroup == 0) {
     fewer_registers<kHow.registers_to_copy>();
@@ -100,6 +100,9 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
     }
     if (S.bulk && warp == 2 && threadIdx.x == 64) {
       sm90_backward_add<S>(a, m, base, barriers);
+    }
+    if (sm90_counts_sums(S) && warp == 2 && threadIdx.x == 64) {
+      sm90_backward_count_sums<S>(a, m, base, barriers);
     }
     if (S.dbias_store && warp == 3 && threadIdx.x == 96) {
       sm90_backward_store_bias<S>(a, m, base, barriers);
@@ -143,17 +146,28 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   const u32 fragment = swizzled<128>(lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2);
 
   u32 left = 0;  // parity of what leaves through shared memory
+  volatile Sm90StoredKeys& stored_keys =
+      *reinterpret_cast<Sm90StoredKeys*>(memory + kSizes.keys_at + c * kSm90KeysBytes);
   using Scores = Sm90BackwardScores<sm90_part_of_step(S, kParts)>;
   Scores scores[kBlocks];
 
 #pragma unroll 1
-  for (u32 phase = 0;; phase ^= 1) {
+  for (u32 phase = 0;; phase = sm90_tells_ahead(S) ? (phase + 1) & 3 : phase ^ 1) {
     // ---- which keys ----
     const u32 number = sm90_await_block<S>(base, barriers, phase);
     if (number == kNoBlock) {
       break;
     }
     const Sm90KeyBlock<S> block(a, m, number);
+    if constexpr (sm90_tells_ahead(S)) {
+      barrier_wait(barriers.kv_full(), phase & 1);
+    }
+    if (S.tile_stores && thread == 0) {  // what was there has been read: K came later
+      stored_keys.row = int(block.place.k_begin) + block.key0;
+      stored_keys.head = block.head_k;
+      stored_keys.batch2 = int(block.place.b2);
+      stored_keys.batch1 = int(block.place.b1);
+    }
     float dk[kBlocks][D / 2];
     float dv[kBlocks][V / 2];
 #pragma unroll
@@ -242,10 +256,8 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
             barrier_wait(barriers.outer_full(ring_outer.buffer()), ring_outer.parity());
           }
           if constexpr (S.dq) {
-#pragma unroll
-            for (int k = 0; k < P / 16; ++k) {
-              stmatrix_trans(panel + k * 2048, 0, 0, 0, 0);
-            }
+            constexpr u32 kNone[P / 4] = {};
+            store_transposed(panel, kNone);
           }
           continue;
         }
@@ -254,15 +266,20 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
         wgmma_fence();
         multiply<kType, D, kHow.held_k>(s, k_held, k_rows.row(f * 64), q_rows.moved(q_now).row(part * P));
         wgmma_commit();
-        multiply<kType, V, kHow.held_v>(dp, v_held, v_rows.row(f * 64), o_rows.moved(o_now).row(part * P));
-        wgmma_commit();
+        const auto multiply_dp = [&] {
+          multiply<kType, V, kHow.held_v>(dp, v_held, v_rows.row(f * 64), o_rows.moved(o_now).row(part * P));
+          wgmma_commit();
+        };
+        if constexpr (!kHow.packs) {
+          multiply_dp();
+        }
         if (!kHow.skips && i == 0) {
           work.clear_dead();
         }
         work.await_tile(i);
         typename Scores::Loaded loaded;
         loaded.load(panel, lse_here, 0);
-        wgmma_wait<1>();
+        wgmma_wait<kHow.packs ? 0 : 1>();
         pin(s);
         if constexpr (kHow.overlaps) {
           if (i > 0) {
@@ -286,18 +303,31 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
         if (edge) {
           scores[f].mask_edge(s, block, first, key + warp * 16 + g, t);
         }
-        loaded.load_delta(delta_here, 0);
-        wgmma_wait<0>();
-        pin(dp);
+        u32 weights[P / 4];
         u32 grads[P / 4];
-        scores[f].gradients(grads, s, dp, a, loaded, delta_here, block.row0 + step.head * int(a.padded_rows) + first,
-                            edge || masked);
-        if constexpr (S.dkv) {
-          u32 weights[P / 4];
-          scores[f].weights_of(weights, s);
-          wgmma_fence();
+        const auto multiply_dv = [&] {
           multiply_add<kType, P>(dv[f], weights, o_inside, o_now, part * P / 16);
           wgmma_commit();
+        };
+        if constexpr (kHow.packs) {
+          scores[f].weights_of(weights, s);
+          wgmma_fence();
+          multiply_dp();
+          multiply_dv();
+          wgmma_wait<1>();
+          pin(dp);
+          gradients_of_packed<S>(grads, weights, dp, a, delta_here, edge);
+        } else {
+          loaded.load_delta(delta_here, 0);
+          wgmma_wait<0>();
+          pin(dp);
+          scores[f].gradients(grads, s, dp, a, loaded, delta_here, block.row0 + step.head * int(a.padded_rows) + first,
+                              edge || masked);
+          if constexpr (S.dkv) {
+            scores[f].weights_of(weights, s);
+            wgmma_fence();
+            multiply_dv();
+          }
         }
         if constexpr (S.dq) {
           if constexpr (kBias) {
@@ -306,36 +336,19 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
           store_transposed(panel, grads);
         }
         float dq[S.same_step ? kColumns / 2 : 1];
-        if constexpr (S.same_step) {
-          fence_async();
-          sync(kGradsThere, kGroups * 128);  // all of dS is there, and that of the step before has been read
-          work.multiply_dq(ring_grads, dq);
-        }
+        work.begin_own_dq(dq);
         if constexpr (S.dkv) {
           multiply_add<kType, P>(dk[f], grads, q_inside, q_now, part * P / 16);
           wgmma_commit();
         }
-        if constexpr (S.same_step) {
-          wgmma_wait<1>();
-          pin(dq);
-          if (kBias && leader) {
-            barrier_arrive(barriers.grads_empty(ring_grads.buffer()));
-          }
-          work.send_dq(dq, block.row0 + step.head * int(a.padded_rows) + step.query);
-        }
+        work.end_own_dq(dq, block.row0 + step.head * int(a.padded_rows) + step.query);
         if (!kHow.overlaps && i + 1 < kBlocks * kParts) {
           wgmma_wait<0>();
           pin(dk[f]);
           pin(dv[f]);
         }
       }
-      if constexpr (kOuter) {
-        __syncwarp();
-        if (leader) {
-          barrier_arrive(barriers.outer_empty(ring_outer.buffer()));
-        }
-        ring_outer.next();
-      }
+      work.release_outer(ring_outer);
       const int row_now = S.direct ? step.query : block.row0 + step.head * int(a.padded_rows) + step.query;
       work.end(n, grads_before, row_before, turn_before);
       grads_before = ring_grads;
@@ -347,19 +360,12 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
       ring_q.next();
       ring_grads.next();
     }
-    if constexpr (kLater) {
-      if (block.steps > 0 && work.my_turn(turn_before)) {
-        work.add_dq(grads_before, row_before, false);
-      }
+    work.end_block(m, stored_keys, grads_before, row_before, turn_before);
+    if constexpr (!S.tile_stores) {
+      // Made anew: the block need not stay in registers.
+      sm90_backward_store<S>(a, m, Sm90KeyBlock<S>(a, m, u32(opaque(int(number)))), scores, dk, dv, c, step.head, warp,
+                             lane);
     }
-    __syncwarp();
-    if (leader) {
-      barrier_arrive(barriers.kv_empty());
-    }
-
-    // Made anew: the block need not stay in registers.
-    sm90_backward_store<S>(a, m, Sm90KeyBlock<S>(a, m, u32(opaque(int(number)))), scores, dk, dv, c, step.head, warp,
-                           lane);
   }
   if constexpr (S.converts) {
     sm90_backward_convert<S, 2>(a, m);
@@ -367,5 +373,3 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SM90_BACKWARD_CUH

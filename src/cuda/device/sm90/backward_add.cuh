@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The thread of sm90_backward that adds dQ to its sums in memory, or stores it as the first.
-#ifndef FOVEA_CUDA_DEVICE_SM90_BACKWARD_ADD_CUH
-#define FOVEA_CUDA_DEVICE_SM90_BACKWARD_ADD_CUH
+#pragma once
 
 #include "cuda/device/ptx/sm90.cuh"
 #include "cuda/device/sm90/backward_args.h"
@@ -122,5 +121,3 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90Backw
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SM90_BACKWARD_ADD_CUH

@@ -2,8 +2,7 @@
 //
 // What sm90_backward is called with beside Args: tensor maps, and how its blocks are numbered. Read by the host and,
 // without any header, by NVRTC.
-#ifndef FOVEA_CUDA_DEVICE_SM90_BACKWARD_ARGS_H
-#define FOVEA_CUDA_DEVICE_SM90_BACKWARD_ARGS_H
+#pragma once
 
 #include "cuda/device/args.h"
 #include "cuda/device/sm90/args.h"
@@ -25,7 +24,8 @@ constexpr i64 sm90_parts_blocks(i64 rows, int columns) { return (rows / 16 * (co
 
 struct Sm90BackwardArgs {
   TensorMap q, grad_out, k, v, bias, bias2, grad_bias;
-  Has has_q, has_grad_out, has_k, has_v, has_bias, has_bias2, has_grad_bias;
+  TensorMap grad_k, grad_v;  // tile_stores: a warp's 16 rows of a panel
+  Has has_q, has_grad_out, has_k, has_v, has_bias, has_bias2, has_grad_bias, has_grad_k, has_grad_v;
   Tensor mask;            // of sm90_backward_mask: `row` strides are of 64 queries
   int key_blocks = 0;     // of a head
   int blocks = 0;         // of all heads, each part by itself
@@ -41,5 +41,3 @@ struct Sm90BackwardArgs {
 };
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SM90_BACKWARD_ARGS_H

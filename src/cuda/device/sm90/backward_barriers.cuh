@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The barriers of sm90_backward in shared memory: for each ring of buffers those for full, then those for empty.
-#ifndef FOVEA_CUDA_DEVICE_SM90_BACKWARD_BARRIERS_CUH
-#define FOVEA_CUDA_DEVICE_SM90_BACKWARD_BARRIERS_CUH
+#pragma once
 
 #include "cuda/device/ptx/sm90.cuh"
 #include "cuda/device/sm90/backward_sizes.h"
@@ -17,8 +16,14 @@ struct Sm90BackwardBarriers {
     constexpr bool kBias = sm90_bias_in_place(S);
     constexpr bool kOuter = sm90_outer_bytes(S) > 0;
     barrier_init(kv_full(), 1);
+    for (int i = 0; sm90_tells_ahead(S) && i < 2; ++i) {
+      barrier_init(number_full(i), 1);
+    }
+    if (sm90_counts_sums(S)) {
+      barrier_init(sums_left(), S.warps);
+    }
     // Every warp that is told which keys are next.
-    barrier_init(kv_empty(), S.warps + int{kBias || kOuter} + int{S.bulk} + int{S.dbias_store});
+    barrier_init(kv_empty(), S.warps + int{kBias || kOuter} + int{S.bulk || S.converts} + int{S.dbias_store});
     for (int i = 0; i < S.stages; ++i) {
       barrier_init(q_full(i), 1);
       barrier_init(q_empty(i), S.warps * 32);
@@ -49,6 +54,8 @@ struct Sm90BackwardBarriers {
   __device__ __forceinline__ u32 leaving_full(int i) const { return at + kSm90BackwardBarriers.leaving_full + 8 * i; }
   __device__ __forceinline__ u32 leaving_empty(int i) const { return at + kSm90BackwardBarriers.leaving_empty + 8 * i; }
   __device__ __forceinline__ u32 kv_empty() const { return at + kSm90BackwardBarriers.kv_empty; }
+  __device__ __forceinline__ u32 sums_left() const { return at + kSm90BackwardBarriers.sums_left; }
+  __device__ __forceinline__ u32 number_full(u32 i) const { return at + kSm90BackwardBarriers.number_full + 8 * i; }
   __device__ __forceinline__ u32 outer_full(int i) const {
     return at + kSm90BackwardBarriers.outer_full + 8 * i;
   }  // biases outside dS
@@ -56,5 +63,3 @@ struct Sm90BackwardBarriers {
 };
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SM90_BACKWARD_BARRIERS_CUH

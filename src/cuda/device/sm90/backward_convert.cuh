@@ -8,8 +8,7 @@
 // It is made for results that 16-byte stores may write, as nearly all are: the code of others would be as long again.
 // No block waits for a warp that converts. All blocks of keys have been taken, by blocks that run, before a block ends,
 // so that a warp waits for running blocks alone, however few of the launch run at a time.
-#ifndef FOVEA_CUDA_DEVICE_SM90_BACKWARD_CONVERT_CUH
-#define FOVEA_CUDA_DEVICE_SM90_BACKWARD_CONVERT_CUH
+#pragma once
 
 #include "cuda/device/around/convert.cuh"
 #include "cuda/device/ptx/sm90.cuh"
@@ -34,6 +33,24 @@ __device__ __forceinline__ void sm90_backward_count(const Args& a, const Sm90Key
         add_relaxed(added + n, 1);
       }
     }
+  }
+}
+
+// The same by a thread of its own where the warps that compute add to dq_sum themselves. What they have added is
+// ordered before their arrival, and that before the fence. K and V of the next block come only when it has been told.
+template <Sm90BackwardSpec S>
+__device__ __forceinline__ void sm90_backward_count_sums(const Args& a, const Sm90BackwardArgs& m, u32 base,
+                                                         const Sm90BackwardBarriers& barriers) {
+#pragma unroll 1
+  for (u32 phase = 0;; phase ^= 1) {
+    barrier_wait(barriers.kv_full(), phase);
+    const u32 number = load_shared_word(sm90_number_place<S>(base, phase));
+    if (number == kNoBlock) {
+      return;
+    }
+    barrier_wait(barriers.sums_left(), phase);
+    barrier_arrive(barriers.kv_empty());
+    sm90_backward_count<S>(a, Sm90KeyBlock<S>(a, m, number));
   }
 }
 
@@ -86,5 +103,3 @@ __device__ __forceinline__ void sm90_backward_convert(const Args& a, const Sm90B
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SM90_BACKWARD_CONVERT_CUH

@@ -2,8 +2,7 @@
 //
 // The warpgroup of sm90_backward that copies: by TMA one thread for K, V, Q, dO and row vectors and one for biases into
 // rings of buffers, and one for dS on its way out. One more adds dQ (sm90/backward_add.cuh).
-#ifndef FOVEA_CUDA_DEVICE_SM90_BACKWARD_COPY_CUH
-#define FOVEA_CUDA_DEVICE_SM90_BACKWARD_COPY_CUH
+#pragma once
 
 #include "cuda/device/ptx/sm90.cuh"
 #include "cuda/device/ptx/wgmma.cuh"
@@ -14,6 +13,14 @@
 #include "cuda/device/work/sm90_key_block.cuh"
 
 namespace fovea::cuda {
+
+// All but the warp that copies inputs wait for the kernels before; its thread does where it needs what these wrote.
+template <auto S>
+__device__ __forceinline__ void sm90_begin_backward() {
+  if (!sm90_loads_ahead(S) || threadIdx.x >= 32) {
+    begin_kernel<S.arch>();
+  }
+}
 
 // What the thread that copies keeps of a block of keys.
 struct Sm90Loads {
@@ -41,6 +48,13 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
       return gridDim.x < blocks ? gridDim.x + atomicAdd(a.turns, 1u) : kNoBlock;
     }
   };
+  bool is_first = true;  // block of keys
+  const auto await_kernels_before = [&] {
+    if (sm90_loads_ahead(S) && is_first) {
+      wait_for_kernels_before();
+      is_first = false;
+    }
+  };
   Ring<S.stages> ring;
   u32 number = S.ordered ? take() : blockIdx.x;
   u32 phase = 1;
@@ -48,6 +62,7 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
   while (number < blocks) {
     const Sm90KeyBlock<S> block(a, m, number);
     if (block.outside()) {
+      await_kernels_before();
       // So are the other numbers up to the head's end (from the end: up to its last keys): no block takes them.
       constexpr bool kFromTheEnd = Sm90KeyBlock<S>::kFromTheEnd;
       const u32 parts = S.key_parts ? u32(m.parts.count) : 1;
@@ -82,33 +97,50 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
     const auto at = [&](const Has& has, int column, int row, int head) {
       return Coordinates{column, row, head * has.head, here.b2 * has.batch2, here.b1 * has.batch1};
     };
-    const auto load_keys = [&] {
-      barrier_wait(barriers.kv_empty(), phase);
-      store_shared(base + kSizes.number_at, u32(here.number));
-      if (steps == 0) {
-        barrier_arrive(barriers.kv_full());
-        return;
-      }
-      barrier_expect(barriers.kv_full(), kSizes.keys * kRowBytes);
+    const auto each_panel = [&](const auto& use) {
 #pragma unroll 1
       for (int c = 0; c < kSizes.groups; ++c) {
         const int row = here.k_row + c * kGroupKeys;
 #pragma unroll 1
         for (int p = 0; p < kPanelsD; ++p) {
-          tensor_load(base + kSizes.k_at + (p * kSizes.keys + c * kGroupKeys) * kPanelD * 2, m.k, barriers.kv_full(),
-                      at(m.has_k, p * kPanelD, row, here.head_k));
+          use(base + kSizes.k_at + (p * kSizes.keys + c * kGroupKeys) * kPanelD * 2, m.k,
+              at(m.has_k, p * kPanelD, row, here.head_k));
         }
 #pragma unroll 1
         for (int p = 0; p < kPanelsV; ++p) {
-          tensor_load(base + kSizes.v_at + (p * kSizes.keys + c * kGroupKeys) * kPanelV * 2, m.v, barriers.kv_full(),
-                      at(m.has_v, p * kPanelV, row, here.head_k));
+          use(base + kSizes.v_at + (p * kSizes.keys + c * kGroupKeys) * kPanelV * 2, m.v,
+              at(m.has_v, p * kPanelV, row, here.head_k));
         }
       }
+    };
+    if constexpr (sm90_tells_ahead(S)) {
+      sm90_tell_block<S>(base, barriers, number, phase ^ 1);
+    }
+    if (sm90_tells_ahead(S) && steps > 0) {
+      each_panel([](u32, const TensorMap& map, const Coordinates& from) { tensor_prefetch(map, from); });
+    }
+    const auto load_keys = [&] {
+      barrier_wait(barriers.kv_empty(), phase);
+      if constexpr (!sm90_tells_ahead(S)) {
+        sm90_tell_block<S>(base, barriers, here.number, phase ^ 1);
+      }
+      if (steps == 0) {
+        barrier_arrive(barriers.kv_full());
+        return;
+      }
+      barrier_expect(barriers.kv_full(), kSizes.keys * kRowBytes);
+      each_panel([&](u32 to, const TensorMap& map, const Coordinates& from) {
+        tensor_load(to, map, barriers.kv_full(), from);
+      });
     };
     if (steps == 0) {
       load_keys();
     }
     int until_keys = min(S.stages, steps);  // buffers of Q that are free sooner than those of K and V
+    if (sm90_loads_ahead(S) && is_first && steps > 0) {
+      load_keys();
+      until_keys = -1;
+    }
     // Head by head, unlike the walks of other warps: this thread has the fewest registers.
 #pragma unroll 1
     for (int i = 0; steps > 0 && i < group; ++i, ++head) {
@@ -130,6 +162,7 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
           tensor_load(base + kSizes.grad_out_at + ring.buffer() * kSizes.grad_out + p * S.step * kPanelV * 2,
                       m.grad_out, full, at(m.has_grad_out, p * kPanelV, here.q_begin + query, head));
         }
+        await_kernels_before();
         const int row = here.row0 + head * int(a.padded_rows) + query;
         bulk_load(base + kSizes.lse_at + ring.buffer() * kSizes.rows, a.row_lse + row, kSizes.rows, full);
         bulk_load(base + kSizes.delta_at + ring.buffer() * kSizes.rows, a.row_delta + row, kSizes.rows, full);
@@ -142,11 +175,17 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
         }
       }
     }
+    await_kernels_before();
     phase ^= 1;
     number = take();  // not sooner: the block that is free first takes it
   }
+  if constexpr (sm90_tells_ahead(S)) {
+    sm90_tell_block<S>(base, barriers, kNoBlock, phase ^ 1);
+  }
   barrier_wait(barriers.kv_empty(), phase);
-  store_shared(base + kSizes.number_at, kNoBlock);
+  if constexpr (!sm90_tells_ahead(S)) {
+    sm90_tell_block<S>(base, barriers, kNoBlock, phase ^ 1);
+  }
   barrier_arrive(barriers.kv_full());
 }
 
@@ -234,5 +273,3 @@ __device__ __forceinline__ void sm90_backward_store_bias(const Args& a, const Sm
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SM90_BACKWARD_COPY_CUH

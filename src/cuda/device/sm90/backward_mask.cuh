@@ -5,8 +5,7 @@
 // 4 n + 2 r + e of its word. 32 words lie side by side, then the next 16 keys, then the next 64 queries.
 //
 // A warp makes two times 32 words from 64 words. What does not exist is masked.
-#ifndef FOVEA_CUDA_DEVICE_SM90_BACKWARD_MASK_CUH
-#define FOVEA_CUDA_DEVICE_SM90_BACKWARD_MASK_CUH
+#pragma once
 
 #include "cuda/device/around/prepare_args.h"
 #include "cuda/device/ptx/sm80.cuh"
@@ -61,5 +60,3 @@ __global__ void __launch_bounds__(kSm90BackwardMaskThreads)
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SM90_BACKWARD_MASK_CUH

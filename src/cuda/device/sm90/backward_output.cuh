@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What leaves the registers of sm90_backward: dQ of a step, and dK and dV of a block of keys.
-#ifndef FOVEA_CUDA_DEVICE_SM90_BACKWARD_OUTPUT_CUH
-#define FOVEA_CUDA_DEVICE_SM90_BACKWARD_OUTPUT_CUH
+#pragma once
 
 #include "cuda/device/ptx/sm90.cuh"
 #include "cuda/device/sm90/backward_args.h"
@@ -37,10 +36,10 @@ __device__ __forceinline__ void sm90_backward_send_dq(const Args& a, u32 base, c
       barrier_arrive(barriers.leaving_full(c));
     }
   } else if constexpr (S.direct) {
-    store_accumulator<S.type>(static_cast<u16*>(a.grad_q.data) + place.query_rows(a.grad_q.strides, u32(head)) +
-                                  (S.halves ? c * (S.d / 2) : 0) * a.grad_q.strides.col,
-                              a.grad_q.strides, dq, a.scale, row + (S.step == 128 ? c * 64 : 0) + warp * 16 + g,
-                              place.q_len, a.out_dim - (S.halves ? c * (S.d / 2) : 0), a.vector_stores, t);
+    store_gradient_rows<S>(
+        a.grad_q, place.query_rows(a.grad_q.strides, u32(head)) + (S.halves ? c * (S.d / 2) : 0) * a.grad_q.strides.col,
+        a.results.q, dq, a.scale, row + (S.step == 128 ? c * 64 : 0) + warp * 16 + g, place.q_len,
+        a.out_dim - (S.halves ? c * (S.d / 2) : 0), a.vector_stores, t);
   } else {
     constexpr int kTile = 16 * S.d;  // floats of a warp's rows
     float* const mine = a.dq_sum + i64(row + (S.step == 128 ? c * 64 : 0)) * S.d + warp * kTile +
@@ -49,6 +48,79 @@ __device__ __forceinline__ void sm90_backward_send_dq(const Args& a, u32 base, c
     for (int j = 0; j < kColumns / 8; ++j) {
       reduce4<90>(mine + j * 128, *reinterpret_cast<const float(*)[4]>(dq + 4 * j));
     }
+  }
+}
+
+// tile_stores: where dK and dV of a block of keys go, kept in shared memory from its beginning on.
+struct Sm90StoredKeys {
+  int row, head, batch2, batch1;
+};
+static_assert(sizeof(Sm90StoredKeys) <= kSm90KeysBytes);
+
+// A warp's 16 rows of an accumulator, from row `row` of a tile with kRows rows in panels on.
+template <Type kType, int kRows, int kPanel, int kCount>
+__device__ __forceinline__ void sm90_store_to_panels(u32 tile, const float (&x)[kCount], float factor, int row,
+                                                     int lane) {
+  constexpr int kBlocks = kPanel / 16;
+  const auto pair = [&](int i) { return pack<kType>(x[i] * factor, x[i + 1] * factor); };
+#pragma unroll
+  for (int k = 0; k < kCount / 8; ++k) {
+    stmatrix(
+        tile + k / kBlocks * kRows * kPanel * 2 + swizzled<kPanel * 2>(row + lane % 16, k % kBlocks * 2 + lane / 16),
+        pair(8 * k), pair(8 * k + 2), pair(8 * k + 4), pair(8 * k + 6));
+  }
+}
+
+// The end of a block of keys with tile_stores: dV, then dK, each warp its own rows, to where V and K were, and from
+// there on by tensor stores. V is read by its own warpgroup's products alone, K by those for dQ of all.
+template <Sm90BackwardSpec S>
+__device__ __forceinline__ void sm90_backward_place_dv(const Args& a, u32 base, const float (&dv)[S.tiles][S.dv / 2],
+                                                       int c, int warp, int lane) {
+  constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);
+  constexpr Sm90BackwardChoices kHow = sm90_backward_choices(S);
+  const int top = c * S.tiles * 64 + warp * 16;
+  sync(kOwnDone[c], 128);
+#pragma unroll
+  for (int f = 0; f < S.tiles; ++f) {
+    sm90_store_to_panels<S.type, kSizes.keys, kHow.panel_v>(
+        base + kSizes.v_at, dv[f], S.dropout != DropoutRule::kNone ? a.keep_scale : 1.f, top + f * 64, lane);
+  }
+}
+template <Sm90BackwardSpec S>
+__device__ __forceinline__ void sm90_backward_store_tiles(const Args& a, const Sm90BackwardArgs& m, u32 base,
+                                                          const volatile Sm90StoredKeys& keys,
+                                                          const float (&dk)[S.tiles][S.d / 2], int c, int warp,
+                                                          int lane) {
+  constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);
+  constexpr Sm90BackwardChoices kHow = sm90_backward_choices(S);
+  const int top = c * S.tiles * 64 + warp * 16;
+  if constexpr (S.dq) {
+    sync(kStepsDone, kHow.threads);
+  }
+#pragma unroll
+  for (int f = 0; f < S.tiles; ++f) {
+    sm90_store_to_panels<S.type, kSizes.keys, kHow.panel_d>(base + kSizes.k_at, dk[f], a.scale, top + f * 64, lane);
+  }
+  fence_async();
+  __syncwarp();
+  if (lane == 0) {
+    const auto store = [&](const TensorMap& map, const Has& has, u32 tile, int panel, int panels) {
+#pragma unroll 1
+      for (int i = 0; i < panels * S.tiles; ++i) {
+        const int row = top + i % S.tiles * 64;
+        const int p = i / S.tiles;
+        tensor_store(
+            map, tile + (p * kSizes.keys + row) * panel * 2,
+            {p * panel, keys.row + row, keys.head * has.head, keys.batch2 * has.batch2, keys.batch1 * has.batch1});
+      }
+    };
+    if (a.grad_v.data != nullptr) {
+      store(m.grad_v, m.has_grad_v, base + kSizes.v_at, kHow.panel_v, kHow.panels_v);
+    }
+    if (a.grad_k.data != nullptr) {
+      store(m.grad_k, m.has_grad_k, base + kSizes.k_at, kHow.panel_d, kHow.panels_d);
+    }
+    bulk_commit();
   }
 }
 
@@ -89,17 +161,15 @@ __device__ __forceinline__ void sm90_backward_store(const Args& a, const Sm90Bac
       continue;
     }
     if (S.dkv && a.grad_k.data != nullptr) {
-      store_accumulator<S.type>(static_cast<u16*>(a.grad_k.data) + same.place.key_rows(a.grad_k.strides, same.head_k),
-                                a.grad_k.strides, dk[f], a.scale, key, same.place.k_len, a.out_dim, a.vector_stores, t);
+      store_gradient_rows<S>(a.grad_k, same.place.key_rows(a.grad_k.strides, same.head_k), a.results.k, dk[f], a.scale,
+                             key, same.place.k_len, a.out_dim, a.vector_stores, t);
     }
     if (S.dkv && a.grad_v.data != nullptr) {
-      store_accumulator<S.type>(static_cast<u16*>(a.grad_v.data) + same.place.key_rows(a.grad_v.strides, same.head_k),
-                                a.grad_v.strides, dv[f], S.dropout != DropoutRule::kNone ? a.keep_scale : 1.f, key,
-                                same.place.k_len, a.out_dim_v, a.vector_stores, t);
+      store_gradient_rows<S>(a.grad_v, same.place.key_rows(a.grad_v.strides, same.head_k), a.results.v, dv[f],
+                             S.dropout != DropoutRule::kNone ? a.keep_scale : 1.f, key, same.place.k_len, a.out_dim_v,
+                             a.vector_stores, t);
     }
   }
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SM90_BACKWARD_OUTPUT_CUH

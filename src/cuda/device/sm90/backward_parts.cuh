@@ -6,8 +6,7 @@
 //
 // Blocks of 256 threads: sm90_parts_blocks of dK, whose warps have 16 x 16 numbers each; as many by Spec::dv of dV;
 // backward_convert's own, with Spec::dq.
-#ifndef FOVEA_CUDA_DEVICE_SM90_BACKWARD_PARTS_CUH
-#define FOVEA_CUDA_DEVICE_SM90_BACKWARD_PARTS_CUH
+#pragma once
 
 #include "cuda/device/around/backward_prepare.cuh"
 #include "cuda/device/sm90/backward_args.h"
@@ -15,9 +14,9 @@
 namespace fovea::cuda {
 
 // Of block `block` of a result with kColumns columns. `sums` are those of the first part.
-template <Type kType, int kColumns>
+template <auto S, int kColumns>
 __device__ __forceinline__ void add_parts(const Args& a, const KeyParts& parts, const float* sums, const Tensor& result,
-                                          u32 block, int columns, float scale) {
+                                          Result how, u32 block, int columns, float scale) {
   constexpr u32 kPairs = kColumns / 16;  // of blocks of 8 columns
   const Thread thread;
   const u32 tile = block * 8 + thread.warp;
@@ -48,8 +47,8 @@ __device__ __forceinline__ void add_parts(const Args& a, const KeyParts& parts, 
   for (int j = 0; j < 2; ++j) {
     x[j] = {x[j].x * scale, x[j].y * scale, x[j].z * scale, x[j].w * scale};
   }
-  store_sums<kType>(thread, x, result, place.key_rows(result.strides, head_of_batch - b * u32(a.rows.heads_k)),
-                    row + thread.g, column, place.k_len, columns, a.vector_stores);
+  store_sums<S>(thread, x, result, how, place.key_rows(result.strides, head_of_batch - b * u32(a.rows.heads_k)),
+                row + thread.g, column, place.k_len, columns, a.vector_stores);
 }
 
 template <AroundSpec S>
@@ -60,14 +59,12 @@ __global__ void __launch_bounds__(256)
   const u32 of_dk = u32(sm90_parts_blocks(m.rows, S.d));
   const u32 of_both = of_dk + u32(sm90_parts_blocks(m.rows, S.dv));
   if (number < of_dk) {
-    add_parts<S.type, S.d>(a, m, m.dk, a.grad_k, number, a.out_dim, a.scale);
+    add_parts<S, S.d>(a, m, m.dk, a.grad_k, a.results.k, number, a.out_dim, a.scale);
   } else if (number < of_both) {
-    add_parts<S.type, S.dv>(a, m, m.dv, a.grad_v, number - of_dk, a.out_dim_v, a.keep_scale);
+    add_parts<S, S.dv>(a, m, m.dv, a.grad_v, a.results.v, number - of_dk, a.out_dim_v, a.keep_scale);
   } else if constexpr (S.dq) {
     convert_queries<S>(a, of_both);
   }
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SM90_BACKWARD_PARTS_CUH

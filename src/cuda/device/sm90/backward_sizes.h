@@ -2,8 +2,7 @@
 //
 // What sm90_backward and sm90_wide_backward take for a Spec: warpgroups, threads, where what lies in shared memory.
 // Asked by the planner on the host and by the kernels themselves, so that the two cannot disagree.
-#ifndef FOVEA_CUDA_DEVICE_SM90_BACKWARD_SIZES_H
-#define FOVEA_CUDA_DEVICE_SM90_BACKWARD_SIZES_H
+#pragma once
 
 #include "cuda/device/generic/sizes.h"
 #include "cuda/device/sm90/spec.h"
@@ -18,8 +17,15 @@ constexpr int sm90_outer_bytes(const Features& s) {
   return (sm90_bias_in_place(s) ? 0 : bias_bytes(s.bias)) + bias_bytes(s.bias2);
 }
 
-// Where dK and dV take most registers the scores of a step are made in two parts.
-constexpr int sm90_step_parts(const Features& s) { return s.d + s.dv > 256 ? 2 : 1; }
+// Where dK and dV take most registers the scores of a step are made in two parts, or P is packed to 16 bits
+// before dP is made, and dS of P as packed: where scores are dot products, and where that was faster.
+constexpr bool sm90_packs(const Features& s) {
+  constexpr int kMostOfABand = 160;
+  return s.d + s.dv > 256 && s.d + s.dv <= 320 && (!s.banded || s.d <= kMostOfABand) &&
+         s.dropout == DropoutRule::kNone && !s.softcap && !s.mask && !s.key_term && !s.query_term &&
+         !bool(s.positions) && s.bias == BiasTile::kNone && s.bias2 == BiasTile::kNone;
+}
+constexpr int sm90_step_parts(const Features& s) { return s.d + s.dv > 256 && !sm90_packs(s) ? 2 : 1; }
 // Columns of a panel of Q and K. Where each warpgroup sums half of dQ's columns, panels divide these.
 constexpr int sm90_backward_panel_d(const Sm90BackwardSpec& s) {
   return s.halves ? panel_columns(s.d / 2) : wide_panel_columns(s.d);
@@ -34,6 +40,18 @@ constexpr Sm90BackwardSpec sm90_part_of_step(Sm90BackwardSpec spec, int parts) {
 template <auto S>
 constexpr bool kMaskQueries = S.ragged && (S.bias != BiasTile::kNone || S.bias2 != BiasTile::kNone);
 
+// dq_sum is converted within the kernel, and the warps that compute add to it: a thread counts for them.
+constexpr bool sm90_counts_sums(const Sm90BackwardSpec& s) { return s.converts && !s.bulk; }
+// Which keys are next is told before they arrive, and they are fetched to L2.
+constexpr bool sm90_tells_ahead(const Sm90BackwardSpec& s) { return s.tile_stores || sm90_counts_sums(s); }
+
+// K, V, Q and dO of a block's first keys are loaded while the kernel before, which makes the row vectors, still runs:
+// the kernels before that one have ended when it lets this one start. Not where keys need lengths or an order, nor
+// where the thread that copies has few registers.
+constexpr bool sm90_loads_ahead(const Sm90BackwardSpec& s) {
+  return !s.ordered && !s.ragged && !s.same_step && s.d + s.dv <= 256;
+}
+
 struct Sm90BackwardSizes {
   int groups;   // warpgroups that compute
   int threads;  // with the one that copies
@@ -43,16 +61,18 @@ struct Sm90BackwardSizes {
   int k, v, q, grad_out, grads, leaving, outer, outer2, rows;
   // Where the first of its buffers lies. rows: logsumexp, then delta, then query terms, of every stage.
   int k_at, v_at, q_at, grad_out_at, grads_at, leaving_at, outer_at, outer2_at, lse_at, delta_at, terms_at, barriers_at,
-      number_at, loads_at;
+      number_at, loads_at, keys_at;
   int bytes;  // all of it
 };
 
 inline constexpr int kSm90LoadsBytes = 64;  // of what the thread that copies keeps
+inline constexpr int kSm90KeysBytes = 16;   // tile_stores: where dK and dV of a warpgroup go
 
 // Where its barriers lie, from the first on, and the number of the block of keys among them. A ring has at most four
 // buffers.
 struct Sm90BackwardBarrierPlan {
-  int kv_full, q_full, q_empty, bias_full, grads_full, grads_empty, leaving_full, leaving_empty, kv_empty, number;
+  int kv_full, q_full, q_empty, bias_full, grads_full, grads_empty, leaving_full, leaving_empty, kv_empty, number,
+      number_full, sums_left;
   int outer_full, outer_empty, bytes;
 
   static constexpr Sm90BackwardBarrierPlan make() {
@@ -70,7 +90,9 @@ struct Sm90BackwardBarrierPlan {
     x.leaving_full = plan.barriers(kMostGroups);
     x.leaving_empty = plan.barriers(kMostGroups);
     x.kv_empty = plan.barriers(1);
-    x.number = plan.take(1, 4);
+    x.number = plan.take(2, 4);
+    x.number_full = plan.barriers(2);
+    x.sums_left = plan.barriers(1);
     x.outer_full = plan.barriers(kMostOuter);
     x.outer_empty = plan.barriers(kMostOuter);
     x.bytes = plan.bytes;
@@ -111,6 +133,7 @@ constexpr Sm90BackwardSizes sm90_backward_sizes(const Sm90BackwardSpec& s) {
   x.barriers_at = plan.take(1, kSm90BackwardBarriers.bytes);
   x.number_at = x.barriers_at + kSm90BackwardBarriers.number;
   x.loads_at = plan.take(1, kSm90LoadsBytes, 32);
+  x.keys_at = plan.take(s.tile_stores ? x.groups : 0, kSm90KeysBytes, 16);
   x.bytes = plan.bytes;
   return x;
 }
@@ -122,6 +145,7 @@ struct Sm90BackwardChoices {
   int panel_d, panel_v, panels_d, panels_v;  // columns of a panel of K and Q, of V and dO; how many
   int row_d, row_v;                          // bytes of a panel's row
   bool bias_in_place, outer, dropout;
+  bool packs;  // sm90_packs
   // Products for dV and dK of one block of keys stay in flight during S and dP of the next, where registers allow.
   bool overlaps;
   // A block of keys that no query of the step meets is passed over. Elsewhere the branch makes ptxas wait for every
@@ -152,8 +176,8 @@ constexpr Sm90BackwardChoices sm90_backward_choices(const Sm90BackwardSpec& s) {
   x.bias_in_place = sm90_bias_in_place(s);
   x.outer = sm90_outer_bytes(s) > 0;
   x.dropout = s.dropout != DropoutRule::kNone;
-  x.overlaps = two && (s.tiles * wider <= 96 || x.parts > 1);
-  x.skips = s.banded && !s.same_step && ((s.d <= 64 && s.tiles == 1) || (s.halves && x.parts == 1));
+  x.overlaps = two && !sm90_packs(s) && (s.tiles * wider <= 96 || x.parts > 1);
+  x.skips = s.banded && !s.same_step && !sm90_packs(s) && ((s.d <= 64 && s.tiles == 1) || (s.halves && x.parts == 1));
   const bool much =
       x.dropout || s.softcap || s.mask || s.key_term || s.query_term || bool(s.positions) || x.bias_in_place || x.outer;
   const bool holds =
@@ -162,7 +186,8 @@ constexpr Sm90BackwardChoices sm90_backward_choices(const Sm90BackwardSpec& s) {
   x.held_k = holds && s.d <= 80 ? s.d / 16 : 0;
   // What a launch of 3 (4) warpgroups has is 3 x 168 (4 x 128) registers: more would wait for ever.
   // With 24 the threads that copy and add dQ spill; `most`, because what computes would be serialised with 232 (C7512).
-  const bool most = x.parts > 1 || (s.same_step && (s.banded || much));
+  x.packs = sm90_packs(s);
+  const bool most = x.parts > 1 || x.packs || (s.same_step && (s.banded || much));
   x.registers = sizes.groups == 3 ? 160 : most ? 240 : 232;
   x.registers_to_copy = sizes.groups == 3 ? 32 : most ? 24 : 40;
   x.batch_to_convert = !s.converts || most ? 0 : sizes.groups == 3 ? 1 : 2;
@@ -174,10 +199,11 @@ constexpr Sm90BackwardChoices sm90_backward_choices(const Sm90BackwardSpec& s) {
             (s.step == 64 || (s.step == 128 && two)) && (!s.halves || (two && s.step == 64 && s.d % 32 == 0)) &&
             (!s.row_sum || !s.ordered) && s.outer <= 2 && (!s.direct || (s.dq && !s.bulk && !s.ragged)) &&
             (!s.key_parts || !s.column_sum) &&
+            (!s.tile_stores || (s.dkv && !s.key_parts && !s.column_sum && !s.ragged)) &&
             (!s.same_step || (s.halves && s.bulk && s.dkv && !x.outer && !s.delay && !s.direct && !s.dbias_store &&
                               s.tiles == 1 && x.parts == 1 && s.planes >= 2)) &&
             ((!s.bulk && !s.ordered) || (s.dq && s.halves == s.same_step && (s.bulk || !s.ordered))) &&
-            (!s.converts || (s.bulk && !x.bias_in_place && !x.outer && !s.key_parts)) &&
+            (!s.converts || (s.dq && !s.direct && !x.bias_in_place && !x.outer && !s.key_parts)) &&
             (!s.dbias_store || (s.dq && x.bias_in_place && !s.softcap && !s.banded && !s.ragged)) && s.stages <= 4 &&
             s.planes <= 4;
   return x;
@@ -187,6 +213,12 @@ constexpr Sm90BackwardChoices sm90_backward_choices(const Sm90BackwardSpec& s) {
 // Spec: warps is 8, step 64, stages 2 and planes 2; warps * tiles * 16 are the keys of a cluster.
 
 inline constexpr int kSm90WideKeys = 64;  // of a block
+
+// Where one warpgroup can make P and the other dS: scores are dot products that at most a band hides.
+constexpr bool sm90_can_have_roles(const Sm90BackwardSpec& s) {
+  return s.dq && !s.ordered && s.dropout == DropoutRule::kNone && !s.softcap && !s.mask && !s.key_term &&
+         !bool(s.positions) && s.bias == BiasTile::kNone && !s.row_sum;
+}
 
 // Columns of dQ that a warpgroup sums: a quarter, or, so that panels stay wide, a third (then one has none).
 constexpr int sm90_dq_columns(int columns) { return columns % 128 == 0 ? columns / 4 : 64; }
@@ -230,5 +262,3 @@ constexpr Sm90WideBackwardSizes sm90_wide_backward_sizes(const Sm90BackwardSpec&
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SM90_BACKWARD_SIZES_H

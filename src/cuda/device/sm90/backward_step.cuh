@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The end of a step in sm90_backward, and dQ of the step before.
-#ifndef FOVEA_CUDA_DEVICE_SM90_BACKWARD_STEP_CUH
-#define FOVEA_CUDA_DEVICE_SM90_BACKWARD_STEP_CUH
+#pragma once
 
 #include "cuda/device/ptx/sm90.cuh"
 #include "cuda/device/ptx/wgmma.cuh"
@@ -56,18 +55,54 @@ struct Sm90BackwardStep {
   }
   __device__ __forceinline__ void add_dq(const Ring<S.planes>& grads, int row, bool pending) {
     float dq[kColumns / 2];
-    barrier_wait(barriers.grads_full(grads.buffer()), grads.parity());
-    multiply_dq(grads, dq);
+    begin_dq(grads, dq);
     if (pending) {
       wgmma_wait<1>();
       finish_step();
     }
+    await_dq(grads, dq);
+    send_dq(dq, row);
+  }
+  __device__ __forceinline__ void begin_dq(const Ring<S.planes>& grads, float (&dq)[kColumns / 2]) {
+    barrier_wait(barriers.grads_full(grads.buffer()), grads.parity());
+    multiply_dq(grads, dq);
+  }
+  __device__ __forceinline__ void await_dq(const Ring<S.planes>& grads, float (&dq)[kColumns / 2]) {
     wgmma_wait<0>();
     pin(dq);
     if (leader) {
       barrier_arrive(barriers.grads_empty(grads.buffer()));
     }
-    send_dq(dq, row);
+  }
+
+  // With same_step: dQ of this step, and its way out once dK's product is in flight.
+  template <int kCount>
+  __device__ __forceinline__ void begin_own_dq(float (&dq)[kCount]) {
+    if constexpr (S.same_step) {
+      fence_async();
+      sync(kGradsThere, kHow.threads);  // all of dS is there, and that of the step before has been read
+      multiply_dq(ring_grads, dq);
+    }
+  }
+  template <int kCount>
+  __device__ __forceinline__ void end_own_dq(float (&dq)[kCount], int row) {
+    if constexpr (S.same_step) {
+      wgmma_wait<1>();
+      pin(dq);
+      if (kHow.bias_in_place && leader) {
+        barrier_arrive(barriers.grads_empty(ring_grads.buffer()));
+      }
+      send_dq(dq, row);
+    }
+  }
+  __device__ __forceinline__ void release_outer(Ring<S.outer>& ring) const {
+    if constexpr (kHow.outer) {
+      __syncwarp();
+      if (leader) {
+        barrier_arrive(barriers.outer_empty(ring.buffer()));
+      }
+      ring.next();
+    }
   }
 
   __device__ __forceinline__ void clear_dead() {
@@ -116,8 +151,54 @@ struct Sm90BackwardStep {
       }
     }
   }
+
+  // The end of a block of keys with tile_stores. adds: this warpgroup has dQ of the last step still to compute. dV is
+  // stored during its product, and its sums leave behind dK: K and V of the next block come sooner.
+  __device__ __forceinline__ void store_tiles(const Sm90BackwardArgs& m, const volatile Sm90StoredKeys& keys, bool adds,
+                                              const Ring<S.planes>& grads_before, int row_before) {
+    bool placed = false;
+    if constexpr (kHow.dq_later) {
+      if (adds) {
+        float dq[kColumns / 2];
+        begin_dq(grads_before, dq);
+        sm90_backward_place_dv<S>(a, base, dv, c, warp, lane);
+        await_dq(grads_before, dq);
+        sm90_backward_store_tiles<S>(a, m, base, keys, dk, c, warp, lane);
+        send_dq(dq, row_before);
+        placed = true;
+      }
+    }
+    if (!placed) {
+      sm90_backward_place_dv<S>(a, base, dv, c, warp, lane);
+      sm90_backward_store_tiles<S>(a, m, base, keys, dk, c, warp, lane);
+    }
+    if (leader) {
+      bulk_wait_read();
+    }
+  }
+
+  // The end of a block of keys: dQ of the last step, dK and dV with tile_stores, and K and V have been read.
+  __device__ __forceinline__ void end_block(const Sm90BackwardArgs& m, const volatile Sm90StoredKeys& keys,
+                                            const Ring<S.planes>& grads_before, int row_before, int turn_before) {
+    const bool adds = kHow.dq_later && block.steps > 0 && my_turn(turn_before);
+    if constexpr (S.tile_stores) {
+      store_tiles(m, keys, adds, grads_before, row_before);
+    } else if constexpr (kHow.dq_later) {
+      if (adds) {
+        add_dq(grads_before, row_before, false);
+      }
+    }
+    if constexpr (sm90_counts_sums(S)) {
+      __syncwarp();
+      if (leader) {
+        barrier_arrive(barriers.sums_left());
+      }
+    }
+    __syncwarp();
+    if (leader) {
+      barrier_arrive(barriers.kv_empty());
+    }
+  }
 };
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SM90_BACKWARD_STEP_CUH

@@ -20,8 +20,7 @@
 // biases under -88, scores that far apart that the bias turns round) leaves an infinity or NaN; what underflows has P
 // under exp(-55), unless its bias is over 32: tiles that have one or the other are flagged, and a second launch,
 // without bias_outside, computes them again.
-#ifndef FOVEA_CUDA_DEVICE_SM90_BIAS_GRADIENT_CUH
-#define FOVEA_CUDA_DEVICE_SM90_BIAS_GRADIENT_CUH
+#pragma once
 
 #include "cuda/device/score/dropout.cuh"
 #include "cuda/device/score/mask_edge.cuh"
@@ -47,18 +46,10 @@ __device__ __forceinline__ void of_dots(const Scores<scores_of_entry(S), false, 
                                         float (&s)[1][S.part / 8][4], const math::SmallCap<float>& small) {
   if constexpr (S.softcap) {
     const float largest = largest_magnitude(s[0]);
-    const auto by = [&](auto score_of) {
-#pragma unroll
-      for (int j = 0; j < S.part / 8; ++j) {
-        for (int e = 0; e < 4; ++e) {
-          s[0][j][e] = score_of(s[0][j][e]);
-        }
-      }
-    };
     if (__all_sync(~0u, largest <= small.largest)) {
-      by([&](float dot) { return small.of(dot); });
+      each(s[0], [&](float& x, int, int) { x = small.of(x); });
     } else {
-      by([&](float dot) { return score_of_dot<S, Approx>(scores.score, dot); });
+      each(s[0], [&](float& x, int, int) { x = score_of_dot<S, Approx>(scores.score, x); });
     }
   } else {
     scores.of_dots(s);
@@ -179,12 +170,7 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
     // The bias itself, as the scores of dot products that are all 0. opaque: addresses that are made again after the
     // loop take no registers in it.
     const auto bias_of = [&](auto& b, int part) {
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j) {
-        for (int e = 0; e < 4; ++e) {
-          b[0][j][e] = 0;
-        }
-      }
+      each(b[0], [&](float& x, int, int) { x = 0; });
       add_bias_of_tile<S>(a, b, thread, u32(opaque(int(tile_inputs))) + part * kTileBytes, row);
     };
     if constexpr (kBias && !S.bias_outside) {
@@ -290,21 +276,12 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
           mask_edge<S, false>(s, thread, band, row0, key);
         }
         if (ends) {
-#pragma unroll
-          for (int j = 0; j < kColumns; ++j) {
-            for (int e = 0; e < 4; ++e) {
-              s[0][j][e] = exists(j, e) ? s[0][j][e] : -kInfinity;
-            }
-          }
+          each(s[0], [&](float& x, int j, int e) { x = exists(j, e) ? x : -kInfinity; });
         }
         const float unit = kNatural ? math::kLog2E : a.scale * math::kLog2E;
-#pragma unroll
-        for (int j = 0; j < kColumns; ++j) {
-          for (int e = 0; e < 4; ++e) {
-            s[0][j][e] = kNatural ? weight_of_difference(s[0][j][e], lse[e >> 1], unit)
-                                  : weight_fused(s[0][j][e], unit, lse[e >> 1]);
-          }
-        }
+        each(s[0], [&](float& x, int, int e) {
+          x = kNatural ? weight_of_difference(x, lse[e >> 1], unit) : weight_fused(x, unit, lse[e >> 1]);
+        });
         pin(flat_s);  // before what is waited for next
         wgmma_wait<0>();
         pin(flat_dp);
@@ -316,12 +293,7 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
           }
         }
         if (ends) {
-#pragma unroll
-          for (int j = 0; j < kColumns; ++j) {
-            for (int e = 0; e < 4; ++e) {
-              dp[0][j][e] = exists(j, e) ? dp[0][j][e] : 0.f;
-            }
-          }
+          each(dp[0], [&](float& x, int j, int e) { x = exists(j, e) ? x : 0.f; });
         }
 #pragma unroll
         for (int jj = 0; jj < kColumns / 2; ++jj) {
@@ -390,5 +362,3 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SM90_BIAS_GRADIENT_CUH

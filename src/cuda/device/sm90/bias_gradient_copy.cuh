@@ -5,8 +5,7 @@
 //   for_each_tile, for_each_entry   the block's tiles, the (b, h) that each is the sum of: all roles walk alike
 //   copies                          by TMA, a warp for Q and K, which takes the tiles' numbers as well, and a warp for
 //                                   dO, V and row vectors; by cp.async, two warps for what is added to scores
-#ifndef FOVEA_CUDA_DEVICE_SM90_BIAS_GRADIENT_COPY_CUH
-#define FOVEA_CUDA_DEVICE_SM90_BIAS_GRADIENT_COPY_CUH
+#pragma once
 
 #include "cuda/device/generic/bias_gradient.cuh"
 #include "cuda/device/ptx/wgmma.cuh"
@@ -291,5 +290,3 @@ __device__ __forceinline__ void sm90_bias_copy_inputs(const Args& a, const Sm90B
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SM90_BIAS_GRADIENT_COPY_CUH

@@ -2,8 +2,7 @@
 //
 // How a tile's sums leave sm90_bias_gradient: of 16 bits through shared memory, by 16 bytes where rows of the gradient
 // begin at multiples of them, else by words; partial sums and gradients of fp32 from registers.
-#ifndef FOVEA_CUDA_DEVICE_SM90_BIAS_GRADIENT_OUTPUT_CUH
-#define FOVEA_CUDA_DEVICE_SM90_BIAS_GRADIENT_OUTPUT_CUH
+#pragma once
 
 #include "cuda/device/sm90/bias_gradient_copy.cuh"
 
@@ -54,11 +53,10 @@ __device__ __forceinline__ void store_bias_part(const float (&sum)[1][S.part / 8
 // are no longer needed.
 template <auto S>
 __device__ __forceinline__ void store_sums(const Args& a, const Sm90BiasGradientArgs& m, const Sm90BiasTile& tile,
-                                           const float (&sum)[S.step / S.part][1][S.part / 8][4], u32 tile_inputs,
-                                           int row, const Thread& thread) {
+                                           float (&sum)[S.step / S.part][1][S.part / 8][4], u32 tile_inputs, int row,
+                                           const Thread& thread) {
   constexpr int kParts = S.step / S.part;
   constexpr int kPart = S.part;
-  constexpr int kColumns = kPart / 8;
   constexpr int kTileBytes = sm90_bias_gradient_sizes(S).tile;
   constexpr bool kBias = S.bias != BiasTile::kNone;
   // opaque: what is made from these would else be made before the loop, and take registers in it.
@@ -79,9 +77,13 @@ __device__ __forceinline__ void store_sums(const Args& a, const Sm90BiasGradient
           a.bias_sum + ((i64(tile.chunk) * m.planes + plane) * a.bias_rows + first_row) * a.bias_keys + key;
       store_floats(sum[part], first, {0, 0, 0, a.bias_keys, 1}, 0, 0, rows, keys, a.bias_keys % 2 == 0, thread);
     } else if constexpr (S.grad_bias == BiasTile::kFp32) {
-      float* const first = static_cast<float*>(a.grad_bias.data) + at;
-      const bool vectors = to.col == 1 && to.row % 2 == 0 && (reinterpret_cast<u64>(first) & 7) == 0;
-      store_floats(sum[part], first, to, 0, 0, rows, keys, vectors, thread);
+      if constexpr (S.fp32_results) {
+        store_result<Type::kFp32>(a.grad_bias, at, {true, true}, sum[part], 1.f, rows, keys, thread);
+      } else {
+        float* const first = static_cast<float*>(a.grad_bias.data) + at;
+        const bool vectors = to.col == 1 && to.row % 2 == 0 && (reinterpret_cast<u64>(first) & 7) == 0;
+        store_floats(sum[part], first, to, 0, 0, rows, keys, vectors, thread);
+      }
     } else {
       constexpr Type kAs = S.grad_bias == BiasTile::kBf16 ? Type::kBf16 : Type::kFp16;
       u16* const first = static_cast<u16*>(a.grad_bias.data) + at;
@@ -90,21 +92,16 @@ __device__ __forceinline__ void store_sums(const Args& a, const Sm90BiasGradient
         const u32 result = tile_inputs + part * kTileBytes + row * kPart * 2;
         store_bias_part<S, kAs>(sum[part], result, first, to, rows, keys, vectors, thread);
       } else {
-        const int r = thread.g;
-#pragma unroll
-        for (int j = 0; j < kColumns; ++j) {
-          for (int e = 0; e < 4; ++e) {
-            const int column = j * 8 + thread.t * 2 + (e & 1);
-            if (r + (e >> 1) * 8 < rows && column < keys) {
-              first[(r + (e >> 1) * 8) * to.row + column * to.col] = u16(pack<kAs>(sum[part][0][j][e], 0.f));
-            }
+        each(sum[part][0], [&](float x, int j, int e) {
+          const int r = thread.g + (e >> 1) * 8;
+          const int column = j * 8 + thread.t * 2 + (e & 1);
+          if (r < rows && column < keys) {
+            first[r * to.row + column * to.col] = u16(pack<kAs>(x, 0.f));
           }
-        }
+        });
       }
     }
   }
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SM90_BIAS_GRADIENT_OUTPUT_CUH

@@ -2,8 +2,7 @@
 //
 // What sm90_bias_gradient takes for a Spec: warpgroups, threads, where what lies in shared memory. Asked by the planner
 // on the host and by the kernel itself, so that the two cannot disagree.
-#ifndef FOVEA_CUDA_DEVICE_SM90_BIAS_GRADIENT_SIZES_H
-#define FOVEA_CUDA_DEVICE_SM90_BIAS_GRADIENT_SIZES_H
+#pragma once
 
 #include "cuda/device/generic/sizes.h"
 #include "cuda/device/sm90/args.h"
@@ -86,5 +85,3 @@ struct Sm90BiasGradientArgs {
 };
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SM90_BIAS_GRADIENT_SIZES_H

@@ -15,8 +15,7 @@
 // At the end O is stored by TMA through the buffer of Q that its tile no longer needs; the next tile's Q is in the
 // other buffer. Where there is one buffer alone, O is stored from registers, and the next Q is loaded during the last P
 // V. Steps run from the last key to the first: the edges of the band and of the sequence come first.
-#ifndef FOVEA_CUDA_DEVICE_SM90_FORWARD_CUH
-#define FOVEA_CUDA_DEVICE_SM90_FORWARD_CUH
+#pragma once
 
 #include "cuda/device/score/sm90_softmax.cuh"
 #include "cuda/device/sm90/forward_copy.cuh"
@@ -79,7 +78,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
   constexpr bool kHides = sm90_hides(S);  // K has 16 more columns, which warps of the warpgroup that copies make
   constexpr bool kPeels = sm90_peels(S);
   constexpr bool kDirect = sm90_stores_directly(S);
-  const bool direct = kDirect && a.vector_stores;
+  const bool direct = S.fp32_results || (kDirect && a.vector_stores);
   // The sum is what a launch has; with more it would wait for ever.
   constexpr bool kNarrow = kGroups < 3 || kStep < 128;
   constexpr int kRegistersToCopy = kHides && kNarrow ? 56 : kGroups < 3 && S.ctas < 4 ? 40 : 32;
@@ -355,8 +354,12 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
       sink = a.sink[tile.head * a.sink_stride];
     }
     float factor[2];
-    sm90_forward_end_rows<S>(a, tile, softmax, sink, row0, t, factor);
-    if (direct) {
+    float there[2] = {};
+    sm90_forward_end_rows<S>(a, tile, softmax, sink, row0, t, factor, there);
+    if constexpr (S.fp32_results) {
+      store_result<S.type>(a.out, tile.offset(a.out.strides, tile.q_begin), a.results.out, o,
+                           RowFactors{{factor[0], factor[1]}, {there[0], there[1]}}, row0, tile.q_len, a.out_dim_v, t);
+    } else if (direct) {
       sm90_forward_store_directly<S>(a, tile, row0, t, o, factor);
     } else {
       const bool leaving =
@@ -382,5 +385,3 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SM90_FORWARD_CUH

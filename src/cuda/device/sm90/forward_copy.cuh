@@ -3,8 +3,7 @@
 // The warpgroup of sm90_forward that copies: which tile comes next, and Q, K, V and what is added to scores by TMA into
 // rings of buffers. One thread does all of it. It decodes a tile's number and puts the result beside Q, so that it
 // alone reads the list of ragged sequences.
-#ifndef FOVEA_CUDA_DEVICE_SM90_FORWARD_COPY_CUH
-#define FOVEA_CUDA_DEVICE_SM90_FORWARD_COPY_CUH
+#pragma once
 
 #include "cuda/device/ptx/sm90.cuh"
 #include "cuda/device/ptx/wgmma.cuh"
@@ -173,5 +172,3 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SM90_FORWARD_COPY_CUH

@@ -3,10 +3,8 @@
 // sm90_mask: bools into bits as the threads of sm90_forward take them. Of 128 keys lane t of a quad meets columns
 // 8 j + 2 t and 8 j + 2 t + 1, j = 0 ... 15: their bits are word t of the four, in this order.
 //
-//     16 keys a lane, 16 bytes at once where they lie so | four numbers of 4 bits, one a word | eight lanes make 128
-//     keys
-#ifndef FOVEA_CUDA_DEVICE_SM90_FORWARD_MASK_CUH
-#define FOVEA_CUDA_DEVICE_SM90_FORWARD_MASK_CUH
+//     16 keys a lane, 16 bytes at once where possible | four numbers of 4 bits, one a word | eight lanes make 128 keys
+#pragma once
 
 #include "cuda/device/args.h"
 #include "cuda/device/around/prepare_args.h"
@@ -98,5 +96,3 @@ __global__ void __launch_bounds__(kSm90MaskThreads) sm90_mask(const __grid_const
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SM90_FORWARD_MASK_CUH

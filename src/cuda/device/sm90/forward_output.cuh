@@ -3,23 +3,35 @@
 // What a warpgroup of sm90_forward does to V before its rows meet it and to O after: rows of V behind a sequence's end
 // are cleared; O goes through the place of the warpgroup's Q, from where the tensor memory accelerator takes it or,
 // where it cannot, the threads do.
-#ifndef FOVEA_CUDA_DEVICE_SM90_FORWARD_OUTPUT_CUH
-#define FOVEA_CUDA_DEVICE_SM90_FORWARD_OUTPUT_CUH
+#pragma once
 
 #include "cuda/device/sm90/forward_copy.cuh"
 #include "cuda/device/tile/accumulator.cuh"
+#include "cuda/device/tile/result.cuh"
 
 namespace fovea::cuda {
 
-// The end of this thread's rows: what their O is multiplied by, and their logsumexp, which is stored.
+// The end of this thread's rows: what their O is multiplied by, and their logsumexp, which is stored. there: what an O
+// that they are merged with is multiplied by.
 template <auto S>
 __device__ __forceinline__ void sm90_forward_end_rows(const Args& a, const Sm90Tile& tile, Sm90Softmax<S>& softmax,
-                                                      float sink, int row0, int t, float (&factor)[2]) {
+                                                      float sink, int row0, int t, float (&factor)[2],
+                                                      float (&there)[2]) {
 #pragma unroll
   for (int x = 0; x < 2; ++x) {
     float logsumexp;
     softmax.end(x, sink, S.dropout != DropoutRule::kNone ? a.keep_scale : 1.f, factor[x], logsumexp);
     const int row = row0 + 8 * x;
+    if constexpr (S.fp32_results) {
+      if (a.results.out.adds) {
+        const math::Merge<float> merged =
+            merge_row(static_cast<float*>(a.lse.data) + tile.offset(a.lse.strides, tile.q_begin + row), logsumexp,
+                      row < tile.q_len, t == 0);
+        factor[x] *= merged.of_new;
+        there[x] = merged.of_old;
+        continue;
+      }
+    }
     if (a.lse.data != nullptr && t == 0 && row < tile.q_len) {
       static_cast<float*>(a.lse.data)[tile.offset(a.lse.strides, tile.q_begin + row)] = logsumexp;
     }
@@ -141,5 +153,3 @@ __device__ __forceinline__ bool sm90_forward_store(const Args& a, const Sm90Forw
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SM90_FORWARD_OUTPUT_CUH

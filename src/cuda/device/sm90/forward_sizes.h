@@ -2,8 +2,7 @@
 //
 // What the kernels for Hopper take for a Spec: warpgroups, threads, where what lies in shared memory. Asked by the
 // planner on the host and by the kernels themselves, so that the two cannot disagree.
-#ifndef FOVEA_CUDA_DEVICE_SM90_FORWARD_SIZES_H
-#define FOVEA_CUDA_DEVICE_SM90_FORWARD_SIZES_H
+#pragma once
 
 #include "cuda/device/generic/sizes.h"
 #include "cuda/device/sm90/spec.h"
@@ -32,8 +31,10 @@ constexpr bool sm90_peels(const Sm90ForwardSpec& s) {
 }
 
 // Whether O leaves from registers, not through the place of Q: with one buffer of Q the next tile's is loaded while
-// this one ends. It takes many instructions.
-constexpr bool sm90_stores_directly(const Sm90ForwardSpec& s) { return s.q_buffers == 1 && sm90_peels(s); }
+// this one ends. It takes many instructions. O of fp32 has no room there.
+constexpr bool sm90_stores_directly(const Sm90ForwardSpec& s) {
+  return s.fp32_results || (s.q_buffers == 1 && sm90_peels(s));
+}
 
 // Of the tiles whose Q is in shared memory, and of the next one.
 inline constexpr int kSm90TilesBytes = 256;
@@ -112,5 +113,3 @@ constexpr bool sm90_has_planes(const Sm90ForwardSpec& s) {
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SM90_FORWARD_SIZES_H

@@ -2,8 +2,7 @@
 //
 // A step of a warpgroup of sm90_forward between its two products: from the dot products of 64 queries and S.step keys
 // to P as the operand of the next.
-#ifndef FOVEA_CUDA_DEVICE_SM90_FORWARD_STEP_CUH
-#define FOVEA_CUDA_DEVICE_SM90_FORWARD_STEP_CUH
+#pragma once
 
 #include "cuda/device/ptx/wgmma.cuh"
 #include "cuda/device/score/sm90_softmax.cuh"
@@ -149,5 +148,3 @@ struct Sm90ForwardStep {
 };
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SM90_FORWARD_STEP_CUH

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What all warps of sm90_forward share: its barriers, and a tile of queries with the steps of keys that it meets.
-#ifndef FOVEA_CUDA_DEVICE_SM90_FORWARD_TILE_CUH
-#define FOVEA_CUDA_DEVICE_SM90_FORWARD_TILE_CUH
+#pragma once
 
 #include "cuda/device/ptx/sm90.cuh"
 #include "cuda/device/sm90/forward_sizes.h"
@@ -165,5 +164,3 @@ __device__ __forceinline__ math::Band<int> sm90_band(const Args& a, const Sm90Fo
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SM90_FORWARD_TILE_CUH

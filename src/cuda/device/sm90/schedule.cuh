@@ -7,8 +7,7 @@
 //     count row tiles by class of length | add up the classes, the longest first | every sequence takes its place
 //
 // Classes are halves of powers of two. Which of a class comes first is left to chance: no result depends on it.
-#ifndef FOVEA_CUDA_DEVICE_SM90_SCHEDULE_CUH
-#define FOVEA_CUDA_DEVICE_SM90_SCHEDULE_CUH
+#pragma once
 
 #include "cuda/device/ptx/sm80.cuh"
 #include "cuda/device/sm90/args.h"
@@ -92,5 +91,3 @@ __global__ void __launch_bounds__(kSm90ScheduleThreads)
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SM90_SCHEDULE_CUH

@@ -11,8 +11,7 @@
 //     S^T = K Q^T, dP^T = V dO^T | delta = <dO, O> meanwhile | P^T, dS^T | dV = P^T dO, dK = dS^T Q | dQ = dS K
 //
 // Blocks: planes by as many as keep every multiprocessor busy.
-#ifndef FOVEA_CUDA_DEVICE_SM90_SMALL_BACKWARD_CUH
-#define FOVEA_CUDA_DEVICE_SM90_SMALL_BACKWARD_CUH
+#pragma once
 
 #include "cuda/device/ptx/sm90.cuh"
 #include "cuda/device/ptx/wgmma.cuh"
@@ -274,16 +273,7 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
       const u32 at = grad_out + (i * 128 + thread) * 16;
-      const uint4 x = load_shared4(at);
-      const uint4 y = load_shared4(at + kSizes.v);
-      const u32 xs[4] = {x.x, x.y, x.z, x.w};
-      const u32 ys[4] = {y.x, y.y, y.z, y.w};
-      float dot = 0;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        dot += cuda::low<kType>(xs[e]) * cuda::low<kType>(ys[e]) + high<kType>(xs[e]) * high<kType>(ys[e]);
-      }
-      dot = sum_of_lanes<kLanes>(dot);
+      const float dot = sum_of_lanes<kLanes>(dot8<kType>(load_shared4(at), load_shared4(at + kSizes.v)));
       hurts |= dot != dot;
       if (lane % kLanes == 0) {
         store_shared(row + (kSmallRows + delta_row(i)) * 4, math::delta(dot, grad_lse[i]));
@@ -430,5 +420,3 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SM90_SMALL_BACKWARD_CUH

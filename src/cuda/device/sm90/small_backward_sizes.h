@@ -4,8 +4,7 @@
 // planner on the host and by the kernel itself, so that the two cannot disagree.
 //
 // Of its Spec d and dv are 16, 32 or 64.
-#ifndef FOVEA_CUDA_DEVICE_SM90_SMALL_BACKWARD_SIZES_H
-#define FOVEA_CUDA_DEVICE_SM90_SMALL_BACKWARD_SIZES_H
+#pragma once
 
 #include "cuda/device/sm90/args.h"
 #include "cuda/device/sm90/spec.h"
@@ -65,5 +64,3 @@ struct Sm90SmallBackwardArgs {
 };
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SM90_SMALL_BACKWARD_SIZES_H

@@ -2,8 +2,7 @@
 //
 // small_bias_sum: the gradient of a bias from the sums that the warpgroups of sm90_small_backward leave.
 // Blocks: planes * kSmallSumBlocks.
-#ifndef FOVEA_CUDA_DEVICE_SM90_SMALL_BIAS_SUM_CUH
-#define FOVEA_CUDA_DEVICE_SM90_SMALL_BIAS_SUM_CUH
+#pragma once
 
 #include "cuda/device/around/backward_reduce.cuh"
 #include "cuda/device/sm90/small_backward_sizes.h"
@@ -50,11 +49,9 @@ __global__ void __launch_bounds__(kSmallSumThreads) small_bias_sum(const __grid_
     const int i = query + (e & 1);
     const int j = key + (e >> 1) * 8;
     if (i < a.bias_rows && j < a.bias_keys) {
-      store_element(a.grad_bias.data, first + i * s.row + j * s.col, S.grad_bias, all[e]);
+      store_sum<S>(a, first + i * s.row + j * s.col, all[e]);
     }
   }
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SM90_SMALL_BIAS_SUM_CUH

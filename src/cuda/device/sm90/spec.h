@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The Specs of Hopper's kernels. Read by the host and, without any header, by NVRTC.
-#ifndef FOVEA_CUDA_DEVICE_SM90_SPEC_H
-#define FOVEA_CUDA_DEVICE_SM90_SPEC_H
+#pragma once
 
 #include "cuda/device/spec.h"
 
@@ -27,24 +26,8 @@ struct Sm90ForwardTiles {
 
   friend constexpr bool operator==(const Sm90ForwardTiles&, const Sm90ForwardTiles&) = default;
 };
-template <class Visit>
-constexpr void for_each_field(const Sm90ForwardTiles& of, Visit visit) {
-  constexpr Sm90ForwardTiles usual;
-  visit("warps", of.warps, usual.warps);
-  visit("step", of.step, usual.step);
-  visit("stages", of.stages, usual.stages);
-  visit("ctas", of.ctas, usual.ctas);
-  visit("q_buffers", of.q_buffers, usual.q_buffers);
-  visit("planes", of.planes, usual.planes);
-  visit("resident", of.resident, usual.resident);
-  visit("ahead", of.ahead, usual.ahead);
-  visit("left_edge", of.left_edge, usual.left_edge);
-  visit("turns", of.turns, usual.turns);
-  visit("guess", of.guess, usual.guess);
-  visit("prepared", of.prepared, usual.prepared);
-  visit("early", of.early, usual.early);
-  visit("often", of.often, usual.often);
-}
+FOVEA_FIELDS(Sm90ForwardTiles, warps, step, stages, ctas, q_buffers, planes, resident, ahead, left_edge, turns, guess,
+             prepared, early, often)
 
 struct Sm90ForwardSpec : Features, Sm90ForwardTiles {
   friend constexpr bool operator==(const Sm90ForwardSpec&, const Sm90ForwardSpec&) = default;
@@ -70,31 +53,13 @@ struct Sm90BackwardTiles {
   bool converts = false;       // warps that do not compute make dq of rows of dq_sum that all blocks have added to
   bool longest_first = false;  // batch entries are begun in BehindTurns::order
   bool key_parts = false;      // several blocks share a block of keys, each with a part of its steps
+  bool tile_stores = false;    // dK and dV leave through the places of K and V, by tensor stores
+  bool roles = false;          // sm90_wide_backward: one warpgroup makes P, the other dS, of all queries of a step
 
   friend constexpr bool operator==(const Sm90BackwardTiles&, const Sm90BackwardTiles&) = default;
 };
-template <class Visit>
-constexpr void for_each_field(const Sm90BackwardTiles& of, Visit visit) {
-  constexpr Sm90BackwardTiles usual;
-  visit("warps", of.warps, usual.warps);
-  visit("tiles", of.tiles, usual.tiles);
-  visit("step", of.step, usual.step);
-  visit("stages", of.stages, usual.stages);
-  visit("planes", of.planes, usual.planes);
-  visit("outer", of.outer, usual.outer);
-  visit("left_edge", of.left_edge, usual.left_edge);
-  visit("delay", of.delay, usual.delay);
-  visit("bulk", of.bulk, usual.bulk);
-  visit("halves", of.halves, usual.halves);
-  visit("same_step", of.same_step, usual.same_step);
-  visit("dbias_store", of.dbias_store, usual.dbias_store);
-  visit("ordered", of.ordered, usual.ordered);
-  visit("direct", of.direct, usual.direct);
-  visit("stores_first", of.stores_first, usual.stores_first);
-  visit("converts", of.converts, usual.converts);
-  visit("longest_first", of.longest_first, usual.longest_first);
-  visit("key_parts", of.key_parts, usual.key_parts);
-}
+FOVEA_FIELDS(Sm90BackwardTiles, warps, tiles, step, stages, planes, outer, left_edge, delay, bulk, halves, same_step,
+             dbias_store, ordered, direct, stores_first, converts, longest_first, key_parts, tile_stores, roles)
 
 struct Sm90BackwardSpec : Features, Gradients, Sm90BackwardTiles {
   friend constexpr bool operator==(const Sm90BackwardSpec&, const Sm90BackwardSpec&) = default;
@@ -113,18 +78,7 @@ struct Sm90BiasTiles {
 
   friend constexpr bool operator==(const Sm90BiasTiles&, const Sm90BiasTiles&) = default;
 };
-template <class Visit>
-constexpr void for_each_field(const Sm90BiasTiles& of, Visit visit) {
-  constexpr Sm90BiasTiles usual;
-  visit("grad_bias", of.grad_bias, usual.grad_bias);
-  visit("warps", of.warps, usual.warps);
-  visit("step", of.step, usual.step);
-  visit("part", of.part, usual.part);
-  visit("stages", of.stages, usual.stages);
-  visit("planes", of.planes, usual.planes);
-  visit("entries", of.entries, usual.entries);
-  visit("bias_outside", of.bias_outside, usual.bias_outside);
-}
+FOVEA_FIELDS(Sm90BiasTiles, grad_bias, warps, step, part, stages, planes, entries, bias_outside)
 
 struct Sm90BiasSpec : Features, Sm90BiasTiles {
   friend constexpr bool operator==(const Sm90BiasSpec&, const Sm90BiasSpec&) = default;
@@ -138,18 +92,10 @@ struct Sm90SmallTiles {
 
   friend constexpr bool operator==(const Sm90SmallTiles&, const Sm90SmallTiles&) = default;
 };
-template <class Visit>
-constexpr void for_each_field(const Sm90SmallTiles& of, Visit visit) {
-  constexpr Sm90SmallTiles usual;
-  visit("grad_bias", of.grad_bias, usual.grad_bias);
-  visit("warps", of.warps, usual.warps);
-  visit("stages", of.stages, usual.stages);
-}
+FOVEA_FIELDS(Sm90SmallTiles, grad_bias, warps, stages)
 
 struct Sm90SmallSpec : Features, Sm90SmallTiles {
   friend constexpr bool operator==(const Sm90SmallSpec&, const Sm90SmallSpec&) = default;
 };
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SM90_SPEC_H

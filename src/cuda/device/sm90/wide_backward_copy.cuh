@@ -2,8 +2,7 @@
 //
 // Barriers of sm90_wide_backward, and the warpgroup that copies for it: one thread for K, V, Q, dO and row vectors, one
 // for the bias, by TMA.
-#ifndef FOVEA_CUDA_DEVICE_SM90_WIDE_BACKWARD_COPY_CUH
-#define FOVEA_CUDA_DEVICE_SM90_WIDE_BACKWARD_COPY_CUH
+#pragma once
 
 #include "cuda/device/ptx/sm90.cuh"
 #include "cuda/device/sm90/backward_args.h"
@@ -17,7 +16,9 @@ struct Sm90WideBackwardBarriers {
   u32 at;
 
   __device__ __forceinline__ void init(bool has_dq) const {
-    barrier_init(kv_full(), 1);
+    barrier_init(k_full(), 1);
+    barrier_init(v_full(), 1);
+    barrier_init(other_full(), 1);
     barrier_init(grad_out_full(), 1);
     barrier_init(grad_out_empty(), 8);
     barrier_init(may_add(), 1);
@@ -32,7 +33,7 @@ struct Sm90WideBackwardBarriers {
     barrier_init_fence();
   }
 
-  __device__ __forceinline__ u32 kv_full() const { return at; }
+  __device__ __forceinline__ u32 k_full() const { return at; }
   __device__ __forceinline__ u32 grad_out_full() const { return at + 8; }
   __device__ __forceinline__ u32 grad_out_empty() const { return at + 16; }
   __device__ __forceinline__ u32 q_full(int i) const { return at + 24 + 8 * i; }
@@ -42,7 +43,32 @@ struct Sm90WideBackwardBarriers {
   __device__ __forceinline__ u32 grads_empty(int i) const { return at + 88 + 8 * i; }  // read by both blocks
   __device__ __forceinline__ u32 may_add() const { return at + 104; }                  // in order: to these queries
   __device__ __forceinline__ u32 added() const { return at + 112; }
+  __device__ __forceinline__ u32 v_full() const { return at + 120; }
+  __device__ __forceinline__ u32 other_full() const { return at + 128; }  // the other block's K
+  __device__ __forceinline__ u32 ticket() const { return at + 136; }
 };
+
+// Rows of K and V from `live` keys of the cluster on, where they are no keys, become 0.
+template <auto S, int kThreads>
+__device__ __forceinline__ void sm90_wide_clear_keys(u32 base, int live, int rank) {
+  constexpr Sm90WideBackwardSizes kSizes = sm90_wide_backward_sizes(S);
+  constexpr int kKeys = kSm90WideKeys;
+  constexpr int kPanelD = sm90_wide_panel(S.d);
+  constexpr int kPanelV = panel_columns(S.dv / 2);
+  if (live < 2 * kKeys) {
+    const int thread = threadIdx.x - 128;
+    const int own = min(live - rank * kKeys, kKeys);
+    const int other = min(live - (1 - rank) * kKeys, kKeys);
+    zero_rows<kKeys, kPanelD * 2, S.d / kPanelD, kThreads>(base + kSizes.k_at, own, thread);
+    zero_rows<kKeys, kPanelV * 2, S.dv / kPanelV, kThreads>(base + kSizes.v_at, own, thread);
+    if constexpr (S.dq) {
+      zero_rows<kKeys, kPanelD * 2, 2 * sm90_dq_columns(S.d) / kPanelD, kThreads>(base + kSizes.k_other_at, other,
+                                                                                  thread);
+    }
+    fence_async();
+    sync(kCleared, kThreads);
+  }
+}
 
 template <auto S>
 __device__ __forceinline__ void sm90_wide_backward_copy(const Args& a, const Sm90BackwardArgs& m,
@@ -64,21 +90,33 @@ __device__ __forceinline__ void sm90_wide_backward_copy(const Args& a, const Sm9
   constexpr int kPart = 2 * sm90_dq_columns(S.d);
   const int first_column = rank * kPart;
   const int part = S.dq ? min(kPart, S.d - first_column) : 0;
-  barrier_expect(barriers.kv_full(), kSizes.k + kSizes.v + max(part, 0) * kKeys * 2);
+  const auto load_keys = [&] {
+    barrier_expect(barriers.k_full(), kSizes.k);
 #pragma unroll 1
-  for (int p = 0; p < S.d / kPanelD; ++p) {
-    tensor_load(base + kSizes.k_at + p * kKeys * kPanelD * 2, m.k, barriers.kv_full(),
-                at(m.has_k, p * kPanelD, row_k + rank * kKeys, block.head_k));
-  }
+    for (int p = 0; p < S.d / kPanelD; ++p) {
+      tensor_load(base + kSizes.k_at + p * kKeys * kPanelD * 2, m.k, barriers.k_full(),
+                  at(m.has_k, p * kPanelD, row_k + rank * kKeys, block.head_k));
+    }
+    barrier_expect(barriers.v_full(), kSizes.v);
 #pragma unroll 1
-  for (int p = 0; p < S.dv / kPanelV; ++p) {
-    tensor_load(base + kSizes.v_at + p * kKeys * kPanelV * 2, m.v, barriers.kv_full(),
-                at(m.has_v, p * kPanelV, row_k + rank * kKeys, block.head_k));
-  }
+    for (int p = 0; p < S.dv / kPanelV; ++p) {
+      tensor_load(base + kSizes.v_at + p * kKeys * kPanelV * 2, m.v, barriers.v_full(),
+                  at(m.has_v, p * kPanelV, row_k + rank * kKeys, block.head_k));
+    }
+  };
+  const auto load_other = [&] {
+    barrier_expect(barriers.other_full(), max(part, 0) * kKeys * 2);
 #pragma unroll 1
-  for (int column = 0; column < part; column += kPanelD) {
-    tensor_load(base + kSizes.k_other_at + column * kKeys * 2, m.k, barriers.kv_full(),
-                at(m.has_k, first_column + column, row_k + (1 - rank) * kKeys, block.head_k));
+    for (int column = 0; column < part; column += kPanelD) {
+      tensor_load(base + kSizes.k_other_at + column * kKeys * 2, m.k, barriers.other_full(),
+                  at(m.has_k, first_column + column, row_k + (1 - rank) * kKeys, block.head_k));
+    }
+  };
+  // By roles what is needed first is loaded first: K with Q, V with dO. Elsewhere this thread would spill.
+  constexpr bool kFirst = S.roles;
+  if constexpr (!kFirst) {
+    load_keys();
+    load_other();
   }
   Ring<S.stages> ring;
   u32 turn = 1;  // parity of the one buffer of dO
@@ -100,6 +138,9 @@ __device__ __forceinline__ void sm90_wide_backward_copy(const Args& a, const Sm9
     bulk_load(base + kSizes.lse_at + ring.buffer() * kSizes.rows, a.row_lse + row, kSizes.rows, full);
     bulk_load(base + kSizes.delta_at + ring.buffer() * kSizes.rows, a.row_delta + row, kSizes.rows, full);
     ring.next();
+    if (kFirst && n == 0) {
+      load_keys();
+    }
     barrier_wait(barriers.grad_out_empty(), turn);
     turn ^= 1;
     barrier_expect(barriers.grad_out_full(), kSizes.grad_out);
@@ -107,6 +148,9 @@ __device__ __forceinline__ void sm90_wide_backward_copy(const Args& a, const Sm9
     for (int p = 0; p < S.dv / kPanelV; ++p) {
       tensor_load(base + kSizes.grad_out_at + p * S.step * kPanelV * 2, m.grad_out, barriers.grad_out_full(),
                   at(m.has_grad_out, p * kPanelV, int(place.q_begin) + step.query, step.head));
+    }
+    if (kFirst && n == 0) {
+      load_other();
     }
   }
 }
@@ -157,5 +201,3 @@ __device__ __forceinline__ void sm90_wide_backward_copy_bias(const Sm90BackwardA
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_SM90_WIDE_BACKWARD_COPY_CUH

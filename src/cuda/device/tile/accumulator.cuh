@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // An accumulator of a warpgroup, on its way to rows of any alignment.
-#ifndef FOVEA_CUDA_DEVICE_TILE_ACCUMULATOR_CUH
-#define FOVEA_CUDA_DEVICE_TILE_ACCUMULATOR_CUH
+#pragma once
 
 #include "cuda/device/ptx/sm90.cuh"
-#include "cuda/device/tile/tile.cuh"
+#include "cuda/device/tile/result.cuh"
 
 namespace fovea::cuda {
 
@@ -76,7 +75,19 @@ __device__ __forceinline__ void store_accumulator(u16* to, const math::Strides& 
   }
 }
 
-// The same in fp32 as they stand: of each 8 columns a lane's four numbers, lane by lane; `to` is this lane's place.
+// A gradient, from element `at` of its tensor on: the same, or as `how` says with Spec::fp32_results.
+template <auto S, int kCount>
+__device__ __forceinline__ void store_gradient_rows(const Tensor& to, i64 at, Result how, const float (&x)[kCount],
+                                                    float factor, int first, int rows, int columns, bool vectors,
+                                                    int t) {
+  if constexpr (S.fp32_results) {
+    store_result<S.type>(to, at, how, x, factor, first, rows, columns, t);
+  } else {
+    store_accumulator<S.type>(static_cast<u16*>(to.data) + at, to.strides, x, factor, first, rows, columns, vectors, t);
+  }
+}
+
+// Accumulators in fp32 as they stand: of each 8 columns a lane's four numbers, lane by lane; `to` is this lane's place.
 template <int kCount>
 __device__ __forceinline__ void store_fragments(float* to, const float (&x)[kCount]) {
 #pragma unroll
@@ -87,5 +98,3 @@ __device__ __forceinline__ void store_fragments(float* to, const float (&x)[kCou
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_TILE_ACCUMULATOR_CUH

@@ -2,8 +2,7 @@
 //
 // Panels: a tile in shared memory is cut into panels of 64, 32 or 16 columns of 16-bit numbers, whose rows of 128, 64
 // or 32 bytes the hardware swizzles. The host makes the boxes of tensor maps from the same widths as the kernels.
-#ifndef FOVEA_CUDA_DEVICE_TILE_PANELS_H
-#define FOVEA_CUDA_DEVICE_TILE_PANELS_H
+#pragma once
 
 namespace fovea::cuda {
 
@@ -20,5 +19,3 @@ constexpr int wide_panel_columns(int columns) {
 constexpr int panels_of(int columns, int panel) { return (columns + panel - 1) / panel; }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_TILE_PANELS_H

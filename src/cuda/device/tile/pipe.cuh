@@ -5,8 +5,7 @@
 //   Ring            a ring of buffers: which one is next, and the parity of its barriers
 //   Pipe            a ring with its barriers, as a warp that reads has it
 //   NamedBarriers   barriers of bar.sync, which have numbers; each kernel lists its own, and no two may share one
-#ifndef FOVEA_CUDA_DEVICE_TILE_PIPE_CUH
-#define FOVEA_CUDA_DEVICE_TILE_PIPE_CUH
+#pragma once
 
 #include "cuda/device/ptx/sm90.cuh"
 
@@ -75,5 +74,3 @@ constexpr bool are_apart(const NamedBarriers (&all)[kCount]) {
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_TILE_PIPE_CUH

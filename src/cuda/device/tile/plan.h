@@ -2,8 +2,7 @@
 //
 // SharedPlan: where things lie in a block's shared memory. Each takes what comes next, so that no two overlap. The host
 // and the kernels read the same plans.
-#ifndef FOVEA_CUDA_DEVICE_TILE_PLAN_H
-#define FOVEA_CUDA_DEVICE_TILE_PLAN_H
+#pragma once
 
 namespace fovea::cuda {
 
@@ -24,5 +23,3 @@ struct SharedPlan {
 constexpr int whole_patterns(int bytes) { return (bytes + 1023) / 1024 * 1024; }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_TILE_PLAN_H

@@ -9,17 +9,11 @@
 //
 //   add_rows_by_rows      acc += A B^T      A, B: rows along the dimension that is summed over
 //   add_columns           acc += A B        A in registers, B: rows are what is summed over
-#ifndef FOVEA_CUDA_DEVICE_TILE_PRODUCTS_CUH
-#define FOVEA_CUDA_DEVICE_TILE_PRODUCTS_CUH
+#pragma once
 
 #include "cuda/device/tile/tile.cuh"
 
 namespace fovea::cuda {
-
-constexpr bool is_pair(Type type) { return type == Type::kFp32; }
-
-// Numbers of 16 bits in a row of a tile.
-constexpr int row_of_tile(Type type, int columns) { return is_pair(type) ? 2 * columns : columns; }
 
 // Addresses for transposed loads of kBlocks blocks of 16 columns, the first of which is known at run time only.
 template <int kColumns, int kBlocks>
@@ -87,7 +81,21 @@ __device__ __forceinline__ void for_each_step(const Step& step) {
   }
 }
 
-// acc[i][j] += A[rows 16 i ...] . B[rows 8 j ...], over 16 columns: block kk (of hi).
+// acc[i][j] += A[rows 16 i ...] . B[rows 8 j ...], over 16 columns: block kk (of hi). A in registers.
+template <Type kType, int kRows, int kColumns, class LaneB>
+__device__ __forceinline__ void add_block(float (&acc)[kRows][kColumns][4], const u32 (&a)[kRows][4], u32 b,
+                                          const LaneB& lanes_b, int kk) {
+#pragma unroll
+  for (int j = 0; j < kColumns / 2; ++j) {
+    u32 bh[4];
+    ldmatrix(bh, b + lanes_b.at(j * 16, kk));
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      mma<kType>(acc[i][2 * j], a[i], bh[0], bh[1]);
+      mma<kType>(acc[i][2 * j + 1], a[i], bh[2], bh[3]);
+    }
+  }
+}
 template <Type kType, int kRows, int kColumns, class LaneA, class LaneB>
 __device__ __forceinline__ void add_step(float (&acc)[kRows][kColumns][4], u32 a, const LaneA& lanes_a, u32 b,
                                          const LaneB& lanes_b, int kk) {
@@ -96,16 +104,7 @@ __device__ __forceinline__ void add_step(float (&acc)[kRows][kColumns][4], u32 a
   for (int i = 0; i < kRows; ++i) {
     ldmatrix(ah[i], a + lanes_a.at(i * 16, kk));
   }
-#pragma unroll
-  for (int j = 0; j < kColumns / 2; ++j) {
-    u32 bh[4];
-    ldmatrix(bh, b + lanes_b.at(j * 16, kk));
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      mma<kType>(acc[i][2 * j], ah[i], bh[0], bh[1]);
-      mma<kType>(acc[i][2 * j + 1], ah[i], bh[2], bh[3]);
-    }
-  }
+  add_block<kType>(acc, ah, b, lanes_b, kk);
 }
 
 // The same over kDim columns. `a`, `b`: where the tiles' first rows lie;
@@ -183,7 +182,7 @@ __device__ __forceinline__ void add_rows_by_8_rows(float (&acc)[kRows][1][4], u3
 // with rounding; the lo half lies `lo_block` blocks further.
 template <Type kType, int kRows, int kColumns, int kSteps, class Address, class Load>
 __device__ __forceinline__ void add_columns(float (&acc)[kRows][kColumns][4], const Load& load_a,
-                                            const Address& address, int lo_block, float factor) {
+                                            const Address& address, int lo_block = 0, float factor = 1) {
   static_assert(kColumns % 2 == 0);
   if constexpr (is_pair(kType)) {
 #pragma unroll
@@ -245,5 +244,3 @@ __device__ __forceinline__ void add_columns(float (&acc)[kRows][kColumns][4], co
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_TILE_PRODUCTS_CUH

@@ -3,16 +3,14 @@
 // Tiles of 16-bit numbers in shared memory, and their products by wgmma.
 //
 //   SharedTile      kRows by kColumns numbers in panels of kPanel columns, one panel after the other
-//   SharedOperand         a tile as one side of a product. The inner dimension is what the product sums over: it runs
-//   along
+//   SharedOperand   a tile as one side of a product. The inner dimension is what the product sums over: it runs along
 //                   the tile's columns (Q and K of Q K^T) or along its rows (V of P V).
 //   multiply        d = a b^T, over kInner columns or rows of both operands
 //   multiply_add    d += a b^T. In either a is a tile, or registers as mma has them.
 //
 // An operand is the lower word of a descriptor, the only one that moves. So an operand is made once, before a loop, and
 // moved to a buffer or a row by one addition.
-#ifndef FOVEA_CUDA_DEVICE_TILE_SHARED_CUH
-#define FOVEA_CUDA_DEVICE_TILE_SHARED_CUH
+#pragma once
 
 #include "cuda/device/ptx/wgmma.cuh"
 #include "cuda/device/tile/panels.h"
@@ -130,5 +128,3 @@ __device__ __forceinline__ void multiply_add(float (&d)[kCount], const u32 (&a)[
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_TILE_SHARED_CUH

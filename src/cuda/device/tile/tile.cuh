@@ -8,83 +8,18 @@
 //   load_tile            global to shared memory by all threads, zero where the tensor ends
 //   a fragment           float[T][C / 8][4]: T row tiles of 16 by C columns of an mma accumulator; this thread has
 //                        rows 16 i + g + 8 x and columns 8 j + 2 t + e in [i][j][2 x + e], g = lane / 4, t = lane % 4
-#ifndef FOVEA_CUDA_DEVICE_TILE_TILE_CUH
-#define FOVEA_CUDA_DEVICE_TILE_TILE_CUH
+#pragma once
 
-#include "cuda/device/ptx/sm80.cuh"
-#include "math/band.h"
+#include "cuda/device/tile/place.cuh"
 
 namespace fovea::cuda {
 
-// A number that is known when the kernel is compiled, as an argument.
-template <int kValue>
-struct Constant {
-  constexpr operator int() const { return kValue; }
-};
-
-// ---- where a block is ----
-
-// A thread's place in its block. The warp is known to be uniform to the compiler.
-struct Thread {
-  int index, lane, warp, g, t;
-  __device__ __forceinline__ Thread()
-      : index(threadIdx.x),
-        lane(threadIdx.x & 31),
-        warp(__shfl_sync(~0u, int(threadIdx.x >> 5), 0)),
-        g(lane >> 2),
-        t(lane & 3) {}
-};
-
-// A batch entry and its sequence; offsets of rows that begin at row 0 of the sequence. 32-bit division only.
-struct Place {
-  u32 b = 0, b1 = 0, b2 = 0;
-  int q_len = 0, k_len = 0;
-  i64 q_begin = 0, k_begin = 0;
-
-  template <auto S>
-  static __device__ __forceinline__ Place make(const Args& a, u32 b) {
-    const u32 batch2 = u32(a.rows.batch2);
-    return make<S>(a, b / batch2, b % batch2);
-  }
-  template <auto S>
-  static __device__ __forceinline__ Place make(const Args& a, u32 b1, u32 b2) {
-    const u32 b = b1 * u32(a.rows.batch2) + b2;
-    Place place{b, b1, b2, int(a.rows.rows_q), int(a.rows.rows_k), 0, 0};
-    if constexpr (S.ragged) {
-      const math::Sequence sequence = a.rows.sequence(b);
-      place.q_len = int(sequence.q_len);
-      place.k_len = int(sequence.k_len);
-      place.q_begin = sequence.q_begin;
-      place.k_begin = sequence.k_begin;
-    }
-    return place;
-  }
-  // Of tensors without rows of their own in packed memory: biases, masks, terms.
-  __device__ __forceinline__ i64 plane(const math::Strides& s, u32 head) const {
-    return i64(b1) * s.batch1 + i64(b2) * s.batch2 + i64(head) * s.head;
-  }
-  __device__ __forceinline__ i64 query_rows(const math::Strides& s, u32 head) const {
-    return plane(s, head) + q_begin * s.row;
-  }
-  __device__ __forceinline__ i64 key_rows(const math::Strides& s, u32 head) const {
-    return plane(s, head) + k_begin * s.row;
-  }
-  template <auto S>
-  __device__ __forceinline__ math::Band<int> band(const Args& a) const {
-    if constexpr (S.shifted) {
-      return shifted_band<S>(a, b, q_len, k_len);
-    }
-    return math::Band<int>::make(q_len, k_len, a.causal, a.window_left, a.window_right, a.top_left);
-  }
-  __device__ __forceinline__ math::Sequence queries() const { return {q_begin, q_len, 0, 0}; }
-  // What aligns queries with keys: query i stands at key i + shift.
-  template <auto S>
-  __device__ __forceinline__ int shift(const Args& a) const {
-    return shift_of<S>(a, b, q_len, k_len);
-  }
-};
-
 // ---- layouts ----
+
+constexpr bool is_pair(Type type) { return type == Type::kFp32; }
+
+// Numbers of 16 bits in a row of a tile.
+constexpr int row_of_tile(Type type, int columns) { return is_pair(type) ? 2 * columns : columns; }
 
 // Numbers of 16 bits.
 template <int kColumns>
@@ -225,6 +160,25 @@ __device__ __forceinline__ void load_vector(u32 to, const float* from, int count
 
 // ---- fragments ----
 
+// visit(x[i][j][e], i, j, e) for all of a fragment; of one row tile alone visit(x[j][e], j, e).
+template <int kTiles, int kColumns, class Visit>
+__device__ __forceinline__ void each(float (&x)[kTiles][kColumns][4], const Visit& visit) {
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        visit(x[i][j][e], i, j, e);
+      }
+    }
+  }
+}
+template <int kColumns, class Visit>
+__device__ __forceinline__ void each(float (&x)[kColumns][4], const Visit& visit) {
+  each(reinterpret_cast<float(&)[1][kColumns][4]>(x), [&](float& y, int, int j, int e) { visit(y, j, e); });
+}
+
 // Over each group of kLanes lanes, a power of two; all get it.
 template <int kLanes>
 __device__ __forceinline__ float sum_of_lanes(float x) {
@@ -241,6 +195,19 @@ __device__ __forceinline__ float max_of_lanes(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, mask));
   }
   return x;
+}
+
+// The dot product of eight numbers of 16 bits.
+template <Type kType>
+__device__ __forceinline__ float dot8(const uint4& x, const uint4& y) {
+  const u32 xs[4] = {x.x, x.y, x.z, x.w};
+  const u32 ys[4] = {y.x, y.y, y.z, y.w};
+  float sum = 0;
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    sum += low<kType>(xs[e]) * low<kType>(ys[e]) + high<kType>(xs[e]) * high<kType>(ys[e]);
+  }
+  return sum;
 }
 
 // Over the four lanes that share a row.
@@ -294,5 +261,3 @@ __device__ __forceinline__ void operand_pair(u32 (&hi)[4], u32 (&lo)[4], const f
 }
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_TILE_TILE_CUH

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the generic forwards have in common: which queries and keys a block has, what scores are multiplied by, and how
-// a row ends.
-#ifndef FOVEA_CUDA_DEVICE_WORK_FORWARD_BLOCK_CUH
-#define FOVEA_CUDA_DEVICE_WORK_FORWARD_BLOCK_CUH
+// What the generic forwards have in common: what scores are multiplied by, and how a row ends.
+#pragma once
 
 #include "cuda/device/score/dropout.cuh"
 #include "cuda/device/score/scores.cuh"
+#include "cuda/device/work/query_block.cuh"
 
 namespace fovea::cuda {
 
@@ -14,53 +13,11 @@ namespace fovea::cuda {
 template <auto S>
 inline constexpr float kLift = S.type == Type::kFp32 ? 12 : 0;
 
-// A block has kRows queries of one head, with Spec::split a part of their keys, and one of kChunks pieces of O's
-// columns. What the epilogue alone needs is not kept in registers: there the block is constructed again.
+// A block of the generic forwards: what scores are multiplied by, and how a row ends.
 template <auto S, int kRows, int kChunks = 1>
-struct ForwardBlock {
-  Place place;
-  u32 head;
-  int m0;         // the first query
-  int part = 0;   // of the keys
-  int chunk = 0;  // of O's columns
-
-  __device__ __forceinline__ explicit ForwardBlock(const Args& a) {
-    const u32 tiles = (u32(a.rows.limit_q) + kRows - 1) / kRows;
-    u32 block = u32(a.first_block) + block_index();
-    if constexpr (S.split) {
-      part = int(block % u32(a.splits));
-      block /= u32(a.splits);
-    }
-    if constexpr (kChunks > 1) {
-      chunk = int(block % kChunks);
-      block /= kChunks;
-    }
-    const u32 bh = block / tiles;
-    const u32 in_head = block - bh * tiles;
-    const u32 b = bh / u32(a.rows.heads_q);
-    head = bh - b * u32(a.rows.heads_q);
-    place = Place::make<S>(a, b);
-    m0 = int(S.banded ? tiles - 1 - in_head : in_head) * kRows;  // the longest first under a causal mask
-  }
-
-  __device__ __forceinline__ u32 head_k(const Args& a) const {
-    return head / (u32(a.rows.heads_q) / u32(a.rows.heads_k));
-  }
-
-  // Steps of kStep keys [begin, end) that any row of the block meets.
-  template <int kStep>
-  __device__ __forceinline__ math::Interval<int> steps(const Args& a, const math::Band<int>& band) const {
-    const math::Interval<int> keys =
-        S.banded ? band.keys_of_rows(m0, min(m0 + kRows, place.q_len)) : math::Interval<int>{0, place.k_len};
-    int first = keys.begin / kStep;
-    int last = keys.empty() ? first : (keys.end + kStep - 1) / kStep;
-    if constexpr (S.split) {
-      const int share = (last - first + a.splits - 1) / a.splits;
-      first = min(first + part * share, last);
-      last = min(first + share, last);
-    }
-    return {first, last};
-  }
+struct ForwardBlock : QueryBlock<S, kRows, kChunks> {
+  using Base = QueryBlock<S, kRows, kChunks>;
+  using Base::Base, Base::head, Base::head_k, Base::part, Base::place;
 
   // What scores are multiplied by: for fp32 the powers of two of q and k, too. Where the exponent does that, 0 would
   // make NaN of what is masked.
@@ -129,5 +86,3 @@ struct ForwardBlock {
 };
 
 }  // namespace fovea::cuda
-
-#endif  // FOVEA_CUDA_DEVICE_WORK_FORWARD_BLOCK_CUH

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory that context_parallel needs on a rank besides inputs, results and their gradients, as explain_context_parallel() names it.
+
+Left out are the workspace of attention()'s calls, what a collective needs inside, and tensors of some numbers for each head or sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from . import _rows
+from ._parallel_call import PLANES, Call, entries_of, has_queries, prepare, short
+from ._parallel_heads import own_heads
+from ._parallel_keys import NAMED, packed_numbers
+from ._rows import Rows
+
+Buffers = list[tuple[int, str]]  # bytes, and what has them
+Moments = tuple[Buffers, Buffers, Buffers]  # the forward's, what is kept until the backward, the backward's
+
+
+def lines(call: Call) -> list[str]:
+    return [
+        f"{when}: " + ", ".join(f"{size} bytes {what}" for size, what in buffers if size)
+        for when, buffers in zip(("buffers of the forward", "kept for the backward", "buffers of the backward"), _OF[call.move](call))
+        if any(size for size, _ in buffers)
+    ]
+
+
+class _Sizes(NamedTuple):
+    """Bytes of a row."""
+
+    q: int
+    keys: int  # and values
+    out: int
+    lse: int
+    wide_q: int  # in the type in which sums are formed
+    wide_keys: int
+    wide_out: int
+
+
+def _sizes(call: Call) -> _Sizes:
+    q, keys, values = (x.shape[: call.rows_dim].numel() * x.shape[call.rows_dim + 1 :].numel() for x in (call.q, call.k, call.v))
+    rows_of_heads = q // max(1, call.q.shape[-1])
+    out, item, wide = rows_of_heads * call.v.shape[-1], call.q.element_size(), _bytes(_rows.wide(call.q.dtype))
+    return _Sizes(
+        q * item, (keys + values) * item, out * item, rows_of_heads * wide, q * wide, (keys + values) * wide, out * wide
+    )  # fmt: skip
+
+
+def _bytes(dtype: torch.dtype) -> int:
+    return torch.empty(0, dtype=dtype).element_size()
+
+
+def _learns(call: Call) -> bool:
+    return any(x is not None and x.requires_grad for x in (call.q, call.k, call.v, *map(call.options.get, NAMED[3:])))
+
+
+def _wide(x: Optional[Tensor]) -> int:
+    """Bytes of a sum that becomes a gradient with fewer bits."""
+    wide = 0 if x is None or not x.requires_grad else _bytes(_rows.wide(x.dtype))
+    return 0 if x is None or wide <= x.element_size() else x.numel() * wide
+
+
+def _of_a_call(call: Call) -> tuple[int, Buffers, Buffers]:
+    """The rows of the longest call, and what a call needs of biases and masks."""
+    packed = call.rows.kind == "packed"
+    parts = packed_numbers(call.rows, call.rank, "cpu") if packed else call.rows.pieces[call.rank]
+    rows, longest = (max((getattr(part, name) for part in parts), default=0) for name in ("rows", "longest" if packed else "rows"))
+    forward, backward = 0, 0
+    for name in PLANES:
+        x = call.options[name]
+        if x is None:
+            continue
+        copied = packed and has_queries(x)
+        *levels, heads, queries, keys = (1, 1, 1, *x.shape)[-max(3, x.dim()) :]
+        entries = torch.Size(entries_of(call) if copied else levels).numel()
+        size = entries * (heads // call.groups if heads > 1 else 1) * (longest if has_queries(x) else queries) * keys
+        forward += size * x.element_size() * copied
+        if name != "mask" and x.requires_grad:
+            backward += size * x.element_size() + copied * (size * _wide(x) // max(1, x.numel()))
+    copies: Buffers = [(forward, "of biases and masks of a call")]
+    return rows, copies, [*copies, (backward, "of gradients of biases of a call")]
+
+
+def _sums(call: Call) -> Buffers:
+    o, packed = call.options, call.rows.kind == "packed"
+    names = [name for name in NAMED[3:] if call.move == "ring" or packed or name == "sink" or not has_queries(o[name])]
+    return [(sum(_wide(o[name]) for name in names), "of sums of biases")]
+
+
+def _keys(call: Call) -> Moments:
+    s, rows = _sizes(call), call.rows
+    most = max(rows.counts)
+    all_rows = rows.ranks * most
+    copies = 1 if call.groups == 1 and rows._in_order(most) else 2
+    longest, of_forward, of_backward = _of_a_call(call)
+    what = f"of keys and values of {copies} groups" if call.groups > 1 else f"of keys and values, {copies} times"
+    gathered = (copies * all_rows * (s.keys // call.groups), what)
+    sums = (copies * all_rows * (s.wide_keys // call.groups), f"of gradients {what} in {short(_rows.wide(call.q.dtype))}")
+    results = (longest * (s.out + s.lse) // call.groups, "of results of a call")
+    slices = (2 * longest * s.lse // call.groups, "of a call's lse and its gradient")
+    return [gathered, results, *of_forward], [], [gathered, sums, slices, *of_backward, *_sums(call)]
+
+
+def _ring(call: Call) -> Moments:
+    s, ranks, most = _sizes(call), call.rows.ranks, max(call.rows.counts)
+    longest, mine, wide = _of_a_call(call)[0], call.rows.counts[call.rank], short(_rows.wide(call.q.dtype))
+    narrow = s.q < s.wide_q
+    sums = (3 * most * s.wide_keys, f"of gradients of keys and values of three ranks in {wide}")
+    here = 2 if ranks > 2 else 1  # with two ranks no more keys are on their way when gradients are
+    return (
+        [(2 * most * s.keys, "of keys and values of two ranks"), (narrow * mine * s.wide_out, f"of out in {wide}")],
+        [],
+        [(here * most * s.keys, "of keys and values of " + ("two ranks" if here == 2 else "a rank")), sums,
+         (2 * longest * s.lse, "of a call's lse and its gradient"), (narrow * mine * s.wide_q, f"of the gradient of q in {wide}"),
+         *_sums(call)],
+    )  # fmt: skip
+
+
+def _heads(call: Call) -> Moments:
+    return _over_heads(call, call.rows, _NOTHING)
+
+
+def _both(call: Call) -> Moments:
+    """Keys of this rank's heads, between two exchanges of heads."""
+    inner, keys = call.rows.over_heads, call.rows.over_keys
+    assert inner is not None and keys is not None
+    o = dict(call.options)
+    own_heads(call, o, inner)
+    q, k, v = (_of_heads(call, x, inner.ranks, keys) for x in (call.q, call.k, call.v))
+    return _over_heads(call, inner, _NOTHING if keys.ranks == 1 else _keys(prepare(q, k, v, keys, "keys", o)))
+
+
+def _of_heads(call: Call, x: Tensor, ranks: int, keys: Rows) -> Tensor:
+    shape = list(x.shape)
+    shape[call.heads_dim] //= ranks
+    shape[call.rows_dim] = keys.counts[keys.rank or 0]
+    return x.new_empty(()).expand(shape).requires_grad_(x.requires_grad)  # without memory
+
+
+def _over_heads(call: Call, rows: Rows, between: Moments) -> Moments:
+    """The moments at which most is needed: before and after what is between the two exchanges, and during it."""
+    s, count = _sizes(call), rows.counts[rows.rank or 0]
+    most = max(rows.total, rows.ranks * count)  # what is on its way lies there twice: as it is sent, and as it comes
+    inputs, out, lse = (rows.total * size // rows.ranks for size in (s.q + s.keys, s.out, s.lse))
+    kept: Buffers = [(inputs, "of q, k and v of all rows of some heads"), (out + lse, "of their out and lse")]
+    sent = 2 * most * (s.q + s.keys) // rows.ranks
+    forward = [
+        [(sent, "of q, k and v of all rows of some heads, twice")], [*kept, (most * s.out // rows.ranks, "of out on its way")],
+        [*kept, *between[0]],
+    ]  # fmt: skip
+    backward = [
+        [(sent, "of gradients of q, k and v of all rows of some heads, twice")],
+        [*kept, (inputs + out + lse, "of their gradients"), *between[2]],
+    ]
+    return _largest(forward), kept if _learns(call) else [], _largest(backward)
+
+
+def _largest(moments: list[Buffers]) -> Buffers:
+    return max(moments, key=lambda buffers: sum(size for size, _ in buffers))
+
+
+_NOTHING: Moments = ([], [], [])
+_OF: dict[str, Callable[[Call], Moments]] = {"keys": _keys, "ring": _ring, "heads": _heads, "both": _both, "none": lambda call: _NOTHING}

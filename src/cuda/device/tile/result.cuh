@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// How results leave kernels with Features::fp32_results: in q's type or in fp32, added to what is there or not, as
+// ResultArgs says. Threads store what they have, which is slower than what other kernels do, and short.
+#pragma once
+
+#include "cuda/device/tile/tile.cuh"
+#include "math/merge.h"
+
+namespace fovea::cuda {
+
+// What the two rows of a thread are multiplied by before they are stored, and what is there before it is added.
+struct RowFactors {
+  float own[2];
+  float there[2];
+};
+
+// 16 rows of an accumulator to rows of a result, as `how` says, from its element `at` and this thread's row `first` of
+// `rows` on: of each 8 columns a thread has columns 2t and 2t + 1 of that row, then of the row 8 below. What is there
+// is read some columns at a time.
+template <Type kType, int kCount>
+__device__ __forceinline__ void store_result(const Tensor& to, i64 at, Result how, const float (&x)[kCount],
+                                             const RowFactors& factors, int first, int rows, int columns, int t) {
+  constexpr int kAtOnce = 4;  // of 8 columns
+  const i64 col = to.strides.col;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = first + 8 * r;
+    if (row >= rows) {
+      continue;
+    }
+    const i64 element = at + row * to.strides.row + 2 * t * col;
+    const auto value = [&](int j, int e) { return x[4 * j + 2 * r + e] * factors.own[r]; };
+    const auto exists = [&](int j, int e) { return 8 * j + 2 * t + e < columns; };
+    if (how.fp32) {
+      float* next = static_cast<float*>(to.data) + element;
+#pragma unroll
+      for (int j = 0; j < kCount / 4; j += kAtOnce) {
+        float there[2 * kAtOnce] = {};
+        if (how.adds) {
+#pragma unroll
+          for (int i = 0; i < 2 * kAtOnce && j + i / 2 < kCount / 4; ++i) {
+            there[i] = exists(j + i / 2, i % 2) ? next[(i / 2 * 8 + i % 2) * col] * factors.there[r] : 0.f;
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < 2 * kAtOnce && j + i / 2 < kCount / 4; ++i) {
+          if (exists(j + i / 2, i % 2)) {
+            next[(i / 2 * 8 + i % 2) * col] = value(j + i / 2, i % 2) + there[i];
+          }
+        }
+        next += 8 * kAtOnce * col;
+      }
+    } else if constexpr (kType != Type::kFp32) {
+      u16* next = static_cast<u16*>(to.data) + element;
+#pragma unroll
+      for (int j = 0; j < kCount / 4; ++j, next += 8 * col) {
+        const u32 pair = pack<kType>(value(j, 0), value(j, 1));
+        if (exists(j, 0)) {
+          next[0] = u16(pair);
+        }
+        if (exists(j, 1)) {
+          next[col] = u16(pair >> 16);
+        }
+      }
+    }
+  }
+}
+
+// A gradient: times `factor`, and what is there as it is.
+template <Type kType, int kCount>
+__device__ __forceinline__ void store_result(const Tensor& to, i64 at, Result how, const float (&x)[kCount],
+                                             float factor, int first, int rows, int columns, int t) {
+  store_result<kType>(to, at, how, x, RowFactors{{factor, factor}, {1, 1}}, first, rows, columns, t);
+}
+
+// Tiles of 16 rows, as warps of the generic kernels have them, from row 0 at `at` on.
+template <Type kType, int kTiles, int kColumns>
+__device__ __forceinline__ void store_result(const Tensor& to, i64 at, Result how,
+                                             const float (&x)[kTiles][kColumns][4], float factor, int rows, int columns,
+                                             const Thread& thread) {
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+    float flat[kColumns * 4];
+#pragma unroll
+    for (int n = 0; n < kColumns * 4; ++n) {
+      flat[n] = x[i][n / 4][n % 4];
+    }
+    store_result<kType>(to, at, how, flat, factor, i * 16 + thread.g, rows, columns, thread.t);
+  }
+}
+
+// The end of a row whose result is merged with one that is there (Result::adds): the logsumexp of both, which replaces
+// the one at `lse`, and the factors of both. Lanes that share a row come here together, and one of them `writes`.
+__device__ __forceinline__ math::Merge<float> merge_row(float* lse, float own, bool exists, bool writes) {
+  const math::Merge<float> merged = math::merge(exists ? *lse : -kInfinity, own);
+  __syncwarp();  // all have read
+  if (exists && writes) {
+    *lse = merged.lse;
+  }
+  return merged;
+}
+
+}  // namespace fovea::cuda
