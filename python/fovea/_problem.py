@@ -91,6 +91,10 @@ class _Scratch(threading.local):
 
 _scratch = _Scratch()
 
+# What a call needs grows with the number of threads, which another thread may change between the question and the call, up
+# and down. Where memory is what is missing, each attempt fails at once.
+_ATTEMPTS = 100
+
 
 def call_on_cpu(library: Any, raw: Any, direction: int) -> int:
     """The status of a forward or a backward. The workspace that the thread has kept is nearly always large enough. So
@@ -98,14 +102,15 @@ def call_on_cpu(library: Any, raw: Any, direction: int) -> int:
     call = library.fovea_backward if direction == _abi.BACKWARD else library.fovea_forward
     address, size, _owner = _scratch.kept
     status: int = call(raw, address, size)
-    grew = True  # another thread may call set_num_threads() at any time, and what is needed grows with the threads
-    while status == _abi.OUT_OF_MEMORY and grew:
+    for _ in range(_ATTEMPTS):
+        if status != _abi.OUT_OF_MEMORY:
+            break
         needed = ctypes.c_size_t()
         status = library.fovea_workspace(raw, direction, ctypes.byref(needed))
         if status != _abi.OK:
             return status
-        grew = needed.value > size
-        address, size, _owner = _scratch.of(needed.value)
+        size = max(size, needed.value)
+        address, size, _owner = _scratch.of(size)
         status = call(raw, address, size)
     return status
 

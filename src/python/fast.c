@@ -527,7 +527,7 @@ static int build(Call* call) {
 
 /* The workspace of a thread on the CPU, kept for its next call as _Scratch in _problem.py does. No Python code runs
  * while the library uses it. */
-enum { kLargestKept = 4 << 20 };
+enum { kLargestKept = 4 << 20, kAttempts = 100 };
 typedef struct Scratch {
   void* memory;
   size_t bytes;
@@ -553,13 +553,12 @@ static fovea_status compute_on_cpu(const fovea_problem* problem, fovea_direction
   }
   fovea_status status = function(problem, kept->memory, kept->bytes);
   size_t bytes = kept->bytes;
-  /* Again where another thread has set more threads in between, for which more is needed. */
-  while (status == FOVEA_OUT_OF_MEMORY) {
+  /* Again where another thread has changed the number of threads in between: with it grows what is needed. */
+  for (int attempt = 0; attempt < kAttempts && status == FOVEA_OUT_OF_MEMORY; ++attempt) {
     size_t needed = 0;
     status = G.fovea_workspace(problem, direction, &needed);
     if (status != FOVEA_OK) return status;
-    if (needed <= bytes) return FOVEA_OUT_OF_MEMORY;
-    bytes = needed;
+    bytes = needed > bytes ? needed : bytes;
     void* memory = NULL;
     if (posix_memalign(&memory, 64, bytes) != 0) return FOVEA_OUT_OF_MEMORY;
     status = function(problem, memory, bytes);

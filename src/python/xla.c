@@ -211,18 +211,26 @@ static int count(int64_t bits) {
   return ones;
 }
 
+enum { kAttempts = 100 };
+
 static XlaError* compute_on_cpu(const XlaCallFrame* frame, const fovea_problem* problem, fovea_direction direction) {
+  fovea_status status = FOVEA_OUT_OF_MEMORY;
   size_t bytes = 0;
-  fovea_status status = workspace_of(problem, direction, &bytes);
-  if (status != FOVEA_OK) {
-    return refuse_status(frame, status);
+  /* Again where another thread has changed the number of threads in between: with it grows what is needed. */
+  for (int attempt = 0; attempt < kAttempts && status == FOVEA_OUT_OF_MEMORY; ++attempt) {
+    size_t needed = 0;
+    status = workspace_of(problem, direction, &needed);
+    if (status != FOVEA_OK) {
+      return refuse_status(frame, status);
+    }
+    bytes = needed > bytes ? needed : bytes;
+    void* workspace = bytes == 0 ? NULL : malloc(bytes);
+    if (bytes != 0 && workspace == NULL) {
+      return refuse(frame, kXlaResourceExhausted, "fovea: no memory for the workspace");
+    }
+    status = (direction == FOVEA_FORWARD ? forward : backward)(problem, workspace, bytes);
+    free(workspace);
   }
-  void* workspace = bytes == 0 ? NULL : malloc(bytes);
-  if (bytes != 0 && workspace == NULL) {
-    return refuse(frame, kXlaResourceExhausted, "fovea: no memory for the workspace");
-  }
-  status = (direction == FOVEA_FORWARD ? forward : backward)(problem, workspace, bytes);
-  free(workspace);
   return status == FOVEA_OK ? NULL : refuse_status(frame, status);
 }
 
