@@ -567,7 +567,7 @@ TEST(CasesTest, OneWrongElementIsFound) {
     const Trial trial(c);
     EXPECT_TRUE(trial.test("cpu").passed()) << line;
     for (const char* name : {"out", "lse", "grad_q", "grad_k", "grad_v"}) {
-      const Outcome outcome = trial.test([&](const Tensors& tensors, Direction direction) {
+      const Outcome outcome = trial.test([&, relative = relative](const Tensors& tensors, Direction direction) {
         call_library(tensors.problem(direction), direction, "cpu");
         const Tensor& wrong = *tensors.find(name);
         const bool is_result = (std::string_view(name).starts_with("grad_")) == (direction == Direction::kBackward);
