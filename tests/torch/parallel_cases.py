@@ -3,13 +3,15 @@
 with one process that has all rows. Ranks run these functions (ranks.py)."""
 
 import os
+import re
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from covering import covering
 import fovea
-from fovea.torch import Rows, attention, context_parallel, explain_context_parallel
+from fovea.torch import Rows, _parallel_call, _parallel_positions, attention, context_parallel, explain_context_parallel
 
 # The first value of each is the plain one. The numbers of key heads are multiples of the ranks; "one" is one key head.
 FEATURES = {
@@ -185,8 +187,9 @@ def check(group, row):
         if name in mine:
             mine[name] = part(name, mine[name])
     local = [take(x, at) for x in (q, k, v)]
-    got = run(context_parallel, *local, mine, take(grad_out, at), None if grad_lse is None else take(grad_lse, lse_at),
-              rows=rows, move=row["move"])  # fmt: skip
+    with mock.patch.object(_parallel_call, "FEW_BYTES", 0):  # small problems, too, have two groups of heads
+        got = run(context_parallel, *local, mine, take(grad_out, at), None if grad_lse is None else take(grad_lse, lse_at),
+                  rows=rows, move=row["move"])  # fmt: skip
 
     summed, close = set(), set()
     wrong = []  # raised at the end: other ranks wait for this one's collectives
@@ -399,27 +402,49 @@ def surroundings(group):
 
 def many_groups(group, byte_limit):
     """The number of groups of heads changes no bit of out, dq and a bias's gradient."""
-    from fovea.torch import _parallel_call
-
     rows = Rows.zigzag(40, group, block=8)
     heads = 6
     inputs = [torch.randn(2, h, 40, 8) for h in (2 * heads, heads, heads)]
     bias = torch.randn(2, 2 * heads, 40, 40)
     grad = torch.randn(2, 2 * heads, 40, 8)
     found = []
-    usual = _parallel_call.BUFFER_BYTES
+    usual = _parallel_call.BUFFER_BYTES, _parallel_call.FEW_BYTES
     try:
-        for limit in (usual, byte_limit):
-            _parallel_call.BUFFER_BYTES = limit
+        for limits in (usual, (usual[0], 0), (byte_limit, 0)):
+            _parallel_call.BUFFER_BYTES, _parallel_call.FEW_BYTES = limits
             leaves = [rows.take(x, 2).detach().requires_grad_() for x in (*inputs, bias)]
             text = explain_context_parallel(*leaves[:3], rows=rows, move="keys", bias=leaves[3], causal=True)
             out = context_parallel(*leaves[:3], rows=rows, move="keys", bias=leaves[3], causal=True)
             out.backward(rows.take(grad, 2))
             found.append((text, [out.detach(), *(x.grad for x in leaves)]))
     finally:
-        _parallel_call.BUFFER_BYTES = usual
-    assert "groups of heads: 2;" in found[0][0] and "groups of heads: 6;" in found[1][0], found
-    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1]))
+        _parallel_call.BUFFER_BYTES, _parallel_call.FEW_BYTES = usual
+    for number, (text, results) in zip((1, 2, 6), found):
+        assert f"groups of heads: {number};" in text, text
+        assert all(torch.equal(a, b) for a, b in zip(results, found[0][1]))
+
+
+def keys_of_a_window(group, kind, options):
+    """As on a GPU, where a rank does not fetch the keys before its window: within rounding of one process."""
+    usual = _parallel_positions.TILE, _parallel_positions.may_begin_later
+    _parallel_positions.TILE, _parallel_positions.may_begin_later = 16, lambda device: True
+    try:
+        rows = getattr(Rows, kind)(300, group, block=16)
+        inputs = [torch.randn(2, h, 300, 8) for h in (4, 2, 2)] + [torch.randn(4, 300, 300)]
+        grad = torch.randn(2, 4, 300, 8)
+        given = {"seed": 3, **options}
+        whole = [x.clone().requires_grad_() for x in inputs]
+        want = attention(*whole[:3], bias=whole[3], **given)
+        want.backward(grad)
+        leaves = [rows.take(x, 2 if x.dim() == 4 else 1).clone().requires_grad_() for x in inputs]
+        got = context_parallel(*leaves[:3], bias=leaves[3], rows=rows, move="keys", **given)
+        got.backward(rows.take(grad, 2))
+        text = explain_context_parallel(*leaves[:3], bias=leaves[3], rows=rows, move="keys", **given)
+        for x, y in zip([got, *(x.grad for x in leaves)], [want, *(x.grad for x in whole)]):
+            torch.testing.assert_close(x, rows.take(y, 2 if y.dim() == 4 else 1), rtol=1e-5, atol=2e-5)
+        return int(re.search(r"received in the forward: (\d+) bytes", text)[1])
+    finally:
+        _parallel_positions.TILE, _parallel_positions.may_begin_later = usual
 
 
 def same_twice(group):

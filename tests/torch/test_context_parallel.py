@@ -100,6 +100,19 @@ def test_groups_of_heads(ranks):
     ranks.run(2, parallel_cases.many_groups, 40 * 2 * 16 * 4)
 
 
+@pytest.mark.parametrize("options", [
+    {"window": (20, 0)}, {"window": (40, 10)}, {"causal": True, "window": (0, -1)}, {"window": (20, 0), "dropout_p": 0.3},
+    {"window": (30, 0), "position_q": 7, "position_k": 40}, {"window": (5, 0), "position_k": 700}, {"window": (5, 5), "position_q": 9000},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("n", [2, 3])
+def test_keys_of_a_window(ranks, n, kind, options):
+    received = ranks.run(n, parallel_cases.keys_of_a_window, kind, options)
+    row = 2 * 2 * 2 * 8 * 4  # bytes of a row of keys and values
+    if kind == "contiguous" and options == {"window": (20, 0)}:
+        assert received == [32 * row] * n  # 20 rows, from a multiple of 16 on
+
+
 @pytest.mark.parametrize("kind, shape, options", [
     ("zigzag", (2, 2), {"causal": True, "bias": "h,q,k", "sink": True, "alibi": "bh"}),
     ("zigzag", (2, 2), {"causal": True, "length": 20, "mask": "h,q,k", "softcap": 1.5}),
@@ -264,9 +277,13 @@ def test_balance_of_documents(n, seed):
 def test_explain_needs_no_group():
     q, k = torch.empty(1, 32, 65536, 128, dtype=torch.bfloat16, device="meta"), torch.empty(1, 8, 65536, 128, dtype=torch.bfloat16, device="meta")
     text = explain_context_parallel(q, k, k, rows=Rows.zigzag(131072, 2), causal=True)
-    assert text.splitlines()[1].startswith("move: keys, as the first group's ")
-    assert "groups of heads: 2; each gathers 268435456 bytes" in text
+    assert text.splitlines()[1].startswith("move: heads, as on one node it computes whole sequences")
+    text = explain_context_parallel(q, k, k, rows=Rows.zigzag(131072, 2), move="keys", causal=True)
+    assert "groups of heads: 2; each has 268435456 bytes" in text
     assert f"received in the forward: {65536 * 2 * 8 * 128 * 2} bytes" in text
+    text = explain_context_parallel(q, k, k, rows=Rows.contiguous(131072, 2), causal=True, window=(4095, 0))
+    assert text.splitlines()[1].startswith("move: keys, as a rank receives far fewer bytes, ")
+    assert f"received in the forward: {4096 * 2 * 8 * 128 * 2} bytes" in text
     text = explain_context_parallel(q, k, k, rows=Rows.zigzag(131072, 2), move="ring", causal=True)
     assert "steps: 2; each receives 268435456 bytes" in text and "1073741824 bytes of gradients in float32" in text
     text = explain_context_parallel(q, k, k, rows=Rows.contiguous(131072, 2), causal=True)

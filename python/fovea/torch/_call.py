@@ -540,11 +540,13 @@ def _lengths(a: Arguments, side: str) -> list[int]:
 
 
 def compute(
-    arguments: tuple[Any, ...], with_lse: bool, first: Optional[Callable[[tuple[Any, ...]], None]] = None
-) -> tuple[Tensor, Optional[Tensor]]:
-    """The forward. `first` is called before the first one of its kind on a device."""
+    arguments: tuple[Any, ...], with_lse: bool, first: Optional[Callable[[tuple[Any, ...]], None]] = None,
+    into: Optional[tuple[Tensor, Tensor]] = None,
+) -> tuple[Tensor, Optional[Tensor]]:  # fmt: skip
+    """The forward, whose results are written `into` out and lse if these are given. `first` is called before the first one of
+    its kind on a device."""
     a, shard = split(arguments)
-    there, key = _look(with_lse, a, arguments[:TENSORS], shard)
+    there, key = _look((with_lse, *(x.stride() for x in into or ())), a, arguments[:TENSORS], shard)
     pool = _pool(key)
     problem: Any = _taken(pool)
     is_new = problem is None
@@ -553,10 +555,14 @@ def compute(
         problem.set_shard(shard)
     if a.align is None and (is_new or problem.partial) and not (shard is not None and shard.has_positions):
         _need_no_align(a, problem.raw)
-    out = new_out(a, problem.out_layout)
-    there.append(out)
     lse: Any = None
-    if with_lse:
+    if into is not None:
+        out, lse = into
+        there += into
+    else:
+        out = new_out(a, problem.out_layout)
+        there.append(out)
+    if with_lse and into is None:
         lse = new_lse(a, problem.lse_shape) if is_new else problem.lse_model.new_empty(problem.lse_shape)
         there.append(lse)
     if is_new:
@@ -592,17 +598,18 @@ def forward(*arguments: Any) -> tuple[Tensor, Any]:
 
 def backward(
     grad_out: Tensor, grad_lse: Optional[Tensor], out: Tensor, lse: Tensor, need: Sequence[bool], *arguments: Any,
-    into: Sequence[Tensor] = (), sums: Optional[dict[str, Tensor]] = None,
+    into: Optional[dict[str, Tensor]] = None, sums: Optional[dict[str, Tensor]] = None,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients of DIFFERENTIABLE for which `need` is true, in that order. The first of them are written into `into`. Those of
-    `sums` are added to its tensors, of fp32 or fp64."""
-    sums = sums or {}
+    """The gradients of DIFFERENTIABLE for which `need` is true, in that order. Those of `into` are written into its tensors, also of
+    fp32 where inputs have 16 bits. Those of `sums` are added to its tensors, of fp32 or fp64."""
+    sums, into = sums or {}, into or {}
+    given = {**into, **sums}
     a, shard = split(arguments)
     if grad_out.stride(-1) != 1 and grad_out.device.type != "cpu":
         grad_out = grad_out.contiguous()
-    kind: Any = (tuple(need), *(tensor.stride() for tensor in into)) if into else tuple(need)
-    if sums:
-        kind = (*kind, *((name, tensor.dtype, tensor.stride()) for name, tensor in sums.items()))
+    kind: Any = tuple(need)
+    if given:
+        kind = (*kind, *((name, name in sums, tensor.dtype, tensor.stride()) for name, tensor in given.items()))
     there, key = _look(kind, a, (*arguments[:TENSORS], grad_out, out, lse, grad_lse), shard)
     pool = _pool(key)
     problem: Any = _taken(pool)
@@ -619,8 +626,7 @@ def backward(
         grads: list[Tensor] = []
         for name, index, wanted in zip(DIFFERENTIABLE, DIFFERENTIABLE_AT, need):
             if wanted:
-                known = into[len(grads)] if len(grads) < len(into) else sums.get(name)
-                grad = new_grad(a, name, problem.partial) if known is None else known
+                grad = given[name] if name in given else new_grad(a, name, problem.partial)
                 if name in sums:
                     problem.raw.accumulate |= _abi.ACCUMULATE_GRADS[name]
                 put = problem.set_rows if name in ("q", "k", "v") else problem.set
@@ -629,10 +635,10 @@ def backward(
                 may_keep = not problem.partial or name in ("q", "k", "v")
                 problem.grads.append((index, name, (tuple(grad.shape), grad.stride()) if may_keep else None))
     else:
-        grads = list(into) + [
-            sums[name] if name in sums
+        grads = [
+            given[name] if name in given
             else arguments[index].new_empty_strided(*layout) if layout else new_grad(a, name, problem.partial)
-            for index, name, layout in problem.grads[len(into) :]
+            for index, name, layout in problem.grads
         ]
     problem.place(a, there + grads)
     if problem.run(_abi.BACKWARD, a.deterministic == DETERMINISTIC_OR_WARN):

@@ -203,15 +203,15 @@ class PackedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Optional[Tensor], grad_lse: Optional[Tensor] = None) -> tuple[Any, ...]:
         qkv, *tensors, out, lse = ctx.saved_tensors
         packed = torch.empty_like(qkv)
-        into = packed.unbind(ctx.dim)
-        if into[0].stride(-1) != 1 and into[0].device.type != "cpu":
-            into = ()
+        into = dict(zip("qkv", packed.unbind(ctx.dim)))
+        if into["q"].stride(-1) != 1 and packed.device.type != "cpu":
+            into = {}
         need = (True, True, True, *ctx.needs_input_grad[2:])
         arguments = (*qkv.unbind(ctx.dim), *tensors, *ctx.rest)
         grads = direct_gradients(need, grad_out, grad_lse, out, lse, arguments, into)
         if grads[0] is None:
             return (None,) * len(ctx.needs_input_grad)
-        if not into or grads[0] is not into[0]:
+        if not into or grads[0] is not into["q"]:
             packed = torch.stack(list(grads[:3]), ctx.dim)  # type: ignore[arg-type]
         return (None, packed if ctx.needs_input_grad[1] else None, *grads[3:])
 
@@ -225,10 +225,10 @@ def packed_attention(arguments: tuple[Any, ...], return_lse: bool, qkv: Tensor, 
 
 def direct_gradients(
     need: Sequence[bool], grad_out: Optional[Tensor], grad_lse: Optional[Tensor], out: Tensor, lse: Tensor,
-    arguments: tuple[Any, ...], into: Sequence[Tensor] = (),
+    arguments: tuple[Any, ...], into: Optional[dict[str, Tensor]] = None,
 ) -> Sequence[Optional[Tensor]]:  # fmt: skip
-    """The gradients of the first of DIFFERENTIABLE, for which `need` is given; None where it is false. The first of them are
-    `into`, unless something watches."""
+    """The gradients of the first of DIFFERENTIABLE, for which `need` is given; None where it is false. Those of
+    `into` are written there, unless something watches."""
     if grad_out is None and grad_lse is None:
         return (None,) * len(need)
     if grad_out is None:

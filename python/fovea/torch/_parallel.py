@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """context_parallel: attention of sequences whose rows lie on several ranks (docs/several-gpus.md).
 
-_parallel_call.py checks a call and chooses how it is computed, _parallel_keys.py and _parallel_heads.py are the two ways, and _rows.py has the
-plan and the collectives.
+_parallel_call.py checks a call and chooses how it is computed, _parallel_keys.py, _parallel_heads.py and _parallel_ring.py are the ways.
+_parallel_positions.py says which keys rows can see, _parallel_fetch.py fetches them, and _rows.py has the plan and the collectives.
 """
 
 from __future__ import annotations
@@ -130,18 +130,17 @@ def explain_context_parallel(
     if call.move == "keys":
         lines += [
             f"pairs of the busiest rank over the mean: {call.balance:.3f}",
-            f"groups of heads: {call.groups}; each gathers {s.group_bytes} bytes of keys and values",
-            f"received in the forward: {s.gathered_bytes} bytes, of which {s.exposed_bytes} before the first call",
-            f"received in the backward: the same, and {s.scattered_bytes} bytes of gradients in {short(_rows.wide(q.dtype))}",
+            f"groups of heads: {call.groups}; each has {s.group_bytes} bytes of keys and values",
+            f"received in the forward: {s.fetched_bytes} bytes, of which {s.exposed_bytes} before the first call",
+            f"received in the backward: the same, and {s.returned_bytes} bytes of gradients in {short(_rows.wide(q.dtype))}",
         ]
     elif call.move == "heads":
         lines += [f"received in the forward: {s.exchanged_bytes} bytes; in the backward: the same"]
     elif call.move == "ring":
-        step = s.gathered_bytes // max(1, rows.ranks - 1)
         lines += [
             f"pairs of the busiest rank over the mean: {call.balance:.3f}",
-            f"steps: {rows.ranks}; each receives {step} bytes of keys and values",
-            f"received in the forward: {s.gathered_bytes} bytes",
+            f"steps: {rows.ranks}; each receives {s.round_bytes} bytes of keys and values",
+            f"received in the forward: {(rows.ranks - 1) * s.round_bytes} bytes",
             f"received in the backward: the same, and {s.ring_bytes} bytes of gradients in {short(_rows.wide(q.dtype))}",
         ]
     return "\n".join(lines + _parallel_memory.lines(call))

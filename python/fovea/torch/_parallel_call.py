@@ -17,22 +17,27 @@ from .. import _help
 from .._problem import need_align, shape_text
 from . import _attention, _call, _operators, _rows
 from ._call import Arguments
+from ._parallel_fetch import Plan, fetch_plan
+from ._parallel_positions import Span, has_band, has_positions, moves_by_lengths
 from ._rows import Rows
 
 _MOVES = (None, "keys", "heads", "ring")
 _OF_ROWS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")  # Rows has them
 _CHECKED = ("scale", "causal", "window", "align", "softcap", "dropout_p", "rng")
 PLANES = ("bias", "bias2", "mask")
-BUFFER_BYTES = 2**30  # of the gathered keys and values of one group of heads, where more groups can make it smaller
+BUFFER_BYTES = 2**30  # of the fetched keys and values of one group of heads, where more groups can make it smaller
+FEW_BYTES = 2**25  # which are there before it pays to compute something else meanwhile
+MANY = 4  # times as many bytes make heads slower than keys, whose calls are shorter
 
 
 class Sizes(NamedTuple):
     """Bytes that a rank receives, and of its buffers."""
 
-    gathered_bytes: int
+    fetched_bytes: int
     exposed_bytes: int
-    scattered_bytes: int
+    returned_bytes: int
     group_bytes: int
+    round_bytes: int
     exchanged_bytes: int
     ring_bytes: int
 
@@ -116,8 +121,11 @@ def prepare(q: Any, k: Any, v: Any, rows: Rows, move: Any, given: dict[str, Any]
     no_keys, no_heads = _why_not_keys(rows.over_keys or rows, o), _why_not_heads(k, rows, heads_dim)
     # Not torch.Size.numel(), which needs numbers where a graph has symbols.
     of_row = {name: math.prod((*x.shape[:rows_dim], *x.shape[rows_dim + 1 :])) for name, x in (("q", q), ("k", k), ("v", v))}
-    groups = _groups(q, k, rows, o, heads_dim, (of_row["k"] + of_row["v"]) * rows.total * q.element_size())
-    sizes = _sizes(of_row, q, v, rows, groups)
+    # In a graph some numbers of a band are symbols: the operators plan with their values.
+    known = through is None and rows.over_keys is None
+    plan = fetch_plan(rows, o, q.device) if known else Plan(rows, [Span(0, rows.total)] * rows.ranks)
+    groups = _groups(q, k, rows, o, heads_dim, (of_row["k"] + of_row["v"]) * q.element_size(), plan)
+    sizes = _sizes(of_row, q, v, plan, groups)
     balance = rows.balance(o["causal"], o["window"])
     if move == "ring" and rows.ranks > 1:
         why_not = no_keys or _why_not_ring(rows, o)
@@ -142,26 +150,6 @@ def has_queries(plane: Optional[Tensor]) -> bool:
 def _may_have_queries(rows: Rows, plane: Optional[Tensor]) -> bool:
     """has_queries() as every rank sees it: a rank with one row cannot tell its row from one that is broadcast."""
     return has_queries(plane) or (plane is not None and plane.dim() >= 2 and rows.kind != "packed" and 1 in rows.counts)
-
-
-def has_band(o: dict[str, Any]) -> bool:
-    return bool(o["causal"] or o["window"] != (-1, -1))
-
-
-def is_positional(o: dict[str, Any]) -> bool:
-    """Whether results depend on where queries and keys are."""
-    return has_band(o) or o["alibi_slopes"] is not None or o["dropout_p"] != 0
-
-
-def has_positions(o: dict[str, Any]) -> bool:
-    return any(o[name] is not None for name in _call.Shard._fields[:4])
-
-
-def moves_by_lengths(o: dict[str, Any]) -> bool:
-    """Whether the sequences' lengths give each a shift of its own."""
-    if not (has_band(o) or o["alibi_slopes"] is not None) or o["align"] != "bottom_right" or has_positions(o):
-        return False
-    return not _same_lengths(o["seqused_q"], o["seqused_k"])
 
 
 _KEYS, _RING = "move='keys'", "move='ring'"
@@ -210,43 +198,40 @@ def _why_not_keys(rows: Rows, o: dict[str, Any]) -> str:
     return ""
 
 
-def _same_lengths(a: Optional[Tensor], b: Optional[Tensor]) -> bool:
-    if a is None or b is None or a is b:
-        return a is b
-    return type(a) is type(b) is Tensor and a.device.type == "cpu" and torch.equal(a.long(), b.long())
-
-
 def _why_not_heads(k: Tensor, rows: Rows, heads_dim: int) -> str:
     heads = k.shape[heads_dim]
     ranks = rows.ranks if rows.over_heads is None else rows.over_heads.ranks
     return f"k: {heads} heads, with move='heads' over {ranks} ranks: not a multiple" if heads % ranks else ""
 
 
-def _groups(q: Tensor, k: Tensor, rows: Rows, o: dict[str, Any], heads_dim: int, all_bytes: int) -> int:
-    """How many groups of key heads are gathered one after the other: the fewest whose buffers are small enough, and at least two, so
-    that one is gathered while another is computed. One if a bias sums its gradient over all heads."""
+def _groups(q: Tensor, k: Tensor, rows: Rows, o: dict[str, Any], heads_dim: int, of_row: int, plan: Plan) -> int:
+    """How many groups of key heads are fetched one after the other: the fewest whose buffers are small enough, and at least two, so
+    that one is on its way while another is computed, unless few bytes are. One if a bias sums its gradient over all heads."""
     heads = k.shape[heads_dim]
     for name in ("bias", "bias2"):
         plane = o[name]
         if plane is not None and plane.requires_grad and (plane.dim() < 3 or plane.shape[-3] == 1) and q.shape[heads_dim] > 1:
             return 1
-    for groups in range(min(2, heads), heads):
-        if heads % groups == 0 and all_bytes // groups <= BUFFER_BYTES:
+    least = 1 if of_row * max(map(plan.received, range(rows.ranks))) <= FEW_BYTES else 2
+    for groups in range(min(least, heads), heads):
+        if heads % groups == 0 and of_row * max(span.rows for span in plan.spans) // groups <= BUFFER_BYTES:
             return groups
     return heads
 
 
-def _sizes(of_row: dict[str, int], q: Tensor, v: Tensor, rows: Rows, groups: int) -> Sizes:
-    """Of the rank that has the most rows; `of_row` are the elements of a row."""
-    item, most = q.element_size(), max(rows.counts)
+def _sizes(of_row: dict[str, int], q: Tensor, v: Tensor, plan: Plan, groups: int) -> Sizes:
+    """Of the rank that has or receives the most; `of_row` are the elements of a row."""
+    rows, item, wide = plan.rows, q.element_size(), torch.finfo(_rows.wide(q.dtype)).bits // 8
+    most, each = max(rows.counts), range(rows.ranks)
     of_keys, of_out = of_row["k"] + of_row["v"], of_row["q"] // max(1, q.shape[-1]) * v.shape[-1]
-    gathered = (rows.ranks - 1) * most * of_keys
+    fetched = max(map(plan.received, each)) * of_keys * item
     return Sizes(
-        gathered_bytes=gathered * item,
-        exposed_bytes=gathered * item // groups,
-        scattered_bytes=gathered * torch.finfo(_rows.wide(q.dtype)).bits // 8,
-        group_bytes=rows.total * of_keys // groups * item,
-        ring_bytes=rows.ranks * most * of_keys * torch.finfo(_rows.wide(q.dtype)).bits // 8,
+        fetched_bytes=fetched,
+        exposed_bytes=fetched // groups,
+        returned_bytes=max(map(plan.returned, each)) * of_keys * wide,
+        group_bytes=max(span.rows for span in plan.spans) * of_keys // groups * item,
+        round_bytes=most * of_keys * item,
+        ring_bytes=rows.ranks * most * of_keys * wide,
         exchanged_bytes=(of_row["q"] + of_keys + of_out) * most * item * (rows.ranks - 1) // rows.ranks,
     )
 
@@ -282,9 +267,10 @@ def _choose(
         return "heads", f"the rows are unbalanced for keys, {balance:.2f}"
     if not _one_node(rows):
         return "keys", "the ranks are on several nodes"
-    if sizes.exchanged_bytes < sizes.exposed_bytes:
-        return "heads", f"a rank receives fewer bytes, {sizes.exchanged_bytes}, than keys would wait for, {sizes.exposed_bytes}"
-    return "keys", f"the first group's {sizes.exposed_bytes} bytes are no more than the {sizes.exchanged_bytes} of heads"
+    fetched, exchanged = sizes.fetched_bytes + sizes.returned_bytes, 2 * sizes.exchanged_bytes
+    if fetched * MANY < exchanged:
+        return "keys", f"a rank receives far fewer bytes, {fetched}, than with heads, {exchanged}"
+    return "heads", f"on one node it computes whole sequences; a rank receives {exchanged} bytes, with keys {fetched}"
 
 
 def _instead(move: str, why_not: str) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""context_parallel with move="keys": each rank keeps its rows of q and gathers the keys and values of all rows, some heads at a time.
+"""context_parallel with move="keys": each rank keeps its rows of q and fetches the keys and values that they see, some heads at a time.
 
 The call for a piece of its rows is an ordinary one with the piece's position and the keys up to the end that the piece sees. The
 gradients are formed by the same calls. Those of the keys are summed over pieces and ranks in fp32.
@@ -7,6 +7,7 @@ gradients are formed by the same calls. Those of the keys are summed over pieces
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Optional
 
@@ -17,8 +18,10 @@ from torch.autograd.function import once_differentiable
 from . import _attention, _call, _rows
 from ._call import Shard
 from ._parallel_call import (
-    PLANES, Call, arguments_of, draw_seed, entries_of, has_queries, is_positional, moves_by_lengths, saying_rank, streams_of,
+    PLANES, Call, arguments_of, draw_seed, entries_of, has_queries, saying_rank, streams_of,
 )  # fmt: skip
+from ._parallel_fetch import Moving, fetch_plan, start_fetch, start_return
+from ._parallel_positions import keys_of, positions_of, some
 from ._rows import Piece, Rows
 
 
@@ -96,7 +99,7 @@ class Part(NamedTuple):
 
     first: int  # of this rank's rows
     rows: int
-    end: int  # the keys that it has, of dense rows
+    end: int  # of the keys that it has, which begin with those of the rank
     options: dict[str, Any]
     shard: Shard = Shard()
     starts: Optional[Tensor] = None  # of packed rows: the position of each sequence's first row
@@ -110,11 +113,6 @@ def _parts(call: Call) -> list[Part]:
     return [_dense_part(call, piece, at) for piece, at in with_places(some(call.rows.mine))]
 
 
-def some(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-    """A rank without rows has a call, too. It computes nothing, but refuses what those of the other ranks refuse: nobody waits for it."""
-    return pieces or (Piece(0, 0, 0),)
-
-
 def with_places(pieces: tuple[Piece, ...]) -> Iterator[tuple[Piece, int]]:
     at = 0
     for piece in pieces:
@@ -122,33 +120,17 @@ def with_places(pieces: tuple[Piece, ...]) -> Iterator[tuple[Piece, int]]:
         at += piece.rows
 
 
-def positions_of(call: Call, start: int, starts: Optional[Tensor]) -> Shard:
-    """Where a part's rows are, by a number or for each sequence. Its streams are those of a group of heads."""
-    o = call.options
-    if not is_positional(o):
-        return Shard()
-    each_q, each_k = o["positions_q"], o["positions_k"]
-    if moves_by_lengths(o):
-        whole = torch.tensor(call.rows.lengths, device=call.q.device)
-        lengths = [whole if used is None else torch.minimum(used.long(), whole) for used in (o["seqused_q"], o["seqused_k"])]
-        each_q = lengths[1] - lengths[0]
-    if starts is not None:
-        each_q = starts if each_q is None else starts + each_q
-    return Shard((o["position_q"] or 0) + start, o["position_k"] or 0, each_q, each_k)
-
-
 def _dense_part(call: Call, piece: Piece, at: int) -> Part:
-    o, total = call.options, call.rows.total
-    right = 0 if o["causal"] else o["window"][1]
-    shard = positions_of(call, piece.start, None)
-    end = total
-    if right >= 0 and shard.positions_q is None and shard.positions_k is None:
-        end = max(0, min(total, piece.rows + (shard.position_q or 0) - (shard.position_k or 0) + right))
+    rows, o, device = call.rows, call.options, call.q.device
+    first, end = fetch_plan(rows, o, device).mine.first, keys_of(rows, o, device, piece).end
+    shard = positions_of(rows, o, device, piece.start)
+    if first > 0:  # so there is a window, which positions are for
+        shard = shard._replace(position_k=(shard.position_k or 0) + first)
     used_q, used_k = o["seqused_q"], o["seqused_k"]
     if used_q is not None:
         used_q = (used_q.long() - piece.start).clamp(0, piece.rows).int()
     if used_k is not None:
-        used_k = used_k.long().clamp(0, end).int()
+        used_k = (used_k.long() - first).clamp(0, end - first).int()
     return Part(at, piece.rows, end, {"seqused_q": used_q, "seqused_k": used_k}, shard)
 
 
@@ -193,7 +175,7 @@ def _packed_parts(call: Call) -> list[Part]:
         more = {"cu_seqlens_q": n.ends, "cu_seqlens_k": keys, "max_seqlen_q": n.longest, "max_seqlen_k": rows.longest, "batch_outer": outer}
         if o["seqused_q"] is not None:
             more["seqused_q"] = torch.minimum((o["seqused_q"].long() - n.starts).clamp_min(0), n.ends.diff()).int()
-        parts.append(Part(n.first, n.rows, rows.total, more, positions_of(call, 0, n.starts), n.starts, n.longest))
+        parts.append(Part(n.first, n.rows, rows.total, more, positions_of(call.rows, o, device, 0, n.starts), n.starts, n.longest))
     return parts
 
 
@@ -206,21 +188,24 @@ class _Group:
         self.keys = call.heads(call.k) // call.groups
         self.first_query = number * self.queries
         self.first_key = number * self.keys
+        self.plan = fetch_plan(call.rows, call.options, call.q.device)
         self.pending: Any = None
-        self.gathered: list[Tensor] = []  # k and v
+        self.fetched: list[Tensor] = []  # k and v of this rank's span
 
     def start(self) -> _Group:
-        """Begins to gather its keys and values."""
+        """Begins to fetch its keys and values."""
         call = self.call
         mine = [self.of_keys(x) for x in (call.k, call.v)]
         self.shapes = shapes_of(mine, call.rows_dim)
-        whole = _rows.by_ranks(call.rows, width(self.shapes), call.k)
-        put(_rows.of_this_rank(call.rows, whole)[: call.rows.count], call.rows_dim, mine)
-        self.pending = _rows.start_gather(call.rows, whole, "keys and values")
+
+        def own(room: Tensor, first: int, rows: int) -> None:
+            put(room, call.rows_dim, [x.narrow(call.rows_dim, first, rows) for x in mine])
+
+        self.pending = start_fetch(self.plan, width(self.shapes), call.k, own, "keys and values")
         return self
 
     def end(self) -> None:
-        self.gathered = self.split(_rows.end_gather(self.pending))
+        self.fetched = self.split(self.pending.wait())
         self.pending = None
 
     def of_keys(self, x: Tensor) -> Tensor:
@@ -247,8 +232,16 @@ class _Group:
             return rows.view(*entries_of(self.call), *rows.shape[1:])
         x = self.of_queries(x, part, -3, -2)
         if x is not None and x.dim() >= 1 and x.shape[-1] != 1 and self.call.rows.kind != "packed":
-            x = x.narrow(-1, 0, part.end)
+            first = self.plan.mine.first
+            x = x.narrow(-1, first, part.end - first)
         return x
+
+    def other_keys(self, x: Tensor, part: Part) -> list[Tensor]:
+        """Of a part's rows, the columns that plane() leaves out."""
+        if x.shape[-1] == 1:
+            return []
+        x = self.of_queries(x, part, -3, -2)
+        return [x[..., : self.plan.mine.first], x[..., part.end :]]
 
     def add_plane(self, into: Tensor, part: Part, grad: Tensor) -> None:
         """Adds the gradient of what plane() returns."""
@@ -275,15 +268,19 @@ class _Group:
     def arguments(self, part: Part) -> tuple[Any, ...]:
         call, o = self.call, self.call.options
         q = self.of_queries_alone(call.q, part)
-        k, v = self.gathered
-        if call.rows.kind != "packed":
-            k, v = (x.narrow(call.rows_dim, 0, part.end) for x in (k, v))
+        k, v = self.of_part(self.fetched, part)
         planes = {name: self.plane(o[name], part) for name in PLANES}
         slopes, sink = self.of_heads(o["alibi_slopes"]), self.of_heads(o["sink"])
         arguments = arguments_of(q, k, v, o, **planes, alibi_slopes=slopes, sink=sink, **part.options)
         streams = streams_of(entries_of(call), call.heads(call.q), o, self.first_query, self.queries, q.device)
         shard = part.shard._replace(dropout_streams=streams)
         return arguments if all(given is None for given in shard) else (*arguments, *shard)
+
+    def of_part(self, of_keys: list[Tensor], part: Part) -> list[Tensor]:
+        """Of this rank's keys, or of their gradients, those that a part has."""
+        if self.call.rows.kind == "packed":
+            return of_keys
+        return [x.narrow(self.call.rows_dim, 0, part.end - self.plan.mine.first) for x in of_keys]
 
     def of_queries_alone(self, x: Tensor, part: Part) -> Tensor:
         """The same of q, out or their gradients, which are never broadcast."""
@@ -295,15 +292,19 @@ class _Group:
 
 
 def _groups_ahead(call: Call) -> Iterator[_Group]:
-    """The groups of heads. The next one's gather is started before one is computed, but only when this one's is done and put in order:
+    """The groups of heads. The next one's keys are on their way while one is computed, but only when this one's are there and in order:
     so there are never more than two groups' keys and values."""
-    group = _Group(call, 0).start()
-    for number in range(1, call.groups + 1):
-        group.end()
-        following = _Group(call, number).start() if number < call.groups else group
-        yield group
-        group.gathered = []
-        group = following
+    group = following = _Group(call, 0).start()
+    try:
+        for number in range(1, call.groups + 1):
+            group.end()
+            following = _Group(call, number).start() if number < call.groups else group
+            yield group
+            group.fetched = []
+            group = following
+    finally:  # after an error, too: what is on its way would meet the group's next calls
+        if following.pending is not None:
+            following.end()
 
 
 def keys_forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -312,13 +313,10 @@ def keys_forward(call: Call) -> tuple[Tensor, Tensor]:
     out = _call.new_out(whole, _call.out_layout(whole))
     lse = _call.new_lse(whole, _call.lse_shape(whole))
     parts = _parts(call)
-    for group in _groups_ahead(call):
-        for part in parts:
-            found, found_lse = _call.compute(group.arguments(part), with_lse=True)
-            group.of_queries_alone(out, part).copy_(found)
-            assert found_lse is not None
-            group.of_lse(lse, part).copy_(found_lse)
-            del found, found_lse  # before the next ones are made
+    with contextlib.closing(_groups_ahead(call)) as groups:
+        for group in groups:
+            for part in parts:
+                _call.compute(group.arguments(part), with_lse=True, into=(group.of_queries_alone(out, part), group.of_lse(lse, part)))
     return out, lse
 
 
@@ -328,59 +326,72 @@ def keys_backward(
     o, rows = call.options, call.rows
     wants = dict(zip(NAMED, need))
     grads: dict[str, Tensor] = {}
+    on_cpu = call.q.device.type == "cpu"
     for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
         if wants[name]:  # kernels of a GPU write where the columns of a row are adjacent
-            adjacent = x.stride(-1) == 1 or x.device.type == "cpu"
+            adjacent = x.stride(-1) == 1 or on_cpu
             grads[name] = torch.empty_like(x, memory_format=torch.preserve_format if adjacent else torch.contiguous_format)
     # Of biases and the sink: what parts write each once, and what is summed over them.
     summed: dict[str, Tensor] = {}
+    planes: list[str] = []
     for name in NAMED[3:]:
         if wants[name]:
             if name != "sink" and has_queries(o[name]) and rows.kind != "packed":
-                grads[name] = torch.zeros_like(o[name])
+                grads[name] = torch.zeros_like(o[name]) if on_cpu else torch.empty_like(o[name])
+                planes.append(name)
             else:
                 summed[name] = torch.zeros_like(o[name], dtype=_rows.wide(o[name].dtype))
 
-    def add(group: _Group, part: Part, of_keys: list[Tensor]) -> None:
-        """A part's gradients."""
-        if rows.kind != "packed":
-            of_keys = [x.narrow(call.rows_dim, 0, part.end) for x in of_keys]
-        into = [group.of_queries_alone(grads["q"], part)] if wants["q"] else []
-        sums = {name: x for name, x in zip("kv", of_keys) if wants[name]}
+    def add(group: _Group, part: Part, of_keys: list[Tensor], is_first: bool) -> None:
+        """A part's gradients. Those of keys are written by the first part, to which the others add."""
+        sums = {name: x for name, x in zip("kv", group.of_part(of_keys, part)) if wants[name]} if of_keys else {}
+        into = {name: group.plane(grads[name], part) for name in planes}
+        for name in () if on_cpu else planes:
+            for rest in group.other_keys(grads[name], part):
+                rest.zero_()
+        if wants["q"]:
+            into["q"] = group.of_queries_alone(grads["q"], part)
+        if is_first:
+            into, sums = {**into, **sums}, {}
         found = _call.backward(
             group.of_queries_alone(grad_out, part), None if grad_lse is None else group.of_lse(grad_lse, part).contiguous(),
             group.of_queries_alone(out, part), group.of_lse(lse, part).contiguous(), list(need), *group.arguments(part),
             into=into, sums=sums,
         )  # fmt: skip
-        for name, grad in zip([name for name in NAMED[3:] if wants[name]], found[len(into) + len(sums) :]):
-            if name in grads:
-                group.plane(grads[name], part).add_(grad)
-            elif name == "sink":
+        for name, grad in zip([name for name in NAMED if wants[name]], found):
+            if name == "sink":
                 group.of_heads(summed[name]).add_(grad)
-            else:
+            elif name in summed:
                 group.add_plane(summed[name], part, grad)
 
-    def end(group: _Group, pending: _rows.Pending) -> None:
-        for name, grad in zip("kv", group.split(_rows.end_scatter(pending))):
-            if wants[name]:
-                group.of_keys(grads[name]).copy_(grad)
+    def end(group: _Group, pending: Moving) -> None:
+        for first, rows in pending.wait():
+            for name, grad in zip("kv", group.split(rows)):
+                if wants[name]:
+                    group.of_keys(grads[name]).narrow(call.rows_dim, first, rows.shape[0]).copy_(grad)
 
-    parts = _parts(call)
-    before: Any = None
+    # The part with the most keys first: it writes the gradients of all keys that this rank has.
+    parts = sorted(_parts(call), key=lambda part: -part.end)
+    before: list[tuple[_Group, Moving]] = []  # at most one: no more than two groups' sums
     # A broadcast over heads is summed over groups, too; _groups() avoids that where it would cost bits.
-    for group in _groups_ahead(call):
-        if not (wants["k"] or wants["v"]):
-            for part in parts:
-                add(group, part, [])
-            continue
-        total = _rows.by_ranks(rows, width(group.shapes), call.q, _rows.wide(call.q.dtype)).zero_()
-        for part in parts:
-            add(group, part, group.split(total[: rows.total]))
-        if before is not None:  # no more than two groups' sums
-            end(*before)
-            before = None
-        before = group, _rows.start_scatter(rows, total, "the gradients of keys and values", own=True)
-        del total
-    if before is not None:
-        end(*before)
+    with contextlib.closing(_groups_ahead(call)) as groups:
+        try:
+            for group in groups:
+                if not (wants["k"] or wants["v"]):
+                    for part in parts:
+                        add(group, part, [], False)
+                    continue
+                span = group.plan.mine
+                written = bool(parts) and (rows.kind == "packed" or parts[0].end == span.end)
+                make = torch.empty if written else torch.zeros
+                total = make(span.rows, width(group.shapes), dtype=_rows.wide(call.q.dtype), device=call.q.device)
+                for part in parts:
+                    add(group, part, group.split(total), written and part is parts[0])
+                while before:
+                    end(*before.pop())
+                before.append((group, start_return(group.plan, total, "the gradients of keys and values")))
+                del total
+        finally:  # after an error, too, as in _groups_ahead()
+            while before:
+                end(*before.pop())
     return [grads[name] if name in grads else summed[name].to(o[name].dtype) if name in summed else None for name in NAMED]

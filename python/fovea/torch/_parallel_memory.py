@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import _rows
 from ._parallel_call import PLANES, Call, entries_of, has_queries, prepare, short
+from ._parallel_fetch import fetch_plan
 from ._parallel_heads import own_heads
 from ._parallel_keys import NAMED, packed_numbers
 from ._rows import Rows
@@ -80,7 +81,7 @@ def _of_a_call(call: Call) -> tuple[int, Buffers, Buffers]:
         entries = torch.Size(entries_of(call) if copied else levels).numel()
         size = entries * (heads // call.groups if heads > 1 else 1) * (longest if has_queries(x) else queries) * keys
         forward += size * x.element_size() * copied
-        if name != "mask" and x.requires_grad:
+        if name != "mask" and x.requires_grad and (packed or call.move == "ring" or not has_queries(x)):  # others are written in place
             backward += size * x.element_size() + copied * (size * _wide(x) // max(1, x.numel()))
     copies: Buffers = [(forward, "of biases and masks of a call")]
     return rows, copies, [*copies, (backward, "of gradients of biases of a call")]
@@ -93,17 +94,18 @@ def _sums(call: Call) -> Buffers:
 
 
 def _keys(call: Call) -> Moments:
-    s, rows = _sizes(call), call.rows
-    most = max(rows.counts)
-    all_rows = rows.ranks * most
-    copies = 1 if call.groups == 1 and rows._in_order(most) else 2
+    s, rows, several = _sizes(call), call.rows, call.groups > 1
+    plan = fetch_plan(rows, call.options, call.q.device)
+    # Rows that are put in order are there twice. So are keys of which the next group's are on their way, and sums that are.
+    copies = 2 if several or not (plan.from_place or rows._in_order()) else 1
     longest, of_forward, of_backward = _of_a_call(call)
-    what = f"of keys and values of {copies} groups" if call.groups > 1 else f"of keys and values, {copies} times"
-    gathered = (copies * all_rows * (s.keys // call.groups), what)
-    sums = (copies * all_rows * (s.wide_keys // call.groups), f"of gradients {what} in {short(_rows.wide(call.q.dtype))}")
-    results = (longest * (s.out + s.lse) // call.groups, "of results of a call")
+    what = f"of keys and values of {copies} groups" if several else f"of keys and values, {copies} times"
+    fetched = (copies * plan.mine.rows * (s.keys // call.groups), what)
+    summed = copies * plan.mine.rows + plan.returned(plan.rank)
+    wide = short(_rows.wide(call.q.dtype))
+    sums = (summed * (s.wide_keys // call.groups), f"of gradients {what} in {wide}, and those that others send")
     slices = (2 * longest * s.lse // call.groups, "of a call's lse and its gradient")
-    return [gathered, results, *of_forward], [], [gathered, sums, slices, *of_backward, *_sums(call)]
+    return [fetched, *of_forward], [], [fetched, sums, slices, *of_backward, *_sums(call)]
 
 
 def _ring(call: Call) -> Moments:

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from . import _attention, _call, _rows
 from ._call import Shard
-from ._parallel_call import PLANES, Call, arguments_of, draw_seed, is_positional
-from ._parallel_keys import NAMED, differentiable, packed_numbers, positions_of, put, shapes_of, some, split, width, with_places
+from ._parallel_call import PLANES, Call, arguments_of, draw_seed
+from ._parallel_keys import NAMED, differentiable, packed_numbers, put, shapes_of, split, width, with_places
+from ._parallel_positions import is_positional, positions_of, some
 
 
 def by_ring(call: Call) -> tuple[Tensor, Tensor]:
@@ -49,7 +50,7 @@ class _Pair:
         self.call = call
         self.queries = queries
         self.keys = keys
-        given = positions_of(call, queries.start, queries.starts)
+        given = positions_of(call.rows, call.options, call.q.device, queries.start, queries.starts)
         self.shard = Shard(dropout_streams=call.options["dropout_streams"])
         if is_positional(call.options):
             each_k = given.positions_k

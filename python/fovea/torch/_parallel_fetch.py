@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of keys, fetched from the ranks that have them, and the way back of their gradients: messages between two ranks, which only have
+the rows that are needed.
+
+A rank needs the keys of a span, some adjacent rows in natural order. Where ranks have few pieces, a message has rows that are adjacent on
+both sides, and goes from its place to its place. Packed rows can have hundreds of pieces: a rank then sends all of its rows at once, and
+they are put in order by a copy.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import _rows
+from ._parallel_positions import Options, Span, has_band, keys_of, may_begin_later, moves_by_lengths, some
+from ._rows import Piece, Rows
+
+MOST_PIECES = 4  # of a rank, for messages from place to place
+
+
+class Segment(NamedTuple):
+    """Rows that are adjacent on the rank that has them, and in natural order."""
+
+    local: int
+    natural: int
+    rows: int
+
+
+class Plan:
+    """Which rows each rank has and needs. Every rank makes the same one."""
+
+    def __init__(self, rows: Rows, spans: Sequence[Span]) -> None:
+        self.rows, self.spans = rows, tuple(spans)
+        self.rank = rows.rank or 0
+        self.mine = self.spans[self.rank]
+        self.from_place = max(map(len, rows.pieces)) <= MOST_PIECES
+        self.others = [rank for rank in range(rows.ranks) if rank != self.rank]
+
+    def segments(self, owner: int, user: int) -> list[Segment]:
+        """What `owner` has of the span of `user`, in its order."""
+        span, found, local = self.spans[user], [], 0
+        for piece in self.rows.pieces[owner]:
+            start = self.rows.first[piece.sequence] + piece.start
+            first, end = max(start, span.first), min(start + piece.rows, span.end)
+            if first < end:
+                found.append(Segment(local + first - start, first, end - first))
+            local += piece.rows
+        return found
+
+    def received(self, rank: int) -> int:
+        """Rows of others that a rank needs."""
+        return self.spans[rank].rows - sum(segment.rows for segment in self.segments(rank, rank))
+
+    def returned(self, rank: int) -> int:
+        """Rows of this rank that the others need, each counted."""
+        return sum(segment.rows for other in range(self.rows.ranks) if other != rank for segment in self.segments(rank, other))
+
+    def at(self, whole: Tensor, segment: Segment) -> Tensor:
+        """A segment's rows of those of this rank's span."""
+        return whole.narrow(0, segment.natural - self.mine.first, segment.rows)
+
+
+def fetch_plan(rows: Rows, o: Options, device: Any) -> Plan:
+    """What each rank needs: from the first to the last key that its rows can see, and the keys of these rows."""
+
+    def span(pieces: tuple[Piece, ...]) -> Span:
+        seen = [keys_of(rows, o, device, piece) for piece in some(pieces)]
+        seen += [Span(piece.start, piece.start + piece.rows) for piece in pieces]
+        return Span(min(each.first for each in seen), max(each.end for each in seen))
+
+    if rows.kind == "packed" or not has_band(o) or o["positions_q"] is not None or o["positions_k"] is not None or moves_by_lengths(o):
+        plan: Plan = rows._cached("fetch all", lambda: Plan(rows, [Span(0, rows.total)] * rows.ranks))
+        return plan
+    band = (o["causal"], o["window"], o["position_q"], o["position_k"], may_begin_later(device))
+    plan = rows._cached(("fetch", *band), lambda: Plan(rows, [span(pieces) for pieces in rows.pieces]))
+    return plan
+
+
+class Moving(NamedTuple):
+    """Messages on their way."""
+
+    rows: Rows
+    what: str
+    works: Any
+    tensors: Any  # which have to stay until then
+    finish: Callable[[], Any]
+
+    def wait(self) -> Any:
+        with _rows.naming(self.rows, self.what):
+            for work in self.works:
+                work.wait()
+        return self.finish()
+
+
+def start_fetch(plan: Plan, width: int, like: Tensor, put: Callable[[Tensor, int, int], None], what: str) -> Moving:
+    """Begins to fetch the rows of this rank's span. `put(room, first, rows)` copies some adjacent rows of this rank there. wait() returns
+    (span, width)."""
+    rows, rank = plan.rows, plan.rank
+    if plan.from_place:
+        whole = like.new_empty(plan.mine.rows, width)
+        for own in plan.segments(rank, rank):
+            put(plan.at(whole, own), own.local, own.rows)
+        sent = [(other, [plan.at(whole, one) for one in plan.segments(rank, other)]) for other in plan.others]
+        found = [(other, [plan.at(whole, one) for one in plan.segments(other, rank)]) for other in plan.others]
+        return _start(rows, sent, found, like.device, what, lambda: whole)
+    ranked = like.new_empty(rows.total, width)
+    own_rows = _of_rank(rows, ranked, rank)
+    put(own_rows, 0, rows.count)
+    found = [(other, [_of_rank(rows, ranked, other)]) for other in plan.others]
+    sent = [(other, [own_rows]) for other in plan.others]
+    return _start(rows, sent, found, like.device, what, lambda: _rows.natural(rows, ranked))
+
+
+def start_return(plan: Plan, whole: Tensor, what: str) -> Moving:
+    """(span, F), this rank's part of sums: begins to send the parts of rows that others have. wait() returns pairs of the first of some
+    adjacent rows of this rank and their sum. Overwrites `whole`."""
+    rows, rank, width = plan.rows, plan.rank, whole.shape[1]
+    if plan.from_place:
+        sent = [(other, [plan.at(whole, one) for one in plan.segments(other, rank)]) for other in plan.others]
+        each = [(other, plan.segments(rank, other)) for other in plan.others]
+        room = whole.new_empty(sum(one.rows for _, segments in each for one in segments), width)
+        parts = iter(room.split([one.rows for _, segments in each for one in segments]))
+        found = [(other, [next(parts) for _ in segments]) for other, segments in each]
+        own = [(one.local, plan.at(whole, one)) for one in plan.segments(rank, rank)]
+        added = [(one, part) for (_, segments), (_, tensors) in zip(each, found) for one, part in zip(segments, tensors)]
+    else:
+        ranked = whole
+        if not rows._in_order():
+            ranked = torch.empty_like(whole)
+            _rows.rank_by_rank(rows, ranked, whole)
+        sent = [(other, [_of_rank(rows, ranked, other)]) for other in plan.others]
+        room = whole.new_empty(len(plan.others), rows.count, width)
+        found = [(other, [part]) for other, part in zip(plan.others, room)]
+        own = [(0, _of_rank(rows, ranked, rank))]
+        added = [(Segment(0, 0, rows.count), part) for part in room]
+
+    def summed() -> list[tuple[int, Tensor]]:
+        for one, part in added:  # in the order of the ranks
+            for first, total in own:
+                start, end = max(first, one.local), min(first + total.shape[0], one.local + one.rows)
+                if start < end:
+                    total[start - first : end - first].add_(part[start - one.local : end - one.local])
+        return own
+
+    return _start(rows, sent, found, whole.device, what, summed)
+
+
+def _of_rank(rows: Rows, ranked: Tensor, rank: int) -> Tensor:
+    return ranked.narrow(0, sum(rows.counts[:rank]), rows.counts[rank])
+
+
+Messages = list[tuple[int, list[Tensor]]]
+
+
+def _start(rows: Rows, sent: Messages, found: Messages, device: torch.device, what: str, finish: Callable[[], Any]) -> Moving:
+    """Messages between two ranks have one order on both sides. NCCL finds them by it, gloo by numbers."""
+    works: Any = []
+    if rows.ranks > 1:
+        group: Any = rows.group
+        with _rows.naming(rows, what):
+            _meet(group, device)
+            operations = [
+                dist.P2POp(way, tensor, dist.get_global_rank(group, other), group, number)
+                for way, messages in ((dist.isend, sent), (dist.irecv, found))
+                for other, tensors in messages for number, tensor in enumerate(tensors) if tensor.numel()
+            ]  # fmt: skip
+            works = dist.batch_isend_irecv(operations) if operations else []
+    return Moving(rows, what, works, (sent, found), finish)
+
+
+_met: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _meet(group: Any, device: torch.device) -> None:
+    """NCCL connects the ranks of a group at its first call, which all of them have to make. A rank may have no messages."""
+    if device.type == "cuda" and group not in _met:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        _met.add(group)

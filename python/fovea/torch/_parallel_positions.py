@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where rows of context_parallel are: what results depend on their positions, the positions of a piece, and the keys that it can see."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from . import _call
+from ._call import Shard
+from ._rows import Piece, Rows
+
+TILE = 128  # of keys: where a rank's do not begin with the first one, they begin at a multiple of it
+
+Options = dict[str, Any]  # all of attention()'s
+
+
+class Span(NamedTuple):
+    """The rows first to end - 1, in natural order."""
+
+    first: int
+    end: int
+
+    @property
+    def rows(self) -> int:
+        return self.end - self.first
+
+
+def has_band(o: Options) -> bool:
+    return bool(o["causal"] or o["window"] != (-1, -1))
+
+
+def is_positional(o: Options) -> bool:
+    """Whether results depend on where queries and keys are."""
+    return has_band(o) or o["alibi_slopes"] is not None or o["dropout_p"] != 0
+
+
+def has_positions(o: Options) -> bool:
+    return any(o[name] is not None for name in _call.Shard._fields[:4])
+
+
+def moves_by_lengths(o: Options) -> bool:
+    """Whether the sequences' lengths give each a shift of its own."""
+    if not (has_band(o) or o["alibi_slopes"] is not None) or o["align"] != "bottom_right" or has_positions(o):
+        return False
+    return not _same_lengths(o["seqused_q"], o["seqused_k"])
+
+
+def _same_lengths(a: Optional[Tensor], b: Optional[Tensor]) -> bool:
+    if a is None or b is None or a is b:
+        return a is b
+    return type(a) is type(b) is Tensor and a.device.type == "cpu" and torch.equal(a.long(), b.long())
+
+
+def positions_of(rows: Rows, o: Options, device: Any, start: int, starts: Optional[Tensor] = None) -> Shard:
+    """Where a part's rows are, by a number or for each sequence. Its streams are those of a group of heads."""
+    if not is_positional(o):
+        return Shard()
+    each_q, each_k = o["positions_q"], o["positions_k"]
+    if moves_by_lengths(o):
+        whole = torch.tensor(rows.lengths, device=device)
+        lengths = [whole if used is None else torch.minimum(used.long(), whole) for used in (o["seqused_q"], o["seqused_k"])]
+        each_q = lengths[1] - lengths[0]
+    if starts is not None:
+        each_q = starts if each_q is None else starts + each_q
+    return Shard((o["position_q"] or 0) + start, o["position_k"] or 0, each_q, each_k)
+
+
+def some(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    """A rank without rows has a call, too. It computes nothing, but refuses what those of the other ranks refuse: nobody waits for it."""
+    return pieces or (Piece(0, 0, 0),)
+
+
+def may_begin_later(device: Any) -> bool:
+    """Whether a rank's keys may begin with another one than the first. Where the bits of one process are promised, blocks of keys do not."""
+    later: bool = device.type != "cpu"
+    return later
+
+
+def keys_of(rows: Rows, o: Options, device: Any, piece: Piece) -> Span:
+    """The keys that the rows of a piece can see, as far as the host knows."""
+    total = rows.total
+    left, right = o["window"]
+    right = 0 if o["causal"] else right
+    shard = positions_of(rows, o, device, piece.start)
+    if shard.positions_q is not None or shard.positions_k is not None:
+        return Span(0, total)
+    start = (shard.position_q or 0) - (shard.position_k or 0)
+    end = max(0, min(total, start + piece.rows + right)) if right >= 0 else total
+    first = 0
+    if left >= 0 and may_begin_later(device):
+        first = max(0, min(end, start - left)) // TILE * TILE
+    return Span(first, end)
