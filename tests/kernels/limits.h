@@ -10,8 +10,9 @@
 namespace fovea::cuda::limits {
 
 // Bytes, stores and loads together: a few registers' worth, in kernels that have many features at once. More have
-//   sm90_backward with Spec::same_step and a band or a bias, or with three warpgroups and Spec::converts: its warps
-//   that copy or convert have 24 or 32 registers, and those that compute spill nothing;
+//   sm90_backward with Spec::same_step and a band or a bias, or with Spec::converts and three warpgroups: its warps
+//   that copy or convert have 24 or 32 registers, and those that compute spill nothing. With Spec::converts and
+//   results in fp32 likewise;
 //   three kinds of kernel that the benchmark's rows, not the case table, take. Theirs are known and not yet mended.
 inline int spilt(const Kernel& kernel) {
   constexpr int kUsual = 128;
@@ -27,7 +28,7 @@ inline int spilt(const Kernel& kernel) {
     if (name == "sm90_backward" && s->halves && !s->same_step && s->dropout != DropoutRule::kNone) {
       return kHalvesWithDropout;
     }
-    const bool few = (s->same_step && (s->banded || s->bias != BiasTile::kNone)) || (s->converts && s->warps == 12);
+    const bool few = (s->same_step && (s->banded || s->bias != BiasTile::kNone)) || (s->converts && (s->warps == 12 || s->fp32_results));
     return few ? kByCopies : kUsual;
   }
   if (const auto* s = std::get_if<Sm90BiasSpec>(&kernel.spec); s != nullptr) {
