@@ -11,8 +11,8 @@ namespace fovea::cuda::limits {
 
 // Bytes, stores and loads together: a few registers' worth, in kernels that have many features at once. More have
 //   sm90_backward with Spec::same_step and a band or a bias, or with Spec::converts and three warpgroups: its warps
-//   that copy or convert have 24 or 32 registers, and those that compute spill nothing. With Spec::converts and
-//   results in fp32 likewise;
+//   that copy or convert have 24 or 32 registers, and those that compute spill nothing; with
+//   Spec::converts and results in fp32, where those that compute spill two words behind the loop;
 //   three kinds of kernel that the benchmark's rows, not the case table, take. Theirs are known and not yet mended.
 inline int spilt(const Kernel& kernel) {
   constexpr int kUsual = 128;

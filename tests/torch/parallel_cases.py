@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from covering import covering
 import fovea
-from fovea.torch import Rows, _parallel_call, _parallel_positions, attention, context_parallel, explain_context_parallel
+from fovea.torch import Rows, _parallel_blocks, _parallel_call, _parallel_positions, attention, context_parallel, explain_context_parallel
 
 # The first value of each is the plain one. The numbers of key heads are multiples of the ranks; "one" is one key head.
 FEATURES = {
@@ -151,6 +151,14 @@ def run(function, q, k, v, options, grad_out, grad_lse, **more):
     out, lse = function(leaves["q"], leaves["k"], leaves["v"], return_lse=True, **given, **more)
     torch.autograd.backward([out] + [lse] * (grad_lse is not None), [grad_out] + [grad_lse] * (grad_lse is not None))
     return {"out": out.detach(), "lse": lse.detach(), **{name: x.grad for name, x in leaves.items()}}
+
+
+def check_blocks(group, row):
+    """The same with small messages between rows and heads, from place to place."""
+    usual = _parallel_blocks.exchanged
+    with mock.patch.multiple(_parallel_blocks, LEAST_BYTES=0, MOST_MESSAGES=1000, exchanged=mock.Mock(wraps=usual)):
+        check(group, row)
+        assert _parallel_blocks.exchanged.called or row["length"] == 0
 
 
 def check(group, row):

@@ -28,6 +28,12 @@ def test_one_process(ranks, n, row):
     ranks.run(n, parallel_cases.check, row)
 
 
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("row", [row for row in TABLE if row["move"] == "heads"], ids=parallel_cases.name_of)
+def test_blocks_of_heads(ranks, n, row):
+    ranks.run(n, parallel_cases.check_blocks, row)
+
+
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_masks_of_dropout(ranks, n):
     ranks.run(n, parallel_cases.masks_of_dropout)

@@ -32,6 +32,15 @@ class Segment(NamedTuple):
     rows: int
 
 
+def segments_of(rows: Rows, rank: int) -> list[Segment]:
+    """All rows of a rank."""
+    found, local = [], 0
+    for piece in rows.pieces[rank]:
+        found.append(Segment(local, rows.first[piece.sequence] + piece.start, piece.rows))
+        local += piece.rows
+    return found
+
+
 class Plan:
     """Which rows each rank has and needs. Every rank makes the same one."""
 
@@ -44,13 +53,11 @@ class Plan:
 
     def segments(self, owner: int, user: int) -> list[Segment]:
         """What `owner` has of the span of `user`, in its order."""
-        span, found, local = self.spans[user], [], 0
-        for piece in self.rows.pieces[owner]:
-            start = self.rows.first[piece.sequence] + piece.start
-            first, end = max(start, span.first), min(start + piece.rows, span.end)
+        span, found = self.spans[user], []
+        for one in segments_of(self.rows, owner):
+            first, end = max(one.natural, span.first), min(one.natural + one.rows, span.end)
             if first < end:
-                found.append(Segment(local + first - start, first, end - first))
-            local += piece.rows
+                found.append(Segment(one.local + first - one.natural, first, end - first))
         return found
 
     def received(self, rank: int) -> int:
@@ -108,13 +115,13 @@ def start_fetch(plan: Plan, width: int, like: Tensor, put: Callable[[Tensor, int
             put(plan.at(whole, own), own.local, own.rows)
         sent = [(other, [plan.at(whole, one) for one in plan.segments(rank, other)]) for other in plan.others]
         found = [(other, [plan.at(whole, one) for one in plan.segments(other, rank)]) for other in plan.others]
-        return _start(rows, sent, found, like.device, what, lambda: whole)
+        return send_and_receive(rows, sent, found, like.device, what, lambda: whole)
     ranked = like.new_empty(rows.total, width)
     own_rows = _of_rank(rows, ranked, rank)
     put(own_rows, 0, rows.count)
     found = [(other, [_of_rank(rows, ranked, other)]) for other in plan.others]
     sent = [(other, [own_rows]) for other in plan.others]
-    return _start(rows, sent, found, like.device, what, lambda: _rows.natural(rows, ranked))
+    return send_and_receive(rows, sent, found, like.device, what, lambda: _rows.natural(rows, ranked))
 
 
 def start_return(plan: Plan, whole: Tensor, what: str) -> Moving:
@@ -148,7 +155,7 @@ def start_return(plan: Plan, whole: Tensor, what: str) -> Moving:
                     total[start - first : end - first].add_(part[start - one.local : end - one.local])
         return own
 
-    return _start(rows, sent, found, whole.device, what, summed)
+    return send_and_receive(rows, sent, found, whole.device, what, summed)
 
 
 def _of_rank(rows: Rows, ranked: Tensor, rank: int) -> Tensor:
@@ -158,7 +165,7 @@ def _of_rank(rows: Rows, ranked: Tensor, rank: int) -> Tensor:
 Messages = list[tuple[int, list[Tensor]]]
 
 
-def _start(rows: Rows, sent: Messages, found: Messages, device: torch.device, what: str, finish: Callable[[], Any]) -> Moving:
+def send_and_receive(rows: Rows, sent: Messages, found: Messages, device: torch.device, what: str, finish: Callable[[], Any]) -> Moving:
     """Messages between two ranks have one order on both sides. NCCL finds them by it, gloo by numbers."""
     works: Any = []
     if rows.ranks > 1:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import _attention, _rows
+from . import _attention, _parallel_blocks, _rows
 from ._parallel_call import PLANES, Call, draw_seed, entries_of, prepare, streams_of
+from ._parallel_blocks import Place
 from ._parallel_keys import by_keys
 from ._rows import Rows
 
@@ -21,16 +22,16 @@ from ._rows import Rows
 def by_heads(call: Call) -> tuple[Tensor, Tensor]:
     rows, o = call.rows, dict(call.options)
     o["seed"] = draw_seed(call)
-    there = (call.heads_dim, call.rows_dim)
+    there = Place(call.heads_dim, call.rows_dim, call.heads_dim < call.rows_dim)
     exchange = exchanged if call.through is None else call.through.exchange
     q, k, v = _ToHeads.apply(rows, exchange, "q, k and v to heads", (there,) * 3, call.q, call.k, call.v)
     own_heads(call, o, rows)
     if rows.kind == "packed":
-        ends = torch.tensor(rows.first, dtype=torch.int32, device=q.device)
+        ends = rows._cached(("ends", q.device), lambda: torch.tensor(rows.first, dtype=torch.int32, device=q.device))
         o.update(max_seqlen_q=rows.longest, max_seqlen_k=rows.longest, cu_seqlens_q=ends, cu_seqlens_k=ends)
     out, lse = _attention.attention(q, k, v, return_lse=True, **o)
     del q, k, v  # without gradients nothing else keeps them
-    out, lse = _ToRows.apply(rows, exchange, "out to rows", (there, (-2, -1)), out, lse)
+    out, lse = _ToRows.apply(rows, exchange, "out to rows", (there._replace(heads_first=False), Place(-2, -1, True)), out, lse)
     return out, lse
 
 
@@ -39,14 +40,14 @@ def by_heads_then_keys(call: Call) -> tuple[Tensor, Tensor]:
     inner: Any = call.rows.over_heads
     o = dict(call.options)
     o["seed"] = draw_seed(call)
-    there = (call.heads_dim, call.rows_dim)
+    there = Place(call.heads_dim, call.rows_dim, call.heads_dim < call.rows_dim)
     exchange = exchanged if call.through is None else call.through.exchange
     q, k, v = _ToHeads.apply(inner, exchange, "q, k and v to heads", (there,) * 3, call.q, call.k, call.v)
     own_heads(call, o, inner)
     keys: Any = call.rows.over_keys
     within = prepare(q, k, v, keys, None if keys.ranks == 1 else "keys", o, call.through)
     out, lse = by_keys(within)
-    out, lse = _ToRows.apply(inner, exchange, "out to rows", (there, (-2, -1)), out, lse)
+    out, lse = _ToRows.apply(inner, exchange, "out to rows", (there._replace(heads_first=False), Place(-2, -1, True)), out, lse)
     return out, lse
 
 
@@ -66,7 +67,7 @@ def own_heads(call: Call, o: dict[str, Any], rows: Rows) -> None:
 
 
 class _ToHeads(torch.autograd.Function):
-    """This rank's rows of all heads, to all rows of this rank's heads. `dims` are the dimensions of heads and rows of each tensor."""
+    """This rank's rows of all heads, to all rows of this rank's heads. `dims` are the places of heads and rows of each tensor."""
 
     @staticmethod
     def forward(ctx: Any, rows: Rows, exchange: Any, what: str, dims: Any, *tensors: Tensor) -> Any:
@@ -107,22 +108,26 @@ def _back(way: Any, grads: Any, rows: Rows, exchange: Any, what: str, dims: Any)
 
 
 def _to_heads(rows: Rows, exchange: Any, what: str, dims: Any, tensors: Any) -> tuple[Tensor, ...]:
+    if exchange is exchanged and _parallel_blocks.from_place_to_place(rows, tensors, dims, True):
+        return _parallel_blocks.exchanged(rows, what, tensors, dims, True)
     parts: list[Any] = []
-    for x, (heads, at) in zip(tensors, dims):
+    for x, (heads, at, _) in zip(tensors, dims):
         heads, at = heads + x.dim(), at + x.dim()
         split = x.unflatten(heads, (rows.ranks, x.shape[heads] // rows.ranks))
         parts.append(split.movedim((heads, at + (at > heads)), (0, 1)))
     shapes = [part.shape[2:] for part in parts]
     each = _columns(exchange(rows, what, True, parts), parts, shapes)
-    return tuple(y.unflatten(1, shape).movedim(0, at + 1 + len(shape)) for y, shape, (_, at) in zip(each, shapes, dims))
+    return tuple(y.unflatten(1, shape).movedim(0, at + 1 + len(shape)) for y, shape, (_, at, _) in zip(each, shapes, dims))
 
 
 def _to_rows(rows: Rows, exchange: Any, what: str, dims: Any, tensors: Any) -> tuple[Tensor, ...]:
-    parts: list[Any] = [y.movedim(at, 0) for y, (_, at) in zip(tensors, dims)]
+    if exchange is exchanged and _parallel_blocks.from_place_to_place(rows, tensors, dims, False):
+        return _parallel_blocks.exchanged(rows, what, tensors, dims, False)
+    parts: list[Any] = [y.movedim(at, 0) for y, (_, at, _) in zip(tensors, dims)]
     shapes = [part.shape[1:] for part in parts]
     each = _columns(exchange(rows, what, False, parts), parts, shapes)
     results = []
-    for x, shape, (heads, at) in zip(each, shapes, dims):
+    for x, shape, (heads, at, _) in zip(each, shapes, dims):
         size = len(shape) + 1  # dimensions of the result
         heads, at = heads + size, at + size
         split = x.unflatten(2, shape).movedim((0, 1), (heads, at + (at > heads)))
