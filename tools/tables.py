@@ -279,6 +279,30 @@ def triangle():
     return rows
 
 
+def several_gpus():
+    data = result("several_gpus")
+    machine, gpus = data["machine"], data["machine"]["gpus"]
+    ways, peers = ("keys", "heads", "ring"), ("PyTorch cuDNN", "PyTorch FlashAttention-2")
+    rows = [
+        f"T(1) / ({gpus} T({gpus})), forward and backward together, bf16, D = 128: 1.0 is perfect. **Bold** is what `context_parallel` chooses. PyTorch's context_parallel is "
+        f"compared with fovea on one GPU, too. {gpus} {machine['gpu']}, PyTorch {machine['torch']}, NCCL {machine['nccl']}, medians of {data['rows'][0]['turns']} turns, "
+        f"{measured(data, data['rows'])}; repeat with `bench/torch/several_gpus.py`.",
+        "",
+        f"| problem | one GPU, ms | {' | '.join(ways)} | PyTorch, cuDNN | PyTorch, FlashAttention-2 |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in data["rows"]:
+        found, whole = row["results"], "{:.1f} / {:.1f}".format(*row["one_ms"])
+        if "DTensor" in found:
+            rows.append(f"| {row['name']}, 4 heads, D = 32 | {whole} | DTensor **{found['DTensor']['efficiency']:.3f}** | – | – | – | – |")
+            continue
+        cells = [f"{found[name]['efficiency']:.3f}" if "efficiency" in found.get(name, {}) else "–" for name in (*ways, *peers)]
+        at = ways.index(row["chosen"])
+        cells[at] = f"**{cells[at]}**"
+        rows.append(f"| {row['name']} | {whole} | {' | '.join(cells)} |")
+    return rows
+
+
 def training():
     data = result("training")
     if data is None:
@@ -594,6 +618,7 @@ def gpu_host():
 
 
 TABLES = {
+    "several_gpus": several_gpus,
     "support": support,
     "cpu": cpu,
     "cpu_short": lambda: cpu(short=True),

@@ -69,6 +69,8 @@ class _Sides:
         outer, rest = self.outer.numel(), self.rest.numel()
         ranks, count, total = rows.ranks, rows.count, rows.total
         self.own = own = x.shape[place.heads] // (ranks if to_heads else 1)
+        these_rows: tuple[int, ...]
+        these_heads: tuple[int, ...]
         # Of these rows: by entry, rank and head, or by rank and entry. Of these heads: by entry and head, or by entry.
         if place.heads_first:
             these_rows, these_heads = (outer, ranks, own, count, rest), (outer, own, total, rest)
@@ -116,8 +118,8 @@ class _Sides:
         else:
             order = self.dims[::-1]
             if self.to_heads:
-                found = self.heads.unflatten(2, (self.own, self.rest.numel()))
+                found = self.heads.view(*self.heads.shape[:2], self.own, self.rest.numel())
             else:
-                found = self.rows.unflatten(3, (self.own, self.rest.numel())).movedim(0, 2).flatten(2, 3)  # a copy
+                found = self.rows.view(*self.rows.shape[:3], self.own, self.rest.numel()).movedim(0, 2).flatten(2, 3)  # a copy
         shape = (*self.outer, *found.shape[1:3], *self.rest)
         return found.reshape(shape).movedim((self.first, self.first + 1), order)

@@ -9,6 +9,7 @@ they are put in order by a copy.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -132,8 +133,8 @@ def start_return(plan: Plan, whole: Tensor, what: str) -> Moving:
         sent = [(other, [plan.at(whole, one) for one in plan.segments(other, rank)]) for other in plan.others]
         each = [(other, plan.segments(rank, other)) for other in plan.others]
         room = whole.new_empty(sum(one.rows for _, segments in each for one in segments), width)
-        parts = iter(room.split([one.rows for _, segments in each for one in segments]))
-        found = [(other, [next(parts) for _ in segments]) for other, segments in each]
+        ends = iter(itertools.accumulate(one.rows for _, segments in each for one in segments))
+        found = [(other, [room[(end := next(ends)) - one.rows : end] for one in segments]) for other, segments in each]
         own = [(one.local, plan.at(whole, one)) for one in plan.segments(rank, rank)]
         added = [(one, part) for (_, segments), (_, tensors) in zip(each, found) for one, part in zip(segments, tensors)]
     else:

@@ -8,7 +8,7 @@ gradients are formed by the same calls. Those of the keys are summed over pieces
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -299,7 +299,7 @@ class _Group:
         return x.narrow(-2, self.first_query, self.queries).narrow(-1, part.first, part.rows)
 
 
-def _groups_ahead(call: Call) -> Iterator[_Group]:
+def _groups_ahead(call: Call) -> Generator[_Group]:
     """The groups of heads. The next one's keys are on their way while one is computed, but only when this one's are there and in order:
     so there are never more than two groups' keys and values."""
     group = following = _Group(call, 0).start()
