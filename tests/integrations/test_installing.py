@@ -79,6 +79,20 @@ def test_what_it_does_not_have_is_said():
             importlib.import_module(name)
 
 
+def test_all_or_none(monkeypatch):
+    """With an error nothing is replaced that was not before. DeepSpeed stands for a package that is not installed."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *given: None if name == "deepspeed" else find(name, *given))
+    install("flash_attn_3")
+    try:
+        with pytest.raises(ImportError, match="deepspeed is not installed"):
+            install("flash_attn", "flash_attn_3", "evoformer")
+        assert find("flash_attn_interface") is not None and find("flash_attn") is None
+    finally:
+        uninstall("flash_attn_3", "flash_attn")
+    assert find("flash_attn_interface") is None
+
+
 def test_the_package_itself_is_not_replaced_without_a_word(tmp_path, monkeypatch):
     (tmp_path / "flash_attn_interface.py").write_text("flash_attn_func = 'the real one'\n")
     monkeypatch.syspath_prepend(str(tmp_path))

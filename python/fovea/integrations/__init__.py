@@ -41,6 +41,10 @@ _AVAILABLE = {
 }
 
 
+_REGISTERED = ("diffusers", "transformers")
+_replaced: set[str] = set()  # by install()
+
+
 def available() -> dict[str, str]:
     """The integrations that install() knows.
 
@@ -51,7 +55,7 @@ def available() -> dict[str, str]:
 
 
 def install(*names: str, force: bool = False) -> None:
-    """Makes programs that call another library call fovea.
+    """Makes programs that call another library call fovea. All of the names, or with an error none that was not before.
 
     Call it before the program imports that library, and before it imports libraries that look for it (transformers,
     diffusers and xformers look once). uninstall() takes it back.
@@ -72,8 +76,18 @@ def install(*names: str, force: bool = False) -> None:
         >>> from flash_attn import flash_attn_func
         >>> fovea.integrations.uninstall("flash_attn")
     """
-    for module in _modules(names):
-        module._install(force)
+    fresh = []
+    try:
+        for name, module in zip(names, _modules(names)):
+            if name not in _replaced:
+                fresh.append((name, module))
+            module._install(force)
+    except BaseException:
+        for name, module in fresh:
+            if name not in _REGISTERED:  # these replace nothing, and may have been there
+                module._uninstall()
+        raise
+    _replaced.update(names)
 
 
 def uninstall(*names: str) -> None:
@@ -85,8 +99,9 @@ def uninstall(*names: str) -> None:
     Raises:
         ValueError: A name is unknown, or there is none.
     """
-    for module in _modules(names):
+    for name, module in zip(names, _modules(names)):
         module._uninstall()
+        _replaced.discard(name)
 
 
 def _modules(names: tuple[str, ...]) -> list[Any]:

@@ -63,8 +63,8 @@ def _install(force: bool) -> None:
             "install: deepspeed is not installed; accepted: the package with its DeepSpeed4Science, or a call of "
             "fovea.integrations.evoformer.DS4Sci_EvoformerAttention"
         )
-    for name in _MODULES:
-        _patches.put(importlib.import_module(name), "DS4Sci_EvoformerAttention", DS4Sci_EvoformerAttention)
+    for module in [importlib.import_module(name) for name in _MODULES]:  # all are imported before one is changed
+        _patches.put(module, "DS4Sci_EvoformerAttention", DS4Sci_EvoformerAttention)
 
 
 def _uninstall() -> None:
