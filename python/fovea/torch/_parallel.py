@@ -52,11 +52,12 @@ def context_parallel(
     """Computes attention() of sequences whose rows lie on the ranks of a group; each rank has and gets its own rows.
 
     Every rank of the group calls it with equal options. On a CPU out, lse and the gradients of q and of biases with queries have the
-    bits of one process, with the exceptions that docs/several-gpus.md names; gradients of k and v are summed over ranks in fp32. Gradients are those of the sum of the ranks' losses: what every
-    rank has whole (sink, biases without queries) gets this rank's part, to be summed over the ranks like any parameter's gradient.
+    bits of one process, with the exceptions that docs/several-gpus.md names; gradients of k and v are summed over ranks in fp32.
+    Gradients are those of the sum of the ranks' losses: what every rank has whole (sink, biases without queries) gets this rank's part, to be summed over
+    the ranks like any parameter's gradient.
 
-    With move="keys" the keys and values are gathered. A bias or mask with queries has this rank's rows and all keys, in natural
-    order; with packed rows it is whole. With move="heads" an all-to-all gives each rank all rows of some heads. The number of key
+    With move="keys" a rank fetches the keys and values that its rows can see. A bias or mask with queries has this rank's rows and
+    all keys, in natural order; with packed rows it is whole. With move="heads" an all-to-all gives each rank all rows of some heads. The number of key
     heads is a multiple of the number of ranks. A bias or mask with queries has all rows, and this rank's Hq / ranks heads or one.
     Dropout's mask is that of one device. With move="keys" the pieces then begin at multiples of 16 rows. With move="ring" the keys go
     round the ranks, for keys that do not fit: arguments are those of "keys", and out, lse and all gradients are sums in fp32 over
