@@ -53,8 +53,8 @@ def context_parallel(
 
     Every rank of the group calls it with equal options. On a CPU out, lse and the gradients of q and of biases with queries have the
     bits of one process, with the exceptions that docs/several-gpus.md names; gradients of k and v are summed over ranks in fp32.
-    Gradients are those of the sum of the ranks' losses: what every rank has whole (sink, biases without queries) gets this rank's part, to be summed over
-    the ranks like any parameter's gradient.
+    Gradients are those of the sum of the ranks' losses: what every rank has whole (sink, biases without queries) gets this rank's
+    part, to be summed over the ranks like any parameter's gradient.
 
     With move="keys" a rank fetches the keys and values that its rows can see. A bias or mask with queries has this rank's rows and
     all keys, in natural order; with packed rows it is whole. With move="heads" an all-to-all gives each rank all rows of some heads. The number of key

@@ -74,7 +74,7 @@ def some(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
 
 
 def may_begin_later(device: Any) -> bool:
-    """Whether a rank's keys may begin with another one than the first. Where the bits of one process are promised, blocks of keys do not."""
+    """Whether a rank's keys may begin with another one than the first. Where the bits of one process are promised, they do not."""
     later: bool = device.type != "cpu"
     return later
 
