@@ -57,8 +57,9 @@ def context_parallel(
     part, to be summed over the ranks like any parameter's gradient.
 
     With move="keys" a rank fetches the keys and values that its rows can see. A bias or mask with queries has this rank's rows and
-    all keys, in natural order; with packed rows it is whole. With move="heads" an all-to-all gives each rank all rows of some heads. The number of key
-    heads is a multiple of the number of ranks. A bias or mask with queries has all rows, and this rank's Hq / ranks heads or one.
+    all keys, in natural order; with packed rows it is whole. With move="heads" an all-to-all gives each rank all rows of some heads.
+    The number of key heads is a multiple of the number of ranks. A bias or mask with queries has all rows, and this rank's Hq / ranks
+    heads or one.
     Dropout's mask is that of one device. With move="keys" the pieces then begin at multiples of 16 rows. With move="ring" the keys go
     round the ranks, for keys that do not fit: arguments are those of "keys", and out, lse and all gradients are sums in fp32 over
     the keys of the ranks, so not the bits of one process. Packed rows then have no biases and masks.
