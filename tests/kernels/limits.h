@@ -28,7 +28,8 @@ inline int spilt(const Kernel& kernel) {
     if (name == "sm90_backward" && s->halves && !s->same_step && s->dropout != DropoutRule::kNone) {
       return kHalvesWithDropout;
     }
-    const bool few = (s->same_step && (s->banded || s->bias != BiasTile::kNone)) || (s->converts && (s->warps == 12 || s->fp32_results));
+    const bool few = (s->same_step && (s->banded || s->bias != BiasTile::kNone)) ||
+                     (s->converts && (s->warps == 12 || s->fp32_results));
     return few ? kByCopies : kUsual;
   }
   if (const auto* s = std::get_if<Sm90BiasSpec>(&kernel.spec); s != nullptr) {
