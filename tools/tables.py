@@ -115,7 +115,7 @@ def cpu_peers(name="cpu_pytorch", short=False):
     products = ", ".join(f"{one['matmul']:.0f}{in_bf16(one)} with {one['isa']}" for one in data["instruction_sets"])
     rows = [
         f"{data['cpu']}, {threads}; PyTorch {data['instruction_sets'][0]['torch']} in the same process, within the same instruction set. "
-        f"fovea / PyTorch in GFLOP/s of allowed pairs, and fovea's speed as a multiple of PyTorch's; PyTorch's {N_MATMUL}³ matrix product in fp32: "
+        f"fovea / PyTorch in GFLOP/s of allowed pairs, and fovea's speed as a multiple of PyTorch's; PyTorch's {N_MATMUL}³ matrix product alone, in fp32: "
         f"{products}. Medians of {data['rounds']} alternating calls on a machine busy with other work, {data['date']}, "
         f"commit {data['commit']}; repeat with `bench/cpu/pytorch.py{''.join(f' --isa {isa}' for isa in sets)} --rounds {data['rounds']}"
         f"{' --threads ' + str(data['threads']) if data['threads'] > 1 else ''}`.",
@@ -134,6 +134,9 @@ def cpu_peers(name="cpu_pytorch", short=False):
                 cells.append("" if speeds is None else "{:.{n}f} / {:.{n}f} = {:.2f}".format(
                     *speeds, speeds[0] / speeds[1], n=0 if min(speeds) >= 20 else 1))  # fmt: skip
         rows.append(f"| {problem} | " + " | ".join(cells) + " |")
+    for problem in dict.fromkeys(row["name"] for row in data["rows"] if "of_product" in row and not short):
+        shares = [found.get((isa, problem), {}).get("of_product", {}).get(which) for isa in sets for which in ("forward", "backward")]
+        rows.append(f"| {problem}, of the matrix product in turns | " + " | ".join("" if x is None else f"{x:.2f}" for x in shares) + " |")
     return rows
 
 

@@ -31,6 +31,8 @@ from fastest import WITHIN  # noqa: E402
 N = 2048  # of the matrix product
 # Without AMX in PyTorch's libraries, which would take it for bf16.
 LIMITS = WITHIN | {"avx512": WITHIN["avx512_bf16"]}
+PRODUCT_OF = {"float32": "matmul", "bfloat16": "matmul_bf16"}
+BESIDE_PRODUCT = "S=2048 D=128"  # rows in whose turns the matrix product is timed, too
 PACKED = [32 * n for n in range(1, 17)]  # lengths of sequences
 
 
@@ -117,16 +119,22 @@ def measure(isa, threads, rounds, words):
         if packed:
             pairs = heads * sum(n * n for n in PACKED)
         row = {"isa": isa, "name": name}
+        beside = [products[PRODUCT_OF[dtype]]] if name.startswith(BESIDE_PRODUCT) and PRODUCT_OF[dtype] in products else []
         with torch.no_grad():
-            seconds = medians([ours, theirs], rounds, clock)
+            *seconds, product = medians([ours, theirs, *beside], rounds, clock) + [None] * (not beside)
         row["forward"] = [4e-9 * pairs * dim / x for x in seconds]
+        if beside:
+            row["of_product"] = {"forward": row["forward"][0] / (2e-9 * N**3 / product)}
         row["gigabytes_per_second"] = 1e-9 * (k.nbytes + v.nbytes) / seconds[0]
         if sq > 1:
             for tensor in inputs:
                 tensor.requires_grad_()
             outs = ours(), theirs()
-            seconds = medians([lambda out=out: torch.autograd.grad(out, inputs, grad, retain_graph=True) for out in outs], rounds, clock)
+            backward = [lambda out=out: torch.autograd.grad(out, inputs, grad, retain_graph=True) for out in outs]
+            *seconds, product = medians(backward + beside, rounds, clock) + [None] * (not beside)
             row["backward"] = [1e-8 * pairs * dim / x for x in seconds]
+            if beside:
+                row["of_product"]["backward"] = row["backward"][0] / (2e-9 * N**3 / product)
         print(json.dumps(row), flush=True)
 
 
@@ -159,6 +167,8 @@ def main():
                     continue
                 cells = [f"{which} {row[which][0]:6.1f} / {row[which][1]:6.1f} = {row[which][0] / row[which][1]:5.2f}"
                          for which in ("forward", "backward") if which in row]  # fmt: skip
+                if "of_product" in row:
+                    cells.append(f"of the matrix product {' / '.join(f'{x:.2f}' for x in row['of_product'].values())}")
                 print(f"  {row['name']:42}{'   '.join(cells)}", flush=True)
         if child.returncode != 0:
             sys.exit(f"{isa}: the measuring process ended with {child.returncode}")

@@ -10,6 +10,7 @@ examples:
   bench/torch/models.py                         every model: a minute and a half on an H200, a part of it for compiling kernels
   bench/torch/models.py --size large --json bench/results/models.json      the table of the README; "eager" of Mistral takes 128 GiB
   bench/torch/models.py mistral t5 --steps 10
+  bench/torch/models.py t5 --size large --compile       where a step of the plain model waits for the host
   bench/torch/models.py --size small --device cpu llama    whether it runs at all
 """
 
@@ -53,6 +54,11 @@ MODELS = {
                 decoder(32, 4, 64, 4, sliding_window=128, intermediate_size=2048, num_local_experts=4, num_experts_per_tok=2,
                         rope_parameters={"rope_type": "default", "rope_theta": 150000.0}),
                 {"large": (2, 4096), "medium": (1, 4096), "small": (1, 128)}),
+    # A mixture of experts as small as it gets, so that the step is mostly attention.
+    "gpt_oss_small_experts": ("GptOssForCausalLM", "GptOssConfig",
+                              decoder(32, 4, 64, 4, sliding_window=128, intermediate_size=2048, num_local_experts=2,
+                                      num_experts_per_tok=1, rope_parameters={"rope_type": "default", "rope_theta": 150000.0}),
+                              {"large": (2, 4096), "medium": (1, 4096), "small": (1, 128)}),
     "bert": ("BertForMaskedLM", "BertConfig",
              {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
               "vocab_size": VOCABULARY}, {"large": (64, 512), "medium": (32, 512), "small": (2, 128)}),
@@ -151,6 +157,23 @@ class Steps:
                 found[name].append(self.step()[0])
         return found
 
+    def compile(self, implementations):
+        """By torch.compile, for training, and the memory of a step by implementation. Each is a graph of its own."""
+        import torch
+
+        memory = {}
+        self.model.train()
+        self.model.compile(dynamic=False)
+        for name in implementations:
+            set_implementation(self.model, name)
+            for _ in range(3):
+                self.step()
+            if self.cuda:
+                torch.cuda.reset_peak_memory_stats()
+                self.step()
+                memory[name] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        return memory
+
     def busy_ms(self, implementation):
         """Milliseconds of a step in which the GPU computes or copies; None where the profiler cannot see it."""
         import torch
@@ -173,8 +196,8 @@ def clean():
         torch.cuda.empty_cache()
 
 
-def measure(name, size, device, steps, seconds_left):
-    """Its rows."""
+def measure(name, size, device, steps, seconds_left, compiled=False):
+    """Its rows. compiled: times and memory are those of compiled models; the loss and the gradients are not."""
     import torch
 
     model = Steps(name, size, device)
@@ -187,7 +210,7 @@ def measure(name, size, device, steps, seconds_left):
             if exact is None:
                 exact = grads
             row["gradient"] = f"{((grads - exact).norm() / exact.norm()).item():.2e}"
-            if implementation not in TURNS:
+            if implementation not in TURNS and not compiled:
                 row["times"], row["busy_ms"] = model.times([implementation], steps)[implementation], model.busy_ms(implementation)
         except (torch.OutOfMemoryError, ValueError, NotImplementedError, RuntimeError, TimeoutError) as error:
             row = {**model.about, "implementation": implementation, "error": f"{type(error).__name__}: {str(error)[:160]}"}
@@ -195,7 +218,11 @@ def measure(name, size, device, steps, seconds_left):
         model.model.zero_grad(set_to_none=True)
         grads = None
         clean()
-    for implementation, times in model.times([one for one in TURNS if "error" not in rows[one]], steps).items():
+    turns = [one for one in (IMPLEMENTATIONS if compiled else TURNS) if "error" not in rows[one]]
+    if compiled:
+        for implementation, memory in model.compile(turns).items():
+            rows[implementation].update(GiB=memory, compiled=True)
+    for implementation, times in model.times(turns, steps).items():
         rows[implementation].update(times=times, busy_ms=model.busy_ms(implementation))
     for row in rows.values():
         if "times" in row:
@@ -210,6 +237,7 @@ def main():
     parser.add_argument("--size", choices=("large", "medium", "small"), default="medium")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--steps", type=int, default=7, help="steps that are timed (default 7)")
+    parser.add_argument("--compile", action="store_true", help="time the models as torch.compile makes them; a minute each")
     parser.add_argument("--seconds", type=float, default=600, help="begin no further row after so many seconds")
     parser.add_argument("--json", type=Path, help="write the rows here as well")
     arguments = parser.parse_args()
@@ -225,7 +253,8 @@ def main():
     fovea.integrations.install("transformers")
     rows, begin = [], time.monotonic()
     for name in arguments.models or MODELS:
-        found = measure(name, arguments.size, arguments.device, arguments.steps, lambda: arguments.seconds - time.monotonic() + begin)
+        found = measure(name, arguments.size, arguments.device, arguments.steps, lambda: arguments.seconds - time.monotonic() + begin,
+                        arguments.compile)
         rows += found
         clean()
         for row in found:

@@ -98,13 +98,6 @@ bool in_same_step(const Call& call, const Sm90BackwardSpec& spec, bool ordered) 
          !spec.dbias_store && (!spec.banded || (grouped && !spec.left_edge && spec.bias == BiasTile::kNone));
 }
 
-// Whether one warpgroup makes P and the other dS. Products of 64 queries take less of shared memory than those of 32,
-// but dS is made of P as rounded. Without a band that was no faster from 8,192 queries on (docs/design/tried.md).
-bool has_roles(const Call& call, const Sm90BackwardSpec& spec) {
-  constexpr std::int64_t kLong = 8192;
-  return sm90_can_have_roles(spec) && (spec.banded || call.rows.limit_q < kLong);
-}
-
 // From the best on: the first that fits is taken.
 std::vector<Tiles> candidates(const Sm90BackwardSpec& spec, std::int64_t seqlen_k, bool ordered) {
   const int widest = std::max(spec.d, spec.dv);
@@ -307,7 +300,7 @@ bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, cons
     const Results fp32 = fp32_results(call.problem);
     spec.fp32_results = (spec.dkv && !spec.key_parts && (fp32.k || fp32.v)) || (spec.direct && fp32.q);
     spec.key_mask = is_mask_alone(call, operands, spec);
-    spec.roles = clusters && has_roles(call, spec);
+    spec.roles = clusters && sm90_can_have_roles(spec);
     spec.tile_stores = !clusters && stores_tiles(call, operands, spec);
     spec.delay = has_dq && tiles.delay;
     spec.halves = has_dq && tiles.halves;

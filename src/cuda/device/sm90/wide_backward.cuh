@@ -152,9 +152,11 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
   auto step = block.walk();
   if (block.steps > 0) {
     barrier_wait(barriers.k_full(), 0);
-    if constexpr (S.ragged) {
+    if constexpr (S.ragged || !kRoles) {
       barrier_wait(barriers.v_full(), 0);
       barrier_wait(barriers.other_full(), 0);
+    }
+    if constexpr (S.ragged) {
       sm90_wide_clear_keys<S, kThreads>(base, block.place.k_len - block.key0, rank);
     }
   }
@@ -191,7 +193,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
         wgmma_commit();
       }
       if constexpr (kDerives) {
-        barrier_wait(barriers.v_full(), 0);
+        if constexpr (kRoles) {
+          barrier_wait(barriers.v_full(), 0);
+        }
         barrier_wait(barriers.grad_out_full(), turn);
         multiply<kType, V>(dp, v_rows, o_rows);
         wgmma_commit();

@@ -75,7 +75,9 @@ struct Sm90WideDq {
   __device__ __forceinline__ bool exists() const { return S.dq && column < S.d; }
   __device__ __forceinline__ void issue(const Ring<2>& tile) {
     // Note: warps that sum nothing wait, too. Otherwise a block without dQ would release a buffer that is not full yet.
-    barrier_wait(barriers.other_full(), 0);
+    if constexpr (S.roles) {
+      barrier_wait(barriers.other_full(), 0);
+    }
     barrier_wait(barriers.grads_full(tile.buffer()), tile.parity());
     wgmma_fence();
     if (!exists()) {
