@@ -7,6 +7,7 @@ nothing is written, and a table that would change is an error.
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -177,7 +178,7 @@ def torch_steps():
 
 MODELS = {
     "mistral": "Mistral, window 1024, D=128, 16/4 heads", "gpt_oss": "GPT-OSS, sinks, window 128 in every other layer, D=64, 32/4 heads",
-    "gemma2": "Gemma 2, softcap, window 1024 in every other layer, D=256, 8/4 heads",
+    "gpt_oss_few": "GPT-OSS, the same, with two small experts", "gemma2": "Gemma 2, softcap, window 1024 in every other layer, D=256, 8/4 heads",
     "t5": "T5-base, encoder and decoder, learned bias, dropout 0.1", "bert": "BERT-base, half of the rows padded, dropout 0.1",
     "llama": "Llama, D=128, 16/4 heads", "vit": "ViT-B",
 }  # fmt: skip
@@ -215,14 +216,15 @@ def models(short=False):
         "| model | eager | sdpa | fovea | times the speed of eager | of sdpa |" + ("" if short else " GPU busy, ms: eager / sdpa / fovea |"),
         "| --- | --- | --- | --- | --- | --- |" + ("" if short else " --- |"),
     ]
-    for name, title in MODELS.items():
-        by = {row["implementation"]: row for row in data["rows"] if row["model"] == name}
+    for (name, title), mode in itertools.product(MODELS.items(), (None, "default", "reduce-overhead")):
+        by = {row["implementation"]: row for row in data["rows"] if (row["model"], row.get("compiled")) == (name, mode)}
         if "fovea" not in by:
             continue
         ours = by["fovea"]
         cell = lambda row: "refused" if "ms" not in row else f"{row['ms']:.1f} ms, {row['GiB']:.1f} GiB"  # noqa: E731
         times = lambda row: f"{row['ms'] / ours['ms']:.2f}" if "ms" in row else ""  # noqa: B023, E731
         length = {"vit": f"{ours['length']} x {ours['length']} pixels", "t5": f"S={ours['length']} and {ours['length'] // 4}"}.get(name, f"S={ours['length']}")
+        title += {None: "", "default": ", by `torch.compile`"}.get(mode, f", by `torch.compile`, {mode}")
         line = (f"| {title}, {ours['layers']} layers, B={ours['batch']}, {length} | {cell(by['eager'])} | {cell(by['sdpa'])} | **{cell(ours)}** | "
                 f"{times(by['eager'])} | {times(by['sdpa'])} |")  # fmt: skip
         if not short:

@@ -54,11 +54,11 @@ MODELS = {
                 decoder(32, 4, 64, 4, sliding_window=128, intermediate_size=2048, num_local_experts=4, num_experts_per_tok=2,
                         rope_parameters={"rope_type": "default", "rope_theta": 150000.0}),
                 {"large": (2, 4096), "medium": (1, 4096), "small": (1, 128)}),
-    # A mixture of experts as small as it gets, so that the step is mostly attention.
-    "gpt_oss_small_experts": ("GptOssForCausalLM", "GptOssConfig",
-                              decoder(32, 4, 64, 4, sliding_window=128, intermediate_size=2048, num_local_experts=2,
-                                      num_experts_per_tok=1, rope_parameters={"rope_type": "default", "rope_theta": 150000.0}),
-                              {"large": (2, 4096), "medium": (1, 4096), "small": (1, 128)}),
+    # Few and small experts, so that more of the step is attention.
+    "gpt_oss_few": ("GptOssForCausalLM", "GptOssConfig",
+                    decoder(32, 4, 64, 4, sliding_window=128, intermediate_size=1024, num_local_experts=2, num_experts_per_tok=1,
+                            rope_parameters={"rope_type": "default", "rope_theta": 150000.0}),
+                    {"large": (2, 4096), "medium": (1, 4096), "small": (1, 128)}),
     "bert": ("BertForMaskedLM", "BertConfig",
              {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
               "vocab_size": VOCABULARY}, {"large": (64, 512), "medium": (32, 512), "small": (2, 128)}),
@@ -157,13 +157,13 @@ class Steps:
                 found[name].append(self.step()[0])
         return found
 
-    def compile(self, implementations):
+    def compile(self, mode, implementations):
         """By torch.compile, for training, and the memory of a step by implementation. Each is a graph of its own."""
         import torch
 
         memory = {}
         self.model.train()
-        self.model.compile(dynamic=False)
+        self.model.compile(dynamic=False, mode=mode)
         for name in implementations:
             set_implementation(self.model, name)
             for _ in range(3):
@@ -196,8 +196,8 @@ def clean():
         torch.cuda.empty_cache()
 
 
-def measure(name, size, device, steps, seconds_left, compiled=False):
-    """Its rows. compiled: times and memory are those of compiled models; the loss and the gradients are not."""
+def measure(name, size, device, steps, seconds_left, compiled=None):
+    """Its rows. compiled: the mode of torch.compile; times and memory are those of compiled models, the loss and the gradients not."""
     import torch
 
     model = Steps(name, size, device)
@@ -220,8 +220,8 @@ def measure(name, size, device, steps, seconds_left, compiled=False):
         clean()
     turns = [one for one in (IMPLEMENTATIONS if compiled else TURNS) if "error" not in rows[one]]
     if compiled:
-        for implementation, memory in model.compile(turns).items():
-            rows[implementation].update(GiB=memory, compiled=True)
+        for implementation, memory in model.compile(compiled, turns).items():
+            rows[implementation].update(GiB=memory, compiled=compiled)
     for implementation, times in model.times(turns, steps).items():
         rows[implementation].update(times=times, busy_ms=model.busy_ms(implementation))
     for row in rows.values():
@@ -237,7 +237,8 @@ def main():
     parser.add_argument("--size", choices=("large", "medium", "small"), default="medium")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--steps", type=int, default=7, help="steps that are timed (default 7)")
-    parser.add_argument("--compile", action="store_true", help="time the models as torch.compile makes them; a minute each")
+    parser.add_argument("--compile", nargs="?", const="default", metavar="MODE",
+                        help="time the models as torch.compile makes them, in this mode (default); some minutes for each")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=600, help="begin no further row after so many seconds")
     parser.add_argument("--json", type=Path, help="write the rows here as well")
     arguments = parser.parse_args()

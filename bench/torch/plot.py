@@ -29,7 +29,8 @@ def models(data):
     figure, panels = plt.subplots(1, 2, figsize=(11, 3.6))
     for axes, key, title in zip(panels, ("ms", "GiB"), ("a training step, ms", "most memory, GiB")):
         for n, implementation in enumerate(("eager", "sdpa", "fovea")):
-            by = {row["model"]: row for row in data["rows"] if row["implementation"] == implementation}
+            by = {row["model"]: row for row in data["rows"]
+                  if row["implementation"] == implementation and "compiled" not in row}
             heights = [by.get(name, {}).get(key) or 0 for name in names]
             bars = axes.bar([at + (n - 1) * 0.28 for at in range(len(names))], heights, 0.27, color=COLOURS[implementation], label=implementation)
             axes.bar_label(bars, [f"{x:.0f}" if x else "–" for x in heights], fontsize=6)
