@@ -8,6 +8,7 @@ specification (docs/semantics.md) beside it, and in no other respect optimised.
 
     forward(q, k, v, **options)                       -> out, lse
     backward(grad_out, q, k, v, out, lse, **options)  -> {"q": ..., "k": ..., "v": ..., "bias": ..., ...}
+    accumulated(held, out, lse), added(held, grads)   -> the same where a call accumulates into what its tensors hold
 
 Shapes are the specification's; `batch_shape` gives packed sequences a batch of two levels. Rows that do not exist
 (beyond seqused, past the last entry of cu_seqlens) hold `fill` in whatever comes back.
@@ -230,6 +231,31 @@ def forward(q, k, v, *, fill=0.0, **options):
                 out[problem.row(index, h, q0 + i)] = o_i
                 lse[problem.lse_row(index, h, q0 + i)] = lse_i
     return out, lse
+
+
+def accumulated(held, out, lse, fill):
+    """The result over the keys of two calls: `held`, (out, lse), and another. A row without keys has 0 and -inf. Rows that do not
+    exist, where lse is `fill`, keep what they hold."""
+    held_out, held_lse = (np.array(x, np.float64) for x in held)
+    rows = held_lse.shape
+    # The order of out's dimensions is not that of lse: heads are the last but one.
+    out, into = np.moveaxis(out, -2, -3), np.moveaxis(held_out, -2, -3)
+    for at in np.ndindex(rows):
+        if lse[at] == fill:
+            continue
+        logits = [held_lse[at], lse[at]]
+        top = max(logits)
+        if top == -math.inf:
+            continue
+        both = top + math.log(sum(math.exp(x - top) for x in logits))
+        into[at] = math.exp(held_lse[at] - both) * into[at] + math.exp(lse[at] - both) * out[at]
+        held_lse[at] = both
+    return held_out, held_lse
+
+
+def added(held, grads, fill):
+    """Gradients that are added to what is held, by name. Elements that are `fill` belong to rows that do not exist."""
+    return {name: np.where(grad == fill, held[name], held[name] + np.where(grad == fill, 0, grad)) for name, grad in grads.items()}
 
 
 def reduced(expanded, shape):
