@@ -11,7 +11,10 @@ import torch.distributed as dist
 
 from covering import covering
 import fovea
-from fovea.torch import Rows, _parallel_blocks, _parallel_call, _parallel_positions, attention, context_parallel, explain_context_parallel
+from fovea.torch import (
+    Rows, _attention, _parallel_blocks, _parallel_call, _parallel_fetch, _parallel_positions, attention, context_parallel,
+    explain_context_parallel,
+)  # fmt: skip
 
 # The first value of each is the plain one. The numbers of key heads are multiples of the ranks; "one" is one key head.
 FEATURES = {
@@ -448,6 +451,10 @@ def keys_of_a_window(group, kind, options):
         got = context_parallel(*leaves[:3], bias=leaves[3], rows=rows, move="keys", **given)
         got.backward(rows.take(grad, 2))
         text = explain_context_parallel(*leaves[:3], bias=leaves[3], rows=rows, move="keys", **given)
+        options = {**_attention._OPTIONS, **given}
+        # A window to the left: rows behind a rank's first ones read its own keys where they lie.
+        in_place = kind == "contiguous" and (given["window"][1] == 0 or given.get("causal", False)) and "position_k" not in given
+        assert (_parallel_fetch.fetch_plan(rows, options, leaves[0].device).edge is not None) == in_place
         for x, y in zip([got, *(x.grad for x in leaves)], [want, *(x.grad for x in whole)]):
             torch.testing.assert_close(x, rows.take(y, 2 if y.dim() == 4 else 1), rtol=1e-5, atol=2e-5)
         return int(re.search(r"received in the forward: (\d+) bytes", text)[1])

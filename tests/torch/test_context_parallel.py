@@ -108,6 +108,7 @@ def test_groups_of_heads(ranks):
 
 @pytest.mark.parametrize("options", [
     {"window": (20, 0)}, {"window": (40, 10)}, {"causal": True, "window": (0, -1)}, {"window": (20, 0), "dropout_p": 0.3},
+    {"window": (30, 5), "causal": True, "deterministic": True}, {"window": (16, 0), "softcap": 2.0},
     {"window": (30, 0), "position_q": 7, "position_k": 40}, {"window": (5, 0), "position_k": 700}, {"window": (5, 5), "position_q": 9000},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])

@@ -2,6 +2,8 @@
 """Rows of keys, fetched from the ranks that have them, and the way back of their gradients: messages between two ranks, which only have
 the rows that are needed.
 
+Under a window the rows behind a rank's first ones need no fetched keys (`edge`): they read its own where they lie.
+
 A rank needs the keys of a span, some adjacent rows in natural order. Where ranks have few pieces, a message has rows that are adjacent on
 both sides, and goes from its place to its place. Packed rows can have hundreds of pieces: a rank then sends all of its rows at once, and
 they are put in order by a copy.
@@ -12,14 +14,14 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from . import _rows
-from ._parallel_positions import Options, Span, has_band, keys_of, may_begin_later, moves_by_lengths, some
+from ._parallel_positions import Options, Span, edge_of, has_band, keys_of, may_begin_later, moves_by_lengths, some
 from ._rows import Piece, Rows
 
 MOST_PIECES = 4  # of a rank, for messages from place to place
@@ -43,10 +45,10 @@ def segments_of(rows: Rows, rank: int) -> list[Segment]:
 
 
 class Plan:
-    """Which rows each rank has and needs. Every rank makes the same one."""
+    """Which rows each rank has and needs. Every rank makes the same one. edge: of edge_of(); then the spans are those of its rows alone."""
 
-    def __init__(self, rows: Rows, spans: Sequence[Span]) -> None:
-        self.rows, self.spans = rows, tuple(spans)
+    def __init__(self, rows: Rows, spans: Sequence[Span], edge: Optional[int] = None) -> None:
+        self.rows, self.spans, self.edge = rows, tuple(spans), edge
         self.rank = rows.rank or 0
         self.mine = self.spans[self.rank]
         self.from_place = max(map(len, rows.pieces)) <= MOST_PIECES
@@ -85,6 +87,14 @@ def fetch_plan(rows: Rows, o: Options, device: Any) -> Plan:
     if rows.kind == "packed" or not has_band(o) or o["positions_q"] is not None or o["positions_k"] is not None or moves_by_lengths(o):
         plan: Plan = rows._cached("fetch all", lambda: Plan(rows, [Span(0, rows.total)] * rows.ranks))
         return plan
+    edge = edge_of(rows, o, device)
+
+    def span_of_edge(piece: Piece) -> Span:
+        return span((piece._replace(rows=edge),)) if edge and piece.start > 0 else Span(0, 0)
+
+    if edge is not None:
+        at_edges: Plan = rows._cached(("fetch", edge), lambda: Plan(rows, [span_of_edge(mine[0]) for mine in rows.pieces], edge))
+        return at_edges
     band = (o["causal"], o["window"], o["position_q"], o["position_k"], may_begin_later(device))
     plan = rows._cached(("fetch", *band), lambda: Plan(rows, [span(pieces) for pieces in rows.pieces]))
     return plan
@@ -114,7 +124,15 @@ def start_fetch(plan: Plan, width: int, like: Tensor, put: Callable[[Tensor, int
         whole = like.new_empty(plan.mine.rows, width)
         for own in plan.segments(rank, rank):
             put(plan.at(whole, own), own.local, own.rows)
-        sent = [(other, [plan.at(whole, one) for one in plan.segments(rank, other)]) for other in plan.others]
+
+        def of_other(one: Segment) -> Tensor:
+            if plan.edge is None:
+                return plan.at(whole, one)
+            room = like.new_empty(one.rows, width)  # such rows are not among those that this rank fetches
+            put(room, one.local, one.rows)
+            return room
+
+        sent = [(other, [of_other(one) for one in plan.segments(rank, other)]) for other in plan.others]
         found = [(other, [plan.at(whole, one) for one in plan.segments(other, rank)]) for other in plan.others]
         return send_and_receive(rows, sent, found, like.device, what, lambda: whole)
     ranked = like.new_empty(rows.total, width)
@@ -125,9 +143,13 @@ def start_fetch(plan: Plan, width: int, like: Tensor, put: Callable[[Tensor, int
     return send_and_receive(rows, sent, found, like.device, what, lambda: _rows.natural(rows, ranked))
 
 
-def start_return(plan: Plan, whole: Tensor, what: str) -> Moving:
+Add = Callable[[int, Tensor], None]
+
+
+def start_return(plan: Plan, whole: Tensor, what: str, add: Optional[Add] = None) -> Moving:
     """(span, F), this rank's part of sums: begins to send the parts of rows that others have. wait() returns pairs of the first of some
-    adjacent rows of this rank and their sum. Overwrites `whole`."""
+    adjacent rows of this rank and their sum. Overwrites `whole`. With `add` the sums of this rank's rows are elsewhere: add(first, part)
+    adds some adjacent rows there, and wait() returns nothing."""
     rows, rank, width = plan.rows, plan.rank, whole.shape[1]
     if plan.from_place:
         sent = [(other, [plan.at(whole, one) for one in plan.segments(other, rank)]) for other in plan.others]
@@ -149,6 +171,10 @@ def start_return(plan: Plan, whole: Tensor, what: str) -> Moving:
         added = [(Segment(0, 0, rows.count), part) for part in room]
 
     def summed() -> list[tuple[int, Tensor]]:
+        if add is not None:
+            for first, part in [*own, *((one.local, part) for one, part in added)]:
+                add(first, part)
+            return []
         for one, part in added:  # in the order of the ranks
             for first, total in own:
                 start, end = max(first, one.local), min(first + total.shape[0], one.local + one.rows)

@@ -20,8 +20,8 @@ from ._call import Shard
 from ._parallel_call import (
     PLANES, Call, arguments_of, draw_seed, entries_of, has_queries, saying_rank, streams_of,
 )  # fmt: skip
-from ._parallel_fetch import Moving, fetch_plan, start_fetch, start_return
-from ._parallel_positions import keys_of, positions_of, some
+from ._parallel_fetch import Add, Moving, fetch_plan, start_fetch, start_return
+from ._parallel_positions import Span, keys_of, positions_of, some
 from ._rows import Piece, Rows
 
 
@@ -99,9 +99,10 @@ class Part(NamedTuple):
 
     first: int  # of this rank's rows
     rows: int
-    end: int  # of the keys that it has, which begin with those of the rank
+    keys: Span  # that it has, in natural order
     options: dict[str, Any]
     shard: Shard = Shard()
+    own: bool = False  # whether these are this rank's rows where they lie, and not fetched ones
     starts: Optional[Tensor] = None  # of packed rows: the position of each sequence's first row
     longest: int = 0  # of packed rows: the most of a sequence
 
@@ -110,6 +111,15 @@ def _parts(call: Call) -> list[Part]:
     """One for each piece of a dense rank; for packed rows one for the first pieces of all sequences, and one for the second ones."""
     if call.rows.kind == "packed":
         return _packed_parts(call)
+    edge = fetch_plan(call.rows, call.options, call.q.device).edge
+    if edge is not None:
+        (piece,) = call.rows.mine
+        own = Span(piece.start, piece.start + piece.rows)
+        if edge == 0 or piece.start == 0:
+            return [_dense_part(call, piece, 0, own)]
+        # The rows that need no fetched keys first: meanwhile these come.
+        behind = piece._replace(start=piece.start + edge, rows=piece.rows - edge)
+        return [_dense_part(call, behind, edge, own), _dense_part(call, piece._replace(rows=edge), 0)]
     return [_dense_part(call, piece, at) for piece, at in with_places(some(call.rows.mine))]
 
 
@@ -128,9 +138,9 @@ def with_places(pieces: tuple[Piece, ...]) -> Iterator[tuple[Piece, int]]:
         at += piece.rows
 
 
-def _dense_part(call: Call, piece: Piece, at: int) -> Part:
+def _dense_part(call: Call, piece: Piece, at: int, own: Optional[Span] = None) -> Part:
     rows, o, device = call.rows, call.options, call.q.device
-    first, end = fetch_plan(rows, o, device).mine.first, keys_of(rows, o, device, piece).end
+    first, end = own or (fetch_plan(rows, o, device).mine.first, keys_of(rows, o, device, piece).end)
     shard = positions_of(rows, o, device, piece.start)
     if first > 0:  # so there is a window, which positions are for
         shard = shard._replace(position_k=(shard.position_k or 0) + first)
@@ -139,7 +149,7 @@ def _dense_part(call: Call, piece: Piece, at: int) -> Part:
         used_q = (used_q.long() - piece.start).clamp(0, piece.rows).int()
     if used_k is not None:
         used_k = (used_k.long() - first).clamp(0, end - first).int()
-    return Part(at, piece.rows, end, {"seqused_q": used_q, "seqused_k": used_k}, shard)
+    return Part(at, piece.rows, Span(first, end), {"seqused_q": used_q, "seqused_k": used_k}, shard, own is not None)
 
 
 class Numbers(NamedTuple):
@@ -183,7 +193,8 @@ def _packed_parts(call: Call) -> list[Part]:
         more = {"cu_seqlens_q": n.ends, "cu_seqlens_k": keys, "max_seqlen_q": n.longest, "max_seqlen_k": rows.longest, "batch_outer": outer}
         if o["seqused_q"] is not None:
             more["seqused_q"] = torch.minimum((o["seqused_q"].long() - n.starts).clamp_min(0), n.ends.diff()).int()
-        parts.append(Part(n.first, n.rows, rows.total, more, positions_of(call.rows, o, device, 0, n.starts), n.starts, n.longest))
+        shard = positions_of(call.rows, o, device, 0, n.starts)
+        parts.append(Part(n.first, n.rows, Span(0, rows.total), more, shard, starts=n.starts, longest=n.longest))
     return parts
 
 
@@ -213,8 +224,9 @@ class _Group:
         return self
 
     def end(self) -> None:
-        self.fetched = self.split(self.pending.wait())
-        self.pending = None
+        if self.pending is not None:
+            self.fetched = self.split(self.pending.wait())
+            self.pending = None
 
     def of_keys(self, x: Tensor) -> Tensor:
         return x.narrow(self.call.heads_dim, self.first_key, self.keys)
@@ -240,8 +252,7 @@ class _Group:
             return rows.view(*entries_of(self.call), *rows.shape[1:])
         x = self.of_queries(x, part, -3, -2)
         if x is not None and x.dim() >= 1 and x.shape[-1] != 1 and self.call.rows.kind != "packed":
-            first = self.plan.mine.first
-            x = x.narrow(-1, first, part.end - first)
+            x = x.narrow(-1, part.keys.first, part.keys.rows)
         return x
 
     def other_keys(self, x: Tensor, part: Part) -> list[Tensor]:
@@ -249,7 +260,7 @@ class _Group:
         if x.shape[-1] == 1:
             return []
         x = self.of_queries(x, part, -3, -2)
-        return [x[..., : self.plan.mine.first], x[..., part.end :]]
+        return [x[..., : part.keys.first], x[..., part.keys.end :]]
 
     def add_plane(self, into: Tensor, part: Part, grad: Tensor) -> None:
         """Adds the gradient of what plane() returns."""
@@ -276,7 +287,7 @@ class _Group:
     def arguments(self, part: Part) -> tuple[Any, ...]:
         call, o = self.call, self.call.options
         q = self.of_queries_alone(call.q, part)
-        k, v = self.of_part(self.fetched, part)
+        k, v = self.keys_of_part(part)
         planes = {name: self.plane(o[name], part) for name in PLANES}
         slopes, sink = self.of_heads(o["alibi_slopes"]), self.of_heads(o["sink"])
         arguments = arguments_of(q, k, v, o, **planes, alibi_slopes=slopes, sink=sink, **part.options)
@@ -284,11 +295,17 @@ class _Group:
         shard = part.shard._replace(dropout_streams=streams)
         return arguments if all(given is None for given in shard) else (*arguments, *shard)
 
+    def keys_of_part(self, part: Part) -> list[Tensor]:
+        if part.own:
+            return [self.of_keys(x) for x in (self.call.k, self.call.v)]
+        self.end()
+        return self.of_part(self.fetched, part)
+
     def of_part(self, of_keys: list[Tensor], part: Part) -> list[Tensor]:
         """Of this rank's keys, or of their gradients, those that a part has."""
-        if self.call.rows.kind == "packed":
+        if part.own or self.call.rows.kind == "packed":
             return of_keys
-        return [x.narrow(self.call.rows_dim, 0, part.end - self.plan.mine.first) for x in of_keys]
+        return [x.narrow(self.call.rows_dim, 0, part.keys.end - self.plan.mine.first) for x in of_keys]
 
     def of_queries_alone(self, x: Tensor, part: Part) -> Tensor:
         """The same of q, out or their gradients, which are never broadcast."""
@@ -305,14 +322,16 @@ def _groups_ahead(call: Call) -> Generator[_Group]:
     group = following = _Group(call, 0).start()
     try:
         for number in range(1, call.groups + 1):
-            group.end()
+            if group.plan.edge is None:
+                group.end()
             following = _Group(call, number).start() if number < call.groups else group
             yield group
+            group.end()
             group.fetched = []
             group = following
     finally:  # after an error, too: what is on its way would meet the group's next calls
-        if following.pending is not None:
-            following.end()
+        group.end()
+        following.end()
 
 
 def keys_forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -372,15 +391,25 @@ def keys_backward(
             elif name in summed:
                 group.add_plane(summed[name], part, grad)
 
-    def end(group: _Group, pending: Moving) -> None:
+    def end(group: _Group, pending: Moving, own: list[Tensor]) -> None:
         for first, rows in pending.wait():
             for name, grad in zip("kv", group.split(rows)):
                 if wants[name]:
                     group.of_keys(grads[name]).narrow(call.rows_dim, first, rows.shape[0]).copy_(grad)
+        for name, grad in zip("kv", own):
+            if wants[name]:
+                group.of_keys(grads[name]).copy_(grad)
+
+    def adding(group: _Group, own: list[Tensor]) -> Optional[Add]:
+        def add_rows(first: int, part: Tensor) -> None:
+            for total, grad in zip(own, group.split(part)):
+                total.narrow(call.rows_dim, first, part.shape[0]).add_(grad)
+
+        return add_rows if own else None
 
     # The part with the most keys first: it writes the gradients of all keys that this rank has.
-    parts = sorted(_parts(call), key=lambda part: -part.end)
-    before: list[tuple[_Group, Moving]] = []  # at most one: no more than two groups' sums
+    parts = sorted(_parts(call), key=lambda part: -part.keys.end)
+    before: list[tuple[_Group, Moving, list[Tensor]]] = []  # at most one: no more than two groups' sums
     # A broadcast over heads is summed over groups, too; _groups() avoids that where it would cost bits.
     with contextlib.closing(_groups_ahead(call)) as groups:
         try:
@@ -389,16 +418,17 @@ def keys_backward(
                     for part in parts:
                         add(group, part, [], False)
                     continue
-                span = group.plan.mine
-                written = bool(parts) and (rows.kind == "packed" or parts[0].end == span.end)
+                span, at_edge = group.plan.mine, group.plan.edge is not None
+                written = bool(parts) and (at_edge or rows.kind == "packed" or parts[0].keys.end == span.end)
                 make = torch.empty if written else torch.zeros
                 total = make(span.rows, width(group.shapes), dtype=_rows.wide(call.q.dtype), device=call.q.device)
-                for part in parts:
-                    add(group, part, group.split(total), written and part is parts[0])
+                own = [torch.empty_like(group.of_keys(x), dtype=total.dtype) for x in (call.k, call.v) if at_edge]
+                for part in parts:  # those of an edge have keys of their own
+                    add(group, part, own if part.own else group.split(total), at_edge or (written and part is parts[0]))
                 while before:
                     end(*before.pop())
-                before.append((group, start_return(group.plan, total, "the gradients of keys and values")))
-                del total
+                before.append((group, start_return(group.plan, total, "the gradients of keys and values", adding(group, own)), own))
+                del total, own
         finally:  # after an error, too, as in _groups_ahead()
             while before:
                 end(*before.pop())

@@ -100,8 +100,10 @@ def _keys(call: Call) -> Moments:
     copies = 2 if several or not (plan.from_place or rows._in_order()) else 1
     longest, of_forward, of_backward = _of_a_call(call)
     what = f"of keys and values of {copies} groups" if several else f"of keys and values, {copies} times"
-    fetched = (copies * plan.mine.rows * (s.keys // call.groups), what)
-    summed = copies * plan.mine.rows + plan.returned(plan.rank)
+    # Where a rank's own keys are read where they lie, what it sends is copied, and its own gradients are summed apart.
+    sent, own = (0, 0) if plan.edge is None else (plan.returned(plan.rank), rows.counts[plan.rank])
+    fetched = (copies * (plan.mine.rows + sent) * (s.keys // call.groups), what)
+    summed = copies * (plan.mine.rows + own) + plan.returned(plan.rank)
     wide = short(_rows.wide(call.q.dtype))
     sums = (summed * (s.wide_keys // call.groups), f"of gradients {what} in {wide}, and those that others send")
     slices = (2 * longest * s.lse // call.groups, "of a call's lse and its gradient")

@@ -93,3 +93,17 @@ def keys_of(rows: Rows, o: Options, device: Any, piece: Piece) -> Span:
     if left >= 0 and may_begin_later(device):
         first = max(0, min(end, start - left)) // TILE * TILE
     return Span(first, end)
+
+
+def edge_of(rows: Rows, o: Options, device: Any) -> Optional[int]:
+    """Under a window to the left most rows of a rank see keys of this rank alone, which a call can read where they lie. The number of rows
+    at the beginning of a rank's that see others' keys; None where that is not so, or where it would leave few rows."""
+    left, right = o["window"]
+    if not may_begin_later(device) or rows.kind == "packed" or left < 0 or not (o["causal"] or right == 0):
+        return None
+    if o["positions_q"] is not None or o["positions_k"] is not None or moves_by_lengths(o) or (o["position_q"] or 0) != (o["position_k"] or 0):
+        return None
+    edge = -(-left // TILE) * TILE
+    if any(len(mine) != 1 or mine[0].start % TILE or mine[0].rows < 2 * edge for mine in rows.pieces):
+        return None
+    return edge
