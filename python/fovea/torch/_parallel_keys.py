@@ -423,11 +423,16 @@ def keys_backward(
                 make = torch.empty if written else torch.zeros
                 total = make(span.rows, width(group.shapes), dtype=_rows.wide(call.q.dtype), device=call.q.device)
                 own = [torch.empty_like(group.of_keys(x), dtype=total.dtype) for x in (call.k, call.v) if at_edge]
-                for part in parts:  # those of an edge have keys of their own
-                    add(group, part, own if part.own else group.split(total), at_edge or (written and part is parts[0]))
+                for part in parts:
+                    if not part.own:
+                        add(group, part, group.split(total), at_edge or (written and part is parts[0]))
                 while before:
                     end(*before.pop())
-                before.append((group, start_return(group.plan, total, "the gradients of keys and values", adding(group, own)), own))
+                pending = start_return(group.plan, total, "the gradients of keys and values", adding(group, own))
+                for part in parts:  # whose keys nobody else fetched: these are computed while the others' gradients move
+                    if part.own:
+                        add(group, part, own, True)
+                before.append((group, pending, own))
                 del total, own
         finally:  # after an error, too, as in _groups_ahead()
             while before:
