@@ -281,37 +281,31 @@ std::int64_t tiles_of(std::int64_t length, std::int64_t size) { return (length +
 std::int64_t chunked_columns(std::int64_t columns) { return tiles_of(columns, 8) * 8; }
 
 Choice resident_backward(const BackwardSpec& spec, const Target& target) {
-  const int widest = std::max(spec.d, spec.dv);
-  if (widest <= 64) {
-    std::vector<BackwardTiles> candidates = narrow_candidates(spec);
-    if (!spec.dq) {
-      std::erase_if(candidates, [](const BackwardTiles& tiles) { return tiles.delay; });
-    }
-    return choose("generic_backward", "generic/backward.cuh", spec, target, candidates, backward_shared_bytes);
-  }
-  if (widest > kMostBackwardColumns) {
+  const char* const name = "generic_backward";
+  if (std::max(spec.d, spec.dv) > kMostBackwardColumns) {
     Choice choice;
-    choice.kernel.name = "generic_wide_backward";
+    choice.kernel.name = name;
     choice.why_not = "head_dim beyond what registers hold";
     return choice;
   }
-  return choose("generic_wide_backward", "generic/wide_backward.cuh", spec, target, wide_candidates(spec),
-                wide_backward_shared_bytes);
+  const bool in_registers = backward_in_registers(spec);
+  std::vector<BackwardTiles> candidates = in_registers ? narrow_candidates(spec) : wide_candidates(spec);
+  if (!spec.dq) {
+    std::erase_if(candidates, [](const BackwardTiles& tiles) { return tiles.delay; });
+  }
+  return choose(name, "generic/backward.cuh", spec, target, candidates, backward_shared_bytes);
 }
 
 // ---- blocks of the grids ----
 
 std::int64_t backward_blocks(const Call& call, const Kernel& kernel) {
   const auto& spec = kernel.as<BackwardSpec>();
-  const std::string_view name = kernel.name;
-  std::int64_t results = 1;  // blocks that share the columns of dK and dV
-  int keys = backward_keys(spec);
-  if (name == "generic_wide_backward") {
-    keys = wide_backward_keys(spec);
-  } else if (name == "generic_chunked_backward") {
-    results = tiles_of(chunked_columns(call.problem.head_dim), spec.dv) +
-              tiles_of(chunked_columns(call.problem.head_dim_v), spec.dv);
-  }
+  const bool is_chunked = std::string_view(kernel.name) == "generic_chunked_backward";
+  const int keys = is_chunked ? chunked_backward_rows(spec) : backward_keys(spec);
+  // Blocks that share the columns of dK and dV.
+  const std::int64_t results = is_chunked ? tiles_of(chunked_columns(call.problem.head_dim), spec.dv) +
+                                                tiles_of(chunked_columns(call.problem.head_dim_v), spec.dv)
+                                          : 1;
   return tiles_of(call.rows.limit_k, keys) * call.rows.batch() * call.rows.heads_k * results;
 }
 

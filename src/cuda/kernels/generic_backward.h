@@ -21,8 +21,8 @@ struct BackwardWants {
 // Whether there is a kernel that makes dq together with dk and dv. Otherwise dq takes a kernel of its own.
 bool backward_adds_dq(const Features& features, const Target& target, bool column_sum);
 
-// dk, dv (and dq by atomics): generic_backward up to head dimensions of 64, generic_wide_backward up to 512, beyond
-// generic_chunked_backward, which has no dq.
+// dk, dv (and dq by atomics): generic_backward up to head dimensions of 512, beyond generic_chunked_backward, which has
+// no dq.
 Choice generic_backward(const Features& features, const Target& target, const BackwardWants& wants);
 
 // dq without atomics, sums of dS over keys, or both.

@@ -154,7 +154,8 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_backward_dq(cons
 
   if constexpr (S.row_sum) {
     if (first_column == 0) {
-      store_row_sums(a.row_sum + row_of_head(a, place.b, h, place.queries()) + row0, sums, head.factors.sum, thread);
+      float* const to = a.row_sum + row_of_head(a, place.b, h, place.queries()) + row0;  // padded: all rows exist
+      store_row_sums<false>(sums, head.factors.sum, thread, [&](int row, float sum) { to[row] = sum; });
     }
   }
   if constexpr (!S.dq) {

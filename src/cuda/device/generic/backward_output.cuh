@@ -80,40 +80,29 @@ __device__ __forceinline__ void store_gradient(const Tensor& to, i64 at, u32 til
   }
 }
 
-// Sums along the rows of a fragment of S transposed, over the queries of a head; they begin anew. key0: its first key.
-template <int kTiles>
-__device__ __forceinline__ void store_column_sums(const Args& a, const Place& place, u32 head, int key0,
-                                                  float (&sums)[kTiles][2], float factor, const Thread& thread,
-                                                  bool stores = true) {
-  float* const to = a.column_sum + (i64(place.b) * a.rows.heads_q + head) * a.column_pitch;
-#pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-    for (int x = 0; x < 2; ++x) {
-      const int key = key0 + i * 16 + thread.g + x * 8;
-      const float sum = quad_sum(sums[i][x]) * factor;
-      if (thread.t == 0 && key < place.k_len && stores) {
-        to[key] = sum;
-      }
-      sums[i][x] = 0;
-    }
-  }
-}
-
-// Sums along the rows of a fragment, of all its rows: vectors of rows are padded.
-template <int kTiles>
-__device__ __forceinline__ void store_row_sums(float* to, const float (&sums)[kTiles][2], float factor,
-                                               const Thread& thread) {
+// Sums of dS along the rows of a fragment, in natural units: store(row, sum) by one thread each. kAnew: they begin
+// anew.
+template <bool kAnew, int kTiles, class Store>
+__device__ __forceinline__ void store_row_sums(float (&sums)[kTiles][2], float factor, const Thread& thread,
+                                               const Store& store) {
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
       const float sum = quad_sum(sums[i][x]) * factor;
       if (thread.t == 0) {
-        to[i * 16 + thread.g + x * 8] = sum;
+        store(i * 16 + thread.g + x * 8, sum);
+      }
+      if constexpr (kAnew) {
+        sums[i][x] = 0;
       }
     }
   }
+}
+
+// Of keys, over the queries of a head: where that of the sequence's first key goes.
+__device__ __forceinline__ float* column_sums(const Args& a, const Place& place, u32 head) {
+  return a.column_sum + (i64(place.b) * a.rows.heads_q + head) * a.column_pitch;
 }
 
 // An accumulator of fp32 to rows; row and column: of the fragment's first element in `to`.

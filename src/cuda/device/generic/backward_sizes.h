@@ -29,28 +29,27 @@ constexpr int backward_columns(Type type, int columns, int others) {
 
 // ---- generic_backward: keys x queries of a step, K and V once ----
 
-constexpr int backward_keys(const BackwardSpec& s) { return s.warps * s.tiles * 16; }
+// Whether P and dS are operands as they stand in registers; otherwise both go through shared memory.
+constexpr bool backward_in_registers(const BackwardSpec& s) { return s.d <= 64 && s.dv <= 64; }
 
-// A step's Q, dO, row vectors and what its scores need; of either kernel.
-constexpr int backward_stage_bytes(const BackwardSpec& s, int keys) {
-  return s.step * (s.d + s.dv) * element_bytes(s.type) + row_vector_bytes(s.step) +
-         score_input_bytes(s, s.step, keys, true);
+constexpr int backward_keys(const BackwardSpec& s) {
+  return (backward_in_registers(s) ? s.warps : s.grid_s) * s.tiles * 16;
+}
+// P and dS of a step, as far as they go through shared memory.
+constexpr int backward_grad_bytes(const BackwardSpec& s) {
+  const int buffers = !backward_in_registers(s) || s.delay ? 2 : 1;
+  return backward_in_registers(s) && !s.dq ? 0 : buffers * backward_keys(s) * s.step * element_bytes(s.type);
+}
+// Sums over queries, of each warp that has a key's.
+constexpr int backward_sum_bytes(const BackwardSpec& s) {
+  return s.column_sum && !backward_in_registers(s) ? backward_keys(s) * (s.step / s.part) * 4 : 0;
 }
 constexpr int backward_shared_bytes(const BackwardSpec& s) {
   const int keys = backward_keys(s);
-  const int grads = s.dq ? keys * s.step * element_bytes(s.type) * (s.delay ? 2 : 1) : 0;
-  return keys * (s.d + s.dv) * element_bytes(s.type) + grads + s.stages * backward_stage_bytes(s, keys);
-}
-
-// ---- generic_wide_backward ----
-
-constexpr int wide_backward_keys(const BackwardSpec& s) { return s.grid_s * s.tiles * 16; }
-
-constexpr int wide_backward_shared_bytes(const BackwardSpec& s) {
-  const int keys = wide_backward_keys(s);
-  const int sums = s.column_sum ? keys * (s.step / s.part) * 4 : 0;
-  return keys * (s.d + s.dv) * element_bytes(s.type) + 2 * keys * s.step * element_bytes(s.type) + sums +
-         s.stages * backward_stage_bytes(s, keys);
+  const int stage = s.step * (s.d + s.dv) * element_bytes(s.type) + row_vector_bytes(s.step) +
+                    score_input_bytes(s, s.step, keys, true);
+  return keys * (s.d + s.dv) * element_bytes(s.type) + backward_grad_bytes(s) + backward_sum_bytes(s) +
+         s.stages * stage;
 }
 
 // ---- generic_backward_dq: warps * tiles * 16 queries, `step` keys a step ----

@@ -170,7 +170,12 @@ __device__ __forceinline__ void chunked_backward(const Args& a) {
   StepPlace now = kTransposed ? block.first_step() : StepPlace{head_q, 0};
   StepPlace after = now;
   const auto store_sums = [&](u32 of_head, float factor) {
-    store_column_sums(a, place, of_head, row0, sums, factor, thread, result == 0);
+    float* const to = column_sums(a, place, of_head);
+    store_row_sums<true>(sums, factor, thread, [&](int row, float sum) {
+      if (row0 + row < place.k_len && result == 0) {
+        to[row0 + row] = sum;
+      }
+    });
   };
 
   int buffer = 0;
@@ -254,8 +259,8 @@ __device__ __forceinline__ void chunked_backward(const Args& a) {
 
   if constexpr (!kTransposed && S.row_sum) {
     if (result == 0) {
-      store_row_sums(a.row_sum + row_of_head(a, place.b, head_q, place.queries()) + row0, sums, head.factors.sum,
-                     thread);
+      float* const to = a.row_sum + row_of_head(a, place.b, head_q, place.queries()) + row0;
+      store_row_sums<false>(sums, head.factors.sum, thread, [&](int row, float sum) { to[row] = sum; });
     }
   }
 

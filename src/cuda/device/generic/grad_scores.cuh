@@ -2,6 +2,7 @@
 //
 // The scores of the generic backward:
 //
+//   ProductLanes  dot products S, dP of whole rows
 //   HeadState     what changes with the query head: slopes, terms, dropout's words, factors
 //   grad_scores   dot products S, dP to P (as dV needs it) and dS, in registers
 //   lift_small    fp32: where P and dS of a step are too small for pairs of fp16
@@ -16,6 +17,27 @@
 #include "cuda/device/tile/products.cuh"
 
 namespace fovea::cuda {
+
+// A lane's addresses in rows of S's products: Q and K have Spec::d columns, dO and V Spec::dv.
+template <auto S>
+struct ProductLanes {
+  using TileD = Tile<row_of_tile(S.type, S.d)>;
+  using TileV = Tile<row_of_tile(S.type, S.dv)>;
+  typename TileD::Lane rows_d, columns_d;
+  typename TileV::Lane rows_v, columns_v;
+
+  __device__ __forceinline__ explicit ProductLanes(int lane)
+      : rows_d(0, lane), columns_d(0, lane, true), rows_v(0, lane), columns_v(0, lane, true) {}
+  // S and dP: rows and columns, where those of the fragment begin in shared memory.
+  template <int kTiles, int kColumns>
+  __device__ __forceinline__ void add_scores(float (&s)[kTiles][kColumns][4], u32 rows, u32 columns) const {
+    add_rows_by_rows<S.type, S.d>(s, rows, rows_d, columns, columns_d);
+  }
+  template <int kTiles, int kColumns>
+  __device__ __forceinline__ void add_grads(float (&dp)[kTiles][kColumns][4], u32 rows, u32 columns) const {
+    add_rows_by_rows<S.type, S.dv>(dp, rows, rows_v, columns, columns_v);
+  }
+};
 
 // What changes with the query head.
 template <auto S, bool kTransposed, int kTiles, int kColumns>
@@ -220,15 +242,13 @@ __device__ __forceinline__ void store_pairs(u32 tile, u32 lo_bytes, const float 
 template <auto S, int R, int C, int kKeys, int kQueries>
 __device__ __forceinline__ void add_grad_query(float (&dq)[R][2 * C][4], u32 grads, int row_block, u32 keys,
                                                int column_block, int lane, float factor) {
-  constexpr int kRowD = row_of_tile(S.type, S.d);
   constexpr u32 kLo = kKeys * kQueries * 2;
   u32 rows[R];
 #pragma unroll
   for (int i = 0; i < R; ++i) {
     rows[i] = grads + Tile<kQueries>::offset((lane & 7) | (lane >> 4) << 3, (row_block + i) * 2 + (lane >> 3 & 1));
   }
-  const BlockLane<kRowD, C> columns(column_block, lane);
-  const BlockLane<kRowD, C> columns_lo(column_block + S.d / 16, lane);
+  const ColumnLane<S.type, S.d, C> columns(column_block, lane);
   const auto load = [&](int i, int kk) {
     Operand<S.type> x;
     ldmatrix_trans(x.hi, rows[i] + kk * 16 * kQueries * 2);
@@ -237,10 +257,8 @@ __device__ __forceinline__ void add_grad_query(float (&dq)[R][2 * C][4], u32 gra
     }
     return x;
   };
-  const auto address = [&](int kk, int j) {
-    return keys + (j < C ? columns.at(kk * 16, j) : columns_lo.at(kk * 16, j - C));
-  };
-  add_columns<S.type, R, 2 * C, kKeys / 16>(dq, load, address, C, factor);
+  add_columns<S.type, R, 2 * C, kKeys / 16>(
+      dq, load, [&](int kk, int j) { return keys + columns.at(kk * 16, j); }, C, factor);
 }
 
 }  // namespace fovea::cuda

@@ -38,6 +38,18 @@ struct BlockLane {
   }
 };
 
+// The same in rows of kColumns numbers that may be pairs: blocks from kBlocks on are the lo parts of the first ones.
+template <Type kType, int kColumns, int kBlocks>
+struct ColumnLane {
+  BlockLane<row_of_tile(kType, kColumns), kBlocks> hi, lo;
+
+  __device__ __forceinline__ ColumnLane(int first_block, int lane)
+      : hi(first_block, lane), lo(first_block + kColumns / 16, lane) {}
+  __device__ __forceinline__ u32 at(int row, int block) const {
+    return block < kBlocks ? hi.at(row, block) : lo.at(row, block < kBlocks ? 0 : block - kBlocks);
+  }
+};
+
 // Addresses in a tile of kRows rows, or for pairs in two: lo behind hi.
 template <int kColumns, int kRows>
 struct HalfLane {
