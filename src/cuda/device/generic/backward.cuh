@@ -44,6 +44,41 @@ constexpr int blocks_at_once(int row_tiles, int blocks) {
   return best;
 }
 
+// dk, dv through the K and V tiles; in registers, each warp its own rows.
+template <BackwardSpec S, int TO, int kChunksD, int kChunksV>
+__device__ __forceinline__ void store_key_gradients(const Args& a, const float (&dk)[TO][kChunksD][4],
+                                                    const float (&dv)[TO][kChunksV][4], u32 keys, u32 values,
+                                                    int row_warp, int column_warp, const Thread& thread) {
+  constexpr bool kInRegisters = backward_in_registers(S);
+  constexpr int N = backward_keys(S);
+  constexpr int kRows = kInRegisters ? TO * 16 : N;
+  constexpr int kThreads = kInRegisters ? 32 : S.warps * 32;
+  const KeyBlock<S> block(a, N);  // made anew: it need not stay in registers through the loop
+  const int own = kInRegisters ? row_warp * TO * 16 : 0;
+  const int row = kInRegisters ? 0 : row_warp * TO * 16;
+  const int first_key = block.n0 + own;
+  const int left = block.place.k_len - first_key;
+  const i64 to_k = block.place.key_rows(a.grad_k.strides, block.head_k) + first_key * a.grad_k.strides.row;
+  const i64 to_v = block.place.key_rows(a.grad_v.strides, block.head_k) + first_key * a.grad_v.strides.row;
+  const u32 tile_k = keys + own * row_of_tile(S.type, S.d) * 2;
+  const u32 tile_v = values + own * row_of_tile(S.type, S.dv) * 2;
+  put_gradient<S, S.d>(tile_k, dk, a.scale, thread, row, column_warp * kChunksD);
+  put_gradient<S, S.dv>(tile_v, dv, keep_scale<S>(a), thread, row, column_warp * kChunksV);
+  if constexpr (kInRegisters) {
+    __syncwarp();
+  } else {
+    sync();
+  }
+  if (a.grad_k.data != nullptr) {
+    store_gradient<S, S.d, kRows, kThreads>(a.grad_k, to_k, tile_k, a.results.k, dk, a.scale, left, a.out_dim,
+                                            a.vector_stores, thread, row, column_warp * kChunksD);
+  }
+  if (a.grad_v.data != nullptr) {
+    store_gradient<S, S.dv, kRows, kThreads>(a.grad_v, to_v, tile_v, a.results.v, dv, keep_scale<S>(a), left,
+                                             a.out_dim_v, a.vector_stores, thread, row, column_warp * kChunksV);
+  }
+}
+
 template <BackwardSpec S>
 __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_backward(const __grid_constant__ Args a) {
   begin_kernel<S.arch>();
@@ -334,36 +369,8 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_backward(const _
     block.end_sums(head.factors.sum, store_sums);
   }
 
-  // dk, dv through the K and V tiles; in registers, each warp its own rows.
   if constexpr (S.dkv) {
-    constexpr int kRows = kInRegisters ? T * 16 : N;
-    constexpr int kStorers = kInRegisters ? 32 : kThreads;
-    const int own = kInRegisters ? thread.warp * T * 16 : 0;
-    const KeyBlock<S> same(a, N);  // made anew: it need not stay in registers through the loop
-    const int first_key = same.n0 + own;
-    const int left = same.place.k_len - first_key;
-    const i64 to_k = same.place.key_rows(a.grad_k.strides, same.head_k) + first_key * a.grad_k.strides.row;
-    const i64 to_v = same.place.key_rows(a.grad_v.strides, same.head_k) + first_key * a.grad_v.strides.row;
-    const int row = kInRegisters ? 0 : row_warp * TO * 16;  // of this warp's part
-    const int chunk_k = column_warp * CD * 2;
-    const int chunk_v = column_warp * CV * 2;
-    const u32 tile_k = keys + own * kRowD * 2;
-    const u32 tile_v = values + own * kRowV * 2;
-    put_gradient<S, D>(tile_k, dk, a.scale, thread, row, chunk_k);
-    put_gradient<S, V>(tile_v, dv, keep_scale<S>(a), thread, row, chunk_v);
-    if constexpr (kInRegisters) {
-      __syncwarp();
-    } else {
-      sync();
-    }
-    if (a.grad_k.data != nullptr) {
-      store_gradient<S, D, kRows, kStorers>(a.grad_k, to_k, tile_k, a.results.k, dk, a.scale, left, a.out_dim,
-                                            a.vector_stores, thread, row, chunk_k);
-    }
-    if (a.grad_v.data != nullptr) {
-      store_gradient<S, V, kRows, kStorers>(a.grad_v, to_v, tile_v, a.results.v, dv, keep_scale<S>(a), left,
-                                            a.out_dim_v, a.vector_stores, thread, row, chunk_v);
-    }
+    store_key_gradients<S>(a, dk, dv, keys, values, row_warp, column_warp, thread);
   }
 }
 
