@@ -62,25 +62,18 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_backward_dq(cons
   const math::Band<int> band = place.band<S>(a);
   const auto [first, last] = block.template steps<N>(a, band);
 
-  const u16* const k = static_cast<const u16*>(a.k.data) + place.key_rows(a.k.strides, head_k);
-  const u16* const v = static_cast<const u16*>(a.v.data) + place.key_rows(a.v.strides, head_k);
+  const RowsOf k = RowsOf::keys(a.k, place, head_k);
+  const RowsOf v = RowsOf::keys(a.v, place, head_k);
   const auto load = [&](int n) {
     const u32 to = stages + n % S.stages * kStageBytes;
     const int n0 = n * N;
     const int position = opaque(thread.index);
-    load_tile<Tile<kRowD>, N, kThreads>(to, k + n0 * a.k.strides.row, a.k.strides.row * 2, place.k_len - n0,
-                                        KeyBlock<S>::row_bytes(D, a.head_dim), position);
-    load_tile<Tile<kRowV>, N, kThreads>(to + kValues, v + n0 * a.v.strides.row, a.v.strides.row * 2, place.k_len - n0,
-                                        KeyBlock<S>::row_bytes(V, a.head_dim_v), position);
+    load_rows<S, D, N>(to, k.from(n0), a.head_dim, position);
+    load_rows<S, V, N>(to + kValues, v.from(n0), a.head_dim_v, position);
     Inputs::load(to + kInputs, a, place, h, m0, n0, position);
   };
-  load_tile<Tile<kRowD>, M, kThreads>(
-      queries, static_cast<const u16*>(a.q.data) + place.query_rows(a.q.strides, h) + m0 * a.q.strides.row,
-      a.q.strides.row * 2, place.q_len - m0, KeyBlock<S>::row_bytes(D, a.head_dim), thread.index);
-  load_tile<Tile<kRowV>, M, kThreads>(
-      grad_out,
-      static_cast<const u16*>(a.grad_out.data) + place.query_rows(a.grad_out.strides, h) + m0 * a.grad_out.strides.row,
-      a.grad_out.strides.row * 2, place.q_len - m0, KeyBlock<S>::row_bytes(V, a.head_dim_v), thread.index);
+  load_rows<S, D, M>(queries, RowsOf::queries(a.q, place, h, m0), a.head_dim, thread.index);
+  load_rows<S, V, M>(grad_out, RowsOf::queries(a.grad_out, place, h, m0), a.head_dim_v, thread.index);
   load_row_vectors<M, kThreads>(row_vectors, a, row_of_head(a, place.b, h, place.queries()) + m0, thread.index);
   if (first < last) {
     load(first);
@@ -89,12 +82,8 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_backward_dq(cons
 
   float dq[T][2 * C][4] = {};
   float sums[T][2] = {};  // of dS over keys
-  const typename Tile<kRowD>::Lane rows_d(0, thread.lane);
-  const typename Tile<kRowD>::Lane columns_d(0, thread.lane, true);
-  const typename Tile<kRowV>::Lane rows_v(0, thread.lane);
-  const typename Tile<kRowV>::Lane columns_v(0, thread.lane, true);
-  const BlockLane<kRowD, C> blocks(first_column, thread.lane);
-  const BlockLane<kRowD, C> blocks_lo(first_column + D / 16, thread.lane);
+  const ProductLanes<S> lanes(thread.lane);
+  const ColumnLane<kType, D, C> blocks(first_column, thread.lane);
   const u32 my_queries = queries + thread.warp * T * 16 * kRowD * 2;
   const u32 my_grad_out = grad_out + thread.warp * T * 16 * kRowV * 2;
   HeadState<S, false, T, N / 8> head(a, place, h, head_k, row0, thread.g);
@@ -130,8 +119,8 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_backward_dq(cons
     {
       float s[T][N / 8][4] = {};
       float dp[T][N / 8][4] = {};
-      add_rows_by_rows<kType, D>(s, my_queries, rows_d, stage, columns_d);
-      add_rows_by_rows<kType, V>(dp, my_grad_out, rows_v, stage + kValues, columns_v);
+      lanes.add_scores(s, my_queries, stage);
+      lanes.add_grads(dp, my_grad_out, stage + kValues);
       const bool edge = kind == math::TileClass::kEdge || n0 + N > place.k_len;
       grad_scores<S, false, S.row_sum, false, Inputs, M, N>(s, dp, sums, a, thread, head, band, edge, row_vectors,
                                                             stage + kInputs, thread.warp * T * 16, 0, row0, n0);
@@ -142,11 +131,8 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_backward_dq(cons
     }
     if constexpr (S.dq) {
       add_columns<kType, T, 2 * C, N / 16>(
-          dq, [&](int i, int kk) { return ds[i][kk]; },
-          [&](int kk, int j) {
-            return stage + (j < C ? blocks.at(kk * 16, j) : blocks_lo.at(kk * 16, j < C ? 0 : j - C));
-          },
-          C, head.factors.q * lowered);
+          dq, [&](int i, int kk) { return ds[i][kk]; }, [&](int kk, int j) { return stage + blocks.at(kk * 16, j); }, C,
+          head.factors.q * lowered);
     }
   }
   copy_wait<0>();

@@ -13,6 +13,32 @@
 
 namespace fovea::cuda {
 
+// ---- copies of rows ----
+
+// Rows of one of q, k, v, do from `row` of a head on: where they begin, and how many there are.
+struct RowsOf {
+  const u16* data;
+  i64 stride;
+  int left;
+
+  static __device__ __forceinline__ RowsOf queries(const Tensor& x, const Place& place, u32 head, int row = 0) {
+    return {static_cast<const u16*>(x.data) + place.query_rows(x.strides, head) + row * x.strides.row, x.strides.row,
+            place.q_len - row};
+  }
+  static __device__ __forceinline__ RowsOf keys(const Tensor& x, const Place& place, u32 head, int row = 0) {
+    return {static_cast<const u16*>(x.data) + place.key_rows(x.strides, head) + row * x.strides.row, x.strides.row,
+            place.k_len - row};
+  }
+  __device__ __forceinline__ RowsOf from(int row) const { return {data + row * stride, stride, left - row}; }
+};
+
+// kRows of them to a tile of kColumns numbers a row, of which head_dim exist; rows of pairs are zero-filled already.
+template <auto S, int kColumns, int kRows>
+__device__ __forceinline__ void load_rows(u32 tile, const RowsOf& x, int head_dim, int thread) {
+  load_tile<Tile<row_of_tile(S.type, kColumns)>, kRows, S.warps * 32>(
+      tile, x.data, x.stride * 2, x.left, is_pair(S.type) ? kColumns * 4 : head_dim * 2, thread);
+}
+
 // ---- places ----
 
 // A step of a key block: a query head and a tile of queries, counted from the block's first.
@@ -85,17 +111,10 @@ struct KeyBlock {
   // All copies of K and V, N rows each.
   template <int N>
   __device__ __forceinline__ void load_keys(const Args& a, u32 keys, u32 values, int thread) const {
-    constexpr int kThreads = S.warps * 32;
-    const u16* k = static_cast<const u16*>(a.k.data) + place.key_rows(a.k.strides, head_k) + n0 * a.k.strides.row;
-    const u16* v = static_cast<const u16*>(a.v.data) + place.key_rows(a.v.strides, head_k) + n0 * a.v.strides.row;
-    load_tile<Tile<row_of_tile(S.type, S.d)>, N, kThreads>(keys, k, a.k.strides.row * 2, place.k_len - n0,
-                                                           row_bytes(S.d, a.head_dim), thread);
-    load_tile<Tile<row_of_tile(S.type, S.dv)>, N, kThreads>(values, v, a.v.strides.row * 2, place.k_len - n0,
-                                                            row_bytes(S.dv, a.head_dim_v), thread);
-  }
-  // Bytes of a row that exist: rows of pairs are zero-filled already.
-  static __device__ __forceinline__ int row_bytes(int columns, int head_dim) {
-    return is_pair(S.type) ? columns * 4 : head_dim * 2;
+    const RowsOf k = RowsOf::keys(a.k, place, head_k, n0);
+    const RowsOf v = RowsOf::keys(a.v, place, head_k, n0);
+    load_rows<S, S.d, N>(keys, k, a.head_dim, thread);
+    load_rows<S, S.dv, N>(values, v, a.head_dim_v, thread);
   }
 };
 
@@ -158,12 +177,12 @@ struct StepLoader {
     const int thread = opaque(index);
     const int m0 = block.query(at);
     const int rows = block.place.q_len - m0;
-    load_tile<Tile<row_of_tile(S.type, S.d)>, M, kThreads>(
-        to + kQueries, q + at.head * a.q.strides.head + m0 * a.q.strides.row, a.q.strides.row * 2, rows,
-        KeyBlock<S>::row_bytes(S.d, a.head_dim), thread);
-    load_tile<Tile<row_of_tile(S.type, S.dv)>, M, kThreads>(
-        to + kGradOut, grad_out + at.head * a.grad_out.strides.head + m0 * a.grad_out.strides.row,
-        a.grad_out.strides.row * 2, rows, KeyBlock<S>::row_bytes(S.dv, a.head_dim_v), thread);
+    load_rows<S, S.d, M>(to + kQueries, {q + at.head * a.q.strides.head + m0 * a.q.strides.row, a.q.strides.row, rows},
+                         a.head_dim, thread);
+    load_rows<S, S.dv, M>(
+        to + kGradOut,
+        {grad_out + at.head * a.grad_out.strides.head + m0 * a.grad_out.strides.row, a.grad_out.strides.row, rows},
+        a.head_dim_v, thread);
     load_row_vectors<M, kThreads>(to + kLse, a, row0 + at.head * a.padded_rows + m0, thread);
     Inputs::load(to + kInputs, a, block.place, at.head, m0, block.n0, thread);
   }

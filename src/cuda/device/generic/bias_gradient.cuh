@@ -179,23 +179,13 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_bias_gradient(co
     const u32 head_k = e.head / group;
     if (meets(place)) {
       const u32 to = stages + n % S.stages * kStageBytes;
-      const int rows = place.q_len - m0;
-      const int keys = place.k_len - n0;
       if (which & 1) {
-        const u16* q = static_cast<const u16*>(a.q.data) + place.query_rows(a.q.strides, e.head);
-        const u16* k = static_cast<const u16*>(a.k.data) + place.key_rows(a.k.strides, head_k);
-        load_tile<Tile<kRowD>, M, kThreads>(to, q + m0 * a.q.strides.row, a.q.strides.row * 2, rows,
-                                            KeyBlock<S>::row_bytes(D, a.head_dim), index);
-        load_tile<Tile<kRowD>, N, kThreads>(to + kKeys, k + n0 * a.k.strides.row, a.k.strides.row * 2, keys,
-                                            KeyBlock<S>::row_bytes(D, a.head_dim), index);
+        load_rows<S, D, M>(to, RowsOf::queries(a.q, place, e.head, m0), a.head_dim, index);
+        load_rows<S, D, N>(to + kKeys, RowsOf::keys(a.k, place, head_k, n0), a.head_dim, index);
       }
       if (which & 2) {
-        const u16* g = static_cast<const u16*>(a.grad_out.data) + place.query_rows(a.grad_out.strides, e.head);
-        const u16* v = static_cast<const u16*>(a.v.data) + place.key_rows(a.v.strides, head_k);
-        load_tile<Tile<kRowV>, M, kThreads>(to + kGradOut, g + m0 * a.grad_out.strides.row, a.grad_out.strides.row * 2,
-                                            rows, KeyBlock<S>::row_bytes(V, a.head_dim_v), index);
-        load_tile<Tile<kRowV>, N, kThreads>(to + kValues, v + n0 * a.v.strides.row, a.v.strides.row * 2, keys,
-                                            KeyBlock<S>::row_bytes(V, a.head_dim_v), index);
+        load_rows<S, V, M>(to + kGradOut, RowsOf::queries(a.grad_out, place, e.head, m0), a.head_dim_v, index);
+        load_rows<S, V, N>(to + kValues, RowsOf::keys(a.v, place, head_k, n0), a.head_dim_v, index);
         load_row_vectors<M, kThreads>(row_vectors + (n & 1) * M * 8, a,
                                       row_of_head(a, place.b, e.head, place.queries()) + m0, index);
         if (!kOnce || n == begin) {
@@ -208,10 +198,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_bias_gradient(co
 
   float sum[T][W / 8][4] = {};
   float unused[T][2];
-  const typename Tile<kRowD>::Lane rows_d(0, thread.lane);
-  const typename Tile<kRowD>::Lane columns_d(0, thread.lane, true);
-  const typename Tile<kRowV>::Lane rows_v(0, thread.lane);
-  const typename Tile<kRowV>::Lane columns_v(0, thread.lane, true);
+  const ProductLanes<S> lanes(thread.lane);
   const int row = wq * T * 16;  // in the tile
   const int column = wk * W;
   Entry now = entries.at(a, shared, begin);
@@ -246,8 +233,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_bias_gradient(co
       float s[T][P / 8][4] = {};
       float dp[T][P / 8][4] = {};
       if (some) {
-        add_rows_by_rows<kType, D>(s, stage + row * kRowD * 2, rows_d, stage + kKeys + (column + part) * kRowD * 2,
-                                   columns_d);
+        lanes.add_scores(s, stage + row * kRowD * 2, stage + kKeys + (column + part) * kRowD * 2);
       }
       if constexpr (S.stages == 1) {
         copy_wait<0>();
@@ -257,8 +243,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_bias_gradient(co
         }
       }
       if (some) {
-        add_rows_by_rows<kType, V>(dp, stage + kGradOut + row * kRowV * 2, rows_v,
-                                   stage + kValues + (column + part) * kRowV * 2, columns_v);
+        lanes.add_grads(dp, stage + kGradOut + row * kRowV * 2, stage + kValues + (column + part) * kRowV * 2);
       }
       if constexpr (S.stages == 1) {
         copy_wait<0>();

@@ -26,38 +26,22 @@
 
 namespace fovea::cuda {
 
-// `columns` columns from `first` on of rows that have `head_dim` of them (rounded up to 8).
+// kColumns columns from `first` on of rows that have `head_dim` of them (rounded up to 8).
 template <auto S, int kColumns, int kRows>
-__device__ __forceinline__ void load_columns(u32 tile, const u16* from, i64 row_stride, int rows, int first,
-                                             int head_dim, int other_dim, int thread) {
+__device__ __forceinline__ void load_columns(u32 tile, const RowsOf& x, int first, int head_dim, int other_dim,
+                                             int thread) {
   constexpr int kThreads = S.warps * 32;
   if constexpr (is_pair(S.type)) {
     const int half = backward_columns(S.type, head_dim, other_dim);
     const int bytes = max(half - first, 0) * 2;
-    load_tile<Tile<kColumns>, kRows, kThreads>(tile, from + first, row_stride * 2, rows, bytes, thread);
-    load_tile<Tile<kColumns>, kRows, kThreads>(tile + kRows * kColumns * 2, from + half + first, row_stride * 2, rows,
+    load_tile<Tile<kColumns>, kRows, kThreads>(tile, x.data + first, x.stride * 2, x.left, bytes, thread);
+    load_tile<Tile<kColumns>, kRows, kThreads>(tile + kRows * kColumns * 2, x.data + half + first, x.stride * 2, x.left,
                                                bytes, thread);
   } else {
-    load_tile<Tile<kColumns>, kRows, kThreads>(tile, from + first, row_stride * 2, rows, max(head_dim - first, 0) * 2,
+    load_tile<Tile<kColumns>, kRows, kThreads>(tile, x.data + first, x.stride * 2, x.left, max(head_dim - first, 0) * 2,
                                                thread);
   }
 }
-
-// Where rows of one of q, k, v, do begin, and how many follow.
-struct RowsOf {
-  const u16* data;
-  i64 stride;
-  int left;
-
-  static __device__ __forceinline__ RowsOf queries(const Tensor& x, const Place& place, u32 head, int row) {
-    return {static_cast<const u16*>(x.data) + place.query_rows(x.strides, head) + row * x.strides.row, x.strides.row,
-            place.q_len - row};
-  }
-  static __device__ __forceinline__ RowsOf keys(const Tensor& x, const Place& place, u32 head, int row) {
-    return {static_cast<const u16*>(x.data) + place.key_rows(x.strides, head) + row * x.strides.row, x.strides.row,
-            place.k_len - row};
-  }
-};
 
 // kTransposed: rows of the block are keys, steps are tiles of queries. Otherwise the reverse.
 template <auto S, bool kTransposed>
@@ -150,12 +134,12 @@ __device__ __forceinline__ void chunked_backward(const Args& a) {
       const int other = scores ? a.head_dim_v : a.head_dim;
       const RowsOf own = kTransposed ? keys(scores ? a.k : a.v, block.n0) : queries(scores ? a.q : a.grad_out, m0);
       const RowsOf others = kTransposed ? queries(scores ? a.q : a.grad_out, moving) : keys(scores ? a.k : a.v, moving);
-      load_columns<S, C, N>(to, own.data, own.stride, own.left, column, dim, other, position);
-      load_columns<S, C, M>(to + kSecond, others.data, others.stride, others.left, column, dim, other, position);
+      load_columns<S, C, N>(to, own, column, dim, other, position);
+      load_columns<S, C, M>(to + kSecond, others, column, dim, other, position);
     } else {
       const RowsOf x = kTransposed ? queries(of_v ? a.grad_out : a.q, moving) : keys(a.k, moving);
-      load_columns<S, W, M>(to, x.data, x.stride, x.left, column0, of_v ? a.head_dim_v : a.head_dim,
-                            of_v ? a.head_dim : a.head_dim_v, position);
+      load_columns<S, W, M>(to, x, column0, of_v ? a.head_dim_v : a.head_dim, of_v ? a.head_dim : a.head_dim_v,
+                            position);
     }
     copy_commit();
   };
@@ -349,8 +333,8 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_chunked_bias_gra
     const int other = scores ? a.head_dim_v : a.head_dim;
     const RowsOf queries = RowsOf::queries(scores ? a.q : a.grad_out, place, head, m0);
     const RowsOf keys = RowsOf::keys(scores ? a.k : a.v, place, head / group, n0);
-    load_columns<S, C, M>(to, queries.data, queries.stride, queries.left, column, dim, other, position);
-    load_columns<S, C, N>(to + kSecond, keys.data, keys.stride, keys.left, column, dim, other, position);
+    load_columns<S, C, M>(to, queries, column, dim, other, position);
+    load_columns<S, C, N>(to + kSecond, keys, column, dim, other, position);
     copy_commit();
   };
 
