@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_backward(const _
         float dp[T][P / 8][4] = {};
         if (kind == math::TileClass::kEmpty) {
           if constexpr (S.dq) {
-            store_pairs<kType, M>(grads_to, kLo, dp, key_warp * T * 16, part / 8, thread);
+            store_fragment<kType, M>(grads_to, dp, thread, key_warp * T * 16, part / 8, 1, kLo);
           }
           continue;
         }
@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_backward(const _
           lowered = lift_small<false>(a, s, dp);
         }
         if constexpr (S.dq) {
-          store_pairs<kType, M>(grads_to, kLo, dp, key_warp * T * 16, part / 8, thread);
+          store_fragment<kType, M>(grads_to, dp, thread, key_warp * T * 16, part / 8, 1, kLo);
         }
         Operand<kType> p_operand[T][P / 16];
         Operand<kType> ds_operand[T][P / 16];
@@ -335,8 +335,8 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_backward(const _
         if constexpr (kLifts) {
           lowered = lift_small<true>(a, s, dp);
         }
-        store_pairs<kType, M>(weights, kLo, s, key_warp * T * 16, part / 8, thread);
-        store_pairs<kType, M>(grads_to, kLo, dp, key_warp * T * 16, part / 8, thread);
+        store_fragment<kType, M>(weights, s, thread, key_warp * T * 16, part / 8, 1, kLo);
+        store_fragment<kType, M>(grads_to, dp, thread, key_warp * T * 16, part / 8, 1, kLo);
       } else if constexpr (kLifts) {
         lowered = lift_of_others(a);
       }

@@ -9,24 +9,7 @@
 
 namespace fovea::cuda {
 
-// An accumulator times a factor, rounded, to a tile of 16-bit numbers from its (0, 0) on.
-template <Type kType, int kRow, int kTiles, int kColumns>
-__device__ __forceinline__ void store_fragment(u32 tile, const float (&x)[kTiles][kColumns][4], float factor,
-                                               const Thread& thread, int chunk = 0) {
-#pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-    for (int j = 0; j < kColumns; ++j) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        store_shared(tile + Tile<kRow>::offset(i * 16 + thread.g + half * 8, chunk + j) + thread.t * 4,
-                     pack<kType>(x[i][j][2 * half] * factor, x[i][j][2 * half + 1] * factor));
-      }
-    }
-  }
-}
-
-// The same in fp32, as it is, to a tile of 32-bit numbers from (row, chunk of 8 columns) on.
+// As store_fragment(), in fp32 to a tile of 32-bit numbers.
 template <int kRow, int kTiles, int kColumns>
 __device__ __forceinline__ void store_fragment32(u32 tile, const float (&x)[kTiles][kColumns][4], const Thread& thread,
                                                  int row = 0, int chunk = 0) {
@@ -58,7 +41,7 @@ __device__ __forceinline__ void put_gradient(u32 tile, const float (&x)[kTiles][
   } else if constexpr (is_pair(kType)) {
     store_fragment32<kColumns>(tile, x, thread, row, chunk);
   } else {
-    store_fragment<kType, kColumns>(tile + row * kColumns * 2, x, factor, thread, chunk);
+    store_fragment<kType, kColumns>(tile + row * kColumns * 2, x, thread, 0, chunk, factor);
   }
 }
 template <auto S, int kColumns, int kRows, int kThreads = 32, int kTiles, int kChunks>

@@ -120,7 +120,7 @@ __device__ __forceinline__ void store_bias_sums(const Args& a, const float (&sum
     constexpr Type kAs = S.grad_bias == BiasTile::kBf16 ? Type::kBf16 : Type::kFp16;
     u16* const first = static_cast<u16*>(a.grad_bias.data) + at;
     const bool vectors = to.col == 1 && to.row % 8 == 0 && (reinterpret_cast<u64>(first) & 15) == 0;
-    store_fragment<kAs, N>(result + row * N * 2, sum, 1.f, thread, column / 8);
+    store_fragment<kAs, N>(result + row * N * 2, sum, thread, 0, column / 8);
     sync();
     store_rows<Tile<N>, 2, M, S.warps * 32>(first, to, result, rows, keys, vectors, thread.index);
   }

@@ -6,7 +6,7 @@
 //   HeadState     what changes with the query head: slopes, terms, dropout's words, factors
 //   grad_scores   dot products S, dP to P (as dV needs it) and dS, in registers
 //   lift_small    fp32: where P and dS of a step are too small for pairs of fp16
-//   make_operands, store_pairs, add_grad_query
+//   make_operands, add_grad_query
 //                 P and dS as operands of the next products, from registers or through shared memory
 #pragma once
 
@@ -209,31 +209,6 @@ __device__ __forceinline__ void make_operands(Operand<kType> (&to)[kTiles][kBloc
 #pragma unroll
     for (int kk = 0; kk < kBlocks; ++kk) {
       make_operand(to[i][kk], s[i], kk);
-    }
-  }
-}
-
-// A fragment, rounded, to shared memory, from (row, chunk of 8 columns) on. Pairs: lo lies lo_bytes further.
-template <Type kType, int kColumns, int kTiles, int kChunks>
-__device__ __forceinline__ void store_pairs(u32 tile, u32 lo_bytes, const float (&x)[kTiles][kChunks][4], int row,
-                                            int chunk, const Thread& thread) {
-#pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-    for (int j = 0; j < kChunks; ++j) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const u32 at = tile + Tile<kColumns>::offset(row + i * 16 + thread.g + half * 8, chunk + j) + thread.t * 4;
-        if constexpr (is_pair(kType)) {
-          u32 hi;
-          u32 lo;
-          split(x[i][j][2 * half], x[i][j][2 * half + 1], hi, lo);
-          store_shared(at, hi);
-          store_shared(at + lo_bytes, lo);
-        } else {
-          store_shared(at, pack<kType>(x[i][j][2 * half], x[i][j][2 * half + 1]));
-        }
-      }
     }
   }
 }

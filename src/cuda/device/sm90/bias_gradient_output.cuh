@@ -40,7 +40,7 @@ __device__ __forceinline__ void store_bias_part(const float (&sum)[1][S.part / 8
                                                 const math::Strides& strides, int rows, int keys, bool vectors,
                                                 const Thread& thread) {
   __syncwarp();
-  store_fragment<kAs, S.part>(place, sum, 1.f, thread);
+  store_fragment<kAs, S.part>(place, sum, thread);
   __syncwarp();
   if (!vectors && strides.col == 1) {
     store_rows_by_words<Tile<S.part>, 16>(to, strides.row, place, rows, keys, thread.lane);

@@ -251,6 +251,32 @@ __device__ __forceinline__ void split(float x, float y, u32& hi, u32& lo) {
   lo = pack<Type::kFp16>(x - low<Type::kFp16>(hi), y - high<Type::kFp16>(hi));
 }
 
+// An accumulator, rounded, to a tile of 16-bit numbers in shared memory, from (row, chunk of 8 columns) on: times
+// `factor`, or pairs as they are, lo lo_bytes further.
+template <Type kType, int kRow, int kTiles, int kColumns>
+__device__ __forceinline__ void store_fragment(u32 tile, const float (&x)[kTiles][kColumns][4], const Thread& thread,
+                                               int row = 0, int chunk = 0, float factor = 1, u32 lo_bytes = 0) {
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const u32 at = tile + Tile<kRow>::offset(row + i * 16 + thread.g + half * 8, chunk + j) + thread.t * 4;
+        if constexpr (is_pair(kType)) {
+          u32 hi;
+          u32 lo;
+          split(x[i][j][2 * half], x[i][j][2 * half + 1], hi, lo);
+          store_shared(at, hi);
+          store_shared(at + lo_bytes, lo);
+        } else {
+          store_shared(at, pack<kType>(x[i][j][2 * half] * factor, x[i][j][2 * half + 1] * factor));
+        }
+      }
+    }
+  }
+}
+
 // As operand(), hi and lo.
 template <int kColumns>
 __device__ __forceinline__ void operand_pair(u32 (&hi)[4], u32 (&lo)[4], const float (&s)[kColumns][4], int kk) {
