@@ -25,64 +25,6 @@
 
 namespace fovea::cuda {
 
-// O = O * factor + P V for fp32: V is [hi | lo], kPart columns of O at a time.
-template <auto S, int kTiles, int kColumns, int kColumnsOut, class Lane>
-__device__ __forceinline__ void multiply_values_fp32(float (&o)[kTiles][kColumnsOut][4],
-                                                     const float (&p)[kTiles][kColumns][4],
-                                                     const float (&factor)[kTiles][2], u32 v, const Lane& lanes) {
-  constexpr Type kType = Type::kFp16;
-  constexpr int kBlocks = kColumnsOut / 2;
-  constexpr int kPart = kBlocks < 4 ? kBlocks : 4;  // blocks of 16 columns
-  u32 high_p[kColumns / 2][kTiles][4], low_p[kColumns / 2][kTiles][4];
-#pragma unroll
-  for (int kk = 0; kk < kColumns / 2; ++kk) {
-    for (int i = 0; i < kTiles; ++i) {
-      operand_pair(high_p[kk][i], low_p[kk][i], p[i], kk);
-    }
-  }
-#pragma unroll
-  for (int first = 0; first < kBlocks; first += kPart) {
-    float sum[kTiles][2 * kPart][4] = {};
-#pragma unroll
-    for (int kk = 0; kk < kColumns / 2; ++kk) {
-#pragma unroll
-      for (int j = 0; j < kPart && first + j < kBlocks; ++j) {
-        u32 high_v[4], low_v[4];
-        ldmatrix_trans(high_v, v + lanes.at(kk * 16, first + j));
-        ldmatrix_trans(low_v, v + lanes.at(kk * 16, kBlocks + first + j));
-        for (int i = 0; i < kTiles; ++i) {
-          mma<kType>(sum[i][2 * j], low_p[kk][i], high_v[0], high_v[1]);
-          mma<kType>(sum[i][2 * j + 1], low_p[kk][i], high_v[2], high_v[3]);
-        }
-        for (int i = 0; i < kTiles; ++i) {
-          mma<kType>(sum[i][2 * j], high_p[kk][i], low_v[0], low_v[1]);
-          mma<kType>(sum[i][2 * j + 1], high_p[kk][i], low_v[2], low_v[3]);
-        }
-      }
-    }
-#pragma unroll
-    for (int kk = 0; kk < kColumns / 2; ++kk) {
-#pragma unroll
-      for (int j = 0; j < kPart && first + j < kBlocks; ++j) {
-        u32 high_v[4];
-        ldmatrix_trans(high_v, v + lanes.at(kk * 16, first + j));
-        for (int i = 0; i < kTiles; ++i) {
-          mma<kType>(sum[i][2 * j], high_p[kk][i], high_v[0], high_v[1]);
-          mma<kType>(sum[i][2 * j + 1], high_p[kk][i], high_v[2], high_v[3]);
-        }
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-      for (int j = 0; j < 2 * kPart && 2 * first + j < kColumnsOut; ++j) {
-        for (int e = 0; e < 4; ++e) {
-          o[i][2 * first + j][e] = o[i][2 * first + j][e] * factor[i][e >> 1] + sum[i][j][e];
-        }
-      }
-    }
-  }
-}
-
 // Of one row tile.
 template <auto S>
 using Softmax = RunningSoftmax<S.type == Type::kFp32 ? Weights::kByDifference : Weights::kFused, S.lazy, int(kLift<S>)>;
@@ -238,19 +180,21 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_forward(const __
       if (softmax[i].step(s[i], unit, factor[i]) && !kPairs) {
         each(o[i], [&](float& x, int, int e) { x *= factor[i][e >> 1]; });
       }
-      if constexpr (S.dropout != DropoutRule::kNone) {
-#pragma unroll
-        for (int jj = 0; jj < kColumns / 2; ++jj) {
-          bool kept[2][4];
-          keep.decide(kept, thread, i, jj, row0, n0);
-          for (int e = 0; e < 8; ++e) {
-            s[i][2 * jj + (e >> 2)][e & 3] = kept[e >> 2][e & 3] ? s[i][2 * jj + (e >> 2)][e & 3] : 0;
-          }
-        }
-      }
+      keep.drop(s[i], thread, i, row0, n0);
     }
     if constexpr (kPairs) {
-      multiply_values_fp32<S>(o, s, factor, shared_v, lanes_v);
+      constexpr int kAtOnce = kColumnsOut < 8 ? kColumnsOut / 2 : 4;
+      Operand<Type::kFp16> high_p[kTiles][kColumns / 2], low_p[kTiles][kColumns / 2];
+#pragma unroll
+      for (int kk = 0; kk < kColumns / 2; ++kk) {
+        for (int i = 0; i < kTiles; ++i) {
+          operand_pair(high_p[i][kk].hi, low_p[i][kk].hi, s[i], kk);
+        }
+      }
+      add_values_fp32<kColumns / 2, kAtOnce>(
+          o, factor, [&](int i, int kk) { return high_p[i][kk]; }, [&](int i, int kk) { return low_p[i][kk]; },
+          [&](int kk, int j) { return shared_v + lanes_v.at(kk * 16, j); },
+          [&](int kk, int j) { return shared_v + lanes_v.at(kk * 16, kColumnsOut / 2 + j); });
     } else {
       const auto weights = [&](int i, int kk) {
         Operand<S.type> p;
@@ -285,7 +229,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_forward(const __
       if constexpr (S.split) {
         if (r < rows) {
           if (t == 0) {
-            here.store_part_sum(a, row, end);
+            here.store_row_end(a, row, end);
           }
           float* const to = here.part_of_out(a, row) + t * 2;
           for (int j = 0; j < kColumnsOut; ++j) {
@@ -294,9 +238,8 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_forward(const __
           }
         }
       } else {
-        if (t == 0 && r < rows && a.lse.data != nullptr) {
-          static_cast<float*>(a.lse.data)[here.place.query_rows(a.lse.strides, here.head) + row * a.lse.strides.row] =
-              end.lse;
+        if (t == 0 && r < rows) {
+          here.store_row_end(a, row, end);
         }
         for (int j = 0; j < kColumnsOut; ++j) {
           const float2 pair = {o[i][j][2 * x] * factor * value_scale, o[i][j][2 * x + 1] * factor * value_scale};

@@ -30,57 +30,27 @@ __device__ __forceinline__ void add_values(float (&o)[kTilesOut][kBlocks][4], co
                                            const Thread& thread) {
   constexpr Type kType = S.type == Type::kBf16 ? Type::kBf16 : Type::kFp16;
   constexpr int kStep = S.step;
-  constexpr int kColumnsOut = kBlocks * 8;
   using TileV = Tile<kOut>;
+  const auto weights = [&](int i, int kk, u32 half) {
+    Operand<kType> p;
+    ldmatrix(p.hi, lanes_p.at(i * 16, kk) + half);
+    return p;
+  };
   if constexpr (S.type == Type::kFp32) {
-#pragma unroll
-    for (int j = 0; j < kColumnsOut / 16; ++j) {
-      float fresh[kTilesOut][2][4] = {};
-      const u32 at = shared_v + TileV::offset(thread.lane & 15, column_o / 8 + j * 2 + (thread.lane >> 4));
-#pragma unroll
-      for (int kk = 0; kk < kStep / 16; ++kk) {
-        u32 high_v[4], low_v[4];
-        ldmatrix_trans(high_v, at + kk * 16 * TileV::kRowBytes);
-        ldmatrix_trans(low_v, at + kk * 16 * TileV::kRowBytes + kVHalf);
-        for (int i = 0; i < kTilesOut; ++i) {
-          u32 high_p[4], low_p[4];
-          ldmatrix(low_p, lanes_p.at(i * 16, kk) + kPHalf);
-          mma<kType>(fresh[i][0], low_p, high_v[0], high_v[1]);
-          mma<kType>(fresh[i][1], low_p, high_v[2], high_v[3]);
-          ldmatrix(high_p, lanes_p.at(i * 16, kk));
-          mma<kType>(fresh[i][0], high_p, low_v[0], low_v[1]);
-          mma<kType>(fresh[i][1], high_p, low_v[2], low_v[3]);
-        }
-      }
-#pragma unroll
-      for (int kk = 0; kk < kStep / 16; ++kk) {
-        u32 high_v[4];
-        ldmatrix_trans(high_v, at + kk * 16 * TileV::kRowBytes);
-        for (int i = 0; i < kTilesOut; ++i) {
-          u32 high_p[4];
-          ldmatrix(high_p, lanes_p.at(i * 16, kk));
-          mma<kType>(fresh[i][0], high_p, high_v[0], high_v[1]);
-          mma<kType>(fresh[i][1], high_p, high_v[2], high_v[3]);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kTilesOut; ++i) {
-        for (int e = 0; e < 8; ++e) {
-          float& to = o[i][2 * j + (e >> 2)][e & 3];
-          to = to * factor[i][e >> 1 & 1] + fresh[i][e >> 2][e & 3];
-        }
-      }
-    }
+    const auto at = [&](int kk, int j) {
+      return shared_v + TileV::offset(thread.lane & 15, column_o / 8 + j * 2 + (thread.lane >> 4)) +
+             kk * 16 * TileV::kRowBytes;
+    };
+    add_values_fp32<kStep / 16, 1>(
+        o, factor, [&](int i, int kk) { return weights(i, kk, 0); },
+        [&](int i, int kk) { return weights(i, kk, kPHalf); }, at, [&](int kk, int j) { return at(kk, j) + kVHalf; });
   } else {
     each(o, [&](float& x, int i, int, int e) { x *= factor[i][e >> 1]; });
-    const auto weights = [&](int i, int kk) {
-      Operand<kType> p;
-      ldmatrix(p.hi, lanes_p.at(i * 16, kk));
-      return p;
-    };
-    add_columns<kType, kTilesOut, kBlocks, kStep / 16>(o, weights, [&](int kk, int j) {
-      return shared_v + TileV::offset(kk * 16 + (thread.lane & 15), column_o / 8 + j * 2 + (thread.lane >> 4));
-    });
+    add_columns<kType, kTilesOut, kBlocks, kStep / 16>(
+        o, [&](int i, int kk) { return weights(i, kk, 0); },
+        [&](int kk, int j) {
+          return shared_v + TileV::offset(kk * 16 + (thread.lane & 15), column_o / 8 + j * 2 + (thread.lane >> 4));
+        });
   }
 }
 
@@ -274,30 +244,9 @@ __global__ void __launch_bounds__(S.warps * 32, 1) generic_wide_forward(const __
         }
       }
       softmax[i].weigh(s[i], base, unit);
-      if constexpr (S.dropout != DropoutRule::kNone) {
-#pragma unroll
-        for (int jj = 0; jj < kKeys / 16; ++jj) {
-          bool kept[2][4];
-          keep.decide(kept, thread, i, jj, m0 + row_s, key0);
-          for (int e = 0; e < 8; ++e) {
-            s[i][2 * jj + (e >> 2)][e & 3] = kept[e >> 2][e & 3] ? s[i][2 * jj + (e >> 2)][e & 3] : 0;
-          }
-        }
-      }
-      for (int j = 0; j < kKeys / 8; ++j) {
-        for (int x = 0; x < 2; ++x) {
-          const u32 at = shared_p + TileP::offset(row_s + i * 16 + g + x * 8, warp_s * (kKeys / 8) + j) + t * 4;
-          if constexpr (kPairs) {
-            u32 high_p, low_p;
-            split(s[i][j][2 * x], s[i][j][2 * x + 1], high_p, low_p);
-            store_shared(at, high_p);
-            store_shared(at + kPHalf, low_p);
-          } else {
-            store_shared(at, pack<S.type>(s[i][j][2 * x], s[i][j][2 * x + 1]));
-          }
-        }
-      }
+      keep.drop(s[i], thread, i, m0 + row_s, key0);
     }
+    store_fragment<S.type, kStep>(shared_p, s, thread, row_s, warp_s * (kKeys / 8), 1.f, kPHalf);
     copy_wait<1>();
     sync();
 
@@ -344,13 +293,7 @@ __global__ void __launch_bounds__(S.warps * 32, 1) generic_wide_forward(const __
       if (t == 0 && warp_s == 0) {
         store_shared(shared_factor + r * 4, end.factor);
         if (r < rows && here.chunk == 0) {
-          if constexpr (S.split) {
-            here.store_part_sum(a, here.m0 + r, end);
-          } else if (a.lse.data != nullptr) {
-            static_cast<float*>(
-                a.lse.data)[here.place.query_rows(a.lse.strides, here.head) + (here.m0 + r) * a.lse.strides.row] =
-                end.lse;
-          }
+          here.store_row_end(a, here.m0 + r, end);
         }
       }
     }

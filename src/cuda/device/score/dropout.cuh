@@ -124,6 +124,21 @@ struct Keep {
     }
   }
 
+  // Weights of row tile i that are dropped become zero.
+  __device__ __forceinline__ void drop(float (&s)[kColumns][4], const Thread& thread, int i, int row0,
+                                       int column0) const {
+    if constexpr (S.dropout != DropoutRule::kNone) {
+#pragma unroll
+      for (int jj = 0; jj < kColumns / 2; ++jj) {
+        bool kept[2][4];
+        decide(kept, thread, i, jj, row0, column0);
+        for (int e = 0; e < 8; ++e) {
+          s[2 * jj + (e >> 2)][e & 3] = kept[e >> 2][e & 3] ? s[2 * jj + (e >> 2)][e & 3] : 0;
+        }
+      }
+    }
+  }
+
  private:
   // The torch rule's decision of element [n >> 2][n & 3] of a row tile has this bit, in the order in which they are
   // shared.

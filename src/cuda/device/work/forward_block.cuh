@@ -5,6 +5,7 @@
 
 #include "cuda/device/score/dropout.cuh"
 #include "cuda/device/score/scores.cuh"
+#include "cuda/device/tile/products.cuh"
 #include "cuda/device/work/query_block.cuh"
 
 namespace fovea::cuda {
@@ -12,6 +13,58 @@ namespace fovea::cuda {
 // P is multiplied by 2^kLift where it becomes a pair of fp16, so that small numbers keep their bits.
 template <auto S>
 inline constexpr float kLift = S.type == Type::kFp32 ? 12 : 0;
+
+// O = O * factor + P V for fp32, kAtOnce blocks of 16 columns of O at a time. high_p, low_p: operands (i, kk) of P;
+// high_v, low_v: this lane's place in V of (kk, block).
+template <int kSteps, int kAtOnce, int kTiles, int kColumns, class HighP, class LowP, class HighV, class LowV>
+__device__ __forceinline__ void add_values_fp32(float (&o)[kTiles][kColumns][4], const float (&factor)[kTiles][2],
+                                                const HighP& high_p, const LowP& low_p, const HighV& high_v,
+                                                const LowV& low_v) {
+  constexpr Type kType = Type::kFp16;
+  constexpr int kBlocks = kColumns / 2;
+#pragma unroll
+  for (int first = 0; first < kBlocks; first += kAtOnce) {
+    float sum[kTiles][2 * kAtOnce][4] = {};
+    const auto add = [&](int i, int j, const Operand<kType>& p, const u32(&v)[4]) {
+      mma<kType>(sum[i][2 * j], p.hi, v[0], v[1]);
+      mma<kType>(sum[i][2 * j + 1], p.hi, v[2], v[3]);
+    };
+#pragma unroll
+    for (int kk = 0; kk < kSteps; ++kk) {
+#pragma unroll
+      for (int j = 0; j < kAtOnce && first + j < kBlocks; ++j) {
+        u32 high[4], low[4];
+        ldmatrix_trans(high, high_v(kk, first + j));
+        ldmatrix_trans(low, low_v(kk, first + j));
+        for (int i = 0; i < kTiles; ++i) {
+          add(i, j, low_p(i, kk), high);
+        }
+        for (int i = 0; i < kTiles; ++i) {
+          add(i, j, high_p(i, kk), low);
+        }
+      }
+    }
+#pragma unroll
+    for (int kk = 0; kk < kSteps; ++kk) {
+#pragma unroll
+      for (int j = 0; j < kAtOnce && first + j < kBlocks; ++j) {
+        u32 high[4];
+        ldmatrix_trans(high, high_v(kk, first + j));
+        for (int i = 0; i < kTiles; ++i) {
+          add(i, j, high_p(i, kk), high);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      for (int j = 0; j < 2 * kAtOnce && 2 * first + j < kColumns; ++j) {
+        for (int e = 0; e < 4; ++e) {
+          o[i][2 * first + j][e] = o[i][2 * first + j][e] * factor[i][e >> 1] + sum[i][j][e];
+        }
+      }
+    }
+  }
+}
 
 // A block of the generic forwards: what scores are multiplied by, and how a row ends.
 template <auto S, int kRows, int kChunks = 1>
@@ -71,17 +124,22 @@ struct ForwardBlock : QueryBlock<S, kRows, kChunks> {
     }
   }
 
-  // With Spec::split: where O of a row goes, and its sum.
+  // With Spec::split: where O of a row goes.
   __device__ __forceinline__ i64 row_of_parts(const Args& a, int row) const {
     return padded_row(a.rows, place.b, place.queries()) + row;
   }
   __device__ __forceinline__ float* part_of_out(const Args& a, int row) const {
     return a.partial_out + ((i64(part) * a.padded_rows + row_of_parts(a, row)) * a.rows.heads_q + head) * S.dv;
   }
-  // Of a reference of 1e30 a logsumexp would not say how many keys reached it: the two travel apart.
-  __device__ __forceinline__ void store_part_sum(const Args& a, int row, const RowEnd& end) const {
-    const i64 at = (i64(part) * a.rows.heads_q + head) * a.padded_rows + row_of_parts(a, row);
-    reinterpret_cast<float2*>(a.partial_sum)[at] = {end.top, end.sum};
+  // Its logsumexp or, with Spec::split, its sum: of a reference of 1e30 a logsumexp would not say how many keys reached
+  // it, so the two travel apart.
+  __device__ __forceinline__ void store_row_end(const Args& a, int row, const RowEnd& end) const {
+    if constexpr (S.split) {
+      const i64 at = (i64(part) * a.rows.heads_q + head) * a.padded_rows + row_of_parts(a, row);
+      reinterpret_cast<float2*>(a.partial_sum)[at] = {end.top, end.sum};
+    } else if (a.lse.data != nullptr) {
+      static_cast<float*>(a.lse.data)[place.query_rows(a.lse.strides, head) + row * a.lse.strides.row] = end.lse;
+    }
   }
 };
 
