@@ -88,36 +88,4 @@ __device__ __forceinline__ float* column_sums(const Args& a, const Place& place,
   return a.column_sum + (i64(place.b) * a.rows.heads_q + head) * a.column_pitch;
 }
 
-// An accumulator of fp32 to rows; row and column: of the fragment's first element in `to`.
-template <int kTiles, int kColumns>
-__device__ __forceinline__ void store_floats(const float (&x)[kTiles][kColumns][4], float* to,
-                                             const math::Strides& strides, int row, int column, int rows, int columns,
-                                             bool vectors, const Thread& thread) {
-#pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int r = row + i * 16 + thread.g + half * 8;
-      if (r >= rows) {
-        continue;
-      }
-      float* const at = to + r * strides.row;
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j) {
-        const int c = column + j * 8 + thread.t * 2;
-        if (vectors && c + 1 < columns) {
-          *reinterpret_cast<float2*>(at + c) = {x[i][j][2 * half], x[i][j][2 * half + 1]};
-        } else {
-          if (c < columns) {
-            at[c * strides.col] = x[i][j][2 * half];
-          }
-          if (c + 1 < columns) {
-            at[(c + 1) * strides.col] = x[i][j][2 * half + 1];
-          }
-        }
-      }
-    }
-  }
-}
-
 }  // namespace fovea::cuda

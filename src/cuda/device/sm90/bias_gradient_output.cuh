@@ -8,6 +8,38 @@
 
 namespace fovea::cuda {
 
+// An accumulator of fp32 to rows, of which `rows` by `columns` numbers exist.
+template <int kTiles, int kColumns>
+__device__ __forceinline__ void store_floats(const float (&x)[kTiles][kColumns][4], float* to,
+                                             const math::Strides& strides, int rows, int columns, bool vectors,
+                                             const Thread& thread) {
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = i * 16 + thread.g + half * 8;
+      if (r >= rows) {
+        continue;
+      }
+      float* const at = to + r * strides.row;
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) {
+        const int c = j * 8 + thread.t * 2;
+        if (vectors && c + 1 < columns) {
+          *reinterpret_cast<float2*>(at + c) = {x[i][j][2 * half], x[i][j][2 * half + 1]};
+        } else {
+          if (c < columns) {
+            at[c * strides.col] = x[i][j][2 * half];
+          }
+          if (c + 1 < columns) {
+            at[(c + 1) * strides.col] = x[i][j][2 * half + 1];
+          }
+        }
+      }
+    }
+  }
+}
+
 // Rows of 64 contiguous numbers that begin anywhere, by a warp: words where memory has them, halves at the ends.
 template <class Layout, int kRows>
 __device__ __forceinline__ void store_rows_by_words(u16* to, i64 row_stride, u32 tile, int rows, int columns,
@@ -75,14 +107,14 @@ __device__ __forceinline__ void store_sums(const Args& a, const Sm90BiasGradient
     if (a.bias_chunks > 1) {
       float* const first =
           a.bias_sum + ((i64(tile.chunk) * m.planes + plane) * a.bias_rows + first_row) * a.bias_keys + key;
-      store_floats(sum[part], first, {0, 0, 0, a.bias_keys, 1}, 0, 0, rows, keys, a.bias_keys % 2 == 0, thread);
+      store_floats(sum[part], first, {0, 0, 0, a.bias_keys, 1}, rows, keys, a.bias_keys % 2 == 0, thread);
     } else if constexpr (S.grad_bias == BiasTile::kFp32) {
       if constexpr (S.fp32_results) {
         store_result<Type::kFp32>(a.grad_bias, at, {true, true}, sum[part], 1.f, rows, keys, thread);
       } else {
         float* const first = static_cast<float*>(a.grad_bias.data) + at;
         const bool vectors = to.col == 1 && to.row % 2 == 0 && (reinterpret_cast<u64>(first) & 7) == 0;
-        store_floats(sum[part], first, to, 0, 0, rows, keys, vectors, thread);
+        store_floats(sum[part], first, to, rows, keys, vectors, thread);
       }
     } else {
       constexpr Type kAs = S.grad_bias == BiasTile::kBf16 ? Type::kBf16 : Type::kFp16;
