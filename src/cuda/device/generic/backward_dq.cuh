@@ -62,18 +62,20 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_backward_dq(cons
   const math::Band<int> band = place.band<S>(a);
   const auto [first, last] = block.template steps<N>(a, band);
 
-  const RowsOf k = RowsOf::keys(a.k, place, head_k);
-  const RowsOf v = RowsOf::keys(a.v, place, head_k);
+  const u16* const k = key_data(a.k, place, head_k);
+  const u16* const v = key_data(a.v, place, head_k);
   const auto load = [&](int n) {
     const u32 to = stages + n % S.stages * kStageBytes;
     const int n0 = n * N;
     const int position = opaque(thread.index);
-    load_rows<S, D, N>(to, k.from(n0), a.head_dim, position);
-    load_rows<S, V, N>(to + kValues, v.from(n0), a.head_dim_v, position);
+    load_rows<S, D, N>(to, a.k, k + n0 * a.k.strides.row, place.k_len - n0, a.head_dim, position);
+    load_rows<S, V, N>(to + kValues, a.v, v + n0 * a.v.strides.row, place.k_len - n0, a.head_dim_v, position);
     Inputs::load(to + kInputs, a, place, h, m0, n0, position);
   };
-  load_rows<S, D, M>(queries, RowsOf::queries(a.q, place, h, m0), a.head_dim, thread.index);
-  load_rows<S, V, M>(grad_out, RowsOf::queries(a.grad_out, place, h, m0), a.head_dim_v, thread.index);
+  const int rows = place.q_len - m0;
+  load_rows<S, D, M>(queries, a.q, query_data(a.q, place, h) + m0 * a.q.strides.row, rows, a.head_dim, thread.index);
+  load_rows<S, V, M>(grad_out, a.grad_out, query_data(a.grad_out, place, h) + m0 * a.grad_out.strides.row, rows,
+                     a.head_dim_v, thread.index);
   load_row_vectors<M, kThreads>(row_vectors, a, row_of_head(a, place.b, h, place.queries()) + m0, thread.index);
   if (first < last) {
     load(first);

@@ -15,28 +15,21 @@ namespace fovea::cuda {
 
 // ---- copies of rows ----
 
-// Rows of one of q, k, v, do from `row` of a head on: where they begin, and how many there are.
-struct RowsOf {
-  const u16* data;
-  i64 stride;
-  int left;
+// Where rows of one of q, k, v, do begin.
+__device__ __forceinline__ const u16* query_data(const Tensor& x, const Place& place, u32 head) {
+  return static_cast<const u16*>(x.data) + place.query_rows(x.strides, head);
+}
+__device__ __forceinline__ const u16* key_data(const Tensor& x, const Place& place, u32 head) {
+  return static_cast<const u16*>(x.data) + place.key_rows(x.strides, head);
+}
 
-  static __device__ __forceinline__ RowsOf queries(const Tensor& x, const Place& place, u32 head, int row = 0) {
-    return {static_cast<const u16*>(x.data) + place.query_rows(x.strides, head) + row * x.strides.row, x.strides.row,
-            place.q_len - row};
-  }
-  static __device__ __forceinline__ RowsOf keys(const Tensor& x, const Place& place, u32 head, int row = 0) {
-    return {static_cast<const u16*>(x.data) + place.key_rows(x.strides, head) + row * x.strides.row, x.strides.row,
-            place.k_len - row};
-  }
-  __device__ __forceinline__ RowsOf from(int row) const { return {data + row * stride, stride, left - row}; }
-};
-
-// kRows of them to a tile of kColumns numbers a row, of which head_dim exist; rows of pairs are zero-filled already.
+// kRows of them, of which `rows` exist, to a tile of kColumns numbers a row, of which head_dim exist; rows of pairs are
+// zero-filled already. The stride is read here: as an argument of its own it would take registers through a loop.
 template <auto S, int kColumns, int kRows>
-__device__ __forceinline__ void load_rows(u32 tile, const RowsOf& x, int head_dim, int thread) {
+__device__ __forceinline__ void load_rows(u32 tile, const Tensor& x, const u16* from, int rows, int head_dim,
+                                          int thread) {
   load_tile<Tile<row_of_tile(S.type, kColumns)>, kRows, S.warps * 32>(
-      tile, x.data, x.stride * 2, x.left, is_pair(S.type) ? kColumns * 4 : head_dim * 2, thread);
+      tile, from, x.strides.row * 2, rows, is_pair(S.type) ? kColumns * 4 : head_dim * 2, thread);
 }
 
 // ---- places ----
@@ -111,10 +104,10 @@ struct KeyBlock {
   // All copies of K and V, N rows each.
   template <int N>
   __device__ __forceinline__ void load_keys(const Args& a, u32 keys, u32 values, int thread) const {
-    const RowsOf k = RowsOf::keys(a.k, place, head_k, n0);
-    const RowsOf v = RowsOf::keys(a.v, place, head_k, n0);
-    load_rows<S, S.d, N>(keys, k, a.head_dim, thread);
-    load_rows<S, S.dv, N>(values, v, a.head_dim_v, thread);
+    const u16* const k = key_data(a.k, place, head_k) + n0 * a.k.strides.row;
+    const u16* const v = key_data(a.v, place, head_k) + n0 * a.v.strides.row;
+    load_rows<S, S.d, N>(keys, a.k, k, place.k_len - n0, a.head_dim, thread);
+    load_rows<S, S.dv, N>(values, a.v, v, place.k_len - n0, a.head_dim_v, thread);
   }
 };
 
@@ -169,20 +162,19 @@ struct StepLoader {
   __device__ __forceinline__ StepLoader(const Args& args, const KeyBlock<S>& key_block)
       : a(args),
         block(key_block),
-        q(static_cast<const u16*>(args.q.data) + key_block.place.query_rows(args.q.strides, 0)),
-        grad_out(static_cast<const u16*>(args.grad_out.data) + key_block.place.query_rows(args.grad_out.strides, 0)),
+        q(query_data(args.q, key_block.place, 0)),
+        grad_out(query_data(args.grad_out, key_block.place, 0)),
         row0(row_of_head(args, key_block.place.b, 0, key_block.place.queries())) {}
 
   __device__ __forceinline__ void load(u32 to, const StepPlace& at, int index) const {
     const int thread = opaque(index);
     const int m0 = block.query(at);
     const int rows = block.place.q_len - m0;
-    load_rows<S, S.d, M>(to + kQueries, {q + at.head * a.q.strides.head + m0 * a.q.strides.row, a.q.strides.row, rows},
-                         a.head_dim, thread);
-    load_rows<S, S.dv, M>(
-        to + kGradOut,
-        {grad_out + at.head * a.grad_out.strides.head + m0 * a.grad_out.strides.row, a.grad_out.strides.row, rows},
-        a.head_dim_v, thread);
+    load_rows<S, S.d, M>(to + kQueries, a.q, q + at.head * a.q.strides.head + m0 * a.q.strides.row, rows, a.head_dim,
+                         thread);
+    load_rows<S, S.dv, M>(to + kGradOut, a.grad_out,
+                          grad_out + at.head * a.grad_out.strides.head + m0 * a.grad_out.strides.row, rows,
+                          a.head_dim_v, thread);
     load_row_vectors<M, kThreads>(to + kLse, a, row0 + at.head * a.padded_rows + m0, thread);
     Inputs::load(to + kInputs, a, block.place, at.head, m0, block.n0, thread);
   }

@@ -180,12 +180,17 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_bias_gradient(co
     if (meets(place)) {
       const u32 to = stages + n % S.stages * kStageBytes;
       if (which & 1) {
-        load_rows<S, D, M>(to, RowsOf::queries(a.q, place, e.head, m0), a.head_dim, index);
-        load_rows<S, D, N>(to + kKeys, RowsOf::keys(a.k, place, head_k, n0), a.head_dim, index);
+        const u16* const q = query_data(a.q, place, e.head);
+        const u16* const k = key_data(a.k, place, head_k);
+        load_rows<S, D, M>(to, a.q, q + m0 * a.q.strides.row, place.q_len - m0, a.head_dim, index);
+        load_rows<S, D, N>(to + kKeys, a.k, k + n0 * a.k.strides.row, place.k_len - n0, a.head_dim, index);
       }
       if (which & 2) {
-        load_rows<S, V, M>(to + kGradOut, RowsOf::queries(a.grad_out, place, e.head, m0), a.head_dim_v, index);
-        load_rows<S, V, N>(to + kValues, RowsOf::keys(a.v, place, head_k, n0), a.head_dim_v, index);
+        const u16* const g = query_data(a.grad_out, place, e.head);
+        const u16* const v = key_data(a.v, place, head_k);
+        load_rows<S, V, M>(to + kGradOut, a.grad_out, g + m0 * a.grad_out.strides.row, place.q_len - m0, a.head_dim_v,
+                           index);
+        load_rows<S, V, N>(to + kValues, a.v, v + n0 * a.v.strides.row, place.k_len - n0, a.head_dim_v, index);
         load_row_vectors<M, kThreads>(row_vectors + (n & 1) * M * 8, a,
                                       row_of_head(a, place.b, e.head, place.queries()) + m0, index);
         if (!kOnce || n == begin) {

@@ -26,6 +26,22 @@
 
 namespace fovea::cuda {
 
+// Rows of one of q, k, v, do from `row` of a head on: where they begin, and how many there are.
+struct RowsOf {
+  const u16* data;
+  i64 stride;
+  int left;
+
+  static __device__ __forceinline__ RowsOf queries(const Tensor& x, const Place& place, u32 head, int row) {
+    return {static_cast<const u16*>(x.data) + place.query_rows(x.strides, head) + row * x.strides.row, x.strides.row,
+            place.q_len - row};
+  }
+  static __device__ __forceinline__ RowsOf keys(const Tensor& x, const Place& place, u32 head, int row) {
+    return {static_cast<const u16*>(x.data) + place.key_rows(x.strides, head) + row * x.strides.row, x.strides.row,
+            place.k_len - row};
+  }
+};
+
 // kColumns columns from `first` on of rows that have `head_dim` of them (rounded up to 8).
 template <auto S, int kColumns, int kRows>
 __device__ __forceinline__ void load_columns(u32 tile, const RowsOf& x, int first, int head_dim, int other_dim,
