@@ -107,21 +107,13 @@ std::vector<BackwardTiles> wide_candidates(const BackwardSpec& s) {
   const auto both = [&](int step) { return s.d % step == 0 && s.dv % step == 0; };
   if (s.type == Type::kFp32) {
     if (widest <= 128) {
-      const BackwardTiles best =
-          both(64)
-              ? BackwardTiles{.warps = 8,
-                              .tiles = 1,
-                              .step = 32,
-                              .part = 16,
-                              .ctas = 1,
-                              .grid_s = 4,
-                              .grid_o = 4,
-                              .grid_q = 2}
-              : BackwardTiles{
-                    .warps = 8, .tiles = 1, .step = 64, .part = 32, .ctas = 1, .grid_s = 4, .grid_o = 4, .grid_q = 4};
       std::vector<BackwardTiles> candidates = {
-          best, {.warps = 4, .tiles = 1, .step = 32, .part = 16, .ctas = 1, .grid_s = 2, .grid_o = 2, .grid_q = 2}};
+          {.warps = 8, .tiles = 1, .step = 64, .part = 32, .ctas = 1, .grid_s = 4, .grid_o = 4, .grid_q = 4},
+          {.warps = 4, .tiles = 1, .step = 32, .part = 16, .ctas = 1, .grid_s = 2, .grid_o = 2, .grid_q = 2}};
       if (both(64)) {
+        candidates[0].step = 32;
+        candidates[0].part = 16;
+        candidates[0].grid_q = 2;
         candidates.push_back({.warps = 4, .tiles = 1, .step = 16, .part = 16, .ctas = 1, .grid_s = 2, .grid_o = 2});
       }
       candidates.push_back({.warps = 2, .tiles = 1, .step = 16, .part = 16, .ctas = 1});
@@ -154,26 +146,14 @@ std::vector<BackwardTiles> wide_candidates(const BackwardSpec& s) {
             {.warps = 4, .tiles = 2, .step = 32, .part = 16, .ctas = 1, .grid_s = 2, .grid_o = 2, .grid_q = 2}};
   }
   if (widest <= 256) {
-    const BackwardTiles best =
-        work_of(s) == Work::kMuch ? BackwardTiles{.warps = 8,
-                                                  .tiles = 1,
-                                                  .step = 64,
-                                                  .part = 32,
-                                                  .ctas = 1,
-                                                  .grid_s = 4,
-                                                  .grid_o = 4,
-                                                  .grid_q = 4}
-        : s.d == s.dv && both(64)
-            ? BackwardTiles{.warps = 8,
-                            .tiles = 2,
-                            .step = 64,
-                            .part = 16,
-                            .ctas = 1,
-                            .grid_s = 2,
-                            .grid_o = 2,
-                            .grid_q = 2}
-            : BackwardTiles{
-                  .warps = 8, .tiles = 2, .step = 64, .part = 16, .ctas = 1, .grid_s = 2, .grid_o = 4, .grid_q = 4};
+    BackwardTiles best = {
+        .warps = 8, .tiles = 2, .step = 64, .part = 16, .ctas = 1, .grid_s = 2, .grid_o = 4, .grid_q = 4};
+    if (work_of(s) == Work::kMuch) {
+      best = {.warps = 8, .tiles = 1, .step = 64, .part = 32, .ctas = 1, .grid_s = 4, .grid_o = 4, .grid_q = 4};
+    } else if (s.d == s.dv && both(64)) {
+      best.grid_o = 2;
+      best.grid_q = 2;
+    }
     if (both(64)) {
       return {best,
               {.warps = 4, .tiles = 1, .step = 32, .part = 16, .ctas = 1, .grid_s = 2, .grid_o = 2, .grid_q = 2},
