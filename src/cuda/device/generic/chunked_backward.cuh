@@ -33,12 +33,10 @@ struct RowsOf {
   int left;
 
   static __device__ __forceinline__ RowsOf queries(const Tensor& x, const Place& place, u32 head, int row) {
-    return {static_cast<const u16*>(x.data) + place.query_rows(x.strides, head) + row * x.strides.row, x.strides.row,
-            place.q_len - row};
+    return {query_data(x, place, head) + row * x.strides.row, x.strides.row, place.q_len - row};
   }
   static __device__ __forceinline__ RowsOf keys(const Tensor& x, const Place& place, u32 head, int row) {
-    return {static_cast<const u16*>(x.data) + place.key_rows(x.strides, head) + row * x.strides.row, x.strides.row,
-            place.k_len - row};
+    return {key_data(x, place, head) + row * x.strides.row, x.strides.row, place.k_len - row};
   }
 };
 
