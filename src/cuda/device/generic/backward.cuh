@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_backward(const _
   constexpr u32 kGradBytes = N * M * element_bytes(kType);  // of one buffer of P or of dS
   using Loader = StepLoader<S, N, kThreads>;
   using Head = HeadState<S, true, T, P / 8>;
-  static_assert(M % P == 0 && kRowPad % M == 0 && M % 16 == 0 && kWarpsS <= S.warps);
+  static_assert(M % P == 0 && kRowPad % M == 0 && M % 16 == 0 && kWarpsS <= S.warps && (kInRegisters || !S.delay));
   static_assert(N % (kGridO * 16) == 0 && D % (kWarpsO * 16) == 0 && V % (kWarpsO * 16) == 0);
 
   extern __shared__ __align__(128) unsigned char memory[];
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_backward(const _
     } else {
       store_row_sums<true>(sums, factor, thread, [&](int row, float sum) {
         if (thread.warp < kWarpsS) {
-          store_shared(all_sums + (query_warp * N + key_warp * T * 16 + row) * 4, sum);
+          store_shared(all_sums + (row + query_warp * N + key_warp * T * 16) * 4, sum);
         }
       });
       sync();
@@ -248,6 +248,17 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_backward(const _
         }
       }
       sync();
+    }
+  };
+  // Called before or after a step's addresses are made, whichever leaves more registers.
+  const auto begin_head = [&](int n) {
+    if ((!kInRegisters || n > 0) && block.begins_head(now)) {
+      if constexpr (S.column_sum) {
+        if (n > 0) {
+          store_sums(now.head - 1, head.factors.sum);
+        }
+      }
+      head = Head(a, place, now.head, block.head_k, key0, thread.g);
     }
   };
 
@@ -270,22 +281,15 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_backward(const _
         add_dq(n - 1, before, query_factor_before);
       }
     }
-    if constexpr (kInRegisters) {
-      Loader::clear_dead(stages + n % S.stages * Loader::kBytes, thread);
-    }
-    if ((!kInRegisters || n > 0) && block.begins_head(now)) {
-      if constexpr (S.column_sum) {
-        if (n > 0) {
-          store_sums(now.head - 1, head.factors.sum);
-        }
-      }
-      head = Head(a, place, now.head, block.head_k, key0, thread.g);
+    if constexpr (!kInRegisters) {
+      begin_head(n);
     }
     const u32 stage = stages + n % S.stages * Loader::kBytes;
+    Loader::clear_dead(stage, thread);
     const u32 grads_to = grads + (S.delay ? n & 1 : 0) * kGradBytes;
     const int m0 = block.query(now);
-    if constexpr (!kInRegisters) {
-      Loader::clear_dead(stage, thread);
+    if constexpr (kInRegisters) {
+      begin_head(n);
     }
     query_factor_before = head.factors.q;
     constexpr bool kLifts = is_pair(kType) && !S.dq;

@@ -2,6 +2,7 @@
 //
 // What the kernels of the generic backward share:
 //
+//   load_rows     copies of rows of q, k, v, do
 //   KeyBlock      which keys a block owns, which query tiles of which heads it walks over
 //   StepLoader    copies of one step: Q, dO, row vectors, what the scores need
 //   GradFactors   fp32: the powers of two that its pairs travel with
