@@ -236,7 +236,6 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_backward(const _
         }
       });
       sync();
-      float* const to = column_sums(a, place, of_head) + block.n0;
       for (int i = thread.index; i < N; i += kThreads) {
         float sum = 0;
 #pragma unroll
@@ -244,7 +243,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_backward(const _
           sum += load_shared(all_sums + (warp * N + i) * 4);
         }
         if (block.n0 + i < place.k_len) {
-          to[i] = sum;
+          column_sums(a, place, of_head)[block.n0 + i] = sum;
         }
       }
       sync();
