@@ -224,18 +224,20 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_backward(const _
   const auto store_sums = [&](u32 of_head, float factor) {
     if constexpr (kInRegisters) {
       float* const to = column_sums(a, place, of_head);
-      store_row_sums<true>(sums, factor, thread, [&](int row, float sum) {
-        if (key0 + row < place.k_len) {
-          to[key0 + row] = sum;
+      store_row_sums<true>(sums, factor, thread, [&](float sum, int i, int x) {
+        const int key = key0 + i * 16 + thread.g + x;
+        if (key < place.k_len) {
+          to[key] = sum;
         }
       });
     } else {
-      store_row_sums<true>(sums, factor, thread, [&](int row, float sum) {
+      store_row_sums<true>(sums, factor, thread, [&](float sum, int i, int x) {
         if (thread.warp < kWarpsS) {
-          store_shared(all_sums + (row + query_warp * N + key_warp * T * 16) * 4, sum);
+          store_shared(all_sums + (query_warp * N + (key_warp * T + i) * 16 + thread.g + x) * 4, sum);
         }
       });
       sync();
+      float* const to = column_sums(a, place, of_head) + block.n0;
       for (int i = thread.index; i < N; i += kThreads) {
         float sum = 0;
 #pragma unroll
@@ -243,7 +245,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_backward(const _
           sum += load_shared(all_sums + (warp * N + i) * 4);
         }
         if (block.n0 + i < place.k_len) {
-          column_sums(a, place, of_head)[block.n0 + i] = sum;
+          to[i] = sum;
         }
       }
       sync();

@@ -143,7 +143,8 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_backward_dq(cons
   if constexpr (S.row_sum) {
     if (first_column == 0) {
       float* const to = a.row_sum + row_of_head(a, place.b, h, place.queries()) + row0;  // padded: all rows exist
-      store_row_sums<false>(sums, head.factors.sum, thread, [&](int row, float sum) { to[row] = sum; });
+      store_row_sums<false>(sums, head.factors.sum, thread,
+                            [&](float sum, int i, int x) { to[i * 16 + thread.g + x] = sum; });
     }
   }
   if constexpr (!S.dq) {

@@ -63,8 +63,8 @@ __device__ __forceinline__ void store_gradient(const Tensor& to, i64 at, u32 til
   }
 }
 
-// Sums of dS along the rows of a fragment, in natural units: store(row, sum) by one thread each. kAnew: they begin
-// anew.
+// Sums of dS along the rows of a fragment, in natural units: store(sum, i, x) by one thread of each row 16 i + g + x,
+// x 0 or 8. kAnew: they begin anew.
 template <bool kAnew, int kTiles, class Store>
 __device__ __forceinline__ void store_row_sums(float (&sums)[kTiles][2], float factor, const Thread& thread,
                                                const Store& store) {
@@ -74,7 +74,7 @@ __device__ __forceinline__ void store_row_sums(float (&sums)[kTiles][2], float f
     for (int x = 0; x < 2; ++x) {
       const float sum = quad_sum(sums[i][x]) * factor;
       if (thread.t == 0) {
-        store(i * 16 + thread.g + x * 8, sum);
+        store(sum, i, x * 8);
       }
       if constexpr (kAnew) {
         sums[i][x] = 0;

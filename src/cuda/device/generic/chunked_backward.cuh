@@ -169,9 +169,10 @@ __device__ __forceinline__ void chunked_backward(const Args& a) {
   StepPlace after = now;
   const auto store_sums = [&](u32 of_head, float factor) {
     float* const to = column_sums(a, place, of_head);
-    store_row_sums<true>(sums, factor, thread, [&](int row, float sum) {
-      if (row0 + row < place.k_len && result == 0) {
-        to[row0 + row] = sum;
+    store_row_sums<true>(sums, factor, thread, [&](float sum, int i, int x) {
+      const int key = row0 + i * 16 + thread.g + x;
+      if (key < place.k_len && result == 0) {
+        to[key] = sum;
       }
     });
   };
@@ -258,7 +259,8 @@ __device__ __forceinline__ void chunked_backward(const Args& a) {
   if constexpr (!kTransposed && S.row_sum) {
     if (result == 0) {
       float* const to = a.row_sum + row_of_head(a, place.b, head_q, place.queries()) + row0;
-      store_row_sums<false>(sums, head.factors.sum, thread, [&](int row, float sum) { to[row] = sum; });
+      store_row_sums<false>(sums, head.factors.sum, thread,
+                            [&](float sum, int i, int x) { to[i * 16 + thread.g + x] = sum; });
     }
   }
 
