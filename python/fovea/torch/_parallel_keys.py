@@ -433,7 +433,7 @@ def keys_backward(
                     if part.own:
                         add(group, part, own, True)
                 before.append((group, pending, own))
-                del total, own
+                del total, own, pending
         finally:  # after an error, too, as in _groups_ahead()
             while before:
                 end(*before.pop())

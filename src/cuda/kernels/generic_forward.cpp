@@ -45,11 +45,11 @@ std::vector<ForwardTiles> candidates(const Features& spec) {
             {.warps = 4, .tiles = 1, .step = 32, .ctas = 1}};
   }
   if (widest <= 64) {
-    // Words made early and a lazy maximum overlap better with the products where there is dropout; masks take the time
-    // that a maximum at every step would.
+    // A lazy maximum overlaps better with the products where there is dropout; masks take the time that a maximum at
+    // every step would.
     const bool lazy = dropout || spec.mask || spec.key_mask;
-    return {{.warps = 4, .tiles = 2, .step = 64, .ctas = 2, .resident = true, .lazy = lazy, .early = dropout},
-            {.warps = 4, .tiles = 2, .step = 32, .ctas = 2, .resident = true, .lazy = lazy, .early = dropout},
+    return {{.warps = 4, .tiles = 2, .step = 64, .ctas = 2, .resident = true, .lazy = lazy},
+            {.warps = 4, .tiles = 2, .step = 32, .ctas = 2, .resident = true, .lazy = lazy},
             {.warps = 4, .tiles = 2, .step = 32, .ctas = 1},
             {.warps = 4, .tiles = 1, .step = 32, .ctas = 1}};
   }
@@ -62,7 +62,7 @@ std::vector<ForwardTiles> candidates(const Features& spec) {
               {.warps = 4, .tiles = 1, .step = 32, .ctas = 1, .lazy = true},
               {.warps = 4, .tiles = 1, .step = 16, .ctas = 1, .lazy = true}};
     }
-    return {{.warps = 4, .tiles = 2, .step = 64, .ctas = 2, .lazy = true, .early = dropout},
+    return {{.warps = 4, .tiles = 2, .step = 64, .ctas = 2, .lazy = true},
             narrow,
             {.warps = 4, .tiles = 2, .step = 32, .ctas = 1, .lazy = true},
             {.warps = 4, .tiles = 1, .step = 32, .ctas = 1, .lazy = true}};

@@ -15,12 +15,11 @@ struct ForwardTiles {
   int ctas = 2;           // blocks a multiprocessor that registers are limited for
   bool resident = false;  // Q stays in registers
   bool lazy = false;      // O is rescaled only when a maximum moves by more than 2^8
-  bool early = false;     // dropout's random words are made before S
   bool split = false;     // a block has a part of the keys; partial results go to the workspace
 
   friend constexpr bool operator==(const ForwardTiles&, const ForwardTiles&) = default;
 };
-FOVEA_FIELDS(ForwardTiles, warps, tiles, step, ctas, resident, lazy, early, split)
+FOVEA_FIELDS(ForwardTiles, warps, tiles, step, ctas, resident, lazy, split)
 
 struct ForwardSpec : Features, ForwardTiles {
   friend constexpr bool operator==(const ForwardSpec&, const ForwardSpec&) = default;

@@ -10,12 +10,6 @@
 
 namespace fovea::cuda {
 
-// Whether random words are made before the scores that they are for: an option of forwards.
-template <auto S>
-inline constexpr bool kDrawsEarly = requires {
-  requires S.early;
-};
-
 // The keys of rule fovea, of query head `head` of sequence b.
 template <auto S>
 __device__ __forceinline__ math::DropoutHead dropout_head(const Args& a, u32 b, u32 head) {
@@ -29,7 +23,6 @@ template <auto S, bool kTransposed, int kTiles, int kColumns>
 struct Keep {
   static constexpr bool kFovea = S.dropout == DropoutRule::kFovea;
   static constexpr bool kTorch = S.dropout == DropoutRule::kTorchMemEfficient;
-  static constexpr bool kEarly = kFovea && kDrawsEarly<S>;
   static_assert((kColumns & (kColumns - 1)) == 0);  // parts of a column's number have no bit in common
   static_assert(!kTorch || kColumns <= 8);          // a thread's decisions of a row tile are a word
 
@@ -37,7 +30,6 @@ struct Keep {
   u32 limit = 0;
   u32 folded_row = 0, folded_column = 0;  // shifted: of the positions of the first row and column
   math::DropoutRow<u32> rows[kTransposed ? 1 : kTiles];
-  math::Words2<u32> words[kEarly ? kTiles : 1][kEarly ? kColumns : 1];
   u64 seed = 0, base = 0, row_stride = 0;
   float p = 0;
   u32 bits[kTorch ? kTiles : 1];
@@ -81,14 +73,6 @@ struct Keep {
 
   // Once for the fragment that begins at (row0, column0).
   __device__ __forceinline__ void prepare(const Thread& thread, int row0, int column0) {
-    if constexpr (kEarly) {
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-        for (int j = 0; j < kColumns; ++j) {
-          words[i][j] = call(thread, i, j >> 1, j & 1, row0, column0);
-        }
-      }
-    }
     if constexpr (kTorch) {
       const bool shares = ((base | row_stride) & 3) == 0;
 #pragma unroll
@@ -104,8 +88,7 @@ struct Keep {
     if constexpr (kFovea) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const math::Words2<u32> w =
-            kEarly ? words[kEarly ? i : 0][kEarly ? 2 * jj + e : 0] : call(thread, i, jj, e, row0, column0);
+        const math::Words2<u32> w = call(thread, i, jj, e, row0, column0);
         // Words are queries without and with bit 3, their halves keys.
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
