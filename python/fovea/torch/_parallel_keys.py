@@ -20,6 +20,7 @@ from ._call import Shard
 from ._parallel_call import (
     PLANES, Call, arguments_of, draw_seed, entries_of, has_queries, saying_rank, streams_of,
 )  # fmt: skip
+from ._parallel_copies import clear, copy
 from ._parallel_fetch import Add, Moving, fetch_plan, start_fetch, start_return
 from ._parallel_positions import Span, keys_of, positions_of, some
 from ._rows import Piece, Rows
@@ -60,7 +61,7 @@ def width(shapes: list[torch.Size]) -> int:
 def put(whole: Tensor, rows_dim: int, tensors: Sequence[Tensor]) -> None:
     """Copies tensors so that each row has the elements of the first one, then those of the next one."""
     for room, x in zip(split(whole, rows_dim, shapes_of(tensors, rows_dim)), tensors):
-        room.copy_(x)
+        copy(room, x)
 
 
 def split(whole: Any, rows_dim: int, shapes: list[torch.Size]) -> list[Tensor]:
@@ -121,14 +122,6 @@ def _parts(call: Call) -> list[Part]:
         behind = piece._replace(start=piece.start + edge, rows=piece.rows - edge)
         return [_dense_part(call, behind, edge, own), _dense_part(call, piece._replace(rows=edge), 0)]
     return [_dense_part(call, piece, at) for piece, at in with_places(some(call.rows.mine))]
-
-
-def clear(x: Tensor) -> None:
-    """zero_(), which on a GPU writes the columns of a narrower tensor number by number: here by 8 bytes where they fit."""
-    steps = (*x.stride()[:-1], x.storage_offset(), x.shape[-1])
-    if x.is_floating_point() and x.stride(-1) == 1 and all(n * x.element_size() % 8 == 0 for n in steps):
-        x = x.view(torch.float64)
-    x.zero_()
 
 
 def with_places(pieces: tuple[Piece, ...]) -> Iterator[tuple[Piece, int]]:

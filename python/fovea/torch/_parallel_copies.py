@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies between tensors that are not adjacent in memory, by the bytes and not by the numbers.
+
+PyTorch's kernel for such copies computes an address for each element, which takes longer than moving one of 16 bits. So elements of 16
+bytes are copied, where a row has a multiple of them: the same bits in an eighth of the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WIDEST = (torch.complex128, torch.float64)  # types of 16 and 8 bytes that are copied and cleared as they are
+
+
+def copy(into: Tensor, x: Tensor) -> None:
+    """into.copy_(x)"""
+    if into.dtype == x.dtype and into.shape == x.shape:
+        into, x = _widened(into, x)
+    into.copy_(x)
+
+
+def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copies each second tensor into the first one. Those that are adjacent in memory on both sides are copied by one kernel."""
+    intos: list[Tensor] = []
+    given: list[Tensor] = []
+    for into, x in pairs:
+        if into.is_contiguous() and x.is_contiguous() and into.shape == x.shape and into.dtype == x.dtype:
+            into, x = _widened(into.view(-1), x.view(-1))
+            intos.append(into)
+            given.append(x)
+        else:
+            copy(into, x)
+    if intos:
+        several: Any = torch._foreach_copy_
+        several(intos, given)
+
+
+def clear(x: Tensor) -> None:
+    """zero_()"""
+    (x,) = _widened(x)
+    x.zero_()
+
+
+def _widened(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The same memory with the widest elements that all of them can have."""
+    for wide in WIDEST:
+        if all(_can_be(wide, x) for x in tensors):
+            return tuple(x.view(wide) for x in tensors)
+    return tensors
+
+
+def _can_be(wide: torch.dtype, x: Tensor) -> bool:
+    """Whether each row is adjacent numbers of that type, at addresses that are multiples of its size."""
+    if not x.is_floating_point() or x.dim() == 0 or x.stride(-1) != 1 or x.numel() == 0:
+        return False
+    steps = (*x.stride()[:-1], x.storage_offset(), x.shape[-1])
+    size = wide.itemsize
+    return x.data_ptr() % size == 0 and all(step * x.element_size() % size == 0 for step in steps)
