@@ -12,8 +12,8 @@ import torch.distributed as dist
 from covering import covering
 import fovea
 from fovea.torch import (
-    Rows, _attention, _parallel_blocks, _parallel_call, _parallel_fetch, _parallel_heads, _parallel_positions, attention,
-    context_parallel, explain_context_parallel,
+    Rows, _attention, _parallel_blocks, _parallel_call, _parallel_fetch, _parallel_positions, attention, context_parallel,
+    explain_context_parallel,
 )  # fmt: skip
 
 # The first value of each is the plain one. The numbers of key heads are multiples of the ranks; "one" is one key head.
@@ -433,34 +433,6 @@ def many_groups(group, byte_limit):
     for number, (text, results) in zip((1, 2, 6), found):
         assert f"groups of heads: {number};" in text, text
         assert all(torch.equal(a, b) for a, b in zip(results, found[0][1]))
-
-
-def many_groups_of_heads(group, kind, layout, options):
-    """As on a GPU, where heads move in groups: no bit is another one."""
-    rows = Rows.packed([0, 20, 21, 40], group, block=8) if kind == "packed" else getattr(Rows, kind)(40, group, block=8)
-    heads, lead, at = 8, () if kind == "packed" else (2,), 0 if kind == "packed" else {"bhsd": 2, "bshd": 1}[layout]
-    shape = lambda h: (*lead, h, 40, 8) if layout == "bhsd" and kind != "packed" else (*lead, 40, h, 8)  # noqa: E731
-    inputs = [rows.take(torch.randn(shape(h)), at) for h in (2 * heads, heads, heads)]
-    tensors = {"sink": torch.randn(2 * heads), "bias": torch.randn(2 * heads, 1, 1)}
-    grad = rows.take(torch.randn(shape(2 * heads)), at)
-    given = {"causal": True, "layout": layout, "alibi_slopes": torch.rand(2 * heads), **options}
-    usual, found = (_parallel_heads._may_group, _parallel_heads.ROWS_OF_GROUP), []
-    try:
-        for rows_of_group in (2**18, 1):
-            _parallel_heads._may_group, _parallel_heads.ROWS_OF_GROUP = lambda device: True, rows_of_group
-            leaves = [x.detach().clone().requires_grad_() for x in (*inputs, *tensors.values())]
-            out, lse = context_parallel(*leaves[:3], rows=rows, move="heads", return_lse=True, sink=leaves[3], bias=leaves[4], **given)
-            (out * grad).sum().backward()
-            for x in leaves[3:]:  # each rank has a part
-                dist.all_reduce(x.grad, group=group)
-            found.append([out.detach(), lse.detach(), *(x.grad for x in leaves)])
-    finally:
-        _parallel_heads._may_group, _parallel_heads.ROWS_OF_GROUP = usual
-    assert [n for n, (a, b) in enumerate(zip(*found)) if not torch.equal(a, b)] == []
-    with mock.patch.object(_parallel_heads, "_may_group", lambda device: True), mock.patch.object(_parallel_heads, "ROWS_OF_GROUP", 1):
-        with mock.patch.object(_parallel_heads, "_of_groups", wraps=_parallel_heads._of_groups) as cut:
-            context_parallel(*inputs, rows=rows, move="heads", **given)
-            return cut.call_args.args[1]
 
 
 def keys_of_a_window(group, kind, options):

@@ -106,13 +106,6 @@ def test_groups_of_heads(ranks):
     ranks.run(2, parallel_cases.many_groups, 40 * 2 * 16 * 4)
 
 
-@pytest.mark.parametrize("kind, layout, options", [
-    ("zigzag", "bhsd", {}), ("contiguous", "bshd", {"dropout_p": 0.3, "seed": 5}), ("packed", "bshd", {"dropout_p": 0.3, "seed": 5}),
-])  # fmt: skip
-def test_groups_of_heads_that_move(ranks, kind, layout, options):
-    assert ranks.run(2, parallel_cases.many_groups_of_heads, kind, layout, options) == [4, 4]
-
-
 @pytest.mark.parametrize("options", [
     {"window": (20, 0)}, {"window": (40, 10)}, {"causal": True, "window": (0, -1)}, {"window": (20, 0), "dropout_p": 0.3},
     {"window": (30, 5), "causal": True, "deterministic": True}, {"window": (16, 0), "softcap": 2.0},

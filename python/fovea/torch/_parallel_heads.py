@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """context_parallel with move="heads": an all-to-all gives each rank all rows of some heads, another one brings the results back. What
-lies between them is an ordinary, differentiable call.
-
-On GPUs large calls are cut into groups of heads: the exchanges run on a stream of their own, beside the attention of other groups, forward
-and backward. Autograd runs a node on the stream of its forward, the latest nodes first.
-"""
+lies between them is an ordinary, differentiable call."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, Optional
@@ -18,122 +13,26 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import _attention, _parallel_blocks, _rows
-from ._parallel_call import PLANES, Call, draw_seed, entries_of, has_queries, prepare, streams_of
+from ._parallel_call import PLANES, Call, draw_seed, entries_of, prepare, streams_of
 from ._parallel_blocks import Place
 from ._parallel_keys import by_keys
 from ._rows import Rows
 
 
-MOST_GROUPS = 4
-ROWS_OF_GROUP = 2**18  # queries times heads of a rank: fewer leave multiprocessors without work at a call's end
-
-
 def by_heads(call: Call) -> tuple[Tensor, Tensor]:
-    call = call._replace(options={**call.options, "seed": draw_seed(call)})
-    groups = _groups(call)
-    if groups == 1:
-        return _leave(call, *_compute(call, *_arrive(call)))
-    calls, beside = _of_groups(call, groups), _Beside(call.q.device)
-    arriving = [beside.run(lambda one=one: _arrive(one), (one.q, one.k, one.v)) for one in calls]
-    leaving = []
-    for one in calls:
-        results = _compute(one, *beside.wait(arriving.pop(0)))
-        leaving.append(beside.run(lambda one=one, results=results: _leave(one, *results), results))  # type: ignore[misc]
-        del results
-    outs, lses = zip(*map(beside.wait, leaving))
-    return torch.cat(outs, call.heads_dim), torch.cat(lses, -2)
-
-
-def _groups(call: Call) -> int:
-    """Of heads. A rank has the same part of each group, so none where biases or masks have the rank's heads only."""
-    ranks, queries, keys, o = call.rows.ranks, call.heads(call.q), call.heads(call.k), call.options
-    if not _may_group(call.q.device) or call.through is not None or (o["dropout_p"] and o["rng"] != "fovea"):
-        return 1
-    if any(has_queries(o[name]) and o[name].dim() >= 3 and o[name].shape[-3] != 1 for name in PLANES):
-        return 1
-    entries = 1 if call.rows.kind == "packed" else math.prod(entries_of(call))
-    most = min(MOST_GROUPS, entries * queries // ranks * call.rows.total // ROWS_OF_GROUP)
-    return max((n for n in range(1, most + 1) if keys % (n * ranks) == 0), default=1)
-
-
-def _may_group(device: Any) -> bool:
-    on_gpu: bool = device.type == "cuda"
-    return on_gpu
-
-
-def _of_groups(call: Call, groups: int) -> list[Call]:
-    o, heads = call.options, call.heads(call.q)
-    each: dict[str, Any] = {}
-    for name, dim in (("sink", 0), ("alibi_slopes", -1), *((name, -3) for name in PLANES)):
-        x = o[name]
-        if x is not None and x.dim() >= -dim and x.shape[dim] == heads and heads > 1:
-            each[name] = x.split(heads // groups, dim)
-    q, k, v = (x.split(call.heads(x) // groups, call.heads_dim) for x in (call.q, call.k, call.v))
-    found = []
-    for n in range(groups):
-        streams = streams_of(entries_of(call), heads, o, n * (heads // groups), heads // groups, call.q.device)
-        some = {**o, **{name: parts[n] for name, parts in each.items()}, "dropout_streams": streams}
-        found.append(call._replace(q=q[n], k=k[n], v=v[n], options=some))
-    return found
-
-
-class _Beside:
-    """A stream beside the current one, on a GPU. What it computes is waited for, and lives until both have read it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.main = self.stream = None
-        if device.type == "cuda":
-            self.main, self.stream = torch.cuda.current_stream(device), _stream(device)
-
-    def run(self, function: Any, reads: Sequence[Tensor]) -> Any:
-        if self.stream is None or self.main is None:
-            return function(), None
-        self.stream.wait_stream(self.main)
-        with torch.cuda.stream(self.stream):
-            made = function()
-        for x in reads:
-            x.record_stream(self.stream)
-        for x in made:
-            x.record_stream(self.main)
-        return made, self.stream.record_event()
-
-    def wait(self, run: Any) -> Any:
-        made, event = run
-        if event is not None:
-            self.main.wait_event(event)  # type: ignore[union-attr]
-        return made
-
-
-@functools.lru_cache(maxsize=None)
-def _stream(device: torch.device) -> Any:
-    return torch.cuda.Stream(device)
-
-
-def _arrive(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """All rows of this rank's heads."""
+    rows, o = call.rows, dict(call.options)
+    o["seed"] = draw_seed(call)
     there = Place(call.heads_dim, call.rows_dim, call.heads_dim < call.rows_dim)
     exchange = exchanged if call.through is None else call.through.exchange
-    found: tuple[Tensor, Tensor, Tensor]
-    found = _ToHeads.apply(call.rows, exchange, "q, k and v to heads", (there,) * 3, call.q, call.k, call.v)
-    return found
-
-
-def _compute(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    rows, o = call.rows, dict(call.options)
+    q, k, v = _ToHeads.apply(rows, exchange, "q, k and v to heads", (there,) * 3, call.q, call.k, call.v)
     own_heads(call, o, rows)
     if rows.kind == "packed":
         ends = rows._cached(("ends", q.device), lambda: torch.tensor(rows.first, dtype=torch.int32, device=q.device))
         o.update(max_seqlen_q=rows.longest, max_seqlen_k=rows.longest, cu_seqlens_q=ends, cu_seqlens_k=ends)
-    found: tuple[Tensor, Tensor] = _attention.attention(q, k, v, return_lse=True, **o)
-    return found
-
-
-def _leave(call: Call, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """This rank's rows of all heads."""
-    exchange = exchanged if call.through is None else call.through.exchange
-    places = Place(call.heads_dim, call.rows_dim, False), Place(-2, -1, True)
-    found: tuple[Tensor, Tensor] = _ToRows.apply(call.rows, exchange, "out to rows", places, out, lse)
-    return found
+    out, lse = _attention.attention(q, k, v, return_lse=True, **o)
+    del q, k, v  # without gradients nothing else keeps them
+    out, lse = _ToRows.apply(rows, exchange, "out to rows", (there._replace(heads_first=False), Place(-2, -1, True)), out, lse)
+    return out, lse
 
 
 def by_heads_then_keys(call: Call) -> tuple[Tensor, Tensor]:
