@@ -104,7 +104,7 @@ def edge_of(rows: Rows, o: Options, device: Any) -> Optional[int]:
     moved = o["positions_q"] is not None or o["positions_k"] is not None or (o["position_q"] or 0) != (o["position_k"] or 0)
     if moved or moves_by_lengths(o):
         return None
-    edge = -(-left // TILE) * TILE
+    edge: int = -(-left // TILE) * TILE
     if any(len(mine) != 1 or mine[0].start % TILE or mine[0].rows < 2 * edge for mine in rows.pieces):
         return None
     return edge
