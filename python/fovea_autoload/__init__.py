@@ -26,6 +26,9 @@ def load() -> None:
     unknown = [word for word in words if word not in _WORDS + _PACKAGES]
     if unknown:
         raise ValueError(f"FOVEA_TORCH={value}: {unknown[0]!r} is unknown; accepted: {_ACCEPTED}")
+    preferences = [word for word in words if word.startswith("prefer=")]
+    if len(set(preferences)) > 1:
+        raise ValueError(f"FOVEA_TORCH={value}: {' and '.join(preferences)}; accepted: one of them")
     import fovea.integrations
     import fovea.torch
 

@@ -33,7 +33,7 @@
   X(stop)
 
 /* What enable() gives to connect(): fovea.torch._enable has them. */
-#define CONNECTIONS(X) X(state) X(decide) X(give_back) X(in_python)
+#define CONNECTIONS(X) X(in_python) X(state) X(decide) X(give_back) X(composite) X(operators)
 
 typedef struct Opaque* Handle; /* AtenTensorHandle */
 
@@ -119,7 +119,7 @@ static struct {
   const Exchange* dlpack; /* NULL: tensors are read by methods */
   int stable, cpu, cuda;  /* 0: tensors are made by methods */
   int32_t types[kUint8 + 1]; /* PyTorch's number of each type of results, and of uint8 */
-  long long served; /* calls of sdpa() that it has computed */
+  long long served, left; /* calls of sdpa() that it has computed, and that it has given to `composite` */
   pthread_key_t scratch;
 } G;
 /* NOLINTEND(bugprone-macro-parentheses) */
@@ -1031,7 +1031,7 @@ static int read_sdpa(PyObject* const* given, Call* call, Kind* kind) {
 }
 
 /* What _enable has decided about calls of this kind: a new reference to True, if they are computed as they are, to the
- * reason why PyTorch computes them, or to False, if Python has to look. */
+ * reason why PyTorch computes them, to None, if PyTorch is faster, or to False, if Python has to look. */
 static PyObject* decision(PyObject* const* given, const Kind* kind) {
   PyObject* decisions = PyObject_GetAttr(G.state, G.names[k_decisions]);
   PyObject* key = PyBytes_FromStringAndSize(
@@ -1047,6 +1047,22 @@ static PyObject* decision(PyObject* const* given, const Kind* kind) {
   Py_XDECREF(key);
   Py_XDECREF(decisions);
   return found;
+}
+
+/* PyTorch's result. Its own reading of arguments takes time for each: those with their default are left out. */
+static PyObject* by_pytorch(PyObject* const* given, const Kind* kind) {
+  PyObject* const defaults[] = {Py_None, G.zero, Py_False}; /* from the mask on */
+  Py_ssize_t count = kScale;
+  while (count > kMask && given[count - 1] == defaults[count - 1 - kMask]) --count;
+  PyObject* arguments = tuple_of(given, count);
+  PyObject* options = kind->scaled || kind->gqa ? PyDict_New() : NULL;
+  const int failed = (kind->scaled && options && PyDict_SetItem(options, G.names[k_scale], given[kScale]) != 0) ||
+                     (kind->gqa && options && PyDict_SetItem(options, G.names[k_enable_gqa], Py_True) != 0);
+  PyObject* result = arguments && !failed && !PyErr_Occurred() ? PyObject_Call(G.composite, arguments, options) : NULL;
+  G.left += 1;
+  Py_XDECREF(options);
+  Py_XDECREF(arguments);
+  return result;
 }
 
 /* sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False): the kernel
@@ -1073,6 +1089,9 @@ static PyObject* fast_sdpa(PyObject* module, PyObject* const* arguments, Py_ssiz
       result = forward(&call, kind.dropout_p != 0, kind.learns != 0, 0);
       /* Counted in _enable.py; `stop` is the exception by which checkpoints end what they compute again. */
       G.served += call.computed && (result || PyErr_ExceptionMatches(G.stop));
+    } else if (how == Py_None && PyDict_Size(G.operators) == 0) {
+      Py_DECREF(how);
+      return by_pytorch(given, &kind);
     } else if (how != Py_False) {
       result = PyObject_CallFunctionObjArgs(G.give_back, how, given[0], given[1], given[2], given[3], given[4],
                                             given[5], given[6], given[7], (PyObject*)NULL);
@@ -1095,12 +1114,12 @@ static PyObject* fast_sdpa(PyObject* module, PyObject* const* arguments, Py_ssiz
   return result;
 }
 
-/* connect(state, decide, give_back, in_python): before sdpa() is called. */
+/* connect(in_python, state, decide, give_back, composite, operators): before sdpa() is called. */
 static PyObject* fast_connect(PyObject* module, PyObject* const* arguments, Py_ssize_t count) {
   (void)module;
-  PyObject** slots[] = {&G.state, &G.decide, &G.give_back, &G.in_python};
+  PyObject** slots[] = {&G.in_python, &G.state, &G.decide, &G.give_back, &G.composite, &G.operators};
   if (count != sizeof slots / sizeof *slots) {
-    PyErr_SetString(PyExc_TypeError, "connect: accepted: four arguments");
+    PyErr_SetString(PyExc_TypeError, "connect: accepted: six arguments");
     return NULL;
   }
   for (int at = 0; at < count; ++at) {
@@ -1111,12 +1130,12 @@ static PyObject* fast_connect(PyObject* module, PyObject* const* arguments, Py_s
   Py_RETURN_NONE;
 }
 
-/* served(reset): how many calls sdpa() has computed since the last reset. */
-static PyObject* fast_served(PyObject* module, PyObject* reset) {
+/* counts(reset): how many calls sdpa() has computed since the last reset, and how many PyTorch, as it is faster. */
+static PyObject* fast_counts(PyObject* module, PyObject* reset) {
   (void)module;
-  PyObject* number = PyLong_FromLongLong(G.served);
-  if (number && reset == Py_True) G.served = 0;
-  return number;
+  PyObject* numbers = Py_BuildValue("(LL)", G.served, G.left);
+  if (numbers && reset == Py_True) G.served = G.left = 0;
+  return numbers;
 }
 
 /* forward(ctx, token, ...): torch.autograd.Function's, after everything is computed. */
@@ -1329,7 +1348,7 @@ static PyMethodDef functions[] = {
     {"unpack", fast_unpack, METH_O, NULL},
     {"sdpa", (PyCFunction)(void (*)(void))fast_sdpa, METH_FASTCALL | METH_KEYWORDS, NULL},
     {"connect", (PyCFunction)(void (*)(void))fast_connect, METH_FASTCALL, NULL},
-    {"served", fast_served, METH_O, NULL},
+    {"counts", fast_counts, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -138,6 +138,10 @@ def test_no_tag_and_no_switch_is_left_behind():
     assert config.cache_key_tag == before + ";of a user"
     config.cache_key_tag = before
     assert torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    with enabled(prefer=None):
+        torch.backends.mha.set_fastpath_enabled(True)  # by the program, which keeps it
+    assert torch.backends.mha.get_fastpath_enabled()
     tags = {before}
     others = {"devices": "cpu", "prefer": None, "strict": True, "operators": True}
     assert set(others) == set(inspect.signature(enable).parameters)
@@ -267,7 +271,8 @@ def test_fuzz():
     failures, served = fuzz_sdpa.run("cpu", range(count), show=lambda text: None)
     assert not failures, "\n".join(failures)
     assert served > 0.75 * count
-    assert set(stats()["handed_back"]) <= {_sdpa.MALFORMED, "keys and values with different numbers of heads"}
+    assert set(stats()["handed_back"]) <= {
+        _sdpa.MALFORMED, _sdpa.RANK_OF_MASK, "keys and values with different numbers of heads"}
 
 
 def test_pytorchs_process_is_replaced_after_a_fault():
@@ -673,6 +678,10 @@ HANDED_BACK = {
     "a scale that is not finite": lambda: sdpa(*qkv(), scale=float("inf")),
     "scale: 1e+39; accepted: a finite number, at most 3.4028234663852886e+38 in size where sums are fp32": lambda: sdpa(*qkv(), scale=1e39),
     "keys and values with different numbers of heads": of_several_heads,
+    _sdpa.RANK_OF_MASK: lambda: sdpa(*qkv(4, 6, 8), attn_mask=torch.randn(1, 4, 6, 6)),
+    "a tensor of layout torch.sparse_coo": lambda: sdpa(*qkv(), attn_mask=torch.randn(2, 4, 6, 6).to_sparse()),
+    "a tensor of layout torch._mkldnn": lambda: sdpa(*qkv(), attn_mask=torch.randn(2, 4, 6, 6).to_mkldnn()),
+    "a tensor of zeros without memory": lambda: sdpa(*qkv()[:2], torch._efficientzerotensor((2, 4, 6, 8))),
     "tensors of complex64": lambda: sdpa(*[torch.randn(2, 4, 6, 8, dtype=torch.complex64)] * 3),
     _enable._MATH: with_math,
     _sdpa.MALFORMED: lambda: sdpa(*qkv(), attn_mask=torch.ones(6, 6, dtype=torch.int64)),
@@ -872,6 +881,44 @@ def test_the_faster_one_computes(table):
     assert counted() == (4, 0, 2)
 
 
+def test_what_pytorch_does_faster_is_what_it_does(monkeypatch):
+    """Every argument reaches it, from C as from Python; with operators=True its operators are its own as well."""
+    monkeypatch.setattr(_fastest, "slower", lambda *call: True)
+    mask, bias = torch.rand(6, 6) > 0.2, torch.randn(2, 4, 6, 6, requires_grad=True)
+    calls = [{}, {"is_causal": True}, {"attn_mask": mask}, {"attn_mask": bias}, {"scale": 0.3}, {"dropout_p": 0.5},
+             {"attn_mask": bias, "dropout_p": 0.5, "scale": 0.3}, {"enable_gqa": True}, {"enable_gqa": True, "is_causal": True},
+             {"is_causal": True, "scale": 2.0, "enable_gqa": True, "dropout_p": 0.0}]  # fmt: skip
+    for options in calls:
+        q, k, v = qkv()
+        if "enable_gqa" in options:
+            k, v = qkv(2, 2, 6, 8)[:2]
+
+        def run(q=q, k=k, v=v, options=options):
+            torch.manual_seed(1)
+            return results(lambda: sdpa(q, k, v, **options), q, k, v)
+
+        want = run()
+        for path in ("C", "operators", "Python"):
+            enable(operators=path == "operators")
+            reset_stats()
+            if path == "Python":
+                monkeypatch.setattr(_fast, "sdpa", None)
+                disable()
+                enable()
+            assert all(map(torch.equal, run(), want)), (options, path)
+            assert stats()["handed_back"] == {_enable._SLOWER: 1} and not stats()["operators"], (options, path)
+            disable()
+            monkeypatch.setattr(_fast, "sdpa", SDPA)
+    enable()
+    reset_stats()
+    with pytest.raises(RuntimeError):
+        sdpa(q, k, v)  # keys of two heads
+    assert stats()["handed_back"] in ({_enable._SLOWER: 1}, {_sdpa.MALFORMED: 1})
+
+
+SDPA = _fast.sdpa
+
+
 def test_where_nothing_was_measured_plain_and_causal_calls_stay_with_pytorch(table):
     """As on GPUs of compute capability 10 and 12, for which fovea has no kernels of their own."""
     table({})
@@ -1055,6 +1102,15 @@ def test_problems_are_bounded(monkeypatch):
     for rows in range(2, 9):
         sdpa(*qkv(1, 1, rows, 8, grad=False))
     assert [f"sq={rows} " in line for rows, line in zip((2, 3, 4), stats()["problems"])] == [True] * 3 and counted()[0] == 7
+
+
+def test_reasons_are_bounded(monkeypatch):
+    """The texts of some have a number of the call."""
+    monkeypatch.setattr(_enable, "_MOST_REASONS", 3)
+    enable(prefer=None)
+    for scale in range(1, 8):
+        sdpa(*qkv(), scale=scale * 1e39)
+    assert [*stats()["handed_back"].values()] == [1, 1, 1, 4] and _enable._OTHERS in stats()["handed_back"]
 
 
 def test_determinism_is_a_kind_of_its_own():

@@ -173,10 +173,12 @@ def test_nested_tensors_in_compiled_code_are_pytorchs():
 # ---- compile caches ----
 
 CACHED = """
-import json, sys, torch
+import json, os, sys, torch
 if sys.argv[1] != "off":
     import fovea.torch
-    fovea.torch.enable(prefer=None, **json.loads(sys.argv[2]))
+    fovea.torch.enable(**{"prefer": None, **json.loads(sys.argv[2])})
+    from fovea.torch import _fastest
+    _fastest.slower = lambda *call: "FOVEA_CPU_ISA" in os.environ  # the table may say so of one instruction set
 tensors = [torch.ones(2, 4, 16, 8) for _ in range(3)]
 call = torch.compile(lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v), fullgraph=True)
 out = call(*tensors)
@@ -207,6 +209,14 @@ def test_compile_caches_do_not_mix_when_fovea_is_second(tmp_path):
 def test_compile_caches_do_not_mix_when_fovea_is_first(tmp_path):
     assert cached(tmp_path, "on") == {"fovea": True, "imported": True, "hit": 0}
     assert cached(tmp_path, "off") == {"fovea": False, "imported": False, "hit": 0}
+
+
+@pytest.mark.parametrize("first", ["portable", ""])
+def test_compile_caches_do_not_mix_between_instruction_sets(tmp_path, first, monkeypatch):
+    """prefer="fastest" decides by the instruction set, and a graph keeps what was decided."""
+    for isa in (first, "" if first else "portable"):
+        monkeypatch.setenv("FOVEA_CPU_ISA", isa) if isa else monkeypatch.delenv("FOVEA_CPU_ISA", raising=False)
+        assert cached(tmp_path, "on", prefer="fastest") == {"fovea": not isa, "imported": True, "hit": 0}
 
 
 # ---- torch.export ----
@@ -431,6 +441,11 @@ def test_a_word_that_is_unknown(tmp_path):
     assert done.returncode != 0
     assert "FOVEA_TORCH=flash: 'flash' is unknown; accepted: 0, 1, or words of sdpa, cpu, cuda" in done.stderr
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in done.stderr  # PyTorch's hint
+
+
+def test_two_preferences(tmp_path):
+    done = run_program(tmp_path, FOVEA_TORCH="prefer=none,prefer=fastest")
+    assert done.returncode != 0 and "prefer=none and prefer=fastest; accepted: one of them" in done.stderr
 
 
 def test_pytorch_can_be_told_not_to_ask(tmp_path):

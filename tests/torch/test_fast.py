@@ -357,12 +357,12 @@ def test_sdpa(way, name, python_kernel):
 
     enable(prefer=None)
     got = run()
-    assert python_kernel == [] and _fast.served() == stats()["served"] == 2
+    assert python_kernel == [] and _fast.counts()[0] == stats()["served"] == 2
     problems = stats()["problems"]
     assert len(problems) == 1 + bool(leaves) + (0 if not leaves else 1)  # inference has no lse
     disable()
     reset_stats()
-    assert _fast.served() == 0
+    assert _fast.counts()[0] == 0
     _fast.switch_off()
     enable(prefer=None)
     for x, y in zip(got, run()):
@@ -400,7 +400,7 @@ def test_sdpa_in_python(way, call, python_kernel):
     enable(prefer=None)
     for _ in range(2):  # the second time the decision is known
         call()
-    assert len(python_kernel) == 2 and _fast.served() == 0
+    assert len(python_kernel) == 2 and _fast.counts()[0] == 0
 
 
 @both
@@ -499,7 +499,7 @@ def test_a_kind_of_call_is_known_by_all_that_decides(way, python_kernel, monkeyp
     finally:
         torch.use_deterministic_algorithms(False)
     assert len(decided) == len(calls) + 1
-    assert _fast.served() == 2 * len(calls) + 2 and python_kernel == []
+    assert _fast.counts()[0] == 2 * len(calls) + 2 and python_kernel == []
 
 
 @pytest.mark.parametrize("way", ["1", "methods"], indirect=True)
@@ -534,7 +534,7 @@ def test_enable_without_c(monkeypatch, python_kernel):
     _fast.load()
     enable(prefer=None)
     sdpa(*(torch.randn(1, 2, 4, 8),) * 3)
-    assert len(python_kernel) == 1 and stats()["served"] == 1 and _fast.served() == 0
+    assert len(python_kernel) == 1 and stats()["served"] == 1 and _fast.counts()[0] == 0
 
 
 # ---- which path, and why ----

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import sys
 import threading
@@ -48,9 +49,12 @@ _NAME = "scaled_dot_product_attention"
 _DEVICES = ("cuda", "cpu")
 _PREFERENCES = ("fastest", None)
 _MOST_KEPT = 4096  # decisions, and problems for stats()
+_MOST_REASONS = 256  # some have a number of the call in them
+_OTHERS = f"other reasons, after the first {_MOST_REASONS}"
 
 _operator: Any = torch.ops.aten.scaled_dot_product_attention.default
 _composite: Any = _operator.decompose  # PyTorch's own: to call the operator again would come back here
+_composite_now: Any = functools.partial(_operator._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)  # of an eager call
 _library: Any = torch.library
 _transforms = torch._C._are_functorch_transforms_active
 _order = torch._C._get_sdp_priority_order
@@ -172,6 +176,10 @@ def _scaled_dot_product_attention(
             traced = True
             if kind not in _TRACED:
                 why = f"a tensor of the type {kind.__name__}"
+        if tensor is not None and tensor.layout is not torch.strided:
+            why = why or f"a tensor of layout {tensor.layout}"
+        elif tensor is not None and tensor._is_zerotensor():
+            why = why or "a tensor of zeros without memory"
     if not why:
         why = _why_not_now()
     if not why:
@@ -197,10 +205,11 @@ def _scaled_dot_product_attention(
 
 
 def _give_back(
-    why: str, q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], dropout_p: float, is_causal: bool,
+    why: Optional[str], q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], dropout_p: float, is_causal: bool,
     scale: Optional[float], enable_gqa: bool,
 ) -> Any:  # fmt: skip
-    """PyTorch's result. C calls this as well."""
+    """PyTorch's result. C calls this as well, with what _for_c() has returned."""
+    why = why or _SLOWER
     _hand_back(why, q.device)
     with _by_pytorch(why):
         return _composite(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -211,10 +220,12 @@ def _by_pytorch(why: str) -> AbstractContextManager[None]:
     return _owners.left_to_pytorch() if why in _WISHES and _owners.in_force() else contextlib.nullcontext()
 
 
-def _for_c(*call: Any) -> Union[bool, str]:
+def _for_c(*call: Any) -> Union[bool, str, None]:
     """The decision about a kind of call as C needs it: True if it is computed as it is, False if tensors have to be
-    reshaped, which Python does, or the reason why not."""
+    reshaped, which Python does, None if PyTorch is faster, or another reason why not."""
     decision = _known(*call)
+    if decision.why_not == _SLOWER:
+        return None
     return decision.why_not or (decision.form is not None and decision.form.batch is None)
 
 
@@ -244,9 +255,13 @@ def _count_traced() -> None:
         _counts.traced += 1
 
 
-def _count_handed_back(reason: str) -> None:
+def _count_handed_back(reason: str) -> str:
+    """Returns the reason under which it was counted."""
     with _counts.lock:
+        if reason not in _counts.handed_back and len(_counts.handed_back) >= _MOST_REASONS:
+            reason = _OTHERS
         _counts.handed_back[reason] = _counts.handed_back.get(reason, 0) + 1
+    return reason
 
 
 def _note(problems: tuple[str, ...]) -> None:
@@ -263,8 +278,7 @@ def _refusal(why: str, name: str = _NAME) -> str:
 
 def _hand_back(why: str, device: torch.device, name: str = _NAME) -> None:
     """Counts a call, of an operator by its name, and warns of it, or raises if `strict` is in force."""
-    reason = f"{name}: {why}" if name in OPERATORS else why
-    _count_handed_back(reason)
+    reason = _count_handed_back(f"{name}: {why}" if name in OPERATORS else why)
     settings = _state.settings
     if settings is None or (why in _WISHES and why != _UNMEASURED):
         return
@@ -663,10 +677,14 @@ def stats() -> Stats:
         with the name.
     """
     with _counts.lock:
+        served, left = _fast.counts()
+        handed_back = dict(_counts.handed_back)
+        if left:
+            handed_back[_SLOWER] = handed_back.get(_SLOWER, 0) + left
         return {
-            "served": _counts.served + _fast.served(),
+            "served": _counts.served + served,
             "traced": _counts.traced,
-            "handed_back": dict(_counts.handed_back),
+            "handed_back": handed_back,
             "problems": list(_counts.problems),
             "operators": dict(_counts.operators),
         }
@@ -679,14 +697,15 @@ def print_stats() -> None:
              f"{found['traced']} traced"]  # fmt: skip
     lines += [f"{count} calls of {name} computed by fovea" for name, count in found["operators"].items()]
     lines += [f"{count} calls handed back to PyTorch: {why}" for why, count in found["handed_back"].items()]
-    print(*(f"fovea.torch: {line}" for line in lines), sep="\n", file=sys.stderr)
+    # In one piece: other processes print at the same time.
+    sys.stderr.write("".join(f"fovea.torch: {line}\n" for line in lines))
 
 
 def reset_stats() -> None:
     """Sets what stats() counts to zero."""
     with _counts.lock:
         _counts.clear()
-        _fast.served(reset=True)
+        _fast.counts(reset=True)
     _state.decisions.clear()  # they hold which problems have been noted
 
 
@@ -744,7 +763,7 @@ def _set_up(settings: _Settings) -> None:
     _state.decisions = {}
     _state.warned = set()
     _state.settings = settings
-    kernel = _fast.connect(_state, _for_c, _give_back, _scaled_dot_product_attention)
+    kernel = _fast.connect(_scaled_dot_product_attention, _state, _for_c, _give_back, _composite_now, _owners.PLACES)
     # Autograd's are there first and leave last: another thread's call that found the device's alone would lose its gradient.
     for prefix in ("Autograd", ""):
         library = _library.Library("aten", "IMPL")
@@ -780,7 +799,8 @@ def _take_away() -> None:
             nested.jagged_scaled_dot_product_attention = _state.jagged_theirs
         _state.jagged = None
     if _state.fastpath is not None:
-        torch.backends.mha.set_fastpath_enabled(_state.fastpath)
+        if not torch.backends.mha.get_fastpath_enabled():  # the program has not set it since
+            torch.backends.mha.set_fastpath_enabled(_state.fastpath)
         _state.fastpath = None
     _state.settings = None
 
@@ -789,9 +809,11 @@ def _set_tag(settings: _Settings) -> None:
     """PyTorch keeps compiled graphs on disk by a key that has what was traced: scaled_dot_product_attention as one
     node, whatever computes it. So this adds to the key what does."""
     config = torch.compiler.config
-    digest = zlib.crc32(_fastest.contents()) if settings.prefer is not None else 0
     devices = "+".join(settings.devices)
-    _state.tag = f";fovea-{version()} {devices} prefer={settings.prefer}/{digest:08x} strict={settings.strict}"
+    _state.tag = f";fovea-{version()} {devices} prefer={settings.prefer} strict={settings.strict}"
+    if settings.prefer is not None:  # what a decision depends on besides the call: the table, and its section for the CPU
+        cpu = [_fastest.section_of(torch.device("cpu"), is_bf16) for is_bf16 in (False, True)]
+        _state.tag += f" {zlib.crc32(_fastest.contents()):08x} {'+'.join(cpu)}"
     if settings.operators:
         _state.tag += " operators"
     config.cache_key_tag = config.cache_key_tag + _state.tag

@@ -57,17 +57,18 @@ def switch_off() -> None:
     attention, sdpa = _declined, None
 
 
-def connect(state: Any, decide: Callable[..., Any], give_back: Callable[..., Any], in_python: Callable[..., Any]) -> Any:
+def connect(in_python: Callable[..., Any], *connections: Any) -> Any:
     """The kernel of scaled_dot_product_attention that enable() registers: C's, connected with _enable.py, or Python's."""
     if sdpa is None:
         return in_python
-    _STARTED.connect(state, decide, give_back, in_python)
+    _STARTED.connect(in_python, *connections)
     return sdpa
 
 
-def served(reset: bool = False) -> int:
-    """How many calls of scaled_dot_product_attention C has computed since the last reset."""
-    return 0 if _EXTENSION is None else int(_EXTENSION.served(reset))
+def counts(reset: bool = False) -> tuple[int, int]:
+    """How many calls of scaled_dot_product_attention C has computed since the last reset, and how many it has left to PyTorch
+    because that is faster."""
+    return (0, 0) if _EXTENSION is None else _EXTENSION.counts(reset)
 
 
 def fast_path() -> str:

@@ -24,6 +24,7 @@ Shape = tuple[Any, ...]  # of int, or torch.SymInt while tracing
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MALFORMED = "arguments that PyTorch refuses"  # of whatever kind: its error says it
+RANK_OF_MASK = "a mask of fewer than two dimensions, or of four with query and key of three"
 
 
 class Form:
@@ -126,8 +127,14 @@ def read(
     if why is not None:
         return why
     rank = max(q.dim(), k.dim(), v.dim())
-    if min(q.dim(), k.dim(), v.dim()) < 2 or (mask is not None and not 2 <= mask.dim() <= max(q.dim(), k.dim())):
+    if min(q.dim(), k.dim(), v.dim()) < 2:
         return MALFORMED
+    if mask is not None:
+        of_scores = max(q.dim(), k.dim())
+        if mask.dim() < 2 or (mask.dim() == 4 and of_scores == 3):  # PyTorch's math path computes some
+            return RANK_OF_MASK
+        if mask.dim() > of_scores:
+            return MALFORMED
     if q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
         return MALFORMED
     if 0 in q.shape or 0 in k.shape or 0 in v.shape:

@@ -38,7 +38,7 @@ Place = tuple[str, str]  # operator and key
 
 _lock = threading.RLock()
 _taken: dict[str, tuple[Owner, frozenset[Place]]] = {}  # by the owner's name
-_places: dict[Place, Any] = {}  # the libraries that registered a kernel there
+PLACES: dict[Place, Any] = {}  # the libraries that registered a kernel there
 _here = threading.local()
 
 
@@ -59,13 +59,13 @@ def owners() -> dict[str, str]:
     {}
     """
     with _lock:
-        found = {name: [_owner(place) for place in sorted(_places) if place[0] == name] for name in OPERATORS}
+        found = {name: [_owner(place) for place in sorted(PLACES) if place[0] == name] for name in OPERATORS}
         return {name: ", ".join(dict.fromkeys(owner.name for owner in there if owner)) for name, there in found.items() if there}
 
 
 def in_force() -> bool:
     """Whether fovea computes one."""
-    return bool(_places)
+    return bool(PLACES)
 
 
 def take(owner: Owner, names: Iterable[str], devices: Iterable[str]) -> None:
@@ -85,12 +85,12 @@ def release(name: str) -> None:
 
 def _settle() -> None:
     wanted = {place for _, places in _taken.values() for place in places}
-    for place in [place for place in _places if place not in wanted]:
-        _places.pop(place)._destroy()
-    for place in sorted(wanted - _places.keys()):
+    for place in [place for place in PLACES if place not in wanted]:
+        PLACES.pop(place)._destroy()
+    for place in sorted(wanted - PLACES.keys()):
         name, key = place
         theirs = _kernel_of_pytorch(name, key)
-        _places[place] = library = _torch_library.Library("aten", "IMPL")
+        PLACES[place] = library = _torch_library.Library("aten", "IMPL")
         with warnings.catch_warnings():  # what the caller asked for
             warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
             library.impl(name, _kernel(place, theirs), key, with_keyset=True)
