@@ -20,6 +20,7 @@ import contextlib
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +33,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa  # noqa: E4
 import fovea  # noqa: E402
 import fovea.torch  # noqa: E402
 import records  # noqa: E402
-from fovea.torch import _call, _fast, _operators, attention  # noqa: E402
+from fovea.torch import _call, _fast, _fastest, _operators, attention  # noqa: E402
 
 SHAPES = {"cpu": (1, 2, 8, 16), "cuda": (1, 8, 128, 64)}
 TYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
@@ -104,6 +105,22 @@ def through_enable():
         yield
 
 
+def handed_back(slower):
+    """Through enable(), which leaves the call to PyTorch: its kernel is faster (True), or was not measured (None)."""
+
+    @contextlib.contextmanager
+    def around():
+        before, _fastest.slower = _fastest.slower, lambda *call: slower
+        try:
+            with fast("1"), warnings.catch_warnings(), fovea.torch.enabled():
+                warnings.simplefilter("ignore")  # on CUDA of the second
+                yield
+        finally:
+            _fastest.slower = before
+
+    return around
+
+
 def rows(device):
     """By name: a call without gradients, one whose result wants them, and what is done around a batch of calls."""
     make = lambda **options: torch.randn(SHAPES[device], dtype=TYPES[device], device=device, **options)  # noqa: E731
@@ -114,6 +131,8 @@ def rows(device):
         "scaled_dot_product_attention": (*of(sdpa), contextlib.nullcontext),
         "**fovea.torch.attention**": (*of(attention), lambda: fast("1")),
         "the same, through enable()": (*of(sdpa), through_enable),
+        "the same, through enable(), handed back: PyTorch is faster": (*of(sdpa), handed_back(True)),
+        "the same, through enable(), handed back for another reason": (*of(sdpa), handed_back(None)),
         "the same, tensors by their methods": (*of(attention), lambda: fast("methods")),
         "the same, in Python": (*of(attention), lambda: fast("0")),
         "a torch.autograd.Function that computes nothing": (None, of(Nothing.apply)[1], contextlib.nullcontext),
