@@ -51,7 +51,7 @@ def custom_op():
 
     def setup_context(ctx, inputs, output):
         ctx.save_for_backward(*inputs[: _call.TENSORS], *output)
-        ctx.options = _call.known(inputs)[_call.TENSORS :]
+        ctx.options = inputs[_call.TENSORS :]
         ctx.inputs = len(inputs)
 
     def backward(ctx, grad_out, grad_lse):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What bench/gpu refuses on its command line, which needs no GPU."""
+"""What bench/gpu refuses on its command line, which needs no GPU, and that bench/torch/host_time.py runs."""
 
+import json
 import os
 import subprocess
 import sys
@@ -43,6 +44,16 @@ def test_host_time_in_pytorch_needs_no_program(tmp_path):
     said = {part: bench("host.py", "--only", part, "--program", str(tmp_path / "none")) for part in ("torch", "calls")}
     assert "--target bench_host" in said["calls"].stderr
     assert said["torch"].returncode == 1 and "no CUDA device that PyTorch sees" in said["torch"].stderr, said["torch"]
+
+
+def test_host_times_on_the_cpu(tmp_path):
+    """Every row is measured, each in the columns that it has."""
+    path = tmp_path / "host.json"
+    program = BENCH.parent / "torch/host_time.py"
+    done = bench(program, "--rounds", "1", "--calls", "1", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    rows = {row["name"]: row["microseconds"] for row in json.loads(path.read_text())["rows"]}
+    assert sum("handed back" in name for name in rows) == 2 and all(any(times) for times in rows.values()), rows
 
 
 # ---- two builds alternately ----
