@@ -109,7 +109,7 @@ test-models:  ## the integrations with the libraries themselves: models of trans
 	@tools/deps.sh build
 	@$(MAKE) --no-print-directory $(BUILD)/CMakeCache.txt $(VENV_MODELS)/.ready
 	cmake --build $(BUILD) -j$(JOBS) --target fovea
-	FOVEA_BUILD=$(BUILD) $(VENV_MODELS)/bin/python -m pytest -q -s -p no:cacheprovider tests/models
+	FOVEA_ALL_MODELS=1 FOVEA_BUILD=$(BUILD) $(VENV_MODELS)/bin/python -m pytest -q -s -p no:cacheprovider tests/models
 
 .PHONY: check check-rest
 check: test check-rest  ## make test, then the other stages, more than an hour of CPU (docs/testing.md): lint, sanitizers, fuzzing, ...

@@ -244,7 +244,7 @@ class Runner:
         python = self.environment("VENV_INTEGRATIONS", ".venv-integrations", "transformers")
         if python is None:
             return Count(0, 1)
-        paths = [f"tests/models/test_{name}.py" for name in ("transformers", "diffusers", "megatron", "xformers", "hub", "programs")]
+        paths = [f"tests/models/test_{name}.py" for name in ("models", "transformers", "diffusers", "megatron", "xformers", "hub", "programs")]
         return self.pytest(*paths, env={"FOVEA_BUILD": self.build}, python=python)
 
     def stage_jax(self):

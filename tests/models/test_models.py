@@ -7,6 +7,7 @@ run on a GPU.
 """
 
 import os
+import statistics
 import sys
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 import fovea.torch  # noqa: E402
 
 DEVICE = os.environ.get("FOVEA_TEST_DEVICE", "cpu")
+ALL = os.environ.get("FOVEA_ALL_MODELS") == "1"  # none is skipped for want of its library
 VOCABULARY = 99
 
 
@@ -218,7 +220,12 @@ def error(got, want):
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 def test_model(make):
     torch.manual_seed(0)
-    model, arguments, keywords = make()
+    try:
+        model, arguments, keywords = make()
+    except ModuleNotFoundError as missing:
+        if ALL:
+            raise
+        pytest.skip(f"{missing}; `make test-models` installs it")
     model = model.to(DEVICE)
     arguments, keywords = [moved(x) for x in arguments], {name: moved(x) for name, x in keywords.items()}
     theirs = step(model, arguments, keywords)
@@ -234,9 +241,13 @@ def test_model(make):
     assert seen["served"] == MODELS[make], seen
     assert ours.keys() == exact.keys()
     mine, of_theirs, of_math = (error(x, exact) for x in (ours, theirs, math))
+    ratios = []
     for name in exact:
-        # As close to the exact numbers as PyTorch's own kernels, which differ from one another.
-        allowed = 3 * max(of_theirs[name], of_math[name], sorted(of_theirs.values())[len(of_theirs) // 2]) + 1e-6
+        # As close to the exact numbers as PyTorch's own kernels, which differ from one another: one tensor's largest error is chance.
+        pytorchs = max(of_theirs[name], of_math[name])
+        allowed = 2 * max(pytorchs, sorted(of_theirs.values())[len(of_theirs) // 2]) + 1e-7
         assert mine[name] <= allowed, f"{name}: {mine[name]:.3g} of {allowed:.3g}"
-    print(f"{make.__name__}: {seen['served']} calls, {len(exact)} tensors, the largest error {max(mine.values()):.2g}, "
-          f"PyTorch's {max(of_theirs.values()):.2g}, its math path's {max(of_math.values()):.2g}")  # fmt: skip
+        ratios.append((mine[name] + 1e-12) / (pytorchs + 1e-12))
+    assert statistics.median(ratios) <= 1.25
+    print(f"{make.__name__}: {seen['served']} calls, {len(exact)} tensors, median error {statistics.median(ratios):.2f} of PyTorch's; "
+          f"the largest {max(mine.values()):.2g}, PyTorch's {max(of_theirs.values()):.2g}, its math path's {max(of_math.values()):.2g}")  # fmt: skip
