@@ -47,7 +47,8 @@ WITHIN = {
     "neon": {},
     "avx512": {},
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
-    "portable": {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+    "portable": {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41",
+                 "MKL_CBWR": "COMPATIBLE"},  # on AMD's processors MKL heeds this alone
 }
 LONGEST_ROW = 2.0  # seconds, after which two rounds are enough
 LARGEST_MASK = 2**29  # elements: the larger ones do not fit

@@ -34,18 +34,19 @@ NAMES = ("llama", "bert", "vit")
 LAYERS = {"llama": 8}  # more than models.py has, whose "eager" needs the memory
 
 
-def measure(name, options, seconds):
+def training_step(name, size, device):
+    """The model, its number of layers, and a function that takes a step and returns its milliseconds."""
     kind, config, arguments, sizes = MODELS[name]
-    if options.size == "small":
+    if size == "small":
         arguments = {**arguments, "num_hidden_layers": 2}
     elif name in LAYERS:
         arguments = {**arguments, "num_hidden_layers": LAYERS[name]}
-    cuda = options.device == "cuda"
+    cuda = device == "cuda"
     torch.manual_seed(0)
-    with torch.device(options.device):
+    with torch.device(device):
         model = getattr(transformers, kind)._from_config(getattr(transformers, config)(**arguments), attn_implementation="sdpa")
     model = model.to(torch.bfloat16 if cuda else torch.float32).train()
-    given = inputs(name, *sizes[options.size], options.device)
+    given = inputs(name, *sizes[size], device)
     wait = torch.cuda.synchronize if cuda else (lambda: None)
 
     def step():
@@ -55,6 +56,13 @@ def measure(name, options, seconds):
         model(**given).loss.backward()
         wait()
         return (time.perf_counter() - begin) * 1e3
+
+    return arguments.get("num_hidden_layers", model.config.num_hidden_layers), step
+
+
+def measure(name, options, seconds):
+    layers, step = training_step(name, options.size, options.device)
+    batch, length = MODELS[name][3][options.size][:2]
 
     def enabled():
         with fovea.torch.enabled(prefer=None if options.prefer == "none" else "fastest"):
@@ -68,8 +76,7 @@ def measure(name, options, seconds):
         pairs.append((step(), enabled()))
     seen = fovea.torch.stats()
     return {
-        "model": name, "layers": arguments.get("num_hidden_layers", model.config.num_hidden_layers),
-        "batch": sizes[options.size][0], "length": sizes[options.size][1], "prefer": options.prefer, "steps": len(pairs),
+        "model": name, "layers": layers, "batch": batch, "length": length, "prefer": options.prefer, "steps": len(pairs),
         "pytorch_ms": round(statistics.median(pair[0] for pair in pairs), 2),
         "fovea_ms": round(statistics.median(pair[1] for pair in pairs), 2),
         "ratio": round(statistics.median(pair[1] / pair[0] for pair in pairs), 3),

@@ -1,0 +1,82 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""The first training step of a model, which is when fovea compiles its kernels: by PyTorch alone, with fovea.torch.enable() and no
+kernel on disk, and with those that this step has left there. Each in a process of its own, several times in turns. What is timed
+begins when the model is on the device, and ends when the device has finished; the second step follows.
+
+examples:
+  bench/torch/first_step.py                              Llama, 8 layers: a minute on an H200
+  bench/torch/first_step.py --json bench/results/first_step.json   what docs/enable.md cites
+  bench/torch/first_step.py --size small --device cpu    whether it runs at all
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "bench/torch"), str(ROOT / "tools")]
+
+KINDS = ("PyTorch", "fovea, no kernel on disk", "fovea, kernels on disk")
+
+
+def child(options):
+    import steps
+    import torch
+
+    import fovea.torch
+
+    _, step = steps.training_step(options.model, options.size, options.device)
+    if options.child != KINDS[0]:
+        fovea.torch.enable(prefer=None)
+    first, second = step(), step()
+    device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+    print(json.dumps({"first_ms": first, "second_ms": second, "served": fovea.torch.stats()["served"], "device": device,
+                      "torch": torch.__version__}))  # fmt: skip
+
+
+def measured(kind, cache):
+    """Of a process of its own."""
+    done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--child", kind], capture_output=True, text=True,
+                          env={**os.environ, "FOVEA_CACHE_DIR": cache})  # fmt: skip
+    if done.returncode != 0:
+        sys.exit(f"{kind}: {done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="llama", help="of bench/torch/models.py (llama)")
+    parser.add_argument("--size", choices=("large", "medium", "small"), default="large")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--rounds", type=int, default=3, help="processes of each kind (3)")
+    parser.add_argument("--json", type=Path, help="write the rows here as well")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        return child(options)
+    import records
+
+    found = {kind: [] for kind in KINDS}
+    for _ in range(options.rounds):
+        with tempfile.TemporaryDirectory() as cache:
+            for kind in KINDS:
+                found[kind].append(measured(kind, cache))
+                print(kind, " ".join(f"{name}={value}" for name, value in found[kind][-1].items()), flush=True)
+    if any(bool(row["served"]) == (kind == KINDS[0]) for kind, rows in found.items() for row in rows):
+        sys.exit("a kind's calls were not computed by the library that it names")
+    rows = [{"kind": kind, **{name: [round(row[name], 1) for row in rows] for name in ("first_ms", "second_ms")}}
+            for kind, rows in found.items()]  # fmt: skip
+    if options.json:
+        one = found[KINDS[0]][0]
+        records.write(options.json, {"device": one["device"], "torch": one["torch"], **records.when(), "model": options.model,
+                                     "size": options.size, "rows": rows})  # fmt: skip
+    return None
+
+
+if __name__ == "__main__":
+    main()
