@@ -987,7 +987,7 @@ def test_the_table_that_fovea_has():
     assert {"cpu avx512", "cpu avx2", "cpu portable", "cuda 9.0"} <= set(sections)
     kinds = {"plain", "causal", "mask", "mask of keys", "bias", "learned bias", "dropout", "other rank"}
     for name, section in sections.items():
-        assert {"machine", "pytorch", "fovea", "date"} <= set(section), name
+        assert {"machine", "pytorch", "fovea", "date", "commit"} <= set(section), name
         assert {row["kind"] for row in section["rows"]} == kinds, name
         assert all(row["fovea_us"] > 0 and row["pytorch_us"] > 0 for row in section["rows"])
 
