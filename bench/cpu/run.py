@@ -219,7 +219,7 @@ def main():
     rows = [{"name": name,
              "forward": statistics.median(flops[name] / f * 1e-9 for f, _ in values),
              "backward": statistics.median(2.5 * flops[name] / b * 1e-9 for _, b in values)} for name, values in times.items()]
-    isa = re.search(r"avx512|avx2|portable|neon", fovea.explain("fwd sq=64 sk=64 d=64"))[0]
+    isa = re.search(r"avx512|avx2|sse4|portable|neon", fovea.explain("fwd sq=64 sk=64 d=64"))[0]
     result = {**records.when(), "rounds": arguments.rounds,
               "machine": {"cpu": records.processor(), "threads": fovea.num_threads(), "isa": isa},
               "matmul": {"n": size, "all": products, "best": {"name": best, "gflops": products[best]}}, "rows": rows}

@@ -12,7 +12,7 @@ otherwise than an older one; these sections have bf16 alone, and the older one's
 
 examples:
   bench/torch/fastest.py                                    the table of this machine's CPU, printed
-  bench/torch/fastest.py --isa avx512 --isa avx2 --isa portable --write
+  bench/torch/fastest.py --isa avx512 --isa avx2 --isa sse4 --isa portable --write
   bench/torch/fastest.py --isa avx512_bf16 --write          bf16 alone: a processor that has its products, AMD since Zen 4
   bench/torch/fastest.py --device cuda --write              under 3 minutes, most of them for compiling kernels
 """
@@ -40,6 +40,8 @@ SIZES = {
     "cuda": [(2, 8, 128, 128, 64), (8, 16, 512, 512, 64), (4, 16, 4096, 4096, 64), (16, 32, 1, 4096, 64),
              (512, 4, 49, 49, 64), (8, 16, 512, 512, 128), (2, 16, 8192, 8192, 128)],
 }  # fmt: skip
+SSE4 = {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41",
+        "MKL_CBWR": "COMPATIBLE"}  # on AMD's processors MKL heeds this alone
 # What makes the other libraries of this process keep to an instruction set.
 WITHIN = {
     "avx512_bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "MKL_ENABLE_INSTRUCTIONS": "AVX512_E3"},  # no AMX
@@ -47,8 +49,8 @@ WITHIN = {
     "neon": {},
     "avx512": {},
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
-    "portable": {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41",
-                 "MKL_CBWR": "COMPATIBLE"},  # on AMD's processors MKL heeds this alone
+    "sse4": SSE4,
+    "portable": SSE4,
 }
 LONGEST_ROW = 2.0  # seconds, after which two rounds are enough
 LARGEST_MASK = 2**29  # elements: the larger ones do not fit

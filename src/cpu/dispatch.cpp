@@ -51,6 +51,7 @@ std::vector<Built> find_built() {
     all.push_back(with_bf16(avx512, "amx_emulated", amx_emulated::bf16_kernels, processor.avx512(), kAvx512));
   }
   all.push_back(vectors("avx2", avx2::kernels, processor.avx2(), "AVX2, FMA, F16C, BMI, BMI2, AES and PCLMUL"));
+  all.push_back(vectors("sse4", sse4::kernels, processor.sse4(), "SSE4.2 and POPCNT"));
 #endif
 #if FOVEA_ARM
   const Built neon = vectors("neon", neon::kernels, true, "");

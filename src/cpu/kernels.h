@@ -189,6 +189,9 @@ struct Kernels {
 namespace portable {
 extern const Kernels kernels[2];
 }
+namespace sse4 {
+extern const Kernels kernels[2];
+}
 namespace avx2 {
 extern const Kernels kernels[2];
 }

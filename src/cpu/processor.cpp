@@ -75,6 +75,11 @@ Cpuid Cpuid::of_this_machine() {
   return cpuid;
 }
 
+// Every operating system of x86-64 saves these registers.
+bool Cpuid::sse4() const {
+  return all_of<std::uint32_t>(leaf1_ecx, bit_SSE3 | bit_SSSE3 | bit_SSE4_1 | bit_SSE4_2 | bit_POPCNT);
+}
+
 bool Cpuid::avx2() const {
   return all_of<std::uint64_t>(xcr0, kSavesYmm) &&
          all_of<std::uint32_t>(leaf1_ecx, bit_OSXSAVE | bit_AVX | bit_FMA | bit_F16C | bit_PCLMUL | bit_AES) &&

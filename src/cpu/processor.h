@@ -22,6 +22,7 @@ struct Cpuid {
 
   // The flags that src/CMakeLists.txt compiles the instruction set with, each of them, as the compiler may use it
   // anywhere; and that the operating system saves the registers.
+  [[nodiscard]] bool sse4() const;
   [[nodiscard]] bool avx2() const;
   [[nodiscard]] bool avx512() const;
   [[nodiscard]] bool avx512_bf16() const;

@@ -37,6 +37,9 @@ class ForcedIsa : testing::EnvironmentVariable {
   explicit ForcedIsa(const std::string& name) : EnvironmentVariable("FOVEA_CPU_ISA", name) {}
 };
 
+// A product that is rounded before it is added to.
+bool without_fma(const std::string& isa) { return isa == "portable" || isa == "sse4"; }
+
 std::vector<std::string> available_isas() {
   std::vector<std::string> names;
   for (const cpu::Isa& isa : cpu::instruction_sets()) {
@@ -275,8 +278,8 @@ TEST(CpuTest, WeightsOfTheForward) {
             if (n >= 3900) {
               EXPECT_EQ(got, 0) << isa << ' ' << line;
             } else {
-              worst = std::max(worst,
-                               std::abs(got * (1 + w) / w - 1) / (2 + q[2 * n + 1] * (isa == "portable" ? 1 : 0.25)));
+              worst =
+                  std::max(worst, std::abs(got * (1 + w) / w - 1) / (2 + q[2 * n + 1] * (without_fma(isa) ? 1 : 0.25)));
             }
             worst_lse =
                 std::max(worst_lse, std::abs(lse.get(lse.existing[n]) - (m + std::log1p(w))) / (1 + std::abs(m)));

@@ -64,6 +64,7 @@ TEST(Processor, AgreesWithLinux) {
 constexpr std::uint32_t bit(int n) { return std::uint32_t{1} << static_cast<unsigned>(n); }
 
 // A processor with everything, on an operating system that saves all registers. The numbers are the manual's.
+const std::vector<int> kLeaf1Sse4 = {0, 9, 19, 20, 23};    // SSE3, SSSE3, SSE4.1, SSE4.2, POPCNT
 const std::vector<int> kLeaf1 = {1, 12, 25, 27, 28, 29};   // PCLMULQDQ, FMA, AES, OSXSAVE, AVX, F16C
 const std::vector<int> kLeaf7 = {3, 5, 8};                 // BMI, AVX2, BMI2
 const std::vector<int> kLeaf7Wide = {16, 17, 28, 30, 31};  // AVX-512 F, DQ, CD, BW, VL
@@ -79,6 +80,15 @@ TEST(Processor, EachFeatureIsNeeded) {
   EXPECT_TRUE(everything().amx());
   EXPECT_FALSE(Cpuid().avx2());
   EXPECT_FALSE(Cpuid().avx512());
+  Cpuid oldest;
+  for (const int n : kLeaf1Sse4) {
+    Cpuid without = everything();
+    without.leaf1_ecx &= ~bit(n);
+    EXPECT_FALSE(without.sse4()) << "leaf 1, ecx, bit " << n;
+    EXPECT_FALSE(oldest.sse4());
+    oldest.leaf1_ecx |= bit(n);
+  }
+  EXPECT_TRUE(oldest.sse4()) << "nothing else is needed";
   Cpuid least;
   for (const int n : kLeaf1) {
     Cpuid without = everything();
@@ -179,18 +189,20 @@ TEST(Processor, AgreesWithLinux) {
   const auto all = [&](const std::vector<std::string>& names) {
     return std::all_of(names.begin(), names.end(), [&](const std::string& name) { return flags.contains(name); });
   };
+  const bool sse4 = all({"pni", "ssse3", "sse4_1", "sse4_2", "popcnt"});
   const bool avx2 = all({"avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "pclmulqdq", "aes"});
   const bool avx512 = avx2 && all({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"});
   const bool avx512_bf16 = avx512 && all({"avx512_bf16"});
   const bool amx = avx512_bf16 && all({"amx_tile", "amx_bf16"});
   const Cpuid cpuid = Cpuid::of_this_machine();
+  EXPECT_EQ(cpuid.sse4(), sse4);
   EXPECT_EQ(cpuid.avx2(), avx2);
   EXPECT_EQ(cpuid.avx512(), avx512);
   EXPECT_EQ(cpuid.avx512_bf16(), avx512_bf16);
   EXPECT_EQ(cpuid.amx(), amx);
   const std::map<std::string, bool> expected = {
-      {"amx", amx},       {"amx_emulated", avx512}, {"avx512_bf16", avx512_bf16},
-      {"avx512", avx512}, {"avx2", avx2},           {"portable", true}};
+      {"amx", amx},   {"amx_emulated", avx512}, {"avx512_bf16", avx512_bf16}, {"avx512", avx512}, {"avx2", avx2},
+      {"sse4", sse4}, {"portable", true}};
   std::map<std::string, bool> sets;
   for (const Isa& set : instruction_sets()) {
     sets[set.name] = set.available;

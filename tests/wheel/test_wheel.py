@@ -122,7 +122,7 @@ def test_backward(bare):
     bare.run("python", "-c", FIRST_RESULT + BACKWARD)
 
 
-@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "avx512_bf16", "amx"])
+@pytest.mark.parametrize("isa", ["portable", "sse4", "avx2", "avx512", "avx512_bf16", "amx"])
 def test_every_instruction_set(bare, isa):
     done = subprocess.run(
         [bare.bin / "python", "-c", FIRST_RESULT + BACKWARD],

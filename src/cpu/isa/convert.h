@@ -26,6 +26,13 @@ using F32 = Tag<float>;
 using U32 = Tag<u32>;
 using U16 = hn::Rebind<uint16_t, F32>;
 
+// Where there are instructions for it: Highway's own code for other processors takes infinities for numbers.
+#if defined(__F16C__) || HWY_ARCH_ARM_A64
+#define FOVEA_CONVERTS_HALF 1
+#else
+#define FOVEA_CONVERTS_HALF 0
+#endif
+
 // Without conversion instructions: the exponents of half precision are moved to those of float by a multiplication.
 HWY_INLINE hn::Vec<F32> half_to_float(hn::Vec<U32> half) {
   const F32 f32;
@@ -74,7 +81,7 @@ HWY_INLINE hn::Vec<U32> float_to_bfloat16(hn::Vec<F32> value) {
 
 HWY_INLINE Simd<float> load_as(const float* from, float) { return Simd<float>::load(from); }
 HWY_INLINE Simd<float> load_as(const Half* from, float) {
-#if HWY_TARGET == HWY_EMU128 || HWY_TARGET == HWY_SCALAR
+#if !FOVEA_CONVERTS_HALF
   return half_to_float(hn::PromoteTo(U32(), hn::LoadU(U16(), reinterpret_cast<const uint16_t*>(from))));
 #else
   const hn::Rebind<hwy::float16_t, F32> halves;
@@ -89,7 +96,7 @@ HWY_INLINE Simd<double> load_as(const double* from, double) { return Simd<double
 
 HWY_INLINE void store_as(Simd<float> value, float* to) { value.store(to); }
 HWY_INLINE void store_as(Simd<float> value, Half* to) {
-#if HWY_TARGET == HWY_EMU128 || HWY_TARGET == HWY_SCALAR
+#if !FOVEA_CONVERTS_HALF
   hn::StoreU(hn::TruncateTo(U16(), float_to_half(value.raw)), U16(), reinterpret_cast<uint16_t*>(to));
 #else
   const hn::Rebind<hwy::float16_t, F32> halves;
