@@ -7,7 +7,7 @@
 //     or by columns, a(i, k) = a[k * lda + i]  (dV = P^T dO, dK = dS^T Q).
 //
 // A block of C stays in registers for the whole depth. 32 registers hold 12 rows of 2 vectors, 16 hold 4 rows of
-// 3. On Zen 4 every shape from 8 x 2 to 4 x 4 reaches the same speed, packed panels or not (the adds and multiplies
+// 3, with SSE4, where a product needs a register before it is added, 4 rows of 2. On Zen 4 every shape from 8 x 2 to 4 x 4 reaches the same speed, packed panels or not (the adds and multiplies
 // are the limit, not the loads), so B is used as it lies and 12 x 2 is taken for processors with twice the units.
 //
 // C is of the operands' type T or, where they are words of several numbers, of their products' (isa/dpbf16.h).
@@ -21,7 +21,7 @@ namespace fovea::cpu::FOVEA_ISA {
 
 inline constexpr bool kManyRegisters = HWY_TARGET == HWY_AVX3 || HWY_ARCH_ARM_A64;
 inline constexpr int kBlockRows = kManyRegisters ? 12 : 4;
-inline constexpr int kBlockVectors = kManyRegisters ? 2 : 3;
+inline constexpr int kBlockVectors = kManyRegisters || HWY_TARGET == HWY_SSE4 ? 2 : 3;
 
 enum class Lhs { kByRows, kByColumns };
 
