@@ -940,7 +940,8 @@ def test_where_nothing_was_measured_plain_and_causal_calls_stay_with_pytorch(tab
     (("avx512_bf16", "avx512", "avx2"), "avx512_bf16", "cpu avx512", "cpu avx512_bf16"),
     (("avx512_bf16", "avx512", "avx2"), "avx512", "cpu avx512", "cpu avx512"),
     (("neon_bf16", "neon"), "neon_bf16", "cpu neon", "cpu neon_bf16"),
-    (("avx2", "portable"), "avx2", "cpu avx2", "cpu avx2"),
+    (("avx2", "sse4", "portable"), "avx2", "cpu avx2", "cpu avx2"),
+    (("sse4", "portable"), "sse4", "cpu sse4", "cpu sse4"),
 ])  # fmt: skip
 def test_bf16_may_have_a_section_of_its_own(there, used, other, bf16, table, monkeypatch):
     """Where products of bf16 have instructions of their own. Without that section plain and causal calls of bf16 stay with PyTorch,
@@ -984,7 +985,7 @@ def test_the_table_that_fovea_has():
     import json
 
     sections = json.loads(_fastest.contents())["sections"]
-    assert {"cpu avx512", "cpu avx2", "cpu portable", "cuda 9.0"} <= set(sections)
+    assert {"cpu avx512", "cpu avx2", "cpu sse4", "cpu portable", "cuda 9.0"} <= set(sections)
     kinds = {"plain", "causal", "mask", "mask of keys", "bias", "learned bias", "dropout", "other rank"}
     for name, section in sections.items():
         assert {"machine", "pytorch", "fovea", "date", "commit"} <= set(section), name

@@ -7,8 +7,9 @@
 //     or by columns, a(i, k) = a[k * lda + i]  (dV = P^T dO, dK = dS^T Q).
 //
 // A block of C stays in registers for the whole depth. 32 registers hold 12 rows of 2 vectors, 16 hold 4 rows of
-// 3, with SSE4, where a product needs a register before it is added, 4 rows of 2. On Zen 4 every shape from 8 x 2 to 4 x 4 reaches the same speed, packed panels or not (the adds and multiplies
-// are the limit, not the loads), so B is used as it lies and 12 x 2 is taken for processors with twice the units.
+// 3, with SSE4, where a product needs a register before it is added, 4 rows of 2. On Zen 4 every shape from 8 x 2 to 4
+// x 4 reaches the same speed, packed panels or not (the adds and multiplies are the limit, not the loads), so B is used
+// as it lies and 12 x 2 is taken for processors with twice the units.
 //
 // C is of the operands' type T or, where they are words of several numbers, of their products' (isa/dpbf16.h).
 //
