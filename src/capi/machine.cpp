@@ -77,6 +77,7 @@ constexpr Variable kVariablesOfTests[] = {
     {"FOVEA_WHEELS", "tests/wheel: the folder with the wheels", folder_that_is_there},
     {"FOVEA_TEST_DEVICE", "tests/gpu: cuda, cpu or compile", cuda_cpu_or_compile},
     {"FOVEA_TEST_DTYPE", "tests/models: the type of transformers' models"},
+    {"FOVEA_ALL_MODELS", "tests/models: a model whose library is missing fails"},
     {"FOVEA_BENCH_DEVICE", "the benchmark of a GPU: cpu checks small problems without one"},
     {"FOVEA_SANITIZE", "tests/gpu: only the rows for compute-sanitizer"},
     {"FOVEA_WRITE_GOLDEN", "tests in C++: write the golden plans"},
