@@ -20,7 +20,6 @@ import contextlib
 import os
 import sys
 import time
-import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,20 +104,22 @@ def through_enable():
         yield
 
 
-def handed_back(slower):
-    """Through enable(), which leaves the call to PyTorch: its kernel is faster (True), or was not measured (None)."""
+@contextlib.contextmanager
+def handed_back():
+    """Through enable(), which leaves the call to PyTorch, as its kernel is faster."""
+    before, _fastest.slower = _fastest.slower, lambda *call: True
+    try:
+        with fast("1"), fovea.torch.enabled():
+            yield
+    finally:
+        _fastest.slower = before
 
-    @contextlib.contextmanager
-    def around():
-        before, _fastest.slower = _fastest.slower, lambda *call: slower
-        try:
-            with fast("1"), warnings.catch_warnings(), fovea.torch.enabled():
-                warnings.simplefilter("ignore")  # on CUDA of the second
-                yield
-        finally:
-            _fastest.slower = before
 
-    return around
+@contextlib.contextmanager
+def math_through_enable():
+    """Which Python has to look at each time."""
+    with through_enable(), sdpa_kernel(SDPBackend.MATH):
+        yield
 
 
 def rows(device):
@@ -131,8 +132,7 @@ def rows(device):
         "scaled_dot_product_attention": (*of(sdpa), contextlib.nullcontext),
         "**fovea.torch.attention**": (*of(attention), lambda: fast("1")),
         "the same, through enable()": (*of(sdpa), through_enable),
-        "the same, through enable(), handed back: PyTorch is faster": (*of(sdpa), handed_back(True)),
-        "the same, through enable(), handed back for another reason": (*of(sdpa), handed_back(None)),
+        "the same, through enable(), handed back": (*of(sdpa), handed_back),
         "the same, tensors by their methods": (*of(attention), lambda: fast("methods")),
         "the same, in Python": (*of(attention), lambda: fast("0")),
         "a torch.autograd.Function that computes nothing": (None, of(Nothing.apply)[1], contextlib.nullcontext),
@@ -142,6 +142,7 @@ def rows(device):
         by_custom_op = custom_op()
         found.update({
             "scaled_dot_product_attention, its math path": (*of(sdpa), lambda: sdpa_kernel(SDPBackend.MATH)),
+            "the same, through enable(), handed back by Python": (*of(sdpa), math_through_enable),
             "fovea.torch.attention, through the dispatcher":
                 (*of(lambda *qkv: _operators.attention(*arguments_of(*qkv))), contextlib.nullcontext),
             "fovea.torch.attention, made by custom_op and register_autograd":

@@ -119,7 +119,8 @@ static struct {
   const Exchange* dlpack; /* NULL: tensors are read by methods */
   int stable, cpu, cuda;  /* 0: tensors are made by methods */
   int32_t types[kUint8 + 1]; /* PyTorch's number of each type of results, and of uint8 */
-  long long served, left; /* calls of sdpa() that it has computed, and that it has given to `composite` */
+  long long served; /* calls of sdpa() that it has computed */
+  PyObject* left;   /* by the reason, calls that it has given to `composite` */
   pthread_key_t scratch;
 } G;
 /* NOLINTEND(bugprone-macro-parentheses) */
@@ -965,6 +966,7 @@ static PyObject* fast_attention(PyObject* module, PyObject* const* arguments, Py
 
 /* A call as PyTorch has it: its arguments, those that were left out too, in the order of the operator. */
 enum { kQuery, kKey, kValue, kMask, kDropout, kCausal, kScale, kGqa, kSdpa };
+enum { kMostReasons = 256 }; /* those of further ones are counted in Python: some have a number of the call in them */
 
 /* Of a call what decides how it is computed, as bytes: a key of _enable._state.decisions. */
 typedef struct Kind {
@@ -1030,8 +1032,9 @@ static int read_sdpa(PyObject* const* given, Call* call, Kind* kind) {
   return fused_comes_first();
 }
 
-/* What _enable has decided about calls of this kind: a new reference to True, if they are computed as they are, to the
- * reason why PyTorch computes them, to None, if PyTorch is faster, or to False, if Python has to look. */
+/* What _enable has decided about calls of this kind: a new reference to True, if they are computed as they are, to
+ * False, if Python has to look, or to the reason why PyTorch computes them: the first time, when Python says so, a
+ * text, then a tuple of it. */
 static PyObject* decision(PyObject* const* given, const Kind* kind) {
   PyObject* decisions = PyObject_GetAttr(G.state, G.names[k_decisions]);
   PyObject* key = PyBytes_FromStringAndSize(
@@ -1042,7 +1045,10 @@ static PyObject* decision(PyObject* const* given, const Kind* kind) {
     PyObject* arguments = tuple_of(given, kSdpa);
     found = arguments ? PyObject_Call(G.decide, arguments, NULL) : NULL;
     Py_XDECREF(arguments);
-    if (found && PyDict_SetItem(decisions, key, found) != 0) Py_CLEAR(found);
+    const int is_reason = found && PyUnicode_Check(found) && PyDict_Size(G.left) < kMostReasons;
+    PyObject* kept = is_reason ? PyTuple_Pack(1, found) : Py_XNewRef(found);
+    if (found && (!kept || PyDict_SetItem(decisions, key, kept) != 0)) Py_CLEAR(found);
+    Py_XDECREF(kept);
   }
   Py_XDECREF(key);
   Py_XDECREF(decisions);
@@ -1050,7 +1056,12 @@ static PyObject* decision(PyObject* const* given, const Kind* kind) {
 }
 
 /* PyTorch's result. Its own reading of arguments takes time for each: those with their default are left out. */
-static PyObject* by_pytorch(PyObject* const* given, const Kind* kind) {
+static PyObject* by_pytorch(PyObject* reason, PyObject* const* given, const Kind* kind) {
+  PyObject* before = PyDict_GetItemWithError(G.left, reason);
+  PyObject* now = PyErr_Occurred() ? NULL : PyLong_FromLongLong(before ? PyLong_AsLongLong(before) + 1 : 1);
+  const int counted = now && PyDict_SetItem(G.left, reason, now) == 0;
+  Py_XDECREF(now);
+  if (!counted) return NULL;
   PyObject* const defaults[] = {Py_None, G.zero, Py_False}; /* from the mask on */
   Py_ssize_t count = kScale;
   while (count > kMask && given[count - 1] == defaults[count - 1 - kMask]) --count;
@@ -1059,7 +1070,6 @@ static PyObject* by_pytorch(PyObject* const* given, const Kind* kind) {
   const int failed = (kind->scaled && options && PyDict_SetItem(options, G.names[k_scale], given[kScale]) != 0) ||
                      (kind->gqa && options && PyDict_SetItem(options, G.names[k_enable_gqa], Py_True) != 0);
   PyObject* result = arguments && !failed && !PyErr_Occurred() ? PyObject_Call(G.composite, arguments, options) : NULL;
-  G.left += 1;
   Py_XDECREF(options);
   Py_XDECREF(arguments);
   return result;
@@ -1089,12 +1099,13 @@ static PyObject* fast_sdpa(PyObject* module, PyObject* const* arguments, Py_ssiz
       result = forward(&call, kind.dropout_p != 0, kind.learns != 0, 0);
       /* Counted in _enable.py; `stop` is the exception by which checkpoints end what they compute again. */
       G.served += call.computed && (result || PyErr_ExceptionMatches(G.stop));
-    } else if (how == Py_None && PyDict_Size(G.operators) == 0) {
-      Py_DECREF(how);
-      return by_pytorch(given, &kind);
     } else if (how != Py_False) {
-      result = PyObject_CallFunctionObjArgs(G.give_back, how, given[0], given[1], given[2], given[3], given[4],
-                                            given[5], given[6], given[7], (PyObject*)NULL);
+      PyObject* reason = PyTuple_Check(how) ? PyTuple_GetItem(how, 0) : how;
+      if (reason != how && PyDict_Size(G.operators) == 0)
+        result = by_pytorch(reason, given, &kind);
+      else
+        result = PyObject_CallFunctionObjArgs(G.give_back, reason, given[0], given[1], given[2], given[3], given[4],
+                                              given[5], given[6], given[7], (PyObject*)NULL);
       Py_DECREF(how);
       return result;
     }
@@ -1130,12 +1141,17 @@ static PyObject* fast_connect(PyObject* module, PyObject* const* arguments, Py_s
   Py_RETURN_NONE;
 }
 
-/* counts(reset): how many calls sdpa() has computed since the last reset, and how many PyTorch, as it is faster. */
+/* counts(reset): how many calls sdpa() has computed since the last reset, and by the reason how many it has given back.
+ */
 static PyObject* fast_counts(PyObject* module, PyObject* reset) {
   (void)module;
-  PyObject* numbers = Py_BuildValue("(LL)", G.served, G.left);
-  if (numbers && reset == Py_True) G.served = G.left = 0;
-  return numbers;
+  PyObject* left = PyDict_Copy(G.left);
+  PyObject* found = left ? Py_BuildValue("(LN)", G.served, left) : NULL;
+  if (found && reset == Py_True) {
+    G.served = 0;
+    PyDict_Clear(G.left);
+  }
+  return found;
 }
 
 /* forward(ctx, token, ...): torch.autograd.Function's, after everything is computed. */
@@ -1368,7 +1384,8 @@ PyMODINIT_FUNC PyInit__fast(void) {
   };
   if (pthread_key_create(&G.scratch, free_scratch) != 0) return PyErr_NoMemory();
   G.zero = PyFloat_FromDouble(0);
-  if (!G.zero) return NULL;
+  if (!G.left) G.left = PyDict_New();
+  if (!G.zero || !G.left) return NULL;
   for (int i = 0; i < kNames; ++i) {
     G.names[i] = PyUnicode_InternFromString(texts[i]);
     if (!G.names[i]) return NULL;

@@ -1114,6 +1114,33 @@ def test_reasons_are_bounded(monkeypatch):
     assert [*stats()["handed_back"].values()] == [1, 1, 1, 4] and _enable._OTHERS in stats()["handed_back"]
 
 
+def test_calls_are_handed_back_without_python_after_the_first(monkeypatch):
+    """Of each kind; but not where `strict` raises, nor where operators are fovea's too."""
+    asked = []
+    give_back = _enable._give_back
+    monkeypatch.setattr(_enable, "_give_back", lambda *call: asked.append(call[0]) or give_back(*call))
+    q, k, v = qkv()
+    call = HANDED_BACK["keys and values with different numbers of heads"]
+    enable(prefer=None)
+    for _ in range(3):
+        call()
+    assert stats()["handed_back"] == {"keys and values with different numbers of heads": 3}
+    assert len(asked) == (1 if _fast.sdpa is not None else 3)
+    reset_stats()
+    assert stats()["handed_back"] == {}
+    call()
+    assert stats()["handed_back"] == {"keys and values with different numbers of heads": 1}
+    enable(prefer=None, strict=True)
+    for _ in range(3):
+        with pytest.raises(NotImplementedError, match="different numbers of heads; fovea does not"):
+            call()
+    enable(prefer=None, operators=True)
+    asked.clear()
+    for _ in range(3):
+        call()
+    assert len(asked) == 3
+
+
 def test_determinism_is_a_kind_of_its_own():
     q, k, v = qkv(grad=False)
     enable(prefer=None)

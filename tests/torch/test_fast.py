@@ -429,7 +429,7 @@ def test_sdpa_is_handed_back_from_c(way, python_kernel):
         assert torch.equal(sdpa(q, q, q), want)
     finally:
         _enable._fastest.slower = slower
-    assert stats()["handed_back"][_enable._SLOWER] == 1 and len(python_kernel) == 2
+    assert stats()["handed_back"][_enable._SLOWER] == 1 and len(python_kernel) == 3  # what strict raises for
 
 
 INTERRUPTED = {

@@ -205,11 +205,10 @@ def _scaled_dot_product_attention(
 
 
 def _give_back(
-    why: Optional[str], q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], dropout_p: float, is_causal: bool,
+    why: str, q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], dropout_p: float, is_causal: bool,
     scale: Optional[float], enable_gqa: bool,
 ) -> Any:  # fmt: skip
-    """PyTorch's result. C calls this as well, with what _for_c() has returned."""
-    why = why or _SLOWER
+    """PyTorch's result. C calls this for the first call of a kind."""
     _hand_back(why, q.device)
     with _by_pytorch(why):
         return _composite(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -220,12 +219,13 @@ def _by_pytorch(why: str) -> AbstractContextManager[None]:
     return _owners.left_to_pytorch() if why in _WISHES and _owners.in_force() else contextlib.nullcontext()
 
 
-def _for_c(*call: Any) -> Union[bool, str, None]:
-    """The decision about a kind of call as C needs it: True if it is computed as it is, False if tensors have to be
-    reshaped, which Python does, None if PyTorch is faster, or another reason why not."""
+def _for_c(*call: Any) -> Union[bool, str]:
+    """The decision about a kind of call as C needs it: True if it is computed as it is, the reason if PyTorch computes it, False
+    if Python has to look each time: tensors have to be reshaped, or `strict` raises."""
     decision = _known(*call)
-    if decision.why_not == _SLOWER:
-        return None
+    settings = _state.settings
+    if decision.why_not and settings is not None and settings.strict and decision.why_not not in _WISHES:
+        return False
     return decision.why_not or (decision.form is not None and decision.form.batch is None)
 
 
@@ -679,8 +679,9 @@ def stats() -> Stats:
     with _counts.lock:
         served, left = _fast.counts()
         handed_back = dict(_counts.handed_back)
-        if left:
-            handed_back[_SLOWER] = handed_back.get(_SLOWER, 0) + left
+        for reason, count in left.items():
+            kept = reason if reason in handed_back or len(handed_back) < _MOST_REASONS else _OTHERS
+            handed_back[kept] = handed_back.get(kept, 0) + count
         return {
             "served": _counts.served + served,
             "traced": _counts.traced,

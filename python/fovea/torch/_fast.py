@@ -65,10 +65,10 @@ def connect(in_python: Callable[..., Any], *connections: Any) -> Any:
     return sdpa
 
 
-def counts(reset: bool = False) -> tuple[int, int]:
-    """How many calls of scaled_dot_product_attention C has computed since the last reset, and how many it has left to PyTorch
-    because that is faster."""
-    return (0, 0) if _EXTENSION is None else _EXTENSION.counts(reset)
+def counts(reset: bool = False) -> tuple[int, dict[str, int]]:
+    """How many calls of scaled_dot_product_attention C has computed since the last reset, and by the reason how many it has left to
+    PyTorch."""
+    return (0, {}) if _STARTED is None else _STARTED.counts(reset)
 
 
 def fast_path() -> str:
