@@ -10,7 +10,7 @@ import os
 
 _WORDS = ("1", "sdpa", "cpu", "cuda", "prefer=none", "prefer=fastest", "strict", "operators", "stats")
 _PACKAGES = ("flash_attn", "flash_attn_3", "flash_attn_4")
-_ACCEPTED = f"0, 1, or words of {', '.join((*_WORDS[1:], *_PACKAGES))}, separated by commas"
+_ACCEPTED = f"0 alone, or words of {', '.join((*_WORDS, *_PACKAGES))}, separated by commas"
 
 
 def load() -> None:

@@ -211,6 +211,39 @@ def test_compile_caches_do_not_mix_when_fovea_is_first(tmp_path):
     assert cached(tmp_path, "off") == {"fovea": False, "imported": False, "hit": 0}
 
 
+SWITCHED = """
+import json, os, sys, torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+leaves = [torch.linspace(-1, 1, 1024).view(2, 4, 16, 8).roll(n).requires_grad_() for n in range(3)]
+def results():
+    call = torch.compile(lambda q, k, v: sdpa(q, k, v, is_causal=True), backend=sys.argv[1], fullgraph=True)
+    out = call(*leaves)
+    return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+want = results() if sys.argv[2][0] == "-" else None
+import fovea.torch
+found = []
+for switch in sys.argv[2].lstrip("-"):
+    fovea.torch.disable() if switch == "0" else fovea.torch.enable(prefer=None, operators=switch == "2")
+    fovea.torch.reset_stats()
+    got = results()
+    want = want or got
+    error = max((x - y).abs().max().item() for x, y in zip(got, want))
+    found.append([fovea.torch.stats()["traced"] > 0, error < 1e-5])
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("backend, switches", [
+    *(("aot_eager", switches) for switches in ("-101", "101", "1210", "-2010")), ("inductor", "-101")])
+def test_every_switch_reaches_what_is_compiled(tmp_path, backend, switches):
+    """In a process of its own; "-" compiles before fovea is imported. PyTorch's copy of the dispatcher's table, if it is kept, gives
+    graphs of before: without fovea, or without gradients."""
+    done = subprocess.run([sys.executable, "-c", SWITCHED, backend, switches], capture_output=True, text=True,
+                          env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)})  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == [[switch != "0", True] for switch in switches.lstrip("-")]
+
+
 @pytest.mark.parametrize("first", ["portable", ""])
 def test_compile_caches_do_not_mix_between_instruction_sets(tmp_path, first, monkeypatch):
     """prefer="fastest" decides by the instruction set, and a graph keeps what was decided."""
@@ -439,7 +472,7 @@ def test_a_program_says_at_its_end_what_was_computed(tmp_path, value, printed):
 def test_a_word_that_is_unknown(tmp_path):
     done = run_program(tmp_path, FOVEA_TORCH="flash")
     assert done.returncode != 0
-    assert "FOVEA_TORCH=flash: 'flash' is unknown; accepted: 0, 1, or words of sdpa, cpu, cuda" in done.stderr
+    assert "FOVEA_TORCH=flash: 'flash' is unknown; accepted: 0 alone, or words of 1, sdpa, cpu, cuda" in done.stderr
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in done.stderr  # PyTorch's hint
 
 

@@ -7,7 +7,7 @@ Python, from C++ and from what torch.compile traces, and masks have their shape 
 computes more slowly, goes back to the composite. _sdpa.py maps the arguments, _fastest.py knows what is slower.
 
 Private names of PyTorch that this file uses, each checked by tests/torch/test_enable.py: OpOverload.decompose,
-torch.library.Library._destroy, torch.nested._internal.ops.jagged_scaled_dot_product_attention, _dynamo_marked_constant of
+torch.library.Library._destroy, OpOverload._dispatch_cache, torch.nested._internal.ops.jagged_scaled_dot_product_attention, _dynamo_marked_constant of
 functions, _values, _ragged_idx and _get_max_seqlen of nested tensors, and the functions of torch._C that stand below the imports.
 """
 
@@ -770,7 +770,8 @@ def _set_up(settings: _Settings) -> None:
         library = _library.Library("aten", "IMPL")
         _state.libraries.append(library)
         for device in settings.devices:
-            library.impl("scaled_dot_product_attention", kernel, prefix + device.upper())
+            library.impl(_NAME, kernel, prefix + device.upper())
+    _owners.forget_dispatch(_NAME)
     if settings.operators:
         owner = _owners.Owner(_OWNER, _why_not_operator, _count_operator, lambda name, why, device: _hand_back(why, device, name))
         _owners.take(owner, OPERATORS, settings.devices)
@@ -790,6 +791,7 @@ def _take_away() -> None:
     """Of what _set_up() has put there, even if an exception ended it."""
     while _state.libraries:
         _state.libraries.pop()._destroy()
+        _owners.forget_dispatch(_NAME)
     _owners.release(_OWNER)
     config = torch.compiler.config
     config.cache_key_tag = config.cache_key_tag.replace(_state.tag, "")

@@ -6,7 +6,7 @@ Each operator is registered once for a device. There it belongs to the owner tha
 has taken it as well: so either may release its operators first. What fovea does not compute, and what the owner leaves to
 PyTorch, is computed by the kernel that was there before.
 
-Private names of PyTorch that this file uses: torch.library.Library._destroy. torch.library.get_kernel is missing in old
+Private names of PyTorch that this file uses: torch.library.Library._destroy, OpOverload._dispatch_cache. torch.library.get_kernel is missing in old
 versions; then there is nothing to hand a call back to, and it raises fovea's error.
 """
 
@@ -68,6 +68,13 @@ def in_force() -> bool:
     return bool(PLACES)
 
 
+def forget_dispatch(name: str) -> None:
+    """After a kernel was registered or taken away. While PyTorch traces, Python chooses the kernel of each key and remembers it, and
+    no registration corrects that: a graph would have a kernel that is not in force, or lose gradients where there is none."""
+    for overload in getattr(torch.ops.aten, name).overloads():
+        getattr(getattr(torch.ops.aten, name), overload)._dispatch_cache.clear()
+
+
 def take(owner: Owner, names: Iterable[str], devices: Iterable[str]) -> None:
     """Puts fovea's kernels in PyTorch's place."""
     wanted = frozenset((name, device.upper()) for name in names if exists(name) for device in devices)
@@ -87,6 +94,7 @@ def _settle() -> None:
     wanted = {place for _, places in _taken.values() for place in places}
     for place in [place for place in PLACES if place not in wanted]:
         PLACES.pop(place)._destroy()
+        forget_dispatch(place[0])
     for place in sorted(wanted - PLACES.keys()):
         name, key = place
         theirs = _kernel_of_pytorch(name, key)
@@ -94,6 +102,7 @@ def _settle() -> None:
         with warnings.catch_warnings():  # what the caller asked for
             warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
             library.impl(name, _kernel(place, theirs), key, with_keyset=True)
+        forget_dispatch(name)
 
 
 def _kernel_of_pytorch(name: str, key: str) -> Any:
