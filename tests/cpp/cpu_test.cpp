@@ -322,55 +322,66 @@ TEST(CpuTest, RowsOfOneKey) {
 
 // ---- distances ----
 
-// ALiBi's |i + shift - j| where it is beyond 32 bits: the task of one query and two keys, without the 3 * 2^30 keys
-// that a caller would need for such a shift.
+// lse of one query and the first keys, all of them zeros, by a task of its own: without the memory that a caller would
+// need for so many keys.
+double lse_of_zeros(const std::string& isa, DType type, cpu::SequenceArgs sequence, std::int64_t keys, double slope) {
+  const cpu::Kernels& kernels = cpu::kernels_for(type);
+  std::array<double, 16> zeros{};  // q, k and v
+  double out = 1;
+  double lse = 1;
+  const auto of = [&](void* data) { return cpu::Matrix{data, static_cast<std::int32_t>(type), 1, 1}; };
+  const char* ran = "";
+  cpu::Options options{};
+  options.head_dim = 1;
+  options.head_dim_v = 1;
+  options.scale = 1;
+  options.keep_factor = 1;
+  options.block_rows = 16;
+  options.block_keys = 16;
+  options.ran = &ran;
+  cpu::ForwardHead head{};
+  head.head.q = of(zeros.data());
+  head.head.alibi = slope != 0;
+  head.head.slope = slope;
+  head.out = of(&out);
+  head.lse = of(&lse);
+  head.sink = -std::numeric_limits<double>::infinity();
+  cpu::ForwardTask task{};
+  task.options = &options;
+  task.sequence = sequence;
+  task.k = of(zeros.data());
+  task.v = of(zeros.data());
+  task.heads = &head;
+  task.row_end = 1;
+  task.key_end = keys;
+  task.first_keys = true;
+  std::vector<char> scratch(kernels.forward_scratch(options) + cpu::Arena::kAlignment);
+  const auto address = reinterpret_cast<std::uintptr_t>(scratch.data());
+  kernels.forward(task, scratch.data() + (-address) % cpu::Arena::kAlignment);
+  EXPECT_EQ(ran, isa);
+  return load(&lse, type, 0);
+}
+
+// ALiBi's |i + shift - j| where it is beyond 32 bits; and a key that the band leaves out before 2^31 and more that it
+// has.
 TEST(CpuTest, DistancesBeyond32Bits) {
   constexpr double kSlope = 0x1p-30;
   constexpr std::int64_t kFar = std::int64_t{1} << 40;
-  for (const std::int64_t shift : {std::int64_t{3} << 30, -(std::int64_t{3} << 30), std::int64_t{1} << 30}) {
-    for (const DType type : {DType::kFp32, DType::kFp64}) {
-      for (const std::string& isa : available_isas()) {
-        const ForcedIsa forced(isa);
-        const cpu::Kernels& kernels = cpu::kernels_for(type);
-        if (isa != kernels.name) {
-          continue;  // a matrix unit, which leaves this type to another instruction set
-        }
-        std::array<double, 2> zeros{};  // q, k and v
-        double out = 1;
-        double lse = 1;
-        const auto of = [&](void* data) { return cpu::Matrix{data, static_cast<std::int32_t>(type), 1, 1}; };
-        const char* ran = "";
-        cpu::Options options{};
-        options.head_dim = 1;
-        options.head_dim_v = 1;
-        options.scale = 1;
-        options.keep_factor = 1;
-        options.block_rows = 16;
-        options.block_keys = 16;
-        options.ran = &ran;
-        cpu::ForwardHead head{};
-        head.head.q = of(zeros.data());
-        head.head.alibi = true;
-        head.head.slope = kSlope;
-        head.out = of(&out);
-        head.lse = of(&lse);
-        head.sink = -std::numeric_limits<double>::infinity();
-        cpu::ForwardTask task{};
-        task.options = &options;
-        task.sequence = {1, 2, -kFar, kFar, shift};
-        task.k = of(zeros.data());
-        task.v = of(zeros.data());
-        task.heads = &head;
-        task.row_end = 1;
-        task.key_end = 2;
-        task.first_keys = true;
-        std::vector<char> scratch(kernels.forward_scratch(options) + cpu::Arena::kAlignment);
-        const auto address = reinterpret_cast<std::uintptr_t>(scratch.data());
-        kernels.forward(task, scratch.data() + (-address) % cpu::Arena::kAlignment);
+  for (const DType type : {DType::kFp32, DType::kFp64}) {
+    for (const std::string& isa : available_isas()) {
+      const ForcedIsa forced(isa);
+      if (isa != cpu::kernels_for(type).name) {
+        continue;  // a matrix unit, which leaves this type to another instruction set
+      }
+      for (const std::int64_t shift : {std::int64_t{3} << 30, -(std::int64_t{3} << 30), std::int64_t{1} << 30}) {
         const double expected = std::log(std::exp(-kSlope * static_cast<double>(std::abs(shift))) +
                                          std::exp(-kSlope * static_cast<double>(std::abs(1 - shift))));
-        EXPECT_NEAR(load(&lse, type, 0), expected, 1e-6) << isa << ' ' << name_of(type) << ' ' << shift;
-        EXPECT_EQ(ran, isa);
+        EXPECT_NEAR(lse_of_zeros(isa, type, {1, 2, -kFar, kFar, shift}, 2, kSlope), expected, 1e-6)
+            << isa << ' ' << name_of(type) << ' ' << shift;
+      }
+      for (const std::int64_t keys : {std::int64_t{5} << 29, std::int64_t{1} << 32, std::int64_t{3} << 40}) {
+        EXPECT_NEAR(lse_of_zeros(isa, type, {1, keys, 1, kFar * 8, 0}, 16, 0), std::log(15), 1e-6)
+            << isa << ' ' << name_of(type) << ' ' << keys;
       }
     }
   }

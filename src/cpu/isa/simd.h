@@ -132,10 +132,10 @@ HWY_INLINE T sum_of_lanes(Simd<T> a) {
   return hn::GetLane(hn::SumOfLanes(Tag<T>(), a.raw));
 }
 
-// Lanes 0 to count - 1; any count, also negative.
+// Lanes 0 to count - 1; any count, also negative, or beyond 32 bits, which Highway takes for an integer of a lane.
 template <class T>
 HWY_INLINE Mask<T> first_lanes(i64 count) {
-  return hn::FirstN(Tag<T>(), static_cast<size_t>(math::max(count, i64(0))));
+  return hn::FirstN(Tag<T>(), static_cast<size_t>(math::min(math::max(count, i64(0)), lanes<T>())));
 }
 
 // ---- exponentials ----
