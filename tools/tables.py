@@ -631,6 +631,7 @@ TABLES = {
     "cpu_peers_short": partial(cpu_peers, short=True),
     "cpu_peers_intel": partial(cpu_peers, "cpu_pytorch_intel"),
     "cpu_peers_amx": partial(cpu_peers, "cpu_pytorch_amx"),
+    "cpu_peers_sse4": partial(cpu_peers, "cpu_pytorch_sse4"),
     "torch_host": torch_host,
     "torch_host_gpu": partial(torch_host, "torch_host_gpu", " --device cuda"),
     "torch_steps": torch_steps,

@@ -5,8 +5,7 @@ kernel on disk, and with those that this step has left there. Each in a process 
 begins when the model is on the device, and ends when the device has finished; the second step follows.
 
 examples:
-  bench/torch/first_step.py                              Llama, 8 layers: a minute on an H200
-  bench/torch/first_step.py --json bench/results/first_step.json   what docs/enable.md cites
+  bench/torch/first_step.py                              Llama, 8 layers
   bench/torch/first_step.py --size small --device cpu    whether it runs at all
 """
 

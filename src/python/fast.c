@@ -966,7 +966,6 @@ static PyObject* fast_attention(PyObject* module, PyObject* const* arguments, Py
 
 /* A call as PyTorch has it: its arguments, those that were left out too, in the order of the operator. */
 enum { kQuery, kKey, kValue, kMask, kDropout, kCausal, kScale, kGqa, kSdpa };
-enum { kMostReasons = 256 }; /* those of further ones are counted in Python: some have a number of the call in them */
 
 /* Of a call what decides how it is computed, as bytes: a key of _enable._state.decisions. */
 typedef struct Kind {
@@ -1045,8 +1044,7 @@ static PyObject* decision(PyObject* const* given, const Kind* kind) {
     PyObject* arguments = tuple_of(given, kSdpa);
     found = arguments ? PyObject_Call(G.decide, arguments, NULL) : NULL;
     Py_XDECREF(arguments);
-    const int is_reason = found && PyUnicode_Check(found) && PyDict_Size(G.left) < kMostReasons;
-    PyObject* kept = is_reason ? PyTuple_Pack(1, found) : Py_XNewRef(found);
+    PyObject* kept = found && PyUnicode_Check(found) ? PyTuple_Pack(1, found) : Py_XNewRef(found);
     if (found && (!kept || PyDict_SetItem(decisions, key, kept) != 0)) Py_CLEAR(found);
     Py_XDECREF(kept);
   }
@@ -1141,8 +1139,7 @@ static PyObject* fast_connect(PyObject* module, PyObject* const* arguments, Py_s
   Py_RETURN_NONE;
 }
 
-/* counts(reset): how many calls sdpa() has computed since the last reset, and by the reason how many it has given back.
- */
+/* counts(reset): how many calls sdpa() has computed since the last reset, and by the reason how many PyTorch has. */
 static PyObject* fast_counts(PyObject* module, PyObject* reset) {
   (void)module;
   PyObject* left = PyDict_Copy(G.left);

@@ -905,8 +905,9 @@ def test_what_pytorch_does_faster_is_what_it_does(monkeypatch):
                 monkeypatch.setattr(_fast, "sdpa", None)
                 disable()
                 enable()
-            assert all(map(torch.equal, run(), want)), (options, path)
-            assert stats()["handed_back"] == {_enable._SLOWER: 1} and not stats()["operators"], (options, path)
+            for _ in range(3):  # C does so from the second call of a kind on
+                assert all(map(torch.equal, run(), want)), (options, path)
+            assert stats()["handed_back"] == {_enable._SLOWER: 3} and not stats()["operators"], (options, path)
             disable()
             monkeypatch.setattr(_fast, "sdpa", SDPA)
     enable()
@@ -1109,9 +1110,9 @@ def test_reasons_are_bounded(monkeypatch):
     """The texts of some have a number of the call."""
     monkeypatch.setattr(_enable, "_MOST_REASONS", 3)
     enable(prefer=None)
-    for scale in range(1, 8):
+    for scale in (*range(1, 8), *range(1, 8)):
         sdpa(*qkv(), scale=scale * 1e39)
-    assert [*stats()["handed_back"].values()] == [1, 1, 1, 4] and _enable._OTHERS in stats()["handed_back"]
+    assert [*stats()["handed_back"].values()] == [2, 2, 2, 8] and _enable._OTHERS in stats()["handed_back"]
 
 
 def test_calls_are_handed_back_without_python_after_the_first(monkeypatch):

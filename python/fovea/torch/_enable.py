@@ -6,9 +6,9 @@ kernel of its own for the CPU and for CUDA. enable() registers one there and und
 Python, from C++ and from what torch.compile traces, and masks have their shape still. What fovea does not compute, or
 computes more slowly, goes back to the composite. _sdpa.py maps the arguments, _fastest.py knows what is slower.
 
-Private names of PyTorch that this file uses, each checked by tests/torch/test_enable.py: OpOverload.decompose,
-torch.library.Library._destroy, OpOverload._dispatch_cache, torch.nested._internal.ops.jagged_scaled_dot_product_attention, _dynamo_marked_constant of
-functions, _values, _ragged_idx and _get_max_seqlen of nested tensors, and the functions of torch._C that stand below the imports.
+Private names of PyTorch that this file uses, each checked by tests/torch/test_enable.py: OpOverload.decompose and _op_dk,
+torch.library.Library._destroy, torch.nested._internal.ops.jagged_scaled_dot_product_attention, _dynamo_marked_constant of
+functions, _is_zerotensor of tensors, _values, _ragged_idx and _get_max_seqlen of nested tensors, and the functions of torch._C that stand below the imports.
 """
 
 from __future__ import annotations
@@ -176,10 +176,8 @@ def _scaled_dot_product_attention(
             traced = True
             if kind not in _TRACED:
                 why = f"a tensor of the type {kind.__name__}"
-        if tensor is not None and tensor.layout is not torch.strided:
-            why = why or f"a tensor of layout {tensor.layout}"
-        elif tensor is not None and tensor._is_zerotensor():
-            why = why or "a tensor of zeros without memory"
+        if tensor is not None and not why:
+            why = _why_not_dense(tensor)
     if not why:
         why = _why_not_now()
     if not why:
@@ -221,12 +219,20 @@ def _by_pytorch(why: str) -> AbstractContextManager[None]:
 
 def _for_c(*call: Any) -> Union[bool, str]:
     """The decision about a kind of call as C needs it: True if it is computed as it is, the reason if PyTorch computes it, False
-    if Python has to look each time: tensors have to be reshaped, or `strict` raises."""
+    if Python has to look each time: tensors have to be reshaped, `strict` raises, or there are too many reasons."""
     decision = _known(*call)
-    settings = _state.settings
-    if decision.why_not and settings is not None and settings.strict and decision.why_not not in _WISHES:
+    settings, why = _state.settings, decision.why_not
+    if why and settings is not None and settings.strict and why not in _WISHES:
+        return False
+    if why and why not in _counts.handed_back and len(_counts.handed_back) >= _MOST_REASONS:
         return False
     return decision.why_not or (decision.form is not None and decision.form.batch is None)
+
+
+def _why_not_dense(tensor: Tensor) -> str:
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {tensor.layout}"
+    return "a tensor of zeros without memory" if tensor._is_zerotensor() else ""
 
 
 def _why_not_now() -> str:
@@ -680,8 +686,7 @@ def stats() -> Stats:
         served, left = _fast.counts()
         handed_back = dict(_counts.handed_back)
         for reason, count in left.items():
-            kept = reason if reason in handed_back or len(handed_back) < _MOST_REASONS else _OTHERS
-            handed_back[kept] = handed_back.get(kept, 0) + count
+            handed_back[reason] = handed_back.get(reason, 0) + count
         return {
             "served": _counts.served + served,
             "traced": _counts.traced,

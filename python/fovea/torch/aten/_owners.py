@@ -71,8 +71,9 @@ def in_force() -> bool:
 def forget_dispatch(name: str) -> None:
     """After a kernel was registered or taken away. While PyTorch traces, Python chooses the kernel of each key and remembers it, and
     no registration corrects that: a graph would have a kernel that is not in force, or lose gradients where there is none."""
-    for overload in getattr(torch.ops.aten, name).overloads():
-        getattr(getattr(torch.ops.aten, name), overload)._dispatch_cache.clear()
+    operator = getattr(torch.ops.aten, name)
+    for overload in operator.overloads():
+        getattr(operator, overload)._dispatch_cache.clear()
 
 
 def take(owner: Owner, names: Iterable[str], devices: Iterable[str]) -> None:
