@@ -17,7 +17,7 @@ from torch import Tensor
 from .._imports import after
 from . import _attention, _parallel_memory, _rows
 from ._parallel_call import PLANES, Call, of_rank, prepare, saying_rank, short
-from ._parallel_heads import by_heads, by_heads_then_keys
+from ._parallel_heads import by_heads, by_heads_then_keys, groups_of_heads
 from ._parallel_keys import by_keys
 from ._parallel_operators import in_graph
 from ._parallel_ring import by_ring
@@ -137,7 +137,10 @@ def explain_context_parallel(
             f"received in the backward: the same, and {s.returned_bytes} bytes of gradients in {short(_rows.wide(q.dtype))}",
         ]
     elif call.move == "heads":
-        lines += [f"received in the forward: {s.exchanged_bytes} bytes; in the backward: the same"]
+        lines += [
+            f"groups of heads: {groups_of_heads(call, rows)}",
+            f"received in the forward: {s.exchanged_bytes} bytes; in the backward: the same",
+        ]
     elif call.move == "ring":
         lines += [
             f"pairs of the busiest rank over the mean: {call.balance:.3f}",

@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exchange between rows and heads with few copies: the memory of one side is sent, or received, as it is.
+"""The exchange between rows and heads with few copies: the memory of one side is sent, or received, as it is. Heads move in groups: the
+messages of the next group are on their way while one is computed.
 
 Where a head's rows are adjacent (heads before rows), a message is a rank's heads of another rank's rows, as the side of the rows has them;
 the side of the heads puts its rows in order. Messages for each head and piece would need no copy, but NCCL took 1.25 ms for 48 of them and
 0.7 ms for 3 that were as long together (two H200). Where the heads of a row are adjacent, a message is a piece's rows of one rank's heads,
-as the side of the heads has them; the side of the rows copies.
+as the side of the heads has them; the side of the rows copies. With many pieces, as packed rows have, it is all rows of a rank, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Optional
 
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from ._parallel_fetch import Segment, segments_of, send_and_receive
+from ._parallel_copies import copy, copy_all
+from ._parallel_fetch import MOST_PIECES, Moving, segments_of, send_and_receive
 from ._rows import Rows
 
 LEAST_BYTES = 2**21  # of a message, on average; smaller ones are packed together
@@ -29,97 +33,228 @@ class Place(NamedTuple):
     heads_first: bool
 
 
-def from_place_to_place(rows: Rows, tensors: Sequence[Tensor], places: Sequence[Place], to_heads: bool) -> bool:
-    """Every rank decides from what is equal on all of them."""
-    x, place, times = tensors[0], places[0], 1 if to_heads else rows.ranks
-    outer, rest = x.shape[: min(place.heads, place.rows) + x.dim()], x.shape[max(place.heads, place.rows) + x.dim() + 1 :]
-    messages = outer.numel() * (rows.ranks**2 if place.heads_first else rows.ranks * sum(map(len, rows.pieces)))
-    size = outer.numel() * x.shape[place.heads] * times * rows.total * rest.numel() * x.element_size()
+def from_place_to_place(rows: Rows, x: Tensor, place: Place, groups: int) -> bool:
+    """Whether the messages of `x`, this rank's rows, are few and long. Every rank decides from what is equal on all of them."""
+    heads, at = place.heads + x.dim(), place.rows + x.dim()
+    outer = x.shape[: min(heads, at)].numel()
+    each = rows.ranks if place.heads_first or not _by_pieces(rows) else sum(map(len, rows.pieces))
+    messages = outer * rows.ranks * each * groups
+    size = x.shape[:at].numel() * rows.total * x.shape[at + 1 :].numel() * x.element_size()
     return rows.ranks > 1 and 0 < messages <= MOST_MESSAGES * rows.ranks and size >= LEAST_BYTES * messages
 
 
-def exchanged(rows: Rows, what: str, tensors: Sequence[Tensor], places: Sequence[Place], to_heads: bool) -> tuple[Tensor, ...]:
-    """This rank's rows of all heads to all rows of this rank's heads, in natural order; or the way back."""
-    me, ranks = rows.rank or 0, range(rows.ranks)
-    sides = [_Sides(rows, x, place, to_heads) for x, place in zip(tensors, places)]
-    by_head = [[block for side in sides for block in side.of_these_rows(rank)] for rank in ranks]
-    by_row = [[block for side in sides for block in side.of_these_heads(rank)] for rank in ranks]
-    sent, found = (by_head, by_row) if to_heads else (by_row, by_head)
-    for there, here in zip(found[me], sent[me]):
-        if there.data_ptr() != here.data_ptr():  # else one memory is both
-            there.copy_(here)
-    others = [rank for rank in ranks if rank != me]
-    moving = send_and_receive(
-        rows, [(rank, sent[rank]) for rank in others], [(rank, found[rank]) for rank in others], tensors[0].device, what,
-        lambda: tuple(side.result() for side in sides),
-    )  # fmt: skip
-    results: tuple[Tensor, ...] = moving.wait()
-    return results
+def _by_pieces(rows: Rows) -> bool:
+    return max(map(len, rows.pieces)) <= MOST_PIECES
+
+
+class Exchange:
+    """Tensors with this rank's rows of all heads, and the same with all rows of this rank's heads, in natural order, by groups of heads.
+    What the one side sends, the other one receives; a backward goes the other way. `side` is a group's number, or None for all rows' side.
+    """
+
+    def __init__(self, rows: Rows, what: str, places: Sequence[Place], groups: int) -> None:
+        self.rows, self.what, self.places, self.groups = rows, what, places, groups
+        self.sides: dict[int, _Sides] = {}  # by the tensor's number, of those that move
+        self.moving: dict[int, Moving] = {}  # by group
+
+    def send(self, side: Optional[int], tensors: Sequence[Optional[Tensor]], what: str) -> None:
+        """Begins to send. Those that are None do not move."""
+        to_heads = side is None
+        for n, x in enumerate(tensors):
+            if x is not None:
+                if n not in self.sides:
+                    self.sides[n] = _Sides(self.rows, x, self.places[n], self.groups, to_heads)
+                if side is not None:
+                    self.sides[n].give_heads(side, x)
+        for group in range(self.groups) if side is None else (side,):
+            self.moving[group] = self._start(group, to_heads, what)
+
+    def _start(self, group: int, to_heads: bool, what: str) -> Moving:
+        me, ranks, sides = self.rows.rank or 0, range(self.rows.ranks), self.sides.values()
+        if to_heads:
+            for side in sides:
+                side.make_heads(group)
+        by_head = [[block for side in sides for block in side.of_these_rows(group, rank)] for rank in ranks]
+        by_row = [[block for side in sides for block in side.of_these_heads(group, rank)] for rank in ranks]
+        sent, found = (by_head, by_row) if to_heads else (by_row, by_head)
+        copy_all((there, here) for there, here in zip(found[me], sent[me]) if there.data_ptr() != here.data_ptr())  # else one is both
+        others = [rank for rank in ranks if rank != me]
+        device = next(iter(sides)).rows.device
+        messages = [[(rank, blocks[rank]) for rank in others] for blocks in (sent, found)]
+        return send_and_receive(self.rows, *messages, device, what, lambda: None)
+
+    def receive(self, side: Optional[int]) -> list[Optional[Tensor]]:
+        """What the other side has sent."""
+        for group in sorted(self.moving) if side is None else (side,):
+            self.moving.pop(group).wait()
+        found: list[Optional[Tensor]] = [None] * len(self.places)
+        for n, one in self.sides.items():
+            found[n] = one.all_rows() if side is None else one.heads_of(side)
+        if not self.moving:
+            self.sides = {}
+        return found
+
+    def end(self) -> None:
+        """After an error: waits for what is on its way, whose memory has to stay until then."""
+        while self.moving:
+            self.moving.popitem()[1].wait()
+        self.sides = {}
+
+    # ---- under autograd: a function that begins, whose results have no elements, and one that ends ----
+
+    def begins(self, side: Optional[int], *tensors: Tensor) -> tuple[Tensor, ...]:
+        marks: tuple[Tensor, ...] = _Begins.apply(self, side, *tensors)
+        return marks
+
+    def ends(self, side: Optional[int], marks: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """`marks` are those of a group, or of all groups in their order."""
+        tensors: tuple[Tensor, ...] = _Ends.apply(self, side, *marks)
+        return tensors
+
+    def marks_of(self, group: int, marks: Sequence[Tensor]) -> Sequence[Tensor]:
+        return marks[group * len(self.places) : (group + 1) * len(self.places)]
+
+    def times(self, side: Optional[int]) -> int:
+        return self.groups if side is None else 1
+
+
+class _Begins(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, side: Optional[int], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.given = exchange, side
+        exchange.send(side, tensors, exchange.what)
+        return tuple(x.new_empty(0) for _ in range(exchange.times(side)) for x in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *marks: Optional[Tensor]) -> tuple[Any, ...]:
+        exchange, side = ctx.given
+        return (None, None, *exchange.receive(side))
+
+
+class _Ends(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, side: Optional[int], *marks: Tensor) -> tuple[Optional[Tensor], ...]:
+        ctx.set_materialize_grads(False)
+        ctx.given = exchange, side
+        return tuple(exchange.receive(side))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Optional[Tensor]) -> tuple[Any, ...]:
+        exchange, side = ctx.given
+        if any(grad is not None for grad in grads):
+            exchange.send(side, grads, f"the gradient of {exchange.what}")
+        marks = [None if grad is None else grad.new_empty(0) for grad in grads]
+        return (None, None, *(marks * exchange.times(side)))
 
 
 class _Sides:
     """A tensor's memory on both sides of the exchange. One of them is there, the other one is new."""
 
-    def __init__(self, rows: Rows, x: Tensor, place: Place, to_heads: bool) -> None:
-        self.place, self.to_heads, self.dims = place, to_heads, (place.heads + x.dim(), place.rows + x.dim())
+    def __init__(self, rows: Rows, x: Tensor, place: Place, groups: int, to_heads: bool) -> None:
+        """`x` has this rank's rows, or all rows of a group of its heads."""
+        self.plan, self.place, self.rank = rows, place, rows.rank or 0
+        self.pieces = [segments_of(rows, rank) for rank in range(rows.ranks)]
+        self.by_pieces = not place.heads_first and _by_pieces(rows)
+        self.dims = (place.heads + x.dim(), place.rows + x.dim())
         self.first = first = min(self.dims)
-        self.pieces, self.rank = [segments_of(rows, rank) for rank in range(rows.ranks)], rows.rank or 0
-        in_order = x.movedim(self.dims if place.heads_first else self.dims[::-1], (first, first + 1))
         self.outer, self.rest = x.shape[:first], x.shape[first + 2 :]
-        outer, rest = self.outer.numel(), self.rest.numel()
-        ranks, count, total = rows.ranks, rows.count, rows.total
-        self.own = own = x.shape[place.heads] // (ranks if to_heads else 1)
-        these_rows: tuple[int, ...]
-        these_heads: tuple[int, ...]
-        # Of these rows: by entry, rank and head, or by rank and entry. Of these heads: by entry and head, or by entry.
-        if place.heads_first:
-            these_rows, these_heads = (outer, ranks, own, count, rest), (outer, own, total, rest)
+        self.own = x.shape[place.heads] // (rows.ranks * groups if to_heads else 1)  # heads of a group
+        outer, own, rest, ranks, count = self.outer.numel(), self.own, self.rest.numel(), rows.ranks, rows.count
+        # By entry, rank, group and head; or by rank, group and entry.
+        shape = (outer, ranks, groups, own, count, rest) if place.heads_first else (ranks, groups, outer, count, own * rest)
+        if to_heads and place.heads_first:
+            self.rows = self.in_order(x).reshape(shape).contiguous()
         else:
-            these_rows, these_heads = (ranks, outer, count, own * rest), (outer, total, own * rest)
-        if not to_heads:
-            self.rows, self.heads = x.new_empty(these_rows), in_order.reshape(these_heads)
-        elif place.heads_first:
-            self.rows, self.heads = in_order.reshape(these_rows).contiguous(), x.new_empty(these_heads)
-        else:
-            by_rank = in_order.reshape(outer, count, ranks, own * rest).movedim(2, 0)
-            self.rows, self.heads = by_rank.contiguous(), x.new_empty(these_heads)
-        self.ranked: list[Tensor] = []  # of these heads, by rank: the rows of each one
-        if place.heads_first:
-            self.ranked = [x.new_empty(outer, own, n, rest) for n in rows.counts]
-            self.ranked[self.rank] = self.rows[:, self.rank]
-            if not to_heads:
-                self.put_in_order(back=True)
-        elif not to_heads:
-            self.heads = self.heads.contiguous()
+            self.rows = x.new_empty(shape)
+        self.given = self.in_order(x) if to_heads and not place.heads_first else None
+        # Of a group's heads: by entry and head, or by entry; and, where a message is all rows of a rank, these.
+        self.heads: dict[int, Tensor] = {}
+        self.ranked: dict[int, list[Tensor]] = {}
 
-    def put_in_order(self, back: bool = False) -> None:
-        for room, pieces in zip(self.ranked, self.pieces):
-            for one in pieces:
-                natural, ranked = self.heads.narrow(2, one.natural, one.rows), room.narrow(2, one.local, one.rows)
-                ranked.copy_(natural) if back else natural.copy_(ranked)
+    def in_order(self, x: Tensor) -> Tensor:
+        """Heads and rows as they are in memory, behind the entries."""
+        return x.movedim(self.dims if self.place.heads_first else self.dims[::-1], (self.first, self.first + 1))
 
-    def of_these_rows(self, rank: int) -> list[Tensor]:
-        if self.place.heads_first:
-            return list(self.rows[:, rank])
-        return [entry.narrow(0, one.local, one.rows) for entry in self.rows[rank] for one in self.pieces[self.rank]]
+    def by_row(self) -> Tensor:
+        """These rows where a message has all of a rank's heads: (entries, rows, ranks, groups, heads, rest)."""
+        return self.rows.unflatten(-1, (self.own, self.rest.numel())).movedim((0, 1), (2, 3))
 
-    def of_these_heads(self, rank: int) -> list[Tensor]:
-        if self.place.heads_first:
-            return list(self.ranked[rank])
-        return [entry.narrow(0, one.natural, one.rows) for entry in self.heads for one in self.pieces[rank]]
+    def make_heads(self, group: int) -> None:
+        """A group's memory, and its rows where a message has them."""
+        if self.given is not None:  # one group at a time: the first one's messages are on their way while the next one's are copied
+            given, to = self.given.flatten(0, self.first - 1) if self.first else self.given[None], self.by_row()
+            copy(to[:, :, :, group], given.reshape(*to.shape)[:, :, :, group])
+        self.heads[group] = self.rows.new_empty(self.shape_of_heads())
+        self.make_ranked(group)
 
-    def result(self) -> Tensor:
-        """With the dimensions of the tensor that was given."""
-        if self.place.heads_first:
-            if self.to_heads:
-                self.put_in_order()
-            found = self.heads if self.to_heads else self.rows.flatten(1, 2)
-            order = self.dims
-        else:
-            order = self.dims[::-1]
-            if self.to_heads:
-                found = self.heads.view(*self.heads.shape[:2], self.own, self.rest.numel())
+    def give_heads(self, group: int, x: Tensor) -> None:
+        heads = self.in_order(x).reshape(self.shape_of_heads())
+        self.heads[group] = heads.contiguous() if self.by_pieces else heads
+        self.make_ranked(group)
+        self.put_in_order(group, back=True)
+
+    def shape_of_heads(self) -> tuple[int, ...]:
+        outer, own, total, rest = self.outer.numel(), self.own, self.plan.total, self.rest.numel()
+        return (outer, own, total, rest) if self.place.heads_first else (outer, total, own * rest)
+
+    def make_ranked(self, group: int) -> None:
+        if self.by_pieces:
+            return
+        *before, _, width = self.shape_of_heads()
+        self.ranked[group] = [self.rows.new_empty(*before, n, width) for n in self.plan.counts]
+        self.ranked[group][self.rank] = self._blocks(group, self.rank)  # its own rows are there already, or are wanted there
+
+    def put_in_order(self, group: int, back: bool = False) -> None:
+        if self.by_pieces:
+            return
+        heads, rooms = self.heads[group], self.ranked[group]
+        if self.place.heads_first and not _by_pieces(self.plan):  # such as lse of packed rows: a copy for each piece takes longer
+            if back:
+                whole = heads.index_select(-2, self.plan._order(heads.device))
+                copy_all(zip(rooms, whole.split(list(self.plan.counts), -2)))
             else:
-                found = self.rows.view(*self.rows.shape[:3], self.own, self.rest.numel()).movedim(0, 2).flatten(2, 3)  # a copy
-        shape = (*self.outer, *found.shape[1:3], *self.rest)
-        return found.reshape(shape).movedim((self.first, self.first + 1), order)
+                torch.index_select(torch.cat(rooms, -2), -2, self.plan._where(heads.device), out=heads)
+            return
+        pairs = [
+            (heads.narrow(-2, one.natural, one.rows), room.narrow(-2, one.local, one.rows))
+            for room, pieces in zip(rooms, self.pieces) for one in pieces
+        ]  # fmt: skip
+        copy_all((ranked, natural) if back else (natural, ranked) for natural, ranked in pairs)
+
+    def _blocks(self, group: int, rank: int) -> Tensor:
+        """Of these rows, a rank's heads."""
+        return self.rows[:, rank, group] if self.place.heads_first else self.rows[rank, group]
+
+    def of_these_rows(self, group: int, rank: int) -> list[Tensor]:
+        entries = list(self._blocks(group, rank))
+        if not self.by_pieces:
+            return entries
+        return [entry.narrow(0, one.local, one.rows) for entry in entries for one in self.pieces[self.rank]]
+
+    def of_these_heads(self, group: int, rank: int) -> list[Tensor]:
+        if not self.by_pieces:
+            return list(self.ranked[group][rank])
+        return [entry.narrow(0, one.natural, one.rows) for entry in self.heads[group] for one in self.pieces[rank]]
+
+    def heads_of(self, group: int) -> Tensor:
+        """With the dimensions of the tensor that was given."""
+        self.put_in_order(group)
+        self.ranked.pop(group, None)
+        heads = self.heads.pop(group)
+        return self._shaped(heads if self.place.heads_first else heads.unflatten(-1, (self.own, self.rest.numel())))
+
+    def all_rows(self) -> Tensor:
+        """The same."""
+        if self.place.heads_first:
+            return self._shaped(self.rows.flatten(1, 3))
+        each = self.by_row()
+        found = torch.empty(each.shape, dtype=each.dtype, device=each.device)
+        copy(found, each)
+        return self._shaped(found.flatten(2, 4))
+
+    def _shaped(self, x: Tensor) -> Tensor:
+        order = self.dims if self.place.heads_first else self.dims[::-1]
+        return x.reshape(*self.outer, *x.shape[1:3], *self.rest).movedim((self.first, self.first + 1), order)

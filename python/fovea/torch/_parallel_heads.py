@@ -1,60 +1,111 @@
 # SPDX-License-Identifier: Apache-2.0
 """context_parallel with move="heads": an all-to-all gives each rank all rows of some heads, another one brings the results back. What
-lies between them is an ordinary, differentiable call."""
+lies between them is an ordinary, differentiable call, or one for each of two groups of heads."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import _attention, _parallel_blocks, _rows
+from . import _attention, _parallel_call, _rows
+from ._parallel_blocks import Exchange, Place, from_place_to_place
 from ._parallel_call import PLANES, Call, draw_seed, entries_of, prepare, streams_of
-from ._parallel_blocks import Place
 from ._parallel_keys import by_keys
 from ._rows import Rows
 
 
 def by_heads(call: Call) -> tuple[Tensor, Tensor]:
-    rows, o = call.rows, dict(call.options)
-    o["seed"] = draw_seed(call)
-    there = Place(call.heads_dim, call.rows_dim, call.heads_dim < call.rows_dim)
-    exchange = exchanged if call.through is None else call.through.exchange
-    q, k, v = _ToHeads.apply(rows, exchange, "q, k and v to heads", (there,) * 3, call.q, call.k, call.v)
-    own_heads(call, o, rows)
+    rows, packed = call.rows, {}
     if rows.kind == "packed":
-        ends = rows._cached(("ends", q.device), lambda: torch.tensor(rows.first, dtype=torch.int32, device=q.device))
-        o.update(max_seqlen_q=rows.longest, max_seqlen_k=rows.longest, cu_seqlens_q=ends, cu_seqlens_k=ends)
-    out, lse = _attention.attention(q, k, v, return_lse=True, **o)
-    del q, k, v  # without gradients nothing else keeps them
-    out, lse = _ToRows.apply(rows, exchange, "out to rows", (there._replace(heads_first=False), Place(-2, -1, True)), out, lse)
-    return out, lse
+        ends = rows._cached(("ends", call.q.device), lambda: torch.tensor(rows.first, dtype=torch.int32, device=call.q.device))
+        packed = {"max_seqlen_q": rows.longest, "max_seqlen_k": rows.longest, "cu_seqlens_q": ends, "cu_seqlens_k": ends}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, o: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        out, lse = _attention.attention(q, k, v, return_lse=True, **{**o, **packed})
+        return out, lse
+
+    return _between(call, rows, groups_of_heads(call, rows), attend)
 
 
 def by_heads_then_keys(call: Call) -> tuple[Tensor, Tensor]:
     """Over a mesh of two dimensions: heads along the second one, and within them keys along the first."""
     inner: Any = call.rows.over_heads
-    o = dict(call.options)
-    o["seed"] = draw_seed(call)
-    there = Place(call.heads_dim, call.rows_dim, call.heads_dim < call.rows_dim)
-    exchange = exchanged if call.through is None else call.through.exchange
-    q, k, v = _ToHeads.apply(inner, exchange, "q, k and v to heads", (there,) * 3, call.q, call.k, call.v)
-    own_heads(call, o, inner)
     keys: Any = call.rows.over_keys
-    within = prepare(q, k, v, keys, None if keys.ranks == 1 else "keys", o, call.through)
-    out, lse = by_keys(within)
-    out, lse = _ToRows.apply(inner, exchange, "out to rows", (there._replace(heads_first=False), Place(-2, -1, True)), out, lse)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, o: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        return by_keys(prepare(q, k, v, keys, None if keys.ranks == 1 else "keys", o, call.through))
+
+    return _between(call, inner, 1, attend)
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, dict[str, Any]], tuple[Tensor, Tensor]]
+MOST_GROUPS = 4
+LEAST_HEADS = 2  # that a call has
+LONG = 2**17  # rows of a sequence
+WAYS = "q, k and v to heads", "out to rows"
+
+
+def _between(call: Call, rows: Rows, groups: int, attend: Attend) -> tuple[Tensor, Tensor]:
+    """The exchange, the calls of this rank's heads, and the exchange back."""
+    o = {**call.options, "seed": draw_seed(call)}
+    there, given = _there(call), (call.q, call.k, call.v)
+    back = there._replace(heads_first=False), Place(-2, -1, True)
+    if groups > 1 or _from_place(call, rows, 1):
+        to_heads, to_rows = Exchange(rows, WAYS[0], (there,) * 3, groups), Exchange(rows, WAYS[1], back, groups)
+        try:
+            marks = to_heads.begins(None, *given)
+            sent: list[Tensor] = []
+            for group in range(groups):
+                q, k, v = to_heads.ends(group, to_heads.marks_of(group, marks))
+                results = attend(q, k, v, own_heads(call, o, rows, group, groups))
+                del q, k, v  # without gradients nothing else keeps them
+                sent += to_rows.begins(group, *results)
+            out, lse = to_rows.ends(None, sent)
+        finally:
+            to_heads.end()
+            to_rows.end()
+        return out, lse
+    exchange = exchanged if call.through is None else call.through.exchange
+    q, k, v = _ToHeads.apply(rows, exchange, WAYS[0], (there,) * 3, *given)
+    results = attend(q, k, v, own_heads(call, o, rows))
+    del q, k, v
+    out, lse = _ToRows.apply(rows, exchange, WAYS[1], back, *results)
     return out, lse
 
 
-def own_heads(call: Call, o: dict[str, Any], rows: Rows) -> None:
-    """Cuts what every rank has of all heads."""
-    heads = call.heads(call.q) // rows.ranks
-    first = (rows.rank or 0) * heads
+def _there(call: Call) -> Place:
+    return Place(call.heads_dim, call.rows_dim, call.heads_dim < call.rows_dim)
+
+
+def _from_place(call: Call, rows: Rows, groups: int) -> bool:
+    return call.through is None and from_place_to_place(rows, call.q, _there(call), groups)
+
+
+def groups_of_heads(call: Call, rows: Rows) -> int:
+    """Some, if one's messages are long enough to be worth hiding behind another one's computation. One if a bias has a gradient, which
+    would be put together from those of the groups; if a key head has several query heads, since two calls took 1 % longer than one; and
+    with long sequences, whose messages are short beside the computation (two H200, 8 and 4 heads of 128k keys)."""
+    heads, o = call.heads(call.k), call.options
+    if any(x is not None and x.requires_grad for x in (o["bias"], o["bias2"])) or call.heads(call.q) > heads:
+        return 1
+    if call.sizes.exchanged_bytes <= _parallel_call.FEW_BYTES or max(rows.lengths, default=0) >= LONG:
+        return 1
+    for groups in MOST_GROUPS, MOST_GROUPS // 2:
+        if heads % (groups * rows.ranks) == 0 and heads // (groups * rows.ranks) >= LEAST_HEADS and _from_place(call, rows, groups):
+            return groups
+    return 1
+
+
+def own_heads(call: Call, o: dict[str, Any], rows: Rows, group: int = 0, groups: int = 1) -> dict[str, Any]:
+    """The options of a group of this rank's heads."""
+    o, own = dict(o), call.heads(call.q) // rows.ranks
+    heads = own // groups
+    first = (rows.rank or 0) * own + group * heads
     o["dropout_streams"] = streams_of(entries_of(call), call.heads(call.q), o, first, heads, call.q.device)
     if o["sink"] is not None:
         o["sink"] = o["sink"].narrow(0, first, heads)
@@ -62,8 +113,9 @@ def own_heads(call: Call, o: dict[str, Any], rows: Rows) -> None:
         o["alibi_slopes"] = o["alibi_slopes"].narrow(-1, first, heads)
     for name in PLANES:
         plane = o[name]
-        if plane is not None and plane.dim() >= 3 and plane.shape[-3] == call.heads(call.q):  # with queries it has this rank's heads
-            o[name] = plane.narrow(-3, first, heads)
+        if plane is not None and plane.dim() >= 3 and plane.shape[-3] != 1:  # with queries it has this rank's heads
+            o[name] = plane.narrow(-3, first if plane.shape[-3] == call.heads(call.q) else group * heads, heads)
+    return o
 
 
 class _ToHeads(torch.autograd.Function):
@@ -108,8 +160,6 @@ def _back(way: Any, grads: Any, rows: Rows, exchange: Any, what: str, dims: Any)
 
 
 def _to_heads(rows: Rows, exchange: Any, what: str, dims: Any, tensors: Any) -> tuple[Tensor, ...]:
-    if exchange is exchanged and _parallel_blocks.from_place_to_place(rows, tensors, dims, True):
-        return _parallel_blocks.exchanged(rows, what, tensors, dims, True)
     parts: list[Any] = []
     for x, (heads, at, _) in zip(tensors, dims):
         heads, at = heads + x.dim(), at + x.dim()
@@ -121,8 +171,6 @@ def _to_heads(rows: Rows, exchange: Any, what: str, dims: Any, tensors: Any) -> 
 
 
 def _to_rows(rows: Rows, exchange: Any, what: str, dims: Any, tensors: Any) -> tuple[Tensor, ...]:
-    if exchange is exchanged and _parallel_blocks.from_place_to_place(rows, tensors, dims, False):
-        return _parallel_blocks.exchanged(rows, what, tensors, dims, False)
     parts: list[Any] = [y.movedim(at, 0) for y, (_, at, _) in zip(tensors, dims)]
     shapes = [part.shape[1:] for part in parts]
     each = _columns(exchange(rows, what, False, parts), parts, shapes)

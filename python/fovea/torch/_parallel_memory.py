@@ -133,8 +133,7 @@ def _both(call: Call) -> Moments:
     """Keys of this rank's heads, between two exchanges of heads."""
     inner, keys = call.rows.over_heads, call.rows.over_keys
     assert inner is not None and keys is not None
-    o = dict(call.options)
-    own_heads(call, o, inner)
+    o = own_heads(call, call.options, inner)
     q, k, v = (_of_heads(call, x, inner.ranks, keys) for x in (call.q, call.k, call.v))
     return _over_heads(call, inner, _NOTHING if keys.ranks == 1 else _keys(prepare(q, k, v, keys, "keys", o)))
 
