@@ -44,6 +44,7 @@ SSE4 = {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "
         "MKL_CBWR": "COMPATIBLE"}  # on AMD's processors MKL heeds this alone
 # What makes the other libraries of this process keep to an instruction set.
 WITHIN = {
+    "amx": {},
     "avx512_bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "MKL_ENABLE_INSTRUCTIONS": "AVX512_E3"},  # no AMX
     "neon_bf16": {},
     "neon": {},

@@ -38,25 +38,27 @@ std::vector<Built> find_built() {
   std::vector<Built> all;
 #if FOVEA_X86
   const Cpuid processor = Cpuid::of_this_machine();
-  constexpr const char* kAvx512 = "AVX-512 F, BW, CD, DQ and VL";
+  constexpr const char* kAvx512 = "a processor with AVX-512 F, BW, CD, DQ and VL";
   const Built avx512 = vectors("avx512", avx512::kernels, processor.avx512(), kAvx512);
-  all.push_back(
-      with_bf16(avx512, "amx", amx::bf16_kernels, processor.amx(), "AMX's tiles of bf16, AVX-512 and AVX512-BF16"));
-  const Built avx512_bf16 =
-      with_bf16(avx512, "avx512_bf16", avx512_bf16::bf16_kernels, processor.avx512_bf16(), "AVX512-BF16 and AVX-512");
+  all.push_back(with_bf16(avx512, "amx", amx::bf16_kernels, processor.amx() && system_knows_amx(),
+                          "a processor with AMX's tiles of bf16, AVX-512 and AVX512-BF16, and a system that lets them "
+                          "be used (Linux 5.16)"));
+  const Built avx512_bf16 = with_bf16(avx512, "avx512_bf16", avx512_bf16::bf16_kernels, processor.avx512_bf16(),
+                                      "a processor with AVX512-BF16 and AVX-512");
   const bool is_fast = processor.has_fast_bf16();
   all.push_back(is_fast ? avx512_bf16 : avx512);
   all.push_back(is_fast ? avx512 : avx512_bf16);
   if (&amx_emulated::bf16_kernels != nullptr) {
     all.push_back(with_bf16(avx512, "amx_emulated", amx_emulated::bf16_kernels, processor.avx512(), kAvx512));
   }
-  all.push_back(vectors("avx2", avx2::kernels, processor.avx2(), "AVX2, FMA, F16C, BMI, BMI2, AES and PCLMUL"));
-  all.push_back(vectors("sse4", sse4::kernels, processor.sse4(), "SSE4.2 and POPCNT"));
+  all.push_back(vectors("avx2", avx2::kernels, processor.avx2(),
+                        "a processor with AVX2, FMA, F16C, POPCNT, BMI, BMI2, AES and PCLMUL"));
+  all.push_back(vectors("sse4", sse4::kernels, processor.sse4(), "a processor with SSE4.2 and POPCNT"));
 #endif
 #if FOVEA_ARM
   const Built neon = vectors("neon", neon::kernels, true, "");
   all.push_back(with_bf16(neon, "neon_bf16", neon_bf16::bf16_kernels, Hwcap::of_this_machine().neon_bf16(),
-                          "Armv8.2 and its products of bf16 (FEAT_BF16)"));
+                          "a processor with Armv8.2 and its products of bf16 (FEAT_BF16)"));
   all.push_back(neon);
 #else
   all.push_back(vectors("portable", portable::kernels, true, ""));
@@ -70,21 +72,33 @@ const std::vector<Built>& built() {
   return all;
 }
 
+std::string names_of(bool (*listed)(const Built&)) {
+  std::string names;
+  for (const Built& one : built()) {
+    if (listed(one)) {
+      names += fmt::format("{}{}", names.empty() ? "" : ", ", one.name);
+    }
+  }
+  return names;
+}
+
+std::string available_names() {
+  return names_of([](const Built& one) { return one.available; });
+}
+
 const Built& chosen() {
   const std::string& forced = environment().cpu_isa;
-  std::string names;
   for (const Built& one : built()) {
     if (forced.empty() ? one.available : forced == one.name) {
       if (!one.available) {
-        throw Error(FOVEA_UNSUPPORTED,
-                    fmt::format("FOVEA_CPU_ISA: '{}', which needs a processor with {}; accepted: what this machine has",
-                                one.name, one.needs));
+        throw Error(FOVEA_UNSUPPORTED, fmt::format("FOVEA_CPU_ISA: '{}', which needs {}; accepted on this machine: {}",
+                                                   one.name, one.needs, available_names()));
       }
       return one;
     }
-    names += fmt::format("{}{}", names.empty() ? "" : ", ", one.name);
   }
-  throw Error(FOVEA_INVALID_ARGUMENT, fmt::format("FOVEA_CPU_ISA: '{}'; accepted: {}", forced, names));
+  throw Error(FOVEA_INVALID_ARGUMENT,
+              fmt::format("FOVEA_CPU_ISA: '{}'; accepted: {}", forced, names_of([](const Built&) { return true; })));
 }
 
 }  // namespace
@@ -100,7 +114,8 @@ const Kernels& kernels_for(DType type) {
     }
     if (!permitted) {
       throw Error(FOVEA_UNSUPPORTED,
-                  "FOVEA_CPU_ISA: 'amx', whose tiles the operating system does not let this process use");
+                  "FOVEA_CPU_ISA: 'amx', whose tiles the operating system does not let this process use; accepted: "
+                  "avx512_bf16, avx512 and what needs less");
     }
   }
 #endif

@@ -82,7 +82,8 @@ bool Cpuid::sse4() const {
 
 bool Cpuid::avx2() const {
   return all_of<std::uint64_t>(xcr0, kSavesYmm) &&
-         all_of<std::uint32_t>(leaf1_ecx, bit_OSXSAVE | bit_AVX | bit_FMA | bit_F16C | bit_PCLMUL | bit_AES) &&
+         all_of<std::uint32_t>(leaf1_ecx,
+                               bit_OSXSAVE | bit_AVX | bit_FMA | bit_F16C | bit_PCLMUL | bit_AES | bit_POPCNT) &&
          all_of<std::uint32_t>(leaf7_ebx, bit_AVX2 | bit_BMI | bit_BMI2);
 }
 
@@ -100,15 +101,27 @@ bool Cpuid::amx() const {
          all_of<std::uint32_t>(leaf7_edx, kAmxTile | kAmxBf16);
 }
 
-bool ask_for_amx() {
 #if defined(__linux__)
-  constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM of Linux's asm/prctl.h
-  constexpr long kTileData = 18;               // the number of the data's state, as in XCR0
-  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-#else
-  return false;
-#endif
+namespace {
+// Of Linux's asm/prctl.h, and the number of the tiles' data, as in XCR0.
+constexpr long kSupportedStates = 0x1021;    // ARCH_GET_XCOMP_SUPP
+constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+constexpr long kTileData = 18;
+}  // namespace
+
+bool ask_for_amx() { return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0; }
+
+bool system_knows_amx() {
+  std::uint64_t states = 0;
+  if (syscall(SYS_arch_prctl, kSupportedStates, &states) != 0) {  // an older system; one in between has both or none
+    return ask_for_amx();
+  }
+  return (states >> kTileData & 1) != 0;
 }
+#else
+bool ask_for_amx() { return false; }
+bool system_knows_amx() { return false; }
+#endif
 
 #endif
 }  // namespace fovea::cpu

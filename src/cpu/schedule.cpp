@@ -73,7 +73,7 @@ Tiles forward_tiles_for(const Call& call, i64 enough_tasks) {
   const i64 rows = std::max<i64>(group * call.rows.limit_q, 1);
   i64 tile = std::min(most, ceil_div(rows, 16) * 16);
   while (tile > 96 && problem.batch() * problem.heads_k * ceil_div(rows, tile) < enough_tasks) {
-    tile -= step;
+    tile = (tile - 1) / step * step;  // whole strips, so that rows have the same neighbours whatever the tile is
   }
   const i64 keys = std::max<i64>(ceil_div(call.rows.limit_k, 16) * 16, 16);
   return {tile, std::min(fitting(row_bytes(problem, shape), shape.key_step, 32, shape.forward_keys), keys)};

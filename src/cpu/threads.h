@@ -3,7 +3,7 @@
 // The threads of the CPU backend: one pool, made when a call first has work for more than one thread, kept until the
 // process ends. Only one call at a time uses the pool. A call that finds it in use (calls from several threads)
 // computes on its own thread instead of waiting. After fork() the child makes a pool of its own. In a process with
-// PyTorch its threads do the work (pytorch_threads.h), and the pool has none.
+// PyTorch its threads do the work (pytorch_threads.h), and the pool makes none.
 #pragma once
 
 #include <cstdint>

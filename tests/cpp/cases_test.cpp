@@ -22,6 +22,7 @@
 #include "cpu/cpu.h"
 #include "cpu/schedule.h"
 #include "environment_variable.h"
+#include "instruction_sets.h"
 #include "reference/reference.h"
 
 #if defined(__x86_64__)
@@ -31,6 +32,8 @@
 namespace fovea::check {
 namespace {
 
+using testing::available_isas;
+using testing::ForcedIsa;
 using Environment = testing::EnvironmentVariable;
 
 class Threads {
@@ -40,16 +43,6 @@ class Threads {
   Threads(const Threads&) = delete;
   Threads& operator=(const Threads&) = delete;
 };
-
-std::vector<std::string> instruction_sets() {
-  std::vector<std::string> names;
-  for (const cpu::Isa& isa : cpu::instruction_sets()) {
-    if (isa.available) {
-      names.push_back(isa.name);
-    }
-  }
-  return names;
-}
 
 // ---- the table ----
 
@@ -190,21 +183,26 @@ TEST(CasesTest, EveryRowIsComputedByTheCpuAndCanBeTimed) {
 
 class CasesOfTheTable : public ::testing::TestWithParam<std::size_t> {};
 
+std::vector<std::uint8_t> bytes_of_threads(const Trial& trial, int n) {
+  const Threads threads(n);
+  return trial.bytes("cpu");
+}
+
 void test_everywhere(const Case& c) {
   const Trial trial(c);
-  for (const std::string& isa : instruction_sets()) {
-    const Environment forced("FOVEA_CPU_ISA", isa);
+  for (const std::string& isa : available_isas()) {
+    const ForcedIsa forced(isa);
     if (isa != cpu::kernels_for(c.problem.type).name) {
       continue;  // a matrix unit computes one type; the others are another instruction set's
     }
     const Outcome outcome = trial.test("cpu");
     EXPECT_TRUE(outcome.passed()) << isa << ": " << to_text(c) << '\n' << to_text(outcome);
+    EXPECT_TRUE(bytes_of_threads(trial, 1) == bytes_of_threads(trial, 3)) << isa << ": other bits: " << to_text(c);
   }
   // The library's own choice, so that each of these runs is also one without forcing.
   std::vector<std::uint8_t> first;
   for (const int n : {1, 2, 3, 7}) {
-    const Threads threads(n);
-    const std::vector<std::uint8_t> bytes = trial.bytes("cpu");
+    const std::vector<std::uint8_t> bytes = bytes_of_threads(trial, n);
     if (first.empty()) {
       first = bytes;
     }
@@ -284,7 +282,7 @@ TEST(CasesTest, TheInstructionSetThatIsForcedRuns) {
   c.problem = parse("bwd b=1 hq=1 sq=20 sk=20 d=16 bf16");
   const Tensors tensors(c);
   for (const cpu::Isa& isa : cpu::instruction_sets()) {
-    const Environment forced("FOVEA_CPU_ISA", isa.name);
+    const ForcedIsa forced(isa.name);
     for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
       if (!isa.available) {
         std::printf("skipped, because the processor does not have it: %s\n", isa.name.c_str());
@@ -352,8 +350,8 @@ TEST(CasesTest, DropoutDecisionsReadOutOfTheKernels) {
     fill("k", false);
     fill("v", true);
     fill("grad_out", true);
-    for (const std::string& isa : instruction_sets()) {
-      const Environment forced("FOVEA_CPU_ISA", isa);
+    for (const std::string& isa : available_isas()) {
+      const ForcedIsa forced(isa);
       call_library(tensors.problem(Direction::kForward), Direction::kForward, "cpu");
       call_library(tensors.problem(Direction::kBackward), Direction::kBackward, "cpu");
       const Tensor& out = *tensors.find("out");
@@ -428,8 +426,8 @@ TEST(CasesTest, InputsWithStrideZero) {
     tensors.prepare(direction);
     call_library(problem, direction, "reference");
     expected = values();
-    for (const std::string& isa : instruction_sets()) {
-      const Environment forced("FOVEA_CPU_ISA", isa);
+    for (const std::string& isa : available_isas()) {
+      const ForcedIsa forced(isa);
       tensors.prepare(direction);
       call_library(problem, direction, "cpu");
       const auto actual = values();
@@ -454,8 +452,8 @@ TEST(CasesTest, MxcsrIsTheCallers) {
   const Tensors tensors(c);
   const unsigned saved = _mm_getcsr();
   for (const unsigned control : {0x1F80u, 0x9FC0u, 0x3F80u, 0x7F80u}) {  // default; flushing; rounding down; to zero
-    for (const std::string& isa : instruction_sets()) {
-      const Environment forced("FOVEA_CPU_ISA", isa);
+    for (const std::string& isa : available_isas()) {
+      const ForcedIsa forced(isa);
       for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
         _mm_setcsr(control);
         call_library(tensors.problem(direction), direction, "cpu");

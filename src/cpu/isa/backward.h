@@ -224,8 +224,12 @@ struct Tile {
   void add_to_bias(const BiasGradient& bias, i64 block, u32 number, T* sums_by_key) const {
     const T* ds = tiles.ds_bias;
     if (bias.over_queries) {
-      for (i64 r = 0; r < rows(); ++r) {
-        add(sums_by_key, ds + r * tiles.operands.ld_s, keys(), sums_by_key);
+      for (i64 c = 0; c < padded<T>(keys()); c += lanes<T>()) {
+        Simd<T> sum(T(0));
+        for (i64 r = 0; r < rows(); ++r) {
+          sum = sum + Simd<T>::load(ds + r * tiles.operands.ld_s + c);
+        }
+        (Simd<T>::load(sums_by_key + c) + sum).store(sums_by_key + c);
       }
       return;
     }

@@ -83,13 +83,7 @@ void unit_block(i64 depth, Bf16Rows a, Bf16Columns<Word> b, float* c, i64 ldc, b
   for (int m = 0; m < kPairs; ++m) {
     FOVEA_UNROLL
     for (int n = 0; n < kQuads; ++n) {
-      TwoRows blocks{vdupq_n_f32(0), vdupq_n_f32(0)};
-      if (accumulate) {
-        const float* from = c + 2 * m * ldc + 4 * n;
-        blocks = lower_and_upper_halves(vld1q_f32(from), vld1q_f32(from + ldc));
-      }
-      sums[m][2 * n] = blocks.first;
-      sums[m][2 * n + 1] = blocks.second;
+      sums[m][2 * n] = sums[m][2 * n + 1] = vdupq_n_f32(0);
     }
   }
   const Word* columns = b.data;
@@ -115,8 +109,9 @@ void unit_block(i64 depth, Bf16Rows a, Bf16Columns<Word> b, float* c, i64 ldc, b
     FOVEA_UNROLL
     for (int n = 0; n < kQuads; ++n) {
       const TwoRows rows = lower_and_upper_halves(sums[m][2 * n], sums[m][2 * n + 1]);
-      vst1q_f32(c + 2 * m * ldc + 4 * n, rows.first);
-      vst1q_f32(c + (2 * m + 1) * ldc + 4 * n, rows.second);
+      float* to = c + 2 * m * ldc + 4 * n;
+      vst1q_f32(to, accumulate ? vaddq_f32(vld1q_f32(to), rows.first) : rows.first);
+      vst1q_f32(to + ldc, accumulate ? vaddq_f32(vld1q_f32(to + ldc), rows.second) : rows.second);
     }
   }
 }

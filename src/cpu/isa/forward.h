@@ -76,18 +76,19 @@ HWY_INLINE void soften_row(const math::Score<T>& score, const RowTerms<T>& terms
                            T& running_max, T* running_sum, T* o, i64 value_cols) {
   const T before = running_max;
   const T after = math::max(score_row(score, terms, cols, s), before);
-  Simd<T> sum = Simd<T>::load(running_sum);
+  Simd<T> before_sum = Simd<T>::load(running_sum);
   if (after != before && before == T(-kInfinity)) {
     running_max = after;  // nothing was summed yet
   } else if (after != before) {
     const Simd<T> factor = math::correction(Simd<T>(before), Simd<T>(after));
-    sum = sum * factor;
+    before_sum = before_sum * factor;
     for (i64 c = 0; c < value_cols; c += lanes<T>()) {
       (Simd<T>::load(o + c) * factor).store(o + c);
     }
     running_max = after;
   }
-  weigh_row(math::reference_of(after), keep, cols, s, reinterpret_cast<Weight*>(s), sum).store(running_sum);
+  const Simd<T> sum = weigh_row(math::reference_of(after), keep, cols, s, reinterpret_cast<Weight*>(s));
+  (before_sum + sum).store(running_sum);  // a block's own sum first, so that few terms are added to a large one
 }
 
 // Rows that go through the products together, and the keys that they meet: columns [col, col + depth) of a block.

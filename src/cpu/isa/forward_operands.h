@@ -16,14 +16,16 @@ template <class T>
 struct VectorForward {
   using Number = T;  // of scores and sums
   using Weight = T;  // of P as the second product reads it
-  struct Unit {      // where the products find queries and values
+  struct Unit {      // where the products find queries and values, and which key is the first one
     Operand<T> q, v;
+    i64 key;
   };
   static constexpr i64 kStrip = kBlockRows;  // rows of a product
   static constexpr i64 kRowStep = 4;         // products round rows up to this
   static constexpr i64 kKeyStep = 16;        // where a strip's keys begin, from 0
   static constexpr bool kPacks = true;       // K and V, a block at a time
   static constexpr i64 kPiece = 0;           // columns of a piece of a product, where products run beside vectors
+  static constexpr i64 kMostTerms = 256;     // of a sum, whose rounding errors grow with them
   static constexpr i64 padded_keys(i64 keys) { return padded<T>(keys); }
 
   i64 ld_q, ld_v, ld_s;
@@ -57,6 +59,7 @@ struct VectorForward {
   // Values that few rows meet are not worth a copy.
   void load_keys(Unit& unit, const ForwardTask& task, i64 key, i64 keys) const {
     const Options& options = *task.options;
+    unit.key = key;
     load_transposed(task.k, key, keys, options.head_dim, k_rows, ld_q, k, ld_s);
     if (task.row_end - task.row_begin <= 8 * kStrip && is_dense<T>(task.v, options.head_dim_v) &&
         options.head_dim_v == padded<T>(options.head_dim_v)) {
@@ -72,12 +75,16 @@ struct VectorForward {
     gemm_rows<Lhs::kByRows, T>(strip, cols, options.head_dim, unit.q.from_row(row), {k + col, ld_s}, s, ld_s, false);
   }
 
-  // O += P V in columns [from, from + cols); P lies where S was.
+  // O += P V in columns [from, from + cols); P lies where S was. Sums end at the same keys whatever rows there are.
   void add_values(Unit& unit, const Options&, i64 strip, i64 col, i64 depth, const T* p, T* o, i64 from,
                   i64 cols) const {
-    const Operand<T> values = unit.v.from_row(col);
-    gemm_rows<Lhs::kByRows, T>(strip, cols, depth, {p, ld_s}, {values.data + from, values.stride}, o + from, ld_v,
-                               true);
+    for (i64 c = 0, end; c < depth; c = end) {
+      const i64 key = unit.key + col + c;
+      end = math::min(c + kMostTerms - key % kMostTerms, depth);
+      const Operand<T> values = unit.v.from_row(col + c);
+      gemm_rows<Lhs::kByRows, T>(strip, cols, end - c, {p + c, ld_s}, {values.data + from, values.stride}, o + from,
+                                 ld_v, true);
+    }
   }
 };
 

@@ -212,7 +212,7 @@ struct RowsForward {
     for (int r = 0; r < kRows; ++r) {
       FOVEA_UNROLL
       for (int n = 0; n < kVectors; ++n) {
-        sums[r][n] = Simd<T>::load(o + r * ld_v + column + n * kLanes);
+        sums[r][n] = Simd<T>(T(0));
       }
     }
     for (i64 c = 0; c < keys; ++c) {
@@ -234,11 +234,11 @@ struct RowsForward {
     for (int r = 0; r < kRows; ++r) {
       T* to = o + r * ld_v + column;
       if (known > 0) {
-        sums[r][0] = select(first_lanes<T>(known), Simd<T>::load(to), sums[r][0]);
+        sums[r][0] = select(first_lanes<T>(known), Simd<T>(T(0)), sums[r][0]);
       }
       FOVEA_UNROLL
       for (int n = 0; n < kVectors; ++n) {
-        sums[r][n].store(to + n * kLanes);
+        (Simd<T>::load(to + n * kLanes) + sums[r][n]).store(to + n * kLanes);
       }
     }
   }

@@ -13,6 +13,9 @@
 //
 // C is of the operands' type T or, where they are words of several numbers, of their products' (isa/dpbf16.h).
 //
+// What C has is added at the end of the depth, so that rounding errors grow with the depth and the number of products
+// apart, not with all terms of a long sum. Terms that are 0 (hidden keys before a row's first) change no bit.
+//
 // Note: rows are rounded up to 4 and columns to a vector. Buffers are padded accordingly.
 #pragma once
 
@@ -42,7 +45,7 @@ HWY_NOINLINE void gemm_block(i64 depth, Operand<T> a, Operand<T> b, Sum* c, i64 
   for (int i = 0; i < kRows; ++i) {
     FOVEA_UNROLL
     for (int v = 0; v < kVectors; ++v) {
-      sum[i][v] = accumulate ? Simd<Sum>::load(c + i * ldc + v * kLanes) : Simd<Sum>(Sum(0));
+      sum[i][v] = Simd<Sum>(Sum(0));
     }
   }
   const i64 lda = a.stride;
@@ -72,7 +75,8 @@ HWY_NOINLINE void gemm_block(i64 depth, Operand<T> a, Operand<T> b, Sum* c, i64 
   for (int i = 0; i < kRows; ++i) {
     FOVEA_UNROLL
     for (int v = 0; v < kVectors; ++v) {
-      sum[i][v].store(c + i * ldc + v * kLanes);
+      Sum* to = c + i * ldc + v * kLanes;
+      (accumulate ? Simd<Sum>::load(to) + sum[i][v] : sum[i][v]).store(to);
     }
   }
 }

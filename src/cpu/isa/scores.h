@@ -208,11 +208,12 @@ T score_row(const math::Score<T>& score, const RowTerms<T>& terms, i64 cols, T* 
   return largest;
 }
 
-// Scores to weights, which may lie where the scores were, those that dropout drops to 0. Returns `sum` with all weights
-// added, dropped or not. The weight of the largest score is 1 exactly: a row of a single key has its value and its
-// logsumexp to the last bit.
+// Scores to weights, which may lie where the scores were, those that dropout drops to 0. Returns the sum of all
+// weights, dropped or not, in lanes. The weight of the largest score is 1 exactly: a row of a single key has its value
+// and its logsumexp to the last bit.
 template <class T, class Weight>
-Simd<T> weigh_row(T reference, const u8* keep, i64 cols, const T* row, Weight* to, Simd<T> sum) {
+Simd<T> weigh_row(T reference, const u8* keep, i64 cols, const T* row, Weight* to) {
+  Simd<T> sum(T(0));
   const auto weight = [&](i64 c) HWY_ATTR {
     Simd<T> p = exp_of_negative(Simd<T>::load(row + c) - Simd<T>(reference));
     sum = sum + p;
