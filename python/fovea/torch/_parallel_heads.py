@@ -113,7 +113,8 @@ def own_heads(call: Call, o: dict[str, Any], rows: Rows, group: int = 0, groups:
         o["alibi_slopes"] = o["alibi_slopes"].narrow(-1, first, heads)
     for name in PLANES:
         plane = o[name]
-        if plane is not None and plane.dim() >= 3 and plane.shape[-3] != 1:  # with queries it has this rank's heads
+        # With queries it has this rank's heads. Not narrowed to all of them: autograd would copy the gradient.
+        if plane is not None and plane.dim() >= 3 and plane.shape[-3] not in (1, heads):
             o[name] = plane.narrow(-3, first if plane.shape[-3] == call.heads(call.q) else group * heads, heads)
     return o
 

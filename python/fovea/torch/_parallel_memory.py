@@ -151,13 +151,15 @@ def _over_heads(call: Call, rows: Rows, between: Moments) -> Moments:
     most = max(rows.total, rows.ranks * count)  # what is on its way lies there twice: as it is sent, and as it comes
     inputs, out, lse = (rows.total * size // rows.ranks for size in (s.q + s.keys, s.out, s.lse))
     kept: Buffers = [(inputs, "of q, k and v of all rows of some heads"), (out + lse, "of their out and lse")]
-    sent = 2 * most * (s.q + s.keys) // rows.ranks
+    # Packed rows are there as these rows have them, by rank, and in order.
+    times = 3 if rows.kind == "packed" else 2
+    sent = times * most * (s.q + s.keys) // rows.ranks
     forward = [
-        [(sent, "of q, k and v of all rows of some heads, twice")], [*kept, (most * s.out // rows.ranks, "of out on its way")],
+        [(sent, f"of q, k and v of all rows of some heads, {times} times")], [*kept, (most * s.out // rows.ranks, "of out on its way")],
         [*kept, *between[0]],
     ]  # fmt: skip
     backward = [
-        [(sent, "of gradients of q, k and v of all rows of some heads, twice")],
+        [(sent, f"of gradients of q, k and v of all rows of some heads, {times} times")],
         [*kept, (inputs + out + lse, "of their gradients"), *between[2]],
     ]
     return _largest(forward), kept if _learns(call) else [], _largest(backward)
