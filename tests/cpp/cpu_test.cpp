@@ -400,14 +400,16 @@ TEST(CpuTest, SumsOfManyTerms) {
     // Equal weights: out is v. With few rows, and with some that a mask or a window leaves keys of.
     for (const char* line : {"fwd b=1 hq=1 sq=1 sk=16384 d=16", "fwd b=1 hq=1 sq=40 sk=16384 d=16",
                              "fwd b=1 hq=1 sq=40 sk=16384 d=16 causal window=15000,0"}) {
-      const check::Tensors tensors(case_of(line));
+      const check::Case c = case_of(line);
+      const check::Tensors tensors(c);
       fill(tensors, "q", 0);
       fill(tensors, "v", tenth);
       run(tensors, Direction::kForward);
       EXPECT_LE(worst(*tensors.find("out"), tenth), kMost) << isa << ' ' << line;
     }
     // Two keys with values 1 and -1: P is 1/2 for both, dP is 16 times 0.1 or -0.1, delta 0.
-    const check::Tensors tensors(case_of("bwd b=1 hq=1 sq=16384 sk=2 d=16 bias=1,1,1,k"));
+    const check::Case c = case_of("bwd b=1 hq=1 sq=16384 sk=2 d=16 bias=1,1,1,k");
+    const check::Tensors tensors(c);
     fill(tensors, "q", 0);
     fill(tensors, "bias", 0);
     const check::Tensor& v = *tensors.find("v");
@@ -431,7 +433,8 @@ TEST(CpuTest, InfiniteValuesAndThreads) {
       const ForcedIsa forced(isa);
       std::vector<double> first;
       for (const int threads : {1, 2, 3, 7}) {
-        const check::Tensors tensors(case_of(line));
+        const check::Case c = case_of(line);
+        const check::Tensors tensors(c);
         const check::Tensor& v = *tensors.find("v");
         for (std::size_t n = 0; n < v.existing.size(); n += 397) {
           v.set(v.existing[n], std::numeric_limits<double>::infinity());

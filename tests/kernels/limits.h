@@ -19,6 +19,7 @@ inline int spilt(const Kernel& kernel) {
   constexpr int kByCopies = 256;
   constexpr int kTwoBiases = 384;          // MSA rows: a bias and a term of keys
   constexpr int kHalvesWithDropout = 272;  // D=192/128 and 160
+  constexpr int kExchanged = 384;          // results in fp32, behind the loop: lanes exchange what they store
   constexpr int kSummed = 288;             // the gradient of an fp32 bias, or with dropout at D=128
   const std::string_view name = kernel.name;
   if (const auto* s = std::get_if<Sm90BackwardSpec>(&kernel.spec); s != nullptr) {
@@ -27,6 +28,9 @@ inline int spilt(const Kernel& kernel) {
     }
     if (name == "sm90_backward" && s->halves && !s->same_step && s->dropout != DropoutRule::kNone) {
       return kHalvesWithDropout;
+    }
+    if (s->same_step && s->fp32_results) {
+      return kExchanged;
     }
     const bool few = (s->same_step && (s->banded || s->bias != BiasTile::kNone)) ||
                      (s->converts && (s->warps == 12 || s->fp32_results));

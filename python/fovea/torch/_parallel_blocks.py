@@ -80,8 +80,8 @@ class Exchange:
         copy_all((there, here) for there, here in zip(found[me], sent[me]) if there.data_ptr() != here.data_ptr())  # else one is both
         others = [rank for rank in ranks if rank != me]
         device = next(iter(sides)).rows.device
-        messages = [[(rank, blocks[rank]) for rank in others] for blocks in (sent, found)]
-        return send_and_receive(self.rows, *messages, device, what, lambda: None)
+        out, back = ([(rank, blocks[rank]) for rank in others] for blocks in (sent, found))
+        return send_and_receive(self.rows, out, back, device, what, lambda: None)
 
     def receive(self, side: Optional[int]) -> list[Optional[Tensor]]:
         """What the other side has sent."""
@@ -180,7 +180,9 @@ class _Sides:
 
     def by_row(self) -> Tensor:
         """These rows where a message has all of a rank's heads: (entries, rows, ranks, groups, heads, rest)."""
-        return self.rows.unflatten(-1, (self.own, self.rest.numel())).movedim((0, 1), (2, 3))
+        rows: Any = self.rows
+        found: Tensor = rows.unflatten(-1, (self.own, self.rest.numel())).movedim((0, 1), (2, 3))
+        return found
 
     def make_heads(self, group: int) -> None:
         """A group's memory, and its rows where a message has them."""
@@ -213,7 +215,7 @@ class _Sides:
         heads, rooms = self.heads[group], self.ranked[group]
         if self.place.heads_first and not _by_pieces(self.plan):  # such as lse of packed rows: a copy for each piece takes longer
             if back:
-                whole = heads.index_select(-2, self.plan._order(heads.device))
+                whole: Any = heads.index_select(-2, self.plan._order(heads.device))
                 copy_all(zip(rooms, whole.split(list(self.plan.counts), -2)))
             else:
                 torch.index_select(torch.cat(rooms, -2), -2, self.plan._where(heads.device), out=heads)
@@ -243,7 +245,7 @@ class _Sides:
         """With the dimensions of the tensor that was given."""
         self.put_in_order(group)
         self.ranked.pop(group, None)
-        heads = self.heads.pop(group)
+        heads: Any = self.heads.pop(group)
         return self._shaped(heads if self.place.heads_first else heads.unflatten(-1, (self.own, self.rest.numel())))
 
     def all_rows(self) -> Tensor:
