@@ -12,8 +12,9 @@ namespace fovea::cuda::limits {
 // Bytes, stores and loads together: a few registers' worth, in kernels that have many features at once. More have
 //   sm90_backward with Spec::same_step and a band or a bias, or with Spec::converts and three warpgroups: its warps
 //   that copy or convert have 24 or 32 registers, and those that compute spill nothing; with
-//   Spec::converts and results in fp32, where those that compute spill two words behind the loop;
-//   three kinds of kernel that the benchmark's rows, not the case table, take. Theirs are known and not yet mended.
+//   Spec::converts and results in fp32, where those that compute spill behind the loop, as lanes exchange what they
+//   store; three kinds of kernel that the benchmark's rows, not the case table, take. Theirs are known and not yet
+//   mended.
 inline int spilt(const Kernel& kernel) {
   constexpr int kUsual = 128;
   constexpr int kByCopies = 256;
@@ -29,11 +30,10 @@ inline int spilt(const Kernel& kernel) {
     if (name == "sm90_backward" && s->halves && !s->same_step && s->dropout != DropoutRule::kNone) {
       return kHalvesWithDropout;
     }
-    if (s->same_step && s->fp32_results) {
+    if (s->converts && s->fp32_results) {
       return kExchanged;
     }
-    const bool few = (s->same_step && (s->banded || s->bias != BiasTile::kNone)) ||
-                     (s->converts && (s->warps == 12 || s->fp32_results));
+    const bool few = (s->same_step && (s->banded || s->bias != BiasTile::kNone)) || (s->converts && s->warps == 12);
     return few ? kByCopies : kUsual;
   }
   if (const auto* s = std::get_if<Sm90BiasSpec>(&kernel.spec); s != nullptr) {
