@@ -304,8 +304,22 @@ def several_gpus():
         cells = [f"{found[name]['efficiency']:.3f}" if "efficiency" in found.get(name, {}) else "–" for name in (*ways, *peers)]
         at = ways.index(row["chosen"])
         cells[at] = f"**{cells[at]}**"
-        rows.append(f"| {row['name']} | {whole} | {' | '.join(cells)} |")
+        turns = "" if row["turns"] == data["rows"][0]["turns"] else f" ({row['turns']} turn{'s' * (row['turns'] > 1)})"
+        rows.append(f"| {row['name']}{turns} | {whole} | {' | '.join(cells)} |")
     return rows
+
+
+def first_step():
+    data = result("first_step")
+    rows = [
+        f"Milliseconds of the first training step of a Llama with 8 layers (B=4, S=2048), each in a process of its own, and of the second; {data['device']}, "
+        f"PyTorch {data['torch']}, {data['date']}, commit {data['commit']}; repeat with `bench/torch/first_step.py`.",
+        "",
+        "| | first step | second step |",
+        "| --- | --- | --- |",
+    ]
+    listed = lambda values: ", ".join(f"{value:,.0f}" for value in values)  # noqa: E731
+    return rows + [f"| {row['kind']} | {listed(row['first_ms'])} | {listed(row['second_ms'])} |" for row in data["rows"]]
 
 
 def training():
@@ -624,6 +638,7 @@ def gpu_host():
 
 TABLES = {
     "several_gpus": several_gpus,
+    "first_step": first_step,
     "support": support,
     "cpu": cpu,
     "cpu_short": lambda: cpu(short=True),
