@@ -48,7 +48,7 @@ struct Hwcap {
 // whether it may. Says no where signals have stacks too small for that.
 bool ask_for_amx();
 
-// Whether Linux has that at all, without asking for it.
+// Whether Linux has that at all. Only a system that cannot say so is asked for it.
 bool system_knows_amx();
 
 }  // namespace fovea::cpu

@@ -242,8 +242,10 @@ def check(group, row):
             dist.all_reduce(x, group=group)  # as the gradient of a parameter is
             if row["move"] == "keys" and packed and row.get(name) == "b,h,q,k":  # each rank has its own rows and zeros
                 wrong += _same(name, x.to(want[name].dtype), want[name])
-            # A sink's gradient is made of out, which has q's type; of three numbers the error of one call can be small by chance.
-            wrong += _within(name, x, want[name], exact[name], dtype if name == "sink" else options[name].dtype)
+            # The ring's sink: its gradient is made of another out than one call's, with roundings of q's type, and of three numbers the
+            # error of one call can be small by chance (over 60 seeds the ring had 0.80 of one call's).
+            rounded = dtype if name == "sink" and row["move"] == "ring" else options[name].dtype
+            wrong += _within(name, x, want[name], exact[name], rounded)
     assert not wrong, "\n".join(wrong)
 
 

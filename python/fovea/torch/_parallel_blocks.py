@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ._parallel_copies import copy, copy_all
-from ._parallel_fetch import MOST_PIECES, Moving, segments_of, send_and_receive
+from ._parallel_fetch import Moving, has_few_pieces, segments_of, send_and_receive
 from ._rows import Rows
 
 LEAST_BYTES = 2**21  # of a message, on average; smaller ones are packed together
@@ -37,14 +37,10 @@ def from_place_to_place(rows: Rows, x: Tensor, place: Place, groups: int) -> boo
     """Whether the messages of `x`, this rank's rows, are few and long. Every rank decides from what is equal on all of them."""
     heads, at = place.heads + x.dim(), place.rows + x.dim()
     outer = x.shape[: min(heads, at)].numel()
-    each = rows.ranks if place.heads_first or not _by_pieces(rows) else sum(map(len, rows.pieces))
+    each = rows.ranks if place.heads_first or not has_few_pieces(rows) else sum(map(len, rows.pieces))
     messages = outer * rows.ranks * each * groups
     size = x.shape[:at].numel() * rows.total * x.shape[at + 1 :].numel() * x.element_size()
     return rows.ranks > 1 and 0 < messages <= MOST_MESSAGES * rows.ranks and size >= LEAST_BYTES * messages
-
-
-def _by_pieces(rows: Rows) -> bool:
-    return max(map(len, rows.pieces)) <= MOST_PIECES
 
 
 class Exchange:
@@ -157,7 +153,7 @@ class _Sides:
         """`x` has this rank's rows, or all rows of a group of its heads."""
         self.plan, self.place, self.rank = rows, place, rows.rank or 0
         self.pieces = [segments_of(rows, rank) for rank in range(rows.ranks)]
-        self.by_pieces = not place.heads_first and _by_pieces(rows)
+        self.by_pieces = not place.heads_first and has_few_pieces(rows)
         self.dims = (place.heads + x.dim(), place.rows + x.dim())
         self.first = first = min(self.dims)
         self.outer, self.rest = x.shape[:first], x.shape[first + 2 :]
@@ -213,7 +209,7 @@ class _Sides:
         if self.by_pieces:
             return
         heads, rooms = self.heads[group], self.ranked[group]
-        if self.place.heads_first and not _by_pieces(self.plan):  # such as lse of packed rows: a copy for each piece takes longer
+        if self.place.heads_first and not has_few_pieces(self.plan):  # such as lse of packed rows: a copy for each piece takes longer
             if back:
                 whole: Any = heads.index_select(-2, self.plan._order(heads.device))
                 copy_all(zip(rooms, whole.split(list(self.plan.counts), -2)))

@@ -44,6 +44,11 @@ def segments_of(rows: Rows, rank: int) -> list[Segment]:
     return found
 
 
+def has_few_pieces(rows: Rows) -> bool:
+    """Whether messages can have the rows of a piece each."""
+    return max(map(len, rows.pieces)) <= MOST_PIECES
+
+
 class Plan:
     """Which rows each rank has and needs. Every rank makes the same one. edge: of edge_of(); then the spans are those of its rows alone."""
 
@@ -51,7 +56,7 @@ class Plan:
         self.rows, self.spans, self.edge = rows, tuple(spans), edge
         self.rank = rows.rank or 0
         self.mine = self.spans[self.rank]
-        self.from_place = max(map(len, rows.pieces)) <= MOST_PIECES
+        self.from_place = has_few_pieces(rows)
         self.others = [rank for rank in range(rows.ranks) if rank != self.rank]
 
     def segments(self, owner: int, user: int) -> list[Segment]:
