@@ -187,7 +187,9 @@ Work work_of(const std::vector<Given>& problems, const std::vector<cuda::Target>
 }
 
 void compile(const std::vector<cuda::jit::Request>& requests, int jobs) {
-  cuda::jit::Jit& jit = cuda::jit::Jit::global();
+  cuda::jit::Settings from = cuda::jit::Settings::from_environment();
+  from.installed.clear();  // the folder shall have all of them: where it is taken to, nothing may be installed
+  cuda::jit::Jit jit(std::move(from));
   if (jit.settings().mode != cuda::jit::Mode::kJit) {
     throw Fault(kBadInput, "FOVEA_JIT: compiling is not allowed; accepted here: jit, or not set");
   }

@@ -6,7 +6,8 @@
 this machine: it compiles for any processor and for glibc 2.28, with LLVM's C++ library linked statically. The headers
 of Highway, fmt, CLI11 and nlohmann json are Debian's, copied to a folder of their own, so that no other header of
 /usr/include is seen. Every wheel is checked: its tag by auditwheel, what its library exports and needs, its size, its
-licences. The same commit gives the same bits.
+licences. The same commit gives the same bits. Both wheels bring along the GPU kernels of tools/wheel_kernels.txt, which
+the command of this machine's wheel compiles.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import contextlib
 import hashlib
 import io
 import os
+import platform
 import re
 import shutil
 import stat
@@ -28,7 +30,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 GLIBC = "2.28"
 ARCHITECTURES = ("x86_64", "aarch64")
-MOST_BYTES = 4_000_000
+MOST_BYTES = 8_000_000
+KERNELS_FOR = "sm_90"  # Hopper: what was measured there
+KERNELS = "fovea/libfovea.kernels"  # src/cuda/jit/cache.h
 HEADERS = {"hwy": "libhwy-dev", "fmt": "libfmt-dev", "CLI": "libcli11-dev", "nlohmann": "nlohmann-json3-dev"}
 SYSTEM = re.compile(r"lib(c|m|dl|pthread|rt)\.so\.\d|ld-linux-.*\.so\.\d")  # glibc's
 
@@ -166,7 +170,7 @@ def compiler(work, zig, arch):
     return folder
 
 
-def build_wheel(source, arch, out, work, zig, jobs):
+def build_wheel(source, arch, work, zig, jobs):
     from scikit_build_core.build import build_wheel as build
 
     definitions = {
@@ -184,19 +188,37 @@ def build_wheel(source, arch, out, work, zig, jobs):
     shutil.rmtree(built, ignore_errors=True)
     built.mkdir()
     with inside(source, CMAKE_BUILD_PARALLEL_LEVEL=str(jobs), _PYTHON_HOST_PLATFORM=f"linux-{arch}"):
-        wheel = built / build(str(built), settings)
-    return pack(wheel, f"manylinux_{GLIBC.replace('.', '_')}_{arch}", out)
+        return built / build(str(built), settings)
 
 
-def pack(wheel, platform, out):
-    """The same files under the platform's name; in order, all of the same time, so that the bits are the same."""
+def compile_kernels(wheel, source, work, jobs):
+    """A folder of GPU kernels, compiled by the command of `wheel`, which is for this machine. They depend on the text in
+    the library and on NVRTC, not on this processor."""
+    import nvidia.cu13
+
+    folder, unpacked = work / "kernels", work / "command"
+    for old in (folder, unpacked):
+        shutil.rmtree(old, ignore_errors=True)
+    with zipfile.ZipFile(wheel) as archive:
+        command = Path(archive.extract("fovea/bin/fovea", unpacked))
+    command.chmod(0o755)
+    (nvrtc,) = (Path(next(iter(nvidia.cu13.__path__))) / "lib").glob("libnvrtc.so.*")
+    settings = {name: value for name, value in os.environ.items() if not name.startswith("FOVEA_")}
+    run(command, "precompile", "--arch", KERNELS_FOR, "--file", source / "tools" / "wheel_kernels.txt", "--jobs", jobs,
+        env={**settings, "FOVEA_CACHE_DIR": str(folder), "FOVEA_NVRTC": str(nvrtc)})  # fmt: skip
+    return folder
+
+
+def pack(wheel, kernels, system, out):
+    """The same files, and the kernels, under the system's name; in order, all of the same time, so that the bits are the same."""
     name, version, python, abi, _ = wheel.stem.split("-")
-    tag = f"{python}-{abi}-{platform}"
+    tag = f"{python}-{abi}-{system}"
     date = time.gmtime(max(int(epoch()), 315532800))[:6]  # zip begins in 1980
     with zipfile.ZipFile(wheel) as archive:
         content = {entry: archive.read(entry) for entry in archive.namelist() if not entry.endswith("/")}
         programs = {entry.filename for entry in archive.infolist() if entry.external_attr >> 16 & stat.S_IXUSR}
     (record,) = (entry for entry in content if entry.endswith(".dist-info/RECORD"))
+    content.update({f"{KERNELS}/{file.name}": file.read_bytes() for file in kernels.iterdir()})
     information = record.rpartition("/")[0]
     about = content[f"{information}/WHEEL"].decode()
     content[f"{information}/WHEEL"] = re.sub(r"(?m)^Tag: .*\n", "", about).rstrip("\n").encode() + f"\nTag: {tag}\n".encode()
@@ -250,6 +272,8 @@ def check(wheel, arch):
                      f"{', '.join(sorted(exports)[:3])} and so on")
             if elf.get_section_by_name(".debug_info") or elf.get_section_by_name(".symtab"):
                 fail(f"{wheel.name}: {name} is not stripped")
+        if not any(name.startswith(KERNELS) for name in names):
+            fail(f"{wheel.name} has no GPU kernels")
         licenses = [name for name in names if ".dist-info/licenses/" in name]
         if len(licenses) < 1 + len(HEADERS) + 4:
             fail(f"{wheel.name} has the licences {', '.join(licenses)} alone")
@@ -268,6 +292,8 @@ def main():
     except ImportError:
         fail(f"{sys.executable} has no ziglang; `make wheels` makes an environment that has it")
     zig = Path(ziglang.__file__).resolve().parent / "zig"
+    if platform.machine() not in (arguments.arch or ARCHITECTURES):
+        fail(f"--arch {platform.machine()} is missing: the command of this machine's wheel compiles the GPU kernels of all")
     out, work = arguments.out.resolve(), arguments.work.resolve()
     out.mkdir(parents=True, exist_ok=True)
     work.mkdir(parents=True, exist_ok=True)
@@ -281,10 +307,16 @@ def main():
     sdist = build_sdist(stage(work), out)
     print(f"{sdist.name}: {sdist.stat().st_size / 1e6:.2f} MB", flush=True)
     source = unpack(sdist, work)
-    for arch in arguments.arch or ARCHITECTURES:
+    own = platform.machine()
+    kernels = None
+    for arch in sorted(arguments.arch or ARCHITECTURES, key=lambda arch: arch != own):
         start = time.monotonic()
-        check(build_wheel(source, arch, out, work, zig, arguments.jobs), arch)
-        print(f"  compiled in {time.monotonic() - start:.0f} s", flush=True)
+        wheel = build_wheel(source, arch, work, zig, arguments.jobs)
+        compiled = time.monotonic()
+        if arch == own:
+            kernels = compile_kernels(wheel, source, work, arguments.jobs)
+        check(pack(wheel, kernels, f"manylinux_{GLIBC.replace('.', '_')}_{arch}", out), arch)
+        print(f"  compiled in {compiled - start:.0f} s, kernels and checks {time.monotonic() - compiled:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -62,16 +62,10 @@ std::string nvrtc_of(jit::NvrtcSearch search) {
   return fmt::format("{}, {} ({})", to_text(file.version), file.path, file.found);
 }
 
-std::string cache_of() {
-  const std::string folder = jit::cache_folder_from_environment();
-  if (folder == "none") {
-    return "none";
-  }
-  std::error_code error;
-  if (!fs::exists(folder, error)) {
-    return fmt::format("{}, which does not exist yet", folder);
-  }
-  const jit::Cache checked(folder, jit::Cache::Access::kReadWrite, 0, "FOVEA_CACHE_DIR");
+constexpr double kMiB = 1 << 20;
+
+// "FOLDER, 12 kernels of 1.5 MiB"
+std::string kernels_in(const std::string& folder) {
   std::uintmax_t bytes = 0;
   int kernels = 0;
   jit::for_each_entry(folder, [&](const fs::path& entry) {
@@ -82,9 +76,21 @@ std::string cache_of() {
       ++kernels;
     }
   });
-  constexpr double kMiB = 1 << 20;
-  return fmt::format("{}, {} kernels of {:.1f} MiB, at most {:.0f} MiB", checked.folder(), kernels,
-                     static_cast<double>(bytes) / kMiB, static_cast<double>(jit::cache_size_from_environment()) / kMiB);
+  return fmt::format("{}, {} kernels of {:.1f} MiB", folder, kernels, static_cast<double>(bytes) / kMiB);
+}
+
+std::string cache_of() {
+  const std::string folder = jit::cache_folder_from_environment();
+  if (folder == "none") {
+    return "none";
+  }
+  std::error_code error;
+  if (!fs::exists(folder, error)) {
+    return fmt::format("{}, which does not exist yet", folder);
+  }
+  const jit::Cache checked(folder, jit::Cache::Access::kReadWrite, 0, "FOVEA_CACHE_DIR");
+  return fmt::format("{}, at most {:.0f} MiB", kernels_in(checked.folder()),
+                     static_cast<double>(jit::cache_size_from_environment()) / kMiB);
 }
 
 // A folder that is made when it is needed.
@@ -142,6 +148,9 @@ std::vector<Fact> machine() {
   }
   add_gpus(facts);
   facts.push_back({"NVRTC", said([] { return nvrtc_of(jit::NvrtcSearch::from_environment()); })});
+  if (const std::string folder = jit::installed_folder(); !folder.empty()) {
+    facts.push_back({"installed kernels", kernels_in(folder)});
+  }
   facts.push_back({"kernel cache", said([] { return cache_of(); })});
   return facts;
 }

@@ -135,6 +135,41 @@ TEST(JitKernels, OffTakesOnlyWhatIsPrecompiled) {
   EXPECT_FALSE(std::filesystem::exists(settings.cache_folder));
 }
 
+// It is as trusted as the library that lies beside it, whoever may write there.
+TEST(JitKernels, WhatIsInstalledIsTakenInEveryMode) {
+  const Folder folder;
+  Settings settings = tiny_settings(folder / "installed");
+  Jit(settings).binary(tiny(3));
+  std::filesystem::permissions(folder / "installed", std::filesystem::perms::all);
+  settings.installed = folder / "installed";
+  settings.cache_folder = folder / "cache";
+  for (const Mode mode : {Mode::kJit, Mode::kCache, Mode::kOff}) {
+    settings.mode = mode;
+    Jit jit(settings);
+    EXPECT_FALSE(jit.binary(tiny(3))->cubin.empty());
+    EXPECT_EQ(jit.counts().installed, 1);
+    EXPECT_EQ(jit.counts().compiled, 0);
+  }
+  EXPECT_FALSE(std::filesystem::exists(settings.cache_folder));
+  settings.mode = Mode::kJit;
+  Jit jit(settings);
+  EXPECT_FALSE(jit.binary(tiny(4))->cubin.empty());
+  EXPECT_EQ(jit.counts().compiled, 1);
+}
+
+// A folder of the user's is searched first.
+TEST(JitKernels, WhatIsPrecompiledGoesBeforeWhatIsInstalled) {
+  const Folder folder;
+  Settings settings = tiny_settings(folder / "kernels");
+  Jit(settings).binary(tiny(3));
+  settings.installed = folder / "kernels";
+  settings.precompiled = folder / "kernels";
+  Jit jit(settings);
+  EXPECT_FALSE(jit.binary(tiny(3))->cubin.empty());
+  EXPECT_EQ(jit.counts().precompiled, 1);
+  EXPECT_EQ(jit.counts().installed, 0);
+}
+
 TEST(JitKernels, AFailureIsNoAnswer) {
   const Folder folder;
   Jit jit(tiny_settings(folder / "cache"));

@@ -186,6 +186,23 @@ def test_kernels_ahead_of_time(bare):
         assert "pip install" in line
 
 
+def kernels_found(installed, precompile):
+    """The lines of tools/wheel_kernels.txt need no compiler: the keys of the kernels that came along are this library's."""
+    lines = ("--arch", "sm_90", "--file", ROOT / "tools" / "wheel_kernels.txt")
+    said = precompile(*lines, FOVEA_PRECOMPILED_DIR=str(installed), FOVEA_NVRTC="/nowhere")
+    kernels = len(list(installed.glob("*.kernel")))
+    assert kernels > 100
+    assert re.search(rf"^{kernels} kernels: 0 compiled, {kernels} were there", said, re.M), said
+    return kernels
+
+
+def test_kernels_that_came_along(bare):
+    (installed,) = (bare.folder / "venv" / "lib").glob("python*/site-packages/fovea/libfovea.kernels")
+    kernels = kernels_found(installed, lambda *words, **variables: bare.run("fovea", "precompile", *words, **variables))
+    for command in (("fovea", "explain"), ("python", "-c", "import fovea; print(fovea.explain())")):
+        assert re.search(rf"^installed kernels +{installed}, {kernels} kernels of ", bare.run(*command), re.M)
+
+
 def test_extras(bare):
     """What [cuda12] and [cuda13] would install: asked of the index, not downloaded."""
     wheel = the_wheel("x86_64")
@@ -285,8 +302,10 @@ def aarch64(tmp_path_factory):
     return folder / "fovea"
 
 
-def under_qemu(program, *arguments, cpu="max", status=0):
-    done = subprocess.run([QEMU, "-cpu", cpu, "-L", SYSROOT, program, *arguments], capture_output=True, text=True)
+def under_qemu(program, *arguments, cpu="max", status=0, **variables):
+    done = subprocess.run(
+        [QEMU, "-cpu", cpu, "-L", SYSROOT, program, *arguments], capture_output=True, text=True, env={**os.environ, **variables}
+    )
     assert done.returncode == status, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout + done.stderr
 
@@ -296,6 +315,16 @@ def command(aarch64):
     command = aarch64 / "bin" / "fovea"
     command.chmod(0o755)
     return command
+
+
+def test_kernels_that_came_along_on_aarch64(aarch64, command):
+    """The same files as for x86-64."""
+    kernels_found(aarch64 / "libfovea.kernels", lambda *words, **variables: under_qemu(command, "precompile", *words, **variables))
+    names = []
+    for arch in ("x86_64", "aarch64"):
+        with zipfile.ZipFile(the_wheel(arch)) as archive:
+            names.append({name: archive.read(name) for name in archive.namelist() if "libfovea.kernels/" in name})
+    assert names[0] == names[1]
 
 
 def check_under_qemu(command, *arguments, cpu="max"):

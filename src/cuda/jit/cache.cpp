@@ -174,7 +174,7 @@ Cache::Cache(std::string folder, Access access, std::uint64_t max_bytes, std::st
     : folder_(std::move(folder)), access_(access), max_bytes_(max_bytes), variable_(std::move(variable)) {
   struct stat info {};
   if (lstat(folder_.c_str(), &info) != 0) {
-    if (errno != ENOENT || access_ == Access::kReadOnly) {
+    if (errno != ENOENT || access_ != Access::kReadWrite) {
       refuse(reason(errno));
     }
     const fs::path parent = fs::path(folder_).parent_path();
@@ -195,8 +195,10 @@ Cache::Cache(std::string folder, Access access, std::uint64_t max_bytes, std::st
   if (!S_ISDIR(info.st_mode)) {
     refuse("it is no folder");
   }
-  const bool mine = info.st_uid == geteuid() || (access_ == Access::kReadOnly && info.st_uid == 0);
-  if (!mine) {
+  if (access_ == Access::kInstalled) {
+    return;
+  }
+  if (!owned(info)) {
     refuse(
         fmt::format("it belongs to user {}, and this is user {}; it holds code that is run, so it must be this user's",
                     info.st_uid, geteuid()));
@@ -205,6 +207,10 @@ Cache::Cache(std::string folder, Access access, std::uint64_t max_bytes, std::st
     refuse(fmt::format("its mode is {:04o}, so others can write there; it holds code that is run: chmod 700 it",
                        info.st_mode & 07777u));
   }
+}
+
+bool Cache::owned(const struct stat& info) const {
+  return info.st_uid == geteuid() || (access_ == Access::kReadOnly && info.st_uid == 0);
 }
 
 void Cache::refuse(const std::string& why) const {
@@ -223,13 +229,12 @@ std::optional<Binary> Cache::read(const std::string& path, std::string_view key)
   if (!file.opened() || fstat(file.descriptor(), &info) != 0) {
     return std::nullopt;
   }
-  const bool mine = info.st_uid == geteuid() || (access_ == Access::kReadOnly && info.st_uid == 0);
+  const bool safe = access_ == Access::kInstalled || (owned(info) && (info.st_mode & (S_IWGRP | S_IWOTH)) == 0);
   std::optional<Binary> binary;
-  if (S_ISREG(info.st_mode) && mine && (info.st_mode & (S_IWGRP | S_IWOTH)) == 0 &&
-      static_cast<std::uint64_t>(info.st_size) <= kLargest) {
+  if (S_ISREG(info.st_mode) && safe && static_cast<std::uint64_t>(info.st_size) <= kLargest) {
     binary = from_entry(file.read(info.st_size), key);
   }
-  if (access_ == Access::kReadOnly) {
+  if (access_ != Access::kReadWrite) {
     return binary;
   }
   if (!binary) {
@@ -320,6 +325,18 @@ void Cache::evict(const std::string& but_not) const {
       total -= entry.bytes;
     }
   }
+}
+
+std::string installed_folder() {
+  std::error_code error;
+  const fs::path file = fs::absolute(loaded_from(reinterpret_cast<const void*>(&installed_folder)), error);
+  const fs::path here = file.parent_path();
+  for (const fs::path& parent : {here, here.parent_path()}) {  // the command contains the library and lies in bin
+    if (fs::is_directory(parent / "libfovea.kernels", error)) {
+      return (parent / "libfovea.kernels").string();
+    }
+  }
+  return "";
 }
 
 std::string cache_folder_from_environment() {

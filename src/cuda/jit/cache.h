@@ -12,10 +12,13 @@
 // compile the same kernel at the same time write the same thing.
 //
 // The entries are code that will run. So the folder must belong to this user (or to root, where it is only read), and
-// no other user may be able to write into it; it is made with mode 0700.
+// no other user may be able to write into it; it is made with mode 0700. The folder that was installed with the library
+// is trusted as the library is: nobody looks at its owner.
 //
 // The folder's size is bounded: after a write the entries that were not used for longest go (a read touches an entry).
 #pragma once
+
+#include <sys/stat.h>
 
 #include <cstdint>
 #include <optional>
@@ -28,7 +31,7 @@ namespace fovea::cuda::jit {
 
 class Cache {
  public:
-  enum class Access { kReadWrite, kReadOnly };
+  enum class Access { kReadWrite, kReadOnly, kInstalled };
 
   // Makes the folder if it is missing and writable. Throws Error(FOVEA_INVALID_ARGUMENT), naming `variable` as what to
   // change, where it cannot be made or is not safe.
@@ -52,6 +55,7 @@ class Cache {
  private:
   std::string path_of(std::string_view key, Version nvrtc) const;
   std::optional<Binary> read(const std::string& path, std::string_view key) const;
+  bool owned(const struct stat& info) const;
   void evict(const std::string& but_not) const;
   [[noreturn]] void refuse(const std::string& why) const;
 
@@ -60,6 +64,9 @@ class Cache {
   std::uint64_t max_bytes_;
   std::string variable_;
 };
+
+// libfovea.kernels beside the library, which wheels have; empty where there is none.
+std::string installed_folder();
 
 // XDG_CACHE_HOME/fovea, or ~/.cache/fovea; FOVEA_CACHE_DIR, where it is set.
 std::string cache_folder_from_environment();

@@ -81,6 +81,7 @@ Settings Settings::from_environment() {
   Settings settings;
   settings.mode = mode_from_environment();
   settings.precompiled = environment("FOVEA_PRECOMPILED_DIR");
+  settings.installed = installed_folder();
   if (environment("FOVEA_CACHE_DIR") != "none") {
     settings.cache_folder = cache_folder_from_environment();
   }
@@ -219,6 +220,12 @@ Jit::Sought Jit::seek(const Request& request, const std::string& key) {
     const Cache ahead(settings_.precompiled, Cache::Access::kReadOnly, 0, "FOVEA_PRECOMPILED_DIR");
     if (std::optional<Binary> binary = ahead.load_any(key, driver_major())) {
       return found(std::move(binary), &Counts::precompiled, "precompiled");
+    }
+  }
+  if (!settings_.installed.empty()) {
+    const Cache installed(settings_.installed, Cache::Access::kInstalled, 0, "");
+    if (std::optional<Binary> binary = installed.load_any(key, driver_major())) {
+      return found(std::move(binary), &Counts::installed, "installed");
     }
   }
   const std::string missing = fmt::format("no machine code of {} for {}", request.expression(), request.architecture);

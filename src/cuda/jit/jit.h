@@ -2,8 +2,8 @@
 //
 // From a kernel's name and template argument to machine code, and to a kernel that can be launched:
 //
-//     Request ──> memory ──> FOVEA_PRECOMPILED_DIR ──> cache on disk ──> NVRTC ──> cache on disk
-//                  (any mode)   (any mode)              (jit, cache)     (jit)
+//     Request ──> memory ──> FOVEA_PRECOMPILED_DIR ──> installed with the library ──> cache on disk ──> NVRTC ──> cache
+//                              (any mode)                (any mode)                     (jit, cache)     (jit)
 //
 // FOVEA_JIT is `jit` (compile what is missing; where there is no NVRTC, take what is there), `cache` (never compile) or
 // `off` (only what came precompiled). What a mode does not find is Error(FOVEA_UNSUPPORTED) with what to do. Nothing
@@ -45,6 +45,7 @@ struct Request {
 struct Settings {
   Mode mode = Mode::kJit;
   std::string precompiled;   // a folder; empty: none
+  std::string installed;     // the one that came with the library; empty: none
   std::string cache_folder;  // empty: none on disk (FOVEA_CACHE_DIR=none)
   std::uint64_t cache_bytes = 0;
   NvrtcSearch nvrtc;
@@ -89,6 +90,7 @@ class Jit {
   struct Counts {
     int memory = 0;
     int precompiled = 0;
+    int installed = 0;
     int disk = 0;
     int compiled = 0;
   };

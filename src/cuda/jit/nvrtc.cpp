@@ -130,11 +130,6 @@ GivenFolders& given_folders() {
   return *given;
 }
 
-std::string loaded_from(const void* address) {
-  Dl_info info{};
-  return dladdr(address, &info) != 0 && info.dli_fname != nullptr ? info.dli_fname : "";
-}
-
 // Goes through candidates, remembers why each was passed over.
 class Choice {
  public:
@@ -232,6 +227,11 @@ std::vector<const char*> c_strings(const std::vector<std::string>& texts) {
 }
 
 }  // namespace
+
+std::string loaded_from(const void* address) {
+  Dl_info info{};
+  return dladdr(address, &info) != 0 && info.dli_fname != nullptr ? info.dli_fname : "";
+}
 
 std::string to_text(Version version) { return fmt::format("{}.{}", version.major, version.minor); }
 

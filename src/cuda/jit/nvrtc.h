@@ -75,6 +75,9 @@ struct NvrtcFile {
   std::string found;  // where it was found and what was passed over before, for people
 };
 
+// The file from which the code or data at this address was loaded; empty where the loader does not know.
+std::string loaded_from(const void* address);
+
 // Throws Error(FOVEA_UNSUPPORTED) with every candidate, why it was passed over, and what to install; where FOVEA_NVRTC
 // names one that will not do, Error(FOVEA_INVALID_ARGUMENT). A library is loaded only where its file does not tell the
 // version.
