@@ -8,7 +8,8 @@ python/fovea/torch/fastest.json; the other sections stay.
 The two are measured alternately; what is reported is the least batch, since whatever else runs only ever adds. On the CPU
 each has one thread, as both divide their work over threads, and on a shared machine threads mostly wait for one another.
 There is a section for each instruction set: with --isa avx2 both libraries are told to take no newer one. Some only multiply bf16
-otherwise than an older one; these sections have bf16 alone, and the older one's section has the other types.
+otherwise than an older one; these sections have bf16 alone, and the older one's section has the other types. On Intel's processors
+a section is for these alone ("cpu avx2 intel").
 
 examples:
   bench/torch/fastest.py                                    the table of this machine's CPU, printed
@@ -131,7 +132,9 @@ def measure(device, rounds, batch_seconds):
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     used = next((name for name, in_use in _fastest.instruction_sets().items() if in_use), "unknown")
     bf16_alone = device == "cpu" and used in _fastest.FOR_BF16
-    todo = list(rows_of(device, ("bfloat16",) if bf16_alone else ("float32", "bfloat16")))
+    amx = device == "cpu" and "amx" in _fastest.instruction_sets()  # which PyTorch takes for bf16: that is the section amx
+    dtypes = ("bfloat16",) if bf16_alone else ("float32",) if amx and used == "avx512" else ("float32", "bfloat16")
+    todo = list(rows_of(device, dtypes))
     rows = []
     begin = time.monotonic()
     for number, (kind, dtype, backward, size) in enumerate(todo):
@@ -164,7 +167,10 @@ def measure(device, rounds, batch_seconds):
     assert served, "fovea computed nothing"
     where = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
     machine = torch.cuda.get_device_name() if device == "cuda" else f"{records.processor()}, one thread"
-    return f"cpu {used}" if bf16_alone else _fastest.section_of(where), {
+    name = f"cpu {used}" if bf16_alone else _fastest.section_of(where)
+    if device == "cpu" and not bf16_alone and _fastest.vendor() == "intel":
+        name += " intel"
+    return name, {
         "machine": machine, "pytorch": torch.__version__, "fovea": fovea.__version__, **records.when(),
         "rows": rows,
     }  # fmt: skip

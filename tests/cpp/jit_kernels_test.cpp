@@ -135,6 +135,19 @@ TEST(JitKernels, OffTakesOnlyWhatIsPrecompiled) {
   EXPECT_FALSE(std::filesystem::exists(settings.cache_folder));
 }
 
+// Wheels have them, and the same commit gives the same wheel.
+TEST(JitKernels, TheSameTextGivesTheSameEntry) {
+  const Folder folder;
+  const auto compiled = [&](const char* name) {
+    Jit(tiny_settings(folder / name)).binary(tiny(3));
+    std::ifstream file(std::filesystem::directory_iterator(folder / name)->path(), std::ios::binary);
+    return std::string(std::istreambuf_iterator<char>(file), {});
+  };
+  const std::string first = compiled("first");
+  EXPECT_GT(first.size(), 1000);
+  EXPECT_TRUE(first == compiled("second"));
+}
+
 // It is as trusted as the library that lies beside it, whoever may write there.
 TEST(JitKernels, WhatIsInstalledIsTakenInEveryMode) {
   const Folder folder;

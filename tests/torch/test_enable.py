@@ -969,6 +969,19 @@ def test_bf16_may_have_a_section_of_its_own(there, used, other, bf16, table, mon
         clear()
 
 
+def test_a_vendor_may_have_rows_of_its_own(table, monkeypatch):
+    """They go before those of the instruction set, which has the rest."""
+    here = _fastest.section_of(torch.device("cpu"))
+    table({here: [row("plain", 0.5), row("mask", 2.0)], f"{here} intel": [row("plain", 2.0)], f"{here} via": [row("mask", 0.5)]})
+    plain, mask = (*qkv(), None, 0.0, False, False, False), (*qkv(), torch.ones(6, 6, dtype=torch.bool), 0.0, False, False, False)
+    for vendor, slower in (("intel", (True, True)), ("amd", (False, True)), ("", (False, True)), ("via", (False, False))):
+        monkeypatch.setattr(_fastest, "vendor", lambda vendor=vendor: vendor)
+        assert (_fastest.slower(*plain), _fastest.slower(*mask)) == slower
+    table({f"{here} intel": [row("plain", 0.5)]})
+    monkeypatch.setattr(_fastest, "vendor", lambda: "intel")
+    assert _fastest.slower(*plain) is False
+
+
 def test_kinds():
     kind = _fastest.kind_of
     assert kind(4, None, False, False, False, False, True) == "plain"

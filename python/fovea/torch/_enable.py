@@ -821,7 +821,7 @@ def _set_tag(settings: _Settings) -> None:
     _state.tag = f";fovea-{version()} {devices} prefer={settings.prefer} strict={settings.strict}"
     if settings.prefer is not None:  # what a decision depends on besides the call: the table, and its section for the CPU
         cpu = [_fastest.section_of(torch.device("cpu"), is_bf16) for is_bf16 in (False, True)]
-        _state.tag += f" {zlib.crc32(_fastest.contents()):08x} {'+'.join(cpu)}"
+        _state.tag += f" {zlib.crc32(_fastest.contents()):08x} {'+'.join(cpu)} {_fastest.vendor()}"
     if settings.operators:
         _state.tag += " operators"
     config.cache_key_tag = config.cache_key_tag + _state.tag

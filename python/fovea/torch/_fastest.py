@@ -2,7 +2,8 @@
 """For which calls of scaled_dot_product_attention PyTorch's kernel is faster: a table of measurements.
 
 fastest.json has it. bench/torch/fastest.py measures it, on the CPU for each instruction set, on a GPU for its compute
-capability. The decision for a call is that of the nearest measured problem of its kind. On a kind of device that was not
+capability. PyTorch's matrix products are faster on Intel's processors: these have sections of their own, such as "cpu avx2 intel",
+and what such a section does not have is taken from "cpu avx2". The decision for a call is that of the nearest measured problem of its kind. On a kind of device that was not
 measured, plain and causal calls stay with PyTorch, nested tensors too, and fovea takes those with a mask, a bias or dropout
 and those of other ranks than four.
 """
@@ -78,6 +79,24 @@ def section_of(device: torch.device, is_bf16: bool = False) -> str:
     return f"cpu {FOR_BF16.get(used, used)}"
 
 
+@cache
+def vendor() -> str:
+    """Of this machine's processor: "intel" or another name; empty where the system does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    ids = {"GenuineIntel": "intel", "AuthenticAMD": "amd"}
+    return next((ids.get(line.split()[-1], "") for line in lines if line.startswith("vendor_id")), "")
+
+
+def _section(name: str) -> Optional[Section]:
+    """This vendor's rows, and the others of this kind of device."""
+    own = _table().get(f"{name} {vendor()}")
+    general = _table().get(name)
+    return {**(general or {}), **own} if own else general
+
+
 def kind_of(
     rank: int, mask: Optional[tuple[int, ...]], is_bool: bool, learned: bool, is_causal: bool, dropout: bool, equal: bool
 ) -> str:
@@ -104,7 +123,7 @@ def slower(
         q.dim(), None if mask is None else tuple(mask.shape), mask is not None and mask.dtype is torch.bool, learned,
         is_causal, dropout_p > 0, bool(equal),
     )  # fmt: skip
-    section = _table().get(section_of(q.device, q.dtype is torch.bfloat16))
+    section = _section(section_of(q.device, q.dtype is torch.bfloat16))
     if section is None:
         return None if kind in ("plain", "causal") else False
     if nested and q.device.type == "cpu":

@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <link.h>
 
 #include <algorithm>
 #include <charconv>
@@ -130,6 +131,19 @@ GivenFolders& given_folders() {
   return *given;
 }
 
+// Without ptxas' lines about its time: what is kept of a compilation is the same each time.
+std::string without_times(std::string_view log) {
+  std::string kept;
+  while (!log.empty()) {
+    const std::size_t end = std::min(log.find('\n'), log.size() - 1) + 1;
+    if (log.substr(0, end).find("Compile time = ") == std::string_view::npos) {
+      kept += log.substr(0, end);
+    }
+    log.remove_prefix(end);
+  }
+  return kept;
+}
+
 // Goes through candidates, remembers why each was passed over.
 class Choice {
  public:
@@ -230,7 +244,15 @@ std::vector<const char*> c_strings(const std::vector<std::string>& texts) {
 
 std::string loaded_from(const void* address) {
   Dl_info info{};
-  return dladdr(address, &info) != 0 && info.dli_fname != nullptr ? info.dli_fname : "";
+  link_map* object = nullptr;
+  if (dladdr1(address, &info, reinterpret_cast<void**>(&object), RTLD_DL_LINKMAP) == 0 || object == nullptr) {
+    return "";
+  }
+  if (object->l_name == nullptr || *object->l_name == '\0') {  // the program: the loader knows how it was called alone
+    std::error_code error;
+    return fs::read_symlink("/proc/self/exe", error).string();
+  }
+  return object->l_name;
 }
 
 std::string to_text(Version version) { return fmt::format("{}.{}", version.major, version.minor); }
@@ -384,7 +406,7 @@ Binary Nvrtc::compile(const Source& source, std::string* ptx) const {
     return text;
   };
   Binary binary;
-  binary.log = without_zero(fetch(api_.get_log_size, api_.get_log, "nvrtcGetProgramLog"));
+  binary.log = without_times(without_zero(fetch(api_.get_log_size, api_.get_log, "nvrtcGetProgramLog")));
   if (result != 0) {
     const bool architecture = binary.log.find("gpu-architecture") != std::string::npos;
     throw Error(architecture ? FOVEA_UNSUPPORTED : FOVEA_INTERNAL_ERROR,
