@@ -12,7 +12,7 @@ import torch.distributed as dist
 from covering import covering
 import fovea
 from fovea.torch import (
-    Rows, _attention, _parallel_blocks, _parallel_call, _parallel_fetch, _parallel_heads, _parallel_positions, attention, context_parallel,
+    Rows, _attention, _parallel_blocks, _parallel_call, _parallel_fetch, _parallel_heads, _parallel_keys, _parallel_positions, attention, context_parallel,
     explain_context_parallel,
 )  # fmt: skip
 
@@ -442,8 +442,10 @@ def many_groups(group, byte_limit):
 
 def keys_of_a_window(group, kind, options):
     """As on a GPU, where a rank does not fetch the keys before its window: within rounding of one process."""
-    usual = _parallel_positions.TILE, _parallel_positions.may_begin_later
+    usual = _parallel_positions.TILE, _parallel_positions.may_begin_later, _parallel_keys.start_fetch
+    fetches = []
     _parallel_positions.TILE, _parallel_positions.may_begin_later = 16, lambda device: True
+    _parallel_keys.start_fetch = lambda *given: (fetches.append(given), usual[2](*given))[1]
     try:
         rows = getattr(Rows, kind)(300, group, block=16)
         inputs = [torch.randn(2, h, 300, 8) for h in (4, 2, 2)] + [torch.randn(4, 300, 300)]
@@ -454,17 +456,19 @@ def keys_of_a_window(group, kind, options):
         want.backward(grad)
         leaves = [rows.take(x, 2 if x.dim() == 4 else 1).clone().requires_grad_() for x in inputs]
         got = context_parallel(*leaves[:3], bias=leaves[3], rows=rows, move="keys", **given)
+        forward = len(fetches)
         got.backward(rows.take(grad, 2))
         text = explain_context_parallel(*leaves[:3], bias=leaves[3], rows=rows, move="keys", **given)
         options = {**_attention._OPTIONS, **given}
         # A window to the left: rows behind a rank's first ones read its own keys where they lie.
         in_place = kind == "contiguous" and (given["window"][1] == 0 or given.get("causal", False)) and "position_k" not in given
         assert (_parallel_fetch.fetch_plan(rows, options, leaves[0].device).edge is not None) == in_place
+        assert len(fetches) == (forward if in_place else 2 * forward) > 0  # what few rows were fetched is kept for the backward
         for x, y in zip([got, *(x.grad for x in leaves)], [want, *(x.grad for x in whole)]):
             torch.testing.assert_close(x, rows.take(y, 2 if y.dim() == 4 else 1), rtol=1e-5, atol=2e-5)
         return int(re.search(r"received in the forward: (\d+) bytes", text)[1])
     finally:
-        _parallel_positions.TILE, _parallel_positions.may_begin_later = usual
+        _parallel_positions.TILE, _parallel_positions.may_begin_later, _parallel_keys.start_fetch = usual
 
 
 def same_twice(group):

@@ -56,6 +56,7 @@ class Call(NamedTuple):
     balance: float
     sizes: Sizes
     through: Any = None  # in a graph: what it does by operators (_parallel_operators.py)
+    kept: Optional[list[Tensor]] = None  # by groups: keys and values that the forward fetched; empty, None: the backward fetches them again
 
     @property
     def rank(self) -> int:

@@ -74,10 +74,11 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, forward: Any, backward: Any, *tensors: Any) -> Any:
         others = {name: x for name, x in call.options.items() if isinstance(x, Tensor) and name not in NAMED}
-        out, lse = forward(_with_tensors(call, tensors, {}))
+        kept: list[Tensor] = []
+        out, lse = forward(_with_tensors(call._replace(kept=kept), tensors, {}))
         ctx.set_materialize_grads(False)
         # All of the call's tensors, so that PyTorch refuses a backward after one of them was changed in place.
-        ctx.save_for_backward(*tensors, out, lse, *others.values())
+        ctx.save_for_backward(*tensors, out, lse, *others.values(), *kept)
         ctx.others = list(others)
         ctx.call = _with_tensors(call, (None,) * len(NAMED), dict.fromkeys(others))
         ctx.gradients = backward
@@ -90,7 +91,8 @@ class _Moved(torch.autograd.Function):
         tensors, (out, lse), others = saved[: len(NAMED)], saved[len(NAMED) :][:2], saved[len(NAMED) + 2 :]
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        call = _with_tensors(ctx.call, tensors, dict(zip(ctx.others, others)))
+        kept = list(others[len(ctx.others) :])
+        call = _with_tensors(ctx.call._replace(kept=kept), tensors, dict(zip(ctx.others, others)))
         with saying_rank(call.rows):
             return (None, None, None, *ctx.gradients(call, ctx.needs_input_grad[3:], grad_out, grad_lse, out, lse))
 
@@ -195,7 +197,7 @@ class _Group:
     """The operands of one group of heads."""
 
     def __init__(self, call: Call, number: int) -> None:
-        self.call = call
+        self.call, self.number = call, number
         self.queries = call.heads(call.q) // call.groups
         self.keys = call.heads(call.k) // call.groups
         self.first_query = number * self.queries
@@ -205,10 +207,13 @@ class _Group:
         self.fetched: list[Tensor] = []  # k and v of this rank's span
 
     def start(self) -> _Group:
-        """Begins to fetch its keys and values."""
+        """Begins to fetch its keys and values, if they are not there."""
         call = self.call
         mine = [self.of_keys(x) for x in (call.k, call.v)]
         self.shapes = shapes_of(mine, call.rows_dim)
+        if call.kept is not None and self.number < len(call.kept):
+            self.fetched = self.split(call.kept[self.number])
+            return self
 
         def own(room: Tensor, first: int, rows: int) -> None:
             put(room, call.rows_dim, [x.narrow(call.rows_dim, first, rows) for x in mine])
@@ -218,7 +223,10 @@ class _Group:
 
     def end(self) -> None:
         if self.pending is not None:
-            self.fetched = self.split(self.pending.wait())
+            whole = self.pending.wait()
+            if self.plan.edge is not None and self.call.kept is not None:  # these are few rows
+                self.call.kept.append(whole)
+            self.fetched = self.split(whole)
             self.pending = None
 
     def of_keys(self, x: Tensor) -> Tensor:

@@ -100,14 +100,18 @@ def _keys(call: Call) -> Moments:
     copies = 2 if several or not (plan.from_place or rows._in_order()) else 1
     longest, of_forward, of_backward = _of_a_call(call)
     what = f"of keys and values of {copies} groups" if several else f"of keys and values, {copies} times"
-    # Where a rank's own keys are read where they lie, what it sends is copied, and its own gradients are summed apart.
-    sent, own = (0, 0) if plan.edge is None else (plan.returned(plan.rank), rows.counts[plan.rank])
-    fetched = (copies * (plan.mine.rows + sent) * (s.keys // call.groups), what)
+    # Where a rank's own keys are read where they lie, what it sends is copied, what it fetches is kept for the backward, and its own
+    # gradients are summed apart.
+    at_edge = plan.edge is not None
+    sent, own = (plan.returned(plan.rank), rows.counts[plan.rank]) if at_edge else (0, 0)
+    kept: Buffers = [(plan.mine.rows * s.keys, "of keys and values that were fetched")] if at_edge and _learns(call) else []
+    fetched = [(copies * ((0 if kept else plan.mine.rows) + sent) * (s.keys // call.groups), what)]
     summed = copies * (plan.mine.rows + own) + plan.returned(plan.rank)
     wide = short(_rows.wide(call.q.dtype))
     sums = (summed * (s.wide_keys // call.groups), f"of gradients {what} in {wide}, and those that others send")
     slices = (2 * longest * s.lse // call.groups, "of a call's lse and its gradient")
-    return [fetched, *of_forward], [], [fetched, sums, slices, *of_backward, *_sums(call)]
+    again = [] if kept else fetched
+    return [*kept, *fetched, *of_forward], kept, [*kept, *again, sums, slices, *of_backward, *_sums(call)]
 
 
 def _ring(call: Call) -> Moments:
@@ -162,7 +166,7 @@ def _over_heads(call: Call, rows: Rows, between: Moments) -> Moments:
         [(sent, f"of gradients of q, k and v of all rows of some heads, {times} times")],
         [*kept, (inputs + out + lse, "of their gradients"), *between[2]],
     ]
-    return _largest(forward), kept if _learns(call) else [], _largest(backward)
+    return _largest(forward), [*kept, *between[1]] if _learns(call) else [], _largest(backward)
 
 
 def _largest(moments: list[Buffers]) -> Buffers:
