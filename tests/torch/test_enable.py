@@ -103,8 +103,9 @@ def test_only_the_devices_that_are_named():
     ({"strict": 1}, TypeError, "strict: 1; accepted: True or False"),
 ])  # fmt: skip
 def test_bad_input(options, error, text):
-    with pytest.raises(error, match=text):
-        enable(**options)
+    for switch in (enable, enabled):  # this one before it is entered
+        with pytest.raises(error, match=text):
+            switch(**options)
     assert not is_enabled()
 
 

@@ -635,13 +635,12 @@ def disable() -> None:
     _put(None)
 
 
-@contextlib.contextmanager
 def enabled(
     devices: Union[Device, Sequence[Device]] = ("cuda", "cpu"),
     prefer: Optional[Prefer] = "fastest",
     strict: bool = False,
     operators: bool = False,
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[None]:
     """A context in which enable() applies, in every thread of the process. Its end restores the previous state.
 
     Args:
@@ -655,8 +654,14 @@ def enabled(
         TypeError: See enable().
         RuntimeError: See enable().
     """
+    return _within(_settings(devices, prefer, strict, operators))
+
+
+@contextlib.contextmanager
+def _within(settings: _Settings) -> Iterator[None]:
+    _refuse_while_compiling("enable")
     before = _state.settings
-    enable(devices, prefer, strict, operators)
+    _put(settings)
     try:
         yield
     finally:

@@ -295,8 +295,9 @@ class OnceDifferentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> NoReturn:
         raise NotImplementedError(
-            "fovea.torch.attention: double backward (the gradient of a gradient); accepted: first derivatives, or "
-            "torch.nn.functional.scaled_dot_product_attention with its math backend where second ones are needed"
+            "fovea.torch.attention: double backward (the gradient of a gradient); accepted: first derivatives. Where second ones are "
+            "needed, call torch.nn.functional.scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH), "
+            "which enable() leaves to PyTorch"
         )
 
     @staticmethod
