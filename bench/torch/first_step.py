@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """The first training step of a model, which is when fovea compiles its kernels: by PyTorch alone, with fovea.torch.enable() and no
-kernel on disk, and with those that this step has left there. Each in a process of its own, several times in turns. What is timed
-begins when the model is on the device, and ends when the device has finished; the second step follows.
+kernel on disk, and with those that this step has left there. With --wheel also with the library of a wheel, which brings kernels
+along, and no other kernel on disk. Each in a process of its own, several times in turns. What is timed begins when the model is on the
+device, and ends when the device has finished; the second step follows.
 
 examples:
   bench/torch/first_step.py                              Llama, 8 layers
+  bench/torch/first_step.py --wheel dist/*x86_64.whl     and with the wheel's kernels
   bench/torch/first_step.py --size small --device cpu    whether it runs at all
 """
 
@@ -15,12 +17,14 @@ import os
 import subprocess
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "bench/torch"), str(ROOT / "tools")]
 
 KINDS = ("PyTorch", "fovea, no kernel on disk", "fovea, kernels on disk")
+OF_A_WHEEL = "fovea, a wheel's kernels alone"
 
 
 def child(options):
@@ -38,10 +42,10 @@ def child(options):
                       "torch": torch.__version__}))  # fmt: skip
 
 
-def measured(kind, cache):
+def measured(kind, cache, **variables):
     """Of a process of its own."""
     done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--child", kind], capture_output=True, text=True,
-                          env={**os.environ, "FOVEA_CACHE_DIR": cache})  # fmt: skip
+                          env={**os.environ, "FOVEA_CACHE_DIR": cache, **variables})  # fmt: skip
     if done.returncode != 0:
         sys.exit(f"{kind}: {done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -52,6 +56,7 @@ def main():
     parser.add_argument("model", nargs="?", default="llama", help="of bench/torch/models.py (llama)")
     parser.add_argument("--size", choices=("large", "medium", "small"), default="large")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--wheel", type=Path, help="of this machine's processor, with the kernels of tools/wheel_kernels.txt")
     parser.add_argument("--rounds", type=int, default=3, help="processes of each kind (3)")
     parser.add_argument("--json", type=Path, help="write the rows here as well")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -60,12 +65,18 @@ def main():
         return child(options)
     import records
 
-    found = {kind: [] for kind in KINDS}
+    found = {kind: [] for kind in (*KINDS, *([OF_A_WHEEL] if options.wheel else []))}
     for _ in range(options.rounds):
-        with tempfile.TemporaryDirectory() as cache:
-            for kind in KINDS:
-                found[kind].append(measured(kind, cache))
-                print(kind, " ".join(f"{name}={value}" for name, value in found[kind][-1].items()), flush=True)
+        with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as unpacked:
+            for kind in found:
+                if kind == OF_A_WHEEL:
+                    with zipfile.ZipFile(options.wheel) as archive:
+                        archive.extractall(unpacked)
+                    row = measured(kind, unpacked + "/cache", FOVEA_LIBRARY=unpacked + "/fovea/libfovea.so")
+                else:
+                    row = measured(kind, cache)
+                found[kind].append(row)
+                print(kind, " ".join(f"{name}={value}" for name, value in row.items()), flush=True)
     if any(bool(row["served"]) == (kind == KINDS[0]) for kind, rows in found.items() for row in rows):
         sys.exit("a kind's calls were not computed by the library that it names")
     rows = [{"kind": kind, **{name: [round(row[name], 1) for row in rows] for name in ("first_ms", "second_ms")}}
