@@ -221,7 +221,8 @@ def models(short=False):
         if "fovea" not in by:
             continue
         ours = by["fovea"]
-        cell = lambda row: "refused" if "ms" not in row else f"{row['ms']:.1f} ms, {row['GiB']:.1f} GiB"  # noqa: E731
+        memory = lambda row: f", {row['GiB']:.1f} GiB" if row["GiB"] else ""  # noqa: E731
+        cell = lambda row: "refused" if "ms" not in row else f"{row['ms']:.1f} ms{memory(row)}"  # noqa: B023, E731
         times = lambda row: f"{row['ms'] / ours['ms']:.2f}" if "ms" in row else ""  # noqa: B023, E731
         length = {"vit": f"{ours['length']} x {ours['length']} pixels", "t5": f"S={ours['length']} and {ours['length'] // 4}"}.get(name, f"S={ours['length']}")
         title += {None: "", "default": ", by `torch.compile`"}.get(mode, f", by `torch.compile`, {mode}")
