@@ -85,6 +85,29 @@ def test_contexts_restore_what_was_in_force():
     assert not is_enabled() and counted()[0] == 1
 
 
+def test_a_context_may_be_entered_again():
+    q, k, v = qkv(grad=False)
+    context = enabled(prefer=None)
+    for number in (1, 2):
+        with context, context:
+            sdpa(q, k, v)
+        assert not is_enabled() and counted()[0] == number
+    assert context(lambda: is_enabled())() and not is_enabled()
+
+
+def test_a_context_restores_the_fast_path_of_modules():
+    """Which a program may have turned on again."""
+    enable(prefer=None)
+    torch.backends.mha.set_fastpath_enabled(True)
+    try:
+        with enabled(prefer=None, strict=True):
+            assert not torch.backends.mha.get_fastpath_enabled()
+        assert torch.backends.mha.get_fastpath_enabled()
+    finally:
+        disable()
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
 def test_only_the_devices_that_are_named():
     q, k, v = qkv(grad=False)
     with enabled("cuda", prefer=None):
@@ -378,8 +401,8 @@ def test_dropout(shape):
 
 
 def test_the_layout_of_a_result():
-    """Heads are side by side, as in the results of PyTorch's fused kernels on CUDA, so joining them copies nothing. Its
-    math path has another layout: .view() of a result may fail where only that was taken, .reshape() does not."""
+    """Heads are side by side, so joining them copies nothing. PyTorch's results have the order of q's dimensions, those of its math
+    path the order of the shape: .view() of a result may fail where it did not, .reshape() does not."""
     q, k, v = qkv(grad=False)
     deep = sdpa(q[None], k[None], v[None])
     enable(prefer=None)

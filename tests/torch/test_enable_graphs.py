@@ -416,7 +416,7 @@ def entry_point(folder):
     lines = (ROOT / "pyproject.toml").read_text().split('[project.entry-points."torch.backends"]\n')[1].split("\n\n")[0]
     name, target = lines.strip().split(" = ")
     info = folder / "fovea_attention-0.0.0.dist-info"
-    info.mkdir()
+    info.mkdir(exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fovea-attention\nVersion: 0.0.0\n")
     (info / "entry_points.txt").write_text(f"[torch.backends]\n{name} = {target.strip(chr(34))}\n")
     return os.pathsep.join([str(folder), os.environ["PYTHONPATH"]])
@@ -436,10 +436,10 @@ if ours:
 """
 
 
-def run_program(folder, **variables):
+def run_program(folder, program=PROGRAM, **variables):
     environment = {name: value for name, value in os.environ.items() if name != "FOVEA_TORCH"}
     environment.update(variables, PYTHONPATH=entry_point(folder))
-    return subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("value, printed", [
@@ -455,6 +455,19 @@ def test_a_program_without_an_edited_line(tmp_path, value, printed):
     done = run_program(tmp_path, **({} if value is None else {"FOVEA_TORCH": value}))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == printed and "Overriding" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("first", [
+    "import fovea.torch", "import fovea", "from fovea.torch import attention", "import fovea.torch.aten", "import fovea.integrations",
+    "import fovea.integrations.flash_attn", "import torch, fovea.integrations",
+])  # fmt: skip
+def test_fovea_may_be_imported_before_pytorch(tmp_path, first):
+    """Whose import calls the entry point, while a module of fovea is half there."""
+    done = run_program(tmp_path, f"{first}{PROGRAM}", FOVEA_TORCH="prefer=none,flash_attn")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "True 1 ('cuda', 'cpu') None False False"
+    done = run_program(tmp_path, f"{first}\nimport torch, flash_attn; print(flash_attn.flash_attn_func.__module__)", FOVEA_TORCH="flash_attn")
+    assert done.returncode == 0 and "fovea" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("value, printed", [

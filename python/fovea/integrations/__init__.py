@@ -19,6 +19,7 @@ it cannot map it refuses with NotImplementedError, by the argument's name. docs/
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
 from typing import Any
 
@@ -125,3 +126,6 @@ def _register() -> None:
         transformers.register()
     except ImportError as error:
         warnings.warn(f"FOVEA_TORCH: {error}", stacklevel=2)
+
+if "fovea_autoload" in sys.modules:  # FOVEA_TORCH; PyTorch may have been imported by this import
+    sys.modules["fovea_autoload"].resume(__name__)

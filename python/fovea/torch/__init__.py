@@ -23,6 +23,8 @@ docs/torch.md describes how it works together with the rest of PyTorch.
 # aten/           PyTorch's operators of fused attention, computed by fovea
 # _fastest.py     for which of its calls PyTorch is faster, by fastest.json
 
+import sys
+
 try:
     import torch
 except ImportError as error:
@@ -74,3 +76,6 @@ __all__ = [
     "reset_stats",
     "stats",
 ]
+
+if "fovea_autoload" in sys.modules:  # FOVEA_TORCH; PyTorch may have been imported by this import
+    sys.modules["fovea_autoload"].resume(__name__)

@@ -183,8 +183,8 @@ def check_ranks(a: Arguments) -> None:
 
 
 def out_layout(a: Arguments) -> Layout:
-    """Shape and strides. In memory the heads of a row are adjacent, whatever the layout, as in the result of PyTorch's
-    fused kernels. Joining the heads, which a model does next, then copies nothing."""
+    """Shape and strides. In memory the heads of a row are adjacent, whatever the layout, so that joining the heads, which a model
+    does next, copies nothing. It does not depend on q's strides, which a compiler may choose otherwise than a trace had them."""
     *outer, heads_or_rows, rows_or_heads, _ = a.q.shape
     last = a.v.shape[-1]
     heads_first = a.heads_first

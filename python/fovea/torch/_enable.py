@@ -21,7 +21,7 @@ import sys
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, Optional, TypedDict, Union
 
@@ -641,7 +641,8 @@ def enabled(
     strict: bool = False,
     operators: bool = False,
 ) -> contextlib.AbstractContextManager[None]:
-    """A context in which enable() applies, in every thread of the process. Its end restores the previous state.
+    """A context in which enable() applies, in every thread of the process. Its end restores the previous state. It may be
+    entered several times, and decorate a function.
 
     Args:
         devices: See enable().
@@ -654,18 +655,30 @@ def enabled(
         TypeError: See enable().
         RuntimeError: See enable().
     """
-    return _within(_settings(devices, prefer, strict, operators))
+    return _Within(_settings(devices, prefer, strict, operators))
 
 
-@contextlib.contextmanager
-def _within(settings: _Settings) -> Iterator[None]:
-    _refuse_while_compiling("enable")
-    before = _state.settings
-    _put(settings)
-    try:
-        yield
-    finally:
-        _put(before)
+class _Within(contextlib.ContextDecorator):
+    """May be entered again, also within itself."""
+
+    def __init__(self, settings: _Settings) -> None:
+        self._settings = settings
+        self._before: list[tuple[Optional[_Settings], bool]] = []
+
+    def __enter__(self) -> None:
+        _refuse_while_compiling("enable")
+        self._before.append((_state.settings, torch.backends.mha.get_fastpath_enabled()))
+        try:
+            _put(self._settings)
+        except BaseException:
+            self._before.pop()
+            raise
+
+    def __exit__(self, *_: Any) -> None:
+        settings, fastpath = self._before.pop()
+        _put(settings)
+        if settings is not None and fastpath:  # although fovea was enabled: the program had turned it on
+            torch.backends.mha.set_fastpath_enabled(True)
 
 
 def is_enabled() -> bool:
