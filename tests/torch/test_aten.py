@@ -786,3 +786,15 @@ def test_fovea_torch_variable():
     env = {**os.environ, "FOVEA_TORCH": "1,operators,cpu"}
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
     assert found.stdout.strip() == str(len([name for name in NAMES if _owners.exists(name)]))
+
+
+@pytest.mark.parametrize("name", ["_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"])
+@pytest.mark.parametrize("shapes, text", [
+    (((2, 4, 33, 16), (2, 4, 3, 16), (2, 4, 33, 16)), r"value: shape 2x4x33x16; accepted: \(B, Hk, Sk, Dv\), 2x4x3x16"),
+    (((2, 4, 33, 16), (2, 4, 33, 8), (2, 4, 33, 16)), r"key: shape 2x4x33x8; accepted: \(B, Hk, Sk, D\), 2x4x33x16"),
+    (((2, 4, 33, 16), (1, 4, 33, 16), (1, 4, 33, 16)), r"key: shape 1x4x33x16; accepted: \(B, Hk, Sk, D\), 2x4x33x16"),
+])  # fmt: skip
+def test_shapes_are_named_as_they_were_given(name, shapes, text):
+    more = [None, True] if "efficient" in name else []
+    with pytest.raises(ValueError, match=text):
+        getattr(fovea.torch.aten, name)(*(torch.randn(s) for s in shapes), *more)

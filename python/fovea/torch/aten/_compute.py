@@ -198,6 +198,17 @@ def need_rank(rank: int, dims: str, **tensors: Tensor) -> None:
             raise refuse(name, shape(tensor), dims)
 
 
+def need_heads_first(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """(B, H, S, D) that belong together: said of the tensors as they are given, not as the library gets them."""
+    need_rank(4, "(B, H, S, D)", query=query, key=key, value=value)
+    batch, _, _, dim = query.shape
+    _, heads, rows, _ = key.shape
+    if key.shape[0] != batch or key.shape[3] != dim:
+        raise refuse("key", shape(key), f"(B, Hk, Sk, D), {batch}x{heads}x{rows}x{dim}")
+    if value.shape[:3] != (batch, heads, rows):
+        raise refuse("value", shape(value), f"(B, Hk, Sk, Dv), {batch}x{heads}x{rows}x{value.shape[3]}")
+
+
 def refuse_given(**options: Any) -> None:
     """Options of PyTorch's operators that fovea has not."""
     for name, value in options.items():

@@ -372,7 +372,7 @@ def _scaled_dot_product_efficient_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_bias: Optional[Tensor], compute_log_sumexp: bool,
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: Optional[float] = None,
 ) -> Result:  # fmt: skip
-    _compute.need_rank(4, "(B, H, S, D)", query=query, key=key, value=value)
+    _compute.need_heads_first(query, key, value)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     with named(bias="attn_bias"):
         out, *rest = _efficient_attention_forward(

@@ -188,7 +188,7 @@ def _scaled_dot_product_flash_attention(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
     return_debug_mask: bool = False, *, scale: Optional[float] = None,
 ) -> Result:  # fmt: skip
-    _compute.need_rank(4, "(B, H, S, D)", query=query, key=key, value=value)
+    _compute.need_heads_first(query, key, value)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out, logsumexp, *state, debug = _flash_attention_forward(
         q, k, v, None, None, q.shape[1], k.shape[1], dropout_p, is_causal, return_debug_mask, scale=scale
