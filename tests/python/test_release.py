@@ -60,12 +60,17 @@ def test_packing(tmp_path, monkeypatch):
     for order in (False, True):
         (tmp_path / f"out{order}").mkdir()
         wheel = a_wheel(tmp_path / f"in{order}", order)
-        packed.append(wheels.pack(wheel, "manylinux_2_28_x86_64", tmp_path / f"out{order}"))
+        kernels = tmp_path / f"kernels{order}"
+        kernels.mkdir()
+        for name in sorted(("a.kernel", "b.kernel"), reverse=order):
+            (kernels / name).write_text(name)
+        packed.append(wheels.pack(wheel, kernels, "manylinux_2_28_x86_64", tmp_path / f"out{order}"))
     first, second = packed
     assert first.name == "fovea_attention-1.0.0-py3-none-manylinux_2_28_x86_64.whl"
     assert first.read_bytes() == second.read_bytes()
     with zipfile.ZipFile(first) as archive:
         assert archive.namelist()[-1].endswith("RECORD")
+        assert archive.read("fovea/libfovea.kernels/b.kernel") == b"b.kernel"
         about = archive.read("fovea_attention-1.0.0.dist-info/WHEEL").decode()
         assert about == "Wheel-Version: 1.0\nTag: py3-none-manylinux_2_28_x86_64\n"
         assert archive.getinfo("fovea/bin/fovea").external_attr >> 16 == 0o100755
