@@ -8,7 +8,7 @@
     torchrun --nproc-per-node 4 examples/several_gpus/train.py --context 2       two sequences, each on two ranks
 
 It computes on GPUs if there are enough, and otherwise on the CPU, where sequences are shorter. The two lines with "several ranks"
-are all that makes it context parallel: without them it is an ordinary data parallel program, or one for one GPU.
+are all that makes it context parallel: without them (and with --context 1) it is an ordinary data parallel program, or one for one GPU.
 """
 
 import argparse

@@ -377,3 +377,29 @@ def parallel_model(group, way):
     for name, parameter in spread.named_parameters():
         torch.testing.assert_close(parameter.grad.full_tensor(), plain.get_parameter(name).grad, rtol=1e-4, atol=1e-4, msg=name)
     return stats["problems"]
+
+
+def sink_within_pytorchs(group):
+    """A sink that every rank has whole: its gradient is the sum of the ranks' parts."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
+    from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
+
+    fovea.torch.register_with_pytorch()
+    n = dist.get_world_size(group)
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("context",))
+    length = 32 * n
+    whole = [torch.randn(2, h, length, D) for h in (4, 2, 2)] + [torch.randn(4)]
+    grad = torch.randn(2, 4, length, D)
+    leaves = [x.clone().requires_grad_() for x in whole]
+    attention(*leaves[:3], sink=leaves[3], causal=True).backward(grad)
+    balancer = _HeadTailLoadBalancer(length, n, "cpu")
+    *mine, local_grad = theirs._context_parallel_shard(mesh, [*whole[:3], grad], [2] * 4, balancer)
+    placed = [DTensor.from_local(x, mesh, [Shard(2)], run_check=False).requires_grad_() for x in mine]
+    sink = DTensor.from_local(whole[3].clone(), mesh, [Replicate()], run_check=False).requires_grad_()
+    theirs._enable_context_parallel_dispatcher()
+    try:
+        out = attention(*placed, sink=sink, causal=True)
+        out.backward(DTensor.from_local(local_grad, mesh, [Shard(2)], run_check=False))
+    finally:
+        theirs._disable_context_parallel_dispatcher()
+    torch.testing.assert_close(sink.grad.full_tensor(), leaves[3].grad, rtol=1e-5, atol=1e-5)

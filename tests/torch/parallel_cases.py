@@ -551,3 +551,65 @@ def two_dimensions(group, kind, shape, options):
             assert text in str(error), str(error)
         else:
             raise AssertionError(text)
+
+
+def subsets_of_gradients(group, kind, move):
+    """Each of q, k, v and the sink alone, and none of the others: the same gradient as of one process, and no rank waits."""
+    if move == "exchange":
+        with mock.patch.multiple(_parallel_blocks, LEAST_BYTES=0, MOST_MESSAGES=1000), mock.patch.object(_parallel_heads, "LEAST_HEADS", 1):
+            return subsets_of_gradients(group, kind, "heads")
+    rows = getattr(Rows, kind)(64, group, block=8)
+    inputs = {name: torch.randn(1, 4, 64, 8, dtype=torch.float64) for name in ("q", "k", "v")}
+    inputs["sink"] = torch.randn(4, dtype=torch.float64)
+    grad = torch.randn(1, 4, 64, 8, dtype=torch.float64)
+    for name in inputs:
+        whole = {other: x.clone().requires_grad_(other == name) for other, x in inputs.items()}
+        attention(whole["q"], whole["k"], whole["v"], sink=whole["sink"], causal=True).backward(grad)
+        part = lambda x: rows.take(x, 2) if x.dim() == 4 else x  # noqa: E731
+        own = {other: part(x).clone().requires_grad_(other == name) for other, x in inputs.items()}
+        out = context_parallel(own["q"], own["k"], own["v"], sink=own["sink"], causal=True, rows=rows, move=move)
+        out.backward(rows.take(grad, 2))
+        found = own[name].grad
+        if name == "sink":
+            dist.all_reduce(found, group=group)
+        torch.testing.assert_close(found, part(whole[name].grad), rtol=1e-10, atol=1e-10)
+
+
+def error_in_an_own_part(group):
+    """While the gradients of what was fetched move: these are waited for, and the group can be used."""
+    usual = _parallel_positions.TILE, _parallel_positions.may_begin_later, _parallel_keys._call.backward
+    _parallel_positions.TILE, _parallel_positions.may_begin_later = 16, lambda device: True
+    rows = Rows.contiguous(300, group, block=16)
+    q, k, v = (rows.take(torch.randn(1, 2, 300, 8), 2).requires_grad_() for _ in range(3))
+    calls = []
+
+    def failing(*given, into, sums):
+        calls.append(given)
+        if len(calls) == (1 if rows.rank == 0 else 2):  # its own rows' keys, behind what is returned
+            raise RuntimeError("no room")
+        return usual[2](*given, into=into, sums=sums)
+
+    try:
+        out = context_parallel(q, k, v, rows=rows, move="keys", causal=True, window=(20, 0))
+        _parallel_keys._call.backward = failing
+        try:
+            out.sum().backward()
+            raise AssertionError("no error")
+        except RuntimeError as error:
+            assert "no room" in str(error)
+        _parallel_keys._call.backward = usual[2]
+        dist.barrier(group)
+        context_parallel(q, k, v, rows=rows, move="keys", causal=True, window=(20, 0)).sum().backward()
+    finally:
+        _parallel_positions.TILE, _parallel_positions.may_begin_later, _parallel_keys._call.backward = usual
+
+
+def give_has_one_derivative(group):
+    rows = Rows.contiguous(8, group)
+    x = rows.take(torch.randn(8, 3), 0).requires_grad_()
+    (first,) = torch.autograd.grad(rows.give(x, 0).pow(3).sum(), x, create_graph=True)
+    try:
+        first.sum().backward()
+        raise AssertionError("no error")
+    except RuntimeError as error:
+        assert "once_differentiable" in str(error)

@@ -297,3 +297,17 @@ def test_explain_needs_no_group():
     assert "move: heads, as the rows are unbalanced for keys, 1.50" in text
     with pytest.raises(ValueError, match="without a group"):
         context_parallel(q, k, k, rows=Rows.zigzag(131072, 2))
+
+
+@pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("move", ["keys", "heads", "exchange", "ring"])
+def test_subsets_of_gradients(ranks, kind, move):
+    ranks.run(2, parallel_cases.subsets_of_gradients, kind, move)
+
+
+def test_error_in_an_own_part(ranks):
+    ranks.run(2, parallel_cases.error_in_an_own_part)
+
+
+def test_give_has_one_derivative(ranks):
+    ranks.run(2, parallel_cases.give_has_one_derivative)

@@ -87,6 +87,12 @@ def test_pytorchs_context_parallel(ranks, n, balanced, options, with_bias):
     ranks.run(n, dtensor_cases.within_pytorchs, balanced, options, with_bias)
 
 
+@pytest.mark.skipif(tuple(map(int, torch.__version__.split(".")[:2])) not in _pytorch_cp._TESTED,
+                    reason=f"register_with_pytorch() refuses PyTorch {torch.__version__}")
+def test_a_sink_within_pytorchs(ranks):
+    ranks.run(2, dtensor_cases.sink_within_pytorchs)
+
+
 def test_other_versions_of_pytorch_are_refused(monkeypatch):
     monkeypatch.setattr("torch.__version__", "2.16.0")
     with pytest.raises(NotImplementedError, match=r"PyTorch 2\.16\.0, whose context parallelism is private; accepted: 2\.15"):

@@ -7,6 +7,7 @@ import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributed.device_mesh import DeviceMesh
 
-from fovea.torch import Rows, attention, context_parallel, explain_context_parallel
+from fovea.torch import Rows, _parallel_blocks, attention, context_parallel, explain_context_parallel
 
 MOVES = ("keys", "heads", "ring")
 
@@ -151,11 +152,19 @@ def arguments(group, move):
     return q, {"rows": rows, "move": None if move == "mesh" else move, "causal": True}
 
 
+def from_place_to_place():
+    """With small messages, too, heads go from place to place in groups, as long ones do: "exchange" below."""
+    return mock.patch.multiple(_parallel_blocks, LEAST_BYTES=0, MOST_MESSAGES=1000)
+
+
 GRADIENTS = "the gradients of keys and values"
 
 
 def failing(group, move, collective, at_once, in_backward, what):
     """A collective that fails when it is started, or when it is waited for. Keys are sent before their gradients."""
+    if move == "exchange":
+        with from_place_to_place():
+            return failing(group, "heads", collective, at_once, in_backward, what)
     q, given = arguments(group, move)
     out = context_parallel(q, q, q, **given) if in_backward else None
     usual, left = getattr(dist, collective), [what == GRADIENTS]
@@ -191,6 +200,8 @@ def failing(group, move, collective, at_once, in_backward, what):
     ("heads", "all_to_all_single", True, False, "q, k and v to heads"),
     ("heads", "all_to_all_single", True, True, "the gradient of out to rows"),
     ("mesh", "all_to_all_single", True, False, "q, k and v to heads"),
+    *(("exchange", "batch_isend_irecv", at_once, False, "q, k and v to heads") for at_once in (True, False)),
+    *(("exchange", "batch_isend_irecv", at_once, True, "the gradient of out to rows") for at_once in (True, False)),
 ])  # fmt: skip
 def test_a_collective_that_fails(ranks, move, collective, at_once, in_backward, what):
     ranks.run(4, failing, move, collective, at_once, in_backward, what)
@@ -214,8 +225,8 @@ def test_arguments_that_differ(ranks, move):
 
 # ---- ranks that die, or send other sizes ----
 
-LOST = [(move, how) for move in [*MOVES, "mesh"] for how in ("gone in the forward", "gone in the backward", "other sizes")]
-for name in ("keys", "ring"):
+LOST = [(move, how) for move in [*MOVES, "mesh", "exchange"] for how in ("gone in the forward", "gone in the backward", "other sizes")]
+for name in ("keys", "ring", "exchange"):
     LOST.remove((name, "other sizes"))  # gloo takes a shorter message for a whole one: FOVEA_CHECK_RANKS=1 finds that
 
 
@@ -224,6 +235,9 @@ def lose(rank, folder, move, how):
     n = 4 if move == "mesh" else 2
     if rank >= n:
         return
+    if move == "exchange":
+        from_place_to_place().start()  # this process ends with the case
+        move = "heads"
     started = time.monotonic()
     patience = datetime.timedelta(seconds=3 if how == "other sizes" else 60)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n, timeout=patience)

@@ -82,7 +82,7 @@ def context_parallel(
 
     Raises:
         ValueError: See attention(). Errors begin with the rank. With FOVEA_CHECK_RANKS=1 in the environment the ranks first compare
-            their arguments, and all of them raise if these differ or if one rank's are wrong.
+            their arguments (of tensors the shapes and types), and all of them raise if these differ or if one rank's are wrong.
         TypeError: See attention().
         NotImplementedError: This movement cannot compute the problem; the error names the argument.
         RuntimeError: A collective failed: another rank is gone, or made another call.

@@ -53,16 +53,21 @@ class Exchange:
         self.sides: dict[int, _Sides] = {}  # by the tensor's number, of those that move
         self.moving: dict[int, Moving] = {}  # by group
 
-    def send(self, side: Optional[int], tensors: Sequence[Optional[Tensor]], what: str) -> None:
-        """Begins to send. Those that are None do not move."""
+    def send(self, side: Optional[int], tensors: Sequence[Optional[Tensor]], what: str, last_first: bool = False) -> None:
+        """Begins to send. Those that are None do not move. `last_first`: the order in which autograd computes the groups' gradients."""
         to_heads = side is None
+        if side is None:
+            self.end()  # what an earlier backward left that failed
+        elif side in self.moving:
+            self.moving.pop(side).wait()
         for n, x in enumerate(tensors):
             if x is not None:
                 if n not in self.sides:
                     self.sides[n] = _Sides(self.rows, x, self.places[n], self.groups, to_heads)
                 if side is not None:
                     self.sides[n].give_heads(side, x)
-        for group in range(self.groups) if side is None else (side,):
+        order = range(self.groups) if side is None else (side,)
+        for group in reversed(order) if last_first else order:
             self.moving[group] = self._start(group, to_heads, what)
 
     def _start(self, group: int, to_heads: bool, what: str) -> Moving:
@@ -141,7 +146,7 @@ class _Ends(torch.autograd.Function):
     def backward(ctx: Any, *grads: Optional[Tensor]) -> tuple[Any, ...]:
         exchange, side = ctx.given
         if any(grad is not None for grad in grads):
-            exchange.send(side, grads, f"the gradient of {exchange.what}")
+            exchange.send(side, grads, f"the gradient of {exchange.what}", last_first=True)
         marks = [None if grad is None else grad.new_empty(0) for grad in grads]
         return (None, None, *(marks * exchange.times(side)))
 

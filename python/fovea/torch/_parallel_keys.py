@@ -429,12 +429,11 @@ def keys_backward(
                         add(group, part, group.split(total), at_edge or (written and part is parts[0]))
                 while before:
                     end(*before.pop())
-                pending = start_return(group.plan, total, "the gradients of keys and values", adding(group, own))
+                before.append((group, start_return(group.plan, total, "the gradients of keys and values", adding(group, own)), own))
                 for part in parts:  # whose keys nobody else fetched: these are computed while the others' gradients move
                     if part.own:
                         add(group, part, own, True)
-                before.append((group, pending, own))
-                del total, own, pending
+                del total, own
         finally:  # after an error, too, as in _groups_ahead()
             while before:
                 end(*before.pop())

@@ -167,6 +167,8 @@ def ring_backward(
                 into[name] = pair.plane(total)
             elif with_sink:
                 into[name] = total
+        if not into:  # the sink alone has a gradient, and another call has it
+            return
         _call.backward(
             pair.rows(grad_out, call.rows_dim), None if grad_lse is None else pair.rows(grad_lse, -1).contiguous(),
             pair.rows(out, call.rows_dim), pair.rows(lse, -1).contiguous(), [name in into for name in NAMED],
@@ -176,21 +178,26 @@ def ring_backward(
     of_keys = wants["k"] or wants["v"]
     shapes = shapes_of((call.k, call.v), call.rows_dim)
     pending: Any = None
-    for step, (k, v), pairs in _steps(call):
-        sums = call.q.new_zeros(max(rows.counts), width(shapes), dtype=_rows.wide(call.q.dtype))
-        done = set()
-        for pair in pairs:
-            # A row's share of the sink's gradient is that of all keys: one call has it.
-            with_sink = wants["sink"] and step == 0 and pair.queries.first not in done
-            if with_sink or not pair.is_empty():
-                done.add(pair.queries.first)
-                add(pair, k, v, split(sums, call.rows_dim, shapes), with_sink)
-        if of_keys:
-            if pending is not None:
-                sums += pending.wait()  # what the ranks before had for these keys
-                pending = None
-            pending = _rows.start_round(rows, sums, "the gradients of keys and values", 1)
-        del k, v, sums  # before the next ones are made
+    try:
+        for step, (k, v), pairs in _steps(call):
+            sums = call.q.new_zeros(max(rows.counts), width(shapes), dtype=_rows.wide(call.q.dtype))
+            done = set()
+            for pair in pairs:
+                # A row's share of the sink's gradient is that of all keys: one call has it.
+                with_sink = wants["sink"] and step == 0 and pair.queries.first not in done
+                if with_sink or not pair.is_empty():
+                    done.add(pair.queries.first)
+                    add(pair, k, v, split(sums, call.rows_dim, shapes), with_sink)
+            if of_keys:
+                if pending is not None:
+                    sums += pending.wait()  # what the ranks before had for these keys
+                    pending = None
+                pending = _rows.start_round(rows, sums, "the gradients of keys and values", 1)
+            del k, v, sums  # before the next ones are made
+    except BaseException:  # what is on its way would meet the group's next calls
+        if pending is not None:
+            pending.wait()
+        raise
     grads: dict[str, Any] = {name: total.to(given[name].dtype) for name, total in totals.items()}
     if of_keys:
         mine = pending.wait()[: rows.count]

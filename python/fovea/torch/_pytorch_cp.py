@@ -56,6 +56,8 @@ def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from torch.distributed.tensor import DTensor, Partial
+
     grad_out, grad_lse, out, lse, need, *rest = args
     given = tuple(rest)
     call, wrap = _call_of(given, dict(zip(DIFFERENTIABLE, need)))
@@ -68,8 +70,12 @@ def _backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             results.append(wrap(local[0].new_empty(0), None))
         elif name in ("q", "k", "v"):
             results.append(wrap(grad, rows))
-        else:
-            results.append(wrap(grad, grad.dim() - 2) if _is_distributed(given[at]) else grad)
+        elif not _is_distributed(given[at]):
+            results.append(grad)
+        elif name != "sink" and grad.dim() >= 2 and grad.shape[-2] != 1:
+            results.append(wrap(grad, grad.dim() - 2))
+        else:  # every rank has it whole, and this rank's part of its gradient
+            results.append(DTensor.from_local(grad, given[at].device_mesh, [Partial()], run_check=False))
     return tuple(results)
 
 
@@ -109,7 +115,7 @@ def _call_of(given: tuple[Any, ...], wants: Any = None) -> tuple[_parallel_call.
     mesh = q.device_mesh
     theirs: Any = importlib.import_module(_MODULE)
     kind = "zigzag" if theirs._cp_options.enable_load_balance else "contiguous"
-    key = (kind, q.shape[rows_at], mesh)
+    key = (kind, q.shape[rows_at], mesh.get_group())  # meshes are equal though their groups were made anew
     if key not in _plans:
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()

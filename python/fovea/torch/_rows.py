@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, NoReturn, Optional, Union
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .. import _abi, _library
 
@@ -578,6 +579,7 @@ class _Give(torch.autograd.Function):
         return whole.view(rows.total, *first.shape[1:]).movedim(0, dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         rows = ctx.rows
         first = grad.movedim(ctx.dim, 0).to(wide(ctx.dtype))
