@@ -7,6 +7,7 @@ fp32 (fp64). In the backward the gradients of a rank's keys go round with them, 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Optional
 
@@ -196,7 +197,8 @@ def ring_backward(
             del k, v, sums  # before the next ones are made
     except BaseException:  # what is on its way would meet the group's next calls
         if pending is not None:
-            pending.wait()
+            with contextlib.suppress(Exception):  # the first error says more
+                pending.wait()
         raise
     grads: dict[str, Any] = {name: total.to(given[name].dtype) for name, total in totals.items()}
     if of_keys:
