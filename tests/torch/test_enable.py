@@ -787,6 +787,8 @@ def test_handed_back(reason):
     got = outcome()
     if isinstance(want, tuple):
         assert got == want
+    elif "without memory" in reason:  # PyTorch's CPU kernel reads what is no memory: any numbers (seen with 2.12)
+        assert got.shape == want.shape
     else:
         assert torch.equal(got.nan_to_num(), want.nan_to_num())
     assert stats()["handed_back"] == {reason: 1} and counted()[:2] == (0, 0)
