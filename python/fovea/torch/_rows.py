@@ -454,10 +454,10 @@ class Pending(NamedTuple):
         return self.result
 
 
-def by_ranks(rows: Rows, width: int, like: Tensor, dtype: Optional[torch.dtype] = None) -> Tensor:
+def by_ranks(rows: Rows, width: int, like: Tensor) -> Tensor:
     """Memory for the rows of all ranks, one rank after the other, each with as many as the rank that has the most. Collectives work in
     it, so that no rank has its own rows twice."""
-    return like.new_empty(rows.ranks * max(rows.counts), width, dtype=dtype)
+    return like.new_empty(rows.ranks * max(rows.counts), width)
 
 
 def of_this_rank(rows: Rows, whole: Tensor) -> Tensor:
@@ -509,13 +509,9 @@ def natural(rows: Rows, found: Tensor, stride: Optional[int] = None) -> Tensor:
     return found.index_select(0, rows._where(found.device, stride))
 
 
-def start_scatter(rows: Rows, whole: Tensor, what: str, own: bool = False) -> Pending:
-    """(total, F), each rank's part of a sum: begins to form the sum over the ranks, of which each gets its own rows. `own`: `whole` is
-    by_ranks(), with the sum's rows first, and may be overwritten."""
-    most = max(rows.counts)
-    ranked = whole
-    if not own or not rows._in_order(most):
-        ranked = by_ranks(rows, whole.shape[1], whole).index_copy_(0, rows._where(whole.device, most), whole[: rows.total])
+def start_scatter(rows: Rows, whole: Tensor, what: str) -> Pending:
+    """(total, F), each rank's part of a sum: begins to form the sum over the ranks, of which each gets its own rows."""
+    ranked = by_ranks(rows, whole.shape[1], whole).index_copy_(0, rows._where(whole.device, max(rows.counts)), whole)
     mine, work = of_this_rank(rows, ranked), None
     if rows.ranks > 1:
         with naming(rows, what):
