@@ -216,11 +216,18 @@ def _capsule(array: Any, options: dict[str, int]) -> Any:
 
 
 def _exported(array: Any, options: dict[str, int], place: Optional[Place]) -> Any:
-    """A capsule of an array on any CUDA device: PyTorch exports tensors of the current device only."""
-    try:
+    """A capsule of an array on any CUDA device: PyTorch exports tensors of the current device only, and JAX's export leaves the
+    array's device the current one."""
+    if place is None:
         return _capsule(array, options)
+    current = place.memory.current_device()
+    try:
+        if place.memory.owns(array):
+            return _capsule(array, options)
+        with place.memory.on(current):
+            return _capsule(array, options)
     except BufferError:
-        if place is None or place.memory.current_device() == place.index:
+        if current == place.index:
             raise
         with place.memory.on(place.index):
             return _capsule(array, options)

@@ -1022,9 +1022,19 @@ def test_arrays_of_another_device_than_the_current_one():
     array = Tensor(np.arange(6, dtype=np.float32).reshape(2, 3))
     place = _arrays.Place(1, 0, memory)
     assert _arrays.read("q", array, place).shape == (2, 3)
-    assert memory.current == 0 and memory.entered == [1]
+    assert memory.current == 0 and memory.entered == [0, 1]
     with pytest.raises(ValueError, match="a Tensor that does not give its memory away: Can't export"):
         _arrays.read("q", array, _arrays.Place(1, 0, type("Stuck", (Device2,), {"on": lambda *_: contextlib.nullcontext()})()))
+
+    class Jax(VersionedArray):
+        __dlpack_device__ = Tensor.__dlpack_device__
+
+        def __dlpack__(self, *, stream, **options):
+            memory.current = 1  # as JAX leaves it
+            return super().__dlpack__(**options)
+
+    assert _arrays.read("q", Jax(np.arange(6, dtype=np.float32).reshape(2, 3)), place).shape == (2, 3)
+    assert memory.current == 0
 
     seen = []
     maker = _arrays.Maker("q", type("Elsewhere", (), {"__array_namespace__": lambda self: types.SimpleNamespace(

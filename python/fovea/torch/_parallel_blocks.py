@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ._parallel_copies import copy, copy_all
+from ._parallel_copies import as_matrices, copy, copy_all, copy_each, rows_of
 from ._parallel_fetch import Moving, has_few_pieces, segments_of, send_and_receive
 from ._rows import Rows
 
 LEAST_BYTES = 2**21  # of a message, on average; smaller ones are packed together
 MOST_MESSAGES = 64  # of a tensor, to and from all ranks
+MOST_COPIES = 512  # of a tensor; more pieces are put in order by the numbers of their rows, in twice the GPU's time and less of the host's
 
 
 class Place(NamedTuple):
@@ -151,13 +152,37 @@ class _Ends(torch.autograd.Function):
         return (None, None, *(marks * exchange.times(side)))
 
 
+class _Pieces:
+    """All pieces of all ranks, and their natural order."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.of_ranks = [segments_of(rows, rank) for rank in range(rows.ranks)]
+        self.sizes = [[one.rows for one in mine] for mine in self.of_ranks]
+        one_after_another = [one for mine in self.of_ranks for one in mine]
+        self.order = sorted(range(len(one_after_another)), key=lambda n: (one_after_another[n].natural, n))
+        self.natural_sizes = [one_after_another[n].rows for n in self.order]
+
+    def copy(self, natural: Tensor, by_rank: Sequence[Tensor], back: bool) -> None:
+        """(..., total, width) from (..., count, width) of each rank; `back`: into these. The host needs long for many pieces, one
+        view after the other (20 documents on two H200: several times as long as a group of heads takes to be computed)."""
+        matrices = as_matrices(natural, *by_rank)
+        whole, *parts = matrices or (natural, *by_rank)
+        ranked = [x for room, sizes in zip(parts, self.sizes) for x in room.split(sizes, -2)]
+        here, there = list(whole.split(self.natural_sizes, -2)), [ranked[n] for n in self.order]
+        intos, given = (there, here) if back else (here, there)
+        if matrices:
+            copy_each(intos, given)
+        else:
+            copy_all(zip(intos, given))
+
+
 class _Sides:
     """A tensor's memory on both sides of the exchange. One of them is there, the other one is new."""
 
     def __init__(self, rows: Rows, x: Tensor, place: Place, groups: int, to_heads: bool) -> None:
         """`x` has this rank's rows, or all rows of a group of its heads."""
         self.plan, self.place, self.rank = rows, place, rows.rank or 0
-        self.pieces = [segments_of(rows, rank) for rank in range(rows.ranks)]
+        self.pieces: _Pieces = rows._cached("pieces in order", lambda: _Pieces(rows))
         self.by_pieces = not place.heads_first and has_few_pieces(rows)
         self.dims = (place.heads + x.dim(), place.rows + x.dim())
         self.first = first = min(self.dims)
@@ -213,19 +238,15 @@ class _Sides:
     def put_in_order(self, group: int, back: bool = False) -> None:
         if self.by_pieces:
             return
-        heads, rooms = self.heads[group], self.ranked[group]
-        if self.place.heads_first and not has_few_pieces(self.plan):  # such as lse of packed rows: a copy for each piece takes longer
+        plan, heads, rooms = self.plan, self.heads[group], self.ranked[group]
+        pieces = self.pieces
+        if len(pieces.order) > MOST_COPIES or (self.place.heads_first and not has_few_pieces(plan)):  # the latter such as lse of packed rows
             if back:
-                whole: Any = heads.index_select(-2, self.plan._order(heads.device))
-                copy_all(zip(rooms, whole.split(list(self.plan.counts), -2)))
+                copy_all(zip(rooms, rows_of(heads, plan._order(heads.device)).split(list(plan.counts), -2)))
             else:
-                torch.index_select(torch.cat(rooms, -2), -2, self.plan._where(heads.device), out=heads)
+                copy(heads, rows_of(torch.cat(rooms, -2), plan._where(heads.device)))
             return
-        pairs = [
-            (heads.narrow(-2, one.natural, one.rows), room.narrow(-2, one.local, one.rows))
-            for room, pieces in zip(rooms, self.pieces) for one in pieces
-        ]  # fmt: skip
-        copy_all((ranked, natural) if back else (natural, ranked) for natural, ranked in pairs)
+        pieces.copy(heads, rooms, back)
 
     def _blocks(self, group: int, rank: int) -> Tensor:
         """Of these rows, a rank's heads."""
@@ -235,12 +256,12 @@ class _Sides:
         entries = list(self._blocks(group, rank))
         if not self.by_pieces:
             return entries
-        return [entry.narrow(0, one.local, one.rows) for entry in entries for one in self.pieces[self.rank]]
+        return [entry.narrow(0, one.local, one.rows) for entry in entries for one in self.pieces.of_ranks[self.rank]]
 
     def of_these_heads(self, group: int, rank: int) -> list[Tensor]:
         if not self.by_pieces:
             return list(self.ranked[group][rank])
-        return [entry.narrow(0, one.natural, one.rows) for entry in self.heads[group] for one in self.pieces[rank]]
+        return [entry.narrow(0, one.natural, one.rows) for entry in self.heads[group] for one in self.pieces.of_ranks[rank]]
 
     def heads_of(self, group: int) -> Tensor:
         """With the dimensions of the tensor that was given."""

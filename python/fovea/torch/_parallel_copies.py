@@ -8,7 +8,7 @@ bytes are copied, where a row has a multiple of them: the same bits in an eighth
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -38,8 +38,30 @@ def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         else:
             copy(into, x)
     if intos:
-        several: Any = torch._foreach_copy_
-        several(intos, given)
+        copy_each(intos, given)
+
+
+def copy_each(intos: list[Tensor], given: list[Tensor]) -> None:
+    """The same of tensors that are adjacent in memory on both sides, with the same shapes and strides."""
+    several: Any = torch._foreach_copy_
+    several(intos, given)
+
+
+def as_matrices(*tensors: Tensor) -> Optional[list[Tensor]]:
+    """(1, ..., 1, rows, width) as (rows, width), to be copied by copy_each(); None if one has other dimensions or is not adjacent."""
+    if any(x.shape[:-2].numel() != 1 or not x.is_contiguous() for x in tensors):
+        return None
+    return [x.view(x.shape[-2:]) for x in _widened(*tensors, types=OF_SEVERAL)]
+
+
+def rows_of(x: Tensor, index: Tensor) -> Tensor:
+    """x.index_select(-2, index)"""
+    (wide,) = _widened(x)
+    if wide.dim() > 2 and wide.shape[:-2].numel() == 1:  # PyTorch's fast kernel takes rows of a matrix
+        rows = wide.view(wide.shape[-2:]).index_select(0, index).view(*wide.shape[:-2], -1, wide.shape[-1])
+    else:
+        rows = wide.index_select(-2, index)
+    return rows.view(x.dtype)
 
 
 def clear(x: Tensor) -> None:
