@@ -859,8 +859,8 @@ static int read_call(PyObject* const* qkv, PyObject* keywords, Call* call, int* 
 
 /* ---- the functions of the module ---- */
 
-/* out_layout() and lse_shape() in _call.py. */
-static void result_layouts(const Call* call, View* out, View* lse) {
+/* out_layout() and lse_shape() in _call.py; `order`: as_number() in _enable_order.py, or 0. */
+static void result_layouts(const Call* call, long order, View* out, View* lse) {
   const View* q = &call->tensors[k_q];
   const int heads = q->rank - (call->options.swapped ? 3 : 2), rows = q->rank - (call->options.swapped ? 2 : 3);
   const int64_t last = call->tensors[k_v].shape[call->tensors[k_v].rank - 1];
@@ -875,6 +875,11 @@ static void result_layouts(const Call* call, View* out, View* lse) {
   for (int i = q->rank - 4; i >= 0; --i) {
     out->stride[i] = distance;
     distance *= q->shape[i];
+  }
+  distance = last;
+  for (; order > 1; order >>= 3) { /* the innermost first */
+    out->stride[order & 7] = distance;
+    distance *= q->shape[order & 7];
   }
   lse->type = q->type == FOVEA_FP64 ? FOVEA_FP64 : FOVEA_FP32;
   lse->rank = q->rank - 1;
@@ -903,12 +908,13 @@ static PyObject* differentiable(const Call* call, PyObject* out, PyObject* lse, 
   return found;
 }
 
-/* The result of what has been read, or None. `drawn`: with a new seed. */
-static PyObject* forward(Call* call, int drawn, int learns, int return_lse) {
+/* The result of what has been read, or None. `drawn`: with a new seed. `order` of the result's dimensions, or 0. */
+static PyObject* forward(Call* call, int drawn, int learns, int return_lse, long order) {
   call->learns = learns;
   call->computed = 0;
   PyObject* seed = NULL;
   if (drawn) {
+    if (!build(call)) return decline(); /* before it, as Python would draw again */
     PyObject* of = PyTuple_Pack(1, call->tensors[k_q].object);
     seed = of ? PyObject_CallFunctionObjArgs(G.draw_seed, of, (PyObject*)NULL) : NULL;
     Py_XDECREF(of);
@@ -922,7 +928,7 @@ static PyObject* forward(Call* call, int drawn, int learns, int return_lse) {
   View out, lse;
   PyObject *found = NULL, *new_out = NULL, *new_lse = NULL;
   if (build(call)) {
-    result_layouts(call, &out, &lse);
+    result_layouts(call, order, &out, &lse);
     new_out = new_tensor(&call->tensors[k_q], &out);
     const int with_lse = learns || return_lse;
     if (new_out && with_lse) new_lse = new_tensor(&call->tensors[k_q], &lse);
@@ -959,7 +965,7 @@ static PyObject* fast_attention(PyObject* module, PyObject* const* arguments, Py
     if (enabled < 0) return decline();
     learns = enabled;
   }
-  return forward(&call, read == 2, learns, return_lse);
+  return forward(&call, read == 2, learns, return_lse, 0);
 }
 
 /* ---- scaled_dot_product_attention, where enable() is in force ---- */
@@ -972,7 +978,7 @@ typedef struct Kind {
   double dropout_p, scale;
   int32_t causal, gqa, scaled, deterministic, learns; /* learns: a bit for each tensor */
   int32_t count;                                      /* of words */
-  int64_t words[4 * (4 + FOVEA_MAX_RANK)];            /* of each tensor type, rank, device, its number and shape */
+  int64_t words[4 * (4 + 2 * FOVEA_MAX_RANK)]; /* of each tensor type, rank, device, its number, shape, strides */
 } Kind;
 
 /* Whether a fused kernel is the first that is allowed: _math_comes_first() in _enable.py. */
@@ -1003,7 +1009,8 @@ static int read_sdpa(PyObject* const* given, Call* call, Kind* kind) {
     const int64_t words[] = {at << 8 | x.type, x.rank, x.device, x.index};
     memcpy(kind->words + kind->count, words, sizeof words);
     memcpy(kind->words + kind->count + 4, x.shape, (size_t)x.rank * sizeof *x.shape);
-    kind->count += 4 + x.rank;
+    memcpy(kind->words + kind->count + 4 + x.rank, x.stride, (size_t)x.rank * sizeof *x.stride);
+    kind->count += 4 + 2 * x.rank;
     const int name = at != kMask ? at : x.type == FOVEA_BOOL ? k_mask : k_bias;
     call->tensors[name] = x;
     o->given |= 1u << name;
@@ -1031,9 +1038,8 @@ static int read_sdpa(PyObject* const* given, Call* call, Kind* kind) {
   return fused_comes_first();
 }
 
-/* What _enable has decided about calls of this kind: a new reference to True, if they are computed as they are, to
- * False, if Python has to look, or to the reason why PyTorch computes them: the first time, when Python says so, a
- * text, then a tuple of it. */
+/* What for_c() in _enable_decisions.py has decided about calls of this kind, a new reference. The reason why PyTorch
+ * computes them is a text the first time, when Python says so, then a tuple of it. */
 static PyObject* decision(PyObject* const* given, const Kind* kind) {
   PyObject* decisions = PyObject_GetAttr(G.state, G.names[k_decisions]);
   PyObject* key = PyBytes_FromStringAndSize(
@@ -1053,13 +1059,17 @@ static PyObject* decision(PyObject* const* given, const Kind* kind) {
   return found;
 }
 
-/* PyTorch's result. Its own reading of arguments takes time for each: those with their default are left out. */
-static PyObject* by_pytorch(PyObject* reason, PyObject* const* given, const Kind* kind) {
+/* Whether a call that PyTorch computes was counted. */
+static int count_left(PyObject* reason) {
   PyObject* before = PyDict_GetItemWithError(G.left, reason);
   PyObject* now = PyErr_Occurred() ? NULL : PyLong_FromLongLong(before ? PyLong_AsLongLong(before) + 1 : 1);
   const int counted = now && PyDict_SetItem(G.left, reason, now) == 0;
   Py_XDECREF(now);
-  if (!counted) return NULL;
+  return counted;
+}
+
+/* PyTorch's result. Its own reading of arguments takes time for each: those with their default are left out. */
+static PyObject* by_pytorch(PyObject* const* given, const Kind* kind) {
   PyObject* const defaults[] = {Py_None, G.zero, Py_False}; /* from the mask on */
   Py_ssize_t count = kScale;
   while (count > kMask && given[count - 1] == defaults[count - 1 - kMask]) --count;
@@ -1093,14 +1103,19 @@ static PyObject* fast_sdpa(PyObject* module, PyObject* const* arguments, Py_ssiz
   if (known && read_sdpa(given, &call, &kind)) {
     PyObject* how = decision(given, &kind);
     if (!how) return NULL;
-    if (how == Py_True) {
-      result = forward(&call, kind.dropout_p != 0, kind.learns != 0, 0);
+    const int ordered = PyLong_CheckExact(how); /* True is no such number */
+    if (how == Py_True || ordered) {
+      result = forward(&call, kind.dropout_p != 0, kind.learns != 0, 0, ordered ? PyLong_AsLong(how) : 0);
       /* Counted in _enable.py; `stop` is the exception by which checkpoints end what they compute again. */
       G.served += call.computed && (result || PyErr_ExceptionMatches(G.stop));
+    } else if (how == Py_None) {
+      result = by_pytorch(given, &kind);
+      Py_DECREF(how);
+      return result;
     } else if (how != Py_False) {
       PyObject* reason = PyTuple_Check(how) ? PyTuple_GetItem(how, 0) : how;
       if (reason != how && PyDict_Size(G.operators) == 0)
-        result = by_pytorch(reason, given, &kind);
+        result = count_left(reason) ? by_pytorch(given, &kind) : NULL;
       else
         result = PyObject_CallFunctionObjArgs(G.give_back, reason, given[0], given[1], given[2], given[3], given[4],
                                               given[5], given[6], given[7], (PyObject*)NULL);

@@ -306,14 +306,14 @@ def handed_back(group):
     def counted(call, prefer=None):
         """What is handed back. PyTorch itself searches a placement for each of its operators, for half a minute."""
         seen = []
-        composite = fovea.torch._enable._composite
-        fovea.torch._enable._composite = lambda *a, **o: seen.append(a)
+        composite = fovea.torch._enable_kernel.composite
+        fovea.torch._enable_kernel.composite = lambda *a, **o: seen.append(a)
         fovea.torch.reset_stats()
         try:
             with fovea.torch.enabled(prefer=prefer), contextlib.suppress(RuntimeError):  # None is no result of an operator
                 call()
         finally:
-            fovea.torch._enable._composite = composite
+            fovea.torch._enable_kernel.composite = composite
         found = fovea.torch.stats()["handed_back"]
         fovea.torch.reset_stats()
         assert len(seen) == 1
@@ -329,7 +329,7 @@ def handed_back(group):
     finally:
         dispatcher._custom_op_handlers = before
     asked = []  # about the part of a rank
-    fastest = fovea.torch._enable._fastest
+    fastest = fovea.torch._enable_decisions._fastest
     fastest.slower, slower = lambda q, *more: asked.append(tuple(q.shape)) or True, fastest.slower
     try:
         found = counted(lambda: sdpa(*placed(0), enable_gqa=True), "fastest")

@@ -674,7 +674,7 @@ def test_operators_that_a_kernel_of_pytorch_calls_are_pytorchs(theirs):
 def test_calls_that_are_left_to_pytorch_stay_there(monkeypatch):
     """SDPA's composite, handed back because PyTorch is faster, calls operators that fovea has taken: these are PyTorch's then."""
     seen = []
-    monkeypatch.setattr("fovea.torch._enable._composite", lambda *args, **kwargs: seen.append(_owners._here.theirs))
+    monkeypatch.setattr("fovea.torch._enable_kernel.composite", lambda *args, **kwargs: seen.append(_owners._here.theirs))
     monkeypatch.setattr("fovea.torch._fastest.slower", lambda *args: True)
     enable("cpu", operators=True)
     q = normal(1, 2, 6, 8)

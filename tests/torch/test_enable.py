@@ -5,6 +5,9 @@ numbers with PyTorch's (fuzz_sdpa.py); test_enable_graphs.py has what compiles a
 import inspect
 import os
 import re
+import subprocess
+import sys
+import textwrap
 import threading
 import warnings
 
@@ -18,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import fovea
-from fovea.torch import _call, _enable, _fast, _fastest, _operators, _sdpa, disable, enable, enabled, is_enabled, reset_stats, stats
+from fovea.torch import _call, _enable, _enable_decisions, _enable_jagged, _enable_kernel, _enable_order, _enable_state, _fast, _fastest, _operators, _sdpa, disable, enable, enabled, is_enabled, reset_stats, stats
 
 
 @pytest.fixture(autouse=True)
@@ -76,11 +79,11 @@ def test_contexts_restore_what_was_in_force():
     q, k, v = qkv(grad=False)
     with enabled(prefer=None):
         with enabled(prefer=None, strict=True):
-            assert _enable._state.settings.strict
+            assert _enable_state.state.settings.strict
             with pytest.raises(RuntimeError, match="inside"), enabled("cuda"):
                 raise RuntimeError("inside")
-            assert _enable._state.settings == (("cuda", "cpu"), None, True, False)
-        assert _enable._state.settings == (("cuda", "cpu"), None, False, False)
+            assert _enable_state.state.settings == (("cuda", "cpu"), None, True, False)
+        assert _enable_state.state.settings == (("cuda", "cpu"), None, False, False)
         sdpa(q, k, v)
     assert not is_enabled() and counted()[0] == 1
 
@@ -211,14 +214,14 @@ def test_a_call_while_it_is_switched_keeps_its_gradient(monkeypatch):
 
 
 @pytest.mark.parametrize("first", [None, {"prefer": None}])
-@pytest.mark.parametrize("at", ["Library", "take", "_nested_module", "set_fastpath_enabled"])
+@pytest.mark.parametrize("at", ["Library", "take", "nested_module", "set_fastpath_enabled"])
 def test_an_exception_while_it_is_switched_leaves_what_was_in_force(first, at, monkeypatch):
     tensors = qkv(grad=False)
     tag = torch.compiler.config.cache_key_tag
-    nested_attention = _enable._nested_module().jagged_scaled_dot_product_attention
+    nested_attention = _enable_jagged.nested_module().jagged_scaled_dot_product_attention
     if first is not None:
         enable(**first)
-    before = _enable._state.settings, torch.compiler.config.cache_key_tag, torch.backends.mha.get_fastpath_enabled()
+    before = _enable_state.state.settings, torch.compiler.config.cache_key_tag, torch.backends.mha.get_fastpath_enabled()
     calls = []
 
     def interrupted(*arguments, **options):
@@ -234,11 +237,11 @@ def test_an_exception_while_it_is_switched_leaves_what_was_in_force(first, at, m
         monkeypatch.setattr(_enable, "_library", Library)
         monkeypatch.setattr(Library, "Library", Library, raising=False)
     else:
-        fail_once({"take": _enable._owners, "_nested_module": _enable}.get(at, torch.backends.mha), at)
+        fail_once({"take": _enable._owners, "nested_module": _enable}.get(at, torch.backends.mha), at)
     with pytest.raises(KeyboardInterrupt), enabled("cpu", prefer=None, strict=True, operators=True):
         pass
     assert calls and not fovea.torch.aten.owners()
-    assert (_enable._state.settings, torch.compiler.config.cache_key_tag, torch.backends.mha.get_fastpath_enabled()) == before
+    assert (_enable_state.state.settings, torch.compiler.config.cache_key_tag, torch.backends.mha.get_fastpath_enabled()) == before
     sdpa(*tensors)
     assert counted()[0] == (first is not None)
     enable(prefer=None, strict=True)
@@ -246,7 +249,7 @@ def test_an_exception_while_it_is_switched_leaves_what_was_in_force(first, at, m
     sdpa(*tensors)
     assert not is_enabled() and counted()[0] == (first is not None)
     assert torch.compiler.config.cache_key_tag == tag and torch.backends.mha.get_fastpath_enabled()
-    assert _enable._nested_module().jagged_scaled_dot_product_attention is nested_attention
+    assert _enable_jagged.nested_module().jagged_scaled_dot_product_attention is nested_attention
 
 
 # ---- the private names of PyTorch that it uses ----
@@ -257,7 +260,7 @@ def test_the_operator_is_composite_and_decomposes():
     assert torch._C._dispatch_has_kernel_for_dispatch_key(_enable._operator.name(), "CompositeImplicitAutograd")
     assert not torch._C._dispatch_has_kernel_for_dispatch_key(_enable._operator.name(), "AutogradCPU")
     q, k, v = qkv(grad=False)
-    assert torch.equal(_enable._composite(q, k, v), sdpa(q, k, v))
+    assert torch.equal(_enable_decisions.composite(q, k, v), sdpa(q, k, v))
 
 
 def test_a_library_can_be_destroyed():
@@ -270,17 +273,17 @@ def test_a_library_can_be_destroyed():
 def test_nested_attention_is_where_it_was():
     """torch.nested._internal.ops.jagged_scaled_dot_product_attention of PyTorch 2.9 to 2.15; without it dense tensors
     are computed all the same."""
-    assert _enable._nested_module() is not None
+    assert _enable_jagged.nested_module() is not None
 
 
 def test_dynamo_knows_what_it_shall_not_trace():
     """_dynamo_marked_constant of PyTorch 2.9 to 2.15."""
     marked = torch.compiler.assume_constant_result(lambda: 1)
-    assert vars(marked) == {"_dynamo_marked_constant": True} == vars(_enable._count_compiled)
+    assert vars(marked) == {"_dynamo_marked_constant": True} == vars(_enable_jagged._count_compiled)
 
 
 def test_without_nested_attention(monkeypatch):
-    monkeypatch.setattr(_enable, "_nested_module", lambda: None)
+    monkeypatch.setattr(_enable, "nested_module", lambda: None)
     with enabled(prefer=None):
         sdpa(*qkv())
     assert counted() == (1, 0, 0)
@@ -320,8 +323,8 @@ def test_the_fuzzer_finds_what_is_wrong(monkeypatch):
         patch.setattr(_sdpa, "_levels", lambda lead, mask_lead: levels(lead, mask_lead[::-1]))
         assert fuzz_sdpa.run("cpu", range(200), show=lambda text: None)[0]
     with monkeypatch.context() as patch:
-        attention = _enable.attention
-        patch.setattr(_enable, "attention", lambda *tensors, scale, **options: attention(*tensors, **options))
+        attention = _enable_kernel.attention
+        patch.setattr(_enable_kernel, "attention", lambda *tensors, scale, **options: attention(*tensors, **options))
         assert fuzz_sdpa.run("cpu", range(50), show=lambda text: None)[0]
     case = next(case for seed in range(300) if (case := fuzz_sdpa.Case(seed, "cpu")).dtype == torch.float32 and not case.malformed
                 and case.how == "gradients" and case.learns[0])  # fmt: skip
@@ -333,7 +336,7 @@ def test_the_fuzzer_finds_what_is_wrong(monkeypatch):
     wrong, _, again = fuzz_sdpa.check(case, mine, pytorch)
     assert again and not wrong
     with monkeypatch.context() as patch:  # in every draw
-        patch.setattr(_enable, "attention", lambda q, *more, **options: attention(q + 1e-5 * (q - q.detach()), *more, **options))
+        patch.setattr(_enable_kernel, "attention", lambda q, *more, **options: attention(q + 1e-5 * (q - q.detach()), *more, **options))
         _enable._fast.switch_off()
         with enabled(prefer=None):
             mine = fuzz_sdpa.computed(case)
@@ -400,26 +403,82 @@ def test_dropout(shape):
     assert counted() == (62, 0, 0)
 
 
-def test_the_layout_of_a_result():
-    """Heads are side by side, so joining them copies nothing. PyTorch's results have the order of q's dimensions, those of its math
-    path the order of the shape: .view() of a result may fail where it did not, .reshape() does not."""
-    q, k, v = qkv(grad=False)
-    deep = sdpa(q[None], k[None], v[None])
+def in_memory(order, *shape, **options):
+    """A tensor whose dimensions lie in this order, the outermost first."""
+    return torch.randn([shape[at] for at in order], **options).permute([order.index(at) for at in range(len(shape))])
+
+
+def order_of(x):
+    """Of the dimensions that have several elements."""
+    return [at for at in sorted(range(x.dim()), key=lambda at: -x.stride(at)) if x.shape[at] > 1]
+
+
+LAYOUTS = {
+    "as the shape": lambda: [torch.randn(2, 4, 6, 8) for _ in range(3)],
+    "heads of a row adjacent": lambda: [in_memory((0, 2, 1, 3), 2, 4, 6, 8) for _ in range(3)],
+    "rows first": lambda: [in_memory((2, 0, 1, 3), 2, 4, 6, 8) for _ in range(3)],
+    "of one tensor": lambda: torch.randn(2, 6, 3, 4, 8).permute(2, 0, 3, 1, 4).unbind(0),
+    "of different orders": lambda: [torch.randn(2, 4, 6, 8), in_memory((0, 2, 1, 3), 2, 4, 6, 8), in_memory((2, 0, 1, 3), 2, 4, 6, 8)],
+    "Dv != D": lambda: [in_memory((2, 0, 1, 3), 2, 4, 6, 8), torch.randn(2, 4, 6, 8), torch.randn(2, 4, 6, 5)],
+    "one row": lambda: [torch.randn(2, 4, 1, 8), torch.randn(2, 4, 6, 8), torch.randn(2, 4, 6, 8)],
+    "five dimensions": lambda: [in_memory((0, 1, 3, 2, 4), 2, 3, 4, 6, 8) for _ in range(3)],
+    "three dimensions": lambda: [torch.randn(4, 6, 8) for _ in range(3)],
+    "a broadcast batch": lambda: [in_memory((0, 2, 1, 3), 2, 4, 6, 8), torch.randn(1, 4, 6, 8), torch.randn(1, 4, 6, 8)],
+}
+LAYOUT_OPTIONS = {
+    "plain": lambda: {},
+    "a mask": lambda: {"attn_mask": torch.randn(6)[None].expand(1, 6)},
+    "a mask that learns": lambda: {"attn_mask": torch.randn(1, 6, requires_grad=True)},
+    "dropout": lambda: {"dropout_p": 0.5},
+}
+
+
+@pytest.mark.parametrize("options", LAYOUT_OPTIONS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("way", ["C", "Python", "compiled"])
+def test_the_layout_of_a_result(monkeypatch, way, layout, options):
+    """It is PyTorch's, so .view() of a result works as it does there; and so is its gradient's."""
+    if way == "Python":
+        monkeypatch.setattr(_fast, "sdpa", None)
+    tensors, given = [x.requires_grad_() for x in LAYOUTS[layout]()], LAYOUT_OPTIONS[options]()
+    call = lambda *x: sdpa(*x, **given)  # noqa: E731
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True) if way == "compiled" else call
+    want = call(*tensors)
     enable(prefer=None)
-    out = sdpa(q, k, v)
-    assert out.transpose(1, 2).flatten(2).data_ptr() == out.data_ptr()
-    ours = sdpa(q[None], k[None], v[None])
-    assert deep.is_contiguous() and not ours.is_contiguous()
-    assert ours.transpose(2, 3).is_contiguous()
-    assert sdpa(q[0], k[0], v[0]).is_contiguous()  # three dimensions: no heads
+    got = compiled(*tensors)
+    assert counted()[way == "compiled"] >= 1 and not stats()["handed_back"]
+    assert order_of(got) == order_of(want) and got.shape == want.shape
+    assert got.is_contiguous() == want.is_contiguous()
+    got.sum().backward()
+    assert all(x.grad is not None for x in tensors)
+    if "dropout_p" not in given:
+        torch.testing.assert_close(got, want)
+
+
+def test_the_layout_of_a_cpu_that_has_adjacent_heads(monkeypatch):
+    """PyTorch's CPU before 2.15."""
+    monkeypatch.setattr(_enable_order, "_cpu_keeps_q", lambda composite: False)
+    enable(prefer=None)
+    assert order_of(sdpa(*qkv(grad=False))) == [0, 2, 1, 3]
+
+
+def test_the_layout_where_pytorch_has_no_choice(monkeypatch):
+    """Without math paths, and where the function that chooses is missing."""
+    q, k, v = qkv(grad=False)
+    enable(prefer=None)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        assert sdpa(q, k, v).is_contiguous()
+    monkeypatch.delattr(torch, "_fused_sdp_choice")
+    reset_stats()
+    assert order_of(sdpa(q, k, v)) == [0, 2, 1, 3]
 
 
 def test_a_bias_of_two_levels_is_not_copied(monkeypatch):
     """Protein models: (B, N, H, S, D) with a bias of (B, 1, H, S, S)."""
     seen = []
-    attention = _enable.attention
+    attention = _enable_kernel.attention
     monkeypatch.setattr(_fast, "sdpa", None)
-    monkeypatch.setattr(_enable, "attention", lambda *x, **options: seen.append(options["bias"]) or attention(*x, **options))
+    monkeypatch.setattr(_enable_kernel, "attention", lambda *x, **options: seen.append(options["bias"]) or attention(*x, **options))
     q, k, v = qkv(2, 3, 4, 6, 8)
     bias = torch.randn(2, 1, 4, 6, 6, requires_grad=True)
     want = results(lambda: sdpa(q, k, v, bias), q, k, v, bias)
@@ -534,7 +593,7 @@ def test_jagged_that_is_handed_back():
     assert sdpa(x, y, y).shape == want.shape
     with sdpa_kernel(SDPBackend.MATH):
         sdpa(x, y, y)
-    assert counted()[0] == 1 and stats()["handed_back"] == {_enable._MATH: 1}
+    assert counted()[0] == 1 and stats()["handed_back"] == {_enable_state.MATH: 1}
     with pytest.raises(ValueError):
         sdpa(x, torch.randn(2, 4, 9, 8), y)
     assert stats()["handed_back"][_sdpa.MALFORMED] == 1
@@ -623,7 +682,7 @@ def test_jagged_is_planned(monkeypatch):
             raise NotImplementedError("no backward")
         return ()
 
-    monkeypatch.setattr(_enable, "_plan", refuse)
+    monkeypatch.setattr(_enable_decisions, "_plan", refuse)
     enable(prefer=None, strict=True)
     sdpa(x, x, x)
     with pytest.raises(RuntimeError, match="no backward; fovea does not compute this"):
@@ -637,7 +696,7 @@ def test_jagged_calls_are_measured_as_dense_ones(table):
     table({})
     enable()
     sdpa(x, x, x)
-    assert stats()["handed_back"] == {_enable._UNMEASURED: 1}
+    assert stats()["handed_back"] == {_enable_state.UNMEASURED: 1}
     sdpa(x, x, x, dropout_p=0.5)
     assert counted() == (1, 0, 1)
     table({_fastest.section_of(torch.device("cpu")): [row("plain", 2.0), row("other rank", 0.5)]})
@@ -647,11 +706,11 @@ def test_jagged_calls_are_measured_as_dense_ones(table):
     table({_fastest.section_of(torch.device("cpu")): [row("other rank", 2.0)]})
     reset_stats()
     sdpa(x, x, x)
-    assert stats()["handed_back"] == {_enable._SLOWER: 1}
+    assert stats()["handed_back"] == {_enable_state.SLOWER: 1}
 
 
 def test_who_keeps_the_function_for_nested_tensors_may_call_it_later(monkeypatch):
-    ops = _enable._nested_module()
+    ops = _enable_jagged.nested_module()
     theirs = ops.jagged_scaled_dot_product_attention
     given = own_offsets()
     want = theirs(*given).values()
@@ -707,7 +766,7 @@ HANDED_BACK = {
     "a tensor of layout torch._mkldnn": lambda: sdpa(*qkv(), attn_mask=torch.randn(2, 4, 6, 6).to_mkldnn()),
     "a tensor of zeros without memory": lambda: sdpa(*qkv()[:2], torch._efficientzerotensor((2, 4, 6, 8))),
     "tensors of complex64": lambda: sdpa(*[torch.randn(2, 4, 6, 8, dtype=torch.complex64)] * 3),
-    _enable._MATH: with_math,
+    _enable_state.MATH: with_math,
     _sdpa.MALFORMED: lambda: sdpa(*qkv(), attn_mask=torch.ones(6, 6, dtype=torch.int64)),
 }
 
@@ -732,7 +791,7 @@ def test_the_first_backend_that_is_allowed_decides(backends, in_this_order, ours
     for _ in range(2):  # the second time the decision is known
         with sdpa_kernel(backends, set_priority=in_this_order):
             sdpa(q, k, v)
-    assert (counted()[0], stats()["handed_back"]) == ((2, {}) if ours else (0, {_enable._MATH: 2}))
+    assert (counted()[0], stats()["handed_back"]) == ((2, {}) if ours else (0, {_enable_state.MATH: 2}))
     sdpa(q, k, v)
     assert counted()[0] == (3 if ours else 1)
 
@@ -793,7 +852,7 @@ def test_handed_back(reason):
         assert torch.equal(got.nan_to_num(), want.nan_to_num())
     assert stats()["handed_back"] == {reason: 1} and counted()[:2] == (0, 0)
     enable(prefer=None, strict=True)
-    if reason in _enable._WISHES:
+    if reason in _enable_state.ASKED_FOR:
         assert type(outcome()) is type(want)
     else:
         with pytest.raises(NotImplementedError, match=re.escape(f"scaled_dot_product_attention: {reason}; fovea does not")):
@@ -807,8 +866,8 @@ def test_the_backward_is_planned_at_the_forward(monkeypatch):
     asked = []
 
     class Library:
-        fovea_describe = _enable.lib.fovea_describe
-        workspace = _enable.lib.fovea_workspace
+        fovea_describe = _enable_decisions.lib.fovea_describe
+        workspace = _enable_decisions.lib.fovea_workspace
 
         @classmethod
         def fovea_workspace(cls, problem, direction, needed):
@@ -819,7 +878,7 @@ def test_the_backward_is_planned_at_the_forward(monkeypatch):
     def refuse(self, status):
         raise NotImplementedError("no backward")
 
-    monkeypatch.setattr(_enable, "lib", Library)
+    monkeypatch.setattr(_enable_decisions, "lib", Library)
     monkeypatch.setattr(_call._Problem, "_refuse", refuse)
     enable(prefer=None)
     with torch.no_grad():
@@ -853,16 +912,16 @@ def test_said_once_on_cuda():
     enable(prefer=None)
     cuda = torch.device("cuda")
     with pytest.warns(UserWarning, match="handed back to PyTorch: empty tensors .said once; fovea.torch.stats.. counts"):
-        _enable._hand_back("empty tensors", cuda)
+        _enable_state.hand_back("empty tensors", cuda)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _enable._hand_back("empty tensors", cuda)
-        _enable._hand_back(_enable._MATH, cuda)
-        _enable._hand_back("another", torch.device("cpu"))
-    assert stats()["handed_back"] == {"empty tensors": 2, _enable._MATH: 1, "another": 1}
+        _enable_state.hand_back("empty tensors", cuda)
+        _enable_state.hand_back(_enable_state.MATH, cuda)
+        _enable_state.hand_back("another", torch.device("cpu"))
+    assert stats()["handed_back"] == {"empty tensors": 2, _enable_state.MATH: 1, "another": 1}
     enable(strict=True)
     with pytest.warns(UserWarning, match="not measured on this kind of device, .* unless prefer=None .said once"):
-        _enable._hand_back(_enable._UNMEASURED, cuda)
+        _enable_state.hand_back(_enable_state.UNMEASURED, cuda)
 
 
 # ---- what PyTorch does faster ----
@@ -892,7 +951,7 @@ def test_the_faster_one_computes(table):
     q, k, v = qkv(grad=False)
     enable()
     sdpa(q, k, v)
-    assert stats()["handed_back"] == {_enable._SLOWER: 1}
+    assert stats()["handed_back"] == {_enable_state.SLOWER: 1}
     sdpa(q, k, v, is_causal=True)
     assert counted() == (1, 0, 1)
     long = torch.randn(2, 4, 2048, 8)
@@ -933,14 +992,14 @@ def test_what_pytorch_does_faster_is_what_it_does(monkeypatch):
                 enable()
             for _ in range(3):  # C does so from the second call of a kind on
                 assert all(map(torch.equal, run(), want)), (options, path)
-            assert stats()["handed_back"] == {_enable._SLOWER: 3} and not stats()["operators"], (options, path)
+            assert stats()["handed_back"] == {_enable_state.SLOWER: 3} and not stats()["operators"], (options, path)
             disable()
             monkeypatch.setattr(_fast, "sdpa", SDPA)
     enable()
     reset_stats()
     with pytest.raises(RuntimeError):
         sdpa(q, k, v)  # keys of two heads
-    assert stats()["handed_back"] in ({_enable._SLOWER: 1}, {_sdpa.MALFORMED: 1})
+    assert stats()["handed_back"] in ({_enable_state.SLOWER: 1}, {_sdpa.MALFORMED: 1})
 
 
 SDPA = _fast.sdpa
@@ -953,7 +1012,7 @@ def test_where_nothing_was_measured_plain_and_causal_calls_stay_with_pytorch(tab
     enable()
     sdpa(q, k, v)
     sdpa(q, k, v, is_causal=True)
-    assert stats()["handed_back"] == {_enable._UNMEASURED: 2}
+    assert stats()["handed_back"] == {_enable_state.UNMEASURED: 2}
     sdpa(q, k, v, torch.zeros(6, 6))
     sdpa(q, k, v, torch.ones(6, 6, dtype=torch.bool))
     sdpa(q, k, v, dropout_p=0.1)
@@ -1138,7 +1197,7 @@ def test_problems_are_what_the_command_takes():
 
 
 def test_problems_are_bounded(monkeypatch):
-    monkeypatch.setattr(_enable, "_MOST_KEPT", 3)
+    monkeypatch.setattr(_enable_decisions, "MOST_KEPT", 3)
     enable(prefer=None)
     for rows in range(2, 9):
         sdpa(*qkv(1, 1, rows, 8, grad=False))
@@ -1147,18 +1206,18 @@ def test_problems_are_bounded(monkeypatch):
 
 def test_reasons_are_bounded(monkeypatch):
     """The texts of some have a number of the call."""
-    monkeypatch.setattr(_enable, "_MOST_REASONS", 3)
+    monkeypatch.setattr(_enable_state, "MOST_REASONS", 3)
     enable(prefer=None)
     for scale in (*range(1, 8), *range(1, 8)):
         sdpa(*qkv(), scale=scale * 1e39)
-    assert [*stats()["handed_back"].values()] == [2, 2, 2, 8] and _enable._OTHERS in stats()["handed_back"]
+    assert [*stats()["handed_back"].values()] == [2, 2, 2, 8] and _enable_state.OTHERS in stats()["handed_back"]
 
 
 def test_calls_are_handed_back_without_python_after_the_first(monkeypatch):
     """Of each kind; but not where `strict` raises, nor where operators are fovea's too."""
     asked = []
-    give_back = _enable._give_back
-    monkeypatch.setattr(_enable, "_give_back", lambda *call: asked.append(call[0]) or give_back(*call))
+    give_back = _enable.give_back
+    monkeypatch.setattr(_enable, "give_back", lambda *call: asked.append(call[0]) or give_back(*call))
     q, k, v = qkv()
     call = HANDED_BACK["keys and values with different numbers of heads"]
     enable(prefer=None)
@@ -1189,3 +1248,43 @@ def test_determinism_is_a_kind_of_its_own():
     sdpa(q, k, v)
     lines = stats()["problems"]
     assert len(lines) == 2 and lines[1].endswith(" det")
+
+
+def test_switching_while_other_threads_compute():
+    """In a process of its own, as a kernel that is taken away while a thread is in it ends the process."""
+    program = """
+        import sys, threading, torch, fovea.torch
+        from fovea.torch import _enable_state
+        sys.setswitchinterval(1e-5)
+        sdpa, stop, errors, calls = torch.nn.functional.scaled_dot_product_attention, threading.Event(), [], [0] * 4
+        fovea.set_num_threads(1), torch.set_num_threads(1)
+        def compute(n):
+            q, k, v = (torch.randn(1, 2, 5 + n, 8, requires_grad=True) for _ in range(3))
+            want = torch.autograd.grad(sdpa(q, k, v).sum(), (q, k, v))
+            try:
+                while not stop.is_set():
+                    for got, right in zip(torch.autograd.grad(sdpa(q, k, v).sum(), (q, k, v)), want):
+                        torch.testing.assert_close(got, right)
+                    calls[n] += 1
+            except BaseException as error:
+                errors.append(error)
+        threads = [threading.Thread(target=compute, args=(n,), daemon=True) for n in range(4)]
+        for one in threads: one.start()
+        for n in range(300):
+            fovea.torch.enable(prefer=None, devices=("cpu", ("cpu", "cuda"))[n % 2], operators=n % 3 == 0)
+            before = min(calls)
+            while not errors and n % 20 == 0 and min(calls) == before: pass
+            fovea.torch.disable()
+        assert _enable_state.state.libraries and not fovea.torch.is_enabled() and not fovea.torch.aten.owners()
+        stop.set()
+        for one in threads: one.join()
+        assert not errors, errors
+        served = fovea.torch.stats()["served"]
+        sdpa(*(torch.randn(1, 2, 5, 8) for _ in range(3)))
+        assert served > 0 and fovea.torch.stats()["served"] == served
+        fovea.torch.enable(), fovea.torch.disable()
+        assert not _enable_state.state.libraries  # this thread is alone again
+        print("served", served, "of", sum(calls))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, (done.returncode, done.stdout, done.stderr[-3000:])

@@ -18,7 +18,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from conftest import ROOT
-from fovea.torch import _enable, disable, enable, enabled, reset_stats, stats
+from fovea.torch import _enable, _enable_decisions, _enable_jagged, disable, enable, enabled, reset_stats, stats
 
 LONG = "FOVEA_LONG" in os.environ
 
@@ -119,7 +119,7 @@ def test_dynamic_shapes_are_one_graph():
     for batch, rows in ((2, 6), (3, 9), (5, 200)):
         q, k, v = qkv(batch, 4, rows, 8, grad=False)
         mask = torch.rand(1, 1, rows, rows) < 0.9
-        want = _enable._composite(q, k, v, mask)
+        want = _enable_decisions.composite(q, k, v, mask)
         close([call(q, k, v, mask)], [want])
     assert len(graphs) == 1
 
@@ -164,9 +164,9 @@ def test_nested_tensors_in_compiled_code_are_pytorchs():
     got = torch.compile(call, backend="aot_eager")(leaf)
     close([got.values()], [want])
     served, traced, _ = counted()
-    assert served == traced == 0 and stats()["handed_back"].keys() == {_enable._COMPILED}
+    assert served == traced == 0 and stats()["handed_back"].keys() == {_enable_jagged._COMPILED}
     enable(prefer=None, strict=True)
-    with pytest.raises(RuntimeError, match=f"{_enable._COMPILED}; fovea does not compute this"):
+    with pytest.raises(RuntimeError, match=f"{_enable_jagged._COMPILED}; fovea does not compute this"):
         torch.compile(call, backend="aot_eager")(leaf)
 
 
@@ -432,7 +432,7 @@ ours = sorted(name for name in sys.modules if name.split(".")[0] == "fovea")
 print(bool(ours), "fovea_autoload" in sys.modules)
 if ours:
     import fovea.torch
-    print(fovea.torch.is_enabled(), fovea.torch.stats()["served"], *fovea.torch._enable._state.settings)
+    print(fovea.torch.is_enabled(), fovea.torch.stats()["served"], *fovea.torch._enable_state.state.settings)
 """
 
 

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import cases
 import fovea.torch
-from fovea.torch import _attention, _call, _enable, _fast, _operators, _sdpa, attention, disable, enable, reset_stats, stats
+from fovea.torch import _attention, _call, _enable, _enable_decisions, _enable_state, _fast, _operators, _sdpa, attention, disable, enable, reset_stats, stats
 
 ROWS = cases.rows()
 WAYS = ("1", "exchange alone", "methods")
@@ -311,8 +311,8 @@ def test_references(way):
 def python_kernel(monkeypatch):
     """How many calls the kernel in Python got."""
     seen = []
-    kernel = _enable._scaled_dot_product_attention
-    monkeypatch.setattr(_enable, "_scaled_dot_product_attention", lambda *a, **o: (seen.append(a), kernel(*a, **o))[1])
+    kernel = _enable.compute
+    monkeypatch.setattr(_enable, "compute", lambda *a, **o: (seen.append(a), kernel(*a, **o))[1])
     yield seen
     disable()
     reset_stats()
@@ -418,7 +418,7 @@ def test_sdpa_is_handed_back_from_c(way, python_kernel):
         sdpa(wide, wide, q)
         with sdpa_kernel(SDPBackend.MATH):
             sdpa(q, q, q)
-    assert stats()["handed_back"] == {_sdpa.MALFORMED: 2, "empty tensors": 2, _enable._MATH: 2}
+    assert stats()["handed_back"] == {_sdpa.MALFORMED: 2, "empty tensors": 2, _enable_state.MATH: 2}
     assert len(python_kernel) == 2  # those of the math path
     enable(prefer=None, strict=True)
     with pytest.raises(NotImplementedError, match="scaled_dot_product_attention: empty tensors"):
@@ -429,7 +429,7 @@ def test_sdpa_is_handed_back_from_c(way, python_kernel):
         assert torch.equal(sdpa(q, q, q), want)
     finally:
         _enable._fastest.slower = slower
-    assert stats()["handed_back"][_enable._SLOWER] == 1 and len(python_kernel) == 3  # what strict raises for
+    assert stats()["handed_back"][_enable_state.SLOWER] == 1 and len(python_kernel) == 3  # what strict raises for
 
 
 INTERRUPTED = {
@@ -483,8 +483,8 @@ def test_a_kind_of_call_is_known_by_all_that_decides(way, python_kernel, monkeyp
         lambda: sdpa(q[None], q[None], q[None]), lambda: sdpa(q, q, q[..., :4]),
     ]  # fmt: skip
     decided = []
-    real = _enable._decide
-    monkeypatch.setattr(_enable, "_decide", lambda *a: (decided.append(a), real(*a))[1])
+    real = _enable_decisions.decide
+    monkeypatch.setattr(_enable_decisions, "decide", lambda *a: (decided.append(a), real(*a))[1])
     enable(prefer=None)
     for _ in range(2):
         for call in calls:
@@ -509,7 +509,7 @@ def test_references_of_sdpa(way, request):
     q, k, v = (torch.randn(1, 2, 8, 16, requires_grad=True) for _ in range(3))
     bias, wide = torch.randn(1, 1, 8, 8, requires_grad=True), torch.randn(1, 2, 8, 0)
     enable(prefer=None)
-    held = [q, k, v, bias, wide, torch.float32, None, True, 0.5, _enable._state, _enable._for_c, _enable._give_back]
+    held = [q, k, v, bias, wide, torch.float32, None, True, 0.5, _enable_state.state, _enable.for_c, _enable.give_back]
 
     def calls(count):
         for _ in range(count):

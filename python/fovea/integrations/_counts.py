@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 import torch
 
 from .._imports import after
-from ..torch._enable import Counted
+from ..torch._enable_state import Counted
 
 
 class Stats(TypedDict):

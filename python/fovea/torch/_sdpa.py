@@ -58,6 +58,10 @@ class Form:
                 mask = mask.reshape(*self.mask_batch, here, rows, columns)
         return q, k, v, mask
 
+    def shape_of_result(self, q: Tensor, v: Tensor) -> Shape:
+        with_heads = self.batch is None or self.rank > 3 or self.heads != 1
+        return (*self.lead, *([self.heads] if with_heads else []), q.shape[-2], v.shape[-1])
+
     def _has_heads(self, tensor: Tensor) -> bool:
         return tensor.dim() > 2 and (self.rank > 3 or bool(self.heads != 1))
 
