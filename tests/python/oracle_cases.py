@@ -78,10 +78,11 @@ def plane_shape(spec, batch, heads, rows_q, rows_k):
 
 SIZES = {"square": (5, 5), "short": (3, 19), "long": (18, 3), "two_level": (3, 4)}
 LENGTHS = ([3, 0, 5, 2], [4, 3, 0, 6])
+USED = ([2, 1, 3, 0], [3, 2, 0, 5])
 
 
-def make(row, seed=0, sizes=None, lengths=None):
-    """(q, k, v, options, grad_out, grad_lse) of a row of FEATURES. `sizes` and `lengths` are in place of SIZES and LENGTHS."""
+def make(row, seed=0, sizes=None, lengths=None, used=USED):
+    """(q, k, v, options, grad_out, grad_lse) of a row of FEATURES. `sizes`, `lengths` and `used` are in place of SIZES, LENGTHS and USED."""
     rng = np.random.default_rng(seed)
     element = TYPES[row["type"]]
     wide = np.float64 if row["type"] == "fp64" else np.float32
@@ -110,9 +111,9 @@ def make(row, seed=0, sizes=None, lengths=None):
     q, k, v = normal(*shape_q, heads, dim), normal(*shape_k, heads_k, dim), normal(*shape_k, heads_k, dim_v)
 
     if "q" in row["used"]:
-        options["seqused_q"] = np.minimum([2, 1, 3, 0][:entries], lengths_q).astype(np.int32)
+        options["seqused_q"] = np.minimum(used[0][:entries], lengths_q).astype(np.int32)
     if "k" in row["used"]:
-        options["seqused_k"] = np.minimum([3, 2, 0, 5][:entries], lengths_k).astype(np.int32)
+        options["seqused_k"] = np.minimum(used[1][:entries], lengths_k).astype(np.int32)
     options.update(causal=row["causal"], window=row["window"], align=row["align"], softcap=row["softcap"])
     unit = 16 if row["dropout"] else 1  # with dropout positions are multiples of 16
     if row["shifted"] in ("one", "both"):
