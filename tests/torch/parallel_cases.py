@@ -2,7 +2,6 @@
 """context_parallel's cases: small problems in which every pair of feature values occurs that today's calls can compute, each compared
 with one process that has all rows. Ranks run these functions (ranks.py)."""
 
-import os
 import re
 from unittest import mock
 
@@ -309,36 +308,6 @@ def refused(group, kind, length, options, shape, error, text):
         assert str(found).startswith(f"rank {rank} of {n}: ") and text in str(found), str(found)
     else:
         raise AssertionError(f"computed; expected: {text}")
-
-
-def compared(group, case):
-    """With FOVEA_CHECK_RANKS=1 all ranks raise where one of them is different, and can go on after it."""
-    n, rank = dist.get_world_size(group), dist.get_rank(group)
-    rows = Rows.zigzag(40, group, block=8)
-    q, k, v = (torch.randn(1, n, rows.count, 8) for _ in range(3))
-    options = {"softcap": {"scale": 2.0 + (rank == 1)}, "shape": {}, "error": {"align": "left" if rank == 1 else None}}[case]
-    if case == "shape" and rank == 1:
-        q = q.double()
-        k, v = k.double(), v.double()
-    os.environ["FOVEA_CHECK_RANKS"] = "1"
-    try:
-        context_parallel(q, k, v, rows=rows, **options)
-    except ValueError as error:
-        text = str(error)
-    else:
-        raise AssertionError("computed")
-    finally:
-        del os.environ["FOVEA_CHECK_RANKS"]
-    assert text.startswith(f"rank {rank} of {n}: "), text
-    wanted = {"softcap": "rank 1 has scale=3.0", "shape": "rank 1 has k=float64", "error": "align: 'left'"}[case]
-    assert wanted in text, text
-    os.environ["FOVEA_CHECK_RANKS"] = "1"
-    try:
-        q = q.float()
-        out = context_parallel(q, q, q, rows=rows, causal=True)
-    finally:
-        del os.environ["FOVEA_CHECK_RANKS"]
-    assert out.shape == q.shape
 
 
 def drawn_seed(group):

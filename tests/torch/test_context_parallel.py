@@ -83,11 +83,6 @@ def test_refusals(ranks, kind, length, options, shape, error, text):
     ranks.run(2, parallel_cases.refused, kind, length, options, shape, error, text)
 
 
-@pytest.mark.parametrize("case", ["softcap", "shape", "error"])
-def test_ranks_are_compared(ranks, case):
-    ranks.run(3, parallel_cases.compared, case)
-
-
 @pytest.mark.parametrize("n", [2, 3])
 def test_seed_is_drawn_once(ranks, n):
     ranks.run(n, parallel_cases.drawn_seed)

@@ -212,7 +212,7 @@ def compared(group, move):
     q, given = arguments(group, move)
     os.environ["FOVEA_CHECK_RANKS"] = "1"
     try:
-        with pytest.raises(ValueError, match=f"^rank {rank} of 4: the ranks' arguments differ: rank 0 has scale=2.0, rank 1 has scale=3.0"):
+        with pytest.raises(ValueError, match=f"^rank {rank} of 4: the ranks' arguments differ: scale: 2.0 on ranks 0, 2, 3, but 3.0 on rank 1"):
             context_parallel(q, q, q, scale=2.0 + (rank == 1), **given)
     finally:
         del os.environ["FOVEA_CHECK_RANKS"]

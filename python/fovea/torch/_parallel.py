@@ -3,20 +3,19 @@
 
 _parallel_call.py checks a call and chooses how it is computed, _parallel_keys.py, _parallel_heads.py and _parallel_ring.py are the ways.
 _parallel_positions.py says which keys rows can see, _parallel_fetch.py fetches them, and _rows.py has the plan and the collectives.
+_parallel_check.py compares the calls of the ranks.
 """
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any, Literal, Optional, Union, overload
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .._imports import after
-from . import _attention, _parallel_memory, _rows
-from ._parallel_call import PLANES, Call, of_rank, prepare, saying_rank, short
+from . import _attention, _parallel_check, _parallel_memory, _rows
+from ._parallel_call import Call, of_rank, prepare, saying_rank, short
 from ._parallel_heads import by_heads, by_heads_then_keys, groups_of_heads
 from ._parallel_keys import by_keys
 from ._parallel_operators import in_graph
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from ._options import Options
 
 Move = Literal["keys", "heads", "ring"]
-_CHECK = "FOVEA_CHECK_RANKS"
 
 
 @overload
@@ -82,7 +80,7 @@ def context_parallel(
 
     Raises:
         ValueError: See attention(). Errors begin with the rank. With FOVEA_CHECK_RANKS=1 in the environment the ranks first compare
-            their arguments (of tensors the shapes and types), and all of them raise if these differ or if one rank's are wrong.
+            their arguments, of what each has whole the values, too, and all of them raise if these differ or if one rank's are wrong.
         TypeError: See attention().
         NotImplementedError: This movement cannot compute the problem; the error names the argument.
         RuntimeError: A collective failed: another rank is gone, or made another call.
@@ -160,11 +158,11 @@ def _compute(q: Tensor, k: Tensor, v: Tensor, rows: Any, move: Any, return_lse: 
     try:
         call = prepare(q, k, v, rows, move, options)
     except Exception as error:
-        if os.environ.get(_CHECK, "0") != "1" or rows.ranks == 1:
+        if rows.ranks == 1 or not _parallel_check.asked_for():
             raise of_rank(rows, error) from None
         wrong = error
-    if os.environ.get(_CHECK, "0") == "1":
-        _compare(rows, None if call is None else _line(call), wrong)
+    if _parallel_check.asked_for():
+        _parallel_check.compare(rows, call, wrong)
     with saying_rank(rows):
         out, lse = MOVERS[call.move](call)
     return (out, lse) if return_lse else out
@@ -182,46 +180,6 @@ def _mark() -> None:
 
 
 after("torch._dynamo", _mark)
-
-
-# ---- errors ----
-
-
-def _line(call: Call) -> str:
-    """What has to be the same on every rank: all but the rows' own number."""
-    parts = [f"rows={call.rows.kind} {call.rows.lengths} {call.rows.pieces}", f"move={call.move}", f"groups={call.groups}"]
-    for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
-        shape = [str(n) for n in x.shape]
-        shape[call.rows_dim] = "rows"
-        parts.append(f"{name}={short(x.dtype)} {'x'.join(shape)}{' with gradient' if x.requires_grad else ''}")
-    for name, value in call.options.items():
-        if isinstance(value, Tensor):
-            shape = [str(n) for n in value.shape]
-            if name in PLANES and call.move != "heads" and len(shape) >= 2:
-                shape[-2] = "rows"
-            word = f" {int(value)}" if name in ("seed", "offset") else ""
-            value = f"{short(value.dtype)} {'x'.join(shape)}{' with gradient' if value.requires_grad else ''}{word}"
-        parts.append(f"{name}={value}")
-    return "; ".join(parts)
-
-
-def _compare(rows: Rows, line: Optional[str], wrong: Optional[Exception]) -> None:
-    """Gathers every rank's line or error. All ranks raise if one is wrong."""
-    told: list[Any] = [None] * rows.ranks
-    with _rows.naming(rows, f"{_CHECK}=1"):
-        dist.all_gather_object(told, (line, None if wrong is None else f"{type(wrong).__name__}: {wrong}"), group=rows.group)
-    if wrong is not None:
-        raise of_rank(rows, wrong)
-    for rank, (_, error) in enumerate(told):
-        if error is not None:
-            raise ValueError(f"{_rows._name(rows)}: rank {rank} refuses its arguments: {error}")
-    for rank, (other, _) in enumerate(told):
-        if other != told[0][0]:
-            mine, its = (set(text.split("; ")) for text in (told[0][0], other))
-            raise ValueError(
-                f"{_rows._name(rows)}: the ranks' arguments differ: rank 0 has {'; '.join(sorted(mine - its))}, rank {rank} has "
-                f"{'; '.join(sorted(its - mine))}; accepted: the same on every rank"
-            )
 
 
 # ---- one rank ----
