@@ -2,6 +2,7 @@
 """context_parallel's cases: small problems in which every pair of feature values occurs that today's calls can compute, each compared
 with one process that has all rows. Ranks run these functions (ranks.py)."""
 
+import contextlib
 import re
 from unittest import mock
 
@@ -544,6 +545,51 @@ def subsets_of_gradients(group, kind, move):
         if name == "sink":
             dist.all_reduce(found, group=group)
         torch.testing.assert_close(found, part(whole[name].grad), rtol=1e-10, atol=1e-10)
+
+
+def gradients_that_move(group, exchange, kind, groups, names):
+    """The bytes of messages that heads send in the backward where q, k, v or the sink by these names learn. Their gradients are right."""
+    rows = Rows.packed([0, 24, 64], group, block=8) if kind == "packed" else getattr(Rows, kind)(64, group, block=8)
+    heads, packed = 8 * rows.ranks, kind == "packed"
+    at, size = (0, lambda n: (n, heads, 8)) if packed else (2, lambda n: (1, heads, n, 8))
+    inputs = {name: torch.randn(size(64), dtype=torch.float64) for name in "qkv"}
+    inputs["sink"] = torch.randn(heads, dtype=torch.float64)
+    grad = torch.randn(size(64), dtype=torch.float64)
+    ends = {} if not packed else {"cu_seqlens_q": torch.tensor([0, 24, 64]), "cu_seqlens_k": torch.tensor([0, 24, 64])}
+    whole = {name: x.clone().requires_grad_(name in names) for name, x in inputs.items()}
+    attention(whole["q"], whole["k"], whole["v"], sink=whole["sink"], causal=True, **ends).backward(grad)
+    part = lambda x: rows.take(x, at) if x.dim() > 1 else x  # noqa: E731
+    own = {name: part(x).clone().requires_grad_(name in names) for name, x in inputs.items()}
+    sent = []
+    several, all_to_all = dist.batch_isend_irecv, dist.all_to_all_single
+
+    def counted(operations):
+        sent.extend(x.tensor.nbytes for x in operations if x.op is dist.isend)
+        return several(operations)
+
+    def counted_too(found, given, receives, sends, **more):
+        sent.append(given.nbytes * (sum(sends) - sends[rows.rank]) // max(1, sum(sends)))
+        return all_to_all(found, given, receives, sends, **more)
+
+    few = mock.patch.multiple(_parallel_blocks, LEAST_BYTES=0, MOST_MESSAGES=1000) if exchange else contextlib.nullcontext()
+    with few, mock.patch.multiple(dist, batch_isend_irecv=counted, all_to_all_single=counted_too), \
+            mock.patch.object(_parallel_call, "FEW_BYTES", 0), mock.patch.object(_parallel_heads, "MOST_GROUPS", max(2, groups)), \
+            mock.patch.object(_parallel_heads, "LEAST_HEADS", 8 // groups):  # fmt: skip
+        assert f"groups of heads: {groups}\n" in explain_context_parallel(own["q"], own["k"], own["v"], rows=rows, move="heads")
+        out = context_parallel(own["q"], own["k"], own["v"], sink=own["sink"], causal=True, rows=rows, move="heads")
+        forward = sum(sent)
+        out.backward(part(grad))
+    for name in names:
+        found = own[name].grad
+        if name == "sink":
+            dist.all_reduce(found, group=group)
+        torch.testing.assert_close(found, part(whole[name].grad), rtol=1e-10, atol=1e-10)
+    assert all(own[name].grad is None for name in inputs if name not in names)
+    there = rows.count * heads * 8 * 8 * (rows.ranks - 1) // rows.ranks  # this rank's rows of the others' heads
+    back = (64 - rows.count) * heads * 8 * 8 // rows.ranks  # the others' rows of this rank's heads
+    of_lse = (64 - rows.count) * heads * 8 // rows.ranks
+    assert forward == 3 * there + back + of_lse
+    return sum(sent) - forward == there + sum(name in "qkv" for name in names) * back
 
 
 def error_in_an_own_part(group):

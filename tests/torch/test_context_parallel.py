@@ -288,6 +288,11 @@ def test_explain_needs_no_group():
     assert f"received in the forward: {4096 * 2 * 8 * 128 * 2} bytes" in text
     text = explain_context_parallel(q, k, k, rows=Rows.zigzag(131072, 2), move="ring", causal=True)
     assert "steps: 2; each receives 268435456 bytes" in text and "1073741824 bytes of gradients in float32" in text
+    text = explain_context_parallel(q, k, k, rows=Rows.zigzag(131072, 2), move="heads")
+    assert f"received in the forward: {32768 * 128 * 80 * 2} bytes; in the backward: the same" in text
+    text = explain_context_parallel(q.requires_grad_(), k, k, rows=Rows.zigzag(131072, 2), move="heads")
+    assert f"in the backward: {32768 * 128 * 64 * 2} bytes" in text  # without the gradients of k and v
+    q.requires_grad_(False)
     text = explain_context_parallel(q, k, k, rows=Rows.contiguous(131072, 2), causal=True)
     assert "move: heads, as the rows are unbalanced for keys, 1.50" in text
     with pytest.raises(ValueError, match="without a group"):
@@ -298,6 +303,13 @@ def test_explain_needs_no_group():
 @pytest.mark.parametrize("move", ["keys", "heads", "exchange", "ring"])
 def test_subsets_of_gradients(ranks, kind, move):
     ranks.run(2, parallel_cases.subsets_of_gradients, kind, move)
+
+
+@pytest.mark.parametrize("kind", ["zigzag", "contiguous", "packed"])
+@pytest.mark.parametrize("exchange, groups", [(False, 1), (True, 1), (True, 4)])
+@pytest.mark.parametrize("names", [["q"], ["v"], ["k", "v"], ["q", "k", "v"], ["sink"], ["q", "sink"]], ids="-".join)
+def test_gradients_that_nobody_needs_do_not_move(ranks, names, exchange, groups, kind):
+    assert all(ranks.run(2, parallel_cases.gradients_that_move, exchange, kind, groups, names))
 
 
 def test_error_in_an_own_part(ranks):

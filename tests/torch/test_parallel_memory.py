@@ -61,15 +61,16 @@ def measured(group, kind, move, options, dtype, shape=None):
     rows = Rows.packed(ends, where, block=16) if kind == "packed" else getattr(Rows, kind)(1440, where, block=16)
     heads, usual = 12, _parallel_call.BUFFER_BYTES
     size = (rows.count, heads, 32) if kind == "packed" else (1, heads, rows.count, 32)
-    q, k, v = (torch.randn(size, dtype=dtype, requires_grad=True) for _ in range(3))
+    learn = options.get("learn", "qkv")
+    q, k, v = (torch.randn(size, dtype=dtype, requires_grad=name in learn) for name in "qkv")
     own = heads // {"heads": n, "both": 0 if shape is None else shape[1]}.get(move, 1)
     planes = {
         "rows": (own, 1440 if move == "heads" else (rows.over_keys or rows).count, 1440), "keys": (heads, 1, 1440), "": None,
         "packed": (heads, rows.longest, rows.longest),
     }  # fmt: skip
     plane = planes[options.get("bias", "")]
-    given = {name: x for name, x in options.items() if name != "bias"}
-    inputs = [q, k, v]
+    given = {name: x for name, x in options.items() if name not in ("bias", "learn")}
+    inputs = [x for x in (q, k, v) if x.requires_grad]
     if plane:
         given["bias"] = torch.randn(plane, dtype=dtype, requires_grad=True)
         inputs.append(given["bias"])
@@ -108,6 +109,8 @@ def measured(group, kind, move, options, dtype, shape=None):
     (2, "packed", "keys", {"bias": "packed"}, "float32", None),
     (2, "contiguous", "heads", {}, "bfloat16", None),
     (3, "zigzag", "heads", {"bias": "rows"}, "float32", None),
+    (2, "zigzag", "heads", {"learn": "q"}, "float32", None),
+    (3, "contiguous", "heads", {"learn": "kv"}, "float32", None),
     (2, "contiguous", "ring", {}, "float32", None),
     (3, "zigzag", "ring", {"causal": True, "bias": "rows"}, "bfloat16", None),
     (4, "zigzag", "both", {}, "bfloat16", (2, 2)),

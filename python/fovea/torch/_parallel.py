@@ -135,9 +135,10 @@ def explain_context_parallel(
             f"received in the backward: the same, and {s.returned_bytes} bytes of gradients in {short(_rows.wide(q.dtype))}",
         ]
     elif call.move == "heads":
+        back = "the same" if s.exchanged_back_bytes == s.exchanged_bytes else f"{s.exchanged_back_bytes} bytes"
         lines += [
             f"groups of heads: {groups_of_heads(call, rows)}",
-            f"received in the forward: {s.exchanged_bytes} bytes; in the backward: the same",
+            f"received in the forward: {s.exchanged_bytes} bytes; in the backward: {back}",
         ]
     elif call.move == "ring":
         lines += [

@@ -120,13 +120,21 @@ class Exchange:
         return self.groups if side is None else 1
 
 
+def learns(ctx: Any, tensors: Sequence[Any], needed: Sequence[bool]) -> None:
+    """Says which results of an exchange have a gradient: those of which the given tensors need one. Autograd would have the others'
+    computed, too, and they would move."""
+    ctx.mark_non_differentiable(*(x for x, is_needed in zip(tensors, needed) if not is_needed))
+
+
 class _Begins(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, side: Optional[int], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.given = exchange, side
         exchange.send(side, tensors, exchange.what)
-        return tuple(x.new_empty(0) for _ in range(exchange.times(side)) for x in tensors)
+        marks = tuple(x.new_empty(0) for _ in range(exchange.times(side)) for x in tensors)
+        learns(ctx, marks, ctx.needs_input_grad[2:] * exchange.times(side))
+        return marks
 
     @staticmethod
     @once_differentiable
@@ -140,7 +148,10 @@ class _Ends(torch.autograd.Function):
     def forward(ctx: Any, exchange: Exchange, side: Optional[int], *marks: Tensor) -> tuple[Optional[Tensor], ...]:
         ctx.set_materialize_grads(False)
         ctx.given = exchange, side
-        return tuple(exchange.receive(side))
+        found = exchange.receive(side)
+        needed = ctx.needs_input_grad[2:]
+        learns(ctx, found, [any(needed[n :: len(found)]) for n in range(len(found))])
+        return tuple(found)
 
     @staticmethod
     @once_differentiable

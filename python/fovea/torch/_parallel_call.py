@@ -39,6 +39,7 @@ class Sizes(NamedTuple):
     group_bytes: int
     round_bytes: int
     exchanged_bytes: int
+    exchanged_back_bytes: int
     ring_bytes: int
 
 
@@ -126,7 +127,7 @@ def prepare(q: Any, k: Any, v: Any, rows: Rows, move: Any, given: dict[str, Any]
     known = through is None and rows.over_keys is None
     plan = fetch_plan(rows, o, q.device) if known else Plan(rows, [Span(0, rows.total)] * rows.ranks)
     groups = _groups(q, k, rows, o, heads_dim, (of_row["k"] + of_row["v"]) * q.element_size(), plan)
-    sizes = _sizes(of_row, q, v, plan, groups)
+    sizes = _sizes(of_row, q, v, plan, groups, learning(q, k, v, o))
     balance = rows.balance(o["causal"], o["window"])
     if move == "ring" and rows.ranks > 1:
         why_not = no_keys or _why_not_ring(rows, o)
@@ -220,7 +221,14 @@ def _groups(q: Tensor, k: Tensor, rows: Rows, o: dict[str, Any], heads_dim: int,
     return heads
 
 
-def _sizes(of_row: dict[str, int], q: Tensor, v: Tensor, plan: Plan, groups: int) -> Sizes:
+def learning(q: Tensor, k: Tensor, v: Tensor, o: dict[str, Any]) -> list[str]:
+    """Which of q, k and v get gradients in a backward: of a call that has none, all of them."""
+    tensors = {"q": q, "k": k, "v": v, **{name: o[name] for name in ("bias", "bias2", "sink")}}
+    names = [name for name, x in tensors.items() if x is not None and x.requires_grad]
+    return [name for name in "qkv" if name in names or not names]
+
+
+def _sizes(of_row: dict[str, int], q: Tensor, v: Tensor, plan: Plan, groups: int, learning: list[str]) -> Sizes:
     """Of the rank that has or receives the most; `of_row` are the elements of a row."""
     rows, item, wide = plan.rows, q.element_size(), torch.finfo(_rows.wide(q.dtype)).bits // 8
     most, each = max(rows.counts), range(rows.ranks)
@@ -234,6 +242,7 @@ def _sizes(of_row: dict[str, int], q: Tensor, v: Tensor, plan: Plan, groups: int
         round_bytes=most * of_keys * item,
         ring_bytes=rows.ranks * most * of_keys * wide,
         exchanged_bytes=(of_row["q"] + of_keys + of_out) * most * item * (rows.ranks - 1) // rows.ranks,
+        exchanged_back_bytes=(sum(of_row[name] for name in learning) + of_out) * most * item * (rows.ranks - 1) // rows.ranks,
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import _attention, _parallel_call, _rows
-from ._parallel_blocks import Exchange, Place, from_place_to_place
+from ._parallel_blocks import Exchange, Place, from_place_to_place, learns
 from ._parallel_call import PLANES, Call, draw_seed, entries_of, prepare, streams_of
 from ._parallel_keys import by_keys
 from ._rows import Rows
@@ -126,7 +126,9 @@ class _ToHeads(torch.autograd.Function):
     def forward(ctx: Any, rows: Rows, exchange: Any, what: str, dims: Any, *tensors: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.given = rows, exchange, what, dims
-        return _to_heads(rows, exchange, what, dims, tensors)
+        found = _to_heads(rows, exchange, what, dims, tensors)
+        learns(ctx, found, ctx.needs_input_grad[4:])
+        return found
 
     @staticmethod
     @once_differentiable
@@ -141,7 +143,9 @@ class _ToRows(torch.autograd.Function):
     def forward(ctx: Any, rows: Rows, exchange: Any, what: str, dims: Any, *tensors: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.given = rows, exchange, what, dims
-        return _to_rows(rows, exchange, what, dims, tensors)
+        found = _to_rows(rows, exchange, what, dims, tensors)
+        learns(ctx, found, ctx.needs_input_grad[4:])
+        return found
 
     @staticmethod
     @once_differentiable

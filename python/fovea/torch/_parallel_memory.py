@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import _rows
-from ._parallel_call import PLANES, Call, entries_of, has_queries, prepare, short
+from ._parallel_call import PLANES, Call, entries_of, has_queries, learning, prepare, short
 from ._parallel_fetch import fetch_plan
 from ._parallel_heads import own_heads
 from ._parallel_keys import NAMED, packed_numbers
@@ -44,12 +44,17 @@ class _Sizes(NamedTuple):
 
 
 def _sizes(call: Call) -> _Sizes:
-    q, keys, values = (x.shape[: call.rows_dim].numel() * x.shape[call.rows_dim + 1 :].numel() for x in (call.q, call.k, call.v))
+    q, keys, values = (_of_row(call, x) for x in (call.q, call.k, call.v))
     rows_of_heads = q // max(1, call.q.shape[-1])
     out, item, wide = rows_of_heads * call.v.shape[-1], call.q.element_size(), _bytes(_rows.wide(call.q.dtype))
     return _Sizes(
         q * item, (keys + values) * item, out * item, rows_of_heads * wide, q * wide, (keys + values) * wide, out * wide
     )  # fmt: skip
+
+
+def _of_row(call: Call, x: Tensor) -> int:
+    """Elements."""
+    return x.shape[: call.rows_dim].numel() * x.shape[call.rows_dim + 1 :].numel()
 
 
 def _bytes(dtype: torch.dtype) -> int:
@@ -157,14 +162,17 @@ def _over_heads(call: Call, rows: Rows, between: Moments) -> Moments:
     kept: Buffers = [(inputs, "of q, k and v of all rows of some heads"), (out + lse, "of their out and lse")]
     # Packed rows are there as these rows have them, by rank, and in order.
     times = 3 if rows.kind == "packed" else 2
-    sent = times * most * (s.q + s.keys) // rows.ranks
+    names = learning(call.q, call.k, call.v, call.options)
+    learned = sum(_of_row(call, x) * x.element_size() for name, x in zip("qkv", (call.q, call.k, call.v)) if name in names)
+    sent, back = (times * most * size // rows.ranks for size in (s.q + s.keys, learned))
     forward = [
         [(sent, f"of q, k and v of all rows of some heads, {times} times")], [*kept, (most * s.out // rows.ranks, "of out on its way")],
         [*kept, *between[0]],
     ]  # fmt: skip
     backward = [
-        [(sent, f"of gradients of q, k and v of all rows of some heads, {times} times")],
-        [*kept, (inputs + out + lse, "of their gradients"), *between[2]],
+        [*kept, (times * most * s.out // rows.ranks, "of the gradient of out on its way")],
+        [(back, f"of gradients of {', '.join(names)} of all rows of some heads, {times} times")],
+        [*kept, (rows.total * learned // rows.ranks + out + lse, "of their gradients"), *between[2]],
     ]
     return _largest(forward), [*kept, *between[1]] if _learns(call) else [], _largest(backward)
 
