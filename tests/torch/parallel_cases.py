@@ -592,6 +592,25 @@ def gradients_that_move(group, exchange, kind, groups, names):
     return sum(sent) - forward == there + sum(name in "qkv" for name in names) * back
 
 
+def lengths_are_cut_once(group, move):
+    """Of each piece the used rows are counted once, not for each call, which on a GPU would be launches."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counting(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            self.count += operator is torch.ops.aten.clamp_max.default
+            return operator(*args, **(kwargs or {}))
+
+    rows = Rows.zigzag(96, group, block=8)
+    q, used = torch.randn(2, 2, rows.count, 8), torch.tensor([50, 80], dtype=torch.int32)
+    with Counting() as counting:
+        context_parallel(q, q, q, rows=rows, move=move, seqused_q=used, seqused_k=used.clone(), causal=True, align="top_left")
+    mine, pieces = len(rows.mine), sum(map(len, rows.pieces))
+    assert counting.count == mine + (pieces if move == "ring" else mine), counting.count
+
+
 def error_in_an_own_part(group):
     """While the gradients of what was fetched move: these are waited for, and the group can be used."""
     usual = _parallel_positions.TILE, _parallel_positions.may_begin_later, _parallel_keys._call.backward

@@ -312,6 +312,11 @@ def test_gradients_that_nobody_needs_do_not_move(ranks, names, exchange, groups,
     assert all(ranks.run(2, parallel_cases.gradients_that_move, exchange, kind, groups, names))
 
 
+@pytest.mark.parametrize("move", ["keys", "ring"])
+def test_lengths_are_cut_once(ranks, move):
+    ranks.run(3, parallel_cases.lengths_are_cut_once, move)
+
+
 def test_error_in_an_own_part(ranks):
     ranks.run(2, parallel_cases.error_in_an_own_part)
 

@@ -189,7 +189,7 @@ after("torch._dynamo", _mark)
 def _alone(call: Call) -> tuple[Tensor, Tensor]:
     o = dict(call.options)
     if call.rows.kind == "packed":
-        ends = call.rows._cached(("ends", call.q.device), lambda: torch.tensor(call.rows.first, dtype=torch.int32, device=call.q.device))
+        ends = call.rows._ends(call.q.device)
         o.update(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=call.rows.longest, max_seqlen_k=call.rows.longest)
     out, lse = _attention.attention(call.q, call.k, call.v, return_lse=True, **o)
     return out, lse

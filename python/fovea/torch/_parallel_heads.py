@@ -22,7 +22,7 @@ from ._rows import Rows
 def by_heads(call: Call) -> tuple[Tensor, Tensor]:
     rows, packed = call.rows, {}
     if rows.kind == "packed":
-        ends = rows._cached(("ends", call.q.device), lambda: torch.tensor(rows.first, dtype=torch.int32, device=call.q.device))
+        ends = rows._ends(call.q.device)
         packed = {"max_seqlen_q": rows.longest, "max_seqlen_k": rows.longest, "cu_seqlens_q": ends, "cu_seqlens_k": ends}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, o: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from ._parallel_call import (
 )  # fmt: skip
 from ._parallel_copies import clear, copy
 from ._parallel_fetch import Add, Moving, fetch_plan, start_fetch, start_return
-from ._parallel_positions import Span, keys_of, positions_of, some
+from ._parallel_positions import Span, keys_of, moved_by_lengths, positions_of, some, used_among
 from ._rows import Piece, Rows
 
 
@@ -114,16 +114,17 @@ def _parts(call: Call) -> list[Part]:
     """One for each piece of a dense rank; for packed rows one for the first pieces of all sequences, and one for the second ones."""
     if call.rows.kind == "packed":
         return _packed_parts(call)
+    moved = moved_by_lengths(call.rows, call.options, call.q.device)
     edge = fetch_plan(call.rows, call.options, call.q.device).edge
     if edge is not None:
         (piece,) = call.rows.mine
         own = Span(piece.start, piece.start + piece.rows)
         if edge == 0 or piece.start == 0:
-            return [_dense_part(call, piece, 0, own)]
+            return [_dense_part(call, moved, piece, 0, own)]
         # The rows that need no fetched keys first: meanwhile these come.
         behind = piece._replace(start=piece.start + edge, rows=piece.rows - edge)
-        return [_dense_part(call, behind, edge, own), _dense_part(call, piece._replace(rows=edge), 0)]
-    return [_dense_part(call, piece, at) for piece, at in with_places(some(call.rows.mine))]
+        return [_dense_part(call, moved, behind, edge, own), _dense_part(call, moved, piece._replace(rows=edge), 0)]
+    return [_dense_part(call, moved, piece, at) for piece, at in with_places(some(call.rows.mine))]
 
 
 def with_places(pieces: tuple[Piece, ...]) -> Iterator[tuple[Piece, int]]:
@@ -133,18 +134,16 @@ def with_places(pieces: tuple[Piece, ...]) -> Iterator[tuple[Piece, int]]:
         at += piece.rows
 
 
-def _dense_part(call: Call, piece: Piece, at: int, own: Optional[Span] = None) -> Part:
+def _dense_part(call: Call, moved: Optional[Tensor], piece: Piece, at: int, own: Optional[Span] = None) -> Part:
     rows, o, device = call.rows, call.options, call.q.device
     first, end = own or (fetch_plan(rows, o, device).mine.first, keys_of(rows, o, device, piece).end)
-    shard = positions_of(rows, o, device, piece.start)
+    shard = positions_of(o, moved, piece.start)
     if first > 0:  # so there is a window, which positions are for
         shard = shard._replace(position_k=(shard.position_k or 0) + first)
-    used_q, used_k = o["seqused_q"], o["seqused_k"]
-    if used_q is not None:
-        used_q = (used_q.long() - piece.start).clamp(0, piece.rows).int()
-    if used_k is not None:
-        used_k = (used_k.long() - first).clamp(0, end - first).int()
-    return Part(at, piece.rows, Span(first, end), {"seqused_q": used_q, "seqused_k": used_k}, shard, own is not None)
+    used = {
+        "seqused_q": used_among(o["seqused_q"], piece.start, piece.rows), "seqused_k": used_among(o["seqused_k"], first, end - first),
+    }  # fmt: skip
+    return Part(at, piece.rows, Span(first, end), used, shard, own is not None)
 
 
 class Numbers(NamedTuple):
@@ -155,6 +154,7 @@ class Numbers(NamedTuple):
     longest: int
     ends: Tensor  # cu_seqlens
     starts: Tensor  # the position of each sequence's first row
+    lengths: Tensor  # the rows of each sequence
 
 
 def packed_numbers(rows: Rows, rank: int, device: Any) -> list[Numbers]:
@@ -171,7 +171,8 @@ def packed_numbers(rows: Rows, rank: int, device: Any) -> list[Numbers]:
                 for piece, _ in pieces:
                     lengths[piece.sequence], starts[piece.sequence] = piece.rows, piece.start
                 ends = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
-                found.append(Numbers(pieces[0][1], sum(lengths), max(lengths), ends, torch.tensor(starts, device=device)))
+                each = [torch.tensor(numbers, device=device) for numbers in (starts, lengths)]
+                found.append(Numbers(pieces[0][1], sum(lengths), max(lengths), ends, *each))
         return found
 
     known: list[Numbers] = rows._cached(("packed numbers", rank, device), made)
@@ -180,15 +181,15 @@ def packed_numbers(rows: Rows, rank: int, device: Any) -> list[Numbers]:
 
 def _packed_parts(call: Call) -> list[Part]:
     rows, device, o = call.rows, call.q.device, call.options
-    keys = rows._cached(("packed keys", device), lambda: torch.tensor(rows.first, dtype=torch.int32, device=device))
+    keys, moved = rows._ends(device), moved_by_lengths(rows, o, device)
     shape = o["batch_shape"]
     outer = 0 if shape is None else _attention._batch_outer(shape, keys, keys)
     parts = []
     for n in packed_numbers(rows, call.rank, device):
         more = {"cu_seqlens_q": n.ends, "cu_seqlens_k": keys, "max_seqlen_q": n.longest, "max_seqlen_k": rows.longest, "batch_outer": outer}
         if o["seqused_q"] is not None:
-            more["seqused_q"] = torch.minimum((o["seqused_q"].long() - n.starts).clamp_min(0), n.ends.diff()).int()
-        shard = positions_of(call.rows, o, device, 0, n.starts)
+            more["seqused_q"] = used_among(o["seqused_q"], n.starts, n.lengths)
+        shard = positions_of(o, moved, 0, n.starts)
         parts.append(Part(n.first, n.rows, Span(0, rows.total), more, shard, starts=n.starts, longest=n.longest))
     return parts
 

@@ -54,18 +54,28 @@ def _same_lengths(a: Optional[Tensor], b: Optional[Tensor]) -> bool:
     return type(a) is type(b) is Tensor and a.device.type == "cpu" and torch.equal(a.long(), b.long())
 
 
-def positions_of(rows: Rows, o: Options, device: Any, start: int, starts: Optional[Tensor] = None) -> Shard:
+def moved_by_lengths(rows: Rows, o: Options, device: Any) -> Optional[Tensor]:
+    """The shift of each sequence. The same for all parts of a call."""
+    if not moves_by_lengths(o):
+        return None
+    whole = rows._lengths(device)
+    lengths = [whole if used is None else torch.minimum(used.long(), whole) for used in (o["seqused_q"], o["seqused_k"])]
+    return lengths[1] - lengths[0]
+
+
+def positions_of(o: Options, moved: Optional[Tensor], start: int, starts: Optional[Tensor] = None) -> Shard:
     """Where a part's rows are, by a number or for each sequence. Its streams are those of a group of heads."""
     if not is_positional(o):
         return Shard()
-    each_q, each_k = o["positions_q"], o["positions_k"]
-    if moves_by_lengths(o):
-        whole = torch.tensor(rows.lengths, device=device)
-        lengths = [whole if used is None else torch.minimum(used.long(), whole) for used in (o["seqused_q"], o["seqused_k"])]
-        each_q = lengths[1] - lengths[0]
+    each_q, each_k = o["positions_q"] if moved is None else moved, o["positions_k"]
     if starts is not None:
         each_q = starts if each_q is None else starts + each_q
     return Shard((o["position_q"] or 0) + start, o["position_k"] or 0, each_q, each_k)
+
+
+def used_among(used: Optional[Tensor], start: Any, rows: Any) -> Optional[Tensor]:
+    """How many of the rows that each sequence uses are among so many from `start` on. Both are numbers, or have one for each sequence."""
+    return None if used is None else (used.long() - start).clamp_min(0).clamp_max(rows).int()
 
 
 def some(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
@@ -84,9 +94,9 @@ def keys_of(rows: Rows, o: Options, device: Any, piece: Piece) -> Span:
     total = rows.total
     left, right = o["window"]
     right = 0 if o["causal"] else right
-    shard = positions_of(rows, o, device, piece.start)
-    if shard.positions_q is not None or shard.positions_k is not None:
+    if o["positions_q"] is not None or o["positions_k"] is not None or moves_by_lengths(o):
         return Span(0, total)
+    shard = positions_of(o, None, piece.start)
     start = (shard.position_q or 0) - (shard.position_k or 0)
     end = max(0, min(total, start + piece.rows + right)) if right >= 0 else total
     first = 0

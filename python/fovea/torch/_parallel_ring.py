@@ -18,7 +18,7 @@ from . import _attention, _call, _rows
 from ._call import Shard
 from ._parallel_call import PLANES, Call, arguments_of, draw_seed
 from ._parallel_keys import NAMED, differentiable, packed_numbers, put, shapes_of, split, width, with_places
-from ._parallel_positions import is_positional, positions_of, some
+from ._parallel_positions import is_positional, moved_by_lengths, positions_of, some, used_among
 
 
 def by_ring(call: Call) -> tuple[Tensor, Tensor]:
@@ -35,13 +35,28 @@ class Side(NamedTuple):
     starts: Optional[Tensor] = None  # of packed rows: of each sequence's first row
     ends: Optional[Tensor] = None  # of packed rows: cu_seqlens
     longest: int = 0
+    used: Optional[Tensor] = None  # of each sequence, how many of these rows are used
+    shard: Shard = Shard()  # of queries: where they are
 
 
-def _sides(call: Call, rank: int) -> list[Side]:
+def _sides(call: Call, rank: int, used: Optional[Tensor]) -> list[Side]:
+    """Of a rank. What its calls share is computed once."""
     rows = call.rows
     if rows.kind != "packed":
-        return [Side(at, piece.rows, piece.start) for piece, at in with_places(some(rows.pieces[rank]))]
-    return [Side(n.first, n.rows, 0, n.starts, n.ends, n.longest) for n in packed_numbers(rows, rank, call.q.device)]
+        pieces = with_places(some(rows.pieces[rank]))
+        return [Side(at, n.rows, n.start, used=used_among(used, n.start, n.rows)) for n, at in pieces]
+    numbers = packed_numbers(rows, rank, call.q.device)
+    return [Side(n.first, n.rows, 0, n.starts, n.ends, n.longest, used_among(used, n.starts, n.lengths)) for n in numbers]
+
+
+def _queries(call: Call) -> list[Side]:
+    o, moved = call.options, moved_by_lengths(call.rows, call.options, call.q.device)
+    sides = _sides(call, call.rank, o["seqused_q"])
+    return [side._replace(shard=positions_of(o, moved, side.start, side.starts)) for side in sides]
+
+
+def _keys(call: Call, rank: int) -> list[Side]:
+    return _sides(call, rank, call.options["seqused_k"])
 
 
 class _Pair:
@@ -51,7 +66,7 @@ class _Pair:
         self.call = call
         self.queries = queries
         self.keys = keys
-        given = positions_of(call.rows, call.options, call.q.device, queries.start, queries.starts)
+        given = queries.shard
         self.shard = Shard(dropout_streams=call.options["dropout_streams"])
         if is_positional(call.options):
             each_k = given.positions_k
@@ -86,10 +101,7 @@ class _Pair:
         call, o, queries, keys = self.call, self.call.options, self.queries, self.keys
         more: dict[str, Any] = {name: self.plane(o[name]) for name in PLANES}
         more["sink"] = o["sink"] if with_sink else None
-        for name, side in (("seqused_q", queries), ("seqused_k", keys)):
-            if o[name] is not None:
-                used = (o[name].long() - (side.start if side.starts is None else side.starts)).clamp_min(0)
-                more[name] = used.clamp_max(side.rows).int() if side.ends is None else torch.minimum(used, side.ends.diff()).int()
+        more.update(seqused_q=queries.used, seqused_k=keys.used)
         if queries.ends is not None and keys.ends is not None:
             shape = o["batch_shape"]
             outer = 0 if shape is None else _attention._batch_outer(shape, keys.ends, keys.ends)
@@ -105,11 +117,12 @@ def _steps(call: Call) -> Iterator[tuple[int, list[Tensor], list[_Pair]]]:
     shapes = shapes_of((call.k, call.v), call.rows_dim)
     here = call.k.new_empty(max(rows.counts), width(shapes))
     put(here[: rows.count], call.rows_dim, (call.k, call.v))
-    mine = _sides(call, call.rank)
+    mine = _queries(call)
     for step in range(rows.ranks):
         owner = (call.rank - step) % rows.ranks
         pending = _rows.start_round(rows, here, "keys and values", 0) if step + 1 < rows.ranks else None
-        pairs = [_Pair(call, queries, keys) for queries in mine for keys in _sides(call, owner)]
+        theirs = _keys(call, owner)
+        pairs = [_Pair(call, queries, keys) for queries in mine for keys in theirs]
         try:
             yield step, split(here, call.rows_dim, shapes), pairs
         finally:  # after an error, too: what is on its way would meet the group's next calls

@@ -277,6 +277,15 @@ class Rows:
         found: Tensor = self._cached(("where", device, stride), made)
         return found
 
+    def _ends(self, device: Any) -> Tensor:
+        """cu_seqlens of all rows."""
+        found: Tensor = self._cached(("ends", device), lambda: torch.tensor(self.first, dtype=torch.int32, device=device))
+        return found
+
+    def _lengths(self, device: Any) -> Tensor:
+        found: Tensor = self._cached(("lengths", device), lambda: torch.tensor(self.lengths, device=device))
+        return found
+
     def _in_order(self, stride: Optional[int] = None) -> bool:
         """Whether rows that lie one rank after the other, as _where() says, are in natural order."""
         found: bool = self._cached(("in order", stride), lambda: torch.equal(self._where("cpu", stride), torch.arange(self.total)))
