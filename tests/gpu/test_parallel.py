@@ -4,16 +4,19 @@ lse and every gradient beside fp64, with at most twice the error of one call.
 
 Several GPUs and NCCL are measured by bench/torch/several_gpus.py, which compares its results, too."""
 
+import ctypes
 import math
 import sys
 from pathlib import Path
+from unittest import mock
 
 import dropout
 import pytest
 import torch
 import torch.distributed as dist
 
-from fovea.torch import Rows, attention, context_parallel
+from fovea import _abi, _library
+from fovea.torch import Rows, _call, _fast, _parallel_call, _parallel_workspace, attention, context_parallel
 
 pytestmark = pytest.mark.alone  # processes of its own
 LENGTH, DOCUMENTS = 1000, [300, 7, 433, 0, 260]
@@ -192,6 +195,37 @@ def check(group, name, case, move):
     assert not wrong, "\n".join(wrong)
 
 
+def check_workspace(group, name, case, move):
+    """What explain names is what the largest call asks the library for, on this device, too."""
+    by_way_of_the_cpu()
+    device, n = torch.device(name, 0) if name == "cuda" else torch.device(name), dist.get_world_size(group)
+    options = {"causal": True, **case}
+    kind, dim, dtype = options.pop("kind", "zigzag"), options.pop("dim", 64), getattr(torch, options.pop("dtype", "bfloat16"))
+    ends = torch.tensor([0, *DOCUMENTS]).cumsum(0)
+    rows = Rows.packed(ends, group, block=16) if kind == "packed" else getattr(Rows, kind)(LENGTH, group, block=16)
+    shape = (lambda h: (rows.count, h, dim)) if kind == "packed" else lambda h: (1, h, rows.count, dim)
+    q, k, v = (torch.randn(shape(h), device=device, dtype=dtype, requires_grad=True) for h in (2 * n, n, n))
+    if options.pop("bias", False):
+        of_rank = (2, LENGTH) if move == "heads" else (2 * n, rows.count)
+        options["bias"] = torch.randn(*of_rank, LENGTH, device=device, dtype=dtype, requires_grad=True)
+    told = _parallel_workspace.needed(_parallel_call.prepare(q, k, v, rows, move, options))
+    found, usual = {_abi.FORWARD: 0, _abi.BACKWARD: 0}, _call._Problem._call
+
+    def call(problem, direction):
+        size = ctypes.c_size_t()
+        assert _library.lib.fovea_workspace(problem._pointer, direction, ctypes.byref(size)) == 0
+        found[direction] = max(found[direction], size.value)
+        return usual(problem, direction)
+
+    _fast.switch_off()  # which calls the library itself
+    try:
+        with mock.patch.object(_call._Problem, "_call", call):
+            context_parallel(q, k, v, rows=rows, move=move, **options).sum().backward()
+    finally:
+        _fast.load()
+    return tuple(found.values()), told
+
+
 @pytest.fixture(scope="module")
 def ranks():
     """Processes that the CPU's tests have, too (tests/torch/ranks.py)."""
@@ -210,3 +244,10 @@ def ranks():
 @pytest.mark.parametrize("case", CASES)
 def test_ranks(ranks, device, case, move, n):
     ranks.run(n, check, device.type, CASES[case], move)
+
+
+@pytest.mark.parametrize("move", ["keys", "heads", "ring"])
+@pytest.mark.parametrize("case", CASES)
+def test_workspace(ranks, device, case, move):
+    for found, told in ranks.run(2, check_workspace, device.type, CASES[case], move):
+        assert found == told, (found, told)

@@ -117,14 +117,14 @@ def _parts(call: Call) -> list[Part]:
     moved = moved_by_lengths(call.rows, call.options, call.q.device)
     edge = fetch_plan(call.rows, call.options, call.q.device).edge
     if edge is not None:
-        (piece,) = call.rows.mine
+        (piece,) = call.rows.pieces[call.rank]
         own = Span(piece.start, piece.start + piece.rows)
         if edge == 0 or piece.start == 0:
             return [_dense_part(call, moved, piece, 0, own)]
         # The rows that need no fetched keys first: meanwhile these come.
         behind = piece._replace(start=piece.start + edge, rows=piece.rows - edge)
         return [_dense_part(call, moved, behind, edge, own), _dense_part(call, moved, piece._replace(rows=edge), 0)]
-    return [_dense_part(call, moved, piece, at) for piece, at in with_places(some(call.rows.mine))]
+    return [_dense_part(call, moved, piece, at) for piece, at in with_places(some(call.rows.pieces[call.rank]))]
 
 
 def with_places(pieces: tuple[Piece, ...]) -> Iterator[tuple[Piece, int]]:

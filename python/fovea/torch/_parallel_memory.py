@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory that context_parallel needs on a rank besides inputs, results and their gradients, as explain_context_parallel() names it.
 
-Left out are the workspace of attention()'s calls, what a collective needs inside, and tensors of some numbers for each head or sequence.
+Left out are what a collective needs inside, and tensors of some numbers for each head or sequence.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ._parallel_call import PLANES, Call, entries_of, has_queries, learning, pre
 from ._parallel_fetch import fetch_plan
 from ._parallel_heads import own_heads
 from ._parallel_keys import NAMED, packed_numbers
+from ._parallel_workspace import needed
 from ._rows import Rows
 
 Buffers = list[tuple[int, str]]  # bytes, and what has them
@@ -24,11 +25,21 @@ Moments = tuple[Buffers, Buffers, Buffers]  # the forward's, what is kept until 
 
 
 def lines(call: Call) -> list[str]:
-    return [
+    found = [
         f"{when}: " + ", ".join(f"{size} bytes {what}" for size, what in buffers if size)
         for when, buffers in zip(("buffers of the forward", "kept for the backward", "buffers of the backward"), _OF[call.move](call))
         if any(size for size, _ in buffers)
     ]
+    return [*found, NOT_NAMED] if found and call.q.is_meta else found
+
+
+NOT_NAMED = "not named: the workspace of attention, as it depends on the device"
+
+
+def _workspace(call: Call) -> tuple[Buffers, Buffers]:
+    """Of the forward and of the backward."""
+    each = needed(call) or (0, 0)
+    return [(each[0], "of attention's workspace")], [(each[1], "of attention's workspace")]
 
 
 class _Sizes(NamedTuple):
@@ -116,26 +127,28 @@ def _keys(call: Call) -> Moments:
     sums = (summed * (s.wide_keys // call.groups), f"of gradients {what} in {wide}, and those that others send")
     slices = (2 * longest * s.lse // call.groups, "of a call's lse and its gradient")
     again = [] if kept else fetched
-    return [*kept, *fetched, *of_forward], kept, [*kept, *again, sums, slices, *of_backward, *_sums(call)]
+    forward, backward = _workspace(call)
+    return [*kept, *fetched, *of_forward, *forward], kept, [*kept, *again, sums, slices, *of_backward, *_sums(call), *backward]
 
 
 def _ring(call: Call) -> Moments:
     s, ranks, most = _sizes(call), call.rows.ranks, max(call.rows.counts)
     longest, mine, wide = _of_a_call(call)[0], call.rows.counts[call.rank], short(_rows.wide(call.q.dtype))
-    narrow = s.q < s.wide_q
+    narrow, (forward, backward) = s.q < s.wide_q, _workspace(call)
     sums = (3 * most * s.wide_keys, f"of gradients of keys and values of three ranks in {wide}")
     here = 2 if ranks > 2 else 1  # with two ranks no more keys are on their way when gradients are
     return (
-        [(2 * most * s.keys, "of keys and values of two ranks"), (narrow * mine * s.wide_out, f"of out in {wide}")],
+        [(2 * most * s.keys, "of keys and values of two ranks"), (narrow * mine * s.wide_out, f"of out in {wide}"), *forward],
         [],
         [(here * most * s.keys, "of keys and values of " + ("two ranks" if here == 2 else "a rank")), sums,
          (2 * longest * s.lse, "of a call's lse and its gradient"), (narrow * mine * s.wide_q, f"of the gradient of q in {wide}"),
-         *_sums(call)],
+         *_sums(call), *backward],
     )  # fmt: skip
 
 
 def _heads(call: Call) -> Moments:
-    return _over_heads(call, call.rows, _NOTHING)
+    forward, backward = _workspace(call)
+    return _over_heads(call, call.rows, (forward, [], backward))
 
 
 def _both(call: Call) -> Moments:
@@ -144,7 +157,7 @@ def _both(call: Call) -> Moments:
     assert inner is not None and keys is not None
     o = own_heads(call, call.options, inner)
     q, k, v = (_of_heads(call, x, inner.ranks, keys) for x in (call.q, call.k, call.v))
-    return _over_heads(call, inner, _NOTHING if keys.ranks == 1 else _keys(prepare(q, k, v, keys, "keys", o)))
+    return _over_heads(call, inner, _keys(prepare(q, k, v, keys, None if keys.ranks == 1 else "keys", o)))
 
 
 def _of_heads(call: Call, x: Tensor, ranks: int, keys: Rows) -> Tensor:
