@@ -220,7 +220,7 @@ class Runner:
             return Count(0, 1)
         count = self.pytest("tests/torch", env={"FOVEA_BUILD": self.build}, python=python)
         # Tests for a GPU, to test them themselves.
-        paths = [f"tests/gpu/test_{name}.py" for name in ("dropout", "enable")]
+        paths = [f"tests/gpu/test_{name}.py" for name in ("dropout", "enable", "cuts")]
         count.add(self.pytest(*paths, env={"FOVEA_BUILD": self.build, "FOVEA_TEST_DEVICE": "cpu"}, python=python))
         count.add(self.pytest("tests/integrations", env={"FOVEA_BUILD": self.build}, python=python))
         # Again where the path in C is not the fastest one: in Python alone, and as with PyTorch before 2.14.
