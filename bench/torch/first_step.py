@@ -54,7 +54,8 @@ def measured(kind, cache, **variables):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="llama", help="of bench/torch/models.py (llama)")
-    parser.add_argument("--size", choices=("large", "medium", "small"), default="large")
+    parser.add_argument("--size", choices=("short", "large", "medium", "small"), default="large",
+                        help="of the model: batch and length (large)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--wheel", type=Path, help="of this machine's processor, with the kernels of tools/wheel_kernels.txt")
     parser.add_argument("--rounds", type=int, default=3, help="processes of each kind (3)")

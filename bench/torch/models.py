@@ -44,7 +44,7 @@ def decoder(heads, heads_k, dim, layers, **more):
 
 # name: (class, configuration, its arguments, {size: (batch, length)}). Decoders have 4 layers in "medium", all models 2 in "small".
 MODELS = {
-    "llama": ("LlamaForCausalLM", "LlamaConfig", decoder(16, 4, 128, 4), {"large": (4, 4096), "medium": (2, 4096), "small": (1, 128)}),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", decoder(16, 4, 128, 4), {"short": (4, 2048), "large": (4, 4096), "medium": (2, 4096), "small": (1, 128)}),
     "mistral": ("MistralForCausalLM", "MistralConfig", decoder(16, 4, 128, 4, sliding_window=1024),
                 {"large": (2, 8192), "medium": (1, 8192), "small": (1, 128)}),
     "gemma2": ("Gemma2ForCausalLM", "Gemma2Config",

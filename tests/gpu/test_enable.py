@@ -215,3 +215,37 @@ def test_distributed_tensors(device, tmp_path):
         close([x.full_tensor() for x in found], want)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def in_memory(order, *shape, device, dtype):
+    """A tensor whose dimensions lie in this order, the outermost first."""
+    x = torch.randn([shape[at] for at in order], device=device, dtype=dtype)
+    return x.permute([order.index(at) for at in range(len(shape))])
+
+
+ORDERS = {"as the shape": (0, 1, 2, 3), "adjacent heads": (0, 2, 1, 3), "rows first": (2, 0, 1, 3)}
+OPTIONS = {
+    "plain": lambda *of: {},
+    "causal": lambda *of: {"is_causal": True},
+    "a mask": lambda device, dtype: {"attn_mask": torch.rand(130, 130, device=device) < 0.9},
+    "a bias": lambda device, dtype: {"attn_mask": torch.randn(4, 130, 136, device=device, dtype=dtype)[..., :130]},
+    "dropout": lambda *of: {"dropout_p": 0.1},
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+def test_the_layout_of_a_result(way, order, options, dtype, device):
+    """It is that of PyTorch's kernel, whichever it would take."""
+    q, k, v = (in_memory(ORDERS[order], 2, 4, 130, 64, device=device, dtype=dtype).requires_grad_() for _ in range(3))
+    given = OPTIONS[options](device, dtype)
+    call = lambda *x: sdpa(*x, **given)  # noqa: E731
+    want = call(q, k, v)
+    enable(prefer=None)
+    got = (torch.compile(call, backend="aot_eager", fullgraph=True) if way == "compiled" else call)(q, k, v)
+    assert stats()["traced" if way == "compiled" else "served"] >= 1 and not stats()["handed_back"]
+    assert got.stride() == want.stride()
+    torch.autograd.grad(got, (q, k, v), torch.randn_like(got))

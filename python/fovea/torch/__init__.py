@@ -14,7 +14,7 @@ docs/torch.md describes how it works together with the rest of PyTorch.
 # _fast.py        the same in C where it can be had: decides, loads it, and says which path calls take
 # _call.py        turns tensors into a fovea_problem of the C library, and calls it
 # _options.py     the types of the keywords
-# _enable.py      enable(): fovea in the place of scaled_dot_product_attention
+# _enable.py      enable(): fovea in the place of scaled_dot_product_attention; _enable_kernel.py, _enable_decisions.py, _enable_order.py
 # _sdpa.py        its arguments as those of attention()
 # _parallel.py    context_parallel(): sequences whose rows lie on several ranks; _parallel_call.py, _parallel_keys.py, _parallel_heads.py
 # _rows.py        which rows each rank has, and the collectives that move them
@@ -44,7 +44,6 @@ from . import aten  # noqa: E402
 from ._attention import attention, attention_qkv  # noqa: E402  (older versions lack what it imports)
 from ._enable import (  # noqa: E402
     SAVE_IN_CHECKPOINTS,
-    Stats,
     disable,
     enable,
     enabled,
@@ -52,6 +51,7 @@ from ._enable import (  # noqa: E402
     reset_stats,
     stats,
 )
+from ._enable_state import Stats  # noqa: E402
 from ._fast import fast_path  # noqa: E402
 from ._parallel import context_parallel, explain_context_parallel  # noqa: E402
 from ._pytorch_cp import register_with_pytorch  # noqa: E402

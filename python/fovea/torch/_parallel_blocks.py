@@ -176,8 +176,9 @@ class _Pieces:
     def copy(self, natural: Tensor, by_rank: Sequence[Tensor], back: bool) -> None:
         """(..., total, width) from (..., count, width) of each rank; `back`: into these. The host needs long for many pieces, one
         view after the other (20 documents on two H200: several times as long as a group of heads takes to be computed)."""
-        matrices = as_matrices(natural, *by_rank)
-        whole, *parts = matrices or (natural, *by_rank)
+        matrices: Any = as_matrices(natural, *by_rank)
+        tensors: Any = matrices or (natural, *by_rank)
+        whole, *parts = tensors
         ranked = [x for room, sizes in zip(parts, self.sizes) for x in room.split(sizes, -2)]
         here, there = list(whole.split(self.natural_sizes, -2)), [ranked[n] for n in self.order]
         intos, given = (there, here) if back else (here, there)
@@ -253,7 +254,8 @@ class _Sides:
         pieces = self.pieces
         if len(pieces.order) > MOST_COPIES or (self.place.heads_first and not has_few_pieces(plan)):  # the latter such as lse of packed rows
             if back:
-                copy_all(zip(rooms, rows_of(heads, plan._order(heads.device)).split(list(plan.counts), -2)))
+                whole: Any = rows_of(heads, plan._order(heads.device))
+                copy_all(zip(rooms, whole.split(list(plan.counts), -2)))
             else:
                 copy(heads, rows_of(torch.cat(rooms, -2), plan._where(heads.device)))
             return
