@@ -299,7 +299,8 @@ def test_fuzz():
     assert not failures, "\n".join(failures)
     assert served > 0.75 * count
     assert set(stats()["handed_back"]) <= {
-        _sdpa.MALFORMED, _sdpa.RANK_OF_MASK, "keys and values with different numbers of heads"}
+        _sdpa.MALFORMED, _sdpa.RANK_OF_MASK, "keys and values with different numbers of heads", "empty tensors",
+        "tensors of uint8", "tensors of int64"}  # fmt: skip
 
 
 def test_pytorchs_process_is_replaced_after_a_fault():
@@ -343,6 +344,37 @@ def test_the_fuzzer_finds_what_is_wrong(monkeypatch):
         wrong, _, again = fuzz_sdpa.check(case, mine, pytorch)
         _enable._fast.load()
     assert again and wrong.startswith("query: error"), wrong
+
+
+def test_the_fuzzer_finds_malformed_calls_that_go_wrong(monkeypatch):
+    """An error where PyTorch computes, a result where it refuses, and an error of another kind."""
+    read = _sdpa.read
+
+    def refuses(*call):
+        if (found := read(*call)) == _sdpa.RANK_OF_MASK:
+            raise ValueError("planted")
+        return found
+
+    def ignores_is_causal(q, k, v, mask, dropout_p, is_causal, *rest):
+        return read(q, k, v, mask, dropout_p, is_causal and mask is None, *rest)
+
+    def has_its_own_error(*call):
+        if (found := read(*call)) == _sdpa.MALFORMED:
+            raise ValueError("planted")
+        return found
+
+    planted = {
+        refuses: "raises <class 'ValueError'> (planted), PyTorch None",
+        ignores_is_causal: "raises None (), PyTorch <class 'RuntimeError'>",
+        has_its_own_error: "raises <class 'ValueError'> (planted), PyTorch <class 'RuntimeError'>",
+    }
+    malformed = [seed for seed in range(800) if fuzz_sdpa.Case(seed, "cpu").malformed]
+    for fault, said in planted.items():
+        monkeypatch.setattr(_sdpa, "read", fault)
+        failures, _ = fuzz_sdpa.run("cpu", malformed, show=lambda text: None)
+        assert any(said in text for text in failures), (fault.__name__, failures)
+    monkeypatch.setattr(_sdpa, "read", read)
+    assert fuzz_sdpa.run("cpu", malformed, show=lambda text: None)[0] == []
 
 
 def test_a_mask_of_more_dimensions_than_the_scores():
