@@ -629,25 +629,101 @@ def test_without_any_one_of_the_librarys_functions(extension, monkeypatch):
         computes()
 
 
-@pytest.mark.parametrize("name", _fast._OBJECTS)
-def test_without_any_one_of_pytorchs_names(extension, monkeypatch, name, in_python):
-    def absent():
-        raise AttributeError(f"module 'torch' has no attribute '{name}'")
+# Where PyTorch has what _fast._OBJECTS asks for,
+IN_PYTORCH = {
+    "Tensor": (torch, "Tensor"), "Parameter": (torch.nn, "Parameter"), "strided": (torch, "strided"),
+    "dtypes": (torch, "uint8"), "modes": (torch._C, "_len_torch_dispatch_stack"),
+    "transforms": (torch._C, "_are_functorch_transforms_active"), "profiler": (torch._C._autograd, "_profiler_enabled"),
+    "tracing": (torch._C, "_get_tracing_state"), "forward_ad": (torch.autograd.forward_ad, "_current_level"),
+    "any_autocast": (torch._C, "_is_any_autocast_enabled"), "autocast_enabled": (torch, "is_autocast_enabled"),
+    "autocast_dtype": (torch, "get_autocast_dtype"), "grad_enabled": (torch, "is_grad_enabled"),
+    "deterministic": (torch._C, "_get_deterministic_algorithms"),
+    "warn_only": (torch, "is_deterministic_algorithms_warn_only_enabled"),
+    "apply": (torch._C, "_FunctionBase"), "node": (_fast.FastAttention, "_backward_cls"),
+    "compiling": (torch.compiler, "is_compiling"), "empty_like": (torch, "empty_like"),
+    "zeros_like": (torch, "zeros_like"), "empty_strided": (torch, "empty_strided"),
+    "backend_order": (torch._C, "_get_sdp_priority_order"), "math_allowed": (torch._C, "_get_math_sdp_enabled"),
+    "flash_allowed": (torch._C, "_get_flash_sdp_enabled"),
+    "efficient_allowed": (torch._C, "_get_mem_efficient_sdp_enabled"),
+    "cudnn_allowed": (torch._C, "_get_cudnn_sdp_enabled"),
+}  # fmt: skip
+# what C calls of fovea itself, and what may be missing.
+OURS = ("stream", "draw_seed", "backward", "begin_backward")
+OPTIONAL = {"stop": (torch.utils.checkpoint, "_StopRecomputationError"), "exchange": (torch.Tensor, "__dlpack_c_exchange_api__")}
+OF_FUNCTIONS = ("to_save", "materialize_grads", "needs_input_grad", "saved_tensors", "apply")
 
-    monkeypatch.setitem(_fast._OBJECTS, name, absent)
+
+def take_away(name, patch):
+    """In PyTorch itself, but for what a class of C has. Returns what fast_path() then names."""
+    if name.startswith("_FunctionBase."):
+        real = vars(torch._C._FunctionBase)
+        patch.setattr(torch._C, "_FunctionBase", type("Base", (), {x: real[x] for x in OF_FUNCTIONS if not name.endswith(f".{x}")}))
+    elif name == "node.apply":
+        patch.setattr(_fast.FastAttention, "_backward_cls", type("Node", (), {}))
+    elif name in OURS:
+        patch.delitem(_fast._OBJECTS, name)
+        return name
+    else:
+        owner, attribute = IN_PYTORCH[name]
+        for each in owner.__mro__ if name == "node" else [owner]:  # a class inherits it
+            if attribute in vars(each):
+                patch.delattr(each, attribute)
+        return attribute
+    return name.split(".")[1]
+
+
+def test_every_name_is_taken_away_below():
+    assert {*IN_PYTORCH, *OURS, *OPTIONAL} == set(_fast._OBJECTS)
+
+
+@pytest.mark.parametrize("name", [*IN_PYTORCH, *OURS, *(f"_FunctionBase.{name}" for name in OF_FUNCTIONS), "node.apply"])
+def test_without_any_one_of_pytorchs_names(extension, monkeypatch, name, in_python):
+    with monkeypatch.context() as patch:
+        missing = take_away(name, patch)
+        _fast.load()
+    why = fovea.torch.fast_path()
+    assert why.startswith("Python, as the fast path cannot be used: ") and f"'{missing}'" in why, why
+    assert (f"PyTorch {torch.__version__} differs from what it knows" in why) == (name not in OURS)
+    assert _fast.attention is _fast._declined and _fast.sdpa is None
+    computes()
+    assert in_python == ["forward", "backward"]
     _fast.load()
-    assert f"differs from what it knows: module 'torch' has no attribute '{name}'" in fovea.torch.fast_path()
+    assert fovea.torch.fast_path().startswith("C, ")
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_without_a_name_that_may_be_missing(extension, monkeypatch, name, in_python):
+    with monkeypatch.context() as patch:
+        patch.delattr(*OPTIONAL[name], raising=False)
+        _fast.load()
+    assert fovea.torch.fast_path().startswith(f"C, tensors read by {'methods' if name == 'exchange' else ''}")
+    computes()
+    assert in_python == []
+
+
+@pytest.mark.parametrize("error", [TypeError, ValueError, RuntimeError, SystemError])
+def test_whatever_else_differs_in_pytorch(extension, monkeypatch, error, in_python):
+    """fovea.torch can then still be imported."""
+
+    def differs():
+        raise error("of a test")
+
+    with monkeypatch.context() as patch:
+        patch.setitem(_fast._OBJECTS, "node", differs)
+        _fast.load()
+    assert fovea.torch.fast_path().startswith("Python, ") and "of a test" in fovea.torch.fast_path()
     computes()
     assert in_python == ["forward", "backward"]
 
 
-def test_without_autograds_attributes(extension, monkeypatch):
-    class Base:
-        to_save = materialize_grads = needs_input_grad = None
-
-    monkeypatch.setattr(torch._C, "_FunctionBase", Base)
-    _fast.load()
-    assert "has no attribute 'saved_tensors'" in fovea.torch.fast_path()
+def test_with_a_node_that_cannot_be_changed(extension, monkeypatch, in_python):
+    """An error of start() itself."""
+    with monkeypatch.context() as patch:
+        patch.setitem(_fast._OBJECTS, "node", lambda: int)
+        _fast.load()
+    assert fovea.torch.fast_path().startswith("Python, as the fast path cannot be used: ")
+    computes()
+    assert in_python == ["forward", "backward"]
 
 
 @pytest.mark.parametrize("why, change", {
