@@ -1413,8 +1413,9 @@ PyMODINIT_FUNC PyInit__fast(void) {
   }
   STABLE(FUNCTION)
 #undef FUNCTION
-  if (PyModule_AddObject(module, "STABLE", stable) != 0 ||
-      PyModule_AddIntConstant(module, "VERSION", FOVEA_VERSION_MAJOR) != 0 ||
+  PyObject* version = PyUnicode_FromFormat("%d.%d.%d", FOVEA_VERSION_MAJOR, FOVEA_VERSION_MINOR, FOVEA_VERSION_PATCH);
+  if (!version || PyModule_AddObject(module, "STABLE", stable) != 0 ||
+      PyModule_AddObject(module, "VERSION", version) != 0 ||
       PyModule_AddIntConstant(module, "PROBLEM", sizeof(fovea_problem)) != 0)
     return NULL;
   return module;

@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import cases
 import fovea.torch
+from fovea import _library
 from fovea.torch import _attention, _call, _enable, _enable_decisions, _enable_state, _fast, _operators, _sdpa, attention, disable, enable, reset_stats, stats
 
 ROWS = cases.rows()
@@ -729,7 +730,7 @@ def test_with_a_node_that_cannot_be_changed(extension, monkeypatch, in_python):
 @pytest.mark.parametrize("why, change", {
     "this Python has no global lock": lambda m: m.setattr(_fast.sysconfig, "get_config_var", lambda name: 1),
     "it needs CPython 3.10 or newer": lambda m: m.setattr(_fast.sys, "version_info", (3, 9, 18)),
-    "is of another version than this package": lambda m: m.setattr(_fast._abi, "VERSION_MAJOR", 77),
+    "of another version than this package": lambda m: m.setattr(_fast._abi, "Problem", ctypes.c_int),
     "does not exist": lambda m: m.setattr(_fast._library, "path", _fast._library.path.with_name("elsewhere") / "x.so"),
 }.items())  # fmt: skip
 def test_where_it_cannot_be_loaded(extension, monkeypatch, why, change):
@@ -740,6 +741,20 @@ def test_where_it_cannot_be_loaded(extension, monkeypatch, why, change):
         assert fovea.torch.fast_path().startswith("Python, as the fast path cannot be used: ")
         assert why in fovea.torch.fast_path()
         computes()
+
+
+@pytest.mark.parametrize("other", [10000, 100, 1], ids=["major", "minor", "patch"])
+def test_of_another_version_than_the_library(extension, monkeypatch, other, in_python):
+    assert extension.VERSION == _library.version()
+    number = _library.lib.fovea_version() + other
+    with monkeypatch.context() as patch:
+        patch.setattr(_fast, "_EXTENSION", None)
+        patch.setattr(_library.lib, "fovea_version", lambda: number)
+        _fast.load()
+        assert f"_fast.abi3.so is of version {extension.VERSION}, and the library of {_library.version()}" in _fast.fast_path()
+        assert _fast.fast_path().startswith("Python, ")
+    computes()
+    assert in_python == ["forward", "backward"]
 
 
 def test_the_types_are_in_the_order_of_c():

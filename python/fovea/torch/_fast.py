@@ -187,8 +187,11 @@ def _extension() -> Any:
     assert spec is not None
     extension = importlib.util.module_from_spec(spec)
     loader.exec_module(extension)
-    theirs = (_abi.VERSION_MAJOR, ctypes.sizeof(_abi.Problem))
-    if theirs != (extension.VERSION, extension.PROBLEM):
+    # A build makes both, so nothing of the version differs. Before 1.0 another minor version may differ in anything.
+    ours, theirs = _library.version(), extension.VERSION
+    if ours != theirs:
+        raise ImportError(f"{path} is of version {theirs}, and the library of {ours}")
+    if extension.PROBLEM != ctypes.sizeof(_abi.Problem):
         raise ImportError(f"{path} is of another version than this package")
     _EXTENSION = extension
     return extension
