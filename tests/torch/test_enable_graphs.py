@@ -20,8 +20,6 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from conftest import ROOT
 from fovea.torch import _enable, _enable_decisions, _enable_jagged, disable, enable, enabled, reset_stats, stats
 
-LONG = "FOVEA_LONG" in os.environ
-
 
 @pytest.fixture(autouse=True)
 def off():
@@ -294,7 +292,6 @@ def test_decompositions_of_an_exported_program():
     close([decomposed.module()(*tensors)], [sdpa(*tensors, is_causal=True)])
 
 
-@pytest.mark.skipif(not LONG, reason="compiles C++ for half a minute; FOVEA_LONG runs it")
 def test_aotinductor_packages(tmp_path):
     """A package made while enabled has fovea::attention, and runs in a process that has imported fovea.torch."""
     tensors = tuple(qkv(grad=False))
