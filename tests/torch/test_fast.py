@@ -19,7 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 import cases
 import fovea.torch
 from fovea import _library
-from fovea.torch import _attention, _call, _enable, _enable_decisions, _enable_state, _fast, _operators, _sdpa, attention, disable, enable, reset_stats, stats
+from fovea import _library
+from fovea.torch import _attention, _call, _enable, _enable_decisions, _enable_state, _fast, _operators, _sdpa, attention, attention_qkv, disable, enable, reset_stats, stats
 
 ROWS = cases.rows()
 WAYS = ("1", "exchange alone", "methods")
@@ -271,6 +272,59 @@ def test_the_graph_is_freed_once(way):
     out.backward()
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         out.backward()
+
+
+def compiled_calls():
+    """By name, functions of the tensors q, k, v and a bias. Of one shape, so that a graph of one must not serve another."""
+    lengths = torch.tensor([0, 3, 4], dtype=torch.int32)
+    rows = {"cu_seqlens_q": lengths, "cu_seqlens_k": lengths, "align": "top_left"}
+    return {
+        "causal": lambda q, k, v, bias: attention(q, k, v, causal=True).cos(),
+        "a scale": lambda q, k, v, bias: attention(q, k, v, scale=0.5).cos(),
+        "another scale": lambda q, k, v, bias: attention(q, k, v, scale=0.25).cos(),
+        "a bias": lambda q, k, v, bias: attention(q, k, v, bias=bias, window=(2, 1), softcap=3.0, align="top_left").cos(),
+        "lse": lambda q, k, v, bias: attention(q, k, v, return_lse=True)[1].cos(),
+        "dropout": lambda q, k, v, bias: attention(q, k, v, dropout_p=0.5).cos(),
+        "a seed": lambda q, k, v, bias: attention(q, k, v, dropout_p=0.5, seed=2**63 + 5).cos(),
+        "packed rows": lambda q, k, v, bias: attention(*(x[0].transpose(0, 1) for x in (q, k, v)), causal=True, **rows).cos(),
+        "sdpa": lambda q, k, v, bias: sdpa(q, k, v, bias, scale=0.5).cos(),
+        "qkv": lambda q, k, v, bias: attention_qkv(torch.stack([q, k, v]), 0, bias=bias).cos(),
+        "two calls": lambda q, k, v, bias: attention(attention(q, k, v), k, v, bias=bias).cos(),
+    }
+
+
+@pytest.mark.parametrize("fast", [True, False], ids=["c", "python"])
+def test_compiled_autograd(fast, monkeypatch, request):
+    """It traces the backward, as one graph, in which fovea::attention_backward is a node."""
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph.code)
+        return graph
+
+    monkeypatch.setenv("FOVEA_TORCH_FAST", str(int(fast)))
+    _fast.load()
+    assert fovea.torch.fast_path().startswith("C, " if fast else "Python, ")
+    for after in (torch._dynamo.reset, reset_stats, disable):
+        request.addfinalizer(after)
+    enable(prefer=None)
+    compiler = torch.compile(backend=keep, fullgraph=True)
+    calls = {name: call for name, call in compiled_calls().items() if fast or name in ("causal", "a bias", "qkv")}
+    counts = []
+    for _ in range(2):
+        for name, call in calls.items():
+            torch.manual_seed(3)
+            leaves = [torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(3)]
+            leaves.append(torch.randn(1, 2, 4, 4, requires_grad=True))
+            loss = call(*leaves).sum()
+            want = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
+            with torch._dynamo.compiled_autograd._enable(compiler):
+                loss.backward()
+            for x, y in zip(leaves, want):
+                assert (x.grad is None) if y is None else torch.equal(x.grad, y), name
+        counts.append(len(graphs))
+    assert 3 <= counts[0] == counts[1]  # the second time all graphs are there
+    assert all("fovea.attention_backward" in graph for graph in graphs)
 
 
 # ---- references and memory ----

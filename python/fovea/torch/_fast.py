@@ -104,9 +104,19 @@ class FastAttention(torch.autograd.Function):
     jvp = _operators.Attention.jvp
 
 
+def _unpack(call: bytes) -> tuple[int, tuple[Any, ...]]:
+    found: tuple[int, tuple[Any, ...]] = _STARTED.unpack(call)
+    return found
+
+
+# As torch.compiler.assume_constant_result() does, which imports torch._dynamo: compiled autograd traces what calls this, and cannot
+# trace C. It guards on the bytes.
+_unpack._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _arguments(there: Sequence[Tensor], call: bytes) -> tuple[Any, ...]:
     """The operator's, of the tensors that C was given and of what else it keeps of a call."""
-    given, rest = _STARTED.unpack(call)
+    given, rest = _unpack(call)
     each = iter(there)
     tensors = [next(each) if given >> index & 1 else None for index in range(_call.TENSORS)]
     return (*tensors, *rest)

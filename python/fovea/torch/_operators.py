@@ -233,11 +233,14 @@ def direct_gradients(
         return (None,) * len(need)
     if grad_out is None:
         grad_out = torch.zeros_like(out)
+    all_six = [*need, *[False] * (len(DIFFERENTIABLE) - len(need))]
+    if torch.compiler.is_compiling():  # compiled autograd: Dynamo traces this function, and cannot trace what the next lines ask
+        six = attention_backward(grad_out, grad_lse, out, lse, all_six, *arguments)
+        return [grad if wanted else None for grad, wanted in zip(six, need)]
     if (
         torch.is_grad_enabled() or is_watched() or not survey((grad_out, grad_lse))[0] or _has_no_memory(grad_out)
         or (grad_lse is not None and _has_no_memory(grad_lse))
     ):  # fmt: skip
-        all_six = [*need, *[False] * (len(DIFFERENTIABLE) - len(need))]
         six = _through_dispatcher(grad_out, grad_lse, out, lse, all_six, *arguments)
         return [grad if wanted else None for grad, wanted in zip(six, need)]
     found = _call.backward(grad_out, grad_lse, out, lse, need, *arguments, into=into)
