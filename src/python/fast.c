@@ -226,7 +226,7 @@ static int read_by_dlpack(PyObject* object, View* x) {
   if (G.dlpack->read(object, &tensor) != 0 || tensor.rank > FOVEA_MAX_RANK || tensor.dtype.lanes != 1 ||
       (tensor.device.type != kDlCpu && tensor.device.type != kDlCuda))
     return 0;
-  x->data = (char*)tensor.data + tensor.byte_offset;
+  x->data = tensor.data ? (char*)tensor.data + tensor.byte_offset : NULL;
   x->type = type_of(tensor.dtype.code, tensor.dtype.bits);
   x->rank = tensor.rank;
   x->device = tensor.device.type == kDlCpu ? FOVEA_CPU : FOVEA_CUDA;
