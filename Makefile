@@ -115,7 +115,7 @@ test-models:  ## the integrations with the libraries themselves: models of trans
 check: test check-rest  ## make test, then the other stages, more than an hour of CPU (docs/testing.md): lint, sanitizers, fuzzing, ...
 check-rest:
 	$(VENV)/bin/python tools/test.py --build $(BUILD) --jobs $(JOBS) --lanes 2 --after $(BUILD)/tests.json \
-	    tidy asan clang tsan torch torch_python models torch_oldest jax wheel lint kernels fuzz readers nvrtc abi installed demo docs
+	    tidy asan asantorch clang tsan torch torch_python models torch_oldest jax wheel lint kernels fuzz readers nvrtc abi installed demo docs
 
 .PHONY: kernels
 kernels:  ## compile every GPU kernel that changed into tests/kernels/manifest.txt; goes on where it was stopped (no GPU)

@@ -11,6 +11,7 @@ processes that a stage starts.
 import argparse
 import json
 import os
+import platform
 import queue
 import re
 import shlex
@@ -28,7 +29,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CLANG = ("-DCMAKE_CXX_COMPILER=clang++", "-DCMAKE_C_COMPILER=clang")
-NEEDS = {"asanfuzz": "asan", "readers": "asan", "wheel": "torch", "models": "torch"}  # a stage that uses what another has built
+NEEDS = {"asanfuzz": "asan", "readers": "asan", "asantorch": "asan", "wheel": "torch", "models": "torch"}  # a stage that uses what another has built
 # More memory than there is, is an error and not the end.
 ASAN = {"FOVEA_CASES": "reduced", "ASAN_OPTIONS": "allocator_may_return_null=1"}
 
@@ -272,6 +273,28 @@ class Runner:
     def stage_asanfuzz(self):
         """ten seconds of fuzzing in the build of the stage asan"""
         return self.one(self.run(ROOT / "build-asan/tests/fuzz/fuzz_capi", "--seconds", 10, env=ASAN))
+
+    def stage_asantorch(self):
+        """pytest: the fast path of fovea.torch and enable() with the library and the extension of the stage asan"""
+        build = ROOT / "build-asan"
+        python = self.environment("VENV_TORCH", ".venv-torch", "torch")
+        if python is None or not self.cmake(build, "-DFOVEA_SANITIZE=address,undefined", *CLANG, targets=["fovea"]):
+            return Count(0, 1)
+        # Python and PyTorch have no sanitizer, so its runtime is there before them; and so is what throws exceptions, which it
+        # intercepts. They do not free all that they hold. Python's objects shall each be a piece of memory.
+        names = (f"libclang_rt.asan-{platform.machine()}.so", "libstdc++.so.6")
+        found = [subprocess.run(["clang", f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip() for name in names]
+        env = {"LD_PRELOAD": ":".join(found), "ASAN_OPTIONS": "allocator_may_return_null=1:detect_leaks=0",
+               "UBSAN_OPTIONS": "print_stacktrace=1", "PYTHONMALLOC": "malloc", "FOVEA_BUILD": build, "FOVEA_RANDOM": 300}  # fmt: skip
+        planted = "import ctypes; ctypes.memset(ctypes.create_string_buffer(8), 0, 9999)"
+        done = subprocess.run([python, "-c", planted], env={**os.environ, **{key: str(value) for key, value in env.items()}},
+                              capture_output=True, text=True)  # fmt: skip
+        print("the sanitizer finds a planted error:", "heap-buffer-overflow" in done.stderr, flush=True)
+        count = self.one("heap-buffer-overflow" in done.stderr)
+        # Not those that compile, count bytes of the process or start others. A report goes where pytest would keep it to itself.
+        for path, chosen in (("fast", "not references and not compiled and not environment"), ("enable", "test_fuzz")):
+            count.add(self.pytest(f"tests/torch/test_{path}.py", "--capture=sys", "-k", chosen, env=env, python=python))
+        return count
 
     def stage_tsan(self):
         """ThreadSanitizer on a reduced case table and on whatever else starts threads"""
