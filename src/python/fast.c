@@ -908,13 +908,13 @@ static PyObject* differentiable(const Call* call, PyObject* out, PyObject* lse, 
   return found;
 }
 
-/* The result of what has been read, or None. `drawn`: with a new seed. `order` of the result's dimensions, or 0. */
-static PyObject* forward(Call* call, int drawn, int learns, int return_lse, long order) {
+/* The result of what has been read, or None. `drawn`: with a new seed, which goes into `keywords` if Python shall
+ * compute the call, as it would draw another one. `order` of the result's dimensions, or 0. */
+static PyObject* forward(Call* call, int drawn, int learns, int return_lse, long order, PyObject* keywords) {
   call->learns = learns;
   call->computed = 0;
   PyObject* seed = NULL;
   if (drawn) {
-    if (!build(call)) return decline(); /* before it, as Python would draw again */
     PyObject* of = PyTuple_Pack(1, call->tensors[k_q].object);
     seed = of ? PyObject_CallFunctionObjArgs(G.draw_seed, of, (PyObject*)NULL) : NULL;
     Py_XDECREF(of);
@@ -948,8 +948,11 @@ static PyObject* forward(Call* call, int drawn, int learns, int return_lse, long
   }
   Py_XDECREF(new_out);
   Py_XDECREF(new_lse);
+  PyObject* result = call->computed ? found : decline();
+  if (!call->computed && result && seed && keywords && PyDict_SetItem(keywords, G.names[k_seed], seed) != 0)
+    Py_CLEAR(result);
   Py_XDECREF(seed);
-  return call->computed ? found : decline();
+  return result;
 }
 
 /* attention(q, k, v, keywords): the result, or None. */
@@ -965,7 +968,7 @@ static PyObject* fast_attention(PyObject* module, PyObject* const* arguments, Py
     if (enabled < 0) return decline();
     learns = enabled;
   }
-  return forward(&call, read == 2, learns, return_lse, 0);
+  return forward(&call, read == 2, learns, return_lse, 0, arguments[3]);
 }
 
 /* ---- scaled_dot_product_attention, where enable() is in force ---- */
@@ -1105,7 +1108,7 @@ static PyObject* fast_sdpa(PyObject* module, PyObject* const* arguments, Py_ssiz
     if (!how) return NULL;
     const int ordered = PyLong_CheckExact(how); /* True is no such number */
     if (how == Py_True || ordered) {
-      result = forward(&call, kind.dropout_p != 0, kind.learns != 0, 0, ordered ? PyLong_AsLong(how) : 0);
+      result = forward(&call, kind.dropout_p != 0, kind.learns != 0, 0, ordered ? PyLong_AsLong(how) : 0, NULL);
       /* Counted in _enable.py; `stop` is the exception by which checkpoints end what they compute again. */
       G.served += call.computed && (result || PyErr_ExceptionMatches(G.stop));
     } else if (how == Py_None) {

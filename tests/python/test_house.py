@@ -42,7 +42,7 @@ ALLOWED = {
 KERNEL_LINES, HEADER_LINES, KERNEL_FUNCTION_LINES = 450, 300, 320
 LONGER_ON_THE_HOST = {
     "src/cuda/jit/driver.h": 358,
-    "src/python/fast.c": 1422,
+    "src/python/fast.c": 1425,
 }
 
 

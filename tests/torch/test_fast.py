@@ -813,3 +813,18 @@ def test_of_another_version_than_the_library(extension, monkeypatch, other, in_p
 
 def test_the_types_are_in_the_order_of_c():
     assert [_call._CODES[dtype] for dtype in _call.TYPES] == list(range(1, 8))
+
+
+@pytest.mark.parametrize("way", ["1", "methods"], indirect=True)
+def test_a_declined_call_draws_one_seed(way):
+    """Where Python computes it, or says why not, the generator is as if Python had done it alone."""
+    q = torch.randn(1, 2, 8, 16)
+    left = []
+    for path in ("C", "Python"):
+        if path == "Python":
+            _fast.switch_off()
+        torch.manual_seed(3)
+        with pytest.raises(ValueError, match="scale"):
+            attention(q, q, q, scale=1e300, dropout_p=0.5)
+        left.append(torch.rand(1))
+    assert torch.equal(*left)
