@@ -10,6 +10,7 @@ import re
 import resource
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -18,7 +19,6 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import cases
 import fovea.torch
-from fovea import _library
 from fovea import _library
 from fovea.torch import _attention, _call, _enable, _enable_decisions, _enable_state, _fast, _operators, _sdpa, attention, attention_qkv, disable, enable, reset_stats, stats
 
@@ -784,7 +784,7 @@ def test_with_a_node_that_cannot_be_changed(extension, monkeypatch, in_python):
 @pytest.mark.parametrize("why, change", {
     "this Python has no global lock": lambda m: m.setattr(_fast.sysconfig, "get_config_var", lambda name: 1),
     "it needs CPython 3.10 or newer": lambda m: m.setattr(_fast.sys, "version_info", (3, 9, 18)),
-    "of another version than this package": lambda m: m.setattr(_fast._abi, "Problem", ctypes.c_int),
+    "of another version than this package": lambda m: m.setattr(_fast, "_abi", types.SimpleNamespace(Problem=ctypes.c_int)),
     "does not exist": lambda m: m.setattr(_fast._library, "path", _fast._library.path.with_name("elsewhere") / "x.so"),
 }.items())  # fmt: skip
 def test_where_it_cannot_be_loaded(extension, monkeypatch, why, change):
