@@ -48,6 +48,8 @@ def wanted(call: Sequence[Any], shape: Sequence[Any], composite: Callable[..., T
     PyTorch's kernel, which computes without memory if the call is traced."""
     if len(shape) < 4:  # results with heads have four dimensions or more
         return None
+    if traced and not all(_ahead.has_known_sizes(x) for x in call[:4] if x is not None):
+        return None
     try:
         order = _of_traced(call, composite) if traced else _of(call, len(shape), composite)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError):  # PyTorch refuses it, or has no such function
@@ -72,7 +74,7 @@ def _of(call: Sequence[Any], rank: int, composite: Callable[..., Tensor]) -> Opt
 def _cpu_keeps_q(composite: Callable[..., Tensor]) -> bool:
     """As PyTorch does from 2.15 on."""
     with torch.no_grad():
-        q = torch.zeros(1, 2, 2, 8)
+        q = torch.zeros(1, 2, 2, 8, device="cpu")
         return composite(q, q, q).is_contiguous()
 
 
