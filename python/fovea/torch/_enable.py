@@ -30,6 +30,7 @@ import contextlib
 import functools
 import os
 import sys
+import threading
 import zlib
 from collections.abc import Sequence
 from typing import Any, Literal, Optional, Union
@@ -289,7 +290,7 @@ def _take_away() -> None:
     """Of what _set_up() has put there, even if an exception ended it."""
     state.settings = None
     state.decisions = {}
-    if _owners.no_other_thread_calls():
+    if no_other_thread_calls():
         while state.libraries:
             state.libraries.popitem()[1]._destroy()
     _owners.forget_dispatch(NAME)
@@ -306,6 +307,11 @@ def _take_away() -> None:
         if not torch.backends.mha.get_fastpath_enabled():  # the program has not set it since
             torch.backends.mha.set_fastpath_enabled(state.fastpath)
         state.fastpath = None
+
+
+def no_other_thread_calls() -> bool:
+    """Whether a kernel can be taken away: PyTorch frees it, though another thread may be in it."""
+    return threading.active_count() == 1
 
 
 def _set_tag(settings: Settings) -> None:

@@ -39,7 +39,6 @@ Place = tuple[str, str]  # operator and key
 _lock = threading.RLock()
 _taken: dict[str, tuple[Owner, frozenset[Place]]] = {}  # by the owner's name
 PLACES: dict[Place, Any] = {}  # the libraries that registered a kernel there
-_before: dict[Place, Any] = {}  # PyTorch's kernels, where it has one: ours may stay and call it
 _here = threading.local()
 
 
@@ -69,11 +68,6 @@ def in_force() -> bool:
     return bool(_taken)
 
 
-def no_other_thread_calls() -> bool:
-    """Whether a kernel can be taken away: PyTorch frees it, though another thread may be in it."""
-    return threading.active_count() == 1
-
-
 def forget_dispatch(name: str) -> None:
     """After a kernel was registered or taken away. While PyTorch traces, Python chooses the kernel of each key and remembers it, and
     no registration corrects that: a graph would have a kernel that is not in force, or lose gradients where there is none."""
@@ -99,16 +93,12 @@ def release(name: str) -> None:
 
 def _settle() -> None:
     wanted = {place for _, places in _taken.values() for place in places}
-    alone = no_other_thread_calls()
-    for place in [place for place in PLACES if place not in wanted and (alone or place not in _before)]:
-        _before.pop(place, None)
+    for place in [place for place in PLACES if place not in wanted]:
         PLACES.pop(place)._destroy()
         forget_dispatch(place[0])
     for place in sorted(wanted - PLACES.keys()):
         name, key = place
         theirs = _kernel_of_pytorch(name, key)
-        if theirs is not None:
-            _before[place] = theirs
         PLACES[place] = library = _torch_library.Library("aten", "IMPL")
         with warnings.catch_warnings():  # what the caller asked for
             warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
