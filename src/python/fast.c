@@ -976,7 +976,7 @@ static PyObject* fast_attention(PyObject* module, PyObject* const* arguments, Py
 /* A call as PyTorch has it: its arguments, those that were left out too, in the order of the operator. */
 enum { kQuery, kKey, kValue, kMask, kDropout, kCausal, kScale, kGqa, kSdpa };
 
-/* Of a call what decides how it is computed, as bytes: a key of _enable._state.decisions. */
+/* Of a call what decides how it is computed, as bytes: a key of State.decisions in _enable_state.py. */
 typedef struct Kind {
   double dropout_p, scale;
   int32_t causal, gqa, scaled, deterministic, learns; /* learns: a bit for each tensor */
@@ -984,7 +984,7 @@ typedef struct Kind {
   int64_t words[4 * (4 + 2 * FOVEA_MAX_RANK)]; /* of each tensor type, rank, device, its number, shape, strides */
 } Kind;
 
-/* Whether a fused kernel is the first that is allowed: _math_comes_first() in _enable.py. */
+/* Whether a fused kernel is the first that is allowed: _math_comes_first() in _enable_kernel.py. */
 static int fused_comes_first(void) {
   PyObject* allowed[] = {G.math_allowed, G.flash_allowed, G.efficient_allowed, G.cudnn_allowed}; /* by SDPBackend */
   PyObject* order = PyObject_CallNoArgs(G.backend_order);
@@ -1109,7 +1109,7 @@ static PyObject* fast_sdpa(PyObject* module, PyObject* const* arguments, Py_ssiz
     const int ordered = PyLong_CheckExact(how); /* True is no such number */
     if (how == Py_True || ordered) {
       result = forward(&call, kind.dropout_p != 0, kind.learns != 0, 0, ordered ? PyLong_AsLong(how) : 0, NULL);
-      /* Counted in _enable.py; `stop` is the exception by which checkpoints end what they compute again. */
+      /* Counted in _enable_state.py; `stop` is the exception by which checkpoints end what they compute again. */
       G.served += call.computed && (result || PyErr_ExceptionMatches(G.stop));
     } else if (how == Py_None) {
       result = by_pytorch(given, &kind);

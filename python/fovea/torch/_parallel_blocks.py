@@ -257,7 +257,7 @@ class _Sides:
                 whole: Any = rows_of(heads, plan._order(heads.device))
                 copy_all(zip(rooms, whole.split(list(plan.counts), -2)))
             else:
-                copy(heads, rows_of(torch.cat(rooms, -2), plan._where(heads.device)))
+                self.heads[group] = rows_of(torch.cat(rooms, -2), plan._where(heads.device))
             return
         pieces.copy(heads, rooms, back)
 

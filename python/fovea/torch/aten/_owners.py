@@ -60,12 +60,12 @@ def owners() -> dict[str, str]:
     """
     with _lock:
         found = {name: [_owner(place) for place in sorted(PLACES) if place[0] == name] for name in OPERATORS}
-        return {name: ", ".join(dict.fromkeys(owner.name for owner in there if owner)) for name, there in found.items() if any(there)}
+        return {name: ", ".join(dict.fromkeys(owner.name for owner in there if owner)) for name, there in found.items() if there}
 
 
 def in_force() -> bool:
     """Whether fovea computes one."""
-    return bool(_taken)
+    return bool(PLACES)
 
 
 def forget_dispatch(name: str) -> None:
