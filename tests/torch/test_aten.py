@@ -639,7 +639,7 @@ class Kernel:
 @pytest.fixture
 def theirs(monkeypatch):
     kernel = Kernel()
-    monkeypatch.setattr(_owners, "_kernel_of_pytorch", lambda name, key: kernel)
+    monkeypatch.setattr(_owners, "_kernel_in_force", lambda name, key: kernel)
     return kernel
 
 
@@ -656,7 +656,7 @@ def test_what_is_handed_back(theirs):
         PYTORCH._scaled_dot_product_flash_attention(q, q, q, 0.1)
 
 
-def test_operators_that_a_kernel_of_pytorch_calls_are_pytorchs(theirs):
+def test_operators_that_a_kernel_in_force_calls_are_pytorchs(theirs):
     """Its memory-efficient kernel calls another operator, which fovea has taken as well: that one is neither fovea's then, nor counted."""
     q = normal(1, 2, 6, 8)
     given = (q, q, q, None, None, None, None, None, 0.0, 0)
@@ -753,7 +753,7 @@ def test_each_device_has_an_owner_of_its_own():
 def test_a_call_while_another_thread_releases_the_operator(with_theirs, theirs, monkeypatch):
     """PyTorch's kernel computes it; where there is none, fovea."""
     if not with_theirs:
-        monkeypatch.setattr(_owners, "_kernel_of_pytorch", lambda name, key: None)
+        monkeypatch.setattr(_owners, "_kernel_in_force", lambda name, key: None)
     q = normal(1, 2, 6, 8)
     enable("cpu", prefer=None, operators=True)
     with monkeypatch.context() as patch:
@@ -777,7 +777,7 @@ def test_without_the_registry():
 def test_without_get_kernel(monkeypatch):
     """An older PyTorch: there is no kernel to go back to, and fovea's error is raised."""
     monkeypatch.delattr(torch.library, "get_kernel", raising=False)
-    assert _owners._kernel_of_pytorch("_flash_attention_forward", "CUDA") is None
+    assert _owners._kernel_in_force("_flash_attention_forward", "CUDA") is None
 
 
 def test_fovea_torch_variable():

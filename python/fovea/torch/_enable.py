@@ -15,11 +15,8 @@ computes more slowly, goes back to the composite.
     _sdpa.py              the arguments as those of fovea.torch.attention
     _fastest.py           where PyTorch is faster, as measured
 
-A kernel that is taken away while another thread is in it crashes the process. So disable() leaves it where it is if the process has other
-threads; it then calls the composite, until enable() is called again.
-
 Private names of PyTorch that these files use, each checked by tests/torch/test_enable.py: OpOverload.decompose and _op_dk,
-torch.library.Library._destroy, torch.nested._internal.ops.jagged_scaled_dot_product_attention, _dynamo_marked_constant of
+torch.nested._internal.ops.jagged_scaled_dot_product_attention, _dynamo_marked_constant of
 functions, _is_zerotensor of tensors, _values, _ragged_idx and _get_max_seqlen of nested tensors, the functions of torch._C that stand below
 the imports, and those of _enable_order.py.
 """
@@ -30,7 +27,6 @@ import contextlib
 import functools
 import os
 import sys
-import threading
 import zlib
 from collections.abc import Sequence
 from typing import Any, Literal, Optional, Union
@@ -267,9 +263,8 @@ def _set_up(settings: Settings) -> None:
     kernel = _fast.connect(compute, state, for_c, give_back, _composite_now, _owners.PLACES)
     # Autograd's are there first and leave last: another thread's call that found the device's alone would lose its gradient.
     for key in (prefix + device.upper() for prefix in ("Autograd", "") for device in settings.devices):
-        if key not in state.libraries:
-            state.libraries[key] = library = _library.Library("aten", "IMPL")
-            library.impl(NAME, kernel, key)
+        state.libraries[key] = library = _library.Library("aten", "IMPL")
+        library.impl(NAME, kernel, key)
     _owners.forget_dispatch(NAME)
     if settings.operators:
         owner = _owners.Owner(OWNER, why_not_operator, count_operator, lambda name, why, device: hand_back(why, device, name))
@@ -290,9 +285,9 @@ def _take_away() -> None:
     """Of what _set_up() has put there, even if an exception ended it."""
     state.settings = None
     state.decisions = {}
-    if no_other_thread_calls():
-        while state.libraries:
-            state.libraries.popitem()[1]._destroy()
+    while state.libraries:
+        key, library = state.libraries.popitem()
+        _owners.take_away(library, NAME, key)
     _owners.forget_dispatch(NAME)
     _owners.release(OWNER)
     config = torch.compiler.config
@@ -307,11 +302,6 @@ def _take_away() -> None:
         if not torch.backends.mha.get_fastpath_enabled():  # the program has not set it since
             torch.backends.mha.set_fastpath_enabled(state.fastpath)
         state.fastpath = None
-
-
-def no_other_thread_calls() -> bool:
-    """Whether a kernel can be taken away: PyTorch frees it, though another thread may be in it."""
-    return threading.active_count() == 1
 
 
 def _set_tag(settings: Settings) -> None:

@@ -7,11 +7,12 @@ has taken it as well: so either may release its operators first. What fovea does
 PyTorch, is computed by the kernel that was there before.
 
 Private names of PyTorch that this file uses: torch.library.Library._destroy, OpOverload._dispatch_cache. torch.library.get_kernel is missing in old
-versions; then there is nothing to hand a call back to, and it raises fovea's error.
+versions; then there is nothing to hand a call back to, and it raises fovea's error, and take_away() is for processes of one thread.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import threading
 import warnings
@@ -40,6 +41,7 @@ _lock = threading.RLock()
 _taken: dict[str, tuple[Owner, frozenset[Place]]] = {}  # by the owner's name
 PLACES: dict[Place, Any] = {}  # the libraries that registered a kernel there
 _here = threading.local()
+_gone: collections.deque[Any] = collections.deque(maxlen=1024)  # the last kernels that were taken away
 
 
 def exists(name: str) -> bool:
@@ -76,6 +78,13 @@ def forget_dispatch(name: str) -> None:
         getattr(operator, overload)._dispatch_cache.clear()
 
 
+def take_away(library: Any, name: str, key: str) -> None:
+    """The kernel of an operator that a library has registered. PyTorch frees it at once, though another thread may have found it and
+    wait for Python's lock in it: so a reference is kept."""
+    _gone.append(_kernel_in_force(name, key))
+    library._destroy()
+
+
 def take(owner: Owner, names: Iterable[str], devices: Iterable[str]) -> None:
     """Puts fovea's kernels in PyTorch's place."""
     wanted = frozenset((name, device.upper()) for name in names if exists(name) for device in devices)
@@ -94,11 +103,11 @@ def release(name: str) -> None:
 def _settle() -> None:
     wanted = {place for _, places in _taken.values() for place in places}
     for place in [place for place in PLACES if place not in wanted]:
-        PLACES.pop(place)._destroy()
+        take_away(PLACES.pop(place), *place)
         forget_dispatch(place[0])
     for place in sorted(wanted - PLACES.keys()):
         name, key = place
-        theirs = _kernel_of_pytorch(name, key)
+        theirs = _kernel_in_force(name, key)
         PLACES[place] = library = _torch_library.Library("aten", "IMPL")
         with warnings.catch_warnings():  # what the caller asked for
             warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
@@ -106,7 +115,7 @@ def _settle() -> None:
         forget_dispatch(name)
 
 
-def _kernel_of_pytorch(name: str, key: str) -> Any:
+def _kernel_in_force(name: str, key: str) -> Any:
     get_kernel = getattr(_torch_library, "get_kernel", None)
     if get_kernel is None:
         return None
