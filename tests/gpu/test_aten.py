@@ -461,7 +461,7 @@ def test_the_faster_one(device, computed, monkeypatch):
     monkeypatch.setattr("fovea.torch._fastest.slower", lambda *args: True)
     q, k, v = (view((2, 3, 128, 64), "contiguous", device, torch.bfloat16) for _ in range(3))
     want = step(q, k, v)
-    monkeypatch.setattr("fovea.torch._enable._slower", {})
+    monkeypatch.setattr("fovea.torch._enable_kernel._slower", {})
     enable("cuda", operators=True)
     assert all(torch.equal(x, y) for x, y in zip(step(q, k, v)[:1], want)) and not computed
     assert list(stats()["handed_back"].values()) == [1, 1]
