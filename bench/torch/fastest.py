@@ -15,6 +15,8 @@ examples:
   bench/torch/fastest.py                                    the table of this machine's CPU, printed
   bench/torch/fastest.py --isa avx512 --isa avx2 --isa sse4 --isa portable --write
   bench/torch/fastest.py --isa avx512_bf16 --write          bf16 alone: a processor that has its products, AMD since Zen 4
+  bench/torch/fastest.py --dtype float16                    how far fp16 is from bf16, whose rows are used for it
+  bench/torch/fastest.py --kind plain --dtype float32       a part of the table
   bench/torch/fastest.py --device cuda --write              under 3 minutes, most of them for compiling kernels
 """
 
@@ -58,10 +60,10 @@ LONGEST_ROW = 2.0  # seconds, after which two rounds are enough
 LARGEST_MASK = 2**29  # elements: the larger ones do not fit
 
 
-def rows_of(device, dtypes):
+def rows_of(device, dtypes, kinds):
     for dtype in dtypes:
         for size in SIZES[device]:
-            for kind in KINDS:
+            for kind in kinds:
                 if device == "cuda" and dtype == "float32" and size[4] == 128:
                     continue
                 for backward in (True,) if kind == "learned bias" else (False, True):
@@ -110,12 +112,12 @@ def seconds(call, calls, synchronize):
     return (time.perf_counter() - start) / calls
 
 
-def measure(device, rounds, batch_seconds):
+def measure(device, rounds, batch_seconds, dtypes, kinds):
     sys.path[:0] = [str(ROOT / "python")]
     import torch
 
     import fovea.torch
-    from fovea.torch import _enable, _fastest
+    from fovea.torch import _enable_state, _fastest
 
     if device == "cpu":
         torch.set_num_threads(1)
@@ -127,14 +129,14 @@ def measure(device, rounds, batch_seconds):
 
     def by(pytorch):
         turn["pytorch"] = pytorch
-        _enable._state.decisions = decided[pytorch]
+        _enable_state.state.decisions = decided[pytorch]
 
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     used = next((name for name, in_use in _fastest.instruction_sets().items() if in_use), "unknown")
     bf16_alone = device == "cpu" and used in _fastest.FOR_BF16
     amx = device == "cpu" and "amx" in _fastest.instruction_sets()  # which PyTorch takes for bf16: that is the section amx
-    dtypes = ("bfloat16",) if bf16_alone else ("float32",) if amx and used == "avx512" else ("float32", "bfloat16")
-    todo = list(rows_of(device, dtypes))
+    table = ("bfloat16",) if bf16_alone else ("float32",) if amx and used == "avx512" else ("float32", "bfloat16")
+    todo = list(rows_of(device, dtypes or table, kinds or KINDS))
     rows = []
     begin = time.monotonic()
     for number, (kind, dtype, backward, size) in enumerate(todo):
@@ -163,8 +165,8 @@ def measure(device, rounds, batch_seconds):
         print(f"{number + 1:4}/{len(todo)} {time.monotonic() - begin:5.0f} s  {kind:13}{dtype:9}"
               f"{'backward' if backward else 'forward':9}{'x'.join(map(str, size)):18}"
               f"{ours:11.1f}{theirs:11.1f} us  {ours / theirs:5.2f}", file=sys.stderr, flush=True)  # fmt: skip
-    served = fovea.torch.stats()["served"]
-    assert served, "fovea computed nothing"
+    counts = fovea.torch.stats()
+    assert counts["served"] and counts["handed_back"], "one of the two computed nothing"
     where = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
     machine = torch.cuda.get_device_name() if device == "cuda" else f"{records.processor()}, one thread"
     name = f"cpu {used}" if bf16_alone else _fastest.section_of(where)
@@ -191,11 +193,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--isa", action="append", choices=list(WITHIN), help="on the CPU; may be given several times")
+    parser.add_argument("--dtype", action="append", choices=["float32", "float16", "bfloat16"], help="these alone")
+    parser.add_argument("--kind", action="append", choices=KINDS, help="these kinds of calls alone")
     parser.add_argument("--write", action="store_true", help=f"into {TABLE.relative_to(ROOT)}")
     parser.add_argument("--output", type=Path, help="into this file instead")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--batch-ms", type=float, default=3, help="how long a batch of calls takes, about")
     options = parser.parse_args()
+    if options.write and (options.dtype or options.kind):
+        parser.error("--write with --dtype or --kind: a section of the table is measured as a whole")
     if "FOVEA_BUILD" in os.environ:
         os.environ.setdefault("FOVEA_LIBRARY", str(Path(os.environ["FOVEA_BUILD"]).resolve() / "libfovea.so"))
     if options.isa:  # each in a process of its own: an instruction set is chosen once
@@ -204,7 +210,7 @@ def main():
             subprocess.run([sys.executable, __file__, *again], check=True,
                            env={**os.environ, **WITHIN[isa], "FOVEA_CPU_ISA": isa})  # fmt: skip
         return
-    name, section = measure(options.device, options.rounds, options.batch_ms / 1e3)
+    name, section = measure(options.device, options.rounds, options.batch_ms / 1e3, options.dtype, options.kind)
     slower = sum(row["fovea_us"] > row["pytorch_us"] for row in section["rows"])
     print(f"{name}: {len(section['rows'])} rows; PyTorch is faster in {slower}")
     path = options.output or (TABLE if options.write else None)

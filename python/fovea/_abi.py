@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import struct
 
-VERSION_MAJOR = 0  # of the ABI that this file mirrors
+VERSION_MAJOR, VERSION_MINOR = 0, 1  # of the ABI that this file mirrors
 
 # fovea_status
 OK = 0

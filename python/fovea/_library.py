@@ -79,9 +79,11 @@ def _load(path: Path, older: bool = False) -> ctypes.CDLL:
             function.argtypes = arguments
     except (OSError, AttributeError) as error:
         raise ImportError(f"fovea: {path} cannot be used: {error}") from error
-    major = library.fovea_version() // 10000
-    if major != _abi.VERSION_MAJOR:
-        raise ImportError(f"fovea: {path} is of version {major}, and this package is for {_abi.VERSION_MAJOR}")
+    major, minor = divmod(library.fovea_version() // 100, 100)
+    # An older library does not know the fields of this package's structs, and before 1.0 a newer minor version may have others.
+    if not older and (major, minor) != (_abi.VERSION_MAJOR, _abi.VERSION_MINOR):
+        raise ImportError(f"fovea: {path} is of version {major}.{minor}, and this package is for {_abi.VERSION_MAJOR}.{_abi.VERSION_MINOR}: "
+                          "install both together, or name another library in FOVEA_LIBRARY")  # fmt: skip
     return library
 
 

@@ -23,8 +23,8 @@ CONSTANTS = {
         "OK", "INVALID_ARGUMENT", "INVALID_TYPE", "UNSUPPORTED", "OUT_OF_MEMORY", "DEVICE_ERROR", "INTERNAL_ERROR",
         "FP32", "FP16", "BF16", "FP64", "BOOL", "INT32", "INT64", "FORWARD", "BACKWARD", "BOTTOM_RIGHT", "TOP_LEFT",
         "RNG_FOVEA", "RNG_TORCH_MEM_EFFICIENT", "MAX_RANK", "TENSOR_STRIDED", "CAUSAL", "DETERMINISTIC", "SCALE",
-        "WINDOW", "CLEAR_ROWS", "POSITIONS", "ACCUMULATE_OUT", "VERSION_MAJOR", "ROWS_ZIGZAG", "ROWS_CONTIGUOUS",
-        "ROWS_PACKED")},
+        "WINDOW", "CLEAR_ROWS", "POSITIONS", "ACCUMULATE_OUT", "VERSION_MAJOR", "VERSION_MINOR", "ROWS_ZIGZAG",
+        "ROWS_CONTIGUOUS", "ROWS_PACKED")},
 }  # fmt: skip
 
 
@@ -130,3 +130,15 @@ def test_an_older_library_is_loaded_for_comparisons_alone(tmp_path):
     older = _library._load(path, older=True)
     assert older.fovea_version() == 100
     assert not hasattr(older, "fovea_explain")
+
+
+@pytest.mark.parametrize("number, version", [(200, "0.2"), (0, "0.0"), (10100, "1.1")])
+def test_a_library_of_another_minor_version_is_refused(tmp_path, number, version):
+    """Before 1.0 a minor version may change the API."""
+    source, path = tmp_path / "other.c", tmp_path / "other.so"
+    functions = "\n".join(f"int {name}(void) {{ return {number}; }}" for name in _abi.FUNCTIONS)
+    source.write_text(functions + "\n")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", path, source], check=True)
+    with pytest.raises(ImportError, match=f"is of version {version}, and this package is for {_abi.VERSION_MAJOR}.{_abi.VERSION_MINOR}: install both together"):
+        _library._load(path)
+    assert _library._load(path, older=True).fovea_version() == number

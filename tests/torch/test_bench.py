@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What bench/gpu refuses on its command line, which needs no GPU, and that bench/torch/host_time.py runs."""
+"""What bench/gpu refuses on its command line, which needs no GPU, and that host_time.py and fastest.py of bench/torch run."""
 
 import json
 import os
@@ -54,6 +54,19 @@ def test_host_times_on_the_cpu(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = {row["name"]: row["microseconds"] for row in json.loads(path.read_text())["rows"]}
     assert sum("handed back" in name for name in rows) == 2 and all(any(times) for times in rows.values()), rows
+
+
+def test_the_table_of_what_is_faster_is_measured(tmp_path):
+    """Each library computes in its turn."""
+    path = tmp_path / "table.json"
+    program = BENCH.parent / "torch/fastest.py"
+    part = ("--kind", "mask of keys", "--dtype", "float32")
+    done = bench(program, *part, "--rounds", "1", "--batch-ms", "0.1", "--output", str(path))
+    assert done.returncode == 0, done.stderr
+    (section,) = json.loads(path.read_text())["sections"].values()
+    assert len(section["rows"]) == 12 + 10 and all(row["fovea_us"] > 0 and row["pytorch_us"] > 0 for row in section["rows"])
+    refused = bench(program, *part, "--write")
+    assert refused.returncode == 2 and "is measured as a whole" in refused.stderr
 
 
 # ---- two builds alternately ----
