@@ -169,7 +169,7 @@ class Case:
         heads = 1 if q.dim() < 3 else max(x.shape[-3] for x in (q, k, v) if x.dim() > 2)
         q, k, v = (x.expand(*lead, x.shape[-3] if self.gqa else heads, *x.shape[-2:]) for x in (q, k, v))
         planes = {} if mask is None else {"mask" if mask.dtype == torch.bool else "bias": mask.cpu()}
-        out, _ = naive.attention(q, k, v, scale=self.scale, causal=self.causal, align="top_left", **planes)
+        out, _ = naive.attention(q, k, v, scale=self.scale, causal=self.causal, align="top_left", twice=True, **planes)
         weights = torch.cos(torch.arange(out.numel(), dtype=torch.float64)).to(out.dtype)
         grads = []
         if out.requires_grad and "_" not in self.how:

@@ -12,10 +12,22 @@ import torch
 
 
 def attention(q, k, v, *, bias=None, bias2=None, mask=None, scale=None, causal=False, window=(-1, -1),
-              align="bottom_right", softcap=0.0, alibi_slopes=None, sink=None, keep=None, keep_factor=1.0):
-    """(out, lse); alibi_slopes broadcast to (..., H), `keep` are dropout's decisions."""
+              align="bottom_right", softcap=0.0, alibi_slopes=None, sink=None, keep=None, keep_factor=1.0, twice=False):
+    """(out, lse); alibi_slopes broadcast to (..., H), `keep` are dropout's decisions. With `twice` the backward computes the weights
+    again, from scores that are summed in the other order, as fused kernels do, whose blocks differ in the two directions."""
     group = q.shape[-3] // k.shape[-3]
     k, v = (x.repeat_interleave(group, dim=-3) for x in (k, v))
+    options = {"bias": bias, "bias2": bias2, "mask": mask, "scale": scale, "causal": causal, "window": window, "align": align,
+               "softcap": softcap, "alibi_slopes": alibi_slopes}  # fmt: skip
+    s = scores(q, k, **options)
+    with torch.no_grad():
+        again = scores(q.flip(-1), k.flip(-1), **options) if twice else s
+    wide = s.dtype
+    sink = torch.full((s.shape[-3],), -math.inf, dtype=wide) if sink is None else sink.to(wide)
+    return Weighting.apply(s, again, sink, v, 1.0 if keep is None else keep.to(wide) * keep_factor)
+
+
+def scores(q, k, *, bias, bias2, mask, scale, causal, window, align, softcap, alibi_slopes):
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     s = (q @ k.transpose(-1, -2)).to(wide) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if softcap:
@@ -37,21 +49,21 @@ def attention(q, k, v, *, bias=None, bias2=None, mask=None, scale=None, causal=F
         allowed = allowed & (j <= i + window[1])
     if mask is not None:
         allowed = allowed & mask
-    s = s.masked_fill(~allowed, -math.inf)
-    sink = torch.full((s.shape[-3],), -math.inf, dtype=wide) if sink is None else sink.to(wide)
-    return Weighting.apply(s, sink, v, 1.0 if keep is None else keep.to(wide) * keep_factor)
+    return s.masked_fill(~allowed, -math.inf)
 
 
 class Weighting(torch.autograd.Function):
     """From scores to (out, lse)."""
 
     @staticmethod
-    def forward(ctx, s, sink, v, keep):
+    def forward(ctx, s, again, sink, v, keep):
         logits = torch.cat([s, sink[:, None, None].expand(*s.shape[:-1], 1)], dim=-1)
         dead = (logits == -math.inf).all(dim=-1, keepdim=True)
         lse = logits.masked_fill(dead, 0).logsumexp(dim=-1, keepdim=True)
         p = torch.exp(s - lse).masked_fill(dead, 0)
         out = (p * keep).to(v.dtype) @ v
+        if again is not s:
+            p = torch.exp(again - lse).masked_fill(dead, 0)
         ctx.save_for_backward(p, torch.exp(sink[:, None, None] - lse).masked_fill(dead, 0), v, out)
         ctx.keep = keep
         return out, lse.masked_fill(dead, -math.inf).squeeze(-1)
@@ -64,7 +76,7 @@ class Weighting(torch.autograd.Function):
         grad_v = (p * ctx.keep).to(v.dtype).transpose(-1, -2) @ grad_out
         grad_sink = -(p_sink * delta).squeeze(-1)
         grad_s = (p * (dp - delta)).to(v.dtype).to(p.dtype)
-        return grad_s, grad_sink.sum(-1).reshape(-1, p.shape[-3]).sum(0), grad_v, None
+        return grad_s, None, grad_sink.sum(-1).reshape(-1, p.shape[-3]).sum(0), grad_v, None
 
 
 def unit(dtype):
