@@ -908,8 +908,8 @@ static PyObject* differentiable(const Call* call, PyObject* out, PyObject* lse, 
   return found;
 }
 
-/* The result of what has been read, or None. `drawn`: with a new seed, which goes into `keywords` if Python shall
- * compute the call, as it would draw another one. `order` of the result's dimensions, or 0. */
+/* The result of what has been read, or None. `drawn`: with a new seed, which goes into `keywords` (NULL: is lost, by a
+ * lack of memory alone) if Python shall compute the call. `order` of the result's dimensions, or 0. */
 static PyObject* forward(Call* call, int drawn, int learns, int return_lse, long order, PyObject* keywords) {
   call->learns = learns;
   call->computed = 0;

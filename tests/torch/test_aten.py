@@ -656,7 +656,7 @@ def test_what_is_handed_back(theirs):
         PYTORCH._scaled_dot_product_flash_attention(q, q, q, 0.1)
 
 
-def test_operators_that_a_kernel_in_force_calls_are_pytorchs(theirs):
+def test_operators_that_a_kernel_of_pytorch_calls_are_pytorchs(theirs):
     """Its memory-efficient kernel calls another operator, which fovea has taken as well: that one is neither fovea's then, nor counted."""
     q = normal(1, 2, 6, 8)
     given = (q, q, q, None, None, None, None, None, 0.0, 0)
@@ -772,12 +772,6 @@ def test_without_the_registry():
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.startswith(f"not registered, as PyTorch {torch.__version__} has no torch.nn.attention.register_flash")
-
-
-def test_without_get_kernel(monkeypatch):
-    """An older PyTorch: there is no kernel to go back to, and fovea's error is raised."""
-    monkeypatch.delattr(torch.library, "get_kernel", raising=False)
-    assert _owners._kernel_in_force("_flash_attention_forward", "CUDA") is None
 
 
 def test_fovea_torch_variable():

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import fovea
-from fovea.torch import _call, _enable, _enable_decisions, _enable_jagged, _enable_kernel, _enable_order, _enable_state, _fast, _fastest, _operators, _sdpa, disable, enable, enabled, is_enabled, reset_stats, stats
+from fovea.torch import _call, _enable, _enable_decisions, _enable_jagged, _enable_kernel, _enable_order, _enable_state, _enable_tag, _fast, _fastest, _operators, _sdpa, disable, enable, enabled, is_enabled, reset_stats, stats
 
 
 @pytest.fixture(autouse=True)
@@ -157,12 +157,76 @@ def test_every_thread_is_served():
     assert not failures and counted() == (200, 0, 0)
 
 
+def test_blocks_of_several_threads_may_overlap():
+    """The one that was entered last applies, and after all of them what was before."""
+    first, second = enabled("cpu", prefer=None), enabled("cpu", prefer=None, strict=True)
+    strict = lambda: is_enabled() and _enable_state.state.settings.strict  # noqa: E731
+    for outer in (None, True):
+        if outer:
+            enable("cpu")
+        first.__enter__(), second.__enter__()
+        assert strict()
+        first.__exit__()
+        assert strict()
+        second.__exit__()
+        assert is_enabled() == bool(outer) and not _enable_state.state.blocks
+    first.__enter__(), second.__enter__(), second.__exit__()
+    assert is_enabled() and not strict()
+    first.__exit__()
+    assert _enable_state.state.settings.prefer == "fastest"
+
+
+def test_switches_and_nested_tensors_while_another_thread_compiles():
+    """torch.compiler.is_compiling() is of the process."""
+    nested = torch.nested.nested_tensor([torch.randn(3, 2, 8), torch.randn(5, 2, 8)], layout=torch.jagged).transpose(1, 2)
+    compiling, done = threading.Event(), threading.Event()
+    enable(prefer=None, strict=True)
+
+    def backend(graph, inputs):
+        compiling.set()
+        assert done.wait(60)
+        return graph
+
+    thread = threading.Thread(target=lambda: torch.compile(lambda x: x.sin(), backend=backend)(torch.ones(3)))
+    thread.start()
+    try:
+        assert compiling.wait(60) and torch.compiler.is_compiling()
+        sdpa(nested, nested, nested)
+        assert counted() == (1, 0, 0)
+        _enable._refuse_while_compiling("disable")  # does not; disable() waits for PyTorch's lock of compilations
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_a_signal_handler_asks_for_stats():
+    with _enable_state.counts.lock:
+        assert stats()["served"] == 0
+
+
 def test_no_tag_and_no_switch_is_left_behind():
     config = torch.compiler.config
     before = config.cache_key_tag
     with enabled(prefer=None):
         assert not torch.backends.mha.get_fastpath_enabled()
         config.cache_key_tag += ";of a user"
+        assert config.cache_key_tag.count("fovea") == 1
+        own = isinstance(config._config["cache_key_tag"].user_override, _enable_tag._Tagged)  # since 2.15: of each thread
+        read = []
+
+        def other():
+            read.append(config.cache_key_tag)
+            if own:
+                config.cache_key_tag = "of a thread"
+                read.append(config.cache_key_tag)
+                disable()
+                read.append(config.cache_key_tag)
+
+        thread = threading.Thread(target=other)
+        thread.start(), thread.join()
+        assert read[0].count("fovea") == 1
+        if own:
+            assert read[1].startswith("of a thread;fovea-") and read[2] == "of a thread"
     assert config.cache_key_tag == before + ";of a user"
     config.cache_key_tag = before
     assert torch.backends.mha.get_fastpath_enabled()

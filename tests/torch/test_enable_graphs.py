@@ -179,7 +179,13 @@ if sys.argv[1] != "off":
     _fastest.slower = lambda *call: "FOVEA_CPU_ISA" in os.environ  # the table may say so of one instruction set
 tensors = [torch.ones(2, 4, 16, 8) for _ in range(3)]
 call = torch.compile(lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v), fullgraph=True)
-out = call(*tensors)
+if "thread" in sys.argv:
+    import threading
+    thread = threading.Thread(target=call, args=tensors)
+    thread.start()
+    thread.join()
+else:
+    call(*tensors)
 counters = torch._dynamo.utils.counters["aot_autograd"]
 from torch.profiler import profile
 with profile() as seen:
@@ -189,8 +195,8 @@ print(json.dumps({"fovea": any("fovea::attention" in e.key for e in seen.key_ave
 """
 
 
-def cached(folder, mode, **options):
-    done = subprocess.run([sys.executable, "-c", CACHED, mode, json.dumps(options)], capture_output=True, text=True,
+def cached(folder, mode, *how, **options):
+    done = subprocess.run([sys.executable, "-c", CACHED, mode, json.dumps(options), *how], capture_output=True, text=True,
                           env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder)})  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -207,6 +213,13 @@ def test_compile_caches_do_not_mix_when_fovea_is_second(tmp_path):
 def test_compile_caches_do_not_mix_when_fovea_is_first(tmp_path):
     assert cached(tmp_path, "on") == {"fovea": True, "imported": True, "hit": 0}
     assert cached(tmp_path, "off") == {"fovea": False, "imported": False, "hit": 0}
+
+
+@pytest.mark.parametrize("first, second", [("off", "on"), ("on", "off")])
+def test_compile_caches_do_not_mix_in_other_threads(first, second, tmp_path):
+    """From PyTorch 2.15 on a value of its configuration holds in one thread alone."""
+    for mode in (first, second):
+        assert cached(tmp_path, mode, "thread") == {"fovea": mode == "on", "imported": mode == "on", "hit": 0}
 
 
 SWITCHED = """

@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 import torch
 
 from .._imports import after
+from ..torch._ahead import is_traced
 from ..torch._enable_state import Counted
 
 
@@ -67,7 +68,7 @@ def _add(name: str, key: str) -> bool:
 
 def call(name: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """The result of fovea's function. The call is counted if fovea computes it."""
-    if torch.compiler.is_compiling():
+    if is_traced():
         _count_trace(name)
         return function(*arguments, **options)
     with Counted(partial(_add, name, "served")):

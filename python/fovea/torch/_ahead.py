@@ -54,6 +54,12 @@ def has_known_sizes(tensor: Any) -> bool:
     return all(isinstance(size, int) or size.node.hint is not None for size in tensor.shape)
 
 
+def is_traced() -> bool:
+    """Whether the code of this thread is traced. torch.compiler.is_compiling() says it of the process: so all threads would be, while
+    one compiles."""
+    return torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0)
+
+
 def of(tensor: Any) -> Any:
     return None if tensor is None else Shape(tensor, tensor.shape, tensor.stride())
 

@@ -104,7 +104,7 @@ def with_places(a: Any, given: Shard) -> tuple[Any, ...]:
         NotImplementedError: They cannot be said.
         ValueError: The alignment is missing.
     """
-    if not torch.compiler.is_compiling() and in_pytorchs_ring():
+    if not _ahead.is_traced() and in_pytorchs_ring():
         return (*a, *given)
     levels, heads, rows = _dimensions(a)
     sharded = [_dimension("q", placement) for placement in a.q.placements]

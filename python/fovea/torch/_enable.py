@@ -12,13 +12,14 @@ computes more slowly, goes back to the composite.
     _enable_order.py      the order of the result's dimensions in memory
     _enable_jagged.py     nested tensors, which reach no operator
     _enable_state.py      settings, counts and reasons
+    _enable_tag.py        what PyTorch's compile caches know of it
     _sdpa.py              the arguments as those of fovea.torch.attention
     _fastest.py           where PyTorch is faster, as measured
 
 Private names of PyTorch that these files use, each checked by tests/torch/test_enable.py: OpOverload.decompose and _op_dk,
 torch.nested._internal.ops.jagged_scaled_dot_product_attention, _dynamo_marked_constant of
 functions, _is_zerotensor of tensors, _values, _ragged_idx and _get_max_seqlen of nested tensors, the functions of torch._C that stand below
-the imports, and those of _enable_order.py.
+the imports, and those of _enable_order.py and _enable_tag.py.
 """
 
 from __future__ import annotations
@@ -27,18 +28,16 @@ import contextlib
 import functools
 import os
 import sys
-import zlib
 from collections.abc import Sequence
 from typing import Any, Literal, Optional, Union
 
 import torch
 
-from .._library import version
-from . import _fast, _fastest, _operators
+from . import _ahead, _enable_tag, _fast, _operators
 from ._enable_decisions import for_c
 from ._enable_jagged import in_the_place_of, nested_module
 from ._enable_kernel import OWNER, compute, give_back, why_not_operator
-from ._enable_state import NAME, Settings, Stats, count_operator, counts, hand_back, state
+from ._enable_state import NAME, Block, Settings, Stats, count_operator, counts, hand_back, state
 from .aten import _owners
 from .aten._register import OPERATORS
 
@@ -115,7 +114,7 @@ def enabled(
     operators: bool = False,
 ) -> contextlib.AbstractContextManager[None]:
     """A context in which enable() applies, in every thread of the process. Its end restores the previous state. It may be
-    entered several times, and decorate a function.
+    entered several times, and decorate a function. Of blocks that overlap in several threads, the one that was entered last applies.
 
     Args:
         devices: See enable().
@@ -132,26 +131,36 @@ def enabled(
 
 
 class _Within(contextlib.ContextDecorator):
-    """May be entered again, also within itself."""
+    """May be entered again, also within itself and by another thread."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._before: list[tuple[Optional[Settings], bool]] = []
+        self._blocks: list[Block] = []
 
     def __enter__(self) -> None:
         _refuse_while_compiling("enable")
-        self._before.append((state.settings, torch.backends.mha.get_fastpath_enabled()))
-        try:
-            _put(self._settings)
-        except BaseException:
-            self._before.pop()
-            raise
+        with state.lock:
+            block = Block(state.settings, torch.backends.mha.get_fastpath_enabled())
+            for blocks in (state.blocks, self._blocks):
+                blocks.append(block)
+            try:
+                _put(self._settings)
+            except BaseException:
+                for blocks in (state.blocks, self._blocks):
+                    blocks.remove(block)
+                raise
 
     def __exit__(self, *_: Any) -> None:
-        settings, fastpath = self._before.pop()
-        _put(settings)
-        if settings is not None and fastpath:  # although fovea was enabled: the program had turned it on
-            torch.backends.mha.set_fastpath_enabled(True)
+        with state.lock:
+            block = self._blocks.pop()
+            at = state.blocks.index(block)
+            state.blocks.remove(block)
+            if at < len(state.blocks):  # another thread's was entered later, and applies; what was before is for its end
+                state.blocks[at].settings, state.blocks[at].fastpath = block.settings, block.fastpath
+                return
+            _put(block.settings)
+            if block.settings is not None and block.fastpath:  # although fovea was enabled: the program had turned it on
+                torch.backends.mha.set_fastpath_enabled(True)
 
 
 def is_enabled() -> bool:
@@ -224,7 +233,7 @@ def _settings(devices: Any, prefer: Any, strict: Any, operators: Any) -> Setting
 
 
 def _refuse_while_compiling(name: str) -> None:
-    if torch.compiler.is_compiling():
+    if _ahead.is_traced():
         raise RuntimeError(f"fovea.torch.{name}: called from code that torch.compile traces; accepted: before it")
 
 
@@ -269,7 +278,7 @@ def _set_up(settings: Settings) -> None:
     if settings.operators:
         owner = _owners.Owner(OWNER, why_not_operator, count_operator, lambda name, why, device: hand_back(why, device, name))
         _owners.take(owner, OPERATORS, settings.devices)
-    _set_tag(settings)
+    _change_tag(_enable_tag.tag_of(settings))
     nested = nested_module()
     if nested is not None:
         state.jagged_theirs = nested.jagged_scaled_dot_product_attention
@@ -290,9 +299,7 @@ def _take_away() -> None:
         _owners.take_away(library, NAME, key)
     _owners.forget_dispatch(NAME)
     _owners.release(OWNER)
-    config = torch.compiler.config
-    config.cache_key_tag = config.cache_key_tag.replace(state.tag, "")
-    state.tag = ""
+    _change_tag("")
     if state.jagged is not None:
         nested = nested_module()
         if nested.jagged_scaled_dot_product_attention is state.jagged:  # no other one was put there
@@ -304,15 +311,6 @@ def _take_away() -> None:
         state.fastpath = None
 
 
-def _set_tag(settings: Settings) -> None:
-    """PyTorch keeps compiled graphs on disk by a key that has what was traced: scaled_dot_product_attention as one
-    node, whatever computes it. So this adds to the key what does."""
-    config = torch.compiler.config
-    devices = "+".join(settings.devices)
-    state.tag = f";fovea-{version()} {devices} prefer={settings.prefer} strict={settings.strict}"
-    if settings.prefer is not None:  # what a decision depends on besides the call: the table, and its section for the CPU
-        cpu = [_fastest.section_of(torch.device("cpu"), is_bf16) for is_bf16 in (False, True)]
-        state.tag += f" {zlib.crc32(_fastest.contents()):08x} {'+'.join(cpu)} {_fastest.vendor()}"
-    if settings.operators:
-        state.tag += " operators"
-    config.cache_key_tag = config.cache_key_tag + state.tag
+def _change_tag(tag: str) -> None:
+    _enable_tag.replace(state.tag, tag)
+    state.tag = tag

@@ -8,7 +8,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from . import _sdpa
+from . import _ahead, _sdpa
 from ._attention import _autocast, attention
 from ._enable_decisions import known_jagged
 from ._enable_kernel import TRACED, by_pytorch, why_not_now
@@ -38,7 +38,7 @@ def in_the_place_of(theirs: Any) -> Any:
         in_force = state.jagged is jagged_scaled_dot_product_attention
         if settings is None or not in_force or query.device.type not in settings.devices:
             return theirs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        if torch.compiler.is_compiling() or any(type(getattr(x, "_values", None)) in TRACED for x in (query, key, value)):
+        if _ahead.is_traced() or any(type(getattr(x, "_values", None)) in TRACED for x in (query, key, value)):
             _count_compiled()
             if settings.strict:
                 raise RuntimeError(refusal(_COMPILED))

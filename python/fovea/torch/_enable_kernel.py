@@ -47,7 +47,7 @@ def compute(
     enable_gqa: bool = False,
 ) -> Any:
     settings = state.settings
-    if settings is None or query.device.type not in settings.devices:  # another thread's call, as _enable.py says
+    if settings is None or query.device.type not in settings.devices:  # another thread's call, which began before a switch
         return composite(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     traced = distributed = False
     why = ""

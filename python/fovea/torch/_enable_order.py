@@ -5,7 +5,7 @@ Programs that were written for PyTorch's kernel may call .view() of its result, 
 the order that the dimensions have in q, the memory-efficient kernel has the heads of a row adjacent, as fovea has, and the math path the
 order of the shape. Which of them PyTorch would take, it says itself.
 
-Private names of PyTorch that this file uses: torch._fused_sdp_choice, torch._C._get_math_sdp_enabled,
+Private names of PyTorch that this file uses: torch._fused_sdp_choice, torch._C._get_math_sdp_enabled, _get_flash_sdp_enabled and _get_cudnn_sdp_enabled,
 torch.utils._python_dispatch._disable_current_modes. Where one is missing, results have the heads of a row adjacent.
 """
 
@@ -58,12 +58,20 @@ def wanted(call: Sequence[Any], shape: Sequence[Any], composite: Callable[..., T
     return None if order is None or len(order) != len(own) or same(order, own, shape) else order
 
 
+def _without_modes() -> Any:
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
 def _of(call: Sequence[Any], rank: int, composite: Callable[..., Tensor]) -> Optional[Order]:
     q, k, v, mask, dropout_p, is_causal, scale, enable_gqa = call
-    if not torch._C._get_math_sdp_enabled():  # it would warn that it finds none
-        choice = _KEEPS_Q[0]
+    if not torch._C._get_math_sdp_enabled():  # it would warn if it finds none
+        keeping = torch._C._get_flash_sdp_enabled() or torch._C._get_cudnn_sdp_enabled()
+        choice = _KEEPS_Q[0] if keeping else SDPBackend.EFFICIENT_ATTENTION.value
     else:
-        choice = torch._fused_sdp_choice(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        with _without_modes():
+            choice = torch._fused_sdp_choice(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if choice == SDPBackend.MATH.value:
         return tuple(range(rank - 1))
     keeps = choice in _KEEPS_Q and (q.device.type != "cpu" or _cpu_keeps_q(composite))
@@ -79,8 +87,6 @@ def _cpu_keeps_q(composite: Callable[..., Tensor]) -> bool:
 
 
 def _of_traced(call: Sequence[Any], composite: Callable[..., Tensor]) -> Order:
-    from torch.utils._python_dispatch import _disable_current_modes
-
     def fake(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
@@ -88,7 +94,7 @@ def _of_traced(call: Sequence[Any], composite: Callable[..., Tensor]) -> Order:
         return torch.empty_strided(sizes, strides, dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
 
     q, k, v, mask, dropout_p, is_causal, scale, enable_gqa = call
-    with _disable_current_modes(), FakeTensorMode():
+    with _without_modes(), FakeTensorMode():
         out = composite(*map(fake, (q, k, v, mask)), dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         return of_strides(out.stride())
 

@@ -33,12 +33,21 @@ class Settings(NamedTuple):
     operators: bool
 
 
+class Block:
+    """What was in force before a block of enabled() that has not ended."""
+
+    def __init__(self, settings: Optional[Settings], fastpath: bool) -> None:
+        self.settings = settings
+        self.fastpath = fastpath  # PyTorch's switch
+
+
 class State:
     """What is in force in this process."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.settings: Optional[Settings] = None
+        self.blocks: list[Block] = []  # as they were entered
         self.libraries: dict[str, Any] = {}  # that registered a kernel, by key
         self.tag = ""
         self.jagged: Any = None  # what stands in the place of PyTorch's function for nested tensors,
@@ -60,7 +69,7 @@ class Stats(TypedDict):
 
 class Counts:
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a signal's handler may ask for stats()
         self.clear()
 
     def clear(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._imports import after
-from . import _attention, _parallel_check, _parallel_memory, _rows
+from . import _ahead, _attention, _parallel_check, _parallel_memory, _rows
 from ._parallel_call import Call, of_rank, prepare, saying_rank, short
 from ._parallel_heads import by_heads, by_heads_then_keys, groups_of_heads
 from ._parallel_keys import by_keys
@@ -94,7 +94,7 @@ def context_parallel(
         torch.Size([1, 2, 6, 8])
         >>> torch.distributed.destroy_process_group()
     """
-    if torch.compiler.is_compiling() and isinstance(rows, Rows) and rows.kind != "packed":
+    if _ahead.is_traced() and isinstance(rows, Rows) and rows.kind != "packed":
         return in_graph(q, k, v, rows, move, return_lse, options)
     return _outside_graphs(q, k, v, rows, move, return_lse, options)
 

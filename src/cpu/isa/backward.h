@@ -390,11 +390,12 @@ void backward(const BackwardTask& task, void* scratch) {
       options.wait_for(task.turn_kv, task.part);
     }
     if (options.need_k) {
-      finish_keys(task, key, keys, options.head_dim, operands.dk_rows(options), operands.ld_q, sum, task.grad_k);
+      finish_keys(task, key, keys, options.head_dim, operands.dk_rows(options, keys), operands.ld_q, sum, task.grad_k);
     }
     if (options.need_v) {
       T* sum_v = sum == nullptr ? nullptr : sum + options.block_keys * padded<T>(options.head_dim);
-      finish_keys(task, key, keys, options.head_dim_v, operands.dv_rows(options), operands.ld_v, sum_v, task.grad_v);
+      finish_keys(task, key, keys, options.head_dim_v, operands.dv_rows(options, keys), operands.ld_v, sum_v,
+                  task.grad_v);
     }
     if (sum != nullptr) {
       __atomic_store_n(task.turn_kv, task.part + 1, __ATOMIC_RELEASE);

@@ -71,8 +71,8 @@ struct VectorBackward {
     fill(k + keys * ld_q, (padded<T>(keys) - keys) * ld_q, T(0));
     transpose_tile(k, ld_q, padded<T>(keys), padded<T>(options.head_dim), k_transposed, ld_s);
     load_transposed(task.v, key, keys, options.head_dim_v, v_rows, ld_v, v_transposed, ld_s);
-    fill(dk, all_keys(options) * ld_q, T(0));
-    fill(dv, all_keys(options) * ld_v, T(0));
+    fill(dk, round_up(padded<T>(keys), kRowStep) * ld_q, T(0));
+    fill(dv, round_up(padded<T>(keys), kRowStep) * ld_v, T(0));
   }
 
   // Nothing comes through a dead row, whose reference is infinite: not even NaN.
@@ -121,9 +121,9 @@ struct VectorBackward {
                                {k + begin * ld_q, ld_q}, dq + at * ld_q, ld_q, false);
   }
 
-  // The sums as rows, ld_q and ld_v apart.
-  T* dk_rows(const Options&) const { return dk; }
-  T* dv_rows(const Options&) const { return dv; }
+  // The sums of the block's keys as rows, ld_q and ld_v apart.
+  T* dk_rows(const Options&, i64) const { return dk; }
+  T* dv_rows(const Options&, i64) const { return dv; }
 };
 
 #ifdef FOVEA_MATRIX_UNIT
@@ -191,8 +191,12 @@ struct UnitBackward {
     const i64 dim_v = round_up(options.head_dim_v, kUnitDepth);
     copy_rows(task.v, key, keys, options.head_dim_v, rows, ld_v, dim_v, all);
     transpose_words(rows, ld_v / kTerms, all, dim_v / kTerms, v_transposed, ld_s);
-    fill(dk, padded<float>(options.head_dim) * ld_s, 0.0f);
-    fill(dv, padded<float>(options.head_dim_v) * ld_s, 0.0f);
+    for (i64 r = 0; r < padded<float>(options.head_dim); ++r) {
+      fill(dk + r * ld_s, all, 0.0f);
+    }
+    for (i64 r = 0; r < padded<float>(options.head_dim_v); ++r) {
+      fill(dv + r * ld_s, all, 0.0f);
+    }
   }
 
   void load_queries(const BackwardHead& head, const Options& options, i64 row, i64 rows, const float* reference) const {
@@ -267,10 +271,10 @@ struct UnitBackward {
                  false);
   }
 
-  float* dk_rows(const Options& options) const { return rows_of(dk, options.head_dim, ld_q, options); }
-  float* dv_rows(const Options& options) const { return rows_of(dv, options.head_dim_v, ld_v, options); }
-  float* rows_of(const float* transposed, i64 cols, i64 ld, const Options& options) const {
-    transpose_tile(transposed, ld_s, padded<float>(cols), padded_keys(options.block_keys), buffer, ld);
+  float* dk_rows(const Options& options, i64 keys) const { return rows_of(dk, options.head_dim, ld_q, keys); }
+  float* dv_rows(const Options& options, i64 keys) const { return rows_of(dv, options.head_dim_v, ld_v, keys); }
+  float* rows_of(const float* transposed, i64 cols, i64 ld, i64 keys) const {
+    transpose_tile(transposed, ld_s, padded<float>(cols), padded_keys(keys), buffer, ld);
     return buffer;
   }
 };

@@ -86,8 +86,10 @@ template <Lhs kLhs, int kRows, class T, class Sum>
 void gemm_strip(i64 cols, i64 depth, Operand<T> a, Operand<T> b, Sum* c, i64 ldc, bool accumulate) {
   constexpr i64 kLanes = lanes<T>();
   constexpr i64 kWidth = kBlockVectors * kLanes;
-  // Three vectors at the end are not two and one, which loads more than it multiplies.
-  const i64 wide = kManyRegisters && cols % kWidth == kLanes && cols > kLanes ? cols - 3 * kLanes : cols;
+  // One vector at the end would load more than it multiplies, and its few sums would wait for one another: three
+  // vectors are not two and one, four are not three and one but twice two.
+  constexpr i64 kEnd = (kManyRegisters ? 3 : kBlockVectors == 3 ? 4 : 0) * kLanes;
+  const i64 wide = kEnd > 0 && cols % kWidth == kLanes && cols > kLanes ? cols - kEnd : cols;
   i64 col = 0;
   for (; col + kWidth <= wide; col += kWidth) {
     gemm_block<kLhs, kRows, kBlockVectors, T>(depth, a, {b.data + col, b.stride}, c + col, ldc, accumulate);
@@ -102,9 +104,8 @@ void gemm_strip(i64 cols, i64 depth, Operand<T> a, Operand<T> b, Sum* c, i64 ldc
     }
     return;
   }
-  if (kBlockVectors > 2 && col + 2 * kLanes <= cols) {
+  for (; kBlockVectors > 2 && col + 2 * kLanes <= cols; col += 2 * kLanes) {
     gemm_block<kLhs, kRows, 2, T>(depth, a, {b.data + col, b.stride}, c + col, ldc, accumulate);
-    col += 2 * kLanes;
   }
   if (col < cols) {
     gemm_block<kLhs, kRows, 1, T>(depth, a, {b.data + col, b.stride}, c + col, ldc, accumulate);

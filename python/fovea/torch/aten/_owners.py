@@ -6,8 +6,7 @@ Each operator is registered once for a device. There it belongs to the owner tha
 has taken it as well: so either may release its operators first. What fovea does not compute, and what the owner leaves to
 PyTorch, is computed by the kernel that was there before.
 
-Private names of PyTorch that this file uses: torch.library.Library._destroy, OpOverload._dispatch_cache. torch.library.get_kernel is missing in old
-versions; then there is nothing to hand a call back to, and it raises fovea's error, and take_away() is for processes of one thread.
+Private names of PyTorch that this file uses: torch.library.Library._destroy, OpOverload._dispatch_cache.
 """
 
 from __future__ import annotations
@@ -116,12 +115,9 @@ def _settle() -> None:
 
 
 def _kernel_in_force(name: str, key: str) -> Any:
-    get_kernel = getattr(_torch_library, "get_kernel", None)
-    if get_kernel is None:
-        return None
     try:
-        return get_kernel(f"aten::{name}", key)
-    except RuntimeError:
+        return _torch_library.get_kernel(f"aten::{name}", key)
+    except RuntimeError:  # there is none
         return None
 
 
