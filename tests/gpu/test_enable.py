@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from fovea.torch import disable, enable, enabled, reset_stats, stats
@@ -249,3 +250,17 @@ def test_the_layout_of_a_result(way, order, options, dtype, device):
     assert stats()["traced" if way == "compiled" else "served"] >= 1 and not stats()["handed_back"]
     assert got.stride() == want.stride()
     torch.autograd.grad(got, (q, k, v), torch.randn_like(got))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION], ids=str)
+def test_the_layout_where_the_math_path_is_off(backend, order, device):
+    """It is that of the kernel that sdpa_kernel() allows."""
+    q, k, v = (in_memory(ORDERS[order], 2, 4, 130, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
+    with sdpa_kernel(backend):
+        want = sdpa(q, k, v)
+        enable(prefer=None)
+        got = sdpa(q, k, v)
+    assert stats()["served"] == 1 and not stats()["handed_back"]
+    assert got.stride() == want.stride()

@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 import cases
 import fovea.torch
 from fovea import _library
-from fovea.torch import _attention, _call, _enable, _enable_decisions, _enable_state, _fast, _operators, _sdpa, attention, attention_qkv, disable, enable, reset_stats, stats
+from fovea.torch import _attention, _call, _enable, _enable_decisions, _enable_state, _fast, _fastest, _operators, _sdpa, attention, attention_qkv, disable, enable, reset_stats, stats
 
 ROWS = cases.rows()
 WAYS = ("1", "exchange alone", "methods")
@@ -479,11 +479,11 @@ def test_sdpa_is_handed_back_from_c(way, python_kernel):
     with pytest.raises(NotImplementedError, match="scaled_dot_product_attention: empty tensors"):
         sdpa(wide, wide, q)
     enable(prefer="fastest")
-    _enable._fastest.slower, slower = lambda *a: True, _enable._fastest.slower
+    _fastest.slower, slower = lambda *a: True, _fastest.slower
     try:
         assert torch.equal(sdpa(q, q, q), want)
     finally:
-        _enable._fastest.slower = slower
+        _fastest.slower = slower
     assert stats()["handed_back"][_enable_state.SLOWER] == 1 and len(python_kernel) == 3  # what strict raises for
 
 

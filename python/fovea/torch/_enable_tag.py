@@ -48,7 +48,7 @@ class _Tagged:
 
 def _stand_in() -> Any:
     """The one that is there, else a new one; None where the setting is no ContextVar."""
-    entry = getattr(torch.compiler.config, "_config", {}).get("cache_key_tag")
+    entry: Any = getattr(torch.compiler.config, "_config", {}).get("cache_key_tag")
     theirs = getattr(entry, "user_override", None)
     if isinstance(theirs, contextvars.ContextVar):
         unset = next((x for x in (getattr(entry, "env_value_default", None), entry.default) if isinstance(x, str)), "")
