@@ -176,6 +176,63 @@ def test_blocks_of_several_threads_may_overlap():
     assert _enable_state.state.settings.prefer == "fastest"
 
 
+def test_a_block_that_two_threads_share_ends_with_its_own_thread():
+    shared = enabled("cpu", prefer=None)
+
+    def enter():
+        shared.__enter__()
+        left.wait()
+        shared.__exit__()
+
+    left = threading.Event()
+    shared.__enter__()
+    with enabled("cpu", prefer=None, strict=True):
+        thread = threading.Thread(target=enter)
+        thread.start()
+        while len(_enable_state.state.blocks) < 3:
+            pass
+        shared.__exit__()  # that of this thread, which is the first
+        assert not _enable_state.state.settings.strict  # the other thread's was entered last
+        left.set()
+        thread.join()
+        assert _enable_state.state.settings.strict
+    assert not is_enabled() and not _enable_state.state.blocks
+
+
+@pytest.mark.parametrize("last", [None, {}, {"operators": True}], ids=str)
+@pytest.mark.parametrize("first", [None, {}, {"operators": True}], ids=str)
+def test_tags_while_the_program_has_patched_its_own(first, last):
+    """PyTorch writes back what it has read."""
+    config = torch.compiler.config
+    if not hasattr(config._config["cache_key_tag"].user_override, "get"):
+        pytest.skip("before PyTorch 2.15 a patch that is open across a switch puts back the tag from before it")
+    switch = lambda options: disable() if options is None else enable("cpu", prefer=None, **options)  # noqa: E731
+    switch(first)
+    with config.patch(cache_key_tag="mine"):
+        switch(last)
+        assert config.cache_key_tag.startswith("mine") and config.cache_key_tag.count("fovea") == (last is not None)
+    disable()
+    switch(last)
+    want = config.cache_key_tag
+    assert want.count("fovea") == (last is not None) and want.endswith(" operators;") == bool(last)
+    disable()
+    assert config.cache_key_tag == ""
+
+
+def test_a_switch_by_a_backend_that_compiles_is_refused():
+    said = []
+
+    def backend(graph, inputs):
+        for switch in (enable, disable):
+            with pytest.raises(RuntimeError, match="called from code that torch.compile traces; accepted: before it"):
+                switch()
+            said.append(switch)
+        return graph
+
+    torch.compile(lambda x: x.sin(), backend=backend)(torch.ones(3))
+    assert said == [enable, disable] and not is_enabled()
+
+
 def test_switches_and_nested_tensors_while_another_thread_compiles():
     """torch.compiler.is_compiling() is of the process."""
     nested = torch.nested.nested_tensor([torch.randn(3, 2, 8), torch.randn(5, 2, 8)], layout=torch.jagged).transpose(1, 2)

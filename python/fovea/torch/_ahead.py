@@ -56,7 +56,7 @@ def has_known_sizes(tensor: Any) -> bool:
 
 def is_traced() -> bool:
     """Whether the code of this thread is traced. torch.compiler.is_compiling() says it of the process: so all threads would be, while
-    one compiles."""
+    one compiles. A mode of the caller's own, such as a counter of FLOPs, is taken for a trace then."""
     return torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0)
 
 

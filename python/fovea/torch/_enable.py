@@ -19,7 +19,7 @@ computes more slowly, goes back to the composite.
 Private names of PyTorch that these files use, each checked by tests/torch/test_enable.py: OpOverload.decompose and _op_dk,
 torch.nested._internal.ops.jagged_scaled_dot_product_attention, _dynamo_marked_constant of
 functions, _is_zerotensor of tensors, _values, _ragged_idx and _get_max_seqlen of nested tensors, the functions of torch._C that stand below
-the imports, and those of _enable_order.py and _enable_tag.py.
+the imports, torch._guards.CompileContext, and those of _enable_order.py and _enable_tag.py.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ import contextlib
 import functools
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any, Literal, Optional, Union
 
 import torch
+from torch._guards import CompileContext
 
 from . import _ahead, _enable_tag, _fast, _operators
 from ._enable_decisions import for_c
@@ -141,26 +143,31 @@ class _Within(contextlib.ContextDecorator):
         _refuse_while_compiling("enable")
         with state.lock:
             block = Block(state.settings, torch.backends.mha.get_fastpath_enabled())
-            for blocks in (state.blocks, self._blocks):
-                blocks.append(block)
             try:
+                state.blocks.append(block)
+                self._blocks.append(block)
                 _put(self._settings)
             except BaseException:
-                for blocks in (state.blocks, self._blocks):
-                    blocks.remove(block)
+                self._forget(block)
                 raise
 
     def __exit__(self, *_: Any) -> None:
         with state.lock:
-            block = self._blocks.pop()
-            at = state.blocks.index(block)
-            state.blocks.remove(block)
-            if at < len(state.blocks):  # another thread's was entered later, and applies; what was before is for its end
-                state.blocks[at].settings, state.blocks[at].fastpath = block.settings, block.fastpath
+            own = [block for block in self._blocks if block.thread == threading.get_ident()]
+            block = (own or self._blocks)[-1]
+            later = state.blocks[state.blocks.index(block) + 1 :]
+            self._forget(block)
+            if later:  # another thread's was entered later, and applies; what was before is for its end
+                later[0].settings, later[0].fastpath = block.settings, block.fastpath
                 return
             _put(block.settings)
             if block.settings is not None and block.fastpath:  # although fovea was enabled: the program had turned it on
                 torch.backends.mha.set_fastpath_enabled(True)
+
+    def _forget(self, block: Block) -> None:
+        for blocks in (state.blocks, self._blocks):
+            if block in blocks:
+                blocks.remove(block)
 
 
 def is_enabled() -> bool:
@@ -233,7 +240,7 @@ def _settings(devices: Any, prefer: Any, strict: Any, operators: Any) -> Setting
 
 
 def _refuse_while_compiling(name: str) -> None:
-    if _ahead.is_traced():
+    if _ahead.is_traced() or CompileContext.try_get() is not None:  # this thread compiles
         raise RuntimeError(f"fovea.torch.{name}: called from code that torch.compile traces; accepted: before it")
 
 
@@ -274,11 +281,12 @@ def _set_up(settings: Settings) -> None:
     for key in (prefix + device.upper() for prefix in ("Autograd", "") for device in settings.devices):
         state.libraries[key] = library = _library.Library("aten", "IMPL")
         library.impl(NAME, kernel, key)
+        _owners.keep(NAME, key)
     _owners.forget_dispatch(NAME)
     if settings.operators:
         owner = _owners.Owner(OWNER, why_not_operator, count_operator, lambda name, why, device: hand_back(why, device, name))
         _owners.take(owner, OPERATORS, settings.devices)
-    _change_tag(_enable_tag.tag_of(settings))
+    _enable_tag.put(_enable_tag.tag_of(settings))
     nested = nested_module()
     if nested is not None:
         state.jagged_theirs = nested.jagged_scaled_dot_product_attention
@@ -295,11 +303,10 @@ def _take_away() -> None:
     state.settings = None
     state.decisions = {}
     while state.libraries:
-        key, library = state.libraries.popitem()
-        _owners.take_away(library, NAME, key)
+        state.libraries.popitem()[1]._destroy()
     _owners.forget_dispatch(NAME)
     _owners.release(OWNER)
-    _change_tag("")
+    _enable_tag.put("")
     if state.jagged is not None:
         nested = nested_module()
         if nested.jagged_scaled_dot_product_attention is state.jagged:  # no other one was put there
@@ -309,8 +316,3 @@ def _take_away() -> None:
         if not torch.backends.mha.get_fastpath_enabled():  # the program has not set it since
             torch.backends.mha.set_fastpath_enabled(state.fastpath)
         state.fastpath = None
-
-
-def _change_tag(tag: str) -> None:
-    _enable_tag.replace(state.tag, tag)
-    state.tag = tag

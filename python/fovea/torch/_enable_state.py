@@ -39,6 +39,7 @@ class Block:
     def __init__(self, settings: Optional[Settings], fastpath: bool) -> None:
         self.settings = settings
         self.fastpath = fastpath  # PyTorch's switch
+        self.thread = threading.get_ident()
 
 
 class State:
@@ -49,7 +50,6 @@ class State:
         self.settings: Optional[Settings] = None
         self.blocks: list[Block] = []  # as they were entered
         self.libraries: dict[str, Any] = {}  # that registered a kernel, by key
-        self.tag = ""
         self.jagged: Any = None  # what stands in the place of PyTorch's function for nested tensors,
         self.jagged_theirs: Any = None  # which this is
         self.fastpath: Optional[bool] = None  # PyTorch's switch, as it was

@@ -13,6 +13,7 @@ what it has.
 from __future__ import annotations
 
 import contextvars
+import re
 import zlib
 from typing import Any
 
@@ -23,8 +24,11 @@ from . import _fastest
 from ._enable_state import Settings
 
 
+_OURS = re.compile(r";fovea-[^;]*;")
+
+
 class _Tagged:
-    """Stands in for the setting's ContextVar."""
+    """Stands in for the setting's ContextVar. PyTorch writes back what it has read, perhaps after another switch: no tag is kept."""
 
     def __init__(self, theirs: Any, unset: str) -> None:
         self._theirs = theirs
@@ -33,17 +37,24 @@ class _Tagged:
 
     def get(self, *default: Any) -> Any:
         value = self._theirs.get(*default)
-        if not self.tag:
-            return value
-        text = value if isinstance(value, str) else self._unset
-        return text if self.tag in text else text + self.tag
+        return (value if isinstance(value, str) else self._unset) + self.tag if self.tag else value
 
     def set(self, value: Any) -> Any:
-        """PyTorch puts back what it has read."""
-        return self._theirs.set(value.replace(self.tag, "") if self.tag and isinstance(value, str) else value)
+        return self._theirs.set(_without(value))
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
         return getattr(self._theirs, name)
+
+
+def _without(value: Any) -> Any:
+    return _OURS.sub("", value) if isinstance(value, str) else value
+
+
+def _text(value: Any) -> str:
+    """PyTorch reads "1" and "0" of a variable as a bool."""
+    return value if isinstance(value, str) else str(int(value)) if isinstance(value, bool) else ""
 
 
 def _stand_in() -> Any:
@@ -51,19 +62,19 @@ def _stand_in() -> Any:
     entry: Any = getattr(torch.compiler.config, "_config", {}).get("cache_key_tag")
     theirs = getattr(entry, "user_override", None)
     if isinstance(theirs, contextvars.ContextVar):
-        unset = next((x for x in (getattr(entry, "env_value_default", None), entry.default) if isinstance(x, str)), "")
+        unset = _text(getattr(entry, "env_value_default", None)) or _text(entry.default)
         theirs = entry.user_override = _Tagged(theirs, unset)
     return theirs if isinstance(theirs, _Tagged) else None
 
 
-def replace(before: str, after: str) -> None:
-    """Puts one tag in the place of another; either may be empty."""
+def put(tag: str) -> None:
+    """In the place of the one that is there; either may be empty."""
     stand_in = _stand_in()
+    config = torch.compiler.config
     if stand_in is not None:
-        stand_in.tag = after
+        stand_in.tag = tag
     else:
-        config = torch.compiler.config
-        config.cache_key_tag = config.cache_key_tag.replace(before, "") + after
+        config.cache_key_tag = _without(_text(config.cache_key_tag)) + tag
 
 
 def tag_of(settings: Settings) -> str:
@@ -71,4 +82,4 @@ def tag_of(settings: Settings) -> str:
     if settings.prefer is not None:  # what a decision depends on besides the call: the table, and its section for the CPU
         cpu = [_fastest.section_of(torch.device("cpu"), is_bf16) for is_bf16 in (False, True)]
         tag += f" {zlib.crc32(_fastest.contents()):08x} {'+'.join(cpu)} {_fastest.vendor()}"
-    return tag + (" operators" if settings.operators else "")
+    return tag + (" operators;" if settings.operators else ";")

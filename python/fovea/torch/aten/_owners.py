@@ -40,7 +40,7 @@ _lock = threading.RLock()
 _taken: dict[str, tuple[Owner, frozenset[Place]]] = {}  # by the owner's name
 PLACES: dict[Place, Any] = {}  # the libraries that registered a kernel there
 _here = threading.local()
-_gone: collections.deque[Any] = collections.deque(maxlen=1024)  # the last kernels that were taken away
+_kept: collections.deque[Any] = collections.deque(maxlen=1024)
 
 
 def exists(name: str) -> bool:
@@ -77,11 +77,10 @@ def forget_dispatch(name: str) -> None:
         getattr(operator, overload)._dispatch_cache.clear()
 
 
-def take_away(library: Any, name: str, key: str) -> None:
-    """The kernel of an operator that a library has registered. PyTorch frees it at once, though another thread may have found it and
-    wait for Python's lock in it: so a reference is kept."""
-    _gone.append(_kernel_in_force(name, key))
-    library._destroy()
+def keep(name: str, key: str) -> None:
+    """The kernel of fovea's that was just registered. When it is taken away, PyTorch frees it at once, though another thread may have
+    found it and wait for Python's lock in it: so a reference is kept, to the last of them."""
+    _kept.append(_kernel_in_force(name, key))
 
 
 def take(owner: Owner, names: Iterable[str], devices: Iterable[str]) -> None:
@@ -102,7 +101,7 @@ def release(name: str) -> None:
 def _settle() -> None:
     wanted = {place for _, places in _taken.values() for place in places}
     for place in [place for place in PLACES if place not in wanted]:
-        take_away(PLACES.pop(place), *place)
+        PLACES.pop(place)._destroy()
         forget_dispatch(place[0])
     for place in sorted(wanted - PLACES.keys()):
         name, key = place
@@ -111,6 +110,7 @@ def _settle() -> None:
         with warnings.catch_warnings():  # what the caller asked for
             warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
             library.impl(name, _kernel(place, theirs), key, with_keyset=True)
+        keep(name, key)
         forget_dispatch(name)
 
 
