@@ -75,7 +75,7 @@ Tiles forward_tiles_for(const Call& call, i64 enough_tasks) {
   while (tile > 96 && problem.batch() * problem.heads_k * ceil_div(rows, tile) < enough_tasks) {
     tile = (tile - 1) / step * step;  // whole strips, so that rows have the same neighbours whatever the tile is
   }
-  if (tile < rows) {  // as many tasks, of about as many rows each
+  if (tile < rows) {  // as many tasks, of about equal rows: the last one packs all keys, too
     tile = ceil_div(ceil_div(rows, ceil_div(rows, tile)), step) * step;
   }
   const i64 keys = std::max<i64>(ceil_div(call.rows.limit_k, 16) * 16, 16);

@@ -23,7 +23,6 @@ from .._library import version
 from . import _fastest
 from ._enable_state import Settings
 
-
 _OURS = re.compile(r";fovea-[^;]*;")
 
 
