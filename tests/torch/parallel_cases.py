@@ -12,7 +12,7 @@ import torch.distributed as dist
 from covering import covering
 import fovea
 from fovea.torch import (
-    Rows, _attention, _parallel_blocks, _parallel_call, _parallel_fetch, _parallel_heads, _parallel_keys, _parallel_positions, attention, context_parallel,
+    Rows, _attention, _parallel_blocks, _parallel_call, _parallel_fetch, _parallel_heads, _parallel_keys, _parallel_parts, _parallel_positions, attention, context_parallel,
     explain_context_parallel,
 )  # fmt: skip
 
@@ -414,10 +414,10 @@ def many_groups(group, byte_limit):
 
 def keys_of_a_window(group, kind, options):
     """As on a GPU, where a rank does not fetch the keys before its window: within rounding of one process."""
-    usual = _parallel_positions.TILE, _parallel_positions.may_begin_later, _parallel_keys.start_fetch
+    usual = _parallel_positions.TILE, _parallel_positions.may_begin_later, _parallel_parts.start_fetch
     fetches = []
     _parallel_positions.TILE, _parallel_positions.may_begin_later = 16, lambda device: True
-    _parallel_keys.start_fetch = lambda *given: (fetches.append(given), usual[2](*given))[1]
+    _parallel_parts.start_fetch = lambda *given: (fetches.append(given), usual[2](*given))[1]
     try:
         rows = getattr(Rows, kind)(300, group, block=16)
         inputs = [torch.randn(2, h, 300, 8) for h in (4, 2, 2)] + [torch.randn(4, 300, 300)]
@@ -440,7 +440,58 @@ def keys_of_a_window(group, kind, options):
             torch.testing.assert_close(x, rows.take(y, 2 if y.dim() == 4 else 1), rtol=1e-5, atol=2e-5)
         return int(re.search(r"received in the forward: (\d+) bytes", text)[1])
     finally:
-        _parallel_positions.TILE, _parallel_positions.may_begin_later, _parallel_keys.start_fetch = usual
+        _parallel_positions.TILE, _parallel_positions.may_begin_later, _parallel_parts.start_fetch = usual
+
+
+def own_gradients(group, options, planes, learns, groups, layout):
+    """As on a GPU, under a window of few rows: each rank forms the gradients of its own keys, from the next rank's first rows, too. In
+    fp64 equal to one process; `groups` of heads change nothing; and no gradient of keys moves."""
+    usual = _parallel_positions.TILE, _parallel_positions.may_begin_later, _parallel_call.FEW_BYTES, _parallel_call.BUFFER_BYTES
+    returns = []
+    start_return = _parallel_keys.start_return
+    _parallel_positions.TILE, _parallel_positions.may_begin_later = 16, lambda device: True
+    _parallel_keys.start_return = lambda *given: (returns.append(given), start_return(*given))[1]
+    if groups > 1:
+        _parallel_call.FEW_BYTES, _parallel_call.BUFFER_BYTES = 0, 1
+    try:
+        n, dim = 304, 2 if layout == "bhsd" else 1
+        rows = Rows.contiguous(n, group, block=16)
+        shapes = [(2, h, n, d) for h, d in ((4, 8), (2, 8), (2, 6))]
+        inputs = {name: torch.randn(shape, dtype=torch.float64) for name, shape in zip("qkv", shapes)}
+        if layout == "bshd":
+            inputs = {name: x.transpose(1, 2).contiguous() for name, x in inputs.items()}
+        grad = torch.randn_like(inputs["q"][..., :6])
+        grad_lse = torch.randn(2, 4, n, dtype=torch.float64)
+        more = {"mask": torch.rand(2, 1, 1, n) < 0.8, "bias": torch.randn(4, 1, n, dtype=torch.float64),
+                "alibi_slopes": torch.rand(4, dtype=torch.float64), "seqused": torch.tensor([300, 211], dtype=torch.int32)}  # fmt: skip
+        given = {"causal": True, "layout": layout, **options, **{name: more[name] for name in planes if name != "seqused"}}
+        if "seqused" in planes:
+            given.update(seqused_q=more["seqused"], seqused_k=more["seqused"])
+        sink = torch.randn(4, dtype=torch.float64)
+
+        def found(call, take, **how):
+            leaves = {name: take(x, dim).clone().requires_grad_(name in learns) for name, x in inputs.items()}
+            if "sink" in learns:
+                leaves["sink"] = sink.clone().requires_grad_()
+            text = explain_context_parallel(**leaves, **given, **how) if how else ""
+            out, lse = call(**leaves, **given, **how, return_lse=True)
+            out.backward(take(grad, dim), retain_graph=True)  # without a gradient of lse, and with one
+            (lse.nan_to_num(neginf=0) * take(grad_lse, 2)).sum().backward()
+            return text, [out.detach(), *(leaves[name].grad for name in learns)]
+
+        _, want = found(attention, lambda x, dim: x)
+        text, got = found(context_parallel, rows.take, rows=rows, move="keys")
+        assert "gradients of keys are no sums over ranks" in text and f"groups of heads: {groups};" in text, text
+        assert not returns
+        for name, x, y in zip(["out", *learns], got, want):
+            if name == "sink":
+                dist.all_reduce(x, group=group)
+            else:
+                y = rows.take(y, dim)
+            torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+    finally:
+        _parallel_positions.TILE, _parallel_positions.may_begin_later, _parallel_call.FEW_BYTES, _parallel_call.BUFFER_BYTES = usual
+        _parallel_keys.start_return = start_return
 
 
 def same_twice(group):

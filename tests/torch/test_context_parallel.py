@@ -115,6 +115,21 @@ def test_keys_of_a_window(ranks, n, kind, options):
         assert received == [32 * row] * n  # 20 rows, from a multiple of 16 on
 
 
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("options, planes, learns, groups, layout", [
+    ({}, [], "qkv", 1, "bhsd"),
+    ({"causal": False}, [], "qkv", 2, "bshd"),
+    ({"softcap": 2.0}, ["mask", "alibi_slopes"], "qkv", 2, "bhsd"),
+    ({"dropout_p": 0.2, "seed": 5}, [], ["q", "k", "v", "sink"], 2, "bshd"),
+    ({"dropout_p": 0.2, "seed": 5}, ["seqused", "bias"], "kv", 1, "bhsd"),
+    ({}, [], ["v", "sink"], 1, "bshd"),
+    ({}, ["mask", "seqused"], "k", 1, "bhsd"),
+    ({"window": (0, 0)}, [], "qkv", 1, "bhsd"),
+], ids=str)  # fmt: skip
+def test_gradients_of_own_keys(ranks, n, options, planes, learns, groups, layout):
+    ranks.run(n, parallel_cases.own_gradients, {"window": (20, 0), **options}, planes, list(learns), groups, layout)
+
+
 @pytest.mark.parametrize("kind, shape, options", [
     ("zigzag", (2, 2), {"causal": True, "bias": "h,q,k", "sink": True, "alibi": "bh"}),
     ("zigzag", (2, 2), {"causal": True, "length": 20, "mask": "h,q,k", "softcap": 1.5}),

@@ -88,6 +88,16 @@ def named(text, when):
     return sum(int(size) for size in re.findall(r"(\d+) bytes", line[1])) if line else 0
 
 
+def as_on_a_gpu():
+    """A rank reads its own keys where they lie, and fetches no more keys than its rows see."""
+    return mock.patch.multiple(_parallel_positions, TILE=16, may_begin_later=lambda device: True)
+
+
+def measured_of_a_window(*given):
+    with as_on_a_gpu():
+        return measured(*given)
+
+
 def measured(group, kind, move, options, dtype, shape=None):
     """Per moment: what was counted besides inputs and results, and what explain names."""
     from torch.distributed.device_mesh import DeviceMesh
@@ -160,6 +170,19 @@ def test_no_more_than_is_named(ranks, n, kind, move, options, dtype, shape):
             assert (0.95 if move == "keys" else 0.65) * told <= counted + SMALL and counted <= told + SMALL, (when, counted, told)
 
 
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("options", [
+    {"window": (90, 0)},  # so few rows that each rank forms the gradients of its own keys
+    {"window": (90, 0), "learn": "k"}, {"window": (220, 0)}, {"window": (90, 0), "bias": "keys"},
+], ids=str)  # fmt: skip
+def test_no_more_than_is_named_of_a_window(ranks, n, dtype, options):
+    for moments in ranks.run(n, measured_of_a_window, "contiguous", "keys", {"causal": True, **options}, getattr(torch, dtype)):
+        for when, (counted, told) in moments.items():
+            assert counted <= told + SMALL, (when, counted, told)
+            assert 0.6 * told <= counted + SMALL, (when, counted, told)  # a rank's buffers are not all there at once
+
+
 # ---- the workspace of the calls ----
 
 
@@ -192,13 +215,12 @@ def test_workspace_is_what_calls_ask_for(ranks, row, n):
 
 
 def workspace_of_a_window(group, kind):
-    """As on a GPU, where a rank reads its own keys where they lie, and no more keys than its rows see."""
     found = {_abi.FORWARD: 0, _abi.BACKWARD: 0}
 
     def tell(direction, size):
         found[direction] = max(found[direction], size)
 
-    with mock.patch.multiple(_parallel_positions, TILE=16, may_begin_later=lambda device: True):
+    with as_on_a_gpu():
         rows = getattr(Rows, kind)(900, group, block=16)
         q, k, v = (torch.randn(2, h, rows.count, 8, requires_grad=True) for h in (4, 2, 2))
         given = {"rows": rows, "move": "keys", "causal": True, "window": (20, 0)}

@@ -128,11 +128,14 @@ def explain_context_parallel(
         f"rows of a rank: {min(rows.counts)} to {max(rows.counts)}; pieces: {min(map(len, rows.pieces))} to {max(map(len, rows.pieces))}",
     ]
     if call.move == "keys":
+        more = f"{s.returned_bytes} bytes of gradients in {short(_rows.wide(q.dtype))}"
+        if call.owns:
+            more = f"{s.edge_bytes} bytes of the next rank's first rows: gradients of keys are no sums over ranks"
         lines += [
             f"pairs of the busiest rank over the mean: {call.balance:.3f}",
             f"groups of heads: {call.groups}; each has {s.group_bytes} bytes of keys and values",
             f"received in the forward: {s.fetched_bytes} bytes, of which {s.exposed_bytes} before the first call",
-            f"received in the backward: the same, and {s.returned_bytes} bytes of gradients in {short(_rows.wide(q.dtype))}",
+            f"received in the backward: {'' if call.keeps else 'the same, and '}{more}",
         ]
     elif call.move == "heads":
         back = "the same" if s.exchanged_back_bytes == s.exchanged_bytes else f"{s.exchanged_back_bytes} bytes"

@@ -27,6 +27,7 @@ _CHECKED = ("scale", "causal", "window", "align", "softcap", "dropout_p", "rng")
 PLANES = ("bias", "bias2", "mask")
 BUFFER_BYTES = 2**30  # of the fetched keys and values of one group of heads, where more groups can make it smaller
 FEW_BYTES = 2**25  # which are there before it pays to compute something else meanwhile
+MOST_AGAIN = 512  # pairs of a head of keys that are computed again, for each of a rank's rows
 MANY = 4  # times as many bytes make heads slower than keys, whose calls are shorter
 
 
@@ -36,6 +37,7 @@ class Sizes(NamedTuple):
     fetched_bytes: int
     exposed_bytes: int
     returned_bytes: int
+    edge_bytes: int  # of the next rank's first rows, where a rank forms the gradients of its own keys
     group_bytes: int
     round_bytes: int
     exchanged_bytes: int
@@ -57,11 +59,17 @@ class Call(NamedTuple):
     balance: float
     sizes: Sizes
     through: Any = None  # in a graph: what it does by operators (_parallel_operators.py)
+    owns: bool = False  # what forms_own() says of a backward of all that learns
     kept: Optional[list[Tensor]] = None  # by groups: keys and values that the forward fetched; empty, None: the backward fetches them again
 
     @property
     def rank(self) -> int:
         return self.rows.rank or 0
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the keys and values that the forward fetches are there in the backward: at a window's edge these are few rows."""
+        return self.through is None and fetch_plan(self.rows, self.options, self.q.device).edge is not None
 
     def heads(self, of: Tensor) -> int:
         return of.shape[self.heads_dim]
@@ -127,14 +135,16 @@ def prepare(q: Any, k: Any, v: Any, rows: Rows, move: Any, given: dict[str, Any]
     known = through is None and rows.over_keys is None
     plan = fetch_plan(rows, o, q.device) if known else Plan(rows, [Span(0, rows.total)] * rows.ranks)
     groups = _groups(q, k, rows, o, heads_dim, (of_row["k"] + of_row["v"]) * q.element_size(), plan)
-    sizes = _sizes(of_row, q, v, plan, groups, learning(q, k, v, o))
+    learns = learning(q, k, v, o)
+    owns = known and forms_own(rows, o, plan, heads_q // heads_k, dict.fromkeys(learns, True))
+    sizes = _sizes(of_row, q, v, plan, groups, learns, owns)
     balance = rows.balance(o["causal"], o["window"])
     if move == "ring" and rows.ranks > 1:
         why_not = no_keys or _why_not_ring(rows, o)
         if why_not:
             raise NotImplementedError(f"{why_not.replace(_KEYS, _RING)}; accepted: move='keys' or 'heads', where they can compute it")
     move, reason = _choose(rows, move, no_keys, no_heads, sizes, balance, o)
-    call = Call(q, k, v, rows, o, rows_dim, heads_dim, move, reason, groups, balance, sizes, through)
+    call = Call(q, k, v, rows, o, rows_dim, heads_dim, move, reason, groups, balance, sizes, through, owns)
     if move != "none":
         _check_sizes(call)
     return call
@@ -222,27 +232,39 @@ def _groups(q: Tensor, k: Tensor, rows: Rows, o: dict[str, Any], heads_dim: int,
 
 
 def learning(q: Tensor, k: Tensor, v: Tensor, o: dict[str, Any]) -> list[str]:
-    """Which of q, k and v get gradients in a backward: of a call that has none, all of them."""
+    """What gets gradients in a backward: of a call that has none, q, k and v."""
     tensors = {"q": q, "k": k, "v": v, **{name: o[name] for name in ("bias", "bias2", "sink")}}
-    names = [name for name, x in tensors.items() if x is not None and x.requires_grad]
-    return [name for name in "qkv" if name in names or not names]
+    return [name for name, x in tensors.items() if x is not None and x.requires_grad] or list("qkv")
 
 
-def _sizes(of_row: dict[str, int], q: Tensor, v: Tensor, plan: Plan, groups: int, learning: list[str]) -> Sizes:
-    """Of the rank that has or receives the most; `of_row` are the elements of a row."""
+def forms_own(rows: Rows, o: dict[str, Any], plan: Plan, queries: int, wants: dict[str, bool]) -> bool:
+    """Whether a backward forms the gradients of each rank's keys there (_parallel_edges.py). That computes pairs of a window's rows and
+    keys a second time, and spares work for each key: it pays where a rank has many rows. queries: heads of q for one of k."""
+    if plan.edge is None or not (wants.get("k") or wants.get("v")) or wants.get("bias") or wants.get("bias2"):
+        return False  # a bias's gradient would count the pairs that are computed twice
+    if any(_may_have_queries(rows, o[name]) for name in PLANES):
+        return False  # of the next rank's rows, which this one does not have
+    return plan.edge**2 * queries <= MOST_AGAIN * min(rows.counts)
+
+
+def _sizes(of_row: dict[str, int], q: Tensor, v: Tensor, plan: Plan, groups: int, learns: list[str], owns: bool) -> Sizes:
+    """Of the rank that has or receives the most; `of_row` are the elements of a row, `owns` is what forms_own() says."""
     rows, item, wide = plan.rows, q.element_size(), torch.finfo(_rows.wide(q.dtype)).bits // 8
     most, each = max(rows.counts), range(rows.ranks)
-    of_keys, of_out = of_row["k"] + of_row["v"], of_row["q"] // max(1, q.shape[-1]) * v.shape[-1]
+    of_heads = of_row["q"] // max(1, q.shape[-1])
+    of_keys, of_out = of_row["k"] + of_row["v"], of_heads * v.shape[-1]
     fetched = max(map(plan.received, each)) * of_keys * item
+    at_edges = ((of_row["q"] + 2 * of_out) * item + 2 * of_heads * wide) * plan.edge if owns and plan.edge else 0
     return Sizes(
         fetched_bytes=fetched,
         exposed_bytes=fetched // groups,
-        returned_bytes=max(map(plan.returned, each)) * of_keys * wide,
+        returned_bytes=0 if owns else max(map(plan.returned, each)) * of_keys * wide,
+        edge_bytes=at_edges,
         group_bytes=max(span.rows for span in plan.spans) * of_keys // groups * item,
         round_bytes=most * of_keys * item,
         ring_bytes=rows.ranks * most * of_keys * wide,
         exchanged_bytes=(of_row["q"] + of_keys + of_out) * most * item * (rows.ranks - 1) // rows.ranks,
-        exchanged_back_bytes=(sum(of_row[name] for name in learning) + of_out) * most * item * (rows.ranks - 1) // rows.ranks,
+        exchanged_back_bytes=(sum(of_row[name] for name in learns if name in of_row) + of_out) * most * item * (rows.ranks - 1) // rows.ranks,
     )
 
 
@@ -277,7 +299,7 @@ def _choose(
         return "heads", f"the rows are unbalanced for keys, {balance:.2f}"
     if not _one_node(rows):
         return "keys", "the ranks are on several nodes"
-    fetched, exchanged = sizes.fetched_bytes + sizes.returned_bytes, 2 * sizes.exchanged_bytes
+    fetched, exchanged = sizes.fetched_bytes + sizes.returned_bytes + sizes.edge_bytes, 2 * sizes.exchanged_bytes
     if fetched * MANY < exchanged:
         return "keys", f"a rank receives far fewer bytes, {fetched}, than with heads, {exchanged}"
     return "heads", f"on one node it computes whole sequences; a rank receives {exchanged} bytes, with keys {fetched}"

@@ -16,7 +16,7 @@ from . import _rows
 from ._parallel_call import PLANES, Call, entries_of, has_queries, learning, prepare, short
 from ._parallel_fetch import fetch_plan
 from ._parallel_heads import own_heads
-from ._parallel_keys import NAMED, packed_numbers
+from ._parallel_parts import NAMED, packed_numbers
 from ._parallel_workspace import needed
 from ._rows import Rows
 
@@ -125,6 +125,10 @@ def _keys(call: Call) -> Moments:
     summed = copies * (plan.mine.rows + own) + plan.returned(plan.rank)
     wide = short(_rows.wide(call.q.dtype))
     sums = (summed * (s.wide_keys // call.groups), f"of gradients {what} in {wide}, and those that others send")
+    if call.owns:
+        first, last = (plan.edge or 0) * (plan.rank > 0), (plan.edge or 0) * (plan.rank < rows.ranks - 1)
+        rows_at_edges = (first + 2 * last) * (s.q + 2 * s.out) + 2 * (first + 4 * last) * s.lse
+        sums = (rows_at_edges // call.groups, "of rows at this rank's edges that are sent and received")
     slices = (2 * longest * s.lse // call.groups, "of a call's lse and its gradient")
     again = [] if kept else fetched
     forward, backward = _workspace(call)
@@ -175,7 +179,7 @@ def _over_heads(call: Call, rows: Rows, between: Moments) -> Moments:
     kept: Buffers = [(inputs, "of q, k and v of all rows of some heads"), (out + lse, "of their out and lse")]
     # Packed rows are there as these rows have them, by rank, and in order.
     times = 3 if rows.kind == "packed" else 2
-    names = learning(call.q, call.k, call.v, call.options)
+    names = [name for name in learning(call.q, call.k, call.v, call.options) if name in "qkv"]
     learned = sum(_of_row(call, x) * x.element_size() for name, x in zip("qkv", (call.q, call.k, call.v)) if name in names)
     sent, back = (times * most * size // rows.ranks for size in (s.q + s.keys, learned))
     forward = [

@@ -23,7 +23,8 @@ from . import _attention, _call, _operators, _rows
 from ._operators import library, operators
 from ._parallel_call import Call, arguments_of, prepare, saying_rank
 from ._parallel_heads import by_type, exchanged
-from ._parallel_keys import NAMED, keys_backward, keys_forward
+from ._parallel_keys import keys_backward, keys_forward
+from ._parallel_parts import NAMED
 from ._parallel_ring import ring_backward, ring_forward
 from ._rows import Rows
 

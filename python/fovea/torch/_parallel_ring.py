@@ -17,7 +17,8 @@ from torch import Tensor
 from . import _attention, _call, _rows
 from ._call import Shard
 from ._parallel_call import PLANES, Call, arguments_of, draw_seed
-from ._parallel_keys import NAMED, differentiable, packed_numbers, put, shapes_of, split, width, with_places
+from ._parallel_keys import differentiable
+from ._parallel_parts import NAMED, packed_numbers, put, shapes_of, split, width, with_places
 from ._parallel_positions import is_positional, moved_by_lengths, positions_of, some, used_among
 
 

@@ -18,10 +18,11 @@ from .. import _abi
 from .._library import lib
 from . import _ahead, _attention, _call, _rows
 from ._call import Shard
-from ._parallel_call import PLANES, Call, arguments_of, has_queries
+from ._parallel_call import PLANES, Call, arguments_of, forms_own, has_queries
+from ._parallel_edges import edges_of
 from ._parallel_fetch import fetch_plan
 from ._parallel_heads import _from_place, groups_of_heads, own_heads
-from ._parallel_keys import NAMED, _Group, _parts, shapes_of, split, width
+from ._parallel_parts import NAMED, Group, parts_of, shapes_of, split, width
 from ._parallel_ring import _keys, _Pair, _queries
 
 ALIGNED = 256  # bytes; the library asks no address for more
@@ -137,7 +138,7 @@ def _backwards(arguments: tuple[Any, ...], out: Tensor, lse: Tensor, grads: dict
 
 def _of_keys(call: Call, need: dict[str, bool]) -> Iterator[Asked]:
     plain, rows = _without_memory(call), call.rows
-    group, o = _Group(plain, 0), plain.options
+    group, o = Group(plain, 0), plain.options
     group.plan = plan = fetch_plan(rows, call.options, call.q.device)
     group.shapes = shapes_of([group.of_keys(x) for x in (plain.k, plain.v)], call.rows_dim)
     group.fetched = group.split(plain.k.new_empty(plan.mine.rows, width(group.shapes)))
@@ -146,14 +147,19 @@ def _of_keys(call: Call, need: dict[str, bool]) -> Iterator[Asked]:
     total = plain.q.new_empty(plan.mine.rows, width(group.shapes), dtype=wide)
     own = [torch.empty_like(group.of_keys(x), dtype=wide) for x in (plain.k, plain.v)]
     grad_q = torch.empty_like(plain.q)
-    parts = sorted(_parts(call), key=lambda part: -part.keys.end)
+    parts = sorted(parts_of(call), key=lambda part: -part.keys.end)
     written = bool(parts) and (at_edge or rows.kind == "packed" or parts[0].keys.end == plan.mine.end)
+    owns = forms_own(rows, call.options, plan, call.heads(call.q) // max(1, call.heads(call.k)), need)
+    if owns:
+        yield from _of_own_keys(plain, group, need, out, lse, grad_q)
     for part in parts:
         if part.starts is not None:
             part = part._replace(starts=part.starts.to("meta"))
         arguments = group.arguments(part)
         into = {"out": group.of_queries_alone(out, part), "lse": group.of_lse(lse, part)}
         yield Asked(_abi.FORWARD, arguments, into)
+        if owns:
+            continue
         grads = {"q": group.of_queries_alone(grad_q, part)} if need["q"] else {}
         sums = {}
         if need["k"] or need["v"]:
@@ -166,6 +172,26 @@ def _of_keys(call: Call, need: dict[str, bool]) -> Iterator[Asked]:
                 grads[name] = of_part if in_place else torch.empty_like(of_part)
         is_first = part.own or at_edge or (written and part.first == parts[0].first)
         yield from _backwards(arguments, into["out"], into["lse"], grads, () if is_first else tuple(sums))
+
+
+def _of_own_keys(call: Call, group: Group, need: dict[str, bool], out: Tensor, lse: Tensor, grad_q: Tensor) -> Iterator[Asked]:
+    """The backward's calls of _parallel_edges.py."""
+    own, first, last = edges_of(call)
+    of_keys = {name: torch.empty_like(x) for name, x in (("k", call.k), ("v", call.v)) if need[name]}
+    for part in (own, first):
+        if part is not None:
+            grads = {"q": group.of_queries_alone(grad_q, part)} if need["q"] else {}
+            if part is own:
+                grads.update({name: group.of_own_keys(x, part) for name, x in of_keys.items()})
+                grads.update({"sink": group.of_heads(call.options["sink"])} if need["sink"] else {})
+            yield from _backwards(group.arguments(part), group.of_queries_alone(out, part), group.of_lse(lse, part), grads, ())
+    if last is not None:
+        taken = [x.narrow(call.heads_dim, group.first_query, group.queries) for x in (call.q, out, out)]
+        shapes = shapes_of(taken, call.rows_dim)
+        q, out_rows, _ = split(call.q.new_empty(last.rows, width(shapes)), call.rows_dim, shapes)
+        numbers = lse.new_empty(*lse.shape[:-2], group.queries, last.rows)
+        grads = {name: group.of_own_keys(x, last) for name, x in of_keys.items()}
+        yield from _backwards(group.arguments(last, q), out_rows, numbers, grads, ())
 
 
 def _of_heads(call: Call, need: dict[str, bool]) -> Iterator[Asked]:
