@@ -25,6 +25,9 @@ from ._parallel_parts import NAMED, Group, Part, dense_part, put, shapes_of, spl
 from ._parallel_positions import Span
 
 
+OfRows = tuple[Tensor, Optional[Tensor], Tensor, Tensor]  # the gradients of out and lse, out and lse
+
+
 class Edges(NamedTuple):
     own: Part
     first: Optional[Part]
@@ -50,8 +53,7 @@ def gradients(
     wants = dict(zip(NAMED, need))
     own, first, last = edges_of(call)
 
-    def form(part: Part, names: str, group: Group, arguments: tuple[Any, ...], of_rows: tuple[Tensor, Optional[Tensor], Tensor, Tensor],
-             with_sink: bool = False) -> None:  # fmt: skip
+    def form(part: Part, names: str, group: Group, arguments: tuple[Any, ...], of_rows: OfRows, with_sink: bool = False) -> None:
         into = {name: group.of_queries_alone(grads[name], part) if name == "q" else group.of_own_keys(grads[name], part)
                 for name in names if wants[name]}  # fmt: skip
         needed = [name in into or (with_sink and name == "sink" and wants[name]) for name in NAMED]
@@ -61,7 +63,7 @@ def gradients(
                 add_sink(group, found[-1])
 
     def form_all(group: Group) -> None:
-        def of_part(part: Part) -> tuple[Tensor, Optional[Tensor], Tensor, Tensor]:
+        def of_part(part: Part) -> OfRows:
             return (group.of_queries_alone(grad_out, part), None if grad_lse is None else group.of_lse(grad_lse, part).contiguous(),
                     group.of_queries_alone(out, part), group.of_lse(lse, part).contiguous())  # fmt: skip
 
@@ -73,8 +75,8 @@ def gradients(
         finally:  # after an error, too: what is on its way would meet the group's next calls
             across.end()
         if last is not None:
-            q, *of_rows = across.operands()
-            form(last, "kv", group, group.arguments(last, q), tuple(of_rows))
+            q, of_rows = across.operands()
+            form(last, "kv", group, group.arguments(last, q), of_rows)
 
     for group in groups:
         form_all(group)
@@ -87,7 +89,6 @@ class _Across:
         call, rows = group.call, group.call.rows
         edge: Any = group.plan.edge
         self.group = group
-        numbers = [lse, torch.zeros_like(lse) if grad_lse is None else grad_lse]
         taken = [x.narrow(call.heads_dim, group.first_query, group.queries) for x in of_rows]
         self.shapes = shapes_of(taken, call.rows_dim)
         behind = rows.counts[call.rank] - edge
@@ -96,7 +97,8 @@ class _Across:
             put(room, call.rows_dim, [x.narrow(call.rows_dim, at, edge) for x in taken])
 
         def numbers_from(at: int) -> Tensor:
-            return torch.stack([x.narrow(-2, group.first_query, group.queries).narrow(-1, at, edge) for x in numbers])
+            own = [x.narrow(-2, group.first_query, group.queries).narrow(-1, at, edge) for x in (lse, grad_lse) if x is not None]
+            return torch.stack(own if grad_lse is not None else [*own, torch.zeros_like(own[0])])
 
         sent: Messages = []
         found: Messages = []
@@ -117,8 +119,7 @@ class _Across:
     def end(self) -> None:
         self.pending.wait()
 
-    def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """q, and what a backward is given: the gradients of out and lse, out and lse."""
+    def operands(self) -> tuple[Tensor, OfRows]:
         q, out, grad_out = split(self.room, self.group.call.rows_dim, self.shapes)
         lse, grad_lse = torch.cat(self.numbers, -1)
-        return q, grad_out, grad_lse, out, lse
+        return q, (grad_out, grad_lse, out, lse)
