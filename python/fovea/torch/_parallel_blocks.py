@@ -2,6 +2,11 @@
 """The exchange between rows and heads with few copies: the memory of one side is sent, or received, as it is. Heads move in groups: the
 messages of the next group are on their way while one is computed.
 
+On a GPU a message is a kernel of NCCL's, which needs multiprocessors on both sides, and a kernel of attention takes all that it finds free
+until it ends. A message that becomes ready after that waits, and where its other side has begun, that one spins meanwhile on
+multiprocessors which attention lacks (two H200, packed rows: 8 to 10 ms at a time, 10 % of the backward). So one message at most is under
+way when a group is computed, and it is ready before: what would be a second one goes with it, or later.
+
 Where a head's rows are adjacent (heads before rows), a message is a rank's heads of another rank's rows, as the side of the rows has them;
 the side of the heads puts its rows in order. Messages for each head and piece would need no copy, but NCCL took 1.25 ms for 48 of them and
 0.7 ms for 3 that were as long together (two H200). Where the heads of a row are adjacent, a message is a piece's rows of one rank's heads,
@@ -10,6 +15,7 @@ as the side of the heads has them; the side of the rows copies. With many pieces
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Optional
 
@@ -23,6 +29,7 @@ from ._rows import Rows
 
 LEAST_BYTES = 2**21  # of a message, on average; smaller ones are packed together
 MOST_MESSAGES = 64  # of a tensor, to and from all ranks
+AT_ONCE = 2  # groups whose messages begin at once
 MOST_COPIES = 512  # of a tensor; more pieces are put in order by the numbers of their rows, in twice the GPU's time and less of the host's
 
 
@@ -47,12 +54,22 @@ def from_place_to_place(rows: Rows, x: Tensor, place: Place, groups: int) -> boo
 class Exchange:
     """Tensors with this rank's rows of all heads, and the same with all rows of this rank's heads, in natural order, by groups of heads.
     What the one side sends, the other one receives; a backward goes the other way. `side` is a group's number, or None for all rows' side.
+
+    Two exchanges are a pair, there and back. Of all groups' messages the first two begin at once. The next one goes with that of the pair's
+    other exchange, when a group has been computed.
     """
 
     def __init__(self, rows: Rows, what: str, places: Sequence[Place], groups: int) -> None:
         self.rows, self.what, self.places, self.groups = rows, what, places, groups
         self.sides: dict[int, _Sides] = {}  # by the tensor's number, of those that move
         self.moving: dict[int, Moving] = {}  # by group
+        self.later: list[tuple[int, bool, str]] = []  # the arguments of _start(), in this order
+        self.other: Any = lambda: None  # of the pair, if there is one: a weak reference
+
+    @staticmethod
+    def pair(there: Exchange, back: Exchange) -> tuple[Exchange, Exchange]:
+        there.other, back.other = weakref.ref(back), weakref.ref(there)
+        return there, back
 
     def send(self, side: Optional[int], tensors: Sequence[Optional[Tensor]], what: str, last_first: bool = False) -> None:
         """Begins to send. Those that are None do not move. `last_first`: the order in which autograd computes the groups' gradients."""
@@ -68,10 +85,29 @@ class Exchange:
                 if side is not None:
                     self.sides[n].give_heads(side, x)
         order = range(self.groups) if side is None else (side,)
-        for group in reversed(order) if last_first else order:
-            self.moving[group] = self._start(group, to_heads, what)
+        for number, group in enumerate(reversed(order) if last_first else order):
+            if number < AT_ONCE:
+                self._start(group, to_heads, what)
+            else:
+                self.later.append((group, to_heads, what))
 
-    def _start(self, group: int, to_heads: bool, what: str) -> Moving:
+    def _start(self, group: int, to_heads: bool, what: str) -> None:
+        """Begins to send a group, and with it what the other exchange has for later."""
+        sent, found = self._messages(group, to_heads)
+        other = self.other()
+        others = other.later.pop(0) if other is not None and other.later else None
+        if others is not None:
+            for messages, more in zip((sent, found), other._messages(*others[:2])):
+                for rank, tensors in more.items():
+                    messages[rank] += tensors
+        device = next(iter(self.sides.values())).rows.device
+        moving = send_and_receive(self.rows, list(sent.items()), list(found.items()), device, what, lambda: None)
+        self.moving[group] = moving
+        if others is not None:
+            other.moving[others[0]] = moving
+
+    def _messages(self, group: int, to_heads: bool) -> tuple[dict[int, list[Tensor]], dict[int, list[Tensor]]]:
+        """What is sent to each of the other ranks, and what comes from them."""
         me, ranks, sides = self.rows.rank or 0, range(self.rows.ranks), self.sides.values()
         if to_heads:
             for side in sides:
@@ -80,24 +116,24 @@ class Exchange:
         by_row = [[block for side in sides for block in side.of_these_heads(group, rank)] for rank in ranks]
         sent, found = (by_head, by_row) if to_heads else (by_row, by_head)
         copy_all((there, here) for there, here in zip(found[me], sent[me]) if there.data_ptr() != here.data_ptr())  # else one is both
-        others = [rank for rank in ranks if rank != me]
-        device = next(iter(sides)).rows.device
-        out, back = ([(rank, blocks[rank]) for rank in others] for blocks in (sent, found))
-        return send_and_receive(self.rows, out, back, device, what, lambda: None)
+        return {rank: sent[rank] for rank in ranks if rank != me}, {rank: found[rank] for rank in ranks if rank != me}
 
     def receive(self, side: Optional[int]) -> list[Optional[Tensor]]:
         """What the other side has sent."""
+        while self.later and (side is None or side not in self.moving):  # no group was sent in the other direction meanwhile
+            self._start(*self.later.pop(0))
         for group in sorted(self.moving) if side is None else (side,):
             self.moving.pop(group).wait()
         found: list[Optional[Tensor]] = [None] * len(self.places)
         for n, one in self.sides.items():
             found[n] = one.all_rows() if side is None else one.heads_of(side)
-        if not self.moving:
+        if not self.moving and not self.later:
             self.sides = {}
         return found
 
     def end(self) -> None:
         """After an error: waits for what is on its way, whose memory has to stay until then."""
+        self.later = []
         while self.moving:
             self.moving.popitem()[1].wait()
         self.sides = {}

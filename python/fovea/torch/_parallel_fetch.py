@@ -115,9 +115,10 @@ class Moving(NamedTuple):
     finish: Callable[[], Any]
 
     def wait(self) -> Any:
+        """May be called again."""
         with _rows.naming(self.rows, self.what):
-            for work in self.works:
-                work.wait()
+            while self.works:
+                self.works.pop(0).wait()  # once: gloo would wait for another one
         return self.finish()
 
 
@@ -209,7 +210,7 @@ def send_and_receive(rows: Rows, sent: Messages, found: Messages, device: torch.
                 for way, messages in ((dist.isend, sent), (dist.irecv, found))
                 for other, tensors in messages for number, tensor in enumerate(tensors) if tensor.numel()
             ]  # fmt: skip
-            works = dist.batch_isend_irecv(operations) if operations else []
+            works = list(dist.batch_isend_irecv(operations)) if operations else []
     return Moving(rows, what, works, (sent, found), finish)
 
 

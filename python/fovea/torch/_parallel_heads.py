@@ -56,7 +56,7 @@ def _between(call: Call, rows: Rows, groups: int, attend: Attend) -> tuple[Tenso
     there, given = _there(call), (call.q, call.k, call.v)
     back = there._replace(heads_first=False), Place(-2, -1, True)
     if groups > 1 or _from_place(call, rows, 1):
-        to_heads, to_rows = Exchange(rows, WAYS[0], (there,) * 3, groups), Exchange(rows, WAYS[1], back, groups)
+        to_heads, to_rows = Exchange.pair(Exchange(rows, WAYS[0], (there,) * 3, groups), Exchange(rows, WAYS[1], back, groups))
         try:
             marks = to_heads.begins(None, *given)
             sent: list[Tensor] = []
