@@ -46,7 +46,6 @@ def by_heads_then_keys(call: Call) -> tuple[Tensor, Tensor]:
 Attend = Callable[[Tensor, Tensor, Tensor, dict[str, Any]], tuple[Tensor, Tensor]]
 MOST_GROUPS = 4
 LEAST_HEADS = 2  # that a call has
-LONG = 2**17  # rows of a sequence
 WAYS = "q, k and v to heads", "out to rows"
 
 
@@ -88,12 +87,12 @@ def _from_place(call: Call, rows: Rows, groups: int) -> bool:
 
 def groups_of_heads(call: Call, rows: Rows) -> int:
     """Some, if one's messages are long enough to be worth hiding behind another one's computation. One if a bias has a gradient, which
-    would be put together from those of the groups; if a key head has several query heads, since two calls took 1 % longer than one; and
-    with long sequences, whose messages are short beside the computation (two H200, 8 and 4 heads of 128k keys)."""
+    would be put together from those of the groups; and if a key head has several query heads, since two calls gained nothing (two H200, 16
+    and 4 heads of 128k keys)."""
     heads, o = call.heads(call.k), call.options
     if any(x is not None and x.requires_grad for x in (o["bias"], o["bias2"])) or call.heads(call.q) > heads:
         return 1
-    if call.sizes.exchanged_bytes <= _parallel_call.FEW_BYTES or max(rows.lengths, default=0) >= LONG:
+    if call.sizes.exchanged_bytes <= _parallel_call.FEW_BYTES:
         return 1
     for groups in MOST_GROUPS, MOST_GROUPS // 2:
         if heads % (groups * rows.ranks) == 0 and heads // (groups * rows.ranks) >= LEAST_HEADS and _from_place(call, rows, groups):
