@@ -285,22 +285,23 @@ def triangle():
     return rows
 
 
-def several_gpus():
-    data = result("several_gpus")
+def several_gpus(name="several_gpus", peers=("PyTorch cuDNN", "PyTorch FlashAttention-2")):
+    data = result(name)
     machine, gpus = data["machine"], data["machine"]["gpus"]
-    ways, peers = ("keys", "heads", "ring"), ("PyTorch cuDNN", "PyTorch FlashAttention-2")
+    ways = ("keys", "heads", "ring")
+    beside = " PyTorch's context_parallel is compared with fovea on one GPU, too." if peers else ""
     rows = [
-        f"T(1) / ({gpus} T({gpus})), forward and backward together, bf16, D = 128: 1.0 is perfect. **Bold** is what `context_parallel` chooses. PyTorch's context_parallel is "
-        f"compared with fovea on one GPU, too. {gpus} {machine['gpu']}, PyTorch {machine['torch']}, NCCL {machine['nccl']}, medians of {data['rows'][0]['turns']} turns, "
+        f"T(1) / ({gpus} T({gpus})), forward and backward together, bf16, D = 128: 1.0 is perfect. **Bold** is what `context_parallel` chooses.{beside} "
+        f"{gpus} {machine['gpu']}, PyTorch {machine['torch']}, NCCL {machine['nccl']}, medians of {data['rows'][0]['turns']} turns, "
         f"{measured(data, data['rows'])}; repeat with `bench/torch/several_gpus.py`.",
         "",
-        f"| problem | one GPU, ms | {' | '.join(ways)} | PyTorch, cuDNN | PyTorch, FlashAttention-2 |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        f"| problem | one GPU, ms | {' | '.join([*ways, *(name.replace(' ', ', ', 1) for name in peers)])} |",
+        "| " + " | ".join(["---"] * (2 + len(ways) + len(peers))) + " |",
     ]
     for row in data["rows"]:
         found, whole = row["results"], "{:.1f} / {:.1f}".format(*row["one_ms"])
         if "DTensor" in found:
-            rows.append(f"| {row['name']}, 4 heads, D = 32 | {whole} | DTensor **{found['DTensor']['efficiency']:.3f}** | – | – | – | – |")
+            rows.append(f"| {row['name']}, 4 heads, D = 32 | {whole} | DTensor **{found['DTensor']['efficiency']:.3f}**{' | –' * (len(ways) + len(peers) - 1)} |")
             continue
         cells = [f"{found[name]['efficiency']:.3f}" if "efficiency" in found.get(name, {}) else "–" for name in (*ways, *peers)]
         at = ways.index(row["chosen"])
@@ -639,6 +640,7 @@ def gpu_host():
 
 TABLES = {
     "several_gpus": several_gpus,
+    "several_gpus_4": lambda: several_gpus("several_gpus_4", ()),
     "first_step": first_step,
     "support": support,
     "cpu": cpu,
