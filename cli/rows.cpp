@@ -53,6 +53,8 @@ struct Asked {
   fovea_rows rows{};
   std::vector<std::int64_t> lengths;
 
+  bool packed = false;  // several sequences
+
   // "zigzag", "contiguous" or "packed".
   std::string kind() const {
     return rows.kind == FOVEA_ROWS_PACKED ? "packed" : rows.kind == FOVEA_ROWS_ZIGZAG ? "zigzag" : "contiguous";
@@ -113,9 +115,10 @@ Asked parse_rows(const std::vector<std::string>& words) {
   if (has("packed") && !has("seqs")) {
     refuse_word("packed, with s=", "packed with seqs=, the lengths of the packed sequences");
   }
-  if (has("seqs") && (has("zigzag") || has("contiguous"))) {
-    refuse_word("seqs=, with zigzag or contiguous", "these for one sequence, s=LENGTH; seqs= is packed");
+  if (has("seqs") && has("zigzag")) {
+    refuse_word("seqs=, with zigzag", "zigzag for one sequence, s=LENGTH; packed or contiguous for seqs=");
   }
+  asked.packed = has("seqs");
   asked.lengths = has("seqs") ? lengths_of(given.at("seqs")) : std::vector{number("s", given.at("s"), 0)};
   rows.sequences = static_cast<std::int64_t>(asked.lengths.size());
   const std::vector<std::string> ranks = split(given.at("ranks"), 'x');
@@ -136,9 +139,10 @@ Asked parse_rows(const std::vector<std::string>& words) {
     rows.window_right = number("window", sides[1], -1);
   }
   const bool is_triangle = has("causal") && (!has("window") || rows.window_left < 0);
-  rows.kind = has("seqs")                                            ? FOVEA_ROWS_PACKED
-              : has("zigzag") || (is_triangle && !has("contiguous")) ? FOVEA_ROWS_ZIGZAG
-                                                                     : FOVEA_ROWS_CONTIGUOUS;
+  rows.kind = has("contiguous")              ? FOVEA_ROWS_CONTIGUOUS
+              : has("seqs")                  ? FOVEA_ROWS_PACKED
+              : has("zigzag") || is_triangle ? FOVEA_ROWS_ZIGZAG
+                                             : FOVEA_ROWS_CONTIGUOUS;
   return asked;
 }
 
@@ -177,7 +181,7 @@ void print_rows(const std::vector<std::string>& words) {
 
   const std::int64_t total = std::accumulate(counts.begin(), counts.end(), std::int64_t{0});
   const double all_pairs = std::accumulate(pairs.begin(), pairs.end(), 0.0);
-  const bool packed = rows.kind == FOVEA_ROWS_PACKED;
+  const bool packed = asked.packed;
   fmt::print("{}: {} rows{} over {} ranks{}; pieces begin at multiples of {} rows\n\n", asked.kind(), total,
              packed ? fmt::format(" of {} sequences", rows.sequences) : "", ranks,
              rows.head_ranks > 1 ? fmt::format(" ({} for keys x {} for heads)", rows.ranks, rows.head_ranks) : "",
@@ -197,7 +201,7 @@ void print_rows(const std::vector<std::string>& words) {
       "\nbalance: {:.3f} in pairs, {:.3f} in rows (the busiest rank over the mean; 1 is perfect)\n", balance,
       total == 0 ? 1.0 : static_cast<double>(most_rows) * static_cast<double>(ranks) / static_cast<double>(total));
   if (balance > 1.2 && asked.kind() == "contiguous") {
-    fmt::print("hint: zigzag, in place of contiguous, balances causal attention\n");
+    fmt::print("hint: {}, in place of contiguous, balances causal attention over keys\n", packed ? "packed" : "zigzag");
   }
 }
 
@@ -221,8 +225,9 @@ void add_rows(CLI::App& app) {
       "  ranks=KxH               K times H ranks: H neighbours exchange heads, K places exchange keys and values\n"
       "  causal  window=L,R      which pairs are counted, as in a problem line\n"
       "  zigzag                  each rank has a piece from the front and one from the back (default with causal)\n"
-      "  contiguous              each rank has one piece (default without causal, and with a window to the left)\n"
-      "  packed                  long sequences are cut, short ones given whole (always with seqs=)\n"
+      "  contiguous              each rank has adjacent rows (default for s= without causal, or with a window to the "
+      "left)\n"
+      "  packed                  long sequences are cut, short ones given whole (default for seqs=)\n"
       "  block=N                 pieces begin at multiples of N rows (128); dropout needs a multiple of 16\n\n"
       "In the output `pairs` counts the pairs of a query that the rank computes and a key that causal and window\n"
       "allow: for each of its heads, with those of its H neighbours. `sends` counts the rows of keys and values that "

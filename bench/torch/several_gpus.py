@@ -95,6 +95,7 @@ def all_rows(ranks: int, memory: int, tiny: bool) -> list[Row]:
         Row(f"bias, {biased // 1024 or biased}{'k' * (biased >= 1024)} 8/8", "zigzag", with_bias, biased, 0.93, 0.97, dim, causal, True,
             pytorch="no bias"),
         Row("packed 1k to 64k", "packed", heads, long, 0.93, 0.97, dim, causal, pytorch="no packed rows"),
+        Row("packed, contiguous", "packed contiguous", heads, long, 0.93, 0.97, dim, causal, pytorch="no packed rows"),
         Row(f"triangle N={triangle}", "triangle", (4, 4), triangle, 0.93, 0.97, min(dim, 32), {}, True, pytorch="no bias"),
     ]  # fmt: skip
 
@@ -133,7 +134,7 @@ class Problem:
             self.at = 1  # rows of the pair representation are entries of the batch
             shapes = [(1, n, hq, n, row.dim)] * 3
             self.ends: list[int] = []
-        elif row.kind == "packed":
+        elif row.kind.startswith("packed"):
             self.at = 0
             shapes = [(n, h, row.dim) for h in (hq, hk, hk)]
             lengths = documents(n, max(4, n // 128), n // 2)
@@ -183,7 +184,10 @@ def with_bias(leaves: list[Tensor]) -> dict[str, Tensor]:
 def plan(problem: Problem) -> Rows:
     row = problem.row
     block = 128 if problem.device.type == "cuda" else 16  # tiny problems are cut, too
-    return Rows.packed(problem.ends, block=block) if row.kind == "packed" else getattr(Rows, row.kind)(row.length, block=block)
+    if row.kind.startswith("packed"):
+        return Rows.packed(problem.ends, block=block, contiguous=row.kind != "packed")
+    rows: Rows = getattr(Rows, row.kind)(row.length, block=block)
+    return rows
 
 
 class Contender(NamedTuple):

@@ -202,7 +202,7 @@ typedef struct fovea_problem {
 /* How fovea_rows shares out rows. */
 typedef enum fovea_rows_kind {
   FOVEA_ROWS_ZIGZAG = 0,     /* one sequence: each rank has a piece from the front and one from the back */
-  FOVEA_ROWS_CONTIGUOUS = 1, /* one sequence: each rank has one piece, in the order of the ranks */
+  FOVEA_ROWS_CONTIGUOUS = 1, /* one sequence or several: each rank has adjacent rows, in the order of the ranks */
   FOVEA_ROWS_PACKED = 2      /* sequences one after the other: long ones are cut, short ones given whole */
 } fovea_rows_kind;
 
@@ -221,7 +221,7 @@ typedef struct fovea_rows {
    * ranks * head_ranks is at most 65536. */
   int64_t head_ranks;
   int64_t block;          /* 0: 128. Pieces begin at multiples of so many rows; dropout needs a multiple of 16 */
-  int64_t sequences;      /* the number of lengths, at most 2^31; 1 unless kind is FOVEA_ROWS_PACKED */
+  int64_t sequences;      /* the number of lengths, at most 2^31; 1 if kind is FOVEA_ROWS_ZIGZAG */
   const int64_t* lengths; /* (sequences): rows of each, 0 or more; at most 2^31 in all */
   int64_t window_left;    /* with FOVEA_WINDOW: as in fovea_problem, with a shift of 0 */
   int64_t window_right;

@@ -49,11 +49,10 @@ Asked checked(const fovea_rows& rows) {
   }
   const std::int64_t block = rows.block == 0 ? kDefaultBlock : rows.block;
   require_between("block", block, 1, kMostRows);
-  if (rows.kind == FOVEA_ROWS_PACKED) {
-    require_between("sequences", rows.sequences, 0, kMostRows);
-  } else if (rows.sequences != 1) {
-    refuse("sequences: {}; accepted: 1, or kind FOVEA_ROWS_PACKED", rows.sequences);
+  if (rows.kind == FOVEA_ROWS_ZIGZAG && rows.sequences != 1) {
+    refuse("sequences: {}; accepted: 1, or kind FOVEA_ROWS_PACKED or FOVEA_ROWS_CONTIGUOUS", rows.sequences);
   }
+  require_between("sequences", rows.sequences, 0, kMostRows);
   if (rows.sequences > 0 && rows.lengths == nullptr) {
     refuse("lengths: NULL; accepted: {} numbers", rows.sequences);
   }
@@ -108,6 +107,36 @@ std::vector<std::int64_t> cuts(std::int64_t length, std::int64_t parts, std::int
     ends.push_back(std::min(length, block * (part * blocks / parts)));
   }
   return ends;
+}
+
+// The same of several sequences in a row: a part begins at a multiple of a block within its sequence.
+std::vector<std::int64_t> cuts(const std::vector<std::int64_t>& lengths, std::int64_t parts, std::int64_t block) {
+  const std::int64_t total = std::accumulate(lengths.begin(), lengths.end(), std::int64_t{0});
+  std::vector<std::int64_t> ends = cuts(total, parts, block);
+  std::int64_t first = 0;
+  auto end = ends.begin();
+  for (const std::int64_t length : lengths) {
+    for (; end != ends.end() && *end < first + length; ++end) {
+      *end = first + (*end - first) / block * block;
+    }
+    first += length;
+  }
+  return ends;
+}
+
+// Of the rows of pieces, in their order, those from `begin` to `end`.
+std::vector<Piece> between(const std::vector<Piece>& whole, std::int64_t begin, std::int64_t end) {
+  std::vector<Piece> found;
+  std::int64_t at = 0;
+  for (const Piece& piece : whole) {
+    const std::int64_t from = std::max(begin, at);
+    const std::int64_t to = std::min(end, at + piece.rows);
+    if (from < to) {
+      found.push_back({piece.sequence, piece.start + from - at, to - from});
+    }
+    at += piece.rows;
+  }
+  return found;
 }
 
 // Adds the pieces of a sequence that these ranks share: the first has the first and the last part, and so on.
@@ -232,9 +261,13 @@ Pieces by_keys(const Asked& asked) {
   } else if (asked.kind == FOVEA_ROWS_ZIGZAG) {
     add_zigzag(0, asked.lengths[0], counted(asked.ranks), asked.block, pieces);
   } else {
-    const std::vector<std::int64_t> ends = cuts(asked.lengths[0], asked.ranks, asked.block);
+    std::vector<Piece> whole;
+    for (const std::int64_t length : asked.lengths) {
+      whole.push_back({static_cast<std::int64_t>(whole.size()), 0, length});
+    }
+    const std::vector<std::int64_t> ends = cuts(asked.lengths, asked.ranks, asked.block);
     for (std::int64_t rank = 0; rank < asked.ranks; ++rank) {
-      pieces[rank].push_back({0, ends[rank], ends[rank + 1] - ends[rank]});
+      pieces[rank] = between(whole, ends[rank], ends[rank + 1]);
     }
   }
   for (std::vector<Piece>& mine : pieces) {
@@ -249,16 +282,7 @@ Pieces over_heads(const Pieces& whole, const Asked& asked) {
   for (const std::vector<Piece>& mine : whole) {
     const std::vector<std::int64_t> ends = cuts(rows_of(mine), asked.head_ranks, asked.block);
     for (std::int64_t part = 0; part < asked.head_ranks; ++part) {
-      std::vector<Piece>& pieces = shared.emplace_back();
-      std::int64_t at = 0;
-      for (const Piece& piece : mine) {
-        const std::int64_t begin = std::max(ends[part], at);
-        const std::int64_t end = std::min(ends[part + 1], at + piece.rows);
-        if (begin < end) {
-          pieces.push_back({piece.sequence, piece.start + begin - at, end - begin});
-        }
-        at += piece.rows;
-      }
+      shared.push_back(between(mine, ends[part], ends[part + 1]));
     }
   }
   return shared;

@@ -81,8 +81,10 @@ std::vector<Plan> plans(std::int64_t ranks) {
     }
   }
   for (const std::vector<std::int64_t>& lengths : kPacked) {
-    all.emplace_back(FOVEA_ROWS_PACKED, lengths, ranks);
-    all.emplace_back(FOVEA_ROWS_PACKED, lengths, ranks, 16, 2);
+    for (const std::int32_t kind : {FOVEA_ROWS_PACKED, FOVEA_ROWS_CONTIGUOUS}) {
+      all.emplace_back(kind, lengths, ranks);
+      all.emplace_back(kind, lengths, ranks, 16, 2);
+    }
   }
   return all;
 }
@@ -141,6 +143,7 @@ TEST(ShareRows, PairsAndBalanceByCounting) {
     for (const Plan& plan :
          {Plan(FOVEA_ROWS_ZIGZAG, {1000}, 3, 16, 0, flags, window.first, window.second),
           Plan(FOVEA_ROWS_CONTIGUOUS, {777}, 4, 16, 0, flags, window.first, window.second),
+          Plan(FOVEA_ROWS_CONTIGUOUS, {700, 10, 0, 790}, 3, 16, 0, flags, window.first, window.second),
           Plan(FOVEA_ROWS_PACKED, {700, 10, 0, 790}, 3, 16, 0, flags, window.first, window.second)}) {
       std::int64_t most = 0, all = 0;
       for (std::size_t rank = 0; rank < plan.pieces.size(); ++rank) {
@@ -161,6 +164,21 @@ TEST(ShareRows, PairsAndBalanceByCounting) {
                 static_cast<double>(most) * static_cast<double>(plan.pieces.size()) / static_cast<double>(all));
     }
   }
+}
+
+// Each rank has adjacent rows of all sequences, about as many as the others, and pieces begin at multiples of a block.
+TEST(ShareRows, SeveralSequencesContiguous) {
+  const Plan plan(FOVEA_ROWS_CONTIGUOUS, {50, 700, 0, 250}, 3, 16);
+  std::vector<std::vector<std::array<std::int64_t, 3>>> found;
+  for (const std::vector<Piece>& mine : plan.pieces) {
+    auto& pieces = found.emplace_back();
+    for (const Piece& piece : mine) {
+      pieces.push_back({piece.sequence, piece.start, piece.rows});
+    }
+  }
+  // Of 1,000 rows the parts would begin at 336 and 672, which are rows 286 and 622 of the second sequence.
+  EXPECT_EQ(found, (std::vector<std::vector<std::array<std::int64_t, 3>>>{
+                       {{0, 0, 50}, {1, 0, 272}}, {{1, 272, 336}}, {{1, 608, 92}, {3, 0, 250}}}));
 }
 
 TEST(ShareRows, SendsAndReceives) {
@@ -267,7 +285,7 @@ TEST(ShareRows, RefusesByName) {
   refused([](Asked& a) { a.asked.head_ranks = 16385; },
           "ranks: 4 with head_ranks 16385; accepted: a product of at most");
   refused([](Asked& a) { a.asked.block = -128; }, "block: -128; accepted: 1 to 2147483648");
-  refused([](Asked& a) { a.asked.sequences = 2; }, "sequences: 2; accepted: 1, or kind FOVEA_ROWS_PACKED");
+  refused([](Asked& a) { a.asked.sequences = 2; }, "sequences: 2; accepted: 1, or kind FOVEA_ROWS_PACKED or");
   refused([](Asked& a) { a.asked.kind = FOVEA_ROWS_PACKED, a.asked.sequences = -1; }, "sequences: -1; accepted: 0 to");
   refused([](Asked& a) { a.asked.lengths = nullptr; }, "lengths: NULL; accepted: 1 numbers");
   refused([](Asked& a) { a.lengths[0] = -5; }, "lengths: -5 at place 0; accepted: 0 or more");

@@ -458,7 +458,8 @@ class Fuzzer {
     fovea_rows asked{};
     asked.size = sizeof(asked);
     asked.sequences = static_cast<std::int64_t>(lengths.size());
-    asked.kind = asked.sequences == 1 ? static_cast<std::int32_t>(random.between(0, 2)) : FOVEA_ROWS_PACKED;
+    asked.kind = asked.sequences == 1 ? static_cast<std::int32_t>(random.between(0, 2))
+                                      : static_cast<std::int32_t>(random.between(1, 2));
     asked.flags = random.pick({0u, FOVEA_CAUSAL, FOVEA_WINDOW, FOVEA_CAUSAL | FOVEA_WINDOW});
     asked.ranks = random.between(1, random.pick({3, 70}));
     asked.head_ranks = random.between(0, 4);

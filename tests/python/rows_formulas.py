@@ -13,8 +13,14 @@ def plan(kind, lengths, ranks, block=128, head_ranks=1):
     elif kind == "zigzag":
         pieces = _zigzag(0, lengths[0], range(ranks), ranks, block)
     else:
-        ends = _cuts(lengths[0], ranks, block)
-        pieces = [[Piece(0, ends[r], ends[r + 1] - ends[r])] for r in range(ranks)]
+        starts = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
+        ends = _cuts(starts[-1], ranks, block)
+        for r, end in enumerate(ends):
+            for start, next_start in zip(starts, starts[1:]):
+                if start <= end < next_start:
+                    ends[r] = end - (end - start) % block
+        whole = [Piece(n, 0, length) for n, length in enumerate(lengths)]
+        pieces = [list(_between(whole, *span)) for span in zip(ends, ends[1:])]
     pieces = [_in_memory_order(mine) for mine in pieces]
     return pieces if head_ranks == 1 else [share for mine in pieces for share in _shares(mine, head_ranks, block)]
 
@@ -34,13 +40,16 @@ def count_of_pairs(pieces, lengths, left, right):
 def _shares(mine, members, block):
     ends = _cuts(sum(piece.rows for piece in mine), members, block)
     for start, stop in zip(ends, ends[1:]):
-        parts, at = [], 0
-        for piece in mine:
-            begin, end = max(start, at), min(stop, at + piece.rows)
-            if begin < end:
-                parts.append(Piece(piece.sequence, piece.start + begin - at, end - begin))
-            at += piece.rows
-        yield tuple(parts)
+        yield tuple(_between(mine, start, stop))
+
+
+def _between(mine, start, stop):
+    at = 0
+    for piece in mine:
+        begin, end = max(start, at), min(stop, at + piece.rows)
+        if begin < end:
+            yield Piece(piece.sequence, piece.start + begin - at, end - begin)
+        at += piece.rows
 
 
 def _pairs(start, rows, length, left=-1, right=0):

@@ -869,6 +869,8 @@ def test_rows():
     contiguous = succeeds("rows", "s=131072 causal ranks=8 contiguous")
     assert contiguous.startswith("contiguous: ") and "balance: 1.875" in contiguous and "hint: zigzag" in contiguous
     assert succeeds("rows", "s=1000 window=10,-1 ranks=2").startswith("contiguous: ")
+    several = succeeds("rows", "seqs=50,700,0,250 block=16 ranks=3 causal contiguous")
+    assert several.startswith("contiguous: 1000 rows of 4 sequences") and "#0:0..50 #1:0..272" in several and "hint: packed" in several
     assert succeeds("rows", "s=1000 causal window=100,0 ranks=2 zigzag").startswith("zigzag: ")
     packed = succeeds("rows", "seqs=3000,100x9,0 causal ranks=2 block=16")
     assert packed.startswith("packed: 3900 rows of 11 sequences over 2 ranks; pieces begin at multiples of 16 rows\n") and "#0:0..752 #1:0..100" in packed
@@ -897,7 +899,7 @@ def test_rows_refuses():
         ("s=10 s=11 ranks=2", "s=11; accepted: s once"),
         ("s=10 ranks=2 zigzag contiguous", "more than one of them"),
         ("s=10 ranks=2 packed", "packed, with s=; accepted: packed with seqs="),
-        ("seqs=10 ranks=2 zigzag", "seqs=, with zigzag or contiguous; accepted: "),
+        ("seqs=10 ranks=2 zigzag", "seqs=, with zigzag; accepted: "),
         ("seqs=10x0 ranks=2", "seqs=0; accepted: seqs=1 or more"),
         ("seqs=1x5000000 ranks=2", "LENGTHxTIMES, at most 4194304 sequences"),
         ("s=10 rank=2", "'rank=2' is no word of a line of rows; did you mean ranks?"),

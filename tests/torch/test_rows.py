@@ -31,6 +31,7 @@ def test_plans_are_those_of_the_formulas(seed):
         ("zigzag", [length], Rows.zigzag(length, ranks, block=block)),
         ("contiguous", [length], Rows.contiguous(length, ranks, block=block)),
         ("packed", packed, Rows.packed([0, *itertools.accumulate(packed)], ranks, block=block)),
+        ("packed contiguous", packed, Rows.packed([0, *itertools.accumulate(packed)], ranks, block=block, contiguous=True)),
     ):
         expected = rows_formulas.plan(kind, given, ranks, block)
         assert rows.pieces == tuple(expected), (kind, given, ranks, block)
@@ -43,9 +44,10 @@ def test_balance_is_that_of_the_formulas(seed):
     draw = random.Random(seed)
     given, ranks = [n % 700 for n in lengths(draw)], draw.choice([1, 2, 3, 5])
     causal, window = draw.choice([True, False]), (draw.choice([-1, 0, 5, 300]), draw.choice([-1, 0, 5, 300]))
-    rows = Rows.packed([0, *itertools.accumulate(given)], ranks, block=16)
+    kind = draw.choice(["packed", "packed contiguous"])
+    rows = Rows.packed([0, *itertools.accumulate(given)], ranks, block=16, contiguous=kind != "packed")
     right = 0 if causal else window[1]
-    pairs = [rows_formulas.count_of_pairs(mine, given, window[0], right) for mine in rows_formulas.plan("packed", given, ranks, 16)]
+    pairs = [rows_formulas.count_of_pairs(mine, given, window[0], right) for mine in rows_formulas.plan(kind, given, ranks, 16)]
     assert rows.balance(causal, window) == (max(pairs) * ranks / sum(pairs) if sum(pairs) else 1.0)
 
 
@@ -53,8 +55,8 @@ def test_balance_is_that_of_the_formulas(seed):
 def test_plans_over_two_dimensions(seed):
     draw = random.Random(seed)
     ranks, members, block = draw.choice([1, 2, 3]), draw.choice([1, 2, 4, 5]), draw.choice([1, 16, 128])
-    kind = draw.choice(["zigzag", "contiguous", "packed"])
-    given = lengths(draw) if kind == "packed" else [draw.randrange(5000)]
+    kind = draw.choice(["zigzag", "contiguous", "packed", "packed contiguous"])
+    given = lengths(draw) if "packed" in kind else [draw.randrange(5000)]
     rows = Rows(kind, given, ranks * members, ranks, block, members)
     assert rows.pieces == tuple(map(tuple, rows_formulas.plan(kind, given, ranks, block, members)))
     assert rows.ranks == ranks * members

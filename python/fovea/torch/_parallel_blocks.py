@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ._parallel_copies import as_matrices, copy, copy_all, copy_each, rows_of
-from ._parallel_fetch import Moving, has_few_pieces, segments_of, send_and_receive
+from ._parallel_fetch import Moving, has_few_segments, segments, send_and_receive
 from ._rows import Rows
 
 LEAST_BYTES = 2**21  # of a message, on average; smaller ones are packed together
@@ -45,7 +45,7 @@ def from_place_to_place(rows: Rows, x: Tensor, place: Place, groups: int) -> boo
     """Whether the messages of `x`, this rank's rows, are few and long. Every rank decides from what is equal on all of them."""
     heads, at = place.heads + x.dim(), place.rows + x.dim()
     outer = x.shape[: min(heads, at)].numel()
-    each = rows.ranks if place.heads_first or not has_few_pieces(rows) else sum(map(len, rows.pieces))
+    each = rows.ranks if place.heads_first or not has_few_segments(rows) else sum(map(len, segments(rows)))
     messages = outer * rows.ranks * each * groups
     size = x.shape[:at].numel() * rows.total * x.shape[at + 1 :].numel() * x.element_size()
     return rows.ranks > 1 and 0 < messages <= MOST_MESSAGES * rows.ranks and size >= LEAST_BYTES * messages
@@ -203,7 +203,7 @@ class _Pieces:
     """All pieces of all ranks, and their natural order."""
 
     def __init__(self, rows: Rows) -> None:
-        self.of_ranks = [segments_of(rows, rank) for rank in range(rows.ranks)]
+        self.of_ranks = segments(rows)
         self.sizes = [[one.rows for one in mine] for mine in self.of_ranks]
         one_after_another = [one for mine in self.of_ranks for one in mine]
         self.order = sorted(range(len(one_after_another)), key=lambda n: (one_after_another[n].natural, n))
@@ -231,7 +231,7 @@ class _Sides:
         """`x` has this rank's rows, or all rows of a group of its heads."""
         self.plan, self.place, self.rank = rows, place, rows.rank or 0
         self.pieces: _Pieces = rows._cached("pieces in order", lambda: _Pieces(rows))
-        self.by_pieces = not place.heads_first and has_few_pieces(rows)
+        self.by_pieces = not place.heads_first and has_few_segments(rows)
         self.dims = (place.heads + x.dim(), place.rows + x.dim())
         self.first = first = min(self.dims)
         self.outer, self.rest = x.shape[:first], x.shape[first + 2 :]
@@ -288,7 +288,7 @@ class _Sides:
             return
         plan, heads, rooms = self.plan, self.heads[group], self.ranked[group]
         pieces = self.pieces
-        if len(pieces.order) > MOST_COPIES or (self.place.heads_first and not has_few_pieces(plan)):  # the latter such as lse of packed rows
+        if len(pieces.order) > MOST_COPIES or (self.place.heads_first and not has_few_segments(plan)):  # the latter such as lse of packed rows
             if back:
                 whole: Any = rows_of(heads, plan._order(heads.device))
                 copy_all(zip(rooms, whole.split(list(plan.counts), -2)))

@@ -4,7 +4,7 @@ the rows that are needed.
 
 Under a window the rows behind a rank's first ones need no fetched keys (`edge`): they read its own where they lie.
 
-A rank needs the keys of a span, some adjacent rows in natural order. Where ranks have few pieces, a message has rows that are adjacent on
+A rank needs the keys of a span, some adjacent rows in natural order. Where ranks have few segments, a message has rows that are adjacent on
 both sides, and goes from its place to its place. Packed rows can have hundreds of pieces: a rank then sends all of its rows at once, and
 they are put in order by a copy.
 """
@@ -24,7 +24,7 @@ from . import _rows
 from ._parallel_positions import Options, Span, edge_of, has_band, keys_of, may_begin_later, moves_by_lengths, some
 from ._rows import Piece, Rows
 
-MOST_PIECES = 4  # of a rank, for messages from place to place
+MOST_SEGMENTS = 4  # of a rank, for messages from place to place
 
 
 class Segment(NamedTuple):
@@ -35,18 +35,28 @@ class Segment(NamedTuple):
     rows: int
 
 
-def segments_of(rows: Rows, rank: int) -> list[Segment]:
-    """All rows of a rank."""
-    found, local = [], 0
-    for piece in rows.pieces[rank]:
-        found.append(Segment(local, rows.first[piece.sequence] + piece.start, piece.rows))
-        local += piece.rows
-    return found
+def segments(rows: Rows) -> list[list[Segment]]:
+    """All rows of each rank. Pieces that touch are one."""
+
+    def of_rank(pieces: tuple[Piece, ...]) -> list[Segment]:
+        found: list[Segment] = []
+        local = 0
+        for piece in pieces:
+            natural = rows.first[piece.sequence] + piece.start
+            if found and found[-1].natural + found[-1].rows == natural:
+                found[-1] = found[-1]._replace(rows=found[-1].rows + piece.rows)
+            else:
+                found.append(Segment(local, natural, piece.rows))
+            local += piece.rows
+        return found
+
+    known: list[list[Segment]] = rows._cached("segments", lambda: list(map(of_rank, rows.pieces)))
+    return known
 
 
-def has_few_pieces(rows: Rows) -> bool:
-    """Whether messages can have the rows of a piece each."""
-    return max(map(len, rows.pieces)) <= MOST_PIECES
+def has_few_segments(rows: Rows) -> bool:
+    """Whether messages can have the rows of a segment each."""
+    return max(map(len, segments(rows))) <= MOST_SEGMENTS
 
 
 class Plan:
@@ -56,13 +66,13 @@ class Plan:
         self.rows, self.spans, self.edge = rows, tuple(spans), edge
         self.rank = rows.rank or 0
         self.mine = self.spans[self.rank]
-        self.from_place = has_few_pieces(rows)
+        self.from_place = has_few_segments(rows)
         self.others = [rank for rank in range(rows.ranks) if rank != self.rank]
 
     def segments(self, owner: int, user: int) -> list[Segment]:
         """What `owner` has of the span of `user`, in its order."""
         span, found = self.spans[user], []
-        for one in segments_of(self.rows, owner):
+        for one in segments(self.rows)[owner]:
             first, end = max(one.natural, span.first), min(one.natural + one.rows, span.end)
             if first < end:
                 found.append(Segment(one.local + first - one.natural, first, end - first))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import _rows
 from ._parallel_call import PLANES, Call, entries_of, has_queries, learning, prepare, short
-from ._parallel_fetch import fetch_plan
+from ._parallel_fetch import fetch_plan, has_few_segments
 from ._parallel_heads import own_heads
 from ._parallel_parts import NAMED, packed_numbers
 from ._parallel_workspace import needed
@@ -177,8 +177,8 @@ def _over_heads(call: Call, rows: Rows, between: Moments) -> Moments:
     most = max(rows.total, rows.ranks * count)  # what is on its way lies there twice: as it is sent, and as it comes
     inputs, out, lse = (rows.total * size // rows.ranks for size in (s.q + s.keys, s.out, s.lse))
     kept: Buffers = [(inputs, "of q, k and v of all rows of some heads"), (out + lse, "of their out and lse")]
-    # Packed rows are there as these rows have them, by rank, and in order.
-    times = 3 if rows.kind == "packed" else 2
+    # Rows of many segments are there as these rows have them, by rank, and in order.
+    times = 2 if has_few_segments(rows) else 3
     names = [name for name in learning(call.q, call.k, call.v, call.options) if name in "qkv"]
     learned = sum(_of_row(call, x) * x.element_size() for name, x in zip("qkv", (call.q, call.k, call.v)) if name in names)
     sent, back = (times * most * size // rows.ranks for size in (s.q + s.keys, learned))

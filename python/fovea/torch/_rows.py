@@ -66,9 +66,10 @@ class Rows:
     """
 
     def __init__(self, kind: str, lengths: Sequence[int], group: Any, ranks: int, block: int, head_ranks: int = 1) -> None:
+        """kind: of _KINDS."""
         self._asked = (kind, tuple(lengths), ranks, head_ranks, block)
         plan = _plan(*self._asked)
-        self.kind = kind
+        self.kind = kind.split()[0]
         self.lengths = tuple(lengths)
         self.total = sum(lengths)
         self.longest = max(lengths, default=0)
@@ -121,7 +122,7 @@ class Rows:
         return cls("contiguous", (_number("seqlen", seqlen, 0),), group, ranks, _number("block", block, 1))
 
     @classmethod
-    def packed(cls, cu_seqlens: Union[Tensor, Sequence[int]], group: Any = None, *, block: int = 128) -> Rows:
+    def packed(cls, cu_seqlens: Union[Tensor, Sequence[int]], group: Any = None, *, block: int = 128, contiguous: bool = False) -> Rows:
         """Sequences that are packed one after the other. Long ones are cut, short ones are given whole, the longest first, so that
         ranks have about as many rows and as many pairs of queries and keys.
 
@@ -129,6 +130,8 @@ class Rows:
             cu_seqlens: (B + 1,): sequence b has the rows cu_seqlens[b] to cu_seqlens[b + 1]. A tensor on a device is read, once.
             group: See Rows.
             block: See zigzag.
+            contiguous: Each rank has adjacent rows of all, about as many as the others. Then move="heads" puts no rows in order, and
+                move="keys" is not balanced.
 
         Returns:
             Rows: The plan. Its tensors are packed: (rows, H, D).
@@ -138,18 +141,19 @@ class Rows:
             RuntimeError: torch.distributed is not initialised.
         """
         if _is_mesh(group):
-            return _over_mesh(lambda part: cls.packed(cu_seqlens, part, block=block), group, block)
+            return _over_mesh(lambda part: cls.packed(cu_seqlens, part, block=block, contiguous=contiguous), group, block)
         group, ranks = _group(group)
         ends = [_number("cu_seqlens", n, 0) for n in (cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)]
         lengths = [b - a for a, b in zip(ends, ends[1:])]
         if not ends or ends[0] != 0 or min(lengths, default=0) < 0:
             raise ValueError(f"cu_seqlens: {ends}; accepted: B + 1 numbers from 0 on that never decrease")
-        return cls("packed", lengths, group, ranks, _number("block", block, 1))
+        return cls("packed contiguous" if contiguous else "packed", lengths, group, ranks, _number("block", block, 1))
 
     def __repr__(self) -> str:
         what = f"{len(self.lengths)} sequences of {self.total} rows" if self.kind == "packed" else f"{self.total} rows"
         where = "" if self.rank is None else f", rank {self.rank}"
-        return f"Rows.{self.kind}: {what} over {self.ranks} ranks{where}"
+        how = ", contiguous" if self._asked[0] == "packed contiguous" else ""
+        return f"Rows.{self.kind}: {what} over {self.ranks} ranks{where}{how}"
 
     @property
     def mine(self) -> tuple[Piece, ...]:
@@ -322,7 +326,9 @@ class _Plan(NamedTuple):
     counts: tuple[int, ...]
 
 
-_KINDS = {"zigzag": _abi.ROWS_ZIGZAG, "contiguous": _abi.ROWS_CONTIGUOUS, "packed": _abi.ROWS_PACKED}
+_KINDS = {
+    "zigzag": _abi.ROWS_ZIGZAG, "contiguous": _abi.ROWS_CONTIGUOUS, "packed": _abi.ROWS_PACKED, "packed contiguous": _abi.ROWS_CONTIGUOUS,
+}  # fmt: skip
 
 
 def _plan(kind: str, lengths: Sequence[int], ranks: int, head_ranks: int, block: int) -> _Plan:
@@ -406,8 +412,8 @@ def _over_mesh(plan: Callable[[Any], Rows], mesh: Any, block: int) -> Rows:
 
 
 def _over_groups(first: Rows, whole: Any, keys: Any, heads: Any) -> Rows:
-    block, members = first._asked[-1], dist.get_world_size(heads)
-    rows = Rows(first.kind, first.lengths, whole, first.ranks, block, members)
+    (kind, *_, block), members = first._asked, dist.get_world_size(heads)
+    rows = Rows(kind, first.lengths, whole, first.ranks, block, members)
     rows.over_keys = first
     rows.over_heads = Rows("contiguous", (first.count,), heads, members, block)
     first.part_of = rows.over_heads.part_of = rows
