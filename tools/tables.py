@@ -314,7 +314,7 @@ def several_gpus(name="several_gpus", peers=("PyTorch cuDNN", "PyTorch FlashAtte
 def first_step():
     data = result("first_step")
     rows = [
-        f"Milliseconds of the first training step of a Llama with 8 layers (B=4, S={2048 if data['size'] == 'short' else 4096}), each in a process of its own, and of the second; {data['device']}, "
+        f"Milliseconds of the first training step of a Llama with 8 layers (B={data['batch']}, S={data['length']}), each in a process of its own, and of the second; {data['device']}, "
         f"PyTorch {data['torch']}, {data['date']}, commit {data['commit']}; repeat with `bench/torch/first_step.py`.",
         "",
         "| | first step | second step |",

@@ -30,6 +30,7 @@ OF_A_WHEEL = "fovea, a wheel's kernels alone"
 def child(options):
     import steps
     import torch
+    from models import MODELS
 
     import fovea.torch
 
@@ -38,7 +39,8 @@ def child(options):
         fovea.torch.enable(prefer=None)
     first, second = step(), step()
     device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-    print(json.dumps({"first_ms": first, "second_ms": second, "served": fovea.torch.stats()["served"], "device": device,
+    batch, length = MODELS[options.model][3][options.size][:2]
+    print(json.dumps({"batch": batch, "length": length, "first_ms": first, "second_ms": second, "served": fovea.torch.stats()["served"], "device": device,
                       "torch": torch.__version__}))  # fmt: skip
 
 
@@ -84,8 +86,8 @@ def main():
             for kind, rows in found.items()]  # fmt: skip
     if options.json:
         one = found[KINDS[0]][0]
-        records.write(options.json, {"device": one["device"], "torch": one["torch"], **records.when(), "model": options.model,
-                                     "size": options.size, "rows": rows})  # fmt: skip
+        records.write(options.json, {"device": one["device"], "torch": one["torch"], **records.when(), "model": options.model, "size": options.size,
+                                     "batch": one["batch"], "length": one["length"], "rows": rows})  # fmt: skip
     return None
 
 

@@ -600,7 +600,8 @@ def subsets_of_gradients(group, kind, move):
 
 
 def gradients_that_move(group, exchange, kind, groups, names):
-    """The bytes of messages that heads send in the backward where q, k, v or the sink by these names learn. Their gradients are right."""
+    """The bytes of messages that heads send in the backward where q, k, v or the sink by these names learn. Their gradients are right. Of
+    all groups' messages two begin at once, the others go with a group's result: at most one is under way beside a computation."""
     rows = Rows.packed([0, 24, 64], group, block=8) if kind == "packed" else getattr(Rows, kind)(64, group, block=8)
     heads, packed = 8 * rows.ranks, kind == "packed"
     at, size = (0, lambda n: (n, heads, 8)) if packed else (2, lambda n: (1, heads, n, 8))
@@ -612,10 +613,11 @@ def gradients_that_move(group, exchange, kind, groups, names):
     attention(whole["q"], whole["k"], whole["v"], sink=whole["sink"], causal=True, **ends).backward(grad)
     part = lambda x: rows.take(x, at) if x.dim() > 1 else x  # noqa: E731
     own = {name: part(x).clone().requires_grad_(name in names) for name, x in inputs.items()}
-    sent = []
+    sent, batches = [], []
     several, all_to_all = dist.batch_isend_irecv, dist.all_to_all_single
 
     def counted(operations):
+        batches.append(len(operations))
         sent.extend(x.tensor.nbytes for x in operations if x.op is dist.isend)
         return several(operations)
 
@@ -629,8 +631,11 @@ def gradients_that_move(group, exchange, kind, groups, names):
             mock.patch.object(_parallel_heads, "LEAST_HEADS", 8 // groups):  # fmt: skip
         assert f"groups of heads: {groups}\n" in explain_context_parallel(own["q"], own["k"], own["v"], rows=rows, move="heads")
         out = context_parallel(own["q"], own["k"], own["v"], sink=own["sink"], causal=True, rows=rows, move="heads")
-        forward = sum(sent)
+        forward, of_forward = sum(sent), len(batches)
         out.backward(part(grad))
+    if exchange:
+        assert of_forward == min(2, groups) + groups, batches
+        assert len(batches) - of_forward <= of_forward, batches
     for name in names:
         found = own[name].grad
         if name == "sink":
@@ -663,8 +668,14 @@ def lengths_are_cut_once(group, move):
     assert counting.count == mine + (pieces if move == "ring" else mine), counting.count
 
 
-def error_in_an_own_part(group):
-    """While the gradients of what was fetched move: these are waited for, and the group can be used."""
+def error_in_an_own_part(group, most_again):
+    """Under a window, while messages are on their way: these are waited for, and the group can be used. most_again: 0 for gradients of
+    keys that are sums over ranks, where the fetched keys' gradients move then; else the next rank's first rows do."""
+    with mock.patch.object(_parallel_call, "MOST_AGAIN", most_again):
+        _error_in_an_own_part(group)
+
+
+def _error_in_an_own_part(group):
     usual = _parallel_positions.TILE, _parallel_positions.may_begin_later, _parallel_keys._call.backward
     _parallel_positions.TILE, _parallel_positions.may_begin_later = 16, lambda device: True
     rows = Rows.contiguous(300, group, block=16)
@@ -673,7 +684,7 @@ def error_in_an_own_part(group):
 
     def failing(*given, into, sums):
         calls.append(given)
-        if len(calls) == (1 if rows.rank == 0 else 2):  # its own rows' keys, behind what is returned
+        if len(calls) == (1 if rows.rank == 0 else 2):  # the call of its own rows and keys alone; of sums the last one
             raise RuntimeError("no room")
         return usual[2](*given, into=into, sums=sums)
 

@@ -332,8 +332,9 @@ def test_lengths_are_cut_once(ranks, move):
     ranks.run(3, parallel_cases.lengths_are_cut_once, move)
 
 
-def test_error_in_an_own_part(ranks):
-    ranks.run(2, parallel_cases.error_in_an_own_part)
+@pytest.mark.parametrize("most_again", [0, 512])
+def test_error_in_an_own_part(ranks, most_again):
+    ranks.run(2, parallel_cases.error_in_an_own_part, most_again)
 
 
 def test_give_has_one_derivative(ranks):

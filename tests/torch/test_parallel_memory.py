@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from fovea import _abi
 from fovea._library import lib
 from fovea.torch import (
-    Rows, _call, _fast, _parallel_call, _parallel_positions, _parallel_workspace, context_parallel, explain_context_parallel,
+    Rows, _call, _fast, _parallel_blocks, _parallel_call, _parallel_positions, _parallel_workspace, context_parallel, explain_context_parallel,
 )  # fmt: skip
 
 SMALL = 2**16  # indices, lengths
@@ -93,8 +93,14 @@ def as_on_a_gpu():
     return mock.patch.multiple(_parallel_positions, TILE=16, may_begin_later=lambda device: True)
 
 
-def measured_of_a_window(*given):
-    with as_on_a_gpu():
+def measured_of_a_window(group, most_again, *given):
+    with as_on_a_gpu(), mock.patch.object(_parallel_call, "MOST_AGAIN", most_again):
+        return measured(group, *given)
+
+
+def measured_in_groups(*given):
+    """With messages from place to place, and groups of heads that move one after the other."""
+    with mock.patch.multiple(_parallel_blocks, LEAST_BYTES=0, MOST_MESSAGES=1000), mock.patch.object(_parallel_call, "FEW_BYTES", 0):
         return measured(*given)
 
 
@@ -106,8 +112,10 @@ def measured(group, kind, move, options, dtype, shape=None):
     where = group if shape is None else DeviceMesh("cpu", torch.arange(n).view(shape))
     ends = [0, 700, 720, 1440]
     rows = Rows.packed(ends, where, block=16) if kind == "packed" else getattr(Rows, kind)(1440, where, block=16)
-    heads, usual = 12, _parallel_call.BUFFER_BYTES
+    heads, usual = options.get("heads", 12), _parallel_call.BUFFER_BYTES
     size = (rows.count, heads, 32) if kind == "packed" else (1, heads, rows.count, 32)
+    if options.get("layout") == "bshd":
+        size = (1, rows.count, heads, 32)
     learn = options.get("learn", "qkv")
     q, k, v = (torch.randn(size, dtype=dtype, requires_grad=name in learn) for name in "qkv")
     own = heads // {"heads": n, "both": 0 if shape is None else shape[1]}.get(move, 1)
@@ -116,7 +124,7 @@ def measured(group, kind, move, options, dtype, shape=None):
         "packed": (heads, rows.longest, rows.longest),
     }  # fmt: skip
     plane = planes[options.get("bias", "")]
-    given = {name: x for name, x in options.items() if name not in ("bias", "learn")}
+    given = {name: x for name, x in options.items() if name not in ("bias", "learn", "heads")}
     inputs = [x for x in (q, k, v) if x.requires_grad]
     if plane:
         given["bias"] = torch.randn(plane, dtype=dtype, requires_grad=True)
@@ -154,6 +162,7 @@ def measured(group, kind, move, options, dtype, shape=None):
     (2, "zigzag", "keys", {"bias": "keys"}, "bfloat16", None),
     (2, "packed", "keys", {"causal": True}, "float32", None),
     (2, "packed", "keys", {"bias": "packed"}, "float32", None),
+    (2, "zigzag", "keys", {"causal": True, "learn": "q"}, "float32", None),
     (2, "contiguous", "heads", {}, "bfloat16", None),
     (3, "zigzag", "heads", {"bias": "rows"}, "float32", None),
     (2, "zigzag", "heads", {"learn": "q"}, "float32", None),
@@ -170,14 +179,25 @@ def test_no_more_than_is_named(ranks, n, kind, move, options, dtype, shape):
             assert (0.95 if move == "keys" else 0.65) * told <= counted + SMALL and counted <= told + SMALL, (when, counted, told)
 
 
+@pytest.mark.parametrize("n, kind, options", [
+    (2, "contiguous", {"layout": "bshd", "heads": 16}), (3, "zigzag", {"layout": "bshd"}), (2, "contiguous", {"heads": 16}),
+    (2, "packed", {"heads": 16}), (2, "zigzag", {"layout": "bshd", "heads": 16, "learn": "q"}),
+], ids=str)  # fmt: skip
+def test_no_more_than_is_named_of_groups(ranks, n, kind, options):
+    for moments in ranks.run(n, measured_in_groups, kind, "heads", options, torch.float32):
+        for when, (counted, told) in moments.items():
+            assert 0.4 * told <= counted + SMALL and counted <= told + SMALL, (when, counted, told)
+
+
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("options", [
-    {"window": (90, 0)},  # so few rows that each rank forms the gradients of its own keys
-    {"window": (90, 0), "learn": "k"}, {"window": (220, 0)}, {"window": (90, 0), "bias": "keys"},
+    {"window": (90, 0)}, {"window": (90, 0), "learn": "k"}, {"window": (220, 0)}, {"window": (90, 0), "bias": "keys"},
 ], ids=str)  # fmt: skip
-def test_no_more_than_is_named_of_a_window(ranks, n, dtype, options):
-    for moments in ranks.run(n, measured_of_a_window, "contiguous", "keys", {"causal": True, **options}, getattr(torch, dtype)):
+@pytest.mark.parametrize("most_again", [0, 512])  # 512: each rank forms the gradients of its own keys, unless a bias learns
+def test_no_more_than_is_named_of_a_window(ranks, n, dtype, options, most_again):
+    given = {"causal": True, **options}
+    for moments in ranks.run(n, measured_of_a_window, most_again, "contiguous", "keys", given, getattr(torch, dtype)):
         for when, (counted, told) in moments.items():
             assert counted <= told + SMALL, (when, counted, told)
             assert 0.6 * told <= counted + SMALL, (when, counted, told)  # a rank's buffers are not all there at once

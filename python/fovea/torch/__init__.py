@@ -16,7 +16,7 @@ docs/torch.md describes how it works together with the rest of PyTorch.
 # _options.py     the types of the keywords
 # _enable.py      enable(): fovea in the place of scaled_dot_product_attention; _enable_kernel.py, _enable_decisions.py, _enable_order.py
 # _sdpa.py        its arguments as those of attention()
-# _parallel.py    context_parallel(): sequences whose rows lie on several ranks; _parallel_call.py, _parallel_keys.py, _parallel_heads.py
+# _parallel.py    context_parallel(): sequences whose rows lie on several ranks; its first lines name the other _parallel_*.py
 # _rows.py        which rows each rank has, and the collectives that move them
 # _dtensor.py     DTensor's rules for the operators
 # _pytorch_cp.py  register_with_pytorch(): PyTorch's own context parallelism

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """context_parallel: attention of sequences whose rows lie on several ranks (docs/several-gpus.md).
 
-_parallel_call.py checks a call and chooses how it is computed, _parallel_keys.py, _parallel_heads.py and _parallel_ring.py are the ways.
+_parallel_call.py checks a call and chooses how it is computed, _parallel_keys.py, _parallel_heads.py and _parallel_ring.py are the ways
+(_parallel_parts.py: the calls of "keys"; _parallel_edges.py: its backward under a short window).
 _parallel_positions.py says which keys rows can see, _parallel_fetch.py fetches them, and _rows.py has the plan and the collectives.
 _parallel_check.py compares the calls of the ranks.
 """
@@ -50,7 +51,8 @@ def context_parallel(
     """Computes attention() of sequences whose rows lie on the ranks of a group; each rank has and gets its own rows.
 
     Every rank of the group calls it with equal options. On a CPU out, lse and the gradients of q and of biases with queries have the
-    bits of one process, with the exceptions that docs/several-gpus.md names; gradients of k and v are summed over ranks in fp32.
+    bits of one process, with the exceptions that docs/several-gpus.md names; gradients of k and v are summed over ranks in fp32 (on a GPU
+    not under a short window, where each rank forms those of its own keys).
     Gradients are those of the sum of the ranks' losses: what every rank has whole (sink, biases without queries) gets this rank's
     part, to be summed over the ranks like any parameter's gradient.
 

@@ -288,7 +288,8 @@ class _Sides:
             return
         plan, heads, rooms = self.plan, self.heads[group], self.ranked[group]
         pieces = self.pieces
-        if len(pieces.order) > MOST_COPIES or (self.place.heads_first and not has_few_segments(plan)):  # the latter such as lse of packed rows
+        # Not a head's rows of many segments, such as lse of packed rows.
+        if len(pieces.order) > MOST_COPIES or (self.place.heads_first and not has_few_segments(plan)):
             if back:
                 whole: Any = rows_of(heads, plan._order(heads.device))
                 copy_all(zip(rooms, whole.split(list(plan.counts), -2)))

@@ -27,7 +27,7 @@ _CHECKED = ("scale", "causal", "window", "align", "softcap", "dropout_p", "rng")
 PLANES = ("bias", "bias2", "mask")
 BUFFER_BYTES = 2**30  # of the fetched keys and values of one group of heads, where more groups can make it smaller
 FEW_BYTES = 2**25  # which are there before it pays to compute something else meanwhile
-MOST_AGAIN = 512  # pairs of a head of keys that are computed again, for each of a rank's rows
+MOST_AGAIN = 512  # times a rank's rows: a window's square, of which 1.5 times as many pairs are computed again
 MANY = 4  # times as many bytes make heads slower than keys, whose calls are shorter
 
 
@@ -258,13 +258,13 @@ def _sizes(of_row: dict[str, int], q: Tensor, v: Tensor, plan: Plan, groups: int
     return Sizes(
         fetched_bytes=fetched,
         exposed_bytes=fetched // groups,
-        returned_bytes=0 if owns else max(map(plan.returned, each)) * of_keys * wide,
+        returned_bytes=0 if owns or not {"k", "v"} & set(learns) else max(map(plan.returned, each)) * of_keys * wide,
         edge_bytes=at_edges,
         group_bytes=max(span.rows for span in plan.spans) * of_keys // groups * item,
         round_bytes=most * of_keys * item,
         ring_bytes=rows.ranks * most * of_keys * wide,
         exchanged_bytes=(of_row["q"] + of_keys + of_out) * most * item * (rows.ranks - 1) // rows.ranks,
-        exchanged_back_bytes=(sum(of_row[name] for name in learns if name in of_row) + of_out) * most * item * (rows.ranks - 1) // rows.ranks,
+        exchanged_back_bytes=(sum(n for name, n in of_row.items() if name in learns) + of_out) * most * item * (rows.ranks - 1) // rows.ranks,
     )
 
 

@@ -12,7 +12,7 @@ of keys in fp32 (_parallel_keys.py), which costs memory and time for every key, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -47,7 +47,7 @@ def edges_of(call: Call) -> Edges:
 
 def gradients(
     call: Call, need: Sequence[bool], groups: Iterable[Group], grads: dict[str, Tensor], grad_out: Tensor, grad_lse: Optional[Tensor],
-    out: Tensor, lse: Tensor, add_sink: Any,
+    out: Tensor, lse: Tensor, add_sink: Callable[[Group, Tensor], None],
 ) -> None:  # fmt: skip
     """Writes those of q, k and v into `grads`, and hands a group's gradient of the sink over. A bias has none here."""
     wants = dict(zip(NAMED, need))

@@ -125,10 +125,12 @@ class Moving(NamedTuple):
     finish: Callable[[], Any]
 
     def wait(self) -> Any:
-        """May be called again."""
+        """Two groups of an Exchange share one, and wait for it twice."""
         with _rows.naming(self.rows, self.what):
             while self.works:
                 self.works.pop(0).wait()  # once: gloo would wait for another one
+        for messages in self.tensors:
+            messages.clear()
         return self.finish()
 
 

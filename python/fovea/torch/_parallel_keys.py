@@ -27,6 +27,7 @@ def by_keys(call: Call) -> tuple[Tensor, Tensor]:
     call = call._replace(options={**call.options, "seed": draw_seed(call)})
     return differentiable(call, "keys", keys_forward, keys_backward)
 
+
 def differentiable(call: Call, way: str, forward: Any, backward: Any) -> tuple[Tensor, Tensor]:
     """out and lse, by the two functions that compute a call and its gradients."""
     o = call.options
@@ -126,7 +127,9 @@ def keys_backward(
         return [grads[name] if name in grads else summed[name].to(o[name].dtype) if name in summed else None for name in NAMED]
 
     if forms_own(rows, o, fetch_plan(rows, o, call.q.device), call.heads(call.q) // max(1, call.heads(call.k)), wants):
-        add_sink = lambda group, grad: group.of_heads(summed["sink"]).add_(grad)  # noqa: E731
+        def add_sink(group: Group, grad: Tensor) -> None:
+            group.of_heads(summed["sink"]).add_(grad)
+
         with contextlib.closing(_groups_ahead(call)) as groups:
             _parallel_edges.gradients(call, need, groups, grads, grad_out, grad_lse, out, lse, add_sink)
         return results()

@@ -15,7 +15,7 @@ from torch import Tensor
 from . import _rows
 from ._parallel_call import PLANES, Call, entries_of, has_queries, learning, prepare, short
 from ._parallel_fetch import fetch_plan, has_few_segments
-from ._parallel_heads import own_heads
+from ._parallel_heads import groups_of_heads, own_heads
 from ._parallel_parts import NAMED, packed_numbers
 from ._parallel_workspace import needed
 from ._rows import Rows
@@ -125,7 +125,9 @@ def _keys(call: Call) -> Moments:
     summed = copies * (plan.mine.rows + own) + plan.returned(plan.rank)
     wide = short(_rows.wide(call.q.dtype))
     sums = (summed * (s.wide_keys // call.groups), f"of gradients {what} in {wide}, and those that others send")
-    if call.owns:
+    if not {"k", "v"} & set(learning(call.q, call.k, call.v, call.options)):
+        sums = (0, "")
+    elif call.owns:
         first, last = (plan.edge or 0) * (plan.rank > 0), (plan.edge or 0) * (plan.rank < rows.ranks - 1)
         rows_at_edges = (first + 2 * last) * (s.q + 2 * s.out) + 2 * (first + 4 * last) * s.lse
         sums = (rows_at_edges // call.groups, "of rows at this rank's edges that are sent and received")
@@ -186,6 +188,9 @@ def _over_heads(call: Call, rows: Rows, between: Moments) -> Moments:
         [(sent, f"of q, k and v of all rows of some heads, {times} times")], [*kept, (most * s.out // rows.ranks, "of out on its way")],
         [*kept, *between[0]],
     ]  # fmt: skip
+    # Where heads are not first a copy is sent, and it is there until the last group has come.
+    if call.move == "heads" and call.heads_dim > call.rows_dim and groups_of_heads(call, rows) > 1:
+        forward.append([*kept, (sent // times, "of q, k and v as they are sent")])
     backward = [
         [*kept, (times * most * s.out // rows.ranks, "of the gradient of out on its way")],
         [(back, f"of gradients of {', '.join(names)} of all rows of some heads, {times} times")],
