@@ -124,12 +124,9 @@ __device__ __forceinline__ void bulk_load(u32 to, const void* from, int bytes, u
                : "memory");
 }
 // cp.async.bulk.commit_group, cp.async.bulk.wait_group.read (Data Movement): this thread's stores have read all that
-// they write, but for the newest kPending groups.
+// they write.
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-template <int kPending = 0>
-__device__ __forceinline__ void bulk_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
-}
+__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // cp.async.bulk from shared to global memory.
 __device__ __forceinline__ void bulk_store(void* to, u32 from, int bytes) {
@@ -145,6 +142,15 @@ __device__ __forceinline__ void bulk_add(float* to, u32 from, int bytes) {
 }
 // cp.async.bulk.wait_group: what this thread's bulk copies write has been written.
 __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// The same for all but the newest kPending groups; `read`: they have read what they write.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
 
 // ld.acquire, red.release (Data Movement: ld; Parallel Synchronization: red): a count that blocks hand on, with what
 // was written before.

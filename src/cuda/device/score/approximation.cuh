@@ -8,6 +8,7 @@
 //   score_of_dot     a score, and its derivative, of a dot product
 #pragma once
 
+#include "cuda/device/generic/sizes.h"
 #include "cuda/device/tile/tile.cuh"
 #include "math/score.h"
 #include "math/softmax.h"

@@ -20,7 +20,6 @@
 #include "cuda/device/score/sm90_decisions.cuh"
 #include "cuda/device/score/sm90_scores.cuh"
 #include "cuda/device/score/softmax.cuh"
-#include "cuda/device/tile/accumulator.cuh"
 #include "math/band.h"
 #include "math/softmax.h"
 
@@ -57,7 +56,10 @@ struct Sm90Softmax {
   __device__ __forceinline__ void form(u32 q, int row, u32 k, int lane) {
     constexpr int kPanel = wide_panel_columns(S.d);
     constexpr int kRows = sm90_forward_sizes(S).rows;
-    set_zero(s);
+#pragma unroll
+    for (int i = 0; i < S.step / 2; ++i) {
+      s[i] = 0;
+    }
 #pragma unroll 1
     for (int i = 0; i < S.d / 16; ++i) {
       const int panel = i / (kPanel / 16);

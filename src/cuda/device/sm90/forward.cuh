@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
   const auto release_stored = [&] {
     if (stored >= 0 && thread == 0) {
       bulk_wait_read();
-      barrier_arrive(barriers.empty(barriers.kQ, stored));
+      barrier_arrive(barriers.q_empty(stored));
     }
     stored = -1;
   };
@@ -242,9 +242,15 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
     softmax.start();
     for (int n = steps.end - 1; n >= own_end && n >= steps.begin; --n) {
       turn_wait();
-      k_pipe.skip();
-      planes.skip();
-      v_pipe.skip();
+      k_pipe.wait();
+      k_pipe.release();
+      k_pipe.next();
+      planes.wait();
+      planes.release();
+      planes.next();
+      v_pipe.wait();
+      v_pipe.release();
+      v_pipe.next();
       turn_pass();
       prepared.wait();
       next_prepared();
@@ -289,7 +295,10 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
         after_first();
         first = false;
       } else {
-        set_zero(softmax.p);
+#pragma unroll
+        for (int i = 0; i < kStep / 4; ++i) {
+          softmax.p[i] = 0;
+        }
       }
 
       // ---- steps, and the end of the one before ----
@@ -360,7 +369,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
       } else if (thread == 0) {
         bulk_wait_read();
         if constexpr (!kDirect) {
-          barrier_arrive(barriers.empty(barriers.kQ, q_pipe.buffer()));
+          barrier_arrive(barriers.q_empty(q_pipe.buffer()));
         }
       }
       leave_q(true);

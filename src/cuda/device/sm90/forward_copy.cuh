@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cuda/device/ptx/sm90.cuh"
+#include "cuda/device/ptx/wgmma.cuh"
 #include "cuda/device/sm90/forward_sizes.h"
 #include "cuda/device/sm90/forward_tile.cuh"
 #include "cuda/device/tile/pipe.cuh"
@@ -55,8 +56,8 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
   int next = int(blockIdx.x);
   for (int number = -1;; number = next) {
     if (number >= 0) {  // one place in the code for every tile's decode, the first one's too
-      barrier_wait(barriers.empty(barriers.kQ, ring_q.buffer()), ring_q.parity() ^ 1);
-      const u32 full = barriers.full(barriers.kQ, ring_q.buffer());
+      barrier_wait(barriers.q_empty(ring_q.buffer()), ring_q.parity() ^ 1);
+      const u32 full = barriers.q_full(ring_q.buffer());
       if (number >= count) {
         tiles[ring_q.buffer()].b = -1;
         barrier_arrive(full);
@@ -104,8 +105,8 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
       ring_q.next();
 
       const auto load_k = [&](int n) {
-        barrier_wait(barriers.empty(barriers.kK, ring_k.buffer()), ring_k.parity() ^ 1);
-        const u32 k_full = barriers.full(barriers.kK, ring_k.buffer());
+        barrier_wait(barriers.k_empty(ring_k.buffer()), ring_k.parity() ^ 1);
+        const u32 k_full = barriers.k_full(ring_k.buffer());
         barrier_expect(k_full, S.step * sm90_forward_panels(S.d) * kPanelK * 2);
 #pragma unroll 1
         for (int p = 0; p < sm90_forward_panels(S.d); ++p) {
@@ -115,8 +116,8 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
         ring_k.next();
         if constexpr (sm90_has_planes(S)) {
           const u32 buffer = ring_planes.buffer();
-          barrier_wait(barriers.empty(barriers.kPlanes, buffer), ring_planes.parity() ^ 1);
-          const u32 planes_full = barriers.full(barriers.kPlanes, buffer);
+          barrier_wait(barriers.planes_empty(buffer), ring_planes.parity() ^ 1);
+          const u32 planes_full = barriers.planes_full(buffer);
           int keys = 0;  // of the key term, whose rows are padded to 16 bytes
           if constexpr (S.key_term) {
             keys = min(S.step, (here.k_len - n * S.step + 3) / 4 * 4);
@@ -145,8 +146,8 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
         }
       };
       const auto load_v = [&](int n) {
-        barrier_wait(barriers.empty(barriers.kV, ring_v.buffer()), ring_v.parity() ^ 1);
-        const u32 v_full = barriers.full(barriers.kV, ring_v.buffer());
+        barrier_wait(barriers.v_empty(ring_v.buffer()), ring_v.parity() ^ 1);
+        const u32 v_full = barriers.v_full(ring_v.buffer());
         barrier_expect(v_full, S.step * sm90_forward_panels(S.dv) * kPanelV * 2);
 #pragma unroll 1
         for (int p = 0; p < sm90_forward_panels(S.dv); ++p) {

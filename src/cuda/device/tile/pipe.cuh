@@ -47,12 +47,6 @@ struct Pipe {
       }
     }
   }
-  // The buffer is not needed.
-  __device__ __forceinline__ void skip() {
-    wait();
-    release();
-    next();
-  }
 };
 
 // Numbers first ... first + count - 1 of the 16 that a block has. Number 0 is that of sync() without arguments.
