@@ -71,6 +71,10 @@ class Call(NamedTuple):
         """Whether the keys and values that the forward fetches are there in the backward: at a window's edge these are few rows."""
         return self.through is None and fetch_plan(self.rows, self.options, self.q.device).edge is not None
 
+    def forms_own(self, wants: dict[str, bool]) -> bool:
+        plan = fetch_plan(self.rows, self.options, self.q.device)
+        return forms_own(self.rows, self.options, plan, self.heads(self.q) // max(1, self.heads(self.k)), wants)
+
     def heads(self, of: Tensor) -> int:
         return of.shape[self.heads_dim]
 

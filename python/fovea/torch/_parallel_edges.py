@@ -21,11 +21,8 @@ from torch import Tensor
 from . import _call
 from ._parallel_call import Call
 from ._parallel_fetch import Messages, Moving, fetch_plan, send_and_receive
-from ._parallel_parts import NAMED, Group, Part, dense_part, put, shapes_of, split, width
+from ._parallel_parts import NAMED, Group, OfRows, Part, dense_part, put, shapes_of, split, width
 from ._parallel_positions import Span
-
-
-OfRows = tuple[Tensor, Optional[Tensor], Tensor, Tensor]  # the gradients of out and lse, out and lse
 
 
 class Edges(NamedTuple):
@@ -63,15 +60,11 @@ def gradients(
                 add_sink(group, found[-1])
 
     def form_all(group: Group) -> None:
-        def of_part(part: Part) -> OfRows:
-            return (group.of_queries_alone(grad_out, part), None if grad_lse is None else group.of_lse(grad_lse, part).contiguous(),
-                    group.of_queries_alone(out, part), group.of_lse(lse, part).contiguous())  # fmt: skip
-
         across = _Across(group, (call.q, out, grad_out), lse, grad_lse)
         try:
-            form(own, "qkv", group, group.arguments(own), of_part(own), with_sink=True)
+            form(own, "qkv", group, group.arguments(own), group.of_rows(own, grad_out, grad_lse, out, lse), with_sink=True)
             if first is not None and wants["q"]:
-                form(first, "q", group, group.arguments(first), of_part(first))
+                form(first, "q", group, group.arguments(first), group.of_rows(first, grad_out, grad_lse, out, lse))
         finally:  # after an error, too: what is on its way would meet the group's next calls
             across.end()
         if last is not None:

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import _call, _parallel_edges, _rows
-from ._parallel_call import Call, arguments_of, draw_seed, forms_own, has_queries, saying_rank
+from ._parallel_call import Call, arguments_of, draw_seed, has_queries, saying_rank
 from ._parallel_copies import clear
-from ._parallel_fetch import Add, Moving, fetch_plan, start_return
+from ._parallel_fetch import Add, Moving, start_return
 from ._parallel_parts import NAMED, Group, Part, parts_of, shapes_of, split, width
 
 
@@ -126,7 +126,8 @@ def keys_backward(
     def results() -> list[Optional[Tensor]]:
         return [grads[name] if name in grads else summed[name].to(o[name].dtype) if name in summed else None for name in NAMED]
 
-    if forms_own(rows, o, fetch_plan(rows, o, call.q.device), call.heads(call.q) // max(1, call.heads(call.k)), wants):
+    if call.forms_own(wants):
+
         def add_sink(group: Group, grad: Tensor) -> None:
             group.of_heads(summed["sink"]).add_(grad)
 
@@ -145,11 +146,8 @@ def keys_backward(
             into["q"] = group.of_queries_alone(grads["q"], part)
         if is_first:
             into, sums = {**into, **sums}, {}
-        found = _call.backward(
-            group.of_queries_alone(grad_out, part), None if grad_lse is None else group.of_lse(grad_lse, part).contiguous(),
-            group.of_queries_alone(out, part), group.of_lse(lse, part).contiguous(), list(need), *group.arguments(part),
-            into=into, sums=sums,
-        )  # fmt: skip
+        of_rows = group.of_rows(part, grad_out, grad_lse, out, lse)
+        found = _call.backward(*of_rows, list(need), *group.arguments(part), into=into, sums=sums)
         for name, grad in zip([name for name in NAMED if wants[name]], found):
             if name == "sink":
                 group.of_heads(summed[name]).add_(grad)

@@ -18,6 +18,7 @@ from ._parallel_positions import Span, keys_of, moved_by_lengths, positions_of, 
 from ._rows import Piece, Rows
 
 NAMED = ("q", "k", "v", "bias", "bias2", "sink")
+OfRows = tuple[Tensor, Optional[Tensor], Tensor, Tensor]  # the gradients of out and lse, out and lse
 
 
 def shapes_of(tensors: Iterable[Tensor], rows_dim: int) -> list[torch.Size]:
@@ -266,3 +267,9 @@ class Group:
 
     def of_lse(self, x: Tensor, part: Part) -> Tensor:
         return x.narrow(-2, self.first_query, self.queries).narrow(-1, part.first, part.rows)
+
+    def of_rows(self, part: Part, grad_out: Tensor, grad_lse: Optional[Tensor], out: Tensor, lse: Tensor) -> OfRows:
+        """What a backward is given beside the operands."""
+        numbers = [None if x is None else self.of_lse(x, part).contiguous() for x in (grad_lse, lse)]
+        assert numbers[1] is not None
+        return self.of_queries_alone(grad_out, part), numbers[0], self.of_queries_alone(out, part), numbers[1]

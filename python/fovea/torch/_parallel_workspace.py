@@ -18,7 +18,7 @@ from .. import _abi
 from .._library import lib
 from . import _ahead, _attention, _call, _rows
 from ._call import Shard
-from ._parallel_call import PLANES, Call, arguments_of, forms_own, has_queries
+from ._parallel_call import PLANES, Call, arguments_of, has_queries
 from ._parallel_edges import edges_of
 from ._parallel_fetch import fetch_plan
 from ._parallel_heads import _from_place, groups_of_heads, own_heads
@@ -149,7 +149,7 @@ def _of_keys(call: Call, need: dict[str, bool]) -> Iterator[Asked]:
     grad_q = torch.empty_like(plain.q)
     parts = sorted(parts_of(call), key=lambda part: -part.keys.end)
     written = bool(parts) and (at_edge or rows.kind == "packed" or parts[0].keys.end == plan.mine.end)
-    owns = forms_own(rows, call.options, plan, call.heads(call.q) // max(1, call.heads(call.k)), need)
+    owns = call.forms_own(need)
     if owns:
         yield from _of_own_keys(plain, group, need, out, lse, grad_q)
     for part in parts:
