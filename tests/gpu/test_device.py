@@ -338,7 +338,7 @@ def test_bias_reaches_its_scores(transposed, bias):
         load_tile<{layout}, 32, 32>(shared, p0, {64 * size}, 32, {64 * size}, lane);
         copy_commit(); copy_wait<0>(); sync();
         Args a; a.scale = 1; const Place place;
-        const Scores<S, kTransposed, {tiles}> scores(a, place, 0, 1);
+        const Scores<S, kTransposed, {tiles}> scores(a, place, 0, 1, 0, 0);
         float s[{tiles}][{columns}][4] = {{}};
         scores.add<Inputs, 64>(s, thread, shared, {place});
         for (int i = 0; i < {tiles}; ++i) for (int j = 0; j < {columns}; ++j) for (int e = 0; e < 4; ++e)
@@ -361,7 +361,7 @@ def test_mask_bits_reach_their_scores(transposed):
         for (int i = lane; i < 64; i += 32) store_shared(shared + i * 4, u32(p0[i]));
         sync();
         Args a; a.scale = 1; const Place place;
-        const Scores<S, kTransposed, {tiles}> scores(a, place, 0, 1);
+        const Scores<S, kTransposed, {tiles}> scores(a, place, 0, 1, 0, 0);
         float s[{tiles}][{columns}][4] = {{}};
         scores.add<Inputs, 64>(s, thread, shared, {place});
         for (int i = 0; i < {tiles}; ++i) for (int j = 0; j < {columns}; ++j) for (int e = 0; e < 4; ++e)

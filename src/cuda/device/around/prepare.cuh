@@ -49,13 +49,8 @@ __device__ __forceinline__ float float_of(const void* data, i64 index, BiasTile 
   if (type == BiasTile::kFp32) {
     return static_cast<const float*>(data)[index];
   }
-  const unsigned short bits = static_cast<const unsigned short*>(data)[index];
-  if (type == BiasTile::kBf16) {
-    return __uint_as_float(u32(bits) << 16);
-  }
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-  return value;
+  const u32 bits = static_cast<const u16*>(data)[index];
+  return type == BiasTile::kBf16 ? low<Type::kBf16>(bits) : low<Type::kFp16>(bits);
 }
 
 // ---- rows that cannot be copied by 16 bytes ----
@@ -247,10 +242,11 @@ __global__ void __launch_bounds__(kPrepareThreads, 4) prepare_unpack(const __gri
   });
 }
 
-// A warp makes 64 words of a row, a lane half a word of 16 keys at a time.
-template <AroundSpec S>
-__global__ void __launch_bounds__(kPrepareThreads) prepare_mask(const __grid_constant__ MaskArgs args) {
-  begin_kernel<S.arch>();
+// Bools of a mask, by warps: 64 words of 32 keys of a row, a lane 16 keys at a time. visit(bytes, row, word): what a
+// lane has of each 16 words from `word` on of a row, counted among all; bytes that are not 0 are true, and those behind
+// the row's end are 0. Words from box.width on do not exist.
+template <class Visit>
+__device__ __forceinline__ void for_each_bools(const MaskArgs& args, Visit visit) {
   constexpr int kKeys = 16;   // of a lane
   constexpr int kAtOnce = 4;  // times
   constexpr int kWords = 16;  // of a warp, each time
@@ -283,13 +279,22 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_mask(const __grid_con
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const auto four = [](u32 word) { return __vsetne4(word, 0) * 0x01020408u >> 24; };  // byte n to bit n
-      const u32 mine = four(bytes[i].x) | four(bytes[i].y) << 4 | four(bytes[i].z) << 8 | four(bytes[i].w) << 12;
-      const u32 next = __shfl_down_sync(~0u, mine, 1);
-      const i64 word = first + i * kWords + lane / 2;
-      if (lane % 2 == 0 && word < box.width) {
-        args.to[of.row * box.width + word] = mine | next << 16;
-      }
+      visit(bytes[i], of.row, first + i * kWords);
+    }
+  });
+}
+
+template <AroundSpec S>
+__global__ void __launch_bounds__(kPrepareThreads) prepare_mask(const __grid_constant__ MaskArgs args) {
+  begin_kernel<S.arch>();
+  const int lane = threadIdx.x & 31;
+  for_each_bools(args, [&](const uint4& bytes, i64 row, i64 first) {
+    const auto four = [](u32 word) { return __vsetne4(word, 0) * 0x01020408u >> 24; };  // byte n to bit n
+    const u32 mine = four(bytes.x) | four(bytes.y) << 4 | four(bytes.z) << 8 | four(bytes.w) << 12;
+    const u32 next = __shfl_down_sync(~0u, mine, 1);
+    const i64 word = first + lane / 2;
+    if (lane % 2 == 0 && word < args.box.width) {
+      args.to[row * args.box.width + word] = mine | next << 16;
     }
   });
 }

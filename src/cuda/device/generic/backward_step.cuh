@@ -188,12 +188,6 @@ struct StepLoader {
   }
 };
 
-// What dV is multiplied by where it leaves, and not P before: the factor may be beyond what fp16 holds.
-template <auto S>
-__device__ __forceinline__ float keep_scale(const Args& a) {
-  return S.dropout != DropoutRule::kNone ? a.keep_scale : 1.f;
-}
-
 // ---- fp32 ----
 
 // Pairs travel multiplied by powers of two: q, k, v, do by those of their largest numbers, P by 2^15, dS so that its

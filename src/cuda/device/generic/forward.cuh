@@ -106,13 +106,10 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_forward(const __
   // ---- what stays in registers ----
   const float scale = where.scale(a);
   const float unit = natural_scores(S) ? math::kLog2E : scale * math::kLog2E;
-  Scores<S, false, kTiles> scores(a, place, head, scale);
-  scores.load_rows(a, place, head, row0, g);
+  Scores<S, false, kTiles> scores(a, place, head, scale, row0, g);
   Keep<S, false, kTiles, kColumns> keep;
-  if constexpr (S.dropout != DropoutRule::kNone) {
-    keep.start(a, place, head);
-    keep.start_rows(row0, g);
-  }
+  keep.start(a, place, head);
+  keep.start_rows(row0, g);
   float o[kTiles][kColumnsOut][4] = {};
   Softmax<S> softmax[kTiles];
   const typename TileK::Lane lanes(0, thread.lane);
@@ -224,32 +221,18 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_forward(const __
       const int r = i * 16 + g + x * 8;
       const int row = out_row0 + r;
       const auto end = here.finish(a, quad_sum(softmax[i].sum[x]), softmax[i].top[x]);
-      const float factor = end.factor;
       const float value_scale = here.value_scale(a);
-      if constexpr (S.split) {
-        if (r < rows) {
-          if (t == 0) {
-            here.store_row_end(a, row, end);
-          }
-          float* const to = here.part_of_out(a, row) + t * 2;
-          for (int j = 0; j < kColumnsOut; ++j) {
-            *reinterpret_cast<float2*>(to + j * 8) = {o[i][j][2 * x] * factor * value_scale,
-                                                      o[i][j][2 * x + 1] * factor * value_scale};
-          }
-        }
-      } else {
-        if (t == 0 && r < rows) {
-          here.store_row_end(a, row, end);
-        }
-        for (int j = 0; j < kColumnsOut; ++j) {
-          const float2 pair = {o[i][j][2 * x] * factor * value_scale, o[i][j][2 * x + 1] * factor * value_scale};
-          if constexpr (kPairs) {
-            store_shared(my_out + TileOut::offset(r, j * 2 + (t >> 1)) + (t & 1) * 8, pair);
-          } else {
-            store_shared(my_out + TileOut::offset(r, j) + t * 4, pack<S.type>(pair.x, pair.y));
-          }
-        }
+      if (S.split && r >= rows) {
+        continue;
       }
+      if (t == 0 && r < rows) {
+        here.store_row_end(a, row, end);
+      }
+      float* part = nullptr;
+      if constexpr (S.split) {
+        part = here.part_of_out(a, row) + t * 2;
+      }
+      here.template put_row<TileOut>(o[i], x, end.factor, value_scale, my_out, r, 0, part, true, 0, t);
     }
   }
   if constexpr (!S.split) {

@@ -49,12 +49,10 @@ struct HeadState {
   HeadState() = default;
   __device__ __forceinline__ HeadState(const Args& a, const Place& place, u32 head, u32 head_k, int row0, int g,
                                        bool natural_grads = false)
-      : factors(GradFactors::make<S>(a, place.b, head, head_k, natural_grads)), scores(a, place, head, factors.score) {
-    scores.load_rows(a, place, head, row0, g);
-    if constexpr (S.dropout != DropoutRule::kNone) {
-      keep.start(a, place, head);
-      keep.start_rows(row0, g);
-    }
+      : factors(GradFactors::make<S>(a, place.b, head, head_k, natural_grads)),
+        scores(a, place, head, factors.score, row0, g) {
+    keep.start(a, place, head);
+    keep.start_rows(row0, g);
   }
 };
 

@@ -164,13 +164,10 @@ __global__ void __launch_bounds__(S.warps * 32, 1) generic_wide_forward(const __
   // ---- what stays in registers ----
   const float scale = where.scale(a);
   const float unit = natural_scores(S) ? math::kLog2E : scale * math::kLog2E;
-  Scores<S, false, kTiles> scores(a, place, head, scale);
-  scores.load_rows(a, place, head, m0 + row_s, g);
+  Scores<S, false, kTiles> scores(a, place, head, scale, m0 + row_s, g);
   Keep<S, false, kTiles, kKeys / 8> keep;
-  if constexpr (S.dropout != DropoutRule::kNone) {
-    keep.start(a, place, head);
-    keep.start_rows(m0 + row_s, g);
-  }
+  keep.start(a, place, head);
+  keep.start_rows(m0 + row_s, g);
   float o[kTilesOut][kColumnsOut / 8][4] = {};
   RunningSoftmax<Weights::kByDifference, false, int(kLift<S>)> softmax[kTiles];
   const HalfLane<kPart, kRows> lanes(thread.lane);
@@ -312,18 +309,8 @@ __global__ void __launch_bounds__(S.warps * 32, 1) generic_wide_forward(const __
       if constexpr (S.split) {
         part = here.part_of_out(a, here.m0 + r) + here.chunk * kOut + column_o + t * 2;
       }
-      for (int j = 0; j < kColumnsOut / 8; ++j) {
-        const float2 pair = {o[i][j][2 * x] * factor * value_scale, o[i][j][2 * x + 1] * factor * value_scale};
-        if constexpr (S.split) {
-          if (r < rows && here.chunk * kOut + column_o + j * 8 < S.dv) {
-            *reinterpret_cast<float2*>(part + j * 8) = pair;
-          }
-        } else if constexpr (kPairs) {
-          store_shared(shared_q + TileOut::offset(r, column_o / 4 + j * 2 + (t >> 1)) + (t & 1) * 8, pair);
-        } else {
-          store_shared(shared_q + TileOut::offset(r, column_o / 8 + j) + t * 4, pack<S.type>(pair.x, pair.y));
-        }
-      }
+      here.template put_row<TileOut>(o[i], x, factor, value_scale, shared_q, r, column_o, part, r < rows,
+                                     here.chunk * kOut + column_o, t);
     }
   }
   if constexpr (!S.split) {

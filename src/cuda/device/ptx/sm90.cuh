@@ -105,6 +105,15 @@ __device__ __forceinline__ void tensor_load(u32 to, const TensorMap& map, u32 ba
       "l"(&map), "r"(barrier), "r"(at.column), "r"(at.row), "r"(at.head), "r"(at.batch2), "r"(at.batch1)
       : "memory");
 }
+// The same with .multicast::cluster: to this place in the first two blocks of the cluster, counted in each at its own
+// barrier.
+__device__ __forceinline__ void tensor_load_both(u32 to, const TensorMap& map, u32 barrier, const Coordinates& at) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(at.column), "r"(at.row), "r"(at.head), "r"(at.batch2), "r"(at.batch1), "h"(u16(3))
+      : "memory");
+}
 // cp.async.bulk.prefetch.tensor (Data Movement: cp.async.bulk.prefetch.tensor): a box into L2.
 __device__ __forceinline__ void tensor_prefetch(const TensorMap& map, const Coordinates& at) {
   asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];" ::"l"(&map), "r"(at.column),
@@ -124,9 +133,12 @@ __device__ __forceinline__ void bulk_load(u32 to, const void* from, int bytes, u
                : "memory");
 }
 // cp.async.bulk.commit_group, cp.async.bulk.wait_group.read (Data Movement): this thread's stores have read all that
-// they write.
+// they write, but for the newest kPending groups.
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+template <int kPending = 0>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
 
 // cp.async.bulk from shared to global memory.
 __device__ __forceinline__ void bulk_store(void* to, u32 from, int bytes) {
@@ -142,15 +154,6 @@ __device__ __forceinline__ void bulk_add(float* to, u32 from, int bytes) {
 }
 // cp.async.bulk.wait_group: what this thread's bulk copies write has been written.
 __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-// The same for all but the newest kPending groups; `read`: they have read what they write.
-template <int kPending>
-__device__ __forceinline__ void bulk_wait() {
-  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
-}
-template <int kPending>
-__device__ __forceinline__ void bulk_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
-}
 
 // ld.acquire, red.release (Data Movement: ld; Parallel Synchronization: red): a count that blocks hand on, with what
 // was written before.

@@ -8,7 +8,6 @@
 //   score_of_dot     a score, and its derivative, of a dot product
 #pragma once
 
-#include "cuda/device/generic/sizes.h"
 #include "cuda/device/tile/tile.cuh"
 #include "math/score.h"
 #include "math/softmax.h"

@@ -34,6 +34,7 @@ struct Keep {
   float p = 0;
   u32 bits[kTorch ? kTiles : 1];
 
+  // Wherever the head changes; nothing without dropout.
   __device__ __forceinline__ void start(const Args& a, const Place& place, u32 query_head) {
     if constexpr (kFovea) {
       head = dropout_head<S>(a, place.b, query_head);

@@ -28,17 +28,13 @@ struct Scores {
   Scores() = default;
   // scale: of the call, for fp32 together with the powers of two of q and k. row0: the fragment's first row in the
   // sequence.
-  __device__ __forceinline__ Scores(const Args& a, const Place& place, u32 head, float scale)
+  __device__ __forceinline__ Scores(const Args& a, const Place& place, u32 head, float scale, int row0, int g)
       : score{scale, a.softcap, 0}, shift(place.template shift<S>(a)) {
     if constexpr (S.softcap) {
       score.inverse_softcap = 1 / a.softcap;
     }
     positions.start(a.positions, place, head);
-  }
-
-  // The term that runs along the rows; again wherever head or rows change.
-  __device__ __forceinline__ void load_rows(const Args& a, const Place& place, u32 head, int row0, int g) {
-    if constexpr (kHasRowTerm) {
+    if constexpr (kHasRowTerm) {  // the term that runs along the rows
       const Tensor& term = kTransposed ? a.key_term : a.query_term;
       const int length = kTransposed ? place.k_len : place.q_len;
       const float* const from = static_cast<const float*>(term.data) + place.plane(term.strides, head);

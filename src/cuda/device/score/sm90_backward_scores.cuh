@@ -16,7 +16,6 @@
 #include "cuda/device/score/sm90_scores.cuh"
 #include "cuda/device/score/softmax.cuh"
 #include "cuda/device/sm90/backward_args.h"
-#include "cuda/device/tile/accumulator.cuh"
 #include "math/score.h"
 
 namespace fovea::cuda {

@@ -45,7 +45,7 @@ __device__ __forceinline__ void sm90_forward_prepare(const Args& a, u32 base, co
   Ring<S.q_buffers> ring_q;
   Ring<kSm90PreparedBuffers> ring;
   while (true) {
-    barrier_wait(barriers.q_full(ring_q.buffer()), ring_q.parity());
+    barrier_wait(barriers.full(barriers.kQ, ring_q.buffer()), ring_q.parity());
     const volatile Sm90Tile& given = tiles[ring_q.buffer()];
     if (given.b < 0) {
       return;
@@ -56,10 +56,10 @@ __device__ __forceinline__ void sm90_forward_prepare(const Args& a, u32 base, co
     tile.b2 = given.b2;
     const u32* const words = static_cast<const u32*>(a.mask.data) + tile.offset(a.mask.strides, 0);
     const math::Interval<int> steps{given.first_step, given.end_step};
-    barrier_arrive(barriers.q_empty(ring_q.buffer()));  // every lane has read
+    barrier_arrive(barriers.empty(barriers.kQ, ring_q.buffer()));  // every lane has read
     ring_q.next();
     for (int n = steps.end - 1; n >= steps.begin; --n) {
-      barrier_wait(barriers.prepared_empty(ring.buffer()), ring.parity() ^ 1);
+      barrier_wait(barriers.empty(barriers.kPrepared, ring.buffer()), ring.parity() ^ 1);
 #pragma unroll 1
       for (int key = warp * 32 + lane; key < S.step; key += kSm90PreparingWarps * 32) {
         Sm90Hide<S>::columns(base + kSizes.hide_at + ring.buffer() * kSizes.hide, words, key, n * S.step);
@@ -67,7 +67,7 @@ __device__ __forceinline__ void sm90_forward_prepare(const Args& a, u32 base, co
       fence_async();
       __syncwarp();
       if (lane == 0) {
-        barrier_arrive(barriers.prepared_full(ring.buffer()));
+        barrier_arrive(barriers.full(barriers.kPrepared, ring.buffer()));
       }
       ring.next();
     }

@@ -6,7 +6,6 @@
 //   Sm90Inputs         biases and key terms from shared memory, ALiBi, query terms, mask words from global memory
 #pragma once
 
-#include "cuda/device/ptx/sm90.cuh"
 #include "cuda/device/ptx/wgmma.cuh"
 #include "cuda/device/score/scores.cuh"
 #include "cuda/device/sm90/forward_copy.cuh"

@@ -20,6 +20,7 @@
 #include "cuda/device/score/sm90_decisions.cuh"
 #include "cuda/device/score/sm90_scores.cuh"
 #include "cuda/device/score/softmax.cuh"
+#include "cuda/device/tile/accumulator.cuh"
 #include "math/band.h"
 #include "math/softmax.h"
 
@@ -56,10 +57,7 @@ struct Sm90Softmax {
   __device__ __forceinline__ void form(u32 q, int row, u32 k, int lane) {
     constexpr int kPanel = wide_panel_columns(S.d);
     constexpr int kRows = sm90_forward_sizes(S).rows;
-#pragma unroll
-    for (int i = 0; i < S.step / 2; ++i) {
-      s[i] = 0;
-    }
+    set_zero(s);
 #pragma unroll 1
     for (int i = 0; i < S.d / 16; ++i) {
       const int panel = i / (kPanel / 16);
@@ -232,15 +230,15 @@ struct Sm90Softmax {
 
   // ---- the exact way: running maxima ----
 
-  template <int kCount>
-  __device__ __forceinline__ void exactly(const Args& a, float (&o)[kCount]) {
+  // Scores become weights. factor: what the rows of O are to be multiplied by.
+  __device__ __forceinline__ void raise(const Args& a, float (&factor)[2]) {
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
       const float next = largest_of_row<!kNatural>(fragment_of(s), x, reference[x], a.scale);
       const float base = math::reference_of(next);
       const float lift = rest(base);
-      const float factor = raise(reference[x], sum[x], next, base, math::kLog2E,
-                                 reference[x] == -kInfinity ? 0.f : lift - rest(reference[x]));
+      factor[x] = cuda::raise(reference[x], sum[x], next, base, math::kLog2E,
+                              reference[x] == -kInfinity ? 0.f : lift - rest(reference[x]));
       float parts[2] = {};
 #pragma unroll
       for (int j = 0; j < S.step / 8; ++j) {
@@ -252,8 +250,13 @@ struct Sm90Softmax {
         }
       }
       sum[x] += parts[0] + parts[1];
-      scale_row(fragment_of(o), x, factor);
     }
+  }
+
+  template <int kCount>
+  static __device__ __forceinline__ void scale(float (&o)[kCount], const float (&factor)[2]) {
+    scale_row(fragment_of(o), 0, factor[0]);
+    scale_row(fragment_of(o), 1, factor[1]);
   }
 
   // ---- P ----

@@ -63,18 +63,13 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   constexpr int M = S.step;
   constexpr int kGroups = kSizes.groups;
   constexpr int kKeys = kSizes.keys;
-  constexpr int kBlocks = S.tiles;            // of 64 keys, a warpgroup
-  constexpr int kParts = sm90_step_parts(S);  // of a step's scores
-  constexpr int P = M / kParts;
+  constexpr int kBlocks = S.tiles;    // of 64 keys, a warpgroup
+  constexpr int kParts = kHow.parts;  // of a step's scores
+  constexpr int P = kHow.part;
   constexpr int kPanelD = kHow.panel_d;
   constexpr int kPanelV = kHow.panel_v;
-  constexpr int kPanelsD = panels_of(D, kPanelD);
-  constexpr int kPanelsV = panels_of(V, kPanelV);
-  constexpr int kRowD = kPanelD * 2;  // bytes
-  constexpr int kRowV = kPanelV * 2;
   constexpr bool kBias = kHow.bias_in_place;
   constexpr bool kOuter = kHow.outer;
-  constexpr bool kLater = kHow.dq_later;
   constexpr int kColumns = S.halves ? D / 2 : D;  // of a job of dQ
   static_assert(kHow.valid && kRowPad % M == 0);
 
@@ -188,8 +183,8 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
     auto step = block.walk();
     if constexpr (S.ragged) {
       if (block.steps > 0) {
-        zero_rows_behind<kKeys, kRowD, kPanelsD, kRowV, kPanelsV, kGroups * 128>(base + kSizes.k_at, base + kSizes.v_at,
-                                                                                 block.place.k_len - block.key0);
+        zero_rows_behind<kKeys, kHow.row_d, kHow.panels_d, kHow.row_v, kHow.panels_v, kGroups * 128>(
+            base + kSizes.k_at, base + kSizes.v_at, block.place.k_len - block.key0);
       }
     }
     u32 v_held[kHow.held_v > 0 ? kHow.held_v : 1][4];
@@ -229,7 +224,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
       }
       barrier_wait(barriers.q_full(ring_q.buffer()), ring_q.parity());
       if constexpr (S.ragged) {
-        zero_rows_behind<M, kRowD, kPanelsD, kRowV, kPanelsV, kGroups * 128>(
+        zero_rows_behind<M, kHow.row_d, kHow.panels_d, kHow.row_v, kHow.panels_v, kGroups * 128>(
             base + kSizes.q_at + ring_q.buffer() * kSizes.q,
             base + kSizes.grad_out_at + ring_q.buffer() * kSizes.grad_out, block.place.q_len - step.query);
       }

@@ -5,7 +5,6 @@
 #pragma once
 
 #include "cuda/device/ptx/sm90.cuh"
-#include "cuda/device/ptx/wgmma.cuh"
 #include "cuda/device/sm90/backward_args.h"
 #include "cuda/device/sm90/backward_sizes.h"
 #include "cuda/device/sm90/forward_sizes.h"

@@ -57,7 +57,8 @@ struct Sm90StoredKeys {
 };
 static_assert(sizeof(Sm90StoredKeys) <= kSm90KeysBytes);
 
-// A warp's 16 rows of an accumulator, from row `row` of a tile with kRows rows in panels on.
+// A warp's 16 rows of an accumulator, from row `row` of a tile with kRows rows in panels on. As store_to_panels() with
+// one factor, which gives other machine code here.
 template <Type kType, int kRows, int kPanel, int kCount>
 __device__ __forceinline__ void sm90_store_to_panels(u32 tile, const float (&x)[kCount], float factor, int row,
                                                      int lane) {
@@ -82,8 +83,8 @@ __device__ __forceinline__ void sm90_backward_place_dv(const Args& a, u32 base, 
   sync(kOwnDone[c], 128);
 #pragma unroll
   for (int f = 0; f < S.tiles; ++f) {
-    sm90_store_to_panels<S.type, kSizes.keys, kHow.panel_v>(
-        base + kSizes.v_at, dv[f], S.dropout != DropoutRule::kNone ? a.keep_scale : 1.f, top + f * 64, lane);
+    sm90_store_to_panels<S.type, kSizes.keys, kHow.panel_v>(base + kSizes.v_at, dv[f], keep_scale<S>(a), top + f * 64,
+                                                            lane);
   }
 }
 template <Sm90BackwardSpec S>
@@ -166,8 +167,7 @@ __device__ __forceinline__ void sm90_backward_store(const Args& a, const Sm90Bac
     }
     if (S.dkv && a.grad_v.data != nullptr) {
       store_gradient_rows<S>(a.grad_v, same.place.key_rows(a.grad_v.strides, same.head_k), a.results.v, dv[f],
-                             S.dropout != DropoutRule::kNone ? a.keep_scale : 1.f, key, same.place.k_len, a.out_dim_v,
-                             a.vector_stores, t);
+                             keep_scale<S>(a), key, same.place.k_len, a.out_dim_v, a.vector_stores, t);
     }
   }
 }

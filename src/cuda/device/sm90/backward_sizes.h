@@ -71,35 +71,29 @@ inline constexpr int kSm90KeysBytes = 16;   // tile_stores: where dK and dV of a
 // Where its barriers lie, from the first on, and the number of the block of keys among them. A ring has at most four
 // buffers.
 struct Sm90BackwardBarrierPlan {
-  int kv_full, q_full, q_empty, bias_full, grads_full, grads_empty, leaving_full, leaving_empty, kv_empty, number,
-      number_full, sums_left;
-  int outer_full, outer_empty, bytes;
+  static constexpr int kMostBuffers = 4;
+  static constexpr int kMostGroups = 3;
+  static constexpr int kMostOuter = 2;
+  SharedPlan plan{};
+  int kv_full = plan.barriers(1);
+  int q_full = plan.barriers(kMostBuffers);
+  int q_empty = plan.barriers(kMostBuffers);
+  int bias_full = plan.barriers(kMostBuffers);
+  int grads_full = plan.barriers(kMostBuffers);
+  int grads_empty = plan.barriers(kMostBuffers);
+  int leaving_full = plan.barriers(kMostGroups);
+  int leaving_empty = plan.barriers(kMostGroups);
+  int kv_empty = plan.barriers(1);
+  int number = plan.take(2, 4);
+  int number_full = plan.barriers(2);
+  int sums_left = plan.barriers(1);
+  int outer_full = plan.barriers(kMostOuter);
+  int outer_empty = plan.barriers(kMostOuter);
+  int bytes = plan.bytes;
 
-  static constexpr Sm90BackwardBarrierPlan make() {
-    constexpr int kMostBuffers = 4;
-    constexpr int kMostGroups = 3;
-    constexpr int kMostOuter = 2;
-    SharedPlan plan;
-    Sm90BackwardBarrierPlan x{};
-    x.kv_full = plan.barriers(1);
-    x.q_full = plan.barriers(kMostBuffers);
-    x.q_empty = plan.barriers(kMostBuffers);
-    x.bias_full = plan.barriers(kMostBuffers);
-    x.grads_full = plan.barriers(kMostBuffers);
-    x.grads_empty = plan.barriers(kMostBuffers);
-    x.leaving_full = plan.barriers(kMostGroups);
-    x.leaving_empty = plan.barriers(kMostGroups);
-    x.kv_empty = plan.barriers(1);
-    x.number = plan.take(2, 4);
-    x.number_full = plan.barriers(2);
-    x.sums_left = plan.barriers(1);
-    x.outer_full = plan.barriers(kMostOuter);
-    x.outer_empty = plan.barriers(kMostOuter);
-    x.bytes = plan.bytes;
-    return x;
-  }
+  constexpr Sm90BackwardBarrierPlan() {}  // NVRTC takes no aggregate whose members are computed from one another
 };
-inline constexpr Sm90BackwardBarrierPlan kSm90BackwardBarriers = Sm90BackwardBarrierPlan::make();
+inline constexpr Sm90BackwardBarrierPlan kSm90BackwardBarriers;
 
 constexpr Sm90BackwardSizes sm90_backward_sizes(const Sm90BackwardSpec& s) {
   constexpr int kNumber = 2;  // bytes

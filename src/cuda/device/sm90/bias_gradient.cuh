@@ -35,7 +35,7 @@ namespace fovea::cuda {
 template <auto S>
 __device__ __forceinline__ void add_bias_of_tile(const Args& a, float (&s)[1][S.part / 8][4], const Thread& thread,
                                                  u32 inputs, int row) {
-  Scores<bias_of_tile(S), false, 1>(a, {}, 0, 1.f)
+  Scores<bias_of_tile(S), false, 1>(a, {}, 0, 1.f, 0, 0)
       .template add<BiasTileInputs<S>, S.part>(s, thread, inputs, row, 0, 0, 0);
 }
 
@@ -184,8 +184,7 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
       const u32 unit_o = ring.buffer();
       const u32 parity_o = ring.parity();
       ring.next();
-      Scores<kEntry, false, 1> scores(a, place, now.head, a.scale);
-      scores.load_rows(a, place, now.head, row0, thread.g);
+      Scores<kEntry, false, 1> scores(a, place, now.head, a.scale, row0, thread.g);
       Keep<kEntry, false, 1, kColumns> keep;
       const math::Band<int> band = place.band<S>(a);
       const u32 entry_inputs = base + kEntryAt + ring_entry.buffer() * kParts * kEntryBytes;
@@ -208,10 +207,8 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
         if constexpr (kEntryBytes > 0) {
           barrier_wait(barriers.entry_full(ring_entry.buffer()), ring_entry.parity());
         }
-        if constexpr (kDropout) {
-          keep.start(a, place, now.head);
-          keep.start_rows(row0, thread.g);
-        }
+        keep.start(a, place, now.head);
+        keep.start_rows(row0, thread.g);
       };
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {

@@ -8,7 +8,6 @@
 #pragma once
 
 #include "cuda/device/generic/bias_gradient.cuh"
-#include "cuda/device/ptx/wgmma.cuh"
 #include "cuda/device/sm90/bias_gradient_sizes.h"
 #include "cuda/device/tile/pipe.cuh"
 

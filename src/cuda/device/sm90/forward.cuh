@@ -48,6 +48,19 @@ __device__ __forceinline__ void sm90_forward_constants(u32 base) {
   }
 }
 
+// S is awaited, but not the kLater groups of products that were issued after it. Parts of K are released one by one.
+template <auto S, int kLater, int kParts = sm90_key_parts(S), class KeyPipe>
+__device__ __forceinline__ void sm90_await_scores(KeyPipe& keys) {
+  wgmma_wait<kParts - 1 + kLater>();
+  if constexpr (sm90_cuts_keys(S)) {
+    keys.release();
+    keys.next();
+  }
+  if constexpr (kParts > 1) {
+    sm90_await_scores<S, kLater, kParts - 1>(keys);
+  }
+}
+
 // The warpgroup that copies: one thread, and where masks of keys are prepared the other warps.
 template <auto S>
 __device__ __forceinline__ void sm90_forward_move(const Args& a, const Sm90ForwardArgs& m, u32 base,
@@ -63,9 +76,8 @@ __device__ __forceinline__ void sm90_forward_move(const Args& a, const Sm90Forwa
   }
 }
 
-template <Sm90ForwardSpec S>
-__global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_sizes(S).ctas)
-    sm90_forward(const __grid_constant__ Args a, const __grid_constant__ Sm90ForwardArgs m) {
+template <auto S>
+__device__ __forceinline__ void sm90_forward_block(const Args& a, const Sm90ForwardArgs& m) {
   // ---- sizes ----
   constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
   constexpr int kGroups = kSizes.groups;
@@ -75,6 +87,8 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
   constexpr int kPanelV = wide_panel_columns(S.dv);
   constexpr bool kPlanes = sm90_has_planes(S);
   constexpr bool kDropout = S.dropout != DropoutRule::kNone;
+  constexpr bool kCuts = sm90_cuts_keys(S);
+  constexpr int kKeyParts = sm90_key_parts(S);
   constexpr bool kHides = sm90_hides(S);  // K has 16 more columns, which warps of the warpgroup that copies make
   constexpr bool kPeels = sm90_peels(S);
   constexpr bool kDirect = sm90_stores_directly(S);
@@ -85,7 +99,8 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
   constexpr int kRegisters = sm90_forward_registers(S, kRegistersToCopy);
   static_assert(kGroups <= 3 && (kGroups > 1 || !S.turns));
   static_assert(S.type != Type::kFp32);
-  static_assert(S.d % 16 == 0 && S.dv % 16 == 0 && S.d <= 256 && S.dv <= 256 && kStep % 16 == 0);
+  static_assert(S.d % 16 == 0 && S.dv % 16 == 0 && S.d <= 512 && S.dv <= 256 && kStep % 16 == 0);
+  static_assert(!kCuts || (S.d % sm90_key_columns(S) == 0 && !kHides && !S.resident));
   static_assert(S.stages <= 4 && S.planes <= 4 && S.q_buffers <= 4 && kPlanes == (S.planes > 0));
 
   // ---- shared memory and barriers ----
@@ -99,7 +114,11 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
     barrier_init_fence();
   }
   sm90_forward_constants<S>(base);
-  sync();
+  if constexpr (kCuts) {
+    cluster_sync();
+  } else {
+    sync();
+  }
   wait_for_kernels_before();
 
   if (warpgroup == 0) {
@@ -117,8 +136,10 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
   const int g = lane / 4;
   const int t = lane % 4;
   const bool leader = lane == 0;
-  Pipe<S.stages, Sm90Barriers::kK> k_pipe{barriers.first, leader};
-  Pipe<S.stages, Sm90Barriers::kV> v_pipe{barriers.first, leader};
+  const int rank = sm90_forward_rank<S>();
+  const u32 there = kCuts ? address_of(barriers.first, rank ^ 1) : 0;
+  Pipe<sm90_key_buffers(S), Sm90Barriers::kK, kCuts> k_pipe{barriers.first, leader, there};
+  Pipe<S.stages, Sm90Barriers::kV, kCuts> v_pipe{barriers.first, leader, there};
   Pipe<kPlanes ? S.planes : 0, Sm90Barriers::kPlanes> planes{barriers.first, leader};
   Pipe<S.q_buffers, Sm90Barriers::kQ> q_pipe{barriers.first, leader};
   Pipe<kHides ? kSm90PreparedBuffers : 0, Sm90Barriers::kPrepared> prepared{barriers.first, leader};
@@ -149,7 +170,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
   };
 
   const auto q_rows = SharedTile<kRows, S.d, kPanelK>{base + kSizes.q_at}.along_columns(c * 64);
-  const auto k_rows = SharedTile<kStep, S.d, kPanelK>{base + kSizes.k_at}.along_columns();
+  const auto k_rows = SharedTile<kStep, sm90_key_columns(S), kPanelK>{base + kSizes.k_at}.along_columns();
   const auto v_inside = SharedTile<kStep, S.dv, kPanelV>{base + kSizes.v_at}.along_rows();
   const auto zeros_inside = SharedTile<16, S.dv, kPanelV>{base + kSizes.zeros_at}.along_rows();
   const int fragment_row = warp * 16 + lane % 16;  // of this warpgroup's 64, as ldmatrix and stmatrix take it
@@ -168,7 +189,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
   const auto release_stored = [&] {
     if (stored >= 0 && thread == 0) {
       bulk_wait_read();
-      barrier_arrive(barriers.q_empty(stored));
+      barrier_arrive(barriers.empty(barriers.kQ, stored));
     }
     stored = -1;
   };
@@ -189,7 +210,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
     }
     q_pipe.release();  // the tile is read; Q itself is not yet
     const math::Band<int> band = sm90_band<S>(a, m, tile);
-    const math::Interval<int> steps = sm90_steps<S>(tile, band, tile.row, kRows);
+    const math::Interval<int> steps = sm90_steps<S>(tile, band, rank);
     const int top = tile.row + c * 64;
     const int row0 = top + warp * 16 + g;
     const auto q_now = q_rows.buffer(q_pipe.buffer(), kSizes.q);
@@ -211,6 +232,21 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
     const auto issue_scores = [&] {
       prepared.wait();
       wgmma_fence();
+      if constexpr (kCuts) {
+        auto k_next = k_pipe;
+#pragma unroll
+        for (int part = 0; part < kKeyParts; ++part) {
+          k_next.wait();
+          const auto k_now = k_rows.buffer(k_next.buffer(), kSizes.k);
+#pragma unroll
+          for (int k = 0; k < sm90_key_columns(S) / 16; ++k) {
+            wgmma_shared<S.type, false, false>(softmax.s, q_now(part * (sm90_key_columns(S) / 16) + k), k_now(k), part + k > 0);
+          }
+          wgmma_commit();
+          k_next.next();
+        }
+        return;
+      }
       const auto k_now = k_rows.buffer(k_pipe.buffer(), kSizes.k);
       multiply<S.type, S.d, kHeld>(softmax.s, q_held, q_now, k_now);
       if constexpr (kHides) {
@@ -241,17 +277,15 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
     }
     softmax.start();
     for (int n = steps.end - 1; n >= own_end && n >= steps.begin; --n) {
+      // Nothing is waited for between: the other warpgroup may have to multiply before it comes.
       turn_wait();
-      k_pipe.wait();
-      k_pipe.release();
-      k_pipe.next();
-      planes.wait();
-      planes.release();
-      planes.next();
-      v_pipe.wait();
-      v_pipe.release();
-      v_pipe.next();
       turn_pass();
+#pragma unroll
+      for (int part = 0; part < kKeyParts; ++part) {
+        k_pipe.skip();
+      }
+      planes.skip();
+      v_pipe.skip();
       prepared.wait();
       next_prepared();
     }
@@ -288,17 +322,14 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
         if constexpr (!kHides) {
           inputs.load_words(n * kStep);
         }
-        wgmma_wait<0>();
+        sm90_await_scores<S, 0>(k_pipe);
         pin(softmax.s);
         next_prepared();
         left = step.template soften<true>(true);
         after_first();
         first = false;
       } else {
-#pragma unroll
-        for (int i = 0; i < kStep / 4; ++i) {
-          softmax.p[i] = 0;
-        }
+        set_zero(softmax.p);
       }
 
       // ---- steps, and the end of the one before ----
@@ -322,7 +353,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
         if constexpr (!kHides) {
           inputs.load_words(n * kStep);
         }
-        wgmma_wait<1>();
+        sm90_await_scores<S, 1>(k_pipe);
         pin(softmax.s);
         next_prepared();
         left = step.template soften<!kPeels>(first);
@@ -369,7 +400,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
       } else if (thread == 0) {
         bulk_wait_read();
         if constexpr (!kDirect) {
-          barrier_arrive(barriers.q_empty(q_pipe.buffer()));
+          barrier_arrive(barriers.empty(barriers.kQ, q_pipe.buffer()));
         }
       }
       leave_q(true);
@@ -382,6 +413,22 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
   if (thread == 0) {
     bulk_wait_read();
   }
+  if constexpr (kCuts) {
+    cluster_sync();  // the other block says here what it has read
+  }
+}
+
+template <Sm90ForwardSpec S>
+__global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_sizes(S).ctas)
+    sm90_forward(const __grid_constant__ Args a, const __grid_constant__ Sm90ForwardArgs m) {
+  sm90_forward_block<S>(a, m);
+}
+
+// Head dimensions over 256: in clusters.
+template <Sm90ForwardSpec S>
+__global__ void __cluster_dims__(sm90_forward_blocks(S), 1, 1) __launch_bounds__(sm90_forward_sizes(S).threads, 1)
+    sm90_wide_forward(const __grid_constant__ Args a, const __grid_constant__ Sm90ForwardArgs m) {
+  sm90_forward_block<S>(a, m);
 }
 
 }  // namespace fovea::cuda

@@ -20,7 +20,7 @@ __device__ __forceinline__ void sm90_forward_end_rows(const Args& a, const Sm90T
 #pragma unroll
   for (int x = 0; x < 2; ++x) {
     float logsumexp;
-    softmax.end(x, sink, S.dropout != DropoutRule::kNone ? a.keep_scale : 1.f, factor[x], logsumexp);
+    softmax.end(x, sink, keep_scale<S>(a), factor[x], logsumexp);
     const int row = row0 + 8 * x;
     if constexpr (S.fp32_results) {
       if (a.results.out.adds) {
@@ -79,24 +79,13 @@ __device__ __forceinline__ bool sm90_forward_store(const Args& a, const Sm90Forw
                                                    const float (&factor)[2]) {
   constexpr int kRows = sm90_forward_sizes(S).rows;
   constexpr int kPanel = wide_panel_columns(S.dv);
-  constexpr int kBlocks = kPanel / 16;
   const int own_barrier = kForwardGroup[c];
   const int top = tile.row + c * 64;
-  const int fragment_row = c * 64 + thread / 32 * 16 + thread % 16;  // as stmatrix takes it
-  const int fragment_half = thread % 32 / 16;
-  const auto pair = [&](int j, int x) {
-    return pack<S.type>(o[4 * j + 2 * x] * factor[x], o[4 * j + 2 * x + 1] * factor[x]);
-  };
   // Rows of O lie where this warp's own rows of Q do, if the panels of both are as wide.
   if constexpr (wide_panel_columns(S.d) != kPanel) {
     sync(kForwardGroups, 128 * sm90_forward_sizes(S).groups);
   }
-#pragma unroll
-  for (int k = 0; k < S.dv / 16; ++k) {
-    stmatrix(
-        place + k / kBlocks * kRows * kPanel * 2 + swizzled<kPanel * 2>(fragment_row, k % kBlocks * 2 + fragment_half),
-        pair(2 * k, 0), pair(2 * k, 1), pair(2 * k + 1, 0), pair(2 * k + 1, 1));
-  }
+  store_to_panels<S.type, kRows, kPanel>(place, o, factor, c * 64 + thread / 32 * 16 + thread % 16, thread % 32 / 16);
   fence_async();
   sync(own_barrier, 128);
   // A tensor store would run over into the next sequence.

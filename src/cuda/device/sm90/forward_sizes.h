@@ -36,6 +36,15 @@ constexpr bool sm90_stores_directly(const Sm90ForwardSpec& s) {
   return s.fp32_results || (s.q_buffers == 1 && sm90_peels(s));
 }
 
+// Beyond a head_dim of 256 K comes in parts of 128 columns. Each leaves as soon as it is multiplied, so that no scores
+// can be formed again, and all steps take the exact way of the softmax.
+constexpr bool sm90_cuts_keys(const Sm90ForwardSpec& s) { return s.d > 256; }
+// Two blocks with neighbouring tiles of queries then form a cluster: each loads half of K and V, for both.
+constexpr int sm90_forward_blocks(const Sm90ForwardSpec& s) { return sm90_cuts_keys(s) ? 2 : 1; }
+constexpr int sm90_key_columns(const Sm90ForwardSpec& s) { return sm90_cuts_keys(s) ? 128 : s.d; }  // of a buffer
+constexpr int sm90_key_parts(const Sm90ForwardSpec& s) { return s.d / sm90_key_columns(s); }
+constexpr int sm90_key_buffers(const Sm90ForwardSpec& s) { return sm90_cuts_keys(s) ? 4 : s.stages; }
+
 // Of the tiles whose Q is in shared memory, and of the next one.
 inline constexpr int kSm90TilesBytes = 256;
 
@@ -45,7 +54,8 @@ constexpr int sm90_forward_rows(int warps) { return 16 * warps; }
 struct Sm90ForwardSizes {
   int groups;   // warpgroups that compute
   int threads;  // with the one that copies
-  int rows;     // queries of a tile
+  int rows;     // queries of a block's tile
+  int all_rows;  // of the tiles of all blocks of a cluster
   int ctas;     // blocks a multiprocessor
 
   // Bytes of one buffer.
@@ -64,11 +74,13 @@ constexpr Sm90ForwardSizes sm90_forward_sizes(const Sm90ForwardSpec& s) {
   x.groups = s.warps / 4;
   x.threads = 128 * (x.groups + 1);
   x.rows = sm90_forward_rows(s.warps);
+  x.all_rows = x.rows * sm90_forward_blocks(s);
   x.ctas = x.groups == 1 ? s.ctas : 1;
   const int d = sm90_forward_panels(s.d) * wide_panel_columns(s.d);
   const int dv = sm90_forward_panels(s.dv) * wide_panel_columns(s.dv);
   x.q = whole_patterns(x.rows * (d > dv ? d : dv) * kNumber);  // of O, too
-  x.k = whole_patterns(s.step * d * kNumber);
+  const int columns_k = sm90_key_columns(s);
+  x.k = whole_patterns(s.step * sm90_forward_panels(columns_k) * wide_panel_columns(columns_k) * kNumber);
   x.v = whole_patterns(s.step * dv * kNumber);
   x.bias = x.rows * s.step * bias_bytes(s.bias);
   x.bias2 = x.rows * s.step * bias_bytes(s.bias2);
@@ -79,7 +91,7 @@ constexpr Sm90ForwardSizes sm90_forward_sizes(const Sm90ForwardSpec& s) {
   constexpr int kMostBuffers = 4;  // of a ring: Sm90Barriers has room for as many
   SharedPlan plan;
   x.q_at = plan.take(s.q_buffers, x.q);
-  x.k_at = plan.take(s.stages, x.k);
+  x.k_at = plan.take(sm90_key_buffers(s), x.k);
   x.v_at = plan.take(s.stages, x.v);
   x.hide_at = plan.take(kSm90PreparedBuffers, x.hide);
   x.ones_at = plan.take(x.hide > 0 ? 64 : 0, kHideColumns * kNumber);

@@ -18,6 +18,7 @@ struct Sm90ForwardStep {
   static constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
   static constexpr bool kPeels = sm90_peels(S);
   static constexpr bool kHides = sm90_hides(S);
+  static constexpr bool kCuts = sm90_cuts_keys(S);
 
   const Args& a;
   const Sm90ForwardArgs& m;
@@ -26,8 +27,8 @@ struct Sm90ForwardStep {
   Sm90Softmax<S>& softmax;
   Sm90Inputs<S>& inputs;
   Sm90Decisions<S>& dropout;
-  Pipe<S.stages, Sm90Barriers::kK>& k_pipe;
-  Pipe<S.stages, Sm90Barriers::kV>& v_pipe;
+  Pipe<sm90_key_buffers(S), Sm90Barriers::kK, kCuts>& k_pipe;
+  Pipe<S.stages, Sm90Barriers::kV, kCuts>& v_pipe;
   Pipe<sm90_has_planes(S) ? S.planes : 0, Sm90Barriers::kPlanes>& planes;
   float (&o)[S.dv / 2];
   Pipe<S.q_buffers, Sm90Barriers::kQ>& q_pipe;
@@ -101,6 +102,17 @@ struct Sm90ForwardStep {
         softmax.start();
       }
     }
+    if constexpr (kCuts) {
+      if constexpr (S.early) {
+        dropout.draw(n * S.step, t);
+      }
+      float factor[2];
+      softmax.raise(a, factor);
+      await_output();
+      softmax.scale(o, factor);
+      make_p();
+      return Left::kNothing;
+    }
     if constexpr (!S.ahead) {
       if (S.early && !careful) {
         dropout.draw(n * S.step, t);
@@ -118,7 +130,7 @@ struct Sm90ForwardStep {
   }
   // What is rare, and long: here once for all steps.
   __device__ __forceinline__ void settle(Left left) {
-    if (left != Left::kNothing) {
+    if (!kCuts && left != Left::kNothing) {
       if (left == Left::kMoving) {
         softmax.move_references(o);
       } else {
@@ -135,13 +147,17 @@ struct Sm90ForwardStep {
         if (!S.early || left == Left::kExact) {
           dropout.draw(n * S.step, t);
         }
-        softmax.exactly(a, o);
+        float factor[2];
+        softmax.raise(a, factor);
+        softmax.scale(o, factor);
         careful = softmax.must_be_exact();
         k_pipe.release();
       }
       softmax.convert(dropout);
     }
-    k_pipe.next();
+    if constexpr (!kCuts) {
+      k_pipe.next();
+    }
     planes.release();
     planes.next();
   }

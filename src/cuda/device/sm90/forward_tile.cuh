@@ -14,16 +14,8 @@ namespace fovea::cuda {
 struct Sm90Barriers {
   static constexpr int kQ = 0, kK = 64, kV = 128, kPlanes = 192, kPrepared = 256;  // of a ring: full, then empty
   u32 first;
-  __device__ __forceinline__ u32 q_full(int i) const { return first + kQ + 8 * i; }
-  __device__ __forceinline__ u32 q_empty(int i) const { return first + kQ + kPipeEmpty + 8 * i; }
-  __device__ __forceinline__ u32 k_full(int i) const { return first + kK + 8 * i; }
-  __device__ __forceinline__ u32 k_empty(int i) const { return first + kK + kPipeEmpty + 8 * i; }
-  __device__ __forceinline__ u32 v_full(int i) const { return first + kV + 8 * i; }
-  __device__ __forceinline__ u32 v_empty(int i) const { return first + kV + kPipeEmpty + 8 * i; }
-  __device__ __forceinline__ u32 planes_full(int i) const { return first + kPlanes + 8 * i; }
-  __device__ __forceinline__ u32 planes_empty(int i) const { return first + kPlanes + kPipeEmpty + 8 * i; }
-  __device__ __forceinline__ u32 prepared_full(int i) const { return first + kPrepared + 8 * i; }
-  __device__ __forceinline__ u32 prepared_empty(int i) const { return first + kPrepared + kPipeEmpty + 8 * i; }
+  __device__ __forceinline__ u32 full(int ring, int i) const { return first + ring + 8 * i; }
+  __device__ __forceinline__ u32 empty(int ring, int i) const { return first + ring + kPipeEmpty + 8 * i; }
 
   // Full: the threads that write, and the bytes that the copying thread announces. Empty: every warp that reads, and
   // for Q every warpgroup that stores O, or every warp that needs the buffer no longer.
@@ -31,18 +23,19 @@ struct Sm90Barriers {
   __device__ __forceinline__ void init() const {
     constexpr int kGroups = sm90_forward_sizes(S).groups;
     constexpr int kPreparing = sm90_hides(S) ? kSm90PreparingWarps : 0;
-    const auto ring = [](int buffers, u32 full, u32 empty, int writers, int readers) {
+    const auto init_ring = [&](int ring, int buffers, int writers, int readers) {
       for (int i = 0; i < buffers; ++i) {
-        barrier_init(full + 8 * i, writers);
-        barrier_init(empty + 8 * i, readers);
+        barrier_init(full(ring, i), writers);
+        barrier_init(empty(ring, i), readers);
       }
     };
-    ring(S.q_buffers, q_full(0), q_empty(0), 1, (sm90_stores_directly(S) ? 8 : 5) * kGroups + 32 * kPreparing);
-    ring(S.stages, k_full(0), k_empty(0), 1, 4 * kGroups);
-    ring(S.stages, v_full(0), v_empty(0), 1, 4 * kGroups);
-    ring(S.planes, planes_full(0), planes_empty(0), 1, 4 * kGroups);
+    init_ring(kQ, S.q_buffers, 1, (sm90_stores_directly(S) ? 8 : 5) * kGroups + 32 * kPreparing);
+    constexpr int kReaders = 4 * kGroups * sm90_forward_blocks(S);
+    init_ring(kK, sm90_key_buffers(S), 1, kReaders);
+    init_ring(kV, S.stages, 1, kReaders);
+    init_ring(kPlanes, S.planes, 1, 4 * kGroups);
     if constexpr (kPreparing > 0) {
-      ring(kSm90PreparedBuffers, prepared_full(0), prepared_empty(0), kPreparing, 4 * kGroups);
+      init_ring(kPrepared, kSm90PreparedBuffers, kPreparing, 4 * kGroups);
     }
   }
 };
@@ -82,7 +75,7 @@ __device__ __forceinline__ Sm90Tile sm90_read_tile(u32 tile) {
 // first. Sequences of different lengths are numbered one after the other, each with all of its heads.
 template <auto S>
 __device__ __forceinline__ Sm90Tile sm90_tile(const Args& a, const Sm90ForwardArgs& m, int number) {
-  constexpr int kRows = sm90_forward_sizes(S).rows;
+  constexpr int kRows = sm90_forward_sizes(S).all_rows;
   Sm90Tile tile{};
   u32 in_group = u32(number);
   // Opaque, or the reciprocals that divisions take would be made once and kept.
@@ -121,6 +114,12 @@ __device__ __forceinline__ Sm90Tile sm90_tile(const Args& a, const Sm90ForwardAr
   return tile;
 }
 
+// This block's number in its cluster.
+template <auto S>
+__device__ __forceinline__ int sm90_forward_rank() {
+  return sm90_forward_blocks(S) > 1 ? int(uniform(cluster_rank())) : 0;
+}
+
 // Steps whose keys any of these rows of the tile meets.
 template <auto S>
 __device__ __forceinline__ math::Interval<int> sm90_steps(const Sm90Tile& tile, const math::Band<int>& band, int row,
@@ -132,6 +131,13 @@ __device__ __forceinline__ math::Interval<int> sm90_steps(const Sm90Tile& tile, 
     steps = {max(steps.begin, tile.first_step), min(steps.end, tile.end_step)};
   }
   return steps;
+}
+
+// Steps of all blocks of the cluster.
+template <auto S>
+__device__ __forceinline__ math::Interval<int> sm90_steps(const Sm90Tile& tile, const math::Band<int>& band, int rank) {
+  constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
+  return sm90_steps<S>(tile, band, tile.row - rank * kSizes.rows, kSizes.all_rows);
 }
 
 // Steps of the tile between which a mask of keys shows any.

@@ -361,19 +361,10 @@ __global__ void __launch_bounds__(sm90_small_backward_sizes(S).threads, 1)
       const u32 q_place = part + ring.buffer() * kSizes.head + kSizes.q;
       const u32 k_place = q_place - kSizes.q;
       const u32 v_place = q_place + kSizes.q;
-      const auto leave = [&](u32 place, auto columns, const float* from, float factor) {
-#pragma unroll
-        for (int k = 0; k < columns / 16; ++k) {
-          const auto pair = [&](int j, int x) {
-            return pack<kType>(from[4 * j + 2 * x] * factor, from[4 * j + 2 * x + 1] * factor);
-          };
-          stmatrix(place + swizzled<columns * 2>(warp * 16 + lane % 16, 2 * k + lane / 16), pair(2 * k, 0),
-                   pair(2 * k, 1), pair(2 * k + 1, 0), pair(2 * k + 1, 1));
-        }
-      };
-      leave(q_place, Constant<D>{}, dq, a.scale);
-      leave(k_place, Constant<D>{}, dk, a.scale);
-      leave(v_place, Constant<V>{}, dv, 1.f);
+      const int row_here = warp * 16 + lane % 16;
+      store_to_panels<kType, kSmallRows, D>(q_place, dq, {a.scale, a.scale}, row_here, lane / 16);
+      store_to_panels<kType, kSmallRows, D>(k_place, dk, {a.scale, a.scale}, row_here, lane / 16);
+      store_to_panels<kType, kSmallRows, V>(v_place, dv, {1.f, 1.f}, row_here, lane / 16);
       fence_async();
       sync(kSmallGroup[c], 128);
       if (thread == 0) {

@@ -199,8 +199,8 @@ __device__ __forceinline__ void sm90_wide_store(const Args& a, const Sm90Backwar
   }
   if (a.grad_v.data != nullptr) {
     store_gradient_rows<S>(a.grad_v, place.key_rows(a.grad_v.strides, head_k) + half_v * a.grad_v.strides.col,
-                           a.results.v, dv, S.dropout != DropoutRule::kNone ? a.keep_scale : 1.f, key, place.k_len,
-                           a.out_dim_v - half_v, a.vector_stores, lane % 4);
+                           a.results.v, dv, keep_scale<S>(a), key, place.k_len, a.out_dim_v - half_v, a.vector_stores,
+                           lane % 4);
   }
 }
 

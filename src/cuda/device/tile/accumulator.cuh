@@ -4,12 +4,13 @@
 #pragma once
 
 #include "cuda/device/ptx/sm90.cuh"
+#include "cuda/device/ptx/wgmma.cuh"
 #include "cuda/device/tile/result.cuh"
 
 namespace fovea::cuda {
 
-template <int kCount>
-__device__ __forceinline__ void set_zero(float (&x)[kCount]) {
+template <class Number, int kCount>
+__device__ __forceinline__ void set_zero(Number (&x)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     x[i] = 0;
@@ -23,6 +24,22 @@ __device__ __forceinline__ void store_transposed(u32 to, const u32 (&pairs)[kCou
 #pragma unroll
   for (int k = 0; k < kCount / 4; ++k) {
     stmatrix_trans(to + k * 2048, pairs[4 * k], pairs[4 * k + 1], pairs[4 * k + 2], pairs[4 * k + 3]);
+  }
+}
+
+// A warp's 16 rows of an accumulator to a tile with kRows rows in panels: times the factors of the thread's two rows.
+// row, half: of this lane in the tile, as stmatrix takes them.
+template <Type kType, int kRows, int kPanel, int kCount>
+__device__ __forceinline__ void store_to_panels(u32 tile, const float (&x)[kCount], const float (&factor)[2], int row,
+                                                int half) {
+  constexpr int kBlocks = kPanel / 16;
+  const auto pair = [&](int j, int r) {
+    return pack<kType>(x[4 * j + 2 * r] * factor[r], x[4 * j + 2 * r + 1] * factor[r]);
+  };
+#pragma unroll
+  for (int k = 0; k < kCount / 8; ++k) {
+    stmatrix(tile + k / kBlocks * kRows * kPanel * 2 + swizzled<kPanel * 2>(row, k % kBlocks * 2 + half),
+             pair(2 * k, 0), pair(2 * k, 1), pair(2 * k + 1, 0), pair(2 * k + 1, 1));
   }
 }
 

@@ -14,6 +14,12 @@ struct Constant {
   constexpr operator int() const { return kValue; }
 };
 
+// What O and dV are multiplied by where they leave, and not P before: the factor may be beyond what fp16 holds.
+template <auto S>
+__device__ __forceinline__ float keep_scale(const Args& a) {
+  return S.dropout != DropoutRule::kNone ? a.keep_scale : 1.f;
+}
+
 // A thread's place in its block. The warp is known to be uniform to the compiler.
 struct Thread {
   int index, lane, warp, g, t;

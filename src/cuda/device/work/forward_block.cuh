@@ -131,6 +131,25 @@ struct ForwardBlock : QueryBlock<S, kRows, kChunks> {
   __device__ __forceinline__ float* part_of_out(const Args& a, int row) const {
     return a.partial_out + ((i64(part) * a.padded_rows + row_of_parts(a, row)) * a.rows.heads_q + head) * S.dv;
   }
+  // Row x (0 or 1) of a fragment of O, times both factors: to row r of a tile in shared memory, from `column` on. With
+  // Spec::split to `part`, if the row exists; there it is column `first` of all.
+  template <class Layout, int kColumns>
+  static __device__ __forceinline__ void put_row(const float (&o)[kColumns][4], int x, float factor, float value_scale,
+                                                 u32 tile, int r, int column, float* part, bool exists, int first,
+                                                 int t) {
+    for (int j = 0; j < kColumns; ++j) {
+      const float2 pair = {o[j][2 * x] * factor * value_scale, o[j][2 * x + 1] * factor * value_scale};
+      if constexpr (S.split) {
+        if (exists && first + j * 8 < S.dv) {
+          *reinterpret_cast<float2*>(part + j * 8) = pair;
+        }
+      } else if constexpr (S.type == Type::kFp32) {
+        store_shared(tile + Layout::offset(r, column / 4 + j * 2 + (t >> 1)) + (t & 1) * 8, pair);
+      } else {
+        store_shared(tile + Layout::offset(r, column / 8 + j) + t * 4, pack<S.type>(pair.x, pair.y));
+      }
+    }
+  }
   // Its logsumexp or, with Spec::split, its sum: of a reference of 1e30 a logsumexp would not say how many keys reached
   // it, so the two travel apart.
   __device__ __forceinline__ void store_row_end(const Args& a, int row, const RowEnd& end) const {

@@ -12,7 +12,6 @@
 #include "cuda/device/sm90/backward_args.h"
 #include "cuda/device/sm90/backward_barriers.cuh"
 #include "cuda/device/sm90/backward_sizes.h"
-#include "cuda/device/sm90/forward_sizes.h"
 #include "cuda/device/tile/pipe.cuh"
 #include "cuda/device/tile/tile.cuh"
 #include "math/band.h"
