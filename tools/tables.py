@@ -640,6 +640,7 @@ def gpu_host():
 
 TABLES = {
     "several_gpus": several_gpus,
+    "several_gpus_2": lambda: several_gpus("several_gpus_2", ()),
     "several_gpus_4": lambda: several_gpus("several_gpus_4", ()),
     "first_step": first_step,
     "support": support,
