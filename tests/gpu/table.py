@@ -79,10 +79,12 @@ def lines_of_tests() -> list[str]:
     import test_odd_rows
     import test_peers
     import test_random
+    import test_wide
 
     random = [test_random.random_problem(seed).line() for seed in range(test_random.COUNT)]
     edges = [f"bwd {line}" for lines in (test_backward_edges.SHAPES, test_backward_edges.FULL, test_backward_edges.FEW) for line in lines]
-    others = [*test_determinism.LINES, *test_determinism.LONGER, *test_memory.LINES, *test_odd_rows.LINES]
+    wide = [*(p.line() for p in test_wide.wide_rows()), *test_wide.LARGER]
+    others = [*wide, *test_determinism.LINES, *test_determinism.LONGER, *test_memory.LINES, *test_odd_rows.LINES]
     return [*random, *test_peers.LINES.values(), *edges, *others]
 
 

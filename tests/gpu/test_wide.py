@@ -3,13 +3,22 @@
 
 import pytest
 
-from problem import Problem
+from problem import Problem, parse
 from table import rows
 from trial import Trial
 
 # (head_dim, head_dim_v): whole parts of 128 and 256 columns, one more than that, and one of them narrow.
 DIMS = [(512, 512), (264, 264), (384, 300), (512, 64), (96, 512), (259, 257), (320, 448)]
 EVERY = 5  # of the rows
+LARGER = [
+    "bwd b=3 hq=4 hk=2 sq=700 sk=900 d=512 bf16 causal need=q,k,v",
+    "bwd b=3 hq=4 hk=2 sq=500 sk=700 d=512 fp16 bias=1,h,q,k dropout=0.1 need=q,k,v,bias",
+    "bwd b=3 hq=4 hk=2 sq=500 sk=700 d=512 bf16 mask=b,1,1,k need=q,k,v",
+    "bwd b=20 hq=4 sq=640 sk=640 d=384 dv=512 bf16 window=100,0 need=q,k,v",
+    "bwd b=2 hq=4 sq=500 sk=2500 d=512 bf16 softcap=3 alibi=h sink need=q,k,v",
+    "bwd b=2 hq=4 sq=300 sk=300 d=512 bf16 need=q,k,v values=large_scores",
+    "bwd b=4 hq=40 sq=500 sk=300 d=264 dv=264 bf16 bias=1,h,q,k:fp32 need=q,k,v",
+]
 
 
 def wide_rows() -> list[Problem]:
@@ -32,18 +41,8 @@ def test_row(n, device):
     assert not faults, "\n".join([p.line(), *faults])
 
 
-@pytest.mark.parametrize("line", [
-    "bwd b=3 hq=4 hk=2 sq=700 sk=900 d=512 bf16 causal need=q,k,v",
-    "bwd b=3 hq=4 hk=2 sq=500 sk=700 d=512 fp16 bias=1,h,q,k dropout=0.1 need=q,k,v,bias",
-    "bwd b=3 hq=4 hk=2 sq=500 sk=700 d=512 bf16 mask=b,1,1,k need=q,k,v",
-    "bwd b=20 hq=4 sq=640 sk=640 d=384 dv=512 bf16 window=100,0 need=q,k,v",
-    "bwd b=2 hq=4 sq=500 sk=2500 d=512 bf16 softcap=3 alibi=h sink need=q,k,v",
-    "bwd b=2 hq=4 sq=300 sk=300 d=512 bf16 need=q,k,v values=large_scores",
-    "bwd b=4 hq=40 sq=500 sk=300 d=264 dv=264 bf16 bias=1,h,q,k:fp32 need=q,k,v",
-])  # fmt: skip
+@pytest.mark.parametrize("line", LARGER)
 def test_larger(line, device):
-    from problem import parse
-
     p = parse(line)
     p.case_seed = 8
     faults = Trial(p, device).test()

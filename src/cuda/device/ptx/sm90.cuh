@@ -28,6 +28,12 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+// The same, of the threads that may: an instruction that is predicated, no branch.
+__device__ __forceinline__ void barrier_arrive_if(bool may, u32 barrier) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(barrier),
+               "r"(int(may))
+               : "memory");
+}
 // mbarrier.try_wait.parity: until the phase of this parity has ended.
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   asm volatile(

@@ -13,6 +13,7 @@ namespace fovea::cuda {
 
 struct Sm90Barriers {
   static constexpr int kQ = 0, kK = 64, kV = 128, kPlanes = 192, kPrepared = 256;  // of a ring: full, then empty
+  static constexpr int kLast = kPrepared;  // in clusters, which prepare nothing: the other block reads no more
   u32 first;
   __device__ __forceinline__ u32 full(int ring, int i) const { return first + ring + 8 * i; }
   __device__ __forceinline__ u32 empty(int ring, int i) const { return first + ring + kPipeEmpty + 8 * i; }
@@ -34,6 +35,9 @@ struct Sm90Barriers {
     init_ring(kK, sm90_key_buffers(S), 1, kReaders);
     init_ring(kV, S.stages, 1, kReaders);
     init_ring(kPlanes, S.planes, 1, 4 * kGroups);
+    if constexpr (sm90_forward_blocks(S) > 1) {
+      barrier_init(first + kLast, 4 * kGroups);
+    }
     if constexpr (kPreparing > 0) {
       init_ring(kPrepared, kSm90PreparedBuffers, kPreparing, 4 * kGroups);
     }

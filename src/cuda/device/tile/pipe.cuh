@@ -29,7 +29,7 @@ template <int kBuffers, int kAt, bool kShared = false>
 struct Pipe {
   static_assert(kBuffers <= 4);
   u32 barriers;
-  bool leader;  // of its warp, for which it releases
+  bool leader;    // of its warp, for which it releases
   u32 there = 0;  // kShared: `barriers` of the other block
   Ring<kBuffers> ring{};
 
@@ -55,6 +55,7 @@ struct Pipe {
   // The buffer is not needed.
   __device__ __forceinline__ void skip() {
     wait();
+    __syncwarp();  // a lane that is still waiting would miss the buffer's phase
     release();
     next();
   }
