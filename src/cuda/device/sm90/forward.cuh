@@ -55,19 +55,6 @@ __device__ __forceinline__ void sm90_forward_constants(u32 base) {
   }
 }
 
-// S is awaited, but not the kLater groups of products that were issued after it. Parts of K are released one by one.
-template <auto S, int kLater, int kParts = sm90_key_parts_left(S), class KeyPipe>
-__device__ __forceinline__ void sm90_await_scores(KeyPipe& keys) {
-  wgmma_wait<kParts - 1 + kLater>();
-  if constexpr (sm90_cuts_keys(S)) {
-    keys.release();
-    keys.next();
-  }
-  if constexpr (kParts > 1) {
-    sm90_await_scores<S, kLater, kParts - 1>(keys);
-  }
-}
-
 // The warpgroup that copies: one thread, and where masks of keys are prepared the other warps.
 template <auto S>
 __device__ __forceinline__ void sm90_forward_move(const Args& a, const Sm90ForwardArgs& m, u32 base,
@@ -108,7 +95,7 @@ __device__ __forceinline__ void sm90_forward_block(const Args& a, const Sm90Forw
   static_assert(kGroups <= 3 && (kGroups > 1 || !S.turns));
   static_assert(S.type != Type::kFp32);
   static_assert(S.d % 16 == 0 && S.dv % 16 == 0 && S.d <= 512 && S.dv <= 256 && kStep % 16 == 0);
-  static_assert(!kCuts || (S.d % sm90_key_columns(S) == 0 && !kHides && !S.resident));
+  static_assert(!kCuts || (kDirect && !S.turns && S.d % sm90_key_columns(S) == 0 && !kHides && !S.resident));
   static_assert(S.stages <= 4 && S.planes <= 4 && S.q_buffers <= 4 && kPlanes == (S.planes > 0));
 
   // ---- shared memory and barriers ----
@@ -187,10 +174,14 @@ __device__ __forceinline__ void sm90_forward_block(const Args& a, const Sm90Forw
   int stored = -1;  // the buffer of Q that an O of ours may still be leaving through
   // Q is no longer needed.
   const auto leave_q = [&](bool now) {
-    if constexpr (kDirect) {
-      __syncwarp();
-      // Without a branch, behind which a warp without rows would stay apart: nothing that it does later joins it again.
+    if constexpr (kCuts) {
+      // Without a branch: nothing that a warp without rows does later would join its lanes again.
       barrier_arrive_if(leader && now, barriers.empty(barriers.kQ, int(q_pipe.buffer())));
+    } else if constexpr (kDirect) {
+      __syncwarp();
+      if (now) {
+        q_pipe.release();
+      }
     }
   };
   const auto release_stored = [&] {
@@ -240,24 +231,7 @@ __device__ __forceinline__ void sm90_forward_block(const Args& a, const Sm90Forw
       prepared.wait();
       wgmma_fence();
       if constexpr (kCuts) {
-        auto k_next = k_pipe;
-#pragma unroll
-        for (int part = 0; part < kKeyParts; ++part) {
-          if (part >= kKeyBuffers) {  // which the first parts have to leave for the last
-            wgmma_wait<kKeyBuffers - 1>();
-            k_pipe.release();
-            k_pipe.next();
-          }
-          k_next.wait();
-          const auto k_now = k_rows.buffer(k_next.buffer(), kSizes.k);
-#pragma unroll
-          for (int k = 0; k < sm90_key_columns(S) / 16; ++k) {
-            wgmma_shared<S.type, false, false>(softmax.s, q_now(part * (sm90_key_columns(S) / 16) + k), k_now(k),
-                                               part + k > 0);
-          }
-          wgmma_commit();
-          k_next.next();
-        }
+        sm90_multiply_parts<S>(softmax.s, q_now, k_rows, k_pipe);
         return;
       }
       const auto k_now = k_rows.buffer(k_pipe.buffer(), kSizes.k);
@@ -293,18 +267,23 @@ __device__ __forceinline__ void sm90_forward_block(const Args& a, const Sm90Forw
     constexpr bool kLate = kKeyBuffers < kKeyParts;
     bool owed = false;
     for (int n = steps.end - 1; n >= own_end && n >= steps.begin; --n) {
-      // Nothing is waited for between: the other warpgroup may have to multiply before it comes.
       turn_wait();
-      turn_pass();
+      if constexpr (kCuts) {
 #pragma unroll
-      for (int part = 0; part < kKeyParts; ++part) {
+        for (int part = 0; part < kKeyParts; ++part) {
+          k_pipe.skip();
+        }
+        planes.skip();
+        if (!kLate || owed) {
+          v_pipe.skip();
+        }
+        owed = true;
+      } else {
         k_pipe.skip();
-      }
-      planes.skip();
-      if (!kLate || owed) {
+        planes.skip();
         v_pipe.skip();
       }
-      owed = true;
+      turn_pass();
       prepared.wait();
       next_prepared();
     }

@@ -12,6 +12,45 @@
 
 namespace fovea::cuda {
 
+// S = Q K^T of K in parts, each a group of products of its own. `keys` is left at the first part whose buffer is not
+// yet released.
+template <auto S, class Queries, class Keys, class KeyPipe>
+__device__ __forceinline__ void sm90_multiply_parts(float (&s)[S.step / 2], const Queries& queries, const Keys& rows,
+                                                    KeyPipe& keys) {
+  constexpr int kBlocks = sm90_key_columns(S) / 16;
+  constexpr int kBuffers = sm90_key_buffers(S);
+  KeyPipe next = keys;
+#pragma unroll
+  for (int part = 0; part < sm90_key_parts(S); ++part) {
+    if (part >= kBuffers) {  // which the first parts have to leave for the last
+      wgmma_wait<kBuffers - 1>();
+      keys.release();
+      keys.next();
+    }
+    next.wait();
+    const auto now = rows.buffer(next.buffer(), sm90_forward_sizes(S).k);
+#pragma unroll
+    for (int k = 0; k < kBlocks; ++k) {
+      wgmma_shared<S.type, false, false>(s, queries(part * kBlocks + k), now(k), part + k > 0);
+    }
+    wgmma_commit();
+    next.next();
+  }
+}
+
+// S is awaited, but not the kLater groups of products that were issued after it. Parts of K are released one by one.
+template <auto S, int kLater, int kParts = sm90_key_parts_left(S), class KeyPipe>
+__device__ __forceinline__ void sm90_await_scores(KeyPipe& keys) {
+  wgmma_wait<kParts - 1 + kLater>();
+  if constexpr (sm90_cuts_keys(S)) {
+    keys.release();
+    keys.next();
+  }
+  if constexpr (kParts > 1) {
+    sm90_await_scores<S, kLater, kParts - 1>(keys);
+  }
+}
+
 // Everything that a step reads and changes lies in the kernel.
 template <auto S>
 struct Sm90ForwardStep {
@@ -106,10 +145,11 @@ struct Sm90ForwardStep {
       if constexpr (S.early) {
         dropout.draw(n * S.step, t);
       }
-      float factor[2];
-      softmax.raise(a, factor);
+      const float factor0 = softmax.raise_row(a, 0);
+      const float factor1 = softmax.raise_row(a, 1);
       await_output();
-      softmax.scale(o, factor);
+      scale_row(fragment_of(o), 0, factor0);
+      scale_row(fragment_of(o), 1, factor1);
       make_p();
       return Left::kNothing;
     }
@@ -147,9 +187,7 @@ struct Sm90ForwardStep {
         if (!S.early || left == Left::kExact) {
           dropout.draw(n * S.step, t);
         }
-        float factor[2];
-        softmax.raise(a, factor);
-        softmax.scale(o, factor);
+        softmax.exactly(a, o);
         careful = softmax.must_be_exact();
         k_pipe.release();
       }

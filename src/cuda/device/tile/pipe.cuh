@@ -55,7 +55,9 @@ struct Pipe {
   // The buffer is not needed.
   __device__ __forceinline__ void skip() {
     wait();
-    __syncwarp();  // a lane that is still waiting would miss the buffer's phase
+    if constexpr (kShared) {
+      __syncwarp();
+    }
     release();
     next();
   }
