@@ -15,8 +15,7 @@ namespace {
 
 constexpr std::int64_t kMostBlocks = std::int64_t{1} << 30;
 constexpr std::int64_t kMostEntries = std::int64_t{1} << 16;  // that are ordered: each is compared with all
-constexpr int kWidest = 512;
-constexpr int kWidestOfOne = 256;  // block of a cluster
+constexpr int kWidest = 256;
 
 const char* why_not(const Call& call, const Operands& operands, const Target& target, const BackwardWants& wants) {
   const Problem& p = call.problem;
@@ -28,11 +27,8 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
   if (spec.type == Type::kFp32) {
     return "fp32";
   }
-  if (std::max(spec.d, spec.dv) > kWidest) {
-    return "head_dim over 512";
-  }
-  if (std::max(spec.d, spec.dv) > kWidestOfOne && std::min(spec.d, spec.dv) <= kWidestOfOne) {
-    return "one head_dim over 256 and the other not";
+  if (spec.d > kWidest || spec.dv > kWidest) {
+    return "head_dim over 256";
   }
   if (sm90_is_wide(spec)) {
     if (wants.column_sum) {
@@ -295,7 +291,7 @@ bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, cons
     spec.direct = has_dq && !spec.ragged && !sm90_is_wide(spec) && call.rows.limit_k <= 64 * tiles.groups * tiles.tiles;
     spec.ordered = is_ordered && !spec.direct;
     spec.bulk = has_dq && tiles.bulk && !spec.direct;
-    spec.key_parts = !spec.column_sum && !sm90_splits_columns(spec) && sm90_best_parts(call, spec, target) > 1;
+    spec.key_parts = !spec.column_sum && sm90_best_parts(call, spec, target) > 1;
     spec.stores_first = spec.bulk && stores_first(call, spec);
     spec.converts = converts_dq(call, operands, spec, target);
     // Of sequences of different lengths a long one that is begun last would run alone.
@@ -305,7 +301,7 @@ bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, cons
     const Results fp32 = fp32_results(call.problem);
     spec.fp32_results = (spec.dkv && !spec.key_parts && (fp32.k || fp32.v)) || (spec.direct && fp32.q);
     spec.key_mask = is_mask_alone(call, operands, spec);
-    spec.roles = clusters && !sm90_splits_columns(spec) && sm90_can_have_roles(spec);
+    spec.roles = clusters && sm90_can_have_roles(spec);
     spec.tile_stores = !clusters && stores_tiles(call, operands, spec);
     spec.delay = has_dq && tiles.delay;
     spec.halves = has_dq && tiles.halves;
@@ -317,9 +313,7 @@ bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, cons
       continue;
     }
     kernel.threads = sm90_backward_sizes(spec).threads;
-    kernel.shared_bytes = sm90_splits_columns(spec) ? sm90_split_backward_sizes(spec).bytes
-                          : clusters                ? sm90_wide_backward_sizes(spec).bytes
-                                                    : sm90_backward_sizes(spec).bytes;
+    kernel.shared_bytes = clusters ? sm90_wide_backward_sizes(spec).bytes : sm90_backward_sizes(spec).bytes;
     if (kernel.shared_bytes <= target.shared_per_block) {
       return true;
     }
@@ -342,11 +336,7 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
     return choice;
   }
   const bool clusters = sm90_in_clusters(spec);
-  if (sm90_splits_columns(spec)) {
-    kernel.file = "sm90/split_backward.cuh";
-    kernel.name = "sm90_split_backward";
-    spec.d = spec.dv = kWidest;
-  } else if (clusters) {
+  if (clusters) {
     kernel.file = "sm90/wide_backward.cuh";
     kernel.name = "sm90_wide_backward";
     constexpr int kGrain = 64;
@@ -360,7 +350,7 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
   }
   spec.left_edge = spec.banded && call.problem.window_left >= 0;
   // In order the sums of one block leave in bulk. Where there is no room for that dq is another kernel's.
-  const bool may_order = (clusters && !sm90_splits_columns(spec)) || !sm90_is_wide(spec);
+  const bool may_order = clusters || !sm90_is_wide(spec);
   if ((wants.ordered && may_order && take_tiles(kernel, call, operands, target, wants, true)) ||
       take_tiles(kernel, call, operands, target, wants, false)) {
     return choice;

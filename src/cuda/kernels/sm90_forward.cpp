@@ -20,11 +20,6 @@ namespace fovea::cuda {
 namespace {
 
 constexpr std::int64_t kMostTiles = std::int64_t{1} << 30;
-// Of V and out, by one launch: more would not fit in registers. Two launches share wider ones, and each forms S.
-constexpr int kMostColumns = 256;
-int columns_of(int columns) {
-  return columns <= kMostColumns ? columns : static_cast<int>(Planner::tiles_of(columns, 2 * 64)) * 64;
-}
 
 // What features take of the registers, roughly: from kManyFeatures on, steps of 64 keys spill nothing where steps of
 // 128 do, and beyond a head_dim of 192 steps of 32.
@@ -45,16 +40,8 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
   if (spec.type == Type::kFp32) {
     return "fp32";
   }
-  if (spec.d > 512 || spec.dv > 512) {
-    return "head_dim over 512";
-  }
-  // Neighbouring tiles of 128 queries share their steps, which a short window has few of.
-  constexpr std::int64_t kShortWindow = 512;
-  if (spec.d > kMostColumns && p.window_left >= 0 && p.window_left < kShortWindow && rows.limit_k > 2 * kShortWindow) {
-    return "head_dim over 256 and a short window";
-  }
-  if (spec.dv > kMostColumns && p.accumulate.out) {
-    return "an out that is merged, with more columns than a launch computes";
+  if (spec.d > 256 || spec.dv > 256) {
+    return "head_dim over 256";
   }
   if (p.head_dim == 0 || p.head_dim_v == 0 || rows.rows_k == 0 || rows.limit_k == 0) {
     return "nothing to attend to";
@@ -151,15 +138,6 @@ std::vector<Tiles> candidates(const Sm90ForwardSpec& spec) {
             {.groups = 2, .step = 128, .stages = 2, .q_buffers = 1, .planes = 2},
             {.groups = 2, .step = 64, .stages = 2, .q_buffers = 1, .planes = 2}};
   }
-  if (sm90_cuts_keys(spec)) {
-    // More features, and dropout by words of 64 keys, would spill.
-    constexpr int kMostWide = 4;
-    if (features > kMostWide || spec.dropout == DropoutRule::kTorchMemEfficient) {
-      return {};
-    }
-    return {{.groups = 2, .step = 64, .stages = 2, .q_buffers = 1, .planes = 1},
-            {.groups = 2, .step = 64, .stages = 1, .q_buffers = 1, .planes = 1}};
-  }
   if (widest > 192 && half) {
     return {{.groups = 2, .step = 32, .stages = 2, .q_buffers = 1, .planes = 2},
             {.groups = 2, .step = 32, .stages = 1, .q_buffers = 1, .planes = 1}};
@@ -202,7 +180,7 @@ bool is_short(const Call& call, const Features& spec) {
 
 Order order_of(const Call& call, const Operands& operands, const Sm90ForwardSpec& spec) {
   const math::Rows& rows = call.rows;
-  const std::int64_t tile = sm90_forward_sizes(spec).all_rows;
+  const std::int64_t tile = sm90_forward_sizes(spec).rows;
   Order order;
   order.row_tiles = static_cast<int>((rows.limit_q + tile - 1) / tile);
   order.tiles = order.row_tiles * rows.batch() * rows.heads_q;
@@ -228,10 +206,6 @@ Order order_of(const Call& call, const Operands& operands, const Sm90ForwardSpec
     order.batch_inside = true;
     order.heads_together = static_cast<int>(rows.batch());
   }
-  // Clusters do not take tiles from a counter: their shares are even if the longest of all heads come first.
-  if (spec.banded && sm90_forward_blocks(spec) > 1) {
-    order.heads_together = static_cast<int>(std::max<std::int64_t>(heads, 1));
-  }
   return order;
 }
 
@@ -246,22 +220,10 @@ void start_schedule(const Launcher& launcher, const Launch& launch) {
   launcher.launch(launch, launcher.args(), args);
 }
 
-// V and out without their columns before `first`.
-void skip_columns(Args& a, int first) {
-  const auto skip = [first](Tensor& tensor, std::int64_t element_bytes) {
-    tensor.data = static_cast<char*>(tensor.data) + first * tensor.strides.col * element_bytes;
-  };
-  skip(a.v, 2);
-  skip(a.out, a.results.out.fp32 ? 4 : 2);
-  a.head_dim_v -= first;
-  a.out_dim_v -= first;
-}
-
-// Tensor maps of q, k, v, out and the biases, and the order of the tiles. V and out: from `first_column` on.
-void start_forward(const Launcher& launcher, const Launch& launch, const Order& order, int first_column) {
+// Tensor maps of q, k, v, out and the biases, and the order of the tiles.
+void start_forward(const Launcher& launcher, const Launch& launch, const Order& order) {
   const auto& spec = launch.kernel.as<Sm90ForwardSpec>();
-  Args common = launcher.args();
-  skip_columns(common, first_column);
+  const Args& common = launcher.args();
   const math::Rows& rows = launcher.call().rows;
   const int tile = sm90_forward_sizes(spec).rows;
   Sm90ForwardArgs args;
@@ -329,11 +291,6 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
   if (choice.why_not != nullptr) {
     return choice;
   }
-  if (sm90_cuts_keys(spec)) {
-    kernel.name = "sm90_wide_forward";
-    spec.d = static_cast<int>(Planner::tiles_of(spec.d, 128)) * 128;
-  }
-  spec.dv = columns_of(spec.dv);
   const Problem& p = call.problem;
   spec.left_edge = spec.banded && p.window_left >= 0;
   constexpr std::uint32_t kMostOfHalves = 0x7c00;
@@ -379,13 +336,13 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
     spec.ahead = widest > 128 || !waits || spec.resident ? spec.step / 16 : 0;
     spec.early = drops && !draws_last;
     // Without a mask the power limit leaves the tensor cores little to win at head_dim 128.
-    spec.turns = !small && !sm90_cuts_keys(spec) && (spec.banded || features > 0 || widest != 128);
+    spec.turns = !small && (spec.banded || features > 0 || widest != 128);
     // Where steps do not divide the diagonal the first tile's guess would fail; what is added makes it costly.
-    spec.guess = !natural_scores(spec) && !sm90_cuts_keys(spec) && (spec.step % 64 == 0 || (few_keys && !spec.banded));
+    spec.guess = !natural_scores(spec) && (spec.step % 64 == 0 || (few_keys && !spec.banded));
     // Worth its start where there are many steps.
     constexpr std::int64_t kKeysToPrepare = 1024;
-    spec.prepared = spec.key_mask && spec.mask && !sm90_cuts_keys(spec) && spec.dropout == DropoutRule::kNone &&
-                    !natural_scores(spec) && call.rows.limit_k >= kKeysToPrepare;
+    spec.prepared = spec.key_mask && spec.mask && spec.dropout == DropoutRule::kNone && !natural_scores(spec) &&
+                    call.rows.limit_k >= kKeysToPrepare;
     const Sm90ForwardSizes sizes = sm90_forward_sizes(spec);
     kernel.threads = sizes.threads;
     kernel.shared_bytes = sizes.bytes;
@@ -394,8 +351,7 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
     }
     // generic_forward can share the keys of a row among blocks.
     constexpr std::int64_t kManyKeys = 2048;
-    if (order_of(call, operands, spec).tiles * sm90_forward_blocks(spec) * 2 <= target.multiprocessors &&
-        call.rows.limit_k >= kManyKeys) {
+    if (order_of(call, operands, spec).tiles * 2 <= target.multiprocessors && call.rows.limit_k >= kManyKeys) {
       choice.why_not = "few queries and many keys, which are split";
     }
     return choice;
@@ -407,32 +363,22 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
 void add_sm90_forward(Planner& planner, const Kernel& kernel) {
   const auto& spec = kernel.as<Sm90ForwardSpec>();
   const Order order = order_of(planner.call(), planner.operands(), spec);
-  const int blocks = sm90_forward_blocks(spec);  // of a tile
-  const std::int64_t room = std::int64_t{planner.target().multiprocessors} / blocks * sm90_forward_sizes(spec).ctas;
-  // Blocks take tiles from a counter; clusters count by themselves.
-  const bool counts = spec.ragged || (order.tiles > room && blocks == 1);
-  if (counts) {
+  const std::int64_t room = std::int64_t{planner.target().multiprocessors} * sm90_forward_sizes(spec).ctas;
+  if (spec.ragged || order.tiles > room) {  // blocks take tiles from a counter
     planner.workspace().add(Region::kSchedule,
                             kListOffset + order.listed * static_cast<std::int64_t>(sizeof(ListedTile)));
+    Kernel schedule;
+    schedule.file = "sm90/schedule.cuh";
+    schedule.name = "sm90_schedule";
+    AroundSpec before = planner.around();
+    before.ragged = spec.ragged;
+    before.warps = spec.warps;
+    schedule.spec = before;
+    schedule.threads = kSm90ScheduleThreads;
+    planner.add(schedule, std::min<std::int64_t>(order.tiles, 1), start_schedule);
   }
-  const int columns = planner.operands().features.dv;
-  for (int first = 0; first < columns; first += spec.dv) {
-    if (counts) {
-      Kernel schedule;
-      schedule.file = "sm90/schedule.cuh";
-      schedule.name = "sm90_schedule";
-      AroundSpec before = planner.around();
-      before.ragged = spec.ragged;
-      before.warps = spec.warps * blocks;
-      schedule.spec = before;
-      schedule.threads = kSm90ScheduleThreads;
-      planner.add(schedule, std::min<std::int64_t>(order.tiles, 1), start_schedule);
-    }
-    planner.add(kernel, std::min(order.tiles, room) * blocks,
-                [order, first](const Launcher& launcher, const Launch& launch) {
-                  start_forward(launcher, launch, order, first);
-                });
-  }
+  planner.add(kernel, std::min(order.tiles, room),
+              [order](const Launcher& launcher, const Launch& launch) { start_forward(launcher, launch, order); });
 }
 
 }  // namespace fovea::cuda

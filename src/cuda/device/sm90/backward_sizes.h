@@ -52,10 +52,6 @@ constexpr bool sm90_loads_ahead(const Sm90BackwardSpec& s) {
   return !s.ordered && !s.ragged && !s.same_step && s.d + s.dv <= 256;
 }
 
-// sm90_split_backward: two blocks of a cluster have the same keys, and half of the columns each.
-inline constexpr int kSm90SplitKeys = 64;
-constexpr bool sm90_splits_columns(const Sm90BackwardSpec& s) { return s.d > 256; }
-
 struct Sm90BackwardSizes {
   int groups;   // warpgroups that compute
   int threads;  // with the one that copies
@@ -104,7 +100,7 @@ constexpr Sm90BackwardSizes sm90_backward_sizes(const Sm90BackwardSpec& s) {
   Sm90BackwardSizes x{};
   x.groups = s.warps / 4;
   x.threads = 128 * (x.groups + 1);
-  x.keys = sm90_splits_columns(s) ? kSm90SplitKeys : 16 * s.warps * s.tiles;
+  x.keys = 16 * s.warps * s.tiles;
   const int d = panels_of(s.d, sm90_backward_panel_d(s)) * sm90_backward_panel_d(s);
   const int dv = panels_of(s.dv, sm90_backward_panel_v(s)) * sm90_backward_panel_v(s);
   x.k = whole_patterns(x.keys * d * kNumber);
@@ -252,41 +248,6 @@ constexpr Sm90WideBackwardSizes sm90_wide_backward_sizes(const Sm90BackwardSpec&
   x.grad_out_at = plan.take(1, x.grad_out);
   x.weights_at = plan.take(2, x.tile);
   x.grads_at = plan.take(4, x.tile);
-  x.lse_at = plan.take(s.stages, x.rows);
-  x.delta_at = plan.take(s.stages, x.rows);
-  x.barriers_at = plan.take(1, 256);
-  x.bytes = plan.bytes;
-  return x;
-}
-
-struct Sm90SplitBackwardSizes {
-  int threads;
-  // Bytes of one buffer; tile: P or dS; sums: those of S or dP that a warpgroup of the other block sends.
-  int k, v, q, grad_out, tile, sums, rows;
-  int k_at, v_at, q_at, grad_out_at, weights_at, grads_at, sums_at, lse_at, delta_at, barriers_at;  // the first buffers
-  int bytes;                                                                                        // all of it
-};
-
-constexpr Sm90SplitBackwardSizes sm90_split_backward_sizes(const Sm90BackwardSpec& s) {
-  constexpr int kNumber = 2;  // bytes
-  constexpr int kKeys = kSm90SplitKeys;
-  Sm90SplitBackwardSizes x{};
-  x.threads = 128 * (s.warps / 4 + 1);
-  x.k = kKeys * s.d / 2 * kNumber;
-  x.v = kKeys * s.dv / 2 * kNumber;
-  x.q = s.step * s.d / 2 * kNumber;
-  x.grad_out = s.step * s.dv / 2 * kNumber;
-  x.tile = s.step * kKeys * kNumber;
-  x.sums = s.step / 2 * kKeys * 4;
-  x.rows = s.step * 4;
-  SharedPlan plan;
-  x.k_at = plan.take(1, x.k);
-  x.v_at = plan.take(1, x.v);
-  x.q_at = plan.take(s.stages, x.q);
-  x.grad_out_at = plan.take(1, x.grad_out);
-  x.weights_at = plan.take(2, x.tile);
-  x.grads_at = plan.take(2, x.tile);
-  x.sums_at = plan.take(4, x.sums);
   x.lse_at = plan.take(s.stages, x.rows);
   x.delta_at = plan.take(s.stages, x.rows);
   x.barriers_at = plan.take(1, 256);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// sm90_forward: o = softmax(scores of q k^T) v on Hopper, for numbers of 16 bits.
+// sm90_forward: o = softmax(scores of q k^T) v on Hopper, for numbers of 16 bits and head dimensions up to 256.
 //
 // Persistent blocks, one a multiprocessor (short sequences: several, of one computing warpgroup each). Warpgroup 0
 // copies: its first thread takes tiles of queries from a counter and loads Q, K, V and what is added to scores by TMA,
@@ -15,13 +15,6 @@
 // At the end O is stored by TMA through the buffer of Q that its tile no longer needs; the next tile's Q is in the
 // other buffer. Where there is one buffer alone, O is stored from registers, and the next Q is loaded during the last P
 // V. Steps run from the last key to the first: the edges of the band and of the sequence come first.
-//
-// V has up to 256 columns: wider ones are computed by two launches, each of which forms S. Beyond a head_dim of 256
-// (sm90_wide_forward) Q takes half of shared memory. K then comes in parts of 128 columns, each of which leaves when it
-// is multiplied, so that steps take the softmax's exact way (no S can be formed again), and the warpgroups take no
-// turns, so that both have need of the same part. Two blocks form a cluster: neighbouring tiles, of which each block
-// loads half of K and V for both, because L2 could not deliver all of it to each. They walk over the same steps.
-// Measured at D=512, S=2048 on an H200: without a cluster 1.22, with turns 1.33, as it is 1.40 of generic_wide_forward.
 #pragma once
 
 #include "cuda/device/score/sm90_softmax.cuh"
@@ -70,8 +63,9 @@ __device__ __forceinline__ void sm90_forward_move(const Args& a, const Sm90Forwa
   }
 }
 
-template <auto S>
-__device__ __forceinline__ void sm90_forward_block(const Args& a, const Sm90ForwardArgs& m) {
+template <Sm90ForwardSpec S>
+__global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_sizes(S).ctas)
+    sm90_forward(const __grid_constant__ Args a, const __grid_constant__ Sm90ForwardArgs m) {
   // ---- sizes ----
   constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
   constexpr int kGroups = kSizes.groups;
@@ -81,9 +75,6 @@ __device__ __forceinline__ void sm90_forward_block(const Args& a, const Sm90Forw
   constexpr int kPanelV = wide_panel_columns(S.dv);
   constexpr bool kPlanes = sm90_has_planes(S);
   constexpr bool kDropout = S.dropout != DropoutRule::kNone;
-  constexpr bool kCuts = sm90_cuts_keys(S);
-  constexpr int kKeyParts = sm90_key_parts(S);
-  constexpr int kKeyBuffers = sm90_key_buffers(S);
   constexpr bool kHides = sm90_hides(S);  // K has 16 more columns, which warps of the warpgroup that copies make
   constexpr bool kPeels = sm90_peels(S);
   constexpr bool kDirect = sm90_stores_directly(S);
@@ -94,8 +85,7 @@ __device__ __forceinline__ void sm90_forward_block(const Args& a, const Sm90Forw
   constexpr int kRegisters = sm90_forward_registers(S, kRegistersToCopy);
   static_assert(kGroups <= 3 && (kGroups > 1 || !S.turns));
   static_assert(S.type != Type::kFp32);
-  static_assert(S.d % 16 == 0 && S.dv % 16 == 0 && S.d <= 512 && S.dv <= 256 && kStep % 16 == 0);
-  static_assert(!kCuts || (kDirect && !S.turns && S.d % sm90_key_columns(S) == 0 && !kHides && !S.resident));
+  static_assert(S.d % 16 == 0 && S.dv % 16 == 0 && S.d <= 256 && S.dv <= 256 && kStep % 16 == 0);
   static_assert(S.stages <= 4 && S.planes <= 4 && S.q_buffers <= 4 && kPlanes == (S.planes > 0));
 
   // ---- shared memory and barriers ----
@@ -109,11 +99,7 @@ __device__ __forceinline__ void sm90_forward_block(const Args& a, const Sm90Forw
     barrier_init_fence();
   }
   sm90_forward_constants<S>(base);
-  if constexpr (kCuts) {
-    cluster_sync();
-  } else {
-    sync();
-  }
+  sync();
   wait_for_kernels_before();
 
   if (warpgroup == 0) {
@@ -131,10 +117,8 @@ __device__ __forceinline__ void sm90_forward_block(const Args& a, const Sm90Forw
   const int g = lane / 4;
   const int t = lane % 4;
   const bool leader = lane == 0;
-  const int rank = sm90_forward_rank<S>();
-  const u32 there = kCuts ? address_of(barriers.first, rank ^ 1) : 0;
-  Pipe<kKeyBuffers, Sm90Barriers::kK, kCuts> k_pipe{barriers.first, leader, there};
-  Pipe<S.stages, Sm90Barriers::kV, kCuts> v_pipe{barriers.first, leader, there};
+  Pipe<S.stages, Sm90Barriers::kK> k_pipe{barriers.first, leader};
+  Pipe<S.stages, Sm90Barriers::kV> v_pipe{barriers.first, leader};
   Pipe<kPlanes ? S.planes : 0, Sm90Barriers::kPlanes> planes{barriers.first, leader};
   Pipe<S.q_buffers, Sm90Barriers::kQ> q_pipe{barriers.first, leader};
   Pipe<kHides ? kSm90PreparedBuffers : 0, Sm90Barriers::kPrepared> prepared{barriers.first, leader};
@@ -165,7 +149,7 @@ __device__ __forceinline__ void sm90_forward_block(const Args& a, const Sm90Forw
   };
 
   const auto q_rows = SharedTile<kRows, S.d, kPanelK>{base + kSizes.q_at}.along_columns(c * 64);
-  const auto k_rows = SharedTile<kStep, sm90_key_columns(S), kPanelK>{base + kSizes.k_at}.along_columns();
+  const auto k_rows = SharedTile<kStep, S.d, kPanelK>{base + kSizes.k_at}.along_columns();
   const auto v_inside = SharedTile<kStep, S.dv, kPanelV>{base + kSizes.v_at}.along_rows();
   const auto zeros_inside = SharedTile<16, S.dv, kPanelV>{base + kSizes.zeros_at}.along_rows();
   const int fragment_row = warp * 16 + lane % 16;  // of this warpgroup's 64, as ldmatrix and stmatrix take it
@@ -174,10 +158,7 @@ __device__ __forceinline__ void sm90_forward_block(const Args& a, const Sm90Forw
   int stored = -1;  // the buffer of Q that an O of ours may still be leaving through
   // Q is no longer needed.
   const auto leave_q = [&](bool now) {
-    if constexpr (kCuts) {
-      // Without a branch: nothing that a warp without rows does later would join its lanes again.
-      barrier_arrive_if(leader && now, barriers.empty(barriers.kQ, int(q_pipe.buffer())));
-    } else if constexpr (kDirect) {
+    if constexpr (kDirect) {
       __syncwarp();
       if (now) {
         q_pipe.release();
@@ -208,7 +189,7 @@ __device__ __forceinline__ void sm90_forward_block(const Args& a, const Sm90Forw
     }
     q_pipe.release();  // the tile is read; Q itself is not yet
     const math::Band<int> band = sm90_band<S>(a, m, tile);
-    const math::Interval<int> steps = sm90_steps<S>(tile, band, rank);
+    const math::Interval<int> steps = sm90_steps<S>(tile, band, tile.row, kRows);
     const int top = tile.row + c * 64;
     const int row0 = top + warp * 16 + g;
     const auto q_now = q_rows.buffer(q_pipe.buffer(), kSizes.q);
@@ -230,10 +211,6 @@ __device__ __forceinline__ void sm90_forward_block(const Args& a, const Sm90Forw
     const auto issue_scores = [&] {
       prepared.wait();
       wgmma_fence();
-      if constexpr (kCuts) {
-        sm90_multiply_parts<S>(softmax.s, q_now, k_rows, k_pipe);
-        return;
-      }
       const auto k_now = k_rows.buffer(k_pipe.buffer(), kSizes.k);
       multiply<S.type, S.d, kHeld>(softmax.s, q_held, q_now, k_now);
       if constexpr (kHides) {
@@ -263,26 +240,11 @@ __device__ __forceinline__ void sm90_forward_block(const Args& a, const Sm90Forw
       own_end = steps.begin;
     }
     softmax.start();
-    // Where not all parts of K are there at once, those of the next step must leave before V of this one comes.
-    constexpr bool kLate = kKeyBuffers < kKeyParts;
-    bool owed = false;
     for (int n = steps.end - 1; n >= own_end && n >= steps.begin; --n) {
       turn_wait();
-      if constexpr (kCuts) {
-#pragma unroll
-        for (int part = 0; part < kKeyParts; ++part) {
-          k_pipe.skip();
-        }
-        planes.skip();
-        if (!kLate || owed) {
-          v_pipe.skip();
-        }
-        owed = true;
-      } else {
-        k_pipe.skip();
-        planes.skip();
-        v_pipe.skip();
-      }
+      k_pipe.skip();
+      planes.skip();
+      v_pipe.skip();
       turn_pass();
       prepared.wait();
       next_prepared();
@@ -320,11 +282,8 @@ __device__ __forceinline__ void sm90_forward_block(const Args& a, const Sm90Forw
         if constexpr (!kHides) {
           inputs.load_words(n * kStep);
         }
-        sm90_await_scores<S, 0>(k_pipe);
+        wgmma_wait<0>();
         pin(softmax.s);
-        if (kLate && owed) {
-          v_pipe.skip();
-        }
         next_prepared();
         left = step.template soften<true>(true);
         after_first();
@@ -354,7 +313,7 @@ __device__ __forceinline__ void sm90_forward_block(const Args& a, const Sm90Forw
         if constexpr (!kHides) {
           inputs.load_words(n * kStep);
         }
-        sm90_await_scores<S, 1>(k_pipe);
+        wgmma_wait<1>();
         pin(softmax.s);
         next_prepared();
         left = step.template soften<!kPeels>(first);
@@ -376,9 +335,6 @@ __device__ __forceinline__ void sm90_forward_block(const Args& a, const Sm90Forw
       v_pipe.release();
       v_pipe.next();
     } else {
-      if (kLate && owed) {
-        v_pipe.skip();
-      }
       leave_q(direct);
       release_stored();
       set_zero(o);
@@ -417,26 +373,6 @@ __device__ __forceinline__ void sm90_forward_block(const Args& a, const Sm90Forw
   if (thread == 0) {
     bulk_wait_read();
   }
-  if constexpr (kCuts) {
-    // The other block says in this one what it has read, so each stays until the other has said all.
-    if (leader) {
-      barrier_arrive_there(there + Sm90Barriers::kLast);
-    }
-    barrier_wait(barriers.first + Sm90Barriers::kLast, 0);
-  }
-}
-
-template <Sm90ForwardSpec S>
-__global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_sizes(S).ctas)
-    sm90_forward(const __grid_constant__ Args a, const __grid_constant__ Sm90ForwardArgs m) {
-  sm90_forward_block<S>(a, m);
-}
-
-// Head dimensions over 256: in clusters.
-template <Sm90ForwardSpec S>
-__global__ void __cluster_dims__(sm90_forward_blocks(S), 1, 1) __launch_bounds__(sm90_forward_sizes(S).threads, 1)
-    sm90_wide_forward(const __grid_constant__ Args a, const __grid_constant__ Sm90ForwardArgs m) {
-  sm90_forward_block<S>(a, m);
 }
 
 }  // namespace fovea::cuda

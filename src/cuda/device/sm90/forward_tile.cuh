@@ -13,7 +13,6 @@ namespace fovea::cuda {
 
 struct Sm90Barriers {
   static constexpr int kQ = 0, kK = 64, kV = 128, kPlanes = 192, kPrepared = 256;  // of a ring: full, then empty
-  static constexpr int kLast = kPrepared;  // in clusters, which prepare nothing: the other block reads no more
   u32 first;
   __device__ __forceinline__ u32 full(int ring, int i) const { return first + ring + 8 * i; }
   __device__ __forceinline__ u32 empty(int ring, int i) const { return first + ring + kPipeEmpty + 8 * i; }
@@ -31,13 +30,9 @@ struct Sm90Barriers {
       }
     };
     init_ring(kQ, S.q_buffers, 1, (sm90_stores_directly(S) ? 8 : 5) * kGroups + 32 * kPreparing);
-    constexpr int kReaders = 4 * kGroups * sm90_forward_blocks(S);
-    init_ring(kK, sm90_key_buffers(S), 1, kReaders);
-    init_ring(kV, S.stages, 1, kReaders);
+    init_ring(kK, S.stages, 1, 4 * kGroups);
+    init_ring(kV, S.stages, 1, 4 * kGroups);
     init_ring(kPlanes, S.planes, 1, 4 * kGroups);
-    if constexpr (sm90_forward_blocks(S) > 1) {
-      barrier_init(first + kLast, 4 * kGroups);
-    }
     if constexpr (kPreparing > 0) {
       init_ring(kPrepared, kSm90PreparedBuffers, kPreparing, 4 * kGroups);
     }
@@ -79,7 +74,7 @@ __device__ __forceinline__ Sm90Tile sm90_read_tile(u32 tile) {
 // first. Sequences of different lengths are numbered one after the other, each with all of its heads.
 template <auto S>
 __device__ __forceinline__ Sm90Tile sm90_tile(const Args& a, const Sm90ForwardArgs& m, int number) {
-  constexpr int kRows = sm90_forward_sizes(S).all_rows;
+  constexpr int kRows = sm90_forward_sizes(S).rows;
   Sm90Tile tile{};
   u32 in_group = u32(number);
   // Opaque, or the reciprocals that divisions take would be made once and kept.
@@ -118,12 +113,6 @@ __device__ __forceinline__ Sm90Tile sm90_tile(const Args& a, const Sm90ForwardAr
   return tile;
 }
 
-// This block's number in its cluster.
-template <auto S>
-__device__ __forceinline__ int sm90_forward_rank() {
-  return sm90_forward_blocks(S) > 1 ? int(uniform(cluster_rank())) : 0;
-}
-
 // Steps whose keys any of these rows of the tile meets.
 template <auto S>
 __device__ __forceinline__ math::Interval<int> sm90_steps(const Sm90Tile& tile, const math::Band<int>& band, int row,
@@ -135,13 +124,6 @@ __device__ __forceinline__ math::Interval<int> sm90_steps(const Sm90Tile& tile, 
     steps = {max(steps.begin, tile.first_step), min(steps.end, tile.end_step)};
   }
   return steps;
-}
-
-// Steps of all blocks of the cluster.
-template <auto S>
-__device__ __forceinline__ math::Interval<int> sm90_steps(const Sm90Tile& tile, const math::Band<int>& band, int rank) {
-  constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
-  return sm90_steps<S>(tile, band, tile.row - rank * kSizes.rows, kSizes.all_rows);
 }
 
 // Steps of the tile between which a mask of keys shows any.
