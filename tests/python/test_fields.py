@@ -37,8 +37,8 @@ def test_a_forgotten_field_does_not_compile(tmp_path):
     status, errors = compiled(tmp_path / "as_it_is")
     assert status == 0, errors
     for name, change in {
-        "problem": ("  bool deterministic = false;", "  bool toy = false;"),
-        "call": ("  View grad_sink;", "  View toy;"),
+        "problem": ("  bool deterministic = false;", "  bool forgotten = false;"),
+        "call": ("  View grad_sink;", "  View forgotten;"),
     }.items():
         status, errors = compiled(tmp_path / name, change)
         assert status != 0 and "fields.h" in errors, errors
