@@ -97,6 +97,20 @@ def test_a_term_of_positions_is_one_device_file():
         assert name == file or not re.search("|".join(terms), code_of(ROOT / name)), f"{name} names one of {terms}"
 
 
+def test_every_list_of_features_is_named_for_developers():
+    """Functions that choose a GPU kernel, or a faster way of one, and list features one by one: a new feature may belong there.
+    hacking.md names them, as the host and the sizes of kernels have them."""
+    listed = re.search(r"^### On the GPU$(.*?)^## ", (ROOT / "docs/hacking.md").read_text(), re.MULTILINE | re.DOTALL)[1]
+    function = re.compile(r"^[A-Za-z_][^\n;{}]*?\b(\w+)\((?:[^;{}]|\{\})*?\) (?:const )?\{\n(.*?)^\}$", re.MULTILINE | re.DOTALL)
+    found = {}
+    for name in tracked("src/cuda/device/*sizes.h", "src/cuda/kernels/*.cpp"):
+        for match in function.finditer(code_of(ROOT / name)):
+            if re.search(r"\.softcap\b", match[2]) and re.search(r"\.positions\b", match[2]):
+                found.setdefault(match[1], []).append(name)
+    assert len(found) > 8 and "natural_scores" in found and len(found["features_of"]) == 3
+    assert {name: files for name, files in found.items() if f"`{name}()`" not in listed and name != "why_not"} == {}
+
+
 def test_math_includes_nothing_but_itself():
     own = {f'"{Path(name).name}"' for name in tracked("src/math/*.h")}
     for name in tracked("src/math/*.h"):
