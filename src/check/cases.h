@@ -2,7 +2,7 @@
 //
 // The case table: problems in which every legal pair of feature values meets every head-dim class, every type,
 // every alignment class and every way that rows can lie, once at least. It is generated, always the same, from
-// kFeatures in cases.cpp, where a feature's values stand as pieces of the one-line text form.
+// make_features() in cases.cpp, where a feature's values stand as pieces of the one-line text form.
 //
 // A row chooses one value of each feature. The first kStructural features (type, head dims, memory, rows) are
 // crossed with one another in full; the others fill in greedily whatever (pair of values, structural value) is
