@@ -26,11 +26,13 @@ constexpr std::int64_t kMostSequences = std::int64_t{1} << 22;  // more are a sl
   throw Fault(kBadInput, fmt::format("{}; accepted: {}", word, accepted));
 }
 
-std::int64_t number(const std::string& key, std::string_view text, std::int64_t least) {
+// text: a part of what was `given`.
+std::int64_t number(const std::string& key, std::string_view text, std::int64_t least, std::string_view given = {}) {
   std::int64_t value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   if (error != std::errc{} || end != text.data() + text.size() || value < least) {
-    refuse_word(fmt::format("{}={}", key, text), fmt::format("{}={} or more, an integer", key, least));
+    refuse_word(fmt::format("{}={}", key, given.empty() ? text : given),
+                fmt::format("{}={} or more, an integer", key, least));
   }
   return value;
 }
@@ -84,8 +86,9 @@ std::vector<std::int64_t> lengths_of(const std::string& text) {
   std::vector<std::int64_t> lengths;
   for (const std::string& part : split(text, ',')) {
     const std::size_t cross = part.find('x');
-    const std::int64_t length = number("seqs", std::string_view(part).substr(0, cross), 0);
-    const std::int64_t times = cross == part.npos ? 1 : number("seqs", std::string_view(part).substr(cross + 1), 1);
+    const std::int64_t length = number("seqs", std::string_view(part).substr(0, cross), 0, part);
+    const std::int64_t times =
+        cross == part.npos ? 1 : number("seqs", std::string_view(part).substr(cross + 1), 1, part);
     if (times > kMostSequences - static_cast<std::int64_t>(lengths.size())) {
       refuse_word("seqs=" + part, fmt::format("LENGTHxTIMES, at most {} sequences", kMostSequences));
     }
@@ -101,10 +104,9 @@ Asked parse_rows(const std::vector<std::string>& words) {
   fovea_rows& rows = asked.rows;
   rows.size = sizeof(rows);
   if (has("s") == has("seqs")) {
-    throw Fault(kBadInput,
-                fmt::format("{} s= and seqs=; accepted: s=LENGTH for one sequence, or seqs=LENGTHS for packed "
-                            "ones, such as 'fovea rows s=131072 causal ranks=8'",
-                            has("s") ? "both" : "neither"));
+    throw Fault(kBadInput, fmt::format("{} seqs=; accepted: s=LENGTH for one sequence, or seqs=LENGTHS for packed "
+                                       "ones, such as 'fovea rows s=131072 causal ranks=8'",
+                                       has("s") ? "both s= and" : "neither s= nor"));
   }
   if (!has("ranks")) {
     throw Fault(kBadInput, "no ranks=; accepted: ranks=N, or ranks=KxH where K ranks exchange keys and H heads");
@@ -125,8 +127,8 @@ Asked parse_rows(const std::vector<std::string>& words) {
   if (ranks.size() > 2) {
     refuse_word("ranks=" + given.at("ranks"), "ranks=N, or ranks=KxH");
   }
-  rows.ranks = number("ranks", ranks.front(), 1);
-  rows.head_ranks = ranks.size() == 2 ? number("ranks", ranks.back(), 1) : 1;
+  rows.ranks = number("ranks", ranks.front(), 1, given.at("ranks"));
+  rows.head_ranks = ranks.size() == 2 ? number("ranks", ranks.back(), 1, given.at("ranks")) : 1;
   rows.block = has("block") ? number("block", given.at("block"), 1) : 0;
   rows.flags = has("causal") ? FOVEA_CAUSAL : 0;
   if (has("window")) {

@@ -83,21 +83,23 @@ class Rows {
   // Two pieces a rank, one from the front and one from the back: balanced for causal and for full attention. Pieces
   // begin at multiples of `block` rows.
   static Rows zigzag(std::int64_t length, int ranks, std::int64_t block = 128) {
-    return {FOVEA_ROWS_ZIGZAG, {length}, ranks, block};
+    return {FOVEA_ROWS_ZIGZAG, {length}, ranks, block, false};
   }
   // One piece a rank: balanced for full attention and for windows.
   static Rows contiguous(std::int64_t length, int ranks, std::int64_t block = 128) {
-    return {FOVEA_ROWS_CONTIGUOUS, {length}, ranks, block};
+    return {FOVEA_ROWS_CONTIGUOUS, {length}, ranks, block, false};
   }
-  // Sequences one after the other: long ones are cut, short ones given whole.
-  static Rows packed(const std::vector<std::int64_t>& lengths, int ranks, std::int64_t block = 128) {
-    return {FOVEA_ROWS_PACKED, lengths, ranks, block};
+  // Sequences one after the other: long ones are cut, short ones given whole. contiguous: each rank has adjacent rows
+  // of all, about as many as the others; kHeads puts nothing in order then, and kKeys is not balanced.
+  static Rows packed(const std::vector<std::int64_t>& lengths, int ranks, std::int64_t block = 128,
+                     bool contiguous = false) {
+    return {contiguous ? FOVEA_ROWS_CONTIGUOUS : FOVEA_ROWS_PACKED, lengths, ranks, block, true};
   }
 
   int ranks() const { return static_cast<int>(pieces_.size()); }
   // The rows of all ranks.
   std::int64_t total() const { return first_.back(); }
-  bool is_packed() const { return kind_ == FOVEA_ROWS_PACKED; }
+  bool is_packed() const { return is_packed_; }
   const std::vector<std::int64_t>& lengths() const { return lengths_; }
   // The pieces of a rank, in the order in which they lie in its memory.
   const std::vector<Piece>& pieces(int rank) const { return pieces_.at(static_cast<std::size_t>(rank)); }
@@ -124,8 +126,8 @@ class Rows {
   const std::vector<std::int64_t>& cu_seqlens() const { return first_; }
 
  private:
-  Rows(fovea_rows_kind kind, std::vector<std::int64_t> lengths, int ranks, std::int64_t block)
-      : kind_(kind), lengths_(std::move(lengths)), block_(block), asked_ranks_(ranks) {
+  Rows(fovea_rows_kind kind, std::vector<std::int64_t> lengths, int ranks, std::int64_t block, bool is_packed)
+      : kind_(kind), lengths_(std::move(lengths)), block_(block), asked_ranks_(ranks), is_packed_(is_packed) {
     if (block < 1) {
       detail::fail(FOVEA_INVALID_ARGUMENT, "block: " + std::to_string(block) + "; accepted: 1 or more");
     }
@@ -168,6 +170,7 @@ class Rows {
   std::vector<std::int64_t> lengths_;
   std::int64_t block_;
   int asked_ranks_;
+  bool is_packed_;
   std::vector<std::int64_t> counts_;
   std::vector<std::vector<Piece>> pieces_;
   std::vector<std::int64_t> first_;

@@ -426,14 +426,16 @@ TEST_P(Parallel, HeadsOfOneSequence) {
 
 TEST_P(Parallel, PackedSequences) {
   const int ranks = GetParam();
-  const Rows rows = Rows::packed({130, 0, 17, 200, 33, 1}, ranks, 16);
-  Problem p = with_everything();
-  p.batch = {};
-  p.with_bias = p.with_bias2 = false;
-  expect_one_process(p, rows, Move::kKeys);
-  p.heads_q = 2 * ranks;
-  p.heads_k = ranks;
-  expect_one_process(p, rows, Move::kHeads);
+  for (const bool contiguous : {false, true}) {
+    const Rows rows = Rows::packed({130, 0, 17, 200, 33, 1}, ranks, 16, contiguous);
+    Problem p = with_everything();
+    p.batch = {};
+    p.with_bias = p.with_bias2 = false;
+    expect_one_process(p, rows, Move::kKeys);
+    p.heads_q = 2 * ranks;
+    p.heads_k = ranks;
+    expect_one_process(p, rows, Move::kHeads);
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Ranks, Parallel, testing::Values(1, 2, 3, 4));

@@ -883,7 +883,8 @@ def test_rows():
 def test_rows_refuses():
     for line, says in (
         ("s=10", "no ranks=; accepted: ranks=N, or ranks=KxH"),
-        ("ranks=2", "neither s= and seqs=; accepted: s=LENGTH"),
+        ("ranks=2", "neither s= nor seqs=; accepted: s=LENGTH"),
+        ("s=8 ranks=2x", "ranks=2x; accepted: ranks=1 or more"),
         ("s=10 seqs=3 ranks=2", "both s= and seqs=; accepted: s=LENGTH"),
         ("s=ten ranks=2", "s=ten; accepted: s=0 or more, an integer"),
         ("s=-1 ranks=2", "s=-1; accepted: s=0 or more"),
@@ -900,7 +901,7 @@ def test_rows_refuses():
         ("s=10 ranks=2 zigzag contiguous", "more than one of them"),
         ("s=10 ranks=2 packed", "packed, with s=; accepted: packed with seqs="),
         ("seqs=10 ranks=2 zigzag", "seqs=, with zigzag; accepted: "),
-        ("seqs=10x0 ranks=2", "seqs=0; accepted: seqs=1 or more"),
+        ("seqs=10x0 ranks=2", "seqs=10x0; accepted: seqs=1 or more"),
         ("seqs=1x5000000 ranks=2", "LENGTHxTIMES, at most 4194304 sequences"),
         ("s=10 rank=2", "'rank=2' is no word of a line of rows; did you mean ranks?"),
         ("xyzzy", "accepted: s, seqs, ranks, causal, window, zigzag, contiguous, packed, block"),

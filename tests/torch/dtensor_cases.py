@@ -187,6 +187,50 @@ def refusals(group):
         assert torch.equal(attention(*ours).full_tensor(), attention(q, k, v))
 
 
+def refused(call, says):
+    try:
+        call()
+    except NotImplementedError as error:
+        assert says in str(error), error
+    else:
+        raise AssertionError(f"not refused: {says}")
+
+
+def registered_late(group):
+    """PyTorch's dispatcher is on before fovea is registered."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
+    from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
+
+    from fovea.torch._operators import attention as operator, attention_backward
+
+    for one in (operator, attention_backward):
+        theirs.custom_ops.pop(one, None)
+    n = dist.get_world_size(group)
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("context",))
+    whole = [torch.randn(2, h, 32 * n, D) for h in (4, 2, 2)]
+    balancer = _HeadTailLoadBalancer(32 * n, n, "cpu")
+    theirs._enable_context_parallel_dispatcher()
+    try:
+        fovea.torch.register_with_pytorch()
+        mine = theirs._context_parallel_shard(mesh, [x.clone() for x in whole], [2] * 3, balancer)
+        out = attention(*(DTensor.from_local(x, mesh, [Shard(2)], run_check=False) for x in mine), causal=True)
+    finally:
+        theirs._disable_context_parallel_dispatcher()
+        (want,) = theirs._context_parallel_shard(mesh, [attention(*whole, causal=True)], [2], balancer)
+        theirs._cp_options.enable_load_balance = False
+    assert torch.equal(out.to_local(), want)
+
+
+def aligned_dropout(group):
+    """Without a band an alignment means nothing."""
+    n = dist.get_world_size(group)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    q, k, v = (torch.randn(1, 2, 32 * n, D) for _ in range(3))
+    options = {"dropout_p": 0.3, "seed": 1, "align": "top_left"}
+    out = attention(*(distribute_tensor(x, mesh, [Shard(2)]) for x in (q, k, v)), **options)
+    assert torch.equal(out.full_tensor(), attention(q, k, v, **options))
+
+
 class Inner(torch.nn.Module):
     def __init__(self, options):
         super().__init__()
@@ -216,6 +260,8 @@ def within_pytorchs(group, balanced, options, with_bias):
     mine = [x.clone().requires_grad_() for x in mine]
     kind = theirs._ContextParallel(seq_dim=2, attention_type=theirs._ContextParallel.AttentionType.SDPA)
     model = parallelize_module(Inner(options), mesh, kind)
+    if balanced and (options.get("causal") or options.get("dropout_p")):  # rows that DTensor takes for adjacent ones
+        refused(lambda: model(*mine), "q: DTensors whose rows are sharded, after a load balancer of PyTorch's context parallelism")
     theirs._enable_context_parallel_dispatcher()
     try:
         got = model(*mine)
@@ -229,6 +275,7 @@ def within_pytorchs(group, balanced, options, with_bias):
                 raise AssertionError("dropout was computed")
     finally:
         theirs._disable_context_parallel_dispatcher()
+        theirs._cp_options.enable_load_balance = False
     want, *grads = shard([out.detach(), *(x.grad for x in leaves)])
     assert torch.equal(got, want)
     for name, x, y in zip(("q", "k", "v", "bias"), mine, grads):
@@ -400,6 +447,10 @@ def sink_within_pytorchs(group):
     try:
         out = attention(*placed, sink=sink, causal=True)
         out.backward(DTensor.from_local(local_grad, mesh, [Shard(2)], run_check=False))
+        for name, plane in (("bias", torch.randn(1, 4, length, length)), ("mask", torch.ones(2, 1, length, length, dtype=torch.bool))):
+            given = {name: DTensor.from_local(plane, mesh, [Replicate()], run_check=False)}
+            refused(lambda: attention(*placed, **given), f"{name}: whole, while the load balancer")
     finally:
         theirs._disable_context_parallel_dispatcher()
+        theirs._cp_options.enable_load_balance = False
     torch.testing.assert_close(sink.grad.full_tensor(), leaves[3].grad, rtol=1e-5, atol=1e-5)

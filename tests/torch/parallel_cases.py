@@ -3,11 +3,13 @@
 with one process that has all rows. Ranks run these functions (ranks.py)."""
 
 import contextlib
+import copy
 import re
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 
 from covering import covering
 import fovea
@@ -726,4 +728,58 @@ def give_has_one_derivative(group):
         first.sum().backward()
         raise AssertionError("no error")
     except RuntimeError as error:
-        assert "once_differentiable" in str(error)
+        assert "double backward (the gradient of a gradient); accepted: first derivatives" in str(error)
+
+
+def derivatives_that_are_refused(group, move):
+    """By name, before anything moves."""
+    rows = Rows.zigzag(32, group, block=16)
+    q, k, v = (rows.take(torch.randn(1, 2, 32, 8), 2).requires_grad_() for _ in range(3))
+
+    def call(q=q):
+        return context_parallel(q, k, v, rows=rows, move=move, causal=True)
+
+    def says(run, text):
+        try:
+            run()
+        except (RuntimeError, NotImplementedError) as error:
+            assert text in str(error), (move, text, error)
+        else:
+            raise AssertionError(text)
+
+    first = torch.autograd.grad(call().pow(3).sum(), q, create_graph=True)[0]
+    says(lambda: first.sum().backward(), "context_parallel: double backward")
+    says(lambda: torch.func.grad(lambda q: call(q).sum())(q.detach()), "context_parallel: a transform of torch.func")
+    says(lambda: torch.vmap(call)(torch.stack([q.detach()] * 2)), "context_parallel: a transform of torch.func")
+
+    def forward_mode():
+        with forward_ad.dual_level():
+            call(forward_ad.make_dual(q.detach(), torch.ones_like(q)))
+
+    says(forward_mode, "context_parallel: forward-mode derivatives")
+    out = call()
+    says(lambda: torch.autograd.grad(out, q, torch.ones(2, *out.shape), is_grads_batched=True), "is_grads_batched=True")
+    out = call()  # and first derivatives are there
+    assert torch.autograd.grad(out.sum(), q)[0].isfinite().all()
+
+
+def small_errors(group):
+    rows = Rows.zigzag(32, group, block=16)
+    x = torch.randn(rows.count, 2)
+    assert copy.deepcopy(rows) is rows
+    others = dist.GroupMember.NON_GROUP_MEMBER  # what new_group() gives a process that is not in it
+    for run, kind, text in (
+        (lambda: rows.take(x, 5), ValueError, "take: dim=5 of a tensor of 2 dimensions"),
+        (lambda: rows.take(x.numpy(), 0), TypeError, "take: a ndarray; accepted: a torch.Tensor"),
+        (lambda: rows.give(x, None), TypeError, "dim: None; accepted: an integer"),
+        (lambda: rows.give(x.to(torch.int16), 0), RuntimeError, "give of int16"),
+        (lambda: Rows.zigzag(32, "cp"), TypeError, "group: 'cp'; accepted: a process group"),
+        (lambda: Rows.zigzag(32, True), TypeError, "group: True; accepted: a process group"),
+        (lambda: Rows.zigzag(32, others), ValueError, "group: this process is not in it"),
+    ):
+        try:
+            run()
+        except kind as error:
+            assert text in str(error), error
+        else:
+            raise AssertionError(text)

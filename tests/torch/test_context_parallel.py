@@ -339,3 +339,12 @@ def test_error_in_an_own_part(ranks, most_again):
 
 def test_give_has_one_derivative(ranks):
     ranks.run(2, parallel_cases.give_has_one_derivative)
+
+
+@pytest.mark.parametrize("move", ["keys", "heads", "ring"])
+def test_derivatives_that_are_refused(ranks, move):
+    ranks.run(2, parallel_cases.derivatives_that_are_refused, move)
+
+
+def test_small_errors(ranks):
+    ranks.run(2, parallel_cases.small_errors)

@@ -93,6 +93,16 @@ def test_a_sink_within_pytorchs(ranks):
     ranks.run(2, dtensor_cases.sink_within_pytorchs)
 
 
+@pytest.mark.skipif(tuple(map(int, torch.__version__.split(".")[:2])) not in _pytorch_cp._TESTED,
+                    reason=f"register_with_pytorch() refuses PyTorch {torch.__version__}")
+def test_registered_behind_pytorchs_dispatcher(ranks):
+    ranks.run(2, dtensor_cases.registered_late)
+
+
+def test_an_alignment_without_a_band(ranks):
+    ranks.run(2, dtensor_cases.aligned_dropout)
+
+
 def test_other_versions_of_pytorch_are_refused(monkeypatch):
     monkeypatch.setattr("torch.__version__", "2.16.0")
     with pytest.raises(NotImplementedError, match=r"PyTorch 2\.16\.0, whose context parallelism is private; accepted: 2\.15"):

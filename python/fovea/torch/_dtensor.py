@@ -63,6 +63,14 @@ def in_pytorchs_ring() -> bool:
     return torch.ops.aten._scaled_dot_product_flash_attention.default in handlers
 
 
+def _are_rearranged() -> bool:
+    """Whether the rows that PyTorch's context parallelism gave out last are not adjacent ones (DTensors themselves do not say so)."""
+    theirs: Any = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
+    mode = getattr(theirs, "_dispatch_mode", None)
+    by_modules = mode is not None and mode is getattr(getattr(theirs, "_DispatchMode", None), "MODULE_WRAPPER", None)
+    return by_modules and bool(getattr(getattr(theirs, "_cp_options", None), "enable_load_balance", False))
+
+
 def local_shapes(a: Any) -> list[Any]:
     """What the tensors of a call on DTensors are on a rank that has the most of each, so that all ranks decide alike.
 
@@ -121,8 +129,15 @@ def with_places(a: Any, given: Shard) -> tuple[Any, ...]:
     for name in ("positions_q", "positions_k"):
         if getattr(given, name) is not None:
             raise NotImplementedError(f"{name}: given with DTensors whose rows are sharded; accepted: None, or the number position_{name[-1]}")
+    if _are_rearranged():
+        raise NotImplementedError(
+            "q: DTensors whose rows are sharded, after a load balancer of PyTorch's context parallelism rearranged rows; accepted: "
+            "fovea.torch.register_with_pytorch() and PyTorch's _enable_context_parallel_dispatcher(), or fovea.torch.context_parallel"
+        )
     first, first_k = given.position_q or 0, given.position_k or 0
-    if not given.has_positions and banded:
+    if not given.has_positions and not banded:
+        a = a._replace(align=None)  # which means nothing then
+    elif not given.has_positions:
         sq, sk = a.q.shape[rows], a.k.shape[rows]
         if a.align is None and sq != sk:
             raise ValueError(need_align("causal" if a.causal else "window", f"Sq={sq} and Sk={sk}"))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Optional, Union, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .._imports import after
 from . import _ahead, _attention, _parallel_check, _parallel_memory, _rows
@@ -159,6 +160,7 @@ def _compute(q: Tensor, k: Tensor, v: Tensor, rows: Any, move: Any, return_lse: 
     if not isinstance(rows, Rows):
         raise TypeError(f"rows: a {type(rows).__name__}; accepted: what Rows.zigzag, Rows.contiguous or Rows.packed made")
     rows._rank()
+    _refuse_transforms(rows, (q, k, v, *options.values()))
     wrong: Optional[Exception] = None
     call: Any = None
     try:
@@ -172,6 +174,17 @@ def _compute(q: Tensor, k: Tensor, v: Tensor, rows: Any, move: Any, return_lse: 
     with saying_rank(rows):
         out, lse = MOVERS[call.move](call)
     return (out, lse) if return_lse else out
+
+
+def _refuse_transforms(rows: Rows, given: Any) -> None:
+    """What PyTorch would refuse without naming the call, some ranks later than others."""
+    if torch._C._are_functorch_transforms_active():
+        what = "a transform of torch.func (grad, jvp, vmap)"
+    elif forward_ad._current_level >= 0 and any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in given):
+        what = "forward-mode derivatives"
+    else:
+        return
+    raise of_rank(rows, NotImplementedError(f"context_parallel: {what}; accepted: first derivatives by torch.autograd"))
 
 
 _outside_graphs: Any = _compute

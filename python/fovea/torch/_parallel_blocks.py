@@ -21,11 +21,10 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ._parallel_copies import as_matrices, copy, copy_all, copy_each, rows_of
 from ._parallel_fetch import Moving, has_few_segments, segments, send_and_receive
-from ._rows import Rows
+from ._rows import Rows, first_derivatives
 
 LEAST_BYTES = 2**21  # of a message, on average; smaller ones are packed together
 MOST_MESSAGES = 64  # of a tensor, to and from all ranks
@@ -173,7 +172,7 @@ class _Begins(torch.autograd.Function):
         return marks
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives
     def backward(ctx: Any, *marks: Optional[Tensor]) -> tuple[Any, ...]:
         exchange, side = ctx.given
         return (None, None, *exchange.receive(side))
@@ -190,7 +189,7 @@ class _Ends(torch.autograd.Function):
         return tuple(found)
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives
     def backward(ctx: Any, *grads: Optional[Tensor]) -> tuple[Any, ...]:
         exchange, side = ctx.given
         if any(grad is not None for grad in grads):

@@ -10,13 +10,12 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import _attention, _parallel_call, _rows
 from ._parallel_blocks import Exchange, Place, from_place_to_place, learns
 from ._parallel_call import PLANES, Call, draw_seed, entries_of, prepare, streams_of
 from ._parallel_keys import by_keys
-from ._rows import Rows
+from ._rows import Rows, first_derivatives
 
 
 def by_heads(call: Call) -> tuple[Tensor, Tensor]:
@@ -130,7 +129,7 @@ class _ToHeads(torch.autograd.Function):
         return found
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives
     def backward(ctx: Any, *grads: Optional[Tensor]) -> Any:
         return (None, None, None, None, *_back(_to_rows, grads, *ctx.given))
 
@@ -147,7 +146,7 @@ class _ToRows(torch.autograd.Function):
         return found
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives
     def backward(ctx: Any, *grads: Optional[Tensor]) -> Any:
         return (None, None, None, None, *_back(_to_heads, grads, *ctx.given))
 

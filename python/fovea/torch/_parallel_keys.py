@@ -14,7 +14,6 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import _call, _parallel_edges, _rows
 from ._parallel_call import Call, arguments_of, draw_seed, has_queries, saying_rank
@@ -58,7 +57,7 @@ class _Moved(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @_rows.first_derivatives
     def backward(ctx: Any, grad_out: Optional[Tensor], grad_lse: Optional[Tensor]) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
         tensors, (out, lse), others = saved[: len(NAMED)], saved[len(NAMED) :][:2], saved[len(NAMED) + 2 :]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _call, _parallel_call, _parallel_keys
+from . import _call, _dtensor, _parallel_call, _parallel_keys
 from ._call import DIFFERENTIABLE
 from ._rows import Rows
 
@@ -27,9 +27,11 @@ def register_with_pytorch() -> None:
     """Makes PyTorch's context parallelism compute fovea.torch.attention().
 
     PyTorch wraps a module whose inputs are q, k and v, by ``parallelize_module(module, mesh, _ContextParallel(seq_dim=2,
-    attention_type=_ContextParallel.AttentionType.SDPA))``, with its head-tail load balancer or without one. In such a module a call of
-    attention() is then computed as context_parallel(move="keys") does, with what that can compute. ``torch.distributed.tensor.experimental.
-    context_parallel()`` itself replaces scaled_dot_product_attention only.
+    attention_type=_ContextParallel.AttentionType.SDPA))``, with its head-tail load balancer or without one. While PyTorch's dispatcher for
+    it is on (``_enable_context_parallel_dispatcher()``, before this call or after it), a call of attention() in such a module is computed
+    as context_parallel(move="keys") does, with what that can compute. A bias or mask with queries is a DTensor of this rank's rows,
+    Shard() along them; without the load balancer it may be whole, Replicate(). ``torch.distributed.tensor.experimental.context_parallel()``
+    itself replaces scaled_dot_product_attention only.
 
     Raises:
         NotImplementedError: This version of PyTorch is not one that was tested.
@@ -44,8 +46,12 @@ def register_with_pytorch() -> None:
     from ._operators import attention, attention_backward
 
     theirs: Any = importlib.import_module(_MODULE)
-    theirs.custom_ops[attention] = _forward
-    theirs.custom_ops[attention_backward] = _backward
+    ours = {attention: _forward, attention_backward: _backward}
+    theirs.custom_ops.update(ours)
+    if _dtensor.in_pytorchs_ring():  # whose dispatcher has a copy of that table
+        from torch.distributed.tensor import DTensor
+
+        DTensor._op_dispatcher._custom_op_handlers.update(ours)
 
 
 def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -130,6 +136,11 @@ def _call_of(given: tuple[Any, ...], wants: Any = None) -> tuple[_parallel_call.
     options.update({name: x.full_tensor() if _is_distributed(x) else x for name, x in whole.items()})
     for name in ("bias", "bias2", "mask"):
         x = getattr(a, name)
+        if kind == "zigzag" and _is_distributed(x) and x.placements == (Replicate(),) and x.dim() > 1 and x.shape[-2] != 1:
+            raise NotImplementedError(
+                f"{name}: whole, while the load balancer of PyTorch's context parallelism rearranges rows; accepted: a DTensor of this "
+                f"rank's rows as the balancer has them, Shard({x.dim() - 2}), such as _context_parallel_shard() makes"
+            )
         options[name] = None if x is None else _local(x, x.dim() - 2)
     k: Any = a.k
     v: Any = a.v

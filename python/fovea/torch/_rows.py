@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import json
 import operator
@@ -21,7 +22,6 @@ from typing import Any, NamedTuple, NoReturn, Optional, Union
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .. import _abi, _library
 
@@ -155,6 +155,9 @@ class Rows:
         how = ", contiguous" if self._asked[0] == "packed contiguous" else ""
         return f"Rows.{self.kind}: {what} over {self.ranks} ranks{where}{how}"
 
+    def __deepcopy__(self, memo: Any) -> Rows:
+        return self  # as a module that keeps its plan is copied; a plan does not change
+
     @property
     def mine(self) -> tuple[Piece, ...]:
         """The pieces of this rank."""
@@ -206,6 +209,7 @@ class Rows:
         Raises:
             ValueError: x has another number of rows.
         """
+        _dimension(self, "take", x, dim)
         if x.shape[dim] != self.total:
             raise ValueError(
                 f"{_name(self)}: take: {x.shape[dim]} rows along dimension {dim}; accepted: {self.total}, the rows of all ranks"
@@ -232,6 +236,7 @@ class Rows:
             ValueError: x has another number of rows than this rank.
             RuntimeError: The collective failed; the error names the rank.
         """
+        _dimension(self, "give", x, dim)
         if x.shape[dim] != self.count:
             raise ValueError(
                 f"{_name(self)}: give: {x.shape[dim]} rows along dimension {dim}; accepted: {self.count}, the rows of this rank"
@@ -375,8 +380,12 @@ def _planned(asked: _abi.Rows, lengths: Sequence[int]) -> int:
 
 def _group(group: Any) -> tuple[Any, int]:
     """A process group, or a number; and the number of ranks."""
+    if group is not None and dist.is_available() and group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group: this process is not in it; accepted: a group of which it is a member")
     if isinstance(group, int) and not isinstance(group, bool):
         return group, _number("group", group, 1)
+    if isinstance(group, (bool, str, float)):
+        raise TypeError(f"group: {group!r}; accepted: a process group, a DeviceMesh, None for all ranks, or a number of ranks")
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError("Rows: torch.distributed is not initialised; call torch.distributed.init_process_group() first")
     if hasattr(group, "get_group"):
@@ -421,6 +430,13 @@ def _over_groups(first: Rows, whole: Any, keys: Any, heads: Any) -> Rows:
     return rows
 
 
+def _dimension(rows: Rows, what: str, x: Any, dim: Any) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{_name(rows)}: {what}: a {type(x).__name__}; accepted: a torch.Tensor")
+    if not -x.dim() <= _number("dim", dim, -64) < x.dim():
+        raise ValueError(f"{_name(rows)}: {what}: dim={dim} of a tensor of {x.dim()} dimensions; accepted: that of its rows")
+
+
 def _number(name: str, value: Any, least: int) -> int:
     try:
         number = operator.index(value)
@@ -450,7 +466,7 @@ def naming(rows: Rows, what: str) -> Iterator[None]:
 def _fail(rows: Rows, what: str, error: Exception) -> NoReturn:
     raise RuntimeError(
         f"{_name(rows)}: {what}: the collective failed: {error}; every rank has to make the same calls with equal arguments, "
-        "which FOVEA_CHECK_RANKS=1 compares"
+        "and FOVEA_CHECK_RANKS=1 compares those of context_parallel()"
     ) from error
 
 
@@ -579,6 +595,25 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def first_derivatives(backward: Any) -> Any:
+    """As once_differentiable, but what is not computed is refused by name."""
+
+    @functools.wraps(backward)
+    def named(ctx: Any, *grads: Any) -> Any:
+        tensors = [grad for grad in grads if isinstance(grad, Tensor)]
+        if any(map(torch._C._functorch.is_legacy_batchedtensor, tensors)):
+            raise NotImplementedError("context_parallel: is_grads_batched=True; accepted: gradients one after the other")
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not torch.is_grad_enabled() or not any(grad.requires_grad for grad in tensors):
+            return found
+        refuse: Any = torch._C._functions
+        error = refuse.DelayedError(b"context_parallel: double backward (the gradient of a gradient); accepted: first derivatives", len(found))
+        return error(*(None if x is None else x.detach().requires_grad_() for x in found))
+
+    return named
+
+
 class _Give(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Rows, x: Tensor, dim: int) -> Tensor:
@@ -586,11 +621,11 @@ class _Give(torch.autograd.Function):
         first = x.movedim(dim, 0)
         ranked = by_ranks(rows, _size(first), first)
         of_this_rank(rows, ranked)[: rows.count].view(first.shape).copy_(first)
-        whole = end_gather(start_gather(rows, ranked, "give"))
+        whole = end_gather(start_gather(rows, ranked, f"give of {str(x.dtype).removeprefix('torch.')}"))
         return whole.view(rows.total, *first.shape[1:]).movedim(0, dim)
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         rows = ctx.rows
         first = grad.movedim(ctx.dim, 0).to(wide(ctx.dtype))
