@@ -130,8 +130,8 @@ inline bool same(const char* name, const std::vector<float>& mine, const std::ve
   return right;
 }
 
-// A process's own results, to be compared with the rows of `alone`. On a CPU out, lse and grad_q have the same bits;
-// gradients of keys are sums over the ranks.
+// A process's own results, to be compared with the rows of `alone`. On a CPU out, lse and grad_q have the same bits
+// (error is 0), but for pieces of a few rows; gradients of keys are sums over the ranks.
 inline bool right(const Sizes& sizes, const Tensors& mine, const Tensors& alone, const std::vector<std::int64_t>& index,
                   double error, int rank) {
   const double of_sums = std::max(error, 2e-6);
