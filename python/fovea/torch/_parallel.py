@@ -178,9 +178,10 @@ def _compute(q: Tensor, k: Tensor, v: Tensor, rows: Any, move: Any, return_lse: 
 
 def _refuse_transforms(rows: Rows, given: Any) -> None:
     """What PyTorch would refuse without naming the call, some ranks later than others."""
+    parts: Any = forward_ad.unpack_dual
     if torch._C._are_functorch_transforms_active():
         what = "a transform of torch.func (grad, jvp, vmap)"
-    elif forward_ad._current_level >= 0 and any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in given):
+    elif forward_ad._current_level >= 0 and any(isinstance(x, Tensor) and parts(x).tangent is not None for x in given):
         what = "forward-mode derivatives"
     else:
         return
