@@ -773,6 +773,7 @@ def small_errors(group):
         (lambda: rows.take(x.numpy(), 0), TypeError, "take: a ndarray; accepted: a torch.Tensor"),
         (lambda: rows.give(x, None), TypeError, "dim: None; accepted: an integer"),
         (lambda: rows.give(x.to(torch.int16), 0), RuntimeError, "give of int16"),
+        (lambda: rows.balance(window=10), TypeError, "window: 10; accepted: a pair (left, right)"),
         (lambda: Rows.zigzag(32, "cp"), TypeError, "group: 'cp'; accepted: a process group"),
         (lambda: Rows.zigzag(32, True), TypeError, "group: True; accepted: a process group"),
         (lambda: Rows.zigzag(32, others), ValueError, "group: this process is not in it"),

@@ -121,6 +121,8 @@ def test_slopes_of_float64():
     q, slopes = torch.randn(2, 4, 9, 8), torch.rand(4, dtype=torch.float64)
     assert torch.equal(attention(q, q, q, alibi_slopes=slopes), attention(q, q, q, alibi_slopes=slopes.float()))
     exact = attention(q.double(), q.double(), q.double(), alibi_slopes=slopes)
+    narrow = attention(q.double(), q.double(), q.double(), alibi_slopes=slopes.float())
+    assert torch.equal(narrow, attention(q.double(), q.double(), q.double(), alibi_slopes=slopes.float().double()))
     assert not torch.equal(exact, attention(q.double(), q.double(), q.double(), alibi_slopes=slopes.float().double()))
 
 

@@ -196,8 +196,9 @@ def _attention(
     # Models in 16 bits have sinks and slopes of 16 bits, and PyTorch's integers have 64. The library accepts one type.
     if sink is not None and isinstance(sink, Tensor) and sink.dtype in _HALVES:
         sink = _wider(sink, q)
-    if alibi_slopes is not None and isinstance(alibi_slopes, Tensor) and alibi_slopes.dtype in _CONVERTED_SLOPES:
-        alibi_slopes = _wider(alibi_slopes, q)
+    if alibi_slopes is not None and isinstance(alibi_slopes, Tensor):
+        if alibi_slopes.dtype in _CONVERTED_SLOPES or (alibi_slopes.dtype is torch.float32 and getattr(q, "dtype", None) is torch.float64):
+            alibi_slopes = _wider(alibi_slopes, q)
     if seqused_q is not None and isinstance(seqused_q, Tensor) and seqused_q.dtype == torch.int64:
         same = seqused_q is seqused_k  # equal lengths on both sides are recognised by the tensor, not by its values
         seqused_q = _narrower(seqused_q)

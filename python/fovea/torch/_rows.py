@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _abi, _library
+from .._problem import _window
 
 
 class Piece(NamedTuple):
@@ -191,7 +192,8 @@ class Rows:
         Returns:
             float: At least 1.0.
         """
-        found: float = self._cached(("balance", causal, window), lambda: _balance(*self._asked, causal, window))
+        sides = _window(window)
+        found: float = self._cached(("balance", causal, sides), lambda: _balance(*self._asked, causal, sides))
         return found
 
     def take(self, x: Tensor, dim: int) -> Tensor:
