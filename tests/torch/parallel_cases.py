@@ -763,6 +763,19 @@ def derivatives_that_are_refused(group, move):
     assert torch.autograd.grad(out.sum(), q)[0].isfinite().all()
 
 
+def lse_in_the_loss_of_one_rank(group, move):
+    rows = Rows.zigzag(64, group, block=16)
+    whole = [torch.randn(1, 4, 64, 8, dtype=torch.float64).requires_grad_() for _ in range(3)]
+    q, k, v = (rows.take(x.detach(), 2).requires_grad_() for x in whole)
+    out, lse = context_parallel(q, k, v, rows=rows, move=move, causal=True, return_lse=True)
+    (out.square().sum() + (lse.sum() if rows.rank == 0 else 0)).backward()
+    out, lse = attention(*whole, causal=True, return_lse=True)
+    first = sum(lse[..., piece.start : piece.start + piece.rows].sum() for piece in rows.pieces[0])
+    (out.square().sum() + first).backward()
+    for mine, x in zip((q, k, v), whole):
+        torch.testing.assert_close(mine.grad, rows.take(x.grad, 2), rtol=1e-10, atol=1e-10)
+
+
 def small_errors(group):
     rows = Rows.zigzag(32, group, block=16)
     x = torch.randn(rows.count, 2)

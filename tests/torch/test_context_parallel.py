@@ -348,3 +348,8 @@ def test_derivatives_that_are_refused(ranks, move):
 
 def test_small_errors(ranks):
     ranks.run(2, parallel_cases.small_errors)
+
+
+@pytest.mark.parametrize("move", ["keys", "heads"])
+def test_lse_in_the_loss_of_one_rank(ranks, move):
+    ranks.run(2, parallel_cases.lse_in_the_loss_of_one_rank, move)

@@ -173,7 +173,21 @@ def _compute(q: Tensor, k: Tensor, v: Tensor, rows: Any, move: Any, return_lse: 
         _parallel_check.compare(rows, call, wrong)
     with saying_rank(rows):
         out, lse = MOVERS[call.move](call)
+    if return_lse and call.move in ("heads", "both") and out.requires_grad and lse.requires_grad:
+        out, lse = _Together.apply(out, lse)
     return (out, lse) if return_lse else out
+
+
+class _Together(torch.autograd.Function):
+    """If one has a gradient, the other one has, too: 0 where this rank's loss leaves it out. What moves is then the same on all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.detach() for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads
 
 
 def _refuse_transforms(rows: Rows, given: Any) -> None:
