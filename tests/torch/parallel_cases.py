@@ -748,7 +748,7 @@ def derivatives_that_are_refused(group, move):
             raise AssertionError(text)
 
     first = torch.autograd.grad(call().pow(3).sum(), q, create_graph=True)[0]
-    says(lambda: first.sum().backward(), "context_parallel: double backward")
+    says(lambda: first.sum().backward(), "context_parallel, Rows.give: double backward")
     says(lambda: torch.func.grad(lambda q: call(q).sum())(q.detach()), "context_parallel: a transform of torch.func")
     says(lambda: torch.vmap(call)(torch.stack([q.detach()] * 2)), "context_parallel: a transform of torch.func")
 

@@ -604,13 +604,14 @@ def first_derivatives(backward: Any) -> Any:
     def named(ctx: Any, *grads: Any) -> Any:
         tensors = [grad for grad in grads if isinstance(grad, Tensor)]
         if any(map(torch._C._functorch.is_legacy_batchedtensor, tensors)):
-            raise NotImplementedError("context_parallel: is_grads_batched=True; accepted: gradients one after the other")
+            raise NotImplementedError("context_parallel, Rows.give: is_grads_batched=True; accepted: gradients one after the other")
         with torch.no_grad():
             found = backward(ctx, *grads)
         if not torch.is_grad_enabled() or not any(grad.requires_grad for grad in tensors):
             return found
         refuse: Any = torch._C._functions
-        error = refuse.DelayedError(b"context_parallel: double backward (the gradient of a gradient); accepted: first derivatives", len(found))
+        said = b"context_parallel, Rows.give: double backward (the gradient of a gradient); accepted: first derivatives"
+        error = refuse.DelayedError(said, len(found))
         return error(*(None if x is None else x.detach().requires_grad_() for x in found))
 
     return named
