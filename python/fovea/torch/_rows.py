@@ -191,6 +191,9 @@ class Rows:
 
         Returns:
             float: At least 1.0.
+
+        Raises:
+            TypeError, ValueError: window is no pair of integers of 64 bits, or one is less than -1.
         """
         sides = _window(window)
         found: float = self._cached(("balance", causal, sides), lambda: _balance(*self._asked, causal, sides))
