@@ -624,7 +624,7 @@ std::string forward_of(const std::string& line, const std::string& architecture)
 }
 
 TEST(CudaPlan, HopperForwardTakesAllButThis) {
-  const std::string all = "softcap=30 alibi=h sink bias=b,h,q,k:fp32 mask=1,1,q,k dropout=0.6 causal window=9,-1 ";
+  const std::string all = "softcap=30 alibi=h sink bias=b,h,q,k:fp32 mask=1,1,q,k dropout=0.6 ";
   for (const std::string line :
        {"b=2 hq=4 sq=128 sk=128 d=64 bf16", "b=2 hq=4 hk=1 sq=500 sk=77 d=100 dv=256 fp16",
         "b=1 hq=1 sq=1 sk=1 d=1 bf16", "b=2 hq=4 seqs_q=3,900 seqs_k=300,7 d=192 dv=128 bf16 sink",
@@ -648,6 +648,23 @@ TEST(CudaPlan, HopperForwardTakesAllButThis) {
   for (const auto& [line, why] : passed_over) {
     EXPECT_NE(forward_of(line, "sm_90"), "sm90_forward") << line;
     EXPECT_NE(plan_of_line("fwd " + line).summary.find(why), std::string::npos) << plan_of_line("fwd " + line).summary;
+  }
+}
+
+// Where biases leave room for one buffer alone, a warpgroup and the thread that copies could wait for each other.
+TEST(CudaPlan, HopperForwardHasTwoBuffersUnderABandAndWithLengths) {
+  const std::string wide = "b=2 hq=4 sq=300 sk=300 d=256 bf16 bias=b,h,q,k:fp32";
+  EXPECT_EQ(forward_of(wide, "sm_90"), "sm90_forward");
+  for (const std::string more : {" causal", " window=9,9", " used_k=300,250"}) {
+    EXPECT_EQ(forward_of(wide + more, "sm_90"), "generic_forward") << more;
+  }
+  for (const Problem& problem : both_directions_of_the_table()) {
+    const Shapes shapes(problem);
+    const Plan plan = plan_for(validate(shapes.get(), problem.direction, /*shapes_only=*/true), target_of("sm_90"));
+    if (const Launch* const forward = find(plan, "sm90_forward"); forward != nullptr) {
+      const auto& spec = forward->kernel.as<Sm90ForwardSpec>();
+      EXPECT_TRUE((spec.planes != 1 && spec.stages != 1) || (!spec.banded && !spec.ragged)) << print(spec);
+    }
   }
 }
 

@@ -349,6 +349,12 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
     if (!target.holds(sizes.bytes, sizes.ctas)) {
       continue;
     }
+    // With one buffer the copying thread has V of a step only behind what is added to the next step's scores. A
+    // warpgroup that passes over steps, or clears V behind a sequence's end, would wait for that V, and it for them.
+    const bool one_buffer = spec.planes == 1 || spec.stages == 1;
+    if (one_buffer && (spec.banded || spec.ragged)) {
+      continue;
+    }
     // generic_forward can share the keys of a row among blocks.
     constexpr std::int64_t kManyKeys = 2048;
     if (order_of(call, operands, spec).tiles * 2 <= target.multiprocessors && call.rows.limit_k >= kManyKeys) {
