@@ -397,7 +397,35 @@ def test_cache(module, computed):
         module.flash_attn_with_kvcache(q, *caches, k)
 
 
+@pytest.mark.parametrize("module", [flash_attn, flash_attn_3], ids=["2", "3"])
+@pytest.mark.parametrize("lengths", [8, -1, torch.tensor([3, 8, 0], dtype=torch.int32), torch.tensor([0, 0, -1], dtype=torch.int32)], ids=str)
+def test_keys_beyond_the_cache(lengths, module):
+    """Two keys in a cache of nine; nothing is written."""
+    q = torch.randn(3, 2, 2, 8, dtype=torch.float64)
+    caches = [torch.zeros(3, 9, 2, 8, dtype=torch.float64) for _ in range(2)]
+    with pytest.raises(ValueError, match=r"^flash_attn_with_kvcache: cache_seqlens: (8|-1), with 2 new keys in a cache of 9; accepted: 0 to 7$"):
+        module.flash_attn_with_kvcache(q, *caches, q, q, cache_seqlens=lengths)
+    assert all((cache == 0).all() for cache in caches)
+
+
 # ---- what is refused ----
+
+
+@pytest.mark.parametrize("window", [5, (1, 2, 3), None])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_window_that_is_no_pair(version, window):
+    q, k, v = inputs(4, 4)
+    with pytest.raises(TypeError, match=r"^window_size: .*; accepted: \(left, right\)$"):
+        VERSIONS[version].flash_attn_func(q, k, v, window_size=window)
+
+
+def test_packed_keys_that_are_no_pair():
+    q = torch.randn(2, 6, 2, 8)
+    with pytest.raises(ValueError, match="^kv: shape 2x6x3x2x8; accepted: .B, Sk, 2, Hk, D.$"):
+        flash_attn.flash_attn_kvpacked_func(q, torch.randn(2, 6, 3, 2, 8))
+    with pytest.raises(ValueError, match="^kv: shape 6x3x2x8; accepted: .total_k, 2, Hk, D.$"):
+        flash_attn.flash_attn_varlen_kvpacked_func(q[0], torch.randn(6, 3, 2, 8), offsets([6]), offsets([6]), 6, 6)
+
 
 REFUSED = {
     "flash_attn": {"flash_attn_varlen_func": ["block_table"],

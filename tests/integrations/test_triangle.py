@@ -213,6 +213,8 @@ def test_evoformer_refuses():
     q = tensor(B, N, Q, H, D)
     with pytest.raises(ValueError, match="biases: 3; accepted: at most two"):
         evoformer.DS4Sci_EvoformerAttention(q, q, q, [None] * 3)
+    with pytest.raises(ValueError, match="^Q: shape 3x7x2x8; accepted: .B, N, L, H, D.$"):
+        evoformer.DS4Sci_EvoformerAttention(torch.zeros(3, 7, 2, 8), q, q, [])
     with pytest.raises(ValueError, match=r"biases\[1\]: shape \(2, 3, 1, 1, 5\); accepted: \(2, 1, 2, 5, 5\)"):
         evoformer.DS4Sci_EvoformerAttention(q, q, q, [None, tensor(B, N, 1, 1, Q)])
 

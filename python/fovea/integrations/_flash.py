@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..torch import _operators as _torch_operators
+from ..torch._ahead import is_traced
 from ..torch import attention, attention_qkv
 from . import _counts
 
@@ -35,9 +36,15 @@ def refuse_chunk(function: str, attention_chunk: int) -> None:
         refuse(function, "attention_chunk", f"{attention_chunk}, and fovea has no such mask", "0")
 
 
+def pair(window: Window) -> Window:
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"window_size: {window!r}; accepted: (left, right)")
+    return window
+
+
 def unbounded(window: Window) -> tuple[int, int]:
     """A window as fovea has it: None and every negative number become -1."""
-    left, right = window
+    left, right = pair(window)
     return _side(left), _side(right)
 
 
@@ -90,6 +97,16 @@ def append(cache: Tensor, new: Tensor, lengths: Tensor, rows: Optional[Tensor]) 
     cache[sequences[:, None], lengths.long()[:, None] + steps] = new.to(cache.dtype)
 
 
+def _need_room(function: str, lengths: Tensor, new: int, size: int) -> None:
+    """On a GPU reading the lengths would wait for it; there PyTorch's own check stops the program."""
+    if lengths.device.type == "cpu" and not is_traced() and lengths.numel():
+        for length in (int(lengths.max()), int(lengths.min())):
+            if not 0 <= length <= size - new:
+                raise ValueError(
+                    f"{function}: cache_seqlens: {length}, with {new} new keys in a cache of {size}; accepted: 0 to {size - new}"
+                )
+
+
 @torch.no_grad()
 def with_cache(
     integration: str, function: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Optional[Tensor], v: Optional[Tensor],
@@ -105,6 +122,7 @@ def with_cache(
     if k is not None and v is not None:
         if lengths is None:
             raise ValueError(f"{function}: cache_seqlens: None with k; accepted: the lengths before k")
+        _need_room(function, lengths, k.shape[1], k_cache.shape[1])
         append(k_cache, k, lengths, cache_batch_idx)
         append(v_cache, v, lengths, cache_batch_idx)
         lengths = lengths + k.shape[1]

@@ -14,6 +14,7 @@ from typing import Any, Optional
 
 from torch import Tensor
 
+from .._problem import shape_text
 from ..torch import attention
 from . import _counts
 from ._stand_in import Patches
@@ -42,6 +43,8 @@ def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[
     """
     if len(biases) > 2:
         raise ValueError(f"biases: {len(biases)}; accepted: at most two")
+    if Q.dim() != 5:
+        raise ValueError(f"Q: shape {shape_text(Q.shape)}; accepted: (B, N, L, H, D)")
     batch, outer, length, heads, _ = Q.shape
     given: list[Any] = [*biases, None, None]
     for at, shape in enumerate(((batch, outer, 1, 1, length), (batch, 1, heads, length, length))):

@@ -16,6 +16,7 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor
 
+from .._problem import shape_text
 from . import _bert_padding, _flash
 from ._stand_in import StandIn
 
@@ -40,6 +41,14 @@ def _theirs(lse: Tensor) -> Tensor:
 
 def _result(found: Any, return_attn_probs: bool) -> Any:
     return (found[0], _theirs(found[1]), None) if return_attn_probs else found
+
+
+def _unpacked(kv: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    if kv.dim() != rank or kv.shape[-3] != 2:
+        accepted = "(B, Sk, 2, Hk, D)" if rank == 5 else "(total_k, 2, Hk, D)"
+        raise ValueError(f"kv: shape {shape_text(kv.shape)}; accepted: {accepted}")
+    k, v = kv.unbind(-3)
+    return k, v
 
 
 def flash_attn_func(
@@ -99,7 +108,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """flash_attn.flash_attn_kvpacked_func: kv is (B, Sk, 2, Hk, D). The rest is as in flash_attn_func()."""
-    k, v = kv.unbind(-3)
+    k, v = _unpacked(kv, 5)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
@@ -197,7 +206,7 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """flash_attn.flash_attn_varlen_kvpacked_func: kv is (total_k, 2, Hk, D). The rest is as in flash_attn_varlen_func()."""
-    k, v = kv.unbind(-3)
+    k, v = _unpacked(kv, 4)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
         softcap, alibi_slopes, deterministic, return_attn_probs,

@@ -25,7 +25,8 @@ _VERSION = "4.0.0b36"  # is imitated
 def _placed(causal: bool, window: _flash.Window, align: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """FlashAttention-4's rule: a negative side moves the window off the diagonal, unless it leaves nothing of it: then there is no
     window. A moved window is one with another shift; `align` makes the positions that give the usual one."""
-    left, right = window[0], 0 if causal else window[1]
+    left, right = _flash.pair(window)
+    right = 0 if causal else right
     if left is not None and right is not None and left + right < 0:
         return {"window_size": (None, None)}
     if right is not None and right < 0:
