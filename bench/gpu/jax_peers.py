@@ -5,6 +5,9 @@
 Each row is measured in the same process, one after the other and again in the other order, and the better time of each is
 taken: milliseconds for a call, from the time of many that are put on the device without waiting. The last lines are the host's
 time for a small jitted call, and the geometric mean of the ratios. What fails says so and the rest goes on.
+
+Without a GPU it is beside implementation="xla", which says whether it runs at all: JAX_PLATFORMS=cpu bench/gpu/jax_peers.py --lengths 32
+--tokens 64
 """
 
 import argparse
@@ -24,11 +27,12 @@ sys.path.append(str(ROOT / "tools"))
 
 import records  # noqa: E402
 
-TOKENS, HEADS = 16384, 16
+HEADS = 16
 
 
 def theirs(q, k, v, bias, causal):
-    return jax.nn.dot_product_attention(q, k, v, bias=bias, is_causal=causal, implementation="cudnn")
+    implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    return jax.nn.dot_product_attention(q, k, v, bias=bias, is_causal=causal, implementation=implementation)
 
 
 def ours(q, k, v, bias, causal):
@@ -62,22 +66,22 @@ def compiled(attention, causal, with_bias, training):
     return jax.jit(train)
 
 
-def arguments_of(kind, d, s, training, make):
+def arguments_of(kind, d, s, training, tokens, make):
     keys = jax.random.split(jax.random.key(0), 5)
-    q, k, v, grad_out = (make(key, (TOKENS // s, s, HEADS, d)) for key in keys[:4])
+    q, k, v, grad_out = (make(key, (tokens // s, s, HEADS, d)) for key in keys[:4])
     bias = make(keys[4], (1, HEADS, s, s)) if kind == "bias" else None
     return (q, k, v, bias, grad_out) if training else (q, k, v, bias)
 
 
-def both_compiled(kind, d, s, training):
+def both_compiled(kind, d, s, training, tokens):
     """theirs and ours, of XLA."""
-    shapes = arguments_of(kind, d, s, training, lambda _, shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+    shapes = arguments_of(kind, d, s, training, tokens, lambda _, shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16))
     return [compiled(attention, kind == "causal", kind == "bias", training).lower(*shapes).compile() for attention in (theirs, ours)]
 
 
-def row(kind, d, s, training, both):
+def row(kind, d, s, training, tokens, both):
     """Milliseconds of theirs and of ours."""
-    arguments = arguments_of(kind, d, s, training, lambda key, shape: jax.random.normal(key, shape, jnp.bfloat16))
+    arguments = arguments_of(kind, d, s, training, tokens, lambda key, shape: jax.random.normal(key, shape, jnp.bfloat16))
     times = [[], []]
     for order in ((0, 1), (1, 0)):
         for which in order:
@@ -104,11 +108,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600, help="no new row is begun after so many (600)")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="of the sequences (1024 to 8192)")
+    parser.add_argument("--tokens", type=int, default=16384, help="of a batch (16384)")
     parser.add_argument("--json", type=Path, help="where the rows go")
     arguments = parser.parse_args()
     start = time.monotonic()
     rows, device = [], jax.devices()[0]
-    print(f"JAX {jax.__version__}, {device.device_kind}, {TOKENS} tokens, {HEADS} heads, bfloat16, ms")
+    print(f"JAX {jax.__version__}, {device.device_kind}, {arguments.tokens} tokens, {HEADS} heads, bfloat16, ms")
     host = {}
     for attention in (theirs, ours):
         try:
@@ -121,7 +126,7 @@ def main():
                 for kind in ("plain", "causal", "bias") for training in (True, False)]  # fmt: skip
     # XLA and cuDNN compile on several of the host's threads, before anything is timed.
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        compiling = {problem: pool.submit(both_compiled, *problem) for problem in problems}
+        compiling = {problem: pool.submit(both_compiled, *problem, arguments.tokens) for problem in problems}
     print(f"compiled after {time.monotonic() - start:.0f} s", flush=True)
     for problem in problems:
         if time.monotonic() - start > arguments.seconds:
@@ -130,7 +135,7 @@ def main():
         kind, d, s, training = problem
         name = f"{kind:8}{d:5}{s:7}{'fwd+bwd' if training else 'fwd':>10}"
         try:
-            before, now = row(*problem, compiling[problem].result())
+            before, now = row(*problem, arguments.tokens, compiling[problem].result())
             rows.append({"kind": kind, "d": d, "s": s, "training": training, "theirs": round(before, 4), "ours": round(now, 4)})
             print(f"{name}{before:10.3f}{now:10.3f}{before / now:8.2f}", flush=True)
         except Exception as error:
@@ -142,7 +147,7 @@ def main():
     if arguments.json:
         records.write(arguments.json, {
             "device": device.device_kind, "jax": jax.__version__, **records.when(),
-            "tokens": TOKENS, "heads": HEADS, "host_us": host, "rows": rows})  # fmt: skip
+            "tokens": arguments.tokens, "heads": HEADS, "host_us": host, "rows": rows})  # fmt: skip
 
 
 if __name__ == "__main__":
