@@ -62,6 +62,16 @@ SIGNATURES = {
             f"max_seqlen_q=None, rotary_seqlens=None, {SCALES}, softmax_scale=None, causal=False, window_size=(-1, -1), "
             "attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, "
             "sm_margin=0, return_softmax_lse=False",
+        "_flash_attn_forward":
+            "q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None, cu_seqlens_k_new=None, "
+            "seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, page_table=None, kv_batch_idx=None, "
+            f"leftpad_k=None, rotary_cos=None, rotary_sin=None, seqlens_rotary=None, {SCALES}, softmax_scale=None, causal=False, "
+            "window_size_left=-1, window_size_right=-1, attention_chunk=0, softcap=0.0, rotary_interleaved=True, "
+            "scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0",
+        "_flash_attn_backward":
+            "dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None, "
+            "max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False, "
+            "window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0",
     },
     "flash_attn_4": {
         "flash_attn_func":
@@ -359,6 +369,42 @@ def test_private_functions(packed, dropout, computed):
         close(one, other)
 
 
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_private_functions_of_version_3(packed, used, computed):
+    """One pair for padded and for packed sequences. The results go where they are asked for."""
+    if packed:
+        q, k, v = varlen_inputs()
+        lengths = {"cu_seqlens_q": offsets(LENGTHS_Q), "cu_seqlens_k": offsets(LENGTHS_K), "max_seqlen_q": 5, "max_seqlen_k": 5}
+    else:
+        q, k, v = inputs(9, 5)
+        lengths = {}
+    batch = 4 if packed else 2
+    some = torch.tensor([1, 0, 5, 1] if packed else [3, 9], dtype=torch.int32)
+    seqused = {"q": some, "k": some.clamp(max=5).flip(0).minimum(torch.tensor([4, 2, 5, 1][:batch], dtype=torch.int32))} if used else {"q": None, "k": None}
+    plain = [x.detach() for x in (q, k, v)]
+    into = torch.full_like(plain[0], math.nan)
+    out, lse, *rest = flash_attn_3._flash_attn_forward(
+        *plain, out_=into, **lengths, seqused_q=seqused["q"], seqused_k=seqused["k"], softmax_scale=0.4, causal=True,
+        window_size_left=3, softcap=1.5)  # fmt: skip
+    assert out is into and rest == [None, None]
+    dout = torch.randn_like(out)
+    grads = [torch.full_like(x, math.nan) for x in plain]
+    flash_attn_3._flash_attn_backward(
+        dout, *plain, out, lse, sequed_q=seqused["q"], sequed_k=seqused["k"], dq=grads[0], dk=grads[1], dv=grads[2], **lengths,
+        softmax_scale=0.4, is_causal=True, window_size_left=3, softcap=1.5)  # fmt: skip
+    computed("flash_attn_3", 2)
+    if not packed:  # as packed sequences of the lengths that the batch has
+        lengths = {"cu_seqlens_q": offsets([9, 9]), "cu_seqlens_k": offsets([5, 5]), "max_seqlen_q": 9, "max_seqlen_k": 5}
+    want, want_lse = flash_attn_3.flash_attn_varlen_func(
+        *(x if packed else x.flatten(0, 1) for x in (q, k, v)), **lengths, seqused_q=seqused["q"], seqused_k=seqused["k"],
+        softmax_scale=0.4, causal=True, window_size=(3, -1), softcap=1.5, return_attn_probs=True)  # fmt: skip
+    close(out, want.view_as(out))
+    close(lse, want_lse if packed else want_lse.unflatten(1, (2, 9)).transpose(0, 1))
+    for one, other in zip(grads, torch.autograd.grad((want.view_as(out) * dout).sum(), (q, k, v))):
+        close(one, other)
+
+
 def test_a_backward_with_dropout_needs_the_state():
     q, k, v = (x.detach() for x in inputs(4, 4))
     out, lse, _, _ = flash_attn._flash_attn_forward(q, k, v, 0.5, 0.3, False, -1, -1, 0.0, None, False)
@@ -436,6 +482,8 @@ REFUSED = {
         "flash_attn_varlen_func": ["qv", "q_descale", "k_descale", "v_descale", "attention_chunk"],
         "flash_attn_with_kvcache": ["qv", "rotary_cos", "rotary_sin", "cache_leftpad", "page_table", "cu_seqlens_q",
                                     "cu_seqlens_k_new", "rotary_seqlens", "q_descale", "k_descale", "v_descale", "attention_chunk"],
+        "_flash_attn_forward": ["k_new", "v_new", "qv", "cu_seqlens_k_new", "page_table", "kv_batch_idx", "leftpad_k", "rotary_cos",
+                                "rotary_sin", "seqlens_rotary", "q_descale", "k_descale", "v_descale", "attention_chunk"],
     },
     "flash_attn_4": {
         "flash_attn_func": ["qv", "gather_kv_indices", "score_mod", "score_mod_bwd", "mask_mod", "aux_tensors", "aux_scalars",

@@ -18,13 +18,13 @@ from fovea.integrations import _stand_in, available, install, stats, uninstall
 
 STAND_INS = {
     "flash_attn": ("flash-attn", "2.8.4", ["flash_attn", "flash_attn.flash_attn_interface", "flash_attn.bert_padding"]),
-    "flash_attn_3": ("flash-attn-3", "3.0.0", ["flash_attn_interface"]),
+    "flash_attn_3": ("flash-attn-3", "3.0.0", ["flash_attn_interface", "flash_attn_3", "flash_attn_3.flash_attn_interface"]),
     "flash_attn_4": ("flash-attn-4", "4.0.0b36", ["flash_attn.cute", "flash_attn.cute.interface"]),
 }
 
 
 def theirs():
-    return {name for name in sys.modules if name.split(".")[0] in ("flash_attn", "flash_attn_interface")}
+    return {name for name in sys.modules if name.split(".")[0] in ("flash_attn", "flash_attn_3", "flash_attn_interface")}
 
 
 @pytest.mark.parametrize("name", STAND_INS)
@@ -77,6 +77,17 @@ def test_what_it_does_not_have_is_said():
     for name in ("flash_attn.layers", "flash_attn.layers.rotary", "flash_attn.ops.triton"):
         with pytest.raises(ModuleNotFoundError, match=r"fovea.integrations stands in for flash-attn 2.8.4.*install the package"):
             importlib.import_module(name)
+
+
+def test_the_second_name_of_version_3():
+    """Transformer Engine and Megatron import it from a package, with its private names."""
+    install("flash_attn_3")
+    from flash_attn_3.flash_attn_interface import _flash_attn_backward, _flash_attn_forward, flash_attn_with_kvcache
+
+    import flash_attn_interface
+
+    for function in (_flash_attn_backward, _flash_attn_forward, flash_attn_with_kvcache):
+        assert getattr(flash_attn_interface, function.__name__) is function
 
 
 def test_all_or_none(monkeypatch):

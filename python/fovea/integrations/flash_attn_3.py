@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The functions of FlashAttention-3, computed by fovea. install("flash_attn_3") puts them in the place of the module
-flash_attn_interface.
+flash_attn_interface, and of the package flash_attn_3, which has it again.
 
 As flash_attn 2, but without dropout and ALiBi, with the logsumexp alone as second result, and -inf in it for rows without
 keys. docs/integrations/flash_attn.md has every argument.
@@ -294,8 +294,98 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
 
 
+# ---- private names: Transformer Engine, Megatron and packages for several GPUs import them ----
+
+
+def _flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_new: Optional[Tensor] = None,
+    v_new: Optional[Tensor] = None,
+    qv: Optional[Tensor] = None,
+    out_: Optional[Tensor] = None,
+    cu_seqlens_q: Optional[Tensor] = None,
+    cu_seqlens_k: Optional[Tensor] = None,
+    cu_seqlens_k_new: Optional[Tensor] = None,
+    seqused_q: Optional[Tensor] = None,
+    seqused_k: Optional[Tensor] = None,
+    max_seqlen_q: Optional[int] = None,
+    max_seqlen_k: Optional[int] = None,
+    page_table: Optional[Tensor] = None,
+    kv_batch_idx: Optional[Tensor] = None,
+    leftpad_k: Optional[Tensor] = None,
+    rotary_cos: Optional[Tensor] = None,
+    rotary_sin: Optional[Tensor] = None,
+    seqlens_rotary: Optional[Tensor] = None,
+    q_descale: Optional[Tensor] = None,
+    k_descale: Optional[Tensor] = None,
+    v_descale: Optional[Tensor] = None,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Optional[Tensor] = None,
+    num_splits: int = 1,
+    pack_gqa: Optional[bool] = None,
+    sm_margin: int = 0,
+) -> tuple[Tensor, Tensor, None, None]:
+    """(out, lse, None, None), of padded or of packed sequences. It has no gradient."""
+    function = "_flash_attn_forward"
+    _flash.refuse_given(
+        function, k_new=k_new, v_new=v_new, qv=qv, cu_seqlens_k_new=cu_seqlens_k_new, page_table=page_table,
+        kv_batch_idx=kv_batch_idx, leftpad_k=leftpad_k, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+        seqlens_rotary=seqlens_rotary, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+    )  # fmt: skip
+    _flash.refuse_chunk(function, attention_chunk)
+    out, lse = _flash.forward(
+        _NAME, q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=(window_size_left, window_size_right),
+        softcap=softcap, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k,
+        max_seqlen_q=_flash.number(max_seqlen_q), max_seqlen_k=_flash.number(max_seqlen_k),
+    )  # fmt: skip
+    return out if out_ is None else out_.copy_(out), lse, None, None
+
+
+def _flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    cu_seqlens_q: Optional[Tensor] = None,
+    cu_seqlens_k: Optional[Tensor] = None,
+    sequed_q: Optional[Tensor] = None,
+    sequed_k: Optional[Tensor] = None,
+    max_seqlen_q: Optional[int] = None,
+    max_seqlen_k: Optional[int] = None,
+    dq: Optional[Tensor] = None,
+    dk: Optional[Tensor] = None,
+    dv: Optional[Tensor] = None,
+    softmax_scale: Optional[float] = None,
+    is_causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+) -> None:
+    """Writes the gradients into dq, dk and dv. FlashAttention also returns a sum of each row, which nobody reads."""
+    _flash.backward(
+        _NAME, dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale=softmax_scale, causal=is_causal,
+        window_size=(window_size_left, window_size_right), softcap=softcap, deterministic=bool(deterministic),
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=sequed_q, seqused_k=sequed_k,
+        max_seqlen_q=_flash.number(max_seqlen_q), max_seqlen_k=_flash.number(max_seqlen_k),
+    )  # fmt: skip
+
+
+_functions = {name: globals()[name] for name in (*__all__, "_flash_attn_forward", "_flash_attn_backward")}
 _stand_in = StandIn(_NAME, "flash_attn_3", _VERSION, {
-    "flash_attn_interface": {**{name: globals()[name] for name in __all__}, "__version__": _VERSION},
+    "flash_attn_interface": {**_functions, "__version__": _VERSION},
+    "flash_attn_3": {"__version__": _VERSION}, "flash_attn_3.flash_attn_interface": _functions,
 })  # fmt: skip
 
 
