@@ -178,7 +178,7 @@ static PyObject* method(PyObject* object, int name) {
 
 static int grad_enabled(void) { return ask(G.grad_enabled); }
 
-/* is_watched() in _operators.py: whether a mode, a transform, the profiler or tracing needs to see the operator. */
+/* is_watched() in _eager.py: whether a mode, a transform, the profiler or tracing needs to see the operator. */
 static int is_watched(void) {
   PyObject* modes = PyObject_CallNoArgs(G.modes);
   if (!modes) return 1;
@@ -287,7 +287,7 @@ static int read_tensor(PyObject* object, View* x) {
   return x->data || numbers == 0;
 }
 
-/* survey() in _operators.py. */
+/* survey() in _eager.py. */
 static int read_plain(PyObject* object, View* x, int* learns) {
   PyObject* type = (PyObject*)Py_TYPE(object);
   if (type != G.Tensor && type != G.Parameter) return 0;

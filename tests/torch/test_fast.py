@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 import cases
 import fovea.torch
 from fovea import _library
-from fovea.torch import _attention, _call, _enable, _enable_decisions, _enable_state, _fast, _fastest, _operators, _sdpa, attention, attention_qkv, disable, enable, reset_stats, stats
+from fovea.torch import _attention, _call, _eager, _enable, _enable_decisions, _enable_state, _fast, _fastest, _sdpa, attention, attention_qkv, disable, enable, reset_stats, stats
 
 ROWS = cases.rows()
 WAYS = ("1", "exchange alone", "methods")
@@ -47,9 +47,9 @@ def way(request, monkeypatch):
 def in_python(monkeypatch):
     """The calls that Python computed, forward or backward."""
     seen = []
-    forward, backward = _attention._attention, _operators.direct_gradients
+    forward, backward = _attention._attention, _eager.direct_gradients
     monkeypatch.setattr(_attention, "_attention", lambda *a, **o: (seen.append("forward"), forward(*a, **o))[1])
-    monkeypatch.setattr(_operators, "direct_gradients", lambda *a: (seen.append("backward"), backward(*a))[1])
+    monkeypatch.setattr(_eager, "direct_gradients", lambda *a: (seen.append("backward"), backward(*a))[1])
     return seen
 
 

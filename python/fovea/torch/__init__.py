@@ -9,6 +9,7 @@ docs/torch.md describes how it works together with the rest of PyTorch.
 """
 
 # _attention.py   the function that users call: arguments, autocast, nested tensors, seeds
+# _eager.py       calls of plain tensors, which need no dispatcher: which these are, and autograd around them
 # _operators.py   the operators fovea::attention, fovea::attention_backward and fovea::seed, and autograd around them
 # _vmap.py        their rules for torch.vmap
 # _fast.py        the same in C where it can be had: decides, loads it, and says which path calls take

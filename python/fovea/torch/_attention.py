@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import _help
 from .._problem import WORD, flag, real, shape_text, window_side
-from . import _call, _dtensor, _fast, _operators, _vmap  # noqa: F401  (_vmap registers its rules)
+from . import _call, _dtensor, _eager, _fast, _operators, _vmap  # noqa: F401  (_vmap registers its rules)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -213,9 +213,10 @@ def _attention(
     is_shard = any(one is not None for one in given)
     shard = _shard(given, q) if is_shard else ()
     compiling = torch.compiler.is_compiling()
+    # Plain tensors need no dispatcher, unless something watches it (`direct`, below). learns: one of them requires a gradient.
     plain = learns = False
     if not (compiling or q is None or k is None or v is None):
-        plain, learns = _operators.survey((*tensors, *shard[2:]) if is_shard else tensors)
+        plain, learns = _eager.survey((*tensors, *shard[2:]) if is_shard else tensors)
     if not plain or q.is_meta:
         plain = False
         _check_tensors(tensors)
@@ -242,7 +243,7 @@ def _attention(
         q, k, v = _autocast(q, k, v)
         tensors = (q, k, v, *tensors[3:])
 
-    direct = plain and not _operators.is_watched()
+    direct = plain and not _eager.is_watched()
     if drawn and not _dtensor.is_one(q):
         draw = _operators.draw_seed if direct else _operators.seed
         tensors = (*tensors[:12], draw([x for x in tensors if x is not None]), offset_tensor)
@@ -258,8 +259,8 @@ def _attention(
     if direct:
         if learns and torch.is_grad_enabled():
             if _packed is not None and q is of_packed:
-                return _operators.packed_attention(arguments, return_lse, *_packed)
-            return _operators.direct_attention(arguments, return_lse)
+                return _eager.packed_attention(arguments, return_lse, *_packed)
+            return _eager.direct_attention(arguments, return_lse)
         out, lse = _call.compute(arguments, return_lse)
     elif not compiling and torch._C._are_functorch_transforms_active() and not _operators.functionalizes():
         out, lse = _operators.Attention.apply(*arguments)

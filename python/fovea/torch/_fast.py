@@ -29,7 +29,7 @@ from torch.autograd import forward_ad
 from torch.utils import checkpoint
 
 from .. import _abi, _library
-from . import _ahead, _call, _operators
+from . import _ahead, _call, _eager, _operators
 
 _FILE = "_fast.abi3.so"
 _OLDEST = (3, 10)  # Py_LIMITED_API in fast.c
@@ -86,7 +86,7 @@ def fast_path() -> str:
 
 
 class FastAttention(torch.autograd.Function):
-    """DirectAttention of _operators.py for calls that C has computed. forward() is C's."""
+    """DirectAttention of _eager.py for calls that C has computed. forward() is C's."""
 
     @staticmethod
     def backward(ctx: Any, grad_out: Optional[Tensor], grad_lse: Optional[Tensor] = None) -> tuple[Any, ...]:
@@ -99,7 +99,7 @@ class FastAttention(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         *there, out, lse = saved
         need = ctx.needs_input_grad[1:]
-        return (None, *_operators.direct_gradients(need, grad_out, grad_lse, out, lse, _arguments(there, ctx.call)))
+        return (None, *_eager.direct_gradients(need, grad_out, grad_lse, out, lse, _arguments(there, ctx.call)))
 
     jvp = _operators.Attention.jvp
 

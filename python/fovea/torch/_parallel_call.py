@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import _help
 from .._problem import need_align, shape_text
-from . import _attention, _call, _operators, _rows
+from . import _attention, _call, _eager, _operators, _rows
 from ._call import Arguments
 from ._parallel_fetch import Plan, fetch_plan
 from ._parallel_positions import Span, has_band, has_positions, moves_by_lengths
@@ -92,7 +92,7 @@ def prepare(q: Any, k: Any, v: Any, rows: Rows, move: Any, given: dict[str, Any]
             raise ValueError(f"{name}: given; accepted: None, rows={rows!r} has the lengths; Rows.packed is made of cu_seqlens")
     tensors = {"q": q, "k": k, "v": v, **{name: o[name] for name in _call.NAMES[3:12] if name in o}}
     for name, tensor in tensors.items():
-        if through is None and isinstance(tensor, Tensor) and not _operators.survey((tensor,))[0]:
+        if through is None and isinstance(tensor, Tensor) and not _eager.survey((tensor,))[0]:
             kind = type(tensor).__name__ if type(tensor) is not Tensor else f"tensor of layout {tensor.layout}"
             raise TypeError(f"{name}: a {kind}; accepted: a dense torch.Tensor with this rank's rows, such as x.to_local()")
     _attention._check_tensors((q, k, v, *(o.get(name) for name in _call.NAMES[3:12])))
