@@ -3,6 +3,7 @@
 licence and begins by saying what it is; src/math needs no header.
 """
 
+import ast
 import os
 import re
 import subprocess
@@ -172,6 +173,32 @@ SOURCES = ("*.h", "*.cpp", "*.cuh", "*.c", "*.py", "*.pyi", "*.sh", "*.cmake", "
 
 def test_every_source_names_its_licence_first():
     for name in tracked(*SOURCES):
+def imported(name):
+    """The modules of the package that one of its files imports, also within functions, by the dots of their names."""
+    module = Path(name).with_suffix("").parts[1:]
+    package = module[:-1]
+    for node in ast.walk(ast.parse((ROOT / name).read_text())):
+        if isinstance(node, ast.ImportFrom):
+            start = package[: len(package) + 1 - node.level] if node.level else ()
+            start += tuple(node.module.split(".")) if node.module else ()
+            yield from (".".join((*start, *rest)) for rest in ((), *((alias.name,) for alias in node.names)))
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def test_modules_import_one_another_one_way():
+    """No module of the package imports one that imports it, over however many others. A package's __init__ is apart: it imports what
+    users see."""
+    modules = {".".join(Path(name).with_suffix("").parts[1:]): name for name in tracked("python/fovea/*.py") if "__init__" not in name}
+    assert len(modules) > 40
+    left = {module: set(imported(name)) & set(modules) - {module} for module, name in modules.items()}
+    while left:
+        free = [module for module, its in left.items() if not its & set(left)]
+        assert free, f"modules in a circle: {sorted(left)}"
+        for module in free:
+            del left[module]
+
+
         lines = (ROOT / name).read_text().splitlines()
         first = lines[1] if lines and lines[0].startswith("#!") else lines[0] if lines else ""
         assert "SPDX-License-Identifier: Apache-2.0" in first, name

@@ -25,19 +25,17 @@ from ._call import DIFFERENTIABLE, TENSORS, Arguments, Shard
 _ready = False
 
 
-def ready() -> None:
-    """Registers the rules, once there can be a DTensor."""
+def ready(attention: Any, attention_backward: Any) -> None:
+    """Registers the rules of these operators, once there can be a DTensor."""
     if not _ready and "torch.distributed.tensor" in sys.modules:
-        _register()
+        _register(attention, attention_backward)
 
 
-def _register() -> None:
+def _register(attention: Any, attention_backward: Any) -> None:
     global _ready
     _ready = True
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.experimental import register_sharding
-
-    from ._operators import attention, attention_backward
 
     rule: Any = register_sharding
     rule(attention)(_forward)

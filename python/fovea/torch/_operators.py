@@ -218,7 +218,7 @@ class OnceDifferentiable(torch.autograd.Function):
 
 
 def _differentiable_attention(*arguments: Any) -> Any:
-    _dtensor.ready()
+    _dtensor.ready(attention, attention_backward)
     return Attention.apply(*_call.shortest(arguments))
 
 

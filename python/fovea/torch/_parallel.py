@@ -16,12 +16,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .._imports import after
-from . import _ahead, _attention, _parallel_check, _parallel_memory, _rows
-from ._parallel_call import Call, of_rank, prepare, saying_rank, short
-from ._parallel_heads import by_heads, by_heads_then_keys, groups_of_heads
-from ._parallel_keys import by_keys
-from ._parallel_operators import in_graph
-from ._parallel_ring import by_ring
+from . import _ahead, _parallel_check, _parallel_memory, _rows
+from ._parallel_call import of_rank, prepare, saying_rank, short
+from ._parallel_heads import groups_of_heads
+from ._parallel_operators import MOVERS, in_graph
 from ._rows import Rows
 
 if TYPE_CHECKING:
@@ -214,18 +212,3 @@ def _mark() -> None:
 
 
 after("torch._dynamo", _mark)
-
-
-# ---- one rank ----
-
-
-def _alone(call: Call) -> tuple[Tensor, Tensor]:
-    o = dict(call.options)
-    if call.rows.kind == "packed":
-        ends = call.rows._ends(call.q.device)
-        o.update(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=call.rows.longest, max_seqlen_k=call.rows.longest)
-    out, lse = _attention.attention(call.q, call.k, call.v, return_lse=True, **o)
-    return out, lse
-
-
-MOVERS = {"none": _alone, "keys": by_keys, "heads": by_heads, "ring": by_ring, "both": by_heads_then_keys}

@@ -22,10 +22,10 @@ from torch import Tensor
 from . import _attention, _call, _operators, _rows
 from ._operators import library, operators
 from ._parallel_call import Call, arguments_of, prepare, saying_rank
-from ._parallel_heads import by_type, exchanged
-from ._parallel_keys import keys_backward, keys_forward
+from ._parallel_heads import by_heads, by_heads_then_keys, by_type, exchanged
+from ._parallel_keys import by_keys, keys_backward, keys_forward
 from ._parallel_parts import NAMED
-from ._parallel_ring import ring_backward, ring_forward
+from ._parallel_ring import by_ring, ring_backward, ring_forward
 from ._rows import Rows
 
 _TENSORS = ("bias", "bias2", "mask", "alibi_slopes", "sink", "seqused_q", "seqused_k", "positions_q", "positions_k", "dropout_streams")
@@ -48,6 +48,19 @@ library.define(
 )
 library.define("exchange(Tensor[] parts, str rows, str what, bool to_heads) -> Tensor[]")
 library.define("from_first(Tensor seed, str rows) -> Tensor")
+
+
+def _alone(call: Call) -> tuple[Tensor, Tensor]:
+    o = dict(call.options)
+    if call.rows.kind == "packed":
+        ends = call.rows._ends(call.q.device)
+        o.update(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=call.rows.longest, max_seqlen_k=call.rows.longest)
+    out, lse = _attention.attention(call.q, call.k, call.v, return_lse=True, **o)
+    return out, lse
+
+
+# How a call is computed, by Call.move, in a graph or not.
+MOVERS = {"none": _alone, "keys": by_keys, "heads": by_heads, "ring": by_ring, "both": by_heads_then_keys}
 
 
 def in_graph(q: Any, k: Any, v: Any, rows: Any, move: Any, return_lse: bool, options: dict[str, Any]) -> Any:
@@ -76,8 +89,6 @@ def _attend(*given: Any) -> tuple[Tensor, Tensor]:
     seed_tensor, seed, offset_tensor, offset, *window = more[at : at + 6]
     o["seed"], o["offset"] = seed if seed_tensor is None else seed_tensor, offset if offset_tensor is None else offset_tensor
     o["window"] = tuple(window)
-    from ._parallel import MOVERS
-
     rows = _rows.of_handle(more[-2])
     with saying_rank(rows):
         call = prepare(q, k, v, rows, more[-1], o, Through)
