@@ -209,7 +209,7 @@ def check_workspace(group, name, case, move):
         of_rank = (2, LENGTH) if move == "heads" else (2 * n, rows.count)
         options["bias"] = torch.randn(*of_rank, LENGTH, device=device, dtype=dtype, requires_grad=True)
     told = _parallel_workspace.needed(_parallel_call.prepare(q, k, v, rows, move, options))
-    found, usual = {_abi.FORWARD: 0, _abi.BACKWARD: 0}, _call._Problem._call
+    found, usual = {_abi.FORWARD: 0, _abi.BACKWARD: 0}, _call._Problem._call_library
 
     def call(problem, direction):
         size = ctypes.c_size_t()
@@ -219,7 +219,7 @@ def check_workspace(group, name, case, move):
 
     _fast.switch_off()  # which calls the library itself
     try:
-        with mock.patch.object(_call._Problem, "_call", call):
+        with mock.patch.object(_call._Problem, "_call_library", call):
             context_parallel(q, k, v, rows=rows, move=move, **options).sum().backward()
     finally:
         _fast.load()

@@ -63,7 +63,7 @@ class Counted(TorchDispatchMode):
 @contextlib.contextmanager
 def told_of_workspace(tell):
     """Each call tells its direction and how much workspace it asks for."""
-    usual = _call._Problem._call
+    usual = _call._Problem._call_library
 
     def call(problem, direction):
         size = ctypes.c_size_t()
@@ -73,7 +73,7 @@ def told_of_workspace(tell):
 
     _fast.switch_off()  # which calls the library itself
     try:
-        with mock.patch.object(_call._Problem, "_call", call):
+        with mock.patch.object(_call._Problem, "_call_library", call):
             yield
     finally:
         _fast.load()

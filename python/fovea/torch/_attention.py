@@ -235,9 +235,9 @@ def _attention(
             "alibi_slopes: requires_grad, and it has no gradient; accepted: alibi_slopes.detach(), or the same "
             "numbers as a bias, which has one"
         )
-    options = _options(scale, causal, window, align, softcap, dropout_p, rng, max_seqlen_q, max_seqlen_k,
-                       0 if batch_shape is None else _batch_outer(batch_shape, cu_seqlens_q, cu_seqlens_k),
-                       layout, deterministic, backend)  # fmt: skip
+    options = _checked_options(scale, causal, window, align, softcap, dropout_p, rng, max_seqlen_q, max_seqlen_k,
+                               0 if batch_shape is None else _batch_outer(batch_shape, cu_seqlens_q, cu_seqlens_k),
+                               layout, deterministic, backend)  # fmt: skip
     of_packed = q
     if _any_autocast() and not q.is_meta and torch.is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q, k, v)
@@ -439,7 +439,7 @@ def _with_longest(options: dict[str, Any], q: Any, k: Any) -> dict[str, Any]:
 # ---- numbers and choices ----
 
 
-def _options(
+def _checked_options(
     scale: Any, causal: Any, window: Any, align: Any, softcap: Any, dropout_p: Any, rng: Any, max_seqlen_q: Any,
     max_seqlen_k: Any, batch_outer: int, layout: Any, deterministic: Any, backend: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
@@ -454,11 +454,8 @@ def _options(
         raise TypeError(f"backend: {backend!r}; accepted: a name that fovea.backends() has")
     if deterministic is not False and _flag("deterministic", deterministic):
         order = _call.DETERMINISTIC
-    elif torch.are_deterministic_algorithms_enabled():
-        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-        order = _call.DETERMINISTIC_OR_WARN if warn_only else _call.DETERMINISTIC
     else:
-        order = _call.ANY_ORDER
+        order = _call.order()
     return (
         scale if scale is None or type(scale) is float else _real("scale", scale),
         causal if type(causal) is bool else _flag("causal", causal),

@@ -304,7 +304,7 @@ class _Problem:
             raw.device_index = self._device.index
 
     def set_shard(self, shard: Optional[Shard]) -> None:
-        """After the tensors that _look() has before these."""
+        """After the tensors that tensors_and_key() has before these."""
         if shard is None:
             return
         raw = self.raw
@@ -374,7 +374,7 @@ class _Problem:
 
     def run(self, direction: int, or_warn: bool) -> bool:
         """Computes. Returns whether the problem is unchanged, so that another call may use it."""
-        status = self._call(direction)
+        status = self._call_library(direction)
         if status == _abi.OK:
             return True
         as_it_was = True
@@ -382,14 +382,14 @@ class _Problem:
             why = lib.fovea_last_error().decode()
             self.raw.flags &= ~_abi.DETERMINISTIC
             as_it_was = False
-            status = self._call(direction)
+            status = self._call_library(direction)
             if status == _abi.OK:
                 warnings.warn(f"fovea.torch.attention: not deterministic here: {why}", stacklevel=2)
         if status != _abi.OK:
             self._refuse(status)
         return as_it_was
 
-    def _call(self, direction: int) -> int:
+    def _call_library(self, direction: int) -> int:
         if self._on_cpu:
             return call_on_cpu(lib, self._pointer, direction)
         call: Callable[..., int] = lib.fovea_backward if direction == _abi.BACKWARD else lib.fovea_forward
@@ -456,7 +456,7 @@ def _taken(pool: list[_Problem]) -> Optional[_Problem]:
         return None
 
 
-def _look(
+def tensors_and_key(
     kind: Any, a: Arguments, tensors: Iterable[Optional[Tensor]], shard: Optional[Shard] = None
 ) -> tuple[list[Tensor], Key]:
     """The tensors that are not None, those of the shard last, and the key of their problem. Refuses tensors of another
@@ -546,7 +546,7 @@ def compute(
     """The forward, whose results are written `into` out and lse if these are given. `first` is called before the first one of
     its kind on a device."""
     a, shard = split(arguments)
-    there, key = _look((with_lse, *(x.stride() for x in into or ())), a, arguments[:TENSORS], shard)
+    there, key = tensors_and_key((with_lse, *(x.stride() for x in into or ())), a, arguments[:TENSORS], shard)
     pool = _pool(key)
     problem: Any = _taken(pool)
     is_new = problem is None
@@ -581,7 +581,7 @@ def compute(
 def merge(arguments: tuple[Any, ...], out: Tensor, lse: Tensor) -> None:
     """The forward of a result over other keys, out and lse, which become that over those keys and these."""
     a, shard = split(arguments)
-    there, _ = _look("merge", a, arguments[:TENSORS], shard)
+    there, _ = tensors_and_key("merge", a, arguments[:TENSORS], shard)
     problem = _Problem(a)
     problem.set_shard(shard)
     problem.set_rows("out", out)
@@ -610,7 +610,7 @@ def backward(
     kind: Any = tuple(need)
     if given:
         kind = (*kind, *((name, name in sums, tensor.dtype, tensor.stride()) for name, tensor in given.items()))
-    there, key = _look(kind, a, (*arguments[:TENSORS], grad_out, out, lse, grad_lse), shard)
+    there, key = tensors_and_key(kind, a, (*arguments[:TENSORS], grad_out, out, lse, grad_lse), shard)
     pool = _pool(key)
     problem: Any = _taken(pool)
     is_new = problem is None

@@ -126,7 +126,7 @@ def prepare(q: Any, k: Any, v: Any, rows: Rows, move: Any, given: dict[str, Any]
     if o["alibi_slopes"] is not None and o["alibi_slopes"].requires_grad and torch.is_grad_enabled():
         raise ValueError("alibi_slopes: requires_grad, and it has no gradient; accepted: alibi_slopes.detach()")
     numbers: Any = [*(o[name] for name in _CHECKED), None, None, 0, layout, o["deterministic"], o["backend"]]
-    checked = _attention._options(*numbers)
+    checked = _attention._checked_options(*numbers)
     o.update(scale=checked[0], causal=checked[1], window=checked[2:4], softcap=checked[5], dropout_p=checked[6])
 
     if through is None:  # in a graph lengths have no values; the operators check them

@@ -83,7 +83,7 @@ _ROWS = ("out", "grad_out", "grad_q", "grad_k", "grad_v")
 
 def _compute(direction: int, a: _call.Arguments, read: dict[str, Tensor], written: dict[str, Tensor]) -> None:
     tensors: Any = a[: _call.TENSORS]
-    there, key = _call._look(
+    there, key = _call.tensors_and_key(
         (direction, tuple(read), tuple((name, x.stride()) for name, x in written.items())), a,
         (*tensors, *read.values()),
     )  # fmt: skip
