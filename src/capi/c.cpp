@@ -102,9 +102,7 @@ void check_text(const char* text, std::size_t capacity) {
 }
 
 void run(const fovea_problem* problem, Direction direction, void* workspace, std::size_t bytes) {
-  const Call call = validate(given(problem, "problem"), direction, /*shapes_only=*/false);
-  check_workspace(*problem, direction, workspace, bytes);
-  execute(call, workspace, bytes);
+  execute(validate(given(problem, "problem"), direction, workspace, bytes), workspace, bytes);
 }
 
 void explain(const Call& call, const Plan& plan, const std::string& notes, char* text, std::size_t capacity,

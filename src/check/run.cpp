@@ -15,6 +15,7 @@
 
 #include "check/naive.h"
 #include "core/element.h"
+#include "core/validate.h"
 #include "cpu/cpu.h"
 #include "reference/reference.h"
 

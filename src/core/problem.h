@@ -5,7 +5,7 @@
 //   Problem   everything about a call but its numbers: what the one-line text form says, what the planner reads.
 //   Call      a Problem with the caller's memory: views by logical coordinates, lengths, seeds. What runs.
 //
-// validate.cpp turns a fovea_problem into a Call; text.cpp turns a Problem into a line and back.
+// validate() (validate.h) turns a fovea_problem into a Call; text.cpp turns a Problem into a line and back.
 #pragma once
 
 #include <array>
@@ -202,9 +202,5 @@ struct Call {
   std::uint64_t dropout_stream(std::int64_t b, std::int64_t head) const;
   math::DropoutOfHead dropout_of_head(std::int64_t b, std::int64_t head) const;
 };
-
-// Checks every argument of a fovea_problem and gives the Call; throws Error and writes nothing. With
-// `shapes_only` the tensors' data may be NULL (workspace, explain).
-Call validate(const fovea_problem& problem, Direction direction, bool shapes_only);
 
 }  // namespace fovea

@@ -5,7 +5,6 @@
 #pragma once
 
 #include <cstring>
-#include <memory>
 
 #include "core/given.h"
 
@@ -35,20 +34,5 @@ Struct copied(const char* name, const char* type, std::size_t least, const Struc
   own.size = sizeof(Struct);
   return own;
 }
-
-class Structs {
- public:
-  // Checks the size of the problem and of every tensor that the direction uses. Copies only where one differs.
-  Structs(const fovea_problem& given, Direction direction);
-  const fovea_problem& problem() const { return own_ != nullptr ? own_->problem : given_; }
-
- private:
-  struct Own {
-    fovea_problem problem;
-    std::array<fovea_tensor, kMostArguments> tensors;
-  };
-  const fovea_problem& given_;
-  std::unique_ptr<Own> own_;
-};
 
 }  // namespace fovea

@@ -13,25 +13,26 @@
 //     vectors   alibi_slopes, sink
 //     streams   dropout_streams
 //     results   out, lse, and the backward's gradients
-//     memory    no output overlaps itself or anything else that is used
+//     memory    no output overlaps itself or anything else that is used; nor does the workspace
 //
 // validator.h says where each step stands. A message is "<argument>: <what it was>; accepted: <what would be>". Nothing
 // is written here.
 #include "core/validate.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <utility>
 
-#include "core/layout.h"
 #include "core/structs.h"
 #include "core/validator.h"
 
 namespace fovea {
 
-Call Validator::run() {
+Call Validator::run(const void* workspace, std::size_t bytes) {
   header();
   options();
   shapes();
@@ -41,8 +42,8 @@ Call Validator::run() {
   vectors();
   streams();
   results();
-  memory();
-  problem_.layout = layout_of(given_, problem_);
+  memory(workspace, bytes);
+  problem_.layout = layout();
   seeds();
   return std::move(call_);
 }
@@ -161,33 +162,106 @@ void Validator::seeds() {
   call_.dropout = math::Dropout::make(problem_.rng, problem_.dropout, seed, offset);
 }
 
-// ---- the whole ----
+// ---- memory ----
 
-Call validate(const fovea_problem& problem, Direction direction, bool shapes_only) {
-  const Structs structs(problem, direction);
-  return Validator(structs.problem(), direction, shapes_only).run();
-}
-
-void check_workspace(const fovea_problem& given, Direction direction, const void* workspace, std::size_t bytes) {
-  if (workspace == nullptr && bytes > 0) {
-    refuse("workspace: NULL with {} bytes; accepted: memory, or 0 bytes", bytes);
+// No tensor that is written shares memory with itself or another one, nor the workspace with any.
+void Validator::memory(const void* workspace, std::size_t bytes) const {
+  struct Used {
+    Argument argument;
+    Range range{};
+  };
+  Few<Used, kMostArguments> used;
+  for (const Argument& argument : arguments_of(given_, problem_.direction)) {
+    const fovea_tensor& tensor = *(given_.*argument.tensor);
+    if (elements_of(tensor) > 0) {
+      used.push_back({argument, range_of(footprint_of(tensor))});
+    }
   }
-  if (workspace == nullptr || bytes == 0) {
+  for (const auto& [written, range] : used) {
+    if (!written.written) {
+      continue;
+    }
+    const fovea_tensor& tensor = *(given_.*written.tensor);
+    const Footprint footprint = footprint_of(tensor);
+    if (overlaps_itself(footprint)) {
+      refuse("{}: strides {} with shape {} lead two elements to one address; accepted: an address for each",
+             written.name, text_of(strides_of(tensor).data(), tensor.rank), shape_of(tensor));
+    }
+    for (const auto& [other, other_range] : used) {
+      if (!shapes_only_ && other.tensor != written.tensor && range.meets(other_range) &&
+          overlap(footprint, footprint_of(*(given_.*other.tensor)))) {
+        refuse("{}: shares memory with {}; accepted: memory of its own, as it is written", written.name, other.name);
+      }
+    }
+  }
+  if (bytes == 0) {
     return;
+  }
+  if (workspace == nullptr) {
+    refuse("workspace: NULL with {} bytes; accepted: memory, or 0 bytes", bytes);
   }
   Footprint scratch;
   scratch.base = reinterpret_cast<std::intptr_t>(workspace);
   scratch.rank = 1;
   scratch.extent[0] = static_cast<std::int64_t>(std::min(bytes, static_cast<std::size_t>(kMost)));
   scratch.stride[0] = 1;
-  const Structs structs(given, direction);
-  const fovea_problem& problem = structs.problem();
-  for (const Argument& argument : arguments_of(problem, direction)) {
-    const fovea_tensor& tensor = *(problem.*argument.tensor);
-    if (elements_of(tensor) > 0 && overlap(scratch, footprint_of(tensor))) {
+  for (const auto& [argument, range] : used) {
+    if (range.meets(range_of(scratch)) && overlap(scratch, footprint_of(*(given_.*argument.tensor)))) {
       refuse("workspace: shares memory with {}; accepted: memory of its own, as it is written", argument.name);
     }
   }
+}
+
+// ---- structs ----
+
+namespace {
+
+// A problem and its tensors as this version has them.
+class Structs {
+ public:
+  // Checks the size of the problem and of every tensor that the direction uses. Copies only where one differs.
+  Structs(const fovea_problem& given, Direction direction) : given_(given) {
+    const auto is_own = [](const auto& argument_struct) { return argument_struct.size == sizeof(argument_struct); };
+    if (is_own(given)) {
+      const Arguments arguments = arguments_of(given, direction);
+      if (std::all_of(arguments.begin(), arguments.end(),
+                      [&](const Argument& argument) { return is_own(*(given.*argument.tensor)); })) {
+        return;
+      }
+    }
+    own_ = std::make_unique<Own>();
+    fovea_problem& problem = own_->problem;
+    problem = copied("problem", "fovea_problem", offsetof(fovea_problem, bias), given);
+    fovea_tensor* next = own_->tensors.data();
+    for (const Argument& argument : arguments_of(problem, direction)) {
+      *next = copied(argument.name, "fovea_tensor", sizeof(fovea_tensor), *(problem.*argument.tensor));
+      problem.*argument.tensor = next++;
+    }
+  }
+
+  const fovea_problem& problem() const { return own_ != nullptr ? own_->problem : given_; }
+
+ private:
+  struct Own {
+    fovea_problem problem;
+    std::array<fovea_tensor, kMostArguments> tensors;
+  };
+  const fovea_problem& given_;
+  std::unique_ptr<Own> own_;
+};
+
+}  // namespace
+
+// ---- the whole ----
+
+Call validate(const fovea_problem& problem, Direction direction, bool shapes_only) {
+  const Structs structs(problem, direction);
+  return Validator(structs.problem(), direction, shapes_only).run(nullptr, 0);
+}
+
+Call validate(const fovea_problem& problem, Direction direction, const void* workspace, std::size_t bytes) {
+  const Structs structs(problem, direction);
+  return Validator(structs.problem(), direction, /*shapes_only=*/false).run(workspace, bytes);
 }
 
 }  // namespace fovea

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a call's memory must obey beyond what validate() (core/problem.h) checks.
+// From a fovea_problem to a Call. Every argument is checked here, once; backends trust what comes out.
 #pragma once
 
 #include <cstddef>
@@ -9,8 +9,11 @@
 
 namespace fovea {
 
-// For a problem that validate() has passed: throws Error if the workspace is NULL but has bytes, or shares memory
-// with any tensor of the call.
-void check_workspace(const fovea_problem& problem, Direction direction, const void* workspace, std::size_t bytes);
+// Throws Error and writes nothing. With `shapes_only` the tensors' data may be NULL: for what only plans.
+Call validate(const fovea_problem& problem, Direction direction, bool shapes_only);
+
+// Of a call that runs. Also throws Error if the workspace is NULL but has bytes, or shares memory with any tensor of
+// the call.
+Call validate(const fovea_problem& problem, Direction direction, const void* workspace, std::size_t bytes);
 
 }  // namespace fovea

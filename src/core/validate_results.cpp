@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Out, lse and the gradients; and that no output overlaps itself or anything else that is used.
+// Out, lse and the gradients, and those that are added to what their memory holds.
 #include <tuple>
 #include <utility>
 
@@ -155,39 +155,6 @@ View Validator::grad_plane(const char* name, const fovea_tensor& gradient, const
   shape_is(name, gradient, Dims(tensor->shape, tensor->shape + tensor->rank), "the shape of the bias as given");
   PlaneTraits traits;
   return plane(name, gradient, traits);
-}
-
-// ---- memory ----
-
-void Validator::memory() const {
-  struct Used {
-    Argument argument;
-    Range range{};
-  };
-  Few<Used, kMostArguments> used;
-  for (const Argument& argument : arguments_of(given_, problem_.direction)) {
-    const fovea_tensor& tensor = *(given_.*argument.tensor);
-    if (elements_of(tensor) > 0) {
-      used.push_back({argument, range_of(footprint_of(tensor))});
-    }
-  }
-  for (const auto& [written, range] : used) {
-    if (!written.written) {
-      continue;
-    }
-    const fovea_tensor& tensor = *(given_.*written.tensor);
-    const Footprint footprint = footprint_of(tensor);
-    if (overlaps_itself(footprint)) {
-      refuse("{}: strides {} with shape {} lead two elements to one address; accepted: an address for each",
-             written.name, text_of(strides_of(tensor).data(), tensor.rank), shape_of(tensor));
-    }
-    for (const auto& [other, other_range] : used) {
-      if (!shapes_only_ && other.tensor != written.tensor && range.meets(other_range) &&
-          overlap(footprint, footprint_of(*(given_.*other.tensor)))) {
-        refuse("{}: shares memory with {}; accepted: memory of its own, as it is written", written.name, other.name);
-      }
-    }
-  }
 }
 
 }  // namespace fovea

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Shapes and lengths: q fixes batch, heads and lengths, k and v follow, cu_seqlens make it packed.
+// Shapes and lengths: q fixes batch, heads and lengths, k and v follow, cu_seqlens make it packed. The name of how they
+// lie in memory.
 #include <algorithm>
+#include <initializer_list>
 #include <utility>
 
 #include "core/validator.h"
@@ -263,6 +265,57 @@ math::Lengths Validator::seqused(const char* name, const fovea_tensor& tensor, c
     }
   }
   return used;
+}
+
+// ---- layout ----
+
+namespace {
+
+bool strides_are(const fovea_tensor& tensor, std::initializer_list<std::int64_t> accepted) {
+  const auto strides = strides_of(tensor);
+  int i = 0;
+  for (const std::int64_t stride : accepted) {
+    if (tensor.shape[i] > 1 && strides[i] != stride) {
+      return false;
+    }
+    ++i;
+  }
+  return true;
+}
+
+// For strides of (batch levels, rows, heads, columns) that are `row` and `head` apart.
+bool lies(const fovea_tensor& tensor, std::int64_t row, std::int64_t head) {
+  const int rank = tensor.rank;
+  const std::int64_t block =
+      std::max(row * tensor.shape[rank - 3], head * tensor.shape[rank - 2]);  // of one batch entry
+  switch (rank) {
+    case 3:
+      return strides_are(tensor, {row, head, 1});
+    case 4:
+      return strides_are(tensor, {block, row, head, 1});
+    default:
+      return strides_are(tensor, {block * tensor.shape[1], block, row, head, 1});
+  }
+}
+
+}  // namespace
+
+// Only a name for what the strides say: nothing is decided by it.
+Layout Validator::layout() const {
+  const std::int64_t row_of_three =
+      problem_.heads_q * problem_.head_dim + problem_.heads_k * (problem_.head_dim + problem_.head_dim_v);
+  bool rows_first = true;
+  bool heads_first = true;
+  bool one_tensor = given_.q->shape[given_.q->rank - 3] == given_.k->shape[given_.k->rank - 3];
+  for (const fovea_tensor* tensor : {given_.q, given_.k, given_.v}) {
+    const std::int64_t columns = tensor->shape[tensor->rank - 1];
+    const std::int64_t heads = tensor->shape[tensor->rank - 2];
+    const std::int64_t sequence = tensor->shape[tensor->rank - 3];
+    rows_first = rows_first && lies(*tensor, heads * columns, columns);
+    heads_first = heads_first && lies(*tensor, columns, sequence * columns);
+    one_tensor = one_tensor && lies(*tensor, row_of_three, columns);
+  }
+  return rows_first ? Layout::kBshd : heads_first ? Layout::kBhsd : one_tensor ? Layout::kQkv3 : Layout::kStrided;
 }
 
 }  // namespace fovea

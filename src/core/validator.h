@@ -2,11 +2,11 @@
 //
 // validate() as an object: what was given and the Call that comes of it. Its steps stand in one file for each topic:
 //
-//     validate.cpp          header, options, seeds; the order of all steps
-//     validate_shapes.cpp   shapes and lengths
+//     validate.cpp          structs, header, options, memory, seeds; the order of all steps
+//     validate_shapes.cpp   shapes and lengths; the name of the layout
 //     validate_positions.cpp  positions, and the streams of dropout
 //     validate_planes.cpp   what is added to scores: bias, bias2, mask, alibi_slopes, sink
-//     validate_results.cpp  out, lse, gradients; the memory of what is written
+//     validate_results.cpp  out, lse, gradients
 #pragma once
 
 #include "core/given.h"
@@ -24,7 +24,8 @@ class Validator {
     problem_.direction = direction;
   }
 
-  Call run();
+  // `workspace`: the memory that the call works in; none, where it is only planned.
+  Call run(const void* workspace, std::size_t bytes);
 
  private:
   bool readable() const { return given_.device == FOVEA_CPU; }
@@ -36,6 +37,7 @@ class Validator {
   void options();
   DType accumulator() const;
   void seeds();
+  void memory(const void* workspace, std::size_t bytes) const;
 
   // ---- validate_shapes.cpp ----
 
@@ -50,6 +52,7 @@ class Validator {
                        const math::Lengths& cu, const Ints& lengths, const Ints& used) const;
   math::Lengths seqused(const char* name, const fovea_tensor& tensor, const Ints& lengths, std::int64_t longest,
                         Ints& values);
+  Layout layout() const;
 
   // ---- validate_positions.cpp ----
 
@@ -76,7 +79,6 @@ class Validator {
   View grad_plane(const char* name, const fovea_tensor& gradient, const char* of, const fovea_tensor* tensor,
                   bool& wide) const;
   void accumulate();
-  void memory() const;
 
   const fovea_problem& given_;
   const bool shapes_only_;

@@ -14,6 +14,7 @@
 #include "check/run.h"
 #include "core/element.h"
 #include "core/text_words.h"
+#include "core/validate.h"
 #include "cpu/cpu.h"
 
 namespace fovea::check {

@@ -26,6 +26,7 @@
 #include "check/run.h"
 #include "core/element.h"
 #include "core/shapes.h"
+#include "core/validate.h"
 #include "cpu/cpu.h"
 #include "cpu/schedule.h"
 #include "environment_variable.h"

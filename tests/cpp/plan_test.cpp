@@ -8,6 +8,7 @@
 
 #include "arguments.h"
 #include "core/shapes.h"
+#include "core/validate.h"
 #include "environment_variable.h"
 
 namespace fovea {

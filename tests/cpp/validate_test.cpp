@@ -11,6 +11,7 @@
 
 #include "arguments.h"
 #include "core/overlap.h"
+#include "core/validate.h"
 #include "dispatch/plan.h"
 
 namespace fovea {

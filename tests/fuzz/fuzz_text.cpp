@@ -8,6 +8,7 @@
 
 #include "core/problem.h"
 #include "core/shapes.h"
+#include "core/validate.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   using fovea::Error;
