@@ -7,8 +7,8 @@
 #include <algorithm>
 #include <vector>
 
-#include "cuda/config/tensor_map_limits.h"
 #include "cuda/device/sm90/backward_sizes.h"
+#include "cuda/launch/tensor_map.h"
 
 namespace fovea::cuda {
 namespace {

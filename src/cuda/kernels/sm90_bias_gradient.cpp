@@ -3,7 +3,6 @@
 // Candidates in order of preference; the first that fits the shared memory is taken. The figures were found by
 // measuring on an H200 (docs/design/spikes.md).
 #include "cuda/kernels/sm90_bias_gradient.h"
-#include "cuda/config/tensor_map_limits.h"
 
 #include <algorithm>
 #include <utility>

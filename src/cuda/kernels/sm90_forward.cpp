@@ -3,7 +3,6 @@
 // The figures were found by measuring on an H200 (docs/design/spikes.md); what leaves no room in shared memory goes to
 // the next candidate.
 #include "cuda/kernels/sm90_forward.h"
-#include "cuda/config/tensor_map_limits.h"
 
 #include <algorithm>
 #include <vector>

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/kernels/sm90_small_backward.h"
-#include "cuda/config/tensor_map_limits.h"
 
 #include <algorithm>
 #include <array>

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <vector>
 
-#include "cuda/config/tensor_map_limits.h"
 #include "cuda/device/generic/backward_sizes.h"
 #include "cuda/kernels/backward_around.h"
 #include "cuda/kernels/generic_backward.h"
@@ -14,6 +13,7 @@
 #include "cuda/kernels/sm90_backward.h"
 #include "cuda/kernels/sm90_bias_gradient.h"
 #include "cuda/kernels/sm90_small_backward.h"
+#include "cuda/launch/tensor_map.h"
 #include "cuda/planner.h"
 
 namespace fovea::cuda {
