@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One call's plan as it is made. plan/plan.cpp: limits, and what every file of kernels needs; plan/forward.cpp,
-// plan/backward.cpp: which candidates are considered in which order. The files of src/cuda/kernels add the launches of
+// One call's plan as it is made. plan/plan.cpp: limits, what every file of kernels needs, and which candidates are
+// considered for a forward; plan/backward.cpp: those for a backward. The files of src/cuda/kernels add the launches of
 // their kernels, with the memory and the arguments of each.
 #pragma once
 
