@@ -194,7 +194,8 @@ void calls() {
     std::sort(batches.begin(), batches.end());
     const Call call = validate(shapes.get(), problem.direction, /*shapes_only=*/true);
     fmt::print("{{\"line\": \"{}\", \"launches\": {}, \"microseconds\": {:.2f}, \"least\": {:.2f}}}\n", print(problem),
-               cuda::plan_of(*cuda::plan(call)).launches.size(), 1e6 * batches[kBatches / 2], 1e6 * batches.front());
+               cuda::plan_of(*cuda::executable_of(call)).launches.size(), 1e6 * batches[kBatches / 2],
+               1e6 * batches.front());
   }
 }
 

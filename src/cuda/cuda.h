@@ -113,8 +113,9 @@ std::vector<Kernel> kernels_for(const Call& call, const Target& target);
 // A plan and its kernels on a device; kept for the process.
 class Executable;
 
-// Throws Error(FOVEA_UNSUPPORTED) where there is no driver or no such device, too.
-std::shared_ptr<Executable> plan(const Call& call);
+// The one that is kept for calls like this one; made by plan_for(), where this is the first of them. Throws
+// Error(FOVEA_UNSUPPORTED) where there is no driver or no such device, too.
+std::shared_ptr<Executable> executable_of(const Call& call);
 const Plan& plan_of(const Executable& executable);
 
 // Compiles (or reads) the kernels and loads them into the context of the call's stream; needed once for a context, and

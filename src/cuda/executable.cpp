@@ -192,7 +192,7 @@ void Executable::load(const jit::ContextScope& scope) {
   last_.store(scope.context(), std::memory_order_release);
 }
 
-std::shared_ptr<Executable> plan(const Call& call) {
+std::shared_ptr<Executable> executable_of(const Call& call) {
   require_type(call.problem);  // before what this machine has: true of every one
   // Before any lock: where this process was forked, a thread that is not here may have held it.
   std::string why_not;

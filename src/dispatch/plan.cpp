@@ -58,7 +58,7 @@ Verdict verdict_of(std::string_view backend, const Call& call, const Named& name
   } else {
     try {
       if (backend == "cuda") {
-        plan.cuda = cuda::plan(call);
+        plan.cuda = cuda::executable_of(call);
         verdict.reason = cuda::plan_of(*plan.cuda).summary;
       } else {
         plan.cpu = cpu::plan(call);
@@ -103,7 +103,7 @@ std::shared_ptr<cuda::Executable> quickly_planned(const Call& call) {
     return nullptr;
   }
   try {
-    return cuda::plan(call);
+    return cuda::executable_of(call);
   } catch (const Error& error) {
     if (error.status() != FOVEA_UNSUPPORTED) {
       throw;

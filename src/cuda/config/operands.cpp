@@ -33,9 +33,10 @@ bool rows_of_tiles(std::int64_t rows, std::int64_t stride, std::int64_t bytes) {
   return rows <= 1 || (stride >= 0 && stride < kRowBytesLimit / bytes);
 }
 
-class Planner {
+// Looks at each tensor of a call once.
+class OperandsOfCall {
  public:
-  Planner(const Call& call, Workspace& workspace, bool mask_by_lanes)
+  OperandsOfCall(const Call& call, Workspace& workspace, bool mask_by_lanes)
       : call_(call), problem_(call.problem), workspace_(workspace) {
     operands_.mask_by_lanes = mask_by_lanes;
   }
@@ -301,7 +302,7 @@ bool is_aligned(const Call& call, const View& view, std::int64_t heads, std::int
 }
 
 Operands operands_of(const Call& call, Workspace& workspace, bool mask_by_lanes) {
-  return Planner(call, workspace, mask_by_lanes).run();
+  return OperandsOfCall(call, workspace, mask_by_lanes).run();
 }
 
 }  // namespace fovea::cuda

@@ -152,7 +152,7 @@ void check_places(const Call& call, const jit::Driver& driver) {
 
 void check_arguments(const Call& call, const jit::Driver& driver) {
   const math::Rows& rows = call.rows;
-  if (!checks_arguments() || jit::is_capturing(driver, static_cast<jit::cu::Stream>(call.stream))) {
+  if (jit::is_capturing(driver, static_cast<jit::cu::Stream>(call.stream))) {
     return;
   }
   check_places(call, driver);

@@ -100,7 +100,7 @@ void Launcher::run() const {
   }
 }
 
-void Launcher::start(const Launch& launch, std::int64_t blocks, void** parameters) const {
+void Launcher::enqueue(const Launch& launch, std::int64_t blocks, void** parameters) const {
   constexpr int kFirstInGraphs = 12030;  // programmatic launches go into graphs since CUDA 12.3
   constexpr int kFirstCapability = 90;
   const auto number = static_cast<std::size_t>(&launch - plan_.launches.data());
@@ -118,7 +118,7 @@ void Launcher::launch_in_pieces(const Launch& launch, Args args) const {
   constexpr std::int64_t kMostBlocks = (std::int64_t{1} << 31) - 1;
   void* parameters[] = {&args};
   for (args.first_block = 0; args.first_block < launch.blocks; args.first_block += kMostBlocks) {
-    start(launch, std::min(launch.blocks - args.first_block, kMostBlocks), parameters);
+    enqueue(launch, std::min(launch.blocks - args.first_block, kMostBlocks), parameters);
   }
 }
 
@@ -136,7 +136,9 @@ void run(const Call& call, Executable& executable, void* workspace) {
     }
     executable.load(scope);
   }
-  check_arguments(call, driver);
+  if (checks_arguments()) {
+    check_arguments(call, driver);
+  }
   if (executable.plan().packs_heads) {
     const Call packed = with_packed_heads(call);
     Launcher(packed, executable, workspace).run();

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // One call's launches. What each kernel's arguments are, the file of src/cuda/kernels knows that planned its launch;
-// here is what they share. Nothing here decides anything.
+// here is what they share. Nothing here decides anything. The way of a launch: run() calls Launch::start, a function of
+// that file, which fills the arguments and calls launch(), which puts the kernel on the stream.
 #pragma once
 
 #include "cuda/device/args.h"
@@ -9,8 +10,8 @@
 
 namespace fovea::cuda {
 
-// With FOVEA_CHECK=1 (and outside of a capture): asks where every address lies, waits for the stream, reads cu_seqlens
-// and seqused, and throws Error(FOVEA_INVALID_ARGUMENT) as validate() does where those lie on the host.
+// For FOVEA_CHECK=1, and outside of a capture alone: asks where every address lies, waits for the stream, reads
+// cu_seqlens and seqused, and throws Error(FOVEA_INVALID_ARGUMENT) as validate() does where those lie on the host.
 void check_arguments(const Call& call, const jit::Driver& driver);
 
 class Launcher {
@@ -38,7 +39,7 @@ class Launcher {
   template <class... T>
   void launch(const Launch& launch, const T&... arguments) const {
     void* parameters[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};  // which cuLaunchKernel reads
-    start(launch, launch.blocks, parameters);
+    enqueue(launch, launch.blocks, parameters);
   }
   // In pieces where there are more blocks than a grid has: a kernel that counts from Args::first_block.
   void launch_in_pieces(const Launch& launch, Args args) const;
@@ -53,7 +54,7 @@ class Launcher {
   std::size_t first_ = 0;  // launch of the plan that this call has
 
   void backward_arguments();
-  void start(const Launch& launch, std::int64_t blocks, void** parameters) const;
+  void enqueue(const Launch& launch, std::int64_t blocks, void** parameters) const;
 };
 
 }  // namespace fovea::cuda

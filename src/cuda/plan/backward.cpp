@@ -151,6 +151,7 @@ void Planner::backward() {
                            (gradients[1] == Gradient::kNone || gradients[1] == Gradient::kColumns)
                        ? pack_for_ds(call_, plan_.operands)
                        : -1;
+  // Known only now. All kernels that follow, and the arguments of a backward, have to agree on it (natural_scores).
   const bool in_place = pack >= 0;
   work.dbias_store = gradients[0] == Gradient::kPlane && (stores_bias(call_, features) || in_place);
   const Choice hopper = backward_for_hopper(*this, work);

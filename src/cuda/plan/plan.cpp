@@ -209,7 +209,7 @@ Plan plan_for(const Call& call, const Target& target) {
   static const FieldNames unknown = unknown_fields<Problem>(kKnownFields);
   refuse_fields(call.problem, unknown);
   require_type(call.problem);
-  if (packs_heads(call)) {
+  if (packs_heads(call)) {  // one query a head, and several heads that read the same keys
     const Call packed = with_packed_heads(call);
     Plan plan = Planner(packed, target).run();
     plan.packs_heads = true;
