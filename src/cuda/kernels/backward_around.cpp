@@ -18,29 +18,39 @@ Kernel kernel_of(const char* file, const char* name, const AroundSpec& spec) {
 
 void start(const Launcher& launcher, const Launch& launch) { launcher.launch_in_pieces(launch, launcher.args()); }
 
-Start start_of_bias(int which) {
-  return [which](const Launcher& launcher, const Launch& launch) {
-    launcher.launch_in_pieces(launch, bias_gradient_args(launcher, which, launch.pieces));
+Start start_of_bias(const BiasList& list) {
+  return [list](const Launcher& launcher, const Launch& launch) {
+    launcher.launch_in_pieces(launch, bias_gradient_args(launcher, list, launch.pieces));
   };
 }
 
-// Whether the gradient of bias (which = 0) or bias2 is added to what is there.
-bool adds_bias(const Planner& planner, int which) {
+// Whether the gradient is added to what is there.
+bool adds_bias(const Planner& planner, const BiasList& list) {
   const Results results = fp32_results(planner.call().problem);
-  return which == 0 ? results.bias : results.bias2;
+  return list.which == 0 ? results.bias : results.bias2;
 }
 
-void add_reduction(Planner& planner, const char* name, BiasTile type, int which, std::int64_t planes,
-                   std::int64_t numbers) {
+// `numbers`: of a plane.
+void add_reduction(Planner& planner, const char* name, BiasTile type, const BiasList& list, std::int64_t numbers) {
   constexpr std::int64_t kNumbers = 32;  // of a block
   AroundSpec spec = planner.around();
   spec.grad_bias = type;
-  spec.fp32_results = adds_bias(planner, which);
-  planner.add(kernel_of("around/backward_reduce.cuh", name, spec), planes * Planner::tiles_of(numbers, kNumbers),
-              start_of_bias(which));
+  spec.fp32_results = adds_bias(planner, list);
+  planner.add(kernel_of("around/backward_reduce.cuh", name, spec), list.planes * Planner::tiles_of(numbers, kNumbers),
+              start_of_bias(list));
 }
 
 }  // namespace
+
+BiasList bias_list_of(const Problem& problem, int which) {
+  const Extents& e = (which == 0 ? problem.bias : problem.bias2).extents;
+  const std::int64_t planes = planes_of(problem, e);
+  return {.which = which,
+          .planes = planes,
+          .entries = planes > 0 ? problem.batch() * problem.heads_q / planes : 0,
+          .queries = e.query ? problem.seqlen_q : 1,
+          .keys = e.key ? problem.seqlen_k : 1};
+}
 
 void add_backward_prepare(Planner& planner, const AroundSpec& spec) {
   const math::Rows& rows = planner.call().rows;
@@ -66,45 +76,41 @@ void add_reduce_sink(Planner& planner) {
   planner.add(kernel_of("around/backward_reduce.cuh", "reduce_sink", spec), planner.call().rows.heads_q, start);
 }
 
-void add_reduce_columns(Planner& planner, BiasTile type, int which, std::int64_t planes, std::int64_t keys) {
-  add_reduction(planner, "reduce_columns", type, which, planes, keys);
+void add_reduce_columns(Planner& planner, BiasTile type, const BiasList& list) {
+  add_reduction(planner, "reduce_columns", type, list, list.keys);
 }
 
-void add_reduce_rows(Planner& planner, BiasTile type, int which, std::int64_t planes, std::int64_t queries) {
-  add_reduction(planner, "reduce_rows", type, which, planes, queries);
+void add_reduce_rows(Planner& planner, BiasTile type, const BiasList& list) {
+  add_reduction(planner, "reduce_rows", type, list, list.queries);
 }
 
-Args bias_gradient_args(const Launcher& launcher, int which, int chunks) {
-  const Call& call = launcher.call();
-  const Problem& p = call.problem;
-  const bool first = which == 0;
-  const Extents& e = (first ? p.bias : p.bias2).extents;
-  const i64 planes = planes_of(p, e);
+Args bias_gradient_args(const Launcher& launcher, const BiasList& list, int chunks) {
+  const bool first = list.which == 0;
   Args args = launcher.args();
-  args.grad_bias = Launcher::tensor(first ? call.grad_bias : call.grad_bias2);
-  args.bias_rows = static_cast<int>(e.query ? p.seqlen_q : 1);
-  args.bias_keys = static_cast<int>(e.key ? p.seqlen_k : 1);
-  args.bias_list = static_cast<int>(p.batch() * p.heads_q / std::max<i64>(planes, 1));
+  args.grad_bias = Launcher::tensor(first ? launcher.call().grad_bias : launcher.call().grad_bias2);
+  args.bias_rows = static_cast<int>(list.queries);
+  args.bias_keys = static_cast<int>(list.keys);
+  args.bias_list = static_cast<int>(list.entries);
   args.bias_chunks = chunks;
   args.bias_sum = launcher.region<float>(first ? Region::kBiasSum : Region::kBiasSum2);
   return args;
 }
 
-void reserve_bias_sum(Planner& planner, int which, int chunks, std::int64_t size) {
+void reserve_bias_sum(Planner& planner, const BiasList& list, int chunks) {
   if (chunks > 1) {
-    planner.workspace().add(which == 0 ? Region::kBiasSum : Region::kBiasSum2,
-                            chunks * size * std::int64_t{sizeof(float)});
+    planner.workspace().add(list.which == 0 ? Region::kBiasSum : Region::kBiasSum2,
+                            chunks * list.planes * list.queries * list.keys * std::int64_t{sizeof(float)});
   }
 }
 
-void add_bias_sum(Planner& planner, BiasTile type, int which, int chunks, std::int64_t planes, std::int64_t numbers) {
+void add_bias_sum(Planner& planner, BiasTile type, const BiasList& list, int chunks) {
   constexpr std::int64_t kNumbers = 256;  // of a block
   if (chunks > 1) {
     AroundSpec spec = planner.around();
     spec.grad_bias = type;
-    spec.fp32_results = adds_bias(planner, which);
+    spec.fp32_results = adds_bias(planner, list);
     planner.add(kernel_of("generic/bias_gradient.cuh", "bias_gradient_sum", spec),
-                planes * Planner::tiles_of(numbers, kNumbers), start_of_bias(which), 1, chunks);
+                list.planes * Planner::tiles_of(list.queries * list.keys, kNumbers), start_of_bias(list), 1, chunks);
   }
 }
 

@@ -1,13 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a backward's main kernels need before and after them, whichever they are: vectors of the rows, conversion of
-// dq's sums, and the sums of which gradients of sinks and broadcast biases are made.
+// A backward's main kernels, whichever they are: what they are wanted for, and what they need before and after them:
+// vectors of the rows, conversion of dq's sums, and the sums of which gradients of sinks and broadcast biases are made.
 #pragma once
 
 #include "cuda/launch/launcher.h"
 #include "cuda/planner.h"
 
 namespace fovea::cuda {
+
+// What a key-stationary kernel computes.
+struct BackwardWants {
+  bool dq = false;  // added to dq_sum; only together with dkv
+  bool dkv = false;
+  bool column_sum = false;
+  bool row_sum = false;      // by atomics: sm90_backward
+  bool dbias_store = false;  // dS is stored as the gradient of a bias: sm90_backward
+  bool ordered = false;      // dq is added in a fixed order: sm90_backward
+};
+
+// A gradient of a bias, and what a plane of it is the sum of.
+struct BiasList {
+  int which = 0;  // 0: of bias, 1: of bias2
+  std::int64_t planes = 0;
+  std::int64_t entries = 0;  // (b, h) pairs that share a plane
+  std::int64_t queries = 0;  // 1 where it is broadcast over them
+  std::int64_t keys = 0;
+};
+BiasList bias_list_of(const Problem& problem, int which);
 
 // logsumexp and <do, o> of every row. Spec: type, dq_columns as d, dv, stores_first.
 void add_backward_prepare(Planner& planner, const AroundSpec& spec);
@@ -17,17 +37,17 @@ void add_backward_convert(Planner& planner, const AroundSpec& spec, std::int64_t
 
 void add_reduce_sink(Planner& planner);
 
-// Gradients of biases without queries, and without keys; `which`: 0 for bias, 1 for bias2.
-void add_reduce_columns(Planner& planner, BiasTile type, int which, std::int64_t planes, std::int64_t keys);
-void add_reduce_rows(Planner& planner, BiasTile type, int which, std::int64_t planes, std::int64_t queries);
+// Gradients of biases without queries, and without keys.
+void add_reduce_columns(Planner& planner, BiasTile type, const BiasList& list);
+void add_reduce_rows(Planner& planner, BiasTile type, const BiasList& list);
 
 // What a bias gradient's kernel is called with, its list in so many chunks.
-Args bias_gradient_args(const Launcher& launcher, int which, int chunks);
+Args bias_gradient_args(const Launcher& launcher, const BiasList& list, int chunks);
 
-// Memory for a plane of partial sums a chunk, of `size` numbers in all planes; nothing for one chunk.
-void reserve_bias_sum(Planner& planner, int which, int chunks, std::int64_t size);
+// Memory for partial sums of all planes a chunk; nothing for one chunk.
+void reserve_bias_sum(Planner& planner, const BiasList& list, int chunks);
 
 // The gradient from the chunks' sums; nothing for one chunk.
-void add_bias_sum(Planner& planner, BiasTile type, int which, int chunks, std::int64_t planes, std::int64_t numbers);
+void add_bias_sum(Planner& planner, BiasTile type, const BiasList& list, int chunks);
 
 }  // namespace fovea::cuda

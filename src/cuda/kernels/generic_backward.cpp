@@ -381,21 +381,20 @@ void add_generic_backward_dq(Planner& planner, const Kernel& kernel) {
   planner.add(kernel, backward_dq_blocks(planner.call(), kernel), start);
 }
 
-void add_generic_bias_gradient(Planner& planner, const Kernel& chosen, const BiasList& list, int which) {
+void add_generic_bias_gradient(Planner& planner, const Kernel& chosen, const BiasList& list) {
   Kernel kernel = chosen;
   const std::int64_t blocks = list.planes * bias_gradient_blocks(list.queries, list.keys, kernel);
   const int chunks = bias_gradient_chunks(blocks, list.entries, kernel.as<BackwardSpec>(), planner.target());
   auto& spec = std::get<BackwardSpec>(kernel.spec);
   spec.fp32_results = spec.fp32_results && chunks == 1;  // of more, bias_gradient_sum stores the result
-  const std::int64_t numbers = list.queries * list.keys;
-  reserve_bias_sum(planner, which, chunks, list.planes * numbers);
+  reserve_bias_sum(planner, list, chunks);
   planner.add(
       kernel, blocks * chunks,
-      [which](const Launcher& launcher, const Launch& launch) {
-        launcher.launch_in_pieces(launch, bias_gradient_args(launcher, which, launch.pieces));
+      [list](const Launcher& launcher, const Launch& launch) {
+        launcher.launch_in_pieces(launch, bias_gradient_args(launcher, list, launch.pieces));
       },
       1, chunks);
-  add_bias_sum(planner, kernel.as<BackwardSpec>().grad_bias, which, chunks, list.planes, numbers);
+  add_bias_sum(planner, kernel.as<BackwardSpec>().grad_bias, list, chunks);
 }
 
 }  // namespace fovea::cuda

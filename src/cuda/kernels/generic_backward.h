@@ -4,19 +4,9 @@
 // for; and their launches.
 #pragma once
 
-#include "cuda/planner.h"
+#include "cuda/kernels/backward_around.h"
 
 namespace fovea::cuda {
-
-// What a key-stationary kernel computes.
-struct BackwardWants {
-  bool dq = false;  // added to dq_sum; only together with dkv
-  bool dkv = false;
-  bool column_sum = false;
-  bool row_sum = false;      // by atomics: sm90_backward
-  bool dbias_store = false;  // dS is stored as the gradient of a bias: sm90_backward
-  bool ordered = false;      // dq is added in a fixed order: sm90_backward
-};
 
 // Whether there is a kernel that makes dq together with dk and dv. Otherwise dq takes a kernel of its own.
 bool backward_adds_dq(const Features& features, const Target& target, bool column_sum);
@@ -35,14 +25,7 @@ Choice generic_bias_gradient(const Features& features, const Target& target, Bia
 void add_generic_backward(Planner& planner, const Kernel& kernel);
 void add_generic_backward_dq(Planner& planner, const Kernel& kernel);
 
-// What a plane of a bias's gradient is the sum of.
-struct BiasList {
-  std::int64_t planes = 0;
-  std::int64_t entries = 0;  // (b, h) pairs that share a plane
-  std::int64_t queries = 0;
-  std::int64_t keys = 0;
-};
-// The gradient of bias (which = 0) or bias2 (1), and the sum of its list's chunks.
-void add_generic_bias_gradient(Planner& planner, const Kernel& kernel, const BiasList& list, int which);
+// The gradient of a bias, and the sum of its list's chunks.
+void add_generic_bias_gradient(Planner& planner, const Kernel& kernel, const BiasList& list);
 
 }  // namespace fovea::cuda

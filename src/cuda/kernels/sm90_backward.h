@@ -4,7 +4,7 @@
 // (sm90_backward_launch.cpp).
 #pragma once
 
-#include "cuda/kernels/generic_backward.h"
+#include "cuda/kernels/backward_around.h"
 #include "cuda/kernels/sm90_backward_order.h"
 
 namespace fovea::cuda {

@@ -8,7 +8,7 @@
 
 #include "cuda/cuda.h"
 #include "cuda/device/sm90/spec.h"
-#include "cuda/kernels/generic_backward.h"
+#include "cuda/kernels/backward_around.h"
 
 namespace fovea::cuda {
 

@@ -140,13 +140,13 @@ int chunks_of(const BiasList& list, const Sm90BiasSpec& spec, const Target& targ
 }
 
 // Tensor maps of q, k, v and grad_out, and the tiles. again: those alone that the launch before has flagged.
-void start(const Launcher& launcher, const Launch& launch, int which, bool again, bool waits_first) {
+void start(const Launcher& launcher, const Launch& launch, const BiasList& list, bool again, bool waits_first) {
   const auto& spec = launch.kernel.as<Sm90BiasSpec>();
   const Args& given = launcher.args();
   const math::Rows& rows = launcher.call().rows;
   const Sm90BiasGradientSizes sizes = sm90_bias_gradient_sizes(spec);
-  Args common = bias_gradient_args(launcher, which, launch.pieces);
-  if (which == 1) {  // as in Spec
+  Args common = bias_gradient_args(launcher, list, launch.pieces);
+  if (list.which == 1) {  // as in Spec
     std::swap(common.bias, common.bias2);
   }
   Sm90BiasGradientArgs args;
@@ -164,20 +164,18 @@ void start(const Launcher& launcher, const Launch& launch, int which, bool again
     const Problem& p = launcher.call().problem;
     args.small_cap = math::SmallCap<float>::make(p.scale_or_default(), p.softcap);
   }
-  const i64 heads = rows.batch() * rows.heads_q;
-  args.planes = static_cast<int>(common.bias_list > 0 ? heads / common.bias_list : 0);
-  args.tiles = static_cast<int>(tiles_of(common.bias_rows, sizes.rows) * tiles_of(common.bias_keys, spec.step) *
-                                args.planes * common.bias_chunks);
+  args.planes = static_cast<int>(list.planes);
+  args.tiles = static_cast<int>(tiles_of_list(list, spec) * launch.pieces);
   args.group = static_cast<int>(rows.heads_q / std::max<std::int64_t>(rows.heads_k, 1));
-  args.flags = launcher.region<u32>(which == 0 ? Region::kBiasFlags : Region::kBiasFlags2);
-  args.ticket = again ? nullptr : given.bias_tickets + which;
+  args.flags = launcher.region<u32>(list.which == 0 ? Region::kBiasFlags : Region::kBiasFlags2);
+  args.ticket = again ? nullptr : given.bias_tickets + list.which;
   args.waits_first = again || waits_first;
   launcher.launch(launch, common, args);
 }
 
 }  // namespace
 
-Choice sm90_bias_gradient(const Call& call, const Operands& operands, const Target& target, BiasTile type, int which,
+Choice sm90_bias_gradient(const Call& call, const Operands& operands, const Target& target, BiasTile type,
                           const BiasList& list) {
   Choice choice;
   Kernel& kernel = choice.kernel;
@@ -187,7 +185,7 @@ Choice sm90_bias_gradient(const Call& call, const Operands& operands, const Targ
   auto& spec = kernel.spec.emplace<Sm90BiasSpec>(Sm90BiasSpec{operands.features, {}});
   spec.arch = target.capability;
   spec.grad_bias = type;
-  if (which == 1) {
+  if (list.which == 1) {
     std::swap(spec.bias, spec.bias2);
   }
   choice.why_not = why_not(call, operands, target);
@@ -207,7 +205,7 @@ Choice sm90_bias_gradient(const Call& call, const Operands& operands, const Targ
   const bool plain = !spec.softcap && !spec.positions && !spec.mask && spec.bias2 == BiasTile::kNone &&
                      spec.dropout == DropoutRule::kNone && !spec.ragged;
   const Results fp32 = fp32_results(call.problem);
-  spec.fp32_results = which == 0 ? fp32.bias : fp32.bias2;
+  spec.fp32_results = list.which == 0 ? fp32.bias : fp32.bias2;
   // Tiles that are computed again would be added twice.
   spec.bias_outside = spec.bias != BiasTile::kNone && list.entries > 1 && plain && !spec.fp32_results;
   for (const Tiles& tiles : candidates(spec, list)) {
@@ -228,15 +226,14 @@ Choice sm90_bias_gradient(const Call& call, const Operands& operands, const Targ
   return choice;
 }
 
-void add_sm90_bias_gradient(Planner& planner, const Kernel& chosen, const BiasList& list, int which) {
+void add_sm90_bias_gradient(Planner& planner, const Kernel& chosen, const BiasList& list) {
   Kernel kernel = chosen;
   auto& spec = std::get<Sm90BiasSpec>(kernel.spec);
-  const std::int64_t numbers = list.queries * list.keys;
   const int chunks = chunks_of(list, spec, planner.target());
   spec.fp32_results = spec.fp32_results && chunks == 1;  // of more, bias_gradient_sum stores the result
   const std::int64_t tiles = tiles_of_list(list, spec) * chunks;
   const std::int64_t blocks = std::min<std::int64_t>(tiles, planner.target().multiprocessors);
-  reserve_bias_sum(planner, which, chunks, list.planes * numbers);
+  reserve_bias_sum(planner, list, chunks);
   constexpr std::int64_t kBiases = 2;
   if (!planner.workspace().has(Region::kSchedule)) {
     planner.workspace().add(Region::kSchedule, kBiases * std::int64_t{sizeof(u32)});
@@ -245,14 +242,14 @@ void add_sm90_bias_gradient(Planner& planner, const Kernel& chosen, const BiasLi
     const bool waits_first = planner.follows("backward_prepare");
     planner.add(
         one, blocks,
-        [which, again, waits_first](const Launcher& launcher, const Launch& launch) {
-          start(launcher, launch, which, again, waits_first);
+        [list, again, waits_first](const Launcher& launcher, const Launch& launch) {
+          start(launcher, launch, list, again, waits_first);
         },
         1, chunks);
   };
   add(kernel, false);
   if (spec.bias_outside) {
-    planner.workspace().add(which == 0 ? Region::kBiasFlags : Region::kBiasFlags2,
+    planner.workspace().add(list.which == 0 ? Region::kBiasFlags : Region::kBiasFlags2,
                             tiles * spec.warps * std::int64_t{sizeof(u32)});
     Sm90BiasSpec with_bias = spec;
     with_bias.bias_outside = false;
@@ -260,7 +257,7 @@ void add_sm90_bias_gradient(Planner& planner, const Kernel& chosen, const BiasLi
     inside.spec = with_bias;
     add(inside, true);
   }
-  add_bias_sum(planner, spec.grad_bias, which, chunks, list.planes, numbers);
+  add_bias_sum(planner, spec.grad_bias, list, chunks);
 }
 
 }  // namespace fovea::cuda

@@ -186,8 +186,8 @@ void add_sm90_small_backward(Planner& planner, const Kernel& kernel) {
   sum.one_architecture = true;
   planner.add(
       sum, order.planes * kSmallSumBlocks,
-      [](const Launcher& launcher, const Launch& launch) {
-        launcher.launch_in_pieces(launch, bias_gradient_args(launcher, 0, launch.pieces));
+      [list = bias_list_of(planner.call().problem, 0)](const Launcher& launcher, const Launch& launch) {
+        launcher.launch_in_pieces(launch, bias_gradient_args(launcher, list, launch.pieces));
       },
       1, static_cast<int>(order.workers));
 }

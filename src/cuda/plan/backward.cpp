@@ -97,27 +97,22 @@ void add_bias_gradient(Planner& planner, Gradient gradient, int which) {
   if (gradient == Gradient::kNone) {
     return;
   }
-  const Problem& p = planner.call().problem;
-  const PlaneTraits& traits = which == 0 ? p.bias : p.bias2;
-  const Extents& e = traits.extents;
-  const BiasTile type = tile_of((which == 0 ? planner.call().grad_bias : planner.call().grad_bias2).type);
-  const std::int64_t planes = planes_of(p, e);
-  const std::int64_t queries = e.query ? p.seqlen_q : 1;
-  const std::int64_t keys = e.key ? p.seqlen_k : 1;
+  const Call& call = planner.call();
+  const BiasTile type = tile_of((which == 0 ? call.grad_bias : call.grad_bias2).type);
+  const BiasList list = bias_list_of(call.problem, which);
   if (gradient == Gradient::kColumns) {
-    add_reduce_columns(planner, type, which, planes, keys);
+    add_reduce_columns(planner, type, list);
   } else if (gradient == Gradient::kRows) {
-    add_reduce_rows(planner, type, which, planes, queries);
+    add_reduce_rows(planner, type, list);
   } else {
-    const BiasList list{planes, planes > 0 ? p.batch() * p.heads_q / planes : 0, queries, keys};
-    const Choice choice = sm90_bias_gradient(planner.call(), planner.operands(), planner.target(), type, which, list);
+    const Choice choice = sm90_bias_gradient(call, planner.operands(), planner.target(), type, list);
     if (planner.can_compute(choice)) {
-      add_sm90_bias_gradient(planner, planner.taken(choice), list, which);
+      add_sm90_bias_gradient(planner, planner.taken(choice), list);
     } else {
-      const Results fp32 = fp32_results(p);
+      const Results fp32 = fp32_results(call.problem);
       const Choice generic = generic_bias_gradient(
           storing(planner.operands().features, which == 0 ? fp32.bias : fp32.bias2), planner.target(), type);
-      add_generic_bias_gradient(planner, planner.taken(generic), list, which);
+      add_generic_bias_gradient(planner, planner.taken(generic), list);
     }
   }
 }
@@ -151,12 +146,12 @@ void Planner::backward() {
                            (gradients[1] == Gradient::kNone || gradients[1] == Gradient::kColumns)
                        ? pack_for_ds(call_, plan_.operands)
                        : -1;
-  // Known only now. All kernels that follow, and the arguments of a backward, have to agree on it (natural_scores).
   const bool in_place = pack >= 0;
   work.dbias_store = gradients[0] == Gradient::kPlane && (stores_bias(call_, features) || in_place);
   const Choice hopper = backward_for_hopper(*this, work);
   const bool is_hopper = hopper.why_not == nullptr;
   const auto& main = hopper.kernel.as<Sm90BackwardSpec>();  // empty if it cannot compute the call
+  // Known only now. All kernels that follow, and the arguments of a backward, have to agree on it (natural_scores).
   plan_.operands.features.key_mask = main.key_mask;
   work.ordered = main.ordered;
   work.dq = work.dq || main.dq;
