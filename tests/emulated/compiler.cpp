@@ -32,6 +32,11 @@ constexpr Replaced kReplaced[] = {
      "unsigned char* const memory = emulated::shared_memory();"},
     {"", "extern __shared__ __align__(128) unsigned char memory[];",
      "unsigned char* const memory = emulated::shared_memory();"},
+    // GCC 12 crashes where generic lambdas read a constant of the function around them.
+    {"sm90/wide_backward.cuh", "\n  constexpr Sm90WideBackwardSizes kSizes",
+     "\n  static constexpr Sm90WideBackwardSizes kSizes"},
+    {"sm90/backward_copy.cuh", "\n  constexpr Sm90BackwardSizes kSizes",
+     "\n  static constexpr Sm90BackwardSizes kSizes"},
     // GCC 12 refuses a field of a base of a template argument there.
     {"work/query_block.cuh", "requires { requires S.split; };",
      "[] { if constexpr (requires { S.split; }) { return S.split; } else { return false; } }();"},
@@ -54,6 +59,13 @@ void replace_all(std::string& text, std::string_view what, std::string_view by) 
   for (std::size_t at = text.find(what); at != std::string::npos; at = text.find(what, at + by.size())) {
     text.replace(at, what.size(), by);
   }
+}
+
+// How many blocks a cluster of a kernel of this file has.
+int cluster_of(std::string_view text) {
+  constexpr std::string_view kWord = "__cluster_dims__(";
+  const std::size_t at = text.find(kWord);
+  return at == std::string_view::npos ? 1 : std::atoi(text.data() + at + kWord.size());
 }
 
 std::string read(const fs::path& path) {
@@ -125,7 +137,11 @@ int nvrtcAddNameExpression(Program* program, const char* expression) {
 }
 int nvrtcCompileProgram(Program* program, int, const char* const*) {
   const Folder folder;
+  int cluster = 1;
   for (const auto& [name, text] : program->headers) {
+    if (program->text.find('"' + name + '"') != std::string::npos) {
+      cluster = cluster_of(text);
+    }
     if (!name.starts_with("math/") && (!name.starts_with("cuda/") || name.starts_with("cuda/device/ptx/"))) {
       continue;  // the same file by its other name, or one that text/ has
     }
@@ -147,6 +163,7 @@ int nvrtcCompileProgram(Program* program, int, const char* const*) {
       << "void call(void (*kernel)(T...), void** parameters) {\n"
       << "  call(kernel, parameters, std::index_sequence_for<T...>());\n}\n"
       << "extern \"C\" void emulated_kernel(void** parameters) { call(" << program->expression << ", parameters); }\n"
+      << "extern \"C\" const unsigned emulated_cluster = " << cluster << ";\n"
       << "extern \"C\" const char emulated_name[] = R\"(" << program->expression << ")\";\n";
   const std::string at = folder.path().string();
   const std::string command = "cd '" + at +

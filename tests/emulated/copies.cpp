@@ -108,7 +108,7 @@ void fill_later(Block& block, u32 to, u32 bytes, u32 barrier, std::function<void
   barrier_at(block, barrier);
   check_may_write(block, to, bytes, "a copy");
   mark(block.filling, to, bytes, 1);
-  machine.under_way.emplace_back([&block, to, bytes, barrier, place, copy = std::move(copy)] {
+  machine.later([&block, to, bytes, barrier, place, copy = std::move(copy)] {
     if (block.alive == 0) {
       fail("a copy arrives in a block that has ended");
     }
@@ -214,12 +214,12 @@ void leave_later(u32 from, u32 bytes, std::function<void(const unsigned char*)> 
   mark(block.leaving, from, bytes, 1);
   const std::size_t read = fiber.bulk_reads.add();
   const std::size_t written = fiber.bulk_writes.add();
-  machine.under_way.emplace_back([&fiber, &block, from, bytes, read, written, write = std::move(write)] {
+  machine.later([&fiber, &block, from, bytes, read, written, write = std::move(write)] {
     const auto content =
         std::make_shared<std::vector<unsigned char>>(block.memory.begin() + from, block.memory.begin() + from + bytes);
     mark(block.leaving, from, bytes, -1);
     fiber.bulk_reads.end(read);
-    machine.under_way.emplace_back([&fiber, written, write, content] {
+    machine.later([&fiber, written, write, content] {
       write(content->data());
       fiber.bulk_writes.end(written);
     });
@@ -284,7 +284,7 @@ void thread_copy(u32 to, const void* from, u32 bytes, u32 size) {
   const u64 number = copies.next++;
   const std::size_t group = copies.groups.add();
   copies.under_way.insert(number);
-  machine.under_way.emplace_back([&fiber, &block, place, to, from, bytes, size, number, group] {
+  machine.later([&fiber, &block, place, to, from, bytes, size, number, group] {
     std::memset(place, 0, size);
     std::memcpy(place, from, bytes);
     mark(block.filling, to, size, -1);

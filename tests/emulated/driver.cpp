@@ -125,6 +125,7 @@ cu::Result copy_to_device(cu::DevicePointer to, const void* from, std::size_t by
 struct Kernel {
   void (*run)(void** parameters);
   std::string name;
+  u32 cluster;  // blocks
 };
 
 // The code is a shared library's bytes behind the number of them, see compiler.cpp.
@@ -146,9 +147,15 @@ cu::Result load(void** library, const void* code, int*, void**, unsigned, int*, 
 cu::Result get_kernel(void** kernel, void* library, const char*) {
   static std::deque<Kernel> kept;
   static std::mutex mutex;
+  void* const run = dlsym(library, "emulated_kernel");
+  const void* const name = dlsym(library, "emulated_name");
+  const void* const cluster = dlsym(library, "emulated_cluster");
+  if (run == nullptr || name == nullptr || cluster == nullptr) {
+    return kInvalid;  // of another version of compiler.cpp
+  }
   const std::lock_guard<std::mutex> lock(mutex);
-  kept.push_back({reinterpret_cast<void (*)(void**)>(dlsym(library, "emulated_kernel")),
-                  static_cast<const char*>(dlsym(library, "emulated_name"))});
+  kept.push_back(
+      {reinterpret_cast<void (*)(void**)>(run), static_cast<const char*>(name), *static_cast<const u32*>(cluster)});
   *kernel = &kept.back();
   return cu::kSuccess;
 }
@@ -161,24 +168,17 @@ cu::Result kernel_attribute(int* value, cu::FunctionAttribute, void*, cu::Device
   return cu::kSuccess;
 }
 
-u32 cluster_of(const cu::LaunchConfig& config) {
-  for (unsigned n = 0; n < config.attribute_count; ++n) {
-    if (config.attributes[n].id == cu::LaunchAttributeId::kClusterDimension) {
-      return config.attributes[n].value.cluster.x;
-    }
-  }
-  return 1;
-}
-int resident_clusters(const cu::LaunchConfig& config) {
+// How many clusters of a kernel are on the GPU at once.
+u32 resident_clusters(const Kernel& kernel, const cu::LaunchConfig& config) {
   const u32 together = emulated::blocks_together(config.block_x, config.shared_bytes);
-  return int(std::max(1u, kMultiprocessors * together / cluster_of(config)));
+  return std::max(1u, kMultiprocessors * together / kernel.cluster);
 }
 cu::Result max_active_blocks(int* blocks, void*, int threads, std::size_t shared) {
   *blocks = int(emulated::blocks_together(u32(threads), u32(shared)));
   return cu::kSuccess;
 }
-cu::Result max_active_clusters(int* clusters, void*, const cu::LaunchConfig* config) {
-  *clusters = resident_clusters(*config);
+cu::Result max_active_clusters(int* clusters, void* function, const cu::LaunchConfig* config) {
+  *clusters = int(resident_clusters(*static_cast<const Kernel*>(function), *config));
   return cu::kSuccess;
 }
 
@@ -186,8 +186,8 @@ cu::Result launch(const cu::LaunchConfig* config, void* function, void** paramet
   static std::mutex mutex;
   const std::lock_guard<std::mutex> lock(mutex);
   const Kernel& kernel = *static_cast<const Kernel*>(function);
-  const u32 cluster = cluster_of(*config);
-  if (config->grid_x % cluster != 0 || config->block_y * config->block_z != 1 || config->shared_bytes > 227 * 1024) {
+  if (config->grid_x % kernel.cluster != 0 || config->block_x % 32 != 0 || config->block_y * config->block_z != 1 ||
+      config->shared_bytes > 227 * 1024) {
     return kInvalid;
   }
   if (std::getenv("EMULATED_LOG") != nullptr) {
@@ -195,16 +195,12 @@ cu::Result launch(const cu::LaunchConfig* config, void* function, void** paramet
                  config->grid_x * config->grid_y * config->grid_z, config->block_x, config->shared_bytes,
                  kernel.name.c_str());
   }
-  const emulated::Launch what{kernel.run,
-                              parameters,
-                              kernel.name.c_str(),
-                              {config->grid_x, config->grid_y, config->grid_z},
-                              config->block_x,
-                              config->shared_bytes,
-                              cluster};
+  const emulated::Launch what{
+      kernel.run,      parameters,           kernel.name.c_str(), {config->grid_x, config->grid_y, config->grid_z},
+      config->block_x, config->shared_bytes, kernel.cluster};
   // Arrays that a kernel declares itself lie in one place here, and kernels that have them have no other shared memory.
   const bool alone = config->shared_bytes == 0;
-  emulated::machine.run(what, alone ? 1 : u32(resident_clusters(*config)));
+  emulated::machine.run(what, alone ? 1 : resident_clusters(kernel, *config));
   return cu::kSuccess;
 }
 

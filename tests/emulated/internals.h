@@ -155,8 +155,9 @@ class Machine {
 
   Fiber* now = nullptr;
   const Launch* launch = nullptr;
-  std::vector<std::function<void()>> under_way;  // copies
-  bool deferred = false;                         // products are done when they are waited for
+  // A copy, which arrives some time.
+  void later(std::function<void()> copy);
+  bool deferred = false;  // products are done when they are waited for
   u32 draw(u32 below) { return u32(random_() % below); }
   // Returns at once, or later, once the wait is over.
   void wait(const Wait& wait);
@@ -165,18 +166,25 @@ class Machine {
  private:
   std::mt19937 random_;
   bool freezes_ = false;
+  bool apart_ = false;
   std::jmp_buf scheduler_;
   std::vector<unsigned char*> stacks_;
   std::deque<Fiber> fibers_;
   std::deque<Cluster> clusters_;
+  struct Copy {
+    std::function<void()> arrive;
+    u64 due;  // the pass before which it does not, but where nobody can go on without it
+  };
+  std::vector<Copy> copies_;
   u64 pass_ = 0;
   u64 idle_passes_ = 0;
 
   void start_cluster(u32 number);
   void resume(Fiber& fiber);
+  bool stands_still(const Wait& wait);
   void freeze();
   bool step();
-  void deliver();
+  void deliver(bool all_wait);
   void stuck();
   [[noreturn]] void report_deadlock();
 };

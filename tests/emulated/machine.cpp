@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Fibers and their schedule. $EMULATED_SEED draws it: seeds that are multiples of 4 run threads in turn; others freeze
-// warps and warpgroups for a while, so that the rest gets as far ahead of them as barriers let it.
+// warps and warpgroups for a while, so that the rest gets as far ahead of them as barriers let it. With $EMULATED_APART
+// the lanes of a warp run as if they were in no warp, but where they meet: CUDA's rules allow that, GPUs do not do it.
 #include "machine.h"
 
 #include <sys/mman.h>
@@ -45,6 +46,7 @@ Machine machine;
 Machine::Machine() : random_(seed()) {
   deferred = seed() % 2 != 0;
   freezes_ = seed() % 4 != 0;
+  apart_ = std::getenv("EMULATED_APART") != nullptr;
 }
 
 void fail(const char* format, ...) {
@@ -141,13 +143,22 @@ void Machine::resume(Fiber& fiber) {
 
 void Machine::wait(const Wait& wait) {
   const bool over = is_over(wait, *now);
-  if (over && wait.kind != Wait::Kind::kPause && draw(4) != 0) {
+  if (over && wait.kind != Wait::Kind::kPause && !stands_still(wait)) {
     return;
   }
   now->wait = over ? Wait{} : wait;  // what is over stays so, whatever happens until this thread's next turn
   if (_setjmp(now->context) == 0) {
     _longjmp(scheduler_, 1);
   }
+}
+
+// Whether a thread lets others run although its wait is over, once in four times: the same for all lanes of a warp.
+bool Machine::stands_still(const Wait& wait) {
+  if (apart_) {
+    return draw(4) == 0;
+  }
+  const u64 seed = pass_ * 0x9e3779b97f4a7c15 ^ reinterpret_cast<u64>(&now->warp()) ^ reinterpret_cast<u64>(wait.what);
+  return (seed ^ seed >> 29) * 0xbf58476d1ce4e5b9 >> 62 == 0;
 }
 
 void Machine::end_fiber() {
@@ -190,7 +201,8 @@ void Machine::freeze() {
   }
 }
 
-// Every fiber once; whether one of them did something.
+// Every warp once, its lanes one after another: as on a GPU, lanes that come to the same wait leave it together, and
+// nobody else runs before they have come to the next. Whether one of them did something.
 bool Machine::step() {
   ++pass_;
   if (freezes_ && draw(10) == 0) {
@@ -198,7 +210,7 @@ bool Machine::step() {
   }
   bool busy = false;
   const std::size_t count = fibers_.size();
-  const std::size_t first = draw(u32(count));
+  const std::size_t first = apart_ ? draw(u32(count)) : draw(u32(count / 32)) * 32;
   for (std::size_t i = 0; i < count; ++i) {
     Fiber& fiber = fibers_[(first + i) % count];
     if (fiber.done || fiber.warp().frozen_until > pass_ || !is_over(fiber.wait, fiber)) {
@@ -210,12 +222,20 @@ bool Machine::step() {
   return busy;
 }
 
-void Machine::deliver() {
-  for (u32 n = 1 + draw(8); n > 0 && !under_way.empty(); --n) {
-    std::swap(under_way[draw(u32(under_way.size()))], under_way.back());
-    const std::function<void()> copy = std::move(under_way.back());
-    under_way.pop_back();
-    copy();
+void Machine::later(std::function<void()> copy) {
+  constexpr u32 kLong = 500;  // passes
+  copies_.push_back({std::move(copy), freezes_ && draw(8) == 0 ? pass_ + draw(kLong) : pass_});
+}
+
+void Machine::deliver(bool all_wait) {
+  for (u32 n = 1 + draw(8); n > 0 && !copies_.empty(); --n) {
+    std::swap(copies_[draw(u32(copies_.size()))], copies_.back());
+    if (copies_.back().due > pass_ && !all_wait) {
+      continue;
+    }
+    const std::function<void()> arrive = std::move(copies_.back().arrive);
+    copies_.pop_back();
+    arrive();
   }
 }
 
@@ -269,7 +289,7 @@ void Machine::run(const Launch& what, u32 resident_clusters) {
   while (true) {
     while (!clusters_.empty() && clusters_.front().alive() == 0) {
       // A copy may still arrive: it finds that the block has ended.
-      if (!under_way.empty()) {
+      if (!copies_.empty()) {
         break;
       }
       while (!fibers_.empty() && fibers_.front().block->cluster == &clusters_.front()) {
@@ -292,9 +312,9 @@ void Machine::run(const Launch& what, u32 resident_clusters) {
     if (busy) {
       idle_passes_ = 0;
     }
-    if (!under_way.empty() && (!busy || draw(freezes_ ? 12 : 3) == 0)) {
-      deliver();
-    } else if (!busy && running > 0 && under_way.empty()) {
+    if (!copies_.empty() && (!busy || draw(freezes_ ? 12 : 3) == 0)) {
+      deliver(!busy);
+    } else if (!busy && running > 0 && copies_.empty()) {
       stuck();
     }
   }

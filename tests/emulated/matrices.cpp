@@ -202,6 +202,7 @@ void wgmma_commit() {
 }
 
 void wgmma_wait(int pending) {
+  machine.wait({});  // products take their time: others may run meanwhile
   meet(Meeting::kWgmmaWait, {}, [pending](Warp& warp) {
     while (!warp.products.empty() && warp.products.front().group + u64(pending) < warp.groups) {
       multiply(own(), first_row_of_warp(), warp.products.front());

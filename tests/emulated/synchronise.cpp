@@ -170,7 +170,7 @@ void barrier_arrive(u32 address) {
 // It gets there later.
 void barrier_arrive_there(u32 address) {
   Block& there = block_of(address);
-  machine.under_way.emplace_back([&there, address] {
+  machine.later([&there, address] {
     if (there.alive == 0) {
       fail("an arrival at a barrier of a block that has ended");
     }

@@ -89,8 +89,14 @@ inline void __nanosleep(unsigned) { emulated::pause(); }
 
 template <class T>
 T shuffled(T x, int from) {
-  static_assert(sizeof(T) == 4);
-  return __builtin_bit_cast(T, emulated::shuffle(__builtin_bit_cast(unsigned, x), from));
+  static_assert(sizeof(T) % 4 == 0);
+  unsigned words[sizeof(T) / 4];
+  std::memcpy(words, &x, sizeof x);
+  for (unsigned& word : words) {
+    word = emulated::shuffle(word, from);
+  }
+  std::memcpy(&x, words, sizeof x);
+  return x;
 }
 inline int lane_of_thread() { return int(threadIdx.x % 32); }
 template <class T>

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU kernels on the CPU: `fovea check` with a driver and a compiler that play a GPU (docs/testing.md).
+
+Every case is a problem, forward and backward, with the kernels that the host plans for it, against the fp64 reference.
+It names fields of those kernels' Specs, so that a case stays one of them when plans change. Then faults are planted into
+the kernels' text and must be found.
+
+    FOVEA_BUILD        the build directory (build)
+    EMULATED_SEEDS     how many schedules of each case (2)
+    EMULATED_TABLE     reduced or full: every row of the case table as well
+    EMULATED_RANDOM    so many random problems as well
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = (ROOT / os.environ.get("FOVEA_BUILD", "build")).resolve()
+PLAYED, FOVEA = BUILD / "tests/emulated", BUILD / "cli/fovea"
+SEEDS = range(1, 1 + int(os.environ.get("EMULATED_SEEDS", "2")))
+
+# A problem, and what its kernels' Specs must say.
+CASES = [
+    ("b=1 hq=2 hk=1 sq=100 sk=130 d=64 bf16", "sm90_forward ctas guess; sm90_backward direct delay key_parts; sm90_backward_parts"),
+    ("b=2 hq=4 hk=2 sq=150 sk=200 d=128 bf16 causal",
+     "sm90_schedule; sm90_forward banded resident ahead; sm90_backward bulk halves same_step converts"),
+    ("b=2 hq=2 sq=200 sk=300 d=128 bf16 causal", "sm90_backward banded bulk stores_first converts"),
+    ("b=2 hq=2 sq=150 sk=200 d=64 bf16 window=30,10", "sm90_forward left_edge; sm90_backward tiles left_edge direct"),
+    ("b=3 hq=2 sq=150 sk=200 d=64 bf16 used_q=150,10,60 used_k=30,20,200",
+     "sm90_forward ragged; sm90_backward ragged bulk longest_first"),
+    ("b=2 hq=2 sq=150 sk=200 d=96 bf16 used_k=150,60 window=40,0", "sm90_forward banded ragged left_edge; sm90_backward ragged stores_first"),
+    ("b=3 hq=2 hk=1 d=80 fp16 causal seqs_q=100,0,130 seqs_k=90,60,150 alibi=h sink", "sm90_forward banded ragged alibi; reduce_sink"),
+    ("b=1 hq=1 sq=64 sk=1100 d=64 bf16 mask=b,1,1,k", "sm90_mask; sm90_forward key_mask prepared; sm90_backward key_term key_mask"),
+    ("b=2 hq=2 sq=150 sk=200 d=64 bf16 bias=b,h,q,k mask=b,1,q,k", "sm90_mask; sm90_forward bias mask; sm90_backward_mask; sm90_backward bias mask dbias_store"),
+    ("b=1 hq=2 sq=130 sk=200 d=256 bf16 bias=b,h,q,k:fp32 bias2=1,h,q,k",
+     "sm90_forward bias bias2 planes=1; generic_backward; sm90_bias_gradient bias2"),
+    ("b=4 hq=2 sq=49 sk=49 d=32 bf16 bias=1,h,q,k", "sm90_forward bias ctas; sm90_small_backward; small_bias_sum"),
+    ("b=2 hq=2 sq=150 sk=200 d=64 fp16 dropout=0.2 softcap=20", "sm90_forward softcap dropout early; sm90_backward dropout bulk"),
+    ("b=2 hq=1 sq=100 sk=150 d=128 bf16 dropout=0.7", "sm90_forward dropout often; sm90_backward dropout stores_first"),
+    ("b=1 hq=2 sq=200 sk=300 d=64 bf16 causal det", "sm90_backward bulk ordered stores_first; backward_convert"),
+    ("b=1 hq=2 hk=1 sq=150 sk=200 d=256 bf16 causal", "sm90_forward banded; sm90_wide_backward roles"),
+    ("b=2 hq=2 sq=150 sk=200 d=64 bf16 causal pos=300,250", "sm90_forward shifted; sm90_backward shifted"),
+    ("b=1 hq=2 sq=1 sk=3000 d=64 bf16", "generic_forward split; generic_combine"),
+    ("b=1 hq=2 sq=50 sk=60 d=24 fp32", "generic_forward; generic_backward"),
+    ("b=1 hq=2 sq=50 sk=60 d=300 bf16 bias=b,h,q,k", "generic_wide_forward bias; generic_backward; generic_bias_gradient bias"),
+]  # fmt: skip
+
+# What is wrong, the file, what stands there and what is put in its place, a problem, and what the report says.
+FAULTS = {
+    "V is released before the product that reads it has ended": (
+        "sm90/forward_step.cuh", "      wgmma_wait<0>();\n      pin(o);\n      if (!first) {\n        v_pipe.release();\n      }",
+        "      if (!first) {\n        v_pipe.release();\n      }\n      wgmma_wait<0>();\n      pin(o);",
+        "b=1 hq=1 sq=100 sk=700 d=128 bf16", "wgmma reads shared memory at [0-9]+, which a copy is filling|FAILED"),
+    "K is read before it is there": (
+        "tile/pipe.cuh", "      barrier_wait(barriers + kAt + 8 * ring.buffer(), ring.parity());", "",
+        "b=1 hq=1 sq=100 sk=300 d=64 bf16", "reads shared memory at [0-9]+, which a copy is filling"),
+    "an arrival is missing": (
+        "tile/pipe.cuh", "if (leader) {", "if (leader && threadIdx.x / 32 != 5) {",
+        "b=1 hq=1 sq=100 sk=700 d=64 bf16", "deadlock(.|\n)* 1 of [0-9]+ arrivals and 0 bytes are missing"),
+    "more bytes are expected than come": (
+        "sm90/forward_copy.cuh", "barrier_expect(v_full, S.step * sm90_forward_panels(S.dv) * kPanelV * 2);",
+        "barrier_expect(v_full, S.step * sm90_forward_panels(S.dv) * kPanelV * 2 + 16);",
+        "b=1 hq=1 sq=100 sk=300 d=64 bf16", "deadlock(.|\n)* 0 of 1 arrivals and 16 bytes are missing"),
+    "a wrong swizzle": (
+        "sm90/forward.cuh", "swizzled<kPanelK * 2>(c * 64 + fragment_row, chunk)", "swizzled<kPanelK>(c * 64 + fragment_row, chunk)",
+        "b=1 hq=2 hk=1 sq=100 sk=300 d=128 bf16 causal", "FAILED(.|\n)*out"),
+    "sums are written while the copy of those before reads them": (
+        "sm90/backward_add.cuh", "            bulk_wait_read<1>();\n", "",
+        "b=2 hq=2 sq=200 sk=300 d=128 bf16 causal", "writes shared memory at [0-9]+, which a copy is reading"),
+    "a product is used before it has ended": (
+        "sm90/forward.cuh", "wgmma_wait<1>();", "", "b=1 hq=1 sq=100 sk=700 d=128 bf16 causal", "FAILED(.|\n)*out"),
+    "a block of a cluster ends before the other has sent it all": (
+        "sm90/wide_backward.cuh", "    cluster_sync();  // what the other block", "    // what the other block",
+        "b=1 hq=2 hk=1 sq=150 sk=200 d=256 bf16 causal", "of a block that has ended|in a block that has ended"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session", autouse=True)
+def built():
+    if not (PLAYED / "libcuda.so.1").exists():
+        pytest.skip(f"{PLAYED} has no emulated driver: it is built with GCC, without sanitizers")
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("kernels")
+
+
+def check(line, seed, cache, *arguments, **variables):
+    """The exit code, and everything that was printed."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("FOVEA_", "EMULATED_"))}
+    env.update(LD_LIBRARY_PATH=str(PLAYED), FOVEA_NVRTC=str(PLAYED / "libnvrtc.so.13"), FOVEA_CACHE_DIR=str(cache),
+               EMULATED_SEED=str(seed), EMULATED_LOG="1", **variables)  # fmt: skip
+    done = subprocess.run([FOVEA, "check", "--device", "cuda", "--limit", "900", *arguments, line], env=env, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=1000)  # fmt: skip
+    return done.returncode, done.stdout
+
+
+def specs(output):
+    """Kernels that were launched: name and the text of the Spec."""
+    return re.findall(r"^emulated: [^:]* bytes: fovea::cuda::(\w+)<(.*)>$", output, re.MULTILINE)
+
+
+def has(spec, words):
+    name, *fields = words.split()
+    return spec[0] == name and all(re.search(rf"\.{field.replace('=', ' = ')}\b", spec[1]) for field in fields)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("line, wanted", CASES, ids=[line for line, _ in CASES])
+def test_a_problem(line, wanted, seed, cache):
+    code, output = check(f"bwd {line}", seed, cache)
+    assert code == 0, output
+    launched = specs(output)
+    missing = [words for words in wanted.split("; ") if not any(has(spec, words) for spec in launched)]
+    assert not missing, f"no kernel has {missing} any more: {launched}"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found(fault, cache, tmp_path):
+    name, text, other, line, report = FAULTS[fault]
+    for folder in ("math", "cuda/device"):
+        shutil.copytree(ROOT / "src" / folder, tmp_path / folder)
+    file = tmp_path / "cuda/device" / name
+    assert text in file.read_text(), "the text has changed: plant the fault elsewhere"
+    file.write_text(file.read_text().replace(text, other))
+    found = []
+    for seed in (1, 2, 3):
+        code, output = check(f"bwd {line}", seed, cache, FOVEA_KERNEL_TEXT=str(tmp_path))
+        if code != 0:
+            found.append(output)
+        if re.search(report, output):
+            return
+    pytest.fail(f"not reported by three seeds: {found}")
+
+
+# Warpgroups that have nothing to do in a step give the buffer of biases back, but wait for the next in another order
+# than the copies come. The host plans no such kernel; once the kernel is mended this test finds that it ends.
+def test_one_buffer_of_biases_and_a_band_hang():
+    line = "bwd b=1 hq=2 sq=300 sk=300 d=128 bf16 causal bias=b,h,q,k:fp32 alibi=h softcap=8"
+    code, output = check(line, 1, "none", EMULATED_SPEC=".planes = 2=>.planes = 1")
+    forward = [spec for spec in specs(output) if spec[0] == "sm90_forward"]
+    assert has(forward[0], "sm90_forward banded bias planes=1"), output
+    assert code != 0 and "fault: deadlock" in output, "it ends now: the host may plan it, and this test be a case"
+
+
+# ---- more, where it is asked for ----
+
+TABLE, RANDOM = os.environ.get("EMULATED_TABLE"), int(os.environ.get("EMULATED_RANDOM", "0"))
+
+if TABLE:
+    ROWS = subprocess.run([FOVEA, "cases", "--table", TABLE], text=True, capture_output=True, check=True).stdout.splitlines()
+
+    @pytest.mark.parametrize("row", ROWS)
+    def test_a_row_of_the_table(row, cache):
+        code, output = check(row, SEEDS[-1], cache)
+        assert code == 0, output
+
+
+if RANDOM:
+
+    @pytest.mark.parametrize("number", range(1, 1 + RANDOM))
+    def test_a_random_problem(number, cache):
+        code, output = check("", number, cache, "--random", "1", "--seed", str(number))
+        assert code == 0, output
