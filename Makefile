@@ -111,11 +111,18 @@ test-models:  ## the integrations with the libraries themselves: models of trans
 	cmake --build $(BUILD) -j$(JOBS) --target fovea
 	FOVEA_ALL_MODELS=1 FOVEA_BUILD=$(BUILD) $(VENV_MODELS)/bin/python -m pytest -q -s -p no:cacheprovider tests/models
 
+.PHONY: test-emulated
+test-emulated:  ## the GPU kernels on the CPU: more schedules, the reduced case table, random problems (an hour of CPU)
+	@tools/deps.sh build test
+	@$(MAKE) --no-print-directory $(BUILD)/CMakeCache.txt $(VENV)/.ready
+	cmake --build $(BUILD) -j$(JOBS) --target fovea_cli fovea_emulated_cuda fovea_emulated_nvrtc
+	EMULATED_SEEDS=12 EMULATED_TABLE=reduced EMULATED_RANDOM=100 $(VENV)/bin/python tools/test.py --build $(BUILD) emulated
+
 .PHONY: check check-rest
 check: test check-rest  ## make test, then the other stages, more than an hour of CPU (docs/testing.md): lint, sanitizers, fuzzing, ...
 check-rest:
 	$(VENV)/bin/python tools/test.py --build $(BUILD) --jobs $(JOBS) --lanes 2 --after $(BUILD)/tests.json \
-	    tidy asan asantorch clang tsan torch torch_python models torch_oldest jax wheel lint kernels fuzz readers nvrtc abi installed demo docs
+	    tidy asan asantorch clang tsan torch torch_python models torch_oldest jax wheel lint kernels emulated fuzz readers nvrtc abi installed demo docs
 
 .PHONY: kernels
 kernels:  ## compile every GPU kernel that changed into tests/kernels/manifest.txt; goes on where it was stopped (no GPU)

@@ -214,6 +214,10 @@ class Runner:
         print(f"{python}: no {package} there; `make {venv}/.ready` installs it")
         return None
 
+    def stage_emulated(self):
+        """pytest: the GPU kernels on the CPU, two schedules of a few problems each, and faults that are planted into them"""
+        return self.pytest("tests/emulated", env={"FOVEA_BUILD": self.build})
+
     def stage_torch(self):
         """pytest: fovea.torch and fovea.integrations, in .venv-torch, which is made if need be; no torch is a failure"""
         python = self.environment("VENV_TORCH", ".venv-torch", "torch")

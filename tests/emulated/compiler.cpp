@@ -5,6 +5,7 @@
 // lines of kReplaced.
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -190,7 +191,7 @@ int nvrtcGetProgramLogSize(Program* program, std::size_t* bytes) {
   return 0;
 }
 int nvrtcGetProgramLog(Program* program, char* log) {
-  std::memcpy(log, program->log.c_str(), program->log.size() + 1);
+  std::copy_n(program->log.c_str(), program->log.size() + 1, log);
   return 0;
 }
 int nvrtcGetCUBINSize(Program* program, std::size_t* bytes) {
@@ -198,7 +199,7 @@ int nvrtcGetCUBINSize(Program* program, std::size_t* bytes) {
   return 0;
 }
 int nvrtcGetCUBIN(Program* program, char* code) {
-  std::memcpy(code, program->code.data(), program->code.size());
+  std::copy(program->code.begin(), program->code.end(), code);
   return 0;
 }
 int nvrtcGetPTXSize(Program*, std::size_t* bytes) {

@@ -224,9 +224,9 @@ cu::Result encode_tensor_map(cu::TensorMap* map, cu::TensorMapType type, unsigne
       made.strides[n] = strides[n];
     }
   }
-  std::memset(map, 0, sizeof *map);
-  map->opaque[0] = emulated::kTensorMapMark;
-  map->opaque[1] = reinterpret_cast<u64>(&made);
+  const emulated::EncodedMap encoded{emulated::kTensorMapMark, &made, {}};
+  static_assert(sizeof encoded == sizeof *map);
+  std::memcpy(map, &encoded, sizeof encoded);
   return cu::kSuccess;
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What a warp does with matrices: ldmatrix, stmatrix, mma, wgmma. Sums are of fp32 in the order of the inner dimension.
+#include "core/element.h"
 #include "internals.h"
 
 namespace emulated {
@@ -14,12 +15,18 @@ float number(u16 bits, bool bf16) { return bf16 ? of_bf16(bits) : of_fp16(bits);
 
 // ---- numbers ----
 
-u16 to_bf16(float x) {
-  const u32 bits = __builtin_bit_cast(u32, x);
-  return x != x ? 0x7fff : u16((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+u16 to_bf16(float x) { return x != x ? 0x7fff : fovea::Bfloat16::from_double(x); }
+u16 to_fp16(float x) { return x != x ? 0x7fff : fovea::Half::from_double(x); }
+float of_fp16(u16 x) {
+  static const std::vector<float> all = [] {
+    std::vector<float> numbers(1 << 16);
+    for (u32 bits = 0; bits < numbers.size(); ++bits) {
+      numbers[bits] = static_cast<float>(fovea::Half::to_double(u16(bits)));
+    }
+    return numbers;
+  }();
+  return all[x];
 }
-u16 to_fp16(float x) { return x != x ? 0x7fff : __builtin_bit_cast(u16, static_cast<_Float16>(x)); }
-float of_fp16(u16 x) { return static_cast<float>(__builtin_bit_cast(_Float16, x)); }
 
 // ---- 8 x 8 matrices ----
 

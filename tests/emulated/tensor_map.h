@@ -27,14 +27,20 @@ struct TensorMap {
 
 constexpr u64 kTensorMapMark = 0x70616d20726f736e;
 
-// The map that 128 bytes stand for.
+// What the 128 bytes hold.
+struct EncodedMap {
+  u64 mark;
+  const TensorMap* map;
+  u64 rest[14];
+};
+
 inline const TensorMap& tensor_map(const void* bytes) {
-  u64 words[2];
-  std::memcpy(words, bytes, sizeof words);
-  if (words[0] != kTensorMapMark) {
+  EncodedMap encoded;
+  std::memcpy(&encoded, bytes, sizeof encoded);
+  if (encoded.mark != kTensorMapMark) {
     fail("no tensor map at %p", bytes);
   }
-  return *reinterpret_cast<const TensorMap*>(words[1]);
+  return *encoded.map;
 }
 
 }  // namespace emulated
