@@ -157,8 +157,11 @@ bool Machine::stands_still(const Wait& wait) {
   if (apart_) {
     return draw(4) == 0;
   }
-  const u64 seed = pass_ * 0x9e3779b97f4a7c15 ^ reinterpret_cast<u64>(&now->warp()) ^ reinterpret_cast<u64>(wait.what);
-  return (seed ^ seed >> 29) * 0xbf58476d1ce4e5b9 >> 62 == 0;
+  const Block& block = *now->block;
+  const u64 where = (u64{block.index.z} * 4096 + block.index.y) * 4096 + block.index.x;
+  const u64 what = u64{wait.place} * 8 + u64(wait.kind);
+  const u64 seed = ((pass_ * 0x9e3779b97f4a7c15 + where) * 0x9e3779b97f4a7c15 + now->thread / 32) * 0x9e3779b97f4a7c15;
+  return ((seed + what) ^ seed >> 29) * 0xbf58476d1ce4e5b9 >> 62 == 0;
 }
 
 void Machine::end_fiber() {
