@@ -135,6 +135,7 @@ struct Fiber {
   u32 looked = 0;
   ThreadCopies copies;
   Groups bulk_reads, bulk_writes;
+  Groups arrivals;  // at barriers of other blocks
   Warp& warp() const { return block->warps[thread / 32]; }
 };
 

@@ -105,6 +105,10 @@ int sync_or(int mine) {
 }
 
 void cluster_sync() {
+  // What this thread did before is done when the others go on.
+  Groups& arrivals = machine.now->arrivals;
+  arrivals.commit();
+  machine.wait({Wait::Kind::kGroups, &arrivals, arrivals.under_way.size() - 1, 0, "its arrivals in other blocks"});
   Cluster& cluster = *machine.now->block->cluster;
   const u64 generation = cluster.generation;
   ++cluster.arrived;
@@ -170,11 +174,13 @@ void barrier_arrive(u32 address) {
 // It gets there later.
 void barrier_arrive_there(u32 address) {
   Block& there = block_of(address);
-  machine.later([&there, address] {
+  Groups& arrivals = machine.now->arrivals;
+  machine.later([&there, &arrivals, address, group = arrivals.add()] {
     if (there.alive == 0) {
       fail("an arrival at a barrier of a block that has ended");
     }
     arrive_at(there, address);
+    arrivals.end(group);
   });
 }
 
