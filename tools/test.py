@@ -215,7 +215,7 @@ class Runner:
         return None
 
     def stage_emulated(self):
-        """pytest: the GPU kernels on the CPU, two schedules of a few problems each, and faults that are planted into them"""
+        """pytest: the GPU kernels on the CPU, a few problems with two schedules each, and planted faults"""
         return self.pytest("tests/emulated", env={"FOVEA_BUILD": self.build})
 
     def stage_torch(self):

@@ -193,15 +193,18 @@ void bulk_copy_there(u32 to, u32 from, int bytes, u32 barrier) {
 
 void Groups::end(std::size_t group) {
   --under_way[group];
-  while (first + 1 < under_way.size() && under_way[first] == 0) {
-    ++first;
-  }
+  advance();
 }
 
 void Groups::commit() {
   under_way.push_back(0);
-  end(under_way.size() - 1);
-  under_way.back() = 0;
+  advance();
+}
+
+void Groups::advance() {
+  while (first + 1 < under_way.size() && under_way[first] == 0) {
+    ++first;
+  }
 }
 
 namespace {

@@ -43,6 +43,7 @@ struct Groups {
   }
   void end(std::size_t group);
   void commit();
+  void advance();
 };
 
 // cp.async of one thread, by number, and arrivals that wait for those before them.

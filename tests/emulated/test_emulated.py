@@ -2,8 +2,8 @@
 """The GPU kernels on the CPU: `fovea check` with a driver and a compiler that play a GPU (docs/testing.md).
 
 Every case is a problem, forward and backward, with the kernels that the host plans for it, against the fp64 reference.
-It names fields of those kernels' Specs, so that a case stays one of them when plans change. Then faults are planted into
-the kernels' text and must be found.
+It names fields of those kernels' Specs, so that a case stays one of them when plans change. Then faults are planted
+into the kernels' text and must be found.
 
     FOVEA_BUILD        the build directory (build)
     EMULATED_SEEDS     how many schedules of each case (2)
@@ -26,34 +26,42 @@ SEEDS = range(1, 1 + int(os.environ.get("EMULATED_SEEDS", "2")))
 
 # A problem, and what its kernels' Specs must say.
 CASES = [
-    ("b=1 hq=2 hk=1 sq=100 sk=130 d=64 bf16", "sm90_forward ctas guess; sm90_backward direct delay key_parts; sm90_backward_parts"),
+    ("b=1 hq=2 hk=1 sq=100 sk=130 d=64 bf16",
+     "sm90_forward ctas guess; sm90_backward direct delay key_parts; sm90_backward_parts"),
     ("b=2 hq=4 hk=2 sq=150 sk=200 d=128 bf16 causal",
      "sm90_schedule; sm90_forward banded resident ahead; sm90_backward bulk halves same_step converts"),
     ("b=2 hq=2 sq=200 sk=300 d=128 bf16 causal", "sm90_backward banded bulk stores_first converts"),
     ("b=2 hq=2 sq=150 sk=200 d=64 bf16 window=30,10", "sm90_forward left_edge; sm90_backward tiles left_edge direct"),
     ("b=3 hq=2 sq=150 sk=200 d=64 bf16 used_q=150,10,60 used_k=30,20,200",
      "sm90_forward ragged; sm90_backward ragged bulk longest_first"),
-    ("b=2 hq=2 sq=150 sk=200 d=96 bf16 used_k=150,60 window=40,0", "sm90_forward banded ragged left_edge; sm90_backward ragged stores_first"),
-    ("b=3 hq=2 hk=1 d=80 fp16 causal seqs_q=100,0,130 seqs_k=90,60,150 alibi=h sink", "sm90_forward banded ragged alibi; reduce_sink"),
-    ("b=1 hq=1 sq=64 sk=1100 d=64 bf16 mask=b,1,1,k", "sm90_mask; sm90_forward key_mask prepared; sm90_backward key_term key_mask"),
-    ("b=2 hq=2 sq=150 sk=200 d=64 bf16 bias=b,h,q,k mask=b,1,q,k", "sm90_mask; sm90_forward bias mask; sm90_backward_mask; sm90_backward bias mask dbias_store"),
+    ("b=2 hq=2 sq=150 sk=200 d=96 bf16 used_k=150,60 window=40,0",
+     "sm90_forward banded ragged left_edge; sm90_backward ragged stores_first"),
+    ("b=3 hq=2 hk=1 d=80 fp16 causal seqs_q=100,0,130 seqs_k=90,60,150 alibi=h sink",
+     "sm90_forward banded ragged alibi; reduce_sink"),
+    ("b=1 hq=1 sq=64 sk=1100 d=64 bf16 mask=b,1,1,k",
+     "sm90_mask; sm90_forward key_mask prepared; sm90_backward key_term key_mask"),
+    ("b=2 hq=2 sq=150 sk=200 d=64 bf16 bias=b,h,q,k mask=b,1,q,k",
+     "sm90_mask; sm90_forward bias mask; sm90_backward_mask; sm90_backward bias mask dbias_store"),
     ("b=1 hq=2 sq=130 sk=200 d=256 bf16 bias=b,h,q,k:fp32 bias2=1,h,q,k",
      "sm90_forward bias bias2 planes=1; generic_backward; sm90_bias_gradient bias2"),
     ("b=4 hq=2 sq=49 sk=49 d=32 bf16 bias=1,h,q,k", "sm90_forward bias ctas; sm90_small_backward; small_bias_sum"),
-    ("b=2 hq=2 sq=150 sk=200 d=64 fp16 dropout=0.2 softcap=20", "sm90_forward softcap dropout early; sm90_backward dropout bulk"),
+    ("b=2 hq=2 sq=150 sk=200 d=64 fp16 dropout=0.2 softcap=20",
+     "sm90_forward softcap dropout early; sm90_backward dropout bulk"),
     ("b=2 hq=1 sq=100 sk=150 d=128 bf16 dropout=0.7", "sm90_forward dropout often; sm90_backward dropout stores_first"),
     ("b=1 hq=2 sq=200 sk=300 d=64 bf16 causal det", "sm90_backward bulk ordered stores_first; backward_convert"),
     ("b=1 hq=2 hk=1 sq=150 sk=200 d=256 bf16 causal", "sm90_forward banded; sm90_wide_backward roles"),
     ("b=2 hq=2 sq=150 sk=200 d=64 bf16 causal pos=300,250", "sm90_forward shifted; sm90_backward shifted"),
     ("b=1 hq=2 sq=1 sk=3000 d=64 bf16", "generic_forward split; generic_combine"),
     ("b=1 hq=2 sq=50 sk=60 d=24 fp32", "generic_forward; generic_backward"),
-    ("b=1 hq=2 sq=50 sk=60 d=300 bf16 bias=b,h,q,k", "generic_wide_forward bias; generic_backward; generic_bias_gradient bias"),
+    ("b=1 hq=2 sq=50 sk=60 d=300 bf16 bias=b,h,q,k",
+     "generic_wide_forward bias; generic_backward; generic_bias_gradient bias"),
 ]  # fmt: skip
 
 # What is wrong, the file, what stands there and what is put in its place, a problem, and what the report says.
 FAULTS = {
     "V is released before the product that reads it has ended": (
-        "sm90/forward_step.cuh", "      wgmma_wait<0>();\n      pin(o);\n      if (!first) {\n        v_pipe.release();\n      }",
+        "sm90/forward_step.cuh",
+        "      wgmma_wait<0>();\n      pin(o);\n      if (!first) {\n        v_pipe.release();\n      }",
         "      if (!first) {\n        v_pipe.release();\n      }\n      wgmma_wait<0>();\n      pin(o);",
         "b=1 hq=2 sq=100 sk=1500 d=128 bf16", "wgmma reads shared memory at [0-9]+, which a copy is filling"),
     "K is read before it is there": (
@@ -67,7 +75,8 @@ FAULTS = {
         "barrier_expect(v_full, S.step * sm90_forward_panels(S.dv) * kPanelV * 2 + 16);",
         "b=1 hq=1 sq=100 sk=300 d=64 bf16", "deadlock(.|\n)* 0 of 1 arrivals and 16 bytes are missing"),
     "a wrong swizzle": (
-        "sm90/forward.cuh", "swizzled<kPanelK * 2>(c * 64 + fragment_row, chunk)", "swizzled<kPanelK>(c * 64 + fragment_row, chunk)",
+        "sm90/forward.cuh", "swizzled<kPanelK * 2>(c * 64 + fragment_row, chunk)",
+        "swizzled<kPanelK>(c * 64 + fragment_row, chunk)",
         "b=1 hq=2 hk=1 sq=100 sk=300 d=128 bf16 causal", "FAILED(.|\n)*out"),
     "sums are written while the copy of those before reads them": (
         "sm90/backward_add.cuh", "            bulk_wait_read<1>();\n", "",
@@ -154,9 +163,9 @@ def test_one_buffer_of_biases_and_a_band_hang():
 TABLE, RANDOM = os.environ.get("EMULATED_TABLE"), int(os.environ.get("EMULATED_RANDOM", "0"))
 
 if TABLE:
-    ROWS = subprocess.run([FOVEA, "cases", "--table", TABLE], text=True, capture_output=True, check=True).stdout.splitlines()
+    LISTED = subprocess.run([FOVEA, "cases", "--table", TABLE], text=True, capture_output=True, check=True)
 
-    @pytest.mark.parametrize("row", ROWS)
+    @pytest.mark.parametrize("row", LISTED.stdout.splitlines())
     def test_a_row_of_the_table(row, cache):
         code, output = check(row, SEEDS[-1], cache)
         assert code == 0, output

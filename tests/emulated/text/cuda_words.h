@@ -16,7 +16,7 @@
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
-// Arrays that a kernel declares: its blocks run one at a time, see Launch::alone in machine.cpp.
+// Arrays that a kernel declares: its blocks run one at a time, see launch() in driver.cpp.
 #define __shared__ static
 
 #define threadIdx (emulated::thread_index())
