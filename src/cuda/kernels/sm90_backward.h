@@ -6,7 +6,6 @@
 
 #include "cuda/kernels/backward_around.h"
 #include "cuda/kernels/sm90_backward_order.h"
-#include "cuda/kernels/sm90_summed_backward.h"
 
 namespace fovea::cuda {
 

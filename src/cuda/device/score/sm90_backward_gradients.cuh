@@ -46,14 +46,14 @@ struct Sm90BackwardGradients {
       }
     }
   }
-  // dS from P and dP, as pairs of 16 bits; where blocks sum it dP becomes dS as well. loaded: the first 16 queries of
-  // delta; row: of the first in row vectors; hidden: some pairs are.
+  // dS from P and dP, as pairs of 16 bits. loaded: the first 16 queries of delta; row: of the first in row vectors;
+  // hidden: some pairs are.
   __device__ __forceinline__ void gradients(u32 (&grads)[M / 4], const float (&s)[M / 2], float (&dp)[M / 2],
                                             const Args& a, Loaded& loaded, u32 delta, int row, bool hidden) {
     // Note: what is hidden has P = 0, but dP of any size, and 0 * inf is NaN. Where that may be in any tile (a bias of
     // -inf hides, too) dS is looked at in the end.
     constexpr bool kAnywhere = kPlane || S.mask;
-    constexpr bool kLater = kAnywhere && !S.column_sum && !S.row_sum && S.summed == 1;
+    constexpr bool kLater = kAnywhere && !S.column_sum && !S.row_sum;
     if constexpr (!kLater && (kAnywhere || S.banded || (S.key_term && S.row_sum))) {
       if (kPlane || hidden) {
 #pragma unroll
@@ -84,9 +84,6 @@ struct Sm90BackwardGradients {
             }
             if constexpr (S.column_sum) {
               sums[r] += grad[e];
-            }
-            if constexpr (S.summed > 1) {
-              dp[i] = grad[e];
             }
             if constexpr (S.row_sum) {
               over_keys[(n & 1) * 2 + e] += grad[e];
