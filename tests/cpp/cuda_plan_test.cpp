@@ -657,6 +657,7 @@ TEST(CudaPlan, HopperForwardHasTwoBuffersUnderABandAndWithLengths) {
   EXPECT_EQ(forward_of(wide, "sm_90"), "sm90_forward");
   for (const std::string more : {" causal", " window=9,9", " used_k=300,250"}) {
     EXPECT_EQ(forward_of(wide + more, "sm_90"), "generic_forward") << more;
+    EXPECT_NE(plan_of_line("fwd " + wide + more).summary.find("one buffer"), std::string::npos) << more;
   }
   for (const Problem& problem : both_directions_of_the_table()) {
     const Shapes shapes(problem);

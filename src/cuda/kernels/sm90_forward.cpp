@@ -298,6 +298,7 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
   if (is_short(call, spec)) {
     all.insert(all.begin(), {.groups = 1, .step = 64, .stages = 2, .q_buffers = 2, .planes = 2});
   }
+  const char* left_out = "tiles beyond the shared memory of a block";
   for (const Tiles& tiles : all) {
     const bool small = tiles.groups == 1;
     spec.ctas = !small ? 1 : features_of(spec) <= 1 && spec.dropout == DropoutRule::kNone ? 3 : 2;
@@ -352,6 +353,7 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
     // warpgroup that passes over steps, or clears V behind a sequence's end, would wait for that V, and it for them.
     const bool one_buffer = spec.planes == 1 || spec.stages == 1;
     if (one_buffer && (spec.banded || spec.ragged)) {
+      left_out = "biases that leave room for one buffer, with a band or lengths";
       continue;
     }
     // generic_forward can share the keys of a row among blocks.
@@ -361,7 +363,7 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
     }
     return choice;
   }
-  choice.why_not = "tiles beyond the shared memory of a block";
+  choice.why_not = left_out;
   return choice;
 }
 
