@@ -699,7 +699,7 @@ TEST_F(DISABLED_PlayedCuda, WithNothingToCompileExplainSaysThatACallWouldFail) {
 }
 
 TEST_F(DISABLED_PlayedCuda, AWorkspaceThatIsTooSmall) {
-  const Given given("bwd b=2 hq=4 sq=128 sk=128 d=64 bf16");
+  const Given given("bwd b=2 hq=4 sq=1024 sk=1024 d=64 bf16");
   launches() = 0;
   EXPECT_EQ(fovea_backward(&given.raw, nullptr, 0), FOVEA_OUT_OF_MEMORY);
   EXPECT_EQ(std::string(fovea_last_error()).rfind("workspace: 0 bytes", 0), 0u) << fovea_last_error();

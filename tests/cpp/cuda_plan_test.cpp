@@ -184,6 +184,7 @@ TEST(CudaPlan, Golden) {
       "fwd b=1 hq=8 sq=2048 sk=2048 d=256 bf16 lse",
       "fwd b=1 hq=8 sq=2048 sk=2048 d=512 bf16 lse",
       "fwd b=1 hq=8 hk=1 sq=1 sk=32768 d=128 bf16 causal",
+      "fwd b=2 hq=16 sq=64 sk=3412 d=192 bf16 lse",
       "fwd b=2 hq=4 sq=333 sk=461 d=77 bf16 mask=b,h,q,k bias=b,1,1,k bias2=1,h,q,1:fp32",
       "bwd b=4 hq=32 sq=4096 sk=4096 d=64 bf16",
       "bwd b=2 hq=32 hk=8 sq=4096 sk=4096 d=128 bf16 causal det",
@@ -520,6 +521,59 @@ TEST(CudaPlan, GradientsOfBiasesOnHopper) {
   }
 }
 
+// A bias that batch entries share: clusters of as many blocks sum dS, and no other kernel forms it again.
+TEST(CudaPlan, BlocksSumTheGradientOfABias) {
+  struct Expected {
+    const char* line;
+    int summed;
+    int clusters;
+    int chunks;
+    std::int64_t kept;  // fp32 planes
+  };
+  for (const auto& [line, summed, clusters, chunks, kept] : {
+           Expected{"b=8 hq=16 sq=2048 sk=2048 d=64 bf16 bias=1,h,q,k", 8, 256, 1, 0},
+           Expected{"b=4 hq=16 hk=4 sq=2048 sk=2048 d=128 fp16 bias=1,h,q,k causal dropout=0.1", 4, 64, 1, 0},
+           Expected{"b=32 hq=12 sq=512 sk=512 d=64 bf16 bias=1,h,q,k dropout=0.1 alibi=h", 8, 96, 2, 24},
+           Expected{"b=2x3 hq=16 sq=512 sk=256 d=96 bf16 bias=1,h,q,k mask=b,1,1,k dropout=0.1", 2, 96, 3, 48},
+           Expected{"b=1x384 hq=4 sq=384 sk=384 d=32 bf16 bias=b1,1,h,q,k dropout=0.1", 8, 72, 6, 24},
+           Expected{"b=3x16 hq=4 sq=512 sk=512 d=96 bf16 bias=b1,1,h,q,k dropout=0.1", 8, 96, 2, 24},
+           Expected{"b=8 hq=16 sq=2048 sk=2048 d=128 bf16 bias=1,1,q,k", 8, 128, 8, 8},
+       }) {
+    const Plan plan = plan_of_line(fmt::format("bwd {} need=q,k,v,bias", line));
+    const Launch* const main = find(plan, "sm90_summed_backward");
+    ASSERT_NE(main, nullptr) << line << ": " << plan.summary;
+    EXPECT_EQ(main->kernel.as<Sm90BackwardSpec>().summed, summed) << line;
+    EXPECT_EQ(main->blocks, clusters * summed) << line;
+    EXPECT_EQ(main->pieces, chunks) << line;
+    EXPECT_EQ(find(plan, "sm90_bias_gradient"), nullptr) << line;
+    EXPECT_EQ(find(plan, "bias_gradient_sum") != nullptr, kept > 0) << line;
+    const Call call = Line(fmt::format("bwd {} need=q,k,v,bias", line)).call;
+    const std::int64_t plane = call.problem.seqlen_q * call.problem.seqlen_k * std::int64_t{sizeof(float)};
+    EXPECT_EQ(plan.workspace.size(Region::kBiasSum) / plane, kept) << line;
+    EXPECT_LE(2 * plan.workspace.size(Region::kBiasSum), 3 * plan.workspace.size(Region::kDqSum)) << line;
+  }
+  for (const char* const line : {"b=3 hq=16 sq=2048 sk=2048 d=64 bf16 bias=1,h,q,k need=q,k,v,bias",
+                                 "b=8 hq=16 sq=2047 sk=2047 d=64 bf16 bias=1,h,q,k need=q,k,v,bias",
+                                 "b=16 hq=16 sq=2048 sk=2048 d=64 bf16 bias=1,h,q,k need=q,k,v,bias",
+                                 "b=8 hq=16 sq=2048 sk=2048 d=64 bf16 bias=1,h,q,k need=q,k,v,bias det",
+                                 "b=8 hq=16 sq=2048 sk=2048 d=64 bf16 bias=1,h,q,k need=q,k,v,bias softcap=3",
+                                 "b=8 hq=16 sq=2048 sk=2048 d=64 bf16 bias=1,h,q,k:fp32 need=q,k,v,bias",
+                                 "b=8 hq=16 sq=2048 sk=2048 d=64 bf16 bias=1,h,q,k need=q,k,v,bias wide=bias",
+                                 "b=8 hq=16 hk=4 sq=2048 sk=2048 d=64 bf16 bias=1,1,q,k need=q,k,v,bias",
+                                 "b=8x8 hq=16 sq=2048 sk=2048 d=64 bf16 bias=1,b2,h,q,k need=q,k,v,bias",
+                                 "b=8 hq=16 sq=2048 sk=2048 d=64 bf16 bias=1,h,q,k need=q,bias",
+                                 "b=8 hq=16 sq=2048 sk=2048 d=64 bf16 bias=1,h,q,k bias2=b,1,1,k need=q,k,v,bias,bias2",
+                                 "b=8 hq=16 sq=2048 sk=2048 d=192 bf16 bias=1,h,q,k need=q,k,v,bias",
+                                 "b=8 hq=4 sq=512 sk=300 d=64 bf16 bias=1,h,q,k need=q,k,v,bias",
+                                 "b=8 hq=16 sq=2048 sk=2046 d=64 bf16 bias=1,h,q,k need=q,k,v,bias",
+                                 "b=384 hq=4 sq=384 sk=384 d=32 bf16 bias=1,h,q,k need=q,k,v,bias",
+                                 "b=32 hq=12 sq=512 sk=512 d=64 bf16 bias=1,h,q,k need=q,k,v,bias",
+                                 "b=16 hq=16 sq=1024 sk=1024 d=128 bf16 bias=1,h,q,k causal need=q,k,v,bias",
+                                 "b=4 hq=16 sq=4096 sk=4096 d=128 bf16 bias=1,1,q,k need=q,k,v,bias"}) {
+    EXPECT_EQ(find(plan_of_line(std::string("bwd ") + line), "sm90_summed_backward"), nullptr) << line;
+  }
+}
+
 // The launch of sm90_backward, or of sm90_wide_backward.
 const Launch* main_of(const Plan& plan) {
   const Launch* const narrow = find(plan, "sm90_backward");
@@ -584,7 +638,7 @@ TEST(CudaPlan, PartsOfKeysOnAnyGpu) {
           "bwd b=1 hq=64 hk=1 sq=3000 sk=3000 d=192 dv=128 bf16 causal",
           "bwd b=1 hq=64 hk=1 sq=3000 sk=3000 d=32 bf16 window=500,0 det", "bwd b=1 hq=8 hk=2 sq=900 sk=70 d=16 bf16",
           "bwd b=3 hq=16 hk=2 seqs_q=900,1,2000 seqs_k=900,1,2000 d=256 bf16 causal",
-          "bwd b=2 hq=8 sq=4096 sk=4096 d=128 bf16 bias=1,h,q,k",
+          "bwd b=2 hq=8 sq=4096 sk=4096 d=128 bf16 bias=1,1,q,k",
           "bwd b=1 hq=8 hk=1 sq=2048 sk=2048 d=128 bf16 need=k"}) {
       const Plan plan = plan_for(Line(line).call, target);
       const Launch* const main = main_of(plan);
@@ -595,6 +649,44 @@ TEST(CudaPlan, PartsOfKeysOnAnyGpu) {
       EXPECT_LE(plan.workspace.size(Region::kKeySums), 3 * multiprocessors * kMostBytesOfAPart)
           << line << ", " << multiprocessors;
     }
+  }
+}
+
+TEST(CudaPlan, ColumnsOfHeadsOver256AreSplitAmongTwoBlocks) {
+  const std::string call = "bwd b=2 hq=4 hk=2 sq=300 sk=200 bf16 ";
+  for (const char* const line : {"d=512", "d=264 dv=300", "d=512 causal mask=b,h,q,k alibi=h softcap=3 dropout=0.1",
+                                 "d=512 bias=1,h,q,k used_k=200,70"}) {
+    const Plan plan = plan_of_line(call + line);
+    const Launch* const main = find(plan, "sm90_split_backward");
+    const Launch* const after = find(plan, "backward_convert");
+    ASSERT_TRUE(main != nullptr && after != nullptr) << line;
+    constexpr std::int64_t kKeyBlocks = 4;  // of 64
+    EXPECT_EQ(main->blocks, 2 * 2 * 2 * kKeyBlocks) << line;
+    EXPECT_EQ(main->pieces, 1) << line;
+    EXPECT_LE(main->kernel.shared_bytes, target_of("sm_90").shared_per_block) << line;
+    constexpr std::int64_t kColumns = 512;  // whatever head_dim is
+    EXPECT_EQ(after->kernel.as<AroundSpec>().d, kColumns) << line;
+    EXPECT_EQ(plan.workspace.size(Region::kDqSum), 2 * 384 * 4 * kColumns * 4) << line;
+  }
+  // In order dq is another kernel's.
+  const Plan ordered = plan_of_line(call + "d=512 det");
+  EXPECT_FALSE(find(ordered, "sm90_split_backward")->kernel.as<Sm90BackwardSpec>().dq);
+  EXPECT_NE(find(ordered, "generic_backward_dq"), nullptr);
+  EXPECT_FALSE(ordered.workspace.has(Region::kDqSum));
+  const std::pair<std::string, std::string> passed_over[] = {
+      {"d=512 dv=520", "head_dim over 512"},
+      {"d=512 dv=256", "one head_dim over 256 and the other not"},
+      {"d=64 dv=512", "one head_dim over 256 and the other not"},
+      {"d=512 bias=1,h,q,k:fp32", "with a bias of fp32"},
+      {"d=512 bias=1,h,1,k need=q,k,v,bias", "the gradient of a bias without queries"},
+      {"d=512 mask=b,h,q,1", "a bias or mask without keys"},
+      {"d=512 dropout=0.1 rng=torch_mem_efficient", "torch_mem_efficient"},
+      {"d=512 need=q", "neither dk nor dv"},
+  };
+  for (const auto& [line, why] : passed_over) {
+    const Plan plan = plan_of_line(call + line);
+    EXPECT_EQ(find(plan, "sm90_split_backward"), nullptr) << line;
+    EXPECT_NE(plan.summary.find(why), std::string::npos) << plan.summary;
   }
 }
 
@@ -610,13 +702,53 @@ TEST(CudaPlan, FewQueriesSplitTheKeys) {
   EXPECT_EQ(find(plan_of_line("fwd b=8 hq=32 sq=4096 sk=4096 d=128 bf16"), "generic_combine"), nullptr);
 }
 
+TEST(CudaPlan, FewQueriesSplitTheKeysOnHopper) {
+  for (const std::string line :
+       {"b=2 hq=16 sq=64 sk=3412 d=192 bf16", "b=1 hq=4 sq=2496 sk=2496 d=64 bf16 causal",
+        "b=1 hq=8 sq=100 sk=4096 d=128 bf16 lse wide=out add=out", "b=2 hq=2 seqs_q=9,70 seqs_k=2100,3 d=64 bf16"}) {
+    const Plan plan = plan_of_line("fwd " + line);
+    const Launch* forward = find(plan, "sm90_forward");
+    const Launch* combine = find(plan, "generic_combine");
+    ASSERT_TRUE(forward != nullptr && combine != nullptr) << line;
+    const auto& spec = forward->kernel.as<Sm90ForwardSpec>();
+    EXPECT_TRUE(spec.split && !spec.fp32_results) << line;
+    EXPECT_GT(forward->pieces, 1) << line;
+    EXPECT_EQ(combine->pieces, forward->pieces) << line;
+    EXPECT_LE(forward->blocks, 132) << line;
+    EXPECT_GE(plan.workspace.size(Region::kPartialOut), std::int64_t{4} * forward->pieces * spec.dv) << line;
+    EXPECT_EQ(combine->kernel.as<AroundSpec>().fp32_results, line.find("wide") != std::string::npos) << line;
+  }
+  EXPECT_EQ(find(plan_of_line("fwd b=1 hq=4 sq=64 sk=2047 d=64 bf16"), "generic_combine"), nullptr);
+  EXPECT_EQ(find(plan_of_line("fwd b=4 hq=32 sq=64 sk=4096 d=64 bf16"), "generic_combine"), nullptr);
+}
+
+// Where one block has all keys and nothing else reads row vectors, the kernel makes them.
+TEST(CudaPlan, ABackwardOfFewKeysIsOneLaunch) {
+  for (const std::string line : {"b=16 hq=16 sq=4096 sk=77 d=64 bf16", "b=2 hq=8 sq=200 sk=128 d=128 fp16 causal dlse",
+                                 "b=4 hq=40 sq=128 sk=128 d=40 bf16 dropout=0.1 softcap=3 alibi=h"}) {
+    const Plan plan = plan_of_line("bwd " + line + " need=q,k,v");
+    ASSERT_EQ(plan.launches.size(), 1) << line << ": " << plan.summary;
+    EXPECT_TRUE(plan.launches[0].kernel.as<Sm90BackwardSpec>().makes_rows) << line;
+    EXPECT_EQ(plan.workspace.bytes(), 0) << line;
+  }
+  const std::string dense = "bwd b=1 hq=16 bf16 sq=4096 sk=77 ";
+  for (const std::string& line :
+       {dense + "d=64 sink need=q,k,v,sink", dense + "d=64 bias=1,h,q,k need=q,k,v",
+        dense + "d=64 bias=1,h,1,k need=q,k,v,bias", dense + "d=64 mask=b,1,q,1 need=q,k,v", dense + "d=60 need=q,k,v",
+        dense + "d=64 need=k,v", dense + "d=64 wide=out need=q,k,v",
+        std::string("bwd b=1 hq=16 bf16 seqs_q=4096 seqs_k=77 d=64 need=q,k,v")}) {
+    EXPECT_NE(find(plan_of_line(line), "backward_prepare"), nullptr) << line;
+  }
+}
+
 // ---- Hopper ----
 
 std::string forward_of(const std::string& line, const std::string& architecture) {
   const Plan plan = plan_of_line("fwd " + line, architecture);
   for (const Launch& launch : plan.launches) {
     const std::string_view name = launch.kernel.name;
-    if (name == "generic_forward" || name == "generic_wide_forward" || name == "sm90_forward") {
+    if (name == "generic_forward" || name == "generic_wide_forward" || name == "sm90_forward" ||
+        name == "sm90_wide_forward") {
       return launch.kernel.name;
     }
   }
@@ -624,7 +756,7 @@ std::string forward_of(const std::string& line, const std::string& architecture)
 }
 
 TEST(CudaPlan, HopperForwardTakesAllButThis) {
-  const std::string all = "softcap=30 alibi=h sink bias=b,h,q,k:fp32 mask=1,1,q,k dropout=0.6 ";
+  const std::string all = "softcap=30 alibi=h sink bias=b,h,q,k:fp32 mask=1,1,q,k dropout=0.6 causal window=9,-1 ";
   for (const std::string line :
        {"b=2 hq=4 sq=128 sk=128 d=64 bf16", "b=2 hq=4 hk=1 sq=500 sk=77 d=100 dv=256 fp16",
         "b=1 hq=1 sq=1 sk=1 d=1 bf16", "b=2 hq=4 seqs_q=3,900 seqs_k=300,7 d=192 dv=128 bf16 sink",
@@ -639,33 +771,27 @@ TEST(CudaPlan, HopperForwardTakesAllButThis) {
     EXPECT_EQ(forward_of(all + "b=2 hq=4 sq=128 sk=128 bf16 scale=-2 bias2=b,1,q,k:fp16 d=" + d, "sm_90"),
               "sm90_forward");
   }
+  for (const std::string dims : {"d=512", "d=264", "d=512 dv=64"}) {
+    EXPECT_EQ(forward_of("b=2 hq=4 sq=128 sk=128 bf16 causal bias=1,h,q,k dropout=0.1 " + dims, "sm_90"),
+              "sm90_wide_forward");
+  }
+  // V and out in two launches.
+  const Plan twice = plan_of_line("fwd b=2 hq=4 sq=128 sk=128 d=64 dv=512 bf16");
+  EXPECT_EQ(std::count_if(twice.launches.begin(), twice.launches.end(),
+                          [](const Launch& launch) { return std::string_view(launch.kernel.name) == "sm90_forward"; }),
+            2);
   const std::pair<std::string, std::string> passed_over[] = {
       {"b=2 hq=4 sq=128 sk=128 d=64 fp32", "fp32"},
-      {"b=2 hq=4 sq=128 sk=128 d=64 dv=257 bf16", "head_dim over 256"},
+      {"b=2 hq=4 sq=128 sk=128 d=64 dv=513 bf16", "head_dim over 512"},
+      {"b=2 hq=4 sq=2048 sk=2048 d=512 bf16 window=100,0", "a short window"},
+      {"b=2 hq=4 sq=128 sk=128 d=512 bf16 lse wide=out add=out", "an out that is merged"},
+      {"b=2 hq=4 sq=128 sk=128 d=512 bf16 dropout=0.1 rng=torch_mem_efficient", "shared memory"},
       {"b=2 hq=4 sq=128 sk=0 d=64 bf16", "nothing to attend to"},
       {"b=1 hq=8 sq=1 sk=2048 d=128 bf16", "split"},
   };
   for (const auto& [line, why] : passed_over) {
-    EXPECT_NE(forward_of(line, "sm_90"), "sm90_forward") << line;
+    EXPECT_EQ(forward_of(line, "sm_90").substr(0, 8), "generic_") << line;
     EXPECT_NE(plan_of_line("fwd " + line).summary.find(why), std::string::npos) << plan_of_line("fwd " + line).summary;
-  }
-}
-
-// Where biases leave room for one buffer alone, a warpgroup and the thread that copies could wait for each other.
-TEST(CudaPlan, HopperForwardHasTwoBuffersUnderABandAndWithLengths) {
-  const std::string wide = "b=2 hq=4 sq=300 sk=300 d=256 bf16 bias=b,h,q,k:fp32";
-  EXPECT_EQ(forward_of(wide, "sm_90"), "sm90_forward");
-  for (const std::string more : {" causal", " window=9,9", " used_k=300,250"}) {
-    EXPECT_EQ(forward_of(wide + more, "sm_90"), "generic_forward") << more;
-    EXPECT_NE(plan_of_line("fwd " + wide + more).summary.find("one buffer"), std::string::npos) << more;
-  }
-  for (const Problem& problem : both_directions_of_the_table()) {
-    const Shapes shapes(problem);
-    const Plan plan = plan_for(validate(shapes.get(), problem.direction, /*shapes_only=*/true), target_of("sm_90"));
-    if (const Launch* const forward = find(plan, "sm90_forward"); forward != nullptr) {
-      const auto& spec = forward->kernel.as<Sm90ForwardSpec>();
-      EXPECT_TRUE((spec.planes != 1 && spec.stages != 1) || (!spec.banded && !spec.ragged)) << print(spec);
-    }
   }
 }
 

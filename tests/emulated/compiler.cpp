@@ -62,11 +62,22 @@ void replace_all(std::string& text, std::string_view what, std::string_view by) 
   }
 }
 
-// How many blocks a cluster of a kernel of this file has.
-int cluster_of(std::string_view text) {
+// How many blocks a cluster of a kernel has, as its text says: a number, or an expression of the Spec S. `text`: of its
+// file; `expression`: its name with the Spec.
+std::string cluster_of(const std::string& text, const std::string& expression) {
+  const std::size_t spec = expression.find('<');
+  const std::string name = expression.substr(0, spec).substr(expression.rfind("::", spec) + 2);
+  const std::size_t declared = text.find(" " + name + "(");
+  const std::size_t begin = text.rfind("__global__", declared);
   constexpr std::string_view kWord = "__cluster_dims__(";
-  const std::size_t at = text.find(kWord);
-  return at == std::string_view::npos ? 1 : std::atoi(text.data() + at + kWord.size());
+  const std::size_t at = declared == std::string::npos ? declared : text.find(kWord, begin);
+  if (at == std::string::npos || at > declared) {
+    return "1";
+  }
+  const std::size_t first = at + kWord.size();
+  return "[]<auto S>() { using namespace fovea::cuda; return unsigned(" +
+         text.substr(first, text.find(", 1, 1", first) - first) + "); }.template operator()<" +
+         expression.substr(spec + 1, expression.rfind('>') - spec - 1) + ">()";
 }
 
 std::string read(const fs::path& path) {
@@ -138,10 +149,10 @@ int nvrtcAddNameExpression(Program* program, const char* expression) {
 }
 int nvrtcCompileProgram(Program* program, int, const char* const*) {
   const Folder folder;
-  int cluster = 1;
+  std::string cluster = "1";
   for (const auto& [name, text] : program->headers) {
     if (program->text.find('"' + name + '"') != std::string::npos) {
-      cluster = cluster_of(text);
+      cluster = cluster_of(text, program->expression);
     }
     if (!name.starts_with("math/") && (!name.starts_with("cuda/") || name.starts_with("cuda/device/ptx/"))) {
       continue;  // the same file by its other name, or one that text/ has

@@ -3,6 +3,7 @@
 // Shared memory and copies to and from it. A copy arrives when the machine delivers it. Until then the words that it
 // writes must not be read or written, and the words that it reads must not be written: whoever does is a fault,
 // whether or not the result would be right this time.
+#include <array>
 #include <memory>
 
 #include "internals.h"
@@ -144,12 +145,14 @@ u32 swizzled(const TensorMap& map, u32 address) { return address ^ ((address >> 
 
 }  // namespace
 
-void tensor_load(u32 to, const void* map, u32 barrier, const Place& place) {
+namespace {
+
+void load_tensor(Block& block, u32 to, const void* map, u32 barrier, const Place& place) {
   const TensorMap& tensor = tensor_map(map);
   if (to % 128 != 0) {
     fail("a tensor is copied to %u, no multiple of 128", to - kFirst);
   }
-  fill_later(own(), to, tensor.box_bytes(), barrier, [&tensor, to, place](unsigned char* begin) {
+  fill_later(block, to, tensor.box_bytes(), barrier, [&tensor, to, place](unsigned char* begin) {
     for_each_element(tensor, place, [&](u32 offset, const unsigned char* from) {
       unsigned char* element = begin + (swizzled(tensor, to + offset) - to);
       if (from == nullptr) {
@@ -158,6 +161,24 @@ void tensor_load(u32 to, const void* map, u32 barrier, const Place& place) {
         std::memcpy(element, from, tensor.element);
       }
     });
+  });
+}
+
+}  // namespace
+
+void tensor_load(u32 to, const void* map, u32 barrier, const Place& place) {
+  load_tensor(own(), to, map, barrier, place);
+}
+
+void tensor_load_both(u32 to, const void* map, u32 barrier, const Place& place) {
+  for (u32 rank = 0; rank < 2; ++rank) {
+    load_tensor(block_of(to | (rank + 1) << 24), to, map, barrier, place);
+  }
+}
+
+void store_there_counted(u32 to, const float (&x)[4], u32 barrier) {
+  fill_later(block_of(to), to, sizeof(x), barrier, [content = std::to_array(x)](unsigned char* place) {
+    std::memcpy(place, content.data(), sizeof(content));
   });
 }
 

@@ -25,7 +25,13 @@ using emulated::u32;
 using emulated::u64;
 
 constexpr cu::Result kInvalid = 1;
-constexpr int kMultiprocessors = 4;
+
+// $EMULATED_MULTIPROCESSORS, or few: plans then have rounds and parts in small problems.
+u32 multiprocessors() {
+  const char* const set = std::getenv("EMULATED_MULTIPROCESSORS");
+  constexpr u32 kFew = 4;
+  return set != nullptr ? u32(std::atoi(set)) : kFew;
+}
 
 cu::Result succeed() { return cu::kSuccess; }
 
@@ -55,7 +61,7 @@ cu::Result device_attribute(int* value, cu::DeviceAttribute attribute, cu::Devic
       *value = 50 << 20;
       break;
     case cu::DeviceAttribute::kMultiprocessorCount:
-      *value = kMultiprocessors;
+      *value = int(multiprocessors());
       break;
     case cu::DeviceAttribute::kComputeCapabilityMajor:
       *value = 9;
@@ -171,7 +177,7 @@ cu::Result kernel_attribute(int* value, cu::FunctionAttribute, void*, cu::Device
 // How many clusters of a kernel are on the GPU at once.
 u32 resident_clusters(const Kernel& kernel, const cu::LaunchConfig& config) {
   const u32 together = emulated::blocks_together(config.block_x, config.shared_bytes);
-  return std::max(1u, kMultiprocessors * together / kernel.cluster);
+  return std::max(1u, multiprocessors() * together / kernel.cluster);
 }
 cu::Result max_active_blocks(int* blocks, void*, int threads, std::size_t shared) {
   *blocks = int(emulated::blocks_together(u32(threads), u32(shared)));

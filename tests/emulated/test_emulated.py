@@ -52,6 +52,13 @@ CASES = [
     ("b=1 hq=2 hk=1 sq=150 sk=200 d=256 bf16 causal", "sm90_forward banded; sm90_wide_backward roles"),
     ("b=2 hq=2 sq=150 sk=200 d=64 bf16 causal pos=300,250", "sm90_forward shifted; sm90_backward shifted"),
     ("b=1 hq=2 sq=1 sk=3000 d=64 bf16", "generic_forward split; generic_combine"),
+    ("b=2 hq=2 sq=150 sk=200 d=128 bf16 bias=1,h,q,k", "sm90_summed_backward same_step summed=2"),
+    ("b=4 hq=1 sq=150 sk=200 d=64 bf16 bias=1,h,q,k dropout=0.1 causal",
+     "sm90_summed_backward banded dropout planes=3 summed=2; bias_gradient_sum"),
+    ("b=1 hq=2 sq=150 sk=200 d=512 bf16 causal", "sm90_forward banded; sm90_split_backward banded"),
+    ("b=1 hq=1 sq=64 sk=2200 d=64 bf16", "sm90_forward split; generic_combine"),
+    ("b=2 hq=2 sq=200 sk=77 d=64 bf16", "sm90_backward direct makes_rows"),
+    ("b=1 hq=2 sq=300 sk=300 d=256 bf16 causal bias=b,h,q,k:fp32", "sm90_forward banded bias planes=1"),
     ("b=1 hq=2 sq=50 sk=60 d=24 fp32", "generic_forward; generic_backward"),
     ("b=1 hq=2 sq=50 sk=60 d=300 bf16 bias=b,h,q,k",
      "generic_wide_forward bias; generic_backward; generic_bias_gradient bias"),
@@ -83,6 +90,12 @@ FAULTS = {
         "b=2 hq=2 sq=200 sk=300 d=128 bf16 causal", "writes shared memory at [0-9]+, which a copy is reading"),
     "a product is used before it has ended": (
         "sm90/forward.cuh", "wgmma_wait<1>();", "", "b=1 hq=1 sq=100 sk=700 d=128 bf16 causal", "FAILED(.|\n)*out"),
+    "a block's share of dS is summed before the others have sent it": (
+        "sm90/backward_summed.cuh", "    barrier_wait(barriers.sums_full(ring.buffer()), ring.parity());\n", "",
+        "b=2 hq=2 sq=150 sk=200 d=128 bf16 bias=1,h,q,k", "reads shared memory at [0-9]+, which a copy is filling|FAILED"),
+    "the next share comes before the sums of the last are made": (
+        "sm90/backward_summed.cuh", "    barrier_wait(barriers.sums_taken(), parity);\n", "",
+        "b=4 hq=1 sq=400 sk=200 d=64 bf16 bias=1,h,q,k dropout=0.1", "fault: |FAILED"),
     "a block of a cluster ends before the other has sent it all": (
         "sm90/wide_backward.cuh", "    cluster_sync();  // what the other block", "    // what the other block",
         "b=1 hq=2 hk=1 sq=150 sk=200 d=256 bf16 causal", "of a block that has ended|in a block that has ended"),
@@ -148,14 +161,12 @@ def test_a_fault_is_found(fault, cache, tmp_path):
     pytest.fail(f"not reported by three seeds: {found}")
 
 
-# Warpgroups that have nothing to do in a step give the buffer of biases back, but wait for the next in another order
-# than the copies come. The host plans no such kernel; once the kernel is mended this test finds that it ends.
-def test_one_buffer_of_biases_and_a_band_hang():
-    line = "bwd b=1 hq=2 sq=300 sk=300 d=128 bf16 causal bias=b,h,q,k:fp32 alibi=h softcap=8"
-    code, output = check(line, 1, "none", EMULATED_SPEC=".planes = 2=>.planes = 1")
-    forward = [spec for spec in specs(output) if spec[0] == "sm90_forward"]
-    assert has(forward[0], "sm90_forward banded bias planes=1"), output
-    assert code != 0 and "fault: deadlock" in output, "it ends now: the host may plan it, and this test be a case"
+def test_clusters_of_eight(cache):
+    """Eight entries of a batch sum the gradient of a bias, in two rounds."""
+    line = "bwd b=16 hq=1 sq=100 sk=260 d=64 bf16 bias=1,h,q,k dropout=0.1 causal"
+    code, output = check(line, 1, cache, EMULATED_MULTIPROCESSORS="16")
+    assert code == 0, output
+    assert any(has(spec, "sm90_summed_backward summed=8") for spec in specs(output)), output
 
 
 # ---- more, where it is asked for ----

@@ -161,6 +161,33 @@ def test_copies_to_the_next_block_of_a_cluster():
     assert torch.equal(got.long(), rank * 1000 + torch.arange(64, device=DEVICE))
 
 
+def test_floats_to_the_next_block_of_a_cluster_are_counted():
+    got = poison(4, 128, dtype=torch.float32)
+    hopper("""const u32 rank = cluster_rank(), to = shared + 512;
+        if (lane == 0) { barrier_init(shared, 1); barrier_init_fence(); barrier_expect(shared, 512); }
+        cluster_sync();
+        const u32 next = (rank + 1) % 4;
+        float x[4];
+        for (int e = 0; e < 4; ++e) x[e] = float(rank * 1000 + lane * 4 + e);
+        store_there_counted(address_of(to, next) + lane * 16, x, address_of(shared, next));
+        barrier_wait(shared, 0);
+        for (int i = lane; i < 128; i += 32) p0[rank * 128 + i] = load_shared(to + i * 4);
+        cluster_sync();""", got, blocks=4, cluster=4, shared=1024)  # fmt: skip
+    rank = (torch.arange(4, device=DEVICE)[:, None] + 3) % 4
+    assert torch.equal(got, (rank * 1000 + torch.arange(128, device=DEVICE)).float())
+
+
+def test_some_threads_arrive_without_a_branch():
+    """Of 32 lanes every third arrives; the phase ends with the last of them."""
+    got = poison(1, dtype=torch.int32)
+    hopper("""if (lane == 0) { barrier_init(shared, 11); barrier_init_fence(); }
+        __syncwarp();
+        barrier_arrive_if(lane % 3 == 0, shared);
+        barrier_wait(shared, 0);
+        if (lane == 0) p0[0] = 1;""", got, shared=64)  # fmt: skip
+    assert got.tolist() == [1]
+
+
 # ---- tensor copies ----
 
 
@@ -205,6 +232,31 @@ def test_tensor_load(dtype, box, at):
           p1[i] = {kind}({load}(shared + 1024 + swizzled<{box * size}>(row, byte / 16) + byte % 16));
         }}""", mapped, got, shared=1024 + rows * box * size)  # fmt: skip
     assert torch.equal(got, boxed(tensor, column, row, head, batch2, batch1, box, rows))
+
+
+def test_tensor_load_for_two_blocks():
+    """Each block of a cluster loads one panel for both."""
+    box, rows = 64, 16
+    storage, tensor, mapped = tensor_and_map(torch.bfloat16, 2 * box, box, rows)
+    tensor.copy_(normal(*tensor.shape))
+    got = poison(2, 2, rows, box, dtype=torch.bfloat16)
+    size = rows * box * 2
+    hopper(f"""const u32 rank = cluster_rank();
+        if (lane == 0) {{ barrier_init(shared, 1); barrier_init_fence(); barrier_expect(shared, {2 * size}); }}
+        cluster_sync();
+        if (lane == 0) {{
+          tensor_load_both(shared + 1024 + rank * {size}, p0, shared, Coordinates{{int(rank) * {box}, 3, 1, 0, 1}});
+        }}
+        barrier_wait(shared, 0);
+        for (int i = lane; i < {2 * rows * box}; i += 32) {{
+          const int panel = i / {rows * box}, row = i % {rows * box} / {box}, byte = i % {box} * 2;
+          p1[rank * {2 * rows * box} + i] =
+              u16(load_shared_half(shared + 1024 + panel * {size} + swizzled<128>(row, byte / 16) + byte % 16));
+        }}
+        cluster_sync();""", mapped, got, blocks=2, cluster=2, shared=1024 + 2 * size)  # fmt: skip
+    for rank in range(2):
+        for panel in range(2):
+            assert torch.equal(got[rank, panel], boxed(tensor, panel * box, 3, 1, 0, 1, box, rows))
 
 
 def test_tensor_prefetch():

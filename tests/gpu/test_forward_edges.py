@@ -122,3 +122,22 @@ def test_masks_of_many_keys(line, device):
     p.case_seed = 8
     faults = Trial(p, device).test()
     assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("line", [
+    "b=2 hq=4 sq=300 sk=300 d=256 bf16 used_k=300,250 bias=b,h,q,k:fp32 need=q,k,v",
+    "b=2 hq=4 sq=200 sk=300 d=256 bf16 used_k=300,250 bias=b,h,q,k bias2=1,h,q,k need=q,k,v",
+    "b=2 hq=4 sq=200 sk=300 d=256 fp16 used_k=75,290 bias=b,h,q,k:fp32 bias2=1,h,q,k:fp32 need=q,k,v",
+    "b=2 hq=4 sq=300 sk=200 d=192 bf16 used_q=300,129 causal bias=b,h,q,k:fp32 bias2=1,h,q,k:fp32 need=q,k,v",
+    "b=2 hq=4 sq=300 sk=300 d=256 bf16 causal bias=b,h,q,k:fp32 need=q,k,v",
+    "b=2 hq=4 sq=200 sk=300 d=256 fp16 causal align=tl bias=b,h,q,k bias2=1,h,q,k need=q,k,v",
+    "b=2 hq=4 sq=500 sk=300 d=256 bf16 window=70,3 bias=b,h,q,k:fp32 bias2=1,h,q,k:fp32 need=q,k,v",
+    "b=2 hq=4 sq=50 sk=300 d=256 bf16 bias=b,h,q,k:fp32 need=q,k,v",
+])  # fmt: skip
+def test_biases_that_have_one_buffer(line, device):
+    """V is loaded after the biases of the step that follows. Whoever waits for V before it releases those waits for ever:
+    to clear rows behind the end of a sequence, or in a turn in which it passes over steps."""
+    p = parse(f"bwd {line}")
+    p.case_seed = 7
+    faults = Trial(p, device).test()
+    assert not faults, "\n".join(faults)

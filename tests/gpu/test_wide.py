@@ -18,6 +18,11 @@ LARGER = [
     "bwd b=2 hq=4 sq=500 sk=2500 d=512 bf16 softcap=3 alibi=h sink need=q,k,v",
     "bwd b=2 hq=4 sq=300 sk=300 d=512 bf16 need=q,k,v values=large_scores",
     "bwd b=4 hq=40 sq=500 sk=300 d=264 dv=264 bf16 bias=1,h,q,k:fp32 need=q,k,v",
+    "bwd b=3 hq=4 hk=2 sq=300 sk=300 d=512 bf16 used_q=300,129,40 used_k=300,70,130 bias=b,h,q,k need=q,k,v",
+    "bwd b=3 hq=4 sq=300 sk=300 d=512 dv=64 fp16 used_q=300,100,1 used_k=100,300,0 bias=1,h,q,k:fp32 need=q,k,v",
+    "bwd b=3 hq=2 d=384 bf16 seqs_q=300,0,129 seqs_k=200,33,290 causal bias=b,1,1,k need=q,k,v",
+    "bwd b=1 hq=3 sq=300 sk=90 d=512 bf16 causal need=q,k,v",
+    "bwd b=1 hq=67 sq=300 sk=700 d=320 bf16 causal align=tl need=q,k,v",
 ]
 
 

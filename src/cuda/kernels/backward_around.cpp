@@ -105,13 +105,11 @@ void reserve_bias_sum(Planner& planner, const BiasList& list, int chunks) {
 
 void add_bias_sum(Planner& planner, BiasTile type, const BiasList& list, int chunks) {
   constexpr std::int64_t kNumbers = 256;  // of a block
-  if (chunks > 1) {
-    AroundSpec spec = planner.around();
-    spec.grad_bias = type;
-    spec.fp32_results = adds_bias(planner, list);
-    planner.add(kernel_of("generic/bias_gradient.cuh", "bias_gradient_sum", spec),
-                list.planes * Planner::tiles_of(list.queries * list.keys, kNumbers), start_of_bias(list), 1, chunks);
-  }
+  AroundSpec spec = planner.around();
+  spec.grad_bias = type;
+  spec.fp32_results = adds_bias(planner, list);
+  planner.add(kernel_of("generic/bias_gradient.cuh", "bias_gradient_sum", spec),
+              list.planes * Planner::tiles_of(list.queries * list.keys, kNumbers), start_of_bias(list), 1, chunks);
 }
 
 }  // namespace fovea::cuda

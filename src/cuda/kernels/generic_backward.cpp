@@ -394,7 +394,9 @@ void add_generic_bias_gradient(Planner& planner, const Kernel& chosen, const Bia
         launcher.launch_in_pieces(launch, bias_gradient_args(launcher, list, launch.pieces));
       },
       1, chunks);
-  add_bias_sum(planner, kernel.as<BackwardSpec>().grad_bias, list, chunks);
+  if (chunks > 1) {
+    add_bias_sum(planner, kernel.as<BackwardSpec>().grad_bias, list, chunks);
+  }
 }
 
 }  // namespace fovea::cuda

@@ -119,9 +119,7 @@ std::int64_t forward_blocks(const Call& call, const Kernel& kernel) {
 // Of the forwards, and of what puts the parts of split keys together.
 void start(const Launcher& launcher, const Launch& launch) {
   Args args = launcher.args();
-  args.splits = launch.pieces;
-  args.partial_out = launcher.region<float>(Region::kPartialOut);
-  args.partial_sum = launcher.region<float>(Region::kPartialSum);
+  set_parts(args, launcher, launch);
   launcher.launch_in_pieces(launch, args);
 }
 
@@ -146,27 +144,9 @@ void add(Planner& planner, const Kernel& kernel, const S& spec, int ctas) {
   split.split = true;
   Kernel splitting = kernel;
   splitting.spec = split;
-  const std::int64_t all = splits * padded_rows(rows) * rows.heads_q;
-  planner.workspace().add(Region::kPartialOut, all * spec.dv * std::int64_t{sizeof(float)});
-  planner.workspace().add(Region::kPartialSum, all * 2 * std::int64_t{sizeof(float)});
-  AroundSpec after = planner.around(spec.type);
-  after.dv = spec.dv;
-  after.ragged = spec.ragged;
-  after.fp32_results = combines;
-  Kernel combine;
-  combine.file = "generic/combine.cuh";
-  combine.name = "generic_combine";
-  combine.spec = after;
-  combine.threads = kCombineRows * 32;
+  add_memory_of_parts(planner, spec.dv, splits);
   planner.add(splitting, blocks * splits, start, 1, static_cast<int>(splits));
-  planner.add(combine, Planner::tiles_of(rows.limit_q, kCombineRows) * rows.batch() * rows.heads_q, start, 1,
-              static_cast<int>(splits));
-  if (splits > 1) {
-    planner.say(fmt::format("; keys in {} parts", splits));
-  }
-  if (combines) {
-    planner.say("; out by generic_combine");
-  }
+  add_combine(planner, spec, splits);
 }
 
 }  // namespace
@@ -212,6 +192,40 @@ Choice generic_wide_forward(const Call&, const Operands& operands, const Target&
   }
   choice.why_not = "tiles beyond the shared memory of a block";
   return choice;
+}
+
+void add_memory_of_parts(Planner& planner, int columns, std::int64_t parts) {
+  const math::Rows& rows = planner.call().rows;
+  const std::int64_t all = parts * padded_rows(rows) * rows.heads_q;
+  planner.workspace().add(Region::kPartialOut, all * columns * std::int64_t{sizeof(float)});
+  planner.workspace().add(Region::kPartialSum, all * 2 * std::int64_t{sizeof(float)});
+}
+
+void set_parts(Args& args, const Launcher& launcher, const Launch& launch) {
+  args.splits = launch.pieces;
+  args.partial_out = launcher.region<float>(Region::kPartialOut);
+  args.partial_sum = launcher.region<float>(Region::kPartialSum);
+}
+
+void add_combine(Planner& planner, const Features& spec, std::int64_t parts) {
+  const math::Rows& rows = planner.call().rows;
+  AroundSpec after = planner.around(spec.type);
+  after.dv = spec.dv;
+  after.ragged = spec.ragged;
+  after.fp32_results = fp32_results(planner.call().problem).out;
+  Kernel combine;
+  combine.file = "generic/combine.cuh";
+  combine.name = "generic_combine";
+  combine.spec = after;
+  combine.threads = kCombineRows * 32;
+  planner.add(combine, Planner::tiles_of(rows.limit_q, kCombineRows) * rows.batch() * rows.heads_q, start, 1,
+              static_cast<int>(parts));
+  if (parts > 1) {
+    planner.say(fmt::format("; keys in {} parts", parts));
+  }
+  if (after.fp32_results) {
+    planner.say("; out by generic_combine");
+  }
 }
 
 void add_generic_forward(Planner& planner, const Kernel& kernel) {

@@ -16,4 +16,10 @@ Choice generic_wide_forward(const Call& call, const Operands& operands, const Ta
 // The launch of either, and of what puts the parts of split keys together.
 void add_generic_forward(Planner& planner, const Kernel& kernel);
 
+// Of any forward whose keys are split: memory for the parts, of V's `columns` each; its arguments; and, behind it, the
+// launch that puts them together.
+void add_memory_of_parts(Planner& planner, int columns, std::int64_t parts);
+void set_parts(Args& args, const Launcher& launcher, const Launch& launch);
+void add_combine(Planner& planner, const Features& spec, std::int64_t parts);
+
 }  // namespace fovea::cuda

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "cuda/device/sm90/backward_sizes.h"
+#include "cuda/device/sm90/cluster_backward_sizes.h"
 #include "cuda/launch/tensor_map.h"
 
 namespace fovea::cuda {
@@ -15,7 +15,8 @@ namespace {
 
 constexpr std::int64_t kMostBlocks = std::int64_t{1} << 30;
 constexpr std::int64_t kMostEntries = std::int64_t{1} << 16;  // that are ordered: each is compared with all
-constexpr int kWidest = 256;
+constexpr int kWidest = 512;
+constexpr int kWidestOfOne = 256;  // block of a cluster
 
 const char* why_not(const Call& call, const Operands& operands, const Target& target, const BackwardWants& wants) {
   const Problem& p = call.problem;
@@ -27,8 +28,11 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
   if (spec.type == Type::kFp32) {
     return "fp32";
   }
-  if (spec.d > kWidest || spec.dv > kWidest) {
-    return "head_dim over 256";
+  if (std::max(spec.d, spec.dv) > kWidest) {
+    return "head_dim over 512";
+  }
+  if (std::max(spec.d, spec.dv) > kWidestOfOne && std::min(spec.d, spec.dv) <= kWidestOfOne) {
+    return "one head_dim over 256 and the other not";
   }
   if (sm90_is_wide(spec)) {
     if (wants.column_sum) {
@@ -85,6 +89,7 @@ struct Tiles {
   bool halves = false;
   int outer = 1;  // buffers of biases that do not lie in the place of dS
   bool same_step = false;
+  int summed = 1;
 };
 
 // Whether dQ is computed in its own step, if blocks fill the chip: at head_dim 128, where registers allow, without a
@@ -263,6 +268,16 @@ bool stores_tiles(const Call& call, const Operands& operands, const Sm90Backward
          has_map(call.grad_k) && has_map(call.grad_v);
 }
 
+// Whether delta is formed within the kernel, so that it is the call's only one: where one block has all keys, and
+// nothing else of the call reads row vectors.
+bool makes_rows(const Call& call, const Sm90BackwardSpec& spec, const BackwardWants& wants) {
+  const Problem& p = call.problem;
+  const bool more = spec.query_term || spec.bias != BiasTile::kNone || sm90_outer_bytes(spec) > 0 || spec.column_sum ||
+                    wants.row_sum || p.need.sink || p.wide.out;
+  return spec.direct && spec.dkv && !more && has_row_map(call.out.strides, call.rows.rows_q) &&
+         is_aligned(call, call.out, call.rows.heads_q, call.rows.rows_q, p.head_dim_v);
+}
+
 // The first candidate that fits, dq in order or not; false where none does.
 bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, const Target& target,
                 const BackwardWants& wants, bool is_ordered) {
@@ -275,12 +290,26 @@ bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, cons
   spec.row_sum = wants.row_sum && !is_ordered && !sm90_is_wide(spec);
   spec.dbias_store = wants.dbias_store && spec.dq && !sm90_is_wide(spec);
   std::vector<Tiles> all = candidates(spec, call.rows.limit_k, is_ordered);
+  constexpr Tiles kSameStep{
+      .groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 2, .bulk = true, .halves = true, .same_step = true};
   if (in_same_step(call, spec, is_ordered)) {
-    constexpr Tiles kSameStep{
-        .groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 2, .bulk = true, .halves = true, .same_step = true};
     all.insert(all.begin(), kSameStep);
   }
+  if (const int blocks = is_ordered ? 1 : sm90_summed_blocks(call, spec, wants, target); blocks > 1) {
+    constexpr int kNarrow = 64;
+    const bool narrow = std::max(spec.d, spec.dv) <= kNarrow;
+    Tiles summed{.groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 3, .bulk = narrow, .summed = blocks};
+    all.insert(all.begin(), summed);
+    summed.stages = 3;
+    all.insert(all.begin(), summed);
+    if (in_same_step(call, spec, is_ordered)) {
+      Tiles same_step = kSameStep;
+      same_step.summed = blocks;
+      all.insert(all.begin(), same_step);
+    }
+  }
   for (const Tiles& tiles : all) {
+    spec.summed = tiles.summed;
     spec.warps = 4 * tiles.groups;
     spec.tiles = tiles.tiles;
     spec.step = tiles.step;
@@ -291,8 +320,8 @@ bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, cons
     spec.direct = has_dq && !spec.ragged && !sm90_is_wide(spec) && call.rows.limit_k <= 64 * tiles.groups * tiles.tiles;
     spec.ordered = is_ordered && !spec.direct;
     spec.bulk = has_dq && tiles.bulk && !spec.direct;
-    spec.key_parts = !spec.column_sum && sm90_best_parts(call, spec, target) > 1;
-    spec.stores_first = spec.bulk && stores_first(call, spec);
+    spec.key_parts = !spec.column_sum && !sm90_splits_columns(spec) && sm90_best_parts(call, spec, target) > 1;
+    spec.stores_first = spec.bulk && spec.summed == 1 && stores_first(call, spec);
     spec.converts = converts_dq(call, operands, spec, target);
     // Of sequences of different lengths a long one that is begun last would run alone.
     spec.longest_first = spec.ragged && call.rows.batch() > 1 && call.rows.batch() < kMostEntries &&
@@ -301,7 +330,7 @@ bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, cons
     const Results fp32 = fp32_results(call.problem);
     spec.fp32_results = (spec.dkv && !spec.key_parts && (fp32.k || fp32.v)) || (spec.direct && fp32.q);
     spec.key_mask = is_mask_alone(call, operands, spec);
-    spec.roles = clusters && sm90_can_have_roles(spec);
+    spec.roles = clusters && !sm90_splits_columns(spec) && sm90_can_have_roles(spec);
     spec.tile_stores = !clusters && stores_tiles(call, operands, spec);
     spec.delay = has_dq && tiles.delay;
     spec.halves = has_dq && tiles.halves;
@@ -309,12 +338,24 @@ bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, cons
     if (spec.ordered && !spec.bulk && !clusters) {
       continue;
     }
+    if (spec.summed > 1 && (spec.direct || spec.key_parts)) {
+      continue;
+    }
     if (spec.same_step && (spec.direct || sm90_items(call, spec) < target.multiprocessors)) {
       continue;
     }
+    spec.makes_rows = makes_rows(call, spec, wants);
+    if (spec.makes_rows && sm90_backward_sizes(spec).bytes > target.shared_per_block) {
+      spec.makes_rows = false;
+    }
     kernel.threads = sm90_backward_sizes(spec).threads;
-    kernel.shared_bytes = clusters ? sm90_wide_backward_sizes(spec).bytes : sm90_backward_sizes(spec).bytes;
+    kernel.shared_bytes = sm90_splits_columns(spec) ? sm90_split_backward_sizes(spec).bytes
+                          : clusters                ? sm90_wide_backward_sizes(spec).bytes
+                                                    : sm90_backward_sizes(spec).bytes;
     if (kernel.shared_bytes <= target.shared_per_block) {
+      if (spec.summed > 1) {
+        kernel.name = "sm90_summed_backward";
+      }
       return true;
     }
   }
@@ -336,7 +377,11 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
     return choice;
   }
   const bool clusters = sm90_in_clusters(spec);
-  if (clusters) {
+  if (sm90_splits_columns(spec)) {
+    kernel.file = "sm90/split_backward.cuh";
+    kernel.name = "sm90_split_backward";
+    spec.d = spec.dv = kWidest;
+  } else if (clusters) {
     kernel.file = "sm90/wide_backward.cuh";
     kernel.name = "sm90_wide_backward";
     constexpr int kGrain = 64;
@@ -350,7 +395,7 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
   }
   spec.left_edge = spec.banded && call.problem.window_left >= 0;
   // In order the sums of one block leave in bulk. Where there is no room for that dq is another kernel's.
-  const bool may_order = clusters || !sm90_is_wide(spec);
+  const bool may_order = (clusters && !sm90_splits_columns(spec)) || !sm90_is_wide(spec);
   if ((wants.ordered && may_order && take_tiles(kernel, call, operands, target, wants, true)) ||
       take_tiles(kernel, call, operands, target, wants, false)) {
     return choice;

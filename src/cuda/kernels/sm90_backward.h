@@ -6,6 +6,7 @@
 
 #include "cuda/kernels/backward_around.h"
 #include "cuda/kernels/sm90_backward_order.h"
+#include "cuda/kernels/sm90_summed_backward.h"
 
 namespace fovea::cuda {
 

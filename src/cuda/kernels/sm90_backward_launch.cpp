@@ -9,8 +9,9 @@
 
 #include "cuda/device/args.h"
 #include "cuda/device/sm90/backward_args.h"
-#include "cuda/device/sm90/backward_sizes.h"
+#include "cuda/device/sm90/cluster_backward_sizes.h"
 #include "cuda/device/sm90/forward_sizes.h"
+#include "cuda/kernels/backward_around.h"
 #include "cuda/launch/launcher.h"
 #include "cuda/launch/tensor_map.h"
 #include "math/band.h"
@@ -48,9 +49,12 @@ KeyParts key_parts(const Launcher& launcher, const Sm90BackwardSpec& spec, const
   return parts;
 }
 
-void start_backward(const Launcher& launcher, const Launch& launch, const Sm90KeyOrder& order) {
+void start_backward(const Launcher& launcher, const Launch& launch, const Sm90KeyOrder& order,
+                    const Sm90BiasOrder& bias) {
   const auto& spec = launch.kernel.as<Sm90BackwardSpec>();
-  const Args& common = launcher.args();
+  const Args common = spec.summed > 1
+                          ? bias_gradient_args(launcher, bias_list_of(launcher.call().problem, 0), launch.pieces)
+                          : launcher.args();
   const Call& call = launcher.call();
   const math::Rows& rows = call.rows;
   Sm90BackwardArgs args;
@@ -66,6 +70,9 @@ void start_backward(const Launcher& launcher, const Launch& launch, const Sm90Ke
   of_rows(args.q, args.has_q, common.q, common.head_dim, panel_d, rows.rows_q, rows.heads_q, spec.step);
   of_rows(args.grad_out, args.has_grad_out, common.grad_out, common.head_dim_v, panel_v, rows.rows_q, rows.heads_q,
           spec.step);
+  if (spec.makes_rows) {
+    of_rows(args.out, args.has_out, common.out, common.head_dim_v, panel_v, rows.rows_q, rows.heads_q, spec.step);
+  }
   of_rows(args.k, args.has_k, common.k, common.head_dim, panel_d, rows.rows_k, rows.heads_k, group_keys);
   of_rows(args.v, args.has_v, common.v, common.head_dim_v, panel_v, rows.rows_k, rows.heads_k, group_keys);
   if (spec.tile_stores) {
@@ -78,13 +85,13 @@ void start_backward(const Launcher& launcher, const Launch& launch, const Sm90Ke
     of_result(args.grad_k, args.has_grad_k, common.grad_k, common.out_dim, panel_d);
     of_result(args.grad_v, args.has_grad_v, common.grad_v, common.out_dim_v, panel_v);
   }
-  const auto of_bias = [&](TensorMap& to, Has& has, const Tensor& tensor, BiasTile type) {
+  const auto map_bias = [&](TensorMap& to, Has& has, const Tensor& tensor, BiasTile type) {
     if (type != BiasTile::kNone) {
       map(to, has, map_of_bias(rows, tensor, type, bias_panel_columns(type), spec.step));
     }
   };
-  of_bias(args.bias, args.has_bias, common.bias, spec.bias);
-  of_bias(args.bias2, args.has_bias2, common.bias2, spec.bias2);
+  map_bias(args.bias, args.has_bias, common.bias, spec.bias);
+  map_bias(args.bias2, args.has_bias2, common.bias2, spec.bias2);
   if (spec.dbias_store) {
     constexpr int kPanel = 64;
     const bool in_place = launcher.operands().grad_bias_pack >= 0;
@@ -96,7 +103,7 @@ void start_backward(const Launcher& launcher, const Launch& launch, const Sm90Ke
     args.mask = {launcher.region<u32>(Region::kMaskTiles), mask_tiles(launcher.operands().mask_box).strides()};
   }
   args.key_blocks = static_cast<int>(order.key_blocks);
-  args.blocks = static_cast<int>(order.items) * order.parts;
+  args.blocks = static_cast<int>(order.items) * order.parts / spec.summed;
   args.heads_in_turn = static_cast<int>(order.heads_in_turn);
   args.last_turn = static_cast<int>(order.last_turn);
   args.heads_k = static_cast<int>(rows.heads_k);
@@ -107,6 +114,9 @@ void start_backward(const Launcher& launcher, const Launch& launch, const Sm90Ke
   args.high = band.high;
   args.scale_log2 = common.scale * math::kLog2E;
   args.parts = key_parts(launcher, spec, order);
+  if (spec.summed > 1) {
+    args.summed = {bias.rounds, bias.stride, bias.heads, bias.planes};
+  }
   launcher.launch(launch, common, args);
 }
 
@@ -120,7 +130,8 @@ void reserve_sm90_backward(Planner& planner, const Sm90BackwardSpec& spec, const
                                         std::int64_t{sizeof(float)});
   }
   // Blocks that take their keys from a counter, or add to dq in order.
-  const bool counts = !sm90_in_clusters(spec) && order.items * order.parts > planner.target().multiprocessors;
+  const bool counts = !sm90_in_clusters(spec) && !spec.makes_rows && spec.summed == 1 &&
+                      order.items * order.parts > planner.target().multiprocessors;
   if (spec.stores_first || spec.ordered || spec.converts || spec.longest_first || counts) {
     const std::int64_t turns = BehindTurns::turns(padded_rows(rows), rows.heads_q);
     workspace.add(Region::kTurns, BehindTurns::size(turns, rows.batch()) * std::int64_t{sizeof(u32)});
@@ -140,13 +151,16 @@ void add_sm90_backward_mask(Planner& planner) {
 }
 
 void add_sm90_backward(Planner& planner, const Kernel& kernel, const Sm90KeyOrder& order) {
+  const auto& spec = kernel.as<Sm90BackwardSpec>();
   const std::int64_t items = order.items * order.parts;
+  const Sm90BiasOrder bias = sm90_bias_order(planner.call(), spec.summed, planner.target());
+  const std::int64_t blocks = sm90_in_clusters(spec) ? 2 * items
+                              : spec.summed > 1      ? items / bias.rounds
+                                                     : std::min<std::int64_t>(items, planner.target().multiprocessors);
   planner.add(
-      kernel,
-      sm90_in_clusters(kernel.as<Sm90BackwardSpec>()) ? 2 * items
-                                                      : std::min<std::int64_t>(items, planner.target().multiprocessors),
-      [order](const Launcher& launcher, const Launch& launch) { start_backward(launcher, launch, order); }, 1,
-      order.parts);
+      kernel, blocks,
+      [order, bias](const Launcher& launcher, const Launch& launch) { start_backward(launcher, launch, order, bias); },
+      1, spec.summed > 1 ? bias.chunks : order.parts);
   if (order.parts > 1) {
     planner.say_kernel(fmt::format(", a block of keys in {} parts", order.parts));
   }

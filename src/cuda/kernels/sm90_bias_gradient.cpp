@@ -257,7 +257,9 @@ void add_sm90_bias_gradient(Planner& planner, const Kernel& chosen, const BiasLi
     inside.spec = with_bias;
     add(inside, true);
   }
-  add_bias_sum(planner, spec.grad_bias, list, chunks);
+  if (chunks > 1) {
+    add_bias_sum(planner, spec.grad_bias, list, chunks);
+  }
 }
 
 }  // namespace fovea::cuda

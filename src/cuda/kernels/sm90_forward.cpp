@@ -10,6 +10,7 @@
 #include "cuda/device/generic/sizes.h"
 #include "cuda/device/sm90/args.h"
 #include "cuda/device/sm90/forward_sizes.h"
+#include "cuda/kernels/generic_forward.h"
 #include "cuda/launch/launcher.h"
 #include "cuda/launch/tensor_map.h"
 #include "math/band.h"
@@ -19,6 +20,11 @@ namespace fovea::cuda {
 namespace {
 
 constexpr std::int64_t kMostTiles = std::int64_t{1} << 30;
+// Of V and out, by one launch: more would not fit in registers. Two launches share wider ones, and each forms S.
+constexpr int kMostColumns = 256;
+int columns_of(int columns) {
+  return columns <= kMostColumns ? columns : static_cast<int>(Planner::tiles_of(columns, 2 * 64)) * 64;
+}
 
 // What features take of the registers, roughly: from kManyFeatures on, steps of 64 keys spill nothing where steps of
 // 128 do, and beyond a head_dim of 192 steps of 32.
@@ -39,8 +45,16 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
   if (spec.type == Type::kFp32) {
     return "fp32";
   }
-  if (spec.d > 256 || spec.dv > 256) {
-    return "head_dim over 256";
+  if (spec.d > 512 || spec.dv > 512) {
+    return "head_dim over 512";
+  }
+  // Neighbouring tiles of 128 queries share their steps, which a short window has few of.
+  constexpr std::int64_t kShortWindow = 512;
+  if (spec.d > kMostColumns && p.window_left >= 0 && p.window_left < kShortWindow && rows.limit_k > 2 * kShortWindow) {
+    return "head_dim over 256 and a short window";
+  }
+  if (spec.dv > kMostColumns && p.accumulate.out) {
+    return "an out that is merged, with more columns than a launch computes";
   }
   if (p.head_dim == 0 || p.head_dim_v == 0 || rows.rows_k == 0 || rows.limit_k == 0) {
     return "nothing to attend to";
@@ -68,15 +82,6 @@ struct Tiles {
   int stages;
   int q_buffers;
   int planes;
-};
-
-// The order of the tiles of queries; of ragged sequences, at most so many.
-struct Order {
-  std::int64_t tiles = 0;  // of all heads
-  int row_tiles = 0;       // of a head
-  int heads_together = 1;
-  bool batch_inside = false;
-  std::int64_t listed = 0;  // row tiles in the list of ragged sequences
 };
 
 // From wide to narrow: the first that fits is taken.
@@ -137,6 +142,15 @@ std::vector<Tiles> candidates(const Sm90ForwardSpec& spec) {
             {.groups = 2, .step = 128, .stages = 2, .q_buffers = 1, .planes = 2},
             {.groups = 2, .step = 64, .stages = 2, .q_buffers = 1, .planes = 2}};
   }
+  if (sm90_cuts_keys(spec)) {
+    // More features, and dropout by words of 64 keys, would spill.
+    constexpr int kMostWide = 4;
+    if (features > kMostWide || spec.dropout == DropoutRule::kTorchMemEfficient) {
+      return {};
+    }
+    return {{.groups = 2, .step = 64, .stages = 2, .q_buffers = 1, .planes = 1},
+            {.groups = 2, .step = 64, .stages = 1, .q_buffers = 1, .planes = 1}};
+  }
   if (widest > 192 && half) {
     return {{.groups = 2, .step = 32, .stages = 2, .q_buffers = 1, .planes = 2},
             {.groups = 2, .step = 32, .stages = 1, .q_buffers = 1, .planes = 1}};
@@ -177,104 +191,6 @@ bool is_short(const Call& call, const Features& spec) {
                                             : rows.limit_q <= kQueries || tiles <= kFewTiles;
 }
 
-Order order_of(const Call& call, const Operands& operands, const Sm90ForwardSpec& spec) {
-  const math::Rows& rows = call.rows;
-  const std::int64_t tile = sm90_forward_sizes(spec).rows;
-  Order order;
-  order.row_tiles = static_cast<int>((rows.limit_q + tile - 1) / tile);
-  order.tiles = order.row_tiles * rows.batch() * rows.heads_q;
-  // K and V of heads whose tiles alternate should stay in half of the L2 of an H200.
-  constexpr std::int64_t kCached = std::int64_t{32} << 20;
-  const std::int64_t group = rows.heads_q / std::max<std::int64_t>(rows.heads_k, 1);  // 0 is legal
-  const std::int64_t fit = kCached / std::max<std::int64_t>(rows.limit_k * (spec.d + spec.dv) * 2, 1) * group;
-  const std::int64_t heads = spec.ragged ? rows.heads_q : rows.batch() * rows.heads_q;
-  if (spec.banded || spec.ragged) {
-    order.heads_together = static_cast<int>(std::clamp<std::int64_t>(fit, 1, std::max<std::int64_t>(heads, 1)));
-  }
-  if (spec.ragged) {
-    order.listed = rows.packed()
-                       ? std::min<std::int64_t>(rows.rows_q / tile + rows.batch(), order.row_tiles * rows.batch())
-                       : order.row_tiles * rows.batch();
-    order.tiles = order.listed * rows.heads_q;
-    return order;
-  }
-  // A bias that all of the batch shares is read once for it.
-  const bool shared = spec.bias != BiasTile::kNone && rows.batch() > 1 && operands.bias.strides.batch2 == 0 &&
-                      operands.bias.strides.batch1 == 0;
-  if (shared) {
-    order.batch_inside = true;
-    order.heads_together = static_cast<int>(rows.batch());
-  }
-  return order;
-}
-
-// The counter of tiles, then the list of ragged sequences.
-constexpr std::int64_t kListOffset = 16;
-
-void start_schedule(const Launcher& launcher, const Launch& launch) {
-  char* const memory = launcher.region<char>(Region::kSchedule);
-  Sm90ScheduleArgs args;
-  args.schedule = reinterpret_cast<Schedule*>(memory);
-  args.list = reinterpret_cast<ListedTile*>(memory + kListOffset);
-  launcher.launch(launch, launcher.args(), args);
-}
-
-// Tensor maps of q, k, v, out and the biases, and the order of the tiles.
-void start_forward(const Launcher& launcher, const Launch& launch, const Order& order) {
-  const auto& spec = launch.kernel.as<Sm90ForwardSpec>();
-  const Args& common = launcher.args();
-  const math::Rows& rows = launcher.call().rows;
-  const int tile = sm90_forward_sizes(spec).rows;
-  Sm90ForwardArgs args;
-  const auto mapped = [&](const Tensor& tensor, i64 columns, int padded, i64 count, i64 heads, int box) {
-    return map_of_rows(rows, tensor, spec.type, columns, count, heads, wide_panel_columns(padded), box);
-  };
-  const auto map = [&](TensorMap& to, Has& has, const Mapped& what) { encode(launcher.driver(), to, has, what); };
-  map(args.q, args.has_q, mapped(common.q, common.head_dim, spec.d, rows.rows_q, rows.heads_q, tile));
-  map(args.k, args.has_k, mapped(common.k, common.head_dim, spec.d, rows.rows_k, rows.heads_k, spec.step));
-  map(args.v, args.has_v, mapped(common.v, common.head_dim_v, spec.dv, rows.rows_k, rows.heads_k, spec.step));
-  const auto bias = [&](TensorMap& to, Has& has, const Tensor& tensor, BiasTile type) {
-    if (type != BiasTile::kNone) {
-      map(to, has, map_of_bias(rows, tensor, type, sm90_bias_panel(spec, type), tile));
-    }
-  };
-  bias(args.bias, args.has_bias, common.bias, spec.bias);
-  bias(args.bias2, args.has_bias2, common.bias2, spec.bias2);
-
-  // A warpgroup stores its 64 rows.
-  constexpr int kGroupRows = 64;
-  const Mapped out = mapped(common.out, common.out_dim_v, spec.dv, rows.rows_q, rows.heads_q, kGroupRows);
-  args.store_tensor = common.vector_stores && !spec.fp32_results &&
-                      jit::why_no_tensor_map(out.tensor.data, shape_of(out, args.has_out)).empty();
-  if (args.store_tensor) {
-    map(args.out, args.has_out, out);
-  }
-
-  if (char* const memory = launcher.region<char>(Region::kSchedule); memory != nullptr) {
-    args.schedule = reinterpret_cast<Schedule*>(memory);
-    args.list = reinterpret_cast<const ListedTile*>(memory + kListOffset);
-  }
-  args.tiles = static_cast<int>(order.tiles);
-  args.row_tiles = order.row_tiles;
-  args.batch = static_cast<int>(rows.batch());
-  args.batch2 = static_cast<int>(rows.batch2);
-  args.heads = static_cast<int>(rows.heads_q);
-  args.group = static_cast<int>(rows.heads_q / std::max<std::int64_t>(rows.heads_k, 1));
-  args.heads_together = order.heads_together;
-  args.batch_inside = order.batch_inside;
-  args.inside = order.batch_inside ? args.batch : args.heads;
-  const auto band = math::Band<int>::make(0, 0, common.causal, common.window_left, common.window_right, false);
-  args.low = band.low;
-  args.high = band.high;
-  args.scale_of_cap = common.softcap > 0 ? common.scale / common.softcap : 0;
-  if (spec.softcap) {
-    const Problem& p = launcher.call().problem;
-    args.small_cap = math::SmallCap<float>::make(p.scale_or_default(), p.softcap);
-  }
-  args.scale_log2 = common.scale * math::kLog2E;
-  launcher.launch(launch, common, args);
-}
-
 }  // namespace
 
 Choice sm90_forward(const Call& call, const Operands& operands, const Target& target) {
@@ -290,6 +206,11 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
   if (choice.why_not != nullptr) {
     return choice;
   }
+  if (sm90_cuts_keys(spec)) {
+    kernel.name = "sm90_wide_forward";
+    spec.d = static_cast<int>(Planner::tiles_of(spec.d, 128)) * 128;
+  }
+  spec.dv = columns_of(spec.dv);
   const Problem& p = call.problem;
   spec.left_edge = spec.banded && p.window_left >= 0;
   constexpr std::uint32_t kMostOfHalves = 0x7c00;
@@ -334,32 +255,31 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
     spec.resident = spec.d == 128 && spec.dv == 128 && spec.step == 128 && !drops &&
                     features == int{spec.bias != BiasTile::kNone} && !few_keys;
     spec.ahead = widest > 128 || !waits || spec.resident ? spec.step / 16 : 0;
-    spec.early = drops && !draws_last;
+    const bool bias_alone = features == 2 && spec.bias != BiasTile::kNone;
+    spec.early = drops && !draws_last && !(bias_alone && widest > 96);
     // Without a mask the power limit leaves the tensor cores little to win at head_dim 128.
-    spec.turns = !small && (spec.banded || features > 0 || widest != 128);
+    spec.turns = !small && !sm90_cuts_keys(spec) && (spec.banded || features > 0 || widest != 128);
     // Where steps do not divide the diagonal the first tile's guess would fail; what is added makes it costly.
-    spec.guess = !natural_scores(spec) && (spec.step % 64 == 0 || (few_keys && !spec.banded));
+    spec.guess = !natural_scores(spec) && !sm90_cuts_keys(spec) && (spec.step % 64 == 0 || (few_keys && !spec.banded));
     // Worth its start where there are many steps.
     constexpr std::int64_t kKeysToPrepare = 1024;
-    spec.prepared = spec.key_mask && spec.mask && spec.dropout == DropoutRule::kNone && !natural_scores(spec) &&
-                    call.rows.limit_k >= kKeysToPrepare;
+    spec.prepared = spec.key_mask && spec.mask && !sm90_cuts_keys(spec) && spec.dropout == DropoutRule::kNone &&
+                    !natural_scores(spec) && call.rows.limit_k >= kKeysToPrepare;
     const Sm90ForwardSizes sizes = sm90_forward_sizes(spec);
     kernel.threads = sizes.threads;
     kernel.shared_bytes = sizes.bytes;
     if (!target.holds(sizes.bytes, sizes.ctas)) {
       continue;
     }
-    // With one buffer the copying thread has V of a step only behind what is added to the next step's scores. A
-    // warpgroup that passes over steps, or clears V behind a sequence's end, would wait for that V, and it for them.
-    const bool one_buffer = spec.planes == 1 || spec.stages == 1;
-    if (one_buffer && (spec.banded || spec.ragged)) {
-      left_out = "biases that leave room for one buffer, with a band or lengths";
-      continue;
-    }
-    // generic_forward can share the keys of a row among blocks.
-    constexpr std::int64_t kManyKeys = 2048;
-    if (order_of(call, operands, spec).tiles * 2 <= target.multiprocessors && call.rows.limit_k >= kManyKeys) {
-      choice.why_not = "few queries and many keys, which are split";
+    if (sm90_parts_of_keys(call, sm90_tile_order(call, operands, spec), spec, target) > 1) {
+      // A tile of generic_forward does as well where few of its rows exist.
+      constexpr std::int64_t kFewQueries = 16;
+      if (sm90_forward_blocks(spec) > 1 || spec.dv != operands.features.dv || queries <= kFewQueries) {
+        choice.why_not = "few queries and many keys, which are split";
+        return choice;
+      }
+      spec.split = true;
+      spec.fp32_results = false;  // generic_combine has them
     }
     return choice;
   }
@@ -367,25 +287,126 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
   return choice;
 }
 
+namespace {
+
+// The counter of tiles, then the list of ragged sequences.
+constexpr std::int64_t kListOffset = 16;
+
+void start_schedule(const Launcher& launcher, const Launch& launch) {
+  char* const memory = launcher.region<char>(Region::kSchedule);
+  Sm90ScheduleArgs args;
+  args.schedule = reinterpret_cast<Schedule*>(memory);
+  args.list = reinterpret_cast<ListedTile*>(memory + kListOffset);
+  launcher.launch(launch, launcher.args(), args);
+}
+
+// V and out without their columns before `first`.
+void skip_columns(Args& a, int first) {
+  const auto skip = [first](Tensor& tensor, std::int64_t element_bytes) {
+    tensor.data = static_cast<char*>(tensor.data) + first * tensor.strides.col * element_bytes;
+  };
+  skip(a.v, 2);
+  skip(a.out, a.results.out.fp32 ? 4 : 2);
+  a.head_dim_v -= first;
+  a.out_dim_v -= first;
+}
+
+// Tensor maps of q, k, v, out and the biases, and the order of the tiles. V and out: from `first_column` on.
+void start_forward(const Launcher& launcher, const Launch& launch, const Sm90TileOrder& order, int first_column) {
+  const auto& spec = launch.kernel.as<Sm90ForwardSpec>();
+  Args common = launcher.args();
+  skip_columns(common, first_column);
+  set_parts(common, launcher, launch);
+  const math::Rows& rows = launcher.call().rows;
+  const int tile = sm90_forward_sizes(spec).rows;
+  Sm90ForwardArgs args;
+  const auto mapped = [&](const Tensor& tensor, i64 columns, int padded, i64 count, i64 heads, int box) {
+    return map_of_rows(rows, tensor, spec.type, columns, count, heads, wide_panel_columns(padded), box);
+  };
+  const auto map = [&](TensorMap& to, Has& has, const Mapped& what) { encode(launcher.driver(), to, has, what); };
+  map(args.q, args.has_q, mapped(common.q, common.head_dim, spec.d, rows.rows_q, rows.heads_q, tile));
+  map(args.k, args.has_k, mapped(common.k, common.head_dim, spec.d, rows.rows_k, rows.heads_k, spec.step));
+  map(args.v, args.has_v, mapped(common.v, common.head_dim_v, spec.dv, rows.rows_k, rows.heads_k, spec.step));
+  const auto bias = [&](TensorMap& to, Has& has, const Tensor& tensor, BiasTile type) {
+    if (type != BiasTile::kNone) {
+      map(to, has, map_of_bias(rows, tensor, type, sm90_bias_panel(spec, type), tile));
+    }
+  };
+  bias(args.bias, args.has_bias, common.bias, spec.bias);
+  bias(args.bias2, args.has_bias2, common.bias2, spec.bias2);
+
+  // A warpgroup stores its 64 rows.
+  constexpr int kGroupRows = 64;
+  const Mapped out = mapped(common.out, common.out_dim_v, spec.dv, rows.rows_q, rows.heads_q, kGroupRows);
+  args.store_tensor = common.vector_stores && !spec.fp32_results && !spec.split &&
+                      jit::why_no_tensor_map(out.tensor.data, shape_of(out, args.has_out)).empty();
+  if (args.store_tensor) {
+    map(args.out, args.has_out, out);
+  }
+
+  if (char* const memory = launcher.region<char>(Region::kSchedule); memory != nullptr) {
+    args.schedule = reinterpret_cast<Schedule*>(memory);
+    args.list = reinterpret_cast<const ListedTile*>(memory + kListOffset);
+  }
+  args.tiles = static_cast<int>(order.tiles);
+  args.row_tiles = order.row_tiles;
+  args.batch = static_cast<int>(rows.batch());
+  args.batch2 = static_cast<int>(rows.batch2);
+  args.heads = static_cast<int>(rows.heads_q);
+  args.group = static_cast<int>(rows.heads_q / std::max<std::int64_t>(rows.heads_k, 1));
+  args.heads_together = order.heads_together;
+  args.batch_inside = order.batch_inside;
+  args.inside = order.batch_inside ? args.batch : args.heads;
+  const auto band = math::Band<int>::make(0, 0, common.causal, common.window_left, common.window_right, false);
+  args.low = band.low;
+  args.high = band.high;
+  args.scale_of_cap = common.softcap > 0 ? common.scale / common.softcap : 0;
+  if (spec.softcap) {
+    const Problem& p = launcher.call().problem;
+    args.small_cap = math::SmallCap<float>::make(p.scale_or_default(), p.softcap);
+  }
+  args.scale_log2 = common.scale * math::kLog2E;
+  launcher.launch(launch, common, args);
+}
+
+}  // namespace
+
 void add_sm90_forward(Planner& planner, const Kernel& kernel) {
   const auto& spec = kernel.as<Sm90ForwardSpec>();
-  const Order order = order_of(planner.call(), planner.operands(), spec);
-  const std::int64_t room = std::int64_t{planner.target().multiprocessors} * sm90_forward_sizes(spec).ctas;
-  if (spec.ragged || order.tiles > room) {  // blocks take tiles from a counter
+  const Sm90TileOrder order = sm90_tile_order(planner.call(), planner.operands(), spec);
+  const int blocks = sm90_forward_blocks(spec);  // of a tile
+  const std::int64_t room = sm90_forward_room(spec, planner.target());
+  const std::int64_t parts = spec.split ? sm90_parts_of_keys(planner.call(), order, spec, planner.target()) : 1;
+  if (spec.split) {
+    add_memory_of_parts(planner, spec.dv, parts);
+  }
+  // Blocks take tiles from a counter; clusters count by themselves.
+  const bool counts = spec.ragged || (order.tiles > room && blocks == 1);
+  if (counts) {
     planner.workspace().add(Region::kSchedule,
                             kListOffset + order.listed * static_cast<std::int64_t>(sizeof(ListedTile)));
-    Kernel schedule;
-    schedule.file = "sm90/schedule.cuh";
-    schedule.name = "sm90_schedule";
-    AroundSpec before = planner.around();
-    before.ragged = spec.ragged;
-    before.warps = spec.warps;
-    schedule.spec = before;
-    schedule.threads = kSm90ScheduleThreads;
-    planner.add(schedule, std::min<std::int64_t>(order.tiles, 1), start_schedule);
   }
-  planner.add(kernel, std::min(order.tiles, room),
-              [order](const Launcher& launcher, const Launch& launch) { start_forward(launcher, launch, order); });
+  const int columns = planner.operands().features.dv;
+  for (int first = 0; first < columns; first += spec.dv) {
+    if (counts) {
+      Kernel schedule;
+      schedule.file = "sm90/schedule.cuh";
+      schedule.name = "sm90_schedule";
+      AroundSpec before = planner.around();
+      before.ragged = spec.ragged;
+      before.warps = spec.warps * blocks;
+      schedule.spec = before;
+      schedule.threads = kSm90ScheduleThreads;
+      planner.add(schedule, std::min<std::int64_t>(order.tiles, 1), start_schedule);
+    }
+    const auto start = [order, first](const Launcher& launcher, const Launch& launch) {
+      start_forward(launcher, launch, order, first);
+    };
+    planner.add(kernel, std::min(order.tiles * parts, room) * blocks, start, 1, static_cast<int>(parts));
+  }
+  if (spec.split) {
+    add_combine(planner, spec, parts);
+  }
 }
 
 }  // namespace fovea::cuda

@@ -148,6 +148,7 @@ void Planner::backward() {
                        : -1;
   const bool in_place = pack >= 0;
   work.dbias_store = gradients[0] == Gradient::kPlane && (stores_bias(call_, features) || in_place);
+  work.bias = gradients[0] == Gradient::kPlane && gradients[1] == Gradient::kNone && !work.dbias_store;
   const Choice hopper = backward_for_hopper(*this, work);
   const bool is_hopper = hopper.why_not == nullptr;
   const auto& main = hopper.kernel.as<Sm90BackwardSpec>();  // empty if it cannot compute the call
@@ -161,8 +162,10 @@ void Planner::backward() {
   constexpr std::int64_t kFloat = sizeof(float);
   const std::int64_t padded = padded_rows(rows) * rows.heads_q;
   Workspace& memory = plan_.workspace;
-  memory.add(Region::kRowLse, padded * kFloat);
-  memory.add(Region::kRowDelta, padded * kFloat);
+  if (!main.makes_rows) {
+    memory.add(Region::kRowLse, padded * kFloat);
+    memory.add(Region::kRowDelta, padded * kFloat);
+  }
   if (is_hopper && features.query_term) {
     memory.add(Region::kRowTerm, padded * kFloat);
   }
@@ -195,7 +198,9 @@ void Planner::backward() {
   if (is_hopper && features.mask) {
     add_sm90_backward_mask(*this);
   }
-  add_backward_prepare(*this, before);
+  if (!main.makes_rows) {
+    add_backward_prepare(*this, before);
+  }
   if (is_hopper) {
     add_sm90_backward(*this, taken(hopper), order);
   } else if (work.dkv || work.column_sum) {
@@ -210,7 +215,9 @@ void Planner::backward() {
     add_generic_backward_dq(
         *this, taken(generic_backward_dq(storing(features, dq_alone && fp32.q), plan_.target, dq_alone, row_sum)));
   }
-  if (!main.dbias_store) {
+  if (main.summed > 1) {
+    add_sm90_bias_sums(*this, main);
+  } else if (!main.dbias_store) {
     add_bias_gradient(*this, gradients[0], 0);
   } else if (in_place) {
     plan_.operands.grad_bias_pack = pack;

@@ -28,6 +28,12 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+// The same, of the threads that may: an instruction that is predicated, no branch.
+__device__ __forceinline__ void barrier_arrive_if(bool may, u32 barrier) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(barrier),
+               "r"(int(may))
+               : "memory");
+}
 // mbarrier.try_wait.parity: until the phase of this parity has ended.
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   asm volatile(
@@ -82,6 +88,14 @@ __device__ __forceinline__ void barrier_arrive_there(u32 barrier) {
 __device__ __forceinline__ void store_there(u32 address, u32 value) {
   asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
+// st.async (Data Movement: st.async): four floats to shared memory of another block; their bytes are counted at a
+// barrier of that block. Both by addresses in the cluster (address_of).
+__device__ __forceinline__ void store_there_counted(u32 to, const float (&x)[4], u32 barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+      "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(barrier)
+      : "memory");
+}
 // cp.async.bulk (Data Movement: cp.async.bulk) to shared memory of another block; its bytes are counted there.
 __device__ __forceinline__ void bulk_copy_there(u32 to, u32 from, int bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
@@ -103,6 +117,15 @@ __device__ __forceinline__ void tensor_load(u32 to, const TensorMap& map, u32 ba
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], "
       "[%2];" ::"r"(to),
       "l"(&map), "r"(barrier), "r"(at.column), "r"(at.row), "r"(at.head), "r"(at.batch2), "r"(at.batch1)
+      : "memory");
+}
+// The same with .multicast::cluster: to this place in the first two blocks of the cluster, counted in each at its own
+// barrier.
+__device__ __forceinline__ void tensor_load_both(u32 to, const TensorMap& map, u32 barrier, const Coordinates& at) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(at.column), "r"(at.row), "r"(at.head), "r"(at.batch2), "r"(at.batch1), "h"(u16(3))
       : "memory");
 }
 // cp.async.bulk.prefetch.tensor (Data Movement: cp.async.bulk.prefetch.tensor): a box into L2.

@@ -57,7 +57,7 @@ struct Sm90BackwardScores : Sm90BackwardGradients<S> {
       const float* const from = static_cast<const float*>(a.key_term.data) + place.plane(a.key_term.strides, head);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        terms[r] = key + 8 * r < place.k_len ? from[key + 8 * r] : 0;
+        terms[r] = key + 8 * r < place.k_len ? from[key + 8 * r] : -kInfinity;
       }
     }
     if constexpr (S.mask) {

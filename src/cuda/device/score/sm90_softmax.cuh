@@ -230,26 +230,32 @@ struct Sm90Softmax {
 
   // ---- the exact way: running maxima ----
 
+  // Scores of row x become weights; what its O is to be multiplied by.
+  __device__ __forceinline__ float raise_row(const Args& a, int x) {
+    const float next = largest_of_row<!kNatural>(fragment_of(s), x, reference[x], a.scale);
+    const float base = math::reference_of(next);
+    const float lift = rest(base);
+    const float factor = raise(reference[x], sum[x], next, base, math::kLog2E,
+                               reference[x] == -kInfinity ? 0.f : lift - rest(reference[x]));
+    float parts[2] = {};
+#pragma unroll
+    for (int j = 0; j < S.step / 8; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float& weight = s[4 * j + 2 * x + e];
+        weight = weight_of_difference(weight, base, math::kLog2E, lift);
+        parts[e] += weight;
+      }
+    }
+    sum[x] += parts[0] + parts[1];
+    return factor;
+  }
+
   template <int kCount>
   __device__ __forceinline__ void exactly(const Args& a, float (&o)[kCount]) {
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
-      const float next = largest_of_row<!kNatural>(fragment_of(s), x, reference[x], a.scale);
-      const float base = math::reference_of(next);
-      const float lift = rest(base);
-      const float factor = raise(reference[x], sum[x], next, base, math::kLog2E,
-                                 reference[x] == -kInfinity ? 0.f : lift - rest(reference[x]));
-      float parts[2] = {};
-#pragma unroll
-      for (int j = 0; j < S.step / 8; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& weight = s[4 * j + 2 * x + e];
-          weight = weight_of_difference(weight, base, math::kLog2E, lift);
-          parts[e] += weight;
-        }
-      }
-      sum[x] += parts[0] + parts[1];
+      const float factor = raise_row(a, x);
       scale_row(fragment_of(o), x, factor);
     }
   }
@@ -264,6 +270,9 @@ struct Sm90Softmax {
   }
 
   // ---- the end of a row ----
+
+  // Of a part of its keys: the reference, and the sum of the weights relative to it.
+  __device__ __forceinline__ float2 of_part(int x) const { return {reference[x], sum[x] * ex2(-rest(reference[x]))}; }
 
   // With the sink: what O is multiplied by, and the logsumexp. A row without a key: O is 0.
   __device__ __forceinline__ void end(int x, float sink, float keep_scale, float& factor, float& logsumexp) {

@@ -25,8 +25,10 @@
 //
 // A block stays for the whole call and takes key blocks from a counter, batch * heads_k * ceil(limit_k / keys) of them:
 // Q and dO of the next are on their way while one ends. Where there are as many blocks as key blocks each has its own.
-// With `converts` dq_sum becomes dq here (backward_convert.cuh).
+// With `converts` dq_sum becomes dq here (backward_convert.cuh); with `makes_rows` row vectors are made here
+// (backward_rows.cuh), and a call is this kernel alone.
 // With `tile_stores` dK and dV leave by tensor stores from where K and V were, and which keys are next is known before.
+// sm90_summed_backward has the gradient of a bias that batch entries share, too (backward_summed.cuh).
 // With `key_parts` several blocks share a block of keys: each takes a range of its steps and leaves fp32 sums of dK and
 // dV. backward_prepare comes before (with a mask of queries and keys sm90_backward_mask, too), backward_convert after;
 // where there are sums of parts sm90_backward_parts, which adds them and converts dq.
@@ -40,8 +42,10 @@
 #include "cuda/device/sm90/backward_convert.cuh"
 #include "cuda/device/sm90/backward_copy.cuh"
 #include "cuda/device/sm90/backward_output.cuh"
+#include "cuda/device/sm90/backward_rows.cuh"
 #include "cuda/device/sm90/backward_sizes.h"
 #include "cuda/device/sm90/backward_step.cuh"
+#include "cuda/device/sm90/backward_summed.cuh"
 #include "cuda/device/tile/accumulator.cuh"
 #include "cuda/device/tile/pipe.cuh"
 #include "cuda/device/tile/shared.cuh"
@@ -52,8 +56,7 @@
 namespace fovea::cuda {
 
 template <Sm90BackwardSpec S>
-__global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
-    sm90_backward(const __grid_constant__ Args a, const __grid_constant__ Sm90BackwardArgs m) {
+__device__ __forceinline__ void sm90_backward_block(const Args& a, const Sm90BackwardArgs& m) {
   // ---- sizes ----
   constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);
   constexpr Sm90BackwardChoices kHow = sm90_backward_choices(S);
@@ -81,7 +84,11 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
   if (threadIdx.x == 0) {
     barriers.template init<S>();
   }
-  sync();
+  if constexpr (S.summed > 1) {
+    cluster_sync();
+  } else {
+    sync();
+  }
   sm90_begin_backward<S>();
 
   if (warpgroup == 0) {
@@ -99,8 +106,18 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
     if (sm90_counts_sums(S) && warp == 2 && threadIdx.x == 64) {
       sm90_backward_count_sums<S>(a, m, base, barriers);
     }
+    if constexpr (S.summed > 1) {
+      if (warp == 3) {
+        sm90_backward_send_shares<S>(a, m, base, barriers, int(threadIdx.x % 32));
+      }
+    }
     if (S.dbias_store && warp == 3 && threadIdx.x == 96) {
       sm90_backward_store_bias<S>(a, m, base, barriers);
+    }
+    if constexpr (S.makes_rows) {
+      if (warp > 0) {
+        sm90_backward_make_rows<S>(a, m, base, barriers, warp - 1, int(threadIdx.x % 32));
+      }
     }
     if constexpr (kHow.batch_to_convert > 0) {
       if (warp == 1 || warp == 3) {
@@ -145,6 +162,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
       *reinterpret_cast<Sm90StoredKeys*>(memory + kSizes.keys_at + c * kSm90KeysBytes);
   using Scores = Sm90BackwardScores<sm90_part_of_step(S, kParts)>;
   Scores scores[kBlocks];
+  Sm90SummedBias<S> summed(base, barriers, c * 128 + thread);
 
 #pragma unroll 1
   for (u32 phase = 0;; phase = sm90_tells_ahead(S) ? (phase + 1) & 3 : phase ^ 1) {
@@ -174,6 +192,11 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
     int head_before = 0;
     Sm90BackwardStep<S> work{a,          block,       barriers, k_inside, grads_rows, dk,   dv,   ring_q,
                              ring_grads, head_before, left,     base,     c,          warp, lane, leader};
+
+    if constexpr (S.summed > 1) {
+      summed.begin_block(a, m.summed, number);
+      summed.clear_unmet(a, m.summed, block);
+    }
 
     // ---- the steps ----
     Ring<S.planes> grads_before = ring_grads;
@@ -222,7 +245,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
       for (int f = 0; f < kBlocks; ++f) {
         scores[f].load_mask(m, step.query);
       }
-      barrier_wait(barriers.q_full(ring_q.buffer()), ring_q.parity());
+      barriers.template await_queries<S>(ring_q.buffer(), ring_q.parity());
       if constexpr (S.ragged) {
         zero_rows_behind<M, kHow.row_d, kHow.panels_d, kHow.row_v, kHow.panels_v, kGroups * 128>(
             base + kSizes.q_at + ring_q.buffer() * kSizes.q,
@@ -254,6 +277,9 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
             constexpr u32 kNone[P / 4] = {};
             store_transposed(panel, kNone);
           }
+          if constexpr (S.summed > 1) {
+            summed.take(a, m.summed, block);
+          }
           continue;
         }
         float s[P / 2];
@@ -270,6 +296,9 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
         }
         if (!kHow.skips && i == 0) {
           work.clear_dead();
+        }
+        if constexpr (S.summed > 1 && S.planes == 2) {
+          summed.take(a, m.summed, block);
         }
         work.await_tile(i);
         typename Scores::Loaded loaded;
@@ -337,6 +366,9 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
           wgmma_commit();
         }
         work.end_own_dq(dq, block.row0 + step.head * int(a.padded_rows) + step.query);
+        if constexpr (S.summed > 1 && S.planes > 2) {
+          summed.take(a, m.summed, block);
+        }
         if (!kHow.overlaps && i + 1 < kBlocks * kParts) {
           wgmma_wait<0>();
           pin(dk[f]);
@@ -348,6 +380,9 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
       work.end(n, grads_before, row_before, turn_before);
       grads_before = ring_grads;
       row_before = row_now;
+      if constexpr (S.summed > 1) {
+        summed.sent(step.head, step.query);
+      }
       head_before = step.head;
       turn_before = turn;
       turn = turn + 1 == kGroups ? 0 : turn + 1;
@@ -361,10 +396,28 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
       sm90_backward_store<S>(a, m, Sm90KeyBlock<S>(a, m, u32(opaque(int(number)))), scores, dk, dv, c, step.head, warp,
                              lane);
     }
+    if constexpr (S.summed > 1) {
+      if (summed.ends) {
+        summed.take(a, m.summed, Sm90KeyBlock<S>(a, m, u32(opaque(int(number)))));
+      }
+    }
   }
   if constexpr (S.converts) {
     sm90_backward_convert<S, 2>(a, m);
   }
+}
+
+template <Sm90BackwardSpec S>
+__global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
+    sm90_backward(const __grid_constant__ Args a, const __grid_constant__ Sm90BackwardArgs m) {
+  sm90_backward_block<S>(a, m);
+}
+
+// The gradient of a bias that batch entries share, too: in clusters.
+template <Sm90BackwardSpec S>
+__global__ void __cluster_dims__(S.summed, 1, 1) __launch_bounds__(sm90_backward_sizes(S).threads, 1)
+    sm90_summed_backward(const __grid_constant__ Args a, const __grid_constant__ Sm90BackwardArgs m) {
+  sm90_backward_block<S>(a, m);
 }
 
 }  // namespace fovea::cuda

@@ -22,10 +22,20 @@ struct KeyParts {
 // Blocks of sm90_backward_parts for `rows` rows of so many columns: 16 x 16 numbers a warp.
 constexpr i64 sm90_parts_blocks(i64 rows, int columns) { return (rows / 16 * (columns / 16) + 7) / 8; }
 
+// With Spec::summed: which blocks of keys a cluster has, one after the other, `rounds` of them. They are the same keys
+// of more batch entries, and of more heads where these share the bias, too: numbers apart by `stride`.
+struct SummedBias {
+  int rounds = 1;
+  int stride = 1;
+  int heads = 1;   // that have a plane each
+  int planes = 1;  // of the bias
+};
+
 struct Sm90BackwardArgs {
   TensorMap q, grad_out, k, v, bias, bias2, grad_bias;
   TensorMap grad_k, grad_v;  // tile_stores: a warp's 16 rows of a panel
-  Has has_q, has_grad_out, has_k, has_v, has_bias, has_bias2, has_grad_bias, has_grad_k, has_grad_v;
+  TensorMap out;             // makes_rows: as grad_out
+  Has has_q, has_grad_out, has_k, has_v, has_bias, has_bias2, has_grad_bias, has_grad_k, has_grad_v, has_out;
   Tensor mask;            // of sm90_backward_mask: `row` strides are of 64 queries
   int key_blocks = 0;     // of a head
   int blocks = 0;         // of all heads, each part by itself
@@ -38,6 +48,7 @@ struct Sm90BackwardArgs {
   int high = 0;
   float scale_log2 = 1;  // scale * log2(e)
   KeyParts parts;
+  SummedBias summed;
 };
 
 }  // namespace fovea::cuda

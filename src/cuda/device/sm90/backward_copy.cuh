@@ -39,10 +39,22 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
   constexpr int kGroupKeys = S.tiles * 64;
   static_assert(sizeof(Sm90Loads) <= kSm90LoadsBytes);
   const u32 blocks = u32(m.blocks);
+  u32 number = blockIdx.x;
+  int rounds = 0;
+  if constexpr (S.summed > 1) {
+    rounds = m.summed.rounds;
+    const u32 cluster = blockIdx.x / S.summed;
+    const u32 stride = u32(m.summed.stride);
+    number = cluster / stride * u32(rounds) * stride + cluster % stride;
+  }
   // A block waits only for blocks that began before it: in order every number is a ticket.
   const auto take = [&] {
     if constexpr (S.ordered) {
       return atomicAdd(a.turns, 1u);
+    } else if constexpr (S.summed > 1) {
+      return --rounds > 0 ? number + u32(m.summed.stride) : kNoBlock;
+    } else if constexpr (S.makes_rows) {  // no kernel came before that would have cleared a counter
+      return number + gridDim.x;
     } else {
       return gridDim.x < blocks ? gridDim.x + atomicAdd(a.turns, 1u) : kNoBlock;
     }
@@ -55,7 +67,9 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
     }
   };
   Ring<S.stages> ring;
-  u32 number = S.ordered ? take() : blockIdx.x;
+  if constexpr (S.ordered) {
+    number = take();
+  }
   u32 phase = 1;
 #pragma unroll 1
   while (number < blocks) {
@@ -69,7 +83,7 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
       const u32 own = whole % u32(m.key_blocks);
       const u32 live = u32(block.place.k_len + kSizes.keys - 1) / kSizes.keys;
       const u32 next = (whole - own + u32(m.key_blocks) - (kFromTheEnd ? live : 0)) * parts;
-      const u32 begun = S.ordered ? 0 : gridDim.x;
+      const u32 begun = S.ordered ? 0 : S.summed > 1 ? blocks : gridDim.x;
       if (begun < blocks && next > begun) {
         atomicMax(a.turns, next - begun);
       }
@@ -148,9 +162,11 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
       int query = of_head.query;
 #pragma unroll 1
       for (int n = of_head.count; n > 0; --n, query = Sm90KeyBlock<S>::after(query, S.step, here.count)) {
-        const u32 full = barriers.q_full(ring.buffer());
+        constexpr int kVectors = S.makes_rows ? 0 : S.query_term ? 3 : 2;
+        constexpr int kOut = S.makes_rows ? S.step * kPanelsV * kPanelV * 2 : 0;
+        const u32 full = S.makes_rows ? barriers.inputs_full(ring.buffer()) : barriers.q_full(ring.buffer());
         barrier_wait(barriers.q_empty(ring.buffer()), ring.parity() ^ 1);
-        barrier_expect(full, S.step * kRowBytes + (S.query_term ? 3 : 2) * kSizes.rows);
+        barrier_expect(full, S.step * kRowBytes + kOut + kVectors * kSizes.rows);
 #pragma unroll 1
         for (int p = 0; p < kPanelsD; ++p) {
           tensor_load(base + kSizes.q_at + ring.buffer() * kSizes.q + p * S.step * kPanelD * 2, m.q, full,
@@ -160,11 +176,17 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
         for (int p = 0; p < kPanelsV; ++p) {
           tensor_load(base + kSizes.grad_out_at + ring.buffer() * kSizes.grad_out + p * S.step * kPanelV * 2,
                       m.grad_out, full, at(m.has_grad_out, p * kPanelV, here.q_begin + query, head));
+          if constexpr (S.makes_rows) {
+            tensor_load(base + kSizes.out_at + ring.buffer() * kSizes.grad_out + p * S.step * kPanelV * 2, m.out, full,
+                        at(m.has_out, p * kPanelV, here.q_begin + query, head));
+          }
         }
         await_kernels_before();
         const int row = here.row0 + head * int(a.padded_rows) + query;
-        bulk_load(base + kSizes.lse_at + ring.buffer() * kSizes.rows, a.row_lse + row, kSizes.rows, full);
-        bulk_load(base + kSizes.delta_at + ring.buffer() * kSizes.rows, a.row_delta + row, kSizes.rows, full);
+        if constexpr (!S.makes_rows) {
+          bulk_load(base + kSizes.lse_at + ring.buffer() * kSizes.rows, a.row_lse + row, kSizes.rows, full);
+          bulk_load(base + kSizes.delta_at + ring.buffer() * kSizes.rows, a.row_delta + row, kSizes.rows, full);
+        }
         if constexpr (S.query_term) {
           bulk_load(base + kSizes.terms_at + ring.buffer() * kSizes.rows, a.row_term + row, kSizes.rows, full);
         }
@@ -236,6 +258,10 @@ __device__ __forceinline__ void sm90_backward_copy_bias(const Args& a, const Sm9
         ring_outer.next();
       }
     }
+  }
+  // The other blocks of the cluster have read what this one sent, and arrive here no more.
+  for (int i = 0; S.summed > 1 && i < S.planes; ++i, ring.next()) {
+    barrier_wait(barriers.grads_empty(ring.buffer()), ring.parity() ^ 1);
   }
 }
 

@@ -49,23 +49,28 @@ constexpr bool sm90_tells_ahead(const Sm90BackwardSpec& s) { return s.tile_store
 // the kernels before that one have ended when it lets this one start. Not where keys need lengths or an order, nor
 // where the thread that copies has few registers.
 constexpr bool sm90_loads_ahead(const Sm90BackwardSpec& s) {
-  return !s.ordered && !s.ragged && !s.same_step && s.d + s.dv <= 256;
+  return !s.ordered && !s.ragged && !s.same_step && !s.makes_rows && s.d + s.dv <= 256;
 }
+
+// sm90_split_backward: two blocks of a cluster have the same keys, and half of the columns each.
+inline constexpr int kSm90SplitKeys = 64;
+constexpr bool sm90_splits_columns(const Sm90BackwardSpec& s) { return s.d > 256; }
 
 struct Sm90BackwardSizes {
   int groups;   // warpgroups that compute
   int threads;  // with the one that copies
   int keys;     // of a block
 
-  // Bytes of one buffer; `leaving`: a warpgroup's part of dQ on its way out.
-  int k, v, q, grad_out, grads, leaving, outer, outer2, rows;
+  // Bytes of one buffer; `leaving`: a warpgroup's part of dQ on its way out; `sums`: of what blocks send of dS.
+  int k, v, q, grad_out, grads, leaving, outer, outer2, rows, sums;
   // Where the first of its buffers lies. rows: logsumexp, then delta, then query terms, of every stage.
-  int k_at, v_at, q_at, grad_out_at, grads_at, leaving_at, outer_at, outer2_at, lse_at, delta_at, terms_at, barriers_at,
-      number_at, loads_at, keys_at;
+  int k_at, v_at, q_at, grad_out_at, out_at, grads_at, leaving_at, outer_at, outer2_at, sums_at, lse_at, delta_at,
+      terms_at, barriers_at, number_at, loads_at, keys_at;
   int bytes;  // all of it
 };
 
 inline constexpr int kSm90LoadsBytes = 64;  // of what the thread that copies keeps
+inline constexpr int kSm90RowWarps = 3;     // makes_rows: those that do
 inline constexpr int kSm90KeysBytes = 16;   // tile_stores: where dK and dV of a warpgroup go
 
 // Where its barriers lie, from the first on, and the number of the block of keys among them. A ring has at most four
@@ -76,6 +81,7 @@ struct Sm90BackwardBarrierPlan {
   static constexpr int kMostOuter = 2;
   SharedPlan plan{};
   int kv_full = plan.barriers(1);
+  int inputs_full = plan.barriers(kMostBuffers);
   int q_full = plan.barriers(kMostBuffers);
   int q_empty = plan.barriers(kMostBuffers);
   int bias_full = plan.barriers(kMostBuffers);
@@ -87,6 +93,8 @@ struct Sm90BackwardBarrierPlan {
   int number = plan.take(2, 4);
   int number_full = plan.barriers(2);
   int sums_left = plan.barriers(1);
+  int sums_full = plan.barriers(kMostBuffers);
+  int sums_taken = plan.barriers(1);
   int outer_full = plan.barriers(kMostOuter);
   int outer_empty = plan.barriers(kMostOuter);
   int bytes = plan.bytes;
@@ -100,7 +108,7 @@ constexpr Sm90BackwardSizes sm90_backward_sizes(const Sm90BackwardSpec& s) {
   Sm90BackwardSizes x{};
   x.groups = s.warps / 4;
   x.threads = 128 * (x.groups + 1);
-  x.keys = 16 * s.warps * s.tiles;
+  x.keys = sm90_splits_columns(s) ? kSm90SplitKeys : 16 * s.warps * s.tiles;
   const int d = panels_of(s.d, sm90_backward_panel_d(s)) * sm90_backward_panel_d(s);
   const int dv = panels_of(s.dv, sm90_backward_panel_v(s)) * sm90_backward_panel_v(s);
   x.k = whole_patterns(x.keys * d * kNumber);
@@ -112,15 +120,18 @@ constexpr Sm90BackwardSizes sm90_backward_sizes(const Sm90BackwardSpec& s) {
   x.rows = s.step * 4;
   x.outer = sm90_bias_in_place(s) ? 0 : s.step * x.keys * bias_bytes(s.bias);
   x.outer2 = s.step * x.keys * bias_bytes(s.bias2);
+  x.sums = s.summed > 1 ? x.grads : 0;
   SharedPlan plan;
   x.k_at = plan.take(1, x.k);
   x.v_at = plan.take(1, x.v);
   x.q_at = plan.take(s.stages, x.q);
   x.grad_out_at = plan.take(s.stages, x.grad_out);
+  x.out_at = plan.take(s.makes_rows ? s.stages : 0, x.grad_out);
   x.grads_at = plan.take(s.planes, x.grads);
   x.leaving_at = plan.take(x.groups, x.leaving);
   x.outer_at = plan.take(s.outer, x.outer);
   x.outer2_at = plan.take(s.outer, x.outer2);
+  x.sums_at = plan.take(s.planes, x.sums);
   x.lse_at = plan.take(s.stages, x.rows);
   x.delta_at = plan.take(s.stages, x.rows);
   x.terms_at = plan.take(s.query_term ? s.stages : 0, x.rows);
@@ -186,72 +197,25 @@ constexpr Sm90BackwardChoices sm90_backward_choices(const Sm90BackwardSpec& s) {
   x.registers_to_copy = sizes.groups == 3 ? 32 : most ? 24 : 40;
   x.batch_to_convert = !s.converts || most ? 0 : sizes.groups == 3 ? 1 : 2;
   x.dq_later = s.dq && !s.same_step;
-  x.valid = (two || sizes.groups == 3) && s.type != Type::kFp32 && s.dropout != DropoutRule::kTorchMemEfficient &&
-            (s.dkv || s.dq) && s.d % 16 == 0 && s.dv % 16 == 0 && s.d + s.dv <= 320 &&
-            (x.parts == 1 ||
-             (two && s.tiles == 1 && s.step == 64 && (s.halves || !s.dq) && !s.delay && !x.outer && !s.query_term)) &&
-            (s.step == 64 || (s.step == 128 && two)) && (!s.halves || (two && s.step == 64 && s.d % 32 == 0)) &&
-            (!s.row_sum || !s.ordered) && s.outer <= 2 && (!s.direct || (s.dq && !s.bulk && !s.ragged)) &&
-            (!s.key_parts || !s.column_sum) &&
-            (!s.tile_stores || (s.dkv && !s.key_parts && !s.column_sum && !s.ragged)) &&
-            (!s.same_step || (s.halves && s.bulk && s.dkv && !x.outer && !s.delay && !s.direct && !s.dbias_store &&
-                              s.tiles == 1 && x.parts == 1 && s.planes >= 2)) &&
-            ((!s.bulk && !s.ordered) || (s.dq && s.halves == s.same_step && (s.bulk || !s.ordered))) &&
-            (!s.converts || (s.dq && !s.direct && !x.bias_in_place && !x.outer && !s.key_parts)) &&
-            (!s.dbias_store || (s.dq && x.bias_in_place && !s.softcap && !s.banded && !s.ragged)) && s.stages <= 4 &&
-            s.planes <= 4;
-  return x;
-}
-
-// ---- sm90_wide_backward: two blocks of a cluster, 64 keys each ----
-// Spec: warps is 8, step 64, stages 2 and planes 2; warps * tiles * 16 are the keys of a cluster.
-
-inline constexpr int kSm90WideKeys = 64;  // of a block
-
-// Where one warpgroup can make P and the other dS: scores are dot products that at most a band hides.
-constexpr bool sm90_can_have_roles(const Sm90BackwardSpec& s) {
-  return s.dq && !s.ordered && s.dropout == DropoutRule::kNone && !s.softcap && !s.mask && !s.key_term &&
-         !bool(s.positions) && s.bias == BiasTile::kNone && !s.row_sum;
-}
-
-// Columns of dQ that a warpgroup sums: a quarter, or, so that panels stay wide, a third (then one has none).
-constexpr int sm90_dq_columns(int columns) { return columns % 128 == 0 ? columns / 4 : 64; }
-// Of the panels of Q and K, which divide what a warpgroup has of dK and of dQ.
-constexpr int sm90_wide_panel(int columns) { return columns % 256 == 0 ? 64 : 32; }
-
-struct Sm90WideBackwardSizes {
-  int threads;
-  // Bytes of one buffer; k_other: half of the columns of the other block's K; tile: P or dS of one block.
-  int k, v, k_other, q, grad_out, tile, rows;
-  // Where the first of its buffers lies; grads: dS of both blocks, a plane after the other.
-  int k_at, v_at, k_other_at, q_at, grad_out_at, weights_at, grads_at, lse_at, delta_at, barriers_at;
-  int bytes;  // all of it
-};
-
-constexpr Sm90WideBackwardSizes sm90_wide_backward_sizes(const Sm90BackwardSpec& s) {
-  constexpr int kNumber = 2;  // bytes
-  constexpr int kKeys = kSm90WideKeys;
-  Sm90WideBackwardSizes x{};
-  x.threads = 128 * (s.warps / 4 + 1);
-  x.k = kKeys * s.d * kNumber;
-  x.v = kKeys * s.dv * kNumber;
-  x.k_other = kKeys * 2 * sm90_dq_columns(s.d) * kNumber;
-  x.q = s.step * s.d * kNumber;
-  x.grad_out = s.step * s.dv * kNumber;
-  x.tile = s.step * kKeys * kNumber;
-  x.rows = s.step * 4;
-  SharedPlan plan;
-  x.k_at = plan.take(1, x.k);
-  x.v_at = plan.take(1, x.v);
-  x.k_other_at = plan.take(1, x.k_other);
-  x.q_at = plan.take(s.stages, x.q);
-  x.grad_out_at = plan.take(1, x.grad_out);
-  x.weights_at = plan.take(2, x.tile);
-  x.grads_at = plan.take(4, x.tile);
-  x.lse_at = plan.take(s.stages, x.rows);
-  x.delta_at = plan.take(s.stages, x.rows);
-  x.barriers_at = plan.take(1, 256);
-  x.bytes = plan.bytes;
+  x.valid =
+      (two || sizes.groups == 3) && s.type != Type::kFp32 && s.dropout != DropoutRule::kTorchMemEfficient &&
+      (s.dkv || s.dq) && s.d % 16 == 0 && s.dv % 16 == 0 && s.d + s.dv <= 320 &&
+      (x.parts == 1 ||
+       (two && s.tiles == 1 && s.step == 64 && (s.halves || !s.dq) && !s.delay && !x.outer && !s.query_term)) &&
+      (s.step == 64 || (s.step == 128 && two)) && (!s.halves || (two && s.step == 64 && s.d % 32 == 0)) &&
+      (!s.row_sum || !s.ordered) && s.outer <= 2 && (!s.direct || (s.dq && !s.bulk && !s.ragged)) &&
+      (!s.key_parts || !s.column_sum) &&
+      (!s.makes_rows || (s.direct && !s.query_term && !x.bias_in_place && !x.outer)) &&
+      (!s.tile_stores || (s.dkv && !s.key_parts && !s.column_sum && !s.ragged)) &&
+      (!s.same_step || (s.halves && s.bulk && s.dkv && !x.outer && !s.delay && !s.direct && !s.dbias_store &&
+                        s.tiles == 1 && x.parts == 1 && s.planes >= 2)) &&
+      ((!s.bulk && !s.ordered) || (s.dq && s.halves == s.same_step && (s.bulk || !s.ordered))) &&
+      (!s.converts || (s.dq && !s.direct && !x.bias_in_place && !x.outer && !s.key_parts)) &&
+      (s.summed == 1 || (x.bias_in_place && s.dq && s.dkv && two && s.tiles == 1 && s.step == 64 && x.parts == 1 &&
+                         !s.ragged && !s.softcap && !s.dbias_store && !s.direct && s.halves == s.same_step &&
+                         !s.ordered && !s.key_parts && !s.stores_first && 8 % s.summed == 0)) &&
+      (!s.dbias_store || (s.dq && x.bias_in_place && !s.softcap && !s.banded && !s.ragged)) && s.stages <= 4 &&
+      s.planes <= 4;
   return x;
 }
 

@@ -80,6 +80,12 @@ struct Sm90BackwardStep {
   __device__ __forceinline__ void begin_own_dq(float (&dq)[kCount]) {
     if constexpr (S.same_step) {
       fence_async();
+      if constexpr (S.summed > 1) {
+        __syncwarp();
+        if (leader) {
+          barrier_arrive(barriers.grads_full(ring_grads.buffer()));
+        }
+      }
       sync(kGradsThere, kHow.threads);  // all of dS is there, and that of the step before has been read
       multiply_dq(ring_grads, dq);
     }

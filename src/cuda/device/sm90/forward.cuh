@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// sm90_forward: o = softmax(scores of q k^T) v on Hopper, for numbers of 16 bits and head dimensions up to 256.
+// sm90_forward: o = softmax(scores of q k^T) v on Hopper, for numbers of 16 bits.
 //
 // Persistent blocks, one a multiprocessor (short sequences: several, of one computing warpgroup each). Warpgroup 0
 // copies: its first thread takes tiles of queries from a counter and loads Q, K, V and what is added to scores by TMA,
@@ -15,6 +15,13 @@
 // At the end O is stored by TMA through the buffer of Q that its tile no longer needs; the next tile's Q is in the
 // other buffer. Where there is one buffer alone, O is stored from registers, and the next Q is loaded during the last P
 // V. Steps run from the last key to the first: the edges of the band and of the sequence come first.
+//
+// V has up to 256 columns: wider ones are computed by two launches, each of which forms S. Beyond a head_dim of 256
+// (sm90_wide_forward) Q takes half of shared memory. K then comes in parts of 128 columns, each of which leaves when it
+// is multiplied, so that steps take the softmax's exact way (no S can be formed again), and the warpgroups take no
+// turns, so that both have need of the same part. Two blocks form a cluster: neighbouring tiles, of which each block
+// loads half of K and V for both, because L2 could not deliver all of it to each. They walk over the same steps.
+// Measured at D=512, S=2048 on an H200: without a cluster 1.22, with turns 1.33, as it is 1.40 of generic_wide_forward.
 #pragma once
 
 #include "cuda/device/score/sm90_softmax.cuh"
@@ -63,9 +70,8 @@ __device__ __forceinline__ void sm90_forward_move(const Args& a, const Sm90Forwa
   }
 }
 
-template <Sm90ForwardSpec S>
-__global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_sizes(S).ctas)
-    sm90_forward(const __grid_constant__ Args a, const __grid_constant__ Sm90ForwardArgs m) {
+template <auto S>
+__device__ __forceinline__ void sm90_forward_block(const Args& a, const Sm90ForwardArgs& m) {
   // ---- sizes ----
   constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
   constexpr int kGroups = kSizes.groups;
@@ -75,17 +81,21 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
   constexpr int kPanelV = wide_panel_columns(S.dv);
   constexpr bool kPlanes = sm90_has_planes(S);
   constexpr bool kDropout = S.dropout != DropoutRule::kNone;
+  constexpr bool kCuts = sm90_cuts_keys(S);
+  constexpr int kKeyParts = sm90_key_parts(S);
+  constexpr int kKeyBuffers = sm90_key_buffers(S);
   constexpr bool kHides = sm90_hides(S);  // K has 16 more columns, which warps of the warpgroup that copies make
   constexpr bool kPeels = sm90_peels(S);
   constexpr bool kDirect = sm90_stores_directly(S);
-  const bool direct = S.fp32_results || (kDirect && a.vector_stores);
+  const bool direct = S.fp32_results || S.split || (kDirect && a.vector_stores);
   // The sum is what a launch has; with more it would wait for ever.
   constexpr bool kNarrow = kGroups < 3 || kStep < 128;
   constexpr int kRegistersToCopy = kHides && kNarrow ? 56 : kGroups < 3 && S.ctas < 4 ? 40 : 32;
   constexpr int kRegisters = sm90_forward_registers(S, kRegistersToCopy);
   static_assert(kGroups <= 3 && (kGroups > 1 || !S.turns));
   static_assert(S.type != Type::kFp32);
-  static_assert(S.d % 16 == 0 && S.dv % 16 == 0 && S.d <= 256 && S.dv <= 256 && kStep % 16 == 0);
+  static_assert(S.d % 16 == 0 && S.dv % 16 == 0 && S.d <= 512 && S.dv <= 256 && kStep % 16 == 0);
+  static_assert(!kCuts || (kDirect && !S.turns && S.d % sm90_key_columns(S) == 0 && !kHides && !S.resident));
   static_assert(S.stages <= 4 && S.planes <= 4 && S.q_buffers <= 4 && kPlanes == (S.planes > 0));
 
   // ---- shared memory and barriers ----
@@ -99,7 +109,11 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
     barrier_init_fence();
   }
   sm90_forward_constants<S>(base);
-  sync();
+  if constexpr (kCuts) {
+    cluster_sync();
+  } else {
+    sync();
+  }
   wait_for_kernels_before();
 
   if (warpgroup == 0) {
@@ -117,8 +131,10 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
   const int g = lane / 4;
   const int t = lane % 4;
   const bool leader = lane == 0;
-  Pipe<S.stages, Sm90Barriers::kK> k_pipe{barriers.first, leader};
-  Pipe<S.stages, Sm90Barriers::kV> v_pipe{barriers.first, leader};
+  const int rank = sm90_forward_rank<S>();
+  const u32 there = kCuts ? address_of(barriers.first, rank ^ 1) : 0;
+  Pipe<kKeyBuffers, Sm90Barriers::kK, kCuts> k_pipe{barriers.first, leader, there};
+  Pipe<S.stages, Sm90Barriers::kV, kCuts> v_pipe{barriers.first, leader, there};
   Pipe<kPlanes ? S.planes : 0, Sm90Barriers::kPlanes> planes{barriers.first, leader};
   Pipe<S.q_buffers, Sm90Barriers::kQ> q_pipe{barriers.first, leader};
   Pipe<kHides ? kSm90PreparedBuffers : 0, Sm90Barriers::kPrepared> prepared{barriers.first, leader};
@@ -149,7 +165,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
   };
 
   const auto q_rows = SharedTile<kRows, S.d, kPanelK>{base + kSizes.q_at}.along_columns(c * 64);
-  const auto k_rows = SharedTile<kStep, S.d, kPanelK>{base + kSizes.k_at}.along_columns();
+  const auto k_rows = SharedTile<kStep, sm90_key_columns(S), kPanelK>{base + kSizes.k_at}.along_columns();
   const auto v_inside = SharedTile<kStep, S.dv, kPanelV>{base + kSizes.v_at}.along_rows();
   const auto zeros_inside = SharedTile<16, S.dv, kPanelV>{base + kSizes.zeros_at}.along_rows();
   const int fragment_row = warp * 16 + lane % 16;  // of this warpgroup's 64, as ldmatrix and stmatrix take it
@@ -158,7 +174,10 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
   int stored = -1;  // the buffer of Q that an O of ours may still be leaving through
   // Q is no longer needed.
   const auto leave_q = [&](bool now) {
-    if constexpr (kDirect) {
+    if constexpr (kCuts) {
+      // Without a branch: nothing that a warp without rows does later would join its lanes again.
+      barrier_arrive_if(leader && now, barriers.empty(barriers.kQ, int(q_pipe.buffer())));
+    } else if constexpr (kDirect) {
       __syncwarp();
       if (now) {
         q_pipe.release();
@@ -183,13 +202,13 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
   while (true) {
     // ---- which tile ----
     q_pipe.wait();
-    const Sm90Tile tile = sm90_read_tile(base + kSizes.tiles_at + q_pipe.buffer() * u32(sizeof(Sm90Tile)));
+    const Sm90Tile tile = sm90_read_tile<S.split>(base + kSizes.tiles_at + q_pipe.buffer() * u32(sizeof(Sm90Tile)));
     if (tile.b < 0) {
       break;
     }
     q_pipe.release();  // the tile is read; Q itself is not yet
     const math::Band<int> band = sm90_band<S>(a, m, tile);
-    const math::Interval<int> steps = sm90_steps<S>(tile, band, tile.row, kRows);
+    const math::Interval<int> steps = sm90_steps<S>(tile, band, rank);
     const int top = tile.row + c * 64;
     const int row0 = top + warp * 16 + g;
     const auto q_now = q_rows.buffer(q_pipe.buffer(), kSizes.q);
@@ -211,6 +230,10 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
     const auto issue_scores = [&] {
       prepared.wait();
       wgmma_fence();
+      if constexpr (kCuts) {
+        sm90_multiply_parts<S>(softmax.s, q_now, k_rows, k_pipe);
+        return;
+      }
       const auto k_now = k_rows.buffer(k_pipe.buffer(), kSizes.k);
       multiply<S.type, S.d, kHeld>(softmax.s, q_held, q_now, k_now);
       if constexpr (kHides) {
@@ -240,11 +263,22 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
       own_end = steps.begin;
     }
     softmax.start();
+    // V of a step comes behind what the next step needs. Where not all of that is there at once (parts of K, one
+    // buffer) it is passed over a step later: what it waits for leaves with a turn that this warpgroup would be
+    // holding.
+    constexpr bool kLate = kKeyBuffers < kKeyParts || (S.banded && kTurns && (S.stages == 1 || S.planes == 1));
+    bool owed = false;
     for (int n = steps.end - 1; n >= own_end && n >= steps.begin; --n) {
       turn_wait();
-      k_pipe.skip();
-      planes.skip();
-      v_pipe.skip();
+#pragma unroll
+      for (int part = 0; part < kKeyParts; ++part) {
+        k_pipe.skip();
+      }
+      planes.template skip<kCuts>();
+      if (!kLate || owed) {
+        v_pipe.skip();
+      }
+      owed = true;
       turn_pass();
       prepared.wait();
       next_prepared();
@@ -259,16 +293,30 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
       using Left = typename Step::Left;
       Step step{a,      m,    tile, band, softmax, inputs,       dropout, k_pipe, v_pipe, planes, o,
                 q_pipe, base, c,    top,  row0,    fragment_row, lane,    t,      unit,   n,      careful};
+      // 0 * NaN is NaN: what lies behind the sequence's end must not be there. Every warpgroup writes the same zeros.
+      const auto clear_values = [&](int of) {
+        if (const int live = band.seqlen_k - of * kStep; S.ragged && live < kStep) {
+          v_pipe.wait();
+          sm90_clear_values<S>(base + kSizes.v_at + v_pipe.buffer() * kSizes.v, live, thread);
+          sync(own_barrier, 128);
+        }
+      };
+      // V is loaded behind K of the next step and what comes with it. Where these have one buffer, which this step
+      // still has, or K comes in parts, nothing may wait for V before it has taken them.
+      constexpr bool kClearsLate = kCuts || S.stages == 1 || S.planes == 1;
+      const auto await_values = [&](int of) {
+        v_pipe.wait();
+        if constexpr (kClearsLate) {
+          clear_values(of);
+        }
+      };
       const auto after_first = [&] {
+        if (kLate && owed) {
+          v_pipe.skip();
+        }
         release_stored();
-        // 0 * NaN is NaN: what lies behind the sequence's end must not be there. Every warpgroup writes the same zeros.
-        if constexpr (S.ragged) {
-          const int live = band.seqlen_k - n * kStep;
-          if (live < kStep) {
-            v_pipe.wait();
-            sm90_clear_values<S>(base + kSizes.v_at + v_pipe.buffer() * kSizes.v, live, thread);
-            sync(own_barrier, 128);
-          }
+        if constexpr (!kClearsLate) {
+          clear_values(n);
         }
       };
       set_zero(o);
@@ -282,7 +330,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
         if constexpr (!kHides) {
           inputs.load_words(n * kStep);
         }
-        wgmma_wait<0>();
+        sm90_await_scores<S, 0>(k_pipe);
         pin(softmax.s);
         next_prepared();
         left = step.template soften<true>(true);
@@ -306,14 +354,14 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
         turn_wait();
         issue_scores();
         if (!first) {
-          v_pipe.wait();
+          await_values(n + 1);
         }
         issue_output(first);
         turn_pass();
         if constexpr (!kHides) {
           inputs.load_words(n * kStep);
         }
-        wgmma_wait<1>();
+        sm90_await_scores<S, 1>(k_pipe);
         pin(softmax.s);
         next_prepared();
         left = step.template soften<!kPeels>(first);
@@ -326,7 +374,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
         }
       }
       leave_q(direct);
-      v_pipe.wait();
+      await_values(n);
       issue_output();
       softmax.sum[0] = quad_sum(softmax.sum[0]);
       softmax.sum[1] = quad_sum(softmax.sum[1]);
@@ -335,19 +383,24 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
       v_pipe.release();
       v_pipe.next();
     } else {
+      if (kLate && owed) {
+        v_pipe.skip();
+      }
       leave_q(direct);
       release_stored();
       set_zero(o);
     }
 
     // ---- the end of the rows ----
-    if (a.sink != nullptr) {
+    if (!S.split && a.sink != nullptr) {
       sink = a.sink[tile.head * a.sink_stride];
     }
     float factor[2];
     float there[2] = {};
     sm90_forward_end_rows<S>(a, tile, softmax, sink, row0, t, factor, there);
-    if constexpr (S.fp32_results) {
+    if constexpr (S.split) {
+      sm90_forward_store_part<S>(a, tile, row0, t, o, factor);
+    } else if constexpr (S.fp32_results) {
       store_result<S.type>(a.out, tile.offset(a.out.strides, tile.q_begin), a.results.out, o,
                            RowFactors{{factor[0], factor[1]}, {there[0], there[1]}}, row0, tile.q_len, a.out_dim_v, t);
     } else if (direct) {
@@ -373,6 +426,19 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
   if (thread == 0) {
     bulk_wait_read();
   }
+}
+
+template <Sm90ForwardSpec S>
+__global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_sizes(S).ctas)
+    sm90_forward(const __grid_constant__ Args a, const __grid_constant__ Sm90ForwardArgs m) {
+  sm90_forward_block<S>(a, m);
+}
+
+// Head dimensions over 256: in clusters.
+template <Sm90ForwardSpec S>
+__global__ void __cluster_dims__(sm90_forward_blocks(S), 1, 1) __launch_bounds__(sm90_forward_sizes(S).threads, 1)
+    sm90_wide_forward(const __grid_constant__ Args a, const __grid_constant__ Sm90ForwardArgs m) {
+  sm90_forward_block<S>(a, m);
 }
 
 }  // namespace fovea::cuda

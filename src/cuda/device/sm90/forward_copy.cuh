@@ -17,20 +17,24 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
                                                   volatile Sm90Tile* tiles, const Sm90Barriers& barriers) {
   constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
   constexpr int kRows = kSizes.rows;
+  constexpr int kBlocks = sm90_forward_blocks(S);
   constexpr int kPanelK = wide_panel_columns(S.d);
   constexpr int kPanelV = wide_panel_columns(S.dv);
   constexpr int kPlaneBytes = kSizes.bias + kSizes.bias2;
-  Ring<S.stages> ring_k, ring_v;
+  const int rank = kBlocks > 1 ? int(cluster_rank()) : 0;  // not uniform(): of one thread
+  Ring<sm90_key_buffers(S)> ring_k;
+  Ring<S.stages> ring_v;
   Ring<S.planes> ring_planes;
   Ring<S.q_buffers> ring_q;
-  const int count = S.ragged ? m.schedule->row_tiles * m.heads : m.tiles;
+  const int parts = S.split ? a.splits : 1;
+  const int count = (S.ragged ? m.schedule->row_tiles * m.heads : m.tiles) * parts;
   // A tile's number is decoded while those before it are computed; divisions, and the list in global memory, take long.
   static_assert((S.q_buffers + 1) * sizeof(Sm90Tile) <= kSm90TilesBytes);
   volatile Sm90Tile& later = tiles[S.q_buffers];
   const auto decode = [&](int number) {
     if (number < count) {
-      Sm90Tile tile = sm90_tile<S>(a, m, number);
-      later.row = tile.row;
+      Sm90Tile tile = sm90_tile<S>(a, m, S.split ? int(u32(number) / u32(opaque(parts))) : number);
+      later.row = tile.row + rank * kRows;
       later.head = tile.head;
       later.b = tile.b;
       later.q_begin = tile.q_begin;
@@ -40,19 +44,26 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
       later.head_k = int(u32(tile.head) / u32(opaque(m.group)));
       later.b1 = int(u32(tile.b) / u32(opaque(m.batch2)));
       later.b2 = tile.b - later.b1 * m.batch2;
-      if constexpr (sm90_skips(S)) {
+      if constexpr (sm90_keeps_steps(S)) {
         tile.b1 = later.b1;
         tile.b2 = later.b2;
-        const math::Interval<int> shown = sm90_shown_steps<S>(a, tile);
-        tile.first_step = shown.begin;
-        tile.end_step = shown.end;
-        const math::Interval<int> steps = sm90_steps<S>(tile, sm90_band<S>(a, m, tile), tile.row, kRows);
+        math::Interval<int> steps = sm90_shown_steps<S>(a, tile);
+        tile.first_step = steps.begin;
+        tile.end_step = steps.end;
+        steps = sm90_steps<S>(tile, sm90_band<S>(a, m, tile), 0);
+        if constexpr (S.split) {
+          later.part = number % parts;
+          steps = sm90_steps_of_part(steps, number % parts, parts);
+        }
         later.first_step = steps.begin;
         later.end_step = steps.end;
       }
     }
   };
-  int next = int(blockIdx.x);
+  const int cluster = int(blockIdx.x) / kBlocks;
+  const int clusters = int(gridDim.x) / kBlocks;
+  bool forth = true;
+  int next = cluster;
   for (int number = -1;; number = next) {
     if (number >= 0) {  // one place in the code for every tile's decode, the first one's too
       barrier_wait(barriers.empty(barriers.kQ, ring_q.buffer()), ring_q.parity() ^ 1);
@@ -60,9 +71,25 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
       if (number >= count) {
         tiles[ring_q.buffer()].b = -1;
         barrier_arrive(full);
+        if constexpr (kBlocks > 1) {
+          // The other block says in this one what it has read: this one stays until all has been said.
+          const auto await_readers = [](auto ring, u32 empty) {
+            for (int i = 0; i < ring.kCount; ++i, ring.next()) {
+              barrier_wait(empty + 8 * ring.buffer(), ring.parity() ^ 1);
+            }
+          };
+          await_readers(ring_k, barriers.empty(barriers.kK, 0));
+          await_readers(ring_v, barriers.empty(barriers.kV, 0));
+        }
         return;
       }
-      next = S.ragged || m.schedule != nullptr ? int(gridDim.x + atomicAdd(&m.schedule->next, 1u)) : count;
+      if constexpr (kBlocks > 1) {
+        // Both blocks come to the same tiles by counting: to and fro, since the first of a round are the longest.
+        next += 2 * (forth ? clusters - 1 - cluster : cluster) + 1;
+        forth = !forth;
+      } else {
+        next = S.ragged || m.schedule != nullptr ? int(gridDim.x + atomicAdd(&m.schedule->next, 1u)) : count;
+      }
       // What loads need is read from there again: this warpgroup has few registers.
       volatile Sm90Tile& here = tiles[ring_q.buffer()];
       here.row = later.row;
@@ -75,12 +102,15 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
       here.head_k = later.head_k;
       here.b1 = later.b1;
       here.b2 = later.b2;
-      if constexpr (sm90_skips(S)) {
+      if constexpr (S.split) {
+        here.part = later.part;
+      }
+      if constexpr (sm90_keeps_steps(S)) {
         here.first_step = later.first_step;
         here.end_step = later.end_step;
       }
       math::Interval<int> steps;
-      if constexpr (sm90_skips(S)) {
+      if constexpr (sm90_keeps_steps(S)) {
         steps = {here.first_step, here.end_step};
       } else {
         Sm90Tile tile{};
@@ -90,7 +120,7 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
         if constexpr (S.shifted) {
           tile.b = here.b;  // whose positions they are
         }
-        steps = sm90_steps<S>(tile, sm90_band<S>(a, m, tile), tile.row, kRows);
+        steps = sm90_steps<S>(tile, sm90_band<S>(a, m, tile), rank);
       }
       const auto at = [&](const Has& has, int column, int row, int head) {
         return Coordinates{column, row, head * has.head, here.b2 * has.batch2, here.b1 * has.batch1};
@@ -103,16 +133,28 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
       }
       ring_q.next();
 
-      const auto load_k = [&](int n) {
-        barrier_wait(barriers.empty(barriers.kK, ring_k.buffer()), ring_k.parity() ^ 1);
-        const u32 k_full = barriers.full(barriers.kK, ring_k.buffer());
-        barrier_expect(k_full, S.step * sm90_forward_panels(S.d) * kPanelK * 2);
-#pragma unroll 1
-        for (int p = 0; p < sm90_forward_panels(S.d); ++p) {
-          tensor_load(base + kSizes.k_at + ring_k.buffer() * kSizes.k + p * S.step * kPanelK * 2, m.k, k_full,
-                      at(m.has_k, p * kPanelK, here.k_begin + n * S.step, here.head_k));
+      // Panel p of K or V: for both blocks, by one of them.
+      const auto load = [&](int p, u32 to, const TensorMap& map, u32 k_or_v_full, const Coordinates& from) {
+        if constexpr (kBlocks == 1) {
+          tensor_load(to, map, k_or_v_full, from);
+        } else if (p % kBlocks == rank) {
+          tensor_load_both(to, map, k_or_v_full, from);
         }
-        ring_k.next();
+      };
+      const auto load_k = [&](int n) {
+        constexpr int kPanels = sm90_forward_panels(sm90_key_columns(S));
+#pragma unroll 1
+        for (int part = 0; part < sm90_key_parts(S); ++part) {
+          barrier_wait(barriers.empty(barriers.kK, ring_k.buffer()), ring_k.parity() ^ 1);
+          const u32 k_full = barriers.full(barriers.kK, ring_k.buffer());
+          barrier_expect(k_full, S.step * kPanels * kPanelK * 2);
+#pragma unroll 1
+          for (int p = 0; p < kPanels; ++p) {
+            load(p, base + kSizes.k_at + ring_k.buffer() * kSizes.k + p * S.step * kPanelK * 2, m.k, k_full,
+                 at(m.has_k, (part * kPanels + p) * kPanelK, here.k_begin + n * S.step, here.head_k));
+          }
+          ring_k.next();
+        }
         if constexpr (sm90_has_planes(S)) {
           const u32 buffer = ring_planes.buffer();
           barrier_wait(barriers.empty(barriers.kPlanes, buffer), ring_planes.parity() ^ 1);
@@ -150,8 +192,8 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
         barrier_expect(v_full, S.step * sm90_forward_panels(S.dv) * kPanelV * 2);
 #pragma unroll 1
         for (int p = 0; p < sm90_forward_panels(S.dv); ++p) {
-          tensor_load(base + kSizes.v_at + ring_v.buffer() * kSizes.v + p * S.step * kPanelV * 2, m.v, v_full,
-                      at(m.has_v, p * kPanelV, here.k_begin + n * S.step, here.head_k));
+          load(p, base + kSizes.v_at + ring_v.buffer() * kSizes.v + p * S.step * kPanelV * 2, m.v, v_full,
+               at(m.has_v, p * kPanelV, here.k_begin + n * S.step, here.head_k));
         }
         ring_v.next();
       };

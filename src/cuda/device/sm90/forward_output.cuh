@@ -11,8 +11,23 @@
 
 namespace fovea::cuda {
 
+// Of a tile that has a part of its keys: what generic_combine reads, for row `row`.
+__device__ __forceinline__ i64 sm90_row_of_part(const Args& a, const Sm90Tile& tile, int row) {
+  return padded_row(a.rows, tile.b, {.q_begin = tile.q_begin}) + row;
+}
+
+// O times `factor`, with all of its columns.
+template <auto S>
+__device__ __forceinline__ void sm90_forward_store_part(const Args& a, const Sm90Tile& tile, int row, int t,
+                                                        const float (&o)[S.dv / 2], const float (&factor)[2]) {
+  const i64 heads = a.rows.heads_q;
+  const i64 at = (tile.part * a.padded_rows + sm90_row_of_part(a, tile, 0)) * heads + tile.head;
+  store_result_by_fours(a.partial_out + at * S.dv, heads * S.dv, false, o, RowFactors{{factor[0], factor[1]}, {}}, row,
+                        tile.q_len, S.dv, t);
+}
+
 // The end of this thread's rows: what their O is multiplied by, and their logsumexp, which is stored. there: what an O
-// that they are merged with is multiplied by.
+// that they are merged with is multiplied by. Of a part of the keys: the reference and the sum, see generic_combine.
 template <auto S>
 __device__ __forceinline__ void sm90_forward_end_rows(const Args& a, const Sm90Tile& tile, Sm90Softmax<S>& softmax,
                                                       float sink, int row0, int t, float (&factor)[2],
@@ -22,6 +37,13 @@ __device__ __forceinline__ void sm90_forward_end_rows(const Args& a, const Sm90T
     float logsumexp;
     softmax.end(x, sink, keep_scale<S>(a), factor[x], logsumexp);
     const int row = row0 + 8 * x;
+    if constexpr (S.split) {
+      if (t == 0 && row < tile.q_len) {
+        const i64 at = (tile.part * a.rows.heads_q + tile.head) * a.padded_rows + sm90_row_of_part(a, tile, row);
+        reinterpret_cast<float2*>(a.partial_sum)[at] = softmax.of_part(x);
+      }
+      continue;
+    }
     if constexpr (S.fp32_results) {
       if (a.results.out.adds) {
         const math::Merge<float> merged =

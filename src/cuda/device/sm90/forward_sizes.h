@@ -21,32 +21,61 @@ inline constexpr int kSm90PreparedBuffers = 4;
 constexpr bool sm90_hides(const Sm90ForwardSpec& s) { return s.prepared && s.mask && s.key_mask && !natural_scores(s); }
 // Steps that a mask of keys hides at either end are passed over.
 constexpr bool sm90_skips(const Sm90ForwardSpec& s) { return s.mask && s.key_mask; }
+// The steps of a tile are found once, and lie beside its Q.
+constexpr bool sm90_keeps_steps(const Sm90ForwardSpec& s) { return sm90_skips(s) || s.split; }
 // Whether the first step of a tile has code of its own. Otherwise it multiplies P by a tile of zeros: where many
 // features make the code of a step long, one copy of it compiles faster, and the tensor cores wait anyway.
 constexpr bool sm90_peels(const Sm90ForwardSpec& s) {
   constexpr int kMany = 5;
-  return 2 * int{s.softcap} + s.positions.count() + int{s.key_term} + int{s.query_term} + int{s.mask} +
-             int{s.bias != BiasTile::kNone} + int{s.bias2 != BiasTile::kNone} <
-         kMany;
+  constexpr int kWide = 256;  // the tile of zeros has no room
+  return s.d > kWide || 2 * int{s.softcap} + s.positions.count() + int{s.key_term} + int{s.query_term} + int{s.mask} +
+                                int{s.bias != BiasTile::kNone} + int{s.bias2 != BiasTile::kNone} <
+                            kMany;
 }
 
 // Whether O leaves from registers, not through the place of Q: with one buffer of Q the next tile's is loaded while
 // this one ends. It takes many instructions. O of fp32 has no room there.
 constexpr bool sm90_stores_directly(const Sm90ForwardSpec& s) {
-  return s.fp32_results || (s.q_buffers == 1 && sm90_peels(s));
+  return s.fp32_results || s.split || (s.q_buffers == 1 && sm90_peels(s));
 }
-
-// Of the tiles whose Q is in shared memory, and of the next one.
-inline constexpr int kSm90TilesBytes = 256;
 
 // Queries of a tile.
 constexpr int sm90_forward_rows(int warps) { return 16 * warps; }
 
+// Beyond a head_dim of 256 K comes in parts of 128 columns. Each leaves as soon as it is multiplied, so that no scores
+// can be formed again, and all steps take the exact way of the softmax.
+constexpr bool sm90_cuts_keys(const Sm90ForwardSpec& s) { return s.d > 256; }
+// Two blocks with neighbouring tiles of queries then form a cluster: each loads half of K and V, for both.
+constexpr int sm90_forward_blocks(const Sm90ForwardSpec& s) { return sm90_cuts_keys(s) ? 2 : 1; }
+constexpr int sm90_key_columns(const Sm90ForwardSpec& s) { return sm90_cuts_keys(s) ? 128 : s.d; }  // of a buffer
+constexpr int sm90_key_parts(const Sm90ForwardSpec& s) { return s.d / sm90_key_columns(s); }
+constexpr int sm90_key_buffers(const Sm90ForwardSpec& s) {
+  if (!sm90_cuts_keys(s)) {
+    return s.stages;
+  }
+  // Biases take the place of some.
+  constexpr int kMost = 4;
+  constexpr int kLeast = 2;
+  const int bytes = s.planes * sm90_forward_rows(s.warps) * s.step * (bias_bytes(s.bias) + bias_bytes(s.bias2));
+  const int part = s.step * sm90_key_columns(s) * 2;
+  const int left = kMost - (bytes + part - 1) / part;
+  return left > kLeast ? left : kLeast;
+}
+// Those whose buffers are not yet released when all are multiplied.
+constexpr int sm90_key_parts_left(const Sm90ForwardSpec& s) {
+  const int parts = sm90_key_parts(s);
+  return parts < sm90_key_buffers(s) ? parts : sm90_key_buffers(s);
+}
+
+// Of the tiles whose Q is in shared memory, and of the next one.
+inline constexpr int kSm90TilesBytes = 272;
+
 struct Sm90ForwardSizes {
-  int groups;   // warpgroups that compute
-  int threads;  // with the one that copies
-  int rows;     // queries of a tile
-  int ctas;     // blocks a multiprocessor
+  int groups;    // warpgroups that compute
+  int threads;   // with the one that copies
+  int rows;      // queries of a block's tile
+  int all_rows;  // of the tiles of all blocks of a cluster
+  int ctas;      // blocks a multiprocessor
 
   // Bytes of one buffer.
   int q, k, v, bias, bias2, key_term, hide;
@@ -64,11 +93,13 @@ constexpr Sm90ForwardSizes sm90_forward_sizes(const Sm90ForwardSpec& s) {
   x.groups = s.warps / 4;
   x.threads = 128 * (x.groups + 1);
   x.rows = sm90_forward_rows(s.warps);
+  x.all_rows = x.rows * sm90_forward_blocks(s);
   x.ctas = x.groups == 1 ? s.ctas : 1;
   const int d = sm90_forward_panels(s.d) * wide_panel_columns(s.d);
   const int dv = sm90_forward_panels(s.dv) * wide_panel_columns(s.dv);
   x.q = whole_patterns(x.rows * (d > dv ? d : dv) * kNumber);  // of O, too
-  x.k = whole_patterns(s.step * d * kNumber);
+  const int columns_k = sm90_key_columns(s);
+  x.k = whole_patterns(s.step * sm90_forward_panels(columns_k) * wide_panel_columns(columns_k) * kNumber);
   x.v = whole_patterns(s.step * dv * kNumber);
   x.bias = x.rows * s.step * bias_bytes(s.bias);
   x.bias2 = x.rows * s.step * bias_bytes(s.bias2);
@@ -79,7 +110,7 @@ constexpr Sm90ForwardSizes sm90_forward_sizes(const Sm90ForwardSpec& s) {
   constexpr int kMostBuffers = 4;  // of a ring: Sm90Barriers has room for as many
   SharedPlan plan;
   x.q_at = plan.take(s.q_buffers, x.q);
-  x.k_at = plan.take(s.stages, x.k);
+  x.k_at = plan.take(sm90_key_buffers(s), x.k);
   x.v_at = plan.take(s.stages, x.v);
   x.hide_at = plan.take(kSm90PreparedBuffers, x.hide);
   x.ones_at = plan.take(x.hide > 0 ? 64 : 0, kHideColumns * kNumber);

@@ -12,12 +12,52 @@
 
 namespace fovea::cuda {
 
+// S = Q K^T of K in parts, each a group of products of its own. `keys` is left at the first part whose buffer is not
+// yet released.
+template <auto S, class Queries, class Keys, class KeyPipe>
+__device__ __forceinline__ void sm90_multiply_parts(float (&s)[S.step / 2], const Queries& queries, const Keys& rows,
+                                                    KeyPipe& keys) {
+  constexpr int kBlocks = sm90_key_columns(S) / 16;
+  constexpr int kBuffers = sm90_key_buffers(S);
+  KeyPipe next = keys;
+#pragma unroll
+  for (int part = 0; part < sm90_key_parts(S); ++part) {
+    if (part >= kBuffers) {  // which the first parts have to leave for the last
+      wgmma_wait<kBuffers - 1>();
+      keys.release();
+      keys.next();
+    }
+    next.wait();
+    const auto now = rows.buffer(next.buffer(), sm90_forward_sizes(S).k);
+#pragma unroll
+    for (int k = 0; k < kBlocks; ++k) {
+      wgmma_shared<S.type, false, false>(s, queries(part * kBlocks + k), now(k), part + k > 0);
+    }
+    wgmma_commit();
+    next.next();
+  }
+}
+
+// S is awaited, but not the kLater groups of products that were issued after it. Parts of K are released one by one.
+template <auto S, int kLater, int kParts = sm90_key_parts_left(S), class KeyPipe>
+__device__ __forceinline__ void sm90_await_scores(KeyPipe& keys) {
+  wgmma_wait<kParts - 1 + kLater>();
+  if constexpr (sm90_cuts_keys(S)) {
+    keys.release();
+    keys.next();
+  }
+  if constexpr (kParts > 1) {
+    sm90_await_scores<S, kLater, kParts - 1>(keys);
+  }
+}
+
 // Everything that a step reads and changes lies in the kernel.
 template <auto S>
 struct Sm90ForwardStep {
   static constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
   static constexpr bool kPeels = sm90_peels(S);
   static constexpr bool kHides = sm90_hides(S);
+  static constexpr bool kCuts = sm90_cuts_keys(S);
 
   const Args& a;
   const Sm90ForwardArgs& m;
@@ -26,8 +66,8 @@ struct Sm90ForwardStep {
   Sm90Softmax<S>& softmax;
   Sm90Inputs<S>& inputs;
   Sm90Decisions<S>& dropout;
-  Pipe<S.stages, Sm90Barriers::kK>& k_pipe;
-  Pipe<S.stages, Sm90Barriers::kV>& v_pipe;
+  Pipe<sm90_key_buffers(S), Sm90Barriers::kK, kCuts>& k_pipe;
+  Pipe<S.stages, Sm90Barriers::kV, kCuts>& v_pipe;
   Pipe<sm90_has_planes(S) ? S.planes : 0, Sm90Barriers::kPlanes>& planes;
   float (&o)[S.dv / 2];
   Pipe<S.q_buffers, Sm90Barriers::kQ>& q_pipe;
@@ -101,6 +141,18 @@ struct Sm90ForwardStep {
         softmax.start();
       }
     }
+    if constexpr (kCuts) {
+      if constexpr (S.early) {
+        dropout.draw(n * S.step, t);
+      }
+      const float factor0 = softmax.raise_row(a, 0);
+      const float factor1 = softmax.raise_row(a, 1);
+      await_output();
+      scale_row(fragment_of(o), 0, factor0);
+      scale_row(fragment_of(o), 1, factor1);
+      make_p();
+      return Left::kNothing;
+    }
     if constexpr (!S.ahead) {
       if (S.early && !careful) {
         dropout.draw(n * S.step, t);
@@ -118,7 +170,7 @@ struct Sm90ForwardStep {
   }
   // What is rare, and long: here once for all steps.
   __device__ __forceinline__ void settle(Left left) {
-    if (left != Left::kNothing) {
+    if (!kCuts && left != Left::kNothing) {
       if (left == Left::kMoving) {
         softmax.move_references(o);
       } else {
@@ -141,7 +193,9 @@ struct Sm90ForwardStep {
       }
       softmax.convert(dropout);
     }
-    k_pipe.next();
+    if constexpr (!kCuts) {
+      k_pipe.next();
+    }
     planes.release();
     planes.next();
   }

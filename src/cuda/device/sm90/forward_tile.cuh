@@ -30,8 +30,9 @@ struct Sm90Barriers {
       }
     };
     init_ring(kQ, S.q_buffers, 1, (sm90_stores_directly(S) ? 8 : 5) * kGroups + 32 * kPreparing);
-    init_ring(kK, S.stages, 1, 4 * kGroups);
-    init_ring(kV, S.stages, 1, 4 * kGroups);
+    constexpr int kReaders = 4 * kGroups * sm90_forward_blocks(S);
+    init_ring(kK, sm90_key_buffers(S), 1, kReaders);
+    init_ring(kV, S.stages, 1, kReaders);
     init_ring(kPlanes, S.planes, 1, 4 * kGroups);
     if constexpr (kPreparing > 0) {
       init_ring(kPrepared, kSm90PreparedBuffers, kPreparing, 4 * kGroups);
@@ -44,7 +45,8 @@ struct Sm90Tile {
   int row, head, b;
   int q_begin, q_len, k_begin, k_len;
   int head_k, b1, b2;
-  int first_step, end_step;  // with a mask of keys: its steps, without those that are hidden at either end
+  int first_step, end_step;  // sm90_keeps_steps: its steps of its part, without those that are hidden at either end
+  int part;                  // of its keys, where they are split
 
   __device__ __forceinline__ i64 offset(const math::Strides& strides, int at) const {
     return b1 * strides.batch1 + b2 * strides.batch2 + head * strides.head + at * strides.row;
@@ -55,8 +57,10 @@ struct Sm90Tile {
 };
 
 // What lies beside Q. One lane reads, the one that arrives for its warp.
+template <bool kSplit>
 __device__ __forceinline__ Sm90Tile sm90_read_tile(u32 tile) {
-  constexpr int kWords = int(sizeof(Sm90Tile)) / 4;
+  constexpr int kAll = int(sizeof(Sm90Tile)) / 4;
+  constexpr int kWords = kSplit ? kAll : kAll - 1;
   int words[kWords];
 #pragma unroll
   for (int i = 0; i < kWords; ++i) {
@@ -66,15 +70,26 @@ __device__ __forceinline__ Sm90Tile sm90_read_tile(u32 tile) {
     }
     words[i] = int(__shfl_sync(~0u, x, 0));
   }
-  return {words[0], words[1], words[2], words[3], words[4],  words[5],
-          words[6], words[7], words[8], words[9], words[10], words[11]};
+  return {words[0],
+          words[1],
+          words[2],
+          words[3],
+          words[4],
+          words[5],
+          words[6],
+          words[7],
+          words[8],
+          words[9],
+          words[10],
+          words[11],
+          kSplit ? words[kWords - 1] : 0};
 }
 
 // Tiles are numbered head by head, but for heads_together of them whose row tiles alternate; under a band the longest
 // first. Sequences of different lengths are numbered one after the other, each with all of its heads.
 template <auto S>
 __device__ __forceinline__ Sm90Tile sm90_tile(const Args& a, const Sm90ForwardArgs& m, int number) {
-  constexpr int kRows = sm90_forward_sizes(S).rows;
+  constexpr int kRows = sm90_forward_sizes(S).all_rows;
   Sm90Tile tile{};
   u32 in_group = u32(number);
   // Opaque, or the reciprocals that divisions take would be made once and kept.
@@ -113,6 +128,12 @@ __device__ __forceinline__ Sm90Tile sm90_tile(const Args& a, const Sm90ForwardAr
   return tile;
 }
 
+// This block's number in its cluster.
+template <auto S>
+__device__ __forceinline__ int sm90_forward_rank() {
+  return sm90_forward_blocks(S) > 1 ? int(uniform(cluster_rank())) : 0;
+}
+
 // Steps whose keys any of these rows of the tile meets.
 template <auto S>
 __device__ __forceinline__ math::Interval<int> sm90_steps(const Sm90Tile& tile, const math::Band<int>& band, int row,
@@ -120,23 +141,40 @@ __device__ __forceinline__ math::Interval<int> sm90_steps(const Sm90Tile& tile, 
   const math::Interval<int> keys = band.keys_of_rows(row, min(row + rows, band.seqlen_q));
   math::Interval<int> steps{S.left_edge ? keys.begin / S.step : 0,
                             ((S.banded ? keys.end : band.seqlen_k) + S.step - 1) / S.step};
-  if constexpr (sm90_skips(S)) {
+  if constexpr (sm90_keeps_steps(S)) {
     steps = {max(steps.begin, tile.first_step), min(steps.end, tile.end_step)};
   }
   return steps;
 }
 
-// Steps of the tile between which a mask of keys shows any.
+// Steps of all blocks of the cluster.
+template <auto S>
+__device__ __forceinline__ math::Interval<int> sm90_steps(const Sm90Tile& tile, const math::Band<int>& band, int rank) {
+  constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
+  return sm90_steps<S>(tile, band, tile.row - rank * kSizes.rows, kSizes.all_rows);
+}
+
+// Part `part` of `parts` about equal ones.
+__device__ __forceinline__ math::Interval<int> sm90_steps_of_part(const math::Interval<int>& steps, int part,
+                                                                  int parts) {
+  const int count = max(steps.end - steps.begin, 0);
+  return {steps.begin + count * part / parts, steps.begin + count * (part + 1) / parts};
+}
+
+// All steps of the tile; with a mask of keys those between which it shows any.
 template <auto S>
 __device__ __forceinline__ math::Interval<int> sm90_shown_steps(const Args& a, const Sm90Tile& tile) {
   constexpr u32 kBits = S.step < 128 ? (1u << S.step / 4) - 1 : ~0u;
+  math::Interval<int> steps{0, (tile.k_len + S.step - 1) / S.step};
+  if constexpr (!sm90_skips(S)) {
+    return steps;
+  }
   const u32* const words = static_cast<const u32*>(a.mask.data) + tile.offset(a.mask.strides, 0);
   const auto hidden = [&](int step) {
     const int key = step * S.step;
     const uint4 x = __ldg(reinterpret_cast<const uint4*>(words + key / 128 * 4));
     return ((x.x | x.y | x.z | x.w) >> key % 128 / 4 & kBits) == 0;
   };
-  math::Interval<int> steps{0, (tile.k_len + S.step - 1) / S.step};
   while (steps.end > steps.begin && hidden(steps.end - 1)) {
     --steps.end;
   }

@@ -23,11 +23,12 @@ struct Sm90ForwardTiles {
   bool prepared = false;   // warps that do not copy make a mask of keys into columns of K, ahead
   bool early = false;      // dropout's random words are made before a step's weights
   bool often = false;      // dropout's threshold is over 0x7c00: about half of the numbers, or more, are dropped
+  bool split = false;      // a tile has a part of its keys; partial results go to the workspace
 
   friend constexpr bool operator==(const Sm90ForwardTiles&, const Sm90ForwardTiles&) = default;
 };
 FOVEA_FIELDS(Sm90ForwardTiles, warps, step, stages, ctas, q_buffers, planes, resident, ahead, left_edge, turns, guess,
-             prepared, early, often)
+             prepared, early, often, split)
 
 struct Sm90ForwardSpec : Features, Sm90ForwardTiles {
   friend constexpr bool operator==(const Sm90ForwardSpec&, const Sm90ForwardSpec&) = default;
@@ -55,11 +56,14 @@ struct Sm90BackwardTiles {
   bool key_parts = false;      // several blocks share a block of keys, each with a part of its steps
   bool tile_stores = false;    // dK and dV leave through the places of K and V, by tensor stores
   bool roles = false;          // sm90_wide_backward: one warpgroup makes P, the other dS, of all queries of a step
+  bool makes_rows = false;     // with direct: delta is formed here, of out, and no kernel comes before
+  int summed = 1;              // blocks of a cluster: as many batch entries share a bias, and dS is summed
 
   friend constexpr bool operator==(const Sm90BackwardTiles&, const Sm90BackwardTiles&) = default;
 };
 FOVEA_FIELDS(Sm90BackwardTiles, warps, tiles, step, stages, planes, outer, left_edge, delay, bulk, halves, same_step,
-             dbias_store, ordered, direct, stores_first, converts, longest_first, key_parts, tile_stores, roles)
+             dbias_store, ordered, direct, stores_first, converts, longest_first, key_parts, tile_stores, roles,
+             makes_rows, summed)
 
 struct Sm90BackwardSpec : Features, Gradients, Sm90BackwardTiles {
   friend constexpr bool operator==(const Sm90BackwardSpec&, const Sm90BackwardSpec&) = default;

@@ -13,7 +13,7 @@
 #include "cuda/device/ptx/wgmma.cuh"
 #include "cuda/device/score/sm90_backward_scores.cuh"
 #include "cuda/device/sm90/backward_args.h"
-#include "cuda/device/sm90/backward_sizes.h"
+#include "cuda/device/sm90/cluster_backward_sizes.h"
 #include "cuda/device/sm90/wide_backward_copy.cuh"
 #include "cuda/device/tile/accumulator.cuh"
 #include "cuda/device/tile/shared.cuh"

@@ -14,6 +14,7 @@ namespace fovea::cuda {
 // Both numbers in one register.
 template <int kBuffers>
 struct Ring {
+  static constexpr int kCount = kBuffers;
   u32 at = 0;
   __device__ __forceinline__ u32 buffer() const { return at >> 1; }
   __device__ __forceinline__ u32 parity() const { return at & 1; }
@@ -23,12 +24,14 @@ struct Ring {
 // Barriers of a pipe of at most four buffers: 8 bytes each, first those for full, then those for empty.
 inline constexpr int kPipeEmpty = 32;
 
-// Its barriers begin kAt bytes behind `barriers`. Without buffers nothing is waited for.
-template <int kBuffers, int kAt>
+// Its barriers begin kAt bytes behind `barriers`. Without buffers nothing is waited for. kShared: another block of the
+// cluster has the same buffers filled at the same time, and is told of what is released here.
+template <int kBuffers, int kAt, bool kShared = false>
 struct Pipe {
   static_assert(kBuffers <= 4);
   u32 barriers;
-  bool leader;  // of its warp, for which it releases
+  bool leader;    // of its warp, for which it releases
+  u32 there = 0;  // kShared: `barriers` of the other block
   Ring<kBuffers> ring{};
 
   __device__ __forceinline__ u32 buffer() const { return ring.buffer(); }
@@ -44,12 +47,20 @@ struct Pipe {
     if constexpr (kBuffers > 0) {
       if (leader) {
         barrier_arrive(barriers + kAt + kPipeEmpty + 8 * ring.buffer());
+        if constexpr (kShared) {
+          barrier_arrive_there(there + kAt + kPipeEmpty + 8 * ring.buffer());
+        }
       }
     }
   }
-  // The buffer is not needed.
+  // The buffer is not needed. kTogether: where nothing else keeps the lanes of a warp together, a leader ahead of the
+  // others would release what they have not yet seen full.
+  template <bool kTogether = kShared>
   __device__ __forceinline__ void skip() {
     wait();
+    if constexpr (kTogether) {
+      __syncwarp();
+    }
     release();
     next();
   }

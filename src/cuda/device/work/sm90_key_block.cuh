@@ -40,7 +40,7 @@ struct Sm90KeyBlock {
   static constexpr bool kFromTheEnd = S.ordered && S.banded;
   // Under a causal mask the first keys have the most queries. A few heads at a time begin with these and leave the
   // short blocks for the end, where they fill the chip evenly; all heads at once would not stay in L2.
-  static constexpr bool kByTurns = S.banded && !S.ordered && !S.ragged;
+  static constexpr bool kByTurns = S.banded && !S.ordered && !S.ragged && S.summed == 1;
   // Without a band each block begins at other queries, so that every row of dq_sum is soon stored by some block.
   static constexpr bool kRotates = S.stores_first && !S.banded && !S.ordered && !S.key_parts;
 
@@ -73,7 +73,9 @@ struct Sm90KeyBlock {
     }
     key0 = int(own) * keys;
     const u32 entry = head_of_batch / u32(m.heads_k);
-    const u32 b = S.longest_first ? BehindTurns(a).order[entry] : entry;
+    // Not uniform(cluster_rank()): of single threads that come here the other lanes of the warp may wait.
+    const u32 own_entry = S.summed > 1 ? entry * S.summed + cluster_rank() : entry;
+    const u32 b = S.longest_first ? BehindTurns(a).order[entry] : own_entry;
     head_k = int(head_of_batch - entry * u32(m.heads_k));
     group = m.group;
     head0 = head_k * group;

@@ -14,6 +14,11 @@ inline void barrier_init(u32 barrier, int count) { emulated::barrier_init(barrie
 inline void barrier_init_fence() {}
 inline void barrier_expect(u32 barrier, int bytes) { emulated::barrier_expect(barrier, bytes); }
 inline void barrier_arrive(u32 barrier) { emulated::barrier_arrive(barrier); }
+inline void barrier_arrive_if(bool may, u32 barrier) {
+  if (may) {
+    barrier_arrive(barrier);
+  }
+}
 inline void barrier_wait(u32 barrier, u32 parity) { emulated::barrier_wait(barrier, parity); }
 inline void copy_arrive(u32 barrier) { emulated::thread_copy_arrive(barrier); }
 inline void arrive(int id, int threads) { emulated::arrive(u32(id), u32(threads)); }
@@ -27,6 +32,9 @@ inline u32 address_of(u32 address, u32 rank) { return address | (rank + 1) << 24
 inline void cluster_sync() { emulated::cluster_sync(); }
 inline void barrier_arrive_there(u32 barrier) { emulated::barrier_arrive_there(barrier); }
 inline void store_there(u32 address, u32 value) { emulated::write_shared(address, &value, 4); }
+inline void store_there_counted(u32 to, const float (&x)[4], u32 barrier) {
+  emulated::store_there_counted(to, x, barrier);
+}
 inline void bulk_copy_there(u32 to, u32 from, int bytes, u32 barrier) {
   emulated::bulk_copy_there(to, from, bytes, barrier);
 }
@@ -39,6 +47,9 @@ struct Coordinates {
 inline emulated::Place place_of(const Coordinates& at) { return {{at.column, at.row, at.head, at.batch2, at.batch1}}; }
 inline void tensor_load(u32 to, const TensorMap& map, u32 barrier, const Coordinates& at) {
   emulated::tensor_load(to, &map, barrier, place_of(at));
+}
+inline void tensor_load_both(u32 to, const TensorMap& map, u32 barrier, const Coordinates& at) {
+  emulated::tensor_load_both(to, &map, barrier, place_of(at));
 }
 inline void tensor_prefetch(const TensorMap&, const Coordinates&) {}
 inline void tensor_store(const TensorMap& map, u32 from, const Coordinates& at) {
