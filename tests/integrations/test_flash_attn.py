@@ -85,6 +85,22 @@ SIGNATURES = {
             "window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, "
             "score_mod=None, score_mod_bwd=None, mask_mod=None, block_sparse_tensors=None, aux_tensors=None, aux_scalars=None, "
             "return_lse=False, scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False",
+        "_flash_attn_fwd":
+            "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, "
+            "max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None, "
+            "window_size_left=None, window_size_right=None, learnable_sink=None, tile_mn=None, mma_pv_is_rs=None, "
+            "intra_wg_overlap=None, num_threads=384, num_splits=1, pack_gqa=None, _arch=None, score_mod=None, mask_mod=None, "
+            "block_sparse_tensors=None, return_lse=False, out=None, lse=None, aux_tensors=None, aux_scalars=None, "
+            f"{SCALES}, gather_kv_indices=None, scheduler_metadata=None, seqlen_k_per_split=None, "
+            "disable_scheduler_metadata=False, gather_bwd_recompute_p=False",
+        "_flash_attn_bwd":
+            "q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None, "
+            "window_size_right=None, m_block_size=64, n_block_size=128, num_threads=256, pack_gqa=False, num_stages_Q=2, "
+            "num_stages_dO=2, SdP_swapAB=False, dKV_swapAB=False, dQ_swapAB=False, AtomLayoutMSdP=2, AtomLayoutNdKV=2, "
+            "AtomLayoutMdQ=2, V_in_regs=False, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, "
+            "max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None, score_mod=None, "
+            "score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None, block_sparse_tensors=None, dlse=None, "
+            "learnable_sink=None",
     },
 }  # fmt: skip
 
@@ -405,6 +421,89 @@ def test_private_functions_of_version_3(packed, used, computed):
         close(one, other)
 
 
+@pytest.mark.parametrize("window", [(3, None), (2, 2), (None, -2), (-1, 3)], ids=str)
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("packed", ["", "q", "k", "qk"])
+def test_private_functions_of_version_4(packed, used, window, computed):
+    """One pair for all forms: either side padded or packed, windows beside the diagonal, and the gradients of a logsumexp and a sink."""
+    rows_q, rows_k = ((sum(full),) if side in packed else (4, 5) for side, full in (("q", LENGTHS_Q), ("k", LENGTHS_K)))
+    q = torch.randn(*rows_q, 4, 8, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(*rows_k, 2, dim, dtype=torch.float64, requires_grad=True) for dim in (8, 6))
+    sink = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    lengths = {}
+    for side, full in (("q", LENGTHS_Q), ("k", LENGTHS_K)):
+        if side in packed:
+            lengths |= {f"cu_seqlens_{side}": offsets(full), f"max_seqlen_{side}": 5}
+        if used:
+            lengths[f"seqused_{side}"] = torch.tensor([max(n - 1, 0) for n in full], dtype=torch.int32)
+    causal = window == (3, None)
+    options = dict(causal=causal, softmax_scale=0.4, softcap=1.5, learnable_sink=sink)
+    sides = dict(zip(("window_size_left", "window_size_right"), window))
+    want, want_lse = flash_attn_4.flash_attn_varlen_func(q, k, v, **lengths, **options, window_size=window, return_lse=True)
+    computed("flash_attn_4", 1)
+
+    plain = [x.detach() for x in (q, k, v)]
+    out, lse, *rest = flash_attn_4._flash_attn_fwd(*plain, **lengths, **options, **sides)
+    close(out, want)
+    close(lse, want_lse)
+    assert rest == [None] * 3 and not out.requires_grad and not lse.requires_grad
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    grads = flash_attn_4._flash_attn_bwd(*plain, out, dout, lse, **lengths, **options, **sides, dlse=dlse)
+    computed("flash_attn_4", 2)
+    for one, other in zip(grads, torch.autograd.grad((want, want_lse), (q, k, v, sink), (dout, dlse)), strict=True):
+        close(one, other)
+
+
+@pytest.mark.parametrize("sq, sk", [(9, 5), (5, 9), (4, 0)])
+def test_private_functions_of_version_4_by_the_formula(sq, sk, computed):
+    """With a sink and without, into tensors that are given. Without keys the logsumexp is the sink."""
+    for sink in (None, torch.randn(4, dtype=torch.float64, requires_grad=True)):
+        leaves = inputs(sq, sk)
+        want, want_lse = formula(*leaves, (3, -1), causal=True, softcap=1.5, sink=sink)
+        plain = [x.detach() for x in leaves]
+        options = dict(causal=True, softcap=1.5, window_size_left=3, learnable_sink=None if sink is None else sink.detach())
+        given = [torch.full_like(x, math.nan) for x in (want.detach(), want_lse.detach())]
+        out, lse, *_ = flash_attn_4._flash_attn_fwd(*plain, out=given[0], lse=given[1], **options)
+        assert out is given[0] and lse is given[1]
+        close(out, want)
+        close(lse, want_lse)
+        dout, dlse = torch.randn_like(out), torch.randn_like(lse).masked_fill(lse == -math.inf, 0)
+        into = [torch.full_like(x, math.nan) for x in plain]
+        grads = flash_attn_4._flash_attn_bwd(*plain, out, dout, lse, **options, dlse=dlse, **dict(zip(("dq", "dk", "dv"), into)))
+        assert all(one is other for one, other in zip(grads, into))
+        leaves += [] if sink is None else [sink]
+        wanted = torch.autograd.grad((want, want_lse), leaves, (dout, dlse))
+        for one, other in zip(grads, wanted, strict=True):
+            close(one, other)
+    computed("flash_attn_4", 4)
+
+
+def test_when_version_4_returns_a_logsumexp():
+    """If it is wanted, or if an input requires a gradient, whether autograd is on or not: a backward of its own may follow."""
+    q, k, v = inputs(4, 4)
+    plain = [x.detach() for x in (q, k, v)]
+    assert flash_attn_4._flash_attn_fwd(*plain)[1] is None
+    assert flash_attn_4._flash_attn_fwd(*plain, return_lse=True)[1] is not None
+    with torch.no_grad():
+        assert flash_attn_4._flash_attn_fwd(q, k, v)[1] is not None
+        sink = torch.zeros(4, requires_grad=True)
+        assert flash_attn_4._flash_attn_fwd(*plain, learnable_sink=sink)[1] is not None
+
+
+def test_a_sink_of_16_bits():
+    """In both directions it is read in fp32, and its gradient has its type."""
+    q, k, v, dout = (torch.randn(1, 6, 2, 8, dtype=torch.bfloat16) for _ in range(4))
+    sink = torch.randn(2, dtype=torch.bfloat16)
+    out, lse, *_ = flash_attn_4._flash_attn_fwd(q, k, v, learnable_sink=sink, return_lse=True)
+    grads = flash_attn_4._flash_attn_bwd(q, k, v, out, dout, lse, learnable_sink=sink)
+    assert [x.dtype for x in (out, lse, *grads)] == [torch.bfloat16, torch.float32, *[torch.bfloat16] * 4]
+    leaves = [x.requires_grad_() for x in (q, k, v, sink)]
+    want, _ = flash_attn_4.flash_attn_func(q, k, v, learnable_sink=sink)
+    assert torch.equal(out, want)
+    for one, other in zip(grads, torch.autograd.grad(want, leaves, dout), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_a_backward_with_dropout_needs_the_state():
     q, k, v = (x.detach() for x in inputs(4, 4))
     out, lse, _, _ = flash_attn._flash_attn_forward(q, k, v, 0.5, 0.3, False, -1, -1, 0.0, None, False)
@@ -490,6 +589,9 @@ REFUSED = {
                             "block_sparse_tensors", "block_sparse_tensors_bwd"],
         "flash_attn_varlen_func": ["qv", "gather_kv_indices", "page_table", "score_mod", "score_mod_bwd", "mask_mod",
                                    "block_sparse_tensors", "aux_tensors", "aux_scalars"],
+        "_flash_attn_fwd": ["qv", "page_table", "score_mod", "mask_mod", "block_sparse_tensors", "aux_tensors", "aux_scalars",
+                            "q_descale", "k_descale", "v_descale", "gather_kv_indices"],
+        "_flash_attn_bwd": ["score_mod", "score_mod_bwd", "mask_mod", "aux_tensors", "aux_scalars", "block_sparse_tensors"],
     },
 }  # fmt: skip
 
@@ -501,6 +603,8 @@ def test_refused_by_name(version, function, argument):
     arguments = [q, q, q]
     if function == "flash_attn_qkvpacked_func":
         arguments = [torch.randn(1, 4, 3, 2, 8)]
+    if function == "_flash_attn_bwd":
+        arguments = [q] * 5 + [q[..., 0]]
     if function == "flash_attn_varlen_func" and version != "flash_attn_4":
         arguments = [q[0], q[0], q[0], offsets([4]), offsets([4]), 4, 4]
     value = 2 if argument == "attention_chunk" else torch.ones(1)

@@ -90,6 +90,16 @@ def test_the_second_name_of_version_3():
         assert getattr(flash_attn_interface, function.__name__) is function
 
 
+def test_the_private_names_of_version_4():
+    """PyTorch, prime-rl and FastVideo import them from the interface; the package itself has the public names alone."""
+    install("flash_attn_4")
+    import flash_attn.cute
+    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+    for function in (_flash_attn_bwd, _flash_attn_fwd):
+        assert function is getattr(fovea.integrations.flash_attn_4, function.__name__) and not hasattr(flash_attn.cute, function.__name__)
+
+
 def test_all_or_none(monkeypatch):
     """With an error nothing is replaced that was not before. DeepSpeed stands for a package that is not installed."""
     find = importlib.util.find_spec

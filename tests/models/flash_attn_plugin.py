@@ -80,8 +80,7 @@ def pytest_configure(config):
     else:
         interface = sys.modules["flash_attn.cute.interface"]
         interface.get_scheduler_metadata = lambda *_, **__: None  # their kernels' plan; fovea's functions accept and ignore it
-        for name in ("_flash_attn_fwd", "_flash_attn_bwd", "_flash_attn_bwd_sparse_mla"):
-            setattr(interface, name, missing(name))
+        interface._flash_attn_bwd_sparse_mla = missing("_flash_attn_bwd_sparse_mla")
         module("flash_attn.cute.cache_utils", JITCache=dict)
         spec = importlib.util.spec_from_file_location("flash_attn.cute.testing", config.getoption("--fovea-source") / "flash_attn/cute/testing.py")
         testing = importlib.util.module_from_spec(spec)

@@ -57,11 +57,11 @@ def number(length: Union[int, Tensor, None]) -> Optional[int]:
     return int(length) if isinstance(length, Tensor) else length
 
 
-def slopes_of(alibi_slopes: Optional[Tensor], q: Tensor) -> Optional[Tensor]:
-    """In the type that fovea takes, and without a gradient, which flash_attn has not either."""
-    if alibi_slopes is None:
+def each_head(values: Optional[Tensor], q: Tensor) -> Optional[Tensor]:
+    """Slopes or sinks in the type that fovea takes, and without a gradient: flash_attn's slopes have none either."""
+    if values is None:
         return None
-    return alibi_slopes.detach().to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return values.detach().to(torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
 def mapped(
@@ -71,7 +71,7 @@ def mapped(
     """fovea's options of the names and conventions that all versions share."""
     return {
         "scale": softmax_scale, "causal": bool(causal), "window": unbounded(window_size), "align": "bottom_right",
-        "softcap": max(softcap or 0.0, 0.0), "alibi_slopes": slopes_of(alibi_slopes, q), "layout": "bshd",
+        "softcap": max(softcap or 0.0, 0.0), "alibi_slopes": each_head(alibi_slopes, q), "layout": "bshd",
         "return_lse": return_lse, **options,
     }  # fmt: skip
 
@@ -143,15 +143,16 @@ def operator_arguments(
     seed: Optional[Tensor] = None, cu_seqlens_q: Optional[Tensor] = None, cu_seqlens_k: Optional[Tensor] = None,
     seqused_q: Optional[Tensor] = None, seqused_k: Optional[Tensor] = None, max_seqlen_q: Optional[int] = None,
     max_seqlen_k: Optional[int] = None, deterministic: bool = False, bias: Optional[Tensor] = None,
-    align: str = "bottom_right",
+    sink: Optional[Tensor] = None, align: Optional[str] = "bottom_right", position_q: Optional[int] = None,
+    positions_q: Optional[Tensor] = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The arguments of the operators fovea::attention and fovea::attention_backward."""
-    slopes = slopes_of(alibi_slopes, q)
     left, right = unbounded(window_size)
     return (
-        q, k, v, bias, None, None, slopes, None, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, seed, None, 0, 0,
-        softmax_scale, bool(causal), left, right, align, max(softcap or 0.0, 0.0), float(dropout_p), "fovea",
-        max_seqlen_q or 0, max_seqlen_k or 0, 0, "bshd", int(deterministic), None,
+        q, k, v, bias, None, None, each_head(alibi_slopes, q), each_head(sink, q), cu_seqlens_q, cu_seqlens_k,
+        seqused_q, seqused_k, seed, None, 0, 0, softmax_scale, bool(causal), left, right, align,
+        max(softcap or 0.0, 0.0), float(dropout_p), "fovea", max_seqlen_q or 0, max_seqlen_k or 0, 0, "bshd",
+        int(deterministic), None, position_q, None, positions_q, None, None,
     )  # fmt: skip
 
 
@@ -164,14 +165,16 @@ def forward(integration: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -
 
 @torch.no_grad()
 def gradients(
-    integration: str, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **options: Any
-) -> tuple[Tensor, ...]:
-    """Those of q, k and v."""
-    need = [True, True, True, False, False, False]
+    integration: str, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *,
+    dlse: Optional[Tensor] = None, sink: Optional[Tensor] = None, **options: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Those of q, k and v, and of the sink if there is one."""
+    need = [True, True, True, False, False, sink is not None]
     found: tuple[Tensor, ...] = _counts.call(
-        integration, _operators.attention_backward, dout, None, out, lse, need, *operator_arguments(q, k, v, **options)
-    )
-    return found[:3]
+        integration, _operators.attention_backward, dout, dlse, out, lse, need,
+        *operator_arguments(q, k, v, sink=sink, **options),
+    )  # fmt: skip
+    return found[:3] if sink is None else (*found[:3], found[5].to(sink.dtype))
 
 
 @torch.no_grad()

@@ -209,31 +209,49 @@ def flash_attn_varlen_func(
         score_mod_bwd=score_mod_bwd, mask_mod=mask_mod, block_sparse_tensors=block_sparse_tensors,
         aux_tensors=aux_tensors, aux_scalars=aux_scalars,
     )  # fmt: skip
+    rows, options = _problem(
+        q, k, v, causal, window_size, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
+    )
+    out, lse = _compute(
+        *rows, learnable_sink, return_lse, softmax_scale=softmax_scale, softcap=softcap, deterministic=bool(deterministic), **options
+    )
+    return _shaped(out, lse, q)
+
+
+Rows = tuple[Tensor, Tensor, Tensor]
+
+
+def _problem(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: _flash.Window, cu_seqlens_q: Optional[Tensor], cu_seqlens_k: Optional[Tensor],
+    max_seqlen_q: Optional[int], max_seqlen_k: Optional[int], seqused_q: Optional[Tensor], seqused_k: Optional[Tensor],
+) -> tuple[Rows, dict[str, Any]]:  # fmt: skip
+    """q, k and v, all packed or all padded, and the options of their rows."""
 
     def aligned() -> dict[str, Any]:
         shift = _lengths(k, cu_seqlens_k, seqused_k) - _lengths(q, cu_seqlens_q, seqused_q)
         return {"positions_q": shift} if isinstance(shift, Tensor) else {"position_q": shift}
 
-    options = {
-        "softmax_scale": softmax_scale, "causal": causal, "softcap": softcap, "deterministic": bool(deterministic),
-        "seqused_q": seqused_q, "seqused_k": seqused_k, **_placed(causal, window_size, aligned),
-    }  # fmt: skip
+    options = {"causal": causal, "seqused_q": seqused_q, "seqused_k": seqused_k, **_placed(causal, window, aligned)}
     if cu_seqlens_q is None and cu_seqlens_k is None:
-        return _compute(q, k, v, learnable_sink, return_lse, **options)
+        return (q, k, v), options
     # One side may be a padded batch: its sequences lie at equal distances.
-    batch = q.shape
     if cu_seqlens_q is None:
         q, cu_seqlens_q, max_seqlen_q = q.flatten(0, 1), _equal_distances(q), q.shape[1]
     if cu_seqlens_k is None:
         cu_seqlens_k, max_seqlen_k = _equal_distances(k), k.shape[1]
         k, v = k.flatten(0, 1), v.flatten(0, 1)
-    out, lse = _compute(
-        q, k, v, learnable_sink, return_lse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=_longest(max_seqlen_q, q), max_seqlen_k=_longest(max_seqlen_k, k), **options,
+    options.update(
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=_longest(max_seqlen_q, q),
+        max_seqlen_k=_longest(max_seqlen_k, k),
     )  # fmt: skip
-    if len(batch) == 4:
-        out = out.view(*batch[:2], *out.shape[1:])
-        lse = None if lse is None else lse.view(-1, *batch[:2]).transpose(0, 1)
+    return (q, k, v), options
+
+
+def _shaped(out: Tensor, lse: Optional[Tensor], q: Tensor) -> tuple[Tensor, Optional[Tensor]]:
+    """The results for q as it was given."""
+    if out.dim() < q.dim():
+        out = out.view(*q.shape[:2], *out.shape[1:])
+        lse = None if lse is None else lse.view(-1, *q.shape[:2]).transpose(0, 1)
     return out, lse
 
 
@@ -245,9 +263,140 @@ def _longest(given: Optional[int], x: Tensor) -> int:
     return x.shape[0] if given is None else int(given)
 
 
+# ---- private names of flash_attn.cute.interface: PyTorch, trainers and packages for several GPUs import them ----
+
+
+def _flash_attn_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Optional[Tensor] = None,
+    cu_seqlens_q: Optional[Tensor] = None,
+    cu_seqlens_k: Optional[Tensor] = None,
+    seqused_q: Optional[Tensor] = None,
+    seqused_k: Optional[Tensor] = None,
+    max_seqlen_q: Optional[int] = None,
+    max_seqlen_k: Optional[int] = None,
+    min_seqlen_k: Optional[int] = None,
+    page_table: Optional[Tensor] = None,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    softcap: Optional[float] = None,
+    window_size_left: Optional[int] = None,
+    window_size_right: Optional[int] = None,
+    learnable_sink: Optional[Tensor] = None,
+    tile_mn: Optional[tuple[int, int]] = None,
+    mma_pv_is_rs: Optional[bool] = None,
+    intra_wg_overlap: Optional[bool] = None,
+    num_threads: int = 384,
+    num_splits: int = 1,
+    pack_gqa: Optional[bool] = None,
+    _arch: Optional[int] = None,
+    score_mod: Optional[Callable[..., Any]] = None,
+    mask_mod: Optional[Callable[..., Any]] = None,
+    block_sparse_tensors: Any = None,
+    return_lse: bool = False,
+    out: Optional[Tensor] = None,
+    lse: Optional[Tensor] = None,
+    aux_tensors: Optional[list[Tensor]] = None,
+    aux_scalars: Optional[tuple[Any, ...]] = None,
+    q_descale: Optional[Tensor] = None,
+    k_descale: Optional[Tensor] = None,
+    v_descale: Optional[Tensor] = None,
+    gather_kv_indices: Optional[Tensor] = None,
+    scheduler_metadata: Any = None,
+    seqlen_k_per_split: Optional[int] = None,
+    disable_scheduler_metadata: bool = False,
+    gather_bwd_recompute_p: bool = False,
+) -> tuple[Tensor, Optional[Tensor], None, None, None]:
+    """(out, lse, None, None, None); lse is None if nobody asks for it. It has no gradient."""
+    _flash.refuse_given(
+        "_flash_attn_fwd", qv=qv, page_table=page_table, score_mod=score_mod, mask_mod=mask_mod,
+        block_sparse_tensors=block_sparse_tensors, aux_tensors=aux_tensors, aux_scalars=aux_scalars, q_descale=q_descale,
+        k_descale=k_descale, v_descale=v_descale, gather_kv_indices=gather_kv_indices,
+    )  # fmt: skip
+    rows, options = _problem(
+        q, k, v, causal, (window_size_left, window_size_right), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
+    )
+    found, its_lse = _shaped(*_flash.forward(_NAME, *rows, softmax_scale=softmax_scale, softcap=softcap, sink=learnable_sink, **options), q)
+    found = found if out is None else out.copy_(found)
+    if lse is not None and its_lse is not None:
+        return found, lse.copy_(its_lse), None, None, None
+    # As there, also without autograd: a backward of its own may follow.
+    wanted = return_lse or any(x is not None and x.requires_grad for x in (q, k, v, learnable_sink))
+    return found, its_lse if wanted else None, None, None, None
+
+
+def _flash_attn_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    softcap: float = 0.0,
+    window_size_left: Optional[int] = None,
+    window_size_right: Optional[int] = None,
+    m_block_size: int = 64,
+    n_block_size: int = 128,
+    num_threads: int = 256,
+    pack_gqa: bool = False,
+    num_stages_Q: int = 2,
+    num_stages_dO: int = 2,
+    SdP_swapAB: bool = False,
+    dKV_swapAB: bool = False,
+    dQ_swapAB: bool = False,
+    AtomLayoutMSdP: int = 2,
+    AtomLayoutNdKV: int = 2,
+    AtomLayoutMdQ: int = 2,
+    V_in_regs: bool = False,
+    cu_seqlens_q: Optional[Tensor] = None,
+    cu_seqlens_k: Optional[Tensor] = None,
+    seqused_q: Optional[Tensor] = None,
+    seqused_k: Optional[Tensor] = None,
+    max_seqlen_q: Optional[int] = None,
+    max_seqlen_k: Optional[int] = None,
+    deterministic: bool = False,
+    dq: Optional[Tensor] = None,
+    dk: Optional[Tensor] = None,
+    dv: Optional[Tensor] = None,
+    score_mod: Optional[Callable[..., Any]] = None,
+    score_mod_bwd: Optional[Callable[..., Any]] = None,
+    mask_mod: Optional[Callable[..., Any]] = None,
+    aux_tensors: Optional[list[Tensor]] = None,
+    aux_scalars: Optional[tuple[Any, ...]] = None,
+    block_sparse_tensors: Any = None,
+    dlse: Optional[Tensor] = None,
+    learnable_sink: Optional[Tensor] = None,
+) -> tuple[Tensor, ...]:
+    """(dq, dk, dv), with a learnable_sink (dq, dk, dv, dsink): in the tensors that are given, else in new ones. dlse is the gradient of
+    lse."""
+    _flash.refuse_given(
+        "_flash_attn_bwd", score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod, aux_tensors=aux_tensors,
+        aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors,
+    )  # fmt: skip
+    rows, options = _problem(
+        q, k, v, causal, (window_size_left, window_size_right), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
+    )
+    if rows[0].dim() < q.dim():  # what _shaped() did in the forward
+        out, dout = out.flatten(0, 1), dout.flatten(0, 1)
+        lse, dlse = lse.transpose(0, 1).flatten(1), None if dlse is None else dlse.transpose(0, 1).flatten(1)
+    found = _flash.gradients(
+        _NAME, dout, *rows, out, lse, dlse=dlse, sink=learnable_sink, softmax_scale=softmax_scale, softcap=softcap,
+        deterministic=bool(deterministic), **options,
+    )  # fmt: skip
+    shaped = [grad.reshape(like.shape) for grad, like in zip(found, (q, k, v))]
+    return (*(grad if into is None else into.copy_(grad) for grad, into in zip(shaped, (dq, dk, dv))), *found[3:])
+
+
+# ---- in the package's place ----
+
 _functions = {name: globals()[name] for name in __all__}
 _stand_in = StandIn(_NAME, "flash-attn-4", _VERSION, {
-    "flash_attn.cute": {**_functions, "__version__": _VERSION}, "flash_attn.cute.interface": _functions,
+    "flash_attn.cute": {**_functions, "__version__": _VERSION},
+    "flash_attn.cute.interface": {**_functions, "_flash_attn_fwd": _flash_attn_fwd, "_flash_attn_bwd": _flash_attn_bwd},
 })  # fmt: skip
 
 
