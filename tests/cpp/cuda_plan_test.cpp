@@ -572,6 +572,10 @@ TEST(CudaPlan, BlocksSumTheGradientOfABias) {
                                  "b=4 hq=16 sq=4096 sk=4096 d=128 bf16 bias=1,1,q,k need=q,k,v,bias"}) {
     EXPECT_EQ(find(plan_of_line(std::string("bwd ") + line), "sm90_summed_backward"), nullptr) << line;
   }
+  // A batch may be empty.
+  for (const char* const bias : {"b,h,q,k", "b,1,1,k", "1,h,q,k"}) {
+    EXPECT_NO_THROW(plan_of_line(fmt::format("bwd b=0 hq=4 sq=70 sk=70 d=64 bf16 bias={} need=q,k,v,bias", bias)));
+  }
 }
 
 // The launch of sm90_backward, or of sm90_wide_backward.
@@ -785,7 +789,7 @@ TEST(CudaPlan, HopperForwardTakesAllButThis) {
       {"b=2 hq=4 sq=128 sk=128 d=64 dv=513 bf16", "head_dim over 512"},
       {"b=2 hq=4 sq=2048 sk=2048 d=512 bf16 window=100,0", "a short window"},
       {"b=2 hq=4 sq=128 sk=128 d=512 bf16 lse wide=out add=out", "an out that is merged"},
-      {"b=2 hq=4 sq=128 sk=128 d=512 bf16 dropout=0.1 rng=torch_mem_efficient", "shared memory"},
+      {"b=2 hq=4 sq=128 sk=128 d=512 bf16 dropout=0.1 rng=torch_mem_efficient", "more features than registers hold"},
       {"b=2 hq=4 sq=128 sk=0 d=64 bf16", "nothing to attend to"},
       {"b=1 hq=8 sq=1 sk=2048 d=128 bf16", "split"},
   };

@@ -55,12 +55,12 @@ CASES = [
     ("b=2 hq=2 sq=150 sk=200 d=128 bf16 bias=1,h,q,k", "sm90_summed_backward same_step summed=2"),
     ("b=4 hq=1 sq=150 sk=200 d=64 bf16 bias=1,h,q,k dropout=0.1 causal",
      "sm90_summed_backward banded dropout planes=3 summed=2; bias_gradient_sum"),
-    ("b=1 hq=2 sq=150 sk=200 d=512 bf16 causal", "sm90_forward banded; sm90_split_backward banded"),
+    ("b=1 hq=2 sq=150 sk=200 d=512 bf16 causal", "sm90_wide_forward banded; sm90_split_backward banded"),
     ("b=1 hq=1 sq=64 sk=2200 d=64 bf16", "sm90_forward split; generic_combine"),
     ("b=2 hq=2 sq=200 sk=77 d=64 bf16", "sm90_backward direct makes_rows"),
     ("b=1 hq=2 sq=300 sk=300 d=256 bf16 causal bias=b,h,q,k:fp32", "sm90_forward banded bias planes=1"),
     ("b=1 hq=2 sq=50 sk=60 d=24 fp32", "generic_forward; generic_backward"),
-    ("b=1 hq=2 sq=50 sk=60 d=300 bf16 bias=b,h,q,k",
+    ("b=1 hq=2 sq=50 sk=60 d=300 fp32 bias=b,h,q,k",
      "generic_wide_forward bias; generic_backward; generic_bias_gradient bias"),
 ]  # fmt: skip
 
@@ -89,13 +89,36 @@ FAULTS = {
         "sm90/backward_add.cuh", "            bulk_wait_read<1>();\n", "",
         "b=2 hq=2 sq=200 sk=300 d=128 bf16 causal", "writes shared memory at [0-9]+, which a copy is reading"),
     "a product is used before it has ended": (
-        "sm90/forward.cuh", "wgmma_wait<1>();", "", "b=1 hq=1 sq=100 sk=700 d=128 bf16 causal", "FAILED(.|\n)*out"),
+        "sm90/forward_step.cuh", "  wgmma_wait<kParts - 1 + kLater>();\n", "", "b=1 hq=1 sq=100 sk=700 d=128 bf16 causal", "FAILED(.|\n)*out"),
     "a block's share of dS is summed before the others have sent it": (
         "sm90/backward_summed.cuh", "    barrier_wait(barriers.sums_full(ring.buffer()), ring.parity());\n", "",
         "b=2 hq=2 sq=150 sk=200 d=128 bf16 bias=1,h,q,k", "reads shared memory at [0-9]+, which a copy is filling|FAILED"),
     "the next share comes before the sums of the last are made": (
         "sm90/backward_summed.cuh", "    barrier_wait(barriers.sums_taken(), parity);\n", "",
         "b=4 hq=1 sq=400 sk=200 d=64 bf16 bias=1,h,q,k dropout=0.1", "fault: |FAILED"),
+    "a block of a cluster ends before the others have read its share": (
+        "sm90/backward_copy.cuh",
+        "ring.next()) {\n    barrier_wait(barriers.grads_empty(ring.buffer()), ring.parity() ^ 1);\n", "ring.next()) {\n",
+        "b=2 hq=2 sq=150 sk=200 d=128 bf16 bias=1,h,q,k", "of a block that has ended|in a block that has ended"),
+    "queries that meet no key of a cluster are not cleared": (
+        "sm90/backward.cuh", "      summed.clear_unmet(a, m.summed, block);\n", "",
+        "b=4 hq=1 sq=400 sk=200 d=64 bf16 bias=1,h,q,k dropout=0.1 causal", "FAILED(.|\n)*grad_bias"),
+    "sums of columns come before the last were read": (
+        "sm90/split_backward.cuh",
+        "    barrier_wait(barriers.may_send(c), turn ^ 1);\n    wgmma_wait<1>();", "    wgmma_wait<1>();",
+        "b=1 hq=2 sq=150 sk=200 d=512 bf16", "fault: |FAILED"),
+    "a block of two that split columns ends before the other": (
+        "sm90/split_backward.cuh",
+        "nothing more in this one.\n  barrier_wait(barriers.may_send(c), turn ^ 1);\n", "nothing more in this one.\n",
+        "b=1 hq=2 sq=150 sk=200 d=512 bf16", "of a block that has ended|in a block that has ended"),
+    "row vectors are made before O is there": (
+        "sm90/backward_rows.cuh", "      barrier_wait(barriers.inputs_full(ring.buffer()), ring.parity());\n", "",
+        "b=2 hq=2 sq=200 sk=77 d=64 bf16", "reads shared memory at [0-9]+, which a copy is filling"),
+    "a block of two that share keys ends before the other": (
+        "sm90/forward_copy.cuh",
+        "          await_readers(ring_k, barriers.empty(barriers.kK, 0));\n"
+        "          await_readers(ring_v, barriers.empty(barriers.kV, 0));\n", "",
+        "b=1 hq=2 sq=150 sk=200 d=512 bf16", "of a block that has ended|in a block that has ended"),
     "a block of a cluster ends before the other has sent it all": (
         "sm90/wide_backward.cuh", "    cluster_sync();  // what the other block", "    // what the other block",
         "b=1 hq=2 hk=1 sq=150 sk=200 d=256 bf16 causal", "of a block that has ended|in a block that has ended"),

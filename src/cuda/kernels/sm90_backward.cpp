@@ -295,7 +295,7 @@ bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, cons
   if (in_same_step(call, spec, is_ordered)) {
     all.insert(all.begin(), kSameStep);
   }
-  if (const int blocks = is_ordered ? 1 : sm90_summed_blocks(call, spec, wants, target); blocks > 1) {
+  if (const int blocks = sm90_summed_blocks(call, spec, wants, target); blocks > 1) {
     constexpr int kNarrow = 64;
     const bool narrow = std::max(spec.d, spec.dv) <= kNarrow;
     Tiles summed{.groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 3, .bulk = narrow, .summed = blocks};

@@ -153,7 +153,8 @@ void add_sm90_backward_mask(Planner& planner) {
 void add_sm90_backward(Planner& planner, const Kernel& kernel, const Sm90KeyOrder& order) {
   const auto& spec = kernel.as<Sm90BackwardSpec>();
   const std::int64_t items = order.items * order.parts;
-  const Sm90BiasOrder bias = sm90_bias_order(planner.call(), spec.summed, planner.target());
+  const Sm90BiasOrder bias =
+      spec.summed > 1 ? sm90_bias_order(planner.call(), spec.summed, planner.target()) : Sm90BiasOrder();
   const std::int64_t blocks = sm90_in_clusters(spec) ? 2 * items
                               : spec.summed > 1      ? items / bias.rounds
                                                      : std::min<std::int64_t>(items, planner.target().multiprocessors);

@@ -219,7 +219,6 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
   if (is_short(call, spec)) {
     all.insert(all.begin(), {.groups = 1, .step = 64, .stages = 2, .q_buffers = 2, .planes = 2});
   }
-  const char* left_out = "tiles beyond the shared memory of a block";
   for (const Tiles& tiles : all) {
     const bool small = tiles.groups == 1;
     spec.ctas = !small ? 1 : features_of(spec) <= 1 && spec.dropout == DropoutRule::kNone ? 3 : 2;
@@ -275,7 +274,7 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
       // A tile of generic_forward does as well where few of its rows exist.
       constexpr std::int64_t kFewQueries = 16;
       if (sm90_forward_blocks(spec) > 1 || spec.dv != operands.features.dv || queries <= kFewQueries) {
-        choice.why_not = "few queries and many keys, which are split";
+        choice.why_not = "few queries and many keys, which a generic kernel splits";
         return choice;
       }
       spec.split = true;
@@ -283,7 +282,8 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
     }
     return choice;
   }
-  choice.why_not = left_out;
+  choice.why_not = all.empty() ? "head_dim over 256 with more features than registers hold"
+                               : "tiles beyond the shared memory of a block";
   return choice;
 }
 

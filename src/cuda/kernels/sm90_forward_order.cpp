@@ -9,7 +9,8 @@
 namespace fovea::cuda {
 
 std::int64_t sm90_forward_room(const Sm90ForwardSpec& spec, const Target& target) {
-  return std::int64_t{target.multiprocessors} / sm90_forward_blocks(spec) * sm90_forward_sizes(spec).ctas;
+  const std::int64_t at_once = std::max(target.multiprocessors / sm90_forward_blocks(spec), 1);
+  return at_once * sm90_forward_sizes(spec).ctas;
 }
 
 Sm90TileOrder sm90_tile_order(const Call& call, const Operands& operands, const Sm90ForwardSpec& spec) {

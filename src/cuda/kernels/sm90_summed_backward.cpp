@@ -34,9 +34,9 @@ std::int64_t clusters_at_once(int summed, const Target& target) {
   return std::max<std::int64_t>(usable / summed, 1);
 }
 
-// Without dropout (with it the other way draws again, and is behind). Measured on an H200: with a head_dim of 32 this
-// way takes 1.5 to twice the time, with 64 it gains only where there are no planes; with more it gains a tenth to a
-// third, which the memory traffic of planes must leave.
+// Asked only without dropout: with it the other kernel draws again, and is slower. Measured on an H200: with a head_dim
+// of 32 this way takes 1.5 to twice the time. With 64 it gains only where there are no planes. With more it gains a
+// tenth to a third, and the memory traffic of planes must leave some of that.
 bool pays(const Call& call, const Sm90BackwardSpec& spec, std::int64_t numbers) {
   constexpr int kNarrow = 64;
   const int widest = std::max(spec.d, spec.dv);
@@ -100,10 +100,7 @@ int sm90_summed_blocks(const Call& call, const Sm90BackwardSpec& spec, const Bac
   while (blocks > 1 && (shared % blocks != 0 || 2 * blocks > target.multiprocessors)) {
     blocks /= 2;
   }
-  if (blocks == 1) {
-    return 1;
-  }
-  if (!stores_fours(call)) {
+  if (blocks == 1 || !stores_fours(call)) {
     return 1;
   }
   const Sm90BiasOrder order = sm90_bias_order(call, blocks, target);
@@ -120,8 +117,6 @@ void add_sm90_bias_sums(Planner& planner, const Sm90BackwardSpec& spec) {
   const Sm90BiasOrder order = sm90_bias_order(call, spec.summed, planner.target());
   if (const std::int64_t numbers = numbers_kept(call.problem, order); numbers > 0) {
     planner.workspace().add(Region::kBiasSum, numbers * std::int64_t{sizeof(float)});
-  }
-  if (order.chunks > 1 || order.rounds > 1) {
     add_bias_sum(planner, tile_of(call.grad_bias.type), bias_list_of(call.problem, 0), order.chunks);
   }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What sm90_backward and sm90_wide_backward take for a Spec: warpgroups, threads, where what lies in shared memory.
+// What sm90_backward and sm90_summed_backward take for a Spec: warpgroups, threads, where what lies in shared memory.
 // Asked by the planner on the host and by the kernels themselves, so that the two cannot disagree.
 #pragma once
 

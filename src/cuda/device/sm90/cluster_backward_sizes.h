@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The same for the backwards by clusters of two blocks, sm90_wide_backward and sm90_split_backward: where what lies in
-// shared memory.
+// Where what lies in shared memory in sm90_wide_backward and sm90_split_backward, whose clusters are two blocks.
 #pragma once
 
 #include "cuda/device/sm90/backward_sizes.h"

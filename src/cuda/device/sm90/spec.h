@@ -34,7 +34,7 @@ struct Sm90ForwardSpec : Features, Sm90ForwardTiles {
   friend constexpr bool operator==(const Sm90ForwardSpec&, const Sm90ForwardSpec&) = default;
 };
 
-// sm90_backward and sm90_wide_backward.
+// sm90_backward, and those by clusters: summed, wide and split.
 struct Sm90BackwardTiles {
   int warps = 8;               // that compute: four are a warpgroup
   int tiles = 1;               // of 64 keys a warpgroup
@@ -56,7 +56,7 @@ struct Sm90BackwardTiles {
   bool key_parts = false;      // several blocks share a block of keys, each with a part of its steps
   bool tile_stores = false;    // dK and dV leave through the places of K and V, by tensor stores
   bool roles = false;          // sm90_wide_backward: one warpgroup makes P, the other dS, of all queries of a step
-  bool makes_rows = false;     // with direct: delta is formed here, of out, and no kernel comes before
+  bool makes_rows = false;     // with direct: delta is formed here, of out: no backward_prepare
   int summed = 1;              // blocks of a cluster: as many batch entries share a bias, and dS is summed
 
   friend constexpr bool operator==(const Sm90BackwardTiles&, const Sm90BackwardTiles&) = default;
