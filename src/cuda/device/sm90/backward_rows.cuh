@@ -16,14 +16,15 @@
 
 namespace fovea::cuda {
 
-// One of kSm90RowWarps warps.
+// One of sm90_row_warps(S) warps.
 template <auto S>
 __device__ __forceinline__ void sm90_backward_make_rows(const Args& a, const Sm90BackwardArgs& m, u32 base,
                                                         const Sm90BackwardBarriers& barriers, int warp, int lane) {
   constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);
   constexpr int kPanel = sm90_backward_panel_v(S);
   constexpr int kTiles = S.step / 32;  // of 32 rows
-  constexpr int kMine = (kTiles + kSm90RowWarps - 1) / kSm90RowWarps;
+  constexpr int kWarps = sm90_row_warps(S);
+  constexpr int kMine = (kTiles + kWarps - 1) / kWarps;
   Ring<S.stages> ring;
 #pragma unroll 1
   for (u32 phase = 0;; phase ^= 1) {
@@ -47,7 +48,7 @@ __device__ __forceinline__ void sm90_backward_make_rows(const Args& a, const Sm9
       float grad_lse[kMine] = {};
 #pragma unroll
       for (int i = 0; i < kMine; ++i) {
-        const int tile = warp + i * kSm90RowWarps;
+        const int tile = warp + i * kWarps;
         const int row = step.query + tile * 32 + lane;
         reference[i] = kInfinity;
         if (tile < kTiles && row < block.place.q_len) {
@@ -66,7 +67,7 @@ __device__ __forceinline__ void sm90_backward_make_rows(const Args& a, const Sm9
       const u32 vectors = base + kSizes.lse_at + ring.buffer() * kSizes.rows;
 #pragma unroll
       for (int i = 0; i < kMine; ++i) {
-        const int tile = warp + i * kSm90RowWarps;
+        const int tile = warp + i * kWarps;
         if (tile >= kTiles) {
           continue;
         }
