@@ -578,27 +578,6 @@ TEST(CudaPlan, BlocksSumTheGradientOfABias) {
   }
 }
 
-// Where four or eight blocks have all keys of a head they sum dQ, and their kernel is the only one.
-TEST(CudaPlan, BlocksSumDqOfShortSequences) {
-  for (const auto& [line, gathered] : {std::pair{"b=64 hq=12 sq=512 sk=512 d=64 bf16", 4},
-                                       {"b=8 hq=16 hk=4 sq=150 sk=1000 d=64 fp16 dlse", 8},
-                                       {"b=64 hq=12 sq=512 sk=512 d=32 bf16 dropout=0.1", 4}}) {
-    const Plan plan = plan_of_line(fmt::format("bwd {}", line));
-    ASSERT_EQ(plan.launches.size(), 1U) << line << ": " << plan.summary;
-    EXPECT_STREQ(plan.launches[0].kernel.name, "sm90_summed_backward") << line;
-    EXPECT_EQ(plan.launches[0].kernel.as<Sm90BackwardSpec>().gathered, gathered) << line;
-    EXPECT_EQ(plan.workspace.size(Region::kDqSum), 0) << line;
-  }
-  for (const char* const line :
-       {"b=64 hq=12 sq=512 sk=512 d=64 bf16 causal", "b=64 hq=12 sq=512 sk=384 d=64 bf16",
-        "b=64 hq=12 sq=512 sk=512 d=80 bf16", "b=64 hq=12 sq=512 sk=512 d=60 bf16",
-        "b=64 hq=12 sq=512 sk=512 d=64 bf16 need=q", "b=64 hq=12 sq=512 sk=512 d=64 bf16 wide=q",
-        "b=2 hq=120 sq=512 sk=512 d=64 bf16 used_k=512,100", "b=64 hq=12 sq=512 sk=512 d=64 bf16 sink",
-        "b=64 hq=12 sq=512 sk=512 d=64 bf16 bias=b,h,q,k", "b=64 hq=12 sq=512 sk=512 d=64 bf16 det"}) {
-    EXPECT_EQ(find(plan_of_line(fmt::format("bwd {}", line)), "sm90_summed_backward"), nullptr) << line;
-  }
-}
-
 // The launch of sm90_backward, or of sm90_wide_backward.
 const Launch* main_of(const Plan& plan) {
   const Launch* const narrow = find(plan, "sm90_backward");

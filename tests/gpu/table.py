@@ -76,7 +76,6 @@ def lines_of_tests() -> list[str]:
     import test_backward_edges
     import test_determinism
     import test_few_keys
-    import test_gathered
     import test_memory
     import test_odd_rows
     import test_peers
@@ -88,7 +87,7 @@ def lines_of_tests() -> list[str]:
     random = [test_random.random_problem(seed).line() for seed in range(test_random.COUNT)]
     edges = [f"bwd {line}" for lines in (test_backward_edges.SHAPES, test_backward_edges.FULL, test_backward_edges.FEW) for line in lines]
     wide = [*(p.line() for p in test_wide.wide_rows()), *test_wide.LARGER]
-    ways = [*test_few_keys.LINES, *test_gathered.LINES, *test_shared_bias.LINES, *test_split_keys.LINES]
+    ways = [*test_few_keys.LINES, *test_shared_bias.LINES, *test_split_keys.LINES]
     others = [*wide, *ways, *test_determinism.LINES, *test_determinism.LONGER, *test_memory.LINES, *test_odd_rows.LINES]
     return [*random, *test_peers.LINES.values(), *edges, *others]
 

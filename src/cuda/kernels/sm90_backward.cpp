@@ -90,7 +90,6 @@ struct Tiles {
   int outer = 1;  // buffers of biases that do not lie in the place of dS
   bool same_step = false;
   int summed = 1;
-  int gathered = 1;
 };
 
 // Whether dQ is computed in its own step, if blocks fill the chip: at head_dim 128, where registers allow, without a
@@ -275,22 +274,8 @@ bool makes_rows(const Call& call, const Sm90BackwardSpec& spec, const BackwardWa
   const Problem& p = call.problem;
   const bool more = spec.query_term || spec.bias != BiasTile::kNone || sm90_outer_bytes(spec) > 0 || spec.column_sum ||
                     wants.row_sum || p.need.sink || p.wide.out;
-  return (spec.direct || spec.gathered > 1) && spec.dkv && !more && has_row_map(call.out.strides, call.rows.rows_q) &&
+  return spec.direct && spec.dkv && !more && has_row_map(call.out.strides, call.rows.rows_q) &&
          is_aligned(call, call.out, call.rows.heads_q, call.rows.rows_q, p.head_dim_v);
-}
-
-// How many blocks of a cluster sum dQ: as many as have all keys of a head, where each walks over all queries.
-int gathered_blocks(const Call& call, const Operands& operands, const Sm90BackwardSpec& spec,
-                    const BackwardWants& wants) {
-  const Problem& p = call.problem;
-  constexpr std::int64_t kKeys = 128;
-  constexpr int kNarrow = 64;
-  const std::int64_t blocks = Planner::tiles_of(call.rows.limit_k, kKeys);
-  const bool more = spec.banded || spec.ragged || spec.bias != BiasTile::kNone || sm90_outer_bytes(spec) > 0 ||
-                    spec.query_term || wants.column_sum || wants.row_sum || wants.ordered || fp32_results(p).q;
-  const bool whole = p.head_dim == spec.d && operands.vector_stores && call.grad_q.strides.col == 1;
-  const bool takes = wants.dq && wants.dkv && !more && std::max(spec.d, spec.dv) <= kNarrow && whole;
-  return takes && (blocks == 4 || blocks == 8) ? static_cast<int>(blocks) : 1;
 }
 
 // The first candidate that fits, dq in order or not; false where none does.
@@ -323,15 +308,8 @@ bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, cons
       all.insert(all.begin(), same_step);
     }
   }
-  if (const int blocks = is_ordered ? 1 : gathered_blocks(call, operands, spec, wants); blocks > 1) {
-    Tiles gathered{.groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 3, .bulk = true, .gathered = blocks};
-    all.insert(all.begin(), gathered);
-    gathered.stages = 3;
-    all.insert(all.begin(), gathered);
-  }
   for (const Tiles& tiles : all) {
     spec.summed = tiles.summed;
-    spec.gathered = tiles.gathered;
     spec.warps = 4 * tiles.groups;
     spec.tiles = tiles.tiles;
     spec.step = tiles.step;
@@ -343,8 +321,8 @@ bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, cons
     spec.ordered = is_ordered && !spec.direct;
     spec.bulk = has_dq && tiles.bulk && !spec.direct;
     spec.key_parts = !spec.column_sum && !sm90_splits_columns(spec) && sm90_best_parts(call, spec, target) > 1;
-    spec.stores_first = spec.bulk && sm90_summed_cluster(spec) == 1 && stores_first(call, spec);
-    spec.converts = spec.gathered == 1 && converts_dq(call, operands, spec, target);
+    spec.stores_first = spec.bulk && spec.summed == 1 && stores_first(call, spec);
+    spec.converts = converts_dq(call, operands, spec, target);
     // Of sequences of different lengths a long one that is begun last would run alone.
     spec.longest_first = spec.ragged && call.rows.batch() > 1 && call.rows.batch() < kMostEntries &&
                          sm90_items(call, spec) > target.multiprocessors;
@@ -360,7 +338,7 @@ bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, cons
     if (spec.ordered && !spec.bulk && !clusters) {
       continue;
     }
-    if (sm90_summed_cluster(spec) > 1 && (spec.direct || spec.key_parts)) {
+    if (spec.summed > 1 && (spec.direct || spec.key_parts)) {
       continue;
     }
     if (spec.same_step && (spec.direct || sm90_items(call, spec) < target.multiprocessors)) {
@@ -370,15 +348,12 @@ bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, cons
     if (spec.makes_rows && sm90_backward_sizes(spec).bytes > target.shared_per_block) {
       spec.makes_rows = false;
     }
-    if (spec.gathered > 1 && !spec.makes_rows) {
-      continue;
-    }
     kernel.threads = sm90_backward_sizes(spec).threads;
     kernel.shared_bytes = sm90_splits_columns(spec) ? sm90_split_backward_sizes(spec).bytes
                           : clusters                ? sm90_wide_backward_sizes(spec).bytes
                                                     : sm90_backward_sizes(spec).bytes;
     if (kernel.shared_bytes <= target.shared_per_block) {
-      if (sm90_summed_cluster(spec) > 1) {
+      if (spec.summed > 1) {
         kernel.name = "sm90_summed_backward";
       }
       return true;

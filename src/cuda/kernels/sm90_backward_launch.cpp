@@ -157,7 +157,6 @@ void add_sm90_backward(Planner& planner, const Kernel& kernel, const Sm90KeyOrde
       spec.summed > 1 ? sm90_bias_order(planner.call(), spec.summed, planner.target()) : Sm90BiasOrder();
   const std::int64_t blocks = sm90_in_clusters(spec) ? 2 * items
                               : spec.summed > 1      ? items / bias.rounds
-                              : spec.gathered > 1    ? sm90_gathered_grid(items, spec, planner.target())
                                                      : std::min<std::int64_t>(items, planner.target().multiprocessors);
   planner.add(
       kernel, blocks,

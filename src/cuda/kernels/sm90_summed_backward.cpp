@@ -112,10 +112,6 @@ int sm90_summed_blocks(const Call& call, const Sm90BackwardSpec& spec, const Bac
   return 2 * numbers <= 3 * padded_rows(rows) * rows.heads_q * spec.d ? blocks : 1;
 }
 
-std::int64_t sm90_gathered_grid(std::int64_t items, const Sm90BackwardSpec& spec, const Target& target) {
-  return std::min(items, clusters_at_once(spec.gathered, target) * spec.gathered);
-}
-
 void add_sm90_bias_sums(Planner& planner, const Sm90BackwardSpec& spec) {
   const Call& call = planner.call();
   const Sm90BiasOrder order = sm90_bias_order(call, spec.summed, planner.target());

@@ -23,9 +23,6 @@ struct Sm90BiasOrder {
 };
 Sm90BiasOrder sm90_bias_order(const Call& call, int summed, const Target& target);
 
-// Blocks of all clusters that sum dQ, each with the same keys of one head after the other.
-std::int64_t sm90_gathered_grid(std::int64_t items, const Sm90BackwardSpec& spec, const Target& target);
-
 // Memory for sums of several rounds or chunks, and the launch that adds chunks.
 void add_sm90_bias_sums(Planner& planner, const Sm90BackwardSpec& spec);
 

@@ -156,7 +156,7 @@ void Planner::backward() {
   plan_.operands.features.key_mask = main.key_mask;
   work.ordered = main.ordered;
   work.dq = work.dq || main.dq;
-  const bool sums_dq = work.dq && !main.direct && main.gathered == 1;
+  const bool sums_dq = work.dq && !main.direct;
   const int dq_columns = is_hopper ? main.d : features.d;
 
   constexpr std::int64_t kFloat = sizeof(float);

@@ -41,7 +41,6 @@
 #include "cuda/device/sm90/backward_args.h"
 #include "cuda/device/sm90/backward_convert.cuh"
 #include "cuda/device/sm90/backward_copy.cuh"
-#include "cuda/device/sm90/backward_gathered.cuh"
 #include "cuda/device/sm90/backward_output.cuh"
 #include "cuda/device/sm90/backward_rows.cuh"
 #include "cuda/device/sm90/backward_sizes.h"
@@ -85,7 +84,7 @@ __device__ __forceinline__ void sm90_backward_block(const Args& a, const Sm90Bac
   if (threadIdx.x == 0) {
     barriers.template init<S>();
   }
-  if constexpr (sm90_summed_cluster(S) > 1) {
+  if constexpr (S.summed > 1) {
     cluster_sync();
   } else {
     sync();
@@ -101,12 +100,7 @@ __device__ __forceinline__ void sm90_backward_block(const Args& a, const Sm90Bac
     if ((kBias || kOuter) && warp == 1 && threadIdx.x == 32) {
       sm90_backward_copy_bias<S>(a, m, base, barriers);
     }
-    if constexpr (S.gathered > 1) {
-      if (warp == 2) {
-        sm90_backward_send_gathered<S>(a, m, base, barriers, int(threadIdx.x % 32));
-      }
-    }
-    if (S.bulk && S.gathered == 1 && warp == 2 && threadIdx.x == 64) {
+    if (S.bulk && warp == 2 && threadIdx.x == 64) {
       sm90_backward_add<S>(a, m, base, barriers);
     }
     if (sm90_counts_sums(S) && warp == 2 && threadIdx.x == 64) {
@@ -121,9 +115,8 @@ __device__ __forceinline__ void sm90_backward_block(const Args& a, const Sm90Bac
       sm90_backward_store_bias<S>(a, m, base, barriers);
     }
     if constexpr (S.makes_rows) {
-      if (warp > 0 && (S.gathered == 1 || warp != 2)) {
-        const int number = S.gathered > 1 ? warp / 2 : warp - 1;
-        sm90_backward_make_rows<S>(a, m, base, barriers, number, int(threadIdx.x % 32));
+      if (warp > 0) {
+        sm90_backward_make_rows<S>(a, m, base, barriers, warp - 1, int(threadIdx.x % 32));
       }
     }
     if constexpr (kHow.batch_to_convert > 0) {
@@ -170,7 +163,6 @@ __device__ __forceinline__ void sm90_backward_block(const Args& a, const Sm90Bac
   using Scores = Sm90BackwardScores<sm90_part_of_step(S, kParts)>;
   Scores scores[kBlocks];
   Sm90SummedBias<S> summed(base, barriers, c * 128 + thread);
-  Sm90GatheredDq<S> gathered(base, barriers, c * 128 + thread);
 
 #pragma unroll 1
   for (u32 phase = 0;; phase = sm90_tells_ahead(S) ? (phase + 1) & 3 : phase ^ 1) {
@@ -377,9 +369,6 @@ __device__ __forceinline__ void sm90_backward_block(const Args& a, const Sm90Bac
         if constexpr (S.summed > 1 && S.planes > 2) {
           summed.take(a, m.summed, block);
         }
-        if constexpr (S.gathered > 1) {
-          gathered.take(a, block);
-        }
         if (!kHow.overlaps && i + 1 < kBlocks * kParts) {
           wgmma_wait<0>();
           pin(dk[f]);
@@ -387,14 +376,8 @@ __device__ __forceinline__ void sm90_backward_block(const Args& a, const Sm90Bac
         }
       }
       work.release_outer(ring_outer);
-      const int row_now =
-          S.direct || S.gathered > 1 ? step.query : block.row0 + step.head * int(a.padded_rows) + step.query;
+      const int row_now = S.direct ? step.query : block.row0 + step.head * int(a.padded_rows) + step.query;
       work.end(n, grads_before, row_before, turn_before);
-      if constexpr (S.gathered > 1) {
-        if (n > 0) {
-          gathered.sent(head_before, row_before);
-        }
-      }
       grads_before = ring_grads;
       row_before = row_now;
       if constexpr (S.summed > 1) {
@@ -407,15 +390,7 @@ __device__ __forceinline__ void sm90_backward_block(const Args& a, const Sm90Bac
       ring_q.next();
       ring_grads.next();
     }
-    if constexpr (S.gathered > 1) {
-      gathered.take(a, block);
-    }
     work.end_block(m, stored_keys, grads_before, row_before, turn_before);
-    if constexpr (S.gathered > 1) {
-      gathered.sent(head_before, row_before);
-      gathered.take(a, block);
-      gathered.begin_block();
-    }
     if constexpr (!S.tile_stores) {
       // Made anew: the block need not stay in registers.
       sm90_backward_store<S>(a, m, Sm90KeyBlock<S>(a, m, u32(opaque(int(number)))), scores, dk, dv, c, step.head, warp,
@@ -440,7 +415,7 @@ __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
 
 // The gradient of a bias that batch entries share, too: in clusters.
 template <Sm90BackwardSpec S>
-__global__ void __cluster_dims__(sm90_summed_cluster(S), 1, 1) __launch_bounds__(sm90_backward_sizes(S).threads, 1)
+__global__ void __cluster_dims__(S.summed, 1, 1) __launch_bounds__(sm90_backward_sizes(S).threads, 1)
     sm90_summed_backward(const __grid_constant__ Args a, const __grid_constant__ Sm90BackwardArgs m) {
   sm90_backward_block<S>(a, m);
 }

@@ -24,12 +24,12 @@ struct Sm90BackwardBarriers {
     }
     // Every warp that is told which keys are next.
     barrier_init(kv_empty(), S.warps + int{kBias || kOuter} + int{S.bulk || S.converts} + int{S.dbias_store} +
-                                 sm90_row_warps(S) + int{S.summed > 1});
-    if (sm90_summed_cluster(S) > 1) {
+                                 (S.makes_rows ? kSm90RowWarps : 0) + int{S.summed > 1});
+    if (S.summed > 1) {
       barrier_init(sums_taken(), S.warps);
     }
     for (int i = 0; i < S.stages; ++i) {
-      barrier_init(q_full(i), S.makes_rows ? sm90_row_warps(S) : 1);
+      barrier_init(q_full(i), S.makes_rows ? kSm90RowWarps : 1);
       if (S.makes_rows) {
         barrier_init(inputs_full(i), 1);
       }
@@ -54,10 +54,7 @@ struct Sm90BackwardBarriers {
     }
     for (int i = 0; S.bulk && i < S.warps / 4; ++i) {
       barrier_init(leaving_full(i), 4);
-      barrier_init(leaving_empty(i), S.gathered);
-      if (S.gathered > 1) {
-        barrier_init(sums_full(u32(i)), 1);
-      }
+      barrier_init(leaving_empty(i), 1);
     }
     barrier_init_fence();
   }

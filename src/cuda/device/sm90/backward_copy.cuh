@@ -53,7 +53,7 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
       return atomicAdd(a.turns, 1u);
     } else if constexpr (S.summed > 1) {
       return --rounds > 0 ? number + u32(m.summed.stride) : kNoBlock;
-    } else if constexpr (S.makes_rows || S.gathered > 1) {  // no kernel came before that would have cleared a counter
+    } else if constexpr (S.makes_rows) {  // no kernel came before that would have cleared a counter
       return number + gridDim.x;
     } else {
       return gridDim.x < blocks ? gridDim.x + atomicAdd(a.turns, 1u) : kNoBlock;

@@ -16,15 +16,14 @@
 
 namespace fovea::cuda {
 
-// One of sm90_row_warps(S) warps.
+// One of kSm90RowWarps warps.
 template <auto S>
 __device__ __forceinline__ void sm90_backward_make_rows(const Args& a, const Sm90BackwardArgs& m, u32 base,
                                                         const Sm90BackwardBarriers& barriers, int warp, int lane) {
   constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);
   constexpr int kPanel = sm90_backward_panel_v(S);
   constexpr int kTiles = S.step / 32;  // of 32 rows
-  constexpr int kWarps = sm90_row_warps(S);
-  constexpr int kMine = (kTiles + kWarps - 1) / kWarps;
+  constexpr int kMine = (kTiles + kSm90RowWarps - 1) / kSm90RowWarps;
   Ring<S.stages> ring;
 #pragma unroll 1
   for (u32 phase = 0;; phase ^= 1) {
@@ -48,7 +47,7 @@ __device__ __forceinline__ void sm90_backward_make_rows(const Args& a, const Sm9
       float grad_lse[kMine] = {};
 #pragma unroll
       for (int i = 0; i < kMine; ++i) {
-        const int tile = warp + i * kWarps;
+        const int tile = warp + i * kSm90RowWarps;
         const int row = step.query + tile * 32 + lane;
         reference[i] = kInfinity;
         if (tile < kTiles && row < block.place.q_len) {
@@ -67,7 +66,7 @@ __device__ __forceinline__ void sm90_backward_make_rows(const Args& a, const Sm9
       const u32 vectors = base + kSizes.lse_at + ring.buffer() * kSizes.rows;
 #pragma unroll
       for (int i = 0; i < kMine; ++i) {
-        const int tile = warp + i * kWarps;
+        const int tile = warp + i * kSm90RowWarps;
         if (tile >= kTiles) {
           continue;
         }

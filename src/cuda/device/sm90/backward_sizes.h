@@ -56,11 +56,6 @@ constexpr bool sm90_loads_ahead(const Sm90BackwardSpec& s) {
 inline constexpr int kSm90SplitKeys = 64;
 constexpr bool sm90_splits_columns(const Sm90BackwardSpec& s) { return s.d > 256; }
 
-// makes_rows: the idle warps that do.
-constexpr int sm90_row_warps(const Sm90BackwardSpec& s) { return !s.makes_rows ? 0 : s.gathered > 1 ? 2 : 3; }
-// Blocks of a cluster of sm90_summed_backward.
-constexpr int sm90_summed_cluster(const Sm90BackwardSpec& s) { return s.summed > 1 ? s.summed : s.gathered; }
-
 struct Sm90BackwardSizes {
   int groups;   // warpgroups that compute
   int threads;  // with the one that copies
@@ -75,6 +70,7 @@ struct Sm90BackwardSizes {
 };
 
 inline constexpr int kSm90LoadsBytes = 64;  // of what the thread that copies keeps
+inline constexpr int kSm90RowWarps = 3;     // makes_rows: those that do
 inline constexpr int kSm90KeysBytes = 16;   // tile_stores: where dK and dV of a warpgroup go
 
 // Where its barriers lie, from the first on, and the number of the block of keys among them. A ring has at most four
@@ -124,7 +120,7 @@ constexpr Sm90BackwardSizes sm90_backward_sizes(const Sm90BackwardSpec& s) {
   x.rows = s.step * 4;
   x.outer = sm90_bias_in_place(s) ? 0 : s.step * x.keys * bias_bytes(s.bias);
   x.outer2 = s.step * x.keys * bias_bytes(s.bias2);
-  x.sums = s.summed > 1 ? x.grads : s.gathered > 1 ? x.leaving : 0;
+  x.sums = s.summed > 1 ? x.grads : 0;
   SharedPlan plan;
   x.k_at = plan.take(1, x.k);
   x.v_at = plan.take(1, x.v);
@@ -135,7 +131,7 @@ constexpr Sm90BackwardSizes sm90_backward_sizes(const Sm90BackwardSpec& s) {
   x.leaving_at = plan.take(x.groups, x.leaving);
   x.outer_at = plan.take(s.outer, x.outer);
   x.outer2_at = plan.take(s.outer, x.outer2);
-  x.sums_at = plan.take(s.summed > 1 ? s.planes : x.groups, x.sums);
+  x.sums_at = plan.take(s.planes, x.sums);
   x.lse_at = plan.take(s.stages, x.rows);
   x.delta_at = plan.take(s.stages, x.rows);
   x.terms_at = plan.take(s.query_term ? s.stages : 0, x.rows);
@@ -209,7 +205,7 @@ constexpr Sm90BackwardChoices sm90_backward_choices(const Sm90BackwardSpec& s) {
       (s.step == 64 || (s.step == 128 && two)) && (!s.halves || (two && s.step == 64 && s.d % 32 == 0)) &&
       (!s.row_sum || !s.ordered) && s.outer <= 2 && (!s.direct || (s.dq && !s.bulk && !s.ragged)) &&
       (!s.key_parts || !s.column_sum) &&
-      (!s.makes_rows || ((s.direct || s.gathered > 1) && !s.query_term && !x.bias_in_place && !x.outer)) &&
+      (!s.makes_rows || (s.direct && !s.query_term && !x.bias_in_place && !x.outer)) &&
       (!s.tile_stores || (s.dkv && !s.key_parts && !s.column_sum && !s.ragged)) &&
       (!s.same_step || (s.halves && s.bulk && s.dkv && !x.outer && !s.delay && !s.direct && !s.dbias_store &&
                         s.tiles == 1 && x.parts == 1 && s.planes >= 2)) &&
@@ -218,10 +214,6 @@ constexpr Sm90BackwardChoices sm90_backward_choices(const Sm90BackwardSpec& s) {
       (s.summed == 1 || (x.bias_in_place && s.dq && s.dkv && two && s.tiles == 1 && s.step == 64 && x.parts == 1 &&
                          !s.ragged && !s.softcap && !s.dbias_store && !s.direct && s.halves == s.same_step &&
                          !s.ordered && !s.key_parts && !s.stores_first && 8 % s.summed == 0)) &&
-      (s.gathered == 1 || (s.summed == 1 && s.bulk && s.dkv && two && s.tiles == 1 && s.step == 64 && x.parts == 1 &&
-                           !s.halves && !s.direct && !s.ordered && !s.key_parts && !s.stores_first && !s.converts &&
-                           !s.ragged && !s.banded && !x.bias_in_place && !x.outer && !s.delay)) &&
-      (!sm90_tells_ahead(s) || (s.summed == 1 && s.gathered == 1 && !s.makes_rows)) &&
       (!s.dbias_store || (s.dq && x.bias_in_place && !s.softcap && !s.banded && !s.ragged)) && s.stages <= 4 &&
       s.planes <= 4;
   return x;

@@ -58,13 +58,12 @@ struct Sm90BackwardTiles {
   bool roles = false;          // sm90_wide_backward: one warpgroup makes P, the other dS, of all queries of a step
   bool makes_rows = false;     // with direct: delta is formed here, of out: no backward_prepare
   int summed = 1;              // blocks of a cluster: as many batch entries share a bias, and dS is summed
-  int gathered = 1;            // blocks of a cluster: they have all keys of a head, and dQ is summed
 
   friend constexpr bool operator==(const Sm90BackwardTiles&, const Sm90BackwardTiles&) = default;
 };
 FOVEA_FIELDS(Sm90BackwardTiles, warps, tiles, step, stages, planes, outer, left_edge, delay, bulk, halves, same_step,
              dbias_store, ordered, direct, stores_first, converts, longest_first, key_parts, tile_stores, roles,
-             makes_rows, summed, gathered)
+             makes_rows, summed)
 
 struct Sm90BackwardSpec : Features, Gradients, Sm90BackwardTiles {
   friend constexpr bool operator==(const Sm90BackwardSpec&, const Sm90BackwardSpec&) = default;

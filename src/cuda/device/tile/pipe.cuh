@@ -53,11 +53,14 @@ struct Pipe {
       }
     }
   }
-  // The buffer is not needed. Nothing else keeps the lanes of a warp together: a leader ahead of the others would release
-  // what they have not yet seen full.
+  // The buffer is not needed. kTogether: where nothing else keeps the lanes of a warp together, a leader ahead of the
+  // others would release what they have not yet seen full.
+  template <bool kTogether = kShared>
   __device__ __forceinline__ void skip() {
     wait();
-    __syncwarp();
+    if constexpr (kTogether) {
+      __syncwarp();
+    }
     release();
     next();
   }
