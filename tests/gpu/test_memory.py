@@ -150,3 +150,18 @@ def test_nothing_is_expanded(line, device):
     most = 1.2 if torch.cuda.get_device_capability(device) == (9, 0) else 3  # of generic kernels: 49 rows are padded to 128
     assert forward <= 0.1 * grad_q_fp32 + (1 << 16), f"forward: {forward / grad_q_fp32:.3f} times dq in fp32"
     assert backward <= most * grad_q_fp32 + (1 << 16), f"backward: {backward / grad_q_fp32:.3f} times dq in fp32"
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("line", [
+    "bwd b=32 hq=16 sq=512 sk=512 d=128 bf16 bias=1,h,q,k need=q,k,v,bias",
+    "bwd b=8 hq=16 sq=2048 sk=2048 d=128 bf16 bias=1,1,q,k need=q,k,v,bias",
+    "bwd b=16 hq=16 sq=1024 sk=1024 d=64 bf16 bias=1,h,q,k dropout=0.1 need=q,k,v,bias",
+])  # fmt: skip
+def test_planes_of_a_shared_bias(line, device):
+    """Clusters that have several batch entries each keep sums of the bias's gradient in planes: 1.5 times dq more."""
+    q, k, v, options = tensors_of(parse(line), device)
+    backward = peaks(q, k, v, "requested", **options)[1]
+    grad_q_fp32 = 4 * q.numel()
+    most = 2.7 if torch.cuda.get_device_capability(device) == (9, 0) else 3
+    assert backward <= most * grad_q_fp32 + (1 << 16), f"backward: {backward / grad_q_fp32:.3f} times dq in fp32"
