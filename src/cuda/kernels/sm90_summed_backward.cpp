@@ -75,7 +75,7 @@ Sm90BiasOrder sm90_bias_order(const Call& call, int summed, const Target& target
           .rounds = static_cast<int>(entries / chunks),
           .stride = static_cast<int>(stride),
           .heads = static_cast<int>(e.head ? rows.heads_q : 1),
-          .planes = static_cast<int>(batches * (e.head ? rows.heads_q : 1))};
+          .planes = static_cast<int>(bias_list_of(call.problem, 0).planes)};
 }
 
 int sm90_summed_blocks(const Call& call, const Sm90BackwardSpec& spec, const BackwardWants& wants,
