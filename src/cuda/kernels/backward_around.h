@@ -48,7 +48,7 @@ Args bias_gradient_args(const Launcher& launcher, const BiasList& list, int chun
 // Memory for partial sums of all planes a chunk; nothing for one chunk.
 void reserve_bias_sum(Planner& planner, const BiasList& list, int chunks);
 
-// The gradient from the chunks' sums; nothing for one chunk.
+// The gradient from planes of sums, one for each chunk.
 void add_bias_sum(Planner& planner, BiasTile type, const BiasList& list, int chunks);
 
 }  // namespace fovea::cuda

@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "cuda/device/args.h"
 #include "cuda/device/sm90/backward_args.h"
@@ -52,9 +53,11 @@ KeyParts key_parts(const Launcher& launcher, const Sm90BackwardSpec& spec, const
 void start_backward(const Launcher& launcher, const Launch& launch, const Sm90KeyOrder& order,
                     const Sm90BiasOrder& bias) {
   const auto& spec = launch.kernel.as<Sm90BackwardSpec>();
-  const Args common = spec.summed > 1
-                          ? bias_gradient_args(launcher, bias_list_of(launcher.call().problem, 0), launch.pieces)
-                          : launcher.args();
+  std::optional<Args> with_bias;  // every other call takes the arguments as they are, without a copy
+  if (spec.summed > 1) {
+    with_bias = bias_gradient_args(launcher, bias_list_of(launcher.call().problem, 0), launch.pieces);
+  }
+  const Args& common = with_bias ? *with_bias : launcher.args();
   const Call& call = launcher.call();
   const math::Rows& rows = call.rows;
   Sm90BackwardArgs args;

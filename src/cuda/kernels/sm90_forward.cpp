@@ -255,6 +255,7 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
                     features == int{spec.bias != BiasTile::kNone} && !few_keys;
     spec.ahead = widest > 128 || !waits || spec.resident ? spec.step / 16 : 0;
     const bool bias_alone = features == 2 && spec.bias != BiasTile::kNone;
+    // Beside a bias alone, too: 96 columns gained by early draws, 128 lost.
     spec.early = drops && !draws_last && !(bias_alone && widest > 96);
     // Without a mask the power limit leaves the tensor cores little to win at head_dim 128.
     spec.turns = !small && !sm90_cuts_keys(spec) && (spec.banded || features > 0 || widest != 128);

@@ -23,7 +23,7 @@ struct Sm90BiasOrder {
 };
 Sm90BiasOrder sm90_bias_order(const Call& call, int summed, const Target& target);
 
-// Memory for sums of several rounds or chunks, and the launch that adds chunks.
+// Where there are several rounds or chunks: memory for their sums, and the launch that makes the gradient of these.
 void add_sm90_bias_sums(Planner& planner, const Sm90BackwardSpec& spec);
 
 }  // namespace fovea::cuda
