@@ -51,3 +51,10 @@ def text(data: dict) -> str:
 def write(path: Path, data: dict) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text(data))
+
+
+def kept(path: Path, rows: list[dict], *names: str) -> list[dict]:
+    """The rows of the file that have, under these names, other values than each of `rows`: what a run of a part leaves as it was."""
+    found = {tuple(row.get(name) for name in names) for row in rows}
+    before = json.loads(path.read_text())["rows"] if path.is_file() else []
+    return [row for row in before if tuple(row.get(name) for name in names) not in found]

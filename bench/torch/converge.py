@@ -157,7 +157,7 @@ def train(name, run, options):
     points = [round(part.mean().item(), 4) for part in losses.split(POINT)]
     return {"model": name, "run": run, "steps": options.steps, "first": round(losses[0].item(), 4), "held_out": round(held_out, 4),
             "last": round(losses[-5 * POINT :].mean().item(), 4), "ms": round(seconds / options.steps * 1e3, 2), "calls": calls,
-            "losses": points}  # fmt: skip
+            **records.when(options.commit), "losses": points}  # fmt: skip
 
 
 def main():
@@ -166,7 +166,8 @@ def main():
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="smaller models")
-    parser.add_argument("--json", type=Path, help="write the runs here as well")
+    parser.add_argument("--json", type=Path, help="write the runs here as well; those of other models stay in it")
+    parser.add_argument("--commit", default="", help="of the code, where there is no git to ask")
     options = parser.parse_args()
     unknown = [name for name in options.models if name not in RUNS]
     if unknown:
@@ -181,7 +182,7 @@ def main():
             if options.json:  # after each run, so that what was measured is there whatever comes
                 records.write(options.json, {
                     "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu", "torch": torch.__version__,
-                    **records.when(), "point": POINT, "rows": rows})  # fmt: skip
+                    "point": POINT, "rows": [*records.kept(options.json, rows, "model"), *rows]})  # fmt: skip
     return f"fovea computed nothing: {rows}" if any(row["run"] == "fovea" and not row["calls"] for row in rows) else 0
 
 

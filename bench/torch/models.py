@@ -241,7 +241,8 @@ def main():
     parser.add_argument("--compile", nargs="?", const="default", metavar="MODE",
                         help="time the models as torch.compile makes them, in this mode (default); some minutes for each")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=600, help="begin no further row after so many seconds")
-    parser.add_argument("--json", type=Path, help="write the rows here as well")
+    parser.add_argument("--json", type=Path, help="write the rows here as well; those of other models stay in it")
+    parser.add_argument("--commit", default="", help="of the code, where there is no git to ask")
     arguments = parser.parse_args()
     unknown = [name for name in arguments.models if name not in MODELS]
     if unknown:
@@ -257,15 +258,15 @@ def main():
     for name in arguments.models or MODELS:
         found = measure(name, arguments.size, arguments.device, arguments.steps, lambda: arguments.seconds - time.monotonic() + begin,
                         arguments.compile)
-        rows += found
+        rows += [{**row, **records.when(arguments.commit)} for row in found]
         clean()
         for row in found:
             print(" ".join(f"{key}={value}" for key, value in row.items()), flush=True)
         if arguments.json:  # after each model, so that what was measured is there whatever comes
             records.write(arguments.json, {
                 "device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu", "torch": torch.__version__,
-                "transformers": transformers.__version__, **records.when(),
-                "size": arguments.size, "rows": rows})  # fmt: skip
+                "transformers": transformers.__version__, "size": arguments.size,
+                "rows": [*records.kept(arguments.json, rows, "model", "compiled"), *rows]})  # fmt: skip
     failed = [row for row in rows if row["implementation"] == "fovea" and ("error" in row or not row["calls"])]
     print(f"{len(rows)} rows in {time.monotonic() - begin:.0f} s; fovea failed or computed nothing: {[r['model'] for r in failed]}")
     return 1 if failed else 0
