@@ -274,7 +274,7 @@ __device__ __forceinline__ void sm90_forward_block(const Args& a, const Sm90Forw
       for (int part = 0; part < kKeyParts; ++part) {
         k_pipe.skip();
       }
-      planes.template skip<kCuts>();
+      planes.skip();
       if (!kLate || owed) {
         v_pipe.skip();
       }

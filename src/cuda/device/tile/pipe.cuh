@@ -53,14 +53,11 @@ struct Pipe {
       }
     }
   }
-  // The buffer is not needed. kTogether: where nothing else keeps the lanes of a warp together, a leader ahead of the
-  // others would release what they have not yet seen full.
-  template <bool kTogether = kShared>
+  // The buffer is not needed. Nothing else keeps the lanes of a warp together: a leader ahead of the others would release
+  // what they have not yet seen full.
   __device__ __forceinline__ void skip() {
     wait();
-    if constexpr (kTogether) {
-      __syncwarp();
-    }
+    __syncwarp();
     release();
     next();
   }
