@@ -263,15 +263,16 @@ def jax():
 def triangle():
     data = result("triangle")
     rows = [
-        "`triangle_attention` of (1, N, 4, N, 32) in bf16, a bias of (1, 1, 4, N, N) in float32 with its gradient; forward / backward in ms, in brackets the MiB that "
+        "`triangle_attention` of (1, N, 4, N, 32) in bf16, a bias of (1, 1, 4, N, N) with its gradient; forward / backward in ms, in brackets the MiB that "
         f"the backward allocates. {data['device']}, PyTorch {data['torch']}, cuEquivariance {data['cuequivariance']}, {measured(data, data['rows'])}; repeat with "
         "`bench/torch/triangle.py`.",
         "",
-        "| N | mask of keys | SDPA, the bias expanded | cuEquivariance | fovea in its place | times the speed of cuEquivariance, forward and backward |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| N | mask of keys | bias | SDPA, the bias expanded | cuEquivariance | fovea in its place | times the speed of cuEquivariance, forward and backward |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for n, mask in dict.fromkeys((row["n"], row["mask"]) for row in data["rows"]):
-        by = {row["name"]: row for row in data["rows"] if (row["n"], row["mask"]) == (n, mask)}
+    kind = lambda row: (row["n"], row["mask"], row["bias"])  # noqa: E731
+    for n, mask, bias in dict.fromkeys(map(kind, data["rows"])):
+        by = {row["name"]: row for row in data["rows"] if kind(row) == (n, mask, bias)}
         cells, both = [], {}
         for name in ("sdpa", "cuEquivariance", "fovea"):
             row = by.get(name, {})
@@ -281,7 +282,7 @@ def triangle():
             else:
                 cells.append("–")
         ratio = f"{both['cuEquivariance'] / both['fovea']:.2f}" if "cuEquivariance" in both and "fovea" in both else ""
-        rows.append(f"| {n} | {'yes' if mask else 'no'} | {cells[0]} | {cells[1]} | **{cells[2]}** | {ratio} |")
+        rows.append(f"| {n} | {'yes' if mask else 'no'} | {bias} | {cells[0]} | {cells[1]} | **{cells[2]}** | {ratio} |")
     return rows
 
 
@@ -441,6 +442,25 @@ def gpu_dense():
         mean = " / ".join(f"{math.exp(sum(map(math.log, part)) / len(part)):.2f}" for part in both if part)
         least = " / ".join(f"{min(part):.2f}" for part in both if part)
         table.append(f"| {d} | geometric mean | " + " | " * (len(peers) + 2) + f" | {mean}, least {least} |")
+    return table
+
+
+def gpu_h100():
+    """Rows of the tables above on another GPU, each beside its peers there."""
+    data = result("gpu_h100")
+    peers = gpu_peers(data["rows"])
+    table = gpu_table(
+        gpu_head(data, data["rows"]).replace("tools/gpu.sh bench", "bench/gpu/run.py --json bench/results/gpu_h100.json")
+        + " bf16, TFLOP/s of allowed pairs, forward / backward.",
+        ["case"], peers, ["fovea / best of the row"],
+    )
+    for row in data["rows"]:
+        ratios = []
+        for way in (0, 1):
+            others = [rate for rate in (gpu_rate(row, name, way) for name in peers) if rate]
+            ours = gpu_rate(row, "ours", way)
+            ratios.append(f"{ours / max(others):.2f}" if ours and others else "–")
+        table.append("| " + " | ".join([row["name"], f"**{gpu_cell(row, 'ours')}**", *(gpu_cell(row, name) for name in peers), " / ".join(ratios)]) + " |")
     return table
 
 
@@ -660,6 +680,7 @@ TABLES = {
     "triangle": triangle,
     "training": training,
     "gpu_dense": gpu_dense,
+    "gpu_h100": gpu_h100,
     "gpu_short": gpu_short,
     "gpu_features": gpu_features,
     "gpu_subsets": gpu_subsets,
