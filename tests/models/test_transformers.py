@@ -82,6 +82,13 @@ MODELS = {
     "doge": ("DogeForCausalLM", "DogeConfig", {**DECODER, "sliding_window": 5}, 4, ALL),
 }  # fmt: skip
 REFUSED_BY_SDPA = ("gemma2", "gpt_oss")
+WINDOWS = ("qwen2", "qwen2_moe", "mistral", "phimoe", "gemma2", "gemma3", "gpt_oss", "modernbert")
+
+# What older versions lack, of which docs/integrations/transformers.md says so.
+TRANSFORMERS = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+older_transformers = pytest.mark.skipif(TRANSFORMERS < (5, 23), reason=f"transformers {transformers.__version__}: before 5.23")
+older_torch = pytest.mark.skipif(tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 14), reason=(
+    f"PyTorch {torch.__version__}: before 2.14 torch.compile does not look into the closures that windows are told by"))  # fmt: skip
 
 
 def model_of(name, implementation, dtype=DTYPE, **more):
@@ -152,13 +159,12 @@ def error(got, want):
 
 def of_sdpa(name, arguments, keep, exact):
     """How far "sdpa" is from eager in float32; "eager" in this type where a model refuses sdpa: None in float32."""
-    try:
-        model = model_of(name, "sdpa")
-    except ValueError as refused:
-        assert name in REFUSED_BY_SDPA, refused
-        return None if DTYPE == torch.float32 else error(step(model_of(name, "eager"), arguments, keep), exact)
-    assert name not in REFUSED_BY_SDPA
-    return error(step(model, arguments, keep), exact)
+    if name not in REFUSED_BY_SDPA:
+        return error(step(model_of(name, "sdpa"), arguments, keep), exact)
+    if TRANSFORMERS >= (5, 23):  # before, sdpa left Gemma 2's softcap out
+        with pytest.raises(ValueError):
+            model_of(name, "sdpa")
+    return None if DTYPE == torch.float32 else error(step(model_of(name, "eager"), arguments, keep), exact)
 
 
 def close_as_sdpa(mine, theirs):
@@ -256,7 +262,7 @@ def mask_of(name, variant, **more):
 @pytest.mark.parametrize("name, variant, patterns", [
     ("llama", "plain", {(True, -1, False, False)}),
     ("llama", "right", {(True, -1, True, False)}),
-    ("llama", "packed", {(True, -1, False, True)}),
+    pytest.param("llama", "packed", {(True, -1, False, True)}, marks=older_transformers),
     ("qwen2", "plain", {(True, -1, False, False), (True, 5, False, False)}),
     ("mistral", "left", {(True, 5, True, False)}),
     ("bert", "right", {(False, -1, True, False)}),
@@ -333,6 +339,7 @@ def test_every_modeling_file():
     assert kinds["calls"] > 200 and 0 < kinds["holds"] < 12 and kinds["refused"] > 20
 
 
+@older_transformers
 @pytest.mark.parametrize("name", [
     "causal_mask_function", "bidirectional_mask_function", "sliding_window_causal_mask_function", "prepare_padding_mask",
     "sliding_window_bidirectional_mask_function", "packed_sequence_compatibility_function", "sdpa_mask"])
@@ -362,6 +369,7 @@ def test_an_older_transformers_is_not_registered(monkeypatch):
         ours.register()
 
 
+@older_transformers
 def test_patterns_by_name():
     """What the names of closures are read for."""
     documents = torch.zeros(1, 4, dtype=torch.long)
@@ -381,6 +389,7 @@ def test_patterns_by_name():
 
 
 GENERATE = [name for name in MODELS if "CausalLM" in MODELS[name][0] or name in ("gpt2", "t5")]
+LATER = ("llama4", "t5")  # set_attn_implementation() did not reach T5's parts, Llama 4 did not run with a static cache
 
 
 def generated(name, implementations, cache, **options):
@@ -419,7 +428,7 @@ def the_same_tokens(found):
 
 
 @pytest.mark.parametrize("cache", [None, "static"])
-@pytest.mark.parametrize("name", GENERATE)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=older_transformers) if name in LATER else name for name in GENERATE])
 def test_generation(name, cache):
     """The same tokens as eager, with a padded batch, and logits as close to its own as sdpa's."""
     options = {"disable_compile": True}
@@ -430,8 +439,9 @@ def test_generation(name, cache):
 
 
 # Llama 4's cache cannot be compiled.
-@pytest.mark.parametrize("name", [name for name in GENERATE if name != "llama4"] if ALL_MODELS else
-                         ["llama", "gpt_oss", "t5"])  # fmt: skip
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=older_transformers) if name in LATER else name
+    for name in GENERATE if (name != "llama4" if ALL_MODELS else name in ("llama", "gpt_oss", "t5"))])  # fmt: skip
 def test_compiled_generation(name):
     """generate() compiles the steps after the first one as one graph each. It does so on a GPU; here it is told to."""
     torch._dynamo.reset()
@@ -446,9 +456,11 @@ def test_compiled_generation(name):
     the_same_tokens(found)
 
 
-# Doge's gradient cannot be compiled with any implementation: softplus_backward, PyTorch 2.15.
+# What cannot be compiled with any implementation: Doge's gradient (softplus_backward, PyTorch 2.15); as one graph, T5 and DeepSeek-V3
+# before transformers 5.23.
 @pytest.mark.parametrize("name, variant", [
-    (name, variant) for name in MODELS if name != "doge"
+    pytest.param(name, variant, marks=[older_torch] * (name in WINDOWS) + [older_transformers] * (name in ("deepseek_v3", "t5")))
+    for name in MODELS if name != "doge"
     for variant in (MODELS[name][4] if ALL_MODELS or name in ("llama", "qwen2") else MODELS[name][4][:1])])  # fmt: skip
 def test_compiled(name, variant):
     """One graph, with fovea's operator in it, as close to eager as sdpa is."""
