@@ -3,7 +3,8 @@
 """Runs the GPU tests with pytest, spread over processes that share the device (most of a first run is compilation,
 which needs no GPU), then those that need the device to themselves; prints what failed, by feature, last.
 
-A process that a fault of the device has made useless is started again behind the test that did it.
+A process that a fault of the device has made useless is started again behind the test that did it. Tests that found no memory
+beside those of other processes run once more, by themselves.
 
 examples:
   tests/gpu/run.py                            everything
@@ -69,8 +70,8 @@ class Shard:
         return True
 
 
-def launch(shards: int, arguments: list, expression: str, folder: Path, name: str) -> list[Shard]:
-    base = [sys.executable, "-m", "pytest", "-q", "-rN", "--tb=short", "-p", "no:cacheprovider", str(HERE), *arguments]
+def launch(shards: int, arguments: list, expression: str, folder: Path, name: str, tests: list[str] | None = None) -> list[Shard]:
+    base = [sys.executable, "-m", "pytest", "-q", "-rN", "--tb=short", "-p", "no:cacheprovider", *(tests or [HERE]), *arguments]
     return [
         Shard([*base, "-m", expression, "--shard", f"{n}/{shards}"], folder / f"{name}{n}.json") for n in range(shards)
     ]
@@ -178,11 +179,19 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         shards = [] if options.alone else launch(options.processes, arguments, "not alone", Path(folder), "shard")
         complete = wait(shards, deadline, started)
+        lines = [line for shard in shards for line in shard.lines()]
+        crowded = {line["test"] for line in lines if line.get("why", "").startswith("CUDA out of memory")}
+        if complete and crowded:
+            print(f"{len(crowded)} found no memory beside the others: once more", flush=True)
+            again = launch(1, [], "not alone", Path(folder), "again", sorted(crowded))
+            complete = wait(again, deadline, started)
+            shards += again
+            lines = [line for line in lines if line["test"] not in crowded] + again[0].lines()
         if complete and not options.no_alone:
             alone = launch(1, arguments, "alone", Path(folder), "alone")
             complete = wait(alone, deadline, started)
             shards += alone
-        lines = [line for shard in shards for line in shard.lines()]
+            lines += alone[0].lines()
         text = summary(lines, complete, time.monotonic() - started, options.most)
         broken = [shard for shard in shards if shard.process.returncode not in (0, 1, 5)]
         for shard in broken[:2]:
