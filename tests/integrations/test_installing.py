@@ -73,10 +73,20 @@ def test_two_that_share_a_package(first, second):
 
 
 def test_what_it_does_not_have_is_said():
+    """An import says why; a program that asks first is answered as for any package without such a module."""
     install("flash_attn")
+    says = "fovea.integrations stands in for flash-attn 2.8.4, and has its attention alone"
     for name in ("flash_attn.layers", "flash_attn.layers.rotary", "flash_attn.ops.triton"):
-        with pytest.raises(ModuleNotFoundError, match=r"fovea.integrations stands in for flash-attn 2.8.4.*install the package"):
+        with pytest.raises(ModuleNotFoundError, match=f"{says}; for the rest the package itself has to be installed"):
             importlib.import_module(name)
+    for name in ("flash_attn.layers", "flash_attn.cute"):
+        assert importlib.util.find_spec(name) is None
+    with pytest.raises(ModuleNotFoundError, match=rf"{says}; install\('flash_attn_4'\) has it"):
+        importlib.import_module("flash_attn.cute")
+    install("flash_attn_4")
+    uninstall("flash_attn")
+    with pytest.raises(ModuleNotFoundError, match=r"flash-attn-4 4.0.0b36.*; install\('flash_attn'\) has it"):
+        importlib.import_module("flash_attn.bert_padding")
 
 
 def test_the_second_name_of_version_3():
@@ -131,30 +141,46 @@ def test_the_package_itself_is_not_replaced_without_a_word(tmp_path, monkeypatch
         sys.modules.pop("flash_attn_interface", None)
 
 
-def test_xformers_looks_before_the_stand_in_is_there(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", STAND_INS)
+def test_xformers_looks_before_the_stand_in_is_there(name, tmp_path, monkeypatch):
     """It calls into whatever it can import as flash_attn."""
+    monkeypatch.delitem(sys.modules, "xformers", raising=False)
+    monkeypatch.delitem(sys.modules, "xformers.ops", raising=False)
     ops = tmp_path / "xformers" / "ops"
     ops.mkdir(parents=True)
     (tmp_path / "xformers" / "__init__.py").touch()
     (ops / "__init__.py").write_text("try:\n    import flash_attn\nexcept ImportError:\n    flash_attn = None\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     try:
-        install("flash_attn")
+        install(name)
         assert sys.modules["xformers.ops"].flash_attn is None
         (ops / "__init__.py").write_text("raise OSError('broken')\n")
-        for name in ("xformers", "xformers.ops"):
-            del sys.modules[name]
-        uninstall("flash_attn")
+        for module in ("xformers", "xformers.ops"):
+            del sys.modules[module]
+        uninstall(name)
+        install(name)
+        # It imports the package itself, which the program has not done: that is replaced, and put back.
+        uninstall(name)
+        (tmp_path / "flash_attn.py").write_text("flash_attn_func = 'the real one'\n")
+        (ops / "__init__.py").write_text("import flash_attn\n")
+        importlib.invalidate_caches()
+        sys.modules.pop("xformers", None)
         install("flash_attn")
+        real = sys.modules["xformers.ops"].flash_attn
+        assert real.flash_attn_func == "the real one" and callable(sys.modules["flash_attn"].flash_attn_func)
+        uninstall("flash_attn")
+        assert sys.modules["flash_attn"] is real
+        with pytest.raises(RuntimeError, match="install: flash_attn is imported already"):
+            install("flash_attn")
     finally:
-        for name in ("xformers", "xformers.ops"):
-            sys.modules.pop(name, None)
+        for module in ("xformers", "xformers.ops", "flash_attn"):
+            sys.modules.pop(module, None)
 
 
-@pytest.mark.parametrize("names", [(), ("flash_attn", "flash_attn_5"), ("FlashAttention",)])
+@pytest.mark.parametrize("names", [(), ("flash_attn", "flash_attn_5"), ("FlashAttention",), (["flash_attn", "xformers"],)])
 def test_unknown_names(names):
     for function in (install, uninstall):
-        with pytest.raises(ValueError, match=r"names: .*; accepted: .*flash_attn, flash_attn_3, flash_attn_4"):
+        with pytest.raises(ValueError, match=r"names: .*; accepted, each by itself: .*flash_attn, flash_attn_3, flash_attn_4"):
             function(*names)
     assert theirs() == set()
 
@@ -193,6 +219,22 @@ def test_counts():
     q.requires_grad_()
     checkpoint(flash_attn_func, q, q, q, use_reentrant=False).sum().backward()
     assert stats()["flash_attn"]["served"] == 2  # both times it is computed
+
+
+def test_errors_name_what_the_program_gave():
+    install("flash_attn")
+    from flash_attn import flash_attn_func, flash_attn_with_kvcache
+
+    q = torch.randn(2, 20, 4, 16)
+    with pytest.raises(TypeError, match="^softmax_scale: "):
+        flash_attn_func(q, q, q, softmax_scale=torch.ones(2))
+    with pytest.raises(ValueError, match="^k: ") as told:  # heads that do not fit, and a layout that flash_attn has not
+        flash_attn_func(q, q[:, :, :3], q[:, :, :3])
+    assert "layout" not in str(told.value)
+    with pytest.raises(ValueError, match="^cache_seqlens: 50"):
+        flash_attn_with_kvcache(q, q, q, cache_seqlens=torch.tensor([50, 3], dtype=torch.int32))
+    with pytest.raises(TypeError, match="^cache_seqlens: a list"):
+        flash_attn_with_kvcache(q, q, q, cache_seqlens=[5, 3])
 
 
 # ---- without an edited line ----
@@ -236,6 +278,12 @@ def test_the_environment_variable(tmp_path, value, printed):
                           capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == printed
+    # What the integrations computed is in the lines at the end of the program.
+    if "flash_attn" in value:
+        calls = "import torch\nfrom flash_attn import flash_attn_func\nflash_attn_func(*[torch.ones(1, 2, 1, 8)] * 3)\n"
+        done = subprocess.run([sys.executable, "-c", calls], env={**os.environ, "FOVEA_TORCH": f"{value},stats", "PYTHONPATH": path},
+                              capture_output=True, text=True)  # fmt: skip
+        assert "fovea.torch: flash_attn: 1 calls computed by fovea, 0 traced\n" in done.stderr
     # One without the interface is said, and the program goes on; so is one of before 5.4, and one without a name that is used.
     for text in ("", MASKS, INTERFACE.format(name="AttentionMaskInterface") + MASKS.replace("q_length", "cache_position"),
                  INTERFACE.format(name="AttentionMaskInterface") + MASKS.replace("prepare_padding_mask", "another")):  # fmt: skip

@@ -193,6 +193,12 @@ def test_attention_pair_bias_refuses():
         triangle.attention_pair_bias(*arguments, norm_kind="batch_norm")
     with pytest.raises(ValueError, match="b_ln_z: given with norm_kind 'rms_norm'"):
         triangle.attention_pair_bias(*arguments, tensor(2, 3), b_ln_z=tensor(3), norm_kind="rms_norm")
+    with pytest.raises(ValueError, match="num_heads: 3, and w_proj_q has 16 rows"):
+        triangle.attention_pair_bias(*arguments[:3], 3, *arguments[4:], tensor(2, 3))
+    with pytest.raises(ValueError, match=r"mask: shape .*5.*; accepted: \(1, 4\)"):
+        triangle.attention_pair_bias(*arguments[:2], torch.ones(1, 5), *arguments[3:], tensor(2, 3))
+    with pytest.raises(ValueError, match="single_repr: 3 representations, and pair_repr has 2"):
+        triangle.attention_pair_bias(tensor(3, 4, 8), tensor(2, 4, 4, 3), *arguments[2:], tensor(2, 3))
 
 
 @pytest.mark.parametrize("first", [False, True])

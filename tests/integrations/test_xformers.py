@@ -144,7 +144,7 @@ def test_packed_classes(name, computed):
     spans = SPANS if gaps else LENGTHS_K
     bias = made(name, q_seqinfo=sequences(LENGTHS_Q), k_seqinfo=sequences(spans, LENGTHS_K if gaps else None),
                 _window_size=3, window_left=2, window_right=1)  # fmt: skip
-    q, k, v = leaves = tensor(1, sum(LENGTHS_Q), 4, 8), tensor(1, sum(spans), 2, 8), tensor(1, sum(spans), 2, 8)
+    q, k, v = leaves = tensor(1, sum(LENGTHS_Q), 2, 8), tensor(1, sum(spans), 2, 8), tensor(1, sum(spans), 2, 8)
     want, want_lse = by_sequence(q, k, v, spans, **PACKED[name])
     compare(xformers.memory_efficient_attention(q, k, v, bias), want, leaves)
     out, lse = xformers.memory_efficient_attention_forward_requires_grad(q, k, v, bias)
@@ -244,6 +244,15 @@ def test_what_is_refused():
             getattr(xformers, function)(q, q, q, p=0.5)
     with pytest.raises(NotImplementedError, match="^memory_efficient_attention_backward: p: 0.5"):
         xformers.memory_efficient_attention_backward(q, q, q, q, q, q, p=0.5)
+    with pytest.raises(TypeError, match="^attn_bias: a tensor of bool"):
+        xformers.memory_efficient_attention(q, q, q, torch.ones(1, 2, 4, 4, dtype=torch.bool))
+    with pytest.raises(ValueError, match="^key: 4 heads, and query has 2; accepted: as many"):  # a transpose is missing
+        xformers.memory_efficient_attention(q, q.transpose(1, 2), q.transpose(1, 2))
+    with pytest.raises(ValueError, match="^query: batch 2 with BlockDiagonalMask; accepted: 1"):
+        two = tensor(2, 4, 2, 8)
+        xformers.memory_efficient_attention(two, two, two, made("BlockDiagonalMask", q_seqinfo=sequences([4]), k_seqinfo=sequences([4])))
+    with pytest.raises(ValueError, match="^attn_bias: "):
+        xformers.memory_efficient_attention(q, q, q, torch.zeros(1, 2, 4, 5))
 
 
 def test_the_package_is_patched(monkeypatch):

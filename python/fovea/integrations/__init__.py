@@ -68,7 +68,8 @@ def install(*names: str, force: bool = False) -> None:
 
     Raises:
         ValueError: A name is unknown, or there is none.
-        RuntimeError: The library itself is imported already, and `force` is not set.
+        RuntimeError: The library that is replaced is imported already, and `force` is not set. One whose functions are patched
+            may be; a program that has imported them by name keeps them.
         ImportError: The library that is to be patched is not installed.
 
     Example:
@@ -106,9 +107,9 @@ def uninstall(*names: str) -> None:
 
 
 def _modules(names: tuple[str, ...]) -> list[Any]:
-    unknown = [name for name in names if name not in _AVAILABLE]
+    unknown = [name for name in names if not isinstance(name, str) or name not in _AVAILABLE]
     if unknown or not names:
-        raise ValueError(f"names: {unknown[0] if unknown else names!r}; accepted: {', '.join(sorted(_AVAILABLE))}")
+        raise ValueError(f"names: {unknown[0] if unknown else 'none'}; accepted, each by itself: {', '.join(sorted(_AVAILABLE))}")
     return [importlib.import_module(f"{__name__}.{name}") for name in names]
 
 

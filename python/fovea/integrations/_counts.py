@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypedDict
 
@@ -25,6 +25,7 @@ class Stats(TypedDict):
 
 _lock = threading.Lock()
 _counts: dict[str, Stats] = {}
+_NO_NAMES: Mapping[str, str] = {}
 
 
 def stats() -> dict[str, Stats]:
@@ -66,13 +67,23 @@ def _add(name: str, key: str) -> bool:
     return True
 
 
-def call(name: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """The result of fovea's function. The call is counted if fovea computes it."""
+def call(name: str, function: Callable[..., Any], *arguments: Any, names: Mapping[str, str] = _NO_NAMES, **options: Any) -> Any:
+    """The result of fovea's function. The call is counted if fovea computes it. `names`: what the library calls arguments of fovea
+    that have another name there, so that an error names what the program gave."""
     if is_traced():
         _count_trace(name)
         return function(*arguments, **options)
-    with Counted(partial(_add, name, "served")):
-        return function(*arguments, **options)
+    try:
+        with Counted(partial(_add, name, "served")):
+            return function(*arguments, **options)
+    except (TypeError, ValueError) as error:
+        said = str(error)
+        argument, colon, rest = said.partition(":")
+        # The functions that stand in have no argument `layout`.
+        told = names.get(argument, argument) + colon + rest.partition("; with layout=")[0]
+        if told == said:
+            raise
+        raise type(error)(told) from None
 
 
 def _count_trace(name: str) -> bool:

@@ -5,6 +5,7 @@ and backward as functions of their own, which packages for several GPUs call."""
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NoReturn, Optional, Union
 
 import torch
@@ -16,6 +17,9 @@ from ..torch import attention, attention_qkv
 from . import _counts
 
 Window = tuple[Optional[int], Optional[int]]
+
+LOOKS_ONCE = "xformers.ops"  # it takes whatever it can import as flash_attn for the compiled package
+NAMES = {"scale": "softmax_scale", "window": "window_size"}  # of fovea's arguments
 
 _operators: Any = _torch_operators.operators
 
@@ -76,13 +80,13 @@ def mapped(
     }  # fmt: skip
 
 
-def compute(integration: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    return _counts.call(integration, attention, q, k, v, **mapped(q, **options))
+def compute(integration: str, q: Tensor, k: Tensor, v: Tensor, names: Mapping[str, str] = NAMES, **options: Any) -> Any:
+    return _counts.call(integration, attention, q, k, v, names=names, **mapped(q, **options))
 
 
 def compute_qkv(integration: str, qkv: Tensor, **options: Any) -> Any:
     """(..., 3, H, D): its gradient is written as one tensor."""
-    return _counts.call(integration, attention_qkv, qkv, -3, **mapped(qkv, **options))
+    return _counts.call(integration, attention_qkv, qkv, -3, names=NAMES, **mapped(qkv, **options))
 
 
 def new_seed(q: Tensor) -> Any:
@@ -130,8 +134,9 @@ def with_cache(
         rows = cache_batch_idx.long()
         k_cache, v_cache = k_cache[rows], v_cache[rows]
     return compute(
-        integration, q, k_cache[:batch], v_cache[:batch], seqused_k=lengths, return_lse=return_lse, **options
-    )
+        integration, q, k_cache[:batch], v_cache[:batch], {**NAMES, "k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens"},
+        seqused_k=lengths, return_lse=return_lse, **options,
+    )  # fmt: skip
 
 
 # ---- forward and backward as functions of their own ----

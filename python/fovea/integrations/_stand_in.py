@@ -4,8 +4,10 @@ ask importlib.util.find_spec, and they ask importlib.metadata for its version an
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import importlib.metadata
+import importlib.util
 import sys
 import threading
 import types
@@ -23,13 +25,18 @@ class StandIn:
         distribution: The distribution's name in the metadata.
         version: The version that is imitated.
         modules: By full name what each module has. Parents that are missing are made.
+        looks_once: A module that looks for the package when it is imported, and would call into what only the package has. It is
+            imported before the stand-in is there.
     """
 
-    def __init__(self, name: str, distribution: str, version: str, modules: dict[str, dict[str, Any]]) -> None:
+    def __init__(
+        self, name: str, distribution: str, version: str, modules: dict[str, dict[str, Any]], looks_once: str = ""
+    ) -> None:
         self.name = name
         self.distribution = distribution
         self.version = version
         self.modules = modules
+        self.looks_once = looks_once
         self.top = next(iter(modules)).partition(".")[0]
         self.made: list[str] = []
         self.before: dict[str, types.ModuleType] = {}
@@ -44,6 +51,9 @@ class StandIn:
                     f"install: {real[0]} is imported already, and is not fovea's; accepted: install({self.name!r}) before "
                     "the import, or force=True"
                 )
+            if self.looks_once and self.looks_once not in sys.modules and _is_there(self.looks_once.partition(".")[0]):
+                with contextlib.suppress(Exception):  # one that cannot be imported looks for nothing
+                    importlib.import_module(self.looks_once)  # and with it, it may be, the package itself
             for name, contents in self.modules.items():
                 self._put(name, contents)
             _finder.stand_ins.append(self)
@@ -61,12 +71,15 @@ class StandIn:
             module = types.ModuleType(name, f"{name} as fovea computes it; see fovea.integrations.")
             module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
             module.__path__ = []
-            setattr(module, _MARK, f"{self.distribution} {self.version}")
+            setattr(module, _MARK, self.what())
             sys.modules[name] = module
             self.made.append(name)
         module.__dict__.update(contents)
         if parent:
             setattr(sys.modules[parent], last, module)
+
+    def what(self) -> str:
+        return f"{self.distribution} {self.version}"
 
     def uninstall(self) -> None:
         with _lock:
@@ -80,6 +93,7 @@ class StandIn:
                 heir = next((other for other in _finder.stand_ins if name in _with_parents(other.modules)), None)
                 if heir is not None:
                     heir.made.insert(0, name)
+                    setattr(sys.modules[name], _MARK, heir.what())
                 elif _is_ours(sys.modules.get(name)):
                     del sys.modules[name]
                     parent, _, last = name.rpartition(".")
@@ -91,6 +105,12 @@ class StandIn:
 
 
 _MARK = "__fovea__"
+# Modules of one version that another's programs may look for, by the integration that has them.
+_ELSEWHERE = {"flash_attn.cute": "flash_attn_4", "flash_attn.flash_attn_interface": "flash_attn", "flash_attn.bert_padding": "flash_attn"}
+
+
+def _is_there(package: str) -> bool:
+    return package in sys.modules or importlib.util.find_spec(package) is not None
 
 
 def _is_ours(module: Optional[types.ModuleType]) -> bool:
@@ -131,10 +151,14 @@ class _Finder(importlib.metadata.DistributionFinder):
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         parent = fullname.rpartition(".")[0]
-        if parent and _is_ours(sys.modules.get(parent)):
+        # A program that asks importlib.util.find_spec() wants None: two frames above are importlib's own for an import.
+        asked = sys._getframe(2).f_globals.get("__name__") == "importlib.util"
+        if parent and not asked and _is_ours(sys.modules.get(parent)):
+            other = _ELSEWHERE.get(fullname)
+            why = f"install({other!r}) has it" if other else "for the rest the package itself has to be installed, without the stand-in"
             raise ModuleNotFoundError(
                 f"No module named {fullname!r}: fovea.integrations stands in for {getattr(sys.modules[parent], _MARK)}, "
-                "and has its attention alone; install the package itself for the rest, and patch its functions",
+                f"and has its attention alone; {why}",
                 name=fullname,
             )
 

@@ -91,11 +91,13 @@ def _attention(
     out: Tensor
     lse: Tensor
     if return_lse:
-        out, lse = _counts.call(_NAME, attention, query, key, value, return_lse=True, **options)
+        out, lse = _counts.call(_NAME, attention, query, key, value, names=_NAMES, return_lse=True, **options)
         return out, lse.transpose(1, 2)
-    out = _counts.call(_NAME, attention, query, key, value, **options)
+    out = _counts.call(_NAME, attention, query, key, value, names=_NAMES, **options)
     return out
 
+
+_NAMES = {"q": "query", "k": "key", "v": "value", "bias": "attn_mask", "mask": "attn_mask", "causal": "is_causal"}  # of fovea's arguments
 
 # ---- for fovea.integrations.install() ----
 

@@ -50,10 +50,11 @@ def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[
     for at, shape in enumerate(((batch, outer, 1, 1, length), (batch, 1, heads, length, length))):
         if given[at] is not None and tuple(given[at].shape) != shape:
             raise ValueError(f"biases[{at}]: shape {tuple(given[at].shape)}; accepted: {shape}")
-    out: Tensor = _counts.call(_NAME, attention, Q, K, V, bias=given[1], bias2=given[0], layout="bshd")
+    out: Tensor = _counts.call(_NAME, attention, Q, K, V, names=_NAMES, bias=given[1], bias2=given[0], layout="bshd")
     return out
 
 
+_NAMES = {"q": "Q", "k": "K", "v": "V", "bias": "biases[1]", "bias2": "biases[0]"}  # of fovea's arguments
 _MODULES = ("deepspeed.ops.deepspeed4science", "deepspeed.ops.deepspeed4science.evoformer_attn")
 _patches = Patches()
 

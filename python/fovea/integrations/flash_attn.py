@@ -7,10 +7,7 @@ a logsumexp of +inf for rows without keys. docs/integrations/flash_attn.md has e
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import math
-import sys
 from typing import Any, Optional, Union
 
 import torch
@@ -456,15 +453,10 @@ _stand_in = StandIn(_NAME, "flash-attn", _VERSION, {
     "flash_attn": {**_functions, "__version__": _VERSION},
     "flash_attn.flash_attn_interface": {**_functions, **_private},
     "flash_attn.bert_padding": _padding,
-})  # fmt: skip
+}, looks_once=_flash.LOOKS_ONCE)  # fmt: skip
 
 
 def _install(force: bool) -> None:
-    # xFormers takes whatever it can import as flash_attn for the compiled package, and calls into that. It looks when it
-    # is imported, so that happens before the stand-in is there.
-    if "xformers.ops" not in sys.modules and importlib.util.find_spec("xformers") is not None:
-        with contextlib.suppress(Exception):  # one that cannot be imported looks for nothing
-            importlib.import_module("xformers.ops")
     _stand_in.install(force)
 
 

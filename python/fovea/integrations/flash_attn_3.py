@@ -386,7 +386,7 @@ _functions = {name: globals()[name] for name in (*__all__, "_flash_attn_forward"
 _stand_in = StandIn(_NAME, "flash_attn_3", _VERSION, {
     "flash_attn_interface": {**_functions, "__version__": _VERSION},
     "flash_attn_3": {"__version__": _VERSION}, "flash_attn_3.flash_attn_interface": _functions,
-})  # fmt: skip
+}, looks_once=_flash.LOOKS_ONCE)  # fmt: skip
 
 
 def _install(force: bool) -> None:

@@ -397,7 +397,7 @@ _functions = {name: globals()[name] for name in __all__}
 _stand_in = StandIn(_NAME, "flash-attn-4", _VERSION, {
     "flash_attn.cute": {**_functions, "__version__": _VERSION},
     "flash_attn.cute.interface": {**_functions, "_flash_attn_fwd": _flash_attn_fwd, "_flash_attn_bwd": _flash_attn_bwd},
-})  # fmt: skip
+}, looks_once=_flash.LOOKS_ONCE)  # fmt: skip
 
 
 def _install(force: bool) -> None:

@@ -281,8 +281,12 @@ def _attention(
         options["mask" if mask.dtype == torch.bool else "bias"] = mask
     if position_bias is not None:
         options["bias2" if "bias" in options else "bias"] = position_bias[..., : key.shape[2]]
-    out: Tensor = _counts.call(_NAME, attention, query, key, value, **options)
+    out: Tensor = _counts.call(_NAME, attention, query, key, value, names=_NAMES, **options)
     return out.transpose(1, 2), None
+
+
+# Of fovea's arguments.
+_NAMES = {"q": "query", "k": "key", "v": "value", "scale": "scaling", "dropout_p": "dropout", "sink": "s_aux", "mask": "attention_mask"}
 
 
 def _read(mask: Tensor) -> tuple[_Pattern, bool]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .._problem import shape_text
 from ..torch import attention
 from . import _counts
 from ._stand_in import Patches, StandIn
@@ -204,13 +205,20 @@ def attention_pair_bias(
     else:
         z = linear(normal(pair_repr, w_ln_z, b_ln_z), w_proj_z, b_proj_z).movedim(-1, 1)
     batch, rows = z.shape[0], single.shape[1]
+    if single.shape[0] % max(batch, 1) != 0:
+        raise ValueError(f"single_repr: {single.shape[0]} representations, and pair_repr has {batch}; accepted: a multiple of these")
+    if num_heads < 1 or q.shape[-1] % num_heads != 0:
+        raise ValueError(f"num_heads: {num_heads}, and w_proj_q has {q.shape[-1]} rows; accepted: a divisor of these")
     each = single.shape[0] // batch  # representations that share a pair representation
     keys = None
     if mask is not None:
+        if mask.shape not in ((batch, rows), (single.shape[0], rows)):
+            raise ValueError(f"mask: shape {shape_text(mask.shape)}; accepted: ({batch}, {rows}) or ({single.shape[0]}, {rows})")
         keys = mask.reshape(batch, -1, 1, 1, rows)  # (B, 1 or M, 1, 1, S)
     q, k, v = (x.view(batch, each, rows, num_heads, -1) for x in (q, k, v))
     options: dict[str, Any] = _masked(keys, q, -inf, None)
-    out: Tensor = _counts.call(_NAME, attention, q, k, v, bias=z.unsqueeze(1), scale=attn_scale, layout="bshd", **options)
+    names = {"bias": "pair_repr", "scale": "attn_scale"}
+    out: Tensor = _counts.call(_NAME, attention, q, k, v, names=names, bias=z.unsqueeze(1), scale=attn_scale, layout="bshd", **options)
     out = out.view(single.shape[0], rows, -1)
     out = linear(out * linear(single, w_proj_g, b_proj_g).sigmoid(), w_proj_o, b_proj_o)
     return out, z if return_z_proj else None

@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 _NAME = "xformers"
+_NAMES = {"q": "query", "k": "key", "v": "value", "bias": "attn_bias", "dropout_p": "p"}  # of fovea's arguments
 
 # ---- bias classes: options of fovea by the class's name ----
 
@@ -91,6 +92,8 @@ def _options(attn_bias: Any, query: Tensor) -> dict[str, Any]:
     if attn_bias is None:
         return {}
     if isinstance(attn_bias, Tensor):
+        if attn_bias.dtype == torch.bool:
+            raise TypeError("attn_bias: a tensor of bool; accepted: one of a floating-point type, -inf where a key is hidden, or an object")
         if query.dim() == 5 and attn_bias.dim() == 5:  # (B, G, H, M, N)
             return {"bias": attn_bias.flatten(1, 2)}
         return {"bias": attn_bias.unsqueeze(1) if query.dim() == 3 and attn_bias.dim() == 3 else attn_bias}
@@ -114,6 +117,9 @@ def _four(query: Tensor, key: Tensor, value: Tensor, share: bool) -> tuple[Tenso
     if query.dim() == 3:
         return query.unsqueeze(2), key.unsqueeze(2), value.unsqueeze(2)
     if query.dim() != 5:
+        for name, x in (("key", key), ("value", value)):
+            if x.dim() == 4 and x.shape[2:3] != query.shape[2:3]:  # fovea would take them for groups; xFormers refuses them, too
+                raise ValueError(f"{name}: {x.shape[2]} heads, and query has {query.shape[2]}; accepted: as many, or five dimensions")
         return query, key, value
 
     def heads(x: Tensor) -> Tensor:
@@ -122,6 +128,12 @@ def _four(query: Tensor, key: Tensor, value: Tensor, share: bool) -> tuple[Tenso
     if share and heads(key).shape == heads(value).shape:
         return query.flatten(2, 3), heads(key), heads(value)
     return query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
+
+
+def _need_one_batch(attn_bias: Any, *tensors: Tensor) -> None:
+    for name, x in zip(("query", "key", "value"), tensors):
+        if x.shape[0] != 1:
+            raise ValueError(f"{name}: batch {x.shape[0]} with {type(attn_bias).__name__}; accepted: 1, the sequences one after the other")
 
 
 def _compute(
@@ -133,11 +145,12 @@ def _compute(
     q, k, v = _four(query, key, value, share=True)
     packed = "cu_seqlens_q" in options
     if packed:
+        _need_one_batch(attn_bias, q, k, v)
         q, k, v = q[0], k[0], v[0]
     else:
         options["layout"] = "bshd"
     out: Tensor
-    out, lse = _counts.call(_NAME, attention, q, k, v, dropout_p=p, scale=scale, return_lse=True, **options)
+    out, lse = _counts.call(_NAME, attention, q, k, v, names=_NAMES, dropout_p=p, scale=scale, return_lse=True, **options)
     out = out.reshape(*query.shape[:-1], value.shape[-1])
     if packed:
         lse = lse.unsqueeze(0)
@@ -287,6 +300,7 @@ def memory_efficient_attention_backward(
     if lse.dim() == 4:
         lse = lse.flatten(1, 2)
     if "cu_seqlens_q" in options:
+        _need_one_batch(attn_bias, q, k, v)
         q, k, v, grad, output, lse = (x[0] for x in (q, k, v, grad, output, lse))
     causal, window = options.pop("causal", False), options.pop("window", (-1, -1))
     found = _flash.gradients(
