@@ -11,7 +11,7 @@ import torch
 
 import fovea.integrations
 import naive
-from fovea.integrations import _bert_padding, flash_attn, flash_attn_3, flash_attn_4
+from fovea.integrations import _bert_padding, _flash, flash_attn, flash_attn_3, flash_attn_4
 from fovea.torch import attention_qkv
 
 VERSIONS = {"flash_attn": flash_attn, "flash_attn_3": flash_attn_3, "flash_attn_4": flash_attn_4}
@@ -551,6 +551,40 @@ def test_keys_beyond_the_cache(lengths, module):
     with pytest.raises(ValueError, match=r"^flash_attn_with_kvcache: cache_seqlens: (8|-1), with 2 new keys in a cache of 9; accepted: 0 to 7$"):
         module.flash_attn_with_kvcache(q, *caches, q, q, cache_seqlens=lengths)
     assert all((cache == 0).all() for cache in caches)
+
+
+@pytest.mark.parametrize("module", [flash_attn, flash_attn_3], ids=["2", "3"])
+def test_keys_that_do_not_fit_the_cache(module):
+    """PyTorch would broadcast them, or write a part. Nothing is written, whatever is wrong."""
+    q, new = torch.randn(3, 2, 4, 8), torch.randn(3, 2, 2, 8)
+    lengths = torch.zeros(3, dtype=torch.int32)
+    for given, says in (
+        ({"k": new[:1]}, r"k: shape 1x2x2x8; accepted: \(3, 2, 2, 8\), as k_cache has it"),
+        ({"v": new[:, :1]}, r"v: shape 3x1x2x8; accepted: \(3, 2, 2, 8\)"),
+        ({"k": new[:, :, :1]}, "k: shape 3x2x1x8"),
+        ({"v": new[..., :1]}, "v: shape 3x2x2x1"),
+        ({"q": q[..., :4]}, r"q: shape 3x2x4x4; accepted: \(B, Sq, a multiple of 2, 8\)"),
+        ({"q": q[:, :, :3]}, "q: shape 3x2x3x8"),
+        ({"cache_seqlens": torch.tensor(1, dtype=torch.int32)}, r"cache_seqlens: shape \(\)|cache_seqlens: shape .*; accepted: \(3,\)"),
+    ):
+        caches = {name: torch.zeros(3, 9, 2, 8) for name in ("k_cache", "v_cache")}
+        with pytest.raises(ValueError, match=f"^flash_attn_with_kvcache: {says}"):
+            module.flash_attn_with_kvcache(**{"q": q, **caches, "k": new, "v": new, "cache_seqlens": lengths, **given})
+        assert all((cache == 0).all() for cache in caches.values())
+
+
+@pytest.mark.parametrize("deterministic, switch, order", [(False, False, 0), (True, False, 1), (False, True, 1)])
+def test_pytorchs_switch_of_determinism(deterministic, switch, order):
+    """The functions that are a forward or a backward by themselves know it, too."""
+    q = torch.randn(1, 3, 2, 8)
+    torch.use_deterministic_algorithms(switch)
+    try:
+        arguments = _flash.operator_arguments(q, q, q, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+                                              deterministic=deterministic)  # fmt: skip
+    finally:
+        torch.use_deterministic_algorithms(False)
+    names = [argument.name for argument in torch.ops.fovea.attention.default._schema.arguments]
+    assert arguments[names.index("deterministic")] == order
 
 
 # ---- what is refused ----

@@ -72,6 +72,31 @@ def test_two_that_share_a_package(first, second):
     assert theirs() == set()
 
 
+def test_version_4_does_not_hide_a_package_of_version_2(tmp_path, monkeypatch):
+    (tmp_path / "flash_attn.py").write_text("flash_attn_func = 'the real one'\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    says = r"install: flash_attn_4 is a part of flash_attn, which is installed.*force=True, or install\('flash_attn', 'flash_attn_4'\)"
+    try:
+        for imported in (False, True):
+            if imported:
+                importlib.import_module("flash_attn")
+            with pytest.raises(RuntimeError, match=says):
+                install("flash_attn_4")
+        real = sys.modules["flash_attn"]
+        # In any order the package comes back when the last one is gone.
+        for last, first in (("flash_attn", "flash_attn_4"), ("flash_attn_4", "flash_attn")):
+            install("flash_attn_4", force=True)
+            install("flash_attn", force=True)
+            uninstall(first)
+            assert sys.modules["flash_attn"] is not real
+            uninstall(last)
+            assert sys.modules["flash_attn"] is real and not hasattr(real, "cute")
+        install("flash_attn", "flash_attn_4", force=True)
+    finally:
+        uninstall("flash_attn", "flash_attn_4")
+        sys.modules.pop("flash_attn", None)
+
+
 def test_what_it_does_not_have_is_said():
     """An import says why; a program that asks first is answered as for any package without such a module."""
     install("flash_attn")

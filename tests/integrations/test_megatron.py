@@ -200,6 +200,12 @@ def test_dropout(monkeypatch):
     assert forks == ["fork"]
 
 
+@pytest.mark.parametrize("rows, batch", [(0, 2), (5, 0)])
+def test_nothing_to_attend_to(rows, batch):
+    q, k, v = sequences(rows, rows, batch)
+    assert layer()(q, k, v, None).shape == (rows, batch, 4 * 6)
+
+
 def test_what_is_refused():
     q, k, v = sequences(5, 7)
     for name, value in {"context_parallel_size": 2, "qk_clip": True, "log_max_attention_logit": True,
@@ -214,6 +220,10 @@ def test_what_is_refused():
     params.cp_group = "a group"
     with pytest.raises(NotImplementedError, match="^CoreAttention: packed_seq_params.cp_group"):
         layer()(q[:, 0], k[:, 0], v[:, 0], None, packed_seq_params=params)
+    # A batch of another size is none of heads.
+    for wrong in ((k[:, :1], v[:, :1]), (k.repeat(1, 2, 1, 1)[..., :1, :], v.repeat(1, 2, 1, 1)[..., :1, :])):
+        with pytest.raises(ValueError, match="^k: .*the batch of q, 2"):
+            layer(Kind.no_mask)(q, *wrong, None)
     for mask in (torch.ones(2, 1, 5, 7), (None, None)):
         with pytest.raises(TypeError, match="^attention_mask: .*accepted: one tensor of bools"):
             layer(Kind.padding)(q, k, v, mask)

@@ -183,6 +183,12 @@ def test_attention_pair_bias(each, masked, rms, computed):
     computed("triangle", 2)
 
 
+def test_attention_pair_bias_of_an_empty_batch():
+    arguments = (tensor(0, 4, 8), tensor(0, 4, 4, 3), torch.ones(0, 4), 2, tensor(8), None, *(tensor(16, 8) for _ in range(1)), None,
+                 *(tensor(16, 8) for _ in range(3)), tensor(8, 16), tensor(2, 3))  # fmt: skip
+    assert triangle.attention_pair_bias(*arguments)[0].shape == (0, 4, 8)
+
+
 def test_attention_pair_bias_refuses():
     x = tensor(1, 4, 8)
     w = tensor(16, 8)
@@ -262,6 +268,10 @@ def test_an_installed_cuequivariance_is_patched(monkeypatch):
         assert module.triangle_attention is triangle.triangle_attention and module.triangle_multiplicative_update == "theirs"
     uninstall("triangle")
     assert sys.modules["cuequivariance_torch"].triangle_attention == "theirs"
+    del sys.modules["cuequivariance_torch.primitives.triangle"].triangle_attention
+    with pytest.raises(ImportError, match="cuequivariance_torch.primitives.triangle has no triangle_attention"):
+        install("triangle")
+    assert sys.modules["cuequivariance_torch"].triangle_attention == "theirs"
 
 
 def test_deepspeed_is_patched_where_it_is_installed(monkeypatch):
@@ -276,5 +286,9 @@ def test_deepspeed_is_patched_where_it_is_installed(monkeypatch):
 
     assert DS4Sci_EvoformerAttention is evoformer.DS4Sci_EvoformerAttention
     uninstall("evoformer")
+    assert sys.modules["deepspeed.ops.deepspeed4science"].DS4Sci_EvoformerAttention == "theirs"
+    del sys.modules["deepspeed.ops.deepspeed4science.evoformer_attn"].DS4Sci_EvoformerAttention
+    with pytest.raises(ImportError, match="evoformer_attn has no DS4Sci_EvoformerAttention"):
+        install("evoformer")
     assert sys.modules["deepspeed.ops.deepspeed4science"].DS4Sci_EvoformerAttention == "theirs"
     assert fovea.integrations.stats() == {}

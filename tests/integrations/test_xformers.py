@@ -182,6 +182,30 @@ def test_groups(shared, computed):
     computed("xformers", 3)
 
 
+def test_keys_that_are_expanded_and_want_a_gradient_themselves():
+    """Each of their heads has its own."""
+    q = tensor(1, 5, 2, 3, 8)
+    k, v = (tensor(1, 7, 2, 1, 8).detach().expand(1, 7, 2, 3, 8).requires_grad_() for _ in range(2))
+    compare(xformers.memory_efficient_attention(q, k, v), formula(*(x.flatten(2, 3) for x in (q, k, v)))[0].unflatten(2, (2, 3)), [q, k, v])
+
+
+@pytest.mark.parametrize("shape, bias_shape", [((2, 5, 8), (2, 5, 5)), ((2, 5, 2, 3, 8), (2, 2, 3, 5, 5))])
+def test_a_causal_mask_with_a_bias_in_other_layouts(shape, bias_shape):
+    q, bias = tensor(*shape), tensor(*bias_shape)
+    plain = bias.masked_fill(~torch.ones(5, 5, dtype=torch.bool).tril(), -torch.inf)
+    got = xformers.memory_efficient_attention(q, q, q, made("LowerTriangularMaskWithTensorBias", _bias=bias))
+    compare(got, xformers.memory_efficient_attention(q, q, q, plain), [q, bias])
+
+
+def test_a_backward_in_another_type():
+    """output_dtype is that of the result, and of its gradient."""
+    q = torch.randn(1, 4, 2, 8, dtype=torch.bfloat16)
+    out, lse = xformers.memory_efficient_attention_forward_requires_grad(q, q, q, output_dtype=torch.float32)
+    assert out.dtype == torch.float32
+    found = xformers.memory_efficient_attention_backward(torch.randn_like(out), out, lse, q, q, q)
+    assert [x.dtype for x in found] == [torch.bfloat16] * 3
+
+
 @pytest.mark.parametrize("groups", [False, True])
 @pytest.mark.parametrize("stacked", [False, True])
 def test_parts_are_merged(groups, stacked):

@@ -293,6 +293,9 @@ def test_flax_attention_folds_batches():
         close(fovea.jax.flax_attention(q, q, q, bias=bias), wanted)
         shared = jax.nn.dot_product_attention(*(q.reshape(shape),) * 3, bias=bias.reshape(-1, 1, 7, 7)[:1]).reshape(q.shape)
         close(fovea.jax.flax_attention(q, q, q, bias=bias.reshape(-1, 1, 7, 7)[0]), shared)
+    q, bias = normal(0, 3, 2, 2, 7, 4, 8), normal(1, 2, 4, 7, 7)  # of the last batch dimension alone
+    wanted = fovea.jax.flax_attention(q, q, q, bias=jnp.broadcast_to(bias, (3, 2, *bias.shape)))
+    close(fovea.jax.flax_attention(q, q, q, bias=bias), wanted)
 
 
 # ---- what is refused ----
@@ -357,6 +360,9 @@ def test_flax_refuses():
         fovea.jax.flax_attention(Q, Q, Q, dropout_rate=0.5, dropout_rng=jax.random.key(0))
     with pytest.raises(NotImplementedError, match="module: given"):
         fovea.jax.flax_attention(Q, Q, Q, module=object())
+    for window in (-1, (-1, 3), (2, -1)):  # JAX computes with such a number as it is
+        with pytest.raises(ValueError, match="local_window_size: .*; accepted: sides of 0 or more"):
+            fovea.jax.dot_product_attention(Q, Q, Q, local_window_size=window)
     with pytest.raises(ValueError, match="implementation: 'tpu'"):
         fovea.jax.dot_product_attention(Q, Q, Q, implementation="tpu")
 

@@ -6,6 +6,8 @@ With FOVEA_TEST_DEVICE=cuda they run on a GPU, with FOVEA_TEST_DTYPE=bfloat16 in
 FOVEA_ALL_MODELS, with which every model and variant is compiled, too.
 """
 
+import ast
+import inspect
 import os
 import re
 import sys
@@ -309,6 +311,28 @@ def test_a_mask_that_a_model_changed_is_refused():
     assert torch.equal(ours._attention(None, q, q, q, copied)[0], ours._attention(None, q, q, q, mask)[0])
 
 
+def test_keywords_that_carry_a_mask_or_a_sink_are_refused():
+    q = torch.randn(2, 2, 9, 8)
+    for name in ours._REFUSED:
+        with pytest.raises(NotImplementedError, match=f"^{name}: given"):
+            ours._attention(None, q, q, q, None, **{name: torch.zeros(1)})
+    with pytest.raises(NotImplementedError, match="^cu_seq_lens_q: given with position_bias"):
+        offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
+        ours._attention(None, q, q, q, None, position_bias=torch.zeros(1, 2, 9, 9), cu_seq_lens_q=offsets, cu_seq_lens_k=offsets)
+
+
+def test_documents_and_the_last_queries_alone():
+    """As models compute that keep the last logits only; and batches of one key, and of nothing."""
+    q, documents = torch.randn(1, 2, 9, 8), torch.tensor([[0, 0, 0, 0, 1, 1, 1, 2, 2]], dtype=torch.int32)
+    code = ours._coded(ours._Pattern(True, -1), False)
+    mask = documents[:, None, None, :, None].expand(1, 1, 1, 9, code)
+    whole = ours._attention(None, q, q, q, mask)[0]
+    torch.testing.assert_close(ours._attention(None, q[:, :, -3:], q, q, mask)[0], whole[:, -3:])
+    two = torch.cat([q, q.flip(1)])
+    torch.testing.assert_close(ours._attention(None, two, q, q, None)[0], ours._attention(None, two, *[q.expand(2, -1, -1, -1)] * 2, None)[0])
+    assert ours._attention(None, q[:0], q[:0], q[:0], mask[:0])[0].shape == (0, 9, 2, 8)
+
+
 @pytest.mark.parametrize("kind, config, arguments", [
     ("MptForCausalLM", "MptConfig", {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 99, "max_seq_len": 256}),
     ("BloomForCausalLM", "BloomConfig", {"hidden_size": 64, "n_head": 4, "n_layer": 2, "vocab_size": 99}),
@@ -337,6 +361,29 @@ def test_every_modeling_file():
             assert "softmax(" not in text and "torch.matmul(" not in text, path
     print(f"{len(MODELING)} modeling files: {kinds}")
     assert kinds["calls"] > 200 and 0 < kinds["holds"] < 12 and kinds["refused"] > 20
+
+
+# Of no effect on which keys a query sees: positions are in the embeddings already.
+HARMLESS = {"position_ids", "deterministic"}
+
+
+def test_every_keyword_of_the_interface_is_known():
+    """What a model hands to the attention function, and models that put a choice of keys into the mask for eager and sdpa alone: they
+    hand it over for others, and that is refused."""
+    known = set(inspect.signature(ours._attention).parameters) | HARMLESS | set(ours._REFUSED)
+    calls = 0
+    for path in MODELING:
+        text = path.read_text()
+        if "ALL_ATTENTION_FUNCTIONS" not in text:
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith(("attention_interface", "attn_interface")):
+                calls += 1
+                assert {word.arg for word in node.keywords if word.arg} <= known, (path, ast.unparse(node))
+        if re.search(r"_attn_implementation in \(.*\"sdpa\"", text):
+            assert any(f"{name}=" in text for name in ours._REFUSED), path
+    print(f"{calls} calls of the interface")
+    assert calls > 300
 
 
 @older_transformers

@@ -56,7 +56,8 @@ def available() -> dict[str, str]:
 
 
 def install(*names: str, force: bool = False) -> None:
-    """Makes programs that call another library call fovea. All of the names, or with an error none that was not before.
+    """Makes programs that call another library call fovea. All of the names, or with an error none that was not before; but a name
+    that was registered with transformers or diffusers stays, and does nothing until a program asks for it.
 
     Call it before the program imports that library, and before it imports libraries that look for it (transformers,
     diffusers and xformers look once). uninstall() takes it back.
@@ -68,7 +69,7 @@ def install(*names: str, force: bool = False) -> None:
 
     Raises:
         ValueError: A name is unknown, or there is none.
-        RuntimeError: The library that is replaced is imported already, and `force` is not set. One whose functions are patched
+        RuntimeError: The library that is replaced is imported already, or is a part of one that is installed, and `force` is not set. One whose functions are patched
             may be; a program that has imported them by name keeps them.
         ImportError: The library that is to be patched is not installed.
 

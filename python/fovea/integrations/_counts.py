@@ -33,8 +33,7 @@ def stats() -> dict[str, Stats]:
 
     Returns:
         By the integration's name a dict. "served": calls that fovea computed. "traced": calls that were put into a
-        graph of torch.compile, whose runs are not counted. "handed_back": by reason, calls that the library itself
-        computed.
+        graph of torch.compile, whose runs are not counted. "handed_back": {}, as what fovea cannot compute is refused.
     """
     with _lock:
         return {
@@ -51,13 +50,6 @@ def reset_stats() -> None:
 
 def _of(name: str) -> Stats:
     return _counts.setdefault(name, {"served": 0, "traced": 0, "handed_back": {}})
-
-
-def hand_back(name: str, why: str) -> None:
-    """Counts a call that the library itself computes."""
-    with _lock:
-        reasons = _of(name)["handed_back"]
-        reasons[why] = reasons.get(why, 0) + 1
 
 
 def _add(name: str, key: str) -> bool:
@@ -81,9 +73,9 @@ def call(name: str, function: Callable[..., Any], *arguments: Any, names: Mappin
         argument, colon, rest = said.partition(":")
         # The functions that stand in have no argument `layout`.
         told = names.get(argument, argument) + colon + rest.partition("; with layout=")[0]
-        if told == said:
-            raise
-        raise type(error)(told) from None
+        if told != said:
+            error.args = (told,)
+        raise
 
 
 def _count_trace(name: str) -> bool:

@@ -11,6 +11,8 @@ from typing import Any, NoReturn, Optional, Union
 import torch
 from torch import Tensor
 
+from .._problem import shape_text
+from ..torch import _call
 from ..torch import _operators as _torch_operators
 from ..torch._ahead import is_traced
 from ..torch import attention, attention_qkv
@@ -101,6 +103,21 @@ def append(cache: Tensor, new: Tensor, lengths: Tensor, rows: Optional[Tensor]) 
     cache[sequences[:, None], lengths.long()[:, None] + steps] = new.to(cache.dtype)
 
 
+def _need_to_fit(function: str, q: Tensor, caches: dict[str, Tensor], k: Tensor, v: Tensor, lengths: Tensor) -> None:
+    """Before anything is written: a shape that PyTorch would broadcast, or write a part of."""
+    batch, new = q.shape[0], k.shape[1] if k.dim() == 4 else -1
+    for name, x in (("k", k), ("v", v)):
+        cache = caches[name]
+        if cache.dim() != 4 or x.shape != (batch, new, *cache.shape[2:]):
+            want = f"({batch}, {'n' if new < 0 else new}, {', '.join(map(str, cache.shape[2:]))})"
+            raise ValueError(f"{function}: {name}: shape {shape_text(x.shape)}; accepted: {want}, as {name}_cache has it")
+    if lengths.shape != (batch,):
+        raise ValueError(f"{function}: cache_seqlens: shape {shape_text(lengths.shape)}; accepted: ({batch},)")
+    head_dim, heads = caches["k"].shape[3], caches["k"].shape[2]
+    if q.dim() != 4 or q.shape[3] != head_dim or q.shape[2] % max(heads, 1) != 0:
+        raise ValueError(f"{function}: q: shape {shape_text(q.shape)}; accepted: (B, Sq, a multiple of {heads}, {head_dim}), as k_cache has it")
+
+
 def _need_room(function: str, lengths: Tensor, new: int, size: int) -> None:
     """On a GPU reading the lengths would wait for it; there PyTorch's own check stops the program."""
     if lengths.device.type == "cpu" and not is_traced() and lengths.numel():
@@ -126,6 +143,7 @@ def with_cache(
     if k is not None and v is not None:
         if lengths is None:
             raise ValueError(f"{function}: cache_seqlens: None with k; accepted: the lengths before k")
+        _need_to_fit(function, q, {"k": k_cache, "v": v_cache}, k, v, lengths)
         _need_room(function, lengths, k.shape[1], k_cache.shape[1])
         append(k_cache, k, lengths, cache_batch_idx)
         append(v_cache, v, lengths, cache_batch_idx)
@@ -157,7 +175,7 @@ def operator_arguments(
         q, k, v, bias, None, None, each_head(alibi_slopes, q), each_head(sink, q), cu_seqlens_q, cu_seqlens_k,
         seqused_q, seqused_k, seed, None, 0, 0, softmax_scale, bool(causal), left, right, align,
         max(softcap or 0.0, 0.0), float(dropout_p), "fovea", max_seqlen_q or 0, max_seqlen_k or 0, 0, "bshd",
-        int(deterministic), None, position_q, None, positions_q, None, None,
+        _call.DETERMINISTIC if deterministic else _call.order(), None, position_q, None, positions_q, None, None,
     )  # fmt: skip
 
 

@@ -51,6 +51,13 @@ class StandIn:
                     f"install: {real[0]} is imported already, and is not fovea's; accepted: install({self.name!r}) before "
                     "the import, or force=True"
                 )
+            hidden = [name for name in _with_parents(self.modules) - set(self.modules) if _is_real(name)]
+            if hidden and not force:
+                both = f", or install({hidden[0]!r}, {self.name!r})" if hidden[0] in _ELSEWHERE.values() else ""
+                raise RuntimeError(
+                    f"install: {self.name} is a part of {hidden[0]}, which is installed, and would hide the rest of it; accepted: "
+                    f"force=True{both}"
+                )
             if self.looks_once and self.looks_once not in sys.modules and _is_there(self.looks_once.partition(".")[0]):
                 with contextlib.suppress(Exception):  # one that cannot be imported looks for nothing
                     importlib.import_module(self.looks_once)  # and with it, it may be, the package itself
@@ -78,6 +85,10 @@ class StandIn:
         if parent:
             setattr(sys.modules[parent], last, module)
 
+    def _heir(self, name: str) -> Optional[StandIn]:
+        """Another one that needs this module."""
+        return next((other for other in _finder.stand_ins if name in _with_parents(other.modules)), None)
+
     def what(self) -> str:
         return f"{self.distribution} {self.version}"
 
@@ -90,7 +101,7 @@ class StandIn:
                 for key in contents:
                     vars(sys.modules.get(name, types.ModuleType(""))).pop(key, None)
             for name in reversed(self.made):
-                heir = next((other for other in _finder.stand_ins if name in _with_parents(other.modules)), None)
+                heir = self._heir(name)
                 if heir is not None:
                     heir.made.insert(0, name)
                     setattr(sys.modules[name], _MARK, heir.what())
@@ -98,7 +109,9 @@ class StandIn:
                     del sys.modules[name]
                     parent, _, last = name.rpartition(".")
                     vars(sys.modules.get(parent, types.ModuleType(""))).pop(last, None)
-            sys.modules.update(self.before)
+            for name, module in self.before.items():
+                heir = self._heir(name)
+                (sys.modules if heir is None else heir.before)[name] = module
             self.made, self.before = [], {}
             if not _finder.stand_ins and _finder in sys.meta_path:
                 sys.meta_path.remove(_finder)
@@ -107,6 +120,16 @@ class StandIn:
 _MARK = "__fovea__"
 # Modules of one version that another's programs may look for, by the integration that has them.
 _ELSEWHERE = {"flash_attn.cute": "flash_attn_4", "flash_attn.flash_attn_interface": "flash_attn", "flash_attn.bert_padding": "flash_attn"}
+
+
+def _is_real(package: str) -> bool:
+    """Whether it is imported or installed, and not fovea's. A folder without code of its own hides nothing."""
+    if package in sys.modules:
+        return not _is_ours(sys.modules[package])
+    if "." in package:  # its parent has been looked at
+        return False
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def _is_there(package: str) -> bool:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from .._problem import shape_text
 from ..torch import attention
-from . import _counts
+from . import _counts, _needs
+from ._needs import Needed
 from ._stand_in import Patches
 
 __all__ = ["DS4Sci_EvoformerAttention"]
@@ -67,8 +68,9 @@ def _install(force: bool) -> None:
             "install: deepspeed is not installed; accepted: the package with its DeepSpeed4Science, or a call of "
             "fovea.integrations.evoformer.DS4Sci_EvoformerAttention"
         )
-    for module in [importlib.import_module(name) for name in _MODULES]:  # all are imported before one is changed
-        _patches.put(module, "DS4Sci_EvoformerAttention", DS4Sci_EvoformerAttention)
+    _needs.require(_NAME, "DeepSpeed with DeepSpeed4Science", [Needed(name, "DS4Sci_EvoformerAttention") for name in _MODULES])
+    for name in _MODULES:
+        _patches.put(importlib.import_module(name), "DS4Sci_EvoformerAttention", DS4Sci_EvoformerAttention)
 
 
 def _uninstall() -> None:

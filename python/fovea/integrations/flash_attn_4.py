@@ -251,7 +251,7 @@ def _shaped(out: Tensor, lse: Optional[Tensor], q: Tensor) -> tuple[Tensor, Opti
     """The results for q as it was given."""
     if out.dim() < q.dim():
         out = out.view(*q.shape[:2], *out.shape[1:])
-        lse = None if lse is None else lse.view(-1, *q.shape[:2]).transpose(0, 1)
+        lse = None if lse is None else lse.view(lse.shape[0], *q.shape[:2]).transpose(0, 1)
     return out, lse
 
 

@@ -173,12 +173,13 @@ class CoreAttention(torch.nn.Module):
                 raise TypeError(f"attention_mask: {type(attention_mask).__name__}; accepted: one tensor of bools, True is hidden")
             options["mask"] = ~attention_mask
         tensors = (query, key, value)
-        if attention_mask is None and attention_bias is None and all(_side_by_side(x) for x in tensors):
+        alike = key.shape[1] == value.shape[1] == batch  # others would pass for groups of heads
+        if attention_mask is None and attention_bias is None and alike and all(_side_by_side(x) for x in tensors):
             # One sequence of B * H heads: the result has Megatron's order of dimensions without a copy.
             if options["sink"] is not None:
                 options["sink"] = options["sink"].repeat(batch)
             out = self._compute(*(x.flatten(1, 2).unsqueeze(0) for x in tensors), layout="bshd", **options)
-            return out.view(rows, batch, -1)
+            return out.view(rows, batch, query.shape[2] * value.shape[3])
         out = self._compute(*(x.transpose(0, 1) for x in tensors), layout="bshd", **options)
         return out.transpose(0, 1).flatten(2).contiguous()
 

@@ -50,6 +50,9 @@ _NEEDED = (
     Needed(_MASKING, "sdpa_mask", ("q_length",)),  # before 5.4 it took a cache_position
 )
 
+# Keywords of the interface that say which keys a query sees, or add a sink of its own: without them the result is another one.
+_REFUSED = ("indices", "block_indices", "sinks")
+
 # Models that change the masks that they get, by the type in their configuration: they get masks in full.
 _CHANGE_MASKS = ("beit", "data2vec-vision", "doge")
 
@@ -244,26 +247,35 @@ def _attention(
         raise NotImplementedError("cache: a paged cache; fovea has no paged keys and values; accepted: None")
     if head_mask is not None:
         raise NotImplementedError("head_mask: given, and fovea has no such feature; accepted: None")
+    for name in _REFUSED:
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f'{name}: given, and fovea has no such feature; accepted: attn_implementation="eager", or "sdpa" where the model has it'
+            )
     if output_attentions:
         _warn_of_probabilities()
-    if query.shape[0] != key.shape[0]:  # queries that are shared by the batch
-        query = query.expand(key.shape[0], -1, -1, -1)
+    if query.shape[0] != key.shape[0]:  # queries, or keys and values, that are shared by the batch
+        batch = max(query.shape[0], key.shape[0])
+        query, key, value = (x.expand(batch, -1, -1, -1) for x in (query, key, value))
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     options: dict[str, Any] = {
         "scale": scaling, "softcap": softcap or 0.0, "dropout_p": dropout,
         "sink": None if s_aux is None else s_aux.reshape(-1),
     }  # fmt: skip
     given = None if cu_seq_lens_q is None else (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    if given is not None and position_bias is not None and (attention_mask is None or attention_mask.dim() == 5):
+        raise NotImplementedError("cu_seq_lens_q: given with position_bias; accepted: documents by position_ids, or one of the two")
     if attention_mask is not None and attention_mask.dim() == 5:
         pattern, padded = _read(attention_mask)
         options.update(pattern.options())
         keys = attention_mask[:, :, :, : key.shape[2], 0]
-        if given is None and pattern.documents is not None and not _traced(attention_mask):
+        whole = query.shape[2] == attention_mask.shape[3]  # and not the last few queries alone
+        if given is None and pattern.documents is not None and whole and not _traced(attention_mask):
             given = _lengths(attention_mask)
         if given is not None and not padded and position_bias is None:
             return _packed(query, key, value, given, options)
         if pattern.documents is not None:
-            options["mask"] = keys == keys.transpose(2, 3)
+            options["mask"] = keys == keys.transpose(2, 3)[:, :, keys.shape[3] - query.shape[2] :]
         elif padded:
             options["mask"] = keys
     elif given is not None and attention_mask is None and position_bias is None:
@@ -313,7 +325,7 @@ def _lengths(mask: Tensor) -> tuple[Tensor, Tensor, int, int]:
         begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
         starts = begins.reshape(-1).nonzero().reshape(-1)
         cu_seqlens = torch.nn.functional.pad(starts, (0, 1), value=numbers.numel()).to(torch.int32)
-        longest = int(cu_seqlens.diff().max())
+        longest = int(cu_seqlens.diff().max()) if starts.numel() else 0
         kept = cu_seqlens, cu_seqlens, longest, longest
         mask._fovea_lengths = kept  # type: ignore[attr-defined]
     found: tuple[Tensor, Tensor, int, int] = kept

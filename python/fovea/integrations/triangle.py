@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from .._problem import shape_text
 from ..torch import attention
-from . import _counts
+from . import _counts, _needs
+from ._needs import Needed
 from ._stand_in import Patches, StandIn
 
 __all__ = ["attention_pair_bias", "set_exact", "triangle_attention"]
@@ -209,17 +210,17 @@ def attention_pair_bias(
         raise ValueError(f"single_repr: {single.shape[0]} representations, and pair_repr has {batch}; accepted: a multiple of these")
     if num_heads < 1 or q.shape[-1] % num_heads != 0:
         raise ValueError(f"num_heads: {num_heads}, and w_proj_q has {q.shape[-1]} rows; accepted: a divisor of these")
-    each = single.shape[0] // batch  # representations that share a pair representation
+    each = single.shape[0] // batch if batch else 1  # representations that share a pair representation
     keys = None
     if mask is not None:
         if mask.shape not in ((batch, rows), (single.shape[0], rows)):
             raise ValueError(f"mask: shape {shape_text(mask.shape)}; accepted: ({batch}, {rows}) or ({single.shape[0]}, {rows})")
-        keys = mask.reshape(batch, -1, 1, 1, rows)  # (B, 1 or M, 1, 1, S)
-    q, k, v = (x.view(batch, each, rows, num_heads, -1) for x in (q, k, v))
+        keys = mask.reshape(batch, mask.shape[0] // batch if batch else 1, 1, 1, rows)  # (B, 1 or M, 1, 1, S)
+    q, k, v = (x.view(batch, each, rows, num_heads, x.shape[-1] // num_heads) for x in (q, k, v))
     options: dict[str, Any] = _masked(keys, q, -inf, None)
     names = {"bias": "pair_repr", "scale": "attn_scale"}
     out: Tensor = _counts.call(_NAME, attention, q, k, v, names=names, bias=z.unsqueeze(1), scale=attn_scale, layout="bshd", **options)
-    out = out.view(single.shape[0], rows, -1)
+    out = out.reshape(single.shape[0], rows, v.shape[-1] * num_heads)
     out = linear(out * linear(single, w_proj_g, b_proj_g).sigmoid(), w_proj_o, b_proj_o)
     return out, z if return_z_proj else None
 
@@ -239,9 +240,9 @@ def _install(force: bool) -> None:
     if _patches.before:
         return
     if not _stand_in.made and importlib.util.find_spec("cuequivariance_torch") is not None:
-        package = importlib.import_module("cuequivariance_torch")
-        primitives = importlib.import_module("cuequivariance_torch.primitives.triangle")
-        for module in (package, primitives):
+        places = ("cuequivariance_torch", "cuequivariance_torch.primitives.triangle")
+        _needs.require(_NAME, "cuequivariance_torch as of 0.13", [Needed(place, "triangle_attention") for place in places])
+        for module in map(importlib.import_module, places):
             for name, function in _functions.items():
                 if hasattr(module, name):
                     _patches.put(module, name, function)

@@ -70,7 +70,7 @@ def _packed(of: Callable[[Any, Tensor], dict[str, Any]], used: bool = False) -> 
 
 _READERS: dict[str, Callable[[Any, Tensor], dict[str, Any]]] = {
     "LowerTriangularMask": _plain(_TOP_LEFT),
-    "LowerTriangularMaskWithTensorBias": lambda bias, q: {**_TOP_LEFT, "bias": bias._bias},
+    "LowerTriangularMaskWithTensorBias": lambda bias, q: {**_TOP_LEFT, **_options(bias._bias, q)},
     "LowerTriangularFromBottomRightMask": _plain(_BOTTOM_RIGHT),
     "LowerTriangularFromBottomRightLocalAttentionMask": _sized(_BOTTOM_RIGHT),
     "LocalAttentionFromBottomRightMask": _sides,
@@ -123,7 +123,9 @@ def _four(query: Tensor, key: Tensor, value: Tensor, share: bool) -> tuple[Tenso
         return query, key, value
 
     def heads(x: Tensor) -> Tensor:
-        return x[:, :, :, 0] if x.stride(3) == 0 or x.shape[3] == 1 else x.flatten(2, 3)
+        # Where a program asks for the gradient of the expanded tensor itself, each of its heads has its own.
+        one = x.shape[3] == 1 or (x.stride(3) == 0 and not (x.requires_grad and x.is_leaf))
+        return x[:, :, :, 0] if one else x.flatten(2, 3)
 
     if share and heads(key).shape == heads(value).shape:
         return query.flatten(2, 3), heads(key), heads(value)
@@ -296,7 +298,7 @@ def memory_efficient_attention_backward(
     _refuse_dropout("memory_efficient_attention_backward", p)
     options = _options(attn_bias, query)
     q, k, v = _four(query, key, value, share=False)
-    grad, output = (x.reshape(*q.shape[:-1], v.shape[-1]) for x in (grad, output))
+    grad, output = (x.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype) for x in (grad, output))  # of another output_dtype, it may be
     if lse.dim() == 4:
         lse = lse.flatten(1, 2)
     if "cu_seqlens_q" in options:

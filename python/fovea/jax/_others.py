@@ -75,6 +75,9 @@ def dot_product_attention(
         window = (local_window_size, local_window_size)
     elif local_window_size is not None:
         window = local_window_size
+    sides = () if local_window_size is None or not isinstance(window, (tuple, list)) else window
+    if any(isinstance(side, int) and side < 0 for side in sides):  # JAX takes it for a number of keys, fovea for no end
+        raise ValueError(f"local_window_size: {local_window_size!r}; accepted: sides of 0 or more, or None")
     out, lse = attention(
         *arrays, bias=bias, mask=mask, scale=scale, causal=is_causal, window=window, align="top_left",
         seqused_q=query_seq_lengths, seqused_k=key_value_seq_lengths, return_lse=True,
@@ -145,14 +148,13 @@ def flax_attention(
     batch = arrays[0].shape[:-3]
     planes = [None if x is None else _array(name, x) for name, x in (("bias", bias), ("mask", mask))]
     if len(batch) not in (1, 2):
-        flat = len(batch) + 3
 
         def folded(x: Any) -> Any:
             if x is None or len(batch) == 0:
                 return x
             return jnp.broadcast_to(x, (*batch, *x.shape[max(0, x.ndim - 3) :])).reshape(-1, *x.shape[-3:])
 
-        planes = [x if x is None or x.ndim < flat else folded(x) for x in planes]
+        planes = [x if x is None or x.ndim <= 3 else folded(x) for x in planes]
         arrays = [x.reshape(-1, *x.shape[-3:]) for x in arrays]
     if planes[1] is not None:
         planes[1] = planes[1].astype(bool)
