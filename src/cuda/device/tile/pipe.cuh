@@ -53,8 +53,8 @@ struct Pipe {
       }
     }
   }
-  // The buffer is not needed. Nothing else keeps the lanes of a warp together: a leader ahead of the others would release
-  // what they have not yet seen full.
+  // The buffer is not needed. Nothing else keeps the lanes of a warp together: a leader ahead of the others would
+  // release what they have not yet seen full.
   __device__ __forceinline__ void skip() {
     wait();
     __syncwarp();
