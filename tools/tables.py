@@ -282,7 +282,7 @@ def triangle():
             else:
                 cells.append("–")
         ratio = f"{both['cuEquivariance'] / both['fovea']:.2f}" if "cuEquivariance" in both and "fovea" in both else ""
-        rows.append(f"| {n} | {'yes' if mask else 'no'} | {bias} | {cells[0]} | {cells[1]} | **{cells[2]}** | {ratio} |")
+        rows.append(f"| {n} | {mask} | {bias} | {cells[0]} | {cells[1]} | **{cells[2]}** | {ratio} |")
     return rows
 
 

@@ -6,7 +6,7 @@ in bf16 as under autocast, and its gradient, B=1, H=4, D=32. Milliseconds (media
 allocates.
 
 examples:
-  bench/torch/triangle.py                        N=384 and 768, with a mask of keys and without
+  bench/torch/triangle.py                        N=384 and 768, without a mask of keys and with two kinds
   bench/torch/triangle.py --json bench/results/triangle.json
   bench/torch/triangle.py --device cpu --sizes 16      whether it runs at all
 """
@@ -33,6 +33,7 @@ import records  # noqa: E402
 
 H, D = 4, 32
 CALLS = 10
+MASKS = ("none", "random", "padding")
 
 
 def sdpa(q, k, v, bias, mask):
@@ -77,13 +78,22 @@ def clock(function, cuda):
     return begin.elapsed_time(end) / CALLS, result
 
 
+def mask_of(kind, n):
+    """(1, N, 1, 1, N): none, a random tenth of the keys of each row hidden, or the last tenth of all rows, as padding is."""
+    if kind == "none":
+        return None
+    keys = torch.arange(n) < n * 9 // 10 if kind == "padding" else torch.rand(1, n, 1, 1, n) < 0.9
+    return keys.expand(1, n, 1, 1, n).contiguous()
+
+
 def measure(n, masked, bias_type, contenders, options):
     torch.manual_seed(n)
     cuda = options.device == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
     q, k, v, grad_out = (torch.randn(1, n, H, n, D).to(options.device, dtype) for _ in range(4))
     bias = torch.randn(1, 1, H, n, n).to(options.device, getattr(torch, bias_type))
-    mask = (torch.rand(1, n, 1, 1, n) < 0.9).to(options.device) if masked else None
+    mask = mask_of(masked, n)
+    mask = None if mask is None else mask.to(options.device)
     leaves = [x.requires_grad_() for x in (q, k, v, bias)]
     rows, exact = {}, None
     for name, function in contenders.items():
@@ -124,7 +134,7 @@ def main():
     options = parser.parse_args()
     contenders, version = functions()
     rows = [
-        row for n, masked, bias_type in itertools.product(options.sizes, (False, True), ("float32", "bfloat16"))
+        row for n, masked, bias_type in itertools.product(options.sizes, MASKS, ("float32", "bfloat16"))
         for row in measure(n, masked, bias_type, contenders, options)
     ]  # fmt: skip
     seen = fovea.integrations.stats().get("triangle", {})
