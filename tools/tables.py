@@ -263,7 +263,7 @@ def jax():
 def triangle():
     data = result("triangle")
     rows = [
-        "`triangle_attention` of (1, N, 4, N, 32) in bf16, a bias of (1, 1, 4, N, N) with its gradient; forward / backward in ms, in brackets the MiB that "
+        "`triangle_attention` of (1, N, 4, N, 32) in bf16, a bias of (1, 1, 4, N, N) with its gradient, and a mask of keys: `random` hides a tenth of each row's, `padding` the last tenth of all rows'; forward / backward in ms, in brackets the MiB that "
         f"the backward allocates. {data['device']}, PyTorch {data['torch']}, cuEquivariance {data['cuequivariance']}, {measured(data, data['rows'])}; repeat with "
         "`bench/torch/triangle.py`.",
         "",
