@@ -53,8 +53,13 @@ def write(path: Path, data: dict) -> None:
     path.write_text(text(data))
 
 
-def kept(path: Path, rows: list[dict], *names: str) -> list[dict]:
-    """The rows of the file that have, under these names, other values than each of `rows`: what a run of a part leaves as it was."""
+def kept(path: Path, rows: list[dict], *names: str, **head: str) -> list[dict]:
+    """The rows of the file that have, under these names, other values than each of `rows`: what a run of a part leaves as it was.
+    `head`: what is said of all rows, which has to be the same."""
     found = {tuple(row.get(name) for name in names) for row in rows}
-    before = json.loads(path.read_text())["rows"] if path.is_file() else []
-    return [row for row in before if tuple(row.get(name) for name in names) not in found]
+    before = json.loads(path.read_text()) if path.is_file() else {"rows": []}
+    left = [row for row in before["rows"] if tuple(row.get(name) for name in names) not in found]
+    for name, value in head.items():
+        if left and before.get(name, value) != value:
+            raise SystemExit(f"--json {path}: its other rows are of {name} {before[name]!r}, these of {value!r}; accepted: another file")
+    return left

@@ -174,6 +174,7 @@ def main():
         parser.error(f"unknown model {unknown[0]}; there are {', '.join(RUNS)}")
     fovea.integrations.install("transformers")
     rows = []
+    head = {"device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu", "torch": torch.__version__}
     for name in options.models or RUNS:
         for run in RUNS[name]:
             rows.append(train(name, run, options))
@@ -181,8 +182,8 @@ def main():
             print("   ", " ".join(f"{x:.3f}" for x in rows[-1]["losses"][:: max(1, len(rows[-1]["losses"]) // 10)]), flush=True)
             if options.json:  # after each run, so that what was measured is there whatever comes
                 records.write(options.json, {
-                    "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu", "torch": torch.__version__,
-                    "point": POINT, "rows": [*records.kept(options.json, rows, "model"), *rows]})  # fmt: skip
+                    **head,
+                    "point": POINT, "rows": [*records.kept(options.json, rows, "model", **head), *rows]})  # fmt: skip
     return f"fovea computed nothing: {rows}" if any(row["run"] == "fovea" and not row["calls"] for row in rows) else 0
 
 

@@ -183,7 +183,8 @@ def main() -> int:
         crowded = {line["test"] for line in lines if line.get("why", "").startswith("CUDA out of memory")}
         if complete and crowded:
             print(f"{len(crowded)} found no memory beside the others: once more", flush=True)
-            again = launch(1, [], "not alone", Path(folder), "again", sorted(crowded))
+            ids = [f"{HERE.parents[1]}/{test}" for test in sorted(crowded)]
+            again = launch(1, [], "not alone", Path(folder), "again", ids)
             complete = wait(again, deadline, started)
             shards += again
             lines = [line for line in lines if line["test"] not in crowded] + again[0].lines()

@@ -555,7 +555,7 @@ def test_keys_beyond_the_cache(lengths, module):
 
 @pytest.mark.parametrize("module", [flash_attn, flash_attn_3], ids=["2", "3"])
 def test_keys_that_do_not_fit_the_cache(module):
-    """PyTorch would broadcast them, or write a part. Nothing is written, whatever is wrong."""
+    """PyTorch would broadcast them, or write a part. Nothing is written before all of this is looked at."""
     q, new = torch.randn(3, 2, 4, 8), torch.randn(3, 2, 2, 8)
     lengths = torch.zeros(3, dtype=torch.int32)
     for given, says in (
@@ -565,12 +565,26 @@ def test_keys_that_do_not_fit_the_cache(module):
         ({"v": new[..., :1]}, "v: shape 3x2x2x1"),
         ({"q": q[..., :4]}, r"q: shape 3x2x4x4; accepted: \(B, Sq, a multiple of 2, 8\)"),
         ({"q": q[:, :, :3]}, "q: shape 3x2x3x8"),
-        ({"cache_seqlens": torch.tensor(1, dtype=torch.int32)}, r"cache_seqlens: shape \(\)|cache_seqlens: shape .*; accepted: \(3,\)"),
-    ):
+        ({"q": q[0]}, "q: shape 2x4x8"),
+        ({"cache_seqlens": torch.tensor(1, dtype=torch.int32)}, r"cache_seqlens: shape .*; accepted: \(3,\)"),
+        ({"cache_seqlens": [0, 0, 0]}, "cache_seqlens: a list; accepted: a tensor of int32"),
+        ({"cache_seqlens": torch.zeros(3)}, "cache_seqlens: torch.float32; accepted"),
+        ({"cache_batch_idx": torch.tensor([1], dtype=torch.int32)}, r"cache_batch_idx: shape 1; accepted: \(3,\)"),
+        ({"cache_batch_idx": torch.tensor([0, 1, 3], dtype=torch.int32)}, "cache_batch_idx: 3, and the cache has 3 sequences; accepted: 0 to 2"),
+        ({"q": q.double()}, "k_cache: torch.float32; accepted: torch.float64"),
+        ({"v_cache": torch.zeros(3, 8, 2, 8)}, r"v_cache: shape 3x8x2x8; accepted: \(3, 9, 2, Dv\)"),
+        ({"softmax_scale": torch.ones(1)}, "softmax_scale: a Tensor"),
+        ({"q": q.repeat(2, 1, 1, 1), "k": new.repeat(2, 1, 1, 1), "v": new.repeat(2, 1, 1, 1), "cache_seqlens": lengths.repeat(2)},
+         "q: shape 6x2x4x8; accepted: at most the 3 sequences"),
+    ):  # fmt: skip
         caches = {name: torch.zeros(3, 9, 2, 8) for name in ("k_cache", "v_cache")}
-        with pytest.raises(ValueError, match=f"^flash_attn_with_kvcache: {says}"):
-            module.flash_attn_with_kvcache(**{"q": q, **caches, "k": new, "v": new, "cache_seqlens": lengths, **given})
-        assert all((cache == 0).all() for cache in caches.values())
+        arguments = {"q": q, **caches, "k": new, "v": new, "cache_seqlens": lengths, **given}
+        with pytest.raises((ValueError, TypeError), match=f"^flash_attn_with_kvcache: {says}"):
+            module.flash_attn_with_kvcache(**arguments)
+        assert all((arguments[name] == 0).all() for name in caches)
+    with pytest.raises(TypeError, match="^window_size: "):
+        module.flash_attn_with_kvcache(**{**arguments, "q": q, "k": new, "v": new, "cache_seqlens": lengths, "window_size": 3})
+    assert all((arguments[name] == 0).all() for name in caches)
 
 
 @pytest.mark.parametrize("deterministic, switch, order", [(False, False, 0), (True, False, 1), (False, True, 1)])

@@ -106,9 +106,17 @@ def test_what_it_does_not_have_is_said():
             importlib.import_module(name)
     for name in ("flash_attn.layers", "flash_attn.cute"):
         assert importlib.util.find_spec(name) is None
+    # Whoever calls a finder by himself asks as well, at the top of a thread, too.
+    done = subprocess.run([sys.executable, "-c", (
+        "import sys, fovea.integrations as i\ni.install('flash_attn')\n"
+        "print([f.find_spec('no_such_module', None) for f in sys.meta_path][0], sys.meta_path[0].find_spec('flash_attn.layers', None))"
+    )], capture_output=True, text=True)  # fmt: skip
+    assert done.stdout == "None None\n", done.stderr
     with pytest.raises(ModuleNotFoundError, match=rf"{says}; install\('flash_attn_4'\) has it"):
         importlib.import_module("flash_attn.cute")
     install("flash_attn_4")
+    with pytest.raises(ModuleNotFoundError, match=says):
+        importlib.import_module("flash_attn.layers")
     uninstall("flash_attn")
     with pytest.raises(ModuleNotFoundError, match=r"flash-attn-4 4.0.0b36.*; install\('flash_attn'\) has it"):
         importlib.import_module("flash_attn.bert_padding")
@@ -184,6 +192,15 @@ def test_xformers_looks_before_the_stand_in_is_there(name, tmp_path, monkeypatch
             del sys.modules[module]
         uninstall(name)
         install(name)
+        # It may install by itself: there is one stand-in all the same.
+        uninstall(name)
+        (ops / "__init__.py").write_text(f"import fovea.integrations\nfovea.integrations.install({name!r})\n")
+        importlib.invalidate_caches()
+        sys.modules.pop("xformers", None)
+        install(name)
+        assert len(_stand_in._finder.stand_ins) == 1
+        for module in ("xformers", "xformers.ops"):
+            del sys.modules[module]
         # It imports the package itself, which the program has not done: that is replaced, and put back.
         uninstall(name)
         (tmp_path / "flash_attn.py").write_text("flash_attn_func = 'the real one'\n")

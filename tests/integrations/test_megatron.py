@@ -222,7 +222,7 @@ def test_what_is_refused():
         layer()(q[:, 0], k[:, 0], v[:, 0], None, packed_seq_params=params)
     # A batch of another size is none of heads.
     for wrong in ((k[:, :1], v[:, :1]), (k.repeat(1, 2, 1, 1)[..., :1, :], v.repeat(1, 2, 1, 1)[..., :1, :])):
-        with pytest.raises(ValueError, match="^k: .*the batch of q, 2"):
+        with pytest.raises(ValueError, match="^key: .*the batch of q, 2"):
             layer(Kind.no_mask)(q, *wrong, None)
     for mask in (torch.ones(2, 1, 5, 7), (None, None)):
         with pytest.raises(TypeError, match="^attention_mask: .*accepted: one tensor of bools"):

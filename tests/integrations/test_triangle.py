@@ -199,6 +199,8 @@ def test_attention_pair_bias_refuses():
         triangle.attention_pair_bias(*arguments, norm_kind="batch_norm")
     with pytest.raises(ValueError, match="b_ln_z: given with norm_kind 'rms_norm'"):
         triangle.attention_pair_bias(*arguments, tensor(2, 3), b_ln_z=tensor(3), norm_kind="rms_norm")
+    with pytest.raises(ValueError, match="num_heads: 2, and w_proj_v has 15 rows"):
+        triangle.attention_pair_bias(*arguments[:9], tensor(15, 8), *arguments[10:], tensor(2, 3))
     with pytest.raises(ValueError, match="num_heads: 3, and w_proj_q has 16 rows"):
         triangle.attention_pair_bias(*arguments[:3], 3, *arguments[4:], tensor(2, 3))
     with pytest.raises(ValueError, match=r"mask: shape .*5.*; accepted: \(1, 4\)"):

@@ -69,8 +69,8 @@ def install(*names: str, force: bool = False) -> None:
 
     Raises:
         ValueError: A name is unknown, or there is none.
-        RuntimeError: The library that is replaced is imported already, or is a part of one that is installed, and `force` is not set. One whose functions are patched
-            may be; a program that has imported them by name keeps them.
+        RuntimeError: The library that is replaced is imported already, and `force` is not set; or it is a part of another one,
+            which is installed. A library whose functions are patched may be imported: what a program has imported by name stays.
         ImportError: The library that is to be patched is not installed.
 
     Example:
@@ -110,7 +110,7 @@ def uninstall(*names: str) -> None:
 def _modules(names: tuple[str, ...]) -> list[Any]:
     unknown = [name for name in names if not isinstance(name, str) or name not in _AVAILABLE]
     if unknown or not names:
-        raise ValueError(f"names: {unknown[0] if unknown else 'none'}; accepted, each by itself: {', '.join(sorted(_AVAILABLE))}")
+        raise ValueError(f"names: {repr(unknown[0]) if unknown else 'none'}; accepted, each by itself: {', '.join(sorted(_AVAILABLE))}")
     return [importlib.import_module(f"{__name__}.{name}") for name in names]
 
 

@@ -21,7 +21,7 @@ from . import _counts
 Window = tuple[Optional[int], Optional[int]]
 
 LOOKS_ONCE = "xformers.ops"  # it takes whatever it can import as flash_attn for the compiled package
-NAMES = {"scale": "softmax_scale", "window": "window_size"}  # of fovea's arguments
+NAMES = {"scale": "softmax_scale", "window": "window_size", "sink": "learnable_sink"}  # of fovea's arguments
 
 _operators: Any = _torch_operators.operators
 
@@ -103,19 +103,39 @@ def append(cache: Tensor, new: Tensor, lengths: Tensor, rows: Optional[Tensor]) 
     cache[sequences[:, None], lengths.long()[:, None] + steps] = new.to(cache.dtype)
 
 
-def _need_to_fit(function: str, q: Tensor, caches: dict[str, Tensor], k: Tensor, v: Tensor, lengths: Tensor) -> None:
-    """Before anything is written: a shape that PyTorch would broadcast, or write a part of."""
-    batch, new = q.shape[0], k.shape[1] if k.dim() == 4 else -1
-    for name, x in (("k", k), ("v", v)):
-        cache = caches[name]
-        if cache.dim() != 4 or x.shape != (batch, new, *cache.shape[2:]):
-            want = f"({batch}, {'n' if new < 0 else new}, {', '.join(map(str, cache.shape[2:]))})"
-            raise ValueError(f"{function}: {name}: shape {shape_text(x.shape)}; accepted: {want}, as {name}_cache has it")
-    if lengths.shape != (batch,):
-        raise ValueError(f"{function}: cache_seqlens: shape {shape_text(lengths.shape)}; accepted: ({batch},)")
-    head_dim, heads = caches["k"].shape[3], caches["k"].shape[2]
+def _need_to_fit(
+    function: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, lengths: Any, rows: Optional[Tensor]
+) -> None:
+    """Before anything is written: what PyTorch would broadcast or write a part of, and what the call would refuse behind it."""
+
+    def refuse_shape(name: str, x: Tensor, accepted: str) -> NoReturn:
+        raise ValueError(f"{function}: {name}: shape {shape_text(x.shape)}; accepted: {accepted}")
+
+    if k_cache.dim() != 4:
+        refuse_shape("k_cache", k_cache, "(B, S, Hk, D)")
+    if v_cache.dim() != 4 or v_cache.shape[:3] != k_cache.shape[:3]:
+        refuse_shape("v_cache", v_cache, f"({', '.join(map(str, k_cache.shape[:3]))}, Dv), as k_cache has it")
+    heads, head_dim = k_cache.shape[2:]
     if q.dim() != 4 or q.shape[3] != head_dim or q.shape[2] % max(heads, 1) != 0:
-        raise ValueError(f"{function}: q: shape {shape_text(q.shape)}; accepted: (B, Sq, a multiple of {heads}, {head_dim}), as k_cache has it")
+        refuse_shape("q", q, f"(B, Sq, a multiple of {heads}, {head_dim}), as k_cache has it")
+    batch = q.shape[0]
+    new: Any = k.shape[1] if k.dim() == 4 else "n"
+    for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        if x.dim() != 4 or x.shape != (batch, new, *cache.shape[2:]):
+            refuse_shape(name, x, f"({batch}, {new}, {heads}, {cache.shape[3]}), as {name}_cache has it")
+    for name, numbers in (("cache_seqlens", lengths), ("cache_batch_idx", rows)):
+        if numbers is None:
+            continue
+        if not isinstance(numbers, Tensor) or numbers.dtype not in (torch.int32, torch.int64):
+            what = numbers.dtype if isinstance(numbers, Tensor) else f"a {type(numbers).__name__}"
+            raise TypeError(f"{function}: {name}: {what}; accepted: a tensor of int32")
+        if numbers.shape != (batch,):
+            refuse_shape(name, numbers, f"({batch},)")
+    if rows is None and batch > k_cache.shape[0]:
+        refuse_shape("q", q, f"at most the {k_cache.shape[0]} sequences of k_cache")
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if x.dtype != q.dtype:
+            raise TypeError(f"{function}: {name}: {x.dtype}; accepted: {q.dtype}, as q has it")
 
 
 def _need_room(function: str, lengths: Tensor, new: int, size: int) -> None:
@@ -128,6 +148,14 @@ def _need_room(function: str, lengths: Tensor, new: int, size: int) -> None:
                 )
 
 
+def _need_rows(function: str, rows: Tensor, size: int) -> None:
+    """As _need_room()."""
+    if rows.device.type == "cpu" and not is_traced() and rows.numel():
+        for row in (int(rows.max()), int(rows.min())):
+            if not 0 <= row < size:
+                raise ValueError(f"{function}: cache_batch_idx: {row}, and the cache has {size} sequences; accepted: 0 to {size - 1}")
+
+
 @torch.no_grad()
 def with_cache(
     integration: str, function: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Optional[Tensor], v: Optional[Tensor],
@@ -136,6 +164,9 @@ def with_cache(
     """flash_attn_with_kvcache without pages, rotary embedding and padding at the left."""
     batch = q.shape[0]
     lengths = cache_seqlens
+    mapped(q, return_lse=return_lse, **options)  # what it refuses is refused before anything is written
+    if isinstance(options.get("softmax_scale"), Tensor):
+        raise TypeError(f"{function}: softmax_scale: a Tensor; accepted: a number, or None")
     if isinstance(lengths, int):
         lengths = torch.full((batch,), lengths, dtype=torch.int32, device=q.device)
     if (k is None) != (v is None):
@@ -143,8 +174,10 @@ def with_cache(
     if k is not None and v is not None:
         if lengths is None:
             raise ValueError(f"{function}: cache_seqlens: None with k; accepted: the lengths before k")
-        _need_to_fit(function, q, {"k": k_cache, "v": v_cache}, k, v, lengths)
+        _need_to_fit(function, q, k_cache, v_cache, k, v, lengths, cache_batch_idx)
         _need_room(function, lengths, k.shape[1], k_cache.shape[1])
+        if cache_batch_idx is not None:
+            _need_rows(function, cache_batch_idx, k_cache.shape[0])
         append(k_cache, k, lengths, cache_batch_idx)
         append(v_cache, v, lengths, cache_batch_idx)
         lengths = lengths + k.shape[1]
@@ -182,20 +215,20 @@ def operator_arguments(
 @torch.no_grad()
 def forward(integration: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """out and lse, which has -inf for rows without keys."""
-    out, lse = _counts.call(integration, _operators.attention, *operator_arguments(q, k, v, **options))
+    out, lse = _counts.call(integration, _operators.attention, *operator_arguments(q, k, v, **options), names=NAMES)
     return out, lse
 
 
 @torch.no_grad()
 def gradients(
     integration: str, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *,
-    dlse: Optional[Tensor] = None, sink: Optional[Tensor] = None, **options: Any,
+    dlse: Optional[Tensor] = None, sink: Optional[Tensor] = None, names: Mapping[str, str] = NAMES, **options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Those of q, k and v, and of the sink if there is one."""
     need = [True, True, True, False, False, sink is not None]
     found: tuple[Tensor, ...] = _counts.call(
         integration, _operators.attention_backward, dout, dlse, out, lse, need,
-        *operator_arguments(q, k, v, sink=sink, **options),
+        *operator_arguments(q, k, v, sink=sink, **options), names=names,
     )  # fmt: skip
     return found[:3] if sink is None else (*found[:3], found[5].to(sink.dtype))
 

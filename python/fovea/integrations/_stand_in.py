@@ -42,30 +42,37 @@ class StandIn:
         self.before: dict[str, types.ModuleType] = {}
 
     def install(self, force: bool) -> None:
+        if self in _finder.stand_ins:
+            return
+        if not force:
+            self._need_nothing_real()
+        # Without the lock, which another thread may want that holds the lock of a module's import.
+        if self.looks_once and self.looks_once not in sys.modules and _is_there(self.looks_once.partition(".")[0]):
+            with contextlib.suppress(Exception):  # one that cannot be imported looks for nothing
+                importlib.import_module(self.looks_once)  # and with it, it may be, the package itself
         with _lock:
             if self in _finder.stand_ins:
                 return
-            real = [name for name in self.modules if name in sys.modules and not _is_ours(sys.modules[name])]
-            if real and not force:
-                raise RuntimeError(
-                    f"install: {real[0]} is imported already, and is not fovea's; accepted: install({self.name!r}) before "
-                    "the import, or force=True"
-                )
-            hidden = [name for name in _with_parents(self.modules) - set(self.modules) if _is_real(name)]
-            if hidden and not force:
-                both = f", or install({hidden[0]!r}, {self.name!r})" if hidden[0] in _ELSEWHERE.values() else ""
-                raise RuntimeError(
-                    f"install: {self.name} is a part of {hidden[0]}, which is installed, and would hide the rest of it; accepted: "
-                    f"force=True{both}"
-                )
-            if self.looks_once and self.looks_once not in sys.modules and _is_there(self.looks_once.partition(".")[0]):
-                with contextlib.suppress(Exception):  # one that cannot be imported looks for nothing
-                    importlib.import_module(self.looks_once)  # and with it, it may be, the package itself
             for name, contents in self.modules.items():
                 self._put(name, contents)
             _finder.stand_ins.append(self)
             if _finder not in sys.meta_path:
                 sys.meta_path.insert(0, _finder)
+
+    def _need_nothing_real(self) -> None:
+        real = [name for name in self.modules if name in sys.modules and not _is_ours(sys.modules[name])]
+        if real:
+            raise RuntimeError(
+                f"install: {real[0]} is imported already, and is not fovea's; accepted: install({self.name!r}) before "
+                "the import, or force=True"
+            )
+        hidden = [name for name in _with_parents(self.modules) - set(self.modules) if _is_real(name)]
+        if hidden:
+            both = f", or install({hidden[0]!r}, {self.name!r})" if hidden[0] in _ELSEWHERE.values() else ""
+            raise RuntimeError(
+                f"install: {self.name} is a part of {hidden[0]}, which is installed, and would hide the rest of it; accepted: "
+                f"force=True{both}"
+            )
 
     def _put(self, name: str, contents: dict[str, Any]) -> None:
         parent, _, last = name.rpartition(".")
@@ -81,6 +88,8 @@ class StandIn:
             setattr(module, _MARK, self.what())
             sys.modules[name] = module
             self.made.append(name)
+        if name in self.modules:
+            setattr(module, _MARK, self.what())
         module.__dict__.update(contents)
         if parent:
             setattr(sys.modules[parent], last, module)
@@ -125,7 +134,7 @@ _ELSEWHERE = {"flash_attn.cute": "flash_attn_4", "flash_attn.flash_attn_interfac
 def _is_real(package: str) -> bool:
     """Whether it is imported or installed, and not fovea's. A folder without code of its own hides nothing."""
     if package in sys.modules:
-        return not _is_ours(sys.modules[package])
+        return sys.modules[package] is not None and not _is_ours(sys.modules[package])
     if "." in package:  # its parent has been looked at
         return False
     spec = importlib.util.find_spec(package)
@@ -166,6 +175,14 @@ class _Distribution(importlib.metadata.Distribution):
         return None
 
 
+def _is_a_question() -> bool:
+    """Whether a program asks importlib.util.find_spec(), which says None, and imports nothing. It is three frames above."""
+    try:
+        return sys._getframe(3).f_globals.get("__name__") == "importlib.util"
+    except ValueError:  # so few frames: nobody imports
+        return True
+
+
 class _Finder(importlib.metadata.DistributionFinder):
     """Answers for the metadata, and says what a stand-in does not have."""
 
@@ -174,9 +191,7 @@ class _Finder(importlib.metadata.DistributionFinder):
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         parent = fullname.rpartition(".")[0]
-        # A program that asks importlib.util.find_spec() wants None: two frames above are importlib's own for an import.
-        asked = sys._getframe(2).f_globals.get("__name__") == "importlib.util"
-        if parent and not asked and _is_ours(sys.modules.get(parent)):
+        if parent and _is_ours(sys.modules.get(parent)) and not _is_a_question():
             other = _ELSEWHERE.get(fullname)
             why = f"install({other!r}) has it" if other else "for the rest the package itself has to be installed, without the stand-in"
             raise ModuleNotFoundError(

@@ -31,6 +31,7 @@ from ._stand_in import Patches
 __all__ = ["CoreAttention"]
 
 _NAME = "megatron"
+_NAMES = {"q": "query", "k": "key", "v": "value", "bias": "attention_bias", "mask": "attention_mask"}  # of fovea's arguments
 _CLASS = "CoreAttention"
 
 _CAUSAL = ("causal", "padding_causal")
@@ -207,7 +208,7 @@ class CoreAttention(torch.nn.Module):
 
     def _compute(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         with self._generator(options["dropout_p"]):
-            out: Tensor = _counts.call(_NAME, attention, q, k, v, **options)
+            out: Tensor = _counts.call(_NAME, attention, q, k, v, names=_NAMES, **options)
         return out
 
     def _generator(self, dropout_p: float) -> contextlib.AbstractContextManager[Any]:

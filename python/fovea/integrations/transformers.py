@@ -263,7 +263,8 @@ def _attention(
         "sink": None if s_aux is None else s_aux.reshape(-1),
     }  # fmt: skip
     given = None if cu_seq_lens_q is None else (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-    if given is not None and position_bias is not None and (attention_mask is None or attention_mask.dim() == 5):
+    alone = attention_mask is None or (attention_mask.dim() == 5 and _read(attention_mask)[0].documents is None)
+    if given is not None and position_bias is not None and alone:
         raise NotImplementedError("cu_seq_lens_q: given with position_bias; accepted: documents by position_ids, or one of the two")
     if attention_mask is not None and attention_mask.dim() == 5:
         pattern, padded = _read(attention_mask)
@@ -298,7 +299,8 @@ def _attention(
 
 
 # Of fovea's arguments.
-_NAMES = {"q": "query", "k": "key", "v": "value", "scale": "scaling", "dropout_p": "dropout", "sink": "s_aux", "mask": "attention_mask"}
+_NAMES = {"q": "query", "k": "key", "v": "value", "scale": "scaling", "dropout_p": "dropout", "sink": "s_aux", "mask": "attention_mask",
+          "cu_seqlens_q": "cu_seq_lens_q", "cu_seqlens_k": "cu_seq_lens_k"}  # fmt: skip
 
 
 def _read(mask: Tensor) -> tuple[_Pattern, bool]:
@@ -338,7 +340,7 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, lengths: Any, options: di
     cu_seqlens_q, cu_seqlens_k, longest_q, longest_k = lengths
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     out: Tensor = _counts.call(
-        _NAME, attention, q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
+        _NAME, attention, q, k, v, names=_NAMES, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
         max_seqlen_q=q.shape[0] if longest_q is None else int(longest_q),
         max_seqlen_k=k.shape[0] if longest_k is None else int(longest_k), **options,
     )  # fmt: skip

@@ -98,7 +98,8 @@ def triangle_attention(
         options["seqused_k"] = kv_lengths.reshape(-1).clamp(max=k.shape[-2])
     q, k, v, bias = (_five(x) for x in (q, k, v, bias))
     options = {name: x if name == "seqused_k" else _five(x) for name, x in options.items()}
-    out, lse = _counts.call(_NAME, attention, q, k, v, bias=bias, scale=scale, return_lse=True, **options)
+    names = {"seqused_k": "kv_lengths", "bias2": "mask"}
+    out, lse = _counts.call(_NAME, attention, q, k, v, names=names, bias=bias, scale=scale, return_lse=True, **options)
     return (out, lse, None) if return_aux else out
 
 
@@ -206,16 +207,17 @@ def attention_pair_bias(
     else:
         z = linear(normal(pair_repr, w_ln_z, b_ln_z), w_proj_z, b_proj_z).movedim(-1, 1)
     batch, rows = z.shape[0], single.shape[1]
-    if single.shape[0] % max(batch, 1) != 0:
+    if single.shape[0] % batch != 0 if batch else single.shape[0] != 0:
         raise ValueError(f"single_repr: {single.shape[0]} representations, and pair_repr has {batch}; accepted: a multiple of these")
-    if num_heads < 1 or q.shape[-1] % num_heads != 0:
-        raise ValueError(f"num_heads: {num_heads}, and w_proj_q has {q.shape[-1]} rows; accepted: a divisor of these")
+    for name, x in (("w_proj_q", q), ("w_proj_k", k), ("w_proj_v", v)):
+        if num_heads < 1 or x.shape[-1] % num_heads != 0:
+            raise ValueError(f"num_heads: {num_heads}, and {name} has {x.shape[-1]} rows; accepted: a divisor of these")
     each = single.shape[0] // batch if batch else 1  # representations that share a pair representation
     keys = None
     if mask is not None:
-        if mask.shape not in ((batch, rows), (single.shape[0], rows)):
+        if mask.shape[-1] != rows or mask.numel() not in (batch * rows, single.shape[0] * rows):
             raise ValueError(f"mask: shape {shape_text(mask.shape)}; accepted: ({batch}, {rows}) or ({single.shape[0]}, {rows})")
-        keys = mask.reshape(batch, mask.shape[0] // batch if batch else 1, 1, 1, rows)  # (B, 1 or M, 1, 1, S)
+        keys = mask.reshape(batch, mask.numel() // (batch * rows) if batch * rows else 1, 1, 1, rows)  # (B, 1 or M, 1, 1, S)
     q, k, v = (x.view(batch, each, rows, num_heads, x.shape[-1] // num_heads) for x in (q, k, v))
     options: dict[str, Any] = _masked(keys, q, -inf, None)
     names = {"bias": "pair_repr", "scale": "attn_scale"}

@@ -306,7 +306,8 @@ def memory_efficient_attention_backward(
         q, k, v, grad, output, lse = (x[0] for x in (q, k, v, grad, output, lse))
     causal, window = options.pop("causal", False), options.pop("window", (-1, -1))
     found = _flash.gradients(
-        _NAME, grad, q, k, v, output, lse.contiguous(), softmax_scale=scale, causal=causal, window_size=window, softcap=0.0, **options
+        _NAME, grad, q, k, v, output, lse.contiguous(), softmax_scale=scale, causal=causal, window_size=window, softcap=0.0,
+        names=_NAMES, **options,
     )
     shapes: list[Any] = [x.shape for x in (query, key, value)]
     dq, dk, dv = (x.reshape(shape) for x, shape in zip(found, shapes))

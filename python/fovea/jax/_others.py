@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, Optional, Union
 
+import operator
+
 import jax
 import jax.numpy as jnp
 
@@ -76,7 +78,7 @@ def dot_product_attention(
     elif local_window_size is not None:
         window = local_window_size
     sides = () if local_window_size is None or not isinstance(window, (tuple, list)) else window
-    if any(isinstance(side, int) and side < 0 for side in sides):  # JAX takes it for a number of keys, fovea for no end
+    if any(hasattr(side, "__index__") and operator.index(side) < 0 for side in sides):  # JAX takes it for a number of keys, fovea for no end
         raise ValueError(f"local_window_size: {local_window_size!r}; accepted: sides of 0 or more, or None")
     out, lse = attention(
         *arrays, bias=bias, mask=mask, scale=scale, causal=is_causal, window=window, align="top_left",
