@@ -5,7 +5,6 @@
 #include "cuda/kernels/sm90_backward.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <vector>
 
 #include "cuda/device/sm90/cluster_backward_sizes.h"
@@ -308,16 +307,6 @@ bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, cons
       same_step.summed = blocks;
       all.insert(all.begin(), same_step);
     }
-  }
-  // The experiment: dQ of the step before, half of its columns by each warpgroup, behind dV and dK of this step.
-  constexpr int kLeast = 96;
-  if (std::getenv("X_DELAY") != nullptr && !sm90_is_wide(spec) && spec.d >= kLeast && spec.d % 32 == 0 &&
-      spec.d == spec.dv && has_dq && wants.dkv && sm90_outer_bytes(spec) == 0 && spec.bias == BiasTile::kNone) {
-    Tiles later{.groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 2};
-    later.bulk = later.delay = later.halves = true;
-    all.insert(all.begin(), later);
-    later.planes = 3;
-    all.insert(all.begin(), later);
   }
   for (const Tiles& tiles : all) {
     spec.summed = tiles.summed;

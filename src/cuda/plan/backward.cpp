@@ -229,7 +229,7 @@ void Planner::backward() {
   if (order.parts > 1 && main.dkv) {
     add_sm90_backward_parts(*this, main, order, convert_blocks);
   } else {
-    spec.same_step = main.halves && main.bulk;  // how dq_sum lies
+    spec.same_step = main.same_step;  // how dq_sum lies
     spec.fp32_results = fp32.q;
     add_backward_convert(*this, spec, convert_blocks);
   }

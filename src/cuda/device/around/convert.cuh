@@ -89,16 +89,6 @@ __device__ __forceinline__ void store_sums(const Thread& thread, const float4 (&
 template <auto S>
 inline constexpr int kConvertPieces = kConvertRows / 16 * (S.d / 16);
 
-// Whether half of the columns of 64 queries lie behind the other half in dq_sum.
-template <auto S>
-constexpr bool dq_in_halves() {
-  if constexpr (requires { S.halves; }) {
-    return S.halves && S.bulk;
-  } else {
-    return S.same_step;
-  }
-}
-
 // kBatch pieces, from piece n on, of the kConvertRows rows of a head that begin at row `first`; their sums lie at
 // `sums`. `to`: where the head's row 0 lies in dq. `stored`: there are sums; else dq is 0. `vectors`: Args'. All are
 // read before any is written.
@@ -114,8 +104,7 @@ __device__ __forceinline__ void convert_sums(const Thread& thread, const Args& a
   for (int i = 0; i < kBatch; ++i) {
     // same_step: the left half of the columns of all rows, then the right one
     const int at = n + i;
-    const int place =
-        dq_in_halves<S>() ? (at % kPairs / kHalf * (kConvertRows / 16) + at / kPairs) * kHalf + at % kHalf : at;
+    const int place = S.same_step ? (at % kPairs / kHalf * (kConvertRows / 16) + at / kPairs) * kHalf + at % kHalf : at;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       x[i][j] = stored && exists(at) ? load_summed(sums + (place * 2 + j) * 128 + thread.lane * 4) : float4{};
