@@ -414,6 +414,15 @@ def gpu_table(note, before, peers, after=()):
     return [note, "", "| " + " | ".join(names) + " |", "| --- " * len(names) + "|"]
 
 
+def gpu_beside_best(row, peers):
+    """Our speed over the best peer's, forward / backward."""
+    ratios = []
+    for way in (0, 1):
+        ours, others = gpu_rate(row, "ours", way), [rate for rate in (gpu_rate(row, name, way) for name in peers) if rate]
+        ratios.append(f"{ours / max(others):.2f}" if ours and others else "–")
+    return " / ".join(ratios)
+
+
 def gpu_dense():
     data, rows = gpu_rows("dense")
     peers = gpu_peers(rows)
@@ -426,17 +435,15 @@ def gpu_dense():
     means = {}
     for row in rows:
         _, d, s, causal = row["name"].split()
-        ratios, targets = [], []
+        targets = []
         for way in (0, 1):
-            others = [rate for rate in (gpu_rate(row, name, way) for name in peers) if rate]
             ours, yardstick = gpu_rate(row, "ours", way), gpu_rate(row, "cuDNN", way)
-            ratios.append(f"{ours / max(others):.2f}" if ours and others else "–")
             targets.append(f"{ours / yardstick / row['target'][way]:.2f}" if ours and yardstick else "–")
             if ours and yardstick:
                 means.setdefault((d[1:], way), []).append(ours / yardstick / row["target"][way])
                 means.setdefault(("all", way), []).append(ours / yardstick / row["target"][way])
         cells = [d[1:], s[1:], "yes" if causal == "c" else "no", f"**{gpu_cell(row, 'ours')}**", *(gpu_cell(row, name) for name in peers)]
-        table.append("| " + " | ".join([*cells, " / ".join(ratios), " / ".join(targets)]) + " |")
+        table.append("| " + " | ".join([*cells, gpu_beside_best(row, peers), " / ".join(targets)]) + " |")
     for d in sorted({d for d, _ in means}, key=lambda d: (d == "all", d.zfill(3))):
         both = [means.get((d, way), []) for way in (0, 1)]
         mean = " / ".join(f"{math.exp(sum(map(math.log, part)) / len(part)):.2f}" for part in both if part)
@@ -455,12 +462,8 @@ def gpu_h100():
         ["case"], peers, ["fovea / best of the row"],
     )
     for row in data["rows"]:
-        ratios = []
-        for way in (0, 1):
-            others = [rate for rate in (gpu_rate(row, name, way) for name in peers) if rate]
-            ours = gpu_rate(row, "ours", way)
-            ratios.append(f"{ours / max(others):.2f}" if ours and others else "–")
-        table.append("| " + " | ".join([row["name"], f"**{gpu_cell(row, 'ours')}**", *(gpu_cell(row, name) for name in peers), " / ".join(ratios)]) + " |")
+        cells = [f"**{gpu_cell(row, 'ours')}**", *(gpu_cell(row, name) for name in peers), gpu_beside_best(row, peers)]
+        table.append("| " + " | ".join([row["name"], *cells]) + " |")
     return table
 
 

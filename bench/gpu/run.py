@@ -675,10 +675,9 @@ def warm(cases: list[Case], names: list[str], late) -> int:
 
 def save(path: Path, about: dict, rows: list[dict]) -> None:
     """After each row, so that nothing is lost when time is up; rows of earlier runs that were not measured stay."""
-    before = json.loads(path.read_text())["rows"] if path.exists() else []
     order = {case.name: n for n, case in enumerate(all_cases())}
-    merged = {row["name"]: row for row in [*before, *rows] if row["name"] in order}
-    data = {"machine": about, "runs": RUNS, "rows": sorted(merged.values(), key=lambda row: order[row["name"]])}
+    known = [row for row in [*records.kept(path, rows, "name"), *rows] if row["name"] in order]
+    data = {"machine": about, "runs": RUNS, "rows": sorted(known, key=lambda row: order[row["name"]])}
     records.write(path, data)
 
 

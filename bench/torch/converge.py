@@ -182,8 +182,7 @@ def main():
             print("   ", " ".join(f"{x:.3f}" for x in rows[-1]["losses"][:: max(1, len(rows[-1]["losses"]) // 10)]), flush=True)
             if options.json:  # after each run, so that what was measured is there whatever comes
                 records.write(options.json, {
-                    **head,
-                    "point": POINT, "rows": [*records.kept(options.json, rows, "model", **head), *rows]})  # fmt: skip
+                    **head, "point": POINT, "rows": [*records.kept(options.json, rows, "model", **head), *rows]})  # fmt: skip
     return f"fovea computed nothing: {rows}" if any(row["run"] == "fovea" and not row["calls"] for row in rows) else 0
 
 

@@ -255,7 +255,8 @@ def main():
 
     fovea.integrations.install("transformers")
     rows, begin = [], time.monotonic()
-    head = {"device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu", "torch": torch.__version__}
+    head = {"device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu", "torch": torch.__version__,
+            "transformers": transformers.__version__, "size": arguments.size}  # fmt: skip
     for name in arguments.models or MODELS:
         found = measure(name, arguments.size, arguments.device, arguments.steps, lambda: arguments.seconds - time.monotonic() + begin,
                         arguments.compile)
@@ -265,9 +266,7 @@ def main():
             print(" ".join(f"{key}={value}" for key, value in row.items()), flush=True)
         if arguments.json:  # after each model, so that what was measured is there whatever comes
             records.write(arguments.json, {
-                **head,
-                "transformers": transformers.__version__, "size": arguments.size,
-                "rows": [*records.kept(arguments.json, rows, "model", "compiled", **head, size=arguments.size), *rows]})  # fmt: skip
+                **head, "rows": [*records.kept(arguments.json, rows, "model", "compiled", **head), *rows]})  # fmt: skip
     failed = [row for row in rows if row["implementation"] == "fovea" and ("error" in row or not row["calls"])]
     print(f"{len(rows)} rows in {time.monotonic() - begin:.0f} s; fovea failed or computed nothing: {[r['model'] for r in failed]}")
     return 1 if failed else 0

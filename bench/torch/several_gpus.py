@@ -714,10 +714,9 @@ def cell(result: Optional[dict[str, Any]], star: bool) -> str:
 
 def save(path: Path, about: dict[str, Any], rows: list[dict[str, Any]], order: list[str]) -> None:
     """Rows of earlier runs that were not measured stay."""
-    before = json.loads(path.read_text())["rows"] if path.exists() else []
-    merged = {row["name"]: row for row in [*before, *rows]}
+    merged = [*records.kept(path, rows, "name"), *rows]
     place = {name: n for n, name in enumerate(order)}
-    records.write(path, {"machine": about, "rows": sorted(merged.values(), key=lambda row: place.get(row["name"], len(place)))})
+    records.write(path, {"machine": about, "rows": sorted(merged, key=lambda row: place.get(row["name"], len(place)))})
 
 
 def main() -> int:

@@ -184,7 +184,7 @@ def test_attention_pair_bias(each, masked, rms, computed):
 
 
 def test_attention_pair_bias_of_an_empty_batch():
-    arguments = (tensor(0, 4, 8), tensor(0, 4, 4, 3), torch.ones(0, 4), 2, tensor(8), None, *(tensor(16, 8) for _ in range(1)), None,
+    arguments = (tensor(0, 4, 8), tensor(0, 4, 4, 3), torch.ones(0, 4), 2, tensor(8), None, tensor(16, 8), None,
                  *(tensor(16, 8) for _ in range(3)), tensor(8, 16), tensor(2, 3))  # fmt: skip
     assert triangle.attention_pair_bias(*arguments)[0].shape == (0, 4, 8)
 

@@ -316,13 +316,15 @@ def test_keywords_that_carry_a_mask_or_a_sink_are_refused():
     for name in ours._REFUSED:
         with pytest.raises(NotImplementedError, match=f"^{name}: given"):
             ours._attention(None, q, q, q, None, **{name: torch.zeros(1)})
-    with pytest.raises(NotImplementedError, match="^cu_seq_lens_q: given with position_bias"):
-        offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
-        bias = {"position_bias": torch.zeros(1, 2, 9, 9), "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
-        documents = torch.tensor([[0] * 4 + [1] * 5] * 2, dtype=torch.int32)[:, None, None, :, None]
-        documents = documents.expand(2, 1, 1, 9, ours._coded(ours._Pattern(True, -1), False))
-        assert ours._attention(None, q, q, q, documents, **bias)[0].shape == (2, 9, 2, 8)  # which say the same
-        ours._attention(None, q, q, q, None, position_bias=torch.zeros(1, 2, 9, 9), cu_seq_lens_q=offsets, cu_seq_lens_k=offsets)
+    offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
+    bias = {"position_bias": torch.zeros(1, 2, 9, 9), "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
+    code = ours._coded(ours._Pattern(True, -1), False)
+    for mask in (None, torch.ones((), dtype=torch.bool).expand(2, 1, 1, 9, code)):
+        with pytest.raises(NotImplementedError, match="^cu_seq_lens_q: given with position_bias"):
+            ours._attention(None, q, q, q, mask, **bias)
+    documents = torch.tensor([[0] * 4 + [1] * 5] * 2, dtype=torch.int32)[:, None, None, :, None].expand(2, 1, 1, 9, code)
+    assert torch.equal(ours._attention(None, q, q, q, documents, **bias)[0],  # which say the same
+                       ours._attention(None, q, q, q, documents, position_bias=bias["position_bias"])[0])  # fmt: skip
 
 
 def test_documents_and_the_last_queries_alone():

@@ -22,6 +22,7 @@ Window = tuple[Optional[int], Optional[int]]
 
 LOOKS_ONCE = "xformers.ops"  # it takes whatever it can import as flash_attn for the compiled package
 NAMES = {"scale": "softmax_scale", "window": "window_size", "sink": "learnable_sink"}  # of fovea's arguments
+NAMES_OF_A_CACHE = {**NAMES, "k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens"}
 
 _operators: Any = _torch_operators.operators
 
@@ -82,8 +83,8 @@ def mapped(
     }  # fmt: skip
 
 
-def compute(integration: str, q: Tensor, k: Tensor, v: Tensor, names: Mapping[str, str] = NAMES, **options: Any) -> Any:
-    return _counts.call(integration, attention, q, k, v, names=names, **mapped(q, **options))
+def compute(integration: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    return _counts.call(integration, attention, q, k, v, names=NAMES, **mapped(q, **options))
 
 
 def compute_qkv(integration: str, qkv: Tensor, **options: Any) -> Any:
@@ -138,22 +139,12 @@ def _need_to_fit(
             raise TypeError(f"{function}: {name}: {x.dtype}; accepted: {q.dtype}, as q has it")
 
 
-def _need_room(function: str, lengths: Tensor, new: int, size: int) -> None:
-    """On a GPU reading the lengths would wait for it; there PyTorch's own check stops the program."""
-    if lengths.device.type == "cpu" and not is_traced() and lengths.numel():
-        for length in (int(lengths.max()), int(lengths.min())):
-            if not 0 <= length <= size - new:
-                raise ValueError(
-                    f"{function}: cache_seqlens: {length}, with {new} new keys in a cache of {size}; accepted: 0 to {size - new}"
-                )
-
-
-def _need_rows(function: str, rows: Tensor, size: int) -> None:
-    """As _need_room()."""
-    if rows.device.type == "cpu" and not is_traced() and rows.numel():
-        for row in (int(rows.max()), int(rows.min())):
-            if not 0 <= row < size:
-                raise ValueError(f"{function}: cache_batch_idx: {row}, and the cache has {size} sequences; accepted: 0 to {size - 1}")
+def _need_within(function: str, name: str, numbers: Tensor, most: int, why: str) -> None:
+    """On a GPU reading the numbers would wait for it; there PyTorch's own check stops the program."""
+    if numbers.device.type == "cpu" and not is_traced() and numbers.numel():
+        for number in (int(numbers.max()), int(numbers.min())):
+            if not 0 <= number <= most:
+                raise ValueError(f"{function}: {name}: {number}, {why}; accepted: 0 to {most}")
 
 
 @torch.no_grad()
@@ -164,8 +155,8 @@ def with_cache(
     """flash_attn_with_kvcache without pages, rotary embedding and padding at the left."""
     batch = q.shape[0]
     lengths = cache_seqlens
-    mapped(q, return_lse=return_lse, **options)  # what it refuses is refused before anything is written
-    if isinstance(options.get("softmax_scale"), Tensor):
+    options = mapped(q, return_lse=return_lse, **options)  # what it refuses is refused before anything is written
+    if isinstance(options["scale"], Tensor):
         raise TypeError(f"{function}: softmax_scale: a Tensor; accepted: a number, or None")
     if isinstance(lengths, int):
         lengths = torch.full((batch,), lengths, dtype=torch.int32, device=q.device)
@@ -175,19 +166,19 @@ def with_cache(
         if lengths is None:
             raise ValueError(f"{function}: cache_seqlens: None with k; accepted: the lengths before k")
         _need_to_fit(function, q, k_cache, v_cache, k, v, lengths, cache_batch_idx)
-        _need_room(function, lengths, k.shape[1], k_cache.shape[1])
+        sequences, size, new = *k_cache.shape[:2], k.shape[1]
+        _need_within(function, "cache_seqlens", lengths, size - new, f"with {new} new keys in a cache of {size}")
         if cache_batch_idx is not None:
-            _need_rows(function, cache_batch_idx, k_cache.shape[0])
+            _need_within(function, "cache_batch_idx", cache_batch_idx, sequences - 1, f"and the cache has {sequences} sequences")
         append(k_cache, k, lengths, cache_batch_idx)
         append(v_cache, v, lengths, cache_batch_idx)
         lengths = lengths + k.shape[1]
     if cache_batch_idx is not None:
         rows = cache_batch_idx.long()
         k_cache, v_cache = k_cache[rows], v_cache[rows]
-    return compute(
-        integration, q, k_cache[:batch], v_cache[:batch], {**NAMES, "k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens"},
-        seqused_k=lengths, return_lse=return_lse, **options,
-    )  # fmt: skip
+    return _counts.call(
+        integration, attention, q, k_cache[:batch], v_cache[:batch], names=NAMES_OF_A_CACHE, seqused_k=lengths, **options
+    )
 
 
 # ---- forward and backward as functions of their own ----

@@ -85,10 +85,9 @@ class StandIn:
             module = types.ModuleType(name, f"{name} as fovea computes it; see fovea.integrations.")
             module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
             module.__path__ = []
-            setattr(module, _MARK, self.what())
             sys.modules[name] = module
             self.made.append(name)
-        if name in self.modules:
+        if name in self.modules or not _is_ours(module):
             setattr(module, _MARK, self.what())
         module.__dict__.update(contents)
         if parent:

@@ -25,7 +25,7 @@ import importlib
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, NoReturn, Optional
 
 import torch
 from torch import Tensor
@@ -263,11 +263,11 @@ def _attention(
         "sink": None if s_aux is None else s_aux.reshape(-1),
     }  # fmt: skip
     given = None if cu_seq_lens_q is None else (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-    alone = attention_mask is None or (attention_mask.dim() == 5 and _read(attention_mask)[0].documents is None)
-    if given is not None and position_bias is not None and alone:
-        raise NotImplementedError("cu_seq_lens_q: given with position_bias; accepted: documents by position_ids, or one of the two")
+    lengths_beside_a_bias = given is not None and position_bias is not None
     if attention_mask is not None and attention_mask.dim() == 5:
         pattern, padded = _read(attention_mask)
+        if lengths_beside_a_bias and pattern.documents is None:
+            _refuse_lengths()
         options.update(pattern.options())
         keys = attention_mask[:, :, :, : key.shape[2], 0]
         whole = query.shape[2] == attention_mask.shape[3]  # and not the last few queries alone
@@ -285,6 +285,8 @@ def _attention(
         options.update(causal=causal, window=(side, side), align="bottom_right")
         return _packed(query, key, value, given, options)
     elif attention_mask is None:
+        if lengths_beside_a_bias:
+            _refuse_lengths()
         # As scaled_dot_product_attention's wrapper has it: a window is in the mask, and without one there is none.
         options.update(causal=causal and query.shape[2] > 1, align="top_left")
     elif attention_mask.dim() != 4:
@@ -296,6 +298,10 @@ def _attention(
         options["bias2" if "bias" in options else "bias"] = position_bias[..., : key.shape[2]]
     out: Tensor = _counts.call(_NAME, attention, query, key, value, names=_NAMES, **options)
     return out.transpose(1, 2), None
+
+
+def _refuse_lengths() -> NoReturn:
+    raise NotImplementedError("cu_seq_lens_q: given with position_bias; accepted: documents by position_ids, or one of the two")
 
 
 # Of fovea's arguments.

@@ -207,17 +207,17 @@ def attention_pair_bias(
     else:
         z = linear(normal(pair_repr, w_ln_z, b_ln_z), w_proj_z, b_proj_z).movedim(-1, 1)
     batch, rows = z.shape[0], single.shape[1]
-    if single.shape[0] % batch != 0 if batch else single.shape[0] != 0:
+    each = single.shape[0] // batch if batch else 1  # representations that share a pair representation
+    if each * batch != single.shape[0]:
         raise ValueError(f"single_repr: {single.shape[0]} representations, and pair_repr has {batch}; accepted: a multiple of these")
     for name, x in (("w_proj_q", q), ("w_proj_k", k), ("w_proj_v", v)):
         if num_heads < 1 or x.shape[-1] % num_heads != 0:
             raise ValueError(f"num_heads: {num_heads}, and {name} has {x.shape[-1]} rows; accepted: a divisor of these")
-    each = single.shape[0] // batch if batch else 1  # representations that share a pair representation
     keys = None
     if mask is not None:
         if mask.shape[-1] != rows or mask.numel() not in (batch * rows, single.shape[0] * rows):
             raise ValueError(f"mask: shape {shape_text(mask.shape)}; accepted: ({batch}, {rows}) or ({single.shape[0]}, {rows})")
-        keys = mask.reshape(batch, mask.numel() // (batch * rows) if batch * rows else 1, 1, 1, rows)  # (B, 1 or M, 1, 1, S)
+        keys = mask.reshape(batch, -1 if mask.numel() else each, 1, 1, rows)  # (B, 1 or M, 1, 1, S)
     q, k, v = (x.view(batch, each, rows, num_heads, x.shape[-1] // num_heads) for x in (q, k, v))
     options: dict[str, Any] = _masked(keys, q, -inf, None)
     names = {"bias": "pair_repr", "scale": "attn_scale"}

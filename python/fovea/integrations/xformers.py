@@ -118,7 +118,7 @@ def _four(query: Tensor, key: Tensor, value: Tensor, share: bool) -> tuple[Tenso
         return query.unsqueeze(2), key.unsqueeze(2), value.unsqueeze(2)
     if query.dim() != 5:
         for name, x in (("key", key), ("value", value)):
-            if x.dim() == 4 and x.shape[2:3] != query.shape[2:3]:  # fovea would take them for groups; xFormers refuses them, too
+            if x.dim() == query.dim() == 4 and x.shape[2] != query.shape[2]:  # fovea would take them for groups; xFormers refuses them, too
                 raise ValueError(f"{name}: {x.shape[2]} heads, and query has {query.shape[2]}; accepted: as many, or five dimensions")
         return query, key, value
 

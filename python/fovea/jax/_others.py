@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import Any, Literal, Optional, Union
 
-import operator
-
 import jax
 import jax.numpy as jnp
 
@@ -73,13 +71,11 @@ def dot_product_attention(
     if alone:
         arrays = [x[None] for x in arrays]
     window = (-1, -1)
-    if isinstance(local_window_size, int):
-        window = (local_window_size, local_window_size)
-    elif local_window_size is not None:
-        window = local_window_size
-    sides = () if local_window_size is None or not isinstance(window, (tuple, list)) else window
-    if any(hasattr(side, "__index__") and operator.index(side) < 0 for side in sides):  # JAX takes it for a number of keys, fovea for no end
-        raise ValueError(f"local_window_size: {local_window_size!r}; accepted: sides of 0 or more, or None")
+    if local_window_size is not None:
+        window = (local_window_size, local_window_size) if isinstance(local_window_size, int) else local_window_size
+        # JAX takes a negative side for a number of keys, fovea for no end.
+        if isinstance(window, (tuple, list)) and any(hasattr(side, "__index__") and side < 0 for side in window):
+            raise ValueError(f"local_window_size: {local_window_size!r}; accepted: sides of 0 or more, or None")
     out, lse = attention(
         *arrays, bias=bias, mask=mask, scale=scale, causal=is_causal, window=window, align="top_left",
         seqused_q=query_seq_lengths, seqused_k=key_value_seq_lengths, return_lse=True,

@@ -212,7 +212,6 @@ def print_stats() -> None:
     integrations = sys.modules.get("fovea.integrations")
     for name, own in sorted(integrations.stats().items()) if integrations is not None else ():
         lines.append(f"{name}: {own['served']} calls computed by fovea, {own['traced']} traced")
-        lines += [f"{name}: {count} calls handed back: {why}" for why, count in own["handed_back"].items()]
     lines += [f"{count} calls handed back to PyTorch: {why}" for why, count in found["handed_back"].items()]
     # In one piece: other processes print at the same time.
     sys.stderr.write("".join(f"fovea.torch: {line}\n" for line in lines))
