@@ -183,7 +183,7 @@ def test_xformers(device):
     bias.q_seqinfo = SimpleNamespace(seqstart=offsets(LENGTHS_Q, device), max_seqlen=256)
     bias.k_seqinfo = SimpleNamespace(seqstart=offsets(spans, device), max_seqlen=256,
                                      seqlen=torch.tensor(LENGTHS_K, dtype=torch.int32, device=device))  # fmt: skip
-    leaves = leaves_of(device, (1, sum(LENGTHS_Q), 4, 64), (1, sum(spans), 2, 64), (1, sum(spans), 2, 64))
+    leaves = leaves_of(device, (1, sum(LENGTHS_Q), 4, 64), (1, sum(spans), 4, 64), (1, sum(spans), 4, 64))
     exact = exact_of(leaves)
     want = alone([x[0] for x in exact], LENGTHS_Q, spans, LENGTHS_Q, LENGTHS_K, causal=True)[None]
     check(xformers.memory_efficient_attention(*leaves, bias), leaves, want, exact)
