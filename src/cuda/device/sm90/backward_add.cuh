@@ -28,7 +28,10 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90Backw
   constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);
   constexpr int kParts = S.step / 64;
   constexpr int kHalves = S.halves ? 2 : 1;  // of the columns, one after the other in dq_sum
-  u32 parity = 0;                            // a bit for each place that sums leave from
+  // A place is free once it has been read. With `halves` it is kept until the next one is on its way, too: the
+  // warpgroups are faster where one is behind the other (docs/design/tried.md).
+  constexpr bool kKeeps = S.halves && !S.ordered;
+  u32 parity = 0;  // a bit for each place that sums leave from
   u32 phase = 0;
 #pragma unroll 1
   for (u32 number = sm90_take_block<S>(base, barriers, phase); number != kNoBlock;
@@ -87,32 +90,29 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90Backw
             bulk_add(to, from, kSizes.leaving);
           }
           bulk_commit();
-          if constexpr (S.ordered) {
-            bulk_wait();
-            barrier_arrive(barriers.leaving_empty(place));
-            if (last) {
-              add_release(turn, 1);
-            }
-          } else {
-            if (store && last) {
-              bulk_wait();
-              add_release(turn, 1);
-            }
+          if constexpr (kKeeps) {
             bulk_wait_read<1>();
             if (place_before >= 0) {
               barrier_arrive(barriers.leaving_empty(place_before));
             }
             place_before = place;
-            if (S.stores_first && last && (n > 0 || i + 1 < block.group)) {
-              look_up(n > 0 ? turn_of(i, block.after(query, 64, block.count)) : turn_of(i + 1, block.begin));
-            }
+          } else {
+            bulk_wait_read();
+            barrier_arrive(barriers.leaving_empty(place));
+          }
+          if (last && (S.ordered || store)) {
+            bulk_wait();
+            add_release(turn, 1);
+          }
+          if (S.stores_first && !S.ordered && last && (n > 0 || i + 1 < block.group)) {
+            look_up(n > 0 ? turn_of(i, block.after(query, 64, block.count)) : turn_of(i + 1, block.begin));
           }
           place = place + 1 == kSizes.groups ? 0 : place + 1;
         }
       }
     }
-    bulk_wait_read();
-    if (place_before >= 0) {
+    if (kKeeps && place_before >= 0) {
+      bulk_wait_read();
       barrier_arrive(barriers.leaving_empty(place_before));
     }
     sm90_backward_count<S>(a, block);

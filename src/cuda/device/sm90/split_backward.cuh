@@ -97,7 +97,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_split_backward_
       sm90_split_backward_copy<S>(a, m, block, rank, base, barriers);
     }
     if (kBias && threadIdx.x == 32) {
-      sm90_split_backward_copy_bias<S>(m, block, base, barriers);
+      sm90_cluster_copy_bias<S, kSizes.tile, kSizes.tile>(m, block, key0, base + kSizes.grads_at, barriers);
     }
     return;
   }
@@ -271,7 +271,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_split_backward_
     ring_q.next();
     ring_grads.next();
   }
-  sm90_split_store<S>(a, block.place, block.head_k, rank, c, dk, dv, key, t);
+  sm90_cluster_store<S>(a, block.place, block.head_k, 2 * rank + c, dk, dv, key, t);
   // The other block has read what it was sent, and says nothing more in this one.
   barrier_wait(barriers.may_send(c), turn ^ 1);
 }

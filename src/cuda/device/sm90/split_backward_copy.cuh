@@ -1,31 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Barriers of sm90_split_backward, the warpgroup that copies for it (one thread for K, V, Q, dO and row vectors, one
-// for the bias, by TMA), and how dK and dV leave.
+// Barriers of sm90_split_backward, and the thread that copies K, V, Q, dO and row vectors for it.
 #pragma once
 
 #include "cuda/device/ptx/sm90.cuh"
 #include "cuda/device/sm90/backward_args.h"
-#include "cuda/device/sm90/backward_output.cuh"
+#include "cuda/device/sm90/cluster_backward.cuh"
 #include "cuda/device/sm90/cluster_backward_sizes.h"
 #include "cuda/device/tile/pipe.cuh"
 #include "cuda/device/work/sm90_key_block.cuh"
 
 namespace fovea::cuda {
 
-struct Sm90SplitBackwardBarriers {
-  u32 at;
-
+struct Sm90SplitBackwardBarriers : Sm90ClusterBarriers {
   __device__ __forceinline__ void init() const {
-    barrier_init(k_full(), 1);
-    barrier_init(v_full(), 1);
-    barrier_init(grad_out_full(), 1);
-    barrier_init(grad_out_empty(), 8);
+    init_copies(8);
     for (int i = 0; i < 2; ++i) {
-      barrier_init(q_full(i), 1);
-      barrier_init(q_empty(i), 8 * 32);
-      barrier_init(bias_full(i), 1);
-      barrier_init(grads_empty(i), 8);
       barrier_init(sums_full(i, 0), 1);
       barrier_init(sums_full(i, 1), 1);
       barrier_init(may_send(i), 4);
@@ -33,17 +23,9 @@ struct Sm90SplitBackwardBarriers {
     barrier_init_fence();
   }
 
-  __device__ __forceinline__ u32 k_full() const { return at; }
-  __device__ __forceinline__ u32 v_full() const { return at + 8; }
-  __device__ __forceinline__ u32 grad_out_full() const { return at + 16; }
-  __device__ __forceinline__ u32 grad_out_empty() const { return at + 24; }
-  __device__ __forceinline__ u32 q_full(int i) const { return at + 32 + 8 * i; }
-  __device__ __forceinline__ u32 q_empty(int i) const { return at + 48 + 8 * i; }
-  __device__ __forceinline__ u32 bias_full(int i) const { return at + 64 + 8 * i; }
-  __device__ __forceinline__ u32 grads_empty(int i) const { return at + 80 + 8 * i; }
   // Of warpgroup c: the other block's sums of S (0) or dP (1) are here; the other block has read those of this one.
-  __device__ __forceinline__ u32 sums_full(int c, int which) const { return at + 96 + 16 * c + 8 * which; }
-  __device__ __forceinline__ u32 may_send(int c) const { return at + 128 + 8 * c; }
+  __device__ __forceinline__ u32 sums_full(int c, int which) const { return at + kBytes + 16 * c + 8 * which; }
+  __device__ __forceinline__ u32 may_send(int c) const { return at + kBytes + 32 + 8 * c; }
 };
 
 // Rows of K and V from `live` on, where they are no keys, become 0.
@@ -104,45 +86,6 @@ __device__ __forceinline__ void sm90_split_backward_copy(const Args& a, const Sm
     barrier_expect(barriers.grad_out_full(), kSizes.grad_out);
     load(base + kSizes.grad_out_at, m.grad_out, m.has_grad_out, barriers.grad_out_full(), S.dv / 2, row_q, S.step,
          step.head);
-  }
-}
-
-template <auto S>
-__device__ __forceinline__ void sm90_split_backward_copy_bias(const Sm90BackwardArgs& m, const Sm90KeyBlock<S>& block,
-                                                              u32 base, const Sm90SplitBackwardBarriers& barriers) {
-  constexpr Sm90SplitBackwardSizes kSizes = sm90_split_backward_sizes(S);
-  Ring<2> ring;
-  auto step = block.walk();
-#pragma unroll 1
-  for (int n = 0; n < block.steps; ++n, block.next(step)) {
-    if (block.begins_head(step)) {
-      block.begin_head(step);
-    }
-    const u32 full = barriers.bias_full(ring.buffer());
-    barrier_wait(barriers.grads_empty(ring.buffer()), ring.parity() ^ 1);
-    barrier_expect(full, kSizes.tile);
-    tensor_load(base + kSizes.grads_at + ring.buffer() * kSizes.tile, m.bias, full,
-                {block.key0, step.query, step.head * m.has_bias.head, int(block.place.b2) * m.has_bias.batch2,
-                 int(block.place.b1) * m.has_bias.batch1});
-    ring.next();
-  }
-}
-
-// dK and dV of a block of keys: of warpgroup c a quarter of the columns.
-template <auto S, int kCountD, int kCountV>
-__device__ __forceinline__ void sm90_split_store(const Args& a, const Place& place, u32 head_k, int rank, int c,
-                                                 const float (&dk)[kCountD], const float (&dv)[kCountV], int key,
-                                                 int t) {
-  const int first_d = (2 * rank + c) * 2 * kCountD;
-  const int first_v = (2 * rank + c) * 2 * kCountV;
-  if (a.grad_k.data != nullptr) {
-    store_gradient_rows<S>(a.grad_k, place.key_rows(a.grad_k.strides, head_k) + first_d * a.grad_k.strides.col,
-                           a.results.k, dk, a.scale, key, place.k_len, a.out_dim - first_d, a.vector_stores, t);
-  }
-  if (a.grad_v.data != nullptr) {
-    store_gradient_rows<S>(a.grad_v, place.key_rows(a.grad_v.strides, head_k) + first_v * a.grad_v.strides.col,
-                           a.results.v, dv, keep_scale<S>(a), key, place.k_len, a.out_dim_v - first_v, a.vector_stores,
-                           t);
   }
 }
 

@@ -103,7 +103,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
       sm90_wide_backward_copy<S>(a, m, block, rank, base, barriers);
     }
     if (kBias && threadIdx.x == 32) {
-      sm90_wide_backward_copy_bias<S>(m, block, rank, base, barriers);
+      sm90_cluster_copy_bias<S, kSizes.tile, 2 * kSizes.tile>(m, block, key0,
+                                                              base + kSizes.grads_at + rank * kSizes.tile, barriers);
     }
     if (S.ordered && threadIdx.x == 64) {
       sm90_wide_backward_order<S>(a, block, barriers);

@@ -1,51 +1,34 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Barriers of sm90_wide_backward, and the warpgroup that copies for it: one thread for K, V, Q, dO and row vectors, one
-// for the bias, by TMA.
+// Barriers of sm90_wide_backward, the thread that copies K, V, Q, dO and row vectors for it, and the one that keeps the
+// order of dQ's sums.
 #pragma once
 
 #include "cuda/device/ptx/sm90.cuh"
 #include "cuda/device/sm90/backward_args.h"
+#include "cuda/device/sm90/cluster_backward.cuh"
 #include "cuda/device/sm90/cluster_backward_sizes.h"
 #include "cuda/device/tile/pipe.cuh"
 #include "cuda/device/work/sm90_key_block.cuh"
 
 namespace fovea::cuda {
 
-struct Sm90WideBackwardBarriers {
-  u32 at;
-
+struct Sm90WideBackwardBarriers : Sm90ClusterBarriers {
   __device__ __forceinline__ void init(bool has_dq) const {
-    barrier_init(k_full(), 1);
-    barrier_init(v_full(), 1);
+    init_copies(has_dq ? 16 : 8);  // of both blocks
     barrier_init(other_full(), 1);
-    barrier_init(grad_out_full(), 1);
-    barrier_init(grad_out_empty(), 8);
     barrier_init(may_add(), 1);
     barrier_init(added(), 8);
-    for (int i = 0; i < 2; ++i) {
-      barrier_init(q_full(i), 1);
-      barrier_init(q_empty(i), 8 * 32);
-      barrier_init(bias_full(i), 1);
-      barrier_init(grads_full(i), 1);
-      barrier_init(grads_empty(i), has_dq ? 16 : 8);  // warps of both blocks
-    }
+    barrier_init(grads_full(0), 1);
+    barrier_init(grads_full(1), 1);
     barrier_init_fence();
   }
 
-  __device__ __forceinline__ u32 k_full() const { return at; }
-  __device__ __forceinline__ u32 grad_out_full() const { return at + 8; }
-  __device__ __forceinline__ u32 grad_out_empty() const { return at + 16; }
-  __device__ __forceinline__ u32 q_full(int i) const { return at + 24 + 8 * i; }
-  __device__ __forceinline__ u32 q_empty(int i) const { return at + 40 + 8 * i; }
-  __device__ __forceinline__ u32 bias_full(int i) const { return at + 56 + 8 * i; }
-  __device__ __forceinline__ u32 grads_full(int i) const { return at + 72 + 8 * i; }   // the other block's dS is here
-  __device__ __forceinline__ u32 grads_empty(int i) const { return at + 88 + 8 * i; }  // read by both blocks
-  __device__ __forceinline__ u32 may_add() const { return at + 104; }                  // in order: to these queries
-  __device__ __forceinline__ u32 added() const { return at + 112; }
-  __device__ __forceinline__ u32 v_full() const { return at + 120; }
-  __device__ __forceinline__ u32 other_full() const { return at + 128; }  // the other block's K
-  __device__ __forceinline__ u32 ticket() const { return at + 136; }
+  __device__ __forceinline__ u32 other_full() const { return at + kBytes; }                   // the other block's K
+  __device__ __forceinline__ u32 grads_full(int i) const { return at + kBytes + 8 + 8 * i; }  // the other block's dS
+  __device__ __forceinline__ u32 may_add() const { return at + kBytes + 24; }  // in order: to these queries
+  __device__ __forceinline__ u32 added() const { return at + kBytes + 32; }
+  __device__ __forceinline__ u32 ticket() const { return at + kBytes + 40; }
 };
 
 // Rows of K and V from `live` keys of the cluster on, where they are no keys, become 0.
@@ -175,28 +158,6 @@ __device__ __forceinline__ void sm90_wide_backward_order(const Args& a, const Sm
     barrier_wait(barriers.added(), parity);
     parity ^= 1;
     add_release(done, 1);
-  }
-}
-
-template <auto S>
-__device__ __forceinline__ void sm90_wide_backward_copy_bias(const Sm90BackwardArgs& m, const Sm90KeyBlock<S>& block,
-                                                             int rank, u32 base,
-                                                             const Sm90WideBackwardBarriers& barriers) {
-  constexpr Sm90WideBackwardSizes kSizes = sm90_wide_backward_sizes(S);
-  Ring<2> ring;
-  auto step = block.walk();
-#pragma unroll 1
-  for (int n = 0; n < block.steps; ++n, block.next(step)) {
-    if (block.begins_head(step)) {
-      block.begin_head(step);
-    }
-    const u32 full = barriers.bias_full(ring.buffer());
-    barrier_wait(barriers.grads_empty(ring.buffer()), ring.parity() ^ 1);
-    barrier_expect(full, kSizes.tile);
-    tensor_load(base + kSizes.grads_at + (2 * ring.buffer() + rank) * kSizes.tile, m.bias, full,
-                {block.key0 + rank * kSm90WideKeys, step.query, step.head * m.has_bias.head,
-                 int(block.place.b2) * m.has_bias.batch2, int(block.place.b1) * m.has_bias.batch1});
-    ring.next();
   }
 }
 

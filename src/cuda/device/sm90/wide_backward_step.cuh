@@ -179,29 +179,19 @@ template <Sm90BackwardSpec S, int kCountD, int kCountV>
 __device__ __forceinline__ void sm90_wide_store(const Args& a, const Sm90BackwardArgs& m, const Place& place,
                                                 u32 head_k, i64 row, const float (&dk)[kCountD],
                                                 const float (&dv)[kCountV], int key, int c, int lane) {
-  const int half_d = c * 2 * kCountD;
-  const int half_v = c * 2 * kCountV;
   if constexpr (S.key_parts) {
     if (key - lane / 4 >= place.k_len) {
       return;
     }
     if (a.grad_k.data != nullptr) {
-      store_fragments(m.parts.dk + row * S.d + half_d * 16 + lane * 4, dk);
+      store_fragments(m.parts.dk + row * S.d + c * 2 * kCountD * 16 + lane * 4, dk);
     }
     if (a.grad_v.data != nullptr) {
-      store_fragments(m.parts.dv + row * S.dv + half_v * 16 + lane * 4, dv);
+      store_fragments(m.parts.dv + row * S.dv + c * 2 * kCountV * 16 + lane * 4, dv);
     }
     return;
   }
-  if (a.grad_k.data != nullptr) {
-    store_gradient_rows<S>(a.grad_k, place.key_rows(a.grad_k.strides, head_k) + half_d * a.grad_k.strides.col,
-                           a.results.k, dk, a.scale, key, place.k_len, a.out_dim - half_d, a.vector_stores, lane % 4);
-  }
-  if (a.grad_v.data != nullptr) {
-    store_gradient_rows<S>(a.grad_v, place.key_rows(a.grad_v.strides, head_k) + half_v * a.grad_v.strides.col,
-                           a.results.v, dv, keep_scale<S>(a), key, place.k_len, a.out_dim_v - half_v, a.vector_stores,
-                           lane % 4);
-  }
+  sm90_cluster_store<S>(a, place, head_k, c, dk, dv, key, lane % 4);
 }
 
 }  // namespace fovea::cuda
