@@ -16,9 +16,9 @@
 
 namespace fovea::cpu::FOVEA_ISA {
 
-inline constexpr i64 kUnitRows = 16;   // of a register
-inline constexpr i64 kUnitDepth = 32;  // terms of a product
-inline constexpr i64 kUnitPiece = 32;  // the unit works beside the vectors: see forward.h
+inline constexpr i64 kUnitRows = 16;       // of a register
+inline constexpr i64 kUnitDepth = 32;      // terms of a product
+inline constexpr bool kUnitBeside = true;  // the unit works beside the vectors: see forward.h
 
 #ifdef FOVEA_EMULATED_AMX
 class MatrixUnit {
@@ -132,76 +132,108 @@ class UnitDot {
 
 // ---- products ----
 
-// C (+)= A B for kTall * 16 rows and kWide * 16 columns.
-template <int kTall, int kWide>
-void unit_block(MatrixUnit& unit, i64 depth, Bf16Rows a, Bf16Columns<Word> b, float* c, i64 ldc, bool accumulate) {
-  const i64 c_bytes = ldc * i64(sizeof(float));
-  const i64 a_bytes = a.stride * i64(sizeof(u16));
-  const i64 b_bytes = b.stride * i64(sizeof(u32));
-  float* lower_c = c + kUnitRows * ldc;
-  if (accumulate) {
-    unit.load<0>(c, c_bytes);
-    if constexpr (kWide == 2) {
-      unit.load<1>(c + 16, c_bytes);
-    }
-    if constexpr (kTall == 2) {
-      unit.load<2>(lower_c, c_bytes);
-    }
-    if constexpr (kTall == 2 && kWide == 2) {
-      unit.load<3>(lower_c + 16, c_bytes);
-    }
-  } else {
-    unit.clear<0>();
-    unit.clear<1>();
-    unit.clear<2>();
-    unit.clear<3>();
-  }
-  for (i64 k = 0; k < depth; k += kUnitDepth) {
-    const u16* rows = a.data + k;
-    const u32* pairs = b.data + k / 2 * b.stride;
-    unit.load<4>(rows, a_bytes);
-    unit.load<6>(pairs, b_bytes);
-    unit.multiply<0, 4, 6>();
-    if constexpr (kWide == 2) {
-      unit.load<7>(pairs + 16, b_bytes);
-      unit.multiply<1, 4, 7>();
-    }
-    if constexpr (kTall == 2) {
-      unit.load<5>(rows + kUnitRows * a.stride, a_bytes);
-      unit.multiply<2, 5, 6>();
-    }
-    if constexpr (kTall == 2 && kWide == 2) {
-      unit.multiply<3, 5, 7>();
-    }
-  }
-  unit.store<0>(c, c_bytes);
+// Registers 0 to 3 hold kTall * 16 rows and kWide * 16 columns of C. Registers without a part in it are left alone.
+template <int kTall, int kWide, class Function>
+HWY_INLINE void for_each_sum(float* c, i64 ldc, Function function) {
+  float* lower = c + kUnitRows * ldc;
+  function.template operator()<0>(c);
   if constexpr (kWide == 2) {
-    unit.store<1>(c + 16, c_bytes);
+    function.template operator()<1>(c + 16);
   }
   if constexpr (kTall == 2) {
-    unit.store<2>(lower_c, c_bytes);
+    function.template operator()<2>(lower);
   }
   if constexpr (kTall == 2 && kWide == 2) {
-    unit.store<3>(lower_c + 16, c_bytes);
+    function.template operator()<3>(lower + 16);
   }
 }
 
-// C (+)= A B. Rows and columns are multiples of 16, the depth one of 32. The columns of B that a block reads stay in
-// the first-level cache for all rows.
-inline void unit_product(MatrixUnit& unit, i64 rows, i64 cols, i64 depth, Bf16Rows a, Bf16Columns<Word> b, float* c,
-                         i64 ldc, bool accumulate) {
-  for (i64 col = 0; col < cols; col += 32) {
-    const Bf16Columns<Word> some{b.data + col, b.stride};
-    for (i64 row = 0; row < rows; row += 32) {
-      const Bf16Rows strip{a.data + row * a.stride, a.stride};
-      float* to = c + row * ldc + col;
-      if (rows - row > 16) {
-        cols - col > 16 ? unit_block<2, 2>(unit, depth, strip, some, to, ldc, accumulate)
-                        : unit_block<2, 1>(unit, depth, strip, some, to, ldc, accumulate);
+// kUnitDepth terms of these sums.
+template <int kTall, int kWide>
+HWY_INLINE void unit_step(MatrixUnit& unit, const u16* a, i64 lda, const Word* b, i64 ldb) {
+  const i64 a_bytes = lda * i64(sizeof(u16));
+  const i64 b_bytes = ldb * i64(sizeof(Word));
+  unit.load<4>(a, a_bytes);
+  unit.load<6>(b, b_bytes);
+  unit.multiply<0, 4, 6>();
+  if constexpr (kWide == 2) {
+    unit.load<7>(b + 16, b_bytes);
+    unit.multiply<1, 4, 7>();
+  }
+  if constexpr (kTall == 2) {
+    unit.load<5>(a + kUnitRows * lda, a_bytes);
+    unit.multiply<2, 5, 6>();
+  }
+  if constexpr (kTall == 2 && kWide == 2) {
+    unit.multiply<3, 5, 7>();
+  }
+}
+
+// C (+)= A B in steps of kUnitDepth terms, between which the vectors may do other work: for 32 columns of C after
+// another, whose sums stay in the unit meanwhile. At most 32 rows.
+class UnitSteps {
+ public:
+  UnitSteps() = default;
+  explicit UnitSteps(const Bf16Product<Word>& product) : product_(product) {}
+
+  HWY_INLINE i64 count() const { return (product_.cols + 31) / 32 * (product_.depth / kUnitDepth); }
+
+  // The next `count` steps, or as many as are left. Returns how many that were.
+  i64 advance(MatrixUnit& unit, i64 count) {
+    i64 done = 0;
+    while (done < count && col_ < product_.cols) {
+      const i64 some = math::min(count - done, (product_.depth - term_) / kUnitDepth);
+      const bool wide = product_.cols - col_ > 16;
+      if (product_.rows > 16) {
+        wide ? advance<2, 2>(unit, some) : advance<2, 1>(unit, some);
       } else {
-        cols - col > 16 ? unit_block<1, 2>(unit, depth, strip, some, to, ldc, accumulate)
-                        : unit_block<1, 1>(unit, depth, strip, some, to, ldc, accumulate);
+        wide ? advance<1, 2>(unit, some) : advance<1, 1>(unit, some);
       }
+      done += some;
+    }
+    return done;
+  }
+
+ private:
+  template <int kTall, int kWide>
+  void advance(MatrixUnit& unit, i64 count) {
+    const auto [rows, cols, depth, a, b, c, ldc, accumulate] = product_;
+    const i64 c_bytes = ldc * i64(sizeof(float));
+    if (term_ == 0) {
+      for_each_sum<kTall, kWide>(c + col_, ldc, [&, add = accumulate]<int kRegister>(const float* sums) HWY_ATTR {
+        add ? unit.load<kRegister>(sums, c_bytes) : unit.clear<kRegister>();
+      });
+    }
+    for (const i64 end = term_ + count * kUnitDepth; term_ < end; term_ += kUnitDepth) {
+      unit_step<kTall, kWide>(unit, a.data + term_, a.stride, b.data + term_ / kTerms * b.stride + col_, b.stride);
+    }
+    if (term_ == depth) {
+      for_each_sum<kTall, kWide>(c + col_, ldc,
+                                 [&]<int kRegister>(float* sums) HWY_ATTR { unit.store<kRegister>(sums, c_bytes); });
+      term_ = 0;
+      col_ += 32;
+    }
+  }
+
+  Bf16Product<Word> product_{};
+  i64 col_ = 0;  // of the next step
+  i64 term_ = 0;
+};
+
+// The columns of B that are read stay in the first-level cache for all rows.
+inline void unit_product(MatrixUnit& unit, const Bf16Product<Word>& product) {
+  const auto [rows, cols, depth, a, b, c, ldc, accumulate] = product;
+  for (i64 col = 0; col < cols; col += 32) {
+    for (i64 row = 0; row < rows; row += 32) {
+      UnitSteps({math::min(rows - row, i64(32)),
+                 math::min(cols - col, i64(32)),
+                 depth,
+                 {a.data + row * a.stride, a.stride},
+                 {b.data + col, b.stride},
+                 c + row * ldc + col,
+                 ldc,
+                 accumulate})
+          .advance(unit, depth / kUnitDepth);
     }
   }
 }

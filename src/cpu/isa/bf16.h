@@ -21,4 +21,15 @@ struct Bf16Columns {
   i64 stride;
 };
 
+// Rows, columns and terms are multiples of kUnitRows and kUnitDepth.
+template <class Word>
+struct Bf16Product {
+  i64 rows, cols, depth;
+  Bf16Rows a;
+  Bf16Columns<Word> b;
+  float* c;
+  i64 ldc;
+  bool accumulate;  // else C = A B
+};
+
 }  // namespace fovea::cpu::FOVEA_ISA

@@ -19,9 +19,10 @@ using Word = u64;  // four terms: a vector has those of two columns
 using WordNumber = double;
 inline constexpr i64 kTerms = Bf16Columns<Word>::kTerms;
 
-inline constexpr i64 kUnitRows = 8;    // products round rows up to this
-inline constexpr i64 kUnitDepth = 16;  // and terms
-inline constexpr i64 kUnitPiece = 0;   // these are vector instructions as well: nothing to run beside
+inline constexpr i64 kUnitRows = 8;         // products round rows up to this
+inline constexpr i64 kUnitDepth = 16;       // and terms
+inline constexpr bool kUnitBeside = false;  // these are vector instructions as well
+class UnitSteps;
 
 struct MatrixUnit {};
 
@@ -128,10 +129,9 @@ void unit_columns(i64 rows, i64 depth, Bf16Rows a, Bf16Columns<Word> b, float* c
   }
 }
 
-// C (+)= A B. Rows and columns are multiples of 4, the depth one of 16. The columns of B that a block reads stay in the
-// first-level cache for all rows.
-inline void unit_product(MatrixUnit&, i64 rows, i64 cols, i64 depth, Bf16Rows a, Bf16Columns<Word> b, float* c, i64 ldc,
-                         bool accumulate) {
+// Columns are multiples of 4. The columns of B that a block reads stay in the first-level cache for all rows.
+inline void unit_product(MatrixUnit&, const Bf16Product<Word>& product) {
+  const auto [rows, cols, depth, a, b, c, ldc, accumulate] = product;
   i64 col = 0;
   for (; col + 12 <= cols; col += 12) {
     unit_columns<3>(rows, depth, a, {b.data + col, b.stride}, c + col, ldc, accumulate);

@@ -14,9 +14,10 @@
 
 namespace fovea::cpu::FOVEA_ISA {
 
-inline constexpr i64 kUnitRows = 16;   // products round rows and columns up to this: a vector
-inline constexpr i64 kUnitDepth = 32;  // and terms: a vector of words that is transposed
-inline constexpr i64 kUnitPiece = 0;   // these are vector instructions as well: nothing to run beside
+inline constexpr i64 kUnitRows = 16;        // products round rows and columns up to this: a vector
+inline constexpr i64 kUnitDepth = 32;       // and terms: a vector of words that is transposed
+inline constexpr bool kUnitBeside = false;  // these are vector instructions as well
+class UnitSteps;
 
 struct MatrixUnit {};
 
@@ -47,9 +48,8 @@ HWY_INLINE Simd<float> fma(Simd<Word> a, Simd<Word> b, Simd<float> sum) {
       _mm512_dpbf16_ps(sum.raw.raw, reinterpret_cast<__m512bh>(a.raw.raw), reinterpret_cast<__m512bh>(b.raw.raw))};
 }
 
-// C (+)= A B. Rows and columns are multiples of 16, the depth one of 32.
-inline void unit_product(MatrixUnit&, i64 rows, i64 cols, i64 depth, Bf16Rows a, Bf16Columns<Word> b, float* c, i64 ldc,
-                         bool accumulate) {
+inline void unit_product(MatrixUnit&, const Bf16Product<Word>& product) {
+  const auto [rows, cols, depth, a, b, c, ldc, accumulate] = product;
   const Operand<Word> words{reinterpret_cast<const Word*>(a.data), a.stride / kTerms};
   for (i64 row = 0; row < rows; row += kBlockRows) {
     gemm_rows<Lhs::kByRows, Word>(math::min(i64(kBlockRows), rows - row), cols, depth / kTerms, words.from_row(row),

@@ -33,7 +33,7 @@ struct ForwardTiles {
 
   ForwardTiles(Arena& arena, const Options& options)
       : operands(arena, options),
-        s(arena.take<T>((Operands::kPiece > 0 ? 2 : 1) * Operands::kStrip * operands.ld_s)),
+        s(arena.take<T>((Operands::kBeside ? 2 : 1) * Operands::kStrip * operands.ld_s)),
         lse(arena.take<T>(options.block_rows)),
         keep(
             arena.take<u8>(options.dropping == Dropping::kNone ? 0 : options.block_rows * bit_row(options.block_keys))),
@@ -70,12 +70,13 @@ HWY_INLINE math::Interval<i64> keys_of_strip(const SequenceArgs& sequence, RowPl
   return {math::max(keys.begin, first), math::min(keys.end, last)};
 }
 
-// One row of a strip: scores to weights, with what came before scaled to the new maximum.
-template <class Weight, class T>
+// One row of a strip: scores to weights, with what came before scaled to the new maximum. Calls between() on the way.
+template <class Weight, class T, class Between>
 HWY_INLINE void soften_row(const math::Score<T>& score, const RowTerms<T>& terms, const u8* keep, i64 cols, T* s,
-                           T& running_max, T* running_sum, T* o, i64 value_cols) {
+                           T& running_max, T* running_sum, T* o, i64 value_cols, Between between) {
   const T before = running_max;
   const T after = math::max(score_row(score, terms, cols, s), before);
+  between();
   Simd<T> before_sum = Simd<T>::load(running_sum);
   if (after != before && before == T(-kInfinity)) {
     running_max = after;  // nothing was summed yet
@@ -134,7 +135,7 @@ void forward_block(const ForwardTask& task, const ForwardTiles<Operands>& tiles,
     return Strip<T>{{}, rows, 0, 0, 0, 0, s};
   };
   i64 next_key = key_end;
-  const auto soften = [&](const Strip<T>& strip, i64 r) {
+  const auto soften = [&](const Strip<T>& strip, i64 r, auto between) {
     const i64 row = strip.row + r;
     const RowPlace place = strip.place.after(r, sequence.q_len);
     const ForwardHead& head = task.heads[place.head];
@@ -155,56 +156,57 @@ void forward_block(const ForwardTask& task, const ForwardTiles<Operands>& tiles,
         terms_of_row(head.head, sequence, place.query, key + strip.col, strip.cols, tiles.buffers);
     const u8* keep = drops ? tiles.keep + row * tiles.keep_stride + strip.col / 8 : nullptr;
     soften_row<typename Operands::Weight>(score, terms, keep, strip.cols, strip.s + r * operands.ld_s, state.max[row],
-                                          state.sum + row * lanes<T>(), state.o + row * operands.ld_v, value_cols);
+                                          state.sum + row * lanes<T>(), state.o + row * operands.ld_v, value_cols,
+                                          between);
   };
-  const auto scores = [&](const Strip<T>& strip, i64 from, i64 cols) {
-    operands.scores(unit, options, strip.row, strip.rows, strip.col + from, cols, strip.s + from);
-  };
-  const auto add_values = [&](const Strip<T>& strip, i64 from, i64 cols) {
-    operands.add_values(unit, options, strip.rows, strip.col, strip.depth, strip.s, state.o + strip.row * operands.ld_v,
-                        from, cols);
-  };
-
   Strip<T> strip = strip_from(0, tiles.s);
-  if constexpr (Operands::kPiece == 0) {
+  if constexpr (!Operands::kBeside) {
     for (; strip.cols > 0; strip = strip_from(strip.row + Operands::kStrip, tiles.s)) {
-      scores(strip, 0, strip.cols);
+      operands.scores(unit, options, strip.row, strip.rows, strip.col, strip.cols, strip.s);
       for (i64 r = 0; r < strip.rows; ++r) {
-        soften(strip, r);
+        soften(strip, r, [] {});
       }
-      add_values(strip, 0, value_cols);
+      operands.add_values(unit, options, strip.rows, strip.col, strip.depth, strip.s,
+                          state.o + strip.row * operands.ld_v);
     }
   } else {
-    // The unit works beside the vectors: between rows of a strip there are pieces of the products of the strips before
-    // and after it.
+    // The unit works beside the vectors, a few hundred instructions ahead or behind: twice a row there are some steps
+    // of the products of the strips before and after it.
+    using Steps = typename Operands::Steps;
+    const auto scores_of = [&](const Strip<T>& some) {
+      return Steps(operands.scores(options, some.row, some.rows, some.col, some.cols, some.s));
+    };
+    const auto values_of = [&](const Strip<T>& some) {
+      return Steps(
+          operands.values(options, some.rows, some.col, some.depth, some.s, state.o + some.row * operands.ld_v));
+    };
     T* const buffers[2] = {tiles.s, tiles.s + Operands::kStrip * operands.ld_s};
-    Strip<T> before{};
-    for (i64 from = 0; from < strip.cols; from += Operands::kPiece) {
-      scores(strip, from, math::min(Operands::kPiece, strip.cols - from));
+    Steps values;
+    if (strip.cols > 0) {
+      Steps first = scores_of(strip);
+      first.advance(unit, first.count());
     }
     for (i64 number = 0; strip.cols > 0; ++number) {
       const Strip<T> next = strip_from(strip.row + Operands::kStrip, buffers[(number + 1) % 2]);
-      const i64 value_pieces = before.cols > 0 ? (value_cols + Operands::kPiece - 1) / Operands::kPiece : 0;
-      const i64 pieces = value_pieces + (next.cols + Operands::kPiece - 1) / Operands::kPiece;
-      i64 piece = 0;
+      Steps scores = next.cols > 0 ? scores_of(next) : Steps();
+      const i64 steps = values.count() + scores.count();
+      i64 places = 0;
+      i64 done = 0;
+      const auto between = [&] {
+        ++places;
+        const i64 due = steps * places / (2 * strip.rows) - done;
+        const i64 of_values = values.advance(unit, due);
+        scores.advance(unit, due - of_values);
+        done += due;
+      };
       for (i64 r = 0; r < strip.rows; ++r) {
-        soften(strip, r);
-        for (; piece < pieces * (r + 1) / strip.rows; ++piece) {
-          if (piece < value_pieces) {
-            const i64 from = piece * Operands::kPiece;
-            add_values(before, from, math::min(Operands::kPiece, value_cols - from));
-          } else {
-            const i64 from = (piece - value_pieces) * Operands::kPiece;
-            scores(next, from, math::min(Operands::kPiece, next.cols - from));
-          }
-        }
+        soften(strip, r, between);
+        between();
       }
-      before = strip;
+      values = values_of(strip);
       strip = next;
     }
-    if (before.cols > 0) {
-      add_values(before, 0, value_cols);
-    }
+    values.advance(unit, values.count());
   }
 }
 

@@ -24,7 +24,7 @@ struct VectorForward {
   static constexpr i64 kRowStep = 4;         // products round rows up to this
   static constexpr i64 kKeyStep = 16;        // where a strip's keys begin, from 0
   static constexpr bool kPacks = true;       // K and V, a block at a time
-  static constexpr i64 kPiece = 0;           // columns of a piece of a product, where products run beside vectors
+  static constexpr bool kBeside = false;     // whether products run beside vectors
   static constexpr i64 kMostTerms = 256;     // of a sum, whose rounding errors grow with them
   static constexpr i64 padded_keys(i64 keys) { return padded<T>(keys); }
 
@@ -75,15 +75,13 @@ struct VectorForward {
     gemm_rows<Lhs::kByRows, T>(strip, cols, options.head_dim, unit.q.from_row(row), {k + col, ld_s}, s, ld_s, false);
   }
 
-  // O += P V in columns [from, from + cols); P lies where S was. Sums end at the same keys whatever rows there are.
-  void add_values(Unit& unit, const Options&, i64 strip, i64 col, i64 depth, const T* p, T* o, i64 from,
-                  i64 cols) const {
+  // O += P V; P lies where S was. Sums end at the same keys whatever rows there are.
+  void add_values(Unit& unit, const Options& options, i64 strip, i64 col, i64 depth, const T* p, T* o) const {
     for (i64 c = 0, end; c < depth; c = end) {
       const i64 key = unit.key + col + c;
       end = math::min(c + kMostTerms - key % kMostTerms, depth);
       const Operand<T> values = unit.v.from_row(col + c);
-      gemm_rows<Lhs::kByRows, T>(strip, cols, end - c, {p + c, ld_s}, {values.data + from, values.stride}, o + from,
-                                 ld_v, true);
+      gemm_rows<Lhs::kByRows, T>(strip, padded<T>(options.head_dim_v), end - c, {p + c, ld_s}, values, o, ld_v, true);
     }
   }
 };
@@ -97,7 +95,8 @@ struct UnitForward {
   static constexpr i64 kRowStep = kUnitStrip;
   static constexpr i64 kKeyStep = kUnitDepth;
   static constexpr bool kPacks = true;
-  static constexpr i64 kPiece = kUnitPiece;
+  static constexpr bool kBeside = kUnitBeside;
+  using Steps = UnitSteps;
   static constexpr i64 padded_keys(i64 keys) { return round_up(keys, kUnitDepth); }
   static constexpr i64 padded_dim(const Options& options) { return round_up(options.head_dim, kUnitDepth); }
 
@@ -148,16 +147,26 @@ struct UnitForward {
     }
   }
 
+  Bf16Product<Word> scores(const Options& options, i64 row, i64 strip, i64 col, i64 cols, float* s) const {
+    return {
+        round_up(strip, kUnitRows), cols, padded_dim(options), {q + row * ld_q, ld_q}, {k + col, ld_s}, s, ld_s, false};
+  }
   void scores(Unit& unit, const Options& options, i64 row, i64 strip, i64 col, i64 cols, float* s) const {
-    unit_product(unit, round_up(strip, kUnitRows), cols, padded_dim(options), {q + row * ld_q, ld_q}, {k + col, ld_s},
-                 s, ld_s, false);
+    unit_product(unit, scores(options, row, strip, col, cols, s));
   }
 
-  void add_values(Unit& unit, const Options&, i64 strip, i64 col, i64 depth, const float* p, float* o, i64 from,
-                  i64 cols) const {
-    unit_product(unit, round_up(strip, kUnitRows), cols, padded_keys(depth),
-                 {reinterpret_cast<const u16*>(p), 2 * ld_s}, {v + col / kTerms * ld_v + from, ld_v}, o + from, ld_v,
-                 true);
+  Bf16Product<Word> values(const Options& options, i64 strip, i64 col, i64 depth, const float* p, float* o) const {
+    return {round_up(strip, kUnitRows),
+            padded<float>(options.head_dim_v),
+            padded_keys(depth),
+            {reinterpret_cast<const u16*>(p), 2 * ld_s},
+            {v + col / kTerms * ld_v, ld_v},
+            o,
+            ld_v,
+            true};
+  }
+  void add_values(Unit& unit, const Options& options, i64 strip, i64 col, i64 depth, const float* p, float* o) const {
+    unit_product(unit, values(options, strip, col, depth, p, o));
   }
 };
 #endif

@@ -57,7 +57,7 @@ struct RowsForward {
   static constexpr i64 kRowStep = 4;
   static constexpr i64 kKeyStep = 16;
   static constexpr bool kPacks = false;
-  static constexpr i64 kPiece = 0;
+  static constexpr bool kBeside = false;
   static constexpr i64 kMostRows = 8;
   static constexpr i64 padded_keys(i64 keys) { return padded<T>(keys); }
 
@@ -95,7 +95,7 @@ struct RowsForward {
   }
 
   // Each block of keys is read once for all columns: the rest of a row would otherwise come from memory again.
-  void add_values(Unit& unit, const Options& options, i64 strip, i64 col, i64 depth, const T* p, T* o, i64, i64) const {
+  void add_values(Unit& unit, const Options& options, i64 strip, i64 col, i64 depth, const T* p, T* o) const {
     constexpr i64 kKeys = 32;
     with_type(unit.task->v.type, [&](auto* type) HWY_ATTR {
       for (i64 c = 0; c < depth; c += kKeys) {
