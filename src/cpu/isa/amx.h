@@ -169,20 +169,20 @@ HWY_INLINE void unit_step(MatrixUnit& unit, const u16* a, i64 lda, const Word* b
   }
 }
 
-// C (+)= A B in steps of kUnitDepth terms, between which the vectors may do other work: for 32 columns of C after
-// another, whose sums stay in the unit meanwhile. At most 32 rows.
+// C (+)= A B in steps of kUnitDepth terms, between which the vectors may do other work: 32 columns of C at a time,
+// whose sums stay in the unit meanwhile. At most 32 rows. Without terms C = A B is 0, in one step.
 class UnitSteps {
  public:
   UnitSteps() = default;
   explicit UnitSteps(const Bf16Product<Word>& product) : product_(product) {}
 
-  HWY_INLINE i64 count() const { return (product_.cols + 31) / 32 * (product_.depth / kUnitDepth); }
+  HWY_INLINE i64 count() const { return (product_.cols + 31) / 32 * steps_of_columns(); }
 
   // The next `count` steps, or as many as are left. Returns how many that were.
   i64 advance(MatrixUnit& unit, i64 count) {
     i64 done = 0;
     while (done < count && col_ < product_.cols) {
-      const i64 some = math::min(count - done, (product_.depth - term_) / kUnitDepth);
+      const i64 some = math::min(count - done, steps_of_columns() - term_ / kUnitDepth);
       const bool wide = product_.cols - col_ > 16;
       if (product_.rows > 16) {
         wide ? advance<2, 2>(unit, some) : advance<2, 1>(unit, some);
@@ -193,8 +193,11 @@ class UnitSteps {
     }
     return done;
   }
+  void finish(MatrixUnit& unit) { advance(unit, count()); }
 
  private:
+  HWY_INLINE i64 steps_of_columns() const { return math::max(product_.depth / kUnitDepth, i64(1)); }
+
   template <int kTall, int kWide>
   void advance(MatrixUnit& unit, i64 count) {
     const auto [rows, cols, depth, a, b, c, ldc, accumulate] = product_;
@@ -204,7 +207,7 @@ class UnitSteps {
         add ? unit.load<kRegister>(sums, c_bytes) : unit.clear<kRegister>();
       });
     }
-    for (const i64 end = term_ + count * kUnitDepth; term_ < end; term_ += kUnitDepth) {
+    for (const i64 end = math::min(term_ + count * kUnitDepth, depth); term_ < end; term_ += kUnitDepth) {
       unit_step<kTall, kWide>(unit, a.data + term_, a.stride, b.data + term_ / kTerms * b.stride + col_, b.stride);
     }
     if (term_ == depth) {
@@ -225,15 +228,15 @@ inline void unit_product(MatrixUnit& unit, const Bf16Product<Word>& product) {
   const auto [rows, cols, depth, a, b, c, ldc, accumulate] = product;
   for (i64 col = 0; col < cols; col += 32) {
     for (i64 row = 0; row < rows; row += 32) {
-      UnitSteps({math::min(rows - row, i64(32)),
-                 math::min(cols - col, i64(32)),
-                 depth,
-                 {a.data + row * a.stride, a.stride},
-                 {b.data + col, b.stride},
-                 c + row * ldc + col,
-                 ldc,
-                 accumulate})
-          .advance(unit, depth / kUnitDepth);
+      UnitSteps({.rows = math::min(rows - row, i64(32)),
+                 .cols = math::min(cols - col, i64(32)),
+                 .depth = depth,
+                 .a = {a.data + row * a.stride, a.stride},
+                 .b = {b.data + col, b.stride},
+                 .c = c + row * ldc + col,
+                 .ldc = ldc,
+                 .accumulate = accumulate})
+          .finish(unit);
     }
   }
 }

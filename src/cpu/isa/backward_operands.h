@@ -223,23 +223,23 @@ struct UnitBackward {
 
   void begin_strip(Unit& unit, const Options& options, i64 at, i64 strip, i64 col, i64 cols, bool needs_ds) const {
     const i64 rows = round_up(strip, kUnitRows);
-    unit_product(unit, {rows,
-                        cols,
-                        round_up(options.head_dim, kUnitDepth),
-                        {q + at * ld_q, ld_q},
-                        {k_transposed + col, ld_s},
-                        p + col,
-                        ld_s,
-                        false});
+    unit_product(unit, {.rows = rows,
+                        .cols = cols,
+                        .depth = round_up(options.head_dim, kUnitDepth),
+                        .a = {q + at * ld_q, ld_q},
+                        .b = {k_transposed + col, ld_s},
+                        .c = p + col,
+                        .ldc = ld_s,
+                        .accumulate = false});
     if (needs_ds) {
-      unit_product(unit, {rows,
-                          cols,
-                          round_up(options.head_dim_v, kUnitDepth),
-                          {grad_out + at * ld_v, ld_v},
-                          {v_transposed + col, ld_s},
-                          ds + col,
-                          ld_s,
-                          false});
+      unit_product(unit, {.rows = rows,
+                          .cols = cols,
+                          .depth = round_up(options.head_dim_v, kUnitDepth),
+                          .a = {grad_out + at * ld_v, ld_v},
+                          .b = {v_transposed + col, ld_s},
+                          .c = ds + col,
+                          .ldc = ld_s,
+                          .accumulate = false});
     }
   }
   float* p_row(i64 r) const { return p + r % kStrip * ld_s; }
@@ -266,36 +266,36 @@ struct UnitBackward {
     const i64 keys = round_up(strip, kUnitRows);
     const i64 queries = round_up(depth, kUnitDepth);
     if (options.need_v) {
-      unit_product(unit, {padded<float>(options.head_dim_v),
-                          keys,
-                          queries,
-                          {reinterpret_cast<const u16*>(grad_out_transposed) + begin, kTerms * ld_r},
-                          {p_words + begin / kTerms * ld_s + col, ld_s},
-                          dv + col,
-                          ld_s,
-                          true});
+      unit_product(unit, {.rows = padded<float>(options.head_dim_v),
+                          .cols = keys,
+                          .depth = queries,
+                          .a = {reinterpret_cast<const u16*>(grad_out_transposed) + begin, kTerms * ld_r},
+                          .b = {p_words + begin / kTerms * ld_s + col, ld_s},
+                          .c = dv + col,
+                          .ldc = ld_s,
+                          .accumulate = true});
     }
     if (options.need_k) {
-      unit_product(unit, {padded<float>(options.head_dim),
-                          keys,
-                          queries,
-                          {reinterpret_cast<const u16*>(q_transposed) + begin, kTerms * ld_r},
-                          {ds_words + begin / kTerms * ld_s + col, ld_s},
-                          dk + col,
-                          ld_s,
-                          true});
+      unit_product(unit, {.rows = padded<float>(options.head_dim),
+                          .cols = keys,
+                          .depth = queries,
+                          .a = {reinterpret_cast<const u16*>(q_transposed) + begin, kTerms * ld_r},
+                          .b = {ds_words + begin / kTerms * ld_s + col, ld_s},
+                          .c = dk + col,
+                          .ldc = ld_s,
+                          .accumulate = true});
     }
   }
 
   void form_dq(Unit& unit, const Options& options, i64 at, i64 strip, i64 begin, i64 depth, float* dq) const {
-    unit_product(unit, {round_up(strip, kUnitRows),
-                        padded<float>(options.head_dim),
-                        padded_keys(depth),
-                        {ds_rows + at * ld_s + begin, ld_s},
-                        {k_words + begin / kTerms * ld_q, ld_q},
-                        dq + at * ld_q,
-                        ld_q,
-                        false});
+    unit_product(unit, {.rows = round_up(strip, kUnitRows),
+                        .cols = padded<float>(options.head_dim),
+                        .depth = padded_keys(depth),
+                        .a = {ds_rows + at * ld_s + begin, ld_s},
+                        .b = {k_words + begin / kTerms * ld_q, ld_q},
+                        .c = dq + at * ld_q,
+                        .ldc = ld_q,
+                        .accumulate = false});
   }
 
   float* dk_rows(const Options& options, i64 keys) const { return rows_of(dk, options.head_dim, ld_q, keys); }

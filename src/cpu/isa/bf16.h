@@ -21,7 +21,7 @@ struct Bf16Columns {
   i64 stride;
 };
 
-// Rows, columns and terms are multiples of kUnitRows and kUnitDepth.
+// C (+)= A B. Rows are multiples of kUnitRows, terms of kUnitDepth, columns of a vector of fp32.
 template <class Word>
 struct Bf16Product {
   i64 rows, cols, depth;

@@ -184,7 +184,7 @@ void forward_block(const ForwardTask& task, const ForwardTiles<Operands>& tiles,
     Steps values;
     if (strip.cols > 0) {
       Steps first = scores_of(strip);
-      first.advance(unit, first.count());
+      first.finish(unit);
     }
     for (i64 number = 0; strip.cols > 0; ++number) {
       const Strip<T> next = strip_from(strip.row + Operands::kStrip, buffers[(number + 1) % 2]);
@@ -206,7 +206,7 @@ void forward_block(const ForwardTask& task, const ForwardTiles<Operands>& tiles,
       values = values_of(strip);
       strip = next;
     }
-    values.advance(unit, values.count());
+    values.finish(unit);
   }
 }
 

@@ -156,14 +156,14 @@ struct UnitForward {
   }
 
   Bf16Product<Word> values(const Options& options, i64 strip, i64 col, i64 depth, const float* p, float* o) const {
-    return {round_up(strip, kUnitRows),
-            padded<float>(options.head_dim_v),
-            padded_keys(depth),
-            {reinterpret_cast<const u16*>(p), 2 * ld_s},
-            {v + col / kTerms * ld_v, ld_v},
-            o,
-            ld_v,
-            true};
+    return {.rows = round_up(strip, kUnitRows),
+            .cols = padded<float>(options.head_dim_v),
+            .depth = padded_keys(depth),
+            .a = {reinterpret_cast<const u16*>(p), 2 * ld_s},
+            .b = {v + col / kTerms * ld_v, ld_v},
+            .c = o,
+            .ldc = ld_v,
+            .accumulate = true};
   }
   void add_values(Unit& unit, const Options& options, i64 strip, i64 col, i64 depth, const float* p, float* o) const {
     unit_product(unit, values(options, strip, col, depth, p, o));
