@@ -41,6 +41,7 @@ ALLOWED = {
 # Lines of a file with kernels, comments included, and of any other device header. Longer files of the host are listed
 # with the length that they may have at most: one that becomes shorter gets a smaller number here.
 KERNEL_LINES, HEADER_LINES, KERNEL_FUNCTION_LINES = 450, 300, 320
+LONGER = {"sm90_forward_block": 356}  # shorter, 1% of its kernels are another machine code (docs/design/options.md)
 LONGER_ON_THE_HOST = {
     "src/cuda/jit/driver.h": 358,
     "src/python/fast.c": 1425,
@@ -296,14 +297,14 @@ def test_every_option_of_a_kernel_is_in_the_table():
 
 
 def test_lengths_of_kernels():
-    """A kernel's own function; what it calls has a name."""
+    """Of functions of device text, kernels and what they call, to the closing brace."""
     lengths = {}
     for name in tracked("src/cuda/device/*.cuh"):
         text = (ROOT / name).read_text()
-        for found in re.finditer(r"^__global__.*?^}$", text, re.MULTILINE | re.DOTALL):
-            lengths[name] = max(lengths.get(name, 0), found.group().count("\n") + 1)
-    assert len(lengths) > 20
-    assert {name: lines for name, lines in lengths.items() if lines > KERNEL_FUNCTION_LINES} == {}
+        for found in re.finditer(r"^(?:__global__|__device__)[^;{]*?(\w+)\([^{]*\{$.*?^}$", text, re.MULTILINE | re.DOTALL):
+            lengths[found[1]] = found.group().count("\n") + 1
+    assert len(lengths) > 100
+    assert {name: lines for name, lines in lengths.items() if lines > KERNEL_FUNCTION_LINES} == LONGER
 
 
 @pytest.mark.parametrize("header, tests", [

@@ -55,8 +55,48 @@
 
 namespace fovea::cuda {
 
+// The warpgroup that copies, adds dQ to its sums, and whatever else needs no products: a thread or a warp for each.
 template <Sm90BackwardSpec S>
-__device__ __forceinline__ void sm90_backward_block(const Args& a, const Sm90BackwardArgs& m) {
+__device__ __forceinline__ void sm90_backward_move(const Args& a, const Sm90BackwardArgs& m, u32 base, Sm90Loads* loads,
+                                                   const Sm90BackwardBarriers& barriers) {
+  constexpr Sm90BackwardChoices kHow = sm90_backward_choices(S);
+  const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0);
+  if (warp == 0 && threadIdx.x == 0) {
+    sm90_backward_copy<S>(a, m, base, loads, barriers);
+  }
+  if ((kHow.bias_in_place || kHow.outer) && warp == 1 && threadIdx.x == 32) {
+    sm90_backward_copy_bias<S>(a, m, base, barriers);
+  }
+  if (S.bulk && warp == 2 && threadIdx.x == 64) {
+    sm90_backward_add<S>(a, m, base, barriers);
+  }
+  if (sm90_counts_sums(S) && warp == 2 && threadIdx.x == 64) {
+    sm90_backward_count_sums<S>(a, m, base, barriers);
+  }
+  if constexpr (S.summed > 1) {
+    if (warp == 3) {
+      sm90_backward_send_shares<S>(a, m, base, barriers, int(threadIdx.x % 32));
+    }
+  }
+  if (S.dbias_store && warp == 3 && threadIdx.x == 96) {
+    sm90_backward_store_bias<S>(a, m, base, barriers);
+  }
+  if constexpr (S.makes_rows) {
+    if (warp > 0) {
+      sm90_backward_make_rows<S>(a, m, base, barriers, warp - 1, int(threadIdx.x % 32));
+    }
+  }
+  if constexpr (kHow.batch_to_convert > 0) {
+    if (warp == 1 || warp == 3) {
+      sm90_backward_convert<S, kHow.batch_to_convert>(a, m);
+    }
+  }
+}
+
+// Warpgroup c of those that compute.
+template <Sm90BackwardSpec S>
+__device__ __forceinline__ void sm90_backward_compute(const Args& a, const Sm90BackwardArgs& m, unsigned char* memory,
+                                                      u32 base, const Sm90BackwardBarriers& barriers, int c) {
   // ---- sizes ----
   constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);
   constexpr Sm90BackwardChoices kHow = sm90_backward_choices(S);
@@ -74,62 +114,7 @@ __device__ __forceinline__ void sm90_backward_block(const Args& a, const Sm90Bac
   constexpr bool kBias = kHow.bias_in_place;
   constexpr bool kOuter = kHow.outer;
   constexpr int kColumns = S.halves ? D / 2 : D;  // of a job of dQ
-  static_assert(kHow.valid && kRowPad % M == 0);
 
-  // ---- shared memory and barriers ----
-  extern __shared__ __align__(1024) unsigned char memory[];
-  const u32 base = shared_address(memory);
-  const Sm90BackwardBarriers barriers{base + kSizes.barriers_at};
-  const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
-  if (threadIdx.x == 0) {
-    barriers.template init<S>();
-  }
-  if constexpr (S.summed > 1) {
-    cluster_sync();
-  } else {
-    sync();
-  }
-  sm90_begin_backward<S>();
-
-  if (warpgroup == 0) {
-    fewer_registers<kHow.registers_to_copy>();
-    const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0);
-    if (warp == 0 && threadIdx.x == 0) {
-      sm90_backward_copy<S>(a, m, base, reinterpret_cast<Sm90Loads*>(memory + kSizes.loads_at), barriers);
-    }
-    if ((kBias || kOuter) && warp == 1 && threadIdx.x == 32) {
-      sm90_backward_copy_bias<S>(a, m, base, barriers);
-    }
-    if (S.bulk && warp == 2 && threadIdx.x == 64) {
-      sm90_backward_add<S>(a, m, base, barriers);
-    }
-    if (sm90_counts_sums(S) && warp == 2 && threadIdx.x == 64) {
-      sm90_backward_count_sums<S>(a, m, base, barriers);
-    }
-    if constexpr (S.summed > 1) {
-      if (warp == 3) {
-        sm90_backward_send_shares<S>(a, m, base, barriers, int(threadIdx.x % 32));
-      }
-    }
-    if (S.dbias_store && warp == 3 && threadIdx.x == 96) {
-      sm90_backward_store_bias<S>(a, m, base, barriers);
-    }
-    if constexpr (S.makes_rows) {
-      if (warp > 0) {
-        sm90_backward_make_rows<S>(a, m, base, barriers, warp - 1, int(threadIdx.x % 32));
-      }
-    }
-    if constexpr (kHow.batch_to_convert > 0) {
-      if (warp == 1 || warp == 3) {
-        sm90_backward_convert<S, kHow.batch_to_convert>(a, m);
-      }
-    }
-    return;
-  }
-
-  // ---- the warpgroups that compute ----
-  more_registers<kHow.registers>();
-  const int c = warpgroup - 1;
   const int thread = threadIdx.x % 128;
   const int warp = __shfl_sync(~0u, thread / 32, 0);
   const int lane = opaque(thread % 32);
@@ -405,6 +390,36 @@ __device__ __forceinline__ void sm90_backward_block(const Args& a, const Sm90Bac
   if constexpr (S.converts) {
     sm90_backward_convert<S, 2>(a, m);
   }
+}
+
+template <Sm90BackwardSpec S>
+__device__ __forceinline__ void sm90_backward_block(const Args& a, const Sm90BackwardArgs& m) {
+  constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);
+  constexpr Sm90BackwardChoices kHow = sm90_backward_choices(S);
+  static_assert(kHow.valid && kRowPad % S.step == 0);
+
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const u32 base = shared_address(memory);
+  const Sm90BackwardBarriers barriers{base + kSizes.barriers_at};
+  const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
+  if (threadIdx.x == 0) {
+    barriers.template init<S>();
+  }
+  if constexpr (S.summed > 1) {
+    cluster_sync();
+  } else {
+    sync();
+  }
+  sm90_begin_backward<S>();
+
+  if (warpgroup == 0) {
+    fewer_registers<kHow.registers_to_copy>();
+    sm90_backward_move<S>(a, m, base, reinterpret_cast<Sm90Loads*>(memory + kSizes.loads_at), barriers);
+    return;
+  }
+
+  more_registers<kHow.registers>();
+  sm90_backward_compute<S>(a, m, memory, base, barriers, warpgroup - 1);
 }
 
 template <Sm90BackwardSpec S>

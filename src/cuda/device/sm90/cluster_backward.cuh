@@ -15,7 +15,7 @@ namespace fovea::cuda {
 struct Sm90ClusterBarriers {
   u32 at;
 
-  static constexpr u32 kBytes = 96;  // those of each kernel lie behind
+  static constexpr u32 kBytes = 96;  // what a kernel has besides comes after these
 
   // readers: warps that say when a buffer of the bias, and of dS in its place, is free.
   __device__ __forceinline__ void init_copies(int readers) const {
@@ -41,7 +41,7 @@ struct Sm90ClusterBarriers {
   __device__ __forceinline__ u32 grads_empty(int i) const { return at + 80 + 8 * i; }
 };
 
-// The bias of keys from `key` on, step by step, to buffers of kBytes each kApart bytes from `to` on.
+// The bias of keys from `key` on, step by step, to buffers from `to` on, of kBytes each and kApart bytes apart.
 template <auto S, int kBytes, int kApart>
 __device__ __forceinline__ void sm90_cluster_copy_bias(const Sm90BackwardArgs& m, const Sm90KeyBlock<S>& block, int key,
                                                        u32 to, const Sm90ClusterBarriers& barriers) {
@@ -62,7 +62,7 @@ __device__ __forceinline__ void sm90_cluster_copy_bias(const Sm90BackwardArgs& m
   }
 }
 
-// dK and dV of a warp's rows of keys: of each the columns that this warpgroup has, the part-th in the head dimension.
+// dK and dV of a warp's rows of keys: of each the columns that this warpgroup has, part number `part` of head_dim.
 template <auto S, int kCountD, int kCountV>
 __device__ __forceinline__ void sm90_cluster_store(const Args& a, const Place& place, u32 head_k, int part,
                                                    const float (&dk)[kCountD], const float (&dv)[kCountV], int key,

@@ -7,6 +7,8 @@
 
 namespace fovea::cuda {
 
+inline constexpr int kSm90ClusterBarrierBytes = 256;
+
 // ---- sm90_wide_backward: two blocks of a cluster, 64 keys each ----
 // Spec: warps is 8, step 64, stages 2 and planes 2; warps * tiles * 16 are the keys of a cluster.
 
@@ -54,7 +56,7 @@ constexpr Sm90WideBackwardSizes sm90_wide_backward_sizes(const Sm90BackwardSpec&
   x.grads_at = plan.take(4, x.tile);
   x.lse_at = plan.take(s.stages, x.rows);
   x.delta_at = plan.take(s.stages, x.rows);
-  x.barriers_at = plan.take(1, 256);
+  x.barriers_at = plan.take(1, kSm90ClusterBarrierBytes);
   x.bytes = plan.bytes;
   return x;
 }
@@ -88,7 +90,7 @@ constexpr Sm90SplitBackwardSizes sm90_split_backward_sizes(const Sm90BackwardSpe
   x.sums_at = plan.take(4, x.sums);
   x.lse_at = plan.take(s.stages, x.rows);
   x.delta_at = plan.take(s.stages, x.rows);
-  x.barriers_at = plan.take(1, 256);
+  x.barriers_at = plan.take(1, kSm90ClusterBarrierBytes);
   x.bytes = plan.bytes;
   return x;
 }

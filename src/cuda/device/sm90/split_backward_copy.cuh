@@ -26,6 +26,7 @@ struct Sm90SplitBackwardBarriers : Sm90ClusterBarriers {
   // Of warpgroup c: the other block's sums of S (0) or dP (1) are here; the other block has read those of this one.
   __device__ __forceinline__ u32 sums_full(int c, int which) const { return at + kBytes + 16 * c + 8 * which; }
   __device__ __forceinline__ u32 may_send(int c) const { return at + kBytes + 32 + 8 * c; }
+  static_assert(kBytes + 48 <= kSm90ClusterBarrierBytes);
 };
 
 // Rows of K and V from `live` on, where they are no keys, become 0.

@@ -29,6 +29,7 @@ struct Sm90WideBackwardBarriers : Sm90ClusterBarriers {
   __device__ __forceinline__ u32 may_add() const { return at + kBytes + 24; }  // in order: to these queries
   __device__ __forceinline__ u32 added() const { return at + kBytes + 32; }
   __device__ __forceinline__ u32 ticket() const { return at + kBytes + 40; }
+  static_assert(kBytes + 44 <= kSm90ClusterBarrierBytes);
 };
 
 // Rows of K and V from `live` keys of the cluster on, where they are no keys, become 0.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a block of sm90_backward (and of sm90_wide_backward) is about.
+// What a block of sm90_backward, sm90_wide_backward or sm90_split_backward is about.
 //
 //   Sm90KeyBlock       its keys, and the queries that meet any of them, in which order
 //   sm90_await_block   which keys are next
