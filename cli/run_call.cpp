@@ -6,8 +6,11 @@
 #include <algorithm>
 #include <cstdlib>
 #include <set>
+#include <string_view>
+#include <type_traits>
 
 #include "commands.h"
+#include "core/fields.h"
 #include "fault.h"
 #include "work.h"
 
@@ -154,6 +157,7 @@ void FileCall::agree(const RunSettings& settings) {
   refuse_gpu("run", settled_.device, settled_.backend);
   line_ = line;
   apply();
+  refuse_what_is_not_passed_on(parse(with_word(describe(Direction::kForward), settings.backward ? "bwd" : "fwd")));
   if (settings.backward) {
     for (const Gradient& gradient : kGradients) {
       if (settled_.need.*gradient.need) {
@@ -161,6 +165,22 @@ void FileCall::agree(const RunSettings& settings) {
       }
     }
   }
+}
+
+// apply() copies one field after another; one that it lacks would be ignored.
+void FileCall::refuse_what_is_not_passed_on(const Problem& called) const {
+  for_each_field(settled_, [&](std::string_view name, const auto& settled, Role role) {
+    for_each_field(called, [&](std::string_view same, const auto& passed, Role) {
+      if constexpr (std::is_same_v<decltype(settled), decltype(passed)>) {
+        if (role == Role::kNumber && name == same && passed != settled) {
+          throw Fault(kBadInput,
+                      fmt::format("problem line: {}, which fovea run does not pass on; accepted: fovea check, "
+                                  "or the library",
+                                  name));
+        }
+      }
+    });
+  });
 }
 
 void FileCall::apply() {

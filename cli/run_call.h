@@ -89,6 +89,7 @@ class FileCall {
   void agree(const RunSettings& settings);
   // The options of settled_, as Shapes would say them.
   void apply();
+  void refuse_what_is_not_passed_on(const Problem& called) const;
 
   std::string describe(Direction direction) const;
 

@@ -9,9 +9,11 @@
 // errors are pseudo-random, and a small problem has few of them, so the worst of kDraws evaluations counts; where that
 // is not enough, the worst of kMoreDraws others. Where the reference is infinite or NaN, the result has to be the same.
 //
-// On a GPU two things differ. Its exponentials and tensor cores flush denormal fp32 numbers to zero, so an error of
-// kFlushed is always allowed (fp16 has a larger one already). And the naive evaluation has the errors of tensor cores
-// and of tanh by exp2 (naive.h).
+// Weights below the least normal number are 0, so an error of kFlushed is allowed of fp32 (fp64: kFlushedDouble).
+//
+// On a GPU two things differ. Its tensor cores flush denormal fp32 numbers to zero, so kFlushed is allowed of bf16, too
+// (fp16 has a larger error already). And the naive evaluation has the errors of tensor cores and of tanh by exp2
+// (naive.h).
 //
 // A CPU's matrix unit takes denormal operands for 0, so there kFlushed is allowed as well.
 #pragma once
