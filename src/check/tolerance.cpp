@@ -16,13 +16,12 @@ namespace {
 
 constexpr double kUnits = 1;
 
-// The distance from 1 to the next number, and what is lost among denormals: half of the least number, but where sums
-// are formed in the same type by each of their terms.
+// The distance from 1 to the next number, and what is lost among denormals: half of the least number, but where weights
+// are numbers of the same type.
 struct Precision {
   double unit;
   double least;
 };
-constexpr double kTerms = 32;
 
 // Weights below the least normal number are 0. Dropout and scale multiply what is lost.
 constexpr double kFlushed = 16 * 0x1p-126;
@@ -35,9 +34,9 @@ Precision precision_of(DType type) {
     case DType::kBf16:
       return {0x1p-7, 0x1p-133};
     case DType::kFp32:
-      return {0x1p-23, kTerms * 0x1p-149};
+      return {0x1p-23, kFlushed};
     default:
-      return {0x1p-52, kTerms * std::numeric_limits<double>::denorm_min()};
+      return {0x1p-52, kFlushedDouble};
   }
 }
 
@@ -110,9 +109,7 @@ Deviation compare(const Tensor& actual, const Values64& reference, const std::ve
     ++count;
   }
   Precision precision = precision_of(type);
-  if (type == DType::kFp64) {
-    precision.least = kFlushedDouble;
-  } else if (type == DType::kFp32 || (type == DType::kBf16 && arithmetic != Arithmetic::kCpu)) {
+  if (type == DType::kBf16 && arithmetic != Arithmetic::kCpu) {
     precision.least = kFlushed;
   }
   const double naive_sum = *std::max_element(naive_sums.begin(), naive_sums.end());
