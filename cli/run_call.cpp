@@ -7,7 +7,6 @@
 #include <cstdlib>
 #include <set>
 #include <string_view>
-#include <type_traits>
 
 #include "commands.h"
 #include "core/fields.h"
@@ -169,18 +168,15 @@ void FileCall::agree(const RunSettings& settings) {
 
 // apply() copies one field after another; one that it lacks would be ignored.
 void FileCall::refuse_what_is_not_passed_on(const Problem& called) const {
-  for_each_field(settled_, [&](std::string_view name, const auto& settled, Role role) {
-    for_each_field(called, [&](std::string_view same, const auto& passed, Role) {
-      if constexpr (std::is_same_v<decltype(settled), decltype(passed)>) {
-        if (role == Role::kNumber && name == same && passed != settled) {
+  for_each_pair_of_fields(
+      settled_, called, [](std::string_view name, Role role, const auto& settled, const auto& passed) {
+        if (role == Role::kNumber && !(passed == settled)) {
           throw Fault(kBadInput,
-                      fmt::format("problem line: {}, which fovea run does not pass on; accepted: fovea check, "
-                                  "or the library",
+                      fmt::format("problem line: {}, which fovea run does not pass on; accepted: fovea check, or "
+                                  "the library",
                                   name));
         }
-      }
-    });
-  });
+      });
 }
 
 void FileCall::apply() {

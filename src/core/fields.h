@@ -142,22 +142,30 @@ FieldNames unknown_fields(std::span<const std::string_view> known) {
   return unknown;
 }
 
+// Calls visit(name, role, field, other's field) for each.
+template <class P, class Visit>
+void for_each_pair_of_fields(const P& problem, const P& other, Visit visit) {
+  for_each_field(problem, [&](std::string_view name, const auto& field, Role role) {
+    for_each_field(other, [&](std::string_view same, const auto& of_other, Role) {
+      if constexpr (std::is_same_v<decltype(field), decltype(of_other)>) {
+        if (name == same) {
+          visit(name, role, field, of_other);
+        }
+      }
+    });
+  });
+}
+
 // Throws Error(FOVEA_UNSUPPORTED) where a problem gives one of `unknown`.
 template <class P>
 void refuse_fields(const P& problem, const FieldNames& unknown) {
   if (unknown.empty()) {
     return;
   }
-  const P usual;
-  for_each_field(problem, [&](std::string_view name, const auto& field, Role) {
-    for_each_field(usual, [&](std::string_view same, const auto& by_default, Role) {
-      if constexpr (std::is_same_v<decltype(field), decltype(by_default)>) {
-        if (name == same && !(field == by_default) &&
-            std::find(unknown.begin(), unknown.end(), name) != unknown.end()) {
-          throw Error(FOVEA_UNSUPPORTED, fmt::format("{}: this backend does not know it", name));
-        }
-      }
-    });
+  for_each_pair_of_fields(problem, P(), [&](std::string_view name, Role, const auto& field, const auto& by_default) {
+    if (!(field == by_default) && std::find(unknown.begin(), unknown.end(), name) != unknown.end()) {
+      throw Error(FOVEA_UNSUPPORTED, fmt::format("{}: this backend does not know it", name));
+    }
   });
 }
 
