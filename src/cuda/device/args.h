@@ -85,7 +85,7 @@ struct Args {
   float* row_delta = nullptr;  // <do, o> - dlse
   float* row_term = nullptr;   // query_term, for kernels that take it by tiles of padded rows
   i64 padded_rows = 0;         // of one head, all sequences
-  float* dq_sum = nullptr;     // [head][padded row][d] in register order (store_sums; same_step: convert_queries)
+  float* dq_sum = nullptr;     // [head][padded row][d] in register order (around/convert.cuh; turned_sums)
   // sm90_backward: a ticket; then for 64 rows of dq_sum how many blocks have added to them (in order), or that one
   // stores there (1) or has stored (2).
   u32* turns = nullptr;
@@ -144,9 +144,20 @@ constexpr i64 padded_row(const math::Rows& rows, i64 b, const math::Sequence& se
                         : b * ((rows.rows_q + kRowPad - 1) / kRowPad * kRowPad);
 }
 
+// Where Args::turns (behind the ticket) and BehindTurns::added count for the step that begins with this row: steps have
+// 64 rows or more, so that each has a number of its own.
+constexpr i64 turn_of_row(i64 row) { return row / 64; }
+
 // The same in row_lse, row_delta, row_sum, dq_sum (rows of it), which have a part for each head.
 constexpr i64 row_of_head(const Args& a, i64 b, i64 head, const math::Sequence& sequence) {
   return head * a.padded_rows + padded_row(a.rows, b, sequence);
+}
+
+// Where a row of a half of dq_sum's columns lies that steps of 80 queries have added to (sm90_turns_dq).
+constexpr int kTurnedQueries = 80;
+constexpr int kTurnedColumns = 64;
+constexpr i64 turned_sums(const Args& a, int half, i64 row) {
+  return (half * a.padded_rows * a.rows.heads_q + row) * kTurnedColumns;
 }
 
 // Rows of a padded vector for all batch entries.

@@ -69,7 +69,8 @@ struct AroundSpec {
   int warps = 4;                         // sm90_schedule: those of sm90_forward
   bool dq = false;                       // sm90_backward_parts: dq is converted as well
   bool stores_first = false;             // as in Sm90BackwardTiles
-  bool same_step = false;                // likewise
+  bool halves = false;                   // dq_sum lies by halves of columns, in 64 rows
+  bool turned_dq = false;                // dq_sum lies as sm90_turns_dq() says
   int converted = 0;                     // backward_prepare: queries of a step where sm90_backward converts, else 0
   bool longest_first = false;            // as in Sm90BackwardTiles
   bool shifted = false;                  // backward_prepare: as in Features, where a step's band is looked at
@@ -77,7 +78,7 @@ struct AroundSpec {
 
   friend constexpr bool operator==(const AroundSpec&, const AroundSpec&) = default;
 };
-FOVEA_FIELDS(AroundSpec, arch, type, d, dv, ragged, grad_bias, warps, dq, stores_first, same_step, converted,
+FOVEA_FIELDS(AroundSpec, arch, type, d, dv, ragged, grad_bias, warps, dq, stores_first, halves, turned_dq, converted,
              longest_first, shifted, fp32_results)
 
 }  // namespace fovea::cuda

@@ -5,6 +5,7 @@
 #include "cuda/kernels/sm90_backward.h"
 
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 #include "cuda/device/sm90/cluster_backward_sizes.h"
@@ -92,15 +93,38 @@ struct Tiles {
   int summed = 1;
 };
 
-// Whether dQ is computed in its own step, if blocks fill the chip: at head_dim 128, where registers allow, without a
-// band or with groups of heads under a causal mask. Elsewhere that is no faster, or slower (docs/design/tried.md).
-bool in_same_step(const Call& call, const Sm90BackwardSpec& spec, bool ordered) {
-  const bool grouped = call.rows.heads_q > call.rows.heads_k;
+// Whether scores are dot products and nothing but a bias takes registers beside dK, dV and them, at head_dim 128.
+bool is_plain(const Sm90BackwardSpec& spec) {
   const bool much = spec.dropout != DropoutRule::kNone || spec.softcap || spec.mask || spec.key_term ||
                     spec.query_term || bool(spec.positions) || spec.column_sum || spec.row_sum ||
                     sm90_outer_bytes(spec) > 0;
-  return spec.dq && spec.dkv && spec.d == kSm90Wide && spec.dv == kSm90Wide && !ordered && !much && !spec.ragged &&
-         !spec.dbias_store && (!spec.banded || (grouped && !spec.left_edge && spec.bias == BiasTile::kNone));
+  return spec.dq && spec.dkv && spec.d == kSm90Wide && spec.dv == kSm90Wide && !much;
+}
+
+// Where each of two warpgroups computes half of dQ's columns, of every step, if blocks fill the chip. Elsewhere, and
+// with sums in order, they take turns at whole steps. Measured (docs/design/tried.md).
+std::optional<Tiles> by_halves(const Call& call, const Operands& operands, const Sm90BackwardSpec& spec, bool ordered) {
+  if (!is_plain(spec) || ordered) {
+    return std::nullopt;
+  }
+  Tiles tiles{.groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 2, .bulk = true, .halves = true};
+  const bool bias = spec.bias != BiasTile::kNone;
+  if (spec.banded) {
+    const bool grouped = call.rows.heads_q > call.rows.heads_k;
+    tiles.delay = true;
+    return (grouped || spec.ragged) && !spec.left_edge && !bias ? std::optional(tiles) : std::nullopt;
+  }
+  if (spec.ragged || spec.dbias_store) {
+    return std::nullopt;
+  }
+  constexpr std::int64_t kLong = 2048;  // below that the last step's rows without queries count
+  if (!bias && call.rows.limit_q >= kLong && operands.vector_stores && !fp32_results(call.problem).q) {
+    tiles.delay = true;
+    tiles.step = kTurnedQueries;
+  } else {
+    tiles.same_step = true;
+  }
+  return tiles;
 }
 
 // From the best on: the first that fits is taken.
@@ -290,10 +314,9 @@ bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, cons
   spec.row_sum = wants.row_sum && !is_ordered && !sm90_is_wide(spec);
   spec.dbias_store = wants.dbias_store && spec.dq && !sm90_is_wide(spec);
   std::vector<Tiles> all = candidates(spec, call.rows.limit_k, is_ordered);
-  constexpr Tiles kSameStep{
-      .groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 2, .bulk = true, .halves = true, .same_step = true};
-  if (in_same_step(call, spec, is_ordered)) {
-    all.insert(all.begin(), kSameStep);
+  const std::optional<Tiles> halves = by_halves(call, operands, spec, is_ordered);
+  if (halves) {
+    all.insert(all.begin(), *halves);
   }
   if (const int blocks = sm90_summed_blocks(call, spec, wants, target); blocks > 1) {
     constexpr int kNarrow = 64;
@@ -302,8 +325,8 @@ bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, cons
     all.insert(all.begin(), summed);
     summed.stages = 3;
     all.insert(all.begin(), summed);
-    if (in_same_step(call, spec, is_ordered)) {
-      Tiles same_step = kSameStep;
+    if (halves && halves->same_step) {
+      Tiles same_step = *halves;
       same_step.summed = blocks;
       all.insert(all.begin(), same_step);
     }
@@ -341,7 +364,7 @@ bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, cons
     if (spec.summed > 1 && (spec.direct || spec.key_parts)) {
       continue;
     }
-    if (spec.same_step && (spec.direct || sm90_items(call, spec) < target.multiprocessors)) {
+    if (tiles.halves && tiles.bulk && (spec.direct || sm90_items(call, spec) < target.multiprocessors)) {
       continue;
     }
     spec.makes_rows = makes_rows(call, spec, wants);

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cuda/device/generic/backward_sizes.h"
+#include "cuda/device/sm90/backward_sizes.h"
 #include "cuda/kernels/backward_around.h"
 #include "cuda/kernels/generic_backward.h"
 #include "cuda/kernels/prepare.h"
@@ -229,7 +230,8 @@ void Planner::backward() {
   if (order.parts > 1 && main.dkv) {
     add_sm90_backward_parts(*this, main, order, convert_blocks);
   } else {
-    spec.same_step = main.same_step;  // how dq_sum lies
+    spec.halves = main.halves && main.bulk;  // how dq_sum lies
+    spec.turned_dq = sums_dq && sm90_turns_dq(main);
     spec.fp32_results = fp32.q;
     add_backward_convert(*this, spec, convert_blocks);
   }

@@ -10,8 +10,9 @@
 //                      do it, too)
 //
 // Launches of 256 threads (backward_prepare: kBackwardPrepareThreads), no shared memory to be given. Spec: `type`, `d`
-// (convert: fp32's dq_sum has scale in it already), `dv` (prepare: up to 32, or more), `stores_first`, `same_step`
-// (convert: how dq_sum lies), `converted`, `longest_first`. Blocks and what of Args beyond the call's own tensors:
+// (convert: fp32's dq_sum has scale in it already), `dv` (prepare: up to 32, or more), `stores_first`, `halves`,
+// `turned_dq` (convert: how dq_sum lies), `converted`, `longest_first`. Blocks and what of Args beyond the call's own
+// tensors:
 //   backward_prepare   batch * heads_q * ceil(limit_q / 128): head_dim_v (of `out`, real), out, grad_out (fp32: both as
 //                      the caller gave them), lse, grad_lse, row_lse, row_delta, padded_rows, lse_factor; where wanted:
 //                      dq_sum with Spec::d, turns, row_sum (set to zero, too), row_term, sink and sink_sum; fp32:
@@ -77,11 +78,13 @@ template <AroundSpec S>
 __device__ __forceinline__ void clear_unmet(const Args& a, const Place& place, u32 head, int first) {
   const auto band = place.template band<S>(a);
 #pragma unroll 1
-  for (int at = first; at < min(first + kRowPad, place.q_len); at += S.converted) {
-    const int end = min(at + S.converted, place.q_len);
-    if (!band.keys_of_rows(at, end).empty()) {
+  const int last = min(first + kRowPad, place.q_len);
+  for (int step = first / S.converted * S.converted; step < last; step += S.converted) {
+    if (!band.keys_of_rows(step, min(step + S.converted, place.q_len)).empty()) {
       continue;
     }
+    const int at = max(step, first);
+    const int end = min(step + S.converted, last);
     u16* const to = static_cast<u16*>(a.grad_q.data) + place.query_rows(a.grad_q.strides, head);
 #pragma unroll 1
     for (int i = threadIdx.x; i < (end - at) * a.out_dim; i += kBackwardPrepareThreads) {
@@ -297,6 +300,13 @@ __device__ __forceinline__ void convert_queries(const Args& a, u32 before) {
   const i64 to = place.query_rows(a.grad_q.strides, block.head);
 #pragma unroll 2
   for (int n = thread.warp; n < kConvertPieces<S>; n += 8) {
+    if constexpr (S.turned_dq) {
+      const int query = block.first + n / (S.d / 16) * 16;
+      const i64 step = first - block.first + query / kTurnedQueries * kTurnedQueries;
+      const bool is_stored = !S.stores_first || (query < place.q_len && a.turns[1 + turn_of_row(step)] != 0);
+      convert_turned_sums<S, 1>(thread, a, first, is_stored, to, block.first, place.q_len, n);
+      continue;
+    }
     convert_sums<S, 1>(thread, a, a.dq_sum + first * S.d, stored, to, block.first, place.q_len, a.vector_stores, n);
   }
 }

@@ -31,6 +31,26 @@ __device__ __forceinline__ void transpose(u32 (&x)[4], int t) {
   }
 }
 
+// 16 x 16 numbers of 16 bits, pairs of columns: words 2 j + half are block j of row g + 8 half. Lane t stores the 16
+// bytes with 2 j + half = t.
+__device__ __forceinline__ void store_words(const Thread& thread, u32 (&words)[4], const Tensor& result, i64 at,
+                                            int row, int column, int rows, int columns) {
+  transpose(words, thread.t);
+  const int at_row = row + (thread.t & 1) * 8;
+  const int at_column = column + (thread.t >> 1) * 8;
+  if (at_row < rows && at_column < columns) {
+    store_global(static_cast<u16*>(result.data) + at + at_row * result.strides.row + at_column,
+                 {words[0], words[1], words[2], words[3]});
+  }
+}
+
+// Of 8 x 8 numbers of 16 bits, a pair of a row in each lane: the same of the transposed numbers.
+__device__ __forceinline__ u32 transposed_pairs(u32 pair, int g, int t) {
+  const u32 first = __shfl_sync(~0u, pair, 8 * t + g / 2);
+  const u32 second = __shfl_sync(~0u, pair, 8 * t + 4 + g / 2);
+  return (g & 1) == 0 ? (first & 0xffffu) | second << 16 : first >> 16 | (second & 0xffff0000u);
+}
+
 // Sums in fp32 lie as accumulators: of each 16 x 8 block, lane by lane the four values of rows g, g + 8 of lane 4 g +
 // t, columns 2t, 2t + 1. A warp's 16 x 16 of them, two such blocks, go to rows `row` and row + 8 of a result, from
 // `column` on; `at` is where its row 0 lies. how: with Spec::fp32_results.
@@ -45,16 +65,9 @@ __device__ __forceinline__ void store_sums(const Thread& thread, const float4 (&
     return;
   }
   if (kType != Type::kFp32 && vectors) {
-    // Four pieces of 16 bytes, block j of row g + 8 half: lane t gets the one with 2 j + half = t.
     u32 words[4] = {pack<kType>(x[0].x, x[0].y), pack<kType>(x[0].z, x[0].w), pack<kType>(x[1].x, x[1].y),
                     pack<kType>(x[1].z, x[1].w)};
-    transpose(words, thread.t);
-    const int at_row = row + (thread.t & 1) * 8;
-    const int at_column = column + (thread.t >> 1) * 8;
-    if (at_row < rows && at_column < columns) {
-      store_global(static_cast<u16*>(result.data) + at + at_row * result.strides.row + at_column,
-                   {words[0], words[1], words[2], words[3]});
-    }
+    store_words(thread, words, result, at, row, column, rows, columns);
     return;
   }
 #pragma unroll
@@ -102,9 +115,9 @@ __device__ __forceinline__ void convert_sums(const Thread& thread, const Args& a
   float4 x[kBatch][2];
 #pragma unroll
   for (int i = 0; i < kBatch; ++i) {
-    // same_step: the left half of the columns of all rows, then the right one
+    // halves: the left half of the columns of all rows, then the right one
     const int at = n + i;
-    const int place = S.same_step ? (at % kPairs / kHalf * (kConvertRows / 16) + at / kPairs) * kHalf + at % kHalf : at;
+    const int place = S.halves ? (at % kPairs / kHalf * (kConvertRows / 16) + at / kPairs) * kHalf + at % kHalf : at;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       x[i][j] = stored && exists(at) ? load_summed(sums + (place * 2 + j) * 128 + thread.lane * 4) : float4{};
@@ -122,6 +135,43 @@ __device__ __forceinline__ void convert_sums(const Thread& thread, const Args& a
     }
     store_sums<S>(thread, x[i], a.grad_q, a.results.q, to, first + at / kPairs * 16 + thread.g, at % kPairs * 16, rows,
                   a.out_dim, vectors);
+  }
+}
+
+// The same of sums that lie as sm90_turns_dq() says, from row `row` of dq_sum on, of results that 16-byte stores may
+// write: a warp's 16 queries by 16 columns are two accumulators' fragments with columns as rows.
+template <auto S, int kBatch>
+__device__ __forceinline__ void convert_turned_sums(const Thread& thread, const Args& a, i64 row, bool stored, i64 to,
+                                                    int first, int rows, int n) {
+  constexpr int kPairs = S.d / 16;
+  const auto queries = [&](int at) { return at / kPairs * 16; };
+  const auto column = [&](int at) { return at % kPairs * 16; };
+  const auto exists = [&](int at) { return first + queries(at) < rows && column(at) < a.out_dim; };
+  float4 x[kBatch][2];
+#pragma unroll
+  for (int i = 0; i < kBatch; ++i) {
+    const int at = n + i;
+    const float* const sums = a.dq_sum + turned_sums(a, column(at) / kTurnedColumns, row + queries(at)) +
+                              column(at) % kTurnedColumns * 8 + thread.lane * 4;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {  // of 8 queries; columns g and g + 8
+      x[i][j] = stored && exists(at) ? load_summed(sums + j * 8 * kTurnedColumns) : float4{};
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kBatch; ++i) {
+    const int at = n + i;
+    if (!exists(at)) {
+      continue;
+    }
+    u32 words[4];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const float4& y = x[i][j];
+      words[j] = transposed_pairs(pack<S.type>(y.x * a.scale, y.y * a.scale), thread.g, thread.t);
+      words[2 + j] = transposed_pairs(pack<S.type>(y.z * a.scale, y.w * a.scale), thread.g, thread.t);
+    }
+    store_words(thread, words, a.grad_q, to, first + queries(at) + thread.g, column(at), rows, a.out_dim);
   }
 }
 

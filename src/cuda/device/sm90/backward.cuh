@@ -14,14 +14,15 @@
 // is used in place: TMA writes the bias as [query][key], ldmatrix.trans reads it in the layout of S^T, stmatrix.trans
 // puts dS where the bias was, and there dS is an operand of dQ = dS K.
 // dQ of a step is computed a step later, when the dS of all warpgroups has most likely arrived: by one warpgroup for 64
-// queries, in turn (of steps of 128 queries each of two has 64). With `same_step` all warpgroups wait for each other
-// instead, and each computes half of dQ's columns in the step itself, before dK; dQ is stored while the product of dK
-// runs. dQ is added to dq_sum, in L2, in the order of the accumulators (backward_convert), by red instructions or in
-// bulk through shared memory; with `ordered` by one block of keys after the other; with `direct` one block has all keys
-// and stores dQ as it is.
+// queries, in turn (of steps of 128 queries each of two has 64), or with `halves` by each of two for half of the
+// columns. With `same_step` all warpgroups wait for each other instead, and compute their halves in the step itself,
+// before dK; dQ is stored while the product of dK runs. Of 80 queries a step dQ is computed transposed, dQ^T = K^T dS^T
+// (sm90_turns_dq): a product has 64 rows, and halves of the columns are as many. dQ is added to dq_sum, in L2, in the
+// order of the accumulators (backward_convert), by red instructions or in bulk through shared memory; with `ordered` by
+// one block of keys after the other; with `direct` one block has all keys and stores dQ as it is.
 //
 // With dropout, P carries the decision in its sign: P >= 0 is kept. Where dK and dV take most registers, S and dP are
-// made in two parts of a step (sm90_step_parts), or dP behind P, and dS of P as rounded (sm90_packs).
+// made in two parts of a step (sm90_step_parts), or P is rounded before dS is made of it (Sm90BackwardChoices::packs).
 //
 // A block stays for the whole call and takes key blocks from a counter, batch * heads_k * ceil(limit_k / keys) of them:
 // Q and dO of the next are on their way while one ends. Where there are as many blocks as key blocks each has its own.
@@ -113,7 +114,6 @@ __device__ __forceinline__ void sm90_backward_compute(const Args& a, const Sm90B
   constexpr int kPanelV = kHow.panel_v;
   constexpr bool kBias = kHow.bias_in_place;
   constexpr bool kOuter = kHow.outer;
-  constexpr int kColumns = S.halves ? D / 2 : D;  // of a job of dQ
 
   const int thread = threadIdx.x % 128;
   const int warp = __shfl_sync(~0u, thread / 32, 0);
@@ -276,7 +276,7 @@ __device__ __forceinline__ void sm90_backward_compute(const Args& a, const Sm90B
           multiply<kType, V, kHow.held_v>(dp, v_held, v_rows.row(f * 64), o_rows.moved(o_now).row(part * P));
           wgmma_commit();
         };
-        if constexpr (!kHow.packs) {
+        if constexpr (!kHow.dp_behind) {
           multiply_dp();
         }
         if (!kHow.skips && i == 0) {
@@ -288,7 +288,7 @@ __device__ __forceinline__ void sm90_backward_compute(const Args& a, const Sm90B
         work.await_tile(i);
         typename Scores::Loaded loaded;
         loaded.load(panel, lse_here, 0);
-        wgmma_wait<kHow.packs ? 0 : 1>();
+        wgmma_wait<kHow.dp_behind ? 0 : 1>();
         pin(s);
         if constexpr (kHow.overlaps) {
           if (i > 0) {
@@ -320,11 +320,18 @@ __device__ __forceinline__ void sm90_backward_compute(const Args& a, const Sm90B
         };
         if constexpr (kHow.packs) {
           scores[f].weights_of(weights, s);
-          wgmma_fence();
-          multiply_dp();
-          multiply_dv();
-          wgmma_wait<1>();
-          pin(dp);
+          if constexpr (kHow.dp_behind) {
+            wgmma_fence();
+            multiply_dp();
+            multiply_dv();
+            wgmma_wait<1>();
+            pin(dp);
+          } else {
+            wgmma_wait<0>();
+            pin(dp);
+            wgmma_fence();
+            multiply_dv();
+          }
           gradients_of_packed<S>(grads, weights, dp, a, delta_here, edge);
         } else {
           loaded.load_delta(delta_here, 0);
@@ -344,7 +351,7 @@ __device__ __forceinline__ void sm90_backward_compute(const Args& a, const Sm90B
           }
           store_transposed(panel, grads);
         }
-        float dq[S.same_step ? kColumns / 2 : 1];
+        float dq[S.same_step ? Sm90BackwardStep<S>::kSums : 1];
         work.begin_own_dq(dq);
         if constexpr (S.dkv) {
           multiply_add<kType, P>(dk[f], grads, q_inside, q_now, part * P / 16);
@@ -396,7 +403,7 @@ template <Sm90BackwardSpec S>
 __device__ __forceinline__ void sm90_backward_block(const Args& a, const Sm90BackwardArgs& m) {
   constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);
   constexpr Sm90BackwardChoices kHow = sm90_backward_choices(S);
-  static_assert(kHow.valid && kRowPad % S.step == 0);
+  static_assert(kHow.valid && (sm90_turns_dq(S) || kRowPad % S.step == 0));
 
   extern __shared__ __align__(1024) unsigned char memory[];
   const u32 base = shared_address(memory);

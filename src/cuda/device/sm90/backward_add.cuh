@@ -26,7 +26,8 @@ template <auto S>
 __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90BackwardArgs& m, u32 base,
                                                   const Sm90BackwardBarriers& barriers) {
   constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);
-  constexpr int kParts = S.step / 64;
+  constexpr int kRows = sm90_leaving_rows(S);
+  constexpr int kParts = S.step / kRows;
   constexpr int kHalves = S.halves ? 2 : 1;  // of the columns, one after the other in dq_sum
   // A place is free once it has been read. With `halves` it is kept until the next one is on its way, too: the
   // warpgroups are faster where one is behind the other (docs/design/tried.md).
@@ -40,7 +41,7 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90Backw
     int place = 0;
     int place_before = -1;
     const auto turn_of = [&](int i, int query) {
-      return a.turns + 1 + (block.row0 + (block.head0 + i) * int(a.padded_rows) + query) / 64;
+      return a.turns + 1 + turn_of_row(block.row0 + (block.head0 + i) * int(a.padded_rows) + query);
     };
     // Whether rows have been stored is looked up a step ahead, while this thread would wait anyway: most have.
     u32 ahead = 2;
@@ -56,7 +57,7 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90Backw
       const auto of_head = block.steps_of_head(i);
       int query = of_head.query;
 #pragma unroll 1
-      for (int n = of_head.count * kParts - 1; n >= 0; --n, query = block.after(query, 64, block.count)) {
+      for (int n = of_head.count * kParts - 1; n >= 0; --n, query = block.after(query, kRows, block.count)) {
         const int row = block.row0 + (block.head0 + i) * int(a.padded_rows) + query;
         u32* const turn = turn_of(i, query);
         u32 before = ahead;
@@ -82,12 +83,17 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90Backw
           }
           const bool last = half + 1 == kHalves;
           const u32 from = base + kSizes.leaving_at + place * kSizes.leaving;
-          float* const to = a.dq_sum + i64(row) * S.d + half * 32 * S.d;
+          float* to = a.dq_sum + i64(row) * S.d + half * 32 * S.d;
+          int bytes = kSizes.leaving;
+          if constexpr (sm90_turns_dq(S)) {
+            to = a.dq_sum + turned_sums(a, half, row);
+            bytes = min(S.step, block.padded_end() - query) * kTurnedColumns * 4;
+          }
           const bool store = S.stores_first && before == 0;
           if (store) {
-            bulk_store(to, from, kSizes.leaving);
+            bulk_store(to, from, bytes);
           } else {
-            bulk_add(to, from, kSizes.leaving);
+            bulk_add(to, from, bytes);
           }
           bulk_commit();
           if constexpr (kKeeps) {
@@ -105,7 +111,7 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90Backw
             add_release(turn, 1);
           }
           if (S.stores_first && !S.ordered && last && (n > 0 || i + 1 < block.group)) {
-            look_up(n > 0 ? turn_of(i, block.after(query, 64, block.count)) : turn_of(i + 1, block.begin));
+            look_up(n > 0 ? turn_of(i, block.after(query, kRows, block.count)) : turn_of(i + 1, block.begin));
           }
           place = place + 1 == kSizes.groups ? 0 : place + 1;
         }

@@ -21,16 +21,17 @@ namespace fovea::cuda {
 // fence waits for whatever this multiprocessor writes. Without the fence sums may arrive after their count.
 template <Sm90BackwardSpec S>
 __device__ __forceinline__ void sm90_backward_count(const Args& a, const Sm90KeyBlock<S>& block) {
+  constexpr int kRows = sm90_converted_rows(S);
   if constexpr (S.converts) {
     bulk_wait();
     fence_device();
 #pragma unroll 1
     for (int i = 0; i < block.group; ++i) {
       const i64 row = block.row0 + (block.head0 + i) * a.padded_rows + block.first;
-      u32* const added = BehindTurns(a).added + row / kConvertRows;
+      u32* const added = BehindTurns(a).added;
 #pragma unroll 4
-      for (int n = 0; n < block.count * (S.step / kConvertRows); ++n) {
-        add_relaxed(added + n, 1);
+      for (int n = 0; n < block.count * (S.step / kRows); ++n) {
+        add_relaxed(added + turn_of_row(row + n * kRows), 1);
       }
     }
   }
@@ -57,10 +58,12 @@ __device__ __forceinline__ void sm90_backward_count_sums(const Args& a, const Sm
 // kBatch: pieces of 16 x 16 sums that are read at once, 8 registers each.
 template <Sm90BackwardSpec S, int kBatch>
 __device__ __forceinline__ void sm90_backward_convert(const Args& a, const Sm90BackwardArgs& m) {
-  static_assert(kConvertPieces<S> % kBatch == 0);
+  constexpr int kRows = sm90_converted_rows(S);
+  constexpr int kPieces = kRows / 16 * (S.d / 16);
+  static_assert(kPieces % kBatch == 0);
   const Thread thread;
   const BehindTurns counts(a);
-  const u32 tiles = u32(a.rows.limit_q + kConvertRows - 1) / kConvertRows;
+  const u32 tiles = u32(a.rows.limit_q + kRows - 1) / kRows;
   const u32 tasks = u32(a.rows.batch()) * u32(a.rows.heads_q) * tiles;
 #pragma unroll 1
   for (;;) {
@@ -76,7 +79,7 @@ __device__ __forceinline__ void sm90_backward_convert(const Args& a, const Sm90B
     const u32 entry = head_of_batch / u32(a.rows.heads_q);
     const u32 b = S.longest_first ? counts.order[entry] : entry;
     const u32 head = head_of_batch - entry * u32(a.rows.heads_q);
-    const int first = int(task - head_of_batch * tiles) * kConvertRows;
+    const int first = int(task - head_of_batch * tiles) * kRows;
     const Place place = Place::make<S>(a, b);
     if (first >= place.q_len) {  // nor do the tiles up to the head's end have rows
       if (thread.lane == 0) {
@@ -89,14 +92,18 @@ __device__ __forceinline__ void sm90_backward_convert(const Args& a, const Sm90B
       continue;
     }
     const i64 row = row_of_head(a, b, head, place.queries()) + first;
-    while (load_relaxed(counts.added + row / kConvertRows) < all) {
+    while (load_relaxed(counts.added + turn_of_row(row)) < all) {
       __nanosleep(400);
     }
     fence_device();
     __syncwarp();
     const i64 to = place.query_rows(a.grad_q.strides, head);
 #pragma unroll 1
-    for (int n = 0; n < kConvertPieces<S>; n += kBatch) {
+    for (int n = 0; n < kPieces; n += kBatch) {
+      if constexpr (sm90_turns_dq(S)) {
+        convert_turned_sums<S, kBatch>(thread, a, row, true, to, first, place.q_len, n);
+        continue;
+      }
       convert_sums<S, kBatch>(thread, a, a.dq_sum + row * S.d, true, to, first, place.q_len, true, n);
     }
   }

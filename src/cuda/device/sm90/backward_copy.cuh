@@ -24,7 +24,7 @@ __device__ __forceinline__ void sm90_begin_backward() {
 // What the thread that copies keeps of a block of keys.
 struct Sm90Loads {
   u32 number;
-  int b1, b2, q_begin, k_row, head_k, row0, begin, count, skipped;
+  int b1, b2, q_begin, k_row, head_k, row0, begin, count, skipped, padded_end;
 };
 
 template <auto S>
@@ -104,6 +104,9 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
     if constexpr (S.key_parts) {
       here.skipped = block.skipped;
     }
+    if constexpr (sm90_turns_dq(S)) {
+      here.padded_end = block.padded_end();
+    }
     const int steps = block.steps;
     const int group = block.group;
     int head = block.head0;
@@ -166,7 +169,19 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
         constexpr int kOut = S.makes_rows ? S.step * kPanelsV * kPanelV * 2 : 0;
         const u32 full = S.makes_rows ? barriers.inputs_full(ring.buffer()) : barriers.q_full(ring.buffer());
         barrier_wait(barriers.q_empty(ring.buffer()), ring.parity() ^ 1);
-        barrier_expect(full, S.step * kRowBytes + kOut + kVectors * kSizes.rows);
+        int row_bytes = kSizes.rows;
+        if constexpr (sm90_turns_dq(
+                          S)) {  // row vectors end with the padded sequence; what lies behind attends to nothing
+          row_bytes = min(S.step, here.padded_end - query) * 4;
+          for (int i = row_bytes; i < kSizes.rows; i += 16) {
+            constexpr u32 kInfinite = 0x7f800000;
+            store_shared(base + kSizes.lse_at + ring.buffer() * kSizes.rows + i,
+                         uint4{kInfinite, kInfinite, kInfinite, kInfinite});
+            store_shared(base + kSizes.delta_at + ring.buffer() * kSizes.rows + i, uint4{0, 0, 0, 0});
+          }
+          fence_async();
+        }
+        barrier_expect(full, S.step * kRowBytes + kOut + kVectors * row_bytes);
 #pragma unroll 1
         for (int p = 0; p < kPanelsD; ++p) {
           tensor_load(base + kSizes.q_at + ring.buffer() * kSizes.q + p * S.step * kPanelD * 2, m.q, full,
@@ -184,8 +199,10 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
         await_kernels_before();
         const int row = here.row0 + head * int(a.padded_rows) + query;
         if constexpr (!S.makes_rows) {
-          bulk_load(base + kSizes.lse_at + ring.buffer() * kSizes.rows, a.row_lse + row, kSizes.rows, full);
-          bulk_load(base + kSizes.delta_at + ring.buffer() * kSizes.rows, a.row_delta + row, kSizes.rows, full);
+          const u32 lse = base + kSizes.lse_at + ring.buffer() * kSizes.rows;
+          const u32 delta = base + kSizes.delta_at + ring.buffer() * kSizes.rows;
+          bulk_load(lse, a.row_lse + row, row_bytes, full);
+          bulk_load(delta, a.row_delta + row, row_bytes, full);
         }
         if constexpr (S.query_term) {
           bulk_load(base + kSizes.terms_at + ring.buffer() * kSizes.rows, a.row_term + row, kSizes.rows, full);

@@ -22,13 +22,16 @@ __device__ __forceinline__ void sm90_backward_send_dq(const Args& a, u32 base, c
   const int g = lane / 4;
   const int t = lane % 4;
   if constexpr (S.bulk) {
-    const u32 leaving = base + kSizes.leaving_at + c * kSizes.leaving + (warp * 16 * kColumns + lane * 4) * 4;
+    constexpr bool kTurned = sm90_turns_dq(S);  // of every 8 queries all warps' parts lie together
+    const u32 leaving =
+        base + kSizes.leaving_at + c * kSizes.leaving + warp * (kTurned ? 512 : 64 * kColumns) + lane * 16;
     barrier_wait(barriers.leaving_empty(c), parity ^ 1);
     parity ^= 1;
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
-      store_shared(leaving + j * 512, uint4{__float_as_uint(dq[4 * j]), __float_as_uint(dq[4 * j + 1]),
-                                            __float_as_uint(dq[4 * j + 2]), __float_as_uint(dq[4 * j + 3])});
+      store_shared(leaving + j * (kTurned ? 2048 : 512),
+                   uint4{__float_as_uint(dq[4 * j]), __float_as_uint(dq[4 * j + 1]), __float_as_uint(dq[4 * j + 2]),
+                         __float_as_uint(dq[4 * j + 3])});
     }
     fence_async();
     __syncwarp();

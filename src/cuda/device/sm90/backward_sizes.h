@@ -4,6 +4,8 @@
 // Asked by the planner on the host and by the kernels themselves, so that the two cannot disagree.
 #pragma once
 
+#include "cuda/device/args.h"
+#include "cuda/device/generic/backward_sizes.h"
 #include "cuda/device/generic/sizes.h"
 #include "cuda/device/sm90/spec.h"
 #include "cuda/device/tile/panels.h"
@@ -39,6 +41,16 @@ constexpr Sm90BackwardSpec sm90_part_of_step(Sm90BackwardSpec spec, int parts) {
 // Where queries behind the end of their sequence may have scores of NaN, which a logsumexp of infinity does not hide.
 template <auto S>
 constexpr bool kMaskQueries = S.ragged && (S.bias != BiasTile::kNone || S.bias2 != BiasTile::kNone);
+
+// Steps of 80 queries, as many as registers and shared memory have room for at head_dim 128. A product has 64 rows, so
+// dQ is computed transposed, 64 columns of it by each of two warpgroups (`halves`). In dq_sum the first 64 columns of
+// all rows of the call come before the others, in groups of 8 queries: accumulators of 64 columns by 8 queries. So one
+// bulk addition takes what a step has of them, in the last step of a sequence the groups that it has.
+constexpr bool sm90_turns_dq(const Sm90BackwardSpec& s) { return s.step == kTurnedQueries; }
+// Queries that leave at a time.
+constexpr int sm90_leaving_rows(const Sm90BackwardSpec& s) { return sm90_turns_dq(s) ? s.step : 64; }
+// That a warp converts at a time.
+constexpr int sm90_converted_rows(const Sm90BackwardSpec& s) { return sm90_turns_dq(s) ? s.step : kConvertRows; }
 
 // dq_sum is converted within the kernel, and the warps that compute add to it: a thread counts for them.
 constexpr bool sm90_counts_sums(const Sm90BackwardSpec& s) { return s.converts && !s.bulk; }
@@ -116,7 +128,7 @@ constexpr Sm90BackwardSizes sm90_backward_sizes(const Sm90BackwardSpec& s) {
   x.q = whole_patterns(s.step * d * kNumber);
   x.grad_out = whole_patterns(s.step * dv * kNumber);
   x.grads = s.step * x.keys * kNumber;
-  x.leaving = s.dq && s.bulk ? 64 * (s.halves ? s.d / 2 : s.d) * 4 : 0;
+  x.leaving = s.dq && s.bulk ? sm90_leaving_rows(s) * (s.halves ? s.d / 2 : s.d) * 4 : 0;
   x.rows = s.step * 4;
   x.outer = sm90_bias_in_place(s) ? 0 : s.step * x.keys * bias_bytes(s.bias);
   x.outer2 = s.step * x.keys * bias_bytes(s.bias2);
@@ -150,7 +162,8 @@ struct Sm90BackwardChoices {
   int panel_d, panel_v, panels_d, panels_v;  // columns of a panel of K and Q, of V and dO; how many
   int row_d, row_v;                          // bytes of a panel's row
   bool bias_in_place, outer, dropout;
-  bool packs;  // sm90_packs
+  bool packs;      // P to 16 bits before dS is made
+  bool dp_behind;  // with packs: dP's product comes behind P, as registers have no room for both
   // Products for dV and dK of one block of keys stay in flight during S and dP of the next, where registers allow.
   bool overlaps;
   // A block of keys that no query of the step meets is passed over. Elsewhere the branch makes ptxas wait for every
@@ -187,12 +200,17 @@ constexpr Sm90BackwardChoices sm90_backward_choices(const Sm90BackwardSpec& s) {
       x.dropout || s.softcap || s.mask || s.key_term || s.query_term || bool(s.positions) || x.bias_in_place || x.outer;
   const bool holds =
       two && s.tiles == 1 && x.parts == 1 && s.d == s.dv && !much && (s.step == 64 ? s.d > 64 && s.d <= 96 : s.d <= 32);
-  x.held_v = holds ? s.dv / 16 : 0;
+  // At head_dim 128 P as packed leaves registers for 16 queries more a step or for some of V, if nothing else takes
+  // them.
+  const bool packs_ahead = s.d == 128 && s.dv == 128 && two && s.tiles == 1 && !much && s.dkv && s.bulk && !s.same_step;
+  constexpr int kSomeOfV = 3;  // of 8; with more products are serialised (C7512), or need what the copying warps have
+  x.held_v = packs_ahead && s.step == 64 ? kSomeOfV : holds ? s.dv / 16 : 0;
   x.held_k = holds && s.d <= 80 ? s.d / 16 : 0;
   // What a launch of 3 (4) warpgroups has is 3 x 168 (4 x 128) registers: more would wait for ever.
   // With 24 the threads that copy and add dQ spill; `most`, because what computes would be serialised with 232 (C7512).
-  x.packs = sm90_packs(s);
-  const bool most = x.parts > 1 || x.packs || (s.same_step && (s.banded || much));
+  x.dp_behind = sm90_packs(s);
+  x.packs = x.dp_behind || packs_ahead;
+  const bool most = x.parts > 1 || x.dp_behind || sm90_turns_dq(s) || (s.same_step && (s.banded || much));
   x.registers = sizes.groups == 3 ? 160 : most ? 240 : 232;
   x.registers_to_copy = sizes.groups == 3 ? 32 : most ? 24 : 40;
   x.batch_to_convert = !s.converts || most ? 0 : sizes.groups == 3 ? 1 : 2;
@@ -202,14 +220,14 @@ constexpr Sm90BackwardChoices sm90_backward_choices(const Sm90BackwardSpec& s) {
       (s.dkv || s.dq) && s.d % 16 == 0 && s.dv % 16 == 0 && s.d + s.dv <= 320 &&
       (x.parts == 1 ||
        (two && s.tiles == 1 && s.step == 64 && (s.halves || !s.dq) && !s.delay && !x.outer && !s.query_term)) &&
-      (s.step == 64 || (s.step == 128 && two)) && (!s.halves || (two && s.step == 64 && s.d % 32 == 0)) &&
-      (!s.row_sum || !s.ordered) && s.outer <= 2 && (!s.direct || (s.dq && !s.bulk && !s.ragged)) &&
-      (!s.key_parts || !s.column_sum) &&
+      (s.step == 64 || (s.step == 128 && two) || (sm90_turns_dq(s) && packs_ahead && s.halves && s.delay)) &&
+      (!s.halves || (two && (s.step == 64 || sm90_turns_dq(s)) && s.d % 32 == 0)) && (!s.row_sum || !s.ordered) &&
+      s.outer <= 2 && (!s.direct || (s.dq && !s.bulk && !s.ragged)) && (!s.key_parts || !s.column_sum) &&
       (!s.makes_rows || (s.direct && !s.query_term && !x.bias_in_place && !x.outer)) &&
       (!s.tile_stores || (s.dkv && !s.key_parts && !s.column_sum && !s.ragged)) &&
       (!s.same_step || (s.halves && s.bulk && s.dkv && !x.outer && !s.delay && !s.direct && !s.dbias_store &&
                         s.tiles == 1 && x.parts == 1 && s.planes >= 2)) &&
-      ((!s.bulk && !s.ordered) || (s.dq && s.halves == s.same_step && (s.bulk || !s.ordered))) &&
+      ((!s.bulk && !s.ordered) || (s.dq && (s.bulk || !s.halves || s.same_step) && (s.bulk || !s.ordered))) &&
       (!s.converts || (s.dq && !s.direct && !x.bias_in_place && !x.outer && !s.key_parts)) &&
       (s.summed == 1 || (x.bias_in_place && s.dq && s.dkv && two && s.tiles == 1 && s.step == 64 && x.parts == 1 &&
                          !s.ragged && !s.softcap && !s.dbias_store && !s.direct && s.halves == s.same_step &&

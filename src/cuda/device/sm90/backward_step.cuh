@@ -18,6 +18,7 @@ struct Sm90BackwardStep {
   static constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);
   static constexpr Sm90BackwardChoices kHow = sm90_backward_choices(S);
   static constexpr int kColumns = S.halves ? S.d / 2 : S.d;  // of a product of dQ
+  static constexpr int kSums = (sm90_turns_dq(S) ? S.step : kColumns) / 2;
 
   const Args& a;
   const Sm90KeyBlock<S>& block;
@@ -45,16 +46,21 @@ struct Sm90BackwardStep {
     }
     barrier_arrive(barriers.q_empty(ring_q.buffer()));  // all lanes: each has read row vectors
   }
-  __device__ __forceinline__ void multiply_dq(const Ring<S.planes>& grads, float (&dq)[kColumns / 2]) {
+  __device__ __forceinline__ void multiply_dq(const Ring<S.planes>& grads, float (&dq)[kSums]) {
     wgmma_fence();
-    multiply<S.type, kSizes.keys>(dq, grads_rows.buffer(grads.buffer(), kSizes.grads), k_inside);
+    const auto grads_now = grads_rows.buffer(grads.buffer(), kSizes.grads);
+    if constexpr (sm90_turns_dq(S)) {
+      multiply<S.type, kSizes.keys>(dq, k_inside, grads_now);
+    } else {
+      multiply<S.type, kSizes.keys>(dq, grads_now, k_inside);
+    }
     wgmma_commit();
   }
-  __device__ __forceinline__ void send_dq(float (&dq)[kColumns / 2], int row) {
+  __device__ __forceinline__ void send_dq(float (&dq)[kSums], int row) {
     sm90_backward_send_dq<S>(a, base, barriers, block.place, dq, head_before, row, left, c, warp, lane);
   }
   __device__ __forceinline__ void add_dq(const Ring<S.planes>& grads, int row, bool pending) {
-    float dq[kColumns / 2];
+    float dq[kSums];
     begin_dq(grads, dq);
     if (pending) {
       wgmma_wait<1>();
@@ -63,11 +69,11 @@ struct Sm90BackwardStep {
     await_dq(grads, dq);
     send_dq(dq, row);
   }
-  __device__ __forceinline__ void begin_dq(const Ring<S.planes>& grads, float (&dq)[kColumns / 2]) {
+  __device__ __forceinline__ void begin_dq(const Ring<S.planes>& grads, float (&dq)[kSums]) {
     barrier_wait(barriers.grads_full(grads.buffer()), grads.parity());
     multiply_dq(grads, dq);
   }
-  __device__ __forceinline__ void await_dq(const Ring<S.planes>& grads, float (&dq)[kColumns / 2]) {
+  __device__ __forceinline__ void await_dq(const Ring<S.planes>& grads, float (&dq)[kSums]) {
     wgmma_wait<0>();
     pin(dq);
     if (leader) {
@@ -165,7 +171,7 @@ struct Sm90BackwardStep {
     bool placed = false;
     if constexpr (kHow.dq_later) {
       if (adds) {
-        float dq[kColumns / 2];
+        float dq[kSums];
         begin_dq(grads_before, dq);
         sm90_backward_place_dv<S>(a, base, dv, c, warp, lane);
         await_dq(grads_before, dq);

@@ -70,8 +70,10 @@ __device__ __forceinline__ void sm90_forward_move(const Args& a, const Sm90Forwa
   }
 }
 
+// Warpgroup c of those that compute.
 template <auto S>
-__device__ __forceinline__ void sm90_forward_block(const Args& a, const Sm90ForwardArgs& m) {
+__device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90ForwardArgs& m, u32 base,
+                                                     const Sm90Barriers& barriers, int c) {
   // ---- sizes ----
   constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
   constexpr int kGroups = kSizes.groups;
@@ -88,43 +90,7 @@ __device__ __forceinline__ void sm90_forward_block(const Args& a, const Sm90Forw
   constexpr bool kPeels = sm90_peels(S);
   constexpr bool kDirect = sm90_stores_directly(S);
   const bool direct = S.fp32_results || S.split || (kDirect && a.vector_stores);
-  // The sum is what a launch has; with more it would wait for ever.
-  constexpr bool kNarrow = kGroups < 3 || kStep < 128;
-  constexpr int kRegistersToCopy = kHides && kNarrow ? 56 : kGroups < 3 && S.ctas < 4 ? 40 : 32;
-  constexpr int kRegisters = sm90_forward_registers(S, kRegistersToCopy);
-  static_assert(kGroups <= 3 && (kGroups > 1 || !S.turns));
-  static_assert(S.type != Type::kFp32);
-  static_assert(S.d % 16 == 0 && S.dv % 16 == 0 && S.d <= 512 && S.dv <= 256 && kStep % 16 == 0);
-  static_assert(!kCuts || (kDirect && !S.turns && S.d % sm90_key_columns(S) == 0 && !kHides && !S.resident));
-  static_assert(S.stages <= 4 && S.planes <= 4 && S.q_buffers <= 4 && kPlanes == (S.planes > 0));
 
-  // ---- shared memory and barriers ----
-  extern __shared__ __align__(1024) unsigned char memory[];
-  const u32 base = shared_address(memory);
-  volatile Sm90Tile* const tiles = reinterpret_cast<Sm90Tile*>(memory + kSizes.tiles_at);
-  const Sm90Barriers barriers{base + kSizes.barriers_at};
-  const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
-  if (threadIdx.x == 0) {
-    barriers.init<S>();
-    barrier_init_fence();
-  }
-  sm90_forward_constants<S>(base);
-  if constexpr (kCuts) {
-    cluster_sync();
-  } else {
-    sync();
-  }
-  wait_for_kernels_before();
-
-  if (warpgroup == 0) {
-    fewer_registers<kRegistersToCopy>();
-    sm90_forward_move<S>(a, m, base, tiles, barriers);
-    return;
-  }
-
-  // ---- the warpgroups that compute ----
-  more_registers<kRegisters>();
-  const int c = warpgroup - 1;
   const int thread = threadIdx.x % 128;
   const int warp = thread / 32;
   const int lane = thread % 32;
@@ -426,6 +392,51 @@ __device__ __forceinline__ void sm90_forward_block(const Args& a, const Sm90Forw
   if (thread == 0) {
     bulk_wait_read();
   }
+}
+
+template <auto S>
+__device__ __forceinline__ void sm90_forward_block(const Args& a, const Sm90ForwardArgs& m) {
+  constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
+  constexpr int kGroups = kSizes.groups;
+  constexpr int kStep = S.step;
+  constexpr bool kCuts = sm90_cuts_keys(S);
+  constexpr bool kHides = sm90_hides(S);
+  // The sum is what a launch has; with more it would wait for ever.
+  constexpr bool kNarrow = kGroups < 3 || kStep < 128;
+  constexpr int kRegistersToCopy = kHides && kNarrow ? 56 : kGroups < 3 && S.ctas < 4 ? 40 : 32;
+  constexpr int kRegisters = sm90_forward_registers(S, kRegistersToCopy);
+  static_assert(kGroups <= 3 && (kGroups > 1 || !S.turns));
+  static_assert(S.type != Type::kFp32);
+  static_assert(S.d % 16 == 0 && S.dv % 16 == 0 && S.d <= 512 && S.dv <= 256 && kStep % 16 == 0);
+  static_assert(!kCuts ||
+                (sm90_stores_directly(S) && !S.turns && S.d % sm90_key_columns(S) == 0 && !kHides && !S.resident));
+  static_assert(S.stages <= 4 && S.planes <= 4 && S.q_buffers <= 4 && sm90_has_planes(S) == (S.planes > 0));
+
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const u32 base = shared_address(memory);
+  volatile Sm90Tile* const tiles = reinterpret_cast<Sm90Tile*>(memory + kSizes.tiles_at);
+  const Sm90Barriers barriers{base + kSizes.barriers_at};
+  const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
+  if (threadIdx.x == 0) {
+    barriers.init<S>();
+    barrier_init_fence();
+  }
+  sm90_forward_constants<S>(base);
+  if constexpr (kCuts) {
+    cluster_sync();
+  } else {
+    sync();
+  }
+  wait_for_kernels_before();
+
+  if (warpgroup == 0) {
+    fewer_registers<kRegistersToCopy>();
+    sm90_forward_move<S>(a, m, base, tiles, barriers);
+    return;
+  }
+
+  more_registers<kRegisters>();
+  sm90_forward_compute<S>(a, m, base, barriers, warpgroup - 1);
 }
 
 template <Sm90ForwardSpec S>
