@@ -200,17 +200,20 @@ constexpr Sm90BackwardChoices sm90_backward_choices(const Sm90BackwardSpec& s) {
       x.dropout || s.softcap || s.mask || s.key_term || s.query_term || bool(s.positions) || x.bias_in_place || x.outer;
   const bool holds =
       two && s.tiles == 1 && x.parts == 1 && s.d == s.dv && !much && (s.step == 64 ? s.d > 64 && s.d <= 96 : s.d <= 32);
-  // At head_dim 128 P as packed leaves registers for 16 queries more a step or for some of V, if nothing else takes
-  // them.
-  const bool packs_ahead = s.d == 128 && s.dv == 128 && two && s.tiles == 1 && !much && s.dkv && s.bulk && !s.same_step;
-  constexpr int kSomeOfV = 3;  // of 8; with more products are serialised (C7512), or need what the copying warps have
-  x.held_v = packs_ahead && s.step == 64 ? kSomeOfV : holds ? s.dv / 16 : 0;
+  // P as packed leaves registers for some of V, or at head_dim 128 for 16 queries more a step, if nothing else takes
+  // them. As much of V as serialises no product (C7512); in long blocks of keys what the copying warps have helps more
+  // than it costs these.
+  const bool wide_step = s.d == 64 ? s.step == 128 : s.d == 128;
+  const bool packs_ahead = wide_step && s.d == s.dv && two && s.tiles == 1 && !much && s.dkv && s.bulk && !s.same_step;
+  const int some_of_v = sm90_turns_dq(s) ? 0 : s.tile_stores ? 5 : 3;
+  x.held_v = packs_ahead ? some_of_v : holds ? s.dv / 16 : 0;
   x.held_k = holds && s.d <= 80 ? s.d / 16 : 0;
   // What a launch of 3 (4) warpgroups has is 3 x 168 (4 x 128) registers: more would wait for ever.
   // With 24 the threads that copy and add dQ spill; `most`, because what computes would be serialised with 232 (C7512).
   x.dp_behind = sm90_packs(s);
   x.packs = x.dp_behind || packs_ahead;
-  const bool most = x.parts > 1 || x.dp_behind || sm90_turns_dq(s) || (s.same_step && (s.banded || much));
+  const bool most = x.parts > 1 || x.dp_behind || (packs_ahead && (sm90_turns_dq(s) || s.tile_stores)) ||
+                    (s.same_step && (s.banded || much));
   x.registers = sizes.groups == 3 ? 160 : most ? 240 : 232;
   x.registers_to_copy = sizes.groups == 3 ? 32 : most ? 24 : 40;
   x.batch_to_convert = !s.converts || most ? 0 : sizes.groups == 3 ? 1 : 2;
