@@ -38,6 +38,8 @@ constexpr Replaced kReplaced[] = {
      "\n  static constexpr Sm90WideBackwardSizes kSizes"},
     {"sm90/backward_copy.cuh", "\n  constexpr Sm90BackwardSizes kSizes",
      "\n  static constexpr Sm90BackwardSizes kSizes"},
+    {"sm90/backward_copy_bias.cuh", "\n  constexpr Sm90BackwardSizes kSizes",
+     "\n  static constexpr Sm90BackwardSizes kSizes"},
     // GCC 12 refuses a field of a base of a template argument there.
     {"work/query_block.cuh", "requires { requires S.split; };",
      "[] { if constexpr (requires { S.split; }) { return S.split; } else { return false; } }();"},

@@ -137,11 +137,11 @@ constexpr i64 kRowBytesLimit = i64(1) << 24;
 
 // Sequences are padded so that a tile of rows never crosses into the next one.
 constexpr int kRowPad = 128;
+constexpr i64 padded(i64 rows) { return (rows + kRowPad - 1) / kRowPad * kRowPad; }
 
 // Where row 0 of batch entry b lies in a padded row vector. Dense: b * Sq padded; packed: cu_seqlens plus b pads.
 constexpr i64 padded_row(const math::Rows& rows, i64 b, const math::Sequence& sequence) {
-  return rows.is_packed ? (sequence.q_begin / kRowPad + b) * kRowPad
-                        : b * ((rows.rows_q + kRowPad - 1) / kRowPad * kRowPad);
+  return rows.is_packed ? (sequence.q_begin / kRowPad + b) * kRowPad : b * padded(rows.rows_q);
 }
 
 // Where Args::turns (behind the ticket) and BehindTurns::added count for the step that begins with this row: steps have
@@ -162,8 +162,7 @@ constexpr i64 turned_sums(const Args& a, int half, i64 row) {
 
 // Rows of a padded vector for all batch entries.
 constexpr i64 padded_rows(const math::Rows& rows) {
-  return rows.is_packed ? (rows.rows_q / kRowPad + rows.batch()) * kRowPad
-                        : rows.batch() * ((rows.rows_q + kRowPad - 1) / kRowPad * kRowPad);
+  return rows.is_packed ? (rows.rows_q / kRowPad + rows.batch()) * kRowPad : rows.batch() * padded(rows.rows_q);
 }
 
 }  // namespace fovea::cuda

@@ -94,7 +94,7 @@ struct Tiles {
 };
 
 // Whether scores are dot products and nothing but a bias takes registers beside dK, dV and them, at head_dim 128.
-bool is_plain(const Sm90BackwardSpec& spec) {
+bool scores_are_dots(const Sm90BackwardSpec& spec) {
   const bool much = spec.dropout != DropoutRule::kNone || spec.softcap || spec.mask || spec.key_term ||
                     spec.query_term || bool(spec.positions) || spec.column_sum || spec.row_sum ||
                     sm90_outer_bytes(spec) > 0;
@@ -104,7 +104,7 @@ bool is_plain(const Sm90BackwardSpec& spec) {
 // Where each of two warpgroups computes half of dQ's columns, of every step, if blocks fill the chip. Elsewhere, and
 // with sums in order, they take turns at whole steps. Measured (docs/design/tried.md).
 std::optional<Tiles> by_halves(const Call& call, const Operands& operands, const Sm90BackwardSpec& spec, bool ordered) {
-  if (!is_plain(spec) || ordered) {
+  if (!scores_are_dots(spec) || ordered) {
     return std::nullopt;
   }
   Tiles tiles{.groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 2, .bulk = true, .halves = true};

@@ -42,6 +42,7 @@
 #include "cuda/device/sm90/backward_args.h"
 #include "cuda/device/sm90/backward_convert.cuh"
 #include "cuda/device/sm90/backward_copy.cuh"
+#include "cuda/device/sm90/backward_copy_bias.cuh"
 #include "cuda/device/sm90/backward_output.cuh"
 #include "cuda/device/sm90/backward_rows.cuh"
 #include "cuda/device/sm90/backward_sizes.h"

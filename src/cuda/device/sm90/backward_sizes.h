@@ -200,11 +200,10 @@ constexpr Sm90BackwardChoices sm90_backward_choices(const Sm90BackwardSpec& s) {
       x.dropout || s.softcap || s.mask || s.key_term || s.query_term || bool(s.positions) || x.bias_in_place || x.outer;
   const bool holds =
       two && s.tiles == 1 && x.parts == 1 && s.d == s.dv && !much && (s.step == 64 ? s.d > 64 && s.d <= 96 : s.d <= 32);
-  // P as packed leaves registers for some of V, or at head_dim 128 for 16 queries more a step, if nothing else takes
+  // At head_dim 128 P as packed leaves registers for some of V, or for 16 queries more a step, if nothing else takes
   // them. As much of V as serialises no product (C7512); in long blocks of keys what the copying warps have helps more
   // than it costs these.
-  const bool wide_step = s.d == 64 ? s.step == 128 : s.d == 128;
-  const bool packs_ahead = wide_step && s.d == s.dv && two && s.tiles == 1 && !much && s.dkv && s.bulk && !s.same_step;
+  const bool packs_ahead = s.d == 128 && s.dv == 128 && two && s.tiles == 1 && !much && s.dkv && s.bulk && !s.same_step;
   const int some_of_v = sm90_turns_dq(s) ? 0 : s.tile_stores ? 5 : 3;
   x.held_v = packs_ahead ? some_of_v : holds ? s.dv / 16 : 0;
   x.held_k = holds && s.d <= 80 ? s.d / 16 : 0;

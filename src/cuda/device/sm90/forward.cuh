@@ -21,7 +21,6 @@
 // is multiplied, so that steps take the softmax's exact way (no S can be formed again), and the warpgroups take no
 // turns, so that both have need of the same part. Two blocks form a cluster: neighbouring tiles, of which each block
 // loads half of K and V for both, because L2 could not deliver all of it to each. They walk over the same steps.
-// Measured at D=512, S=2048 on an H200: without a cluster 1.22, with turns 1.33, as it is 1.40 of generic_wide_forward.
 #pragma once
 
 #include "cuda/device/score/sm90_softmax.cuh"
@@ -105,8 +104,7 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
   Pipe<S.q_buffers, Sm90Barriers::kQ> q_pipe{barriers.first, leader};
   Pipe<kHides ? kSm90PreparedBuffers : 0, Sm90Barriers::kPrepared> prepared{barriers.first, leader};
 
-  // Turns: each warpgroup passes the turn on to the next.
-  constexpr bool kTurns = S.turns;
+  constexpr bool kTurns = S.turns;  // each warpgroup passes the turn on to the next
   const int own_barrier = kForwardGroup[c];
   const auto turn_wait = [&] {
     if constexpr (kTurns) {
@@ -161,8 +159,7 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
   Sm90Softmax<S> softmax;
   Sm90Inputs<S> inputs(base, c * 64 + warp * 16 + g, c * 64 + fragment_row, fragment_half, t);
   float o[S.dv / 2];
-  // Q as the A operand: S then reads K alone from shared memory.
-  constexpr int kHeld = S.resident ? S.d / 16 : 0;
+  constexpr int kHeld = S.resident ? S.d / 16 : 0;  // of Q as the A operand: S then reads K alone from shared memory
   u32 q_held[kHeld > 0 ? kHeld : 1][4];
 
   while (true) {
@@ -398,16 +395,14 @@ template <auto S>
 __device__ __forceinline__ void sm90_forward_block(const Args& a, const Sm90ForwardArgs& m) {
   constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
   constexpr int kGroups = kSizes.groups;
-  constexpr int kStep = S.step;
   constexpr bool kCuts = sm90_cuts_keys(S);
   constexpr bool kHides = sm90_hides(S);
   // The sum is what a launch has; with more it would wait for ever.
-  constexpr bool kNarrow = kGroups < 3 || kStep < 128;
+  constexpr bool kNarrow = kGroups < 3 || S.step < 128;
   constexpr int kRegistersToCopy = kHides && kNarrow ? 56 : kGroups < 3 && S.ctas < 4 ? 40 : 32;
   constexpr int kRegisters = sm90_forward_registers(S, kRegistersToCopy);
-  static_assert(kGroups <= 3 && (kGroups > 1 || !S.turns));
-  static_assert(S.type != Type::kFp32);
-  static_assert(S.d % 16 == 0 && S.dv % 16 == 0 && S.d <= 512 && S.dv <= 256 && kStep % 16 == 0);
+  static_assert(S.type != Type::kFp32 && kGroups <= 3 && (kGroups > 1 || !S.turns));
+  static_assert(S.d % 16 == 0 && S.dv % 16 == 0 && S.d <= 512 && S.dv <= 256 && S.step % 16 == 0);
   static_assert(!kCuts ||
                 (sm90_stores_directly(S) && !S.turns && S.d % sm90_key_columns(S) == 0 && !kHides && !S.resident));
   static_assert(S.stages <= 4 && S.planes <= 4 && S.q_buffers <= 4 && sm90_has_planes(S) == (S.planes > 0));

@@ -166,9 +166,6 @@ struct Sm90KeyBlock {
   __device__ __forceinline__ void begin_head(Walk& at) const { begin_head(at, begin, count); }
   __device__ __forceinline__ void next(Walk& at) const { next(at, count); }
 
-  // Rows that the padded vectors have of its sequence.
-  __device__ __forceinline__ int padded_end() const { return (place.q_len + kRowPad - 1) / kRowPad * kRowPad; }
-
   __device__ __forceinline__ bool outside() const { return key0 >= place.k_len; }
 
   static __device__ __forceinline__ math::Band<int> band_of(const Args& a, const Sm90BackwardArgs& m,
