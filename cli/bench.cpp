@@ -187,10 +187,12 @@ void run(const Settings& settings) {
   if (!settings.json.empty() && !to_standard_output) {
     require_writable(settings.json, settings.force);
   }
+  cpu::instruction_set();  // refuses a wrong FOVEA_CPU_ISA before anything is computed
   const Machine machine = this_machine();
   std::FILE* table = to_standard_output ? stderr : stdout;
-  fmt::print(table, "fovea {}, {}, {}, {} threads; N(0, 1), medians of {} rounds, GFLOP/s of allowed pairs\n",
-             machine.version, machine.processor, machine.isa, machine.threads, kRounds);
+  fmt::print(table, "fovea {}, {}, {}, {} thread{}; N(0, 1), medians of {} rounds, GFLOP/s of allowed pairs\n",
+             machine.version, machine.processor, machine.isa, machine.threads, machine.threads == 1 ? "" : "s",
+             kRounds);
   Progress progress("bench");
   double done = 0;
   const auto step = [&](const Row& row) {

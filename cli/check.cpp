@@ -171,8 +171,11 @@ void run_check(const Settings& settings) {
   refuse_gpu("check", first.device, settings.backend.empty() ? first.backend : settings.backend);
   known_backend(settings.backend);
   const std::vector<std::string> sets = instruction_sets(settings.isa);
-  fmt::print("{} rows, {}\n", rows.size(),
-             sets.front().empty() ? "the best instruction set" : fmt::format("{}", fmt::join(sets, ", ")));
+  const bool forced = !sets.front().empty();
+  fmt::print("{} row{}, {}\n", rows.size(), rows.size() == 1 ? "" : "s",
+             forced                            ? fmt::format("{}", fmt::join(sets, ", "))
+             : settings.backend == "reference" ? settings.backend
+                                               : cpu::instruction_set());
   Progress progress("check");
   std::size_t failed = 0;
   std::size_t done = 0;

@@ -15,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/environment.h"
 #include "core/nearest.h"
 #include "cpu/cpu.h"
 #include "cuda/cuda.h"
@@ -127,15 +128,8 @@ Machine this_machine() {
   const int version = fovea_version();
   machine.version = fmt::format("{}.{}.{}", version / 10000, version / 100 % 100, version % 100);
   machine.processor = processor();
-  const char* forced = std::getenv("FOVEA_CPU_ISA");
-  for (const cpu::Isa& isa : cpu::instruction_sets()) {
-    if (isa.available && machine.isa.empty()) {
-      machine.isa = isa.name;
-    }
-  }
-  if (forced != nullptr && *forced != '\0') {
-    machine.isa = forced;
-  }
+  const std::string why = cpu::unavailable();
+  machine.isa = why.empty() ? cpu::instruction_set() : environment().cpu_isa;
   machine.threads = fovea_num_threads();
   return machine;
 }
@@ -148,11 +142,15 @@ std::string machine_text() {
   };
   line("fovea", machine.version);
   line("processor", machine.processor);
+  std::string others;  // in use for all types but bf16
   for (const cpu::Isa& isa : cpu::instruction_sets()) {
+    const bool used = isa.name == machine.isa;
+    others = used ? isa.others : others;
     line("instruction set", fmt::format("{:<10} {}", isa.name,
-                                        !isa.available            ? "this machine has not got it"
-                                        : isa.name == machine.isa ? "in use"
-                                                                  : "available"));
+                                        !isa.available       ? "not here: needs " + isa.needs
+                                        : used               ? "in use"
+                                        : isa.name == others ? "in use for all types but bf16"
+                                                             : "available"));
   }
   line("threads", fmt::format("{} (the machine has {} cores, this process may use {}; a cgroup's quota counts too)",
                               machine.threads, std::thread::hardware_concurrency(), allowed_cores()));

@@ -75,8 +75,14 @@ void backward(const Call& call, const Plan& plan, void* workspace);
 struct Isa {
   std::string name;
   bool available = false;
+  std::string needs;   // what it takes
+  std::string others;  // where it is for bf16 alone: the one for all other types
 };
 std::vector<Isa> instruction_sets();
+
+// The one in use, for bf16 if another one is for the other types. Throws Error if FOVEA_CPU_ISA names none that this
+// machine has.
+std::string instruction_set();
 
 // Whether this type is multiplied by a matrix unit, which takes denormal numbers for 0.
 bool has_matrix_unit(DType type);

@@ -3,9 +3,11 @@
 // Which kernels run: the best instruction set that was built and that this machine has, or the one that
 // FOVEA_CPU_ISA names.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include "core/environment.h"
 #include "core/fields.h"
+#include "core/nearest.h"
 #include "cpu/processor.h"
 #include "cpu/schedule.h"
 
@@ -72,18 +74,14 @@ const std::vector<Built>& built() {
   return all;
 }
 
-std::string names_of(bool (*listed)(const Built&)) {
-  std::string names;
+std::vector<std::string> available_names() {
+  std::vector<std::string> names;
   for (const Built& one : built()) {
-    if (listed(one)) {
-      names += fmt::format("{}{}", names.empty() ? "" : ", ", one.name);
+    if (one.available) {
+      names.emplace_back(one.name);
     }
   }
   return names;
-}
-
-std::string available_names() {
-  return names_of([](const Built& one) { return one.available; });
 }
 
 const Built& chosen() {
@@ -92,13 +90,16 @@ const Built& chosen() {
     if (forced.empty() ? one.available : forced == one.name) {
       if (!one.available) {
         throw Error(FOVEA_UNSUPPORTED, fmt::format("FOVEA_CPU_ISA: '{}', which needs {}; accepted on this machine: {}",
-                                                   one.name, one.needs, available_names()));
+                                                   one.name, one.needs, fmt::join(available_names(), ", ")));
       }
       return one;
     }
   }
+  const std::vector<std::string> there = available_names();
+  const std::vector<std::string> near = nearest(forced, there);
   throw Error(FOVEA_INVALID_ARGUMENT,
-              fmt::format("FOVEA_CPU_ISA: '{}'; accepted: {}", forced, names_of([](const Built&) { return true; })));
+              fmt::format("FOVEA_CPU_ISA: '{}'; accepted: {} (what this machine has){}", forced, fmt::join(there, ", "),
+                          near.empty() ? "" : fmt::format("; did you mean {}?", near.front())));
 }
 
 }  // namespace
@@ -128,6 +129,8 @@ bool has_matrix_unit(DType type) {
   return &kernels != built.fp32 && &kernels != built.fp64;
 }
 
+std::string instruction_set() { return chosen().name; }
+
 std::string unavailable() {
   try {
     chosen();
@@ -140,7 +143,7 @@ std::string unavailable() {
 std::vector<Isa> instruction_sets() {
   std::vector<Isa> sets;
   for (const Built& one : built()) {
-    sets.push_back({one.name, one.available});
+    sets.push_back({one.name, one.available, one.needs, one.bf16 == one.fp32 ? "" : one.fp32->name});
   }
   return sets;
 }
@@ -157,8 +160,13 @@ Plan plan(const Call& call) {
   plan.threads = static_cast<int>(std::clamp<i64>(parallelism, 1, most_threads));
   plan.workspace = forward ? forward_workspace(call, plan.threads) : backward_workspace(call, plan.threads);
   const Tiles tiles = forward ? forward_tiles(call, plan.threads) : backward_tiles(call);
-  plan.summary = fmt::format("{}, {} thread{}, tiles of {} queries x {} keys", plan.isa, plan.threads,
-                             plan.threads == 1 ? "" : "s", tiles.rows, tiles.keys);
+  const DType type = call.problem.type;
+  const bool is_short = type == DType::kBf16 || type == DType::kFp16;
+  plan.summary = fmt::format("{}, {} thread{}, tiles of {} queries x {} keys{}", plan.isa, plan.threads,
+                             plan.threads == 1 ? "" : "s", tiles.rows, tiles.keys,
+                             has_matrix_unit(type) ? ", products of bf16 (of few queries in fp32)"
+                             : is_short            ? ", products in fp32"
+                                                   : "");
   return plan;
 }
 

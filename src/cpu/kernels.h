@@ -168,7 +168,6 @@ struct Shape {
 
 struct Kernels {
   const char* name;
-  std::int64_t lanes;  // elements of a vector
   Shape shape;
   // Sizes in bytes are multiples of Arena::kAlignment.
   std::size_t (*forward_scratch)(const Options& options);

@@ -285,7 +285,7 @@ TEST(CasesTest, TheInstructionSetThatIsForcedRuns) {
     const ForcedIsa forced(isa.name);
     for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
       if (!isa.available) {
-        std::printf("skipped, because the processor does not have it: %s\n", isa.name.c_str());
+        std::printf("skipped, because this machine does not have it: %s\n", isa.name.c_str());
         EXPECT_THROW(call_library(tensors.problem(direction), direction, "cpu"), std::runtime_error);
         continue;
       }

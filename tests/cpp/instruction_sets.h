@@ -25,7 +25,7 @@ inline const std::vector<std::string>& available_isas() {
       if (isa.available) {
         names.push_back(isa.name);
       } else {
-        std::printf("skipped in all tests, because the processor does not have it: %s\n", isa.name.c_str());
+        std::printf("skipped in all tests, because this machine does not have it: %s\n", isa.name.c_str());
       }
     }
     return names;

@@ -6,18 +6,22 @@
 #include <string_view>
 
 #include "cuda/config/kernel.h"
+#include "cuda/device/sm90/backward_sizes.h"
 
 namespace fovea::cuda::limits {
 
 // Bytes, stores and loads together: a few registers' worth, in kernels that have many features at once. More have
-//   sm90_backward with Spec::same_step and a band or a bias, or with Spec::converts and three warpgroups: its warps
-//   that copy or convert have 24 or 32 registers, and those that compute spill nothing; with
+//   sm90_backward with Spec::same_step and a band or a bias, with tile_stores, or of 80 queries a step, or with
+//   Spec::converts and three warpgroups: its warps that copy or convert have 24 or 32 registers, and those that compute
+//   spill nothing; with
 //   Spec::converts and results in fp32, where those that compute spill behind the loop, as lanes exchange what they
 //   store; three kinds of kernel that the benchmark's rows, not the case table, take. Theirs are known and not yet
 //   mended.
 inline int spilt(const Kernel& kernel) {
   constexpr int kUsual = 128;
   constexpr int kByCopies = 256;
+  constexpr int kByCopiesOfV = 320;        // the same, where the others have 240 to hold V
+  constexpr int kByCopiesOf80 = 448;       // or for 80 queries a step
   constexpr int kTwoBiases = 384;          // MSA rows: a bias and a term of keys
   constexpr int kHalvesWithDropout = 272;  // D=192/128 and 160
   constexpr int kExchanged = 384;          // results in fp32, behind the loop: lanes exchange what they store
@@ -32,6 +36,12 @@ inline int spilt(const Kernel& kernel) {
     }
     if (s->converts && s->fp32_results) {
       return kExchanged;
+    }
+    if (name == "sm90_backward" && sm90_turns_dq(*s)) {
+      return kByCopiesOf80;
+    }
+    if (name == "sm90_backward" && s->tile_stores) {
+      return kByCopiesOfV;
     }
     const bool few = (s->same_step && (s->banded || s->bias != BiasTile::kNone)) || (s->converts && s->warps == 12);
     return few ? kByCopies : kUsual;

@@ -1176,7 +1176,7 @@ def test_where_nothing_was_measured_plain_and_causal_calls_stay_with_pytorch(tab
 
 @pytest.mark.parametrize("there, used, other, bf16", [
     (("amx", "avx512_bf16", "avx512"), "amx", "cpu avx512", "cpu amx"),
-    (("amx", "avx512_bf16", "avx512"), "avx512", "cpu avx512", "cpu amx"),  # which PyTorch uses
+    (("amx", "avx512_bf16", "avx512"), "avx512", "cpu avx512", "cpu avx512 beside amx"),  # which PyTorch uses
     (("avx512_bf16", "avx512", "avx2"), "avx512_bf16", "cpu avx512", "cpu avx512_bf16"),
     (("avx512_bf16", "avx512", "avx2"), "avx512", "cpu avx512", "cpu avx512"),
     (("neon_bf16", "neon"), "neon_bf16", "cpu neon", "cpu neon_bf16"),
@@ -1188,7 +1188,7 @@ def test_bf16_may_have_a_section_of_its_own(there, used, other, bf16, table, mon
     and float32 has its rows all the same."""
     monkeypatch.setattr(_fastest._api, "explain", lambda: "\n".join(
         f"instruction set  {name}  {'in use' if name == used else 'available'}" for name in there
-    ) + "\ninstruction set  avx1024  this machine has not got it")  # fmt: skip
+    ) + "\ninstruction set  avx1024  not here: needs a processor with it")  # fmt: skip
     cpu = torch.device("cpu")
 
     def clear():
@@ -1238,7 +1238,8 @@ def test_the_table_that_fovea_has():
     import json
 
     sections = json.loads(_fastest.contents())["sections"]
-    assert {"cpu avx512", "cpu avx2", "cpu sse4", "cpu portable", "cuda 9.0"} <= set(sections)
+    assert {"cpu amx", "cpu avx512_bf16", "cpu avx512", "cpu avx2", "cpu sse4", "cpu portable", "cuda 9.0"} <= set(sections)
+    assert not any("beside" in name for name in sections), "what was not measured stays with PyTorch"
     kinds = {"plain", "causal", "mask", "mask of keys", "bias", "learned bias", "dropout", "other rank"}
     for name, section in sections.items():
         assert {"machine", "pytorch", "fovea", "date", "commit"} <= set(section), name

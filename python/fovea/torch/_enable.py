@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import sys
 import threading
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ from typing import Any, Literal, Optional, Union
 import torch
 from torch._guards import CompileContext
 
+from .. import _api
 from . import _ahead, _enable_tag, _fast, _operators
 from ._enable_decisions import for_c
 from ._enable_jagged import in_the_place_of, nested_module
@@ -79,7 +81,7 @@ def enable(
             PyTorch's fused operators directly (docs/operators.md).
 
     Raises:
-        ValueError: A device or a preference is not accepted.
+        ValueError: A device or a preference is not accepted, or FOVEA_CPU_ISA names no instruction set that this machine has.
         TypeError: `devices` is neither a name nor a sequence of names, or `strict` or `operators` is no bool.
         RuntimeError: It is called from code that torch.compile traces.
 
@@ -239,6 +241,10 @@ def _settings(devices: Any, prefer: Any, strict: Any, operators: Any) -> Setting
     for name, value in (("strict", strict), ("operators", operators)):
         if not isinstance(value, bool):
             raise TypeError(f"{name}: {value!r}; accepted: True or False")
+    if "cpu" in devices and os.environ.get("FOVEA_CPU_ISA"):  # each call would be handed back for it
+        refused = re.search(r"^FOVEA_CPU_ISA +REFUSED +(.*)$", _api.explain(), re.MULTILINE)
+        if refused:
+            raise ValueError(f"FOVEA_CPU_ISA: {refused[1]}")
     return Settings(tuple(name for name in _DEVICES if name in devices), prefer, strict, operators)
 
 

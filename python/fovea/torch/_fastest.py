@@ -68,14 +68,14 @@ def instruction_sets() -> dict[str, bool]:
 
 @cache
 def section_of(device: torch.device, is_bf16: bool = False) -> str:
-    """The name of a kind of device: "cpu avx512", "cuda 9.0". For bf16 that of the products: "cpu avx512_bf16", and "cpu amx" where
-    the processor has AMX, which PyTorch uses."""
+    """The name of a kind of device: "cpu avx512", "cuda 9.0". For bf16 that of the products: "cpu avx512_bf16". Where the processor
+    has AMX, which PyTorch uses, and fovea is told to use another one, nothing was measured, and no section has the name."""
     if device.type == "cuda":
         return "cuda {}.{}".format(*torch.cuda.get_device_capability(device))
     there = instruction_sets()
     used = next((name for name, in_use in there.items() if in_use), "unknown")
     if is_bf16:
-        return "cpu amx" if "amx" in there else f"cpu {used}"
+        return f"cpu {used} beside amx" if "amx" in there and used != "amx" else f"cpu {used}"
     return f"cpu {FOR_BF16.get(used, used)}"
 
 

@@ -9,7 +9,8 @@
 // rounded to nearest whatever the caller's rounding mode is, denormals are 0 (Intel 64 and IA-32 Architectures Software
 // Developer's Manual, volume 2, TDPBF16PS).
 //
-// With FOVEA_EMULATED_AMX the same by vectors, for tests on machines without AMX.
+// With FOVEA_EMULATED_AMX the same sums in the same order by vectors, for tests on machines without AMX; there rounding
+// follows the caller's mode, and sums that are denormal stay.
 #pragma once
 
 #include "cpu/isa/pairs.h"

@@ -48,7 +48,6 @@ template <class ForwardOperands, class BackwardOperands>
 constexpr Kernels table(const Shape& shape) {
   using T = typename ForwardOperands::Number;
   return {kName,
-          lanes<T>(),
           shape,
           forward_scratch<ForwardOperands>,
           forward_partial<T>,

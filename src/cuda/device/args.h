@@ -85,9 +85,9 @@ struct Args {
   float* row_delta = nullptr;  // <do, o> - dlse
   float* row_term = nullptr;   // query_term, for kernels that take it by tiles of padded rows
   i64 padded_rows = 0;         // of one head, all sequences
-  float* dq_sum = nullptr;     // [head][padded row][d] in register order (around/convert.cuh; turned_sums)
-  // sm90_backward: a ticket; then for 64 rows of dq_sum how many blocks have added to them (in order), or that one
-  // stores there (1) or has stored (2).
+  float* dq_sum = nullptr;     // [head][padded row][d] in register order (around/convert.cuh), or as turned_sums() says
+  // sm90_backward: a ticket; then for a step's rows of dq_sum (turn_of_row) how many blocks have added to them (in
+  // order), or that one stores there (1) or has stored (2).
   u32* turns = nullptr;
   Tensor grad_q, grad_k, grad_v;
   float lse_factor = 1;       // backward_prepare: row_lse in units of the scores (1) or of their powers of 2 (log2 e)
@@ -121,8 +121,8 @@ constexpr i64 size_place(const math::Rows& rows, Size which, i64 b, i64 head) {
 
 // What lies behind the turns, for sm90_backward.
 struct BehindTurns {
-  u32* taken;  // converts: tiles of 64 rows that some warp converts
-  u32* added;  // converts: for 64 rows of dq_sum how many blocks have added to them
+  u32* taken;  // converts: steps' rows that some warp converts
+  u32* added;  // converts: for a step's rows of dq_sum (turn_of_row) how many blocks have added to them
   u32* order;  // longest_first: batch entries, the one with the most queries first
   static constexpr i64 turns(i64 padded_rows, i64 heads) { return padded_rows * heads / 64; }
   static constexpr i64 size(i64 turns, i64 batch) { return 2 + 2 * turns + batch; }  // with the turns and their ticket
@@ -135,7 +135,7 @@ struct BehindTurns {
 // What a tile's rows may be apart, so that offsets in a tile have 32 bits.
 constexpr i64 kRowBytesLimit = i64(1) << 24;
 
-// Sequences are padded so that a tile of rows never crosses into the next one.
+// Sequences are padded so that a tile of rows never crosses into the next one; steps of 80 queries are cut there.
 constexpr int kRowPad = 128;
 constexpr i64 padded(i64 rows) { return (rows + kRowPad - 1) / kRowPad * kRowPad; }
 

@@ -93,8 +93,8 @@ struct Tiles {
   int summed = 1;
 };
 
-// Whether scores are dot products and nothing but a bias takes registers beside dK, dV and them, at head_dim 128.
-bool scores_are_dots(const Sm90BackwardSpec& spec) {
+// Whether all gradients are wanted at head_dim 128, and nothing but a bias takes registers beside dK, dV and scores.
+bool has_registers_left(const Sm90BackwardSpec& spec) {
   const bool much = spec.dropout != DropoutRule::kNone || spec.softcap || spec.mask || spec.key_term ||
                     spec.query_term || bool(spec.positions) || spec.column_sum || spec.row_sum ||
                     sm90_outer_bytes(spec) > 0;
@@ -104,21 +104,20 @@ bool scores_are_dots(const Sm90BackwardSpec& spec) {
 // Where each of two warpgroups computes half of dQ's columns, of every step, if blocks fill the chip. Elsewhere, and
 // with sums in order, they take turns at whole steps. Measured (docs/design/tried.md).
 std::optional<Tiles> by_halves(const Call& call, const Operands& operands, const Sm90BackwardSpec& spec, bool ordered) {
-  if (!scores_are_dots(spec) || ordered) {
+  const bool bias = spec.bias != BiasTile::kNone;
+  const bool grouped = call.rows.heads_q > call.rows.heads_k;
+  if (!has_registers_left(spec) || ordered || (spec.banded && (bias || spec.left_edge || !(grouped || spec.ragged)))) {
     return std::nullopt;
   }
   Tiles tiles{.groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 2, .bulk = true, .halves = true};
-  const bool bias = spec.bias != BiasTile::kNone;
-  if (spec.banded) {
-    const bool grouped = call.rows.heads_q > call.rows.heads_k;
-    tiles.delay = true;
-    return (grouped || spec.ragged) && !spec.left_edge && !bias ? std::optional(tiles) : std::nullopt;
-  }
-  if (spec.ragged || spec.dbias_store) {
-    return std::nullopt;
-  }
   constexpr std::int64_t kLong = 2048;  // below that the last step's rows without queries count
-  if (!bias && call.rows.limit_q >= kLong && operands.vector_stores && !fp32_results(call.problem).q) {
+  const Results fp32 = fp32_results(call.problem);
+  const bool is_usual = !bias && !fp32.q && !fp32.k && !fp32.v;
+  if (spec.banded && is_usual) {
+    tiles.delay = true;
+  } else if (spec.ragged || spec.dbias_store) {
+    return std::nullopt;
+  } else if (!spec.banded && is_usual && call.rows.limit_q >= kLong && operands.vector_stores) {
     tiles.delay = true;
     tiles.step = kTurnedQueries;
   } else {

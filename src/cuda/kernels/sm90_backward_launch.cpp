@@ -181,7 +181,6 @@ void add_sm90_backward_parts(Planner& planner, const Sm90BackwardSpec& main, con
   spec.dv = main.dv;
   spec.dq = main.dq && !main.direct;
   spec.stores_first = main.stores_first;
-  spec.halves = main.halves && main.bulk;  // how dq_sum lies
   const Results fp32 = fp32_results(planner.call().problem);
   spec.fp32_results = fp32.k || fp32.v || (spec.dq && fp32.q);
   kernel.spec = spec;

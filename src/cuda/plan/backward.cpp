@@ -230,8 +230,9 @@ void Planner::backward() {
   if (order.parts > 1 && main.dkv) {
     add_sm90_backward_parts(*this, main, order, convert_blocks);
   } else {
-    spec.halves = main.halves && main.bulk;  // how dq_sum lies
-    spec.turned_dq = sums_dq && sm90_turns_dq(main);
+    // How dq_sum lies.
+    spec.turned_dq = sm90_turns_dq(main);
+    spec.halves = main.halves && main.bulk && !spec.turned_dq;
     spec.fp32_results = fp32.q;
     add_backward_convert(*this, spec, convert_blocks);
   }

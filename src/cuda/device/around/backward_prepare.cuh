@@ -3,8 +3,8 @@
 // What goes before and after the backward's products.
 //
 //   backward_prepare   per query: delta = <do, o> - dlse, the logsumexp as the products subtract it, both padded so
-//                      that tiles of rows never cross a sequence; partial sums of the sink's gradient; dq_sum set to
-//                      zero (with stores_first not: rows that no block has stored are zero to backward_convert);
+//                      that no tile of rows needs another sequence's; partial sums of the sink's gradient; dq_sum set
+//                      to zero (with stores_first not: rows that no block has stored are zero to backward_convert);
 //                      numbers that sm90_backward's blocks share (Args::turns, BehindTurns)
 //   backward_convert   dq_sum (fp32, in the order of the accumulators) to dq (sm90_backward_parts and sm90_backward
 //                      do it, too)
@@ -73,18 +73,17 @@ __device__ __forceinline__ float element(const char* data, i64 at) {
   }
 }
 
-// dq of kRowPad queries from `first` on, where no block ever adds: steps that meet no key.
+// dq of kRowPad queries from `first` on, where no block ever adds: steps that meet no key. With a band they have 64
+// or 128 queries.
 template <AroundSpec S>
 __device__ __forceinline__ void clear_unmet(const Args& a, const Place& place, u32 head, int first) {
   const auto band = place.template band<S>(a);
 #pragma unroll 1
-  const int last = min(first + kRowPad, place.q_len);
-  for (int step = first / S.converted * S.converted; step < last; step += S.converted) {
-    if (!band.keys_of_rows(step, min(step + S.converted, place.q_len)).empty()) {
+  for (int at = first; at < min(first + kRowPad, place.q_len); at += S.converted) {
+    const int end = min(at + S.converted, place.q_len);
+    if (!band.keys_of_rows(at, end).empty()) {
       continue;
     }
-    const int at = max(step, first);
-    const int end = min(step + S.converted, last);
     u16* const to = static_cast<u16*>(a.grad_q.data) + place.query_rows(a.grad_q.strides, head);
 #pragma unroll 1
     for (int i = threadIdx.x; i < (end - at) * a.out_dim; i += kBackwardPrepareThreads) {
@@ -199,7 +198,7 @@ __global__ void __launch_bounds__(kBackwardPrepareThreads, 6) backward_prepare(c
     }
     if (at_once == 0 && a.turns != nullptr) {
       if (inside && threadIdx.x < kRowPad / 64) {
-        a.turns[1 + first / 64 + threadIdx.x] = 0;
+        a.turns[1 + turn_of_row(first) + threadIdx.x] = 0;
       }
       if (a.first_block + blockIdx.x == 0 && threadIdx.x == 0) {
         a.turns[0] = 0;
@@ -211,7 +210,7 @@ __global__ void __launch_bounds__(kBackwardPrepareThreads, 6) backward_prepare(c
     if constexpr (S.converted > 0) {
       if (at_once == 0 && inside) {
         if (threadIdx.x < kRowPad / 64) {
-          BehindTurns(a).added[first / 64 + threadIdx.x] = 0;
+          BehindTurns(a).added[turn_of_row(first) + threadIdx.x] = 0;
         }
         clear_unmet<S>(a, place, block.head, block.first);
       }
@@ -296,7 +295,7 @@ __device__ __forceinline__ void convert_queries(const Args& a, u32 before) {
   const RowBlock<kConvertRows> block(a, before);
   const Place& place = block.place;
   const i64 first = row_of_head(a, place.b, block.head, place.queries()) + block.first;
-  const bool stored = !S.stores_first || (block.first < place.q_len && a.turns[1 + first / kConvertRows] != 0);
+  const bool stored = !S.stores_first || (block.first < place.q_len && a.turns[1 + turn_of_row(first)] != 0);
   const i64 to = place.query_rows(a.grad_q.strides, block.head);
 #pragma unroll 2
   for (int n = thread.warp; n < kConvertPieces<S>; n += 8) {

@@ -2,8 +2,9 @@
 //
 // dq_sum, fp32 in the order of the accumulators, to dq.
 //
-//   store_sums         a warp's 16 x 16 sums to rows of a result
-//   convert_sums       such a piece of 64 rows of dq_sum to dq
+//   store_sums            a warp's 16 x 16 sums to rows of a result
+//   convert_sums          such a piece of 64 rows of dq_sum to dq
+//   convert_turned_sums   the same where sums lie transposed (AroundSpec::turned_dq)
 #pragma once
 
 #include "cuda/device/args.h"

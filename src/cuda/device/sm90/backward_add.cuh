@@ -10,8 +10,8 @@
 
 namespace fovea::cuda {
 
-// Adds dQ to dq_sum, 64 queries at a time (`halves`: half of the columns, then the other half), as the warpgroups hand
-// them over. The number at turn_of() says how far the 64 queries are.
+// Adds dQ to dq_sum, 64 or 80 queries at a time (`halves`: half of the columns, then the other half), as the warpgroups
+// hand them over. The number at turn_of() says how far these queries are.
 //
 // ordered: it counts the blocks of keys that have added. A block waits until all blocks that come before it and meet
 // the queries have added their sums, and counts itself when its own sums have arrived.

@@ -2,12 +2,12 @@
 //
 // The conversion of dq_sum to dq within sm90_backward (Sm90BackwardTiles::converts), while the sums are in L2.
 //
-// A counter gives 64 rows at a time to any warp that comes here: idle warps of the copying warpgroup from the start,
-// the others when they find no more blocks of keys. A warp waits until every block of keys that meets its rows has
-// added to them (Args::turns, BehindTurns). The rows are in the order of heads, in which blocks of keys are begun, too.
-// It is made for results that 16-byte stores may write, as nearly all are: the code of others would be as long again.
-// No block waits for a warp that converts. All blocks of keys have been taken, by blocks that run, before a block ends,
-// so that a warp waits for running blocks alone, however few of the launch run at a time.
+// A counter gives 64 rows (of 80 queries a step: 80) at a time to any warp that comes here: idle warps of the copying
+// warpgroup from the start, the others when they find no more blocks of keys. A warp waits until every block of keys
+// that meets its rows has added to them (Args::turns, BehindTurns). The rows are in the order of heads, in which blocks
+// of keys are begun, too. It is made for results that 16-byte stores may write, as nearly all are: the code of others
+// would be as long again. No block waits for a warp that converts. All blocks of keys have been taken, by blocks that
+// run, before a block ends, so that a warp waits for running blocks alone, however few of the launch run at a time.
 #pragma once
 
 #include "cuda/device/around/convert.cuh"

@@ -170,14 +170,14 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
         const u32 full = S.makes_rows ? barriers.inputs_full(ring.buffer()) : barriers.q_full(ring.buffer());
         barrier_wait(barriers.q_empty(ring.buffer()), ring.parity() ^ 1);
         int row_bytes = kSizes.rows;
-        if constexpr (sm90_turns_dq(
-                          S)) {  // row vectors end with the padded sequence; what lies behind attends to nothing
+        if constexpr (sm90_turns_dq(S)) {
+          // Row vectors end with the padded sequence. What lies behind attends to nothing.
           row_bytes = min(S.step, here.padded_end - query) * 4;
-          for (int i = row_bytes; i < kSizes.rows; i += 16) {
+          for (int at_byte = row_bytes; at_byte < kSizes.rows; at_byte += 16) {
             constexpr u32 kInfinite = 0x7f800000;
-            store_shared(base + kSizes.lse_at + ring.buffer() * kSizes.rows + i,
+            store_shared(base + kSizes.lse_at + ring.buffer() * kSizes.rows + at_byte,
                          uint4{kInfinite, kInfinite, kInfinite, kInfinite});
-            store_shared(base + kSizes.delta_at + ring.buffer() * kSizes.rows + i, uint4{0, 0, 0, 0});
+            store_shared(base + kSizes.delta_at + ring.buffer() * kSizes.rows + at_byte, uint4{0, 0, 0, 0});
           }
           fence_async();
         }

@@ -11,14 +11,14 @@
 
 namespace fovea::cuda {
 
-// Stores dQ of 64 queries (`direct`: of this head, from `row` on) or adds it to dq_sum, from its row `row` on. parity:
-// of what leaves through shared memory.
+// Stores dQ of 64 queries (80: transposed; `direct`: of this head, from `row` on) or adds it to dq_sum, from its row
+// `row` on. parity: of what leaves through shared memory.
 template <Sm90BackwardSpec S, int kCount>
 __device__ __forceinline__ void sm90_backward_send_dq(const Args& a, u32 base, const Sm90BackwardBarriers& barriers,
                                                       const Place& place, float (&dq)[kCount], int head, int row,
                                                       u32& parity, int c, int warp, int lane) {
   constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);
-  constexpr int kColumns = 2 * kCount;
+  constexpr int kColumns = 2 * kCount;  // of queries where dQ is transposed
   const int g = lane / 4;
   const int t = lane % 4;
   if constexpr (S.bulk) {

@@ -59,7 +59,7 @@ constexpr bool sm90_tells_ahead(const Sm90BackwardSpec& s) { return s.tile_store
 
 // K, V, Q and dO of a block's first keys are loaded while the kernel before, which makes the row vectors, still runs:
 // the kernels before that one have ended when it lets this one start. Not where keys need lengths or an order, nor
-// where the thread that copies has few registers.
+// where the thread that copies would spill more than it gains.
 constexpr bool sm90_loads_ahead(const Sm90BackwardSpec& s) {
   return !s.ordered && !s.ragged && !s.same_step && !s.makes_rows && s.d + s.dv <= 256;
 }
@@ -203,7 +203,8 @@ constexpr Sm90BackwardChoices sm90_backward_choices(const Sm90BackwardSpec& s) {
   // At head_dim 128 P as packed leaves registers for some of V, or for 16 queries more a step, if nothing else takes
   // them. As much of V as serialises no product (C7512); in long blocks of keys what the copying warps have helps more
   // than it costs these.
-  const bool packs_ahead = s.d == 128 && s.dv == 128 && two && s.tiles == 1 && !much && s.dkv && s.bulk && !s.same_step;
+  const bool packs_ahead =
+      s.d == 128 && s.dv == 128 && two && s.tiles == 1 && !much && s.dkv && s.bulk && !s.same_step && !s.fp32_results;
   const int some_of_v = sm90_turns_dq(s) ? 0 : s.tile_stores ? 5 : 3;
   x.held_v = packs_ahead ? some_of_v : holds ? s.dv / 16 : 0;
   x.held_k = holds && s.d <= 80 ? s.d / 16 : 0;
@@ -222,7 +223,8 @@ constexpr Sm90BackwardChoices sm90_backward_choices(const Sm90BackwardSpec& s) {
       (s.dkv || s.dq) && s.d % 16 == 0 && s.dv % 16 == 0 && s.d + s.dv <= 320 &&
       (x.parts == 1 ||
        (two && s.tiles == 1 && s.step == 64 && (s.halves || !s.dq) && !s.delay && !x.outer && !s.query_term)) &&
-      (s.step == 64 || (s.step == 128 && two) || (sm90_turns_dq(s) && packs_ahead && s.halves && s.delay)) &&
+      (s.step == 64 || (s.step == 128 && two) ||
+       (sm90_turns_dq(s) && packs_ahead && s.halves && s.delay && !s.banded && !s.ragged && !s.key_parts)) &&
       (!s.halves || (two && (s.step == 64 || sm90_turns_dq(s)) && s.d % 32 == 0)) && (!s.row_sum || !s.ordered) &&
       s.outer <= 2 && (!s.direct || (s.dq && !s.bulk && !s.ragged)) && (!s.key_parts || !s.column_sum) &&
       (!s.makes_rows || (s.direct && !s.query_term && !x.bias_in_place && !x.outer)) &&

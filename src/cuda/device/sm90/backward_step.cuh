@@ -118,6 +118,7 @@ struct Sm90BackwardStep {
   }
 
   __device__ __forceinline__ void clear_dead() {
+    static_assert(S.step % 64 == 0 || !may_hide(S));  // it looks at 64 rows a time
     if (block.may_be_dead) {
       zero_dead_rows<S, kHow.row_v, kHow.panels_v, kHow.threads>(
           base + kSizes.grad_out_at + ring_q.buffer() * kSizes.grad_out,
