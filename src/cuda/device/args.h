@@ -137,7 +137,10 @@ constexpr i64 kRowBytesLimit = i64(1) << 24;
 
 // Sequences are padded so that a tile of rows never crosses into the next one; steps of 80 queries are cut there.
 constexpr int kRowPad = 128;
-constexpr i64 padded(i64 rows) { return (rows + kRowPad - 1) / kRowPad * kRowPad; }
+template <class Int>
+constexpr Int padded(Int rows) {
+  return (rows + kRowPad - 1) / kRowPad * kRowPad;
+}
 
 // Where row 0 of batch entry b lies in a padded row vector. Dense: b * Sq padded; packed: cu_seqlens plus b pads.
 constexpr i64 padded_row(const math::Rows& rows, i64 b, const math::Sequence& sequence) {

@@ -87,7 +87,7 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90Backw
           int bytes = kSizes.leaving;
           if constexpr (sm90_turns_dq(S)) {
             to = a.dq_sum + turned_sums(a, half, row);
-            bytes = min(S.step, int(padded(block.place.q_len)) - query) * kTurnedColumns * 4;
+            bytes = min(S.step, padded(block.place.q_len) - query) * kTurnedColumns * 4;
           }
           const bool store = S.stores_first && before == 0;
           if (store) {

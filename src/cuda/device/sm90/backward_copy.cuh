@@ -105,7 +105,7 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
       here.skipped = block.skipped;
     }
     if constexpr (sm90_turns_dq(S)) {
-      here.padded_end = int(padded(block.place.q_len));
+      here.padded_end = padded(block.place.q_len);
     }
     const int steps = block.steps;
     const int group = block.group;

@@ -203,7 +203,7 @@ __device__ __forceinline__ void sm90_bias_copy_rows(const Args& a, const Sm90Bia
       };
       int count = 0;  // of a row vector: padded rows of this sequence
       if constexpr (kSecond) {
-        count = min(kRows, int(padded(place.q_len)) - tile.m0);
+        count = min(kRows, padded(place.q_len) - tile.m0);
       }
       barrier_wait(barriers.empty(ring.buffer()), ring.parity() ^ 1);
       barrier_expect(full, (kRows + S.step) * kColumns * 2 + count * 8);
