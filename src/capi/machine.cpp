@@ -145,7 +145,7 @@ std::string machine_text() {
   std::string others;  // in use for all types but bf16
   for (const cpu::Isa& isa : cpu::instruction_sets()) {
     const bool used = isa.name == machine.isa;
-    others = used ? isa.others : others;
+    others = used && isa.available ? isa.others : others;
     line("instruction set", fmt::format("{:<10} {}", isa.name,
                                         !isa.available       ? "not here: needs " + isa.needs
                                         : used               ? "in use"

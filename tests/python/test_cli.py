@@ -751,6 +751,12 @@ def test_explain_the_machine():
     assert re.search(r"FOVEA_BAKCEND.*nothing reads it; did you mean FOVEA_BACKEND", text)
 
 
+@pytest.mark.parametrize("arguments", [("check", "bf16"), ("bench", "fwd b=1 hq=1 sq=64 sk=64 d=64 bf16")])
+def test_an_instruction_set_that_is_none_is_refused_before_any_row(arguments):
+    done = refused(*arguments, says="FOVEA_CPU_ISA: 'avx513'; accepted: ", env={"FOVEA_CPU_ISA": "avx513"})
+    assert done.stderr.count("\n") == 1, done.stderr
+
+
 @pytest.mark.parametrize(
     "name, value, why",
     [

@@ -1247,6 +1247,14 @@ def test_the_table_that_fovea_has():
         assert all(row["fovea_us"] > 0 and row["pytorch_us"] > 0 for row in section["rows"])
 
 
+def test_an_instruction_set_that_is_none_is_refused():
+    """Each call on the CPU would be handed back for it."""
+    program = "import fovea.torch; fovea.torch.enable(devices='cuda'); fovea.torch.enable()"
+    done = subprocess.run([sys.executable, "-c", program], env={**os.environ, "FOVEA_CPU_ISA": "avx513"}, capture_output=True,
+                          text=True, timeout=300)  # fmt: skip
+    assert done.returncode == 1 and "ValueError: FOVEA_CPU_ISA: 'avx513'; accepted: " in done.stderr, done.stderr
+
+
 # ---- autograd, checkpoints, counters ----
 
 
