@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """fovea's CPU speed beside scaled_dot_product_attention of PyTorch and PyTorch's matrix product, within each instruction set.
 
+Results and gradients are compared first, but for dropout, whose masks differ; a row that differs ends the benchmark.
 Each instruction set is a process of its own, in which PyTorch and its libraries keep to that set as well. Calls alternate; what
 is reported are medians over the rounds. With one thread (the default) it is the processor time of that thread, which other work
 on the machine disturbs less; with more threads it is wall time. FLOPs are those of allowed (query, key) pairs: 4 D per pair
@@ -17,6 +18,7 @@ examples:
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -33,6 +35,7 @@ N = 2048  # of the matrix product
 LIMITS = WITHIN | {"avx512": WITHIN["avx512_bf16"]}
 PRODUCT_OF = {"float32": "matmul", "bfloat16": "matmul_bf16"}
 BESIDE_PRODUCT = "S=2048 D=128"  # rows in whose turns the matrix product is timed, too
+AGREE = {"float32": 1e-4, "bfloat16": 0.05}  # of the largest number of a tensor: what two right results may be apart
 PACKED = [32 * n for n in range(1, 17)]  # lengths of sequences
 
 
@@ -70,6 +73,13 @@ def medians(functions, rounds, clock):
     return [statistics.median(taken) for taken in times]
 
 
+def compare(name, dtype, ours, theirs):
+    for one, other in zip(ours, theirs, strict=True):
+        apart = ((one.float() - other.float()).abs().max() / other.float().abs().max()).item()
+        if not apart <= AGREE[dtype]:  # nor NaN
+            sys.exit(f"{name}: fovea's result and PyTorch's are {apart:.2g} of the largest number apart; accepted: {AGREE[dtype]}")
+
+
 def measure(isa, threads, rounds, words):
     """In this process: one JSON object a line, the matrix product's rate first."""
     import torch
@@ -77,6 +87,8 @@ def measure(isa, threads, rounds, words):
     import fovea
     import fovea.torch
 
+    if refused := re.search(r"^FOVEA_CPU_ISA +REFUSED +(.*)$", fovea.explain(), re.MULTILINE):
+        sys.exit(f"--isa {refused[1]}")
     torch.manual_seed(0)
     torch.set_num_threads(threads)
     fovea.set_num_threads(threads)
@@ -120,6 +132,8 @@ def measure(isa, threads, rounds, words):
             pairs = heads * sum(n * n for n in PACKED)
         row = {"isa": isa, "name": name}
         beside = [products[PRODUCT_OF[dtype]]] if name.startswith(BESIDE_PRODUCT) and PRODUCT_OF[dtype] in products else []
+        if not dropout:
+            compare(name, dtype, [ours()], [theirs()])
         with torch.no_grad():
             *seconds, product = medians([ours, theirs, *beside], rounds, clock) + [None] * (not beside)
         row["forward"] = [4e-9 * pairs * dim / x for x in seconds]
@@ -131,6 +145,8 @@ def measure(isa, threads, rounds, words):
                 tensor.requires_grad_()
             outs = ours(), theirs()
             backward = [lambda out=out: torch.autograd.grad(out, inputs, grad, retain_graph=True) for out in outs]
+            if not dropout:
+                compare(f"{name}, backward", dtype, *(run() for run in backward))
             *seconds, product = medians(backward + beside, rounds, clock) + [None] * (not beside)
             row["backward"] = [1e-8 * pairs * dim / x for x in seconds]
             if beside:
