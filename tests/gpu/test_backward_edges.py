@@ -22,6 +22,8 @@ SHAPES = [
     "b=2 hq=2 sq=130 sk=150 d=320 bf16 bias=1,h,q,k need=q,k,v,bias",
     "b=8 hq=8 sq=200 sk=330 d=128 bf16 bias=1,h,q,k need=q,k,v,bias",
     "b=12 hq=8 hk=4 sq=200 sk=330 d=128 fp16 causal need=q,k,v",
+    "b=8 hq=8 sq=2100 sk=330 d=128 bf16 need=q,k,v",
+    "b=9 hq=8 sq=400 sk=330 d=128 bf16 causal need=q,k,v",
 ]
 FAMILIES = ["large_scores", "one_hot", "dead_rows", "minus_infinity", "huge", "lowest", "denormal"]
 OF_BIASES = {"dead_rows", "lowest"}
@@ -53,6 +55,10 @@ FULL = [
     "b=9 hq=16 hk=8 sq=200 sk=330 d=128 bf16 causal need=q,k,v",
     "b=9 hq=16 hk=8 sq=400 sk=200 d=128 bf16 causal=tl need=q,k,v",
     "b=70 hq=4 hk=1 sq=300 sk=300 d=128 bf16 causal need=q,k,v",
+    # 80 queries a step
+    *(f"b=8 hq=8 sq={sq} sk={sk} d=128 {kind} need=q,k,v"
+      for sq, sk, kind in ((2085, 517, "bf16"), (2170, 300, "fp16 sink"), (2048, 700, "bf16"), (2049, 129, "bf16"))),
+    "b=4 hq=32 hk=16 sq=2300 sk=330 d=120 dv=128 bf16 need=q,k,v",
 ]  # fmt: skip
 
 
