@@ -57,7 +57,7 @@ FULL = [
     "b=70 hq=4 hk=1 sq=300 sk=300 d=128 bf16 causal need=q,k,v",
     # 80 queries a step
     *(f"b=8 hq=8 sq={sq} sk={sk} d=128 {kind} need=q,k,v"
-      for sq, sk, kind in ((2085, 517, "bf16"), (2170, 300, "fp16 sink"), (2048, 700, "bf16"), (2049, 129, "bf16"))),
+      for sq, sk, kind in ((2085, 517, "bf16"), (2170, 300, "fp16 sink"), (2048, 700, "bf16"), (2049, 260, "bf16"))),
     "b=4 hq=32 hk=16 sq=2300 sk=330 d=120 dv=128 bf16 need=q,k,v",
 ]  # fmt: skip
 
