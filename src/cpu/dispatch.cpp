@@ -162,11 +162,12 @@ Plan plan(const Call& call) {
   const Tiles tiles = forward ? forward_tiles(call, plan.threads) : backward_tiles(call);
   const DType type = call.problem.type;
   const bool is_short = type == DType::kBf16 || type == DType::kFp16;
-  plan.summary = fmt::format("{}, {} thread{}, tiles of {} queries x {} keys{}", plan.isa, plan.threads,
-                             plan.threads == 1 ? "" : "s", tiles.rows, tiles.keys,
-                             has_matrix_unit(type) ? ", products of bf16 (of few queries in fp32)"
-                             : is_short            ? ", products in fp32"
-                                                   : "");
+  plan.summary =
+      fmt::format("{}, {} thread{}, tiles of {} queries x {} keys{}", plan.isa, plan.threads,
+                  plan.threads == 1 ? "" : "s", tiles.rows, tiles.keys,
+                  type == DType::kBf16 && has_matrix_unit(type) ? ", products of bf16 (of few queries in fp32)"
+                  : is_short                                    ? ", products in fp32"
+                                                                : "");
   return plan;
 }
 

@@ -147,14 +147,14 @@ constexpr i64 padded_row(const math::Rows& rows, i64 b, const math::Sequence& se
   return rows.is_packed ? (sequence.q_begin / kRowPad + b) * kRowPad : b * padded(rows.rows_q);
 }
 
-// Where Args::turns (behind the ticket) and BehindTurns::added count for the step that begins with this row: steps have
-// 64 rows or more, so that each has a number of its own.
-constexpr i64 turn_of_row(i64 row) { return row / 64; }
-
 // The same in row_lse, row_delta, row_sum, dq_sum (rows of it), which have a part for each head.
 constexpr i64 row_of_head(const Args& a, i64 b, i64 head, const math::Sequence& sequence) {
   return head * a.padded_rows + padded_row(a.rows, b, sequence);
 }
+
+// Where Args::turns (behind the ticket) and BehindTurns::added count for the step that begins with this row: steps have
+// 64 rows or more, so that each has a number of its own.
+constexpr i64 turn_of_row(i64 row) { return row / 64; }
 
 // Where a row of a half of dq_sum's columns lies that steps of 80 queries have added to (sm90_turns_dq).
 constexpr int kTurnedQueries = 80;

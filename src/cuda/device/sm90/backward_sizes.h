@@ -231,7 +231,7 @@ constexpr Sm90BackwardChoices sm90_backward_choices(const Sm90BackwardSpec& s) {
       (!s.tile_stores || (s.dkv && !s.key_parts && !s.column_sum && !s.ragged)) &&
       (!s.same_step || (s.halves && s.bulk && s.dkv && !x.outer && !s.delay && !s.direct && !s.dbias_store &&
                         s.tiles == 1 && x.parts == 1 && s.planes >= 2)) &&
-      ((!s.bulk && !s.ordered) || (s.dq && (s.bulk || !s.halves || s.same_step) && (s.bulk || !s.ordered))) &&
+      (s.bulk ? s.dq : !s.ordered) &&
       (!s.converts || (s.dq && !s.direct && !x.bias_in_place && !x.outer && !s.key_parts)) &&
       (s.summed == 1 || (x.bias_in_place && s.dq && s.dkv && two && s.tiles == 1 && s.step == 64 && x.parts == 1 &&
                          !s.ragged && !s.softcap && !s.dbias_store && !s.direct && s.halves == s.same_step &&
