@@ -232,8 +232,8 @@ TEST(CudaPlan, Golden) {
       "bwd b=4096 hq=4 sq=49 sk=49 d=32 bf16 bias=1,h,q,k wide=q,bias add=bias",
       "bwd b=1 hq=8 sq=2048 sk=2048 d=512 bf16 wide=q,k,v add=q,k,v",
       "bwd b=8 hq=16 sq=2048 sk=2048 d=128 bf16",
-      "bwd b=2 hq=16 d=128 bf16 causal seqs_q=1024,3000 total_q=4024 max_q=3000 seqs_k=1024,3000 total_k=4024 "
-      "max_k=3000",
+      ("bwd b=2 hq=16 d=128 bf16 causal seqs_q=1024,3000 total_q=4024 max_q=3000 seqs_k=1024,3000 total_k=4024 "
+       "max_k=3000"),
   };
   std::string text;
   for (const char* architecture : {"sm_80", "sm_90", "sm_120"}) {
