@@ -482,14 +482,18 @@ TEST_F(DISABLED_PlayedCuda, EveryContextLoadsBeforeACapture) {
 }
 
 TEST_F(DISABLED_PlayedCuda, AForkedChildIsRefusedWhateverItsParentDoes) {
-  // Another thread makes plans all the time, and holds their table's lock at some of the forks.
+  // Another thread makes plans all the time, and holds their table's lock at some of the forks. Not with sanitizers: at
+  // some forks it would hold a lock of AddressSanitizer's allocator, and the child would wait for that (seen with Clang
+  // 14, in one of 14 runs).
   std::atomic<bool> ends = false;
   std::thread plans([&] {
+#if !defined(FOVEA_SANITIZED)
     for (int n = 1; !ends; ++n) {
       std::size_t bytes = 0;
       const Given given(fmt::format("fwd b=1 hq=1 sq={} sk=16 d=64 bf16", n % 100000 + 1));
       fovea_workspace(&given.raw, FOVEA_FORWARD, &bytes);
     }
+#endif
   });
   const Given given("fwd b=1 hq=1 sq=16 sk=17 d=64 bf16");
   for (int n = 0; n < 300 && !HasFailure(); ++n) {
