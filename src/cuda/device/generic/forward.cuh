@@ -177,7 +177,9 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_forward(const __
       if (softmax[i].step(s[i], unit, factor[i]) && !kPairs) {
         each(o[i], [&](float& x, int, int e) { x *= factor[i][e >> 1]; });
       }
-      keep.drop(s[i], thread, i, row0, n0);
+      if constexpr (S.dropout != DropoutRule::kNone) {
+        drop(keep, s[i], thread, i, row0, n0);
+      }
     }
     if constexpr (kPairs) {
       constexpr int kAtOnce = kColumnsOut < 8 ? kColumnsOut / 2 : 4;

@@ -122,8 +122,7 @@ __device__ __forceinline__ void grad_scores(float (&s)[kTiles][kColumns][4], flo
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int n = kTransposed ? e & 1 : e >> 1;
-          float p =
-              kNatural ? weight_of_difference(s[i][j][e], lse[n], unit, kLift) : weight_fused(s[i][j][e], unit, lse[n]);
+          const float p = weight_of_score<kNatural>(s[i][j][e], unit, lse[n], kLift);
           float grad = dp[i][j][e];
           float kept = p;
           if constexpr (S.dropout != DropoutRule::kNone) {

@@ -241,7 +241,9 @@ __global__ void __launch_bounds__(S.warps * 32, 1) generic_wide_forward(const __
         }
       }
       softmax[i].weigh(s[i], base, unit);
-      keep.drop(s[i], thread, i, m0 + row_s, key0);
+      if constexpr (S.dropout != DropoutRule::kNone) {
+        drop(keep, s[i], thread, i, m0 + row_s, key0);
+      }
     }
     store_fragment<S.type, kStep>(shared_p, s, thread, row_s, warp_s * (kKeys / 8), 1.f, kPHalf);
     copy_wait<1>();

@@ -85,6 +85,12 @@ __device__ __forceinline__ float weight_fused(float score, float unit, float ref
 __device__ __forceinline__ float weight_of_difference(float score, float reference, float unit, float lift = 0) {
   return math::weight_base_2_of_difference(Approx(score), Approx(reference), Approx(unit), Approx(lift)).x;
 }
+// P of a score in a backward, times 2^lift. kNatural: scores and references are in natural units; otherwise scores are
+// dot products, and references logarithms to base 2.
+template <bool kNatural>
+__device__ __forceinline__ float weight_of_score(float score, float unit, float reference, float lift = 0) {
+  return kNatural ? weight_of_difference(score, reference, unit, lift) : weight_fused(score, unit, reference);
+}
 
 // A score and its derivative by the dot product, in the arithmetic of Scalar.
 template <auto S, class Scalar>

@@ -4,23 +4,12 @@
 // backward).
 //
 //   ScoreInputs   where they lie in a stage, and their copies
-//   add_bias      from there to a fragment of S, or of S transposed
-//   mask_bits     the same for bits of a mask
 #pragma once
 
 #include "cuda/device/generic/sizes.h"
 #include "cuda/device/tile/tile.cuh"
 
 namespace fovea::cuda {
-
-template <bool kFirst, class A, class B>
-struct Select {
-  using Type = A;
-};
-template <class A, class B>
-struct Select<false, A, B> {
-  using Type = B;
-};
 
 // For a tile of kQueries x kKeys; copied into the stage beside K and V (Q and dO).
 template <auto S, bool kTransposed, int kQueries, int kKeys, int kThreads>
@@ -86,72 +75,6 @@ struct ScoreInputs {
     }
   }
 };
-
-// A bias is added to a fragment that begins at (tile_row, tile_column) of its tile, which has kKeys keys.
-template <BiasTile kBiasType, bool kTransposed, int kKeys, int kTiles, int kColumns>
-__device__ __forceinline__ void add_bias(float (&s)[kTiles][kColumns][4], const Thread& thread, u32 bias, int tile_row,
-                                         int tile_column) {
-  const int lane = thread.lane;
-  const int g = thread.g;
-  const int t = thread.t;
-  if constexpr (kBiasType == BiasTile::kFp32 && !kTransposed) {
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-      for (int x = 0; x < 2; ++x) {
-        for (int j = 0; j < kColumns; ++j) {
-          const u32 chunk = tile_column / 4 + j * 2 + (t >> 1);
-          const float2 b =
-              load_shared2(bias + Tile32<kKeys>::offset(tile_row + i * 16 + x * 8 + g, chunk) + (t & 1) * 8);
-          s[i][j][2 * x] += b.x;
-          s[i][j][2 * x + 1] += b.y;
-        }
-      }
-    }
-  } else if constexpr (kBiasType == BiasTile::kFp32) {
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-      for (int e = 0; e < 4; ++e) {
-        const int key = tile_row + i * 16 + (e >> 1) * 8 + g;
-        const u32 first = bias + tile_column * Tile32<kKeys>::kRowBytes +
-                          Tile32<kKeys>::offset(t * 2 + (e & 1), key / 4) + key % 4 * 4;
-        for (int j = 0; j < kColumns; ++j) {
-          s[i][j][e] += load_shared(first + j * 8 * Tile32<kKeys>::kRowBytes);
-        }
-      }
-    }
-  } else {
-    constexpr Type kType = kBiasType == BiasTile::kBf16 ? Type::kBf16 : Type::kFp16;
-    const typename Tile<kKeys>::Lane lanes(bias, lane);  // of whole rows of the tile
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-      for (int jj = 0; jj < (kColumns + 1) / 2; ++jj) {
-        u32 r[4];
-        if constexpr (kTransposed) {
-          constexpr int kRows = kColumns == 1 ? 7 : 15;  // one column tile alone: its eight rows, twice
-          const u32 chunk = tile_row / 8 + i * 2 + (lane >> 4);
-          ldmatrix_trans(
-              r, bias + Tile<kKeys>::offset(lane & kRows, chunk) + (tile_column + jj * 16) * Tile<kKeys>::kRowBytes);
-        } else if constexpr (kColumns * 8 == kKeys) {
-          ldmatrix(r, lanes.at(0, jj) + (tile_row + i * 16) * Tile<kKeys>::kRowBytes);
-        } else {
-          const u32 chunk = tile_column / 8 + jj * 2 + (lane >> 4);
-          ldmatrix(r, bias + Tile<kKeys>::offset(tile_row + i * 16 + (lane & 15), chunk));
-        }
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          // Matrices come in the order (0, 0) (1, 0) (0, 1) (1, 1) of the tile's rows and columns.
-          if (kTransposed && 2 * jj + (n & 1) >= kColumns) {
-            continue;  // one column tile alone: the other half of a block is not asked for
-          }
-          float* const pair =
-              kTransposed ? &s[i][2 * jj + (n & 1)][(n >> 1) * 2] : &s[i][2 * jj + (n >> 1)][(n & 1) * 2];
-          pair[0] += low<kType>(r[n]);
-          pair[1] += high<kType>(r[n]);
-        }
-      }
-    }
-  }
-}
 
 // What bits of a mask hide. key0: the fragment's first key in the sequence.
 template <class Inputs, bool kTransposed, int kTiles, int kColumns>

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "cuda/device/score/approximation.cuh"
+#include "cuda/device/score/bias.cuh"
 #include "cuda/device/score/inputs.cuh"
 
 namespace fovea::cuda {

@@ -14,7 +14,6 @@
 #include "cuda/device/score/sm90_backward_gradients.cuh"
 #include "cuda/device/score/sm90_backward_inputs.cuh"
 #include "cuda/device/score/sm90_scores.cuh"
-#include "cuda/device/score/softmax.cuh"
 #include "cuda/device/sm90/backward_args.h"
 #include "math/score.h"
 
@@ -25,7 +24,6 @@ struct Sm90BackwardScores : Sm90BackwardGradients<S> {
   static constexpr int M = S.step;
   static constexpr bool kNatural = natural_scores(S);
   static constexpr bool kBias = sm90_bias_in_place(S);
-  static constexpr Type kBiasType = S.bias == BiasTile::kBf16 ? Type::kBf16 : Type::kFp16;
   static constexpr bool kDropout = S.dropout != DropoutRule::kNone;
   using Loaded = Sm90BackwardLoaded<S>;
   using Outer = Sm90OuterBias<S>;
@@ -119,9 +117,9 @@ struct Sm90BackwardScores : Sm90BackwardGradients<S> {
       if (k + 1 < M / 16) {
         loaded.load(panel, lse, k + 1);
       }
-      u32 second[4];
+      BiasMatrices<S.bias2> second;
       if constexpr (S.bias2 == BiasTile::kBf16 || S.bias2 == BiasTile::kFp16) {
-        ldmatrix_trans(second, outer.bias2 + k * 2048);
+        ldmatrix_trans(second.pairs, outer.bias2 + k * 2048);
       }
 #pragma unroll
       for (int n = 2 * k; n < 2 * k + 2; ++n) {
@@ -140,8 +138,7 @@ struct Sm90BackwardScores : Sm90BackwardGradients<S> {
               x += e == 0 ? pair.x : pair.y;
             }
             if constexpr (kBias) {
-              const u32 pair = loaded.bias[k & 1][(n & 1) * 2 + r];
-              x += e == 0 ? low<kBiasType>(pair) : high<kBiasType>(pair);
+              x += loaded.bias[k & 1].of((n & 1) * 2 + r, e);
             }
             if constexpr (S.bias == BiasTile::kFp32) {
               x += outer.wide(outer.bias, n, r, e);
@@ -149,9 +146,7 @@ struct Sm90BackwardScores : Sm90BackwardGradients<S> {
             if constexpr (S.bias2 == BiasTile::kFp32) {
               x += outer.wide(outer.bias2, n, r, e);
             } else if constexpr (S.bias2 != BiasTile::kNone) {
-              constexpr Type kSecond = S.bias2 == BiasTile::kBf16 ? Type::kBf16 : Type::kFp16;
-              const u32 pair = second[(n & 1) * 2 + r];
-              x += e == 0 ? low<kSecond>(pair) : high<kSecond>(pair);
+              x += second.of((n & 1) * 2 + r, e);
             }
             if constexpr (bool(S.positions)) {
               // Not by a modifier: fewer instructions, but another order of them, which nobody has measured.
@@ -160,10 +155,8 @@ struct Sm90BackwardScores : Sm90BackwardGradients<S> {
             if constexpr (S.key_term && !S.key_mask) {
               x += terms[r];
             }
-            x = weight_of_difference(x, references[e], math::kLog2E);
-          } else {
-            x = weight_fused(x, m.scale_log2, references[e]);
           }
+          x = weight_of_score<kNatural>(x, kNatural ? math::kLog2E : m.scale_log2, references[e]);
         }
       }
       if constexpr (kDropout) {

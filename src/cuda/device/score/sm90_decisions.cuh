@@ -133,55 +133,6 @@ struct Sm90Dropout {
   __device__ __forceinline__ u32 apply(int i, u32 word) const { return word & keep[i]; }
 };
 
-// ---- rule torch_mem_efficient ----
-
-// Decisions of rule torch_mem_efficient, a bit each: the generic kernels' (Keep), whose fragments are these
-// accumulators.
-template <auto S>
-struct Sm90TorchDropout {
-  Keep<S, false, 1, S.step / 8> keep;
-  Thread thread;
-  int row = 0;  // of the warp
-
-  __device__ __forceinline__ void start(const Args& a, int b, int head, int k_len, int first_row) {
-    Place place;
-    place.b = u32(b);
-    place.k_len = k_len;
-    keep.start(a, place, u32(head));
-    row = first_row - thread.g;
-  }
-  __device__ __forceinline__ void draw(int n0, int) {
-    if (((keep.base | keep.row_stride) & 3) != 0) {
-      keep.prepare(thread, row, n0);
-      return;
-    }
-    // As Keep does it where four keys share a call, but some calls at a time: few warps are here to wait for one
-    // another.
-    const int rank = thread.t % 2;
-    const u64 first = keep.base + u64(row + thread.g + rank * 8) * keep.row_stride + u64(n0 + (thread.t & 2) * 2);
-    u32 made = 0;
-#pragma unroll 4
-    for (int j = 0; j < S.step / 8; ++j) {
-      const math::Words4<u32> words = math::torch_words(keep.seed, (first + u64(8 * j)) >> 2);
-      made |= u32(math::torch_uniform_of_word(words.w0) > keep.p) << 2 * j |
-              u32(math::torch_uniform_of_word(words.w1) > keep.p) << (2 * j + 1) |
-              u32(math::torch_uniform_of_word(words.w2) > keep.p) << (2 * j + 16) |
-              u32(math::torch_uniform_of_word(words.w3) > keep.p) << (2 * j + 17);
-    }
-    // Of its row a thread has made its own keys' decisions and its neighbour's: low half those of even t.
-    const u32 other = __shfl_xor_sync(~0u, made, 1);
-    const u32 own = rank == 0 ? made & 0xffff : made >> 16;
-    const u32 given = rank == 0 ? other & 0xffff : other >> 16;
-    keep.bits[0] = rank == 0 ? own | given << 16 : given | own << 16;
-  }
-  // Word i of P.
-  __device__ __forceinline__ u32 apply(int i, u32 word) const {
-    const u32 bit = 1u << (i % 2 * 16 + i / 2 * 2);
-    return word & ((keep.bits[0] & bit) != 0 ? 0x0000ffffu : 0) |
-           word & ((keep.bits[0] & bit << 1) != 0 ? 0xffff0000u : 0);
-  }
-};
-
 // No decisions.
 struct Sm90NoDropout {
   __device__ __forceinline__ void draw(int, int) {}

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "cuda/device/ptx/wgmma.cuh"
+#include "cuda/device/score/bias.cuh"
 #include "cuda/device/score/scores.cuh"
 #include "cuda/device/sm90/forward_copy.cuh"
 #include "cuda/device/sm90/forward_sizes.h"
@@ -23,14 +24,10 @@ struct Sm90Inputs {
   static constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
   static constexpr int kMaskRows = S.key_mask ? 1 : 2;  // of this thread
   static_assert(!S.mask || S.step == 32 || S.step == 64 || S.step == 128);
-  static_assert((S.bias == BiasTile::kNone && S.bias2 == BiasTile::kNone) || S.step == 32 || S.step % 64 == 0);
-  static constexpr int kPanel = sm90_bias_panel(S, BiasTile::kBf16);  // of a bias of 16 bits
   using Positions = PositionScores<S.positions, false>;
 
-  u32 base;                    // of shared memory
-  u32 bias_row, bias_swizzle;  // this lane's place for ldmatrix in a panel
-  int wide_row, wide_chunk;    // and in one of fp32
-  u32 wide_half;
+  u32 base;  // of shared memory
+  Sm90PanelBias<S> bias;
   u32 key_term;  // of this lane's first column
   Positions positions{};
   typename Positions::Row position;  // this thread's first row, for keys from its first column on
@@ -40,13 +37,7 @@ struct Sm90Inputs {
 
   // row: this thread's first row of the tile; fragment_row, half: row and 8 columns, by lane as ldmatrix takes them.
   __device__ __forceinline__ Sm90Inputs(u32 memory, int row, int fragment_row, int half, int t)
-      : base(memory),
-        bias_row(fragment_row * kPanel * 2),
-        bias_swizzle(swizzled<kPanel * 2>(fragment_row, half) - fragment_row * kPanel * 2),
-        wide_row(row),
-        wide_chunk(t / 2),
-        wide_half(t % 2 * 8),
-        key_term(memory + kSizes.key_term_at + t * 8) {}
+      : base(memory), bias(row, fragment_row, half, t), key_term(memory + kSizes.key_term_at + t * 8) {}
 
   // row: this thread's first, of the sequence.
   __device__ __forceinline__ void start(const Args& a, const Sm90Tile& tile, const math::Band<int>& band, int row,
@@ -113,51 +104,11 @@ struct Sm90Inputs {
     }
   }
 
-  // Elements of a block of 16 columns as an accumulator has them. kSet: they become what is added.
-  template <bool kSet>
-  static __device__ __forceinline__ void put(float& x, float term) {
-    x = kSet ? term : x + term;
-  }
-  template <BiasTile kBias, bool kSet>
-  __device__ __forceinline__ void add_narrow(float* x, u32 place, int k) const {
-    constexpr Type kType = kBias == BiasTile::kBf16 ? Type::kBf16 : Type::kFp16;
-    u32 b[4];
-    constexpr int kBlocks = kPanel / 16;
-    ldmatrix(b, place + bias_row + k / kBlocks * (kSizes.rows * kPanel * 2) + (bias_swizzle ^ (k % kBlocks << 5)));
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      put<kSet>(x[2 * e], low<kType>(b[e]));
-      put<kSet>(x[2 * e + 1], high<kType>(b[e]));
-    }
-  }
-
-  // Two numbers at a time: row, then chunk of four columns, as the panel's swizzle has them.
-  template <bool kSet>
-  __device__ __forceinline__ void add_wide(float* x, u32 place, int k) const {
-#pragma unroll
-    for (int e = 0; e < 8; e += 2) {
-      const int row = wide_row + (e & 2) * 4;
-      const int chunk = (16 * k + (e & 4) * 2) % 32 / 4 + wide_chunk;
-      const float2 b = load_shared2(place + k / 2 * (kSizes.rows * 128) + swizzled<128>(row, chunk) + wide_half);
-      put<kSet>(x[e], b.x);
-      put<kSet>(x[e + 1], b.y);
-    }
-  }
-
-  template <BiasTile kBias, bool kSet>
-  __device__ __forceinline__ void add_bias(float (&x)[8], u32 place, int k) const {
-    if constexpr (kBias == BiasTile::kFp32) {
-      add_wide<kSet>(x, place, k);
-    } else if constexpr (kBias != BiasTile::kNone) {
-      add_narrow<kBias, kSet>(x, place, k);
-    }
-  }
-
   // Block k. kSet: where there is a bias.
   template <bool kSet = false>
   __device__ __forceinline__ void add(float (&x)[8], int stage, int n0, int k) const {
-    add_bias<S.bias, kSet>(x, base + kSizes.bias_at + stage * kSizes.bias, k);
-    add_bias<S.bias2, false>(x, base + kSizes.bias2_at + stage * kSizes.bias2, k);
+    bias.template add<S.bias, kSet>(x, base + kSizes.bias_at + stage * kSizes.bias, k);
+    bias.template add<S.bias2, false>(x, base + kSizes.bias2_at + stage * kSizes.bias2, k);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int column = 16 * k + 8 * h;

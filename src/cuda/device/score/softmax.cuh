@@ -3,7 +3,6 @@
 // The running softmax of all forwards: rows whose keys come in steps. A fragment has two rows of a thread, 8 columns a
 // block, as the tensor cores lay it out; the four lanes of a quad share a row.
 //
-//   fragment_of       an accumulator of a warpgroup as such a fragment
 //   largest_of_row    its maximum
 //   RunningSoftmax    the maxima so far and the sums of weights relative to them: raise() where maxima rise, weigh()
 //                     turns scores into weights, step() does both
@@ -14,11 +13,6 @@
 #include "math/softmax.h"
 
 namespace fovea::cuda {
-
-template <int kCount>
-__device__ __forceinline__ float (&fragment_of(float (&x)[kCount]))[kCount / 4][4] {
-  return reinterpret_cast<float(&)[kCount / 4][4]>(x);
-}
 
 // The largest of row x (0 or 1) of a fragment, and of `start`. kScales: it is multiplied by `scale` before.
 template <bool kScales = false, int kColumns>

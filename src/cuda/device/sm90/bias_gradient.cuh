@@ -276,9 +276,7 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
           each(s[0], [&](float& x, int j, int e) { x = exists(j, e) ? x : -kInfinity; });
         }
         const float unit = kNatural ? math::kLog2E : a.scale * math::kLog2E;
-        each(s[0], [&](float& x, int, int e) {
-          x = kNatural ? weight_of_difference(x, lse[e >> 1], unit) : weight_fused(x, unit, lse[e >> 1]);
-        });
+        each(s[0], [&](float& x, int, int e) { x = weight_of_score<kNatural>(x, unit, lse[e >> 1]); });
         pin(flat_s);  // before what is waited for next
         wgmma_wait<0>();
         pin(flat_dp);

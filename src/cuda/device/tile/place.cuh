@@ -14,6 +14,16 @@ struct Constant {
   constexpr operator int() const { return kValue; }
 };
 
+// One of two types.
+template <bool kFirst, class A, class B>
+struct Select {
+  using Type = A;
+};
+template <class A, class B>
+struct Select<false, A, B> {
+  using Type = B;
+};
+
 // What O and dV are multiplied by where they leave, and not P before: the factor may be beyond what fp16 holds.
 template <auto S>
 __device__ __forceinline__ float keep_scale(const Args& a) {

@@ -160,6 +160,12 @@ __device__ __forceinline__ void load_vector(u32 to, const float* from, int count
 
 // ---- fragments ----
 
+// The accumulator of a warpgroup as a fragment of one row tile: the warp's 16 rows.
+template <int kCount>
+__device__ __forceinline__ float (&fragment_of(float (&x)[kCount]))[kCount / 4][4] {
+  return reinterpret_cast<float(&)[kCount / 4][4]>(x);
+}
+
 // visit(x[i][j][e], i, j, e) for all of a fragment; of one row tile alone visit(x[j][e], j, e).
 template <int kTiles, int kColumns, class Visit>
 __device__ __forceinline__ void each(float (&x)[kTiles][kColumns][4], const Visit& visit) {
