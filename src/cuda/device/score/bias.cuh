@@ -126,12 +126,14 @@ struct Sm90PanelBias {
         put<kSet>(x[e + 1], b.y);
       }
     } else if constexpr (kBias != BiasTile::kNone) {
-      BiasMatrices<kBias> block;
+      constexpr Type kType = BiasMatrices<kBias>::kType;
+      u32 b[4];
       constexpr int kBlocks = kPanel / 16;
-      ldmatrix(block.pairs, place + row + k / kBlocks * (kRows * kPanel * 2) + (swizzle ^ (k % kBlocks << 5)));
+      ldmatrix(b, place + row + k / kBlocks * (kRows * kPanel * 2) + (swizzle ^ (k % kBlocks << 5)));
 #pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        put<kSet>(x[e], block.of(e / 2, e % 2));
+      for (int e = 0; e < 4; ++e) {
+        put<kSet>(x[2 * e], low<kType>(b[e]));
+        put<kSet>(x[2 * e + 1], high<kType>(b[e]));
       }
     }
   }

@@ -76,41 +76,4 @@ struct ScoreInputs {
   }
 };
 
-// What bits of a mask hide. key0: the fragment's first key in the sequence.
-template <class Inputs, bool kTransposed, int kTiles, int kColumns>
-__device__ __forceinline__ void mask_bits(float (&s)[kTiles][kColumns][4], const Thread& thread, u32 words,
-                                          int tile_row, int tile_column, int key0) {
-  constexpr int kWords = Inputs::kWords;
-  constexpr int kOfQuery = kTransposed ? (kTiles + 1) / 2 : (kColumns + 3) / 4;
-  const int g = thread.g;
-  const int t = thread.t;
-  // Keys of the fragment begin at bit `first` of a word and stay in it, or are whole words.
-  const int first = (kTransposed ? kTiles % 2 : kColumns % 4) == 0 && kWords > 1 ? 0 : key0 & 31;
-  const int word = kWords > 1 ? (kTransposed ? tile_row : tile_column) / 32 : 0;
-#pragma unroll
-  for (int i = 0; i < (kTransposed ? kColumns : kTiles); ++i) {
-    for (int x = 0; x < 2; ++x) {
-      const int row = kTransposed ? tile_column + i * 8 + t * 2 + x : tile_row + i * 16 + x * 8 + g;
-      const u32 query = words + (row * kWords + word) * 4;
-#pragma unroll
-      for (int w = 0; w < kOfQuery; ++w) {
-        const u32 bits = load_shared_word(query + w * 4) >> (first + (kTransposed ? g : t * 2));
-        if constexpr (kTransposed) {
-          for (int n = 0; n < 4 && w * 2 + n / 2 < kTiles; ++n) {
-            if ((bits >> n * 8 & 1) == 0) {
-              s[w * 2 + n / 2][i][n % 2 * 2 + x] = -kInfinity;
-            }
-          }
-        } else {
-          for (int n = 0; n < 8 && w * 4 + n / 2 < kColumns; ++n) {
-            if ((bits >> (n / 2 * 8 + n % 2) & 1) == 0) {
-              s[i][w * 4 + n / 2][2 * x + n % 2] = -kInfinity;
-            }
-          }
-        }
-      }
-    }
-  }
-}
-
 }  // namespace fovea::cuda

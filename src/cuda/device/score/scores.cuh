@@ -12,6 +12,7 @@
 #include "cuda/device/score/approximation.cuh"
 #include "cuda/device/score/bias.cuh"
 #include "cuda/device/score/inputs.cuh"
+#include "cuda/device/score/mask.cuh"
 
 namespace fovea::cuda {
 

@@ -10,10 +10,10 @@
 #pragma once
 
 #include "cuda/device/score/dropout.cuh"
+#include "cuda/device/score/mask.cuh"
 #include "cuda/device/score/mask_edge.cuh"
 #include "cuda/device/score/sm90_backward_gradients.cuh"
 #include "cuda/device/score/sm90_backward_inputs.cuh"
-#include "cuda/device/score/sm90_scores.cuh"
 #include "cuda/device/sm90/backward_args.h"
 #include "math/score.h"
 
@@ -34,12 +34,8 @@ struct Sm90BackwardScores : Sm90BackwardGradients<S> {
   math::Score<float> score;
   Positions positions;
   int shift;
-  math::DropoutHead random;
-  u32 folded_query, folded_key;  // of the positions of the first ones
-  u32 threshold;
-  const u32* mask_words;  // of this lane and its warp's keys, of the first 64 queries
-  // Of a step.
-  u32 mask[M == 128 ? 2 : 1];  // bit i of word j is that of s[32 * j + i]
+  Sm90BackwardDropout<S> dropout;
+  Sm90BackwardMask<S> mask;
 
   // key: this thread's first row.
   __device__ __forceinline__ void begin_head(const Args& a, const Sm90BackwardArgs& m, const Place& place, int head,
@@ -58,19 +54,8 @@ struct Sm90BackwardScores : Sm90BackwardGradients<S> {
         terms[r] = key + 8 * r < place.k_len ? from[key + 8 * r] : -kInfinity;
       }
     }
-    if constexpr (S.mask) {
-      const int last = (place.k_len - 1) / 16;  // of its groups of keys
-      mask_words = static_cast<const u32*>(m.mask.data) + place.plane(m.mask.strides, head) + min(key / 16, last) * 32 +
-                   threadIdx.x % 32;
-    }
-    if constexpr (kDropout) {
-      random = dropout_head<S>(a, place.b, head);
-      if constexpr (S.shifted) {
-        folded_query = a.shard.folded_query(place.b);
-        folded_key = a.shard.folded_key(place.b);
-      }
-      threshold = a.drop_threshold;
-    }
+    mask.begin_head(m.mask, place, head, key);
+    dropout.begin_head(a, place.b, head);
     this->clear();
   }
 
@@ -81,25 +66,6 @@ struct Sm90BackwardScores : Sm90BackwardGradients<S> {
       weights[j] = kDropout ? pack_positive<S.type>(p[2 * j], p[2 * j + 1]) : pack<S.type>(p[2 * j], p[2 * j + 1]);
     }
     clear_hidden(weights);
-  }
-
-  // The random words of queries 16 k + 2 t + e and those 8 further.
-  __device__ __forceinline__ math::Words2<Word> call(int query, int key, int t, int k, int e) const {
-    if constexpr (S.shifted) {
-      return math::dropout_call<Word>(random, Word(folded_query + u32(query) / 2 + 8 * k + 2 * t + e),
-                                      Word(folded_key + math::dropout_fold(u32(key))));
-    }
-    return math::dropout_call<Word>(random, Word(u32(query) / 2 + 8 * k + 2 * t + e),
-                                    Word(math::dropout_fold(u32(key))));
-  }
-  // Ahead of a step: what the mask says of queries from `query` on.
-  __device__ __forceinline__ void load_mask(const Sm90BackwardArgs& m, int query) {
-    if constexpr (S.mask) {
-#pragma unroll
-      for (int i = 0; i < (M + 63) / 64; ++i) {
-        mask[i] = __ldg(mask_words + i64(query / 64 + i) * m.mask.strides.row);
-      }
-    }
   }
 
   // s: dot products, becomes P. loaded: the first 16 queries of panel and lse.
@@ -159,44 +125,7 @@ struct Sm90BackwardScores : Sm90BackwardGradients<S> {
           x = weight_of_score<kNatural>(x, kNatural ? math::kLog2E : m.scale_log2, references[e]);
         }
       }
-      if constexpr (kDropout) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const math::Words2<Word> w = call(query, key, t, k, e);
-          // Words are queries without and with bit 3, their halves keys. What is below the threshold gets a sign.
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int n = 2 * k + i / 2;
-            const int r = i % 2;
-            const u32 word = i / 2 == 0 ? w.x.bits : w.y.bits;
-            const u32 below = (r == 0 ? word & 0xffffu : word >> 16) - threshold;
-            float& x = s[4 * n + 2 * r + e];
-            x = __uint_as_float(__float_as_uint(x) | (below & 0x80000000u));
-          }
-        }
-      }
-    }
-  }
-
-  // What the mask hides becomes 0: whether that was anything.
-  __device__ __forceinline__ bool hide(float (&s)[M / 2], int query) const {
-    if constexpr (S.mask) {
-      u32 words[M == 128 ? 2 : 1] = {M == 32 ? mask[0] >> (query & 32) / 2 | 0xffff0000u : mask[0]};
-      bool open = words[0] == ~0u;
-      if constexpr (M == 128) {
-        words[1] = mask[1];
-        open = open && words[1] == ~0u;
-      }
-      if (__all_sync(~0u, open)) {
-        return false;
-      }
-#pragma unroll
-      for (int i = 0; i < M / 2; ++i) {
-        s[i] = (words[i / 32] >> i % 32 & 1) != 0 ? s[i] : 0;
-      }
-      return true;
-    } else {
-      return false;
+      dropout.draw(s, query, key, t, k);
     }
   }
 

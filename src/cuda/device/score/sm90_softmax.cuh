@@ -17,11 +17,11 @@
 // both ways, or the logsumexp, meet.
 #pragma once
 
-#include "cuda/device/score/sm90_decisions.cuh"
-#include "cuda/device/score/sm90_scores.cuh"
+#include "cuda/device/ptx/wgmma.cuh"
+#include "cuda/device/score/dropout.cuh"
 #include "cuda/device/score/softmax.cuh"
+#include "cuda/device/sm90/forward_sizes.h"
 #include "cuda/device/tile/accumulator.cuh"
-#include "math/band.h"
 #include "math/softmax.h"
 
 namespace fovea::cuda {
@@ -50,8 +50,6 @@ struct Sm90Softmax {
 
   static __device__ __forceinline__ float rest(float x) { return fabsf(x) < kLargestQuick ? rest_of_log2(x) : 0.f; }
 
-  // ---- from dot products to scores ----
-
   // S of this warp's 16 rows once more, without the rest of its warpgroup: rare, and slow beside wgmma. `row`: as
   // ldmatrix takes it.
   __device__ __forceinline__ void form(u32 q, int row, u32 k, int lane) {
@@ -70,113 +68,6 @@ struct Sm90Softmax {
         ldmatrix(y, k + panel * S.step * kPanel * 2 + swizzled<kPanel * 2>(16 * j + lane % 16, chunk));
         mma<S.type>(*reinterpret_cast<float(*)[4]>(s + 8 * j), x, y[0], y[2]);
         mma<S.type>(*reinterpret_cast<float(*)[4]>(s + 8 * j + 4), x, y[1], y[3]);
-      }
-    }
-  }
-
-  // kSmall: no score comes near the cap. kLoop: where it is rare, the code is of a few scores, which pass through them.
-  template <bool kSmall, bool kLoop>
-  __device__ __forceinline__ void cap(const Args& a, const Sm90ForwardArgs& m) {
-    constexpr int kAll = S.step / 2;
-    constexpr int kPart = kLoop ? 16 : kAll;
-    static_assert(kAll % kPart == 0);
-#pragma unroll 1
-    for (int n = 0; n < kAll; n += kPart) {
-      float made[kPart];
-#pragma unroll
-      for (int i = 0; i < kPart; ++i) {
-        if constexpr (kSmall) {
-          made[i] = m.small_cap.of(s[i]);
-        } else {
-          made[i] = score_of_dot<S, ApproxOfBoth>({m.scale_of_cap, a.softcap, 1}, s[i]);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kAll; ++i) {
-        s[i] = i + kPart < kAll ? s[i + kPart] : made[i + kPart - kAll];
-      }
-    }
-  }
-
-  // The band and the end of the sequence are another matter (mask).
-  // kAgain: not for the first time. kRare: not for most steps.
-  template <bool kAgain, bool kRare>
-  __device__ __forceinline__ void finish(const Args& a, const Sm90ForwardArgs& m, const Sm90Inputs<S>& inputs,
-                                         int stage, int n0) {
-    // Where the cap is a polynomial its last product takes in what is added.
-    constexpr bool kFused = S.softcap && !kAgain && S.bias != BiasTile::kNone && !S.query_term;
-    bool added = false;
-    if constexpr (S.softcap && kAgain) {
-      cap<false, kRare>(a, m);
-    } else if constexpr (S.softcap) {
-      float largest[4] = {};  // one would be a chain of as many waits
-#pragma unroll
-      for (int i = 0; i < S.step / 2; ++i) {
-        largest[i % 4] = fmaxf(largest[i % 4], fabsf(s[i]));
-      }
-      const float all = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
-      if (!__all_sync(~0u, all <= m.small_cap.largest)) {
-        cap<false, kRare>(a, m);
-      } else if constexpr (kFused) {
-        added = true;
-#pragma unroll
-        for (int k = 0; k < kBlocks; ++k) {
-          float terms[8];
-          inputs.template add<true>(terms, stage, n0, k);
-#pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            s[8 * k + i] = m.small_cap.of_plus(s[8 * k + i], terms[i]);
-          }
-        }
-      } else {
-        cap<true, false>(a, m);
-      }
-    } else if constexpr (kNatural) {
-#pragma unroll
-      for (int i = 0; i < S.step / 2; ++i) {
-        s[i] *= a.scale;
-      }
-    }
-    if constexpr (sm90_has_planes(S) || bool(S.positions) || S.query_term) {
-      if (!kFused || !added) {
-#pragma unroll
-        for (int k = 0; k < kBlocks; ++k) {
-          inputs.add(*reinterpret_cast<float(*)[8]>(s + 8 * k), stage, n0, k);
-        }
-      }
-    }
-    if constexpr (!sm90_hides(S)) {
-      inputs.hide(s);
-    }
-  }
-
-  // Forbidden elements become -inf. Each edge is looked for only where the rows of this warpgroup, 64 from `top` on,
-  // meet it; `row` is this thread's first. Without a band only the first step (kAtEnd) meets the sequence's end.
-  template <bool kAtEnd>
-  __device__ __forceinline__ void mask(const math::Band<int>& band, int top, int row, int n0, int t) {
-    const int free_end = S.banded ? min(band.seqlen_k, top + band.high + 1) : band.seqlen_k;
-    if ((S.banded || kAtEnd) && n0 + S.step > free_end) {
-#pragma unroll
-      for (int x = 0; x < 2; ++x) {
-        const int end = (S.banded ? band.keys_of(row + 8 * x).end : band.seqlen_k) - n0 - 2 * t;
-#pragma unroll
-        for (int j = 0; j < S.step / 8; ++j) {
-          s[4 * j + 2 * x] = 8 * j >= end ? -kInfinity : s[4 * j + 2 * x];
-          s[4 * j + 2 * x + 1] = 8 * j + 1 >= end ? -kInfinity : s[4 * j + 2 * x + 1];
-        }
-      }
-    }
-    if constexpr (S.left_edge) {
-      if (n0 < top + 63 + band.low) {
-#pragma unroll
-        for (int x = 0; x < 2; ++x) {
-          const int begin = band.keys_of(row + 8 * x).begin - n0 - 2 * t;
-#pragma unroll
-          for (int j = 0; j < S.step / 8; ++j) {
-            s[4 * j + 2 * x] = 8 * j < begin ? -kInfinity : s[4 * j + 2 * x];
-            s[4 * j + 2 * x + 1] = 8 * j + 1 < begin ? -kInfinity : s[4 * j + 2 * x + 1];
-          }
-        }
       }
     }
   }

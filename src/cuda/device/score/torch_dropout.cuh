@@ -2,9 +2,8 @@
 //
 // Dropout's decisions by the rule of PyTorch's memory-efficient kernels.
 //
-//   TorchKeep          for a fragment of the generic kernels and of sm90_bias_gradient, as FoveaKeep
-//   (score/dropout.cuh) Sm90TorchDropout   for the accumulator of sm90_forward, as Sm90Dropout
-//   (score/sm90_decisions.cuh)
+//   TorchKeep          the generic kernels and sm90_bias_gradient, as FoveaKeep (score/dropout.cuh)
+//   Sm90TorchDropout   sm90_forward, as Sm90Dropout
 #pragma once
 
 #include "cuda/device/tile/tile.cuh"

@@ -229,7 +229,7 @@ __device__ __forceinline__ void sm90_backward_compute(const Args& a, const Sm90B
       const u32 delta = lse + (kSizes.delta_at - kSizes.lse_at);
 #pragma unroll
       for (int f = 0; f < kBlocks; ++f) {
-        scores[f].load_mask(m, step.query);
+        scores[f].mask.load(m.mask, step.query);
       }
       barriers.template await_queries<S>(ring_q.buffer(), ring_q.parity());
       if constexpr (S.ragged) {
@@ -306,7 +306,7 @@ __device__ __forceinline__ void sm90_backward_compute(const Args& a, const Sm90B
           barrier_wait(barriers.outer_full(ring_outer.buffer()), ring_outer.parity());
         }
         scores[f].weigh(s, a, m, loaded, outer, panel, lse_here, first, key + warp * 16 + g, t);
-        const bool masked = scores[f].hide(s, first);
+        const bool masked = scores[f].mask.hide(s, first);
         const bool edge = kind != math::TileClass::kFull || key + 64 > block.place.k_len ||
                           (S.row_sum && scores[f].has_hidden()) ||
                           (kMaskQueries<S> && step.query + M > block.place.q_len);

@@ -23,9 +23,8 @@
 // loads half of K and V for both, because L2 could not deliver all of it to each. They walk over the same steps.
 #pragma once
 
-#include "cuda/device/score/sm90_softmax.cuh"
-#include "cuda/device/sm90/forward_copy.cuh"
 #include "cuda/device/sm90/forward_output.cuh"
+#include "cuda/device/sm90/forward_prepare.cuh"
 #include "cuda/device/sm90/forward_step.cuh"
 #include "cuda/device/tile/accumulator.cuh"
 #include "cuda/device/tile/shared.cuh"
@@ -157,7 +156,7 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
   };
 
   Sm90Softmax<S> softmax;
-  Sm90Inputs<S> inputs(base, c * 64 + warp * 16 + g, c * 64 + fragment_row, fragment_half, t);
+  Sm90ForwardScores<S> scores(base, c * 64 + warp * 16 + g, c * 64 + fragment_row, fragment_half, t);
   float o[S.dv / 2];
   constexpr int kHeld = S.resident ? S.d / 16 : 0;  // of Q as the A operand: S then reads K alone from shared memory
   u32 q_held[kHeld > 0 ? kHeld : 1][4];
@@ -187,7 +186,7 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
     if constexpr (kDropout) {
       dropout.start(a, tile.b, tile.head, tile.k_len, row0);
     }
-    inputs.start(a, tile, band, row0, t);
+    scores.start(a, tile, band, row0, t);
 
     // ---- products ----
     const auto issue_scores = [&] {
@@ -254,7 +253,7 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
 
       using Step = Sm90ForwardStep<S>;
       using Left = typename Step::Left;
-      Step step{a,      m,    tile, band, softmax, inputs,       dropout, k_pipe, v_pipe, planes, o,
+      Step step{a,      m,    tile, band, softmax, scores,       dropout, k_pipe, v_pipe, planes, o,
                 q_pipe, base, c,    top,  row0,    fragment_row, lane,    t,      unit,   n,      careful};
       // 0 * NaN is NaN: what lies behind the sequence's end must not be there. Every warpgroup writes the same zeros.
       const auto clear_values = [&](int of) {
@@ -291,7 +290,7 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
         issue_scores();
         turn_pass();
         if constexpr (!kHides) {
-          inputs.load_words(n * kStep);
+          scores.mask.load(n * kStep);
         }
         sm90_await_scores<S, 0>(k_pipe);
         pin(softmax.s);
@@ -322,7 +321,7 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
         issue_output(first);
         turn_pass();
         if constexpr (!kHides) {
-          inputs.load_words(n * kStep);
+          scores.mask.load(n * kStep);
         }
         sm90_await_scores<S, 1>(k_pipe);
         pin(softmax.s);

@@ -5,6 +5,7 @@
 // where it cannot, the threads do.
 #pragma once
 
+#include "cuda/device/score/sm90_softmax.cuh"
 #include "cuda/device/sm90/forward_copy.cuh"
 #include "cuda/device/tile/accumulator.cuh"
 #include "cuda/device/tile/result.cuh"

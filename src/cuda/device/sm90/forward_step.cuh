@@ -5,6 +5,7 @@
 #pragma once
 
 #include "cuda/device/ptx/wgmma.cuh"
+#include "cuda/device/score/sm90_forward_scores.cuh"
 #include "cuda/device/score/sm90_softmax.cuh"
 #include "cuda/device/sm90/forward_copy.cuh"
 #include "cuda/device/sm90/forward_sizes.h"
@@ -64,7 +65,7 @@ struct Sm90ForwardStep {
   const Sm90Tile& tile;
   const math::Band<int>& band;
   Sm90Softmax<S>& softmax;
-  Sm90Inputs<S>& inputs;
+  Sm90ForwardScores<S>& scores;
   Sm90Decisions<S>& dropout;
   Pipe<sm90_key_buffers(S), Sm90Barriers::kK, kCuts>& k_pipe;
   Pipe<S.stages, Sm90Barriers::kV, kCuts>& v_pipe;
@@ -83,8 +84,8 @@ struct Sm90ForwardStep {
 
   template <bool kAtEnd, bool kAgain>
   __device__ __forceinline__ void finish() {
-    softmax.template finish<kAgain, kAgain || (kPeels && kAtEnd)>(a, m, inputs, planes.buffer(), n * S.step);
-    softmax.template mask<kAtEnd>(band, top, row0, n * S.step, t);
+    scores.template finish<kAgain, kAgain || (kPeels && kAtEnd)>(softmax.s, a, m, planes.buffer(), n * S.step);
+    scores.template mask_edge<kAtEnd>(softmax.s, band, top, row0, n * S.step, t);
   }
   // From the dot products of step n to P, or to what is left to settle().
   // Note: wgmma_wait is for a whole warpgroup. Its warps branch each by itself, so all of them must come to the
@@ -180,9 +181,9 @@ struct Sm90ForwardStep {
           finish<true, true>();
         }
         if constexpr (kHides) {  // a hidden key that holds NaN: the product cannot hide it
-          inputs.find_words(a, tile, band, row0, t);
-          inputs.load_words(n * S.step);
-          inputs.hide(softmax.s);
+          scores.mask.find(a, tile, band, row0, t);
+          scores.mask.load(n * S.step);
+          scores.mask.hide(softmax.s);
         }
         if (!S.early || left == Left::kExact) {
           dropout.draw(n * S.step, t);

@@ -15,7 +15,7 @@
 
 #include "cuda/device/ptx/sm90.cuh"
 #include "cuda/device/ptx/wgmma.cuh"
-#include "cuda/device/score/sm90_scores.cuh"
+#include "cuda/device/score/approximation.cuh"
 #include "cuda/device/sm90/small_backward_sizes.h"
 #include "cuda/device/tile/accumulator.cuh"
 #include "cuda/device/tile/pipe.cuh"

@@ -167,7 +167,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_split_backward_
     const u32 delta = lse + (kSizes.delta_at - kSizes.lse_at);
     const u32 weights_now = base + kSizes.weights_at + ring_grads.buffer() * kSizes.tile + fragment;
     const u32 grads_now = base + kSizes.grads_at + ring_grads.buffer() * kSizes.tile + fragment;
-    scores.load_mask(m, step.query);
+    scores.mask.load(m.mask, step.query);
     barrier_wait(barriers.q_full(ring_q.buffer()), ring_q.parity());
     if constexpr (S.ragged) {
       const int live = block.place.q_len - step.query;
@@ -213,7 +213,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_split_backward_
     sm90_add_sums(s, sums_s, thread);
     const typename Scores::Outer none(0, 0, 0, warp, g, t);
     scores.weigh(s, a, m, loaded, none, grads_now, lse, query, key, t);
-    const bool masked = scores.hide(s, query);
+    const bool masked = scores.mask.hide(s, query);
     if (edge) {
       scores.mask_edge(s, block, query, key, t);
     }

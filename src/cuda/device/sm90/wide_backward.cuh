@@ -175,7 +175,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
       const u32 lse = base + kSizes.lse_at + ring_q.buffer() * kSizes.rows + first_query * 4 + t * 8;
       const u32 grads_tile = base + kSizes.grads_at + (2 * ring_grads.buffer() + rank) * kSizes.tile;
       const u32 grads_empty = barriers.grads_empty(ring_grads.buffer());
-      scores.load_mask(m, step.query);
+      scores.mask.load(m.mask, step.query);
       barrier_wait(barriers.q_full(ring_q.buffer()), ring_q.parity());
       if constexpr (S.ragged) {
         const int live = block.place.q_len - step.query;

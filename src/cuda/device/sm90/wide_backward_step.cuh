@@ -156,7 +156,7 @@ __device__ __forceinline__ void sm90_wide_both(const Args& a, const Sm90Backward
   pin(s);
   const typename Sm90WideScores<S>::Outer none(0, 0, 0, part.warp, part.g, part.t);
   scores.weigh(s, a, m, loaded, none, part.grads, part.lse, part.query, part.key, part.t);
-  const bool masked = scores.hide(s, part.query);
+  const bool masked = scores.mask.hide(s, part.query);
   if (part.edge) {
     scores.mask_edge(s, block, part.query, part.key, part.t);
   }
