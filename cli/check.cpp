@@ -47,6 +47,39 @@ std::vector<std::string> words_of_all(const std::vector<std::string>& arguments)
   return words;
 }
 
+std::vector<std::string> names_of_values() {
+  std::vector<std::string> names;
+  for (int n = 0; n <= static_cast<int>(check::Values::kNanWhereMasked); ++n) {
+    names.emplace_back(check::name_of(static_cast<check::Values>(n)));
+  }
+  return names;
+}
+
+// A problem line, which may have the word that a row of the table ends in: what its numbers are like.
+check::Case own_problem(const std::vector<std::string>& words) {
+  constexpr std::string_view kValues = "values=";
+  check::Case c;
+  std::string problem;
+  bool has_direction = false;
+  for (const std::string& word : words) {
+    if (word.starts_with(kValues)) {
+      const std::string name = word.substr(kValues.size());
+      const std::vector<std::string> names = names_of_values();
+      const auto found = std::find(names.begin(), names.end(), name);
+      if (found == names.end()) {
+        throw Error(FOVEA_INVALID_ARGUMENT,
+                    fmt::format("{}: accepted: {}{}", word, fmt::join(names, ", "), hint(name, names)));
+      }
+      c.values = static_cast<check::Values>(found - names.begin());
+      continue;
+    }
+    has_direction = has_direction || word == "fwd" || word == "bwd";
+    problem += (problem.empty() ? "" : " ") + word;
+  }
+  c.problem = parse(has_direction ? problem : "bwd " + problem);
+  return c;
+}
+
 // The rows that match the filter. If none does and the filter is a problem line, that problem.
 std::vector<check::Case> chosen(const Settings& settings) {
   const std::vector<std::string> filter = words_of_all(settings.filter);
@@ -73,12 +106,10 @@ std::vector<check::Case> chosen(const Settings& settings) {
     throw Fault(kBadInput,
                 fmt::format("'{}': none of the {} problems has these words", fmt::join(filter, " "), settings.random));
   }
-  std::string line = fmt::format("{}", fmt::join(filter, " "));
-  const bool has_direction =
-      std::any_of(filter.begin(), filter.end(), [](auto& w) { return w == "fwd" || w == "bwd"; });
+  const std::string line = fmt::format("{}", fmt::join(filter, " "));
   check::Case c;
   try {
-    c.problem = parse(has_direction ? line : "bwd " + line);
+    c = own_problem(filter);
   } catch (const Error& error) {
     throw Fault(kBadInput, fmt::format("'{}': no row of the table has these words, and it is no problem line of its "
                                        "own: {}",
@@ -216,14 +247,6 @@ void run_check(const Settings& settings) {
   }
 }
 
-std::string names_of_values() {
-  std::string names;
-  for (int n = 0; n <= static_cast<int>(check::Values::kNanWhereMasked); ++n) {
-    names += fmt::format("{}{}", n > 0 ? " " : "", check::name_of(static_cast<check::Values>(n)));
-  }
-  return names;
-}
-
 void add_table(CLI::App& app, Settings& settings) {
   app.add_option("filter", settings.filter,
                  "Only rows whose line has all of these words; '!WORD' excludes rows that have WORD")
@@ -294,7 +317,8 @@ void add_check(CLI::App& app) {
       "  fovea check --isa all --table reduced    every instruction set\n"
       "  fovea check --random 500 --seed 7        500 problems that are not in the table\n"
       "  fovea check --device cuda --report report.txt\n"
-      "  fovea check 'bwd b=2 hq=4 hk=2 sq=100 sk=77 d=80 fp16 causal'   a problem of your own");
+      "  fovea check 'bwd b=2 hq=4 hk=2 sq=100 sk=77 d=80 fp16 causal'   a problem of your own\n"
+      "  fovea check 'b=2 hq=4 sq=100 sk=77 d=80 fp16 values=one_hot'    with other numbers than N(0, 1)");
   check_app->callback([settings] { run_check(*settings); });
 }
 
@@ -309,8 +333,8 @@ void add_cases(CLI::App& app) {
       "  fovea cases values=one_hot '!causal'\n\n" +
       std::string(problem_line_help()) +
       fmt::format("A row ends in values=, which names the kind of numbers in its tensors and is not a word of the "
-                  "problem line:\n  {}\n",
-                  names_of_values()));
+                  "problem line; 'fovea\ncheck' takes it with a problem of your own, too:\n  {}\n",
+                  fmt::join(names_of_values(), " ")));
   cases_app->callback([settings] {
     for (const check::Case& c : chosen(*settings)) {
       fmt::print("{}\n", check::to_text(c));

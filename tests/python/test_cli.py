@@ -593,6 +593,19 @@ def check_on_a_fake_gpu(*arguments, **env):
     return fovea("check", "--device", "cuda", *arguments, env={**played, "FOVEA_KERNEL": "", **env})
 
 
+def test_check_of_a_failed_row_again():
+    """A FAILED line of a GPU's check is a command's argument as it stands: problem and kind of numbers."""
+    line = "bwd b=2 hq=4 hk=2 sq=20 sk=33 d=24 fp16 causal bias=b,h,q,k values=huge"
+    done = check_on_a_fake_gpu(line)
+    assert done.returncode == CHECK_FAILED and f"FAILED {line}\n" in done.stdout, (done.stdout, done.stderr)
+    assert "1 passed, 0 failed" in succeeds("check", line)
+    assert "1 passed, 0 failed" in succeeds("check", *line.split())
+    refused = fovea("check", line.replace("huge", "hugo"))
+    assert refused.returncode == BAD_INPUT and refused.stderr.endswith(
+        "values=hugo: accepted: normal, large_scores, one_hot, dead_rows, minus_infinity, huge, lowest, denormal, "
+        "nan_where_masked; did you mean huge?\n"), refused.stderr
+
+
 def test_check_on_a_gpu_reports(tmp_path):
     line = "bwd b=2 hq=4 hk=2 sq=20 sk=33 d=24 fp16 causal"
     done = check_on_a_fake_gpu(line, "--report", tmp_path / "report.txt", HOME=str(FAKE.parent))
