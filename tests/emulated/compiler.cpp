@@ -44,17 +44,17 @@ constexpr Replaced kReplaced[] = {
     {"work/query_block.cuh", "requires { requires S.split; };",
      "[] { if constexpr (requires { S.split; }) { return S.split; } else { return false; } }();"},
     {"work/sm90_key_block.cuh", R"(asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));)", "thread = threadIdx.x;"},
-    {"score/dropout.cuh", R"(asm("{\n.reg .b64 t;\nmul.wide.u32 t, %2, %3;\nmov.b64 {%1, %0}, t;\n}"
+    {"score/sm90_dropout.cuh", R"(asm("{\n.reg .b64 t;\nmul.wide.u32 t, %2, %3;\nmov.b64 {%1, %0}, t;\n}"
       : "=r"(high.bits), "=r"(low.bits)
       : "r"(a.bits), "r"(b));)",
      "high.bits = u32((u64(a.bits) * b) >> 32);\n  low.bits = a.bits * b;"},
-    {"score/dropout.cuh",
+    {"score/sm90_dropout.cuh",
      R"(asm("{\n.reg .b32 least, zero;\nmov.b32 zero, 0;\nmin.u16x2 least, %1, %2;\nsub.u32 least, %2, least;\n"
           "set.eq.u32.f16x2 %0, least, zero;\n}"
           : "=r"(below)
           : "r"(halves & 0x7fff7fffu), "r"(limit));)",
      "below = halves_at_least(halves & 0x7fff7fffu, limit);"},
-    {"score/dropout.cuh", R"(asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(top) : "r"(halves));)",
+    {"score/sm90_dropout.cuh", R"(asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(top) : "r"(halves));)",
      "top = (halves >> 31 != 0 ? 0xffff0000u : 0) | ((halves & 0x8000u) != 0 ? 0xffffu : 0);"},
 };
 

@@ -37,14 +37,7 @@ __device__ __forceinline__ void pin(float (&d)[kCount]) {
 }
 
 // ---- tiles and their descriptors (section "Shared Memory Matrix Layout") ----
-// The hardware swizzles rows of 128, 64 or 32 bytes: chunks of 16 bytes are exchanged by the row, and a pattern repeats
-// after 8 rows.
-
-// Where a chunk of a panel's row lies.
-template <int kRowBytes>
-__device__ __forceinline__ u32 swizzled(int row, int chunk) {
-  return row * kRowBytes + ((chunk ^ (row * kRowBytes / 128 & (kRowBytes / 16 - 1))) << 4);
-}
+// The hardware swizzles rows of 128, 64 or 32 bytes (swizzled() in tile/tile.cuh). A pattern repeats after 8 rows.
 
 // The upper word of a descriptor: 8 rows from one pattern to the next, and the swizzle.
 constexpr u32 descriptor_high(int row_bytes) {

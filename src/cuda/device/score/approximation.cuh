@@ -85,8 +85,8 @@ __device__ __forceinline__ float weight_fused(float score, float unit, float ref
 __device__ __forceinline__ float weight_of_difference(float score, float reference, float unit, float lift = 0) {
   return math::weight_base_2_of_difference(Approx(score), Approx(reference), Approx(unit), Approx(lift)).x;
 }
-// P of a score in a backward, times 2^lift. kNatural: scores and references are in natural units; otherwise scores are
-// dot products, and references logarithms to base 2.
+// P of a score in a backward. kNatural: scores and references are in natural units, and P is multiplied by 2^lift.
+// Otherwise scores are dot products and references logarithms to base 2, and there is no lift.
 template <bool kNatural>
 __device__ __forceinline__ float weight_of_score(float score, float unit, float reference, float lift = 0) {
   return kNatural ? weight_of_difference(score, reference, unit, lift) : weight_fused(score, unit, reference);

@@ -5,12 +5,12 @@
 //   BiasMatrices    16 x 16 of it, of 16 bits, in registers
 //   add_bias        the generic kernels and sm90_bias_gradient: to a fragment of S, or of S transposed
 //   Sm90PanelBias   sm90_forward
-//   Sm90OuterBias   sm90_backward, where it is of fp32, and a second one (one of 16 bits lies in the place of dS:
-//                   Sm90BackwardLoaded)
+//   Sm90OuterBias   sm90_backward: a bias of fp32, and a second bias. A first one of 16 bits lies in the place of dS
+//                   (score/sm90_backward_inputs.cuh)
+//
+// sm90_small_backward keeps its bias in registers (sm90/small_backward.cuh).
 #pragma once
 
-#include "cuda/device/ptx/wgmma.cuh"
-#include "cuda/device/sm90/forward_sizes.h"
 #include "cuda/device/tile/tile.cuh"
 
 namespace fovea::cuda {
@@ -94,19 +94,16 @@ __device__ __forceinline__ void add_bias(float (&s)[kTiles][kColumns][4], const 
 }
 
 // A bias of sm90_forward: in panels as TMA writes them, for the accumulator of a warpgroup.
-template <auto S>
+// kRows: of a tile. kPanel: the columns of a panel of a bias of 16 bits.
+template <int kRows, int kPanel>
 struct Sm90PanelBias {
-  static constexpr int kRows = sm90_forward_sizes(S).rows;
-  static constexpr int kPanel = sm90_bias_panel(S, BiasTile::kBf16);  // of 16 bits
-  static_assert((S.bias == BiasTile::kNone && S.bias2 == BiasTile::kNone) || S.step == 32 || S.step % 64 == 0);
-
-  u32 row, swizzle;          // this lane's place for ldmatrix in a panel
+  u32 row_offset, swizzle;   // this lane's place for ldmatrix in a panel
   int wide_row, wide_chunk;  // and in one of fp32
   u32 wide_half;
 
   // own_row: this thread's first; fragment_row, half: row and 8 columns, by lane as ldmatrix takes them.
   __device__ __forceinline__ Sm90PanelBias(int own_row, int fragment_row, int half, int t)
-      : row(fragment_row * kPanel * 2),
+      : row_offset(fragment_row * kPanel * 2),
         swizzle(swizzled<kPanel * 2>(fragment_row, half) - fragment_row * kPanel * 2),
         wide_row(own_row),
         wide_chunk(t / 2),
@@ -129,7 +126,7 @@ struct Sm90PanelBias {
       constexpr Type kType = BiasMatrices<kBias>::kType;
       u32 b[4];
       constexpr int kBlocks = kPanel / 16;
-      ldmatrix(b, place + row + k / kBlocks * (kRows * kPanel * 2) + (swizzle ^ (k % kBlocks << 5)));
+      ldmatrix(b, place + row_offset + k / kBlocks * (kRows * kPanel * 2) + (swizzle ^ (k % kBlocks << 5)));
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         put<kSet>(x[2 * e], low<kType>(b[e]));

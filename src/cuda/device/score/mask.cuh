@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Bits of a mask, from where a kernel finds them to the scores of a fragment.
+// Bits of a mask, from where a kernel finds them to the scores of a fragment, or to its weights.
 //
-//   mask_bits          the generic kernels and sm90_bias_gradient, of S or of S transposed: from shared memory
-//   Sm90ForwardMask    sm90_forward: words of global memory, as sm90_mask writes them (sm90/forward_mask.cuh)
-//   Sm90BackwardMask   sm90_backward: the same, as sm90_backward_mask writes them (sm90/backward_mask.cuh)
+//   mask_bits          the generic kernels and sm90_bias_gradient, of S or of S transposed: scores, from shared memory
+//   Sm90ForwardMask    sm90_forward: scores, by words of 128 keys in global memory (sm90/forward_mask.cuh writes them)
+//   Sm90BackwardMask   sm90_backward: weights, by words of 16 keys and 64 queries there (sm90/backward_mask.cuh)
+//
+// A mask of keys alone is a vector that is added (score/scores.cuh), or columns of K (sm90/forward_prepare.cuh).
 #pragma once
 
 #include "cuda/device/tile/tile.cuh"
+#include "math/band.h"
 
 namespace fovea::cuda {
 
@@ -57,9 +60,10 @@ struct Sm90ForwardMask {
   const u32* rows[kRows] = {};  // this thread's words
   u32 words[kRows];             // of a tile of keys
 
-  // Where they are. row: this thread's first, of the sequence.
-  template <class Tile>
-  __device__ __forceinline__ void find(const Args& a, const Tile& tile, const math::Band<int>& band, int row, int t) {
+  // Where they are. tile: a Sm90Tile. row: this thread's first, of the sequence.
+  template <class QueryTile>
+  __device__ __forceinline__ void find(const Args& a, const QueryTile& tile, const math::Band<int>& band, int row,
+                                       int t) {
     if constexpr (S.mask) {
       for (int x = 0; x < kRows; ++x) {
         rows[x] =
@@ -132,7 +136,7 @@ struct Sm90BackwardMask {
     }
   }
 
-  // What they hide becomes 0: whether that was anything.
+  // Hidden weights become 0. Whether a thread of this warp has any.
   __device__ __forceinline__ bool hide(float (&s)[M / 2], int query) const {
     if constexpr (S.mask) {
       u32 bits[M == 128 ? 2 : 1] = {M == 32 ? words[0] >> (query & 32) / 2 | 0xffff0000u : words[0]};

@@ -9,12 +9,14 @@
 // What is read from shared memory is loaded 16 queries ahead, the first of it while products run.
 #pragma once
 
-#include "cuda/device/score/dropout.cuh"
+#include "cuda/device/score/bias.cuh"
 #include "cuda/device/score/mask.cuh"
 #include "cuda/device/score/mask_edge.cuh"
 #include "cuda/device/score/sm90_backward_gradients.cuh"
 #include "cuda/device/score/sm90_backward_inputs.cuh"
+#include "cuda/device/score/sm90_dropout.cuh"
 #include "cuda/device/sm90/backward_args.h"
+#include "cuda/device/tile/accumulator.cuh"
 #include "math/score.h"
 
 namespace fovea::cuda {
@@ -30,7 +32,7 @@ struct Sm90BackwardScores : Sm90BackwardGradients<S> {
   using Sm90BackwardGradients<S>::clear_hidden, Sm90BackwardGradients<S>::derivatives, Sm90BackwardGradients<S>::terms;
   using Positions = PositionScores<S.positions, true>;
 
-  // Of a query head.
+  // Of a query head; of `mask` the words are of a step.
   math::Score<float> score;
   Positions positions;
   int shift;

@@ -3,31 +3,33 @@
 // From dot products to the scores of sm90_forward, for the accumulator of a warpgroup: 64 queries by S.step keys, of
 // which a thread has two rows.
 //
-//   add         a block of 16 columns: biases, key terms, terms of positions, query terms
-//   finish      all of it: scale or softcap, what is added, masks
+//   add         what is added to a block of 16 columns: biases, key terms, terms of positions, query terms
+//   cap         the softcap of all columns
+//   finish      all columns: scale or softcap, what is added, masks
 //   mask_edge   the band and the end of the sequence
 #pragma once
 
-#include "cuda/device/ptx/wgmma.cuh"
+#include "cuda/device/score/approximation.cuh"
 #include "cuda/device/score/bias.cuh"
 #include "cuda/device/score/mask.cuh"
-#include "cuda/device/score/scores.cuh"
-#include "cuda/device/sm90/forward_copy.cuh"
+#include "cuda/device/score/position_terms.h"
 #include "cuda/device/sm90/forward_sizes.h"
+#include "cuda/device/sm90/forward_tile.cuh"
 #include "math/score.h"
 
 namespace fovea::cuda {
 
-// What a thread keeps of what is added to its scores: constants of a tile of queries, words of a tile of keys.
+// The members are what a thread keeps for its scores: constants of a tile of queries, words of a tile of keys.
 template <auto S>
 struct Sm90ForwardScores {
   static constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
   static constexpr int kBlocks = S.step / 16;
   static constexpr bool kNatural = natural_scores(S);  // otherwise scores stay dot products
+  static_assert((S.bias == BiasTile::kNone && S.bias2 == BiasTile::kNone) || S.step == 32 || S.step % 64 == 0);
   using Positions = PositionScores<S.positions, false>;
 
   u32 base;  // of shared memory
-  Sm90PanelBias<S> bias;
+  Sm90PanelBias<kSizes.rows, sm90_bias_panel(S, BiasTile::kBf16)> bias;
   u32 key_term;  // of this lane's first column
   Positions positions{};
   typename Positions::Row position;  // this thread's first row, for keys from its first column on
@@ -89,7 +91,7 @@ struct Sm90ForwardScores {
     }
   }
 
-  // kSmall: no score comes near the cap. kLoop: where it is rare, the code is of a few scores, which pass through them.
+  // kSmall: no score comes near the cap. kLoop: where that is rare, the code is a loop over a few scores at a time.
   template <bool kSmall, bool kLoop>
   __device__ __forceinline__ void cap(float (&s)[S.step / 2], const Args& a, const Sm90ForwardArgs& m) const {
     constexpr int kAll = S.step / 2;
@@ -113,7 +115,7 @@ struct Sm90ForwardScores {
     }
   }
 
-  // The band and the end of the sequence are another matter (mask_edge).
+  // Dot products become scores, but for the band and the end of the sequence (mask_edge).
   // kAgain: not for the first time. kRare: not for most steps.
   template <bool kAgain, bool kRare>
   __device__ __forceinline__ void finish(float (&s)[S.step / 2], const Args& a, const Sm90ForwardArgs& m, int stage,

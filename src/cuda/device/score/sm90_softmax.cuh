@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The softmax of sm90_forward: from the accumulators of S, 64 queries by S.step keys a warpgroup, to P as the A operand
-// of the next product. A thread has two rows; the four lanes of a quad share them.
+// The softmax of sm90_forward: from scores, 64 queries by S.step keys a warpgroup, to P as the A operand of the next
+// product. A thread has two rows; the four lanes of a quad share them.
 //
 // `quick`: the reference of a row need not be its maximum, it must only be near: p = 2^(s - reference) is as precise in
 // 16 bits at 2^6 as at 1. So an ordinary tile looks for no maximum and rescales nothing. A warp in which a part of a
@@ -18,7 +18,7 @@
 #pragma once
 
 #include "cuda/device/ptx/wgmma.cuh"
-#include "cuda/device/score/dropout.cuh"
+#include "cuda/device/score/sm90_dropout.cuh"
 #include "cuda/device/score/softmax.cuh"
 #include "cuda/device/sm90/forward_sizes.h"
 #include "cuda/device/tile/accumulator.cuh"
@@ -49,6 +49,8 @@ struct Sm90Softmax {
   }
 
   static __device__ __forceinline__ float rest(float x) { return fabsf(x) < kLargestQuick ? rest_of_log2(x) : 0.f; }
+
+  // ---- dot products once more ----
 
   // S of this warp's 16 rows once more, without the rest of its warpgroup: rare, and slow beside wgmma. `row`: as
   // ldmatrix takes it.

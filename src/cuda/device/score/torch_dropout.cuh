@@ -42,7 +42,7 @@ struct TorchKeep {
     }
   }
 
-  // As FoveaKeep's.
+  // The order of `keep` is that of FoveaKeep::decide().
   __device__ __forceinline__ void decide(bool (&keep)[2][4], const Thread&, int i, int jj, int, int) const {
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
@@ -99,7 +99,7 @@ struct TorchKeep {
   }
 };
 
-// A bit each: those of the generic kernels, whose fragments are these accumulators.
+// The bits of TorchKeep: the accumulator of a warpgroup is a fragment of the generic kernels.
 template <auto S>
 struct Sm90TorchDropout {
   TorchKeep<S, false, 1, S.step / 8> keep;

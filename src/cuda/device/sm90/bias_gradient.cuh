@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(sm90_bias_gradient_sizes(S).threads, 1)
       const u32 parity_o = ring.parity();
       ring.next();
       Scores<kEntry, false, 1> scores(a, place, now.head, a.scale, row0, thread.g);
-      Keep<scores_of_entry(S), false, 1, kColumns> keep;
+      Keep<scores_of_entry(S), false, 1, kColumns> keep;  // g++ 12 refuses kEntry here
       const math::Band<int> band = place.band<S>(a);
       const u32 entry_inputs = base + kEntryAt + ring_entry.buffer() * kParts * kEntryBytes;
       float lse[2];

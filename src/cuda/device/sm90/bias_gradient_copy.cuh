@@ -9,6 +9,7 @@
 
 #include "cuda/device/generic/bias_gradient.cuh"
 #include "cuda/device/sm90/bias_gradient_sizes.h"
+#include "cuda/device/tile/panels.h"
 #include "cuda/device/tile/pipe.cuh"
 
 namespace fovea::cuda {

@@ -1,9 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Masks of keys, which the three warps of sm90_forward's copying warpgroup that copy nothing prepare ahead.
+// Masks of keys. Three warps of sm90_forward's copying warpgroup copy nothing: they prepare these ahead of the
+// products.
+//
+//   Sm90Hide               a mask of keys as 16 more columns of K
+//   sm90_forward_prepare   one of these warps
 #pragma once
 
 #include "cuda/device/sm90/forward_copy.cuh"
+#include "cuda/device/tile/tile.cuh"
+#include "math/band.h"
 
 namespace fovea::cuda {
 

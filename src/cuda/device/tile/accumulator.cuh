@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// An accumulator of a warpgroup, on its way to rows of any alignment.
+// An accumulator of a warpgroup: as a fragment, and on its way to rows of any alignment.
 #pragma once
 
 #include "cuda/device/ptx/sm90.cuh"
@@ -8,6 +8,12 @@
 #include "cuda/device/tile/result.cuh"
 
 namespace fovea::cuda {
+
+// The accumulator of a warpgroup as a fragment (tile/tile.cuh) of one row tile, the 16 rows of a warp.
+template <int kCount>
+__device__ __forceinline__ float (&fragment_of(float (&x)[kCount]))[kCount / 4][4] {
+  return reinterpret_cast<float(&)[kCount / 4][4]>(x);
+}
 
 template <class Number, int kCount>
 __device__ __forceinline__ void set_zero(Number (&x)[kCount]) {

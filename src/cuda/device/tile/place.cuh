@@ -14,7 +14,7 @@ struct Constant {
   constexpr operator int() const { return kValue; }
 };
 
-// One of two types.
+// A type that is chosen when the kernel is compiled.
 template <bool kFirst, class A, class B>
 struct Select {
   using Type = A;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Tiles in shared memory and fragments in registers: what the generic kernels have in common beyond single
-// instructions.
+// Tiles in shared memory and fragments in registers.
 //
 //   Tile<C>, Tile32<C>   rows of C numbers of 16 (32) bits, in chunks of 16 bytes; the low bits of the chunk are
 //                        exchanged by the row, so that reading along rows and along columns meets no bank twice
+//   swizzled             where a chunk of a panel's row lies (Hopper's kernels)
 //   load_tile            global to shared memory by all threads, zero where the tensor ends
 //   a fragment           float[T][C / 8][4]: T row tiles of 16 by C columns of an mma accumulator; this thread has
 //                        rows 16 i + g + 8 x and columns 8 j + 2 t + e in [i][j][2 x + e], g = lane / 4, t = lane % 4
@@ -68,6 +68,12 @@ struct Tile32 {
     return row * kRowBytes + ((chunk ^ x << 1) << 4);
   }
 };
+
+// A chunk of 16 bytes in a panel of rows of 128, 64 or 32 bytes, as TMA writes and wgmma reads it: swizzled by the row.
+template <int kRowBytes>
+__device__ __forceinline__ u32 swizzled(int row, int chunk) {
+  return row * kRowBytes + ((chunk ^ (row * kRowBytes / 128 & (kRowBytes / 16 - 1))) << 4);
+}
 
 // ---- copies ----
 
@@ -159,12 +165,6 @@ __device__ __forceinline__ void load_vector(u32 to, const float* from, int count
 }
 
 // ---- fragments ----
-
-// The accumulator of a warpgroup as a fragment of one row tile: the warp's 16 rows.
-template <int kCount>
-__device__ __forceinline__ float (&fragment_of(float (&x)[kCount]))[kCount / 4][4] {
-  return reinterpret_cast<float(&)[kCount / 4][4]>(x);
-}
 
 // visit(x[i][j][e], i, j, e) for all of a fragment; of one row tile alone visit(x[j][e], j, e).
 template <int kTiles, int kColumns, class Visit>

@@ -19,10 +19,6 @@ inline void pin(float (&)[kCount]) {
   asm volatile("" ::: "memory");
 }
 
-template <int kRowBytes>
-inline u32 swizzled(int row, int chunk) {
-  return row * kRowBytes + ((chunk ^ (row * kRowBytes / 128 & (kRowBytes / 16 - 1))) << 4);
-}
 constexpr u32 descriptor_high(int row_bytes) {
   return u32(row_bytes * 8 / 16) | (row_bytes == 128 ? 1u : row_bytes == 64 ? 2u : 3u) << 30;
 }
