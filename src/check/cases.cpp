@@ -31,8 +31,9 @@ constexpr std::pair<Values, std::string_view> kValues[] = {
     {Values::kNanWhereMasked, "nan_where_masked"},
 };
 
-// Behind the covering: masks of so many keys that kernels take them in a way of their own.
-constexpr std::pair<std::string_view, Values> kLongMasks[] = {
+// Behind the covering: masks of so many keys that kernels take them in a way of their own, and of queries alone over a
+// bias of NaN.
+constexpr std::pair<std::string_view, Values> kMasks[] = {
     {"b=2 hq=2 hk=1 sq=120 sk=1100 d=64 bf16 causal mask=b,1,1,k", Values::kNormal},
     {"b=1x3 hq=1 sq=40 sk=1030 d=128 fp16 mask=b1,b2,1,1,k sink dlse", Values::kLargeScores},
     {"b=1 hq=2 sq=33 sk=1300 d=256 bf16 mask=b,h,1,k window=300,100 bias=b,h,q,k", Values::kNanWhereMasked},
@@ -40,6 +41,9 @@ constexpr std::pair<std::string_view, Values> kLongMasks[] = {
     {"b=2 hq=1 d=128 bf16 seqs_q=100,3 seqs_k=700,1090 softcap=2 causal mask=b,1,1,k", Values::kNormal},
     {"b=2 hq=1 sq=33 sk=2000 d=80 dv=48 fp32 layout=bhsd skew=3 alibi=h mask=1,1,1,k", Values::kNormal},
     {"b=2 hq=2 sq=33 sk=1030 d=5 fp64 bias=b,1,1,k mask=b,1,1,k", Values::kMinusInfinity},
+    {"b=2 hq=2 sq=100 sk=90 d=64 bf16 bias=b,h,q,k mask=b,1,q,1", Values::kNanWhereMasked},
+    {"b=2 hq=2 hk=1 sq=70 sk=130 d=128 fp16 bias=b,h,q,k mask=b,h,q,1", Values::kNanWhereMasked},
+    {"b=3 hq=2 sq=40 sk=80 d=64 bf16 bias=b,h,q,k:fp32 bias2=b,1,1,k mask=1,h,q,1 causal", Values::kNanWhereMasked},
 };
 
 // In the order of features().
@@ -347,7 +351,7 @@ const std::vector<Case>& cases(Table table) {
     std::for_each(covering.rows.begin(), covering.rows.end(), add);
     const auto before = static_cast<std::ptrdiff_t>(covering.rows.size());
     if (which == Table::kFull) {
-      for (const auto& [line, values] : kLongMasks) {
+      for (const auto& [line, values] : kMasks) {
         Case c;
         c.problem = parse(fmt::format("bwd {}", line));
         c.values = values;

@@ -46,6 +46,8 @@ CASES = [
      "sm90_mask; sm90_forward key_mask prepared; sm90_backward key_term key_mask"),
     ("b=2 hq=2 sq=150 sk=200 d=64 bf16 bias=b,h,q,k mask=b,1,q,k",
      "sm90_mask; sm90_forward bias mask; sm90_backward_mask; sm90_backward bias mask dbias_store"),
+    ("b=2 hq=2 sq=100 sk=90 d=64 bf16 bias=b,h,q,k mask=b,1,q,1 values=nan_where_masked",
+     "sm90_forward bias query_term; sm90_backward bias query_term"),
     ("b=1 hq=2 sq=130 sk=200 d=256 bf16 bias=b,h,q,k:fp32 bias2=1,h,q,k",
      "sm90_forward bias bias2 planes=1; generic_backward; sm90_bias_gradient bias2"),
     ("b=4 hq=2 sq=49 sk=49 d=32 bf16 bias=1,h,q,k", "sm90_forward bias ctas; sm90_small_backward; small_bias_sum"),

@@ -58,7 +58,8 @@ struct Args {
   Tensor out;          // any strides; by elements where rows are not aligned or columns are apart
   Tensor lse;          // fp32: batch1, batch2, head, row; data may be null in the forward
   Tensor bias, bias2;  // with BiasTile: queries x keys, rows aligned to 16 bytes
-  Tensor mask;         // with Spec::mask: words of 32 keys, bit j % 32 of word j / 32; `row` strides in words
+  Tensor mask;         // with Spec::mask: words of 32 keys, bit j % 32 of word j / 32; `row` strides in words.
+                       // sm90_forward has words of another order here (sm90/forward_mask.cuh)
   Tensor key_term;     // with Spec::key_term: fp32, by head and key (`col` is the key, contiguous); -inf: not allowed
   Tensor query_term;   // with Spec::query_term: fp32, by head and query (`row`)
   PositionArgs positions;

@@ -30,7 +30,7 @@ struct Features {
   bool softcap = false;
   BiasTile bias = BiasTile::kNone;
   BiasTile bias2 = BiasTile::kNone;
-  bool mask = false;        // bits, a word for 32 keys
+  bool mask = false;        // bits (their order: Args::mask)
   bool key_term = false;    // added a key: biases and masks that are broadcast over queries
   bool key_mask = false;    // key_term is 0 or -inf everywhere, a mask alone; with `mask`: its bits are of keys
   bool query_term = false;  // added a query: biases and masks that are broadcast over keys

@@ -6,7 +6,8 @@
 //   Sm90ForwardMask    sm90_forward: scores, by words of 128 keys in global memory (sm90/forward_mask.cuh writes them)
 //   Sm90BackwardMask   sm90_backward: weights, by words of 16 keys and 64 queries there (sm90/backward_mask.cuh)
 //
-// A mask of keys alone is a vector that is added (score/scores.cuh), or columns of K (sm90/forward_prepare.cuh).
+// A mask of keys alone (key_mask) is one word for all rows of sm90_forward, or columns of K there
+// (sm90/forward_prepare.cuh). The other kernels add it as a vector (score/scores.cuh).
 #pragma once
 
 #include "cuda/device/tile/tile.cuh"

@@ -42,9 +42,9 @@ struct PositionScores {
     __device__ __forceinline__ Row(int query, int key, int shift) : diagonal(query + shift - key) {}
   };
 
-  // A query and a key.
+  // A query i and a key j. Beside a Row `key` is counted from the Row's.
   struct Pair {
-    float distance = 0;  // exact while under 2^24
+    float distance = 0;  // j - (i + shift), with kTransposed (i + shift) - j; exact while under 2^24
 
     Pair() = default;
     __device__ __forceinline__ Pair(int query, int key, int shift)

@@ -3,7 +3,7 @@
 // From dot products to scores, for S (the forward: rows are queries, columns keys) and for S transposed (the backward:
 // rows are keys). The formulas are math/'s; here is what a thread of a tensor core's fragment needs for them:
 //
-//   Scores        scale, softcap with its derivative, biases, key and query terms, ALiBi, mask bits
+//   Scores        scale, softcap with its derivative, biases, key and query terms, terms of positions, mask bits
 //
 // Where nothing is added to them scores stay dot products, and the exponent scales them; elsewhere they are in natural
 // units (natural_scores). A fragment's rows and columns begin at multiples of 16 of queries and keys.

@@ -20,8 +20,8 @@ struct Sm90BackwardGradients {
   using Loaded = Sm90BackwardLoaded<S>;
 
   // Of a query head.
-  float terms[2];  // of this thread's keys
-  float sums[2];   // of dS over queries
+  float key_terms[2];  // of this thread's keys
+  float sums[2];       // of dS over queries
   // Of a step: of the scores by the scaled dot products, pairs of fp16.
   u32 derivatives[S.softcap ? M / 4 : 1];
 
@@ -30,7 +30,7 @@ struct Sm90BackwardGradients {
   // Some key of this warp is masked by its term.
   __device__ __forceinline__ bool has_hidden() const {
     if constexpr (S.key_term) {
-      return __any_sync(~0u, terms[0] == -kInfinity || terms[1] == -kInfinity);
+      return __any_sync(~0u, key_terms[0] == -kInfinity || key_terms[1] == -kInfinity);
     } else {
       return false;
     }
@@ -41,7 +41,7 @@ struct Sm90BackwardGradients {
       if (has_hidden()) {
 #pragma unroll
         for (int j = 0; j < M / 4; ++j) {
-          pairs[j] = terms[j % 2] == -kInfinity ? 0 : pairs[j];
+          pairs[j] = key_terms[j % 2] == -kInfinity ? 0 : pairs[j];
         }
       }
     }
@@ -65,7 +65,7 @@ struct Sm90BackwardGradients {
 #pragma unroll
     for (int k = 0; k < M / 16; ++k) {
       if (k + 1 < M / 16) {
-        loaded.load_delta(delta, k + 1);
+        loaded.load_rows(delta, k + 1);
       }
       float over_keys[4] = {};  // sums of this thread's keys, of queries 16 k + 8 i / 2 + 2 t + i % 2
 #pragma unroll
@@ -140,7 +140,7 @@ struct Sm90BackwardGradients {
     for (int r = 0; r < 2; ++r) {
       float sum = quad_sum(sums[r]);
       if constexpr (S.key_term) {
-        sum = terms[r] == -kInfinity ? 0 : sum;
+        sum = key_terms[r] == -kInfinity ? 0 : sum;
       }
       if (t == 0 && key + 8 * r < block.place.k_len) {
         to[key + 8 * r] = sum;

@@ -10,12 +10,13 @@
 
 namespace fovea::cuda {
 
-// Of 16 queries and the 16 after them.
+// Of 16 queries and the 16 after them. A bias lies as [query][key], 128 bytes a query; of its four matrices two are of
+// the first 8 queries, the first of them of the first 8 keys.
 template <auto S>
 struct Sm90BackwardLoaded {
   BiasMatrices<S.bias> bias[2];
   float2 rows[2][2];
-  float2 terms[S.query_term ? 2 : 1][2];
+  float2 query_terms[S.query_term ? 2 : 1][2];
 
   __device__ __forceinline__ void load(u32 panel, u32 lse, int k) {
     if constexpr (sm90_bias_in_place(S)) {
@@ -23,14 +24,15 @@ struct Sm90BackwardLoaded {
     }
     if constexpr (S.query_term) {
       constexpr u32 kFromLse = sm90_backward_sizes(S).terms_at - sm90_backward_sizes(S).lse_at;
-      terms[k & 1][0] = load_shared2(lse + kFromLse + k * 64);
-      terms[k & 1][1] = load_shared2(lse + kFromLse + k * 64 + 32);
+      query_terms[k & 1][0] = load_shared2(lse + kFromLse + k * 64);
+      query_terms[k & 1][1] = load_shared2(lse + kFromLse + k * 64 + 32);
     }
-    load_delta(lse, k);
+    load_rows(lse, k);
   }
-  __device__ __forceinline__ void load_delta(u32 delta, int k) {
-    rows[k & 1][0] = load_shared2(delta + k * 64);
-    rows[k & 1][1] = load_shared2(delta + k * 64 + 32);
+  // vector: logsumexp, or delta.
+  __device__ __forceinline__ void load_rows(u32 vector, int k) {
+    rows[k & 1][0] = load_shared2(vector + k * 64);
+    rows[k & 1][1] = load_shared2(vector + k * 64 + 32);
   }
 };
 

@@ -3,8 +3,8 @@
 // From dot products to P and dS for the accumulator of a warpgroup of sm90_backward: 64 keys by S.step queries, of
 // which a thread has two rows (keys g and g + 8 of its warp's 16) and columns 8 n + 2 t + e.
 //
-//   Sm90BackwardScores      scale, softcap, bias, terms, dropout; masks, the band and the end of the sequence
-//   Sm90BackwardGradients   from there on: dS (sm90_backward_gradients.cuh)
+//   Sm90BackwardGradients   the base, since both need the key terms: from P to dS (sm90_backward_gradients.cuh)
+//   Sm90BackwardScores      to P: scale, softcap, bias, terms, dropout; masks, the band and the end of the sequence
 //
 // What is read from shared memory is loaded 16 queries ahead, the first of it while products run.
 #pragma once
@@ -29,7 +29,8 @@ struct Sm90BackwardScores : Sm90BackwardGradients<S> {
   static constexpr bool kDropout = S.dropout != DropoutRule::kNone;
   using Loaded = Sm90BackwardLoaded<S>;
   using Outer = Sm90OuterBias<S>;
-  using Sm90BackwardGradients<S>::clear_hidden, Sm90BackwardGradients<S>::derivatives, Sm90BackwardGradients<S>::terms;
+  using Sm90BackwardGradients<S>::clear_hidden, Sm90BackwardGradients<S>::derivatives,
+      Sm90BackwardGradients<S>::key_terms;
   using Positions = PositionScores<S.positions, true>;
 
   // Of a query head; of `mask` the words are of a step.
@@ -53,7 +54,7 @@ struct Sm90BackwardScores : Sm90BackwardGradients<S> {
       const float* const from = static_cast<const float*>(a.key_term.data) + place.plane(a.key_term.strides, head);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        terms[r] = key + 8 * r < place.k_len ? from[key + 8 * r] : -kInfinity;
+        key_terms[r] = key + 8 * r < place.k_len ? from[key + 8 * r] : -kInfinity;
       }
     }
     mask.begin_head(m.mask, place, head, key);
@@ -101,10 +102,6 @@ struct Sm90BackwardScores : Sm90BackwardGradients<S> {
             if constexpr (!S.softcap) {
               x *= a.scale;
             }
-            if constexpr (S.query_term) {
-              const float2 pair = loaded.terms[k & 1][n & 1];
-              x += e == 0 ? pair.x : pair.y;
-            }
             if constexpr (kBias) {
               x += loaded.bias[k & 1].of((n & 1) * 2 + r, e);
             }
@@ -121,7 +118,11 @@ struct Sm90BackwardScores : Sm90BackwardGradients<S> {
               x += positions.template of<false>(first.further(8 * n + e, 8 * r));
             }
             if constexpr (S.key_term && !S.key_mask) {
-              x += terms[r];
+              x += key_terms[r];
+            }
+            if constexpr (S.query_term) {  // last: as a mask it hides NaN of what was added before
+              const float2 pair = loaded.query_terms[k & 1][n & 1];
+              x = with_term(x, e == 0 ? pair.x : pair.y);
             }
           }
           x = weight_of_score<kNatural>(x, kNatural ? math::kLog2E : m.scale_log2, references[e]);
@@ -144,7 +145,7 @@ struct Sm90BackwardScores : Sm90BackwardGradients<S> {
       }
       bool hidden = row >= block.place.k_len;
       if constexpr (S.key_term && S.row_sum) {
-        hidden = hidden || terms[r] == -kInfinity;
+        hidden = hidden || key_terms[r] == -kInfinity;
       }
       const int begin = hidden ? 1 << 30 : in.begin - query - 2 * t;
       const int end = in.end - query - 2 * t;
@@ -185,7 +186,7 @@ __device__ __forceinline__ void gradients_of_packed(u32 (&grads)[kWords], const 
   for (int k = 0; k < kCount / 8; ++k) {
     Sm90BackwardScores<sm90_part_of_step(S, S.step / 16)> scores;
     typename decltype(scores)::Loaded loaded;
-    loaded.load_delta(delta + k * 64, 0);
+    loaded.load_rows(delta + k * 64, 0);
     float p[8];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

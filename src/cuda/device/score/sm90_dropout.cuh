@@ -103,7 +103,7 @@ using Sm90Decisions =
 template <auto S>
 struct Sm90BackwardDropout {
   static constexpr bool kDropout = S.dropout != DropoutRule::kNone;
-  static_assert(S.dropout != DropoutRule::kTorchMemEfficient);
+  static_assert(S.dropout == DropoutRule::kNone || S.dropout == DropoutRule::kFovea);
 
   math::DropoutHead random;
   u32 folded_query, folded_key;  // of the positions of the first ones

@@ -58,7 +58,7 @@ struct Sm90ForwardScores {
     }
   }
 
-  // Block k. kSet: where there is a bias.
+  // Block k. kSet, for problems with a bias: x becomes what is added.
   template <bool kSet = false>
   __device__ __forceinline__ void add(float (&x)[8], int stage, int n0, int k) const {
     bias.template add<S.bias, kSet>(x, base + kSizes.bias_at + stage * kSizes.bias, k);
@@ -91,7 +91,7 @@ struct Sm90ForwardScores {
     }
   }
 
-  // kSmall: no score comes near the cap. kLoop: where that is rare, the code is a loop over a few scores at a time.
+  // kSmall: no score comes near the cap. kLoop, for rare steps: less code, a loop over a few scores at a time.
   template <bool kSmall, bool kLoop>
   __device__ __forceinline__ void cap(float (&s)[S.step / 2], const Args& a, const Sm90ForwardArgs& m) const {
     constexpr int kAll = S.step / 2;
@@ -116,7 +116,7 @@ struct Sm90ForwardScores {
   }
 
   // Dot products become scores, but for the band and the end of the sequence (mask_edge).
-  // kAgain: not for the first time. kRare: not for most steps.
+  // kAgain: of dot products that Sm90Softmax::form() has made again. kRare: this code runs in few steps.
   template <bool kAgain, bool kRare>
   __device__ __forceinline__ void finish(float (&s)[S.step / 2], const Args& a, const Sm90ForwardArgs& m, int stage,
                                          int n0) const {

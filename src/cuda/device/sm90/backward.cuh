@@ -12,14 +12,16 @@
 //
 // P^T and dS^T are operands of the next products from registers; where registers allow so are V and K. The ring of dS
 // is used in place: TMA writes the bias as [query][key], ldmatrix.trans reads it in the layout of S^T, stmatrix.trans
-// puts dS where the bias was, and there dS is an operand of dQ = dS K.
-// dQ of a step is computed a step later, when the dS of all warpgroups has most likely arrived: by one warpgroup for 64
-// queries, in turn (of steps of 128 queries each of two has 64), or with `halves` by each of two for half of the
-// columns. With `same_step` all warpgroups wait for each other instead, and compute their halves in the step itself,
-// before dK; dQ is stored while the product of dK runs. Of 80 queries a step dQ is computed transposed, dQ^T = K^T dS^T
-// (sm90_turns_dq): a product has 64 rows, and halves of the columns are as many. dQ is added to dq_sum, in L2, in the
-// order of the accumulators (backward_convert), by red instructions or in bulk through shared memory; with `ordered` by
-// one block of keys after the other; with `direct` one block has all keys and stores dQ as it is.
+// puts dS where the bias was, and there dS is an operand of dQ = dS K. With `dbias_store` it is stored from there as
+// the gradient of the bias. It has no `scale`, which dQ and dK get where they leave. With a softcap dS is already
+// multiplied by its derivative, and under a band tiles are left out, so there the gradient of a bias is another
+// kernel's. dQ of a step is computed a step later, when the dS of all warpgroups has most likely arrived: by one
+// warpgroup for 64 queries, in turn (of steps of 128 queries each of two has 64), or with `halves` by each of two for
+// half of the columns. With `same_step` all warpgroups wait for each other instead, and compute their halves in the
+// step itself, before dK; dQ is stored while the product of dK runs. Of 80 queries a step dQ is computed transposed,
+// dQ^T = K^T dS^T (sm90_turns_dq): a product has 64 rows, and halves of the columns are as many. dQ is added to dq_sum,
+// in L2, in the order of the accumulators (backward_convert), by red instructions or in bulk through shared memory;
+// with `ordered` by one block of keys after the other; with `direct` one block has all keys and stores dQ as it is.
 //
 // With dropout, P carries the decision in its sign: P >= 0 is kept. Where dK and dV take most registers, S and dP are
 // made in two parts of a step (sm90_step_parts), or P is rounded before dS is made of it (Sm90BackwardChoices::packs).
@@ -335,7 +337,7 @@ __device__ __forceinline__ void sm90_backward_compute(const Args& a, const Sm90B
           }
           gradients_of_packed<S>(grads, weights, dp, a, delta_here, edge);
         } else {
-          loaded.load_delta(delta_here, 0);
+          loaded.load_rows(delta_here, 0);
           wgmma_wait<0>();
           pin(dp);
           scores[f].gradients(grads, s, dp, a, loaded, delta_here, block.row0 + step.head * int(a.padded_rows) + first,

@@ -217,7 +217,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_split_backward_
     if (edge) {
       scores.mask_edge(s, block, query, key, t);
     }
-    loaded.load_delta(delta, 0);
+    loaded.load_rows(delta, 0);
     // dS.
     barrier_wait(barriers.sums_full(c, 1), turn);
     sm90_add_sums(dp, sums_dp, thread);

@@ -160,7 +160,7 @@ __device__ __forceinline__ void sm90_wide_both(const Args& a, const Sm90Backward
   if (part.edge) {
     scores.mask_edge(s, block, part.query, part.key, part.t);
   }
-  loaded.load_delta(part.delta, 0);
+  loaded.load_rows(part.delta, 0);
   wgmma_wait<S.dq ? 1 : 0>();
   pin(dp);
   u32 grads[kCount / 2];

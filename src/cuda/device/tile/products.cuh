@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The backward's matrix products on 16 x 16 blocks. Numbers of 16 bits are multiplied once. fp32 stands as a pair
+// The generic kernels' matrix products on 16 x 16 blocks. Numbers of 16 bits are multiplied once. fp32 stands as a pair
 // [hi | lo] of fp16 (tile/tile.cuh) and takes three products, hi lo and lo hi before hi hi, since what a truncating sum
 // loses is relative to its size so far.
 //
