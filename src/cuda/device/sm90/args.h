@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What sm90_forward and sm90_schedule are called with beside Args: tensor maps, which the other kernels for Hopper have,
-// too, and the order in which tiles are computed.
-// Read by the host and, without any header, by NVRTC.
+// What sm90_forward and sm90_schedule are called with beside Args: tensor maps, which the other kernels for Hopper
+// have, too, and the order in which tiles are computed. Read by the host and, without any header, by NVRTC.
 #pragma once
 
 #include "math/rows.h"

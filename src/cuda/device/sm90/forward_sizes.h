@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What sm90_forward and sm90_schedule take for a Spec: warpgroups, threads, where what lies in shared memory. Asked by the
-// planner on the host and by the kernels themselves, so that the two cannot disagree.
+// What sm90_forward and sm90_schedule take for a Spec: warpgroups, threads, where what lies in shared memory. Asked by
+// the planner on the host and by the kernels themselves, so that the two cannot disagree.
 #pragma once
 
 #include "cuda/device/generic/sizes.h"
