@@ -146,7 +146,7 @@ std::string machine_text() {
   for (const cpu::Isa& isa : cpu::instruction_sets()) {
     const bool used = isa.name == machine.isa;
     others = used && isa.available ? isa.others : others;
-    line("instruction set", fmt::format("{:<10} {}", isa.name,
+    line("instruction set", fmt::format("{:<11} {}", isa.name,
                                         !isa.available       ? "not here: needs " + isa.needs
                                         : used               ? "in use"
                                         : isa.name == others ? "in use for all types but bf16"

@@ -87,8 +87,8 @@ std::string instruction_set();
 // Whether this type is multiplied by a matrix unit, which takes denormal numbers for 0.
 bool has_matrix_unit(DType type);
 
-// Why no call can be computed: FOVEA_CPU_ISA names an instruction set that was not built or that this machine lacks; ""
-// if calls can be computed.
+// Why no call can be computed: FOVEA_CPU_ISA names an instruction set that was not built, that this machine lacks or
+// that its system refuses to this process; "" if calls can be computed.
 std::string unavailable();
 
 // 0 (or less): the least of affinity and cgroup quota, and of PyTorch's threads where PyTorch is in the process.

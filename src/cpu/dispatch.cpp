@@ -84,15 +84,36 @@ std::vector<std::string> available_names() {
   return names;
 }
 
-const Built& chosen() {
+// Permission makes the signal frames of the whole process larger, so it is requested for bf16 alone, and once. A thread
+// with a small stack for signals is a reason to refuse it.
+bool tiles_are_refused([[maybe_unused]] const Built& one) {
+#if FOVEA_X86
+  if (one.bf16 == &amx::bf16_kernels && one.available) {
+    static const bool refused = !ask_for_amx();
+    return refused;
+  }
+#endif
+  return false;
+}
+
+const Built& chosen(DType type) {
   const std::string& forced = environment().cpu_isa;
   for (const Built& one : built()) {
-    if (forced.empty() ? one.available : forced == one.name) {
-      if (!one.available) {
-        throw Error(FOVEA_UNSUPPORTED, fmt::format("FOVEA_CPU_ISA: '{}', which needs {}; accepted on this machine: {}",
-                                                   one.name, one.needs, fmt::join(available_names(), ", ")));
-      }
+    if (forced.empty() ? !one.available : forced != one.name) {
+      continue;
+    }
+    if (!one.available) {
+      throw Error(FOVEA_UNSUPPORTED, fmt::format("FOVEA_CPU_ISA: '{}', which needs {}; accepted on this machine: {}",
+                                                 one.name, one.needs, fmt::join(available_names(), ", ")));
+    }
+    if (type != DType::kBf16 || !tiles_are_refused(one)) {
       return one;
+    }
+    if (!forced.empty()) {
+      throw Error(FOVEA_UNSUPPORTED,
+                  fmt::format("FOVEA_CPU_ISA: '{}', whose tiles the operating system does not let this process use; "
+                              "accepted: avx512_bf16, avx512 and what needs less",
+                              one.name));
     }
   }
   const std::vector<std::string> there = available_names();
@@ -104,36 +125,22 @@ const Built& chosen() {
 
 }  // namespace
 
-const Kernels& kernels_for(DType type) {
-  const Built& built = chosen();
-#if FOVEA_X86
-  // Permission makes the signal frames of the whole process larger, so it is requested by the first problem in bf16.
-  if (&built[type] == &amx::bf16_kernels) {
-    static const bool permitted = ask_for_amx();
-    if (!permitted && environment().cpu_isa.empty()) {
-      return *built.fp32;  // of AVX-512
-    }
-    if (!permitted) {
-      throw Error(FOVEA_UNSUPPORTED,
-                  "FOVEA_CPU_ISA: 'amx', whose tiles the operating system does not let this process use; accepted: "
-                  "avx512_bf16, avx512 and what needs less");
-    }
-  }
-#endif
-  return built[type];
-}
+const Kernels& kernels_for(DType type) { return chosen(type)[type]; }
 
 bool has_matrix_unit(DType type) {
-  const Built& built = chosen();
-  const Kernels& kernels = kernels_for(type);
+  const Built& built = chosen(type);
+  const Kernels& kernels = built[type];
   return &kernels != built.fp32 && &kernels != built.fp64;
 }
 
-std::string instruction_set() { return chosen().name; }
+std::string instruction_set() { return chosen(DType::kBf16).name; }
 
 std::string unavailable() {
+  if (environment().cpu_isa.empty()) {
+    return "";
+  }
   try {
-    chosen();
+    chosen(DType::kBf16);
     return "";
   } catch (const Error& error) {
     return error.what();
@@ -143,7 +150,10 @@ std::string unavailable() {
 std::vector<Isa> instruction_sets() {
   std::vector<Isa> sets;
   for (const Built& one : built()) {
-    sets.push_back({one.name, one.available, one.needs, one.bf16 == one.fp32 ? "" : one.fp32->name});
+    const bool refused = tiles_are_refused(one);
+    sets.push_back({one.name, one.available && !refused,
+                    refused ? "tiles, which the operating system does not let this process use" : one.needs,
+                    one.bf16 == one.fp32 ? "" : one.fp32->name});
   }
   return sets;
 }

@@ -19,6 +19,7 @@ import sys
 import threading
 import types
 import weakref
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -1297,6 +1298,33 @@ def test_an_instruction_set_that_is_none():
         text=True,
     )
     assert "ValueError: FOVEA_CPU_ISA: 'junk'; accepted: " in done.stderr
+
+
+REFUSED_TILES = """
+import ctypes, mmap
+class Stack(ctypes.Structure):
+    _fields_ = [("sp", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+memory = mmap.mmap(-1, 1 << 16)
+stack = Stack(ctypes.addressof(ctypes.c_char.from_buffer(memory)), 0, 4096)
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(stack), None) == 0  # too small for a signal frame with tiles in it
+import fovea
+print(fovea.explain())
+print(fovea.explain("b=1 hq=1 sq=64 sk=64 d=64 bf16"))
+"""
+
+
+@pytest.mark.parametrize("forced", ["", "amx"])
+def test_tiles_that_linux_refuses_are_not_in_use(forced):
+    flags = re.search(r"^flags\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
+    if flags is None or not {"amx_tile", "amx_bf16", "avx512_bf16"} <= set(flags[1].split()):
+        pytest.skip("this processor has no AMX")
+    done = subprocess.run([sys.executable, "-c", REFUSED_TILES], env={**os.environ, "FOVEA_CPU_ISA": forced}, capture_output=True, text=True)
+    assert re.search(r"^instruction set +amx +not here: needs tiles, which the operating system does not let this process use$", done.stdout, re.M)
+    if forced:
+        assert "FOVEA_CPU_ISA: 'amx', whose tiles the operating system does not let this process use; accepted: " in done.stderr + done.stdout
+    else:
+        assert re.search(r"^instruction set +avx512 +in use$", done.stdout, re.M)
+        assert "avx512, " in done.stdout
 
 
 def test_only_numpy_is_imported():
