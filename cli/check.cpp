@@ -77,6 +77,9 @@ check::Case own_problem(const std::vector<std::string>& words) {
     problem += (problem.empty() ? "" : " ") + word;
   }
   c.problem = parse(has_direction ? problem : "bwd " + problem);
+  if (const std::string missing = check::lacks(c.problem, c.values); !missing.empty()) {
+    throw Error(FOVEA_INVALID_ARGUMENT, fmt::format("{}{} needs {}", kValues, check::name_of(c.values), missing));
+  }
   return c;
 }
 

@@ -232,6 +232,29 @@ Case case_of(const std::vector<int>& choice, const std::string& line) {
 
 }  // namespace
 
+std::string lacks(const Problem& p, Values values) {
+  const Extents& bias = p.bias.extents;
+  const bool by_query = p.bias && bias.query;
+  const bool each = by_query && bias.key && (bias.head || p.heads_q == 1) && (bias.batch1 || p.batch1 == 1) &&
+                    (bias.batch2 || p.batch2 == 1);
+  const bool left_out = p.mask || p.banded();
+  switch (values) {
+    case Values::kMinusInfinity:
+    case Values::kHuge:
+      return p.bias ? "" : "a bias";
+    case Values::kLowest:
+      return by_query ? "" : "a bias with queries (bias=1,1,q,k)";
+    case Values::kDeadRows:
+      return by_query || (p.mask && p.mask.extents.query) ? "" : "a mask or a bias with queries (mask=1,1,q,k)";
+    case Values::kNanWhereMasked:
+      return !each      ? "a bias with an element for each score (bias=b,h,q,k)"
+             : left_out ? ""
+                        : "a mask or a band that leaves scores out (causal)";
+    default:
+      return "";
+  }
+}
+
 std::string_view name_of(Values values) {
   return std::find_if(std::begin(kValues), std::end(kValues), [&](const auto& v) { return v.first == values; })->second;
 }

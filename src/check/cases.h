@@ -47,6 +47,9 @@ Problem forward_of(const Problem& row);
 // The problem's line and what the values are like, "bwd b=2 ... values=one_hot": what filters are matched against.
 std::string to_text(const Case& c);
 
+// What the problem of these numbers lacks, "a bias", or "". legal() has the same for the rows of the table.
+std::string lacks(const Problem& p, Values values);
+
 struct Feature {
   std::string_view name;
   std::vector<std::string_view> values;

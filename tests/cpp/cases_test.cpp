@@ -151,6 +151,7 @@ TEST(CasesTest, LinesAreUniqueAndSayTheProblem) {
   for (const Case& c : cases(Table::kFull)) {
     EXPECT_TRUE(lines.insert(to_text(c)).second) << to_text(c);
     EXPECT_EQ(parse(print(c.problem)), c.problem) << to_text(c);
+    EXPECT_EQ(lacks(c.problem, c.values), "") << to_text(c);
   }
 }
 

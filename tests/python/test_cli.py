@@ -606,6 +606,17 @@ def test_check_of_a_failed_row_again():
         "nan_where_masked; did you mean huge?\n"), refused.stderr
 
 
+@pytest.mark.parametrize("values, features, missing", [
+    ("lowest", "", "a bias with queries"), ("lowest", "bias=1,1,1,k", "a bias with queries"), ("huge", "mask=1,1,q,k", "a bias"),
+    ("minus_infinity", "", "a bias"), ("dead_rows", "bias=b,h,1,k mask=b,1,1,k", "a mask or a bias with queries"),
+    ("nan_where_masked", "bias=1,h,q,k causal", "a bias with an element for each score"),
+    ("nan_where_masked", "bias=b,h,q,k", "a mask or a band that leaves scores out"),
+])  # fmt: skip
+def test_check_of_numbers_that_have_no_place(values, features, missing):
+    refused = fovea("check", f"b=2 hq=2 sq=15 sk=9 d=16 {features} values={values}")
+    assert refused.returncode == BAD_INPUT and f": values={values} needs {missing}" in refused.stderr, refused.stderr
+
+
 def test_check_on_a_gpu_reports(tmp_path):
     line = "bwd b=2 hq=4 hk=2 sq=20 sk=33 d=24 fp16 causal"
     done = check_on_a_fake_gpu(line, "--report", tmp_path / "report.txt", HOME=str(FAKE.parent))
