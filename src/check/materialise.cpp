@@ -214,6 +214,11 @@ void Tensors::place(Tensor& tensor, int part) {
     view.stride[d] = -view.stride[d];
   }
 
+  if (one_tensor) {  // which has as many rows as the longer of queries and keys
+    const std::int64_t queries = p.packed ? p.total_q : p.batch() * p.seqlen_q;
+    const std::int64_t keys = p.packed ? p.total_k : p.batch() * p.seqlen_k;
+    stride = view.stride[rank - 3] * std::max(queries, keys);
+  }
   const std::size_t size = static_cast<std::size_t>(stride + p.skew) * size_of(tensor.type());
   if (one_tensor) {
     auto& shared = tensor.output ? gradients_of_one_tensor_ : inputs_of_one_tensor_;

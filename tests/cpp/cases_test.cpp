@@ -237,6 +237,12 @@ INSTANTIATE_TEST_SUITE_P(Empty, CasesBesideTheTable,
                                            "bwd b=2 hq=2 seqs_q=3,0 seqs_k=0,4 d=8 total_q=5 max_q=4 bias=1,h,q,k",
                                            "bwd b=2 hq=2 sq=5 sk=7 used_q=0x2 used_k=0x2 d=8 bias=1,1,q,k"));
 
+// Queries and keys of one tensor that has more rows than one of them uses.
+INSTANTIATE_TEST_SUITE_P(OneTensor, CasesBesideTheTable,
+                         ::testing::Values("bwd b=3 hq=3 hk=1 sq=17 sk=40 d=16 bf16 layout=qkv3 used_q=15,5,16",
+                                           "bwd b=2 hq=2 sq=40 sk=17 d=16 dv=24 layout=qkv3 skew=3 bias=b,1,q,k",
+                                           "bwd b=2 hq=2 d=16 seqs_q=3,5 seqs_k=9,12 layout=qkv3 causal"));
+
 // Sizes at and around tiles, many heads, one long row, everything dropped.
 INSTANTIATE_TEST_SUITE_P(
     Sizes, CasesBesideTheTable,
