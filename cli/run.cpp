@@ -104,6 +104,21 @@ Arrays read_inputs(const RunSettings& settings) {
 
 bool is_one_file(const std::string& output) { return fs::path(output).extension() == ".safetensors"; }
 
+// --force replaces results, not what they are made of.
+void refuse_an_input(const fs::path& path, const RunSettings& settings) {
+  const auto refuse_same = [&](const std::string& input) {
+    std::error_code none;  // a file that is not there is no input
+    if (!input.empty() && fs::equivalent(path, input, none)) {
+      throw Fault(kBadInput, fmt::format("--output {}: {} is an input of this call; give another name",
+                                         settings.output, path.string()));
+    }
+  };
+  refuse_same(settings.file);
+  for (const auto& [name, input] : settings.files) {
+    refuse_same(input);
+  }
+}
+
 std::map<std::string, fs::path> targets(const FileCall& call, const RunSettings& settings) {
   std::map<std::string, fs::path> paths;
   if (is_one_file(settings.output)) {
@@ -129,6 +144,7 @@ std::map<std::string, fs::path> targets(const FileCall& call, const RunSettings&
     fs::create_directories(settings.output);
   }
   for (const auto& [name, path] : paths) {
+    refuse_an_input(path, settings);
     require_writable(path, settings.force);
   }
   return paths;

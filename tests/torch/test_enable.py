@@ -577,6 +577,11 @@ LAYOUTS = {
     "one row": lambda: [torch.randn(2, 4, 1, 8), torch.randn(2, 4, 6, 8), torch.randn(2, 4, 6, 8)],
     "five dimensions": lambda: [in_memory((0, 1, 3, 2, 4), 2, 3, 4, 6, 8) for _ in range(3)],
     "three dimensions": lambda: [torch.randn(4, 6, 8) for _ in range(3)],
+    "three dimensions, rows first": lambda: [in_memory((1, 0, 2), 4, 6, 8) for _ in range(3)],
+    "queries of all entries": lambda: [in_memory((0, 2, 1, 3), 1, 4, 6, 8).expand(3, -1, -1, -1), *(in_memory((0, 2, 1, 3), 3, 4, 6, 8) for _ in range(2))],
+    "queries of all entries, as the shape": lambda: [torch.randn(1, 4, 6, 8).expand(3, -1, -1, -1), *(torch.randn(3, 4, 6, 8) for _ in range(2))],
+    "queries of all heads": lambda: [torch.randn(3, 1, 6, 8).expand(-1, 4, -1, -1), *(torch.randn(3, 4, 6, 8) for _ in range(2))],
+    "one query of all rows": lambda: [torch.randn(3, 4, 1, 8).expand(-1, -1, 6, -1), *(torch.randn(3, 4, 6, 8) for _ in range(2))],
     "a broadcast batch": lambda: [in_memory((0, 2, 1, 3), 2, 4, 6, 8), torch.randn(1, 4, 6, 8), torch.randn(1, 4, 6, 8)],
 }
 LAYOUT_OPTIONS = {
@@ -607,6 +612,21 @@ def test_the_layout_of_a_result(monkeypatch, way, layout, options):
     assert all(x.grad is not None for x in tensors)
     if "dropout_p" not in given:
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+@pytest.mark.parametrize("lead", [(), (2,), (2, 3)])
+@pytest.mark.parametrize("rows_first", [False, True])
+def test_the_layout_of_grouped_heads(way, lead, rows_first):
+    first = (len(lead) + 1, *range(len(lead) + 1), len(lead) + 2)
+    q = in_memory(first, *lead, 6, 5, 8) if rows_first else torch.randn(*lead, 6, 5, 8)
+    k, v = (torch.randn(*lead, 3, 7, 8) for _ in range(2))
+    call = lambda: sdpa(q, k, v, enable_gqa=True)  # noqa: E731
+    want = call()
+    enable(prefer=None)
+    got = (torch.compile(call, backend="aot_eager", fullgraph=True) if way == "compiled" else call)()
+    assert order_of(got) == order_of(want) and got.shape == want.shape and counted()[way == "compiled"] >= 1
+    torch.testing.assert_close(got, want)
 
 
 def test_the_layout_of_a_cpu_that_has_adjacent_heads(monkeypatch):

@@ -7,7 +7,7 @@ import torch
 
 import cases
 import naive
-from fovea.torch import attention
+from fovea.torch import attention, attention_qkv, enabled
 
 ROWS = cases.rows()
 
@@ -128,6 +128,31 @@ def test_forward_mode_is_refused_by_name():
         dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
         with pytest.raises(NotImplementedError, match="forward-mode"):
             attention(dual, q, q)
+
+
+@pytest.mark.parametrize("way", ["dual", "jvp"])
+@pytest.mark.parametrize("call", ["out", "lse", "qkv", "enabled"])
+def test_tangents_of_a_gradient_are_refused_by_name(call, way):
+    """The graph is older than the tangent, which stands in the gradient of a result alone."""
+    x = torch.randn(1, 5, 3, 2, 8, dtype=torch.float64, requires_grad=True)
+    q, k, v = (one.transpose(1, 2) for one in x.unbind(2))
+    if call == "qkv":
+        result = attention_qkv(x, 2, layout="bshd")
+    elif call == "enabled":
+        with enabled(prefer=None):
+            result = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    else:
+        result = attention(q, k, v, return_lse=True)[call == "lse"]
+    grad, tangent = torch.randn_like(result), torch.randn_like(result)
+    backward = lambda g: torch.autograd.grad(result, x, g, retain_graph=True)[0]  # noqa: E731
+    with torch.autograd.forward_ad.dual_level():
+        backward(grad)  # without a tangent
+    with pytest.raises(NotImplementedError, match="forward-mode differentiation of a gradient"):
+        if way == "jvp":
+            torch.func.jvp(backward, (grad,), (tangent,))
+        else:
+            with torch.autograd.forward_ad.dual_level():
+                backward(torch.autograd.forward_ad.make_dual(grad, tangent))
 
 
 def test_memory_of_results():

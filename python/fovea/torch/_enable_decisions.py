@@ -108,7 +108,9 @@ def decide(
     decision = _decide(*call, learns_of(q, k, v, mask))
     if decision.form is None:
         return decision
-    return decision._replace(order=_enable_order.wanted(call, decision.form.shape_of_result(q, v), composite, traced))
+    shape = decision.form.shape_of_result(q, v)
+    own = _enable_order.own(len(shape), decision.form.has_heads())
+    return decision._replace(order=_enable_order.wanted(call, shape, own, composite, traced))
 
 
 def _decide(

@@ -28,13 +28,18 @@ Order = tuple[int, ...]
 _KEEPS_Q = (SDPBackend.FLASH_ATTENTION.value, SDPBackend.CUDNN_ATTENTION.value)
 
 
-def adjacent_heads(rank: int) -> Order:
+def own(rank: int, has_heads: bool) -> Order:
     """That of fovea's results: (..., rows, heads) of (..., heads, rows, columns)."""
-    return (*range(rank - 3), rank - 2, rank - 3)
+    return (*range(rank - 3), rank - 2, rank - 3) if has_heads else tuple(range(rank - 1))
 
 
-def of_strides(strides: Sequence[Any]) -> Order:
-    return tuple(sorted(range(len(strides) - 1), key=lambda at: -_ahead.hint(strides[at])))
+def of_strides(shape: Sequence[Any], strides: Sequence[Any]) -> Order:
+    """That of torch.empty_like, as PyTorch's kernels make their results."""
+    sizes, steps = ([_ahead.hint(n) for n in numbers] for numbers in (shape, strides))
+    if 0 in steps:  # an expanded dimension, whose place is PyTorch's choice
+        with _without_modes():
+            steps = torch.empty_like(torch.empty_strided(sizes, steps, device="meta")).stride()
+    return tuple(sorted(range(len(steps) - 1), key=lambda at: -steps[at]))
 
 
 def same(one: Order, other: Order, shape: Sequence[Any]) -> bool:
@@ -43,10 +48,10 @@ def same(one: Order, other: Order, shape: Sequence[Any]) -> bool:
     return left == right
 
 
-def wanted(call: Sequence[Any], shape: Sequence[Any], composite: Callable[..., Tensor], traced: bool) -> Optional[Order]:
+def wanted(call: Sequence[Any], shape: Sequence[Any], own: Order, composite: Callable[..., Tensor], traced: bool) -> Optional[Order]:
     """None if fovea's own order is PyTorch's, too. `call`: the operator's eight arguments. `shape`: the result's. `composite`:
     PyTorch's kernel, which computes without memory if the call is traced."""
-    if len(shape) < 4:  # results with heads have four dimensions or more
+    if len(shape) < 3:
         return None
     if traced and not all(_ahead.has_known_sizes(x) for x in call[:4] if x is not None):
         return None
@@ -54,7 +59,6 @@ def wanted(call: Sequence[Any], shape: Sequence[Any], composite: Callable[..., T
         order = _of_traced(call, composite) if traced else _of(call, len(shape), composite)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError):  # PyTorch refuses it, or has no such function
         return None
-    own = adjacent_heads(len(shape))
     return None if order is None or len(order) != len(own) or same(order, own, shape) else order
 
 
@@ -70,12 +74,16 @@ def _of(call: Sequence[Any], rank: int, composite: Callable[..., Tensor]) -> Opt
         keeping = torch._C._get_flash_sdp_enabled() or torch._C._get_cudnn_sdp_enabled()
         choice = _KEEPS_Q[0] if keeping else SDPBackend.EFFICIENT_ATTENTION.value
     else:
+        choose = functools.partial(torch._fused_sdp_choice, scale=scale, enable_gqa=enable_gqa)
         with _without_modes():
-            choice = torch._fused_sdp_choice(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            choice = choose(q, k, v, mask, dropout_p, is_causal)
+            if rank == 3 and choice != SDPBackend.MATH.value:  # from 2.15 on it adds a dimension, and chooses again
+                added = [x[None] if x is not None and x.dim() == 3 else x for x in (q, k, v, mask)]
+                choice = choose(*added, dropout_p, is_causal)
     if choice == SDPBackend.MATH.value:
         return tuple(range(rank - 1))
     keeps = choice in _KEEPS_Q and (q.device.type != "cpu" or _cpu_keeps_q(composite))
-    return of_strides(q.stride()) if keeps else None
+    return of_strides(q.shape, q.stride()) if keeps else None
 
 
 @functools.lru_cache(None)
@@ -96,7 +104,7 @@ def _of_traced(call: Sequence[Any], composite: Callable[..., Tensor]) -> Order:
     q, k, v, mask, dropout_p, is_causal, scale, enable_gqa = call
     with _without_modes(), FakeTensorMode():
         out = composite(*map(fake, (q, k, v, mask)), dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        return of_strides(out.stride())
+        return of_strides(out.shape, out.stride())
 
 
 def put_in(out: Tensor, order: Order) -> Tensor:

@@ -24,6 +24,7 @@ from typing import Any, NoReturn, Optional
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from .. import _abi
@@ -180,7 +181,7 @@ def _gradients(ctx: Any, need: Sequence[bool], grad_out: Optional[Tensor], grad_
 
 def through_dispatcher(*arguments: Any) -> Any:
     """The six results of fovea::attention_backward."""
-    if torch.is_grad_enabled():  # create_graph=True
+    if torch.is_grad_enabled() or forward_ad._current_level >= 0:  # create_graph=True; the gradients of results may have tangents
         return OnceDifferentiable.apply(*arguments)
     return _below(*arguments)
 
@@ -191,7 +192,7 @@ def _below(*arguments: Any) -> Any:
 
 
 class OnceDifferentiable(torch.autograd.Function):
-    """fovea::attention_backward with create_graph=True. Only differentiating it is an error."""
+    """fovea::attention_backward where it may be differentiated. Only that is an error."""
 
     generate_vmap_rule = True
 

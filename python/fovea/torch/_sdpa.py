@@ -58,9 +58,12 @@ class Form:
                 mask = mask.reshape(*self.mask_batch, here, rows, columns)
         return q, k, v, mask
 
+    def has_heads(self) -> bool:
+        """Whether the result has a dimension of heads."""
+        return self.batch is None or self.rank > 3 or bool(self.heads != 1)
+
     def shape_of_result(self, q: Tensor, v: Tensor) -> Shape:
-        with_heads = self.batch is None or self.rank > 3 or self.heads != 1
-        return (*self.lead, *([self.heads] if with_heads else []), q.shape[-2], v.shape[-1])
+        return (*self.lead, *([self.heads] if self.has_heads() else []), q.shape[-2], v.shape[-1])
 
     def _has_heads(self, tensor: Tensor) -> bool:
         return tensor.dim() > 2 and (self.rank > 3 or bool(self.heads != 1))
@@ -75,7 +78,7 @@ class Form:
         if self.batch is None:
             return out
         rows, columns = out.shape[-2:]
-        if self.rank > 3 or self.heads != 1:
+        if self.has_heads():
             return out.reshape(*self.lead, self.heads, rows, columns)
         return out.reshape(*self.lead, rows, columns)
 
