@@ -109,8 +109,8 @@ void refuse_an_input(const fs::path& path, const RunSettings& settings) {
   const auto refuse_same = [&](const std::string& input) {
     std::error_code none;  // a file that is not there is no input
     if (!input.empty() && fs::equivalent(path, input, none)) {
-      throw Fault(kBadInput, fmt::format("--output {}: {} is an input of this call; give another name",
-                                         settings.output, path.string()));
+      throw Fault(kBadInput, fmt::format("--output {}: {} is an input of this call; give another name", settings.output,
+                                         path.string()));
     }
   };
   refuse_same(settings.file);

@@ -31,8 +31,8 @@ constexpr std::pair<Values, std::string_view> kValues[] = {
     {Values::kNanWhereMasked, "nan_where_masked"},
 };
 
-// Behind the covering: masks of so many keys that kernels take them in a way of their own, and of queries alone over a
-// bias of NaN.
+// Behind the covering: masks of so many keys that kernels take them in a way of their own, masks of queries alone over
+// a bias of NaN, and biases of keys or queries alone that are NaN where no pair takes part.
 constexpr std::pair<std::string_view, Values> kMasks[] = {
     {"b=2 hq=2 hk=1 sq=120 sk=1100 d=64 bf16 causal mask=b,1,1,k", Values::kNormal},
     {"b=1x3 hq=1 sq=40 sk=1030 d=128 fp16 mask=b1,b2,1,1,k sink dlse", Values::kLargeScores},
@@ -44,6 +44,14 @@ constexpr std::pair<std::string_view, Values> kMasks[] = {
     {"b=2 hq=2 sq=100 sk=90 d=64 bf16 bias=b,h,q,k mask=b,1,q,1", Values::kNanWhereMasked},
     {"b=2 hq=2 hk=1 sq=70 sk=130 d=128 fp16 bias=b,h,q,k mask=b,h,q,1", Values::kNanWhereMasked},
     {"b=3 hq=2 sq=40 sk=80 d=64 bf16 bias=b,h,q,k:fp32 bias2=b,1,1,k mask=1,h,q,1 causal", Values::kNanWhereMasked},
+    {"b=1 hq=2 sq=50 sk=90 d=64 bf16 causal align=tl bias=b,h,1,k", Values::kNanWhereMasked},
+    {"b=2 hq=1 sq=50 sk=190 d=256 fp16 causal align=tl bias=b,1,1,k need=q,k,v", Values::kNanWhereMasked},
+    {"b=3 hq=2 hk=1 sq=65 sk=260 d=192 bf16 window=-1,40 align=tl softcap=20 bias=1,h,1,k:fp32",
+     Values::kNanWhereMasked},
+    {"b=2 hq=2 sq=100 sk=90 d=64 bf16 used_q=50,0 bias=b,h,1,k mask=b,1,q,k", Values::kNanWhereMasked},
+    {"b=2 hq=2 sq=70 sk=90 d=32 fp32 bias=b,h,q,1 bias2=b,h,1,k mask=b,h,q,1", Values::kNanWhereMasked},
+    {"b=2 hq=1 sq=100 sk=90 d=64 bf16 bias=1,h,q,k bias2=b,1,1,k mask=b,1,q,1", Values::kNanWhereMasked},
+    {"b=2 hq=1 sq=100 sk=190 d=256 fp16 bias=b,1,q,1 mask=b,h,1,k", Values::kNanWhereMasked},
 };
 
 // In the order of features().
@@ -235,9 +243,6 @@ Case case_of(const std::vector<int>& choice, const std::string& line) {
 std::string lacks(const Problem& p, Values values) {
   const Extents& bias = p.bias.extents;
   const bool by_query = p.bias && bias.query;
-  const bool each = by_query && bias.key && (bias.head || p.heads_q == 1) && (bias.batch1 || p.batch1 == 1) &&
-                    (bias.batch2 || p.batch2 == 1);
-  const bool left_out = p.mask || p.banded();
   switch (values) {
     case Values::kMinusInfinity:
     case Values::kHuge:
@@ -247,9 +252,9 @@ std::string lacks(const Problem& p, Values values) {
     case Values::kDeadRows:
       return by_query || (p.mask && p.mask.extents.query) ? "" : "a mask or a bias with queries (mask=1,1,q,k)";
     case Values::kNanWhereMasked:
-      return !each      ? "a bias with an element for each score (bias=b,h,q,k)"
-             : left_out ? ""
-                        : "a mask or a band that leaves scores out (causal)";
+      return !p.bias && !p.bias2      ? "a bias"
+             : !p.mask && !p.banded() ? "a mask or a band that leaves scores out (causal)"
+                                      : "";
     default:
       return "";
   }

@@ -12,6 +12,7 @@
 #include <cstring>
 #include <limits>
 #include <numbers>
+#include <set>
 
 #include "check/numbers.h"
 #include "core/element.h"
@@ -100,6 +101,13 @@ std::int64_t plane_element(const Problem& p, const Tensor& plane, std::int64_t b
 bool takes_part(const Problem& p, const Tensor* mask, std::int64_t b, std::int64_t h, std::int64_t i, std::int64_t j) {
   const math::Sequence s = sequence_of(p, b);
   return p.band(b, s).allowed(i, j) && (mask == nullptr || mask->get(plane_element(p, *mask, b, h, i, j)) != 0);
+}
+
+// So that biases of keys or of queries alone have elements of which no pair takes part: every fifth key and the last of
+// several batch entries, as far as the mask has them.
+bool is_hidden_by_family(const Problem& p, std::int64_t b, std::int64_t j) {
+  const bool by_batch = p.mask.extents.batch1 || p.mask.extents.batch2;
+  return (p.mask.extents.key && j % 5 == 2) || (by_batch && b > 0 && b == p.batch() - 1);
 }
 
 Tensors::Tensors(const Case& c) : case_(c), shapes_(c.problem), problem_(shapes_.get()) {
@@ -325,6 +333,30 @@ void Tensors::fill(const Tensor& tensor) const {
   }
 }
 
+// NaN in every element of a bias of which no pair takes part.
+void Tensors::fill_unused(const Tensor& bias) const {
+  const Problem& p = case_.problem;
+  const Tensor* mask = find("mask");
+  std::set<std::int64_t> used;
+  for (std::int64_t b = 0; b < p.batch(); ++b) {
+    const math::Sequence s = sequence_of(p, b);
+    for (std::int64_t h = 0; h < p.heads_q; ++h) {
+      for (std::int64_t i = 0; i < s.q_len; ++i) {
+        for (std::int64_t j = 0; j < s.k_len; ++j) {
+          if (takes_part(p, mask, b, h, i, j)) {
+            used.insert(plane_element(p, bias, b, h, i, j));
+          }
+        }
+      }
+    }
+  }
+  for (const std::int64_t element : bias.existing) {
+    if (!used.contains(element)) {
+      bias.set(element, std::numeric_limits<double>::quiet_NaN());
+    }
+  }
+}
+
 // What depends on coordinates.
 void Tensors::fill_family() const {
   const Problem& p = case_.problem;
@@ -337,14 +369,14 @@ void Tensors::fill_family() const {
       for (std::int64_t i = 0; i < s.q_len; ++i) {
         for (std::int64_t j = 0; j < s.k_len; ++j) {
           const bool third = i % 3 == 0;
-          if (case_.values == Values::kDeadRows && third && mask_by_query) {
+          if (case_.values == Values::kNanWhereMasked && mask != nullptr && is_hidden_by_family(p, b, j)) {
+            mask->set(plane_element(p, *mask, b, h, i, j), 0);
+          } else if (case_.values == Values::kDeadRows && third && mask_by_query) {
             mask->set(plane_element(p, *mask, b, h, i, j), 0);
           } else if (case_.values == Values::kDeadRows && third) {
             bias->set(plane_element(p, *bias, b, h, i, j), -std::numeric_limits<double>::infinity());
           } else if (case_.values == Values::kLowest && third) {
             bias->set(plane_element(p, *bias, b, h, i, j), lowest_of(bias->type()));
-          } else if (case_.values == Values::kNanWhereMasked && !takes_part(p, mask, b, h, i, j)) {
-            bias->set(plane_element(p, *bias, b, h, i, j), std::numeric_limits<double>::quiet_NaN());
           }
         }
         if (case_.values == Values::kOneHot && s.k_len > 0) {
@@ -367,6 +399,11 @@ void Tensors::fill_family() const {
           }
         }
       }
+    }
+  }
+  for (const char* name : {"bias", "bias2"}) {
+    if (const Tensor* bias = find(name); bias != nullptr && case_.values == Values::kNanWhereMasked) {
+      fill_unused(*bias);
     }
   }
 }

@@ -117,6 +117,7 @@ class Tensors {
   void list_existing(Tensor& tensor) const;
   void fill(const Tensor& tensor) const;
   void fill_family() const;
+  void fill_unused(const Tensor& bias) const;
 
   const Case& case_;
   Shapes shapes_;

@@ -293,11 +293,12 @@ namespace {
 // The counter of tiles, then the list of ragged sequences.
 constexpr std::int64_t kListOffset = 16;
 
-void start_schedule(const Launcher& launcher, const Launch& launch) {
+void start_schedule(const Launcher& launcher, const Launch& launch, std::int64_t room) {
   char* const memory = launcher.region<char>(Region::kSchedule);
   Sm90ScheduleArgs args;
   args.schedule = reinterpret_cast<Schedule*>(memory);
   args.list = reinterpret_cast<ListedTile*>(memory + kListOffset);
+  args.room = static_cast<int>(room);
   launcher.launch(launch, launcher.args(), args);
 }
 
@@ -398,7 +399,10 @@ void add_sm90_forward(Planner& planner, const Kernel& kernel) {
       before.warps = spec.warps * blocks;
       schedule.spec = before;
       schedule.threads = kSm90ScheduleThreads;
-      planner.add(schedule, std::min<std::int64_t>(order.tiles, 1), start_schedule);
+      const auto start = [room = order.listed](const Launcher& launcher, const Launch& launch) {
+        start_schedule(launcher, launch, room);
+      };
+      planner.add(schedule, std::min<std::int64_t>(order.tiles, 1), start);
     }
     const auto start = [order, first](const Launcher& launcher, const Launch& launch) {
       start_forward(launcher, launch, order, first);

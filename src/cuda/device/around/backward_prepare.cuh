@@ -261,7 +261,7 @@ __global__ void __launch_bounds__(kBackwardPrepareThreads, 6) backward_prepare(c
           a.row_term[at] =
               row < place.q_len
                   ? static_cast<const float*>(a.query_term.data)[place.plane(a.query_term.strides, block.head) + row]
-                  : 0.f;
+                  : -kInfinity;  // no NaN of another term gets into P there
         }
         largest = fmaxf(largest, fabsf(delta));
         if (a.sink_sum != nullptr && row_of_pass(pass) < place.q_len) {

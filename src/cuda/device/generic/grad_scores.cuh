@@ -77,7 +77,7 @@ __device__ __forceinline__ void grad_scores(float (&s)[kTiles][kColumns][4], flo
     head.scores.of_dots(s);
   }
   head.scores.template add<Inputs, kKeys>(s, thread, inputs, tile_row, tile_column, row0, column0);
-  if (edge) {
+  if (edge || (kTransposed && kHidesQueries<S> && column0 + kColumns * 8 > band.seqlen_q)) {
     mask_edge<S, kTransposed>(s, thread, band, row0, column0);
   }
   if constexpr (S.dropout != DropoutRule::kNone) {

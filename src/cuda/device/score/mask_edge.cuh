@@ -4,6 +4,7 @@
 //
 //   hide_outside   of a row of a fragment, what is outside of an interval
 //   mask_edge      for a fragment of S or of S transposed
+//   kHidesQueries  where S transposed needs it at the last queries, too
 #pragma once
 
 #include "cuda/device/tile/tile.cuh"
@@ -26,6 +27,11 @@ __device__ __forceinline__ void hide_outside(float (&s)[kColumns][4], int x, int
   }
 }
 
+// Whether S transposed has to hide queries behind the end of their sequence: their logsumexp of infinity does not hide
+// NaN, and the term of a key may be NaN where no query that exists meets it.
+template <auto S>
+constexpr bool kHidesQueries = S.key_term && (S.banded || S.query_term);
+
 // -inf for keys outside of the band and past the end of the sequence. Only where a tile is not inside of both.
 template <auto S, bool kTransposed, int kTiles, int kColumns>
 __device__ __forceinline__ void mask_edge(float (&s)[kTiles][kColumns][4], const Thread& thread,
@@ -36,7 +42,7 @@ __device__ __forceinline__ void mask_edge(float (&s)[kTiles][kColumns][4], const
     for (int x = 0; x < 2; ++x) {
       const int row = row0 + i * 16 + thread.g + x * 8;
       const int first = column0 + thread.t * 2;
-      math::Interval<int> in{0, kTransposed ? 1 << 30 : band.seqlen_k};
+      math::Interval<int> in{0, !kTransposed ? band.seqlen_k : kHidesQueries<S> ? band.seqlen_q : 1 << 30};
       if constexpr (S.banded) {
         in = kTransposed ? band.queries_of(row) : band.keys_of(row);
       }
@@ -45,7 +51,8 @@ __device__ __forceinline__ void mask_edge(float (&s)[kTiles][kColumns][4], const
       }
       const int begin = in.begin - first;
       const int end = in.end - first;
-      hide_outside<kTransposed || S.banded, !kTransposed || S.banded>(s[i], x, begin, end, -kInfinity);
+      constexpr bool kEnd = !kTransposed || S.banded || kHidesQueries<S>;
+      hide_outside<kTransposed || S.banded, kEnd>(s[i], x, begin, end, -kInfinity);
     }
   }
 }

@@ -143,7 +143,9 @@ struct Scores {
       }
     }
     if constexpr (kHasRowTerm) {
-      each(s, [&](float& x, int i, int, int e) { x = with_term(x, row_term[i][e >> 1]); });
+      each(s, [&](float& x, int i, int, int e) {
+        x = Inputs::kHasVector ? x + row_term[i][e >> 1] : with_term(x, row_term[i][e >> 1]);
+      });
     }
     if (Inputs::kHasVector && (masked || !S.key_mask)) {
 #pragma unroll
@@ -156,6 +158,9 @@ struct Scores {
           }
         }
       }
+    }
+    if constexpr (kHasRowTerm && Inputs::kHasVector) {  // as masks, each of them hides NaN of the other
+      each(s, [&](float& x, int i, int, int e) { x = row_term[i][e >> 1] == -kInfinity ? -kInfinity : x; });
     }
     if (S.mask && masked) {
       mask_bits<Inputs, kTransposed>(s, thread, inputs + Inputs::kMask, tile_row, tile_column,

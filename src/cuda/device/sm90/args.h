@@ -36,6 +36,7 @@ struct Schedule {
 struct Sm90ScheduleArgs {
   Schedule* schedule = nullptr;
   ListedTile* list = nullptr;
+  int room = 0;  // of the list: lengths that lie may have more tiles
 };
 
 struct Sm90ForwardArgs {

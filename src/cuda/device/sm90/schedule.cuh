@@ -37,6 +37,11 @@ __global__ void __launch_bounds__(kSm90ScheduleThreads)
     }
     sync();
     const int batch = int(a.rows.batch());
+    const auto list = [&](const ListedTile& tile, int i) {
+      if (u32(tile.first + i) < u32(to.room)) {
+        to.list[tile.first + i] = tile;
+      }
+    };
     // 0: 2^31 keys and more, ..., 63: none.
     const auto class_of = [](const math::Sequence& sequence) {
       const u32 keys = u32(sequence.k_len);
@@ -56,7 +61,7 @@ __global__ void __launch_bounds__(kSm90ScheduleThreads)
         places[i] = all;
         all += own;
       }
-      to.schedule->row_tiles = all;
+      to.schedule->row_tiles = min(all, to.room);
     }
     sync();
     for (int b = thread; b < batch; b += kSm90ScheduleThreads) {
@@ -76,7 +81,7 @@ __global__ void __launch_bounds__(kSm90ScheduleThreads)
         longs[later] = listed;
       } else {
         for (int i = 0; i < count; ++i) {
-          to.list[listed.first + i] = listed;
+          list(listed, i);
         }
       }
     }
@@ -84,7 +89,7 @@ __global__ void __launch_bounds__(kSm90ScheduleThreads)
     for (int n = 0; n < min(long_count, kLongMost); ++n) {
       const int count = (longs[n].q_len + kRows - 1) / kRows;
       for (int i = thread; i < count; i += kSm90ScheduleThreads) {
-        to.list[longs[n].first + i] = longs[n];
+        list(longs[n], i);
       }
     }
   }
