@@ -40,7 +40,7 @@ constexpr const char* kFooter =
     "  fovea COMMAND --help                                 the options of a command, with examples\n"
     "Exit codes:\n"
     "  0  done\n"
-    "  1  a check found a wrong result\n"
+    "  1  check or bench found a wrong result\n"
     "  2  the command line, a problem line, a file or a tensor is wrong; nothing was written\n"
     "  3  no backend here can compute the problem\n"
     "  4  anything else: memory, a file that cannot be written, a fault of fovea's own";

@@ -37,11 +37,11 @@ __version__ = _version()
 if not TYPE_CHECKING:  # for a type checker any misspelt name would exist
 
     def __getattr__(name: str) -> Any:
-        """Imports fovea.torch, and PyTorch with it, when it is first used."""
-        if name != "torch":
+        """Imports fovea.torch, and PyTorch with it, when it is first used; fovea.integrations and fovea.jax likewise."""
+        if name not in ("integrations", "jax", "torch"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:
-            return _import_module(".torch", __name__)
+            return _import_module(f".{name}", __name__)
         except ImportError as error:
             raise AttributeError(str(error)) from error
 

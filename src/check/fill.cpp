@@ -95,9 +95,10 @@ void Tensors::fill_family() const {
       for (std::int64_t i = 0; i < s.q_len; ++i) {
         for (std::int64_t j = 0; j < s.k_len; ++j) {
           const bool third = i % 3 == 0;
-          if (case_.values == Values::kNanWhereMasked && mask != nullptr && is_hidden_by_family(p, b, j)) {
-            mask->set(plane_element(p, *mask, b, h, i, j), 0);
-          } else if (case_.values == Values::kDeadRows && third && mask_by_query) {
+          const bool is_masked = case_.values == Values::kNanWhereMasked
+                                     ? mask != nullptr && is_hidden_by_family(p, b, j)
+                                     : case_.values == Values::kDeadRows && third && mask_by_query;
+          if (is_masked) {
             mask->set(plane_element(p, *mask, b, h, i, j), 0);
           } else if (case_.values == Values::kDeadRows && third) {
             bias->set(plane_element(p, *bias, b, h, i, j), -std::numeric_limits<double>::infinity());

@@ -54,10 +54,15 @@ View Validator::plane(const char* name, const fovea_tensor& tensor, PlaneTraits&
   }
   if (!broadcasts) {
     const char* longest = problem_.packed ? "max_seqlen_" : "S";
-    refuse("{}: shape {} does not broadcast to {}, Hq={}, {}q={}, {}k={}", name, shape_of(tensor),
-           two_level ? fmt::format("B1={}, B2={}", problem_.batch1, problem_.batch2)
-                     : fmt::format("B={}", problem_.batch1),
-           problem_.heads_q, longest, problem_.seqlen_q, longest, problem_.seqlen_k);
+    // As other libraries have a mask of padding.
+    const bool of_keys =
+        !two_level && tensor.rank == 2 && tensor.shape[0] == problem_.batch1 && tensor.shape[1] == problem_.seqlen_k;
+    refuse(
+        "{}: shape {} does not broadcast to {}, Hq={}, {}q={}, {}k={}{}", name, shape_of(tensor),
+        two_level ? fmt::format("B1={}, B2={}", problem_.batch1, problem_.batch2)
+                  : fmt::format("B={}", problem_.batch1),
+        problem_.heads_q, longest, problem_.seqlen_q, longest, problem_.seqlen_k,
+        of_keys ? fmt::format("; did you mean {}x1x1x{}, one for each key?", problem_.batch1, problem_.seqlen_k) : "");
   }
   storage(name, tensor);
   traits.type = static_cast<DType>(tensor.dtype);

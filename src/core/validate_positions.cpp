@@ -26,7 +26,7 @@ void Validator::positions() {
     return;
   }
   if (given_.align != FOVEA_BOTTOM_RIGHT) {
-    refuse("align: FOVEA_TOP_LEFT with FOVEA_POSITIONS; accepted: 0, the default, as positions align queries and keys");
+    refuse("align: top left beside positions; accepted: the default, as positions align queries and keys");
   }
   for (const auto& [name, value] :
        {std::pair("position_q", given_.position_q), std::pair("position_k", given_.position_k)}) {

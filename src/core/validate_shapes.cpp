@@ -98,7 +98,7 @@ void Validator::dense_batch() {
        {std::pair("max_seqlen_q", given_.max_seqlen_q), std::pair("max_seqlen_k", given_.max_seqlen_k),
         std::pair("batch_outer", given_.batch_outer)}) {
     if (value != 0) {
-      refuse("{}: {} without cu_seqlens; accepted: 0, the shape of q says it", name, value);
+      refuse("{}: {} without cu_seqlens; accepted: none (0 in C), the shape of q says it", name, value);
     }
   }
 }

@@ -61,7 +61,7 @@ TEST(Positions, RefusedByName) {
   const auto dropout = [](Shard& s) { s.arguments.problem.dropout_p = 0.5; };
   const auto alone = [](Shard& s) { s.arguments.problem.positions_q = s.arguments.problem.positions_k = nullptr; };
   const std::vector<Refusal> refusals = {
-      {"align: FOVEA_TOP_LEFT with FOVEA_POSITIONS", [](auto& s) { s.arguments.problem.align = FOVEA_TOP_LEFT; }},
+      {"align: top left beside positions", [](auto& s) { s.arguments.problem.align = FOVEA_TOP_LEFT; }},
       {"position_q: 1099511627776; accepted: under 2^40", [](auto& s) { s.arguments.problem.position_q = kMost; }},
       {"position_k: -1099511627776; accepted", [](auto& s) { s.arguments.problem.position_k = -kMost; }},
       {"positions_q: 9223372036854775807 at index 1, added to 0", [](auto& s) { s.q[1] = kLargest; }},

@@ -166,6 +166,7 @@ BOTH = {
         (dict(mask=zeros(SQ, SK, dtype=np.uint8)), TypeError, "mask: uint8; accepted: bool"),
         (dict(mask=zeros(SQ, SK, dtype=np.int64)), TypeError, "mask: int64; accepted: bool"),
         (dict(mask=zeros(SK, SQ, dtype=bool)), ValueError, "mask: shape 9x6 does not broadcast to"),
+        (dict(mask=zeros(B, SK, dtype=bool)), ValueError, "Sk=9; did you mean 2x1x1x9, one for each key?"),
     ],
     "alibi_slopes and sink": [
         (dict(alibi_slopes=zeros(HK)), ValueError, r"alibi_slopes: shape 2; accepted: \(Hq\), \(B, Hq\) or \(B1, B2, Hq\), 4"),

@@ -131,7 +131,7 @@ CASES = {
     "cu_seqlens fall": (packed(cu_seqlens_q=torch.tensor([0, 6, 4, 11])), ValueError, "cu_seqlens_q"),
     "max_seqlen": (packed(max_seqlen_q=4.5), TypeError, "max_seqlen_q: 4.5; accepted: an integer"),
     "max_seqlen beyond 64 bits": (packed(max_seqlen_k=2**64 + 9), ValueError, "max_seqlen_k: .*; accepted: .*64 bits"),
-    "max_seqlen, dense": (good(max_seqlen_q=7), ValueError, "max_seqlen_q: 7 without cu_seqlens; accepted: 0"),
+    "max_seqlen, dense": (good(max_seqlen_q=7), ValueError, "max_seqlen_q: 7 without cu_seqlens; accepted: none"),
     "max_seqlen too short": (packed(max_seqlen_q=2), ValueError, "max_seqlen_q"),
     "batch_shape": (packed(batch_shape=(2, 2)), ValueError, "batch_shape: 2x2; accepted: B1 x B2 = 3"),
     "batch_shape type": (packed(batch_shape=3), TypeError, "batch_shape: 3; accepted: a pair"),

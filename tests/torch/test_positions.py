@@ -88,7 +88,7 @@ def test_bad_input():
         ({"positions_k": torch.zeros(3, dtype=torch.int64)}, ValueError, "positions_k: shape 3; accepted: (B), 2"),
         ({"positions_k": torch.zeros(2, dtype=torch.int64, device="meta")}, ValueError, "positions_k: on meta; accepted: cpu"),
         ({"position_q": 8, "dropout_p": 0.1}, ValueError, "position_q: 8; accepted with dropout: a multiple of 16"),
-        ({"position_q": 16, "align": "top_left"}, ValueError, "align: FOVEA_TOP_LEFT with FOVEA_POSITIONS"),
+        ({"position_q": 16, "align": "top_left"}, ValueError, "align: top left beside positions"),
         ({"dropout_streams": torch.zeros(3, 2, dtype=torch.int64)}, ValueError, "dropout_streams: shape 3x2 does not broadcast"),
     ):
         with pytest.raises(error) as raised:
