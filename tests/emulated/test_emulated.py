@@ -153,14 +153,17 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("kernels")
 
 
-def check(line, seed, cache, *arguments, **variables):
+def run(command, seed, cache, **variables):
     """The exit code, and everything that was printed."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("FOVEA_", "EMULATED_"))}
     env.update(LD_LIBRARY_PATH=str(PLAYED), FOVEA_NVRTC=str(PLAYED / "libnvrtc.so.13"), FOVEA_CACHE_DIR=str(cache),
                EMULATED_SEED=str(seed), EMULATED_LOG="1", **variables)  # fmt: skip
-    done = subprocess.run([FOVEA, "check", "--device", "cuda", "--limit", "900", *arguments, line], env=env, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=1000)  # fmt: skip
+    done = subprocess.run(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=1000)
     return done.returncode, done.stdout
+
+
+def check(line, seed, cache, *arguments, **variables):
+    return run([FOVEA, "check", "--device", "cuda", "--limit", "900", *arguments, line], seed, cache, **variables)
 
 
 def specs(output):
@@ -207,6 +210,14 @@ def test_clusters_of_eight(cache):
     code, output = check(line, 1, cache, EMULATED_MULTIPROCESSORS="16")
     assert code == 0, output
     assert any(has(spec, "sm90_summed_backward summed=8") for spec in specs(output)), output
+
+
+@pytest.mark.parametrize("family", ["sm90", "generic"])
+def test_lengths_that_lie(family, cache):
+    """Nothing outside of results and workspace is written (lying_lengths.cpp)."""
+    code, output = run([PLAYED / "lying_lengths"], 1, cache, FOVEA_KERNEL=family)
+    assert code == 0 and "\n0 trespasses" in output, output
+    assert any(name.startswith(family) for name, _ in specs(output)), output
 
 
 # ---- more, where it is asked for ----
