@@ -43,7 +43,7 @@ class Guarded {
 
   unsigned char* data() {
     const auto first = reinterpret_cast<std::uintptr_t>(memory_.data()) + kGuard;
-    return reinterpret_cast<unsigned char*>((first + 255) / 256 * 256);
+    return memory_.data() + kGuard + (256 - first % 256) % 256;
   }
 
  private:
