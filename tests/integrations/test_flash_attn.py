@@ -587,6 +587,15 @@ def test_keys_that_do_not_fit_the_cache(module):
     assert all((arguments[name] == 0).all() for name in caches)
 
 
+@pytest.mark.parametrize("module", [flash_attn, flash_attn_3], ids=["2", "3"])
+@pytest.mark.parametrize("row", [3, -1])
+def test_a_row_that_the_cache_has_not(module, row):
+    """Without new keys nothing is written, and PyTorch's own error would not say which argument it is."""
+    q, cache = torch.randn(2, 1, 2, 8), torch.zeros(3, 9, 2, 8)
+    with pytest.raises(ValueError, match=f"cache_batch_idx: {row}, and the cache has 3 sequences; accepted: 0 to 2"):
+        module.flash_attn_with_kvcache(q, cache, cache, cache_batch_idx=torch.tensor([0, row], dtype=torch.int32))
+
+
 @pytest.mark.parametrize("deterministic, switch, order", [(False, False, 0), (True, False, 1), (False, True, 1)])
 def test_pytorchs_switch_of_determinism(deterministic, switch, order):
     """The functions that are a forward or a backward by themselves know it, too."""

@@ -160,20 +160,26 @@ def with_cache(
         raise TypeError(f"{function}: softmax_scale: a Tensor; accepted: a number, or None")
     if isinstance(lengths, int):
         lengths = torch.full((batch,), lengths, dtype=torch.int32, device=q.device)
+
+    def need_rows_within() -> None:
+        if cache_batch_idx is not None:
+            sequences = k_cache.shape[0]
+            _need_within(function, "cache_batch_idx", cache_batch_idx, sequences - 1, f"and the cache has {sequences} sequences")
+
     if (k is None) != (v is None):
         raise ValueError(f"{function}: {'k' if k is None else 'v'}: None; accepted: k and v, or neither")
     if k is not None and v is not None:
         if lengths is None:
             raise ValueError(f"{function}: cache_seqlens: None with k; accepted: the lengths before k")
         _need_to_fit(function, q, k_cache, v_cache, k, v, lengths, cache_batch_idx)
-        sequences, size, new = *k_cache.shape[:2], k.shape[1]
+        size, new = k_cache.shape[1], k.shape[1]
         _need_within(function, "cache_seqlens", lengths, size - new, f"with {new} new keys in a cache of {size}")
-        if cache_batch_idx is not None:
-            _need_within(function, "cache_batch_idx", cache_batch_idx, sequences - 1, f"and the cache has {sequences} sequences")
+        need_rows_within()
         append(k_cache, k, lengths, cache_batch_idx)
         append(v_cache, v, lengths, cache_batch_idx)
         lengths = lengths + k.shape[1]
     if cache_batch_idx is not None:
+        need_rows_within()
         rows = cache_batch_idx.long()
         k_cache, v_cache = k_cache[rows], v_cache[rows]
     return _counts.call(
