@@ -239,7 +239,7 @@ def lose(rank, folder, move, how):
         from_place_to_place().start()  # this process ends with the case
         move = "heads"
     started = time.monotonic()
-    patience = datetime.timedelta(seconds=3 if how == "other sizes" else 60)
+    patience = datetime.timedelta(seconds=10 if how == "other sizes" else 60)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n, timeout=patience)
     q, given = arguments(dist.group.WORLD, move)
     out = context_parallel(q, q, q, **given)

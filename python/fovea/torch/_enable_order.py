@@ -35,7 +35,7 @@ def own(rank: int, has_heads: bool) -> Order:
 
 def of_strides(shape: Sequence[Any], strides: Sequence[Any]) -> Order:
     """That of torch.empty_like, as PyTorch's kernels make their results."""
-    sizes, steps = ([_ahead.hint(n) for n in numbers] for numbers in (shape, strides))
+    sizes, steps = (tuple(_ahead.hint(n) for n in numbers) for numbers in (shape, strides))
     if 0 in steps:  # an expanded dimension, whose place is PyTorch's choice
         with _without_modes():
             steps = torch.empty_like(torch.empty_strided(sizes, steps, device="meta")).stride()
@@ -74,12 +74,14 @@ def _of(call: Sequence[Any], rank: int, composite: Callable[..., Tensor]) -> Opt
         keeping = torch._C._get_flash_sdp_enabled() or torch._C._get_cudnn_sdp_enabled()
         choice = _KEEPS_Q[0] if keeping else SDPBackend.EFFICIENT_ATTENTION.value
     else:
-        choose = functools.partial(torch._fused_sdp_choice, scale=scale, enable_gqa=enable_gqa)
+
+        def choose(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor]) -> int:
+            return torch._fused_sdp_choice(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
         with _without_modes():
-            choice = choose(q, k, v, mask, dropout_p, is_causal)
+            choice = choose(q, k, v, mask)
             if rank == 3 and choice != SDPBackend.MATH.value:  # from 2.15 on it adds a dimension, and chooses again
-                added = [x[None] if x is not None and x.dim() == 3 else x for x in (q, k, v, mask)]
-                choice = choose(*added, dropout_p, is_causal)
+                choice = choose(*(x[None] if x is not None and x.dim() == 3 else x for x in (q, k, v, mask)))
     if choice == SDPBackend.MATH.value:
         return tuple(range(rank - 1))
     keeps = choice in _KEEPS_Q and (q.device.type != "cpu" or _cpu_keeps_q(composite))
