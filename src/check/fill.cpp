@@ -129,8 +129,8 @@ void Tensors::fill_family() const {
     }
   }
   for (const char* name : {"bias", "bias2"}) {
-    if (const Tensor* bias = find(name); bias != nullptr && case_.values == Values::kNanWhereMasked) {
-      fill_unused(*bias);
+    if (const Tensor* plane = find(name); plane != nullptr && case_.values == Values::kNanWhereMasked) {
+      fill_unused(*plane);
     }
   }
 }

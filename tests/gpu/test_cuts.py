@@ -359,7 +359,8 @@ def test_every_feature_is_drawn():
 
 def test_cuts_are_random():
     seen = collections.Counter()
-    for seed, p in enumerate(problems()):
+    for seed in range(240):  # of few a window ends a tile of keys early
+        p = drawn(seed, True)
         parts = cut(Whole(p, torch.device("cpu")), seed)
         rows = [sum(b - a for a, b in part.pieces) for part in parts]
         seen["of rows"] += sum(n > 0 for n in rows) > len({part.heads for part in parts})
@@ -369,7 +370,7 @@ def test_cuts_are_random():
         seen["keys begin later"] += any(part.keys.start > 0 for part in parts)
         seen["by number"] += any(part.by_number for part in parts)
         seen["equal bits"] += all(part.has_same_order() for part in parts)
-    assert seen["of rows"] > 60 and seen["equal bits"] > 50 and min(seen.values()) >= 1, seen
+    assert seen["of rows"] > 144 and seen["equal bits"] > 120 and min(seen.values()) >= 2, seen
 
 
 @pytest.mark.parametrize("user", ["causal", "window", "alibi", "dropout"])

@@ -4,6 +4,7 @@ and backward as functions of their own, which packages for several GPUs call."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, NoReturn, Optional, Union
@@ -160,12 +161,8 @@ def with_cache(
         raise TypeError(f"{function}: softmax_scale: a Tensor; accepted: a number, or None")
     if isinstance(lengths, int):
         lengths = torch.full((batch,), lengths, dtype=torch.int32, device=q.device)
-
-    def need_rows_within() -> None:
-        if cache_batch_idx is not None:
-            sequences = k_cache.shape[0]
-            _need_within(function, "cache_batch_idx", cache_batch_idx, sequences - 1, f"and the cache has {sequences} sequences")
-
+    sequences = k_cache.shape[0]
+    need_rows = functools.partial(_need_within, function, "cache_batch_idx", most=sequences - 1, why=f"and the cache has {sequences} sequences")
     if (k is None) != (v is None):
         raise ValueError(f"{function}: {'k' if k is None else 'v'}: None; accepted: k and v, or neither")
     if k is not None and v is not None:
@@ -174,12 +171,14 @@ def with_cache(
         _need_to_fit(function, q, k_cache, v_cache, k, v, lengths, cache_batch_idx)
         size, new = k_cache.shape[1], k.shape[1]
         _need_within(function, "cache_seqlens", lengths, size - new, f"with {new} new keys in a cache of {size}")
-        need_rows_within()
+        if cache_batch_idx is not None:
+            need_rows(cache_batch_idx)
         append(k_cache, k, lengths, cache_batch_idx)
         append(v_cache, v, lengths, cache_batch_idx)
         lengths = lengths + k.shape[1]
+    elif cache_batch_idx is not None:
+        need_rows(cache_batch_idx)
     if cache_batch_idx is not None:
-        need_rows_within()
         rows = cache_batch_idx.long()
         k_cache, v_cache = k_cache[rows], v_cache[rows]
     return _counts.call(
