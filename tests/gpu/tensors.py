@@ -285,9 +285,27 @@ class Tensors:
             value = 0 if name == "mask" else -math.inf if p.values == "dead_rows" else torch.finfo(t.buffer.dtype).min
             t.write(torch.where(third, torch.tensor(value, dtype=t.buffer.dtype, device=self.device), t.values()))
         elif p.values == "nan_where_masked":
-            t = self["bias"]
-            allowed = self.allowed().expand(p.batch_size, p.hq, p.sq, p.sk).reshape(t.shape)
-            t.write(torch.where(allowed, t.values(), math.nan))
+            if "mask" in self:  # of several entries and keys: so that some elements of smaller biases have no pair
+                t = self["mask"]
+                hidden = torch.zeros(t.shape, dtype=torch.bool, device=self.device)
+                hidden[..., 2::5] = p.mask.extents[4]
+                if p.batch_size > 1 and any(p.mask.extents[:2]):
+                    hidden.flatten(0, -4)[-1] = True
+                t.write(torch.where(hidden, False, t.values()))
+            allowed = self.allowed().expand(p.batch_size, p.hq, p.sq, p.sk).reshape(*p.batch, p.hq, p.sq, p.sk)
+            for name in ("bias", "bias2"):
+                if name in self:
+                    t = self[name]
+                    broadcast = [dim for dim, size in enumerate(t.shape) if size != allowed.shape[dim]]
+                    used = allowed.any(broadcast, keepdim=True) if broadcast else allowed
+                    t.write(torch.where(used, t.values(), math.nan))
+        elif p.values == "nan_rows":
+            for name in ("bias", "bias2", "alibi_slopes"):
+                if name in self:
+                    t = self[name]
+                    number = torch.arange(t.values().numel(), device=self.device).reshape(t.shape)
+                    chosen = number % 3 == 1 if name == "alibi_slopes" else number % 293 == 5
+                    t.write(torch.where(chosen, math.nan, t.values()))
         elif p.values == "one_hot" and p.sk:
             # q_i is six times the key i mod Sk, so that this one stands out.
             k = self.padded("k").repeat_interleave(p.hq // p.hk, dim=1)  # (B, H, Sk, D)

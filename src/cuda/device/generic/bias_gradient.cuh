@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_bias_gradient(co
         }
       }
       if (some) {
-        const bool edge = key + P > place.k_len ||
+        const bool edge = key + P > place.k_len || (S.ragged && m0 + row + T * 16 > place.q_len) ||
                           (S.banded && band.tile(m0 + row, m0 + row + T * 16, key, key + P) != math::TileClass::kFull);
         grad_scores<S, false, false, true, Inputs, M, N>(s, dp, unused, a, thread, head, band, edge, vectors, scores,
                                                          row, column + part, m0 + row, key);

@@ -392,8 +392,8 @@ __global__ void __launch_bounds__(S.warps * 32, S.ctas) generic_chunked_bias_gra
     const u32 head_q = now.entry.head;
     HeadState<S, false, T, N / 8> head(a, place, head_q, head_q / group, row0, thread.g, true);
     const math::Band<int> band = place.band<S>(a);
-    const bool edge =
-        n0 + N > place.k_len || (S.banded && band.tile(row0, row0 + T * 16, n0, n0 + N) != math::TileClass::kFull);
+    const bool edge = n0 + N > place.k_len || (S.ragged && row0 + T * 16 > place.q_len) ||
+                      (S.banded && band.tile(row0, row0 + T * 16, n0, n0 + N) != math::TileClass::kFull);
     const u32 inputs = step_inputs + (visit & 1) * kStepBytes;
     grad_scores<S, false, false, true, Inputs, M, N>(s, dp, unused, a, thread, head, band, edge, inputs, inputs + M * 8,
                                                      thread.warp * T * 16, 0, row0, n0);

@@ -78,7 +78,7 @@ __device__ __forceinline__ void grad_scores(float (&s)[kTiles][kColumns][4], flo
   }
   head.scores.template add<Inputs, kKeys>(s, thread, inputs, tile_row, tile_column, row0, column0);
   if (edge || (kTransposed && kHidesQueries<S> && column0 + kColumns * 8 > band.seqlen_q)) {
-    mask_edge<S, kTransposed>(s, thread, band, row0, column0);
+    mask_edge<S, kTransposed, kByScore && !kTransposed && S.ragged>(s, thread, band, row0, column0);
   }
   if constexpr (S.dropout != DropoutRule::kNone) {
     head.keep.prepare(thread, row0, column0);
@@ -122,7 +122,10 @@ __device__ __forceinline__ void grad_scores(float (&s)[kTiles][kColumns][4], flo
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int n = kTransposed ? e & 1 : e >> 1;
-          const float p = weight_of_score<kNatural>(s[i][j][e], unit, lse[n], kLift);
+          float p = weight_of_score<kNatural>(s[i][j][e], unit, lse[n], kLift);
+          if (may_hide(S) && s[i][j][e] == -kInfinity) {
+            p = 0;  // even where the logsumexp is NaN
+          }
           float grad = dp[i][j][e];
           float kept = p;
           if constexpr (S.dropout != DropoutRule::kNone) {

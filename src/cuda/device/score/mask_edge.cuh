@@ -28,12 +28,13 @@ __device__ __forceinline__ void hide_outside(float (&s)[kColumns][4], int x, int
 }
 
 // Whether S transposed has to hide queries behind the end of their sequence: their logsumexp of infinity does not hide
-// NaN, and the term of a key may be NaN where no query that exists meets it.
+// NaN, and the term of a key, or a slope, may be NaN where no query that exists meets the key.
 template <auto S>
-constexpr bool kHidesQueries = S.key_term && (S.banded || S.query_term);
+constexpr bool kHidesQueries = (S.key_term && (S.banded || S.query_term)) || (bool(S.positions) && S.banded);
 
-// -inf for keys outside of the band and past the end of the sequence. Only where a tile is not inside of both.
-template <auto S, bool kTransposed, int kTiles, int kColumns>
+// -inf for keys outside of the band and past the end of the sequence. Only where a tile is not inside of both. kRows:
+// for rows of S behind the last query as well, where rows of several sequences are added up.
+template <auto S, bool kTransposed, bool kRows = false, int kTiles, int kColumns>
 __device__ __forceinline__ void mask_edge(float (&s)[kTiles][kColumns][4], const Thread& thread,
                                           const math::Band<int>& band, int row0, int column0) {
   row0 = opaque(row0);
@@ -48,6 +49,9 @@ __device__ __forceinline__ void mask_edge(float (&s)[kTiles][kColumns][4], const
       }
       if (kTransposed && row >= band.seqlen_k) {
         in = {1 << 30, 1 << 30};
+      }
+      if (kRows && row >= band.seqlen_q) {
+        in = {0, 0};
       }
       const int begin = in.begin - first;
       const int end = in.end - first;
