@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <set>
 
 #include "check/numbers.h"
 #include "core/element.h"
@@ -338,6 +339,9 @@ void Tensors::prepare(Direction direction) const {
     for (const std::int64_t element : tensor->existing) {
       tensor->buffer->allow(static_cast<std::size_t>(element) * size, size);
     }
+    for (const std::int64_t element : cleared(*tensor, direction)) {
+      tensor->buffer->allow(static_cast<std::size_t>(element) * size, size);
+    }
     if (is_added(*tensor, direction)) {
       const std::vector<double> numbers = before(*tensor);
       for (std::size_t n = 0; n < numbers.size(); ++n) {
@@ -354,8 +358,29 @@ std::string Tensors::trespass(Direction direction) const {
       return fmt::format("{}: byte {} of its buffer of {} was written, where no element is to be", tensor->name, where,
                          tensor->buffer->size());
     }
+    const double nothing = tensor->kind == Tensor::Kind::kStatistics ? -std::numeric_limits<double>::infinity() : 0;
+    for (const std::int64_t element : cleared(*tensor, direction)) {
+      if (tensor->get(element) != nothing) {
+        return fmt::format("{}: element {}, of a row that does not exist, is {}, not {} (clear)", tensor->name, element,
+                           tensor->get(element), nothing);
+      }
+    }
   }
   return "";
+}
+
+std::vector<std::int64_t> Tensors::cleared(const Tensor& tensor, Direction direction) const {
+  std::vector<std::int64_t> elements;
+  const bool has_rows = tensor.kind != Tensor::Kind::kPlane && tensor.kind != Tensor::Kind::kVector;
+  if (case_.problem.clear_rows && has_rows && !is_added(tensor, direction)) {
+    const std::set<std::int64_t> existing(tensor.existing.begin(), tensor.existing.end());
+    for_each_index(tensor, [&](const Index&, std::int64_t element) {
+      if (!existing.contains(element)) {
+        elements.push_back(element);
+      }
+    });
+  }
+  return elements;
 }
 
 }  // namespace fovea::check

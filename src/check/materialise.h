@@ -112,6 +112,8 @@ class Tensors {
   static void poison(const Tensor& tensor);
 
  private:
+  // Elements of rows that do not exist, where the problem wants them cleared.
+  std::vector<std::int64_t> cleared(const Tensor& tensor, Direction direction) const;
   void add(std::string_view name, Tensor::Kind kind, bool output, const fovea_tensor* fovea_problem::*member);
   void place(Tensor& tensor, int part);
   void list_existing(Tensor& tensor) const;

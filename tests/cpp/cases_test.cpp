@@ -563,6 +563,28 @@ TEST(CasesTest, FaultsAreSeen) {
   EXPECT_NE(tensors.trespass(Direction::kForward), "");
 }
 
+TEST(CasesTest, RowsToClearAreSeen) {
+  Case c;
+  c.problem = parse("bwd b=2 hq=2 sq=20 sk=30 d=16 used_q=15,20 clear");
+  const Tensors tensors(c);
+  const Tensor& out = *tensors.find("out");
+  const Tensor& lse = *tensors.find("lse");
+  tensors.prepare(Direction::kForward);
+  EXPECT_NE(tensors.trespass(Direction::kForward), "");  // nobody has cleared them
+  for (std::int64_t row = 15; row < 20; ++row) {
+    for (std::int64_t head = 0; head < 2; ++head) {
+      lse.set(lse.element({0, head, row}), -std::numeric_limits<double>::infinity());
+      for (std::int64_t column = 0; column < 16; ++column) {
+        out.set(out.element({0, row, head, column}), 0);
+      }
+    }
+  }
+  EXPECT_EQ(tensors.trespass(Direction::kForward), "");
+  out.set(out.element({0, 17, 1, 3}), 1);
+  EXPECT_NE(tensors.trespass(Direction::kForward), "");
+  EXPECT_TRUE(Trial(c).test("reference").passed());
+}
+
 // One wrong element of any result is found, though thirty more evaluations are asked about it.
 TEST(CasesTest, OneWrongElementIsFound) {
   for (const auto& [line, relative] : {std::pair("bwd b=1 hq=2 sq=40 sk=33 d=24 bias=1,h,q,k sink", 1e-4),

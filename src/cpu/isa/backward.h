@@ -159,7 +159,7 @@ struct Tile {
           const u8* keep =
               o.dropping != Dropping::kNone ? tiles.keep + (i - row) * tiles.keep_stride + col / 8 : nullptr;
           grad_row(score, terms, cols,
-                   GradRow<T>{reference[i], delta != nullptr ? delta[i] : T(0), keep, static_cast<T>(o.keep_factor),
+                   GradRow<T>{reference[i], delta[i], keep, static_cast<T>(o.keep_factor),
                               p_row + col, ds_row != nullptr ? ds_row + col : nullptr,
                               ds_bias != nullptr ? ds_bias + col : nullptr, streams && is_aligned(ds_bias + col)});
         }

@@ -246,6 +246,11 @@ void forward(const ForwardTask& task, void* scratch) {
             math::max(keys.end, math::min(met.end, task.key_end))};
   });
   fill(state.o, round_up(rows, Operands::kRowStep) * operands.ld_v, T(0));
+  // Products of strips round their keys up. What they read there are the keys that follow, not zeros where this task's
+  // rows end: 0 times an infinity is NaN, whatever rows are with it.
+  if (!keys.empty()) {
+    keys.end = math::min(round_up(keys.end, Operands::kKeyStep), task.key_end);
+  }
 
   // Blocks end where they end for every task, so that a row has the same bits whatever rows are with it. Without keys
   // (a part behind the end of a short sequence), rounding down would begin with another part's.

@@ -5,7 +5,7 @@
 // vector alike. A thin coat over Google Highway, which is used header-only and by static dispatch.
 //
 // exp: x = n ln 2 + r with |r| <= ln 2 / 2, e^r - 1 by a polynomial, 2^n put into the exponent's bits. Within 2 ulp;
-// exp(-inf) = 0, NaN stays, results below the normal range are 0, and nothing touches the control register.
+// exp(-inf) = 0, NaN stays, results below 2^-125.5 are 0, and nothing touches the control register.
 // exp_of_negative is for weights, which are never above 1, with a quarter fewer instructions.
 #pragma once
 
@@ -151,7 +151,7 @@ struct ExpConstants<float> {
   static constexpr float kLog2e = 1.44269504089f;
   static constexpr float kLn2High = 0.693359375f;  // short enough that n * kLn2High is exact
   static constexpr float kLn2Low = -2.12194440e-4f;
-  static constexpr float kLowest = -87.5f;  // the first to give 0
+  static constexpr float kLowest = -87.5f;  // gives 0, as all from -87 on does
   static constexpr float kHighest = 89.0f;  // gives infinity
   static constexpr Bits kBiasLess1 = 126;
   // (e^r - 1 - r) / r^2, interpolated at Chebyshev's nodes: e^r within 8e-9.

@@ -7,7 +7,8 @@
 //   Sm90BackwardMask   sm90_backward: weights, by words of 16 keys and 64 queries there (sm90/backward_mask.cuh)
 //
 // A mask of keys alone (key_mask) is one word for all rows of sm90_forward, or columns of K there
-// (sm90/forward_prepare.cuh). The other kernels add it as a vector (score/scores.cuh).
+// (sm90/forward_prepare.cuh). sm90_backward clears P and dS with it (Sm90BackwardGradients::clear_hidden); the other
+// kernels add it as a vector (score/scores.cuh).
 #pragma once
 
 #include "cuda/device/tile/tile.cuh"
