@@ -49,7 +49,7 @@ std::vector<std::string> words_of_all(const std::vector<std::string>& arguments)
 
 std::vector<std::string> names_of_values() {
   std::vector<std::string> names;
-  for (int n = 0; n <= static_cast<int>(check::Values::kNanRows); ++n) {
+  for (int n = 0; n <= static_cast<int>(check::Values::kNanWhereMasked); ++n) {
     names.emplace_back(check::name_of(static_cast<check::Values>(n)));
   }
   return names;

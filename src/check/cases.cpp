@@ -29,12 +29,10 @@ constexpr std::pair<Values, std::string_view> kValues[] = {
     {Values::kLowest, "lowest"},
     {Values::kDenormal, "denormal"},
     {Values::kNanWhereMasked, "nan_where_masked"},
-    {Values::kNanRows, "nan_rows"},  // not in the covering
 };
 
 // Behind the covering: masks of so many keys that kernels take them in a way of their own, masks of queries alone over
-// a bias of NaN, biases of keys or queries alone that are NaN where no pair takes part, and NaN of single rows, which
-// must not reach keys that these rows do not meet.
+// a bias of NaN, and biases of keys or queries alone that are NaN where no pair takes part.
 constexpr std::pair<std::string_view, Values> kMasks[] = {
     {"b=2 hq=2 hk=1 sq=120 sk=1100 d=64 bf16 causal mask=b,1,1,k", Values::kNormal},
     {"b=1x3 hq=1 sq=40 sk=1030 d=128 fp16 mask=b1,b2,1,1,k sink dlse", Values::kLargeScores},
@@ -59,14 +57,6 @@ constexpr std::pair<std::string_view, Values> kMasks[] = {
      Values::kNanWhereMasked},
     {"b=3 hq=1 d=40 fp16 seqs_q=70,129,129 seqs_k=129,33,33 window=0,0 align=tl alibi=h bias=1,h,1,k bias2=b,1,q,k",
      Values::kNanWhereMasked},
-    {"b=2 hq=2 sq=100 sk=130 d=64 bf16 mask=b,1,q,k bias=b,h,q,k", Values::kNanRows},
-    {"b=1 hq=2 sq=100 sk=130 d=64 fp16 window=4,0 align=tl bias=1,h,1,k", Values::kNanRows},
-    {"b=2 hq=2 hk=1 sq=150 sk=190 d=128 bf16 causal bias=1,h,1,k need=q,k,v", Values::kNanRows},
-    {"b=1 hq=2 sq=130 sk=190 d=256 bf16 causal bias=1,1,q,1:fp32", Values::kNanRows},
-    {"b=1 hq=1 sq=90 sk=70 d=512 bf16 causal bias=1,1,q,k", Values::kNanRows},
-    {"b=2 hq=1 sq=60 sk=70 d=40 fp32 window=5,5 bias=b,1,q,k", Values::kNanRows},
-    {"b=4 hq=3 sq=49 sk=49 d=32 bf16 causal bias=1,h,q,k", Values::kNanRows},
-    {"b=1 hq=2 sq=100 sk=130 d=64 bf16 causal align=tl alibi=h", Values::kNanRows},
 };
 
 // In the order of features().
@@ -133,9 +123,7 @@ std::vector<Feature> make_features() {
       {"results", {"", "fp32", "k,v added", "all added"}},  // fp32: of 16-bit inputs; added ones are of fp32, too
   };
   for (const auto& [value, name] : kValues) {
-    if (value != Values::kNanRows) {
-      all[kFamily].values.push_back(name);
-    }
+    all[kFamily].values.push_back(name);
   }
   return all;
 }
@@ -272,8 +260,6 @@ std::string lacks(const Problem& p, Values values) {
       return !p.bias && !p.bias2      ? "a bias"
              : !p.mask && !p.banded() ? "a mask or a band that leaves scores out (causal)"
                                       : "";
-    case Values::kNanRows:
-      return p.bias || p.bias2 || p.alibi != Alibi::kNone ? "" : "a bias or alibi";
     default:
       return "";
   }

@@ -30,8 +30,7 @@ enum class Values {
   kHuge,           // a third of the bias is 1e30 or -1e30, as far as its type goes
   kLowest,         // every third row of the bias is its type's lowest finite number throughout
   kDenormal,       // v and grad_out are denormal
-  kNanWhereMasked, // biases are NaN wherever mask or band leave out all pairs of an element
-  kNanRows         // some elements of biases and some slopes are NaN, whether their pairs take part or not
+  kNanWhereMasked  // biases are NaN wherever mask or band leave out all pairs of an element
 };
 std::string_view name_of(Values values);
 

@@ -34,17 +34,11 @@ bool is_hidden_by_family(const Problem& p, std::int64_t b, std::int64_t j) {
   return (p.mask.extents.key && j % 5 == 2) || (by_batch && b > 0 && b == p.batch() - 1);
 }
 
-// Of kNanRows: so few that most rows have none, and the slope of every third head.
-bool is_nan(std::string_view tensor, std::int64_t number) {
-  return ((tensor == "bias" || tensor == "bias2") && number % 293 == 5) || (tensor == "alibi_slopes" && number % 3 == 1);
-}
-
 }  // namespace
 
 void Tensors::fill(const Tensor& tensor) const {
   const Values values = case_.values;
   Random random(case_.seed, tensor.name);
-  std::int64_t number = 0;
   for (const std::int64_t element : tensor.existing) {
     double value = random.normal();
     if (tensor.name == "mask") {
@@ -60,9 +54,6 @@ void Tensors::fill(const Tensor& tensor) const {
       value = -std::numeric_limits<double>::infinity();
     } else if (tensor.name == "bias" && values == Values::kHuge && random.uniform() < 1.0 / 3) {
       value = std::copysign(tensor.type() == DType::kFp16 ? 6e4 : 1e30, value);
-    }
-    if (values == Values::kNanRows && is_nan(tensor.name, number++)) {
-      value = std::numeric_limits<double>::quiet_NaN();
     }
     tensor.set(element, value);
   }

@@ -299,13 +299,6 @@ class Tensors:
                     broadcast = [dim for dim, size in enumerate(t.shape) if size != allowed.shape[dim]]
                     used = allowed.any(broadcast, keepdim=True) if broadcast else allowed
                     t.write(torch.where(used, t.values(), math.nan))
-        elif p.values == "nan_rows":
-            for name in ("bias", "bias2", "alibi_slopes"):
-                if name in self:
-                    t = self[name]
-                    number = torch.arange(t.values().numel(), device=self.device).reshape(t.shape)
-                    chosen = number % 3 == 1 if name == "alibi_slopes" else number % 293 == 5
-                    t.write(torch.where(chosen, math.nan, t.values()))
         elif p.values == "one_hot" and p.sk:
             # q_i is six times the key i mod Sk, so that this one stands out.
             k = self.padded("k").repeat_interleave(p.hq // p.hk, dim=1)  # (B, H, Sk, D)

@@ -250,8 +250,7 @@ __global__ void __launch_bounds__(kBackwardPrepareThreads, 6) backward_prepare(c
       const float sum = sum_of_lanes<kLanes>(sums[pass]);
       if (lane == 0 && inside) {
         // A dead row's P of 0 would make NaN of what is not finite.
-        // Of a dead row 0. Of a row of NaN, too: its P is NaN where it meets a key, and is 0 elsewhere, as dS has to be.
-        const float delta = references[pass] < kInfinity ? math::delta(sum, grads_of_lse[pass]) : 0.f;
+        const float delta = references[pass] == kInfinity ? 0.f : math::delta(sum, grads_of_lse[pass]);
         a.row_lse[at] = references[pass] * a.lse_factor;
         a.row_delta[at] = delta;
         if (a.row_sum != nullptr) {

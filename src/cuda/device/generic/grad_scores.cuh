@@ -122,10 +122,7 @@ __device__ __forceinline__ void grad_scores(float (&s)[kTiles][kColumns][4], flo
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int n = kTransposed ? e & 1 : e >> 1;
-          float p = weight_of_score<kNatural>(s[i][j][e], unit, lse[n], kLift);
-          if (may_hide(S) && s[i][j][e] == -kInfinity) {
-            p = 0;  // even where the logsumexp is NaN
-          }
+          const float p = weight_of_score<kNatural>(s[i][j][e], unit, lse[n], kLift);
           float grad = dp[i][j][e];
           float kept = p;
           if constexpr (S.dropout != DropoutRule::kNone) {

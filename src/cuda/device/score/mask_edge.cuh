@@ -28,9 +28,9 @@ __device__ __forceinline__ void hide_outside(float (&s)[kColumns][4], int x, int
 }
 
 // Whether S transposed has to hide queries behind the end of their sequence: their logsumexp of infinity does not hide
-// NaN, and the term of a key, or a slope, may be NaN where no query that exists meets the key.
+// NaN, and the term of a key may be NaN where no query that exists meets it.
 template <auto S>
-constexpr bool kHidesQueries = (S.key_term && (S.banded || S.query_term)) || (bool(S.positions) && S.banded);
+constexpr bool kHidesQueries = S.key_term && (S.banded || S.query_term);
 
 // -inf for keys outside of the band and past the end of the sequence. Only where a tile is not inside of both. kRows:
 // for rows of S behind the last query as well, where rows of several sequences are added up.

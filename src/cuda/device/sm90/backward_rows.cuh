@@ -78,7 +78,7 @@ __device__ __forceinline__ void sm90_backward_make_rows(const Args& a, const Sm9
           sum += dot8<S.type>(load_shared4(out + at), load_shared4(grad_out + at));
         }
         // A dead row's P of 0 would make NaN of what is not finite.
-        const float delta = reference[i] < kInfinity ? math::delta(sum, grad_lse[i]) : 0.f;  // as in backward_prepare
+        const float delta = reference[i] == kInfinity ? 0.f : math::delta(sum, grad_lse[i]);
         store_shared(vectors + row * 4, reference[i] * a.lse_factor);
         store_shared(vectors + (kSizes.delta_at - kSizes.lse_at) + row * 4, delta);
       }

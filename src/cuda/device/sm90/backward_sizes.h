@@ -39,12 +39,10 @@ constexpr Sm90BackwardSpec sm90_part_of_step(Sm90BackwardSpec spec, int parts) {
   return spec;
 }
 // Where queries behind the end of their sequence may have scores of NaN, which a logsumexp of infinity does not hide:
-// of a tile of bias that has rows there, or of a key's term or a slope, which may be NaN where no query that exists
-// meets the key.
+// of a tile of bias that has rows there, or of a key's term, which may be NaN where no query that exists meets the key.
 template <auto S>
 constexpr bool kMaskQueries = (S.ragged && (S.bias != BiasTile::kNone || S.bias2 != BiasTile::kNone)) ||
-                              (S.key_term && !S.key_mask && (S.banded || (S.ragged && S.mask))) ||
-                              (bool(S.positions) && S.banded);
+                              (S.key_term && !S.key_mask && (S.banded || (S.ragged && S.mask)));
 
 // Steps of 80 queries, as many as registers and shared memory have room for at head_dim 128. A product has 64 rows, so
 // dQ is computed transposed, 64 columns of it by each of two warpgroups (`halves`). In dq_sum the first 64 columns of
