@@ -272,7 +272,7 @@ bool converts_dq(const Call& call, const Operands& operands, const Sm90BackwardS
   const bool of_others = spec.dq && spec.dkv && !spec.direct && widest > kNarrow && widest <= kMiddle && is_short;
   return (of_bulk || of_others) && !spec.key_parts && operands.vector_stores &&
          sm90_items(call, spec) > target.multiprocessors && spec.bias == BiasTile::kNone &&
-         sm90_outer_bytes(spec) == 0 && !spec.row_sum && spec.dropout == DropoutRule::kNone &&
+         sm90_outer_bytes(spec) == 0 && !spec.row_sum && !spec.mask && spec.dropout == DropoutRule::kNone &&
          !fp32_results(call.problem).q;
 }
 
