@@ -174,13 +174,12 @@ Plan plan(const Call& call) {
   const bool is_short = type == DType::kBf16 || type == DType::kFp16;
   constexpr std::int64_t kVector = FOVEA_ARM ? 4 : 16;  // of fp32, with a matrix unit: RowsForward::takes()
   const bool has_vectors = call.problem.head_dim >= kVector && call.problem.head_dim_v >= kVector;
-  plan.summary =
-      fmt::format("{}, {} thread{}, tiles of {} queries x {} keys{}", plan.isa, plan.threads,
-                  plan.threads == 1 ? "" : "s", tiles.rows, tiles.keys,
-                  type == DType::kBf16 && has_matrix_unit(type)
-                      ? (has_vectors ? ", products of bf16 (of few queries in fp32)" : ", products of bf16")
-                  : is_short ? ", products in fp32"
-                             : "");
+  plan.summary = fmt::format("{}, {} thread{}, tiles of {} queries x {} keys{}", plan.isa, plan.threads,
+                             plan.threads == 1 ? "" : "s", tiles.rows, tiles.keys,
+                             type == DType::kBf16 && has_matrix_unit(type)
+                                 ? (has_vectors ? ", products of bf16 (of few queries in fp32)" : ", products of bf16")
+                             : is_short ? ", products in fp32"
+                                        : "");
   return plan;
 }
 
