@@ -97,8 +97,8 @@ def cpu(short=False):
     for row in data["rows"]:
         if short and row["name"] not in CPU_SHORT:
             continue
-        forward, backward = row["forward"], row["backward"]
-        rows.append(f"| {row['name']} | {forward:.0f} | {forward / best:.2f} | {backward:.0f} | {backward / best:.2f} |")
+        shares = ["" if "one thread" in row["name"] else f"{row[which] / best:.2f}" for which in ("forward", "backward")]  # of as many threads
+        rows.append(f"| {row['name']} | {row['forward']:.0f} | {shares[0]} | {row['backward']:.0f} | {shares[1]} |")
     return rows
 
 
@@ -135,7 +135,9 @@ def cpu_peers(name="cpu_pytorch", short=False):
                 cells.append("" if speeds is None else "{:.{n}f} / {:.{n}f} = {:.2f}".format(
                     *speeds, speeds[0] / speeds[1], n=0 if min(speeds) >= 20 else 1))  # fmt: skip
         rows.append(f"| {problem} | " + " | ".join(cells) + " |")
-    for problem in dict.fromkeys(row["name"] for row in data["rows"] if "of_product" in row and not short):
+    for problem in dict.fromkeys(row["name"] for row in data["rows"] if "of_product" in row):
+        if short and problem not in CPU_PEERS_SHORT:
+            continue
         shares = [found.get((isa, problem), {}).get("of_product", {}).get(which) for isa in sets for which in ("forward", "backward")]
         rows.append(f"| {problem}, of the matrix product in turns | " + " | ".join("" if x is None else f"{x:.2f}" for x in shares) + " |")
     return rows
