@@ -3,19 +3,21 @@
 """fovea's CPU speed beside scaled_dot_product_attention of PyTorch and PyTorch's matrix product, within each instruction set.
 
 Results and gradients are compared first, but for dropout, whose masks differ; a row that differs ends the benchmark.
-Each instruction set is a process of its own, in which PyTorch and its libraries keep to that set as well. Calls alternate; what
+Each instruction set is a process of its own, in which PyTorch and its libraries keep to that set as well (with avx512 they may
+multiply bf16 by AVX512-BF16, where there is that). Calls alternate; what
 is reported are medians over the rounds. With one thread (the default) it is the processor time of that thread, which other work
 on the machine disturbs less; with more threads it is wall time. FLOPs are those of allowed (query, key) pairs: 4 D per pair
 forward, 10 D backward. Of packed sequences PyTorch computes one after the other, which on a CPU is faster than its nested
 tensors. Needs PyTorch. Numbers are recorded, never asserted.
 
 examples:
-  bench/cpu/pytorch.py                                          a table
+  .venv-torch/bin/python bench/cpu/pytorch.py                   a table; `make test-torch` makes that environment
   bench/cpu/pytorch.py --isa amx --threads 2 --filter bf16      some rows, on two threads
   bench/cpu/pytorch.py --isa avx512_bf16 --isa avx2 --rounds 5  what docs/performance.md has
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -154,21 +156,40 @@ def measure(isa, threads, rounds, words):
         print(json.dumps(row), flush=True)
 
 
+def sets_here():
+    """The first instruction set that is in use, and avx2."""
+    import fovea
+
+    sets = dict(re.findall(r"^instruction set +(\S+) +(in use|available)", fovea.explain(), re.MULTILINE))
+    used = next(name for name, state in sets.items() if state == "in use")
+    return list(dict.fromkeys([used, *(["avx2"] if "avx2" in sets else [])]))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--isa", action="append", metavar="NAME", help="an instruction set (default: avx512 and avx2); can be repeated")
+    parser.add_argument("--isa", action="append", metavar="NAME", help="an instruction set (default: the one in use here, and avx2); can be repeated")
     parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=7, help="default: %(default)s")
-    parser.add_argument("--filter", action="append", default=[], metavar="WORD", help="only rows with all of these words")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was measured")
+    parser.add_argument("--filter", action="append", default=[], metavar="WORD", help="only rows with this in their name; can be repeated")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was measured, over a file that is there")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if not any(all(word in row[0] for word in arguments.filter) for row in rows()):
         parser.error(f"--filter: no row has the words {' '.join(arguments.filter)}")
+    cores = len(os.sched_getaffinity(0))
+    if not 1 <= arguments.threads <= cores:
+        parser.error(f"--threads {arguments.threads}: accepted: 1 to {cores}, as many cores as this process may use")
+    if arguments.rounds < 1:
+        parser.error(f"--rounds {arguments.rounds}: accepted: 1 and more")
+    if arguments.json and not arguments.json.resolve().parent.is_dir():
+        parser.error(f"--json {arguments.json}: there is no folder {arguments.json.resolve().parent}")
+    if importlib.util.find_spec("torch") is None:
+        parser.error(f"{sys.executable} has no PyTorch; `make test-torch` makes an environment that has it: .venv-torch/bin/python {sys.argv[0]}")
     if arguments.child:
         return measure(arguments.isa[0], arguments.threads, arguments.rounds, arguments.filter)
+    print("one thread, processor time" if arguments.threads == 1 else f"{arguments.threads} threads, wall time", flush=True)
     machines, found = [], []
-    for isa in arguments.isa or ["avx512", "avx2"]:
+    for isa in arguments.isa or sets_here():
         command = [sys.executable, __file__, "--child", "--isa", isa, "--threads", str(arguments.threads), "--rounds", str(arguments.rounds)]
         for word in arguments.filter:
             command += ["--filter", word]
