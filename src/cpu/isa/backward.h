@@ -159,9 +159,9 @@ struct Tile {
           const u8* keep =
               o.dropping != Dropping::kNone ? tiles.keep + (i - row) * tiles.keep_stride + col / 8 : nullptr;
           grad_row(score, terms, cols,
-                   GradRow<T>{reference[i], delta[i], keep, static_cast<T>(o.keep_factor),
-                              p_row + col, ds_row != nullptr ? ds_row + col : nullptr,
-                              ds_bias != nullptr ? ds_bias + col : nullptr, streams && is_aligned(ds_bias + col)});
+                   GradRow<T>{reference[i], delta[i], keep, static_cast<T>(o.keep_factor), p_row + col,
+                              ds_row != nullptr ? ds_row + col : nullptr, ds_bias != nullptr ? ds_bias + col : nullptr,
+                              streams && is_aligned(ds_bias + col)});
         }
         clear_outside(p_row, col, col + cols, all_cols);
         if (ds_row != nullptr) {
