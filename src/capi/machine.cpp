@@ -37,6 +37,9 @@ std::string number_or_all(const std::string& value) {
   return value == "all" || number ? "" : "accepted: a number, all";
 }
 std::string reduced(const std::string& value) { return value == "reduced" ? "" : "accepted: reduced, or not set"; }
+std::string way_of_torch(const std::string& value) {
+  return value == "1" || value == "methods" || value == "0" ? "" : "accepted: 1, methods, 0";
+}
 std::string cuda_cpu_or_compile(const std::string& value) {
   return value == "cuda" || value == "cpu" || value == "compile" ? "" : "accepted: cuda, cpu, compile";
 }
@@ -64,7 +67,7 @@ constexpr Variable kVariables[] = {
     {"FOVEA_LIBRARY", "the libfovea.so that Python loads", file_that_is_there},
     {"FOVEA_TORCH", "1: PyTorch programs run on fovea; TORCH_DEVICE_BACKEND_AUTOLOAD=0 would prevent it"},
     {"FOVEA_CHECK_RANKS", "1: the ranks of context_parallel compare their arguments before they move anything"},
-    {"FOVEA_TORCH_FAST", "1, methods or 0: how fovea.torch calls the library"},
+    {"FOVEA_TORCH_FAST", "1, methods or 0: how fovea.torch calls the library", way_of_torch},
 };
 // Of tests and tools: printed only where they are set.
 constexpr Variable kVariablesOfTests[] = {

@@ -804,6 +804,7 @@ def test_an_instruction_set_that_is_none_is_refused_before_any_row(arguments):
         ("FOVEA_CASES", "few", "'few': accepted: reduced"),
         ("FOVEA_KERNELS", "many", "'many': accepted: a number, all"),
         ("FOVEA_TEST_DEVICE", "gpu", "'gpu': accepted: cuda, cpu, compile"),
+        ("FOVEA_TORCH_FAST", "9", "'9': accepted: 1, methods, 0"),
     ],
 )
 def test_explain_checks_variables(name, value, why):
