@@ -157,12 +157,11 @@ def measure(isa, threads, rounds, words):
 
 
 def sets_here():
-    """The first instruction set that is in use, and avx2."""
-    import fovea
+    """The instruction set that is in use, and avx2."""
+    from fovea.torch._fastest import instruction_sets
 
-    sets = dict(re.findall(r"^instruction set +(\S+) +(in use|available)", fovea.explain(), re.MULTILINE))
-    used = next(name for name, state in sets.items() if state == "in use")
-    return list(dict.fromkeys([used, *(["avx2"] if "avx2" in sets else [])]))
+    sets = instruction_sets()
+    return list(dict.fromkeys([*(name for name, used in sets.items() if used), *(["avx2"] if "avx2" in sets else [])]))
 
 
 def main():

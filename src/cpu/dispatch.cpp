@@ -172,12 +172,9 @@ Plan plan(const Call& call) {
   const Tiles tiles = forward ? forward_tiles(call, plan.threads) : backward_tiles(call);
   const DType type = call.problem.type;
   const bool is_short = type == DType::kBf16 || type == DType::kFp16;
-  // As RowsForward::takes() has it, with a matrix unit.
-  constexpr std::int64_t kVector = FOVEA_ARM ? 4 : 16;
-  constexpr std::int64_t kFewRows = 8;
-  const bool in_rows = forward &&
-                       call.rows.heads_q / std::max<i64>(call.rows.heads_k, 1) * call.rows.limit_q <= kFewRows &&
-                       call.problem.head_dim >= kVector && call.problem.head_dim_v >= kVector;
+  const i64 rows = call.rows.heads_q / std::max<i64>(call.rows.heads_k, 1) * call.rows.limit_q;
+  const bool in_rows = forward && call.k.strides.col == 1 && call.v.strides.col == 1 &&
+                       has_few_rows(rows, call.problem.head_dim, call.problem.head_dim_v, kernels.vector);
   plan.summary = fmt::format("{}, {} thread{}, tiles of {} queries x {} keys{}", plan.isa, plan.threads,
                              plan.threads == 1 ? "" : "s", tiles.rows, tiles.keys,
                              type == DType::kBf16 && has_matrix_unit(type) && !in_rows ? ", products of bf16"

@@ -166,9 +166,18 @@ struct Shape {
   std::int64_t backward_keys;
 };
 
+// A few rows of a batch entry and key head have a forward of their own, with products in the type of the sums.
+// vector: numbers of that type. Inline always: no symbol of an instruction set's object may stand in for another's.
+[[gnu::always_inline]] constexpr bool has_few_rows(std::int64_t rows, std::int64_t head_dim, std::int64_t head_dim_v,
+                                                   std::int64_t vector) {
+  constexpr std::int64_t kMost = 8;
+  return rows <= kMost && head_dim >= vector && head_dim_v >= vector;
+}
+
 struct Kernels {
   const char* name;
   Shape shape;
+  std::int64_t vector;  // numbers of the type of the sums
   // Sizes in bytes are multiples of Arena::kAlignment.
   std::size_t (*forward_scratch)(const Options& options);
   std::size_t (*forward_partial)(const Options& options);

@@ -58,13 +58,12 @@ struct RowsForward {
   static constexpr i64 kKeyStep = 16;
   static constexpr bool kPacks = false;
   static constexpr bool kBeside = false;
-  static constexpr i64 kMostRows = 8;
   static constexpr i64 padded_keys(i64 keys) { return padded<T>(keys); }
 
   static bool takes(const ForwardTask& task) {
     const Options& options = *task.options;
-    return task.all_rows <= kMostRows && task.k.col == 1 && task.v.col == 1 && options.head_dim >= lanes<T>() &&
-           options.head_dim_v >= lanes<T>();
+    return task.k.col == 1 && task.v.col == 1 &&
+           has_few_rows(task.all_rows, options.head_dim, options.head_dim_v, lanes<T>());
   }
 
   i64 ld_q, ld_v, ld_s;

@@ -49,6 +49,7 @@ constexpr Kernels table(const Shape& shape) {
   using T = typename ForwardOperands::Number;
   return {kName,
           shape,
+          lanes<T>(),
           forward_scratch<ForwardOperands>,
           forward_partial<T>,
           run_forward<ForwardOperands>,

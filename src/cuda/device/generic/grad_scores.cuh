@@ -78,7 +78,7 @@ __device__ __forceinline__ void grad_scores(float (&s)[kTiles][kColumns][4], flo
   }
   head.scores.template add<Inputs, kKeys>(s, thread, inputs, tile_row, tile_column, row0, column0);
   if (edge || (kTransposed && kHidesQueries<S> && column0 + kColumns * 8 > band.seqlen_q)) {
-    mask_edge<S, kTransposed, kByScore && !kTransposed && S.ragged>(s, thread, band, row0, column0);
+    mask_edge<S, kTransposed, kByScore && S.ragged>(s, thread, band, row0, column0);
   }
   if constexpr (S.dropout != DropoutRule::kNone) {
     head.keep.prepare(thread, row0, column0);
