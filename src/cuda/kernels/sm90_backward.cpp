@@ -268,11 +268,12 @@ bool converts_dq(const Call& call, const Operands& operands, const Sm90BackwardS
   const int widest = std::max(spec.d, spec.dv);
   const bool grouped = call.rows.heads_q > call.rows.heads_k;
   const bool is_short = call.rows.limit_q <= kShort;
-  const bool of_bulk = spec.bulk && ((spec.banded && !grouped) || widest <= kNarrow || is_short);
+  const bool of_bulk =
+      spec.bulk && ((spec.banded && !grouped) || widest <= kNarrow || is_short) && !(spec.ordered && widest <= kNarrow);
   const bool of_others = spec.dq && spec.dkv && !spec.direct && widest > kNarrow && widest <= kMiddle && is_short;
   return (of_bulk || of_others) && !spec.key_parts && operands.vector_stores &&
          sm90_items(call, spec) > target.multiprocessors && spec.bias == BiasTile::kNone &&
-         sm90_outer_bytes(spec) == 0 && !spec.row_sum && !spec.mask && spec.dropout == DropoutRule::kNone &&
+         sm90_outer_bytes(spec) == 0 && !spec.row_sum && spec.dropout == DropoutRule::kNone &&
          !fp32_results(call.problem).q;
 }
 

@@ -251,8 +251,10 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
     const bool waits = spec.warps != 8 || features == 0 || draws_last;
     // Q in registers spares shared memory a seventh of its traffic at head_dim 128, and a softmax beside the own
     // product then pays. Dropout's decisions would not fit beside it.
+    constexpr std::int64_t kShort = 1024;  // without a band and a bias it loses there
     spec.resident = spec.d == 128 && spec.dv == 128 && spec.step == 128 && !drops &&
-                    features == int{spec.bias != BiasTile::kNone} && !few_keys;
+                    features == int{spec.bias != BiasTile::kNone} && !few_keys &&
+                    (spec.banded || features > 0 || call.rows.limit_k > kShort);
     spec.ahead = widest > 128 || !waits || spec.resident ? spec.step / 16 : 0;
     const bool bias_alone = features == 2 && spec.bias != BiasTile::kNone;
     // Beside a bias alone, too: 96 columns gained by early draws, 128 lost.
