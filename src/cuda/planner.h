@@ -69,6 +69,7 @@ class Planner {
   void check_limits() const;
   void check_bias_rows() const;
   void forward();
+  bool takes_odd_rows();
   void backward();
 };
 

@@ -587,6 +587,40 @@ const Launch* main_of(const Plan& plan) {
   return narrow != nullptr ? narrow : find(plan, "sm90_wide_backward");
 }
 
+// A bias that nothing shares, whose rows begin anywhere, is read where it lies, and dS goes to such rows.
+TEST(CudaPlan, OddRowsOfABiasThatNothingShares) {
+  const auto main = [](const std::string& line) -> std::string {
+    const Plan plan = plan_of_line("bwd " + line);
+    const Launch* const launch = find(plan, "sm90_backward");
+    const bool odd = launch != nullptr && launch->kernel.as<Sm90BackwardSpec>().odd_rows;
+    EXPECT_EQ(find(plan, "prepare_pack") == nullptr, odd) << line;
+    return !odd ? "packed" : launch->kernel.as<Sm90BackwardSpec>().dbias_store ? "stored" : "read";
+  };
+  const std::string shape = "b=2 hq=4 sq=300 sk=301 d=64 bf16 ";
+  EXPECT_EQ(main(shape + "bias=b,h,q,k need=q,k,v,bias"), "stored");
+  EXPECT_EQ(main(shape + "bias=b,h,q,k dropout=0.1 mask=b,1,1,k need=q,k,bias"), "stored");
+  EXPECT_EQ(main(shape + "bias=b,h,q,k bias2=b,1,1,k need=q,k,v,bias,bias2"), "stored");
+  EXPECT_EQ(main("b=2x2 hq=4 hk=2 sq=300 sk=306 d=128 fp16 bias=b1,b2,h,q,k need=q,k,v,bias"), "stored");
+  EXPECT_EQ(main(shape + "bias=b,h,q,k causal need=q,k,v"), "read");
+  for (const char* const rest : {
+           "bias=b,h,q,k causal need=q,k,v,bias",         // dS of tiles outside of the band is never made
+           "bias=b,h,q,k softcap=3 need=q,k,v,bias",      // nor is dS the gradient here
+           "bias=b,h,q,k det need=q,k,v,bias",            //
+           "bias=b,h,q,k need=k,v,bias",                  //
+           "bias=b,h,q,k need=bias",                      //
+           "bias=b,h,q,k:fp32 need=q,k,v",                // other classes of rows
+           "bias=1,h,q,k need=q,k,v,bias",                // shared
+           "bias=b,1,q,k need=q,k,v",                     //
+           "bias=b,h,q,k bias2=b,h,q,k need=q,k,v,bias",  // of two
+           "bias=b,h,q,k need=q,k,v,bias wide=bias",      // of fp32
+           "bias=b,h,q,k used_k=301,70 need=q,k,v",       // lengths differ
+       }) {
+    EXPECT_EQ(main(shape + rest), "packed") << rest;
+  }
+  EXPECT_EQ(main("b=2 hq=4 sq=300 sk=301 d=192 bf16 bias=b,h,q,k need=q,k,v,bias"), "packed");
+  EXPECT_EQ(main("b=2 hq=4 sq=300 sk=101 d=64 bf16 bias=b,h,q,k need=q,k,v,bias"), "packed");
+}
+
 TEST(CudaPlan, FewBlocksOfKeysAreShared) {
   const std::int64_t multiprocessors = target_of("sm_90").multiprocessors;
   for (const char* const line :

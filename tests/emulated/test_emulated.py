@@ -80,6 +80,9 @@ CASES = [
     ("b=1 hq=1 sq=64 sk=2200 d=64 bf16", "sm90_forward split; generic_combine"),
     ("b=2 hq=2 sq=200 sk=77 d=64 bf16", "sm90_backward direct makes_rows"),
     ("b=1 hq=2 sq=300 sk=300 d=256 bf16 causal bias=b,h,q,k:fp32", "sm90_forward banded bias planes=1"),
+    ("b=2 hq=2 sq=199 sk=201 d=64 bf16 bias=b,h,q,k", "sm90_backward bias dbias_store odd_rows outer=2"),
+    ("b=1 hq=3 sq=250 sk=389 d=80 fp16 bias=b,h,q,k need=q,k,v skew=1", "sm90_backward bias odd_rows"),
+    ("b=2x2 hq=2 hk=1 sq=163 sk=262 d=128 bf16 bias=b1,b2,h,q,k dropout=0.2 mask=b,1,q,k", "sm90_backward dbias_store odd_rows"),
     ("b=1 hq=2 sq=50 sk=60 d=24 fp32", "generic_forward; generic_backward"),
     ("b=1 hq=2 sq=50 sk=60 d=300 fp32 bias=b,h,q,k",
      "generic_wide_forward bias; generic_backward; generic_bias_gradient bias"),
@@ -135,6 +138,16 @@ FAULTS = {
     "row vectors are made before O is there": (
         "sm90/backward_rows.cuh", "      barrier_wait(barriers.inputs_full(ring.buffer()), ring.parity());\n", "",
         "b=2 hq=2 sq=200 sk=77 d=64 bf16", "reads shared memory at [0-9]+, which a copy is filling"),
+    "a bias with odd rows is moved before it is there": (
+        "sm90/backward_odd_rows.cuh", "      barrier_wait(barriers.outer_full(ring_outer.buffer()), ring_outer.parity());\n", "",
+        "b=2 hq=2 sq=199 sk=201 d=64 bf16 bias=b,h,q,k", "reads shared memory at [0-9]+, which a copy is filling"),
+    "the next bias comes before the last is moved": (
+        "sm90/backward_odd_rows.cuh",
+        "          barrier_wait(barriers.outer_empty(ring_later.buffer()), ring_later.parity() ^ 1);\n", "",
+        "b=2 hq=2 sq=499 sk=201 d=64 bf16 bias=b,h,q,k", "fault: |FAILED(.|\n)*grad_[a-z]+:|reads shared memory at [0-9]+, which a copy is filling"),
+    "the gradient of odd rows has rows of the next head": (
+        "sm90/odd_rows.cuh", "if (k < lines && here >= 0", "if (here >= 0",
+        "b=2 hq=2 sq=199 sk=201 d=64 bf16 bias=b,h,q,k", "FAILED(.|\n)*grad_bias:|outside of every allocation|fault: "),
     "a block of two that share keys ends before the other": (
         "sm90/forward_copy.cuh",
         "          await_readers(ring_k, barriers.empty(barriers.kK, 0));\n"

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <tuple>
 
 #include "cuda/device/generic/backward_sizes.h"
 
@@ -28,6 +29,14 @@ Extents either(const Extents& a, const Extents& b) {
   return {a.batch1 || b.batch1, a.batch2 || b.batch2, a.head || b.head, a.query || b.query, a.key || b.key};
 }
 
+// Whether rows of this view begin at addresses that no tensor map has.
+bool has_odd_rows(const View& view) {
+  const auto bytes = static_cast<std::int64_t>(size_of(view.type));
+  const math::Strides& s = view.strides;
+  return reinterpret_cast<std::uintptr_t>(view.data) % kGrain != 0 || s.row * bytes % kGrain != 0 ||
+         s.head * bytes % kGrain != 0 || s.batch2 * bytes % kGrain != 0 || s.batch1 * bytes % kGrain != 0;
+}
+
 // Whether rows lie as tiles are copied: forwards, and near enough for offsets of 32 bits (args.h).
 bool rows_of_tiles(std::int64_t rows, std::int64_t stride, std::int64_t bytes) {
   return rows <= 1 || (stride >= 0 && stride < kRowBytesLimit / bytes);
@@ -36,8 +45,8 @@ bool rows_of_tiles(std::int64_t rows, std::int64_t stride, std::int64_t bytes) {
 // Looks at each tensor of a call once.
 class OperandsOfCall {
  public:
-  OperandsOfCall(const Call& call, Workspace& workspace, bool mask_by_lanes)
-      : call_(call), problem_(call.problem), workspace_(workspace) {
+  OperandsOfCall(const Call& call, Workspace& workspace, bool mask_by_lanes, bool odd_rows)
+      : call_(call), problem_(call.problem), workspace_(workspace), odd_rows_(odd_rows && can_have_odd_rows(call)) {
     operands_.mask_by_lanes = mask_by_lanes;
   }
 
@@ -81,6 +90,7 @@ class OperandsOfCall {
   const Call& call_;
   const Problem& problem_;
   Workspace& workspace_;
+  bool odd_rows_;
   Operands operands_;
 
   void features() {
@@ -203,6 +213,12 @@ class OperandsOfCall {
     const View& view = call_.*member;
     const auto bytes = static_cast<std::int64_t>(size_of(view.type));
     const math::Strides& s = view.strides;
+    if (odd_rows_ && member == &Call::bias &&
+        (has_odd_rows(view) || (problem_.need.bias && has_odd_rows(call_.grad_bias)))) {
+      operand = {Region::kNone, s};
+      operands_.odd_rows = true;
+      return;
+    }
     const auto fits = [&](bool has, std::int64_t stride) { return !has || stride * bytes % kGrain == 0; };
     if (s.col == 1 && reinterpret_cast<std::uintptr_t>(view.data) % kGrain == 0 && fits(extents.batch1, s.batch1) &&
         fits(extents.batch2, s.batch2) && fits(extents.head, s.head) && fits(extents.query, s.row) &&
@@ -301,8 +317,39 @@ bool is_aligned(const Call& call, const View& view, std::int64_t heads, std::int
          fits(call.rows.batch2, s.batch2) && fits(heads, s.head) && fits(rows, s.row);
 }
 
-Operands operands_of(const Call& call, Workspace& workspace, bool mask_by_lanes) {
-  return OperandsOfCall(call, workspace, mask_by_lanes).run();
+bool can_have_odd_rows(const Call& call) {
+  constexpr std::int64_t kShort = 128;  // below that nothing is gained
+  constexpr std::int64_t kMostRows = std::int64_t{1} << 30;
+  constexpr std::int64_t kMostPitch = std::int64_t{1} << 36;  // eight rows are less than 2^40 bytes
+  const Problem& p = call.problem;
+  const Extents& e = p.bias.extents;
+  const bool both = p.bias2 && p.bias2.extents.query && p.bias2.extents.key;
+  if (!p.bias || !e.query || !e.key || both || call.rows.limit_q < kShort || call.rows.limit_k < kShort) {
+    return false;
+  }
+  const auto fits = [&](const View& view) {
+    const math::Strides& s = view.strides;
+    if (size_of(view.type) != 2 || s.col != 1 || s.row <= 0 || s.row >= kMostPitch ||
+        reinterpret_cast<std::uintptr_t>(view.data) % 2 != 0) {
+      return false;
+    }
+    std::int64_t rows = call.rows.limit_q;
+    bool is_whole = true;
+    for (const auto& [has, count, stride] :
+         {std::tuple(e.batch1, p.batch1, s.batch1), std::tuple(e.batch2, p.batch2, s.batch2),
+          std::tuple(e.head, p.heads_q, s.head)}) {
+      if (has && count > 1) {
+        is_whole = is_whole && stride >= 0 && stride % s.row == 0 && stride / s.row < kMostRows;
+        rows += is_whole ? (count - 1) * (stride / s.row) : 0;
+      }
+    }
+    return is_whole && rows < kMostRows;
+  };
+  return fits(call.bias) && (!p.need.bias || fits(call.grad_bias));
+}
+
+Operands operands_of(const Call& call, Workspace& workspace, bool mask_by_lanes, bool odd_rows) {
+  return OperandsOfCall(call, workspace, mask_by_lanes, odd_rows).run();
 }
 
 }  // namespace fovea::cuda

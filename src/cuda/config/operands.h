@@ -52,6 +52,7 @@ struct Operands {
   std::vector<Term> terms;
   int grad_bias_pack = -1;     // the bias's, where dS goes to its place and from there to grad_bias; -1: straight there
   bool vector_stores = false;  // results may be written by 16 bytes
+  bool odd_rows = false;       // of the bias, which is read where it lies, and of its gradient: they begin anywhere
   bool pairs = false;          // q, k, v (and grad_out) are split into pairs of fp16
 };
 
@@ -71,8 +72,12 @@ BiasTile tile_of(DType type);
 std::int64_t planes_of(const Problem& problem, const Extents& extents);
 
 // Adds the regions that it needs. Throws Error(FOVEA_UNSUPPORTED) where no kernel could. mask_by_lanes: as sm90_forward
-// takes masks: one that is broadcast over queries becomes bits, too, and bits lie as its threads need them.
-Operands operands_of(const Call& call, Workspace& workspace, bool mask_by_lanes = false);
+// takes masks: one that is broadcast over queries becomes bits, too, and bits lie as its threads need them. odd_rows: a
+// bias with odd rows is not packed.
+Operands operands_of(const Call& call, Workspace& workspace, bool mask_by_lanes = false, bool odd_rows = false);
+
+// Whether the first bias, and its gradient if it is wanted, can have the eight tensor maps of OddRows.
+bool can_have_odd_rows(const Call& call);
 
 // Whether rows of this view can be read (written) by 16 bytes.
 bool is_aligned(const Call& call, const View& view, std::int64_t heads, std::int64_t rows, std::int64_t columns);

@@ -18,6 +18,7 @@ constexpr std::int64_t kMostBlocks = std::int64_t{1} << 30;
 constexpr std::int64_t kMostEntries = std::int64_t{1} << 16;  // that are ordered: each is compared with all
 constexpr int kWidest = 512;
 constexpr int kWidestOfOne = 256;  // block of a cluster
+constexpr int kWidestOfOddRows = 128;
 
 const char* why_not(const Call& call, const Operands& operands, const Target& target, const BackwardWants& wants) {
   const Problem& p = call.problem;
@@ -45,6 +46,9 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
     if (spec.query_term) {
       return "head_dim over 128 with a bias or mask without keys";
     }
+  }
+  if (operands.odd_rows && (std::max(spec.d, spec.dv) > kWidestOfOddRows || spec.ragged)) {
+    return "odd rows of a bias, with ragged sequences or a head_dim over 128";
   }
   if (spec.dropout == DropoutRule::kTorchMemEfficient) {
     return "dropout by the rule torch_mem_efficient";
@@ -106,7 +110,8 @@ bool has_registers_left(const Sm90BackwardSpec& spec) {
 std::optional<Tiles> by_halves(const Call& call, const Operands& operands, const Sm90BackwardSpec& spec, bool ordered) {
   const bool bias = spec.bias != BiasTile::kNone;
   const bool grouped = call.rows.heads_q > call.rows.heads_k;
-  if (!has_registers_left(spec) || ordered || (spec.banded && (bias || spec.left_edge || !(grouped || spec.ragged)))) {
+  if (!has_registers_left(spec) || ordered || spec.odd_rows ||
+      (spec.banded && (bias || spec.left_edge || !(grouped || spec.ragged)))) {
     return std::nullopt;
   }
   Tiles tiles{.groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 2, .bulk = true, .halves = true};
@@ -140,6 +145,13 @@ std::vector<Tiles> candidates(const Sm90BackwardSpec& spec, std::int64_t seqlen_
   const bool much = spec.dropout != DropoutRule::kNone || spec.softcap || spec.mask;  // what takes registers
   // Of three warpgroups; with a term of keys ptxas would wait for every product there (C7512).
   const bool three = widest <= 64 && !much && !spec.key_term;
+  if (spec.odd_rows) {
+    if (ordered) {
+      return {};
+    }
+    return {{.groups = 2, .tiles = 1, .step = 64, .stages = widest <= 64 ? 3 : 2, .planes = 3, .outer = 2},
+            {.groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 2, .outer = 2}};
+  }
   if (sm90_outer_bytes(spec) > 0) {
     if (ordered) {
       return {{.groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 2, .bulk = true, .outer = 2},
@@ -417,6 +429,7 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
     spec.d = kSm90Wide;  // ptxas serialises products of 112 columns beside those of 128 (C7512)
   }
   spec.left_edge = spec.banded && call.problem.window_left >= 0;
+  spec.odd_rows = operands.odd_rows;
   // In order the sums of one block leave in bulk. Where there is no room for that dq is another kernel's.
   const bool may_order = (clusters && !sm90_splits_columns(spec)) || !sm90_is_wide(spec);
   if ((wants.ordered && may_order && take_tiles(kernel, call, operands, target, wants, true)) ||

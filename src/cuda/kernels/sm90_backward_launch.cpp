@@ -88,19 +88,30 @@ void start_backward(const Launcher& launcher, const Launch& launch, const Sm90Ke
     of_result(args.grad_k, args.has_grad_k, common.grad_k, common.out_dim, panel_d);
     of_result(args.grad_v, args.has_grad_v, common.grad_v, common.out_dim_v, panel_v);
   }
-  const auto map_bias = [&](TensorMap& to, Has& has, const Tensor& tensor, BiasTile type) {
-    if (type != BiasTile::kNone) {
-      map(to, has, map_of_bias(rows, tensor, type, bias_panel_columns(type), spec.step));
-    }
+  const auto of_bias = [&](const Tensor& tensor, BiasTile type) {
+    return map_of_bias(rows, tensor, type, bias_panel_columns(type), spec.step);
   };
-  map_bias(args.bias, args.has_bias, common.bias, spec.bias);
-  map_bias(args.bias2, args.has_bias2, common.bias2, spec.bias2);
-  if (spec.dbias_store) {
+  if (spec.bias != BiasTile::kNone && !spec.odd_rows) {
+    map(args.bias, args.has_bias, of_bias(common.bias, spec.bias));
+  }
+  if (spec.bias2 != BiasTile::kNone) {
+    map(args.bias2, args.has_bias2, of_bias(common.bias2, spec.bias2));
+  }
+  const auto of_grad_bias = [&] {
     constexpr int kPanel = 64;
     const bool in_place = launcher.operands().grad_bias_pack >= 0;
-    map(args.grad_bias, args.has_grad_bias,
-        {in_place ? common.bias : Launcher::tensor(call.grad_bias), map_type(spec.type), call.problem.seqlen_k,
-         call.problem.seqlen_q, rows.heads_q, rows.batch2, rows.batch1, kPanel, spec.step});
+    return Mapped{in_place ? common.bias : Launcher::tensor(call.grad_bias),
+                  map_type(spec.type),
+                  call.problem.seqlen_k,
+                  call.problem.seqlen_q,
+                  rows.heads_q,
+                  rows.batch2,
+                  rows.batch1,
+                  kPanel,
+                  spec.step};
+  };
+  if (spec.dbias_store && !spec.odd_rows) {
+    map(args.grad_bias, args.has_grad_bias, of_grad_bias());
   }
   if (spec.mask) {
     args.mask = {launcher.region<u32>(Region::kMaskTiles), mask_tiles(launcher.operands().mask_box).strides()};
@@ -119,6 +130,18 @@ void start_backward(const Launcher& launcher, const Launch& launch, const Sm90Ke
   args.parts = key_parts(launcher, spec, order);
   if (spec.summed > 1) {
     args.summed = {bias.rounds, bias.stride, bias.heads, bias.planes};
+  }
+  if (spec.odd_rows) {
+    WithOddRows<Sm90BackwardArgs, true> more{args, {}};
+    Mapped bias = of_bias(common.bias, spec.bias);
+    bias.box_columns = sm90_backward_sizes(spec).keys;
+    encode(launcher.driver(), more.odd_rows.maps, bias);
+    more.odd_rows.bias = numbered(bias);
+    if (spec.dbias_store) {
+      more.odd_rows.gradient = numbered(of_grad_bias());
+    }
+    launcher.launch(launch, common, more);
+    return;
   }
   launcher.launch(launch, common, args);
 }

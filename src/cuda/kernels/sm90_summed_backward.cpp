@@ -87,8 +87,9 @@ int sm90_summed_blocks(const Call& call, const Sm90BackwardSpec& spec, const Bac
                          (spec.bias == BiasTile::kFp16 && spec.type == Type::kFp16);
   // Blocks of a cluster walk over the same queries.
   const bool apart = spec.banded && (p.has_positions_q || p.has_positions_k);
-  const bool more = apart || spec.ragged || spec.softcap || sm90_outer_bytes(spec) > 0 || spec.query_term ||
-                    wants.row_sum || wants.column_sum || wants.ordered || p.wide.bias || p.accumulate.bias;
+  const bool more = apart || spec.ragged || spec.softcap || spec.odd_rows || sm90_outer_bytes(spec) > 0 ||
+                    spec.query_term || wants.row_sum || wants.column_sum || wants.ordered || p.wide.bias ||
+                    p.accumulate.bias;
   // A group of heads that share a plane would add to it in one round.
   const bool groups = !e.head && rows.heads_q != rows.heads_k;
   if (!wants.bias || (e.batch2 && rows.batch2 > 1) || !same_type || more || groups || sm90_is_wide(spec) || !wants.dq ||

@@ -9,6 +9,7 @@
 
 #include "cuda/device/args.h"
 #include "cuda/device/sm90/args.h"
+#include "cuda/device/sm90/odd_rows.h"
 #include "cuda/device/spec.h"
 #include "cuda/device/tile/panels.h"
 #include "cuda/jit/driver.h"
@@ -77,6 +78,36 @@ inline jit::TensorMapShape shape_of(const Mapped& mapped, Has& has) {
                   : row_bytes == 64 ? jit::cu::TensorMapSwizzle::k64
                                     : jit::cu::TensorMapSwizzle::k32;
   return shape;
+}
+
+// Of what `mapped` has rows of: heads and batch entries a number of rows apart.
+inline NumberedRows numbered(const Mapped& mapped) {
+  const math::Strides& s = mapped.tensor.strides;
+  const auto rows_between = [&](i64 count, i64 stride) { return count > 1 ? static_cast<int>(stride / s.row) : 0; };
+  return {static_cast<unsigned short*>(mapped.tensor.data), s.row, rows_between(mapped.heads, s.head),
+          rows_between(mapped.batch2, s.batch2), rows_between(mapped.batch1, s.batch1)};
+}
+// A map for each class of rows, its box those rows of a tile with 8 columns more.
+inline void encode(const jit::Driver& driver, TensorMap (&to)[kRowClasses], const Mapped& mapped) {
+  constexpr i64 kBytes = 2;
+  constexpr i64 kGrain = 16;
+  const NumberedRows n = numbered(mapped);
+  const i64 rows =
+      mapped.rows + (mapped.heads - 1) * n.head + (mapped.batch2 - 1) * n.batch2 + (mapped.batch1 - 1) * n.batch1;
+  for (int r = 0; r < kRowClasses; ++r) {
+    const int before = columns_before(reinterpret_cast<std::uintptr_t>(n.data), n.pitch, r);
+    jit::TensorMapShape shape;
+    shape.type = mapped.type;
+    shape.rank = 5;
+    shape.dims = {static_cast<std::uint64_t>(before + mapped.columns),
+                  static_cast<std::uint64_t>((rows - r + kRowClasses - 1) / kRowClasses), 1, 1, 1};
+    shape.strides = {static_cast<std::uint64_t>(n.pitch * kRowClasses * kBytes), kGrain, kGrain, kGrain};
+    shape.box = {static_cast<unsigned>(mapped.box_columns + 8), static_cast<unsigned>(mapped.box_rows / kRowClasses), 1,
+                 1, 1};
+    shape.swizzle = jit::cu::TensorMapSwizzle::kNone;
+    const jit::cu::TensorMap map = jit::encode_tensor_map(driver, n.data + r * n.pitch - before, shape);
+    std::memcpy(&to[r], &map, sizeof(map));
+  }
 }
 
 inline jit::cu::TensorMapType map_type(Type type) {

@@ -41,20 +41,6 @@ bool is_ds(const Call& call, const Features& features) {
          !p.accumulate.bias;
 }
 
-// The number of the bias's pack, where dS may go in its place, every tile after it was read: no later kernel may need
-// the bias; -1 if not.
-int pack_for_ds(const Call& call, const Operands& operands) {
-  if (!is_ds(call, operands.features)) {
-    return -1;
-  }
-  const Problem& p = call.problem;
-  const std::vector<Pack>& packs = operands.packs;
-  const auto found = std::find_if(packs.begin(), packs.end(), [&](const Pack& pack) {
-    return pack.to == Region::kBias && pack.box.planes() == p.batch() * p.heads_q;
-  });
-  return found == packs.end() ? -1 : static_cast<int>(found - packs.begin());
-}
-
 // And tiles of dS lie where its rows may be written by a tensor map.
 bool stores_bias(const Call& call, const Features& features) {
   const Problem& p = call.problem;
@@ -68,6 +54,22 @@ bool stores_bias(const Call& call, const Features& features) {
   return is_ds(call, features) && to.strides.col == 1 && reinterpret_cast<std::uintptr_t>(to.data) % kGrain == 0 &&
          fits(p.batch1, to.strides.batch1) && fits(p.batch2, to.strides.batch2) && fits(p.heads_q, to.strides.head) &&
          fits(p.seqlen_q, to.strides.row);
+}
+
+// The number of the bias's pack, where dS may go in its place, every tile after it was read: no later kernel may need
+// the bias; -1 if not.
+int pack_for_ds(const Call& call, const Operands& operands) {
+  const Problem& p = call.problem;
+  const Gradient second = gradient_of(p.need.bias2, p.bias2);
+  if (gradient_of(p.need.bias, p.bias) != Gradient::kPlane || !is_ds(call, operands.features) ||
+      stores_bias(call, operands.features) || (second != Gradient::kNone && second != Gradient::kColumns)) {
+    return -1;
+  }
+  const std::vector<Pack>& packs = operands.packs;
+  const auto found = std::find_if(packs.begin(), packs.end(), [&](const Pack& pack) {
+    return pack.to == Region::kBias && pack.box.planes() == p.batch() * p.heads_q;
+  });
+  return found == packs.end() ? -1 : static_cast<int>(found - packs.begin());
 }
 
 // dk, dv and dq in one kernel; deterministic calls add to dq in order.
@@ -91,6 +93,28 @@ Choice backward_for_hopper(Planner& planner, BackwardWants wants) {
 Features storing(Features features, bool fp32_results) {
   features.fp32_results = fp32_results;
   return features;
+}
+
+// What the main kernel computes.
+BackwardWants wants_of(Planner& planner) {
+  const Call& call = planner.call();
+  const Problem& p = call.problem;
+  const Operands& operands = planner.operands();
+  const Features& features = operands.features;
+  const Gradient gradients[] = {gradient_of(p.need.bias, p.bias), gradient_of(p.need.bias2, p.bias2)};
+  const auto any = [&](Gradient which) { return gradients[0] == which || gradients[1] == which; };
+  BackwardWants work;
+  work.dkv = p.need.k || p.need.v;
+  work.column_sum = any(Gradient::kColumns);
+  work.row_sum = any(Gradient::kRows) && work.dkv && !p.deterministic;
+  // With a sink fp32 has steps of small P lifted, which sums in memory do not know of.
+  const bool lifts = features.type == Type::kFp32 && p.sink;
+  work.dq = p.need.q && work.dkv && !p.deterministic && !lifts &&
+            backward_adds_dq(features, planner.target(), work.column_sum);
+  work.dbias_store = gradients[0] == Gradient::kPlane &&
+                     (operands.odd_rows || stores_bias(call, features) || pack_for_ds(call, operands) >= 0);
+  work.bias = gradients[0] == Gradient::kPlane && gradients[1] == Gradient::kNone && !work.dbias_store;
+  return work;
 }
 
 // The gradient of bias (which = 0) or bias2 (1).
@@ -120,6 +144,23 @@ void add_bias_gradient(Planner& planner, Gradient gradient, int which) {
 
 }  // namespace
 
+// Where nothing shares a bias, packing it and unpacking its gradient take as long as the backward itself. A bias that
+// is shared is small, and other kernels need it, too.
+bool Planner::takes_odd_rows() {
+  const Problem& p = call_.problem;
+  const bool whole = planes_of(p, p.bias.extents) == p.batch() * p.heads_q;
+  if (!whole || p.deterministic || !p.need.q || !(p.need.k || p.need.v)) {
+    return false;
+  }
+  plan_.operands = operands_of(call_, plan_.workspace, false, true);
+  if (!plan_.operands.odd_rows || (p.need.bias && !is_ds(call_, plan_.operands.features))) {
+    return false;
+  }
+  const Choice hopper = backward_for_hopper(*this, wants_of(*this));
+  const auto& spec = hopper.kernel.as<Sm90BackwardSpec>();
+  return hopper.why_not == nullptr && spec.dq && spec.dkv && spec.dbias_store == p.need.bias;
+}
+
 void Planner::backward() {
   const Choice at_once = sm90_small_backward(call_, plan_.operands, plan_.target);
   if (at_once.why_not == nullptr && allowed(at_once.kernel)) {
@@ -135,21 +176,9 @@ void Planner::backward() {
 
   const Results fp32 = fp32_results(p);
 
-  BackwardWants work;
-  work.dkv = p.need.k || p.need.v;
-  work.column_sum = any(Gradient::kColumns);
-  work.row_sum = any(Gradient::kRows) && work.dkv && !p.deterministic;
-  // With a sink fp32 has steps of small P lifted, which sums in memory do not know of.
-  const bool lifts = features.type == Type::kFp32 && p.sink;
-  work.dq =
-      p.need.q && work.dkv && !p.deterministic && !lifts && backward_adds_dq(features, plan_.target, work.column_sum);
-  const int pack = gradients[0] == Gradient::kPlane && !stores_bias(call_, features) &&
-                           (gradients[1] == Gradient::kNone || gradients[1] == Gradient::kColumns)
-                       ? pack_for_ds(call_, plan_.operands)
-                       : -1;
+  const int pack = pack_for_ds(call_, plan_.operands);
   const bool in_place = pack >= 0;
-  work.dbias_store = gradients[0] == Gradient::kPlane && (stores_bias(call_, features) || in_place);
-  work.bias = gradients[0] == Gradient::kPlane && gradients[1] == Gradient::kNone && !work.dbias_store;
+  BackwardWants work = wants_of(*this);
   const Choice hopper = backward_for_hopper(*this, work);
   const bool is_hopper = hopper.why_not == nullptr;
   const auto& main = hopper.kernel.as<Sm90BackwardSpec>();  // empty if it cannot compute the call

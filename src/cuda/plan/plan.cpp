@@ -98,7 +98,10 @@ Plan Planner::run() {
   if (call_.problem.direction == Direction::kForward) {
     forward();
   } else {
-    plan_.operands = operands_of(call_, plan_.workspace);
+    if (!takes_odd_rows()) {
+      plan_.workspace = Workspace();
+      plan_.operands = operands_of(call_, plan_.workspace);
+    }
     check_bias_rows();
     add_preparation(*this);
     backward();

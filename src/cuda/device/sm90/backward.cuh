@@ -45,6 +45,7 @@
 #include "cuda/device/sm90/backward_convert.cuh"
 #include "cuda/device/sm90/backward_copy.cuh"
 #include "cuda/device/sm90/backward_copy_bias.cuh"
+#include "cuda/device/sm90/backward_odd_rows.cuh"
 #include "cuda/device/sm90/backward_output.cuh"
 #include "cuda/device/sm90/backward_rows.cuh"
 #include "cuda/device/sm90/backward_sizes.h"
@@ -68,7 +69,9 @@ __device__ __forceinline__ void sm90_backward_move(const Args& a, const Sm90Back
   if (warp == 0 && threadIdx.x == 0) {
     sm90_backward_copy<S>(a, m, base, loads, barriers);
   }
-  if ((kHow.bias_in_place || kHow.outer) && warp == 1 && threadIdx.x == 32) {
+  if constexpr (S.odd_rows) {
+    sm90_backward_move_odd<S>(a, m, base, barriers, warp, int(threadIdx.x % 32));
+  } else if ((kHow.bias_in_place || kHow.outer) && warp == 1 && threadIdx.x == 32) {
     sm90_backward_copy_bias<S>(a, m, base, barriers);
   }
   if (S.bulk && warp == 2 && threadIdx.x == 64) {
@@ -82,7 +85,7 @@ __device__ __forceinline__ void sm90_backward_move(const Args& a, const Sm90Back
       sm90_backward_send_shares<S>(a, m, base, barriers, int(threadIdx.x % 32));
     }
   }
-  if (S.dbias_store && warp == 3 && threadIdx.x == 96) {
+  if (S.dbias_store && !S.odd_rows && warp == 3 && threadIdx.x == 96) {
     sm90_backward_store_bias<S>(a, m, base, barriers);
   }
   if constexpr (S.makes_rows) {
@@ -422,19 +425,18 @@ __device__ __forceinline__ void sm90_backward_block(const Args& a, const Sm90Bac
   }
   sm90_begin_backward<S>();
 
-  if (warpgroup == 0) {
+  if (warpgroup == 0 || (sm90_stores_apart(S) && warpgroup > kSizes.groups)) {
     fewer_registers<kHow.registers_to_copy>();
     sm90_backward_move<S>(a, m, base, reinterpret_cast<Sm90Loads*>(memory + kSizes.loads_at), barriers);
     return;
   }
-
   more_registers<kHow.registers>();
   sm90_backward_compute<S>(a, m, memory, base, barriers, warpgroup - 1);
 }
 
 template <Sm90BackwardSpec S>
 __global__ void __launch_bounds__(sm90_backward_sizes(S).threads, 1)
-    sm90_backward(const __grid_constant__ Args a, const __grid_constant__ Sm90BackwardArgs m) {
+    sm90_backward(const __grid_constant__ Args a, const __grid_constant__ Sm90BackwardArgsOf<S> m) {
   sm90_backward_block<S>(a, m);
 }
 

@@ -6,6 +6,7 @@
 
 #include "cuda/device/args.h"
 #include "cuda/device/sm90/args.h"
+#include "cuda/device/sm90/odd_rows.h"
 
 namespace fovea::cuda {
 
@@ -50,5 +51,8 @@ struct Sm90BackwardArgs {
   KeyParts parts;
   SummedBias summed;
 };
+
+template <auto S>
+using Sm90BackwardArgsOf = WithOddRows<Sm90BackwardArgs, S.odd_rows>;
 
 }  // namespace fovea::cuda

@@ -22,9 +22,11 @@ struct Sm90BackwardBarriers {
     if (sm90_counts_sums(S)) {
       barrier_init(sums_left(), S.warps);
     }
+    constexpr int kStoring = sm90_storing_warps(S);
+    constexpr int kAligning = sm90_aligning_warps(S);
     // Every warp that is told which keys are next.
-    barrier_init(kv_empty(), S.warps + int{kBias || kOuter} + int{S.bulk || S.converts} + int{S.dbias_store} +
-                                 (S.makes_rows ? kSm90RowWarps : 0) + int{S.summed > 1});
+    barrier_init(kv_empty(), S.warps + (kAligning > 0 ? kAligning : int{kBias || kOuter}) + int{S.bulk || S.converts} +
+                                 kStoring + (S.makes_rows ? kSm90RowWarps : 0) + int{S.summed > 1});
     if (S.summed > 1) {
       barrier_init(sums_taken(), S.warps);
     }
@@ -36,21 +38,21 @@ struct Sm90BackwardBarriers {
       barrier_init(q_empty(i), S.warps * 32);
     }
     for (int i = 0; i < S.planes; ++i) {
-      barrier_init(bias_full(i), 1);
+      barrier_init(bias_full(i), kAligning > 0 ? kAligning : 1);
       barrier_init(grads_full(i), S.warps);
       // Every warp that reads dS, and the thread that stores it; without dQ every warp that has read the bias. Where
       // blocks sum it, also a thread of each.
       barrier_init(grads_empty(i), (!S.dq      ? S.warps
                                     : S.halves ? 8
                                                : 4 * (S.step / 64)) +
-                                       int{S.dbias_store} + (S.summed > 1 ? S.summed : 0));
+                                       kStoring + (S.summed > 1 ? S.summed : 0));
       if (S.summed > 1) {
         barrier_init(sums_full(i), 1);
       }
     }
-    for (int i = 0; kOuter && i < S.outer; ++i) {
+    for (int i = 0; (kOuter || S.odd_rows) && i < S.outer; ++i) {
       barrier_init(outer_full(i), 1);
-      barrier_init(outer_empty(i), S.warps);
+      barrier_init(outer_empty(i), kAligning > 0 ? kAligning : S.warps);
     }
     for (int i = 0; S.bulk && i < S.warps / 4; ++i) {
       barrier_init(leaving_full(i), 4);

@@ -7,6 +7,7 @@
 #include "cuda/device/args.h"
 #include "cuda/device/generic/backward_sizes.h"
 #include "cuda/device/generic/sizes.h"
+#include "cuda/device/sm90/odd_rows.h"
 #include "cuda/device/sm90/spec.h"
 #include "cuda/device/tile/panels.h"
 #include "cuda/device/tile/plan.h"
@@ -70,6 +71,18 @@ constexpr bool sm90_loads_ahead(const Sm90BackwardSpec& s) {
 inline constexpr int kSm90SplitKeys = 64;
 constexpr bool sm90_splits_columns(const Sm90BackwardSpec& s) { return s.d > 256; }
 
+// With odd rows: a warpgroup of its own stores dS where registers allow, else half of the one that copies, whose other
+// warps align the bias.
+constexpr bool sm90_stores_apart(const Sm90BackwardSpec& s) {
+  return s.odd_rows && s.dbias_store && s.d <= 80 && s.dv <= 80;
+}
+constexpr int sm90_storing_warps(const Sm90BackwardSpec& s) {
+  return !s.dbias_store ? 0 : sm90_stores_apart(s) ? 4 : s.odd_rows ? 2 : 1;
+}
+constexpr int sm90_aligning_warps(const Sm90BackwardSpec& s) {
+  return !s.odd_rows ? 0 : s.dbias_store && !sm90_stores_apart(s) ? 1 : 3;
+}
+
 struct Sm90BackwardSizes {
   int groups;   // warpgroups that compute
   int threads;  // with the one that copies
@@ -121,7 +134,7 @@ constexpr Sm90BackwardSizes sm90_backward_sizes(const Sm90BackwardSpec& s) {
   constexpr int kNumber = 2;  // bytes
   Sm90BackwardSizes x{};
   x.groups = s.warps / 4;
-  x.threads = 128 * (x.groups + 1);
+  x.threads = 128 * (x.groups + 1 + int{sm90_stores_apart(s)});
   x.keys = sm90_splits_columns(s) ? kSm90SplitKeys : 16 * s.warps * s.tiles;
   const int d = panels_of(s.d, sm90_backward_panel_d(s)) * sm90_backward_panel_d(s);
   const int dv = panels_of(s.dv, sm90_backward_panel_v(s)) * sm90_backward_panel_v(s);
@@ -132,7 +145,9 @@ constexpr Sm90BackwardSizes sm90_backward_sizes(const Sm90BackwardSpec& s) {
   x.grads = s.step * x.keys * kNumber;
   x.leaving = s.dq && s.bulk ? sm90_leaving_rows(s) * (s.halves ? s.d / 2 : s.d) * 4 : 0;
   x.rows = s.step * 4;
-  x.outer = sm90_bias_in_place(s) ? 0 : s.step * x.keys * bias_bytes(s.bias);
+  x.outer = s.odd_rows              ? odd_tile(s.step, x.keys).bytes
+            : sm90_bias_in_place(s) ? 0
+                                    : s.step * x.keys * bias_bytes(s.bias);
   x.outer2 = s.step * x.keys * bias_bytes(s.bias2);
   x.sums = s.summed > 1 ? x.grads : 0;
   SharedPlan plan;
@@ -218,6 +233,10 @@ constexpr Sm90BackwardChoices sm90_backward_choices(const Sm90BackwardSpec& s) {
                     (s.same_step && (s.banded || much));
   x.registers = sizes.groups == 3 ? 160 : most ? 240 : 232;
   x.registers_to_copy = sizes.groups == 3 ? 32 : most ? 24 : 40;
+  if (s.odd_rows) {
+    x.registers = wider > 96 ? 224 : sm90_stores_apart(s) ? (wider > 64 ? 200 : 184) : 216;
+    x.registers_to_copy = wider > 96 || (wider > 64 && sm90_stores_apart(s)) ? 56 : 72;
+  }
   x.batch_to_convert = !s.converts || most ? 0 : sizes.groups == 3 ? 1 : 2;
   x.dq_later = s.dq && !s.same_step;
   x.valid =
@@ -238,8 +257,10 @@ constexpr Sm90BackwardChoices sm90_backward_choices(const Sm90BackwardSpec& s) {
       (s.summed == 1 || (x.bias_in_place && s.dq && s.dkv && two && s.tiles == 1 && s.step == 64 && x.parts == 1 &&
                          !s.ragged && !s.softcap && !s.dbias_store && !s.direct && s.halves == s.same_step &&
                          !s.ordered && !s.key_parts && !s.stores_first && 8 % s.summed == 0)) &&
-      (!s.dbias_store || (s.dq && x.bias_in_place && !s.softcap && !s.banded && !s.ragged)) && s.stages <= 4 &&
-      s.planes <= 4;
+      (!s.dbias_store || (s.dq && x.bias_in_place && !s.softcap && !s.banded && !s.ragged)) &&
+      (!s.odd_rows || (x.bias_in_place && !x.outer && s.dq && s.dkv && s.step == 64 && s.tiles == 1 && x.parts == 1 &&
+                       !s.bulk && !s.ragged && !s.same_step && s.summed == 1 && !s.makes_rows)) &&
+      s.stages <= 4 && s.planes <= 4;
   return x;
 }
 
