@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Biases of 16 bits whose rows begin anywhere, which no tensor map has: packed for the kernels, and gradients that leave
-for such rows. Lengths around those of tiles (64 queries; 128 and 192 keys), of every remainder by 8."""
+"""Biases of 16 bits whose rows begin anywhere, which no tensor map has: packed for the kernels, or moved within them, and
+gradients that leave for such rows. Lengths around those of tiles (64 queries; 128 and 192 keys), of every remainder by 8."""
 
 import pytest
 
