@@ -617,8 +617,38 @@ TEST(CudaPlan, OddRowsOfABiasThatNothingShares) {
        }) {
     EXPECT_EQ(main(shape + rest), "packed") << rest;
   }
+  // Columns of 112 would be serialised.
+  const Plan plan = plan_of_line("bwd b=2 hq=4 sq=300 sk=301 d=112 bf16 bias=b,h,q,k need=q,k,v,bias");
+  EXPECT_EQ(find(plan, "sm90_backward")->kernel.as<Sm90BackwardSpec>().d, 128);
   EXPECT_EQ(main("b=2 hq=4 sq=300 sk=301 d=192 bf16 bias=b,h,q,k need=q,k,v,bias"), "packed");
   EXPECT_EQ(main("b=2 hq=4 sq=300 sk=101 d=64 bf16 bias=b,h,q,k need=q,k,v,bias"), "packed");
+}
+
+TEST(CudaPlan, StridesThatOddRowsMayHave) {
+  const auto packs = [](const auto& change) {
+    Line line("bwd b=2 hq=4 sq=300 sk=301 d=64 bf16 bias=b,h,q,k need=q,k,v,bias");
+    change(line.call);
+    return find(plan_for(line.call, target_of("sm_90")), "prepare_pack") != nullptr;
+  };
+  EXPECT_FALSE(packs([](Call&) {}));
+  EXPECT_FALSE(packs([](Call& call) { call.bias.strides = {8 * 1000 * 301, 0, 1000 * 301, 301, 1}; }));
+  EXPECT_FALSE(packs([](Call& call) { call.bias.strides.head = 0; }));  // the gradient has all heads
+  EXPECT_TRUE(packs([](Call& call) { call.bias.strides.head += 1; }));
+  EXPECT_TRUE(packs([](Call& call) { call.bias.strides.row = -301; }));
+  const auto pitch = [](std::int64_t row) {
+    return [row](Call& call) { call.bias.strides = {4 * 300 * row, 0, 300 * row, row, 1}; };
+  };
+  EXPECT_FALSE(packs(pitch(kRowBytesLimit / 2 - 1)));
+  EXPECT_TRUE(packs(pitch(kRowBytesLimit / 2)));
+  // One of both is enough: an aligned bias is read as it is otherwise.
+  EXPECT_FALSE(packs([](Call& call) {
+    call.bias.strides = {4 * 300 * 304, 0, 300 * 304, 304, 1};
+    call.bias.data = nullptr;
+  }));
+  // Without its gradient a bias that is expanded is shared.
+  Line line("bwd b=2 hq=4 sq=300 sk=301 d=64 bf16 bias=b,h,q,k need=q,k,v");
+  line.call.bias.strides.head = 0;
+  EXPECT_NE(find(plan_for(line.call, target_of("sm_90")), "prepare_pack"), nullptr);
 }
 
 TEST(CudaPlan, FewBlocksOfKeysAreShared) {

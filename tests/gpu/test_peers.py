@@ -140,10 +140,11 @@ def test_scores_of_1e9(dim, dtype, device):
     torch.testing.assert_close(out, right, rtol=1e-2, atol=1e-2)
 
 
-def test_bias_with_stride_0(device):
+@pytest.mark.parametrize("length", [70, 197])
+def test_bias_with_stride_0(length, device):
     """An expanded bias is read where it lies, and its gradient is that of every element as given."""
-    q, k, v = (normal(3, 2, 70, 64, device=device, grad=True) for _ in range(3))
-    bias = normal(70, 70, device=device).expand(3, 2, 70, 70).detach().requires_grad_()
+    q, k, v = (normal(3, 2, length, 64, device=device, grad=True) for _ in range(3))
+    bias = normal(length, length, device=device).expand(3, 2, length, length).detach().requires_grad_()
     assert bias.stride()[:2] == (0, 0)
     out = attention(q, k, v, bias=bias)
     out.sum().backward()
@@ -153,11 +154,12 @@ def test_bias_with_stride_0(device):
     torch.testing.assert_close(bias.grad.double(), grad_bias, rtol=0.02, atol=0.02)
 
 
-def test_bias_sliced_from_a_padded_one(device):
-    """A row stride that is no multiple of 8 and a base that is not aligned."""
-    padded = normal(2, 2, 61, 99, device=device)
-    bias = padded[..., 3:64].detach().requires_grad_()
-    q, k, v = (normal(2, 2, 61, 64, device=device, grad=True) for _ in range(3))
+@pytest.mark.parametrize("length", [61, 197])  # packed; moved within the backward
+def test_bias_sliced_from_a_padded_one(length, device):
+    """A row stride that is no multiple of 8, planes with gaps, and a base that is not aligned."""
+    padded = normal(2, 2, length + 9, length + 38, device=device)
+    bias = padded[..., :length, 3 : length + 3].detach().requires_grad_()
+    q, k, v = (normal(2, 2, length, 64, device=device, grad=True) for _ in range(3))
     out = attention(q, k, v, bias=bias)
     out.sum().backward()
     truth, _, grad_bias = right(q, k, v, bias)

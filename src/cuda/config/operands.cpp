@@ -327,9 +327,9 @@ bool can_have_odd_rows(const Call& call) {
   if (!p.bias || !e.query || !e.key || both || call.rows.limit_q < kShort || call.rows.limit_k < kShort) {
     return false;
   }
-  const auto fits = [&](const View& view) {
+  const auto fits = [&](const View& view, std::int64_t most_pitch) {
     const math::Strides& s = view.strides;
-    if (size_of(view.type) != 2 || s.col != 1 || s.row <= 0 || s.row >= kMostPitch ||
+    if (size_of(view.type) != 2 || s.col != 1 || s.row <= 0 || s.row >= most_pitch ||
         reinterpret_cast<std::uintptr_t>(view.data) % 2 != 0) {
       return false;
     }
@@ -345,7 +345,7 @@ bool can_have_odd_rows(const Call& call) {
     }
     return is_whole && rows < kMostRows;
   };
-  return fits(call.bias) && (!p.need.bias || fits(call.grad_bias));
+  return fits(call.bias, kRowBytesLimit / 2) && (!p.need.bias || fits(call.grad_bias, kMostPitch));
 }
 
 Operands operands_of(const Call& call, Workspace& workspace, bool mask_by_lanes, bool odd_rows) {

@@ -425,8 +425,8 @@ Choice sm90_backward(const Call& call, const Operands& operands, const Target& t
   } else if (sm90_is_wide(spec)) {
     constexpr int kGrain = 32;  // each warpgroup sums half of dQ's columns
     spec.d = rounded(spec.d, kGrain);
-  } else if (spec.d == 112 && spec.dv == kSm90Wide) {
-    spec.d = kSm90Wide;  // ptxas serialises products of 112 columns beside those of 128 (C7512)
+  } else if (spec.d == 112 && (spec.dv == kSm90Wide || (spec.dv == 112 && operands.odd_rows))) {
+    spec.d = kSm90Wide;  // ptxas serialises products of 112 columns beside those of 128, or with odd rows (C7512)
   }
   spec.left_edge = spec.banded && call.problem.window_left >= 0;
   spec.odd_rows = operands.odd_rows;

@@ -148,8 +148,14 @@ void add_bias_gradient(Planner& planner, Gradient gradient, int which) {
 // is shared is small, and other kernels need it, too.
 bool Planner::takes_odd_rows() {
   const Problem& p = call_.problem;
-  const bool whole = planes_of(p, p.bias.extents) == p.batch() * p.heads_q;
-  if (!whole || p.deterministic || !p.need.q || !(p.need.k || p.need.v)) {
+  Extents extents = p.bias.extents;
+  if (!p.need.bias) {  // then one that is expanded is shared, too
+    const math::Strides& s = call_.bias.strides;
+    extents.batch1 = extents.batch1 && s.batch1 != 0;
+    extents.batch2 = extents.batch2 && s.batch2 != 0;
+    extents.head = extents.head && s.head != 0;
+  }
+  if (planes_of(p, extents) != p.batch() * p.heads_q || p.deterministic || !p.need.q || !(p.need.k || p.need.v)) {
     return false;
   }
   plan_.operands = operands_of(call_, plan_.workspace, false, true);
