@@ -5,8 +5,9 @@
 //
 // Everything that a kernel copies by 16 bytes is aligned when it gets here: rows begin at multiples of 16 bytes, the
 // last dimension is contiguous. The launcher packs what the caller gave otherwise into the workspace
-// (around/prepare.cuh). Rows of tiles (q, k, v, do, biases) are 0 to kRowBytesLimit - 1 bytes apart; key_term and
-// query_term are contiguous along keys and queries, and their planes are aligned to 16 bytes.
+// (around/prepare.cuh), but not a bias with odd rows (sm90/odd_rows.h). Rows of tiles (q, k, v, do, biases) are 0 to
+// kRowBytesLimit - 1 bytes apart; key_term and query_term are contiguous along keys and queries, and their planes are
+// aligned to 16 bytes.
 #pragma once
 
 #include "cuda/device/score/position_terms.h"
@@ -57,7 +58,7 @@ struct Args {
   Tensor q, k, v;
   Tensor out;          // any strides; by elements where rows are not aligned or columns are apart
   Tensor lse;          // fp32: batch1, batch2, head, row; data may be null in the forward
-  Tensor bias, bias2;  // with BiasTile: queries x keys, rows aligned to 16 bytes
+  Tensor bias, bias2;  // with BiasTile: queries x keys, rows aligned to 16 bytes unless odd
   Tensor mask;         // with Spec::mask: words of 32 keys, bit j % 32 of word j / 32; `row` strides in words.
                        // sm90_forward has words of another order here (sm90/forward_mask.cuh)
   Tensor key_term;     // with Spec::key_term: fp32, by head and key (`col` is the key, contiguous); -inf: not allowed

@@ -40,8 +40,8 @@ struct Sm90BackwardBarriers {
     for (int i = 0; i < S.planes; ++i) {
       barrier_init(bias_full(i), kAligning > 0 ? kAligning : 1);
       barrier_init(grads_full(i), S.warps);
-      // Every warp that reads dS, and the thread that stores it; without dQ every warp that has read the bias. Where
-      // blocks sum it, also a thread of each.
+      // Every warp that reads dS, and the thread or the warps that store it; without dQ every warp that has read the
+      // bias. Where blocks sum it, also a thread of each.
       barrier_init(grads_empty(i), (!S.dq      ? S.warps
                                     : S.halves ? 8
                                                : 4 * (S.step / 64)) +

@@ -85,7 +85,7 @@ constexpr int sm90_aligning_warps(const Sm90BackwardSpec& s) {
 
 struct Sm90BackwardSizes {
   int groups;   // warpgroups that compute
-  int threads;  // with the one that copies
+  int threads;  // with the one that copies, and the one that stores dS (sm90_stores_apart)
   int keys;     // of a block
 
   // Bytes of one buffer; `leaving`: a warpgroup's part of dQ on its way out; `sums`: of what blocks send of dS.

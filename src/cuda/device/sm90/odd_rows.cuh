@@ -18,7 +18,7 @@ template <int kRows, int kColumns>
 __device__ __forceinline__ void odd_load(u32 to, const OddRows& from, u32 full, int row, int column) {
 #pragma unroll 1
   for (int i = 0; i < kRowClasses; ++i) {
-    tensor_load(to + i * odd_tile(kRows, kColumns).pitch, from.maps[(row + i) & (kRowClasses - 1)], full,
+    tensor_load(to + i * odd_tile(kRows, kColumns).of_class, from.maps[(row + i) & (kRowClasses - 1)], full,
                 {column, (row + i) >> 3, 0, 0, 0});
   }
 }
@@ -77,7 +77,7 @@ __device__ __forceinline__ void odd_align(u32 to, u32 from, const NumberedRows& 
 #pragma unroll 1
   for (int i = first; i < kRowClasses; i += step) {
     const int before = columns_before(math::u64(rows.data), rows.pitch, row + i);
-    const u32 at = from + i * odd_tile(kRows, kColumns).pitch + before / 2 * 4 + lane * 4;
+    const u32 at = from + i * odd_tile(kRows, kColumns).of_class + before / 2 * 4 + lane * 4;
     const u32 place = to + i * 128 + odd_word(lane, i);
     const int lines = (exist - i + kRowClasses - 1) / kRowClasses;
     if (before % 2 != 0) {

@@ -39,11 +39,11 @@ struct WithOddRows : Arguments {
 template <class Arguments>
 struct WithOddRows<Arguments, false> : Arguments {};
 
-// A tile as it comes, in bytes.
+// A tile as it comes, in bytes. Its classes are counted from its own first row.
 struct OddTile {
-  int line;   // of one row, with 8 columns more
-  int pitch;  // of a class
-  int bytes;  // all of it
+  int line;      // of one row, with 8 columns more
+  int of_class;  // all lines of a class
+  int bytes;     // all of it
 };
 constexpr OddTile odd_tile(int rows, int columns) {
   const int line = (columns + 8) * 2;

@@ -41,7 +41,7 @@ struct Sm90BackwardTiles {
   int step = 64;               // queries that the loop advances by
   int stages = 2;              // buffers of Q and dO
   int planes = 2;              // buffers of dS, where biases of 16 bits come to lie
-  int outer = 1;               // buffers of biases that lie elsewhere
+  int outer = 1;               // buffers of biases that lie elsewhere, or come there first (odd_rows)
   bool left_edge = false;      // banded from the left as well: a window
   bool delay = false;          // dQ of a step is computed during the next
   bool bulk = false;           // dQ leaves through shared memory, in bulk
