@@ -30,9 +30,8 @@
 // Q and dO of the next are on their way while one ends. Where there are as many blocks as key blocks each has its own.
 // With `converts` dq_sum becomes dq here (backward_convert.cuh); with `makes_rows` row vectors are made here
 // (backward_rows.cuh), and backward_prepare is not launched. With `tile_stores` dK and dV leave by tensor stores from
-// where K and V were; which keys are next is known before. With `odd_rows` warps move the bias to its place and dS from
-// there (backward_odd_rows.cuh). sm90_summed_backward has the gradient of a bias that batch entries share, too
-// (backward_summed.cuh).
+// where K and V were; which keys are next is known before. With `odd_rows` warps move the bias to its place, and dS
+// (backward_odd_rows.cuh). sm90_summed_backward also has the gradient of a bias that is shared (backward_summed.cuh).
 // With `key_parts` several blocks share a block of keys: each takes a range of its steps and leaves fp32 sums of dK and
 // dV. backward_prepare comes before (with a mask of queries and keys sm90_backward_mask, too), backward_convert after;
 // where there are sums of parts sm90_backward_parts, which adds them and converts dq.
