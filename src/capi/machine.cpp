@@ -11,6 +11,7 @@
 #include <filesystem>
 #include <fstream>
 #include <map>
+#include <set>
 #include <string_view>
 #include <thread>
 #include <vector>
@@ -145,15 +146,19 @@ std::string machine_text() {
   };
   line("fovea", machine.version);
   line("processor", machine.processor);
-  std::string others;  // in use for all types but bf16
+  std::string others;            // in use for all types but bf16
+  std::set<std::string> better;  // those that stand before
   for (const cpu::Isa& isa : cpu::instruction_sets()) {
     const bool used = isa.name == machine.isa;
     others = used && isa.available ? isa.others : others;
-    line("instruction set", fmt::format("{:<11} {}", isa.name,
-                                        !isa.available       ? "not here: needs " + isa.needs
-                                        : used               ? "in use"
-                                        : isa.name == others ? "in use for all types but bf16"
-                                                             : "available"));
+    line("instruction set",
+         fmt::format("{:<11} {}", isa.name,
+                     !isa.available                ? "not here: needs " + isa.needs
+                     : used                        ? "in use"
+                     : isa.name == others          ? "in use for all types but bf16"
+                     : better.contains(isa.others) ? fmt::format("available, no faster than {} here", isa.others)
+                                                   : "available"));
+    better.insert(isa.name);
   }
   line("threads", fmt::format("{} (the machine has {} cores, this process may use {}; a cgroup's quota counts too)",
                               machine.threads, std::thread::hardware_concurrency(), allowed_cores()));

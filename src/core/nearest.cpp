@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cctype>
 #include <numeric>
 #include <utility>
 
@@ -28,15 +29,23 @@ std::size_t distance(std::string_view a, std::string_view b) {
   return d[a.size()][b.size()];
 }
 
+std::string lower(std::string_view word) {
+  std::string small(word);
+  std::transform(small.begin(), small.end(), small.begin(),
+                 [](unsigned char letter) { return static_cast<char>(std::tolower(letter)); });
+  return small;
+}
+
 }  // namespace
 
 std::vector<std::string> nearest(std::string_view word, const std::vector<std::string>& accepted) {
   constexpr std::size_t kMost = 3;
   std::vector<std::pair<std::size_t, std::string>> candidates;
+  const std::string small = lower(word);
   for (const std::string& candidate : accepted) {
     // One letter in three may be wrong, but one must be right; a beginning of the word is as good as all of it.
     const bool begins = !word.empty() && candidate.starts_with(word);
-    const std::size_t slips = begins ? 0 : distance(word, candidate);
+    const std::size_t slips = begins ? 0 : distance(small, lower(candidate));
     if (begins || (slips <= std::max<std::size_t>(1, std::max(word.size(), candidate.size()) / 3) &&
                    slips < std::min(word.size(), candidate.size()))) {
       candidates.emplace_back(slips, candidate);

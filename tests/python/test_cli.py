@@ -789,6 +789,7 @@ def test_an_instruction_set_that_is_none_is_refused_before_any_row(arguments):
     [
         ("FOVEA_BACKEND", "gpu", "'gpu'; accepted: cpu, cuda, reference"),
         ("FOVEA_CPU_ISA", "sse", "'sse'; accepted: .*portable"),
+        ("FOVEA_CPU_ISA", "Portable", r"'Portable'; accepted: .*; did you mean portable\?"),
         ("FOVEA_CHECK", "yes", "'yes'; accepted: 0, 1"),
         ("FOVEA_KERNEL", "sm75", "'sm75'; accepted: generic, sm80, sm90"),
         ("FOVEA_JIT", "never", "'never'; accepted: jit, cache, off"),
