@@ -605,12 +605,12 @@ TEST(CudaPlan, OddRowsOfABiasThatNothingShares) {
   for (const char* const rest : {
            "bias=b,h,q,k causal need=q,k,v,bias",         // dS of tiles outside of the band is never made
            "bias=b,h,q,k softcap=3 need=q,k,v,bias",      // nor is dS the gradient here
-           "bias=b,h,q,k det need=q,k,v,bias",            //
-           "bias=b,h,q,k need=k,v,bias",                  //
-           "bias=b,h,q,k need=bias",                      //
+           "bias=b,h,q,k det need=q,k,v,bias",            // sums of dq in order
+           "bias=b,h,q,k need=k,v,bias",                  // not all gradients
+           "bias=b,h,q,k need=bias",                      // not all gradients
            "bias=b,h,q,k:fp32 need=q,k,v",                // other classes of rows
            "bias=1,h,q,k need=q,k,v,bias",                // shared
-           "bias=b,1,q,k need=q,k,v",                     //
+           "bias=b,1,q,k need=q,k,v",                     // shared
            "bias=b,h,q,k bias2=b,h,q,k need=q,k,v,bias",  // of two
            "bias=b,h,q,k need=q,k,v,bias wide=bias",      // of fp32
            "bias=b,h,q,k used_k=301,70 need=q,k,v",       // lengths differ

@@ -18,13 +18,6 @@ std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// The dimensions in which what is read changes: one that was given with a stride of 0 is as good as broadcast.
-Extents extents_of(const View& view, const PlaneTraits& traits) {
-  const math::Strides& s = view.strides;
-  return {traits.extents.batch1 && s.batch1 != 0, traits.extents.batch2 && s.batch2 != 0,
-          traits.extents.head && s.head != 0, traits.extents.query && s.row != 0, traits.extents.key && s.col != 0};
-}
-
 Extents either(const Extents& a, const Extents& b) {
   return {a.batch1 || b.batch1, a.batch2 || b.batch2, a.head || b.head, a.query || b.query, a.key || b.key};
 }
@@ -40,6 +33,38 @@ bool has_odd_rows(const View& view) {
 // Whether rows lie as tiles are copied: forwards, and near enough for offsets of 32 bits (args.h).
 bool rows_of_tiles(std::int64_t rows, std::int64_t stride, std::int64_t bytes) {
   return rows <= 1 || (stride >= 0 && stride < kRowBytesLimit / bytes);
+}
+
+// Whether the first bias, and its gradient if it is wanted, can have the eight tensor maps of OddRows.
+bool can_have_odd_rows(const Call& call) {
+  constexpr std::int64_t kShort = 128;  // shorter ones are packed: not measured
+  constexpr std::int64_t kMostRows = std::int64_t{1} << 30;
+  constexpr std::int64_t kMostPitch = std::int64_t{1} << 36;  // eight rows are less than 2^40 bytes
+  const Problem& p = call.problem;
+  const Extents& e = p.bias.extents;
+  const bool both = p.bias2 && p.bias2.extents.query && p.bias2.extents.key;
+  if (!p.bias || !e.query || !e.key || both || call.rows.limit_q < kShort || call.rows.limit_k < kShort) {
+    return false;
+  }
+  const auto fits = [&](const View& view, std::int64_t most_pitch) {
+    const math::Strides& s = view.strides;
+    if (size_of(view.type) != 2 || s.col != 1 || s.row <= 0 || s.row >= most_pitch ||
+        reinterpret_cast<std::uintptr_t>(view.data) % 2 != 0) {
+      return false;
+    }
+    std::int64_t rows = call.rows.limit_q;
+    bool is_whole = true;
+    for (const auto& [has, count, stride] :
+         {std::tuple(e.batch1, p.batch1, s.batch1), std::tuple(e.batch2, p.batch2, s.batch2),
+          std::tuple(e.head, p.heads_q, s.head)}) {
+      if (has && count > 1) {
+        is_whole = is_whole && stride >= 0 && stride % s.row == 0 && stride / s.row < kMostRows;
+        rows += is_whole ? (count - 1) * (stride / s.row) : 0;
+      }
+    }
+    return is_whole && rows < kMostRows;
+  };
+  return fits(call.bias, kRowBytesLimit / 2) && (!p.need.bias || fits(call.grad_bias, kMostPitch));
 }
 
 // Looks at each tensor of a call once.
@@ -276,6 +301,12 @@ Results fp32_results(const Problem& problem) {
           adds.sink};
 }
 
+Extents extents_of(const View& view, const PlaneTraits& traits) {
+  const math::Strides& s = view.strides;
+  return {traits.extents.batch1 && s.batch1 != 0, traits.extents.batch2 && s.batch2 != 0,
+          traits.extents.head && s.head != 0, traits.extents.query && s.row != 0, traits.extents.key && s.col != 0};
+}
+
 std::int64_t planes_of(const Problem& problem, const Extents& extents) {
   return (extents.batch1 ? problem.batch1 : 1) * (extents.batch2 ? problem.batch2 : 1) *
          (extents.head ? problem.heads_q : 1);
@@ -315,37 +346,6 @@ bool is_aligned(const Call& call, const View& view, std::int64_t heads, std::int
   return columns % 8 == 0 && (columns <= 1 || s.col == 1) &&
          reinterpret_cast<std::uintptr_t>(view.data) % kGrain == 0 && fits(call.rows.batch1, s.batch1) &&
          fits(call.rows.batch2, s.batch2) && fits(heads, s.head) && fits(rows, s.row);
-}
-
-bool can_have_odd_rows(const Call& call) {
-  constexpr std::int64_t kShort = 128;  // below that nothing is gained
-  constexpr std::int64_t kMostRows = std::int64_t{1} << 30;
-  constexpr std::int64_t kMostPitch = std::int64_t{1} << 36;  // eight rows are less than 2^40 bytes
-  const Problem& p = call.problem;
-  const Extents& e = p.bias.extents;
-  const bool both = p.bias2 && p.bias2.extents.query && p.bias2.extents.key;
-  if (!p.bias || !e.query || !e.key || both || call.rows.limit_q < kShort || call.rows.limit_k < kShort) {
-    return false;
-  }
-  const auto fits = [&](const View& view, std::int64_t most_pitch) {
-    const math::Strides& s = view.strides;
-    if (size_of(view.type) != 2 || s.col != 1 || s.row <= 0 || s.row >= most_pitch ||
-        reinterpret_cast<std::uintptr_t>(view.data) % 2 != 0) {
-      return false;
-    }
-    std::int64_t rows = call.rows.limit_q;
-    bool is_whole = true;
-    for (const auto& [has, count, stride] :
-         {std::tuple(e.batch1, p.batch1, s.batch1), std::tuple(e.batch2, p.batch2, s.batch2),
-          std::tuple(e.head, p.heads_q, s.head)}) {
-      if (has && count > 1) {
-        is_whole = is_whole && stride >= 0 && stride % s.row == 0 && stride / s.row < kMostRows;
-        rows += is_whole ? (count - 1) * (stride / s.row) : 0;
-      }
-    }
-    return is_whole && rows < kMostRows;
-  };
-  return fits(call.bias, kRowBytesLimit / 2) && (!p.need.bias || fits(call.grad_bias, kMostPitch));
 }
 
 Operands operands_of(const Call& call, Workspace& workspace, bool mask_by_lanes, bool odd_rows) {

@@ -68,6 +68,9 @@ Results fp32_results(const Problem& problem);
 Type type_of(DType type);
 BiasTile tile_of(DType type);
 
+// The dimensions in which what is read changes: one that was given with a stride of 0 is as good as broadcast.
+Extents extents_of(const View& view, const PlaneTraits& traits);
+
 // How many planes a bias or mask has: its heads and batch entries.
 std::int64_t planes_of(const Problem& problem, const Extents& extents);
 
@@ -75,9 +78,6 @@ std::int64_t planes_of(const Problem& problem, const Extents& extents);
 // takes masks: one that is broadcast over queries becomes bits, too, and bits lie as its threads need them. odd_rows: a
 // bias with odd rows is not packed.
 Operands operands_of(const Call& call, Workspace& workspace, bool mask_by_lanes = false, bool odd_rows = false);
-
-// Whether the first bias, and its gradient if it is wanted, can have the eight tensor maps of OddRows.
-bool can_have_odd_rows(const Call& call);
 
 // Whether rows of this view can be read (written) by 16 bytes.
 bool is_aligned(const Call& call, const View& view, std::int64_t heads, std::int64_t rows, std::int64_t columns);

@@ -145,16 +145,11 @@ void add_bias_gradient(Planner& planner, Gradient gradient, int which) {
 }  // namespace
 
 // Where nothing shares a bias, packing it and unpacking its gradient take as long as the backward itself. A bias that
-// is shared is small, and other kernels need it, too.
+// is shared is small, and other kernels need it, too. If so, the operands and the workspace are those of the plan.
 bool Planner::takes_odd_rows() {
   const Problem& p = call_.problem;
-  Extents extents = p.bias.extents;
-  if (!p.need.bias) {  // then one that is expanded is shared, too
-    const math::Strides& s = call_.bias.strides;
-    extents.batch1 = extents.batch1 && s.batch1 != 0;
-    extents.batch2 = extents.batch2 && s.batch2 != 0;
-    extents.head = extents.head && s.head != 0;
-  }
+  // Without its gradient one that is expanded is shared, too.
+  const Extents extents = p.need.bias ? p.bias.extents : extents_of(call_.bias, p.bias);
   if (planes_of(p, extents) != p.batch() * p.heads_q || p.deterministic || !p.need.q || !(p.need.k || p.need.v)) {
     return false;
   }
