@@ -244,10 +244,7 @@ class OperandsOfCall {
       operands_.odd_rows = true;
       return;
     }
-    const auto fits = [&](bool has, std::int64_t stride) { return !has || stride * bytes % kGrain == 0; };
-    if (s.col == 1 && reinterpret_cast<std::uintptr_t>(view.data) % kGrain == 0 && fits(extents.batch1, s.batch1) &&
-        fits(extents.batch2, s.batch2) && fits(extents.head, s.head) && fits(extents.query, s.row) &&
-        rows_of_tiles(call_.rows.limit_q, s.row, bytes)) {
+    if (s.col == 1 && !has_odd_rows(view) && rows_of_tiles(call_.rows.limit_q, s.row, bytes)) {
       operand = {Region::kNone, s};
       return;
     }
