@@ -575,10 +575,60 @@ TEST(CudaPlan, BlocksSumTheGradientOfABias) {
                                  "b=4 hq=16 sq=4096 sk=4096 d=128 bf16 bias=1,1,q,k need=q,k,v,bias"}) {
     EXPECT_EQ(find(plan_of_line(std::string("bwd ") + line), "sm90_summed_backward"), nullptr) << line;
   }
+  for (const auto& [line, odd] : {std::pair{"b=8 hq=16 sq=2047 sk=2047 d=128 bf16 bias=1,h,q,k", true},
+                                  std::pair{"b=8 hq=16 sq=2048 sk=2046 d=64 bf16 bias=1,h,q,k dropout=0.1", true},
+                                  std::pair{"b=8 hq=16 sq=2047 sk=2048 d=128 bf16 bias=1,h,q,k", false},
+                                  std::pair{"b=32 hq=12 sq=512 sk=512 d=64 bf16 bias=1,h,q,k dropout=0.1", false}}) {
+    const Plan plan = plan_of_line(fmt::format("bwd {} need=q,k,v,bias", line));
+    const Launch* const main = find(plan, "sm90_summed_backward");
+    ASSERT_NE(main, nullptr) << line << ": " << plan.summary;
+    EXPECT_EQ(main->kernel.as<Sm90BackwardSpec>().odd_sums, odd) << line;
+  }
+  // Planes of sums have rows that follow one another.
+  EXPECT_EQ(find(plan_of_line("bwd b=32 hq=12 sq=511 sk=511 d=64 bf16 bias=1,h,q,k dropout=0.1 need=q,k,v,bias"),
+                 "bias_gradient_sum"),
+            nullptr);
   // A batch may be empty.
   for (const char* const bias : {"b,h,q,k", "b,1,1,k", "1,h,q,k"}) {
     EXPECT_NO_THROW(plan_of_line(fmt::format("bwd b=0 hq=4 sq=70 sk=70 d=64 bf16 bias={} need=q,k,v,bias", bias)));
   }
+}
+
+// Of a bias that many entries share, and whose planes of sums stay in L2.
+TEST(CudaPlan, AddsTheGradientOfABiasInMemory) {
+  const auto adds = [](const std::string& line) {
+    const Plan plan = plan_of_line("bwd " + line);
+    const Launch* const main = find(plan, "sm90_backward");
+    const bool yes = main != nullptr && main->kernel.as<Sm90BackwardSpec>().adds_bias;
+    EXPECT_EQ(find(plan, "added_bias_clear") != nullptr, yes) << line;
+    EXPECT_EQ(find(plan, "added_bias_sum") != nullptr, yes) << line;
+    EXPECT_EQ(plan.summary.find("last bits vary") != std::string::npos, yes) << line;
+    if (yes) {
+      EXPECT_EQ(find(plan, "sm90_bias_gradient"), nullptr) << line;
+      if (!main->kernel.as<Sm90BackwardSpec>().direct) {
+        EXPECT_LE(2 * plan.workspace.size(Region::kBiasSum), 3 * plan.workspace.size(Region::kDqSum)) << line;
+      }
+    }
+    return yes;
+  };
+  const std::string all = " need=q,k,v,bias";
+  for (const char* const line :
+       {"b=4 hq=16 sq=4096 sk=4096 d=128 bf16 bias=1,1,q,k", "b=8 hq=16 sq=2048 sk=2047 d=64 bf16 bias=1,1,q,k",
+        "b=768 hq=4 sq=768 sk=768 d=32 bf16 bias=1,h,q,k", "b=2x16 hq=4 sq=500 sk=300 d=80 fp16 bias=b1,1,h,q,k:fp32",
+        "b=4 hq=32 hk=8 sq=2048 sk=2048 d=128 bf16 bias=1,1,q,k causal softcap=9 alibi=h dropout=0.1"}) {
+    EXPECT_TRUE(adds(line + all)) << line;
+  }
+  EXPECT_TRUE(adds("b=512 hq=8 sq=384 sk=384 d=32 bf16 bias=1,h,q,k bias2=b,1,1,k need=q,k,v,bias,bias2"));
+  for (const char* const line : {"b=8 hq=16 sq=2048 sk=2048 d=64 bf16 bias=1,1,q,k det",
+                                 "b=3 hq=4 sq=512 sk=512 d=64 bf16 bias=1,1,q,k",        // few entries
+                                 "b=64 hq=8 sq=70 sk=200 d=64 bf16 bias=1,1,q,k",        // few tiles
+                                 "b=8 hq=16 sq=4096 sk=4096 d=64 bf16 bias=1,1,q,k",     // more than L2 holds
+                                 "b=16 hq=16 sq=2048 sk=2048 d=64 bf16 bias=1,h,q,k",    // more than L2 holds
+                                 "b=16 hq=1 sq=64 sk=4096 d=64 bf16 bias=1,1,q,k",       // more than 1.5 times dq
+                                 "b=4 hq=16 sq=2048 sk=2048 d=192 bf16 bias=1,1,q,k"}) {  // another kernel
+    EXPECT_FALSE(adds(line + all)) << line;
+  }
+  EXPECT_FALSE(adds("b=8 hq=16 sq=2048 sk=2048 d=64 bf16 bias=1,1,q,k need=k,v,bias"));
 }
 
 // The launch of sm90_backward, or of sm90_wide_backward.

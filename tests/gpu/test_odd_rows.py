@@ -43,6 +43,12 @@ BESIDE = [  # other features beside such a bias
     "bwd b=2x3 hq=2 sq=131 sk=131 d=64 bf16 bias=b1,1,h,q,k need=q,k,v,bias",
     "bwd b=2x3 hq=2 sq=131 sk=131 d=64 bf16 bias=b1,b2,h,q,k need=q,k,v,bias",
     "bwd b=3 hq=2 sq=49 sk=49 d=32 bf16 bias=b,h,q,k need=q,k,v,bias",
+    # Clusters that sum the gradient, whose rows begin anywhere.
+    "bwd b=4 hq=9 sq=500 sk=601 d=128 bf16 bias=1,h,q,k need=q,k,v,bias",
+    "bwd b=8 hq=5 sq=513 sk=510 d=64 bf16 bias=1,h,q,k dropout=0.1 need=q,k,v,bias",
+    "bwd b=8 hq=5 sq=512 sk=512 d=128 fp16 bias=1,h,q,k dropout=0.1 need=q,k,v,bias skew=3",
+    "bwd b=2x4 hq=6 hk=3 sq=450 sk=699 d=96 bf16 bias=1,1,h,q,k causal need=q,k,v,bias",
+    "bwd b=32 hq=3 sq=400 sk=393 d=64 fp16 bias=1,h,q,k window=40,10 dropout=0.2 need=q,k,v,bias",
 ]
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bias that batch entries share: sm90_summed_backward, whose clusters sum its gradient in shared memory."""
+"""A bias that many entries share: sm90_summed_backward, whose clusters sum its gradient in shared memory, and additions
+in memory."""
 
 import pytest
 import torch
@@ -33,6 +34,32 @@ LINES = [
     "bwd b=4 hq=16 sq=500 sk=400 d=128 bf16 bias=1,1,q,k need=q,k,v,bias",
     "bwd b=2x4 hq=16 sq=300 sk=500 d=64 bf16 bias=b1,1,1,q,k causal dropout=0.2 need=q,k,v,bias",
 ]
+ADDED = [
+    "bwd b=4 hq=8 sq=1000 sk=900 d=128 bf16 bias=1,1,q,k need=q,k,v,bias",
+    "bwd b=32 hq=4 sq=384 sk=384 d=32 bf16 bias=1,h,q,k need=q,k,v,bias",
+    "bwd b=32 hq=4 sq=385 sk=383 d=32 fp16 bias=1,h,q,k causal need=q,k,v,bias",
+    "bwd b=48 hq=4 sq=256 sk=300 d=64 bf16 bias=1,h,q,k:fp32 need=q,k,v,bias",
+    "bwd b=16 hq=4 sq=512 sk=500 d=64 bf16 bias=1,1,q,k dropout=0.2 softcap=10 sink need=q,k,v,bias,sink",
+    "bwd b=16 hq=4 sq=500 sk=512 d=96 bf16 bias=1,1,q,k window=100,0 alibi=h need=q,k,v,bias",
+    "bwd b=2x16 hq=4 sq=300 sk=512 d=80 dv=48 bf16 bias=b1,1,h,q,k mask=b1,b2,1,1,k need=q,k,v,bias",
+    "bwd b=4 hq=32 hk=8 sq=600 sk=500 d=128 bf16 bias=1,1,q,k causal need=q,k,v,bias",
+    "bwd b=24 hq=16 sq=100 sk=100 d=64 bf16 bias=1,h,q,k need=q,k,v,bias",
+    "bwd b=24 hq=11 sq=70 sk=190 d=64 bf16 bias=1,h,q,k mask=b,1,q,k need=q,k,v,bias",
+    "bwd b=24 hq=4 sq=600 sk=70 d=32 bf16 bias=1,h,q,k need=q,k,v,bias",
+    "bwd b=24 hq=8 sq=384 sk=384 d=32 bf16 bias=1,h,q,k bias2=b,1,1,k need=q,k,v,bias,bias2",
+    "bwd b=24 hq=8 sq=384 sk=384 d=64 bf16 bias=1,h,q,k bias2=b,h,q,1 need=q,k,v,bias,bias2",
+    "bwd b=8 hq=4 sq=500 sk=512 d=64 bf16 bias=1,1,q,k wide=bias,q need=q,k,v,bias",
+    "bwd b=8 hq=4 sq=500 sk=512 d=128 bf16 bias=1,1,q,k wide=bias add=bias need=q,k,v,bias",
+    "bwd b=16 hq=4 sq=300 sk=301 d=64 fp16 bias=1,h,q,k skew=1 need=q,k,v,bias",
+    "bwd b=5 hq=4 d=64 bf16 seqs_q=300,0,131,500,64 seqs_k=201,3,131,500,64 causal bias=1,1,q,k need=q,k,v,bias",
+    "bwd b=5 hq=4 hk=2 d=128 bf16 seqs_q=300,0,131,500,64 seqs_k=201,3,131,500,64 bias=1,1,q,k dropout=0.1 need=q,k,v,bias",
+    *(f"bwd b=16 hq=4 sq=300 sk=301 d=64 bf16 bias=1,h,q,k mask=b,1,1,k need=q,k,v,bias values={family}"
+      for family in ("large_scores", "one_hot", "huge", "denormal", "dead_rows", "nan_where_masked")),
+    "bwd b=8 hq=4 sq=500 sk=512 d=128 bf16 bias=1,1,q,k values=lowest need=q,k,v,bias",
+]
+
+
+LINES += ADDED
 
 
 @pytest.mark.parametrize("line", LINES)

@@ -17,7 +17,7 @@ struct BackwardWants {
   bool row_sum = false;      // by atomics: sm90_backward
   bool dbias_store = false;  // dS is stored as the gradient of a bias: sm90_backward
   bool ordered = false;      // dq is added in a fixed order: sm90_backward
-  bool bias = false;         // the gradient of the first bias, with queries and keys, and of no other: sm90_backward
+  bool bias = false;         // the gradient of the first bias alone that has queries and keys: sm90_backward
 };
 
 // A gradient of a bias, and what a plane of it is the sum of.

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cuda/device/sm90/cluster_backward_sizes.h"
+#include "cuda/kernels/sm90_added_bias.h"
 #include "cuda/launch/tensor_map.h"
 
 namespace fovea::cuda {
@@ -343,11 +344,14 @@ bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, cons
       all.insert(all.begin(), same_step);
     }
   }
+  const bool adds_bias = sm90_adds_bias(call, spec, wants);
   for (const Tiles& tiles : all) {
     spec.summed = tiles.summed;
+    spec.odd_sums = sm90_sums_to_odd_rows(call, spec, target);
     spec.warps = 4 * tiles.groups;
     spec.tiles = tiles.tiles;
     spec.step = tiles.step;
+    spec.adds_bias = adds_bias && tiles.summed == 1 && tiles.step == 64;
     spec.stages = tiles.stages;
     spec.planes = tiles.planes;
     spec.outer = tiles.outer;

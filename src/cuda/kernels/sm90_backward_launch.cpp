@@ -54,7 +54,7 @@ void start_backward(const Launcher& launcher, const Launch& launch, const Sm90Ke
                     const Sm90BiasOrder& bias) {
   const auto& spec = launch.kernel.as<Sm90BackwardSpec>();
   std::optional<Args> with_bias;  // every other call takes the arguments as they are, without a copy
-  if (spec.summed > 1) {
+  if (spec.summed > 1 || spec.adds_bias) {
     with_bias = bias_gradient_args(launcher, bias_list_of(launcher.call().problem, 0), launch.pieces);
   }
   const Args& common = with_bias ? *with_bias : launcher.args();

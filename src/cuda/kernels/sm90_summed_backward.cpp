@@ -17,13 +17,14 @@ std::int64_t numbers_kept(const Problem& p, const Sm90BiasOrder& order) {
   return order.chunks > 1 || order.rounds > 1 ? order.chunks * order.planes * p.seqlen_q * p.seqlen_k : 0;
 }
 
-// Four neighbouring numbers are stored at once.
+constexpr std::int64_t kFour = 4;  // neighbouring numbers, which a lane sums
+
+// They are stored at once.
 bool stores_fours(const Call& call) {
   const View& to = call.grad_bias;
-  constexpr std::int64_t kFour = 4;
   constexpr std::uintptr_t kBytes = 8;
   const math::Strides& s = to.strides;
-  return s.col == 1 && s.row % kFour == 0 && s.head % kFour == 0 && s.batch1 % kFour == 0 && s.batch2 % kFour == 0 &&
+  return s.row % kFour == 0 && s.head % kFour == 0 && s.batch1 % kFour == 0 && s.batch2 % kFour == 0 &&
          call.problem.seqlen_k % kFour == 0 && reinterpret_cast<std::uintptr_t>(to.data) % kBytes == 0;
 }
 
@@ -35,13 +36,13 @@ std::int64_t clusters_at_once(int summed, const Target& target) {
 }
 
 // Asked only without dropout: with it the other kernel draws again, and is slower. Measured on an H200: with a head_dim
-// of 32 this way takes 1.5 to twice the time. With 64 it gains only where there are no planes. With more it gains a
-// tenth to a third, and the memory traffic of planes must leave some of that.
+// of 32 this way takes 1.5 to twice the time. With 64 it gains only where there are no planes and the gradient's rows
+// are aligned. With more it gains a tenth to a third, and the memory traffic of planes must leave some of that.
 bool pays(const Call& call, const Sm90BackwardSpec& spec, std::int64_t numbers) {
   constexpr int kNarrow = 64;
   const int widest = std::max(spec.d, spec.dv);
   if (widest <= kNarrow) {
-    return widest == kNarrow && numbers == 0;
+    return widest == kNarrow && numbers == 0 && stores_fours(call);
   }
   constexpr std::int64_t kWorth = 2000;  // of products, a number kept
   const std::int64_t pairs = call.rows.batch() * call.rows.heads_q * call.problem.seqlen_q * call.problem.seqlen_k;
@@ -101,16 +102,25 @@ int sm90_summed_blocks(const Call& call, const Sm90BackwardSpec& spec, const Bac
   while (blocks > 1 && (shared % blocks != 0 || 2 * blocks > target.multiprocessors)) {
     blocks /= 2;
   }
-  if (blocks == 1 || !stores_fours(call)) {
+  if (blocks == 1) {
     return 1;
   }
   const Sm90BiasOrder order = sm90_bias_order(call, blocks, target);
   const std::int64_t numbers = numbers_kept(p, order);
+  // Rows of planes follow one another; those of the gradient may lie anywhere.
+  if (numbers > 0 ? p.seqlen_k % kFour != 0 : call.grad_bias.strides.col != 1) {
+    return 1;
+  }
   if (spec.dropout == DropoutRule::kNone && !pays(call, spec, numbers)) {
     return 1;
   }
   // As much again as half of the sums of dq.
   return 2 * numbers <= 3 * padded_rows(rows) * rows.heads_q * spec.d ? blocks : 1;
+}
+
+bool sm90_sums_to_odd_rows(const Call& call, const Sm90BackwardSpec& spec, const Target& target) {
+  return spec.summed > 1 && !stores_fours(call) &&
+         numbers_kept(call.problem, sm90_bias_order(call, spec.summed, target)) == 0;
 }
 
 void add_sm90_bias_sums(Planner& planner, const Sm90BackwardSpec& spec) {

@@ -13,6 +13,9 @@ namespace fovea::cuda {
 int sm90_summed_blocks(const Call& call, const Sm90BackwardSpec& spec, const BackwardWants& wants,
                        const Target& target);
 
+// Whether sums go straight to rows of the gradient that begin at any address.
+bool sm90_sums_to_odd_rows(const Call& call, const Sm90BackwardSpec& spec, const Target& target);
+
 // A cluster has `rounds` blocks of keys one after the other, whose numbers are `stride` apart.
 struct Sm90BiasOrder {
   int chunks = 1;  // clusters that share a plane, each with sums of its own

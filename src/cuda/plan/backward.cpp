@@ -11,6 +11,7 @@
 #include "cuda/kernels/backward_around.h"
 #include "cuda/kernels/generic_backward.h"
 #include "cuda/kernels/prepare.h"
+#include "cuda/kernels/sm90_added_bias.h"
 #include "cuda/kernels/sm90_backward.h"
 #include "cuda/kernels/sm90_bias_gradient.h"
 #include "cuda/kernels/sm90_small_backward.h"
@@ -113,7 +114,7 @@ BackwardWants wants_of(Planner& planner) {
             backward_adds_dq(features, planner.target(), work.column_sum);
   work.dbias_store = gradients[0] == Gradient::kPlane &&
                      (operands.odd_rows || stores_bias(call, features) || pack_for_ds(call, operands) >= 0);
-  work.bias = gradients[0] == Gradient::kPlane && gradients[1] == Gradient::kNone && !work.dbias_store;
+  work.bias = gradients[0] == Gradient::kPlane && gradients[1] != Gradient::kPlane && !work.dbias_store;
   return work;
 }
 
@@ -229,6 +230,9 @@ void Planner::backward() {
   if (is_hopper && features.mask) {
     add_sm90_backward_mask(*this);
   }
+  if (main.adds_bias) {
+    add_sm90_added_bias_clear(*this);
+  }
   if (!main.makes_rows) {
     add_backward_prepare(*this, before);
   }
@@ -248,6 +252,8 @@ void Planner::backward() {
   }
   if (main.summed > 1) {
     add_sm90_bias_sums(*this, main);
+  } else if (main.adds_bias) {
+    add_sm90_added_bias_sum(*this);
   } else if (!main.dbias_store) {
     add_bias_gradient(*this, gradients[0], 0);
   } else if (in_place) {

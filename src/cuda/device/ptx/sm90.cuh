@@ -34,6 +34,13 @@ __device__ __forceinline__ void barrier_arrive_if(bool may, u32 barrier) {
                "r"(int(may))
                : "memory");
 }
+// red.global.add: four neighbouring floats added in L2, by the threads that may.
+__device__ __forceinline__ void reduce4_if(bool may, float* to, const float (&v)[4]) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p red.relaxed.gpu.global.add.v4.f32 [%0], {%1,%2,%3,%4};\n}" ::"l"(to),
+      "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(int(may))
+      : "memory");
+}
 // mbarrier.try_wait.parity: until the phase of this parity has ended.
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   asm volatile(

@@ -6,6 +6,7 @@
 
 #include "cuda/device/score/scores.cuh"
 #include "cuda/device/score/sm90_backward_inputs.cuh"
+#include "cuda/device/sm90/added_bias.h"
 #include "cuda/device/work/sm90_key_block.cuh"
 
 namespace fovea::cuda {
@@ -47,14 +48,16 @@ struct Sm90BackwardGradients {
     }
   }
   // dS from P and dP, as pairs of 16 bits. loaded: the first 16 queries of delta; row: of the first in row vectors;
-  // hidden: some pairs are.
+  // hidden: some pairs are. sums_of_bias: where adds_bias adds this thread's first, or null.
   __device__ __forceinline__ void gradients(u32 (&grads)[M / 4], const float (&s)[M / 2], float (&dp)[M / 2],
-                                            const Args& a, Loaded& loaded, u32 delta, int row, bool hidden) {
+                                            const Args& a, Loaded& loaded, u32 delta, int row, bool hidden,
+                                            float* sums_of_bias = nullptr) {
     // Note: what is hidden has P = 0, but dP of any size, and 0 * inf is NaN. Where that may be in any tile (a bias of
     // -inf hides, too) dS is looked at in the end.
     constexpr bool kAnywhere = kPlane || S.mask;
-    constexpr bool kLater = kAnywhere && !S.column_sum && !S.row_sum;
-    if constexpr (!kLater && (kAnywhere || S.banded || (S.key_term && S.row_sum))) {
+    constexpr bool kAtOnce = S.adds_bias;
+    constexpr bool kLater = kAnywhere && !S.column_sum && !S.row_sum && !kAtOnce;
+    if constexpr (!kLater && !kAtOnce && (kAnywhere || S.banded || (S.key_term && S.row_sum))) {
       if (kPlane || hidden) {
 #pragma unroll
         for (int i = 0; i < M / 2; ++i) {
@@ -70,6 +73,7 @@ struct Sm90BackwardGradients {
       float over_keys[4] = {};  // sums of this thread's keys, of queries 16 k + 8 i / 2 + 2 t + i % 2
 #pragma unroll
       for (int n = 2 * k; n < 2 * k + 2; ++n) {
+        [[maybe_unused]] float all[4];  // of both keys
         const float deltas[2] = {loaded.rows[k & 1][n & 1].x, loaded.rows[k & 1][n & 1].y};
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -78,9 +82,12 @@ struct Sm90BackwardGradients {
           for (int e = 0; e < 2; ++e) {
             const int i = 4 * n + 2 * r + e;
             if constexpr (kDropout) {
-              grad[e] = math::grad_score(fabsf(s[i]), (s[i] >= 0 ? dp[i] : 0.f) * a.keep_scale, deltas[e]);
+              grad[e] = math::grad_score<kAtOnce>(fabsf(s[i]), (s[i] >= 0 ? dp[i] : 0.f) * a.keep_scale, deltas[e]);
             } else {
-              grad[e] = math::grad_score(s[i], dp[i], deltas[e]);
+              grad[e] = math::grad_score<kAtOnce>(s[i], dp[i], deltas[e]);
+            }
+            if constexpr (S.adds_bias) {
+              all[2 * r + e] = grad[e];
             }
             if constexpr (S.column_sum) {
               sums[r] += grad[e];
@@ -94,6 +101,9 @@ struct Sm90BackwardGradients {
             grad[1] *= high<Type::kFp16>(derivatives[2 * n + r]);
           }
           grads[2 * n + r] = pack<S.type>(grad[0], grad[1]);
+        }
+        if constexpr (S.adds_bias) {
+          reduce4_if(sums_of_bias != nullptr, sums_of_bias + n * AddedBias::kOfEight, all);
         }
       }
       if constexpr (S.row_sum) {

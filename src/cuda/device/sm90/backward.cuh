@@ -15,13 +15,14 @@
 // puts dS where the bias was, and there dS is an operand of dQ = dS K. With `dbias_store` it is stored from there as
 // the gradient of the bias. It has no `scale`, which dQ and dK get where they leave. With a softcap dS is already
 // multiplied by its derivative, and under a band tiles are left out, so there the gradient of a bias is another
-// kernel's. dQ of a step is computed a step later, when the dS of all warpgroups has most likely arrived: by one
-// warpgroup for 64 queries, in turn (of steps of 128 queries each of two has 64), or with `halves` by each of two for
-// half of the columns. With `same_step` all warpgroups wait for each other instead, and compute their halves in the
-// step itself, before dK; dQ is stored while the product of dK runs. Of 80 queries a step dQ is computed transposed,
-// dQ^T = K^T dS^T (sm90_turns_dq): a product has 64 rows, and halves of the columns are as many. dQ is added to dq_sum,
-// in L2, in the order of the accumulators (backward_convert), by red instructions or in bulk through shared memory;
-// with `ordered` by one block of keys after the other; with `direct` one block has all keys and stores dQ as it is.
+// kernel's, or dS is added to sums in memory as it is made (backward_added.cuh). dQ of a step is computed a step later,
+// when the dS of all warpgroups has most likely arrived: by one warpgroup for 64 queries, in turn (of steps of 128
+// queries each of two has 64), or with `halves` by each of two for half of the columns. With `same_step` all warpgroups
+// wait for each other instead, and compute their halves in the step itself, before dK; dQ is stored while the product
+// of dK runs. Of 80 queries a step dQ is computed transposed, dQ^T = K^T dS^T (sm90_turns_dq): a product has 64 rows,
+// and halves of the columns are as many. dQ is added to dq_sum, in L2, in the order of the accumulators
+// (backward_convert), by red instructions or in bulk through shared memory; with `ordered` by one block of keys after
+// the other; with `direct` one block has all keys and stores dQ as it is.
 //
 // With dropout, P carries the decision in its sign: P >= 0 is kept. Where dK and dV take most registers, S and dP are
 // made in two parts of a step (sm90_step_parts), or P is rounded before dS is made of it (Sm90BackwardChoices::packs).
@@ -40,14 +41,11 @@
 #include "cuda/device/ptx/sm90.cuh"
 #include "cuda/device/ptx/wgmma.cuh"
 #include "cuda/device/score/sm90_backward_scores.cuh"
-#include "cuda/device/sm90/backward_add.cuh"
+#include "cuda/device/sm90/backward_added.cuh"
 #include "cuda/device/sm90/backward_args.h"
 #include "cuda/device/sm90/backward_convert.cuh"
-#include "cuda/device/sm90/backward_copy.cuh"
-#include "cuda/device/sm90/backward_copy_bias.cuh"
-#include "cuda/device/sm90/backward_odd_rows.cuh"
+#include "cuda/device/sm90/backward_move.cuh"
 #include "cuda/device/sm90/backward_output.cuh"
-#include "cuda/device/sm90/backward_rows.cuh"
 #include "cuda/device/sm90/backward_sizes.h"
 #include "cuda/device/sm90/backward_step.cuh"
 #include "cuda/device/sm90/backward_summed.cuh"
@@ -59,46 +57,6 @@
 #include "math/softmax.h"
 
 namespace fovea::cuda {
-
-// The warpgroup that copies, adds dQ to its sums, and whatever else needs no products: a thread or a warp for each.
-template <Sm90BackwardSpec S>
-__device__ __forceinline__ void sm90_backward_move(const Args& a, const Sm90BackwardArgs& m, u32 base, Sm90Loads* loads,
-                                                   const Sm90BackwardBarriers& barriers) {
-  constexpr Sm90BackwardChoices kHow = sm90_backward_choices(S);
-  const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0);
-  if (warp == 0 && threadIdx.x == 0) {
-    sm90_backward_copy<S>(a, m, base, loads, barriers);
-  }
-  if constexpr (S.odd_rows) {
-    sm90_backward_move_odd<S>(a, m, base, barriers, warp, int(threadIdx.x % 32));
-  } else if ((kHow.bias_in_place || kHow.outer) && warp == 1 && threadIdx.x == 32) {
-    sm90_backward_copy_bias<S>(a, m, base, barriers);
-  }
-  if (S.bulk && warp == 2 && threadIdx.x == 64) {
-    sm90_backward_add<S>(a, m, base, barriers);
-  }
-  if (sm90_counts_sums(S) && warp == 2 && threadIdx.x == 64) {
-    sm90_backward_count_sums<S>(a, m, base, barriers);
-  }
-  if constexpr (S.summed > 1) {
-    if (warp == 3) {
-      sm90_backward_send_shares<S>(a, m, base, barriers, int(threadIdx.x % 32));
-    }
-  }
-  if (S.dbias_store && !S.odd_rows && warp == 3 && threadIdx.x == 96) {
-    sm90_backward_store_bias<S>(a, m, base, barriers);
-  }
-  if constexpr (S.makes_rows) {
-    if (warp > 0) {
-      sm90_backward_make_rows<S>(a, m, base, barriers, warp - 1, int(threadIdx.x % 32));
-    }
-  }
-  if constexpr (kHow.batch_to_convert > 0) {
-    if (warp == 1 || warp == 3) {
-      sm90_backward_convert<S, kHow.batch_to_convert>(a, m);
-    }
-  }
-}
 
 // Warpgroup c of those that compute.
 template <Sm90BackwardSpec S>
@@ -154,6 +112,7 @@ __device__ __forceinline__ void sm90_backward_compute(const Args& a, const Sm90B
   using Scores = Sm90BackwardScores<sm90_part_of_step(S, kParts)>;
   Scores scores[kBlocks];
   Sm90SummedBias<S> summed(base, barriers, c * 128 + thread);
+  Sm90AddedBias<S> added;
 
 #pragma unroll 1
   for (u32 phase = 0;; phase = sm90_tells_ahead(S) ? (phase + 1) & 3 : phase ^ 1) {
@@ -222,6 +181,7 @@ __device__ __forceinline__ void sm90_backward_compute(const Args& a, const Sm90B
           }
         }
         block.begin_head(step);
+        added.begin_head(a, block.place, step.head, block.key0 + c * kBlocks * 64, thread);
 #pragma unroll
         for (int f = 0; f < kBlocks; ++f) {
           scores[f].begin_head(a, m, block.place, step.head, block.key0 + (c * kBlocks + f) * 64 + warp * 16 + g);
@@ -318,6 +278,7 @@ __device__ __forceinline__ void sm90_backward_compute(const Args& a, const Sm90B
         if (edge) {
           scores[f].mask_edge(s, block, first, key + warp * 16 + g, t);
         }
+        float* const added_to = added.at(a, first, key, f);
         u32 weights[P / 4];
         u32 grads[P / 4];
         const auto multiply_dv = [&] {
@@ -338,13 +299,13 @@ __device__ __forceinline__ void sm90_backward_compute(const Args& a, const Sm90B
             wgmma_fence();
             multiply_dv();
           }
-          gradients_of_packed<S>(grads, weights, dp, a, delta_here, edge);
+          gradients_of_packed<S>(grads, weights, dp, a, delta_here, edge, added_to);
         } else {
           loaded.load_rows(delta_here, 0);
           wgmma_wait<0>();
           pin(dp);
           scores[f].gradients(grads, s, dp, a, loaded, delta_here, block.row0 + step.head * int(a.padded_rows) + first,
-                              edge || masked);
+                              edge || masked, added_to);
           if constexpr (S.dkv) {
             scores[f].weights_of(weights, s);
             wgmma_fence();

@@ -194,6 +194,25 @@ struct Sm90SummedBias {
   }
 
  private:
+  // To a row that begins anywhere: what lies in aligned words at once.
+  static __device__ __forceinline__ void store_odd(u16* to, int columns, const u32 (&words)[2]) {
+    if (columns < 4) {
+#pragma unroll
+      for (int i = 0; i < 3; ++i) {
+        if (i < columns) {
+          to[i] = u16(words[i / 2] >> i % 2 * 16);
+        }
+      }
+    } else if ((u64(to) & 2) == 0) {
+      reinterpret_cast<u32*>(to)[0] = words[0];
+      reinterpret_cast<u32*>(to)[1] = words[1];
+    } else {
+      to[0] = u16(words[0]);
+      *reinterpret_cast<u32*>(to + 1) = __funnelshift_r(words[0], words[1], 16);
+      to[3] = u16(words[1] >> 16);
+    }
+  }
+
   // This lane's four keys of a query: to the gradient, or to a plane where there is more to be added.
   __device__ __forceinline__ void store(const Args& a, const SummedBias& bias, const Sm90KeyBlock<S>& block,
                                         int of_head, int at_row, bool adding, const float (&x)[4]) const {
@@ -205,7 +224,12 @@ struct Sm90SummedBias {
       const math::Strides& s = a.grad_bias.strides;
       u16* const to =
           static_cast<u16*>(a.grad_bias.data) + block.place.plane(s, u32(of_head)) + at_row * s.row + at_key;
-      *reinterpret_cast<uint2*>(to) = uint2{pack<S.type>(x[0], x[1]), pack<S.type>(x[2], x[3])};
+      const u32 words[2] = {pack<S.type>(x[0], x[1]), pack<S.type>(x[2], x[3])};
+      if constexpr (S.odd_sums) {
+        store_odd(to, a.bias_keys - at_key, words);
+      } else {
+        *reinterpret_cast<uint2*>(to) = uint2{words[0], words[1]};
+      }
       return;
     }
     const i64 place = i64(plane + (bias.heads > 1 ? of_head : 0)) * a.bias_rows + at_row;

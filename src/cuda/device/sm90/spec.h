@@ -58,13 +58,15 @@ struct Sm90BackwardTiles {
   bool roles = false;          // sm90_wide_backward: one warpgroup makes P, the other dS, of all queries of a step
   bool makes_rows = false;     // with direct: delta is formed here, of out: no backward_prepare
   int summed = 1;              // blocks of a cluster: as many batch entries share a bias, and dS is summed
+  bool odd_sums = false;       // with summed: rows of the gradient begin at any address
+  bool adds_bias = false;      // dS is added to sums of the bias's gradient in memory (added_bias.h)
   bool odd_rows = false;       // of the bias and of its gradient: they begin at any address (odd_rows.h)
 
   friend constexpr bool operator==(const Sm90BackwardTiles&, const Sm90BackwardTiles&) = default;
 };
 FOVEA_FIELDS(Sm90BackwardTiles, warps, tiles, step, stages, planes, outer, left_edge, delay, bulk, halves, same_step,
              dbias_store, ordered, direct, stores_first, converts, longest_first, key_parts, tile_stores, roles,
-             makes_rows, summed, odd_rows)
+             makes_rows, summed, odd_sums, adds_bias, odd_rows)
 
 struct Sm90BackwardSpec : Features, Gradients, Sm90BackwardTiles {
   friend constexpr bool operator==(const Sm90BackwardSpec&, const Sm90BackwardSpec&) = default;

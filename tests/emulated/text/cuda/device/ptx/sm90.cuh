@@ -19,6 +19,11 @@ inline void barrier_arrive_if(bool may, u32 barrier) {
     barrier_arrive(barrier);
   }
 }
+inline void reduce4_if(bool may, float* to, const float (&v)[4]) {
+  if (may) {
+    reduce4<90>(to, v);
+  }
+}
 inline void barrier_wait(u32 barrier, u32 parity) { emulated::barrier_wait(barrier, parity); }
 inline void copy_arrive(u32 barrier) { emulated::thread_copy_arrive(barrier); }
 inline void arrive(int id, int threads) { emulated::arrive(u32(id), u32(threads)); }

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/kernels/sm90_added_bias.h"
+
+#include <algorithm>
+
+#include "cuda/device/sm90/added_bias.h"
+#include "cuda/kernels/sm90_backward_order.h"
+#include "cuda/launch/launcher.h"
+
+namespace fovea::cuda {
+namespace {
+
+// Of all planes.
+std::int64_t tiles_of(const BiasList& list) {
+  const AddedBias plan = AddedBias::make(static_cast<int>(list.queries), static_cast<int>(list.keys));
+  return list.planes * plan.tiles_q * plan.tiles_k;
+}
+
+void add(Planner& planner, const char* name, const BiasList& list) {
+  Kernel kernel;
+  kernel.file = "sm90/added_bias_sum.cuh";
+  kernel.name = name;
+  kernel.one_architecture = true;
+  AroundSpec spec = planner.around();
+  spec.grad_bias = tile_of(planner.call().grad_bias.type);
+  spec.fp32_results = fp32_results(planner.call().problem).bias;
+  kernel.spec = spec;
+  planner.add(kernel, tiles_of(list), [list](const Launcher& launcher, const Launch& launch) {
+    launcher.launch_in_pieces(launch, bias_gradient_args(launcher, list, launch.pieces));
+  });
+}
+
+// Measured on an H200 (docs/design/tried.md). Entries that share a plane come one after the other, so that sums of more
+// planes than L2 holds would move through memory each time; heads that share one come together.
+bool pays(const Sm90BackwardSpec& spec, const BiasList& list, bool shared_by_heads) {
+  constexpr std::int64_t kFewEntries = 16;  // for which clearing and reading the sums would take long
+  constexpr int kNarrow = 64;
+  constexpr std::int64_t kFewTiles = 64;  // to which all blocks would add at the same time
+  constexpr std::int64_t kTilesInCache = 2048;
+  const std::int64_t most = shared_by_heads && std::max(spec.d, spec.dv) > kNarrow ? 2 * kTilesInCache : kTilesInCache;
+  return list.entries >= kFewEntries && tiles_of(list) >= kFewTiles && tiles_of(list) <= most;
+}
+
+}  // namespace
+
+bool sm90_adds_bias(const Call& call, const Sm90BackwardSpec& spec, const BackwardWants& wants) {
+  const BiasList list = bias_list_of(call.problem, 0);
+  if (!wants.bias || !wants.dq || !wants.dkv || call.problem.deterministic || spec.odd_rows || sm90_is_wide(spec) ||
+      !pays(spec, list, !call.problem.bias.extents.head)) {
+    return false;
+  }
+  // As much again as half of the sums of dq.
+  const std::int64_t numbers = tiles_of(list) * AddedBias::kNumbers;
+  return 2 * numbers <= 3 * padded_rows(call.rows) * call.rows.heads_q * spec.d;
+}
+
+void add_sm90_added_bias_clear(Planner& planner) {
+  const BiasList list = bias_list_of(planner.call().problem, 0);
+  planner.workspace().add(Region::kBiasSum, tiles_of(list) * AddedBias::kNumbers * std::int64_t{sizeof(float)});
+  add(planner, "added_bias_clear", list);
+}
+
+void add_sm90_added_bias_sum(Planner& planner) {
+  add(planner, "added_bias_sum", bias_list_of(planner.call().problem, 0));
+  planner.say("; the gradient of the bias by additions in memory, whose order and last bits vary");
+}
+
+}  // namespace fovea::cuda
