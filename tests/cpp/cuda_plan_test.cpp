@@ -584,9 +584,9 @@ TEST(CudaPlan, BlocksSumTheGradientOfABias) {
     ASSERT_NE(main, nullptr) << line << ": " << plan.summary;
     EXPECT_EQ(main->kernel.as<Sm90BackwardSpec>().odd_sums, odd) << line;
   }
-  // Planes of sums have rows that follow one another.
+  // Rows of planes follow one another, so that four neighbouring sums may lie at any address.
   EXPECT_EQ(find(plan_of_line("bwd b=32 hq=12 sq=511 sk=511 d=64 bf16 bias=1,h,q,k dropout=0.1 need=q,k,v,bias"),
-                 "bias_gradient_sum"),
+                 "sm90_summed_backward"),
             nullptr);
   // A batch may be empty.
   for (const char* const bias : {"b,h,q,k", "b,1,1,k", "1,h,q,k"}) {
@@ -620,11 +620,11 @@ TEST(CudaPlan, AddsTheGradientOfABiasInMemory) {
   }
   EXPECT_TRUE(adds("b=512 hq=8 sq=384 sk=384 d=32 bf16 bias=1,h,q,k bias2=b,1,1,k need=q,k,v,bias,bias2"));
   for (const char* const line : {"b=8 hq=16 sq=2048 sk=2048 d=64 bf16 bias=1,1,q,k det",
-                                 "b=3 hq=4 sq=512 sk=512 d=64 bf16 bias=1,1,q,k",        // few entries
-                                 "b=64 hq=8 sq=70 sk=200 d=64 bf16 bias=1,1,q,k",        // few tiles
-                                 "b=8 hq=16 sq=4096 sk=4096 d=64 bf16 bias=1,1,q,k",     // more than L2 holds
-                                 "b=16 hq=16 sq=2048 sk=2048 d=64 bf16 bias=1,h,q,k",    // more than L2 holds
-                                 "b=16 hq=1 sq=64 sk=4096 d=64 bf16 bias=1,1,q,k",       // more than 1.5 times dq
+                                 "b=3 hq=4 sq=512 sk=512 d=64 bf16 bias=1,1,q,k",         // few entries
+                                 "b=64 hq=8 sq=70 sk=200 d=64 bf16 bias=1,1,q,k",         // few tiles
+                                 "b=8 hq=16 sq=4096 sk=4096 d=64 bf16 bias=1,1,q,k",      // more than L2 holds
+                                 "b=16 hq=16 sq=2048 sk=2048 d=64 bf16 bias=1,h,q,k",     // more than L2 holds
+                                 "b=16 hq=1 sq=64 sk=4096 d=64 bf16 bias=1,1,q,k",        // more than 1.5 times dq
                                  "b=4 hq=16 sq=2048 sk=2048 d=192 bf16 bias=1,1,q,k"}) {  // another kernel
     EXPECT_FALSE(adds(line + all)) << line;
   }

@@ -80,6 +80,8 @@ CASES = [
     ("b=2 hq=4 hk=2 sq=170 sk=174 d=96 fp16 bias=1,h,q,k causal dropout=0.2", "sm90_summed_backward banded dropout odd_sums"),
     ("b=1x16 hq=4 sq=100 sk=500 d=64 bf16 bias=1,1,h,q,k:fp32 causal softcap=5 dropout=0.1",
      "added_bias_clear; sm90_backward softcap banded adds_bias; added_bias_sum"),
+    ("b=16 hq=4 sq=300 sk=301 d=64 bf16 bias=1,h,q,k mask=b,1,1,k values=nan_where_masked",
+     "added_bias_clear; sm90_backward key_term adds_bias; added_bias_sum"),
     ("b=2x16 hq=4 sq=130 sk=131 d=128 fp16 bias=b1,1,h,q,k bias2=b1,b2,1,1,k mask=b1,1,1,q,k",
      "sm90_backward mask column_sum adds_bias; added_bias_sum"),
     ("b=1 hq=2 sq=150 sk=200 d=512 bf16 causal", "sm90_wide_forward banded; sm90_split_backward banded"),
@@ -133,6 +135,15 @@ FAULTS = {
     "queries that meet no key of a cluster are not cleared": (
         "sm90/backward.cuh", "      summed.clear_unmet(a, m.summed, block);\n", "",
         "b=4 hq=1 sq=400 sk=200 d=64 bf16 bias=1,h,q,k dropout=0.1 causal", "FAILED(.|\n)*grad_bias"),
+    "a row that begins anywhere is stored beyond its end": (
+        "sm90/backward_summed.cuh", "    if (columns < 4) {\n", "    if (false) {\n",
+        "b=2 hq=2 sq=150 sk=201 d=128 bf16 bias=1,h,q,k", "FAILED(.|\n)*grad_bias"),
+    "sums of a bias are not cleared": (
+        "sm90/added_bias_sum.cuh", "    store_global(to + i + threadIdx.x * 4, uint4{});\n", "",
+        "b=16 hq=4 sq=256 sk=256 d=64 bf16 bias=1,h,q,k", "FAILED(.|\n)*grad_bias"),
+    "sums of a bias lie in another order": (
+        "sm90/added_bias.h", "thread / 32 * 16 + thread % 32 / 4", "thread / 32 * 16 + thread % 32 / 8",
+        "b=16 hq=4 sq=256 sk=256 d=64 bf16 bias=1,h,q,k", "FAILED(.|\n)*grad_bias"),
     "sums of columns come before the last were read": (
         "sm90/split_backward.cuh",
         "    barrier_wait(barriers.may_send(c), turn ^ 1);\n    wgmma_wait<1>();", "    wgmma_wait<1>();",

@@ -159,7 +159,7 @@ def test_nothing_is_expanded(line, device):
     "bwd b=16 hq=16 sq=1024 sk=1024 d=64 bf16 bias=1,h,q,k dropout=0.1 need=q,k,v,bias",
 ])  # fmt: skip
 def test_planes_of_a_shared_bias(line, device):
-    """Clusters that have several batch entries each keep sums of the bias's gradient in planes: 1.5 times dq more."""
+    """Sums of the bias's gradient in planes, of clusters or by additions in memory: 1.5 times dq more."""
     q, k, v, options = tensors_of(parse(line), device)
     backward = peaks(q, k, v, "requested", **options)[1]
     grad_q_fp32 = 4 * q.numel()

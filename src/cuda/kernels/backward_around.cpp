@@ -25,7 +25,7 @@ Start start_of_bias(const BiasList& list) {
 }
 
 // Whether the gradient is added to what is there.
-bool adds_bias(const Planner& planner, const BiasList& list) {
+bool merges_bias(const Planner& planner, const BiasList& list) {
   const Results results = fp32_results(planner.call().problem);
   return list.which == 0 ? results.bias : results.bias2;
 }
@@ -35,7 +35,7 @@ void add_reduction(Planner& planner, const char* name, BiasTile type, const Bias
   constexpr std::int64_t kNumbers = 32;  // of a block
   AroundSpec spec = planner.around();
   spec.grad_bias = type;
-  spec.fp32_results = adds_bias(planner, list);
+  spec.fp32_results = merges_bias(planner, list);
   planner.add(kernel_of("around/backward_reduce.cuh", name, spec), list.planes * Planner::tiles_of(numbers, kNumbers),
               start_of_bias(list));
 }
@@ -96,6 +96,8 @@ Args bias_gradient_args(const Launcher& launcher, const BiasList& list, int chun
   return args;
 }
 
+std::int64_t most_bias_sums(const Call& call, int d) { return 3 * padded_rows(call.rows) * call.rows.heads_q * d / 2; }
+
 void reserve_bias_sum(Planner& planner, const BiasList& list, int chunks) {
   if (chunks > 1) {
     planner.workspace().add(list.which == 0 ? Region::kBiasSum : Region::kBiasSum2,
@@ -107,7 +109,7 @@ void add_bias_sum(Planner& planner, BiasTile type, const BiasList& list, int chu
   constexpr std::int64_t kNumbers = 256;  // of a block
   AroundSpec spec = planner.around();
   spec.grad_bias = type;
-  spec.fp32_results = adds_bias(planner, list);
+  spec.fp32_results = merges_bias(planner, list);
   planner.add(kernel_of("generic/bias_gradient.cuh", "bias_gradient_sum", spec),
               list.planes * Planner::tiles_of(list.queries * list.keys, kNumbers), start_of_bias(list), 1, chunks);
 }

@@ -17,7 +17,7 @@ struct BackwardWants {
   bool row_sum = false;      // by atomics: sm90_backward
   bool dbias_store = false;  // dS is stored as the gradient of a bias: sm90_backward
   bool ordered = false;      // dq is added in a fixed order: sm90_backward
-  bool bias = false;         // the gradient of the first bias alone that has queries and keys: sm90_backward
+  bool bias = false;         // the gradient of the first bias: it has queries and keys, and no other one has
 };
 
 // A gradient of a bias, and what a plane of it is the sum of.
@@ -44,6 +44,9 @@ void add_reduce_rows(Planner& planner, BiasTile type, const BiasList& list);
 
 // What a bias gradient's kernel is called with, its list in so many chunks.
 Args bias_gradient_args(const Launcher& launcher, const BiasList& list, int chunks);
+
+// Numbers that sums of a bias's gradient within the main kernel may have: 1.5 times those of dq, of head_dim d.
+std::int64_t most_bias_sums(const Call& call, int d);
 
 // Memory for partial sums of all planes a chunk; nothing for one chunk.
 void reserve_bias_sum(Planner& planner, const BiasList& list, int chunks);

@@ -16,14 +16,10 @@ std::int64_t tiles_of(const BiasList& list) {
   return list.planes * plan.tiles_q * plan.tiles_k;
 }
 
-void add(Planner& planner, const char* name, const BiasList& list) {
+void add(Planner& planner, const char* name, const AroundSpec& spec, const BiasList& list) {
   Kernel kernel;
   kernel.file = "sm90/added_bias_sum.cuh";
   kernel.name = name;
-  kernel.one_architecture = true;
-  AroundSpec spec = planner.around();
-  spec.grad_bias = tile_of(planner.call().grad_bias.type);
-  spec.fp32_results = fp32_results(planner.call().problem).bias;
   kernel.spec = spec;
   planner.add(kernel, tiles_of(list), [list](const Launcher& launcher, const Launch& launch) {
     launcher.launch_in_pieces(launch, bias_gradient_args(launcher, list, launch.pieces));
@@ -46,22 +42,23 @@ bool pays(const Sm90BackwardSpec& spec, const BiasList& list, bool shared_by_hea
 bool sm90_adds_bias(const Call& call, const Sm90BackwardSpec& spec, const BackwardWants& wants) {
   const BiasList list = bias_list_of(call.problem, 0);
   if (!wants.bias || !wants.dq || !wants.dkv || call.problem.deterministic || spec.odd_rows || sm90_is_wide(spec) ||
-      !pays(spec, list, !call.problem.bias.extents.head)) {
+      !pays(spec, list, !call.problem.bias.extents.head && call.rows.heads_q > 1)) {
     return false;
   }
-  // As much again as half of the sums of dq.
-  const std::int64_t numbers = tiles_of(list) * AddedBias::kNumbers;
-  return 2 * numbers <= 3 * padded_rows(call.rows) * call.rows.heads_q * spec.d;
+  return tiles_of(list) * AddedBias::kNumbers <= most_bias_sums(call, spec.d);
 }
 
 void add_sm90_added_bias_clear(Planner& planner) {
   const BiasList list = bias_list_of(planner.call().problem, 0);
   planner.workspace().add(Region::kBiasSum, tiles_of(list) * AddedBias::kNumbers * std::int64_t{sizeof(float)});
-  add(planner, "added_bias_clear", list);
+  add(planner, "added_bias_clear", planner.around(), list);
 }
 
 void add_sm90_added_bias_sum(Planner& planner) {
-  add(planner, "added_bias_sum", bias_list_of(planner.call().problem, 0));
+  AroundSpec spec = planner.around();
+  spec.grad_bias = tile_of(planner.call().grad_bias.type);
+  spec.fp32_results = fp32_results(planner.call().problem).bias;
+  add(planner, "added_bias_sum", spec, bias_list_of(planner.call().problem, 0));
   planner.say("; the gradient of the bias by additions in memory, whose order and last bits vary");
 }
 

@@ -19,7 +19,7 @@ std::int64_t numbers_kept(const Problem& p, const Sm90BiasOrder& order) {
 
 constexpr std::int64_t kFour = 4;  // neighbouring numbers, which a lane sums
 
-// They are stored at once.
+// Whether these may be stored at once.
 bool stores_fours(const Call& call) {
   const View& to = call.grad_bias;
   constexpr std::uintptr_t kBytes = 8;
@@ -114,8 +114,7 @@ int sm90_summed_blocks(const Call& call, const Sm90BackwardSpec& spec, const Bac
   if (spec.dropout == DropoutRule::kNone && !pays(call, spec, numbers)) {
     return 1;
   }
-  // As much again as half of the sums of dq.
-  return 2 * numbers <= 3 * padded_rows(rows) * rows.heads_q * spec.d ? blocks : 1;
+  return numbers <= most_bias_sums(call, spec.d) ? blocks : 1;
 }
 
 bool sm90_sums_to_odd_rows(const Call& call, const Sm90BackwardSpec& spec, const Target& target) {

@@ -55,9 +55,8 @@ struct Sm90BackwardGradients {
     // Note: what is hidden has P = 0, but dP of any size, and 0 * inf is NaN. Where that may be in any tile (a bias of
     // -inf hides, too) dS is looked at in the end.
     constexpr bool kAnywhere = kPlane || S.mask;
-    constexpr bool kAtOnce = S.adds_bias;
-    constexpr bool kLater = kAnywhere && !S.column_sum && !S.row_sum && !kAtOnce;
-    if constexpr (!kLater && !kAtOnce && (kAnywhere || S.banded || (S.key_term && S.row_sum))) {
+    constexpr bool kLater = kAnywhere && !S.column_sum && !S.row_sum;
+    if constexpr (!kLater && (kAnywhere || S.banded || (S.key_term && S.row_sum))) {
       if (kPlane || hidden) {
 #pragma unroll
         for (int i = 0; i < M / 2; ++i) {
@@ -82,12 +81,13 @@ struct Sm90BackwardGradients {
           for (int e = 0; e < 2; ++e) {
             const int i = 4 * n + 2 * r + e;
             if constexpr (kDropout) {
-              grad[e] = math::grad_score<kAtOnce>(fabsf(s[i]), (s[i] >= 0 ? dp[i] : 0.f) * a.keep_scale, deltas[e]);
+              grad[e] = math::grad_score(fabsf(s[i]), (s[i] >= 0 ? dp[i] : 0.f) * a.keep_scale, deltas[e]);
             } else {
-              grad[e] = math::grad_score<kAtOnce>(s[i], dp[i], deltas[e]);
+              grad[e] = math::grad_score(s[i], dp[i], deltas[e]);
             }
-            if constexpr (S.adds_bias) {
-              all[2 * r + e] = grad[e];
+            if constexpr (S.adds_bias) {  // at once, so that it is looked at here
+              const bool is_hidden = s[i] == 0 || (S.key_term && !S.row_sum && key_terms[r] == -kInfinity);
+              all[2 * r + e] = is_hidden ? 0 : grad[e];
             }
             if constexpr (S.column_sum) {
               sums[r] += grad[e];

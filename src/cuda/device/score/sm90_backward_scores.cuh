@@ -180,8 +180,7 @@ struct Sm90BackwardScores : Sm90BackwardGradients<S> {
 // dS from dP and from P as packed for a product, 16 queries at a time. delta: of the first query.
 template <Sm90BackwardSpec S, int kCount, int kWords>
 __device__ __forceinline__ void gradients_of_packed(u32 (&grads)[kWords], const u32 (&weights)[kWords],
-                                                    float (&dp)[kCount], const Args& a, u32 delta, bool hidden,
-                                                    float* sums_of_bias = nullptr) {
+                                                    float (&dp)[kCount], const Args& a, u32 delta, bool hidden) {
   static_assert(kCount == 2 * kWords && kCount % 8 == 0);
 #pragma unroll
   for (int k = 0; k < kCount / 8; ++k) {
@@ -195,8 +194,7 @@ __device__ __forceinline__ void gradients_of_packed(u32 (&grads)[kWords], const 
       p[2 * i + 1] = high<S.type>(weights[4 * k + i]);
     }
     scores.gradients(*reinterpret_cast<u32(*)[4]>(grads + 4 * k), p, *reinterpret_cast<float(*)[8]>(dp + 8 * k), a,
-                     loaded, delta, 0, hidden,
-                     S.adds_bias && sums_of_bias != nullptr ? sums_of_bias + k * 2 * AddedBias::kOfEight : nullptr);
+                     loaded, delta, 0, hidden);
   }
 }
 

@@ -25,7 +25,7 @@ struct AddedBias {
     return plane * of_plane() + (math::i64(key / kSide) * tiles_q + query / kSide) * kNumbers;
   }
 
-  // Four numbers lie together: two queries by two keys. Number i of a thread of 128 has these of a tile:
+  // Four numbers lie together: two queries by two keys. Number e of a thread's four number i, of 128 threads:
   static constexpr int query(int thread, int i, int e) { return i * 8 + thread % 4 * 2 + e % 2; }
   static constexpr int key(int thread, int e) { return thread / 32 * 16 + thread % 32 / 4 + e / 2 * 8; }
 };

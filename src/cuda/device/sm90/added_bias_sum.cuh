@@ -5,8 +5,8 @@
 //   added_bias_clear   sets them to zero
 //   added_bias_sum     makes the gradient of them
 //
-// Launches of 256 threads. Spec: `grad_bias`, `fp32_results`. Blocks: a tile each, planes * tiles_q * tiles_k. Args
-// beyond the call's own tensors: grad_bias, bias_rows, bias_keys, bias_sum.
+// Launches of 256 threads. Spec of the second: `grad_bias`, `fp32_results`. Blocks: a tile each, planes * tiles_q *
+// tiles_k. Args beyond the call's own tensors: grad_bias, bias_rows, bias_keys, bias_sum.
 #pragma once
 
 #include "cuda/device/around/backward_reduce.cuh"

@@ -278,7 +278,6 @@ __device__ __forceinline__ void sm90_backward_compute(const Args& a, const Sm90B
         if (edge) {
           scores[f].mask_edge(s, block, first, key + warp * 16 + g, t);
         }
-        float* const added_to = added.at(a, first, key, f);
         u32 weights[P / 4];
         u32 grads[P / 4];
         const auto multiply_dv = [&] {
@@ -299,13 +298,13 @@ __device__ __forceinline__ void sm90_backward_compute(const Args& a, const Sm90B
             wgmma_fence();
             multiply_dv();
           }
-          gradients_of_packed<S>(grads, weights, dp, a, delta_here, edge, added_to);
+          gradients_of_packed<S>(grads, weights, dp, a, delta_here, edge);
         } else {
           loaded.load_rows(delta_here, 0);
           wgmma_wait<0>();
           pin(dp);
           scores[f].gradients(grads, s, dp, a, loaded, delta_here, block.row0 + step.head * int(a.padded_rows) + first,
-                              edge || masked, added_to);
+                              edge || masked, added.at(a, first, key, f));
           if constexpr (S.dkv) {
             scores[f].weights_of(weights, s);
             wgmma_fence();

@@ -8,7 +8,6 @@
 #include "cuda/device/args.h"
 #include "cuda/device/sm90/added_bias.h"
 #include "cuda/device/tile/place.cuh"
-#include "cuda/device/tile/tile.cuh"
 
 namespace fovea::cuda {
 

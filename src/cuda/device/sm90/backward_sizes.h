@@ -258,7 +258,8 @@ constexpr Sm90BackwardChoices sm90_backward_choices(const Sm90BackwardSpec& s) {
                          !s.ragged && !s.softcap && !s.dbias_store && !s.direct && s.halves == s.same_step &&
                          !s.ordered && !s.key_parts && !s.stores_first && 8 % s.summed == 0)) &&
       (!s.odd_sums || s.summed > 1) &&
-      (!s.adds_bias || (s.dkv && s.step == 64 && s.summed == 1 && !s.dbias_store && !s.ordered && !s.makes_rows)) &&
+      (!s.adds_bias || ((x.bias_in_place || x.outer) && s.dq && s.dkv && s.step == 64 && x.parts == 1 && !x.packs &&
+                        s.summed == 1 && !s.dbias_store && !s.ordered && !s.makes_rows)) &&
       (!s.dbias_store || (s.dq && x.bias_in_place && !s.softcap && !s.banded && !s.ragged)) &&
       (!s.odd_rows || (x.bias_in_place && !x.outer && s.dq && s.dkv && s.step == 64 && s.tiles == 1 && x.parts == 1 &&
                        !s.bulk && !s.ragged && !s.same_step && s.summed == 1 && !s.makes_rows)) &&
