@@ -536,11 +536,11 @@ TEST(CudaPlan, BlocksSumTheGradientOfABias) {
   for (const auto& [line, summed, clusters, chunks, kept] : {
            Expected{"b=8 hq=16 sq=2048 sk=2048 d=64 bf16 bias=1,h,q,k", 8, 256, 1, 0},
            Expected{"b=4 hq=16 hk=4 sq=2048 sk=2048 d=128 fp16 bias=1,h,q,k causal dropout=0.1", 4, 64, 1, 0},
-           Expected{"b=32 hq=12 sq=512 sk=512 d=64 bf16 bias=1,h,q,k dropout=0.1 alibi=h", 8, 96, 2, 24},
+           Expected{"b=32 hq=40 sq=512 sk=512 d=64 bf16 bias=1,h,q,k dropout=0.1 alibi=h", 8, 160, 1, 40},
            Expected{"b=2x3 hq=16 sq=512 sk=256 d=96 bf16 bias=1,h,q,k mask=b,1,1,k dropout=0.1", 2, 96, 3, 48},
            Expected{"b=1x384 hq=4 sq=384 sk=384 d=32 bf16 bias=b1,1,h,q,k dropout=0.1", 8, 72, 6, 24},
-           Expected{"b=3x16 hq=4 sq=512 sk=512 d=96 bf16 bias=b1,1,h,q,k dropout=0.1", 8, 96, 2, 24},
-           Expected{"b=8 hq=16 sq=2048 sk=2048 d=128 bf16 bias=1,1,q,k", 8, 128, 8, 8},
+           Expected{"b=3x16 hq=16 sq=512 sk=512 d=96 bf16 bias=b1,1,h,q,k dropout=0.1", 8, 192, 1, 48},
+           Expected{"b=16 hq=16 sq=1024 sk=1024 d=128 bf16 bias=1,h,q,k causal dropout=0.1", 8, 128, 1, 16},
        }) {
     const Plan plan = plan_of_line(fmt::format("bwd {} need=q,k,v,bias", line));
     const Launch* const main = find(plan, "sm90_summed_backward");
@@ -578,14 +578,14 @@ TEST(CudaPlan, BlocksSumTheGradientOfABias) {
   for (const auto& [line, odd] : {std::pair{"b=8 hq=16 sq=2047 sk=2047 d=128 bf16 bias=1,h,q,k", true},
                                   std::pair{"b=8 hq=16 sq=2048 sk=2046 d=64 bf16 bias=1,h,q,k dropout=0.1", true},
                                   std::pair{"b=8 hq=16 sq=2047 sk=2048 d=128 bf16 bias=1,h,q,k", false},
-                                  std::pair{"b=32 hq=12 sq=512 sk=512 d=64 bf16 bias=1,h,q,k dropout=0.1", false}}) {
+                                  std::pair{"b=32 hq=40 sq=512 sk=512 d=64 bf16 bias=1,h,q,k dropout=0.1", false}}) {
     const Plan plan = plan_of_line(fmt::format("bwd {} need=q,k,v,bias", line));
     const Launch* const main = find(plan, "sm90_summed_backward");
     ASSERT_NE(main, nullptr) << line << ": " << plan.summary;
     EXPECT_EQ(main->kernel.as<Sm90BackwardSpec>().odd_sums, odd) << line;
   }
   // Rows of planes follow one another, so that four neighbouring sums may lie at any address.
-  EXPECT_EQ(find(plan_of_line("bwd b=32 hq=12 sq=511 sk=511 d=64 bf16 bias=1,h,q,k dropout=0.1 need=q,k,v,bias"),
+  EXPECT_EQ(find(plan_of_line("bwd b=32 hq=40 sq=511 sk=511 d=64 bf16 bias=1,h,q,k dropout=0.1 need=q,k,v,bias"),
                  "sm90_summed_backward"),
             nullptr);
   // A batch may be empty.
@@ -614,6 +614,8 @@ TEST(CudaPlan, AddsTheGradientOfABiasInMemory) {
   const std::string all = " need=q,k,v,bias";
   for (const char* const line :
        {"b=4 hq=16 sq=4096 sk=4096 d=128 bf16 bias=1,1,q,k", "b=8 hq=16 sq=2048 sk=2047 d=64 bf16 bias=1,1,q,k",
+        "b=8 hq=16 sq=2048 sk=2048 d=128 bf16 bias=1,1,q,k",
+        "b=32 hq=12 sq=512 sk=512 d=64 bf16 bias=1,h,q,k dropout=0.1",
         "b=768 hq=4 sq=768 sk=768 d=32 bf16 bias=1,h,q,k", "b=2x16 hq=4 sq=500 sk=300 d=80 fp16 bias=b1,1,h,q,k:fp32",
         "b=4 hq=32 hk=8 sq=2048 sk=2048 d=128 bf16 bias=1,1,q,k causal softcap=9 alibi=h dropout=0.1"}) {
     EXPECT_TRUE(adds(line + all)) << line;

@@ -32,6 +32,8 @@ LINES = [
     "bwd b=8 hq=5 sq=513 sk=508 d=64 bf16 bias=1,h,q,k need=q,k,v,bias",
     # Several rounds of a cluster, several clusters a plane, planes of an outer batch, and of all heads.
     "bwd b=32 hq=12 sq=256 sk=512 d=64 bf16 bias=1,h,q,k window=100,9 dropout=0.1 need=q,k,v,bias",
+    "bwd b=16 hq=50 sq=511 sk=512 d=64 bf16 bias=1,h,q,k window=100,9 dropout=0.1 need=q,k,v,bias",
+    "bwd b=16 hq=50 sq=400 sk=384 d=128 bf16 bias=1,h,q,k causal dropout=0.1 need=q,k,v,bias",
     "bwd b=24 hq=8 sq=200 sk=300 d=32 fp16 bias=1,h,q,k causal dropout=0.2 need=q,k,v,bias",
     "bwd b=1x96 hq=2 sq=280 sk=280 d=32 bf16 bias=b1,1,h,q,k mask=b1,b2,1,1,k dropout=0.2 need=q,k,v,bias",
     "bwd b=3x16 hq=4 sq=300 sk=260 d=32 bf16 bias=b1,1,h,q,k dropout=0.2 need=q,k,v,bias",

@@ -5,6 +5,7 @@
 
 #include "cuda/device/sm90/backward_sizes.h"
 #include "cuda/kernels/backward_around.h"
+#include "cuda/kernels/sm90_added_bias.h"
 #include "cuda/kernels/sm90_backward_order.h"
 
 namespace fovea::cuda {
@@ -114,7 +115,10 @@ int sm90_summed_blocks(const Call& call, const Sm90BackwardSpec& spec, const Bac
   if (spec.dropout == DropoutRule::kNone && !pays(call, spec, numbers)) {
     return 1;
   }
-  return numbers <= most_bias_sums(call, spec.d) ? blocks : 1;
+  // Where sums go to memory all the same, additions of each step take less time, but for the narrowest heads.
+  constexpr int kNarrowest = 32;
+  const bool adds = numbers > 0 && std::max(spec.d, spec.dv) > kNarrowest && sm90_adds_bias(call, spec, wants);
+  return !adds && numbers <= most_bias_sums(call, spec.d) ? blocks : 1;
 }
 
 bool sm90_sums_to_odd_rows(const Call& call, const Sm90BackwardSpec& spec, const Target& target) {

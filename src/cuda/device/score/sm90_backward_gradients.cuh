@@ -55,8 +55,10 @@ struct Sm90BackwardGradients {
     // Note: what is hidden has P = 0, but dP of any size, and 0 * inf is NaN. Where that may be in any tile (a bias of
     // -inf hides, too) dS is looked at in the end.
     constexpr bool kAnywhere = kPlane || S.mask;
-    constexpr bool kLater = kAnywhere && !S.column_sum && !S.row_sum;
-    if constexpr (!kLater && (kAnywhere || S.banded || (S.key_term && S.row_sum))) {
+    // Sums in memory get it at once, so that it is looked at as it is made.
+    constexpr bool kAtOnce = S.adds_bias;
+    constexpr bool kLater = kAnywhere && !S.column_sum && !S.row_sum && !kAtOnce;
+    if constexpr (!kLater && !kAtOnce && (kAnywhere || S.banded || (S.key_term && S.row_sum))) {
       if (kPlane || hidden) {
 #pragma unroll
         for (int i = 0; i < M / 2; ++i) {
@@ -85,9 +87,9 @@ struct Sm90BackwardGradients {
             } else {
               grad[e] = math::grad_score(s[i], dp[i], deltas[e]);
             }
-            if constexpr (S.adds_bias) {  // at once, so that it is looked at here
-              const bool is_hidden = s[i] == 0 || (S.key_term && !S.row_sum && key_terms[r] == -kInfinity);
-              all[2 * r + e] = is_hidden ? 0 : grad[e];
+            if constexpr (kAtOnce) {
+              grad[e] = s[i] == 0 || (S.key_term && !S.row_sum && key_terms[r] == -kInfinity) ? 0 : grad[e];
+              all[2 * r + e] = grad[e];
             }
             if constexpr (S.column_sum) {
               sums[r] += grad[e];
@@ -99,6 +101,10 @@ struct Sm90BackwardGradients {
           if constexpr (S.softcap) {
             grad[0] *= low<Type::kFp16>(derivatives[2 * n + r]);
             grad[1] *= high<Type::kFp16>(derivatives[2 * n + r]);
+            if constexpr (kAtOnce) {  // 0 times a derivative of NaN
+              grad[0] = s[4 * n + 2 * r] == 0 ? 0 : grad[0];
+              grad[1] = s[4 * n + 2 * r + 1] == 0 ? 0 : grad[1];
+            }
           }
           grads[2 * n + r] = pack<S.type>(grad[0], grad[1]);
         }
