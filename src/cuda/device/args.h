@@ -103,7 +103,7 @@ struct Args {
   int bias_keys = 0;
   int bias_list = 0;            // (b, h) pairs that share a plane of the bias
   int bias_chunks = 1;          // pieces that the list is cut into
-  float* bias_sum = nullptr;    // partial sums, a plane a chunk
+  float* bias_sum = nullptr;    // partial sums, a plane a chunk; adds_bias: as added_bias.h says
   u32* bias_tickets = nullptr;  // sm90_bias_gradient: tiles that blocks have taken, for either bias
   float* column_sum = nullptr;  // [b][head][column_pitch]: sums of dS over queries, of biases without queries
   i64 column_pitch = 0;         // at least limit_k

@@ -27,11 +27,7 @@ __device__ __forceinline__ void sm90_backward_align_bias(const Args& a, const Sm
   Ring<S.outer> ring_outer;
 #pragma unroll 1
   for (u32 phase = 0;; phase ^= 1) {
-    const u32 number = sm90_await_block<S>(base, barriers, phase);
-    __syncwarp();
-    if (lane == 0) {
-      barrier_arrive(barriers.kv_empty());
-    }
+    const u32 number = sm90_take_block<S>(base, barriers, phase, lane);
     if (number == kNoBlock) {
       return;
     }
@@ -93,11 +89,7 @@ __device__ __forceinline__ void sm90_backward_store_odd(const Args& a, const Sm9
   Ring<S.planes> ring;
 #pragma unroll 1
   for (u32 phase = 0;; phase ^= 1) {
-    const u32 number = sm90_await_block<S>(base, barriers, phase);
-    __syncwarp();
-    if (lane == 0) {
-      barrier_arrive(barriers.kv_empty());
-    }
+    const u32 number = sm90_take_block<S>(base, barriers, phase, lane);
     if (number == kNoBlock) {
       return;
     }

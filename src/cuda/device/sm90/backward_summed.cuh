@@ -68,11 +68,7 @@ __device__ __forceinline__ void sm90_backward_send_shares(const Args& a, const S
   };
 #pragma unroll 1
   for (u32 phase = 0;; phase ^= 1) {
-    const u32 number = sm90_await_block<S>(base, barriers, phase);
-    __syncwarp();
-    if (lane == 0) {
-      barrier_arrive(barriers.kv_empty());
-    }
+    const u32 number = sm90_take_block<S>(base, barriers, phase, lane);
     if (number == kNoBlock) {
       break;
     }

@@ -228,6 +228,16 @@ __device__ __forceinline__ u32 sm90_await_block(u32 base, const Sm90BackwardBarr
   }
   return uniform(number);
 }
+// The same for a warp that needs no keys itself: it need not be waited for.
+template <auto S>
+__device__ __forceinline__ u32 sm90_take_block(u32 base, const Sm90BackwardBarriers& barriers, u32 phase, int lane) {
+  const u32 number = sm90_await_block<S>(base, barriers, phase);
+  __syncwarp();
+  if (lane == 0) {
+    barrier_arrive(barriers.kv_empty());
+  }
+  return number;
+}
 // The same for a single thread, which then need not be waited for: it waits for K and V, so that it is never ahead.
 template <auto S>
 __device__ __forceinline__ u32 sm90_take_block(u32 base, const Sm90BackwardBarriers& barriers, u32& phase) {
