@@ -188,6 +188,15 @@ def test_some_threads_arrive_without_a_branch():
     assert got.tolist() == [1]
 
 
+def test_some_threads_add_without_a_branch():
+    """Of 32 lanes every third adds four numbers of its own to the same four."""
+    got = torch.zeros(8, device=DEVICE)
+    hopper("""const float v[4] = {float(lane), 1, 0.5f, float(-lane)};
+        reduce4_if(lane % 3 == 0, p0 + 4, v);""", got, shared=64)  # fmt: skip
+    total = float(sum(range(0, 32, 3)))
+    assert got.tolist() == [0, 0, 0, 0, total, 11, 5.5, -total]
+
+
 # ---- tensor copies ----
 
 

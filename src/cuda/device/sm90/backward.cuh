@@ -43,6 +43,7 @@
 #include "cuda/device/score/sm90_backward_scores.cuh"
 #include "cuda/device/sm90/backward_added.cuh"
 #include "cuda/device/sm90/backward_args.h"
+#include "cuda/device/sm90/backward_blocks.cuh"
 #include "cuda/device/sm90/backward_convert.cuh"
 #include "cuda/device/sm90/backward_move.cuh"
 #include "cuda/device/sm90/backward_output.cuh"

@@ -5,6 +5,7 @@
 
 #include "cuda/device/ptx/sm90.cuh"
 #include "cuda/device/sm90/backward_args.h"
+#include "cuda/device/sm90/backward_blocks.cuh"
 #include "cuda/device/sm90/backward_sizes.h"
 #include "cuda/device/work/sm90_key_block.cuh"
 

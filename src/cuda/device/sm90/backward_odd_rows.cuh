@@ -5,6 +5,7 @@
 #pragma once
 
 #include "cuda/device/sm90/backward_args.h"
+#include "cuda/device/sm90/backward_blocks.cuh"
 #include "cuda/device/sm90/backward_sizes.h"
 #include "cuda/device/sm90/odd_rows.cuh"
 #include "cuda/device/tile/pipe.cuh"

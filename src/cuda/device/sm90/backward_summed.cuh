@@ -18,6 +18,7 @@
 #include "cuda/device/ptx/sm90.cuh"
 #include "cuda/device/sm90/backward_args.h"
 #include "cuda/device/sm90/backward_barriers.cuh"
+#include "cuda/device/sm90/backward_blocks.cuh"
 #include "cuda/device/sm90/backward_sizes.h"
 #include "cuda/device/tile/pipe.cuh"
 #include "cuda/device/tile/tile.cuh"
