@@ -189,8 +189,15 @@ std::vector<Tiles> candidates(const Sm90BackwardSpec& spec, std::int64_t seqlen_
   }
   // Sums in order leave in bulk.
   if (ordered) {
-    if (widest <= 64 && !much) {
-      return {{.groups = 3, .tiles = 1, .step = 64, .stages = 3, .planes = 2, .bulk = true},
+    // With a bias three warpgroups have too few registers for more than that (C7512).
+    const bool two = much || (bias && (rows || spec.banded || spec.ragged || bool(spec.positions) || spec.column_sum));
+    if (widest <= 64 && !two) {
+      return {{.groups = 3, .tiles = 1, .step = 64, .stages = 3, .planes = bias ? 3 : 2, .bulk = true},
+              {.groups = 3, .tiles = 1, .step = 64, .stages = 3, .planes = 2, .bulk = true},
+              {.groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 2, .bulk = true}};
+    }
+    if (widest <= 64 && (bias || spec.mask || spec.softcap)) {
+      return {{.groups = 2, .tiles = 1, .step = 64, .stages = 3, .planes = 3, .bulk = true},
               {.groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 2, .bulk = true}};
     }
     return {{.groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 2, .bulk = true}};

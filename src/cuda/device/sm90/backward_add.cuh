@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The thread of sm90_backward that adds dQ to its sums in memory, or stores it as the first.
+// The threads of sm90_backward that add dQ to its sums in memory, or store it as the first.
 #pragma once
 
 #include "cuda/device/ptx/sm90.cuh"
@@ -23,16 +23,19 @@ namespace fovea::cuda {
 //
 // Sums of another block are added to by the asynchronous proxy. Its stores happen before ours where we see its
 // release with an acquire, and a proxy fence comes between the acquire and our copy.
+//
+// adder: which of sm90_adding_warps() this thread is of.
 template <auto S>
 __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90BackwardArgs& m, u32 base,
-                                                  const Sm90BackwardBarriers& barriers) {
+                                                  const Sm90BackwardBarriers& barriers, int adder) {
   constexpr Sm90BackwardSizes kSizes = sm90_backward_sizes(S);
   constexpr int kRows = sm90_leaving_rows(S);
   constexpr int kParts = S.step / kRows;
   constexpr int kHalves = S.halves ? 2 : 1;  // of the columns, one after the other in dq_sum
-  // A place is free once it has been read. With `halves` it is kept until the next one is on its way, too: the
-  // warpgroups are faster where one is behind the other (docs/design/tried.md).
-  constexpr bool kKeeps = S.halves && !S.ordered;
+  // A place is free once it has been read. With `halves`, and with 128 queries a step, it is kept until the next one is
+  // on its way, too: the warpgroups are faster where one is behind the other (docs/design/tried.md).
+  constexpr bool kKeeps = (S.halves || kParts > 1) && !S.ordered;
+  constexpr bool kShared = sm90_adding_warps(S) > 1;
   u32 parity = 0;  // a bit for each place that sums leave from
   u32 phase = 0;
 #pragma unroll 1
@@ -64,6 +67,10 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90Backw
         u32 before = ahead;
 #pragma unroll 1
         for (int half = 0; half < kHalves; ++half) {
+          if (kShared && (place > 0) != (adder > 0)) {
+            place = place + 1 == kSizes.groups ? 0 : place + 1;
+            continue;
+          }
           barrier_wait(barriers.leaving_full(place), parity >> place & 1);
           parity ^= 1u << place;
           if constexpr (S.stores_first && !S.ordered) {
@@ -109,7 +116,13 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90Backw
           }
           if (last && (S.ordered || store)) {
             bulk_wait();
-            add_release(turn, 1);
+            if constexpr (kShared && S.converts) {  // see sm90_backward_count()
+              fence_device();
+              add_relaxed(BehindTurns(a).added + turn_of_row(row), 1);
+              add_relaxed(turn, 1);
+            } else {
+              add_release(turn, 1);
+            }
           }
           if (S.stores_first && !S.ordered && last && (n > 0 || i + 1 < block.group)) {
             look_up(n > 0 ? turn_of(i, block.after(query, kRows, block.count)) : turn_of(i + 1, block.begin));
@@ -122,7 +135,9 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90Backw
       bulk_wait_read();
       barrier_arrive(barriers.leaving_empty(place_before));
     }
-    sm90_backward_count<S>(a, block);
+    if constexpr (!kShared) {
+      sm90_backward_count<S>(a, block);
+    }
   }
   bulk_wait();
 }

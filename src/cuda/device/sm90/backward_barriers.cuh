@@ -25,8 +25,9 @@ struct Sm90BackwardBarriers {
     constexpr int kStoring = sm90_storing_warps(S);
     constexpr int kAligning = sm90_aligning_warps(S);
     // Every warp that is told which keys are next.
-    barrier_init(kv_empty(), S.warps + (kAligning > 0 ? kAligning : int{kBias || kOuter}) + int{S.bulk || S.converts} +
-                                 kStoring + (S.makes_rows ? kSm90RowWarps : 0) + int{S.summed > 1});
+    barrier_init(kv_empty(), S.warps + (kAligning > 0 ? kAligning : int{kBias || kOuter}) +
+                                 (S.bulk ? sm90_adding_warps(S) : int{S.converts}) + kStoring +
+                                 (S.makes_rows ? kSm90RowWarps : 0) + int{S.summed > 1});
     if (S.summed > 1) {
       barrier_init(sums_taken(), S.warps);
     }

@@ -29,8 +29,9 @@ __device__ __forceinline__ void sm90_backward_move(const Args& a, const Sm90Back
   } else if ((kHow.bias_in_place || kHow.outer) && warp == 1 && threadIdx.x == 32) {
     sm90_backward_copy_bias<S>(a, m, base, barriers);
   }
-  if (S.bulk && warp == 2 && threadIdx.x == 64) {
-    sm90_backward_add<S>(a, m, base, barriers);
+  constexpr int kAdding = sm90_adding_warps(S);
+  if (warp >= 2 && warp - 2 < kAdding && threadIdx.x % 32 == 0) {
+    sm90_backward_add<S>(a, m, base, barriers, warp - 2);
   }
   if (sm90_counts_sums(S) && warp == 2 && threadIdx.x == 64) {
     sm90_backward_count_sums<S>(a, m, base, barriers);
@@ -49,7 +50,7 @@ __device__ __forceinline__ void sm90_backward_move(const Args& a, const Sm90Back
     }
   }
   if constexpr (kHow.batch_to_convert > 0) {
-    if (warp == 1 || warp == 3) {
+    if (warp == 1 || (warp == 3 && kAdding < 2)) {
       sm90_backward_convert<S, kHow.batch_to_convert>(a, m);
     }
   }
