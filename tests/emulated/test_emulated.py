@@ -70,6 +70,10 @@ CASES = [
      "sm90_forward softcap dropout early; sm90_backward dropout bulk"),
     ("b=2 hq=1 sq=100 sk=150 d=128 bf16 dropout=0.7", "sm90_forward dropout often; sm90_backward dropout stores_first"),
     ("b=1 hq=2 sq=200 sk=300 d=64 bf16 causal det", "sm90_backward bulk ordered stores_first; backward_convert"),
+    ("b=2 hq=2 hk=1 sq=300 sk=400 d=128 bf16 causal det", "sm90_backward banded bulk ordered converts"),
+    ("b=2 hq=2 sq=150 sk=300 d=64 bf16 bias=1,h,q,k det", "sm90_backward warps=12 bias planes=3 ordered; sm90_bias_gradient bias"),
+    ("b=2 hq=2 sq=200 sk=300 d=64 bf16 bias=b,h,q,k det", "sm90_backward bias ordered dbias_store"),
+    ("b=2 hq=2 sq=300 sk=300 d=64 bf16 mask=b,1,q,k", "sm90_backward mask step=128 bulk"),
     ("b=1 hq=2 hk=1 sq=150 sk=200 d=256 bf16 causal", "sm90_forward banded; sm90_wide_backward roles"),
     ("b=2 hq=2 sq=150 sk=200 d=64 bf16 causal pos=300,250", "sm90_forward shifted; sm90_backward shifted"),
     ("b=1 hq=2 sq=1 sk=3000 d=64 bf16", "generic_forward split; generic_combine"),
@@ -138,6 +142,9 @@ FAULTS = {
     "a row that begins anywhere is stored beyond its end": (
         "sm90/backward_summed.cuh", "    if (columns < 4) {\n", "    if (false) {\n",
         "b=2 hq=2 sq=150 sk=201 d=128 bf16 bias=1,h,q,k", "FAILED(.|\n)*grad_bias"),
+    "a block adds before those that come first in the order": (
+        "sm90/backward_add.cuh", "while (load_acquire(turn) < before)", "while (false)",
+        "b=1 hq=2 sq=200 sk=300 d=64 bf16 causal det", "FAILED(.|\n)*grad_q:"),
     "sums of a bias are not cleared": (
         "sm90/added_bias_sum.cuh", "    store_global(to + i + threadIdx.x * 4, uint4{});\n", "",
         "b=16 hq=4 sq=256 sk=256 d=64 bf16 bias=1,h,q,k", "FAILED(.|\n)*grad_bias"),
