@@ -95,7 +95,7 @@ def test_a_term_of_positions_is_one_device_file():
     """What is computed from a query's and a key's positions is named in score/position_terms.h and nowhere else on a GPU."""
     file = "src/cuda/device/score/position_terms.h"
     body = re.search(r"struct PositionTerms \{(.*?)\n\};", code_of(ROOT / file), re.DOTALL)[1]
-    terms = re.findall(r"^  bool (\w+) = false;$", body, re.MULTILINE)
+    terms = re.findall(r"^  bool (\w+) = false;\s*$", body, re.MULTILINE)
     assert terms
     for name in tracked("src/cuda/device/*"):
         assert name == file or not re.search(rf"\b({'|'.join(terms)})\b", code_of(ROOT / name)), f"{name} names one of {terms}"

@@ -189,16 +189,13 @@ std::vector<Tiles> candidates(const Sm90BackwardSpec& spec, std::int64_t seqlen_
   }
   // Sums in order leave in bulk.
   if (ordered) {
-    // With a bias three warpgroups have too few registers for more than that (C7512).
-    const bool two = much || (bias && (rows || spec.banded || spec.ragged || bool(spec.positions) || spec.column_sum));
-    if (widest <= 64 && !two) {
-      return {{.groups = 3, .tiles = 1, .step = 64, .stages = 3, .planes = bias ? 3 : 2, .bulk = true},
-              {.groups = 3, .tiles = 1, .step = 64, .stages = 3, .planes = 2, .bulk = true},
-              {.groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 2, .bulk = true}};
+    // Beside a band three warpgroups have too few registers for anything that is added to scores (C7512).
+    const bool added = bias || rows || spec.key_term;
+    if (widest <= 64 && !much && !(spec.banded && added)) {
+      return {{.groups = 3, .tiles = 1, .step = 64, .stages = 3, .planes = bias ? 3 : 2, .bulk = true}};
     }
-    if (widest <= 64 && (bias || spec.mask || spec.softcap)) {
-      return {{.groups = 2, .tiles = 1, .step = 64, .stages = 3, .planes = 3, .bulk = true},
-              {.groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 2, .bulk = true}};
+    if (widest <= 64 && (added || spec.mask || spec.softcap)) {  // dropout alone is as fast with two buffers of each
+      return {{.groups = 2, .tiles = 1, .step = 64, .stages = 3, .planes = 3, .bulk = true}};
     }
     return {{.groups = 2, .tiles = 1, .step = 64, .stages = 2, .planes = 2, .bulk = true}};
   }
@@ -225,11 +222,8 @@ std::vector<Tiles> candidates(const Sm90BackwardSpec& spec, std::int64_t seqlen_
               {.groups = 2, .tiles = 1, .step = 64, .stages = 3, .planes = 3, .bulk = true},
               {.groups = 2, .tiles = 1, .step = 64, .stages = 3, .planes = 3}};
     }
-    if (bias) {
-      return {{.groups = 2, .tiles = 1, .step = 64, .stages = 3, .planes = 3, .bulk = true},
-              {.groups = 2, .tiles = 1, .step = 64, .stages = 3, .planes = 3}};
-    }
-    if (rows && (spec.banded || bool(spec.positions) || spec.key_term)) {  // three warpgroups have too few registers
+    // Three warpgroups would have too few registers with these terms of rows.
+    if (bias || (rows && (spec.banded || bool(spec.positions) || spec.key_term))) {
       return {{.groups = 2, .tiles = 1, .step = 64, .stages = 3, .planes = 3, .bulk = true},
               {.groups = 2, .tiles = 1, .step = 64, .stages = 3, .planes = 3}};
     }

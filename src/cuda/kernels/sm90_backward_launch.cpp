@@ -132,7 +132,8 @@ void start_backward(const Launcher& launcher, const Launch& launch, const Sm90Ke
     args.summed = {bias.rounds, bias.stride, bias.heads, bias.planes};
   }
   if (spec.odd_rows) {
-    static_assert(sizeof(Args) + alignof(TensorMap) + sizeof(WithOddRows<Sm90BackwardArgs, true>) <= 4096);
+    static_assert(sizeof(Args) + alignof(TensorMap) + sizeof(WithOddRows<Sm90BackwardArgs, true>) <= 4096,
+                  "a kernel takes 4 KB of arguments: put a new one where it is needed, or into memory");
     WithOddRows<Sm90BackwardArgs, true> more{args, {}};
     Mapped bias = of_bias(common.bias, spec.bias);
     bias.box_columns = sm90_backward_sizes(spec).keys;

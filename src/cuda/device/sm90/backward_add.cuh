@@ -24,7 +24,8 @@ namespace fovea::cuda {
 // Sums of another block are added to by the asynchronous proxy. Its stores happen before ours where we see its
 // release with an acquire, and a proxy fence comes between the acquire and our copy.
 //
-// adder: which of sm90_adding_warps() this thread is of.
+// adder: this thread's number among sm90_adding_warps(). In order each of them waits only for blocks with earlier
+// tickets, which run, and never for the other one, so that this cannot deadlock either.
 template <auto S>
 __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90BackwardArgs& m, u32 base,
                                                   const Sm90BackwardBarriers& barriers, int adder) {
@@ -34,8 +35,9 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90Backw
   constexpr int kHalves = S.halves ? 2 : 1;  // of the columns, one after the other in dq_sum
   // A place is free once it has been read. With `halves`, and with 128 queries a step, it is kept until the next one is
   // on its way, too: the warpgroups are faster where one is behind the other (docs/design/tried.md).
-  constexpr bool kKeeps = (S.halves || kParts > 1) && !S.ordered;
+  constexpr bool kKeeps = S.halves || kParts > 1;
   constexpr bool kShared = sm90_adding_warps(S) > 1;
+  static_assert(!kShared || kHalves == 1);
   u32 parity = 0;  // a bit for each place that sums leave from
   u32 phase = 0;
 #pragma unroll 1

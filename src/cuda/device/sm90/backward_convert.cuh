@@ -19,8 +19,8 @@
 namespace fovea::cuda {
 
 // By the thread that adds: counts that a block of keys has added to all of its rows. Once for all of them, since the
-// fence waits for whatever this multiprocessor writes. Without the fence sums may arrive after their count. Where two
-// threads add (sm90_adding_warps), each counts its sums as they arrive.
+// fence waits for whatever this multiprocessor writes. Without the fence sums may arrive after their count. Not
+// where two threads add (sm90_adding_warps): each counts its sums as they arrive.
 template <Sm90BackwardSpec S>
 __device__ __forceinline__ void sm90_backward_count(const Args& a, const Sm90KeyBlock<S>& block) {
   constexpr int kRows = sm90_converted_rows(S);

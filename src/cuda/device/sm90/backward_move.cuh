@@ -30,8 +30,10 @@ __device__ __forceinline__ void sm90_backward_move(const Args& a, const Sm90Back
     sm90_backward_copy_bias<S>(a, m, base, barriers);
   }
   constexpr int kAdding = sm90_adding_warps(S);
-  if (warp >= 2 && warp - 2 < kAdding && threadIdx.x % 32 == 0) {
-    sm90_backward_add<S>(a, m, base, barriers, warp - 2);
+  if constexpr (kAdding > 0) {
+    if (warp >= 2 && warp - 2 < kAdding && threadIdx.x % 32 == 0) {
+      sm90_backward_add<S>(a, m, base, barriers, warp - 2);
+    }
   }
   if (sm90_counts_sums(S) && warp == 2 && threadIdx.x == 64) {
     sm90_backward_count_sums<S>(a, m, base, barriers);
