@@ -134,7 +134,7 @@ class Head {
   math::Score<T> score_;
   math::DropoutOfHead dropout_;
   i64 shift_;
-  i64 first_query_;  // the positions of query 0 and key 0; by these rule fovea draws dropout, too
+  i64 first_query_;  // the positions of query 0 and key 0, from which dropout by rule fovea counts
   i64 first_key_;
   T slope_;
   T sink_;

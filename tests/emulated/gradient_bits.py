@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""gradient_bits.py LIBRARY D: the bits of dq, as a hash, of a deterministic call on the emulated GPU, whose memory is the host's.
+"""gradient_bits.py D: the bits of dq, as a hash, of a deterministic call on the emulated GPU, whose memory is the host's.
 
 900 keys of two key heads with two query heads each: five blocks of keys and more, whose sums meet in each row of dq.
 """
@@ -13,14 +13,13 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python"))
-from fovea import _abi  # noqa: E402
+from fovea import _abi, _library  # noqa: E402
 
 CUDA = 1  # fovea_device
 
 
-def main(library, d):
-    lib = ctypes.CDLL(library)
-    lib.fovea_last_error.restype = ctypes.c_char_p
+def main(d):
+    lib = _library.lib
     random = np.random.default_rng(1)
     kept = []
 
@@ -41,15 +40,13 @@ def main(library, d):
             problem.grad_out, problem.grad_q = normal(q), tensor(grad_q, _abi.FP16)
             problem.grad_k, problem.grad_v = (tensor(np.zeros(k, np.float16), _abi.FP16) for _ in range(2))
         needed = ctypes.c_size_t()
-        status = lib.fovea_workspace(ctypes.byref(problem), direction, ctypes.byref(needed))
+        _library.check(lib.fovea_workspace(ctypes.byref(problem), direction, ctypes.byref(needed)))
         space = ctypes.create_string_buffer(needed.value + 256)
         first = (ctypes.addressof(space) + 255) // 256 * 256
-        status = status or call(ctypes.byref(problem), ctypes.c_void_p(first), ctypes.c_size_t(needed.value))
-        if status:
-            sys.exit(f"status {status}: {lib.fovea_last_error().decode()}")
+        _library.check(call(ctypes.byref(problem), first, needed.value))
     if np.isnan(grad_q).any():
         sys.exit("NaN in dq")
     print("bits", hashlib.sha256(grad_q.tobytes()).hexdigest())
 
 
-main(sys.argv[1], int(sys.argv[2]))
+main(int(sys.argv[1]))

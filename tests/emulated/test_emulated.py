@@ -235,14 +235,19 @@ def test_a_problem(line, wanted, seed, cache):
     assert not missing, f"no kernel has {missing} any more: {launched}"
 
 
+def plant(folder, name, text, other):
+    """A copy of the device text, in which `text` is replaced."""
+    for part in ("math", "cuda/device"):
+        shutil.copytree(ROOT / "src" / part, folder / part)
+    file = folder / "cuda/device" / name
+    assert text in file.read_text(), "the text has changed: plant the fault elsewhere"
+    file.write_text(file.read_text().replace(text, other))
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(fault, cache, tmp_path):
     name, text, other, line, report = FAULTS[fault]
-    for folder in ("math", "cuda/device"):
-        shutil.copytree(ROOT / "src" / folder, tmp_path / folder)
-    file = tmp_path / "cuda/device" / name
-    assert text in file.read_text(), "the text has changed: plant the fault elsewhere"
-    file.write_text(file.read_text().replace(text, other))
+    plant(tmp_path, name, text, other)
     found = []
     for seed in (1, 2, 3):
         code, output = check(f"bwd {line}", seed, cache, FOVEA_KERNEL_TEXT=str(tmp_path))
@@ -258,7 +263,7 @@ def bits_in_order(d, cache, **variables):
     found = set()
     for seed in (1, 2, 3):
         script = Path(__file__).with_name("gradient_bits.py")
-        code, output = run([sys.executable, script, BUILD / "libfovea.so", str(d)], seed, cache, **variables)
+        code, output = run([sys.executable, script, str(d)], seed, cache, FOVEA_LIBRARY=str(BUILD / "libfovea.so"), **variables)
         assert code == 0, output
         assert any(has(spec, "sm90_backward ordered") for spec in specs(output)), output
         found.add(re.search("^bits (.*)$", output, re.MULTILINE)[1])
@@ -269,12 +274,7 @@ def bits_in_order(d, cache, **variables):
 def test_bits_in_order(d, cache, tmp_path):
     """The same in every schedule; not so where a block waits for the first alone of those before it."""
     assert len(bits_in_order(d, cache)) == 1
-    for folder in ("math", "cuda/device"):
-        shutil.copytree(ROOT / "src" / folder, tmp_path / folder)
-    file = tmp_path / "cuda/device/sm90/backward_add.cuh"
-    awaited = "load_acquire(turn) < before)"
-    assert awaited in file.read_text(), "the text has changed: plant the fault elsewhere"
-    file.write_text(file.read_text().replace(awaited, "load_acquire(turn) < min(before, 1u))"))
+    plant(tmp_path, "sm90/backward_add.cuh", "load_acquire(turn) < before)", "load_acquire(turn) < min(before, 1u))")
     assert len(bits_in_order(d, cache, FOVEA_KERNEL_TEXT=str(tmp_path))) > 1
 
 

@@ -189,7 +189,7 @@ std::vector<Tiles> candidates(const Sm90BackwardSpec& spec, std::int64_t seqlen_
   }
   // Sums in order leave in bulk.
   if (ordered) {
-    // Beside a band three warpgroups have too few registers for anything that is added to scores (C7512).
+    // Beside a band three warpgroups have too few registers for a bias or for terms of keys or queries (C7512).
     const bool added = bias || rows || spec.key_term;
     if (widest <= 64 && !much && !(spec.banded && added)) {
       return {{.groups = 3, .tiles = 1, .step = 64, .stages = 3, .planes = bias ? 3 : 2, .bulk = true}};
@@ -222,7 +222,7 @@ std::vector<Tiles> candidates(const Sm90BackwardSpec& spec, std::int64_t seqlen_
               {.groups = 2, .tiles = 1, .step = 64, .stages = 3, .planes = 3, .bulk = true},
               {.groups = 2, .tiles = 1, .step = 64, .stages = 3, .planes = 3}};
     }
-    // Three warpgroups would have too few registers with these terms of rows.
+    // What is left of biases; and terms of queries beside which three warpgroups have too few registers.
     if (bias || (rows && (spec.banded || bool(spec.positions) || spec.key_term))) {
       return {{.groups = 2, .tiles = 1, .step = 64, .stages = 3, .planes = 3, .bulk = true},
               {.groups = 2, .tiles = 1, .step = 64, .stages = 3, .planes = 3}};

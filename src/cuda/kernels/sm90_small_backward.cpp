@@ -30,7 +30,7 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
   }
   if (s.softcap || bool(s.positions) || s.shifted || s.mask || s.key_term || s.query_term ||
       s.bias2 != BiasTile::kNone || s.dropout != DropoutRule::kNone) {
-    return "more than a bias of full size";
+    return "anything but a bias with queries and keys";
   }
   if (p.wide != Results{} || p.accumulate != Results{}) {
     return "results of fp32, or added to what is there";

@@ -84,7 +84,7 @@ constexpr int sm90_aligning_warps(const Sm90BackwardSpec& s) {
 }
 
 // Threads of a warp each that add dQ to its sums, where these leave in bulk. In an order a sum has to arrive before it
-// is counted, and that takes longer than a step: one thread has the first of the places that sums leave from, another
+// is counted, and one thread would hold the next sums up: it has the first of the places that sums leave from, another
 // one the others. A place has one thread, which so meets each phase of its barrier. Where a warp stores dS, none is
 // left.
 constexpr int sm90_adding_warps(const Sm90BackwardSpec& s) { return !s.bulk ? 0 : s.ordered && !s.dbias_store ? 2 : 1; }
