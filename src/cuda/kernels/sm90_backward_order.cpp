@@ -37,6 +37,11 @@ std::int64_t key_blocks_of(const Call& call, const Sm90BackwardSpec& spec) {
   return (call.rows.limit_k + keys - 1) / keys;
 }
 
+// Blocks, or clusters, that run at a time.
+std::int64_t room_for(const Sm90BackwardSpec& spec, const Target& target) {
+  return sm90_in_clusters(spec) ? target.multiprocessors / 2 : target.multiprocessors;
+}
+
 }  // namespace
 
 std::int64_t sm90_items(const Call& call, const Sm90BackwardSpec& spec) {
@@ -79,7 +84,7 @@ int sm90_best_parts(const Call& call, const Sm90BackwardSpec& spec, const Target
   constexpr double kBytesOfAStep = 3e6;
   constexpr std::int64_t kMostParts = 64;
   constexpr std::int64_t kMostRounds = 3;  // which bounds the memory of sums, too
-  const std::int64_t blocks = sm90_in_clusters(spec) ? target.multiprocessors / 2 : target.multiprocessors;
+  const std::int64_t blocks = room_for(spec, target);
   const std::int64_t items = sm90_items(call, spec);
   if (items == 0 || items >= blocks) {
     return 1;
@@ -110,32 +115,30 @@ int sm90_best_parts(const Call& call, const Sm90BackwardSpec& spec, const Target
 
 namespace {
 
-// Key heads whose blocks are begun by turns, the longest first: 1 where all are as long.
+// Under a causal mask blocks of keys have unequal lengths, those of the first keys the longest. A long block that begins
+// last would run alone. So a few heads at a time begin their blocks by turns, the longest first: few, because K, V, Q
+// and dO of these should stay in L2. With stores_first heads follow one another, since heads by turns would wait for one
+// another's first sums. The heads that run at the end are one turn in any case. Figures found by measuring on an H200.
+constexpr std::int64_t kHeadsInTurn = 4;
+
 std::int64_t heads_in_turn(const Call& call, const Sm90BackwardSpec& spec, const Target& target) {
   if (call.problem.window_left >= 0 || spec.ordered || spec.ragged || spec.stores_first) {
     return 1;
   }
-  constexpr std::int64_t kRounds = 2;  // 4: level; all heads by turns: up to 15% slower, they leave L2
-  const std::int64_t blocks = sm90_in_clusters(spec) ? target.multiprocessors / 2 : target.multiprocessors;
-  const std::int64_t heads = call.rows.batch() * call.rows.heads_k;
-  const std::int64_t wanted =
-      (kRounds * blocks + key_blocks_of(call, spec) - 1) / std::max<std::int64_t>(key_blocks_of(call, spec), 1);
-  const std::int64_t turns = std::max<std::int64_t>(heads / std::max<std::int64_t>(wanted, 1), 1);
-  return std::max<std::int64_t>((heads + turns - 1) / turns, 1);
+  constexpr std::int64_t kRounds = 3;  // that the blocks of a turn fill
+  const std::int64_t key_blocks = std::max<std::int64_t>(key_blocks_of(call, spec), 1);
+  const std::int64_t wanted = (kRounds * room_for(spec, target) + key_blocks - 1) / key_blocks;
+  return std::max<std::int64_t>(std::min({wanted, kHeadsInTurn, call.rows.batch() * call.rows.heads_k}), 1);
 }
 
-// Under a causal mask the blocks of a head have unequal lengths. Where heads follow one another (stores_first), blocks
-// of the last heads, which run at the end, begin with the longest: a long block that begins last would run alone. All
-// heads in such an order would wait for one another's first sums.
 std::int64_t last_turn(const Call& call, const Sm90BackwardSpec& spec, const Target& target) {
   const std::int64_t heads = call.rows.batch() * call.rows.heads_k;
-  if (!spec.banded || spec.left_edge || spec.ordered || spec.ragged || !spec.stores_first) {
+  if (!spec.banded || spec.left_edge || spec.ordered || spec.ragged) {
     return heads;
   }
-  // Found by measuring on an H200: 8 are too few for short sequences; a head of more blocks fills the chip by itself.
-  constexpr std::int64_t kLastHeads = 16;
-  const bool fills = 2 * key_blocks_of(call, spec) > target.multiprocessors;
-  return fills ? heads : std::max<std::int64_t>(heads - kLastHeads, 0);
+  const std::int64_t last_heads = spec.stores_first ? 16 : 8;
+  const bool fills = 2 * key_blocks_of(call, spec) > target.multiprocessors;  // a head of so many does by itself
+  return fills ? heads : std::max<std::int64_t>(heads - last_heads, 0);
 }
 
 }  // namespace

@@ -18,8 +18,8 @@ namespace fovea::cuda {
 // the queries have added their sums, and counts itself when its own sums have arrived.
 //
 // stores_first: dq_sum is not cleared before. 0: nothing is there; 1: a block stores; 2: its sums have arrived. The
-// block that changes 0 to 1 stores, and a block that finds 1 waits for 2, then adds. This cannot deadlock: a block that
-// has changed a 0 to 1 stores and waits for its own warpgroups only, before it looks at the next number.
+// block that changes 0 to 1 stores, and a block that finds 1 waits for 2, then adds. This cannot deadlock: a thread that
+// has changed a 0 to 1 stores what is there already, and waits for nobody before it changes 1 to 2.
 //
 // Sums of another block are added to by the asynchronous proxy. Its stores happen before ours where we see its
 // release with an acquire, and a proxy fence comes between the acquire and our copy.
@@ -37,6 +37,7 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90Backw
   // on its way, too: the warpgroups are faster where one is behind the other (docs/design/tried.md).
   constexpr bool kKeeps = S.halves || kParts > 1;
   constexpr bool kShared = sm90_adding_warps(S) > 1;
+  constexpr bool kFirsts = S.stores_first && !S.ordered;
   static_assert(!kShared || kHalves == 1);
   u32 parity = 0;  // a bit for each place that sums leave from
   u32 phase = 0;
@@ -49,13 +50,14 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90Backw
     const auto turn_of = [&](int i, int query) {
       return a.turns + 1 + turn_of_row(block.row0 + (block.head0 + i) * int(a.padded_rows) + query);
     };
-    // Whether rows have been stored is looked up a step ahead, while this thread would wait anyway: most have.
+    // Whether rows have been stored is looked up while this thread would wait anyway, a step ahead, or with two threads
+    // before their sums are there: most have.
     u32 ahead = 2;
     const auto look_up = [&](const u32* turn) {
       ahead = load_acquire(turn);
       fence_async_all();
     };
-    if (S.stores_first && !S.ordered && block.steps > 0) {
+    if (kFirsts && !kShared && block.steps > 0) {
       look_up(turn_of(0, block.steps_of_head(0).query));
     }
 #pragma unroll 1
@@ -66,16 +68,19 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90Backw
       for (int n = of_head.count * kParts - 1; n >= 0; --n, query = block.after(query, kRows, block.count)) {
         const int row = block.row0 + (block.head0 + i) * int(a.padded_rows) + query;
         u32* const turn = turn_of(i, query);
+        if (kShared && (place > 0) != (adder > 0)) {
+          place = place + 1 == kSizes.groups ? 0 : place + 1;
+          continue;
+        }
+        if constexpr (kFirsts && kShared) {
+          look_up(turn);
+        }
         u32 before = ahead;
 #pragma unroll 1
         for (int half = 0; half < kHalves; ++half) {
-          if (kShared && (place > 0) != (adder > 0)) {
-            place = place + 1 == kSizes.groups ? 0 : place + 1;
-            continue;
-          }
           barrier_wait(barriers.leaving_full(place), parity >> place & 1);
           parity ^= 1u << place;
-          if constexpr (S.stores_first && !S.ordered) {
+          if constexpr (kFirsts) {
             if (half == 0 && before != 2) {
               before = atomicCAS(turn, 0u, 1u);
               while (before != 0 && load_acquire(turn) != 2) {
@@ -118,7 +123,7 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90Backw
           }
           if (last && (S.ordered || store)) {
             bulk_wait();
-            if constexpr (kShared && S.converts) {  // see sm90_backward_count()
+            if constexpr (kShared && S.ordered && S.converts) {  // see sm90_backward_count()
               fence_device();
               add_relaxed(BehindTurns(a).added + turn_of_row(row), 1);
               add_relaxed(turn, 1);
@@ -126,7 +131,7 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90Backw
               add_release(turn, 1);
             }
           }
-          if (S.stores_first && !S.ordered && last && (n > 0 || i + 1 < block.group)) {
+          if (kFirsts && !kShared && last && (n > 0 || i + 1 < block.group)) {
             look_up(n > 0 ? turn_of(i, block.after(query, kRows, block.count)) : turn_of(i + 1, block.begin));
           }
           place = place + 1 == kSizes.groups ? 0 : place + 1;
@@ -137,8 +142,8 @@ __device__ __forceinline__ void sm90_backward_add(const Args& a, const Sm90Backw
       bulk_wait_read();
       barrier_arrive(barriers.leaving_empty(place_before));
     }
-    if constexpr (!kShared) {
-      sm90_backward_count<S>(a, block);
+    if constexpr (!kShared || !S.ordered) {
+      sm90_backward_count<S>(a, block, adder);
     }
   }
   bulk_wait();

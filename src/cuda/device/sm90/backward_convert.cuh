@@ -18,12 +18,15 @@
 
 namespace fovea::cuda {
 
-// By the thread that adds: counts that a block of keys has added to all of its rows. Once for all of them, since the
-// fence waits for whatever this multiprocessor writes. Without the fence sums may arrive after their count. Not
-// where two threads add (sm90_adding_warps): each counts its sums as they arrive.
+// By the thread that adds: counts that a block of keys has added to all of its rows; where two threads add
+// (sm90_adding_warps), to every second 64. Once for all of them, since the fence waits for whatever this multiprocessor
+// writes. Without the fence sums may arrive after their count. Not where two threads add in order: each counts its sums
+// as they arrive.
 template <Sm90BackwardSpec S>
-__device__ __forceinline__ void sm90_backward_count(const Args& a, const Sm90KeyBlock<S>& block) {
+__device__ __forceinline__ void sm90_backward_count(const Args& a, const Sm90KeyBlock<S>& block, int adder) {
   constexpr int kRows = sm90_converted_rows(S);
+  constexpr int kThreads = sm90_adding_warps(S) > 1 ? 2 : 1;
+  static_assert(kThreads == 1 || (sm90_backward_sizes(S).groups == 2 && !Sm90KeyBlock<S>::kRotates));
   if constexpr (S.converts) {
     bulk_wait();
     fence_device();
@@ -32,7 +35,7 @@ __device__ __forceinline__ void sm90_backward_count(const Args& a, const Sm90Key
       const i64 row = block.row0 + (block.head0 + i) * a.padded_rows + block.first;
       u32* const added = BehindTurns(a).added;
 #pragma unroll 4
-      for (int n = 0; n < block.count * (S.step / kRows); ++n) {
+      for (int n = (adder + i * block.count) % kThreads; n < block.count * (S.step / kRows); n += kThreads) {
         add_relaxed(added + turn_of_row(row + n * kRows), 1);
       }
     }
@@ -53,7 +56,7 @@ __device__ __forceinline__ void sm90_backward_count_sums(const Args& a, const Sm
     }
     barrier_wait(barriers.sums_left(), phase);
     barrier_arrive(barriers.kv_empty());
-    sm90_backward_count<S>(a, Sm90KeyBlock<S>(a, m, number));
+    sm90_backward_count<S>(a, Sm90KeyBlock<S>(a, m, number), 0);
   }
 }
 

@@ -35,8 +35,10 @@ __device__ __forceinline__ void sm90_backward_move(const Args& a, const Sm90Back
       sm90_backward_add<S>(a, m, base, barriers, warp - 2);
     }
   }
-  if (sm90_counts_sums(S) && warp == 2 && threadIdx.x == 64) {
-    sm90_backward_count_sums<S>(a, m, base, barriers);
+  if constexpr (sm90_counts_sums(S)) {
+    if (warp == 2 && threadIdx.x == 64) {
+      sm90_backward_count_sums<S>(a, m, base, barriers);
+    }
   }
   if constexpr (S.summed > 1) {
     if (warp == 3) {

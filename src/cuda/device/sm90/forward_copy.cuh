@@ -62,6 +62,11 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
   };
   const int cluster = int(blockIdx.x) / kBlocks;
   const int clusters = int(gridDim.x) / kBlocks;
+  // Where tiles take different times, the next is taken with the last loads: the block that is free first takes it.
+  constexpr bool kLate = kBlocks == 1 && (S.banded || S.ragged || sm90_keeps_steps(S));
+  const auto take = [&] {
+    return S.ragged || m.schedule != nullptr ? int(gridDim.x + atomicAdd(&m.schedule->next, 1u)) : count;
+  };
   bool forth = true;
   int next = cluster;
   for (int number = -1;; number = next) {
@@ -88,7 +93,7 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
         next += 2 * (forth ? clusters - 1 - cluster : cluster) + 1;
         forth = !forth;
       } else {
-        next = S.ragged || m.schedule != nullptr ? int(gridDim.x + atomicAdd(&m.schedule->next, 1u)) : count;
+        next = kLate ? next : take();
       }
       // What loads need is read from there again: this warpgroup has few registers.
       volatile Sm90Tile& here = tiles[ring_q.buffer()];
@@ -202,10 +207,15 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
           if (n > steps.begin) {
             load_k(n - 1);
           }
+          if (kLate && n == steps.begin) {
+            next = take();
+          }
           if (n < steps.end) {
             load_v(n);
           }
         }
+      } else if (kLate) {
+        next = take();
       }
     }
     decode(next);
