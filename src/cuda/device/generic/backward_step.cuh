@@ -11,6 +11,7 @@
 #include "cuda/device/generic/backward_sizes.h"
 #include "cuda/device/score/inputs.cuh"
 #include "cuda/device/tile/products.cuh"
+#include "cuda/device/work/head_turns.h"
 
 namespace fovea::cuda {
 
@@ -58,11 +59,14 @@ struct KeyBlock {
   // Number `index` of batch * heads_k * ceil(limit_k / keys).
   __device__ __forceinline__ void make(const Args& a, int keys, u64 index) {
     const u32 blocks = (u32(a.rows.limit_k) + keys - 1) / keys;
-    const u32 head_of_batch = u32(index / blocks);
-    const int block = int(index % blocks);
     const u32 heads_k = u32(a.rows.heads_k);
-    place = Place::make<S>(a, head_of_batch / heads_k);
-    head_k = head_of_batch % heads_k;
+    HeadTurn turn{u32(index / blocks), u32(index % blocks)};
+    if constexpr (S.banded) {
+      turn = head_turn(u32(index), u32(a.rows.batch()) * heads_k, blocks);
+    }
+    const int block = int(turn.number);
+    place = Place::make<S>(a, turn.head / heads_k);
+    head_k = turn.head % heads_k;
     group = int(u32(a.rows.heads_q) / heads_k);
     head0 = head_k * group;
     n0 = block * keys;

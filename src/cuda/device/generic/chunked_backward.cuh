@@ -23,6 +23,7 @@
 #include "cuda/device/generic/backward_output.cuh"
 #include "cuda/device/generic/bias_gradient.cuh"
 #include "cuda/device/generic/grad_scores.cuh"
+#include "cuda/device/work/head_turns.h"
 
 namespace fovea::cuda {
 
@@ -105,12 +106,16 @@ __device__ __forceinline__ void chunked_backward(const Args& a) {
   } else {
     const u32 tiles = (u32(a.rows.limit_q) + N - 1) / N;
     const u32 heads = u32(a.rows.heads_q);
-    const u32 head_of_batch = u32(index / tiles);
-    head_q = head_of_batch % heads;
-    block.place = Place::make<S>(a, head_of_batch / heads);
+    HeadTurn turn{u32(index / tiles), u32(index % tiles)};
+    if constexpr (S.banded) {
+      turn = head_turn(u32(index), u32(a.rows.batch()) * heads, tiles);
+      turn.number = tiles - 1 - turn.number;
+    }
+    head_q = turn.head % heads;
+    block.place = Place::make<S>(a, turn.head / heads);
     block.head_k = head_q / (heads / u32(a.rows.heads_k));
     block.band = block.place.template band<S>(a);
-    m0 = int(index % tiles) * N;
+    m0 = int(turn.number) * N;
     if (m0 >= block.place.q_len || (!S.dq && result != 0)) {
       return;
     }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/device/tile/place.cuh"
+#include "cuda/device/work/head_turns.h"
 
 namespace fovea::cuda {
 
@@ -29,12 +30,15 @@ struct QueryBlock {
       chunk = int(block % kChunks);
       block /= kChunks;
     }
-    const u32 bh = block / tiles;
-    const u32 in_head = block - bh * tiles;
-    const u32 b = bh / u32(a.rows.heads_q);
-    head = bh - b * u32(a.rows.heads_q);
+    HeadTurn turn{block / tiles, block % tiles};
+    if constexpr (S.banded) {
+      turn = head_turn(block, u32(a.rows.batch()) * u32(a.rows.heads_q), tiles);
+      turn.number = tiles - 1 - turn.number;  // the longest first under a causal mask
+    }
+    const u32 b = turn.head / u32(a.rows.heads_q);
+    head = turn.head - b * u32(a.rows.heads_q);
     place = Place::make<S>(a, b);
-    m0 = int(S.banded ? tiles - 1 - in_head : in_head) * kRows;  // the longest first under a causal mask
+    m0 = int(turn.number) * kRows;
   }
 
   __device__ __forceinline__ u32 head_k(const Args& a) const {
