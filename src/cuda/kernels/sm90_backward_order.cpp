@@ -138,7 +138,8 @@ std::int64_t last_turn(const Call& call, const Sm90BackwardSpec& spec, const Tar
   }
   const std::int64_t last_heads = spec.stores_first ? 16 : 8;
   const bool fills = 2 * key_blocks_of(call, spec) > target.multiprocessors;  // a head of so many does by itself
-  return fills ? heads : std::max<std::int64_t>(heads - last_heads, 0);
+  const std::int64_t in_turn = heads_in_turn(call, spec, target);
+  return fills ? heads : std::max<std::int64_t>(heads - last_heads, 0) / in_turn * in_turn;  // where a turn ends
 }
 
 }  // namespace
