@@ -18,6 +18,7 @@
 #include "cuda/config/print.h"
 #include "cuda/executable.h"
 #include "cuda/kernels/sm90_backward.h"
+#include "cuda/kernels/sm90_backward_order.h"
 
 namespace fovea::cuda {
 namespace {
@@ -595,6 +596,36 @@ TEST(CudaPlan, BlocksSumTheGradientOfABias) {
 }
 
 // Of a bias that many entries share, and whose planes of sums stay in L2.
+// Otherwise blocks of keys would be computed twice, and others never.
+TEST(CudaPlan, TheLastHeadsTurnBeginsWhereAnotherEnds) {
+  std::int64_t with_both = 0;
+  for (const char* const line : {"sq=300 sk=321 d=192 dv=128 fp16 causal", "sq=3000 sk=3000 d=256 bf16 causal",
+                                 "sq=4096 sk=4096 d=64 bf16 causal", "sq=1000 sk=1000 d=128 bf16 causal",
+                                 "sq=16384 sk=16384 d=256 bf16 causal", "sq=600 sk=600 d=80 bf16 causal"}) {
+    for (int heads = 1; heads <= 40; ++heads) {
+      for (const int group : {1, 2}) {
+        const std::string text = fmt::format("bwd b=2 hq={} hk={} {} need=q,k,v", heads * group, heads, line);
+        const Line made(text);
+        const Target target = target_of("sm_90");
+        const Plan plan = plan_for(made.call, target);
+        for (const Launch& launch : plan.launches) {
+          const auto* const spec = std::get_if<Sm90BackwardSpec>(&launch.kernel.spec);
+          if (spec == nullptr || std::string_view(launch.kernel.name).find("backward") == std::string_view::npos) {
+            continue;
+          }
+          const Sm90KeyOrder order = sm90_key_order(made.call, *spec, target);
+          ASSERT_GE(order.heads_in_turn, 1) << text;
+          ASSERT_GE(order.last_turn, 0) << text;
+          ASSERT_LE(order.last_turn, 2 * heads) << text;
+          EXPECT_TRUE(order.last_turn == 2 * heads || order.last_turn % order.heads_in_turn == 0) << text;
+          with_both += order.heads_in_turn > 1 && order.last_turn > 0 && order.last_turn < 2 * heads;
+        }
+      }
+    }
+  }
+  EXPECT_GT(with_both, 100);
+}
+
 TEST(CudaPlan, AddsTheGradientOfABiasInMemory) {
   const auto adds = [](const std::string& line) {
     const Plan plan = plan_of_line("bwd " + line);
