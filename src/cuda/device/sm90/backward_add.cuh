@@ -18,8 +18,8 @@ namespace fovea::cuda {
 // the queries have added their sums, and counts itself when its own sums have arrived.
 //
 // stores_first: dq_sum is not cleared before. 0: nothing is there; 1: a block stores; 2: its sums have arrived. The
-// block that changes 0 to 1 stores, and a block that finds 1 waits for 2, then adds. This cannot deadlock: a thread that
-// has changed a 0 to 1 stores what is there already, and waits for nobody before it changes 1 to 2.
+// block that changes 0 to 1 stores, and a block that finds 1 waits for 2, then adds. This cannot deadlock: a thread
+// that has changed a 0 to 1 stores what is there already, and waits for nobody before it changes 1 to 2.
 //
 // Sums of another block are added to by the asynchronous proxy. Its stores happen before ours where we see its
 // release with an acquire, and a proxy fence comes between the acquire and our copy.

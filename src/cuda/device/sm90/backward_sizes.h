@@ -85,9 +85,9 @@ constexpr int sm90_aligning_warps(const Sm90BackwardSpec& s) {
 
 // Threads of a warp each that add dQ to its sums, where these leave in bulk. In an order, and where the first block
 // stores, a sum has to arrive before it is counted, and one thread would hold the next sums up: it has the first of the
-// places that sums leave from, another one the others. A place has one thread, which so meets each phase of its barrier.
-// The second one is lost for the conversion of dq, which pays with long blocks alone (tile_stores; docs/design/tried.md).
-// Where a warp stores dS, none is left.
+// places that sums leave from, another one the others. A place has one thread, which so meets each phase of its
+// barrier. The second one is lost for the conversion of dq, which pays with long blocks alone (tile_stores;
+// docs/design/tried.md). Where a warp stores dS, none is left.
 constexpr int sm90_adding_warps(const Sm90BackwardSpec& s) {
   return !s.bulk ? 0 : (s.ordered || s.tile_stores) && !s.dbias_store ? 2 : 1;
 }
