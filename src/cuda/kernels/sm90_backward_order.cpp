@@ -115,10 +115,11 @@ int sm90_best_parts(const Call& call, const Sm90BackwardSpec& spec, const Target
 
 namespace {
 
-// Under a causal mask blocks of keys have unequal lengths, those of the first keys the longest. A long block that begins
-// last would run alone. So a few heads at a time begin their blocks by turns, the longest first: few, because K, V, Q
-// and dO of these should stay in L2. With stores_first heads follow one another, since heads by turns would wait for one
-// another's first sums. The heads that run at the end are one turn in any case. Figures found by measuring on an H200.
+// Under a causal mask blocks of keys have unequal lengths, those of the first keys the longest. A long block that
+// begins last would run alone. So a few heads at a time begin their blocks by turns, the longest first: few, because K,
+// V, Q and dO of these should stay in L2. With stores_first heads follow one another, since heads by turns would wait
+// for one another's first sums. The heads that run at the end are one turn in any case. Figures found by measuring on
+// an H200.
 constexpr std::int64_t kHeadsInTurn = 4;
 
 std::int64_t heads_in_turn(const Call& call, const Sm90BackwardSpec& spec, const Target& target) {
