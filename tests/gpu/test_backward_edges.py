@@ -118,13 +118,13 @@ def test_gradients_of_rounded_weights(line, device):
 
 # Long blocks of keys, whose dk and dv leave by tensor stores.
 LONG = [
-    "b=1 hq=6 sq=8192 sk=8192 d=128 bf16 causal need=q,k,v",
-    "b=1 hq=6 sq=8196 sk=8300 d=128 fp16 causal=tl need=q,k,v",
+    "b=1 hq=3 sq=8192 sk=8192 d=128 bf16 causal need=q,k,v",
+    "b=1 hq=3 sq=8196 sk=8300 d=128 fp16 causal=tl need=q,k,v",
     "b=1 hq=3 sq=8400 sk=8193 d=128 bf16 causal need=q,k,v",
     "b=1x3 hq=2 sq=8200 sk=8207 d=96 dv=128 bf16 causal need=q,k,v",
     "b=2 hq=3 sq=8207 sk=8296 d=120 dv=128 bf16 causal layout=bhsd need=q,k,v",
     "b=2 hq=3 sq=8193 sk=8193 d=128 bf16 causal layout=strided need=q,k,v",
-    "b=1 hq=6 sq=8192 sk=8192 d=128 bf16 causal layout=qkv3 need=q,k,v",
+    "b=1 hq=3 sq=8192 sk=8192 d=128 bf16 causal layout=qkv3 need=q,k,v",
     "b=2 hq=3 sq=8192 sk=8192 d=128 dv=88 fp16 causal need=q,k,v",
     *(f"b=1 hq=5 sq=8192 sk=8192 d=128 bf16 causal need={need}" for need in ("q,k", "q,v")),
     *(f"b=1 hq=5 sq=8192 sk=8196 d=128 bf16 causal need=q,k,v values={family}" for family in ("one_hot", "huge", "denormal")),
