@@ -595,7 +595,6 @@ TEST(CudaPlan, BlocksSumTheGradientOfABias) {
   }
 }
 
-// Of a bias that many entries share, and whose planes of sums stay in L2.
 // Otherwise blocks of keys would be computed twice, and others never.
 TEST(CudaPlan, TheLastHeadsTurnBeginsWhereAnotherEnds) {
   std::int64_t with_both = 0;
@@ -626,6 +625,7 @@ TEST(CudaPlan, TheLastHeadsTurnBeginsWhereAnotherEnds) {
   EXPECT_GT(with_both, 100);
 }
 
+// Of a bias that many entries share, and whose planes of sums stay in L2.
 TEST(CudaPlan, AddsTheGradientOfABiasInMemory) {
   const auto adds = [](const std::string& line) {
     const Plan plan = plan_of_line("bwd " + line);
