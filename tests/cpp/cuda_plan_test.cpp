@@ -16,6 +16,8 @@
 #include "core/validate.h"
 #include "cuda/config/packed_heads.h"
 #include "cuda/config/print.h"
+#include "cuda/device/sm90/backward_args.h"
+#include "cuda/device/sm90/backward_sizes.h"
 #include "cuda/executable.h"
 #include "cuda/kernels/sm90_backward.h"
 #include "cuda/kernels/sm90_backward_order.h"
@@ -547,7 +549,10 @@ TEST(CudaPlan, BlocksSumTheGradientOfABias) {
     const Launch* const main = find(plan, "sm90_summed_backward");
     ASSERT_NE(main, nullptr) << line << ": " << plan.summary;
     EXPECT_EQ(main->kernel.as<Sm90BackwardSpec>().summed, summed) << line;
-    EXPECT_EQ(main->blocks, clusters * summed) << line;
+    const Sm90KeyOrder order = sm90_key_order(Line(fmt::format("bwd {} need=q,k,v,bias", line)).call,
+                                              main->kernel.as<Sm90BackwardSpec>(), target_of("sm_90"));
+    const std::int64_t more = (order.parts - 1) * (clusters - order.whole);  // parts of the last clusters
+    EXPECT_EQ(main->blocks, (clusters + (order.parts > 1 ? more : 0)) * summed) << line;
     EXPECT_EQ(main->pieces, chunks) << line;
     EXPECT_EQ(find(plan, "sm90_bias_gradient"), nullptr) << line;
     EXPECT_EQ(find(plan, "bias_gradient_sum") != nullptr, kept > 0) << line;
@@ -781,6 +786,73 @@ TEST(CudaPlan, FewBlocksOfKeysAreShared) {
   EXPECT_FALSE(find(direct, "sm90_backward_parts")->kernel.as<AroundSpec>().dq);
 }
 
+// Where the last round of blocks would leave most multiprocessors idle its blocks of keys are divided.
+TEST(CudaPlan, TheLastBlocksOfKeysAreShared) {
+  const Target target = target_of("sm_90");
+  struct Wanted {
+    const char* line;
+    const char* kernel;
+    std::int64_t all, last;  // clusters of blocks, where the kernel has these
+  };
+  for (const Wanted& wanted :
+       {Wanted{"bwd b=1 hq=10 sq=2048 sk=2048 d=128 bf16", "sm90_backward", 160, 28},
+        Wanted{"bwd b=1 hq=10 sq=2048 sk=2048 d=64 bf16 need=v", "sm90_backward", 160, 28},
+        Wanted{"bwd b=1 hq=40 hk=10 sq=1024 sk=2048 d=128 fp16", "sm90_backward", 160, 28},
+        Wanted{"bwd b=1 hq=10 sq=1500 sk=2048 d=80 bf16 mask=b,1,q,k dropout=0.1", "sm90_backward", 160, 28},
+        Wanted{"bwd b=2 hq=5 sq=2040 sk=2000 d=256 bf16", "sm90_wide_backward", 160, 28},
+        Wanted{"bwd b=8 hq=16 sq=2048 sk=2048 d=64 bf16 bias=1,h,q,k need=q,k,v,bias", "sm90_summed_backward", 256, 1},
+        Wanted{"bwd b=8 hq=4 sq=1024 sk=640 d=128 bf16 bias=1,h,q,k need=q,k,v,bias", "sm90_summed_backward", 20, 5}}) {
+    const Line made(wanted.line);
+    const Plan plan = plan_for(made.call, target);
+    const Launch* const main = find(plan, wanted.kernel);
+    ASSERT_NE(main, nullptr) << wanted.line << plan.summary;
+    const auto& spec = main->kernel.as<Sm90BackwardSpec>();
+    EXPECT_TRUE(spec.key_parts && spec.last_parts) << wanted.line;
+    const Sm90KeyOrder order = sm90_key_order(made.call, spec, target);
+    EXPECT_EQ(order.items, wanted.all * spec.summed) << wanted.line;
+    EXPECT_EQ(order.whole, wanted.all - wanted.last) << wanted.line;
+    EXPECT_GT(order.parts, 1) << wanted.line;
+    EXPECT_EQ(order.numbers, order.whole + wanted.last * order.parts) << wanted.line;
+    EXPECT_EQ(find(plan, "sm90_backward_parts"), nullptr) << wanted.line;
+    const std::int64_t keys = wanted.last * spec.summed * sm90_backward_sizes(spec).keys;
+    EXPECT_EQ(plan.workspace.size(Region::kKeySums), order.parts * keys * (spec.d + spec.dv) * 4) << wanted.line;
+    // A counter for each piece that a warp adds.
+    EXPECT_LE(keys / 8,
+              BehindTurns::kCounters * BehindTurns::turns(padded_rows(made.call.rows), made.call.rows.heads_q));
+    EXPECT_TRUE(plan.workspace.has(Region::kTurns)) << wanted.line;
+    EXPECT_NE(plan.summary.find(
+                  fmt::format("the last {} blocks of keys in {} parts", wanted.last * spec.summed, order.parts)),
+              std::string::npos)
+        << plan.summary;
+    // Every part of every block has a number, and no number stands for two.
+    KeyParts parts;
+    parts.whole = static_cast<int>(order.whole);
+    parts.count = order.parts;
+    constexpr Sm90BackwardSpec kShared{{}, {}, {.key_parts = true, .last_parts = true}};
+    std::set<std::pair<u32, u32>> seen;
+    for (std::int64_t number = 0; number < order.numbers; ++number) {
+      const PartOfKeys part = part_of_keys<kShared>(parts, static_cast<u32>(number));
+      EXPECT_LT(part.block, wanted.all);
+      EXPECT_LT(part.part, static_cast<u32>(part.parts));
+      EXPECT_EQ(part.parts, part.block < order.whole ? 1 : order.parts);
+      seen.emplace(part.block, part.part);
+    }
+    EXPECT_EQ(seen.size(), static_cast<std::size_t>(order.numbers));
+  }
+  // Full rounds; many of them; blocks that begin with the longest, in an order, or of several lengths; sums over
+  // queries, which are a block's own; a gradient of q alone.
+  for (const char* const line :
+       {"bwd b=1 hq=33 sq=2048 sk=512 d=64 bf16", "bwd b=4 hq=16 sq=4096 sk=4096 d=128 bf16",
+        "bwd b=1 hq=10 sq=2048 sk=2048 d=128 bf16 causal", "bwd b=1 hq=10 sq=2048 sk=2048 d=128 bf16 det",
+        "bwd b=2 hq=5 seqs_q=2048,2048 seqs_k=2048,2048 d=128 bf16",
+        "bwd b=1 hq=10 sq=2048 sk=2048 d=64 bf16 bias=1,h,1,k need=q,k,v,bias",
+        "bwd b=1 hq=10 sq=2048 sk=2048 d=64 bf16 need=q", "bwd b=1 hq=10 sq=100 sk=2048 d=128 bf16"}) {
+    const Plan plan = plan_of_line(line);
+    EXPECT_FALSE(main_of(plan)->kernel.as<Sm90BackwardSpec>().last_parts) << line;
+    EXPECT_FALSE(plan.workspace.has(Region::kKeySums)) << line;
+  }
+}
+
 // A part of a GPU may have any number of multiprocessors. What the parts leave is bounded by it, whatever the problem.
 TEST(CudaPlan, PartsOfKeysOnAnyGpu) {
   constexpr std::int64_t kMostBytesOfAPart = 128 * 320 * 4;
@@ -797,9 +869,10 @@ TEST(CudaPlan, PartsOfKeysOnAnyGpu) {
       const Plan plan = plan_for(Line(line).call, target);
       const Launch* const main = main_of(plan);
       ASSERT_NE(main, nullptr) << line;
-      const bool shared = main->kernel.as<Sm90BackwardSpec>().key_parts;
-      EXPECT_EQ(main->pieces > 1, shared) << line << ", " << multiprocessors;
-      EXPECT_EQ(find(plan, "sm90_backward_parts") != nullptr, shared) << line << ", " << multiprocessors;
+      const auto& spec = main->kernel.as<Sm90BackwardSpec>();
+      EXPECT_EQ(main->pieces > 1, spec.key_parts) << line << ", " << multiprocessors;
+      EXPECT_EQ(find(plan, "sm90_backward_parts") != nullptr, spec.key_parts && !spec.last_parts)
+          << line << ", " << multiprocessors;
       EXPECT_LE(plan.workspace.size(Region::kKeySums), 3 * multiprocessors * kMostBytesOfAPart)
           << line << ", " << multiprocessors;
     }
@@ -1036,7 +1109,8 @@ TEST(CudaPlan, EveryRowOnEveryArchitecture) {
         std::visit([&](const auto& spec) { EXPECT_EQ(spec.arch, target.capability) << launch.kernel.name; },
                    launch.kernel.spec);
         const auto* const hopper = std::get_if<Sm90BackwardSpec>(&launch.kernel.spec);
-        EXPECT_TRUE(hopper == nullptr || !hopper->key_parts || launch.pieces > 1) << launch.kernel.name;
+        EXPECT_TRUE(hopper == nullptr || !hopper->key_parts || launch.pieces > 1 || hopper->summed > 1)
+            << launch.kernel.name;
       }
     }
   }

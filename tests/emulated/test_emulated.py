@@ -29,6 +29,10 @@ SEEDS = range(1, 1 + int(os.environ.get("EMULATED_SEEDS", "2")))
 CASES = [
     ("b=1 hq=2 hk=1 sq=100 sk=130 d=64 bf16",
      "sm90_forward ctas guess; sm90_backward direct delay key_parts; sm90_backward_parts"),
+    ("b=1 hq=1 sq=1500 sk=600 d=64 bf16", "sm90_backward bulk key_parts last_parts"),
+    ("b=1 hq=6 hk=1 sq=200 sk=600 d=128 fp16", "sm90_backward stores_first converts last_parts"),
+    ("b=1 hq=1 sq=2100 sk=600 d=128 bf16", "sm90_backward step=80 last_parts"),
+    ("b=1 hq=1 sq=600 sk=350 d=256 bf16", "sm90_wide_backward last_parts"),
     ("b=2 hq=4 hk=2 sq=1 sk=200 d=64 bf16", "sm90_forward"),
     ("b=2 hq=4 hk=2 sq=150 sk=200 d=128 bf16 causal",
      "sm90_schedule; sm90_forward banded resident ahead; sm90_backward banded bulk halves delay converts"),
@@ -144,6 +148,12 @@ FAULTS = {
     "a row that begins anywhere is stored beyond its end": (
         "sm90/backward_summed.cuh", "    if (columns < 4) {\n", "    if (false) {\n",
         "b=2 hq=2 sq=150 sk=201 d=128 bf16 bias=1,h,q,k", "FAILED(.|\n)*grad_bias"),
+    "parts are added before the last has come": (
+        "sm90/backward_join.cuh", "+ 1 < u32(parts.count)", "+ 1 != u32(parts.count) - 1",
+        "b=1 hq=1 sq=1500 sk=600 d=64 bf16", "FAILED(.|\n)*grad_[kv]:"),
+    "a part has the steps of another": (
+        "work/sm90_key_block.cuh", "      begin = within(begin + from * S.step, count);\n      steps = own;", "      steps = own;",
+        "b=1 hq=1 sq=1500 sk=600 d=64 bf16", "FAILED(.|\n)*grad_[kv]:|deadlock"),
     "sums are counted before they have arrived": (
         "sm90/backward_add.cuh", "            bulk_wait();\n            if constexpr (kShared", "            if constexpr (kShared",
         "b=2 hq=2 hk=1 sq=300 sk=400 d=128 bf16 causal det", "FAILED(.|\n)*grad_q:"),

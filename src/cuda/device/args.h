@@ -125,13 +125,18 @@ constexpr i64 size_place(const math::Rows& rows, Size which, i64 b, i64 head) {
 struct BehindTurns {
   u32* taken;  // converts: steps' rows that some warp converts
   u32* added;  // converts: for a step's rows of dq_sum (turn_of_row) how many blocks have added to them
+  u32* parts;  // last_parts: for half of the columns of 16 rows of sums how many parts have left theirs
   u32* order;  // longest_first: batch entries, the one with the most queries first
+  static constexpr int kCounters = 4;  // of `parts`, for 64 rows
   static constexpr i64 turns(i64 padded_rows, i64 heads) { return padded_rows * heads / 64; }
-  static constexpr i64 size(i64 turns, i64 batch) { return 2 + 2 * turns + batch; }  // with the turns and their ticket
+  static constexpr i64 size(i64 turns, i64 batch) {
+    return 2 + (2 + kCounters) * turns + batch;
+  }  // with the turns and their ticket
   constexpr explicit BehindTurns(const Args& a)
       : taken(a.turns + 1 + turns(a.padded_rows, a.rows.heads_q)),
         added(taken + 1),
-        order(added + turns(a.padded_rows, a.rows.heads_q)) {}
+        parts(added + turns(a.padded_rows, a.rows.heads_q)),
+        order(parts + kCounters * turns(a.padded_rows, a.rows.heads_q)) {}
 };
 
 // What a tile's rows may be apart, so that offsets in a tile have 32 bits.

@@ -261,7 +261,7 @@ bool stores_first(const Call& call, const Sm90BackwardSpec& spec) {
   if (spec.banded) {
     return !grouped && (std::max(spec.d, spec.dv) > kNarrow || call.rows.limit_k <= kFewKeys);
   }
-  return std::max(spec.d, spec.dv) > kNarrow && !spec.ragged && !spec.key_parts;  // parts do not begin each elsewhere
+  return std::max(spec.d, spec.dv) > kNarrow && !spec.ragged && spec.key_parts == spec.last_parts;
 }
 
 // Whether the term of keys is a mask and nothing else is added to scores, which then stay dot products. All of the
@@ -285,10 +285,9 @@ bool converts_dq(const Call& call, const Operands& operands, const Sm90BackwardS
   const bool of_bulk =
       spec.bulk && ((spec.banded && !grouped) || widest <= kNarrow || is_short) && !(spec.ordered && widest <= kNarrow);
   const bool of_others = spec.dq && spec.dkv && !spec.direct && widest > kNarrow && widest <= kMiddle && is_short;
-  return (of_bulk || of_others) && !spec.key_parts && operands.vector_stores &&
-         sm90_items(call, spec) > target.multiprocessors && spec.bias == BiasTile::kNone &&
-         sm90_outer_bytes(spec) == 0 && !spec.row_sum && spec.dropout == DropoutRule::kNone &&
-         !fp32_results(call.problem).q;
+  return (of_bulk || of_others) && operands.vector_stores && sm90_items(call, spec) > target.multiprocessors &&
+         spec.bias == BiasTile::kNone && sm90_outer_bytes(spec) == 0 && !spec.row_sum &&
+         spec.dropout == DropoutRule::kNone && !fp32_results(call.problem).q;
 }
 
 // Whether dK and dV leave by tensor stores: where that was faster, with long blocks of keys.
@@ -360,7 +359,9 @@ bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, cons
     spec.direct = has_dq && !spec.ragged && !sm90_is_wide(spec) && call.rows.limit_k <= 64 * tiles.groups * tiles.tiles;
     spec.ordered = is_ordered && !spec.direct;
     spec.bulk = has_dq && tiles.bulk && !spec.direct;
-    spec.key_parts = !spec.column_sum && !sm90_splits_columns(spec) && sm90_best_parts(call, spec, target) > 1;
+    const bool few = !spec.column_sum && !sm90_splits_columns(spec) && sm90_best_parts(call, spec, target) > 1;
+    spec.last_parts = !few && sm90_last_parts(call, spec, target).parts > 1;
+    spec.key_parts = few || spec.last_parts;
     spec.stores_first = spec.bulk && spec.summed == 1 && stores_first(call, spec);
     spec.converts = converts_dq(call, operands, spec, target);
     // Of sequences of different lengths a long one that is begun last would run alone.
@@ -368,7 +369,8 @@ bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, cons
                          sm90_items(call, spec) > target.multiprocessors;
     // Other results leave by the kernels that put sums together.
     const Results fp32 = fp32_results(call.problem);
-    spec.fp32_results = (spec.dkv && !spec.key_parts && (fp32.k || fp32.v)) || (spec.direct && fp32.q);
+    spec.fp32_results =
+        (spec.dkv && spec.key_parts == spec.last_parts && (fp32.k || fp32.v)) || (spec.direct && fp32.q);
     spec.key_mask = is_mask_alone(call, operands, spec);
     spec.roles = clusters && !sm90_splits_columns(spec) && sm90_can_have_roles(spec);
     spec.tile_stores = !clusters && stores_tiles(call, operands, spec);
@@ -378,7 +380,7 @@ bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, cons
     if (spec.ordered && !spec.bulk && !clusters) {
       continue;
     }
-    if (spec.summed > 1 && (spec.direct || spec.key_parts)) {
+    if (spec.summed > 1 && (spec.direct || spec.key_parts != spec.last_parts)) {
       continue;
     }
     if (tiles.halves && tiles.bulk && (spec.direct || sm90_items(call, spec) < target.multiprocessors)) {

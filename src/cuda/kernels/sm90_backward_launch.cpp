@@ -35,16 +35,23 @@ void start_mask(const Launcher& launcher, const Launch& launch) {
                                         launcher.region<u32>(Region::kMaskTiles), launcher.operands().mask_box});
 }
 
+// Keys that have sums in every part.
+std::int64_t rows_of_a_part(const math::Rows& rows, const Sm90BackwardSpec& spec, const Sm90KeyOrder& order) {
+  return spec.last_parts ? (order.items - order.whole * spec.summed) * sm90_backward_sizes(spec).keys
+                         : rows.batch() * rows.heads_k * order.head_rows;
+}
+
 KeyParts key_parts(const Launcher& launcher, const Sm90BackwardSpec& spec, const Sm90KeyOrder& order) {
   const math::Rows& rows = launcher.call().rows;
   KeyParts parts;
   if (order.parts > 1) {
     parts.count = order.parts;
+    parts.whole = static_cast<int>(order.whole);
     parts.head_rows = static_cast<int>(order.head_rows);
-    parts.rows = rows.batch() * rows.heads_k * parts.head_rows;
+    parts.rows = static_cast<int>(rows_of_a_part(rows, spec, order));
     parts.dk = launcher.region<float>(Region::kKeySums);
     if (parts.dk != nullptr) {
-      parts.dv = parts.dk + parts.count * parts.rows * spec.d;
+      parts.dv = parts.dk + std::int64_t{parts.count} * parts.rows * spec.d;
     }
   }
   return parts;
@@ -117,7 +124,7 @@ void start_backward(const Launcher& launcher, const Launch& launch, const Sm90Ke
     args.mask = {launcher.region<u32>(Region::kMaskTiles), mask_tiles(launcher.operands().mask_box).strides()};
   }
   args.key_blocks = static_cast<int>(order.key_blocks);
-  args.blocks = static_cast<int>(order.items) * order.parts / spec.summed;
+  args.blocks = static_cast<int>(order.numbers);
   args.heads_in_turn = static_cast<int>(order.heads_in_turn);
   args.last_turn = static_cast<int>(order.last_turn);
   args.heads_k = static_cast<int>(rows.heads_k);
@@ -154,13 +161,13 @@ void reserve_sm90_backward(Planner& planner, const Sm90BackwardSpec& spec, const
   const math::Rows& rows = planner.call().rows;
   Workspace& workspace = planner.workspace();
   if (order.parts > 1 && spec.dkv) {
-    workspace.add(Region::kKeySums, order.parts * rows.batch() * rows.heads_k * order.head_rows * (spec.d + spec.dv) *
-                                        std::int64_t{sizeof(float)});
+    workspace.add(Region::kKeySums,
+                  order.parts * rows_of_a_part(rows, spec, order) * (spec.d + spec.dv) * std::int64_t{sizeof(float)});
   }
   // Blocks that take their keys from a counter, or add to dq in order.
   const bool counts = !sm90_in_clusters(spec) && !spec.makes_rows && spec.summed == 1 &&
-                      order.items * order.parts > planner.target().multiprocessors;
-  if (spec.stores_first || spec.ordered || spec.converts || spec.longest_first || counts) {
+                      order.numbers > planner.target().multiprocessors;
+  if (spec.stores_first || spec.last_parts || spec.ordered || spec.converts || spec.longest_first || counts) {
     const std::int64_t turns = BehindTurns::turns(padded_rows(rows), rows.heads_q);
     workspace.add(Region::kTurns, BehindTurns::size(turns, rows.batch()) * std::int64_t{sizeof(u32)});
   }
@@ -180,18 +187,20 @@ void add_sm90_backward_mask(Planner& planner) {
 
 void add_sm90_backward(Planner& planner, const Kernel& kernel, const Sm90KeyOrder& order) {
   const auto& spec = kernel.as<Sm90BackwardSpec>();
-  const std::int64_t items = order.items * order.parts;
   const Sm90BiasOrder bias =
       spec.summed > 1 ? sm90_bias_order(planner.call(), spec.summed, planner.target()) : Sm90BiasOrder();
-  const std::int64_t blocks = sm90_in_clusters(spec) ? 2 * items
-                              : spec.summed > 1      ? items / bias.rounds
-                                                     : std::min<std::int64_t>(items, planner.target().multiprocessors);
+  const std::int64_t blocks = sm90_in_clusters(spec) ? 2 * order.numbers
+                              : spec.summed > 1
+                                  ? order.numbers * spec.summed / bias.rounds
+                                  : std::min<std::int64_t>(order.numbers, planner.target().multiprocessors);
   planner.add(
       kernel, blocks,
       [order, bias](const Launcher& launcher, const Launch& launch) { start_backward(launcher, launch, order, bias); },
       1, spec.summed > 1 ? bias.chunks : order.parts);
   if (order.parts > 1) {
-    planner.say_kernel(fmt::format(", a block of keys in {} parts", order.parts));
+    const std::string which =
+        spec.last_parts ? fmt::format("the last {} blocks", (order.items - order.whole * spec.summed)) : "a block";
+    planner.say_kernel(fmt::format(", {} of keys in {} parts", which, order.parts));
   }
 }
 

@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "cuda/device/sm90/backward_sizes.h"
+#include "cuda/kernels/sm90_summed_backward.h"
 #include "math/band.h"
 
 namespace fovea::cuda {
@@ -113,6 +114,57 @@ int sm90_best_parts(const Call& call, const Sm90BackwardSpec& spec, const Target
   return best;
 }
 
+// Counted in steps. A block takes some beyond its own: its K and V come, its first products have nothing beside them,
+// its dK and dV leave. Sums of a part take one to leave, and one to be added.
+Sm90LastParts sm90_last_parts(const Call& call, const Sm90BackwardSpec& spec, const Target& target) {
+  constexpr double kBegin = 3;
+  constexpr double kSum = 1;
+  constexpr double kWorth = 0.97;
+  constexpr int kMostParts = 6;
+  constexpr int kFewestSteps = 4;          // of a part
+  constexpr std::int64_t kMostRounds = 3;  // of parts, which bounds the memory of sums
+  constexpr std::int64_t kManyRounds = 8;
+  constexpr std::int64_t kFewest = 16;  // a part of what runs at once: less gains nothing after many rounds
+  const bool summed = spec.summed > 1;
+  if (spec.banded || spec.ordered || spec.ragged || spec.direct || !spec.dkv || spec.column_sum ||
+      sm90_splits_columns(spec) || (summed && sm90_bias_order(call, spec.summed, target).rounds > 1)) {
+    return {};
+  }
+  const std::int64_t all = sm90_items(call, spec) / spec.summed;
+  const std::int64_t room = summed ? sm90_clusters_at_once(spec.summed, target) : room_for(spec, target);
+  const std::int64_t rounds = all / room;
+  const std::int64_t rest = all % room;
+  if (rounds == 0 || rest == 0 || (rounds >= kManyRounds && kFewest * rest < room)) {
+    return {};
+  }
+  const std::int64_t steps = steps_of_keys(call, spec).longest;
+  const std::int64_t group = call.rows.heads_q / call.rows.heads_k;  // whose heads stay whole
+  // After many rounds blocks no longer end together. Then a multiprocessor idles for half of what is begun last, if
+  // that is not little. Until then the last round is as long as any.
+  const bool spread = rounds >= kManyRounds && 4 * rest >= room;
+  const double whole = static_cast<double>(steps) + kBegin;
+  const auto time = [&](int parts) {
+    const std::int64_t most = group > 1 ? (group + parts - 1) / parts * (steps / group) : (steps + parts - 1) / parts;
+    const double each = static_cast<double>(most) + kBegin + (parts > 1 ? 2 * kSum : 0);
+    const double more = static_cast<double>(rest) * (parts * each - whole);
+    if (spread) {
+      return (static_cast<double>(all) * whole + more) / static_cast<double>(room) + each / 2;
+    }
+    const std::int64_t part_rounds = (rest * parts + room - 1) / room;
+    return static_cast<double>(rounds) * whole + static_cast<double>(part_rounds) * each;
+  };
+  int best = 1;
+  const std::int64_t most_parts = std::min<std::int64_t>(kMostParts, group > 1 ? group : steps / kFewestSteps);
+  for (int parts = 2; parts <= most_parts && rest * parts <= kMostRounds * room; ++parts) {
+    best = time(parts) < time(best) ? parts : best;
+  }
+  // As many numbers as BehindTurns::parts has.
+  const std::int64_t counters = rest * spec.summed * sm90_backward_sizes(spec).keys / 8;
+  const std::int64_t room_of_counters =
+      BehindTurns::turns(padded_rows(call.rows), call.rows.heads_q) * BehindTurns::kCounters;
+  return time(best) < kWorth * time(1) && counters <= room_of_counters ? Sm90LastParts{rest, best} : Sm90LastParts{};
+}
+
 namespace {
 
 // Under a causal mask blocks of keys have unequal lengths, those of the first keys the longest. A long block that
@@ -147,10 +199,17 @@ std::int64_t last_turn(const Call& call, const Sm90BackwardSpec& spec, const Tar
 
 Sm90KeyOrder sm90_key_order(const Call& call, const Sm90BackwardSpec& spec, const Target& target) {
   const std::int64_t key_blocks = key_blocks_of(call, spec);
+  const std::int64_t items = sm90_items(call, spec);
+  const Sm90LastParts last = spec.last_parts ? sm90_last_parts(call, spec, target) : Sm90LastParts();
+  const int parts = spec.last_parts ? last.parts : spec.key_parts ? sm90_best_parts(call, spec, target) : 1;
+  const std::int64_t all = items / spec.summed;
+  const std::int64_t whole = spec.last_parts ? all - last.blocks : 0;
   return {.key_blocks = key_blocks,
           .head_rows = key_blocks * sm90_backward_sizes(spec).keys,
-          .items = sm90_items(call, spec),
-          .parts = spec.key_parts ? sm90_best_parts(call, spec, target) : 1,
+          .items = items,
+          .parts = parts,
+          .whole = whole,
+          .numbers = whole + (all - whole) * parts,
           .heads_in_turn = heads_in_turn(call, spec, target),
           .last_turn = last_turn(call, spec, target)};
 }

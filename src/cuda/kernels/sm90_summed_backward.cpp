@@ -29,13 +29,6 @@ bool stores_fours(const Call& call) {
          call.problem.seqlen_k % kFour == 0 && reinterpret_cast<std::uintptr_t>(to.data) % kBytes == 0;
 }
 
-// Clusters that run at once. An H100 and an H200 of 132 multiprocessors have 66 clusters of two, 30 of four and 15 of
-// eight (cudaOccupancyMaxActiveClusters): what is left over of the groups of multiprocessors stays idle.
-std::int64_t clusters_at_once(int summed, const Target& target) {
-  const std::int64_t usable = summed > 2 ? target.multiprocessors * 10 / 11 : target.multiprocessors;
-  return std::max<std::int64_t>(usable / summed, 1);
-}
-
 // Asked only without dropout: with it the other kernel draws again, and is slower. Measured on an H200: with a head_dim
 // of 32 this way takes 1.5 to twice the time. With 64 it gains only where there are no planes and the gradient's rows
 // are aligned. With more it gains a tenth to a third, and the memory traffic of planes must leave some of that.
@@ -52,6 +45,13 @@ bool pays(const Call& call, const Sm90BackwardSpec& spec, std::int64_t numbers) 
 
 }  // namespace
 
+// Clusters that run at once. An H100 and an H200 of 132 multiprocessors have 66 clusters of two, 30 of four and 15 of
+// eight (cudaOccupancyMaxActiveClusters): what is left over of the groups of multiprocessors stays idle.
+std::int64_t sm90_clusters_at_once(int summed, const Target& target) {
+  const std::int64_t usable = summed > 2 ? target.multiprocessors * 10 / 11 : target.multiprocessors;
+  return std::max<std::int64_t>(usable / summed, 1);
+}
+
 Sm90BiasOrder sm90_bias_order(const Call& call, int summed, const Target& target) {
   const math::Rows& rows = call.rows;
   const Extents& e = call.problem.bias.extents;
@@ -59,7 +59,7 @@ Sm90BiasOrder sm90_bias_order(const Call& call, int summed, const Target& target
   const std::int64_t stride = Planner::tiles_of(rows.limit_k, kKeys) * (e.head ? rows.heads_k : 1);
   const std::int64_t clusters = batches * stride;
   const std::int64_t entries = rows.batch() / batches / summed * (e.head ? 1 : rows.heads_k);  // of a cluster
-  const std::int64_t at_once = clusters_at_once(summed, target);
+  const std::int64_t at_once = sm90_clusters_at_once(summed, target);
   // The fewest chunks that leave little of the last wave empty.
   constexpr std::int64_t kMostChunks = 8;
   constexpr double kFull = 0.9;

@@ -25,6 +25,8 @@ struct Sm90BiasOrder {
   int planes = 1;
 };
 Sm90BiasOrder sm90_bias_order(const Call& call, int summed, const Target& target);
+// Clusters of so many blocks that run at once.
+std::int64_t sm90_clusters_at_once(int summed, const Target& target);
 
 // Where there are several rounds or chunks: memory for their sums, and the launch that makes the gradient of these.
 void add_sm90_bias_sums(Planner& planner, const Sm90BackwardSpec& spec);

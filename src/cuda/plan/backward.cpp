@@ -263,7 +263,7 @@ void Planner::backward() {
   add_bias_gradient(*this, gradients[1], 1);
   const bool converts = sums_dq && !main.converts;
   const std::int64_t convert_blocks = converts ? rows.batch() * rows.heads_q * tiles_of(rows.limit_q, kConvertRows) : 0;
-  if (order.parts > 1 && main.dkv) {
+  if (order.parts > 1 && main.dkv && !main.last_parts) {
     add_sm90_backward_parts(*this, main, order, convert_blocks);
   } else {
     // How dq_sum lies.

@@ -200,6 +200,9 @@ __global__ void __launch_bounds__(kBackwardPrepareThreads, 6) backward_prepare(c
       if (inside && threadIdx.x < kRowPad / 64) {
         a.turns[1 + turn_of_row(first) + threadIdx.x] = 0;
       }
+      if (constexpr int kCount = BehindTurns::kCounters; inside && threadIdx.x < kRowPad / 64 * kCount) {
+        BehindTurns(a).parts[turn_of_row(first) * kCount + threadIdx.x] = 0;
+      }
       if (a.first_block + blockIdx.x == 0 && threadIdx.x == 0) {
         a.turns[0] = 0;
         if constexpr (S.converted > 0) {

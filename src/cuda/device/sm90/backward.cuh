@@ -145,7 +145,7 @@ __device__ __forceinline__ void sm90_backward_compute(const Args& a, const Sm90B
                              ring_grads, head_before, left,     base,     c,          warp, lane, leader};
 
     if constexpr (S.summed > 1) {
-      summed.begin_block(a, m.summed, number);
+      summed.begin_block(a, m.summed, part_of_keys<S>(m.parts, number).block);
       summed.clear_unmet(a, m.summed, block);
     }
 
@@ -352,8 +352,8 @@ __device__ __forceinline__ void sm90_backward_compute(const Args& a, const Sm90B
     work.end_block(m, stored_keys, grads_before, row_before, turn_before);
     if constexpr (!S.tile_stores) {
       // Made anew: the block need not stay in registers.
-      sm90_backward_store<S>(a, m, Sm90KeyBlock<S>(a, m, u32(opaque(int(number)))), scores, dk, dv, c, step.head, warp,
-                             lane);
+      sm90_backward_store<S>(a, m, Sm90KeyBlock<S>(a, m, u32(opaque(int(number)))), scores, dk, dv, number, c,
+                             step.head, warp, lane);
     }
     if constexpr (S.summed > 1) {
       if (summed.ends) {

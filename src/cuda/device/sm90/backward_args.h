@@ -14,11 +14,27 @@ namespace fovea::cuda {
 // the order of the accumulators, rows of a part one after the other by batch entry, key head and key.
 struct KeyParts {
   int count = 1;        // of a block of keys
+  int whole = 0;        // last_parts: the block of keys from which on they have parts (summed: clusters)
   int head_rows = 0;    // keys of a head, up to whole blocks
-  i64 rows = 0;         // of a part
+  int rows = 0;         // of a part
   float* dk = nullptr;  // with Spec::d columns
   float* dv = nullptr;
 };
+
+// The block of keys and the part of it that a number stands for.
+struct PartOfKeys {
+  u32 block, part;
+  int parts;
+};
+template <auto S>
+constexpr PartOfKeys part_of_keys(const KeyParts& parts, u32 number) {
+  const u32 whole = S.last_parts ? u32(parts.whole) : 0;
+  if (!S.key_parts || (S.last_parts && number < whole)) {
+    return {number, 0, 1};
+  }
+  const u32 behind = (number - whole) / u32(parts.count);
+  return {whole + behind, number - whole - behind * u32(parts.count), parts.count};
+}
 
 // Blocks of sm90_backward_parts for `rows` rows of so many columns: 16 x 16 numbers a warp.
 constexpr i64 sm90_parts_blocks(i64 rows, int columns) { return (rows / 16 * (columns / 16) + 7) / 8; }

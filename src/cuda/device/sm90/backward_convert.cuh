@@ -32,11 +32,12 @@ __device__ __forceinline__ void sm90_backward_count(const Args& a, const Sm90Key
     fence_device();
 #pragma unroll 1
     for (int i = 0; i < block.group; ++i) {
-      const i64 row = block.row0 + (block.head0 + i) * a.padded_rows + block.first;
+      const auto of_head = block.steps_of_head(i);
+      const i64 row = block.row0 + (block.head0 + i) * a.padded_rows;
       u32* const added = BehindTurns(a).added;
 #pragma unroll 4
-      for (int n = (adder + i * block.count) % kThreads; n < block.count * (S.step / kRows); n += kThreads) {
-        add_relaxed(added + turn_of_row(row + n * kRows), 1);
+      for (int n = (adder + i * block.count) % kThreads; n < of_head.count * (S.step / kRows); n += kThreads) {
+        add_relaxed(added + turn_of_row(row + block.within(of_head.query + n * kRows, block.count)), 1);
       }
     }
   }

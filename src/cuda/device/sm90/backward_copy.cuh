@@ -102,7 +102,7 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
     here.row0 = block.row0;
     here.begin = block.begin;
     here.count = block.count;
-    if constexpr (S.key_parts) {
+    if constexpr (Sm90KeyBlock<S>::kSkips) {
       here.skipped = block.skipped;
     }
     if constexpr (sm90_turns_dq(S)) {
@@ -162,7 +162,7 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
 #pragma unroll 1
     for (int i = 0; steps > 0 && i < group; ++i, ++head) {
       const auto of_head =
-          Sm90KeyBlock<S>::steps_of_head(i, here.begin, here.count, S.key_parts ? here.skipped : 0, steps);
+          Sm90KeyBlock<S>::steps_of_head(i, here.begin, here.count, Sm90KeyBlock<S>::kSkips ? here.skipped : 0, steps);
       int query = of_head.query;
 #pragma unroll 1
       for (int n = of_head.count; n > 0; --n, query = Sm90KeyBlock<S>::after(query, S.step, here.count)) {

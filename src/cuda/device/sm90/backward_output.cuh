@@ -5,6 +5,7 @@
 
 #include "cuda/device/ptx/sm90.cuh"
 #include "cuda/device/sm90/backward_args.h"
+#include "cuda/device/sm90/backward_join.cuh"
 #include "cuda/device/sm90/backward_sizes.h"
 #include "cuda/device/tile/accumulator.cuh"
 #include "cuda/device/work/sm90_key_block.cuh"
@@ -133,9 +134,8 @@ __device__ __forceinline__ void sm90_backward_store_tiles(const Args& a, const S
 template <Sm90BackwardSpec S, class Scores>
 __device__ __forceinline__ void sm90_backward_store(const Args& a, const Sm90BackwardArgs& m,
                                                     const Sm90KeyBlock<S>& same, Scores (&scores)[S.tiles],
-                                                    const float (&dk)[S.tiles][S.d / 2],
-                                                    const float (&dv)[S.tiles][S.dv / 2], int c, int head, int warp,
-                                                    int lane) {
+                                                    float (&dk)[S.tiles][S.d / 2], float (&dv)[S.tiles][S.dv / 2],
+                                                    u32 number, int c, int head, int warp, int lane) {
   const int g = lane / 4;
   const int t = lane % 4;
 #pragma unroll
@@ -153,16 +153,10 @@ __device__ __forceinline__ void sm90_backward_store(const Args& a, const Sm90Bac
     }
     if constexpr (S.key_parts) {
       const i64 row = same.sums_row + (c * S.tiles + f) * 64 + warp * 16;
-      if (key - g >= same.place.k_len) {
+      if (!S.dkv || key - g >= same.place.k_len ||
+          !sm90_join_parts<S>(a, m.parts, number, row, dk[f], dv[f], 0, lane)) {
         continue;
       }
-      if (S.dkv && a.grad_k.data != nullptr) {
-        store_fragments(m.parts.dk + row * S.d + lane * 4, dk[f]);
-      }
-      if (S.dkv && a.grad_v.data != nullptr) {
-        store_fragments(m.parts.dv + row * S.dv + lane * 4, dv[f]);
-      }
-      continue;
     }
     if (S.dkv && a.grad_k.data != nullptr) {
       store_gradient_rows<S>(a.grad_k, same.place.key_rows(a.grad_k.strides, same.head_k), a.results.k, dk[f], a.scale,

@@ -33,7 +33,7 @@ __device__ __forceinline__ void add_parts(const Args& a, const KeyParts& parts, 
     return;
   }
   const float* const from = sums + i64(tile) * 256 + thread.lane * 4;
-  const i64 pitch = parts.rows * kColumns;
+  const i64 pitch = i64(parts.rows) * kColumns;
   float4 x[2] = {};
 #pragma unroll 8
   for (int part = 0; part < parts.count; ++part) {

@@ -54,6 +54,7 @@ struct Sm90BackwardTiles {
   bool converts = false;       // warps that do not compute make dq of rows of dq_sum that all blocks have added to
   bool longest_first = false;  // batch entries are begun in BehindTurns::order
   bool key_parts = false;      // several blocks share a block of keys, each with a part of its steps
+  bool last_parts = false;     // with key_parts: of the last blocks of keys alone, and they add their sums up
   bool tile_stores = false;    // dK and dV leave through the places of K and V, by tensor stores
   bool roles = false;          // sm90_wide_backward: one warpgroup makes P, the other dS, of all queries of a step
   bool makes_rows = false;     // with direct: delta is formed here, of out: no backward_prepare
@@ -65,8 +66,8 @@ struct Sm90BackwardTiles {
   friend constexpr bool operator==(const Sm90BackwardTiles&, const Sm90BackwardTiles&) = default;
 };
 FOVEA_FIELDS(Sm90BackwardTiles, warps, tiles, step, stages, planes, outer, left_edge, delay, bulk, halves, same_step,
-             dbias_store, ordered, direct, stores_first, converts, longest_first, key_parts, tile_stores, roles,
-             makes_rows, summed, odd_sums, adds_bias, odd_rows)
+             dbias_store, ordered, direct, stores_first, converts, longest_first, key_parts, last_parts, tile_stores,
+             roles, makes_rows, summed, odd_sums, adds_bias, odd_rows)
 
 struct Sm90BackwardSpec : Features, Gradients, Sm90BackwardTiles {
   friend constexpr bool operator==(const Sm90BackwardSpec&, const Sm90BackwardSpec&) = default;

@@ -314,8 +314,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(sm90_wide_backward_s
       dq.add(grads_before, row_before);
     }
   }
-  sm90_wide_store<S>(a, m, block.place, block.head_k, S.key_parts ? block.sums_row + rank * kKeys + warp * 16 : 0, dk,
-                     dv, key, c, lane);
+  sm90_wide_store<S>(a, m, block.place, block.head_k, number,
+                     S.key_parts ? block.sums_row + rank * kKeys + warp * 16 : 0, dk, dv, key, c, lane);
   if constexpr (S.dq) {
     cluster_sync();  // what the other block sends here has come, and it takes nothing more from here
   }

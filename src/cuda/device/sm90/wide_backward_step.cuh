@@ -13,6 +13,7 @@
 #include "cuda/device/ptx/wgmma.cuh"
 #include "cuda/device/score/sm90_backward_scores.cuh"
 #include "cuda/device/sm90/backward_args.h"
+#include "cuda/device/sm90/backward_join.cuh"
 #include "cuda/device/sm90/cluster_backward_sizes.h"
 #include "cuda/device/sm90/wide_backward_copy.cuh"
 #include "cuda/device/tile/accumulator.cuh"
@@ -177,19 +178,12 @@ __device__ __forceinline__ void sm90_wide_both(const Args& a, const Sm90Backward
 // row: where sums of a part of the steps lie (key_parts).
 template <Sm90BackwardSpec S, int kCountD, int kCountV>
 __device__ __forceinline__ void sm90_wide_store(const Args& a, const Sm90BackwardArgs& m, const Place& place,
-                                                u32 head_k, i64 row, const float (&dk)[kCountD],
-                                                const float (&dv)[kCountV], int key, int c, int lane) {
+                                                u32 head_k, u32 number, i64 row, float (&dk)[kCountD],
+                                                float (&dv)[kCountV], int key, int c, int lane) {
   if constexpr (S.key_parts) {
-    if (key - lane / 4 >= place.k_len) {
+    if (key - lane / 4 >= place.k_len || !sm90_join_parts<S>(a, m.parts, number, row, dk, dv, c, lane)) {
       return;
     }
-    if (a.grad_k.data != nullptr) {
-      store_fragments(m.parts.dk + row * S.d + c * 2 * kCountD * 16 + lane * 4, dk);
-    }
-    if (a.grad_v.data != nullptr) {
-      store_fragments(m.parts.dv + row * S.dv + c * 2 * kCountV * 16 + lane * 4, dv);
-    }
-    return;
   }
   sm90_cluster_store<S>(a, place, head_k, c, dk, dv, key, lane % 4);
 }

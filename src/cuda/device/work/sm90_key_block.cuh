@@ -29,9 +29,8 @@ struct Sm90KeyBlock {
   int begin;         // the query that it begins with
   int steps;
   bool may_be_dead;  // a query of these
-  // key_parts: the steps of the first head that the part before has; where its sums lie.
-  int skipped;
-  i64 sums_row;
+  int skipped;       // kSkips: the steps of the first head that the part before has
+  i64 sums_row;      // key_parts: where its sums lie
 
   // In order the blocks of a band begin at the last keys: the queries of a block begin where it stands, so that those
   // before it are always ahead.
@@ -40,22 +39,19 @@ struct Sm90KeyBlock {
   // short blocks for the end, where they fill the chip evenly; all heads at once would not stay in L2.
   static constexpr bool kByTurns = S.banded && !S.ordered && !S.ragged && S.summed == 1;
   // Without a band each block begins at other queries, so that every row of dq_sum is soon stored by some block.
-  static constexpr bool kRotates = S.stores_first && !S.banded && !S.ordered && !S.key_parts;
+  static constexpr bool kRotates = S.stores_first && !S.banded && !S.ordered;
+  // Parts of steps begin within a head. Those of the last blocks have whole heads, or steps of a single one.
+  static constexpr bool kSkips = S.key_parts && !S.last_parts;
+  static_assert(!S.last_parts || (S.key_parts && !S.banded && !S.ordered && !S.ragged));
 
   __device__ __forceinline__ Sm90KeyBlock(const Args& a, const Sm90BackwardArgs& m, u32 index) {
     constexpr int keys = sm90_backward_sizes(S).keys;
-    u32 blocks = u32(m.blocks);
-    u32 part = 0;
-    if constexpr (S.key_parts) {
-      const u32 whole = index / u32(m.parts.count);
-      part = index - whole * u32(m.parts.count);
-      index = whole;
-      blocks /= u32(m.parts.count);
-    }
+    const PartOfKeys mine = part_of_keys<S>(m.parts, index);
+    index = mine.block;
     u32 head_of_batch = index / u32(m.key_blocks);
     u32 own = index - head_of_batch * u32(m.key_blocks);
     if constexpr (kByTurns) {
-      const u32 all_heads = blocks / u32(m.key_blocks);
+      const u32 all_heads = u32(m.blocks) / (S.key_parts ? u32(m.parts.count) : 1) / u32(m.key_blocks);
       u32 before = head_of_batch / u32(m.heads_in_turn) * u32(m.heads_in_turn);
       u32 heads = min(u32(m.heads_in_turn), all_heads - before);
       if (head_of_batch >= u32(m.last_turn)) {
@@ -100,8 +96,13 @@ struct Sm90KeyBlock {
       begin += int(own * u32(count) / u32(m.key_blocks)) * S.step;
     }
     if constexpr (S.key_parts) {
-      take_part(int(part), m.parts.count);
-      sums_row = i64(part) * m.parts.rows + i64(head_of_batch) * m.parts.head_rows + key0;
+      if constexpr (kSkips) {
+        take_part(int(mine.part), mine.parts);
+      } else {
+        take_last_part(int(mine.part), mine.parts);
+      }
+      sums_row = i64(mine.part) * m.parts.rows +
+                 (S.last_parts ? rows_of_last(m, mine) : i64(head_of_batch) * m.parts.head_rows + key0);
     }
   }
 
@@ -117,16 +118,38 @@ struct Sm90KeyBlock {
     group = steps > 0 ? (skipped + steps + count - 1) / count : 0;
   }
 
+  __device__ __forceinline__ void take_last_part(int part, int parts) {
+    const int all = group > 1 ? group : steps;
+    const int least = all / parts;
+    const int more = all - least * parts;  // parts that have one more
+    const int from = part * least + min(part, more);
+    const int own = least + int(part < more);
+    if (group > 1) {
+      head0 += from;
+      group = own;
+      steps = own * count;
+    } else {
+      begin = within(begin + from * S.step, count);
+      steps = own;
+    }
+  }
+
+  // Where the sums of its keys lie among those of a part, counted from the first block of keys that has parts on.
+  static __device__ __forceinline__ i64 rows_of_last(const Sm90BackwardArgs& m, const PartOfKeys& mine) {
+    const i64 block = i64(mine.block) - m.parts.whole;
+    return (S.summed > 1 ? block * S.summed + cluster_rank() : block) * sm90_backward_sizes(S).keys;
+  }
+
   // Where the steps of its head number i begin, and how many there are.
   struct Steps {
     int query, count;
   };
   static __device__ __forceinline__ Steps steps_of_head(int i, int begin, int count, int skipped, int steps) {
-    if constexpr (S.key_parts) {
+    if constexpr (kSkips) {
       const int from = i == 0 ? skipped : 0;
       return {begin + from * S.step, min(count, skipped + steps - i * count) - from};
     } else {
-      return {begin, count};
+      return {begin, S.last_parts ? min(count, steps) : count};
     }
   }
   __device__ __forceinline__ Steps steps_of_head(int i) const { return steps_of_head(i, begin, count, skipped, steps); }
@@ -136,6 +159,9 @@ struct Sm90KeyBlock {
     query += rows;
     return kRotates && query == count * S.step ? 0 : query;
   }
+  static __device__ __forceinline__ int within(int query, int count) {
+    return kRotates && query >= count * S.step ? query - count * S.step : query;
+  }
 
   // The steps of all heads, one head's after the other's, as all warps walk over them:
   //   for (Walk at = walk(); n < steps; ++n, next(at)) { if (begins_head(at)) { begin_head(at); } ... }
@@ -143,13 +169,11 @@ struct Sm90KeyBlock {
   struct Walk {
     int head, query, left;
   };
-  __device__ __forceinline__ Walk walk() const { return {head0 - 1, 0, S.key_parts ? -skipped : 0}; }
-  static __device__ __forceinline__ bool begins_head(const Walk& at) {
-    return S.key_parts ? at.left <= 0 : at.left == 0;
-  }
+  __device__ __forceinline__ Walk walk() const { return {head0 - 1, 0, kSkips ? -skipped : 0}; }
+  static __device__ __forceinline__ bool begins_head(const Walk& at) { return kSkips ? at.left <= 0 : at.left == 0; }
   static __device__ __forceinline__ void begin_head(Walk& at, int begin, int count) {
     ++at.head;
-    if constexpr (S.key_parts) {
+    if constexpr (kSkips) {
       at.left += count;
       at.query = begin + (count - at.left) * S.step;
     } else {
