@@ -18,6 +18,7 @@
 #include "cuda/config/print.h"
 #include "cuda/device/sm90/backward_args.h"
 #include "cuda/device/sm90/backward_sizes.h"
+#include "cuda/device/sm90/forward_sizes.h"
 #include "cuda/executable.h"
 #include "cuda/kernels/sm90_backward.h"
 #include "cuda/kernels/sm90_backward_order.h"
@@ -931,19 +932,59 @@ TEST(CudaPlan, FewQueriesSplitTheKeys) {
 
 TEST(CudaPlan, FewQueriesSplitTheKeysOnHopper) {
   for (const std::string line :
-       {"b=2 hq=16 sq=64 sk=3412 d=192 bf16", "b=1 hq=4 sq=2496 sk=2496 d=64 bf16 causal",
+       {"b=2 hq=16 sq=64 sk=3412 d=192 bf16", "b=1 hq=4 sq=500 sk=2496 d=64 bf16 causal",
         "b=1 hq=8 sq=100 sk=4096 d=128 bf16 lse wide=out add=out", "b=2 hq=2 seqs_q=9,70 seqs_k=2100,3 d=64 bf16"}) {
     const Plan plan = plan_of_line("fwd " + line);
     const Launch* forward = find(plan, "sm90_forward");
     const Launch* combine = find(plan, "generic_combine");
     ASSERT_TRUE(forward != nullptr && combine != nullptr) << line;
     const auto& spec = forward->kernel.as<Sm90ForwardSpec>();
-    EXPECT_TRUE(spec.split && !spec.fp32_results) << line;
+    EXPECT_TRUE(spec.split && !spec.joins && !spec.fp32_results) << line;
     EXPECT_GT(forward->pieces, 1) << line;
     EXPECT_EQ(combine->pieces, forward->pieces) << line;
     EXPECT_LE(forward->blocks, 132) << line;
     EXPECT_GE(plan.workspace.size(Region::kPartialOut), std::int64_t{4} * forward->pieces * spec.dv) << line;
     EXPECT_EQ(combine->kernel.as<AroundSpec>().fp32_results, line.find("wide") != std::string::npos) << line;
+  }
+  // Two or three parts, and parts of the last tiles alone, are put together by the part that ends last.
+  struct Wanted {
+    const char* line;
+    std::int64_t tiles, last;
+    int parts;  // 0: several
+  };
+  for (const Wanted& wanted :
+       {Wanted{"b=1 hq=4 sq=2496 sk=2496 d=64 bf16 causal", 52, 52, 2},
+        Wanted{"b=3 hq=4 seqs_q=900,70,1500 seqs_k=2100,3,1500 d=64 bf16 wide=out add=out lse", 0, 0, 0},
+        Wanted{"b=4 hq=1 sq=2048 sk=3904 d=128 bf16 bias=b,h,q,k layout=strided skew=1", 64, 64, 2},
+        Wanted{"b=1 hq=8 sq=3456 sk=3296 d=64 bf16 bias=1,h,q,k", 144, 12, 0},
+        Wanted{"b=8 hq=1 sq=2304 sk=2624 d=128 bf16 dropout=0.1", 144, 12, 0},
+        Wanted{"b=4 hq=6 sq=3456 sk=3328 d=96 bf16 sink", 432, 36, 0}}) {
+    const Line made(fmt::format("fwd {}", wanted.line));
+    const Plan plan = plan_for(made.call, target_of("sm_90"));
+    const Launch* const forward = find(plan, "sm90_forward");
+    ASSERT_NE(forward, nullptr) << wanted.line;
+    const auto& spec = forward->kernel.as<Sm90ForwardSpec>();
+    EXPECT_TRUE(spec.joins && !spec.split) << wanted.line << plan.summary;
+    EXPECT_EQ(find(plan, "generic_combine"), nullptr) << wanted.line;
+    EXPECT_NE(find(plan, "sm90_schedule"), nullptr) << wanted.line;  // clears the counters
+    EXPECT_GT(forward->pieces, 1) << wanted.line;
+    EXPECT_TRUE(wanted.parts == 0 || forward->pieces == wanted.parts) << wanted.line << plan.summary;
+    if (wanted.tiles > 0) {
+      EXPECT_EQ(forward->blocks,
+                std::min<std::int64_t>(wanted.tiles - wanted.last + wanted.last * forward->pieces, 132))
+          << wanted.line;
+      EXPECT_EQ(plan.workspace.size(Region::kPartialOut), wanted.last * forward->pieces * spec.warps * 16 * spec.dv * 4)
+          << wanted.line;
+      EXPECT_GE(plan.workspace.size(Region::kSchedule), wanted.last * spec.warps * 4) << wanted.line;
+    }
+  }
+  // Full rounds, few steps, many rounds, tiles of different length.
+  for (const char* const line : {"b=1 hq=33 sq=512 sk=2048 d=128 bf16", "b=2 hq=10 sq=1024 sk=512 d=128 bf16",
+                                 "b=4 hq=16 sq=4096 sk=4096 d=128 bf16", "b=2 hq=10 sq=1024 sk=2048 d=128 bf16 causal",
+                                 "b=2 hq=10 sq=1024 sk=2048 d=128 bf16 used_k=2048,900"}) {
+    const Plan plan = plan_of_line(fmt::format("fwd {}", line));
+    EXPECT_FALSE(sm90_has_parts(find(plan, "sm90_forward")->kernel.as<Sm90ForwardSpec>())) << line;
+    EXPECT_FALSE(plan.workspace.has(Region::kPartialOut)) << line;
   }
   EXPECT_EQ(find(plan_of_line("fwd b=1 hq=4 sq=64 sk=2047 d=64 bf16"), "generic_combine"), nullptr);
   EXPECT_EQ(find(plan_of_line("fwd b=4 hq=32 sq=64 sk=4096 d=64 bf16"), "generic_combine"), nullptr);

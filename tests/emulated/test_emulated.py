@@ -96,6 +96,10 @@ CASES = [
      "sm90_backward mask column_sum adds_bias; added_bias_sum"),
     ("b=1 hq=2 sq=150 sk=200 d=512 bf16 causal", "sm90_wide_forward banded; sm90_split_backward banded"),
     ("b=1 hq=1 sq=64 sk=2200 d=64 bf16", "sm90_forward split; generic_combine"),
+    ("b=1 hq=2 sq=100 sk=2200 d=64 bf16 sink wide=out", "sm90_schedule; sm90_forward fp32_results joins"),
+    ("b=1 hq=5 sq=100 sk=1500 d=64 fp16 layout=strided skew=1", "sm90_schedule; sm90_forward joins"),
+    ("b=2 hq=1 seqs_q=100,64 seqs_k=2300,1000 d=128 bf16 causal", "sm90_forward ragged banded joins"),
+    ("b=1 hq=1 sq=600 sk=1500 d=128 bf16 mask=b,1,1,k dropout=0.1", "sm90_forward mask dropout joins"),
     ("b=2 hq=2 sq=200 sk=77 d=64 bf16", "sm90_backward direct makes_rows"),
     ("b=1 hq=2 sq=300 sk=300 d=256 bf16 causal bias=b,h,q,k:fp32", "sm90_forward banded bias planes=1"),
     ("b=2 hq=2 sq=199 sk=201 d=64 bf16 bias=b,h,q,k", "sm90_backward bias dbias_store odd_rows outer=2"),
@@ -148,6 +152,12 @@ FAULTS = {
     "a row that begins anywhere is stored beyond its end": (
         "sm90/backward_summed.cuh", "    if (columns < 4) {\n", "    if (false) {\n",
         "b=2 hq=2 sq=150 sk=201 d=128 bf16 bias=1,h,q,k", "FAILED(.|\n)*grad_bias"),
+    "parts of the keys are put together before the last has come": (
+        "sm90/forward_join.cuh", "+ 1 < u32(a.splits)", "+ 1 != u32(a.splits) - 1",
+        "b=1 hq=5 sq=100 sk=1500 d=64 bf16", "FAILED(.|\n)*out:"),
+    "the reference of a part is left out": (
+        "sm90/forward_join.cuh", "softmax.factor_of_part(end.x, end.z, top[0])", "1.f",
+        "b=1 hq=5 sq=100 sk=1500 d=64 bf16", "FAILED(.|\n)*out:"),
     "parts are added before the last has come": (
         "sm90/backward_join.cuh", "+ 1 < u32(parts.count)", "+ 1 != u32(parts.count) - 1",
         "b=1 hq=1 sq=1500 sk=600 d=64 bf16", "FAILED(.|\n)*grad_[kv]:"),

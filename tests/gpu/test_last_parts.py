@@ -31,7 +31,7 @@ LINES = [
     "b=2 hq=5 sq=1501 sk=2003 d=64 bf16 bias=b,h,q,k need=q,k,v,bias",
     "b=2 hq=5 sq=1504 sk=2000 d=128 bf16 bias=b,h,q,k need=q,k,v,bias",
     "b=2 hq=5 sq=1504 sk=2000 d=64 bf16 bias=1,h,q,1 need=q,k,v,bias",
-    "b=16 hq=4 sq=1500 sk=333 d=64 bf16 bias=1,1,q,k need=q,k,v,bias",
+    "b=16 hq=5 sq=1500 sk=333 d=64 bf16 bias=1,1,q,k need=q,k,v,bias",
     "b=8 hq=4 sq=1024 sk=640 d=128 bf16 bias=1,h,q,k need=q,k,v,bias",
     "b=4 hq=9 sq=1100 sk=640 d=64 bf16 bias=1,h,q,k need=q,k,v,bias",
     "b=8 hq=4 sq=1022 sk=638 d=96 fp16 bias=1,h,q,k dropout=0.2 need=q,k,v,bias",

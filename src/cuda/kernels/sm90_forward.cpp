@@ -4,6 +4,8 @@
 // the next candidate.
 #include "cuda/kernels/sm90_forward.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <vector>
 
@@ -273,15 +275,17 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
     if (!target.holds(sizes.bytes, sizes.ctas)) {
       continue;
     }
-    if (sm90_parts_of_keys(call, sm90_tile_order(call, operands, spec), spec, target) > 1) {
+    const Sm90PartsOfKeys parts = sm90_parts_of_keys(call, sm90_tile_order(call, operands, spec), spec, target);
+    if (parts.count > 1) {
       // A tile of generic_forward does as well where few of its rows exist.
       constexpr std::int64_t kFewQueries = 16;
-      if (sm90_forward_blocks(spec) > 1 || spec.dv != operands.features.dv || queries <= kFewQueries) {
+      const bool may = sm90_forward_blocks(spec) == 1 && spec.dv == operands.features.dv && queries > kFewQueries;
+      if (!may && parts.few) {
         choice.why_not = "few queries and many keys, which a generic kernel splits";
-        return choice;
       }
-      spec.split = true;
-      spec.fp32_results = false;  // generic_combine has them
+      spec.joins = may && parts.joins;
+      spec.split = may && !parts.joins;
+      spec.fp32_results = spec.fp32_results && !spec.split;  // generic_combine has them
     }
     return choice;
   }
@@ -292,15 +296,20 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
 
 namespace {
 
-// The counter of tiles, then the list of ragged sequences.
+// The counter of tiles, then the list of ragged sequences, then counters of parts.
 constexpr std::int64_t kListOffset = 16;
+std::int64_t counters_offset(const Sm90TileOrder& order) {
+  return kListOffset + order.listed * static_cast<std::int64_t>(sizeof(ListedTile));
+}
 
-void start_schedule(const Launcher& launcher, const Launch& launch, std::int64_t room) {
+void start_schedule(const Launcher& launcher, const Launch& launch, const Sm90TileOrder& order, std::int64_t counters) {
   char* const memory = launcher.region<char>(Region::kSchedule);
   Sm90ScheduleArgs args;
   args.schedule = reinterpret_cast<Schedule*>(memory);
   args.list = reinterpret_cast<ListedTile*>(memory + kListOffset);
-  args.room = static_cast<int>(room);
+  args.room = static_cast<int>(order.listed);
+  args.joined = reinterpret_cast<u32*>(memory + counters_offset(order));
+  args.count = static_cast<int>(counters);
   launcher.launch(launch, launcher.args(), args);
 }
 
@@ -316,7 +325,8 @@ void skip_columns(Args& a, int first) {
 }
 
 // Tensor maps of q, k, v, out and the biases, and the order of the tiles. V and out: from `first_column` on.
-void start_forward(const Launcher& launcher, const Launch& launch, const Sm90TileOrder& order, int first_column) {
+void start_forward(const Launcher& launcher, const Launch& launch, const Sm90TileOrder& order,
+                   const Sm90PartsOfKeys& parts, int first_column) {
   const auto& spec = launch.kernel.as<Sm90ForwardSpec>();
   Args common = launcher.args();
   skip_columns(common, first_column);
@@ -342,7 +352,7 @@ void start_forward(const Launcher& launcher, const Launch& launch, const Sm90Til
   // A warpgroup stores its 64 rows.
   constexpr int kGroupRows = 64;
   const Mapped out = mapped(common.out, common.out_dim_v, spec.dv, rows.rows_q, rows.heads_q, kGroupRows);
-  args.store_tensor = common.vector_stores && !spec.fp32_results && !spec.split &&
+  args.store_tensor = common.vector_stores && !spec.fp32_results && !sm90_has_parts(spec) &&
                       jit::why_no_tensor_map(out.tensor.data, shape_of(out, args.has_out)).empty();
   if (args.store_tensor) {
     map(args.out, args.has_out, out);
@@ -351,8 +361,10 @@ void start_forward(const Launcher& launcher, const Launch& launch, const Sm90Til
   if (char* const memory = launcher.region<char>(Region::kSchedule); memory != nullptr) {
     args.schedule = reinterpret_cast<Schedule*>(memory);
     args.list = reinterpret_cast<const ListedTile*>(memory + kListOffset);
+    args.joined = reinterpret_cast<u32*>(memory + counters_offset(order));
   }
-  args.tiles = static_cast<int>(order.tiles);
+  args.tiles = static_cast<int>(parts.numbers(order));
+  args.whole = static_cast<int>(parts.whole);
   args.row_tiles = order.row_tiles;
   args.batch = static_cast<int>(rows.batch());
   args.batch2 = static_cast<int>(rows.batch2);
@@ -380,15 +392,22 @@ void add_sm90_forward(Planner& planner, const Kernel& kernel) {
   const Sm90TileOrder order = sm90_tile_order(planner.call(), planner.operands(), spec);
   const int blocks = sm90_forward_blocks(spec);  // of a tile
   const std::int64_t room = sm90_forward_room(spec, planner.target());
-  const std::int64_t parts = spec.split ? sm90_parts_of_keys(planner.call(), order, spec, planner.target()) : 1;
+  const Sm90PartsOfKeys parts = sm90_has_parts(spec) ? sm90_parts_of_keys(planner.call(), order, spec, planner.target())
+                                                     : Sm90PartsOfKeys{order.tiles};
+  const std::int64_t counters = spec.joins ? (order.tiles - parts.whole) * spec.warps : 0;
   if (spec.split) {
-    add_memory_of_parts(planner, spec.dv, parts);
+    add_memory_of_parts(planner, spec.dv, parts.count);
+  } else if (spec.joins) {
+    constexpr std::int64_t kRows = 16;
+    constexpr std::int64_t kEnds = 128;  // numbers of a warp
+    const std::int64_t floats = counters * parts.count * std::int64_t{sizeof(float)};
+    planner.workspace().add(Region::kPartialOut, floats * kRows * spec.dv);
+    planner.workspace().add(Region::kPartialSum, floats * kEnds);
   }
   // Blocks take tiles from a counter; clusters count by themselves.
-  const bool counts = spec.ragged || (order.tiles > room && blocks == 1);
+  const bool counts = spec.ragged || spec.joins || (order.tiles > room && blocks == 1);
   if (counts) {
-    planner.workspace().add(Region::kSchedule,
-                            kListOffset + order.listed * static_cast<std::int64_t>(sizeof(ListedTile)));
+    planner.workspace().add(Region::kSchedule, counters_offset(order) + counters * std::int64_t{sizeof(u32)});
   }
   const int columns = planner.operands().features.dv;
   for (int first = 0; first < columns; first += spec.dv) {
@@ -401,18 +420,22 @@ void add_sm90_forward(Planner& planner, const Kernel& kernel) {
       before.warps = spec.warps * blocks;
       schedule.spec = before;
       schedule.threads = kSm90ScheduleThreads;
-      const auto start = [room = order.listed](const Launcher& launcher, const Launch& launch) {
-        start_schedule(launcher, launch, room);
+      const auto start = [order, counters](const Launcher& launcher, const Launch& launch) {
+        start_schedule(launcher, launch, order, counters);
       };
       planner.add(schedule, std::min<std::int64_t>(order.tiles, 1), start);
     }
-    const auto start = [order, first](const Launcher& launcher, const Launch& launch) {
-      start_forward(launcher, launch, order, first);
+    const auto start = [order, parts, first](const Launcher& launcher, const Launch& launch) {
+      start_forward(launcher, launch, order, parts, first);
     };
-    planner.add(kernel, std::min(order.tiles * parts, room) * blocks, start, 1, static_cast<int>(parts));
+    planner.add(kernel, std::min(parts.numbers(order), room) * blocks, start, 1, parts.count);
   }
   if (spec.split) {
-    add_combine(planner, spec, parts);
+    add_combine(planner, spec, parts.count);
+  } else if (spec.joins) {
+    planner.say(parts.whole == 0 ? fmt::format("; keys in {} parts", parts.count)
+                                 : fmt::format("; the keys of the last {} tiles in {} parts", order.tiles - parts.whole,
+                                               parts.count));
   }
 }
 

@@ -26,9 +26,17 @@ Sm90TileOrder sm90_tile_order(const Call& call, const Operands& operands, const 
 // Blocks that fit on the device, or clusters of them.
 std::int64_t sm90_forward_room(const Sm90ForwardSpec& spec, const Target& target);
 
-// How many parts the keys are cut into: more than one where the tiles of queries would leave half of the device idle.
-std::int64_t sm90_parts_of_keys(const Call& call, const Sm90TileOrder& order, const Sm90ForwardSpec& spec,
-                                const Target& target);
+// Into how many parts the keys of the last tiles are cut, so that the last round of tiles, or the only one, leaves
+// fewer multiprocessors idle; 1 where that is not worth the sums.
+struct Sm90PartsOfKeys {
+  std::int64_t whole = 0;  // tiles before the first that has parts
+  int count = 1;
+  bool few = false;    // tiles, and many keys: a generic kernel makes parts of them, too
+  bool joins = false;  // the part that ends last puts results together, not generic_combine
+  std::int64_t numbers(const Sm90TileOrder& order) const { return whole + (order.tiles - whole) * count; }
+};
+Sm90PartsOfKeys sm90_parts_of_keys(const Call& call, const Sm90TileOrder& order, const Sm90ForwardSpec& spec,
+                                   const Target& target);
 
 // Its launch, and that of what its blocks take their tiles from.
 void add_sm90_forward(Planner& planner, const Kernel& kernel);

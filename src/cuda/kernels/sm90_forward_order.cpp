@@ -48,16 +48,53 @@ Sm90TileOrder sm90_tile_order(const Call& call, const Operands& operands, const 
   return order;
 }
 
-std::int64_t sm90_parts_of_keys(const Call& call, const Sm90TileOrder& order, const Sm90ForwardSpec& spec,
-                                const Target& target) {
+// Counted in steps. A tile takes some beyond its own: Q comes, its first products have nothing beside them, O leaves.
+// Results of a part take two to leave; those of two parts one to be put together; counters that are cleared before, a
+// launch. Many parts are put together by a kernel of its own, since one block would read them all.
+Sm90PartsOfKeys sm90_parts_of_keys(const Call& call, const Sm90TileOrder& order, const Sm90ForwardSpec& spec,
+                                   const Target& target) {
+  constexpr double kBegin = 2;
+  constexpr double kLeave = 2;
+  constexpr double kJoin = 0.5;  // a part
+  constexpr double kLaunch = 2;
+  constexpr double kWorth = 0.93;
   constexpr std::int64_t kManyKeys = 2048;
-  constexpr std::int64_t kLeastSteps = 4;  // of a part
+  constexpr std::int64_t kLeastSteps = 4;   // of a part that generic_combine takes
+  constexpr std::int64_t kMostJoined = 3;   // of few tiles
+  constexpr std::int64_t kMostParts = 6;    // of the last tiles
+  constexpr std::int64_t kFewestSteps = 3;  // of a part of these
+  constexpr std::int64_t kMostRounds = 3;   // of parts, which bounds the memory of their results
+  constexpr std::int64_t kFewRounds = 8;    // of tiles: after more of them these no longer end together
   const std::int64_t keys = call.rows.limit_k;
-  if (order.tiles == 0 || order.tiles * sm90_forward_blocks(spec) * 2 > target.multiprocessors || keys < kManyKeys) {
-    return 1;
+  const std::int64_t room = sm90_forward_room(spec, target);
+  if (order.tiles == 0) {
+    return {};
   }
-  return std::max<std::int64_t>(
-      std::min(sm90_forward_room(spec, target) / order.tiles, keys / (spec.step * kLeastSteps)), 1);
+  if (order.tiles * sm90_forward_blocks(spec) * 2 <= target.multiprocessors && keys >= kManyKeys) {
+    const std::int64_t count = std::min(room / order.tiles, keys / (spec.step * kLeastSteps));
+    return {0, static_cast<int>(std::max<std::int64_t>(count, 1)), true, count <= kMostJoined};
+  }
+  const std::int64_t rounds = order.tiles / room;
+  const std::int64_t rest = order.tiles % room;
+  // Under a band, and of sequences of different lengths, tiles take different times: short ones come last.
+  if (spec.banded || spec.ragged || rest == 0 || rounds >= kFewRounds || sm90_forward_sizes(spec).ctas > 1) {
+    return {order.tiles};
+  }
+  const std::int64_t steps = (keys + spec.step - 1) / spec.step;
+  const auto time = [&](std::int64_t parts) {
+    const bool cut = parts > 1;
+    const auto each = static_cast<double>((steps + parts - 1) / parts) + kBegin +
+                      (cut ? kLeave + kJoin * static_cast<double>(parts) : 0);
+    return static_cast<double>(rounds) * (static_cast<double>(steps) + kBegin) +
+           static_cast<double>((rest * parts + room - 1) / room) * each + (cut && rounds == 0 ? kLaunch : 0);
+  };
+  const std::int64_t most = std::min({kMostParts, steps / kFewestSteps, kMostRounds * room / rest});
+  std::int64_t best = 1;
+  for (std::int64_t parts = 2; parts <= most; ++parts) {
+    best = time(parts) < time(best) ? parts : best;
+  }
+  return time(best) < kWorth * time(1) ? Sm90PartsOfKeys{order.tiles - rest, static_cast<int>(best), false, true}
+                                       : Sm90PartsOfKeys{order.tiles};
 }
 
 }  // namespace fovea::cuda

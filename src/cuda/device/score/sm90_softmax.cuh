@@ -166,6 +166,10 @@ struct Sm90Softmax {
 
   // Of a part of its keys: the reference, and the sum of the weights relative to it.
   __device__ __forceinline__ float2 of_part(int x) const { return {reference[x], sum[x] * ex2(-rest(reference[x]))}; }
+  // What the sum of a part and its O are multiplied by where its reference becomes `top`.
+  static __device__ __forceinline__ float factor_of_part(float reference, float sum, float top) {
+    return sum == 0 ? 0.f : ex2((reference - top) * math::kLog2E - rest(reference) + rest(top));
+  }
 
   // With the sink: what O is multiplied by, and the logsumexp. A row without a key: O is 0.
   __device__ __forceinline__ void end(int x, float sink, float keep_scale, float& factor, float& logsumexp) {

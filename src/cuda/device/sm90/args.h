@@ -37,6 +37,8 @@ struct Sm90ScheduleArgs {
   Schedule* schedule = nullptr;
   ListedTile* list = nullptr;
   int room = 0;  // of the list: lengths that lie may have more tiles
+  math::u32* joined = nullptr;
+  int count = 0;  // of `joined`
 };
 
 struct Sm90ForwardArgs {
@@ -44,7 +46,9 @@ struct Sm90ForwardArgs {
   Has has_q, has_k, has_v, has_out, has_bias, has_bias2;
   Schedule* schedule = nullptr;      // null: every block has one tile
   const ListedTile* list = nullptr;  // with Spec::ragged
-  int tiles = 0;                     // otherwise
+  math::u32* joined = nullptr;       // joins: for a warp's rows how many parts have left their results
+  int tiles = 0;                     // otherwise; split, joins: each part by itself
+  int whole = 0;                     // split, joins: the tile from which on they have parts
   int batch = 1;                     // of Rows
   int batch2 = 1;
   int heads = 1;

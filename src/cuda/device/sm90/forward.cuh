@@ -23,6 +23,7 @@
 // loads half of K and V for both, because L2 could not deliver all of it to each. They walk over the same steps.
 #pragma once
 
+#include "cuda/device/sm90/forward_join.cuh"
 #include "cuda/device/sm90/forward_output.cuh"
 #include "cuda/device/sm90/forward_prepare.cuh"
 #include "cuda/device/sm90/forward_step.cuh"
@@ -31,27 +32,6 @@
 #include "math/band.h"
 
 namespace fovea::cuda {
-
-// Tiles that stay as they are: zeros as the first V, ones beside Q for what hides keys.
-template <auto S>
-__device__ __forceinline__ void sm90_forward_constants(u32 base) {
-  constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
-  constexpr bool kPeels = sm90_peels(S);
-  constexpr bool kHides = sm90_hides(S);
-  constexpr int kPanelV = wide_panel_columns(S.dv);
-  if constexpr (!kPeels) {
-    for (int i = int(threadIdx.x) * 16; i < 16 * sm90_forward_panels(S.dv) * kPanelV * 2; i += int(blockDim.x) * 16) {
-      store_shared(base + kSizes.zeros_at + i, uint4{0, 0, 0, 0});
-    }
-    fence_async();
-  }
-  if constexpr (kHides) {
-    if (threadIdx.x < 128) {
-      Sm90Hide<S>::ones(base + kSizes.ones_at, int(threadIdx.x));
-      fence_async();
-    }
-  }
-}
 
 // The warpgroup that copies: one thread, and where masks of keys are prepared the other warps.
 template <auto S>
@@ -164,7 +144,8 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
   while (true) {
     // ---- which tile ----
     q_pipe.wait();
-    const Sm90Tile tile = sm90_read_tile<S.split>(base + kSizes.tiles_at + q_pipe.buffer() * u32(sizeof(Sm90Tile)));
+    const Sm90Tile tile =
+        sm90_read_tile<sm90_has_parts(S)>(base + kSizes.tiles_at + q_pipe.buffer() * u32(sizeof(Sm90Tile)));
     if (tile.b < 0) {
       break;
     }
@@ -354,6 +335,11 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
     }
 
     // ---- the end of the rows ----
+    if (!sm90_forward_join<S>(a, m, tile.part, softmax, o, c * 4 + warp, lane)) {
+      leave_q(!direct);
+      q_pipe.next();
+      continue;
+    }
     if (!S.split && a.sink != nullptr) {
       sink = a.sink[tile.head * a.sink_stride];
     }

@@ -26,14 +26,20 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
   Ring<S.stages> ring_v;
   Ring<S.planes> ring_planes;
   Ring<S.q_buffers> ring_q;
-  const int parts = S.split ? a.splits : 1;
-  const int count = (S.ragged ? m.schedule->row_tiles * m.heads : m.tiles) * parts;
+  // Of all parts. Of ragged sequences all tiles have parts: how many there are is known here alone.
+  const int count = S.ragged ? m.schedule->row_tiles * m.heads * (sm90_has_parts(S) ? a.splits : 1) : m.tiles;
   // A tile's number is decoded while those before it are computed; divisions, and the list in global memory, take long.
   static_assert((S.q_buffers + 1) * sizeof(Sm90Tile) <= kSm90TilesBytes);
   volatile Sm90Tile& later = tiles[S.q_buffers];
   const auto decode = [&](int number) {
     if (number < count) {
-      Sm90Tile tile = sm90_tile<S>(a, m, S.split ? int(u32(number) / u32(opaque(parts))) : number);
+      int of = number;
+      int part = -1;
+      if (sm90_has_parts(S) && number >= m.whole) {
+        part = number - m.whole;
+        of = m.whole + int(u32(part) / u32(a.splits));
+      }
+      Sm90Tile tile = sm90_tile<S>(a, m, of);
       later.row = tile.row + rank * kRows;
       later.head = tile.head;
       later.b = tile.b;
@@ -51,9 +57,11 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
         tile.first_step = steps.begin;
         tile.end_step = steps.end;
         steps = sm90_steps<S>(tile, sm90_band<S>(a, m, tile), 0);
-        if constexpr (S.split) {
-          later.part = number % parts;
-          steps = sm90_steps_of_part(steps, number % parts, parts);
+        if constexpr (sm90_has_parts(S)) {
+          later.part = part;
+          if (part >= 0) {
+            steps = sm90_steps_of_part(steps, int(u32(part) % u32(a.splits)), a.splits);
+          }
         }
         later.first_step = steps.begin;
         later.end_step = steps.end;
@@ -63,7 +71,7 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
   const int cluster = int(blockIdx.x) / kBlocks;
   const int clusters = int(gridDim.x) / kBlocks;
   // Where tiles take different times, the next is taken with the last loads: the block that is free first takes it.
-  constexpr bool kLate = kBlocks == 1 && (S.banded || S.ragged || sm90_keeps_steps(S));
+  constexpr bool kLate = kBlocks == 1 && (S.banded || S.ragged || sm90_skips(S));
   const auto take = [&] {
     return S.ragged || m.schedule != nullptr ? int(gridDim.x + atomicAdd(&m.schedule->next, 1u)) : count;
   };
@@ -107,7 +115,7 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
       here.head_k = later.head_k;
       here.b1 = later.b1;
       here.b2 = later.b2;
-      if constexpr (S.split) {
+      if constexpr (sm90_has_parts(S)) {
         here.part = later.part;
       }
       if constexpr (sm90_keeps_steps(S)) {

@@ -22,13 +22,13 @@ template <auto S>
 __device__ __forceinline__ void sm90_forward_store_part(const Args& a, const Sm90Tile& tile, int row, int t,
                                                         const float (&o)[S.dv / 2], const float (&factor)[2]) {
   const i64 heads = a.rows.heads_q;
-  const i64 at = (tile.part * a.padded_rows + sm90_row_of_part(a, tile, 0)) * heads + tile.head;
+  const i64 at = (tile.part % a.splits * a.padded_rows + sm90_row_of_part(a, tile, 0)) * heads + tile.head;
   store_result_by_fours(a.partial_out + at * S.dv, heads * S.dv, false, o, RowFactors{{factor[0], factor[1]}, {}}, row,
                         tile.q_len, S.dv, t);
 }
 
 // The end of this thread's rows: what their O is multiplied by, and their logsumexp, which is stored. there: what an O
-// that they are merged with is multiplied by. Of a part of the keys: the reference and the sum, see generic_combine.
+// that they are merged with is multiplied by. With Spec::split the reference and the sum, see generic_combine.
 template <auto S>
 __device__ __forceinline__ void sm90_forward_end_rows(const Args& a, const Sm90Tile& tile, Sm90Softmax<S>& softmax,
                                                       float sink, int row0, int t, float (&factor)[2],
@@ -40,7 +40,8 @@ __device__ __forceinline__ void sm90_forward_end_rows(const Args& a, const Sm90T
     const int row = row0 + 8 * x;
     if constexpr (S.split) {
       if (t == 0 && row < tile.q_len) {
-        const i64 at = (tile.part * a.rows.heads_q + tile.head) * a.padded_rows + sm90_row_of_part(a, tile, row);
+        const i64 part = tile.part % a.splits;
+        const i64 at = (part * a.rows.heads_q + tile.head) * a.padded_rows + sm90_row_of_part(a, tile, row);
         reinterpret_cast<float2*>(a.partial_sum)[at] = softmax.of_part(x);
       }
       continue;

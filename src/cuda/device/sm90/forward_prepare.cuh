@@ -3,8 +3,9 @@
 // Masks of keys. Three warps of sm90_forward's copying warpgroup copy nothing: they prepare these ahead of the
 // products.
 //
-//   Sm90Hide               a mask of keys as 16 more columns of K
-//   sm90_forward_prepare   one of these warps
+//   Sm90Hide                a mask of keys as 16 more columns of K
+//   sm90_forward_prepare    one of these warps
+//   sm90_forward_constants  tiles that stay as they are
 #pragma once
 
 #include "cuda/device/sm90/forward_copy.cuh"
@@ -66,6 +67,27 @@ __device__ __forceinline__ void sm90_forward_prepare(const Args& a, u32 base, co
         barrier_arrive(barriers.full(barriers.kPrepared, ring.buffer()));
       }
       ring.next();
+    }
+  }
+}
+
+// Tiles that stay as they are: zeros as the first V, ones beside Q for what hides keys.
+template <auto S>
+__device__ __forceinline__ void sm90_forward_constants(u32 base) {
+  constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
+  constexpr bool kPeels = sm90_peels(S);
+  constexpr bool kHides = sm90_hides(S);
+  constexpr int kPanelV = wide_panel_columns(S.dv);
+  if constexpr (!kPeels) {
+    for (int i = int(threadIdx.x) * 16; i < 16 * sm90_forward_panels(S.dv) * kPanelV * 2; i += int(blockDim.x) * 16) {
+      store_shared(base + kSizes.zeros_at + i, uint4{0, 0, 0, 0});
+    }
+    fence_async();
+  }
+  if constexpr (kHides) {
+    if (threadIdx.x < 128) {
+      Sm90Hide<S>::ones(base + kSizes.ones_at, int(threadIdx.x));
+      fence_async();
     }
   }
 }

@@ -21,8 +21,10 @@ inline constexpr int kSm90PreparedBuffers = 4;
 constexpr bool sm90_hides(const Sm90ForwardSpec& s) { return s.prepared && s.mask && s.key_mask && !natural_scores(s); }
 // Steps that a mask of keys hides at either end are passed over.
 constexpr bool sm90_skips(const Sm90ForwardSpec& s) { return s.mask && s.key_mask; }
+// Tiles have parts of their keys.
+constexpr bool sm90_has_parts(const Sm90ForwardSpec& s) { return s.split || s.joins; }
 // The steps of a tile are found once, and lie beside its Q.
-constexpr bool sm90_keeps_steps(const Sm90ForwardSpec& s) { return sm90_skips(s) || s.split; }
+constexpr bool sm90_keeps_steps(const Sm90ForwardSpec& s) { return sm90_skips(s) || sm90_has_parts(s); }
 // Whether the first step of a tile has code of its own. Otherwise it multiplies P by a tile of zeros: where many
 // features make the code of a step long, one copy of it compiles faster, and the tensor cores wait anyway.
 constexpr bool sm90_peels(const Sm90ForwardSpec& s) {
@@ -36,7 +38,7 @@ constexpr bool sm90_peels(const Sm90ForwardSpec& s) {
 // Whether O leaves from registers, not through the place of Q: with one buffer of Q the next tile's is loaded while
 // this one ends. It takes many instructions. O of fp32 has no room there.
 constexpr bool sm90_stores_directly(const Sm90ForwardSpec& s) {
-  return s.fp32_results || s.split || (s.q_buffers == 1 && sm90_peels(s));
+  return s.fp32_results || sm90_has_parts(s) || (s.q_buffers == 1 && sm90_peels(s));
 }
 
 // Queries of a tile.

@@ -46,7 +46,7 @@ struct Sm90Tile {
   int q_begin, q_len, k_begin, k_len;
   int head_k, b1, b2;
   int first_step, end_step;  // sm90_keeps_steps: its steps of its part, without those that are hidden at either end
-  int part;                  // of its keys, where they are split
+  int part;                  // sm90_has_parts: its number among all parts of the keys; -1: it has all keys
 
   __device__ __forceinline__ i64 offset(const math::Strides& strides, int at) const {
     return b1 * strides.batch1 + b2 * strides.batch2 + head * strides.head + at * strides.row;
@@ -57,10 +57,10 @@ struct Sm90Tile {
 };
 
 // What lies beside Q. One lane reads, the one that arrives for its warp.
-template <bool kSplit>
+template <bool kHasPart>
 __device__ __forceinline__ Sm90Tile sm90_read_tile(u32 tile) {
   constexpr int kAll = int(sizeof(Sm90Tile)) / 4;
-  constexpr int kWords = kSplit ? kAll : kAll - 1;
+  constexpr int kWords = kHasPart ? kAll : kAll - 1;
   int words[kWords];
 #pragma unroll
   for (int i = 0; i < kWords; ++i) {
@@ -82,7 +82,7 @@ __device__ __forceinline__ Sm90Tile sm90_read_tile(u32 tile) {
           words[9],
           words[10],
           words[11],
-          kSplit ? words[kWords - 1] : 0};
+          kHasPart ? words[kWords - 1] : 0};
 }
 
 // Tiles are numbered head by head, but for heads_together of them whose row tiles alternate; under a band the longest

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// sm90_schedule: what sm90_forward takes its tiles from. One block: the counter is cleared; where sequences have
+// sm90_schedule: what sm90_forward takes its tiles from. One block: counters are cleared; where sequences have
 // lengths of their own, their row tiles are listed, sequences with many keys first, so that what is left at the end is
 // short.
 //
@@ -30,6 +30,9 @@ __global__ void __launch_bounds__(kSm90ScheduleThreads)
   if (thread == 0) {
     to.schedule->next = 0;
     long_count = 0;
+  }
+  for (int i = thread; i < to.count; i += kSm90ScheduleThreads) {
+    to.joined[i] = 0;
   }
   if constexpr (S.ragged) {
     if (thread < kClasses) {

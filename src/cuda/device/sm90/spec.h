@@ -24,11 +24,12 @@ struct Sm90ForwardTiles {
   bool early = false;      // dropout's random words are made before a step's weights
   bool often = false;      // dropout's threshold is over 0x7c00: about half of the numbers, or more, are dropped
   bool split = false;      // a tile has a part of its keys; partial results go to the workspace
+  bool joins = false;      // the last tiles, or all, have parts, too, and the part that ends last puts them together
 
   friend constexpr bool operator==(const Sm90ForwardTiles&, const Sm90ForwardTiles&) = default;
 };
 FOVEA_FIELDS(Sm90ForwardTiles, warps, step, stages, ctas, q_buffers, planes, resident, ahead, left_edge, turns, guess,
-             prepared, early, often, split)
+             prepared, early, often, split, joins)
 
 struct Sm90ForwardSpec : Features, Sm90ForwardTiles {
   friend constexpr bool operator==(const Sm90ForwardSpec&, const Sm90ForwardSpec&) = default;
