@@ -46,9 +46,7 @@ struct Sm90ForwardArgs {
   Has has_q, has_k, has_v, has_out, has_bias, has_bias2;
   Schedule* schedule = nullptr;      // null: every block has one tile
   const ListedTile* list = nullptr;  // with Spec::ragged
-  math::u32* joined = nullptr;       // joins: for a warp's rows how many parts have left their results
   int tiles = 0;                     // otherwise; split, joins: each part by itself
-  int whole = 0;                     // split, joins: the tile from which on they have parts
   int batch = 1;                     // of Rows
   int batch2 = 1;
   int heads = 1;
@@ -62,7 +60,9 @@ struct Sm90ForwardArgs {
   int high = 0;
   float scale_of_cap = 0;  // scale / softcap
   math::SmallCap<float> small_cap{};
-  float scale_log2 = 1;  // scale * log2(e)
+  float scale_log2 = 1;         // scale * log2(e)
+  int whole = 0;                // split, joins: the tile from which on they have parts
+  math::u32* joined = nullptr;  // joins: for a warp's rows how many parts have left their results
 };
 
 }  // namespace fovea::cuda

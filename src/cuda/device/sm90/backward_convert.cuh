@@ -32,12 +32,14 @@ __device__ __forceinline__ void sm90_backward_count(const Args& a, const Sm90Key
     fence_device();
 #pragma unroll 1
     for (int i = 0; i < block.group; ++i) {
-      const auto of_head = block.steps_of_head(i);
-      const i64 row = block.row0 + (block.head0 + i) * a.padded_rows;
+      const i64 row = block.row0 + (block.head0 + i) * a.padded_rows + block.first;
       u32* const added = BehindTurns(a).added;
+      const int count = S.last_parts ? block.steps_of_head(i).count : block.count;
 #pragma unroll 4
-      for (int n = (adder + i * block.count) % kThreads; n < of_head.count * (S.step / kRows); n += kThreads) {
-        add_relaxed(added + turn_of_row(row + block.within(of_head.query + n * kRows, block.count)), 1);
+      for (int n = (adder + i * block.count) % kThreads; n < count * (S.step / kRows); n += kThreads) {
+        // With last_parts, which have no band, `first` is 0.
+        const int query = S.last_parts ? block.within(block.begin + n * kRows, block.count) : n * kRows;
+        add_relaxed(added + turn_of_row(row + query), 1);
       }
     }
   }

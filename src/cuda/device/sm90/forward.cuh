@@ -54,13 +54,8 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
                                                      const Sm90Barriers& barriers, int c) {
   // ---- sizes ----
   constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
-  constexpr int kGroups = kSizes.groups;
-  constexpr int kRows = kSizes.rows;
-  constexpr int kStep = S.step;
   constexpr int kPanelK = wide_panel_columns(S.d);
   constexpr int kPanelV = wide_panel_columns(S.dv);
-  constexpr bool kPlanes = sm90_has_planes(S);
-  constexpr bool kDropout = S.dropout != DropoutRule::kNone;
   constexpr bool kCuts = sm90_cuts_keys(S);
   constexpr int kKeyParts = sm90_key_parts(S);
   constexpr int kKeyBuffers = sm90_key_buffers(S);
@@ -79,7 +74,7 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
   const u32 there = kCuts ? address_of(barriers.first, rank ^ 1) : 0;
   Pipe<kKeyBuffers, Sm90Barriers::kK, kCuts> k_pipe{barriers.first, leader, there};
   Pipe<S.stages, Sm90Barriers::kV, kCuts> v_pipe{barriers.first, leader, there};
-  Pipe<kPlanes ? S.planes : 0, Sm90Barriers::kPlanes> planes{barriers.first, leader};
+  Pipe<sm90_has_planes(S) ? S.planes : 0, Sm90Barriers::kPlanes> planes{barriers.first, leader};
   Pipe<S.q_buffers, Sm90Barriers::kQ> q_pipe{barriers.first, leader};
   Pipe<kHides ? kSm90PreparedBuffers : 0, Sm90Barriers::kPrepared> prepared{barriers.first, leader};
 
@@ -92,10 +87,10 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
   };
   const auto turn_pass = [&] {
     if constexpr (kTurns) {
-      arrive(kForwardTurn[c + 1 == kGroups ? 0 : c + 1], 256);
+      arrive(kForwardTurn[c + 1 == kSizes.groups ? 0 : c + 1], 256);
     }
   };
-  if (kTurns && c == kGroups - 1) {
+  if (kTurns && c == kSizes.groups - 1) {
     arrive(kForwardTurn[0], 256);
   }
   Sm90Decisions<S> dropout;
@@ -107,9 +102,9 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
     }
   };
 
-  const auto q_rows = SharedTile<kRows, S.d, kPanelK>{base + kSizes.q_at}.along_columns(c * 64);
-  const auto k_rows = SharedTile<kStep, sm90_key_columns(S), kPanelK>{base + kSizes.k_at}.along_columns();
-  const auto v_inside = SharedTile<kStep, S.dv, kPanelV>{base + kSizes.v_at}.along_rows();
+  const auto q_rows = SharedTile<kSizes.rows, S.d, kPanelK>{base + kSizes.q_at}.along_columns(c * 64);
+  const auto k_rows = SharedTile<S.step, sm90_key_columns(S), kPanelK>{base + kSizes.k_at}.along_columns();
+  const auto v_inside = SharedTile<S.step, S.dv, kPanelV>{base + kSizes.v_at}.along_rows();
   const auto zeros_inside = SharedTile<16, S.dv, kPanelV>{base + kSizes.zeros_at}.along_rows();
   const int fragment_row = warp * 16 + lane % 16;  // of this warpgroup's 64, as ldmatrix and stmatrix take it
   const int fragment_half = lane / 16;
@@ -159,12 +154,12 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
       constexpr int kBlocks = kPanelK / 16;
 #pragma unroll
       for (int k = 0; k < S.d / 16; ++k) {
-        const u32 panel = base + kSizes.q_at + q_pipe.buffer() * kSizes.q + k / kBlocks * (kRows * kPanelK * 2);
+        const u32 panel = base + kSizes.q_at + q_pipe.buffer() * kSizes.q + k / kBlocks * (kSizes.rows * kPanelK * 2);
         const int chunk = k % kBlocks * 2 + fragment_half;
         ldmatrix(q_held[k], panel + swizzled<kPanelK * 2>(c * 64 + fragment_row, chunk));
       }
     }
-    if constexpr (kDropout) {
+    if constexpr (S.dropout != DropoutRule::kNone) {
       dropout.start(a, tile.b, tile.head, tile.k_len, row0);
     }
     scores.start(a, tile, band, row0, t);
@@ -180,7 +175,7 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
       const auto k_now = k_rows.buffer(k_pipe.buffer(), kSizes.k);
       multiply<S.type, S.d, kHeld>(softmax.s, q_held, q_now, k_now);
       if constexpr (kHides) {
-        const SharedTile<kStep, 16, 16> hide{base + kSizes.hide_at + prepared.buffer() * kSizes.hide};
+        const SharedTile<S.step, 16, 16> hide{base + kSizes.hide_at + prepared.buffer() * kSizes.hide};
         const SharedTile<64, 16, 16> ones{base + kSizes.ones_at};
         multiply_add<S.type, 16>(softmax.s, ones.along_columns(), hide.along_columns());
       }
@@ -192,7 +187,7 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
       const u32 v_next = first ? 0 : v_inside.kRowBytes;
       wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < kStep / 16; ++k) {
+      for (int k = 0; k < S.step / 16; ++k) {
         wgmma_registers<S.type>(o, softmax.p + 4 * k, descriptor(v_now + k * v_next, descriptor_high(kPanelV * 2)));
       }
       wgmma_commit();
@@ -238,7 +233,7 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
                 q_pipe, base, c,    top,  row0,    fragment_row, lane,    t,      unit,   n,      careful};
       // 0 * NaN is NaN: what lies behind the sequence's end must not be there. Every warpgroup writes the same zeros.
       const auto clear_values = [&](int of) {
-        if (const int live = band.seqlen_k - of * kStep; S.ragged && live < kStep) {
+        if (const int live = band.seqlen_k - of * S.step; S.ragged && live < S.step) {
           v_pipe.wait();
           sm90_clear_values<S>(base + kSizes.v_at + v_pipe.buffer() * kSizes.v, live, thread);
           sync(own_barrier, 128);
@@ -271,7 +266,7 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
         issue_scores();
         turn_pass();
         if constexpr (!kHides) {
-          scores.mask.load(n * kStep);
+          scores.mask.load(n * S.step);
         }
         sm90_await_scores<S, 0>(k_pipe);
         pin(softmax.s);
@@ -302,7 +297,7 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
         issue_output(first);
         turn_pass();
         if constexpr (!kHides) {
-          scores.mask.load(n * kStep);
+          scores.mask.load(n * S.step);
         }
         sm90_await_scores<S, 1>(k_pipe);
         pin(softmax.s);
