@@ -236,6 +236,8 @@ TEST(CudaPlan, Golden) {
       "bwd b=4096 hq=4 sq=49 sk=49 d=32 bf16 bias=1,h,q,k wide=q,bias add=bias",
       "bwd b=1 hq=8 sq=2048 sk=2048 d=512 bf16 wide=q,k,v add=q,k,v",
       "bwd b=8 hq=16 sq=2048 sk=2048 d=128 bf16",
+      "fwd b=1 hq=8 sq=3456 sk=3296 d=64 bf16 bias=1,h,q,k lse",
+      "bwd b=1 hq=10 sq=2048 sk=2048 d=128 bf16",
       ("bwd b=2 hq=16 d=128 bf16 causal seqs_q=1024,3000 total_q=4024 max_q=3000 seqs_k=1024,3000 total_k=4024 "
        "max_k=3000"),
   };
@@ -553,7 +555,7 @@ TEST(CudaPlan, BlocksSumTheGradientOfABias) {
     const Sm90KeyOrder order = sm90_key_order(Line(fmt::format("bwd {} need=q,k,v,bias", line)).call,
                                               main->kernel.as<Sm90BackwardSpec>(), target_of("sm_90"));
     const std::int64_t more = (order.parts - 1) * (clusters - order.whole);  // parts of the last clusters
-    EXPECT_EQ(main->blocks, (clusters + (order.parts > 1 ? more : 0)) * summed) << line;
+    EXPECT_EQ(main->blocks, (clusters + more) * summed) << line;
     EXPECT_EQ(main->pieces, chunks) << line;
     EXPECT_EQ(find(plan, "sm90_bias_gradient"), nullptr) << line;
     EXPECT_EQ(find(plan, "bias_gradient_sum") != nullptr, kept > 0) << line;
@@ -865,7 +867,8 @@ TEST(CudaPlan, PartsOfKeysOnAnyGpu) {
           "bwd b=1 hq=64 hk=1 sq=3000 sk=3000 d=192 dv=128 bf16 causal",
           "bwd b=1 hq=64 hk=1 sq=3000 sk=3000 d=32 bf16 window=500,0 det", "bwd b=1 hq=8 hk=2 sq=900 sk=70 d=16 bf16",
           "bwd b=3 hq=16 hk=2 seqs_q=900,1,2000 seqs_k=900,1,2000 d=256 bf16 causal",
-          "bwd b=2 hq=8 sq=4096 sk=4096 d=128 bf16 bias=1,1,q,k",
+          "bwd b=2 hq=8 sq=4096 sk=4096 d=128 bf16 bias=1,1,q,k", "bwd b=1 hq=8 sq=256 sk=256 d=256 bf16",
+          "bwd b=1 hq=8 sq=2000 sk=2000 d=256 bf16", "bwd b=3 hq=7 sq=2000 sk=2000 d=64 bf16",
           "bwd b=1 hq=8 hk=1 sq=2048 sk=2048 d=128 bf16 need=k"}) {
       const Plan plan = plan_for(Line(line).call, target);
       const Launch* const main = main_of(plan);

@@ -31,6 +31,7 @@ CASES = [
      "sm90_forward ctas guess; sm90_backward direct delay key_parts; sm90_backward_parts"),
     ("b=1 hq=1 sq=1500 sk=600 d=64 bf16", "sm90_backward bulk key_parts last_parts"),
     ("b=1 hq=6 hk=1 sq=200 sk=600 d=128 fp16", "sm90_backward stores_first converts last_parts"),
+    ("b=1 hq=1 sq=1000 sk=600 d=128 bf16", "sm90_backward same_step stores_first converts last_parts"),
     ("b=1 hq=1 sq=2100 sk=600 d=128 bf16", "sm90_backward step=80 last_parts"),
     ("b=1 hq=1 sq=600 sk=350 d=256 bf16", "sm90_wide_backward last_parts"),
     ("b=2 hq=4 hk=2 sq=1 sk=200 d=64 bf16", "sm90_forward"),
@@ -153,14 +154,20 @@ FAULTS = {
         "sm90/backward_summed.cuh", "    if (columns < 4) {\n", "    if (false) {\n",
         "b=2 hq=2 sq=150 sk=201 d=128 bf16 bias=1,h,q,k", "FAILED(.|\n)*grad_bias"),
     "parts of the keys are put together before the last has come": (
-        "sm90/forward_join.cuh", "+ 1 < u32(a.splits)", "+ 1 != u32(a.splits) - 1",
+        "tile/pipe.cuh", "before + 1 == u32(count)", "before + 2 == u32(count)",
         "b=1 hq=5 sq=100 sk=1500 d=64 bf16", "FAILED(.|\n)*out:"),
     "the reference of a part is left out": (
         "sm90/forward_join.cuh", "softmax.factor_of_part(end.x, end.z, top[0])", "1.f",
         "b=1 hq=5 sq=100 sk=1500 d=64 bf16", "FAILED(.|\n)*out:"),
     "parts are added before the last has come": (
-        "sm90/backward_join.cuh", "+ 1 < u32(parts.count)", "+ 1 != u32(parts.count) - 1",
+        "tile/pipe.cuh", "before + 1 == u32(count)", "before + 2 == u32(count)",
         "b=1 hq=1 sq=1500 sk=600 d=64 bf16", "FAILED(.|\n)*grad_[kv]:"),
+    "a part is counted with the rows of the whole block": (
+        "sm90/backward_convert.cuh", "S.last_parts ? block.steps_of_head(i).count : block.count", "block.count",
+        "b=1 hq=1 sq=1000 sk=600 d=128 bf16", "FAILED(.|\n)*grad_q:|deadlock"),
+    "counters of parts are not cleared": (
+        "sm90/schedule.cuh", "    to.joined[i] = 0;\n", "    to.joined[i] = 1;\n",
+        "b=1 hq=5 sq=100 sk=1500 d=64 bf16", "FAILED(.|\n)*out:"),
     "a part has the steps of another": (
         "work/sm90_key_block.cuh", "      begin = within(begin + from * S.step, count);\n      steps = own;", "      steps = own;",
         "b=1 hq=1 sq=1500 sk=600 d=64 bf16", "FAILED(.|\n)*grad_[kv]:|deadlock"),

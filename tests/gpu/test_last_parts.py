@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks of keys of which the last would run alone: several blocks share these, and whichever ends last adds their sums of dk and dv up.
-The numbers of blocks are for 132 multiprocessors."""
+Lines are for 132 multiprocessors."""
 
 import pytest
 
 from problem import parse
 from test_determinism import differing
-from trial import Trial
+from trial import Trial, hopper_plan
 
 LINES = [
     "b=1 hq=10 sq=2048 sk=2048 d=128 bf16 need=q,k,v",
@@ -46,6 +46,7 @@ LINES = [
 
 @pytest.mark.parametrize("line", LINES)
 def test_last_parts(line, device):
+    assert "the last " in hopper_plan(f"bwd {line}")
     p = parse(f"bwd {line}")
     p.case_seed = 15
     faults = Trial(p, device).test()

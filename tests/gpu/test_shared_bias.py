@@ -2,15 +2,11 @@
 """A bias that many entries share: sm90_summed_backward, whose clusters sum its gradient in shared memory, and additions
 in memory."""
 
-import re
-import subprocess
-
 import pytest
 import torch
 
-from conftest import BUILD
 from problem import parse
-from trial import Trial
+from trial import Trial, hopper_plan
 
 LINES = [
     "bwd b=8 hq=5 sq=512 sk=512 d=64 bf16 bias=1,h,q,k need=q,k,v,bias",
@@ -75,8 +71,7 @@ def test_sums_in_memory(line, device):
     """Other tests of these lines would pass as well if some other kernel computed them."""
     if torch.cuda.get_device_capability(device) != (9, 0):
         pytest.skip("kernels of Hopper alone add to sums of a bias")
-    words = re.sub(r" values=\S+", "", line)
-    plan = subprocess.run([BUILD / "cli/fovea", "explain", "--arch", "sm_90", words], capture_output=True, text=True, check=True).stdout
+    plan = hopper_plan(line)
     assert "by additions in memory" in plan, plan
 
 

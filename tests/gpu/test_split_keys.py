@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiles of queries whose keys several blocks have in parts: few tiles and many keys, whose parts generic_combine puts together, and, where there
-are two or three parts, or parts of the last tiles alone, the part that ends last. The numbers of tiles are for 132 multiprocessors."""
+are two or three parts, or parts of the last tiles alone, the part that ends last. Lines are for 132 multiprocessors."""
 
 import pytest
 
 from problem import parse
 from test_determinism import differing
-from trial import Trial
+from trial import Trial, hopper_plan
 
 LINES = [
     "bwd b=2 hq=16 sq=64 sk=3412 d=192 bf16 need=q,k,v",
@@ -51,7 +51,8 @@ JOINED = [
         "b=1 hq=10 sq=1800 sk=2100 d=128 bf16 bias=b,h,q,k:fp32 bias2=1,h,1,k", "b=1 hq=20 hk=4 sq=900 sk=2100 d=128 bf16 alibi=h pos=300,10",
         "b=1 hq=10 sq=1800 sk=2100 d=128 bf16 layout=strided skew=1", "b=1 hq=15 sq=1800 sk=2100 d=64 bf16 wide=out add=out sink",
         "b=1 hq=10 sq=1800 sk=2100 d=64 bf16 mask=b,h,q,1", "b=2 hq=5 sq=1800 sk=2100 d=64 fp16 rng=torch_mem_efficient dropout=0.3")),
-    *(f"fwd b=1 hq={heads} sq=1800 sk=2100 d={d} bf16 {features} lse values={family}" for d, heads, features in ((64, 15, "bias=1,h,q,k"), (128, 10, "sink"), (256, 10, ""))
+    *(f"fwd b=1 hq={heads} sq=1800 sk=2100 d={d} bf16 {features} lse values={family}"
+      for d, heads, features in ((64, 15, "bias=1,h,q,k"), (128, 10, "sink"), (256, 10, ""))
       for family in ("large_scores", "one_hot", "dead_rows", "minus_infinity", "huge", "lowest", "denormal")
       if "bias" in features or family not in ("dead_rows", "lowest")),
 ]  # fmt: skip
@@ -59,6 +60,9 @@ JOINED = [
 
 @pytest.mark.parametrize("line", [*LINES, *JOINED])
 def test_split(line, device):
+    if line in JOINED:
+        plan = hopper_plan(line)
+        assert "keys in " in plan or "the keys of the last " in plan, plan
     p = parse(line)
     p.case_seed = 9
     faults = Trial(p, device).test()

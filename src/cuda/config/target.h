@@ -36,7 +36,7 @@ Target target_of(const jit::DeviceInfo& device);
 Target target_of(std::string_view architecture);
 
 // The same for its products that differ in their multiprocessors, the largest first: plans depend on how many there
-// are (split keys do, which kernel takes short sequences, and whether several blocks of a backward share keys).
+// are (keys in parts do, which kernel takes short sequences, and whether several blocks of a backward share keys).
 std::vector<Target> targets_of(std::string_view architecture);
 
 }  // namespace fovea::cuda

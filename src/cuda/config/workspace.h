@@ -24,7 +24,7 @@ enum class Region : int {
   kKeyTerm,
   kQueryTerm,
   kSizes,       // fp32: the largest numbers of q, k, v, do
-  kPartialOut,  // split keys
+  kPartialOut,  // keys in parts
   kPartialSum,
   kRowLse,  // backward
   kRowDelta,
@@ -39,7 +39,7 @@ enum class Region : int {
   kSinkSum,
   kBiasFlags,  // tiles of a bias gradient that are computed again
   kBiasFlags2,
-  kSchedule,  // of kernels whose blocks take tiles from a counter
+  kSchedule,  // of kernels whose blocks take tiles from a counter; counters of parts
   kCount
 };
 

@@ -74,7 +74,7 @@ struct Args {
   Seed seed, offset;
   i64 dropout_plane = 0;  // torch_mem_efficient: numbers a head
 
-  // ---- split keys (forward) ----
+  // ---- parts of keys (forward; where sm90_forward joins them these lie as forward_join.cuh says) ----
   int splits = 1;
   float* partial_out = nullptr;  // [split][padded row][head][dv]
   float* partial_sum = nullptr;  // [split][head][padded row][2]: the row's reference, its sum of weights

@@ -132,8 +132,8 @@ Sm90LastParts sm90_last_parts(const Call& call, const Sm90BackwardSpec& spec, co
   }
   const std::int64_t all = sm90_items(call, spec) / spec.summed;
   const std::int64_t room = summed ? sm90_clusters_at_once(spec.summed, target) : room_for(spec, target);
-  const std::int64_t rounds = all / room;
-  const std::int64_t rest = all % room;
+  const std::int64_t rounds = room > 0 ? all / room : 0;
+  const std::int64_t rest = all - rounds * room;
   if (rounds == 0 || rest == 0 || (rounds >= kManyRounds && kFewest * rest < room)) {
     return {};
   }

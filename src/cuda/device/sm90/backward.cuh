@@ -34,8 +34,9 @@
 // where K and V were; which keys are next is known before. With `odd_rows` warps move the bias to its place, and dS
 // (backward_odd_rows.cuh). sm90_summed_backward also has the gradient of a bias that is shared (backward_summed.cuh).
 // With `key_parts` several blocks share a block of keys: each takes a range of its steps and leaves fp32 sums of dK and
-// dV. backward_prepare comes before (with a mask of queries and keys sm90_backward_mask, too), backward_convert after;
-// where there are sums of parts sm90_backward_parts, which adds them and converts dq.
+// dV; with `last_parts` too they share the last blocks alone, and whichever ends last adds the sums
+// (backward_join.cuh). backward_prepare comes before (with a mask of queries and keys sm90_backward_mask, too),
+// backward_convert after; where other sums of parts are left sm90_backward_parts, which adds them and converts dq.
 #pragma once
 
 #include "cuda/device/ptx/sm90.cuh"

@@ -11,7 +11,8 @@
 namespace fovea::cuda {
 
 // Where several blocks share a block of keys (Spec::key_parts): each leaves its sums of dK and dV here, in fp32 and in
-// the order of the accumulators, rows of a part one after the other by batch entry, key head and key.
+// the order of the accumulators, rows of a part one after the other by batch entry, key head and key; with last_parts
+// from block `whole` on.
 struct KeyParts {
   int count = 1;        // of a block of keys
   int whole = 0;        // last_parts: the block of keys from which on they have parts (summed: clusters)

@@ -77,7 +77,8 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
     const Sm90KeyBlock<S> block(a, m, number);
     if (block.outside()) {
       await_kernels_before();
-      // So are the other numbers up to the head's end (from the end: up to its last keys): no block takes them.
+      // So are the other numbers up to the head's end (from the end: up to its last keys): no block takes them. Not
+      // with last_parts, which has no ragged sequences.
       constexpr bool kFromTheEnd = Sm90KeyBlock<S>::kFromTheEnd;
       const u32 parts = S.key_parts ? u32(m.parts.count) : 1;
       const u32 whole = number / parts;

@@ -8,6 +8,7 @@
 #include "cuda/device/ptx/sm90.cuh"
 #include "cuda/device/sm90/backward_args.h"
 #include "cuda/device/tile/accumulator.cuh"
+#include "cuda/device/tile/pipe.cuh"
 
 namespace fovea::cuda {
 
@@ -47,18 +48,11 @@ __device__ __forceinline__ bool sm90_join_parts(const Args& a, const KeyParts& p
   }
   if constexpr (S.last_parts) {
     const PartOfKeys mine = part_of_keys<S>(parts, number);
-    fence_device();
-    __syncwarp();
     const i64 size = parts.rows;
     const i64 first_row = row - mine.part * size;
-    u32 before = 0;
-    if (lane == 0) {
-      before = atomicAdd(BehindTurns(a).parts + first_row / 16 * 2 + piece, 1u);
-    }
-    if (__shfl_sync(~0u, before, 0) + 1 < u32(parts.count)) {
+    if (!comes_last(BehindTurns(a).parts + first_row / 16 * 2 + piece, parts.count, lane)) {
       return false;
     }
-    fence_device();
     if (a.grad_k.data != nullptr) {
       sm90_add_parts(dk, dk_sums - mine.part * size * S.d, size * S.d, parts.count);
     }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// sm90_backward_parts: what comes after sm90_backward where several blocks share a block of keys (Spec::key_parts). The
-// sums of dK and dV that the parts left are added in the order of the parts, so that they have the same bits every
-// time, and dq_sum is converted by the same launch.
+// sm90_backward_parts: what comes after sm90_backward where several blocks share a block of keys (Spec::key_parts
+// without last_parts). The sums of dK and dV that the parts left are added in the order of the parts, so that they have
+// the same bits every time, and dq_sum is converted by the same launch.
 //
 // Blocks of 256 threads: sm90_parts_blocks of dK, whose warps have 16 x 16 numbers each; as many by Spec::dv of dV;
 // backward_convert's own, with Spec::dq.

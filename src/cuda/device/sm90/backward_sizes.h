@@ -254,7 +254,8 @@ constexpr Sm90BackwardChoices sm90_backward_choices(const Sm90BackwardSpec& s) {
       (x.parts == 1 ||
        (two && s.tiles == 1 && s.step == 64 && (s.halves || !s.dq) && !s.delay && !x.outer && !s.query_term)) &&
       (s.step == 64 || (s.step == 128 && two) ||
-       (sm90_turns_dq(s) && packs_ahead && s.halves && s.delay && !s.banded && !s.ragged)) &&
+       (sm90_turns_dq(s) && packs_ahead && s.halves && s.delay && !s.banded && !s.ragged &&
+        s.key_parts == s.last_parts)) &&
       (!s.halves || (two && (s.step == 64 || sm90_turns_dq(s)) && s.d % 32 == 0)) && (!s.row_sum || !s.ordered) &&
       s.outer <= 2 && (!s.direct || (s.dq && !s.bulk && !s.ragged)) && (!s.key_parts || !s.column_sum) &&
       (!s.last_parts || (s.key_parts && s.dkv)) &&
@@ -262,7 +263,8 @@ constexpr Sm90BackwardChoices sm90_backward_choices(const Sm90BackwardSpec& s) {
       (!s.tile_stores || (s.dkv && !s.key_parts && !s.column_sum && !s.ragged)) &&
       (!s.same_step || (s.halves && s.bulk && s.dkv && !x.outer && !s.delay && !s.direct && !s.dbias_store &&
                         s.tiles == 1 && x.parts == 1 && s.planes >= 2)) &&
-      (s.bulk ? s.dq : !s.ordered) && (!s.converts || (s.dq && !s.direct && !x.bias_in_place && !x.outer)) &&
+      (s.bulk ? s.dq : !s.ordered) &&
+      (!s.converts || (s.dq && !s.direct && !x.bias_in_place && !x.outer && s.key_parts == s.last_parts)) &&
       (s.summed == 1 || (x.bias_in_place && s.dq && s.dkv && two && s.tiles == 1 && s.step == 64 && x.parts == 1 &&
                          !s.ragged && !s.softcap && !s.dbias_store && !s.direct && s.halves == s.same_step &&
                          !s.ordered && s.key_parts == s.last_parts && !s.stores_first && 8 % s.summed == 0)) &&

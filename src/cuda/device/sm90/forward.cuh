@@ -14,7 +14,8 @@
 //
 // At the end O is stored by TMA through the buffer of Q that its tile no longer needs; the next tile's Q is in the
 // other buffer. Where there is one buffer alone, O is stored from registers, and the next Q is loaded during the last P
-// V. Steps run from the last key to the first: the edges of the band and of the sequence come first.
+// V. Steps run from the last key to the first: the edges of the band and of the sequence come first. Where tiles have
+// parts of their keys, generic_combine puts them together, or with `joins` this kernel (forward_join.cuh).
 //
 // V has up to 256 columns: wider ones are computed by two launches, each of which forms S. Beyond a head_dim of 256
 // (sm90_wide_forward) Q takes half of shared memory. K then comes in parts of 128 columns, each of which leaves when it
@@ -62,7 +63,8 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
   constexpr bool kHides = sm90_hides(S);  // K has 16 more columns, which warps of the warpgroup that copies make
   constexpr bool kPeels = sm90_peels(S);
   constexpr bool kDirect = sm90_stores_directly(S);
-  const bool direct = S.fp32_results || S.split || (kDirect && a.vector_stores);
+  // Warps of a warpgroup may join parts of different tiles: each stores its own rows.
+  const bool direct = S.fp32_results || sm90_has_parts(S) || (kDirect && a.vector_stores);
 
   const int thread = threadIdx.x % 128;
   const int warp = thread / 32;
@@ -331,7 +333,6 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
 
     // ---- the end of the rows ----
     if (!sm90_forward_join<S>(a, m, tile.part, softmax, o, c * 4 + warp, lane)) {
-      leave_q(!direct);
       q_pipe.next();
       continue;
     }

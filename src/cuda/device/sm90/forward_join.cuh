@@ -9,6 +9,7 @@
 #include "cuda/device/sm90/args.h"
 #include "cuda/device/sm90/forward_sizes.h"
 #include "cuda/device/tile/accumulator.cuh"
+#include "cuda/device/tile/pipe.cuh"
 
 namespace fovea::cuda {
 
@@ -27,16 +28,9 @@ __device__ __forceinline__ bool sm90_forward_join(const Args& a, const Sm90Forwa
   store_fragments(out(number), o);
   const float own[4] = {softmax.reference[0], softmax.reference[1], softmax.sum[0], softmax.sum[1]};
   store_fragments(ends(number), own);
-  fence_device();
-  __syncwarp();
-  u32 before = 0;
-  if (lane == 0) {
-    before = atomicAdd(m.joined + piece(tile), 1u);
-  }
-  if (__shfl_sync(~0u, before, 0) + 1 < u32(a.splits)) {
+  if (!comes_last(m.joined + piece(tile), a.splits, lane)) {
     return false;
   }
-  fence_device();
   const int first = tile * a.splits;
   float top[2] = {-kInfinity, -kInfinity};
 #pragma unroll 1

@@ -83,7 +83,7 @@ __device__ __forceinline__ void sm90_clear_values(u32 to, int live, int thread) 
   fence_async();
 }
 
-// O times `factor` from registers, where rows of out may be written by 16 bytes.
+// O times `factor` from registers.
 template <auto S>
 __device__ __forceinline__ void sm90_forward_store_directly(const Args& a, const Sm90Tile& tile, int row, int t,
                                                             float (&o)[S.dv / 2], const float (&factor)[2]) {
@@ -92,7 +92,7 @@ __device__ __forceinline__ void sm90_forward_store_directly(const Args& a, const
     o[i] *= factor[i / 2 % 2];
   }
   store_accumulator<S.type>(static_cast<u16*>(a.out.data) + tile.offset(a.out.strides, tile.q_begin), a.out.strides, o,
-                            1.f, row, tile.q_len, a.out_dim_v, true, t);
+                            1.f, row, tile.q_len, a.out_dim_v, !sm90_has_parts(S) || a.vector_stores, t);
 }
 
 // O times `factor`, of warpgroup c's rows, through `place`, the tile's buffer of Q. True: a tensor store that thread 0

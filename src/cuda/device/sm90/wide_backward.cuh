@@ -28,8 +28,8 @@
 // one buffer only, and what takes longest is its way here. With Q and dO fetched once for both blocks (multicast) by
 // 28%: then each waits for the slower of two at every buffer.
 //
-// Blocks: 2 * batch * heads_k * ceil(limit_k / 128), with `key_parts` for each part. backward_prepare comes
-// before, backward_convert (of parts sm90_backward_parts) after.
+// Blocks: 2 * batch * heads_k * ceil(limit_k / 128), with `key_parts` each part by itself. backward_prepare comes
+// before, backward_convert after (of parts, but for last_parts, sm90_backward_parts).
 #pragma once
 
 #include "cuda/device/ptx/sm90.cuh"

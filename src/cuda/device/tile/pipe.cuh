@@ -5,6 +5,7 @@
 //   Ring            a ring of buffers: which one is next, and the parity of its barriers
 //   Pipe            a ring with its barriers, as a warp that reads has it
 //   NamedBarriers   barriers of bar.sync, which have numbers; each kernel lists its own, and no two may share one
+//   comes_last      warps of several blocks: whose results are complete
 #pragma once
 
 #include "cuda/device/ptx/sm90.cuh"
@@ -85,6 +86,21 @@ constexpr bool are_apart(const NamedBarriers (&all)[kCount]) {
     }
   }
   return true;
+}
+
+// Of `count` warps that come here, each with what it has stored in global memory before: true for the last, which may
+// read what all have stored. The counter begins with 0.
+__device__ __forceinline__ bool comes_last(u32* counter, int count, int lane) {
+  __syncwarp();
+  u32 before = 0;
+  if (lane == 0) {
+    fence_device();
+    before = atomicAdd(counter, 1u);
+    fence_device();
+  }
+  before = __shfl_sync(~0u, before, 0);
+  __syncwarp();
+  return before + 1 == u32(count);
 }
 
 }  // namespace fovea::cuda

@@ -43,6 +43,7 @@ struct Sm90KeyBlock {
   // Parts of steps begin within a head. Those of the last blocks have whole heads, or steps of a single one.
   static constexpr bool kSkips = S.key_parts && !S.last_parts;
   static_assert(!S.last_parts || (S.key_parts && !S.banded && !S.ordered && !S.ragged));
+  static_assert(!kSkips || !kRotates);
 
   __device__ __forceinline__ Sm90KeyBlock(const Args& a, const Sm90BackwardArgs& m, u32 index) {
     constexpr int keys = sm90_backward_sizes(S).keys;
