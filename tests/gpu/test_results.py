@@ -17,7 +17,7 @@ from trial import Trial
 
 COUNT = int(os.environ.get("FOVEA_RANDOM", 150))
 
-# What the backward's lines leave out: few keys and few queries, wide heads, columns apart, one query, split keys.
+# What the backward's lines leave out: few keys and few queries, wide heads, columns apart, one query, keys in parts.
 FORWARD = [
     "b=2 hq=4 hk=2 sq=300 sk=500 d=128 bf16 causal",
     "b=2 hq=4 sq=300 sk=500 d=64 fp16 window=70,10 dropout=0.1 seed=3",
@@ -33,6 +33,8 @@ FORWARD = [
     "b=3 hq=2 d=128 bf16 seqs_q=70,0,131 seqs_k=170,60,0 causal",
     "b=2 hq=2 sq=50 sk=60 d=64 bf16 used_k=0,60",
     "b=6 hq=24 sq=1000 sk=300 d=64 bf16 alibi=h",
+    "b=3 hq=3 d=128 bf16 causal seqs_q=900,0,1500 seqs_k=2100,3,1500",
+    "b=1 hq=15 sq=1800 sk=2100 d=64 bf16 sink",
 ]
 # A bias's gradient that is made of chunks, of one chunk, by columns and by rows.
 BIASES = [

@@ -39,7 +39,7 @@ JOINED = [
     "fwd b=1 hq=4 sq=2496 sk=2496 d=64 bf16 causal lse",
     "fwd b=1 hq=3 sq=2400 sk=2600 d=128 fp16 window=900,0 lse",
     "fwd b=3 hq=4 seqs_q=900,70,1500 seqs_k=2100,3,1500 d=64 bf16 lse",
-    "fwd b=3 hq=3 seqs_q=900,0,1500 seqs_k=2100,3,1500 d=128 bf16 causal wide=out add=out lse",
+    "fwd b=3 hq=3 seqs_q=900,0,1500 seqs_k=2100,3,1500 d=128 bf16 causal wide=out lse",
     "fwd b=4 hq=8 sq=200 sk=2100 used_q=200,0,77,128 used_k=2100,2000,0,1 d=96 bf16 sink lse",
     "fwd b=1 hq=4 sq=1700 sk=2900 d=64 bf16 mask=b,1,1,k dropout=0.2 lse",
     "fwd b=4 hq=1 sq=2048 sk=3904 d=128 bf16 bias=b,h,q,k layout=strided skew=1 lse",
@@ -49,7 +49,7 @@ JOINED = [
         "b=2 hq=5 sq=1800 sk=2100 d=40 dv=96 bf16 dropout=0.1", "b=2 hq=5 sq=1800 sk=2100 d=128 bf16 dropout=0.7",
         "b=2 hq=5 sq=1800 sk=2100 d=128 bf16 dropout=0.1 bias=1,h,q,k mask=b,1,q,k", "b=2 hq=5 sq=1800 sk=2100 d=128 bf16 mask=b,1,1,k",
         "b=1 hq=10 sq=1800 sk=2100 d=128 bf16 bias=b,h,q,k:fp32 bias2=1,h,1,k", "b=1 hq=20 hk=4 sq=900 sk=2100 d=128 bf16 alibi=h pos=300,10",
-        "b=1 hq=10 sq=1800 sk=2100 d=128 bf16 layout=strided skew=1", "b=1 hq=15 sq=1800 sk=2100 d=64 bf16 wide=out add=out sink",
+        "b=1 hq=10 sq=1800 sk=2100 d=128 bf16 layout=strided skew=1", "b=1 hq=15 sq=1800 sk=2100 d=64 bf16 wide=out sink",
         "b=1 hq=10 sq=1800 sk=2100 d=64 bf16 mask=b,h,q,1", "b=2 hq=5 sq=1800 sk=2100 d=64 fp16 rng=torch_mem_efficient dropout=0.3")),
     *(f"fwd b=1 hq={heads} sq=1800 sk=2100 d={d} bf16 {features} lse values={family}"
       for d, heads, features in ((64, 15, "bias=1,h,q,k"), (128, 10, "sink"), (256, 10, ""))
