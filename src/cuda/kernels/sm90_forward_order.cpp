@@ -83,10 +83,11 @@ Sm90PartsOfKeys sm90_parts_of_keys(const Call& call, const Sm90TileOrder& order,
   const std::int64_t steps = (keys + spec.step - 1) / spec.step;
   const auto time = [&](std::int64_t parts) {
     const bool cut = parts > 1;
-    const auto each = static_cast<double>((steps + parts - 1) / parts) + kBegin +
-                      (cut ? kLeave + kJoin * static_cast<double>(parts) : 0);
+    const std::int64_t own = (steps + parts - 1) / parts;
+    const std::int64_t part_rounds = (rest * parts + room - 1) / room;
+    const double each = static_cast<double>(own) + kBegin + (cut ? kLeave + kJoin * static_cast<double>(parts) : 0);
     return static_cast<double>(rounds) * (static_cast<double>(steps) + kBegin) +
-           static_cast<double>((rest * parts + room - 1) / room) * each + (cut && rounds == 0 ? kLaunch : 0);
+           static_cast<double>(part_rounds) * each + (cut && rounds == 0 ? kLaunch : 0);
   };
   const std::int64_t most = std::min({kMostParts, steps / kFewestSteps, kMostRounds * room / rest});
   std::int64_t best = 1;
