@@ -13,8 +13,8 @@
 
 namespace fovea::cuda {
 
-// A warp's 16 rows. number: of the part among all parts; warp: among those that compute. True: these
-// are the rows of all parts.
+// A warp's 16 rows. number: of the part among all parts; warp: among those that compute. True: these are the rows of
+// all parts.
 template <auto S>
 __device__ __forceinline__ bool sm90_forward_join(const Args& a, const Sm90ForwardArgs& m, int number,
                                                   Sm90Softmax<S>& softmax, float (&o)[S.dv / 2], int warp, int lane) {

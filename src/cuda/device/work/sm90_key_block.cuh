@@ -119,6 +119,7 @@ struct Sm90KeyBlock {
     group = steps > 0 ? (skipped + steps + count - 1) / count : 0;
   }
 
+  // Of the heads of a group, or of the steps of a single head, counted from where the block begins.
   __device__ __forceinline__ void take_last_part(int part, int parts) {
     const int all = group > 1 ? group : steps;
     const int least = all / parts;
@@ -160,6 +161,7 @@ struct Sm90KeyBlock {
     query += rows;
     return kRotates && query == count * S.step ? 0 : query;
   }
+  // The same of a query that may lie one round behind the end.
   static __device__ __forceinline__ int within(int query, int count) {
     return kRotates && query >= count * S.step ? query - count * S.step : query;
   }
