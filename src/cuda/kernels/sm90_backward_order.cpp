@@ -137,8 +137,8 @@ Sm90LastParts sm90_last_parts(const Call& call, const Sm90BackwardSpec& spec, co
   if (rounds == 0 || rest == 0 || (rounds >= kManyRounds && kFewest * rest < room)) {
     return {};
   }
-  const std::int64_t steps = steps_of_keys(call, spec).longest;
   const std::int64_t group = call.rows.heads_q / call.rows.heads_k;  // whose heads stay whole
+  const std::int64_t steps = (call.rows.limit_q + spec.step - 1) / spec.step * group;
   // After many rounds blocks no longer end together. Then a multiprocessor idles for half of what is begun last, if
   // that is not little. Until then the last round is as long as any.
   const bool spread = rounds >= kManyRounds && 4 * rest >= room;
