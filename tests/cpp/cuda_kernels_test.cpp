@@ -34,6 +34,7 @@ struct Job {
   jit::Request request;
   int registers = 0;
   int spilt = 0;
+  int local = 0;
 };
 
 std::vector<Job> jobs_for(const std::string& architecture) {
@@ -44,7 +45,8 @@ std::vector<Job> jobs_for(const std::string& architecture) {
     const Call call = validate(shapes.get(), problem.direction, /*shapes_only=*/true);
     for (const Kernel& kernel : kernels_for(call, target)) {
       const jit::Request request = request_of(kernel, target);
-      jobs.emplace(request.expression(), Job{request, limits::registers(kernel), limits::spilt(kernel)});
+      jobs.emplace(request.expression(),
+                   Job{request, limits::registers(kernel), limits::spilt(kernel), limits::local(kernel)});
     }
   };
   for (const check::Case& c : check::cases(check::Table::kFull)) {
@@ -94,8 +96,8 @@ std::vector<std::string> faults_of(const jit::Report& report, const Job& job, co
   if (report.spill_bytes > spilt) {
     faults.push_back(fmt::format("{} bytes spilt; accepted: {}", report.spill_bytes, spilt));
   }
-  if (const int local = std::max(report.stack_bytes, report.local_bytes); local > limits::kLocal) {
-    faults.push_back(fmt::format("{} bytes of local memory; accepted: {}", local, limits::kLocal));
+  if (const int local = std::max(report.stack_bytes, report.local_bytes); local > job.local) {
+    faults.push_back(fmt::format("{} bytes of local memory; accepted: {}", local, job.local));
   }
   for (const jit::Report::Message& message : report.messages) {
     if (message.loss) {

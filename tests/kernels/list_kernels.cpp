@@ -102,7 +102,7 @@ class List {
                           {"options", request.options},
                           {"registers", cuda::limits::registers(kernel)},
                           {"spill", cuda::limits::spilt(kernel)},
-                          {"local", cuda::limits::kLocal}});
+                          {"local", cuda::limits::local(kernel)}});
     }
     return found->second;
   }
