@@ -7,13 +7,14 @@
 
 #include "cuda/config/kernel.h"
 #include "cuda/device/sm90/backward_sizes.h"
+#include "cuda/kernels/sm90_backward_order.h"
 
 namespace fovea::cuda::limits {
 
 // D=192/128 and 160, with blocks in parts: once a block, before its first step and where its parts are joined,
 // registers go to local memory. The loop over steps has two accesses.
-inline bool joins_halves(const Sm90BackwardSpec& spec, std::string_view name) {
-  return name == "sm90_backward" && spec.halves && !spec.same_step && spec.last_parts && !spec.converts;
+inline bool has_wide_parts(const Sm90BackwardSpec& spec, std::string_view name) {
+  return name == "sm90_backward" && sm90_is_wide(spec) && spec.last_parts;
 }
 
 // Bytes, stores and loads together: a few registers' worth, in kernels that have many features at once. More have
@@ -28,13 +29,14 @@ inline int spilt(const Kernel& kernel) {
   constexpr int kByCopies = 256;
   constexpr int kByCopiesOfV = 320;          // the same, where the others have 240 to hold V
   constexpr int kByCopiesOf80 = 448;         // or for 80 queries a step
-  constexpr int kByCopiesOf80InParts = 544;  // the same, whose copies look up which part of a block they fill
+  constexpr int kByCopiesOf80InParts = 544;  // the same, with blocks of keys in parts
   constexpr int kTwoBiases = 384;            // MSA rows: a bias and a term of keys
   constexpr int kTwoBiasesAdded = 832;       // the same, whose dS is added up in memory: 1.13 of the speed all the same
   constexpr int kHalvesWithDropout = 272;    // D=192/128 and 160
-  constexpr int kHalvesInParts = 832;        // the same without dropout: joins_halves() says where
-  constexpr int kExchanged = 384;            // results in fp32, behind the loop: lanes exchange what they store
-  constexpr int kSummed = 288;               // the gradient of an fp32 bias, or with dropout at D=128
+  constexpr int kParts192 = 832;             // the same without dropout: has_wide_parts() says where
+  constexpr int kParts160 = 400;
+  constexpr int kExchanged = 384;  // results in fp32, behind the loop: lanes exchange what they store
+  constexpr int kSummed = 288;     // the gradient of an fp32 bias, or with dropout at D=128
   const std::string_view name = kernel.name;
   if (const auto* s = std::get_if<Sm90BackwardSpec>(&kernel.spec); s != nullptr) {
     if (name == "sm90_backward" && s->bias != BiasTile::kNone && s->key_term && s->warps == 12 && s->tiles == 2) {
@@ -43,8 +45,8 @@ inline int spilt(const Kernel& kernel) {
     if (name == "sm90_backward" && s->halves && !s->same_step && s->dropout != DropoutRule::kNone) {
       return kHalvesWithDropout;
     }
-    if (joins_halves(*s, name)) {
-      return kHalvesInParts;
+    if (has_wide_parts(*s, name)) {
+      return s->d > 160 ? kParts192 : kParts160;
     }
     if (s->converts && s->fp32_results) {
       return kExchanged;
@@ -68,7 +70,7 @@ inline int spilt(const Kernel& kernel) {
 // Bytes of local memory a thread.
 inline int local(const Kernel& kernel) {
   const auto* s = std::get_if<Sm90BackwardSpec>(&kernel.spec);
-  return s != nullptr && joins_halves(*s, kernel.name) ? 176 : 160;
+  return s != nullptr && has_wide_parts(*s, kernel.name) && s->d > 160 ? 176 : 160;
 }
 
 // Registers of a thread, with as many blocks on a multiprocessor as the kernel counts on. Hopper's kernels but the
