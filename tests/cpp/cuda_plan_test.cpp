@@ -1042,21 +1042,22 @@ TEST(CudaPlan, HopperForwardTakesAllButThis) {
     EXPECT_EQ(forward_of(all + "b=2 hq=4 sq=128 sk=128 bf16 scale=-2 bias2=b,1,q,k:fp16 d=" + d, "sm_90"),
               "sm90_forward");
   }
-  for (const std::string dims : {"d=512", "d=264", "d=512 dv=64"}) {
-    EXPECT_EQ(forward_of("b=2 hq=4 sq=128 sk=128 bf16 causal bias=1,h,q,k dropout=0.1 " + dims, "sm_90"),
-              "sm90_wide_forward");
+  for (const std::string dims : {"d=512", "d=264", "d=512 dv=64", "d=64 dv=512", "d=256 dv=257"}) {
+    for (const std::string& line :
+         {std::string("causal bias=1,h,q,k dropout=0.1 "), all + "bias2=b,1,q,k:fp16 ",
+          std::string("dropout=0.1 rng=torch_mem_efficient "), std::string("lse wide=out add=out "),
+          std::string("window=20,0 ")}) {
+      const std::string rows = line.starts_with("window") ? "b=2 hq=4 sq=2048 sk=2048 " : "b=2 hq=4 sq=128 sk=128 ";
+      EXPECT_EQ(forward_of(rows + "bf16 " + line + dims, "sm_90"), "sm90_wide_forward") << line << dims;
+    }
+    // Both blocks of a pair for each tile, in one launch.
+    const Plan pairs = plan_of_line("fwd b=2 hq=4 sq=128 sk=128 bf16 " + dims);
+    ASSERT_EQ(pairs.launches.size(), 1u);
+    EXPECT_EQ(pairs.launches[0].blocks, 2 * 8);
   }
-  // V and out in two launches.
-  const Plan twice = plan_of_line("fwd b=2 hq=4 sq=128 sk=128 d=64 dv=512 bf16");
-  EXPECT_EQ(std::count_if(twice.launches.begin(), twice.launches.end(),
-                          [](const Launch& launch) { return std::string_view(launch.kernel.name) == "sm90_forward"; }),
-            2);
   const std::pair<std::string, std::string> passed_over[] = {
       {"b=2 hq=4 sq=128 sk=128 d=64 fp32", "fp32"},
       {"b=2 hq=4 sq=128 sk=128 d=64 dv=513 bf16", "head_dim over 512"},
-      {"b=2 hq=4 sq=2048 sk=2048 d=512 bf16 window=100,0", "a short window"},
-      {"b=2 hq=4 sq=128 sk=128 d=512 bf16 lse wide=out add=out", "an out that is merged"},
-      {"b=2 hq=4 sq=128 sk=128 d=512 bf16 dropout=0.1 rng=torch_mem_efficient", "more features than registers hold"},
       {"b=2 hq=4 sq=128 sk=0 d=64 bf16", "nothing to attend to"},
       {"b=1 hq=8 sq=1 sk=2048 d=128 bf16", "split"},
   };

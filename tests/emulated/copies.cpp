@@ -170,12 +170,6 @@ void tensor_load(u32 to, const void* map, u32 barrier, const Place& place) {
   load_tensor(own(), to, map, barrier, place);
 }
 
-void tensor_load_both(u32 to, const void* map, u32 barrier, const Place& place) {
-  for (u32 rank = 0; rank < 2; ++rank) {
-    load_tensor(block_of(to | (rank + 1) << 24), to, map, barrier, place);
-  }
-}
-
 void store_there_counted(u32 to, const float (&x)[4], u32 barrier) {
   fill_later(block_of(to), to, sizeof(x), barrier, [content = std::to_array(x)](unsigned char* place) {
     std::memcpy(place, content.data(), sizeof(content));

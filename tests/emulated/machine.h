@@ -68,7 +68,6 @@ struct Place {
   int of[5];
 };
 void tensor_load(u32 to, const void* map, u32 barrier, const Place& place);
-void tensor_load_both(u32 to, const void* map, u32 barrier, const Place& place);
 void tensor_store(const void* map, u32 from, const Place& place);
 void store_there_counted(u32 to, const float (&x)[4], u32 barrier);
 void bulk_load(u32 to, const void* from, int bytes, u32 barrier);

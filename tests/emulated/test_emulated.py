@@ -95,7 +95,14 @@ CASES = [
      "added_bias_clear; sm90_backward key_term adds_bias; added_bias_sum"),
     ("b=2x16 hq=4 sq=130 sk=131 d=128 fp16 bias=b1,1,h,q,k bias2=b1,b2,1,1,k mask=b1,1,1,q,k",
      "sm90_backward mask column_sum adds_bias; added_bias_sum"),
-    ("b=1 hq=2 sq=150 sk=200 d=512 bf16 causal", "sm90_wide_forward banded; sm90_split_backward banded"),
+    ("b=1 hq=2 sq=150 sk=200 d=512 bf16 causal", "sm90_wide_forward banded pairs step=48; sm90_split_backward banded"),
+    ("b=2 hq=2 sq=160 sk=200 d=512 bf16 alibi=h causal sink softcap=20 dropout=0.1 bias=b,h,q,k bias2=1,1,1,k",
+     "sm90_wide_forward softcap bias dropout pairs step=32"),
+    ("b=3 hq=2 hk=1 seqs_q=150,20,300 seqs_k=170,33,260 d=320 fp16 window=40,5", "sm90_wide_forward ragged left_edge pairs step=64"),
+    ("b=1 hq=2 sq=150 sk=300 d=64 dv=264 bf16 wide=out", "sm90_wide_forward fp32_results pairs dv=144"),
+    ("b=2 hq=2 sq=130 sk=200 d=384 dv=128 bf16 mask=b,1,1,k dropout=0.2 rng=torch_mem_efficient", "sm90_wide_forward mask dropout pairs"),
+    ("b=1 hq=1 sq=100 sk=2200 d=512 bf16 sink", "sm90_schedule; sm90_wide_forward pairs joins"),
+    ("b=1 hq=3 sq=100 sk=1100 d=264 dv=320 fp16", "sm90_schedule; sm90_wide_forward pairs joins"),
     ("b=1 hq=1 sq=64 sk=2200 d=64 bf16", "sm90_forward split; generic_combine"),
     ("b=1 hq=2 sq=100 sk=2200 d=64 bf16 sink wide=out", "sm90_schedule; sm90_forward fp32_results joins"),
     ("b=1 hq=5 sq=100 sk=1500 d=64 fp16 layout=strided skew=1", "sm90_schedule; sm90_forward joins"),
@@ -207,11 +214,15 @@ FAULTS = {
     "the gradient of odd rows has rows of the next head": (
         "sm90/odd_rows.cuh", "if (k < lines && here >= 0", "if (here >= 0",
         "b=2 hq=2 sq=199 sk=201 d=64 bf16 bias=b,h,q,k", "FAILED(.|\n)*grad_bias:|outside of every allocation|fault: "),
-    "a block of two that share keys ends before the other": (
-        "sm90/forward_copy.cuh",
-        "          await_readers(ring_k, barriers.empty(barriers.kK, 0));\n"
-        "          await_readers(ring_v, barriers.empty(barriers.kV, 0));\n", "",
-        "b=1 hq=2 sq=150 sk=200 d=512 bf16", "of a block that has ended|in a block that has ended"),
+    "the other block's weights are read before they are there": (
+        "sm90/forward_pair.cuh", "    barrier_wait(barrier, weights.parity());\n", "",
+        "b=1 hq=2 sq=150 sk=200 d=512 bf16", "reads shared memory at [0-9]+, which a copy is filling|FAILED(.|\n)*out:"),
+    "rows have the largest score of half of their keys": (
+        "sm90/forward_step.cuh", "fmaxf(largest[0], told.x)", "largest[0]",
+        "b=1 hq=2 sq=150 sk=200 d=512 bf16", "FAILED(.|\n)*out:"),
+    "numbers of rows have one place": (
+        "sm90/forward_pair.cuh", "  Ring<2> rows{};", "  Ring<1> rows{};",
+        "b=1 hq=2 sq=150 sk=400 d=512 bf16 wide=out", "fault: |deadlock|writes shared memory|FAILED(.|\n)*(out|lse):"),
     "a block of a cluster ends before the other has sent it all": (
         "sm90/wide_backward.cuh", "    cluster_sync();  // what the other block", "    // what the other block",
         "b=1 hq=2 hk=1 sq=150 sk=200 d=256 bf16 causal", "of a block that has ended|in a block that has ended"),
@@ -303,6 +314,26 @@ def test_bits_in_order(d, cache, tmp_path):
     assert len(bits_in_order(d, cache)) == 1
     plant(tmp_path, "sm90/backward_add.cuh", "load_acquire(turn) < before)", "load_acquire(turn) < min(before, 1u))")
     assert len(bits_in_order(d, cache, FOVEA_KERNEL_TEXT=str(tmp_path))) > 1
+
+
+def merged(d, seed, cache, **variables):
+    script = Path(__file__).with_name("merged_out.py")
+    return run([sys.executable, script, str(d)], seed, cache, FOVEA_LIBRARY=str(BUILD / "libfovea.so"), **variables)
+
+
+@pytest.mark.parametrize("d, kernel", [(64, "sm90_forward fp32_results"), (512, "sm90_wide_forward fp32_results pairs")])
+def test_a_merged_out(d, kernel, cache):
+    for seed in (1, 2, 3):
+        code, output = merged(d, seed, cache)
+        assert code == 0, output
+        assert any(has(spec, kernel) for spec in specs(output)), output
+
+
+def test_a_merged_out_of_a_pair_is_read_once(cache, tmp_path):
+    """Found: the second block reads a logsumexp that the first has replaced, or none."""
+    plant(tmp_path, "sm90/forward_pair.cuh", "    x[0] = rank == 0 ? x[0] : told.x;\n", "")
+    code, output = merged(512, 1, cache, FOVEA_KERNEL_TEXT=str(tmp_path))
+    assert code != 0 and "differs" in output, output
 
 
 def test_clusters_of_eight(cache):

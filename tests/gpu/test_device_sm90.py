@@ -243,31 +243,6 @@ def test_tensor_load(dtype, box, at):
     assert torch.equal(got, boxed(tensor, column, row, head, batch2, batch1, box, rows))
 
 
-def test_tensor_load_for_two_blocks():
-    """Each block of a cluster loads one panel for both."""
-    box, rows = 64, 16
-    storage, tensor, mapped = tensor_and_map(torch.bfloat16, 2 * box, box, rows)
-    tensor.copy_(normal(*tensor.shape))
-    got = poison(2, 2, rows, box, dtype=torch.bfloat16)
-    size = rows * box * 2
-    hopper(f"""const u32 rank = cluster_rank();
-        if (lane == 0) {{ barrier_init(shared, 1); barrier_init_fence(); barrier_expect(shared, {2 * size}); }}
-        cluster_sync();
-        if (lane == 0) {{
-          tensor_load_both(shared + 1024 + rank * {size}, p0, shared, Coordinates{{int(rank) * {box}, 3, 1, 0, 1}});
-        }}
-        barrier_wait(shared, 0);
-        for (int i = lane; i < {2 * rows * box}; i += 32) {{
-          const int panel = i / {rows * box}, row = i % {rows * box} / {box}, byte = i % {box} * 2;
-          p1[rank * {2 * rows * box} + i] =
-              u16(load_shared_half(shared + 1024 + panel * {size} + swizzled<128>(row, byte / 16) + byte % 16));
-        }}
-        cluster_sync();""", mapped, got, blocks=2, cluster=2, shared=1024 + 2 * size)  # fmt: skip
-    for rank in range(2):
-        for panel in range(2):
-            assert torch.equal(got[rank, panel], boxed(tensor, panel * box, 3, 1, 0, 1, box, rows))
-
-
 def test_tensor_prefetch():
     """It changes nothing that is read, and a place behind the tensor is no fault."""
     storage, tensor, mapped = tensor_and_map(torch.bfloat16, 72, 64, 16)

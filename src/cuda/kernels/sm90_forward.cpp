@@ -22,11 +22,8 @@ namespace fovea::cuda {
 namespace {
 
 constexpr std::int64_t kMostTiles = std::int64_t{1} << 30;
-// Of V and out, by one launch: more would not fit in registers. Two launches share wider ones, and each forms S.
+// Of heads that a block computes: O of more would not fit in registers, Q and K of more not in shared memory.
 constexpr int kMostColumns = 256;
-int columns_of(int columns) {
-  return columns <= kMostColumns ? columns : static_cast<int>(Planner::tiles_of(columns, 2 * 64)) * 64;
-}
 
 // What features take of the registers, roughly: from kManyFeatures on, steps of 64 keys spill nothing where steps of
 // 128 do, and beyond a head_dim of 192 steps of 32.
@@ -49,14 +46,6 @@ const char* why_not(const Call& call, const Operands& operands, const Target& ta
   }
   if (spec.d > 512 || spec.dv > 512) {
     return "head_dim over 512";
-  }
-  // Neighbouring tiles of 128 queries share their steps, which a short window has few of.
-  constexpr std::int64_t kShortWindow = 512;
-  if (spec.d > kMostColumns && p.window_left >= 0 && p.window_left < kShortWindow && rows.limit_k > 2 * kShortWindow) {
-    return "head_dim over 256 and a short window";
-  }
-  if (spec.dv > kMostColumns && p.accumulate.out) {
-    return "an out that is merged, with more columns than a launch computes";
   }
   if (p.head_dim == 0 || p.head_dim_v == 0 || rows.rows_k == 0 || rows.limit_k == 0) {
     return "nothing to attend to";
@@ -90,6 +79,14 @@ struct Tiles {
 std::vector<Tiles> candidates(const Sm90ForwardSpec& spec) {
   const int widest = std::max(spec.d, spec.dv);
   const int features = features_of(spec);
+  if (spec.pairs) {
+    constexpr Tiles kWithFeatures{.groups = 2, .step = 32, .stages = 1, .q_buffers = 1, .planes = 1};
+    constexpr Tiles kDense{.groups = 2, .step = 48, .stages = 1, .q_buffers = 1, .planes = 1};
+    constexpr Tiles kNarrow{.groups = 2, .step = 64, .stages = 1, .q_buffers = 1, .planes = 1};
+    return features > 0        ? std::vector{kWithFeatures}
+           : spec.dv <= 3 * 64 ? std::vector{kNarrow, kDense}
+                               : std::vector{kDense};
+  }
   // The rule torch_mem_efficient has a word of decisions for 64 keys.
   const bool half = features >= kManyFeatures || spec.dropout == DropoutRule::kTorchMemEfficient;
   const bool biases = spec.bias != BiasTile::kNone || spec.bias2 != BiasTile::kNone;
@@ -143,15 +140,6 @@ std::vector<Tiles> candidates(const Sm90ForwardSpec& spec) {
     return {{.groups = 2, .step = 128, .stages = 2, .q_buffers = 2, .planes = 2},
             {.groups = 2, .step = 128, .stages = 2, .q_buffers = 1, .planes = 2},
             {.groups = 2, .step = 64, .stages = 2, .q_buffers = 1, .planes = 2}};
-  }
-  if (sm90_cuts_keys(spec)) {
-    // More features, and dropout by words of 64 keys, would spill.
-    constexpr int kMostWide = 4;
-    if (features > kMostWide || spec.dropout == DropoutRule::kTorchMemEfficient) {
-      return {};
-    }
-    return {{.groups = 2, .step = 64, .stages = 2, .q_buffers = 1, .planes = 1},
-            {.groups = 2, .step = 64, .stages = 1, .q_buffers = 1, .planes = 1}};
   }
   if (widest > 192 && half) {
     return {{.groups = 2, .step = 32, .stages = 2, .q_buffers = 1, .planes = 2},
@@ -208,11 +196,13 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
   if (choice.why_not != nullptr) {
     return choice;
   }
-  if (sm90_cuts_keys(spec)) {
+  spec.pairs = std::max(spec.d, spec.dv) > kMostColumns;
+  if (spec.pairs) {
+    constexpr int kColumns = 16;  // of an instruction
     kernel.name = "sm90_wide_forward";
-    spec.d = static_cast<int>(Planner::tiles_of(spec.d, 128)) * 128;
+    spec.d = static_cast<int>(Planner::tiles_of(spec.d, 128)) * 128;  // the parts that K comes in
+    spec.dv = static_cast<int>(Planner::tiles_of(spec.dv, 2 * kColumns)) * kColumns;
   }
-  spec.dv = columns_of(spec.dv);
   const Problem& p = call.problem;
   spec.left_edge = spec.banded && p.window_left >= 0;
   constexpr std::uint32_t kMostOfHalves = 0x7c00;
@@ -231,7 +221,8 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
     spec.warps = 4 * (narrow ? 2 : tiles.groups);
     // A text encoder's 77 keys and the like: one step has them all.
     constexpr int kFewKeys = 80;
-    const bool few_keys = !small && features_of(spec) == 0 && call.rows.limit_k <= std::max(kFewKeys, tiles.step);
+    const bool few_keys =
+        !small && !spec.pairs && features_of(spec) == 0 && call.rows.limit_k <= std::max(kFewKeys, tiles.step);
     const int keys =
         std::max(kFewKeys, static_cast<int>(std::min<std::int64_t>(call.rows.limit_k, 256) + 15) / 16 * 16);
     spec.step = few_keys ? std::min(tiles.step, keys) : tiles.step;
@@ -254,20 +245,20 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
     // Q in registers spares shared memory a seventh of its traffic at head_dim 128, and a softmax beside the own
     // product then pays. Dropout's decisions would not fit beside it.
     constexpr std::int64_t kShort = 1024;  // without a band and a bias it loses there
-    spec.resident = spec.d == 128 && spec.dv == 128 && spec.step == 128 && !drops &&
+    spec.resident = !spec.pairs && spec.d == 128 && spec.dv == 128 && spec.step == 128 && !drops &&
                     features == int{spec.bias != BiasTile::kNone} && !few_keys &&
                     (spec.banded || features > 0 || call.rows.limit_k > kShort);
-    spec.ahead = widest > 128 || !waits || spec.resident ? spec.step / 16 : 0;
+    spec.ahead = !spec.pairs && (widest > 128 || !waits || spec.resident) ? spec.step / 16 : 0;
     const bool bias_alone = features == 2 && spec.bias != BiasTile::kNone;
     // Beside a bias alone, too: 96 columns gained by early draws, 128 lost.
     spec.early = drops && !draws_last && !(bias_alone && widest > 96);
     // Without a mask the power limit leaves the tensor cores little to win at head_dim 128.
-    spec.turns = !small && !sm90_cuts_keys(spec) && (spec.banded || features > 0 || widest != 128);
+    spec.turns = !small && !spec.pairs && (spec.banded || features > 0 || widest != 128);
     // Where steps do not divide the diagonal the first tile's guess would fail; what is added makes it costly.
-    spec.guess = !natural_scores(spec) && !sm90_cuts_keys(spec) && (spec.step % 64 == 0 || (few_keys && !spec.banded));
+    spec.guess = !natural_scores(spec) && !spec.pairs && (spec.step % 64 == 0 || (few_keys && !spec.banded));
     // Worth its start where there are many steps.
     constexpr std::int64_t kKeysToPrepare = 1024;
-    spec.prepared = spec.key_mask && spec.mask && !sm90_cuts_keys(spec) && spec.dropout == DropoutRule::kNone &&
+    spec.prepared = spec.key_mask && spec.mask && !spec.pairs && spec.dropout == DropoutRule::kNone &&
                     !natural_scores(spec) && call.rows.limit_k >= kKeysToPrepare;
     const Sm90ForwardSizes sizes = sm90_forward_sizes(spec);
     kernel.threads = sizes.threads;
@@ -279,7 +270,8 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
     if (parts.count > 1) {
       // A tile of generic_forward does as well where few of its rows exist.
       constexpr std::int64_t kFewQueries = 16;
-      const bool may = sm90_forward_blocks(spec) == 1 && spec.dv == operands.features.dv && queries > kFewQueries;
+      // Blocks of a pair join their columns each by itself, and merge rows together.
+      const bool may = queries > kFewQueries && !(spec.pairs && p.accumulate.out);
       if (!may && parts.few) {
         choice.why_not = "few queries and many keys, which a generic kernel splits";
       }
@@ -289,8 +281,7 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
     }
     return choice;
   }
-  choice.why_not = all.empty() ? "head_dim over 256 with more features than registers hold"
-                               : "tiles beyond the shared memory of a block";
+  choice.why_not = "tiles beyond the shared memory of a block";
   return choice;
 }
 
@@ -313,23 +304,11 @@ void start_schedule(const Launcher& launcher, const Launch& launch, const Sm90Ti
   launcher.launch(launch, launcher.args(), args);
 }
 
-// V and out without their columns before `first`.
-void skip_columns(Args& a, int first) {
-  const auto skip = [first](Tensor& tensor, std::int64_t element_bytes) {
-    tensor.data = static_cast<char*>(tensor.data) + first * tensor.strides.col * element_bytes;
-  };
-  skip(a.v, 2);
-  skip(a.out, a.results.out.fp32 ? 4 : 2);
-  a.head_dim_v -= first;
-  a.out_dim_v -= first;
-}
-
-// Tensor maps of q, k, v, out and the biases, and the order of the tiles. V and out: from `first_column` on.
+// Tensor maps of q, k, v, out and the biases, and the order of the tiles.
 void start_forward(const Launcher& launcher, const Launch& launch, const Sm90TileOrder& order,
-                   const Sm90PartsOfKeys& parts, int first_column) {
+                   const Sm90PartsOfKeys& parts) {
   const auto& spec = launch.kernel.as<Sm90ForwardSpec>();
   Args common = launcher.args();
-  skip_columns(common, first_column);
   set_parts(common, launcher, launch);
   const math::Rows& rows = launcher.call().rows;
   const int tile = sm90_forward_sizes(spec).rows;
@@ -340,7 +319,8 @@ void start_forward(const Launcher& launcher, const Launch& launch, const Sm90Til
   const auto map = [&](TensorMap& to, Has& has, const Mapped& what) { encode(launcher.driver(), to, has, what); };
   map(args.q, args.has_q, mapped(common.q, common.head_dim, spec.d, rows.rows_q, rows.heads_q, tile));
   map(args.k, args.has_k, mapped(common.k, common.head_dim, spec.d, rows.rows_k, rows.heads_k, spec.step));
-  map(args.v, args.has_v, mapped(common.v, common.head_dim_v, spec.dv, rows.rows_k, rows.heads_k, spec.step));
+  map(args.v, args.has_v,
+      mapped(common.v, common.head_dim_v, spec.dv, rows.rows_k, rows.heads_k, sm90_step_keys(spec)));
   const auto bias = [&](TensorMap& to, Has& has, const Tensor& tensor, BiasTile type) {
     if (type != BiasTile::kNone) {
       map(to, has, map_of_bias(rows, tensor, type, sm90_bias_panel(spec, type), tile));
@@ -394,9 +374,9 @@ void add_sm90_forward(Planner& planner, const Kernel& kernel) {
   const std::int64_t room = sm90_forward_room(spec, planner.target());
   const Sm90PartsOfKeys parts = sm90_has_parts(spec) ? sm90_parts_of_keys(planner.call(), order, spec, planner.target())
                                                      : Sm90PartsOfKeys{order.tiles};
-  const std::int64_t counters = spec.joins ? (order.tiles - parts.whole) * spec.warps : 0;
+  const std::int64_t counters = spec.joins ? (order.tiles - parts.whole) * spec.warps * blocks : 0;
   if (spec.split) {
-    add_memory_of_parts(planner, spec.dv, parts.count);
+    add_memory_of_parts(planner, sm90_all_columns(spec), parts.count);
   } else if (spec.joins) {
     constexpr std::int64_t kRows = 16;
     constexpr std::int64_t kEnds = 128;  // numbers of a warp
@@ -409,29 +389,28 @@ void add_sm90_forward(Planner& planner, const Kernel& kernel) {
   if (counts) {
     planner.workspace().add(Region::kSchedule, counters_offset(order) + counters * std::int64_t{sizeof(u32)});
   }
-  const int columns = planner.operands().features.dv;
-  for (int first = 0; first < columns; first += spec.dv) {
-    if (counts) {
-      Kernel schedule;
-      schedule.file = "sm90/schedule.cuh";
-      schedule.name = "sm90_schedule";
-      AroundSpec before = planner.around();
-      before.ragged = spec.ragged;
-      before.warps = spec.warps * blocks;
-      schedule.spec = before;
-      schedule.threads = kSm90ScheduleThreads;
-      const auto start = [order, counters](const Launcher& launcher, const Launch& launch) {
-        start_schedule(launcher, launch, order, counters);
-      };
-      planner.add(schedule, std::min<std::int64_t>(order.tiles, 1), start);
-    }
-    const auto start = [order, parts, first](const Launcher& launcher, const Launch& launch) {
-      start_forward(launcher, launch, order, parts, first);
+  if (counts) {
+    Kernel schedule;
+    schedule.file = "sm90/schedule.cuh";
+    schedule.name = "sm90_schedule";
+    AroundSpec before = planner.around();
+    before.ragged = spec.ragged;
+    before.warps = spec.warps;
+    schedule.spec = before;
+    schedule.threads = kSm90ScheduleThreads;
+    const auto start = [order, counters](const Launcher& launcher, const Launch& launch) {
+      start_schedule(launcher, launch, order, counters);
     };
-    planner.add(kernel, std::min(parts.numbers(order), room) * blocks, start, 1, parts.count);
+    planner.add(schedule, std::min<std::int64_t>(order.tiles, 1), start);
   }
+  const auto start = [order, parts](const Launcher& launcher, const Launch& launch) {
+    start_forward(launcher, launch, order, parts);
+  };
+  planner.add(kernel, std::min(parts.numbers(order), room) * blocks, start, 1, parts.count);
   if (spec.split) {
-    add_combine(planner, spec, parts.count);
+    Features all = spec;
+    all.dv = sm90_all_columns(spec);
+    add_combine(planner, all, parts.count);
   } else if (spec.joins) {
     planner.say(parts.whole == 0 ? fmt::format("; keys in {} parts", parts.count)
                                  : fmt::format("; the keys of the last {} tiles in {} parts", order.tiles - parts.whole,

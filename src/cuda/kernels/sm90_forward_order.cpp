@@ -15,14 +15,15 @@ std::int64_t sm90_forward_room(const Sm90ForwardSpec& spec, const Target& target
 
 Sm90TileOrder sm90_tile_order(const Call& call, const Operands& operands, const Sm90ForwardSpec& spec) {
   const math::Rows& rows = call.rows;
-  const std::int64_t tile = sm90_forward_sizes(spec).all_rows;
+  const std::int64_t tile = sm90_forward_sizes(spec).rows;
   Sm90TileOrder order;
   order.row_tiles = static_cast<int>((rows.limit_q + tile - 1) / tile);
   order.tiles = order.row_tiles * rows.batch() * rows.heads_q;
   // K and V of heads whose tiles alternate should stay in half of the L2 of an H200.
   constexpr std::int64_t kCached = std::int64_t{32} << 20;
   const std::int64_t group = rows.heads_q / std::max<std::int64_t>(rows.heads_k, 1);  // 0 is legal
-  const std::int64_t fit = kCached / std::max<std::int64_t>(rows.limit_k * (spec.d + spec.dv) * 2, 1) * group;
+  const std::int64_t fit =
+      kCached / std::max<std::int64_t>(rows.limit_k * (spec.d + sm90_all_columns(spec)) * 2, 1) * group;
   const std::int64_t heads = spec.ragged ? rows.heads_q : rows.batch() * rows.heads_q;
   if (spec.banded || spec.ragged) {
     order.heads_together = static_cast<int>(std::clamp<std::int64_t>(fit, 1, std::max<std::int64_t>(heads, 1)));
@@ -42,7 +43,7 @@ Sm90TileOrder sm90_tile_order(const Call& call, const Operands& operands, const 
     order.heads_together = static_cast<int>(rows.batch());
   }
   // Clusters do not take tiles from a counter: their shares are even if the longest of all heads come first.
-  if (spec.banded && sm90_forward_blocks(spec) > 1) {
+  if (spec.banded && spec.pairs) {
     order.heads_together = static_cast<int>(std::max<std::int64_t>(heads, 1));
   }
   return order;
@@ -71,7 +72,7 @@ Sm90PartsOfKeys sm90_parts_of_keys(const Call& call, const Sm90TileOrder& order,
     return {};
   }
   if (order.tiles * sm90_forward_blocks(spec) * 2 <= target.multiprocessors && keys >= kManyKeys) {
-    const std::int64_t count = std::min(room / order.tiles, keys / (spec.step * kLeastSteps));
+    const std::int64_t count = std::min(room / order.tiles, keys / (sm90_step_keys(spec) * kLeastSteps));
     return {0, static_cast<int>(std::max<std::int64_t>(count, 1)), true, count <= kMostJoined};
   }
   const std::int64_t rounds = order.tiles / room;
@@ -80,7 +81,7 @@ Sm90PartsOfKeys sm90_parts_of_keys(const Call& call, const Sm90TileOrder& order,
   if (spec.banded || spec.ragged || rest == 0 || rounds >= kFewRounds || sm90_forward_sizes(spec).ctas > 1) {
     return {order.tiles};
   }
-  const std::int64_t steps = (keys + spec.step - 1) / spec.step;
+  const std::int64_t steps = (keys + sm90_step_keys(spec) - 1) / sm90_step_keys(spec);
   const auto time = [&](std::int64_t parts) {
     const bool cut = parts > 1;
     const std::int64_t own = (steps + parts - 1) / parts;

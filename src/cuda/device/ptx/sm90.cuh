@@ -126,15 +126,6 @@ __device__ __forceinline__ void tensor_load(u32 to, const TensorMap& map, u32 ba
       "l"(&map), "r"(barrier), "r"(at.column), "r"(at.row), "r"(at.head), "r"(at.batch2), "r"(at.batch1)
       : "memory");
 }
-// The same with .multicast::cluster: to this place in the first two blocks of the cluster, counted in each at its own
-// barrier.
-__device__ __forceinline__ void tensor_load_both(u32 to, const TensorMap& map, u32 barrier, const Coordinates& at) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-      "[%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(to),
-      "l"(&map), "r"(barrier), "r"(at.column), "r"(at.row), "r"(at.head), "r"(at.batch2), "r"(at.batch1), "h"(u16(3))
-      : "memory");
-}
 // cp.async.bulk.prefetch.tensor (Data Movement: cp.async.bulk.prefetch.tensor): a box into L2.
 __device__ __forceinline__ void tensor_prefetch(const TensorMap& map, const Coordinates& at) {
   asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];" ::"l"(&map), "r"(at.column),

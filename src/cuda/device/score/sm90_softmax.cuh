@@ -123,9 +123,13 @@ struct Sm90Softmax {
 
   // ---- the exact way: running maxima ----
 
-  // Scores of row x become weights; what its O is to be multiplied by.
-  __device__ __forceinline__ float raise_row(const Args& a, int x) {
-    const float next = largest_of_row<!kNatural>(fragment_of(s), x, reference[x], a.scale);
+  // The largest score of row x so far.
+  __device__ __forceinline__ float largest(const Args& a, int x) {
+    return largest_of_row<!kNatural>(fragment_of(s), x, reference[x], a.scale);
+  }
+
+  // Scores of row x, the largest of which is `next`, become weights; what its O is to be multiplied by.
+  __device__ __forceinline__ float raise_row(int x, float next) {
     const float base = math::reference_of(next);
     const float lift = rest(base);
     const float factor = raise(reference[x], sum[x], next, base, math::kLog2E,
@@ -148,7 +152,7 @@ struct Sm90Softmax {
   __device__ __forceinline__ void exactly(const Args& a, float (&o)[kCount]) {
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
-      const float factor = raise_row(a, x);
+      const float factor = raise_row(x, largest(a, x));
       scale_row(fragment_of(o), x, factor);
     }
   }
@@ -159,6 +163,13 @@ struct Sm90Softmax {
 #pragma unroll
     for (int i = 0; i < S.step / 4; ++i) {
       p[i] = dropout.apply(i, pack<S.type>(s[2 * i], s[2 * i + 1]));
+    }
+  }
+  // The same, while a product still reads p. By another instruction: the compiler would keep one result of both, in p.
+  __device__ __forceinline__ void convert_ahead(const Sm90Decisions<S>& dropout, u32 (&to)[S.step / 4]) const {
+#pragma unroll
+    for (int i = 0; i < S.step / 4; ++i) {
+      to[i] = dropout.apply(i, pack_positive<S.type>(s[2 * i], s[2 * i + 1]));
     }
   }
 

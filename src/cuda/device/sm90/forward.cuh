@@ -17,11 +17,10 @@
 // V. Steps run from the last key to the first: the edges of the band and of the sequence come first. Where tiles have
 // parts of their keys, generic_combine puts them together, or with `joins` this kernel (forward_join.cuh).
 //
-// V has up to 256 columns: wider ones are computed by two launches, each of which forms S. Beyond a head_dim of 256
-// (sm90_wide_forward) Q takes half of shared memory. K then comes in parts of 128 columns, each of which leaves when it
-// is multiplied, so that steps take the softmax's exact way (no S can be formed again), and the warpgroups take no
-// turns, so that both have need of the same part. Two blocks form a cluster: neighbouring tiles, of which each block
-// loads half of K and V for both, because L2 could not deliver all of it to each. They walk over the same steps.
+// Heads wider than 256 (sm90_wide_forward) are computed by pairs of blocks, see forward_pair.cuh. Q of such a head_dim
+// takes half of shared memory, and K comes in parts of 128 columns, each of which leaves when it is multiplied, so that
+// steps take the softmax's exact way (no S can be formed again). The warpgroups take no turns, so that both have need
+// of the same part.
 #pragma once
 
 #include "cuda/device/sm90/forward_join.cuh"
@@ -57,7 +56,6 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
   constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
   constexpr int kPanelK = wide_panel_columns(S.d);
   constexpr int kPanelV = wide_panel_columns(S.dv);
-  constexpr bool kCuts = sm90_cuts_keys(S);
   constexpr int kKeyParts = sm90_key_parts(S);
   constexpr int kKeyBuffers = sm90_key_buffers(S);
   constexpr bool kHides = sm90_hides(S);  // K has 16 more columns, which warps of the warpgroup that copies make
@@ -73,9 +71,9 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
   const int t = lane % 4;
   const bool leader = lane == 0;
   const int rank = sm90_forward_rank<S>();
-  const u32 there = kCuts ? address_of(barriers.first, rank ^ 1) : 0;
-  Pipe<kKeyBuffers, Sm90Barriers::kK, kCuts> k_pipe{barriers.first, leader, there};
-  Pipe<S.stages, Sm90Barriers::kV, kCuts> v_pipe{barriers.first, leader, there};
+  Sm90Pair<S> pair(base, barriers, rank, c * 4 + warp, lane);
+  Pipe<kKeyBuffers, Sm90Barriers::kK> k_pipe{barriers.first, leader};
+  Pipe<S.stages, Sm90Barriers::kV> v_pipe{barriers.first, leader};
   Pipe<sm90_has_planes(S) ? S.planes : 0, Sm90Barriers::kPlanes> planes{barriers.first, leader};
   Pipe<S.q_buffers, Sm90Barriers::kQ> q_pipe{barriers.first, leader};
   Pipe<kHides ? kSm90PreparedBuffers : 0, Sm90Barriers::kPrepared> prepared{barriers.first, leader};
@@ -106,7 +104,7 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
 
   const auto q_rows = SharedTile<kSizes.rows, S.d, kPanelK>{base + kSizes.q_at}.along_columns(c * 64);
   const auto k_rows = SharedTile<S.step, sm90_key_columns(S), kPanelK>{base + kSizes.k_at}.along_columns();
-  const auto v_inside = SharedTile<S.step, S.dv, kPanelV>{base + kSizes.v_at}.along_rows();
+  const auto v_inside = SharedTile<sm90_step_keys(S), S.dv, kPanelV>{base + kSizes.v_at}.along_rows();
   const auto zeros_inside = SharedTile<16, S.dv, kPanelV>{base + kSizes.zeros_at}.along_rows();
   const int fragment_row = warp * 16 + lane % 16;  // of this warpgroup's 64, as ldmatrix and stmatrix take it
   const int fragment_half = lane / 16;
@@ -114,7 +112,7 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
   int stored = -1;  // the buffer of Q that an O of ours may still be leaving through
   // Q is no longer needed.
   const auto leave_q = [&](bool now) {
-    if constexpr (kCuts) {
+    if constexpr (S.pairs) {
       // Without a branch: nothing that a warp without rows does later would join its lanes again.
       barrier_arrive_if(leader && now, barriers.empty(barriers.kQ, int(q_pipe.buffer())));
     } else if constexpr (kDirect) {
@@ -137,6 +135,7 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
   float o[S.dv / 2];
   constexpr int kHeld = S.resident ? S.d / 16 : 0;  // of Q as the A operand: S then reads K alone from shared memory
   u32 q_held[kHeld > 0 ? kHeld : 1][4];
+  u32 p_there[S.pairs ? S.step / 4 : 1];  // the other block's weights
 
   while (true) {
     // ---- which tile ----
@@ -148,7 +147,7 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
     }
     q_pipe.release();  // the tile is read; Q itself is not yet
     const math::Band<int> band = sm90_band<S>(a, m, tile);
-    const math::Interval<int> steps = sm90_steps<S>(tile, band, rank);
+    const math::Interval<int> steps = sm90_steps<S>(tile, band);
     const int top = tile.row + c * 64;
     const int row0 = top + warp * 16 + g;
     const auto q_now = q_rows.buffer(q_pipe.buffer(), kSizes.q);
@@ -170,7 +169,7 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
     const auto issue_scores = [&] {
       prepared.wait();
       wgmma_fence();
-      if constexpr (kCuts) {
+      if constexpr (S.pairs) {
         sm90_multiply_parts<S>(softmax.s, q_now, k_rows, k_pipe);
         return;
       }
@@ -187,10 +186,20 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
       // Of the tile of zeros, which has 16 rows, every instruction takes the same.
       const u32 v_now = first ? zeros_inside.low : v_inside.buffer(v_pipe.buffer(), kSizes.v).low;
       const u32 v_next = first ? 0 : v_inside.kRowBytes;
-      wgmma_fence();
+      const auto multiply_values = [&](const u32* p, int block) {
 #pragma unroll
-      for (int k = 0; k < S.step / 16; ++k) {
-        wgmma_registers<S.type>(o, softmax.p + 4 * k, descriptor(v_now + k * v_next, descriptor_high(kPanelV * 2)));
+        for (int k = 0; k < S.step / 16; ++k) {
+          const u32 at = v_now + (block * (S.step / 16) + k) * v_next;
+          wgmma_registers<S.type>(o, p + 4 * k, descriptor(at, descriptor_high(kPanelV * 2)));
+        }
+      };
+      if constexpr (S.pairs) {
+        pair.hear_weights(p_there);
+      }
+      wgmma_fence();
+      multiply_values(softmax.p, rank);
+      if constexpr (S.pairs) {
+        multiply_values(p_there, rank ^ 1);
       }
       wgmma_commit();
     };
@@ -203,6 +212,11 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
       own_end = steps.begin;
     }
     softmax.start();
+    float merged_lse[2] = {};
+    if constexpr (S.pairs && S.fp32_results) {
+      sm90_forward_merged_lse<S>(a, tile, pair, row0, merged_lse);
+      own_end = int(uniform(u32(own_end)));  // behind a wait ptxas does not see that it is, and serialises products
+    }
     // V of a step comes behind what the next step needs. Where not all of that is there at once (parts of K, one
     // buffer) it is passed over a step later: what it waits for leaves with a turn that this warpgroup would be
     // holding.
@@ -231,11 +245,12 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
 
       using Step = Sm90ForwardStep<S>;
       using Left = typename Step::Left;
-      Step step{a,      m,    tile, band, softmax, scores,       dropout, k_pipe, v_pipe, planes, o,
-                q_pipe, base, c,    top,  row0,    fragment_row, lane,    t,      unit,   n,      careful};
+      Step step{a,      m,    tile, band, softmax, scores,       dropout, pair, k_pipe, v_pipe, planes, o,
+                q_pipe, base, c,    top,  row0,    fragment_row, lane,    t,    unit,   n,      careful};
       // 0 * NaN is NaN: what lies behind the sequence's end must not be there. Every warpgroup writes the same zeros.
       const auto clear_values = [&](int of) {
-        if (const int live = band.seqlen_k - of * S.step; S.ragged && live < S.step) {
+        constexpr int kKeys = sm90_step_keys(S);
+        if (const int live = band.seqlen_k - of * kKeys; S.ragged && live < kKeys) {
           v_pipe.wait();
           sm90_clear_values<S>(base + kSizes.v_at + v_pipe.buffer() * kSizes.v, live, thread);
           sync(own_barrier, 128);
@@ -243,7 +258,7 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
       };
       // V is loaded behind K of the next step and what comes with it. Where these have one buffer, which this step
       // still has, or K comes in parts, nothing may wait for V before it has taken them.
-      constexpr bool kClearsLate = kCuts || S.stages == 1 || S.planes == 1;
+      constexpr bool kClearsLate = S.pairs || S.stages == 1 || S.planes == 1;
       const auto await_values = [&](int of) {
         v_pipe.wait();
         if constexpr (kClearsLate) {
@@ -268,7 +283,7 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
         issue_scores();
         turn_pass();
         if constexpr (!kHides) {
-          scores.mask.load(n * S.step);
+          scores.mask.load(step.key());
         }
         sm90_await_scores<S, 0>(k_pipe);
         pin(softmax.s);
@@ -299,7 +314,7 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
         issue_output(first);
         turn_pass();
         if constexpr (!kHides) {
-          scores.mask.load(n * S.step);
+          scores.mask.load(step.key());
         }
         sm90_await_scores<S, 1>(k_pipe);
         pin(softmax.s);
@@ -318,6 +333,9 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
       issue_output();
       softmax.sum[0] = quad_sum(softmax.sum[0]);
       softmax.sum[1] = quad_sum(softmax.sum[1]);
+      if constexpr (S.pairs) {
+        pair.add(softmax.sum);
+      }
       wgmma_wait<0>();
       pin(o);
       v_pipe.release();
@@ -332,7 +350,7 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
     }
 
     // ---- the end of the rows ----
-    if (!sm90_forward_join<S>(a, m, tile.part, softmax, o, c * 4 + warp, lane)) {
+    if (!sm90_forward_join<S>(a, m, tile.part, softmax, o, rank * S.warps + c * 4 + warp, lane)) {
       q_pipe.next();
       continue;
     }
@@ -341,14 +359,17 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
     }
     float factor[2];
     float there[2] = {};
-    sm90_forward_end_rows<S>(a, tile, softmax, sink, row0, t, factor, there);
+    sm90_forward_end_rows<S>(a, tile, softmax, rank, merged_lse, sink, row0, t, factor, there);
+    const int first_column = rank * S.dv;
+    const int columns = S.pairs ? min(a.out_dim_v - first_column, S.dv) : a.out_dim_v;
     if constexpr (S.split) {
-      sm90_forward_store_part<S>(a, tile, row0, t, o, factor);
+      sm90_forward_store_part<S>(a, tile, first_column, row0, t, o, factor);
     } else if constexpr (S.fp32_results) {
-      store_result<S.type>(a.out, tile.offset(a.out.strides, tile.q_begin), a.results.out, o,
-                           RowFactors{{factor[0], factor[1]}, {there[0], there[1]}}, row0, tile.q_len, a.out_dim_v, t);
+      store_result<S.type>(a.out, tile.offset(a.out.strides, tile.q_begin) + first_column * a.out.strides.col,
+                           a.results.out, o, RowFactors{{factor[0], factor[1]}, {there[0], there[1]}}, row0, tile.q_len,
+                           columns, t);
     } else if (direct) {
-      sm90_forward_store_directly<S>(a, tile, row0, t, o, factor);
+      sm90_forward_store_directly<S>(a, tile, first_column, columns, row0, t, o, factor);
     } else {
       const bool leaving =
           sm90_forward_store<S>(a, m, tile, base + kSizes.q_at + q_pipe.buffer() * kSizes.q, c, thread, o, factor);
@@ -376,7 +397,6 @@ template <auto S>
 __device__ __forceinline__ void sm90_forward_block(const Args& a, const Sm90ForwardArgs& m) {
   constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
   constexpr int kGroups = kSizes.groups;
-  constexpr bool kCuts = sm90_cuts_keys(S);
   constexpr bool kHides = sm90_hides(S);
   // The sum is what a launch has; with more it would wait for ever.
   constexpr bool kNarrow = kGroups < 3 || S.step < 128;
@@ -384,8 +404,8 @@ __device__ __forceinline__ void sm90_forward_block(const Args& a, const Sm90Forw
   constexpr int kRegisters = sm90_forward_registers(S, kRegistersToCopy);
   static_assert(S.type != Type::kFp32 && kGroups <= 3 && (kGroups > 1 || !S.turns));
   static_assert(S.d % 16 == 0 && S.dv % 16 == 0 && S.d <= 512 && S.dv <= 256 && S.step % 16 == 0);
-  static_assert(!kCuts ||
-                (sm90_stores_directly(S) && !S.turns && S.d % sm90_key_columns(S) == 0 && !kHides && !S.resident));
+  static_assert(!S.pairs || (kGroups == 2 && sm90_stores_directly(S) && !S.turns && !S.guess && !S.ahead && !kHides &&
+                             !S.resident && S.d % sm90_key_columns(S) == 0));
   static_assert(S.stages <= 4 && S.planes <= 4 && S.q_buffers <= 4 && sm90_has_planes(S) == (S.planes > 0));
 
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -398,7 +418,7 @@ __device__ __forceinline__ void sm90_forward_block(const Args& a, const Sm90Forw
     barrier_init_fence();
   }
   sm90_forward_constants<S>(base);
-  if constexpr (kCuts) {
+  if constexpr (S.pairs) {
     cluster_sync();
   } else {
     sync();
@@ -421,7 +441,7 @@ __global__ void __launch_bounds__(sm90_forward_sizes(S).threads, sm90_forward_si
   sm90_forward_block<S>(a, m);
 }
 
-// Head dimensions over 256: in clusters.
+// Heads wider than 256: in clusters.
 template <Sm90ForwardSpec S>
 __global__ void __cluster_dims__(sm90_forward_blocks(S), 1, 1) __launch_bounds__(sm90_forward_sizes(S).threads, 1)
     sm90_wide_forward(const __grid_constant__ Args a, const __grid_constant__ Sm90ForwardArgs m) {

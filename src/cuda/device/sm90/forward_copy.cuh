@@ -17,11 +17,10 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
                                                   volatile Sm90Tile* tiles, const Sm90Barriers& barriers) {
   constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
   constexpr int kRows = kSizes.rows;
-  constexpr int kBlocks = sm90_forward_blocks(S);
   constexpr int kPanelK = wide_panel_columns(S.d);
   constexpr int kPanelV = wide_panel_columns(S.dv);
   constexpr int kPlaneBytes = kSizes.bias + kSizes.bias2;
-  const int rank = kBlocks > 1 ? int(cluster_rank()) : 0;  // not uniform(): of one thread
+  const int rank = S.pairs ? int(cluster_rank()) : 0;  // not uniform(): of one thread
   Ring<sm90_key_buffers(S)> ring_k;
   Ring<S.stages> ring_v;
   Ring<S.planes> ring_planes;
@@ -40,7 +39,7 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
         of = m.whole + int(u32(part) / u32(a.splits));
       }
       Sm90Tile tile = sm90_tile<S>(a, m, of);
-      later.row = tile.row + rank * kRows;
+      later.row = tile.row;
       later.head = tile.head;
       later.b = tile.b;
       later.q_begin = tile.q_begin;
@@ -56,7 +55,7 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
         math::Interval<int> steps = sm90_shown_steps<S>(a, tile);
         tile.first_step = steps.begin;
         tile.end_step = steps.end;
-        steps = sm90_steps<S>(tile, sm90_band<S>(a, m, tile), 0);
+        steps = sm90_steps<S>(tile, sm90_band<S>(a, m, tile));
         if constexpr (sm90_has_parts(S)) {
           later.part = part;
           if (part >= 0) {
@@ -68,10 +67,10 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
       }
     }
   };
-  const int cluster = int(blockIdx.x) / kBlocks;
-  const int clusters = int(gridDim.x) / kBlocks;
+  const int cluster = int(blockIdx.x) / sm90_forward_blocks(S);
+  const int clusters = int(gridDim.x) / sm90_forward_blocks(S);
   // Where tiles take different times, the next is taken with the last loads: the block that is free first takes it.
-  constexpr bool kLate = kBlocks == 1 && (S.banded || S.ragged || sm90_skips(S));
+  constexpr bool kLate = !S.pairs && (S.banded || S.ragged || sm90_skips(S));
   const auto take = [&] {
     return S.ragged || m.schedule != nullptr ? int(gridDim.x + atomicAdd(&m.schedule->next, 1u)) : count;
   };
@@ -84,19 +83,9 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
       if (number >= count) {
         tiles[ring_q.buffer()].b = -1;
         barrier_arrive(full);
-        if constexpr (kBlocks > 1) {
-          // The other block says in this one what it has read: this one stays until all has been said.
-          const auto await_readers = [](auto ring, u32 empty) {
-            for (int i = 0; i < ring.kCount; ++i, ring.next()) {
-              barrier_wait(empty + 8 * ring.buffer(), ring.parity() ^ 1);
-            }
-          };
-          await_readers(ring_k, barriers.empty(barriers.kK, 0));
-          await_readers(ring_v, barriers.empty(barriers.kV, 0));
-        }
         return;
       }
-      if constexpr (kBlocks > 1) {
+      if constexpr (S.pairs) {
         // Both blocks come to the same tiles by counting: to and fro, since the first of a round are the longest.
         next += 2 * (forth ? clusters - 1 - cluster : cluster) + 1;
         forth = !forth;
@@ -133,7 +122,7 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
         if constexpr (S.shifted) {
           tile.b = here.b;  // whose positions they are
         }
-        steps = sm90_steps<S>(tile, sm90_band<S>(a, m, tile), rank);
+        steps = sm90_steps<S>(tile, sm90_band<S>(a, m, tile));
       }
       const auto at = [&](const Has& has, int column, int row, int head) {
         return Coordinates{column, row, head * has.head, here.b2 * has.batch2, here.b1 * has.batch1};
@@ -146,14 +135,6 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
       }
       ring_q.next();
 
-      // Panel p of K or V: for both blocks, by one of them.
-      const auto load = [&](int p, u32 to, const TensorMap& map, u32 k_or_v_full, const Coordinates& from) {
-        if constexpr (kBlocks == 1) {
-          tensor_load(to, map, k_or_v_full, from);
-        } else if (p % kBlocks == rank) {
-          tensor_load_both(to, map, k_or_v_full, from);
-        }
-      };
       const auto load_k = [&](int n) {
         constexpr int kPanels = sm90_forward_panels(sm90_key_columns(S));
 #pragma unroll 1
@@ -163,25 +144,28 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
           barrier_expect(k_full, S.step * kPanels * kPanelK * 2);
 #pragma unroll 1
           for (int p = 0; p < kPanels; ++p) {
-            load(p, base + kSizes.k_at + ring_k.buffer() * kSizes.k + p * S.step * kPanelK * 2, m.k, k_full,
-                 at(m.has_k, (part * kPanels + p) * kPanelK, here.k_begin + n * S.step, here.head_k));
+            tensor_load(
+                base + kSizes.k_at + ring_k.buffer() * kSizes.k + p * S.step * kPanelK * 2, m.k, k_full,
+                at(m.has_k, (part * kPanels + p) * kPanelK, here.k_begin + sm90_first_key<S>(n, rank), here.head_k));
           }
           ring_k.next();
         }
         if constexpr (sm90_has_planes(S)) {
           const u32 buffer = ring_planes.buffer();
+          const int key = sm90_first_key<S>(n, rank);
           barrier_wait(barriers.empty(barriers.kPlanes, buffer), ring_planes.parity() ^ 1);
           const u32 planes_full = barriers.full(barriers.kPlanes, buffer);
           int keys = 0;  // of the key term, whose rows are padded to 16 bytes
           if constexpr (S.key_term) {
-            keys = min(S.step, (here.k_len - n * S.step + 3) / 4 * 4);
+            keys = min(S.step, (here.k_len - key + 3) / 4 * 4);
+            keys = S.pairs ? max(keys, 0) : keys;
           }
           barrier_expect(planes_full, kPlaneBytes + keys * 4);
           const auto load_bias = [&](const TensorMap& map, const Has& has, int place, int bytes, int panel) {
 #pragma unroll 1
             for (int p = 0; p < S.step / panel; ++p) {
               tensor_load(base + place + buffer * bytes + p * (bytes * panel / S.step), map, planes_full,
-                          at(has, n * S.step + p * panel, here.row, here.head));
+                          at(has, key + p * panel, here.row, here.head));
             }
           };
           if constexpr (S.bias != BiasTile::kNone) {
@@ -194,7 +178,9 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
             const math::Strides& strides = a.key_term.strides;
             const float* const from = static_cast<const float*>(a.key_term.data) + here.b1 * strides.batch1 +
                                       here.b2 * strides.batch2 + here.head * strides.head;
-            bulk_load(base + kSizes.key_term_at + buffer * kSizes.key_term, from + n * S.step, keys * 4, planes_full);
+            if (!S.pairs || keys > 0) {
+              bulk_load(base + kSizes.key_term_at + buffer * kSizes.key_term, from + key, keys * 4, planes_full);
+            }
           }
           ring_planes.next();
         }
@@ -202,11 +188,12 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
       const auto load_v = [&](int n) {
         barrier_wait(barriers.empty(barriers.kV, ring_v.buffer()), ring_v.parity() ^ 1);
         const u32 v_full = barriers.full(barriers.kV, ring_v.buffer());
-        barrier_expect(v_full, S.step * sm90_forward_panels(S.dv) * kPanelV * 2);
+        constexpr int kKeys = sm90_step_keys(S);
+        barrier_expect(v_full, kKeys * sm90_forward_panels(S.dv) * kPanelV * 2);
 #pragma unroll 1
         for (int p = 0; p < sm90_forward_panels(S.dv); ++p) {
-          load(p, base + kSizes.v_at + ring_v.buffer() * kSizes.v + p * S.step * kPanelV * 2, m.v, v_full,
-               at(m.has_v, p * kPanelV, here.k_begin + n * S.step, here.head_k));
+          tensor_load(base + kSizes.v_at + ring_v.buffer() * kSizes.v + p * kKeys * kPanelV * 2, m.v, v_full,
+                      at(m.has_v, rank * S.dv + p * kPanelV, here.k_begin + n * kKeys, here.head_k));
         }
         ring_v.next();
       };

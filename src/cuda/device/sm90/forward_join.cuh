@@ -13,8 +13,8 @@
 
 namespace fovea::cuda {
 
-// A warp's 16 rows. number: of the part among all parts; warp: among those that compute. True: these are the rows of
-// all parts.
+// A warp's 16 rows. number: of the part among all parts; warp: among those that compute, of both blocks of a pair.
+// True: these are the rows of all parts.
 template <auto S>
 __device__ __forceinline__ bool sm90_forward_join(const Args& a, const Sm90ForwardArgs& m, int number,
                                                   Sm90Softmax<S>& softmax, float (&o)[S.dv / 2], int warp, int lane) {
@@ -22,7 +22,7 @@ __device__ __forceinline__ bool sm90_forward_join(const Args& a, const Sm90Forwa
     return true;
   }
   const int tile = int(u32(number) / u32(a.splits));
-  const auto piece = [&](int of) { return i64(of) * S.warps + warp; };
+  const auto piece = [&](int of) { return i64(of) * (S.warps * sm90_forward_blocks(S)) + warp; };
   const auto out = [&](int of) { return a.partial_out + piece(of) * (16 * S.dv) + lane * 4; };
   const auto ends = [&](int of) { return a.partial_sum + piece(of) * 128 + lane * 4; };  // of this lane's rows
   store_fragments(out(number), o);

@@ -7,8 +7,10 @@
 
 #include "cuda/device/score/sm90_softmax.cuh"
 #include "cuda/device/sm90/forward_copy.cuh"
+#include "cuda/device/sm90/forward_pair.cuh"
 #include "cuda/device/tile/accumulator.cuh"
 #include "cuda/device/tile/result.cuh"
+#include "math/merge.h"
 
 namespace fovea::cuda {
 
@@ -17,47 +19,67 @@ __device__ __forceinline__ i64 sm90_row_of_part(const Args& a, const Sm90Tile& t
   return padded_row(a.rows, tile.b, {.q_begin = tile.q_begin}) + row;
 }
 
-// O times `factor`, with all of its columns.
+// O times `factor`, with all of its columns, from `column` on.
 template <auto S>
-__device__ __forceinline__ void sm90_forward_store_part(const Args& a, const Sm90Tile& tile, int row, int t,
+__device__ __forceinline__ void sm90_forward_store_part(const Args& a, const Sm90Tile& tile, int column, int row, int t,
                                                         const float (&o)[S.dv / 2], const float (&factor)[2]) {
+  constexpr int kColumns = sm90_all_columns(S);
   const i64 heads = a.rows.heads_q;
   const i64 at = (tile.part % a.splits * a.padded_rows + sm90_row_of_part(a, tile, 0)) * heads + tile.head;
-  store_result_by_fours(a.partial_out + at * S.dv, heads * S.dv, false, o, RowFactors{{factor[0], factor[1]}, {}}, row,
-                        tile.q_len, S.dv, t);
+  store_result_by_fours(a.partial_out + at * kColumns + column, heads * kColumns, false, o,
+                        RowFactors{{factor[0], factor[1]}, {}}, row, tile.q_len, S.dv, t);
+}
+
+// Where out is merged: the logsumexp that is there. The first block of a pair reads it, since it replaces it later, and
+// tells the other.
+template <auto S>
+__device__ __forceinline__ void sm90_forward_merged_lse(const Args& a, const Sm90Tile& tile, Sm90Pair<S>& pair,
+                                                        int row0, float (&lse)[2]) {
+#pragma unroll
+  for (int x = 0; x < 2; ++x) {
+    const int row = row0 + 8 * x;
+    const bool reads = a.results.out.adds && pair.rank == 0 && row < tile.q_len;
+    lse[x] = reads ? static_cast<const float*>(a.lse.data)[tile.offset(a.lse.strides, tile.q_begin + row)] : -kInfinity;
+  }
+  pair.take_first(lse);
 }
 
 // The end of this thread's rows: what their O is multiplied by, and their logsumexp, which is stored. there: what an O
-// that they are merged with is multiplied by. With Spec::split the reference and the sum, see generic_combine.
+// that they are merged with is multiplied by. With Spec::split the reference and the sum, see generic_combine. Of a
+// pair the first block stores, and merged_lse is what sm90_forward_merged_lse() found.
 template <auto S>
 __device__ __forceinline__ void sm90_forward_end_rows(const Args& a, const Sm90Tile& tile, Sm90Softmax<S>& softmax,
-                                                      float sink, int row0, int t, float (&factor)[2],
-                                                      float (&there)[2]) {
+                                                      int rank, const float (&merged_lse)[2], float sink, int row0,
+                                                      int t, float (&factor)[2], float (&there)[2]) {
 #pragma unroll
   for (int x = 0; x < 2; ++x) {
     float logsumexp;
     softmax.end(x, sink, keep_scale<S>(a), factor[x], logsumexp);
     const int row = row0 + 8 * x;
+    const bool stores = t == 0 && rank == 0 && row < tile.q_len;
     if constexpr (S.split) {
-      if (t == 0 && row < tile.q_len) {
+      if (stores) {
         const i64 part = tile.part % a.splits;
         const i64 at = (part * a.rows.heads_q + tile.head) * a.padded_rows + sm90_row_of_part(a, tile, row);
         reinterpret_cast<float2*>(a.partial_sum)[at] = softmax.of_part(x);
       }
       continue;
     }
+    float* const lse = static_cast<float*>(a.lse.data) + tile.offset(a.lse.strides, tile.q_begin + row);
     if constexpr (S.fp32_results) {
       if (a.results.out.adds) {
         const math::Merge<float> merged =
-            merge_row(static_cast<float*>(a.lse.data) + tile.offset(a.lse.strides, tile.q_begin + row), logsumexp,
-                      row < tile.q_len, t == 0);
+            S.pairs ? math::merge(merged_lse[x], logsumexp) : merge_row(lse, logsumexp, row < tile.q_len, t == 0);
         factor[x] *= merged.of_new;
         there[x] = merged.of_old;
+        if (S.pairs && stores) {
+          *lse = merged.lse;
+        }
         continue;
       }
     }
-    if (a.lse.data != nullptr && t == 0 && row < tile.q_len) {
-      static_cast<float*>(a.lse.data)[tile.offset(a.lse.strides, tile.q_begin + row)] = logsumexp;
+    if (a.lse.data != nullptr && stores) {
+      *lse = logsumexp;
     }
   }
 }
@@ -71,28 +93,31 @@ static_assert(are_apart({kForwardTurn, kForwardGroup, kForwardGroups}));
 // Rows of V from `live` on, in all panels; a warpgroup's barrier is to follow.
 template <auto S>
 __device__ __forceinline__ void sm90_clear_values(u32 to, int live, int thread) {
+  constexpr int kKeys = sm90_step_keys(S);
   constexpr int kPanel = wide_panel_columns(S.dv);
   constexpr int kChunks = sm90_forward_panels(S.dv) * (kPanel / 8);
-  for (int i = thread; i < (S.step - live) * kChunks; i += 128) {
+  for (int i = thread; i < (kKeys - live) * kChunks; i += 128) {
     const int row = live + i / kChunks;
     const int chunk = i % kChunks;
     // Rows of a panel keep their chunks, so that all chunks of a row may be zeroed unswizzled: all of a panel's.
-    store_shared(to + chunk / (kPanel / 8) * S.step * kPanel * 2 + row * kPanel * 2 + chunk % (kPanel / 8) * 16,
+    store_shared(to + chunk / (kPanel / 8) * kKeys * kPanel * 2 + row * kPanel * 2 + chunk % (kPanel / 8) * 16,
                  uint4{0, 0, 0, 0});
   }
   fence_async();
 }
 
-// O times `factor` from registers.
+// O times `factor` from registers, to so many columns from `column` on.
 template <auto S>
-__device__ __forceinline__ void sm90_forward_store_directly(const Args& a, const Sm90Tile& tile, int row, int t,
-                                                            float (&o)[S.dv / 2], const float (&factor)[2]) {
+__device__ __forceinline__ void sm90_forward_store_directly(const Args& a, const Sm90Tile& tile, int column,
+                                                            int columns, int row, int t, float (&o)[S.dv / 2],
+                                                            const float (&factor)[2]) {
 #pragma unroll
   for (int i = 0; i < S.dv / 2; ++i) {
     o[i] *= factor[i / 2 % 2];
   }
-  store_accumulator<S.type>(static_cast<u16*>(a.out.data) + tile.offset(a.out.strides, tile.q_begin), a.out.strides, o,
-                            1.f, row, tile.q_len, a.out_dim_v, !sm90_has_parts(S) || a.vector_stores, t);
+  u16* const out = static_cast<u16*>(a.out.data) + tile.offset(a.out.strides, tile.q_begin);
+  store_accumulator<S.type>(out + column * a.out.strides.col, a.out.strides, o, 1.f, row, tile.q_len, columns,
+                            !sm90_has_parts(S) || a.vector_stores, t);
 }
 
 // O times `factor`, of warpgroup c's rows, through `place`, the tile's buffer of Q. True: a tensor store that thread 0

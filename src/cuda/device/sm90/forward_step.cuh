@@ -8,6 +8,7 @@
 #include "cuda/device/score/sm90_forward_scores.cuh"
 #include "cuda/device/score/sm90_softmax.cuh"
 #include "cuda/device/sm90/forward_copy.cuh"
+#include "cuda/device/sm90/forward_pair.cuh"
 #include "cuda/device/sm90/forward_sizes.h"
 #include "cuda/device/tile/pipe.cuh"
 
@@ -43,7 +44,7 @@ __device__ __forceinline__ void sm90_multiply_parts(float (&s)[S.step / 2], cons
 template <auto S, int kLater, int kParts = sm90_key_parts_left(S), class KeyPipe>
 __device__ __forceinline__ void sm90_await_scores(KeyPipe& keys) {
   wgmma_wait<kParts - 1 + kLater>();
-  if constexpr (sm90_cuts_keys(S)) {
+  if constexpr (S.pairs) {
     keys.release();
     keys.next();
   }
@@ -58,7 +59,6 @@ struct Sm90ForwardStep {
   static constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
   static constexpr bool kPeels = sm90_peels(S);
   static constexpr bool kHides = sm90_hides(S);
-  static constexpr bool kCuts = sm90_cuts_keys(S);
 
   const Args& a;
   const Sm90ForwardArgs& m;
@@ -67,8 +67,9 @@ struct Sm90ForwardStep {
   Sm90Softmax<S>& softmax;
   Sm90ForwardScores<S>& scores;
   Sm90Decisions<S>& dropout;
-  Pipe<sm90_key_buffers(S), Sm90Barriers::kK, kCuts>& k_pipe;
-  Pipe<S.stages, Sm90Barriers::kV, kCuts>& v_pipe;
+  Sm90Pair<S>& pair;
+  Pipe<sm90_key_buffers(S), Sm90Barriers::kK>& k_pipe;
+  Pipe<S.stages, Sm90Barriers::kV>& v_pipe;
   Pipe<sm90_has_planes(S) ? S.planes : 0, Sm90Barriers::kPlanes>& planes;
   float (&o)[S.dv / 2];
   Pipe<S.q_buffers, Sm90Barriers::kQ>& q_pipe;
@@ -82,10 +83,12 @@ struct Sm90ForwardStep {
   // What is left to settle() of a step.
   enum class Left { kNothing, kMoving, kExact, kAgain };
 
+  __device__ __forceinline__ int key() const { return sm90_first_key<S>(n, pair.rank); }
+
   template <bool kAtEnd, bool kAgain>
   __device__ __forceinline__ void finish() {
-    scores.template finish<kAgain, kAgain || (kPeels && kAtEnd)>(softmax.s, a, m, planes.buffer(), n * S.step);
-    scores.template mask_edge<kAtEnd>(softmax.s, band, top, row0, n * S.step, t);
+    scores.template finish<kAgain, kAgain || (kPeels && kAtEnd)>(softmax.s, a, m, planes.buffer(), key());
+    scores.template mask_edge<kAtEnd>(softmax.s, band, top, row0, key(), t);
   }
   // From the dot products of step n to P, or to what is left to settle().
   // Note: wgmma_wait is for a whole warpgroup. Its warps branch each by itself, so all of them must come to the
@@ -103,7 +106,7 @@ struct Sm90ForwardStep {
     };
     const auto make_p = [&] {
       if constexpr (!S.early) {
-        dropout.draw(n * S.step, t);
+        dropout.draw(key(), t);
       }
       softmax.convert(dropout);
     };
@@ -112,7 +115,7 @@ struct Sm90ForwardStep {
         return Left::kExact;
       }
       if constexpr (S.early && S.ahead) {
-        dropout.draw(n * S.step, t);  // between the powers
+        dropout.draw(key(), t);  // between the powers
       }
       float parts[4] = {};  // of the rows' sums over the step
       softmax.weigh(unit, parts);
@@ -142,21 +145,30 @@ struct Sm90ForwardStep {
         softmax.start();
       }
     }
-    if constexpr (kCuts) {
+    if constexpr (S.pairs) {
+      const float largest[2] = {softmax.largest(a, 0), softmax.largest(a, 1)};
+      pair.tell(largest);
       if constexpr (S.early) {
-        dropout.draw(n * S.step, t);
+        dropout.draw(key(), t);
       }
-      const float factor0 = softmax.raise_row(a, 0);
-      const float factor1 = softmax.raise_row(a, 1);
+      const float2 told = pair.hear();
+      const float factor0 = softmax.raise_row(0, fmaxf(largest[0], told.x));
+      const float factor1 = softmax.raise_row(1, fmaxf(largest[1], told.y));
+      if constexpr (!S.early) {
+        dropout.draw(key(), t);
+      }
+      u32 p[S.step / 4];
+      softmax.convert_ahead(dropout, p);
+      pair.tell_weights(p);
       await_output();
+      softmax.convert(dropout);
       scale_row(fragment_of(o), 0, factor0);
       scale_row(fragment_of(o), 1, factor1);
-      make_p();
       return Left::kNothing;
     }
     if constexpr (!S.ahead) {
       if (S.early && !careful) {
-        dropout.draw(n * S.step, t);
+        dropout.draw(key(), t);
       }
       await_output();
     }
@@ -171,7 +183,7 @@ struct Sm90ForwardStep {
   }
   // What is rare, and long: here once for all steps.
   __device__ __forceinline__ void settle(Left left) {
-    if (!kCuts && left != Left::kNothing) {
+    if (!S.pairs && left != Left::kNothing) {
       if (left == Left::kMoving) {
         softmax.move_references(o);
       } else {
@@ -182,11 +194,11 @@ struct Sm90ForwardStep {
         }
         if constexpr (kHides) {  // a hidden key that holds NaN: the product cannot hide it
           scores.mask.find(a, tile, band, row0, t);
-          scores.mask.load(n * S.step);
+          scores.mask.load(key());
           scores.mask.hide(softmax.s);
         }
         if (!S.early || left == Left::kExact) {
-          dropout.draw(n * S.step, t);
+          dropout.draw(key(), t);
         }
         softmax.exactly(a, o);
         careful = softmax.must_be_exact();
@@ -194,7 +206,7 @@ struct Sm90ForwardStep {
       }
       softmax.convert(dropout);
     }
-    if constexpr (!kCuts) {
+    if constexpr (!S.pairs) {
       k_pipe.next();
     }
     planes.release();

@@ -13,6 +13,7 @@ namespace fovea::cuda {
 
 struct Sm90Barriers {
   static constexpr int kQ = 0, kK = 64, kV = 128, kPlanes = 192, kPrepared = 256;  // of a ring: full, then empty
+  static constexpr int kPair = 320;                                                // three a warp: Sm90Pair
   u32 first;
   __device__ __forceinline__ u32 full(int ring, int i) const { return first + ring + 8 * i; }
   __device__ __forceinline__ u32 empty(int ring, int i) const { return first + ring + kPipeEmpty + 8 * i; }
@@ -30,12 +31,16 @@ struct Sm90Barriers {
       }
     };
     init_ring(kQ, S.q_buffers, 1, (sm90_stores_directly(S) ? 8 : 5) * kGroups + 32 * kPreparing);
-    constexpr int kReaders = 4 * kGroups * sm90_forward_blocks(S);
-    init_ring(kK, sm90_key_buffers(S), 1, kReaders);
-    init_ring(kV, S.stages, 1, kReaders);
+    init_ring(kK, sm90_key_buffers(S), 1, 4 * kGroups);
+    init_ring(kV, S.stages, 1, 4 * kGroups);
     init_ring(kPlanes, S.planes, 1, 4 * kGroups);
     if constexpr (kPreparing > 0) {
       init_ring(kPrepared, kSm90PreparedBuffers, kPreparing, 4 * kGroups);
+    }
+    if constexpr (S.pairs) {
+      for (int i = 0; i < 3 * S.warps; ++i) {
+        barrier_init(first + kPair + 8 * i, 1);
+      }
     }
   }
 };
@@ -89,7 +94,7 @@ __device__ __forceinline__ Sm90Tile sm90_read_tile(u32 tile) {
 // first. Sequences of different lengths are numbered one after the other, each with all of its heads.
 template <auto S>
 __device__ __forceinline__ Sm90Tile sm90_tile(const Args& a, const Sm90ForwardArgs& m, int number) {
-  constexpr int kRows = sm90_forward_sizes(S).all_rows;
+  constexpr int kRows = sm90_forward_sizes(S).rows;
   Sm90Tile tile{};
   u32 in_group = u32(number);
   // Opaque, or the reciprocals that divisions take would be made once and kept.
@@ -131,27 +136,31 @@ __device__ __forceinline__ Sm90Tile sm90_tile(const Args& a, const Sm90ForwardAr
 // This block's number in its cluster.
 template <auto S>
 __device__ __forceinline__ int sm90_forward_rank() {
-  return sm90_forward_blocks(S) > 1 ? int(uniform(cluster_rank())) : 0;
+  return S.pairs ? int(uniform(cluster_rank())) : 0;
 }
 
 // Steps whose keys any of these rows of the tile meets.
 template <auto S>
 __device__ __forceinline__ math::Interval<int> sm90_steps(const Sm90Tile& tile, const math::Band<int>& band, int row,
                                                           int rows) {
+  constexpr int kKeys = sm90_step_keys(S);
   const math::Interval<int> keys = band.keys_of_rows(row, min(row + rows, band.seqlen_q));
-  math::Interval<int> steps{S.left_edge ? keys.begin / S.step : 0,
-                            ((S.banded ? keys.end : band.seqlen_k) + S.step - 1) / S.step};
+  math::Interval<int> steps{S.left_edge ? keys.begin / kKeys : 0,
+                            ((S.banded ? keys.end : band.seqlen_k) + kKeys - 1) / kKeys};
   if constexpr (sm90_keeps_steps(S)) {
     steps = {max(steps.begin, tile.first_step), min(steps.end, tile.end_step)};
   }
   return steps;
 }
-
-// Steps of all blocks of the cluster.
 template <auto S>
-__device__ __forceinline__ math::Interval<int> sm90_steps(const Sm90Tile& tile, const math::Band<int>& band, int rank) {
-  constexpr Sm90ForwardSizes kSizes = sm90_forward_sizes(S);
-  return sm90_steps<S>(tile, band, tile.row - rank * kSizes.rows, kSizes.all_rows);
+__device__ __forceinline__ math::Interval<int> sm90_steps(const Sm90Tile& tile, const math::Band<int>& band) {
+  return sm90_steps<S>(tile, band, tile.row, sm90_forward_sizes(S).rows);
+}
+
+// The first key that the block of this rank makes scores of, in step n.
+template <auto S>
+__device__ __forceinline__ int sm90_first_key(int n, int rank) {
+  return n * sm90_step_keys(S) + rank * S.step;
 }
 
 // Part `part` of `parts` about equal ones.
@@ -164,14 +173,15 @@ __device__ __forceinline__ math::Interval<int> sm90_steps_of_part(const math::In
 // All steps of the tile; with a mask of keys those between which it shows any.
 template <auto S>
 __device__ __forceinline__ math::Interval<int> sm90_shown_steps(const Args& a, const Sm90Tile& tile) {
-  constexpr u32 kBits = S.step < 128 ? (1u << S.step / 4) - 1 : ~0u;
-  math::Interval<int> steps{0, (tile.k_len + S.step - 1) / S.step};
+  constexpr int kKeys = sm90_step_keys(S);
+  constexpr u32 kBits = kKeys < 128 ? (1u << kKeys / 4) - 1 : ~0u;
+  math::Interval<int> steps{0, (tile.k_len + kKeys - 1) / kKeys};
   if constexpr (!sm90_skips(S)) {
     return steps;
   }
   const u32* const words = static_cast<const u32*>(a.mask.data) + tile.offset(a.mask.strides, 0);
   const auto hidden = [&](int step) {
-    const int key = step * S.step;
+    const int key = step * kKeys;
     const uint4 x = __ldg(reinterpret_cast<const uint4*>(words + key / 128 * 4));
     return ((x.x | x.y | x.z | x.w) >> key % 128 / 4 & kBits) == 0;
   };

@@ -25,11 +25,12 @@ struct Sm90ForwardTiles {
   bool often = false;      // dropout's threshold is over 0x7c00: about half of the numbers, or more, are dropped
   bool split = false;      // a tile has a part of its keys; partial results go to the workspace
   bool joins = false;      // the last tiles, or all, have parts, too, and the part that ends last puts them together
+  bool pairs = false;      // two blocks have a tile: each half of a step's keys, and half of V's columns, `dv`
 
   friend constexpr bool operator==(const Sm90ForwardTiles&, const Sm90ForwardTiles&) = default;
 };
 FOVEA_FIELDS(Sm90ForwardTiles, warps, step, stages, ctas, q_buffers, planes, resident, ahead, left_edge, turns, guess,
-             prepared, early, often, split, joins)
+             prepared, early, often, split, joins, pairs)
 
 struct Sm90ForwardSpec : Features, Sm90ForwardTiles {
   friend constexpr bool operator==(const Sm90ForwardSpec&, const Sm90ForwardSpec&) = default;

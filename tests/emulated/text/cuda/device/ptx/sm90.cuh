@@ -53,9 +53,6 @@ inline emulated::Place place_of(const Coordinates& at) { return {{at.column, at.
 inline void tensor_load(u32 to, const TensorMap& map, u32 barrier, const Coordinates& at) {
   emulated::tensor_load(to, &map, barrier, place_of(at));
 }
-inline void tensor_load_both(u32 to, const TensorMap& map, u32 barrier, const Coordinates& at) {
-  emulated::tensor_load_both(to, &map, barrier, place_of(at));
-}
 inline void tensor_prefetch(const TensorMap&, const Coordinates&) {}
 inline void tensor_store(const TensorMap& map, u32 from, const Coordinates& at) {
   emulated::tensor_store(&map, from, place_of(at));
