@@ -78,21 +78,9 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
   Pipe<S.q_buffers, Sm90Barriers::kQ> q_pipe{barriers.first, leader};
   Pipe<kHides ? kSm90PreparedBuffers : 0, Sm90Barriers::kPrepared> prepared{barriers.first, leader};
 
-  constexpr bool kTurns = S.turns;  // each warpgroup passes the turn on to the next
   const int own_barrier = kForwardGroup[c];
-  const auto turn_wait = [&] {
-    if constexpr (kTurns) {
-      sync(kForwardTurn[c], 256);
-    }
-  };
-  const auto turn_pass = [&] {
-    if constexpr (kTurns) {
-      arrive(kForwardTurn[c + 1 == kSizes.groups ? 0 : c + 1], 256);
-    }
-  };
-  if (kTurns && c == kSizes.groups - 1) {
-    arrive(kForwardTurn[0], 256);
-  }
+  const Sm90Turns<S> turns{c};
+  turns.begin();
   Sm90Decisions<S> dropout;
   const auto next_prepared = [&] {
     if constexpr (kHides) {
@@ -220,10 +208,10 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
     // V of a step comes behind what the next step needs. Where not all of that is there at once (parts of K, one
     // buffer) it is passed over a step later: what it waits for leaves with a turn that this warpgroup would be
     // holding.
-    constexpr bool kLate = kKeyBuffers < kKeyParts || (S.banded && kTurns && (S.stages == 1 || S.planes == 1));
+    constexpr bool kLate = kKeyBuffers < kKeyParts || (S.banded && S.turns && (S.stages == 1 || S.planes == 1));
     bool owed = false;
     for (int n = steps.end - 1; n >= own_end && n >= steps.begin; --n) {
-      turn_wait();
+      turns.wait();
 #pragma unroll
       for (int part = 0; part < kKeyParts; ++part) {
         k_pipe.skip();
@@ -233,7 +221,7 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
         v_pipe.skip();
       }
       owed = true;
-      turn_pass();
+      turns.pass();
       prepared.wait();
       next_prepared();
     }
@@ -279,9 +267,9 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
       Left left = Left::kNothing;
       if constexpr (kPeels) {
         k_pipe.wait();
-        turn_wait();
+        turns.wait();
         issue_scores();
-        turn_pass();
+        turns.pass();
         if constexpr (!kHides) {
           scores.mask.load(step.key());
         }
@@ -306,13 +294,13 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
           --n;
         }
         k_pipe.wait();
-        turn_wait();
+        turns.wait();
         issue_scores();
         if (!first) {
           await_values(n + 1);
         }
         issue_output(first);
-        turn_pass();
+        turns.pass();
         if constexpr (!kHides) {
           scores.mask.load(step.key());
         }
@@ -360,16 +348,8 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
     float factor[2];
     float there[2] = {};
     sm90_forward_end_rows<S>(a, tile, softmax, rank, merged_lse, sink, row0, t, factor, there);
-    const int first_column = rank * S.dv;
-    const int columns = S.pairs ? min(a.out_dim_v - first_column, S.dv) : a.out_dim_v;
-    if constexpr (S.split) {
-      sm90_forward_store_part<S>(a, tile, first_column, row0, t, o, factor);
-    } else if constexpr (S.fp32_results) {
-      store_result<S.type>(a.out, tile.offset(a.out.strides, tile.q_begin) + first_column * a.out.strides.col,
-                           a.results.out, o, RowFactors{{factor[0], factor[1]}, {there[0], there[1]}}, row0, tile.q_len,
-                           columns, t);
-    } else if (direct) {
-      sm90_forward_store_directly<S>(a, tile, first_column, columns, row0, t, o, factor);
+    if (direct) {
+      sm90_forward_store_directly<S>(a, tile, rank, row0, t, o, factor, there);
     } else {
       const bool leaving =
           sm90_forward_store<S>(a, m, tile, base + kSizes.q_at + q_pipe.buffer() * kSizes.q, c, thread, o, factor);
@@ -385,9 +365,7 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
     }
     q_pipe.next();
   }
-  if (kTurns && c == 0) {
-    sync(kForwardTurn[0], 256);  // the last turn that was passed
-  }
+  turns.end();
   if (thread == 0) {
     bulk_wait_read();
   }

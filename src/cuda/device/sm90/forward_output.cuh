@@ -19,17 +19,6 @@ __device__ __forceinline__ i64 sm90_row_of_part(const Args& a, const Sm90Tile& t
   return padded_row(a.rows, tile.b, {.q_begin = tile.q_begin}) + row;
 }
 
-// O times `factor`, with all of its columns, from `column` on.
-template <auto S>
-__device__ __forceinline__ void sm90_forward_store_part(const Args& a, const Sm90Tile& tile, int column, int row, int t,
-                                                        const float (&o)[S.dv / 2], const float (&factor)[2]) {
-  constexpr int kColumns = sm90_all_columns(S);
-  const i64 heads = a.rows.heads_q;
-  const i64 at = (tile.part % a.splits * a.padded_rows + sm90_row_of_part(a, tile, 0)) * heads + tile.head;
-  store_result_by_fours(a.partial_out + at * kColumns + column, heads * kColumns, false, o,
-                        RowFactors{{factor[0], factor[1]}, {}}, row, tile.q_len, S.dv, t);
-}
-
 // Where out is merged: the logsumexp that is there. The first block of a pair reads it, since it replaces it later, and
 // tells the other.
 template <auto S>
@@ -84,12 +73,6 @@ __device__ __forceinline__ void sm90_forward_end_rows(const Args& a, const Sm90T
   }
 }
 
-// Named barriers of sm90_forward.
-inline constexpr NamedBarriers kForwardTurn{1, 3};   // of each warpgroup that computes: its turn to issue products
-inline constexpr NamedBarriers kForwardGroup{4, 3};  // of each of them: its own threads
-inline constexpr NamedBarriers kForwardGroups{7};    // of all that compute
-static_assert(are_apart({kForwardTurn, kForwardGroup, kForwardGroups}));
-
 // Rows of V from `live` on, in all panels; a warpgroup's barrier is to follow.
 template <auto S>
 __device__ __forceinline__ void sm90_clear_values(u32 to, int live, int thread) {
@@ -106,18 +89,32 @@ __device__ __forceinline__ void sm90_clear_values(u32 to, int live, int thread) 
   fence_async();
 }
 
-// O times `factor` from registers, to so many columns from `column` on.
+// O times `factor` from registers: this block's columns of it, and `there` times what out is merged with. With
+// Spec::split it is what generic_combine reads.
 template <auto S>
-__device__ __forceinline__ void sm90_forward_store_directly(const Args& a, const Sm90Tile& tile, int column,
-                                                            int columns, int row, int t, float (&o)[S.dv / 2],
-                                                            const float (&factor)[2]) {
+__device__ __forceinline__ void sm90_forward_store_directly(const Args& a, const Sm90Tile& tile, int rank, int row,
+                                                            int t, float (&o)[S.dv / 2], const float (&factor)[2],
+                                                            const float (&there)[2]) {
+  const int first = rank * S.dv;
+  const int columns = S.pairs ? min(a.out_dim_v - first, S.dv) : a.out_dim_v;
+  const RowFactors factors{{factor[0], factor[1]}, {there[0], there[1]}};
+  const i64 at = tile.offset(a.out.strides, tile.q_begin) + first * a.out.strides.col;
+  if constexpr (S.split) {
+    constexpr int kColumns = sm90_all_columns(S);
+    const i64 heads = a.rows.heads_q;
+    const i64 part = (tile.part % a.splits * a.padded_rows + sm90_row_of_part(a, tile, 0)) * heads + tile.head;
+    store_result_by_fours(a.partial_out + part * kColumns + first, heads * kColumns, false, o, factors, row, tile.q_len,
+                          S.dv, t);
+  } else if constexpr (S.fp32_results) {
+    store_result<S.type>(a.out, at, a.results.out, o, factors, row, tile.q_len, columns, t);
+  } else {
 #pragma unroll
-  for (int i = 0; i < S.dv / 2; ++i) {
-    o[i] *= factor[i / 2 % 2];
+    for (int i = 0; i < S.dv / 2; ++i) {
+      o[i] *= factor[i / 2 % 2];
+    }
+    store_accumulator<S.type>(static_cast<u16*>(a.out.data) + at, a.out.strides, o, 1.f, row, tile.q_len, columns,
+                              !sm90_has_parts(S) || a.vector_stores, t);
   }
-  u16* const out = static_cast<u16*>(a.out.data) + tile.offset(a.out.strides, tile.q_begin);
-  store_accumulator<S.type>(out + column * a.out.strides.col, a.out.strides, o, 1.f, row, tile.q_len, columns,
-                            !sm90_has_parts(S) || a.vector_stores, t);
 }
 
 // O times `factor`, of warpgroup c's rows, through `place`, the tile's buffer of Q. True: a tensor store that thread 0

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What all warps of sm90_forward share: its barriers, and a tile of queries with the steps of keys that it meets.
+// What all warps of sm90_forward share: its barriers, turns, and a tile of queries with the steps of keys that it
+// meets.
 #pragma once
 
 #include "cuda/device/ptx/sm90.cuh"
@@ -41,6 +42,42 @@ struct Sm90Barriers {
       for (int i = 0; i < 3 * S.warps; ++i) {
         barrier_init(first + kPair + 8 * i, 1);
       }
+    }
+  }
+};
+
+// Named barriers of sm90_forward.
+inline constexpr NamedBarriers kForwardTurn{1, 3};   // of each warpgroup that computes: its turn to issue products
+inline constexpr NamedBarriers kForwardGroup{4, 3};  // of each of them: its own threads
+inline constexpr NamedBarriers kForwardGroups{7};    // of all that compute
+static_assert(are_apart({kForwardTurn, kForwardGroup, kForwardGroups}));
+
+// Warpgroups that compute issue products in turn: each passes the turn on to the next.
+template <auto S>
+struct Sm90Turns {
+  static constexpr int kGroups = sm90_forward_sizes(S).groups;
+  static constexpr int kTwo = 256;  // threads: of the warpgroup that passes and of the next one
+  int c;                            // of this warpgroup
+
+  __device__ __forceinline__ void begin() const {
+    if (S.turns && c == kGroups - 1) {
+      arrive(kForwardTurn[0], kTwo);
+    }
+  }
+  __device__ __forceinline__ void wait() const {
+    if constexpr (S.turns) {
+      sync(kForwardTurn[c], kTwo);
+    }
+  }
+  __device__ __forceinline__ void pass() const {
+    if constexpr (S.turns) {
+      arrive(kForwardTurn[c + 1 == kGroups ? 0 : c + 1], kTwo);
+    }
+  }
+  // The last turn that was passed.
+  __device__ __forceinline__ void end() const {
+    if (S.turns && c == 0) {
+      sync(kForwardTurn[0], kTwo);
     }
   }
 };
