@@ -240,6 +240,7 @@ TEST(CudaPlan, Golden) {
       "bwd b=1 hq=10 sq=2048 sk=2048 d=128 bf16",
       ("bwd b=2 hq=16 d=128 bf16 causal seqs_q=1024,3000 total_q=4024 max_q=3000 seqs_k=1024,3000 total_k=4024 "
        "max_k=3000"),
+      "bwd b=8 hq=16 d=128 bf16 causal seqs_q=2048x8 seqs_k=2048x8",
   };
   std::string text;
   for (const char* architecture : {"sm_80", "sm_90", "sm_120"}) {
@@ -631,6 +632,44 @@ TEST(CudaPlan, TheLastHeadsTurnBeginsWhereAnotherEnds) {
     }
   }
   EXPECT_GT(with_both, 100);
+}
+
+// Where they fill the tensors. Others begin with the longest, and a window's blocks are all as long.
+TEST(CudaPlan, PackedSequencesOfOneLengthHaveALastTurn) {
+  struct Found {
+    bool longest_first;
+    std::int64_t heads_before;
+  };
+  const Target target = target_of("sm_90");
+  const auto found = [&](const std::string& text) {
+    const Line made("bwd " + text);
+    const Plan plan = plan_for(made.call, target);
+    const Launch* const main = find(plan, "sm90_backward");
+    EXPECT_NE(main, nullptr) << text;
+    const auto& spec = main->kernel.as<Sm90BackwardSpec>();
+    const Sm90KeyOrder order = sm90_key_order(made.call, spec, target);
+    EXPECT_EQ(order.heads_in_turn, 1) << text;  // of ragged sequences: Sm90KeyBlock::number_after()
+    return Found{spec.longest_first, order.last_turn};
+  };
+  constexpr std::int64_t kHeads = 16 * 8;
+  for (const auto& [line, heads] :
+       {std::pair{"d=128", kHeads - 16}, std::pair{"d=64", kHeads - 16}, std::pair{"d=128 hk=8", kHeads / 2 - 16},
+        std::pair{"d=96 dropout=0.1", kHeads - 16}, std::pair{"d=128 window=-1,100", kHeads - 16},
+        std::pair{"d=128 used_k=5x8", kHeads - 16}, std::pair{"d=80", kHeads - 8}}) {
+    const Found turns = found(fmt::format("hq=16 seqs_q=2048x8 bf16 causal {}", line));
+    EXPECT_FALSE(turns.longest_first) << line;
+    EXPECT_EQ(turns.heads_before, heads) << line;
+  }
+  for (const char* const line :
+       {"seqs_q=2048x8 d=128", "seqs_q=2048x8 d=128 causal window=100,0", "seqs_q=2048x7,2047 d=128 causal",
+        "seqs_q=2048x8 total_q=16385 d=128 causal", "seqs_q=2048x8 max_q=2049 d=128 causal",
+        "seqs_q=2048x8 seqs_k=2048x7,1000 d=128 causal", "seqs_q=2048x8 used_q=2048x8 d=128 causal",
+        "b=8 sq=2048 sk=2048 used_k=2048x8 d=128 causal", "seqs_q=16384x8 d=128 causal",
+        "seqs_q=2048x8 d=128 causal det", "seqs_q=2048x8 d=192 dv=128 causal"}) {
+    const Found longest = found(fmt::format("hq=16 bf16 {}", line));
+    EXPECT_TRUE(longest.longest_first) << line;
+    EXPECT_EQ(longest.heads_before, kHeads) << line;
+  }
 }
 
 // Of a bias that many entries share, and whose planes of sums stay in L2.

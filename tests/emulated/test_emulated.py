@@ -45,6 +45,7 @@ CASES = [
     ("b=2 hq=2 sq=150 sk=200 d=64 bf16 window=30,10", "sm90_forward left_edge; sm90_backward tiles left_edge direct"),
     ("b=3 hq=2 sq=150 sk=200 d=64 bf16 used_q=150,10,60 used_k=30,20,200",
      "sm90_forward ragged; sm90_backward ragged bulk longest_first"),
+    ("b=3 hq=2 d=128 bf16 causal seqs_q=150x3 seqs_k=250x3 used_k=250,100,0", "sm90_backward banded ragged halves converts"),
     ("b=2 hq=2 sq=150 sk=200 d=96 bf16 used_k=150,60 window=40,0",
      "sm90_forward banded ragged left_edge; sm90_backward ragged stores_first"),
     ("b=3 hq=2 hk=1 d=80 fp16 causal seqs_q=100,0,130 seqs_k=90,60,150 alibi=h sink",
@@ -178,6 +179,9 @@ FAULTS = {
     "a part has the steps of another": (
         "work/sm90_key_block.cuh", "      begin = within(begin + from * S.step, count);\n      steps = own;", "      steps = own;",
         "b=1 hq=1 sq=1500 sk=600 d=64 bf16", "FAILED(.|\n)*grad_[kv]:|deadlock"),
+    "blocks of other heads are passed over beside one outside of its sequence": (
+        "work/sm90_key_block.cuh", "if (kByTurns && whole >=", "if (false && whole >=",
+        "b=3 hq=2 d=128 bf16 causal seqs_q=150x3 seqs_k=250x3 used_k=250,100,0", "FAILED(.|\n)*grad_[kv]:|deadlock"),
     "sums are counted before they have arrived": (
         "sm90/backward_add.cuh", "            bulk_wait();\n            if constexpr (kShared", "            if constexpr (kShared",
         "b=2 hq=2 hk=1 sq=300 sk=400 d=128 bf16 causal det", "FAILED(.|\n)*grad_q:"),
@@ -342,6 +346,30 @@ def test_clusters_of_eight(cache):
     code, output = check(line, 1, cache, EMULATED_MULTIPROCESSORS="16")
     assert code == 0, output
     assert any(has(spec, "sm90_summed_backward summed=8") for spec in specs(output)), output
+
+
+# Packed sequences that fill the tensors are taken for ones of one length: their last 16 heads begin blocks by turns.
+FULL = "seqs_q=130x9 seqs_k=260x9"
+SHORTENED = f"{FULL} used_k=0,260,100,1,128,129,260,256,5"
+UNEQUAL = "seqs_q=10,130,0,70,130,64,1,130,129 total_q=1170 seqs_k=260,0,100,1,128,129,260,256,5 total_k=2340"
+ONE_LENGTH = [
+    *(f"hq=2 d=128 bf16 {lengths}" for lengths in (FULL, SHORTENED, UNEQUAL)),
+    *(f"hq=4 hk=2 d=64 fp16 {lengths}" for lengths in (SHORTENED, UNEQUAL)),
+    *(f"hq=2 d=80 bf16 {lengths}" for lengths in (SHORTENED, UNEQUAL)),
+    f"hq=2 d=96 bf16 {FULL} used_k=0x9",
+    f"hq=6 hk=2 d=128 bf16 {UNEQUAL} dropout=0.2 sink",
+    f"hq=2 d=64 bf16 {SHORTENED} window=-1,60 softcap=20",
+    "hq=5 hk=5 d=64 bf16 seqs_q=200 seqs_k=900 used_k=400",
+]
+
+
+@pytest.mark.parametrize("seed", [*SEEDS, 4])
+@pytest.mark.parametrize("line", ONE_LENGTH)
+def test_packed_sequences_of_one_length(line, seed, cache):
+    code, output = check(f"bwd causal {line}", seed, cache, EMULATED_MULTIPROCESSORS="16")
+    assert code == 0, output
+    main = [spec for spec in specs(output) if has(spec, "sm90_backward ragged banded")]
+    assert main and not any(has(spec, "sm90_backward longest_first") for spec in main), output
 
 
 @pytest.mark.parametrize("family", ["sm90", "generic"])

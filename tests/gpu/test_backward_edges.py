@@ -89,7 +89,12 @@ MANY = [
     "b=9 hq=16 sq=300 sk=300 d=64 fp16 mask=b,1,1,k bias=1,h,1,k need=q,k,v,bias",
     "b=9 hq=16 sq=300 sk=300 d=128 bf16 used_q=300,0,17,128,64,65,1,200,299 used_k=0,300,1,64,200,17,129,300,5 causal need=q,k,v",
     *(f"b=14 hq={hq} hk=8 d={d} bf16 seqs_q=100,0,300,17,1,64,128,500,0,65,90,33,400,12 seqs_k=100,7,300,0,1,64,130,500,3,65,80,33,200,12"
-      f"{kind} need=q,k,v" for hq, d in ((8, 64), (8, 80), (16, 128), (8, 256)) for kind in (" causal", "", " window=70,0", " causal det"))
+      f"{kind} need=q,k,v" for hq, d in ((8, 64), (8, 80), (16, 128), (8, 256)) for kind in (" causal", "", " window=70,0", " causal det")),
+    # Packed sequences that fill the tensors, whose last heads take turns, with such lengths and with others.
+    *(f"b=9 hq={hq} hk=16 d={d} bf16 causal {lengths}{kind} need=q,k,v" for hq, d, kind in (
+        (16, 128, ""), (16, 64, ""), (16, 80, ""), (32, 128, ""), (32, 64, ""), (16, 128, " dropout=0.2"), (16, 96, " window=-1,60 softcap=20"))
+      for lengths in ("seqs_q=330x9 seqs_k=400x9", "seqs_q=330x9 seqs_k=400x9 used_k=0,400,100,1,128,129,260,256,5",
+                      "seqs_q=10,330,0,70,230,64,1,130,129 total_q=2970 max_q=330 seqs_k=400,0,100,1,128,129,260,256,5 total_k=3600 max_k=400")),
 ]  # fmt: skip
 
 

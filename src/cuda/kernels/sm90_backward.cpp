@@ -364,9 +364,9 @@ bool take_tiles(Kernel& kernel, const Call& call, const Operands& operands, cons
     spec.key_parts = few || spec.last_parts;
     spec.stores_first = spec.bulk && spec.summed == 1 && stores_first(call, spec);
     spec.converts = converts_dq(call, operands, spec, target);
-    // Of sequences of different lengths a long one that is begun last would run alone.
+    // Of sequences of different lengths a long one that is begun last would run alone; of one length, a long block.
     spec.longest_first = spec.ragged && call.rows.batch() > 1 && call.rows.batch() < kMostEntries &&
-                         sm90_items(call, spec) > target.multiprocessors;
+                         sm90_items(call, spec) > target.multiprocessors && !sm90_has_last_turn(call, spec, target);
     // Other results leave by the kernels that put sums together.
     const Results fp32 = fp32_results(call.problem);
     spec.fp32_results =

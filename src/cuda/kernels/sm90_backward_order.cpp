@@ -171,7 +171,7 @@ namespace {
 // begins last would run alone. So a few heads at a time begin their blocks by turns, the longest first: few, because K,
 // V, Q and dO of these should stay in L2. With stores_first heads follow one another, since heads by turns would wait
 // for one another's first sums. The heads that run at the end are one turn in any case. Figures found by measuring on
-// an H200.
+// an H200, except those of packed sequences.
 constexpr std::int64_t kHeadsInTurn = 4;
 
 std::int64_t heads_in_turn(const Call& call, const Sm90BackwardSpec& spec, const Target& target) {
@@ -184,9 +184,18 @@ std::int64_t heads_in_turn(const Call& call, const Sm90BackwardSpec& spec, const
   return std::max<std::int64_t>(std::min({wanted, kHeadsInTurn, call.rows.batch() * call.rows.heads_k}), 1);
 }
 
+// Packed sequences that are as long as they may be where they fill the tensors. Only the GPU knows: an order that
+// follows from this has to be right for any lengths. Those of keys may be shortened by seqused, since such blocks are
+// passed over.
+bool has_one_length(const Call& call) {
+  const math::Rows& rows = call.rows;
+  return rows.packed() && !call.problem.has_used_q && rows.batch() * rows.limit_q == rows.rows_q &&
+         rows.batch() * rows.limit_k == rows.rows_k;
+}
+
 std::int64_t last_turn(const Call& call, const Sm90BackwardSpec& spec, const Target& target) {
   const std::int64_t heads = call.rows.batch() * call.rows.heads_k;
-  if (!spec.banded || spec.left_edge || spec.ordered || spec.ragged) {
+  if (!sm90_can_take_turns(spec) || spec.left_edge || (spec.ragged && !has_one_length(call))) {
     return heads;
   }
   const std::int64_t last_heads = spec.stores_first ? 16 : 8;
@@ -196,6 +205,10 @@ std::int64_t last_turn(const Call& call, const Sm90BackwardSpec& spec, const Tar
 }
 
 }  // namespace
+
+bool sm90_has_last_turn(const Call& call, const Sm90BackwardSpec& spec, const Target& target) {
+  return last_turn(call, spec, target) < call.rows.batch() * call.rows.heads_k;
+}
 
 Sm90KeyOrder sm90_key_order(const Call& call, const Sm90BackwardSpec& spec, const Target& target) {
   const std::int64_t key_blocks = key_blocks_of(call, spec);

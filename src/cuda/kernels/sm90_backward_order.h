@@ -35,6 +35,9 @@ struct Sm90LastParts {
 };
 Sm90LastParts sm90_last_parts(const Call& call, const Sm90BackwardSpec& spec, const Target& target);
 
+// Whether the last key heads begin with their longest blocks, by turns.
+bool sm90_has_last_turn(const Call& call, const Sm90BackwardSpec& spec, const Target& target);
+
 struct Sm90KeyOrder {
   std::int64_t key_blocks = 0;  // of a head (sm90_wide_backward: of two blocks each)
   std::int64_t head_rows = 0;   // keys of a head, up to whole blocks

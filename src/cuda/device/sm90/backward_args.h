@@ -57,7 +57,7 @@ struct Sm90BackwardArgs {
   Tensor mask;            // of sm90_backward_mask: `row` strides are of 64 queries
   int key_blocks = 0;     // of a head
   int blocks = 0;         // of all heads, each part by itself
-  int heads_in_turn = 1;  // key heads whose blocks of keys are numbered by turns
+  int heads_in_turn = 1;  // key heads whose blocks of keys are numbered by turns; with ragged sequences 1
   int last_turn = 0;      // the key head from which on all are numbered by turns together
   int heads_k = 1;
   int group = 1;  // query heads of a key head

@@ -77,14 +77,8 @@ __device__ __forceinline__ void sm90_backward_copy(const Args& a, const Sm90Back
     const Sm90KeyBlock<S> block(a, m, number);
     if (block.outside()) {
       await_kernels_before();
-      // So are the other numbers up to the head's end (from the end: up to its last keys): no block takes them. Not
-      // with last_parts, which has no ragged sequences.
-      constexpr bool kFromTheEnd = Sm90KeyBlock<S>::kFromTheEnd;
-      const u32 parts = S.key_parts ? u32(m.parts.count) : 1;
-      const u32 whole = number / parts;
-      const u32 own = whole % u32(m.key_blocks);
-      const u32 live = u32(block.place.k_len + kSizes.keys - 1) / kSizes.keys;
-      const u32 next = (whole - own + u32(m.key_blocks) - (kFromTheEnd ? live : 0)) * parts;
+      // No block takes the numbers between. Not with last_parts, which has no ragged sequences.
+      const u32 next = block.number_after(m, number);
       const u32 begun = S.ordered ? 0 : S.summed > 1 ? blocks : gridDim.x;
       if (begun < blocks && next > begun) {
         atomicMax(a.turns, next - begun);

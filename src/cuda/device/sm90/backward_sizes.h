@@ -67,6 +67,15 @@ constexpr bool sm90_loads_ahead(const Sm90BackwardSpec& s) {
   return !s.ordered && !s.ragged && !s.same_step && !s.makes_rows && s.d + s.dv <= 256;
 }
 
+// Under a causal mask the first keys have the most queries. A few heads at a time begin with these and leave the short
+// blocks for the end, where they fill the chip evenly; all heads at once would not stay in L2. Of ragged sequences the
+// last heads do, where the host takes all for one length (kernels/sm90_backward_order.cpp) and so does not ask for the
+// longest first; wider ones would spill more.
+constexpr bool sm90_can_take_turns(const Sm90BackwardSpec& s) {
+  constexpr int kWidest = 128;
+  return s.banded && !s.ordered && s.summed == 1 && (!s.ragged || (s.d <= kWidest && s.dv <= kWidest));
+}
+
 // sm90_split_backward: two blocks of a cluster have the same keys, and half of the columns each.
 inline constexpr int kSm90SplitKeys = 64;
 constexpr bool sm90_splits_columns(const Sm90BackwardSpec& s) { return s.d > 256; }

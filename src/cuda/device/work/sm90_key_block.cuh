@@ -35,9 +35,7 @@ struct Sm90KeyBlock {
   // In order the blocks of a band begin at the last keys: the queries of a block begin where it stands, so that those
   // before it are always ahead.
   static constexpr bool kFromTheEnd = S.ordered && S.banded;
-  // Under a causal mask the first keys have the most queries. A few heads at a time begin with these and leave the
-  // short blocks for the end, where they fill the chip evenly; all heads at once would not stay in L2.
-  static constexpr bool kByTurns = S.banded && !S.ordered && !S.ragged && S.summed == 1;
+  static constexpr bool kByTurns = sm90_can_take_turns(S) && !S.longest_first;
   // Without a band each block begins at other queries, so that every row of dq_sum is soon stored by some block.
   static constexpr bool kRotates = S.stores_first && !S.banded && !S.ordered;
   // Parts of steps begin within a head. Those of the last blocks have whole heads, or steps of a single one.
@@ -192,6 +190,19 @@ struct Sm90KeyBlock {
   __device__ __forceinline__ void next(Walk& at) const { next(at, count); }
 
   __device__ __forceinline__ bool outside() const { return key0 >= place.k_len; }
+
+  // Of ragged sequences: the number after this one, whose block is outside. So are the others up to the head's end
+  // (from the end: its last keys), each part of them. But in the last turn the next numbers are those of other heads.
+  __device__ __forceinline__ u32 number_after(const Sm90BackwardArgs& m, u32 number) const {
+    const u32 parts = S.key_parts ? u32(m.parts.count) : 1;
+    const u32 whole = number / parts;
+    if (kByTurns && whole >= u32(m.last_turn) * u32(m.key_blocks)) {
+      return number + 1;
+    }
+    constexpr u32 kKeys = sm90_backward_sizes(S).keys;
+    const u32 live = kFromTheEnd ? (u32(place.k_len) + kKeys - 1) / kKeys : 0;
+    return (whole - whole % u32(m.key_blocks) + u32(m.key_blocks) - live) * parts;
+  }
 
   static __device__ __forceinline__ math::Band<int> band_of(const Args& a, const Sm90BackwardArgs& m,
                                                             const Place& place) {
