@@ -224,6 +224,8 @@ def features() -> list[Case]:
         deterministic(gqa128, 0.87),
         deterministic(mixed, 0.87),
         *part,
+        *(Case(f"varlen 8x1024 d128, bias[1,H]{', dropout.1' * (p > 0)}", f, 1, 16, 0, 128, lengths=(1024,) * 8, bias=(False, True), dropout=p)
+          for p in (0.0, 0.1)),
         *(replace(case, name=f"all at once d{case.d}", bias=(False, True), dropout=0.1, alibi=True, softcap=30.0, beside=case.name,
                   target_of=(0.5, 0.5))
           for case in part),
@@ -237,6 +239,9 @@ def features() -> list[Case]:
         Case("few 64x3412 d192", f, 2, 16, 64, 192, sk=3412),
         Case("decode 1x65536 8/8 d128", f, 1, 8, 1, 128, sk=65536, forward_only=True, unit="GB/s", target=(0.80, 0)),
         Case("decode 1x65536 32/8 d128", f, 1, 32, 1, 128, hk=8, sk=65536, forward_only=True, unit="GB/s", target=(0.80, 0)),
+        Case("decode 1x8192 32/8 d64", f, 1, 32, 1, 64, hk=8, sk=8192, forward_only=True, unit="GB/s"),
+        Case("decode 4x16384 32/8 d128", f, 4, 32, 1, 128, hk=8, sk=16384, forward_only=True, unit="GB/s"),
+        Case("decode 64x4096 32/8 d128", f, 64, 32, 1, 128, hk=8, sk=4096, forward_only=True, unit="GB/s"),
         Case("BERT s512 h12 d64 dropout.1, key mask", f, 64, 12, 512, 64, dropout=0.1, mask="key", unit="ms"),
         Case("ViT s197 h12 d64", f, 256, 12, 197, 64, unit="ms"),
         Case("Swin s49 h4 d32, bias[1,H]", f, 4096, 4, 49, 32, bias=(False, True), unit="ms"),

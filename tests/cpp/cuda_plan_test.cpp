@@ -653,9 +653,9 @@ TEST(CudaPlan, PackedSequencesOfOneLengthHaveALastTurn) {
   };
   constexpr std::int64_t kHeads = 16 * 8;
   for (const auto& [line, heads] :
-       {std::pair{"d=128", kHeads - 16}, std::pair{"d=64", kHeads - 16}, std::pair{"d=128 hk=8", kHeads / 2 - 16},
-        std::pair{"d=96 dropout=0.1", kHeads - 16}, std::pair{"d=128 window=-1,100", kHeads - 16},
-        std::pair{"d=128 used_k=5x8", kHeads - 16}, std::pair{"d=80", kHeads - 8}}) {
+       {std::pair{"d=128", kHeads - 32}, std::pair{"d=64", kHeads - 32}, std::pair{"d=128 hk=8", kHeads / 2 - 32},
+        std::pair{"d=96 dropout=0.1", kHeads - 32}, std::pair{"d=128 window=-1,100", kHeads - 32},
+        std::pair{"d=128 used_k=5x8", kHeads - 32}, std::pair{"d=80", kHeads - 8}}) {
     const Found turns = found(fmt::format("hq=16 seqs_q=2048x8 bf16 causal {}", line));
     EXPECT_FALSE(turns.longest_first) << line;
     EXPECT_EQ(turns.heads_before, heads) << line;
@@ -1082,10 +1082,9 @@ TEST(CudaPlan, HopperForwardTakesAllButThis) {
               "sm90_forward");
   }
   for (const std::string dims : {"d=512", "d=264", "d=512 dv=64", "d=64 dv=512", "d=256 dv=264"}) {
-    for (const std::string& line :
-         {std::string("causal bias=1,h,q,k dropout=0.1 "), all + "bias2=b,1,q,k:fp16 ",
-          std::string("dropout=0.1 rng=torch_mem_efficient "), std::string("lse wide=out add=out "),
-          std::string("window=20,0 ")}) {
+    for (const std::string& line : {std::string("causal bias=1,h,q,k dropout=0.1 "), all + "bias2=b,1,q,k:fp16 ",
+                                    std::string("dropout=0.1 rng=torch_mem_efficient "),
+                                    std::string("lse wide=out add=out "), std::string("window=20,0 ")}) {
       const std::string rows = line.starts_with("window") ? "b=2 hq=4 sq=2048 sk=2048 " : "b=2 hq=4 sq=128 sk=128 ";
       EXPECT_EQ(forward_of(rows + "bf16 " + line + dims, "sm_90"), "sm90_wide_forward") << line << dims;
     }
@@ -1108,10 +1107,18 @@ TEST(CudaPlan, HopperForwardTakesAllButThis) {
 
 TEST(CudaPlan, HopperForwardCountsTilesOnlyWhereThereAreMany) {
   EXPECT_EQ(find(plan_of_line("fwd b=1 hq=132 sq=128 sk=128 d=128 bf16"), "sm90_schedule"), nullptr);
-  const Plan many = plan_of_line("fwd b=1 hq=133 sq=128 sk=128 d=128 bf16");
+  const Plan many = plan_of_line("fwd b=1 hq=133 sq=128 sk=128 d=256 bf16");
   ASSERT_NE(find(many, "sm90_schedule"), nullptr);
   EXPECT_EQ(find(many, "sm90_forward")->blocks, 132);
   EXPECT_LE(many.workspace.bytes(), 256);
+  // Nor where blocks have equal shares of equal tiles.
+  for (const auto& [line, counts] :
+       {std::pair{"d=128", false}, std::pair{"d=128 bias=1,h,q,k", false}, std::pair{"d=128 causal", true},
+        std::pair{"d=128 dropout=0.1", true}, std::pair{"d=128 mask=b,1,1,k", true}, std::pair{"d=192", true}}) {
+    const Plan plan = plan_of_line(fmt::format("fwd b=1 hq=300 sq=128 sk=128 bf16 {}", line));
+    EXPECT_EQ(find(plan, "sm90_schedule") != nullptr, counts) << line;
+    EXPECT_EQ(find(plan, "sm90_forward")->blocks, 132) << line;
+  }
   // Of packed sequences there are at most total / rows + B row tiles, each 24 bytes.
   const Plan packed = plan_of_line("fwd b=4 hq=2 seqs_q=1,1,1,997 seqs_k=1,1,1,997 d=128 bf16");
   EXPECT_GE(packed.workspace.size(Region::kSchedule), (1000 / 128 + 4) * 24);

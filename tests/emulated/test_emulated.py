@@ -103,7 +103,10 @@ CASES = [
     ("b=1 hq=2 sq=150 sk=300 d=64 dv=264 bf16 wide=out", "sm90_wide_forward fp32_results pairs dv=144"),
     ("b=2 hq=2 sq=130 sk=200 d=384 dv=128 bf16 mask=b,1,1,k dropout=0.2 rng=torch_mem_efficient", "sm90_wide_forward mask dropout pairs"),
     ("b=1 hq=1 sq=100 sk=2200 d=512 bf16 sink", "sm90_schedule; sm90_wide_forward pairs joins"),
-    ("b=1 hq=3 sq=100 sk=1100 d=264 dv=320 fp16", "sm90_schedule; sm90_wide_forward pairs joins"),
+    ("b=1 hq=2 sq=128 sk=128 d=335 fp16 layout=strided", "sm90_wide_forward pairs"),
+    ("b=2 hq=2 sq=63 sk=263 d=512 dv=192 bf16 layout=qkv3 skew=4 causal window=70,-1", "sm90_wide_forward pairs left_edge"),
+    ("b=3 hq=4 sq=500 sk=300 d=128 bf16", "sm90_forward"),  # every block takes its tiles in turn
+    ("b=4 hq=2 seqs_q=512x4 seqs_k=512x4 d=128 bf16 bias=1,h,q,k dropout=0.2", "sm90_backward ragged dropout adds_bias"),
     ("b=1 hq=1 sq=64 sk=2200 d=64 bf16", "sm90_forward split; generic_combine"),
     ("b=1 hq=2 sq=100 sk=2200 d=64 bf16 sink wide=out", "sm90_schedule; sm90_forward fp32_results joins"),
     ("b=1 hq=5 sq=100 sk=1500 d=64 fp16 layout=strided skew=1", "sm90_schedule; sm90_forward joins"),

@@ -28,13 +28,25 @@ void add(Planner& planner, const char* name, const AroundSpec& spec, const BiasL
 
 // Measured on an H200 (docs/design/tried.md). Entries that share a plane come one after the other, so that sums of more
 // planes than L2 holds would move through memory each time; heads that share one come together.
-bool pays(const Sm90BackwardSpec& spec, const BiasList& list, bool shared_by_heads) {
+bool pays(const Call& call, const Sm90BackwardSpec& spec, const BiasList& list) {
   constexpr std::int64_t kFewEntries = 16;  // for which clearing and reading the sums would take long
   constexpr int kNarrow = 64;
   constexpr std::int64_t kFewTiles = 64;  // to which all blocks would add at the same time
   constexpr std::int64_t kTilesInCache = 2048;
-  const std::int64_t most = shared_by_heads && std::max(spec.d, spec.dv) > kNarrow ? 2 * kTilesInCache : kTilesInCache;
-  return list.entries >= kFewEntries && tiles_of(list) >= kFewTiles && tiles_of(list) <= most;
+  const math::Rows& rows = call.rows;
+  const bool wide = std::max(spec.d, spec.dv) > kNarrow;
+  if (tiles_of(list) < kFewTiles) {
+    return false;
+  }
+  // Of packed sequences the other kernel would make all of dropout's decisions once more.
+  constexpr std::int64_t kFewTimes = 4;  // that a plane's rows and keys are added to
+  if (spec.ragged && wide && spec.dropout != DropoutRule::kNone && rows.rows_q >= kFewTimes * rows.limit_q &&
+      rows.rows_k >= kFewTimes * rows.limit_k) {
+    return true;
+  }
+  const bool shared_by_heads = !call.problem.bias.extents.head && rows.heads_q > 1;
+  const std::int64_t most = shared_by_heads && wide ? 2 * kTilesInCache : kTilesInCache;
+  return list.entries >= kFewEntries && tiles_of(list) <= most;
 }
 
 }  // namespace
@@ -42,7 +54,7 @@ bool pays(const Sm90BackwardSpec& spec, const BiasList& list, bool shared_by_hea
 bool sm90_adds_bias(const Call& call, const Sm90BackwardSpec& spec, const BackwardWants& wants) {
   const BiasList list = bias_list_of(call.problem, 0);
   if (!wants.bias || !wants.dq || !wants.dkv || call.problem.deterministic || spec.odd_rows || sm90_is_wide(spec) ||
-      !pays(spec, list, !call.problem.bias.extents.head && call.rows.heads_q > 1)) {
+      !pays(call, spec, list)) {
     return false;
   }
   return tiles_of(list) * AddedBias::kNumbers <= most_bias_sums(call, spec.d);

@@ -171,7 +171,7 @@ namespace {
 // begins last would run alone. So a few heads at a time begin their blocks by turns, the longest first: few, because K,
 // V, Q and dO of these should stay in L2. With stores_first heads follow one another, since heads by turns would wait
 // for one another's first sums. The heads that run at the end are one turn in any case. Figures found by measuring on
-// an H200, except those of packed sequences.
+// an H200.
 constexpr std::int64_t kHeadsInTurn = 4;
 
 std::int64_t heads_in_turn(const Call& call, const Sm90BackwardSpec& spec, const Target& target) {
@@ -198,7 +198,7 @@ std::int64_t last_turn(const Call& call, const Sm90BackwardSpec& spec, const Tar
   if (!sm90_can_take_turns(spec) || spec.left_edge || (spec.ragged && !has_one_length(call))) {
     return heads;
   }
-  const std::int64_t last_heads = spec.stores_first ? 16 : 8;
+  const std::int64_t last_heads = spec.ragged && spec.stores_first ? 32 : spec.stores_first ? 16 : 8;
   const bool fills = 2 * key_blocks_of(call, spec) > target.multiprocessors;  // a head of so many does by itself
   const std::int64_t in_turn = heads_in_turn(call, spec, target);
   return fills ? heads : std::max<std::int64_t>(heads - last_heads, 0) / in_turn * in_turn;  // where a turn ends

@@ -384,8 +384,8 @@ void add_sm90_forward(Planner& planner, const Kernel& kernel) {
     planner.workspace().add(Region::kPartialOut, floats * kRows * spec.dv);
     planner.workspace().add(Region::kPartialSum, floats * kEnds);
   }
-  // Blocks take tiles from a counter; clusters count by themselves.
-  const bool counts = spec.ragged || spec.joins || (order.tiles > room && blocks == 1);
+  // Blocks take tiles from a counter; clusters, and blocks with equal tiles, count by themselves.
+  const bool counts = spec.ragged || spec.joins || (order.tiles > room && blocks == 1 && !sm90_shares_tiles(spec));
   if (counts) {
     planner.workspace().add(Region::kSchedule, counters_offset(order) + counters * std::int64_t{sizeof(u32)});
   }

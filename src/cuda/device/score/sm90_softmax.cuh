@@ -165,13 +165,6 @@ struct Sm90Softmax {
       p[i] = dropout.apply(i, pack<S.type>(s[2 * i], s[2 * i + 1]));
     }
   }
-  // The same, while a product still reads p. By another instruction: the compiler would keep one result of both, in p.
-  __device__ __forceinline__ void convert_ahead(const Sm90Decisions<S>& dropout, u32 (&to)[S.step / 4]) const {
-#pragma unroll
-    for (int i = 0; i < S.step / 4; ++i) {
-      to[i] = dropout.apply(i, pack_positive<S.type>(s[2 * i], s[2 * i + 1]));
-    }
-  }
 
   // ---- the end of a row ----
 

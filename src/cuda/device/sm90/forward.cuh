@@ -62,7 +62,7 @@ __device__ __forceinline__ void sm90_forward_compute(const Args& a, const Sm90Fo
   constexpr bool kPeels = sm90_peels(S);
   constexpr bool kDirect = sm90_stores_directly(S);
   // Warps of a warpgroup may join parts of different tiles: each stores its own rows.
-  const bool direct = S.fp32_results || sm90_has_parts(S) || (kDirect && a.vector_stores);
+  const bool direct = S.fp32_results || S.pairs || sm90_has_parts(S) || (kDirect && a.vector_stores);
 
   const int thread = threadIdx.x % 128;
   const int warp = thread / 32;

@@ -71,7 +71,10 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
   const int clusters = int(gridDim.x) / sm90_forward_blocks(S);
   // Where tiles take different times, the next is taken with the last loads: the block that is free first takes it.
   constexpr bool kLate = !S.pairs && (S.banded || S.ragged || sm90_skips(S));
-  const auto take = [&] {
+  const auto take = [&](int number) {
+    if constexpr (sm90_shares_tiles(S)) {
+      return number + int(gridDim.x);
+    }
     return S.ragged || m.schedule != nullptr ? int(gridDim.x + atomicAdd(&m.schedule->next, 1u)) : count;
   };
   bool forth = true;
@@ -90,7 +93,7 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
         next += 2 * (forth ? clusters - 1 - cluster : cluster) + 1;
         forth = !forth;
       } else {
-        next = kLate ? next : take();
+        next = kLate ? next : take(number);
       }
       // What loads need is read from there again: this warpgroup has few registers.
       volatile Sm90Tile& here = tiles[ring_q.buffer()];
@@ -203,14 +206,14 @@ __device__ __forceinline__ void sm90_forward_copy(const Args& a, const Sm90Forwa
             load_k(n - 1);
           }
           if (kLate && n == steps.begin) {
-            next = take();
+            next = take(number);
           }
           if (n < steps.end) {
             load_v(n);
           }
         }
       } else if (kLate) {
-        next = take();
+        next = take(number);
       }
     }
     decode(next);

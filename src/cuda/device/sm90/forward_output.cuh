@@ -113,7 +113,7 @@ __device__ __forceinline__ void sm90_forward_store_directly(const Args& a, const
       o[i] *= factor[i / 2 % 2];
     }
     store_accumulator<S.type>(static_cast<u16*>(a.out.data) + at, a.out.strides, o, 1.f, row, tile.q_len, columns,
-                              !sm90_has_parts(S) || a.vector_stores, t);
+                              (!sm90_has_parts(S) && !S.pairs) || a.vector_stores, t);
   }
 }
 

@@ -154,14 +154,9 @@ struct Sm90ForwardStep {
       const float2 told = pair.hear();
       const float factor0 = softmax.raise_row(0, fmaxf(largest[0], told.x));
       const float factor1 = softmax.raise_row(1, fmaxf(largest[1], told.y));
-      if constexpr (!S.early) {
-        dropout.draw(key(), t);
-      }
-      u32 p[S.step / 4];
-      softmax.convert_ahead(dropout, p);
-      pair.tell_weights(p);
-      await_output();
-      softmax.convert(dropout);
+      await_output();  // which reads softmax.p
+      make_p();
+      pair.tell_weights(softmax.p);
       scale_row(fragment_of(o), 0, factor0);
       scale_row(fragment_of(o), 1, factor1);
       return Left::kNothing;
