@@ -48,6 +48,24 @@ def features_of(p: Problem) -> set[str]:
     return words
 
 
+# Kernels of which no row of the table is large enough, or wide enough.
+LARGER = [
+    "bwd b=1 hq=5 sq=100 sk=1500 d=64 bf16 sink",  # the last tiles in parts
+    "bwd b=1 hq=1 sq=300 sk=2300 d=128 fp16 wide=out",  # keys in parts
+    "bwd b=1 hq=140 sq=200 sk=200 d=128 bf16",  # equal tiles, more than multiprocessors
+    "bwd b=1 hq=34 sq=700 sk=512 d=128 bf16",  # the last blocks of keys in parts
+    "bwd b=2 hq=2 hk=1 sq=150 sk=200 d=512 bf16 causal",  # pairs of blocks
+    "bwd b=2 hq=2 sq=140 sk=200 d=320 dv=300 bf16 bias=b,h,q,k mask=b,1,q,k dropout=0.1 sink",
+    "bwd b=3 hq=2 d=512 bf16 seqs_q=150,0,130 seqs_k=170,33,190 window=40,0",
+    "bwd b=1 hq=1 sq=200 sk=2300 d=512 bf16 wide=out",
+    "bwd b=16 hq=4 sq=256 sk=256 d=64 bf16 bias=1,h,q,k",  # sums of a bias in memory
+    "bwd b=4 hq=40 sq=150 sk=201 d=128 bf16 bias=1,h,q,k",  # and in clusters, whose rows begin anywhere
+    "bwd b=2 hq=2 sq=199 sk=201 d=64 bf16 bias=b,h,q,k",  # rows that begin anywhere
+    "bwd b=2 hq=2 sq=200 sk=77 d=64 bf16",  # one launch
+    "bwd b=9 hq=4 d=128 bf16 causal seqs_q=300x9 seqs_k=300x9 used_k=300,0,1,100,128,129,300,256,5",  # the last heads by turns
+]
+
+
 @functools.cache
 def sanitize_rows(most: int = 60) -> set[int]:
     """Greedily: the row that adds most features for its size, until each feature value of a CUDA row is there."""
@@ -96,6 +114,6 @@ if __name__ == "__main__":  # the sanitizers' rows for `fovea precompile`; --tes
     if "--nvrtc" in sys.argv:
         print(nvrtc())
     else:
-        lines = lines_of_tests() if "--tests" in sys.argv else [rows()[n].line() for n in sorted(sanitize_rows())]
+        lines = lines_of_tests() if "--tests" in sys.argv else [*(rows()[n].line() for n in sorted(sanitize_rows())), *LARGER]
         for line in lines:
             print(re.sub(r" (values|skew)=\S+", "", line))

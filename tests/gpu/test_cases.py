@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import fovea
-from table import features_of, on_device, rows, sanitize_rows
+from problem import parse
+from table import LARGER, features_of, on_device, rows, sanitize_rows
 from trial import Trial
 
 ROWS = [
@@ -32,6 +33,16 @@ def test_row(n, device, record_property):
     for way in ("forward", "backward", "captured"):
         record_property(way, not any(fault.startswith(way) for fault in faults))
     assert not faults, "\n".join([p.line(), *faults])
+
+
+@pytest.mark.cuda
+@pytest.mark.sanitize
+@pytest.mark.parametrize("line", LARGER)
+def test_what_no_row_takes(line, device):
+    p = parse(line)
+    p.case_seed = 1
+    faults = Trial(p, device).test()
+    assert not faults, "\n".join([line, *faults])
 
 
 @pytest.mark.cuda

@@ -23,6 +23,13 @@ LARGER = [
     "bwd b=3 hq=2 d=384 bf16 seqs_q=300,0,129 seqs_k=200,33,290 causal bias=b,1,1,k need=q,k,v",
     "bwd b=1 hq=3 sq=300 sk=90 d=512 bf16 causal need=q,k,v",
     "bwd b=1 hq=67 sq=300 sk=700 d=320 bf16 causal align=tl need=q,k,v",
+    "bwd b=1 hq=1 sq=200 sk=20000 d=512 bf16 sink need=q,k,v",  # keys in parts, by generic_combine
+    "bwd b=1 hq=1 sq=100 sk=9000 d=300 dv=270 fp16 skew=1 causal wide=out need=q,k,v",
+    "bwd b=1 hq=30 sq=300 sk=5000 d=512 bf16 need=q,k,v",  # the last tiles in parts
+    "bwd b=2 hq=4 sq=2000 sk=2100 d=512 bf16 causal window=40,0 need=q,k,v",
+    "bwd b=2 hq=4 hk=1 sq=300 sk=500 d=64 dv=512 bf16 softcap=20 alibi=h bias=b,h,q,k bias2=1,1,1,k mask=b,1,q,k dropout=0.1 causal need=q,k,v",
+    "bwd b=2 hq=4 sq=300 sk=500 d=288 bf16 dropout=0.2 rng=torch_mem_efficient need=q,k,v",
+    "bwd b=1 hq=2 sq=130 sk=200 d=335 fp16 layout=strided need=q,k,v",
 ]
 
 
