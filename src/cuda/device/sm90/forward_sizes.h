@@ -50,14 +50,14 @@ constexpr int sm90_step_keys(const Sm90ForwardSpec& s) { return s.step * sm90_fo
 // Columns of out that all of them make.
 constexpr int sm90_all_columns(const Sm90ForwardSpec& s) { return s.dv * sm90_forward_blocks(s); }
 
-// Where all tiles take the same time a block may have every gridDim.x-th: no launch clears a counter before. It pays at
-// the head_dims where a warpgroup's own products hide nothing else; narrow heads, wide ones and dropout lose by it.
+// Where all tiles take the same time a block may have every gridDim.x-th: no launch clears a counter before. By
+// measuring (docs/design/tried.md) it pays from 65 to 128 columns without dropout, not for narrower and wider heads,
+// three warpgroups, or another head_dim_v.
 constexpr bool sm90_shares_tiles(const Sm90ForwardSpec& s) {
   constexpr int kNarrow = 64;
   constexpr int kWidest = 128;
-  const int widest = s.d > s.dv ? s.d : s.dv;
-  return !s.banded && !s.ragged && !s.joins && !sm90_skips(s) && s.dropout == DropoutRule::kNone && widest > kNarrow &&
-         widest <= kWidest;
+  const bool equal = !s.banded && !s.ragged && !s.joins && !sm90_skips(s);
+  return equal && s.dropout == DropoutRule::kNone && s.d == s.dv && s.d > kNarrow && s.d <= kWidest && s.warps == 8;
 }
 
 // K of pairs comes in parts of 128 columns. Each leaves as soon as it is multiplied, so that no scores can be formed
