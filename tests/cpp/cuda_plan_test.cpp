@@ -699,6 +699,17 @@ TEST(CudaPlan, AddsTheGradientOfABiasInMemory) {
     EXPECT_TRUE(adds(line + all)) << line;
   }
   EXPECT_TRUE(adds("b=512 hq=8 sq=384 sk=384 d=32 bf16 bias=1,h,q,k bias2=b,1,1,k need=q,k,v,bias,bias2"));
+  // Packed sequences with dropout, which many share.
+  const auto packed = [](int count, const std::string& more) {
+    return fmt::format("hq=16 bf16 seqs_q=1024x{0} seqs_k=1024x{0} need=q,k,v,bias {1}", count, more);
+  };
+  EXPECT_TRUE(adds(packed(8, "d=128 bias=1,h,q,k dropout=0.1")));
+  EXPECT_FALSE(adds(packed(8, "d=128 bias=1,h,q,k")));
+  EXPECT_FALSE(adds(packed(8, "d=64 bias=1,h,q,k dropout=0.1")));
+  EXPECT_FALSE(adds(packed(3, "d=128 bias=1,h,q,k dropout=0.1")));
+  EXPECT_FALSE(adds(packed(4, "d=128 bias=1,h,q,k dropout=0.1")));  // more than 1.5 times dq
+  EXPECT_FALSE(adds(packed(8, "d=128 bias=b,h,q,k dropout=0.1")));
+  EXPECT_FALSE(adds(packed(8, "d=128 bias=1,h,q,k dropout=0.1 det")));
   for (const char* const line : {"b=8 hq=16 sq=2048 sk=2048 d=64 bf16 bias=1,1,q,k det",
                                  "b=3 hq=4 sq=512 sk=512 d=64 bf16 bias=1,1,q,k",         // few entries
                                  "b=64 hq=8 sq=70 sk=200 d=64 bf16 bias=1,1,q,k",         // few tiles
@@ -943,6 +954,19 @@ TEST(CudaPlan, ColumnsOfHeadsOver256AreSplitAmongTwoBlocks) {
   EXPECT_FALSE(find(ordered, "sm90_split_backward")->kernel.as<Sm90BackwardSpec>().dq);
   EXPECT_NE(find(ordered, "generic_backward_dq"), nullptr);
   EXPECT_FALSE(ordered.workspace.has(Region::kDqSum));
+  EXPECT_NE(plan_of_line("fwd b=2 hq=4 sq=128 sk=128 bf16 d=512").summary.find(" 96 keys a step"), std::string::npos);
+  // A merged out of wide heads is not joined from parts; few tiles are put together by generic_combine.
+  for (const auto& [line, joins, split] : {std::tuple{"b=1 hq=75 sq=128 sk=2000 lse wide=out", true, false},
+                                           std::tuple{"b=1 hq=75 sq=128 sk=2000 lse wide=out add=out", false, false},
+                                           std::tuple{"b=1 hq=30 sq=128 sk=4096 lse wide=out", true, false},
+                                           std::tuple{"b=1 hq=30 sq=128 sk=4096 lse wide=out add=out", false, true}}) {
+    const Plan plan = plan_of_line(fmt::format("fwd d=512 bf16 {}", line));
+    const Launch* const wide = find(plan, "sm90_wide_forward");
+    ASSERT_NE(wide, nullptr) << line;
+    EXPECT_EQ(wide->kernel.as<Sm90ForwardSpec>().joins, joins) << line;
+    EXPECT_EQ(wide->kernel.as<Sm90ForwardSpec>().split, split) << line;
+    EXPECT_EQ(find(plan, "generic_combine") != nullptr, split) << line;
+  }
   const std::pair<std::string, std::string> passed_over[] = {
       {"d=512 dv=520", "head_dim over 512"},
       {"d=512 dv=256", "one head_dim over 256 and the other not"},

@@ -136,8 +136,8 @@ FAULTS = {
         "tile/pipe.cuh", "if (leader) {", "if (leader && threadIdx.x / 32 != 5) {",
         "b=1 hq=1 sq=100 sk=700 d=64 bf16", "deadlock(.|\n)* 1 of [0-9]+ arrivals and 0 bytes are missing"),
     "more bytes are expected than come": (
-        "sm90/forward_copy.cuh", "barrier_expect(v_full, S.step * sm90_forward_panels(S.dv) * kPanelV * 2);",
-        "barrier_expect(v_full, S.step * sm90_forward_panels(S.dv) * kPanelV * 2 + 16);",
+        "sm90/forward_copy.cuh", "barrier_expect(v_full, kKeys * sm90_forward_panels(S.dv) * kPanelV * 2);",
+        "barrier_expect(v_full, kKeys * sm90_forward_panels(S.dv) * kPanelV * 2 + 16);",
         "b=1 hq=1 sq=100 sk=300 d=64 bf16", "deadlock(.|\n)* 0 of 1 arrivals and 16 bytes are missing"),
     "a wrong swizzle": (
         "sm90/forward.cuh", "swizzled<kPanelK * 2>(c * 64 + fragment_row, chunk)",
@@ -373,6 +373,14 @@ def test_packed_sequences_of_one_length(line, seed, cache):
     assert code == 0, output
     main = [spec for spec in specs(output) if has(spec, "sm90_backward ragged banded")]
     assert main and not any(has(spec, "sm90_backward longest_first") for spec in main), output
+
+
+@pytest.mark.parametrize("line", ["d=320 dv=8 bf16 sink wide=out", "d=64 dv=264 bf16 layout=strided causal"])
+def test_parts_of_pairs(line, cache):
+    """Four parts of the keys and more, which generic_combine puts together."""
+    code, output = check(f"bwd b=1 hq=1 sq=70 sk=2100 {line}", 1, cache, EMULATED_MULTIPROCESSORS="16")
+    assert code == 0, output
+    assert any(has(spec, "sm90_wide_forward pairs split") for spec in specs(output)), output
 
 
 @pytest.mark.parametrize("family", ["sm90", "generic"])

@@ -40,11 +40,12 @@ bool pays(const Call& call, const Sm90BackwardSpec& spec, const BiasList& list) 
   }
   // Of packed sequences the other kernel would make all of dropout's decisions once more.
   constexpr std::int64_t kFewTimes = 4;  // that a plane's rows and keys are added to
-  if (spec.ragged && wide && spec.dropout != DropoutRule::kNone && rows.rows_q >= kFewTimes * rows.limit_q &&
-      rows.rows_k >= kFewTimes * rows.limit_k) {
+  const Extents& has = call.problem.bias.extents;
+  if (spec.ragged && wide && spec.dropout != DropoutRule::kNone && !has.batch1 && !has.batch2 &&
+      rows.rows_q >= kFewTimes * rows.limit_q && rows.rows_k >= kFewTimes * rows.limit_k) {
     return true;
   }
-  const bool shared_by_heads = !call.problem.bias.extents.head && rows.heads_q > 1;
+  const bool shared_by_heads = !has.head && rows.heads_q > 1;
   const std::int64_t most = shared_by_heads && wide ? 2 * kTilesInCache : kTilesInCache;
   return list.entries >= kFewEntries && tiles_of(list) <= most;
 }

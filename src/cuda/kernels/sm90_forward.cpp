@@ -270,13 +270,13 @@ Choice sm90_forward(const Call& call, const Operands& operands, const Target& ta
     if (parts.count > 1) {
       // A tile of generic_forward does as well where few of its rows exist.
       constexpr std::int64_t kFewQueries = 16;
-      // Blocks of a pair join their columns each by itself, and merge rows together.
-      const bool may = queries > kFewQueries && !(spec.pairs && p.accumulate.out);
+      const bool may = queries > kFewQueries;
       if (!may && parts.few) {
         choice.why_not = "few queries and many keys, which a generic kernel splits";
       }
-      spec.joins = may && parts.joins;
-      spec.split = may && !parts.joins;
+      // Blocks of a pair join their columns each by itself, and merge rows together.
+      spec.joins = may && parts.joins && !(spec.pairs && p.accumulate.out);
+      spec.split = may && parts.few && !spec.joins;
       spec.fp32_results = spec.fp32_results && !spec.split;  // generic_combine has them
     }
     return choice;
@@ -332,7 +332,7 @@ void start_forward(const Launcher& launcher, const Launch& launch, const Sm90Til
   // A warpgroup stores its 64 rows.
   constexpr int kGroupRows = 64;
   const Mapped out = mapped(common.out, common.out_dim_v, spec.dv, rows.rows_q, rows.heads_q, kGroupRows);
-  args.store_tensor = common.vector_stores && !spec.fp32_results && !sm90_has_parts(spec) &&
+  args.store_tensor = common.vector_stores && !sm90_stores_directly(spec) &&
                       jit::why_no_tensor_map(out.tensor.data, shape_of(out, args.has_out)).empty();
   if (args.store_tensor) {
     map(args.out, args.has_out, out);

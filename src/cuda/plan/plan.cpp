@@ -12,6 +12,7 @@
 #include "core/fields.h"
 #include "cuda/config/packed_heads.h"
 #include "cuda/device/generic/sizes.h"
+#include "cuda/device/sm90/forward_sizes.h"
 #include "cuda/kernels/generic_forward.h"
 #include "cuda/kernels/prepare.h"
 #include "cuda/kernels/sm90_forward.h"
@@ -69,6 +70,9 @@ KernelSizes sizes_of(const Spec& spec) {
         }
         if constexpr (requires { kind.step; }) {
           sizes.step = kind.step;
+        }
+        if constexpr (requires { kind.pairs; }) {
+          sizes.step = sm90_step_keys(kind);  // of both blocks
         }
         return sizes;
       },

@@ -123,7 +123,7 @@ struct Sm90Softmax {
 
   // ---- the exact way: running maxima ----
 
-  // The largest score of row x so far.
+  // The largest score of row x so far. It turns dot products of the row into scores, so it is called once a step.
   __device__ __forceinline__ float largest(const Args& a, int x) {
     return largest_of_row<!kNatural>(fragment_of(s), x, reference[x], a.scale);
   }

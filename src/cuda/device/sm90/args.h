@@ -44,7 +44,7 @@ struct Sm90ScheduleArgs {
 struct Sm90ForwardArgs {
   TensorMap q, k, v, out, bias, bias2;
   Has has_q, has_k, has_v, has_out, has_bias, has_bias2;
-  Schedule* schedule = nullptr;      // null: every block has one tile
+  Schedule* schedule = nullptr;      // null: a block has one tile, or finds the next by itself
   const ListedTile* list = nullptr;  // with Spec::ragged
   int tiles = 0;                     // otherwise; split, joins: each part by itself
   int batch = 1;                     // of Rows

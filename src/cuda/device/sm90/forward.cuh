@@ -3,8 +3,9 @@
 // sm90_forward: o = softmax(scores of q k^T) v on Hopper, for numbers of 16 bits.
 //
 // Persistent blocks, one a multiprocessor (short sequences: several, of one computing warpgroup each). Warpgroup 0
-// copies: its first thread takes tiles of queries from a counter and loads Q, K, V and what is added to scores by TMA,
-// each into a ring of buffers with a barrier for full and one for empty. The other warpgroups compute, 64 queries each:
+// copies: its first thread takes tiles of queries, mostly from a counter, and loads Q, K, V and what is added to scores
+// by TMA, each into a ring of buffers with a barrier for full and one for empty. The other warpgroups compute, 64
+// queries each:
 //
 //     S of step n-1 = Q K^T issued, then O += P V of step n issued, and the turn is passed to the next warpgroup
 //     scores and softmax of n-1 | O of n awaited | P of n-1 in registers

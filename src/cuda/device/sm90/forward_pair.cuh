@@ -33,11 +33,11 @@ struct Sm90Pair {
   Ring<1> weights{};
 
   // warp: of those that compute.
-  __device__ __forceinline__ Sm90Pair(u32 base, const Sm90Barriers& all, int of, int warp, int of_warp)
-      : rank(of), lane(of_warp) {
+  __device__ __forceinline__ Sm90Pair(u32 base, const Sm90Barriers& all, int own_rank, int warp, int own_lane)
+      : rank(own_rank), lane(own_lane) {
     if constexpr (S.pairs) {
       here = base + sm90_forward_sizes(S).pair_at + warp * sm90_pair_bytes(S);
-      here_barriers = all.first + all.kPair + warp * 24;
+      here_barriers = all.first + all.kPair + warp * (kSm90PairBarriers * 8);
       there = address_of(here, rank ^ 1);
       there_barriers = address_of(here_barriers, rank ^ 1);
     }

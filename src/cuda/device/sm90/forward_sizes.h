@@ -73,6 +73,7 @@ constexpr int sm90_key_parts_left(const Sm90ForwardSpec& s) {
 
 // Of a pair, what a warp is told by the other block: numbers of its rows, in turn in two places, and weights.
 inline constexpr int kSm90PairRows = 128;
+inline constexpr int kSm90PairBarriers = 3;  // for each warp
 constexpr int sm90_pair_weights(const Sm90ForwardSpec& s) { return s.step * 16 * 2; }
 constexpr int sm90_pair_bytes(const Sm90ForwardSpec& s) { return 2 * kSm90PairRows + sm90_pair_weights(s); }
 
@@ -116,7 +117,6 @@ constexpr Sm90ForwardSizes sm90_forward_sizes(const Sm90ForwardSpec& s, int key_
   x.hide = sm90_hides(s) ? whole_patterns(s.step * kHideColumns * kNumber) : 0;
   constexpr int kRings = 5;
   constexpr int kMostBuffers = 4;  // of a ring: Sm90Barriers has room for as many
-  constexpr int kOfPair = 3;       // for each warp
   SharedPlan plan;
   x.q_at = plan.take(s.q_buffers, x.q);
   x.k_at = plan.take(key_buffers, x.k);
@@ -129,7 +129,7 @@ constexpr Sm90ForwardSizes sm90_forward_sizes(const Sm90ForwardSpec& s, int key_
   x.key_term_at = plan.take(s.planes, x.key_term);
   x.pair_at = plan.take(s.pairs ? s.warps : 0, sm90_pair_bytes(s), 16);
   x.tiles_at = plan.take(1, kSm90TilesBytes);
-  x.barriers_at = plan.barriers(2 * kRings * kMostBuffers + (s.pairs ? kOfPair * s.warps : 0));
+  x.barriers_at = plan.barriers(2 * kRings * kMostBuffers + (s.pairs ? kSm90PairBarriers * s.warps : 0));
   x.bytes = plan.bytes;
   return x;
 }

@@ -14,7 +14,7 @@ namespace fovea::cuda {
 
 struct Sm90Barriers {
   static constexpr int kQ = 0, kK = 64, kV = 128, kPlanes = 192, kPrepared = 256;  // of a ring: full, then empty
-  static constexpr int kPair = 320;                                                // three a warp: Sm90Pair
+  static constexpr int kPair = 320;                                                // Sm90Pair
   u32 first;
   __device__ __forceinline__ u32 full(int ring, int i) const { return first + ring + 8 * i; }
   __device__ __forceinline__ u32 empty(int ring, int i) const { return first + ring + kPipeEmpty + 8 * i; }
@@ -39,7 +39,7 @@ struct Sm90Barriers {
       init_ring(kPrepared, kSm90PreparedBuffers, kPreparing, 4 * kGroups);
     }
     if constexpr (S.pairs) {
-      for (int i = 0; i < 3 * S.warps; ++i) {
+      for (int i = 0; i < kSm90PairBarriers * S.warps; ++i) {
         barrier_init(first + kPair + 8 * i, 1);
       }
     }

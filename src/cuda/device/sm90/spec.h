@@ -10,8 +10,8 @@ namespace fovea::cuda {
 // sm90_forward.
 struct Sm90ForwardTiles {
   int warps = 8;           // that compute: four are a warpgroup of 64 queries
-  int step = 128;          // keys that the loop advances by
-  int stages = 2;          // buffers of K and V
+  int step = 128;          // keys of a step of the loop; with pairs, those of one block
+  int stages = 2;          // buffers of K and V; with pairs of V alone (sm90_key_buffers)
   int ctas = 1;            // blocks a multiprocessor that registers are limited for
   int q_buffers = 1;       // of Q and O: 2, and the next tile's Q is there before this one ends
   int planes = 0;          // buffers of biases and key terms

@@ -25,14 +25,12 @@ struct Ring {
 // Barriers of a pipe of at most four buffers: 8 bytes each, first those for full, then those for empty.
 inline constexpr int kPipeEmpty = 32;
 
-// Its barriers begin kAt bytes behind `barriers`. Without buffers nothing is waited for. kShared: another block of the
-// cluster has the same buffers filled at the same time, and is told of what is released here.
-template <int kBuffers, int kAt, bool kShared = false>
+// Its barriers begin kAt bytes behind `barriers`. Without buffers nothing is waited for.
+template <int kBuffers, int kAt>
 struct Pipe {
   static_assert(kBuffers <= 4);
   u32 barriers;
-  bool leader;    // of its warp, for which it releases
-  u32 there = 0;  // kShared: `barriers` of the other block
+  bool leader;  // of its warp, for which it releases
   Ring<kBuffers> ring{};
 
   __device__ __forceinline__ u32 buffer() const { return ring.buffer(); }
@@ -48,9 +46,6 @@ struct Pipe {
     if constexpr (kBuffers > 0) {
       if (leader) {
         barrier_arrive(barriers + kAt + kPipeEmpty + 8 * ring.buffer());
-        if constexpr (kShared) {
-          barrier_arrive_there(there + kAt + kPipeEmpty + 8 * ring.buffer());
-        }
       }
     }
   }
