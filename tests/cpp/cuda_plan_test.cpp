@@ -22,6 +22,7 @@
 #include "cuda/executable.h"
 #include "cuda/kernels/sm90_backward.h"
 #include "cuda/kernels/sm90_backward_order.h"
+#include "cuda/plan/known_features.h"
 
 namespace fovea::cuda {
 namespace {
@@ -447,6 +448,39 @@ TEST(CudaPlan, AMaskOfKeysAloneLeavesTheScoresInTheirUnits) {
   EXPECT_FALSE(key_mask("fwd b=2 hq=4 sq=128 sk=128 d=64 bf16 bias=b,1,1,k"));
   EXPECT_FALSE(key_mask("fwd b=2 hq=4 sq=128 sk=128 d=64 bf16 bias=b,1,1,k mask=b,1,1,k"));
   EXPECT_FALSE(key_mask("fwd b=2 hq=4 sq=128 sk=128 d=64 bf16 mask=b,h,q,k"));
+}
+
+// The planted fault: a plan that gives a kernel a feature which its text does not read.
+TEST(CudaPlan, AFeatureThatAKernelDoesNotKnowIsRefused) {
+  const Line line("bwd b=2 hq=2 sq=49 sk=49 d=32 bf16");
+  const Target target = target_of("sm_90");
+  const Plan plan = plan_for(line.call, target);
+  const Launch* const small = find(plan, "sm90_small_backward");
+  ASSERT_NE(small, nullptr);
+  EXPECT_EQ(unknown_feature(small->kernel), nullptr);
+  const auto with = [&](auto change) {
+    Kernel kernel = small->kernel;
+    change(std::get<Sm90SmallSpec>(kernel.spec));
+    return kernel;
+  };
+  const std::pair<const char*, Kernel> planted[] = {
+      {"softcap", with([](Features& s) { s.softcap = true; })},
+      {"mask", with([](Features& s) { s.mask = true; })},
+      {"positions", with([](Features& s) { s.positions.alibi = true; })},
+      {"dropout", with([](Features& s) { s.dropout = DropoutRule::kFovea; })},
+      {"fp32_results", with([](Features& s) { s.fp32_results = true; })}};
+  for (const auto& [name, kernel] : planted) {
+    ASSERT_STREQ(unknown_feature(kernel), name);
+    Planner planner(line.call, target);
+    try {
+      planner.add(kernel, 1, small->start);
+      ADD_FAILURE() << name << " is ignored";
+    } catch (const Error& error) {
+      EXPECT_EQ(std::string(error.what()),
+                fmt::format("sm90_small_backward: {}, which this kernel does not know", name));
+    }
+  }
+  EXPECT_EQ(unknown_feature(with([](Features& s) { s.bias = BiasTile::kBf16; })), nullptr);
 }
 
 TEST(CudaPlan, MaskBits) {

@@ -300,10 +300,21 @@ def test_lengths_of_kernels():
     lengths = {}
     for name in tracked("src/cuda/device/*.cuh"):
         text = (ROOT / name).read_text()
-        for found in re.finditer(r"^(?:__global__|__device__)[^;{]*?(\w+)\([^{]*\{$.*?^}$", text, re.MULTILINE | re.DOTALL):
-            lengths[found[1]] = found.group().count("\n") + 1
-    assert len(lengths) > 100
+        for found in re.finditer(r"^(?:__global__|__device__)([^;{]*)\{$.*?^}$", text, re.MULTILINE | re.DOTALL):
+            head = re.sub(r"__(?:launch_bounds|cluster_dims)__\((?:[^()]|\([^()]*\))*\)", "", found[1])
+            lengths[name, re.search(r"(\w+)\(", head)[1]] = found.group().count("\n") + 1
+    kernels = {kernel for _, kernel in lengths}
+    assert len(lengths) > 250 and {"sm90_forward", "sm90_small_backward", "generic_backward", "small_bias_sum"} <= kernels
+    assert max(lengths.values()) > 250 and not any(kernel.startswith("__") for kernel in kernels)
     assert {name: lines for name, lines in lengths.items() if lines > KERNEL_FUNCTION_LINES} == {}
+
+
+@pytest.mark.parametrize("file, function", [("cuda/plan/plan.cpp", "plan_for"), ("cpu/dispatch.cpp", "")])
+def test_backends_refuse_fields_that_they_do_not_know(file, function):
+    """tests/cpp/fields_test.cpp plants such a field; the call itself is looked for here."""
+    text = (ROOT / "src" / file).read_text()
+    body = text[text.index(f"{function}(") :] if function else text
+    assert re.search(r"unknown = unknown_fields<Problem>\(kKnownFields\);\n  refuse_fields\(call\.problem, unknown\);", body)
 
 
 @pytest.mark.parametrize("header, tests", [

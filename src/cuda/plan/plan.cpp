@@ -16,6 +16,7 @@
 #include "cuda/kernels/generic_forward.h"
 #include "cuda/kernels/prepare.h"
 #include "cuda/kernels/sm90_forward.h"
+#include "cuda/plan/known_features.h"
 #include "cuda/planner.h"
 
 namespace fovea::cuda {
@@ -200,6 +201,9 @@ AroundSpec Planner::around(Type type) const {
 void Planner::add(const Kernel& kernel, std::int64_t blocks, Start start, unsigned blocks_y, int pieces) {
   if (blocks > kMostBlocks) {
     refuse(fmt::format("{}: {} blocks; accepted: at most {}", kernel.name, blocks, kMostBlocks));
+  }
+  if (const char* const feature = unknown_feature(kernel); feature != nullptr) {
+    refuse(fmt::format("{}: {}, which this kernel does not know", kernel.name, feature));
   }
   if (blocks > 0) {
     plan_.launches.push_back({kernel, blocks, blocks_y, pieces, std::move(start)});
