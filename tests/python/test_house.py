@@ -34,8 +34,8 @@ ALLOWED = {
     ("src/cuda/device/ptx/sm80.cuh", "function"): "the instructions: ex2, lg2, rcp",
     ("src/cuda/device/score/approximation.cuh", "function"): "the number that math's formulas take on a GPU: exp2 and the "
                                                              "reciprocal by an instruction, tanh by math's two",
-    ("src/cuda/device/score/sm90_softmax.cuh", "function"): "weights of a row's end by instructions, until there is one "
-                                                            "score layer",
+    ("src/cuda/device/score/sm90_softmax.cuh", "function"): "weights of a row's end by instructions; why there is no "
+                                                            "single score layer: docs/design/options.md",
 }  # fmt: skip
 
 # Lines of a file with kernels, comments included, and of any other device header. Longer files of the host are listed

@@ -34,7 +34,7 @@ enum class Mode { kJit, kCache, kOff };
 
 struct Request {
   std::string file;                  // of the embedded text: "generic/forward.cuh"
-  std::string kernel;                // "fovea::sm80_forward"
+  std::string kernel;                // "fovea::cuda::generic_forward<...>"
   std::string argument;              // the printed template argument: "fovea::cuda::ForwardSpec{...}"
   std::string architecture;          // "sm_80"
   std::vector<std::string> options;  // for NVRTC, beyond default_options()

@@ -4,7 +4,7 @@
 //
 //   backward_prepare   per query: delta = <do, o> - dlse, the logsumexp as the products subtract it, both padded so
 //                      that no tile of rows needs another sequence's; partial sums of the sink's gradient; dq_sum set
-//                      to zero (with stores_first not: rows that no block has stored are zero to backward_convert);
+//                      to zero (not with stores_first: backward_convert takes rows that no block has stored for zero);
 //                      numbers that sm90_backward's blocks share (Args::turns, BehindTurns)
 //   backward_convert   dq_sum (fp32, in the order of the accumulators) to dq (sm90_backward_parts and sm90_backward
 //                      do it, too)

@@ -28,7 +28,8 @@ __device__ __forceinline__ void hide_outside(float (&s)[kColumns][4], int x, int
 }
 
 // Whether S transposed has to hide queries behind the end of their sequence: their logsumexp of infinity does not hide
-// NaN, and the term of a key may be NaN where no query that exists meets it.
+// NaN, and the term of a key may be NaN where no query that exists meets it. Of generic kernels; sm90_backward has the
+// same rule for its tiles and terms, kMaskQueries (sm90/backward_sizes.h).
 template <auto S>
 constexpr bool kHidesQueries = S.key_term && (S.banded || S.query_term);
 

@@ -159,7 +159,7 @@ struct Scores {
         }
       }
     }
-    if constexpr (kHasRowTerm && Inputs::kHasVector) {  // as masks, each of them hides NaN of the other
+    if constexpr (kHasRowTerm && Inputs::kHasVector) {  // as a mask, a term of -inf hides NaN of the other term
       each(s, [&](float& x, int i, int, int e) { x = row_term[i][e >> 1] == -kInfinity ? -kInfinity : x; });
     }
     if (S.mask && masked) {

@@ -16,8 +16,8 @@ template <auto S>
 struct Sm90BackwardGradients {
   static constexpr int M = S.step;
   static constexpr bool kDropout = S.dropout != DropoutRule::kNone;
-  // What may hide any pair.
-  static constexpr bool kPlane = sm90_bias_in_place(S) || sm90_outer_bytes(S) > 0 || S.query_term;
+  // A bias of -inf, or the term of a query, may hide any pair.
+  static constexpr bool kHidesPairs = sm90_bias_in_place(S) || sm90_outer_bytes(S) > 0 || S.query_term;
   using Loaded = Sm90BackwardLoaded<S>;
 
   // Of a query head.
@@ -54,12 +54,12 @@ struct Sm90BackwardGradients {
                                             float* sums_of_bias = nullptr) {
     // Note: what is hidden has P = 0, but dP of any size, and 0 * inf is NaN. Where that may be in any tile (a bias of
     // -inf hides, too) dS is looked at in the end.
-    constexpr bool kAnywhere = kPlane || S.mask;
+    constexpr bool kAnywhere = kHidesPairs || S.mask;
     // Sums in memory get it at once, so that it is looked at as it is made.
     constexpr bool kAtOnce = S.adds_bias;
     constexpr bool kLater = kAnywhere && !S.column_sum && !S.row_sum && !kAtOnce;
     if constexpr (!kLater && !kAtOnce && (kAnywhere || S.banded || (S.key_term && S.row_sum))) {
-      if (kPlane || hidden) {
+      if (kHidesPairs || hidden) {
 #pragma unroll
         for (int i = 0; i < M / 2; ++i) {
           dp[i] = s[i] == 0 ? 0 : dp[i];
@@ -118,7 +118,7 @@ struct Sm90BackwardGradients {
     }
     clear_hidden(grads);
     if constexpr (kLater) {
-      if (kPlane || hidden) {
+      if (kHidesPairs || hidden) {
         u32 largest = 0;
 #pragma unroll
         for (int i = 0; i < M / 4; ++i) {

@@ -49,7 +49,8 @@ struct Sm90Dropout {
       folded_key = a.shard.folded_key(u32(b));
     }
     row = math::dropout_row<Word>(head, Word(folded_row));
-    threshold = (a.drop_threshold & 0xffff) * 0x10001u;  // 65536 keeps what it likes: the factor is 0 then
+    // 65536 becomes 0, which keeps all: the weights are multiplied by 0 then.
+    threshold = (a.drop_threshold & 0xffff) * 0x10001u;
   }
 
   __device__ __forceinline__ u32 kept(u32 halves) const {

@@ -10,33 +10,42 @@
 //
 //     S^T = K Q^T, dP^T = V dO^T | P^T, dS^T in registers | dV += P^T dO, dK += dS^T Q | dQ of the step before
 //
-// P^T and dS^T are operands of the next products from registers; where registers allow so are V and K. The ring of dS
+// P^T and dS^T are operands of the next products, from registers; where registers allow so are V and K. The ring of dS
 // is used in place: TMA writes the bias as [query][key], ldmatrix.trans reads it in the layout of S^T, stmatrix.trans
-// puts dS where the bias was, and there dS is an operand of dQ = dS K. With `dbias_store` it is stored from there as
-// the gradient of the bias. It has no `scale`, which dQ and dK get where they leave. With a softcap dS is already
-// multiplied by its derivative, and under a band tiles are left out, so there the gradient of a bias is another
-// kernel's, or dS is added to sums in memory as it is made (backward_added.cuh). dQ of a step is computed a step later,
-// when the dS of all warpgroups has most likely arrived: by one warpgroup for 64 queries, in turn (of steps of 128
-// queries each of two has 64), or with `halves` by each of two for half of the columns. With `same_step` all warpgroups
-// wait for each other instead, and compute their halves in the step itself, before dK; dQ is stored while the product
-// of dK runs. Of 80 queries a step dQ is computed transposed, dQ^T = K^T dS^T (sm90_turns_dq): a product has 64 rows,
-// and halves of the columns are as many. dQ is added to dq_sum, in L2, in the order of the accumulators
-// (backward_convert), by red instructions or in bulk through shared memory; with `ordered` by one block of keys after
-// the other; with `direct` one block has all keys and stores dQ as it is.
+// puts dS where the bias was, and there dS is an operand of dQ = dS K. With dropout, P carries the decision in its
+// sign: P >= 0 is kept.
 //
-// With dropout, P carries the decision in its sign: P >= 0 is kept. Where dK and dV take most registers, S and dP are
-// made in two parts of a step (sm90_step_parts), or P is rounded before dS is made of it (Sm90BackwardChoices::packs).
+// dQ of a step is computed one step later, when the dS of all warpgroups has most likely arrived: by one warpgroup for
+// 64 queries, in turn. It is added to dq_sum, in L2, in the order of the accumulators, which backward_convert knows: by
+// red instructions, or in bulk through shared memory.
 //
-// A block stays for the whole call and takes key blocks from a counter, batch * heads_k * ceil(limit_k / keys) of them:
-// Q and dO of the next are on their way while one ends. Where there are as many blocks as key blocks each has its own.
-// With `converts` dq_sum becomes dq here (backward_convert.cuh); with `makes_rows` row vectors are made here
-// (backward_rows.cuh), and backward_prepare is not launched. With `tile_stores` dK and dV leave by tensor stores from
-// where K and V were; which keys are next is known before. With `odd_rows` warps move the bias to its place, and dS
-// (backward_odd_rows.cuh). sm90_summed_backward also has the gradient of a bias that is shared (backward_summed.cuh).
-// With `key_parts` several blocks share a block of keys: each takes a range of its steps and leaves fp32 sums of dK and
-// dV; with `last_parts` too they share the last blocks alone, and whichever ends last adds the sums
-// (backward_join.cuh). backward_prepare comes before (with a mask of queries and keys sm90_backward_mask, too),
-// backward_convert after; where other sums of parts are left sm90_backward_parts, which adds them and converts dq.
+// A block stays for the whole call and takes blocks of keys from a counter, batch * heads_k * ceil(limit_k / keys) of
+// them. Q and dO of the next are on their way while one ends. Where there are as many thread blocks as blocks of keys
+// each has its own. backward_prepare runs before (with a mask of queries and keys sm90_backward_mask, too), and
+// backward_convert after.
+//
+// What options of the Spec change (sm90/spec.h has all of them):
+//
+//     step = 128             two warpgroups compute dQ of a step, 64 queries each
+//     step = 80              dQ is computed transposed, dQ^T = K^T dS^T (sm90_turns_dq)
+//     halves                 each of two warpgroups computes dQ of all queries, half of the columns
+//     same_step              dQ is computed in its own step, before dK: all warpgroups wait for one another
+//     bulk, ordered, direct  dQ leaves in bulk; blocks of keys add one after the other; one block has all keys and
+//                            stores dQ as it is
+//     converts               warps that do not compute make dq of dq_sum (backward_convert.cuh)
+//     makes_rows             logsumexp and delta are made here (backward_rows.cuh), without backward_prepare
+//     dbias_store            dS is the gradient of the bias, without `scale`, which dQ and dK get where they leave. Not
+//                            with a softcap, whose derivative dS has, nor with a band, which leaves tiles out
+//     adds_bias              dS is added to sums in memory (backward_added.cuh)
+//     summed                 sm90_summed_backward: a cluster sums the gradient of a shared bias (backward_summed.cuh)
+//     odd_rows               rows of the bias begin anywhere: warps move it, and dS (backward_odd_rows.cuh)
+//     key_parts              several thread blocks share a block of keys. Each takes a range of its steps and leaves
+//                            sums in fp32, which sm90_backward_parts adds
+//     last_parts             only the last blocks are shared, and the part that ends last adds (backward_join.cuh)
+//     tile_stores            dK and dV leave by tensor stores from where K and V were
+//
+// Where dK and dV take most registers, S and dP are made in two parts of a step (sm90_step_parts), or P is rounded
+// before dS is made of it (Sm90BackwardChoices::packs).
 #pragma once
 
 #include "cuda/device/ptx/sm90.cuh"

@@ -1,6 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Biases on their way into sm90_backward, and dS on its way out where it is the gradient of one: by TMA, a thread each.
+// Biases on their way into sm90_backward, and dS on its way out where it is the gradient of one (dbias_store): one thread
+// loads, another one stores, by TMA.
+//
+//     ring of `grads`    (S.planes buffers) the first bias, if it has 16 bits; dS comes to lie where it was, and leaves
+//                        from there
+//     ring of `outer`    (S.outer buffers) a bias of fp32, and the second bias
+//
+// With odd_rows a bias comes to `outer` first, and warps move it to `grads` (backward_odd_rows.cuh).
 #pragma once
 
 #include "cuda/device/ptx/sm90.cuh"

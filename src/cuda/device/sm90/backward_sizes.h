@@ -41,6 +41,7 @@ constexpr Sm90BackwardSpec sm90_part_of_step(Sm90BackwardSpec spec, int parts) {
 }
 // Where queries behind the end of their sequence may have scores of NaN, which a logsumexp of infinity does not hide:
 // of a tile of bias that has rows there, or of a key's term, which may be NaN where no query that exists meets the key.
+// Generic kernels: kHidesQueries (score/mask_edge.cuh).
 template <auto S>
 constexpr bool kMaskQueries = (S.ragged && (S.bias != BiasTile::kNone || S.bias2 != BiasTile::kNone)) ||
                               (S.key_term && !S.key_mask && (S.banded || (S.ragged && S.mask)));

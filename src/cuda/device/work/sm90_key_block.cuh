@@ -32,8 +32,8 @@ struct Sm90KeyBlock {
   int skipped;       // kSkips: the steps of the first head that the part before has
   i64 sums_row;      // key_parts: where its sums lie
 
-  // In order the blocks of a band begin at the last keys: the queries of a block begin where it stands, so that those
-  // before it are always ahead.
+  // With `ordered` and a band, blocks begin at the last keys. A block's first query is near its own keys, so that the
+  // blocks before it, which have later keys, are always ahead of it.
   static constexpr bool kFromTheEnd = S.ordered && S.banded;
   static constexpr bool kByTurns = sm90_can_take_turns(S) && !S.longest_first;
   // Without a band each block begins at other queries, so that every row of dq_sum is soon stored by some block.
