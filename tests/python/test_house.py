@@ -295,6 +295,16 @@ def test_every_option_of_a_kernel_is_in_the_table():
     assert {(kernel, option) for kernel, option in listed if kernel != "sm90_wide_backward"} == options
 
 
+def test_lines_of_device_text():
+    """docs/design/options.md counts them."""
+    files = [ROOT / name for suffix in ("h", "cuh") for name in tracked(f"src/cuda/device/*.{suffix}")]
+    lines = sum(file.read_text().count("\n") for file in files)
+    said = re.search(r"It has ([\d,]+) lines in (\d+) files", (ROOT / "docs/design/options.md").read_text())
+    assert (int(said[1].replace(",", "")), int(said[2])) == (lines, len(files)), "docs/design/options.md, Where the lines are"
+    limits = (ROOT / "docs/design/limits.md").read_text()
+    assert f"| fewer than 9,000 lines | {lines:,} |" in limits, "docs/design/limits.md, The text of the kernels"
+
+
 def test_lengths_of_kernels():
     """Of functions of device text, kernels and what they call, to the closing brace."""
     lengths = {}
