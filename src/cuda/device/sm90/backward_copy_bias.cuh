@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Biases on their way into sm90_backward, and dS on its way out where it is the gradient of one (dbias_store): one thread
-// loads, another one stores, by TMA.
+// Biases on their way into sm90_backward, and dS on its way out where it is the gradient of one (dbias_store): one
+// thread loads, another one stores, by TMA.
 //
 //     ring of `grads`    (S.planes buffers) the first bias, if it has 16 bits; dS comes to lie where it was, and leaves
 //                        from there

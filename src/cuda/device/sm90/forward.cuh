@@ -19,8 +19,9 @@
 // parts of their keys, generic_combine puts them together, or with `joins` this kernel (forward_join.cuh).
 //
 // Heads wider than 256 (sm90_wide_forward) are computed by pairs of blocks, see forward_pair.cuh. Q of such a head_dim
-// takes half of shared memory, and K comes in parts of 128 columns. Each part leaves when it is multiplied, so that no S
-// can be formed again, and steps take the softmax's exact way. There are no turns: both warpgroups read the same part.
+// takes half of shared memory, and K comes in parts of 128 columns. Each part leaves when it is multiplied, so that no
+// S can be formed again, and steps take the softmax's exact way. There are no turns: both warpgroups read the same
+// part.
 #pragma once
 
 #include "cuda/device/sm90/forward_join.cuh"
