@@ -1098,6 +1098,24 @@ def test_said_once_on_cuda():
         _enable_state.hand_back(_enable_state.UNMEASURED, cuda)
 
 
+@pytest.mark.parametrize("by_c", [False, True])
+def test_the_warning_names_the_callers_line(by_c, monkeypatch):
+    """C, which has no frame, calls give_back(); without it there is compute() between."""
+    enable(prefer=None)
+    calls = [*3 * [torch.empty(0)], None, 0.0, False]
+    monkeypatch.setattr(_enable_kernel, "composite", lambda *args, **options: "PyTorch's")
+    monkeypatch.setattr(_enable_kernel, "_why_not_dense", lambda tensor: "empty tensors")
+    monkeypatch.setattr(_enable_state, "count_handed_back", lambda reason: reason)
+    hand_back = _enable_state.hand_back
+    monkeypatch.setattr(_enable_kernel, "hand_back", lambda why, device, level: hand_back(why, torch.device("cuda"), level=level + 1))
+    with pytest.warns(UserWarning, match="handed back to PyTorch: empty tensors") as said:
+        if by_c:
+            got = _enable_kernel.give_back("empty tensors", *calls, None, False)
+        else:
+            got = _enable_kernel.compute(*calls)
+    assert got == "PyTorch's" and said[0].filename == __file__
+
+
 # ---- what PyTorch does faster ----
 
 

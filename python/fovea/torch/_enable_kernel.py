@@ -78,7 +78,7 @@ def compute(
         if traced and all(x is None or _ahead.has_known_sizes(x) for x in (query, key, value, attn_mask)):
             note(decision.problems)
     if why:
-        return give_back(why, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return give_back(why, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, 4)
     form: Any = decision.form
     q, k, v, mask = form.inputs(query, key, value, attn_mask)
     bias = None
@@ -92,10 +92,10 @@ def compute(
 
 def give_back(
     why: str, q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], dropout_p: float, is_causal: bool,
-    scale: Optional[float], enable_gqa: bool,
+    scale: Optional[float], enable_gqa: bool, level: int = 3,
 ) -> Any:  # fmt: skip
-    """PyTorch's result. C calls this for the first call of a kind."""
-    hand_back(why, q.device)
+    """PyTorch's result. C, which has no frame, calls this for the first call of a kind. level: as hand_back() has it."""
+    hand_back(why, q.device, level=level)
     with by_pytorch(why):
         return composite(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 

@@ -134,8 +134,9 @@ def refusal(why: str, name: str = NAME) -> str:
     return f"{name}: {why}; fovea does not compute this. enable(strict=False) hands it back to PyTorch"
 
 
-def hand_back(why: str, device: torch.device, name: str = NAME) -> None:
-    """Counts a call, of an operator by its name, and warns of it, or raises if `strict` is in force."""
+def hand_back(why: str, device: torch.device, name: str = NAME, level: int = 3) -> None:
+    """Counts a call, of an operator by its name, and warns of it, or raises if `strict` is in force. level: warnings.warn's
+    `stacklevel` of the program's own line."""
     reason = count_handed_back(f"{name}: {why}" if name in OPERATORS else why)
     settings = state.settings
     if settings is None or (why in ASKED_FOR and why != UNMEASURED):
@@ -146,7 +147,7 @@ def hand_back(why: str, device: torch.device, name: str = NAME) -> None:
         state.warned.add(reason)
         warnings.warn(
             f"fovea.torch.enable: {name} is handed back to PyTorch: {why} (said once; "
-            "fovea.torch.stats() counts)", stacklevel=3,
+            "fovea.torch.stats() counts)", stacklevel=level,
         )  # fmt: skip
 
 
