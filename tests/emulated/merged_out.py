@@ -6,30 +6,17 @@ is there, against the formula in fp64. `fovea check` has no results that are the
 Half of the rows meet no key, and a sink; some of what is there has no key either.
 """
 
-import ctypes
 import sys
-from pathlib import Path
 
 import numpy as np
+from calls import call, problem, tensor
+from fovea import _abi
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python"))
-from fovea import _abi, _library  # noqa: E402
-
-CUDA = 1  # fovea_device
 SQ, SK, HEADS = 200, 100, 2
 
 
 def main(d):
-    lib = _library.lib
     random = np.random.default_rng(1)
-    kept = []
-
-    def tensor(array, kind):
-        shape = (*array.shape, *[0] * (_abi.MAX_RANK - array.ndim))
-        kept.append((array, ctypes.create_string_buffer(
-            _abi.TENSOR.pack(_abi.TENSOR.size, array.ctypes.data, kind, array.ndim, 0, 0, *shape, *[0] * _abi.MAX_RANK))))  # fmt: skip
-        return ctypes.addressof(kept[-1][1])
-
     q, k, v = (random.standard_normal((1, rows, HEADS, d), np.float32).astype(np.float16) for rows in (SQ, SK, SK))
     out = random.standard_normal((1, SQ, HEADS, d), np.float32)
     lse = random.standard_normal((1, HEADS, SQ), np.float32)
@@ -46,16 +33,12 @@ def main(d):
         p = np.where(np.isneginf(s), 0, np.exp(s - np.where(np.isneginf(both), 0, both)[..., None]))
         wanted = np.einsum("bhij,bjhd->bihd", p, v.astype(np.float64)) + out * weight(lse).transpose(0, 2, 1)[..., None]
 
-    problem = _abi.Problem(ctypes.sizeof(_abi.Problem), _abi.CAUSAL, device=CUDA)
-    problem.q, problem.k, problem.v = (tensor(x, _abi.FP16) for x in (q, k, v))
-    problem.sink = tensor(sink, _abi.FP32)
-    problem.out, problem.lse = tensor(out, _abi.FP32), tensor(lse, _abi.FP32)
-    problem.accumulate = _abi.ACCUMULATE_OUT
-    needed = ctypes.c_size_t()
-    _library.check(lib.fovea_workspace(ctypes.byref(problem), _abi.FORWARD, ctypes.byref(needed)))
-    space = ctypes.create_string_buffer(needed.value + 256)
-    first = (ctypes.addressof(space) + 255) // 256 * 256
-    _library.check(lib.fovea_forward(ctypes.byref(problem), first, needed.value))
+    of = problem(_abi.CAUSAL)
+    of.q, of.k, of.v = (tensor(x, _abi.FP16) for x in (q, k, v))
+    of.sink = tensor(sink, _abi.FP32)
+    of.out, of.lse = tensor(out, _abi.FP32), tensor(lse, _abi.FP32)
+    of.accumulate = _abi.ACCUMULATE_OUT
+    call(of, _abi.FORWARD)
     error = np.abs(out - wanted).max()
     print("largest error of out", error)
     if not error < 5e-3:

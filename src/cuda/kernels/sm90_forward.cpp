@@ -388,8 +388,6 @@ void add_sm90_forward(Planner& planner, const Kernel& kernel) {
   const bool counts = spec.ragged || spec.joins || (order.tiles > room && blocks == 1 && !sm90_shares_tiles(spec));
   if (counts) {
     planner.workspace().add(Region::kSchedule, counters_offset(order) + counters * std::int64_t{sizeof(u32)});
-  }
-  if (counts) {
     Kernel schedule;
     schedule.file = "sm90/schedule.cuh";
     schedule.name = "sm90_schedule";
